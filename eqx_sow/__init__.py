@@ -1,0 +1,19 @@
+from importlib.metadata import version as _version
+
+from ._errors import (
+    DuplicateSowError as DuplicateSowError,
+    SowError as SowError,
+    SowTypeError as SowTypeError,
+    UnknownSowError as UnknownSowError,
+    UnsupportedPrimitiveError as UnsupportedPrimitiveError,
+)
+from ._interpreter import register_rule as register_rule
+from ._reduce import (
+    Append as Append,
+    Buffer as Buffer,
+    Fold as Fold,
+    Last as Last,
+)
+from ._save import save_intermediates as save_intermediates
+from ._sow import Sow as Sow, sow as sow
+from . import _rules, _wrapped  # noqa: F401

@@ -1,0 +1,218 @@
+"""The handler of `save_intermediates`."""
+
+import dataclasses as dc
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+
+from . import _entry, _reduce
+from ._entry import Entry
+from ._interpreter import Frame, Given, Handler, Taken
+from ._reduce import Append, Reducer
+from ._select import lookup, matches
+from ._sow import Const, Site
+
+
+@dc.dataclass(frozen=True)
+class Check:
+    """An annotation of a sow, and what the value there looks like."""
+
+    name: str
+    spec: Const
+    treedef: Const
+    leaves: tuple[Any, ...]
+    shapes: tuple[Any, ...]
+
+
+@jtu.register_dataclass
+@dc.dataclass(frozen=True)
+class Sown:
+    """`Taken.rest` of `Collect`."""
+
+    entries: tuple[Entry, ...] = ()
+    seen: tuple[str, ...] = dc.field(default=(), metadata=dict(static=True))
+    checks: tuple[Check, ...] = dc.field(default=(), metadata=dict(static=True))
+
+
+@dc.dataclass(frozen=True)
+class Collect(Handler):
+    """Takes the values of all sows of one tag.
+
+    The options are wrapped in `Const`, which makes them hashable. Sows of other tags
+    stay in the program if `outer`, which is when somebody further out may want them.
+    With `survey`, nothing is reduced over loops: that shows what there is to reduce.
+    """
+
+    tag: Any
+    names: Const
+    modes: tuple[str, ...] | None
+    reduce: Const
+    transform: Const
+    outer: bool
+    survey: bool = False
+
+    def reducer(self, name: str) -> Reducer | None:
+        return lookup(self.reduce.value, name)
+
+    def folds(self, name: str) -> bool:
+        """Whether the reducer of this name has a state that goes through loops."""
+        reducer = self.reducer(name)
+        return not self.survey and not (reducer is None or isinstance(reducer, Append))
+
+    def sow(self, found, given, site: Site, atoms, frame: Frame):
+        if site.tag != self.tag:
+            if self.outer:
+                frame.leave()
+            else:
+                frame.alias(atoms)
+            return given
+        frame.alias(atoms)
+        if self.names.value is not None and not matches(self.names.value, site.name):
+            found.append(Taken(given.carry, Sown(seen=(site.name,))))
+            return given
+        checks = ()
+        if site.spec is not None:
+            guard = int(site.guarded)
+            shapes = tuple(
+                jax.ShapeDtypeStruct(site.shape(i, v.aval.shape), v.aval.dtype)
+                for i, v in enumerate(atoms)
+            )[guard:]
+            checks = (
+                Check(site.name, Const(site.spec), site.treedef, site.leaves, shapes),
+            )
+        if self.modes is not None and site.mode not in self.modes:
+            found.append(Taken(given.carry, Sown(seen=(site.name,), checks=checks)))
+            return given
+        transform = lookup(self.transform.value, site.name)
+        if self.folds(site.name):
+            entry = _entry.from_site(site, frame.read(atoms), transform)
+            key = entry.meta.key
+            state = _reduce.step(self.reducer(site.name), given.carry[key], entry)
+            given = given._replace(carry={**given.carry, key: state})
+            found.append(Taken(given.carry, Sown(seen=(site.name,), checks=checks)))
+        else:
+            frame.keep(atoms)
+            found.append((site, atoms, transform, checks))
+        return given
+
+    def join(self, found, given, frame: Frame) -> Taken:
+        entries: list[Entry] = []
+        seen: dict[str, None] = {}
+        checks: dict[Check, None] = {}
+        for item in found:
+            if isinstance(item, Taken):
+                sown = item.rest
+            else:
+                site, atoms, transform, check = item
+                values = frame.read_arrays(atoms)
+                entry = _entry.from_site(site, values, transform)
+                sown = Sown((entry,), (site.name,), check)
+            for entry in sown.entries:
+                self._add(entries, entry)
+            seen.update(dict.fromkeys(sown.seen))
+            checks.update(dict.fromkeys(sown.checks))
+        return Taken(given.carry, Sown(tuple(entries), tuple(seen), tuple(checks)))
+
+    def _add(self, entries: list[Entry], new: Entry) -> None:
+        same = [i for i, e in enumerate(entries) if e.meta.key == new.meta.key]
+        for i in same:
+            old = entries[i].meta
+            if _entry.exclusive(old, new.meta):
+                entries[i] = _entry.merge(entries[i], new)
+                return
+        if same and not isinstance(self.reducer(new.meta.name), Reducer):
+            raise _entry.duplicate(entries[same[0]].meta, new.meta)
+        entries.append(new)
+
+    def stack(self, rest: Sown, length: int) -> Sown:
+        return self._map(rest, lambda e: _entry.stacked(e, length))
+
+    def _map(self, rest: Sown, fn) -> Sown:
+        return dc.replace(rest, entries=tuple(map(fn, rest.entries)))
+
+    def branch(self, rests: Sequence[Sown]):
+        slots = [_slots(r.entries) for r in rests]
+        keys = dict.fromkeys(k for s in slots for k in s)
+        targets = {
+            k: _entry.unify([s[k] for s in slots if k in s]) for k in keys
+        }
+        seen = tuple(dict.fromkeys(n for r in rests for n in r.seen))
+        checks = tuple(dict.fromkeys(c for r in rests for c in r.checks))
+
+        def to_one_form(rest: Sown) -> Sown:
+            mine = _slots(rest.entries)
+            entries = tuple(
+                _entry.conform(mine[k], target) if k in mine else _entry.zeros(target)
+                for k, target in targets.items()
+            )
+            return Sown(entries, seen, checks)
+
+        return to_one_form
+
+    def empty(self, rest: Sown) -> Sown:
+        return self._map(
+            self.leave_loop(rest), lambda e: _entry.zeros(_entry.unify([e]))
+        )
+
+    def leave_loop(self, rest: Sown) -> Sown:
+        return self._map(rest, _entry.left_loop)
+
+    def again(self, old: Sown, new: Sown) -> Sown:
+        new = self.leave_loop(new)
+        entries = tuple(
+            _entry.latest(o, _entry.conform(n, o)) for o, n in zip(old.entries, new.entries)
+        )
+        return Sown(entries, old.seen, old.checks)
+
+
+def _slots(entries: Sequence[Entry]) -> dict[Any, Entry]:
+    """Entries by name, mode and how many of the same there were before."""
+    slots: dict[Any, Entry] = {}
+    for e in entries:
+        n = sum(1 for k in slots if k[:2] == e.meta.key)
+        slots[(*e.meta.key, n)] = e
+    return slots
+
+
+def reductions(collect: Collect, taken: Taken) -> dict[Any, Any]:
+    """The states to begin with, from a survey of the program."""
+    by_key: dict[Any, list[Entry]] = {}
+    for e in taken.rest.entries:
+        by_key.setdefault(e.meta.key, []).append(e)
+    return {
+        key: _reduce.start(collect.reducer(key[0]), entries)
+        for key, entries in by_key.items()
+        if collect.folds(key[0])
+    }
+
+
+def assemble(collect: Collect, taken: Taken) -> dict[str, dict[str, Any]]:
+    """`intermediates[name][mode]`, in order of execution."""
+    sown: Sown = taken.rest
+    out: dict[str, dict[str, Any]] = {name: {} for name in sown.seen}
+    counts: dict[str, Any] = {}
+    appended: dict[Any, list[Entry]] = {}
+    for e in sown.entries:
+        appended.setdefault(e.meta.key, []).append(e)
+    for (name, mode), entries in appended.items():
+        if isinstance(collect.reducer(name), Append):
+            out[name][mode] = tuple(map(_entry.value, entries))
+            if any(e.meta.counted for e in entries):
+                count = tuple(_entry.count(_entry.counted(e)) for e in entries)
+                counts.setdefault(name, count)
+        else:
+            (e,) = entries
+            out[name][mode] = _entry.value(e)
+            if e.meta.counted:
+                counts.setdefault(name, _entry.count(e))
+    for (name, mode), state in (taken.carry or {}).items():
+        reducer = collect.reducer(name)
+        out[name][mode] = _reduce.finish(reducer, state)
+        if state.meta.counted or isinstance(reducer, _reduce.Buffer):
+            counts.setdefault(name, state.count)
+    for name, count in counts.items():
+        out[name]["count"] = count
+    return {name: modes for name, modes in out.items() if modes}

@@ -1,0 +1,120 @@
+"""Everything that depends on the version of JAX, or on a part of it that is not public.
+
+Supported: JAX 0.10 to 0.12. Each entry says why no public way will do.
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.extend.core as jexc
+
+# No public table: how a primitive is linearized. `_wrapped.py` says what for.
+from jax._src.interpreters.ad import primitive_linearizations as primitive_linearizations
+
+
+# The type of effect that `jax.debug.print` has is allowed everywhere and is kept by
+# partial evaluation, and so is a subclass of it. It has no public name.
+(_DebugEffect,) = {
+    type(e) for e in jax.make_jaxpr(lambda: jax.debug.print(""))().effects
+}
+
+
+class SowEffect(_DebugEffect):
+    def __eq__(self, other):
+        return type(other) is SowEffect
+
+    def __hash__(self):
+        return hash(SowEffect)
+
+    def __repr__(self):
+        return "Sow"
+
+    __str__ = __repr__
+
+
+def open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
+    """The jaxpr without its constants, and these. One class since JAX 0.11."""
+    return getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())
+
+
+def close_jaxpr(jaxpr: Any) -> Any:
+    return jexc.ClosedJaxpr(jaxpr, ())
+
+
+def is_jaxpr(x: Any) -> bool:
+    return isinstance(x, jexc.Jaxpr | jexc.ClosedJaxpr)
+
+
+def scan_arity(params: dict[str, Any]) -> tuple[int, int]:
+    """How many constants and carries a scan has. FlatTrees since JAX 0.11."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()
+    return len(consts), len(carry)
+
+
+def _current_trace() -> Any:
+    with jexc.take_current_trace() as trace:
+        return trace
+
+
+def _staging_trace_type() -> type:
+    found = []
+    jax.make_jaxpr(lambda: found.append(type(_current_trace())))()
+    return found[0]
+
+
+_StagingTrace = _staging_trace_type()
+_EvalTrace = type(_current_trace())
+
+
+def is_eager() -> bool:
+    """Whether nothing is being traced."""
+    return type(_current_trace()) is _EvalTrace
+
+
+_call_p = jexc.primitives.closed_call_p
+
+
+def splice(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    """Evaluates a jaxpr. While a jaxpr is being built, that is one equation: binding
+    each of the equations again would double the time that tracing takes."""
+    trace = _current_trace()
+    if (
+        type(trace) is not _StagingTrace
+        or len(jaxpr.eqns) < 2
+        or not all(isinstance(v.aval, jax.core.ShapedArray) for v in (*jaxpr.invars, *jaxpr.outvars))
+    ):
+        return jax.core.eval_jaxpr(jaxpr, consts, *args)
+    jaxpr = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
+    params = dict(call_jaxpr=close_jaxpr(jaxpr))
+    if not _call_p.call_primitive:  # JAX 0.11 and later
+        return _call_p.bind(*consts, *args, **params)
+    # Up to JAX 0.10 binding it evaluates the jaxpr once more. The method does not.
+    return trace.process_primitive(_call_p, [*consts, *args], params)
+
+
+def _custom_vmap_primitive() -> jexc.Primitive:
+    fn = jax.custom_batching.custom_vmap(lambda x: x)
+    fn.def_vmap(lambda size, batched, x: (x, batched[0]))
+    return jax.make_jaxpr(fn)(0).eqns[0].primitive
+
+
+custom_vmap_p = _custom_vmap_primitive()
+
+
+_libraries = tuple(
+    str(Path(module.__file__).parent) + "/" for module in (jax, eqx, sys.modules["eqx_sow"])
+)
+
+
+def user_line() -> str:
+    """`file:line` of the innermost frame that is neither ours nor JAX's nor Equinox's."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_libraries):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -1,0 +1,351 @@
+"""What has been captured of one name and mode so far, on its way out of a program.
+
+The arrays of an `Entry` keep only the axes that they really vary over. `Meta.axes` says
+which axes the entry has in all; they are filled in once, at the very end.
+"""
+
+import dataclasses as dc
+import itertools as it
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+
+from ._errors import DuplicateSowError, SowError
+from ._sow import Axis, Const, NoTangent, OPERAND, Site
+
+
+@dc.dataclass(frozen=True)
+class Meta:
+    """The static part of an entry. If `counted`, the last array is the count: how many
+    times the sow ran."""
+
+    name: str
+    mode: str
+    treedef: Const
+    leaves: tuple[Any, ...]
+    axes: tuple[Axis, ...]
+    counted: bool = False
+    branches: tuple[tuple[Any, int], ...] = ()
+    replay: bool = False
+    where: str = dc.field(default="", compare=False)
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.name, self.mode
+
+    def has(self, i: int) -> tuple[bool, ...]:
+        return tuple(a.has[i] for a in self.axes)
+
+
+@jtu.register_dataclass
+@dc.dataclass(frozen=True)
+class Entry:
+    arrays: tuple[Any, ...]
+    meta: Meta = dc.field(metadata=dict(static=True))
+
+    def core_shape(self, i: int) -> tuple[int, ...]:
+        """The shape of array `i` without its leading axes."""
+        return jnp.shape(self.arrays[i])[sum(self.meta.has(i)) :]
+
+
+def _align(x, has: Sequence[bool], want: Sequence[bool]):
+    """Gives `x` an axis of size one wherever it has none of the axes in `want`."""
+    index = tuple(slice(None) if h else None for h, w in zip(has, want) if h or w)
+    return x if all(h or not w for h, w in zip(has, want)) else x[index]
+
+
+def _broadcast(x, has, want, axes: Sequence[Axis]):
+    x = _align(x, has, want)
+    lead = tuple(a.size for a, h, w in zip(axes, has, want) if h or w)
+    shape = (*lead, *jnp.shape(x)[len(lead) :])
+    return x if jnp.shape(x) == shape else jnp.broadcast_to(x, shape)
+
+
+def _where(mask, x, y):
+    mask = jnp.reshape(mask, jnp.shape(mask) + (1,) * (jnp.ndim(x) - jnp.ndim(mask)))
+    return jnp.where(mask, x, y)
+
+
+def _over(has: Sequence[bool], other: Sequence[bool]) -> tuple[bool, ...]:
+    return tuple(map(any, zip(has, other)))
+
+
+def from_site(site: Site, operands: Sequence[Any], transform: Callable | None) -> Entry:
+    """The entry of one sow."""
+    guard = int(site.guarded)
+    axes = site.axes
+    has = [tuple(a.has[i] for a in axes) for i in range(len(operands))]
+    treedef, leaves = site.treedef, site.leaves
+    values, value_has = list(operands[guard:]), has[guard:]
+    if transform is not None:
+        treedef, leaves, values, value_has = _transform(
+            transform, site, values, value_has
+        )
+    if guard:
+        run = operands[0]
+        values = [
+            _mask(run, has[0], x, h, axes)
+            for x, h in zip(values, value_has)
+        ]
+        value_has = [_over(h, has[0]) for h in value_has]
+        values.append(run.astype(jnp.int32))
+        value_has.append(has[0])
+    return Entry(
+        tuple(values),
+        Meta(
+            name=site.name,
+            mode=site.mode,
+            treedef=treedef,
+            leaves=leaves,
+            axes=_with_has(axes, value_has),
+            counted=bool(guard),
+            branches=site.branches,
+            replay=site.replay,
+            where=site.where,
+        ),
+    )
+
+
+def _mask(run, run_has, x, has, axes):
+    both = _over(has, run_has)
+    x = _broadcast(x, has, both, axes)
+    return _where(_align(run, run_has, both), x, jnp.zeros_like(x))
+
+
+def _with_has(axes: Sequence[Axis], has: Sequence[Sequence[bool]]) -> tuple[Axis, ...]:
+    return tuple(
+        dc.replace(a, has=tuple(h[i] for h in has)) for i, a in enumerate(axes)
+    )
+
+
+def _transform(fn, site, values, has):
+    """Applies `fn` to the value as the code at the sow sees it, for each lane."""
+    static = []
+
+    def apply(*values):
+        out = fn(rebuild(site.treedef, site.leaves, values))
+        leaves, treedef = jtu.tree_flatten(out)
+        is_array = [isinstance(x, jax.Array | np.ndarray | np.generic) for x in leaves]
+        static[:] = [
+            Const(treedef),
+            tuple(OPERAND if d else Const(x) for x, d in zip(leaves, is_array)),
+        ]
+        return [jnp.asarray(x) for x, d in zip(leaves, is_array) if d]
+
+    over = tuple(any(h[i] for h in has) for i in range(len(site.axes)))
+    for i in reversed(range(len(site.axes))):
+        if over[i]:
+            apply = jax.vmap(
+                apply,
+                in_axes=tuple(0 if h[i] else None for h in has),
+                axis_size=site.axes[i].size,
+            )
+    values = apply(*values)
+    return *static, values, [over] * len(values)
+
+
+def rebuild(treedef: Const, leaves: Sequence[Any], values: Sequence[Any], lead=()) -> Any:
+    """The PyTree. Leaves with no tangent are zeros of JAX's dtype `float0`."""
+    operand = iter(values)
+    return jtu.tree_unflatten(
+        treedef.value,
+        [
+            next(operand)
+            if x is OPERAND
+            else np.zeros((*lead, *x.shape), jax.dtypes.float0)
+            if isinstance(x, NoTangent)
+            else x.value
+            for x in leaves
+        ],
+    )
+
+
+def out_of_loop(axes: Sequence[Axis], loop: Axis | None) -> tuple[int, tuple[Axis, ...]]:
+    """The axes outside of one more loop, which has the axis `loop`: inside of the axes
+    whose vmap is around the loop. Also how many those are."""
+    around = list(it.takewhile(lambda a: a.loops > 0, axes))
+    n = len(around)
+    around = [dc.replace(a, loops=a.loops - 1) for a in around]
+    return n, (*around, *([] if loop is None else [loop]), *axes[n:])
+
+
+def stacked(entry: Entry, length: int) -> Entry:
+    """An entry of a loop body, once each of its arrays has a new leading axis."""
+    loop = Axis(length, (True,) * len(entry.arrays), lane=False)
+    n, axes = out_of_loop(entry.meta.axes, loop)
+    arrays = tuple(
+        jnp.moveaxis(x, 0, to) if (to := sum(entry.meta.has(i)[:n])) else x
+        for i, x in enumerate(entry.arrays)
+    )
+    return Entry(arrays, dc.replace(entry.meta, axes=axes))
+
+
+def left_loop(entry: Entry) -> Entry:
+    """An entry of a loop body that keeps no axis for the loop."""
+    _, axes = out_of_loop(entry.meta.axes, None)
+    return Entry(entry.arrays, dc.replace(entry.meta, axes=axes))
+
+
+def counted(entry: Entry) -> Entry:
+    if entry.meta.counted:
+        return entry
+    axes = tuple(dc.replace(a, has=(*a.has, False)) for a in entry.meta.axes)
+    meta = dc.replace(entry.meta, axes=axes, counted=True)
+    return Entry((*entry.arrays, jnp.ones((), jnp.int32)), meta)
+
+
+def _common_axes(entries: Sequence[Entry]) -> list[Axis]:
+    """The axes that entries of the same name have in all. An entry may lack some, if it
+    does not vary over a vmap."""
+
+    def kind(a):
+        return a.size, a.loops, a.lane
+
+    longest = max((e.meta.axes for e in entries), key=len)
+    for e in entries:
+        rest = iter(map(kind, longest))
+        if not all(kind(a) in rest for a in e.meta.axes):
+            raise SowError(
+                f"`{e.meta.name}` is sown in several places that vary over different "
+                f"axes: sizes {[a.size for a in longest]} at {entries[0].meta.where} "
+                f"and {[a.size for a in e.meta.axes]} at {e.meta.where}. They cannot "
+                "become one value: give them different names."
+            )
+    return list(longest)
+
+
+def unify(entries: Sequence[Entry]) -> Entry:
+    """A counted entry, as shapes, that has room for each of `entries`."""
+    entries = [jax.eval_shape(counted, e) for e in entries]
+    first = entries[0]
+    for e in entries[1:]:
+        _check_same(first, e)
+    axes = _common_axes(entries)
+    has = [_placed(e, axes, i) for e in entries for i in range(len(e.arrays))]
+    n = len(first.arrays)
+    has = [tuple(map(any, zip(*has[i::n]))) for i in range(n)]
+    # Wherever the count varies, the value does too: it may not have run there.
+    has = [_over(h, has[-1]) for h in has]
+    arrays = tuple(
+        jax.ShapeDtypeStruct(
+            (*(a.size for a, h in zip(axes, has[i]) if h), *first.core_shape(i)),
+            first.arrays[i].dtype,
+        )
+        for i in range(n)
+    )
+    branches = tuple(b for b in first.meta.branches if all(b in e.meta.branches for e in entries))
+    meta = dc.replace(first.meta, axes=_with_has(axes, has), branches=branches)
+    return Entry(arrays, meta)
+
+
+def _placed(entry: Entry, axes: Sequence[Axis], i: int) -> tuple[bool, ...]:
+    """`entry.meta.has(i)`, in terms of axes among which the entry's own are."""
+    own = list(zip(entry.meta.axes, entry.meta.has(i)))
+    placed = []
+    for a in axes:
+        mine = own and (own[0][0].size, own[0][0].loops, own[0][0].lane) == (
+            a.size,
+            a.loops,
+            a.lane,
+        )
+        placed.append(own.pop(0)[1] if mine else False)
+    return tuple(placed)
+
+
+def conform(entry: Entry, target: Entry) -> Entry:
+    """`entry`, in the form of `target`, which came from `unify`."""
+    entry = counted(entry)
+    axes = target.meta.axes
+    arrays = tuple(
+        _broadcast(x, _placed(entry, axes, i), target.meta.has(i), axes)
+        for i, x in enumerate(entry.arrays)
+    )
+    return Entry(arrays, target.meta)
+
+
+def zeros(target: Entry) -> Entry:
+    return Entry(
+        tuple(jnp.zeros(x.shape, x.dtype) for x in target.arrays), target.meta
+    )
+
+
+def latest(old: Entry, new: Entry) -> Entry:
+    """For entries of one form: `new` where it ran, otherwise `old`."""
+    *old_values, old_count = old.arrays
+    *new_values, new_count = new.arrays
+    n = len(new_values)
+    ran, ran_has = new_count > 0, new.meta.has(n)
+    values = [
+        _where(_align(ran, ran_has, new.meta.has(i)), x, y)
+        for i, (x, y) in enumerate(zip(new_values, old_values))
+    ]
+    return Entry((*values, old_count + new_count), new.meta)
+
+
+def exclusive(a: Meta, b: Meta) -> bool:
+    """Whether the two are in different branches of one cond."""
+    where = dict(a.branches)
+    return any(where.get(i, n) != n for i, n in b.branches)
+
+
+def merge(a: Entry, b: Entry) -> Entry:
+    """One entry from two of the same name."""
+    if not exclusive(a.meta, b.meta):
+        raise duplicate(a.meta, b.meta)
+    target = unify([a, b])
+    return latest(conform(a, target), conform(b, target))
+
+
+def duplicate(a: Meta, b: Meta) -> DuplicateSowError:
+    return DuplicateSowError(
+        f"`{a.name}` is sown twice ({a.mode}): at {a.where} and at {b.where}. Give the "
+        "two places different names, or say how to combine them: "
+        f"`save_intermediates(..., reduce={{{a.name!r}: eqx_sow.Append()}})` returns "
+        "a tuple of both, `eqx_sow.Last()` the later one."
+    )
+
+
+def _check_same(a: Entry, b: Entry) -> None:
+    def describe(e):
+        values = [
+            jax.ShapeDtypeStruct(e.core_shape(i), x.dtype)
+            for i, x in enumerate(e.arrays[:-1])
+        ]
+        return rebuild(e.meta.treedef, e.meta.leaves, values)
+
+    same = (
+        (a.meta.treedef, a.meta.leaves) == (b.meta.treedef, b.meta.leaves)
+        and len(a.arrays) == len(b.arrays)
+        and all(
+            a.core_shape(i) == b.core_shape(i) and a.arrays[i].dtype == b.arrays[i].dtype
+            for i in range(len(a.arrays))
+        )
+    )
+    if not same:
+        raise SowError(
+            f"`{a.meta.name}` is sown in several branches, and their values differ in "
+            f"structure, shape or dtype: {describe(a)} at {a.meta.where}, but "
+            f"{describe(b)} at {b.meta.where}. Sow values of one form, or give the "
+            "sows different names."
+        )
+
+
+def value(entry: Entry) -> Any:
+    """The PyTree, with all its axes on each array."""
+    lead = tuple(a.size for a in entry.meta.axes)
+    n = len(entry.arrays) - entry.meta.counted
+    arrays = [_full(entry, i) for i in range(n)]
+    return rebuild(entry.meta.treedef, entry.meta.leaves, arrays, lead)
+
+
+def count(entry: Entry) -> Any:
+    return _full(entry, len(entry.arrays) - 1)
+
+
+def _full(entry: Entry, i: int) -> Any:
+    axes = entry.meta.axes
+    return _broadcast(entry.arrays[i], entry.meta.has(i), (True,) * len(axes), axes)

@@ -1,0 +1,29 @@
+class SowError(Exception):
+    """Base class of every error that eqx_sow raises about a sow."""
+
+
+class DuplicateSowError(SowError, ValueError):
+    """One name was sown twice in straight-line code, and no reducer says what the
+    two values should become."""
+
+
+class UnknownSowError(SowError, ValueError):
+    """A name, a pattern or a filter selects nothing in this program."""
+
+
+class SowTypeError(SowError, TypeError):
+    """A sown value does not match its jaxtyping annotation."""
+
+
+class UnsupportedPrimitiveError(SowError, NotImplementedError):
+    """A sow sits inside a higher-order primitive that has no rule."""
+
+
+for _error in (
+    SowError,
+    DuplicateSowError,
+    UnknownSowError,
+    SowTypeError,
+    UnsupportedPrimitiveError,
+):
+    _error.__module__ = "eqx_sow"

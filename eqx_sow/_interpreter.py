@@ -1,0 +1,332 @@
+"""The one walk over a jaxpr.
+
+A `Handler` says what becomes of a sow: `save_intermediates` takes its value, `plant`
+replaces it, the rules in `_wrapped.py` guard or stamp it. The table `rules` says, for
+each higher-order primitive, how to run its jaxprs with the handler inside. Neither knows
+of the other, and every equation that has no sow in it stays exactly as it was.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.extend.core as jexc
+import jax.numpy as jnp
+import jax.tree_util as jtu
+
+from . import _compat
+from ._errors import UnsupportedPrimitiveError
+from ._sow import Site, sow_effect, sow_p
+
+
+class Given(NamedTuple):
+    """What a handler passes down to the sows: a PyTree.
+
+    `carry` goes from each execution to the next. `rest` is the same for all, save that
+    a loop may slice it.
+    """
+
+    carry: Any = ()
+    rest: Any = ()
+
+
+class Taken(NamedTuple):
+    """What a handler gets back from the sows: a PyTree."""
+
+    carry: Any = ()
+    rest: Any = ()
+
+
+rules: dict[jexc.Primitive, Callable] = {}
+
+
+def register_rule(primitive: jexc.Primitive) -> Callable[[Callable], Callable]:
+    """Teaches eqx_sow to look inside a higher-order primitive.
+
+    For authors of primitives that carry a jaxpr among their parameters. Without a rule,
+    a sow in there raises [`eqx_sow.UnsupportedPrimitiveError`][].
+
+    **Arguments:**
+
+    - `primitive`: the `jax.extend.core.Primitive`.
+
+    **Returns:**
+
+    A decorator for a function `rule(interpret, given, eqn, *args)`, which it returns
+    unchanged. The rule is called, only for equations with a sow inside, with
+
+    - `interpret`: `interpret(jaxpr)` is a function `run(given, *args) -> (outs, taken)`,
+        which runs that jaxpr (open jaxprs must have no constants) with all its sows
+        seen to. Call it in the place of the jaxpr, within any JAX transformation.
+    - `given`: a PyTree that goes to `run` as it is.
+    - `eqn`: the equation; `eqn.params` holds the jaxpr.
+    - `args`: one array for each of `eqn.invars`.
+
+    It returns `(outs, taken)`: a list with one array for each of `eqn.outvars`, and the
+    PyTree of arrays that `run` returned. A rule calls `run` exactly once, for each time
+    that the primitive would run its jaxpr. Loops and branches have to be written with
+    `jax.lax`.
+
+    !!! example
+
+        ```python
+        import eqx_sow
+        from jax.extend.core import Primitive
+
+        twice_p = Primitive("twice")  # runs `jaxpr`, and returns the double
+
+        @eqx_sow.register_rule(twice_p)
+        def _twice(interpret, given, eqn, *args):
+            outs, taken = interpret(eqn.params["jaxpr"])(given, *args)
+            return [2 * x for x in outs], taken
+        ```
+    """
+    if not isinstance(primitive, jexc.Primitive):
+        raise TypeError(
+            "`eqx_sow.register_rule(primitive)` takes a `jax.extend.core.Primitive`, "
+            f"not {primitive!r}."
+        )
+
+    def register(rule):
+        rules[primitive] = rule
+        return rule
+
+    return register
+
+
+def has_sow(x: Any) -> bool:
+    """Whether an equation or a jaxpr has a sow inside."""
+    return sow_effect in x.effects
+
+
+class Handler:
+    """What to do with sows. Handlers are hashable, and hold no state: whatever they find
+    out leaves the walk in `Taken`, so that JAX may cache it."""
+
+    def sow(self, found: list, given: Given, site: Site, atoms, frame: "Frame") -> Given:
+        """Sees to one sow: `frame` takes what its outputs are, `found` whatever `join`
+        wants to know. Returns what the next sow is given."""
+        raise NotImplementedError
+
+    def join(self, found: list, given: Given, frame: "Frame") -> Taken:
+        """One `Taken` from all that `sow` and the rules put into `found`."""
+        del found, frame
+        return Taken(given.carry)
+
+    def unstack(self, rest: Any, jaxpr: Any) -> tuple[Any, Callable[[Any], Any]]:
+        """For a loop: what of `Given.rest` has an entry for each iteration, and a
+        function that puts one iteration's entry back."""
+        del jaxpr
+        return (), lambda xs: rest
+
+    def stack(self, rest: Any, length: int) -> Any:
+        """For a loop: `Taken.rest`, once each array in it has a new leading axis."""
+        del length
+        return rest
+
+    def branch(self, rests: Sequence[Any]) -> Callable[[Any], Any]:
+        """For exclusive branches, given their `Taken.rest` as shapes: a function that
+        brings each to one form."""
+        del rests
+        return lambda rest: rest
+
+    def empty(self, rest: Any) -> Any:
+        """For a loop of unknown length, given `Taken.rest` of its body as shapes: what
+        there is before the first iteration."""
+        return rest
+
+    def again(self, old: Any, new: Any) -> Any:
+        """For a loop of unknown length: `Taken.rest` after one more iteration."""
+        del old
+        return new
+
+
+class Frame:
+    """A jaxpr in evaluation. Equations without a sow wait until somebody needs their
+    results, and are then evaluated all at once."""
+
+    def __init__(self, jaxpr: Any, values: Sequence[Any]):
+        self._env = dict(zip((*jaxpr.constvars, *jaxpr.invars), values))
+        self._same: dict[Any, Any] = {}
+        self._pending: list[Any] = []
+        self._made: set[Any] = set()
+        self._last: dict[Any, int] = {}
+        self._jaxpr = jaxpr
+        self.now = 0
+        self.eqn: Any = None
+        for i, eqn in enumerate(jaxpr.eqns):
+            for v in eqn.invars:
+                if not isinstance(v, jexc.Literal):
+                    self._last[v] = i
+        self.keep(jaxpr.outvars)
+
+    def keep(self, atoms) -> None:
+        """These are wanted at the end."""
+        for v in map(self.source, atoms):
+            if not isinstance(v, jexc.Literal):
+                self._last[v] = len(self._jaxpr.eqns)
+
+    def source(self, v: Any) -> Any:
+        if isinstance(v, jexc.Literal):
+            return v
+        return self._same.get(v, v)
+
+    def alias(self, atoms) -> None:
+        """The outputs of the current equation are these."""
+        for out, v in zip(self.eqn.outvars, atoms):
+            v = self.source(v)
+            self._same[out] = v
+            if not isinstance(v, jexc.Literal):
+                self._last[v] = max(self._last[v], self._last.get(out, 0))
+
+    def set(self, outvars, values) -> None:
+        for v, x in zip(outvars, values):
+            self._env[v] = x
+
+    def leave(self) -> None:
+        """The current equation stays as it is."""
+        eqn = self.eqn
+        if any(v in self._same for v in eqn.invars if not isinstance(v, jexc.Literal)):
+            eqn = eqn.replace(invars=[self.source(v) for v in eqn.invars])
+        self._pending.append(eqn)
+        self._made.update(eqn.outvars)
+
+    def read(self, atoms) -> list[Any]:
+        atoms = [self.source(v) for v in atoms]
+        if any(not isinstance(v, jexc.Literal) and v in self._made for v in atoms):
+            self._flush()
+        return [v.val if isinstance(v, jexc.Literal) else self._env[v] for v in atoms]
+
+    def read_arrays(self, atoms) -> list[Any]:
+        return [_as_array(v, x) for v, x in zip(atoms, self.read(atoms))]
+
+    def _flush(self) -> None:
+        eqns, made = self._pending, self._made
+        invars = {
+            v: None
+            for e in eqns
+            for v in e.invars
+            if not isinstance(v, jexc.Literal) and v not in made
+        }
+        outvars = [
+            v
+            for e in eqns
+            for v in e.outvars
+            if not isinstance(v, jexc.DropVar) and self._last.get(v, -1) >= self.now
+        ]
+        segment = self._jaxpr.replace(
+            constvars=[],
+            invars=list(invars),
+            outvars=outvars,
+            eqns=eqns,
+            effects=frozenset().union(*[e.effects for e in eqns]),
+            debug_info=self._jaxpr.debug_info.with_unknown_names(),
+        )
+        self._pending, self._made = [], set()
+        out = _compat.splice(segment, (), [self._env[v] for v in invars])
+        self.set(outvars, out)
+
+
+class Interpret:
+    """`interpret(jaxpr)(given, *args) -> (outs, taken)`."""
+
+    def __init__(self, handler: Handler):
+        self.handler = handler
+
+    def __call__(self, jaxpr: Any) -> Callable:
+        key = _Key(jaxpr, self.handler)
+
+        def run(given, *args):
+            closed, shape = _stage(key, given, *args)
+            jaxpr, consts = _compat.open_jaxpr(closed)
+            out = _compat.splice(jaxpr, consts, jtu.tree_leaves((given, args)))
+            return jtu.tree_unflatten(jtu.tree_structure(shape), out)
+
+        return run
+
+    def staged(self, jaxpr: Any, given: Given, *args) -> tuple[Any, Any]:
+        """For rules that change a parameter of an equation in place: the new jaxpr,
+        from the leaves of `(given, args)` to those of what `run` returns, and the
+        treedef of the latter. Its constants are its first arguments."""
+        closed, shape = _stage(_Key(jaxpr, self.handler), given, *args)
+        return closed, jtu.tree_structure(shape)
+
+
+class _Key:
+    """A jaxpr, by identity, and what to do with it."""
+
+    def __init__(self, jaxpr: Any, handler: Handler):
+        self.jaxpr = jaxpr
+        self.handler = handler
+
+    def __hash__(self):
+        return hash((id(self.jaxpr), self.handler))
+
+    def __eq__(self, other):
+        return self.jaxpr is other.jaxpr and self.handler == other.handler
+
+
+def _evaluate_key(key, given, *args):
+    jaxpr, consts = _compat.open_jaxpr(key.jaxpr)
+    return evaluate(jaxpr, consts, key.handler, given, args)
+
+
+# Cached by JAX, so a jaxpr that occurs many times is walked once.
+_stage = jax.make_jaxpr(_evaluate_key, static_argnums=0, return_shape=True)
+
+
+def evaluate(
+    jaxpr: Any, consts: Sequence[Any], handler: Handler, given: Given, args
+) -> tuple[list[Any], Taken]:
+    """Evaluates an open jaxpr, with each sow left to the handler."""
+    frame = Frame(jaxpr, [*consts, *args])
+    interpret = Interpret(handler)
+    found: list[Any] = []
+    for frame.now, frame.eqn in enumerate(jaxpr.eqns):
+        eqn = frame.eqn
+        if not has_sow(eqn):
+            frame.leave()
+            continue
+        if eqn.primitive is sow_p:
+            given = handler.sow(found, given, eqn.params["site"], eqn.invars, frame)
+            continue
+        rule = rules.get(eqn.primitive)
+        if rule is None:
+            raise_unsupported(eqn, "eqx_sow has no rule for it")
+        values = frame.read(eqn.invars)
+        with eqn.ctx.manager:
+            outs, taken = rule(interpret, given, eqn, *values)
+        frame.set(eqn.outvars, outs)
+        found.append(taken)
+        given = given._replace(carry=taken.carry)
+    frame.now = len(jaxpr.eqns)
+    taken = handler.join(found, given, frame)
+    return frame.read_arrays(jaxpr.outvars), taken
+
+
+def _as_array(atom: Any, x: Any) -> Any:
+    if isinstance(x, jax.Array):
+        return x
+    if atom.aval.weak_type:
+        return jax.device_put(x)
+    return jnp.asarray(x, atom.aval.dtype)
+
+
+def sites(x: Any) -> list[Site]:
+    """All sites in an equation or a jaxpr."""
+    if isinstance(x, jexc.JaxprEqn):
+        if x.primitive is sow_p:
+            return [x.params["site"]]
+        return [s for j in jexc.jaxprs_in_params(x.params) for s in sites(j)]
+    return [s for eqn in _compat.open_jaxpr(x)[0].eqns if has_sow(eqn) for s in sites(eqn)]
+
+
+def raise_unsupported(eqn: Any, why: str) -> None:
+    site = next(iter(sites(eqn)), None)
+    sow = f"`sow(..., {site.name!r})` at {site.where}" if site else "A sow"
+    raise UnsupportedPrimitiveError(
+        f"{sow} is inside the primitive `{eqn.primitive}`: {why}, so the value cannot be "
+        "captured. Move the sow out of it, select other names by `names=` of another "
+        "tag, or, if the primitive is yours, teach eqx_sow about it by "
+        "`@eqx_sow.register_rule(primitive)`."
+    )

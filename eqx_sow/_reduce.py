@@ -1,0 +1,250 @@
+"""How several executions of one name become one value."""
+
+import dataclasses as dc
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+
+from . import _entry
+from ._entry import Entry, Meta
+from ._errors import SowError
+from ._sow import Axis
+
+
+class Reducer(eqx.Module):
+    """For `save_intermediates(..., reduce=...)`."""
+
+    def _finish(self, acc: Any, count: Any) -> Any:
+        del count
+        return acc
+
+
+class Append(Reducer):
+    """All places: a tuple with one entry for each place in the straight-line code at
+    which the name is sown, in order of execution. A place in a loop is stacked."""
+
+
+class Last(Reducer):
+    """The last execution, in order of execution.
+
+    A reversed scan runs from its end, and so does the backward pass of a scan: there the
+    last cotangent is that of the first iteration.
+    """
+
+    def _init(self, values, build):
+        del build
+        return [jnp.zeros_like(x) for x in values]
+
+    def _step(self, acc, count, values, build):
+        del acc, count, build
+        return values
+
+
+class Fold(Reducer):
+    """`acc = fn(acc, value)` over all executions in order, loops included, in memory that
+    does not grow with the number of iterations.
+
+    Under `vmap` every lane folds for itself.
+
+    !!! example
+
+        ```python
+        import eqx_sow
+        import jax
+        import jax.numpy as jnp
+
+        def f(x):
+            def body(i, x):
+                return eqx_sow.sow(jnp.cos(x), "x")
+            return jax.lax.fori_loop(0, 10, body, x)
+
+        largest = eqx_sow.Fold(-jnp.inf, lambda acc, x: jnp.maximum(acc, x.max()))
+        _, intermediates = eqx_sow.save_intermediates(f, reduce=largest)(jnp.ones(3))
+        intermediates["x"]["primal"].shape  # ()
+        ```
+    """
+
+    initial: Any
+    fn: Callable[[Any, Any], Any]
+
+    def __init__(self, init: Any, fn: Callable[[Any, Any], Any]):
+        """**Arguments:**
+
+        - `init`: the first `acc`, any PyTree of arrays; or a function of no arguments
+            that returns it.
+        - `fn`: a function `(acc, value) -> acc`. Shapes must stay as they are; the dtype
+            of `init` is promoted to that of the result.
+        """
+        self.initial = init
+        self.fn = fn
+
+    def _init(self, values, build):
+        init = self.initial() if callable(self.initial) else self.initial
+        init = jtu.tree_map(jnp.asarray, init)
+        new = jax.eval_shape(lambda *xs: self.fn(init, build(xs)), *values)
+        if jtu.tree_structure(new) != jtu.tree_structure(init) or any(
+            a.shape != b.shape for a, b in zip(jtu.tree_leaves(new), jtu.tree_leaves(init))
+        ):
+            raise SowError(
+                "`eqx_sow.Fold(init, fn)`: `fn` must return what `acc` looks like. `acc` "
+                f"is {jax.eval_shape(lambda: init)}, and `fn` returned {new}."
+            )
+        return jtu.tree_map(lambda x, y: x.astype(y.dtype), init, new)
+
+    def _step(self, acc, count, values, build):
+        del count
+        new = self.fn(acc, build(values))
+        return jtu.tree_map(lambda x, y: jnp.asarray(y, x.dtype), acc, new)
+
+
+class Buffer(Reducer):
+    """The first or the last executions, on a leading axis, oldest first.
+
+    The answer for a `while_loop`, whose number of iterations is not known. What comes
+    back has a `"count"` too: how many executions there were. If there were fewer than
+    `size`, zeros fill the end.
+    """
+
+    size: int = eqx.field(static=True)
+    keep: Literal["first", "last"] = eqx.field(static=True, default="last")
+
+    def __check_init__(self):
+        if not isinstance(self.size, int) or self.size < 1:
+            raise ValueError(
+                f"`eqx_sow.Buffer(size)` takes a positive integer, not {self.size!r}."
+            )
+        if self.keep not in ("first", "last"):
+            raise ValueError(
+                '`eqx_sow.Buffer(size, keep)`: `keep` is "first" or "last", not '
+                f"{self.keep!r}."
+            )
+
+    def _init(self, values, build):
+        del build
+        return [jnp.zeros_like(x, shape=(self.size, *x.shape)) for x in values]
+
+    def _step(self, acc, count, values, build):
+        del build
+        at = count % self.size if self.keep == "last" else count
+        # An index past the end is dropped: that is `keep="first"`.
+        return [a.at[at].set(x, mode="drop") for a, x in zip(acc, values)]
+
+    def _finish(self, acc, count):
+        if self.keep == "first":
+            return acc
+        shift = jnp.where(count > self.size, -(count % self.size), 0)
+        return [jnp.roll(a, shift, axis=0) for a in acc]
+
+
+@jtu.register_dataclass
+@dc.dataclass(frozen=True)
+class Reduction:
+    """The state of a reducer for one name and mode.
+
+    The arrays of `acc` and `count` have a leading axis for each of `lanes`. `places` is
+    how many sows of the name there are in the program.
+    """
+
+    acc: Any
+    count: Any
+    meta: Meta = dc.field(metadata=dict(static=True))
+    lanes: tuple[Axis, ...] = dc.field(metadata=dict(static=True))
+    places: int = dc.field(metadata=dict(static=True))
+
+
+def start(reducer: Any, entries: Sequence[Entry]) -> Reduction:
+    """The state before the first execution. `entries` is what would be captured at each
+    place without the reducer."""
+    entries = [_lanes_only(e) for e in entries]
+    form = entries[0] if len(entries) == 1 else _entry.unify(entries)
+    lanes = form.meta.axes
+    values = [
+        jnp.zeros_like(x, shape=form.core_shape(i))
+        for i, x in enumerate(form.arrays[: len(form.arrays) - form.meta.counted])
+    ]
+    acc = reducer._init(values, _build(form.meta))
+    sizes = tuple(a.size for a in lanes)
+    acc = jtu.tree_map(lambda x: jnp.broadcast_to(x, (*sizes, *x.shape)), acc)
+    return Reduction(acc, jnp.zeros(sizes, jnp.int32), form.meta, lanes, len(entries))
+
+
+def step(reducer: Any, state: Reduction, entry: Entry) -> Reduction:
+    """The state after one more execution."""
+    meta = entry.meta
+    loops = [a.size for a in meta.axes if not a.lane]
+    if loops and state.places > 1:
+        raise SowError(
+            f"`{meta.name}` is sown in {state.places} places, and its value at "
+            f"{meta.where} is the same in each iteration of a loop, so JAX moved it out "
+            "of the loop: the order of the executions is lost. Give that sow a name of "
+            "its own."
+        )
+    entry = _entry.counted(_lanes_only(entry))
+    lanes = tuple(a.size for a in state.lanes)
+    has = [
+        _entry._placed(entry, state.lanes, i) for i in range(len(entry.arrays))
+    ]
+
+    def one(acc, count, *arrays):
+        *values, run = arrays
+        new = reducer._step(acc, count, values, _build(meta))
+        if not meta.counted:
+            return new, count + 1
+        new = jtu.tree_map(lambda x, y: jnp.where(run > 0, x, y), new, acc)
+        return new, count + run
+
+    for i in reversed(range(len(lanes))):
+        one = jax.vmap(
+            one, in_axes=(0, 0, *(0 if h[i] else None for h in has)), axis_size=lanes[i]
+        )
+    acc, count = state.acc, state.count
+    if loops:
+        acc, count = jax.lax.fori_loop(
+            0, math.prod(loops), lambda _, c: one(*c, *entry.arrays), (acc, count)
+        )
+    else:
+        acc, count = one(acc, count, *entry.arrays)
+    return dc.replace(state, acc=acc, count=count)
+
+
+def finish(reducer: Any, state: Reduction) -> Any:
+    """The value. Its arrays have the axes of the lanes first."""
+    finish = reducer._finish
+    for _ in state.lanes:
+        finish = jax.vmap(finish)
+    acc = finish(state.acc, state.count)
+    if isinstance(reducer, Fold):
+        return acc
+    lead = [a.size for a in state.lanes]
+    if isinstance(reducer, Buffer):
+        lead.append(reducer.size)
+    return _entry.rebuild(state.meta.treedef, state.meta.leaves, acc, lead)
+
+
+def _build(meta: Meta) -> Callable[[Any], Any]:
+    return lambda values: _entry.rebuild(meta.treedef, meta.leaves, values)
+
+
+def _lanes_only(entry: Entry) -> Entry:
+    """An entry as a single execution leaves it: only shapes matter here for entries with
+    stacked axes, and a sow that was moved out of its loop has none in its arrays."""
+    keep = [a.lane for a in entry.meta.axes]
+    lanes = tuple(
+        dc.replace(a, loops=0) for a, k in zip(entry.meta.axes, keep) if k
+    )
+
+    def cut(i, x):
+        index = tuple(
+            slice(None) if k else 0
+            for k, h in zip(keep, entry.meta.has(i))
+            if h
+        )
+        return x[index] if 0 in index else x
+
+    arrays = tuple(cut(i, x) for i, x in enumerate(entry.arrays))
+    return Entry(arrays, dc.replace(entry.meta, axes=lanes))

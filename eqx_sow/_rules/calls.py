@@ -1,0 +1,69 @@
+"""Primitives that run one jaxpr, once. Their equations are kept, with a new jaxpr in
+them, so that whatever else they say stays true."""
+
+import jax
+import jax.extend.core as jexc
+import jax.tree_util as jtu
+
+from .. import _compat
+from .._interpreter import register_rule
+
+
+def _bind(eqn, args, **params):
+    params = eqn.primitive.get_bind_params({**eqn.params, **params})
+    return eqn.primitive.bind(*args, **params)
+
+
+def _inputs(closed, given, args):
+    """The operands of the new equation, and how many there are before `args`."""
+    _, consts = _compat.open_jaxpr(closed)
+    before = [*consts, *jtu.tree_leaves(given)]
+    return [*before, *args], len(before)
+
+
+def _consts_as_args(closed):
+    jaxpr, consts = _compat.open_jaxpr(closed)
+    return jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
+
+
+@register_rule(jexc.primitives.jit_p)
+def _jit(interpret, given, eqn, *args):
+    closed, treedef = interpret.staged(eqn.params["jaxpr"], given, *args)
+    inputs, n = _inputs(closed, given, args)
+    extra = treedef.num_leaves - len(eqn.outvars)
+    new_in, new_out = _unspecified()
+    p = eqn.params
+    out = _bind(
+        eqn,
+        inputs,
+        jaxpr=_compat.close_jaxpr(_consts_as_args(closed)),
+        in_shardings=(new_in[0],) * n + tuple(p["in_shardings"]),
+        in_layouts=(new_in[1],) * n + tuple(p["in_layouts"]),
+        donated_invars=(False,) * n + tuple(p["donated_invars"]),
+        out_shardings=tuple(p["out_shardings"]) + (new_out[0],) * extra,
+        out_layouts=tuple(p["out_layouts"]) + (new_out[1],) * extra,
+    )
+    return jtu.tree_unflatten(treedef, out)
+
+
+def _unspecified():
+    """What `jax.jit` puts for shardings and layouts that nobody specified."""
+    params = jax.make_jaxpr(jax.jit(lambda x: x))(0).eqns[0].params
+    return (
+        (params["in_shardings"][0], params["in_layouts"][0]),
+        (params["out_shardings"][0], params["out_layouts"][0]),
+    )
+
+
+@register_rule(jexc.primitives.remat_p)
+def _checkpoint(interpret, given, eqn, *args):
+    closed, treedef = interpret.staged(eqn.params["jaxpr"], given, *args)
+    inputs, _ = _inputs(closed, given, args)
+    out = _bind(eqn, inputs, jaxpr=_consts_as_args(closed))
+    return jtu.tree_unflatten(treedef, out)
+
+
+@register_rule(jexc.primitives.call_p)
+@register_rule(jexc.primitives.closed_call_p)
+def _call(interpret, given, eqn, *args):
+    return interpret(eqn.params["call_jaxpr"])(given, *args)

@@ -1,0 +1,101 @@
+"""Loops and branches, written anew with `jax.lax`."""
+
+import jax
+import jax.extend.core as jexc
+import jax.numpy as jnp
+from jax import lax
+
+from .. import _compat
+from .._interpreter import Given, Taken, has_sow, raise_unsupported, register_rule
+
+
+def _split(xs, *sizes):
+    out = []
+    for n in sizes:
+        out.append(list(xs[:n]))
+        xs = xs[n:]
+    return *out, list(xs)
+
+
+@register_rule(jexc.primitives.scan_p)
+def _scan(interpret, given, eqn, *args):
+    p = eqn.params
+    handler = interpret.handler
+    num_consts, num_carry = _compat.scan_arity(p)
+    consts, init, xs = _split(args, num_consts, num_carry)
+    run = interpret(p["jaxpr"])
+    sliced, put_back = handler.unstack(given.rest, p["jaxpr"])
+
+    def body(carry, x):
+        state, carry = carry
+        sliced, x = x
+        outs, taken = run(Given(state, put_back(sliced)), *consts, *carry, *x)
+        carry, y = _split(outs, num_carry)
+        return (taken.carry, carry), (y, taken.rest)
+
+    (state, carry), (ys, rest) = lax.scan(
+        body,
+        (given.carry, init),
+        (sliced, xs),
+        length=p["length"],
+        reverse=p["reverse"],
+        unroll=p["unroll"],
+        _split_transpose=False,
+    )
+    return [*carry, *ys], Taken(state, handler.stack(rest, p["length"]))
+
+
+@register_rule(jexc.primitives.cond_p)
+def _cond(interpret, given, eqn, index, *args):
+    runs = [interpret(jaxpr) for jaxpr in eqn.params["branches"]]
+    shapes = [jax.eval_shape(run, given, *args)[1].rest for run in runs]
+    to_one_form = interpret.handler.branch(shapes)
+
+    def branch(run):
+        def call(given, *args):
+            outs, taken = run(given, *args)
+            return outs, taken._replace(rest=to_one_form(taken.rest))
+
+        return call
+
+    return lax.switch(index, list(map(branch, runs)), given, *args)
+
+
+@register_rule(jexc.primitives.while_p)
+def _while(interpret, given, eqn, *args):
+    p = eqn.params
+    handler = interpret.handler
+    if has_sow(p["cond_jaxpr"]):
+        raise_unsupported(
+            eqn, "a sow in the condition of a `while_loop` runs before each iteration "
+            "and once more, which fits no iteration"
+        )
+    cond_consts, consts, init = _split(args, p["cond_nconsts"], p["body_nconsts"])
+    cond_jaxpr, literals = _compat.open_jaxpr(p["cond_jaxpr"])
+    run = interpret(p["body_jaxpr"])
+    shape = jax.eval_shape(run, given, *consts, *init)[1].rest
+
+    def going(carry):
+        (out,) = _compat.splice(cond_jaxpr, literals, [*cond_consts, *carry])
+        return out
+
+    def body(loop):
+        carry, state, rest = loop
+        outs, taken = run(Given(state, given.rest), *consts, *carry)
+        if cond_jaxpr.outvars[0].aval.shape:
+            # Under vmap: the lanes that have finished stay as they are. Whatever the
+            # handler does, `_wrapped.py` has told it which lanes these are.
+            outs = [_select(going(carry), x, y) for x, y in zip(outs, carry)]
+        return outs, taken.carry, handler.again(rest, taken.rest)
+
+    carry, state, rest = lax.while_loop(
+        lambda loop: jnp.any(going(loop[0])),
+        body,
+        (init, given.carry, handler.empty(shape)),
+    )
+    return carry, Taken(state, rest)
+
+
+def _select(mask, x, y):
+    mask = lax.broadcast_in_dim(mask, jnp.shape(x), tuple(range(jnp.ndim(mask))))
+    return jnp.where(mask, x, y)

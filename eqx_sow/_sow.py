@@ -1,0 +1,367 @@
+"""`sow`, the `Sow` layer and the primitive underneath both.
+
+A call of `sow` becomes one equation whose operands are the array leaves of the value
+and whose single parameter, a `Site`, is everything static about it. Differentiation and
+batching rewrite the `Site`; nothing about a sow is ever kept outside of its equation.
+"""
+
+import dataclasses as dc
+import math
+from collections.abc import Hashable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.extend.core as jexc
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jax.interpreters import ad, batching, mlir
+
+from . import _compat
+from ._errors import SowError
+
+
+class Const:
+    """A static leaf, compared so that two leaves are equal only if no program could
+    tell them apart: `1`, `1.0` and `True` differ, and so do `0.0` and `-0.0`."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any):
+        self.value = value
+
+    def __hash__(self):
+        try:
+            return hash((type(self.value), self.value))
+        except TypeError:
+            return id(self.value)
+
+    def __eq__(self, other):
+        if type(other) is not Const:
+            return False
+        a, b = self.value, other.value
+        if a is b:
+            return True
+        if type(a) is not type(b):
+            return False
+        if isinstance(a, float):
+            return a == b and math.copysign(1, a) == math.copysign(1, b)
+        if isinstance(a, complex):
+            return repr(a) == repr(b)
+        try:
+            return bool(a == b)
+        except Exception:  # noqa: BLE001
+            # A user's `__eq__` may do anything, as NumPy's does.
+            return False
+
+    def __repr__(self):
+        return repr(self.value)
+
+
+@dc.dataclass(frozen=True)
+class NoTangent:
+    """A leaf (an integer, a key) that has no tangent, of this shape."""
+
+    shape: tuple[int, ...]
+
+
+class _Operand:
+    """A leaf that is an operand of the equation."""
+
+    def __repr__(self):
+        return "*"
+
+
+OPERAND = _Operand()
+
+
+@dc.dataclass(frozen=True)
+class Axis:
+    """A leading axis of a sow, which a vmap or a loop gave to it.
+
+    `loops` is how many loops run between the vmap and the sow: the axis belongs outside
+    of theirs. `has` says which operands really have the axis; the others are the same
+    all along it.
+    """
+
+    size: int
+    has: tuple[bool, ...]
+    loops: int = 0
+    lane: bool = True
+
+
+@dc.dataclass(frozen=True)
+class Site:
+    """The static part of a sow.
+
+    `guarded` is true if the first operand is a boolean that says whether the sow really
+    runs, as in a branch under a batched predicate. `branches` then lists the branches
+    that it is in, so that exclusive ones can be told from duplicates.
+    """
+
+    name: str
+    tag: Hashable
+    treedef: Const
+    leaves: tuple[Any, ...]
+    modes: tuple[str, ...] = ()
+    axes: tuple[Axis, ...] = ()
+    guarded: bool = False
+    branches: tuple[tuple[Any, int], ...] = ()
+    replay: bool = False
+    spec: Any = dc.field(default=None, compare=False)
+    where: str = dc.field(default="", compare=False)
+
+    @property
+    def mode(self) -> str:
+        return ".".join(self.modes) if self.modes else "primal"
+
+    def __repr__(self):
+        return f"{self.name}:{self.mode}"
+
+    def select(self, keep: list[bool]) -> tuple[Axis, ...]:
+        """The axes, once only the operands in `keep` are left."""
+        return tuple(
+            dc.replace(a, has=tuple(h for h, k in zip(a.has, keep) if k))
+            for a in self.axes
+        )
+
+    def shape(self, i: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape that the code at the sow sees, from that of operand `i`."""
+        return tuple(shape[sum(a.has[i] for a in self.axes) :])
+
+
+# Not `None` while somebody traces a program in order to see or change its sows. It is
+# part of the key of every cache of JAX's, so a jitted function is traced once for each
+# value. The value is the number of loops around whatever is being vmapped right now.
+listening = jax.make_user_context(None)
+
+
+def sow(
+    value: Any, name: str, *, tag: Hashable = "intermediates", spec: Any = None
+) -> Any:
+    """Marks a value, and returns it.
+
+    Outside of [`eqx_sow.save_intermediates`][] and [`eqx_sow.plant`][] this is the
+    identity: nothing is added to the program. The law: replacing `sow(x, name)` by `x`
+    never changes what a program computes.
+
+    **Arguments:**
+
+    - `value`: any PyTree. JAX and NumPy arrays of any shape and dtype can be captured
+        under every transformation; all other leaves are carried along as they are.
+    - `name`: what to call it. One name marks one place of a program, see
+        [`eqx_sow.DuplicateSowError`][].
+    - `tag`: any hashable; `save_intermediates(..., tag=...)` listens to one tag.
+    - `spec`: a jaxtyping annotation (or any other that beartype understands) for the
+        value as the code here sees it. Checked when the value is captured.
+
+    **Returns:**
+
+    `value`.
+
+    **Raises:**
+
+    `TypeError` if `name` is not a string or `tag` is not hashable, while somebody
+    listens. [`eqx_sow.SowTypeError`][] if the captured value does not fit `spec`.
+
+    !!! example
+
+        ```python
+        import eqx_sow
+        import jax.numpy as jnp
+
+        def f(x):
+            h = eqx_sow.sow(jnp.tanh(x), "h")
+            return h.sum()
+
+        out, intermediates = eqx_sow.save_intermediates(f)(jnp.arange(3.0))
+        intermediates["h"]["primal"]  # the same as jnp.tanh(jnp.arange(3.0))
+        ```
+    """
+    if listening.value is None:
+        return value
+    if not isinstance(name, str):
+        raise TypeError(
+            f"`eqx_sow.sow(value, name)` takes a string as name, not {name!r}. Write "
+            '`eqx_sow.sow(value, "some_name")`.'
+        )
+    try:
+        hash(tag)
+    except TypeError as e:
+        raise TypeError(
+            f"`eqx_sow.sow(..., {name!r}, tag=...)` takes a hashable tag, not {tag!r}."
+        ) from e
+    leaves, treedef = jtu.tree_flatten(value)
+    dynamic = [eqx.is_array(x) for x in leaves]
+    for x, d in zip(leaves, dynamic):
+        if isinstance(x, jax.core.Tracer) and not d:
+            raise SowError(
+                f"`sow(..., {name!r})` cannot mark a leaf of type {jax.typeof(x)}: only "
+                "arrays can be captured. Sow the value that it holds."
+            )
+    site = Site(
+        name=name,
+        tag=tag,
+        treedef=Const(treedef),
+        leaves=tuple(OPERAND if d else Const(x) for x, d in zip(leaves, dynamic)),
+        spec=spec,
+        where=_compat.user_line(),
+    )
+    out = iter(sow_p.bind(*[x for x, d in zip(leaves, dynamic) if d], site=site))
+    return jtu.tree_unflatten(
+        treedef, [next(out) if d else x for x, d in zip(leaves, dynamic)]
+    )
+
+
+class Sow(eqx.Module):
+    """[`eqx_sow.sow`][] as a layer, for `eqx.nn.Sequential` and the like.
+
+    !!! example
+
+        ```python
+        import equinox as eqx
+        import eqx_sow
+        import jax
+        import jax.numpy as jnp
+
+        k1, k2 = jax.random.split(jax.random.key(0))
+        model = eqx.nn.Sequential([
+            eqx.nn.Linear(2, 8, key=k1),
+            eqx_sow.Sow("hidden"),
+            eqx.nn.Linear(8, 1, key=k2),
+        ])
+        _, intermediates = eqx_sow.save_intermediates(model)(jnp.ones(2))
+        intermediates["hidden"]["primal"].shape  # (8,)
+        ```
+    """
+
+    name: str | None = eqx.field(static=True)
+    spec: Any = eqx.field(static=True)
+    tag: Hashable = eqx.field(static=True)
+
+    def __init__(
+        self,
+        name: str | None = None,
+        spec: Any = None,
+        *,
+        tag: Hashable = "intermediates",
+    ):
+        """**Arguments:**
+
+        - `name`: what to call the value. Without one, the layer's own path in the model
+            is the name; that takes `save_intermediates(..., capture=...)` or
+            `scope=True`, which know the path.
+        - `spec`: a jaxtyping annotation for the value, as in [`eqx_sow.sow`][].
+        - `tag`: as in [`eqx_sow.sow`][].
+        """
+        self.name = name
+        self.spec = spec
+        self.tag = tag
+
+    def __call__(self, x: Any, *, key: Any = None) -> Any:
+        """Sows `x` (any PyTree) and returns it.
+
+        **Arguments:**
+
+        - `x`: the value.
+        - `key`: ignored; for the sake of `eqx.nn.Sequential`.
+        """
+        del key
+        if self.name is None:
+            if listening.value is None:
+                return x
+            raise SowError(
+                "`Sow()` has no name, and nobody told it its path. Give it one, "
+                '`Sow("some_name")`, or use '
+                "`save_intermediates(..., scope=True)` on the model."
+            )
+        return sow(x, self.name, tag=self.tag, spec=self.spec)
+
+
+sow_p = jexc.Primitive("sow")
+sow_p.multiple_results = True
+sow_effect = _compat.SowEffect()
+
+
+def _sow_impl(*operands, site):
+    raise SowError(
+        f"`sow(..., {site.name!r})` at {site.where} was executed while the program "
+        "around it was only being traced (by `jax.ensure_compile_time_eval`, or a "
+        "function that was compiled ahead of time in there), so its value cannot be "
+        "captured. Move the sow out of that part."
+    )
+
+
+def _sow_abstract_eval(*avals, site):
+    return avals, {sow_effect}
+
+
+def _sow_jvp(primals, tangents, *, site):
+    out = sow_p.bind(*primals, site=site)
+    tangents = [
+        ad.instantiate_zeros(t)
+        if isinstance(t, ad.Zero) and t.aval.dtype != jax.dtypes.float0
+        else t
+        for t in tangents
+    ]
+    guard = int(site.guarded)
+    keep = [i < guard or not isinstance(t, ad.Zero) for i, t in enumerate(tangents)]
+    operand = iter(range(guard, len(primals)))
+    leaves = []
+    for leaf in site.leaves:
+        if leaf is OPERAND and not keep[i := next(operand)]:
+            leaf = NoTangent(site.shape(i, jnp.shape(primals[i])))
+        leaves.append(leaf)
+    tangent_site = dc.replace(
+        site,
+        leaves=tuple(leaves),
+        modes=(*site.modes, "tangent"),
+        axes=site.select(keep),
+        spec=None,
+    )
+    kept = [*primals[:guard], *[t for t, k in zip(tangents[guard:], keep[guard:]) if k]]
+    tangent_out = iter(sow_p.bind(*kept, site=tangent_site))
+    tangent_out = [next(tangent_out) if k else t for t, k in zip(tangents, keep)]
+    # The guard is a boolean: what came back for it is no tangent.
+    tangent_out[:guard] = tangents[:guard]
+    return out, tangent_out
+
+
+def _sow_transpose(cts, *operands, site):
+    guard = int(site.guarded)
+    modes = site.modes[:-1] if site.modes[-1:] == ("tangent",) else site.modes
+    cts = cts[guard:]
+    sown = sow_p.bind(
+        *operands[:guard],
+        *map(ad.instantiate_zeros, cts),
+        site=dc.replace(site, modes=(*modes, "cotangent"), spec=None),
+    )
+    return [None] * guard + [
+        None if not ad.is_undefined_primal(x) else ct if type(ct) is ad.Zero else s
+        for x, ct, s in zip(operands[guard:], cts, sown[guard:])
+    ]
+
+
+def _sow_batch(axis_data, operands, dims, *, site):
+    has = tuple(d is not None for d in dims)
+    if not any(has):
+        return sow_p.bind(*operands, site=site), dims
+    axis = Axis(axis_data.size, has, loops=listening.value or 0)
+    operands = [
+        x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims)
+    ]
+    out = sow_p.bind(*operands, site=dc.replace(site, axes=(axis, *site.axes)))
+    return out, [0 if h else d for h, d in zip(has, dims)]
+
+
+def _sow_lowering(ctx, *operands, site):
+    del ctx, operands
+    _sow_impl(site=site)
+
+
+sow_p.def_impl(_sow_impl)
+sow_p.def_effectful_abstract_eval(_sow_abstract_eval)
+ad.primitive_jvps[sow_p] = _sow_jvp
+ad.primitive_transposes[sow_p] = _sow_transpose
+batching.fancy_primitive_batchers[sow_p] = _sow_batch
+mlir.register_lowering(sow_p, _sow_lowering)

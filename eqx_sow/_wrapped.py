@@ -1,0 +1,250 @@
+"""The rules of JAX's that eqx_sow wraps. There are few, and only here.
+
+For a scan, a while or a cond with a sow inside, some of JAX's rules move equations to
+places from which they cannot be told any more where they came from:
+
+- `vmap` of a loop puts the new axis inside of the loop's. A sow has to know how many
+  loops are around the axis.
+- `vmap` of a cond whose predicate varies runs all branches, and of a while goes on until
+  the last lane has finished. A sow has to know whether it really runs.
+- differentiation moves what does not depend on the iteration out of a scan. A sow has
+  to know that it ran in each iteration.
+
+So these rules prepare the equation, or mend what comes out, and leave the work to JAX's
+rule. Without a sow inside they do nothing else than call it.
+"""
+
+import dataclasses as dc
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.extend.core as jexc
+import jax.numpy as jnp
+from jax.interpreters import batching, partial_eval as pe
+
+from . import _compat
+from ._entry import out_of_loop
+from ._errors import SowError
+from ._interpreter import Given, Handler, Interpret, has_sow, sites
+from ._sow import Axis, listening, sow_p
+
+
+cond_p = jexc.primitives.cond_p
+scan_p = jexc.primitives.scan_p
+while_p = jexc.primitives.while_p
+
+
+def _wrap(table: dict, primitive: jexc.Primitive) -> Callable:
+    def decorate(make):
+        table[primitive] = make(table[primitive])
+        return make
+
+    return decorate
+
+
+def _shapes(jaxpr):
+    return [
+        jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type)
+        for a in jaxpr.in_avals
+    ]
+
+
+# --- vmap ---
+
+
+@dc.dataclass(frozen=True)
+class Guard(Handler):
+    """Tells sows whether they run: `Given.rest`. With `inside`, also in which branch."""
+
+    inside: tuple[Any, int] | None
+
+    def sow(self, found, given, site, atoms, frame):
+        del found
+        operands = frame.read(atoms)
+        guard = given.rest
+        if site.guarded:
+            operands[0] = operands[0] & guard
+        else:
+            operands = [guard, *operands]
+            axes = tuple(dc.replace(a, has=(False, *a.has)) for a in site.axes)
+            site = dc.replace(site, guarded=True, axes=axes)
+        if self.inside is not None:
+            site = dc.replace(site, branches=(*site.branches, self.inside))
+        outs = sow_p.bind(*operands, site=site)
+        frame.set(frame.eqn.outvars, outs[len(outs) - len(frame.eqn.outvars) :])
+        return given
+
+
+def _in_loop(rule, axis_data, args, dims, params):
+    """JAX's batching rule for a loop, while sows in there count one more loop."""
+    dims_out = []
+
+    def batched(*args):
+        outs, dims_out[:] = rule(axis_data, args, dims, **params)
+        return outs
+
+    with listening((listening.value or 0) + 1):
+        closed = jax.make_jaxpr(batched)(*args)
+    jaxpr, consts = _compat.open_jaxpr(closed)
+    return jax.core.eval_jaxpr(jaxpr, consts, *args), dims_out
+
+
+@_wrap(batching.fancy_primitive_batchers, scan_p)
+def _batch_scan(rule):
+    def batch_scan(axis_data, args, dims, **params):
+        if not has_sow(params["jaxpr"]):
+            return rule(axis_data, args, dims, **params)
+        return _in_loop(rule, axis_data, args, dims, params)
+
+    return batch_scan
+
+
+@_wrap(batching.fancy_primitive_batchers, while_p)
+def _batch_while(rule):
+    def batch_while(axis_data, args, dims, **params):
+        body, cond = params["body_jaxpr"], params["cond_jaxpr"]
+        if not has_sow(body):
+            return rule(axis_data, args, dims, **params)
+        # If the predicate has an axis, its sows have been told by an earlier vmap.
+        if not cond.out_avals[0].shape:
+            n, m = params["cond_nconsts"], params["body_nconsts"]
+            run = Interpret(Guard(None))(body)
+
+            def guarded(*args):
+                consts, args = args[:n], args[n:]
+                (going,) = jexc.jaxpr_as_fun(cond)(*consts, *args[m:])
+                outs, _ = run(Given(rest=going), *args)
+                return outs
+
+            shapes = [*_shapes(cond)[:n], *_shapes(body)]
+            params = {
+                **params,
+                "body_jaxpr": jax.make_jaxpr(guarded)(*shapes),
+                "body_nconsts": n + m,
+            }
+            args = [*args[:n], *args]
+            dims = [*dims[:n], *dims]
+        return _in_loop(rule, axis_data, args, dims, params)
+
+    return batch_while
+
+
+@_wrap(batching.fancy_primitive_batchers, cond_p)
+def _batch_cond(rule):
+    def batch_cond(axis_data, args, dims, *, branches, **params):
+        if dims[0] is None or not any(map(has_sow, branches)):
+            return rule(axis_data, args, dims, branches=branches, **params)
+        index, *operands = args
+        cond = object()
+
+        def guarded(i):
+            run = Interpret(Guard((cond, i)))(branches[i])
+
+            def branch(index, *operands):
+                return run(Given(rest=index == i), *operands)[0]
+
+            shape = jax.ShapeDtypeStruct((), index.dtype)
+            return jax.make_jaxpr(branch)(shape, *_shapes(branches[i]))
+
+        return rule(
+            axis_data,
+            (index, index, *operands),
+            (dims[0], *dims),
+            branches=tuple(map(guarded, range(len(branches)))),
+            **params,
+        )
+
+    return batch_cond
+
+
+# --- differentiation ---
+
+
+def _stamp(x: Any, length: int) -> Any:
+    """An equation or a jaxpr, anywhere in a parameter: its sows say that they ran in each
+    of so many iterations."""
+    if isinstance(x, jexc.JaxprEqn):
+        if not has_sow(x):
+            return x
+        if x.primitive is sow_p:
+            site = x.params["site"]
+            loop = Axis(length, (False,) * len(x.invars), lane=False)
+            _, axes = out_of_loop(site.axes, loop)
+            return x.replace(params=dict(site=dc.replace(site, axes=axes)))
+        return x.replace(params={k: _stamp(v, length) for k, v in x.params.items()})
+    if _compat.is_jaxpr(x):
+        jaxpr, consts = _compat.open_jaxpr(x)
+        new = jaxpr.replace(eqns=[_stamp(e, length) for e in jaxpr.eqns])
+        return new if jaxpr is x and not consts else jexc.ClosedJaxpr(new, consts)
+    if isinstance(x, tuple):
+        stamped = [_stamp(v, length) for v in x]
+        return type(x)(*stamped) if hasattr(x, "_fields") else tuple(stamped)
+    return x
+
+
+def _stamp_hoisted(closed: Any, length: int) -> Any:
+    """A jaxpr made of what JAX moved out of a scan, and the scan."""
+    jaxpr, consts = _compat.open_jaxpr(closed)
+    *hoisted, loop = jaxpr.eqns
+    eqns = [*(_stamp(e, length) for e in hoisted), loop]
+    return jexc.ClosedJaxpr(jaxpr.replace(eqns=eqns), consts)
+
+
+@_wrap(_compat.primitive_linearizations, scan_p)
+def _linearize_scan(rule):
+    def linearize_scan(is_vjp, nonzeros, *primals, **params):
+        if not has_sow(params["jaxpr"]):
+            return rule(is_vjp, nonzeros, *primals, **params)
+        rest = []
+
+        def linearized(*primals):
+            outs, nonzeros_out, *residuals, tangent = rule(
+                is_vjp, nonzeros, *primals, **params
+            )
+            rest[:] = nonzeros_out, tangent
+            return outs, residuals
+
+        closed, shape = jax.make_jaxpr(linearized, return_shape=True)(*primals)
+        closed = _stamp_hoisted(closed, params["length"])
+        jaxpr, consts = _compat.open_jaxpr(closed)
+        out = jax.core.eval_jaxpr(jaxpr, consts, *primals)
+        outs, residuals = jax.tree.unflatten(jax.tree.structure(shape), out)
+        nonzeros_out, tangent = rest
+        return outs, nonzeros_out, *residuals, tangent
+
+    return linearize_scan
+
+
+@_wrap(pe.partial_eval_jaxpr_custom_rules, scan_p)
+def _checkpoint_scan(rule):
+    def checkpoint_scan(saveable, unknown, instantiated, eqn):
+        known, *rest = rule(saveable, unknown, instantiated, eqn)
+        if has_sow(eqn) and has_sow(known):
+            closed = _stamp_hoisted(known.params["call_jaxpr"], eqn.params["length"])
+            known = known.replace(params={**known.params, "call_jaxpr": closed})
+        return known, *rest
+
+    return checkpoint_scan
+
+
+@_wrap(pe.custom_partial_eval_rules, scan_p)
+def _partial_eval_scan(rule):
+    def partial_eval_scan(trace, *tracers, **params):
+        if has_sow(params["jaxpr"]):
+            # What the rule makes cannot be mended here, but it can be looked at.
+            n = len(trace.effect_handles)
+            closed = jax.make_jaxpr(lambda: rule(trace, *tracers, **params) and None)()
+            del trace.effect_handles[n:]
+            *hoisted, _ = _compat.open_jaxpr(closed)[0].eqns or [None]
+            for site in (s for e in hoisted if has_sow(e) for s in sites(e)):
+                raise SowError(
+                    f"`sow(..., {site.name!r})` at {site.where} does not depend on the "
+                    "iteration of the scan that it is in, and that scan is part of a "
+                    "custom derivative rule (or of a while loop that is linearized), "
+                    "where JAX moves the sow out of the loop. Sow the value before the "
+                    "loop."
+                )
+        return rule(trace, *tracers, **params)
+
+    return partial_eval_scan
