@@ -8,6 +8,7 @@ from ._errors import (
     UnsupportedPrimitiveError as UnsupportedPrimitiveError,
 )
 from ._interpreter import register_rule as register_rule
+from ._plant import plant as plant
 from ._reduce import (
     Append as Append,
     Buffer as Buffer,
@@ -16,4 +17,5 @@ from ._reduce import (
 )
 from ._save import save_intermediates as save_intermediates
 from ._sow import Sow as Sow, sow as sow
+from ._tabulate import tabulate as tabulate
 from . import _rules, _wrapped  # noqa: F401

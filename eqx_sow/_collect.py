@@ -130,6 +130,11 @@ class Collect(Handler):
     def stack(self, rest: Sown, length: int) -> Sown:
         return self._map(rest, lambda e: _entry.stacked(e, length))
 
+    def spread(self, rest: Sown, axes, varying):
+        pairs = [_entry.on_device(e, axes, varying) for e in rest.entries]
+        entries, specs = zip(*pairs) if pairs else ((), ())
+        return dc.replace(rest, entries=entries), dc.replace(rest, entries=specs)
+
     def _map(self, rest: Sown, fn) -> Sown:
         return dc.replace(rest, entries=tuple(map(fn, rest.entries)))
 

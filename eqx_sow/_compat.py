@@ -104,7 +104,23 @@ def _custom_vmap_primitive() -> jexc.Primitive:
     return jax.make_jaxpr(fn)(0).eqns[0].primitive
 
 
+def _shard_map_primitive() -> jexc.Primitive:
+    spec = jax.sharding.PartitionSpec()
+    mesh = jax.sharding.AbstractMesh((1,), ("x",))
+    fn = jax.shard_map(lambda x: x, mesh=mesh, in_specs=spec, out_specs=spec)
+    return jax.make_jaxpr(fn)(0).eqns[0].primitive
+
+
+# These two have no public name.
 custom_vmap_p = _custom_vmap_primitive()
+shard_map_p = _shard_map_primitive()
+
+
+def varying(x: Any) -> frozenset[Any]:
+    """The mesh axes that an array (or its aval), inside of a `jax.shard_map`, varies
+    over."""
+    aval = x if isinstance(x, jax.core.AbstractValue) else jax.typeof(x)
+    return aval.mat.varying if hasattr(aval, "mat") else aval.vma
 
 
 _libraries = tuple(

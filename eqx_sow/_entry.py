@@ -184,6 +184,23 @@ def stacked(entry: Entry, length: int) -> Entry:
     return Entry(arrays, dc.replace(entry.meta, axes=axes))
 
 
+def on_device(entry: Entry, axes: dict[Any, int], varying: Callable):
+    """An entry of one device, with an axis of size one for each mesh axis that the array
+    varies over. In the result, the entry of all devices. Also the `PartitionSpec`s."""
+    over = [varying(x) for x in entry.arrays]
+    names = [a for a in axes if any(a in v for v in over)]
+    arrays = tuple(
+        jnp.reshape(x, (1,) * len(v) + jnp.shape(x))
+        for x, v in zip(entry.arrays, over)
+    )
+    mesh = tuple(
+        Axis(axes[a], tuple(a in v for v in over), lane=False, mesh=a) for a in names
+    )
+    meta = dc.replace(entry.meta, axes=(*mesh, *entry.meta.axes))
+    specs = tuple(jax.sharding.PartitionSpec(*v) for v in over)
+    return Entry(arrays, meta), Entry(specs, meta)
+
+
 def left_loop(entry: Entry) -> Entry:
     """An entry of a loop body that keeps no axis for the loop."""
     _, axes = out_of_loop(entry.meta.axes, None)
@@ -202,13 +219,10 @@ def _common_axes(entries: Sequence[Entry]) -> list[Axis]:
     """The axes that entries of the same name have in all. An entry may lack some, if it
     does not vary over a vmap."""
 
-    def kind(a):
-        return a.size, a.loops, a.lane
-
     longest = max((e.meta.axes for e in entries), key=len)
     for e in entries:
-        rest = iter(map(kind, longest))
-        if not all(kind(a) in rest for a in e.meta.axes):
+        rest = iter([a.kind for a in longest])
+        if not all(a.kind in rest for a in e.meta.axes):
             raise SowError(
                 f"`{e.meta.name}` is sown in several places that vary over different "
                 f"axes: sizes {[a.size for a in longest]} at {entries[0].meta.where} "
@@ -225,7 +239,7 @@ def unify(entries: Sequence[Entry]) -> Entry:
     for e in entries[1:]:
         _check_same(first, e)
     axes = _common_axes(entries)
-    has = [_placed(e, axes, i) for e in entries for i in range(len(e.arrays))]
+    has = [placed(e, axes, i) for e in entries for i in range(len(e.arrays))]
     n = len(first.arrays)
     has = [tuple(map(any, zip(*has[i::n]))) for i in range(n)]
     # Wherever the count varies, the value does too: it may not have run there.
@@ -242,18 +256,12 @@ def unify(entries: Sequence[Entry]) -> Entry:
     return Entry(arrays, meta)
 
 
-def _placed(entry: Entry, axes: Sequence[Axis], i: int) -> tuple[bool, ...]:
+def placed(entry: Entry, axes: Sequence[Axis], i: int) -> tuple[bool, ...]:
     """`entry.meta.has(i)`, in terms of axes among which the entry's own are."""
     own = list(zip(entry.meta.axes, entry.meta.has(i)))
-    placed = []
-    for a in axes:
-        mine = own and (own[0][0].size, own[0][0].loops, own[0][0].lane) == (
-            a.size,
-            a.loops,
-            a.lane,
-        )
-        placed.append(own.pop(0)[1] if mine else False)
-    return tuple(placed)
+    return tuple(
+        own.pop(0)[1] if own and own[0][0].kind == a.kind else False for a in axes
+    )
 
 
 def conform(entry: Entry, target: Entry) -> Entry:
@@ -261,7 +269,7 @@ def conform(entry: Entry, target: Entry) -> Entry:
     entry = counted(entry)
     axes = target.meta.axes
     arrays = tuple(
-        _broadcast(x, _placed(entry, axes, i), target.meta.has(i), axes)
+        _broadcast(x, placed(entry, axes, i), target.meta.has(i), axes)
         for i, x in enumerate(entry.arrays)
     )
     return Entry(arrays, target.meta)

@@ -113,16 +113,25 @@ class Handler:
         del found, frame
         return Taken(given.carry)
 
-    def unstack(self, rest: Any, jaxpr: Any) -> tuple[Any, Callable[[Any], Any]]:
-        """For a loop: what of `Given.rest` has an entry for each iteration, and a
-        function that puts one iteration's entry back."""
-        del jaxpr
-        return (), lambda xs: rest
+    def unstack(
+        self, rest: Any, jaxpr: Any, devices: tuple = ()
+    ) -> tuple[Any, Callable[[Any], Any], Any]:
+        """For a loop, or for `devices`: what of `Given.rest` has an entry for each
+        iteration (an axis for each mesh axis); a function that puts the entry of one
+        iteration (one device) back; for devices, the `PartitionSpec`s of the first."""
+        del jaxpr, devices
+        return (), lambda xs: rest, ()
 
     def stack(self, rest: Any, length: int) -> Any:
         """For a loop: `Taken.rest`, once each array in it has a new leading axis."""
         del length
         return rest
+
+    def spread(self, rest: Any, axes: dict[Any, int], varying: Callable) -> Any:
+        """For one device of many: `Taken.rest`, with an axis of size one for each mesh
+        axis that it is `varying` over, and the matching `PartitionSpec`s."""
+        del axes, varying
+        return rest, jax.sharding.PartitionSpec()
 
     def branch(self, rests: Sequence[Any]) -> Callable[[Any], Any]:
         """For exclusive branches, given their `Taken.rest` as shapes: a function that

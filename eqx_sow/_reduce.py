@@ -160,7 +160,7 @@ class Reduction:
 def start(reducer: Any, entries: Sequence[Entry]) -> Reduction:
     """The state before the first execution. `entries` is what would be captured at each
     place without the reducer."""
-    entries = [_lanes_only(e) for e in entries]
+    entries = [_shapes_of_one(e) for e in entries]
     form = entries[0] if len(entries) == 1 else _entry.unify(entries)
     lanes = form.meta.axes
     values = [
@@ -187,7 +187,7 @@ def step(reducer: Any, state: Reduction, entry: Entry) -> Reduction:
     entry = _entry.counted(_lanes_only(entry))
     lanes = tuple(a.size for a in state.lanes)
     has = [
-        _entry._placed(entry, state.lanes, i) for i in range(len(entry.arrays))
+        _entry.placed(entry, state.lanes, i) for i in range(len(entry.arrays))
     ]
 
     def one(acc, count, *arrays):
@@ -231,20 +231,17 @@ def _build(meta: Meta) -> Callable[[Any], Any]:
 
 
 def _lanes_only(entry: Entry) -> Entry:
-    """An entry as a single execution leaves it: only shapes matter here for entries with
-    stacked axes, and a sow that was moved out of its loop has none in its arrays."""
-    keep = [a.lane for a in entry.meta.axes]
-    lanes = tuple(
-        dc.replace(a, loops=0) for a, k in zip(entry.meta.axes, keep) if k
-    )
+    """The entry of a single execution. A sow that was moved out of its loop has an axis
+    for the loop, but none in its arrays."""
+    lanes = tuple(dc.replace(a, loops=0) for a in entry.meta.axes if a.lane)
+    return Entry(entry.arrays, dc.replace(entry.meta, axes=lanes))
 
-    def cut(i, x):
-        index = tuple(
-            slice(None) if k else 0
-            for k, h in zip(keep, entry.meta.has(i))
-            if h
-        )
-        return x[index] if 0 in index else x
 
-    arrays = tuple(cut(i, x) for i, x in enumerate(entry.arrays))
-    return Entry(arrays, dc.replace(entry.meta, axes=lanes))
+def _shapes_of_one(entry: Entry) -> Entry:
+    """The same as shapes, from an entry that has axes for loops."""
+    arrays = []
+    for i, x in enumerate(entry.arrays):
+        has = [a.lane for a, h in zip(entry.meta.axes, entry.meta.has(i)) if h]
+        lanes = [n for n, lane in zip(x.shape, has) if lane]
+        arrays.append(jax.ShapeDtypeStruct((*lanes, *entry.core_shape(i)), x.dtype))
+    return _lanes_only(Entry(tuple(arrays), entry.meta))

@@ -5,30 +5,27 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
-import jax
-import jax.tree_util as jtu
 
-from . import _compat, _spec
+from . import _options as opt, _spec
+from ._capture import Marking
 from ._collect import assemble, Collect, reductions
-from ._interpreter import evaluate, Given
+from ._interpreter import Given
+from ._program import trace
 from ._reduce import Append, Reducer
 from ._select import check_known
 from ._sow import Const, listening
 
 
-class _Hashable(eqx.Module):
-    """Options, as a static field."""
-
-
 @dc.dataclass(frozen=True)
-class Options:
-    tag: Hashable
+class _Options:
     names: Any
     modes: tuple[str, ...] | None
-    spec: Any
+    spec: Mapping[str, Any] | None
+    marking: Marking
 
 
 class _SaveIntermediates(eqx.Module):
+    # Reducers and transforms may hold arrays.
     _fn: Callable
     _reduce: Any
     _transform: Any
@@ -39,11 +36,11 @@ class _SaveIntermediates(eqx.Module):
         return self._fn
 
     def __call__(self, /, *args, **kwargs):
-        options: Options = self._options.value
+        options: _Options = self._options.value
         outer = listening.value is not None
-        program = trace(self._fn, args, kwargs)
+        program = trace(self._fn, args, kwargs, options.marking)
         collect = Collect(
-            tag=options.tag,
+            tag=options.marking.tag,
             names=Const(options.names),
             modes=options.modes,
             reduce=Const(self._reduce),
@@ -51,104 +48,151 @@ class _SaveIntermediates(eqx.Module):
             outer=outer,
         )
         carry: Any = ()
-        if any(map(_has_state, _values(self._reduce))):
-            survey = dc.replace(collect, survey=True)
-            shape = jax.eval_shape(lambda *xs: program.evaluate(survey, Given(), xs)[1], *program.leaves)
-            carry = reductions(collect, shape)
-        outs, taken = program.evaluate(collect, Given(carry), program.leaves)
-        intermediates = assemble(collect, taken)
-        self._check(options, taken.rest.seen)
+        if any(isinstance(r, Reducer) for r in _values(self._reduce)):
+            survey = program.survey(dc.replace(collect, survey=True))
+            carry = reductions(collect, survey)
+        outs, taken = program.evaluate(collect, Given(carry), *program.leaves)
+        self._check_names(taken.rest.seen)
+        intermediates = program.unmark(assemble(collect, taken))
         _spec.check(taken.rest.checks, options.spec, intermediates)
         return program.output(outs), intermediates
 
-    def _check(self, options, seen):
-        call = "save_intermediates(..., {}=...)".format
-        check_known(call("names"), options.names, seen)
+    def _check_names(self, seen):
+        options: _Options = self._options.value
+        check_known("save_intermediates(..., names=...)", options.names, seen)
         for name, option in (
             ("reduce", self._reduce),
             ("transform", self._transform),
             ("spec", options.spec),
         ):
             if isinstance(option, Mapping):
-                check_known(call(name), option, seen)
+                check_known(f"save_intermediates(..., {name}=...)", option, seen)
 
     def __get__(self, instance, owner):
-        if instance is None:
-            return self
-        return eqx.Partial(self, instance)
+        del owner
+        return self if instance is None else eqx.Partial(self, instance)
 
 
-def _values(option):
+def _values(option: Any) -> list[Any]:
     return list(option.values()) if isinstance(option, Mapping) else [option]
 
 
-def _has_state(reducer):
-    return isinstance(reducer, Reducer) and not isinstance(reducer, Append)
-
-
-@dc.dataclass(frozen=True)
-class Program:
-    """A function, traced with its sows."""
-
-    closed: Any
-    leaves: list[Any]
-    out_treedef: Any
-    out_static: list[Any]
-
-    def evaluate(self, handler, given, leaves):
-        jaxpr, consts = _compat.open_jaxpr(self.closed)
-        return evaluate(jaxpr, consts, handler, given, leaves)
-
-    def output(self, outs):
-        outs = iter(outs)
-        leaves = [next(outs) if d else x.value for d, x in self.out_static]
-        return jtu.tree_unflatten(self.out_treedef, leaves)
-
-
-def trace(fn: Callable, args: tuple, kwargs: dict) -> Program:
-    """Traces `fn(*args, **kwargs)` while everybody listens. Arrays are traced, all else
-    is static, as in `eqx.filter_jit`."""
-    dynamic, static = eqx.partition((fn, args, kwargs), eqx.is_array)
-    leaves, treedef = jtu.tree_flatten(dynamic)
-    out_treedef, out_static = None, []
-
-    def traced(*leaves):
-        nonlocal out_treedef
-        dynamic = jtu.tree_unflatten(treedef, leaves)
-        fn, args, kwargs = eqx.combine(dynamic, static)
-        out, out_treedef = jtu.tree_flatten(fn(*args, **kwargs))
-        is_array = [isinstance(x, jax.Array) for x in out]
-        out_static[:] = [(d, Const(None if d else x)) for x, d in zip(out, is_array)]
-        return [x for x, d in zip(out, is_array) if d]
-
-    with listening(0):
-        closed = jax.make_jaxpr(traced)(*leaves)
-    return Program(closed, leaves, out_treedef, out_static)
-
-
-_MODES = ("primal", "tangent", "cotangent")
+_unset: Any = object()
 
 
 def save_intermediates(
-    fn: Callable = None,
+    fn: Callable = _unset,
     *,
     tag: Hashable = "intermediates",
-    names: Any = None,
+    names: str | Sequence[str] | Callable[[str], bool] | None = None,
     modes: str | Sequence[str] | None = None,
-    reduce: Any = None,
-    transform: Any = None,
+    capture: Any = None,
+    methods: str | Sequence[str] = ("__call__",),
+    inputs: bool = False,
+    scope: bool = False,
+    reduce: Reducer | Mapping[str, Reducer] | None = None,
+    transform: Callable | Mapping[str, Callable] | None = None,
     spec: Mapping[str, Any] | None = None,
 ) -> Callable:
-    if fn is None:
-        def decorate(fn): 
-            return save_intermediates(fn, tag=tag, names=names, modes=modes, reduce=reduce, transform=transform, spec=spec)
-        return decorate
-    modes = (modes,) if isinstance(modes, str) else None if modes is None else tuple(modes)
-    for m in modes or ():
-        if not m or any(part not in _MODES for part in m.split(".")):
-            raise ValueError(f"`save_intermediates(..., modes=...)`: {m!r}")
-    if not isinstance(names, str) and isinstance(names, Sequence):
-        names = tuple(names)
+    """Makes a function return what is sown in it, along with its output.
+
+    The law: the first output of `save_intermediates(fn)` is that of `fn`, always; so are
+    its gradients.
+
+    **Arguments:**
+
+    - `fn`: a function, a model, or a transformed function such as `eqx.filter_grad(loss)`
+        or `eqx.filter_jit(model)`. Without it this returns a decorator.
+    - `tag`: only sows with this tag, any hashable.
+    - `names`: what to capture: a name, a glob, a sequence of them, or a function of the
+        name. Nothing else is stored or computed. In a glob, `*` matches any characters.
+    - `modes`: what to capture of each, `"primal"`, `"tangent"`, `"cotangent"`, or
+        second-order ones joined by a dot (`"cotangent.tangent"`); one or a sequence.
+    - `capture`: marks the output of submodules of a model that nobody edits: `True` for
+        every module with a `__call__`, a class or a tuple of classes, or a function
+        `(path, module) -> bool`. The name is the path of the module, `layers/0`; under an
+        argument of a plain function it begins with the name of the parameter,
+        `model/layers/0`. The module that is `fn` itself has the name `.`.
+    - `methods`: which methods to mark. Those other than `__call__` have the name
+        `layers/0.encode`.
+    - `inputs`: also mark what was passed in, under `layers/0.inputs`, as a tuple
+        `(args, kwargs)`.
+    - `scope`: put the path of the module in which a sow is before its name.
+    - `reduce`: how several executions of a name combine: [`eqx_sow.Append`][],
+        [`eqx_sow.Last`][], [`eqx_sow.Fold`][] or [`eqx_sow.Buffer`][], for all names or as
+        a dict of names or globs.
+    - `transform`: a function of the value, or a dict of names or globs to functions, that
+        is applied where the value is sown: within a loop only its result is stacked.
+    - `spec`: a dict of names or globs to jaxtyping annotations of what comes back. All
+        annotations in one call share their axis names.
+
+    **Returns:**
+
+    A function with the signature of `fn`, that returns `(out, intermediates)`.
+    `intermediates[name][mode]` is the value, in order of execution:
+
+    - in a scan, a `fori_loop` with static bounds or `lax.map`, with a leading axis for
+      each loop, entry `i` from iteration `i`;
+    - under `vmap`, with a leading axis for each `vmap` that it varies over, outermost
+      first;
+    - in a `cond` or a `while_loop`, of the branch that ran or the last iteration; zeros
+      if there was none. `intermediates[name]["count"]`, an int32, says how often it ran.
+
+    Like `eqx.filter_vmap`, what is returned is a PyTree whose leaves are those of `fn`,
+    and it can be used as a decorator of methods.
+
+    **Raises:**
+
+    [`eqx_sow.DuplicateSowError`][], [`eqx_sow.UnknownSowError`][],
+    [`eqx_sow.SowTypeError`][], [`eqx_sow.UnsupportedPrimitiveError`][].
+
+    !!! example
+
+        ```python
+        import equinox as eqx
+        import eqx_sow
+        import jax
+        import jax.numpy as jnp
+
+        model = eqx.nn.MLP(2, 1, 8, 2, key=jax.random.key(0))
+
+        @eqx.filter_grad
+        def grad(model, x):
+            return model(x)[0] ** 2
+
+        saved = eqx_sow.save_intermediates(grad, capture=eqx.nn.Linear)
+        grads, intermediates = saved(model, jnp.ones(2))
+        intermediates["model/layers/0"]["primal"].shape  # (8,)
+        intermediates["model/layers/0"]["cotangent"].shape  # (8,)
+        ```
+    """
+    options: dict[str, Any] = dict(
+        tag=tag,
+        names=names,
+        modes=modes,
+        capture=capture,
+        methods=methods,
+        inputs=inputs,
+        scope=scope,
+        reduce=reduce,
+        transform=transform,
+        spec=spec,
+    )
+    if fn is _unset:
+        return lambda fn: save_intermediates(fn, **options)
+    call = "save_intermediates"
+    opt.check_function(call, fn)
+    opt.check_reduce(call, reduce)
+    opt.check_transform(call, transform)
+    opt.check_spec(call, spec)
+    marking = Marking(capture, tag, opt.as_methods(methods), inputs, scope)
     return eqx.module_update_wrapper(
-        _SaveIntermediates(fn, reduce, transform, Const(Options(tag, names, modes, spec)))
+        _SaveIntermediates(
+            opt.unbound(fn),
+            reduce,
+            transform,
+            Const(
+                _Options(opt.as_names(call, names), opt.as_modes(call, modes), spec, marking)
+            ),
+        )
     )

@@ -81,13 +81,18 @@ class Axis:
 
     `loops` is how many loops run between the vmap and the sow: the axis belongs outside
     of theirs. `has` says which operands really have the axis; the others are the same
-    all along it.
+    all along it. An axis of a `shard_map` has the name of the `mesh` axis.
     """
 
     size: int
     has: tuple[bool, ...]
     loops: int = 0
     lane: bool = True
+    mesh: Hashable = None
+
+    @property
+    def kind(self) -> Hashable:
+        return self.size, self.loops, self.lane, self.mesh
 
 
 @dc.dataclass(frozen=True)
@@ -130,9 +135,18 @@ class Site:
         return tuple(shape[sum(a.has[i] for a in self.axes) :])
 
 
+@dc.dataclass(frozen=True)
+class Listening:
+    """`loops`: how many loops are around whatever is being vmapped right now. `scope`:
+    what goes before the names of the sows that follow."""
+
+    loops: int = 0
+    scope: str = ""
+
+
 # Not `None` while somebody traces a program in order to see or change its sows. It is
 # part of the key of every cache of JAX's, so a jitted function is traced once for each
-# value. The value is the number of loops around whatever is being vmapped right now.
+# value.
 listening = jax.make_user_context(None)
 
 
@@ -199,8 +213,9 @@ def sow(
                 f"`sow(..., {name!r})` cannot mark a leaf of type {jax.typeof(x)}: only "
                 "arrays can be captured. Sow the value that it holds."
             )
+    scope = listening.value.scope
     site = Site(
-        name=name,
+        name=f"{scope}/{name}" if scope else name,
         tag=tag,
         treedef=Const(treedef),
         leaves=tuple(OPERAND if d else Const(x) for x, d in zip(leaves, dynamic)),
@@ -268,12 +283,13 @@ class Sow(eqx.Module):
         """
         del key
         if self.name is None:
-            if listening.value is None:
+            # Where the path is known, a mark on this layer sows the value.
+            if listening.value is None or "_marks" in self.__dict__:
                 return x
             raise SowError(
-                "`Sow()` has no name, and nobody told it its path. Give it one, "
-                '`Sow("some_name")`, or use '
-                "`save_intermediates(..., scope=True)` on the model."
+                "`Sow()` has no name, and its place in the model cannot be seen. Give it "
+                'one, `Sow("some_name")`, or pass the model as an argument, '
+                "`save_intermediates(fn)(model, x)`."
             )
         return sow(x, self.name, tag=self.tag, spec=self.spec)
 
@@ -346,7 +362,7 @@ def _sow_batch(axis_data, operands, dims, *, site):
     has = tuple(d is not None for d in dims)
     if not any(has):
         return sow_p.bind(*operands, site=site), dims
-    axis = Axis(axis_data.size, has, loops=listening.value or 0)
+    axis = Axis(axis_data.size, has, loops=(listening.value or Listening()).loops)
     operands = [
         x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims)
     ]

@@ -27,7 +27,7 @@ from . import _compat
 from ._entry import out_of_loop
 from ._errors import SowError
 from ._interpreter import Given, Handler, Interpret, has_sow, sites
-from ._sow import Axis, listening, sow_p
+from ._sow import Axis, Listening, listening, sow_p
 
 
 cond_p = jexc.primitives.cond_p
@@ -84,7 +84,8 @@ def _in_loop(rule, axis_data, args, dims, params):
         outs, dims_out[:] = rule(axis_data, args, dims, **params)
         return outs
 
-    with listening((listening.value or 0) + 1):
+    here = listening.value or Listening()
+    with listening(dc.replace(here, loops=here.loops + 1)):
         closed = jax.make_jaxpr(batched)(*args)
     jaxpr, consts = _compat.open_jaxpr(closed)
     return jax.core.eval_jaxpr(jaxpr, consts, *args), dims_out

@@ -24,7 +24,7 @@ def _scan(interpret, given, eqn, *args):
     num_consts, num_carry = _compat.scan_arity(p)
     consts, init, xs = _split(args, num_consts, num_carry)
     run = interpret(p["jaxpr"])
-    sliced, put_back = handler.unstack(given.rest, p["jaxpr"])
+    sliced, put_back, _ = handler.unstack(given.rest, p["jaxpr"])
 
     def body(carry, x):
         state, carry = carry
@@ -58,7 +58,29 @@ def _cond(interpret, given, eqn, index, *args):
 
         return call
 
-    return lax.switch(index, list(map(branch, runs)), given, *args)
+    branches = _alike(list(map(branch, runs)), given, *args)
+    return lax.switch(index, branches, given, *args)
+
+
+def _alike(fns, *args):
+    """Inside of a `jax.shard_map`: functions whose results vary over the same axes."""
+    if not any(map(_compat.varying, jax.tree.leaves(args))):
+        return fns
+    avals = zip(*[jax.make_jaxpr(fn)(*args).out_avals for fn in fns])
+    axes = [frozenset().union(*map(_compat.varying, a)) for a in avals]
+
+    def vary(x, axes):
+        missing = tuple(axes - _compat.varying(x))
+        return lax.pcast(x, missing, to="varying") if missing else x
+
+    def wrap(fn):
+        def call(*args):
+            leaves, treedef = jax.tree.flatten(fn(*args))
+            return jax.tree.unflatten(treedef, list(map(vary, leaves, axes)))
+
+        return call
+
+    return list(map(wrap, fns))
 
 
 @register_rule(jexc.primitives.while_p)
@@ -88,10 +110,10 @@ def _while(interpret, given, eqn, *args):
             outs = [_select(going(carry), x, y) for x, y in zip(outs, carry)]
         return outs, taken.carry, handler.again(rest, taken.rest)
 
+    first = init, given.carry, handler.empty(shape)
+    body, start = _alike([body, lambda loop: loop], first)
     carry, state, rest = lax.while_loop(
-        lambda loop: jnp.any(going(loop[0])),
-        body,
-        (init, given.carry, handler.empty(shape)),
+        lambda loop: jnp.any(going(loop[0])), body, start(first)
     )
     return carry, Taken(state, rest)
 

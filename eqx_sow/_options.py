@@ -1,0 +1,85 @@
+"""The options that the public functions take, checked."""
+
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import equinox as eqx
+
+from ._reduce import Reducer
+
+
+def check_function(call: str, fn: Any) -> None:
+    if not callable(fn):
+        raise TypeError(f"`{call}(fn)` takes a function or a model, not {fn!r}.")
+
+
+def unbound(fn: Callable) -> Callable:
+    """A method that Python bound to a module, as a PyTree that holds the module."""
+    if isinstance(fn, types.MethodType) and isinstance(fn.__self__, eqx.Module):
+        if fn.__name__ == "__call__":
+            return fn.__self__
+        return eqx.Partial(fn.__func__, fn.__self__)
+    return fn
+
+
+def as_methods(methods: str | Sequence[str]) -> tuple[str, ...]:
+    return (methods,) if isinstance(methods, str) else tuple(methods)
+
+
+def as_names(call: str, names: Any) -> Any:
+    if names is None or isinstance(names, str) or callable(names):
+        return names
+    if isinstance(names, Sequence | set | frozenset):
+        return tuple(names)
+    raise TypeError(
+        f"`{call}(..., names=...)` takes a name, a glob, a sequence of them, or a function "
+        f"of a name, not {names!r}."
+    )
+
+
+_PARTS = ("primal", "tangent", "cotangent")
+
+
+def as_modes(call: str, modes: Any) -> tuple[str, ...] | None:
+    if modes is None:
+        return None
+    modes = (modes,) if isinstance(modes, str) else tuple(modes)
+    for mode in modes:
+        parts = mode.split(".") if isinstance(mode, str) else [None]
+        if not (parts == ["primal"] or all(p in _PARTS[1:] for p in parts)):
+            raise ValueError(
+                f"`{call}`: {mode!r} is no mode. Modes are 'primal', 'tangent' and "
+                "'cotangent', or of second order, such as 'cotangent.tangent'."
+            )
+    return modes
+
+
+def _each(option: Any) -> list[Any]:
+    return list(option.values()) if isinstance(option, Mapping) else [option]
+
+
+def check_reduce(call: str, reduce: Any) -> None:
+    for r in _each(reduce):
+        if not (reduce is None or isinstance(r, Reducer)):
+            raise TypeError(
+                f"`{call}(..., reduce=...)` takes `eqx_sow.Append()`, `eqx_sow.Last()`, "
+                "`eqx_sow.Fold(init, fn)` or `eqx_sow.Buffer(size)`, or a dict of names to "
+                f"them, not {r!r}."
+            )
+
+
+def check_transform(call: str, transform: Any) -> None:
+    for fn in _each(transform):
+        if not (transform is None or callable(fn)):
+            raise TypeError(
+                f"`{call}(..., transform=...)` takes a function of the value, or a dict of "
+                f"names to functions, not {fn!r}."
+            )
+
+
+def check_spec(call: str, spec: Any) -> None:
+    if not (spec is None or isinstance(spec, Mapping)):
+        raise TypeError(
+            f"`{call}(..., spec=...)` takes a dict of names to annotations, not {spec!r}."
+        )

@@ -1,0 +1,298 @@
+"""`plant`."""
+
+import dataclasses as dc
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jax.sharding import PartitionSpec
+
+from . import _entry, _options as opt
+from ._capture import Marking
+from ._collect import Collect
+from ._entry import Entry
+from ._errors import SowError
+from ._interpreter import Frame, Given, Handler, sites
+from ._program import trace
+from ._reduce import Append
+from ._select import check_known, lookup
+from ._sow import Const, listening, OPERAND, Site, sow_p
+
+
+@dc.dataclass(frozen=True)
+class _Replace(Handler):
+    """Replaces what is sown. `Given.rest` maps names to the arrays of the new values,
+    whose first axes are those of the `loops` still around the walk; `functions` maps
+    globs to functions of the value."""
+
+    tag: Any
+    mode: str
+    functions: Const
+    forms: Const  # {name: Meta}
+    outer: bool
+
+    def _mine(self, site: Site) -> bool:
+        return site.tag == self.tag and site.mode == self.mode
+
+    def sow(self, found, given, site: Site, atoms, frame: Frame):
+        del found
+        guard = int(site.guarded)
+        new = None
+        if self._mine(site):
+            fn = lookup(self.functions.value, site.name)
+            if site.name in given.rest:
+                new = _at_site(site, atoms[guard:], given.rest[site.name], self.forms.value[site.name])
+            elif fn is not None:
+                new = _apply(fn, site, frame.read(atoms)[guard:])
+        if new is None:
+            frame.leave() if self.outer else frame.alias(atoms)
+            return given
+        if guard:
+            new = [*frame.read(atoms[:guard]), *new]
+        if self.outer:
+            new = sow_p.bind(*new, site=site)
+        frame.set(frame.eqn.outvars, new)
+        return given
+
+    def unstack(self, rest, jaxpr, devices=()):
+        names = {s.name for s in sites(jaxpr) if self._mine(s)} & set(rest)
+        inside = {n: rest[n] for n in names}
+        outside = {n: x for n, x in rest.items() if n not in names}
+        if not devices:
+            return inside, lambda xs: {**outside, **xs}, None
+        mesh = {
+            n: [a.mesh for a in self.forms.value[n].axes if a.mesh in devices] for n in names
+        }
+        specs = {
+            n: [PartitionSpec(*mesh[n])] * len(inside[n]) for n in names
+        }
+
+        def put_back(xs):
+            local = {n: [x.reshape(x.shape[len(mesh[n]) :]) for x in xs[n]] for n in xs}
+            return {**outside, **local}
+
+        return inside, put_back, specs
+
+
+def _at_site(site: Site, atoms, arrays: Sequence[Any], form) -> list[Any]:
+    """The operands of a sow, from arrays that have all the axes of the form."""
+    guard = int(site.guarded)
+    own = list(site.axes)
+    # A sow that was moved out of its loop still has the axis of it, first of all.
+    axes = [a for a in own if not a.lane] + [a for a in form.axes if a.lane]
+    new = []
+    for i, (x, atom) in enumerate(zip(arrays, atoms)):
+        lanes = iter([a for a in own if a.lane])
+        lane = next(lanes, None)
+        at = 0
+        for a in axes:
+            if a.lane and lane is not None and a.size == lane.size:
+                keep = lane.has[guard + i]
+                lane = next(lanes, None)
+            else:
+                keep = False
+            if keep:
+                at += 1
+            else:
+                x = _same_along(x, at, site)
+        new.append(x)
+    return new
+
+
+def _same_along(x, axis: int, site: Site):
+    first = jax.lax.index_in_dim(x, 0, axis, keepdims=False)
+    a, b = (jax.random.key_data(y) if jnp.issubdtype(y.dtype, jax.dtypes.prng_key) else y for y in (x, jax.lax.index_in_dim(x, 0, axis)))
+    differs = jnp.any((a != b) & ~((a != a) & (b != b)))
+    return eqx.error_if(
+        first,
+        differs,
+        f"`plant`: at `sow(..., {site.name!r})` ({site.where}) the program has one value "
+        "for all entries of an axis, so the planted value must not vary along it.",
+    )
+
+
+def _apply(fn: Callable, site: Site, values: Sequence[Any]) -> list[Any]:
+    """`fn` of the value as the code at the sow sees it, for each lane."""
+    guard = int(site.guarded)
+    has = [tuple(a.has[guard + i] for a in site.axes) for i in range(len(values))]
+
+    def apply(*values):
+        old = _entry.rebuild(site.treedef, site.leaves, values)
+        return _operands(site.name, fn(old), site, values)
+
+    for n in reversed(range(len(site.axes))):
+        if any(h[n] for h in has):
+            axes = tuple(0 if h[n] else None for h in has)
+            apply = jax.vmap(apply, in_axes=axes, out_axes=list(axes))
+    return apply(*values)
+
+
+def _operands(name: str, value: Any, form: Any, like: Sequence[Any]) -> list[Any]:
+    """The arrays of a value that must look like `like`."""
+    leaves, treedef = jtu.tree_flatten(value)
+    if Const(treedef) != form.treedef:
+        raise SowError(
+            f"`plant`: the value for {name!r} has the structure {treedef}, but "
+            f"{form.treedef.value} is sown there."
+        )
+    new = []
+    operand = iter(like)
+    for leaf, x in zip(form.leaves, leaves):
+        if leaf is not OPERAND:
+            if isinstance(leaf, Const) and leaf != Const(x):
+                raise SowError(
+                    f"`plant`: the value for {name!r} has the static leaf {x!r}, but "
+                    f"{leaf.value!r} is sown there. Static leaves cannot be changed."
+                )
+            continue
+        old = next(operand)
+        if isinstance(x, bool | int | float | complex):
+            x = jnp.asarray(x, old.dtype)
+        if not eqx.is_array(x) or (x.shape, x.dtype) != (old.shape, old.dtype):
+            got = jax.typeof(x).str_short() if eqx.is_array(x) else repr(x)
+            raise SowError(
+                f"`plant`: the value for {name!r} has a leaf {got} where "
+                f"{old.dtype}{list(old.shape)} is sown."
+            )
+        new.append(jnp.asarray(x))
+    return new
+
+
+def _prepare(name: str, value: Any, mode: str, entry: Entry) -> list[Any]:
+    """The arrays of a planted value, the axes of loops first."""
+    axes = entry.meta.axes
+    lead = tuple(a.size for a in axes)
+    n = len(entry.arrays) - entry.meta.counted
+    like = [
+        jax.ShapeDtypeStruct((*lead, *entry.core_shape(i)), entry.arrays[i].dtype)
+        for i in range(n)
+    ]
+    structure = Const(jtu.tree_structure(value))
+    if structure != entry.meta.treedef and isinstance(value, Mapping) and mode in value:
+        value = value[mode]
+    arrays = _operands(name, value, entry.meta, like)
+    loops = [i for i, a in enumerate(axes) if not a.lane]
+    return [jnp.moveaxis(x, loops, range(len(loops))) for x in arrays]
+
+
+class _Plant(eqx.Module):
+    _fn: Callable
+    _values: Any
+    _options: Const = eqx.field(static=True)
+
+    @property
+    def __wrapped__(self):
+        return self._fn
+
+    def __call__(self, /, *args, **kwargs):
+        mode, marking = self._options.value
+        outer = listening.value is not None
+        program = trace(self._fn, args, kwargs, marking)
+        survey = Collect(
+            tag=marking.tag,
+            names=Const(tuple(self._values)),
+            modes=(mode,),
+            reduce=Const(Append()),
+            transform=Const(None),
+            outer=False,
+        )
+        sown = program.survey(survey)
+        check_known("plant(fn, values)", self._values, sown.seen)
+        entries: dict[str, list[Entry]] = {}
+        for e in sown.entries:
+            entries.setdefault(e.meta.name, []).append(e)
+        check_known(f"plant(fn, values, mode={mode!r})", self._values, entries)
+        values, functions = {}, {}
+        for name, found in entries.items():
+            value = lookup(self._values, name)
+            if callable(value):
+                functions[name] = value
+                continue
+            if len(found) > 1:
+                raise _entry.duplicate(found[0].meta, found[1].meta)
+            values[name] = _prepare(name, value, mode, found[0])
+        handler = _Replace(
+            tag=marking.tag,
+            mode=mode,
+            functions=Const(functions),
+            forms=Const({name: entries[name][0].meta for name in values}),
+            outer=outer,
+        )
+        outs, _ = program.evaluate(handler, Given(rest=values), *program.leaves)
+        return program.output(outs)
+
+    def __get__(self, instance, owner):
+        if instance is None:
+            return self
+        return eqx.Partial(self, instance)
+
+
+def plant(
+    fn: Callable,
+    values: Mapping[str, Any],
+    *,
+    mode: str = "primal",
+    tag: Hashable = "intermediates",
+    capture: Any = None,
+    methods: Sequence[str] = ("__call__",),
+    scope: bool = False,
+) -> Callable:
+    """Replaces what is sown in a function.
+
+    The law: planting what [`eqx_sow.save_intermediates`][] captured changes nothing, and
+    planting something else is the same as editing the program at the sow.
+
+    **Arguments:**
+
+    - `fn`: a function, a model, or a transformed function such as `eqx.filter_grad(loss)`.
+    - `values`: maps names or globs to either
+        - a PyTree like the one that is captured there: the same structure, static leaves,
+          dtypes and shapes, leading axes of loops and vmaps included (in a `while_loop`,
+          one value for all iterations), or what `save_intermediates` returned under that
+          name, `{mode: value, ...}`; or
+        - a function of the value that is sown there, as the code there sees it.
+    - `mode`: what to replace: `"primal"`, or `"cotangent"` (the gradient that flows back
+        there) or `"tangent"` if `fn` differentiates. Second-order modes are joined by a
+        dot.
+    - `tag`: only sows with this tag.
+    - `capture`, `methods`, `scope`: as in `save_intermediates`, so that submodules of a
+        model can be planted by their paths.
+
+    **Returns:**
+
+    A function with the signature and the output of `fn`. A planted sow is still a sow:
+    `save_intermediates(plant(fn, values))` captures what was planted. Planted arrays may
+    be traced and differentiated.
+
+    **Raises:**
+
+    [`eqx_sow.UnknownSowError`][] if a name or a glob matches nothing.
+    [`eqx_sow.SowError`][] if the structure, a shape, a dtype or a static leaf differs.
+
+    !!! example
+
+        ```python
+        import equinox as eqx
+        import eqx_sow
+        import jax
+        import jax.numpy as jnp
+
+        model = eqx.nn.MLP(2, 1, 8, 2, key=jax.random.key(0))
+        ablated = eqx_sow.plant(model, {"layers/1": jnp.zeros_like}, capture=True)
+        ablated(jnp.ones(2))
+        ```
+    """
+    opt.check_function("plant", fn)
+    if not isinstance(values, Mapping):
+        raise TypeError(
+            "`plant(fn, values)` takes a dict of names to values, such as "
+            f"`{{'h': jnp.zeros(3)}}`, not {type(values).__name__}."
+        )
+    opt.as_modes("plant", mode)
+    marking = Marking(capture, tag, opt.as_methods(methods), False, scope)
+    return eqx.module_update_wrapper(
+        _Plant(opt.unbound(fn), dict(values), Const((mode, marking)))
+    )
