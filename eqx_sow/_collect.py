@@ -10,7 +10,7 @@ import jax.tree_util as jtu
 
 from . import _entry, _reduce
 from ._entry import Entry
-from ._interpreter import Frame, Given, Handler, Taken
+from ._interpreter import Frame, Given, Handler, in_backward_pass, Taken
 from ._reduce import Append, Reducer
 from ._select import lookup, matches
 from ._sow import Const, Site
@@ -44,6 +44,8 @@ class Collect(Handler):
     The options are wrapped in `Const`, which makes them hashable. Sows of other tags
     stay in the program if `outer`, which is when somebody further out may want them.
     With `survey`, nothing is reduced over loops: that shows what there is to reduce.
+    `backward` is true inside of a backward pass: what runs there again ran before, in
+    the forward pass, if it is one of `ran`.
     """
 
     tag: Any
@@ -53,6 +55,13 @@ class Collect(Handler):
     transform: Const
     outer: bool
     survey: bool = False
+    backward: bool = False
+    ran: frozenset[tuple[str, str]] = frozenset()
+
+    def within(self, eqn):
+        if self.backward or not in_backward_pass(eqn):
+            return self
+        return dc.replace(self, backward=True)
 
     def reducer(self, name: str) -> Reducer | None:
         return lookup(self.reduce.value, name)
@@ -87,7 +96,12 @@ class Collect(Handler):
             found.append(Taken(given.carry, Sown(seen=(site.name,), checks=checks)))
             return given
         transform = lookup(self.transform.value, site.name)
+        replay = self.backward or in_backward_pass(frame.eqn)
+        site = dc.replace(site, replay=replay)
         if self.folds(site.name):
+            if replay and (site.name, site.mode) in self.ran:
+                found.append(Taken(given.carry, Sown(seen=(site.name,), checks=checks)))
+                return given
             entry = _entry.from_site(site, frame.read(atoms), transform)
             key = entry.meta.key
             state = _reduce.step(self.reducer(site.name), given.carry[key], entry)
@@ -99,7 +113,7 @@ class Collect(Handler):
         return given
 
     def join(self, found, given, frame: Frame) -> Taken:
-        entries: list[Entry] = []
+        entries: dict[tuple[str, str], list[Entry]] = {}
         seen: dict[str, None] = {}
         checks: dict[Check, None] = {}
         for item in found:
@@ -111,21 +125,25 @@ class Collect(Handler):
                 entry = _entry.from_site(site, values, transform)
                 sown = Sown((entry,), (site.name,), check)
             for entry in sown.entries:
-                self._add(entries, entry)
+                self._add(entries.setdefault(entry.meta.key, []), entry)
             seen.update(dict.fromkeys(sown.seen))
             checks.update(dict.fromkeys(sown.checks))
-        return Taken(given.carry, Sown(tuple(entries), tuple(seen), tuple(checks)))
+        flat = tuple(e for same in entries.values() for e in same)
+        return Taken(given.carry, Sown(flat, tuple(seen), tuple(checks)))
 
-    def _add(self, entries: list[Entry], new: Entry) -> None:
-        same = [i for i, e in enumerate(entries) if e.meta.key == new.meta.key]
-        for i in same:
-            old = entries[i].meta
-            if _entry.exclusive(old, new.meta):
-                entries[i] = _entry.merge(entries[i], new)
+    def _add(self, same: list[Entry], new: Entry) -> None:
+        """Adds an entry to those of the same name and mode."""
+        if same and same[0].meta.replay != new.meta.replay:
+            if not new.meta.replay:
+                same[:] = [new]
+            return
+        for i, old in enumerate(same):
+            if _entry.exclusive(old.meta, new.meta):
+                same[i] = _entry.merge(old, new)
                 return
         if same and not isinstance(self.reducer(new.meta.name), Reducer):
-            raise _entry.duplicate(entries[same[0]].meta, new.meta)
-        entries.append(new)
+            raise _entry.duplicate(same[0].meta, new.meta)
+        same.append(new)
 
     def stack(self, rest: Sown, length: int) -> Sown:
         return self._map(rest, lambda e: _entry.stacked(e, length))
@@ -182,20 +200,25 @@ def _slots(entries: Sequence[Entry]) -> dict[Any, Entry]:
     return slots
 
 
-def reductions(collect: Collect, taken: Taken) -> dict[Any, Any]:
-    """The states to begin with, from a survey of the program."""
+def reductions(collect: Collect, survey: Sown) -> tuple[Collect, dict[Any, Any]]:
+    """The handler, and the states to begin with, from a survey of the program."""
     by_key: dict[Any, list[Entry]] = {}
-    for e in taken.rest.entries:
-        by_key.setdefault(e.meta.key, []).append(e)
-    return {
+    for e in survey.entries:
+        if collect.folds(e.meta.name):
+            by_key.setdefault(e.meta.key, []).append(e)
+    states = {
         key: _reduce.start(collect.reducer(key[0]), entries)
         for key, entries in by_key.items()
-        if collect.folds(key[0])
     }
+    ran = frozenset(k for k, es in by_key.items() if not es[0].meta.replay)
+    return dc.replace(collect, ran=ran), states
 
 
-def assemble(collect: Collect, taken: Taken) -> dict[str, dict[str, Any]]:
-    """`intermediates[name][mode]`, in order of execution."""
+def assemble(
+    collect: Collect, taken: Taken, order: Sequence[tuple[str, str]]
+) -> dict[str, dict[str, Any]]:
+    """`intermediates[name][mode]`, in order of execution; `order` is that of the modes
+    that have a state."""
     sown: Sown = taken.rest
     out: dict[str, dict[str, Any]] = {name: {} for name in sown.seen}
     counts: dict[str, Any] = {}
@@ -213,7 +236,8 @@ def assemble(collect: Collect, taken: Taken) -> dict[str, dict[str, Any]]:
             out[name][mode] = _entry.value(e)
             if e.meta.counted:
                 counts.setdefault(name, _entry.count(e))
-    for (name, mode), state in (taken.carry or {}).items():
+    for name, mode in order:
+        state = taken.carry[name, mode]
         reducer = collect.reducer(name)
         out[name][mode] = _reduce.finish(reducer, state)
         if state.meta.counted or isinstance(reducer, _reduce.Buffer):

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import equinox as eqx
+import equinox.internal
+import equinox.internal._noinline
 import jax
 import jax.extend.core as jexc
 
@@ -104,6 +106,12 @@ def _custom_vmap_primitive() -> jexc.Primitive:
     return jax.make_jaxpr(fn)(0).eqns[0].primitive
 
 
+def forget_noinline() -> None:
+    """Equinox keeps the shapes of noinlined functions where JAX's caches do not reach,
+    and has no public way to look at the functions again."""
+    equinox.internal._noinline._cache_filter_eval_shape.cache_clear()
+
+
 def _shard_map_primitive() -> jexc.Primitive:
     spec = jax.sharding.PartitionSpec()
     mesh = jax.sharding.AbstractMesh((1,), ("x",))
@@ -111,7 +119,13 @@ def _shard_map_primitive() -> jexc.Primitive:
     return jax.make_jaxpr(fn)(0).eqns[0].primitive
 
 
-# These two have no public name.
+def _noinline_primitive() -> jexc.Primitive:
+    fn = eqx.internal.noinline(lambda x: x)
+    return jax.make_jaxpr(fn)(0).eqns[-1].primitive
+
+
+# These have no public name.
+noinline_p = _noinline_primitive()
 custom_vmap_p = _custom_vmap_primitive()
 shard_map_p = _shard_map_primitive()
 

@@ -311,7 +311,8 @@ def merge(a: Entry, b: Entry) -> Entry:
 def duplicate(a: Meta, b: Meta) -> DuplicateSowError:
     return DuplicateSowError(
         f"`{a.name}` is sown twice ({a.mode}): at {a.where} and at {b.where}. Give the "
-        "two places different names, or say how to combine them: "
+        "two places different names (`scope=True` puts the paths of modules before "
+        "them), or say how to combine the values: "
         f"`save_intermediates(..., reduce={{{a.name!r}: eqx_sow.Append()}})` returns "
         "a tuple of both, `eqx_sow.Last()` the later one."
     )

@@ -16,7 +16,7 @@ import jax.tree_util as jtu
 
 from . import _compat
 from ._errors import UnsupportedPrimitiveError
-from ._sow import Site, sow_effect, sow_p
+from ._sow import Listening, listening, Site, sow_effect, sow_p
 
 
 class Given(NamedTuple):
@@ -38,6 +38,10 @@ class Taken(NamedTuple):
 
 
 rules: dict[jexc.Primitive, Callable] = {}
+
+# Primitives that hold a Python function, and trace it whenever they are evaluated
+# abstractly. Sows in there leave no trace.
+opaque: set[jexc.Primitive] = set()
 
 
 def register_rule(primitive: jexc.Primitive) -> Callable[[Callable], Callable]:
@@ -112,6 +116,11 @@ class Handler:
         """One `Taken` from all that `sow` and the rules put into `found`."""
         del found, frame
         return Taken(given.carry)
+
+    def within(self, eqn: Any) -> "Handler":
+        """The handler for what is inside of an equation."""
+        del eqn
+        return self
 
     def unstack(
         self, rest: Any, jaxpr: Any, devices: tuple = ()
@@ -289,11 +298,16 @@ def evaluate(
 ) -> tuple[list[Any], Taken]:
     """Evaluates an open jaxpr, with each sow left to the handler."""
     frame = Frame(jaxpr, [*consts, *args])
-    interpret = Interpret(handler)
     found: list[Any] = []
     for frame.now, frame.eqn in enumerate(jaxpr.eqns):
         eqn = frame.eqn
         if not has_sow(eqn):
+            if any(map(has_sow, jexc.jaxprs_in_params(eqn.params))):
+                raise_unsupported(eqn, "JAX cannot run it with a sow inside")
+            if eqn.primitive in opaque:
+                _compat.forget_noinline()
+                with listening(Listening(blind=str(eqn.primitive))):
+                    eqn.primitive.abstract_eval(*[v.aval for v in eqn.invars], **eqn.params)
             frame.leave()
             continue
         if eqn.primitive is sow_p:
@@ -304,7 +318,7 @@ def evaluate(
             raise_unsupported(eqn, "eqx_sow has no rule for it")
         values = frame.read(eqn.invars)
         with eqn.ctx.manager:
-            outs, taken = rule(interpret, given, eqn, *values)
+            outs, taken = rule(Interpret(handler.within(eqn)), given, eqn, *values)
         frame.set(eqn.outvars, outs)
         found.append(taken)
         given = given._replace(carry=taken.carry)
@@ -328,6 +342,11 @@ def sites(x: Any) -> list[Site]:
             return [x.params["site"]]
         return [s for j in jexc.jaxprs_in_params(x.params) for s in sites(j)]
     return [s for eqn in _compat.open_jaxpr(x)[0].eqns if has_sow(eqn) for s in sites(eqn)]
+
+
+def in_backward_pass(eqn: Any) -> bool:
+    """Whether an equation was put there by transposition."""
+    return "transpose(" in str(eqn.source_info.name_stack)
 
 
 def raise_unsupported(eqn: Any, why: str) -> None:

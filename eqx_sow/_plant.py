@@ -20,6 +20,7 @@ from ._program import trace
 from ._reduce import Append
 from ._select import check_known, lookup
 from ._sow import Const, listening, OPERAND, Site, sow_p
+from ._transformed import Transformed
 
 
 @dc.dataclass(frozen=True)
@@ -178,16 +179,12 @@ def _prepare(name: str, value: Any, mode: str, entry: Entry) -> list[Any]:
     return [jnp.moveaxis(x, loops, range(len(loops))) for x in arrays]
 
 
-class _Plant(eqx.Module):
+class _Plant(Transformed):
     _fn: Callable
     _values: Any
     _options: Const = eqx.field(static=True)
 
-    @property
-    def __wrapped__(self):
-        return self._fn
-
-    def __call__(self, /, *args, **kwargs):
+    def _run(self, args, kwargs):
         mode, marking = self._options.value
         outer = listening.value is not None
         program = trace(self._fn, args, kwargs, marking)
@@ -223,11 +220,6 @@ class _Plant(eqx.Module):
         )
         outs, _ = program.evaluate(handler, Given(rest=values), *program.leaves)
         return program.output(outs)
-
-    def __get__(self, instance, owner):
-        if instance is None:
-            return self
-        return eqx.Partial(self, instance)
 
 
 def plant(

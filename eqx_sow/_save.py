@@ -14,6 +14,7 @@ from ._program import trace
 from ._reduce import Append, Reducer
 from ._select import check_known
 from ._sow import Const, listening
+from ._transformed import Transformed
 
 
 @dc.dataclass(frozen=True)
@@ -24,18 +25,14 @@ class _Options:
     marking: Marking
 
 
-class _SaveIntermediates(eqx.Module):
+class _SaveIntermediates(Transformed):
     # Reducers and transforms may hold arrays.
     _fn: Callable
     _reduce: Any
     _transform: Any
     _options: Const = eqx.field(static=True)
 
-    @property
-    def __wrapped__(self):
-        return self._fn
-
-    def __call__(self, /, *args, **kwargs):
+    def _run(self, args, kwargs):
         options: _Options = self._options.value
         outer = listening.value is not None
         program = trace(self._fn, args, kwargs, options.marking)
@@ -47,13 +44,13 @@ class _SaveIntermediates(eqx.Module):
             transform=Const(self._transform),
             outer=outer,
         )
-        carry: Any = ()
+        carry: Any = {}
         if any(isinstance(r, Reducer) for r in _values(self._reduce)):
             survey = program.survey(dc.replace(collect, survey=True))
-            carry = reductions(collect, survey)
+            collect, carry = reductions(collect, survey)
         outs, taken = program.evaluate(collect, Given(carry), *program.leaves)
         self._check_names(taken.rest.seen)
-        intermediates = program.unmark(assemble(collect, taken))
+        intermediates = program.unmark(assemble(collect, taken, tuple(carry)))
         _spec.check(taken.rest.checks, options.spec, intermediates)
         return program.output(outs), intermediates
 
@@ -67,10 +64,6 @@ class _SaveIntermediates(eqx.Module):
         ):
             if isinstance(option, Mapping):
                 check_known(f"save_intermediates(..., {name}=...)", option, seen)
-
-    def __get__(self, instance, owner):
-        del owner
-        return self if instance is None else eqx.Partial(self, instance)
 
 
 def _values(option: Any) -> list[Any]:

@@ -18,23 +18,24 @@ import jax.tree_util as jtu
 from jax.interpreters import ad, batching, mlir
 
 from . import _compat
-from ._errors import SowError
+from ._errors import SowError, UnsupportedPrimitiveError
 
 
 class Const:
     """A static leaf, compared so that two leaves are equal only if no program could
     tell them apart: `1`, `1.0` and `True` differ, and so do `0.0` and `-0.0`."""
 
-    __slots__ = ("value",)
+    __slots__ = ("value", "_hash")
 
     def __init__(self, value: Any):
         self.value = value
+        try:
+            self._hash = hash((type(value), value))
+        except TypeError:
+            self._hash = id(value)
 
     def __hash__(self):
-        try:
-            return hash((type(self.value), self.value))
-        except TypeError:
-            return id(self.value)
+        return self._hash
 
     def __eq__(self, other):
         if type(other) is not Const:
@@ -138,10 +139,12 @@ class Site:
 @dc.dataclass(frozen=True)
 class Listening:
     """`loops`: how many loops are around whatever is being vmapped right now. `scope`:
-    what goes before the names of the sows that follow."""
+    what goes before the names of the sows that follow. `blind`: what will be traced in
+    here cannot be captured, so a sow raises."""
 
     loops: int = 0
     scope: str = ""
+    blind: str = ""
 
 
 # Not `None` while somebody traces a program in order to see or change its sows. It is
@@ -213,7 +216,13 @@ def sow(
                 f"`sow(..., {name!r})` cannot mark a leaf of type {jax.typeof(x)}: only "
                 "arrays can be captured. Sow the value that it holds."
             )
-    scope = listening.value.scope
+    scope, blind = listening.value.scope, listening.value.blind
+    if blind:
+        raise UnsupportedPrimitiveError(
+            f"`sow(..., {name!r})` at {_compat.user_line()} is inside the primitive "
+            f"`{blind}`, which hides its function from JAX, so the value cannot be "
+            "captured. Move the sow out of that function."
+        )
     site = Site(
         name=f"{scope}/{name}" if scope else name,
         tag=tag,

@@ -7,7 +7,7 @@ evaluated beside it. XLA merges what is then computed twice.
 import jax.extend.core as jexc
 
 from .. import _compat
-from .._interpreter import Given, Handler, Interpret, register_rule
+from .._interpreter import Given, Handler, Interpret, opaque, register_rule
 from .calls import _bind
 
 
@@ -44,3 +44,4 @@ def _custom(name):
 register_rule(jexc.primitives.custom_jvp_call_p)(_custom("call_jaxpr"))
 register_rule(jexc.primitives.custom_vjp_call_p)(_custom("call_jaxpr"))
 register_rule(_compat.custom_vmap_p)(_custom("call"))
+opaque.add(_compat.noinline_p)

@@ -1,0 +1,98 @@
+"""What `save_intermediates` and `plant` return."""
+
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.tree_util as jtu
+
+from . import _compat
+from ._sow import Const
+
+
+class Transformed(eqx.Module):
+    """A function around `_fn`: a PyTree with the arrays of `_fn`, that can be a method."""
+
+    _fn: eqx.AbstractVar[Callable]
+
+    @property
+    def __wrapped__(self):
+        return self._fn
+
+    @abstractmethod
+    def _run(self, args: tuple, kwargs: dict) -> Any:
+        pass
+
+    def __call__(self, /, *args, **kwargs):
+        if not (_is_jitted(self._fn) and _compat.is_eager()):
+            return self._run(args, kwargs)
+        # `S(jit(f))` is `jit(S(f))`: so it is traced and compiled when `jit(f)` would be.
+        leaves, treedef = jtu.tree_flatten((self, args, kwargs))
+        dynamic = [eqx.is_array(x) for x in leaves]
+        key = _Key(treedef, [None if d else Const(x) for x, d in zip(leaves, dynamic)])
+        arrays = [x for x, d in zip(leaves, dynamic) if d]
+        return _jitted(key, *arrays).value()
+
+    def __get__(self, instance, owner):
+        del owner
+        return self if instance is None else eqx.Partial(self, instance)
+
+
+class _Key:
+    """All of a call but its arrays."""
+
+    def __init__(self, treedef, static):
+        self.treedef = treedef
+        self.static = tuple(static)
+        self._hash = hash((treedef, self.static))
+
+    def __hash__(self):
+        return self._hash
+
+    def __eq__(self, other):
+        return self.treedef == other.treedef and self.static == other.static
+
+
+@jtu.register_pytree_node_class
+class _Output:
+    """Any PyTree, as one whose leaves are arrays."""
+
+    def __init__(self, arrays, aux):
+        self.arrays = arrays
+        self.aux = aux
+
+    def value(self):
+        treedef, static = self.aux
+        arrays = iter(self.arrays)
+        leaves = [next(arrays) if x is None else x.value for x in static]
+        return jtu.tree_unflatten(treedef, leaves)
+
+    def tree_flatten(self):
+        return self.arrays, self.aux
+
+    @classmethod
+    def tree_unflatten(cls, aux, arrays):
+        return cls(arrays, aux)
+
+
+def _traced(key, *arrays):
+    arrays = iter(arrays)
+    leaves = [next(arrays) if x is None else x.value for x in key.static]
+    self, args, kwargs = jtu.tree_unflatten(key.treedef, leaves)
+    leaves, treedef = jtu.tree_flatten(self._run(args, kwargs))
+    static = tuple(None if isinstance(x, jax.Array) else Const(x) for x in leaves)
+    return _Output([x for x in leaves if isinstance(x, jax.Array)], (treedef, static))
+
+
+_jitted = jax.jit(_traced, static_argnums=0)
+
+_FilterJit = type(eqx.filter_jit(_traced))
+_Jit = type(_jitted)
+
+
+def _is_jitted(fn: Any) -> bool:
+    if isinstance(fn, eqx.Partial):
+        return _is_jitted(fn.func)
+    return isinstance(fn, _FilterJit | _Jit)

@@ -1,0 +1,128 @@
+"""References that know nothing of the library.
+
+A program is a function `program(mark, *args)` that calls `mark(value, name)` where it
+would call `sow`. With `mark=sow` it is the program under test; `thread` makes the marked
+values outputs, and `perturb` adds a zero at each of them.
+"""
+
+import equinox as eqx
+import jax
+import jax.extend.core as jexc
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+
+
+def unmarked(value, name):
+    del name
+    return value
+
+
+def thread(program):
+    def fn(*args):
+        seen = {}
+
+        def mark(value, name):
+            assert name not in seen
+            seen[name] = value
+            return value
+
+        out = program(mark, *args)
+        return out, seen
+
+    return fn
+
+
+def perturb(program):
+    def fn(eps, *args):
+        def mark(value, name):
+            return eqx.apply_updates(value, eps[name])
+
+        return program(mark, *args)
+
+    return fn
+
+
+def zeros(program, *args):
+    seen = eqx.filter_eval_shape(lambda *a: thread(program)(*a)[1], *args)
+    inexact = eqx.filter(
+        seen,
+        lambda s: isinstance(s, jax.ShapeDtypeStruct)
+        and jnp.issubdtype(s.dtype, jnp.inexact),
+    )
+    return jtu.tree_map(lambda s: jnp.zeros(s.shape, s.dtype), inexact)
+
+
+def primals(program, *args):
+    return thread(program)(*args)[1]
+
+
+def cotangents(program, *args):
+    eps = zeros(program, *args)
+    return jax.grad(lambda e: perturb(program)(e, *args))(eps)
+
+
+def tangents(program, x, v):
+    return jax.jvp(lambda x: primals(program, x), (x,), (v,))[1]
+
+
+def with_mode(intermediates, mode):
+    """`{name: value}` of the names that have this mode."""
+    return {n: e[mode] for n, e in intermediates.items() if mode in e}
+
+
+def modes_of(intermediates):
+    return {name: set(entry) for name, entry in intermediates.items()}
+
+
+def is_key(x):
+    return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _leaf_equal(x, y, rtol, atol, weak):
+    x_array, y_array = (isinstance(z, jax.Array | np.ndarray) for z in (x, y))
+    if x_array != y_array:
+        return False
+    if not x_array:
+        return x is y or (type(x) is type(y) and bool(x == y))
+    if x.shape != y.shape or x.dtype != y.dtype:
+        return False
+    if x.dtype == jax.dtypes.float0:
+        return True
+    if is_key(x):
+        x, y = jax.random.key_data(x), jax.random.key_data(y)
+    elif weak and getattr(x, "weak_type", False) != getattr(y, "weak_type", False):
+        return False
+    x, y = np.asarray(x), np.asarray(y)
+    if x.dtype == jnp.bfloat16:
+        x, y, rtol, atol = x.astype("float32"), y.astype("float32"), 2e-2, 2e-2
+    if not np.issubdtype(x.dtype, np.inexact):
+        return bool(np.array_equal(x, y))
+    return bool(np.allclose(x, y, rtol=rtol, atol=atol, equal_nan=True))
+
+
+def tree_allclose(x, y, *, rtol=1e-5, atol=1e-5, weak=False):
+    """Same structure, leaf types, shapes and dtypes; near values."""
+    x_leaves, x_def = jtu.tree_flatten(x)
+    y_leaves, y_def = jtu.tree_flatten(y)
+    return x_def == y_def and all(
+        _leaf_equal(a, b, rtol, atol, weak)
+        for a, b in zip(x_leaves, y_leaves, strict=True)
+    )
+
+
+def assert_close(x, y, **kwargs):
+    assert tree_allclose(x, y, **kwargs), f"\n{x}\n!=\n{y}"
+
+
+def _subjaxprs(jaxpr):
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    yield jaxpr
+    for eqn in jaxpr.eqns:
+        for sub in jexc.jaxprs_in_params(eqn.params):
+            yield from _subjaxprs(sub)
+
+
+def primitives(jaxpr):
+    """Names of all primitives, those of inner jaxprs too."""
+    return [eqn.primitive.name for sub in _subjaxprs(jaxpr) for eqn in sub.eqns]

@@ -1,0 +1,625 @@
+"""Random programs, and an interpreter of them that knows nothing of eqx_sow.
+
+A program is a small tree of the nodes below. `to_jax` turns it into a JAX function with
+sows in it; `Oracle` runs it as plain Python (a `for` for every loop and every lane) and
+writes down each execution of each sow. What `save_intermediates` must return follows
+from that record and from where the site sits in the tree.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+from jax import lax
+
+
+SIZE = 2
+
+
+# The nodes. Every program maps a vector `v` to a vector; `o` is a second vector in
+# scope, which loops and vmaps set to the value that they were entered with.
+
+
+@dataclass(frozen=True)
+class Op:
+    kind: int
+    c: float
+
+
+@dataclass(frozen=True)
+class Sow:
+    name: str
+    kind: str
+
+
+@dataclass(frozen=True)
+class Seq:
+    nodes: tuple
+
+
+@dataclass(frozen=True)
+class Scan:
+    body: Any
+    length: int
+    reverse: bool
+    xs: bool
+
+
+@dataclass(frozen=True)
+class Fori:
+    body: Any
+    length: int
+
+
+@dataclass(frozen=True)
+class Map:
+    body: Any
+    length: int
+
+
+@dataclass(frozen=True)
+class While:
+    body: Any
+    bound: int
+    on_carry: bool
+
+
+@dataclass(frozen=True)
+class Cond:
+    on: str
+    branches: tuple
+
+
+@dataclass(frozen=True)
+class Call:
+    how: str
+    body: Any
+
+
+@dataclass(frozen=True)
+class Vmap:
+    body: Any
+    size: int
+    in_axis: int
+
+
+# Arithmetic, shared by both executions. `xp` is numpy or jax.numpy.
+
+
+def _op(xp, node, v, o):
+    c = np.float32(node.c)
+    if node.kind == 0:
+        return xp.sin(v) * c
+    if node.kind == 1:
+        return v * c + np.float32(0.3) * o
+    if node.kind == 2:
+        return xp.tanh(v + c * o[::-1])
+    if node.kind == 3:
+        return v * v[::-1] * np.float32(0.4) + c
+    return v[::-1] * c
+
+
+VECTOR_KINDS = ("v", "unused", "outer", "outer_unused", "const")
+KINDS = (*VECTOR_KINDS, "dict", "mixed")
+
+
+def _sown(xp, kind, v, o):
+    if kind in ("v", "unused"):
+        return v
+    if kind in ("outer", "outer_unused"):
+        return o
+    if kind == "const":
+        return xp.asarray(np.array([1.5, -0.5], np.float32))
+    if kind == "dict":
+        return {"vec": v, "sum": v.sum(), "text": "static"}
+    return {"vec": v, "int": xp.asarray(np.array([3, 4], np.int32))}
+
+
+def _after_sow(kind, v, sown):
+    if kind == "v":
+        return sown
+    if kind in ("outer", "const"):
+        return v + np.float32(0.1) * sown
+    if kind == "dict":
+        return sown["vec"] + np.float32(0.1) * sown["sum"]
+    if kind == "mixed":
+        return sown["vec"]
+    return v
+
+
+def _weights(n):
+    return (1 + np.arange(n, dtype=np.float32)) * np.float32(0.15)
+
+
+def _spread(xp, v, n):
+    return xp.asarray((1 + 0.2 * np.arange(n, dtype=np.float32))[:, None]) * v
+
+
+def _pred(node, v, o):
+    u = v if node.on == "v" else o
+    if len(node.branches) == 2:
+        return u[0] > np.float32(0.137)
+    return abs(u.sum() * np.float32(5.3)) % np.float32(len(node.branches))
+
+
+def _trips(node, v):
+    return abs(v.sum() * np.float32(7.3)) % np.float32(node.bound + 1)
+
+
+def _go_on(node, i, trips, c):
+    going = i < node.bound
+    return going & (c.sum() < np.float32(1.613)) if node.on_carry else i < trips
+
+
+# As a JAX function.
+
+
+def to_jax(node, sow: Callable) -> Callable:
+    def run(node, v, o):
+        match node:
+            case Op():
+                return _op(jnp, node, v, o)
+            case Sow():
+                sown = sow(_sown(jnp, node.kind, v, o), node.name)
+                return _after_sow(node.kind, v, sown)
+            case Seq():
+                for child in node.nodes:
+                    v = run(child, v, o)
+                return v
+            case Scan():
+                n = node.length
+
+                def body(c, x):
+                    if node.xs:
+                        c = c + x
+                    c = run(node.body, c, v)
+                    return c, c.sum()
+
+                xs = np.float32(0.1) * _spread(jnp, v, n) if node.xs else None
+                c, ys = lax.scan(body, v, xs, length=n, reverse=node.reverse)
+                return c + (ys * _weights(n)).sum()
+            case Fori():
+
+                def step(i, c):
+                    return run(node.body, c + np.float32(0.1) * i, v)
+
+                return lax.fori_loop(0, node.length, step, v)
+            case Map():
+                n = node.length
+                ys = lax.map(lambda x: run(node.body, x, v), _spread(jnp, v, n))
+                return v + (ys * _weights(n)[:, None]).sum(0)
+            case While():
+                trips = _trips(node, v).astype(jnp.int32)
+                _, c = lax.while_loop(
+                    lambda s: _go_on(node, s[0], trips, s[1]),
+                    lambda s: (s[0] + 1, run(node.body, s[1], v)),
+                    (0, v),
+                )
+                return c
+            case Cond():
+                pred = _pred(node, v, o)
+                fns = [lambda v, o, b=b: run(b, v, o) for b in node.branches]
+                if len(fns) == 2:
+                    return lax.cond(pred, fns[1], fns[0], v, o)
+                return lax.switch(pred.astype(jnp.int32), fns, v, o)
+            case Call():
+                wrap = {"jit": jax.jit, "checkpoint": jax.checkpoint}[node.how]
+                return wrap(lambda v: run(node.body, v, o))(v)
+            case Vmap():
+                xs = _spread(jnp, v, node.size)
+                lane = jax.vmap(lambda x: run(node.body, x, v), in_axes=node.in_axis)
+                ys = lane(xs.T if node.in_axis else xs)
+                return v + (ys * _weights(node.size)[:, None]).sum(0)
+        raise AssertionError(node)
+
+    return lambda x: run(node, x, x)
+
+
+# As plain Python.
+
+
+@dataclass
+class Run:
+    """One execution: what was sown, at which place, in order."""
+
+    decisions: list | None = None
+    zeros: dict | None = None
+    records: list = field(default_factory=list)
+    made: list = field(default_factory=list)
+
+    def decide(self, value):
+        # Under differentiation the choices of the primal run are taken again.
+        choice = int(value()) if self.decisions is None else self.decisions.pop(0)
+        self.made.append(choice)
+        return choice
+
+    def sow(self, name, where, value):
+        if self.zeros is not None:
+            value = jtu.tree_map(_add, value, self.zeros[name, where])
+        self.records.append((name, where, value))
+        return value
+
+
+def _is_float(x):
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def _add(x, zero):
+    return x + zero if _is_float(x) else x
+
+
+def execute(xp, node, v, run: Run, where=()):
+    def go(node, v, o, where):
+        match node:
+            case Op():
+                return _op(xp, node, v, o)
+            case Sow():
+                sown = run.sow(node.name, where, _sown(xp, node.kind, v, o))
+                return _after_sow(node.kind, v, sown)
+            case Seq():
+                for child in node.nodes:
+                    v = go(child, v, o, where)
+                return v
+            case Scan():
+                n = node.length
+                c, ys = v, [None] * n
+                xs = np.float32(0.1) * _spread(xp, v, n)
+                for i in reversed(range(n)) if node.reverse else range(n):
+                    c = go(node.body, c + xs[i] if node.xs else c, v, (*where, i))
+                    ys[i] = c.sum()
+                return c + sum(y * w for y, w in zip(ys, _weights(n), strict=True))
+            case Fori():
+                c = v
+                for i in range(node.length):
+                    c = go(node.body, c + np.float32(0.1) * i, v, (*where, i))
+                return c
+            case Map() | Vmap():
+                n = node.length if isinstance(node, Map) else node.size
+                xs, total = _spread(xp, v, n), v
+                for i, w in enumerate(_weights(n)):
+                    total = total + w * go(node.body, xs[i], v, (*where, i))
+                return total
+            case While():
+                trips = run.decide(lambda: _trips(node, v))
+                i, c = 0, v
+                while run.decide(lambda i=i, c=c: _go_on(node, i, trips, c)):
+                    i, c = i + 1, go(node.body, c, v, where)
+                return c
+            case Cond():
+                return go(
+                    node.branches[run.decide(lambda: _pred(node, v, o))], v, o, where
+                )
+            case Call():
+                return go(node.body, v, o, where)
+        raise AssertionError(node)
+
+    return go(node, v, v, where)
+
+
+# Where each site sits, and what its value varies over.
+
+
+@dataclass(frozen=True)
+class Axis:
+    id: int
+    is_vmap: bool
+    size: int
+
+
+@dataclass(frozen=True)
+class Site:
+    kind: str
+    axes: tuple
+    varies: frozenset
+    conditional: bool
+
+    @property
+    def kept(self):
+        return [not a.is_vmap or a.id in self.varies for a in self.axes]
+
+
+X = "x"
+
+
+def find_sites(node, root_lanes: int | None = None) -> dict[str, Site]:
+    """The sites in order. `varies` holds the vmaps that a value varies over, and `X` if
+    it depends on the input."""
+    sites: dict[str, Site] = {}
+    ids: dict[int, Axis] = {}
+
+    def axis(node, is_vmap, size):
+        return ids.setdefault(id(node), Axis(len(ids), is_vmap, size))
+
+    def fixpoint(body, v, go):
+        while True:
+            out = go(body, v) | v
+            if out == v:
+                return v
+            v = out
+
+    def go(node, v, o, axes, lanes, conditional):
+        match node:
+            case Op():
+                return v | o if node.kind in (1, 2) else v
+            case Sow():
+                if node.kind in ("outer", "outer_unused"):
+                    sown = o
+                else:
+                    sown = frozenset() if node.kind == "const" else v
+                before = sites.get(node.name)
+                varies = sown | lanes | (before.varies if before else frozenset())
+                sites[node.name] = Site(node.kind, axes, varies, conditional)
+                return v | o if node.kind == "outer" else v
+            case Seq():
+                for child in node.nodes:
+                    v = go(child, v, o, axes, lanes, conditional)
+                return v
+            case Scan() | Fori():
+                inner = (*axes, axis(node, False, node.length))
+                return fixpoint(
+                    node.body, v, lambda b, c: go(b, c, v, inner, lanes, conditional)
+                )
+            case Map():
+                inner = (*axes, axis(node, False, node.length))
+                return v | go(node.body, v, v, inner, lanes, conditional)
+            case Vmap():
+                ax = axis(node, True, node.size)
+                inner = (*axes, ax)
+                out = go(
+                    node.body, v | {ax.id}, v, inner, lanes, conditional
+                )
+                return v | (out - {ax.id})
+            case While():
+
+                def body(b, c):
+                    over = ((c if node.on_carry else v) - {X}) | lanes
+                    return go(b, c, v, axes, over, True) | (over - lanes)
+
+                return fixpoint(node.body, v, body)
+            case Cond():
+                over = (v if node.on == "v" else o) - {X}
+                out = over
+                for b in node.branches:
+                    out = out | go(b, v, o, axes, lanes | over, True)
+                return out
+            case Call():
+                return go(node.body, v, o, axes, lanes, conditional)
+        raise AssertionError(node)
+
+    if root_lanes is None:
+        go(node, frozenset({X}), frozenset({X}), (), frozenset(), False)
+    else:
+        ax = axis(None, True, root_lanes)
+        v = frozenset({X, ax.id})
+        go(node, v, v, (ax,), frozenset(), False)
+    return sites
+
+
+def _template(kind):
+    return _sown(np, kind, np.zeros(SIZE, np.float32), np.zeros(SIZE, np.float32))
+
+
+def _map_arrays(fn, *trees):
+    def leaf(*xs):
+        return fn(*xs) if hasattr(xs[0], "dtype") else xs[0]
+
+    return jtu.tree_map(leaf, *trees)
+
+
+def _assemble(site, found, summed):
+    """`found`: (where, value) in order; the last one at each place stays."""
+    sizes = tuple(a.size for a in site.axes)
+    n_axes = len(sizes)
+
+    def place(template, *values):
+        out = np.zeros(sizes + template.shape, template.dtype)
+        for (where, _), value in zip(found, values, strict=True):
+            out[where] = np.asarray(value)
+        for i in reversed(range(n_axes)):
+            if not site.kept[i]:
+                if summed:
+                    out = out.sum(i, dtype=out.dtype)
+                else:
+                    assert np.allclose(out, out.take([0], i), rtol=1e-5, atol=1e-5)
+                    out = out.take(0, i)
+        return out
+
+    return _map_arrays(place, _template(site.kind), *(v for _, v in found))
+
+
+def _counts(site, found):
+    out = np.zeros([a.size for a in site.axes], np.int32)
+    for where, _ in found:
+        out[where] += 1
+    for i in reversed(range(len(site.axes))):
+        if not site.kept[i]:
+            out = out.take(0, i)
+    return out
+
+
+class Oracle:
+    """What `save_intermediates` must return for `program` at `x`.
+
+    With `lanes`, the program is mapped over the leading axis of `x`.
+    """
+
+    def __init__(self, program, x, lanes: bool = False):
+        self.program = program
+        self.x = np.asarray(x, np.float32)
+        self.lanes = lanes
+        self.sites = find_sites(program, len(self.x) if lanes else None)
+        run = Run()
+        self.out = self._run(np, self.x, run)
+        self.decisions = run.made
+        self.records = run.records
+
+    def _run(self, xp, x, run):
+        if not self.lanes:
+            return execute(xp, self.program, x, run)
+        return xp.stack(
+            [execute(xp, self.program, x[i], run, (i,)) for i in range(len(self.x))]
+        )
+
+    def at(self, name, records=None):
+        records = self.records if records is None else records
+        return [(w, v) for n, w, v in records if n == name]
+
+    def primals(self):
+        out = {}
+        for name, site in self.sites.items():
+            found = self.at(name)
+            out[name] = {"primal": _assemble(site, found, False)}
+            if site.conditional:
+                out[name]["count"] = _counts(site, found)
+        return out
+
+    def _with_mode(self, mode, records, summed):
+        out = self.primals()
+        for name, site in self.sites.items():
+            if X in site.varies:
+                found = self.at(name, records)
+                out[name][mode] = _assemble(site, found, summed)
+        return out
+
+    def tangents(self, t):
+        """For `jax.jvp(f, (x,), (t,))`: the output's tangent, and what is captured."""
+
+        def replay(x):
+            run = Run(list(self.decisions))
+            out = self._run(jnp, x, run)
+            floats = [_floats(v) for _, _, v in run.records]
+            return out, floats
+
+        _, (out, dots) = jax.jvp(replay, (jnp.asarray(self.x),), (jnp.asarray(t),))
+        records = [
+            (n, w, _fill(v, dot))
+            for (n, w, v), dot in zip(self.records, dots, strict=True)
+        ]
+        return out, self._with_mode("tangent", records, False)
+
+    def cotangents(self, weights):
+        """For the gradient of `(f(x) * weights).sum()`: the gradient, and what is
+        captured. Only for programs without a while loop, where a place runs once."""
+        zeros = {(n, w): _map_arrays(np.zeros_like, v) for n, w, v in self.records}
+        floats = {k: _floats(z) for k, z in zeros.items()}
+
+        def replay(x, floats):
+            full = {k: _fill(zeros[k], floats[k]) for k in zeros}
+            out = self._run(jnp, x, Run(list(self.decisions), full))
+            return (out * weights).sum()
+
+        grad, bars = jax.grad(replay, (0, 1))(jnp.asarray(self.x), floats)
+        records = [(n, w, _fill(z, bars[n, w])) for (n, w), z in zeros.items()]
+        return grad, self._with_mode("cotangent", records, True)
+
+
+def _floats(tree):
+    return [x for x in jtu.tree_leaves(tree) if _is_float(x)]
+
+
+def _fill(tree, floats):
+    """Integer leaves become zeros: there is nothing to compare in a float0."""
+    floats = iter(floats)
+
+    def leaf(x):
+        return next(floats) if _is_float(x) else np.zeros_like(x)
+
+    return _map_arrays(leaf, tree)
+
+
+# Programs at random.
+
+
+def has_while(node) -> bool:
+    match node:
+        case While():
+            return True
+        case Seq():
+            return any(map(has_while, node.nodes))
+        case Cond():
+            return any(map(has_while, node.branches))
+        case Op() | Sow():
+            return False
+    return has_while(node.body)
+
+
+class Generator:
+    def __init__(self, seed: int, allow_while: bool = True):
+        self.rng = np.random.default_rng(seed)
+        self.names = 0
+        self.budget = 7
+        self.allow_while = allow_while
+
+    def name(self):
+        self.names += 1
+        return f"s{self.names}"
+
+    def pick(self, *options):
+        return options[self.rng.integers(len(options))]
+
+    def op(self):
+        return Op(int(self.rng.integers(5)), float(self.rng.uniform(-1.2, 1.2)))
+
+    def sow(self, name=None, kinds=KINDS):
+        return Sow(name or self.name(), self.pick(*kinds))
+
+    def program(self):
+        node = self.seq(0)
+        return node if self.names else Seq((*node.nodes, self.sow()))
+
+    def seq(self, depth):
+        nodes = [self.op()]
+        for _ in range(self.rng.integers(1, 4)):
+            nodes.append(self.node(depth))
+        return Seq(tuple(nodes))
+
+    def node(self, depth):
+        roll = self.rng.random()
+        if depth >= 4 or self.budget <= 0 or roll < 0.35 - 0.1 * (depth == 0):
+            return self.sow() if self.rng.random() < 0.7 else self.op()
+        self.budget -= 1
+        inner = depth + 1
+        kinds = ["scan", "fori", "map", "cond", "cond", "switch", "call", "vmap"]
+        if self.allow_while:
+            kinds += ["while", "while"]
+        length = int(self.pick(0, 1, 2, 2, 3))
+        match self.pick(*kinds):
+            case "scan":
+                reverse, xs = self.rng.random(2) < 0.5
+                return Scan(self.seq(inner), length, bool(reverse), bool(xs))
+            case "fori":
+                return Fori(self.seq(inner), length)
+            case "map":
+                return Map(self.seq(inner), length)
+            case "cond":
+                return self.cond(inner, 2)
+            case "switch":
+                return self.cond(inner, 3)
+            case "call":
+                return Call(self.pick("jit", "checkpoint"), self.seq(inner))
+            case "vmap":
+                return Vmap(self.seq(inner), int(self.pick(1, 2)), int(self.pick(0, 1)))
+            case "while":
+                carry = bool(self.rng.random() < 0.5)
+                return While(self.seq(inner), int(self.pick(1, 2, 3)), carry)
+
+    def cond(self, depth, n):
+        branches = [self.seq(depth) for _ in range(n)]
+        if self.rng.random() < 0.5:
+            shared = self.name()
+            for i in range(int(self.pick(1, 2))):
+                nodes = branches[i].nodes
+                at = int(self.rng.integers(len(nodes) + 1))
+                sow = self.sow(shared, VECTOR_KINDS)
+                branches[i] = replace(
+                    branches[i], nodes=(*nodes[:at], sow, *nodes[at:])
+                )
+        return Cond(self.pick("v", "v", "o"), tuple(branches))
+
+
+def random_program(seed: int, allow_while: bool = True):
+    return Generator(seed, allow_while).program()

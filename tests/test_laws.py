@@ -1,0 +1,550 @@
+"""The laws of `save_intermediates`, over programs and transforms."""
+
+import functools as ft
+from collections.abc import Callable
+from typing import NamedTuple
+
+import equinox as eqx
+import jax
+import jax.lax as lax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import pytest
+from helpers import (
+    assert_close,
+    cotangents,
+    modes_of,
+    perturb,
+    primals,
+    tangents,
+    thread,
+    unmarked,
+    with_mode,
+    zeros,
+)
+
+from eqx_sow import Append, DuplicateSowError, save_intermediates as S, sow
+
+
+W = jnp.array([[0.5, -0.2, 0.1], [0.3, 0.8, -0.4], [-0.6, 0.2, 0.7]])
+C = jnp.array([1.0, -0.5])
+X = jnp.array([0.3, -1.2, 0.7])
+V = jnp.array([1.0, 0.5, -2.0])
+XS = jnp.stack([X, 2 * X])
+VS = jnp.stack([V, V - 1])
+NAMES = {"h", "tree", "unused", "z"}
+
+
+def _mlp(mark, x):
+    h = mark(jnp.tanh(W @ x), "h")
+    tree = mark({"a": jnp.sin(h[:2]), "b": (h * h,)}, "tree")
+    mark(x * 3, "unused")
+    return mark(jnp.sum(tree["a"]) + jnp.sum(tree["b"][0]), "z")
+
+
+def _jitted(mark, x):
+    return jax.jit(ft.partial(_mlp, mark))(x)
+
+
+def _checkpointed(mark, x):
+    return jax.checkpoint(ft.partial(_mlp, mark))(x)
+
+
+def _nested(mark, x):
+    @jax.jit
+    def inner(h):
+        return mark({"a": jnp.sin(h[:2]), "b": (h * h,)}, "tree")
+
+    @jax.checkpoint
+    def middle(x):
+        h = mark(jnp.tanh(W @ x), "h")
+        return jax.jit(inner)(h)
+
+    @jax.jit
+    def outer(x):
+        mark(x * 3, "unused")
+        tree = middle(x)
+        return jnp.sum(tree["a"]) + jnp.sum(tree["b"][0])
+
+    return mark(outer(x), "z")
+
+
+def _vmapped(mark, x):
+    def row(r, c):
+        h = mark(jnp.tanh(W @ r) * c, "h")
+        tree = mark({"a": jnp.sin(h[:2]), "b": (h * h,)}, "tree")
+        mark(r * 3, "unused")
+        return jnp.sum(tree["a"]) + jnp.sum(tree["b"][0])
+
+    return mark(jnp.sum(jax.vmap(row, (1, 0))(x[:, None] * C[None], C)), "z")
+
+
+def _vmapped_reference(mark, x):
+    rows = C[:, None] * x[None, :]
+    h = mark(jnp.tanh(rows @ W.T) * C[:, None], "h")
+    tree = mark({"a": jnp.sin(h[:, :2]), "b": (h * h,)}, "tree")
+    mark(rows * 3, "unused")
+    return mark(jnp.sum(tree["a"]) + jnp.sum(tree["b"][0]), "z")
+
+
+# Each program with one that computes the same and has no transform in it.
+PROGRAMS = {
+    "plain": (_mlp, _mlp),
+    "jitted": (_jitted, _mlp),
+    "checkpointed": (_checkpointed, _mlp),
+    "nested": (_nested, _mlp),
+    "vmapped": (_vmapped, _vmapped_reference),
+}
+
+
+class Case(NamedTuple):
+    wrap: Callable
+    args: tuple
+    modes: dict[str, Callable]
+
+
+def _first(program, *args):
+    return primals(program, args[0])
+
+
+def _cot(program, x, *_):
+    return cotangents(program, x)
+
+
+def _over(reference, in_axes):
+    def mapped(program, *args):
+        return jax.vmap(ft.partial(reference, program), in_axes)(*args)
+
+    return mapped
+
+
+def _basis(tree):
+    return jtu.tree_map(lambda j: jnp.moveaxis(j, -1, 0), tree)
+
+
+def _jac_tangents(program, x):
+    return _basis(jax.jacfwd(lambda x: primals(program, x))(x))
+
+
+def _jac_cotangents(program, x):
+    return jtu.tree_map(lambda c: c[None], cotangents(program, x))
+
+
+def _cot_tan(program, x, v):
+    return jax.jvp(lambda x: cotangents(program, x), (x,), (v,))[1]
+
+
+def _tan_cot(program, x, v):
+    eps = zeros(program, x)
+
+    def along(delta):
+        return jax.jvp(perturb(program), (eps, x), (delta, v))[1]
+
+    return jax.grad(along)(eps)
+
+
+def _cot_of_jvp(program, x, v):
+    def along(e):
+        return jax.jvp(lambda x: perturb(program)(e, x), (x,), (v,))[1]
+
+    return jax.grad(along)(zeros(program, x))
+
+
+def _grad_aux(f):
+    return jax.value_and_grad(lambda x: (f(x), {"twice": 2 * x}), has_aux=True)
+
+
+def _vjp(f):
+    def fn(x):
+        out, pull = jax.vjp(f, x)
+        return out, pull(jnp.ones_like(out))
+
+    return fn
+
+
+def _jvp(f):
+    return lambda x, v: jax.jvp(f, (x,), (v,))
+
+
+def _linearize(f):
+    def fn(x, v):
+        out, push = jax.linearize(f, x)
+        return out, push(v)
+
+    return fn
+
+
+def _hvp_forward_reverse(f):
+    return lambda x, v: jax.jvp(jax.grad(f), (x,), (v,))[1]
+
+
+def _hvp_reverse_forward(f):
+    return lambda x, v: jax.grad(lambda x: jax.jvp(f, (x,), (v,))[1])(x)
+
+
+_GRAD = {"primal": _first, "cotangent": _cot}
+_JVP = {"primal": _first, "tangent": tangents}
+_PLAIN = {"primal": _first}
+_POLICIES = jax.checkpoint_policies
+
+TRANSFORMS = {
+    "eager": Case(lambda f: f, (X,), _PLAIN),
+    "jit": Case(jax.jit, (X,), _PLAIN),
+    "jit-jit": Case(lambda f: jax.jit(lambda x: jax.jit(f)(x)), (X,), _PLAIN),
+    "filter_jit": Case(eqx.filter_jit, (X,), _PLAIN),
+    "checkpoint": Case(jax.checkpoint, (X,), _PLAIN),
+    "filter_checkpoint": Case(eqx.filter_checkpoint, (X,), _PLAIN),
+    "grad": Case(jax.grad, (X,), _GRAD),
+    "jit-grad": Case(lambda f: jax.jit(jax.grad(f)), (X,), _GRAD),
+    "grad-jit": Case(lambda f: jax.grad(jax.jit(f)), (X,), _GRAD),
+    "filter_grad": Case(eqx.filter_grad, (X,), _GRAD),
+    "filter_value_and_grad": Case(eqx.filter_value_and_grad, (X,), _GRAD),
+    "value_and_grad-has_aux": Case(_grad_aux, (X,), _GRAD),
+    "vjp": Case(_vjp, (X,), _GRAD),
+    "filter_vjp": Case(
+        lambda f: lambda x: eqx.filter_vjp(f, x)[1](jnp.ones(())), (X,), _GRAD
+    ),
+    "grad-checkpoint": Case(lambda f: jax.grad(jax.checkpoint(f)), (X,), _GRAD),
+    "grad-checkpoint-save": Case(
+        lambda f: jax.grad(jax.checkpoint(f, policy=_POLICIES.everything_saveable)),
+        (X,),
+        _GRAD,
+    ),
+    "grad-checkpoint-dots": Case(
+        lambda f: jax.grad(jax.checkpoint(f, policy=_POLICIES.dots_saveable)),
+        (X,),
+        _GRAD,
+    ),
+    "grad-filter_checkpoint": Case(
+        lambda f: eqx.filter_grad(eqx.filter_checkpoint(f)), (X,), _GRAD
+    ),
+    "jvp": Case(_jvp, (X, V), _JVP),
+    "jvp-jit": Case(lambda f: _jvp(jax.jit(f)), (X, V), _JVP),
+    "filter_jvp": Case(
+        lambda f: lambda x, v: eqx.filter_jvp(f, (x,), (v,)), (X, V), _JVP
+    ),
+    "linearize": Case(_linearize, (X, V), _JVP),
+    "jacfwd": Case(jax.jacfwd, (X,), {"primal": _first, "tangent": _jac_tangents}),
+    "jacrev": Case(jax.jacrev, (X,), {"primal": _first, "cotangent": _jac_cotangents}),
+    "filter_jacfwd": Case(
+        eqx.filter_jacfwd, (X,), {"primal": _first, "tangent": _jac_tangents}
+    ),
+    "filter_jacrev": Case(
+        eqx.filter_jacrev, (X,), {"primal": _first, "cotangent": _jac_cotangents}
+    ),
+    "vmap": Case(jax.vmap, (XS,), {"primal": _over(_first, 0)}),
+    "vmap-1": Case(
+        lambda f: jax.vmap(f, in_axes=1), (XS.T,), {"primal": _over(_first, 1)}
+    ),
+    "vmap-negative": Case(
+        lambda f: jax.vmap(f, in_axes=-1), (XS.T,), {"primal": _over(_first, -1)}
+    ),
+    "filter_vmap": Case(eqx.filter_vmap, (XS,), {"primal": _over(_first, 0)}),
+    "vmap-vmap": Case(
+        lambda f: jax.vmap(jax.vmap(f, in_axes=1)),
+        (jnp.stack([XS.T, -XS.T, XS.T - 1]),),
+        {"primal": _over(_over(_first, 1), 0)},
+    ),
+    "vmap-spmd": Case(
+        lambda f: jax.vmap(f, spmd_axis_name="i"), (XS,), {"primal": _over(_first, 0)}
+    ),
+    "vmap-grad": Case(
+        lambda f: jax.vmap(jax.grad(f)),
+        (XS,),
+        {"primal": _over(_first, 0), "cotangent": _over(_cot, 0)},
+    ),
+    "grad-vmap": Case(
+        lambda f: jax.grad(lambda xs: jnp.sum(jax.vmap(f)(xs))),
+        (XS,),
+        {"primal": _over(_first, 0), "cotangent": _over(_cot, 0)},
+    ),
+    "vmap-jvp": Case(
+        lambda f: jax.vmap(_jvp(f)),
+        (XS, VS),
+        {"primal": _over(_first, 0), "tangent": _over(tangents, 0)},
+    ),
+    "hvp-forward-reverse": Case(
+        _hvp_forward_reverse,
+        (X, V),
+        {**_GRAD, **_JVP, "cotangent.tangent": _cot_tan},
+    ),
+    "hvp-reverse-forward": Case(
+        _hvp_reverse_forward,
+        (X, V),
+        {**_JVP, "cotangent": _cot_of_jvp, "tangent.cotangent": _tan_cot},
+    ),
+}
+
+
+def _assert_close_where_it_varies(got, expected):
+    """An entry may lack the first axis if the expected one is the same all along it."""
+    assert set(got) == set(expected)
+    for name, value in expected.items():
+        first = jtu.tree_map(lambda x: x[0], value)
+        shapes = [x.shape for x in jtu.tree_leaves(got[name])]
+        if shapes == [x.shape for x in jtu.tree_leaves(first)]:
+            same = jtu.tree_map(lambda x, y: jnp.broadcast_to(x, y.shape), first, value)
+            assert_close(value, same)
+            value = first
+        assert_close(got[name], value)
+
+
+_programs = pytest.mark.parametrize("program", PROGRAMS)
+_transforms = pytest.mark.parametrize("transform", TRANSFORMS)
+
+
+@ft.cache
+def _expected(program, transform):
+    case, (marked, reference) = TRANSFORMS[transform], PROGRAMS[program]
+    out = case.wrap(ft.partial(marked, unmarked))(*case.args)
+    return out, {m: fn(reference, *case.args) for m, fn in case.modes.items()}
+
+
+@_transforms
+@_programs
+def test_laws_1_4_and_8(call, program, transform):
+    case = TRANSFORMS[transform]
+    out, got = call(S(case.wrap(ft.partial(PROGRAMS[program][0], sow))), *case.args)
+    expected_out, modes = _expected(program, transform)
+    assert_close(out, expected_out, weak=True)
+    assert modes_of(got) == {name: set(modes) for name in NAMES}
+    for mode, expected in modes.items():
+        if transform in ("vmap-grad", "vmap-jvp"):
+            _assert_close_where_it_varies(with_mode(got, mode), expected)
+        else:
+            assert_close(with_mode(got, mode), expected)
+
+
+@pytest.mark.parametrize(
+    "transform", [t for t, c in TRANSFORMS.items() if c.modes is _GRAD]
+)
+def test_law_4_primals_are_those_of_grad_of_save(transform):
+    case = TRANSFORMS[transform]
+    f = ft.partial(_mlp, sow)
+    _, got = S(case.wrap(f))(X)
+    _, expected = jax.grad(S(f), has_aux=True)(X)
+    assert_close(with_mode(got, "primal"), with_mode(expected, "primal"))
+
+
+def test_order_of_execution():
+    _, got = S(ft.partial(_mlp, sow))(X)
+    assert list(got) == ["h", "tree", "unused", "z"]
+    _, got = S(jax.jit(ft.partial(_mlp, sow)))(X)
+    assert list(got) == ["h", "tree", "unused", "z"]
+
+
+@_programs
+def test_law_1_gradient_through_it(call, program):
+    marked, reference = PROGRAMS[program]
+    f = S(ft.partial(marked, sow))
+    got = call(jax.grad(lambda x: f(x)[0]), X)
+    assert_close(got, jax.grad(ft.partial(reference, unmarked))(X))
+
+
+@_programs
+@pytest.mark.parametrize(
+    "jit",
+    [
+        jax.jit,
+        eqx.filter_jit,
+        jax.checkpoint,
+        eqx.filter_checkpoint,
+        lambda f: jax.checkpoint(f, policy=_POLICIES.nothing_saveable),
+    ],
+    ids=["jit", "filter_jit", "checkpoint", "filter_checkpoint", "policy"],
+)
+@pytest.mark.parametrize("inner", ["eager", "grad", "vmap"])
+def test_law_2(program, jit, inner):
+    case = TRANSFORMS[inner]
+    f = case.wrap(ft.partial(PROGRAMS[program][0], sow))
+    assert_close(S(jit(f))(*case.args), jit(S(f))(*case.args))
+
+
+@_programs
+@pytest.mark.parametrize("inner", ["eager", "jit-grad", "jacrev"])
+@pytest.mark.parametrize("in_axes", [0, 1])
+def test_law_3(program, inner, in_axes):
+    f = TRANSFORMS[inner].wrap(ft.partial(PROGRAMS[program][0], sow))
+    xs = XS if in_axes == 0 else XS.T
+    out, got = S(jax.vmap(f, in_axes))(xs)
+    expected_out, expected = jax.vmap(S(f), in_axes)(xs)
+    assert_close(out, expected_out)
+    assert_close(with_mode(got, "primal"), with_mode(expected, "primal"))
+    _assert_close_where_it_varies(
+        with_mode(got, "cotangent"), with_mode(expected, "cotangent")
+    )
+
+
+def test_law_3_two_arguments(call):
+    def f(x, y, z):
+        a = sow(x * y, "a")
+        b = sow(a + z["k"], "b")
+        return sow(b - z["j"], "c")
+
+    x = jnp.arange(6.0).reshape(2, 3)
+    z = {"k": jnp.arange(6.0).reshape(3, 2), "j": jnp.ones((3,))}
+    axes = (0, None, {"k": 1, "j": None})
+    got = call(S(jax.vmap(f, axes)), x, x[0], z)
+    assert_close(got, jax.vmap(S(f), axes)(x, x[0], z))
+
+
+def test_value_that_does_not_vary_has_no_axis(call):
+    def f(x, y):
+        a = sow(y * 2, "fixed")
+        return sow(a + x, "varies")
+
+    out, got = call(S(jax.vmap(f, (0, None))), XS, X)
+    assert_close(out, XS + 2 * X[None])
+    assert_close(got["fixed"]["primal"], 2 * X)
+    assert_close(got["varies"]["primal"], XS + 2 * X[None])
+
+
+def test_one_batched_leaf_batches_the_captured_tree_only(call):
+    def f(x, y):
+        a, b = sow((x, y), "pair")
+        return a * 2, b
+
+    batched = jax.vmap(f, (0, None), out_axes=(0, None))
+    out, got = call(S(batched), XS, X)
+    assert_close(out, (XS * 2, X))
+    assert_close(got["pair"]["primal"], (XS, jnp.stack([X, X])))
+
+
+def test_inner_axis_does_not_vary(call):
+    def f(x):
+        return jax.vmap(lambda y: sow(x, "outer") + sow(y, "both"))(x)
+
+    _, got = call(S(jax.vmap(f, 1)), XS.T)
+    assert_close(got["outer"]["primal"], XS)
+    assert_close(got["both"]["primal"], XS)
+
+
+@pytest.mark.parametrize("in_axes", [0, 1])
+def test_collectives(call, in_axes):
+    def f(x):
+        total = sow(lax.psum(x, "i"), "total")
+        centred = sow(x - lax.pmean(x, "i"), "centred")
+        return sow(lax.axis_index("i"), "index"), total, centred
+
+    xs = XS if in_axes == 0 else XS.T
+    out, got = call(S(jax.vmap(f, in_axes, axis_name="i")), xs)
+    total, centred = XS.sum(0), XS - XS.mean(0)[None]
+    index = jnp.arange(2, dtype=jnp.int32)
+    assert_close(out, (index, jnp.stack([total, total]), centred))
+    assert_close(got["total"]["primal"], total)
+    assert_close(got["centred"]["primal"], centred)
+    assert_close(got["index"]["primal"], index)
+
+
+# Both levels of the same kind of differentiation give a mode of one name: a tuple, in
+# the order of execution.
+
+
+def test_reverse_over_reverse(call):
+    def hvp(x):
+        return jax.grad(lambda x: jnp.vdot(jax.grad(ft.partial(_mlp, sow))(x), V))(x)
+
+    def outer_cotangents(x):
+        def slope(eps):
+            return jnp.vdot(jax.grad(ft.partial(perturb(_mlp), eps))(x), V)
+
+        return jax.grad(slope)(zeros(_mlp, x))
+
+    out, got = call(S(hvp, reduce=Append()), X)
+    _, along = jax.jvp(jax.grad(ft.partial(_mlp, unmarked)), (X,), (V,))
+    assert_close(out, along)
+    first, outer = cotangents(_mlp, X), outer_cotangents(X)
+    both = tangents(_mlp, X, V)
+    for name, value in primals(_mlp, X).items():
+        assert_close(got[name]["primal"], (value,))
+        assert_close(got[name]["cotangent"], (first[name], outer[name]))
+        assert_close(got[name]["cotangent.cotangent"], (both[name],))
+    with pytest.raises(DuplicateSowError, match="cotangent"):
+        S(hvp)(X)
+
+
+def test_forward_over_forward(call):
+    def along(x, v, u):
+        return jax.jvp(lambda x: _jvp(ft.partial(_mlp, sow))(x, v)[1], (x,), (u,))[1]
+
+    u = jnp.array([0.1, 0.2, 0.3])
+    out, got = call(S(along, reduce=Append()), X, V, u)
+    hessian = jax.hessian(ft.partial(_mlp, unmarked))(X)
+    assert_close(out, V @ hessian @ u)
+    _, second = jax.jvp(lambda x: tangents(_mlp, x, V), (X,), (u,))
+    outer, inner = tangents(_mlp, X, u), tangents(_mlp, X, V)
+    for name, value in primals(_mlp, X).items():
+        assert_close(got[name]["primal"], (value,))
+        assert_close(got[name]["tangent"], (outer[name], inner[name]))
+        assert_close(got[name]["tangent.tangent"], (second[name],))
+
+
+@pytest.mark.parametrize("inner", ["eager", "jit", "checkpoint"])
+def test_hessian(call, inner):
+    f = TRANSFORMS[inner].wrap(ft.partial(_mlp, sow))
+    out, got = call(S(jax.hessian(f)), X)
+    assert_close(out, jax.hessian(ft.partial(_mlp, unmarked))(X), rtol=1e-4)
+    # `jacfwd` around `jacrev`: the basis of the latter is the inner axis.
+    cot_tan = jax.vmap(lambda v: _cot_tan(_mlp, X, v))(jnp.eye(3))
+    got = with_mode(got, "cotangent.tangent")
+    for name, value in cot_tan.items():
+        expected = jtu.tree_map(lambda x: x[:, None], value)
+        assert_close(got[name], expected, rtol=1e-4)
+
+
+@_programs
+@pytest.mark.parametrize("how", ["grad", "jacrev-vmap", "jvp"])
+def test_law_7(program, how):
+    marked, reference = PROGRAMS[program]
+
+    def penalty(values):
+        return sum(jnp.sum(x**3) for x in jtu.tree_leaves(values))
+
+    def got(x):
+        out, values = S(ft.partial(marked, sow))(x)
+        return out + penalty(values)
+
+    def expected(x):
+        out, values = thread(reference)(x)
+        return out + penalty(values)
+
+    if how == "grad":
+        assert_close(jax.grad(got)(X), jax.grad(expected)(X), rtol=1e-4)
+    elif how == "jvp":
+        assert_close(_jvp(got)(X, V), _jvp(expected)(X, V), rtol=1e-4, atol=1e-4)
+    else:
+        got, expected = (jax.jit(jax.vmap(jax.jacrev(f)))(XS) for f in (got, expected))
+        assert_close(got, expected, rtol=1e-4)
+
+
+def test_law_7_through_captured_cotangents(call):
+    f = ft.partial(_mlp, sow)
+
+    def got(x):
+        _, values = S(jax.grad(f))(x)
+        return jnp.sum(values["h"]["cotangent"] ** 2)
+
+    def expected(x):
+        return jnp.sum(cotangents(_mlp, x)["h"] ** 2)
+
+    assert_close(call(jax.grad(got), X), jax.grad(expected)(X))
+
+
+def test_no_sow_is_an_empty_dict(call):
+    assert_close(call(S(jnp.sin), X), (jnp.sin(X), {}))
+
+
+def test_dependence_decides_whether_there_is_a_cotangent(call):
+    def f(x, y):
+        sow(y * 2, "independent")
+        sow(x * 2, "unreached")
+        return jnp.sum(sow(x * y, "reached"))
+
+    _, got = call(S(jax.grad(f)), X, V)
+    assert modes_of(got) == {
+        "independent": {"primal"},
+        "unreached": {"primal", "cotangent"},
+        "reached": {"primal", "cotangent"},
+    }
+    assert_close(got["unreached"]["cotangent"], jnp.zeros(3))
+    assert_close(got["reached"]["cotangent"], jnp.ones(3))
