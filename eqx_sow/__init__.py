@@ -1,5 +1,6 @@
-from importlib.metadata import version as _version
+from importlib.metadata import version
 
+from . import _rules, _wrapped  # noqa: F401
 from ._errors import (
     DuplicateSowError as DuplicateSowError,
     SowError as SowError,
@@ -18,4 +19,6 @@ from ._reduce import (
 from ._save import save_intermediates as save_intermediates
 from ._sow import Sow as Sow, sow as sow
 from ._tabulate import tabulate as tabulate
-from . import _rules, _wrapped  # noqa: F401
+
+
+__version__ = version("eqx_sow")

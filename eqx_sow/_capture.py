@@ -1,7 +1,7 @@
 """Marks submodules of a model that nobody edits.
 
-Each marked module becomes an instance of a subclass made on the fly: the same fields, and
-its marks in a static field. So the marks go wherever the module goes, through every
+Each marked module becomes an instance of a subclass made on the fly: the same fields,
+and its marks in a static field. So the marks go wherever the module goes, through every
 transformation, and `isinstance` and the paths in the PyTree stay as they were. Modules
 are marked on the way into a traced function, and restored on the way out.
 """
@@ -11,7 +11,7 @@ import functools as ft
 import inspect
 import types
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import equinox as eqx
@@ -23,8 +23,8 @@ from ._sow import Const, listening, Sow, sow
 
 @dc.dataclass(frozen=True)
 class Mark:
-    """What to do when one of `methods` is called: sow the output (and inputs) of those in
-    `emit`, and if `scope`, put the path before the names of the sows inside."""
+    """What to do when one of `methods` is called: sow the output (and inputs) of those
+    in `emit`, and if `scope`, put the path before the names of the sows inside."""
 
     path: str
     tag: Hashable
@@ -58,7 +58,8 @@ class Marking:
 
 
 class _Quiet:
-    """First among the bases: the user's `__init_subclass__` is not for our subclasses."""
+    """First among the bases: the user's `__init_subclass__` is not for our
+    subclasses."""
 
     def __init_subclass__(cls, **kwargs):
         pass
@@ -82,9 +83,7 @@ def _subclass(cls: type, methods: tuple[str, ...]) -> type:
 
     def fill(namespace):
         namespace["__annotations__"] = {"_marks": tuple}
-        namespace["_marks"] = eqx.field(
-            static=True, init=False, repr=False, default=()
-        )
+        namespace["_marks"] = eqx.field(static=True, init=False, repr=False, default=())
         namespace["__module__"] = cls.__module__
         namespace["__qualname__"] = cls.__qualname__
         namespace["__doc__"] = cls.__doc__
@@ -150,8 +149,12 @@ def _marks_of(module: eqx.Module) -> tuple[Mark, ...]:
 
 
 def _children(node: Any) -> tuple[list[tuple[str, Any]], Any]:
-    children, treedef = jtu.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
-    return [(_key(path[-1]) if path else "", child) for path, child in children], treedef
+    children, treedef = jtu.tree_flatten_with_path(
+        node, is_leaf=lambda x: x is not node
+    )
+    return [
+        (_key(path[-1]) if path else "", child) for path, child in children
+    ], treedef
 
 
 def _key(key: Any) -> str:
@@ -179,7 +182,7 @@ _WRAPPED = ("__wrapped__", "__self__", "__func__", "_fn", "_fun", "fn", "func")
 
 
 # What `eqx.filter_jit` returns keeps the function out of its PyTree.
-_JitWrapper = type(eqx.filter_jit(lambda: None))
+_JitWrapper: Any = type(eqx.filter_jit(lambda: None))
 
 
 def _is_module(x: Any) -> bool:
@@ -254,7 +257,9 @@ class _Walk:
                 new = marked(name, fn.__globals__[name])
                 if new is not fn.__globals__[name]:
                     changed[name] = new
-        if not changed and all(c is cells[n] for c, n in zip(closure, code.co_freevars)):
+        if not changed and all(
+            c is cells[n] for c, n in zip(closure, code.co_freevars)
+        ):
             return fn
         new = types.FunctionType(
             code,
@@ -270,14 +275,13 @@ class _Walk:
         m = self.marking
         if not isinstance(node, eqx.Module) or _is_wrapper(node):
             return node
-        unnamed = isinstance(node, Sow) and node.name is None
         is_callable = _has_method(_plain(node), "__call__")
         emit = m.selects(path, node)
         if is_callable:
             self.seen.append(f"{path or '.'} ({_plain(node).__name__})")
         if emit:
             self.methods.update(x for x in m.methods if _has_method(_plain(node), x))
-        if unnamed:
+        if isinstance(node, Sow) and node.name is None:
             methods = ("__call__",)
             spec = Const(node.spec)
             new = Mark(path, node.tag, methods, methods, False, m.scope, spec)
@@ -285,7 +289,9 @@ class _Walk:
             methods = m.methods if emit else ()
             if m.scope and is_callable:
                 methods = tuple(dict.fromkeys((*methods, "__call__")))
-            new = Mark(path, m.tag, methods, m.methods if emit else (), m.inputs, m.scope)
+            new = Mark(
+                path, m.tag, methods, m.methods if emit else (), m.inputs, m.scope
+            )
         else:
             return node
         self.made.add(new)
@@ -353,7 +359,8 @@ def _check_found(walk: _Walk) -> None:
     )
     raise UnknownSowError(
         f"{what} The modules in sight are: {modules}. Those that are hidden in a "
-        "`jax.jit`, a `functools.partial` or another object that is no PyTree cannot be "
+        "`jax.jit`, a `functools.partial` or another object that is no PyTree cannot "
+        "be "
         "seen: pass the model as an argument, `save_intermediates(fn, "
         "capture=...)(model, x)`."
     )

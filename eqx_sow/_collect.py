@@ -5,12 +5,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from . import _entry, _reduce
 from ._entry import Entry
-from ._interpreter import Frame, Given, Handler, in_backward_pass, Taken
+from ._interpreter import Frame, Handler, in_backward_pass, Taken
 from ._reduce import Append, Reducer
 from ._select import lookup, matches
 from ._sow import Const, Site
@@ -159,9 +158,7 @@ class Collect(Handler):
     def branch(self, rests: Sequence[Sown]):
         slots = [_slots(r.entries) for r in rests]
         keys = dict.fromkeys(k for s in slots for k in s)
-        targets = {
-            k: _entry.unify([s[k] for s in slots if k in s]) for k in keys
-        }
+        targets = {k: _entry.unify([s[k] for s in slots if k in s]) for k in keys}
         seen = tuple(dict.fromkeys(n for r in rests for n in r.seen))
         checks = tuple(dict.fromkeys(c for r in rests for c in r.checks))
 
@@ -186,7 +183,8 @@ class Collect(Handler):
     def again(self, old: Sown, new: Sown) -> Sown:
         new = self.leave_loop(new)
         entries = tuple(
-            _entry.latest(o, _entry.conform(n, o)) for o, n in zip(old.entries, new.entries)
+            _entry.latest(o, _entry.conform(n, o))
+            for o, n in zip(old.entries, new.entries)
         )
         return Sown(entries, old.seen, old.checks)
 

@@ -12,10 +12,13 @@ import equinox as eqx
 import equinox.internal
 import equinox.internal._noinline
 import jax
+import jax.core
 import jax.extend.core as jexc
 
 # No public table: how a primitive is linearized. `_wrapped.py` says what for.
-from jax._src.interpreters.ad import primitive_linearizations as primitive_linearizations
+from jax._src.interpreters.ad import (
+    primitive_linearizations as primitive_linearizations,
+)
 
 
 # The type of effect that `jax.debug.print` has is allowed everywhere and is kept by
@@ -89,7 +92,10 @@ def splice(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
     if (
         type(trace) is not _StagingTrace
         or len(jaxpr.eqns) < 2
-        or not all(isinstance(v.aval, jax.core.ShapedArray) for v in (*jaxpr.invars, *jaxpr.outvars))
+        or not all(
+            isinstance(v.aval, jax.core.ShapedArray)
+            for v in (*jaxpr.invars, *jaxpr.outvars)
+        )
     ):
         return jax.core.eval_jaxpr(jaxpr, consts, *args)
     jaxpr = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
@@ -133,17 +139,19 @@ shard_map_p = _shard_map_primitive()
 def varying(x: Any) -> frozenset[Any]:
     """The mesh axes that an array (or its aval), inside of a `jax.shard_map`, varies
     over."""
-    aval = x if isinstance(x, jax.core.AbstractValue) else jax.typeof(x)
+    aval: Any = x if isinstance(x, jax.core.AbstractValue) else jax.typeof(x)
     return aval.mat.varying if hasattr(aval, "mat") else aval.vma
 
 
 _libraries = tuple(
-    str(Path(module.__file__).parent) + "/" for module in (jax, eqx, sys.modules["eqx_sow"])
+    str(Path(str(module.__file__)).parent) + "/"
+    for module in (jax, eqx, sys.modules["eqx_sow"])
 )
 
 
 def user_line() -> str:
-    """`file:line` of the innermost frame that is neither ours nor JAX's nor Equinox's."""
+    """`file:line` of the innermost frame that is neither ours nor JAX's nor
+    Equinox's."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_libraries):
         frame = frame.f_back

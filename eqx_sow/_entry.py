@@ -87,10 +87,7 @@ def from_site(site: Site, operands: Sequence[Any], transform: Callable | None) -
         )
     if guard:
         run = operands[0]
-        values = [
-            _mask(run, has[0], x, h, axes)
-            for x, h in zip(values, value_has)
-        ]
+        values = [_mask(run, has[0], x, h, axes) for x, h in zip(values, value_has)]
         value_has = [_over(h, has[0]) for h in value_has]
         values.append(run.astype(jnp.int32))
         value_has.append(has[0])
@@ -148,7 +145,9 @@ def _transform(fn, site, values, has):
     return *static, values, [over] * len(values)
 
 
-def rebuild(treedef: Const, leaves: Sequence[Any], values: Sequence[Any], lead=()) -> Any:
+def rebuild(
+    treedef: Const, leaves: Sequence[Any], values: Sequence[Any], lead=()
+) -> Any:
     """The PyTree. Leaves with no tangent are zeros of JAX's dtype `float0`."""
     operand = iter(values)
     return jtu.tree_unflatten(
@@ -164,7 +163,9 @@ def rebuild(treedef: Const, leaves: Sequence[Any], values: Sequence[Any], lead=(
     )
 
 
-def out_of_loop(axes: Sequence[Axis], loop: Axis | None) -> tuple[int, tuple[Axis, ...]]:
+def out_of_loop(
+    axes: Sequence[Axis], loop: Axis | None
+) -> tuple[int, tuple[Axis, ...]]:
     """The axes outside of one more loop, which has the axis `loop`: inside of the axes
     whose vmap is around the loop. Also how many those are."""
     around = list(it.takewhile(lambda a: a.loops > 0, axes))
@@ -185,13 +186,13 @@ def stacked(entry: Entry, length: int) -> Entry:
 
 
 def on_device(entry: Entry, axes: dict[Any, int], varying: Callable):
-    """An entry of one device, with an axis of size one for each mesh axis that the array
-    varies over. In the result, the entry of all devices. Also the `PartitionSpec`s."""
+    """An entry of one device, with an axis of size one for each mesh axis that the
+    array varies over. In the result, the entry of all devices. Also the
+    `PartitionSpec`s."""
     over = [varying(x) for x in entry.arrays]
     names = [a for a in axes if any(a in v for v in over)]
     arrays = tuple(
-        jnp.reshape(x, (1,) * len(v) + jnp.shape(x))
-        for x, v in zip(entry.arrays, over)
+        jnp.reshape(x, (1,) * len(v) + jnp.shape(x)) for x, v in zip(entry.arrays, over)
     )
     mesh = tuple(
         Axis(axes[a], tuple(a in v for v in over), lane=False, mesh=a) for a in names
@@ -251,7 +252,9 @@ def unify(entries: Sequence[Entry]) -> Entry:
         )
         for i in range(n)
     )
-    branches = tuple(b for b in first.meta.branches if all(b in e.meta.branches for e in entries))
+    branches = tuple(
+        b for b in first.meta.branches if all(b in e.meta.branches for e in entries)
+    )
     meta = dc.replace(first.meta, axes=_with_has(axes, has), branches=branches)
     return Entry(arrays, meta)
 
@@ -276,9 +279,7 @@ def conform(entry: Entry, target: Entry) -> Entry:
 
 
 def zeros(target: Entry) -> Entry:
-    return Entry(
-        tuple(jnp.zeros(x.shape, x.dtype) for x in target.arrays), target.meta
-    )
+    return Entry(tuple(jnp.zeros(x.shape, x.dtype) for x in target.arrays), target.meta)
 
 
 def latest(old: Entry, new: Entry) -> Entry:
@@ -330,7 +331,8 @@ def _check_same(a: Entry, b: Entry) -> None:
         (a.meta.treedef, a.meta.leaves) == (b.meta.treedef, b.meta.leaves)
         and len(a.arrays) == len(b.arrays)
         and all(
-            a.core_shape(i) == b.core_shape(i) and a.arrays[i].dtype == b.arrays[i].dtype
+            a.core_shape(i) == b.core_shape(i)
+            and a.arrays[i].dtype == b.arrays[i].dtype
             for i in range(len(a.arrays))
         )
     )

@@ -2,12 +2,12 @@
 
 A `Handler` says what becomes of a sow: `save_intermediates` takes its value, `plant`
 replaces it, the rules in `_wrapped.py` guard or stamp it. The table `rules` says, for
-each higher-order primitive, how to run its jaxprs with the handler inside. Neither knows
-of the other, and every equation that has no sow in it stays exactly as it was.
+each higher-order primitive, how to run its jaxprs with the handler inside. Neither
+knows of the other, and every equation that has no sow in it stays exactly as it was.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.extend.core as jexc
@@ -59,9 +59,10 @@ def register_rule(primitive: jexc.Primitive) -> Callable[[Callable], Callable]:
     A decorator for a function `rule(interpret, given, eqn, *args)`, which it returns
     unchanged. The rule is called, only for equations with a sow inside, with
 
-    - `interpret`: `interpret(jaxpr)` is a function `run(given, *args) -> (outs, taken)`,
-        which runs that jaxpr (open jaxprs must have no constants) with all its sows
-        seen to. Call it in the place of the jaxpr, within any JAX transformation.
+    - `interpret`: `interpret(jaxpr)` is a function `run(given, *args) -> (outs,
+        taken)`, which runs that jaxpr (open jaxprs must have no constants) with all
+        its sows seen to. Call it in the place of the jaxpr, within any JAX
+        transformation.
     - `given`: a PyTree that goes to `run` as it is.
     - `eqn`: the equation; `eqn.params` holds the jaxpr.
     - `args`: one array for each of `eqn.invars`.
@@ -104,10 +105,12 @@ def has_sow(x: Any) -> bool:
 
 
 class Handler:
-    """What to do with sows. Handlers are hashable, and hold no state: whatever they find
-    out leaves the walk in `Taken`, so that JAX may cache it."""
+    """What to do with sows. Handlers are hashable, and hold no state: whatever they
+    find out leaves the walk in `Taken`, so that JAX may cache it."""
 
-    def sow(self, found: list, given: Given, site: Site, atoms, frame: "Frame") -> Given:
+    def sow(
+        self, found: list, given: Given, site: Site, atoms, frame: "Frame"
+    ) -> Given:
         """Sees to one sow: `frame` takes what its outputs are, `found` whatever `join`
         wants to know. Returns what the next sow is given."""
         raise NotImplementedError
@@ -215,6 +218,12 @@ class Frame:
             self._flush()
         return [v.val if isinstance(v, jexc.Literal) else self._env[v] for v in atoms]
 
+    def settle(self) -> None:
+        """Evaluates what waits, if any of it has an effect: effects keep their order,
+        and happen even if nobody wants a result."""
+        if any(e.effects for e in self._pending):
+            self._flush()
+
     def read_arrays(self, atoms) -> list[Any]:
         return [_as_array(v, x) for v, x in zip(atoms, self.read(atoms))]
 
@@ -307,7 +316,9 @@ def evaluate(
             if eqn.primitive in opaque:
                 _compat.forget_noinline()
                 with listening(Listening(blind=str(eqn.primitive))):
-                    eqn.primitive.abstract_eval(*[v.aval for v in eqn.invars], **eqn.params)
+                    eqn.primitive.abstract_eval(
+                        *[v.aval for v in eqn.invars], **eqn.params
+                    )
             frame.leave()
             continue
         if eqn.primitive is sow_p:
@@ -317,6 +328,7 @@ def evaluate(
         if rule is None:
             raise_unsupported(eqn, "eqx_sow has no rule for it")
         values = frame.read(eqn.invars)
+        frame.settle()
         with eqn.ctx.manager:
             outs, taken = rule(Interpret(handler.within(eqn)), given, eqn, *values)
         frame.set(eqn.outvars, outs)
@@ -324,7 +336,9 @@ def evaluate(
         given = given._replace(carry=taken.carry)
     frame.now = len(jaxpr.eqns)
     taken = handler.join(found, given, frame)
-    return frame.read_arrays(jaxpr.outvars), taken
+    outs = frame.read_arrays(jaxpr.outvars)
+    frame.settle()
+    return outs, taken
 
 
 def _as_array(atom: Any, x: Any) -> Any:
@@ -341,7 +355,9 @@ def sites(x: Any) -> list[Site]:
         if x.primitive is sow_p:
             return [x.params["site"]]
         return [s for j in jexc.jaxprs_in_params(x.params) for s in sites(j)]
-    return [s for eqn in _compat.open_jaxpr(x)[0].eqns if has_sow(eqn) for s in sites(eqn)]
+    return [
+        s for eqn in _compat.open_jaxpr(x)[0].eqns if has_sow(eqn) for s in sites(eqn)
+    ]
 
 
 def in_backward_pass(eqn: Any) -> bool:
@@ -349,11 +365,12 @@ def in_backward_pass(eqn: Any) -> bool:
     return "transpose(" in str(eqn.source_info.name_stack)
 
 
-def raise_unsupported(eqn: Any, why: str) -> None:
+def raise_unsupported(eqn: Any, why: str) -> NoReturn:
     site = next(iter(sites(eqn)), None)
     sow = f"`sow(..., {site.name!r})` at {site.where}" if site else "A sow"
     raise UnsupportedPrimitiveError(
-        f"{sow} is inside the primitive `{eqn.primitive}`: {why}, so the value cannot be "
+        f"{sow} is inside the primitive `{eqn.primitive}`: {why}, so the value cannot "
+        f"be "
         "captured. Move the sow out of it, select other names by `names=` of another "
         "tag, or, if the primitive is yours, teach eqx_sow about it by "
         "`@eqx_sow.register_rule(primitive)`."

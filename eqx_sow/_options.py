@@ -17,8 +17,9 @@ def check_function(call: str, fn: Any) -> None:
 def unbound(fn: Callable) -> Callable:
     """A method that Python bound to a module, as a PyTree that holds the module."""
     if isinstance(fn, types.MethodType) and isinstance(fn.__self__, eqx.Module):
+        module: Any = fn.__self__
         if fn.__name__ == "__call__":
-            return fn.__self__
+            return module
         return eqx.Partial(fn.__func__, fn.__self__)
     return fn
 
@@ -33,7 +34,8 @@ def as_names(call: str, names: Any) -> Any:
     if isinstance(names, Sequence | set | frozenset):
         return tuple(names)
     raise TypeError(
-        f"`{call}(..., names=...)` takes a name, a glob, a sequence of them, or a function "
+        f"`{call}(..., names=...)` takes a name, a glob, a sequence of them, or a "
+        f"function "
         f"of a name, not {names!r}."
     )
 
@@ -63,8 +65,10 @@ def check_reduce(call: str, reduce: Any) -> None:
     for r in _each(reduce):
         if not (reduce is None or isinstance(r, Reducer)):
             raise TypeError(
-                f"`{call}(..., reduce=...)` takes `eqx_sow.Append()`, `eqx_sow.Last()`, "
-                "`eqx_sow.Fold(init, fn)` or `eqx_sow.Buffer(size)`, or a dict of names to "
+                f"`{call}(..., reduce=...)` takes `eqx_sow.Append()`, "
+                f"`eqx_sow.Last()`, "
+                "`eqx_sow.Fold(init, fn)` or `eqx_sow.Buffer(size)`, or a dict of "
+                "names to "
                 f"them, not {r!r}."
             )
 
@@ -73,7 +77,8 @@ def check_transform(call: str, transform: Any) -> None:
     for fn in _each(transform):
         if not (transform is None or callable(fn)):
             raise TypeError(
-                f"`{call}(..., transform=...)` takes a function of the value, or a dict of "
+                f"`{call}(..., transform=...)` takes a function of the value, or a "
+                f"dict of "
                 f"names to functions, not {fn!r}."
             )
 
@@ -81,5 +86,6 @@ def check_transform(call: str, transform: Any) -> None:
 def check_spec(call: str, spec: Any) -> None:
     if not (spec is None or isinstance(spec, Mapping)):
         raise TypeError(
-            f"`{call}(..., spec=...)` takes a dict of names to annotations, not {spec!r}."
+            f"`{call}(..., spec=...)` takes a dict of names to annotations, not "
+            f"{spec!r}."
         )

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from . import _entry, _options as opt
 from ._capture import Marking
 from ._collect import Collect
-from ._entry import Entry
+from ._entry import Entry, Meta
 from ._errors import SowError
 from ._interpreter import Frame, Given, Handler, sites
 from ._program import trace
@@ -45,11 +45,15 @@ class _Replace(Handler):
         if self._mine(site):
             fn = lookup(self.functions.value, site.name)
             if site.name in given.rest:
-                new = _at_site(site, atoms[guard:], given.rest[site.name], self.forms.value[site.name])
+                form = self.forms.value[site.name]
+                new = _at_site(site, given.rest[site.name], form)
             elif fn is not None:
                 new = _apply(fn, site, frame.read(atoms)[guard:])
         if new is None:
-            frame.leave() if self.outer else frame.alias(atoms)
+            if self.outer:
+                frame.leave()
+            else:
+                frame.alias(atoms)
             return given
         if guard:
             new = [*frame.read(atoms[:guard]), *new]
@@ -65,11 +69,10 @@ class _Replace(Handler):
         if not devices:
             return inside, lambda xs: {**outside, **xs}, None
         mesh = {
-            n: [a.mesh for a in self.forms.value[n].axes if a.mesh in devices] for n in names
+            n: [a.mesh for a in self.forms.value[n].axes if a.mesh in devices]
+            for n in names
         }
-        specs = {
-            n: [PartitionSpec(*mesh[n])] * len(inside[n]) for n in names
-        }
+        specs = {n: [PartitionSpec(*mesh[n])] * len(inside[n]) for n in names}
 
         def put_back(xs):
             local = {n: [x.reshape(x.shape[len(mesh[n]) :]) for x in xs[n]] for n in xs}
@@ -78,14 +81,14 @@ class _Replace(Handler):
         return inside, put_back, specs
 
 
-def _at_site(site: Site, atoms, arrays: Sequence[Any], form) -> list[Any]:
+def _at_site(site: Site, arrays: Sequence[Any], form: Meta) -> list[Any]:
     """The operands of a sow, from arrays that have all the axes of the form."""
     guard = int(site.guarded)
     own = list(site.axes)
     # A sow that was moved out of its loop still has the axis of it, first of all.
     axes = [a for a in own if not a.lane] + [a for a in form.axes if a.lane]
     new = []
-    for i, (x, atom) in enumerate(zip(arrays, atoms)):
+    for i, x in enumerate(arrays):
         lanes = iter([a for a in own if a.lane])
         lane = next(lanes, None)
         at = 0
@@ -105,13 +108,16 @@ def _at_site(site: Site, atoms, arrays: Sequence[Any], form) -> list[Any]:
 
 def _same_along(x, axis: int, site: Site):
     first = jax.lax.index_in_dim(x, 0, axis, keepdims=False)
-    a, b = (jax.random.key_data(y) if jnp.issubdtype(y.dtype, jax.dtypes.prng_key) else y for y in (x, jax.lax.index_in_dim(x, 0, axis)))
+    a, b = (
+        jax.random.key_data(y) if jnp.issubdtype(y.dtype, jax.dtypes.prng_key) else y
+        for y in (x, jax.lax.index_in_dim(x, 0, axis))
+    )
     differs = jnp.any((a != b) & ~((a != a) & (b != b)))
     return eqx.error_if(
         first,
         differs,
-        f"`plant`: at `sow(..., {site.name!r})` ({site.where}) the program has one value "
-        "for all entries of an axis, so the planted value must not vary along it.",
+        f"`plant`: at `sow(..., {site.name!r})` ({site.where}) the program has one "
+        "value for all entries of an axis: the planted value must not vary along it.",
     )
 
 
@@ -234,21 +240,22 @@ def plant(
 ) -> Callable:
     """Replaces what is sown in a function.
 
-    The law: planting what [`eqx_sow.save_intermediates`][] captured changes nothing, and
-    planting something else is the same as editing the program at the sow.
+    The law: planting what [`eqx_sow.save_intermediates`][] captured changes nothing,
+    and planting something else is the same as editing the program at the sow.
 
     **Arguments:**
 
-    - `fn`: a function, a model, or a transformed function such as `eqx.filter_grad(loss)`.
+    - `fn`: a function, a model, or a transformed function such as
+        `eqx.filter_grad(loss)`.
     - `values`: maps names or globs to either
-        - a PyTree like the one that is captured there: the same structure, static leaves,
-          dtypes and shapes, leading axes of loops and vmaps included (in a `while_loop`,
-          one value for all iterations), or what `save_intermediates` returned under that
-          name, `{mode: value, ...}`; or
+        - a PyTree like the one that is captured there: the same structure, static
+            leaves, dtypes and shapes, leading axes of loops and vmaps included (in a
+            `while_loop`, one value for all iterations), or what `save_intermediates`
+            returned under that name, `{mode: value, ...}`; or
         - a function of the value that is sown there, as the code there sees it.
-    - `mode`: what to replace: `"primal"`, or `"cotangent"` (the gradient that flows back
-        there) or `"tangent"` if `fn` differentiates. Second-order modes are joined by a
-        dot.
+    - `mode`: what to replace: `"primal"`, or `"cotangent"` (the gradient that flows
+        back there) or `"tangent"` if `fn` differentiates. Second-order modes are
+        joined by a dot.
     - `tag`: only sows with this tag.
     - `capture`, `methods`, `scope`: as in `save_intermediates`, so that submodules of a
         model can be planted by their paths.
@@ -256,8 +263,8 @@ def plant(
     **Returns:**
 
     A function with the signature and the output of `fn`. A planted sow is still a sow:
-    `save_intermediates(plant(fn, values))` captures what was planted. Planted arrays may
-    be traced and differentiated.
+    `save_intermediates(plant(fn, values))` captures what was planted. Planted arrays
+    may be traced and differentiated.
 
     **Raises:**
 

@@ -55,7 +55,8 @@ def trace(fn: Callable, args: tuple, kwargs: dict, marking: Marking) -> Program:
     def traced(*leaves):
         nonlocal out_treedef, marks
         tree = eqx.combine(jtu.tree_unflatten(treedef, leaves), static)
-        (fn, args, kwargs), marks = _capture.mark(*tree, marking)
+        fn, args, kwargs = tree
+        (fn, args, kwargs), marks = _capture.mark(fn, args, kwargs, marking)
         out = _capture.unmark(fn(*args, **kwargs), marks)
         out, out_treedef = jtu.tree_flatten(out)
         is_array = [isinstance(x, jax.Array) for x in out]

@@ -32,8 +32,8 @@ class Append(Reducer):
 class Last(Reducer):
     """The last execution, in order of execution.
 
-    A reversed scan runs from its end, and so does the backward pass of a scan: there the
-    last cotangent is that of the first iteration.
+    A reversed scan runs from its end, and so does the backward pass of a scan: there
+    the last cotangent is that of the first iteration.
     """
 
     def _init(self, values, build):
@@ -46,8 +46,8 @@ class Last(Reducer):
 
 
 class Fold(Reducer):
-    """`acc = fn(acc, value)` over all executions in order, loops included, in memory that
-    does not grow with the number of iterations.
+    """`acc = fn(acc, value)` over all executions in order, loops included, in memory
+    that does not grow with the number of iterations.
 
     Under `vmap` every lane folds for itself.
 
@@ -77,8 +77,8 @@ class Fold(Reducer):
 
         - `init`: the first `acc`, any PyTree of arrays; or a function of no arguments
             that returns it.
-        - `fn`: a function `(acc, value) -> acc`. Shapes must stay as they are; the dtype
-            of `init` is promoted to that of the result.
+        - `fn`: a function `(acc, value) -> acc`. Shapes must stay as they are; the
+            dtype of `init` is promoted to that of the result.
         """
         self.initial = init
         self.fn = fn
@@ -88,10 +88,12 @@ class Fold(Reducer):
         init = jtu.tree_map(jnp.asarray, init)
         new = jax.eval_shape(lambda *xs: self.fn(init, build(xs)), *values)
         if jtu.tree_structure(new) != jtu.tree_structure(init) or any(
-            a.shape != b.shape for a, b in zip(jtu.tree_leaves(new), jtu.tree_leaves(init))
+            a.shape != b.shape
+            for a, b in zip(jtu.tree_leaves(new), jtu.tree_leaves(init))
         ):
             raise SowError(
-                "`eqx_sow.Fold(init, fn)`: `fn` must return what `acc` looks like. `acc` "
+                "`eqx_sow.Fold(init, fn)`: `fn` must return what `acc` looks like. "
+                "`acc` "
                 f"is {jax.eval_shape(lambda: init)}, and `fn` returned {new}."
             )
         return jtu.tree_map(lambda x, y: x.astype(y.dtype), init, new)
@@ -180,15 +182,14 @@ def step(reducer: Any, state: Reduction, entry: Entry) -> Reduction:
     if loops and state.places > 1:
         raise SowError(
             f"`{meta.name}` is sown in {state.places} places, and its value at "
-            f"{meta.where} is the same in each iteration of a loop, so JAX moved it out "
+            f"{meta.where} is the same in each iteration of a loop, so JAX moved it "
+            f"out "
             "of the loop: the order of the executions is lost. Give that sow a name of "
             "its own."
         )
     entry = _entry.counted(_lanes_only(entry))
     lanes = tuple(a.size for a in state.lanes)
-    has = [
-        _entry.placed(entry, state.lanes, i) for i in range(len(entry.arrays))
-    ]
+    has = [_entry.placed(entry, state.lanes, i) for i in range(len(entry.arrays))]
 
     def one(acc, count, *arrays):
         *values, run = arrays

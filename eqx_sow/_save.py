@@ -11,7 +11,7 @@ from ._capture import Marking
 from ._collect import assemble, Collect, reductions
 from ._interpreter import Given
 from ._program import trace
-from ._reduce import Append, Reducer
+from ._reduce import Reducer
 from ._select import check_known
 from ._sow import Const, listening
 from ._transformed import Transformed
@@ -89,13 +89,14 @@ def save_intermediates(
 ) -> Callable:
     """Makes a function return what is sown in it, along with its output.
 
-    The law: the first output of `save_intermediates(fn)` is that of `fn`, always; so are
-    its gradients.
+    The law: the first output of `save_intermediates(fn)` is that of `fn`, always; so
+    are its gradients.
 
     **Arguments:**
 
-    - `fn`: a function, a model, or a transformed function such as `eqx.filter_grad(loss)`
-        or `eqx.filter_jit(model)`. Without it this returns a decorator.
+    - `fn`: a function, a model, or a transformed function such as
+        `eqx.filter_grad(loss)` or `eqx.filter_jit(model)`. Without it this returns a
+        decorator.
     - `tag`: only sows with this tag, any hashable.
     - `names`: what to capture: a name, a glob, a sequence of them, or a function of the
         name. Nothing else is stored or computed. In a glob, `*` matches any characters.
@@ -103,8 +104,8 @@ def save_intermediates(
         second-order ones joined by a dot (`"cotangent.tangent"`); one or a sequence.
     - `capture`: marks the output of submodules of a model that nobody edits: `True` for
         every module with a `__call__`, a class or a tuple of classes, or a function
-        `(path, module) -> bool`. The name is the path of the module, `layers/0`; under an
-        argument of a plain function it begins with the name of the parameter,
+        `(path, module) -> bool`. The name is the path of the module, `layers/0`; under
+        an argument of a plain function it begins with the name of the parameter,
         `model/layers/0`. The module that is `fn` itself has the name `.`.
     - `methods`: which methods to mark. Those other than `__call__` have the name
         `layers/0.encode`.
@@ -112,10 +113,11 @@ def save_intermediates(
         `(args, kwargs)`.
     - `scope`: put the path of the module in which a sow is before its name.
     - `reduce`: how several executions of a name combine: [`eqx_sow.Append`][],
-        [`eqx_sow.Last`][], [`eqx_sow.Fold`][] or [`eqx_sow.Buffer`][], for all names or as
-        a dict of names or globs.
-    - `transform`: a function of the value, or a dict of names or globs to functions, that
-        is applied where the value is sown: within a loop only its result is stacked.
+        [`eqx_sow.Last`][], [`eqx_sow.Fold`][] or [`eqx_sow.Buffer`][], for all names
+        or as a dict of names or globs.
+    - `transform`: a function of the value, or a dict of names or globs to functions,
+        that is applied where the value is sown: within a loop only its result is
+        stacked.
     - `spec`: a dict of names or globs to jaxtyping annotations of what comes back. All
         annotations in one call share their axis names.
 
@@ -129,7 +131,8 @@ def save_intermediates(
     - under `vmap`, with a leading axis for each `vmap` that it varies over, outermost
       first;
     - in a `cond` or a `while_loop`, of the branch that ran or the last iteration; zeros
-      if there was none. `intermediates[name]["count"]`, an int32, says how often it ran.
+      if there was none. `intermediates[name]["count"]`, an int32, says how often it
+      ran.
 
     Like `eqx.filter_vmap`, what is returned is a PyTree whose leaves are those of `fn`,
     and it can be used as a decorator of methods.
@@ -185,7 +188,9 @@ def save_intermediates(
             reduce,
             transform,
             Const(
-                _Options(opt.as_names(call, names), opt.as_modes(call, modes), spec, marking)
+                _Options(
+                    opt.as_names(call, names), opt.as_modes(call, modes), spec, marking
+                )
             ),
         )
     )

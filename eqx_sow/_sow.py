@@ -12,6 +12,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.core
 import jax.extend.core as jexc
 import jax.numpy as jnp
 import jax.tree_util as jtu
@@ -51,7 +52,7 @@ class Const:
             return repr(a) == repr(b)
         try:
             return bool(a == b)
-        except Exception:  # noqa: BLE001
+        except Exception:
             # A user's `__eq__` may do anything, as NumPy's does.
             return False
 
@@ -213,7 +214,8 @@ def sow(
     for x, d in zip(leaves, dynamic):
         if isinstance(x, jax.core.Tracer) and not d:
             raise SowError(
-                f"`sow(..., {name!r})` cannot mark a leaf of type {jax.typeof(x)}: only "
+                f"`sow(..., {name!r})` cannot mark a leaf of type {jax.typeof(x)}: "
+                f"only "
                 "arrays can be captured. Sow the value that it holds."
             )
     scope, blind = listening.value.scope, listening.value.blind
@@ -296,7 +298,8 @@ class Sow(eqx.Module):
             if listening.value is None or "_marks" in self.__dict__:
                 return x
             raise SowError(
-                "`Sow()` has no name, and its place in the model cannot be seen. Give it "
+                "`Sow()` has no name, and its place in the model cannot be seen. Give "
+                "it "
                 'one, `Sow("some_name")`, or pass the model as an argument, '
                 "`save_intermediates(fn)(model, x)`."
             )
@@ -308,7 +311,8 @@ sow_p.multiple_results = True
 sow_effect = _compat.SowEffect()
 
 
-def _sow_impl(*operands, site):
+def _sow_impl(*operands, site) -> Any:
+    del operands
     raise SowError(
         f"`sow(..., {site.name!r})` at {site.where} was executed while the program "
         "around it was only being traced (by `jax.ensure_compile_time_eval`, or a "
@@ -321,13 +325,17 @@ def _sow_abstract_eval(*avals, site):
     return avals, {sow_effect}
 
 
+def _is_zero(tangent, primal):
+    """Whether a tangent is zero, and could be otherwise."""
+    dtype = jexc.primal_dtype_to_tangent_dtype(jnp.result_type(primal))
+    return isinstance(tangent, ad.Zero) and dtype != jax.dtypes.float0
+
+
 def _sow_jvp(primals, tangents, *, site):
     out = sow_p.bind(*primals, site=site)
     tangents = [
-        ad.instantiate_zeros(t)
-        if isinstance(t, ad.Zero) and t.aval.dtype != jax.dtypes.float0
-        else t
-        for t in tangents
+        ad.instantiate_zeros(t) if _is_zero(t, x) else t
+        for t, x in zip(tangents, primals)
     ]
     guard = int(site.guarded)
     keep = [i < guard or not isinstance(t, ad.Zero) for i, t in enumerate(tangents)]
@@ -380,8 +388,8 @@ def _sow_batch(axis_data, operands, dims, *, site):
 
 
 def _sow_lowering(ctx, *operands, site):
-    del ctx, operands
-    _sow_impl(site=site)
+    del ctx
+    return _sow_impl(*operands, site=site)
 
 
 sow_p.def_impl(_sow_impl)

@@ -69,7 +69,8 @@ def _name(annotation: Any) -> str:
 
 
 def _fits(value: Any, annotation: Any) -> bool:
-    """`is_bearable`, but for all items of a container; beartype looks at one of them."""
+    """`is_bearable`, but for all items of a container; beartype looks at one of
+    them."""
     if not is_bearable(value, annotation):
         return False
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)

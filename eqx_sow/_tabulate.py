@@ -5,6 +5,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.core
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
@@ -21,9 +22,9 @@ def tabulate(intermediates: Mapping[str, Mapping[str, Any]]) -> str:
 
     One row for each name and mode (and leaf, if the value has several), in order of
     execution, in at most 100 columns. `count` is the sum over all axes. The statistics
-    are those of the finite entries; complex numbers count by their magnitude. `zeros` is
-    the share of entries that are zero. The first row with something that is not finite
-    is marked.
+    are those of the finite entries; complex numbers count by their magnitude. `zeros`
+    is the share of entries that are zero. The first row with something that is not
+    finite is marked.
 
     **Arguments:**
 
@@ -56,7 +57,9 @@ def tabulate(intermediates: Mapping[str, Mapping[str, Any]]) -> str:
         first = next(i for i, b in enumerate(bad) if b)
         rows[first]["finite"] += " <- first"
     columns = ["name", "mode", "value", "count", *_STATISTICS, "finite"]
-    columns = [c for c in columns if c in ("name", "mode", "value") or any(r[c] for r in rows)]
+    columns = [
+        c for c in columns if c in ("name", "mode", "value") or any(r[c] for r in rows)
+    ]
     title = dict(zip(columns, columns), value="shape", finite="not finite")
     widths = {c: max(len(r[c]) for r in [title, *rows]) for c in columns}
     spare = _WIDTH - sum(widths.values()) - 2 * (len(columns) - 1)
@@ -78,7 +81,9 @@ def tabulate(intermediates: Mapping[str, Mapping[str, Any]]) -> str:
     lines = [line(title), rule]
     previous = None
     for row in rows:
-        lines.append(line({**row, "name": "" if row["name"] == previous else row["name"]}))
+        lines.append(
+            line({**row, "name": "" if row["name"] == previous else row["name"]})
+        )
         previous = row["name"]
     return "\n".join(lines)
 
@@ -129,7 +134,9 @@ def _numbers(name, x):
 
 def _total(name, counts):
     numbers = [_numbers(name, x) for x in counts]
-    return "" if any(x is None for x in numbers) else str(int(sum(x.sum() for x in numbers)))
+    if any(x is None for x in numbers):
+        return ""
+    return str(int(sum(np.sum(x) for x in numbers)))
 
 
 def _statistics(name, x):
@@ -141,14 +148,9 @@ def _statistics(name, x):
         row["finite"] = f"{bad} of {x.size}"
     x = x[np.isfinite(x)]
     if x.size:
-        row.update(
-            mean=_number(x.mean()),
-            std=_number(x.std()),
-            min=_number(x.min()),
-            max=_number(x.max()),
-            norm=_number(np.linalg.norm(x.ravel())),
-            zeros=f"{np.mean(x == 0):.0%}",
-        )
+        numbers = x.mean(), x.std(), x.min(), x.max(), np.linalg.norm(x.ravel())
+        row.update(zip(_STATISTICS, map(_number, numbers)))
+        row["zeros"] = f"{np.mean(x == 0):.0%}"
     return row
 
 
@@ -157,7 +159,11 @@ def _number(x):
 
 
 def _type(x):
-    short = jnp.dtype(x.dtype).name if not jnp.issubdtype(x.dtype, jax.dtypes.extended) else str(x.dtype)
+    short = (
+        jnp.dtype(x.dtype).name
+        if not jnp.issubdtype(x.dtype, jax.dtypes.extended)
+        else str(x.dtype)
+    )
     for long, abbreviated in (
         ("bfloat", "bf"),
         ("float", "f"),

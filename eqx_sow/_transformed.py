@@ -13,7 +13,8 @@ from ._sow import Const
 
 
 class Transformed(eqx.Module):
-    """A function around `_fn`: a PyTree with the arrays of `_fn`, that can be a method."""
+    """A function around `_fn`: a PyTree with the arrays of `_fn`, that can be a
+    method."""
 
     _fn: eqx.AbstractVar[Callable]
 
@@ -28,7 +29,8 @@ class Transformed(eqx.Module):
     def __call__(self, /, *args, **kwargs):
         if not (_is_jitted(self._fn) and _compat.is_eager()):
             return self._run(args, kwargs)
-        # `S(jit(f))` is `jit(S(f))`: so it is traced and compiled when `jit(f)` would be.
+        # `S(jit(f))` is `jit(S(f))`: so it is traced and compiled when `jit(f)` would
+        # be.
         leaves, treedef = jtu.tree_flatten((self, args, kwargs))
         dynamic = [eqx.is_array(x) for x in leaves]
         key = _Key(treedef, [None if d else Const(x) for x, d in zip(leaves, dynamic)])
@@ -88,11 +90,11 @@ def _traced(key, *arrays):
 
 _jitted = jax.jit(_traced, static_argnums=0)
 
-_FilterJit = type(eqx.filter_jit(_traced))
-_Jit = type(_jitted)
+_FilterJit: Any = type(eqx.filter_jit(_traced))
+_Jit: Any = type(_jitted)
 
 
 def _is_jitted(fn: Any) -> bool:
     if isinstance(fn, eqx.Partial):
         return _is_jitted(fn.func)
-    return isinstance(fn, _FilterJit | _Jit)
+    return isinstance(fn, (_FilterJit, _Jit))

@@ -5,7 +5,8 @@ places from which they cannot be told any more where they came from:
 
 - `vmap` of a loop puts the new axis inside of the loop's. A sow has to know how many
   loops are around the axis.
-- `vmap` of a cond whose predicate varies runs all branches, and of a while goes on until
+- `vmap` of a cond whose predicate varies runs all branches, and of a while goes on
+    until
   the last lane has finished. A sow has to know whether it really runs.
 - differentiation moves what does not depend on the iteration out of a scan. A sow has
   to know that it ran in each iteration.
@@ -19,14 +20,14 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.core
 import jax.extend.core as jexc
-import jax.numpy as jnp
 from jax.interpreters import batching, partial_eval as pe
 
 from . import _compat
 from ._entry import out_of_loop
 from ._errors import SowError
-from ._interpreter import Given, Handler, Interpret, has_sow, sites
+from ._interpreter import Given, Handler, has_sow, Interpret, sites
 from ._sow import Axis, Listening, listening, sow_p
 
 
@@ -55,7 +56,8 @@ def _shapes(jaxpr):
 
 @dc.dataclass(frozen=True)
 class Guard(Handler):
-    """Tells sows whether they run: `Given.rest`. With `inside`, also in which branch."""
+    """Tells sows whether they run: `Given.rest`. With `inside`, also in which
+    branch."""
 
     inside: tuple[Any, int] | None
 
@@ -163,8 +165,8 @@ def _batch_cond(rule):
 
 
 def _stamp(x: Any, length: int) -> Any:
-    """An equation or a jaxpr, anywhere in a parameter: its sows say that they ran in each
-    of so many iterations."""
+    """An equation or a jaxpr, anywhere in a parameter: its sows say that they ran in
+    each of so many iterations."""
     if isinstance(x, jexc.JaxprEqn):
         if not has_sow(x):
             return x

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .. import _compat
-from .._interpreter import Given, Taken, has_sow, raise_unsupported, register_rule
+from .._interpreter import Given, has_sow, raise_unsupported, register_rule, Taken
 
 
 def _split(xs, *sizes):
@@ -89,8 +89,9 @@ def _while(interpret, given, eqn, *args):
     handler = interpret.handler
     if has_sow(p["cond_jaxpr"]):
         raise_unsupported(
-            eqn, "a sow in the condition of a `while_loop` runs before each iteration "
-            "and once more, which fits no iteration"
+            eqn,
+            "a sow in the condition of a `while_loop` runs before each iteration "
+            "and once more, which fits no iteration",
         )
     cond_consts, consts, init = _split(args, p["cond_nconsts"], p["body_nconsts"])
     cond_jaxpr, literals = _compat.open_jaxpr(p["cond_jaxpr"])
@@ -111,9 +112,9 @@ def _while(interpret, given, eqn, *args):
         return outs, taken.carry, handler.again(rest, taken.rest)
 
     first = init, given.carry, handler.empty(shape)
-    body, start = _alike([body, lambda loop: loop], first)
+    step, start = _alike([body, lambda loop: loop], first)
     carry, state, rest = lax.while_loop(
-        lambda loop: jnp.any(going(loop[0])), body, start(first)
+        lambda loop: jnp.any(going(loop[0])), step, start(first)
     )
     return carry, Taken(state, rest)
 
