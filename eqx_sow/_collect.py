@@ -1,7 +1,7 @@
 """The handler of `save_intermediates`."""
 
 import dataclasses as dc
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -55,7 +55,7 @@ class Collect(Handler):
     outer: bool
     survey: bool = False
     backward: bool = False
-    ran: frozenset[tuple[str, str]] = frozenset()
+    ran: frozenset[Any] = frozenset()
 
     def within(self, eqn):
         if self.backward or not in_backward_pass(eqn):
@@ -91,14 +91,14 @@ class Collect(Handler):
             checks = (
                 Check(site.name, Const(site.spec), site.treedef, site.leaves, shapes),
             )
-        if self.modes is not None and site.mode not in self.modes:
+        if self.modes is not None and site.mode not in map(_plain, self.modes):
             found.append(Taken(given.carry, Sown(seen=(site.name,), checks=checks)))
             return given
         transform = lookup(self.transform.value, site.name)
         replay = self.backward or in_backward_pass(frame.eqn)
         site = dc.replace(site, replay=replay)
         if self.folds(site.name):
-            if replay and (site.name, site.mode) in self.ran:
+            if replay and site.key in self.ran:
                 found.append(Taken(given.carry, Sown(seen=(site.name,), checks=checks)))
                 return given
             entry = _entry.from_site(site, frame.read(atoms), transform)
@@ -112,7 +112,7 @@ class Collect(Handler):
         return given
 
     def join(self, found, given, frame: Frame) -> Taken:
-        entries: dict[tuple[str, str], list[Entry]] = {}
+        entries: dict[Any, list[Entry]] = {}
         seen: dict[str, None] = {}
         checks: dict[Check, None] = {}
         for item in found:
@@ -193,8 +193,8 @@ def _slots(entries: Sequence[Entry]) -> dict[Any, Entry]:
     """Entries by name, mode and how many of the same there were before."""
     slots: dict[Any, Entry] = {}
     for e in entries:
-        n = sum(1 for k in slots if k[:2] == e.meta.key)
-        slots[(*e.meta.key, n)] = e
+        n = sum(1 for k, _ in slots if k == e.meta.key)
+        slots[e.meta.key, n] = e
     return slots
 
 
@@ -213,33 +213,59 @@ def reductions(collect: Collect, survey: Sown) -> tuple[Collect, dict[Any, Any]]
 
 
 def assemble(
-    collect: Collect, taken: Taken, order: Sequence[tuple[str, str]]
+    collect: Collect, taken: Taken, order: Sequence[Any]
 ) -> dict[str, dict[str, Any]]:
-    """`intermediates[name][mode]`, in order of execution; `order` is that of the modes
+    """`intermediates[name][mode]`, in order of execution; `order` is that of the keys
     that have a state."""
     sown: Sown = taken.rest
-    out: dict[str, dict[str, Any]] = {name: {} for name in sown.seen}
+    values: dict[Any, Any] = {}
     counts: dict[str, Any] = {}
-    appended: dict[Any, list[Entry]] = {}
+    places: dict[Any, list[Entry]] = {}
     for e in sown.entries:
-        appended.setdefault(e.meta.key, []).append(e)
-    for (name, mode), entries in appended.items():
-        if isinstance(collect.reducer(name), Append):
-            out[name][mode] = tuple(map(_entry.value, entries))
-            if any(e.meta.counted for e in entries):
-                count = tuple(_entry.count(_entry.counted(e)) for e in entries)
-                counts.setdefault(name, count)
-        else:
-            (e,) = entries
-            out[name][mode] = _entry.value(e)
-            if e.meta.counted:
-                counts.setdefault(name, _entry.count(e))
-    for name, mode in order:
-        state = taken.carry[name, mode]
-        reducer = collect.reducer(name)
-        out[name][mode] = _reduce.finish(reducer, state)
+        places.setdefault(e.meta.key, []).append(e)
+    for key, entries in places.items():
+        append = isinstance(collect.reducer(key[0]), Append)
+        values[key] = tuple(map(_entry.value, entries))
+        count: Any = None
+        if any(e.meta.counted for e in entries):
+            count = tuple(_entry.count(_entry.counted(e)) for e in entries)
+        if not append:
+            (values[key],) = values[key]
+            count = None if count is None else count[0]
+        if count is not None:
+            counts.setdefault(key[0], count)
+    for key in order:
+        state = taken.carry[key]
+        reducer = collect.reducer(key[0])
+        values[key] = _reduce.finish(reducer, state)
         if state.meta.counted or isinstance(reducer, _reduce.Buffer):
-            counts.setdefault(name, state.count)
+            counts.setdefault(key[0], state.count)
+    labels = _labels(values)
+    out: dict[str, dict[str, Any]] = {name: {} for name in sown.seen}
+    for key, value in values.items():
+        if collect.modes is None or labels[key] in collect.modes:
+            out[key[0]][labels[key]] = value
     for name, count in counts.items():
-        out[name]["count"] = count
+        if out[name]:
+            out[name]["count"] = count
     return {name: modes for name, modes in out.items() if modes}
+
+
+def _labels(keys: Iterable[Any]) -> dict[Any, str]:
+    """What to call each mode. Where one value was differentiated twice by the same
+    mode, the outer derivative is called `primal.cotangent`."""
+    taken: set[tuple[str, str]] = set()
+    labels = {}
+    for key in sorted(keys, key=lambda k: k[2]):
+        name, label, _ = key
+        while (name, label) in taken:
+            label = f"primal.{label}"
+        taken.add((name, label))
+        labels[key] = label
+    return labels
+
+
+def _plain(mode: str) -> str:
+    while mode.startswith("primal."):
+        mode = mode.removeprefix("primal.")
+    return mode

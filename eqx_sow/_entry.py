@@ -25,6 +25,7 @@ class Meta:
 
     name: str
     mode: str
+    orders: tuple[int, ...]
     treedef: Const
     leaves: tuple[Any, ...]
     axes: tuple[Axis, ...]
@@ -34,8 +35,8 @@ class Meta:
     where: str = dc.field(default="", compare=False)
 
     @property
-    def key(self) -> tuple[str, str]:
-        return self.name, self.mode
+    def key(self) -> tuple[str, str, tuple[int, ...]]:
+        return self.name, self.mode, self.orders
 
     def has(self, i: int) -> tuple[bool, ...]:
         return tuple(a.has[i] for a in self.axes)
@@ -96,6 +97,7 @@ def from_site(site: Site, operands: Sequence[Any], transform: Callable | None) -
         Meta(
             name=site.name,
             mode=site.mode,
+            orders=site.orders,
             treedef=treedef,
             leaves=leaves,
             axes=_with_has(axes, value_has),

@@ -49,7 +49,8 @@ def as_modes(call: str, modes: Any) -> tuple[str, ...] | None:
     modes = (modes,) if isinstance(modes, str) else tuple(modes)
     for mode in modes:
         parts = mode.split(".") if isinstance(mode, str) else [None]
-        if not (parts == ["primal"] or all(p in _PARTS[1:] for p in parts)):
+        derived = parts[1:] if parts[0] == "primal" else parts
+        if any(part not in _PARTS for part in derived) or parts == [""]:
             raise ValueError(
                 f"`{call}`: {mode!r} is no mode. Modes are 'primal', 'tangent' and "
                 "'cotangent', or of second order, such as 'cotangent.tangent'."

@@ -20,7 +20,7 @@ from ._program import trace
 from ._reduce import Append
 from ._select import check_known, lookup
 from ._sow import Const, listening, OPERAND, Site, sow_p
-from ._transformed import Transformed
+from ._transformed import Transformed, wrap
 
 
 @dc.dataclass(frozen=True)
@@ -292,6 +292,4 @@ def plant(
         )
     opt.as_modes("plant", mode)
     marking = Marking(capture, tag, opt.as_methods(methods), False, scope)
-    return eqx.module_update_wrapper(
-        _Plant(opt.unbound(fn), dict(values), Const((mode, marking)))
-    )
+    return wrap(_Plant, opt.unbound(fn), dict(values), Const((mode, marking)))

@@ -14,7 +14,7 @@ from ._program import trace
 from ._reduce import Reducer
 from ._select import check_known
 from ._sow import Const, listening
-from ._transformed import Transformed
+from ._transformed import Transformed, wrap
 
 
 @dc.dataclass(frozen=True)
@@ -182,15 +182,7 @@ def save_intermediates(
     opt.check_transform(call, transform)
     opt.check_spec(call, spec)
     marking = Marking(capture, tag, opt.as_methods(methods), inputs, scope)
-    return eqx.module_update_wrapper(
-        _SaveIntermediates(
-            opt.unbound(fn),
-            reduce,
-            transform,
-            Const(
-                _Options(
-                    opt.as_names(call, names), opt.as_modes(call, modes), spec, marking
-                )
-            ),
-        )
-    )
+    names = opt.as_names(call, names)
+    static = _Options(names, opt.as_modes(call, modes), spec, marking)
+    fn = opt.unbound(fn)
+    return wrap(_SaveIntermediates, fn, reduce, transform, Const(static))

@@ -32,7 +32,8 @@ class Const:
         self.value = value
         try:
             self._hash = hash((type(value), value))
-        except TypeError:
+        except Exception:
+            # A user's `__hash__` and `__eq__` may do anything, as NumPy's do.
             self._hash = id(value)
 
     def __hash__(self):
@@ -53,7 +54,6 @@ class Const:
         try:
             return bool(a == b)
         except Exception:
-            # A user's `__eq__` may do anything, as NumPy's does.
             return False
 
     def __repr__(self):
@@ -104,6 +104,10 @@ class Site:
     `guarded` is true if the first operand is a boolean that says whether the sow really
     runs, as in a branch under a batched predicate. `branches` then lists the branches
     that it is in, so that exclusive ones can be told from duplicates.
+
+    `differentiated` is how many derivatives of it there are already. `orders` tells,
+    for each of `modes`, how many there were before that one: two derivatives of one
+    value, as in `grad(grad(f))`, are told apart by it.
     """
 
     name: str
@@ -111,6 +115,8 @@ class Site:
     treedef: Const
     leaves: tuple[Any, ...]
     modes: tuple[str, ...] = ()
+    orders: tuple[int, ...] = ()
+    differentiated: int = 0
     axes: tuple[Axis, ...] = ()
     guarded: bool = False
     branches: tuple[tuple[Any, int], ...] = ()
@@ -121,6 +127,10 @@ class Site:
     @property
     def mode(self) -> str:
         return ".".join(self.modes) if self.modes else "primal"
+
+    @property
+    def key(self) -> tuple[str, str, tuple[int, ...]]:
+        return self.name, self.mode, self.orders
 
     def __repr__(self):
         return f"{self.name}:{self.mode}"
@@ -332,7 +342,8 @@ def _is_zero(tangent, primal):
 
 
 def _sow_jvp(primals, tangents, *, site):
-    out = sow_p.bind(*primals, site=site)
+    n = site.differentiated
+    out = sow_p.bind(*primals, site=dc.replace(site, differentiated=n + 1))
     tangents = [
         ad.instantiate_zeros(t) if _is_zero(t, x) else t
         for t, x in zip(tangents, primals)
@@ -349,6 +360,8 @@ def _sow_jvp(primals, tangents, *, site):
         site,
         leaves=tuple(leaves),
         modes=(*site.modes, "tangent"),
+        orders=(*site.orders, n),
+        differentiated=0,
         axes=site.select(keep),
         spec=None,
     )

@@ -1,5 +1,6 @@
 """What `save_intermediates` and `plant` return."""
 
+import warnings
 from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any
@@ -40,6 +41,13 @@ class Transformed(eqx.Module):
     def __get__(self, instance, owner):
         del owner
         return self if instance is None else eqx.Partial(self, instance)
+
+
+def wrap(cls: type, *fields: Any) -> Any:
+    with warnings.catch_warnings():
+        # Equinox warns of functions that JAX transformed, as attributes.
+        warnings.simplefilter("ignore")
+        return eqx.module_update_wrapper(cls(*fields))
 
 
 class _Key:
