@@ -1,4 +1,4 @@
-from importlib.metadata import version
+from importlib.metadata import version as _version
 
 from . import _rules, _wrapped  # noqa: F401
 from ._errors import (
@@ -21,4 +21,4 @@ from ._sow import Sow as Sow, sow as sow
 from ._tabulate import tabulate as tabulate
 
 
-__version__ = version("eqx_sow")
+__version__ = _version("eqx_sow")

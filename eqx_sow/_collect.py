@@ -238,7 +238,7 @@ def assemble(
         state = taken.carry[key]
         reducer = collect.reducer(key[0])
         values[key] = _reduce.finish(reducer, state)
-        if state.meta.counted or isinstance(reducer, _reduce.Buffer):
+        if state.conditional or isinstance(reducer, _reduce.Buffer):
             counts.setdefault(key[0], state.count)
     labels = _labels(values)
     out: dict[str, dict[str, Any]] = {name: {} for name in sown.seen}

@@ -370,8 +370,7 @@ def raise_unsupported(eqn: Any, why: str) -> NoReturn:
     sow = f"`sow(..., {site.name!r})` at {site.where}" if site else "A sow"
     raise UnsupportedPrimitiveError(
         f"{sow} is inside the primitive `{eqn.primitive}`: {why}, so the value cannot "
-        f"be "
-        "captured. Move the sow out of it, select other names by `names=` of another "
-        "tag, or, if the primitive is yours, teach eqx_sow about it by "
-        "`@eqx_sow.register_rule(primitive)`."
+        "be captured. Move the sow out of it, or capture sows of another tag. If the "
+        "primitive is yours, `@eqx_sow.register_rule(primitive)` teaches eqx_sow about "
+        "it."
     )

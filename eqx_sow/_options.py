@@ -9,6 +9,13 @@ import equinox as eqx
 from ._reduce import Reducer
 
 
+def check_tag(call: str, tag: Any) -> None:
+    try:
+        hash(tag)
+    except TypeError as e:
+        raise TypeError(f"`{call}` takes a hashable tag, not {tag!r}.") from e
+
+
 def check_function(call: str, fn: Any) -> None:
     if not callable(fn):
         raise TypeError(f"`{call}(fn)` takes a function or a model, not {fn!r}.")
@@ -49,8 +56,9 @@ def as_modes(call: str, modes: Any) -> tuple[str, ...] | None:
     modes = (modes,) if isinstance(modes, str) else tuple(modes)
     for mode in modes:
         parts = mode.split(".") if isinstance(mode, str) else [None]
-        derived = parts[1:] if parts[0] == "primal" else parts
-        if any(part not in _PARTS for part in derived) or parts == [""]:
+        while parts[0] == "primal" and len(parts) > 1:
+            parts = parts[1:]
+        if not (parts == ["primal"] or all(p in _PARTS[1:] for p in parts)):
             raise ValueError(
                 f"`{call}`: {mode!r} is no mode. Modes are 'primal', 'tangent' and "
                 "'cotangent', or of second order, such as 'cotangent.tangent'."

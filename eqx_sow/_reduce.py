@@ -157,6 +157,7 @@ class Reduction:
     meta: Meta = dc.field(metadata=dict(static=True))
     lanes: tuple[Axis, ...] = dc.field(metadata=dict(static=True))
     places: int = dc.field(metadata=dict(static=True))
+    conditional: bool = dc.field(metadata=dict(static=True))
 
 
 def start(reducer: Any, entries: Sequence[Entry]) -> Reduction:
@@ -172,7 +173,9 @@ def start(reducer: Any, entries: Sequence[Entry]) -> Reduction:
     acc = reducer._init(values, _build(form.meta))
     sizes = tuple(a.size for a in lanes)
     acc = jtu.tree_map(lambda x: jnp.broadcast_to(x, (*sizes, *x.shape)), acc)
-    return Reduction(acc, jnp.zeros(sizes, jnp.int32), form.meta, lanes, len(entries))
+    count = jnp.zeros(sizes, jnp.int32)
+    conditional = any(e.meta.counted for e in entries)
+    return Reduction(acc, count, form.meta, lanes, len(entries), conditional)
 
 
 def step(reducer: Any, state: Reduction, entry: Entry) -> Reduction:

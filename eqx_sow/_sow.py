@@ -16,7 +16,7 @@ import jax.core
 import jax.extend.core as jexc
 import jax.numpy as jnp
 import jax.tree_util as jtu
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching, mlir, partial_eval as pe
 
 from . import _compat
 from ._errors import SowError, UnsupportedPrimitiveError
@@ -404,6 +404,32 @@ def _sow_lowering(ctx, *operands, site):
     del ctx
     return _sow_impl(*operands, site=site)
 
+
+# What `jax.checkpoint` recomputes instead of a sow, so that it need not save the value.
+same_p = jexc.Primitive("same")
+same_p.multiple_results = True
+
+
+def _sow_checkpoint(saveable, unknown, instantiated, eqn):
+    del saveable
+    missing = [
+        x
+        for x, i in zip(eqn.invars, instantiated)
+        if not i and not isinstance(x, jexc.Literal)
+    ]
+    every = [True] * len(eqn.outvars)
+    if any(unknown):
+        return None, eqn, every, every, missing
+    again = eqn.replace(primitive=same_p, params={}, effects=frozenset())
+    return eqn, again, [False] * len(eqn.outvars), every, missing
+
+
+same_p.def_impl(lambda *operands: list(operands))
+same_p.def_abstract_eval(lambda *avals: avals)
+mlir.register_lowering(same_p, lambda ctx, *operands: operands)
+ad.primitive_jvps[same_p] = lambda primals, tangents: (primals, tangents)
+batching.primitive_batchers[same_p] = lambda operands, dims: (operands, dims)
+pe.partial_eval_jaxpr_custom_rules[sow_p] = _sow_checkpoint
 
 sow_p.def_impl(_sow_impl)
 sow_p.def_effectful_abstract_eval(_sow_abstract_eval)

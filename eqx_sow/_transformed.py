@@ -38,6 +38,13 @@ class Transformed(eqx.Module):
         arrays = [x for x, d in zip(leaves, dynamic) if d]
         return _jitted(key, *arrays).value()
 
+    def __hash__(self):
+        # `jax.jit` takes only what is hashable, and dicts are not.
+        try:
+            return super().__hash__()
+        except TypeError:
+            return id(self)
+
     def __get__(self, instance, owner):
         del owner
         return self if instance is None else eqx.Partial(self, instance)

@@ -47,8 +47,9 @@ def zeros(program, *args):
     seen = eqx.filter_eval_shape(lambda *a: thread(program)(*a)[1], *args)
     inexact = eqx.filter(
         seen,
-        lambda s: isinstance(s, jax.ShapeDtypeStruct)
-        and jnp.issubdtype(s.dtype, jnp.inexact),
+        lambda s: (
+            isinstance(s, jax.ShapeDtypeStruct) and jnp.issubdtype(s.dtype, jnp.inexact)
+        ),
     )
     return jtu.tree_map(lambda s: jnp.zeros(s.shape, s.dtype), inexact)
 

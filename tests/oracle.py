@@ -136,7 +136,11 @@ def _weights(n):
 
 
 def _spread(xp, v, n):
-    return xp.asarray((1 + 0.2 * np.arange(n, dtype=np.float32))[:, None]) * v
+    return xp.asarray((1 + 0.2 * np.arange(n, dtype=np.float32))[:, None]) * v[None]
+
+
+def _bump(xp, c, i):
+    return c + np.float32(0.1) * xp.asarray(i, np.float32)
 
 
 def _pred(node, v, o):
@@ -185,7 +189,7 @@ def to_jax(node, sow: Callable) -> Callable:
             case Fori():
 
                 def step(i, c):
-                    return run(node.body, c + np.float32(0.1) * i, v)
+                    return run(node.body, _bump(jnp, c, i), v)
 
                 return lax.fori_loop(0, node.length, step, v)
             case Map():
@@ -237,10 +241,11 @@ class Run:
         self.made.append(choice)
         return choice
 
-    def sow(self, name, where, value):
-        if self.zeros is not None:
-            value = jtu.tree_map(_add, value, self.zeros[name, where])
-        self.records.append((name, where, value))
+    def sow(self, node, where, value):
+        # A constant has no cotangent, also where another branch gives its name one.
+        if self.zeros is not None and node.kind != "const":
+            value = jtu.tree_map(_add, value, self.zeros[node.name, where])
+        self.records.append((node.name, where, value))
         return value
 
 
@@ -258,7 +263,7 @@ def execute(xp, node, v, run: Run, where=()):
             case Op():
                 return _op(xp, node, v, o)
             case Sow():
-                sown = run.sow(node.name, where, _sown(xp, node.kind, v, o))
+                sown = run.sow(node, where, _sown(xp, node.kind, v, o))
                 return _after_sow(node.kind, v, sown)
             case Seq():
                 for child in node.nodes:
@@ -275,7 +280,7 @@ def execute(xp, node, v, run: Run, where=()):
             case Fori():
                 c = v
                 for i in range(node.length):
-                    c = go(node.body, c + np.float32(0.1) * i, v, (*where, i))
+                    c = go(node.body, _bump(xp, c, i), v, (*where, i))
                 return c
             case Map() | Vmap():
                 n = node.length if isinstance(node, Map) else node.size
@@ -369,9 +374,7 @@ def find_sites(node, root_lanes: int | None = None) -> dict[str, Site]:
             case Vmap():
                 ax = axis(node, True, node.size)
                 inner = (*axes, ax)
-                out = go(
-                    node.body, v | {ax.id}, v, inner, lanes, conditional
-                )
+                out = go(node.body, v | {ax.id}, v, inner, lanes, conditional)
                 return v | (out - {ax.id})
             case While():
 

@@ -10,9 +10,9 @@ import jax.random as jr
 import jax.tree_util as jtu
 import numpy as np
 import pytest
-from helpers import assert_close, modes_of
-
 from eqx_sow import save_intermediates as S, Sow, sow
+
+from tests.helpers import assert_close, modes_of
 
 
 X = jnp.array([0.5, -1.0, 2.0])
@@ -36,21 +36,20 @@ VALUES = {
     "none": lambda x: (None, x),
     "mixed": lambda x: {"f": x, "i": x.astype(jnp.int32), "n": 3, "s": "text"},
     "module": lambda x: eqx.tree_at(
-        lambda m: m.weight, eqx.nn.Linear(3, 2, key=jr.key(0)), x[None] * jnp.ones((2, 1))
+        lambda m: m.weight,
+        eqx.nn.Linear(3, 2, key=jr.key(0)),
+        x[None] * jnp.ones((2, 1)),
     ),
     "empty": lambda x: {"a": (), "b": {}},
 }
 
 # Whether and where there is an axis for the two rows under vmap.
 TRANSFORMS = {
-    "eager": (lambda f: f, None),
     "jit": (jax.jit, None),
-    "checkpoint": (jax.checkpoint, None),
     "grad": (jax.grad, None),
     "jit-grad": (lambda f: jax.jit(jax.grad(jax.jit(f))), None),
     "grad-checkpoint": (lambda f: jax.grad(jax.checkpoint(f)), None),
     "jvp": (lambda f: lambda x: jax.jvp(f, (x,), (jnp.ones_like(x),)), None),
-    "vmap": (jax.vmap, 0),
     "vmap-grad": (lambda f: jax.vmap(jax.grad(f)), 0),
     "vmap-jit": (lambda f: jax.vmap(jax.jit(f)), 0),
 }

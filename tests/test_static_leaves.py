@@ -11,9 +11,9 @@ import jax.random as jr
 import jax.tree_util as jtu
 import numpy as np
 import pytest
-from helpers import assert_close
-
 from eqx_sow import save_intermediates as S, sow
+
+from tests.helpers import assert_close
 
 
 X = jnp.array([0.5, -1.0, 2.0])

@@ -1,0 +1,1360 @@
+"""`capture=`: submodules of a model that nobody edits."""
+
+import abc
+import functools as ft
+import pickle
+
+import equinox as eqx
+import jax
+import jax.lax as lax
+import jax.numpy as jnp
+import jax.random as jr
+import jax.tree_util as jtu
+import optax
+import pytest
+from beartype import beartype
+from jax.sharding import NamedSharding, PartitionSpec as P
+from jaxtyping import Array, Float, jaxtyped
+
+from eqx_sow import (
+    Append,
+    DuplicateSowError,
+    save_intermediates as S,
+    Sow,
+    sow,
+    UnknownSowError,
+)
+
+from .helpers import assert_close, modes_of, with_mode
+
+
+X = jnp.array([0.3, -1.2, 0.7])
+XS = jnp.stack([X, 2 * X, -X, 0 * X])
+
+
+def _mlp(seed=0, depth=2):
+    return eqx.nn.MLP(3, 2, 4, depth, activation=jnp.tanh, key=jr.key(seed))
+
+
+def _by_hand(mlp, x, prefix="", eps=None):
+    """The output of an `_mlp`, and those of its layers with `eps` added to them."""
+    seen = {}
+    for i, layer in enumerate(mlp.layers):
+        x = layer.weight @ x + layer.bias
+        if eps is not None:
+            x = x + eps[f"{prefix}layers/{i}"]
+        seen[f"{prefix}layers/{i}"] = x
+        if i + 1 < len(mlp.layers):
+            x = jnp.tanh(x)
+    return x, seen
+
+
+def _loss(model, x):
+    return jnp.sum(model(x) ** 2)
+
+
+def _cotangents(mlp, x, prefix=""):
+    zeros = jtu.tree_map(jnp.zeros_like, _by_hand(mlp, x, prefix)[1])
+    return jax.grad(lambda e: jnp.sum(_by_hand(mlp, x, prefix, e)[0] ** 2))(zeros)
+
+
+class Tower(eqx.Module):
+    """Children in a list, a dict and a tuple in a tuple."""
+
+    blocks: list
+    heads: dict
+    deep: tuple
+
+    def __init__(self, key):
+        keys = jr.split(key, 6)
+        make = lambda k: eqx.nn.Linear(3, 3, key=k)
+        self.blocks = [make(keys[0]), make(keys[1])]
+        self.heads = {"mean": make(keys[2]), "scale": make(keys[3])}
+        self.deep = ((make(keys[4]),), make(keys[5]))
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = block(x)
+        x = self.heads["mean"](x) + self.heads["scale"](x)
+        return self.deep[1](self.deep[0][0](x))
+
+
+# --- What is selected ---
+
+
+def test_true_marks_every_module_with_a_call(call):
+    mlp = _mlp()
+    out, got = call(S(mlp, capture=True), X)
+    expected, seen = _by_hand(mlp, X)
+    assert_close(out, expected)
+    assert_close(with_mode(got, "primal"), {**seen, ".": expected})
+
+
+def test_order_of_execution():
+    tower = Tower(jr.key(0))
+    _, got = S(tower, capture=True)(X)
+    assert list(got) == [
+        "blocks/0",
+        "blocks/1",
+        "heads/mean",
+        "heads/scale",
+        "deep/0/0",
+        "deep/1",
+        ".",
+    ]
+
+
+def test_class(call):
+    mlp = _mlp()
+    _, got = call(S(mlp, capture=eqx.nn.Linear), X)
+    assert_close(with_mode(got, "primal"), _by_hand(mlp, X)[1])
+
+
+def test_tuple_of_classes():
+    model = eqx.nn.Sequential(
+        [
+            eqx.nn.Linear(3, 3, key=jr.key(0)),
+            eqx.nn.LayerNorm(3),
+            eqx.nn.Lambda(jnp.tanh),
+        ]
+    )
+    _, got = S(model, capture=(eqx.nn.LayerNorm, eqx.nn.Lambda))(X)
+    assert list(got) == ["layers/1", "layers/2"]
+    assert_close(got["layers/2"]["primal"], jnp.tanh(got["layers/1"]["primal"]))
+
+
+def test_base_class_selects_subclasses():
+    class MyLinear(eqx.nn.Linear):
+        pass
+
+    model = eqx.nn.Sequential([MyLinear(3, 3, key=jr.key(0))])
+    assert list(S(model, capture=eqx.nn.Linear)(X)[1]) == ["layers/0"]
+
+
+def test_predicate_is_given_name_and_module():
+    mlp = _mlp()
+    asked = {}
+
+    def pick(path, module):
+        asked[path] = type(module)
+        return path.endswith("1")
+
+    _, got = S(mlp, capture=pick)(X)
+    assert list(got) == ["layers/1"]
+    linear = eqx.nn.Linear
+    # The path is the string that is used as the name.
+    assert asked == {
+        ".": eqx.nn.MLP,
+        "layers/0": linear,
+        "layers/1": linear,
+        "layers/2": linear,
+    }
+
+
+def test_predicate_on_the_module():
+    big = lambda path, m: isinstance(m, eqx.nn.Linear) and m.out_features == 2
+    assert list(S(_mlp(), capture=big)(X)[1]) == ["layers/2"]
+
+
+def test_names_and_modes_select_among_the_captured(call):
+    model = _mlp()
+    grad = eqx.filter_grad(_loss)
+    saved = S(grad, capture=True, names="model/layers/[01]", modes="cotangent")
+    _, got = call(saved, model, X)
+    expected = _cotangents(model, X, "model/")
+    names = ["model/layers/0", "model/layers/1"]
+    assert_close(got, {n: {"cotangent": expected[n]} for n in names})
+
+
+def test_transform_and_spec_for_captured_modules(call):
+    mlp = _mlp()
+    saved = S(
+        mlp,
+        capture=eqx.nn.Linear,
+        transform={"layers/*": jnp.sum},
+        spec={"layers/*": Float[Array, ""]},
+    )
+    _, got = call(saved, X)
+    expected = {n: jnp.sum(v) for n, v in _by_hand(mlp, X)[1].items()}
+    assert_close(with_mode(got, "primal"), expected)
+
+
+def test_tag_holds_for_captured_modules():
+    mlp = _mlp()
+
+    def fn(mlp, x):
+        return sow(mlp(x), "out")
+
+    _, got = S(fn, capture=eqx.nn.Linear, tag="layers")(mlp, X)
+    assert list(got) == [f"mlp/layers/{i}" for i in range(3)]
+    (_, inner), outer = S(S(fn, capture=eqx.nn.Linear, tag="layers"))(mlp, X)
+    assert list(outer) == ["out"] and list(inner) == list(got)
+
+
+def test_methods():
+    class Codec(eqx.Module):
+        inner: eqx.nn.Linear
+
+        def encode(self, x):
+            return self.inner(x)
+
+        def decode(self, x, *, shift=0.0):
+            return self.inner.weight.T @ (x - self.inner.bias) + shift
+
+    class Model(eqx.Module):
+        codec: Codec
+
+        def __call__(self, x):
+            return self.codec.decode(self.codec.encode(x), shift=1.0)
+
+    model = Model(Codec(eqx.nn.Linear(3, 3, key=jr.key(0))))
+    out, got = S(model, capture=Codec, methods=("encode", "decode"))(X)
+    assert_close(
+        with_mode(got, "primal"),
+        {"codec.encode": model.codec.inner(X), "codec.decode": out},
+    )
+    _, got = S(model, capture=True, methods=("__call__", "encode"))(X)
+    assert list(got) == ["codec/inner", "codec.encode", "."]
+    _, got = S(model, capture=Codec, methods="encode", inputs=True)(X)
+    assert list(got) == ["codec.encode.inputs", "codec.encode"]
+
+
+def test_a_method_that_is_mapped(call):
+    class Model(eqx.Module):
+        linear: eqx.nn.Linear
+
+        def encode(self, x):
+            return self.linear(x)
+
+        def __call__(self, xs):
+            return jax.vmap(self.encode)(xs)
+
+    model = Model(eqx.nn.Linear(3, 2, key=jr.key(0)))
+    out, got = call(S(model, capture=Model, methods=("encode",)), XS)
+    assert_close([e["primal"] for e in got.values()], [out])
+
+
+def test_inputs(call):
+    class Model(eqx.Module):
+        linear: eqx.nn.Linear
+        drop: eqx.nn.Dropout
+
+        def __call__(self, x, key):
+            return self.drop(self.linear(x), key=key)
+
+    model = Model(eqx.nn.Linear(3, 3, key=jr.key(0)), eqx.nn.Dropout(0.5))
+    key = jr.key(1)
+    out, got = call(S(model, capture=(eqx.nn.Linear, eqx.nn.Dropout), inputs=True), X, key)
+    h = model.linear(X)
+    assert_close(
+        with_mode(got, "primal"),
+        {
+            "linear.inputs": ((X,), {}),
+            "linear": h,
+            "drop.inputs": ((h,), {"key": key}),
+            "drop": out,
+        },
+    )
+
+
+def test_inputs_have_cotangents(call):
+    mlp = _mlp()
+    grads, got = call(S(eqx.filter_grad(_loss), capture=eqx.nn.Linear, inputs=True), mlp, X)
+    del grads
+    out = _cotangents(mlp, X, "model/")
+    for i in (1, 2):
+        back = mlp.layers[i].weight.T @ out[f"model/layers/{i}"]
+        (ct,), _ = got[f"model/layers/{i}.inputs"]["cotangent"]
+        assert_close(ct, back)
+
+
+def test_inputs_of_any_kind(call):
+    class Layer(eqx.Module):
+        def __call__(self, x, how, scale=2.0, *, extra):
+            assert how == "up" and extra["f"] is jnp.tanh
+            return x * scale
+
+    layer = Layer()
+
+    def fn(layer, x):
+        return layer(x, "up", extra={"f": jnp.tanh, "none": None, "x": x})
+
+    _, got = call(S(fn, capture=True, inputs=True), layer, X)
+    args, kwargs = got["layer.inputs"]["primal"]
+    assert_close(args[0], X)
+    assert args[1] == "up" and kwargs["extra"]["f"] is jnp.tanh
+    assert kwargs["extra"]["none"] is None
+    assert_close(got["layer"]["primal"], 2 * X)
+
+
+def test_an_output_of_any_kind(call):
+    class Layer(eqx.Module):
+        def __call__(self, x):
+            return {"x": x, "what": "a string", "f": jnp.tanh, "none": None}
+
+    _, got = call(S(lambda layer, x: layer(x)["x"], capture=True), Layer(), X)
+    value = got["layer"]["primal"]
+    assert value["what"] == "a string" and value["f"] is jnp.tanh
+    assert value["none"] is None
+    assert_close(value["x"], X)
+
+
+# --- Unnamed `Sow()` ---
+
+
+def test_unnamed_sow_is_named_by_its_path(call):
+    model = eqx.nn.Sequential([eqx.nn.Lambda(jnp.sin), Sow(), eqx.nn.Lambda(jnp.cos)])
+    out, got = call(S(model), X)
+    assert_close(out, jnp.cos(jnp.sin(X)))
+    assert_close(got, {"layers/1": {"primal": jnp.sin(X)}})
+    _, got = call(S(lambda net, x: net(x)), model, X)
+    assert list(got) == ["net/layers/1"]
+
+
+def test_unnamed_sow_under_capture_is_one_site():
+    model = eqx.nn.Sequential([eqx.nn.Lambda(jnp.sin), Sow()])
+    _, got = S(model, capture=True)(X)
+    assert list(got) == ["layers/0", "layers/1", "."]
+
+
+def test_unnamed_sow_has_a_tag_and_a_spec():
+    model = eqx.nn.Sequential([Sow(tag="a"), Sow(spec=Float[Array, " 3"])])
+    assert list(S(model)(X)[1]) == ["layers/1"]
+    assert list(S(model, tag="a")(X)[1]) == ["layers/0"]
+
+
+def test_unnamed_sow_is_nothing_when_nobody_asks():
+    model = eqx.nn.Sequential([Sow()])
+    assert model(X) is X
+
+
+# --- Where the model may be ---
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        "fn",
+        "bound method",
+        "positional",
+        "keyword",
+        "tuple",
+        "dict",
+        "nested",
+        "partial",
+        "filter_jit",
+        "argument filter_jit",
+        "filter_vmap",
+        "filter_checkpoint",
+        "bound __call__",
+    ],
+)
+def test_where_the_model_is(where, call):
+    class Model(eqx.Module):
+        mlp: eqx.nn.MLP
+
+        def predict(self, x):
+            return self.mlp(x)
+
+        def __call__(self, x):
+            return self.predict(x)
+
+    mlp = _mlp()
+    model = Model(mlp)
+    x = X
+    if where == "fn":
+        fn, args, kwargs, prefix = mlp, (X,), {}, ""
+    elif where == "bound method":
+        fn, args, kwargs, prefix = model.predict, (X,), {}, "mlp/"
+    elif where == "bound __call__":
+        fn, args, kwargs, prefix = model.__call__, (X,), {}, "mlp/"
+    elif where == "positional":
+        fn, args, kwargs, prefix = lambda net, x: net(x), (mlp, X), {}, "net/"
+    elif where == "keyword":
+        fn = lambda x, *, net: net(x)
+        args, kwargs, prefix = (X,), {"net": mlp}, "net/"
+    elif where == "tuple":
+        fn = lambda pair: pair[1](pair[0])
+        args, kwargs, prefix = ((X, mlp),), {}, "pair/1/"
+    elif where == "dict":
+        fn = lambda d: d["net"](d["x"])
+        args, kwargs, prefix = ({"net": mlp, "x": X},), {}, "d/net/"
+    elif where == "nested":
+        fn = lambda *stuff: stuff[1]["a"][0](stuff[0])
+        args, kwargs, prefix = (X, {"a": [mlp]}), {}, "stuff/1/a/0/"
+    elif where == "partial":
+        fn, args, kwargs, prefix = eqx.Partial(mlp), (X,), {}, ""
+    elif where == "filter_jit":
+        fn, args, kwargs, prefix = eqx.filter_jit(mlp), (X,), {}, ""
+    elif where == "argument filter_jit":
+        fn = eqx.filter_jit(lambda net, x: net(x))
+        args, kwargs, prefix = (mlp, X), {}, "net/"
+    elif where == "filter_vmap":
+        fn, args, kwargs, prefix = eqx.filter_vmap(mlp), (XS,), {}, ""
+        x = XS
+    else:
+        fn, args, kwargs, prefix = eqx.filter_checkpoint(mlp), (X,), {}, ""
+    out, got = call(S(fn, capture=eqx.nn.Linear), *args, **kwargs)
+    by_hand = lambda x: _by_hand(mlp, x, prefix)
+    expected, seen = jax.vmap(by_hand)(x) if x is XS else by_hand(x)
+    assert_close(out, expected)
+    assert_close(with_mode(got, "primal"), seen)
+
+
+def test_several_models(call):
+    a, b, c = _mlp(0), _mlp(1, 1), _mlp(2)
+
+    def fn(first, x, *, second, rest):
+        return first(x) + second(x) + rest[0](x)
+
+    out, got = call(S(fn, capture=eqx.nn.Linear), a, X, second=b, rest=[c])
+    expected = {}
+    total = 0
+    for mlp, prefix in ((a, "first/"), (b, "second/"), (c, "rest/0/")):
+        y, seen = _by_hand(mlp, X, prefix)
+        total = total + y
+        expected.update(seen)
+    assert_close(out, total)
+    assert_close(with_mode(got, "primal"), expected)
+
+
+def test_two_steps_of_a_method_of_the_model(call):
+    model = Tower(jr.key(0))
+    out, got = call(S(lambda x, tower: tower(x), capture=Tower), X, model)
+    assert_close(got, {"tower": {"primal": out}})
+
+
+GLOBAL = eqx.nn.MLP(3, 2, 4, 1, activation=jnp.tanh, key=jr.key(7))
+
+
+def _closed_over_global(x):
+    return GLOBAL(x)
+
+
+def _captured_or_told(fn, mlp, *args):
+    """Either marked all the same, or an error that says how to write it."""
+    try:
+        out, got = S(fn, capture=eqx.nn.Linear)(*args)
+    except UnknownSowError as e:
+        assert "argument" in str(e)
+        return
+    expected, seen = _by_hand(mlp, args[0])
+    assert_close(out, expected)
+    values = with_mode(got, "primal")
+    assert_close(list(values.values()), list(seen.values()))
+    assert [n[-len("layers/0") :] for n in values] == list(seen)
+
+
+# The same warning as for `eqx.filter_jit(jax.vmap(model))`.
+@pytest.mark.filterwarnings("ignore:\\s*Possibly assigning")
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda mlp: lambda x: mlp(x),
+        lambda mlp: _closed_over_global,
+        lambda mlp: eqx.filter_jit(lambda x: mlp(x)),
+        lambda mlp: jax.jit(lambda x: mlp(x)),
+        lambda mlp: jax.jit(mlp),
+        lambda mlp: ft.partial(lambda m, x: m(x), mlp),
+        lambda mlp: ft.partial(mlp),
+        lambda mlp: jtu.Partial(mlp),
+        lambda mlp: jtu.Partial(lambda m, x: m(x), mlp),
+        lambda mlp: eqx.filter_jit(eqx.Partial(mlp)),
+        lambda mlp: eqx.filter_jit(mlp.__call__),
+        lambda mlp: eqx.Partial(lambda m, x: m(x), mlp),
+        lambda mlp: (lambda inner: lambda x: inner(x))(lambda x: mlp(x)),
+        lambda mlp: (lambda nets: lambda x: nets["net"](x))({"net": mlp}),
+    ],
+)
+def test_a_model_that_is_hard_to_see(wrap):
+    _captured_or_told(wrap(GLOBAL), GLOBAL, X)
+
+
+# The same warning as for `eqx.filter_jit(jax.vmap(model))`.
+@pytest.mark.filterwarnings("ignore:\\s*Possibly assigning")
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda mlp: eqx.filter_vmap(lambda x: mlp(x)),
+        lambda mlp: jax.vmap(mlp),
+        lambda mlp: jax.vmap(lambda x: mlp(x)),
+    ],
+)
+def test_a_mapped_model_that_is_hard_to_see(wrap):
+    try:
+        out, got = S(wrap(GLOBAL), capture=eqx.nn.Linear)(XS)
+    except UnknownSowError as e:
+        assert "argument" in str(e)
+        return
+    expected, seen = jax.vmap(lambda x: _by_hand(GLOBAL, x))(XS)
+    assert_close(out, expected)
+    assert_close(
+        list(with_mode(got, "primal").values()),
+        list(seen.values()),
+    )
+
+
+def test_a_closed_over_model_is_not_changed():
+    mlp = _mlp()
+    S(lambda x: mlp(x), capture=True)(X)
+    assert type(mlp) is eqx.nn.MLP and type(mlp.layers[0]) is eqx.nn.Linear
+    assert type(GLOBAL.layers[0]) is eqx.nn.Linear
+
+
+def test_a_model_in_a_default_argument_or_two_closures():
+    mlp = _mlp()
+
+    def inner(x):
+        return mlp(x)
+
+    def fn(x):
+        return inner(x)
+
+    _captured_or_told(fn, mlp, X)
+
+
+def test_nothing_found_tells_what_to_do():
+    mlp = _mlp()
+    with pytest.raises(UnknownSowError, match=r"(?s)layers/0.*argument"):
+        S(mlp, capture=eqx.nn.Conv2d)(X)
+    with pytest.raises(UnknownSowError, match="argument"):
+        S(lambda x: x, capture=True)(X)
+    with pytest.raises(UnknownSowError, match="layers/0"):
+        S(mlp, capture=lambda path, module: False)(X)
+
+
+def test_a_method_that_no_module_has():
+    with pytest.raises(UnknownSowError, match="encode"):
+        S(_mlp(), capture=True, methods=("__call__", "encode"))(X)
+    with pytest.raises(UnknownSowError, match="encode"):
+        S(_mlp(), capture=eqx.nn.Linear, methods="encode")(X)
+
+
+def test_selected_but_never_called():
+    mlp = _mlp()
+    out, got = S(lambda net, x: x * 2, capture=True)(mlp, X)
+    assert_close(out, 2 * X)
+    assert got == {}
+
+
+# --- Shared layers, stacked layers ---
+
+
+def test_called_twice_is_an_error_that_names_the_remedy():
+    linear = eqx.nn.Linear(3, 3, key=jr.key(0))
+    fn = lambda net, x: net(net(x))
+    with pytest.raises(DuplicateSowError, match="Append"):
+        S(fn, capture=True)(linear, X)
+    _, got = S(fn, capture=True, reduce=Append())(linear, X)
+    h = linear(X)
+    assert_close(got["net"]["primal"], (h, linear(h)))
+
+
+def test_an_aliased_layer_has_two_paths(call):
+    linear = eqx.nn.Linear(3, 3, key=jr.key(0))
+    _, got = call(S(eqx.nn.Sequential([linear, linear]), capture=eqx.nn.Linear), X)
+    h = linear(X)
+    assert_close(with_mode(got, "primal"), {"layers/0": h, "layers/1": linear(h)})
+
+
+def test_append_has_cotangents_too(call):
+    linear = eqx.nn.Linear(3, 3, key=jr.key(0))
+    loss = lambda net, x: jnp.sum(net(net(x)) ** 2)
+    _, got = call(S(eqx.filter_grad(loss), capture=True, reduce=Append()), linear, X)
+
+    def by_hand(eps):
+        h = linear(X) + eps[0]
+        return jnp.sum((linear(h) + eps[1]) ** 2)
+
+    expected = jax.grad(by_hand)((jnp.zeros(3), jnp.zeros(3)))
+    assert_close(got["net"]["cotangent"], expected)
+
+
+def test_layers_stacked_by_vmap_in_a_scan(call):
+    stacked = eqx.filter_vmap(lambda k: eqx.nn.Linear(3, 3, key=k))(
+        jr.split(jr.key(0), 4)
+    )
+
+    def forward(layers, x):
+        dynamic, static = eqx.partition(layers, eqx.is_array)
+
+        def body(x, layer):
+            return jnp.tanh(eqx.combine(layer, static)(x)), None
+
+        return lax.scan(body, x, dynamic)[0]
+
+    def by_hand(eps):
+        x, seen = X, []
+        for i in range(4):
+            x = stacked.weight[i] @ x + stacked.bias[i] + eps[i]
+            seen.append(x)
+            x = jnp.tanh(x)
+        return jnp.sum(x**2), (x, jnp.stack(seen))
+
+    cts, (x, seen) = jax.grad(by_hand, has_aux=True)(jnp.zeros((4, 3)))
+    out, got = call(S(forward, capture=True), stacked, X)
+    assert_close(out, x)
+    assert_close(got, {"layers": {"primal": seen}})
+    loss = lambda layers, x: jnp.sum(forward(layers, x) ** 2)
+    grads, got = call(S(eqx.filter_grad(loss), capture=True), stacked, X)
+    assert_close(grads, eqx.filter_grad(loss)(stacked, X))
+    assert_close(got, {"layers": {"primal": seen, "cotangent": cts}})
+
+
+def test_stacked_layers_in_a_checkpointed_scan(call):
+    stacked = eqx.filter_vmap(lambda k: _mlp_like(k))(jr.split(jr.key(0), 3))
+
+    def loss(layers, x):
+        dynamic, static = eqx.partition(layers, eqx.is_array)
+
+        @jax.checkpoint
+        def body(x, layer):
+            return eqx.combine(layer, static)(x), None
+
+        return jnp.sum(lax.scan(body, x, dynamic)[0] ** 2)
+
+    grads, got = call(S(eqx.filter_grad(loss), capture=eqx.nn.Linear), stacked, X)
+    assert_close(grads, eqx.filter_grad(loss)(stacked, X))
+    assert modes_of(got) == {
+        "layers/layers/0": {"primal", "cotangent"},
+        "layers/layers/1": {"primal", "cotangent"},
+    }
+    assert got["layers/layers/0"]["primal"].shape == (3, 4)
+    assert got["layers/layers/1"]["cotangent"].shape == (3, 3)
+
+
+def _mlp_like(key):
+    return eqx.nn.MLP(3, 3, 4, 1, activation=jnp.tanh, key=key)
+
+
+def test_ensemble(call):
+    models = eqx.filter_vmap(_mlp_like)(jr.split(jr.key(0), 5))
+    run = eqx.filter_vmap(lambda m, x: m(x), in_axes=(eqx.if_array(0), None))
+    out, got = call(S(run, capture=eqx.nn.Linear), models, X)
+    assert out.shape == (5, 3)
+    assert list(got) == ["m/layers/0", "m/layers/1"]
+    pick = lambda i: jtu.tree_map(lambda x: x[i] if eqx.is_array(x) else x, models)
+    expected = jtu.tree_map(
+        lambda *x: jnp.stack(x), *(_by_hand(pick(i), X, "m/")[1] for i in range(5))
+    )
+    assert_close(with_mode(got, "primal"), expected)
+
+
+def test_shared(call):
+    class Model(eqx.Module):
+        shared: eqx.nn.Shared
+
+        def __init__(self, key):
+            k0, k1 = jr.split(key)
+            embedding = eqx.nn.Embedding(5, 3, key=k0)
+            head = eqx.nn.Linear(3, 5, key=k1)
+            where = lambda pair: pair[1].weight
+            get = lambda pair: pair[0].weight
+            self.shared = eqx.nn.Shared((embedding, head), where, get)
+
+        def __call__(self, i):
+            embedding, head = self.shared()
+            return head(embedding(i))
+
+    model = Model(jr.key(0))
+    i = jnp.array(2)
+    out, got = call(S(model, capture=(eqx.nn.Embedding, eqx.nn.Linear)), i)
+    assert_close(out, model(i))
+    values = list(with_mode(got, "primal").values())
+    assert len(values) == 2
+    assert any(v.shape == (3,) for v in values)
+    assert any(v.shape == (5,) and jnp.allclose(v, out, 1e-5, 1e-5) for v in values)
+
+
+# --- Kinds of layers ---
+
+
+def test_batch_norm_with_state(call):
+    make = lambda key: eqx.nn.Sequential(
+        [
+            eqx.nn.Linear(3, 4, key=key),
+            eqx.nn.BatchNorm(4, "batch", mode="ema"),
+            eqx.nn.Lambda(jnp.tanh),
+        ]
+    )
+    model, state = eqx.nn.make_with_state(make)(jr.key(0))
+
+    def forward(model, state, xs):
+        run = jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))
+        return run(xs, state)
+
+    xs = jr.normal(jr.key(1), (5, 3))
+    expected, new_state = forward(model, state, xs)
+    (out, out_state), got = call(S(forward, capture=True), model, state, xs)
+    assert_close(out, expected)
+    assert_close(jtu.tree_leaves(out_state), jtu.tree_leaves(new_state))
+    assert jtu.tree_structure(out_state) == jtu.tree_structure(new_state)
+    assert set(got) == {f"model/layers/{i}" for i in range(3)} | {"model"}
+    h = jax.vmap(model.layers[0])(xs)
+    assert_close(got["model/layers/0"]["primal"], h)
+    value, _ = got["model/layers/1"]["primal"]
+    assert value.shape == (5, 4)
+    assert_close(jnp.tanh(value), expected)
+    assert_close(got["model/layers/2"]["primal"], expected)
+
+
+def test_batch_norm_under_grad(call):
+    make = lambda key: eqx.nn.Sequential(
+        [eqx.nn.Linear(3, 4, key=key), eqx.nn.BatchNorm(4, "batch", mode="ema")]
+    )
+    model, state = eqx.nn.make_with_state(make)(jr.key(0))
+
+    def loss(model, state, xs):
+        run = jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))
+        out, state = run(xs, state)
+        return jnp.mean(out**3), state
+
+    xs = jr.normal(jr.key(1), (5, 3))
+    grad = eqx.filter_grad(loss, has_aux=True)
+    expected, new_state = grad(model, state, xs)
+    (grads, out_state), got = call(S(grad, capture=eqx.nn.Linear), model, state, xs)
+    assert_close(grads, expected)
+    assert jtu.tree_structure(out_state) == jtu.tree_structure(new_state)
+    assert_close(jtu.tree_leaves(out_state), jtu.tree_leaves(new_state))
+
+    def by_hand(eps):
+        h = jax.vmap(model.layers[0])(xs) + eps
+        norm = jax.vmap(
+            model.layers[1],
+            axis_name="batch",
+            in_axes=(0, None),
+            out_axes=(0, None),
+        )
+        return jnp.mean(norm(h, state)[0] ** 3), h
+
+    ct, h = jax.grad(by_hand, has_aux=True)(jnp.zeros((5, 4)))
+    assert_close(got, {"model/layers/0": {"primal": h, "cotangent": ct}})
+
+
+def test_attention(call):
+    attention = eqx.nn.MultiheadAttention(2, 4, key=jr.key(0))
+    xs = jr.normal(jr.key(1), (3, 4))
+    out, got = call(S(attention, capture=True), xs, xs, xs)
+    assert_close(out, attention(xs, xs, xs))
+    assert {"query_proj", "key_proj", "value_proj", "output_proj", "."} <= set(got)
+    for name in ("query_proj", "key_proj", "value_proj"):
+        expected = jax.vmap(getattr(attention, name))(xs)
+        assert_close(got[name]["primal"], expected)
+    assert_close(got["output_proj"]["primal"], out)
+
+
+@pytest.mark.parametrize("cell", [eqx.nn.GRUCell, eqx.nn.LSTMCell])
+def test_cells_in_a_scan(cell, call):
+    cell = cell(3, 4, key=jr.key(0))
+    lstm = isinstance(cell, eqx.nn.LSTMCell)
+    init = (jnp.zeros(4), jnp.zeros(4)) if lstm else jnp.zeros(4)
+
+    def forward(cell, xs):
+        return lax.scan(lambda h, x: (cell(x, h), None), init, xs)[0]
+
+    def by_hand(eps):
+        h, seen = init, []
+        for i, x in enumerate(XS):
+            e = jtu.tree_map(lambda e: e[i], eps)
+            h = jtu.tree_map(jnp.add, cell(x, h), e)
+            seen.append(h)
+        seen = jtu.tree_map(lambda *h: jnp.stack(h), *seen)
+        return jnp.sum(jtu.tree_leaves(h)[0] ** 2), (h, seen)
+
+    zeros = jtu.tree_map(lambda h: jnp.zeros((len(XS), *h.shape)), init)
+    cts, (h, seen) = jax.grad(by_hand, has_aux=True)(zeros)
+    out, got = call(S(forward, capture=True), cell, XS)
+    assert_close(out, h)
+    assert_close(got["cell"], {"primal": seen})
+    loss = lambda cell, xs: jnp.sum(jtu.tree_leaves(forward(cell, xs))[0] ** 2)
+    grads, got = call(S(eqx.filter_grad(loss), capture=True), cell, XS)
+    assert_close(grads, eqx.filter_grad(loss)(cell, XS))
+    assert_close(got["cell"], {"primal": seen, "cotangent": cts})
+
+
+def test_convolutions(call):
+    keys = jr.split(jr.key(0), 3)
+    model = eqx.nn.Sequential(
+        [
+            eqx.nn.Conv2d(1, 2, 3, key=keys[0]),
+            eqx.nn.Lambda(jax.nn.relu),
+            eqx.nn.MaxPool2d(2, 2),
+            eqx.nn.Conv2d(2, 3, 2, key=keys[1]),
+            eqx.nn.Lambda(jnp.ravel),
+            eqx.nn.Linear(3, 2, key=keys[2]),
+        ]
+    )
+    image = jr.normal(jr.key(1), (1, 6, 6))
+    out, got = call(S(model, capture=True), image)
+    x = image
+    for i, layer in enumerate(model.layers):
+        x = layer(x)
+        assert_close(got[f"layers/{i}"]["primal"], x)
+    assert_close(out, x)
+
+
+def test_dropout(call):
+    model = eqx.nn.Sequential([eqx.nn.Dropout(0.5), eqx.nn.Lambda(jnp.sin)])
+    key = jr.key(3)
+    out, got = call(S(lambda m, x, key: m(x, key=key), capture=eqx.nn.Dropout), model, X, key)
+    assert_close(out, model(X, key=key))
+    assert_close(jnp.sin(got["m/layers/0"]["primal"]), out)
+
+
+def test_other_layers_of_equinox(call):
+    key = jr.key(0)
+    model = eqx.nn.Sequential(
+        [
+            eqx.nn.LayerNorm(3),
+            eqx.nn.RMSNorm(3),
+            eqx.nn.WeightNorm(eqx.nn.Linear(3, 3, key=key)),
+            eqx.nn.Lambda(eqx.nn.PReLU()),
+            eqx.nn.Identity(),
+            eqx.nn.Lambda(lambda x: x.reshape(3, 1)),
+            eqx.nn.Conv1d(3, 2, 1, key=key),
+            eqx.nn.GroupNorm(1, 2),
+        ]
+    )
+    out, got = call(S(model, capture=True), X)
+    assert_close(out, model(X))
+    assert "layers/3/fn" in got and "layers/7" in got
+    assert_close(got["."]["primal"], out)
+
+
+# --- Kinds of classes ---
+
+
+def test_init_subclass():
+    registry = []
+
+    class Registered(eqx.Module):
+        def __init_subclass__(cls, *, kind, **kwargs):
+            super().__init_subclass__(**kwargs)
+            registry.append((cls, kind))
+
+    class Layer(Registered, kind="layer"):
+        w: Array
+
+        def __call__(self, x):
+            return self.w * x
+
+    layer = Layer(X)
+    before = list(registry)
+    _, got = S(layer, capture=True)(X)
+    assert_close(got, {".": {"primal": X * X}})
+    assert registry == before
+
+
+def test_abstract_classes(call):
+    class AbstractLayer(eqx.Module):
+        width: eqx.AbstractVar[int]
+        kind: eqx.AbstractClassVar[str]
+
+        @abc.abstractmethod
+        def inner(self, x): ...
+
+        def __call__(self, x):
+            assert self.kind == "scale"
+            return self.inner(x) * self.width
+
+    class Layer(AbstractLayer, strict=True):
+        w: Array
+        width: int = eqx.field(static=True)
+        kind = "scale"
+
+        def inner(self, x):
+            return self.w * x
+
+    try:
+        layer = Layer(X, 2)
+    except TypeError:
+        pytest.skip("this Equinox is stricter")
+    _, got = call(S(layer, capture=AbstractLayer, methods=("__call__", "inner")), X)
+    values = list(with_mode(got, "primal").values())
+    assert len(values) == 2
+    assert_close(got["."]["primal"], 2 * X * X)
+
+
+def test_inherited_call_and_super():
+    class Base(eqx.Module):
+        linear: eqx.nn.Linear
+
+        def __call__(self, x):
+            return self.linear(x)
+
+    class Child(Base):
+        scale: float = 2.0
+
+        def __call__(self, x):
+            return super().__call__(x) * self.scale
+
+    class Grandchild(Child):
+        pass
+
+    model = Grandchild(eqx.nn.Linear(3, 3, key=jr.key(0)))
+    out, got = S(model, capture=True)(X)
+    assert_close(
+        with_mode(got, "primal"), {"linear": model.linear(X), ".": 2 * model.linear(X)}
+    )
+    assert_close(out, model(X))
+
+
+def test_user_made_init_converters_and_properties():
+    inits = []
+
+    class Layer(eqx.Module):
+        w: Array = eqx.field(converter=jnp.asarray)
+        twice: Array
+
+        def __init__(self, w):
+            inits.append("init")
+            self.w = w
+            self.twice = 2 * jnp.asarray(w)
+
+        def __check_init__(self):
+            inits.append("check")
+
+        @property
+        def total(self):
+            return self.twice.sum()
+
+        def __call__(self, x):
+            return self.twice * x + self.total
+
+    layer = Layer([1.0, 2.0, 3.0])
+    before = list(inits)
+    out, got = S(layer, capture=True)(X)
+    assert inits == before
+    assert_close(got["."]["primal"], out)
+
+
+def test_jaxtyped_class(call):
+    @jaxtyped(typechecker=beartype)
+    class Layer(eqx.Module):
+        w: Float[Array, " n"]
+
+        def __call__(self, x: Float[Array, " n"]) -> Float[Array, " n"]:
+            return self.w * x
+
+    layer = Layer(X)
+    _, got = call(S(layer, capture=True), X)
+    assert_close(got, {".": {"primal": X * X}})
+
+
+def test_jaxtyped_call(call):
+    class Layer(eqx.Module):
+        w: Array
+
+        @jaxtyped(typechecker=beartype)
+        def __call__(self, x: Float[Array, " n"]) -> Float[Array, " n"]:
+            return self.w * x
+
+    _, got = call(S(Layer(X), capture=True), X)
+    assert_close(got, {".": {"primal": X * X}})
+
+
+@pytest.mark.parametrize(
+    "decorate",
+    [eqx.filter_jit, jax.named_scope("layer"), eqx.filter_checkpoint, jax.jit],
+)
+def test_decorated_call(decorate, call):
+    class Layer(eqx.Module):
+        inner: eqx.nn.Linear
+
+        @decorate
+        def __call__(self, x):
+            return jnp.tanh(self.inner(x))
+
+    layer = Layer(eqx.nn.Linear(3, 3, key=jr.key(0)))
+    layer(X)
+    out, got = call(S(layer, capture=True), X)
+    assert_close(out, jnp.tanh(layer.inner(X)))
+    expected = {"inner": layer.inner(X), ".": out}
+    assert_close(with_mode(got, "primal"), expected)
+    loss = lambda m, x: jnp.sum(m(x) ** 2)
+    grads, got = call(S(eqx.filter_grad(loss), capture=True), layer, X)
+    assert_close(grads, eqx.filter_grad(loss)(layer, X))
+    assert_close(got["m"]["cotangent"], 2 * out)
+
+
+def test_bound_methods_and_wrappers_in_fields(call):
+    class Model(eqx.Module):
+        linear: eqx.nn.Linear
+        mapped: object
+        partial: object
+        checkpointed: object
+
+        def __call__(self, xs):
+            return self.checkpointed(self.partial(self.mapped(xs)))
+
+    k = jr.split(jr.key(0), 3)
+    layers = [eqx.nn.Linear(3, 3, key=key) for key in k]
+    model = Model(
+        layers[0],
+        eqx.filter_vmap(layers[0]),
+        eqx.Partial(_each, layers[1]),
+        eqx.filter_checkpoint(eqx.filter_vmap(layers[2])),
+    )
+    out, got = call(S(model, capture=eqx.nn.Linear), XS)
+    h0 = jax.vmap(layers[0])(XS)
+    h1 = jax.vmap(layers[1])(h0)
+    h2 = jax.vmap(layers[2])(h1)
+    assert_close(out, h2)
+    values = with_mode(got, "primal")
+    assert len(values) == 3
+    for name, h in (("mapped", h0), ("partial", h1), ("checkpointed", h2)):
+        (value,) = (v for n, v in values.items() if n.startswith(name))
+        assert_close(value, h)
+
+
+def _each(layer, xs):
+    return jax.vmap(layer)(xs)
+
+
+def test_inference_mode_tree_at_and_filter_shard_inside(call, mesh):
+    model = eqx.nn.Sequential(
+        [eqx.nn.Linear(8, 8, key=jr.key(0)), eqx.nn.Dropout(0.5)]
+    )
+    over = NamedSharding(mesh, P())
+
+    def fn(model, x):
+        model = eqx.nn.inference_mode(model)
+        where = lambda m: m.layers[0].bias
+        model = eqx.tree_at(where, model, replace_fn=lambda b: b + 1)
+        return eqx.filter_shard(model, over)(x)
+
+    x = jnp.arange(8.0)
+    out, got = call(S(fn, capture=True), model, x)
+    h = model.layers[0](x) + 1
+    assert_close(out, h)
+    names = ("model/layers/0", "model/layers/1", "model")
+    assert_close(with_mode(got, "primal"), dict.fromkeys(names, h))
+
+
+def test_a_layer_replaced_inside_is_not_there():
+    mlp = _mlp(depth=1)
+
+    def fn(mlp, x):
+        new = eqx.nn.Linear(3, 4, key=jr.key(5))
+        return eqx.tree_at(lambda m: m.layers[0], mlp, new)(x)
+
+    _, got = S(fn, capture=eqx.nn.Linear)(mlp, X)
+    assert list(got) == ["mlp/layers/1"]
+
+
+def test_isinstance_len_iteration_and_match_inside():
+    model = eqx.nn.Sequential(
+        [eqx.nn.Linear(3, 3, key=jr.key(0)), eqx.nn.Lambda(jnp.tanh)]
+    )
+    seen = []
+
+    def fn(model, x):
+        assert len(model) == 2
+        for layer in model:
+            match layer:
+                case eqx.nn.Linear(weight=w):
+                    seen.append(w.shape)
+                case eqx.nn.Lambda():
+                    seen.append("lambda")
+            x = layer(x)
+        return x
+
+    _, got = S(fn, capture=True)(model, X)
+    assert seen == [(3, 3), "lambda"]
+    assert list(got) == ["model/layers/0", "model/layers/1"]
+
+
+def test_containers_of_modules_are_found():
+    class Model(eqx.Module):
+        stuff: dict
+
+        def __call__(self, x):
+            return self.stuff["a"][1](x)
+
+    model = Model({"a": (None, eqx.nn.Linear(3, 3, key=jr.key(0))), "b": 3})
+    assert list(S(model, capture=eqx.nn.Linear)(X)[1]) == ["stuff/a/1"]
+
+
+# --- Under `eqx.filter_grad` ---
+
+
+def test_activation_and_gradient_of_every_layer_in_one_call(call):
+    mlp = _mlp()
+    grads, got = call(S(eqx.filter_grad(_loss), capture=eqx.nn.Linear), mlp, X)
+    seen = _by_hand(mlp, X, "model/")[1]
+    cts = _cotangents(mlp, X, "model/")
+    assert_close(got, {n: {"primal": seen[n], "cotangent": cts[n]} for n in seen})
+    assert_close(grads, eqx.filter_grad(_loss)(mlp, X))
+    assert type(grads) is eqx.nn.MLP and type(grads.layers[0]) is eqx.nn.Linear
+    assert jtu.tree_structure(grads) == jtu.tree_structure(
+        eqx.filter_grad(_loss)(mlp, X)
+    )
+
+
+def test_value_and_grad_with_aux(call):
+    mlp = _mlp()
+
+    def loss(model, x):
+        return _loss(model, x), (model, model.layers[0])
+
+    f = eqx.filter_value_and_grad(loss, has_aux=True)
+    ((value, (model, layer)), grads), got = call(S(f, capture=True), mlp, X)
+    assert_close(value, _loss(mlp, X))
+    assert_close((model, layer), (mlp, mlp.layers[0]))
+    assert type(model) is eqx.nn.MLP and type(layer) is eqx.nn.Linear
+    assert_close(grads, eqx.filter_grad(_loss)(mlp, X))
+    assert set(got) == {f"model/layers/{i}" for i in range(3)} | {"model"}
+
+
+def test_gradient_of_a_batch(call):
+    mlp = _mlp()
+    loss = lambda model, xs: jnp.mean(jax.vmap(lambda x: _loss(model, x))(xs))
+    grads, got = call(S(eqx.filter_grad(loss), capture=eqx.nn.Linear), mlp, XS)
+    assert_close(grads, eqx.filter_grad(loss)(mlp, XS))
+    seen = jax.vmap(lambda x: _by_hand(mlp, x, "model/")[1])(XS)
+    cts = jax.vmap(lambda x: _cotangents(mlp, x, "model/"))(XS)
+    cts = jtu.tree_map(lambda c: c / len(XS), cts)
+    assert_close(got, {n: {"primal": seen[n], "cotangent": cts[n]} for n in seen})
+
+
+def test_gradients_per_example(call):
+    mlp = _mlp()
+    grad = eqx.filter_vmap(eqx.filter_grad(_loss), in_axes=(None, 0))
+    grads, got = call(S(grad, capture=eqx.nn.Linear), mlp, XS)
+    assert type(grads.layers[0]) is eqx.nn.Linear
+    cts = jax.vmap(lambda x: _cotangents(mlp, x, "model/"))(XS)
+    assert_close(with_mode(got, "cotangent"), cts)
+
+
+@pytest.mark.parametrize("jitted", ["outside", "inside", "no"])
+@jax.numpy_dtype_promotion("standard")
+def test_a_training_step(jitted):
+    optim = optax.adamw(1e-2)
+
+    def step(model, opt_state, x):
+        loss, grads = eqx.filter_value_and_grad(_loss)(model, x)
+        params = eqx.filter(model, eqx.is_inexact_array)
+        updates, opt_state = optim.update(grads, opt_state, params)
+        return eqx.apply_updates(model, updates), opt_state, loss
+
+    model = _mlp()
+    opt_state = optim.init(eqx.filter(model, eqx.is_inexact_array))
+    expected = step(model, opt_state, X)
+    if jitted == "inside":
+        saved = S(eqx.filter_jit(step), capture=eqx.nn.Linear)
+    else:
+        saved = S(step, capture=eqx.nn.Linear)
+        saved = eqx.filter_jit(saved) if jitted == "outside" else saved
+    plain = step(*step(model, opt_state, X)[:2], X)
+    out, got = saved(model, opt_state, X)
+    assert_close(out, expected)
+    assert jtu.tree_structure(out) == jtu.tree_structure(expected)
+    out, got = saved(*out[:2], X)
+    assert_close(out, plain)
+    assert modes_of(got) == {
+        f"model/layers/{i}": {"primal", "cotangent"} for i in range(3)
+    }
+    types = [type(m) for m in jtu.tree_leaves(out[1], is_leaf=_is_mlp) if _is_mlp(m)]
+    assert types == [eqx.nn.MLP, eqx.nn.MLP]
+
+
+def _is_mlp(x):
+    return isinstance(x, eqx.nn.MLP)
+
+
+def test_training_in_a_scan(call):
+    optim = optax.sgd(0.1, momentum=0.9)
+    model = _mlp(depth=1)
+    opt_state = optim.init(eqx.filter(model, eqx.is_array))
+
+    def train(model, opt_state, xs):
+        dynamic, static = eqx.partition(model, eqx.is_array)
+
+        def body(carry, x):
+            dynamic, opt_state = carry
+            model = eqx.combine(dynamic, static)
+            grads = eqx.filter_grad(_loss)(model, x)
+            updates, opt_state = optim.update(grads, opt_state)
+            model = eqx.apply_updates(model, updates)
+            return (eqx.filter(model, eqx.is_array), opt_state), None
+
+        (dynamic, opt_state), _ = lax.scan(body, (dynamic, opt_state), xs)
+        return eqx.combine(dynamic, static), opt_state
+
+    expected = train(model, opt_state, XS)
+    out, got = call(S(train, capture=eqx.nn.Linear), model, opt_state, XS)
+    assert_close(out, expected)
+    assert jtu.tree_structure(out) == jtu.tree_structure(expected)
+    assert got["model/layers/0"]["cotangent"].shape == (4, 4)
+
+
+def test_a_loss_that_is_a_method():
+    class Trainer(eqx.Module):
+        model: eqx.nn.MLP
+
+        def loss(self, x):
+            return _loss(self.model, x)
+
+    trainer = Trainer(_mlp())
+    _, got = S(trainer.loss, capture=eqx.nn.Linear)(X)
+    assert list(got) == [f"model/layers/{i}" for i in range(3)]
+    grad = lambda trainer, x: eqx.filter_grad(lambda t: t.loss(x))(trainer)
+    grads, got = S(grad, capture=eqx.nn.Linear)(trainer, X)
+    assert type(grads) is Trainer and type(grads.model.layers[0]) is eqx.nn.Linear
+    assert_close(
+        with_mode(got, "cotangent"), _cotangents(trainer.model, X, "trainer/model/")
+    )
+
+
+def test_jvp_and_second_order(call):
+    mlp = _mlp(depth=1)
+
+    def fn(model, x):
+        return jax.jvp(model, (x,), (jnp.ones_like(x),))
+
+    _, got = call(S(fn, capture=eqx.nn.Linear), mlp, X)
+    assert modes_of(got) == {
+        f"model/layers/{i}": {"primal", "tangent"} for i in range(2)
+    }
+    assert_close(got["model/layers/0"]["tangent"], mlp.layers[0].weight @ jnp.ones(3))
+
+
+def test_a_penalty_on_activations(call):
+    mlp = _mlp()
+
+    def loss(model, x):
+        _, got = S(model, capture=eqx.nn.Linear)(x)
+        return sum(jnp.sum(v**2) for v in with_mode(got, "primal").values())
+
+    def by_hand(model, x):
+        return sum(jnp.sum(v**2) for v in _by_hand(model, x)[1].values())
+
+    grads = call(eqx.filter_grad(loss), mlp, X)
+    assert_close(grads, eqx.filter_grad(by_hand)(mlp, X))
+    assert type(grads.layers[0]) is eqx.nn.Linear
+
+
+# --- Composition ---
+
+
+def test_captured_inside_captured():
+    mlp = _mlp()
+    inner = lambda net, x: S(net, capture=eqx.nn.Linear)(x)
+    (out, inside), outside = S(inner, capture=True)(mlp, X)
+    # With the same tag, the inner one takes them.
+    assert {f"layers/{i}" for i in range(3)} <= set(inside)
+    assert outside == {}
+    assert_close(out, mlp(X))
+
+
+def test_different_tags_see_their_own():
+    mlp = _mlp()
+    both = S(
+        S(mlp, capture=eqx.nn.Linear, tag="a"), capture=eqx.nn.MLP, tag="b"
+    )
+    (out, inner), outer = both(X)
+    assert list(inner) == [f"layers/{i}" for i in range(3)]
+    assert_close(list(with_mode(outer, "primal").values()), [out])
+
+
+def test_sows_in_the_model_as_well(call):
+    class Model(eqx.Module):
+        linear: eqx.nn.Linear
+
+        def __call__(self, x):
+            return sow(jnp.tanh(self.linear(x)), "act")
+
+    model = Model(eqx.nn.Linear(3, 3, key=jr.key(0)))
+    out, got = call(S(model, capture=True), X)
+    h = model.linear(X)
+    assert_close(
+        with_mode(got, "primal"), {"linear": h, "act": jnp.tanh(h), ".": jnp.tanh(h)}
+    )
+
+
+def test_jit_in_either_order():
+    mlp = _mlp()
+    plain = S(mlp, capture=True)(X)
+    assert_close(eqx.filter_jit(S(mlp, capture=True))(X), plain)
+    assert_close(S(eqx.filter_jit(mlp), capture=True)(X), plain)
+
+
+def test_vmap_in_either_order():
+    mlp = _mlp()
+    inside = S(eqx.filter_vmap(mlp), capture=True)(XS)
+    outside = eqx.filter_vmap(S(mlp, capture=True))(XS)
+    assert_close(inside, outside)
+
+
+def test_traced_once():
+    traces = []
+
+    class Layer(eqx.Module):
+        w: Array
+
+        def __call__(self, x):
+            traces.append(None)
+            return self.w * x
+
+    run = eqx.filter_jit(lambda m, x: S(lambda m, x: m(x), capture=True)(m, x))
+    for i in range(4):
+        run(Layer(X + i), X)
+    assert len(traces) == 1
+    traces.clear()
+    saved = S(eqx.filter_jit(lambda m, x: m(x)), capture=True)
+    for i in range(4):
+        saved(Layer(X + i), X)
+    assert len(traces) == 1
+
+
+def test_as_a_decorator_of_a_method(call):
+    class Model(eqx.Module):
+        linear: eqx.nn.Linear
+
+        @S(capture=True)
+        def predict(self, x):
+            return jnp.tanh(self.linear(x))
+
+    model = Model(eqx.nn.Linear(3, 3, key=jr.key(0)))
+    out, got = call(model.predict, X)
+    assert_close(out, jnp.tanh(model.linear(X)))
+    (name,) = got
+    assert name.endswith("linear")
+    assert_close(got[name]["primal"], model.linear(X))
+
+
+def test_a_model_that_leaves_in_the_output():
+    mlp = _mlp()
+    (out, model), _ = S(lambda m, x: (m(x), m), capture=True)(mlp, X)
+    assert type(model) is eqx.nn.MLP
+    assert_close(model, mlp)
+    assert jtu.tree_structure(model) == jtu.tree_structure(mlp)
+    assert pickle.loads(pickle.dumps(jtu.tree_leaves(eqx.filter(model, eqx.is_array))))
+
+
+def test_a_module_returned_by_a_module_and_sown():
+    class Maker(eqx.Module):
+        linear: eqx.nn.Linear
+
+        def __call__(self, scale):
+            return eqx.tree_at(lambda l: l.bias, self.linear, replace_fn=lambda b: b * scale)
+
+    maker = Maker(eqx.nn.Linear(3, 3, key=jr.key(0)))
+    out, got = S(lambda m, x: m(jnp.array(2.0))(x), capture=Maker)(maker, X)
+    value = got["m"]["primal"]
+    assert type(value) is eqx.nn.Linear
+    assert_close(value(X), out)
+
+
+def test_the_methods_option_takes_a_string_or_a_sequence():
+    mlp = _mlp()
+    for methods in ("__call__", ["__call__"], ("__call__",)):
+        assert len(S(mlp, capture=True, methods=methods)(X)[1]) == 4
+
+
+def test_off_after_capture():
+    mlp = _mlp()
+    before = jax.make_jaxpr(lambda x: mlp(x))(X)
+    S(mlp, capture=True)(X)
+    after = jax.make_jaxpr(lambda x: mlp(x))(X)
+    assert str(before) == str(after)

@@ -1,0 +1,477 @@
+"""The rows of "what comes back" that speak of loops, branches and vmap."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import pytest
+from eqx_sow import (
+    Append,
+    save_intermediates,
+    sow,
+    SowError,
+    UnsupportedPrimitiveError,
+)
+from jax import lax
+
+from tests.helpers import modes_of
+
+
+S = save_intermediates
+X = jnp.array([0.5, 1.5])
+ALL = (S, lambda f: S(jax.jit(f)), lambda f: eqx.filter_jit(S(f)))
+
+
+def close(got, want):
+    want = np.asarray(want)
+    assert got.shape == want.shape
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+def scanned(length=3, **kwargs):
+    def f(x):
+        def body(c, _):
+            return sow(c * 2, "a"), None
+
+        return lax.scan(body, x, None, length=length, **kwargs)[0]
+
+    return f
+
+
+@pytest.mark.parametrize("wrap", ALL)
+@pytest.mark.parametrize("unroll", [1, 2, True])
+def test_scan_has_a_leading_axis(wrap, unroll):
+    out, captured = wrap(scanned(unroll=unroll))(X)
+    close(out, X * 8)
+    assert modes_of(captured) == {"a": {"primal"}}
+    close(captured["a"]["primal"], [X * 2, X * 4, X * 8])
+
+
+@pytest.mark.parametrize("length", [0, 1])
+def test_scan_of_length_zero_and_one(length):
+    _, captured = S(scanned(length))(X)
+    close(captured["a"]["primal"], np.array([X * 2] * length).reshape(length, 2))
+
+
+def test_reversed_scan_goes_by_index_for_cotangents_too():
+    weights = jnp.array([1.0, 2.0, 3.0])
+
+    def loss(x):
+        def body(c, w):
+            c = sow(c + w * x, "a")
+            return c, c * w
+
+        c, ys = lax.scan(body, x, weights, reverse=True)
+        return (c + ys.sum(0)).sum()
+
+    _, captured = S(jax.grad(loss))(X)
+    # The last index runs first.
+    close(captured["a"]["primal"], [7 * X, 6 * X, 4 * X])
+    ones = np.ones(2, np.float32)
+    close(captured["a"]["cotangent"], [2 * ones, 4 * ones, 7 * ones])
+
+
+@pytest.mark.parametrize("wrap", ALL)
+def test_nested_loops_put_the_outer_one_first(wrap):
+    def f(x):
+        def outer(i, c):
+            def inner(j, c):
+                return sow(c + 1, "a")
+
+            return lax.fori_loop(0, 3, inner, c)
+
+        return lax.fori_loop(0, 2, outer, x)
+
+    _, captured = wrap(f)(X)
+    close(captured["a"]["primal"], np.asarray(X) + np.arange(1.0, 7).reshape(2, 3, 1))
+
+
+@pytest.mark.parametrize("inner", [jax.jit, jax.checkpoint, eqx.filter_checkpoint])
+def test_loop_invariant_value_has_the_loop_axis(inner):
+    def f(x):
+        def body(c, _):
+            y = inner(lambda c: c * sow(jnp.sin(x), "a"))(c)
+            return y, None
+
+        return lax.scan(body, x, None, length=3)[0].sum()
+
+    want = np.broadcast_to(np.sin(X), (3, 2))
+    s, c = np.sin(X), np.cos(X)
+    for g in (f, jax.jit(f), jax.checkpoint(f)):
+        close(S(g)(X)[1]["a"]["primal"], want)
+        grads, captured = S(jax.grad(g))(X)
+        close(grads, s**3 + X * 3 * s**2 * c)
+        close(captured["a"]["primal"], want)
+        close(captured["a"]["cotangent"], np.broadcast_to(X * s**2, (3, 2)))
+        _, captured = S(jax.jit(jax.grad(g)))(X)
+        close(captured["a"]["primal"], want)
+
+
+def test_loop_invariant_value_in_nested_loops_under_grad():
+    def f(x):
+        def outer(i, c):
+            def inner(j, c):
+                sow(x, "unused")
+                return c * sow(jnp.cos(x), "a")
+
+            return lax.fori_loop(0, 3, jax.jit(inner), c)
+
+        return lax.fori_loop(0, 2, outer, x).sum()
+
+    for g in (jax.grad(f), jax.jit(jax.grad(f)), jax.grad(jax.checkpoint(f))):
+        _, captured = S(g)(X)
+        close(captured["a"]["primal"], np.broadcast_to(np.cos(X), (2, 3, 2)))
+        close(
+            captured["a"]["cotangent"], np.broadcast_to(X * np.cos(X) ** 5, (2, 3, 2))
+        )
+        close(captured["unused"]["primal"], np.broadcast_to(X, (2, 3, 2)))
+        close(captured["unused"]["cotangent"], np.zeros((2, 3, 2)))
+    _, captured = S(jax.vmap(jax.grad(f)))(X[None])
+    close(captured["a"]["primal"], np.broadcast_to(np.cos(X), (1, 2, 3, 2)))
+
+
+def test_value_that_does_not_depend_on_the_input_has_no_cotangent():
+    def f(x):
+        def body(c, w):
+            return c * sow(w, "w"), None
+
+        return lax.scan(body, x, jnp.arange(3.0))[0].sum()
+
+    _, captured = S(jax.grad(f))(X)
+    assert modes_of(captured) == {"w": {"primal"}}
+    close(captured["w"]["primal"], [0, 1, 2])
+
+
+def test_stacked_layers():
+    layers = eqx.filter_vmap(lambda k: eqx.nn.Linear(2, 2, key=k))(
+        jr.split(jr.key(0), 3)
+    )
+    arrays, static = eqx.partition(layers, eqx.is_array)
+
+    def f(x):
+        def body(x, layer):
+            return sow(jnp.tanh(eqx.combine(layer, static)(x)), "h"), None
+
+        return lax.scan(body, x, arrays)[0]
+
+    want, x = [], X
+    for i in range(3):
+        x = jnp.tanh(layers.weight[i] @ x + layers.bias[i])
+        want.append(x)
+    out, captured = S(f)(X)
+    close(out, x)
+    close(captured["h"]["primal"], want)
+    _, captured = S(jax.vmap(f))(X[None])
+    close(captured["h"]["primal"], np.array(want)[None])
+
+
+def test_map_has_the_axis_of_the_elements():
+    def f(xs):
+        return lax.map(lambda x: sow(x**2, "a"), xs)
+
+    _, captured = S(f)(jnp.arange(5.0))
+    close(captured["a"]["primal"], np.arange(5.0) ** 2)
+
+
+@pytest.mark.parametrize("batch_size", [2, 3])
+def test_map_in_batches_is_right_or_refused(batch_size):
+    xs = jnp.arange(6.0)
+
+    def f(xs):
+        return lax.map(lambda x: sow(x**2, "a"), xs, batch_size=batch_size)
+
+    _, captured = S(f)(xs)
+    close(captured["a"]["primal"], np.arange(6.0).reshape(-1, batch_size) ** 2)
+
+
+def test_map_in_batches_with_a_remainder_runs_twice_in_straight_line():
+    with pytest.raises(SowError, match="'?a'?"):
+        S(lambda xs: lax.map(lambda x: sow(x, "a"), xs, batch_size=2))(jnp.arange(5.0))
+
+
+def test_associative_scan_is_straight_line_code():
+    def combine(x, y):
+        return sow(x + y, "a")
+
+    with pytest.raises(SowError):
+        S(lambda x: lax.associative_scan(combine, x))(jnp.arange(4.0))
+    f = S(lambda x: lax.associative_scan(combine, x), reduce=Append())
+    out, captured = f(jnp.arange(4.0))
+    close(out, [0, 1, 3, 6])
+    close(captured["a"]["primal"][0], [1, 5])
+
+
+@pytest.mark.parametrize("wrap", ALL)
+def test_branch_that_ran(wrap):
+    def f(x):
+        return lax.cond(
+            x[0] > 0, lambda x: sow(x * 2, "yes"), lambda x: sow(x * 3, "no"), x
+        )
+
+    for x, yes, no in ((X, X * 2, 0 * X), (-X, 0 * X, -X * 3)):
+        _, captured = wrap(f)(x)
+        close(captured["yes"]["primal"], yes)
+        close(captured["no"]["primal"], no)
+        for name, ran in (("yes", x[0] > 0), ("no", x[0] <= 0)):
+            count = captured[name]["count"]
+            assert count.dtype == jnp.int32 and count.shape == ()
+            assert count == int(ran)
+
+
+@pytest.mark.parametrize("index", [-1, 0, 1, 2, 5])
+def test_switch_with_one_name_in_several_branches(index):
+    def f(i, x):
+        branches = [lambda x: sow(x * 2, "a"), lambda x: x, lambda x: sow(x * 4, "a")]
+        return lax.switch(i, branches, x)
+
+    _, captured = S(f)(jnp.array(index), X)
+    ran = min(max(index, 0), 2)
+    close(captured["a"]["primal"], [2 * X, 0 * X, 4 * X][ran])
+    assert captured["a"]["count"] == int(ran != 1)
+
+
+@pytest.mark.parametrize(
+    "other, shown",
+    [
+        (lambda x: sow(x[:1], "a"), (r"\(1,\)", r"\(2,\)")),
+        (lambda x: sow(x.astype(jnp.float16), "a"), ("float32", "float16")),
+        (lambda x: sow({"k": x}, "a"), ("k", "float32")),
+    ],
+)
+def test_branches_that_disagree(other, shown):
+    def f(x):
+        def no(x):
+            other(x)
+            return x
+
+        return lax.cond(x[0] > 0, lambda x: sow(x, "a"), no, x)
+
+    for one in shown:
+        with pytest.raises(SowError, match=one):
+            S(f)(X)
+
+
+def test_platform_dependent():
+    def f(x):
+        return lax.platform_dependent(
+            x, cpu=lambda x: sow(x * 2, "a"), default=lambda x: sow(x * 3, "a")
+        )
+
+    out, captured = S(f)(X)
+    close(captured["a"]["primal"], out)
+    assert captured["a"]["count"] == 1
+
+
+def doubled(limit=10.0):
+    def f(x):
+        return lax.while_loop(lambda c: c.sum() < limit, lambda c: sow(c * 2, "a"), x)
+
+    return f
+
+
+@pytest.mark.parametrize("wrap", ALL)
+def test_while_has_the_last_value_and_a_count(wrap):
+    out, captured = wrap(doubled())(X)
+    close(captured["a"]["primal"], out)
+    assert captured["a"]["count"] == 3
+    _, captured = wrap(doubled(0.0))(X)
+    close(captured["a"]["primal"], 0 * X)
+    assert captured["a"]["count"] == 0 and captured["a"]["count"].dtype == jnp.int32
+
+
+def test_fori_loop_with_a_traced_bound_is_a_while():
+    @jax.jit
+    def f(n, x):
+        return lax.fori_loop(0, n, lambda i, c: sow(c + 1, "a"), x)
+
+    _, captured = S(f)(4, X)
+    close(captured["a"]["primal"], X + 4)
+    assert captured["a"]["count"] == 4
+
+
+def test_sow_in_a_while_condition_is_refused():
+    def f(x):
+        return lax.while_loop(lambda c: sow(c.sum(), "a") < 10, lambda c: c * 2, x)
+
+    for g in (f, jax.jit(f), jax.vmap(f)):
+        with pytest.raises(UnsupportedPrimitiveError, match="a"):
+            S(g)(X[None])
+
+
+def test_count_has_the_axes_of_the_value():
+    def f(x):
+        def inner(c, _):
+            return sow(c + 1, "inner"), None
+
+        def body(c, i):
+            c = lax.cond(i % 2 == 0, lambda c: sow(c * 2, "even"), lambda c: c, c)
+            c = lax.cond(
+                i > 0, lambda c: lax.scan(inner, c, None, length=2)[0], lambda c: c, c
+            )
+            return c, None
+
+        return lax.scan(body, x, jnp.arange(3))[0]
+
+    _, captured = S(f)(X)
+    assert captured["even"]["count"].tolist() == [1, 0, 1]
+    assert captured["inner"]["count"].tolist() == [[0, 0], [1, 1], [1, 1]]
+    assert captured["inner"]["primal"].shape == (3, 2, 2)
+
+
+def test_scan_in_a_while_keeps_its_axis_and_counts_each_entry():
+    def f(x):
+        def body(c):
+            return lax.scan(lambda c, _: (sow(c * 2, "a"), None), c, None, length=2)[0]
+
+        return lax.while_loop(lambda c: c.sum() < 20, body, x)
+
+    _, captured = S(f)(X)
+    close(captured["a"]["primal"], [X * 8, X * 16])
+    assert captured["a"]["count"].tolist() == [2, 2]
+
+
+def test_while_in_a_scan():
+    def f(x):
+        def body(c, limit):
+            return doubled_to(c, limit), None
+
+        def doubled_to(c, limit):
+            return lax.while_loop(
+                lambda c: c.sum() < limit, lambda c: sow(c * 2, "a"), c
+            )
+
+        return lax.scan(body, x, jnp.array([3.0, 1.0, 30.0]))[0]
+
+    _, captured = S(f)(X)
+    assert captured["a"]["count"].tolist() == [1, 0, 3]
+    close(captured["a"]["primal"], [X * 2, X * 0, X * 16])
+
+
+XS = jnp.array([[0.5, 1.5], [-1.0, 0.2], [3.0, 4.0]])
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_batched_predicate(axis):
+    def f(x):
+        def body(c):
+            c = lax.cond(c[0] > 1, lambda c: sow(c + 1, "big"), lambda c: c, c)
+            sow(jnp.ones(2), "const")
+            return sow(c * 2, "w")
+
+        return lax.while_loop(lambda c: jnp.abs(c).sum() < 6, body, x)
+
+    xs = XS if axis == 0 else XS.T
+    _, got = S(jax.vmap(f, axis))(xs)
+    _, want = eqx.filter_vmap(S(f), in_axes=axis)(xs)
+    assert modes_of(got) == modes_of(want)
+    jax.tree.map(close, got, want)
+    assert got["const"]["primal"].shape == (3, 2)
+    assert got["w"]["count"].tolist() == [S(f)(x)[1]["w"]["count"] for x in XS]
+
+
+def test_batched_predicate_under_grad():
+    def f(x):
+        def body(c, _):
+            c = lax.cond(
+                c[0] > 0, lambda c: sow(jnp.sin(c), "a"), lambda c: sow(c**2, "a"), c
+            )
+            i = (c[1] * 3).astype(jnp.int32)
+            c = lax.switch(i, [jnp.cos, lambda c: sow(c * x, "b"), jnp.tanh], c)
+            return c, None
+
+        return lax.scan(body, x, None, length=2)[0].sum()
+
+    _, got = S(jax.vmap(jax.grad(f)))(XS)
+    _, want = eqx.filter_vmap(S(jax.grad(f)))(XS)
+    assert modes_of(got) == {n: {"primal", "cotangent", "count"} for n in "ab"}
+    jax.tree.map(close, got, want)
+    _, mapped = S(jax.grad(lambda xs: jax.vmap(f)(xs).sum()))(XS)
+    jax.tree.map(close, mapped, want)
+
+
+def test_axes_of_loops_and_vmaps_stand_in_nesting_order():
+    def f(x):
+        def lane(y):
+            return sow(y, "a")
+
+        def body(c, _):
+            return jax.vmap(lane, in_axes=1)(c).T, None
+
+        return lax.scan(body, x, None, length=4)[0]
+
+    xs = jr.normal(jr.key(0), (5, 2, 3))
+    _, captured = S(jax.vmap(f))(xs)
+    want = np.broadcast_to(np.asarray(xs).transpose(0, 2, 1)[:, None], (5, 4, 3, 2))
+    close(captured["a"]["primal"], want)
+    _, captured = S(jax.grad(lambda xs: jax.vmap(f)(xs).sum()))(xs)
+    close(captured["a"]["primal"], want)
+    close(captured["a"]["cotangent"], np.ones((5, 4, 3, 2)))
+
+
+def test_value_that_does_not_vary_has_no_axis():
+    def f(x, y):
+        return jax.vmap(lambda x: x + sow(y, "y") + sow((x, y), "both")[1])(x)
+
+    _, captured = S(f)(XS, X)
+    close(captured["y"]["primal"], X)
+    # One leaf varies, so the entry has the axis on all of them.
+    assert [v.shape for v in captured["both"]["primal"]] == [(3, 2), (3, 2)]
+
+
+def test_names_modes_and_transform_act_inside_the_loop():
+    def f(x):
+        def body(c, _):
+            sow(jnp.outer(c, c), "big")
+            return sow(c * 2, "a"), None
+
+        return lax.scan(body, x, None, length=3)[0].sum()
+
+    _, captured = S(f, names="a")(X)
+    assert list(captured) == ["a"]
+    _, captured = S(f, transform={"big": jnp.mean})(X)
+    assert captured["big"]["primal"].shape == (3,)
+    jaxpr = jax.make_jaxpr(lambda x: S(f, transform={"big": jnp.mean})(x))(X)
+    assert "3,2,2]" not in str(jaxpr)
+    assert "3,2,2]" not in str(jax.make_jaxpr(lambda x: S(f, names="a")(x))(X))
+    _, captured = S(jax.grad(f), modes="cotangent")(X)
+    assert modes_of(captured) == {"big": {"cotangent"}, "a": {"cotangent"}}
+
+
+def test_jitted_and_checkpointed_bodies():
+    def body(c, x):
+        return sow(jnp.sin(c) + x, "a"), None
+
+    def f(body, x):
+        return lax.scan(body, x, jnp.stack([x, 2 * x]))[0].sum()
+
+    want = S(jax.grad(lambda x: f(body, x)))(X)[1]
+    for wrap in (jax.jit, jax.checkpoint, lambda b: jax.jit(jax.checkpoint(b))):
+        got = S(jax.grad(lambda x, b=wrap(body): f(b, x)))(X)[1]
+        assert modes_of(got) == {"a": {"primal", "cotangent"}}
+        jax.tree.map(close, got, want)
+
+
+def test_loss_on_captured_values_of_loops_and_branches():
+    def f(x):
+        def body(c, i):
+            c = lax.cond(i == 1, lambda c: sow(jnp.sin(c), "a"), lambda c: c * 2, c)
+            return c, None
+
+        return lax.scan(body, x, jnp.arange(3))[0]
+
+    grads = jax.grad(lambda x: S(f)(x)[1]["a"]["primal"].sum())(X)
+    close(grads, 2 * np.cos(2 * X))
+
+
+def test_names_come_in_order_of_execution():
+    def f(x):
+        x = sow(x, "z")
+        x = lax.scan(lambda c, _: (sow(c, "m"), None), x, None, length=2)[0]
+        x = lax.cond(x[0] > 0, lambda x: sow(x, "c"), lambda x: sow(x, "b"), x)
+        return sow(x, "a")
+
+    names = list(S(f)(X)[1])
+    assert (
+        names[:2] == ["z", "m"] and names[-1] == "a" and set(names[2:4]) == {"b", "c"}
+    )

@@ -1,0 +1,164 @@
+"""What errors say."""
+
+import equinox as eqx
+import eqx_sow
+import jax
+import jax.numpy as jnp
+import pytest
+from eqx_sow import (
+    Append,
+    DuplicateSowError,
+    Last,
+    save_intermediates as S,
+    sow,
+    SowError,
+    UnknownSowError,
+    UnsupportedPrimitiveError,
+)
+
+
+X = jnp.ones(3)
+
+
+def _twice(x):
+    a = sow(x, "name")
+    b = sow(a * 2, "name")
+    return b
+
+
+def _layers(x):
+    return sow(sow(sow(x, "layers/0"), "layers/1"), "head")
+
+
+def test_hierarchy():
+    for error, base in (
+        (eqx_sow.DuplicateSowError, ValueError),
+        (eqx_sow.UnknownSowError, ValueError),
+        (eqx_sow.SowTypeError, TypeError),
+        (eqx_sow.UnsupportedPrimitiveError, NotImplementedError),
+    ):
+        assert issubclass(error, SowError) and issubclass(error, base)
+        assert error.__module__ == "eqx_sow" and error.__doc__
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint, jax.vmap])
+def test_duplicate(call, wrap):
+    line = _twice.__code__.co_firstlineno
+    with pytest.raises(DuplicateSowError, match="`name`") as info:
+        call(S(wrap(_twice)), X)
+    message = str(info.value)
+    for part in (f"test_errors.py:{line + 1}", f"test_errors.py:{line + 2}"):
+        assert part in message
+    assert "Append()" in message and "Last()" in message
+
+
+def test_duplicate_by_a_function_called_twice(call):
+    inner = jax.jit(lambda x: sow(x * 2, "h"))
+    with pytest.raises(DuplicateSowError, match="`h` is sown twice"):
+        call(S(lambda x: inner(inner(x))), X)
+
+
+def test_not_a_duplicate(call):
+    one = lambda x: sow(x, "n", tag="one")
+    call(S(lambda x: sow(one(x), "n")), X)
+    call(S(_twice, tag="another"), X)
+    call(S(_twice, reduce=Append()), X)
+    call(S(_twice, reduce={"name": Last()}), X)
+
+
+@pytest.mark.parametrize("option", ["names", "reduce", "transform", "spec"])
+def test_unknown_name(call, option):
+    what = {
+        "names": "layer/0",
+        "reduce": {"layer/0": Last()},
+        "transform": {"layer/0": jnp.sum},
+        "spec": {"layer/0": object},
+    }[option]
+    with pytest.raises(UnknownSowError, match=f"{option}.*'layer/0'") as info:
+        call(S(_layers, **{option: what}), X)
+    message = str(info.value)
+    assert "'layers/0', 'layers/1', 'head'" in message
+    assert "Did you mean 'layers/0'" in message
+
+
+def test_unknown_name_of_a_program_without_sows(call):
+    with pytest.raises(UnknownSowError, match="none at all"):
+        call(S(jnp.sin, names="a"), X)
+
+
+@pytest.mark.parametrize("names", [["head", "nope*"], lambda name: False])
+def test_every_pattern_has_to_select(call, names):
+    with pytest.raises(UnknownSowError, match="selects no sow"):
+        call(S(_layers, names=names), X)
+
+
+@pytest.mark.parametrize("name", [3, None, ("a",)])
+def test_name_is_a_string(call, name):
+    with pytest.raises(TypeError, match="takes a string as name"):
+        call(S(lambda x: sow(x, name)), X)
+
+
+def test_tag_is_hashable(call):
+    with pytest.raises(TypeError, match="'a'.*hashable tag"):
+        call(S(lambda x: sow(x, "a", tag=[1])), X)
+    with pytest.raises(TypeError, match="hashable"):
+        S(_layers, tag=[1])
+
+
+@pytest.mark.parametrize("modes", ["primals", "tangent.primal", ["primal", ""], [3]])
+def test_no_such_mode(modes):
+    with pytest.raises(ValueError, match="save_intermediates.*mode"):
+        S(_layers, modes=modes)
+
+
+@pytest.mark.parametrize(
+    "option, value",
+    [("names", 3), ("reduce", "last"), ("transform", 3), ("spec", [1])],
+)
+def test_options_of_a_wrong_type(option, value):
+    with pytest.raises(TypeError, match=f"save_intermediates.*{option}"):
+        S(_layers, **{option: value})
+
+
+def test_not_a_function():
+    with pytest.raises(TypeError, match="save_intermediates.*takes a function"):
+        S(3)
+
+
+def _reduce(x):
+    return jax.lax.reduce(x, 0.0, lambda a, b: sow(a + b, "inside"), (0,))
+
+
+def test_unsupported_primitive(call):
+    with pytest.raises(UnsupportedPrimitiveError, match="`reduce`") as info:
+        call(S(_reduce), X)
+    message = str(info.value)
+    assert "'inside'" in message and "register_rule" in message
+    assert "test_errors.py" in message
+
+
+def test_sow_in_the_condition_of_a_while_loop(call):
+    def f(x):
+        cond = lambda c: sow(c[0] < 2, "cond")
+        return jax.lax.while_loop(cond, lambda c: c + 1, x)
+
+    with pytest.raises(UnsupportedPrimitiveError, match="'cond'"):
+        call(S(f), X)
+
+
+def test_executed_while_tracing():
+    def f(x):
+        with jax.ensure_compile_time_eval():
+            sow(jnp.ones(2), "early")
+        return x
+
+    with pytest.raises(SowError, match="'early'.*only being traced"):
+        S(f)(X)
+
+
+def test_nothing_is_swallowed():
+    def f(x):
+        return eqx.error_if(sow(x, "a"), True, "from the user")
+
+    with pytest.raises(Exception, match="from the user"):
+        S(f)(X)

@@ -1,0 +1,355 @@
+"""Programs where a sow is hard to see: the right value, or an error; never nothing."""
+
+import diffrax
+import equinox as eqx
+import equinox.internal as eqxi
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optimistix as optx
+import pytest
+from eqx_sow import Buffer, save_intermediates as S, sow, SowError
+from jax import lax
+
+
+X = jnp.array([0.5, 1.5])
+KINDS = ("lax", "bounded", "checkpointed")
+
+
+def close(got, want, rtol=1e-5):
+    want = np.asarray(want)
+    assert got.shape == want.shape
+    np.testing.assert_allclose(got, want, rtol=rtol, atol=1e-6)
+
+
+def right_or_refused(fn, *args):
+    """What `S(fn)` captures, or `None` if it raises one of our errors."""
+    try:
+        return S(fn)(*args)[1]
+    except SowError as error:
+        assert "a" in str(error)
+        return None
+
+
+def eqx_while(kind, steps=3):
+    def f(x):
+        return eqxi.while_loop(
+            lambda s: s[0] < steps,
+            lambda s: (s[0] + 1, sow(s[1] * 2, "a")),
+            (jnp.array(0), x),
+            max_steps=4,
+            kind=kind,
+            **({"checkpoints": 2} if kind == "checkpointed" else {}),
+        )[1]
+
+    return f
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_equinox_while_loop(kind):
+    f = eqx_while(kind)
+    for g in (S(f), S(jax.jit(f)), eqx.filter_jit(S(f))):
+        out, captured = g(X)
+        close(out, 8 * X)
+        if kind == "bounded":
+            # A nest of scans: one axis for each, and `count` says which entries ran.
+            ran = np.asarray(captured["a"]["count"]) == 1
+            close(np.asarray(captured["a"]["primal"])[ran], [2 * X, 4 * X, 8 * X])
+        else:
+            close(captured["a"]["primal"], 8 * X)
+            assert captured["a"]["count"] == 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_equinox_while_loop_with_a_buffer(kind):
+    _, captured = S(eqx_while(kind), reduce=Buffer(4))(X)
+    close(captured["a"]["primal"], [2 * X, 4 * X, 8 * X, 0 * X])
+    assert captured["a"]["count"] == 3
+
+
+@pytest.mark.parametrize("kind", ["bounded", "checkpointed"])
+def test_equinox_while_loop_under_grad(kind):
+    def loss(x):
+        return eqx_while(kind)(x).sum()
+
+    for g in (jax.grad(loss), jax.jit(jax.grad(loss))):
+        grads, captured = S(g)(X)
+        close(grads, [8, 8])
+        entry = captured["a"]
+        if kind == "bounded":
+            ran = np.asarray(entry["count"]) == 1
+            close(np.asarray(entry["primal"])[ran], [2 * X, 4 * X, 8 * X])
+            ones = np.ones(2, np.float32)
+            close(np.asarray(entry["cotangent"])[ran], [4 * ones, 2 * ones, ones])
+        else:
+            close(entry["primal"], 8 * X)
+            assert entry["count"] == 3
+    if kind == "checkpointed":
+        _, captured = S(jax.grad(loss), reduce=Buffer(4))(X)
+        close(captured["a"]["primal"], [2 * X, 4 * X, 8 * X, 0 * X])
+
+
+@pytest.mark.parametrize("kind", ["lax", "checkpointed"])
+def test_equinox_scan(kind):
+    def f(x):
+        more = {"checkpoints": 2} if kind == "checkpointed" else {}
+        return eqxi.scan(
+            lambda c, w: (sow(c * w, "a"), None),
+            x,
+            jnp.arange(1.0, 4),
+            kind=kind,
+            **more,
+        )[0]
+
+    _, captured = S(f)(X)
+    grads, under = S(jax.grad(lambda x: f(x).sum()))(X)
+    close(grads, [6, 6])
+    for entry in (captured["a"], under["a"]):
+        if kind == "lax":
+            close(entry["primal"], [X, 2 * X, 6 * X])
+        else:
+            close(entry["primal"], 6 * X)
+            assert entry["count"] == 3
+
+
+def test_error_if():
+    def f(x):
+        x = eqx.error_if(sow(x, "before"), x.sum() < 0, "negative")
+        return sow(x * 2, "a")
+
+    for g in (f, jax.jit(f)):
+        _, captured = S(g)(X)
+        close(captured["before"]["primal"], X)
+        close(captured["a"]["primal"], 2 * X)
+        with pytest.raises(Exception, match="negative"):
+            jax.block_until_ready(S(g)(-X))
+    _, captured = S(jax.grad(lambda x: f(x).sum()))(X)
+    close(captured["before"]["cotangent"], [2, 2])
+    _, captured = S(jax.vmap(f))(X[None])
+    close(captured["a"]["primal"], 2 * X[None])
+
+
+def solve(y0, **kwargs):
+    term = diffrax.ODETerm(lambda t, y, args: sow(-y, "a"))
+    solution = diffrax.diffeqsolve(
+        term, diffrax.Euler(), 0.0, 1.0, 0.25, y0, max_steps=8, **kwargs
+    )
+    return solution.ys[-1]
+
+
+def test_diffeqsolve():
+    out, captured = S(solve)(X)
+    close(out, solve(X))
+    entry = captured["a"]
+    assert entry["count"].shape == ()
+    # Euler evaluates the field once a step, at the value before it.
+    close(entry["primal"], -X * 0.75**3)
+    assert entry["count"] == 4
+
+
+def test_diffeqsolve_under_grad():
+    def loss(y0):
+        return solve(y0).sum()
+
+    grads, captured = S(jax.grad(loss))(X)
+    close(grads, np.full(2, 0.75**4))
+    close(captured["a"]["primal"], -X * 0.75**3)
+    # The backward pass replays the steps: no second execution.
+    assert captured["a"]["count"] == 4
+    _, captured = S(jax.grad(loss), reduce=Buffer(4))(X)
+    close(captured["a"]["primal"], [-X * 0.75**i for i in range(4)])
+
+
+def test_diffeqsolve_with_direct_adjoint():
+    def loss(y0):
+        return solve(y0, adjoint=diffrax.DirectAdjoint()).sum()
+
+    grads, captured = S(jax.grad(loss))(X)
+    close(grads, np.full(2, 0.75**4))
+    ran = np.asarray(captured["a"]["count"]) > 0
+    assert ran.sum() == 4
+    close(np.asarray(captured["a"]["primal"])[ran][-1], -X * 0.75**3)
+
+
+def test_root_find():
+    def residual(y, c):
+        return sow(y**2 - c, "a")
+
+    def f(c):
+        solver = optx.Newton(rtol=1e-5, atol=1e-5)
+        return optx.root_find(residual, solver, jnp.array(1.0), c, throw=False).value
+
+    out = f(jnp.array(2.0))
+    close(out, np.sqrt(2), 1e-4)
+    captured = right_or_refused(f, jnp.array(2.0))
+    if captured is not None:
+        assert "a" in captured and captured["a"]["count"] > 0
+    captured = right_or_refused(jax.grad(f), jnp.array(2.0))
+    if captured is not None:
+        assert "primal" in captured["a"]
+
+
+def test_least_squares():
+    def f(c):
+        solver = optx.LevenbergMarquardt(rtol=1e-4, atol=1e-4)
+        return optx.least_squares(
+            lambda y, c: sow(y - c, "a"), solver, jnp.zeros(2), c, throw=False
+        ).value
+
+    captured = right_or_refused(f, X)
+    if captured is not None:
+        assert "a" in captured
+
+
+def test_custom_linear_solve():
+    matrix = jnp.array([[2.0, 1.0], [1.0, 3.0]])
+
+    def f(b):
+        return lax.custom_linear_solve(
+            lambda v: sow(matrix @ v, "a"),
+            b,
+            lambda _, b: jnp.linalg.solve(matrix, b),
+            symmetric=True,
+        )
+
+    captured = right_or_refused(f, X)
+    assert captured is None or "a" in captured
+
+
+def test_sow_in_the_solver_of_custom_linear_solve():
+    def f(b):
+        return lax.custom_linear_solve(
+            lambda v: 2 * v, b, lambda _, b: sow(b / 2, "a"), symmetric=True
+        )
+
+    captured = right_or_refused(f, X)
+    if captured is not None:
+        close(captured["a"]["primal"], X / 2)
+
+
+def test_custom_root():
+    def f(x):
+        return lax.custom_root(
+            lambda y: y - x,
+            x * 0,
+            lambda fn, y: sow(y - fn(y), "a"),
+            lambda g, y: y / g(jnp.ones_like(y)),
+        )
+
+    captured = right_or_refused(f, X)
+    if captured is not None:
+        close(captured["a"]["primal"], X)
+    # JAX itself drops effects from the solver on some versions.
+    assert captured is None or captured
+
+
+def test_linearized_function_captured_later():
+    _, linear = jax.linearize(lambda x: sow(jnp.sin(x), "a"), X)
+    # Traced when nobody asked: there is no sow in it, as `linear` was made outside.
+    out, captured = S(linear)(X)
+    close(out, jnp.cos(X) * X)
+    assert captured == {}
+
+
+def test_linearize_inside():
+    def f(x):
+        out, linear = jax.linearize(lambda x: sow(jnp.sin(x), "a"), x)
+        return out, linear(jnp.ones_like(x))
+
+    _, captured = S(f)(X)
+    close(captured["a"]["primal"], jnp.sin(X))
+    close(captured["a"]["tangent"], jnp.cos(X))
+
+
+def test_noinline():
+    @eqxi.noinline
+    def inner(x):
+        return sow(x * 2, "a")
+
+    captured = right_or_refused(lambda x: inner(x) + 1, X)
+    if captured is not None:
+        close(captured["a"]["primal"], 2 * X)
+
+
+def test_pure_callback_beside_a_sow():
+    def f(x):
+        x = sow(x, "a")
+        y = jax.pure_callback(np.sin, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+        return sow(y, "b")
+
+    for g in (f, jax.jit(f)):
+        _, captured = S(g)(X)
+        close(captured["a"]["primal"], X)
+        close(captured["b"]["primal"], jnp.sin(X))
+
+
+def test_reduce_with_a_body_of_ones_own():
+    def f(x):
+        return lax.reduce(x, jnp.array(0.0), lambda a, b: sow(a + b, "a"), (0,))
+
+    with pytest.raises(SowError, match="reduce"):
+        S(f)(X)
+
+
+def test_compiled_function_is_refused_or_has_nothing():
+    compiled = jax.jit(lambda x: sow(x * 2, "a")).lower(X).compile()
+    # JAX compiles it without the sow and cannot trace it again.
+    close(compiled(X), 2 * X)
+    with pytest.raises((SowError, TypeError)):
+        S(lambda x: compiled(x))(X)
+
+
+def test_bwd_that_recomputes_the_forward():
+    def forward(x):
+        return sow(jnp.sin(x), "a") * 2
+
+    @jax.custom_vjp
+    def f(x):
+        return forward(x)
+
+    def bwd(x, g):
+        _, pull = jax.vjp(forward, x)
+        return pull(g)
+
+    f.defvjp(lambda x: (forward(x), x), bwd)
+    grads, captured = S(jax.grad(lambda x: f(x).sum()))(X)
+    close(grads, 2 * jnp.cos(X))
+    # The replay is no second execution, but its cotangent counts.
+    close(captured["a"]["primal"], jnp.sin(X))
+    close(captured["a"]["cotangent"], [2, 2])
+
+
+def test_name_that_only_a_bwd_sows():
+    @jax.custom_vjp
+    def f(x):
+        return x * 2
+
+    f.defvjp(lambda x: (x * 2, None), lambda _, g: (sow(g * 2, "g"),))
+
+    def loop(x):
+        return lax.scan(lambda c, _: (f(c), None), x, None, length=3)[0].sum()
+
+    _, captured = S(jax.grad(lambda x: f(x).sum()))(X)
+    close(captured["g"]["primal"], [2, 2])
+    _, captured = S(jax.grad(loop))(X)
+    close(captured["g"]["primal"], np.array([[8, 8], [4, 4], [2, 2]], np.float32))
+
+
+def test_custom_vjp_in_a_loop_forward():
+    @jax.custom_vjp
+    def f(x):
+        return sow(x * 2, "primal")
+
+    f.defvjp(lambda x: (sow(x * 2, "fwd"), None), lambda _, g: (g * 7,))
+
+    def loop(x):
+        return lax.scan(lambda c, _: (f(c), None), x, None, length=2)[0].sum()
+
+    _, captured = S(loop)(X)
+    assert list(captured) == ["primal"]
+    close(captured["primal"]["primal"], [2 * X, 4 * X])
+    grads, captured = S(jax.grad(loop))(X)
+    close(grads, [49, 49])
+    close(captured["fwd"]["primal"], [2 * X, 4 * X])
+    grads = jax.grad(lambda x: S(loop)(x)[0])(X)
+    close(grads, [49, 49])

@@ -1,0 +1,248 @@
+"""`Append`, `Last`, `Fold` and `Buffer`, everywhere that a sow can run."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from eqx_sow import (
+    Append,
+    Buffer,
+    DuplicateSowError,
+    Fold,
+    Last,
+    save_intermediates as S,
+    sow,
+)
+from jax import lax
+
+
+X = jnp.array([0.5, 1.5])
+
+
+def close(got, want):
+    want = np.asarray(want)
+    assert got.shape == want.shape
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+def ordered():
+    """A fold that tells one order from another."""
+    return Fold(lambda: jnp.zeros(2), lambda acc, v: 2 * acc + v)
+
+
+def folded(values):
+    acc = np.zeros(2, np.float32)
+    for v in values:
+        acc = 2 * acc + v
+    return acc
+
+
+def line(x):
+    for i in range(3):
+        x = sow(x + i, "a")
+    return x
+
+
+def loops(x):
+    def outer(c, _):
+        return lax.fori_loop(0, 2, lambda i, c: sow(c + 1, "a"), c), None
+
+    return lax.scan(outer, x, None, length=2)[0]
+
+
+def reverse(x):
+    def body(c, w):
+        return sow(c + w, "a"), None
+
+    return lax.scan(body, x, jnp.arange(3.0), reverse=True)[0]
+
+
+def mixed(x):
+    x = sow(x, "a")
+    x = lax.scan(lambda c, _: (sow(c + 1, "a"), None), x, None, length=2)[0]
+    return lax.cond(x[0] > 0, lambda x: sow(x * 2, "a"), lambda x: x, x)
+
+
+def looping(x):
+    return lax.while_loop(lambda c: c.sum() < 10, lambda c: sow(c * 2, "a"), x)
+
+
+def never(x):
+    return lax.while_loop(lambda c: c.sum() < 0, lambda c: sow(c * 2, "a"), x)
+
+
+# What each runs, in order of execution.
+RUNS = {
+    line: [X, X + 1, X + 3],
+    loops: [X + 1, X + 2, X + 3, X + 4],
+    reverse: [X + 2, X + 3, X + 3],
+    mixed: [X, X + 1, X + 2, 2 * X + 4],
+    looping: [2 * X, 4 * X, 8 * X],
+    never: [],
+}
+CONDITIONAL = (mixed, looping, never)
+every = pytest.mark.parametrize("f", RUNS, ids=lambda f: f.__name__)
+wraps = pytest.mark.parametrize(
+    "wrap", [lambda f, **k: S(f, **k), lambda f, **k: S(jax.jit(f), **k)]
+)
+
+
+def test_two_executions_need_a_reducer():
+    with pytest.raises(DuplicateSowError):
+        S(line)(X)
+
+
+@every
+@wraps
+def test_last(f, wrap):
+    _, captured = wrap(f, reduce=Last())(X)
+    close(captured["a"]["primal"], (RUNS[f] or [0 * X])[-1])
+    assert ("count" in captured["a"]) == (f in CONDITIONAL)
+    if f in CONDITIONAL:
+        assert captured["a"]["count"] == len(RUNS[f])
+
+
+@every
+@wraps
+def test_fold(f, wrap):
+    _, captured = wrap(f, reduce=ordered())(X)
+    close(captured["a"]["primal"], folded(RUNS[f]))
+
+
+@every
+@wraps
+@pytest.mark.parametrize("keep", ["first", "last"])
+@pytest.mark.parametrize("size", [2, 6])
+def test_buffer(f, wrap, keep, size):
+    _, captured = wrap(f, reduce=Buffer(size, keep=keep))(X)
+    values = RUNS[f][:size] if keep == "first" else RUNS[f][-size:]
+    values = values + [0 * X] * (size - len(values))
+    close(captured["a"]["primal"], np.stack(values))
+    assert captured["a"]["count"].dtype == jnp.int32
+    assert captured["a"]["count"] == len(RUNS[f])
+
+
+@wraps
+def test_append_has_one_entry_for_each_place(wrap):
+    _, captured = wrap(line, reduce=Append())(X)
+    assert isinstance(captured["a"]["primal"], tuple)
+    for got, want in zip(captured["a"]["primal"], RUNS[line], strict=True):
+        close(got, want)
+    _, captured = wrap(mixed, reduce=Append())(X)
+    first, stacked, branch = captured["a"]["primal"]
+    close(first, X)
+    close(stacked, [X + 1, X + 2])
+    close(branch, 2 * X + 4)
+
+
+def test_append_of_a_loop_and_of_a_while():
+    (stacked,) = S(loops, reduce=Append())(X)[1]["a"]["primal"]
+    close(stacked, np.stack(RUNS[loops]).reshape(2, 2, 2))
+    (last,) = S(looping, reduce=Append())(X)[1]["a"]["primal"]
+    close(last, 8 * X)
+
+
+@every
+@pytest.mark.parametrize("make", [Last, ordered, lambda: Buffer(2)])
+def test_lanes_are_reduced_apart(f, make):
+    xs = jnp.array([[0.5, 1.5], [-2.0, 7.0], [20.0, 1.0]])
+    _, got = S(jax.vmap(f), reduce=make())(xs)
+    _, want = eqx.filter_vmap(S(f, reduce=make()))(xs)
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    jax.tree.map(close, got, want)
+
+
+def test_lanes_inside_a_loop_keep_their_axis():
+    def f(xs):
+        def body(c, _):
+            return jax.vmap(lambda x: sow(x * 2, "a"))(c), None
+
+        return lax.scan(body, xs, None, length=3)[0]
+
+    xs = jnp.stack([X, 2 * X, 3 * X])
+    close(S(f, reduce=Last())(xs)[1]["a"]["primal"], 8 * xs)
+    want = jnp.stack([folded([2 * x, 4 * x, 8 * x]) for x in xs])
+    close(S(f, reduce=ordered())(xs)[1]["a"]["primal"], want)
+
+
+def test_cotangents_run_backward():
+    def f(x):
+        def body(c, w):
+            return sow(c, "a") * w, None
+
+        return lax.scan(body, x, jnp.array([2.0, 3.0, 5.0]))[0].sum()
+
+    # The cotangents by index, and in order of execution from the end.
+    by_index = [30.0, 15.0, 5.0]
+    ones = np.ones(2, np.float32)
+    for g in (jax.grad(f), jax.jit(jax.grad(f)), jax.grad(jax.checkpoint(f))):
+        close(S(g)(X)[1]["a"]["cotangent"], [c * ones for c in by_index])
+        captured = S(g, reduce=Last())(X)[1]["a"]
+        close(captured["cotangent"], 30 * ones)
+        close(captured["primal"], 6 * X)
+        captured = S(g, reduce=ordered())(X)[1]["a"]
+        close(captured["cotangent"], folded([5 * ones, 15 * ones, 30 * ones]))
+        close(captured["primal"], folded([X, 2 * X, 6 * X]))
+        captured = S(g, reduce=Buffer(2))(X)[1]["a"]
+        close(captured["cotangent"], [15 * ones, 30 * ones])
+
+
+def test_cotangents_of_straight_line_code_run_backward():
+    def f(x):
+        for w in (2.0, 3.0, 5.0):
+            x = sow(x, "a") * w
+        return x.sum()
+
+    captured = S(jax.grad(f), reduce=Last())(X)[1]["a"]
+    close(captured["cotangent"], np.full(2, 30.0))
+    close(captured["primal"], 6 * X)
+
+
+def test_fold_takes_values_of_any_structure():
+    def f(x):
+        def body(c, _):
+            c = sow({"v": c * 2, "n": "static"}, "a")["v"]
+            return c, None
+
+        return lax.scan(body, x, None, length=3)[0]
+
+    reduce = {"a": Fold(jnp.array(0.0), lambda acc, v: acc + v["v"].sum())}
+    _, captured = S(f, reduce=reduce)(X)
+    close(captured["a"]["primal"], (X * 14).sum())
+
+
+def test_fold_does_not_stack():
+    def f(x):
+        return lax.scan(lambda c, _: (sow(c + 1, "a"), None), x, None, length=1000)[0]
+
+    jaxpr = jax.make_jaxpr(lambda x: S(f, reduce=ordered())(x))(X)
+    assert "1000,2]" not in str(jaxpr)
+
+
+def test_reducers_by_name():
+    def f(x):
+        def body(c, _):
+            return sow(sow(c * 2, "a") + 1, "b"), None
+
+        return lax.scan(body, x, None, length=2)[0]
+
+    _, captured = S(f, reduce={"a": Last()})(X)
+    close(captured["a"]["primal"], X * 4 + 2)
+    assert captured["b"]["primal"].shape == (2, 2)
+
+
+def test_gradient_goes_through_a_reducer():
+    def loss(x):
+        return S(loops, reduce=ordered())(x * x)[1]["a"]["primal"].sum()
+
+    close(jax.grad(loss)(X), 15 * 2 * X)
+
+
+def test_last_in_a_loop_that_never_runs():
+    def f(x):
+        return lax.scan(lambda c, _: (sow(c, "a"), None), x, None, length=0)[0]
+
+    close(S(f, reduce=Last())(X)[1]["a"]["primal"], 0 * X)
+    close(S(f, reduce=ordered())(X)[1]["a"]["primal"], 0 * X)
+    close(S(f, reduce=Buffer(2))(X)[1]["a"]["primal"], np.zeros((2, 2)))

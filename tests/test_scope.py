@@ -1,0 +1,210 @@
+"""`scope=True`: names of sows inside a module begin with the module's path."""
+
+import equinox as eqx
+import jax
+import jax.lax as lax
+import jax.numpy as jnp
+import jax.random as jr
+import pytest
+from jaxtyping import Array
+
+from eqx_sow import (
+    DuplicateSowError,
+    plant,
+    save_intermediates as S,
+    Sow,
+    sow,
+    UnknownSowError,
+)
+
+from .helpers import assert_close, with_mode
+
+
+X = jnp.array([0.3, -1.2, 0.7])
+XS = jnp.stack([X, 2 * X])
+
+
+class Block(eqx.Module):
+    w: Array
+
+    def __call__(self, x):
+        return sow(jnp.tanh(self.w * x), "act")
+
+
+class Net(eqx.Module):
+    blocks: list[Block]
+    head: Block
+
+    def __init__(self):
+        self.blocks = [Block(X), Block(1 - X)]
+        self.head = Block(2 * X)
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return sow(self.head(x), "out")
+
+
+def _by_hand(net, x, prefix=""):
+    a = jnp.tanh(net.blocks[0].w * x)
+    b = jnp.tanh(net.blocks[1].w * a)
+    c = jnp.tanh(net.head.w * b)
+    names = ("blocks/0/act", "blocks/1/act", "head/act", "out")
+    return dict(zip((prefix + n for n in names), (a, b, c, c)))
+
+
+def test_without_scope_the_names_clash():
+    with pytest.raises(DuplicateSowError):
+        S(Net())(X)
+
+
+def test_of_fn_itself(call):
+    net = Net()
+    out, got = call(S(net, scope=True), X)
+    assert_close(with_mode(got, "primal"), _by_hand(net, X))
+    assert_close(out, net(X))
+
+
+def test_of_an_argument(call):
+    net = Net()
+
+    def fn(model, x):
+        return sow(model(sow(x, "in")), "after")
+
+    out, got = call(S(fn, scope=True), net, X)
+    expected = {"in": X, **_by_hand(net, X, "model/"), "after": out}
+    assert_close(with_mode(got, "primal"), expected)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        eqx.filter_jit,
+        eqx.filter_checkpoint,
+        eqx.Partial,
+        lambda net: net.__call__,
+        lambda net: eqx.filter_jit(eqx.filter_checkpoint(net)),
+    ],
+)
+def test_through_wrappers(wrap, call):
+    net = Net()
+    _, got = call(S(wrap(net), scope=True), X)
+    assert_close(with_mode(got, "primal"), _by_hand(net, X))
+
+
+def test_under_vmap_and_grad(call):
+    net = Net()
+    _, got = call(S(eqx.filter_vmap(net), scope=True), XS)
+    expected = jax.vmap(lambda x: _by_hand(net, x))(XS)
+    assert_close(with_mode(got, "primal"), expected)
+
+    def loss(net, x):
+        return jnp.sum(net(x) ** 2)
+
+    grads, got = call(S(eqx.filter_grad(loss), scope=True), net, X)
+    assert type(grads) is Net and type(grads.blocks[0]) is Block
+    seen = _by_hand(net, X, "net/")
+    assert_close(with_mode(got, "primal"), seen)
+    assert_close(got["net/out"]["cotangent"], 2 * seen["net/out"])
+    assert set(with_mode(got, "cotangent")) == set(seen)
+
+
+def test_in_a_scan(call):
+    stacked = eqx.filter_vmap(Block)(jnp.stack([X, 2 * X, 3 * X]))
+
+    def fn(layers, x):
+        return lax.scan(lambda x, layer: (layer(x), None), x, layers)[0]
+
+    _, got = call(S(fn, scope=True), stacked, X)
+    a = jnp.tanh(X * X)
+    b = jnp.tanh(2 * X * a)
+    c = jnp.tanh(3 * X * b)
+    assert_close(got, {"layers/act": {"primal": jnp.stack([a, b, c])}})
+
+
+def test_functions_called_by_a_module_are_inside_it():
+    def helper(x):
+        return sow(x + 1, "helped")
+
+    class Model(eqx.Module):
+        def __call__(self, x):
+            return helper(x)
+
+    _, got = S(lambda m, x: helper(m(x)), scope=True)(Model(), X)
+    assert list(got) == ["m/helped", "helped"]
+
+
+def test_a_function_jitted_before_is_in_the_scope_of_its_caller():
+    helper = jax.jit(lambda x: sow(x + 1, "helped"))
+    helper(X)
+
+    class Model(eqx.Module):
+        def __call__(self, x):
+            return helper(x)
+
+    def fn(a, b, x):
+        return a(b(x))
+
+    for _ in range(2):
+        _, got = S(fn, scope=True)(Model(), Model(), X)
+        assert list(got) == ["b/helped", "a/helped"]
+
+
+def test_other_methods_called_from_call():
+    class Model(eqx.Module):
+        def encode(self, x):
+            return sow(x * 2, "encoded")
+
+        def __call__(self, x):
+            return self.encode(x)
+
+    assert list(S(lambda m, x: m(x), scope=True)(Model(), X)[1]) == ["m/encoded"]
+
+
+def test_captured_modules_have_their_own_path():
+    net = Net()
+    _, got = S(net, capture=Block, scope=True)(X)
+    values = with_mode(got, "primal")
+    expected = _by_hand(net, X)
+    for name in ("blocks/0", "blocks/1", "head"):
+        expected[name] = expected[f"{name}/act"]
+    assert_close(values, expected)
+
+
+def test_sow_modules():
+    model = eqx.nn.Sequential([Sow("named"), Sow(), eqx.nn.Sequential([Sow("deep")])])
+    assert list(S(model, scope=True)(X)[1]) == [
+        "layers/0/named",
+        "layers/1",
+        "layers/2/layers/0/deep",
+    ] or list(S(model, scope=True)(X)[1]) == [
+        "named",
+        "layers/1",
+        "layers/2/deep",
+    ]
+
+
+def test_globs_select_scoped_names():
+    net = Net()
+    _, got = S(net, scope=True, names="blocks/*/act")(X)
+    assert list(got) == ["blocks/0/act", "blocks/1/act"]
+    with pytest.raises(UnknownSowError, match="blocks/0/act"):
+        S(net, scope=True, names="act")(X)
+
+
+def test_plant_by_scoped_name():
+    net = Net()
+    out = plant(net, {"head/act": lambda h: 2 * h}, scope=True)(X)
+    assert_close(out, 2 * net(X))
+    planted = plant(net, {"blocks/0/act": jnp.zeros(3)}, scope=True)
+    assert_close(planted(X), jnp.zeros(3))
+
+
+def test_scope_of_a_model_without_sows():
+    assert S(eqx.nn.Linear(3, 3, key=jr.key(0)), scope=True)(X)[1] == {}
+
+
+def test_what_comes_back_is_plain():
+    net = Net()
+    (out, back), _ = S(lambda n, x: (n(x), n), scope=True)(net, X)
+    assert type(back) is Net and type(back.blocks[0]) is Block
