@@ -45,16 +45,17 @@ class Marking:
     inputs: bool
     scope: bool
 
-    def selects(self, path: str, module: eqx.Module) -> bool:
+    def chooses(self, path: str, module: eqx.Module) -> bool:
         if self.capture in (None, False):
             return False
-        if not any(_has_method(type(module), m) for m in self.methods):
-            return False
         if self.capture is True:
-            return True
+            return _has_method(type(module), "__call__") or self.applies(module)
         if isinstance(self.capture, type | tuple):
             return isinstance(module, self.capture)
-        return bool(self.capture(path, module))
+        return bool(self.capture(path or ".", module))
+
+    def applies(self, module: eqx.Module) -> bool:
+        return any(_has_method(type(module), m) for m in self.methods)
 
 
 class _Quiet:
@@ -197,6 +198,7 @@ class _Walk:
         self.seen: list[str] = []
         self.made: set[Mark] = set()
         self.methods: set[str] = set()
+        self.chosen = False
         # By class, the path of the first model: optimiser states look like it.
         self.models: dict[type, str] = {}
 
@@ -276,7 +278,9 @@ class _Walk:
         if not isinstance(node, eqx.Module) or _is_wrapper(node):
             return node
         is_callable = _has_method(_plain(node), "__call__")
-        emit = m.selects(path, node)
+        chosen = m.chooses(path, node)
+        emit = chosen and m.applies(node)
+        self.chosen |= chosen
         if is_callable:
             self.seen.append(f"{path or '.'} ({_plain(node).__name__})")
         if emit:
@@ -349,12 +353,12 @@ def mark(fn: Callable, args: tuple, kwargs: dict, marking: Marking) -> tuple:
 
 def _check_found(walk: _Walk) -> None:
     missing = [m for m in walk.marking.methods if m not in walk.methods]
-    if walk.methods and not missing:
+    if walk.chosen and not missing:
         return
     modules = ", ".join(walk.seen) if walk.seen else "none at all"
     what = (
         f"`methods={walk.marking.methods!r}`: no selected module has {missing!r}."
-        if walk.methods
+        if walk.chosen
         else f"`capture={walk.marking.capture!r}` selects no module."
     )
     raise UnknownSowError(

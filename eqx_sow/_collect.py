@@ -9,8 +9,16 @@ import jax.tree_util as jtu
 
 from . import _entry, _reduce
 from ._entry import Entry
-from ._interpreter import Frame, Handler, in_backward_pass, Taken
+from ._interpreter import (
+    Frame,
+    Handler,
+    in_backward_pass,
+    raise_unsupported,
+    Taken,
+    unsupported,
+)
 from ._reduce import Append, Reducer
+from ._rewrite import sites, without_sows
 from ._select import lookup, matches
 from ._sow import Const, Site
 
@@ -29,11 +37,15 @@ class Check:
 @jtu.register_dataclass
 @dc.dataclass(frozen=True)
 class Sown:
-    """`Taken.rest` of `Collect`."""
+    """`Taken.rest` of `Collect`. `hidden`: names that run where no value can be had,
+    and what to say of it unless they run elsewhere too."""
 
     entries: tuple[Entry, ...] = ()
     seen: tuple[str, ...] = dc.field(default=(), metadata=dict(static=True))
     checks: tuple[Check, ...] = dc.field(default=(), metadata=dict(static=True))
+    hidden: tuple[tuple[str, str], ...] = dc.field(
+        default=(), metadata=dict(static=True)
+    )
 
 
 @dc.dataclass(frozen=True)
@@ -111,10 +123,25 @@ class Collect(Handler):
             found.append((site, atoms, transform, checks))
         return given
 
+    def hide(self, found, given, eqn, frame: Frame):
+        inside = sites(eqn)
+        if self.outer and any(s.tag != self.tag for s in inside):
+            raise_unsupported(eqn, "it evaluates its function over and over")
+        message = unsupported(eqn, "it evaluates its function over and over")
+        names = self.names.value
+        hidden = tuple(
+            (s.name, message)
+            for s in inside
+            if s.tag == self.tag and (names is None or matches(names, s.name))
+        )
+        found.append(Taken(given.carry, Sown(hidden=hidden)))
+        frame.leave(without_sows(eqn))
+
     def join(self, found, given, frame: Frame) -> Taken:
         entries: dict[Any, list[Entry]] = {}
         seen: dict[str, None] = {}
         checks: dict[Check, None] = {}
+        hidden: dict[Any, None] = {}
         for item in found:
             if isinstance(item, Taken):
                 sown = item.rest
@@ -127,8 +154,10 @@ class Collect(Handler):
                 self._add(entries.setdefault(entry.meta.key, []), entry)
             seen.update(dict.fromkeys(sown.seen))
             checks.update(dict.fromkeys(sown.checks))
+            hidden.update(dict.fromkeys(sown.hidden))
         flat = tuple(e for same in entries.values() for e in same)
-        return Taken(given.carry, Sown(flat, tuple(seen), tuple(checks)))
+        sown = Sown(flat, tuple(seen), tuple(checks), tuple(hidden))
+        return Taken(given.carry, sown)
 
     def _add(self, same: list[Entry], new: Entry) -> None:
         """Adds an entry to those of the same name and mode."""
@@ -161,6 +190,7 @@ class Collect(Handler):
         targets = {k: _entry.unify([s[k] for s in slots if k in s]) for k in keys}
         seen = tuple(dict.fromkeys(n for r in rests for n in r.seen))
         checks = tuple(dict.fromkeys(c for r in rests for c in r.checks))
+        hidden = tuple(dict.fromkeys(h for r in rests for h in r.hidden))
 
         def to_one_form(rest: Sown) -> Sown:
             mine = _slots(rest.entries)
@@ -168,7 +198,7 @@ class Collect(Handler):
                 _entry.conform(mine[k], target) if k in mine else _entry.zeros(target)
                 for k, target in targets.items()
             )
-            return Sown(entries, seen, checks)
+            return Sown(entries, seen, checks, hidden)
 
         return to_one_form
 
@@ -186,7 +216,7 @@ class Collect(Handler):
             _entry.latest(o, _entry.conform(n, o))
             for o, n in zip(old.entries, new.entries)
         )
-        return Sown(entries, old.seen, old.checks)
+        return dc.replace(old, entries=entries)
 
 
 def _slots(entries: Sequence[Entry]) -> dict[Any, Entry]:
@@ -225,6 +255,9 @@ def assemble(
         places.setdefault(e.meta.key, []).append(e)
     for key, entries in places.items():
         append = isinstance(collect.reducer(key[0]), Append)
+        if key[1].count("cotangent") % 2:
+            # A backward pass runs backward; the first entry is still the first place's.
+            entries = entries[::-1]
         values[key] = tuple(map(_entry.value, entries))
         count: Any = None
         if any(e.meta.counted for e in entries):

@@ -32,7 +32,7 @@ class Meta:
     counted: bool = False
     branches: tuple[tuple[Any, int], ...] = ()
     replay: bool = False
-    where: str = dc.field(default="", compare=False)
+    where: str = ""
 
     @property
     def key(self) -> tuple[str, str, tuple[int, ...]]:

@@ -16,7 +16,8 @@ import jax.tree_util as jtu
 
 from . import _compat
 from ._errors import UnsupportedPrimitiveError
-from ._sow import Listening, listening, Site, sow_effect, sow_p
+from ._rewrite import holds_sow, sites, without_sows
+from ._sow import Listening, listening, Site, sow_p
 
 
 class Given(NamedTuple):
@@ -99,9 +100,8 @@ def register_rule(primitive: jexc.Primitive) -> Callable[[Callable], Callable]:
     return register
 
 
-def has_sow(x: Any) -> bool:
-    """Whether an equation or a jaxpr has a sow inside."""
-    return sow_effect in x.effects
+# Primitives that evaluate a linear function over and over, and leave its effects out.
+solvers: set[str] = {"linear_solve", "custom_linear_solve"}
 
 
 class Handler:
@@ -114,6 +114,11 @@ class Handler:
         """Sees to one sow: `frame` takes what its outputs are, `found` whatever `join`
         wants to know. Returns what the next sow is given."""
         raise NotImplementedError
+
+    def hide(self, found: list, given: Given, eqn: Any, frame: "Frame") -> None:
+        """Sees to an equation in which no sow can be seen, nor be left."""
+        del found, given
+        frame.leave(without_sows(eqn))
 
     def join(self, found: list, given: Given, frame: "Frame") -> Taken:
         """One `Taken` from all that `sow` and the rules put into `found`."""
@@ -204,9 +209,9 @@ class Frame:
         for v, x in zip(outvars, values):
             self._env[v] = x
 
-    def leave(self) -> None:
-        """The current equation stays as it is."""
-        eqn = self.eqn
+    def leave(self, eqn: Any = None) -> None:
+        """The current equation stays as it is, or becomes `eqn`."""
+        eqn = self.eqn if eqn is None else eqn
         if any(v in self._same for v in eqn.invars if not isinstance(v, jexc.Literal)):
             eqn = eqn.replace(invars=[self.source(v) for v in eqn.invars])
         self._pending.append(eqn)
@@ -310,9 +315,7 @@ def evaluate(
     found: list[Any] = []
     for frame.now, frame.eqn in enumerate(jaxpr.eqns):
         eqn = frame.eqn
-        if not has_sow(eqn):
-            if any(map(has_sow, jexc.jaxprs_in_params(eqn.params))):
-                raise_unsupported(eqn, "JAX cannot run it with a sow inside")
+        if not holds_sow(eqn):
             if eqn.primitive in opaque:
                 _compat.forget_noinline()
                 with listening(Listening(blind=str(eqn.primitive))):
@@ -325,6 +328,9 @@ def evaluate(
             given = handler.sow(found, given, eqn.params["site"], eqn.invars, frame)
             continue
         rule = rules.get(eqn.primitive)
+        if rule is None and eqn.primitive.name in solvers:
+            handler.hide(found, given, eqn, frame)
+            continue
         if rule is None:
             raise_unsupported(eqn, "eqx_sow has no rule for it")
         values = frame.read(eqn.invars)
@@ -349,26 +355,19 @@ def _as_array(atom: Any, x: Any) -> Any:
     return jnp.asarray(x, atom.aval.dtype)
 
 
-def sites(x: Any) -> list[Site]:
-    """All sites in an equation or a jaxpr."""
-    if isinstance(x, jexc.JaxprEqn):
-        if x.primitive is sow_p:
-            return [x.params["site"]]
-        return [s for j in jexc.jaxprs_in_params(x.params) for s in sites(j)]
-    return [
-        s for eqn in _compat.open_jaxpr(x)[0].eqns if has_sow(eqn) for s in sites(eqn)
-    ]
-
-
 def in_backward_pass(eqn: Any) -> bool:
     """Whether an equation was put there by transposition."""
     return "transpose(" in str(eqn.source_info.name_stack)
 
 
 def raise_unsupported(eqn: Any, why: str) -> NoReturn:
+    raise UnsupportedPrimitiveError(unsupported(eqn, why))
+
+
+def unsupported(eqn: Any, why: str) -> str:
     site = next(iter(sites(eqn)), None)
     sow = f"`sow(..., {site.name!r})` at {site.where}" if site else "A sow"
-    raise UnsupportedPrimitiveError(
+    return (
         f"{sow} is inside the primitive `{eqn.primitive}`: {why}, so the value cannot "
         "be captured. Move the sow out of it, or capture sows of another tag. If the "
         "primitive is yours, `@eqx_sow.register_rule(primitive)` teaches eqx_sow about "

@@ -15,9 +15,10 @@ from ._capture import Marking
 from ._collect import Collect
 from ._entry import Entry, Meta
 from ._errors import SowError
-from ._interpreter import Frame, Given, Handler, sites
+from ._interpreter import Frame, Given, Handler
 from ._program import trace
 from ._reduce import Append
+from ._rewrite import sites
 from ._select import check_known, lookup
 from ._sow import Const, listening, OPERAND, Site, sow_p
 from ._transformed import Transformed, wrap

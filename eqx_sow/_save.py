@@ -9,6 +9,7 @@ import equinox as eqx
 from . import _options as opt, _spec
 from ._capture import Marking
 from ._collect import assemble, Collect, reductions
+from ._errors import UnsupportedPrimitiveError
 from ._interpreter import Given
 from ._program import trace
 from ._reduce import Reducer
@@ -50,6 +51,9 @@ class _SaveIntermediates(Transformed):
             collect, carry = reductions(collect, survey)
         outs, taken = program.evaluate(collect, Given(carry), *program.leaves)
         self._check_names(taken.rest.seen)
+        for name, message in taken.rest.hidden:
+            if name not in taken.rest.seen:
+                raise UnsupportedPrimitiveError(message)
         intermediates = program.unmark(assemble(collect, taken, tuple(carry)))
         _spec.check(taken.rest.checks, options.spec, intermediates)
         return program.output(outs), intermediates

@@ -122,7 +122,7 @@ class Site:
     branches: tuple[tuple[Any, int], ...] = ()
     replay: bool = False
     spec: Any = dc.field(default=None, compare=False)
-    where: str = dc.field(default="", compare=False)
+    where: str = ""
 
     @property
     def mode(self) -> str:

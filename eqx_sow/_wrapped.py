@@ -27,7 +27,8 @@ from jax.interpreters import batching, partial_eval as pe
 from . import _compat
 from ._entry import out_of_loop
 from ._errors import SowError
-from ._interpreter import Given, Handler, has_sow, Interpret, sites
+from ._interpreter import Given, Handler, Interpret
+from ._rewrite import has_sow, sites, with_sites
 from ._sow import Axis, Listening, listening, sow_p
 
 
@@ -164,26 +165,16 @@ def _batch_cond(rule):
 # --- differentiation ---
 
 
-def _stamp(x: Any, length: int) -> Any:
-    """An equation or a jaxpr, anywhere in a parameter: its sows say that they ran in
-    each of so many iterations."""
-    if isinstance(x, jexc.JaxprEqn):
-        if not has_sow(x):
-            return x
-        if x.primitive is sow_p:
-            site = x.params["site"]
-            loop = Axis(length, (False,) * len(x.invars), lane=False)
-            _, axes = out_of_loop(site.axes, loop)
-            return x.replace(params=dict(site=dc.replace(site, axes=axes)))
-        return x.replace(params={k: _stamp(v, length) for k, v in x.params.items()})
-    if _compat.is_jaxpr(x):
-        jaxpr, consts = _compat.open_jaxpr(x)
-        new = jaxpr.replace(eqns=[_stamp(e, length) for e in jaxpr.eqns])
-        return new if jaxpr is x and not consts else jexc.ClosedJaxpr(new, consts)
-    if isinstance(x, tuple):
-        stamped = [_stamp(v, length) for v in x]
-        return type(x)(*stamped) if hasattr(x, "_fields") else tuple(stamped)
-    return x
+def _stamp(eqn: Any, length: int) -> Any:
+    """An equation, of which the sows say that they ran in each of so many
+    iterations."""
+
+    def stamped(site, operands):
+        loop = Axis(length, (False,) * operands, lane=False)
+        _, axes = out_of_loop(site.axes, loop)
+        return dc.replace(site, axes=axes)
+
+    return with_sites(eqn, stamped)
 
 
 def _stamp_hoisted(closed: Any, length: int) -> Any:

@@ -100,7 +100,9 @@ def test_static_leaf(leaf, transform):
         return jnp.sum(back["x"])
 
     saved = S(TRANSFORMS[transform](f))
-    for run in (saved, saved, eqx.filter_jit(saved)):
+    # Equinox compares what a jitted function returns: it cannot return such leaves.
+    jitted = [] if leaf in ("odd-eq", "raising-eq") else [eqx.filter_jit(saved)]
+    for run in (saved, saved, *jitted):
         _, got = run(X)
         for mode, tree in got["v"].items():
             if mode != "count":

@@ -6,7 +6,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from .. import _compat
-from .._interpreter import Given, has_sow, raise_unsupported, register_rule, Taken
+from .._interpreter import Given, raise_unsupported, register_rule, Taken
+from .._rewrite import has_sow
 
 
 def _split(xs, *sizes):
