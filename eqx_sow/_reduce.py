@@ -26,7 +26,11 @@ class Reducer(eqx.Module):
 
 class Append(Reducer):
     """All places: a tuple with one entry for each place in the straight-line code at
-    which the name is sown, in order of execution. A place in a loop is stacked."""
+    which the name is sown, in order of execution. A place in a loop is stacked.
+
+    Cotangents, which are computed backward, are in the same order: the first entry is
+    that of the first place.
+    """
 
 
 class Last(Reducer):

@@ -9,21 +9,21 @@ import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 from eqx_sow import Append, Buffer, save_intermediates as S, sow, SowError, tabulate
+
+from .helpers import assert_close
 
 
 X = jnp.array([0.0, -1.2, 0.7])
 
 
 def _rows(text):
-    """The cells of each row, by the columns of the heading."""
+    """The titles of the columns, and the lines below the rule."""
     lines = text.splitlines()
-    heading = lines[0]
-    starts = [m.start() for m in re.finditer(r"\S+(?: \S+)*", heading)]
-    titles = re.findall(r"\S+(?: \S+)*", heading)
-    del starts
-    return titles, [line for line in lines[1:] if set(line) - set(" -=─━|+")]
+    rows = [line for line in lines[1:] if set(line) - set(" -")]
+    return re.findall(r"\S+(?: \S+)*", lines[0]), rows
 
 
 def _check_width(text, width=100):
@@ -70,32 +70,32 @@ def test_mlp():
     _check_width(text)
     titles, rows = _rows(text)
     for title in ("name", "mode", "shape", "mean", "std", "min", "max", "norm"):
-        assert any(title in t for t in titles), title
-    assert "zero" in titles[-1] or any("zero" in t for t in titles)
+        assert title in titles
+    assert "zeros" in titles
     assert len(rows) == 6
     for i, shape in enumerate(("4", "4", "2")):
         primal, cotangent = rows[2 * i : 2 * i + 2]
         assert f"model/layers/{i}" in primal and "primal" in primal
         assert "cotangent" in cotangent
-        assert f"f32[{shape}]" in primal or f"float32[{shape}]" in primal
+        assert f"f32[{shape}]" in primal
 
 
 def test_numbers_are_right():
     values = np.array([[0.0, 1.0], [2.0, 5.0]], np.float32)
     _, got = S(lambda x: sow(x, "h"))(jnp.asarray(values))
     (row,) = _rows(tabulate(got))[1]
-    numbers = [float(n) for n in re.findall(r"(?<![\w\[,])-?\d+\.?\d*(?:e[+-]\d+)?(?![\w%\],])", row)]
-    for expected in (values.mean(), values.std(), 0.0, 5.0, np.linalg.norm(values)):
-        assert any(abs(n - expected) < 0.01 * (abs(expected) + 0.1) for n in numbers), (
-            expected,
-            row,
-        )
-    assert "25%" in row or "0.25" in row
+    statistics = (values.mean(), values.std(), 0.0, 5.0, np.linalg.norm(values))
+    numbers = [float(cell) for cell in row.split()[-6:-1]]
+    assert_close(np.array(numbers), np.array(statistics, np.float64), rtol=1e-2)
+    assert row.endswith("25%")
 
 
-def test_transformer_of_twelve_blocks():
+@pytest.mark.parametrize("bad", [False, True])
+def test_transformer_of_twelve_blocks(bad):
     model = Transformer(12, jr.key(0))
     xs = jr.normal(jr.key(1), (3, 4))
+    if bad:
+        xs = xs.at[0, 0].set(jnp.nan)
     loss = lambda model, xs: jnp.mean(model(xs) ** 2)
     _, got = S(eqx.filter_grad(loss), capture=True)(model, xs)
     text = tabulate(got)
@@ -103,9 +103,10 @@ def test_transformer_of_twelve_blocks():
     _, rows = _rows(text)
     assert len(rows) == sum(len(modes) for modes in got.values())
     assert len(rows) >= 150
-    # Each row can be told from the others: the end of the path is what differs.
-    for name in got:
-        assert any(name in row for row in rows), name
+    # Each name can be told from the others.
+    shown = [row.split(" primal")[0].strip() for row in rows if " primal" in row]
+    assert len(shown) == len(got)
+    assert len(set(shown)) == len(got)
 
 
 def test_very_long_names_stay_in_the_columns():
@@ -144,12 +145,10 @@ def test_not_finite(bad):
     _check_width(text)
     _, rows = _rows(text)
     fine, first, second = rows
-    difference = set(second.split()) ^ set(first.split())
-    assert "first" in first.replace("first", "", 1), "the first row is marked"
+    # The name of it, and the mark.
+    assert first.count("first") == 2
     assert "first" not in second and "first" not in fine
-    assert difference
-    # The statistics are there all the same.
-    assert "nan" not in fine.lower()
+    assert "1 of 3" in first and "1 of 3" in second and "of" not in fine
 
 
 def test_everything_finite_has_no_mark():
@@ -201,7 +200,7 @@ def test_shapes_of_a_condition():
 
 
 @pytest.mark.parametrize(
-    "transform", [jax.jit, eqx.filter_jit, jax.vmap, lambda f: jax.grad(f)]
+    "transform", [jax.jit, eqx.filter_jit, jax.vmap, jax.grad]
 )
 def test_tracers(transform):
     def f(x):
@@ -217,7 +216,7 @@ def test_empty():
     text = tabulate({})
     assert isinstance(text, str)
     _check_width(text)
-    assert _rows(text)[1] == [] or len(text.splitlines()) <= 2
+    assert _rows(text)[1] == []
     assert tabulate(S(lambda x: x)(X)[1]) == text
 
 
@@ -228,7 +227,7 @@ def test_values_of_any_kind():
         sow(x > 0, "flags")
         sow(jnp.arange(3), "ints")
         sow(x.astype(jnp.bfloat16), "half")
-        sow(x * 1j, "complex")
+        sow(lax.complex(x, x), "complex")
         sow(jnp.zeros((0, 3)), "empty")
         sow("only text", "static")
         sow(jnp.float32(3), "scalar")
@@ -238,7 +237,7 @@ def test_values_of_any_kind():
     _check_width(text)
     for piece in ("tree", "key", "flags", "ints", "half", "complex", "empty", "scalar"):
         assert piece in text
-    assert "bf16[3]" in text or "bfloat16[3]" in text
+    assert "bf16[3]" in text
 
 
 def test_float0_cotangents():
@@ -258,8 +257,6 @@ def test_append():
 
 
 def test_of_sharded_values(mesh):
-    from jax.sharding import NamedSharding, PartitionSpec as P
-
     xs = jax.device_put(jnp.arange(8.0), NamedSharding(mesh, P("d")))
     text = tabulate(jax.jit(S(lambda x: sow(x * 2, "h")))(xs)[1])
     assert "[8]" in text and "14" in text
