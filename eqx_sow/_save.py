@@ -50,7 +50,7 @@ class _SaveIntermediates(Transformed):
             survey = program.survey(dc.replace(collect, survey=True))
             collect, carry = reductions(collect, survey)
         outs, taken = program.evaluate(collect, Given(carry), *program.leaves)
-        self._check_names(taken.rest.seen)
+        _check_names(self, taken.rest.seen)
         for name, message in taken.rest.hidden:
             if name not in taken.rest.seen:
                 raise UnsupportedPrimitiveError(message)
@@ -58,16 +58,17 @@ class _SaveIntermediates(Transformed):
         _spec.check(taken.rest.checks, options.spec, intermediates)
         return program.output(outs), intermediates
 
-    def _check_names(self, seen):
-        options: _Options = self._options.value
-        check_known("save_intermediates(..., names=...)", options.names, seen)
-        for name, option in (
-            ("reduce", self._reduce),
-            ("transform", self._transform),
-            ("spec", options.spec),
-        ):
-            if isinstance(option, Mapping):
-                check_known(f"save_intermediates(..., {name}=...)", option, seen)
+
+def _check_names(self: _SaveIntermediates, seen: Sequence[str]) -> None:
+    options: _Options = self._options.value
+    check_known("save_intermediates(..., names=...)", options.names, seen)
+    for name, option in (
+        ("reduce", self._reduce),
+        ("transform", self._transform),
+        ("spec", options.spec),
+    ):
+        if isinstance(option, Mapping):
+            check_known(f"save_intermediates(..., {name}=...)", option, seen)
 
 
 def _values(option: Any) -> list[Any]:

@@ -14,6 +14,7 @@ from ._errors import SowError
 
 
 _WIDTH = 100
+_TEXT = ("name", "mode", "value", "finite")
 _STATISTICS = ("mean", "std", "min", "max", "norm", "zeros")
 
 
@@ -51,44 +52,54 @@ def tabulate(intermediates: Mapping[str, Mapping[str, Any]]) -> str:
         print(eqx_sow.tabulate(intermediates))
         ```
     """
-    rows = [row for name, modes in intermediates.items() for row in _rows(name, modes)]
-    bad = [row["finite"] for row in rows]
-    if any(bad):
-        first = next(i for i, b in enumerate(bad) if b)
-        rows[first]["finite"] += " <- first"
-    columns = ["name", "mode", "value", "count", *_STATISTICS, "finite"]
+    for digits, gap in ((3, 2), (2, 1)):
+        rows = [
+            row
+            for name, modes in intermediates.items()
+            for row in _rows(name, modes, digits)
+        ]
+        table = _layout(rows, gap)
+        if max(map(len, table)) <= _WIDTH:
+            break
+    return "\n".join(table)
+
+
+def _layout(rows, gap):
+    first = next((row for row in rows if row["finite"]), None)
+    if first is not None:
+        first["finite"] += " <- first"
     columns = [
-        c for c in columns if c in ("name", "mode", "value") or any(r[c] for r in rows)
+        c
+        for c in ("name", "mode", "value", "count", *_STATISTICS, "finite")
+        if c in _TEXT[:3] or any(row[c] for row in rows)
     ]
     title = dict(zip(columns, columns), value="shape", finite="not finite")
-    widths = {c: max(len(r[c]) for r in [title, *rows]) for c in columns}
-    spare = _WIDTH - sum(widths.values()) - 2 * (len(columns) - 1)
-    for c, least in (("name", 16), ("value", 12)):
-        cut = max(min(-spare, widths[c] - least), 0)
-        widths[c] -= cut
-        spare += cut
+    widths = {c: max(len(row[c]) for row in (title, *rows)) for c in columns}
+    room = _WIDTH - gap * (len(columns) - 1) - sum(widths.values())
+    if gap == 1:
+        for c, least in (("name", 20), ("value", 12), ("name", 8)):
+            cut = min(max(-room, 0), max(widths[c] - least, 0))
+            widths[c] -= cut
+            room += cut
 
     def line(row):
         cells = [
             _shorten(row[c], widths[c]).ljust(widths[c])
-            if c in ("name", "mode", "value", "finite")
+            if c in _TEXT
             else row[c].rjust(widths[c])
             for c in columns
         ]
-        return "  ".join(cells).rstrip()
+        return (" " * gap).join(cells).rstrip()
 
-    rule = "-" * (sum(widths.values()) + 2 * (len(columns) - 1))
-    lines = [line(title), rule]
-    previous = None
+    lines = [line(title), "-" * (sum(widths.values()) + gap * (len(columns) - 1))]
+    name = None
     for row in rows:
-        lines.append(
-            line({**row, "name": "" if row["name"] == previous else row["name"]})
-        )
-        previous = row["name"]
-    return "\n".join(lines)
+        lines.append(line({**row, "name": "" if row["name"] == name else row["name"]}))
+        name = row["name"]
+    return lines
 
 
-def _rows(name, modes):
+def _rows(name, modes, digits):
     counts = modes.get("count")
     if isinstance(counts, tuple):
         count = _total(name, counts)
@@ -106,7 +117,7 @@ def _rows(name, modes):
                 "mode": mode,
                 "value": _type(x),
                 "count": count,
-                **_statistics(name, x),
+                **_statistics(name, x, digits),
             }
 
 
@@ -139,23 +150,19 @@ def _total(name, counts):
     return str(int(sum(np.sum(x) for x in numbers)))
 
 
-def _statistics(name, x):
+def _statistics(name, x, digits):
     row = dict.fromkeys((*_STATISTICS, "finite"), "")
     x = _numbers(name, x)
     if x is None:
         return row
     if bad := int(np.sum(~np.isfinite(x))):
-        row["finite"] = f"{bad} of {x.size}"
+        row["finite"] = f"{bad}/{x.size}"
     x = x[np.isfinite(x)]
     if x.size:
         numbers = x.mean(), x.std(), x.min(), x.max(), np.linalg.norm(x.ravel())
-        row.update(zip(_STATISTICS, map(_number, numbers)))
+        row.update(zip(_STATISTICS, (f"{x:.{digits}g}" for x in numbers)))
         row["zeros"] = f"{np.mean(x == 0):.0%}"
     return row
-
-
-def _number(x):
-    return f"{x:.3g}"
 
 
 def _type(x):
@@ -178,7 +185,13 @@ def _type(x):
 
 
 def _shorten(text, width):
-    if len(text) <= width:
-        return text
-    keep = width - 1
-    return text[: keep // 2] + "…" + text[len(text) - (keep - keep // 2) :]
+    """Cuts the words of a path, longest first, so that its indices can be read."""
+    parts = text.split("/")
+    while sum(map(len, parts)) + len(parts) - 1 > width:
+        i = max(
+            range(len(parts)), key=lambda i: len(parts[i]) - 3 * (i == len(parts) - 1)
+        )
+        if len(parts[i]) == 1:
+            return text[: width - 1] + "…"
+        parts[i] = parts[i][:-1]
+    return "/".join(parts)

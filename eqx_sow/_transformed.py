@@ -29,7 +29,7 @@ class Transformed(eqx.Module):
 
     def __call__(self, /, *args, **kwargs):
         if not (_is_jitted(self._fn) and _compat.is_eager()):
-            return self._run(args, kwargs)
+            return _run(self, args, kwargs)
         # `S(jit(f))` is `jit(S(f))`: so it is traced and compiled when `jit(f)` would
         # be.
         leaves, treedef = jtu.tree_flatten((self, args, kwargs))
@@ -48,6 +48,12 @@ class Transformed(eqx.Module):
     def __get__(self, instance, owner):
         del owner
         return self if instance is None else eqx.Partial(self, instance)
+
+
+def _run(self, args, kwargs):
+    # Not `self._run`: for a method, Equinox makes a module that holds `self`, and warns
+    # if JAX transformed what is in there.
+    return type(self)._run(self, args, kwargs)
 
 
 def wrap(cls: type, *fields: Any) -> Any:
@@ -98,7 +104,7 @@ def _traced(key, *arrays):
     arrays = iter(arrays)
     leaves = [next(arrays) if x is None else x.value for x in key.static]
     self, args, kwargs = jtu.tree_unflatten(key.treedef, leaves)
-    leaves, treedef = jtu.tree_flatten(self._run(args, kwargs))
+    leaves, treedef = jtu.tree_flatten(_run(self, args, kwargs))
     static = tuple(None if isinstance(x, jax.Array) else Const(x) for x in leaves)
     return _Output([x for x in leaves if isinstance(x, jax.Array)], (treedef, static))
 
