@@ -115,6 +115,11 @@ class Handler:
         wants to know. Returns what the next sow is given."""
         raise NotImplementedError
 
+    def changes(self, eqn: Any) -> bool:
+        """Whether what is inside of an equation will compute something else."""
+        del eqn
+        return False
+
     def hide(self, found: list, given: Given, eqn: Any, frame: "Frame") -> None:
         """Sees to an equation in which no sow can be seen, nor be left."""
         del found, given

@@ -39,6 +39,10 @@ class _Replace(Handler):
     def _mine(self, site: Site) -> bool:
         return site.tag == self.tag and site.mode == self.mode
 
+    def changes(self, eqn):
+        names = {*self.forms.value, *self.functions.value}
+        return any(self._mine(s) and s.name in names for s in sites(eqn))
+
     def sow(self, found, given, site: Site, atoms, frame: Frame):
         del found
         guard = int(site.guarded)
@@ -266,6 +270,12 @@ def plant(
     A function with the signature and the output of `fn`. A planted sow is still a sow:
     `save_intermediates(plant(fn, values))` captures what was planted. Planted arrays
     may be traced and differentiated.
+
+    `plant(eqx.filter_grad(loss), ...)` replaces values within the gradient computation:
+    the gradient still flows back past a planted primal. `eqx.filter_grad(plant(loss,
+    ...))` is the gradient of the edited program, in which nothing flows back from a
+    constant. A `custom_jvp` or `custom_vjp` function with a planted sow inside has the
+    derivative of the edited function, not that of its rule.
 
     **Raises:**
 

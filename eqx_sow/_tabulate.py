@@ -144,10 +144,13 @@ def _numbers(name, x):
 
 
 def _total(name, counts):
-    numbers = [_numbers(name, x) for x in counts]
-    if any(x is None for x in numbers):
-        return ""
-    return str(int(sum(np.sum(x) for x in numbers)))
+    total = 0
+    for x in counts:
+        x = _numbers(name, x)
+        if x is None:
+            return ""
+        total += int(x.sum())
+    return str(total)
 
 
 def _statistics(name, x, digits):

@@ -10,9 +10,6 @@ import jax.random as jr
 import jax.tree_util as jtu
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
-from jaxtyping import Array
-
 from eqx_sow import (
     plant,
     save_intermediates as S,
@@ -21,6 +18,8 @@ from eqx_sow import (
     SowError,
     UnknownSowError,
 )
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array
 
 from .helpers import assert_close, modes_of, with_mode
 
@@ -441,6 +440,35 @@ def test_sow_called_twice_by_one_name():
         plant(f, {"h": X})(X)
 
 
+def _with_custom_vjp(x):
+    @jax.custom_vjp
+    def f(x):
+        return sow(jnp.sin(x), "h") * 2
+
+    f.defvjp(lambda x: (sow(jnp.sin(x), "h") * 2, x), lambda x, ct: (7 * ct,))
+    return jnp.sum(f(x))
+
+
+def _with_custom_jvp(x):
+    @jax.custom_jvp
+    def f(x):
+        return sow(jnp.sin(x), "h") * 2
+
+    @f.defjvp
+    def _(primals, tangents):
+        return sow(jnp.sin(primals[0]), "h") * 2, 7 * tangents[0]
+
+    return jnp.sum(f(x))
+
+
+@pytest.mark.parametrize("f", [_with_custom_vjp, _with_custom_jvp])
+def test_inside_custom_rules(f, call):
+    for value in (jnp.ones(3), jnp.ones_like):
+        assert_close(call(plant(f, {"h": value}), X), jnp.array(6.0))
+        planted = plant(jax.value_and_grad(f), {"h": value})
+        assert_close(call(planted, X), (jnp.array(6.0), 7 * jnp.ones(3)))
+
+
 # --- Functions and globs ---
 
 
@@ -488,7 +516,10 @@ def test_function_of_a_pytree():
 def test_function_in_a_branch_and_a_while_loop(call):
     def f(x):
         go = lambda s: s[0] < 3
-        grow = lambda s: (s[0] + 1, lax.cond(s[0] > 0, lambda y: sow(y, "h"), lambda y: y, s[1]))
+        grow = lambda s: (
+            s[0] + 1,
+            lax.cond(s[0] > 0, lambda y: sow(y, "h"), lambda y: y, s[1]),
+        )
         return lax.while_loop(go, grow, (0, x))[1]
 
     assert_close(call(plant(f, {"h": lambda h: h * 2}), X), 4 * X)
@@ -784,7 +815,9 @@ def test_what_was_planted_is_captured(f, call):
             jtu.tree_leaves(eqx.filter(again[name], inexact)),
             jtu.tree_leaves(eqx.filter(values[name], inexact)),
         ):
-            ran_here = jnp.reshape(ran, jnp.shape(ran) + (1,) * (a.ndim - jnp.ndim(ran)))
+            ran_here = jnp.reshape(
+                ran, jnp.shape(ran) + (1,) * (a.ndim - jnp.ndim(ran))
+            )
             assert_close(a, jnp.where(ran_here > 0, b, 0))
 
 

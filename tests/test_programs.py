@@ -466,6 +466,8 @@ def test_filter_hessian(call):
     assert_close(got["h"]["primal"], jnp.sin(X))
 
 
+# `eqx.filter_jit` says so of every function that `jax.vmap` made of a module.
+@pytest.mark.filterwarnings("ignore:[^A-Za-z]*Possibly assigning")
 def test_batch_norm_under_vmap(call):
     class Net(eqx.Module):
         norm: eqx.nn.BatchNorm

@@ -6,8 +6,6 @@ import jax.lax as lax
 import jax.numpy as jnp
 import jax.random as jr
 import pytest
-from jaxtyping import Array
-
 from eqx_sow import (
     DuplicateSowError,
     plant,
@@ -16,6 +14,7 @@ from eqx_sow import (
     sow,
     UnknownSowError,
 )
+from jaxtyping import Array
 
 from .helpers import assert_close, with_mode
 

@@ -9,9 +9,8 @@ import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec as P
-
 from eqx_sow import Append, Buffer, save_intermediates as S, sow, SowError, tabulate
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 from .helpers import assert_close
 
@@ -199,9 +198,7 @@ def test_shapes_of_a_condition():
     assert "[3]" in text
 
 
-@pytest.mark.parametrize(
-    "transform", [jax.jit, eqx.filter_jit, jax.vmap, jax.grad]
-)
+@pytest.mark.parametrize("transform", [jax.jit, eqx.filter_jit, jax.vmap, jax.grad])
 def test_tracers(transform):
     def f(x):
         _, got = S(lambda x: sow(x, "h"))(x)

@@ -1,0 +1,173 @@
+"""Each row of `docs/limits.md`: a primitive, and what becomes of a sow inside."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from eqx_sow import save_intermediates as S, sow, SowError, UnsupportedPrimitiveError
+from jax import lax
+from jax.experimental import checkify, pallas as pl
+from jax.experimental.custom_partitioning import custom_partitioning
+
+
+X = jnp.arange(4.0)
+
+
+def _pallas(x):
+    def kernel(x_ref, o_ref):
+        o_ref[...] = sow(x_ref[...] * 2, "a")
+
+    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return pl.pallas_call(kernel, out_shape=shape, interpret=True)(x)
+
+
+def _custom_partitioning(x):
+    fn = custom_partitioning(lambda x: sow(x * 2, "a"))
+    fn.def_partition(
+        partition=lambda *_: None,
+        infer_sharding_from_operands=lambda *_: None,
+        sharding_rule="i -> i",
+    )
+    return fn(x)
+
+
+def _reduce(x):
+    return lax.reduce(x, 0.0, lambda a, b: sow(a + b, "a"), (0,))
+
+
+def _condition_of_a_while(x):
+    return lax.while_loop(lambda x: sow(x[1], "a") < 5, lambda x: x + 1, x)
+
+
+def _noinline(x):
+    return eqx.internal.noinline(lambda x: sow(x * 2, "a"))(x)
+
+
+def _only_in_a_linear_solve(x):
+    return lax.custom_linear_solve(
+        lambda v: sow(2 * v, "a"), x, lambda matvec, b: b / 2, symmetric=True
+    )
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        _pallas,
+        _custom_partitioning,
+        _reduce,
+        _condition_of_a_while,
+        _noinline,
+        _only_in_a_linear_solve,
+    ],
+)
+def test_refused(fn):
+    with pytest.raises(UnsupportedPrimitiveError, match="'a'"):
+        S(fn)(X)
+    with pytest.raises(UnsupportedPrimitiveError, match="'a'"):
+        eqx.filter_jit(S(fn))(X)
+
+
+def _ahead_of_time(x):
+    fn = jax.jit(lambda x: sow(x * 2, "a"))
+    return x + fn.lower(jnp.ones(4)).compile()(jnp.ones(4))
+
+
+def _at_compile_time(x):
+    with jax.ensure_compile_time_eval():
+        return x + sow(jnp.ones(4) * 2, "a")
+
+
+@pytest.mark.parametrize("fn", [_ahead_of_time, _at_compile_time])
+def test_executed_while_traced(fn):
+    with pytest.raises(SowError, match="'a'.* was executed while"):
+        S(fn)(X)
+
+
+def test_compiled_before():
+    compiled = jax.jit(lambda x: sow(x * 2, "a")).lower(X).compile()
+    with pytest.raises(TypeError, match="Cannot apply JAX transformations"):
+        S(lambda x: compiled(x))(X)
+
+
+def test_linearized_before():
+    out, linear = jax.linearize(lambda x: sow(jnp.sin(x), "a"), X)
+    assert S(lambda t: linear(t))(X)[1] == {}
+    np.testing.assert_allclose(S(lambda t: linear(t))(X)[0], jnp.cos(X) * X)
+
+
+def _mutable_array(x):
+    ref = jax.new_ref(x)
+    ref[...] = sow(ref[...] * 2, "a")
+    ref[...] += 1
+    return ref[...]
+
+
+def _closure_converted(x):
+    return eqx.filter_closure_convert(lambda x: sow(x * 2, "a"), x)(x)
+
+
+def _checkified(x):
+    return checkify.checkify(lambda x: sow(x * 2, "a"))(x)[1]
+
+
+def _next_to_a_callback(x):
+    jax.debug.print("{}", x[0])
+    other = jax.pure_callback(lambda x: np.asarray(x), x, x)
+    return sow(x * 2, "a") + other
+
+
+def _error_if(x):
+    return eqx.error_if(sow(x * 2, "a"), x[0] > 10, "large")
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [_mutable_array, _closure_converted, _checkified, _next_to_a_callback, _error_if],
+)
+@pytest.mark.parametrize("way", [S, lambda fn: eqx.filter_jit(S(fn))])
+def test_captured(fn, way, capsys):
+    out, got = way(fn)(X)
+    jax.effects_barrier()
+    np.testing.assert_allclose(got["a"]["primal"], 2 * X)
+    np.testing.assert_allclose(out, fn(X))
+    jax.effects_barrier()
+    # Effects happen once for each call.
+    assert len(capsys.readouterr().out.splitlines()) in (0, 2)
+
+
+def test_effect_after_the_last_sow(capsys):
+    def fn(x):
+        x = sow(x * 2, "a")
+        jax.debug.print("after {}", x[1])
+        return x
+
+    S(fn)(X)
+    jax.effects_barrier()
+    assert capsys.readouterr().out == "after 2.0\n"
+
+
+def test_pmap():
+    xs = jnp.arange(8.0)
+    _, got = S(lambda xs: eqx.filter_pmap(lambda x: sow(x * 2, "a"))(xs))(xs)
+    np.testing.assert_allclose(got["a"]["primal"], 2 * xs)
+
+
+def test_custom_vjp_that_optimizes_remat():
+    def f(x):
+        return sow(jnp.sin(x), "a")
+
+    def fwd(x):
+        return sow(jnp.sin(x), "fwd"), x
+
+    f = jax.custom_vjp(f)
+    f.defvjp(fwd, lambda x, g: (3 * g,), optimize_remat=True)
+    _, got = S(f)(X)
+    np.testing.assert_allclose(got["a"]["primal"], jnp.sin(X))
+    try:
+        grad, got = S(jax.grad(lambda x: f(x).sum()))(X)
+    except UnsupportedPrimitiveError as error:
+        assert "'fwd'" in str(error)
+    else:
+        np.testing.assert_allclose(grad, jnp.full(4, 3.0))
+        np.testing.assert_allclose(got["fwd"]["primal"], jnp.sin(X))
