@@ -79,8 +79,9 @@ class Guard(Handler):
         return given
 
 
-def _in_loop(rule, axis_data, args, dims, params):
-    """JAX's batching rule for a loop, while sows in there count one more loop."""
+def _batched(rule, axis_data, args, dims, params):
+    """What JAX's batching rule for a loop binds, as a jaxpr, and where the axes are;
+    sows in there count one more loop."""
     dims_out = []
 
     def batched(*args):
@@ -90,8 +91,12 @@ def _in_loop(rule, axis_data, args, dims, params):
     here = listening.value or Listening()
     with listening(dc.replace(here, loops=here.loops + 1)):
         closed = jax.make_jaxpr(batched)(*args)
+    return closed, dims_out
+
+
+def _evaluate(closed, args):
     jaxpr, consts = _compat.open_jaxpr(closed)
-    return jax.core.eval_jaxpr(jaxpr, consts, *args), dims_out
+    return jax.core.eval_jaxpr(jaxpr, consts, *args)
 
 
 @_wrap(batching.fancy_primitive_batchers, scan_p)
@@ -99,7 +104,8 @@ def _batch_scan(rule):
     def batch_scan(axis_data, args, dims, **params):
         if not has_sow(params["jaxpr"]):
             return rule(axis_data, args, dims, **params)
-        return _in_loop(rule, axis_data, args, dims, params)
+        closed, dims_out = _batched(rule, axis_data, args, dims, params)
+        return _evaluate(closed, args), dims_out
 
     return batch_scan
 
@@ -110,8 +116,11 @@ def _batch_while(rule):
         body, cond = params["body_jaxpr"], params["cond_jaxpr"]
         if not has_sow(body):
             return rule(axis_data, args, dims, **params)
-        # If the predicate has an axis, its sows have been told by an earlier vmap.
-        if not cond.out_avals[0].shape:
+        closed, dims_out = _batched(rule, axis_data, args, dims, params)
+        loop = _compat.open_jaxpr(closed)[0].eqns[-1]
+        varies = loop.params["cond_jaxpr"].out_avals[0].shape
+        # If the predicate has an axis already, an earlier vmap has told the sows.
+        if varies and not cond.out_avals[0].shape:
             n, m = params["cond_nconsts"], params["body_nconsts"]
             run = Interpret(Guard(None))(body)
 
@@ -129,7 +138,8 @@ def _batch_while(rule):
             }
             args = [*args[:n], *args]
             dims = [*dims[:n], *dims]
-        return _in_loop(rule, axis_data, args, dims, params)
+            closed, dims_out = _batched(rule, axis_data, args, dims, params)
+        return _evaluate(closed, args), dims_out
 
     return batch_while
 
@@ -201,8 +211,7 @@ def _linearize_scan(rule):
 
         closed, shape = jax.make_jaxpr(linearized, return_shape=True)(*primals)
         closed = _stamp_hoisted(closed, params["length"])
-        jaxpr, consts = _compat.open_jaxpr(closed)
-        out = jax.core.eval_jaxpr(jaxpr, consts, *primals)
+        out = _evaluate(closed, primals)
         outs, residuals = jax.tree.unflatten(jax.tree.structure(shape), out)
         nonzeros_out, tangent = rest
         return outs, nonzeros_out, *residuals, tangent

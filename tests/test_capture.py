@@ -259,10 +259,9 @@ def test_inputs(call):
 
 def test_inputs_have_cotangents(call):
     mlp = _mlp()
-    grads, got = call(
+    _, got = call(
         S(eqx.filter_grad(_loss), capture=eqx.nn.Linear, inputs=True), mlp, X
     )
-    del grads
     out = _cotangents(mlp, X, "model/")
     for i in (1, 2):
         back = mlp.layers[i].weight.T @ out[f"model/layers/{i}"]

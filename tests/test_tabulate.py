@@ -147,7 +147,7 @@ def test_not_finite(bad):
     # The name of it, and the mark.
     assert first.count("first") == 2
     assert "first" not in second and "first" not in fine
-    assert "1 of 3" in first and "1 of 3" in second and "of" not in fine
+    assert "1/3" in first and "1/3" in second and "1/3" not in fine
 
 
 def test_everything_finite_has_no_mark():

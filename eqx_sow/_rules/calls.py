@@ -9,7 +9,7 @@ from .. import _compat
 from .._interpreter import register_rule
 
 
-def _bind(eqn, args, **params):
+def bind(eqn, args, **params):
     params = eqn.primitive.get_bind_params({**eqn.params, **params})
     return eqn.primitive.bind(*args, **params)
 
@@ -33,7 +33,7 @@ def _jit(interpret, given, eqn, *args):
     extra = treedef.num_leaves - len(eqn.outvars)
     new_in, new_out = _unspecified()
     p = eqn.params
-    out = _bind(
+    out = bind(
         eqn,
         inputs,
         jaxpr=_compat.close_jaxpr(_consts_as_args(closed)),
@@ -59,7 +59,7 @@ def _unspecified():
 def _checkpoint(interpret, given, eqn, *args):
     closed, treedef = interpret.staged(eqn.params["jaxpr"], given, *args)
     inputs, _ = _inputs(closed, given, args)
-    out = _bind(eqn, inputs, jaxpr=_consts_as_args(closed))
+    out = bind(eqn, inputs, jaxpr=_consts_as_args(closed))
     return jtu.tree_unflatten(treedef, out)
 
 

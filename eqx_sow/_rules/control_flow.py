@@ -8,6 +8,7 @@ from jax import lax
 from .. import _compat
 from .._interpreter import Given, raise_unsupported, register_rule, Taken
 from .._rewrite import has_sow
+from .calls import bind
 
 
 def _split(xs, *sizes):
@@ -60,7 +61,22 @@ def _cond(interpret, given, eqn, index, *args):
         return call
 
     branches = _alike(list(map(branch, runs)), given, *args)
-    return lax.switch(index, branches, given, *args)
+    staged = [jax.make_jaxpr(fn, return_shape=True)(given, *args) for fn in branches]
+    consts = [_compat.open_jaxpr(closed)[1] for closed, _ in staged]
+
+    def with_all_consts(i):
+        jaxpr, _ = _compat.open_jaxpr(staged[i][0])
+
+        def call(consts, *args):
+            return _compat.splice(jaxpr, consts[i], args)
+
+        return jax.make_jaxpr(call)(consts, *leaves)
+
+    # Not `lax.switch`, which would clamp the index once more.
+    leaves = [*jax.tree.leaves(given), *args]
+    new = tuple(map(with_all_consts, range(len(staged))))
+    out = bind(eqn, [index, *jax.tree.leaves(consts), *leaves], branches=new)
+    return jax.tree.unflatten(jax.tree.structure(staged[0][1]), out)
 
 
 def _alike(fns, *args):
