@@ -1,0 +1,243 @@
+"""`jit(save_intermediates(f))` compiles to the program that one would write by hand."""
+
+import collections
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from eqx_sow import Fold, save_intermediates as S, sow
+from jax import lax
+
+
+X = jnp.ones((8, 16))
+WS = jnp.full((6, 16, 16), 0.1)
+XS = jnp.ones((3, 8, 16))
+
+
+@pytest.fixture(autouse=True)
+def optimised():
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
+
+
+def _instructions(text):
+    opcodes = collections.Counter(re.findall(r"= \S+ ([a-z\-]+)\(", text))
+    for free in ("parameter", "constant", "get-tuple-element", "tuple", "bitcast"):
+        del opcodes[free]
+    # Where a loop's carry is copied is up to XLA's assignment of buffers.
+    del opcodes["copy"]
+    return opcodes
+
+
+def _same_program(captured, by_hand, *args):
+    first, second = (jax.jit(f).lower(*args).compile() for f in (captured, by_hand))
+    assert _instructions(first.as_text()) == _instructions(second.as_text())
+    for what in ("flops", "bytes accessed"):
+        got, want = (c.cost_analysis().get(what, 0.0) for c in (first, second))
+        assert got <= 1.01 * want, what
+    got, want = (c.memory_analysis().temp_size_in_bytes for c in (first, second))
+    assert got <= 1.01 * want
+
+
+def _mlp(mark):
+    def fn(ws, x):
+        for i in range(4):
+            x = mark(jnp.tanh(x @ ws[i]), f"h{i}")
+        return jnp.sum(x**2)
+
+    return fn
+
+
+def _mlp_by_hand(ws, x):
+    marked = {}
+    out = _mlp(lambda v, name: marked.setdefault(name, v))(ws, x)
+    return out, marked
+
+
+def _mlp_gradient_by_hand(ws, x):
+    eps = {f"h{i}": jnp.zeros((8, 16)) for i in range(4)}
+
+    def loss(ws, eps):
+        marked = {}
+        fn = _mlp(lambda v, name: marked.setdefault(name, v + eps[name]))
+        return fn(ws, x), marked
+
+    (grad, cotangents), primals = jax.grad(loss, (0, 1), has_aux=True)(ws, eps)
+    return grad, primals, cotangents
+
+
+def _scan(ws, x, wrap=lambda body: body):
+    def body(c, w):
+        return sow(jnp.tanh(c @ w), "h"), None
+
+    return jnp.sum(lax.scan(wrap(body), x, ws)[0] ** 2)
+
+
+def _scan_by_hand(ws, x):
+    def body(c, w):
+        c = jnp.tanh(c @ w)
+        return c, c
+
+    c, h = lax.scan(body, x, ws)
+    return jnp.sum(c**2), h
+
+
+def _scan_gradient_by_hand(ws, x, wrap=lambda body: body):
+    def loss(ws, eps):
+        def body(c, x):
+            w, e = x
+            c = jnp.tanh(c @ w) + e
+            return c, c
+
+        c, h = lax.scan(wrap(body), x, (ws, eps))
+        return jnp.sum(c**2), h
+
+    eps = jnp.zeros((6, 8, 16))
+    (grad, cotangent), h = jax.grad(loss, (0, 1), has_aux=True)(ws, eps)
+    return grad, h, cotangent
+
+
+def _checkpointed(ws, x):
+    return _scan(ws, x, jax.checkpoint)
+
+
+def _checkpointed_by_hand(ws, x):
+    return _scan_gradient_by_hand(ws, x, jax.checkpoint)
+
+
+def _cond(ws, x):
+    def yes(x):
+        return sow(jnp.sin(x @ ws[0]), "a")
+
+    return jnp.sum(lax.cond(x[0, 0] > 0, yes, lambda x: sow(jnp.cos(x), "a"), x))
+
+
+def _cond_by_hand(ws, x):
+    def yes(x):
+        y = jnp.sin(x @ ws[0])
+        return y, y
+
+    def no(x):
+        y = jnp.cos(x)
+        return y, y
+
+    y, a = lax.cond(x[0, 0] > 0, yes, no, x)
+    return jnp.sum(y), a
+
+
+def _while(ws, x):
+    def body(c):
+        return c[0] + 1, sow(jnp.tanh(c[1] @ ws[0]), "a")
+
+    return jnp.sum(lax.while_loop(lambda c: c[0] < 5, body, (0, x))[1])
+
+
+def _while_by_hand(ws, x):
+    def body(c):
+        y = jnp.tanh(c[1] @ ws[0])
+        return c[0] + 1, y, y
+
+    init = 0, x, jnp.zeros_like(x)
+    _, y, a = lax.while_loop(lambda c: c[0] < 5, body, init)
+    return jnp.sum(y), a
+
+
+@jax.custom_vjp
+def _custom(x, ws):
+    return lax.scan(lambda c, w: (sow(jnp.tanh(c @ w), "h"), None), x, ws)[0]
+
+
+_custom.defvjp(lambda x, ws: (_custom(x, ws), (x, ws)), lambda res, ct: res)
+
+
+def _with_a_rule(ws, x):
+    return jnp.sum(_custom(x, ws) ** 2)
+
+
+def _many(x):
+    def body(c, _):
+        for i in range(5):
+            c = sow(jnp.sin(c) * 1.01, f"n{i}")
+        return c, None
+
+    return jnp.sum(lax.scan(body, x, None, length=1000)[0])
+
+
+def _one_of_many_by_hand(x):
+    def body(c, _):
+        for i in range(5):
+            c = jnp.sin(c) * 1.01
+            if i == 2:
+                y = c
+        return c, y
+
+    c, y = lax.scan(body, x, None, length=1000)
+    return jnp.sum(c), y
+
+
+def _fold_by_hand(x):
+    def body(carry, _):
+        c, acc = carry
+        for i in range(5):
+            c = jnp.sin(c) * 1.01
+            if i == 2:
+                acc = acc + jnp.sum(c)
+        return (c, acc), None
+
+    (c, acc), _ = lax.scan(body, (x, 0.0), None, length=1000)
+    return jnp.sum(c), acc
+
+
+def _primal(name, fn, **options):
+    """Without the counts, which the program by hand does not have."""
+
+    def call(*args):
+        out, got = S(fn, **options)(*args)
+        return out, got[name]["primal"]
+
+    return call
+
+
+def _over_rows(fn):
+    return jax.vmap(fn, in_axes=(None, 0))
+
+
+CASES = {
+    "mlp": (S(_mlp(sow)), _mlp_by_hand, (WS, X)),
+    "mlp-grad": (S(jax.grad(_mlp(sow))), _mlp_gradient_by_hand, (WS, X)),
+    "scan": (S(_scan), _scan_by_hand, (WS, X)),
+    "scan-grad": (S(jax.grad(_scan)), _scan_gradient_by_hand, (WS, X)),
+    "scan-vmap": (S(_over_rows(_scan)), _over_rows(_scan_by_hand), (WS, XS)),
+    "checkpointed-grad": (
+        S(jax.grad(_checkpointed)),
+        _checkpointed_by_hand,
+        (WS, X),
+    ),
+    "cond": (_primal("a", _cond), _cond_by_hand, (WS, X)),
+    "while": (_primal("a", _while), _while_by_hand, (WS, X)),
+    "while-vmap": (
+        _primal("a", _over_rows(_while)),
+        _over_rows(_while_by_hand),
+        (WS, XS),
+    ),
+    "custom-vjp": (S(_with_a_rule), _scan_by_hand, (WS, X)),
+    "one-of-many": (S(_many, names="n2"), _one_of_many_by_hand, (X,)),
+    "fold": (
+        _primal(
+            "n2",
+            _many,
+            names="n2",
+            reduce=Fold(0.0, lambda acc, x: acc + jnp.sum(x)),
+        ),
+        _fold_by_hand,
+        (X,),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_same_program(case):
+    captured, by_hand, args = CASES[case]
+    _same_program(captured, by_hand, *args)
