@@ -259,9 +259,7 @@ def test_inputs(call):
 
 def test_inputs_have_cotangents(call):
     mlp = _mlp()
-    _, got = call(
-        S(eqx.filter_grad(_loss), capture=eqx.nn.Linear, inputs=True), mlp, X
-    )
+    _, got = call(S(eqx.filter_grad(_loss), capture=eqx.nn.Linear, inputs=True), mlp, X)
     out = _cotangents(mlp, X, "model/")
     for i in (1, 2):
         back = mlp.layers[i].weight.T @ out[f"model/layers/{i}"]

@@ -1,0 +1,60 @@
+"""Every piece of Python in the README, the docs and the docstrings runs."""
+
+import inspect
+import pathlib
+import re
+
+import eqx_sow
+import jax
+import pytest
+
+
+ROOT = pathlib.Path(__file__).parent.parent
+BLOCK = re.compile(r"^( *)```python\n(.*?)^\1```", re.DOTALL | re.MULTILINE)
+
+
+def _blocks():
+    texts = {
+        p.name: p.read_text() for p in (ROOT / "README.md", *ROOT.glob("docs/**/*.md"))
+    }
+    for name, x in vars(eqx_sow).items():
+        if not name.startswith("_"):
+            texts[name] = inspect.getdoc(x) or ""
+            if inspect.isclass(x) and x.__init__ is not object.__init__:
+                texts[f"{name}.__init__"] = inspect.getdoc(x.__init__) or ""
+    for name, text in texts.items():
+        for i, (indent, code) in enumerate(BLOCK.findall(text)):
+            lines = [line.removeprefix(indent) for line in code.splitlines()]
+            yield pytest.param("\n".join(lines), id=f"{name}-{i}")
+
+
+@pytest.fixture(autouse=True)
+def as_a_user():
+    jax.config.update("jax_numpy_dtype_promotion", "standard")
+    jax.config.update("jax_numpy_rank_promotion", "allow")
+    yield
+    jax.config.update("jax_numpy_dtype_promotion", "strict")
+    jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.mark.parametrize("code", list(_blocks()))
+def test_runs(code):
+    exec(compile(code, "<docs>", "exec"), {"__name__": "docs"})
+
+
+def test_readme_shows_the_real_output(capsys):
+    code, shown = re.search(
+        r"```python\n(.*?)```\n+```text\n(.*?)```",
+        (ROOT / "README.md").read_text(),
+        re.DOTALL,
+    ).groups()
+    exec(compile(code, "<readme>", "exec"), {})
+    assert capsys.readouterr().out == shown
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in vars(eqx_sow) if not n.startswith("_") and n[0].islower()]
+)
+def test_public_functions_have_an_example(name):
+    if inspect.isfunction(getattr(eqx_sow, name)):
+        assert "!!! example" in inspect.getdoc(getattr(eqx_sow, name))
