@@ -11,7 +11,7 @@ from ._sow import Site, sow_effect, sow_p
 
 def has_sow(x: Any) -> bool:
     """Whether an equation or a jaxpr has a sow inside."""
-    return sow_effect in x.effects
+    return bool(x.effects) and sow_effect in x.effects
 
 
 def holds_sow(eqn: Any) -> bool:

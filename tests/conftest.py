@@ -41,7 +41,7 @@ def _jit(fn, *args, **kwargs):
 
 @pytest.fixture(params=[_plain, _jit], ids=["plain", "jit"])
 def call(request):
-    """Runs a function as it is, twice (with cold and with warm caches), and under jit."""
+    """Runs a function as it is, twice (with cold and warm caches), and under jit."""
     return request.param
 
 

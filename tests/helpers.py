@@ -1,8 +1,8 @@
 """References that know nothing of the library.
 
 A program is a function `program(mark, *args)` that calls `mark(value, name)` where it
-would call `sow`. With `mark=sow` it is the program under test; `thread` makes the marked
-values outputs, and `perturb` adds a zero at each of them.
+would call `sow`. With `mark=sow` it is the program under test; `thread` makes the
+marked values outputs, and `perturb` adds a zero at each of them.
 """
 
 import equinox as eqx
