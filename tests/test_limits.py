@@ -171,3 +171,40 @@ def test_custom_vjp_that_optimizes_remat():
     else:
         np.testing.assert_allclose(grad, jnp.full(4, 3.0))
         np.testing.assert_allclose(got["fwd"]["primal"], jnp.sin(X))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_loops_and_branches_in_shard_map(check_vma):
+    spec = jax.sharding.PartitionSpec("a", "b")
+    kinds = (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=kinds)
+
+    def f(x):
+        mean = sow(lax.pmean(jnp.mean(x), "a"), "mean")
+        body = lambda c, _: (sow(c * 2, "scan"), None)
+        x = lax.scan(body, x, None, length=3)[0]
+        x = lax.cond(x[0, 0] > 0, lambda x: sow(x * 3, "cond"), lambda x: x, x)
+        body = lambda c: (c[0] + 1, sow(c[1] * 2, "while"))
+        return lax.while_loop(lambda c: c[0] < 2, body, (0, x))[1] + mean
+
+    mapped = jax.shard_map(
+        f, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=check_vma
+    )
+    x = jnp.arange(32.0).reshape(8, 4) - 15
+    blocks = np.asarray(x).reshape(4, 2, 2, 2).transpose(0, 2, 1, 3)
+    yes = blocks[:, :, :1, :1] > 0
+    for fn in (mapped, jax.jit(mapped)):
+        out, got = S(fn)(x)
+        np.testing.assert_allclose(out, mapped(x), rtol=1e-6)
+        scale = np.array([2, 4, 8]).reshape(3, 1, 1)
+        scan = blocks[:, :, None] * scale
+        np.testing.assert_allclose(got["scan"]["primal"], scan)
+        assert got["scan"]["primal"].sharding.spec == spec
+        np.testing.assert_allclose(got["cond"]["primal"], blocks * 24 * yes)
+        np.testing.assert_array_equal(got["cond"]["count"], yes[:, :, 0, 0])
+        after = blocks * np.where(yes, 24, 8) * 4
+        np.testing.assert_allclose(got["while"]["primal"], after)
+        np.testing.assert_array_equal(got["while"]["count"], np.full((4, 2), 2))
+        mean = blocks.mean((0, 2, 3))
+        mean = mean if check_vma else np.broadcast_to(mean, (4, 2))
+        np.testing.assert_allclose(got["mean"]["primal"], mean)

@@ -56,7 +56,8 @@ def _cond(interpret, given, eqn, index, *args):
     def branch(run):
         def call(given, *args):
             outs, taken = run(given, *args)
-            return outs, taken._replace(rest=to_one_form(taken.rest))
+            rest = to_one_form(taken.rest)
+            return outs, taken._replace(rest=_varying_like(index, rest))
 
         return call
 
@@ -79,6 +80,17 @@ def _cond(interpret, given, eqn, index, *args):
     return jax.tree.unflatten(jax.tree.structure(staged[0][1]), out)
 
 
+def _vary(x, axes):
+    missing = tuple(axes - _compat.varying(x))
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def _varying_like(predicate, tree):
+    """Inside of a `jax.shard_map`: what depends on a predicate varies where it does."""
+    axes = _compat.varying(predicate)
+    return jax.tree.map(lambda x: _vary(x, axes), tree) if axes else tree
+
+
 def _alike(fns, *args):
     """Inside of a `jax.shard_map`: functions whose results vary over the same axes."""
     if not any(map(_compat.varying, jax.tree.leaves(args))):
@@ -86,14 +98,10 @@ def _alike(fns, *args):
     avals = zip(*[jax.make_jaxpr(fn)(*args).out_avals for fn in fns])
     axes = [frozenset().union(*map(_compat.varying, a)) for a in avals]
 
-    def vary(x, axes):
-        missing = tuple(axes - _compat.varying(x))
-        return lax.pcast(x, missing, to="varying") if missing else x
-
     def wrap(fn):
         def call(*args):
             leaves, treedef = jax.tree.flatten(fn(*args))
-            return jax.tree.unflatten(treedef, list(map(vary, leaves, axes)))
+            return jax.tree.unflatten(treedef, list(map(_vary, leaves, axes)))
 
         return call
 
@@ -128,7 +136,8 @@ def _while(interpret, given, eqn, *args):
             outs = [_select(going(carry), x, y) for x, y in zip(outs, carry)]
         return outs, taken.carry, handler.again(rest, taken.rest)
 
-    first = init, given.carry, handler.empty(shape)
+    empty = _varying_like(going(init), handler.empty(shape))
+    first = init, given.carry, empty
     step, start = _alike([body, lambda loop: loop], first)
     carry, state, rest = lax.while_loop(
         lambda loop: jnp.any(going(loop[0])), step, start(first)

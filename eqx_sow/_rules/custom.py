@@ -1,8 +1,9 @@
 """Functions with derivative or batching rules of their own.
 
-The sows are evaluated as in a plain function, and so are the outputs. The derivatives
-of the outputs are those of the original equation; as long as nobody differentiates, XLA
-removes it.
+The sows are evaluated as in a plain function. The original equation gives the
+derivatives of the outputs (or, for a batching rule, the outputs themselves), so the rules
+are kept; XLA removes it as long as nobody differentiates. If something is planted inside,
+the rules are those of another function, and are given up.
 """
 
 from typing import Any
@@ -53,20 +54,26 @@ def _derivative_of(x, y):
     return _with_derivative_of(x, y) if inexact else x
 
 
-def _custom(name):
-    def rule(interpret, given, eqn, *args):
-        jaxpr = eqn.params[name]
-        if interpret.handler.changes(eqn):
-            # The rules are those of another function.
-            return interpret(jaxpr)(given, *args)
-        outs, taken = interpret(jaxpr)(given, *args)
-        original = bind(eqn, args, **{name: _without_sows(jaxpr, args)})
-        return list(map(_derivative_of, outs, original)), taken
-
-    return rule
+def _custom(interpret, given, eqn, *args):
+    jaxpr = eqn.params["call_jaxpr"]
+    outs, taken = interpret(jaxpr)(given, *args)
+    if not interpret.handler.changes(eqn):
+        original = bind(eqn, args, call_jaxpr=_without_sows(jaxpr, args))
+        outs = list(map(_derivative_of, outs, original))
+    return outs, taken
 
 
-register_rule(jexc.primitives.custom_jvp_call_p)(_custom("call_jaxpr"))
-register_rule(jexc.primitives.custom_vjp_call_p)(_custom("call_jaxpr"))
-register_rule(_compat.custom_vmap_p)(_custom("call"))
+register_rule(jexc.primitives.custom_jvp_call_p)(_custom)
+register_rule(jexc.primitives.custom_vjp_call_p)(_custom)
+
+
+@register_rule(_compat.custom_vmap_p)
+def _custom_vmap(interpret, given, eqn, *args):
+    jaxpr = eqn.params["call"]
+    outs, taken = interpret(jaxpr)(given, *args)
+    if not interpret.handler.changes(eqn):
+        outs = bind(eqn, args, call=_without_sows(jaxpr, args))
+    return outs, taken
+
+
 opaque.add(_compat.noinline_p)
