@@ -1,9 +1,9 @@
 """Functions with derivative or batching rules of their own.
 
 The sows are evaluated as in a plain function. The original equation gives the
-derivatives of the outputs (or, for a batching rule, the outputs themselves), so the rules
-are kept; XLA removes it as long as nobody differentiates. If something is planted inside,
-the rules are those of another function, and are given up.
+derivatives of the outputs (or, for a batching rule, the outputs themselves), so the
+rules are kept; XLA removes it as long as nobody differentiates. If something is
+planted inside, the rules are those of another function, and are given up.
 """
 
 from typing import Any
