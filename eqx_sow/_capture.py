@@ -18,7 +18,8 @@ import equinox as eqx
 import jax.tree_util as jtu
 
 from ._errors import UnknownSowError
-from ._sow import Const, listening, Sow, sow
+from ._primitive import Const, listening
+from ._sow import Sow, sow
 
 
 @dc.dataclass(frozen=True)

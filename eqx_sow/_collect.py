@@ -17,10 +17,10 @@ from ._interpreter import (
     Taken,
     unsupported,
 )
+from ._primitive import Const, Site
 from ._reduce import Append, Reducer
 from ._rewrite import sites, without_sows
 from ._select import lookup, matches
-from ._sow import Const, Site
 
 
 @dc.dataclass(frozen=True)

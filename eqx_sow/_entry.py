@@ -15,7 +15,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from ._errors import DuplicateSowError, SowError
-from ._sow import Axis, Const, NoTangent, OPERAND, Site
+from ._primitive import Axis, Const, NoTangent, OPERAND, Site
 
 
 @dc.dataclass(frozen=True)

@@ -16,8 +16,8 @@ import jax.tree_util as jtu
 
 from . import _compat
 from ._errors import UnsupportedPrimitiveError
+from ._primitive import Listening, listening, Site, sow_p
 from ._rewrite import holds_sow, sites, without_sows
-from ._sow import Listening, listening, Site, sow_p
 
 
 class Given(NamedTuple):

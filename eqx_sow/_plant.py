@@ -16,11 +16,11 @@ from ._collect import Collect
 from ._entry import Entry, Meta
 from ._errors import SowError
 from ._interpreter import Frame, Given, Handler
+from ._primitive import Const, listening, OPERAND, Site, sow_p
 from ._program import trace
 from ._reduce import Append
 from ._rewrite import sites
 from ._select import check_known, lookup
-from ._sow import Const, listening, OPERAND, Site, sow_p
 from ._transformed import Transformed, wrap
 
 

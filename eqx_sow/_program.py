@@ -11,7 +11,7 @@ import jax.tree_util as jtu
 from . import _capture, _compat
 from ._capture import Mark, Marking
 from ._interpreter import evaluate, Given, Handler, Taken
-from ._sow import Const, Listening, listening
+from ._primitive import Const, Listening, listening
 
 
 @dc.dataclass(frozen=True)

@@ -13,7 +13,7 @@ import jax.tree_util as jtu
 from . import _entry
 from ._entry import Entry, Meta
 from ._errors import SowError
-from ._sow import Axis
+from ._primitive import Axis
 
 
 class Reducer(eqx.Module):

@@ -6,7 +6,7 @@ from typing import Any
 import jax.extend.core as jexc
 
 from . import _compat
-from ._sow import Site, sow_effect, sow_p
+from ._primitive import Site, sow_effect, sow_p
 
 
 def has_sow(x: Any) -> bool:

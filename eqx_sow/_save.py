@@ -11,10 +11,10 @@ from ._capture import Marking
 from ._collect import assemble, Collect, reductions
 from ._errors import UnsupportedPrimitiveError
 from ._interpreter import Given
+from ._primitive import Const, listening
 from ._program import trace
 from ._reduce import Reducer
 from ._select import check_known
-from ._sow import Const, listening
 from ._transformed import Transformed, wrap
 
 

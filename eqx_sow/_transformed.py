@@ -10,7 +10,7 @@ import jax
 import jax.tree_util as jtu
 
 from . import _compat
-from ._sow import Const
+from ._primitive import Const
 
 
 class Transformed(eqx.Module):

@@ -28,8 +28,8 @@ from . import _compat
 from ._entry import out_of_loop
 from ._errors import SowError
 from ._interpreter import Given, Handler, Interpret
+from ._primitive import Axis, Listening, listening, sow_p
 from ._rewrite import has_sow, sites, with_sites
-from ._sow import Axis, Listening, listening, sow_p
 
 
 cond_p = jexc.primitives.cond_p

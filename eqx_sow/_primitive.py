@@ -1,0 +1,285 @@
+"""The primitive underneath `sow`.
+
+A call of `sow` becomes one equation whose operands are the array leaves of the value
+and whose single parameter, a `Site`, is everything static about it. Differentiation and
+batching rewrite the `Site`; nothing about a sow is ever kept outside of its equation.
+"""
+
+import dataclasses as dc
+import math
+from collections.abc import Hashable
+from typing import Any
+
+import jax
+import jax.core
+import jax.extend.core as jexc
+import jax.numpy as jnp
+from jax.interpreters import ad, batching, mlir, partial_eval as pe
+
+from . import _compat
+from ._errors import SowError
+
+
+class Const:
+    """A static leaf, compared so that two leaves are equal only if no program could
+    tell them apart: `1`, `1.0` and `True` differ, and so do `0.0` and `-0.0`."""
+
+    __slots__ = ("value", "_hash")
+
+    def __init__(self, value: Any):
+        self.value = value
+        try:
+            self._hash = hash((type(value), value))
+        except Exception:
+            # A user's `__hash__` and `__eq__` may do anything, as NumPy's do.
+            self._hash = id(value)
+
+    def __hash__(self):
+        return self._hash
+
+    def __eq__(self, other):
+        if type(other) is not Const:
+            return False
+        a, b = self.value, other.value
+        if a is b:
+            return True
+        if type(a) is not type(b):
+            return False
+        if isinstance(a, float):
+            return a == b and math.copysign(1, a) == math.copysign(1, b)
+        if isinstance(a, complex):
+            return repr(a) == repr(b)
+        try:
+            return bool(a == b)
+        except Exception:
+            return False
+
+    def __repr__(self):
+        return repr(self.value)
+
+
+@dc.dataclass(frozen=True)
+class NoTangent:
+    """A leaf (an integer, a key) that has no tangent, of this shape."""
+
+    shape: tuple[int, ...]
+
+
+class _Operand:
+    """A leaf that is an operand of the equation."""
+
+    def __repr__(self):
+        return "*"
+
+
+OPERAND = _Operand()
+
+
+@dc.dataclass(frozen=True)
+class Axis:
+    """A leading axis of a sow, which a vmap or a loop gave to it.
+
+    `loops` is how many loops run between the vmap and the sow: the axis belongs outside
+    of theirs. `has` says which operands really have the axis; the others are the same
+    all along it. An axis of a `shard_map` has the name of the `mesh` axis.
+    """
+
+    size: int
+    has: tuple[bool, ...]
+    loops: int = 0
+    lane: bool = True
+    mesh: Hashable = None
+
+    @property
+    def kind(self) -> Hashable:
+        return self.size, self.loops, self.lane, self.mesh
+
+
+@dc.dataclass(frozen=True)
+class Site:
+    """The static part of a sow.
+
+    `guarded` is true if the first operand is a boolean that says whether the sow really
+    runs, as in a branch under a batched predicate. `branches` then lists the branches
+    that it is in, so that exclusive ones can be told from duplicates.
+
+    `differentiated` is how many derivatives of it there are already. `orders` tells,
+    for each of `modes`, how many there were before that one: two derivatives of one
+    value, as in `grad(grad(f))`, are told apart by it.
+    """
+
+    name: str
+    tag: Hashable
+    treedef: Const
+    leaves: tuple[Any, ...]
+    modes: tuple[str, ...] = ()
+    orders: tuple[int, ...] = ()
+    differentiated: int = 0
+    axes: tuple[Axis, ...] = ()
+    guarded: bool = False
+    branches: tuple[tuple[Any, int], ...] = ()
+    replay: bool = False
+    spec: Any = dc.field(default=None, compare=False)
+    where: str = ""
+
+    @property
+    def mode(self) -> str:
+        return ".".join(self.modes) if self.modes else "primal"
+
+    @property
+    def key(self) -> tuple[str, str, tuple[int, ...]]:
+        return self.name, self.mode, self.orders
+
+    def __repr__(self):
+        return f"{self.name}:{self.mode}"
+
+    def select(self, keep: list[bool]) -> tuple[Axis, ...]:
+        """The axes, once only the operands in `keep` are left."""
+        return tuple(
+            dc.replace(a, has=tuple(h for h, k in zip(a.has, keep) if k))
+            for a in self.axes
+        )
+
+    def shape(self, i: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape that the code at the sow sees, from that of operand `i`."""
+        return tuple(shape[sum(a.has[i] for a in self.axes) :])
+
+
+@dc.dataclass(frozen=True)
+class Listening:
+    """`loops`: how many loops are around whatever is being vmapped right now. `scope`:
+    what goes before the names of the sows that follow. `blind`: what will be traced in
+    here cannot be captured, so a sow raises."""
+
+    loops: int = 0
+    scope: str = ""
+    blind: str = ""
+
+
+# Not `None` while somebody traces a program in order to see or change its sows. It is
+# part of the key of every cache of JAX's, so a jitted function is traced once for each
+# value.
+listening = jax.make_user_context(None)
+
+
+sow_p = jexc.Primitive("sow")
+sow_p.multiple_results = True
+sow_effect = _compat.SowEffect()
+
+
+def _sow_impl(*operands, site) -> Any:
+    del operands
+    raise SowError(
+        f"`sow(..., {site.name!r})` at {site.where} was executed while the program "
+        "around it was only being traced (by `jax.ensure_compile_time_eval`, or a "
+        "function that was compiled ahead of time in there), so its value cannot be "
+        "captured. Move the sow out of that part."
+    )
+
+
+def _sow_abstract_eval(*avals, site):
+    return avals, {sow_effect}
+
+
+def _is_zero(tangent, primal):
+    """Whether a tangent is zero, and could be otherwise."""
+    dtype = jexc.primal_dtype_to_tangent_dtype(jnp.result_type(primal))
+    return isinstance(tangent, ad.Zero) and dtype != jax.dtypes.float0
+
+
+def _sow_jvp(primals, tangents, *, site):
+    n = site.differentiated
+    out = sow_p.bind(*primals, site=dc.replace(site, differentiated=n + 1))
+    tangents = [
+        ad.instantiate_zeros(t) if _is_zero(t, x) else t
+        for t, x in zip(tangents, primals)
+    ]
+    guard = int(site.guarded)
+    keep = [i < guard or not isinstance(t, ad.Zero) for i, t in enumerate(tangents)]
+    operand = iter(range(guard, len(primals)))
+    leaves = []
+    for leaf in site.leaves:
+        if leaf is OPERAND and not keep[i := next(operand)]:
+            leaf = NoTangent(site.shape(i, jnp.shape(primals[i])))
+        leaves.append(leaf)
+    tangent_site = dc.replace(
+        site,
+        leaves=tuple(leaves),
+        modes=(*site.modes, "tangent"),
+        orders=(*site.orders, n),
+        differentiated=0,
+        axes=site.select(keep),
+        spec=None,
+    )
+    kept = [*primals[:guard], *[t for t, k in zip(tangents[guard:], keep[guard:]) if k]]
+    tangent_out = iter(sow_p.bind(*kept, site=tangent_site))
+    tangent_out = [next(tangent_out) if k else t for t, k in zip(tangents, keep)]
+    # The guard is a boolean: what came back for it is no tangent.
+    tangent_out[:guard] = tangents[:guard]
+    return out, tangent_out
+
+
+def _sow_transpose(cts, *operands, site):
+    guard = int(site.guarded)
+    modes = site.modes[:-1] if site.modes[-1:] == ("tangent",) else site.modes
+    cts = cts[guard:]
+    sown = sow_p.bind(
+        *operands[:guard],
+        *map(ad.instantiate_zeros, cts),
+        site=dc.replace(site, modes=(*modes, "cotangent"), spec=None),
+    )
+    return [None] * guard + [
+        None if not ad.is_undefined_primal(x) else ct if type(ct) is ad.Zero else s
+        for x, ct, s in zip(operands[guard:], cts, sown[guard:])
+    ]
+
+
+def _sow_batch(axis_data, operands, dims, *, site):
+    has = tuple(d is not None for d in dims)
+    if not any(has):
+        return sow_p.bind(*operands, site=site), dims
+    axis = Axis(axis_data.size, has, loops=(listening.value or Listening()).loops)
+    operands = [
+        x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims)
+    ]
+    out = sow_p.bind(*operands, site=dc.replace(site, axes=(axis, *site.axes)))
+    return out, [0 if h else d for h, d in zip(has, dims)]
+
+
+def _sow_lowering(ctx, *operands, site):
+    del ctx
+    return _sow_impl(*operands, site=site)
+
+
+# What `jax.checkpoint` recomputes instead of a sow, so that it need not save the value.
+same_p = jexc.Primitive("same")
+same_p.multiple_results = True
+
+
+def _sow_checkpoint(saveable, unknown, instantiated, eqn):
+    del saveable
+    missing = [
+        x
+        for x, i in zip(eqn.invars, instantiated)
+        if not i and not isinstance(x, jexc.Literal)
+    ]
+    every = [True] * len(eqn.outvars)
+    if any(unknown):
+        return None, eqn, every, every, missing
+    again = eqn.replace(primitive=same_p, params={}, effects=frozenset())
+    return eqn, again, [False] * len(eqn.outvars), every, missing
+
+
+same_p.def_impl(lambda *operands: list(operands))
+same_p.def_abstract_eval(lambda *avals: avals)
+mlir.register_lowering(same_p, lambda ctx, *operands: operands)
+ad.primitive_jvps[same_p] = lambda primals, tangents: (primals, tangents)
+batching.primitive_batchers[same_p] = lambda operands, dims: (operands, dims)
+pe.partial_eval_jaxpr_custom_rules[sow_p] = _sow_checkpoint
+
+sow_p.def_impl(_sow_impl)
+sow_p.def_effectful_abstract_eval(_sow_abstract_eval)
+ad.primitive_jvps[sow_p] = _sow_jvp
+ad.primitive_transposes[sow_p] = _sow_transpose
+batching.fancy_primitive_batchers[sow_p] = _sow_batch
+mlir.register_lowering(sow_p, _sow_lowering)
