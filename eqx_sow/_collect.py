@@ -270,9 +270,9 @@ def assemble(
     for key in order:
         state = taken.carry[key]
         reducer = collect.reducer(key[0])
-        values[key] = _reduce.finish(reducer, state)
+        values[key], count = _reduce.finish(reducer, state)
         if state.conditional or isinstance(reducer, _reduce.Buffer):
-            counts.setdefault(key[0], state.count)
+            counts.setdefault(key[0], count)
     labels = _labels(values)
     out: dict[str, dict[str, Any]] = {name: {} for name in sown.seen}
     for key, value in values.items():

@@ -224,8 +224,7 @@ def _common_axes(entries: Sequence[Entry]) -> list[Axis]:
 
     longest = max((e.meta.axes for e in entries), key=len)
     for e in entries:
-        rest = iter([a.kind for a in longest])
-        if not all(a.kind in rest for a in e.meta.axes):
+        if _embeddings([a.kind for a in e.meta.axes], [a.kind for a in longest]) != 1:
             raise SowError(
                 f"`{e.meta.name}` is sown in several places that vary over different "
                 f"axes: sizes {[a.size for a in longest]} at {entries[0].meta.where} "
@@ -233,6 +232,16 @@ def _common_axes(entries: Sequence[Entry]) -> list[Axis]:
                 "become one value: give them different names."
             )
     return list(longest)
+
+
+def _embeddings(few: Sequence[Any], many: Sequence[Any]) -> int:
+    """In how many ways the first is a subsequence of the second."""
+    ways = [1] + [0] * len(few)
+    for x in many:
+        for i in reversed(range(len(few))):
+            if few[i] == x:
+                ways[i + 1] += ways[i]
+    return ways[-1]
 
 
 def unify(entries: Sequence[Entry]) -> Entry:
@@ -347,8 +356,15 @@ def _check_same(a: Entry, b: Entry) -> None:
         )
 
 
+def varying(entry: Entry) -> Entry:
+    """Without the vmaps that it does not vary over."""
+    axes = tuple(a for a in entry.meta.axes if not a.lane or any(a.has))
+    return Entry(entry.arrays, dc.replace(entry.meta, axes=axes))
+
+
 def value(entry: Entry) -> Any:
     """The PyTree, with all its axes on each array."""
+    entry = varying(entry)
     lead = tuple(a.size for a in entry.meta.axes)
     n = len(entry.arrays) - entry.meta.counted
     arrays = [_full(entry, i) for i in range(n)]
@@ -356,7 +372,7 @@ def value(entry: Entry) -> Any:
 
 
 def count(entry: Entry) -> Any:
-    return _full(entry, len(entry.arrays) - 1)
+    return _full(varying(entry), len(entry.arrays) - 1)
 
 
 def _full(entry: Entry, i: int) -> Any:

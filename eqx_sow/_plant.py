@@ -51,7 +51,8 @@ class _Replace(Handler):
             fn = lookup(self.functions.value, site.name)
             if site.name in given.rest:
                 form = self.forms.value[site.name]
-                new = _at_site(site, given.rest[site.name], form)
+                run = frame.read(atoms[:guard])
+                new = _at_site(site, run, given.rest[site.name], form)
             elif fn is not None:
                 new = _apply(fn, site, frame.read(atoms)[guard:])
         if new is None:
@@ -86,38 +87,40 @@ class _Replace(Handler):
         return inside, put_back, specs
 
 
-def _at_site(site: Site, arrays: Sequence[Any], form: Meta) -> list[Any]:
+def _at_site(site: Site, guard: list, arrays: Sequence[Any], form: Meta) -> list[Any]:
     """The operands of a sow, from arrays that have all the axes of the form."""
-    guard = int(site.guarded)
-    own = list(site.axes)
     # A sow that was moved out of its loop still has the axis of it, first of all.
-    axes = [a for a in own if not a.lane] + [a for a in form.axes if a.lane]
+    hoisted = sum(not a.lane for a in site.axes)
+    lanes = [a for a in form.axes if a.lane]
+    own = tuple(dc.replace(a, loops=0) for a in site.axes if a.lane)
+    own = Entry((), dc.replace(form, axes=own))
+    runs = jnp.ones((1,) * (hoisted + len(lanes)), bool)
+    for x in guard:
+        has = [False] * hoisted + list(_entry.placed(own, lanes, 0))
+        runs = x[tuple(slice(None) if h else None for h in has)]
     new = []
     for i, x in enumerate(arrays):
-        lanes = iter([a for a in own if a.lane])
-        lane = next(lanes, None)
-        at = 0
-        for a in axes:
-            if a.lane and lane is not None and a.size == lane.size:
-                keep = lane.has[guard + i]
-                lane = next(lanes, None)
-            else:
-                keep = False
-            if keep:
+        at, here = 0, runs
+        keep = [False] * hoisted + list(_entry.placed(own, lanes, len(guard) + i))
+        for k in keep:
+            if k:
                 at += 1
             else:
-                x = _same_along(x, at, site)
+                x = _same_along(x, at, here, site)
+                here = jnp.any(here, axis=at)
         new.append(x)
     return new
 
 
-def _same_along(x, axis: int, site: Site):
+def _same_along(x, axis: int, runs, site: Site):
+    """The one value along an axis, as far as the sow `runs`."""
     first = jax.lax.index_in_dim(x, 0, axis, keepdims=False)
     a, b = (
         jax.random.key_data(y) if jnp.issubdtype(y.dtype, jax.dtypes.prng_key) else y
         for y in (x, jax.lax.index_in_dim(x, 0, axis))
     )
-    differs = jnp.any((a != b) & ~((a != a) & (b != b)))
+    runs = jnp.reshape(runs, runs.shape + (1,) * (a.ndim - runs.ndim))
+    differs = jnp.any(runs & (a != b) & ~((a != a) & (b != b)))
     return eqx.error_if(
         first,
         differs,
@@ -176,7 +179,8 @@ def _operands(name: str, value: Any, form: Any, like: Sequence[Any]) -> list[Any
 def _prepare(name: str, value: Any, mode: str, entry: Entry) -> list[Any]:
     """The arrays of a planted value, the axes of loops first."""
     axes = entry.meta.axes
-    lead = tuple(a.size for a in axes)
+    varying = _entry.varying(entry).meta.axes
+    lead = tuple(a.size for a in varying)
     n = len(entry.arrays) - entry.meta.counted
     like = [
         jax.ShapeDtypeStruct((*lead, *entry.core_shape(i)), entry.arrays[i].dtype)
@@ -186,8 +190,9 @@ def _prepare(name: str, value: Any, mode: str, entry: Entry) -> list[Any]:
     if structure != entry.meta.treedef and isinstance(value, Mapping) and mode in value:
         value = value[mode]
     arrays = _operands(name, value, entry.meta, like)
+    index = tuple(slice(None) if a in varying else None for a in axes)
     loops = [i for i, a in enumerate(axes) if not a.lane]
-    return [jnp.moveaxis(x, loops, range(len(loops))) for x in arrays]
+    return [jnp.moveaxis(x[index], loops, range(len(loops))) for x in arrays]
 
 
 class _Plant(Transformed):

@@ -235,9 +235,8 @@ def _sow_transpose(cts, *operands, site):
 
 
 def _sow_batch(axis_data, operands, dims, *, site):
+    # Also if nothing varies: so all sows under the same vmaps have the same axes.
     has = tuple(d is not None for d in dims)
-    if not any(has):
-        return sow_p.bind(*operands, site=site), dims
     axis = Axis(axis_data.size, has, loops=(listening.value or Listening()).loops)
     operands = [
         x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims)

@@ -220,18 +220,21 @@ def step(reducer: Any, state: Reduction, entry: Entry) -> Reduction:
     return dc.replace(state, acc=acc, count=count)
 
 
-def finish(reducer: Any, state: Reduction) -> Any:
-    """The value. Its arrays have the axes of the lanes first."""
+def finish(reducer: Any, state: Reduction) -> tuple[Any, Any]:
+    """The value and the count. Arrays have the axes of the lanes first."""
     finish = reducer._finish
     for _ in state.lanes:
         finish = jax.vmap(finish)
     acc = finish(state.acc, state.count)
+    varies = [any(a.has) for a in state.lanes]
+    one_of_same = tuple(slice(None) if v else 0 for v in varies)
+    acc, count = jtu.tree_map(lambda x: x[one_of_same], (acc, state.count))
     if isinstance(reducer, Fold):
-        return acc
-    lead = [a.size for a in state.lanes]
+        return acc, count
+    lead = [a.size for a, v in zip(state.lanes, varies) if v]
     if isinstance(reducer, Buffer):
         lead.append(reducer.size)
-    return _entry.rebuild(state.meta.treedef, state.meta.leaves, acc, lead)
+    return _entry.rebuild(state.meta.treedef, state.meta.leaves, acc, lead), count
 
 
 def _build(meta: Meta) -> Callable[[Any], Any]:
