@@ -17,7 +17,7 @@ from ._interpreter import (
     Taken,
     unsupported,
 )
-from ._primitive import Const, Site
+from ._primitive import Const, Same, Site
 from ._reduce import Append, Reducer
 from ._rewrite import sites, without_sows
 from ._select import lookup, matches
@@ -52,7 +52,7 @@ class Sown:
 class Collect(Handler):
     """Takes the values of all sows of one tag.
 
-    The options are wrapped in `Const`, which makes them hashable. Sows of other tags
+    The options are wrapped, which makes them hashable. Sows of other tags
     stay in the program if `outer`, which is when somebody further out may want them.
     With `survey`, nothing is reduced over loops: that shows what there is to reduce.
     `backward` is true inside of a backward pass: what runs there again ran before, in
@@ -62,8 +62,8 @@ class Collect(Handler):
     tag: Any
     names: Const
     modes: tuple[str, ...] | None
-    reduce: Const
-    transform: Const
+    reduce: Same
+    transform: Same
     outer: bool
     survey: bool = False
     backward: bool = False

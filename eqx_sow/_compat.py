@@ -89,13 +89,12 @@ def splice(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
     """Evaluates a jaxpr. While a jaxpr is being built, that is one equation: binding
     each of the equations again would double the time that tracing takes."""
     trace = _current_trace()
+    atoms = (*jaxpr.invars, *jaxpr.outvars)
     if (
         type(trace) is not _StagingTrace
         or len(jaxpr.eqns) < 2
-        or not all(
-            isinstance(v.aval, jax.core.ShapedArray)
-            for v in (*jaxpr.invars, *jaxpr.outvars)
-        )
+        or (_call_p.call_primitive and jaxpr.effects)
+        or not all(isinstance(v.aval, jax.core.ShapedArray) for v in atoms)
     ):
         return jax.core.eval_jaxpr(jaxpr, consts, *args)
     jaxpr = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
@@ -123,6 +122,31 @@ def _shard_map_primitive() -> jexc.Primitive:
     mesh = jax.sharding.AbstractMesh((1,), ("x",))
     fn = jax.shard_map(lambda x: x, mesh=mesh, in_specs=spec, out_specs=spec)
     return jax.make_jaxpr(fn)(0).eqns[0].primitive
+
+
+def unspecified() -> tuple[dict[str, Any], dict[str, Any]]:
+    """What `jax.jit` puts for each input, and for each output, of which nobody
+    specified a sharding or a layout."""
+    p = jax.make_jaxpr(jax.jit(lambda x: x))(0).eqns[0].params
+    inputs = ("in_shardings", "in_layouts", "donated_invars")
+    outputs = ("out_shardings", "out_layouts")
+    return {k: p[k][0] for k in inputs}, {k: p[k][0] for k in outputs}
+
+
+def call_that_keeps_effects(eqn: Any) -> Any:
+    """A call as an equation of `jax.jit`, if JAX's partial evaluation (up to 0.10)
+    would lose the effects in it."""
+    if eqn.primitive is not _call_p or not _call_p.call_primitive:
+        return eqn
+    template = jax.make_jaxpr(jax.jit(lambda x: x))(0).eqns[0]
+    inputs, outputs = unspecified()
+    params = {
+        **template.params,
+        **{k: (v,) * len(eqn.invars) for k, v in inputs.items()},
+        **{k: (v,) * len(eqn.outvars) for k, v in outputs.items()},
+        "jaxpr": eqn.params["call_jaxpr"],
+    }
+    return eqn.replace(primitive=template.primitive, params=params)
 
 
 def _noinline_primitive() -> jexc.Primitive:

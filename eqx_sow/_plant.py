@@ -16,7 +16,7 @@ from ._collect import Collect
 from ._entry import Entry, Meta
 from ._errors import SowError
 from ._interpreter import Frame, Given, Handler
-from ._primitive import Const, listening, OPERAND, Site, sow_p
+from ._primitive import Const, listening, OPERAND, Same, Site, sow_p
 from ._program import trace
 from ._reduce import Append
 from ._rewrite import sites
@@ -32,7 +32,7 @@ class _Replace(Handler):
 
     tag: Any
     mode: str
-    functions: Const
+    functions: Same
     forms: Const  # {name: Meta}
     outer: bool
 
@@ -208,8 +208,8 @@ class _Plant(Transformed):
             tag=marking.tag,
             names=Const(tuple(self._values)),
             modes=(mode,),
-            reduce=Const(Append()),
-            transform=Const(None),
+            reduce=Same(Append()),
+            transform=Same(None),
             outer=False,
         )
         sown = program.survey(survey)
@@ -230,7 +230,7 @@ class _Plant(Transformed):
         handler = _Replace(
             tag=marking.tag,
             mode=mode,
-            functions=Const(functions),
+            functions=Same(functions),
             forms=Const({name: entries[name][0].meta for name in values}),
             outer=outer,
         )

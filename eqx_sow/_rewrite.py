@@ -36,7 +36,7 @@ def map_params(params: dict[str, Any], fn: Callable[[Any], Any]) -> dict[str, An
     def visit(x):
         if _compat.is_jaxpr(x):
             jaxpr, consts = _compat.open_jaxpr(x)
-            new = fn(jaxpr)
+            new, _ = _compat.open_jaxpr(fn(jaxpr))
             return new if jaxpr is x and not consts else jexc.ClosedJaxpr(new, consts)
         if isinstance(x, tuple):
             new = [visit(v) for v in x]
@@ -59,6 +59,27 @@ def with_sites(eqn: Any, fn: Callable[[Site, int], Site]) -> Any:
         return jaxpr.replace(eqns=[with_sites(e, fn) for e in jaxpr.eqns])
 
     return eqn.replace(params=map_params(eqn.params, inside))
+
+
+def without_prints(jaxpr: Any) -> Any:
+    """A jaxpr without the equations that only have an effect, sows aside."""
+    opened, consts = _compat.open_jaxpr(jaxpr)
+    if not any(e != sow_effect for e in opened.effects):
+        return jaxpr
+
+    def kept(eqn):
+        if eqn.primitive is sow_p or not eqn.effects:
+            return eqn
+        params = map_params(eqn.params, without_prints)
+        subjaxprs = list(jexc.jaxprs_in_params(params))
+        if not subjaxprs:
+            return eqn if eqn.outvars else None
+        effects = frozenset().union(*[j.effects for j in subjaxprs])
+        return eqn.replace(params=params, effects=effects)
+
+    eqns = [e for e in map(kept, opened.eqns) if e is not None]
+    effects = frozenset().union(*[e.effects for e in eqns])
+    return jexc.ClosedJaxpr(opened.replace(eqns=eqns, effects=effects), consts)
 
 
 def without_sows(eqn: Any) -> Any:

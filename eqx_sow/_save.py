@@ -11,7 +11,7 @@ from ._capture import Marking
 from ._collect import assemble, Collect, reductions
 from ._errors import UnsupportedPrimitiveError
 from ._interpreter import Given
-from ._primitive import Const, listening
+from ._primitive import Const, listening, Same
 from ._program import trace
 from ._reduce import Reducer
 from ._select import check_known
@@ -41,8 +41,8 @@ class _SaveIntermediates(Transformed):
             tag=options.marking.tag,
             names=Const(options.names),
             modes=options.modes,
-            reduce=Const(self._reduce),
-            transform=Const(self._transform),
+            reduce=Same(self._reduce),
+            transform=Same(self._transform),
             outer=outer,
         )
         carry: Any = {}

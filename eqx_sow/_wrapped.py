@@ -226,6 +226,7 @@ def _checkpoint_scan(rule):
         if has_sow(eqn) and has_sow(known):
             closed = _stamp_hoisted(known.params["call_jaxpr"], eqn.params["length"])
             known = known.replace(params={**known.params, "call_jaxpr": closed})
+            known = _compat.call_that_keeps_effects(known)
         return known, *rest
 
     return checkpoint_scan

@@ -58,3 +58,61 @@ def test_value_that_does_not_vary_has_no_axis():
     for options in ({}, {"reduce": Last()}):
         _, got = S(fn, **options)(X)
         assert got["c"]["primal"].shape == (2,)
+
+
+def _loops_in_a_branch(x):
+    def loops(x):
+        def inner(c, _):
+            sow(jnp.cos(x), "a")
+            return jnp.sin(c), None
+
+        def outer(c, _):
+            return lax.scan(inner, c, None, length=2)[0] * 0.5, None
+
+        return lax.scan(outer, x, None, length=3)[0]
+
+    return jnp.sum(lax.cond(x[0] > 0, loops, lambda x: x, x))
+
+
+def test_moved_out_of_two_loops_in_a_branch():
+    xs = jnp.array([[1.0, 2.0], [-1.0, 2.0]])
+    mapped = jax.vmap(_loops_in_a_branch)
+    _, want = S(mapped)(xs)
+    ran = np.array([1, 0]).reshape(2, 1, 1, 1)
+    cosines = np.broadcast_to(jnp.cos(xs)[:, None, None], (2, 3, 2, 2))
+    np.testing.assert_allclose(want["a"]["primal"], cosines * ran, rtol=1e-6)
+    for wrap in (lambda f: f, jax.jit, jax.checkpoint):
+        _, got = S(jax.grad(lambda xs: jnp.sum(wrap(mapped)(xs))))(xs)
+        for mode, value in want["a"].items():
+            np.testing.assert_allclose(got["a"][mode], value)
+
+
+def test_checkpoint_in_a_scan():
+    def f(x):
+        def outer(c, _):
+            return jax.checkpoint(_loops_in_a_branch)(c) * c, None
+
+        return jnp.sum(lax.scan(outer, x, None, length=2)[0])
+
+    x = jnp.array([0.5, 1.0])
+    _, want = S(f)(x)
+    _, got = S(jax.grad(f))(x)
+    for mode, value in want["a"].items():
+        np.testing.assert_allclose(got["a"][mode], value, rtol=1e-6)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+def test_effects_of_custom_rules_happen_once(wrap, capsys):
+    def f(x):
+        jax.debug.print("f")
+        return sow(x * 2, "h")
+
+    custom_jvp = jax.custom_jvp(f)
+    custom_jvp.defjvp(lambda p, t: (custom_jvp(*p), t[0] * 2))
+    custom_vjp = jax.custom_vjp(f)
+    custom_vjp.defvjp(lambda x: (f(x), None), lambda _, g: (g * 2,))
+    for fn in (custom_jvp, custom_vjp):
+        for g in (fn, jax.grad(fn)):
+            S(wrap(g))(1.0)
+            jax.effects_barrier()
+            assert capsys.readouterr().out == "f\n"

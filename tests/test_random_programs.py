@@ -246,7 +246,7 @@ def test_random_programs_within_a_time_budget(request):
     if "fuzz" not in (request.config.getoption("markexpr") or ""):
         pytest.skip("asked for with -m fuzz")
     start = zlib.crc32(str(time.time()).encode()) % 10**6
-    end = time.monotonic() + 200
+    end = time.monotonic() + 150
     seed = start
     while time.monotonic() < end:
         try:

@@ -1,7 +1,6 @@
 """Primitives that run one jaxpr, once. Their equations are kept, with a new jaxpr in
 them, so that whatever else they say stays true."""
 
-import jax
 import jax.extend.core as jexc
 import jax.tree_util as jtu
 
@@ -31,28 +30,16 @@ def _jit(interpret, given, eqn, *args):
     closed, treedef = interpret.staged(eqn.params["jaxpr"], given, *args)
     inputs, n = _inputs(closed, given, args)
     extra = treedef.num_leaves - len(eqn.outvars)
-    new_in, new_out = _unspecified()
+    new_in, new_out = _compat.unspecified()
     p = eqn.params
     out = bind(
         eqn,
         inputs,
         jaxpr=_compat.close_jaxpr(_consts_as_args(closed)),
-        in_shardings=(new_in[0],) * n + tuple(p["in_shardings"]),
-        in_layouts=(new_in[1],) * n + tuple(p["in_layouts"]),
-        donated_invars=(False,) * n + tuple(p["donated_invars"]),
-        out_shardings=tuple(p["out_shardings"]) + (new_out[0],) * extra,
-        out_layouts=tuple(p["out_layouts"]) + (new_out[1],) * extra,
+        **{k: (v,) * n + tuple(p[k]) for k, v in new_in.items()},
+        **{k: tuple(p[k]) + (v,) * extra for k, v in new_out.items()},
     )
     return jtu.tree_unflatten(treedef, out)
-
-
-def _unspecified():
-    """What `jax.jit` puts for shardings and layouts that nobody specified."""
-    params = jax.make_jaxpr(jax.jit(lambda x: x))(0).eqns[0].params
-    return (
-        (params["in_shardings"][0], params["in_layouts"][0]),
-        (params["out_shardings"][0], params["out_layouts"][0]),
-    )
 
 
 @register_rule(jexc.primitives.remat_p)

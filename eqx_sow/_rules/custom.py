@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from .. import _compat
 from .._interpreter import Given, Handler, Interpret, opaque, register_rule
+from .._rewrite import without_prints
 from .calls import bind
 
 
@@ -56,11 +57,12 @@ def _derivative_of(x, y):
 
 def _custom(interpret, given, eqn, *args):
     jaxpr = eqn.params["call_jaxpr"]
-    outs, taken = interpret(jaxpr)(given, *args)
-    if not interpret.handler.changes(eqn):
-        original = bind(eqn, args, call_jaxpr=_without_sows(jaxpr, args))
-        outs = list(map(_derivative_of, outs, original))
-    return outs, taken
+    if interpret.handler.changes(eqn):
+        return interpret(jaxpr)(given, *args)
+    # The original prints what there is to print.
+    outs, taken = interpret(without_prints(jaxpr))(given, *args)
+    original = bind(eqn, args, call_jaxpr=_without_sows(jaxpr, args))
+    return list(map(_derivative_of, outs, original)), taken
 
 
 register_rule(jexc.primitives.custom_jvp_call_p)(_custom)
@@ -70,10 +72,10 @@ register_rule(jexc.primitives.custom_vjp_call_p)(_custom)
 @register_rule(_compat.custom_vmap_p)
 def _custom_vmap(interpret, given, eqn, *args):
     jaxpr = eqn.params["call"]
-    outs, taken = interpret(jaxpr)(given, *args)
-    if not interpret.handler.changes(eqn):
-        outs = bind(eqn, args, call=_without_sows(jaxpr, args))
-    return outs, taken
+    if interpret.handler.changes(eqn):
+        return interpret(jaxpr)(given, *args)
+    _, taken = interpret(without_prints(jaxpr))(given, *args)
+    return bind(eqn, args, call=_without_sows(jaxpr, args)), taken
 
 
 opaque.add(_compat.noinline_p)
