@@ -115,18 +115,21 @@ def _at_site(site: Site, guard: list, arrays: Sequence[Any], form: Meta) -> list
 def _same_along(x, axis: int, runs, site: Site):
     """The one value along an axis, as far as the sow `runs`."""
     first = jax.lax.index_in_dim(x, 0, axis, keepdims=False)
-    a, b = (
-        jax.random.key_data(y) if jnp.issubdtype(y.dtype, jax.dtypes.prng_key) else y
-        for y in (x, jax.lax.index_in_dim(x, 0, axis))
-    )
+    if x.shape[axis] == 1:
+        return first
+    is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    data = jax.random.key_data if is_key else lambda x: x
+    a, b = data(x), jnp.expand_dims(data(first), axis)
     runs = jnp.reshape(runs, runs.shape + (1,) * (a.ndim - runs.ndim))
-    differs = jnp.any(runs & (a != b) & ~((a != a) & (b != b)))
-    return eqx.error_if(
-        first,
-        differs,
+    checked = eqx.error_if(
+        data(first),
+        jnp.any(runs & (a != b) & ~((a != a) & (b != b))),
         f"`plant`: at `sow(..., {site.name!r})` ({site.where}) the program has one "
         "value for all entries of an axis: the planted value must not vary along it.",
     )
+    if is_key:
+        return jax.random.wrap_key_data(checked, impl=jax.random.key_impl(first))
+    return checked
 
 
 def _apply(fn: Callable, site: Site, values: Sequence[Any]) -> list[Any]:

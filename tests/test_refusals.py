@@ -20,13 +20,16 @@ from jax import lax
 X = jnp.arange(1.0, 4.0)
 
 
-def test_branches_that_vary_over_different_axes():
-    def f(x, y):
-        return lax.cond(True, lambda: sow(x, "a"), lambda: sow(y, "a"))
+def test_branches_with_different_vmaps_inside():
+    mark = lambda x: sow(x, "a")
 
-    mapped = jax.vmap(jax.vmap(f, in_axes=(None, 0)), in_axes=(0, None))
+    def f(xs):
+        once = lambda: jax.vmap(mark)(xs[0])[None] * jnp.ones((3, 1))
+        twice = lambda: jax.vmap(jax.vmap(mark))(xs)
+        return lax.cond(xs[0, 0] > 0, once, twice)
+
     with pytest.raises(SowError, match="`a` .*different axes: sizes .*different names"):
-        S(mapped)(jnp.ones((2, 3)), jnp.ones((4, 3)))
+        S(f)(jnp.ones((3, 3)))
 
 
 def test_fold_that_changes_shape():
