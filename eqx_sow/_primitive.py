@@ -51,7 +51,7 @@ class Const:
             return repr(a) == repr(b)
         try:
             return bool(a == b)
-        except Exception:
+        except Exception:  # likewise
             return False
 
     def __repr__(self):
