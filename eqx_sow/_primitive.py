@@ -8,7 +8,7 @@ batching rewrite the `Site`; nothing about a sow is ever kept outside of its equ
 import dataclasses as dc
 import math
 from collections.abc import Hashable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.core
@@ -161,8 +161,7 @@ class Site:
         return tuple(shape[sum(a.has[i] for a in self.axes) :])
 
 
-@dc.dataclass(frozen=True)
-class Listening:
+class Listening(NamedTuple):
     """`loops`: how many loops are around whatever is being vmapped right now. `scope`:
     what goes before the names of the sows that follow. `blind`: what will be traced in
     here cannot be captured, so a sow raises."""

@@ -6,8 +6,7 @@ places from which they cannot be told any more where they came from:
 - `vmap` of a loop puts the new axis inside of the loop's. A sow has to know how many
   loops are around the axis.
 - `vmap` of a cond whose predicate varies runs all branches, and of a while goes on
-    until
-  the last lane has finished. A sow has to know whether it really runs.
+  until the last lane has finished. A sow has to know whether it really runs.
 - differentiation moves what does not depend on the iteration out of a scan. A sow has
   to know that it ran in each iteration.
 
@@ -89,7 +88,7 @@ def _batched(rule, axis_data, args, dims, params):
         return outs
 
     here = listening.value or Listening()
-    with listening(dc.replace(here, loops=here.loops + 1)):
+    with listening(here._replace(loops=here.loops + 1)):
         closed = jax.make_jaxpr(batched)(*args)
     return closed, dims_out
 
