@@ -78,14 +78,12 @@ class Collect(Handler):
         return lookup(self.reduce.value, name)
 
     def folds(self, name: str) -> bool:
-        """Whether the reducer of this name has a state that goes through loops."""
-        reducer = self.reducer(name)
-        return not self.survey and not (reducer is None or isinstance(reducer, Append))
+        return not self.survey and folds(self.reducer(name))
 
     def sow(self, found, given, site: Site, atoms, frame: Frame):
         if site.tag != self.tag:
             if self.outer:
-                frame.leave()
+                frame.leave(frame.eqn)
             else:
                 frame.alias(atoms)
             return given
@@ -108,7 +106,8 @@ class Collect(Handler):
             return given
         transform = lookup(self.transform.value, site.name)
         replay = self.backward or in_backward_pass(frame.eqn)
-        site = dc.replace(site, replay=replay)
+        if replay:
+            site = dc.replace(site, replay=True)
         if self.folds(site.name):
             if replay and site.key in self.ran:
                 found.append(Taken(given.carry, Sown(seen=(site.name,), checks=checks)))
@@ -217,6 +216,11 @@ class Collect(Handler):
             for o, n in zip(old.entries, new.entries)
         )
         return dc.replace(old, entries=entries)
+
+
+def folds(reducer: Reducer | None) -> bool:
+    """Whether a reducer has a state that goes through loops."""
+    return not (reducer is None or isinstance(reducer, Append))
 
 
 def _slots(entries: Sequence[Entry]) -> dict[Any, Entry]:

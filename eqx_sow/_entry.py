@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-from ._errors import DuplicateSowError, SowError
+from ._errors import calling, DuplicateSowError, SowError
 from ._primitive import Axis, Const, NoTangent, OPERAND, Site
 
 
@@ -143,7 +143,8 @@ def _transform(fn, site, values, has):
                 in_axes=tuple(0 if h[i] else None for h in has),
                 axis_size=site.axes[i].size,
             )
-    values = apply(*values)
+    with calling("transform", site.name, site.where):
+        values = apply(*values)
     return *static, values, [over] * len(values)
 
 
@@ -321,12 +322,13 @@ def merge(a: Entry, b: Entry) -> Entry:
 
 
 def duplicate(a: Meta, b: Meta) -> DuplicateSowError:
+    twice = a.where == b.where
+    places = f"at {a.where}" + (", which runs twice" if twice else f" and at {b.where}")
     return DuplicateSowError(
-        f"`{a.name}` is sown twice ({a.mode}): at {a.where} and at {b.where}. Give the "
-        "two places different names (`scope=True` puts the paths of modules before "
-        "them), or say how to combine the values: "
-        f"`save_intermediates(..., reduce={{{a.name!r}: eqx_sow.Append()}})` returns "
-        "a tuple of both, `eqx_sow.Last()` the later one."
+        f"`{a.name}` is sown twice ({a.mode}): {places}. Give the two values different "
+        "names (`scope=True` puts the paths of modules before them), or say how to "
+        f"combine them: `save_intermediates(..., reduce={{{a.name!r}: "
+        "eqx_sow.Append()})` returns a tuple of both, `eqx_sow.Last()` the later one."
     )
 
 
@@ -359,6 +361,8 @@ def _check_same(a: Entry, b: Entry) -> None:
 def varying(entry: Entry) -> Entry:
     """Without the vmaps that it does not vary over."""
     axes = tuple(a for a in entry.meta.axes if not a.lane or any(a.has))
+    if axes == entry.meta.axes:
+        return entry
     return Entry(entry.arrays, dc.replace(entry.meta, axes=axes))
 
 

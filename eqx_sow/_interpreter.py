@@ -6,6 +6,8 @@ each higher-order primitive, how to run its jaxprs with the handler inside. Neit
 knows of the other, and every equation that has no sow in it stays exactly as it was.
 """
 
+import functools as ft
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -180,22 +182,17 @@ class Frame:
         self._env = dict(zip((*jaxpr.constvars, *jaxpr.invars), values))
         self._same: dict[Any, Any] = {}
         self._pending: list[Any] = []
-        self._made: set[Any] = set()
-        self._last: dict[Any, int] = {}
+        self._unsettled = False
+        self._kept: set[Any] = set()
+        self._last: dict[Any, int] | None = None
         self._jaxpr = jaxpr
         self.now = 0
         self.eqn: Any = None
-        for i, eqn in enumerate(jaxpr.eqns):
-            for v in eqn.invars:
-                if not isinstance(v, jexc.Literal):
-                    self._last[v] = i
         self.keep(jaxpr.outvars)
 
     def keep(self, atoms) -> None:
         """These are wanted at the end."""
-        for v in map(self.source, atoms):
-            if not isinstance(v, jexc.Literal):
-                self._last[v] = len(self._jaxpr.eqns)
+        self._kept.update(_variables(map(self.source, atoms)))
 
     def source(self, v: Any) -> Any:
         if isinstance(v, jexc.Literal):
@@ -205,52 +202,62 @@ class Frame:
     def alias(self, atoms) -> None:
         """The outputs of the current equation are these."""
         for out, v in zip(self.eqn.outvars, atoms):
-            v = self.source(v)
-            self._same[out] = v
-            if not isinstance(v, jexc.Literal):
-                self._last[v] = max(self._last[v], self._last.get(out, 0))
+            self._same[out] = v = self.source(v)
+            if out in self._kept:
+                self.keep([v])
+            if self._last is not None and not isinstance(v, jexc.Literal):
+                self._last[v] = max(self._last.get(v, -1), self._last.get(out, -1))
 
     def set(self, outvars, values) -> None:
-        for v, x in zip(outvars, values):
-            self._env[v] = x
+        self._env.update(zip(outvars, values))
 
-    def leave(self, eqn: Any = None) -> None:
-        """The current equation stays as it is, or becomes `eqn`."""
-        eqn = self.eqn if eqn is None else eqn
-        if any(v in self._same for v in eqn.invars if not isinstance(v, jexc.Literal)):
-            eqn = eqn.replace(invars=[self.source(v) for v in eqn.invars])
+    def leave(self, eqn: Any) -> None:
+        """This equation is to be evaluated in the place of the current one."""
         self._pending.append(eqn)
-        self._made.update(eqn.outvars)
+        if eqn.effects:
+            self._unsettled = True
 
     def read(self, atoms) -> list[Any]:
         atoms = [self.source(v) for v in atoms]
-        if any(not isinstance(v, jexc.Literal) and v in self._made for v in atoms):
+        if any(v not in self._env for v in _variables(atoms)):
             self._flush()
         return [v.val if isinstance(v, jexc.Literal) else self._env[v] for v in atoms]
 
     def settle(self) -> None:
         """Evaluates what waits, if any of it has an effect: effects keep their order,
         and happen even if nobody wants a result."""
-        if any(e.effects for e in self._pending):
+        if self._unsettled:
             self._flush()
 
     def read_arrays(self, atoms) -> list[Any]:
         return [_as_array(v, x) for v, x in zip(atoms, self.read(atoms))]
 
+    def _wanted(self) -> Callable[[Any], bool]:
+        """Whether a variable is read from here on."""
+        all_eqns = self._jaxpr.eqns
+        if self.now == len(all_eqns):
+            return self._kept.__contains__
+        if self._last is None:
+            uses = ((i, v) for i, e in enumerate(all_eqns) for v in e.invars)
+            self._last = {
+                self.source(v): i for i, v in uses if not isinstance(v, jexc.Literal)
+            }
+        last = self._last
+        return lambda v: v in self._kept or last.get(v, -1) >= self.now
+
     def _flush(self) -> None:
-        eqns, made = self._pending, self._made
-        invars = {
-            v: None
-            for e in eqns
-            for v in e.invars
-            if not isinstance(v, jexc.Literal) and v not in made
-        }
-        outvars = [
-            v
-            for e in eqns
-            for v in e.outvars
-            if not isinstance(v, jexc.DropVar) and self._last.get(v, -1) >= self.now
-        ]
+        eqns: list[Any] = []
+        invars: dict[Any, None] = {}
+        for eqn in self._pending:
+            variables = _variables(eqn.invars)
+            if not self._same.keys().isdisjoint(variables):
+                eqn = eqn.replace(invars=[self.source(v) for v in eqn.invars])
+                variables = _variables(eqn.invars)
+            eqns.append(eqn)
+            invars.update((v, None) for v in variables if v in self._env)
+        self._pending, self._unsettled = [], False
+        wanted = self._wanted()
+        outvars = [v for e in eqns for v in e.outvars if wanted(v)]
         segment = self._jaxpr.replace(
             constvars=[],
             invars=list(invars),
@@ -259,9 +266,12 @@ class Frame:
             effects=frozenset().union(*[e.effects for e in eqns]),
             debug_info=self._jaxpr.debug_info.with_unknown_names(),
         )
-        self._pending, self._made = [], set()
         out = _compat.splice(segment, (), [self._env[v] for v in invars])
         self.set(outvars, out)
+
+
+def _variables(atoms) -> list[Any]:
+    return [v for v in atoms if not isinstance(v, jexc.Literal)]
 
 
 class Interpret:
@@ -271,13 +281,11 @@ class Interpret:
         self.handler = handler
 
     def __call__(self, jaxpr: Any) -> Callable:
-        key = _Key(jaxpr, self.handler)
-
         def run(given, *args):
-            closed, shape = _stage(key, given, *args)
-            jaxpr, consts = _compat.open_jaxpr(closed)
-            out = _compat.splice(jaxpr, consts, jtu.tree_leaves((given, args)))
-            return jtu.tree_unflatten(jtu.tree_structure(shape), out)
+            closed, treedef = self.staged(jaxpr, given, *args)
+            opened, consts = _compat.open_jaxpr(closed)
+            out = _compat.splice(opened, consts, jtu.tree_leaves((given, args)))
+            return jtu.tree_unflatten(treedef, out)
 
         return run
 
@@ -285,31 +293,26 @@ class Interpret:
         """For rules that change a parameter of an equation in place: the new jaxpr,
         from the leaves of `(given, args)` to those of what `run` returns, and the
         treedef of the latter. Its constants are its first arguments."""
-        closed, shape = _stage(_Key(jaxpr, self.handler), given, *args)
+        if jaxpr not in _stages:
+            _stages[jaxpr] = _stage(weakref.ref(jaxpr))
+        closed, shape = _stages[jaxpr](self.handler)(given, *args)
         return closed, jtu.tree_structure(shape)
 
 
-class _Key:
-    """A jaxpr, by identity, and what to do with it."""
-
-    def __init__(self, jaxpr: Any, handler: Handler):
-        self.jaxpr = jaxpr
-        self.handler = handler
-
-    def __hash__(self):
-        return hash((id(self.jaxpr), self.handler))
-
-    def __eq__(self, other):
-        return self.jaxpr is other.jaxpr and self.handler == other.handler
+# A jaxpr that occurs many times is walked once by each handler. JAX keeps the result
+# for as long as there is the function that made it: here, as long as the jaxpr.
+_stages: weakref.WeakKeyDictionary[Any, Callable] = weakref.WeakKeyDictionary()
 
 
-def _evaluate_key(key, given, *args):
-    jaxpr, consts = _compat.open_jaxpr(key.jaxpr)
-    return evaluate(jaxpr, consts, key.handler, given, args)
+def _stage(jaxpr: weakref.ref) -> Callable:
+    @ft.lru_cache
+    def by(handler):
+        def evaluate_jaxpr(given, *args):
+            return evaluate(*_compat.open_jaxpr(jaxpr()), handler, given, args)
 
+        return jax.make_jaxpr(evaluate_jaxpr, return_shape=True)
 
-# Cached by JAX, so a jaxpr that occurs many times is walked once.
-_stage = jax.make_jaxpr(_evaluate_key, static_argnums=0, return_shape=True)
+    return by
 
 
 def evaluate(
@@ -318,17 +321,13 @@ def evaluate(
     """Evaluates an open jaxpr, with each sow left to the handler."""
     frame = Frame(jaxpr, [*consts, *args])
     found: list[Any] = []
-    for frame.now, frame.eqn in enumerate(jaxpr.eqns):
-        eqn = frame.eqn
+    for i, eqn in enumerate(jaxpr.eqns):
         if not holds_sow(eqn):
             if eqn.primitive in opaque:
-                _compat.forget_noinline()
-                with listening(Listening(blind=str(eqn.primitive))):
-                    eqn.primitive.abstract_eval(
-                        *[v.aval for v in eqn.invars], **eqn.params
-                    )
-            frame.leave()
+                _look_inside(eqn)
+            frame.leave(eqn)
             continue
+        frame.now, frame.eqn = i, eqn
         if eqn.primitive is sow_p:
             given = handler.sow(found, given, eqn.params["site"], eqn.invars, frame)
             continue
@@ -350,6 +349,13 @@ def evaluate(
     outs = frame.read_arrays(jaxpr.outvars)
     frame.settle()
     return outs, taken
+
+
+def _look_inside(eqn: Any) -> None:
+    """Traces an opaque equation once more; a sow in there raises."""
+    _compat.forget_noinline()
+    with listening(Listening(blind=str(eqn.primitive))):
+        eqn.primitive.abstract_eval(*[v.aval for v in eqn.invars], **eqn.params)
 
 
 def _as_array(atom: Any, x: Any) -> Any:

@@ -46,16 +46,17 @@ class Program:
 def trace(fn: Callable, args: tuple, kwargs: dict, marking: Marking) -> Program:
     """Traces `fn(*args, **kwargs)` while everybody listens. Arrays are traced, all else
     is static, as in `eqx.filter_jit`."""
-    dynamic, static = eqx.partition((fn, args, kwargs), eqx.is_array)
-    leaves, treedef = jtu.tree_flatten(dynamic)
+    inputs, treedef = jtu.tree_flatten((fn, args, kwargs))
+    dynamic = [eqx.is_array(x) for x in inputs]
     out_treedef = None
     out_static: list[tuple[bool, Const]] = []
     marks: set[Mark] = set()
 
     def traced(*leaves):
         nonlocal out_treedef, marks
-        tree = eqx.combine(jtu.tree_unflatten(treedef, leaves), static)
-        fn, args, kwargs = tree
+        arrays = iter(leaves)
+        filled = [next(arrays) if d else x for d, x in zip(dynamic, inputs)]
+        fn, args, kwargs = jtu.tree_unflatten(treedef, filled)
         (fn, args, kwargs), marks = _capture.mark(fn, args, kwargs, marking)
         out = _capture.unmark(fn(*args, **kwargs), marks)
         out, out_treedef = jtu.tree_flatten(out)
@@ -64,6 +65,7 @@ def trace(fn: Callable, args: tuple, kwargs: dict, marking: Marking) -> Program:
         return [x for x, d in zip(out, is_array) if d]
 
     # Only tracing happens in here: whatever is executed would be compiled once more.
+    leaves = [x for x, d in zip(inputs, dynamic) if d]
     with listening(Listening()):
         closed = jax.make_jaxpr(traced)(*leaves)
     return Program(closed, leaves, out_treedef, out_static, marks)

@@ -14,9 +14,17 @@ def has_sow(x: Any) -> bool:
     return bool(x.effects) and sow_effect in x.effects
 
 
+# Types of parameters in which there is no need to look for a jaxpr.
+_PLAIN = frozenset({type(None), bool, int, float, str})
+
+
 def holds_sow(eqn: Any) -> bool:
-    """The same of an equation, by looking."""
-    return has_sow(eqn) or any(map(has_sow, jexc.jaxprs_in_params(eqn.params)))
+    """The same of an equation, by looking: some primitives hide effects."""
+    if eqn.effects and sow_effect in eqn.effects:
+        return True
+    if _PLAIN.issuperset(map(type, eqn.params.values())):
+        return False
+    return any(map(has_sow, jexc.jaxprs_in_params(eqn.params)))
 
 
 def sites(x: Any) -> list[Site]:

@@ -55,7 +55,8 @@ def sow(
         intermediates["h"]["primal"]  # the same as jnp.tanh(jnp.arange(3.0))
         ```
     """
-    if listening.value is None:
+    here = listening.value
+    if here is None:
         return value
     if not isinstance(name, str):
         raise TypeError(
@@ -68,33 +69,42 @@ def sow(
         raise TypeError(
             f"`eqx_sow.sow(..., {name!r}, tag=...)` takes a hashable tag, not {tag!r}."
         ) from e
-    leaves, treedef = jtu.tree_flatten(value)
-    dynamic = [eqx.is_array(x) for x in leaves]
-    for x, d in zip(leaves, dynamic):
-        if isinstance(x, jax.core.Tracer) and not d:
-            raise SowError(
-                f"`sow(..., {name!r})` cannot mark a leaf of type {jax.typeof(x)}: "
-                f"only "
-                "arrays can be captured. Sow the value that it holds."
-            )
-    scope, blind = listening.value.scope, listening.value.blind
-    if blind:
+    return bind(value, f"{here.scope}/{name}" if here.scope else name, tag, spec)
+
+
+def bind(value: Any, name: str, tag: Hashable, spec: Any) -> Any:
+    """Binds the primitive to the array leaves of a value. `name` is the whole name."""
+    if listening.value.blind:
         raise UnsupportedPrimitiveError(
             f"`sow(..., {name!r})` at {_compat.user_line()} is inside the primitive "
-            f"`{blind}`, which hides its function from JAX, so the value cannot be "
-            "captured. Move the sow out of that function."
+            f"`{listening.value.blind}`, which hides its function from JAX, so the "
+            "value cannot be captured. Move the sow out of that function."
         )
+    leaves, treedef = jtu.tree_flatten(value)
+    operands = []
+    static: list[Any] = []
+    for x in leaves:
+        if eqx.is_array(x):
+            operands.append(x)
+            static.append(OPERAND)
+        elif isinstance(x, jax.core.Tracer):
+            raise SowError(
+                f"`sow(..., {name!r})` cannot mark a leaf of type {jax.typeof(x)}: "
+                "only arrays can be captured. Sow the value that it holds."
+            )
+        else:
+            static.append(Const(x))
     site = Site(
-        name=f"{scope}/{name}" if scope else name,
+        name=name,
         tag=tag,
         treedef=Const(treedef),
-        leaves=tuple(OPERAND if d else Const(x) for x, d in zip(leaves, dynamic)),
+        leaves=tuple(static),
         spec=spec,
         where=_compat.user_line(),
     )
-    out = iter(sow_p.bind(*[x for x, d in zip(leaves, dynamic) if d], site=site))
+    out = iter(sow_p.bind(*operands, site=site))
     return jtu.tree_unflatten(
-        treedef, [next(out) if d else x for x, d in zip(leaves, dynamic)]
+        treedef, [next(out) if s is OPERAND else x for s, x in zip(static, leaves)]
     )
 
 
@@ -134,8 +144,7 @@ class Sow(eqx.Module):
         """**Arguments:**
 
         - `name`: what to call the value. Without one, the layer's own path in the model
-            is the name; that takes `save_intermediates(..., capture=...)` or
-            `scope=True`, which know the path.
+            is the name.
         - `spec`: a jaxtyping annotation for the value, as in [`eqx_sow.sow`][].
         - `tag`: as in [`eqx_sow.sow`][].
         """
@@ -158,8 +167,7 @@ class Sow(eqx.Module):
                 return x
             raise SowError(
                 "`Sow()` has no name, and its place in the model cannot be seen. Give "
-                "it "
-                'one, `Sow("some_name")`, or pass the model as an argument, '
+                'it one, `Sow("some_name")`, or pass the model as an argument, '
                 "`save_intermediates(fn)(model, x)`."
             )
         return sow(x, self.name, tag=self.tag, spec=self.spec)
