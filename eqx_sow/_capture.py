@@ -19,7 +19,7 @@ import jax.tree_util as jtu
 
 from ._errors import UnknownSowError
 from ._primitive import Const, listening
-from ._sow import Sow, sow
+from ._sow import bind, Sow
 
 
 @dc.dataclass(frozen=True)
@@ -67,12 +67,13 @@ class _Quiet:
         pass
 
 
+# JAX never forgets a PyTree class, so neither need these.
+@ft.cache
 def _has_method(cls: type, name: str) -> bool:
     # Not `hasattr`: the metaclass has a `__call__`.
     return any(name in c.__dict__ for c in cls.__mro__)
 
 
-# JAX never forgets a PyTree class, so there has to be one for each type of module.
 @ft.cache
 def _subclass(cls: type, methods: tuple[str, ...]) -> type:
     def override(name):
@@ -115,20 +116,17 @@ def _call(marks, name, plain, args, kwargs):
     here = listening.value
     if here is None:
         return plain(*args, **kwargs)
-    marks = [m for m in dict.fromkeys(marks) if name in m.methods]
-    # The paths are names already: no scope goes before them.
-    with listening(dc.replace(here, scope="")):
-        for m in marks:
-            if name in m.emit and m.inputs:
-                label = f"{_label(m.path, name)}.inputs".replace("..", ".")
-                args, kwargs = sow((args, kwargs), label, tag=m.tag)
+    marks = tuple(m for m in dict.fromkeys(marks) if name in m.methods)
+    for m in marks:
+        if m.inputs and name in m.emit:
+            label = f"{_label(m.path, name)}.inputs".replace("..", ".")
+            args, kwargs = bind((args, kwargs), label, m.tag, None)
     scope = next((m.path for m in reversed(marks) if m.scope), here.scope)
-    with listening(dc.replace(here, scope=scope)):
+    with listening(here._replace(scope=scope)):
         out = plain(*args, **kwargs)
-    with listening(dc.replace(here, scope="")):
-        for m in marks:
-            if name in m.emit:
-                out = sow(out, _label(m.path, name), tag=m.tag, spec=m.spec.value)
+    for m in marks:
+        if name in m.emit:
+            out = bind(out, _label(m.path, name), m.tag, m.spec.value)
     return out
 
 
@@ -170,9 +168,13 @@ def _join(path: str, key: str) -> str:
     return f"{path}/{key}" if path else key
 
 
+# No `__wrapped__` tells what this is.
+_Jacobian: Any = type(eqx.filter_jacrev(lambda: None))
+
+
 def _is_wrapper(node: Any) -> bool:
     """Whether a module is a transformed function, rather than part of a model."""
-    if isinstance(node, eqx.Partial):
+    if isinstance(node, eqx.Partial | _Jacobian):
         return True
     return isinstance(node, eqx.Module) and (
         isinstance(getattr(type(node), "__wrapped__", None), property)
@@ -180,7 +182,11 @@ def _is_wrapper(node: Any) -> bool:
     )
 
 
-_WRAPPED = ("__wrapped__", "__self__", "__func__", "_fn", "_fun", "fn", "func")
+# The fields in which such modules hold the function, Equinox's and ours.
+_WRAPPED = (
+    *("__wrapped__", "__self__", "__func__", "_fn", "fn", "func"),
+    *("_fun", "fun", "_fun_value_and_grad"),
+)
 
 
 # What `eqx.filter_jit` returns keeps the function out of its PyTree.
@@ -189,6 +195,18 @@ _JitWrapper: Any = type(eqx.filter_jit(lambda: None))
 
 def _is_module(x: Any) -> bool:
     return isinstance(x, eqx.Module)
+
+
+def _globals(fn: types.FunctionType) -> dict[str, Any]:
+    names = fn.__code__.co_names
+    return {n: fn.__globals__[n] for n in names if n in fn.__globals__}
+
+
+def _contents(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not assigned yet
+        return None
 
 
 class _Walk:
@@ -200,18 +218,34 @@ class _Walk:
         self.made: set[Mark] = set()
         self.methods: set[str] = set()
         self.chosen = False
+        self.closed_over: dict[types.FunctionType, Any] = {}
         # By class, the path of the first model: optimiser states look like it.
         self.models: dict[type, str] = {}
+
+    def call(self, fn: Callable, args: tuple, kwargs: dict, path: str = "") -> tuple:
+        """A function and its arguments."""
+        names = _positional_names(fn, len(args))
+        wrapper = _is_wrapper(fn) or not isinstance(fn, eqx.Module)
+        return (
+            self.visit(fn, path, wrapper),
+            tuple(self.visit(x, name) for name, x in zip(names, args)),
+            {name: self.visit(x, name) for name, x in kwargs.items()},
+        )
 
     def visit(self, node: Any, path: str, wrapper: bool = False) -> Any:
         if wrapper and isinstance(node, types.FunctionType):
             return self._close_over(node)
+        if wrapper and isinstance(node, ft.partial):
+            fn, args, kwargs = self.call(node.func, node.args, node.keywords, path)
+            return ft.partial(fn, *args, **kwargs)
+        if jtu.all_leaves((node,)):
+            return node
         if isinstance(node, _JitWrapper):
             inside = _is_wrapper(node.__wrapped__) or not _is_module(node.__wrapped__)
             new = self.visit(node.__wrapped__, path, inside)
             return node if new is node.__wrapped__ else eqx.filter_jit(new)
         children, treedef = _children(node)
-        if jtu.treedef_is_leaf(treedef) or not children:
+        if not children:
             return node if wrapper else self._mark(node, path)
         state = isinstance(node, tuple) and hasattr(node, "_fields")
         new = []
@@ -224,7 +258,8 @@ class _Walk:
             elif (model := self.models.get(_plain(child))) is not None:
                 child = self.visit(child, model)
             new.append(child)
-        node = jtu.tree_unflatten(treedef, new)
+        if any(x is not child for x, (_, child) in zip(new, children)):
+            node = jtu.tree_unflatten(treedef, new)
         return self._bind(node) if wrapper else self._mark(node, path)
 
     def _bind(self, node: Any) -> Any:
@@ -235,44 +270,50 @@ class _Walk:
                 return eqx.Partial(getattr(type(node.__self__), name), node.__self__)
         return node
 
-    def _close_over(self, fn: types.FunctionType) -> Callable:
-        """A function whose variables from outside are marked modules."""
-
-        def marked(name, x):
-            if isinstance(x, types.FunctionType) or not _has_modules(x):
-                return x
-            return self.visit(x, name)
-
-        code = fn.__code__
-        cells = dict(zip(code.co_freevars, fn.__closure__ or ()))
-        closure = []
-        changed = {}
-        for name, cell in cells.items():
-            try:
-                old = cell.cell_contents
-            except ValueError:  # not assigned yet
-                closure.append(cell)
-                continue
-            new = marked(name, old)
-            closure.append(cell if new is old else types.CellType(new))
-        for name in code.co_names:
-            if name in fn.__globals__:
-                new = marked(name, fn.__globals__[name])
-                if new is not fn.__globals__[name]:
-                    changed[name] = new
-        if not changed and all(
-            c is cells[n] for c, n in zip(closure, code.co_freevars)
+    def _close_over(self, fn: types.FunctionType, inside: Any = None) -> Callable:
+        """A function whose variables from outside are marked modules. `inside`: what it
+        is a transformation of, as `jax.vmap(model)` is a function that closes over the
+        model."""
+        if fn in self.closed_over:
+            return self.closed_over[fn].cell_contents
+        self.closed_over[fn] = here = types.CellType()
+        if hasattr(fn, "__wrapped__"):
+            inside = inspect.unwrap(fn)
+        names, cells = fn.__code__.co_freevars, fn.__closure__ or ()
+        new_cells = [self._variable(n, c, inside) for n, c in zip(names, cells)]
+        outer = {
+            name: self.visit(x, name)
+            for name, x in _globals(fn).items()
+            if _has_modules(x)
+        }
+        new = fn
+        if any(n is not c and n is not here for n, c in zip(new_cells, cells)) or any(
+            x is not fn.__globals__[name] for name, x in outer.items()
         ):
-            return fn
-        new = types.FunctionType(
-            code,
-            {**fn.__globals__, **changed} if changed else fn.__globals__,
-            fn.__name__,
-            fn.__defaults__,
-            tuple(closure),
-        )
-        new.__kwdefaults__ = fn.__kwdefaults__
-        return ft.update_wrapper(new, fn)
+            new = types.FunctionType(
+                fn.__code__,
+                {**fn.__globals__, **outer},
+                fn.__name__,
+                fn.__defaults__,
+                tuple(new_cells),
+            )
+            new.__kwdefaults__ = fn.__kwdefaults__
+            ft.update_wrapper(new, fn)
+        here.cell_contents = new
+        return new
+
+    def _variable(self, name: str, cell: Any, inside: Any) -> Any:
+        """A variable that a function closes over, as a cell."""
+        x = _contents(cell)
+        if isinstance(x, types.FunctionType):
+            if x in self.closed_over:  # functions that call each other
+                return self.closed_over[x]
+            new = self._close_over(x, inside)
+        elif _has_modules(x):
+            new = self.visit(x, "" if x is inside else name, _is_wrapper(x))
+        else:
+            return cell
+        return cell if new is x else types.CellType(new)
 
     def _mark(self, node: Any, path: str) -> Any:
         m = self.marking
@@ -315,6 +356,8 @@ def _has_modules(x: Any) -> bool:
 
 
 def _has_unnamed(x: Any) -> bool:
+    if isinstance(x, types.FunctionType):
+        x = [_globals(x), *map(_contents, x.__closure__ or ())]
     leaves = jtu.tree_leaves(x, is_leaf=lambda y: isinstance(y, Sow))
     return any(isinstance(y, Sow) and y.name is None for y in leaves)
 
@@ -336,20 +379,17 @@ def _positional_names(fn: Callable, n: int) -> list[str]:
 def mark(fn: Callable, args: tuple, kwargs: dict, marking: Marking) -> tuple:
     """`(fn, args, kwargs)` with the modules in there marked, and the marks."""
     if marking.capture in (None, False) and not marking.scope:
-        if not _has_unnamed((fn, args, kwargs)):
+        if not (_has_unnamed(fn) or _has_unnamed((args, kwargs))):
             return (fn, args, kwargs), set()
     walk = _Walk(marking)
     names = _positional_names(fn, len(args))
     for name, x in (*zip(names, args), *kwargs.items()):
         if isinstance(x, eqx.Module):
             walk.models.setdefault(_plain(x), name)
-    wrapper = _is_wrapper(fn) or not isinstance(fn, eqx.Module)
-    fn = walk.visit(fn, "", wrapper)
-    args = tuple(walk.visit(x, name) for name, x in zip(names, args))
-    kwargs = {name: walk.visit(x, name) for name, x in kwargs.items()}
+    marked = walk.call(fn, args, kwargs)
     if marking.capture not in (None, False):
         _check_found(walk)
-    return (fn, args, kwargs), walk.made
+    return marked, walk.made
 
 
 def _check_found(walk: _Walk) -> None:
@@ -364,10 +404,8 @@ def _check_found(walk: _Walk) -> None:
     )
     raise UnknownSowError(
         f"{what} The modules in sight are: {modules}. Those that are hidden in a "
-        "`jax.jit`, a `functools.partial` or another object that is no PyTree cannot "
-        "be "
-        "seen: pass the model as an argument, `save_intermediates(fn, "
-        "capture=...)(model, x)`."
+        "`jax.jit` or another object that is no PyTree cannot be seen: pass the model "
+        "as an argument, `save_intermediates(fn, capture=...)(model, x)`."
     )
 
 

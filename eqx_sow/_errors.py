@@ -1,3 +1,7 @@
+import contextlib
+from collections.abc import Iterator
+
+
 class SowError(Exception):
     """Base class of every error that eqx_sow raises about a sow."""
 
@@ -27,3 +31,13 @@ for _error in (
     UnsupportedPrimitiveError,
 ):
     _error.__module__ = "eqx_sow"
+
+
+@contextlib.contextmanager
+def calling(what: str, name: str, where: str) -> Iterator[None]:
+    """Errors of a user's function say which sow it was called for."""
+    try:
+        yield
+    except Exception as e:
+        e.add_note(f"This is from the {what} of `sow(..., {name!r})` at {where}.")
+        raise

@@ -42,8 +42,7 @@ def as_names(call: str, names: Any) -> Any:
         return tuple(names)
     raise TypeError(
         f"`{call}(..., names=...)` takes a name, a glob, a sequence of them, or a "
-        f"function "
-        f"of a name, not {names!r}."
+        f"function of a name, not {names!r}."
     )
 
 
@@ -75,10 +74,8 @@ def check_reduce(call: str, reduce: Any) -> None:
         if not (reduce is None or isinstance(r, Reducer)):
             raise TypeError(
                 f"`{call}(..., reduce=...)` takes `eqx_sow.Append()`, "
-                f"`eqx_sow.Last()`, "
-                "`eqx_sow.Fold(init, fn)` or `eqx_sow.Buffer(size)`, or a dict of "
-                "names to "
-                f"them, not {r!r}."
+                "`eqx_sow.Last()`, `eqx_sow.Fold(init, fn)` or "
+                f"`eqx_sow.Buffer(size)`, or a dict of names to them, not {r!r}."
             )
 
 
@@ -87,8 +84,7 @@ def check_transform(call: str, transform: Any) -> None:
         if not (transform is None or callable(fn)):
             raise TypeError(
                 f"`{call}(..., transform=...)` takes a function of the value, or a "
-                f"dict of "
-                f"names to functions, not {fn!r}."
+                f"dict of names to functions, not {fn!r}."
             )
 
 

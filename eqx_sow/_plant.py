@@ -14,7 +14,7 @@ from . import _entry, _options as opt
 from ._capture import Marking
 from ._collect import Collect
 from ._entry import Entry, Meta
-from ._errors import SowError
+from ._errors import calling, SowError
 from ._interpreter import Frame, Given, Handler
 from ._primitive import Const, listening, OPERAND, Same, Site, sow_p
 from ._program import trace
@@ -57,7 +57,7 @@ class _Replace(Handler):
                 new = _apply(fn, site, frame.read(atoms)[guard:])
         if new is None:
             if self.outer:
-                frame.leave()
+                frame.leave(frame.eqn)
             else:
                 frame.alias(atoms)
             return given
@@ -145,7 +145,8 @@ def _apply(fn: Callable, site: Site, values: Sequence[Any]) -> list[Any]:
         if any(h[n] for h in has):
             axes = tuple(0 if h[n] else None for h in has)
             apply = jax.vmap(apply, in_axes=axes, out_axes=list(axes))
-    return apply(*values)
+    with calling("planted function", site.name, site.where):
+        return apply(*values)
 
 
 def _operands(name: str, value: Any, form: Any, like: Sequence[Any]) -> list[Any]:
@@ -220,7 +221,10 @@ class _Plant(Transformed):
         entries: dict[str, list[Entry]] = {}
         for e in sown.entries:
             entries.setdefault(e.meta.name, []).append(e)
-        check_known(f"plant(fn, values, mode={mode!r})", self._values, entries)
+        hint = f" They are sown, but have no {mode} here." * (mode != "primal")
+        if "cotangent" in mode:
+            hint += " For a cotangent write `plant(eqx.filter_grad(fn), ...)`."
+        check_known(f"plant(fn, values, mode={mode!r})", self._values, entries, hint)
         values, functions = {}, {}
         for name, found in entries.items():
             value = lookup(self._values, name)

@@ -12,7 +12,7 @@ import jax.tree_util as jtu
 
 from . import _entry
 from ._entry import Entry, Meta
-from ._errors import SowError
+from ._errors import calling, SowError
 from ._primitive import Axis
 
 
@@ -97,8 +97,7 @@ class Fold(Reducer):
         ):
             raise SowError(
                 "`eqx_sow.Fold(init, fn)`: `fn` must return what `acc` looks like. "
-                "`acc` "
-                f"is {jax.eval_shape(lambda: init)}, and `fn` returned {new}."
+                f"`acc` is {jax.eval_shape(lambda: init)}, and `fn` returned {new}."
             )
         return jtu.tree_map(lambda x, y: x.astype(y.dtype), init, new)
 
@@ -113,7 +112,8 @@ class Buffer(Reducer):
 
     The answer for a `while_loop`, whose number of iterations is not known. What comes
     back has a `"count"` too: how many executions there were. If there were fewer than
-    `size`, zeros fill the end.
+    `size`, zeros fill the end. A backward pass runs backward: cotangents are in the
+    order opposite to that of the primals, `cotangent[:count][::-1]` in the same.
     """
 
     size: int = eqx.field(static=True)
@@ -174,7 +174,8 @@ def start(reducer: Any, entries: Sequence[Entry]) -> Reduction:
         jnp.zeros_like(x, shape=form.core_shape(i))
         for i, x in enumerate(form.arrays[: len(form.arrays) - form.meta.counted])
     ]
-    acc = reducer._init(values, _build(form.meta))
+    with calling("reducer", form.meta.name, form.meta.where):
+        acc = reducer._init(values, _build(form.meta))
     sizes = tuple(a.size for a in lanes)
     acc = jtu.tree_map(lambda x: jnp.broadcast_to(x, (*sizes, *x.shape)), acc)
     count = jnp.zeros(sizes, jnp.int32)
@@ -190,9 +191,8 @@ def step(reducer: Any, state: Reduction, entry: Entry) -> Reduction:
         raise SowError(
             f"`{meta.name}` is sown in {state.places} places, and its value at "
             f"{meta.where} is the same in each iteration of a loop, so JAX moved it "
-            f"out "
-            "of the loop: the order of the executions is lost. Give that sow a name of "
-            "its own."
+            "out of the loop: the order of the executions is lost. Give that sow a "
+            "name of its own."
         )
     entry = _entry.counted(_lanes_only(entry))
     lanes = tuple(a.size for a in state.lanes)

@@ -1,6 +1,7 @@
 """`save_intermediates`."""
 
 import dataclasses as dc
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -8,7 +9,7 @@ import equinox as eqx
 
 from . import _options as opt, _spec
 from ._capture import Marking
-from ._collect import assemble, Collect, reductions
+from ._collect import assemble, Collect, folds, reductions
 from ._errors import UnsupportedPrimitiveError
 from ._interpreter import Given
 from ._primitive import Const, listening, Same
@@ -46,7 +47,7 @@ class _SaveIntermediates(Transformed):
             outer=outer,
         )
         carry: Any = {}
-        if any(isinstance(r, Reducer) for r in _values(self._reduce)):
+        if any(map(folds, _values(self._reduce))):
             survey = program.survey(dc.replace(collect, survey=True))
             collect, carry = reductions(collect, survey)
         outs, taken = program.evaluate(collect, Given(carry), *program.leaves)
@@ -57,6 +58,14 @@ class _SaveIntermediates(Transformed):
         intermediates = program.unmark(assemble(collect, taken, tuple(carry)))
         _spec.check(taken.rest.checks, options.spec, intermediates)
         return program.output(outs), intermediates
+
+    def _pack(self, result):
+        out, intermediates = result
+        return out, OrderedDict((n, OrderedDict(m)) for n, m in intermediates.items())
+
+    def _unpack(self, packed):
+        out, intermediates = packed
+        return out, {name: dict(modes) for name, modes in intermediates.items()}
 
 
 def _check_names(self: _SaveIntermediates, seen: Sequence[str]) -> None:

@@ -27,6 +27,13 @@ class Transformed(eqx.Module):
     def _run(self, args: tuple, kwargs: dict) -> Any:
         pass
 
+    def _pack(self, result: Any) -> Any:
+        """What `_run` returned, in a form of which `jax.jit` sorts no keys."""
+        return result
+
+    def _unpack(self, packed: Any) -> Any:
+        return packed
+
     def __call__(self, /, *args, **kwargs):
         if not (_is_jitted(self._fn) and _compat.is_eager()):
             return _run(self, args, kwargs)
@@ -36,7 +43,7 @@ class Transformed(eqx.Module):
         dynamic = [eqx.is_array(x) for x in leaves]
         key = _Key(treedef, [None if d else Const(x) for x, d in zip(leaves, dynamic)])
         arrays = [x for x, d in zip(leaves, dynamic) if d]
-        return _jitted(key, *arrays).value()
+        return type(self)._unpack(self, _jitted(key, *arrays).value())
 
     def __hash__(self):
         # `jax.jit` takes only what is hashable, and dicts are not.
@@ -104,7 +111,8 @@ def _traced(key, *arrays):
     arrays = iter(arrays)
     leaves = [next(arrays) if x is None else x.value for x in key.static]
     self, args, kwargs = jtu.tree_unflatten(key.treedef, leaves)
-    leaves, treedef = jtu.tree_flatten(_run(self, args, kwargs))
+    result = type(self)._pack(self, _run(self, args, kwargs))
+    leaves, treedef = jtu.tree_flatten(result)
     static = tuple(None if isinstance(x, jax.Array) else Const(x) for x in leaves)
     return _Output([x for x in leaves if isinstance(x, jax.Array)], (treedef, static))
 

@@ -1,11 +1,14 @@
 """What JAX and Equinox keep from one call to the next is never out of date."""
 
+import gc
+import weakref
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from eqx_sow import Fold, plant, save_intermediates as S, sow
+from eqx_sow import Append, Fold, plant, save_intermediates as S, sow
 from jax import lax
 
 
@@ -76,6 +79,97 @@ def test_config_takes_effect():
     with jax.enable_x64(True):
         assert saved(1)[1]["h"]["primal"].dtype == jnp.float64
     assert saved(1)[1]["h"]["primal"].dtype == jnp.float32
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda f, m: S(f)(m),
+        lambda f, m: S(f, capture=True)(m),
+        lambda f, m: S(jax.grad(lambda s: f(m) * s))(2.0),
+        lambda f, m: S(eqx.filter_jit(f))(m),
+        lambda f, m: eqx.filter_jit(S(f))(m),
+        lambda f, m: S(lambda x: jax.jit(lambda x: f(m) + x)(x))(1.0),
+        lambda f, m: S(f, reduce=Fold(m.bias, lambda acc, x: acc + x))(m),
+        lambda f, m: plant(f, {"h": lambda h: h * m.weight[0, 0]})(m),
+    ],
+)
+def test_no_cache_keeps_a_model(run):
+    def fn(model):
+        body = lambda c, _: (jnp.tanh(sow(model(c), "h")), None)
+        return jnp.sum(lax.scan(body, XS, length=2)[0])
+
+    model = eqx.nn.Linear(3, 3, key=jax.random.key(0))
+    alive = [weakref.ref(model), weakref.ref(model.weight)]
+    jax.block_until_ready(jax.tree.leaves(run(fn, model)))
+    del model
+    gc.collect()
+    assert [ref() for ref in alive] == [None, None]
+
+
+def test_clear_caches():
+    kept = []
+
+    def fn(x):
+        kept.append(x)
+        return sow(x, "h")
+
+    saved = S(jax.jit(fn))
+    saved(XS), saved(XS)
+    assert len(kept) == 1
+    jax.clear_caches()
+    saved(XS)
+    assert len(kept) == 2
+
+
+@pytest.mark.parametrize("transform", [jax.jit, lax.map, jax.checkpoint])
+def test_a_shared_function_is_walked_once(transform):
+    walks = 0
+
+    def counted(x):
+        nonlocal walks
+        walks += 1
+        return jnp.sum(x)
+
+    inner = jax.jit(lambda x: sow(x * 2, "h"))
+    if transform is lax.map:
+        again = lambda x: lax.map(inner, x)
+    else:
+        again = transform(inner)
+
+    def fn(x):
+        for _ in range(20):
+            x = again(x)
+        return x
+
+    _, got = S(fn, transform=counted, reduce=Append())(XS)
+    assert len(got["h"]["primal"]) == 20
+    assert walks == 1
+
+
+@pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint])
+def test_walks_do_not_grow_with_depth(wrap):
+    walks = 0
+
+    def counted(x):
+        nonlocal walks
+        walks += 1
+        return x
+
+    fn = lambda x: sow(x * 2, "h")
+    for _ in range(12):
+        fn = wrap(lambda x, fn=fn: fn(x) + 1)
+    S(fn, transform=counted)(XS)
+    assert walks <= 2
+
+
+def test_order_of_execution_within_jit():
+    fn = lambda x: sow(sow(x, "b", tag="t") + 1, "a", tag="t")
+    grad = jax.grad(lambda x: jnp.sum(fn(x)))
+    for jitted in (jax.jit, eqx.filter_jit):
+        assert list(S(jitted(fn), tag="t")(XS)[1]) == ["b", "a"]
+        _, got = S(jitted(grad), tag="t")(XS)
+        assert [list(modes) for modes in got.values()] == [["primal", "cotangent"]] * 2
 
 
 def test_planted_values_do_not_retrace():

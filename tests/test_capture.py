@@ -469,6 +469,61 @@ def test_a_model_that_is_hard_to_see(wrap):
     _captured_or_told(wrap(GLOBAL), GLOBAL, X)
 
 
+# The same warning as for `eqx.filter_jit(functools.wraps(model)(...))`.
+@pytest.mark.filterwarnings("ignore:\\s*Possibly assigning")
+@pytest.mark.parametrize(
+    "wrap, prefix",
+    [
+        (lambda m: lambda x: m(x), "m/"),
+        (lambda m: (lambda inner: lambda x: inner(x))(lambda x: m(x)), "m/"),
+        (lambda m: ft.wraps(m)(lambda x: m(x)), ""),
+        (lambda m: ft.partial(m), ""),
+        (lambda m: ft.partial(lambda model, x: model(x), m), "model/"),
+        (lambda m: ft.partial(lambda x, model: model(x), model=m), "model/"),
+        (lambda m: jax.checkpoint(lambda x: m(x)), "m/"),
+        (lambda m: eqx.filter_checkpoint(m), ""),
+        (lambda m: eqx.filter_jit(m), ""),
+        (lambda m: eqx.filter_jit(ft.partial(lambda model, x: model(x), m)), "model/"),
+    ],
+)
+def test_names_inside_a_wrapper(wrap, prefix, call):
+    mlp = _mlp()
+    out, got = call(S(wrap(mlp), capture=eqx.nn.Linear), X)
+    expected, seen = _by_hand(mlp, X, prefix)
+    assert_close((out, with_mode(got, "primal")), (expected, seen))
+
+
+@pytest.mark.parametrize(
+    "wrap, prefix",
+    [
+        (lambda m: jax.grad(m), ""),
+        (lambda m: jax.grad(lambda x: m(x)), "m/"),
+        (lambda m: eqx.filter_grad(m), ""),
+        (lambda m: eqx.filter_grad(lambda x: m(x)), "m/"),
+        (lambda m: eqx.filter_value_and_grad(m), ""),
+        (lambda m: eqx.filter_jacrev(m), ""),
+        (lambda m: jax.jacrev(m), ""),
+    ],
+)
+def test_names_inside_a_derivative(wrap, prefix):
+    mlp = eqx.nn.MLP(3, "scalar", 4, 1, key=jr.key(0))
+    _, got = S(wrap(mlp), capture=eqx.nn.Linear)(X)
+    assert list(got) == [f"{prefix}layers/0", f"{prefix}layers/1"]
+    eps = jnp.zeros(4)
+    inner = lambda e: mlp.layers[1](jax.nn.relu(mlp.layers[0](X) + e))
+    cotangent = got[f"{prefix}layers/0"]["cotangent"]
+    assert_close(cotangent.reshape(4), jax.grad(lambda e: jnp.sum(inner(e)))(eps))
+
+
+def test_a_function_that_calls_itself():
+    mlp = _mlp()
+
+    def fn(x, again=True):
+        return fn(x, False) if again else mlp(x)
+
+    _captured_or_told(fn, mlp, X)
+
+
 # The same warning as for `eqx.filter_jit(jax.vmap(model))`.
 @pytest.mark.filterwarnings("ignore:\\s*Possibly assigning")
 @pytest.mark.parametrize(

@@ -8,13 +8,16 @@ import pytest
 from eqx_sow import (
     Append,
     DuplicateSowError,
+    Fold,
     Last,
+    plant,
     save_intermediates as S,
     sow,
     SowError,
     UnknownSowError,
     UnsupportedPrimitiveError,
 )
+from jax import lax
 
 
 X = jnp.ones(3)
@@ -56,6 +59,27 @@ def test_duplicate_by_a_function_called_twice(call):
     inner = jax.jit(lambda x: sow(x * 2, "h"))
     with pytest.raises(DuplicateSowError, match="`h` is sown twice"):
         call(S(lambda x: inner(inner(x))), X)
+
+
+@pytest.mark.parametrize(
+    "run, what",
+    [
+        (lambda f: S(f, transform=lambda x: x.nothing)(X), "transform"),
+        (lambda f: S(f, reduce=Fold(0.0, lambda acc, x: x.nothing))(X), "reducer"),
+        (lambda f: plant(f, {"h": lambda x: x.nothing})(X), "planted function"),
+    ],
+)
+def test_errors_of_a_users_function_say_which_sow(run, what):
+    fn = lambda x: lax.map(lambda x: sow(x, "h"), x)
+    with pytest.raises(AttributeError) as info:
+        run(fn)
+    (note,) = [n for n in info.value.__notes__ if what in n]
+    assert "'h'" in note and "test_errors.py" in note
+
+
+def test_planted_cotangent_where_there_is_none():
+    with pytest.raises(UnknownSowError, match="have no cotangent"):
+        plant(lambda x: sow(x, "h"), {"h": lambda x: x}, mode="cotangent")(X)
 
 
 def test_not_a_duplicate(call):
