@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from eqx_sow import save_intermediates, Sow
+from eqx_sow import save_intermediates, Sow, tabulate
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
@@ -76,18 +76,6 @@ def train(model, images, labels, *, epochs=15, batch_size=64):
     return model
 
 
-def print_table(intermediates):
-    print(f"{'name':8} {'mode':10} {'shape':16} {'rms':>9} {'largest':>9} {'zeros':>6}")
-    for name, modes in intermediates.items():
-        for mode, x in modes.items():
-            rms, largest = jnp.sqrt(jnp.mean(x**2)), jnp.max(jnp.abs(x))
-            zeros = jnp.mean(x == 0)
-            print(
-                f"{name:8} {mode:10} {str(x.shape):16} "
-                f"{rms:9.2g} {largest:9.2g} {zeros:6.0%}"
-            )
-
-
 def check(model, images, labels, intermediates):
     """Compares what was captured with the same things worked out by hand."""
     batch = len(images)
@@ -135,7 +123,7 @@ def main():
         model, images, labels
     )
 
-    print_table(intermediates)
+    print(tabulate(intermediates))
     check(model, images, labels, intermediates)
     assert eqx.tree_equal(
         grads, eqx.filter_grad(loss)(model, images, labels), rtol=1e-4, atol=1e-6

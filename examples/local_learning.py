@@ -1,0 +1,271 @@
+"""Learning without backpropagation: each layer sees its inputs and its outputs.
+
+The units of this network fire or do not. Their derivative is zero, so no gradient ever
+reaches a hidden layer, and backpropagation trains the last layer only. A local rule
+trains all of them. Direct feedback alignment (Nøkland, 2016) sends the error at the end
+to each layer through a fixed random matrix. A weight changes by what came in times that
+signal, if the unit is near its threshold. For that a layer needs its own inputs and
+outputs, and `capture=eqx.nn.Linear, inputs=True` returns both.
+
+The task: is a handwritten digit odd or even?
+
+    python examples/local_learning.py [FILE.png]
+
+With a file name it draws a picture as well.
+"""
+
+import sys
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from eqx_sow import save_intermediates
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+from sklearn.datasets import load_digits
+from sklearn.linear_model import RidgeClassifier
+from sklearn.model_selection import train_test_split
+
+
+DEPTH, WIDTH, STEPS, BATCH = 3, 256, 2000, 64
+optimiser = optax.adam(optax.cosine_decay_schedule(4e-3, STEPS))
+
+
+def make_model(key: PRNGKeyArray) -> eqx.nn.Sequential:
+    """Hidden layers whose units are -1 or 1, and a last layer for odd and even."""
+    *keys, last = jax.random.split(key, DEPTH + 1)
+    layers = []
+    for i, k in enumerate(keys):
+        layers.append(eqx.nn.Linear(WIDTH if i else 64, WIDTH, key=k))
+        layers.append(eqx.nn.Lambda(jnp.sign))
+    return eqx.nn.Sequential([*layers, eqx.nn.Linear(WIDTH, 2, key=last)])
+
+
+def predict(
+    model: eqx.nn.Sequential, images: Float[Array, "batch 64"]
+) -> Float[Array, "batch 2"]:
+    return jax.vmap(model)(images)
+
+
+def linears(model):
+    return [layer for layer in model.layers if isinstance(layer, eqx.nn.Linear)]
+
+
+def weights(model):
+    return [x for layer in linears(model) for x in (layer.weight, layer.bias)]
+
+
+# The logits, and what went into each linear layer and what came out of it.
+look = save_intermediates(predict, capture=eqx.nn.Linear, inputs=True)
+
+
+def inputs_and_outputs(intermediates):
+    """For each layer. What went in is a pair of positional and keyword arguments."""
+    for name, modes in intermediates.items():
+        if not name.endswith(".inputs"):
+            (x,), _ = intermediates[f"{name}.inputs"]["primal"]
+            yield x, modes["primal"]
+
+
+def local_rule(
+    model: eqx.nn.Sequential,
+    images: Float[Array, "batch 64"],
+    labels: Int[Array, " batch"],
+    feedback: Float[Array, "depth 2 width"],
+) -> eqx.nn.Sequential:
+    """The change of each weight, in the place of a gradient."""
+    logits, intermediates = look(model, images)
+    error = (jax.nn.softmax(logits) - jax.nn.one_hot(labels, 2)) / len(labels)
+    changes = []
+    for i, (x, y) in enumerate(inputs_and_outputs(intermediates)):
+        if i < DEPTH:
+            near_threshold = 1 - jnp.tanh(y) ** 2
+            signal = (error @ feedback[i]) * near_threshold
+        else:
+            signal = error
+        changes += [signal.T @ x, signal.sum(axis=0)]
+    return eqx.tree_at(weights, eqx.filter(model, eqx.is_inexact_array), changes)
+
+
+def loss(model, images, labels) -> Float[Array, ""]:
+    logits = predict(model, images)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+def gradient_rule(model, images, labels, feedback):
+    """Backpropagation, to compare with."""
+    del feedback
+    return eqx.filter_grad(loss)(model, images, labels)
+
+
+def accuracy(model, images, labels) -> float:
+    return float(jnp.mean(predict(model, images).argmax(axis=1) == labels))
+
+
+def train(model, rule, feedback, train_data, test_data):
+    images, labels = train_data
+    state = optimiser.init(eqx.filter(model, eqx.is_inexact_array))
+
+    @eqx.filter_jit
+    def step(model, state, images, labels):
+        changes = rule(model, images, labels, feedback)
+        updates, state = optimiser.update(changes, state)
+        return eqx.apply_updates(model, updates), state
+
+    rng = np.random.default_rng(0)
+    scores = [accuracy(model, *test_data)]
+    for i in range(STEPS):
+        batch = rng.integers(len(images), size=BATCH)
+        model, state = step(model, state, images[batch], labels[batch])
+        if (i + 1) % 100 == 0:
+            scores.append(accuracy(model, *test_data))
+    return model, scores
+
+
+def load_data():
+    """1,797 handwritten digits, which scikit-learn carries with it."""
+    digits = load_digits()
+    images = (digits.data / 16).astype(np.float32)
+    images -= images.mean(axis=0)
+    odd = digits.target.astype(np.int32) % 2
+    return train_test_split(images, odd, test_size=0.2, random_state=0)
+
+
+def check_rule(model, images, labels, feedback):
+    """Compares with the rule written out: one image, one layer, one unit at a time."""
+    images, labels = images[:8], labels[:8]
+    expected = [np.zeros(x.shape) for x in weights(model)]
+    for image, label in zip(images, labels):
+        x, seen = image, []
+        for layer in linears(model):
+            y = np.asarray(layer.weight) @ x + np.asarray(layer.bias)
+            seen.append((x, y))
+            x = np.sign(y)
+        p = np.exp(y) / np.exp(y).sum()
+        error = (p - np.eye(2)[label]) / len(images)
+        for i, (x, y) in enumerate(seen):
+            for unit in range(len(y)):
+                signal = error[unit] if i == DEPTH else error @ feedback[i][:, unit]
+                signal *= 1 if i == DEPTH else 1 / np.cosh(y[unit]) ** 2
+                expected[2 * i][unit] += signal * x
+                expected[2 * i + 1][unit] += signal
+    changes = weights(local_rule(model, images, labels, feedback))
+    for change, by_hand in zip(changes, expected):
+        assert np.allclose(change, by_hand, atol=1e-5)
+
+
+def check_no_gradient(model, images, labels):
+    """No gradient goes through the network. The local rule does not ask for one."""
+    _, intermediates = look(model, images)
+    assert all(list(modes) == ["primal"] for modes in intermediates.values())
+
+    # With gradients, the same call shows that nothing arrives but at the last layer.
+    _, intermediates = save_intermediates(
+        eqx.filter_grad(loss), capture=eqx.nn.Linear, modes="cotangent"
+    )(model, images, labels)
+    arrives = [bool(jnp.any(x["cotangent"])) for x in intermediates.values()]
+    assert arrives == [False] * DEPTH + [True]
+
+
+def read_layers(model, train_data, test_data):
+    """How well a linear classifier reads the answer from what goes into each layer."""
+    scores = []
+    _, train_seen = look(model, train_data[0])
+    _, test_seen = look(model, test_data[0])
+    pairs = zip(inputs_and_outputs(train_seen), inputs_and_outputs(test_seen))
+    for (train_x, _), (test_x, _) in pairs:
+        classifier = RidgeClassifier(alpha=10.0).fit(train_x, train_data[1])
+        scores.append(classifier.score(test_x, test_data[1]))
+    return scores, np.asarray(test_x)
+
+
+def plot(file: str, curves, reads, codes, labels):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    blue, red, grey = "#1f6f8b", "#c0392b", "#7f8c8d"
+    figure, axes = plt.subplot_mosaic("ABC;ABD", figsize=(9, 3.4), layout="constrained")
+    for (label, scores), colour in zip(curves.items(), (red, blue)):
+        steps = np.linspace(0, STEPS, len(scores))
+        axes["A"].plot(steps, 100 * np.array(scores), color=colour, lw=2, label=label)
+    axes["A"].set(title="odd or even?", xlabel="training step", ylabel="accuracy, %")
+    for (label, scores), colour in zip(reads.items(), (grey, blue)):
+        axes["B"].plot(100 * np.array(scores), "o-", color=colour, lw=2, label=label)
+    axes["B"].set(title="linear classifier on a layer", xlabel="layer")
+    axes["B"].set_xticks(range(DEPTH + 1), ["pixels", *range(1, DEPTH + 1)])
+    for key in "AB":
+        axes[key].set_ylim(45, 100)
+        axes[key].legend(loc="lower right", frameon=False, fontsize=9)
+    for key, (label, code) in zip("CD", codes.items()):
+        # The first two principal components.
+        u, s, _ = np.linalg.svd(code - code.mean(axis=0), full_matrices=False)
+        for odd, colour in ((0, blue), (1, red)):
+            x, y = (u * s)[labels == odd, :2].T
+            axes[key].scatter(x, y, s=4, color=colour)
+        axes[key].set(title=f"last hidden layer, {label}", xticks=[], yticks=[])
+    axes["D"].set_xlabel("even: blue, odd: red")
+    figure.savefig(file, dpi=150)
+
+
+def main():
+    train_images, test_images, train_labels, test_labels = load_data()
+    train_data, test_data = (train_images, train_labels), (test_images, test_labels)
+    model = make_model(jax.random.key(0))
+    feedback = jax.random.normal(jax.random.key(1), (DEPTH, 2, WIDTH)) / np.sqrt(2)
+
+    curves = {}
+    trained = {"untrained": model}
+    for label, rule in (("backpropagation", gradient_rule), ("local rule", local_rule)):
+        trained[label], curves[label] = train(
+            model, rule, feedback, train_data, test_data
+        )
+
+    # Before learning and after it.
+    for m in (model, trained["local rule"]):
+        check_rule(m, *train_data, feedback)
+        check_no_gradient(m, *train_data)
+    # Backpropagation has not touched the hidden layers.
+    for x, y in zip(weights(trained["backpropagation"])[:-2], weights(model)):
+        assert np.array_equal(x, y)
+
+    reads, codes = {}, {}
+    for label in ("untrained", "local rule"):
+        reads[label], codes[label] = read_layers(trained[label], train_data, test_data)
+
+    print("Is a digit odd or even? Test accuracy:")
+    print(f"{'linear classifier on the pixels':45} {reads['untrained'][0]:6.1%}")
+    for label, scores in curves.items():
+        print(f"{f'{DEPTH} hidden layers of {WIDTH}, {label}':45} {scores[-1]:6.1%}")
+    print("\nA linear classifier on   pixels", end="")
+    print(*(f"  layer {i + 1}" for i in range(DEPTH)))
+    for label, scores in reads.items():
+        print(f"{label:22}", *(f"{score:8.1%}" for score in scores))
+
+    backpropagation, local = (scores[-1] for scores in curves.values())
+    assert local > 0.94
+    assert local > backpropagation + 0.05 and local > reads["untrained"][0] + 0.02
+    assert all(x > y for x, y in zip(reads["untrained"][1:], reads["untrained"][2:]))
+    assert reads["local rule"][-1] > max(reads["local rule"][:2]) + 0.01
+
+    if len(sys.argv) > 1:
+        plot(sys.argv[1], curves, reads, codes, test_labels)
+
+    print(
+        """
+What to notice:
+- `capture=eqx.nn.Linear, inputs=True` on an ordinary `eqx.nn.Sequential` gave the rule
+  all that it needs: what went into each layer, and what came out before the threshold.
+- No gradient goes through this network. The captured gradients are exactly zero in each
+  hidden layer, and backpropagation left their weights as they were, to the last bit.
+- The local rule trained these layers all the same. Without it, each layer after the
+  first makes the answer harder to read. With it, depth makes it easier.
+- The changes of the weights were compared with the rule written out in NumPy for one
+  image, one layer and one unit at a time, before learning and after it."""
+    )
+
+
+if __name__ == "__main__":
+    main()
