@@ -1,4 +1,5 @@
-"""Every piece of Python in the README, the docs and the docstrings runs."""
+"""Every piece of Python in the README, the docs and the docstrings runs, and prints
+what is shown below it."""
 
 import inspect
 import pathlib
@@ -10,12 +11,15 @@ import pytest
 
 
 ROOT = pathlib.Path(__file__).parent.parent
-BLOCK = re.compile(r"^( *)```python\n(.*?)^\1```", re.DOTALL | re.MULTILINE)
+BLOCK = re.compile(
+    r"^( *)```python\n(.*?)^\1```\n(?:\s*^\1```text\n(.*?)^\1```)?",
+    re.DOTALL | re.MULTILINE,
+)
 
 
 def _blocks():
     texts = {
-        p.name: p.read_text() for p in (ROOT / "README.md", *ROOT.glob("docs/**/*.md"))
+        p.stem: p.read_text() for p in (ROOT / "README.md", *ROOT.glob("docs/**/*.md"))
     }
     for name, x in vars(eqx_sow).items():
         if not name.startswith("_"):
@@ -23,9 +27,12 @@ def _blocks():
             if inspect.isclass(x) and x.__init__ is not object.__init__:
                 texts[f"{name}.__init__"] = inspect.getdoc(x.__init__) or ""
     for name, text in texts.items():
-        for i, (indent, code) in enumerate(BLOCK.findall(text)):
-            lines = [line.removeprefix(indent) for line in code.splitlines()]
-            yield pytest.param("\n".join(lines), id=f"{name}-{i}")
+        for i, (indent, *texts) in enumerate(BLOCK.findall(text)):
+            code, shown = (
+                "".join(line.removeprefix(indent) for line in t.splitlines(True))
+                for t in texts
+            )
+            yield pytest.param(code, shown, id=f"{name}-{i}")
 
 
 @pytest.fixture(autouse=True)
@@ -37,19 +44,11 @@ def as_a_user():
     jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
-@pytest.mark.parametrize("code", list(_blocks()))
-def test_runs(code):
+@pytest.mark.parametrize("code, shown", list(_blocks()))
+def test_runs(code, shown, capsys):
     exec(compile(code, "<docs>", "exec"), {"__name__": "docs"})
-
-
-def test_readme_shows_the_real_output(capsys):
-    code, shown = re.search(
-        r"```python\n(.*?)```\n+```text\n(.*?)```",
-        (ROOT / "README.md").read_text(),
-        re.DOTALL,
-    ).groups()
-    exec(compile(code, "<readme>", "exec"), {})
-    assert capsys.readouterr().out == shown
+    if shown:
+        assert capsys.readouterr().out == shown
 
 
 @pytest.mark.parametrize(
