@@ -5,6 +5,9 @@ would call `sow`. With `mark=sow` it is the program under test; `thread` makes t
 marked values outputs, and `perturb` adds a zero at each of them.
 """
 
+import collections
+import re
+
 import equinox as eqx
 import jax
 import jax.extend.core as jexc
@@ -127,3 +130,13 @@ def _subjaxprs(jaxpr):
 def primitives(jaxpr):
     """Names of all primitives, those of inner jaxprs too."""
     return [eqn.primitive.name for sub in _subjaxprs(jaxpr) for eqn in sub.eqns]
+
+
+def instructions(text):
+    """Counts of the opcodes in the text of a compiled program."""
+    opcodes = collections.Counter(re.findall(r"= \S+ ([a-z\-]+)\(", text))
+    for free in ("parameter", "constant", "get-tuple-element", "tuple", "bitcast"):
+        del opcodes[free]
+    # Where a loop's carry is copied is up to XLA's assignment of buffers.
+    del opcodes["copy"]
+    return opcodes

@@ -1,13 +1,12 @@
 """`jit(save_intermediates(f))` compiles to the program that one would write by hand."""
 
-import collections
-import re
-
 import jax
 import jax.numpy as jnp
 import pytest
 from eqx_sow import Fold, save_intermediates as S, sow
 from jax import lax
+
+from tests.helpers import instructions
 
 
 X = jnp.ones((8, 16))
@@ -22,18 +21,9 @@ def optimised():
     jax.config.update("jax_disable_most_optimizations", True)
 
 
-def _instructions(text):
-    opcodes = collections.Counter(re.findall(r"= \S+ ([a-z\-]+)\(", text))
-    for free in ("parameter", "constant", "get-tuple-element", "tuple", "bitcast"):
-        del opcodes[free]
-    # Where a loop's carry is copied is up to XLA's assignment of buffers.
-    del opcodes["copy"]
-    return opcodes
-
-
 def _same_program(captured, by_hand, *args):
     first, second = (jax.jit(f).lower(*args).compile() for f in (captured, by_hand))
-    assert _instructions(first.as_text()) == _instructions(second.as_text())
+    assert instructions(first.as_text()) == instructions(second.as_text())
     for what in ("flops", "bytes accessed"):
         got, want = (c.cost_analysis().get(what, 0.0) for c in (first, second))
         assert got <= 1.01 * want, what

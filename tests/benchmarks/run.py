@@ -1,13 +1,40 @@
-"""The figures of the library, each as a ratio to a baseline measured in the same run.
+"""The figures of the library, each as a ratio to a baseline in the same process.
 
-    python tests/benchmarks/run.py [repeats]
+    python tests/benchmarks/run.py [--repeats N] [--only SECTION ...] [--markdown]
 
-Times are medians of interleaved runs; the spread is that of the ratios, from the first
-to the last decile. Nothing is asserted here.
+A ratio is the median over rounds in which the two run one after the other, in an order
+that changes; behind it are the first and the last decile. The column "itself" is the
+baseline against itself, measured in the same way: what differs less than that from 1
+cannot be told apart from 1 on this machine. Times are those of one thread, in seconds
+of the CPU (`--clock wall` for those on the wall). Nothing but the values is asserted.
+
+Other libraries are measured if they are installed; `peers.py` says how.
 """
 
-import statistics
+import argparse
+import os
+import pathlib
 import sys
+
+
+# Memory that one call frees is there for the next; with large results, page faults
+# would be all that is measured. (Settings of glibc, read when a process starts.)
+MALLOC = {
+    "MALLOC_MMAP_THRESHOLD_": str(2**25),
+    "MALLOC_TRIM_THRESHOLD_": str(2**33),
+    "MALLOC_TOP_PAD_": str(2**27),
+}
+if __name__ == "__main__" and not MALLOC.keys() <= os.environ.keys():
+    os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **MALLOC})
+
+# Before jax is imported: one thread, so that ratios do not depend on what else runs.
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_cpu_multi_thread_eigen=false"
+)
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
+
+import functools as ft
 import time
 from collections.abc import Callable
 
@@ -15,227 +42,527 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
-from eqx_sow import Fold, save_intermediates, sow
+from eqx_sow import Append, Fold, save_intermediates as S, sow
 from jax import lax
 
-
-REPEATS = int(sys.argv[1]) if len(sys.argv) > 1 else 30
-
-
-def interleaved(fn: Callable, baseline: Callable, inner: int = 1):
-    """Median ratio of the times of two functions, its spread, and the median time."""
-
-    def run(f):
-        start = time.perf_counter()
-        for _ in range(inner):
-            out = f()
-        jax.block_until_ready(eqx.filter(out, eqx.is_array))
-        return (time.perf_counter() - start) / inner
-
-    for f in (fn, baseline):
-        run(f), run(f)
-    pairs = [(run(fn), run(baseline)) for _ in range(REPEATS)]
-    ratios = sorted(a / b for a, b in pairs)
-    tenth = len(ratios) // 10
-    median = statistics.median(a for a, _ in pairs)
-    return statistics.median(ratios), ratios[tenth], ratios[-1 - tenth], median
+from tests.benchmarks import peers, timing
+from tests.benchmarks.timing import compare, costs, interleaved, ratio
+from tests.benchmarks.zoo import cases, zoo
+from tests.helpers import assert_close, unmarked
 
 
-def row(what, reach, ratio, low=None, high=None, seconds=None):
-    spread = "" if low is None else f"{low:.2f} to {high:.2f}"
-    each = "" if seconds is None else f"{seconds * 1e6:,.1f} us"
-    print(f"{what:<58} {reach:>9} {ratio:>9.3f}  {spread:<14} {each:>14}", flush=True)
+WIDTHS = {"what": 62, "time": 10, "at most": 8} | dict.fromkeys(
+    ("FLOPs", "bytes", "temporaries", "instructions"), 12
+)
+
+
+class Table:
+    """Rows under the title of a section, printed as text at once, or as Markdown."""
+
+    def __init__(self, markdown: bool):
+        self.markdown = markdown
+        self.columns = ()
+
+    def section(self, title: str, *columns: str):
+        self.columns = ("what", *columns)
+        print(f"\n### {title}\n" if self.markdown else f"\n{title}")
+        self._line(["", *columns])
+        if self.markdown:
+            self._line(["---", *["---:"] * len(columns)])
+
+    def row(self, what: str, **cells):
+        cells = {k.replace("_", " "): v for k, v in cells.items()} | {"what": what}
+        assert cells.keys() <= set(self.columns), cells
+        self._line([str(cells.get(c, "")) for c in self.columns])
+
+    def say(self, text: str):
+        print(f"\n{text}", flush=True)
+
+    def _line(self, cells):
+        if self.markdown:
+            print(f"| {' | '.join(cells)} |", flush=True)
+        else:
+            first, *rest = (
+                cell.ljust(WIDTHS.get(c, 22)) for c, cell in zip(self.columns, cells)
+            )
+            print(first, *rest, sep="  ", flush=True)
+
+
+def seconds(x: float) -> str:
+    return f"{x * 1e3:,.1f} ms" if x > 1e-2 else f"{x * 1e6:,.0f} us"
+
+
+def size(x: float) -> str:
+    return f"{x / 1e6:,.2f} MB" if x > 1e5 else f"{x:,.0f} B"
+
+
+def over(x: float, y: float) -> str:
+    return f"{x / y:.3f}" if y else "1.000" if x == y else f"{x:,.0f} to 0"
+
+
+def compiled(fn: Callable, *args):
+    return jax.jit(fn).lower(*args).compile()
+
+
+# --- Captured against threaded by hand ------------------------------------------------
+
+
+def same(table: Table, repeats: int):
+    table.section(
+        "`jit(S(f))` against the program that returns the same values by hand",
+        *("at most", "run time", "itself", "time"),
+        *("FLOPs", "bytes", "temporaries", "instructions"),
+    )
+    for program in zoo():
+        for case in cases(program):
+            saved, by_hand = (
+                compiled(f, *case.args) for f in (case.saved, case.by_hand)
+            )
+            got, want = saved(*case.args), by_hand(*case.args)
+            assert_close(got, want, rtol=1e-3, atol=1e-4)
+            result = compare(
+                lambda: saved(*case.args), lambda: by_hand(*case.args), repeats
+            )
+            figures = zip(costs(saved), costs(by_hand))
+            flops, read, temporaries, _, instructions = (over(*f) for f in figures)
+            table.row(
+                f"{program.name}: {case.name}",
+                at_most=case.aim,
+                run_time=result.ratio,
+                itself=result.itself,
+                time=seconds(result.seconds),
+                FLOPs=flops,
+                bytes=read,
+                temporaries=temporaries,
+                instructions=instructions,
+            )
+
+
+# --- Off ------------------------------------------------------------------------------
+
+
+def off(table: Table, repeats: int):
+    table.section("While nobody listens", "at most", "figure")
+
+    def text(fn, mark, *args):
+        def loss(params, x):
+            return fn(mark, params, x)
+
+        form = jax.value_and_grad(loss) if args[0].reverse else loss
+        return jax.jit(form).lower(*args[1:]).as_text()
+
+    programs = zoo()
+    identical = 0
+    for program in programs:
+        args = program, program.params, jax.tree.map(lambda x: x[0], program.xs)
+        identical += text(program.fn, sow, *args) == text(program.fn, unmarked, *args)
+    table.row(
+        "programs above whose lowered text is that without sows",
+        at_most="all",
+        figure=f"{identical} of {len(programs)}",
+    )
+    x, n = jnp.ones(3), 10_000
+    call = lambda: [sow(x, "a") for _ in range(n)] and x
+    (times,) = interleaved([call], repeats)
+    table.row(
+        '`sow(x, "a")`, eager',
+        at_most="1 us",
+        figure=f"{sorted(times)[len(times) // 2] / n * 1e6:.3f} us",
+    )
+
+
+# --- Calls ----------------------------------------------------------------------------
 
 
 class Net(eqx.Module):
     layers: list
-    mark: Callable = eqx.field(static=True)
 
-    def __call__(self, x):
+    def __init__(self, width, depth=3):
+        keys = jr.split(jr.key(0), depth)
+        self.layers = [eqx.nn.Linear(width, width, key=k) for k in keys]
+
+    def __call__(self, x, mark):
         for i, layer in enumerate(self.layers):
-            x = self.mark(jnp.tanh(layer(x)), f"h{i}")
+            x = mark(jnp.tanh(layer(x)), f"h{i}")
         return x
 
 
-class ByHand(eqx.Module):
-    layers: list
-
-    def __call__(self, x):
-        hidden = []
-        for layer in self.layers:
-            x = jnp.tanh(layer(x))
-            hidden.append(x)
-        return x, hidden
+def _marked(model, x):
+    return jax.vmap(lambda x: model(x, sow))(x)
 
 
-def unmarked(x, name):
-    del name
-    return x
+def _by_hand(model, x):
+    def one(x):
+        seen = {}
+        out = model(x, lambda v, name: seen.setdefault(name, v))
+        return out, seen
+
+    return jax.vmap(one)(x)
 
 
-def layers(width=128, depth=3):
-    keys = jr.split(jr.key(0), depth)
-    return [eqx.nn.Linear(width, width, key=k) for k in keys]
-
-
-def dispatch():
-    x = jnp.ones((32, 128))
-    marked, by_hand = Net(layers(), sow), ByHand(layers())
-    call = lambda model, x: jax.vmap(model)(x)
-    baseline = eqx.filter_jit(call)
-    outer = eqx.filter_jit(save_intermediates(call))
-    inner = save_intermediates(eqx.filter_jit(call))
-    run = lambda: baseline(by_hand, x)
-    row(
-        "filter_jit(S(f)), small MLP, per call",
-        "1.05",
-        *interleaved(lambda: outer(marked, x), run, 20),
+def dispatch(table: Table, repeats: int):
+    table.section(
+        "A call of a small MLP (3 layers, 128 wide, batch of 32)",
+        *("at most", "ratio", "itself", "time"),
     )
-    row(
-        "S(filter_jit(f)), small MLP, per call",
-        "1.3",
-        *interleaved(lambda: inner(marked, x), run, 20),
+    model, x = Net(128), jnp.ones((32, 128))
+    by_hand = eqx.filter_jit(_by_hand)
+    outer, inner = eqx.filter_jit(S(_marked)), S(eqx.filter_jit(_marked))
+    for what, aim, fn, baseline in (
+        ("`filter_jit(S(f))` against `filter_jit` by hand", "1.05", outer, by_hand),
+        ("`S(filter_jit(f))` against `filter_jit` by hand", "1.3", inner, by_hand),
+        ("`S(f)` against by hand, neither jitted", "", S(_marked), _by_hand),
+    ):
+        result = compare(lambda: fn(model, x), lambda: baseline(model, x), repeats)
+        table.row(
+            what,
+            at_most=aim,
+            ratio=result.ratio,
+            itself=result.itself,
+            time=seconds(result.seconds),
+        )
+
+    for what, transform in (
+        ("`filter_jit(S(f))`", lambda f: eqx.filter_jit(S(f))),
+        ("`S(filter_jit(f))`", lambda f: S(eqx.filter_jit(f))),
+    ):
+        traces, compilations = _count(transform, model, x)
+        table.row(
+            f"{what}: traces and compilations in 10 calls",
+            at_most="1 and 1",
+            ratio=f"{traces} and {compilations}",
+        )
+
+
+def _count(transform, model, x):
+    traces, compilations = 0, 0
+
+    def fn(model, x):
+        nonlocal traces
+        traces += 1
+        return _marked(model, x)
+
+    def compiles(event, _, **__):
+        nonlocal compilations
+        compilations += event == "/jax/core/compile/backend_compile_duration"
+
+    saved = transform(fn)
+    jax.monitoring.register_event_duration_secs_listener(compiles)
+    try:
+        for _ in range(10):
+            saved(model, x)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(compiles)
+    return traces, compilations
+
+
+# --- Tracing --------------------------------------------------------------------------
+
+
+def _chain(n, mark):
+    def fn(x):
+        for i in range(n):
+            for _ in range(5):
+                x = lax.sin(lax.cos(x))
+            x = mark(x, f"s{i}")
+        return x
+
+    return fn
+
+
+def _nested(depth, mark):
+    """A function under `jit`s and scans in turn."""
+    fn = _chain(10, mark)
+    for i in range(depth):
+        fn = jax.jit(fn) if i % 2 else _scanned(fn)
+    return fn
+
+
+def _scanned(fn):
+    return lambda x: lax.scan(lambda c, _: (fn(c), None), x, length=3)[0]
+
+
+def _shared(n, mark):
+    """One jitted function, called many times."""
+    fn = jax.jit(_chain(20, mark))
+
+    def call(x):
+        for _ in range(n):
+            x = fn(x)
+        return x
+
+    return call
+
+
+def tracing(table: Table, repeats: int):
+    table.section(
+        "Tracing `jit(S(f))` against tracing `jit(f)`",
+        *("at most", "ratio", "itself", "time"),
     )
 
-    start = time.perf_counter()
-    for _ in range(100_000):
-        sow(x, "a")
-    row("sow(x, 'a'), off, in microseconds", "1", (time.perf_counter() - start) * 10)
-
-
-def run_time():
-    ws, x = jr.normal(jr.key(0), (12, 256, 256)) / 16, jnp.ones((64, 256))
-
-    def chain(mark, eps=None):
-        def loss(ws, x):
-            for i in range(len(ws)):
-                x = mark(jnp.tanh(x @ ws[i]), i)
-            return jnp.sum(x**2)
-
-        return loss
-
-    def forward(ws, x):
-        marked = {}
-        out = chain(lambda v, i: marked.setdefault(i, v))(ws, x)
-        return out, marked
-
-    named = chain(lambda v, i: sow(v, f"h{i}"))
-    fn, baseline = jax.jit(save_intermediates(named)), jax.jit(forward)
-    row(
-        "jit(S(f)), 12 layers, run time",
-        "1.05",
-        *interleaved(lambda: fn(ws, x), lambda: baseline(ws, x), 5),
-    )
-
-    def gradient(ws, x):
-        def loss(ws, eps):
-            marked = {}
-            add = lambda v, i: marked.setdefault(i, v + eps[i])
-            return chain(add)(ws, x), marked
-
-        eps = jnp.zeros((12, 64, 256))
-        return jax.grad(loss, (0, 1), has_aux=True)(ws, eps)
-
-    fn = jax.jit(save_intermediates(jax.grad(named)))
-    baseline_gradient = jax.jit(gradient)
-    row(
-        "jit(S(grad(f))) against a zero perturbation, run time",
-        "1.00",
-        *interleaved(lambda: fn(ws, x), lambda: baseline_gradient(ws, x), 5),
-    )
-
-    def scanned(ws, x):
-        def body(c, w):
-            return sow(jnp.tanh(c @ w), "h"), None
-
-        return jnp.sum(lax.scan(jax.checkpoint(body), x, ws)[0] ** 2)
-
-    def scanned_by_hand(ws, x):
-        def loss(ws, eps):
-            def body(c, we):
-                w, e = we
-                c = jnp.tanh(c @ w) + e
-                return c, c
-
-            c, h = lax.scan(jax.checkpoint(body), x, (ws, eps))
-            return jnp.sum(c**2), h
-
-        eps = jnp.zeros((12, 64, 256))
-        return jax.grad(loss, (0, 1), has_aux=True)(ws, eps)
-
-    fn = jax.jit(save_intermediates(jax.grad(scanned)))
-    by_hand = jax.jit(scanned_by_hand)
-    row(
-        "the same through a checkpointed scan",
-        "1.05",
-        *interleaved(lambda: fn(ws, x), lambda: by_hand(ws, x), 5),
-    )
-
-
-def tracing():
-    def chain(n, mark):
-        def fn(x):
-            for i in range(n):
-                for _ in range(5):
-                    x = lax.sin(lax.cos(x))
-                x = mark(x, f"s{i}")
-            return x
-
-        return fn
-
-    x = jnp.ones(3)
-    for n in (100, 500, 1000):
+    def trace(make, x=jnp.ones(3)):
         # A new function each time: JAX keeps what it traced.
-        plain = lambda: jax.jit(chain(n, unmarked)).trace(x).jaxpr.eqns and x
-        saved = lambda: jax.jit(save_intermediates(chain(n, sow))).trace(x) and x
+        def call():
+            fn = make()
+            jax.jit(lambda x: fn(x)).trace(x)
+
+        return call
+
+    def row(what, aim, saved, plain):
+        result = compare(saved, plain, repeats, sample=0.02, collect=True)
+        table.row(
+            what,
+            at_most=aim,
+            ratio=result.ratio,
+            itself=result.itself,
+            time=seconds(result.seconds),
+        )
+
+    for n in (100, 500, 1000):
         row(
-            f"tracing jit(S(f)), {10 * n} equations, {n} sows",
+            f"{10 * n:,} equations, {n:,} sows",
             "1.5",
-            *interleaved(saved, plain),
+            trace(lambda: S(_chain(n, sow))),
+            trace(lambda: _chain(n, unmarked)),
+        )
+    row(
+        "`S(f)`, 10,000 equations against 5,000",
+        "2",
+        trace(lambda: S(_chain(1000, sow))),
+        trace(lambda: S(_chain(500, sow))),
+    )
+    row(
+        "5,000 equations, 500 sows, the gradient",
+        "",
+        trace(lambda: S(jax.grad(lambda x: _chain(500, sow)(x).sum()))),
+        trace(lambda: jax.grad(lambda x: _chain(500, unmarked)(x).sum())),
+    )
+    for depth in range(1, 7):
+        row(
+            f"100 equations, 10 sows, nested {depth} deep (scan, `jit`, ...)",
+            "",
+            trace(lambda: S(_nested(depth, sow))),
+            trace(lambda: _nested(depth, unmarked)),
+        )
+    for n, calls in ((1, "one call"), (100, "100 calls")):
+        row(
+            f"jitted function, 200 equations, 20 sows, {calls}, `Append`",
+            "",
+            trace(lambda: S(_shared(n, sow), reduce=Append())),
+            trace(lambda: _shared(n, unmarked)),
         )
 
     model = eqx.nn.Sequential([eqx.nn.Linear(4, 4, key=jr.key(0)) for _ in range(100)])
-    plain = lambda: jax.jit(lambda x: model(x)).trace(jnp.ones(4)) and x
-    call = lambda model, x: model(x)
-    saved = save_intermediates(call, capture=True)
-    captured = lambda: jax.jit(lambda x: saved(model, x)).trace(jnp.ones(4)) and x
-    row("tracing with capture=True, 101 modules", "2.3", *interleaved(captured, plain))
+    saved = S(lambda model, x: model(x), capture=True)
+    row(
+        "`capture=True`, 101 modules",
+        "2.3",
+        trace(lambda: ft.partial(saved, model), jnp.ones(4)),
+        trace(lambda: lambda x: model(x), jnp.ones(4)),
+    )
 
 
-def memory():
-    def many(x):
+# --- Memory ---------------------------------------------------------------------------
+
+
+def _long(mark):
+    def fn(x):
         def body(c, _):
             for i in range(10):
-                c = sow(jnp.sin(c) * 1.01, f"n{i}")
+                c = mark(jnp.sin(c) * 1.01, f"n{i}")
             return c, None
 
         return lax.scan(body, x, None, length=10_000)[0]
 
-    def by_hand(x):
+    return fn
+
+
+def _long_by_hand(extra, init):
+    """With `extra(acc, value)`, the new `acc` and an output, for the third value."""
+
+    def fn(x):
         def body(carry, _):
             c, acc = carry
             for i in range(10):
                 c = jnp.sin(c) * 1.01
-                acc = acc + jnp.sum(c) if i == 3 else acc
-            return (c, acc), None
+                if i == 3:
+                    acc, y = extra(acc, c)
+            return (c, acc), y
 
-        return lax.scan(body, (x, 0.0), None, length=10_000)[0]
+        (c, acc), ys = lax.scan(body, (x, init), None, length=10_000)
+        return c, acc if ys is None else ys
 
-    def size(fn):
-        memory = jax.jit(fn).lower(jnp.ones(1000)).compile().memory_analysis()
-        return memory.temp_size_in_bytes + memory.output_size_in_bytes
+    return fn
 
-    fold = Fold(0.0, lambda acc, v: acc + jnp.sum(v))
-    saved = save_intermediates(many, names="n3", reduce=fold)
-    row(
-        "Fold over 10,000 iterations, compiled memory", "1", size(saved) / size(by_hand)
+
+def memory(table: Table, repeats: int):
+    del repeats
+    table.section(
+        "Outputs and temporaries of a scan of 10,000 iterations with 10 names",
+        *("at most", "ratio", "memory"),
     )
+    add = lambda acc, v: acc + jnp.sum(v)
+    stack = lambda f: _long_by_hand(lambda acc, v: (acc, f(v)), None)
+    for what, options, by_hand in (
+        ("one name", {}, stack(lambda v: v)),
+        ("one name, `transform` to a mean", {"transform": jnp.mean}, stack(jnp.mean)),
+        (
+            "one name, `Fold` to a sum",
+            {"reduce": Fold(0.0, add)},
+            _long_by_hand(lambda acc, v: (add(acc, v), None), 0.0),
+        ),
+    ):
+        fn, x = S(_long(sow), names="n3", **options), jnp.ones(100)
+        saved, by_hand = compiled(fn, x), compiled(by_hand, x)
+        assert_close(saved(x)[1]["n3"]["primal"], by_hand(x)[1], rtol=1e-3)
+        got, want = costs(saved).memory, costs(by_hand).memory
+        table.row(what, at_most="1.01", ratio=over(got, want), memory=size(got))
+    for what, fn in (("all names", S(_long(sow))), ("none", _long(unmarked))):
+        table.row(f"{what}, to compare", memory=size(costs(compiled(fn, x)).memory))
+
+
+# --- What it costs to store values ----------------------------------------------------
+
+
+def storing(table: Table, repeats: int):
+    table.section(
+        "`jit(S(f))` against `jit(f)`: what it costs to return values at all",
+        *("run time", "itself", "time", "bytes", "memory"),
+    )
+    programs = {p.name: p for p in zoo()}
+    everything = "all", {}
+    means = "means, by `transform`", {"transform": jnp.mean}
+    cotangents = "cotangents, by `modes`", {"modes": "cotangent"}
+    block = "one block, by `names`", {"names": "blocks/0/*"}
+    fold = "sum, by `Fold`", {"reduce": Fold(0.0, lambda acc, x: acc + jnp.sum(x))}
+    tokens, scanned = "transformer, 6 blocks", "GRU, scan over 50 steps"
+    for name, gradient, variants in (
+        (tokens, False, (everything, block, means)),
+        (tokens, True, (everything, cotangents, block, means)),
+        (scanned, False, (everything, means, fold)),
+        (scanned, True, (everything, cotangents, means, fold)),
+    ):
+        program = programs[name]
+        args = program.params, program.xs
+        form = "gradient" if gradient else "forward"
+
+        def batch(mark):
+            over = jax.vmap(ft.partial(program.fn, mark), (None, 0))
+            fn = lambda params, xs: jnp.mean(over(params, xs))
+            return jax.grad(fn) if gradient else fn
+
+        plain = compiled(batch(unmarked), *args)
+        for what, options in variants:
+            saved = compiled(S(batch(sow), **options), *args)
+            result = compare(lambda: saved(*args), lambda: plain(*args), repeats)
+            got, want = costs(saved), costs(plain)
+            table.row(
+                f"{name}: {form}, {what}",
+                run_time=result.ratio,
+                itself=result.itself,
+                time=seconds(result.seconds),
+                bytes=over(got.bytes, want.bytes),
+                memory=f"{over(got.memory, want.memory)} ({size(got.memory)})",
+            )
+
+
+# --- Other libraries ------------------------------------------------------------------
+
+
+def other(table: Table, repeats: int):
+    forms = ("forward", "gradient")
+    table.section(
+        "The hidden values of an MLP (8 layers, 128 wide, batch of 32), with their "
+        "gradients: jitted, against by hand",
+        *("forward", "gradient", "small, forward", "small, gradient"),
+        *("tracing forward", "tracing gradient"),
+    )
+    sizes = {
+        s: (peers.weights(w, 8), jr.normal(jr.key(1), (batch, w)))
+        for s, (w, batch) in {"": (128, 32), "small, ": (4, 2)}.items()
+    }
+    cells, missing = {}, []
+    for name, inputs in sizes.items():
+        by_hand = peers.by_hand(*inputs)
+        ways, missing = peers.installed(*inputs)
+        ways = {"by hand": by_hand, **ways, "by hand, again": by_hand}
+        for form in forms:
+            there = {k: w for k, w in ways.items() if getattr(w, form)}
+            calls = [_checked(w, by_hand, form) for w in there.values()]
+            _compare(cells, f"{name}{form}", there, calls, repeats)
+            if not name:
+                calls = [_trace(w, form) for w in there.values()]
+                _compare(cells, f"tracing {form}", there, calls, repeats, collect=True)
+    for way, row in cells.items():
+        table.row(way, **row)
+    if missing:
+        table.say(f"Not installed, so left out: {', '.join(missing)}.")
+
+
+def _checked(way, by_hand, form):
+    fn = way.jit(getattr(way, form))
+    expected = getattr(by_hand, form)(*by_hand.args)
+    if form == "forward":
+        assert_close(way.read(fn(*way.args)), by_hand.read(expected), rtol=1e-3)
+    else:
+        grads, *rest = way.read_gradient(fn(*way.args))
+        expected_grads, *expected_rest = by_hand.read_gradient(expected)
+        assert_close(rest, expected_rest, rtol=1e-3, atol=1e-3)
+        norm = lambda tree: sum(jnp.sum(x**2) for x in jax.tree.leaves(tree))
+        assert_close(norm(grads), norm(expected_grads), rtol=1e-3)
+    return lambda: _arrays(fn(*way.args))
+
+
+def _arrays(out):
+    # Not every library returns a PyTree of arrays.
+    return [x for x in jax.tree.leaves(out) if isinstance(x, jax.Array)]
+
+
+def _trace(way, form):
+    fn = getattr(way, form)
+
+    def call():
+        # A new function each time: JAX keeps what it traced.
+        way.jit(lambda *args: fn(*args)).trace(*way.args)
+
+    return call
+
+
+def _compare(cells, column, ways, calls, repeats, **kwargs):
+    baseline, *times = interleaved(calls, repeats, **kwargs)
+    for way, t in zip(list(ways)[1:], times):
+        cells.setdefault(way, {})[column] = ratio(t, baseline)
+
+
+SECTIONS = {
+    "same": same,
+    "off": off,
+    "dispatch": dispatch,
+    "tracing": tracing,
+    "memory": memory,
+    "storing": storing,
+    "peers": other,
+}
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--repeats", type=int, default=30, help="rounds")
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
+    parser.add_argument("--markdown", action="store_true", help="tables for the docs")
+    parser.add_argument("--clock", choices=timing.CLOCKS, default=timing.clock)
+    args = parser.parse_args()
+    timing.clock = args.clock
+    start = time.perf_counter()
+    versions = f"JAX {jax.__version__}, Equinox {eqx.__version__}"
+    print(f"{versions}, {jax.devices()[0].device_kind}, {args.repeats} rounds")
+    table = Table(args.markdown)
+    for name in args.only:
+        SECTIONS[name](table, args.repeats)
+    table.say(f"Took {(time.perf_counter() - start) / 60:.0f} minutes.")
 
 
 if __name__ == "__main__":
-    print(f"JAX {jax.__version__}, Equinox {eqx.__version__}, {jax.devices()[0]}")
-    print(f"{'':<58} {'at most':>9} {'ratio':>9}  {'spread':<14} {'median':>14}")
-    dispatch()
-    run_time()
-    tracing()
-    memory()
+    main()
