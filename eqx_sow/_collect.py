@@ -2,7 +2,7 @@
 
 import dataclasses as dc
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.tree_util as jtu
@@ -46,6 +46,16 @@ class Sown:
     hidden: tuple[tuple[str, str], ...] = dc.field(
         default=(), metadata=dict(static=True)
     )
+
+
+class _Marked(NamedTuple):
+    """A sow that is captured. `conditional`: it has a count, guards or none."""
+
+    site: Site
+    operands: Sequence[Any]
+    transform: Any
+    checks: tuple[Check, ...]
+    conditional: bool = False
 
 
 @dc.dataclass(frozen=True)
@@ -93,7 +103,7 @@ class Collect(Handler):
             return given
         checks = ()
         if site.spec is not None:
-            guard = int(site.guarded)
+            guard = len(site.guards)
             shapes = tuple(
                 jax.ShapeDtypeStruct(site.shape(i, v.aval.shape), v.aval.dtype)
                 for i, v in enumerate(atoms)
@@ -119,7 +129,7 @@ class Collect(Handler):
             found.append(Taken(given.carry, Sown(seen=(site.name,), checks=checks)))
         else:
             frame.keep(atoms)
-            found.append((site, atoms, transform, checks))
+            found.append(_Marked(site, atoms, transform, checks))
         return given
 
     def hide(self, found, given, eqn, frame: Frame):
@@ -141,14 +151,20 @@ class Collect(Handler):
         seen: dict[str, None] = {}
         checks: dict[Check, None] = {}
         hidden: dict[Any, None] = {}
-        for item in found:
+        found = [
+            x._replace(operands=frame.read_arrays(x.operands))
+            if isinstance(x, _Marked)
+            else x
+            for x in found
+        ]
+        for item in _chosen(found):
             if isinstance(item, Taken):
                 sown = item.rest
             else:
-                site, atoms, transform, check = item
-                values = frame.read_arrays(atoms)
-                entry = _entry.from_site(site, values, transform)
-                sown = Sown((entry,), (site.name,), check)
+                entry = _entry.from_site(item.site, item.operands, item.transform)
+                if item.conditional:
+                    entry = _entry.counted(entry)
+                sown = Sown((entry,), (item.site.name,), item.checks)
             for entry in sown.entries:
                 self._add(entries.setdefault(entry.meta.key, []), entry)
             seen.update(dict.fromkeys(sown.seen))
@@ -164,7 +180,7 @@ class Collect(Handler):
             if not new.meta.replay:
                 same[:] = [new]
             return
-        for i, old in enumerate(same):
+        for i, old in enumerate(same if new.meta.guards else ()):
             if _entry.exclusive(old.meta, new.meta):
                 same[i] = _entry.merge(old, new)
                 return
@@ -218,6 +234,46 @@ class Collect(Handler):
         return dc.replace(old, entries=entries)
 
 
+def _chosen(found: list[Any]) -> list[Any]:
+    """What was found, with one sow where every branch of a cond has one of that
+    name."""
+    groups: dict[Any, list[int]] = {}
+    for i, item in enumerate(found):
+        if isinstance(item, _Marked) and item.site.guards:
+            *outer, (cond, _, size) = item.site.guards
+            groups.setdefault((item.site.key, *outer, cond, size), []).append(i)
+    chosen: dict[int, Any] = {}
+    for (*_, size), places in groups.items():
+        branches = {found[i].site.guards[-1][1]: found[i] for i in places}
+        if len(places) != size or sorted(branches) != list(range(size)):
+            continue
+        first, *others = cases = [branches[i] for i in range(size)]
+        if any(_form(x) != _form(first) for x in others):
+            continue
+        site, operands = _entry.choose(
+            [x.site for x in cases], [x.operands for x in cases]
+        )
+        checks = tuple(c for x in cases for c in x.checks)
+        chosen.update(dict.fromkeys(places))
+        chosen[places[0]] = _Marked(site, operands, first.transform, checks, True)
+    if not chosen:
+        return found
+    found = [chosen.get(i, x) for i, x in enumerate(found)]
+    # What was chosen may be in a branch of another cond.
+    return _chosen([x for x in found if x is not None])
+
+
+def _form(x: _Marked) -> Any:
+    site = x.site
+    values = [
+        (site.shape(i, v.shape), v.dtype)
+        for i, v in enumerate(x.operands)
+        if i >= len(site.guards)
+    ]
+    axes = [a.kind for a in site.axes]
+    return site.treedef, site.leaves, site.replay, axes, values
+
+
 def folds(reducer: Reducer | None) -> bool:
     """Whether a reducer has a state that goes through loops."""
     return not (reducer is None or isinstance(reducer, Append))
@@ -225,10 +281,12 @@ def folds(reducer: Reducer | None) -> bool:
 
 def _slots(entries: Sequence[Entry]) -> dict[Any, Entry]:
     """Entries by name, mode and how many of the same there were before."""
+    before: dict[Any, int] = {}
     slots: dict[Any, Entry] = {}
     for e in entries:
-        n = sum(1 for k, _ in slots if k == e.meta.key)
-        slots[e.meta.key, n] = e
+        key = e.meta.key
+        slots[key, before.setdefault(key, 0)] = e
+        before[key] += 1
     return slots
 
 

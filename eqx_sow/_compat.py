@@ -93,7 +93,8 @@ def splice(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
     if (
         type(trace) is not _StagingTrace
         or len(jaxpr.eqns) < 2
-        or (_call_p.call_primitive and jaxpr.effects)
+        # Sows of different branches are to be found side by side.
+        or any(_call_p.call_primitive or type(e) is SowEffect for e in jaxpr.effects)
         or not all(isinstance(v.aval, jax.core.ShapedArray) for v in atoms)
     ):
         return jax.core.eval_jaxpr(jaxpr, consts, *args)

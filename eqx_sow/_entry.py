@@ -5,7 +5,9 @@ which axes the entry has in all; they are filled in once, at the very end.
 """
 
 import dataclasses as dc
+import functools as ft
 import itertools as it
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,7 +32,7 @@ class Meta:
     leaves: tuple[Any, ...]
     axes: tuple[Axis, ...]
     counted: bool = False
-    branches: tuple[tuple[Any, int], ...] = ()
+    guards: tuple[tuple[Any, int, int], ...] = ()
     replay: bool = False
     where: str = ""
 
@@ -77,7 +79,7 @@ def _over(has: Sequence[bool], other: Sequence[bool]) -> tuple[bool, ...]:
 
 def from_site(site: Site, operands: Sequence[Any], transform: Callable | None) -> Entry:
     """The entry of one sow."""
-    guard = int(site.guarded)
+    guard = len(site.guards)
     axes = site.axes
     has = [tuple(a.has[i] for a in axes) for i in range(len(operands))]
     treedef, leaves = site.treedef, site.leaves
@@ -87,11 +89,15 @@ def from_site(site: Site, operands: Sequence[Any], transform: Callable | None) -
             transform, site, values, value_has
         )
     if guard:
-        run = operands[0]
-        values = [_mask(run, has[0], x, h, axes) for x, h in zip(values, value_has)]
-        value_has = [_over(h, has[0]) for h in value_has]
+        run_has = tuple(map(any, zip(*has[:guard])))
+        run = ft.reduce(
+            operator.and_,
+            [_align(x, h, run_has) for x, h in zip(runs(site, operands), has)],
+        )
+        values = [_mask(run, run_has, x, h, axes) for x, h in zip(values, value_has)]
+        value_has = [_over(h, run_has) for h in value_has]
         values.append(run.astype(jnp.int32))
-        value_has.append(has[0])
+        value_has.append(run_has)
     return Entry(
         tuple(values),
         Meta(
@@ -102,11 +108,45 @@ def from_site(site: Site, operands: Sequence[Any], transform: Callable | None) -
             leaves=leaves,
             axes=_with_has(axes, value_has),
             counted=bool(guard),
-            branches=site.branches,
+            guards=site.guards,
             replay=site.replay,
             where=site.where,
         ),
     )
+
+
+def runs(site: Site, operands: Sequence[Any]) -> list[Any]:
+    """For each guard, given its operand, whether the sow runs."""
+    return [
+        x if x.dtype == bool else x == branch
+        for x, (_, branch, _) in zip(operands, site.guards)
+    ]
+
+
+def choose(sites: Sequence[Site], operands: Sequence[Sequence[Any]]):
+    """One sow, and its operands, from one in each branch of a cond. The values are
+    selected as JAX does it for the outputs of the branches."""
+    site = sites[0]
+    *outer, _ = site.guards
+    n = len(outer)
+    has = [tuple(a.has[i] for a in site.axes) for i in range(len(operands[0]))]
+    for s in sites[1:]:
+        new = [tuple(a.has[i] for a in s.axes) for i in range(len(has))]
+        has[n + 1 :] = map(_over, has[n + 1 :], new[n + 1 :])
+    values_has = [_over(h, has[n]) for h in has[n + 1 :]]
+    values = []
+    for i, to in enumerate(values_has, start=n + 1):
+        cases = [
+            _broadcast(x[i], tuple(a.has[i] for a in s.axes), to, site.axes)
+            for s, x in zip(sites, operands)
+        ]
+        index = _align(operands[0][n], has[n], to)
+        index = jnp.reshape(index, (*index.shape, *[1] * (cases[0].ndim - index.ndim)))
+        index = jnp.broadcast_to(index, cases[0].shape)
+        values.append(jax.lax.select_n(index, *cases))
+    axes = _with_has(site.axes, [*has[:n], *values_has])
+    site = dc.replace(site, guards=tuple(outer), axes=axes)
+    return site, [*operands[0][:n], *values]
 
 
 def _mask(run, run_has, x, has, axes):
@@ -264,10 +304,10 @@ def unify(entries: Sequence[Entry]) -> Entry:
         )
         for i in range(n)
     )
-    branches = tuple(
-        b for b in first.meta.branches if all(b in e.meta.branches for e in entries)
+    guards = tuple(
+        g for g in first.meta.guards if all(g in e.meta.guards for e in entries)
     )
-    meta = dc.replace(first.meta, axes=_with_has(axes, has), branches=branches)
+    meta = dc.replace(first.meta, axes=_with_has(axes, has), guards=guards)
     return Entry(arrays, meta)
 
 
@@ -309,8 +349,8 @@ def latest(old: Entry, new: Entry) -> Entry:
 
 def exclusive(a: Meta, b: Meta) -> bool:
     """Whether the two are in different branches of one cond."""
-    where = dict(a.branches)
-    return any(where.get(i, n) != n for i, n in b.branches)
+    where = {cond: branch for cond, branch, _ in a.guards}
+    return any(where.get(cond, branch) != branch for cond, branch, _ in b.guards)
 
 
 def merge(a: Entry, b: Entry) -> Entry:

@@ -45,14 +45,14 @@ class _Replace(Handler):
 
     def sow(self, found, given, site: Site, atoms, frame: Frame):
         del found
-        guard = int(site.guarded)
+        guard = len(site.guards)
         new = None
         if self._mine(site):
             fn = lookup(self.functions.value, site.name)
             if site.name in given.rest:
                 form = self.forms.value[site.name]
-                run = frame.read(atoms[:guard])
-                new = _at_site(site, run, given.rest[site.name], form)
+                guards = frame.read(atoms[:guard])
+                new = _at_site(site, guards, given.rest[site.name], form)
             elif fn is not None:
                 new = _apply(fn, site, frame.read(atoms)[guard:])
         if new is None:
@@ -87,7 +87,7 @@ class _Replace(Handler):
         return inside, put_back, specs
 
 
-def _at_site(site: Site, guard: list, arrays: Sequence[Any], form: Meta) -> list[Any]:
+def _at_site(site: Site, guards: list, arrays: Sequence[Any], form: Meta) -> list[Any]:
     """The operands of a sow, from arrays that have all the axes of the form."""
     # A sow that was moved out of its loop still has the axis of it, first of all.
     hoisted = sum(not a.lane for a in site.axes)
@@ -95,13 +95,13 @@ def _at_site(site: Site, guard: list, arrays: Sequence[Any], form: Meta) -> list
     own = tuple(dc.replace(a, loops=0) for a in site.axes if a.lane)
     own = Entry((), dc.replace(form, axes=own))
     runs = jnp.ones((1,) * (hoisted + len(lanes)), bool)
-    for x in guard:
-        has = [False] * hoisted + list(_entry.placed(own, lanes, 0))
-        runs = x[tuple(slice(None) if h else None for h in has)]
+    for i, x in enumerate(_entry.runs(site, guards)):
+        has = [False] * hoisted + list(_entry.placed(own, lanes, i))
+        runs = runs & x[tuple(slice(None) if h else None for h in has)]
     new = []
     for i, x in enumerate(arrays):
         at, here = 0, runs
-        keep = [False] * hoisted + list(_entry.placed(own, lanes, len(guard) + i))
+        keep = [False] * hoisted + list(_entry.placed(own, lanes, len(guards) + i))
         for k in keep:
             if k:
                 at += 1
@@ -134,7 +134,7 @@ def _same_along(x, axis: int, runs, site: Site):
 
 def _apply(fn: Callable, site: Site, values: Sequence[Any]) -> list[Any]:
     """`fn` of the value as the code at the sow sees it, for each lane."""
-    guard = int(site.guarded)
+    guard = len(site.guards)
     has = [tuple(a.has[guard + i] for a in site.axes) for i in range(len(values))]
 
     def apply(*values):

@@ -115,9 +115,10 @@ class Axis:
 class Site:
     """The static part of a sow.
 
-    `guarded` is true if the first operand is a boolean that says whether the sow really
-    runs, as in a branch under a batched predicate. `branches` then lists the branches
-    that it is in, so that exclusive ones can be told from duplicates.
+    For each of `guards` there is one more operand, before the others: a boolean that
+    says whether the sow really runs, as in a loop under a batched predicate, or the
+    index of the branch that does. The guard then says which cond, which of its branches
+    the sow is in, and how many there are. The outermost comes first.
 
     `differentiated` is how many derivatives of it there are already. `orders` tells,
     for each of `modes`, how many there were before that one: two derivatives of one
@@ -132,8 +133,7 @@ class Site:
     orders: tuple[int, ...] = ()
     differentiated: int = 0
     axes: tuple[Axis, ...] = ()
-    guarded: bool = False
-    branches: tuple[tuple[Any, int], ...] = ()
+    guards: tuple[tuple[Any, int, int], ...] = ()
     replay: bool = False
     spec: Any = dc.field(default=None, compare=False)
     where: str = ""
@@ -209,7 +209,7 @@ def _sow_jvp(primals, tangents, *, site):
         ad.instantiate_zeros(t) if _is_zero(t, x) else t
         for t, x in zip(tangents, primals)
     ]
-    guard = int(site.guarded)
+    guard = len(site.guards)
     keep = [i < guard or not isinstance(t, ad.Zero) for i, t in enumerate(tangents)]
     operand = iter(range(guard, len(primals)))
     leaves = []
@@ -229,13 +229,13 @@ def _sow_jvp(primals, tangents, *, site):
     kept = [*primals[:guard], *[t for t, k in zip(tangents[guard:], keep[guard:]) if k]]
     tangent_out = iter(sow_p.bind(*kept, site=tangent_site))
     tangent_out = [next(tangent_out) if k else t for t, k in zip(tangents, keep)]
-    # The guard is a boolean: what came back for it is no tangent.
+    # Guards are not differentiated: what came back for them is no tangent.
     tangent_out[:guard] = tangents[:guard]
     return out, tangent_out
 
 
 def _sow_transpose(cts, *operands, site):
-    guard = int(site.guarded)
+    guard = len(site.guards)
     modes = site.modes[:-1] if site.modes[-1:] == ("tangent",) else site.modes
     cts = cts[guard:]
     sown = sow_p.bind(

@@ -56,25 +56,20 @@ def _shapes(jaxpr):
 
 @dc.dataclass(frozen=True)
 class Guard(Handler):
-    """Tells sows whether they run: `Given.rest`. With `inside`, also in which
-    branch."""
+    """Tells sows whether they run, by one more guard: `Given.rest`."""
 
-    inside: tuple[Any, int] | None
+    guard: tuple[Any, int, int]
 
     def sow(self, found, given, site, atoms, frame):
         del found
+        n = len(site.guards)
         operands = frame.read(atoms)
-        guard = given.rest
-        if site.guarded:
-            operands[0] = operands[0] & guard
-        else:
-            operands = [guard, *operands]
-            axes = tuple(dc.replace(a, has=(False, *a.has)) for a in site.axes)
-            site = dc.replace(site, guarded=True, axes=axes)
-        if self.inside is not None:
-            site = dc.replace(site, branches=(*site.branches, self.inside))
-        outs = sow_p.bind(*operands, site=site)
-        frame.set(frame.eqn.outvars, outs[len(outs) - len(frame.eqn.outvars) :])
+        axes = tuple(
+            dc.replace(a, has=(*a.has[:n], False, *a.has[n:])) for a in site.axes
+        )
+        site = dc.replace(site, guards=(*site.guards, self.guard), axes=axes)
+        outs = sow_p.bind(*operands[:n], given.rest, *operands[n:], site=site)
+        frame.set(frame.eqn.outvars, [*outs[:n], *outs[n + 1 :]])
         return given
 
 
@@ -121,7 +116,7 @@ def _batch_while(rule):
         # If the predicate has an axis already, an earlier vmap has told the sows.
         if varies and not cond.out_avals[0].shape:
             n, m = params["cond_nconsts"], params["body_nconsts"]
-            run = Interpret(Guard(None))(body)
+            run = Interpret(Guard((None, 1, 1)))(body)
 
             def guarded(*args):
                 consts, args = args[:n], args[n:]
@@ -152,10 +147,10 @@ def _batch_cond(rule):
         cond = object()
 
         def guarded(i):
-            run = Interpret(Guard((cond, i)))(branches[i])
+            run = Interpret(Guard((cond, i, len(branches))))(branches[i])
 
             def branch(index, *operands):
-                return run(Given(rest=index == i), *operands)[0]
+                return run(Given(rest=index), *operands)[0]
 
             shape = jax.ShapeDtypeStruct((), index.dtype)
             return jax.make_jaxpr(branch)(shape, *_shapes(branches[i]))
