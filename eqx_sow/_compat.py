@@ -3,6 +3,7 @@
 Supported: JAX 0.10 to 0.12. Each entry says why no public way will do.
 """
 
+import functools as ft
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -125,6 +126,7 @@ def _shard_map_primitive() -> jexc.Primitive:
     return jax.make_jaxpr(fn)(0).eqns[0].primitive
 
 
+@ft.cache
 def unspecified() -> tuple[dict[str, Any], dict[str, Any]]:
     """What `jax.jit` puts for each input, and for each output, of which nobody
     specified a sharding or a layout."""

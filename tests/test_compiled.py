@@ -6,7 +6,9 @@ import pytest
 from eqx_sow import Fold, save_intermediates as S, sow
 from jax import lax
 
-from tests.helpers import instructions
+from .benchmarks.timing import costs
+from .benchmarks.zoo import cases, zoo
+from .helpers import instructions
 
 
 X = jnp.ones((8, 16))
@@ -225,6 +227,35 @@ CASES = {
         (X,),
     ),
 }
+
+
+# What may be more than 1 %, and why.
+MORE = {
+    # The order in which XLA runs equal instructions.
+    ("transformer, 6 blocks", "gradient"): dict(temporaries=1.1, memory=1.1),
+    # Each lane has a count, and stops counting by itself: the loop by hand has a count
+    # already.
+    ("while, to a fixed point", "vmapped forward"): dict(instructions=1.2),
+    ("while, to a fixed point", "vmapped tangents"): dict(instructions=1.2),
+}
+
+
+@pytest.mark.parametrize(
+    "name, case",
+    [
+        pytest.param(program.name, case, id=f"{program.name}-{case.name}")
+        for program in zoo()
+        for case in cases(program)
+    ],
+)
+def test_models(name, case):
+    captured, by_hand = (
+        costs(jax.jit(fn).lower(*case.args).compile())._asdict()
+        for fn in (case.saved, case.by_hand)
+    )
+    limits = dict.fromkeys(captured, 1.01) | MORE.get((name, case.name), {})
+    for what, limit in limits.items():
+        assert captured[what] <= limit * by_hand[what], what
 
 
 @pytest.mark.parametrize("case", CASES)
