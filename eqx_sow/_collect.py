@@ -1,6 +1,7 @@
 """The handler of `save_intermediates`."""
 
 import dataclasses as dc
+import itertools as it
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -151,8 +152,10 @@ class Collect(Handler):
         seen: dict[str, None] = {}
         checks: dict[Check, None] = {}
         hidden: dict[Any, None] = {}
+        atoms = [v for x in found if isinstance(x, _Marked) for v in x.operands]
+        arrays = iter(frame.read_arrays(atoms))
         found = [
-            x._replace(operands=frame.read_arrays(x.operands))
+            x._replace(operands=list(it.islice(arrays, len(x.operands))))
             if isinstance(x, _Marked)
             else x
             for x in found

@@ -246,16 +246,20 @@ class Frame:
         return lambda v: v in self._kept or last.get(v, -1) >= self.now
 
     def _flush(self) -> None:
-        eqns: list[Any] = []
+        eqns, self._pending, self._unsettled = self._pending, [], False
+        env, same = self._env, self._same
         invars: dict[Any, None] = {}
-        for eqn in self._pending:
-            variables = _variables(eqn.invars)
-            if not self._same.keys().isdisjoint(variables):
-                eqn = eqn.replace(invars=[self.source(v) for v in eqn.invars])
-                variables = _variables(eqn.invars)
-            eqns.append(eqn)
-            invars.update((v, None) for v in variables if v in self._env)
-        self._pending, self._unsettled = [], False
+        for i, eqn in enumerate(eqns):
+            for v in eqn.invars:
+                if isinstance(v, jexc.Literal):
+                    continue
+                if v in env:
+                    invars[v] = None
+                elif v in same:
+                    atoms = [self.source(v) for v in eqn.invars]
+                    eqns[i] = eqn.replace(invars=atoms)
+                    invars.update((v, None) for v in _variables(atoms) if v in env)
+                    break
         wanted = self._wanted()
         outvars = [v for e in eqns for v in e.outvars if wanted(v)]
         segment = self._jaxpr.replace(
