@@ -67,13 +67,12 @@ class _Quiet:
         pass
 
 
-# JAX never forgets a PyTree class, so neither need these.
-@ft.cache
 def _has_method(cls: type, name: str) -> bool:
     # Not `hasattr`: the metaclass has a `__call__`.
     return any(name in c.__dict__ for c in cls.__mro__)
 
 
+# JAX never forgets a PyTree class, so there has to be one for each type of module.
 @ft.cache
 def _subclass(cls: type, methods: tuple[str, ...]) -> type:
     def override(name):
@@ -198,8 +197,11 @@ def _is_module(x: Any) -> bool:
 
 
 def _globals(fn: types.FunctionType) -> dict[str, Any]:
-    names = fn.__code__.co_names
-    return {n: fn.__globals__[n] for n in names if n in fn.__globals__}
+    def names(code):
+        inner = (c for c in code.co_consts if isinstance(c, types.CodeType))
+        return code.co_names + sum(map(names, inner), ())
+
+    return {n: fn.__globals__[n] for n in names(fn.__code__) if n in fn.__globals__}
 
 
 def _contents(cell: types.CellType) -> Any:
@@ -404,8 +406,9 @@ def _check_found(walk: _Walk) -> None:
     )
     raise UnknownSowError(
         f"{what} The modules in sight are: {modules}. Those that are hidden in a "
-        "`jax.jit` or another object that is no PyTree cannot be seen: pass the model "
-        "as an argument, `save_intermediates(fn, capture=...)(model, x)`."
+        "`jax.jit` or another object that is no PyTree cannot be seen: write "
+        "`eqx.filter_jit` there, or pass the model as an argument, "
+        "`save_intermediates(fn, capture=...)(model, x)`."
     )
 
 

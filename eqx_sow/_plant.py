@@ -221,10 +221,10 @@ class _Plant(Transformed):
         entries: dict[str, list[Entry]] = {}
         for e in sown.entries:
             entries.setdefault(e.meta.name, []).append(e)
-        hint = f" They are sown, but have no {mode} here." * (mode != "primal")
+        problem = f"is sown, but has no {mode} here"
         if "cotangent" in mode:
-            hint += " For a cotangent write `plant(eqx.filter_grad(fn), ...)`."
-        check_known(f"plant(fn, values, mode={mode!r})", self._values, entries, hint)
+            problem += " (as it has in `plant(eqx.filter_grad(fn), ...)`)"
+        check_known(f"plant(fn, values, mode={mode!r})", self._values, entries, problem)
         values, functions = {}, {}
         for name, found in entries.items():
             value = lookup(self._values, name)

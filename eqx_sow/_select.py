@@ -36,19 +36,24 @@ def patterns(option: Any) -> list[Any]:
     return list(option)
 
 
-def check_known(call: str, option: Any, names: Iterable[str], hint: str = "") -> None:
+def check_known(
+    call: str,
+    option: Any,
+    names: Iterable[str],
+    problem: str = "selects no sow of this program",
+) -> None:
     """Raises if anything in `option` selects none of `names`."""
     names = list(dict.fromkeys(names))
     for pattern in patterns(option):
         if any(matches(pattern, name) for name in names):
             continue
         there = ", ".join(map(repr, names)) if names else "none at all"
+        hint = ""
         if isinstance(pattern, str):
             close = difflib.get_close_matches(pattern, names, n=3)
             if close:
-                hint += f" Did you mean {' or '.join(map(repr, close))}?"
+                hint = f" Did you mean {' or '.join(map(repr, close))}?"
             pattern = repr(pattern)
         raise UnknownSowError(
-            f"`{call}`: {pattern} selects no sow of this program. The names there are: "
-            f"{there}.{hint}"
+            f"`{call}`: {pattern} {problem}. The names there are: {there}.{hint}"
         )

@@ -430,6 +430,10 @@ def _closed_over_global(x):
     return GLOBAL(x)
 
 
+def _global_in_a_nested_function(x):
+    return (lambda x: (lambda: GLOBAL(x))())(x)
+
+
 def _captured_or_told(fn, mlp, *args):
     """Either marked all the same, or an error that says how to write it."""
     try:
@@ -451,6 +455,7 @@ def _captured_or_told(fn, mlp, *args):
     [
         lambda mlp: lambda x: mlp(x),
         lambda mlp: _closed_over_global,
+        lambda mlp: _global_in_a_nested_function,
         lambda mlp: eqx.filter_jit(lambda x: mlp(x)),
         lambda mlp: jax.jit(lambda x: mlp(x)),
         lambda mlp: jax.jit(mlp),

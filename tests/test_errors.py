@@ -78,7 +78,7 @@ def test_errors_of_a_users_function_say_which_sow(run, what):
 
 
 def test_planted_cotangent_where_there_is_none():
-    with pytest.raises(UnknownSowError, match="have no cotangent"):
+    with pytest.raises(UnknownSowError, match="is sown, but has no cotangent"):
         plant(lambda x: sow(x, "h"), {"h": lambda x: x}, mode="cotangent")(X)
 
 
