@@ -1,16 +1,12 @@
-"""Marks submodules of a model that nobody edits.
+"""Finds the modules of a model that nobody edits, and marks them.
 
-Each marked module becomes an instance of a subclass made on the fly: the same fields,
-and its marks in a static field. So the marks go wherever the module goes, through every
-transformation, and `isinstance` and the paths in the PyTree stay as they were. Modules
-are marked on the way into a traced function, and restored on the way out.
+They are marked on the way into a traced function, and restored on the way out.
 """
 
 import dataclasses as dc
 import functools as ft
 import inspect
 import types
-import warnings
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -18,22 +14,9 @@ import equinox as eqx
 import jax.tree_util as jtu
 
 from ._errors import UnknownSowError
-from ._primitive import Const, listening
-from ._sow import bind, Sow
-
-
-@dc.dataclass(frozen=True)
-class Mark:
-    """What to do when one of `methods` is called: sow the output (and inputs) of those
-    in `emit`, and if `scope`, put the path before the names of the sows inside."""
-
-    path: str
-    tag: Hashable
-    methods: tuple[str, ...]
-    emit: tuple[str, ...]
-    inputs: bool
-    scope: bool
-    spec: Const = Const(None)
+from ._marks import has_method, Mark, marks_of, plain_type, with_marks
+from ._primitive import Const
+from ._sow import Sow
 
 
 @dc.dataclass(frozen=True)
@@ -50,101 +33,13 @@ class Marking:
         if self.capture in (None, False):
             return False
         if self.capture is True:
-            return _has_method(type(module), "__call__") or self.applies(module)
+            return has_method(type(module), "__call__") or self.applies(module)
         if isinstance(self.capture, type | tuple):
             return isinstance(module, self.capture)
         return bool(self.capture(path or ".", module))
 
     def applies(self, module: eqx.Module) -> bool:
-        return any(_has_method(type(module), m) for m in self.methods)
-
-
-class _Quiet:
-    """First among the bases: the user's `__init_subclass__` is not for our
-    subclasses."""
-
-    def __init_subclass__(cls, **kwargs):
-        pass
-
-
-def _has_method(cls: type, name: str) -> bool:
-    # Not `hasattr`: the metaclass has a `__call__`.
-    return any(name in c.__dict__ for c in cls.__mro__)
-
-
-# JAX never forgets a PyTree class, so there has to be one for each type of module.
-@ft.cache
-def _subclass(cls: type, methods: tuple[str, ...]) -> type:
-    def override(name):
-        @ft.wraps(getattr(cls, name))
-        def method(self, /, *args, **kwargs):
-            plain = getattr(super(marked, self), name)
-            return _call(self.__dict__["_marks"], name, plain, args, kwargs)
-
-        return method
-
-    def fill(namespace):
-        namespace["__annotations__"] = {"_marks": tuple}
-        namespace["_marks"] = eqx.field(static=True, init=False, repr=False, default=())
-        namespace["__module__"] = cls.__module__
-        namespace["__qualname__"] = cls.__qualname__
-        namespace["__doc__"] = cls.__doc__
-        namespace["__reduce__"] = _reduce
-        namespace["_unmarked"] = cls
-        namespace.update({name: override(name) for name in methods})
-
-    with warnings.catch_warnings():
-        # Equinox warned of what it sees in the class when the user made it.
-        warnings.simplefilter("ignore")
-        marked = types.new_class(cls.__name__, (_Quiet, cls), {}, fill)
-    return marked
-
-
-def _reduce(self):
-    fields = {k: v for k, v in self.__dict__.items() if k != "_marks"}
-    return _rebuild, (type(self)._unmarked, fields)
-
-
-def _rebuild(cls, fields):
-    new = object.__new__(cls)
-    new.__dict__.update(fields)
-    return new
-
-
-def _call(marks, name, plain, args, kwargs):
-    here = listening.value
-    if here is None:
-        return plain(*args, **kwargs)
-    marks = tuple(m for m in dict.fromkeys(marks) if name in m.methods)
-    for m in marks:
-        if m.inputs and name in m.emit:
-            label = f"{_label(m.path, name)}.inputs".replace("..", ".")
-            args, kwargs = bind((args, kwargs), label, m.tag, None)
-    scope = next((m.path for m in reversed(marks) if m.scope), here.scope)
-    with listening(here._replace(scope=scope)):
-        out = plain(*args, **kwargs)
-    for m in marks:
-        if name in m.emit:
-            out = bind(out, _label(m.path, name), m.tag, m.spec.value)
-    return out
-
-
-def _label(path: str, method: str) -> str:
-    return (path or ".") if method == "__call__" else f"{path}.{method}"
-
-
-def _with_marks(module: eqx.Module, marks: tuple[Mark, ...]) -> eqx.Module:
-    cls = getattr(type(module), "_unmarked", type(module))
-    fields = {k: v for k, v in module.__dict__.items() if k != "_marks"}
-    if marks:
-        methods = dict.fromkeys(m for mark in marks for m in mark.methods)
-        cls = _subclass(cls, tuple(m for m in methods if _has_method(cls, m)))
-        fields["_marks"] = marks
-    return _rebuild(cls, fields)
-
-
-def _marks_of(module: eqx.Module) -> tuple[Mark, ...]:
-    return module.__dict__.get("_marks", ())
+        return any(has_method(type(module), m) for m in self.methods)
 
 
 def _children(node: Any) -> tuple[list[tuple[str, Any]], Any]:
@@ -220,7 +115,8 @@ class _Walk:
         self.made: set[Mark] = set()
         self.methods: set[str] = set()
         self.chosen = False
-        self.closed_over: dict[types.FunctionType, Any] = {}
+        self.closed_over: dict[types.FunctionType, types.CellType] = {}
+        self.cells: dict[int, types.CellType] = {}
         # By class, the path of the first model: optimiser states look like it.
         self.models: dict[type, str] = {}
 
@@ -257,7 +153,7 @@ class _Walk:
                 child = self.visit(child, path, inside)
             elif not (state and isinstance(child, eqx.Module)):
                 child = self.visit(child, _join(path, key))
-            elif (model := self.models.get(_plain(child))) is not None:
+            elif (model := self.models.get(plain_type(child))) is not None:
                 child = self.visit(child, model)
             new.append(child)
         if any(x is not child for x, (_, child) in zip(new, children)):
@@ -281,54 +177,69 @@ class _Walk:
         self.closed_over[fn] = here = types.CellType()
         if hasattr(fn, "__wrapped__"):
             inside = inspect.unwrap(fn)
-        names, cells = fn.__code__.co_freevars, fn.__closure__ or ()
-        new_cells = [self._variable(n, c, inside) for n, c in zip(names, cells)]
+        code, cells, defaults = fn.__code__, fn.__closure__ or (), fn.__defaults__ or ()
+        new_cells = [
+            self._cell(name, cell, inside)
+            for name, cell in zip(code.co_freevars, cells)
+        ]
         outer = {
-            name: self.visit(x, name)
+            name: self.visit(x, name, _is_wrapper(x))
             for name, x in _globals(fn).items()
             if _has_modules(x)
         }
+        outer = {n: x for n, x in outer.items() if x is not fn.__globals__[n]}
+        names = code.co_varnames[code.co_argcount - len(defaults) :]
+        new_defaults = tuple(map(self._variable, names, defaults))
+        keywords = fn.__kwdefaults__ or {}
+        new_keywords = {n: self._variable(n, x) for n, x in keywords.items()}
         new = fn
-        if any(n is not c and n is not here for n, c in zip(new_cells, cells)) or any(
-            x is not fn.__globals__[name] for name, x in outer.items()
+        if (
+            outer
+            or any(x is not y and x is not here for x, y in zip(new_cells, cells))
+            or any(x is not y for x, y in zip(new_defaults, defaults))
+            or any(x is not keywords[n] for n, x in new_keywords.items())
         ):
             new = types.FunctionType(
-                fn.__code__,
-                {**fn.__globals__, **outer},
+                code,
+                {**fn.__globals__, **outer} if outer else fn.__globals__,
                 fn.__name__,
-                fn.__defaults__,
+                new_defaults or None,
                 tuple(new_cells),
             )
-            new.__kwdefaults__ = fn.__kwdefaults__
+            new.__kwdefaults__ = new_keywords or None
             ft.update_wrapper(new, fn)
         here.cell_contents = new
         return new
 
-    def _variable(self, name: str, cell: Any, inside: Any) -> Any:
-        """A variable that a function closes over, as a cell."""
+    def _cell(self, name: str, cell: types.CellType, inside: Any) -> types.CellType:
+        """A variable that a function closes over. Functions that share it still do."""
         x = _contents(cell)
+        if isinstance(x, types.FunctionType) and x in self.closed_over:
+            return self.closed_over[x]  # functions that call each other
+        if id(cell) not in self.cells:
+            new = self._variable("" if x is inside else name, x, inside)
+            self.cells[id(cell)] = cell if new is x else types.CellType(new)
+        return self.cells[id(cell)]
+
+    def _variable(self, name: str, x: Any, inside: Any = None) -> Any:
         if isinstance(x, types.FunctionType):
-            if x in self.closed_over:  # functions that call each other
-                return self.closed_over[x]
-            new = self._close_over(x, inside)
-        elif _has_modules(x):
-            new = self.visit(x, "" if x is inside else name, _is_wrapper(x))
-        else:
-            return cell
-        return cell if new is x else types.CellType(new)
+            return self._close_over(x, inside)
+        if isinstance(x, ft.partial) or _has_modules(x):
+            return self.visit(x, name, isinstance(x, ft.partial) or _is_wrapper(x))
+        return x
 
     def _mark(self, node: Any, path: str) -> Any:
         m = self.marking
         if not isinstance(node, eqx.Module) or _is_wrapper(node):
             return node
-        is_callable = _has_method(_plain(node), "__call__")
+        is_callable = has_method(plain_type(node), "__call__")
         chosen = m.chooses(path, node)
         emit = chosen and m.applies(node)
         self.chosen |= chosen
         if is_callable:
-            self.seen.append(f"{path or '.'} ({_plain(node).__name__})")
+            self.seen.append(f"{path or '.'} ({plain_type(node).__name__})")
         if emit:
-            self.methods.update(x for x in m.methods if _has_method(_plain(node), x))
+            self.methods.update(x for x in m.methods if has_method(plain_type(node), x))
         if isinstance(node, Sow) and node.name is None:
             methods = ("__call__",)
             spec = Const(node.spec)
@@ -343,11 +254,7 @@ class _Walk:
         else:
             return node
         self.made.add(new)
-        return _with_marks(node, (*_marks_of(node), new))
-
-
-def _plain(module: Any) -> type:
-    return getattr(type(module), "_unmarked", type(module))
+        return with_marks(node, (*marks_of(node), new))
 
 
 def _has_modules(x: Any) -> bool:
@@ -358,8 +265,6 @@ def _has_modules(x: Any) -> bool:
 
 
 def _has_unnamed(x: Any) -> bool:
-    if isinstance(x, types.FunctionType):
-        x = [_globals(x), *map(_contents, x.__closure__ or ())]
     leaves = jtu.tree_leaves(x, is_leaf=lambda y: isinstance(y, Sow))
     return any(isinstance(y, Sow) and y.name is None for y in leaves)
 
@@ -380,14 +285,17 @@ def _positional_names(fn: Callable, n: int) -> list[str]:
 
 def mark(fn: Callable, args: tuple, kwargs: dict, marking: Marking) -> tuple:
     """`(fn, args, kwargs)` with the modules in there marked, and the marks."""
-    if marking.capture in (None, False) and not marking.scope:
-        if not (_has_unnamed(fn) or _has_unnamed((args, kwargs))):
-            return (fn, args, kwargs), set()
     walk = _Walk(marking)
+    if marking.capture in (None, False) and not marking.scope:
+        if not _has_unnamed((fn, args, kwargs)):
+            # Functions may still close over one.
+            if not isinstance(fn, eqx.Module) or _is_wrapper(fn):
+                fn = walk.visit(fn, "", True)
+            return (fn, args, kwargs), walk.made
     names = _positional_names(fn, len(args))
     for name, x in (*zip(names, args), *kwargs.items()):
         if isinstance(x, eqx.Module):
-            walk.models.setdefault(_plain(x), name)
+            walk.models.setdefault(plain_type(x), name)
     marked = walk.call(fn, args, kwargs)
     if marking.capture not in (None, False):
         _check_found(walk)
@@ -420,9 +328,9 @@ def unmark(tree: Any, made: set[Mark]) -> Any:
     if not jtu.treedef_is_leaf(treedef):
         new = [unmark(child, made) for _, child in children]
         tree = jtu.tree_unflatten(treedef, new)
-    if isinstance(tree, eqx.Module) and (marks := _marks_of(tree)):
+    if isinstance(tree, eqx.Module) and (marks := marks_of(tree)):
         if marks[-1] in made:
-            tree = _with_marks(tree, marks[:-1])
+            tree = with_marks(tree, marks[:-1])
     return tree
 
 

@@ -17,13 +17,13 @@ import jax.tree_util as jtu
 import numpy as np
 
 from ._errors import calling, DuplicateSowError, SowError
-from ._primitive import Axis, Const, NoTangent, OPERAND, Site
+from ._primitive import Axis, Const, Guards, NoTangent, OPERAND, Site
 
 
 @dc.dataclass(frozen=True)
 class Meta:
     """The static part of an entry. If `counted`, the last array is the count: how many
-    times the sow ran."""
+    times the sow ran. `guards` has those of each sow that it was made of."""
 
     name: str
     mode: str
@@ -32,7 +32,7 @@ class Meta:
     leaves: tuple[Any, ...]
     axes: tuple[Axis, ...]
     counted: bool = False
-    guards: tuple[tuple[Any, int, int], ...] = ()
+    guards: tuple[Guards, ...] = ()
     replay: bool = False
     where: str = ""
 
@@ -108,7 +108,7 @@ def from_site(site: Site, operands: Sequence[Any], transform: Callable | None) -
             leaves=leaves,
             axes=_with_has(axes, value_has),
             counted=bool(guard),
-            guards=site.guards,
+            guards=(site.guards,) if guard else (),
             replay=site.replay,
             where=site.where,
         ),
@@ -304,9 +304,9 @@ def unify(entries: Sequence[Entry]) -> Entry:
         )
         for i in range(n)
     )
-    guards = tuple(
-        g for g in first.meta.guards if all(g in e.meta.guards for e in entries)
-    )
+    guards = ()
+    if all(e.meta.guards for e in entries):
+        guards = tuple(dict.fromkeys(g for e in entries for g in e.meta.guards))
     meta = dc.replace(first.meta, axes=_with_has(axes, has), guards=guards)
     return Entry(arrays, meta)
 
@@ -349,8 +349,12 @@ def latest(old: Entry, new: Entry) -> Entry:
 
 def exclusive(a: Meta, b: Meta) -> bool:
     """Whether the two are in different branches of one cond."""
-    where = {cond: branch for cond, branch, _ in a.guards}
-    return any(where.get(cond, branch) != branch for cond, branch, _ in b.guards)
+
+    def apart(x: Guards, y: Guards) -> bool:
+        where = {cond: branch for cond, branch, _ in x}
+        return any(where.get(cond, branch) != branch for cond, branch, _ in y)
+
+    return all(apart(x, y) for x in a.guards or [()] for y in b.guards or [()])
 
 
 def merge(a: Entry, b: Entry) -> Entry:

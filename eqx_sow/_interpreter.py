@@ -238,9 +238,10 @@ class Frame:
         if self.now == len(all_eqns):
             return self._kept.__contains__
         if self._last is None:
-            uses = ((i, v) for i, e in enumerate(all_eqns) for v in e.invars)
             self._last = {
-                self.source(v): i for i, v in uses if not isinstance(v, jexc.Literal)
+                v: i
+                for i, eqn in enumerate(all_eqns)
+                for v in _variables(map(self.source, eqn.invars))
             }
         last = self._last
         return lambda v: v in self._kept or last.get(v, -1) >= self.now
@@ -309,7 +310,7 @@ _stages: weakref.WeakKeyDictionary[Any, Callable] = weakref.WeakKeyDictionary()
 
 
 def _stage(jaxpr: weakref.ref) -> Callable:
-    @ft.lru_cache
+    @ft.lru_cache(maxsize=16)
     def by(handler):
         def evaluate_jaxpr(given, *args):
             return evaluate(*_compat.open_jaxpr(jaxpr()), handler, given, args)

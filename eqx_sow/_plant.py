@@ -114,22 +114,21 @@ def _at_site(site: Site, guards: list, arrays: Sequence[Any], form: Meta) -> lis
 
 def _same_along(x, axis: int, runs, site: Site):
     """The one value along an axis, as far as the sow `runs`."""
-    first = jax.lax.index_in_dim(x, 0, axis, keepdims=False)
     if x.shape[axis] == 1:
-        return first
+        return jax.lax.index_in_dim(x, 0, axis, keepdims=False)
     is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-    data = jax.random.key_data if is_key else lambda x: x
-    a, b = data(x), jnp.expand_dims(data(first), axis)
-    runs = jnp.reshape(runs, runs.shape + (1,) * (a.ndim - runs.ndim))
-    checked = eqx.error_if(
-        data(first),
-        jnp.any(runs & (a != b) & ~((a != a) & (b != b))),
+    data = jax.random.key_data(x) if is_key else x
+    runs = jnp.reshape(runs, runs.shape + (1,) * (data.ndim - runs.ndim))
+    at = jnp.argmax(runs, axis, keepdims=True)
+    one = jnp.take_along_axis(data, at, axis)
+    one = eqx.error_if(
+        one,
+        jnp.any(runs & (data != one) & ~((data != data) & (one != one))),
         f"`plant`: at `sow(..., {site.name!r})` ({site.where}) the program has one "
         "value for all entries of an axis: the planted value must not vary along it.",
     )
-    if is_key:
-        return jax.random.wrap_key_data(checked, impl=jax.random.key_impl(first))
-    return checked
+    one = jnp.squeeze(one, axis)
+    return jax.random.wrap_key_data(one, impl=jax.random.key_impl(x)) if is_key else one
 
 
 def _apply(fn: Callable, site: Site, values: Sequence[Any]) -> list[Any]:

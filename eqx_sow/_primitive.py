@@ -111,6 +111,9 @@ class Axis:
         return self.size, self.loops, self.lane, self.mesh
 
 
+Guards = tuple[tuple[Any, int, int], ...]
+
+
 @dc.dataclass(frozen=True)
 class Site:
     """The static part of a sow.
@@ -118,7 +121,7 @@ class Site:
     For each of `guards` there is one more operand, before the others: a boolean that
     says whether the sow really runs, as in a loop under a batched predicate, or the
     index of the branch that does. The guard then says which cond, which of its branches
-    the sow is in, and how many there are. The outermost comes first.
+    the sow is in, and how many there are.
 
     `differentiated` is how many derivatives of it there are already. `orders` tells,
     for each of `modes`, how many there were before that one: two derivatives of one
@@ -133,7 +136,7 @@ class Site:
     orders: tuple[int, ...] = ()
     differentiated: int = 0
     axes: tuple[Axis, ...] = ()
-    guards: tuple[tuple[Any, int, int], ...] = ()
+    guards: Guards = ()
     replay: bool = False
     spec: Any = dc.field(default=None, compare=False)
     where: str = ""

@@ -9,8 +9,9 @@ import jax
 import jax.tree_util as jtu
 
 from . import _capture, _compat
-from ._capture import Mark, Marking
+from ._capture import Marking
 from ._interpreter import evaluate, Given, Handler, Taken
+from ._marks import Mark
 from ._primitive import Const, Listening, listening
 
 

@@ -44,13 +44,6 @@ def _wrap(table: dict, primitive: jexc.Primitive) -> Callable:
     return decorate
 
 
-def _shapes(jaxpr):
-    return [
-        jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type)
-        for a in jaxpr.in_avals
-    ]
-
-
 # --- vmap ---
 
 
@@ -124,10 +117,11 @@ def _batch_while(rule):
                 outs, _ = run(Given(rest=going), *args)
                 return outs
 
-            shapes = [*_shapes(cond)[:n], *_shapes(body)]
             params = {
                 **params,
-                "body_jaxpr": jax.make_jaxpr(guarded)(*shapes),
+                "body_jaxpr": jax.make_jaxpr(guarded)(
+                    *cond.in_avals[:n], *body.in_avals
+                ),
                 "body_nconsts": n + m,
             }
             args = [*args[:n], *args]
@@ -145,6 +139,9 @@ def _batch_cond(rule):
             return rule(axis_data, args, dims, branches=branches, **params)
         index, *operands = args
         cond = object()
+        of_one = jax.make_jaxpr(lambda x: jax.lax.index_in_dim(x, 0, dims[0], False))(
+            index
+        )
 
         def guarded(i):
             run = Interpret(Guard((cond, i, len(branches))))(branches[i])
@@ -152,8 +149,7 @@ def _batch_cond(rule):
             def branch(index, *operands):
                 return run(Given(rest=index), *operands)[0]
 
-            shape = jax.ShapeDtypeStruct((), index.dtype)
-            return jax.make_jaxpr(branch)(shape, *_shapes(branches[i]))
+            return jax.make_jaxpr(branch)(*of_one.out_avals, *branches[i].in_avals)
 
         return rule(
             axis_data,

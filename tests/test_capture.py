@@ -520,6 +520,73 @@ def test_names_inside_a_derivative(wrap, prefix):
     assert_close(cotangent.reshape(4), jax.grad(lambda e: jnp.sum(inner(e)))(eps))
 
 
+def test_defaults_and_partials_in_closures():
+    first, second, third = (eqx.nn.Linear(3, 3, key=jr.key(i)) for i in range(3))
+    by_name = ft.partial(lambda layer, x: layer(x), third)
+
+    def fn(x, a=first, *, b=second):
+        return by_name(b(a(x)))
+
+    out, got = S(fn, capture=eqx.nn.Linear)(X)
+    values = [first(X), second(first(X)), third(second(first(X)))]
+    assert list(got) == ["a", "b", "layer"]
+    assert_close(list(with_mode(got, "primal").values()), values)
+    assert_close(out, values[-1])
+
+
+def test_functions_that_share_a_variable():
+    def make():
+        layer = eqx.nn.Linear(3, 3, key=jr.key(0))
+
+        def double():
+            nonlocal layer
+            layer = eqx.tree_at(lambda m: m.weight, layer, 2 * layer.weight)
+
+        def fn(x):
+            before = layer(x)
+            double()
+            return before + layer(x)
+
+        return fn
+
+    out, got = S(make(), capture=True, reduce=Append())(X)
+    assert_close(out, make()(X))
+    assert_close(sum(got["layer"]["primal"]), out)
+
+
+_calls = 0
+
+
+def test_global_variables_can_be_written():
+    layer = eqx.nn.Linear(3, 3, key=jr.key(0))
+
+    def fn(x):
+        global _calls
+        _calls += 1
+        return layer(x)
+
+    S(fn, capture=True)(X)
+    assert _calls == 1
+
+
+def _mapped(model, xs):
+    return jax.vmap(model)(xs)
+
+
+@pytest.mark.parametrize(
+    "wrap, name",
+    [
+        (lambda m: jax.vmap(m), "layers/1"),
+        (lambda m: ft.partial(_mapped, m), "model/layers/1"),
+        (lambda m: (lambda f: lambda x: f(x))(lambda x: _mapped(m, x)), "m/layers/1"),
+    ],
+)
+def test_an_unnamed_sow_that_is_hard_to_see(wrap, name):
+    model = eqx.nn.Sequential([eqx.nn.Linear(3, 2, key=jr.key(0)), Sow()])
+    out, got = S(wrap(model))(XS)
+    assert_close(got, {name: {"primal": out}})
+
+
 def test_a_function_that_calls_itself():
     mlp = _mlp()
 

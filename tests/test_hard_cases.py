@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import optimistix as optx
 import pytest
-from eqx_sow import Buffer, save_intermediates as S, sow, SowError
+from eqx_sow import Buffer, plant, save_intermediates as S, sow, SowError
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 
 X = jnp.array([0.5, 1.5])
@@ -353,3 +354,67 @@ def test_custom_vjp_in_a_loop_forward():
     close(captured["fwd"]["primal"], [2 * X, 4 * X])
     grads = jax.grad(lambda x: S(loop)(x)[0])(X)
     close(grads, [49, 49])
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint])
+def test_a_literal_before_a_call(wrap, call):
+    def fn(x):
+        two = sow(np.float32(2.0), "two")
+        return wrap(lambda y: sow(y * 3, "a"))(jnp.sin(x)) * two
+
+    out, got = call(S(fn), jnp.array(1.0))
+    expected = np.sin(1.0) * 3
+    np.testing.assert_allclose(out, 2 * expected, rtol=1e-6)
+    np.testing.assert_allclose(got["a"]["primal"], expected, rtol=1e-6)
+    np.testing.assert_allclose(got["two"]["primal"], 2.0)
+
+
+@pytest.mark.parametrize(
+    "p", [[False, True, True], [True, False, True], [False, False, True]]
+)
+@pytest.mark.parametrize("both", [True, False])
+def test_plant_where_a_value_does_not_vary(p, both, call):
+    def fn(p, x):
+        other = lambda: sow(x, "a") if both else x
+        return lax.cond(p, lambda: sow(jnp.ones(2), "a") * x, other)
+
+    args = jnp.array(p), jnp.arange(6.0).reshape(3, 2) + 5
+    out, got = S(jax.vmap(fn))(*args)
+    np.testing.assert_array_equal(out, jax.vmap(fn)(*args))
+    np.testing.assert_array_equal(call(plant(jax.vmap(fn), got), *args), out)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+@pytest.mark.parametrize("fourth", [True, False])
+def test_a_name_in_many_branches(wrap, fourth, call):
+    """One branch with a `jit`, and maybe one that does not sow."""
+    branches = [
+        lambda x: sow(x, "a"),
+        wrap(lambda x: sow(2 * x, "a")),
+        lambda x: sow(3 * x, "a"),
+        lambda x: sow(4 * x, "a") if fourth else 4 * x,
+    ]
+    fn = lambda i, x: lax.switch(i, branches, x)
+    i, x = jnp.array([3, 0, 2, 1, 7, -1]), jnp.arange(1.0, 7.0)
+    _, got = call(S(jax.vmap(fn)), i, x)
+    which = np.clip(i, 0, 3)
+    runs = fourth | (which != 3)
+    values = runs * (which + 1) * np.asarray(x)
+    np.testing.assert_array_equal(got["a"]["primal"], values)
+    np.testing.assert_array_equal(got["a"]["count"], runs.astype(np.int32))
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_a_constant_in_a_branch_on_each_device(check, mesh, call):
+    def fn(i, x):
+        return lax.switch(i, [lambda x: sow(jnp.sin(x), "a"), lambda x: 2.0 * x], x)
+
+    spec = P("d")
+    mapped = jax.shard_map(
+        jax.vmap(fn), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=check
+    )
+    i, x = jnp.arange(16) % 2, jnp.arange(16.0)
+    _, got = call(S(mapped), i, x)
+    expected = np.where(i == 0, np.sin(x), 0)
+    np.testing.assert_allclose(got["a"]["primal"].reshape(16), expected, rtol=1e-6)
+    np.testing.assert_array_equal(got["a"]["count"].reshape(16), 1 - i)
