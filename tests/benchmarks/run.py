@@ -270,6 +270,14 @@ def _chain(n, mark):
     return fn
 
 
+def _returned(n):
+    def fn(x):
+        seen = {}
+        return _chain(n, lambda v, name: seen.setdefault(name, v))(x), seen
+
+    return fn
+
+
 def _nested(depth, mark):
     """A function under `jit`s and scans in turn."""
     fn = _chain(10, mark)
@@ -325,6 +333,12 @@ def tracing(table: Table, repeats: int):
             trace(lambda: S(_chain(n, sow))),
             trace(lambda: _chain(n, unmarked)),
         )
+    row(
+        "5,000 equations, 500 sows, against returning the values by hand",
+        "",
+        trace(lambda: S(_chain(500, sow))),
+        trace(lambda: _returned(500)),
+    )
     row(
         "`S(f)`, 10,000 equations against 5,000",
         "2",
