@@ -38,6 +38,6 @@ def calling(what: str, name: str, where: str) -> Iterator[None]:
     """Errors of a user's function say which sow it was called for."""
     try:
         yield
-    except Exception as e:
+    except Exception as e:  # whatever it raises, which goes on its way
         e.add_note(f"This is from the {what} of `sow(..., {name!r})` at {where}.")
         raise

@@ -75,6 +75,19 @@ class Table:
         assert cells.keys() <= set(self.columns), cells
         self._line([str(cells.get(c, "")) for c in self.columns])
 
+    def times(
+        self, what: str, aim: str, fn: Callable, baseline: Callable, *how, **more
+    ):
+        """A row for how long two functions take; the rest is for `compare`."""
+        result = compare(fn, baseline, *how, **more)
+        self.row(
+            what,
+            at_most=aim,
+            ratio=result.ratio,
+            itself=result.itself,
+            time=seconds(result.seconds),
+        )
+
     def say(self, text: str):
         print(f"\n{text}", flush=True)
 
@@ -213,13 +226,8 @@ def dispatch(table: Table, repeats: int):
         ("`S(filter_jit(f))` against `filter_jit` by hand", "1.3", inner, by_hand),
         ("`S(f)` against by hand, neither jitted", "", S(_marked), _by_hand),
     ):
-        result = compare(lambda: fn(model, x), lambda: baseline(model, x), repeats)
-        table.row(
-            what,
-            at_most=aim,
-            ratio=result.ratio,
-            itself=result.itself,
-            time=seconds(result.seconds),
+        table.times(
+            what, aim, lambda: fn(model, x), lambda: baseline(model, x), repeats
         )
 
     for what, transform in (
@@ -317,14 +325,7 @@ def tracing(table: Table, repeats: int):
         return call
 
     def row(what, aim, saved, plain):
-        result = compare(saved, plain, repeats, sample=0.02, collect=True)
-        table.row(
-            what,
-            at_most=aim,
-            ratio=result.ratio,
-            itself=result.itself,
-            time=seconds(result.seconds),
-        )
+        table.times(what, aim, saved, plain, repeats, sample=0.02, collect=True)
 
     for n in (100, 500, 1000):
         row(
