@@ -1,7 +1,6 @@
 """The handler of `save_intermediates`."""
 
 import dataclasses as dc
-import itertools as it
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -103,28 +102,26 @@ class Collect(Handler):
             found.append(Taken(given.carry, Sown(seen=(site.name,))))
             return given
         checks = ()
-        if site.spec is not None:
+        if site.spec.value is not None:
             guard = len(site.guards)
             shapes = tuple(
                 jax.ShapeDtypeStruct(site.shape(i, v.aval.shape), v.aval.dtype)
                 for i, v in enumerate(atoms)
             )[guard:]
-            checks = (
-                Check(site.name, Const(site.spec), site.treedef, site.leaves, shapes),
-            )
+            checks = (Check(site.name, site.spec, site.treedef, site.leaves, shapes),)
         if self.modes is not None and site.mode not in map(_plain, self.modes):
             found.append(Taken(given.carry, Sown(seen=(site.name,), checks=checks)))
             return given
         transform = lookup(self.transform.value, site.name)
         replay = self.backward or in_backward_pass(frame.eqn)
         if replay:
-            site = dc.replace(site, replay=True)
+            site = site._replace(replay=True)
         if self.folds(site.name):
             if replay and site.key in self.ran:
                 found.append(Taken(given.carry, Sown(seen=(site.name,), checks=checks)))
                 return given
             entry = _entry.from_site(site, frame.read(atoms), transform)
-            key = entry.meta.key
+            key = entry.site.key
             state = _reduce.step(self.reducer(site.name), given.carry[key], entry)
             given = given._replace(carry={**given.carry, key: state})
             found.append(Taken(given.carry, Sown(seen=(site.name,), checks=checks)))
@@ -155,21 +152,23 @@ class Collect(Handler):
         atoms = [v for x in found if isinstance(x, _Marked) for v in x.operands]
         arrays = iter(frame.read_arrays(atoms))
         found = [
-            x._replace(operands=list(it.islice(arrays, len(x.operands))))
+            _Marked(x.site, [next(arrays) for _ in x.operands], x.transform, x.checks)
             if isinstance(x, _Marked)
             else x
             for x in found
         ]
         for item in _chosen(found):
-            if isinstance(item, Taken):
-                sown = item.rest
-            else:
+            if isinstance(item, _Marked):
                 entry = _entry.from_site(item.site, item.operands, item.transform)
                 if item.conditional:
                     entry = _entry.counted(entry)
-                sown = Sown((entry,), (item.site.name,), item.checks)
+                self._add(entries, entry)
+                seen[item.site.name] = None
+                checks.update(dict.fromkeys(item.checks))
+                continue
+            sown = item.rest
             for entry in sown.entries:
-                self._add(entries.setdefault(entry.meta.key, []), entry)
+                self._add(entries, entry)
             seen.update(dict.fromkeys(sown.seen))
             checks.update(dict.fromkeys(sown.checks))
             hidden.update(dict.fromkeys(sown.hidden))
@@ -177,18 +176,19 @@ class Collect(Handler):
         sown = Sown(flat, tuple(seen), tuple(checks), tuple(hidden))
         return Taken(given.carry, sown)
 
-    def _add(self, same: list[Entry], new: Entry) -> None:
+    def _add(self, entries: dict[Any, list[Entry]], new: Entry) -> None:
         """Adds an entry to those of the same name and mode."""
-        if same and same[0].meta.replay != new.meta.replay:
-            if not new.meta.replay:
+        same = entries.setdefault(new.site.key, [])
+        if same and same[0].site.replay != new.site.replay:
+            if not new.site.replay:
                 same[:] = [new]
             return
-        for i, old in enumerate(same if new.meta.guards else ()):
-            if _entry.exclusive(old.meta, new.meta):
+        for i, old in enumerate(same if new.guards else ()):
+            if _entry.exclusive(old, new):
                 same[i] = _entry.merge(old, new)
                 return
-        if same and not isinstance(self.reducer(new.meta.name), Reducer):
-            raise _entry.duplicate(same[0].meta, new.meta)
+        if same and not isinstance(self.reducer(new.site.name), Reducer):
+            raise _entry.duplicate(same[0].site, new.site)
         same.append(new)
 
     def stack(self, rest: Sown, length: int) -> Sown:
@@ -287,7 +287,7 @@ def _slots(entries: Sequence[Entry]) -> dict[Any, Entry]:
     before: dict[Any, int] = {}
     slots: dict[Any, Entry] = {}
     for e in entries:
-        key = e.meta.key
+        key = e.site.key
         slots[key, before.setdefault(key, 0)] = e
         before[key] += 1
     return slots
@@ -297,13 +297,13 @@ def reductions(collect: Collect, survey: Sown) -> tuple[Collect, dict[Any, Any]]
     """The handler, and the states to begin with, from a survey of the program."""
     by_key: dict[Any, list[Entry]] = {}
     for e in survey.entries:
-        if collect.folds(e.meta.name):
-            by_key.setdefault(e.meta.key, []).append(e)
+        if collect.folds(e.site.name):
+            by_key.setdefault(e.site.key, []).append(e)
     states = {
         key: _reduce.start(collect.reducer(key[0]), entries)
         for key, entries in by_key.items()
     }
-    ran = frozenset(k for k, es in by_key.items() if not es[0].meta.replay)
+    ran = frozenset(k for k, es in by_key.items() if not es[0].site.replay)
     return dc.replace(collect, ran=ran), states
 
 
@@ -317,7 +317,7 @@ def assemble(
     counts: dict[str, Any] = {}
     places: dict[Any, list[Entry]] = {}
     for e in sown.entries:
-        places.setdefault(e.meta.key, []).append(e)
+        places.setdefault(e.site.key, []).append(e)
     for key, entries in places.items():
         append = isinstance(collect.reducer(key[0]), Append)
         if key[1].count("cotangent") % 2:
@@ -325,7 +325,7 @@ def assemble(
             entries = entries[::-1]
         values[key] = tuple(map(_entry.value, entries))
         count: Any = None
-        if any(e.meta.counted for e in entries):
+        if any(e.counted for e in entries):
             count = tuple(_entry.count(_entry.counted(e)) for e in entries)
         if not append:
             (values[key],) = values[key]

@@ -180,6 +180,8 @@ def user_line() -> str:
     """`file:line` of the innermost frame that is neither ours nor JAX's nor
     Equinox's."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_libraries):
+    file = frame.f_code.co_filename
+    while file.startswith(_libraries) and frame.f_back is not None:
         frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        file = frame.f_code.co_filename
+    return f"{file}:{frame.f_lineno}"

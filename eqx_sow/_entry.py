@@ -20,39 +20,27 @@ from ._errors import calling, DuplicateSowError, SowError
 from ._primitive import Axis, Const, Guards, NoTangent, OPERAND, Site
 
 
-@dc.dataclass(frozen=True)
-class Meta:
-    """The static part of an entry. If `counted`, the last array is the count: how many
-    times the sow ran. `guards` has those of each sow that it was made of."""
-
-    name: str
-    mode: str
-    orders: tuple[int, ...]
-    treedef: Const
-    leaves: tuple[Any, ...]
-    axes: tuple[Axis, ...]
-    counted: bool = False
-    guards: tuple[Guards, ...] = ()
-    replay: bool = False
-    where: str = ""
-
-    @property
-    def key(self) -> tuple[str, str, tuple[int, ...]]:
-        return self.name, self.mode, self.orders
-
-    def has(self, i: int) -> tuple[bool, ...]:
-        return tuple(a.has[i] for a in self.axes)
-
-
 @jtu.register_dataclass
 @dc.dataclass(frozen=True)
 class Entry:
+    """What was captured, and the site as it would be if `arrays` were its operands.
+
+    If `counted`, the last array is the count: how many times the sow ran. `guards` has
+    those of each sow that the entry was made of; the site has none any more.
+    """
+
     arrays: tuple[Any, ...]
-    meta: Meta = dc.field(metadata=dict(static=True))
+    site: Site = dc.field(metadata=dict(static=True))
+    counted: bool = dc.field(default=False, metadata=dict(static=True))
+    guards: tuple[Guards, ...] = dc.field(default=(), metadata=dict(static=True))
 
     def core_shape(self, i: int) -> tuple[int, ...]:
         """The shape of array `i` without its leading axes."""
-        return jnp.shape(self.arrays[i])[sum(self.meta.has(i)) :]
+        return self.site.shape(i, jnp.shape(self.arrays[i]))
+
+    def replace(self, arrays: Sequence[Any], axes: Sequence[Axis]) -> "Entry":
+        site = self.site._replace(axes=tuple(axes))
+        return dc.replace(self, arrays=tuple(arrays), site=site)
 
 
 def _align(x, has: Sequence[bool], want: Sequence[bool]):
@@ -62,6 +50,8 @@ def _align(x, has: Sequence[bool], want: Sequence[bool]):
 
 
 def _broadcast(x, has, want, axes: Sequence[Axis]):
+    if tuple(has) == tuple(want):
+        return x
     x = _align(x, has, want)
     lead = tuple(a.size for a, h, w in zip(axes, has, want) if h or w)
     shape = (*lead, *jnp.shape(x)[len(lead) :])
@@ -80,8 +70,10 @@ def _over(has: Sequence[bool], other: Sequence[bool]) -> tuple[bool, ...]:
 def from_site(site: Site, operands: Sequence[Any], transform: Callable | None) -> Entry:
     """The entry of one sow."""
     guard = len(site.guards)
+    if transform is None and not guard:
+        return Entry(tuple(operands), site)
     axes = site.axes
-    has = [tuple(a.has[i] for a in axes) for i in range(len(operands))]
+    has = [site.has(i) for i in range(len(operands))]
     treedef, leaves = site.treedef, site.leaves
     values, value_has = list(operands[guard:]), has[guard:]
     if transform is not None:
@@ -98,21 +90,9 @@ def from_site(site: Site, operands: Sequence[Any], transform: Callable | None) -
         value_has = [_over(h, run_has) for h in value_has]
         values.append(run.astype(jnp.int32))
         value_has.append(run_has)
-    return Entry(
-        tuple(values),
-        Meta(
-            name=site.name,
-            mode=site.mode,
-            orders=site.orders,
-            treedef=treedef,
-            leaves=leaves,
-            axes=_with_has(axes, value_has),
-            counted=bool(guard),
-            guards=(site.guards,) if guard else (),
-            replay=site.replay,
-            where=site.where,
-        ),
-    )
+    axes = _with_has(axes, value_has)
+    new = site._replace(treedef=treedef, leaves=leaves, axes=axes, guards=())
+    return Entry(tuple(values), new, bool(guard), (site.guards,) if guard else ())
 
 
 def runs(site: Site, operands: Sequence[Any]) -> list[Any]:
@@ -129,23 +109,22 @@ def choose(sites: Sequence[Site], operands: Sequence[Sequence[Any]]):
     site = sites[0]
     *outer, _ = site.guards
     n = len(outer)
-    has = [tuple(a.has[i] for a in site.axes) for i in range(len(operands[0]))]
+    has = [site.has(i) for i in range(len(operands[0]))]
     for s in sites[1:]:
-        new = [tuple(a.has[i] for a in s.axes) for i in range(len(has))]
+        new = [s.has(i) for i in range(len(has))]
         has[n + 1 :] = map(_over, has[n + 1 :], new[n + 1 :])
     values_has = [_over(h, has[n]) for h in has[n + 1 :]]
     values = []
     for i, to in enumerate(values_has, start=n + 1):
         cases = [
-            _broadcast(x[i], tuple(a.has[i] for a in s.axes), to, site.axes)
-            for s, x in zip(sites, operands)
+            _broadcast(x[i], s.has(i), to, site.axes) for s, x in zip(sites, operands)
         ]
         index = _align(operands[0][n], has[n], to)
         index = jnp.reshape(index, (*index.shape, *[1] * (cases[0].ndim - index.ndim)))
         index = jnp.broadcast_to(index, cases[0].shape)
         values.append(jax.lax.select_n(index, *cases))
     axes = _with_has(site.axes, [*has[:n], *values_has])
-    site = dc.replace(site, guards=tuple(outer), axes=axes)
+    site = site._replace(guards=tuple(outer), axes=axes)
     return site, [*operands[0][:n], *values]
 
 
@@ -156,9 +135,7 @@ def _mask(run, run_has, x, has, axes):
 
 
 def _with_has(axes: Sequence[Axis], has: Sequence[Sequence[bool]]) -> tuple[Axis, ...]:
-    return tuple(
-        dc.replace(a, has=tuple(h[i] for h in has)) for i, a in enumerate(axes)
-    )
+    return tuple(a._replace(has=tuple(h[i] for h in has)) for i, a in enumerate(axes))
 
 
 def _transform(fn, site, values, has):
@@ -213,19 +190,19 @@ def out_of_loop(
     whose vmap is around the loop. Also how many those are."""
     around = list(it.takewhile(lambda a: a.loops > 0, axes))
     n = len(around)
-    around = [dc.replace(a, loops=a.loops - 1) for a in around]
+    around = [a._replace(loops=a.loops - 1) for a in around]
     return n, (*around, *([] if loop is None else [loop]), *axes[n:])
 
 
 def stacked(entry: Entry, length: int) -> Entry:
     """An entry of a loop body, once each of its arrays has a new leading axis."""
     loop = Axis(length, (True,) * len(entry.arrays), lane=False)
-    n, axes = out_of_loop(entry.meta.axes, loop)
-    arrays = tuple(
-        jnp.moveaxis(x, 0, to) if (to := sum(entry.meta.has(i)[:n])) else x
+    n, axes = out_of_loop(entry.site.axes, loop)
+    arrays = [
+        jnp.moveaxis(x, 0, to) if (to := sum(entry.site.has(i)[:n])) else x
         for i, x in enumerate(entry.arrays)
-    )
-    return Entry(arrays, dc.replace(entry.meta, axes=axes))
+    ]
+    return entry.replace(arrays, axes)
 
 
 def on_device(entry: Entry, axes: dict[Any, int], varying: Callable):
@@ -240,36 +217,37 @@ def on_device(entry: Entry, axes: dict[Any, int], varying: Callable):
     mesh = tuple(
         Axis(axes[a], tuple(a in v for v in over), lane=False, mesh=a) for a in names
     )
-    meta = dc.replace(entry.meta, axes=(*mesh, *entry.meta.axes))
+    entry = entry.replace(arrays, (*mesh, *entry.site.axes))
     specs = tuple(jax.sharding.PartitionSpec(*v) for v in over)
-    return Entry(arrays, meta), Entry(specs, meta)
+    return entry, dc.replace(entry, arrays=specs)
 
 
 def left_loop(entry: Entry) -> Entry:
     """An entry of a loop body that keeps no axis for the loop."""
-    _, axes = out_of_loop(entry.meta.axes, None)
-    return Entry(entry.arrays, dc.replace(entry.meta, axes=axes))
+    _, axes = out_of_loop(entry.site.axes, None)
+    return entry.replace(entry.arrays, axes)
 
 
 def counted(entry: Entry) -> Entry:
-    if entry.meta.counted:
+    if entry.counted:
         return entry
-    axes = tuple(dc.replace(a, has=(*a.has, False)) for a in entry.meta.axes)
-    meta = dc.replace(entry.meta, axes=axes, counted=True)
-    return Entry((*entry.arrays, jnp.ones((), jnp.int32)), meta)
+    axes = [a._replace(has=(*a.has, False)) for a in entry.site.axes]
+    entry = entry.replace((*entry.arrays, jnp.ones((), jnp.int32)), axes)
+    return dc.replace(entry, counted=True)
 
 
 def _common_axes(entries: Sequence[Entry]) -> list[Axis]:
     """The axes that entries of the same name have in all. An entry may lack some, if it
     does not vary over a vmap."""
 
-    longest = max((e.meta.axes for e in entries), key=len)
-    for e in entries:
-        if _embeddings([a.kind for a in e.meta.axes], [a.kind for a in longest]) != 1:
+    sites = [e.site for e in entries]
+    longest = max((s.axes for s in sites), key=len)
+    for s in sites:
+        if _embeddings([a.kind for a in s.axes], [a.kind for a in longest]) != 1:
             raise SowError(
-                f"`{e.meta.name}` is sown in several places that vary over different "
-                f"axes: sizes {[a.size for a in longest]} at {entries[0].meta.where} "
-                f"and {[a.size for a in e.meta.axes]} at {e.meta.where}. They cannot "
+                f"`{s.name}` is sown in several places that vary over different "
+                f"axes: sizes {[a.size for a in longest]} at {sites[0].where} "
+                f"and {[a.size for a in s.axes]} at {s.where}. They cannot "
                 "become one value: give them different names."
             )
     return list(longest)
@@ -305,15 +283,15 @@ def unify(entries: Sequence[Entry]) -> Entry:
         for i in range(n)
     )
     guards = ()
-    if all(e.meta.guards for e in entries):
-        guards = tuple(dict.fromkeys(g for e in entries for g in e.meta.guards))
-    meta = dc.replace(first.meta, axes=_with_has(axes, has), guards=guards)
-    return Entry(arrays, meta)
+    if all(e.guards for e in entries):
+        guards = tuple(dict.fromkeys(g for e in entries for g in e.guards))
+    entry = first.replace(arrays, _with_has(axes, has))
+    return dc.replace(entry, guards=guards)
 
 
 def placed(entry: Entry, axes: Sequence[Axis], i: int) -> tuple[bool, ...]:
-    """`entry.meta.has(i)`, in terms of axes among which the entry's own are."""
-    own = list(zip(entry.meta.axes, entry.meta.has(i)))
+    """`entry.site.has(i)`, in terms of axes among which the entry's own are."""
+    own = list(zip(entry.site.axes, entry.site.has(i)))
     return tuple(
         own.pop(0)[1] if own and own[0][0].kind == a.kind else False for a in axes
     )
@@ -322,16 +300,17 @@ def placed(entry: Entry, axes: Sequence[Axis], i: int) -> tuple[bool, ...]:
 def conform(entry: Entry, target: Entry) -> Entry:
     """`entry`, in the form of `target`, which came from `unify`."""
     entry = counted(entry)
-    axes = target.meta.axes
+    axes = target.site.axes
     arrays = tuple(
-        _broadcast(x, placed(entry, axes, i), target.meta.has(i), axes)
+        _broadcast(x, placed(entry, axes, i), target.site.has(i), axes)
         for i, x in enumerate(entry.arrays)
     )
-    return Entry(arrays, target.meta)
+    return dc.replace(target, arrays=arrays)
 
 
 def zeros(target: Entry) -> Entry:
-    return Entry(tuple(jnp.zeros(x.shape, x.dtype) for x in target.arrays), target.meta)
+    arrays = tuple(jnp.zeros(x.shape, x.dtype) for x in target.arrays)
+    return dc.replace(target, arrays=arrays)
 
 
 def latest(old: Entry, new: Entry) -> Entry:
@@ -339,15 +318,15 @@ def latest(old: Entry, new: Entry) -> Entry:
     *old_values, old_count = old.arrays
     *new_values, new_count = new.arrays
     n = len(new_values)
-    ran, ran_has = new_count > 0, new.meta.has(n)
+    ran, ran_has = new_count > 0, new.site.has(n)
     values = [
-        _where(_align(ran, ran_has, new.meta.has(i)), x, y)
+        _where(_align(ran, ran_has, new.site.has(i)), x, y)
         for i, (x, y) in enumerate(zip(new_values, old_values))
     ]
-    return Entry((*values, old_count + new_count), new.meta)
+    return dc.replace(new, arrays=(*values, old_count + new_count))
 
 
-def exclusive(a: Meta, b: Meta) -> bool:
+def exclusive(a: Entry, b: Entry) -> bool:
     """Whether the two are in different branches of one cond."""
 
     def apart(x: Guards, y: Guards) -> bool:
@@ -359,13 +338,13 @@ def exclusive(a: Meta, b: Meta) -> bool:
 
 def merge(a: Entry, b: Entry) -> Entry:
     """One entry from two of the same name."""
-    if not exclusive(a.meta, b.meta):
-        raise duplicate(a.meta, b.meta)
+    if not exclusive(a, b):
+        raise duplicate(a.site, b.site)
     target = unify([a, b])
     return latest(conform(a, target), conform(b, target))
 
 
-def duplicate(a: Meta, b: Meta) -> DuplicateSowError:
+def duplicate(a: Site, b: Site) -> DuplicateSowError:
     twice = a.where == b.where
     places = f"at {a.where}" + (", which runs twice" if twice else f" and at {b.where}")
     return DuplicateSowError(
@@ -382,10 +361,10 @@ def _check_same(a: Entry, b: Entry) -> None:
             jax.ShapeDtypeStruct(e.core_shape(i), x.dtype)
             for i, x in enumerate(e.arrays[:-1])
         ]
-        return rebuild(e.meta.treedef, e.meta.leaves, values)
+        return rebuild(e.site.treedef, e.site.leaves, values)
 
     same = (
-        (a.meta.treedef, a.meta.leaves) == (b.meta.treedef, b.meta.leaves)
+        (a.site.treedef, a.site.leaves) == (b.site.treedef, b.site.leaves)
         and len(a.arrays) == len(b.arrays)
         and all(
             a.core_shape(i) == b.core_shape(i)
@@ -395,28 +374,28 @@ def _check_same(a: Entry, b: Entry) -> None:
     )
     if not same:
         raise SowError(
-            f"`{a.meta.name}` is sown in several branches, and their values differ in "
-            f"structure, shape or dtype: {describe(a)} at {a.meta.where}, but "
-            f"{describe(b)} at {b.meta.where}. Sow values of one form, or give the "
+            f"`{a.site.name}` is sown in several branches, and their values differ in "
+            f"structure, shape or dtype: {describe(a)} at {a.site.where}, but "
+            f"{describe(b)} at {b.site.where}. Sow values of one form, or give the "
             "sows different names."
         )
 
 
 def varying(entry: Entry) -> Entry:
     """Without the vmaps that it does not vary over."""
-    axes = tuple(a for a in entry.meta.axes if not a.lane or any(a.has))
-    if axes == entry.meta.axes:
+    if not entry.site.axes:
         return entry
-    return Entry(entry.arrays, dc.replace(entry.meta, axes=axes))
+    axes = [a for a in entry.site.axes if not a.lane or any(a.has)]
+    return entry.replace(entry.arrays, axes)
 
 
 def value(entry: Entry) -> Any:
     """The PyTree, with all its axes on each array."""
     entry = varying(entry)
-    lead = tuple(a.size for a in entry.meta.axes)
-    n = len(entry.arrays) - entry.meta.counted
+    lead = tuple(a.size for a in entry.site.axes)
+    n = len(entry.arrays) - entry.counted
     arrays = [_full(entry, i) for i in range(n)]
-    return rebuild(entry.meta.treedef, entry.meta.leaves, arrays, lead)
+    return rebuild(entry.site.treedef, entry.site.leaves, arrays, lead)
 
 
 def count(entry: Entry) -> Any:
@@ -424,5 +403,5 @@ def count(entry: Entry) -> Any:
 
 
 def _full(entry: Entry, i: int) -> Any:
-    axes = entry.meta.axes
-    return _broadcast(entry.arrays[i], entry.meta.has(i), (True,) * len(axes), axes)
+    axes = entry.site.axes
+    return _broadcast(entry.arrays[i], entry.site.has(i), (True,) * len(axes), axes)

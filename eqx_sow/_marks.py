@@ -92,13 +92,13 @@ def _call(marks, name, plain, args, kwargs):
     for m in marks:
         if m.inputs and name in m.emit:
             label = f"{_label(m.path, name)}.inputs".replace("..", ".")
-            args, kwargs = bind((args, kwargs), label, m.tag, None)
+            args, kwargs = bind((args, kwargs), label, m.tag, Const(None))
     scope = next((m.path for m in reversed(marks) if m.scope), here.scope)
     with listening(here._replace(scope=scope)):
         out = plain(*args, **kwargs)
     for m in marks:
         if name in m.emit:
-            out = bind(out, _label(m.path, name), m.tag, m.spec.value)
+            out = bind(out, _label(m.path, name), m.tag, m.spec)
     return out
 
 

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from . import _entry, _options as opt
 from ._capture import Marking
 from ._collect import Collect
-from ._entry import Entry, Meta
+from ._entry import Entry
 from ._errors import calling, SowError
 from ._interpreter import Frame, Given, Handler
 from ._primitive import Const, listening, OPERAND, Same, Site, sow_p
@@ -33,7 +33,7 @@ class _Replace(Handler):
     tag: Any
     mode: str
     functions: Same
-    forms: Const  # {name: Meta}
+    forms: Const  # {name: Site}
     outer: bool
 
     def _mine(self, site: Site) -> bool:
@@ -87,13 +87,13 @@ class _Replace(Handler):
         return inside, put_back, specs
 
 
-def _at_site(site: Site, guards: list, arrays: Sequence[Any], form: Meta) -> list[Any]:
+def _at_site(site: Site, guards: list, arrays: Sequence[Any], form: Site) -> list[Any]:
     """The operands of a sow, from arrays that have all the axes of the form."""
     # A sow that was moved out of its loop still has the axis of it, first of all.
     hoisted = sum(not a.lane for a in site.axes)
     lanes = [a for a in form.axes if a.lane]
-    own = tuple(dc.replace(a, loops=0) for a in site.axes if a.lane)
-    own = Entry((), dc.replace(form, axes=own))
+    own = tuple(a._replace(loops=0) for a in site.axes if a.lane)
+    own = Entry((), form._replace(axes=own))
     runs = jnp.ones((1,) * (hoisted + len(lanes)), bool)
     for i, x in enumerate(_entry.runs(site, guards)):
         has = [False] * hoisted + list(_entry.placed(own, lanes, i))
@@ -134,11 +134,11 @@ def _same_along(x, axis: int, runs, site: Site):
 def _apply(fn: Callable, site: Site, values: Sequence[Any]) -> list[Any]:
     """`fn` of the value as the code at the sow sees it, for each lane."""
     guard = len(site.guards)
-    has = [tuple(a.has[guard + i] for a in site.axes) for i in range(len(values))]
+    has = [site.has(guard + i) for i in range(len(values))]
 
     def apply(*values):
         old = _entry.rebuild(site.treedef, site.leaves, values)
-        return _operands(site.name, fn(old), site, values)
+        return _operands(fn(old), site, values)
 
     for n in reversed(range(len(site.axes))):
         if any(h[n] for h in has):
@@ -148,22 +148,23 @@ def _apply(fn: Callable, site: Site, values: Sequence[Any]) -> list[Any]:
         return apply(*values)
 
 
-def _operands(name: str, value: Any, form: Any, like: Sequence[Any]) -> list[Any]:
-    """The arrays of a value that must look like `like`."""
+def _operands(value: Any, site: Site, like: Sequence[Any]) -> list[Any]:
+    """The arrays of a value that must look like what is sown, and they like `like`."""
     leaves, treedef = jtu.tree_flatten(value)
-    if Const(treedef) != form.treedef:
+    if Const(treedef) != site.treedef:
         raise SowError(
-            f"`plant`: the value for {name!r} has the structure {treedef}, but "
-            f"{form.treedef.value} is sown there."
+            f"`plant`: the value for {site.name!r} has the structure {treedef}, but "
+            f"{site.treedef.value} is sown there."
         )
     new = []
     operand = iter(like)
-    for leaf, x in zip(form.leaves, leaves):
+    for leaf, x in zip(site.leaves, leaves):
         if leaf is not OPERAND:
             if isinstance(leaf, Const) and leaf != Const(x):
                 raise SowError(
-                    f"`plant`: the value for {name!r} has the static leaf {x!r}, but "
-                    f"{leaf.value!r} is sown there. Static leaves cannot be changed."
+                    f"`plant`: the value for {site.name!r} has the static leaf {x!r}, "
+                    f"but {leaf.value!r} is sown there. Static leaves cannot be "
+                    "changed."
                 )
             continue
         old = next(operand)
@@ -172,27 +173,27 @@ def _operands(name: str, value: Any, form: Any, like: Sequence[Any]) -> list[Any
         if not eqx.is_array(x) or (x.shape, x.dtype) != (old.shape, old.dtype):
             got = jax.typeof(x).str_short() if eqx.is_array(x) else repr(x)
             raise SowError(
-                f"`plant`: the value for {name!r} has a leaf {got} where "
+                f"`plant`: the value for {site.name!r} has a leaf {got} where "
                 f"{old.dtype}{list(old.shape)} is sown."
             )
         new.append(jnp.asarray(x))
     return new
 
 
-def _prepare(name: str, value: Any, mode: str, entry: Entry) -> list[Any]:
+def _prepare(value: Any, mode: str, entry: Entry) -> list[Any]:
     """The arrays of a planted value, the axes of loops first."""
-    axes = entry.meta.axes
-    varying = _entry.varying(entry).meta.axes
+    axes = entry.site.axes
+    varying = _entry.varying(entry).site.axes
     lead = tuple(a.size for a in varying)
-    n = len(entry.arrays) - entry.meta.counted
+    n = len(entry.arrays) - entry.counted
     like = [
         jax.ShapeDtypeStruct((*lead, *entry.core_shape(i)), entry.arrays[i].dtype)
         for i in range(n)
     ]
     structure = Const(jtu.tree_structure(value))
-    if structure != entry.meta.treedef and isinstance(value, Mapping) and mode in value:
+    if structure != entry.site.treedef and isinstance(value, Mapping) and mode in value:
         value = value[mode]
-    arrays = _operands(name, value, entry.meta, like)
+    arrays = _operands(value, entry.site, like)
     index = tuple(slice(None) if a in varying else None for a in axes)
     loops = [i for i, a in enumerate(axes) if not a.lane]
     return [jnp.moveaxis(x[index], loops, range(len(loops))) for x in arrays]
@@ -219,7 +220,7 @@ class _Plant(Transformed):
         check_known("plant(fn, values)", self._values, sown.seen)
         entries: dict[str, list[Entry]] = {}
         for e in sown.entries:
-            entries.setdefault(e.meta.name, []).append(e)
+            entries.setdefault(e.site.name, []).append(e)
         problem = f"is sown, but has no {mode} here"
         if "cotangent" in mode:
             problem += " (as it has in `plant(eqx.filter_grad(fn), ...)`)"
@@ -231,13 +232,13 @@ class _Plant(Transformed):
                 functions[name] = value
                 continue
             if len(found) > 1:
-                raise _entry.duplicate(found[0].meta, found[1].meta)
-            values[name] = _prepare(name, value, mode, found[0])
+                raise _entry.duplicate(found[0].site, found[1].site)
+            values[name] = _prepare(value, mode, found[0])
         handler = _Replace(
             tag=marking.tag,
             mode=mode,
             functions=Same(functions),
-            forms=Const({name: entries[name][0].meta for name in values}),
+            forms=Const({name: entries[name][0].site for name in values}),
             outer=outer,
         )
         outs, _ = program.evaluate(handler, Given(rest=values), *program.leaves)

@@ -91,8 +91,7 @@ class _Operand:
 OPERAND = _Operand()
 
 
-@dc.dataclass(frozen=True)
-class Axis:
+class Axis(NamedTuple):
     """A leading axis of a sow, which a vmap or a loop gave to it.
 
     `loops` is how many loops run between the vmap and the sow: the axis belongs outside
@@ -114,8 +113,7 @@ class Axis:
 Guards = tuple[tuple[Any, int, int], ...]
 
 
-@dc.dataclass(frozen=True)
-class Site:
+class Site(NamedTuple):
     """The static part of a sow.
 
     For each of `guards` there is one more operand, before the others: a boolean that
@@ -138,7 +136,7 @@ class Site:
     axes: tuple[Axis, ...] = ()
     guards: Guards = ()
     replay: bool = False
-    spec: Any = dc.field(default=None, compare=False)
+    spec: Const = Const(None)
     where: str = ""
 
     @property
@@ -155,13 +153,17 @@ class Site:
     def select(self, keep: list[bool]) -> tuple[Axis, ...]:
         """The axes, once only the operands in `keep` are left."""
         return tuple(
-            dc.replace(a, has=tuple(h for h, k in zip(a.has, keep) if k))
+            a._replace(has=tuple(h for h, k in zip(a.has, keep) if k))
             for a in self.axes
         )
 
+    def has(self, i: int) -> tuple[bool, ...]:
+        """Which of the axes operand `i` has."""
+        return tuple(a.has[i] for a in self.axes)
+
     def shape(self, i: int, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape that the code at the sow sees, from that of operand `i`."""
-        return tuple(shape[sum(a.has[i] for a in self.axes) :])
+        return tuple(shape[sum(self.has(i)) :])
 
 
 class Listening(NamedTuple):
@@ -207,7 +209,7 @@ def _is_zero(tangent, primal):
 
 def _sow_jvp(primals, tangents, *, site):
     n = site.differentiated
-    out = sow_p.bind(*primals, site=dc.replace(site, differentiated=n + 1))
+    out = sow_p.bind(*primals, site=site._replace(differentiated=n + 1))
     tangents = [
         ad.instantiate_zeros(t) if _is_zero(t, x) else t
         for t, x in zip(tangents, primals)
@@ -220,14 +222,13 @@ def _sow_jvp(primals, tangents, *, site):
         if leaf is OPERAND and not keep[i := next(operand)]:
             leaf = NoTangent(site.shape(i, jnp.shape(primals[i])))
         leaves.append(leaf)
-    tangent_site = dc.replace(
-        site,
+    tangent_site = site._replace(
         leaves=tuple(leaves),
         modes=(*site.modes, "tangent"),
         orders=(*site.orders, n),
         differentiated=0,
         axes=site.select(keep),
-        spec=None,
+        spec=Const(None),
     )
     kept = [*primals[:guard], *[t for t, k in zip(tangents[guard:], keep[guard:]) if k]]
     tangent_out = iter(sow_p.bind(*kept, site=tangent_site))
@@ -244,7 +245,7 @@ def _sow_transpose(cts, *operands, site):
     sown = sow_p.bind(
         *operands[:guard],
         *map(ad.instantiate_zeros, cts),
-        site=dc.replace(site, modes=(*modes, "cotangent"), spec=None),
+        site=site._replace(modes=(*modes, "cotangent"), spec=Const(None)),
     )
     return [None] * guard + [
         None if not ad.is_undefined_primal(x) else ct if type(ct) is ad.Zero else s
@@ -259,7 +260,7 @@ def _sow_batch(axis_data, operands, dims, *, site):
     operands = [
         x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims)
     ]
-    out = sow_p.bind(*operands, site=dc.replace(site, axes=(axis, *site.axes)))
+    out = sow_p.bind(*operands, site=site._replace(axes=(axis, *site.axes)))
     return out, [0 if h else d for h, d in zip(has, dims)]
 
 

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from . import _entry
-from ._entry import Entry, Meta
+from ._entry import Entry
 from ._errors import calling, SowError
-from ._primitive import Axis
+from ._primitive import Axis, Site
 
 
 class Reducer(eqx.Module):
@@ -158,7 +158,7 @@ class Reduction:
 
     acc: Any
     count: Any
-    meta: Meta = dc.field(metadata=dict(static=True))
+    site: Site = dc.field(metadata=dict(static=True))
     lanes: tuple[Axis, ...] = dc.field(metadata=dict(static=True))
     places: int = dc.field(metadata=dict(static=True))
     conditional: bool = dc.field(metadata=dict(static=True))
@@ -169,28 +169,28 @@ def start(reducer: Any, entries: Sequence[Entry]) -> Reduction:
     place without the reducer."""
     entries = [_shapes_of_one(e) for e in entries]
     form = entries[0] if len(entries) == 1 else _entry.unify(entries)
-    lanes = form.meta.axes
+    lanes = form.site.axes
     values = [
         jnp.zeros_like(x, shape=form.core_shape(i))
-        for i, x in enumerate(form.arrays[: len(form.arrays) - form.meta.counted])
+        for i, x in enumerate(form.arrays[: len(form.arrays) - form.counted])
     ]
-    with calling("reducer", form.meta.name, form.meta.where):
-        acc = reducer._init(values, _build(form.meta))
+    with calling("reducer", form.site.name, form.site.where):
+        acc = reducer._init(values, _build(form.site))
     sizes = tuple(a.size for a in lanes)
     acc = jtu.tree_map(lambda x: jnp.broadcast_to(x, (*sizes, *x.shape)), acc)
     count = jnp.zeros(sizes, jnp.int32)
-    conditional = any(e.meta.counted for e in entries)
-    return Reduction(acc, count, form.meta, lanes, len(entries), conditional)
+    conditional = any(e.counted for e in entries)
+    return Reduction(acc, count, form.site, lanes, len(entries), conditional)
 
 
 def step(reducer: Any, state: Reduction, entry: Entry) -> Reduction:
     """The state after one more execution."""
-    meta = entry.meta
-    loops = [a.size for a in meta.axes if not a.lane]
+    site, counted = entry.site, entry.counted
+    loops = [a.size for a in site.axes if not a.lane]
     if loops and state.places > 1:
         raise SowError(
-            f"`{meta.name}` is sown in {state.places} places, and its value at "
-            f"{meta.where} is the same in each iteration of a loop, so JAX moved it "
+            f"`{site.name}` is sown in {state.places} places, and its value at "
+            f"{site.where} is the same in each iteration of a loop, so JAX moved it "
             "out of the loop: the order of the executions is lost. Give that sow a "
             "name of its own."
         )
@@ -200,8 +200,8 @@ def step(reducer: Any, state: Reduction, entry: Entry) -> Reduction:
 
     def one(acc, count, *arrays):
         *values, run = arrays
-        new = reducer._step(acc, count, values, _build(meta))
-        if not meta.counted:
+        new = reducer._step(acc, count, values, _build(site))
+        if not counted:
             return new, count + 1
         new = jtu.tree_map(lambda x, y: jnp.where(run > 0, x, y), new, acc)
         return new, count + run
@@ -234,25 +234,25 @@ def finish(reducer: Any, state: Reduction) -> tuple[Any, Any]:
     lead = [a.size for a, v in zip(state.lanes, varies) if v]
     if isinstance(reducer, Buffer):
         lead.append(reducer.size)
-    return _entry.rebuild(state.meta.treedef, state.meta.leaves, acc, lead), count
+    return _entry.rebuild(state.site.treedef, state.site.leaves, acc, lead), count
 
 
-def _build(meta: Meta) -> Callable[[Any], Any]:
-    return lambda values: _entry.rebuild(meta.treedef, meta.leaves, values)
+def _build(site: Site) -> Callable[[Any], Any]:
+    return lambda values: _entry.rebuild(site.treedef, site.leaves, values)
 
 
 def _lanes_only(entry: Entry) -> Entry:
     """The entry of a single execution. A sow that was moved out of its loop has an axis
     for the loop, but none in its arrays."""
-    lanes = tuple(dc.replace(a, loops=0) for a in entry.meta.axes if a.lane)
-    return Entry(entry.arrays, dc.replace(entry.meta, axes=lanes))
+    lanes = [a._replace(loops=0) for a in entry.site.axes if a.lane]
+    return entry.replace(entry.arrays, lanes)
 
 
 def _shapes_of_one(entry: Entry) -> Entry:
     """The same as shapes, from an entry that has axes for loops."""
     arrays = []
     for i, x in enumerate(entry.arrays):
-        has = [a.lane for a, h in zip(entry.meta.axes, entry.meta.has(i)) if h]
+        has = [a.lane for a, h in zip(entry.site.axes, entry.site.has(i)) if h]
         lanes = [n for n, lane in zip(x.shape, has) if lane]
         arrays.append(jax.ShapeDtypeStruct((*lanes, *entry.core_shape(i)), x.dtype))
-    return _lanes_only(Entry(tuple(arrays), entry.meta))
+    return _lanes_only(dc.replace(entry, arrays=tuple(arrays)))

@@ -22,9 +22,10 @@ def holds_sow(eqn: Any) -> bool:
     """The same of an equation, by looking: some primitives hide effects."""
     if eqn.effects and sow_effect in eqn.effects:
         return True
-    if _PLAIN.issuperset(map(type, eqn.params.values())):
-        return False
-    return any(map(has_sow, jexc.jaxprs_in_params(eqn.params)))
+    for x in eqn.params.values():
+        if type(x) not in _PLAIN:
+            return any(map(has_sow, jexc.jaxprs_in_params(eqn.params)))
+    return False
 
 
 def sites(x: Any) -> list[Site]:

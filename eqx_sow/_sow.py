@@ -69,10 +69,11 @@ def sow(
         raise TypeError(
             f"`eqx_sow.sow(..., {name!r}, tag=...)` takes a hashable tag, not {tag!r}."
         ) from e
-    return bind(value, f"{here.scope}/{name}" if here.scope else name, tag, spec)
+    name = f"{here.scope}/{name}" if here.scope else name
+    return bind(value, name, tag, Const(spec))
 
 
-def bind(value: Any, name: str, tag: Hashable, spec: Any) -> Any:
+def bind(value: Any, name: str, tag: Hashable, spec: Const) -> Any:
     """Binds the primitive to the array leaves of a value. `name` is the whole name."""
     if listening.value.blind:
         raise UnsupportedPrimitiveError(
@@ -81,11 +82,11 @@ def bind(value: Any, name: str, tag: Hashable, spec: Any) -> Any:
             "value cannot be captured. Move the sow out of that function."
         )
     leaves, treedef = jtu.tree_flatten(value)
-    operands = []
+    arrays = []
     static: list[Any] = []
-    for x in leaves:
+    for i, x in enumerate(leaves):
         if eqx.is_array(x):
-            operands.append(x)
+            arrays.append(i)
             static.append(OPERAND)
         elif isinstance(x, jax.core.Tracer):
             raise SowError(
@@ -102,10 +103,10 @@ def bind(value: Any, name: str, tag: Hashable, spec: Any) -> Any:
         spec=spec,
         where=_compat.user_line(),
     )
-    out = iter(sow_p.bind(*operands, site=site))
-    return jtu.tree_unflatten(
-        treedef, [next(out) if s is OPERAND else x for s, x in zip(static, leaves)]
-    )
+    out = sow_p.bind(*[leaves[i] for i in arrays], site=site)
+    for i, x in zip(arrays, out):
+        leaves[i] = x
+    return jtu.tree_unflatten(treedef, leaves)
 
 
 class Sow(eqx.Module):

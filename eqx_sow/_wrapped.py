@@ -57,10 +57,8 @@ class Guard(Handler):
         del found
         n = len(site.guards)
         operands = frame.read(atoms)
-        axes = tuple(
-            dc.replace(a, has=(*a.has[:n], False, *a.has[n:])) for a in site.axes
-        )
-        site = dc.replace(site, guards=(*site.guards, self.guard), axes=axes)
+        axes = tuple(a._replace(has=(*a.has[:n], False, *a.has[n:])) for a in site.axes)
+        site = site._replace(guards=(*site.guards, self.guard), axes=axes)
         outs = sow_p.bind(*operands[:n], given.rest, *operands[n:], site=site)
         frame.set(frame.eqn.outvars, [*outs[:n], *outs[n + 1 :]])
         return given
@@ -172,7 +170,7 @@ def _stamp(eqn: Any, length: int) -> Any:
     def stamped(site, operands):
         loop = Axis(length, (False,) * operands, lane=False)
         _, axes = out_of_loop(site.axes, loop)
-        return dc.replace(site, axes=axes)
+        return site._replace(axes=axes)
 
     return with_sites(eqn, stamped)
 
