@@ -93,7 +93,8 @@ def splice(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
     atoms = (*jaxpr.invars, *jaxpr.outvars)
     if (
         type(trace) is not _StagingTrace
-        or len(jaxpr.eqns) < 2
+        # One equation is as cheap to bind, save a call: see below.
+        or (len(jaxpr.eqns) < 2 and all(e.primitive is not _call_p for e in jaxpr.eqns))
         # Sows of different branches are to be found side by side.
         or any(_call_p.call_primitive or type(e) is SowEffect for e in jaxpr.effects)
         or not all(isinstance(v.aval, jax.core.ShapedArray) for v in atoms)
