@@ -242,7 +242,7 @@ class _Walk:
             self.methods.update(x for x in m.methods if has_method(plain_type(node), x))
         if isinstance(node, Sow) and node.name is None:
             methods = ("__call__",)
-            spec = Const(node.spec)
+            spec = None if node.spec is None else Const(node.spec)
             new = Mark(path, node.tag, methods, methods, False, m.scope, spec)
         elif emit or (m.scope and is_callable):
             methods = m.methods if emit else ()
@@ -332,11 +332,3 @@ def unmark(tree: Any, made: set[Mark]) -> Any:
         if marks[-1] in made:
             tree = with_marks(tree, marks[:-1])
     return tree
-
-
-def unmark_treedef(treedef: Any, made: set[Mark]) -> Any:
-    """The same, for the treedef of a value."""
-    if not made:
-        return treedef
-    tree = jtu.tree_unflatten(treedef, [object()] * treedef.num_leaves)
-    return jtu.tree_structure(unmark(tree, made))

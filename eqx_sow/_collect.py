@@ -102,7 +102,7 @@ class Collect(Handler):
             found.append(Taken(given.carry, Sown(seen=(site.name,))))
             return given
         checks = ()
-        if site.spec.value is not None:
+        if site.spec is not None:
             guard = len(site.guards)
             shapes = tuple(
                 jax.ShapeDtypeStruct(site.shape(i, v.aval.shape), v.aval.dtype)
@@ -323,15 +323,15 @@ def assemble(
         if key[1].count("cotangent") % 2:
             # A backward pass runs backward; the first entry is still the first place's.
             entries = entries[::-1]
-        values[key] = tuple(map(_entry.value, entries))
-        count: Any = None
-        if any(e.counted for e in entries):
-            count = tuple(_entry.count(_entry.counted(e)) for e in entries)
-        if not append:
-            (values[key],) = values[key]
-            count = None if count is None else count[0]
-        if count is not None:
-            counts.setdefault(key[0], count)
+        conditional = any([e.counted for e in entries])
+        if conditional:
+            entries = map(_entry.counted, entries)
+        entries = list(map(_entry.full, entries))
+        value = tuple(map(_entry.value, entries))
+        values[key] = value if append else value[0]
+        if conditional:
+            count = tuple(e.arrays[-1] for e in entries)
+            counts.setdefault(key[0], count if append else count[0])
     for key in order:
         state = taken.carry[key]
         reducer = collect.reducer(key[0])

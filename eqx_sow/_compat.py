@@ -180,7 +180,7 @@ _libraries = tuple(
 def user_line() -> str:
     """`file:line` of the innermost frame that is neither ours nor JAX's nor
     Equinox's."""
-    frame = sys._getframe(1)
+    frame = sys._getframe(2)
     file = frame.f_code.co_filename
     while file.startswith(_libraries) and frame.f_back is not None:
         frame = frame.f_back

@@ -389,19 +389,22 @@ def varying(entry: Entry) -> Entry:
     return entry.replace(entry.arrays, axes)
 
 
-def value(entry: Entry) -> Any:
-    """The PyTree, with all its axes on each array."""
+def full(entry: Entry) -> Entry:
+    """With all its axes on each array."""
+    if not entry.site.axes:
+        return entry
     entry = varying(entry)
-    lead = tuple(a.size for a in entry.site.axes)
-    n = len(entry.arrays) - entry.counted
-    arrays = [_full(entry, i) for i in range(n)]
-    return rebuild(entry.site.treedef, entry.site.leaves, arrays, lead)
-
-
-def count(entry: Entry) -> Any:
-    return _full(varying(entry), len(entry.arrays) - 1)
-
-
-def _full(entry: Entry, i: int) -> Any:
     axes = entry.site.axes
-    return _broadcast(entry.arrays[i], entry.site.has(i), (True,) * len(axes), axes)
+    every = (True,) * len(axes)
+    arrays = [
+        _broadcast(x, entry.site.has(i), every, axes)
+        for i, x in enumerate(entry.arrays)
+    ]
+    return entry.replace(arrays, _with_has(axes, [every] * len(arrays)))
+
+
+def value(entry: Entry) -> Any:
+    """The PyTree, of an entry from `full`."""
+    lead = tuple(a.size for a in entry.site.axes)
+    values = entry.arrays[:-1] if entry.counted else entry.arrays
+    return rebuild(entry.site.treedef, entry.site.leaves, values, lead)

@@ -192,7 +192,9 @@ class Frame:
 
     def keep(self, atoms) -> None:
         """These are wanted at the end."""
-        self._kept.update(_variables(map(self.source, atoms)))
+        for v in map(self.source, atoms):
+            if not isinstance(v, jexc.Literal):
+                self._kept.add(v)
 
     def source(self, v: Any) -> Any:
         if isinstance(v, jexc.Literal):
@@ -300,7 +302,7 @@ class Interpret:
         treedef of the latter. Its constants are its first arguments."""
         if jaxpr not in _stages:
             _stages[jaxpr] = _stage(weakref.ref(jaxpr))
-        closed, shape = _stages[jaxpr](self.handler)(given, *args)
+        closed, shape = _stages[jaxpr](self.handler)(given, args)
         return closed, jtu.tree_structure(shape)
 
 
@@ -312,7 +314,7 @@ _stages: weakref.WeakKeyDictionary[Any, Callable] = weakref.WeakKeyDictionary()
 def _stage(jaxpr: weakref.ref) -> Callable:
     @ft.lru_cache(maxsize=16)
     def by(handler):
-        def evaluate_jaxpr(given, *args):
+        def evaluate_jaxpr(given, args):
             return evaluate(*_compat.open_jaxpr(jaxpr()), handler, given, args)
 
         return jax.make_jaxpr(evaluate_jaxpr, return_shape=True)

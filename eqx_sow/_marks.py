@@ -29,7 +29,7 @@ class Mark:
     emit: tuple[str, ...]
     inputs: bool
     scope: bool
-    spec: Const = Const(None)
+    spec: Const | None = None
 
 
 class _Quiet:
@@ -92,7 +92,7 @@ def _call(marks, name, plain, args, kwargs):
     for m in marks:
         if m.inputs and name in m.emit:
             label = f"{_label(m.path, name)}.inputs".replace("..", ".")
-            args, kwargs = bind((args, kwargs), label, m.tag, Const(None))
+            args, kwargs = bind((args, kwargs), label, m.tag, None)
     scope = next((m.path for m in reversed(marks) if m.scope), here.scope)
     with listening(here._replace(scope=scope)):
         out = plain(*args, **kwargs)

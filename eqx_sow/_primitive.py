@@ -136,7 +136,7 @@ class Site(NamedTuple):
     axes: tuple[Axis, ...] = ()
     guards: Guards = ()
     replay: bool = False
-    spec: Const = Const(None)
+    spec: Const | None = None
     where: str = ""
 
     @property
@@ -228,7 +228,7 @@ def _sow_jvp(primals, tangents, *, site):
         orders=(*site.orders, n),
         differentiated=0,
         axes=site.select(keep),
-        spec=Const(None),
+        spec=None,
     )
     kept = [*primals[:guard], *[t for t, k in zip(tangents[guard:], keep[guard:]) if k]]
     tangent_out = iter(sow_p.bind(*kept, site=tangent_site))
@@ -245,7 +245,7 @@ def _sow_transpose(cts, *operands, site):
     sown = sow_p.bind(
         *operands[:guard],
         *map(ad.instantiate_zeros, cts),
-        site=site._replace(modes=(*modes, "cotangent"), spec=Const(None)),
+        site=site._replace(modes=(*modes, "cotangent"), spec=None),
     )
     return [None] * guard + [
         None if not ad.is_undefined_primal(x) else ct if type(ct) is ad.Zero else s

@@ -53,7 +53,7 @@ def trace(fn: Callable, args: tuple, kwargs: dict, marking: Marking) -> Program:
     out_static: list[tuple[bool, Const]] = []
     marks: set[Mark] = set()
 
-    def traced(*leaves):
+    def traced(leaves):
         nonlocal out_treedef, marks
         arrays = iter(leaves)
         filled = [next(arrays) if d else x for d, x in zip(dynamic, inputs)]
@@ -68,5 +68,5 @@ def trace(fn: Callable, args: tuple, kwargs: dict, marking: Marking) -> Program:
     # Only tracing happens in here: whatever is executed would be compiled once more.
     leaves = [x for x, d in zip(inputs, dynamic) if d]
     with listening(Listening()):
-        closed = jax.make_jaxpr(traced)(*leaves)
+        closed = jax.make_jaxpr(traced)(leaves)
     return Program(closed, leaves, out_treedef, out_static, marks)

@@ -70,10 +70,10 @@ def sow(
             f"`eqx_sow.sow(..., {name!r}, tag=...)` takes a hashable tag, not {tag!r}."
         ) from e
     name = f"{here.scope}/{name}" if here.scope else name
-    return bind(value, name, tag, Const(spec))
+    return bind(value, name, tag, None if spec is None else Const(spec))
 
 
-def bind(value: Any, name: str, tag: Hashable, spec: Const) -> Any:
+def bind(value: Any, name: str, tag: Hashable, spec: Const | None) -> Any:
     """Binds the primitive to the array leaves of a value. `name` is the whole name."""
     if listening.value.blind:
         raise UnsupportedPrimitiveError(

@@ -27,7 +27,10 @@ MALLOC = {
 if __name__ == "__main__" and not MALLOC.keys() <= os.environ.keys():
     os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **MALLOC})
 
-# Before jax is imported: one thread, so that ratios do not depend on what else runs.
+# Before jax is imported: one thread on one core, so that ratios do not depend on what
+# else runs, and on which other core it finds its data.
+if hasattr(os, "sched_setaffinity"):
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_cpu_multi_thread_eigen=false"
 )
