@@ -1,6 +1,6 @@
 """What has been captured of one name and mode so far, on its way out of a program.
 
-The arrays of an `Entry` keep only the axes that they really vary over. `Meta.axes` says
+The arrays of an `Entry` keep only the axes that they really vary over. `Site.axes` says
 which axes the entry has in all; they are filled in once, at the very end.
 """
 
