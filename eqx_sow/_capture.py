@@ -30,7 +30,7 @@ class Marking:
     scope: bool
 
     def chooses(self, path: str, module: eqx.Module) -> bool:
-        if self.capture in (None, False):
+        if self.capture is None:
             return False
         if self.capture is True:
             return has_method(type(module), "__call__") or self.applies(module)
@@ -286,7 +286,7 @@ def _positional_names(fn: Callable, n: int) -> list[str]:
 def mark(fn: Callable, args: tuple, kwargs: dict, marking: Marking) -> tuple:
     """`(fn, args, kwargs)` with the modules in there marked, and the marks."""
     walk = _Walk(marking)
-    if marking.capture in (None, False) and not marking.scope:
+    if marking.capture is None and not marking.scope:
         if not _has_unnamed((fn, args, kwargs)):
             # Functions may still close over one.
             if not isinstance(fn, eqx.Module) or _is_wrapper(fn):
@@ -297,7 +297,7 @@ def mark(fn: Callable, args: tuple, kwargs: dict, marking: Marking) -> tuple:
         if isinstance(x, eqx.Module):
             walk.models.setdefault(plain_type(x), name)
     marked = walk.call(fn, args, kwargs)
-    if marking.capture not in (None, False):
+    if marking.capture is not None:
         _check_found(walk)
     return marked, walk.made
 

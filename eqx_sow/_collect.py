@@ -13,24 +13,22 @@ from ._interpreter import (
     Frame,
     Handler,
     in_backward_pass,
-    raise_unsupported,
+    OVER_AND_OVER,
     Taken,
     unsupported,
 )
 from ._primitive import Const, Same, Site
 from ._reduce import Append, Reducer
-from ._rewrite import sites, without_sows
+from ._rewrite import sites
 from ._select import lookup, matches
 
 
 @dc.dataclass(frozen=True)
 class Check:
-    """An annotation of a sow, and what the value there looks like."""
+    """A sow with an annotation, and what the leaves there look like."""
 
-    name: str
+    site: Site
     spec: Const
-    treedef: Const
-    leaves: tuple[Any, ...]
     shapes: tuple[Any, ...]
 
 
@@ -79,6 +77,13 @@ class Collect(Handler):
     backward: bool = False
     ran: frozenset[Any] = frozenset()
 
+    def wants(self, site):
+        names = self.names.value
+        return site.tag == self.tag and (names is None or matches(names, site.name))
+
+    def ordered(self, site):
+        return self.folds(site.name)
+
     def within(self, eqn):
         if self.backward or not in_backward_pass(eqn):
             return self
@@ -98,7 +103,7 @@ class Collect(Handler):
                 frame.alias(atoms)
             return given
         frame.alias(atoms)
-        if self.names.value is not None and not matches(self.names.value, site.name):
+        if not self.wants(site):
             found.append(Taken(given.carry, Sown(seen=(site.name,))))
             return given
         checks = ()
@@ -108,7 +113,7 @@ class Collect(Handler):
                 jax.ShapeDtypeStruct(site.shape(i, v.aval.shape), v.aval.dtype)
                 for i, v in enumerate(atoms)
             )[guard:]
-            checks = (Check(site.name, site.spec, site.treedef, site.leaves, shapes),)
+            checks = (Check(site, site.spec, shapes),)
         if self.modes is not None and site.mode not in map(_plain, self.modes):
             found.append(Taken(given.carry, Sown(seen=(site.name,), checks=checks)))
             return given
@@ -130,19 +135,10 @@ class Collect(Handler):
             found.append(_Marked(site, atoms, transform, checks))
         return given
 
-    def hide(self, found, given, eqn, frame: Frame):
-        inside = sites(eqn)
-        if self.outer and any(s.tag != self.tag for s in inside):
-            raise_unsupported(eqn, "it evaluates its function over and over")
-        message = unsupported(eqn, "it evaluates its function over and over")
-        names = self.names.value
-        hidden = tuple(
-            (s.name, message)
-            for s in inside
-            if s.tag == self.tag and (names is None or matches(names, s.name))
-        )
+    def hide(self, found, given, eqn):
+        wanted = filter(self.wants, sites(eqn))
+        hidden = tuple((s.name, unsupported(s, eqn, OVER_AND_OVER)) for s in wanted)
         found.append(Taken(given.carry, Sown(hidden=hidden)))
-        frame.leave(without_sows(eqn))
 
     def join(self, found, given, frame: Frame) -> Taken:
         entries: dict[Any, list[Entry]] = {}
@@ -338,29 +334,29 @@ def assemble(
         values[key], count = _reduce.finish(reducer, state)
         if state.conditional or isinstance(reducer, _reduce.Buffer):
             counts.setdefault(key[0], count)
-    labels = _labels(values)
+    mode_of = labels(values)
     out: dict[str, dict[str, Any]] = {name: {} for name in sown.seen}
     for key, value in values.items():
-        if collect.modes is None or labels[key] in collect.modes:
-            out[key[0]][labels[key]] = value
+        if collect.modes is None or mode_of[key] in collect.modes:
+            out[key[0]][mode_of[key]] = value
     for name, count in counts.items():
         if out[name]:
             out[name]["count"] = count
     return {name: modes for name, modes in out.items() if modes}
 
 
-def _labels(keys: Iterable[Any]) -> dict[Any, str]:
-    """What to call each mode. Where one value was differentiated twice by the same
-    mode, the outer derivative is called `primal.cotangent`."""
+def labels(keys: Iterable[Any]) -> dict[Any, str]:
+    """What to call the mode of each `Site.key`. Where a value was differentiated twice
+    by one mode, the outer derivative is called `primal.cotangent`."""
     taken: set[tuple[str, str]] = set()
-    labels = {}
+    found = {}
     for key in sorted(keys, key=lambda k: k[2]):
         name, label, _ = key
         while (name, label) in taken:
             label = f"primal.{label}"
         taken.add((name, label))
-        labels[key] = label
-    return labels
+        found[key] = label
+    return found
 
 
 def _plain(mode: str) -> str:

@@ -15,6 +15,7 @@ import equinox.internal._noinline
 import jax
 import jax.core
 import jax.extend.core as jexc
+import jax.numpy as jnp
 
 # No public table: how a primitive is linearized. `_wrapped.py` says what for.
 from jax._src.interpreters.ad import (
@@ -102,10 +103,12 @@ def splice(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
         return jax.core.eval_jaxpr(jaxpr, consts, *args)
     jaxpr = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
     params = dict(call_jaxpr=close_jaxpr(jaxpr))
+    # NumPy arrays that a function closes over stay what they are in its jaxpr.
+    args = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in (*consts, *args)]
     if not _call_p.call_primitive:  # JAX 0.11 and later
-        return _call_p.bind(*consts, *args, **params)
+        return _call_p.bind(*args, **params)
     # Up to JAX 0.10 binding it evaluates the jaxpr once more. The method does not.
-    return trace.process_primitive(_call_p, [*consts, *args], params)
+    return trace.process_primitive(_call_p, args, params)
 
 
 def _custom_vmap_primitive() -> jexc.Primitive:

@@ -337,21 +337,21 @@ def exclusive(a: Entry, b: Entry) -> bool:
 
 
 def merge(a: Entry, b: Entry) -> Entry:
-    """One entry from two of the same name."""
-    if not exclusive(a, b):
-        raise duplicate(a.site, b.site)
+    """One entry from two of the same name, in exclusive branches."""
     target = unify([a, b])
     return latest(conform(a, target), conform(b, target))
 
 
-def duplicate(a: Site, b: Site) -> DuplicateSowError:
+def duplicate(a: Site, b: Site, remedy: str = "") -> DuplicateSowError:
     twice = a.where == b.where
     places = f"at {a.where}" + (", which runs twice" if twice else f" and at {b.where}")
+    remedy = remedy or (
+        f"or say how to combine them: `save_intermediates(..., reduce={{{a.name!r}: "
+        "eqx_sow.Append()})` returns a tuple of both, `eqx_sow.Last()` the later one."
+    )
     return DuplicateSowError(
         f"`{a.name}` is sown twice ({a.mode}): {places}. Give the two values different "
-        "names (`scope=True` puts the paths of modules before them), or say how to "
-        f"combine them: `save_intermediates(..., reduce={{{a.name!r}: "
-        "eqx_sow.Append()})` returns a tuple of both, `eqx_sow.Last()` the later one."
+        f"names (`scope=True` puts the paths of modules before them), {remedy}"
     )
 
 

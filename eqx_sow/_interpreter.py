@@ -8,8 +8,8 @@ knows of the other, and every equation that has no sow in it stays exactly as it
 
 import functools as ft
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.extend.core as jexc
@@ -19,7 +19,7 @@ import jax.tree_util as jtu
 from . import _compat
 from ._errors import UnsupportedPrimitiveError
 from ._primitive import Listening, listening, Site, sow_p
-from ._rewrite import holds_sow, sites, without_sows
+from ._rewrite import has_sow, is_plain, sites, without_sows
 
 
 class Given(NamedTuple):
@@ -41,10 +41,6 @@ class Taken(NamedTuple):
 
 
 rules: dict[jexc.Primitive, Callable] = {}
-
-# Primitives that hold a Python function, and trace it whenever they are evaluated
-# abstractly. Sows in there leave no trace.
-opaque: set[jexc.Primitive] = set()
 
 
 def register_rule(primitive: jexc.Primitive) -> Callable[[Callable], Callable]:
@@ -117,20 +113,32 @@ class Handler:
         wants to know. Returns what the next sow is given."""
         raise NotImplementedError
 
+    # Whether the sows that it does not want are left for somebody further out.
+    outer: bool = True
+
+    def wants(self, site: Site) -> bool:
+        """Whether a sow must not be lost."""
+        del site
+        return False
+
     def changes(self, eqn: Any) -> bool:
         """Whether what is inside of an equation will compute something else."""
         del eqn
         return False
 
-    def hide(self, found: list, given: Given, eqn: Any, frame: "Frame") -> None:
-        """Sees to an equation in which no sow can be seen, nor be left."""
-        del found, given
-        frame.leave(without_sows(eqn))
+    def hide(self, found: list, given: Given, eqn: Any) -> None:
+        """Takes note of an equation that evaluates its sows over and over."""
+        del found, given, eqn
 
     def join(self, found: list, given: Given, frame: "Frame") -> Taken:
         """One `Taken` from all that `sow` and the rules put into `found`."""
         del found, frame
         return Taken(given.carry)
+
+    def ordered(self, site: Site) -> bool:
+        """Whether it counts in which order the executions of a sow come."""
+        del site
+        return False
 
     def within(self, eqn: Any) -> "Handler":
         """The handler for what is inside of an equation."""
@@ -329,9 +337,11 @@ def evaluate(
     frame = Frame(jaxpr, [*consts, *args])
     found: list[Any] = []
     for i, eqn in enumerate(jaxpr.eqns):
-        if not holds_sow(eqn):
-            if eqn.primitive in opaque:
-                _look_inside(eqn)
+        if is_plain(eqn):
+            frame.leave(eqn)
+            continue
+        if not has_sow(eqn):
+            _look_inside(eqn)
             frame.leave(eqn)
             continue
         frame.now, frame.eqn = i, eqn
@@ -339,11 +349,13 @@ def evaluate(
             given = handler.sow(found, given, eqn.params["site"], eqn.invars, frame)
             continue
         rule = rules.get(eqn.primitive)
-        if rule is None and eqn.primitive.name in solvers:
-            handler.hide(found, given, eqn, frame)
-            continue
         if rule is None:
-            raise_unsupported(eqn, "eqx_sow has no rule for it")
+            if eqn.primitive.name in solvers:
+                handler.hide(found, given, eqn)
+            else:
+                refuse(handler, eqn, sites(eqn), _NO_RULE, _TEACH)
+            frame.leave(eqn if handler.outer else without_sows(eqn))
+            continue
         values = frame.read(eqn.invars)
         frame.settle()
         with eqn.ctx.manager:
@@ -358,11 +370,22 @@ def evaluate(
     return outs, taken
 
 
+# Jaxprs in which nothing is hidden.
+_seen: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
 def _look_inside(eqn: Any) -> None:
-    """Traces an opaque equation once more; a sow in there raises."""
-    _compat.forget_noinline()
-    with listening(Listening(blind=str(eqn.primitive))):
-        eqn.primitive.abstract_eval(*[v.aval for v in eqn.invars], **eqn.params)
+    """Raises if there is a sow in a function that an equation holds: the function is
+    traced once more."""
+    if eqn.primitive is _compat.noinline_p:
+        _compat.forget_noinline()
+        with listening(Listening(blind=str(eqn.primitive))):
+            eqn.primitive.abstract_eval(*[v.aval for v in eqn.invars], **eqn.params)
+    for jaxpr in jexc.jaxprs_in_params(eqn.params):
+        if jaxpr not in _seen:
+            for e in jaxpr.eqns:
+                _look_inside(e)
+            _seen.add(jaxpr)
 
 
 def _as_array(atom: Any, x: Any) -> Any:
@@ -378,16 +401,26 @@ def in_backward_pass(eqn: Any) -> bool:
     return "transpose(" in str(eqn.source_info.name_stack)
 
 
-def raise_unsupported(eqn: Any, why: str) -> NoReturn:
-    raise UnsupportedPrimitiveError(unsupported(eqn, why))
+_MOVE = "Move the sow out of it."
+_NO_RULE = "eqx_sow has no rule for it"
+_TEACH = (
+    f"{_MOVE} If the primitive is yours, `@eqx_sow.register_rule(primitive)` teaches "
+    "eqx_sow about it."
+)
+OVER_AND_OVER = "it evaluates its function over and over"
 
 
-def unsupported(eqn: Any, why: str) -> str:
-    site = next(iter(sites(eqn)), None)
-    sow = f"`sow(..., {site.name!r})` at {site.where}" if site else "A sow"
+def refuse(
+    handler: Handler, eqn: Any, inside: Iterable[Site], why: str, remedy: str = _MOVE
+) -> None:
+    """Raises if the handler wants any of the sows inside of an equation."""
+    for site in filter(handler.wants, inside):
+        raise UnsupportedPrimitiveError(unsupported(site, eqn, why, remedy))
+
+
+def unsupported(site: Site, eqn: Any, why: str, remedy: str = _MOVE) -> str:
     return (
-        f"{sow} is inside the primitive `{eqn.primitive}`: {why}, so the value cannot "
-        "be captured. Move the sow out of it, or capture sows of another tag. If the "
-        "primitive is yours, `@eqx_sow.register_rule(primitive)` teaches eqx_sow about "
-        "it."
+        f"`sow(..., {site.name!r})` at {site.where} is inside the primitive "
+        f"`{eqn.primitive}`: {why}, so the value cannot be captured or planted. "
+        f"{remedy} Or leave it out, by `names` or another `tag`."
     )

@@ -91,7 +91,7 @@ def _call(marks, name, plain, args, kwargs):
     marks = tuple(m for m in dict.fromkeys(marks) if name in m.methods)
     for m in marks:
         if m.inputs and name in m.emit:
-            label = f"{_label(m.path, name)}.inputs".replace("..", ".")
+            label = _label(m.path, name, "inputs")
             args, kwargs = bind((args, kwargs), label, m.tag, None)
     scope = next((m.path for m in reversed(marks) if m.scope), here.scope)
     with listening(here._replace(scope=scope)):
@@ -102,12 +102,13 @@ def _call(marks, name, plain, args, kwargs):
     return out
 
 
-def _label(path: str, method: str) -> str:
-    return (path or ".") if method == "__call__" else f"{path}.{method}"
+def _label(path: str, method: str, *more: str) -> str:
+    methods = () if method == "__call__" else (method,)
+    return ".".join((path, *methods, *more)) or "."
 
 
 def with_marks(module: eqx.Module, marks: tuple[Mark, ...]) -> eqx.Module:
-    cls = getattr(type(module), "_unmarked", type(module))
+    cls = plain_type(module)
     fields = {k: v for k, v in module.__dict__.items() if k != "_marks"}
     if marks:
         methods = dict.fromkeys(m for mark in marks for m in mark.methods)

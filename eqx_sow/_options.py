@@ -31,15 +31,41 @@ def unbound(fn: Callable) -> Callable:
     return fn
 
 
-def as_methods(methods: str | Sequence[str]) -> tuple[str, ...]:
-    return (methods,) if isinstance(methods, str) else tuple(methods)
+def as_capture(call: str, capture: Any) -> Any:
+    """`None` for no capture."""
+    if capture is None or capture is False:
+        return None
+    classes = capture if isinstance(capture, tuple) else (capture,)
+    if (
+        callable(capture)
+        or capture is True
+        or all(isinstance(c, type) for c in classes)
+    ):
+        return capture
+    raise TypeError(
+        f"`{call}(..., capture=...)` takes `True`, a class, a tuple of classes, or a "
+        f"function `(path, module) -> bool`, not {capture!r}. To choose by path, write "
+        "a function."
+    )
+
+
+def as_methods(call: str, methods: Any) -> tuple[str, ...]:
+    if isinstance(methods, str):
+        return (methods,)
+    if isinstance(methods, Sequence) and all(isinstance(m, str) for m in methods):
+        return tuple(methods)
+    raise TypeError(
+        f"`{call}(..., methods=...)` takes the name of a method, or a sequence of "
+        f"them, not {methods!r}."
+    )
 
 
 def as_names(call: str, names: Any) -> Any:
     if names is None or isinstance(names, str) or callable(names):
         return names
     if isinstance(names, Sequence | set | frozenset):
-        return tuple(names)
+        if all(isinstance(name, str) or callable(name) for name in names):
+            return tuple(names)
     raise TypeError(
         f"`{call}(..., names=...)` takes a name, a glob, a sequence of them, or a "
         f"function of a name, not {names!r}."
@@ -49,19 +75,26 @@ def as_names(call: str, names: Any) -> Any:
 _PARTS = ("primal", "tangent", "cotangent")
 
 
+def check_mode(call: str, mode: Any) -> None:
+    parts = mode.split(".") if isinstance(mode, str) else [None]
+    while parts[0] == "primal" and len(parts) > 1:
+        parts = parts[1:]
+    if not (parts == ["primal"] or all(p in _PARTS[1:] for p in parts)):
+        raise ValueError(
+            f"`{call}`: {mode!r} is no mode. Modes are 'primal', 'tangent' and "
+            "'cotangent', or of second order, such as 'cotangent.tangent'."
+        )
+
+
 def as_modes(call: str, modes: Any) -> tuple[str, ...] | None:
     if modes is None:
         return None
-    modes = (modes,) if isinstance(modes, str) else tuple(modes)
+    if isinstance(modes, Sequence | set | frozenset) and not isinstance(modes, str):
+        modes = tuple(modes)
+    else:
+        modes = (modes,)
     for mode in modes:
-        parts = mode.split(".") if isinstance(mode, str) else [None]
-        while parts[0] == "primal" and len(parts) > 1:
-            parts = parts[1:]
-        if not (parts == ["primal"] or all(p in _PARTS[1:] for p in parts)):
-            raise ValueError(
-                f"`{call}`: {mode!r} is no mode. Modes are 'primal', 'tangent' and "
-                "'cotangent', or of second order, such as 'cotangent.tangent'."
-            )
+        check_mode(call, mode)
     return modes
 
 

@@ -12,10 +12,10 @@ from jax.sharding import PartitionSpec
 
 from . import _entry, _options as opt
 from ._capture import Marking
-from ._collect import Collect
+from ._collect import Collect, labels
 from ._entry import Entry
 from ._errors import calling, SowError
-from ._interpreter import Frame, Given, Handler
+from ._interpreter import Frame, Given, Handler, OVER_AND_OVER, refuse
 from ._primitive import Const, listening, OPERAND, Same, Site, sow_p
 from ._program import trace
 from ._reduce import Append
@@ -26,41 +26,42 @@ from ._transformed import Transformed, wrap
 
 @dc.dataclass(frozen=True)
 class _Replace(Handler):
-    """Replaces what is sown. `Given.rest` maps names to the arrays of the new values,
-    whose first axes are those of the `loops` still around the walk; `functions` maps
-    globs to functions of the value."""
+    """Replaces what is sown. All go by `Site.key`: `Given.rest` has the arrays of the
+    new values, whose first axes are those of the loops still around the walk; `forms`
+    the sites that they are for; `functions` functions of the value."""
 
     tag: Any
-    mode: str
-    functions: Same
-    forms: Const  # {name: Site}
+    functions: tuple[tuple[Any, Same], ...]
+    forms: tuple[tuple[Any, Site], ...]
     outer: bool
 
-    def _mine(self, site: Site) -> bool:
-        return site.tag == self.tag and site.mode == self.mode
+    def wants(self, site):
+        planted = any(site.key == key for key, _ in (*self.functions, *self.forms))
+        return planted and site.tag == self.tag
 
     def changes(self, eqn):
-        names = {*self.forms.value, *self.functions.value}
-        return any(self._mine(s) and s.name in names for s in sites(eqn))
+        return any(map(self.wants, sites(eqn)))
+
+    def hide(self, found, given, eqn):
+        del found, given
+        refuse(self, eqn, sites(eqn), OVER_AND_OVER)
 
     def sow(self, found, given, site: Site, atoms, frame: Frame):
         del found
         guard = len(site.guards)
-        new = None
-        if self._mine(site):
-            fn = lookup(self.functions.value, site.name)
-            if site.name in given.rest:
-                form = self.forms.value[site.name]
-                guards = frame.read(atoms[:guard])
-                new = _at_site(site, guards, given.rest[site.name], form)
-            elif fn is not None:
-                new = _apply(fn, site, frame.read(atoms)[guard:])
-        if new is None:
+        if not self.wants(site):
             if self.outer:
                 frame.leave(frame.eqn)
             else:
                 frame.alias(atoms)
             return given
+        if site.key in given.rest:
+            form = dict(self.forms)[site.key]
+            guards = frame.read(atoms[:guard])
+            new = _at_site(site, guards, given.rest[site.key], form)
+        else:
+            fn = dict(self.functions)[site.key].value
+            new = _apply(fn, site, frame.read(atoms)[guard:])
         if guard:
             new = [*frame.read(atoms[:guard]), *new]
         if self.outer:
@@ -69,19 +70,20 @@ class _Replace(Handler):
         return given
 
     def unstack(self, rest, jaxpr, devices=()):
-        names = {s.name for s in sites(jaxpr) if self._mine(s)} & set(rest)
-        inside = {n: rest[n] for n in names}
-        outside = {n: x for n, x in rest.items() if n not in names}
+        here = {s.key for s in sites(jaxpr) if self.wants(s)}
+        inside = {k: x for k, x in rest.items() if k in here}
+        outside = {k: x for k, x in rest.items() if k not in here}
         if not devices:
             return inside, lambda xs: {**outside, **xs}, None
         mesh = {
-            n: [a.mesh for a in self.forms.value[n].axes if a.mesh in devices]
-            for n in names
+            k: [a.mesh for a in form.axes if a.mesh in devices]
+            for k, form in self.forms
+            if k in inside
         }
-        specs = {n: [PartitionSpec(*mesh[n])] * len(inside[n]) for n in names}
+        specs = {k: [PartitionSpec(*mesh[k])] * len(x) for k, x in inside.items()}
 
         def put_back(xs):
-            local = {n: [x.reshape(x.shape[len(mesh[n]) :]) for x in xs[n]] for n in xs}
+            local = {k: [x.reshape(x.shape[len(mesh[k]) :]) for x in xs[k]] for k in xs}
             return {**outside, **local}
 
         return inside, put_back, specs
@@ -150,11 +152,12 @@ def _apply(fn: Callable, site: Site, values: Sequence[Any]) -> list[Any]:
 
 def _operands(value: Any, site: Site, like: Sequence[Any]) -> list[Any]:
     """The arrays of a value that must look like what is sown, and they like `like`."""
+    value_for = f"`plant`: the value for `sow(..., {site.name!r})` at {site.where}"
     leaves, treedef = jtu.tree_flatten(value)
     if Const(treedef) != site.treedef:
         raise SowError(
-            f"`plant`: the value for {site.name!r} has the structure {treedef}, but "
-            f"{site.treedef.value} is sown there."
+            f"{value_for} has the structure {treedef}, but {site.treedef.value} is "
+            "sown there. Plant a value of that structure."
         )
     new = []
     operand = iter(like)
@@ -162,9 +165,8 @@ def _operands(value: Any, site: Site, like: Sequence[Any]) -> list[Any]:
         if leaf is not OPERAND:
             if isinstance(leaf, Const) and leaf != Const(x):
                 raise SowError(
-                    f"`plant`: the value for {site.name!r} has the static leaf {x!r}, "
-                    f"but {leaf.value!r} is sown there. Static leaves cannot be "
-                    "changed."
+                    f"{value_for} has the static leaf {x!r}, but {leaf.value!r} is "
+                    "sown there. Static leaves cannot be changed: plant that one."
                 )
             continue
         old = next(operand)
@@ -173,8 +175,8 @@ def _operands(value: Any, site: Site, like: Sequence[Any]) -> list[Any]:
         if not eqx.is_array(x) or (x.shape, x.dtype) != (old.shape, old.dtype):
             got = jax.typeof(x).str_short() if eqx.is_array(x) else repr(x)
             raise SowError(
-                f"`plant`: the value for {site.name!r} has a leaf {got} where "
-                f"{old.dtype}{list(old.shape)} is sown."
+                f"{value_for} has a leaf {got} where {old.dtype}{list(old.shape)} is "
+                "sown. Plant an array of that shape and dtype, or a function."
             )
         new.append(jnp.asarray(x))
     return new
@@ -218,27 +220,37 @@ class _Plant(Transformed):
         )
         sown = program.survey(survey)
         check_known("plant(fn, values)", self._values, sown.seen)
-        entries: dict[str, list[Entry]] = {}
+        mode_of = labels({e.site.key for e in sown.entries})
+        entries: dict[Any, list[Entry]] = {}
         for e in sown.entries:
-            entries.setdefault(e.site.name, []).append(e)
+            if mode_of[e.site.key] == mode:
+                entries.setdefault(e.site.key, []).append(e)
         problem = f"is sown, but has no {mode} here"
         if "cotangent" in mode:
             problem += " (as it has in `plant(eqx.filter_grad(fn), ...)`)"
-        check_known(f"plant(fn, values, mode={mode!r})", self._values, entries, problem)
+        check_known(
+            f"plant(fn, values, mode={mode!r})",
+            self._values,
+            [name for name, *_ in entries],
+            problem,
+        )
         values, functions = {}, {}
-        for name, found in entries.items():
-            value = lookup(self._values, name)
+        for key, found in entries.items():
+            value = lookup(self._values, key[0])
             if callable(value):
-                functions[name] = value
+                functions[key] = value
                 continue
             if len(found) > 1:
-                raise _entry.duplicate(found[0].site, found[1].site)
-            values[name] = _prepare(value, mode, found[0])
+                raise _entry.duplicate(
+                    found[0].site,
+                    found[1].site,
+                    "or plant a function, which is called at each of them.",
+                )
+            values[key] = _prepare(value, mode, found[0])
         handler = _Replace(
             tag=marking.tag,
-            mode=mode,
-            functions=Same(functions),
-            forms=Const({name: entries[name][0].site for name in values}),
+            functions=tuple((key, Same(fn)) for key, fn in functions.items()),
+            forms=tuple((key, entries[key][0].site) for key in values),
             outer=outer,
         )
         outs, _ = program.evaluate(handler, Given(rest=values), *program.leaves)
@@ -314,6 +326,7 @@ def plant(
             "`plant(fn, values)` takes a dict of names to values, such as "
             f"`{{'h': jnp.zeros(3)}}`, not {type(values).__name__}."
         )
-    opt.as_modes("plant", mode)
-    marking = Marking(capture, tag, opt.as_methods(methods), False, scope)
+    opt.check_mode("plant(..., mode=...)", mode)
+    capture = opt.as_capture("plant", capture)
+    marking = Marking(capture, tag, opt.as_methods("plant", methods), False, scope)
     return wrap(_Plant, opt.unbound(fn), dict(values), Const((mode, marking)))

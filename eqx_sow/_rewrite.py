@@ -1,5 +1,6 @@
 """Sows in a jaxpr: finding them, and changing what is static about them in place."""
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -9,23 +10,39 @@ from . import _compat
 from ._primitive import Site, sow_effect, sow_p
 
 
-def has_sow(x: Any) -> bool:
-    """Whether an equation or a jaxpr has a sow inside."""
-    return bool(x.effects) and sow_effect in x.effects
-
-
 # Types of parameters in which there is no need to look for a jaxpr.
 _PLAIN = frozenset({type(None), bool, int, float, str})
 
 
-def holds_sow(eqn: Any) -> bool:
-    """The same of an equation, by looking: some primitives hide effects."""
-    if eqn.effects and sow_effect in eqn.effects:
-        return True
+def is_plain(eqn: Any) -> bool:
+    """Whether an equation cannot have a sow inside, at a glance."""
+    if shows_sow(eqn):
+        return False
     for x in eqn.params.values():
         if type(x) not in _PLAIN:
-            return any(map(has_sow, jexc.jaxprs_in_params(eqn.params)))
-    return False
+            return False
+    return True
+
+
+def shows_sow(x: Any) -> bool:
+    """Whether the effects of an equation or a jaxpr tell of a sow inside."""
+    return bool(x.effects) and sow_effect in x.effects
+
+
+_hidden: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+
+
+def has_sow(x: Any) -> bool:
+    """Whether an equation or a jaxpr has a sow inside, at any depth: some primitives
+    hide the effects of what is in there."""
+    if shows_sow(x):
+        return True
+    if isinstance(x, jexc.JaxprEqn):
+        return any(map(has_sow, jexc.jaxprs_in_params(x.params)))
+    jaxpr, _ = _compat.open_jaxpr(x)
+    if jaxpr not in _hidden:
+        _hidden[jaxpr] = any(map(has_sow, jaxpr.eqns))
+    return _hidden[jaxpr]
 
 
 def sites(x: Any) -> list[Site]:
@@ -91,25 +108,23 @@ def without_prints(jaxpr: Any) -> Any:
     return jexc.ClosedJaxpr(opened.replace(eqns=eqns, effects=effects), consts)
 
 
-def without_sows(eqn: Any) -> Any:
-    """An equation, with no sows in it."""
+def without_sows(x: Any) -> Any:
+    """An equation, or a jaxpr without constants, with no sows in it."""
+    if isinstance(x, jexc.JaxprEqn):
+        effects = frozenset(e for e in x.effects if e != sow_effect)
+        return x.replace(params=map_params(x.params, without_sows), effects=effects)
+    same = {}
+    eqns = []
 
-    def inside(jaxpr):
-        same = {}
-        eqns = []
+    def source(v):
+        return v if isinstance(v, jexc.Literal) else same.get(v, v)
 
-        def source(v):
-            return v if isinstance(v, jexc.Literal) else same.get(v, v)
-
-        for e in jaxpr.eqns:
-            if e.primitive is sow_p:
-                same.update(zip(e.outvars, map(source, e.invars)))
-                continue
-            e = e.replace(invars=list(map(source, e.invars)))
-            eqns.append(without_sows(e) if holds_sow(e) else e)
-        outvars = list(map(source, jaxpr.outvars))
-        effects = frozenset().union(*[e.effects for e in eqns])
-        return jaxpr.replace(eqns=eqns, outvars=outvars, effects=effects)
-
-    effects = frozenset(e for e in eqn.effects if e != sow_effect)
-    return eqn.replace(params=map_params(eqn.params, inside), effects=effects)
+    for e in x.eqns:
+        if e.primitive is sow_p:
+            same.update(zip(e.outvars, map(source, e.invars)))
+            continue
+        e = e.replace(invars=list(map(source, e.invars)))
+        eqns.append(without_sows(e) if has_sow(e) else e)
+    outvars = list(map(source, x.outvars))
+    effects = frozenset().union(*[e.effects for e in eqns])
+    return x.replace(eqns=eqns, outvars=outvars, effects=effects)

@@ -132,8 +132,9 @@ def save_intermediates(
     - `transform`: a function of the value, or a dict of names or globs to functions,
         that is applied where the value is sown: within a loop only its result is
         stacked.
-    - `spec`: a dict of names or globs to jaxtyping annotations of what comes back. All
-        annotations in one call share their axis names.
+    - `spec`: a dict of names or globs to jaxtyping annotations of what comes back: of
+        the primal, or of the first mode if there is none. All annotations in one call
+        share their axis names.
 
     **Returns:**
 
@@ -196,7 +197,8 @@ def save_intermediates(
     opt.check_reduce(call, reduce)
     opt.check_transform(call, transform)
     opt.check_spec(call, spec)
-    marking = Marking(capture, tag, opt.as_methods(methods), inputs, scope)
+    capture = opt.as_capture(call, capture)
+    marking = Marking(capture, tag, opt.as_methods(call, methods), inputs, scope)
     names = opt.as_names(call, names)
     static = _Options(names, opt.as_modes(call, modes), spec, marking)
     fn = opt.unbound(fn)

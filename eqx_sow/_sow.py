@@ -10,6 +10,7 @@ import jax.tree_util as jtu
 
 from . import _compat
 from ._errors import SowError, UnsupportedPrimitiveError
+from ._options import check_tag
 from ._primitive import Const, listening, OPERAND, Site, sow_p
 
 
@@ -63,12 +64,7 @@ def sow(
             f"`eqx_sow.sow(value, name)` takes a string as name, not {name!r}. Write "
             '`eqx_sow.sow(value, "some_name")`.'
         )
-    try:
-        hash(tag)
-    except TypeError as e:
-        raise TypeError(
-            f"`eqx_sow.sow(..., {name!r}, tag=...)` takes a hashable tag, not {tag!r}."
-        ) from e
+    check_tag(f"sow(..., {name!r}, tag=...)", tag)
     name = f"{here.scope}/{name}" if here.scope else name
     return bind(value, name, tag, None if spec is None else Const(spec))
 
@@ -149,6 +145,7 @@ class Sow(eqx.Module):
         - `spec`: a jaxtyping annotation for the value, as in [`eqx_sow.sow`][].
         - `tag`: as in [`eqx_sow.sow`][].
         """
+        check_tag("Sow(..., tag=...)", tag)
         self.name = name
         self.spec = spec
         self.tag = tag

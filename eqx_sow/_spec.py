@@ -18,7 +18,7 @@ from beartype.roar import BeartypeDecorHintException
 from . import _entry
 from ._collect import Check
 from ._errors import SowTypeError
-from ._select import matches
+from ._select import lookup
 
 
 def check(
@@ -32,19 +32,20 @@ def check(
         return
 
     def at_sows(values):
-        for c, value in zip(checks, values):
-            value = _entry.rebuild(c.treedef, c.leaves, value)
-            _check(c.name, "as sown", c.spec.value, value)
+        for check, leaves in zip(checks, values):
+            site = check.site
+            value = _entry.rebuild(site.treedef, site.leaves, leaves)
+            _check(site.name, f"as sown at {site.where}", check.spec.value, value)
 
     with jaxtyping.jaxtyped("context"):
         # Nothing is computed: the arrays that are checked are tracers.
         jax.eval_shape(at_sows, [c.shapes for c in checks])
-        for pattern, annotation in (spec or {}).items():
-            for name, modes in intermediates.items():
-                if matches(pattern, name):
-                    mode = next(m for m in modes if m != "count")
-                    mode = "primal" if "primal" in modes else mode
-                    _check(name, mode, annotation, modes[mode])
+        for name, modes in intermediates.items():
+            annotation = lookup(spec or {}, name)
+            if annotation is not None:
+                mode = next(m for m in modes if m != "count")
+                mode = "primal" if "primal" in modes else mode
+                _check(name, mode, annotation, modes[mode])
 
 
 def _check(name: str, what: str, annotation: Any, value: Any) -> None:

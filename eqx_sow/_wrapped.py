@@ -28,7 +28,7 @@ from ._entry import out_of_loop
 from ._errors import SowError
 from ._interpreter import Given, Handler, Interpret
 from ._primitive import Axis, Listening, listening, sow_p
-from ._rewrite import has_sow, sites, with_sites
+from ._rewrite import shows_sow, sites, with_sites
 
 
 cond_p = jexc.primitives.cond_p
@@ -79,18 +79,13 @@ def _batched(rule, axis_data, args, dims, params):
     return closed, dims_out
 
 
-def _evaluate(closed, args):
-    jaxpr, consts = _compat.open_jaxpr(closed)
-    return jax.core.eval_jaxpr(jaxpr, consts, *args)
-
-
 @_wrap(batching.fancy_primitive_batchers, scan_p)
 def _batch_scan(rule):
     def batch_scan(axis_data, args, dims, **params):
-        if not has_sow(params["jaxpr"]):
+        if not shows_sow(params["jaxpr"]):
             return rule(axis_data, args, dims, **params)
         closed, dims_out = _batched(rule, axis_data, args, dims, params)
-        return _evaluate(closed, args), dims_out
+        return jexc.jaxpr_as_fun(closed)(*args), dims_out
 
     return batch_scan
 
@@ -99,7 +94,7 @@ def _batch_scan(rule):
 def _batch_while(rule):
     def batch_while(axis_data, args, dims, **params):
         body, cond = params["body_jaxpr"], params["cond_jaxpr"]
-        if not has_sow(body):
+        if not shows_sow(body):
             return rule(axis_data, args, dims, **params)
         closed, dims_out = _batched(rule, axis_data, args, dims, params)
         loop = _compat.open_jaxpr(closed)[0].eqns[-1]
@@ -125,7 +120,7 @@ def _batch_while(rule):
             args = [*args[:n], *args]
             dims = [*dims[:n], *dims]
             closed, dims_out = _batched(rule, axis_data, args, dims, params)
-        return _evaluate(closed, args), dims_out
+        return jexc.jaxpr_as_fun(closed)(*args), dims_out
 
     return batch_while
 
@@ -133,7 +128,7 @@ def _batch_while(rule):
 @_wrap(batching.fancy_primitive_batchers, cond_p)
 def _batch_cond(rule):
     def batch_cond(axis_data, args, dims, *, branches, **params):
-        if dims[0] is None or not any(map(has_sow, branches)):
+        if dims[0] is None or not any(map(shows_sow, branches)):
             return rule(axis_data, args, dims, branches=branches, **params)
         index, *operands = args
         cond = object()
@@ -186,7 +181,7 @@ def _stamp_hoisted(closed: Any, length: int) -> Any:
 @_wrap(_compat.primitive_linearizations, scan_p)
 def _linearize_scan(rule):
     def linearize_scan(is_vjp, nonzeros, *primals, **params):
-        if not has_sow(params["jaxpr"]):
+        if not shows_sow(params["jaxpr"]):
             return rule(is_vjp, nonzeros, *primals, **params)
         rest = []
 
@@ -199,7 +194,7 @@ def _linearize_scan(rule):
 
         closed, shape = jax.make_jaxpr(linearized, return_shape=True)(*primals)
         closed = _stamp_hoisted(closed, params["length"])
-        out = _evaluate(closed, primals)
+        out = jexc.jaxpr_as_fun(closed)(*primals)
         outs, residuals = jax.tree.unflatten(jax.tree.structure(shape), out)
         nonzeros_out, tangent = rest
         return outs, nonzeros_out, *residuals, tangent
@@ -211,7 +206,7 @@ def _linearize_scan(rule):
 def _checkpoint_scan(rule):
     def checkpoint_scan(saveable, unknown, instantiated, eqn):
         known, *rest = rule(saveable, unknown, instantiated, eqn)
-        if has_sow(eqn) and has_sow(known):
+        if shows_sow(eqn) and shows_sow(known):
             closed = _stamp_hoisted(known.params["call_jaxpr"], eqn.params["length"])
             known = known.replace(params={**known.params, "call_jaxpr": closed})
             known = _compat.call_that_keeps_effects(known)
@@ -223,13 +218,13 @@ def _checkpoint_scan(rule):
 @_wrap(pe.custom_partial_eval_rules, scan_p)
 def _partial_eval_scan(rule):
     def partial_eval_scan(trace, *tracers, **params):
-        if has_sow(params["jaxpr"]):
+        if shows_sow(params["jaxpr"]):
             # What the rule makes cannot be mended here, but it can be looked at.
             n = len(trace.effect_handles)
             closed = jax.make_jaxpr(lambda: rule(trace, *tracers, **params) and None)()
             del trace.effect_handles[n:]
             *hoisted, _ = _compat.open_jaxpr(closed)[0].eqns or [None]
-            for site in (s for e in hoisted if has_sow(e) for s in sites(e)):
+            for site in (s for e in hoisted if shows_sow(e) for s in sites(e)):
                 raise SowError(
                     f"`sow(..., {site.name!r})` at {site.where} does not depend on the "
                     "iteration of the scan that it is in, and that scan is part of a "

@@ -22,7 +22,11 @@ def _inputs(closed, given, args):
 
 def _consts_as_args(closed):
     jaxpr, consts = _compat.open_jaxpr(closed)
-    return jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
+    if not consts:
+        # JAX compiles what it has compiled already only if it is another jaxpr.
+        return closed
+    jaxpr = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
+    return _compat.close_jaxpr(jaxpr)
 
 
 @register_rule(jexc.primitives.jit_p)
@@ -35,7 +39,7 @@ def _jit(interpret, given, eqn, *args):
     out = bind(
         eqn,
         inputs,
-        jaxpr=_compat.close_jaxpr(_consts_as_args(closed)),
+        jaxpr=_consts_as_args(closed),
         **{k: (v,) * n + tuple(p[k]) for k, v in new_in.items()},
         **{k: tuple(p[k]) + (v,) * extra for k, v in new_out.items()},
     )
@@ -46,7 +50,7 @@ def _jit(interpret, given, eqn, *args):
 def _checkpoint(interpret, given, eqn, *args):
     closed, treedef = interpret.staged(eqn.params["jaxpr"], given, *args)
     inputs, _ = _inputs(closed, given, args)
-    out = bind(eqn, inputs, jaxpr=_consts_as_args(closed))
+    out = bind(eqn, inputs, jaxpr=_compat.open_jaxpr(_consts_as_args(closed))[0])
     return jtu.tree_unflatten(treedef, out)
 
 

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from .. import _compat
-from .._interpreter import Given, raise_unsupported, register_rule, Taken
-from .._rewrite import has_sow
+from .._interpreter import Given, refuse, register_rule, Taken
+from .._rewrite import sites, without_sows
 from .calls import bind
 
 
@@ -112,19 +112,22 @@ def _alike(fns, *args):
 def _while(interpret, given, eqn, *args):
     p = eqn.params
     handler = interpret.handler
-    if has_sow(p["cond_jaxpr"]):
-        raise_unsupported(
-            eqn,
-            "a sow in the condition of a `while_loop` runs before each iteration "
-            "and once more, which fits no iteration",
-        )
+    refuse(
+        handler,
+        eqn,
+        sites(p["cond_jaxpr"]),
+        "a sow in the condition of a `while_loop` runs before each iteration and once "
+        "more, which fits no iteration",
+        "Sow the value in the body.",
+    )
     cond_consts, consts, init = _split(args, p["cond_nconsts"], p["body_nconsts"])
     cond_jaxpr, literals = _compat.open_jaxpr(p["cond_jaxpr"])
+    predicate = without_sows(cond_jaxpr)
     run = interpret(p["body_jaxpr"])
     shape = jax.eval_shape(run, given, *consts, *init)[1].rest
 
-    def going(carry):
-        (out,) = _compat.splice(cond_jaxpr, literals, [*cond_consts, *carry])
+    def going(carry, jaxpr=predicate):
+        (out,) = _compat.splice(jaxpr, literals, [*cond_consts, *carry])
         return out
 
     def body(loop):
@@ -133,14 +136,16 @@ def _while(interpret, given, eqn, *args):
         if cond_jaxpr.outvars[0].aval.shape:
             # Under vmap: the lanes that have finished stay as they are. Whatever the
             # handler does, `_wrapped.py` has told it which lanes these are.
-            outs = [_select(going(carry), x, y) for x, y in zip(outs, carry)]
+            mask = going(carry)
+            outs = [_select(mask, x, y) for x, y in zip(outs, carry)]
         return outs, taken.carry, handler.again(rest, taken.rest)
 
     empty = _varying_like(going(init), handler.empty(shape))
     first = init, given.carry, empty
     step, start = _alike([body, lambda loop: loop], first)
+    kept = cond_jaxpr if handler.outer else predicate
     carry, state, rest = lax.while_loop(
-        lambda loop: jnp.any(going(loop[0])), step, start(first)
+        lambda loop: jnp.any(going(loop[0], kept)), step, start(first)
     )
     return carry, Taken(state, rest)
 

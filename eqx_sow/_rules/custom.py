@@ -13,29 +13,9 @@ import jax.extend.core as jexc
 import jax.numpy as jnp
 
 from .. import _compat
-from .._interpreter import Given, Handler, Interpret, opaque, register_rule
-from .._rewrite import without_prints
+from .._interpreter import register_rule
+from .._rewrite import without_prints, without_sows
 from .calls import bind
-
-
-class Strip(Handler):
-    """Takes the sows out."""
-
-    def sow(self, found, given, site, atoms, frame):
-        del found, site
-        frame.alias(atoms)
-        return given
-
-    def __eq__(self, other):
-        return type(other) is Strip
-
-    def __hash__(self):
-        return hash(Strip)
-
-
-def _without_sows(jaxpr, args):
-    closed, _ = Interpret(Strip()).staged(jaxpr, Given(), *args)
-    return closed
 
 
 @jax.custom_jvp
@@ -61,7 +41,7 @@ def _custom(interpret, given, eqn, *args):
         return interpret(jaxpr)(given, *args)
     # The original prints what there is to print.
     outs, taken = interpret(without_prints(jaxpr))(given, *args)
-    original = bind(eqn, args, call_jaxpr=_without_sows(jaxpr, args))
+    original = bind(without_sows(eqn), args)
     return list(map(_derivative_of, outs, original)), taken
 
 
@@ -75,7 +55,4 @@ def _custom_vmap(interpret, given, eqn, *args):
     if interpret.handler.changes(eqn):
         return interpret(jaxpr)(given, *args)
     _, taken = interpret(without_prints(jaxpr))(given, *args)
-    return bind(eqn, args, call=_without_sows(jaxpr, args)), taken
-
-
-opaque.add(_compat.noinline_p)
+    return bind(without_sows(eqn), args), taken

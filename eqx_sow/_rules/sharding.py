@@ -4,17 +4,21 @@ devices, sharded over the mesh."""
 import jax
 
 from .. import _compat
-from .._interpreter import raise_unsupported, register_rule, Taken
+from .._interpreter import Given, refuse, register_rule, Taken
+from .._rewrite import sites
 
 
 @register_rule(_compat.shard_map_p)
 def _shard_map(interpret, given, eqn, *args):
     p = eqn.params
     handler = interpret.handler
-    if jax.tree.leaves(given.carry):
-        raise_unsupported(
-            eqn, "`Last`, `Fold` and `Buffer` know no order of execution over devices"
-        )
+    refuse(
+        handler,
+        eqn,
+        filter(handler.ordered, sites(eqn)),
+        "`Last`, `Fold` and `Buffer` know no order of execution over devices",
+        "Capture it without a reducer.",
+    )
     run = interpret(p["jaxpr"])
     axes = {a: n for a, n in p["mesh"].shape.items() if a in p["newly_manual_axes"]}
     sliced, put_back, sliced_specs = handler.unstack(
@@ -27,7 +31,7 @@ def _shard_map(interpret, given, eqn, *args):
 
     def body(sliced, *args):
         nonlocal specs
-        outs, taken = run(given._replace(rest=put_back(sliced)), *args)
+        outs, taken = run(Given(rest=put_back(sliced)), *args)
         rest, specs = handler.spread(taken.rest, axes, varying)
         return list(outs), rest
 
