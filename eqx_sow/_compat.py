@@ -3,6 +3,7 @@
 Supported: JAX 0.10 to 0.12. Each entry says why no public way will do.
 """
 
+import dataclasses as dc
 import functools as ft
 import sys
 from collections.abc import Sequence
@@ -109,6 +110,20 @@ def splice(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
         return _call_p.bind(*args, **params)
     # Up to JAX 0.10 binding it evaluates the jaxpr once more. The method does not.
     return trace.process_primitive(_call_p, args, params)
+
+
+@ft.cache
+def _in_loops(cls: type) -> type:
+    return dc.make_dataclass(cls.__name__, [("loops", int)], bases=(cls,), frozen=True)
+
+
+def in_loops(axis_data: Any, loops: int) -> Any:
+    """What JAX's batching rules are told of an axis, and how many loops run between the
+    vmap and what they batch. JAX calls the rules of a custom_jvp function later, where
+    nothing else would tell."""
+    fields = {f.name: getattr(axis_data, f.name) for f in dc.fields(axis_data)}
+    cls = type(axis_data) if "loops" in fields else _in_loops(type(axis_data))
+    return cls(**{**fields, "loops": loops})
 
 
 def _custom_vmap_primitive() -> jexc.Primitive:

@@ -182,6 +182,13 @@ class Listening(NamedTuple):
 listening = jax.make_user_context(None)
 
 
+def loops_around(axis_data: Any) -> int:
+    """How many loops run between a vmap and what is being batched."""
+    # Some rules of JAX's, as that of `shard_map`, make other axis data.
+    here = listening.value or Listening()
+    return getattr(axis_data, "loops", here.loops)
+
+
 sow_p = jexc.Primitive("sow")
 sow_p.multiple_results = True
 sow_effect = _compat.SowEffect()
@@ -256,7 +263,7 @@ def _sow_transpose(cts, *operands, site):
 def _sow_batch(axis_data, operands, dims, *, site):
     # Also if nothing varies: so all sows under the same vmaps have the same axes.
     has = tuple(d is not None for d in dims)
-    axis = Axis(axis_data.size, has, loops=(listening.value or Listening()).loops)
+    axis = Axis(axis_data.size, has, loops_around(axis_data))
     operands = [
         x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims)
     ]

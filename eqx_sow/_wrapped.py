@@ -27,7 +27,7 @@ from . import _compat
 from ._entry import out_of_loop
 from ._errors import SowError
 from ._interpreter import Given, Handler, Interpret
-from ._primitive import Axis, Listening, listening, sow_p
+from ._primitive import Axis, Listening, listening, loops_around, sow_p
 from ._rewrite import shows_sow, sites, with_sites
 
 
@@ -64,17 +64,30 @@ class Guard(Handler):
         return given
 
 
+def _one_loop_more(axis_data):
+    return _compat.in_loops(axis_data, loops_around(axis_data) + 1)
+
+
+def _batched_unseen(rule, axis_data, args, dims, params):
+    """For a loop without a sow. While somebody listens, there may be some in a custom
+    derivative rule: those cannot be seen yet."""
+    if listening.value is not None:
+        axis_data = _one_loop_more(axis_data)
+    return rule(axis_data, args, dims, **params)
+
+
 def _batched(rule, axis_data, args, dims, params):
     """What JAX's batching rule for a loop binds, as a jaxpr, and where the axes are;
     sows in there count one more loop."""
     dims_out = []
+    inside = _one_loop_more(axis_data)
 
     def batched(*args):
-        outs, dims_out[:] = rule(axis_data, args, dims, **params)
+        outs, dims_out[:] = rule(inside, args, dims, **params)
         return outs
 
     here = listening.value or Listening()
-    with listening(here._replace(loops=here.loops + 1)):
+    with listening(here._replace(loops=loops_around(inside))):
         closed = jax.make_jaxpr(batched)(*args)
     return closed, dims_out
 
@@ -83,7 +96,7 @@ def _batched(rule, axis_data, args, dims, params):
 def _batch_scan(rule):
     def batch_scan(axis_data, args, dims, **params):
         if not shows_sow(params["jaxpr"]):
-            return rule(axis_data, args, dims, **params)
+            return _batched_unseen(rule, axis_data, args, dims, params)
         closed, dims_out = _batched(rule, axis_data, args, dims, params)
         return jexc.jaxpr_as_fun(closed)(*args), dims_out
 
@@ -95,7 +108,7 @@ def _batch_while(rule):
     def batch_while(axis_data, args, dims, **params):
         body, cond = params["body_jaxpr"], params["cond_jaxpr"]
         if not shows_sow(body):
-            return rule(axis_data, args, dims, **params)
+            return _batched_unseen(rule, axis_data, args, dims, params)
         closed, dims_out = _batched(rule, axis_data, args, dims, params)
         loop = _compat.open_jaxpr(closed)[0].eqns[-1]
         varies = loop.params["cond_jaxpr"].out_avals[0].shape
