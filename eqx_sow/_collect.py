@@ -1,7 +1,7 @@
 """The handler of `save_intermediates`."""
 
 import dataclasses as dc
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +17,7 @@ from ._interpreter import (
     Taken,
     unsupported,
 )
-from ._primitive import Const, Same, Site
+from ._primitive import Const, Located, Same, Site
 from ._reduce import Append, Reducer
 from ._rewrite import sites
 from ._select import lookup, matches
@@ -53,6 +53,7 @@ class _Marked(NamedTuple):
     operands: Sequence[Any]
     transform: Any
     checks: tuple[Check, ...]
+    guards: Located
     conditional: bool = False
 
 
@@ -132,7 +133,8 @@ class Collect(Handler):
             found.append(Taken(given.carry, Sown(seen=(site.name,), checks=checks)))
         else:
             frame.keep(atoms)
-            found.append(_Marked(site, atoms, transform, checks))
+            guards = tuple((*g, frame.root(v)) for g, v in zip(site.guards, atoms))
+            found.append(_Marked(site, atoms, transform, checks, guards))
         return given
 
     def hide(self, found, given, eqn):
@@ -148,31 +150,35 @@ class Collect(Handler):
         atoms = [v for x in found if isinstance(x, _Marked) for v in x.operands]
         arrays = iter(frame.read_arrays(atoms))
         found = [
-            _Marked(x.site, [next(arrays) for _ in x.operands], x.transform, x.checks)
+            x._replace(operands=[next(arrays) for _ in x.operands])
             if isinstance(x, _Marked)
             else x
             for x in found
         ]
-        for item in _chosen(found):
+        for item in _chosen(found, frame.execution):
             if isinstance(item, _Marked):
                 entry = _entry.from_site(item.site, item.operands, item.transform)
+                if item.guards:
+                    entry = dc.replace(entry, guards=(item.guards,))
                 if item.conditional:
                     entry = _entry.counted(entry)
-                self._add(entries, entry)
+                self._add(entries, entry, frame)
                 seen[item.site.name] = None
                 checks.update(dict.fromkeys(item.checks))
                 continue
             sown = item.rest
             for entry in sown.entries:
-                self._add(entries, entry)
+                self._add(entries, entry, frame)
             seen.update(dict.fromkeys(sown.seen))
             checks.update(dict.fromkeys(sown.checks))
             hidden.update(dict.fromkeys(sown.hidden))
-        flat = tuple(e for same in entries.values() for e in same)
+        flat = tuple(
+            _entry.relocated(e, frame.place) for same in entries.values() for e in same
+        )
         sown = Sown(flat, tuple(seen), tuple(checks), tuple(hidden))
         return Taken(given.carry, sown)
 
-    def _add(self, entries: dict[Any, list[Entry]], new: Entry) -> None:
+    def _add(self, entries: dict[Any, list[Entry]], new: Entry, frame: Frame) -> None:
         """Adds an entry to those of the same name and mode."""
         same = entries.setdefault(new.site.key, [])
         if same and same[0].site.replay != new.site.replay:
@@ -180,12 +186,15 @@ class Collect(Handler):
                 same[:] = [new]
             return
         for i, old in enumerate(same if new.guards else ()):
-            if _entry.exclusive(old, new):
+            if _entry.exclusive(old, new, frame.execution):
                 same[i] = _entry.merge(old, new)
                 return
         if same and not isinstance(self.reducer(new.site.name), Reducer):
             raise _entry.duplicate(same[0].site, new.site)
         same.append(new)
+
+    def enter(self, rest: Sown, operand) -> Sown:
+        return self._map(rest, lambda e: _entry.relocated(e, operand))
 
     def stack(self, rest: Sown, length: int) -> Sown:
         return self._map(rest, lambda e: _entry.stacked(e, length))
@@ -233,17 +242,18 @@ class Collect(Handler):
         return dc.replace(old, entries=entries)
 
 
-def _chosen(found: list[Any]) -> list[Any]:
+def _chosen(found: list[Any], execution: Callable[[Any], Any]) -> list[Any]:
     """What was found, with one sow where every branch of a cond has one of that
     name."""
     groups: dict[Any, list[int]] = {}
     for i, item in enumerate(found):
-        if isinstance(item, _Marked) and item.site.guards:
-            *outer, (cond, _, size) = item.site.guards
-            groups.setdefault((item.site.key, *outer, cond, size), []).append(i)
+        if isinstance(item, _Marked) and item.guards:
+            *outer, (cond, _, size, of) = item.guards
+            key = item.site.key, *outer, cond, execution(of), size
+            groups.setdefault(key, []).append(i)
     chosen: dict[int, Any] = {}
     for (*_, size), places in groups.items():
-        branches = {found[i].site.guards[-1][1]: found[i] for i in places}
+        branches = {found[i].guards[-1][1]: found[i] for i in places}
         if len(places) != size or sorted(branches) != list(range(size)):
             continue
         first, *others = cases = [branches[i] for i in range(size)]
@@ -254,12 +264,14 @@ def _chosen(found: list[Any]) -> list[Any]:
         )
         checks = tuple(c for x in cases for c in x.checks)
         chosen.update(dict.fromkeys(places))
-        chosen[places[0]] = _Marked(site, operands, first.transform, checks, True)
+        chosen[places[0]] = _Marked(
+            site, operands, first.transform, checks, first.guards[:-1], True
+        )
     if not chosen:
         return found
     found = [chosen.get(i, x) for i, x in enumerate(found)]
     # What was chosen may be in a branch of another cond.
-    return _chosen([x for x in found if x is not None])
+    return _chosen([x for x in found if x is not None], execution)
 
 
 def _form(x: _Marked) -> Any:

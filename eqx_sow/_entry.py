@@ -17,7 +17,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from ._errors import calling, DuplicateSowError, SowError
-from ._primitive import Axis, Const, Guards, NoTangent, OPERAND, Site
+from ._primitive import Axis, Const, Located, NoTangent, OPERAND, Site
 
 
 @jtu.register_dataclass
@@ -32,7 +32,7 @@ class Entry:
     arrays: tuple[Any, ...]
     site: Site = dc.field(metadata=dict(static=True))
     counted: bool = dc.field(default=False, metadata=dict(static=True))
-    guards: tuple[Guards, ...] = dc.field(default=(), metadata=dict(static=True))
+    guards: tuple[Located, ...] = dc.field(default=(), metadata=dict(static=True))
 
     def core_shape(self, i: int) -> tuple[int, ...]:
         """The shape of array `i` without its leading axes."""
@@ -92,7 +92,7 @@ def from_site(site: Site, operands: Sequence[Any], transform: Callable | None) -
         value_has.append(run_has)
     axes = _with_has(axes, value_has)
     new = site._replace(treedef=treedef, leaves=leaves, axes=axes, guards=())
-    return Entry(tuple(values), new, bool(guard), (site.guards,) if guard else ())
+    return Entry(tuple(values), new, bool(guard))
 
 
 def runs(site: Site, operands: Sequence[Any]) -> list[Any]:
@@ -326,14 +326,32 @@ def latest(old: Entry, new: Entry) -> Entry:
     return dc.replace(new, arrays=(*values, old_count + new_count))
 
 
-def exclusive(a: Entry, b: Entry) -> bool:
-    """Whether the two are in different branches of one cond."""
+def exclusive(a: Entry, b: Entry, execution: Callable[[Any], Any]) -> bool:
+    """Whether the two are in different branches of one cond. `execution` says of the
+    operand of a guard to which execution of the cond it belongs."""
 
-    def apart(x: Guards, y: Guards) -> bool:
-        where = {cond: branch for cond, branch, _ in x}
-        return any(where.get(cond, branch) != branch for cond, branch, _ in y)
+    def apart(x: Located, y: Located) -> bool:
+        where = {(cond, execution(of)): branch for cond, branch, _, of in x}
+        return any(
+            where.get((cond, execution(of)), branch) != branch
+            for cond, branch, _, of in y
+        )
 
     return all(apart(x, y) for x in a.guards or [()] for y in b.guards or [()])
+
+
+def relocated(entry: Entry, where: Callable[[Any], Any]) -> Entry:
+    """An entry that enters a jaxpr, or leaves it: `where` says what the operand of a
+    guard is there. Guards that nobody else there can have (`None`) are left out."""
+    guards = tuple(
+        tuple(
+            (*guard, new)
+            for *guard, of in alternative
+            if (new := where(of)) is not None
+        )
+        for alternative in entry.guards
+    )
+    return dc.replace(entry, guards=guards) if entry.guards else entry
 
 
 def merge(a: Entry, b: Entry) -> Entry:

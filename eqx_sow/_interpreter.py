@@ -19,7 +19,7 @@ import jax.tree_util as jtu
 from . import _compat
 from ._errors import UnsupportedPrimitiveError
 from ._primitive import Listening, listening, Site, sow_p
-from ._rewrite import has_sow, is_plain, sites, without_sows
+from ._rewrite import has_sow, is_plain, root, sites, without_sows
 
 
 class Given(NamedTuple):
@@ -154,6 +154,12 @@ class Handler:
         del jaxpr, devices
         return (), lambda xs: rest, ()
 
+    def enter(self, rest: Any, operand: Callable[[int], Any]) -> Any:
+        """`Taken.rest` of what is inside of an equation; `operand` gives the `root` of
+        one of its operands."""
+        del operand
+        return rest
+
     def stack(self, rest: Any, length: int) -> Any:
         """For a loop: `Taken.rest`, once each array in it has a new leading axis."""
         del length
@@ -217,6 +223,19 @@ class Frame:
                 self.keep([v])
             if self._last is not None and not isinstance(v, jexc.Literal):
                 self._last[v] = max(self._last.get(v, -1), self._last.get(out, -1))
+
+    def root(self, v: Any) -> Any:
+        """What the index of a branch comes from, see `Located`."""
+        return root(self._jaxpr, self.source(v))
+
+    def execution(self, v: Any) -> Any:
+        """Whatever made the root of an index. All that came in, came in together."""
+        return None if v in self._jaxpr.invars else v
+
+    def place(self, v: Any) -> int | None:
+        """Where a variable is among the inputs, counted from the last one."""
+        invars = self._jaxpr.invars
+        return invars.index(v) - len(invars) if v in invars else None
 
     def set(self, outvars, values) -> None:
         self._env.update(zip(outvars, values))
@@ -361,7 +380,8 @@ def evaluate(
         with eqn.ctx.manager:
             outs, taken = rule(Interpret(handler.within(eqn)), given, eqn, *values)
         frame.set(eqn.outvars, outs)
-        found.append(taken)
+        rest = handler.enter(taken.rest, lambda i: frame.root(eqn.invars[i]))
+        found.append(taken._replace(rest=rest))
         given = given._replace(carry=taken.carry)
     frame.now = len(jaxpr.eqns)
     taken = handler.join(found, given, frame)

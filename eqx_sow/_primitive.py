@@ -112,6 +112,11 @@ class Axis(NamedTuple):
 
 Guards = tuple[tuple[Any, int, int], ...]
 
+# The same, each with where its operand comes from: a variable of the jaxpr at hand;
+# outside of that jaxpr, its place among the operands of the equation, counted from the
+# last one. A cond in a jaxpr that runs twice is told apart by it.
+Located = tuple[tuple[Any, int, int, Any], ...]
+
 
 class Site(NamedTuple):
     """The static part of a sow.

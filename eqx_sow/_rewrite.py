@@ -56,6 +56,50 @@ def sites(x: Any) -> list[Site]:
     ]
 
 
+_calls = jexc.primitives.call_p, jexc.primitives.closed_call_p, jexc.primitives.jit_p
+_movements = {"broadcast_in_dim", "transpose", "reshape", "squeeze", "stop_gradient"}
+_makers: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
+
+
+def root(jaxpr: Any, v: Any) -> Any:
+    """What a variable comes from, up to steps that leave each of its values as it is.
+    JAX takes them with the operands of a branch: `select_n(runs, stop_gradient(x), x)`.
+    A tuple, if that is inside of a call."""
+    if jaxpr not in _makers:
+        _makers[jaxpr] = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+    makers = _makers[jaxpr]
+    while not isinstance(v, jexc.Literal) and v in makers:
+        eqn = makers[v]
+        i = eqn.outvars.index(v)
+        name = eqn.primitive.name
+        if eqn.primitive is sow_p:
+            v = eqn.invars[i]
+        elif name in _movements:
+            v = eqn.invars[0]
+        elif name == "select_n" and _is_selected_operand(makers, *eqn.invars):
+            v = eqn.invars[-1]
+        elif eqn.primitive in _calls:
+            (inside,) = jexc.jaxprs_in_params(eqn.params)
+            source = root(inside, inside.outvars[i])
+            if source not in inside.invars:
+                return eqn.outvars[0], source
+            v = eqn.invars[inside.invars.index(source)]
+        else:
+            break
+    return v
+
+
+def _is_selected_operand(makers: dict[Any, Any], runs: Any, *cases: Any) -> bool:
+    del runs
+    eqns = [None if isinstance(x, jexc.Literal) else makers.get(x) for x in cases[:-1]]
+    return all(
+        e is not None
+        and e.primitive.name == "stop_gradient"
+        and e.invars[0] is cases[-1]
+        for e in eqns
+    )
+
+
 def map_params(params: dict[str, Any], fn: Callable[[Any], Any]) -> dict[str, Any]:
     """The parameters, with `fn` applied to every jaxpr in there."""
 
