@@ -184,3 +184,29 @@ def test_planted_values_do_not_retrace():
     for k in range(3):
         np.testing.assert_allclose(planted(XS * k, XS), XS * k + 1)
     assert traces == 1
+
+
+@pytest.mark.parametrize(
+    "way", [lambda fn: S(fn), lambda fn: plant(fn, {"h": _negated})]
+)
+def test_jitted_inside_is_compiled_once(way):
+    compilations = 0
+
+    def count(event, _, **kwargs):
+        nonlocal compilations
+        compilations += event == "/jax/core/compile/backend_compile_duration"
+
+    inner = jax.jit(lambda x: sow(jnp.sin(x), "h") * 2)
+    fn = way(lambda x: inner(x))
+    fn(XS)
+    jax.monitoring.register_event_duration_secs_listener(count)
+    try:
+        for _ in range(3):
+            fn(XS + 1)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(count)
+    assert compilations == 0
+
+
+def _negated(x):
+    return -x

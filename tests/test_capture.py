@@ -1480,3 +1480,9 @@ def test_off_after_capture():
     S(mlp, capture=True)(X)
     after = jax.make_jaxpr(lambda x: mlp(x))(X)
     assert str(before) == str(after)
+
+
+def test_dots_in_a_path_stay():
+    layers = {"a..b": eqx.nn.Linear(2, 2, key=jr.key(0))}
+    saved = S(lambda layers, x: layers["a..b"](x), capture=True, inputs=True)
+    assert list(saved(layers, X[:2])[1]) == ["layers/a..b.inputs", "layers/a..b"]

@@ -12,6 +12,7 @@ from eqx_sow import (
     Last,
     plant,
     save_intermediates as S,
+    Sow,
     sow,
     SowError,
     UnknownSowError,
@@ -127,17 +128,44 @@ def test_tag_is_hashable(call):
         call(S(lambda x: sow(x, "a", tag=[1])), X)
     with pytest.raises(TypeError, match="hashable"):
         S(_layers, tag=[1])
+    with pytest.raises(TypeError, match="hashable"):
+        Sow(tag=[1])
 
 
-@pytest.mark.parametrize("modes", ["primals", "tangent.primal", ["primal", ""], [3]])
+@pytest.mark.parametrize("modes", ["primals", "tangent.primal", ["primal", ""], [3], 3])
 def test_no_such_mode(modes):
     with pytest.raises(ValueError, match="save_intermediates.*mode"):
         S(_layers, modes=modes)
 
 
+@pytest.mark.parametrize("mode", [None, "primals", ["primal"]])
+def test_no_such_mode_to_plant(mode):
+    with pytest.raises(ValueError, match="plant.*mode"):
+        plant(_layers, {"a": X}, mode=mode)
+
+
+def test_planted_values_of_another_form():
+    for value in (jnp.ones(7), (X,)):
+        with pytest.raises(SowError, match=r"'a'\)` at .*test_errors.py:\d+ has"):
+            plant(lambda x: sow(x, "a"), {"a": value})(X)
+    twice = plant(lambda x: sow(x, "a") + sow(2 * x, "a"), {"a": X})
+    with pytest.raises(DuplicateSowError, match="or plant a function"):
+        twice(X)
+
+
 @pytest.mark.parametrize(
     "option, value",
-    [("names", 3), ("reduce", "last"), ("transform", 3), ("spec", [1])],
+    [
+        ("names", 3),
+        ("names", (3,)),
+        ("reduce", "last"),
+        ("transform", 3),
+        ("spec", [1]),
+        ("capture", "layers/0"),
+        ("capture", [eqx.nn.Linear]),
+        ("methods", 3),
+        ("methods", ["encode", 3]),
+    ],
 )
 def test_options_of_a_wrong_type(option, value):
     with pytest.raises(TypeError, match=f"save_intermediates.*{option}"):

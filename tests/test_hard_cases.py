@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optimistix as optx
 import pytest
-from eqx_sow import Buffer, plant, save_intermediates as S, sow, SowError
+from eqx_sow import Append, Buffer, plant, save_intermediates as S, sow, SowError
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -418,3 +418,105 @@ def test_a_constant_in_a_branch_on_each_device(check, mesh, call):
     expected = np.where(i == 0, np.sin(x), 0)
     np.testing.assert_allclose(got["a"]["primal"].reshape(16), expected, rtol=1e-6)
     np.testing.assert_array_equal(got["a"]["count"].reshape(16), 1 - i)
+
+
+def test_numpy_arrays_in_a_loop():
+    w = np.array([1.0, 2.0], np.float32)
+
+    def f(x):
+        return lax.scan(lambda c, _: (sow(jnp.sin(c * w), "a"), None), x, length=2)[0]
+
+    first = np.sin(X * w)
+    both = np.stack([first, np.sin(first * w)])
+    out, got = S(f)(X)
+    close(out, both[1])
+    close(got["a"]["primal"], both)
+    close(plant(f, {"a": got["a"]["primal"]})(X), both[1])
+
+
+@jax.checkpoint
+def _twofold(p, x):
+    double, triple = (lambda: sow(2 * x, "a")), (lambda: sow(3 * x, "a"))
+    return lax.cond(p, double, triple)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint])
+def test_one_cond_in_two_branches(wrap):
+    inner = wrap(jax.vmap(_twofold))
+
+    def f(q, p, r, x):
+        return lax.cond(q, lambda: inner(p, x), lambda: inner(r, x))
+
+    q, p, x = jnp.array([True, False]), jnp.ones((2, 1), bool), jnp.ones((2, 1))
+    _, got = S(jax.vmap(f))(q, p, ~p, x)
+    close(got["a"]["primal"], [[2.0], [3.0]])
+    grad = jax.grad(lambda *args: f(*args).sum(), 3)
+    _, got = S(jax.vmap(grad))(q, p, ~p, x)
+    close(got["a"]["primal"], [[2.0], [3.0]])
+    close(got["a"]["cotangent"], [[1.0], [1.0]])
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+def test_one_cond_that_runs_twice(wrap):
+    @wrap
+    def g(p, x, y):
+        cond = lambda p, x, y: lax.cond(
+            p, lambda: sow(2 * x, "a"), lambda: sow(3 * y, "a")
+        )
+        return jax.vmap(cond)(p, x, y)
+
+    p, c, x = jnp.array([True, False]), jnp.array([5.0, 7.0]), jnp.array([1.0, 2.0])
+    # Each of the two branches is differentiated in one of the calls.
+    f = lambda x: g(p, x, c) + g(p, c, x)
+    df = lambda x: jax.jvp(f, (x,), (jnp.ones(2),))
+    _, got = S(df, reduce=Append())(x)
+    close(got["a"]["primal"][0], [2.0, 21.0])
+    close(got["a"]["primal"][1], [10.0, 6.0])
+    close(got["a"]["tangent"][0], [2.0, 0.0])
+    close(got["a"]["tangent"][1], [0.0, 3.0])
+    _, got = S(jax.grad(lambda x: f(x).sum()), reduce=Append())(x)
+    close(got["a"]["cotangent"][0], [1.0, 0.0])
+    close(got["a"]["cotangent"][1], [0.0, 1.0])
+    with pytest.raises(SowError, match="`a` is sown twice"):
+        S(df, modes="tangent")(x)
+
+
+@jax.custom_jvp
+def _with_jvp(x):
+    return jnp.sin(x)
+
+
+@_with_jvp.defjvp
+def _with_jvp_rule(primals, tangents):
+    (x,), (t,) = primals, tangents
+    return sow(jnp.sin(x), "a"), t * jnp.cos(x)
+
+
+@jax.custom_vjp
+def _with_vjp(x):
+    return jnp.sin(x)
+
+
+_with_vjp.defvjp(
+    lambda x: (sow(jnp.sin(x), "a"), x), lambda x, ct: (sow(ct * jnp.cos(x), "b"),)
+)
+
+
+@pytest.mark.parametrize("fn", [_with_jvp, _with_vjp])
+@pytest.mark.parametrize("loops", [1, 2])
+def test_rules_in_a_loop_of_lanes(fn, loops):
+    def f(x):
+        once = lambda c: lax.scan(lambda c, _: (fn(c), None), c, length=2)[0]
+        if loops == 1:
+            return once(x)
+        return lax.scan(lambda c, _: (once(c), None), x, length=2)[0]
+
+    _, got = S(jax.grad(lambda xs: jax.vmap(f)(xs).sum()))(X)
+    _, want = S(jax.vmap(jax.grad(f)))(X)
+    x, sines = np.asarray(X), []
+    for _ in range(2**loops):
+        x = np.sin(x)
+        sines.append(x)
+    close(got["a"]["primal"], np.stack(sines, 1).reshape(2, *[2] * loops))
+    for name in got:
+        close(got[name]["primal"], want[name]["primal"])

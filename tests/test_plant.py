@@ -936,3 +936,25 @@ def test_arguments_that_are_wrong():
 
 def test_partial_as_function():
     assert_close(plant(ft.partial(straight), {"h": X})(X), jnp.sum((X * X) ** 2))
+
+
+# --- Second order ---
+
+
+@pytest.mark.parametrize(
+    "mode", ["cotangent", "primal.cotangent", "cotangent.cotangent"]
+)
+def test_second_order(mode, call):
+    f = lambda x: jnp.sum(sow(jnp.sin(x), "h") ** 3)
+    second = jax.grad(lambda x: jax.grad(f)(x).sum())
+    expected = second(X)
+    _, got = S(second)(X)
+    planted = plant(second, {"h": got["h"][mode]}, mode=mode)
+    np.testing.assert_allclose(call(planted, X), expected, rtol=1e-5)
+    # The gradient is `cos * (3 sin^2)`; the parts of its derivative that go through
+    # the cosine and through the square.
+    cosine, square = -3 * jnp.sin(X) ** 3, 6 * jnp.sin(X) * jnp.cos(X) ** 2
+    factors = {"cotangent": (7, 1)}.get(mode, (1, 7))
+    planted = plant(second, {"h": lambda x: 7 * x}, mode=mode)
+    want = factors[0] * cosine + factors[1] * square
+    np.testing.assert_allclose(call(planted, X), want, rtol=1e-5)

@@ -1,5 +1,6 @@
 """The errors that say what cannot be right, and what to write instead."""
 
+import equinox.internal as eqxi
 import jax
 import jax.numpy as jnp
 import pytest
@@ -7,6 +8,7 @@ from eqx_sow import (
     DuplicateSowError,
     Fold,
     Last,
+    plant,
     save_intermediates as S,
     Sow,
     sow,
@@ -15,6 +17,8 @@ from eqx_sow import (
     UnsupportedPrimitiveError,
 )
 from jax import lax
+from jax.extend.core import jaxpr_as_fun, Primitive
+from jax.sharding import PartitionSpec as P
 
 
 X = jnp.arange(1.0, 4.0)
@@ -96,3 +100,88 @@ def test_order_over_devices():
     mapped = jax.shard_map(fn, mesh=mesh, in_specs=spec, out_specs=spec)
     with pytest.raises(UnsupportedPrimitiveError, match="no order of execution over"):
         S(mapped, reduce=Last())(jnp.ones(4))
+
+
+def _solve(b):
+    matrix = 2 * jnp.eye(3)
+    return lax.custom_linear_solve(
+        lambda x: sow(matrix @ x, "a"), b, lambda _, b: jnp.linalg.solve(matrix, b)
+    )
+
+
+def _hidden(b):
+    return eqxi.noinline(lambda x: sow(2 * x, "a"))(b)
+
+
+WRAPS = {
+    "as it is": lambda f: f,
+    "jit": jax.jit,
+    "jit in jit": lambda f: jax.jit(lambda x: jnp.sin(jax.jit(f)(x))),
+    "scan": lambda f: (
+        lambda x: lax.scan(lambda c, _: (f(c), None), x, None, length=2)[0]
+    ),
+    "cond of lanes": lambda f: (
+        lambda x: jax.vmap(
+            lambda p: lax.cond(p, lambda: sow(f(x), "b"), lambda: x), axis_size=2
+        )(jnp.array([True, False]))
+    ),
+    "planted": lambda f: plant(lambda x: sow(f(x), "b"), {"b": lambda x: x}),
+}
+
+
+@pytest.mark.parametrize("hide", [_solve, _hidden])
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_hidden_at_any_depth(hide, wrap):
+    with pytest.raises(UnsupportedPrimitiveError, match="'a'.*inside the primitive"):
+        S(WRAPS[wrap](hide))(X)
+
+
+def test_planted_in_a_solver():
+    fn = lambda b: sow(_solve(b), "a")
+    with pytest.raises(UnsupportedPrimitiveError, match="'a'.*over and over"):
+        plant(fn, {"a": lambda x: 2 * x})(X)
+
+
+twice_p = Primitive("twice_in_tests")
+twice_p.def_abstract_eval(lambda x, *, jaxpr: jaxpr.out_avals[0])
+twice_p.def_impl(lambda x, *, jaxpr: jaxpr_as_fun(jaxpr)(x)[0])
+
+
+def _in_unknown_primitive(x):
+    jaxpr = jax.make_jaxpr(lambda x: sow(2 * x, "c", tag="theirs"))(x)
+    return sow(twice_p.bind(x, jaxpr=jaxpr), "b")
+
+
+def _in_condition(x):
+    return lax.while_loop(
+        lambda x: sow(x.sum(), "c", tag="theirs") < 20, lambda x: sow(2 * x, "b"), x
+    )
+
+
+@pytest.mark.parametrize("fn", [_in_unknown_primitive, _in_condition])
+def test_only_what_is_asked_for_is_refused(fn):
+    out, got = S(fn)(X)
+    assert list(got) == ["b"]
+    assert jnp.array_equal(got["b"]["primal"], out)
+    assert jnp.array_equal(plant(fn, {"b": lambda x: x})(X), out)
+    with pytest.raises(UnsupportedPrimitiveError, match="'c'"):
+        S(fn, tag="theirs")(X)
+    (_, inner), outer = S(S(fn), tag="another")(X)
+    assert list(inner) == ["b"] and outer == {}
+    with pytest.raises(UnsupportedPrimitiveError, match="'c'"):
+        S(S(fn), tag="theirs")(X)
+
+
+def test_order_counts_only_inside_a_shard_map(mesh):
+    def fn(x):
+        spec = P("d")
+        double = lambda x: sow(2 * x, "b")
+        mapped = jax.shard_map(double, mesh=mesh, in_specs=spec, out_specs=spec)
+        return mapped(sow(x, "a"))
+
+    x = jnp.arange(8.0)
+    _, got = S(fn, reduce={"a": Last()})(x)
+    assert jnp.array_equal(got["a"]["primal"], x)
+    assert jnp.array_equal(got["b"]["primal"].reshape(8), 2 * x)
+    with pytest.raises(UnsupportedPrimitiveError, match="'b'.*order of execution"):
+        S(fn, reduce=Last())(x)

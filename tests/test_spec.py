@@ -140,3 +140,12 @@ def test_off_it_is_not_checked():
 def test_not_an_annotation(call):
     with pytest.raises(SowTypeError, match="`a`: beartype does not understand"):
         call(S(lambda x: sow(x, "a", spec=3.5)), X)
+
+
+def test_a_name_goes_before_globs(call):
+    spec = {"*": Float[Array, "a b"], "a": Float[Array, " a"]}
+    program = lambda x: sow(x, "a") + sow(jnp.outer(x, x), "b").sum()
+    _, got = call(S(program, spec=spec), jnp.ones(3))
+    assert got["a"]["primal"].shape == (3,)
+    with pytest.raises(SowTypeError, match="`a` "):
+        S(program, spec={"*": Float[Array, "a b"]})(jnp.ones(3))
