@@ -133,7 +133,9 @@ class Collect(Handler):
             found.append(Taken(given.carry, Sown(seen=(site.name,), checks=checks)))
         else:
             frame.keep(atoms)
-            guards = tuple((*g, frame.root(v)) for g, v in zip(site.guards, atoms))
+            guards = ()
+            if site.guards:
+                guards = tuple((*g, frame.root(v)) for g, v in zip(site.guards, atoms))
             found.append(_Marked(site, atoms, transform, checks, guards))
         return given
 
@@ -149,12 +151,10 @@ class Collect(Handler):
         hidden: dict[Any, None] = {}
         atoms = [v for x in found if isinstance(x, _Marked) for v in x.operands]
         arrays = iter(frame.read_arrays(atoms))
-        found = [
-            x._replace(operands=[next(arrays) for _ in x.operands])
-            if isinstance(x, _Marked)
-            else x
-            for x in found
-        ]
+        for i, x in enumerate(found):
+            if isinstance(x, _Marked):
+                values = [next(arrays) for _ in x.operands]
+                found[i] = _Marked(x.site, values, x.transform, x.checks, x.guards)
         for item in _chosen(found, frame.execution):
             if isinstance(item, _Marked):
                 entry = _entry.from_site(item.site, item.operands, item.transform)

@@ -343,15 +343,14 @@ def exclusive(a: Entry, b: Entry, execution: Callable[[Any], Any]) -> bool:
 def relocated(entry: Entry, where: Callable[[Any], Any]) -> Entry:
     """An entry that enters a jaxpr, or leaves it: `where` says what the operand of a
     guard is there. Guards that nobody else there can have (`None`) are left out."""
-    guards = tuple(
-        tuple(
-            (*guard, new)
-            for *guard, of in alternative
-            if (new := where(of)) is not None
-        )
-        for alternative in entry.guards
-    )
-    return dc.replace(entry, guards=guards) if entry.guards else entry
+    if not entry.guards:
+        return entry
+
+    def there(guards: Located) -> Located:
+        new = [(cond, branch, n, where(of)) for cond, branch, n, of in guards]
+        return tuple(guard for guard in new if guard[-1] is not None)
+
+    return dc.replace(entry, guards=tuple(map(there, entry.guards)))
 
 
 def merge(a: Entry, b: Entry) -> Entry:

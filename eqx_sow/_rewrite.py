@@ -16,7 +16,7 @@ _PLAIN = frozenset({type(None), bool, int, float, str})
 
 def is_plain(eqn: Any) -> bool:
     """Whether an equation cannot have a sow inside, at a glance."""
-    if shows_sow(eqn):
+    if eqn.effects and sow_effect in eqn.effects:
         return False
     for x in eqn.params.values():
         if type(x) not in _PLAIN:

@@ -64,7 +64,7 @@ def sow(
             f"`eqx_sow.sow(value, name)` takes a string as name, not {name!r}. Write "
             '`eqx_sow.sow(value, "some_name")`.'
         )
-    check_tag(f"sow(..., {name!r}, tag=...)", tag)
+    check_tag("sow(..., tag=...)", tag)
     name = f"{here.scope}/{name}" if here.scope else name
     return bind(value, name, tag, None if spec is None else Const(spec))
 
