@@ -9,11 +9,14 @@ import equinox as eqx
 from ._reduce import Reducer
 
 
-def check_tag(call: str, tag: Any) -> None:
+def check_tag(call: str, tag: Any, name: str | None = None) -> None:
     try:
         hash(tag)
     except TypeError as e:
-        raise TypeError(f"`{call}` takes a hashable tag, not {tag!r}.") from e
+        first = "" if name is None else f"{name!r}, "
+        raise TypeError(
+            f"`{call}(..., {first}tag=...)` takes a hashable tag, not {tag!r}."
+        ) from e
 
 
 def check_function(call: str, fn: Any) -> None:

@@ -320,7 +320,7 @@ def plant(
         ```
     """
     opt.check_function("plant", fn)
-    opt.check_tag("plant(..., tag=...)", tag)
+    opt.check_tag("plant", tag)
     if not isinstance(values, Mapping):
         raise TypeError(
             "`plant(fn, values)` takes a dict of names to values, such as "

@@ -193,7 +193,7 @@ def save_intermediates(
         return lambda fn: save_intermediates(fn, **options)
     call = "save_intermediates"
     opt.check_function(call, fn)
-    opt.check_tag(f"{call}(..., tag=...)", tag)
+    opt.check_tag(call, tag)
     opt.check_reduce(call, reduce)
     opt.check_transform(call, transform)
     opt.check_spec(call, spec)

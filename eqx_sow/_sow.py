@@ -64,7 +64,7 @@ def sow(
             f"`eqx_sow.sow(value, name)` takes a string as name, not {name!r}. Write "
             '`eqx_sow.sow(value, "some_name")`.'
         )
-    check_tag("sow(..., tag=...)", tag)
+    check_tag("sow", tag, name)
     name = f"{here.scope}/{name}" if here.scope else name
     return bind(value, name, tag, None if spec is None else Const(spec))
 
@@ -145,7 +145,7 @@ class Sow(eqx.Module):
         - `spec`: a jaxtyping annotation for the value, as in [`eqx_sow.sow`][].
         - `tag`: as in [`eqx_sow.sow`][].
         """
-        check_tag("Sow(..., tag=...)", tag)
+        check_tag("Sow", tag, name)
         self.name = name
         self.spec = spec
         self.tag = tag
