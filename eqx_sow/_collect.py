@@ -47,7 +47,8 @@ class Sown:
 
 
 class _Marked(NamedTuple):
-    """A sow that is captured. `conditional`: it has a count, guards or none."""
+    """A sow that is captured. `conditional`: it has a count, though its guards may be
+    gone."""
 
     site: Site
     operands: Sequence[Any]

@@ -20,7 +20,9 @@ class SowTypeError(SowError, TypeError):
 
 
 class UnsupportedPrimitiveError(SowError, NotImplementedError):
-    """A sow sits inside a higher-order primitive that has no rule."""
+    """A sow that was asked for sits where its value cannot be had: in a primitive
+    without a rule, in a linear solver, in the condition of a `while_loop`, or, with a
+    reducer, in a `shard_map`."""
 
 
 for _error in (

@@ -94,9 +94,10 @@ OPERAND = _Operand()
 class Axis(NamedTuple):
     """A leading axis of a sow, which a vmap or a loop gave to it.
 
-    `loops` is how many loops run between the vmap and the sow: the axis belongs outside
-    of theirs. `has` says which operands really have the axis; the others are the same
-    all along it. An axis of a `shard_map` has the name of the `mesh` axis.
+    `lane` is true if it is that of a vmap. `loops` is how many loops run between the
+    vmap and the sow: the axis belongs outside of theirs. `has` says which operands
+    really have the axis; the others are the same all along it. An axis of a `shard_map`
+    has the name of the `mesh` axis.
     """
 
     size: int
@@ -126,6 +127,7 @@ class Site(NamedTuple):
     index of the branch that does. The guard then says which cond, which of its branches
     the sow is in, and how many there are.
 
+    `replay` is only set on what was captured: a backward pass ran it once more.
     `differentiated` is how many derivatives of it there are already. `orders` tells,
     for each of `modes`, how many there were before that one: two derivatives of one
     value, as in `grad(grad(f))`, are told apart by it.
