@@ -105,7 +105,7 @@ class Collect(Handler):
                 frame.alias(atoms)
             return given
         frame.alias(atoms)
-        if not self.wants(site):
+        if self.names.value is not None and not self.wants(site):
             found.append(Taken(given.carry, Sown(seen=(site.name,))))
             return given
         checks = ()
@@ -174,7 +174,9 @@ class Collect(Handler):
             checks.update(dict.fromkeys(sown.checks))
             hidden.update(dict.fromkeys(sown.hidden))
         flat = tuple(
-            _entry.relocated(e, frame.place) for same in entries.values() for e in same
+            _entry.relocated(e, frame.place) if e.guards else e
+            for same in entries.values()
+            for e in same
         )
         sown = Sown(flat, tuple(seen), tuple(checks), tuple(hidden))
         return Taken(given.carry, sown)

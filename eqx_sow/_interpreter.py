@@ -355,13 +355,14 @@ def evaluate(
     """Evaluates an open jaxpr, with each sow left to the handler."""
     frame = Frame(jaxpr, [*consts, *args])
     found: list[Any] = []
+    leave = frame.leave
     for i, eqn in enumerate(jaxpr.eqns):
         if is_plain(eqn):
-            frame.leave(eqn)
+            leave(eqn)
             continue
         if not has_sow(eqn):
             _look_inside(eqn)
-            frame.leave(eqn)
+            leave(eqn)
             continue
         frame.now, frame.eqn = i, eqn
         if eqn.primitive is sow_p:
@@ -373,7 +374,7 @@ def evaluate(
                 handler.hide(found, given, eqn)
             else:
                 refuse(handler, eqn, sites(eqn), _NO_RULE, _TEACH)
-            frame.leave(eqn if handler.outer else without_sows(eqn))
+            leave(eqn if handler.outer else without_sows(eqn))
             continue
         values = frame.read(eqn.invars)
         frame.settle()

@@ -69,6 +69,9 @@ def sow(
     return bind(value, name, tag, None if spec is None else Const(spec))
 
 
+_ARRAY = Const(jtu.tree_structure(0))
+
+
 def bind(value: Any, name: str, tag: Hashable, spec: Const | None) -> Any:
     """Binds the primitive to the array leaves of a value. `name` is the whole name."""
     if listening.value.blind:
@@ -77,32 +80,38 @@ def bind(value: Any, name: str, tag: Hashable, spec: Const | None) -> Any:
             f"`{listening.value.blind}`, which hides its function from JAX, so the "
             "value cannot be captured. Move the sow out of that function."
         )
-    leaves, treedef = jtu.tree_flatten(value)
-    arrays = []
-    static: list[Any] = []
-    for i, x in enumerate(leaves):
-        if eqx.is_array(x):
-            arrays.append(i)
-            static.append(OPERAND)
-        elif isinstance(x, jax.core.Tracer):
-            raise SowError(
-                f"`sow(..., {name!r})` cannot mark a leaf of type {jax.typeof(x)}: "
-                "only arrays can be captured. Sow the value that it holds."
-            )
-        else:
-            static.append(Const(x))
+    if eqx.is_array(value):  # as nearly all values are
+        leaves, treedef, static = [value], _ARRAY, (OPERAND,)
+    else:
+        leaves, structure = jtu.tree_flatten(value)
+        treedef = Const(structure)
+        static = tuple(_static(x, name) for x in leaves)
     site = Site(
         name=name,
         tag=tag,
-        treedef=Const(treedef),
-        leaves=tuple(static),
+        treedef=treedef,
+        leaves=static,
         spec=spec,
         where=_compat.user_line(),
     )
+    arrays = [i for i, s in enumerate(static) if s is OPERAND]
     out = sow_p.bind(*[leaves[i] for i in arrays], site=site)
+    if treedef is _ARRAY:
+        return out[0]
     for i, x in zip(arrays, out):
         leaves[i] = x
-    return jtu.tree_unflatten(treedef, leaves)
+    return jtu.tree_unflatten(treedef.value, leaves)
+
+
+def _static(leaf: Any, name: str) -> Any:
+    if eqx.is_array(leaf):
+        return OPERAND
+    if isinstance(leaf, jax.core.Tracer):
+        raise SowError(
+            f"`sow(..., {name!r})` cannot mark a leaf of type {jax.typeof(leaf)}: "
+            "only arrays can be captured. Sow the value that it holds."
+        )
+    return Const(leaf)
 
 
 class Sow(eqx.Module):
