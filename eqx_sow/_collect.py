@@ -7,16 +7,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.tree_util as jtu
 
-from . import _entry, _reduce
+from . import _entry, _merge, _reduce
 from ._entry import Entry
-from ._interpreter import (
-    Frame,
-    Handler,
-    in_backward_pass,
-    OVER_AND_OVER,
-    Taken,
-    unsupported,
-)
+from ._handler import Handler, in_backward_pass, OVER_AND_OVER, Taken, unsupported
+from ._interpreter import Frame
 from ._primitive import Const, Located, Same, Site
 from ._reduce import Append, Reducer
 from ._rewrite import sites
@@ -105,7 +99,7 @@ class Collect(Handler):
                 frame.alias(atoms)
             return given
         frame.alias(atoms)
-        if self.names.value is not None and not self.wants(site):
+        if not self.wants(site):
             found.append(Taken(given.carry, Sown(seen=(site.name,))))
             return given
         checks = ()
@@ -174,7 +168,7 @@ class Collect(Handler):
             checks.update(dict.fromkeys(sown.checks))
             hidden.update(dict.fromkeys(sown.hidden))
         flat = tuple(
-            _entry.relocated(e, frame.place) if e.guards else e
+            _merge.relocated(e, frame.place) if e.guards else e
             for same in entries.values()
             for e in same
         )
@@ -189,15 +183,15 @@ class Collect(Handler):
                 same[:] = [new]
             return
         for i, old in enumerate(same if new.guards else ()):
-            if _entry.exclusive(old, new, frame.execution):
-                same[i] = _entry.merge(old, new)
+            if _merge.exclusive(old, new, frame.execution):
+                same[i] = _merge.merge(old, new)
                 return
         if same and not isinstance(self.reducer(new.site.name), Reducer):
-            raise _entry.duplicate(same[0].site, new.site)
+            raise _merge.duplicate(same[0].site, new.site)
         same.append(new)
 
     def enter(self, rest: Sown, operand) -> Sown:
-        return self._map(rest, lambda e: _entry.relocated(e, operand))
+        return self._map(rest, lambda e: _merge.relocated(e, operand))
 
     def stack(self, rest: Sown, length: int) -> Sown:
         return self._map(rest, lambda e: _entry.stacked(e, length))
@@ -213,7 +207,7 @@ class Collect(Handler):
     def branch(self, rests: Sequence[Sown]):
         slots = [_slots(r.entries) for r in rests]
         keys = dict.fromkeys(k for s in slots for k in s)
-        targets = {k: _entry.unify([s[k] for s in slots if k in s]) for k in keys}
+        targets = {k: _merge.unify([s[k] for s in slots if k in s]) for k in keys}
         seen = tuple(dict.fromkeys(n for r in rests for n in r.seen))
         checks = tuple(dict.fromkeys(c for r in rests for c in r.checks))
         hidden = tuple(dict.fromkeys(h for r in rests for h in r.hidden))
@@ -221,7 +215,7 @@ class Collect(Handler):
         def to_one_form(rest: Sown) -> Sown:
             mine = _slots(rest.entries)
             entries = tuple(
-                _entry.conform(mine[k], target) if k in mine else _entry.zeros(target)
+                _merge.conform(mine[k], target) if k in mine else _merge.zeros(target)
                 for k, target in targets.items()
             )
             return Sown(entries, seen, checks, hidden)
@@ -230,7 +224,7 @@ class Collect(Handler):
 
     def empty(self, rest: Sown) -> Sown:
         return self._map(
-            self.leave_loop(rest), lambda e: _entry.zeros(_entry.unify([e]))
+            self.leave_loop(rest), lambda e: _merge.zeros(_merge.unify([e]))
         )
 
     def leave_loop(self, rest: Sown) -> Sown:
@@ -239,7 +233,7 @@ class Collect(Handler):
     def again(self, old: Sown, new: Sown) -> Sown:
         new = self.leave_loop(new)
         entries = tuple(
-            _entry.latest(o, _entry.conform(n, o))
+            _merge.latest(o, _merge.conform(n, o))
             for o, n in zip(old.entries, new.entries)
         )
         return dc.replace(old, entries=entries)
@@ -262,7 +256,7 @@ def _chosen(found: list[Any], execution: Callable[[Any], Any]) -> list[Any]:
         first, *others = cases = [branches[i] for i in range(size)]
         if any(_form(x) != _form(first) for x in others):
             continue
-        site, operands = _entry.choose(
+        site, operands = _merge.choose(
             [x.site for x in cases], [x.operands for x in cases]
         )
         checks = tuple(c for x in cases for c in x.checks)

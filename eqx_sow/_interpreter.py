@@ -8,8 +8,8 @@ knows of the other, and every equation that has no sow in it stays exactly as it
 
 import functools as ft
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.extend.core as jexc
@@ -17,27 +17,9 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from . import _compat
-from ._errors import UnsupportedPrimitiveError
-from ._primitive import Listening, listening, Site, sow_p
+from ._handler import Given, Handler, NO_RULE, refuse, Taken, TEACH
+from ._primitive import Listening, listening, sow_p
 from ._rewrite import has_sow, is_plain, root, sites, without_sows
-
-
-class Given(NamedTuple):
-    """What a handler passes down to the sows: a PyTree.
-
-    `carry` goes from each execution to the next. `rest` is the same for all, save that
-    a loop may slice it.
-    """
-
-    carry: Any = ()
-    rest: Any = ()
-
-
-class Taken(NamedTuple):
-    """What a handler gets back from the sows: a PyTree."""
-
-    carry: Any = ()
-    rest: Any = ()
 
 
 rules: dict[jexc.Primitive, Callable] = {}
@@ -100,92 +82,6 @@ def register_rule(primitive: jexc.Primitive) -> Callable[[Callable], Callable]:
 
 # Primitives that evaluate a linear function over and over, and leave its effects out.
 solvers: set[str] = {"linear_solve", "custom_linear_solve"}
-
-
-class Handler:
-    """What to do with sows. Handlers are hashable, and hold no state: whatever they
-    find out leaves the walk in `Taken`, so that JAX may cache it."""
-
-    def sow(
-        self, found: list, given: Given, site: Site, atoms, frame: "Frame"
-    ) -> Given:
-        """Sees to one sow: `frame` takes what its outputs are, `found` whatever `join`
-        wants to know. Returns what the next sow is given."""
-        raise NotImplementedError
-
-    # Whether the sows that it does not want are left for somebody further out.
-    outer: bool = True
-
-    def wants(self, site: Site) -> bool:
-        """Whether a sow must not be lost."""
-        del site
-        return False
-
-    def changes(self, eqn: Any) -> bool:
-        """Whether what is inside of an equation will compute something else."""
-        del eqn
-        return False
-
-    def hide(self, found: list, given: Given, eqn: Any) -> None:
-        """Takes note of an equation that evaluates its sows over and over."""
-        del found, given, eqn
-
-    def join(self, found: list, given: Given, frame: "Frame") -> Taken:
-        """One `Taken` from all that `sow` and the rules put into `found`."""
-        del found, frame
-        return Taken(given.carry)
-
-    def ordered(self, site: Site) -> bool:
-        """Whether it counts in which order the executions of a sow come."""
-        del site
-        return False
-
-    def within(self, eqn: Any) -> "Handler":
-        """The handler for what is inside of an equation."""
-        del eqn
-        return self
-
-    def unstack(
-        self, rest: Any, jaxpr: Any, devices: tuple = ()
-    ) -> tuple[Any, Callable[[Any], Any], Any]:
-        """For a loop, or for `devices`: what of `Given.rest` has an entry for each
-        iteration (an axis for each mesh axis); a function that puts the entry of one
-        iteration (one device) back; for devices, the `PartitionSpec`s of the first."""
-        del jaxpr, devices
-        return (), lambda xs: rest, ()
-
-    def enter(self, rest: Any, operand: Callable[[int], Any]) -> Any:
-        """`Taken.rest` of what is inside of an equation; `operand` gives the `root` of
-        one of its operands."""
-        del operand
-        return rest
-
-    def stack(self, rest: Any, length: int) -> Any:
-        """For a loop: `Taken.rest`, once each array in it has a new leading axis."""
-        del length
-        return rest
-
-    def spread(self, rest: Any, axes: dict[Any, int], varying: Callable) -> Any:
-        """For one device of many: `Taken.rest`, with an axis of size one for each mesh
-        axis that it is `varying` over, and the matching `PartitionSpec`s."""
-        del axes, varying
-        return rest, jax.sharding.PartitionSpec()
-
-    def branch(self, rests: Sequence[Any]) -> Callable[[Any], Any]:
-        """For exclusive branches, given their `Taken.rest` as shapes: a function that
-        brings each to one form."""
-        del rests
-        return lambda rest: rest
-
-    def empty(self, rest: Any) -> Any:
-        """For a loop of unknown length, given `Taken.rest` of its body as shapes: what
-        there is before the first iteration."""
-        return rest
-
-    def again(self, old: Any, new: Any) -> Any:
-        """For a loop of unknown length: `Taken.rest` after one more iteration."""
-        del old
-        return new
 
 
 class Frame:
@@ -355,14 +251,13 @@ def evaluate(
     """Evaluates an open jaxpr, with each sow left to the handler."""
     frame = Frame(jaxpr, [*consts, *args])
     found: list[Any] = []
-    leave = frame.leave
     for i, eqn in enumerate(jaxpr.eqns):
         if is_plain(eqn):
-            leave(eqn)
+            frame.leave(eqn)
             continue
         if not has_sow(eqn):
             _look_inside(eqn)
-            leave(eqn)
+            frame.leave(eqn)
             continue
         frame.now, frame.eqn = i, eqn
         if eqn.primitive is sow_p:
@@ -373,8 +268,8 @@ def evaluate(
             if eqn.primitive.name in solvers:
                 handler.hide(found, given, eqn)
             else:
-                refuse(handler, eqn, sites(eqn), _NO_RULE, _TEACH)
-            leave(eqn if handler.outer else without_sows(eqn))
+                refuse(handler, eqn, sites(eqn), NO_RULE, TEACH)
+            frame.leave(eqn if handler.outer else without_sows(eqn))
             continue
         values = frame.read(eqn.invars)
         frame.settle()
@@ -415,33 +310,3 @@ def _as_array(atom: Any, x: Any) -> Any:
     if atom.aval.weak_type:
         return jax.device_put(x)
     return jnp.asarray(x, atom.aval.dtype)
-
-
-def in_backward_pass(eqn: Any) -> bool:
-    """Whether an equation was put there by transposition."""
-    return "transpose(" in str(eqn.source_info.name_stack)
-
-
-_MOVE = "Move the sow out of it."
-_NO_RULE = "eqx_sow has no rule for it"
-_TEACH = (
-    f"{_MOVE} If the primitive is yours, `@eqx_sow.register_rule(primitive)` teaches "
-    "eqx_sow about it."
-)
-OVER_AND_OVER = "it evaluates its function over and over"
-
-
-def refuse(
-    handler: Handler, eqn: Any, inside: Iterable[Site], why: str, remedy: str = _MOVE
-) -> None:
-    """Raises if the handler wants any of the sows inside of an equation."""
-    for site in filter(handler.wants, inside):
-        raise UnsupportedPrimitiveError(unsupported(site, eqn, why, remedy))
-
-
-def unsupported(site: Site, eqn: Any, why: str, remedy: str = _MOVE) -> str:
-    return (
-        f"`sow(..., {site.name!r})` at {site.where} is inside the primitive "
-        f"`{eqn.primitive}`: {why}, so the value cannot be captured or planted. "
-        f"{remedy} Or leave it out, by `names` or another `tag`."
-    )

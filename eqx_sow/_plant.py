@@ -10,12 +10,13 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax.sharding import PartitionSpec
 
-from . import _entry, _options as opt
+from . import _entry, _merge, _options as opt
 from ._capture import Marking
 from ._collect import Collect, labels
 from ._entry import Entry
 from ._errors import calling, SowError
-from ._interpreter import Frame, Given, Handler, OVER_AND_OVER, refuse
+from ._handler import Given, Handler, OVER_AND_OVER, refuse
+from ._interpreter import Frame
 from ._primitive import Const, listening, OPERAND, Same, Site, sow_p
 from ._program import trace
 from ._reduce import Append
@@ -98,12 +99,12 @@ def _at_site(site: Site, guards: list, arrays: Sequence[Any], form: Site) -> lis
     own = Entry((), form._replace(axes=own))
     runs = jnp.ones((1,) * (hoisted + len(lanes)), bool)
     for i, x in enumerate(_entry.runs(site, guards)):
-        has = [False] * hoisted + list(_entry.placed(own, lanes, i))
+        has = [False] * hoisted + list(_merge.placed(own, lanes, i))
         runs = runs & x[tuple(slice(None) if h else None for h in has)]
     new = []
     for i, x in enumerate(arrays):
         at, here = 0, runs
-        keep = [False] * hoisted + list(_entry.placed(own, lanes, len(guards) + i))
+        keep = [False] * hoisted + list(_merge.placed(own, lanes, len(guards) + i))
         for k in keep:
             if k:
                 at += 1
@@ -241,7 +242,7 @@ class _Plant(Transformed):
                 functions[key] = value
                 continue
             if len(found) > 1:
-                raise _entry.duplicate(
+                raise _merge.duplicate(
                     found[0].site,
                     found[1].site,
                     "or plant a function, which is called at each of them.",

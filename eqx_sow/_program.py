@@ -10,7 +10,8 @@ import jax.tree_util as jtu
 
 from . import _capture, _compat
 from ._capture import Marking
-from ._interpreter import evaluate, Given, Handler, Taken
+from ._handler import Given, Handler, Taken
+from ._interpreter import evaluate
 from ._marks import Mark
 from ._primitive import Const, Listening, listening
 

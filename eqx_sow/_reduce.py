@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
-from . import _entry
+from . import _entry, _merge
 from ._entry import Entry
 from ._errors import calling, SowError
 from ._primitive import Axis, Site
@@ -168,7 +168,7 @@ def start(reducer: Any, entries: Sequence[Entry]) -> Reduction:
     """The state before the first execution. `entries` is what would be captured at each
     place without the reducer."""
     entries = [_shapes_of_one(e) for e in entries]
-    form = entries[0] if len(entries) == 1 else _entry.unify(entries)
+    form = entries[0] if len(entries) == 1 else _merge.unify(entries)
     lanes = form.site.axes
     values = [
         jnp.zeros_like(x, shape=form.core_shape(i))
@@ -196,7 +196,7 @@ def step(reducer: Any, state: Reduction, entry: Entry) -> Reduction:
         )
     entry = _entry.counted(_lanes_only(entry))
     lanes = tuple(a.size for a in state.lanes)
-    has = [_entry.placed(entry, state.lanes, i) for i in range(len(entry.arrays))]
+    has = [_merge.placed(entry, state.lanes, i) for i in range(len(entry.arrays))]
 
     def one(acc, count, *arrays):
         *values, run = arrays

@@ -11,7 +11,7 @@ from . import _options as opt, _spec
 from ._capture import Marking
 from ._collect import assemble, Collect, folds, reductions
 from ._errors import UnsupportedPrimitiveError
-from ._interpreter import Given
+from ._handler import Given
 from ._primitive import Const, listening, Same
 from ._program import trace
 from ._reduce import Reducer

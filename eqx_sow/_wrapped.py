@@ -26,7 +26,8 @@ from jax.interpreters import batching, partial_eval as pe
 from . import _compat
 from ._entry import out_of_loop
 from ._errors import SowError
-from ._interpreter import Given, Handler, Interpret
+from ._handler import Given, Handler
+from ._interpreter import Interpret
 from ._primitive import Axis, Listening, listening, loops_around, sow_p
 from ._rewrite import shows_sow, sites, with_sites
 

@@ -4,7 +4,8 @@ devices, sharded over the mesh."""
 import jax
 
 from .. import _compat
-from .._interpreter import Given, refuse, register_rule, Taken
+from .._handler import Given, refuse, Taken
+from .._interpreter import register_rule
 from .._rewrite import sites
 
 
