@@ -13,6 +13,7 @@ from typing import Any
 import equinox as eqx
 import jax.tree_util as jtu
 
+from . import _compat
 from ._errors import UnknownSowError
 from ._marks import has_method, Mark, marks_of, plain_type, with_marks
 from ._primitive import Const
@@ -83,12 +84,9 @@ _WRAPPED = (
 )
 
 
-# What `eqx.filter_jit` returns keeps the function out of its PyTree.
-_JitWrapper: Any = type(eqx.filter_jit(lambda: None))
-
-
-def _is_module(x: Any) -> bool:
-    return isinstance(x, eqx.Module)
+def _is_part(x: Any) -> bool:
+    """Whether it is a module that is part of a model."""
+    return isinstance(x, eqx.Module) and not _is_wrapper(x)
 
 
 def _globals(fn: types.FunctionType) -> dict[str, Any]:
@@ -123,7 +121,7 @@ class _Walk:
     def call(self, fn: Callable, args: tuple, kwargs: dict, path: str = "") -> tuple:
         """A function and its arguments."""
         names = _positional_names(fn, len(args))
-        wrapper = _is_wrapper(fn) or not isinstance(fn, eqx.Module)
+        wrapper = not _is_part(fn)
         return (
             self.visit(fn, path, wrapper),
             tuple(self.visit(x, name) for name, x in zip(names, args)),
@@ -138,8 +136,8 @@ class _Walk:
             return ft.partial(fn, *args, **kwargs)
         if jtu.all_leaves((node,)):
             return node
-        if isinstance(node, _JitWrapper):
-            inside = _is_wrapper(node.__wrapped__) or not _is_module(node.__wrapped__)
+        if isinstance(node, _compat.FilterJit):
+            inside = not _is_part(node.__wrapped__)
             new = self.visit(node.__wrapped__, path, inside)
             return node if new is node.__wrapped__ else eqx.filter_jit(new)
         children, treedef = _children(node)
@@ -149,7 +147,7 @@ class _Walk:
         new = []
         for key, child in children:
             if wrapper and key in _WRAPPED:
-                inside = _is_wrapper(child) or not isinstance(child, eqx.Module)
+                inside = not _is_part(child)
                 child = self.visit(child, path, inside)
             elif not (state and isinstance(child, eqx.Module)):
                 child = self.visit(child, _join(path, key))
@@ -230,7 +228,7 @@ class _Walk:
 
     def _mark(self, node: Any, path: str) -> Any:
         m = self.marking
-        if not isinstance(node, eqx.Module) or _is_wrapper(node):
+        if not _is_part(node):
             return node
         is_callable = has_method(plain_type(node), "__call__")
         chosen = m.chooses(path, node)
@@ -289,7 +287,7 @@ def mark(fn: Callable, args: tuple, kwargs: dict, marking: Marking) -> tuple:
     if marking.capture is None and not marking.scope:
         if not _has_unnamed((fn, args, kwargs)):
             # Functions may still close over one.
-            if not isinstance(fn, eqx.Module) or _is_wrapper(fn):
+            if not _is_part(fn):
                 fn = walk.visit(fn, "", True)
             return (fn, args, kwargs), walk.made
     names = _positional_names(fn, len(args))

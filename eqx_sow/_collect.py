@@ -40,7 +40,7 @@ class Sown:
     )
 
 
-class _Marked(NamedTuple):
+class _Captured(NamedTuple):
     """A sow that is captured. `conditional`: it has a count, though its guards may be
     gone."""
 
@@ -89,7 +89,7 @@ class Collect(Handler):
         return lookup(self.reduce.value, name)
 
     def folds(self, name: str) -> bool:
-        return not self.survey and folds(self.reducer(name))
+        return not self.survey and _reduce.folds(self.reducer(name))
 
     def sow(self, found, given, site: Site, atoms, frame: Frame):
         if site.tag != self.tag:
@@ -100,63 +100,55 @@ class Collect(Handler):
             return given
         frame.alias(atoms)
         if not self.wants(site):
-            found.append(Taken(given.carry, Sown(seen=(site.name,))))
+            found.append(_seen(site))
             return given
-        checks = ()
-        if site.spec is not None:
-            guard = len(site.guards)
-            shapes = tuple(
-                jax.ShapeDtypeStruct(site.shape(i, v.aval.shape), v.aval.dtype)
-                for i, v in enumerate(atoms)
-            )[guard:]
-            checks = (Check(site, site.spec, shapes),)
-        if self.modes is not None and site.mode not in map(_plain, self.modes):
-            found.append(Taken(given.carry, Sown(seen=(site.name,), checks=checks)))
-            return given
+        checks = _checks(site, atoms) if site.spec is not None else ()
         transform = lookup(self.transform.value, site.name)
         replay = self.backward or in_backward_pass(frame.eqn)
         if replay:
             site = site._replace(replay=True)
-        if self.folds(site.name):
-            if replay and site.key in self.ran:
-                found.append(Taken(given.carry, Sown(seen=(site.name,), checks=checks)))
-                return given
+        folds = self.folds(site.name)
+        if (self.modes is not None and site.mode not in map(_plain, self.modes)) or (
+            folds and replay and site.key in self.ran
+        ):
+            found.append(_seen(site, checks))
+        elif folds:
+            found.append(_seen(site, checks))
             entry = _entry.from_site(site, frame.read(atoms), transform)
-            key = entry.site.key
-            state = _reduce.step(self.reducer(site.name), given.carry[key], entry)
-            given = given._replace(carry={**given.carry, key: state})
-            found.append(Taken(given.carry, Sown(seen=(site.name,), checks=checks)))
+            state = _reduce.step(self.reducer(site.name), given.carry[site.key], entry)
+            given = given._replace(carry={**given.carry, site.key: state})
         else:
             frame.keep(atoms)
             guards = ()
             if site.guards:
                 guards = tuple((*g, frame.root(v)) for g, v in zip(site.guards, atoms))
-            found.append(_Marked(site, atoms, transform, checks, guards))
+            found.append(_Captured(site, atoms, transform, checks, guards))
         return given
 
     def hide(self, found, given, eqn):
+        del given
         wanted = filter(self.wants, sites(eqn))
         hidden = tuple((s.name, unsupported(s, eqn, OVER_AND_OVER)) for s in wanted)
-        found.append(Taken(given.carry, Sown(hidden=hidden)))
+        found.append(Taken(rest=Sown(hidden=hidden)))
 
     def join(self, found, given, frame: Frame) -> Taken:
         entries: dict[Any, list[Entry]] = {}
         seen: dict[str, None] = {}
         checks: dict[Check, None] = {}
         hidden: dict[Any, None] = {}
-        atoms = [v for x in found if isinstance(x, _Marked) for v in x.operands]
+        atoms = [v for x in found if isinstance(x, _Captured) for v in x.operands]
         arrays = iter(frame.read_arrays(atoms))
         for i, x in enumerate(found):
-            if isinstance(x, _Marked):
+            if isinstance(x, _Captured):
                 values = [next(arrays) for _ in x.operands]
-                found[i] = _Marked(x.site, values, x.transform, x.checks, x.guards)
+                found[i] = _Captured(x.site, values, x.transform, x.checks, x.guards)
         for item in _chosen(found, frame.execution):
-            if isinstance(item, _Marked):
+            if isinstance(item, _Captured):
                 entry = _entry.from_site(item.site, item.operands, item.transform)
                 if item.guards:
                     entry = dc.replace(entry, guards=(item.guards,))
                 if item.conditional:
-                    entry = _entry.counted(entry)
+                    entry = _entry.with_count(entry)
                 self._add(entries, entry, frame)
                 seen[item.site.name] = None
                 checks.update(dict.fromkeys(item.checks))
@@ -224,14 +216,14 @@ class Collect(Handler):
 
     def empty(self, rest: Sown) -> Sown:
         return self._map(
-            self.leave_loop(rest), lambda e: _merge.zeros(_merge.unify([e]))
+            self._leave_loop(rest), lambda e: _merge.zeros(_merge.unify([e]))
         )
 
-    def leave_loop(self, rest: Sown) -> Sown:
+    def _leave_loop(self, rest: Sown) -> Sown:
         return self._map(rest, _entry.left_loop)
 
     def again(self, old: Sown, new: Sown) -> Sown:
-        new = self.leave_loop(new)
+        new = self._leave_loop(new)
         entries = tuple(
             _merge.latest(o, _merge.conform(n, o))
             for o, n in zip(old.entries, new.entries)
@@ -239,12 +231,25 @@ class Collect(Handler):
         return dc.replace(old, entries=entries)
 
 
+def _seen(site: Site, checks: tuple[Check, ...] = ()) -> Taken:
+    return Taken(rest=Sown(seen=(site.name,), checks=checks))
+
+
+def _checks(site: Site, atoms: Sequence[Any]) -> tuple[Check, ...]:
+    shapes = [
+        jax.ShapeDtypeStruct(site.shape(i, v.aval.shape), v.aval.dtype)
+        for i, v in enumerate(atoms)
+    ]
+    assert site.spec is not None
+    return (Check(site, site.spec, tuple(shapes[len(site.guards) :])),)
+
+
 def _chosen(found: list[Any], execution: Callable[[Any], Any]) -> list[Any]:
     """What was found, with one sow where every branch of a cond has one of that
     name."""
     groups: dict[Any, list[int]] = {}
     for i, item in enumerate(found):
-        if isinstance(item, _Marked) and item.guards:
+        if isinstance(item, _Captured) and item.guards:
             *outer, (cond, _, size, of) = item.guards
             key = item.site.key, *outer, cond, execution(of), size
             groups.setdefault(key, []).append(i)
@@ -261,7 +266,7 @@ def _chosen(found: list[Any], execution: Callable[[Any], Any]) -> list[Any]:
         )
         checks = tuple(c for x in cases for c in x.checks)
         chosen.update(dict.fromkeys(places))
-        chosen[places[0]] = _Marked(
+        chosen[places[0]] = _Captured(
             site, operands, first.transform, checks, first.guards[:-1], True
         )
     if not chosen:
@@ -271,7 +276,7 @@ def _chosen(found: list[Any], execution: Callable[[Any], Any]) -> list[Any]:
     return _chosen([x for x in found if x is not None], execution)
 
 
-def _form(x: _Marked) -> Any:
+def _form(x: _Captured) -> Any:
     site = x.site
     values = [
         (site.shape(i, v.shape), v.dtype)
@@ -280,11 +285,6 @@ def _form(x: _Marked) -> Any:
     ]
     axes = [a.kind for a in site.axes]
     return site.treedef, site.leaves, site.replay, axes, values
-
-
-def folds(reducer: Reducer | None) -> bool:
-    """Whether a reducer has a state that goes through loops."""
-    return not (reducer is None or isinstance(reducer, Append))
 
 
 def _slots(entries: Sequence[Entry]) -> dict[Any, Entry]:
@@ -330,7 +330,7 @@ def assemble(
             entries = entries[::-1]
         conditional = any([e.counted for e in entries])
         if conditional:
-            entries = map(_entry.counted, entries)
+            entries = map(_entry.with_count, entries)
         entries = list(map(_entry.full, entries))
         value = tuple(map(_entry.value, entries))
         values[key] = value if append else value[0]

@@ -1,6 +1,7 @@
-"""Everything that depends on the version of JAX, or on a part of it that is not public.
+"""Everything that depends on the version of JAX, or on a part of JAX or Equinox that is
+not public: each of these says why no public way will do.
 
-Supported: JAX 0.10 to 0.12. Each entry says why no public way will do.
+Supported: JAX 0.10 to 0.12.
 """
 
 import dataclasses as dc
@@ -12,6 +13,8 @@ from typing import Any
 
 import equinox as eqx
 import equinox.internal
+
+# No public way to forget: `forget_noinline` says what.
 import equinox.internal._noinline
 import jax
 import jax.core
@@ -145,11 +148,15 @@ def _shard_map_primitive() -> jexc.Primitive:
     return jax.make_jaxpr(fn)(0).eqns[0].primitive
 
 
+def _jit_equation() -> Any:
+    return jax.make_jaxpr(jax.jit(lambda x: x))(0).eqns[0]
+
+
 @ft.cache
 def unspecified() -> tuple[dict[str, Any], dict[str, Any]]:
     """What `jax.jit` puts for each input, and for each output, of which nobody
     specified a sharding or a layout."""
-    p = jax.make_jaxpr(jax.jit(lambda x: x))(0).eqns[0].params
+    p = _jit_equation().params
     inputs = ("in_shardings", "in_layouts", "donated_invars")
     outputs = ("out_shardings", "out_layouts")
     return {k: p[k][0] for k in inputs}, {k: p[k][0] for k in outputs}
@@ -160,7 +167,7 @@ def call_that_keeps_effects(eqn: Any) -> Any:
     would lose the effects in it."""
     if eqn.primitive is not _call_p or not _call_p.call_primitive:
         return eqn
-    template = jax.make_jaxpr(jax.jit(lambda x: x))(0).eqns[0]
+    template = _jit_equation()
     inputs, outputs = unspecified()
     params = {
         **template.params,
@@ -180,6 +187,8 @@ def _noinline_primitive() -> jexc.Primitive:
 noinline_p = _noinline_primitive()
 custom_vmap_p = _custom_vmap_primitive()
 shard_map_p = _shard_map_primitive()
+FilterJit: Any = type(eqx.filter_jit(lambda x: x))
+Jit: Any = type(jax.jit(lambda x: x))
 
 
 def varying(x: Any) -> frozenset[Any]:

@@ -17,7 +17,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from ._errors import calling
-from ._primitive import Axis, Const, Located, NoTangent, OPERAND, Site
+from ._primitive import Axis, Located, rebuild, Site, take_apart
 
 
 @jtu.register_dataclass
@@ -58,9 +58,13 @@ def broadcast(x, has, want, axes: Sequence[Axis]):
     return x if jnp.shape(x) == shape else jnp.broadcast_to(x, shape)
 
 
+def leading(x, ndim: int):
+    """Gives `x` more axes of size one, behind its own."""
+    return jnp.reshape(x, jnp.shape(x) + (1,) * (ndim - jnp.ndim(x)))
+
+
 def where(mask, x, y):
-    mask = jnp.reshape(mask, jnp.shape(mask) + (1,) * (jnp.ndim(x) - jnp.ndim(mask)))
-    return jnp.where(mask, x, y)
+    return jnp.where(leading(mask, jnp.ndim(x)), x, y)
 
 
 def either(has: Sequence[bool], other: Sequence[bool]) -> tuple[bool, ...]:
@@ -69,19 +73,19 @@ def either(has: Sequence[bool], other: Sequence[bool]) -> tuple[bool, ...]:
 
 def from_site(site: Site, operands: Sequence[Any], transform: Callable | None) -> Entry:
     """The entry of one sow."""
-    guard = len(site.guards)
-    if transform is None and not guard:
+    n_guards = len(site.guards)
+    if transform is None and not n_guards:
         return Entry(tuple(operands), site)
     axes = site.axes
     has = [site.has(i) for i in range(len(operands))]
     treedef, leaves = site.treedef, site.leaves
-    values, value_has = list(operands[guard:]), has[guard:]
+    values, value_has = list(operands[n_guards:]), has[n_guards:]
     if transform is not None:
         treedef, leaves, values, value_has = _transform(
             transform, site, values, value_has
         )
-    if guard:
-        run_has = tuple(map(any, zip(*has[:guard])))
+    if n_guards:
+        run_has = tuple(map(any, zip(*has[:n_guards])))
         run = ft.reduce(
             operator.and_,
             [align(x, h, run_has) for x, h in zip(runs(site, operands), has)],
@@ -92,7 +96,7 @@ def from_site(site: Site, operands: Sequence[Any], transform: Callable | None) -
         value_has.append(run_has)
     axes = with_has(axes, value_has)
     new = site._replace(treedef=treedef, leaves=leaves, axes=axes, guards=())
-    return Entry(tuple(values), new, bool(guard))
+    return Entry(tuple(values), new, bool(n_guards))
 
 
 def runs(site: Site, operands: Sequence[Any]) -> list[Any]:
@@ -115,47 +119,41 @@ def with_has(axes: Sequence[Axis], has: Sequence[Sequence[bool]]) -> tuple[Axis,
 
 def _transform(fn, site, values, has):
     """Applies `fn` to the value as the code at the sow sees it, for each lane."""
-    static = []
+    form = []
 
     def apply(*values):
         out = fn(rebuild(site.treedef, site.leaves, values))
-        leaves, treedef = jtu.tree_flatten(out)
-        is_array = [isinstance(x, jax.Array | np.ndarray | np.generic) for x in leaves]
-        static[:] = [
-            Const(treedef),
-            tuple(OPERAND if d else Const(x) for x, d in zip(leaves, is_array)),
-        ]
-        return [jnp.asarray(x) for x, d in zip(leaves, is_array) if d]
+        arrays, *form[:] = take_apart(out, _is_array)
+        return list(map(jnp.asarray, arrays))
 
     over = tuple(any(h[i] for h in has) for i in range(len(site.axes)))
-    for i in reversed(range(len(site.axes))):
-        if over[i]:
-            apply = jax.vmap(
-                apply,
-                in_axes=tuple(0 if h[i] else None for h in has),
-                axis_size=site.axes[i].size,
-            )
     with calling("transform", site.name, site.where):
-        values = apply(*values)
-    return *static, values, [over] * len(values)
+        values = for_each_lane(apply, site.axes, has)(*values)
+    return *form, values, [over] * len(values)
 
 
-def rebuild(
-    treedef: Const, leaves: Sequence[Any], values: Sequence[Any], lead=()
-) -> Any:
-    """The PyTree. Leaves with no tangent are zeros of JAX's dtype `float0`."""
-    operand = iter(values)
-    return jtu.tree_unflatten(
-        treedef.value,
-        [
-            next(operand)
-            if x is OPERAND
-            else np.zeros((*lead, *x.shape), jax.dtypes.float0)
-            if isinstance(x, NoTangent)
-            else x.value
-            for x in leaves
-        ],
-    )
+def _is_array(x: Any) -> bool:
+    return isinstance(x, jax.Array | np.ndarray | np.generic)
+
+
+def for_each_lane(
+    fn: Callable,
+    axes: Sequence[Axis],
+    has: Sequence[Sequence[bool]],
+    keep: bool = False,
+) -> Callable:
+    """`fn`, of values as the code at the sow sees them, as a function of operands.
+    With `keep`, what it returns has the axes of what it is given."""
+    for i in reversed(range(len(axes))):
+        which = tuple(0 if h[i] else None for h in has)
+        if any(h[i] for h in has):
+            fn = jax.vmap(
+                fn,
+                in_axes=which,
+                out_axes=list(which) if keep else 0,
+                axis_size=axes[i].size,
+            )
+    return fn
 
 
 def out_of_loop(
@@ -203,7 +201,7 @@ def left_loop(entry: Entry) -> Entry:
     return entry.replace(entry.arrays, axes)
 
 
-def counted(entry: Entry) -> Entry:
+def with_count(entry: Entry) -> Entry:
     if entry.counted:
         return entry
     axes = [a._replace(has=(*a.has, False)) for a in entry.site.axes]

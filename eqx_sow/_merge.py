@@ -7,9 +7,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ._entry import align, broadcast, counted, either, Entry, rebuild, where, with_has
+from ._entry import (
+    align,
+    broadcast,
+    either,
+    Entry,
+    leading,
+    where,
+    with_count,
+    with_has,
+)
 from ._errors import DuplicateSowError, SowError
-from ._primitive import Axis, Located, Site
+from ._primitive import Axis, Located, rebuild, Site
 
 
 def choose(sites: Sequence[Site], operands: Sequence[Sequence[Any]]):
@@ -29,8 +38,7 @@ def choose(sites: Sequence[Site], operands: Sequence[Sequence[Any]]):
             broadcast(x[i], s.has(i), to, site.axes) for s, x in zip(sites, operands)
         ]
         index = align(operands[0][n], has[n], to)
-        index = jnp.reshape(index, (*index.shape, *[1] * (cases[0].ndim - index.ndim)))
-        index = jnp.broadcast_to(index, cases[0].shape)
+        index = jnp.broadcast_to(leading(index, cases[0].ndim), cases[0].shape)
         values.append(jax.lax.select_n(index, *cases))
     axes = with_has(site.axes, [*has[:n], *values_has])
     site = site._replace(guards=tuple(outer), axes=axes)
@@ -66,7 +74,7 @@ def _embeddings(few: Sequence[Any], many: Sequence[Any]) -> int:
 
 def unify(entries: Sequence[Entry]) -> Entry:
     """A counted entry, as shapes, that has room for each of `entries`."""
-    entries = [jax.eval_shape(counted, e) for e in entries]
+    entries = [jax.eval_shape(with_count, e) for e in entries]
     first = entries[0]
     for e in entries[1:]:
         _check_same(first, e)
@@ -100,7 +108,7 @@ def placed(entry: Entry, axes: Sequence[Axis], i: int) -> tuple[bool, ...]:
 
 def conform(entry: Entry, target: Entry) -> Entry:
     """`entry`, in the form of `target`, which came from `unify`."""
-    entry = counted(entry)
+    entry = with_count(entry)
     axes = target.site.axes
     arrays = tuple(
         broadcast(x, placed(entry, axes, i), target.site.has(i), axes)

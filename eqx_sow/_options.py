@@ -101,12 +101,12 @@ def as_modes(call: str, modes: Any) -> tuple[str, ...] | None:
     return modes
 
 
-def _each(option: Any) -> list[Any]:
+def each(option: Any) -> list[Any]:
     return list(option.values()) if isinstance(option, Mapping) else [option]
 
 
 def check_reduce(call: str, reduce: Any) -> None:
-    for r in _each(reduce):
+    for r in each(reduce):
         if not (reduce is None or isinstance(r, Reducer)):
             raise TypeError(
                 f"`{call}(..., reduce=...)` takes `eqx_sow.Append()`, "
@@ -116,7 +116,7 @@ def check_reduce(call: str, reduce: Any) -> None:
 
 
 def check_transform(call: str, transform: Any) -> None:
-    for fn in _each(transform):
+    for fn in each(transform):
         if not (transform is None or callable(fn)):
             raise TypeError(
                 f"`{call}(..., transform=...)` takes a function of the value, or a "

@@ -17,7 +17,7 @@ from ._entry import Entry
 from ._errors import calling, SowError
 from ._handler import Given, Handler, OVER_AND_OVER, refuse
 from ._interpreter import Frame
-from ._primitive import Const, listening, OPERAND, Same, Site, sow_p
+from ._primitive import Const, listening, OPERAND, rebuild, Same, Site, sow_p
 from ._program import trace
 from ._reduce import Append
 from ._rewrite import sites
@@ -49,7 +49,7 @@ class _Replace(Handler):
 
     def sow(self, found, given, site: Site, atoms, frame: Frame):
         del found
-        guard = len(site.guards)
+        n_guards = len(site.guards)
         if not self.wants(site):
             if self.outer:
                 frame.leave(frame.eqn)
@@ -58,13 +58,13 @@ class _Replace(Handler):
             return given
         if site.key in given.rest:
             form = dict(self.forms)[site.key]
-            guards = frame.read(atoms[:guard])
+            guards = frame.read(atoms[:n_guards])
             new = _at_site(site, guards, given.rest[site.key], form)
         else:
             fn = dict(self.functions)[site.key].value
-            new = _apply(fn, site, frame.read(atoms)[guard:])
-        if guard:
-            new = [*frame.read(atoms[:guard]), *new]
+            new = _apply(fn, site, frame.read(atoms)[n_guards:])
+        if n_guards:
+            new = [*frame.read(atoms[:n_guards]), *new]
         if self.outer:
             new = sow_p.bind(*new, site=site)
         frame.set(frame.eqn.outvars, new)
@@ -121,7 +121,7 @@ def _same_along(x, axis: int, runs, site: Site):
         return jax.lax.index_in_dim(x, 0, axis, keepdims=False)
     is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
     data = jax.random.key_data(x) if is_key else x
-    runs = jnp.reshape(runs, runs.shape + (1,) * (data.ndim - runs.ndim))
+    runs = _entry.leading(runs, data.ndim)
     at = jnp.argmax(runs, axis, keepdims=True)
     one = jnp.take_along_axis(data, at, axis)
     one = eqx.error_if(
@@ -136,19 +136,15 @@ def _same_along(x, axis: int, runs, site: Site):
 
 def _apply(fn: Callable, site: Site, values: Sequence[Any]) -> list[Any]:
     """`fn` of the value as the code at the sow sees it, for each lane."""
-    guard = len(site.guards)
-    has = [site.has(guard + i) for i in range(len(values))]
+    n_guards = len(site.guards)
+    has = [site.has(n_guards + i) for i in range(len(values))]
 
     def apply(*values):
-        old = _entry.rebuild(site.treedef, site.leaves, values)
+        old = rebuild(site.treedef, site.leaves, values)
         return _operands(fn(old), site, values)
 
-    for n in reversed(range(len(site.axes))):
-        if any(h[n] for h in has):
-            axes = tuple(0 if h[n] else None for h in has)
-            apply = jax.vmap(apply, in_axes=axes, out_axes=list(axes))
     with calling("planted function", site.name, site.where):
-        return apply(*values)
+        return _entry.for_each_lane(apply, site.axes, has, keep=True)(*values)
 
 
 def _operands(value: Any, site: Site, like: Sequence[Any]) -> list[Any]:
@@ -254,7 +250,7 @@ class _Plant(Transformed):
             forms=tuple((key, entries[key][0].site) for key in values),
             outer=outer,
         )
-        outs, _ = program.evaluate(handler, Given(rest=values), *program.leaves)
+        outs, _ = program.evaluate(handler, Given(rest=values), *program.inputs)
         return program.output(outs)
 
 

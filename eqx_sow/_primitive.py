@@ -7,13 +7,16 @@ batching rewrite the `Site`; nothing about a sow is ever kept outside of its equ
 
 import dataclasses as dc
 import math
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.core
 import jax.extend.core as jexc
 import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
 from jax.interpreters import ad, batching, mlir, partial_eval as pe
 
 from . import _compat
@@ -30,8 +33,7 @@ class Const:
         self.value = value
         try:
             self._hash = hash((type(value), value))
-        except Exception:
-            # A user's `__hash__` and `__eq__` may do anything, as NumPy's do.
+        except Exception:  # A user's `__hash__` may raise anything.
             self._hash = id(value)
 
     def __hash__(self):
@@ -51,7 +53,7 @@ class Const:
             return repr(a) == repr(b)
         try:
             return bool(a == b)
-        except Exception:  # likewise
+        except Exception:  # A user's `__eq__` may, and NumPy's `__bool__` does.
             return False
 
     def __repr__(self):
@@ -89,6 +91,34 @@ class _Operand:
 
 
 OPERAND = _Operand()
+
+
+def take_apart(
+    tree: Any, is_array: Callable[[Any], bool] = eqx.is_array
+) -> tuple[list[Any], Const, tuple[Any, ...]]:
+    """The arrays of a PyTree, its treedef, and for each leaf `OPERAND` or a `Const`."""
+    leaves, treedef = jtu.tree_flatten(tree)
+    found = [is_array(x) for x in leaves]
+    static = tuple(OPERAND if d else Const(x) for d, x in zip(found, leaves))
+    return [x for d, x in zip(found, leaves) if d], Const(treedef), static
+
+
+def rebuild(
+    treedef: Const, leaves: Sequence[Any], values: Sequence[Any], lead=()
+) -> Any:
+    """The PyTree. Leaves with no tangent are zeros of JAX's dtype `float0`."""
+    operand = iter(values)
+    return jtu.tree_unflatten(
+        treedef.value,
+        [
+            next(operand)
+            if x is OPERAND
+            else np.zeros((*lead, *x.shape), jax.dtypes.float0)
+            if isinstance(x, NoTangent)
+            else x.value
+            for x in leaves
+        ],
+    )
 
 
 class Axis(NamedTuple):
@@ -228,9 +258,9 @@ def _sow_jvp(primals, tangents, *, site):
         ad.instantiate_zeros(t) if _is_zero(t, x) else t
         for t, x in zip(tangents, primals)
     ]
-    guard = len(site.guards)
-    keep = [i < guard or not isinstance(t, ad.Zero) for i, t in enumerate(tangents)]
-    operand = iter(range(guard, len(primals)))
+    n_guards = len(site.guards)
+    keep = [i < n_guards or not isinstance(t, ad.Zero) for i, t in enumerate(tangents)]
+    operand = iter(range(n_guards, len(primals)))
     leaves = []
     for leaf in site.leaves:
         if leaf is OPERAND and not keep[i := next(operand)]:
@@ -244,26 +274,29 @@ def _sow_jvp(primals, tangents, *, site):
         axes=site.select(keep),
         spec=None,
     )
-    kept = [*primals[:guard], *[t for t, k in zip(tangents[guard:], keep[guard:]) if k]]
+    kept = [
+        *primals[:n_guards],
+        *[t for t, k in zip(tangents[n_guards:], keep[n_guards:]) if k],
+    ]
     tangent_out = iter(sow_p.bind(*kept, site=tangent_site))
     tangent_out = [next(tangent_out) if k else t for t, k in zip(tangents, keep)]
     # Guards are not differentiated: what came back for them is no tangent.
-    tangent_out[:guard] = tangents[:guard]
+    tangent_out[:n_guards] = tangents[:n_guards]
     return out, tangent_out
 
 
 def _sow_transpose(cts, *operands, site):
-    guard = len(site.guards)
+    n_guards = len(site.guards)
     modes = site.modes[:-1] if site.modes[-1:] == ("tangent",) else site.modes
-    cts = cts[guard:]
+    cts = cts[n_guards:]
     sown = sow_p.bind(
-        *operands[:guard],
+        *operands[:n_guards],
         *map(ad.instantiate_zeros, cts),
         site=site._replace(modes=(*modes, "cotangent"), spec=None),
     )
-    return [None] * guard + [
+    return [None] * n_guards + [
         None if not ad.is_undefined_primal(x) else ct if type(ct) is ad.Zero else s
-        for x, ct, s in zip(operands[guard:], cts, sown[guard:])
+        for x, ct, s in zip(operands[n_guards:], cts, sown[n_guards:])
     ]
 
 

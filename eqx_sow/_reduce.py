@@ -13,7 +13,7 @@ import jax.tree_util as jtu
 from . import _entry, _merge
 from ._entry import Entry
 from ._errors import calling, SowError
-from ._primitive import Axis, Site
+from ._primitive import Axis, rebuild, Site
 
 
 class Reducer(eqx.Module):
@@ -147,6 +147,11 @@ class Buffer(Reducer):
         return [jnp.roll(a, shift, axis=0) for a in acc]
 
 
+def folds(reducer: Reducer | None) -> bool:
+    """Whether a reducer has a state that goes through loops."""
+    return not (reducer is None or isinstance(reducer, Append))
+
+
 @jtu.register_dataclass
 @dc.dataclass(frozen=True)
 class Reduction:
@@ -194,7 +199,7 @@ def step(reducer: Any, state: Reduction, entry: Entry) -> Reduction:
             "out of the loop: the order of the executions is lost. Give that sow a "
             "name of its own."
         )
-    entry = _entry.counted(_lanes_only(entry))
+    entry = _entry.with_count(_lanes_only(entry))
     lanes = tuple(a.size for a in state.lanes)
     has = [_merge.placed(entry, state.lanes, i) for i in range(len(entry.arrays))]
 
@@ -234,11 +239,11 @@ def finish(reducer: Any, state: Reduction) -> tuple[Any, Any]:
     lead = [a.size for a, v in zip(state.lanes, varies) if v]
     if isinstance(reducer, Buffer):
         lead.append(reducer.size)
-    return _entry.rebuild(state.site.treedef, state.site.leaves, acc, lead), count
+    return rebuild(state.site.treedef, state.site.leaves, acc, lead), count
 
 
 def _build(site: Site) -> Callable[[Any], Any]:
-    return lambda values: _entry.rebuild(site.treedef, site.leaves, values)
+    return lambda values: rebuild(site.treedef, site.leaves, values)
 
 
 def _lanes_only(entry: Entry) -> Entry:

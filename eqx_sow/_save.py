@@ -9,12 +9,12 @@ import equinox as eqx
 
 from . import _options as opt, _spec
 from ._capture import Marking
-from ._collect import assemble, Collect, folds, reductions
+from ._collect import assemble, Collect, reductions
 from ._errors import UnsupportedPrimitiveError
 from ._handler import Given
 from ._primitive import Const, listening, Same
 from ._program import trace
-from ._reduce import Reducer
+from ._reduce import folds, Reducer
 from ._select import check_known
 from ._transformed import Transformed, wrap
 
@@ -47,10 +47,10 @@ class _SaveIntermediates(Transformed):
             outer=outer,
         )
         carry: Any = {}
-        if any(map(folds, _values(self._reduce))):
+        if any(map(folds, opt.each(self._reduce))):
             survey = program.survey(dc.replace(collect, survey=True))
             collect, carry = reductions(collect, survey)
-        outs, taken = program.evaluate(collect, Given(carry), *program.leaves)
+        outs, taken = program.evaluate(collect, Given(carry), *program.inputs)
         _check_names(self, taken.rest.seen)
         for name, message in taken.rest.hidden:
             if name not in taken.rest.seen:
@@ -78,10 +78,6 @@ def _check_names(self: _SaveIntermediates, seen: Sequence[str]) -> None:
     ):
         if isinstance(option, Mapping):
             check_known(f"save_intermediates(..., {name}=...)", option, seen)
-
-
-def _values(option: Any) -> list[Any]:
-    return list(option.values()) if isinstance(option, Mapping) else [option]
 
 
 _unset: Any = object()

@@ -1,6 +1,6 @@
 """`sow`, and the layer `Sow`."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -11,7 +11,7 @@ import jax.tree_util as jtu
 from . import _compat
 from ._errors import SowError, UnsupportedPrimitiveError
 from ._options import check_tag
-from ._primitive import Const, listening, OPERAND, Site, sow_p
+from ._primitive import Const, listening, OPERAND, rebuild, Site, sow_p, take_apart
 
 
 def sow(
@@ -81,37 +81,30 @@ def bind(value: Any, name: str, tag: Hashable, spec: Const | None) -> Any:
             "value cannot be captured. Move the sow out of that function."
         )
     if eqx.is_array(value):  # as nearly all values are
-        leaves, treedef, static = [value], _ARRAY, (OPERAND,)
+        arrays, treedef, leaves = [value], _ARRAY, (OPERAND,)
     else:
-        leaves, structure = jtu.tree_flatten(value)
-        treedef = Const(structure)
-        static = tuple(_static(x, name) for x in leaves)
+        arrays, treedef, leaves = take_apart(value)
+        _check_static(leaves, name)
     site = Site(
         name=name,
         tag=tag,
         treedef=treedef,
-        leaves=static,
+        leaves=leaves,
         spec=spec,
         where=_compat.user_line(),
     )
-    arrays = [i for i, s in enumerate(static) if s is OPERAND]
-    out = sow_p.bind(*[leaves[i] for i in arrays], site=site)
-    if treedef is _ARRAY:
-        return out[0]
-    for i, x in zip(arrays, out):
-        leaves[i] = x
-    return jtu.tree_unflatten(treedef.value, leaves)
+    out = sow_p.bind(*arrays, site=site)
+    return out[0] if treedef is _ARRAY else rebuild(treedef, leaves, out)
 
 
-def _static(leaf: Any, name: str) -> Any:
-    if eqx.is_array(leaf):
-        return OPERAND
-    if isinstance(leaf, jax.core.Tracer):
-        raise SowError(
-            f"`sow(..., {name!r})` cannot mark a leaf of type {jax.typeof(leaf)}: "
-            "only arrays can be captured. Sow the value that it holds."
-        )
-    return Const(leaf)
+def _check_static(leaves: Sequence[Any], name: str) -> None:
+    for x in leaves:
+        if x is not OPERAND and isinstance(x.value, jax.core.Tracer):
+            raise SowError(
+                f"`sow(..., {name!r})` cannot mark a leaf of type "
+                f"{jax.typeof(x.value)}: only arrays can be captured. Sow the value "
+                "that it holds."
+            )
 
 
 class Sow(eqx.Module):

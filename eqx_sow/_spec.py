@@ -15,9 +15,9 @@ import jaxtyping
 from beartype.door import is_bearable
 from beartype.roar import BeartypeDecorHintException
 
-from . import _entry
 from ._collect import Check
 from ._errors import SowTypeError
+from ._primitive import rebuild
 from ._select import lookup
 
 
@@ -34,7 +34,7 @@ def check(
     def at_sows(values):
         for check, leaves in zip(checks, values):
             site = check.site
-            value = _entry.rebuild(site.treedef, site.leaves, leaves)
+            value = rebuild(site.treedef, site.leaves, leaves)
             _check(site.name, f"as sown at {site.where}", check.spec.value, value)
 
     with jaxtyping.jaxtyped("context"):

@@ -10,7 +10,7 @@ import jax
 import jax.tree_util as jtu
 
 from . import _compat
-from ._primitive import Const
+from ._primitive import rebuild, take_apart
 
 
 class Transformed(eqx.Module):
@@ -39,10 +39,8 @@ class Transformed(eqx.Module):
             return _run(self, args, kwargs)
         # `S(jit(f))` is `jit(S(f))`: so it is traced and compiled when `jit(f)` would
         # be.
-        leaves, treedef = jtu.tree_flatten((self, args, kwargs))
-        dynamic = [eqx.is_array(x) for x in leaves]
-        key = _Key(treedef, [None if d else Const(x) for x, d in zip(leaves, dynamic)])
-        arrays = [x for x, d in zip(leaves, dynamic) if d]
+        arrays, treedef, leaves = take_apart((self, args, kwargs))
+        key = _Key(treedef, leaves)
         return type(self)._unpack(self, _jitted(key, *arrays).value())
 
     def __hash__(self):
@@ -73,16 +71,16 @@ def wrap(cls: type, *fields: Any) -> Any:
 class _Key:
     """All of a call but its arrays."""
 
-    def __init__(self, treedef, static):
+    def __init__(self, treedef, leaves):
         self.treedef = treedef
-        self.static = tuple(static)
-        self._hash = hash((treedef, self.static))
+        self.leaves = leaves
+        self._hash = hash((treedef, leaves))
 
     def __hash__(self):
         return self._hash
 
     def __eq__(self, other):
-        return self.treedef == other.treedef and self.static == other.static
+        return self.treedef == other.treedef and self.leaves == other.leaves
 
 
 @jtu.register_pytree_node_class
@@ -94,10 +92,8 @@ class _Output:
         self.aux = aux
 
     def value(self):
-        treedef, static = self.aux
-        arrays = iter(self.arrays)
-        leaves = [next(arrays) if x is None else x.value for x in static]
-        return jtu.tree_unflatten(treedef, leaves)
+        treedef, leaves = self.aux
+        return rebuild(treedef, leaves, self.arrays)
 
     def tree_flatten(self):
         return self.arrays, self.aux
@@ -108,22 +104,15 @@ class _Output:
 
 
 def _traced(key, *arrays):
-    arrays = iter(arrays)
-    leaves = [next(arrays) if x is None else x.value for x in key.static]
-    self, args, kwargs = jtu.tree_unflatten(key.treedef, leaves)
-    result = type(self)._pack(self, _run(self, args, kwargs))
-    leaves, treedef = jtu.tree_flatten(result)
-    static = tuple(None if isinstance(x, jax.Array) else Const(x) for x in leaves)
-    return _Output([x for x in leaves if isinstance(x, jax.Array)], (treedef, static))
+    self, args, kwargs = rebuild(key.treedef, key.leaves, arrays)
+    arrays, *aux = take_apart(type(self)._pack(self, _run(self, args, kwargs)))
+    return _Output(arrays, tuple(aux))
 
 
 _jitted = jax.jit(_traced, static_argnums=0)
-
-_FilterJit: Any = type(eqx.filter_jit(_traced))
-_Jit: Any = type(_jitted)
 
 
 def _is_jitted(fn: Any) -> bool:
     if isinstance(fn, eqx.Partial):
         return _is_jitted(fn.func)
-    return isinstance(fn, (_FilterJit, _Jit))
+    return isinstance(fn, (_compat.FilterJit, _compat.Jit))
