@@ -172,7 +172,9 @@ class Frame:
         return lambda v: v in self._kept or last.get(v, -1) >= self.now
 
     def _flush(self) -> None:
-        eqns, self._pending, self._unsettled = self._pending, [], False
+        eqns, self._pending = self._pending, []
+        effects = [e.effects for e in eqns] if self._unsettled else ()
+        self._unsettled = False
         env, same = self._env, self._same
         invars: dict[Any, None] = {}
         for i, eqn in enumerate(eqns):
@@ -193,7 +195,7 @@ class Frame:
             invars=list(invars),
             outvars=outvars,
             eqns=eqns,
-            effects=frozenset().union(*[e.effects for e in eqns]),
+            effects=frozenset().union(*effects),
             debug_info=self._jaxpr.debug_info.with_unknown_names(),
         )
         out = _compat.splice(segment, (), [self._env[v] for v in invars])
