@@ -1,3 +1,5 @@
+"""See, and change, what happens inside of Equinox models and JAX programs."""
+
 from importlib.metadata import version as _version
 
 from . import _rules, _wrapped  # noqa: F401

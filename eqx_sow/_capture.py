@@ -13,7 +13,7 @@ from typing import Any
 import equinox as eqx
 import jax.tree_util as jtu
 
-from . import _compat
+from . import _compat, _options as opt
 from ._errors import UnknownSowError
 from ._marks import has_method, Mark, marks_of, plain_type, with_marks
 from ._primitive import Const
@@ -43,20 +43,21 @@ class Marking:
         return any(has_method(type(module), m) for m in self.methods)
 
 
+def as_marking(
+    call: str, fn: Any, tag: Any, capture: Any, methods: Any, inputs: bool, scope: bool
+) -> Marking:
+    """The options that `save_intermediates` and `plant` share."""
+    opt.check_function(call, fn)
+    opt.check_tag(call, tag)
+    capture, methods = opt.as_capture(call, capture), opt.as_methods(call, methods)
+    return Marking(capture, tag, methods, inputs, scope)
+
+
 def _children(node: Any) -> tuple[list[tuple[str, Any]], Any]:
     children, treedef = jtu.tree_flatten_with_path(
         node, is_leaf=lambda x: x is not node
     )
-    return [
-        (_key(path[-1]) if path else "", child) for path, child in children
-    ], treedef
-
-
-def _key(key: Any) -> str:
-    for attribute in ("name", "idx", "key"):
-        if hasattr(key, attribute):
-            return str(getattr(key, attribute))
-    return str(key)
+    return [(jtu.keystr(path, simple=True), child) for path, child in children], treedef
 
 
 def _join(path: str, key: str) -> str:
@@ -175,9 +176,11 @@ class _Walk:
         self.closed_over[fn] = here = types.CellType()
         if hasattr(fn, "__wrapped__"):
             inside = inspect.unwrap(fn)
+        # JAX leaves `__wrapped__` out if there is a brace in the docstring of a model.
+        theirs = _compat.is_library(fn.__code__.co_filename)
         code, cells, defaults = fn.__code__, fn.__closure__ or (), fn.__defaults__ or ()
         new_cells = [
-            self._cell(name, cell, inside)
+            self._cell("" if theirs else name, cell, inside)
             for name, cell in zip(code.co_freevars, cells)
         ]
         outer = {
@@ -268,6 +271,8 @@ def _has_unnamed(x: Any) -> bool:
 
 
 def _positional_names(fn: Callable, n: int) -> list[str]:
+    while isinstance(fn, _Jacobian):
+        fn = fn.fun
     try:
         parameters = list(inspect.signature(fn).parameters.values())
     except (TypeError, ValueError):

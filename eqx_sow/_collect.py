@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.tree_util as jtu
 
-from . import _entry, _merge, _reduce
+from . import _compat, _entry, _merge, _reduce
 from ._entry import Entry
-from ._handler import Handler, in_backward_pass, OVER_AND_OVER, Taken, unsupported
+from ._handler import Handler, is_solver, OVER_AND_OVER, Taken, unsupported
 from ._interpreter import Frame
 from ._primitive import Const, Located, Same, Site
 from ._reduce import Append, Reducer
@@ -73,6 +73,10 @@ class Collect(Handler):
     backward: bool = False
     ran: frozenset[Any] = frozenset()
 
+    @property
+    def lasting(self):
+        return self.reduce.value is None and self.transform.value is None
+
     def wants(self, site):
         names = self.names.value
         return site.tag == self.tag and (names is None or matches(names, site.name))
@@ -81,7 +85,7 @@ class Collect(Handler):
         return self.folds(site.name)
 
     def within(self, eqn):
-        if self.backward or not in_backward_pass(eqn):
+        if self.backward or not _compat.in_backward_pass(eqn):
             return self
         return dc.replace(self, backward=True)
 
@@ -104,16 +108,16 @@ class Collect(Handler):
             return given
         checks = _checks(site, atoms) if site.spec is not None else ()
         transform = lookup(self.transform.value, site.name)
-        replay = self.backward or in_backward_pass(frame.eqn)
+        replay = self.backward or _compat.in_backward_pass(frame.eqn)
         if replay:
             site = site._replace(replay=True)
+        chosen = self.modes is None or site.mode in map(_plain, self.modes)
         folds = self.folds(site.name)
-        if (self.modes is not None and site.mode not in map(_plain, self.modes)) or (
-            folds and replay and site.key in self.ran
-        ):
+        if folds or not chosen:
             found.append(_seen(site, checks))
-        elif folds:
-            found.append(_seen(site, checks))
+        if not chosen or (folds and replay and site.key in self.ran):
+            return given
+        if folds:
             entry = _entry.from_site(site, frame.read(atoms), transform)
             state = _reduce.step(self.reducer(site.name), given.carry[site.key], entry)
             given = given._replace(carry={**given.carry, site.key: state})
@@ -125,8 +129,10 @@ class Collect(Handler):
             found.append(_Captured(site, atoms, transform, checks, guards))
         return given
 
-    def hide(self, found, given, eqn):
-        del given
+    def without_rule(self, found, eqn):
+        if not is_solver(eqn):
+            return super().without_rule(found, eqn)
+        # Who solves evaluates the function elsewhere too.
         wanted = filter(self.wants, sites(eqn))
         hidden = tuple((s.name, unsupported(s, eqn, OVER_AND_OVER)) for s in wanted)
         found.append(Taken(rest=Sown(hidden=hidden)))
@@ -141,7 +147,7 @@ class Collect(Handler):
         for i, x in enumerate(found):
             if isinstance(x, _Captured):
                 values = [next(arrays) for _ in x.operands]
-                found[i] = _Captured(x.site, values, x.transform, x.checks, x.guards)
+                found[i] = x._replace(operands=values)
         for item in _chosen(found, frame.execution):
             if isinstance(item, _Captured):
                 entry = _entry.from_site(item.site, item.operands, item.transform)

@@ -178,6 +178,20 @@ def call_that_keeps_effects(eqn: Any) -> Any:
     return eqn.replace(primitive=template.primitive, params=params)
 
 
+def _transposed() -> Any:
+    double = jax.linear_transpose(lambda x: 2.0 * x, 1.0)
+    return jax.make_jaxpr(double)(1.0).eqns[-1].source_info.name_stack.stack[0]
+
+
+# What transposition writes on a name stack: not a string, as users' scopes may be any.
+_TRANSPOSED = _transposed()
+
+
+def in_backward_pass(eqn: Any) -> bool:
+    """Whether an equation was put there by transposition."""
+    return _TRANSPOSED in eqn.source_info.name_stack.stack
+
+
 def _noinline_primitive() -> jexc.Primitive:
     fn = eqx.internal.noinline(lambda x: x)
     return jax.make_jaxpr(fn)(0).eqns[-1].primitive
@@ -204,12 +218,16 @@ _libraries = tuple(
 )
 
 
+def is_library(file: str) -> bool:
+    return file.startswith(_libraries)
+
+
 def user_line() -> str:
     """`file:line` of the innermost frame that is neither ours nor JAX's nor
     Equinox's."""
     frame = sys._getframe(2)
     file = frame.f_code.co_filename
-    while file.startswith(_libraries) and frame.f_back is not None:
+    while is_library(file) and frame.f_back is not None:
         frame = frame.f_back
         file = frame.f_code.co_filename
     return f"{file}:{frame.f_lineno}"

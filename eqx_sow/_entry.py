@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-import numpy as np
 
 from ._errors import calling
 from ._primitive import Axis, Located, rebuild, Site, take_apart
@@ -63,7 +62,7 @@ def leading(x, ndim: int):
     return jnp.reshape(x, jnp.shape(x) + (1,) * (ndim - jnp.ndim(x)))
 
 
-def where(mask, x, y):
+def select(mask, x, y):
     return jnp.where(leading(mask, jnp.ndim(x)), x, y)
 
 
@@ -110,7 +109,7 @@ def runs(site: Site, operands: Sequence[Any]) -> list[Any]:
 def _mask(run, run_has, x, has, axes):
     both = either(has, run_has)
     x = broadcast(x, has, both, axes)
-    return where(align(run, run_has, both), x, jnp.zeros_like(x))
+    return select(align(run, run_has, both), x, jnp.zeros_like(x))
 
 
 def with_has(axes: Sequence[Axis], has: Sequence[Sequence[bool]]) -> tuple[Axis, ...]:
@@ -123,17 +122,13 @@ def _transform(fn, site, values, has):
 
     def apply(*values):
         out = fn(rebuild(site.treedef, site.leaves, values))
-        arrays, *form[:] = take_apart(out, _is_array)
+        arrays, *form[:] = take_apart(out)
         return list(map(jnp.asarray, arrays))
 
     over = tuple(any(h[i] for h in has) for i in range(len(site.axes)))
-    with calling("transform", site.name, site.where):
+    with calling("transform", site):
         values = for_each_lane(apply, site.axes, has)(*values)
     return *form, values, [over] * len(values)
-
-
-def _is_array(x: Any) -> bool:
-    return isinstance(x, jax.Array | np.ndarray | np.generic)
 
 
 def for_each_lane(

@@ -1,5 +1,12 @@
+"""What goes wrong with a sow."""
+
 import contextlib
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+
+if TYPE_CHECKING:
+    from ._primitive import Site
 
 
 class SowError(Exception):
@@ -36,10 +43,12 @@ for _error in (
 
 
 @contextlib.contextmanager
-def calling(what: str, name: str, where: str) -> Iterator[None]:
+def calling(what: str, site: "Site") -> Iterator[None]:
     """Errors of a user's function say which sow it was called for."""
     try:
         yield
     except Exception as e:  # whatever it raises, which goes on its way
-        e.add_note(f"This is from the {what} of `sow(..., {name!r})` at {where}.")
+        e.add_note(
+            f"This is from the {what} of `sow(..., {site.name!r})` at {site.where}."
+        )
         raise

@@ -11,6 +11,7 @@ import jax
 
 from ._errors import UnsupportedPrimitiveError
 from ._primitive import Site
+from ._rewrite import sites
 
 
 if TYPE_CHECKING:
@@ -49,6 +50,9 @@ class Handler:
     # Whether the sows that it does not want are left for somebody further out.
     outer: bool = True
 
+    # Whether it holds nothing of a user's, which might hold tracers.
+    lasting: bool = True
+
     def wants(self, site: Site) -> bool:
         """Whether a sow must not be lost."""
         del site
@@ -59,9 +63,11 @@ class Handler:
         del eqn
         return False
 
-    def hide(self, found: list, given: Given, eqn: Any) -> None:
-        """Takes note of an equation that evaluates its sows over and over."""
-        del found, given, eqn
+    def without_rule(self, found: list, eqn: Any) -> None:
+        """Takes note of an equation for which there is no rule."""
+        del found
+        why = (OVER_AND_OVER,) if is_solver(eqn) else (NO_RULE, TEACH)
+        refuse(self, eqn, sites(eqn), *why)
 
     def join(self, found: list, given: Given, frame: "Frame") -> Taken:
         """One `Taken` from all that `sow` and the rules put into `found`."""
@@ -78,12 +84,17 @@ class Handler:
         del eqn
         return self
 
-    def unstack(
-        self, rest: Any, jaxpr: Any, devices: tuple = ()
+    def unstack(self, rest: Any, jaxpr: Any) -> tuple[Any, Callable[[Any], Any]]:
+        """For a loop: what of `Given.rest` has an entry for each iteration, and a
+        function that puts that of one iteration back."""
+        del jaxpr
+        return (), lambda xs: rest
+
+    def unspread(
+        self, rest: Any, jaxpr: Any, devices: Sequence[Any]
     ) -> tuple[Any, Callable[[Any], Any], Any]:
-        """For a loop, or for `devices`: what of `Given.rest` has an entry for each
-        iteration (an axis for each mesh axis); a function that puts the entry of one
-        iteration (one device) back; for devices, the `PartitionSpec`s of the first."""
+        """For mesh axes: what of `Given.rest` has an axis for each of them, a function
+        that puts that of one device back, and `PartitionSpec`s."""
         del jaxpr, devices
         return (), lambda xs: rest, ()
 
@@ -121,11 +132,6 @@ class Handler:
         return new
 
 
-def in_backward_pass(eqn: Any) -> bool:
-    """Whether an equation was put there by transposition."""
-    return "transpose(" in str(eqn.source_info.name_stack)
-
-
 _MOVE = "Move the sow out of it."
 NO_RULE = "eqx_sow has no rule for it"
 TEACH = (
@@ -133,6 +139,12 @@ TEACH = (
     "eqx_sow about it."
 )
 OVER_AND_OVER = "it evaluates its function over and over"
+
+
+def is_solver(eqn: Any) -> bool:
+    """Whether it evaluates a linear function over and over, and leaves its effects
+    out."""
+    return eqn.primitive.name in ("linear_solve", "custom_linear_solve")
 
 
 def refuse(

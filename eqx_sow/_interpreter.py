@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from . import _compat
-from ._handler import Given, Handler, NO_RULE, refuse, Taken, TEACH
-from ._primitive import Listening, listening, sow_p
-from ._rewrite import has_sow, is_plain, root, sites, without_sows
+from ._handler import Given, Handler, Taken
+from ._primitive import sow_p
+from ._rewrite import has_sow, is_plain, look_inside, root, without_sows
 
 
 rules: dict[jexc.Primitive, Callable] = {}
@@ -48,10 +48,14 @@ def register_rule(primitive: jexc.Primitive) -> Callable[[Callable], Callable]:
     - `eqn`: the equation; `eqn.params` holds the jaxpr.
     - `args`: one array for each of `eqn.invars`.
 
-    It returns `(outs, taken)`: a list with one array for each of `eqn.outvars`, and the
-    PyTree of arrays that `run` returned. A rule calls `run` exactly once, for each time
-    that the primitive would run its jaxpr. Loops and branches have to be written with
-    `jax.lax`.
+    The rule returns `(outs, taken)`: a list with one array for each of `eqn.outvars`,
+    and the PyTree of arrays that `run` returned. It calls `run` exactly once for each
+    time that the primitive would run its jaxpr. Loops and branches have to be written
+    with `jax.lax`.
+
+    **Raises:**
+
+    `TypeError` if `primitive` is no `Primitive`.
 
     !!! example
 
@@ -78,10 +82,6 @@ def register_rule(primitive: jexc.Primitive) -> Callable[[Callable], Callable]:
         return rule
 
     return register
-
-
-# Primitives that evaluate a linear function over and over, and leave its effects out.
-solvers: set[str] = {"linear_solve", "custom_linear_solve"}
 
 
 class Frame:
@@ -206,51 +206,79 @@ def _variables(atoms) -> list[Any]:
     return [v for v in atoms if not isinstance(v, jexc.Literal)]
 
 
+# What handlers made of jaxprs: one that occurs many times is walked once by each
+# handler. JAX keeps the result for as long as there is the function that made it: here,
+# as long as the jaxpr.
+Stages = weakref.WeakKeyDictionary[Any, Callable]
+_stages: Stages = weakref.WeakKeyDictionary()
+
+
 class Interpret:
     """`interpret(jaxpr)(given, *args) -> (outs, taken)`."""
 
-    def __init__(self, handler: Handler):
+    def __init__(self, handler: Handler, stages: Stages = _stages):
         self.handler = handler
+        self._stages = stages
 
     def __call__(self, jaxpr: Any) -> Callable:
         def run(given, *args):
-            closed, treedef = self.staged(jaxpr, given, *args)
-            opened, consts = _compat.open_jaxpr(closed)
-            out = _compat.splice(opened, consts, jtu.tree_leaves((given, args)))
+            closed, inputs, treedef = self.staged(jaxpr, given, *args)
+            out = _compat.splice(_compat.open_jaxpr(closed)[0], (), inputs)
             return jtu.tree_unflatten(treedef, out)
 
         return run
 
-    def staged(self, jaxpr: Any, given: Given, *args) -> tuple[Any, Any]:
+    def staged(self, jaxpr: Any, given: Given, *args) -> tuple[Any, list[Any], Any]:
         """For rules that change a parameter of an equation in place: the new jaxpr,
-        from the leaves of `(given, args)` to those of what `run` returns, and the
-        treedef of the latter. Its constants are its first arguments."""
-        if jaxpr not in _stages:
-            _stages[jaxpr] = _stage(weakref.ref(jaxpr))
-        closed, shape = _stages[jaxpr](self.handler)(given, args)
-        return closed, jtu.tree_structure(shape)
+        which has no constants, its inputs, of which the last are `args`, and the
+        treedef of its outputs, that of what `run` returns."""
+        if jaxpr not in self._stages:
+            self._stages[jaxpr] = _stage(weakref.ref(jaxpr), self._stages)
+        closed, shape = self._stages[jaxpr](self.handler)(given, args)
+        _, consts = _compat.open_jaxpr(closed)
+        inputs = [*consts, *jtu.tree_leaves((given, args))]
+        return _consts_as_args(closed), inputs, jtu.tree_structure(shape)
 
 
-# A jaxpr that occurs many times is walked once by each handler. JAX keeps the result
-# for as long as there is the function that made it: here, as long as the jaxpr.
-_stages: weakref.WeakKeyDictionary[Any, Callable] = weakref.WeakKeyDictionary()
-
-
-def _stage(jaxpr: weakref.ref) -> Callable:
+def _stage(jaxpr: weakref.ref, stages: Stages) -> Callable:
     @ft.lru_cache(maxsize=16)
     def by(handler):
         def evaluate_jaxpr(given, args):
-            return evaluate(*_compat.open_jaxpr(jaxpr()), handler, given, args)
+            opened, consts = _compat.open_jaxpr(jaxpr())
+            return evaluate(opened, consts, handler, given, args, stages)
 
         return jax.make_jaxpr(evaluate_jaxpr, return_shape=True)
 
     return by
 
 
+# What is compiled is the same jaxpr each time, so that it is compiled once.
+_closed: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+
+def _consts_as_args(closed: Any) -> Any:
+    jaxpr, consts = _compat.open_jaxpr(closed)
+    if not consts:
+        return closed
+    if jaxpr not in _closed:
+        invars = [*jaxpr.constvars, *jaxpr.invars]
+        opened = jaxpr.replace(constvars=[], invars=invars)
+        _closed[jaxpr] = _compat.close_jaxpr(opened)
+    return _closed[jaxpr]
+
+
 def evaluate(
-    jaxpr: Any, consts: Sequence[Any], handler: Handler, given: Given, args
+    jaxpr: Any,
+    consts: Sequence[Any],
+    handler: Handler,
+    given: Given,
+    args,
+    stages: Stages | None = None,
 ) -> tuple[list[Any], Taken]:
     """Evaluates an open jaxpr, with each sow left to the handler."""
+    if stages is None:
+        kept = handler.lasting or _compat.is_eager()
+        stages = _stages if kept else weakref.WeakKeyDictionary()
     frame = Frame(jaxpr, [*consts, *args])
     found: list[Any] = []
     for i, eqn in enumerate(jaxpr.eqns):
@@ -258,7 +286,7 @@ def evaluate(
             frame.leave(eqn)
             continue
         if not has_sow(eqn):
-            _look_inside(eqn)
+            look_inside(eqn)
             frame.leave(eqn)
             continue
         frame.now, frame.eqn = i, eqn
@@ -267,16 +295,15 @@ def evaluate(
             continue
         rule = rules.get(eqn.primitive)
         if rule is None:
-            if eqn.primitive.name in solvers:
-                handler.hide(found, given, eqn)
-            else:
-                refuse(handler, eqn, sites(eqn), NO_RULE, TEACH)
+            handler.without_rule(found, eqn)
             frame.leave(eqn if handler.outer else without_sows(eqn))
             continue
         values = frame.read(eqn.invars)
         frame.settle()
         with eqn.ctx.manager:
-            outs, taken = rule(Interpret(handler.within(eqn)), given, eqn, *values)
+            outs, taken = rule(
+                Interpret(handler.within(eqn), stages), given, eqn, *values
+            )
         frame.set(eqn.outvars, outs)
         rest = handler.enter(taken.rest, lambda i: frame.root(eqn.invars[i]))
         found.append(taken._replace(rest=rest))
@@ -286,24 +313,6 @@ def evaluate(
     outs = frame.read_arrays(jaxpr.outvars)
     frame.settle()
     return outs, taken
-
-
-# Jaxprs in which nothing is hidden.
-_seen: weakref.WeakSet[Any] = weakref.WeakSet()
-
-
-def _look_inside(eqn: Any) -> None:
-    """Raises if there is a sow in a function that an equation holds: the function is
-    traced once more."""
-    if eqn.primitive is _compat.noinline_p:
-        _compat.forget_noinline()
-        with listening(Listening(blind=str(eqn.primitive))):
-            eqn.primitive.abstract_eval(*[v.aval for v in eqn.invars], **eqn.params)
-    for jaxpr in jexc.jaxprs_in_params(eqn.params):
-        if jaxpr not in _seen:
-            for e in jaxpr.eqns:
-                _look_inside(e)
-            _seen.add(jaxpr)
 
 
 def _as_array(atom: Any, x: Any) -> Any:

@@ -13,7 +13,7 @@ from ._entry import (
     either,
     Entry,
     leading,
-    where,
+    select,
     with_count,
     with_has,
 )
@@ -129,7 +129,7 @@ def latest(old: Entry, new: Entry) -> Entry:
     n = len(new_values)
     ran, ran_has = new_count > 0, new.site.has(n)
     values = [
-        where(align(ran, ran_has, new.site.has(i)), x, y)
+        select(align(ran, ran_has, new.site.has(i)), x, y)
         for i, (x, y) in enumerate(zip(new_values, old_values))
     ]
     return dc.replace(new, arrays=(*values, old_count + new_count))
@@ -140,26 +140,26 @@ def exclusive(a: Entry, b: Entry, execution: Callable[[Any], Any]) -> bool:
     operand of a guard to which execution of the cond it belongs."""
 
     def apart(x: Located, y: Located) -> bool:
-        where = {(cond, execution(of)): branch for cond, branch, _, of in x}
+        mine = {(cond, execution(of)): branch for cond, branch, _, of in x}
         return any(
-            where.get((cond, execution(of)), branch) != branch
+            mine.get((cond, execution(of)), branch) != branch
             for cond, branch, _, of in y
         )
 
     return all(apart(x, y) for x in a.guards or [()] for y in b.guards or [()])
 
 
-def relocated(entry: Entry, where: Callable[[Any], Any]) -> Entry:
-    """An entry that enters a jaxpr, or leaves it: `where` says what the operand of a
-    guard is there. Guards that nobody else there can have (`None`) are left out."""
+def relocated(entry: Entry, there: Callable[[Any], Any]) -> Entry:
+    """An entry that enters a jaxpr, or leaves it: `there` says what the operand of a
+    guard is then. Guards that nobody else there can have (`None`) are left out."""
     if not entry.guards:
         return entry
 
-    def there(guards: Located) -> Located:
-        new = [(cond, branch, n, where(of)) for cond, branch, n, of in guards]
+    def moved(guards: Located) -> Located:
+        new = [(cond, branch, n, there(of)) for cond, branch, n, of in guards]
         return tuple(guard for guard in new if guard[-1] is not None)
 
-    return dc.replace(entry, guards=tuple(map(there, entry.guards)))
+    return dc.replace(entry, guards=tuple(map(moved, entry.guards)))
 
 
 def merge(a: Entry, b: Entry) -> Entry:

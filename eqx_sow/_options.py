@@ -1,10 +1,7 @@
 """The options that the public functions take, checked."""
 
-import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
-
-import equinox as eqx
 
 from ._reduce import Reducer
 
@@ -22,16 +19,6 @@ def check_tag(call: str, tag: Any, name: str | None = None) -> None:
 def check_function(call: str, fn: Any) -> None:
     if not callable(fn):
         raise TypeError(f"`{call}(fn)` takes a function or a model, not {fn!r}.")
-
-
-def unbound(fn: Callable) -> Callable:
-    """A method that Python bound to a module, as a PyTree that holds the module."""
-    if isinstance(fn, types.MethodType) and isinstance(fn.__self__, eqx.Module):
-        module: Any = fn.__self__
-        if fn.__name__ == "__call__":
-            return module
-        return eqx.Partial(fn.__func__, fn.__self__)
-    return fn
 
 
 def as_capture(call: str, capture: Any) -> Any:
@@ -63,9 +50,11 @@ def as_methods(call: str, methods: Any) -> tuple[str, ...]:
     )
 
 
-def as_names(call: str, names: Any) -> Any:
-    if names is None or isinstance(names, str) or callable(names):
-        return names
+def as_names(call: str, names: Any) -> tuple[Any, ...] | None:
+    if names is None:
+        return None
+    if isinstance(names, str) or callable(names):
+        return (names,)
     if isinstance(names, Sequence | set | frozenset):
         if all(isinstance(name, str) or callable(name) for name in names):
             return tuple(names)

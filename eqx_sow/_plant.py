@@ -1,6 +1,7 @@
 """`plant`."""
 
 import dataclasses as dc
+import functools as ft
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -11,11 +12,11 @@ import jax.tree_util as jtu
 from jax.sharding import PartitionSpec
 
 from . import _entry, _merge, _options as opt
-from ._capture import Marking
+from ._capture import as_marking
 from ._collect import Collect, labels
 from ._entry import Entry
 from ._errors import calling, SowError
-from ._handler import Given, Handler, OVER_AND_OVER, refuse
+from ._handler import Given, Handler
 from ._interpreter import Frame
 from ._primitive import Const, listening, OPERAND, rebuild, Same, Site, sow_p
 from ._program import trace
@@ -28,24 +29,26 @@ from ._transformed import Transformed, wrap
 @dc.dataclass(frozen=True)
 class _Replace(Handler):
     """Replaces what is sown. All go by `Site.key`: `Given.rest` has the arrays of the
-    new values, whose first axes are those of the loops still around the walk; `forms`
-    the sites that they are for; `functions` functions of the value."""
+    new values, whose first axes are those of the loops still around the walk;
+    `planted` the sites that they are for, and the functions of the value."""
 
     tag: Any
-    functions: tuple[tuple[Any, Same], ...]
-    forms: tuple[tuple[Any, Site], ...]
+    planted: tuple[tuple[Any, Site | Same], ...]
     outer: bool
 
+    @ft.cached_property
+    def _planted(self) -> dict[Any, Any]:
+        return dict(self.planted)
+
+    @property
+    def lasting(self):
+        return not any(isinstance(x, Same) for _, x in self.planted)
+
     def wants(self, site):
-        planted = any(site.key == key for key, _ in (*self.functions, *self.forms))
-        return planted and site.tag == self.tag
+        return site.tag == self.tag and site.key in self._planted
 
     def changes(self, eqn):
         return any(map(self.wants, sites(eqn)))
-
-    def hide(self, found, given, eqn):
-        del found, given
-        refuse(self, eqn, sites(eqn), OVER_AND_OVER)
 
     def sow(self, found, given, site: Site, atoms, frame: Frame):
         del found
@@ -56,36 +59,34 @@ class _Replace(Handler):
             else:
                 frame.alias(atoms)
             return given
-        if site.key in given.rest:
-            form = dict(self.forms)[site.key]
-            guards = frame.read(atoms[:n_guards])
-            new = _at_site(site, guards, given.rest[site.key], form)
+        planted = self._planted[site.key]
+        guards = frame.read(atoms[:n_guards])
+        if isinstance(planted, Site):
+            new = _at_site(site, guards, given.rest[site.key], planted)
         else:
-            fn = dict(self.functions)[site.key].value
-            new = _apply(fn, site, frame.read(atoms)[n_guards:])
-        if n_guards:
-            new = [*frame.read(atoms[:n_guards]), *new]
+            new = _apply(planted.value, site, frame.read(atoms[n_guards:]))
+        new = [*guards, *new]
         if self.outer:
             new = sow_p.bind(*new, site=site)
         frame.set(frame.eqn.outvars, new)
         return given
 
-    def unstack(self, rest, jaxpr, devices=()):
+    def unstack(self, rest, jaxpr):
         here = {s.key for s in sites(jaxpr) if self.wants(s)}
         inside = {k: x for k, x in rest.items() if k in here}
-        outside = {k: x for k, x in rest.items() if k not in here}
-        if not devices:
-            return inside, lambda xs: {**outside, **xs}, None
+        return inside, lambda xs: {**rest, **xs}
+
+    def unspread(self, rest, jaxpr, devices):
+        inside, put_all_back = self.unstack(rest, jaxpr)
         mesh = {
-            k: [a.mesh for a in form.axes if a.mesh in devices]
-            for k, form in self.forms
-            if k in inside
+            k: [a.mesh for a in self._planted[k].axes if a.mesh in devices]
+            for k in inside
         }
         specs = {k: [PartitionSpec(*mesh[k])] * len(x) for k, x in inside.items()}
 
         def put_back(xs):
             local = {k: [x.reshape(x.shape[len(mesh[k]) :]) for x in xs[k]] for k in xs}
-            return {**outside, **local}
+            return put_all_back(local)
 
         return inside, put_back, specs
 
@@ -143,7 +144,7 @@ def _apply(fn: Callable, site: Site, values: Sequence[Any]) -> list[Any]:
         old = rebuild(site.treedef, site.leaves, values)
         return _operands(fn(old), site, values)
 
-    with calling("planted function", site.name, site.where):
+    with calling("planted function", site):
         return _entry.for_each_lane(apply, site.axes, has, keep=True)(*values)
 
 
@@ -231,11 +232,11 @@ class _Plant(Transformed):
             [name for name, *_ in entries],
             problem,
         )
-        values, functions = {}, {}
+        values, planted = {}, {}
         for key, found in entries.items():
             value = lookup(self._values, key[0])
             if callable(value):
-                functions[key] = value
+                planted[key] = Same(value)
                 continue
             if len(found) > 1:
                 raise _merge.duplicate(
@@ -244,12 +245,8 @@ class _Plant(Transformed):
                     "or plant a function, which is called at each of them.",
                 )
             values[key] = _prepare(value, mode, found[0])
-        handler = _Replace(
-            tag=marking.tag,
-            functions=tuple((key, Same(fn)) for key, fn in functions.items()),
-            forms=tuple((key, entries[key][0].site) for key in values),
-            outer=outer,
-        )
+            planted[key] = found[0].site
+        handler = _Replace(marking.tag, tuple(planted.items()), outer)
         outs, _ = program.evaluate(handler, Given(rest=values), *program.inputs)
         return program.output(outs)
 
@@ -316,14 +313,11 @@ def plant(
         ablated(jnp.ones(2))
         ```
     """
-    opt.check_function("plant", fn)
-    opt.check_tag("plant", tag)
+    marking = as_marking("plant", fn, tag, capture, methods, False, scope)
     if not isinstance(values, Mapping):
         raise TypeError(
             "`plant(fn, values)` takes a dict of names to values, such as "
             f"`{{'h': jnp.zeros(3)}}`, not {type(values).__name__}."
         )
     opt.check_mode("plant(..., mode=...)", mode)
-    capture = opt.as_capture("plant", capture)
-    marking = Marking(capture, tag, opt.as_methods("plant", methods), False, scope)
-    return wrap(_Plant, opt.unbound(fn), dict(values), Const((mode, marking)))
+    return wrap(_Plant, fn, dict(values), Const((mode, marking)))

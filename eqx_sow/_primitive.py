@@ -7,7 +7,7 @@ batching rewrite the `Site`; nothing about a sow is ever kept outside of its equ
 
 import dataclasses as dc
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -93,12 +93,10 @@ class _Operand:
 OPERAND = _Operand()
 
 
-def take_apart(
-    tree: Any, is_array: Callable[[Any], bool] = eqx.is_array
-) -> tuple[list[Any], Const, tuple[Any, ...]]:
+def take_apart(tree: Any) -> tuple[list[Any], Const, tuple[Any, ...]]:
     """The arrays of a PyTree, its treedef, and for each leaf `OPERAND` or a `Const`."""
     leaves, treedef = jtu.tree_flatten(tree)
-    found = [is_array(x) for x in leaves]
+    found = list(map(eqx.is_array, leaves))
     static = tuple(OPERAND if d else Const(x) for d, x in zip(found, leaves))
     return [x for d, x in zip(found, leaves) if d], Const(treedef), static
 

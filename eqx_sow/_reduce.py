@@ -2,6 +2,7 @@
 
 import dataclasses as dc
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -30,6 +31,20 @@ class Append(Reducer):
 
     Cotangents, which are computed backward, are in the same order: the first entry is
     that of the first place.
+
+    !!! example
+
+        ```python
+        import eqx_sow
+        import jax.numpy as jnp
+
+        def f(x):
+            return eqx_sow.sow(eqx_sow.sow(jnp.sin(x), "x") * 2, "x")
+
+        saved = eqx_sow.save_intermediates(f, reduce={"x": eqx_sow.Append()})
+        _, intermediates = saved(jnp.ones(3))
+        first, second = intermediates["x"]["primal"]  # both of shape (3,)
+        ```
     """
 
 
@@ -38,6 +53,21 @@ class Last(Reducer):
 
     A reversed scan runs from its end, and so does the backward pass of a scan: there
     the last cotangent is that of the first iteration.
+
+    !!! example
+
+        ```python
+        import eqx_sow
+        import jax
+        import jax.numpy as jnp
+
+        def f(x):
+            return jax.lax.fori_loop(0, 10, lambda i, x: eqx_sow.sow(x + i, "x"), x)
+
+        saved = eqx_sow.save_intermediates(f, reduce={"x": eqx_sow.Last()})
+        out, intermediates = saved(jnp.ones(3))
+        intermediates["x"]["primal"]  # of shape (3,): the same as `out`
+        ```
     """
 
     def _init(self, values, build):
@@ -47,6 +77,12 @@ class Last(Reducer):
     def _step(self, acc, count, values, build):
         del acc, count, build
         return values
+
+
+def _as_dtype_of(x: Any, y: Any) -> Any:
+    y = jnp.asarray(y)
+    # Keys have no other dtype to go to.
+    return y if y.dtype == x.dtype else y.astype(x.dtype)
 
 
 class Fold(Reducer):
@@ -82,7 +118,12 @@ class Fold(Reducer):
         - `init`: the first `acc`, any PyTree of arrays; or a function of no arguments
             that returns it.
         - `fn`: a function `(acc, value) -> acc`. Shapes must stay as they are; the
-            dtype of `init` is promoted to that of the result.
+            dtype of `init` becomes that of the result.
+
+        **Raises:**
+
+        [`eqx_sow.SowError`][], when it is used, if `fn` changes a shape or the
+        structure.
         """
         self.initial = init
         self.fn = fn
@@ -99,12 +140,12 @@ class Fold(Reducer):
                 "`eqx_sow.Fold(init, fn)`: `fn` must return what `acc` looks like. "
                 f"`acc` is {jax.eval_shape(lambda: init)}, and `fn` returned {new}."
             )
-        return jtu.tree_map(lambda x, y: x.astype(y.dtype), init, new)
+        return jtu.tree_map(_as_dtype_of, new, init)
 
     def _step(self, acc, count, values, build):
         del count
         new = self.fn(acc, build(values))
-        return jtu.tree_map(lambda x, y: jnp.asarray(y, x.dtype), acc, new)
+        return jtu.tree_map(_as_dtype_of, acc, new)
 
 
 class Buffer(Reducer):
@@ -114,21 +155,50 @@ class Buffer(Reducer):
     back has a `"count"` too: how many executions there were. If there were fewer than
     `size`, zeros fill the end. A backward pass runs backward: cotangents are in the
     order opposite to that of the primals, `cotangent[:count][::-1]` in the same.
+
+    !!! example
+
+        ```python
+        import eqx_sow
+        import jax
+        import jax.numpy as jnp
+
+        def f(x):
+            return jax.lax.while_loop(
+                lambda x: x.sum() < 100, lambda x: eqx_sow.sow(2 * x, "x"), x
+            )
+
+        saved = eqx_sow.save_intermediates(f, reduce={"x": eqx_sow.Buffer(4)})
+        _, intermediates = saved(jnp.ones(3))
+        intermediates["x"]["primal"].shape  # (4, 3)
+        intermediates["x"]["count"]  # 6
+        ```
     """
 
     size: int = eqx.field(static=True)
-    keep: Literal["first", "last"] = eqx.field(static=True, default="last")
+    keep: Literal["first", "last"] = eqx.field(static=True)
 
-    def __check_init__(self):
-        if not isinstance(self.size, int) or self.size < 1:
+    def __init__(self, size: int, keep: Literal["first", "last"] = "last"):
+        """**Arguments:**
+
+        - `size`: how many executions to keep: the length of the leading axis.
+        - `keep`: which of them, if there are more.
+
+        **Raises:**
+
+        `ValueError` if `size` is no positive integer, or `keep` is anything else.
+        """
+        if isinstance(size, bool) or not hasattr(size, "__index__") or size < 1:
             raise ValueError(
-                f"`eqx_sow.Buffer(size)` takes a positive integer, not {self.size!r}."
+                f"`eqx_sow.Buffer(size)` takes a positive integer, not {size!r}."
             )
-        if self.keep not in ("first", "last"):
+        if keep not in ("first", "last"):
             raise ValueError(
                 '`eqx_sow.Buffer(size, keep)`: `keep` is "first" or "last", not '
-                f"{self.keep!r}."
+                f"{keep!r}."
             )
+        self.size = operator.index(size)
+        self.keep = keep
 
     def _init(self, values, build):
         del build
@@ -179,7 +249,7 @@ def start(reducer: Any, entries: Sequence[Entry]) -> Reduction:
         jnp.zeros_like(x, shape=form.core_shape(i))
         for i, x in enumerate(form.arrays[: len(form.arrays) - form.counted])
     ]
-    with calling("reducer", form.site.name, form.site.where):
+    with calling("reducer", form.site):
         acc = reducer._init(values, _build(form.site))
     sizes = tuple(a.size for a in lanes)
     acc = jtu.tree_map(lambda x: jnp.broadcast_to(x, (*sizes, *x.shape)), acc)
@@ -200,7 +270,6 @@ def step(reducer: Any, state: Reduction, entry: Entry) -> Reduction:
             "name of its own."
         )
     entry = _entry.with_count(_lanes_only(entry))
-    lanes = tuple(a.size for a in state.lanes)
     has = [_merge.placed(entry, state.lanes, i) for i in range(len(entry.arrays))]
 
     def one(acc, count, *arrays):
@@ -211,10 +280,8 @@ def step(reducer: Any, state: Reduction, entry: Entry) -> Reduction:
         new = jtu.tree_map(lambda x, y: jnp.where(run > 0, x, y), new, acc)
         return new, count + run
 
-    for i in reversed(range(len(lanes))):
-        one = jax.vmap(
-            one, in_axes=(0, 0, *(0 if h[i] else None for h in has)), axis_size=lanes[i]
-        )
+    every = (True,) * len(state.lanes)
+    one = _entry.for_each_lane(one, state.lanes, [every, every, *has])
     acc, count = state.acc, state.count
     if loops:
         acc, count = jax.lax.fori_loop(
@@ -227,9 +294,8 @@ def step(reducer: Any, state: Reduction, entry: Entry) -> Reduction:
 
 def finish(reducer: Any, state: Reduction) -> tuple[Any, Any]:
     """The value and the count. Arrays have the axes of the lanes first."""
-    finish = reducer._finish
-    for _ in state.lanes:
-        finish = jax.vmap(finish)
+    every = (True,) * len(state.lanes)
+    finish = _entry.for_each_lane(reducer._finish, state.lanes, [every, every])
     acc = finish(state.acc, state.count)
     varies = [any(a.has) for a in state.lanes]
     one_of_same = tuple(slice(None) if v else 0 for v in varies)

@@ -7,7 +7,7 @@ from typing import Any
 import jax.extend.core as jexc
 
 from . import _compat
-from ._primitive import Site, sow_effect, sow_p
+from ._primitive import Listening, listening, Site, sow_effect, sow_p
 
 
 # Types of parameters in which there is no need to look for a jaxpr.
@@ -43,6 +43,24 @@ def has_sow(x: Any) -> bool:
     if jaxpr not in _hidden:
         _hidden[jaxpr] = any(map(has_sow, jaxpr.eqns))
     return _hidden[jaxpr]
+
+
+# Jaxprs in which nothing is hidden.
+_looked_inside: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def look_inside(eqn: Any) -> None:
+    """Raises if there is a sow in a function that an equation holds: the function is
+    traced once more."""
+    if eqn.primitive is _compat.noinline_p:
+        _compat.forget_noinline()
+        with listening(Listening(blind=str(eqn.primitive))):
+            eqn.primitive.abstract_eval(*[v.aval for v in eqn.invars], **eqn.params)
+    for jaxpr in jexc.jaxprs_in_params(eqn.params):
+        if jaxpr not in _looked_inside:
+            for e in jaxpr.eqns:
+                look_inside(e)
+            _looked_inside.add(jaxpr)
 
 
 def sites(x: Any) -> list[Site]:

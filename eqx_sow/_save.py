@@ -8,7 +8,7 @@ from typing import Any
 import equinox as eqx
 
 from . import _options as opt, _spec
-from ._capture import Marking
+from ._capture import as_marking, Marking
 from ._collect import assemble, Collect, reductions
 from ._errors import UnsupportedPrimitiveError
 from ._handler import Given
@@ -21,7 +21,7 @@ from ._transformed import Transformed, wrap
 
 @dc.dataclass(frozen=True)
 class _Options:
-    names: Any
+    names: tuple[Any, ...] | None
     modes: tuple[str, ...] | None
     spec: Mapping[str, Any] | None
     marking: Marking
@@ -150,8 +150,14 @@ def save_intermediates(
 
     **Raises:**
 
-    [`eqx_sow.DuplicateSowError`][], [`eqx_sow.UnknownSowError`][],
-    [`eqx_sow.SowTypeError`][], [`eqx_sow.UnsupportedPrimitiveError`][].
+    `TypeError` and `ValueError` if an option is not of the kind above. When called:
+
+    - [`eqx_sow.DuplicateSowError`][] if a name is sown twice, and no reducer says what
+        the values become;
+    - [`eqx_sow.UnknownSowError`][] if an option selects nothing;
+    - [`eqx_sow.SowTypeError`][] if a value does not fit its annotation;
+    - [`eqx_sow.UnsupportedPrimitiveError`][] if a value cannot be had where it is sown;
+    - [`eqx_sow.SowError`][] if values of one name cannot become one.
 
     !!! example
 
@@ -188,14 +194,10 @@ def save_intermediates(
     if fn is _unset:
         return lambda fn: save_intermediates(fn, **options)
     call = "save_intermediates"
-    opt.check_function(call, fn)
-    opt.check_tag(call, tag)
+    marking = as_marking(call, fn, tag, capture, methods, inputs, scope)
     opt.check_reduce(call, reduce)
     opt.check_transform(call, transform)
     opt.check_spec(call, spec)
-    capture = opt.as_capture(call, capture)
-    marking = Marking(capture, tag, opt.as_methods(call, methods), inputs, scope)
     names = opt.as_names(call, names)
     static = _Options(names, opt.as_modes(call, modes), spec, marking)
-    fn = opt.unbound(fn)
     return wrap(_SaveIntermediates, fn, reduce, transform, Const(static))

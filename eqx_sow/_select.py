@@ -2,7 +2,7 @@
 
 import difflib
 import fnmatch
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ._errors import UnknownSowError
@@ -13,7 +13,7 @@ def matches(pattern: Any, name: str) -> bool:
     if isinstance(pattern, str):
         return pattern == name or fnmatch.fnmatchcase(name, pattern)
     if isinstance(pattern, Sequence):
-        return any(matches(p, name) for p in pattern)
+        return name in pattern or any(matches(p, name) for p in pattern)
     return bool(pattern(name))
 
 
@@ -27,25 +27,18 @@ def lookup(option: Any, name: str) -> Any:
     return next((x for p, x in option.items() if matches(p, name)), None)
 
 
-def patterns(option: Any) -> list[Any]:
-    """All that has to select something."""
-    if option is None:
-        return []
-    if isinstance(option, str) or isinstance(option, Callable):
-        return [option]
-    return list(option)
-
-
 def check_known(
     call: str,
-    option: Any,
+    option: Iterable[Any] | None,
     names: Iterable[str],
     problem: str = "selects no sow of this program",
 ) -> None:
     """Raises if anything in `option` selects none of `names`."""
-    names = list(dict.fromkeys(names))
-    for pattern in patterns(option):
-        if any(matches(pattern, name) for name in names):
+    known = dict.fromkeys(names)
+    names = list(known)
+    for pattern in option or ():
+        spelled_out = isinstance(pattern, str) and pattern in known
+        if spelled_out or any(matches(pattern, name) for name in names):
             continue
         there = ", ".join(map(repr, names)) if names else "none at all"
         hint = ""

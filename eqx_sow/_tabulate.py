@@ -100,11 +100,7 @@ def _layout(rows, gap):
 
 
 def _rows(name, modes, digits):
-    counts = modes.get("count")
-    if isinstance(counts, tuple):
-        count = _total(name, counts)
-    else:
-        count = "" if counts is None else _total(name, (counts,))
+    count = _total(name, jtu.tree_leaves(modes.get("count")))
     for mode, value in modes.items():
         if mode == "count":
             continue
@@ -144,13 +140,8 @@ def _numbers(name, x):
 
 
 def _total(name, counts):
-    total = 0
-    for x in counts:
-        x = _numbers(name, x)
-        if x is None:
-            return ""
-        total += int(x.sum())
-    return str(total)
+    sums = [x.sum() for c in counts if (x := _numbers(name, c)) is not None]
+    return str(int(sum(sums))) if sums else ""
 
 
 def _statistics(name, x, digits):
@@ -169,22 +160,7 @@ def _statistics(name, x, digits):
 
 
 def _type(x):
-    short = (
-        jnp.dtype(x.dtype).name
-        if not jnp.issubdtype(x.dtype, jax.dtypes.extended)
-        else str(x.dtype)
-    )
-    for long, abbreviated in (
-        ("bfloat", "bf"),
-        ("float", "f"),
-        ("uint", "u"),
-        ("int", "i"),
-        ("complex", "c"),
-    ):
-        if short.startswith(long) and short != "float0":
-            short = abbreviated + short[len(long) :]
-            break
-    return f"{short}[{','.join(map(str, x.shape))}]"
+    return jax.core.ShapedArray(x.shape, x.dtype).str_short(short_dtypes=True)
 
 
 def _shorten(text, width):

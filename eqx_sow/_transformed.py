@@ -1,5 +1,7 @@
 """What `save_intermediates` and `plant` return."""
 
+import dataclasses as dc
+import types
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable
@@ -10,7 +12,7 @@ import jax
 import jax.tree_util as jtu
 
 from . import _compat
-from ._primitive import rebuild, take_apart
+from ._primitive import Const, rebuild, take_apart
 
 
 class Transformed(eqx.Module):
@@ -39,9 +41,10 @@ class Transformed(eqx.Module):
             return _run(self, args, kwargs)
         # `S(jit(f))` is `jit(S(f))`: so it is traced and compiled when `jit(f)` would
         # be.
-        arrays, treedef, leaves = take_apart((self, args, kwargs))
-        key = _Key(treedef, leaves)
-        return type(self)._unpack(self, _jitted(key, *arrays).value())
+        arrays, *form = take_apart((self, args, kwargs))
+        out = _jitted(tuple(form), *arrays)
+        treedef, leaves = out.form
+        return type(self)._unpack(self, rebuild(treedef, leaves, out.arrays))
 
     def __hash__(self):
         # `jax.jit` takes only what is hashable, and dicts are not.
@@ -61,52 +64,39 @@ def _run(self, args, kwargs):
     return type(self)._run(self, args, kwargs)
 
 
-def wrap(cls: type, *fields: Any) -> Any:
+def _unbound(fn: Callable) -> Callable:
+    """A method that Python bound to a module, as a PyTree that holds the module."""
+    if isinstance(fn, types.MethodType) and isinstance(fn.__self__, eqx.Module):
+        module: Any = fn.__self__
+        if fn.__name__ == "__call__":
+            return module
+        return eqx.Partial(fn.__func__, fn.__self__)
+    return fn
+
+
+def wrap(cls: type, fn: Callable, *fields: Any) -> Any:
     with warnings.catch_warnings():
         # Equinox warns of functions that JAX transformed, as attributes.
         warnings.simplefilter("ignore")
-        return eqx.module_update_wrapper(cls(*fields))
+        return eqx.module_update_wrapper(cls(_unbound(fn), *fields))
 
 
-class _Key:
-    """All of a call but its arrays."""
-
-    def __init__(self, treedef, leaves):
-        self.treedef = treedef
-        self.leaves = leaves
-        self._hash = hash((treedef, leaves))
-
-    def __hash__(self):
-        return self._hash
-
-    def __eq__(self, other):
-        return self.treedef == other.treedef and self.leaves == other.leaves
-
-
-@jtu.register_pytree_node_class
+@jtu.register_dataclass
+@dc.dataclass(frozen=True)
 class _Output:
     """Any PyTree, as one whose leaves are arrays."""
 
-    def __init__(self, arrays, aux):
-        self.arrays = arrays
-        self.aux = aux
-
-    def value(self):
-        treedef, leaves = self.aux
-        return rebuild(treedef, leaves, self.arrays)
-
-    def tree_flatten(self):
-        return self.arrays, self.aux
-
-    @classmethod
-    def tree_unflatten(cls, aux, arrays):
-        return cls(arrays, aux)
+    arrays: list[Any]
+    form: tuple[Const, tuple[Any, ...]] = dc.field(metadata=dict(static=True))
 
 
-def _traced(key, *arrays):
-    self, args, kwargs = rebuild(key.treedef, key.leaves, arrays)
-    arrays, *aux = take_apart(type(self)._pack(self, _run(self, args, kwargs)))
-    return _Output(arrays, tuple(aux))
+def _traced(form, *arrays):
+    treedef, leaves = form
+    self, args, kwargs = rebuild(treedef, leaves, arrays)
+    arrays, treedef, leaves = take_apart(
+        type(self)._pack(self, _run(self, args, kwargs))
+    )
+    return _Output(arrays, (treedef, leaves))
 
 
 _jitted = jax.jit(_traced, static_argnums=0)

@@ -54,5 +54,12 @@ def getkey():
 
 
 @pytest.fixture
+def standard_promotion():
+    """NumPy's, as users have it."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+@pytest.fixture
 def mesh():
     return jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -119,6 +119,12 @@ def assert_close(x, y, **kwargs):
     assert tree_allclose(x, y, **kwargs), f"\n{x}\n!=\n{y}"
 
 
+def close(got, want, rtol=1e-5):
+    want = np.asarray(want)
+    assert got.shape == want.shape
+    np.testing.assert_allclose(got, want, rtol=rtol, atol=1e-6)
+
+
 def _subjaxprs(jaxpr):
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
     yield jaxpr

@@ -189,14 +189,15 @@ def test_planted_values_do_not_retrace():
 @pytest.mark.parametrize(
     "way", [lambda fn: S(fn), lambda fn: plant(fn, {"h": _negated})]
 )
-def test_jitted_inside_is_compiled_once(way):
+@pytest.mark.parametrize("constant", [1.0, np.arange(3.0, dtype="float32"), 2 * XS])
+def test_jitted_inside_is_compiled_once(way, constant):
     compilations = 0
 
     def count(event, _, **kwargs):
         nonlocal compilations
         compilations += event == "/jax/core/compile/backend_compile_duration"
 
-    inner = jax.jit(lambda x: sow(jnp.sin(x), "h") * 2)
+    inner = jax.jit(lambda x: sow(jnp.sin(x) + constant, "h") * 2)
     fn = way(lambda x: inner(x))
     fn(XS)
     jax.monitoring.register_event_duration_secs_listener(count)
@@ -210,3 +211,21 @@ def test_jitted_inside_is_compiled_once(way):
 
 def _negated(x):
     return -x
+
+
+_outlives = jax.jit(lambda x: sow(jnp.sin(x), "h"))
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        lambda y: S(_outlives, transform=lambda x: x * y),
+        lambda y: S(_outlives, reduce=Fold(y, lambda acc, x: acc + x)),
+        lambda y: plant(_outlives, {"h": lambda x: x * y}),
+        lambda y: plant(_outlives, {"h": y}),
+    ],
+)
+@pytest.mark.parametrize("wrap", [jax.jit, jax.vmap])
+def test_no_cache_keeps_a_tracer(way, wrap):
+    with jax.checking_leaks():
+        wrap(lambda x, y: way(y)(x))(XS, 2 * XS)

@@ -520,6 +520,31 @@ def test_names_inside_a_derivative(wrap, prefix):
     assert_close(cotangent.reshape(4), jax.grad(lambda e: jnp.sum(inner(e)))(eps))
 
 
+@pytest.mark.parametrize(
+    "jacobian", [eqx.filter_jacrev, eqx.filter_jacfwd, eqx.filter_hessian]
+)
+def test_names_of_the_arguments_of_a_jacobian(jacobian):
+    mlp = eqx.nn.MLP(3, "scalar", 4, 1, key=jr.key(0))
+    fn = jacobian(lambda x, m: m(x))
+    _, got = S(fn, capture=eqx.nn.Linear)(X, mlp)
+    assert list(got) == ["m/layers/0", "m/layers/1"]
+
+
+class _Documented(eqx.Module):
+    """JAX formats this: {x}."""
+
+    linear: eqx.nn.Linear
+
+    def __call__(self, x):
+        return self.linear(x)
+
+
+def test_docstrings_do_not_change_names():
+    model = _Documented(eqx.nn.Linear(3, 3, key=jr.key(0)))
+    _, got = S(jax.vmap(model), capture=True)(XS)
+    assert list(got) == ["linear", "."]
+
+
 def test_defaults_and_partials_in_closures():
     first, second, third = (eqx.nn.Linear(3, 3, key=jr.key(i)) for i in range(3))
     by_name = ft.partial(lambda layer, x: layer(x), third)

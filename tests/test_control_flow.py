@@ -15,18 +15,12 @@ from eqx_sow import (
 )
 from jax import lax
 
-from tests.helpers import modes_of
+from tests.helpers import close, modes_of
 
 
 S = save_intermediates
 X = jnp.array([0.5, 1.5])
 ALL = (S, lambda f: S(jax.jit(f)), lambda f: eqx.filter_jit(S(f)))
-
-
-def close(got, want):
-    want = np.asarray(want)
-    assert got.shape == want.shape
-    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
 def scanned(length=3, **kwargs):

@@ -6,9 +6,10 @@ import pathlib
 import re
 
 import eqx_sow
-import jax
 import pytest
 
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 ROOT = pathlib.Path(__file__).parent.parent
 BLOCK = re.compile(
@@ -35,15 +36,6 @@ def _blocks():
             yield pytest.param(code, shown, id=f"{name}-{i}")
 
 
-@pytest.fixture(autouse=True)
-def as_a_user():
-    jax.config.update("jax_numpy_dtype_promotion", "standard")
-    jax.config.update("jax_numpy_rank_promotion", "allow")
-    yield
-    jax.config.update("jax_numpy_dtype_promotion", "strict")
-    jax.config.update("jax_numpy_rank_promotion", "raise")
-
-
 @pytest.mark.parametrize("code, shown", list(_blocks()))
 def test_runs(code, shown, capsys):
     exec(compile(code, "<docs>", "exec"), {"__name__": "docs"})
@@ -51,9 +43,15 @@ def test_runs(code, shown, capsys):
         assert capsys.readouterr().out == shown
 
 
+def _has_arguments(x):
+    return inspect.isfunction(x) or (
+        inspect.isclass(x) and not issubclass(x, Exception)
+    )
+
+
 @pytest.mark.parametrize(
-    "name", [n for n in vars(eqx_sow) if not n.startswith("_") and n[0].islower()]
+    "name",
+    [n for n, x in vars(eqx_sow).items() if n[0] != "_" and _has_arguments(x)],
 )
-def test_public_functions_have_an_example(name):
-    if inspect.isfunction(getattr(eqx_sow, name)):
-        assert "!!! example" in inspect.getdoc(getattr(eqx_sow, name))
+def test_public_names_have_an_example(name):
+    assert "!!! example" in inspect.getdoc(getattr(eqx_sow, name))

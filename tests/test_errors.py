@@ -4,6 +4,7 @@ import equinox as eqx
 import eqx_sow
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from eqx_sow import (
     Append,
@@ -54,6 +55,19 @@ def test_duplicate(call, wrap):
     for part in (f"test_errors.py:{line + 1}", f"test_errors.py:{line + 2}"):
         assert part in message
     assert "Append()" in message and "Last()" in message
+
+
+@pytest.mark.parametrize("scope", ["transpose(x)", "conv_transpose(3x3)", "jvp()"])
+def test_a_scope_does_not_hide_a_duplicate(scope):
+    def fn(x):
+        x = sow(jnp.sin(x), "h")
+        with jax.named_scope(scope):
+            return sow(jnp.sin(x), "h")
+
+    with pytest.raises(DuplicateSowError):
+        S(fn)(X)
+    first, second = S(fn, reduce=Append())(X)[1]["h"]["primal"]
+    np.testing.assert_allclose(second, np.sin(first))
 
 
 def test_duplicate_by_a_function_called_twice(call):

@@ -12,13 +12,10 @@ from flax import nnx
 from .helpers import assert_close, with_mode
 
 
-pytestmark = pytest.mark.filterwarnings("default")
-
-
-@pytest.fixture(autouse=True)
-def _standard_promotion():
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
+pytestmark = [
+    pytest.mark.filterwarnings("default"),
+    pytest.mark.usefixtures("standard_promotion"),
+]
 
 
 X = jnp.array([0.3, -1.2, 0.7])

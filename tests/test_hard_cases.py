@@ -12,15 +12,11 @@ from eqx_sow import Append, Buffer, plant, save_intermediates as S, sow, SowErro
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from .helpers import close
+
 
 X = jnp.array([0.5, 1.5])
 KINDS = ("lax", "bounded", "checkpointed")
-
-
-def close(got, want, rtol=1e-5):
-    want = np.asarray(want)
-    assert got.shape == want.shape
-    np.testing.assert_allclose(got, want, rtol=rtol, atol=1e-6)
 
 
 def right_or_refused(fn, *args):

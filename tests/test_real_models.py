@@ -17,13 +17,10 @@ from .helpers import assert_close, modes_of, with_mode
 
 
 # Other libraries count on what NumPy does.
-pytestmark = pytest.mark.filterwarnings("default")
-
-
-@pytest.fixture(autouse=True)
-def _standard_promotion():
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
+pytestmark = [
+    pytest.mark.filterwarnings("default"),
+    pytest.mark.usefixtures("standard_promotion"),
+]
 
 
 def _equimo_vit():

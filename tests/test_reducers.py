@@ -16,14 +16,10 @@ from eqx_sow import (
 )
 from jax import lax
 
+from .helpers import close
+
 
 X = jnp.array([0.5, 1.5])
-
-
-def close(got, want):
-    want = np.asarray(want)
-    assert got.shape == want.shape
-    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
 def ordered():
@@ -210,6 +206,22 @@ def test_fold_takes_values_of_any_structure():
     reduce = {"a": Fold(jnp.array(0.0), lambda acc, v: acc + v["v"].sum())}
     _, captured = S(f, reduce=reduce)(X)
     close(captured["a"]["primal"], (X * 14).sum())
+
+
+def test_fold_of_keys():
+    def f(key):
+        return lax.fori_loop(0, 3, lambda i, k: sow(jax.random.fold_in(k, i), "k"), key)
+
+    key = jax.random.key(0)
+    last, captured = S(f, reduce=Fold(key, lambda acc, k: k))(key)
+    assert captured["k"]["primal"] == last
+
+
+@pytest.mark.parametrize("size", [0, -1, True, 2.0, "2", None])
+def test_size_of_a_buffer(size):
+    with pytest.raises(ValueError, match="positive integer"):
+        Buffer(size)
+    assert Buffer(np.int64(2)) == Buffer(2)
 
 
 def test_fold_does_not_stack():

@@ -13,33 +13,17 @@ def bind(eqn, args, **params):
     return eqn.primitive.bind(*args, **params)
 
 
-def _inputs(closed, given, args):
-    """The operands of the new equation, and how many there are before `args`."""
-    _, consts = _compat.open_jaxpr(closed)
-    before = [*consts, *jtu.tree_leaves(given)]
-    return [*before, *args], len(before)
-
-
-def _consts_as_args(closed):
-    jaxpr, consts = _compat.open_jaxpr(closed)
-    if not consts:
-        # JAX compiles what it has compiled already only if it is another jaxpr.
-        return closed
-    jaxpr = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
-    return _compat.close_jaxpr(jaxpr)
-
-
 @register_rule(jexc.primitives.jit_p)
 def _jit(interpret, given, eqn, *args):
-    closed, treedef = interpret.staged(eqn.params["jaxpr"], given, *args)
-    inputs, n = _inputs(closed, given, args)
+    closed, inputs, treedef = interpret.staged(eqn.params["jaxpr"], given, *args)
+    n = len(inputs) - len(args)
     extra = treedef.num_leaves - len(eqn.outvars)
     new_in, new_out = _compat.unspecified()
     p = eqn.params
     out = bind(
         eqn,
         inputs,
-        jaxpr=_consts_as_args(closed),
+        jaxpr=closed,
         **{k: (v,) * n + tuple(p[k]) for k, v in new_in.items()},
         **{k: tuple(p[k]) + (v,) * extra for k, v in new_out.items()},
     )
@@ -48,9 +32,8 @@ def _jit(interpret, given, eqn, *args):
 
 @register_rule(jexc.primitives.remat_p)
 def _checkpoint(interpret, given, eqn, *args):
-    closed, treedef = interpret.staged(eqn.params["jaxpr"], given, *args)
-    inputs, _ = _inputs(closed, given, args)
-    out = bind(eqn, inputs, jaxpr=_compat.open_jaxpr(_consts_as_args(closed))[0])
+    closed, inputs, treedef = interpret.staged(eqn.params["jaxpr"], given, *args)
+    out = bind(eqn, inputs, jaxpr=_compat.open_jaxpr(closed)[0])
     return jtu.tree_unflatten(treedef, out)
 
 

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .. import _compat
+from .._entry import select
 from .._handler import Given, refuse, Taken
 from .._interpreter import register_rule
 from .._rewrite import sites, without_sows
@@ -27,7 +28,7 @@ def _scan(interpret, given, eqn, *args):
     num_consts, num_carry = _compat.scan_arity(p)
     consts, init, xs = _split(args, num_consts, num_carry)
     run = interpret(p["jaxpr"])
-    sliced, put_back, _ = handler.unstack(given.rest, p["jaxpr"])
+    sliced, put_back = handler.unstack(given.rest, p["jaxpr"])
 
     def body(carry, x):
         state, carry = carry
@@ -43,7 +44,6 @@ def _scan(interpret, given, eqn, *args):
         length=p["length"],
         reverse=p["reverse"],
         unroll=p["unroll"],
-        _split_transpose=False,
     )
     return [*carry, *ys], Taken(state, handler.stack(rest, p["length"]))
 
@@ -138,7 +138,7 @@ def _while(interpret, given, eqn, *args):
             # Under vmap: the lanes that have finished stay as they are. Whatever the
             # handler does, `_wrapped.py` has told it which lanes these are.
             mask = going(carry)
-            outs = [_select(mask, x, y) for x, y in zip(outs, carry)]
+            outs = [select(mask, x, y) for x, y in zip(outs, carry)]
         return outs, taken.carry, handler.again(rest, taken.rest)
 
     empty = _varying_like(going(init), handler.empty(shape))
@@ -149,8 +149,3 @@ def _while(interpret, given, eqn, *args):
         lambda loop: jnp.any(going(loop[0], kept)), step, start(first)
     )
     return carry, Taken(state, rest)
-
-
-def _select(mask, x, y):
-    mask = lax.broadcast_in_dim(mask, jnp.shape(x), tuple(range(jnp.ndim(mask))))
-    return jnp.where(mask, x, y)

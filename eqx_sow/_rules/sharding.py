@@ -22,9 +22,7 @@ def _shard_map(interpret, given, eqn, *args):
     )
     run = interpret(p["jaxpr"])
     axes = {a: n for a, n in p["mesh"].shape.items() if a in p["newly_manual_axes"]}
-    sliced, put_back, sliced_specs = handler.unstack(
-        given.rest, p["jaxpr"], devices=tuple(axes)
-    )
+    sliced, put_back, sliced_specs = handler.unspread(given.rest, p["jaxpr"], [*axes])
     specs = None
 
     def varying(x):

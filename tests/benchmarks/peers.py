@@ -16,6 +16,8 @@ import jax.numpy as jnp
 import jax.random as jr
 from eqx_sow import save_intermediates, sow
 
+from tests.helpers import thread
+
 
 class Way(NamedTuple):
     """`forward(*args)` and `gradient(*args)` are not jitted yet. `read` takes the
@@ -43,23 +45,17 @@ def _mlp(mark, ws, x):
 
 
 def by_hand(ws, x):
-    def forward(ws, x):
-        seen = {}
-        out = _mlp(lambda v, name: seen.setdefault(name, v), ws, x)
-        return out, seen
-
     def gradient(ws, x):
         def loss(ws, eps):
-            seen = {}
-            add = lambda v, name: seen.setdefault(name, v + eps[name])
-            return _mlp(add, ws, x), seen
+            add = lambda mark: lambda v, name: mark(v + eps[name], name)
+            return thread(lambda mark: _mlp(add(mark), ws, x))()
 
         eps = {f"h{i}": jnp.zeros_like(x) for i in range(len(ws))}
         (grads, cotangents), primals = jax.grad(loss, (0, 1), has_aux=True)(ws, eps)
         return grads, primals, cotangents
 
     return Way(
-        forward,
+        thread(_mlp),
         gradient,
         (ws, x),
         lambda out: list(out[1].values()),

@@ -51,7 +51,7 @@ from jax import lax
 from tests.benchmarks import peers, timing
 from tests.benchmarks.timing import compare, costs, interleaved, ratio
 from tests.benchmarks.zoo import cases, zoo
-from tests.helpers import assert_close, unmarked
+from tests.helpers import assert_close, thread, unmarked
 
 
 WIDTHS = {"what": 62, "time": 10, "at most": 8} | dict.fromkeys(
@@ -208,12 +208,7 @@ def _marked(model, x):
 
 
 def _by_hand(model, x):
-    def one(x):
-        seen = {}
-        out = model(x, lambda v, name: seen.setdefault(name, v))
-        return out, seen
-
-    return jax.vmap(one)(x)
+    return jax.vmap(thread(lambda mark, x: model(x, mark)))(x)
 
 
 def dispatch(table: Table, repeats: int):
@@ -281,14 +276,6 @@ def _chain(n, mark):
     return fn
 
 
-def _returned(n):
-    def fn(x):
-        seen = {}
-        return _chain(n, lambda v, name: seen.setdefault(name, v))(x), seen
-
-    return fn
-
-
 def _nested(depth, mark):
     """A function under `jit`s and scans in turn."""
     fn = _chain(10, mark)
@@ -341,7 +328,7 @@ def tracing(table: Table, repeats: int):
         "5,000 equations, 500 sows, against returning the values by hand",
         "",
         trace(lambda: S(_chain(500, sow))),
-        trace(lambda: _returned(500)),
+        trace(lambda: thread(lambda mark, x: _chain(500, mark)(x))),
     )
     row(
         "`S(f)`, 10,000 equations against 5,000",

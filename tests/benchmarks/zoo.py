@@ -17,6 +17,8 @@ import jax.random as jr
 from eqx_sow import save_intermediates as S, sow
 from jax import lax
 
+from tests.helpers import thread
+
 
 KEY = jr.key(0)
 ONE = jnp.ones((), jnp.int32)
@@ -118,13 +120,8 @@ def _straight(fn):
     """By hand, for a program without loops and conditions."""
 
     def by_hand(params, x, eps):
-        seen = {}
-
-        def mark(value, name):
-            seen[name] = _add(value, eps, name)
-            return seen[name]
-
-        return fn(mark, params, x), seen, {}
+        add = lambda mark: lambda value, name: mark(_add(value, eps, name), name)
+        return *thread(lambda mark: fn(add(mark), params, x))(), {}
 
     return by_hand
 
