@@ -3,11 +3,12 @@
 They are marked on the way into a traced function, and restored on the way out.
 """
 
+import contextlib
 import dataclasses as dc
 import functools as ft
 import inspect
 import types
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import equinox as eqx
@@ -15,7 +16,14 @@ import jax.tree_util as jtu
 
 from . import _compat, _options as opt
 from ._errors import UnknownSowError
-from ._marks import has_method, Mark, marks_of, plain_type, with_marks
+from ._marks import (
+    has_method,
+    Mark,
+    marks_of,
+    own_methods,
+    plain_type,
+    with_marks,
+)
 from ._primitive import Const
 from ._sow import Sow
 
@@ -85,6 +93,10 @@ _WRAPPED = (
 )
 
 
+def _has_inexact(tree: Any) -> bool:
+    return any(map(eqx.is_inexact_array, jtu.tree_leaves(tree)))
+
+
 def _is_part(x: Any) -> bool:
     """Whether it is a module that is part of a model."""
     return isinstance(x, eqx.Module) and not _is_wrapper(x)
@@ -118,6 +130,9 @@ class _Walk:
         self.cells: dict[int, types.CellType] = {}
         # By class, the path of the first model: optimiser states look like it.
         self.models: dict[type, str] = {}
+        # Likewise, if it has arrays: its half without them, from `eqx.partition`, has
+        # to fit it, and so have trees of flags.
+        self.wholes: dict[type, str] = {}
 
     def call(self, fn: Callable, args: tuple, kwargs: dict, path: str = "") -> tuple:
         """A function and its arguments."""
@@ -130,6 +145,8 @@ class _Walk:
         )
 
     def visit(self, node: Any, path: str, wrapper: bool = False) -> Any:
+        if (whole := self.wholes.get(plain_type(node))) is not None:
+            path = path if _has_inexact(node) else whole
         if wrapper and isinstance(node, types.FunctionType):
             return self._close_over(node)
         if wrapper and isinstance(node, ft.partial):
@@ -162,8 +179,8 @@ class _Walk:
     def _bind(self, node: Any) -> Any:
         """A bound method of a marked module is bound again, to what it is there."""
         if isinstance(getattr(node, "__self__", None), eqx.Module):
-            name = getattr(node, "__name__", None)
-            if name in self.marking.methods:
+            name = getattr(node, "__name__", "")
+            if name in self.marking.methods or (name and self.marking.scope):
                 return eqx.Partial(getattr(type(node.__self__), name), node.__self__)
         return node
 
@@ -233,25 +250,24 @@ class _Walk:
         m = self.marking
         if not _is_part(node):
             return node
-        is_callable = has_method(plain_type(node), "__call__")
+        cls = plain_type(node)
+        is_callable = has_method(cls, "__call__")
+        scoped = own_methods(cls) if m.scope else ()
         chosen = m.chooses(path, node)
         emit = chosen and m.applies(node)
         self.chosen |= chosen
         if is_callable:
-            self.seen.append(f"{path or '.'} ({plain_type(node).__name__})")
+            self.seen.append(f"{path or '.'} ({cls.__name__})")
         if emit:
-            self.methods.update(x for x in m.methods if has_method(plain_type(node), x))
+            self.methods.update(x for x in m.methods if has_method(cls, x))
         if isinstance(node, Sow) and node.name is None:
             methods = ("__call__",)
             spec = None if node.spec is None else Const(node.spec)
             new = Mark(path, node.tag, methods, methods, False, m.scope, spec)
-        elif emit or (m.scope and is_callable):
-            methods = m.methods if emit else ()
-            if m.scope and is_callable:
-                methods = tuple(dict.fromkeys((*methods, "__call__")))
-            new = Mark(
-                path, m.tag, methods, m.methods if emit else (), m.inputs, m.scope
-            )
+        elif emit or scoped:
+            emit = m.methods if emit else ()
+            methods = tuple(dict.fromkeys((*emit, *scoped)))
+            new = Mark(path, m.tag, methods, emit, m.inputs, m.scope)
         else:
             return node
         self.made.add(new)
@@ -299,10 +315,30 @@ def mark(fn: Callable, args: tuple, kwargs: dict, marking: Marking) -> tuple:
     for name, x in (*zip(names, args), *kwargs.items()):
         if isinstance(x, eqx.Module):
             walk.models.setdefault(plain_type(x), name)
+            if _has_inexact(x):
+                walk.wholes.setdefault(plain_type(x), name)
     marked = walk.call(fn, args, kwargs)
     if marking.capture is not None:
         _check_found(walk)
     return marked, walk.made
+
+
+@contextlib.contextmanager
+def explained(marking: Marking) -> Iterator[None]:
+    """Errors about modules that do not fit together say why."""
+    try:
+        yield
+    except ValueError as e:
+        if (marking.capture is not None or marking.scope) and (
+            "Mark(" in str(e) or "type mismatch" in str(e) or "ifferent types" in str(e)
+        ):
+            e.add_note(
+                "This may be from `capture=` or `scope=True`: they give names to the "
+                "modules, and two trees of one model that have different names do not "
+                "fit together, as in `jax.tree.map` or `eqx.combine`. Capture what is "
+                "called with one of them only, or mark the values with `sow`."
+            )
+        raise
 
 
 def _check_found(walk: _Walk) -> None:

@@ -9,7 +9,15 @@ import jax.tree_util as jtu
 
 from . import _compat, _entry, _merge, _reduce
 from ._entry import Entry
-from ._handler import Handler, is_solver, OVER_AND_OVER, Taken, unsupported
+from ._errors import SowError
+from ._handler import (
+    check_guarded,
+    Handler,
+    is_solver,
+    OVER_AND_OVER,
+    Taken,
+    unsupported,
+)
 from ._interpreter import Frame
 from ._primitive import Const, Located, Same, Site
 from ._reduce import Append, Reducer
@@ -84,13 +92,26 @@ class Collect(Handler):
     def ordered(self, site):
         return self.folds(site.name)
 
+    def leaves(self, eqn):
+        return self.outer and all(s.tag != self.tag for s in sites(eqn))
+
     def within(self, eqn):
         if self.backward or not _compat.in_backward_pass(eqn):
             return self
         return dc.replace(self, backward=True)
 
+    def has(self, mode: str) -> bool:
+        """Whether this mode, one of `labels`, is asked for."""
+        return self.modes is None or mode in self.modes
+
     def reducer(self, name: str) -> Reducer | None:
         return lookup(self.reduce.value, name)
+
+    def reduces(self, name: str) -> bool:
+        return isinstance(self.reducer(name), Reducer)
+
+    def appends(self, name: str) -> bool:
+        return isinstance(self.reducer(name), Append)
 
     def folds(self, name: str) -> bool:
         return not self.survey and _reduce.folds(self.reducer(name))
@@ -106,12 +127,15 @@ class Collect(Handler):
         if not self.wants(site):
             found.append(_seen(site))
             return given
+        check_guarded(site)
         checks = _checks(site, atoms) if site.spec is not None else ()
         transform = lookup(self.transform.value, site.name)
         replay = self.backward or _compat.in_backward_pass(frame.eqn)
         if replay:
             site = site._replace(replay=True)
         chosen = self.modes is None or site.mode in map(_plain, self.modes)
+        # The order of cotangents goes by that of the primals.
+        chosen = chosen or (not site.modes and self.appends(site.name))
         folds = self.folds(site.name)
         if folds or not chosen:
             found.append(_seen(site, checks))
@@ -138,7 +162,8 @@ class Collect(Handler):
         found.append(Taken(rest=Sown(hidden=hidden)))
 
     def join(self, found, given, frame: Frame) -> Taken:
-        entries: dict[Any, list[Entry]] = {}
+        entries: list[Entry | None] = []
+        places: dict[Any, list[int]] = {}
         seen: dict[str, None] = {}
         checks: dict[Check, None] = {}
         hidden: dict[Any, None] = {}
@@ -155,38 +180,43 @@ class Collect(Handler):
                     entry = dc.replace(entry, guards=(item.guards,))
                 if item.conditional:
                     entry = _entry.with_count(entry)
-                self._add(entries, entry, frame)
+                self._add(entries, places, entry, frame)
                 seen[item.site.name] = None
                 checks.update(dict.fromkeys(item.checks))
                 continue
             sown = item.rest
             for entry in sown.entries:
-                self._add(entries, entry, frame)
+                self._add(entries, places, entry, frame)
             seen.update(dict.fromkeys(sown.seen))
             checks.update(dict.fromkeys(sown.checks))
             hidden.update(dict.fromkeys(sown.hidden))
         flat = tuple(
             _merge.relocated(e, frame.place) if e.guards else e
-            for same in entries.values()
-            for e in same
+            for e in entries
+            if e is not None
         )
         sown = Sown(flat, tuple(seen), tuple(checks), tuple(hidden))
         return Taken(given.carry, sown)
 
-    def _add(self, entries: dict[Any, list[Entry]], new: Entry, frame: Frame) -> None:
-        """Adds an entry to those of the same name and mode."""
-        same = entries.setdefault(new.site.key, [])
-        if same and same[0].site.replay != new.site.replay:
-            if not new.site.replay:
-                same[:] = [new]
-            return
-        for i, old in enumerate(same if new.guards else ()):
-            if _merge.exclusive(old, new, frame.execution):
-                same[i] = _merge.merge(old, new)
+    def _add(self, entries: list, places: dict, new: Entry, frame: Frame) -> None:
+        """Adds an entry. `places` tells where those of its name and mode are."""
+        same = places.setdefault(new.site.key, [])
+        first = entries[same[0]] if same else new
+        if first.site.replay != new.site.replay:
+            if new.site.replay:
                 return
-        if same and not isinstance(self.reducer(new.site.name), Reducer):
-            raise _merge.duplicate(same[0].site, new.site)
-        same.append(new)
+            for i in same:
+                entries[i] = None
+            same.clear()
+        for i in same if new.guards else ():
+            if _merge.exclusive(entries[i], new, frame.execution):
+                entries[i] = _merge.merge(entries[i], new)
+                return
+        # Two that a backward pass runs again: the one execution may be still to come.
+        if same and not (new.site.replay or self.reduces(new.site.name)):
+            raise _merge.duplicate(first.site, new.site)
+        same.append(len(entries))
+        entries.append(new)
 
     def enter(self, rest: Sown, operand) -> Sown:
         return self._map(rest, lambda e: _merge.relocated(e, operand))
@@ -254,8 +284,18 @@ def _chosen(found: list[Any], execution: Callable[[Any], Any]) -> list[Any]:
     """What was found, with one sow where every branch of a cond has one of that
     name."""
     groups: dict[Any, list[int]] = {}
+    # Beside one in a call, which of them belong together shows only further out.
+    in_calls = {
+        e.site.key
+        for item in found
+        if not isinstance(item, _Captured)
+        for e in item.rest.entries
+        if e.guards
+    }
     for i, item in enumerate(found):
         if isinstance(item, _Captured) and item.guards:
+            if item.site.key in in_calls:
+                continue
             *outer, (cond, _, size, of) = item.guards
             key = item.site.key, *outer, cond, execution(of), size
             groups.setdefault(key, []).append(i)
@@ -294,14 +334,50 @@ def _form(x: _Captured) -> Any:
 
 
 def _slots(entries: Sequence[Entry]) -> dict[Any, Entry]:
-    """Entries by name, mode and how many of the same there were before."""
-    before: dict[Any, int] = {}
-    slots: dict[Any, Entry] = {}
+    """Entries by name, mode and how many of the same there were before; in a backward
+    pass, how many there are after it."""
+    places: dict[Any, list[Entry]] = {}
     for e in entries:
-        key = e.site.key
-        slots[key, before.setdefault(key, 0)] = e
-        before[key] += 1
-    return slots
+        places.setdefault(e.site.key, []).append(e)
+    slots = {
+        id(e): (key, i)
+        for key, same in places.items()
+        for i, e in enumerate(same[::-1] if _is_backward(key) else same)
+    }
+    return {slots[id(e)]: e for e in entries}
+
+
+def _is_backward(key: Any) -> bool:
+    return key[1].count("cotangent") % 2 == 1
+
+
+def _in_order(key: Any, entries: Sequence[Entry]) -> list[Entry | None]:
+    """For `Append`, the entries of one key, from all of its name. Those of a backward
+    pass, which goes first through what ran last, are put in the order of their
+    primals."""
+    mine = [e for e in entries if e.site.key == key]
+    primal = (key[0], "primal", ())
+    if not _is_backward(key) or all(e.site.key != primal for e in entries):
+        return list(mine)
+    site = mine[0].site
+    unclear = len(mine) > 1 and any(len(e.guards) > 1 for e in mine)
+    order: list[Entry | None] = []
+    waiting: list[tuple[int, str]] = []
+    for e in entries:
+        if e.site.key == primal:
+            waiting.append((len(order), e.site.where))
+            order.append(None)
+        elif e.site.key == key:
+            same = [w for w in waiting if w[1] == e.site.where]
+            if not same or unclear:
+                raise SowError(
+                    f"`{site.name}` is sown several times (one is at {site.where}): "
+                    f"which {site.mode} belongs to which primal cannot be told. Give "
+                    "the values different names."
+                )
+            waiting.remove(same[-1])
+            order[same[-1][0]] = e
+    return order
 
 
 def reductions(collect: Collect, survey: Sown) -> tuple[Collect, dict[Any, Any]]:
@@ -327,21 +403,23 @@ def assemble(
     values: dict[Any, Any] = {}
     counts: dict[str, Any] = {}
     places: dict[Any, list[Entry]] = {}
+    named: dict[str, list[Entry]] = {}
     for e in sown.entries:
         places.setdefault(e.site.key, []).append(e)
+        named.setdefault(e.site.name, []).append(e)
     for key, entries in places.items():
-        append = isinstance(collect.reducer(key[0]), Append)
-        if key[1].count("cotangent") % 2:
-            # A backward pass runs backward; the first entry is still the first place's.
-            entries = entries[::-1]
+        append = collect.appends(key[0])
+        if len(entries) > 1 and not append:
+            raise _merge.duplicate(entries[0].site, entries[1].site)
         conditional = any([e.counted for e in entries])
-        if conditional:
-            entries = map(_entry.with_count, entries)
-        entries = list(map(_entry.full, entries))
-        value = tuple(map(_entry.value, entries))
+        full: list[Any] = _in_order(key, named[key[0]]) if append else entries
+        for i, e in enumerate(full):
+            if e is not None:
+                full[i] = _entry.full(_entry.with_count(e) if conditional else e)
+        value = tuple(e and _entry.value(e) for e in full)
         values[key] = value if append else value[0]
         if conditional:
-            count = tuple(e.arrays[-1] for e in entries)
+            count = tuple(e and e.arrays[-1] for e in full)
             counts.setdefault(key[0], count if append else count[0])
     for key in order:
         state = taken.carry[key]
@@ -352,7 +430,7 @@ def assemble(
     mode_of = labels(values)
     out: dict[str, dict[str, Any]] = {name: {} for name in sown.seen}
     for key, value in values.items():
-        if collect.modes is None or mode_of[key] in collect.modes:
+        if collect.has(mode_of[key]):
             out[key[0]][mode_of[key]] = value
     for name, count in counts.items():
         if out[name]:

@@ -116,17 +116,17 @@ def splice(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
 
 
 @ft.cache
-def _in_loops(cls: type) -> type:
-    return dc.make_dataclass(cls.__name__, [("loops", int)], bases=(cls,), frozen=True)
+def _with_around(cls: type) -> type:
+    return dc.make_dataclass(cls.__name__, [("around", Any)], bases=(cls,), frozen=True)
 
 
-def in_loops(axis_data: Any, loops: int) -> Any:
-    """What JAX's batching rules are told of an axis, and how many loops run between the
-    vmap and what they batch. JAX calls the rules of a custom_jvp function later, where
-    nothing else would tell."""
+def with_around(axis_data: Any, around: Any) -> Any:
+    """What JAX's batching rules are told of an axis, and what is between the vmap and
+    what they batch. JAX calls the rules of a custom_jvp function later, where nothing
+    else would tell."""
     fields = {f.name: getattr(axis_data, f.name) for f in dc.fields(axis_data)}
-    cls = type(axis_data) if "loops" in fields else _in_loops(type(axis_data))
-    return cls(**{**fields, "loops": loops})
+    cls = type(axis_data) if "around" in fields else _with_around(type(axis_data))
+    return cls(**{**fields, "around": around})
 
 
 def _custom_vmap_primitive() -> jexc.Primitive:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TYPE_CHECKING
 
 import jax
 
-from ._errors import UnsupportedPrimitiveError
+from ._errors import SowError, UnsupportedPrimitiveError
 from ._primitive import Site
 from ._rewrite import sites
 
@@ -56,6 +56,11 @@ class Handler:
     def wants(self, site: Site) -> bool:
         """Whether a sow must not be lost."""
         del site
+        return False
+
+    def leaves(self, eqn: Any) -> bool:
+        """Whether everything inside of an equation stays as it is."""
+        del eqn
         return False
 
     def changes(self, eqn: Any) -> bool:
@@ -130,6 +135,19 @@ class Handler:
         """For a loop of unknown length: `Taken.rest` after one more iteration."""
         del old
         return new
+
+
+def check_guarded(site: Site) -> None:
+    """Raises if nobody can tell whether a sow runs."""
+    if site.unguarded:
+        raise SowError(
+            f"`sow(..., {site.name!r})` at {site.where} is in the derivative rule of a "
+            "function (`jax.custom_jvp`, `jax.custom_vjp`) that only some lanes of a "
+            "`jax.vmap` call, and the vmap came before the derivative: whether the sow "
+            "runs cannot be told. Take the derivative inside of the vmap, "
+            "`jax.vmap(jax.grad(fn))`, or leave the sow out, by `names` or another "
+            "`tag`."
+        )
 
 
 _MOVE = "Move the sow out of it."

@@ -293,6 +293,9 @@ def evaluate(
         if eqn.primitive is sow_p:
             given = handler.sow(found, given, eqn.params["site"], eqn.invars, frame)
             continue
+        if handler.leaves(eqn):
+            frame.leave(eqn)
+            continue
         rule = rules.get(eqn.primitive)
         if rule is None:
             handler.without_rule(found, eqn)

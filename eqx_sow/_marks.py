@@ -7,6 +7,7 @@ and `isinstance` and the paths in the PyTree stay as they were.
 
 import dataclasses as dc
 import functools as ft
+import inspect
 import types
 import warnings
 from collections.abc import Hashable
@@ -43,6 +44,22 @@ class _Quiet:
 def has_method(cls: type, name: str) -> bool:
     # Not `hasattr`: the metaclass has a `__call__`.
     return any(name in c.__dict__ for c in cls.__mro__)
+
+
+@ft.cache
+def own_methods(cls: type) -> tuple[str, ...]:
+    """The methods that a user gave to a class of modules."""
+    fields = {f.name for f in dc.fields(cls)}
+    names = {
+        n: None for c in cls.__mro__ if c not in eqx.Module.__mro__ for n in c.__dict__
+    }
+    return tuple(
+        n
+        for n in names
+        if (n == "__call__" or not n.startswith("__")) and n not in fields
+        if inspect.isfunction(getattr(cls, n))
+        if not isinstance(inspect.getattr_static(cls, n), staticmethod)
+    )
 
 
 # JAX never forgets a PyTree class, so there has to be one for each type of module.

@@ -1,5 +1,6 @@
 """`plant`."""
 
+import contextlib
 import dataclasses as dc
 import functools as ft
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -9,6 +10,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from . import _entry, _merge, _options as opt
@@ -16,7 +18,7 @@ from ._capture import as_marking
 from ._collect import Collect, labels
 from ._entry import Entry
 from ._errors import calling, SowError
-from ._handler import Given, Handler
+from ._handler import check_guarded, Given, Handler
 from ._interpreter import Frame
 from ._primitive import Const, listening, OPERAND, rebuild, Same, Site, sow_p
 from ._program import trace
@@ -47,6 +49,9 @@ class _Replace(Handler):
     def wants(self, site):
         return site.tag == self.tag and site.key in self._planted
 
+    def leaves(self, eqn):
+        return self.outer and not self.changes(eqn)
+
     def changes(self, eqn):
         return any(map(self.wants, sites(eqn)))
 
@@ -59,6 +64,7 @@ class _Replace(Handler):
             else:
                 frame.alias(atoms)
             return given
+        check_guarded(site)
         planted = self._planted[site.key]
         guards = frame.read(atoms[:n_guards])
         if isinstance(planted, Site):
@@ -168,10 +174,13 @@ def _operands(value: Any, site: Site, like: Sequence[Any]) -> list[Any]:
                 )
             continue
         old = next(operand)
-        if isinstance(x, bool | int | float | complex):
+        if isinstance(x, np.ndarray | np.generic):
+            with contextlib.suppress(TypeError):  # such as strings: refused below
+                x = jnp.asarray(x)
+        elif isinstance(x, bool | int | float | complex):
             x = jnp.asarray(x, old.dtype)
         if not eqx.is_array(x) or (x.shape, x.dtype) != (old.shape, old.dtype):
-            got = jax.typeof(x).str_short() if eqx.is_array(x) else repr(x)
+            got = f"{x.dtype}{list(x.shape)}" if eqx.is_array(x) else repr(x)
             raise SowError(
                 f"{value_for} has a leaf {got} where {old.dtype}{list(old.shape)} is "
                 "sown. Plant an array of that shape and dtype, or a function."
@@ -246,6 +255,11 @@ class _Plant(Transformed):
                 )
             values[key] = _prepare(value, mode, found[0])
             planted[key] = found[0].site
+        program.check_recomputed(
+            planted,
+            marking.tag,
+            "Plant before you differentiate: `eqx.filter_grad(plant(fn, ...))`.",
+        )
         handler = _Replace(marking.tag, tuple(planted.items()), outer)
         outs, _ = program.evaluate(handler, Given(rest=values), *program.inputs)
         return program.output(outs)

@@ -156,6 +156,8 @@ class Site(NamedTuple):
     the sow is in, and how many there are.
 
     `replay` is only set on what was captured: a backward pass ran it once more.
+    `unguarded` says that there should be more guards: JAX calls derivative rules when
+    it is too late for these.
     `differentiated` is how many derivatives of it there are already. `orders` tells,
     for each of `modes`, how many there were before that one: two derivatives of one
     value, as in `grad(grad(f))`, are told apart by it.
@@ -171,6 +173,7 @@ class Site(NamedTuple):
     axes: tuple[Axis, ...] = ()
     guards: Guards = ()
     replay: bool = False
+    unguarded: bool = False
     spec: Const | None = None
     where: str = ""
 
@@ -217,11 +220,18 @@ class Listening(NamedTuple):
 listening = jax.make_user_context(None)
 
 
-def loops_around(axis_data: Any) -> int:
-    """How many loops run between a vmap and what is being batched."""
+class Around(NamedTuple):
+    """What is between a vmap and what is being batched: how many loops, and which conds
+    and loops run for some lanes only, as `Site.guards` has them."""
+
+    loops: int = 0
+    conds: tuple[Any, ...] = ()
+
+
+def around(axis_data: Any) -> Around:
     # Some rules of JAX's, as that of `shard_map`, make other axis data.
     here = listening.value or Listening()
-    return getattr(axis_data, "loops", here.loops)
+    return getattr(axis_data, "around", Around(here.loops))
 
 
 sow_p = jexc.Primitive("sow")
@@ -287,10 +297,12 @@ def _sow_transpose(cts, *operands, site):
     n_guards = len(site.guards)
     modes = site.modes[:-1] if site.modes[-1:] == ("tangent",) else site.modes
     cts = cts[n_guards:]
+    # A value that was moved out of its loop has one cotangent: the total.
+    axes = tuple(a for a in site.axes if a.lane)
     sown = sow_p.bind(
         *operands[:n_guards],
         *map(ad.instantiate_zeros, cts),
-        site=site._replace(modes=(*modes, "cotangent"), spec=None),
+        site=site._replace(modes=(*modes, "cotangent"), axes=axes, spec=None),
     )
     return [None] * n_guards + [
         None if not ad.is_undefined_primal(x) else ct if type(ct) is ad.Zero else s
@@ -301,7 +313,10 @@ def _sow_transpose(cts, *operands, site):
 def _sow_batch(axis_data, operands, dims, *, site):
     # Also if nothing varies: so all sows under the same vmaps have the same axes.
     has = tuple(d is not None for d in dims)
-    axis = Axis(axis_data.size, has, loops_around(axis_data))
+    loops, conds = around(axis_data)
+    axis = Axis(axis_data.size, has, loops)
+    unguarded = any(c not in [g[0] for g in site.guards] for c in conds)
+    site = site._replace(unguarded=site.unguarded or unguarded)
     operands = [
         x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims)
     ]
@@ -315,6 +330,7 @@ def _sow_lowering(ctx, *operands, site):
 
 
 # What `jax.checkpoint` recomputes instead of a sow, so that it need not save the value.
+# The site is that of the sow, as it was then.
 same_p = jexc.Primitive("same")
 same_p.multiple_results = True
 
@@ -329,15 +345,23 @@ def _sow_checkpoint(saveable, unknown, instantiated, eqn):
     every = [True] * len(eqn.outvars)
     if any(unknown):
         return None, eqn, every, every, missing
-    again = eqn.replace(primitive=same_p, params={}, effects=frozenset())
+    again = eqn.replace(primitive=same_p, effects=frozenset())
     return eqn, again, [False] * len(eqn.outvars), every, missing
 
 
-same_p.def_impl(lambda *operands: list(operands))
-same_p.def_abstract_eval(lambda *avals: avals)
-mlir.register_lowering(same_p, lambda ctx, *operands: operands)
-ad.primitive_jvps[same_p] = lambda primals, tangents: (primals, tangents)
-batching.primitive_batchers[same_p] = lambda operands, dims: (operands, dims)
+def _same_jvp(primals, tangents, *, site):
+    return same_p.bind(*primals, site=site), tangents
+
+
+def _same_batch(operands, dims, *, site):
+    return same_p.bind(*operands, site=site), dims
+
+
+same_p.def_impl(lambda *operands, site: list(operands))
+same_p.def_abstract_eval(lambda *avals, site: avals)
+mlir.register_lowering(same_p, lambda ctx, *operands, site: operands)
+ad.primitive_jvps[same_p] = _same_jvp
+batching.primitive_batchers[same_p] = _same_batch
 pe.partial_eval_jaxpr_custom_rules[sow_p] = _sow_checkpoint
 
 sow_p.def_impl(_sow_impl)

@@ -1,17 +1,19 @@
 """A function, traced so that its sows can be seen."""
 
 import dataclasses as dc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 
 from . import _capture, _compat
 from ._capture import Marking
+from ._errors import SowError
 from ._handler import Given, Handler, Taken
 from ._interpreter import evaluate
 from ._marks import Mark
 from ._primitive import Const, Listening, listening, rebuild, take_apart
+from ._rewrite import recomputed
 
 
 @dc.dataclass(frozen=True)
@@ -37,6 +39,21 @@ class Program:
         treedef, leaves = self.out
         return rebuild(treedef, leaves, outs)
 
+    def check_recomputed(self, keys: Iterable[Any], tag: Any, remedy: str) -> None:
+        """Raises if a `jax.checkpoint` goes around any of these `Site.key`s."""
+        keys = list(keys)
+        for site in recomputed(self.closed) if keys else ():
+            # A derivative from before the recomputation was there is complete.
+            if site.tag == tag and any(
+                name == site.name and all(n >= site.differentiated for n in orders[:1])
+                for name, _, orders in keys
+            ):
+                raise SowError(
+                    f"`sow(..., {site.name!r})` at {site.where} is in a "
+                    "`jax.checkpoint` that was differentiated: the backward pass "
+                    f"computes the value once more, past the sow. {remedy}"
+                )
+
     def unmark(self, tree: Any) -> Any:
         return _capture.unmark(tree, self.marks)
 
@@ -56,6 +73,6 @@ def trace(fn: Callable, args: tuple, kwargs: dict, marking: Marking) -> Program:
         return outs
 
     # Only tracing happens in here: whatever is executed would be compiled once more.
-    with listening(Listening()):
+    with listening(Listening()), _capture.explained(marking):
         closed = jax.make_jaxpr(traced)(inputs)
     return Program(closed, inputs, tuple(out), marks)

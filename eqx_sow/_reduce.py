@@ -30,7 +30,7 @@ class Append(Reducer):
     which the name is sown, in order of execution. A place in a loop is stacked.
 
     Cotangents, which are computed backward, are in the same order: the first entry is
-    that of the first place.
+    that of the first place, or `None` if that has none.
 
     !!! example
 

@@ -1,13 +1,13 @@
 """Sows in a jaxpr: finding them, and changing what is static about them in place."""
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax.extend.core as jexc
 
 from . import _compat
-from ._primitive import Listening, listening, Site, sow_effect, sow_p
+from ._primitive import Listening, listening, same_p, Site, sow_effect, sow_p
 
 
 # Types of parameters in which there is no need to look for a jaxpr.
@@ -72,6 +72,16 @@ def sites(x: Any) -> list[Site]:
     return [
         s for eqn in _compat.open_jaxpr(x)[0].eqns if has_sow(eqn) for s in sites(eqn)
     ]
+
+
+def recomputed(x: Any) -> Iterator[Site]:
+    """The sites of a jaxpr, of which a `jax.checkpoint` computes the value again."""
+    for eqn in _compat.open_jaxpr(x)[0].eqns:
+        if eqn.primitive is same_p:
+            yield eqn.params["site"]
+        elif not is_plain(eqn):
+            for jaxpr in jexc.jaxprs_in_params(eqn.params):
+                yield from recomputed(jaxpr)
 
 
 _calls = jexc.primitives.call_p, jexc.primitives.closed_call_p, jexc.primitives.jit_p

@@ -9,11 +9,11 @@ import equinox as eqx
 
 from . import _options as opt, _spec
 from ._capture import as_marking, Marking
-from ._collect import assemble, Collect, reductions
+from ._collect import assemble, Collect, labels, reductions
 from ._errors import UnsupportedPrimitiveError
-from ._handler import Given
+from ._handler import Given, Taken
 from ._primitive import Const, listening, Same
-from ._program import trace
+from ._program import Program, trace
 from ._reduce import folds, Reducer
 from ._select import check_known
 from ._transformed import Transformed, wrap
@@ -55,6 +55,7 @@ class _SaveIntermediates(Transformed):
         for name, message in taken.rest.hidden:
             if name not in taken.rest.seen:
                 raise UnsupportedPrimitiveError(message)
+        _check_second_derivatives(program, collect, taken)
         intermediates = program.unmark(assemble(collect, taken, tuple(carry)))
         _spec.check(taken.rest.checks, options.spec, intermediates)
         return program.output(outs), intermediates
@@ -66,6 +67,22 @@ class _SaveIntermediates(Transformed):
     def _unpack(self, packed):
         out, intermediates = packed
         return out, {name: dict(modes) for name, modes in intermediates.items()}
+
+
+def _check_second_derivatives(program: Program, collect: Collect, taken: Taken) -> None:
+    keys = [*taken.carry, *(e.site.key for e in taken.rest.entries)]
+    if any(orders[:1] > (0,) for _, _, orders in keys):
+        program.check_recomputed(
+            [
+                key
+                for key, mode in labels(keys).items()
+                if mode.startswith("primal.") and "cotangent" in mode
+                if collect.has(mode)
+            ],
+            collect.tag,
+            'Leave this derivative out, `modes=("primal", "cotangent")`, or take the '
+            "`jax.checkpoint` away.",
+        )
 
 
 def _check_names(self: _SaveIntermediates, seen: Sequence[str]) -> None:

@@ -13,7 +13,7 @@ import equinox as eqx
 import jax
 import jaxtyping
 from beartype.door import is_bearable
-from beartype.roar import BeartypeDecorHintException
+from beartype.roar import BeartypeException
 
 from ._collect import Check
 from ._errors import SowTypeError
@@ -51,9 +51,10 @@ def check(
 def _check(name: str, what: str, annotation: Any, value: Any) -> None:
     try:
         fits = _fits(value, annotation)
-    except BeartypeDecorHintException as e:
+    except BeartypeException as e:
         raise SowTypeError(
-            f"`{name}`: beartype does not understand the annotation {annotation!r}."
+            f"`{name}`: beartype does not understand the annotation {annotation!r}. "
+            "Write a type, such as `Float[Array, 'n']`, not a string."
         ) from e
     if fits:
         return

@@ -52,6 +52,7 @@ def tabulate(intermediates: Mapping[str, Mapping[str, Any]]) -> str:
         print(eqx_sow.tabulate(intermediates))
         ```
     """
+    _check(intermediates)
     for digits, gap in ((3, 2), (2, 1)):
         rows = [
             row
@@ -62,6 +63,21 @@ def tabulate(intermediates: Mapping[str, Mapping[str, Any]]) -> str:
         if max(map(len, table)) <= _WIDTH:
             break
     return "\n".join(table)
+
+
+def _check(intermediates):
+    wrong = intermediates
+    if isinstance(intermediates, Mapping):
+        wrong = [x for x in intermediates.values() if not isinstance(x, Mapping)]
+        if not wrong:
+            return
+        wrong = wrong[0]
+    raise TypeError(
+        "`tabulate(intermediates)` takes a dict `{name: {mode: value}}`, and there is "
+        f"{type(wrong).__name__} where a dict should be. Write `out, intermediates = "
+        "save_intermediates(fn)(...)` and then `tabulate(intermediates)`, or "
+        "`tabulate({'h': intermediates['h']})` for one name."
+    )
 
 
 def _layout(rows, gap):

@@ -28,7 +28,7 @@ from ._entry import out_of_loop
 from ._errors import SowError
 from ._handler import Given, Handler
 from ._interpreter import Interpret
-from ._primitive import Axis, Listening, listening, loops_around, sow_p
+from ._primitive import around, Axis, Listening, listening, sow_p
 from ._rewrite import shows_sow, sites, with_sites
 
 
@@ -65,30 +65,31 @@ class Guard(Handler):
         return given
 
 
-def _one_loop_more(axis_data):
-    return _compat.in_loops(axis_data, loops_around(axis_data) + 1)
+def _within(axis_data, *conds, loops=0):
+    here = around(axis_data)
+    here = here._replace(loops=here.loops + loops, conds=(*here.conds, *conds))
+    return _compat.with_around(axis_data, here)
 
 
-def _batched_unseen(rule, axis_data, args, dims, params):
-    """For a loop without a sow. While somebody listens, there may be some in a custom
+def _unseen(axis_data, *conds, loops=0):
+    """For what has no sow inside. While somebody listens, there may be some in a custom
     derivative rule: those cannot be seen yet."""
-    if listening.value is not None:
-        axis_data = _one_loop_more(axis_data)
-    return rule(axis_data, args, dims, **params)
+    here = listening.value is not None
+    return _within(axis_data, *conds, loops=loops) if here else axis_data
 
 
 def _batched(rule, axis_data, args, dims, params):
     """What JAX's batching rule for a loop binds, as a jaxpr, and where the axes are;
     sows in there count one more loop."""
     dims_out = []
-    inside = _one_loop_more(axis_data)
+    inside = _within(axis_data, loops=1)
 
     def batched(*args):
         outs, dims_out[:] = rule(inside, args, dims, **params)
         return outs
 
     here = listening.value or Listening()
-    with listening(here._replace(loops=loops_around(inside))):
+    with listening(here._replace(loops=around(inside).loops)):
         closed = jax.make_jaxpr(batched)(*args)
     return closed, dims_out
 
@@ -97,7 +98,7 @@ def _batched(rule, axis_data, args, dims, params):
 def _batch_scan(rule):
     def batch_scan(axis_data, args, dims, **params):
         if not shows_sow(params["jaxpr"]):
-            return _batched_unseen(rule, axis_data, args, dims, params)
+            return rule(_unseen(axis_data, loops=1), args, dims, **params)
         closed, dims_out = _batched(rule, axis_data, args, dims, params)
         return jexc.jaxpr_as_fun(closed)(*args), dims_out
 
@@ -108,8 +109,8 @@ def _batch_scan(rule):
 def _batch_while(rule):
     def batch_while(axis_data, args, dims, **params):
         body, cond = params["body_jaxpr"], params["cond_jaxpr"]
-        if not shows_sow(body):
-            return _batched_unseen(rule, axis_data, args, dims, params)
+        if listening.value is None and not shows_sow(body):
+            return rule(axis_data, args, dims, **params)
         closed, dims_out = _batched(rule, axis_data, args, dims, params)
         loop = _compat.open_jaxpr(closed)[0].eqns[-1]
         varies = loop.params["cond_jaxpr"].out_avals[0].shape
@@ -133,6 +134,7 @@ def _batch_while(rule):
             }
             args = [*args[:n], *args]
             dims = [*dims[:n], *dims]
+            axis_data = _within(axis_data, None)
             closed, dims_out = _batched(rule, axis_data, args, dims, params)
         return jexc.jaxpr_as_fun(closed)(*args), dims_out
 
@@ -142,10 +144,13 @@ def _batch_while(rule):
 @_wrap(batching.fancy_primitive_batchers, cond_p)
 def _batch_cond(rule):
     def batch_cond(axis_data, args, dims, *, branches, **params):
-        if dims[0] is None or not any(map(shows_sow, branches)):
+        cond = object()
+        if dims[0] is None:
+            return rule(axis_data, args, dims, branches=branches, **params)
+        if not any(map(shows_sow, branches)):
+            axis_data = _unseen(axis_data, cond)
             return rule(axis_data, args, dims, branches=branches, **params)
         index, *operands = args
-        cond = object()
         of_one = jax.make_jaxpr(lambda x: jax.lax.index_in_dim(x, 0, dims[0], False))(
             index
         )
@@ -159,7 +164,7 @@ def _batch_cond(rule):
             return jax.make_jaxpr(branch)(*of_one.out_avals, *branches[i].in_avals)
 
         return rule(
-            axis_data,
+            _within(axis_data, cond),
             (index, index, *operands),
             (dims[0], *dims),
             branches=tuple(map(guarded, range(len(branches)))),

@@ -1511,3 +1511,49 @@ def test_dots_in_a_path_stay():
     layers = {"a..b": eqx.nn.Linear(2, 2, key=jr.key(0))}
     saved = S(lambda layers, x: layers["a..b"](x), capture=True, inputs=True)
     assert list(saved(layers, X[:2])[1]) == ["layers/a..b.inputs", "layers/a..b"]
+
+
+def _halves(m):
+    return eqx.partition(m, eqx.is_inexact_array)
+
+
+def test_halves_of_a_model_fit_together():
+    mlp = _mlp()
+    diff, static = _halves(mlp)
+    want = jax.grad(lambda d: eqx.combine(d, static)(X).sum())(diff)
+    loss = lambda diff, static, x: eqx.combine(diff, static)(x).sum()
+    for fn, args in (
+        (eqx.filter_grad(loss), (diff, static, X)),
+        (eqx.filter_grad(lambda d: loss(d, static, X)), (diff,)),
+        (jax.grad(lambda d: loss(d, static, X)), (diff,)),
+    ):
+        for options in ({}, {"scope": True}):
+            got, captured = S(fn, capture=eqx.nn.Linear, **options)(*args)
+            assert_close(eqx.filter(got, eqx.is_array), want)
+            first = next(iter(captured))
+            assert first in ("diff/layers/0", "d/layers/0")
+            assert len(captured) == len(mlp.layers)
+
+
+def test_flags_fit_their_model():
+    mlp = _mlp()
+    flags = jax.tree.map(lambda _: False, mlp)
+    flags = eqx.tree_at(lambda m: m.layers[-1], flags, True)
+
+    def fn(m, x):
+        diff, static = eqx.partition(m, flags)
+        return eqx.filter_grad(lambda d: eqx.combine(d, static)(x).sum())(diff)
+
+    _, captured = S(fn, capture=eqx.nn.Linear)(mlp, X)
+    last = f"m/layers/{len(mlp.layers) - 1}"
+    assert with_mode(captured, "cotangent").keys() == {last}
+
+
+def test_two_models_of_one_type_keep_their_names():
+    one, two = _mlp(), _mlp()
+    _, captured = S(lambda a, b: a(X) + b(X), capture=eqx.nn.Linear)(one, two)
+    assert {name.split("/")[0] for name in captured} == {"a", "b"}
+    mean = lambda a, b: jax.tree.map(lambda x, y: x, a, b)
+    with pytest.raises(ValueError) as info:
+        S(lambda a, b: (a(X), mean(a, b)), capture=eqx.nn.Linear)(one, two)
+    assert any("capture=" in note for note in info.value.__notes__)

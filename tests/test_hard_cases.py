@@ -516,3 +516,147 @@ def test_rules_in_a_loop_of_lanes(fn, loops):
     close(got["a"]["primal"], np.stack(sines, 1).reshape(2, *[2] * loops))
     for name in got:
         close(got[name]["primal"], want[name]["primal"])
+
+
+def _sin_of_sin(x):
+    return jnp.sin(sow(jnp.sin(x), "a")) ** 2
+
+
+CHECKPOINTS = {
+    "plain": lambda: jax.checkpoint(_sin_of_sin),
+    "jit": lambda: jax.jit(jax.checkpoint(_sin_of_sin)),
+    "scan": lambda: (
+        lambda x: lax.scan(
+            lambda c, _: (jax.checkpoint(_sin_of_sin)(c), None), x, None, length=1
+        )[0]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+@pytest.mark.parametrize("value", [2.0, lambda a: 2.0 + 0 * a])
+def test_plant_in_a_checkpoint(name, value):
+    f, values = CHECKPOINTS[name](), {"a": value}
+    if not callable(value):
+        values = {"a": jnp.full(() if name != "scan" else 1, value)}
+    want = jax.value_and_grad(plant(_sin_of_sin, {"a": lambda a: 2.0 + 0 * a}))(0.5)
+    got = jax.value_and_grad(plant(f, values))(0.5)
+    close(jnp.stack(got), jnp.stack(want))
+    with pytest.raises(SowError, match="past the sow"):
+        plant(jax.value_and_grad(f), values)(0.5)
+    close(plant(f, values)(0.5), want[0])
+    double = lambda ct: 2 * ct
+    got = plant(jax.grad(f), {"a": double}, mode="cotangent")(0.5)
+    close(got, 2 * jax.grad(_sin_of_sin)(0.5))
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_second_derivatives_of_a_checkpoint(name):
+    f = CHECKPOINTS[name]()
+    with pytest.raises(SowError, match="past the sow"):
+        S(jax.grad(jax.grad(f)))(0.5)
+    want = S(jax.grad(jax.grad(_sin_of_sin)))(0.5)[1]["a"]
+    got = S(jax.grad(jax.grad(f)), modes=("primal", "cotangent"))(0.5)[1]["a"]
+    assert list(got) == ["primal", "cotangent"]
+    for mode in got:
+        close(got[mode].reshape(()), want[mode])
+
+
+def test_second_derivative_of_what_left_its_scan():
+    def f(x, eps):
+        body = lambda c, e: (c * (sow(jnp.sin(x), "a") + e), None)
+        return lax.scan(body, x, eps)[0]
+
+    _, captured = S(jax.grad(jax.grad(f)))(0.5, jnp.zeros(3))
+    each = jax.grad(jax.grad(f), 1)(0.5, jnp.zeros(3))
+    close(captured["a"]["primal.cotangent"], each.sum())
+
+
+@jax.custom_jvp
+def _in_the_rule(x):
+    return jnp.sin(x)
+
+
+_in_the_rule.defjvp(
+    lambda x, t: (sow(jnp.sin(x[0]), "a"), t[0] * jnp.cos(x[0])),
+)
+
+
+@jax.custom_jvp
+def _in_both(x):
+    return sow(jnp.sin(x), "a")
+
+
+_in_both.defjvp(lambda x, t: (_in_both(*x), t[0] * jnp.cos(x[0])))
+
+
+@jax.custom_vjp
+def _in_the_backward_pass(x):
+    return jnp.sin(x)
+
+
+_in_the_backward_pass.defvjp(
+    lambda x: (jnp.sin(x), x), lambda x, ct: (sow(ct * jnp.cos(x), "a"),)
+)
+
+
+@pytest.mark.parametrize("fn", [_in_the_rule, _in_both, _in_the_backward_pass])
+def test_derivative_rules_that_only_some_lanes_run(fn):
+    branch = lambda p, x: lax.cond(p, fn, lambda x: x, x)
+    p = jnp.array([True, False])
+    with pytest.raises(SowError, match="only some lanes"):
+        S(jax.grad(lambda x: jax.vmap(branch)(p, x).sum()))(X)
+    _, captured = S(jax.vmap(jax.grad(branch, 1)))(p, X)
+    close(captured["a"]["count"], [1, 0])
+    every = lambda x: jax.vmap(lambda x: lax.cond(True, fn, lambda x: x, x))(x).sum()
+    _, captured = S(jax.grad(every))(X)
+    assert captured["a"]["primal"].shape == (2,)
+
+
+def test_derivative_rules_in_a_loop_that_only_some_lanes_run():
+    def f(n, x):
+        loop = lambda c: (c[0] + 1, _in_both(c[1]))
+        return lax.while_loop(lambda c: c[0] < n, loop, (0, x))[1]
+
+    n = jnp.array([0, 2])
+    tangent = lambda f: lambda x: jax.jvp(f, (x,), (jnp.ones_like(x),))
+    with pytest.raises(SowError, match="only some lanes"):
+        S(tangent(lambda x: jax.vmap(f)(n, x)))(X)
+    _, captured = S(jax.vmap(lambda n, x: tangent(lambda x: f(n, x))(x)))(n, X)
+    close(captured["a"]["count"], [0, 2])
+
+
+@pytest.mark.parametrize("fn", [_in_the_rule, _in_both, _in_the_backward_pass])
+def test_derivative_rules_around_another_handler(fn):
+    outer = lambda x: sow(fn(x), "b")
+    want = S(jax.grad(outer))(0.5)[1]
+    for inner in (
+        plant(outer, {"b": lambda b: b}),
+        lambda x: S(outer, tag="another")(x)[0],
+    ):
+        got = S(jax.grad(inner))(0.5)[1]
+        assert list(got) == list(want)
+        close(got["a"]["primal"], want["a"]["primal"])
+
+
+def test_a_rule_that_has_another_value_than_the_function():
+    @jax.custom_jvp
+    def rounded(x):
+        return sow(jnp.round(x), "a")
+
+    rounded.defjvp(lambda x, t: (x[0], t[0]))
+    plain = jax.jvp(rounded, (0.7,), (1.0,))
+    assert jax.jvp(lambda x: S(rounded)(x)[0], (0.7,), (1.0,)) == plain
+
+
+def test_nested_loops_that_a_backward_pass_runs_again():
+    def loop(body, x):
+        step = lambda c: (c[0] + 1, body(c[1]))
+        return eqxi.while_loop(
+            lambda c: c[0] < 2, step, (0, x), max_steps=2, kind="checkpointed"
+        )[1]
+
+    inner = lambda x: loop(lambda x: sow(jnp.sin(x), "a"), x)
+    _, captured = S(jax.grad(lambda x: loop(inner, x)))(0.5)
+    close(captured["a"]["primal"], np.sin(np.sin(np.sin(np.sin(0.5)))))
+    close(captured["a"]["count"], 4)

@@ -330,6 +330,49 @@ def test_python_numbers_and_numpy_arrays():
     assert_close(plant(f, {"s": np.float32(3.0)})(X), jnp.array(6.0))
 
 
+@pytest.mark.parametrize("dtype", [np.float64, np.int64, np.uint64, np.complex128])
+def test_numpy_arrays_are_taken_as_jax_takes_them(call, dtype):
+    value = np.arange(3).astype(dtype)
+    there = jnp.asarray(value)
+    f = lambda x: sow(x, "h")
+    assert_close(call(plant(f, {"h": value}), 2 * there), there)
+    assert_close(call(plant(f, {"h": lambda _: value}), 2 * there), there)
+    assert_close(call(plant(f, {"h": value[1]}), 2 * there[1]), there[1])
+
+
+def test_numpy_arrays_of_64_bits():
+    f = lambda x: sow(x, "h")
+    with jax.enable_x64(True):
+        out = plant(f, {"h": np.arange(3.0)})(jnp.zeros(3))
+        assert_close(np.asarray(out), np.arange(3.0))
+        match = r"a leaf float64\[3\] where float32\[3\] is sown"
+        with pytest.raises(SowError, match=match):
+            plant(f, {"h": np.arange(3.0)})(jnp.zeros(3, jnp.float32))
+
+
+@pytest.mark.parametrize(
+    "value, match",
+    [
+        (np.zeros(3), r"float32\[3\]"),
+        (np.zeros(3, bool), r"bool\[3\]"),
+        (np.zeros((2, 3), int), r"int32\[2, 3\]"),
+        (np.float64(3.5), r"float32\[\]"),
+        (np.array([None] * 3), r"object\[3\]"),
+        (np.array(["a"] * 3), r"<U1\[3\]"),
+    ],
+)
+def test_numpy_arrays_that_do_not_fit(value, match):
+    match = rf"a leaf {match} where int32\[3\] is sown"
+    with pytest.raises(SowError, match=match):
+        plant(lambda x: sow(x, "h"), {"h": value})(jnp.arange(3))
+
+
+def test_a_numpy_number_is_no_python_number():
+    match = r"a leaf float32\[\] where int32\[\] is sown"
+    with pytest.raises(SowError, match=match):
+        plant(lambda x: sow(x, "h"), {"h": np.float64(3.5)})(jnp.int32(3))
+
+
 def test_pytree_value(call):
     def f(x):
         t = sow({"a": x, "b": (2 * x,)}, "t")

@@ -13,6 +13,7 @@ from eqx_sow import (
     Last,
     save_intermediates as S,
     sow,
+    SowError,
 )
 from jax import lax
 
@@ -258,3 +259,66 @@ def test_last_in_a_loop_that_never_runs():
     close(S(f, reduce=Last())(X)[1]["a"]["primal"], 0 * X)
     close(S(f, reduce=ordered())(X)[1]["a"]["primal"], 0 * X)
     close(S(f, reduce=Buffer(2))(X)[1]["a"]["primal"], np.zeros((2, 2)))
+
+
+def _discriminate(w, x):
+    return sow(w * x, "d")
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+def test_append_of_several_backward_passes(wrap):
+    d = wrap(_discriminate)
+
+    def step(w, x):
+        first = jax.grad(lambda w: 2.0 * d(w, 1.0))(w)
+        return first, jax.grad(lambda x: 30.0 * d(w, x))(x)
+
+    _, captured = S(step, reduce=Append())(1.0, 5.0)
+    assert captured["d"]["primal"] == (1.0, 5.0)
+    assert captured["d"]["cotangent"] == (2.0, 30.0)
+    _, captured = S(step, reduce=Append(), modes="cotangent")(1.0, 5.0)
+    assert captured["d"] == {"cotangent": (2.0, 30.0)}
+
+
+def test_append_where_a_place_has_no_cotangent():
+    def f(w, x):
+        sow(x, "h")
+        return sow(w * x, "h")
+
+    _, captured = S(jax.grad(f), reduce=Append())(2.0, 7.0)
+    assert captured["h"] == {"primal": (7.0, 14.0), "cotangent": (None, 1.0)}
+
+
+def _unlike(p, x):
+    return lax.cond(
+        p,
+        lambda x: sow(2 * x, "a"),
+        lambda x: sow(5 * sow(3 * x, "a"), "a"),
+        x,
+    )
+
+
+@pytest.mark.parametrize("p", [True, False])
+def test_append_of_unlike_branches(p):
+    loss = lambda p, x: _unlike(p, x) ** 2
+    _, captured = S(jax.grad(loss, 1), reduce=Append())(p, 0.5)
+    want = ((1.0, 0.0), (2.0, 0.0)) if p else ((1.5, 7.5), (75.0, 15.0))
+    assert (captured["a"]["primal"], captured["a"]["cotangent"]) == want
+    with pytest.raises(SowError, match="which cotangent belongs to which primal"):
+        batched = lambda x: jax.vmap(loss)(jnp.array([p, not p]), x).sum()
+        S(jax.grad(batched), reduce=Append())(X)
+
+
+def test_append_in_branches_commutes_with_vmap():
+    inner = jax.jit(lambda x: sow(x + 1, "a"))
+
+    def f(p, x):
+        first = lambda x: sow(inner(x) + 1, "a")
+        return lax.cond(p, first, lambda x: sow(x + 10, "a"), x)
+
+    p = jnp.array([True, False])
+    _, inside = S(jax.vmap(f), reduce=Append())(p, 0 * X)
+    _, outside = jax.vmap(S(f, reduce=Append()))(p, 0 * X)
+    for got, want in zip(inside["a"]["primal"], outside["a"]["primal"], strict=True):
+        close(got, want)
+    close(inside["a"]["primal"][0], [1, 10])

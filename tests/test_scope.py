@@ -1,5 +1,7 @@
 """`scope=True`: names of sows inside a module begin with the module's path."""
 
+from collections.abc import Callable
+
 import equinox as eqx
 import jax
 import jax.lax as lax
@@ -204,3 +206,36 @@ def test_what_comes_back_is_plain():
     net = Net()
     (out, back), _ = S(lambda n, x: (n(x), n), scope=True)(net, X)
     assert type(back) is Net and type(back.blocks[0]) is Block
+
+
+class _Coder(eqx.Module):
+    linear: eqx.nn.Linear
+    activation: Callable = jnp.tanh
+
+    def encode(self, x):
+        return sow(self.activation(self._linear(x)), "h")
+
+    def _linear(self, x):
+        return sow(self.linear(x), "linear")
+
+    @staticmethod
+    def twice(x):
+        return 2 * x
+
+
+class _Coders(eqx.Module):
+    one: _Coder
+    two: _Coder
+
+    def __call__(self, x):
+        return self.two.encode(self.one.encode(self.one.twice(x)))
+
+
+def test_methods():
+    linear = eqx.nn.Linear(3, 3, key=jr.key(0))
+    model = _Coders(_Coder(linear), _Coder(linear, jnp.sin))
+    out, got = S(model, scope=True)(jnp.ones(3))
+    assert list(got) == ["one/linear", "one/h", "two/linear", "two/h"]
+    assert_close(out, model(jnp.ones(3)))
+    _, got = S(lambda m, x: m.one.encode(x), scope=True)(model, jnp.ones(3))
+    assert list(got) == ["m/one/linear", "m/one/h"]

@@ -142,6 +142,18 @@ def test_not_an_annotation(call):
         call(S(lambda x: sow(x, "a", spec=3.5)), X)
 
 
+@pytest.mark.parametrize(
+    "annotation", ["Float[Array, 'n']", "Float", "not a name!", list["Float"]]
+)
+def test_a_string_is_no_annotation(call, annotation):
+    value = X if isinstance(annotation, str) else [X]
+    match = "`a`: beartype does not understand.*`Float\\[Array, 'n'\\]`.*not a string"
+    with pytest.raises(SowTypeError, match=match):
+        call(S(lambda x: sow(x, "a", spec=annotation)), value)
+    with pytest.raises(SowTypeError, match=match):
+        call(S(lambda x: sow(x, "a"), spec={"a": annotation}), value)
+
+
 def test_a_name_goes_before_globs(call):
     spec = {"*": Float[Array, "a b"], "a": Float[Array, " a"]}
     program = lambda x: sow(x, "a") + sow(jnp.outer(x, x), "b").sum()

@@ -217,6 +217,28 @@ def test_empty():
     assert tabulate(S(lambda x: x)(X)[1]) == text
 
 
+@pytest.mark.parametrize(
+    "wrong, got",
+    [
+        (lambda model, pair: pair, "tuple"),
+        (lambda model, pair: model, "MLP"),
+        (lambda model, pair: pair[1]["layers/0"], "ArrayImpl"),
+        (lambda model, pair: None, "NoneType"),
+    ],
+)
+def test_not_intermediates(wrong, got):
+    model = eqx.nn.MLP(3, 2, 4, 2, key=jr.key(0))
+    pair = S(model, capture=True)(X)
+    with pytest.raises(TypeError, match=f"`tabulate\\(intermediates\\)` takes.*{got}"):
+        tabulate(wrong(model, pair))
+
+
+def test_one_name():
+    _, got = S(lambda x: sow(sow(x, "g"), "h"))(X)
+    (row,) = _rows(tabulate({"h": got["h"]}))[1]
+    assert row.startswith("h ")
+
+
 def test_values_of_any_kind():
     def f(x):
         sow({"a": x, "b": (x[:2], "text")}, "tree")

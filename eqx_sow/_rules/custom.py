@@ -26,8 +26,9 @@ def _with_derivative_of(x: Any, y: Any) -> Any:
 
 @_with_derivative_of.defjvp
 def _with_derivative_of_jvp(primals, tangents):
-    (x, y), (_, tangent) = primals, tangents
-    return _with_derivative_of(x, y), tangent
+    (_, y), (_, tangent) = primals, tangents
+    # Not `x`: the rule may have another value than the function.
+    return y, tangent
 
 
 def _derivative_of(x, y):
