@@ -171,13 +171,20 @@ def merge(a: Entry, b: Entry) -> Entry:
 def duplicate(a: Site, b: Site, remedy: str = "") -> DuplicateSowError:
     twice = a.where == b.where
     places = f"at {a.where}" + (", which runs twice" if twice else f" and at {b.where}")
+    if "/" in a.name or a.name == ".":
+        paths = (
+            "If this is the path of a module, it is called twice, or a `sow` in there "
+            'has its name: choose with `capture=lambda path, module: path != "..."`'
+        )
+    else:
+        paths = "`scope=True` puts the paths of modules before them"
     remedy = remedy or (
         f"or say how to combine them: `save_intermediates(..., reduce={{{a.name!r}: "
         "eqx_sow.Append()})` returns a tuple of both, `eqx_sow.Last()` the later one."
     )
     return DuplicateSowError(
         f"`{a.name}` is sown twice ({a.mode}): {places}. Give the two values different "
-        f"names (`scope=True` puts the paths of modules before them), {remedy}"
+        f"names ({paths}), {remedy}"
     )
 
 

@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import equinox as eqx
+
 from ._reduce import Reducer
 
 
@@ -26,6 +28,11 @@ def as_capture(call: str, capture: Any) -> Any:
     if capture is None or capture is False:
         return None
     classes = capture if isinstance(capture, tuple) else (capture,)
+    if isinstance(capture, eqx.Module):
+        raise TypeError(
+            f"`{call}(..., capture=...)` takes no module. To choose by path, write "
+            '`lambda path, module: path == "layers/0"`.'
+        )
     if (
         callable(capture)
         or capture is True

@@ -174,11 +174,7 @@ def _operands(value: Any, site: Site, like: Sequence[Any]) -> list[Any]:
                 )
             continue
         old = next(operand)
-        if isinstance(x, np.ndarray | np.generic):
-            with contextlib.suppress(TypeError):  # such as strings: refused below
-                x = jnp.asarray(x)
-        elif isinstance(x, bool | int | float | complex):
-            x = jnp.asarray(x, old.dtype)
+        x = _as_jax_does(x, old.dtype)
         if not eqx.is_array(x) or (x.shape, x.dtype) != (old.shape, old.dtype):
             got = f"{x.dtype}{list(x.shape)}" if eqx.is_array(x) else repr(x)
             raise SowError(
@@ -187,6 +183,19 @@ def _operands(value: Any, site: Site, like: Sequence[Any]) -> list[Any]:
             )
         new.append(jnp.asarray(x))
     return new
+
+
+def _as_jax_does(x: Any, dtype: Any) -> Any:
+    """A NumPy array or a Python number as an array, if it can be one of the dtype."""
+    # Such as strings; a number that is too large; any number for a key.
+    with contextlib.suppress(TypeError, OverflowError):
+        if isinstance(x, np.ndarray | np.generic):
+            return jnp.asarray(x)
+        if isinstance(x, bool | int | float | complex):
+            with jax.numpy_dtype_promotion("standard"):
+                if jnp.result_type(x, dtype) == dtype:
+                    return jnp.asarray(x, dtype)
+    return x
 
 
 def _prepare(value: Any, mode: str, entry: Entry) -> list[Any]:

@@ -177,6 +177,7 @@ def test_planted_values_of_another_form():
         ("spec", [1]),
         ("capture", "layers/0"),
         ("capture", [eqx.nn.Linear]),
+        ("capture", eqx.nn.Identity()),
         ("methods", 3),
         ("methods", ["encode", 3]),
     ],

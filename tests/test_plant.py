@@ -1001,3 +1001,12 @@ def test_second_order(mode, call):
     planted = plant(second, {"h": lambda x: 7 * x}, mode=mode)
     want = factors[0] * cosine + factors[1] * square
     np.testing.assert_allclose(call(planted, X), want, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "value, sown",
+    [(2.5, jnp.array(3)), (2**40, jnp.array(3)), (2.5j, X[0]), (1, jnp.array(True))],
+)
+def test_python_numbers_that_do_not_fit(value, sown):
+    with pytest.raises(SowError, match="has a leaf"):
+        plant(lambda x: sow(x, "h"), {"h": value})(sown)
