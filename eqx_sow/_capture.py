@@ -97,6 +97,28 @@ def _has_inexact(tree: Any) -> bool:
     return any(map(eqx.is_inexact_array, jtu.tree_leaves(tree)))
 
 
+def _is_half(node: Any, whole: eqx.Module) -> bool:
+    """Whether it looks like a model, or the first levels of one, but has none of its
+    arrays."""
+    if plain_type(node) is not plain_type(whole):
+        return False
+    leaves, treedef = jtu.tree_flatten(node, is_leaf=lambda x: x is None)
+    try:
+        parts = treedef.flatten_up_to(whole)
+    except ValueError:
+        return False
+    return not any(eqx.is_array(x) and _has_inexact(p) for x, p in zip(leaves, parts))
+
+
+def _roots(tree: Any, name: str) -> Iterator[tuple[str, eqx.Module]]:
+    """The modules in a PyTree that are no part of another, and their paths."""
+    is_module = lambda x: isinstance(x, eqx.Module)
+    for path, x in jtu.tree_leaves_with_path(tree, is_leaf=is_module):
+        if is_module(x):
+            parts = [jtu.keystr((key,), simple=True) for key in path]
+            yield "/".join((name, *parts)), x
+
+
 def _is_part(x: Any) -> bool:
     """Whether it is a module that is part of a model."""
     return isinstance(x, eqx.Module) and not _is_wrapper(x)
@@ -130,9 +152,9 @@ class _Walk:
         self.cells: dict[int, types.CellType] = {}
         # By class, the path of the first model: optimiser states look like it.
         self.models: dict[type, str] = {}
-        # Likewise, if it has arrays: its half without them, from `eqx.partition`, has
-        # to fit it, and so have trees of flags.
-        self.wholes: dict[type, str] = {}
+        # Models that have arrays, and their paths: the half without these, from
+        # `eqx.partition`, has to fit, and so have flags.
+        self.wholes: list[tuple[str, eqx.Module]] = []
 
     def call(self, fn: Callable, args: tuple, kwargs: dict, path: str = "") -> tuple:
         """A function and its arguments."""
@@ -140,13 +162,16 @@ class _Walk:
         wrapper = not _is_part(fn)
         return (
             self.visit(fn, path, wrapper),
-            tuple(self.visit(x, name) for name, x in zip(names, args)),
-            {name: self.visit(x, name) for name, x in kwargs.items()},
+            tuple(self.visit_root(x, name) for name, x in zip(names, args)),
+            {name: self.visit_root(x, name) for name, x in kwargs.items()},
         )
 
+    def visit_root(self, node: Any, path: str, wrapper: bool = False) -> Any:
+        """Visits what is no part of a module."""
+        wholes = (name for name, whole in self.wholes if _is_half(node, whole))
+        return self.visit(node, next(wholes, path), wrapper)
+
     def visit(self, node: Any, path: str, wrapper: bool = False) -> Any:
-        if (whole := self.wholes.get(plain_type(node))) is not None:
-            path = path if _has_inexact(node) else whole
         if wrapper and isinstance(node, types.FunctionType):
             return self._close_over(node)
         if wrapper and isinstance(node, ft.partial):
@@ -168,7 +193,8 @@ class _Walk:
                 inside = not _is_part(child)
                 child = self.visit(child, path, inside)
             elif not (state and isinstance(child, eqx.Module)):
-                child = self.visit(child, _join(path, key))
+                visit = self.visit if isinstance(node, eqx.Module) else self.visit_root
+                child = visit(child, _join(path, key))
             elif (model := self.models.get(plain_type(child))) is not None:
                 child = self.visit(child, model)
             new.append(child)
@@ -201,7 +227,7 @@ class _Walk:
             for name, cell in zip(code.co_freevars, cells)
         ]
         outer = {
-            name: self.visit(x, name, _is_wrapper(x))
+            name: self.visit_root(x, name, _is_wrapper(x))
             for name, x in _globals(fn).items()
             if _has_modules(x)
         }
@@ -243,7 +269,8 @@ class _Walk:
         if isinstance(x, types.FunctionType):
             return self._close_over(x, inside)
         if isinstance(x, ft.partial) or _has_modules(x):
-            return self.visit(x, name, isinstance(x, ft.partial) or _is_wrapper(x))
+            wrapper = isinstance(x, ft.partial) or _is_wrapper(x)
+            return self.visit_root(x, name, wrapper)
         return x
 
     def _mark(self, node: Any, path: str) -> Any:
@@ -315,8 +342,7 @@ def mark(fn: Callable, args: tuple, kwargs: dict, marking: Marking) -> tuple:
     for name, x in (*zip(names, args), *kwargs.items()):
         if isinstance(x, eqx.Module):
             walk.models.setdefault(plain_type(x), name)
-            if _has_inexact(x):
-                walk.wholes.setdefault(plain_type(x), name)
+        walk.wholes += ((path, m) for path, m in _roots(x, name) if _has_inexact(m))
     marked = walk.call(fn, args, kwargs)
     if marking.capture is not None:
         _check_found(walk)

@@ -356,27 +356,31 @@ def _in_order(key: Any, entries: Sequence[Entry]) -> list[Entry | None]:
     pass, which goes first through what ran last, are put in the order of their
     primals."""
     mine = [e for e in entries if e.site.key == key]
-    primal = (key[0], "primal", ())
-    if not _is_backward(key) or all(e.site.key != primal for e in entries):
+    primals = [e for e in entries if not e.site.modes]
+    if not _is_backward(key) or not primals:
         return list(mine)
-    site = mine[0].site
+    order: list[Entry | None] = [None] * len(primals)
+    # By the line of the sow, the places of primals whose cotangent is still to come.
+    waiting: dict[str, list[int]] = {}
     unclear = len(mine) > 1 and any(len(e.guards) > 1 for e in mine)
-    order: list[Entry | None] = []
-    waiting: list[tuple[int, str]] = []
+    n = 0
     for e in entries:
-        if e.site.key == primal:
-            waiting.append((len(order), e.site.where))
-            order.append(None)
+        same = waiting.setdefault(e.site.where, [])
+        if not e.site.modes:
+            if e.site.differentiated > key[2][0]:
+                same.append(n)
+            n += 1
+        elif e.site.key == key and same:
+            order[same.pop()] = e
         elif e.site.key == key:
-            same = [w for w in waiting if w[1] == e.site.where]
-            if not same or unclear:
-                raise SowError(
-                    f"`{site.name}` is sown several times (one is at {site.where}): "
-                    f"which {site.mode} belongs to which primal cannot be told. Give "
-                    "the values different names."
-                )
-            waiting.remove(same[-1])
-            order[same[-1][0]] = e
+            unclear = True
+    if unclear or any(waiting.values()):
+        site = mine[0].site
+        raise SowError(
+            f"`{site.name}` is sown several times (one is at {site.where}): which "
+            f"{site.mode} belongs to which primal cannot be told. Give the values "
+            "different names."
+        )
     return order
 
 

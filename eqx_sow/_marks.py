@@ -15,6 +15,7 @@ from typing import Any
 
 import equinox as eqx
 
+from . import _compat
 from ._primitive import Const, listening
 from ._sow import bind
 
@@ -53,13 +54,16 @@ def own_methods(cls: type) -> tuple[str, ...]:
     names = {
         n: None for c in cls.__mro__ if c not in eqx.Module.__mro__ for n in c.__dict__
     }
-    return tuple(
-        n
-        for n in names
-        if (n == "__call__" or not n.startswith("__")) and n not in fields
-        if inspect.isfunction(getattr(cls, n))
-        if not isinstance(inspect.getattr_static(cls, n), staticmethod)
-    )
+
+    def is_method(name):
+        if name == "__call__" or name.startswith("__") or name in fields:
+            return name == "__call__"
+        if isinstance(inspect.getattr_static(cls, name), staticmethod):
+            return False
+        fn = getattr(cls, name)
+        return inspect.isfunction(fn) or isinstance(fn, _compat.FilterJit | _compat.Jit)
+
+    return tuple(filter(is_method, names))
 
 
 # JAX never forgets a PyTree class, so there has to be one for each type of module.
@@ -69,7 +73,7 @@ def _subclass(cls: type, methods: tuple[str, ...]) -> type:
         @ft.wraps(getattr(cls, name))
         def method(self, /, *args, **kwargs):
             plain = getattr(super(marked, self), name)
-            return _call(self.__dict__["_marks"], name, plain, args, kwargs)
+            return _call(marks_of(self), name, plain, args, kwargs)
 
         return method
 

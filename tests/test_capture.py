@@ -1557,3 +1557,37 @@ def test_two_models_of_one_type_keep_their_names():
     with pytest.raises(ValueError) as info:
         S(lambda a, b: (a(X), mean(a, b)), capture=eqx.nn.Linear)(one, two)
     assert any("capture=" in note for note in info.value.__notes__)
+
+
+def _in_a_container(ps, x):
+    return eqx.combine(*ps)(x)
+
+
+def test_halves_in_containers_and_closures():
+    linear = eqx.nn.Linear(3, 3, key=jr.key(0))
+    nested = eqx.nn.Sequential([eqx.nn.Sequential([linear])])
+    diff, static = _halves(nested)
+    for fn, args, name in (
+        (_in_a_container, ((diff, static), X), "ps/0/layers/0/layers/0"),
+        (lambda p: eqx.combine(p, static)(X), (diff,), "p/layers/0/layers/0"),
+        (
+            lambda d: eqx.combine(d["params"], static)(X),
+            ({"params": diff},),
+            "d/params/layers/0/layers/0",
+        ),
+    ):
+        _, captured = S(fn, capture=eqx.nn.Linear)(*args)
+        assert list(captured) == [name]
+        assert_close(captured[name]["primal"], linear(X))
+
+
+def test_what_only_looks_like_a_half():
+    linear = eqx.nn.Linear(3, 3, key=jr.key(0))
+    inner = eqx.nn.Sequential([eqx.nn.Lambda(jnp.tanh)])
+    model = eqx.nn.Sequential([linear, inner])
+    _, captured = S(lambda m, x: m(x), capture=True)(model, X)
+    assert list(captured) == ["m/layers/0", "m/layers/1/layers/0", "m/layers/1", "m"]
+    rounded = jax.tree.map(lambda w: w.astype(int), linear)
+    fn = lambda a, b, x: (a(x), b(x.astype(int)))
+    _, captured = S(fn, capture=True)(linear, rounded, X)
+    assert list(captured) == ["a", "b"]

@@ -322,3 +322,39 @@ def test_append_in_branches_commutes_with_vmap():
     for got, want in zip(inside["a"]["primal"], outside["a"]["primal"], strict=True):
         close(got, want)
     close(inside["a"]["primal"][0], [1, 10])
+
+
+def _square(x):
+    return sow(x * x, "d")
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint])
+@pytest.mark.parametrize(
+    "second, want",
+    [
+        (lambda x: jnp.array(3.0), (3.0, None)),
+        (lax.stop_gradient, (3.0, None)),
+        (lambda x: 2 * x, (3.0, 5.0)),
+    ],
+)
+def test_append_of_one_line_that_runs_twice(wrap, second, want):
+    d = wrap(_square)
+    loss = lambda x: d(x) * 3.0 + d(second(x)) * 5.0
+    _, captured = S(jax.grad(loss), reduce=Append())(2.0)
+    assert captured["d"]["cotangent"] == want
+    batched = lambda x: jax.vmap(loss)(x).sum()
+    _, captured = S(jax.grad(batched), reduce=Append())(X)
+    for got, value in zip(captured["d"]["cotangent"], want, strict=True):
+        assert (got is None) == (value is None)
+        if got is not None:
+            close(got, [value, value])
+
+
+def test_append_of_one_line_in_a_scan():
+    def f(c, es):
+        body = lambda c, e: (_square(c * e) * 0.5 + _square(e), None)
+        return lax.scan(body, c, es)[0]
+
+    _, captured = S(jax.grad(f), reduce=Append())(2.0, jnp.array([1.0, 2.0]))
+    close(captured["d"]["cotangent"][0], [6.0, 0.5])
+    assert captured["d"]["cotangent"][1] is None

@@ -1,5 +1,6 @@
 """`scope=True`: names of sows inside a module begin with the module's path."""
 
+import dataclasses as dc
 from collections.abc import Callable
 
 import equinox as eqx
@@ -239,3 +240,39 @@ def test_methods():
     assert_close(out, model(jnp.ones(3)))
     _, got = S(lambda m, x: m.one.encode(x), scope=True)(model, jnp.ones(3))
     assert list(got) == ["m/one/linear", "m/one/h"]
+
+
+class _Jitted(eqx.Module):
+    w: Array
+
+    @eqx.filter_jit
+    def __call__(self, x):
+        return sow(self.w * x, "h")
+
+    @eqx.filter_jit
+    def other(self, x):
+        return sow(self.w + x, "h")
+
+
+class _Replaced(eqx.Module):
+    w: Array
+
+    def go(self, x):
+        return sow(self.w * x, "h")
+
+    def __call__(self, x):
+        return dc.replace(self, w=2 * self.w).go(x)
+
+
+def test_methods_under_jit():
+    for fn in (lambda m, x: m(x), lambda m, x: m.other(x)):
+        _, got = S(fn, scope=True)(_Jitted(X), X)
+        assert list(got) == ["m/h"]
+
+
+@pytest.mark.parametrize("options", [{}, {"capture": True, "methods": "go"}])
+def test_a_module_that_makes_another(options):
+    out, got = S(lambda m, x: m(x), scope=True, **options)(_Replaced(X), X)
+    assert list(got) == ["m/h"]
+    assert_close(got["m/h"]["primal"], 2 * X * X)
+    assert_close(out, 2 * X * X)
