@@ -24,7 +24,7 @@ from ._primitive import Axis, Located, rebuild, Site
 def choose(sites: Sequence[Site], operands: Sequence[Sequence[Any]]):
     """One sow, and its operands, from one in each branch of a cond. The values are
     selected as JAX does it for the outputs of the branches."""
-    site = sites[0]
+    site = _of_all(sites)
     *outer, _ = site.guards
     n = len(outer)
     has = [site.has(i) for i in range(len(operands[0]))]
@@ -94,8 +94,13 @@ def unify(entries: Sequence[Entry]) -> Entry:
     guards = ()
     if all(e.guards for e in entries):
         guards = tuple(dict.fromkeys(g for e in entries for g in e.guards))
-    entry = first.replace(arrays, with_has(axes, has))
-    return dc.replace(entry, guards=guards)
+    site = _of_all([e.site for e in entries])._replace(axes=with_has(axes, has))
+    return dc.replace(first, arrays=arrays, site=site, guards=guards)
+
+
+def _of_all(sites: Sequence[Site]) -> Site:
+    """The first, as often differentiated as the one that is so most often."""
+    return sites[0]._replace(differentiated=max(s.differentiated for s in sites))
 
 
 def placed(entry: Entry, axes: Sequence[Axis], i: int) -> tuple[bool, ...]:

@@ -71,6 +71,10 @@ def _within(axis_data, *conds, loops=0):
     return _compat.with_around(axis_data, here)
 
 
+# A cond whose branches have no guards. One for all, so that JAX's caches know it.
+_NO_COND = object()
+
+
 def _unseen(axis_data, *conds, loops=0):
     """For what has no sow inside. While somebody listens, there may be some in a custom
     derivative rule: those cannot be seen yet."""
@@ -144,13 +148,13 @@ def _batch_while(rule):
 @_wrap(batching.fancy_primitive_batchers, cond_p)
 def _batch_cond(rule):
     def batch_cond(axis_data, args, dims, *, branches, **params):
-        cond = object()
         if dims[0] is None:
             return rule(axis_data, args, dims, branches=branches, **params)
         if not any(map(shows_sow, branches)):
-            axis_data = _unseen(axis_data, cond)
+            axis_data = _unseen(axis_data, _NO_COND)
             return rule(axis_data, args, dims, branches=branches, **params)
         index, *operands = args
+        cond = object()
         of_one = jax.make_jaxpr(lambda x: jax.lax.index_in_dim(x, 0, dims[0], False))(
             index
         )
