@@ -360,21 +360,24 @@ def _in_order(key: Any, entries: Sequence[Entry]) -> list[Entry | None]:
     if not _is_backward(key) or not primals:
         return list(mine)
     order: list[Entry | None] = [None] * len(primals)
-    # By the line of the sow, the places of primals whose cotangent is still to come.
-    waiting: dict[str, list[int]] = {}
+    # The primals whose cotangent is still to come, and the lines of their sows.
+    waiting: list[tuple[int, set[str]]] = []
     unclear = len(mine) > 1 and any(len(e.guards) > 1 for e in mine)
     n = 0
     for e in entries:
-        same = waiting.setdefault(e.site.where, [])
         if not e.site.modes:
             if e.site.differentiated > key[2][0]:
-                same.append(n)
+                waiting.append((n, set(_merge.places(e.site))))
             n += 1
-        elif e.site.key == key and same:
-            order[same.pop()] = e
         elif e.site.key == key:
-            unclear = True
-    if unclear or any(waiting.values()):
+            lines = _merge.places(e.site)
+            same = [w for w in waiting if not w[1].isdisjoint(lines)]
+            if not same:
+                unclear = True
+                break
+            order[same[-1][0]] = e
+            waiting.remove(same[-1])
+    if unclear or waiting:
         site = mine[0].site
         raise SowError(
             f"`{site.name}` is sown several times (one is at {site.where}): which "

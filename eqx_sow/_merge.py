@@ -99,8 +99,16 @@ def unify(entries: Sequence[Entry]) -> Entry:
 
 
 def _of_all(sites: Sequence[Site]) -> Site:
-    """The first, as often differentiated as the one that is so most often."""
-    return sites[0]._replace(differentiated=max(s.differentiated for s in sites))
+    """The first, in the places of all, and differentiated as often as any of them."""
+    return sites[0]._replace(
+        where=" or ".join(dict.fromkeys(w for s in sites for w in places(s))),
+        differentiated=max(s.differentiated for s in sites),
+    )
+
+
+def places(site: Site) -> list[str]:
+    """`Site.where`, of a site that may be several in one."""
+    return site.where.split(" or ")
 
 
 def placed(entry: Entry, axes: Sequence[Axis], i: int) -> tuple[bool, ...]:

@@ -358,3 +358,37 @@ def test_append_of_one_line_in_a_scan():
     _, captured = S(jax.grad(f), reduce=Append())(2.0, jnp.array([1.0, 2.0]))
     close(captured["d"]["cotangent"][0], [6.0, 0.5])
     assert captured["d"]["cotangent"][1] is None
+
+
+def _either(p, x, y):
+    first = lambda: sow(2 * x, "a")
+    second = lambda: sow(3 * y, "a")
+    return lax.cond(p, first, second)
+
+
+@pytest.mark.parametrize(
+    "calls, want",
+    [
+        ([("x", "c"), ("c", "x")], ([1, 0], [0, 1])),
+        ([("x", "c"), ("c", "c")], ([1, 0], None)),
+        ([("c", "c"), ("x", "c")], (None, [1, 0])),
+        ([("x", "c"), ("c", "x"), ("x", "x")], ([1, 0], [0, 1], [1, 1])),
+    ],
+)
+def test_append_of_branches_of_which_some_have_a_derivative(calls, want):
+    c = jnp.array(5.0)
+
+    def f(p, x):
+        named = {"x": x, "c": c}
+        return sum(_either(p, named[a], named[b]) for a, b in calls)
+
+    p = jnp.array([True, False])
+    loss = lambda x: jax.vmap(f)(p, x).sum()
+    for _, captured in (
+        S(jax.grad(loss), reduce=Append())(X),
+        S(jax.vmap(jax.grad(f, 1)), reduce=Append())(p, X),
+    ):
+        for got, value in zip(captured["a"]["cotangent"], want, strict=True):
+            assert (got is None) == (value is None)
+            if got is not None:
+                close(got, value)
