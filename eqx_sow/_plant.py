@@ -15,10 +15,11 @@ from jax.sharding import PartitionSpec
 
 from . import _entry, _merge, _options as opt
 from ._capture import as_marking
-from ._collect import Collect, labels
+from ._collect import Collect
 from ._entry import Entry
 from ._errors import calling, SowError
 from ._handler import check_guarded, Given, Handler
+from ._intermediates import labels
 from ._interpreter import Frame
 from ._primitive import Const, listening, OPERAND, rebuild, Same, Site, sow_p
 from ._program import trace

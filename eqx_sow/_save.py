@@ -9,9 +9,10 @@ import equinox as eqx
 
 from . import _options as opt, _spec
 from ._capture import as_marking, Marking
-from ._collect import assemble, Collect, labels, reductions
+from ._collect import Collect, reductions
 from ._errors import UnsupportedPrimitiveError
 from ._handler import Given, Taken
+from ._intermediates import assemble, labels
 from ._primitive import Const, listening, Same
 from ._program import Program, trace
 from ._reduce import folds, Reducer
