@@ -115,8 +115,8 @@ def _roots(tree: Any, name: str) -> Iterator[tuple[str, eqx.Module]]:
     is_module = lambda x: isinstance(x, eqx.Module)
     for path, x in jtu.tree_leaves_with_path(tree, is_leaf=is_module):
         if is_module(x):
-            parts = [jtu.keystr((key,), simple=True) for key in path]
-            yield "/".join((name, *parts)), x
+            inside = jtu.keystr(path, simple=True, separator="/")
+            yield (_join(name, inside) if inside else name), x
 
 
 def _is_part(x: Any) -> bool:

@@ -29,9 +29,9 @@ def assemble(
             raise _merge.duplicate(entries[0].site, entries[1].site)
         conditional = any([e.counted for e in entries])
         full: list[Any] = _in_order(key, named[key[0]]) if append else entries
-        for i, e in enumerate(full):
-            if e is not None:
-                full[i] = _entry.full(_entry.with_count(e) if conditional else e)
+        if conditional:
+            full = [e and _entry.with_count(e) for e in full]
+        full = [e and _entry.full(e) for e in full]
         value = tuple(e and _entry.value(e) for e in full)
         values[key] = value if append else value[0]
         if conditional:
