@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import jax.core
 import jax.extend.core as jexc
+import jax.numpy as jnp
 from jax.interpreters import batching, partial_eval as pe
 
 from . import _compat
@@ -29,7 +30,7 @@ from ._errors import SowError
 from ._handler import Given, Handler
 from ._interpreter import Interpret
 from ._primitive import around, Axis, Listening, listening, sow_p
-from ._rewrite import shows_sow, sites, with_sites
+from ._rewrite import shows_sow, sites, with_sites, without_sows
 
 
 cond_p = jexc.primitives.cond_p
@@ -120,29 +121,60 @@ def _batch_while(rule):
         varies = loop.params["cond_jaxpr"].out_avals[0].shape
         # If the predicate has an axis already, an earlier vmap has told the sows.
         if varies and not cond.out_avals[0].shape:
-            n, m = params["cond_nconsts"], params["body_nconsts"]
-            run = Interpret(Guard((None, 1, 1)))(body)
-
-            def guarded(*args):
-                consts, args = args[:n], args[n:]
-                (going,) = jexc.jaxpr_as_fun(cond)(*consts, *args[m:])
-                outs, _ = run(Given(rest=going), *args)
-                return outs
-
-            params = {
-                **params,
-                "body_jaxpr": jax.make_jaxpr(guarded)(
-                    *cond.in_avals[:n], *body.in_avals
-                ),
-                "body_nconsts": n + m,
-            }
-            args = [*args[:n], *args]
-            dims = [*dims[:n], *dims]
+            args, dims, params = _with_mask(axis_data, args, dims, params)
             axis_data = _within(axis_data, None)
             closed, dims_out = _batched(rule, axis_data, args, dims, params)
+            _, *outs = jexc.jaxpr_as_fun(closed)(*args)
+            return outs, dims_out[1:]
         return jexc.jaxpr_as_fun(closed)(*args), dims_out
 
     return batch_while
+
+
+def _with_mask(axis_data, args, dims, params):
+    """A while loop that carries its predicate, so that the sows in its body can be told
+    whether they run, at no cost: with that, it is evaluated once in each iteration."""
+    cond, body = params["cond_jaxpr"], params["body_jaxpr"]
+    n = params["cond_nconsts"]
+    m = n + params["body_nconsts"]
+    jaxpr, literals = _compat.open_jaxpr(cond)
+    run = Interpret(Guard((None, 1, 1)))(body)
+
+    def going(*args):
+        return _compat.splice(without_sows(jaxpr), literals, args)
+
+    def new_body(*args):
+        consts, (mask, *carry) = args[:m], args[m:]
+        outs, _ = run(Given(rest=mask), *consts[n:], *carry)
+        return [*going(*consts[:n], *outs), *outs]
+
+    def new_cond(*args):
+        consts, (mask, *carry) = args[:n], args[n:]
+        if not shows_sow(cond):
+            return mask
+        (out,) = jexc.jaxpr_as_fun(cond)(*consts, *carry)
+        return out
+
+    carry = [*cond.out_avals, *body.out_avals]
+    params = {
+        **params,
+        "body_jaxpr": jax.make_jaxpr(new_body)(
+            *cond.in_avals[:n], *body.in_avals[: m - n], *carry
+        ),
+        "body_nconsts": m,
+        "cond_jaxpr": jax.make_jaxpr(new_cond)(*cond.in_avals[:n], *carry),
+    }
+    # Of its size is something always, whatever else has the axis.
+    (mask,) = jax.vmap(
+        lambda _, *args: going(*args),
+        in_axes=(0, *dims[:n], *dims[m:]),
+        axis_name=axis_data.name,
+        axis_size=axis_data.size,
+        spmd_axis_name=axis_data.spmd_name,
+    )(jnp.arange(axis_data.size), *args[:n], *args[m:])
+    args = [*args[:n], *args[:m], mask, *args[m:]]
+    dims = [*dims[:n], *dims[:m], 0, *dims[m:]]
+    return args, dims, params
 
 
 @_wrap(batching.fancy_primitive_batchers, cond_p)

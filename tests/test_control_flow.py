@@ -293,6 +293,34 @@ def test_sow_in_a_while_condition_is_refused():
             S(g)(X[None])
 
 
+def test_lanes_of_a_while_whose_condition_has_a_sow_nobody_asked_for():
+    def f(n):
+        return lax.while_loop(
+            lambda c: sow(c[0], "limit") < n,
+            lambda c: (c[0] + 1, sow(c[1] * 2, "a")),
+            (0, 1.0),
+        )
+
+    out, captured = S(jax.vmap(f), names="a")(jnp.array([0, 2, 5]))
+    close(out[1], [1, 4, 32])
+    close(captured["a"]["primal"], [0, 4, 32])
+    close(captured["a"]["count"], [0, 2, 5])
+
+
+def test_lanes_of_a_while_whose_condition_looks_at_all_lanes():
+    def f(n):
+        return lax.while_loop(
+            lambda c: (c[0] < n) & (lax.pmax(c[1], "lane") < 10),
+            lambda c: (c[0] + 1, sow(c[1] * 2, "a")),
+            (0, 1.0),
+        )
+
+    out, captured = S(jax.vmap(f, axis_name="lane"))(jnp.array([0, 2, 9]))
+    close(out[1], [1, 4, 16])
+    close(captured["a"]["primal"], [0, 4, 16])
+    close(captured["a"]["count"], [0, 2, 4])
+
+
 def test_count_has_the_axes_of_the_value():
     def f(x):
         def inner(c, _):
