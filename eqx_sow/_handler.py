@@ -71,8 +71,14 @@ class Handler:
     def without_rule(self, found: list, eqn: Any) -> None:
         """Takes note of an equation for which there is no rule."""
         del found
+        inside = sites(eqn)
+        if not inside:
+            raise UnsupportedPrimitiveError(
+                f"There is a sow inside the primitive `{eqn.primitive}`, where eqx_sow "
+                f"cannot look, so its value cannot be captured or planted. {_MOVE}"
+            )
         why = (OVER_AND_OVER,) if is_solver(eqn) else (NO_RULE, TEACH)
-        refuse(self, eqn, sites(eqn), *why)
+        refuse(self, eqn, inside, *why)
 
     def join(self, found: list, given: Given, frame: "Frame") -> Taken:
         """One `Taken` from all that `sow` and the rules put into `found`."""

@@ -234,13 +234,25 @@ def around(axis_data: Any) -> Around:
     return getattr(axis_data, "around", Around(here.loops))
 
 
-sow_p = jexc.Primitive("sow")
-sow_p.multiple_results = True
+class _SowPrimitive(jexc.Primitive):
+    """Does nothing while nobody listens: a derivative rule may have kept a jaxpr with
+    sows, and be called after the program that it belongs to was looked at."""
+
+    multiple_results = True
+
+    def bind(self, *operands, **params):
+        if listening.value is None:
+            return list(operands)
+        return super().bind(*operands, **params)
+
+
+sow_p = _SowPrimitive("sow")
 sow_effect = _compat.SowEffect()
 
 
 def _sow_impl(*operands, site) -> Any:
-    del operands
+    if listening.value is None:
+        return operands
     raise SowError(
         f"`sow(..., {site.name!r})` at {site.where} was executed while the program "
         "around it was only being traced (by `jax.ensure_compile_time_eval`, or a "

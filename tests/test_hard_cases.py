@@ -1,5 +1,7 @@
 """Programs where a sow is hard to see: the right value, or an error; never nothing."""
 
+import functools
+
 import diffrax
 import equinox as eqx
 import equinox.internal as eqxi
@@ -12,7 +14,7 @@ from eqx_sow import Append, Buffer, plant, save_intermediates as S, sow, SowErro
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from .helpers import close
+from .helpers import assert_close, close, unmarked
 
 
 X = jnp.array([0.5, 1.5])
@@ -86,6 +88,28 @@ def test_equinox_while_loop_under_grad(kind):
         close(captured["a"]["primal"], [2 * X, 4 * X, 8 * X, 0 * X])
 
 
+@pytest.mark.parametrize("kind", ["bounded", "checkpointed"])
+def test_values_of_an_equinox_while_loop_beside_a_gradient(kind):
+    def loss(x):
+        return (eqx_while(kind)(x) ** 2).sum()
+
+    wanted = jax.grad(lambda x: ((8 * x) ** 2).sum())(X)
+    _, alone = S(loss)(X)
+    saved = S(loss)
+    for g in (
+        jax.grad(saved, has_aux=True),
+        jax.jit(jax.grad(saved, has_aux=True)),
+        jax.grad(jax.jit(saved), has_aux=True),
+        jax.grad(S(jax.jit(loss)), has_aux=True),
+    ):
+        grads, captured = g(X)
+        close(grads, wanted)
+        assert_close(captured, alone)
+    grads, captured = jax.vmap(jax.grad(saved, has_aux=True))(X[None])
+    close(grads[0], wanted)
+    assert_close(jax.tree.map(lambda x: x[0], captured), alone)
+
+
 @pytest.mark.parametrize("kind", ["lax", "checkpointed"])
 def test_equinox_scan(kind):
     def f(x):
@@ -155,6 +179,20 @@ def test_diffeqsolve_under_grad():
     assert captured["a"]["count"] == 4
     _, captured = S(jax.grad(loss), reduce=Buffer(4))(X)
     close(captured["a"]["primal"], [-X * 0.75**i for i in range(4)])
+
+
+def test_values_of_diffeqsolve_beside_a_gradient():
+    def loss(mark, rate):
+        term = diffrax.ODETerm(lambda t, y, args: mark(-rate * y, "a"))
+        solver = diffrax.Heun()
+        return diffrax.diffeqsolve(term, solver, 0.0, 1.0, 0.25, X).ys.sum()
+
+    for jit in (lambda fn: fn, jax.jit):
+        saved = S(functools.partial(loss, sow))
+        grad, captured = jit(jax.grad(saved, has_aux=True))(0.3)
+        close(grad, jax.grad(functools.partial(loss, unmarked))(0.3))
+        assert captured["a"]["count"] == 8
+        assert_close(captured, saved(0.3)[1])
 
 
 def test_diffeqsolve_with_direct_adjoint():
