@@ -63,6 +63,19 @@ def look_inside(eqn: Any) -> None:
             _looked_inside.add(jaxpr)
 
 
+_of_jax = {p for p in vars(jexc.primitives).values() if isinstance(p, jexc.Primitive)}
+
+
+def is_lanewise(jaxpr: Any) -> bool:
+    """Whether it is sure that under a vmap each lane is computed from that lane alone,
+    if the jaxpr has no effects. Other libraries have primitives that look at all."""
+    return all(
+        e.primitive in _of_jax
+        and all(map(is_lanewise, jexc.jaxprs_in_params(e.params)))
+        for e in _compat.open_jaxpr(jaxpr)[0].eqns
+    )
+
+
 def sites(x: Any) -> list[Site]:
     """All sites in an equation or a jaxpr."""
     if isinstance(x, jexc.JaxprEqn):

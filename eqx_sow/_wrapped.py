@@ -21,7 +21,6 @@ from typing import Any
 import jax
 import jax.core
 import jax.extend.core as jexc
-import jax.numpy as jnp
 from jax.interpreters import batching, partial_eval as pe
 
 from . import _compat
@@ -30,7 +29,14 @@ from ._errors import SowError
 from ._handler import Given, Handler
 from ._interpreter import Interpret
 from ._primitive import around, Axis, Listening, listening, sow_p
-from ._rewrite import shows_sow, sites, with_sites, without_sows
+from ._rewrite import (
+    has_sow,
+    is_lanewise,
+    shows_sow,
+    sites,
+    with_sites,
+    without_prints,
+)
 
 
 cond_p = jexc.primitives.cond_p
@@ -121,60 +127,82 @@ def _batch_while(rule):
         varies = loop.params["cond_jaxpr"].out_avals[0].shape
         # If the predicate has an axis already, an earlier vmap has told the sows.
         if varies and not cond.out_avals[0].shape:
-            args, dims, params = _with_mask(axis_data, args, dims, params)
+            if has_sow(body):
+                if not cond.effects and is_lanewise(cond):
+                    args, dims, params = _carrying_predicate(
+                        axis_data, args, dims, params
+                    )
+                args, dims, params = _guarded(args, dims, params)
             axis_data = _within(axis_data, None)
             closed, dims_out = _batched(rule, axis_data, args, dims, params)
-            _, *outs = jexc.jaxpr_as_fun(closed)(*args)
-            return outs, dims_out[1:]
-        return jexc.jaxpr_as_fun(closed)(*args), dims_out
+        n = len(body.out_avals)
+        return jexc.jaxpr_as_fun(closed)(*args)[-n:], dims_out[-n:]
 
     return batch_while
 
 
-def _with_mask(axis_data, args, dims, params):
-    """A while loop that carries its predicate, so that the sows in its body can be told
-    whether they run, at no cost: with that, it is evaluated once in each iteration."""
-    cond, body = params["cond_jaxpr"], params["body_jaxpr"]
+def _carrying_predicate(axis_data, args, dims, params):
+    """The same while loop, with its predicate in front of its carry. With that, the
+    predicate is evaluated once in each iteration; JAX does so twice under a vmap, to
+    know whether to go on, and in which lanes."""
+    going, body = map(jexc.jaxpr_as_fun, (params["cond_jaxpr"], params["body_jaxpr"]))
     n = params["cond_nconsts"]
     m = n + params["body_nconsts"]
-    jaxpr, literals = _compat.open_jaxpr(cond)
-    run = Interpret(Guard((None, 1, 1)))(body)
-
-    def going(*args):
-        return _compat.splice(without_sows(jaxpr), literals, args)
 
     def new_body(*args):
         consts, (mask, *carry) = args[:m], args[m:]
-        outs, _ = run(Given(rest=mask), *consts[n:], *carry)
-        return [*going(*consts[:n], *outs), *outs]
+        outs = body(*consts[n:], *carry)
+        # As under JAX's rule, the predicate sees a lane that has finished as it was.
+        new = [jax.lax.select_n(mask, x, y) for x, y in zip(carry, outs)]
+        return [*going(*consts[:n], *new), *outs]
 
-    def new_cond(*args):
-        consts, (mask, *carry) = args[:n], args[n:]
-        if not shows_sow(cond):
-            return mask
-        (out,) = jexc.jaxpr_as_fun(cond)(*consts, *carry)
-        return out
-
-    carry = [*cond.out_avals, *body.out_avals]
+    cond_avals, avals = params["cond_jaxpr"].in_avals, params["body_jaxpr"].in_avals
+    carry = [*params["cond_jaxpr"].out_avals, *cond_avals[n:]]
     params = {
         **params,
+        "cond_jaxpr": jax.make_jaxpr(lambda mask, *_: mask)(*carry),
+        "cond_nconsts": 0,
         "body_jaxpr": jax.make_jaxpr(new_body)(
-            *cond.in_avals[:n], *body.in_avals[: m - n], *carry
+            *cond_avals[:n], *avals[: m - n], *carry
         ),
         "body_nconsts": m,
-        "cond_jaxpr": jax.make_jaxpr(new_cond)(*cond.in_avals[:n], *carry),
     }
-    # Of its size is something always, whatever else has the axis.
-    (mask,) = jax.vmap(
-        lambda _, *args: going(*args),
-        in_axes=(0, *dims[:n], *dims[m:]),
-        axis_name=axis_data.name,
-        axis_size=axis_data.size,
-        spmd_axis_name=axis_data.spmd_name,
-    )(jnp.arange(axis_data.size), *args[:n], *args[m:])
-    args = [*args[:n], *args[:m], mask, *args[m:]]
-    dims = [*dims[:n], *dims[:m], 0, *dims[m:]]
+    over = [*dims[:n], *dims[m:]]
+    varies = any(d is not None for d in over)
+    if varies:
+        going = jax.vmap(
+            going,
+            in_axes=over,
+            axis_name=axis_data.name,
+            axis_size=axis_data.size,
+            spmd_axis_name=axis_data.spmd_name,
+        )
+    (mask,) = going(*args[:n], *args[m:])
+    args = [*args[:m], mask, *args[m:]]
+    dims = [*dims[:m], 0 if varies else None, *dims[m:]]
     return args, dims, params
+
+
+def _guarded(args, dims, params):
+    """The same while loop, with the sows in its body told whether they run."""
+    cond, body = params["cond_jaxpr"], params["body_jaxpr"]
+    n, m = params["cond_nconsts"], params["body_nconsts"]
+    quiet = jexc.jaxpr_as_fun(without_prints(cond))
+    run = Interpret(Guard((None, 1, 1)))(body)
+
+    def guarded(*args):
+        consts, args = args[:n], args[n:]
+        (going,) = quiet(*consts, *args[m:])
+        outs, _ = run(Given(rest=going), *args)
+        return outs
+
+    avals = [*cond.in_avals[:n], *body.in_avals]
+    params = {
+        **params,
+        "body_jaxpr": jax.make_jaxpr(guarded)(*avals),
+        "body_nconsts": n + m,
+    }
+    return [*args[:n], *args], [*dims[:n], *dims], params
 
 
 @_wrap(batching.fancy_primitive_batchers, cond_p)

@@ -1,6 +1,9 @@
 """The rows of "what comes back" that speak of loops, branches and vmap."""
 
+import functools
+
 import equinox as eqx
+import equinox.internal as eqxi
 import jax
 import jax.numpy as jnp
 import jax.random as jr
@@ -15,7 +18,7 @@ from eqx_sow import (
 )
 from jax import lax
 
-from tests.helpers import close, modes_of
+from tests.helpers import assert_close, close, modes_of, unmarked
 
 
 S = save_intermediates
@@ -307,18 +310,93 @@ def test_lanes_of_a_while_whose_condition_has_a_sow_nobody_asked_for():
     close(captured["a"]["count"], [0, 2, 5])
 
 
-def test_lanes_of_a_while_whose_condition_looks_at_all_lanes():
-    def f(n):
-        return lax.while_loop(
-            lambda c: (c[0] < n) & (lax.pmax(c[1], "lane") < 10),
-            lambda c: (c[0] + 1, sow(c[1] * 2, "a")),
-            (0, 1.0),
-        )
+def _waits_for_all_lanes(c):
+    return (c < 8) & ((c < 3) | (lax.pmin(c, "lane") >= 3))
 
-    out, captured = S(jax.vmap(f, axis_name="lane"))(jnp.array([0, 2, 9]))
-    close(out[1], [1, 4, 16])
-    close(captured["a"]["primal"], [0, 4, 16])
-    close(captured["a"]["count"], [0, 2, 4])
+
+def _waits_for_all_lanes_without_a_name(c):
+    return (c < 8) & ((c < 3) | ~eqxi.unvmap_any(c < 3))
+
+
+def _has_a_loop(c):
+    # This never ends for a negative number, which only a finished lane would have.
+    steps = lax.while_loop(
+        lambda t: t[0] != 0, lambda t: (t[0] - 1, t[1] + 1), (8 - c, 0)
+    )
+    return steps[1] > 0
+
+
+def _may_raise(c):
+    return eqx.error_if(c, c > 8, "one iteration too many") < 8
+
+
+def _prints(c):
+    jax.debug.print("limit {}", c)
+    return c < 8
+
+
+@pytest.mark.parametrize(
+    "going",
+    [
+        _waits_for_all_lanes,
+        _waits_for_all_lanes_without_a_name,
+        _has_a_loop,
+        _may_raise,
+        _prints,
+    ],
+)
+def test_lanes_of_a_while_are_those_that_jax_sees(going, capfd):
+    def f(x):
+        return lax.while_loop(going, lambda c: sow(c + 1, "a"), x)
+
+    def by_hand(x):
+        def body(state):
+            c, _, n = state
+            return c + 1, c + 1, n + 1
+
+        return lax.while_loop(lambda s: going(s[0]), body, (x, 0, 0))
+
+    x = jnp.array([0, 3, 6])
+    y, a, n = jax.vmap(by_hand, axis_name="lane")(x)
+    jax.effects_barrier()
+    printed = sorted(capfd.readouterr().out)
+    for jit in (lambda fn: fn, jax.jit):
+        out, captured = jit(S(jax.vmap(f, axis_name="lane")))(x)
+        jax.effects_barrier()
+        assert_close(out, y)
+        assert_close(captured["a"]["primal"], a)
+        assert_close(captured["a"]["count"], n)
+        assert sorted(capfd.readouterr().out) == printed
+
+
+def test_lanes_of_a_while_that_writes_to_a_mutable_array():
+    def f(mark, x):
+        total = jax.new_ref(0.0)
+
+        def body(c):
+            total[...] = total[...] + c
+            return mark(c * 2, "a")
+
+        return lax.while_loop(lambda c: c < 8, body, x), total[...]
+
+    x = jnp.array([0.5, 2.0, 9.0])
+    plain = jax.vmap(functools.partial(f, unmarked))(x)
+    for jit in (lambda fn: fn, jax.jit):
+        out, captured = jit(S(jax.vmap(functools.partial(f, sow))))(x)
+        assert_close(out, plain)
+        close(captured["a"]["count"], [4, 2, 0])
+
+
+def test_lanes_of_a_while_that_are_sharded():
+    def f(x):
+        return lax.while_loop(lambda c: c < 8, lambda c: c * 2, sow(x, "a"))
+
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        x = jax.device_put(jnp.array([0.5, 2.0, 9.0]), jax.P("d"))
+        out, captured = S(jax.vmap(f))(x)
+        close(out, [8, 8, 9])
+        close(captured["a"]["primal"], x)
 
 
 def test_count_has_the_axes_of_the_value():

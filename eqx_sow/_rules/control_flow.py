@@ -126,6 +126,14 @@ def _while(interpret, given, eqn, *args):
     predicate = without_sows(cond_jaxpr)
     run = interpret(p["body_jaxpr"])
     shape = jax.eval_shape(run, given, *consts, *init)[1].rest
+    # Under vmap: the lanes that have finished stay as they are. Whatever the handler
+    # does, `_wrapped.py` has told it which lanes these are.
+    lanes = cond_jaxpr.outvars[0].aval.shape
+    mutable = [
+        x
+        for v, x in zip(eqn.invars, args)
+        if lanes and not isinstance(v.aval, jax.core.ShapedArray)
+    ]
 
     def going(carry, jaxpr=predicate):
         (out,) = _compat.splice(jaxpr, literals, [*cond_consts, *carry])
@@ -133,15 +141,18 @@ def _while(interpret, given, eqn, *args):
 
     def body(loop):
         carry, state, rest = loop
+        before = [ref[...] for ref in mutable]
         outs, taken = run(Given(state, given.rest), *consts, *carry)
-        if cond_jaxpr.outvars[0].aval.shape:
-            # Under vmap: the lanes that have finished stay as they are. Whatever the
-            # handler does, `_wrapped.py` has told it which lanes these are.
+        if lanes:
             mask = going(carry)
             outs = [select(mask, x, y) for x, y in zip(outs, carry)]
+            for ref, x in zip(mutable, before):
+                ref[...] = select(mask, ref[...], x)
         return outs, taken.carry, handler.again(rest, taken.rest)
 
-    empty = _varying_like(going(init), handler.empty(shape))
+    # Its aval: evaluated once more, the predicate might print.
+    (pred,) = jax.make_jaxpr(going)(init).out_avals
+    empty = _varying_like(pred, handler.empty(shape))
     first = init, given.carry, empty
     step, start = _alike([body, lambda loop: loop], first)
     kept = cond_jaxpr if handler.outer else predicate
