@@ -205,6 +205,15 @@ FilterJit: Any = type(eqx.filter_jit(lambda x: x))
 Jit: Any = type(jax.jit(lambda x: x))
 
 
+def unmapped(eqn: Any) -> tuple[jexc.Primitive, dict[str, Any]]:
+    """The primitive of an equation, and its parameters. Under a vmap, primitives of
+    Equinox are among the parameters of another one."""
+    primitive, params = eqn.primitive, eqn.params
+    while primitive.name == "vprim":
+        primitive, params = params["prim"], dict(params["params"])
+    return primitive, params
+
+
 def varying(x: Any) -> frozenset[Any]:
     """The mesh axes that an array (or its aval), inside of a `jax.shard_map`, varies
     over."""

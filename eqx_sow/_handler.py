@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TYPE_CHECKING
 
 import jax
 
+from . import _compat
 from ._errors import SowError, UnsupportedPrimitiveError
 from ._primitive import Site
 from ._rewrite import sites
@@ -71,14 +72,8 @@ class Handler:
     def without_rule(self, found: list, eqn: Any) -> None:
         """Takes note of an equation for which there is no rule."""
         del found
-        inside = sites(eqn)
-        if not inside:
-            raise UnsupportedPrimitiveError(
-                f"There is a sow inside the primitive `{eqn.primitive}`, where eqx_sow "
-                f"cannot look, so its value cannot be captured or planted. {_MOVE}"
-            )
         why = (OVER_AND_OVER,) if is_solver(eqn) else (NO_RULE, TEACH)
-        refuse(self, eqn, inside, *why)
+        refuse(self, eqn, sites(eqn), *why)
 
     def join(self, found: list, given: Given, frame: "Frame") -> Taken:
         """One `Taken` from all that `sow` and the rules put into `found`."""
@@ -168,7 +163,8 @@ OVER_AND_OVER = "it evaluates its function over and over"
 def is_solver(eqn: Any) -> bool:
     """Whether it evaluates a linear function over and over, and leaves its effects
     out."""
-    return eqn.primitive.name in ("linear_solve", "custom_linear_solve")
+    primitive, _ = _compat.unmapped(eqn)
+    return primitive.name in ("linear_solve", "custom_linear_solve")
 
 
 def refuse(
@@ -180,8 +176,9 @@ def refuse(
 
 
 def unsupported(site: Site, eqn: Any, why: str, remedy: str = _MOVE) -> str:
+    primitive, _ = _compat.unmapped(eqn)
     return (
         f"`sow(..., {site.name!r})` at {site.where} is inside the primitive "
-        f"`{eqn.primitive}`: {why}, so the value cannot be captured or planted. "
+        f"`{primitive}`: {why}, so the value cannot be captured or planted. "
         f"{remedy} Or leave it out, by `names` or another `tag`."
     )

@@ -19,7 +19,7 @@ import jax.tree_util as jtu
 from . import _compat
 from ._handler import Given, Handler, Taken
 from ._primitive import sow_p
-from ._rewrite import has_sow, is_plain, look_inside, root, without_sows
+from ._rewrite import has_sow, is_plain, root, without_sows
 
 
 rules: dict[jexc.Primitive, Callable] = {}
@@ -282,11 +282,7 @@ def evaluate(
     frame = Frame(jaxpr, [*consts, *args])
     found: list[Any] = []
     for i, eqn in enumerate(jaxpr.eqns):
-        if is_plain(eqn):
-            frame.leave(eqn)
-            continue
-        if not has_sow(eqn):
-            look_inside(eqn)
+        if is_plain(eqn) or not has_sow(eqn):
             frame.leave(eqn)
             continue
         frame.now, frame.eqn = i, eqn

@@ -206,12 +206,12 @@ class Site(NamedTuple):
 
 class Listening(NamedTuple):
     """`loops`: how many loops are around whatever is being vmapped right now. `scope`:
-    what goes before the names of the sows that follow. `blind`: what will be traced in
-    here cannot be captured, so a sow raises."""
+    what goes before the names of the sows that follow. `found`: a list to which sows
+    add their sites, and do nothing else."""
 
     loops: int = 0
     scope: str = ""
-    blind: str = ""
+    found: "Same | None" = None
 
 
 # Not `None` while somebody traces a program in order to see or change its sows. It is
@@ -240,10 +240,13 @@ class _SowPrimitive(jexc.Primitive):
 
     multiple_results = True
 
-    def bind(self, *operands, **params):
-        if listening.value is None:
-            return list(operands)
-        return super().bind(*operands, **params)
+    def bind(self, *operands, site):
+        here = listening.value
+        if here is not None and here.found is None:
+            return super().bind(*operands, site=site)
+        if here is not None:
+            here.found.value.append(site)
+        return list(operands)
 
 
 sow_p = _SowPrimitive("sow")

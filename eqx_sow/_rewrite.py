@@ -7,7 +7,8 @@ from typing import Any
 import jax.extend.core as jexc
 
 from . import _compat
-from ._primitive import Listening, listening, same_p, Site, sow_effect, sow_p
+from ._errors import UnsupportedPrimitiveError
+from ._primitive import Listening, listening, Same, same_p, Site, sow_effect, sow_p
 
 
 # Types of parameters in which there is no need to look for a jaxpr.
@@ -38,29 +39,35 @@ def has_sow(x: Any) -> bool:
     if shows_sow(x):
         return True
     if isinstance(x, jexc.JaxprEqn):
-        return any(map(has_sow, jexc.jaxprs_in_params(x.params)))
+        return any(map(has_sow, _jaxprs(x.params))) or bool(_in_functions(x))
     jaxpr, _ = _compat.open_jaxpr(x)
     if jaxpr not in _hidden:
-        _hidden[jaxpr] = any(map(has_sow, jaxpr.eqns))
+        _hidden[jaxpr] = any(not is_plain(e) and has_sow(e) for e in jaxpr.eqns)
     return _hidden[jaxpr]
 
 
-# Jaxprs in which nothing is hidden.
-_looked_inside: weakref.WeakSet[Any] = weakref.WeakSet()
+def _jaxprs(x: Any) -> Iterator[Any]:
+    """The jaxprs in the parameters of an equation. Equinox has some in tuples of
+    tuples."""
+    if _compat.is_jaxpr(x):
+        yield _compat.open_jaxpr(x)[0]
+    elif isinstance(x, tuple | list | dict):
+        for v in x.values() if isinstance(x, dict) else x:
+            yield from _jaxprs(v)
 
 
-def look_inside(eqn: Any) -> None:
-    """Raises if there is a sow in a function that an equation holds: the function is
-    traced once more."""
-    if eqn.primitive is _compat.noinline_p:
+def _in_functions(eqn: Any) -> list[Site]:
+    """The sites of Python functions that an equation holds: they are traced once
+    more."""
+    primitive, params = _compat.unmapped(eqn)
+    if not {"static", "treedef"} <= params.keys():
+        return []
+    if primitive is _compat.noinline_p:
         _compat.forget_noinline()
-        with listening(Listening(blind=str(eqn.primitive))):
-            eqn.primitive.abstract_eval(*[v.aval for v in eqn.invars], **eqn.params)
-    for jaxpr in jexc.jaxprs_in_params(eqn.params):
-        if jaxpr not in _looked_inside:
-            for e in jaxpr.eqns:
-                look_inside(e)
-            _looked_inside.add(jaxpr)
+    found: list[Site] = []
+    with listening(Listening(found=Same(found))):
+        eqn.primitive.abstract_eval(*[v.aval for v in eqn.invars], **eqn.params)
+    return found
 
 
 _of_jax = {p for p in vars(jexc.primitives).values() if isinstance(p, jexc.Primitive)}
@@ -70,8 +77,7 @@ def is_lanewise(jaxpr: Any) -> bool:
     """Whether it is sure that under a vmap each lane is computed from that lane alone,
     if the jaxpr has no effects. Other libraries have primitives that look at all."""
     return all(
-        e.primitive in _of_jax
-        and all(map(is_lanewise, jexc.jaxprs_in_params(e.params)))
+        e.primitive in _of_jax and all(map(is_lanewise, _jaxprs(e.params)))
         for e in _compat.open_jaxpr(jaxpr)[0].eqns
     )
 
@@ -81,7 +87,14 @@ def sites(x: Any) -> list[Site]:
     if isinstance(x, jexc.JaxprEqn):
         if x.primitive is sow_p:
             return [x.params["site"]]
-        return [s for j in jexc.jaxprs_in_params(x.params) for s in sites(j)]
+        inside = [s for j in _jaxprs(x.params) for s in sites(j)] + _in_functions(x)
+        if shows_sow(x) and not inside:
+            raise UnsupportedPrimitiveError(
+                f"There is a sow inside the primitive `{x.primitive}`, where eqx_sow "
+                "cannot look, so its value cannot be captured or planted. Move the sow "
+                "out of it."
+            )
+        return inside
     return [
         s for eqn in _compat.open_jaxpr(x)[0].eqns if has_sow(eqn) for s in sites(eqn)
     ]
@@ -93,7 +106,7 @@ def recomputed(x: Any) -> Iterator[Site]:
         if eqn.primitive is same_p:
             yield eqn.params["site"]
         elif not is_plain(eqn):
-            for jaxpr in jexc.jaxprs_in_params(eqn.params):
+            for jaxpr in _jaxprs(eqn.params):
                 yield from recomputed(jaxpr)
 
 
@@ -120,7 +133,7 @@ def root(jaxpr: Any, v: Any) -> Any:
         elif name == "select_n" and _is_selected_operand(makers, *eqn.invars):
             v = eqn.invars[-1]
         elif eqn.primitive in _calls:
-            (inside,) = jexc.jaxprs_in_params(eqn.params)
+            (inside,) = _jaxprs(eqn.params)
             source = root(inside, inside.outvars[i])
             if source not in inside.invars:
                 return eqn.outvars[0], source
@@ -182,7 +195,7 @@ def without_prints(jaxpr: Any) -> Any:
         if eqn.primitive is sow_p or not eqn.effects:
             return eqn
         params = map_params(eqn.params, without_prints)
-        subjaxprs = list(jexc.jaxprs_in_params(params))
+        subjaxprs = list(_jaxprs(params))
         if not subjaxprs:
             return eqn if eqn.outvars else None
         effects = frozenset().union(*[j.effects for j in subjaxprs])

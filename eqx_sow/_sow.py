@@ -9,7 +9,7 @@ import jax.core
 import jax.tree_util as jtu
 
 from . import _compat
-from ._errors import SowError, UnsupportedPrimitiveError
+from ._errors import SowError
 from ._options import check_tag
 from ._primitive import Const, listening, OPERAND, rebuild, Site, sow_p, take_apart
 
@@ -74,12 +74,6 @@ _ARRAY = Const(jtu.tree_structure(0))
 
 def bind(value: Any, name: str, tag: Hashable, spec: Const | None) -> Any:
     """Binds the primitive to the array leaves of a value. `name` is the whole name."""
-    if listening.value.blind:
-        raise UnsupportedPrimitiveError(
-            f"`sow(..., {name!r})` at {_compat.user_line()} is inside the primitive "
-            f"`{listening.value.blind}`, which hides its function from JAX, so the "
-            "value cannot be captured. Move the sow out of that function."
-        )
     if eqx.is_array(value):  # as nearly all values are
         arrays, treedef, leaves = [value], _ARRAY, (OPERAND,)
     else:

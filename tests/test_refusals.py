@@ -3,6 +3,7 @@
 import equinox.internal as eqxi
 import jax
 import jax.numpy as jnp
+import lineax as lx
 import pytest
 from eqx_sow import (
     DuplicateSowError,
@@ -113,8 +114,52 @@ def _hidden(b):
     return eqxi.noinline(lambda x: sow(2 * x, "a"))(b)
 
 
+def _lineax(fn, b):
+    psd = lx.positive_semidefinite_tag
+    operator = lx.FunctionLinearOperator(fn, jax.typeof(b), tags=psd)
+    return lx.linear_solve(operator, b, lx.CG(1e-5, 1e-5)).value
+
+
+def _closure_in_a_solver(b):
+    return _lineax(lambda x: sow(x * (1 + b**2), "a"), b)
+
+
+def _loop_in_a_solver(b):
+    def fn(x):
+        return lax.scan(lambda c, y: (sow(c * y, "a"), None), x, 1 + b[None] ** 2)[0]
+
+    return _lineax(fn, b)
+
+
+def _function_in_a_solver(b):
+    # Equinox keeps one that closes over nothing as it is, and not as a jaxpr.
+    return _lineax(lambda x: sow(2 * x, "a"), b)
+
+
+def _hidden_in_a_condition(x):
+    return lax.while_loop(lambda x: _hidden(x).sum() < 9, lambda x: sow(x + 1, "b"), x)
+
+
+def _hidden_beside_one_in_a_solver(b):
+    out = lax.custom_linear_solve(
+        lambda x: 2 * x, b, lambda _, b: sow(b / 2, "c") + 0 * _hidden(b)
+    )
+    return sow(out, "c")
+
+
+HIDE = [
+    _solve,
+    _hidden,
+    _closure_in_a_solver,
+    _loop_in_a_solver,
+    _function_in_a_solver,
+    _hidden_in_a_condition,
+    _hidden_beside_one_in_a_solver,
+]
 WRAPS = {
     "as it is": lambda f: f,
+    "vmap": lambda f: lambda x: jax.vmap(f)(x[None]),
+    "vmap of vmap": lambda f: lambda x: jax.vmap(jax.vmap(f))(x[None, None]),
     "jit": jax.jit,
     "jit in jit": lambda f: jax.jit(lambda x: jnp.sin(jax.jit(f)(x))),
     "scan": lambda f: (
@@ -129,11 +174,34 @@ WRAPS = {
 }
 
 
-@pytest.mark.parametrize("hide", [_solve, _hidden])
+@pytest.mark.parametrize("hide", HIDE)
 @pytest.mark.parametrize("wrap", WRAPS)
 def test_hidden_at_any_depth(hide, wrap):
     with pytest.raises(UnsupportedPrimitiveError, match="'a'.*inside the primitive"):
         S(WRAPS[wrap](hide))(X)
+
+
+def _root(x):
+    return lax.custom_root(
+        lambda y: y - x, x, lambda fn, y: sow(2 * y, "a"), lambda g, y: y / g(y)
+    )
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: lax.while_loop(
+            lambda x: _root(x).sum() < 9, lambda x: sow(x + 1, "b"), x
+        ),
+        lambda b: lax.custom_linear_solve(
+            lambda x: 2 * x, b, lambda _, b: b / 2 + 0 * _root(b)
+        ),
+    ],
+)
+def test_where_nobody_can_look(fn):
+    # Since JAX 0.11 a `custom_root` does not show what is inside.
+    with pytest.raises(UnsupportedPrimitiveError):
+        S(fn)(X)
 
 
 def test_planted_in_a_solver():

@@ -1,6 +1,7 @@
 """Loops and branches, written anew with `jax.lax`."""
 
 import jax
+import jax.core
 import jax.extend.core as jexc
 import jax.numpy as jnp
 from jax import lax
