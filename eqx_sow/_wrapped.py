@@ -11,7 +11,7 @@ places from which they cannot be told any more where they came from:
   to know that it ran in each iteration.
 
 So these rules prepare the equation, or mend what comes out, and leave the work to JAX's
-rule. Without a sow inside they do nothing else than call it.
+rule. While nobody listens they are not even called.
 """
 
 import dataclasses as dc
@@ -28,7 +28,7 @@ from ._entry import out_of_loop
 from ._errors import SowError
 from ._handler import Given, Handler
 from ._interpreter import Interpret
-from ._primitive import around, Axis, Listening, listening, sow_p
+from ._primitive import around, Axis, listening, sow_p
 from ._rewrite import (
     has_sow,
     is_lanewise,
@@ -46,7 +46,13 @@ while_p = jexc.primitives.while_p
 
 def _wrap(table: dict, primitive: jexc.Primitive) -> Callable:
     def decorate(make):
-        table[primitive] = make(table[primitive])
+        rule = table[primitive]
+        wrapped = make(rule)
+
+        def chosen(*args, **kwargs):
+            return (rule if listening.value is None else wrapped)(*args, **kwargs)
+
+        table[primitive] = chosen
         return make
 
     return decorate
@@ -82,13 +88,6 @@ def _within(axis_data, *conds, loops=0):
 _NO_COND = object()
 
 
-def _unseen(axis_data, *conds, loops=0):
-    """For what has no sow inside. While somebody listens, there may be some in a custom
-    derivative rule: those cannot be seen yet."""
-    here = listening.value is not None
-    return _within(axis_data, *conds, loops=loops) if here else axis_data
-
-
 def _batched(rule, axis_data, args, dims, params):
     """What JAX's batching rule for a loop binds, as a jaxpr, and where the axes are;
     sows in there count one more loop."""
@@ -99,8 +98,7 @@ def _batched(rule, axis_data, args, dims, params):
         outs, dims_out[:] = rule(inside, args, dims, **params)
         return outs
 
-    here = listening.value or Listening()
-    with listening(here._replace(loops=around(inside).loops)):
+    with listening(listening.value._replace(loops=around(inside).loops)):
         closed = jax.make_jaxpr(batched)(*args)
     return closed, dims_out
 
@@ -109,7 +107,8 @@ def _batched(rule, axis_data, args, dims, params):
 def _batch_scan(rule):
     def batch_scan(axis_data, args, dims, **params):
         if not shows_sow(params["jaxpr"]):
-            return rule(_unseen(axis_data, loops=1), args, dims, **params)
+            # There may be some in a custom derivative rule: those cannot be seen yet.
+            return rule(_within(axis_data, loops=1), args, dims, **params)
         closed, dims_out = _batched(rule, axis_data, args, dims, params)
         return jexc.jaxpr_as_fun(closed)(*args), dims_out
 
@@ -120,8 +119,6 @@ def _batch_scan(rule):
 def _batch_while(rule):
     def batch_while(axis_data, args, dims, **params):
         body, cond = params["body_jaxpr"], params["cond_jaxpr"]
-        if listening.value is None and not shows_sow(body):
-            return rule(axis_data, args, dims, **params)
         closed, dims_out = _batched(rule, axis_data, args, dims, params)
         loop = _compat.open_jaxpr(closed)[0].eqns[-1]
         varies = loop.params["cond_jaxpr"].out_avals[0].shape
@@ -168,8 +165,8 @@ def _carrying_predicate(axis_data, args, dims, params):
         "body_nconsts": m,
     }
     over = [*dims[:n], *dims[m:]]
-    varies = any(d is not None for d in over)
-    if varies:
+    mapped = any(d is not None for d in over)
+    if mapped:
         going = jax.vmap(
             going,
             in_axes=over,
@@ -179,7 +176,7 @@ def _carrying_predicate(axis_data, args, dims, params):
         )
     (mask,) = going(*args[:n], *args[m:])
     args = [*args[:m], mask, *args[m:]]
-    dims = [*dims[:m], 0 if varies else None, *dims[m:]]
+    dims = [*dims[:m], 0 if mapped else None, *dims[m:]]
     return args, dims, params
 
 
@@ -211,7 +208,7 @@ def _batch_cond(rule):
         if dims[0] is None:
             return rule(axis_data, args, dims, branches=branches, **params)
         if not any(map(shows_sow, branches)):
-            axis_data = _unseen(axis_data, _NO_COND)
+            axis_data = _within(axis_data, _NO_COND)
             return rule(axis_data, args, dims, branches=branches, **params)
         index, *operands = args
         cond = object()
