@@ -1,9 +1,11 @@
 """Sows in a jaxpr: finding them, and changing what is static about them in place."""
 
+import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import jax
 import jax.extend.core as jexc
 
 from . import _compat
@@ -62,12 +64,23 @@ def _in_functions(eqn: Any) -> list[Site]:
     primitive, params = _compat.unmapped(eqn)
     if not {"static", "treedef"} <= params.keys():
         return []
-    if primitive is _compat.noinline_p:
-        _compat.forget_noinline()
+    avals = [v.aval for v in eqn.invars]
     found: list[Site] = []
     with listening(Listening(found=Same(found))):
-        eqn.primitive.abstract_eval(*[v.aval for v in eqn.invars], **eqn.params)
+        if primitive is _compat.noinline_p:
+            _compat.forget_noinline()
+            _trace_all(functools.partial(eqn.primitive.bind, **eqn.params), avals)
+        eqn.primitive.abstract_eval(*avals, **eqn.params)
     return found
+
+
+def _trace_all(fn: Callable, avals: Sequence[Any]) -> None:
+    """Traces a function, and what is inside of jaxprs that it kept: a vmap does."""
+    lanes = [jax.ShapeDtypeStruct((1, *a.shape), a.dtype) for a in avals]
+    try:
+        jax.eval_shape(jax.vmap(fn), *lanes)
+    except Exception:  # whatever says that it cannot be batched
+        pass
 
 
 _of_jax = {p for p in vars(jexc.primitives).values() if isinstance(p, jexc.Primitive)}

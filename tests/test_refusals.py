@@ -1,5 +1,6 @@
 """The errors that say what cannot be right, and what to write instead."""
 
+import equinox as eqx
 import equinox.internal as eqxi
 import jax
 import jax.numpy as jnp
@@ -136,6 +137,11 @@ def _function_in_a_solver(b):
     return _lineax(lambda x: sow(2 * x, "a"), b)
 
 
+def _hidden_in_a_kept_jaxpr(b):
+    fn = eqx.filter_closure_convert(jax.jit(lambda x: sow(2 * x, "a")), b)
+    return eqxi.noinline(fn)(b)
+
+
 def _hidden_in_a_condition(x):
     return lax.while_loop(lambda x: _hidden(x).sum() < 9, lambda x: sow(x + 1, "b"), x)
 
@@ -153,6 +159,7 @@ HIDE = [
     _closure_in_a_solver,
     _loop_in_a_solver,
     _function_in_a_solver,
+    _hidden_in_a_kept_jaxpr,
     _hidden_in_a_condition,
     _hidden_beside_one_in_a_solver,
 ]
