@@ -1,6 +1,6 @@
 """Sows in a jaxpr: finding them, and changing what is static about them in place."""
 
-import functools
+import functools as ft
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -69,7 +69,7 @@ def _in_functions(eqn: Any) -> list[Site]:
     with listening(Listening(found=Same(found))):
         if primitive is _compat.noinline_p:
             _compat.forget_noinline()
-            _trace_all(functools.partial(eqn.primitive.bind, **eqn.params), avals)
+            _trace_all(ft.partial(eqn.primitive.bind, **eqn.params), avals)
         eqn.primitive.abstract_eval(*avals, **eqn.params)
     return found
 
