@@ -2,7 +2,6 @@
 
 from importlib.metadata import version as _version
 
-from . import _rules, _wrapped  # noqa: F401
 from ._errors import (
     DuplicateSowError as DuplicateSowError,
     SowError as SowError,
@@ -10,17 +9,18 @@ from ._errors import (
     UnknownSowError as UnknownSowError,
     UnsupportedPrimitiveError as UnsupportedPrimitiveError,
 )
-from ._interpreter import register_rule as register_rule
-from ._plant import plant as plant
-from ._reduce import (
+from ._mark.sow import Sow as Sow, sow as sow
+from ._transforms.plant import plant as plant
+from ._transforms.save import save_intermediates as save_intermediates
+from ._values.reduce import (
     Append as Append,
     Buffer as Buffer,
     Fold as Fold,
     Last as Last,
 )
-from ._save import save_intermediates as save_intermediates
-from ._sow import Sow as Sow, sow as sow
-from ._tabulate import tabulate as tabulate
+from ._values.tabulate import tabulate as tabulate
+from ._walk import jax_rules, rules  # noqa: F401
+from ._walk.interpreter import register_rule as register_rule
 
 
 __version__ = _version("eqx_sow")

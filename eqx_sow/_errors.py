@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 
 if TYPE_CHECKING:
-    from ._primitive import Site
+    from ._mark.site import Site
 
 
 class SowError(Exception):

@@ -1,0 +1,1 @@
+"""Marking: `sow`, the primitive underneath it, and what its equations say."""

@@ -1,0 +1,102 @@
+"""What is static about a sow: its name, its leaves, and the axes it was given."""
+
+import itertools as it
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
+
+from .static import Const
+
+
+class Axis(NamedTuple):
+    """A leading axis of a sow, which a vmap or a loop gave to it.
+
+    `lane` is true if it is that of a vmap. `loops` is how many loops run between the
+    vmap and the sow: the axis belongs outside of theirs. `has` says which operands
+    really have the axis; the others are the same all along it. An axis of a `shard_map`
+    has the name of the `mesh` axis.
+    """
+
+    size: int
+    has: tuple[bool, ...]
+    loops: int = 0
+    lane: bool = True
+    mesh: Hashable = None
+
+    @property
+    def kind(self) -> Hashable:
+        return self.size, self.loops, self.lane, self.mesh
+
+
+Guards = tuple[tuple[Any, int, int], ...]
+# The same, each with where its operand comes from: a variable of the jaxpr at hand;
+# outside of that jaxpr, its place among the operands of the equation, counted from the
+# last one. A cond in a jaxpr that runs twice is told apart by it.
+Located = tuple[tuple[Any, int, int, Any], ...]
+
+
+class Site(NamedTuple):
+    """The static part of a sow.
+
+    For each of `guards` there is one more operand, before the others: a boolean that
+    says whether the sow really runs, as in a loop under a batched predicate, or the
+    index of the branch that does. The guard then says which cond, which of its branches
+    the sow is in, and how many there are.
+
+    `replay` is only set on what was captured: a backward pass ran it once more.
+    `unguarded` says that there should be more guards: JAX calls derivative rules when
+    it is too late for these.
+    `differentiated` is how many derivatives of it there are already. `orders` tells,
+    for each of `modes`, how many there were before that one: two derivatives of one
+    value, as in `grad(grad(f))`, are told apart by it.
+    """
+
+    name: str
+    tag: Hashable
+    treedef: Const
+    leaves: tuple[Any, ...]
+    modes: tuple[str, ...] = ()
+    orders: tuple[int, ...] = ()
+    differentiated: int = 0
+    axes: tuple[Axis, ...] = ()
+    guards: Guards = ()
+    replay: bool = False
+    unguarded: bool = False
+    spec: Const | None = None
+    where: str = ""
+
+    @property
+    def mode(self) -> str:
+        return ".".join(self.modes) if self.modes else "primal"
+
+    @property
+    def key(self) -> tuple[str, str, tuple[int, ...]]:
+        return self.name, self.mode, self.orders
+
+    def __repr__(self):
+        return f"{self.name}:{self.mode}"
+
+    def select(self, keep: list[bool]) -> tuple[Axis, ...]:
+        """The axes, once only the operands in `keep` are left."""
+        return tuple(
+            a._replace(has=tuple(h for h, k in zip(a.has, keep) if k))
+            for a in self.axes
+        )
+
+    def has(self, i: int) -> tuple[bool, ...]:
+        """Which of the axes operand `i` has."""
+        return tuple(a.has[i] for a in self.axes)
+
+    def shape(self, i: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape that the code at the sow sees, from that of operand `i`."""
+        return tuple(shape[sum(self.has(i)) :])
+
+
+def out_of_loop(
+    axes: Sequence[Axis], loop: Axis | None
+) -> tuple[int, tuple[Axis, ...]]:
+    """The axes outside of one more loop, which has the axis `loop`: inside of the axes
+    whose vmap is around the loop. Also how many those are."""
+    around = list(it.takewhile(lambda a: a.loops > 0, axes))
+    n = len(around)
+    around = [a._replace(loops=a.loops - 1) for a in around]
+    return n, (*around, *([] if loop is None else [loop]), *axes[n:])

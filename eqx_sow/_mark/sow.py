@@ -1,0 +1,172 @@
+"""`sow`, and the layer `Sow`."""
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.core
+import jax.tree_util as jtu
+
+from .. import _compat
+from .._errors import SowError
+from .listening import listening
+from .primitive import sow_p
+from .site import Site
+from .static import Const, OPERAND, rebuild, take_apart
+
+
+def sow(
+    value: Any, name: str, *, tag: Hashable = "intermediates", spec: Any = None
+) -> Any:
+    """Marks a value, and returns it.
+
+    Outside of [`eqx_sow.save_intermediates`][] and [`eqx_sow.plant`][] this is the
+    identity: nothing is added to the program. The law: replacing `sow(x, name)` by `x`
+    never changes what a program computes.
+
+    **Arguments:**
+
+    - `value`: any PyTree. JAX and NumPy arrays of any shape and dtype can be captured
+        under every transformation; all other leaves are carried along as they are.
+    - `name`: what to call it. One name marks one place of a program, see
+        [`eqx_sow.DuplicateSowError`][].
+    - `tag`: any hashable; `save_intermediates(..., tag=...)` listens to one tag.
+    - `spec`: a jaxtyping annotation (or any other that beartype understands) for the
+        value as the code here sees it. Checked when the value is captured.
+
+    **Returns:**
+
+    `value`.
+
+    **Raises:**
+
+    `TypeError` if `name` is not a string or `tag` is not hashable, while somebody
+    listens. [`eqx_sow.SowTypeError`][] if the captured value does not fit `spec`.
+
+    !!! example
+
+        ```python
+        import eqx_sow
+        import jax.numpy as jnp
+
+        def f(x):
+            h = eqx_sow.sow(jnp.tanh(x), "h")
+            return h.sum()
+
+        out, intermediates = eqx_sow.save_intermediates(f)(jnp.arange(3.0))
+        intermediates["h"]["primal"]  # the same as jnp.tanh(jnp.arange(3.0))
+        ```
+    """
+    here = listening.value
+    if here is None:
+        return value
+    if not isinstance(name, str):
+        raise TypeError(
+            f"`eqx_sow.sow(value, name)` takes a string as name, not {name!r}. Write "
+            '`eqx_sow.sow(value, "some_name")`.'
+        )
+    check_tag("sow", tag, name)
+    name = f"{here.scope}/{name}" if here.scope else name
+    return bind(value, name, tag, None if spec is None else Const(spec))
+
+
+_ARRAY = Const(jtu.tree_structure(0))
+
+
+def bind(value: Any, name: str, tag: Hashable, spec: Const | None) -> Any:
+    """Binds the primitive to the array leaves of a value. `name` is the whole name."""
+    if eqx.is_array(value):  # as nearly all values are
+        arrays, treedef, leaves = [value], _ARRAY, (OPERAND,)
+    else:
+        arrays, treedef, leaves = take_apart(value)
+        _check_static(leaves, name)
+    site = Site(name, tag, treedef, leaves, spec=spec, where=_compat.user_line())
+    out = sow_p.bind(*arrays, site=site)
+    return out[0] if treedef is _ARRAY else rebuild(treedef, leaves, out)
+
+
+def _check_static(leaves: Sequence[Any], name: str) -> None:
+    for x in leaves:
+        if x is not OPERAND and isinstance(x.value, jax.core.Tracer):
+            raise SowError(
+                f"`sow(..., {name!r})` cannot mark a leaf of type "
+                f"{jax.typeof(x.value)}: only arrays can be captured. Sow the value "
+                "that it holds."
+            )
+
+
+class Sow(eqx.Module):
+    """[`eqx_sow.sow`][] as a layer, for `eqx.nn.Sequential` and the like.
+
+    !!! example
+
+        ```python
+        import equinox as eqx
+        import eqx_sow
+        import jax
+        import jax.numpy as jnp
+
+        k1, k2 = jax.random.split(jax.random.key(0))
+        model = eqx.nn.Sequential([
+            eqx.nn.Linear(2, 8, key=k1),
+            eqx_sow.Sow("hidden"),
+            eqx.nn.Linear(8, 1, key=k2),
+        ])
+        _, intermediates = eqx_sow.save_intermediates(model)(jnp.ones(2))
+        intermediates["hidden"]["primal"].shape  # (8,)
+        ```
+    """
+
+    name: str | None = eqx.field(static=True)
+    spec: Any = eqx.field(static=True)
+    tag: Hashable = eqx.field(static=True)
+
+    def __init__(
+        self,
+        name: str | None = None,
+        spec: Any = None,
+        *,
+        tag: Hashable = "intermediates",
+    ):
+        """**Arguments:**
+
+        - `name`: what to call the value. Without one, the layer's own path in the model
+            is the name.
+        - `spec`: a jaxtyping annotation for the value, as in [`eqx_sow.sow`][].
+        - `tag`: as in [`eqx_sow.sow`][].
+        """
+        check_tag("Sow", tag, name)
+        self.name = name
+        self.spec = spec
+        self.tag = tag
+
+    def __call__(self, x: Any, *, key: Any = None) -> Any:
+        """Sows `x` (any PyTree) and returns it.
+
+        **Arguments:**
+
+        - `x`: the value.
+        - `key`: ignored; for the sake of `eqx.nn.Sequential`.
+        """
+        del key
+        if self.name is None:
+            # Where the path is known, a mark on this layer sows the value.
+            if listening.value is None or "_marks" in self.__dict__:
+                return x
+            raise SowError(
+                "`Sow()` has no name, and its place in the model cannot be seen. Give "
+                'it one, `Sow("some_name")`, or pass the model as an argument, '
+                "`save_intermediates(fn)(model, x)`."
+            )
+        return sow(x, self.name, tag=self.tag, spec=self.spec)
+
+
+def check_tag(call: str, tag: Any, name: str | None = None) -> None:
+    try:
+        hash(tag)
+    except TypeError as e:
+        first = "" if name is None else f"{name!r}, "
+        raise TypeError(
+            f"`{call}(..., {first}tag=...)` takes a hashable tag, not {tag!r}."
+        ) from e

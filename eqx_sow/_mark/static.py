@@ -1,0 +1,108 @@
+"""Static leaves: how a PyTree is split into arrays and what can be compared."""
+
+import dataclasses as dc
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.core
+import jax.tree_util as jtu
+import numpy as np
+
+
+class Const:
+    """A static leaf, compared so that two leaves are equal only if no program could
+    tell them apart: `1`, `1.0` and `True` differ, and so do `0.0` and `-0.0`."""
+
+    __slots__ = ("value", "_hash")
+
+    def __init__(self, value: Any):
+        self.value = value
+        try:
+            self._hash = hash((type(value), value))
+        except Exception:  # A user's `__hash__` may raise anything.
+            self._hash = id(value)
+
+    def __hash__(self):
+        return self._hash
+
+    def __eq__(self, other):
+        if type(other) is not Const:
+            return False
+        a, b = self.value, other.value
+        if a is b:
+            return True
+        if type(a) is not type(b):
+            return False
+        if isinstance(a, float):
+            return a == b and math.copysign(1, a) == math.copysign(1, b)
+        if isinstance(a, complex):
+            return repr(a) == repr(b)
+        try:
+            return bool(a == b)
+        except Exception:  # A user's `__eq__` may, and NumPy's `__bool__` does.
+            return False
+
+    def __repr__(self):
+        return repr(self.value)
+
+
+class Same:
+    """Something that is equal to itself alone. To compare what may hold arrays would
+    compute, and add to the program."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any):
+        self.value = value
+
+    def __hash__(self):
+        return id(self.value)
+
+    def __eq__(self, other):
+        return type(other) is Same and self.value is other.value
+
+
+@dc.dataclass(frozen=True)
+class NoTangent:
+    """A leaf (an integer, a key) that has no tangent, of this shape."""
+
+    shape: tuple[int, ...]
+
+
+class _Operand:
+    """A leaf that is an operand of the equation."""
+
+    def __repr__(self):
+        return "*"
+
+
+OPERAND = _Operand()
+
+
+def take_apart(tree: Any) -> tuple[list[Any], Const, tuple[Any, ...]]:
+    """The arrays of a PyTree, its treedef, and for each leaf `OPERAND` or a `Const`."""
+    leaves, treedef = jtu.tree_flatten(tree)
+    found = list(map(eqx.is_array, leaves))
+    static = tuple(OPERAND if d else Const(x) for d, x in zip(found, leaves))
+    return [x for d, x in zip(found, leaves) if d], Const(treedef), static
+
+
+def rebuild(
+    treedef: Const, leaves: Sequence[Any], values: Sequence[Any], lead=()
+) -> Any:
+    """The PyTree. Leaves with no tangent are zeros of JAX's dtype `float0`."""
+    operand = iter(values)
+    return jtu.tree_unflatten(
+        treedef.value,
+        [
+            next(operand)
+            if x is OPERAND
+            else np.zeros((*lead, *x.shape), jax.dtypes.float0)
+            if isinstance(x, NoTangent)
+            else x.value
+            for x in leaves
+        ],
+    )

@@ -1,0 +1,1 @@
+"""Modules: finding and marking those of a model."""

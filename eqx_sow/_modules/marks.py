@@ -1,0 +1,147 @@
+"""What a marked module does.
+
+It is an instance of a subclass made on the fly: the same fields, and its marks in a
+static field. So the marks go wherever the module goes, through every transformation,
+and `isinstance` and the paths in the PyTree stay as they were.
+"""
+
+import dataclasses as dc
+import functools as ft
+import inspect
+import types
+import warnings
+from collections.abc import Hashable
+from typing import Any
+
+import equinox as eqx
+
+from .. import _compat
+from .._mark.listening import listening
+from .._mark.sow import bind
+from .._mark.static import Const
+
+
+@dc.dataclass(frozen=True)
+class Mark:
+    """What to do when one of `methods` is called: sow the output (and inputs) of those
+    in `emit`, and if `scope`, put the path before the names of the sows inside."""
+
+    path: str
+    tag: Hashable
+    methods: tuple[str, ...]
+    emit: tuple[str, ...]
+    inputs: bool
+    scope: bool
+    spec: Const | None = None
+
+
+class _Quiet:
+    """First among the bases: the user's `__init_subclass__` is not for our
+    subclasses."""
+
+    def __init_subclass__(cls, **kwargs):
+        pass
+
+
+def has_method(cls: type, name: str) -> bool:
+    # Not `hasattr`: the metaclass has a `__call__`.
+    return any(name in c.__dict__ for c in cls.__mro__)
+
+
+@ft.cache
+def own_methods(cls: type) -> tuple[str, ...]:
+    """The methods that a user gave to a class of modules."""
+    fields = {f.name for f in dc.fields(cls)}
+    names = {
+        n: None for c in cls.__mro__ if c not in eqx.Module.__mro__ for n in c.__dict__
+    }
+
+    def is_method(name):
+        if name == "__call__" or name.startswith("__") or name in fields:
+            return name == "__call__"
+        if isinstance(inspect.getattr_static(cls, name), staticmethod):
+            return False
+        fn = getattr(cls, name)
+        return inspect.isfunction(fn) or isinstance(fn, _compat.FilterJit | _compat.Jit)
+
+    return tuple(filter(is_method, names))
+
+
+# JAX never forgets a PyTree class, so there has to be one for each type of module.
+@ft.cache
+def _subclass(cls: type, methods: tuple[str, ...]) -> type:
+    def override(name):
+        @ft.wraps(getattr(cls, name))
+        def method(self, /, *args, **kwargs):
+            plain = getattr(super(marked, self), name)
+            return _call(marks_of(self), name, plain, args, kwargs)
+
+        return method
+
+    def fill(namespace):
+        namespace["__annotations__"] = {"_marks": tuple}
+        namespace["_marks"] = eqx.field(static=True, init=False, repr=False, default=())
+        namespace["__module__"] = cls.__module__
+        namespace["__qualname__"] = cls.__qualname__
+        namespace["__doc__"] = cls.__doc__
+        namespace["__reduce__"] = _reduce
+        namespace["_unmarked"] = cls
+        namespace.update({name: override(name) for name in methods})
+
+    with warnings.catch_warnings():
+        # Equinox warned of what it sees in the class when the user made it.
+        warnings.simplefilter("ignore")
+        marked = types.new_class(cls.__name__, (_Quiet, cls), {}, fill)
+    return marked
+
+
+def _reduce(self):
+    fields = {k: v for k, v in self.__dict__.items() if k != "_marks"}
+    return _rebuild, (type(self)._unmarked, fields)
+
+
+def _rebuild(cls, fields):
+    new = object.__new__(cls)
+    new.__dict__.update(fields)
+    return new
+
+
+def _call(marks, name, plain, args, kwargs):
+    here = listening.value
+    if here is None:
+        return plain(*args, **kwargs)
+    marks = tuple(m for m in dict.fromkeys(marks) if name in m.methods)
+    for m in marks:
+        if m.inputs and name in m.emit:
+            label = _label(m.path, name, "inputs")
+            args, kwargs = bind((args, kwargs), label, m.tag, None)
+    scope = next((m.path for m in reversed(marks) if m.scope), here.scope)
+    with listening(here._replace(scope=scope)):
+        out = plain(*args, **kwargs)
+    for m in marks:
+        if name in m.emit:
+            out = bind(out, _label(m.path, name), m.tag, m.spec)
+    return out
+
+
+def _label(path: str, method: str, *more: str) -> str:
+    methods = () if method == "__call__" else (method,)
+    return ".".join((path, *methods, *more)) or "."
+
+
+def with_marks(module: eqx.Module, marks: tuple[Mark, ...]) -> eqx.Module:
+    cls = plain_type(module)
+    fields = {k: v for k, v in module.__dict__.items() if k != "_marks"}
+    if marks:
+        methods = dict.fromkeys(m for mark in marks for m in mark.methods)
+        cls = _subclass(cls, tuple(m for m in methods if has_method(cls, m)))
+        fields["_marks"] = marks
+    return _rebuild(cls, fields)
+
+
+def marks_of(module: eqx.Module) -> tuple[Mark, ...]:
+    return module.__dict__.get("_marks", ())
+
+
+def plain_type(module: Any) -> type:
+    return getattr(type(module), "_unmarked", type(module))

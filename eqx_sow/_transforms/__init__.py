@@ -1,0 +1,1 @@
+"""The public transforms, on top of everything else."""

@@ -1,0 +1,80 @@
+"""A function, traced so that its sows can be seen."""
+
+import dataclasses as dc
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+
+from .. import _compat
+from .._errors import SowError
+from .._mark.listening import Listening, listening
+from .._mark.static import Const, rebuild, take_apart
+from .._modules import find as _capture
+from .._modules.find import Marking
+from .._modules.marks import Mark
+from .._walk.find import recomputed
+from .._walk.handler import Given, Handler, Taken
+from .._walk.interpreter import evaluate
+
+
+@dc.dataclass(frozen=True)
+class Program:
+    closed: Any
+    inputs: list[Any]
+    out: tuple[Const, tuple[Any, ...]]
+    marks: set[Mark]
+
+    def evaluate(self, handler: Handler, given: Given, *inputs) -> tuple[list, Taken]:
+        jaxpr, consts = _compat.open_jaxpr(self.closed)
+        return evaluate(jaxpr, consts, handler, given, inputs)
+
+    def survey(self, handler: Handler) -> Any:
+        """`Taken.rest`, as shapes."""
+
+        def run(*inputs):
+            return self.evaluate(handler, Given(), *inputs)[1].rest
+
+        return jax.eval_shape(run, *self.inputs)
+
+    def output(self, outs: list[Any]) -> Any:
+        treedef, leaves = self.out
+        return rebuild(treedef, leaves, outs)
+
+    def check_recomputed(self, keys: Iterable[Any], tag: Any, remedy: str) -> None:
+        """Raises if a `jax.checkpoint` goes around any of these `Site.key`s."""
+        keys = list(keys)
+        for site in recomputed(self.closed) if keys else ():
+            # A derivative from before the recomputation was there is complete.
+            if site.tag == tag and any(
+                name == site.name and all(n >= site.differentiated for n in orders[:1])
+                for name, _, orders in keys
+            ):
+                raise SowError(
+                    f"`sow(..., {site.name!r})` at {site.where} is in a "
+                    "`jax.checkpoint` that was differentiated: the backward pass "
+                    f"computes the value once more, past the sow. {remedy}"
+                )
+
+    def unmark(self, tree: Any) -> Any:
+        return _capture.unmark(tree, self.marks)
+
+
+def trace(fn: Callable, args: tuple, kwargs: dict, marking: Marking) -> Program:
+    """Traces `fn(*args, **kwargs)` while everybody listens. Arrays are traced, all else
+    is static, as in `eqx.filter_jit`."""
+    inputs, treedef, static = take_apart((fn, args, kwargs))
+    out: Any = None
+    marks: set[Mark] = set()
+
+    def traced(inputs):
+        nonlocal out, marks
+        fn, args, kwargs = rebuild(treedef, static, inputs)
+        (fn, args, kwargs), marks = _capture.mark(fn, args, kwargs, marking)
+        outs, *out = take_apart(_capture.unmark(fn(*args, **kwargs), marks))
+        return outs
+
+    # Only tracing happens in here: whatever is executed would be compiled once more.
+    with listening(Listening()), _capture.explained(marking):
+        closed = jax.make_jaxpr(traced)(inputs)
+    return Program(closed, inputs, tuple(out), marks)

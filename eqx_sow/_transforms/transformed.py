@@ -1,0 +1,108 @@
+"""What `save_intermediates` and `plant` return."""
+
+import dataclasses as dc
+import types
+import warnings
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.tree_util as jtu
+
+from .. import _compat
+from .._mark.static import Const, rebuild, take_apart
+
+
+class Transformed(eqx.Module):
+    """A function around `_fn`: a PyTree with the arrays of `_fn`, that can be a
+    method."""
+
+    _fn: eqx.AbstractVar[Callable]
+
+    @property
+    def __wrapped__(self):
+        return self._fn
+
+    @abstractmethod
+    def _run(self, args: tuple, kwargs: dict) -> Any:
+        pass
+
+    def _pack(self, result: Any) -> Any:
+        """What `_run` returned, in a form of which `jax.jit` sorts no keys."""
+        return result
+
+    def _unpack(self, packed: Any) -> Any:
+        return packed
+
+    def __call__(self, /, *args, **kwargs):
+        if not (_is_jitted(self._fn) and _compat.is_eager()):
+            return _run(self, args, kwargs)
+        # `S(jit(f))` is `jit(S(f))`: so it is traced and compiled when `jit(f)` would
+        # be.
+        arrays, *form = take_apart((self, args, kwargs))
+        out = _jitted(tuple(form), *arrays)
+        treedef, leaves = out.form
+        return type(self)._unpack(self, rebuild(treedef, leaves, out.arrays))
+
+    def __hash__(self):
+        # `jax.jit` takes only what is hashable, and dicts are not.
+        try:
+            return super().__hash__()
+        except TypeError:
+            return id(self)
+
+    def __get__(self, instance, owner):
+        del owner
+        return self if instance is None else eqx.Partial(self, instance)
+
+
+def _run(self, args, kwargs):
+    # Not `self._run`: for a method, Equinox makes a module that holds `self`, and warns
+    # if JAX transformed what is in there.
+    return type(self)._run(self, args, kwargs)
+
+
+def _unbound(fn: Callable) -> Callable:
+    """A method that Python bound to a module, as a PyTree that holds the module."""
+    if isinstance(fn, types.MethodType) and isinstance(fn.__self__, eqx.Module):
+        module: Any = fn.__self__
+        if fn.__name__ == "__call__":
+            return module
+        return eqx.Partial(fn.__func__, fn.__self__)
+    return fn
+
+
+def wrap(cls: type, fn: Callable, *fields: Any) -> Any:
+    with warnings.catch_warnings():
+        # Equinox warns of functions that JAX transformed, as attributes.
+        warnings.simplefilter("ignore")
+        return eqx.module_update_wrapper(cls(_unbound(fn), *fields))
+
+
+@jtu.register_dataclass
+@dc.dataclass(frozen=True)
+class _Output:
+    """Any PyTree, as one whose leaves are arrays."""
+
+    arrays: list[Any]
+    form: tuple[Const, tuple[Any, ...]] = dc.field(metadata=dict(static=True))
+
+
+def _traced(form, *arrays):
+    treedef, leaves = form
+    self, args, kwargs = rebuild(treedef, leaves, arrays)
+    arrays, treedef, leaves = take_apart(
+        type(self)._pack(self, _run(self, args, kwargs))
+    )
+    return _Output(arrays, (treedef, leaves))
+
+
+_jitted = jax.jit(_traced, static_argnums=0)
+
+
+def _is_jitted(fn: Any) -> bool:
+    if isinstance(fn, eqx.Partial):
+        return _is_jitted(fn.func)
+    return isinstance(fn, (_compat.FilterJit, _compat.Jit))

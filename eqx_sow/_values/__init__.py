@@ -1,0 +1,1 @@
+"""Values: what was captured, on its way to what comes back."""

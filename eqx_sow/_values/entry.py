@@ -1,0 +1,213 @@
+"""What has been captured of one name and mode so far, on its way out of a program.
+
+The arrays of an `Entry` keep only the axes that they really vary over. `Site.axes` says
+which axes the entry has in all; they are filled in once, at the very end.
+"""
+
+import dataclasses as dc
+import functools as ft
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+
+from .._arrays import select
+from .._errors import calling
+from .._mark.site import Axis, Located, out_of_loop, Site
+from .._mark.static import rebuild, take_apart
+
+
+@jtu.register_dataclass
+@dc.dataclass(frozen=True)
+class Entry:
+    """What was captured, and the site as it would be if `arrays` were its operands.
+
+    If `counted`, the last array is the count: how many times the sow ran. `guards` has
+    those of each sow that the entry was made of; the site has none any more.
+    """
+
+    arrays: tuple[Any, ...]
+    site: Site = dc.field(metadata=dict(static=True))
+    counted: bool = dc.field(default=False, metadata=dict(static=True))
+    guards: tuple[Located, ...] = dc.field(default=(), metadata=dict(static=True))
+
+    def core_shape(self, i: int) -> tuple[int, ...]:
+        """The shape of array `i` without its leading axes."""
+        return self.site.shape(i, jnp.shape(self.arrays[i]))
+
+    def replace(self, arrays: Sequence[Any], axes: Sequence[Axis]) -> "Entry":
+        site = self.site._replace(axes=tuple(axes))
+        return dc.replace(self, arrays=tuple(arrays), site=site)
+
+
+def align(x, has: Sequence[bool], want: Sequence[bool]):
+    """Gives `x` an axis of size one wherever it has none of the axes in `want`."""
+    index = tuple(slice(None) if h else None for h, w in zip(has, want) if h or w)
+    return x if all(h or not w for h, w in zip(has, want)) else x[index]
+
+
+def broadcast(x, has, want, axes: Sequence[Axis]):
+    if tuple(has) == tuple(want):
+        return x
+    x = align(x, has, want)
+    lead = tuple(a.size for a, h, w in zip(axes, has, want) if h or w)
+    shape = (*lead, *jnp.shape(x)[len(lead) :])
+    return x if jnp.shape(x) == shape else jnp.broadcast_to(x, shape)
+
+
+def either(has: Sequence[bool], other: Sequence[bool]) -> tuple[bool, ...]:
+    return tuple(map(any, zip(has, other)))
+
+
+def from_site(site: Site, operands: Sequence[Any], transform: Callable | None) -> Entry:
+    """The entry of one sow."""
+    n_guards = len(site.guards)
+    if transform is None and not n_guards:
+        return Entry(tuple(operands), site)
+    axes = site.axes
+    has = [site.has(i) for i in range(len(operands))]
+    treedef, leaves = site.treedef, site.leaves
+    values, value_has = list(operands[n_guards:]), has[n_guards:]
+    if transform is not None:
+        treedef, leaves, values, value_has = _transform(
+            transform, site, values, value_has
+        )
+    if n_guards:
+        run_has = tuple(map(any, zip(*has[:n_guards])))
+        run = ft.reduce(
+            operator.and_,
+            [align(x, h, run_has) for x, h in zip(runs(site, operands), has)],
+        )
+        values = [_mask(run, run_has, x, h, axes) for x, h in zip(values, value_has)]
+        value_has = [either(h, run_has) for h in value_has]
+        values.append(run.astype(jnp.int32))
+        value_has.append(run_has)
+    axes = with_has(axes, value_has)
+    new = site._replace(treedef=treedef, leaves=leaves, axes=axes, guards=())
+    return Entry(tuple(values), new, bool(n_guards))
+
+
+def runs(site: Site, operands: Sequence[Any]) -> list[Any]:
+    """For each guard, given its operand, whether the sow runs."""
+    return [
+        x if x.dtype == bool else x == branch
+        for x, (_, branch, _) in zip(operands, site.guards)
+    ]
+
+
+def _mask(run, run_has, x, has, axes):
+    both = either(has, run_has)
+    x = broadcast(x, has, both, axes)
+    return select(align(run, run_has, both), x, jnp.zeros_like(x))
+
+
+def with_has(axes: Sequence[Axis], has: Sequence[Sequence[bool]]) -> tuple[Axis, ...]:
+    return tuple(a._replace(has=tuple(h[i] for h in has)) for i, a in enumerate(axes))
+
+
+def _transform(fn, site, values, has):
+    """Applies `fn` to the value as the code at the sow sees it, for each lane."""
+    form = []
+
+    def apply(*values):
+        out = fn(rebuild(site.treedef, site.leaves, values))
+        arrays, *form[:] = take_apart(out)
+        return list(map(jnp.asarray, arrays))
+
+    over = tuple(any(h[i] for h in has) for i in range(len(site.axes)))
+    with calling("transform", site):
+        values = for_each_lane(apply, site.axes, has)(*values)
+    return *form, values, [over] * len(values)
+
+
+def for_each_lane(
+    fn: Callable,
+    axes: Sequence[Axis],
+    has: Sequence[Sequence[bool]],
+    keep: bool = False,
+) -> Callable:
+    """`fn`, of values as the code at the sow sees them, as a function of operands.
+    With `keep`, what it returns has the axes of what it is given."""
+    for i in reversed(range(len(axes))):
+        which = tuple(0 if h[i] else None for h in has)
+        if any(h[i] for h in has):
+            fn = jax.vmap(
+                fn,
+                in_axes=which,
+                out_axes=list(which) if keep else 0,
+                axis_size=axes[i].size,
+            )
+    return fn
+
+
+def stacked(entry: Entry, length: int) -> Entry:
+    """An entry of a loop body, once each of its arrays has a new leading axis."""
+    loop = Axis(length, (True,) * len(entry.arrays), lane=False)
+    n, axes = out_of_loop(entry.site.axes, loop)
+    arrays = [
+        jnp.moveaxis(x, 0, to) if (to := sum(entry.site.has(i)[:n])) else x
+        for i, x in enumerate(entry.arrays)
+    ]
+    return entry.replace(arrays, axes)
+
+
+def on_device(entry: Entry, axes: dict[Any, int], varying: Callable):
+    """An entry of one device, with an axis of size one for each mesh axis that the
+    array varies over. In the result, the entry of all devices. Also the
+    `PartitionSpec`s."""
+    over = [varying(x) for x in entry.arrays]
+    names = [a for a in axes if any(a in v for v in over)]
+    arrays = tuple(
+        jnp.reshape(x, (1,) * len(v) + jnp.shape(x)) for x, v in zip(entry.arrays, over)
+    )
+    mesh = tuple(
+        Axis(axes[a], tuple(a in v for v in over), lane=False, mesh=a) for a in names
+    )
+    entry = entry.replace(arrays, (*mesh, *entry.site.axes))
+    specs = tuple(jax.sharding.PartitionSpec(*v) for v in over)
+    return entry, dc.replace(entry, arrays=specs)
+
+
+def left_loop(entry: Entry) -> Entry:
+    """An entry of a loop body that keeps no axis for the loop."""
+    _, axes = out_of_loop(entry.site.axes, None)
+    return entry.replace(entry.arrays, axes)
+
+
+def with_count(entry: Entry) -> Entry:
+    if entry.counted:
+        return entry
+    axes = [a._replace(has=(*a.has, False)) for a in entry.site.axes]
+    entry = entry.replace((*entry.arrays, jnp.ones((), jnp.int32)), axes)
+    return dc.replace(entry, counted=True)
+
+
+def varying(entry: Entry) -> Entry:
+    """Without the vmaps that it does not vary over."""
+    if not entry.site.axes:
+        return entry
+    axes = [a for a in entry.site.axes if not a.lane or any(a.has)]
+    return entry.replace(entry.arrays, axes)
+
+
+def full(entry: Entry) -> Entry:
+    """With all its axes on each array."""
+    if not entry.site.axes:
+        return entry
+    entry = varying(entry)
+    axes = entry.site.axes
+    every = (True,) * len(axes)
+    arrays = [
+        broadcast(x, entry.site.has(i), every, axes) for i, x in enumerate(entry.arrays)
+    ]
+    return entry.replace(arrays, with_has(axes, [every] * len(arrays)))
+
+
+def value(entry: Entry) -> Any:
+    """The PyTree, of an entry from `full`."""
+    lead = tuple(a.size for a in entry.site.axes)
+    values = entry.arrays[:-1] if entry.counted else entry.arrays
+    return rebuild(entry.site.treedef, entry.site.leaves, values, lead)

@@ -1,0 +1,220 @@
+"""Several captured entries of one name, or sows in several branches, as one."""
+
+import dataclasses as dc
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .._arrays import leading, select
+from .._errors import DuplicateSowError, SowError
+from .._mark.site import Axis, Located, Site
+from .._mark.static import rebuild
+from .entry import align, broadcast, either, Entry, with_count, with_has
+
+
+def choose(sites: Sequence[Site], operands: Sequence[Sequence[Any]]):
+    """One sow, and its operands, from one in each branch of a cond. The values are
+    selected as JAX does it for the outputs of the branches."""
+    site = _of_all(sites)
+    *outer, _ = site.guards
+    n = len(outer)
+    has = [site.has(i) for i in range(len(operands[0]))]
+    for s in sites[1:]:
+        new = [s.has(i) for i in range(len(has))]
+        has[n + 1 :] = map(either, has[n + 1 :], new[n + 1 :])
+    values_has = [either(h, has[n]) for h in has[n + 1 :]]
+    values = []
+    for i, to in enumerate(values_has, start=n + 1):
+        cases = [
+            broadcast(x[i], s.has(i), to, site.axes) for s, x in zip(sites, operands)
+        ]
+        index = align(operands[0][n], has[n], to)
+        index = jnp.broadcast_to(leading(index, cases[0].ndim), cases[0].shape)
+        values.append(jax.lax.select_n(index, *cases))
+    axes = with_has(site.axes, [*has[:n], *values_has])
+    site = site._replace(guards=tuple(outer), axes=axes)
+    return site, [*operands[0][:n], *values]
+
+
+def _common_axes(entries: Sequence[Entry]) -> list[Axis]:
+    """The axes that entries of the same name have in all. An entry may lack some, if it
+    does not vary over a vmap."""
+
+    sites = [e.site for e in entries]
+    longest = max((s.axes for s in sites), key=len)
+    for s in sites:
+        if _embeddings([a.kind for a in s.axes], [a.kind for a in longest]) != 1:
+            raise SowError(
+                f"`{s.name}` is sown in several places that vary over different "
+                f"axes: sizes {[a.size for a in longest]} at {sites[0].where} "
+                f"and {[a.size for a in s.axes]} at {s.where}. They cannot "
+                "become one value: give them different names."
+            )
+    return list(longest)
+
+
+def _embeddings(few: Sequence[Any], many: Sequence[Any]) -> int:
+    """In how many ways the first is a subsequence of the second."""
+    ways = [1] + [0] * len(few)
+    for x in many:
+        for i in reversed(range(len(few))):
+            if few[i] == x:
+                ways[i + 1] += ways[i]
+    return ways[-1]
+
+
+def unify(entries: Sequence[Entry]) -> Entry:
+    """A counted entry, as shapes, that has room for each of `entries`."""
+    entries = [jax.eval_shape(with_count, e) for e in entries]
+    first = entries[0]
+    for e in entries[1:]:
+        _check_same(first, e)
+    axes = _common_axes(entries)
+    has = [placed(e, axes, i) for e in entries for i in range(len(e.arrays))]
+    n = len(first.arrays)
+    has = [tuple(map(any, zip(*has[i::n]))) for i in range(n)]
+    # Wherever the count varies, the value does too: it may not have run there.
+    has = [either(h, has[-1]) for h in has]
+    arrays = tuple(
+        jax.ShapeDtypeStruct(
+            (*(a.size for a, h in zip(axes, has[i]) if h), *first.core_shape(i)),
+            first.arrays[i].dtype,
+        )
+        for i in range(n)
+    )
+    guards = ()
+    if all(e.guards for e in entries):
+        guards = tuple(dict.fromkeys(g for e in entries for g in e.guards))
+    site = _of_all([e.site for e in entries])._replace(axes=with_has(axes, has))
+    return dc.replace(first, arrays=arrays, site=site, guards=guards)
+
+
+def _of_all(sites: Sequence[Site]) -> Site:
+    """The first, in the places of all, and differentiated as often as any of them."""
+    return sites[0]._replace(
+        where=" or ".join(dict.fromkeys(w for s in sites for w in places(s))),
+        differentiated=max(s.differentiated for s in sites),
+    )
+
+
+def places(site: Site) -> list[str]:
+    """`Site.where`, of a site that may be several in one."""
+    return site.where.split(" or ")
+
+
+def placed(entry: Entry, axes: Sequence[Axis], i: int) -> tuple[bool, ...]:
+    """`entry.site.has(i)`, in terms of axes among which the entry's own are."""
+    own = list(zip(entry.site.axes, entry.site.has(i)))
+    return tuple(
+        own.pop(0)[1] if own and own[0][0].kind == a.kind else False for a in axes
+    )
+
+
+def conform(entry: Entry, target: Entry) -> Entry:
+    """`entry`, in the form of `target`, which came from `unify`."""
+    entry = with_count(entry)
+    axes = target.site.axes
+    arrays = tuple(
+        broadcast(x, placed(entry, axes, i), target.site.has(i), axes)
+        for i, x in enumerate(entry.arrays)
+    )
+    return dc.replace(target, arrays=arrays)
+
+
+def zeros(target: Entry) -> Entry:
+    arrays = tuple(jnp.zeros(x.shape, x.dtype) for x in target.arrays)
+    return dc.replace(target, arrays=arrays)
+
+
+def latest(old: Entry, new: Entry) -> Entry:
+    """For entries of one form: `new` where it ran, otherwise `old`."""
+    *old_values, old_count = old.arrays
+    *new_values, new_count = new.arrays
+    n = len(new_values)
+    ran, ran_has = new_count > 0, new.site.has(n)
+    values = [
+        select(align(ran, ran_has, new.site.has(i)), x, y)
+        for i, (x, y) in enumerate(zip(new_values, old_values))
+    ]
+    return dc.replace(new, arrays=(*values, old_count + new_count))
+
+
+def exclusive(a: Entry, b: Entry, execution: Callable[[Any], Any]) -> bool:
+    """Whether the two are in different branches of one cond. `execution` says of the
+    operand of a guard to which execution of the cond it belongs."""
+
+    def apart(x: Located, y: Located) -> bool:
+        mine = {(cond, execution(of)): branch for cond, branch, _, of in x}
+        return any(
+            mine.get((cond, execution(of)), branch) != branch
+            for cond, branch, _, of in y
+        )
+
+    return all(apart(x, y) for x in a.guards or [()] for y in b.guards or [()])
+
+
+def relocated(entry: Entry, there: Callable[[Any], Any]) -> Entry:
+    """An entry that enters a jaxpr, or leaves it: `there` says what the operand of a
+    guard is then. Guards that nobody else there can have (`None`) are left out."""
+    if not entry.guards:
+        return entry
+
+    def moved(guards: Located) -> Located:
+        new = [(cond, branch, n, there(of)) for cond, branch, n, of in guards]
+        return tuple(guard for guard in new if guard[-1] is not None)
+
+    return dc.replace(entry, guards=tuple(map(moved, entry.guards)))
+
+
+def merge(a: Entry, b: Entry) -> Entry:
+    """One entry from two of the same name, in exclusive branches."""
+    target = unify([a, b])
+    return latest(conform(a, target), conform(b, target))
+
+
+def duplicate(a: Site, b: Site, remedy: str = "") -> DuplicateSowError:
+    twice = a.where == b.where
+    places = f"at {a.where}" + (", which runs twice" if twice else f" and at {b.where}")
+    if "/" in a.name or a.name == ".":
+        paths = (
+            "If this is the path of a module, it is called twice, or a `sow` in there "
+            'has its name: choose with `capture=lambda path, module: path != "..."`'
+        )
+    else:
+        paths = "`scope=True` puts the paths of modules before them"
+    remedy = remedy or (
+        f"or say how to combine them: `save_intermediates(..., reduce={{{a.name!r}: "
+        "eqx_sow.Append()})` returns a tuple of both, `eqx_sow.Last()` the later one."
+    )
+    return DuplicateSowError(
+        f"`{a.name}` is sown twice ({a.mode}): {places}. Give the two values different "
+        f"names ({paths}), {remedy}"
+    )
+
+
+def _check_same(a: Entry, b: Entry) -> None:
+    def describe(e):
+        values = [
+            jax.ShapeDtypeStruct(e.core_shape(i), x.dtype)
+            for i, x in enumerate(e.arrays[:-1])
+        ]
+        return rebuild(e.site.treedef, e.site.leaves, values)
+
+    same = (
+        (a.site.treedef, a.site.leaves) == (b.site.treedef, b.site.leaves)
+        and len(a.arrays) == len(b.arrays)
+        and all(
+            a.core_shape(i) == b.core_shape(i)
+            and a.arrays[i].dtype == b.arrays[i].dtype
+            for i in range(len(a.arrays))
+        )
+    )
+    if not same:
+        raise SowError(
+            f"`{a.site.name}` is sown in several branches, and their values differ in "
+            f"structure, shape or dtype: {describe(a)} at {a.site.where}, but "
+            f"{describe(b)} at {b.site.where}. Sow values of one form, or give the "
+            "sows different names."
+        )

@@ -1,0 +1,98 @@
+"""Checks of captured values against jaxtyping annotations."""
+
+import collections.abc as abc
+import contextlib
+import io
+import re
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jaxtyping
+from beartype.door import is_bearable
+from beartype.roar import BeartypeException
+
+from .._errors import SowTypeError
+from .._mark.static import rebuild
+from .._names import lookup
+from .._transforms.collect import Check
+
+
+def check(
+    checks: Sequence[Check],
+    spec: Mapping[str, Any] | None,
+    intermediates: dict[str, dict[str, Any]],
+) -> None:
+    """Checks the annotations of sows against what was sown, and those in `spec` against
+    what comes back. All of them share one set of axis names."""
+    if not checks and not spec:
+        return
+
+    def at_sows(values):
+        for check, leaves in zip(checks, values):
+            site = check.site
+            value = rebuild(site.treedef, site.leaves, leaves)
+            _check(site.name, f"as sown at {site.where}", check.spec.value, value)
+
+    with jaxtyping.jaxtyped("context"):
+        # Nothing is computed: the arrays that are checked are tracers.
+        jax.eval_shape(at_sows, [c.shapes for c in checks])
+        for name, modes in intermediates.items():
+            annotation = lookup(spec or {}, name)
+            if annotation is not None:
+                mode = next(m for m in modes if m != "count")
+                mode = "primal" if "primal" in modes else mode
+                _check(name, mode, annotation, modes[mode])
+
+
+def _check(name: str, what: str, annotation: Any, value: Any) -> None:
+    try:
+        fits = _fits(value, annotation)
+    except BeartypeException as e:
+        raise SowTypeError(
+            f"`{name}`: beartype does not understand the annotation {annotation!r}. "
+            "Write a type, such as `Float[Array, 'n']`, not a string."
+        ) from e
+    if fits:
+        return
+    bound = io.StringIO()
+    with contextlib.redirect_stdout(bound):
+        jaxtyping.print_bindings()
+    _, *sizes = bound.getvalue().splitlines()
+    sizes = f"The sizes bound so far are: {', '.join(sizes)}." if sizes else ""
+    raise SowTypeError(
+        f"`{name}` ({what}) does not match its annotation. Expected "
+        f"{_name(annotation)}, got {eqx.tree_pformat(value)}. {sizes}".rstrip()
+    )
+
+
+def _name(annotation: Any) -> str:
+    if not isinstance(annotation, type):
+        return repr(annotation)
+    # JAX's arrays have a class of their own, with a name that depends on the version.
+    return re.sub(r"(?<=\[)[\w.]+\.(?=\w)", "", annotation.__name__)
+
+
+def _fits(value: Any, annotation: Any) -> bool:
+    """`is_bearable`, but for all items of a container; beartype looks at one of
+    them."""
+    if not is_bearable(value, annotation):
+        return False
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(value, arg) for arg in args)
+    if origin is typing.Annotated:
+        return _fits(value, args[0])
+    if not args or not isinstance(origin, type):
+        return True
+    if issubclass(origin, tuple) and args[-1] is not Ellipsis:
+        return all(map(_fits, value, args))
+    if issubclass(origin, abc.Mapping):
+        key, item = args
+        return all(_fits(k, key) and _fits(v, item) for k, v in value.items())
+    if issubclass(origin, abc.Collection):
+        return all(_fits(v, args[0]) for v in value)
+    return True

@@ -1,0 +1,170 @@
+"""Sows in a jaxpr: finding them, and changing what is static about them in place."""
+
+import functools as ft
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jexc
+
+from .. import _compat
+from .._errors import UnsupportedPrimitiveError
+from .._mark.listening import Listening, listening
+from .._mark.primitive import same_p, sow_effect, sow_p
+from .._mark.site import Site
+from .._mark.static import Same
+
+
+# Types of parameters in which there is no need to look for a jaxpr.
+_PLAIN = frozenset({type(None), bool, int, float, str})
+
+
+def is_plain(eqn: Any) -> bool:
+    """Whether an equation cannot have a sow inside, at a glance."""
+    if eqn.effects and sow_effect in eqn.effects:
+        return False
+    for x in eqn.params.values():
+        if type(x) not in _PLAIN:
+            return False
+    return True
+
+
+def shows_sow(x: Any) -> bool:
+    """Whether the effects of an equation or a jaxpr tell of a sow inside."""
+    return bool(x.effects) and sow_effect in x.effects
+
+
+_hidden: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+
+
+def has_sow(x: Any) -> bool:
+    """Whether an equation or a jaxpr has a sow inside, at any depth: some primitives
+    hide the effects of what is in there."""
+    if shows_sow(x):
+        return True
+    if isinstance(x, jexc.JaxprEqn):
+        return any(map(has_sow, _jaxprs(x.params))) or bool(_in_functions(x))
+    jaxpr, _ = _compat.open_jaxpr(x)
+    if jaxpr not in _hidden:
+        _hidden[jaxpr] = any(not is_plain(e) and has_sow(e) for e in jaxpr.eqns)
+    return _hidden[jaxpr]
+
+
+def _jaxprs(x: Any) -> Iterator[Any]:
+    """The jaxprs in the parameters of an equation. Equinox has some in tuples of
+    tuples."""
+    if _compat.is_jaxpr(x):
+        yield _compat.open_jaxpr(x)[0]
+    elif isinstance(x, tuple | list | dict):
+        for v in x.values() if isinstance(x, dict) else x:
+            yield from _jaxprs(v)
+
+
+def _in_functions(eqn: Any) -> list[Site]:
+    """The sites of Python functions that an equation holds: they are traced once
+    more."""
+    primitive, params = _compat.unmapped(eqn)
+    if not {"static", "treedef"} <= params.keys():
+        return []
+    avals = [v.aval for v in eqn.invars]
+    found: list[Site] = []
+    with listening(Listening(found=Same(found))):
+        if primitive is _compat.noinline_p:
+            _compat.forget_noinline()
+            _trace_all(ft.partial(eqn.primitive.bind, **eqn.params), avals)
+        eqn.primitive.abstract_eval(*avals, **eqn.params)
+    return found
+
+
+def _trace_all(fn: Callable, avals: Sequence[Any]) -> None:
+    """Traces a function, and what is inside of jaxprs that it kept: a vmap does."""
+    lanes = [jax.ShapeDtypeStruct((1, *a.shape), a.dtype) for a in avals]
+    try:
+        jax.eval_shape(jax.vmap(fn), *lanes)
+    except Exception:  # whatever says that it cannot be batched
+        pass
+
+
+_of_jax = {p for p in vars(jexc.primitives).values() if isinstance(p, jexc.Primitive)}
+
+
+def is_lanewise(jaxpr: Any) -> bool:
+    """Whether it is sure that under a vmap each lane is computed from that lane alone,
+    if the jaxpr has no effects. Other libraries have primitives that look at all."""
+    return all(
+        e.primitive in _of_jax and all(map(is_lanewise, _jaxprs(e.params)))
+        for e in _compat.open_jaxpr(jaxpr)[0].eqns
+    )
+
+
+def sites(x: Any) -> list[Site]:
+    """All sites in an equation or a jaxpr."""
+    if isinstance(x, jexc.JaxprEqn):
+        if x.primitive is sow_p:
+            return [x.params["site"]]
+        inside = [s for j in _jaxprs(x.params) for s in sites(j)] + _in_functions(x)
+        if shows_sow(x) and not inside:
+            raise UnsupportedPrimitiveError(
+                f"There is a sow inside the primitive `{x.primitive}`, where eqx_sow "
+                "cannot look, so its value cannot be captured or planted. Move the sow "
+                "out of it."
+            )
+        return inside
+    return [
+        s for eqn in _compat.open_jaxpr(x)[0].eqns if has_sow(eqn) for s in sites(eqn)
+    ]
+
+
+def recomputed(x: Any) -> Iterator[Site]:
+    """The sites of a jaxpr, of which a `jax.checkpoint` computes the value again."""
+    for eqn in _compat.open_jaxpr(x)[0].eqns:
+        if eqn.primitive is same_p:
+            yield eqn.params["site"]
+        elif not is_plain(eqn):
+            for jaxpr in _jaxprs(eqn.params):
+                yield from recomputed(jaxpr)
+
+
+_calls = jexc.primitives.call_p, jexc.primitives.closed_call_p, jexc.primitives.jit_p
+_movements = {"broadcast_in_dim", "transpose", "reshape", "squeeze", "stop_gradient"}
+_makers: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
+
+
+def root(jaxpr: Any, v: Any) -> Any:
+    """What a variable comes from, up to steps that leave each of its values as it is.
+    JAX takes them with the operands of a branch: `select_n(runs, stop_gradient(x), x)`.
+    A tuple, if that is inside of a call."""
+    if jaxpr not in _makers:
+        _makers[jaxpr] = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+    makers = _makers[jaxpr]
+    while not isinstance(v, jexc.Literal) and v in makers:
+        eqn = makers[v]
+        i = eqn.outvars.index(v)
+        name = eqn.primitive.name
+        if eqn.primitive is sow_p:
+            v = eqn.invars[i]
+        elif name in _movements:
+            v = eqn.invars[0]
+        elif name == "select_n" and _is_selected_operand(makers, *eqn.invars):
+            v = eqn.invars[-1]
+        elif eqn.primitive in _calls:
+            (inside,) = _jaxprs(eqn.params)
+            source = root(inside, inside.outvars[i])
+            if source not in inside.invars:
+                return eqn.outvars[0], source
+            v = eqn.invars[inside.invars.index(source)]
+        else:
+            break
+    return v
+
+
+def _is_selected_operand(makers: dict[Any, Any], runs: Any, *cases: Any) -> bool:
+    del runs
+    eqns = [None if isinstance(x, jexc.Literal) else makers.get(x) for x in cases[:-1]]
+    return all(
+        e is not None
+        and e.primitive.name == "stop_gradient"
+        and e.invars[0] is cases[-1]
+        for e in eqns
+    )

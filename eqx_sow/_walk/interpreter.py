@@ -1,0 +1,193 @@
+"""The one walk over a jaxpr.
+
+A `Handler` says what becomes of a sow: `save_intermediates` takes its value, `plant`
+replaces it, the rules in `_wrapped.py` guard or stamp it. The table `rules` says, for
+each higher-order primitive, how to run its jaxprs with the handler inside. Neither
+knows of the other, and every equation that has no sow in it stays exactly as it was.
+"""
+
+import functools as ft
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jexc
+import jax.tree_util as jtu
+
+from .. import _compat
+from .._mark.primitive import sow_p
+from .edit import without_sows
+from .find import has_sow, is_plain
+from .frame import Frame
+from .handler import Given, Handler, Taken
+
+
+rules: dict[jexc.Primitive, Callable] = {}
+
+
+def register_rule(primitive: jexc.Primitive) -> Callable[[Callable], Callable]:
+    """Teaches eqx_sow to look inside a higher-order primitive.
+
+    For authors of primitives that carry a jaxpr among their parameters. Without a rule,
+    a sow in there raises [`eqx_sow.UnsupportedPrimitiveError`][].
+
+    **Arguments:**
+
+    - `primitive`: the `jax.extend.core.Primitive`.
+
+    **Returns:**
+
+    A decorator for a function `rule(interpret, given, eqn, *args)`, which it returns
+    unchanged. The rule is called, only for equations with a sow inside, with
+
+    - `interpret`: `interpret(jaxpr)` is a function `run(given, *args) -> (outs,
+        taken)`, which runs that jaxpr (open jaxprs must have no constants) with all
+        its sows seen to. Call it in the place of the jaxpr, within any JAX
+        transformation.
+    - `given`: a PyTree that goes to `run` as it is.
+    - `eqn`: the equation; `eqn.params` holds the jaxpr.
+    - `args`: one array for each of `eqn.invars`.
+
+    The rule returns `(outs, taken)`: a list with one array for each of `eqn.outvars`,
+    and the PyTree of arrays that `run` returned. It calls `run` exactly once for each
+    time that the primitive would run its jaxpr. Loops and branches have to be written
+    with `jax.lax`.
+
+    **Raises:**
+
+    `TypeError` if `primitive` is no `Primitive`.
+
+    !!! example
+
+        ```python
+        import eqx_sow
+        from jax.extend.core import Primitive
+
+        twice_p = Primitive("twice")  # runs `jaxpr`, and returns the double
+
+        @eqx_sow.register_rule(twice_p)
+        def _twice(interpret, given, eqn, *args):
+            outs, taken = interpret(eqn.params["jaxpr"])(given, *args)
+            return [2 * x for x in outs], taken
+        ```
+    """
+    if not isinstance(primitive, jexc.Primitive):
+        raise TypeError(
+            "`eqx_sow.register_rule(primitive)` takes a `jax.extend.core.Primitive`, "
+            f"not {primitive!r}."
+        )
+
+    def register(rule):
+        rules[primitive] = rule
+        return rule
+
+    return register
+
+
+# What handlers made of jaxprs: one that occurs many times is walked once by each
+# handler. JAX keeps the result for as long as there is the function that made it: here,
+# as long as the jaxpr.
+Stages = weakref.WeakKeyDictionary[Any, Callable]
+_stages: Stages = weakref.WeakKeyDictionary()
+
+
+class Interpret:
+    """`interpret(jaxpr)(given, *args) -> (outs, taken)`."""
+
+    def __init__(self, handler: Handler, stages: Stages = _stages):
+        self.handler = handler
+        self._stages = stages
+
+    def __call__(self, jaxpr: Any) -> Callable:
+        def run(given, *args):
+            closed, inputs, treedef = self.staged(jaxpr, given, *args)
+            out = _compat.splice(_compat.open_jaxpr(closed)[0], (), inputs)
+            return jtu.tree_unflatten(treedef, out)
+
+        return run
+
+    def staged(self, jaxpr: Any, given: Given, *args) -> tuple[Any, list[Any], Any]:
+        """For rules that change a parameter of an equation in place: the new jaxpr,
+        which has no constants, its inputs, of which the last are `args`, and the
+        treedef of its outputs, that of what `run` returns."""
+        if jaxpr not in self._stages:
+            self._stages[jaxpr] = _stage(weakref.ref(jaxpr), self._stages)
+        closed, shape = self._stages[jaxpr](self.handler)(given, args)
+        _, consts = _compat.open_jaxpr(closed)
+        inputs = [*consts, *jtu.tree_leaves((given, args))]
+        return _consts_as_args(closed), inputs, jtu.tree_structure(shape)
+
+
+def _stage(jaxpr: weakref.ref, stages: Stages) -> Callable:
+    @ft.lru_cache(maxsize=16)
+    def by(handler):
+        def evaluate_jaxpr(given, args):
+            opened, consts = _compat.open_jaxpr(jaxpr())
+            return evaluate(opened, consts, handler, given, args, stages)
+
+        return jax.make_jaxpr(evaluate_jaxpr, return_shape=True)
+
+    return by
+
+
+# What is compiled is the same jaxpr each time, so that it is compiled once.
+_closed: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+
+def _consts_as_args(closed: Any) -> Any:
+    jaxpr, consts = _compat.open_jaxpr(closed)
+    if not consts:
+        return closed
+    if jaxpr not in _closed:
+        invars = [*jaxpr.constvars, *jaxpr.invars]
+        opened = jaxpr.replace(constvars=[], invars=invars)
+        _closed[jaxpr] = _compat.close_jaxpr(opened)
+    return _closed[jaxpr]
+
+
+def evaluate(
+    jaxpr: Any,
+    consts: Sequence[Any],
+    handler: Handler,
+    given: Given,
+    args,
+    stages: Stages | None = None,
+) -> tuple[list[Any], Taken]:
+    """Evaluates an open jaxpr, with each sow left to the handler."""
+    if stages is None:
+        kept = handler.lasting or _compat.is_eager()
+        stages = _stages if kept else weakref.WeakKeyDictionary()
+    frame = Frame(jaxpr, [*consts, *args])
+    found: list[Any] = []
+    for i, eqn in enumerate(jaxpr.eqns):
+        if is_plain(eqn) or not has_sow(eqn):
+            frame.leave(eqn)
+            continue
+        frame.now, frame.eqn = i, eqn
+        if eqn.primitive is sow_p:
+            given = handler.sow(found, given, eqn.params["site"], eqn.invars, frame)
+            continue
+        if handler.leaves(eqn):
+            frame.leave(eqn)
+            continue
+        rule = rules.get(eqn.primitive)
+        if rule is None:
+            handler.without_rule(found, eqn)
+            frame.leave(eqn if handler.outer else without_sows(eqn))
+            continue
+        values = frame.read(eqn.invars)
+        frame.settle()
+        with eqn.ctx.manager:
+            outs, taken = rule(
+                Interpret(handler.within(eqn), stages), given, eqn, *values
+            )
+        frame.set(eqn.outvars, outs)
+        rest = handler.enter(taken.rest, lambda i: frame.root(eqn.invars[i]))
+        found.append(taken._replace(rest=rest))
+        given = given._replace(carry=taken.carry)
+    frame.now = len(jaxpr.eqns)
+    taken = handler.join(found, given, frame)
+    outs = frame.read_arrays(jaxpr.outvars)
+    frame.settle()
+    return outs, taken

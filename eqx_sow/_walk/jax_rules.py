@@ -1,0 +1,308 @@
+"""The rules of JAX's that eqx_sow wraps. There are few, and only here.
+
+For a scan, a while or a cond with a sow inside, some of JAX's rules move equations to
+places from which they cannot be told any more where they came from:
+
+- `vmap` of a loop puts the new axis inside of the loop's. A sow has to know how many
+  loops are around the axis.
+- `vmap` of a cond whose predicate varies runs all branches, and of a while goes on
+  until the last lane has finished. A sow has to know whether it really runs.
+- differentiation moves what does not depend on the iteration out of a scan. A sow has
+  to know that it ran in each iteration.
+
+So these rules prepare the equation, or mend what comes out, and leave the work to JAX's
+rule. While nobody listens they are not even called.
+"""
+
+import dataclasses as dc
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.core
+import jax.extend.core as jexc
+from jax.interpreters import batching, partial_eval as pe
+
+from .. import _compat
+from .._errors import SowError
+from .._mark.listening import around, listening
+from .._mark.primitive import sow_p
+from .._mark.site import Axis, out_of_loop
+from .edit import with_sites, without_prints
+from .find import has_sow, is_lanewise, shows_sow, sites
+from .handler import Given, Handler
+from .interpreter import Interpret
+
+
+cond_p = jexc.primitives.cond_p
+scan_p = jexc.primitives.scan_p
+while_p = jexc.primitives.while_p
+
+
+def _wrap(table: dict, primitive: jexc.Primitive) -> Callable:
+    def decorate(make):
+        rule = table[primitive]
+        wrapped = make(rule)
+
+        def chosen(*args, **kwargs):
+            return (rule if listening.value is None else wrapped)(*args, **kwargs)
+
+        table[primitive] = chosen
+        return make
+
+    return decorate
+
+
+# --- vmap ---
+@dc.dataclass(frozen=True)
+class Guard(Handler):
+    """Tells sows whether they run, by one more guard: `Given.rest`."""
+
+    guard: tuple[Any, int, int]
+
+    def sow(self, found, given, site, atoms, frame):
+        del found
+        n = len(site.guards)
+        operands = frame.read(atoms)
+        axes = tuple(a._replace(has=(*a.has[:n], False, *a.has[n:])) for a in site.axes)
+        site = site._replace(guards=(*site.guards, self.guard), axes=axes)
+        outs = sow_p.bind(*operands[:n], given.rest, *operands[n:], site=site)
+        frame.set(frame.eqn.outvars, [*outs[:n], *outs[n + 1 :]])
+        return given
+
+
+def _within(axis_data, *conds, loops=0):
+    here = around(axis_data)
+    here = here._replace(loops=here.loops + loops, conds=(*here.conds, *conds))
+    return _compat.with_around(axis_data, here)
+
+
+# A cond whose branches have no guards. One for all, so that JAX's caches know it.
+_NO_COND = object()
+
+
+def _batched(rule, axis_data, args, dims, params):
+    """What JAX's batching rule for a loop binds, as a jaxpr, and where the axes are;
+    sows in there count one more loop."""
+    dims_out = []
+    inside = _within(axis_data, loops=1)
+
+    def batched(*args):
+        outs, dims_out[:] = rule(inside, args, dims, **params)
+        return outs
+
+    with listening(listening.value._replace(loops=around(inside).loops)):
+        closed = jax.make_jaxpr(batched)(*args)
+    return closed, dims_out
+
+
+@_wrap(batching.fancy_primitive_batchers, scan_p)
+def _batch_scan(rule):
+    def batch_scan(axis_data, args, dims, **params):
+        if not shows_sow(params["jaxpr"]):
+            # There may be some in a custom derivative rule: those cannot be seen yet.
+            return rule(_within(axis_data, loops=1), args, dims, **params)
+        closed, dims_out = _batched(rule, axis_data, args, dims, params)
+        return jexc.jaxpr_as_fun(closed)(*args), dims_out
+
+    return batch_scan
+
+
+@_wrap(batching.fancy_primitive_batchers, while_p)
+def _batch_while(rule):
+    def batch_while(axis_data, args, dims, **params):
+        body, cond = params["body_jaxpr"], params["cond_jaxpr"]
+        closed, dims_out = _batched(rule, axis_data, args, dims, params)
+        loop = _compat.open_jaxpr(closed)[0].eqns[-1]
+        varies = loop.params["cond_jaxpr"].out_avals[0].shape
+        # If the predicate has an axis already, an earlier vmap has told the sows.
+        if varies and not cond.out_avals[0].shape:
+            if has_sow(body):
+                if not cond.effects and is_lanewise(cond):
+                    args, dims, params = _carrying_predicate(
+                        axis_data, args, dims, params
+                    )
+                args, dims, params = _guarded(args, dims, params)
+            axis_data = _within(axis_data, None)
+            closed, dims_out = _batched(rule, axis_data, args, dims, params)
+        n = len(body.out_avals)
+        return jexc.jaxpr_as_fun(closed)(*args)[-n:], dims_out[-n:]
+
+    return batch_while
+
+
+def _carrying_predicate(axis_data, args, dims, params):
+    """The same while loop, with its predicate in front of its carry. With that, the
+    predicate is evaluated once in each iteration; JAX does so twice under a vmap, to
+    know whether to go on, and in which lanes."""
+    going, body = map(jexc.jaxpr_as_fun, (params["cond_jaxpr"], params["body_jaxpr"]))
+    n = params["cond_nconsts"]
+    m = n + params["body_nconsts"]
+
+    def new_body(*args):
+        consts, (mask, *carry) = args[:m], args[m:]
+        outs = body(*consts[n:], *carry)
+        # As under JAX's rule, the predicate sees a lane that has finished as it was.
+        new = [jax.lax.select_n(mask, x, y) for x, y in zip(carry, outs)]
+        return [*going(*consts[:n], *new), *outs]
+
+    cond_avals, avals = params["cond_jaxpr"].in_avals, params["body_jaxpr"].in_avals
+    carry = [*params["cond_jaxpr"].out_avals, *cond_avals[n:]]
+    params = {
+        **params,
+        "cond_jaxpr": jax.make_jaxpr(lambda mask, *_: mask)(*carry),
+        "cond_nconsts": 0,
+        "body_jaxpr": jax.make_jaxpr(new_body)(
+            *cond_avals[:n], *avals[: m - n], *carry
+        ),
+        "body_nconsts": m,
+    }
+    over = [*dims[:n], *dims[m:]]
+    mapped = any(d is not None for d in over)
+    if mapped:
+        going = jax.vmap(
+            going,
+            in_axes=over,
+            axis_name=axis_data.name,
+            axis_size=axis_data.size,
+            spmd_axis_name=axis_data.spmd_name,
+        )
+    (mask,) = going(*args[:n], *args[m:])
+    args = [*args[:m], mask, *args[m:]]
+    dims = [*dims[:m], 0 if mapped else None, *dims[m:]]
+    return args, dims, params
+
+
+def _guarded(args, dims, params):
+    """The same while loop, with the sows in its body told whether they run."""
+    cond, body = params["cond_jaxpr"], params["body_jaxpr"]
+    n, m = params["cond_nconsts"], params["body_nconsts"]
+    quiet = jexc.jaxpr_as_fun(without_prints(cond))
+    run = Interpret(Guard((None, 1, 1)))(body)
+
+    def guarded(*args):
+        consts, args = args[:n], args[n:]
+        (going,) = quiet(*consts, *args[m:])
+        outs, _ = run(Given(rest=going), *args)
+        return outs
+
+    avals = [*cond.in_avals[:n], *body.in_avals]
+    params = {
+        **params,
+        "body_jaxpr": jax.make_jaxpr(guarded)(*avals),
+        "body_nconsts": n + m,
+    }
+    return [*args[:n], *args], [*dims[:n], *dims], params
+
+
+@_wrap(batching.fancy_primitive_batchers, cond_p)
+def _batch_cond(rule):
+    def batch_cond(axis_data, args, dims, *, branches, **params):
+        if dims[0] is None:
+            return rule(axis_data, args, dims, branches=branches, **params)
+        if not any(map(shows_sow, branches)):
+            axis_data = _within(axis_data, _NO_COND)
+            return rule(axis_data, args, dims, branches=branches, **params)
+        index, *operands = args
+        cond = object()
+        of_one = jax.make_jaxpr(lambda x: jax.lax.index_in_dim(x, 0, dims[0], False))(
+            index
+        )
+
+        def guarded(i):
+            run = Interpret(Guard((cond, i, len(branches))))(branches[i])
+
+            def branch(index, *operands):
+                return run(Given(rest=index), *operands)[0]
+
+            return jax.make_jaxpr(branch)(*of_one.out_avals, *branches[i].in_avals)
+
+        return rule(
+            _within(axis_data, cond),
+            (index, index, *operands),
+            (dims[0], *dims),
+            branches=tuple(map(guarded, range(len(branches)))),
+            **params,
+        )
+
+    return batch_cond
+
+
+# --- differentiation ---
+def _stamp(eqn: Any, length: int) -> Any:
+    """An equation, of which the sows say that they ran in each of so many
+    iterations."""
+
+    def stamped(site, operands):
+        loop = Axis(length, (False,) * operands, lane=False)
+        _, axes = out_of_loop(site.axes, loop)
+        return site._replace(axes=axes)
+
+    return with_sites(eqn, stamped)
+
+
+def _stamp_hoisted(closed: Any, length: int) -> Any:
+    """A jaxpr made of what JAX moved out of a scan, and the scan."""
+    jaxpr, consts = _compat.open_jaxpr(closed)
+    *hoisted, loop = jaxpr.eqns
+    eqns = [*(_stamp(e, length) for e in hoisted), loop]
+    return jexc.ClosedJaxpr(jaxpr.replace(eqns=eqns), consts)
+
+
+@_wrap(_compat.primitive_linearizations, scan_p)
+def _linearize_scan(rule):
+    def linearize_scan(is_vjp, nonzeros, *primals, **params):
+        if not shows_sow(params["jaxpr"]):
+            return rule(is_vjp, nonzeros, *primals, **params)
+        rest = []
+
+        def linearized(*primals):
+            outs, nonzeros_out, *residuals, tangent = rule(
+                is_vjp, nonzeros, *primals, **params
+            )
+            rest[:] = nonzeros_out, tangent
+            return outs, residuals
+
+        closed, shape = jax.make_jaxpr(linearized, return_shape=True)(*primals)
+        closed = _stamp_hoisted(closed, params["length"])
+        out = jexc.jaxpr_as_fun(closed)(*primals)
+        outs, residuals = jax.tree.unflatten(jax.tree.structure(shape), out)
+        nonzeros_out, tangent = rest
+        return outs, nonzeros_out, *residuals, tangent
+
+    return linearize_scan
+
+
+@_wrap(pe.partial_eval_jaxpr_custom_rules, scan_p)
+def _checkpoint_scan(rule):
+    def checkpoint_scan(saveable, unknown, instantiated, eqn):
+        known, *rest = rule(saveable, unknown, instantiated, eqn)
+        if shows_sow(eqn) and shows_sow(known):
+            closed = _stamp_hoisted(known.params["call_jaxpr"], eqn.params["length"])
+            known = known.replace(params={**known.params, "call_jaxpr": closed})
+            known = _compat.call_that_keeps_effects(known)
+        return known, *rest
+
+    return checkpoint_scan
+
+
+@_wrap(pe.custom_partial_eval_rules, scan_p)
+def _partial_eval_scan(rule):
+    def partial_eval_scan(trace, *tracers, **params):
+        if shows_sow(params["jaxpr"]):
+            # What the rule makes cannot be mended here, but it can be looked at.
+            n = len(trace.effect_handles)
+            closed = jax.make_jaxpr(lambda: rule(trace, *tracers, **params) and None)()
+            del trace.effect_handles[n:]
+            *hoisted, _ = _compat.open_jaxpr(closed)[0].eqns or [None]
+            for site in (s for e in hoisted if shows_sow(e) for s in sites(e)):
+                raise SowError(
+                    f"`sow(..., {site.name!r})` at {site.where} does not depend on the "
+                    "iteration of the scan that it is in, and that scan is part of a "
+                    "custom derivative rule (or of a while loop that is linearized), "
+                    "where JAX moves the sow out of the loop. Sow the value before the "
+                    "loop."
+                )
+        return rule(trace, *tracers, **params)
+
+    return partial_eval_scan

@@ -1,0 +1,165 @@
+"""Loops and branches, written anew with `jax.lax`."""
+
+import jax
+import jax.core
+import jax.extend.core as jexc
+import jax.numpy as jnp
+from jax import lax
+
+from ... import _compat
+from ..._arrays import select
+from ..edit import without_sows
+from ..find import sites
+from ..handler import Given, Taken
+from ..interpreter import register_rule
+from ..refuse import refuse
+from .calls import bind
+
+
+def _split(xs, *sizes):
+    out = []
+    for n in sizes:
+        out.append(list(xs[:n]))
+        xs = xs[n:]
+    return *out, list(xs)
+
+
+@register_rule(jexc.primitives.scan_p)
+def _scan(interpret, given, eqn, *args):
+    p = eqn.params
+    handler = interpret.handler
+    num_consts, num_carry = _compat.scan_arity(p)
+    consts, init, xs = _split(args, num_consts, num_carry)
+    run = interpret(p["jaxpr"])
+    sliced, put_back = handler.unstack(given.rest, p["jaxpr"])
+
+    def body(carry, x):
+        state, carry = carry
+        sliced, x = x
+        outs, taken = run(Given(state, put_back(sliced)), *consts, *carry, *x)
+        carry, y = _split(outs, num_carry)
+        return (taken.carry, carry), (y, taken.rest)
+
+    (state, carry), (ys, rest) = lax.scan(
+        body,
+        (given.carry, init),
+        (sliced, xs),
+        length=p["length"],
+        reverse=p["reverse"],
+        unroll=p["unroll"],
+    )
+    return [*carry, *ys], Taken(state, handler.stack(rest, p["length"]))
+
+
+@register_rule(jexc.primitives.cond_p)
+def _cond(interpret, given, eqn, index, *args):
+    runs = [interpret(jaxpr) for jaxpr in eqn.params["branches"]]
+    shapes = [jax.eval_shape(run, given, *args)[1].rest for run in runs]
+    to_one_form = interpret.handler.branch(shapes)
+
+    def branch(run):
+        def call(given, *args):
+            outs, taken = run(given, *args)
+            rest = to_one_form(taken.rest)
+            return outs, taken._replace(rest=_varying_like(index, rest))
+
+        return call
+
+    branches = _alike(list(map(branch, runs)), given, *args)
+    staged = [jax.make_jaxpr(fn, return_shape=True)(given, *args) for fn in branches]
+    consts = [_compat.open_jaxpr(closed)[1] for closed, _ in staged]
+
+    def with_all_consts(i):
+        jaxpr, _ = _compat.open_jaxpr(staged[i][0])
+
+        def call(consts, *args):
+            return _compat.splice(jaxpr, consts[i], args)
+
+        return jax.make_jaxpr(call)(consts, *leaves)
+
+    # Not `lax.switch`, which would clamp the index once more.
+    leaves = [*jax.tree.leaves(given), *args]
+    new = tuple(map(with_all_consts, range(len(staged))))
+    out = bind(eqn, [index, *jax.tree.leaves(consts), *leaves], branches=new)
+    return jax.tree.unflatten(jax.tree.structure(staged[0][1]), out)
+
+
+def _vary(x, axes):
+    missing = tuple(axes - _compat.varying(x))
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def _varying_like(predicate, tree):
+    """Inside of a `jax.shard_map`: what depends on a predicate varies where it does."""
+    axes = _compat.varying(predicate)
+    return jax.tree.map(lambda x: _vary(x, axes), tree) if axes else tree
+
+
+def _alike(fns, *args):
+    """Inside of a `jax.shard_map`: functions whose results vary over the same axes."""
+    if not any(map(_compat.varying, jax.tree.leaves(args))):
+        return fns
+    avals = zip(*[jax.make_jaxpr(fn)(*args).out_avals for fn in fns])
+    axes = [frozenset().union(*map(_compat.varying, a)) for a in avals]
+
+    def wrap(fn):
+        def call(*args):
+            leaves, treedef = jax.tree.flatten(fn(*args))
+            return jax.tree.unflatten(treedef, list(map(_vary, leaves, axes)))
+
+        return call
+
+    return list(map(wrap, fns))
+
+
+@register_rule(jexc.primitives.while_p)
+def _while(interpret, given, eqn, *args):
+    p = eqn.params
+    handler = interpret.handler
+    refuse(
+        handler,
+        eqn,
+        sites(p["cond_jaxpr"]),
+        "a sow in the condition of a `while_loop` runs before each iteration and once "
+        "more, which fits no iteration",
+        "Sow the value in the body.",
+    )
+    cond_consts, consts, init = _split(args, p["cond_nconsts"], p["body_nconsts"])
+    cond_jaxpr, literals = _compat.open_jaxpr(p["cond_jaxpr"])
+    predicate = without_sows(cond_jaxpr)
+    run = interpret(p["body_jaxpr"])
+    shape = jax.eval_shape(run, given, *consts, *init)[1].rest
+    # Under vmap: the lanes that have finished stay as they are. Whatever the handler
+    # does, `_wrapped.py` has told it which lanes these are.
+    lanes = cond_jaxpr.outvars[0].aval.shape
+    mutable = [
+        x
+        for v, x in zip(eqn.invars, args)
+        if lanes and not isinstance(v.aval, jax.core.ShapedArray)
+    ]
+
+    def going(carry, jaxpr=predicate):
+        (out,) = _compat.splice(jaxpr, literals, [*cond_consts, *carry])
+        return out
+
+    def body(loop):
+        carry, state, rest = loop
+        before = [ref[...] for ref in mutable]
+        outs, taken = run(Given(state, given.rest), *consts, *carry)
+        if lanes:
+            mask = going(carry)
+            outs = [select(mask, x, y) for x, y in zip(outs, carry)]
+            for ref, x in zip(mutable, before):
+                ref[...] = select(mask, ref[...], x)
+        return outs, taken.carry, handler.again(rest, taken.rest)
+
+    # Its aval: evaluated once more, the predicate might print.
+    (pred,) = jax.make_jaxpr(going)(init).out_avals
+    empty = _varying_like(pred, handler.empty(shape))
+    first = init, given.carry, empty
+    step, start = _alike([body, lambda loop: loop], first)
+    kept = cond_jaxpr if handler.outer else predicate
+    carry, state, rest = lax.while_loop(
+        lambda loop: jnp.any(going(loop[0], kept)), step, start(first)
+    )
+    return carry, Taken(state, rest)

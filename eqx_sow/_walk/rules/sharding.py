@@ -1,0 +1,55 @@
+"""`jax.shard_map`, written anew: what is sown on each device gets an axis for the
+devices, sharded over the mesh."""
+
+import jax
+
+from ... import _compat
+from ..find import sites
+from ..handler import Given, Taken
+from ..interpreter import register_rule
+from ..refuse import refuse
+
+
+@register_rule(_compat.shard_map_p)
+def _shard_map(interpret, given, eqn, *args):
+    p = eqn.params
+    handler = interpret.handler
+    refuse(
+        handler,
+        eqn,
+        filter(handler.ordered, sites(eqn)),
+        "`Last`, `Fold` and `Buffer` know no order of execution over devices",
+        "Capture it without a reducer.",
+    )
+    run = interpret(p["jaxpr"])
+    axes = {a: n for a, n in p["mesh"].shape.items() if a in p["newly_manual_axes"]}
+    sliced, put_back, sliced_specs = handler.unspread(given.rest, p["jaxpr"], [*axes])
+    specs = None
+
+    def varying(x):
+        return [a for a in axes if not p["check_vma"] or a in _compat.varying(x)]
+
+    def body(sliced, *args):
+        nonlocal specs
+        outs, taken = run(Given(rest=put_back(sliced)), *args)
+        rest, specs = handler.spread(taken.rest, axes, varying)
+        return list(outs), rest
+
+    def mapped(body, out_specs):
+        return jax.shard_map(
+            body,
+            mesh=p["mesh"],
+            in_specs=(sliced_specs, *p["in_specs"]),
+            out_specs=out_specs,
+            axis_names=set(axes),
+            check_vma=p["check_vma"],
+        )
+
+    def probe(*args):
+        body(*args)
+        return ()
+
+    # Once only to see what varies over which axis.
+    jax.eval_shape(mapped(probe, ()), sliced, *args)
+    outs, rest = mapped(body, (list(p["out_specs"]), specs))(sliced, *args)
+    return outs, Taken(given.carry, rest)
