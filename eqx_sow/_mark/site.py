@@ -47,7 +47,8 @@ class Site(NamedTuple):
     it is too late for these.
     `differentiated` is how many derivatives of it there are already. `orders` tells,
     for each of `modes`, how many there were before that one: two derivatives of one
-    value, as in `grad(grad(f))`, are told apart by it.
+    value, as in `grad(grad(f))`, are told apart by it. `origin` is an object of its own
+    for each call of `sow`, which its derivatives share.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Site(NamedTuple):
     unguarded: bool = False
     spec: Const | None = None
     where: str = ""
+    origin: Any = None
 
     @property
     def mode(self) -> str:

@@ -81,7 +81,15 @@ def bind(value: Any, name: str, tag: Hashable, spec: Const | None) -> Any:
     else:
         arrays, treedef, leaves = take_apart(value)
         _check_static(leaves, name)
-    site = Site(name, tag, treedef, leaves, spec=spec, where=_compat.user_line())
+    site = Site(
+        name,
+        tag,
+        treedef,
+        leaves,
+        spec=spec,
+        where=_compat.user_line(),
+        origin=object(),
+    )
     out = sow_p.bind(*arrays, site=site)
     return out[0] if treedef is _ARRAY else rebuild(treedef, leaves, out)
 
