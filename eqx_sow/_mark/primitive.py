@@ -5,6 +5,7 @@ and whose single parameter, a `Site`, is everything static about it. Differentia
 batching rewrite the `Site`; nothing about a sow is ever kept outside of its equation.
 """
 
+import dataclasses as dc
 from typing import Any
 
 import jax
@@ -54,26 +55,18 @@ def _sow_abstract_eval(*avals, site):
     return avals, {sow_effect}
 
 
-def _is_zero(tangent, primal):
-    """Whether a tangent is zero, and could be otherwise."""
-    dtype = jexc.primal_dtype_to_tangent_dtype(jnp.result_type(primal))
-    return isinstance(tangent, ad.Zero) and dtype != jax.dtypes.float0
-
-
 def _sow_jvp(primals, tangents, *, site):
     n = site.differentiated
     out = sow_p.bind(*primals, site=site._replace(differentiated=n + 1))
-    tangents = [
-        ad.instantiate_zeros(t) if _is_zero(t, x) else t
-        for t, x in zip(tangents, primals)
-    ]
     n_guards = len(site.guards)
     keep = [i < n_guards or not isinstance(t, ad.Zero) for i, t in enumerate(tangents)]
     operand = iter(range(n_guards, len(primals)))
     leaves = []
     for leaf in site.leaves:
         if leaf is OPERAND and not keep[i := next(operand)]:
-            leaf = NoTangent(site.shape(i, jnp.shape(primals[i])))
+            shape = site.shape(i, jnp.shape(primals[i]))
+            dtype = jexc.primal_dtype_to_tangent_dtype(jnp.result_type(primals[i]))
+            leaf = NoTangent(shape, dtype, dtype)
         leaves.append(leaf)
     tangent_site = site._replace(
         leaves=tuple(leaves),
@@ -98,12 +91,18 @@ def _sow_transpose(cts, *operands, site):
     n_guards = len(site.guards)
     modes = site.modes[:-1] if site.modes[-1:] == ("tangent",) else site.modes
     cts = cts[n_guards:]
+    leaves = tuple(
+        dc.replace(x, dtype=jax.dtypes.float0) if isinstance(x, NoTangent) else x
+        for x in site.leaves
+    )
     # A value that was moved out of its loop has one cotangent: the total.
     axes = tuple(a for a in site.axes if a.lane)
     sown = sow_p.bind(
         *operands[:n_guards],
         *map(ad.instantiate_zeros, cts),
-        site=site._replace(modes=(*modes, "cotangent"), axes=axes, spec=None),
+        site=site._replace(
+            modes=(*modes, "cotangent"), leaves=leaves, axes=axes, spec=None
+        ),
     )
     return [None] * n_guards + [
         None if not ad.is_undefined_primal(x) else ct if type(ct) is ad.Zero else s

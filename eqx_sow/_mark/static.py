@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import equinox as eqx
-import jax
-import jax.core
 import jax.tree_util as jtu
 import numpy as np
 
@@ -67,9 +65,16 @@ class Same:
 
 @dc.dataclass(frozen=True)
 class NoTangent:
-    """A leaf (an integer, a key) that has no tangent, of this shape."""
+    """A leaf that is not differentiated, and of which there is no operand.
+
+    Its tangent is zero. Its cotangent is not known: JAX never computes one, and a zero
+    would be wrong. An integer or a key has neither. `dtype` is that of the zeros which
+    stand there; `tangent_dtype` what a tangent of the leaf would have.
+    """
 
     shape: tuple[int, ...]
+    dtype: Any
+    tangent_dtype: Any
 
 
 class _Operand:
@@ -93,14 +98,14 @@ def take_apart(tree: Any) -> tuple[list[Any], Const, tuple[Any, ...]]:
 def rebuild(
     treedef: Const, leaves: Sequence[Any], values: Sequence[Any], lead=()
 ) -> Any:
-    """The PyTree. Leaves with no tangent are zeros of JAX's dtype `float0`."""
+    """The PyTree. Leaves that are not differentiated are zeros."""
     operand = iter(values)
     return jtu.tree_unflatten(
         treedef.value,
         [
             next(operand)
             if x is OPERAND
-            else np.zeros((*lead, *x.shape), jax.dtypes.float0)
+            else np.zeros((*lead, *x.shape), x.dtype)
             if isinstance(x, NoTangent)
             else x.value
             for x in leaves
