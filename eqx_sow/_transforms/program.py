@@ -16,6 +16,7 @@ from .._modules.marks import Mark
 from .._walk.find import recomputed
 from .._walk.handler import Given, Handler, Taken
 from .._walk.interpreter import evaluate
+from .._walk.jax_rules import check_wrapped
 
 
 @dc.dataclass(frozen=True)
@@ -63,6 +64,8 @@ class Program:
 def trace(fn: Callable, args: tuple, kwargs: dict, marking: Marking) -> Program:
     """Traces `fn(*args, **kwargs)` while everybody listens. Arrays are traced, all else
     is static, as in `eqx.filter_jit`."""
+    _compat.check_supported()
+    check_wrapped()
     inputs, treedef, static = take_apart((fn, args, kwargs))
     out: Any = None
     marks: set[Mark] = set()

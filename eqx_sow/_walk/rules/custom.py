@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from ... import _compat
 from ..edit import without_prints, without_sows
-from ..interpreter import register_rule
+from ..interpreter import rule_for
 from .calls import bind
 
 
@@ -46,11 +46,11 @@ def _custom(interpret, given, eqn, *args):
     return list(map(_derivative_of, outs, original)), taken
 
 
-register_rule(jexc.primitives.custom_jvp_call_p)(_custom)
-register_rule(jexc.primitives.custom_vjp_call_p)(_custom)
+rule_for(jexc.primitives.custom_jvp_call_p)(_custom)
+rule_for(jexc.primitives.custom_vjp_call_p)(_custom)
 
 
-@register_rule(_compat.custom_vmap_p)
+@rule_for(_compat.custom_vmap_p)
 def _custom_vmap(interpret, given, eqn, *args):
     jaxpr = eqn.params["call"]
     if interpret.handler.changes(eqn):

@@ -6,11 +6,11 @@ import jax
 from ... import _compat
 from ..find import sites
 from ..handler import Given, Taken
-from ..interpreter import register_rule
+from ..interpreter import rule_for
 from ..refuse import refuse
 
 
-@register_rule(_compat.shard_map_p)
+@rule_for(_compat.shard_map_p)
 def _shard_map(interpret, given, eqn, *args):
     p = eqn.params
     handler = interpret.handler
