@@ -10,58 +10,78 @@ import equinox as eqx
 from .._errors import UnsupportedPrimitiveError
 from .._mark.listening import listening
 from .._mark.static import Const, Same
-from .._modules.find import Marking
 from .._names import check_known
 from .._values import spec as _spec
-from .._values.assemble import assemble, labels
-from .._values.reduce import folds, Reducer
-from .._walk.handler import Given, Taken
+from .._values.assemble import assemble
+from .._values.modes import is_outer_cotangent, labels
+from .._values.reduce import Reducer
+from .._values.sown import Sown
+from .._walk.handler import Given
 from . import options as opt
-from .collect import Collect, reductions
+from .collect import Collect
+from .options import Options
 from .program import Program, trace
 from .transformed import Transformed, wrap
 
 
-@dc.dataclass(frozen=True)
-class _Options:
-    names: tuple[Any, ...] | None
-    modes: tuple[str, ...] | None
-    spec: Mapping[str, Any] | None
-    marking: Marking
-
-
 class _SaveIntermediates(Transformed):
-    # Reducers and transforms may hold arrays.
     _fn: Callable
+    # Reducers and transforms may hold arrays.
     _reduce: Any
     _transform: Any
     _options: Const = eqx.field(static=True)
 
     def _run(self, args, kwargs):
-        options: _Options = self._options.value
+        options: Options = self._options.value
         outer = listening.value is not None
         program = trace(self._fn, args, kwargs, options.marking)
         collect = Collect(
-            tag=options.marking.tag,
-            names=Const(options.names),
-            modes=options.modes,
-            reduce=Same(self._reduce),
-            transform=Same(self._transform),
-            outer=outer,
+            self._options, Same(self._reduce), Same(self._transform), outer
         )
         carry: Any = {}
-        if any(map(folds, opt.each(self._reduce))):
+        reducers = opt.each(self._reduce)
+        if any(r is not None and r.has_state for r in reducers):
             survey = program.survey(dc.replace(collect, survey=True))
-            collect, carry = reductions(collect, survey)
+            collect, carry = collect.surveyed(survey)
         outs, taken = program.evaluate(collect, Given(carry), *program.inputs)
-        _check_names(self, taken.rest.seen)
-        for name, message in taken.rest.hidden:
-            if name not in taken.rest.seen:
-                raise UnsupportedPrimitiveError(message)
-        _check_second_derivatives(program, collect, taken)
-        intermediates = program.unmark(assemble(collect, taken, tuple(carry)))
-        _spec.check(taken.rest.checks, options.spec, intermediates)
+        sown: Sown = taken.rest
+        unmarked = opt.is_unmarked(options, self._fn, args, kwargs)
+        self._check_names(sown, unmarked)
+        mode_of = labels([*taken.carry, *(e.site.key for e in sown.entries)])
+        self._check_modes(sown, mode_of, unmarked)
+        if options.modes is not None:
+            mode_of = {k: m for k, m in mode_of.items() if m in options.modes}
+        _check_second_derivatives(program, options, mode_of)
+        intermediates = program.unmark(
+            assemble(sown, taken.carry, collect.reducer, mode_of)
+        )
+        _spec.check(sown.checks, options.spec, intermediates)
         return program.output(outs), intermediates
+
+    def _check_names(self, sown: Sown, unmarked: bool) -> None:
+        options: Options = self._options.value
+        names = dict.fromkeys(name for name, _ in sown.seen)
+        by_name = dict(
+            reduce=self._reduce, transform=self._transform, spec=options.spec
+        )
+        for option, patterns in dict(names=options.names, **by_name).items():
+            if option == "names" or isinstance(patterns, Mapping):
+                call = f"save_intermediates(..., {option}=...)"
+                check_known(call, patterns, names, unmarked=unmarked)
+        for name, message in sown.hidden:
+            if name not in names:
+                raise UnsupportedPrimitiveError(message)
+
+    def _check_modes(self, sown: Sown, mode_of: Mapping, unmarked: bool) -> None:
+        there = [mode for _, mode in sown.seen if mode is not None]
+        check_known(
+            "save_intermediates(..., modes=...)",
+            self._options.value.modes,
+            [*there, *mode_of.values()],
+            "is a mode that no selected sow of this program has",
+            kind="modes",
+            unmarked=unmarked,
+        )
 
     def _pack(self, result):
         out, intermediates = result
@@ -72,32 +92,15 @@ class _SaveIntermediates(Transformed):
         return out, {name: dict(modes) for name, modes in intermediates.items()}
 
 
-def _check_second_derivatives(program: Program, collect: Collect, taken: Taken) -> None:
-    keys = [*taken.carry, *(e.site.key for e in taken.rest.entries)]
-    if any(orders[:1] > (0,) for _, _, orders in keys):
-        program.check_recomputed(
-            [
-                key
-                for key, mode in labels(keys).items()
-                if mode.startswith("primal.") and "cotangent" in mode
-                if collect.has(mode)
-            ],
-            collect.tag,
-            'Leave this derivative out, `modes=("primal", "cotangent")`, or take the '
-            "`jax.checkpoint` away.",
-        )
-
-
-def _check_names(self: _SaveIntermediates, seen: Sequence[str]) -> None:
-    options: _Options = self._options.value
-    check_known("save_intermediates(..., names=...)", options.names, seen)
-    for name, option in (
-        ("reduce", self._reduce),
-        ("transform", self._transform),
-        ("spec", options.spec),
-    ):
-        if isinstance(option, Mapping):
-            check_known(f"save_intermediates(..., {name}=...)", option, seen)
+def _check_second_derivatives(
+    program: Program, options: Options, mode_of: Mapping[Any, str]
+) -> None:
+    program.check_recomputed(
+        [key for key, mode in mode_of.items() if is_outer_cotangent(mode)],
+        options.tag,
+        'Leave this derivative out, `modes=("primal", "cotangent")`, or take the '
+        "`jax.checkpoint` away.",
+    )
 
 
 _unset: Any = object()
@@ -199,25 +202,9 @@ def save_intermediates(
         intermediates["model/layers/0"]["cotangent"].shape  # (8,)
         ```
     """
-    options: dict[str, Any] = dict(
-        tag=tag,
-        names=names,
-        modes=modes,
-        capture=capture,
-        methods=methods,
-        inputs=inputs,
-        scope=scope,
-        reduce=reduce,
-        transform=transform,
-        spec=spec,
-    )
+    options = {k: v for k, v in locals().items() if k != "fn"}
     if fn is _unset:
         return lambda fn: save_intermediates(fn, **options)
-    call = "save_intermediates"
-    marking = opt.as_marking(call, fn, tag, capture, methods, inputs, scope)
-    opt.check_reduce(call, reduce)
-    opt.check_transform(call, transform)
-    opt.check_spec(call, spec)
-    names = opt.as_names(call, names)
-    static = _Options(names, opt.as_modes(call, modes), spec, marking)
-    return wrap(_SaveIntermediates, fn, reduce, transform, Const(static))
+    static, arrays = opt.checked("save_intermediates", fn, options)
+    arrays = arrays["reduce"], arrays["transform"]
+    return wrap(_SaveIntermediates, fn, *arrays, Const(static))
