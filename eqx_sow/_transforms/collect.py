@@ -76,7 +76,11 @@ class Collect(Handler):
     def within(self, eqn):
         backward = self.backward or _compat.in_backward_pass(eqn)
         calls = self.calls
-        if backward and eqn.primitive is jexc.primitives.while_p:
+        if calls is None and eqn.primitive is jexc.primitives.custom_vjp_call_p:
+            # Not differentiated: what runs in there is no replay, but something that a
+            # `bwd` computes, as `diffrax.BacksolveAdjoint` solves another equation.
+            backward = False
+        elif backward and eqn.primitive is jexc.primitives.while_p:
             calls = ()
         elif calls is not None:
             calls = (*calls, *_call(eqn))

@@ -47,14 +47,14 @@ class _SaveIntermediates(Transformed):
         sown: Sown = taken.rest
         unmarked = opt.is_unmarked(options, self._fn, args, kwargs)
         self._check_names(sown, unmarked)
-        mode_of = labels([*taken.carry, *(e.site.key for e in sown.entries)])
+        # As a PyTree, the dict has lost its order.
+        states = {key: taken.carry[key] for key in carry}
+        mode_of = labels([*states, *(e.site.key for e in sown.entries)])
         self._check_modes(sown, mode_of, unmarked)
         if options.modes is not None:
             mode_of = {k: m for k, m in mode_of.items() if m in options.modes}
         _check_second_derivatives(program, options, mode_of)
-        intermediates = program.unmark(
-            assemble(sown, taken.carry, collect.reducer, mode_of)
-        )
+        intermediates = program.unmark(assemble(sown, states, collect.reducer, mode_of))
         _spec.check(sown.checks, options.spec, intermediates)
         return program.output(outs), intermediates
 
