@@ -4,6 +4,7 @@ what is shown below it."""
 import inspect
 import pathlib
 import re
+import tomllib
 
 import eqx_sow
 import pytest
@@ -55,3 +56,22 @@ def _has_arguments(x):
 )
 def test_public_names_have_an_example(name):
     assert "!!! example" in inspect.getdoc(getattr(eqx_sow, name))
+
+
+def test_every_line_of_the_cheat_sheet_runs():
+    text = (ROOT / "docs/cheat-sheet.md").read_text()
+    scope = {}
+    exec(BLOCK.findall(text)[0][1], scope)
+    scope["intermediates"] = scope["save_intermediates"](scope["model"])(scope["x"])[1]
+    rows = re.findall(r"^\| [^|`]*(?:`[^`]*`[^|`]*)* \| `([^`]+)`", text, re.MULTILINE)
+    for code in rows:
+        exec(code, dict(scope))
+    assert len(rows) == text.count("\n| ") - text.count("| you want |") > 0
+
+
+def test_the_address_is_that_of_the_metadata():
+    urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
+    (address,) = re.findall(
+        r"git\+(https://[^\s\"]+)", (ROOT / "README.md").read_text()
+    )
+    assert address == urls["Repository"]
