@@ -75,3 +75,11 @@ def test_the_address_is_that_of_the_metadata():
         r"git\+(https://[^\s\"]+)", (ROOT / "README.md").read_text()
     )
     assert address == urls["Repository"]
+
+
+def test_limits_name_tests_that_exist():
+    text = (ROOT / "docs/limits.md").read_text()
+    named = re.findall(r"\b(test_\w+\.py)::(test_\w+)", text)
+    assert len(named) > 30
+    for file, name in named:
+        assert f"def {name}(" in (ROOT / "tests" / file).read_text(), (file, name)
