@@ -2,6 +2,7 @@
 what is shown below it."""
 
 import inspect
+import json
 import pathlib
 import re
 import tomllib
@@ -83,3 +84,29 @@ def test_limits_name_tests_that_exist():
     assert len(named) > 30
     for file, name in named:
         assert f"def {name}(" in (ROOT / "tests" / file).read_text(), (file, name)
+
+
+def _cells(script):
+    """The cells of a script in jupytext's percent format."""
+    _, *cells = re.split(r"^# %%", script, flags=re.MULTILINE)
+    for cell in cells:
+        first, _, rest = cell.partition("\n")
+        kind = "markdown" if first == " [markdown]" else "code"
+        if kind == "markdown":
+            rest = re.sub("^# ?", "", rest, flags=re.MULTILINE)
+        yield kind, rest.strip()
+
+
+NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_is_its_script_without_outputs(path):
+    script = list(_cells(path.with_suffix(".py").read_text()))
+    cells = json.loads(path.read_text())["cells"]
+    assert [(c["cell_type"], "".join(c["source"])) for c in cells] == script
+    assert all(not c.get("outputs") and not c.get("execution_count") for c in cells)
+
+
+def test_there_are_notebooks():
+    assert len(NOTEBOOKS) == 2
