@@ -1,5 +1,6 @@
 """Whether anyone listens, and what surrounds a vmap."""
 
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import jax
@@ -11,11 +12,13 @@ from .static import Same
 class Listening(NamedTuple):
     """`loops`: how many loops are around whatever is being vmapped right now. `scope`:
     what goes before the names of the sows that follow. `found`: a list to which sows
-    add their sites, and do nothing else."""
+    add their sites, and do nothing else. `outside`: which variables of the program hold
+    marked modules."""
 
     loops: int = 0
     scope: str = ""
     found: "Same | None" = None
+    outside: tuple[Hashable, ...] = ()
 
 
 # Not `None` while somebody traces a program in order to see or change its sows. It is
