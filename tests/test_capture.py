@@ -1410,7 +1410,7 @@ def test_captured_inside_captured():
         S(inner, capture=True)(mlp, X)
     both = lambda net, x: (inner(net, x), net(x))
     ((out, inside), again), outside = S(both, capture=eqx.nn.Linear)(mlp, X)
-    assert list(inside)[-3:] == [f"layers/{i}" for i in range(3)]
+    assert {f"layers/{i}" for i in range(3)} <= set(inside)
     assert list(outside) == [f"net/layers/{i}" for i in range(3)]
     assert_close((out, again), (mlp(X), mlp(X)))
 

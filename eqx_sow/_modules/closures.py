@@ -6,6 +6,7 @@ This is done in place. So every function is the object that it always was: JAX f
 what it has compiled for it, it can be a key, and what it writes stays written.
 """
 
+import contextlib
 import dis
 import functools as ft
 import inspect
@@ -21,7 +22,9 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .. import _compat
+from .._mark.listening import changes
 from .._mark.static import Const
+from .marks import Jacobian
 
 
 class Variable(NamedTuple):
@@ -71,13 +74,15 @@ def _read(holder: Any, key: Any) -> Any:
 
 
 class Replaced:
-    """The variables that have another value for a while."""
+    """The variables that have another value for a while. `unmark` is for what the
+    program writes there meanwhile."""
 
-    def __init__(self):
+    def __init__(self, unmark: Callable[[Any], Any]):
+        self._unmark = unmark
         self._variables: list[tuple[Variable, Any, Any]] = []
         self._key: list[Hashable] = []
 
-    def put(self, variable: Variable, new: Any, marks: Hashable) -> None:
+    def put(self, variable: Variable, new: Any, marks: Hashable = ()) -> None:
         self._variables.append((variable, variable.value, new))
         self._key.append((variable.where, marks))
         variable.put(new)
@@ -88,29 +93,76 @@ class Replaced:
         caches, as a function that is jitted may read them."""
         return (_interned(tuple(self._key)),) if self._key else ()
 
-    def restore(self, unmark: Callable[[Any], Any]) -> None:
-        """Puts everything back, save what the program has written meanwhile."""
-        while self._variables:
-            variable, old, new = self._variables.pop()
-            if isinstance(variable.holder, list):
-                items = variable.holder
-                items[:] = [old if x is new else x for x in items]
-                continue
-            try:
-                now = variable.value
-            except (LookupError, ValueError):  # deleted
-                continue
-            variable.put(old if now is new else unmark(now))
+    @contextlib.contextmanager
+    def lasting(self) -> Iterator[None]:
+        """Everything is put back in the end."""
+        changes.append(self)
+        try:
+            yield
+        finally:
+            changes.remove(self)
+            while self._variables:
+                self._restore(*self._variables.pop())
+
+    def _restore(self, variable: Variable, old: Any, new: Any) -> None:
+        if isinstance(variable.holder, list):  # which the program may have sorted
+            items = variable.holder
+            items[:] = [old if x is new else x for x in items]
+            return
+        with contextlib.suppress(LookupError, ValueError):  # deleted
+            now = variable.value
+            variable.put(old if now is new else self._unmark(now))
+
+    def for_later(self, fn: Any) -> "_Again | None":
+        """For a function that JAX calls when the variables are restored."""
+        if not self._variables:
+            return None
+        read = {(id(v.holder), v.key) for v in _reached(fn)}
+        again = [x for x in self._variables if (id(x[0].holder), x[0].key) in read]
+        return _Again(again, self._unmark) if again else None
+
+
+class _Again:
+    def __init__(self, variables: list[Any], unmark: Callable[[Any], Any]):
+        self._variables = variables
+        self._unmark = unmark
+        self._entered: list[Any] = []
+
+    def __enter__(self):
+        replaced = Replaced(self._unmark)
+        lasting = replaced.lasting()
+        lasting.__enter__()
+        self._entered.append(lasting)
+        for variable, old, new in self._variables:
+            if variable.value is old:
+                replaced.put(variable, new)
+
+    def __exit__(self, *exc):
+        self._entered.pop().__exit__(*exc)
+
+
+def _reached(fn: Any) -> Iterator[Variable]:
+    """What a function reads, and the functions that it calls."""
+    seen, todo = {}, [fn]
+    while todo:
+        x = todo.pop()
+        if id(x) in seen or not may_hold(x):
+            continue
+        seen[id(x)] = x
+        if is_function(x):
+            found = list(variables(x))
+            yield from found
+            todo += [v.value for v in found] + [wrapped(x)]
+        elif isinstance(x, _compat.FilterJit):
+            todo.append(x.__wrapped__)
+        else:
+            todo += jtu.tree_leaves(x)
 
 
 # With an old key at hand, comparing is `is`.
 @ft.lru_cache(1024)
 def _interned(key: Hashable) -> Const:
     return Const(key)
-
-
-# No `__wrapped__` tells what this is.
-Jacobian: Any = type(eqx.filter_jacrev(lambda: None))
 
 
 def positional_names(fn: Callable, n: int) -> list[str]:

@@ -23,6 +23,8 @@ from . import closures
 from .closures import Variable
 from .marks import (
     has_method,
+    is_part,
+    is_wrapper,
     label,
     Mark,
     marks_of,
@@ -30,6 +32,7 @@ from .marks import (
     plain_type,
     with_marks,
 )
+from .unmarked import noticed
 
 
 @dc.dataclass(frozen=True)
@@ -61,6 +64,15 @@ class Marking:
             )
         return bool(chosen)
 
+    @property
+    def classes(self) -> tuple[type, ...]:
+        """What is selected by class, and not by a function."""
+        if self.capture is True:
+            return (eqx.Module,)
+        if isinstance(self.capture, type | tuple):
+            return self.capture if isinstance(self.capture, tuple) else (self.capture,)
+        return ()
+
     def applies(self, module: eqx.Module) -> bool:
         return any(has_method(type(module), m) for m in self.methods)
 
@@ -90,16 +102,6 @@ def _children(node: Any) -> tuple[list[tuple[str, Any]], Any]:
 
 def _join(path: str, key: str) -> str:
     return f"{path}/{key}" if path else key
-
-
-def _is_wrapper(node: Any) -> bool:
-    """Whether a module is a transformed function, rather than part of a model."""
-    if isinstance(node, eqx.Partial | closures.Jacobian):
-        return True
-    return isinstance(node, eqx.Module) and (
-        isinstance(getattr(type(node), "__wrapped__", None), property)
-        or hasattr(node, "__self__")
-    )
 
 
 # The fields in which such modules hold the function, Equinox's and ours.
@@ -135,11 +137,6 @@ def _roots(tree: Any, name: str) -> Iterator[tuple[str, eqx.Module]]:
             yield (_join(name, inside) if inside else name), x
 
 
-def _is_part(x: Any) -> bool:
-    """Whether it is a module that is part of a model."""
-    return isinstance(x, eqx.Module) and not _is_wrapper(x)
-
-
 class _Walk:
     """One pass over a function, its arguments, and the variables that it reads.
 
@@ -154,7 +151,7 @@ class _Walk:
         self.made: list[Mark] = []
         self.methods: set[str] = set()
         self.chosen = False
-        self.replaced = closures.Replaced()
+        self.replaced = closures.Replaced(lambda x: unmark(x, set(self.made)))
         # Functions, classes and variables, of which each is looked at once.
         self.entered: dict[Any, Any] = {}
         # By class, the path of the first model: optimiser states look like it.
@@ -175,7 +172,7 @@ class _Walk:
     def visit_function(self, fn: Any, path: str = "", inside: Any = None) -> Any:
         """What is called. `inside`: what it is a transformation of, as
         `jax.vmap(model)` is a function that closes over the model."""
-        if _is_part(fn):
+        if is_part(fn):
             return self.visit_model(fn, path)
         if isinstance(fn, _compat.FilterJit):
             new = self.visit_function(fn.__wrapped__, path)
@@ -261,7 +258,7 @@ class _Walk:
                 self._visit_variable(item)
             return
         start = len(self.made)
-        if _is_wrapper(x) or closures.is_function(x):
+        if is_wrapper(x) or closures.is_function(x):
             new = self.visit_function(x, name, inside)
         else:
             new = self.visit_root(x, name)
@@ -275,12 +272,12 @@ class _Walk:
         return first
 
     def _mark(self, node: Any, path: str) -> Any:
-        if not _is_part(node):
+        if not is_part(node):
             return node
         m, cls = self.marking, plain_type(node)
         if self.outside and self._enter(cls, cls):
             for fn in closures.methods(cls):
-                if not _is_part(fn):
+                if not is_part(fn):
                     self.visit_function(fn)
         scoped = own_methods(cls) if m.scope else ()
         chosen = m.chooses(path, node)
@@ -327,17 +324,16 @@ def marked(
         if isinstance(x, eqx.Module):
             walk.models.setdefault(plain_type(x), name)
         walk.wholes += ((path, m) for path, m in _roots(x, name) if _has_inexact(m))
-    made: set[Mark] = set()
-    try:
+    with walk.replaced.lasting():
         new = walk.call(fn, args, kwargs)
-        made.update(walk.made)
         if marking.capture is not None:
             _check_found(walk)
         here = listening.value
-        with listening(here._replace(outside=(*here.outside, *walk.replaced.key))):
-            yield new, made
-    finally:
-        walk.replaced.restore(lambda x: unmark(x, made))
+        outside = (*here.outside, *walk.replaced.key)
+        selected = (*here.selected, *marking.classes)
+        with listening(here._replace(outside=outside, selected=selected)):
+            with noticed(marking.methods if marking.classes else ()):
+                yield new, set(walk.made)
 
 
 def _check_found(walk: _Walk) -> None:

@@ -44,6 +44,25 @@ class _Quiet:
         pass
 
 
+# No `__wrapped__` tells what this is.
+Jacobian: Any = type(eqx.filter_jacrev(lambda: None))
+
+
+def is_wrapper(node: Any) -> bool:
+    """Whether a module is a transformed function, rather than part of a model."""
+    if isinstance(node, eqx.Partial | Jacobian):
+        return True
+    return isinstance(node, eqx.Module) and (
+        isinstance(getattr(type(node), "__wrapped__", None), property)
+        or hasattr(node, "__self__")
+    )
+
+
+def is_part(x: Any) -> bool:
+    """Whether it is a module that is part of a model."""
+    return isinstance(x, eqx.Module) and not is_wrapper(x)
+
+
 def has_method(cls: type, name: str) -> bool:
     # Not `hasattr`: the metaclass has a `__call__`.
     return any(name in c.__dict__ for c in cls.__mro__)

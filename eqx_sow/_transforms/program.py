@@ -1,7 +1,6 @@
 """A function, traced so that its sows can be seen."""
 
 import dataclasses as dc
-import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -9,7 +8,7 @@ import jax
 
 from .. import _compat
 from .._errors import SowError
-from .._mark.listening import Listening, listening
+from .._mark.listening import Listening, listening, tracing
 from .._mark.sow import UnnamedSowError
 from .._mark.static import Const, rebuild, take_apart
 from .._modules import find as _capture
@@ -73,17 +72,13 @@ def trace(fn: Callable, args: tuple, kwargs: dict, marking: Marking) -> Program:
     is static, as in `eqx.filter_jit`."""
     _compat.check_supported()
     check_wrapped()
-    # Variables of the program are another thread's, too.
-    with _tracing:
+    with tracing:
         try:
             return _trace(fn, args, kwargs, marking)
         except UnnamedSowError:
             if marking.search:
                 raise
             return _trace(fn, args, kwargs, dc.replace(marking, search=True))
-
-
-_tracing = threading.RLock()
 
 
 def _trace(fn: Callable, args: tuple, kwargs: dict, marking: Marking) -> Program:
@@ -98,8 +93,9 @@ def _trace(fn: Callable, args: tuple, kwargs: dict, marking: Marking) -> Program
             outs, *out = take_apart(_capture.unmark(fn(*args, **kwargs), marks))
         return outs
 
-    outside = listening.value.outside if listening.value is not None else ()
+    here = listening.value or Listening()
+    here = Listening(outside=here.outside, selected=here.selected)
     # Only tracing happens in here: whatever is executed would be compiled once more.
-    with listening(Listening(outside=outside)), _capture.explained(marking):
+    with listening(here), _capture.explained(marking):
         closed = jax.make_jaxpr(traced)(inputs)
     return Program(closed, inputs, tuple(out), marks, marking)
