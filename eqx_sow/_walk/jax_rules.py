@@ -26,7 +26,7 @@ from jax.interpreters import batching, partial_eval as pe
 
 from .. import _compat
 from .._errors import SowError
-from .._mark.listening import around, listening
+from .._mark.listening import around, changes_for, listening, listening_again
 from .._mark.primitive import sow_p
 from .._mark.site import Axis, out_of_loop
 from .edit import with_sites, without_prints
@@ -73,8 +73,8 @@ def check_wrapped() -> None:
 
 
 @lu.transformation2
-def _under(rule, context, *args):
-    with listening(context):
+def _under(rule, here, changed, *args):
+    with listening_again(here, changed):
         return rule(*args)
 
 
@@ -88,7 +88,7 @@ def _keep_listening(primitive: jexc.Primitive) -> None:
         here = listening.value
         if here is not None:
             fn, rule, *backward = params["subfuns"]
-            rule = _under(rule, here._replace(loops=0))
+            rule = _under(rule, here._replace(loops=0), changes_for(rule.f))
             params = {**params, "subfuns": (fn, rule, *backward)}
         return bind(*args, **params)
 
