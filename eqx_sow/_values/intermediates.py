@@ -10,17 +10,17 @@ import jax.tree_util as jtu
 class Intermediates(dict[str, dict[str, Any]]):
     """What [`eqx_sow.save_intermediates`][] captured: `intermediates[name][mode]`.
 
-    A `dict` whose names are in order of execution. Of a plain dict JAX sorts the keys;
-    of this one it keeps their order, under every transformation: `jax.jit`, `jax.vmap`,
+    A `dict` whose names are in order of execution. JAX sorts the keys of a plain dict.
+    Of this one it keeps their order, under every transformation: `jax.jit`, `jax.vmap`,
     `jax.grad(..., has_aux=True)`, the outputs of a `jax.lax.scan`, `jax.eval_shape`,
-    `jax.tree.map`. The modes of a name are in order as well: `"primal"` first, `"count"`
-    last. It prints as a dict, and is equal to a dict with the same items. In a notebook
-    it shows as its table, which is that of [`eqx_sow.tabulate`][].
+    `jax.tree.map`. The modes of a name are in order as well: `"primal"` first,
+    `"count"` last. It prints as a dict, and is equal to a dict with the same items. In
+    a notebook it shows as a table, that of [`eqx_sow.tabulate`][].
 
-    To JAX it is a node of its own: `jax.tree.map(fn, a, b)` asks for two `Intermediates`
-    with the same names in the same order, as does a `jax.lax.cond` of its branches. Put
-    beside a plain dict, write `dict(intermediates)`, or `Intermediates(plain)`. The keys
-    in its paths are those of a dict, `jax.tree_util.DictKey`.
+    To JAX it is a node of its own. `jax.tree.map(fn, a, b)` takes two `Intermediates`
+    with the same names in the same order, and so do the branches of a `jax.lax.cond`.
+    Beside a plain dict, write `dict(intermediates)`, or `Intermediates(plain)`. The
+    keys in its paths are those of a dict, `jax.tree_util.DictKey`.
 
     **Arguments:**
 
@@ -99,6 +99,4 @@ def _unflatten(names, children) -> Intermediates:
     )
 
 
-jtu.register_pytree_with_keys(
-    Intermediates, _flatten_with_keys, _unflatten, _flatten
-)
+jtu.register_pytree_with_keys(Intermediates, _flatten_with_keys, _unflatten, _flatten)

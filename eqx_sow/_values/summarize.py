@@ -230,10 +230,7 @@ def summarize(value: Any, *, edges: Any = None) -> Any:
     def one(x):
         if not is_numeric(x):
             return None
-        if isinstance(x, np.ndarray | np.generic) and x.dtype in (np.int64, np.uint64):
-            # JAX would keep the lower 32 bits.
-            x = x.astype(np.float64)
-        return _summary(jnp.asarray(x), edges)
+        return _summary(jnp.asarray(as_array(x)), edges)
 
     return jtu.tree_map(one, value)
 
@@ -244,6 +241,13 @@ def is_numeric(x: Any) -> bool:
         return False
     # A `float0` is a number to none of these.
     return jnp.issubdtype(x.dtype, jnp.number) or x.dtype == bool
+
+
+def as_array(x: Any) -> Any:
+    """NumPy's integers as numbers of which JAX does not cut off the upper 32 bits."""
+    if isinstance(x, np.ndarray | np.generic) and x.dtype in (np.int64, np.uint64):
+        return x.astype(np.float64)
+    return x
 
 
 def _as_edges(call: str, edges: Any) -> tuple[float, ...] | None:
@@ -270,10 +274,10 @@ def _show(edges: Any) -> str:
 
 @ft.partial(jax.jit, static_argnums=1)
 def _summary(x: jax.Array, edges: tuple[float, ...] | None) -> Summary:
-    return _statistics(_as_real(x), edges)
+    return _statistics(as_real(x), edges)
 
 
-def _as_real(x: jax.Array) -> jax.Array:
+def as_real(x: jax.Array) -> jax.Array:
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         return jnp.abs(x)
     if jnp.issubdtype(x.dtype, jnp.floating):
@@ -390,6 +394,8 @@ def _in_blocks(x, run):
     """Splits an axis so that some of the last axes have about `_BLOCK` entries. Also
     which axes these are."""
     done, axis = 1, x.ndim
+    if x.size <= 4 * _BLOCK:
+        return x, run, tuple(range(x.ndim))
     while axis > 0 and done < _BLOCK // 4:
         axis -= 1
         n = x.shape[axis]
@@ -437,10 +443,15 @@ def _shards(x, axis: int) -> int:
 def _scale(largest: jax.Array) -> tuple[jax.Array, jax.Array]:
     """A power of two that is about as large, and its inverse."""
     info = jnp.finfo(largest.dtype)
-    exponent = jnp.frexp(largest)[1]
-    exponent = jnp.clip(exponent, info.minexp + 1, -info.minexp - 1)
-    one = jnp.ones_like(largest)
-    return jnp.ldexp(one, exponent), jnp.ldexp(one, -exponent)
+    # The exponent is what is between the sign and the digits.
+    bits = jnp.uint32 if info.bits == 32 else jnp.uint64
+    exponent = ((1 << info.nexp) - 1) << info.nmant
+    up = lax.bitcast_convert_type(largest, bits) & jnp.array(exponent, bits)
+    up = lax.bitcast_convert_type(up, largest.dtype)
+    # So that the inverse is neither infinite nor flushed to zero.
+    least = float(info.tiny) * 2
+    up = jnp.where(largest == 0, 1, jnp.clip(up, least, 1 / least))
+    return up, 1 / up
 
 
 def _norm(*xs: jax.Array) -> jax.Array:
