@@ -44,14 +44,14 @@ class TapEvent(NamedTuple):
     - `name`: the name of the sow.
     - `mode`: `"primal"`, `"tangent"`, `"cotangent"`, or of second order, such as
         `"cotangent.tangent"`.
-    - `value`: the PyTree that was sown, after `transform`. Arrays are NumPy arrays, with
-        a leading axis for each `vmap` that the value varies over, and none for loops; a
-        key is its `jax.random.key_data`. All other leaves are what they were.
+    - `value`: the PyTree that was sown, after `transform`. Arrays are NumPy arrays,
+        with a leading axis for each `vmap` that the value varies over, and none for
+        loops; a key is its `jax.random.key_data`. All other leaves are what they were.
     - `count`: how many executions of this name and mode came before it in this call, an
         `int`. One that was not sent counts too.
     - `ran`: `None`; or, where a condition differs between the lanes of a `vmap`, a
         boolean array with the axes of the lanes that says which of them ran. The value
-        is zero for the others.
+        is zero for the others. Each branch that has the name is an event of its own.
 
     An event from a `jax.shard_map` has also `event.device`, a dict of mesh axis to the
     index of the device along it. Elsewhere that is `None`.
@@ -225,8 +225,8 @@ def _send_batch(axis_data, operands, dims, *, delivery):
         # So it is inside of a loop or a branch with a predicate that has lanes.
         raise SowError(
             f"`sow(..., {delivery.name!r})` at {delivery.where} is tapped in a loop or "
-            "a branch that only some lanes of a `jax.vmap` run, and the vmap came after "
-            "the tap: which lanes run cannot be told. Put the vmap inside: "
+            "a branch that only some lanes of a `jax.vmap` run, and the vmap came "
+            "after the tap: which lanes run cannot be told. Put the vmap inside: "
             "`tap(jax.vmap(fn), ...)`."
         )
     has = tuple(
@@ -270,7 +270,7 @@ mlir.register_lowering(send_p, _lowering)
 mlir.register_lowering(send_p, _lowering, platform="tpu", cacheable=False)
 
 
-# Whether it is true in any lane of the vmaps to come: with that, a `lax.cond` stays one.
+# Whether it is true in any lane of the vmaps to come: so a `lax.cond` stays one.
 any_lane_p = jexc.Primitive("any_lane")
 
 
@@ -591,9 +591,13 @@ class _Values:
 # What a vmap does to a tapped program: it goes inside. The rule is all there is to it.
 over_lanes_p = jexc.Primitive("tap_over_lanes")
 over_lanes_p.multiple_results = True
-batching.fancy_primitive_batchers[over_lanes_p] = lambda axis_data, args, dims, *, run: (
-    run.value(axis_data, args, dims)
-)
+
+
+def _over_lanes_batch(axis_data, operands, dims, *, run):
+    return run.value(axis_data, operands, dims)
+
+
+batching.fancy_primitive_batchers[over_lanes_p] = _over_lanes_batch
 
 
 @dc.dataclass(frozen=True)
@@ -730,12 +734,22 @@ def _check_order(closed: Any, places: Sequence[_Place]) -> None:
         key = p.site.key
         if all(a.lane for a in p.site.axes) or _at_once(closed, key) == 1:
             continue
+        if _in_different_branches([q.site for q in places if q.site.key == key]):
+            continue
         raise SowError(
             f"`tap`: {key[0]!r} is sown in several places, and its value at "
             f"{p.site.where} is the same in each iteration of a loop, so JAX moved it "
-            "out of the loop: the order of the executions is lost. Give that sow a name "
-            "of its own."
+            "out of the loop: the order of the executions is lost. Give that sow a "
+            "name of its own."
         )
+
+
+def _in_different_branches(sites: Sequence[Site]) -> bool:
+    """Whether the sites are in branches of one cond under a vmap, each in its own: no
+    lane comes by two of them."""
+    branches = [{cond: branch for cond, branch, _ in s.guards} for s in sites]
+    shared = set(branches[0]).intersection(*branches)
+    return any(len({b[cond] for b in branches}) == len(sites) for cond in shared)
 
 
 def _at_once(x: Any, key: Any) -> int:
@@ -800,9 +814,9 @@ def tap(
     - `every`: only each `every`-th execution of a name and mode, beginning with the
         first. Nothing of the others goes to the host, nor is `when` evaluated.
     - `ordered`: events come in the order of the program, also those of different names,
-        as with `jax.debug.callback(..., ordered=True)`. JAX has this for programs on
-        one device only, and not under `jax.vmap` of a branch or a loop. Without it they
-        come in order on a CPU; elsewhere they may overtake each other, and
+        as with `jax.debug.callback(..., ordered=True)`, and with the limits that JAX
+        has for this, such as programs on a single device. Without it, those of one sow
+        in a loop come in order on a CPU; otherwise events may overtake each other, and
         `event.count` tells.
 
     **Returns:**
