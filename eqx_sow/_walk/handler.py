@@ -103,6 +103,15 @@ class Handler:
         del jaxpr, devices
         return (), lambda xs: rest, ()
 
+    def on_devices(
+        self, carry: Any, axes: Sequence[Any]
+    ) -> tuple[Any, Callable[[Any], Any]]:
+        """For mesh axes: what of `Given.carry` goes inside, each array of which has a
+        leading axis for each of them, and a function that puts what comes back into
+        the carry."""
+        del axes
+        return (), lambda new: carry
+
     def enter(self, rest: Any, operand: Callable[[int], Any]) -> Any:
         """`Taken.rest` of what is inside of an equation; `operand` gives the `root` of
         one of its operands."""
