@@ -120,6 +120,12 @@ def scan_arity(params: dict[str, Any]) -> tuple[int, int]:
     return len(consts), len(carry)
 
 
+def manual_axes(params: dict[str, Any]) -> frozenset[Any]:
+    """The mesh axes that a `jax.shard_map` makes manual. Renamed in JAX 0.10.2."""
+    name = "newly_manual_axes"
+    return params[name] if name in params else params["manual_axes"]
+
+
 def _current_trace() -> Any:
     with jexc.take_current_trace() as trace:
         return trace

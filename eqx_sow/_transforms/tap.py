@@ -356,9 +356,9 @@ def _mesh_axes(eqn: Any) -> tuple[_MeshAxis, ...]:
     if eqn.primitive is not _compat.shard_map_p:
         return ()
     p = eqn.params
-    mesh = p["mesh"]
+    mesh, manual = p["mesh"], _compat.manual_axes(p)
     axes = mesh.shape.items()
-    return tuple(_MeshAxis(a, n, mesh) for a, n in axes if a in p["newly_manual_axes"])
+    return tuple(_MeshAxis(a, n, mesh) for a, n in axes if a in manual)
 
 
 @dc.dataclass(frozen=True)

@@ -22,7 +22,8 @@ def _shard_map(interpret, given, eqn, *args):
         "Capture it without a reducer.",
     )
     run = interpret(p["jaxpr"])
-    axes = {a: n for a, n in p["mesh"].shape.items() if a in p["newly_manual_axes"]}
+    manual = _compat.manual_axes(p)
+    axes = {a: n for a, n in p["mesh"].shape.items() if a in manual}
     sliced, put_back, sliced_specs = handler.unspread(given.rest, p["jaxpr"], [*axes])
     carry, carry_back = handler.on_devices(given.carry, [*axes])
     on_device = jax.sharding.PartitionSpec(*axes)
