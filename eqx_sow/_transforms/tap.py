@@ -387,6 +387,10 @@ class _Tap(Handler):
     mesh: tuple[Hashable, ...] = ()
     backward: bool = False
 
+    @property
+    def differentiable(self):
+        return self.outer
+
     @ft.cached_property
     def _modes(self) -> dict[Any, str]:
         return dict(self.chosen)
