@@ -60,7 +60,8 @@ def _numpy(tree):
 
 
 def _at(tree, index):
-    return jtu.tree_map(lambda x: x[index] if eqx.is_array(x) else x, tree)
+    at = lambda x: np.asarray(x[index]) if eqx.is_array(x) else x
+    return jtu.tree_map(at, tree)
 
 
 def _lanes_of(buffer):

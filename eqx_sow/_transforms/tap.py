@@ -356,9 +356,8 @@ def _mesh_axes(eqn: Any) -> tuple[_MeshAxis, ...]:
     if eqn.primitive is not _compat.shard_map_p:
         return ()
     p = eqn.params
-    mesh = p["mesh"]
+    mesh, manual = p["mesh"], _compat.manual_axes(p)
     axes = mesh.shape.items()
-    manual = _compat.manual_axes(p)
     return tuple(_MeshAxis(a, n, mesh) for a, n in axes if a in manual)
 
 
@@ -387,6 +386,10 @@ class _Tap(Handler):
     outer: bool
     mesh: tuple[Hashable, ...] = ()
     backward: bool = False
+
+    @property
+    def differentiable(self):
+        return self.outer
 
     @ft.cached_property
     def _modes(self) -> dict[Any, str]:

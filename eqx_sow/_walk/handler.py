@@ -53,6 +53,9 @@ class Handler:
     # Whether it holds nothing of a user's, which might hold tracers.
     lasting: bool = True
 
+    # Whether what becomes of the sows may be differentiated further out.
+    differentiable: bool = True
+
     def wants(self, site: Site) -> bool:
         """Whether a sow must not be lost."""
         del site
