@@ -111,6 +111,14 @@ def _check_static(leaves: Sequence[Any], name: str) -> None:
             )
 
 
+class UnnamedSowError(SowError):
+    """To look for it in closures as well costs more, so that is done if need be."""
+
+
+UnnamedSowError.__name__ = UnnamedSowError.__qualname__ = "SowError"
+UnnamedSowError.__module__ = "eqx_sow"
+
+
 class Sow(eqx.Module):
     """[`eqx_sow.sow`][] as a layer, for `eqx.nn.Sequential` and the like.
 
@@ -169,7 +177,7 @@ class Sow(eqx.Module):
             # Where the path is known, a mark on this layer sows the value.
             if listening.value is None or "_marks" in self.__dict__:
                 return x
-            raise SowError(
+            raise UnnamedSowError(
                 "`Sow()` has no name, and its place in the model cannot be seen. Give "
                 'it one, `Sow("some_name")`, or pass the model as an argument, '
                 "`save_intermediates(fn)(model, x)`."

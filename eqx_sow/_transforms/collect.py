@@ -5,26 +5,24 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.extend.core as jexc
 
-from .. import _compat
 from .._mark.site import Site
 from .._mark.static import Const, Same
 from .._names import lookup, matches
 from .._values import entry as _entry, merge as _merge, reduce as _reduce
-from .._values.entry import Path
 from .._values.modes import without_order
 from .._values.reduce import Reducer, Reduction
-from .._values.sown import Check, gather, LOOP, Pending, Sown, to_one_form
+from .._values.sown import Check, gather, Pending, Sown, to_one_form
 from .._walk.find import sites
 from .._walk.frame import Frame
 from .._walk.handler import Handler, Taken
 from .._walk.refuse import check_guarded, is_solver, OVER_AND_OVER, unsupported
 from .options import Options
+from .replay import call_of, has_run, Inside, Ran, recomputed
 
 
 def pass_by(handler: Handler, atoms, frame: Frame) -> None:
-    """A sow that is not the handler's is left for somebody further out, or is an
+    """A sow that is not the handler's is left for whoever is further out, or is an
     identity."""
     if handler.outer:
         frame.leave(frame.eqn)
@@ -37,11 +35,8 @@ class Collect(Handler):
     """Takes the values of all sows of one tag.
 
     The options are wrapped, which makes them hashable. Sows of other tags stay in the
-    program if `outer`, which is when somebody further out may want them. With `survey`,
-    nothing is reduced over loops: that shows what there is to reduce. `backward` is
-    true inside of a backward pass; `calls` is then what is between the innermost loop
-    of unknown length there and here, if there is such a loop. `ran` has what ran in the
-    forward pass: for each `Site.key`, the `Entry.paths`.
+    program if `outer`, which is when another transformation further out may want them.
+    With `survey`, nothing is reduced over loops: that shows what there is to reduce.
     """
 
     options: Const
@@ -49,9 +44,8 @@ class Collect(Handler):
     transform: Same
     outer: bool
     survey: bool = False
-    backward: bool = False
-    calls: Path | None = None
-    ran: frozenset[tuple[Any, frozenset[Path]]] = frozenset()
+    inside: Inside = Inside()
+    ran: Ran = frozenset()
 
     @property
     def lasting(self):
@@ -74,19 +68,8 @@ class Collect(Handler):
         return self.outer and all(s.tag != self._options.tag for s in sites(eqn))
 
     def within(self, eqn):
-        backward = self.backward or _compat.in_backward_pass(eqn)
-        calls = self.calls
-        if calls is None and eqn.primitive is jexc.primitives.custom_vjp_call_p:
-            # Not differentiated: what runs in there is no replay, but something that a
-            # `bwd` computes, as `diffrax.BacksolveAdjoint` solves another equation.
-            backward = False
-        elif backward and eqn.primitive is jexc.primitives.while_p:
-            calls = ()
-        elif calls is not None:
-            calls = (*calls, *_call(eqn))
-        if (backward, calls) == (self.backward, self.calls):
-            return self
-        return dc.replace(self, backward=backward, calls=calls)
+        inside = self.inside.within(eqn)
+        return self if inside == self.inside else dc.replace(self, inside=inside)
 
     def reducer(self, name: str) -> Reducer | None:
         return lookup(self.reduce.value, name)
@@ -114,14 +97,16 @@ class Collect(Handler):
             return given
         check_guarded(site)
         new = self._pending(site, atoms, frame)
-        if new.site.replay and _is_recomputed(new, found, frame):
+        earlier = [(i, x) for i, x in enumerate(found) if isinstance(x, Pending)]
+        if (i := recomputed(new.site, atoms, earlier, frame)) is not None:
+            found[i] = found[i].recomputed_as(new)
             return given
         folds = self.folds(site.name)
         kept = self._chooses(site) and not folds
         found.append(new._replace(kept=kept))
         if kept:
             frame.keep(atoms)
-        elif folds and self._chooses(site) and not self._ran(new):
+        elif self._chooses(site) and not has_run(site.key, new.replayed, self.ran):
             values = frame.read(atoms)
             entry = _entry.from_site(site, values, new.transform)
             state = _reduce.stepped(
@@ -131,12 +116,8 @@ class Collect(Handler):
         return given
 
     def _pending(self, site: Site, atoms, frame: Frame) -> Pending:
-        replay = self.backward or _compat.in_backward_pass(frame.eqn)
-        replayed = None
         if not site.modes:
-            site = site._replace(replay=replay)
-            if self.calls is not None:
-                replayed = (*self.calls, site.origin)
+            site = site._replace(replay=self.inside.is_backward(frame.eqn))
         guards = zip(site.guards, atoms)
         return Pending(
             site,
@@ -145,16 +126,8 @@ class Collect(Handler):
             _checks(site, atoms) if site.spec is not None else (),
             tuple((*guard, frame.root(v)) for guard, v in guards),
             frozenset({(site.origin,)}),
-            replayed,
+            self.inside.replayed(site),
             frame.now,
-        )
-
-    def _ran(self, new: Pending) -> bool:
-        end = new.replayed
-        return end is not None and any(
-            path[-len(end) :] == end
-            for key, paths in self.ran
-            for path in (paths if key == new.site.key else ())
         )
 
     def without_rule(self, found, eqn):
@@ -186,7 +159,7 @@ class Collect(Handler):
 
     def enter(self, rest: Sown, frame: Frame) -> Sown:
         eqn = frame.eqn
-        call = _call(eqn)
+        call = call_of(eqn)
 
         def moved(e):
             e = _merge.relocated(e, lambda i: frame.root(eqn.invars[i]))
@@ -221,37 +194,10 @@ class Collect(Handler):
     def surveyed(self, survey: Sown) -> tuple["Collect", dict[Any, Reduction]]:
         """The handler, and the states to begin with, from a survey of the program."""
         entries = [e for e in survey.entries if self.folds(e.site.name)]
-        ran = frozenset((e.site.key, e.paths) for e in entries if not e.site.replay)
+        ran = frozenset(
+            (e.site.key, path) for e in entries if not e.replayed for path in e.paths
+        )
         return dc.replace(self, ran=ran), _reduce.started(self.reducer, entries)
-
-
-def _call(eqn: Any) -> Path:
-    """What an equation adds to the path of a sow inside."""
-    if eqn.primitive is jexc.primitives.while_p:
-        return (LOOP,)
-    # Its branches may become one.
-    if eqn.primitive is jexc.primitives.cond_p:
-        return ()
-    return (_compat.call_site(eqn),)
-
-
-def _is_recomputed(new: Pending, found: list, frame: Frame) -> bool:
-    """Whether a backward pass computes a value that the forward pass has sown already,
-    in the same way: that is no second execution. If so, takes note of it."""
-    for i, x in enumerate(found):
-        if (
-            isinstance(x, Pending)
-            and x.site.key == new.site.key
-            and not x.site.replay
-            and (x.site.treedef, x.site.leaves) == (new.site.treedef, new.site.leaves)
-            and frame.same_values(x.operands, new.operands)
-        ):
-            n = max(x.site.differentiated, new.site.differentiated)
-            found[i] = x._replace(
-                site=x.site._replace(differentiated=n), paths=x.paths | new.paths
-            )
-            return True
-    return False
 
 
 def _checks(site: Site, atoms: Sequence[Any]) -> tuple[Check, ...]:

@@ -6,15 +6,13 @@ field of `Options`, which reaches the handler as one object. An option that may 
 arrays is a field of the function's `Transformed` class instead.
 """
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import equinox as eqx
-import jax.tree_util as jtu
 
 from .._mark.sow import check_tag
-from .._modules.find import Marking
+from .._modules.find import check_predicate, Marking
 from .._values.modes import as_mode, as_modes
 from .._values.reduce import Reducer
 
@@ -34,6 +32,8 @@ class Options(NamedTuple):
     inputs: bool = False
     scope: bool = False
     spec: Mapping[str, Any] | None = None
+    every: int = 1
+    ordered: bool = False
 
     @property
     def marking(self) -> Marking:
@@ -63,21 +63,6 @@ def each(option: Any) -> list[Any]:
     return list(option.values()) if isinstance(option, Mapping) else [option]
 
 
-def is_unmarked(options: Options, *args: Any) -> bool:
-    """Whether there is a model among the arguments, and nobody asked for its layers."""
-    if options.capture is not None:
-        return False
-    leaves = jtu.tree_leaves(args, is_leaf=_is_model)
-    functions = [x for x in leaves if inspect.isfunction(x)]
-    held = [x for f in functions for x in inspect.getclosurevars(f).nonlocals.values()]
-    return any(map(_is_model, [*leaves, *held]))
-
-
-def _is_model(x: Any) -> bool:
-    wrapper = isinstance(x, eqx.Partial) or hasattr(type(x), "__wrapped__")
-    return isinstance(x, eqx.Module) and not wrapper
-
-
 def _check_useful(call: str, options: Mapping[str, Any]) -> None:
     useless = [
         name
@@ -95,22 +80,26 @@ def as_capture(option: str, capture: Any) -> Any:
     """`None` for no capture."""
     if capture is None or capture is False:
         return None
+    if isinstance(capture, str):
+        raise TypeError(
+            f"`{option}` takes no path. To choose by path, write `capture=True, "
+            f"names={capture!r}`."
+        )
     classes = capture if isinstance(capture, tuple) else (capture,)
     if isinstance(capture, eqx.Module):
         raise TypeError(
             f"`{option}` takes no module. To choose by path, write "
             '`lambda path, module: path == "layers/0"`.'
         )
-    if (
-        callable(capture)
-        or capture is True
-        or all(isinstance(c, type) for c in classes)
-    ):
+    if capture is True or all(isinstance(c, type) for c in classes):
+        return capture
+    if callable(capture):
+        check_predicate(option, capture)
         return capture
     raise TypeError(
         f"`{option}` takes `True`, a class, a tuple of classes, or a function "
         f"`(path, module) -> bool`, not {capture!r}. To choose by path, write "
-        '`capture=True, names="layers/*"`, or a function.'
+        "a function."
     )
 
 
@@ -194,6 +183,20 @@ def as_values(option: str, values: Any) -> dict[str, Any]:
     )
 
 
+def as_when(option: str, when: Any) -> Any:
+    if when is None or callable(when):
+        return when
+    raise TypeError(f"`{option}` takes a function of the value, not {when!r}.")
+
+
+def as_every(option: str, every: Any) -> int:
+    if isinstance(every, bool) or not isinstance(every, int):
+        raise TypeError(f"`{option}` takes an integer, not {every!r}.")
+    if every < 1:
+        raise ValueError(f"`{option}` is at least 1, not {every}.")
+    return every
+
+
 _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "names": as_names,
     "modes": as_modes,
@@ -206,4 +209,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "transform": as_transform,
     "spec": as_spec,
     "values": as_values,
+    "when": as_when,
+    "every": as_every,
+    "ordered": as_flag,
 }

@@ -29,6 +29,7 @@ from .._walk.frame import Frame
 from .._walk.handler import Given, Handler
 from .._walk.refuse import check_guarded
 from . import options as opt
+from .checks import is_unmarked
 from .collect import Collect, pass_by
 from .options import Options
 from .program import Program, trace
@@ -251,7 +252,7 @@ class _Plant(Transformed):
         options: Options = self._options.value
         outer = listening.value is not None
         program = trace(self._fn, args, kwargs, options.marking)
-        unmarked = opt.is_unmarked(options, self._fn, args, kwargs)
+        unmarked = is_unmarked(options, self._fn, args, kwargs)
         entries = self._entries(program, unmarked)
         values, planted = {}, {}
         for key, found in entries.items():
@@ -285,6 +286,7 @@ class _Plant(Transformed):
         sown = program.survey(survey)
         names = [name for name, _ in sown.seen]
         check_known("plant(fn, values)", self._values, names, unmarked=unmarked)
+        program.check_called(names)
         mode_of = labels({e.site.key for e in sown.entries})
         entries: dict[Any, list[Entry]] = {}
         for e in sown.entries:

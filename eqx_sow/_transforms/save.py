@@ -1,7 +1,6 @@
 """`save_intermediates`."""
 
 import dataclasses as dc
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -13,14 +12,16 @@ from .._mark.static import Const, Same
 from .._names import check_known
 from .._values import spec as _spec
 from .._values.assemble import assemble
-from .._values.modes import is_outer_cotangent, labels
+from .._values.intermediates import in_order, Intermediates
+from .._values.modes import labels
 from .._values.reduce import Reducer
 from .._values.sown import Sown
 from .._walk.handler import Given
 from . import options as opt
+from .checks import check_modes, check_second_derivatives, is_unmarked, wanted
 from .collect import Collect
 from .options import Options
-from .program import Program, trace
+from .program import trace
 from .transformed import Transformed, wrap
 
 
@@ -45,16 +46,19 @@ class _SaveIntermediates(Transformed):
             collect, carry = collect.surveyed(survey)
         outs, taken = program.evaluate(collect, Given(carry), *program.inputs)
         sown: Sown = taken.rest
-        unmarked = opt.is_unmarked(options, self._fn, args, kwargs)
-        self._check_names(sown, unmarked)
+        self._check_names(sown, is_unmarked(options, self._fn, args, kwargs))
+        program.check_called([name for name, _ in sown.seen])
         # As a PyTree, the dict has lost its order.
         states = {key: taken.carry[key] for key in carry}
         mode_of = labels([*states, *(e.site.key for e in sown.entries)])
-        self._check_modes(sown, mode_of, unmarked)
-        if options.modes is not None:
-            mode_of = {k: m for k, m in mode_of.items() if m in options.modes}
-        _check_second_derivatives(program, options, mode_of)
-        intermediates = program.unmark(assemble(sown, states, collect.reducer, mode_of))
+        there = [mode for _, mode in sown.seen if mode is not None]
+        check_modes("save_intermediates", options, [*there, *mode_of.values()])
+        mode_of = wanted(options, mode_of)
+        check_second_derivatives(program, options, mode_of)
+        values = assemble(sown, states, collect.reducer, mode_of)
+        intermediates = Intermediates(
+            {name: in_order(modes) for name, modes in program.unmark(values).items()}
+        )
         _spec.check(sown.checks, options.spec, intermediates)
         return program.output(outs), intermediates
 
@@ -71,36 +75,6 @@ class _SaveIntermediates(Transformed):
         for name, message in sown.hidden:
             if name not in names:
                 raise UnsupportedPrimitiveError(message)
-
-    def _check_modes(self, sown: Sown, mode_of: Mapping, unmarked: bool) -> None:
-        there = [mode for _, mode in sown.seen if mode is not None]
-        check_known(
-            "save_intermediates(..., modes=...)",
-            self._options.value.modes,
-            [*there, *mode_of.values()],
-            "is a mode that no selected sow of this program has",
-            kind="modes",
-            unmarked=unmarked,
-        )
-
-    def _pack(self, result):
-        out, intermediates = result
-        return out, OrderedDict((n, OrderedDict(m)) for n, m in intermediates.items())
-
-    def _unpack(self, packed):
-        out, intermediates = packed
-        return out, {name: dict(modes) for name, modes in intermediates.items()}
-
-
-def _check_second_derivatives(
-    program: Program, options: Options, mode_of: Mapping[Any, str]
-) -> None:
-    program.check_recomputed(
-        [key for key, mode in mode_of.items() if is_outer_cotangent(mode)],
-        options.tag,
-        'Leave this derivative out, `modes=("primal", "cotangent")`, or take the '
-        "`jax.checkpoint` away.",
-    )
 
 
 _unset: Any = object()
@@ -158,7 +132,8 @@ def save_intermediates(
     **Returns:**
 
     A function with the signature of `fn`, that returns `(out, intermediates)`.
-    `intermediates[name][mode]` is the value, in order of execution:
+    `intermediates[name][mode]` is the value, an [`eqx_sow.Intermediates`][], in order
+    of execution:
 
     - in a scan, a `fori_loop` with static bounds or `lax.map`, with a leading axis for
       each loop, entry `i` from iteration `i`;

@@ -38,7 +38,7 @@ from .. import _compat
 from .._arrays import select
 from .._errors import calling
 from .._mark.site import Axis, Located, out_of_loop, Site
-from .._mark.static import OPERAND, rebuild, take_apart
+from .._mark.static import Const, OPERAND, rebuild, take_apart
 from .modes import is_backward
 
 
@@ -109,8 +109,8 @@ def from_site(site: Site, operands: Sequence[Any], transform: Callable | None) -
     treedef, leaves = site.treedef, site.leaves
     values, value_has = list(operands[n_guards:]), has[n_guards:]
     if transform is not None:
-        treedef, leaves, values, value_has = _transform(
-            transform, site, values, value_has
+        treedef, leaves, values, value_has = transformed(
+            transform, site, axes, values, value_has
         )
     if n_guards:
         run_has = tuple(map(any, zip(*has[:n_guards])))
@@ -145,31 +145,39 @@ def with_has(axes: Sequence[Axis], has: Sequence[Sequence[bool]]) -> tuple[Axis,
     return tuple(a._replace(has=tuple(h[i] for h in has)) for i, a in enumerate(axes))
 
 
-def _transform(fn, site, values, has):
-    """Applies `fn` to the value as the code at the sow sees it, for each lane."""
-    form = []
+def transformed(
+    fn: Callable,
+    site: Site,
+    axes: Sequence[Axis],
+    values: Sequence[Any],
+    has: Sequence[tuple[bool, ...]],
+    what: str = "transform",
+) -> tuple[Const, tuple[Any, ...], list[Any], list[tuple[bool, ...]]]:
+    """Applies `fn` to the value as the code at the sow sees it, for each lane. Returns
+    what there is of the result: its treedef, its leaves, arrays, and their axes."""
+    form: list[Any] = []
 
     def apply(*values):
         out = fn(rebuild(site.treedef, site.leaves, values))
         arrays, *form[:] = take_apart(out)
         return list(map(jnp.asarray, arrays))
 
-    over = tuple(any(h[i] for h in has) for i in range(len(site.axes)))
+    over = tuple(any(h[k] for h in has) for k in range(len(axes)))
     out = None
-    with calling("transform", site):
+    with calling(what, site):
         if is_backward(site.mode) and any(h != over for h in has):
             # What is computed from the total of all lanes alone is no value of a lane.
-            n = len(site.guards)
             shapes = [
-                jax.ShapeDtypeStruct(site.shape(n + i, jnp.shape(x)), x.dtype)
-                for i, x in enumerate(values)
+                jax.ShapeDtypeStruct(jnp.shape(x)[sum(h) :], x.dtype)
+                for x, h in zip(values, has)
             ]
             out = [
-                tuple(any(has[i][k] for i in read) for k in range(len(site.axes)))
+                tuple(any(has[i][k] for i in read) for k in range(len(axes)))
                 for read in _inputs_read(jax.make_jaxpr(apply)(*shapes))
             ]
-        values = for_each_lane(apply, site.axes, has, out)(*values)
-    return *form, values, out or [over] * len(values)
+        values = for_each_lane(apply, axes, has, out)(*values)
+    treedef, leaves = form
+    return treedef, leaves, values, out or [over] * len(values)
 
 
 def _inputs_read(closed: Any) -> list[set[int]]:

@@ -26,7 +26,7 @@ from jax.interpreters import batching, partial_eval as pe
 
 from .. import _compat
 from .._errors import SowError
-from .._mark.listening import around, listening
+from .._mark.listening import around, changes_for, listening, listening_again
 from .._mark.primitive import sow_p
 from .._mark.site import Axis, out_of_loop
 from .edit import with_sites, without_prints
@@ -73,8 +73,8 @@ def check_wrapped() -> None:
 
 
 @lu.transformation2
-def _under(rule, context, *args):
-    with listening(context):
+def _under(rule, here, changed, *args):
+    with listening_again(here, changed):
         return rule(*args)
 
 
@@ -88,7 +88,7 @@ def _keep_listening(primitive: jexc.Primitive) -> None:
         here = listening.value
         if here is not None:
             fn, rule, *backward = params["subfuns"]
-            rule = _under(rule, here._replace(loops=0))
+            rule = _under(rule, here._replace(loops=0), changes_for(rule.f))
             params = {**params, "subfuns": (fn, rule, *backward)}
         return bind(*args, **params)
 
@@ -251,9 +251,9 @@ def _batch_cond(rule):
             return rule(axis_data, args, dims, branches=branches, **params)
         index, *operands = args
         cond = object()
-        of_one = jax.make_jaxpr(lambda x: jax.lax.index_in_dim(x, 0, dims[0], False))(
-            index
-        )
+        of_one: list[Any] = []
+        see = jax.vmap(lambda x: of_one.append(jax.typeof(x)), dims[0])
+        jax.eval_shape(see, index)
 
         def guarded(i):
             run = Interpret(Guard((cond, i, len(branches))))(branches[i])
@@ -261,7 +261,7 @@ def _batch_cond(rule):
             def branch(index, *operands):
                 return run(Given(rest=index), *operands)[0]
 
-            return jax.make_jaxpr(branch)(*of_one.out_avals, *branches[i].in_avals)
+            return jax.make_jaxpr(branch)(*of_one, *branches[i].in_avals)
 
         return rule(
             _within(axis_data, cond),
