@@ -22,7 +22,7 @@ from ._values.reduce import (
 from ._values.summarize import summarize as summarize, Summary as Summary
 from ._values.tabulate import tabulate as tabulate
 from ._walk import jax_rules, rules  # noqa: F401
-from ._walk.interpreter import register_rule as register_rule
+from ._walk.register import register_rule as register_rule
 
 
 __version__ = _version("eqx_sow")

@@ -7,31 +7,60 @@ Supported: JAX 0.10 to 0.12.
 import dataclasses as dc
 import functools as ft
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import equinox as eqx
 import equinox.internal
-
-# No public way to forget: `forget_noinline` says what.
-import equinox.internal._noinline
 import jax
 import jax.core
 import jax.extend.core as jexc
 import jax.numpy as jnp
 
-# No public table: how a primitive is linearized. `_wrapped.py` says what for.
-from jax._src.interpreters.ad import (
-    primitive_linearizations as primitive_linearizations,
-)
+from ._errors import SowError
+
+
+# What was not found where it was. Importing never fails for it: `check_supported` does.
+_moved: list[str] = []
+
+
+def find(what: str, find: Callable[[], Any], otherwise: Any = None) -> Any:
+    try:
+        return find()
+    except Exception as e:  # whatever comes of another version of JAX
+        _moved.append(f"{what} ({type(e).__name__}: {e})")
+        return otherwise
+
+
+def check_supported() -> None:
+    """Raises if this version of JAX or Equinox is not what eqx_sow was written for."""
+    if _moved:
+        raise SowError(
+            f"This version of eqx_sow does not work with JAX {jax.__version__} and "
+            f"Equinox {eqx.__version__}. It needs, and does not find: "
+            f"{'; '.join(_moved)}. Install a newer eqx_sow, or an older JAX."
+        )
+
+
+def _linearizations() -> dict[Any, Callable]:
+    from jax._src.interpreters import ad
+
+    return ad.primitive_linearizations
+
+
+# No public table: how a primitive is linearized. `_walk/jax_rules.py` says what for.
+primitive_linearizations = find("JAX's table of linearizations", _linearizations, {})
+
+
+def _debug_effect() -> type:
+    (effect,) = jax.make_jaxpr(lambda: jax.debug.print(""))().effects
+    return type(effect)
 
 
 # The type of effect that `jax.debug.print` has is allowed everywhere and is kept by
 # partial evaluation, and so is a subclass of it. It has no public name.
-(_DebugEffect,) = {
-    type(e) for e in jax.make_jaxpr(lambda: jax.debug.print(""))().effects
-}
+_DebugEffect: Any = find("the effect of `jax.debug.print`", _debug_effect, jexc.Effect)
 
 
 class SowEffect(_DebugEffect):
@@ -68,6 +97,12 @@ def scan_arity(params: dict[str, Any]) -> tuple[int, int]:
     return len(consts), len(carry)
 
 
+def manual_axes(params: dict[str, Any]) -> frozenset[Any]:
+    """The mesh axes that a `jax.shard_map` makes manual. Renamed in JAX 0.10.2."""
+    name = "newly_manual_axes"
+    return params[name] if name in params else params["manual_axes"]
+
+
 def _current_trace() -> Any:
     with jexc.take_current_trace() as trace:
         return trace
@@ -79,8 +114,8 @@ def _staging_trace_type() -> type:
     return found[0]
 
 
-_StagingTrace = _staging_trace_type()
-_EvalTrace = type(_current_trace())
+_StagingTrace = find("the trace of `jax.make_jaxpr`", _staging_trace_type)
+_EvalTrace = find("the trace of eager calls", lambda: type(_current_trace()))
 
 
 def is_eager() -> bool:
@@ -135,10 +170,19 @@ def _custom_vmap_primitive() -> jexc.Primitive:
     return jax.make_jaxpr(fn)(0).eqns[0].primitive
 
 
+def _noinline_cache() -> Any:
+    from equinox.internal import _noinline
+
+    return _noinline._cache_filter_eval_shape
+
+
+_noinline_shapes = find("Equinox's cache of `noinline`", _noinline_cache)
+
+
 def forget_noinline() -> None:
     """Equinox keeps the shapes of noinlined functions where JAX's caches do not reach,
     and has no public way to look at the functions again."""
-    equinox.internal._noinline._cache_filter_eval_shape.cache_clear()
+    _noinline_shapes.cache_clear()
 
 
 def _shard_map_primitive() -> jexc.Primitive:
@@ -179,12 +223,13 @@ def call_that_keeps_effects(eqn: Any) -> Any:
 
 
 def _transposed() -> Any:
-    double = jax.linear_transpose(lambda x: 2.0 * x, 1.0)
+    # Traced, not run: importing starts no backend.
+    double = lambda x: jax.linear_transpose(lambda x: 2.0 * x, x)(x)
     return jax.make_jaxpr(double)(1.0).eqns[-1].source_info.name_stack.stack[0]
 
 
 # What transposition writes on a name stack: not a string, as users' scopes may be any.
-_TRANSPOSED = _transposed()
+_TRANSPOSED = find("what transposition leaves on a name stack", _transposed)
 
 
 def in_backward_pass(eqn: Any) -> bool:
@@ -198,9 +243,9 @@ def _noinline_primitive() -> jexc.Primitive:
 
 
 # These have no public name.
-noinline_p = _noinline_primitive()
-custom_vmap_p = _custom_vmap_primitive()
-shard_map_p = _shard_map_primitive()
+noinline_p: Any = find("the primitive of `noinline`", _noinline_primitive)
+custom_vmap_p: Any = find("the primitive of `custom_vmap`", _custom_vmap_primitive)
+shard_map_p: Any = find("the primitive of `shard_map`", _shard_map_primitive)
 FilterJit: Any = type(eqx.filter_jit(lambda x: x))
 Jit: Any = type(jax.jit(lambda x: x))
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from eqx_sow import (
     Append,
+    Fold,
     save_intermediates,
     sow,
     SowError,
@@ -575,3 +576,50 @@ def test_names_come_in_order_of_execution():
     assert (
         names[:2] == ["z", "m"] and names[-1] == "a" and set(names[2:4]) == {"b", "c"}
     )
+
+
+# --- sows that only a derivative rule has ---
+
+
+def _in_fwd(mark):
+    @jax.custom_vjp
+    def f(w, c):
+        return w * c
+
+    def fwd(w, c):
+        return w * c, (w, c, mark(jnp.sin(w), "res"))
+
+    f.defvjp(fwd, lambda r, ct: (ct * r[1], ct * r[0]))
+    return f
+
+
+def _in_jvp_rule(mark):
+    @jax.custom_jvp
+    def f(w, c):
+        return w * c
+
+    @f.defjvp
+    def _(primals, tangents):
+        (w, c), (dw, dc) = primals, tangents
+        mark(jnp.sin(w), "res")
+        return w * c, w * dc + c * dw
+
+    return f
+
+
+@pytest.mark.parametrize("make", [_in_fwd, _in_jvp_rule])
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint])
+def test_a_rule_runs_in_each_iteration(make, wrap, call):
+    """Also if what it sows does not depend on the iteration."""
+    f = make(sow)
+    loop = lambda w, x: jnp.sum(lax.scan(lambda c, _: (f(w, c), None), x, length=3)[0])
+    w, x = jnp.array([0.3, 0.7]), jnp.array([2.0, 3.0])
+    fn = jax.grad(wrap(loop), 1)
+    _, got = call(S(fn), w, x)
+    assert_close(got["res"]["primal"], jnp.tile(jnp.sin(w), (3, 1)))
+    add = Fold(jnp.zeros(()), lambda acc, v: acc + jnp.sum(v))
+    _, got = call(S(fn, reduce=add), w, x)
+    assert_close(got["res"]["primal"], 3 * jnp.sum(jnp.sin(w)))
+    ws, xs = jnp.stack([w, 2 * w]), jnp.stack([x, x])
+    _, got = call(S(jax.vmap(fn)), ws, xs)
+    assert_close(got["res"]["primal"], jnp.tile(jnp.sin(ws)[:, None], (1, 3, 1)))

@@ -3,6 +3,7 @@
 import equinox as eqx
 import eqx_sow
 import jax
+import jax.extend.core as jexc
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -229,3 +230,24 @@ def test_nothing_is_swallowed():
 
     with pytest.raises(Exception, match="from the user"):
         S(f)(X)
+
+
+# --- JAX is not what it was ---
+
+
+def test_a_part_of_jax_that_has_moved(monkeypatch):
+    from eqx_sow import _compat
+
+    monkeypatch.setattr(_compat, "_moved", [])
+    assert _compat.find("the fifth wheel", lambda: jax.fifth_wheel, "spare") == "spare"
+    with pytest.raises(SowError, match=r"JAX \d.*the fifth wheel \(AttributeError"):
+        S(lambda x: sow(x, "a"))(1.0)
+
+
+def test_a_rule_that_another_library_has_replaced(monkeypatch):
+    from jax.interpreters import batching
+
+    table, scan_p = batching.fancy_primitive_batchers, jexc.primitives.scan_p
+    monkeypatch.setitem(table, scan_p, lambda *args, **params: None)
+    with pytest.raises(SowError, match="`scan`.*Import eqx_sow after"):
+        S(lambda x: sow(x, "a"))(1.0)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optimistix as optx
 import pytest
-from eqx_sow import Append, Buffer, plant, save_intermediates as S, sow, SowError
+from eqx_sow import Append, Buffer, Last, plant, save_intermediates as S, sow, SowError
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -698,3 +698,92 @@ def test_nested_loops_that_a_backward_pass_runs_again():
     _, captured = S(jax.grad(lambda x: loop(inner, x)))(0.5)
     close(captured["a"]["primal"], np.sin(np.sin(np.sin(np.sin(0.5)))))
     close(captured["a"]["count"], 4)
+
+
+# --- beside leaves that are not differentiated ---
+
+
+def _mixed(mark, x, y):
+    a, b = mark((x, y), "a")
+    doubled = lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] * 2), (0, b))
+    return a * doubled[1]
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint])
+def test_leaves_that_are_not_differentiated_stay_so(wrap):
+    """JAX refuses the reverse mode of a while loop: `b` must not become perturbed."""
+    x, y = jnp.array(2.0), jnp.array(3.0)
+    fn = jax.value_and_grad(wrap(lambda x, y: _mixed(sow, x, y)))
+    out, got = S(fn)(x, y)
+    assert_close(out, jax.value_and_grad(lambda x: _mixed(unmarked, x, y))(x))
+    assert_close(got["a"]["primal"], (x, y))
+    of_x, of_y = got["a"]["cotangent"]
+    assert_close(of_x, jnp.array(24.0))
+    assert of_y.dtype == jax.dtypes.float0
+    _, got = S(lambda x: jax.jvp(lambda x: _mixed(sow, x, y), (x,), (x,)))(x)
+    close(got["a"]["tangent"][0], 2.0)
+    close(got["a"]["tangent"][1], 0.0)
+
+
+# --- donated values ---
+
+_donates = jax.jit(lambda x: x + 1, donate_argnums=0)
+_sows = jax.jit(lambda x: sow(x, "a") * 2)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: _donates(sow(2 * x, "a")),
+        lambda x: (lambda y: _sows(y) + _donates(y))(2 * x),
+        lambda x: _donates(sow(jnp.sin(2 * x), "b") + sow(2 * x, "a")),
+    ],
+)
+@pytest.mark.parametrize("reduce", [None, Append(), Last()])
+def test_what_is_captured_is_not_donated(fn, reduce):
+    got = S(fn, reduce=reduce)(X)[1]["a"]["primal"]
+    assert_close(got[0] if isinstance(got, tuple) else got, 2 * X)
+
+
+# --- effects ---
+
+
+def _ordered(x):
+    log = lambda name: jax.debug.print(name, ordered=True)
+    log("a")
+    x = sow(x * 2, "a")
+    log("b")
+    loop = lambda x, _: (log("c"), (sow(jnp.sin(x), "c"), None))[1]
+    x, _ = lax.scan(loop, x, length=2)
+    log("d")
+    log("e")
+    return x
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+@pytest.mark.parametrize(
+    "way", [S, lambda f: plant(f, {"a": jnp.cos}), lambda f: S(f, reduce=Last())]
+)
+def test_effects_keep_their_order(wrap, way, capfd):
+    wrap(way(_ordered))(X)
+    jax.effects_barrier()
+    assert capfd.readouterr().out.split() == ["a", "b", "c", "c", "d", "e"]
+
+
+# --- leaks ---
+
+
+def _scanned(x):
+    step = lambda c, t: (sow(jnp.sin(c * t), "a"), None)
+    return jnp.sum(lax.scan(step, x, jnp.arange(3.0))[0])
+
+
+# JAX finds a leak of its own in the gradient of a loop with an effect, save in a
+# `jax.checkpoint`.
+@pytest.mark.parametrize(
+    "fn", [_scanned, jax.jit(_scanned), jax.grad(jax.checkpoint(_scanned))]
+)
+def test_under_checking_leaks(fn):
+    want = S(fn)(X)
+    with jax.checking_leaks():
+        assert_close(S(fn)(X), want)

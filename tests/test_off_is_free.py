@@ -1,5 +1,8 @@
 """Law 9, and its counterpart: nothing of a sow is left in what has been captured."""
 
+import subprocess
+import sys
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -193,3 +196,13 @@ def test_a_new_model_is_not_a_new_trace():
         out, got = run(S(scaled), X)
         assert jnp.allclose(got["out"]["primal"], scaled(X))
     assert len(traces) == 1
+
+
+def test_importing_starts_no_backend():
+    """What has to be said to JAX before it starts can be said after the import."""
+    program = (
+        "import eqx_sow, jax; jax.config.update('jax_num_cpu_devices', 3); "
+        "jax.config.update('jax_platforms', 'cpu'); assert len(jax.devices()) == 3"
+    )
+    env = {"PATH": "", "XLA_FLAGS": ""}
+    subprocess.run([sys.executable, "-c", program], check=True, env=env, timeout=120)

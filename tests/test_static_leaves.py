@@ -197,3 +197,31 @@ def test_no_arguments_and_no_outputs(call):
 def test_jax_output_that_does_not_depend_on_the_input(call):
     out, got = call(S(lambda x: sow(jnp.ones(2), "a")), X)
     assert_close((out, got), (jnp.ones(2), {"a": {"primal": jnp.ones(2)}}))
+
+
+# --- NumPy ---
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, eqx.filter_jit])
+def test_numpy_arrays_stay_what_they_are(wrap):
+    mask, names = np.array([True, False, True]), np.array(["a", "b"])
+
+    def fn(x):
+        n = int(sow(np.array(2), "n"))
+        assert isinstance(sow(np.float32(1), "scalar"), np.float32)
+        assert sow((names, x), "names")[0] is names
+        return x[sow(mask, "mask")].reshape(n, 1)
+
+    out, got = S(wrap(fn))(X)
+    assert_close(out, jnp.array([[0.5], [2.0]]))
+    assert_close(got["mask"]["primal"], jnp.asarray(mask))
+    assert_close(got["n"]["primal"], jnp.array(2))
+    assert got["names"]["primal"][0] is names
+
+
+def test_numpy_arrays_under_vmap_and_in_a_loop():
+    fn = lambda x: x * sow(np.arange(3.0, dtype=np.float32), "k")
+    _, got = S(jax.vmap(fn))(jnp.stack([X, X]))
+    assert_close(got["k"]["primal"], jnp.arange(3.0))
+    _, got = S(lambda x: jax.lax.scan(lambda c, _: (fn(c), None), x, length=2))(X)
+    assert_close(got["k"]["primal"], jnp.stack([jnp.arange(3.0)] * 2))

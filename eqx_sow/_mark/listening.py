@@ -1,5 +1,8 @@
 """Whether anyone listens, and what surrounds a vmap."""
 
+import contextlib
+import threading
+from collections.abc import Hashable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -11,17 +14,42 @@ from .static import Same
 class Listening(NamedTuple):
     """`loops`: how many loops are around whatever is being vmapped right now. `scope`:
     what goes before the names of the sows that follow. `found`: a list to which sows
-    add their sites, and do nothing else."""
+    add their sites, and do nothing else. `outside`: which variables of the program hold
+    marked modules. `selected`: the classes whose modules must not run unmarked."""
 
     loops: int = 0
     scope: str = ""
     found: "Same | None" = None
+    outside: tuple[Hashable, ...] = ()
+    selected: tuple[type, ...] = ()
 
 
 # Not `None` while somebody traces a program in order to see or change its sows. It is
 # part of the key of every cache of JAX's, so a jitted function is traced once for each
 # value.
 listening = jax.make_user_context(None)
+
+
+# A program may have its variables changed while it is traced, and they are another
+# thread's, too.
+tracing = threading.RLock()
+# What such a change is: something with a method `for_later(fn)`, which gives a context
+# manager in which `fn` finds the same again, or `None` if it is all the same to `fn`.
+changes: list[Any] = []
+
+
+@contextlib.contextmanager
+def listening_again(here: Listening, changed: tuple[Any, ...]) -> Iterator[None]:
+    """What was so when a function was given to JAX, which calls it later."""
+    with tracing, contextlib.ExitStack() as stack:
+        for change in changed:
+            stack.enter_context(change)
+        stack.enter_context(listening(here))
+        yield
+
+
+def changes_for(fn: Any) -> tuple[Any, ...]:
+    return tuple(c for c in (x.for_later(fn) for x in changes) if c is not None)
 
 
 class Around(NamedTuple):

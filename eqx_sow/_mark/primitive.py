@@ -75,6 +75,7 @@ def _sow_jvp(primals, tangents, *, site):
         differentiated=0,
         axes=site.select(keep),
         spec=None,
+        fixed=(),
     )
     kept = [
         *primals[:n_guards],

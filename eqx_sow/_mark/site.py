@@ -49,6 +49,8 @@ class Site(NamedTuple):
     for each of `modes`, how many there were before that one: two derivatives of one
     value, as in `grad(grad(f))`, are told apart by it. `origin` is an object of its own
     for each call of `sow`, which its derivatives share.
+    `fixed` are the values, guards aside, that the program does not take from the sow:
+    NumPy arrays, which stay what they are.
     """
 
     name: str
@@ -65,6 +67,7 @@ class Site(NamedTuple):
     spec: Const | None = None
     where: str = ""
     origin: Any = None
+    fixed: tuple[int, ...] = ()
 
     @property
     def mode(self) -> str:

@@ -76,11 +76,12 @@ _ARRAY = Const(jtu.tree_structure(0))
 
 def bind(value: Any, name: str, tag: Hashable, spec: Const | None) -> Any:
     """Binds the primitive to the array leaves of a value. `name` is the whole name."""
-    if eqx.is_array(value):  # as nearly all values are
-        arrays, treedef, leaves = [value], _ARRAY, (OPERAND,)
+    if isinstance(value, jax.Array):  # as nearly all values are
+        arrays, treedef, leaves, fixed = [value], _ARRAY, (OPERAND,), ()
     else:
         arrays, treedef, leaves = take_apart(value)
         _check_static(leaves, name)
+        fixed = tuple(i for i, x in enumerate(arrays) if not isinstance(x, jax.Array))
     site = Site(
         name,
         tag,
@@ -89,9 +90,15 @@ def bind(value: Any, name: str, tag: Hashable, spec: Const | None) -> Any:
         spec=spec,
         where=_compat.user_line(),
         origin=object(),
+        fixed=fixed,
     )
     out = sow_p.bind(*arrays, site=site)
-    return out[0] if treedef is _ARRAY else rebuild(treedef, leaves, out)
+    if treedef is _ARRAY:
+        return out[0]
+    # What is an index or a size in Python has to stay one.
+    for i in fixed:
+        out[i] = arrays[i]
+    return rebuild(treedef, leaves, out)
 
 
 def _check_static(leaves: Sequence[Any], name: str) -> None:
@@ -102,6 +109,14 @@ def _check_static(leaves: Sequence[Any], name: str) -> None:
                 f"{jax.typeof(x.value)}: only arrays can be captured. Sow the value "
                 "that it holds."
             )
+
+
+class UnnamedSowError(SowError):
+    """To look for it in closures as well costs more, so that is done if need be."""
+
+
+UnnamedSowError.__name__ = UnnamedSowError.__qualname__ = "SowError"
+UnnamedSowError.__module__ = "eqx_sow"
 
 
 class Sow(eqx.Module):
@@ -162,7 +177,7 @@ class Sow(eqx.Module):
             # Where the path is known, a mark on this layer sows the value.
             if listening.value is None or "_marks" in self.__dict__:
                 return x
-            raise SowError(
+            raise UnnamedSowError(
                 "`Sow()` has no name, and its place in the model cannot be seen. Give "
                 'it one, `Sow("some_name")`, or pass the model as an argument, '
                 "`save_intermediates(fn)(model, x)`."

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import equinox as eqx
+import jax
+import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
@@ -87,10 +89,18 @@ class _Operand:
 OPERAND = _Operand()
 
 
+def _is_operand(x: Any) -> bool:
+    """Whether a leaf is an array that JAX can hold: NumPy has arrays of strings."""
+    return isinstance(x, jax.Array) or (
+        eqx.is_array(x)
+        and (jnp.issubdtype(x.dtype, np.number) or jnp.issubdtype(x.dtype, np.bool_))
+    )
+
+
 def take_apart(tree: Any) -> tuple[list[Any], Const, tuple[Any, ...]]:
     """The arrays of a PyTree, its treedef, and for each leaf `OPERAND` or a `Const`."""
     leaves, treedef = jtu.tree_flatten(tree)
-    found = list(map(eqx.is_array, leaves))
+    found = list(map(_is_operand, leaves))
     static = tuple(OPERAND if d else Const(x) for d, x in zip(found, leaves))
     return [x for d, x in zip(found, leaves) if d], Const(treedef), static
 

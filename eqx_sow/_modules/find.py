@@ -1,4 +1,4 @@
-"""Finds the modules of a model that nobody edits, and marks them.
+"""Finds the modules of a model, and marks them.
 
 They are marked on the way into a traced function, and restored on the way out.
 """
@@ -7,29 +7,45 @@ import contextlib
 import dataclasses as dc
 import functools as ft
 import inspect
-import types
-from collections.abc import Callable, Hashable, Iterator
+import re
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any
 
 import equinox as eqx
 import jax.tree_util as jtu
 
 from .. import _compat
-from .._errors import UnknownSowError
+from .._errors import SowError, UnknownSowError
+from .._mark.listening import listening
 from .._mark.sow import Sow
 from .._mark.static import Const
-from .marks import has_method, Mark, marks_of, own_methods, plain_type, with_marks
+from . import closures
+from .closures import Variable
+from .marks import (
+    has_method,
+    is_part,
+    is_wrapper,
+    label,
+    Mark,
+    marks_of,
+    own_methods,
+    plain_type,
+    with_marks,
+)
+from .unmarked import noticed
 
 
 @dc.dataclass(frozen=True)
 class Marking:
-    """The options of a transformation that have to do with modules."""
+    """The options of a transformation that have to do with modules. `search` is true
+    once an unnamed `Sow` has run whose place is not known."""
 
     capture: Any
     tag: Hashable
     methods: tuple[str, ...]
     inputs: bool
     scope: bool
+    search: bool = False
 
     def chooses(self, path: str, module: eqx.Module) -> bool:
         if self.capture is None:
@@ -38,10 +54,43 @@ class Marking:
             return has_method(type(module), "__call__") or self.applies(module)
         if isinstance(self.capture, type | tuple):
             return isinstance(module, self.capture)
-        return bool(self.capture(path or ".", module))
+        chosen = self.capture(path or ".", module)
+        if eqx.is_array(chosen):
+            raise TypeError(
+                f"`capture={self.capture!r}` returned an array for the module at "
+                f"{path or '.'!r}, and what is traced is not known yet. Return a bool: "
+                "decide by the path, or by what is static about the module, such as "
+                "its type or its shapes."
+            )
+        return bool(chosen)
+
+    @property
+    def classes(self) -> tuple[type, ...]:
+        """What is selected by class, and not by a function."""
+        if self.capture is True:
+            return (eqx.Module,)
+        if isinstance(self.capture, type | tuple):
+            return self.capture if isinstance(self.capture, tuple) else (self.capture,)
+        return ()
 
     def applies(self, module: eqx.Module) -> bool:
         return any(has_method(type(module), m) for m in self.methods)
+
+
+def check_predicate(call: str, predicate: Callable) -> None:
+    """Raises if it cannot be called as `predicate(path, module)`."""
+    try:
+        signature = inspect.signature(predicate)
+    except (TypeError, ValueError):  # of a builtin
+        return
+    try:
+        signature.bind("path", None)
+    except TypeError as e:
+        raise TypeError(
+            f"`{call}(..., capture=...)` takes a function `(path, module) -> bool`, "
+            f"but {predicate!r} takes {signature}. Write "
+            "`lambda path, module: ...`."
+        ) from e
 
 
 def _children(node: Any) -> tuple[list[tuple[str, Any]], Any]:
@@ -53,20 +102,6 @@ def _children(node: Any) -> tuple[list[tuple[str, Any]], Any]:
 
 def _join(path: str, key: str) -> str:
     return f"{path}/{key}" if path else key
-
-
-# No `__wrapped__` tells what this is.
-_Jacobian: Any = type(eqx.filter_jacrev(lambda: None))
-
-
-def _is_wrapper(node: Any) -> bool:
-    """Whether a module is a transformed function, rather than part of a model."""
-    if isinstance(node, eqx.Partial | _Jacobian):
-        return True
-    return isinstance(node, eqx.Module) and (
-        isinstance(getattr(type(node), "__wrapped__", None), property)
-        or hasattr(node, "__self__")
-    )
 
 
 # The fields in which such modules hold the function, Equinox's and ours.
@@ -102,37 +137,23 @@ def _roots(tree: Any, name: str) -> Iterator[tuple[str, eqx.Module]]:
             yield (_join(name, inside) if inside else name), x
 
 
-def _is_part(x: Any) -> bool:
-    """Whether it is a module that is part of a model."""
-    return isinstance(x, eqx.Module) and not _is_wrapper(x)
-
-
-def _globals(fn: types.FunctionType) -> dict[str, Any]:
-    def names(code):
-        inner = (c for c in code.co_consts if isinstance(c, types.CodeType))
-        return code.co_names + sum(map(names, inner), ())
-
-    return {n: fn.__globals__[n] for n in names(fn.__code__) if n in fn.__globals__}
-
-
-def _contents(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not assigned yet
-        return None
-
-
 class _Walk:
-    """One pass over a function and its arguments."""
+    """One pass over a function, its arguments, and the variables that it reads.
+
+    A function, or what was made of one, leads to the model without a name of its own;
+    in a model every step is one more key of the path.
+    """
 
     def __init__(self, marking: Marking):
         self.marking = marking
+        self.outside = marking.search or marking.capture is not None or marking.scope
         self.seen: list[str] = []
-        self.made: set[Mark] = set()
+        self.made: list[Mark] = []
         self.methods: set[str] = set()
         self.chosen = False
-        self.closed_over: dict[types.FunctionType, types.CellType] = {}
-        self.cells: dict[int, types.CellType] = {}
+        self.replaced = closures.Replaced(lambda x: unmark(x, set(self.made)))
+        # Functions, classes and variables, of which each is looked at once.
+        self.entered: dict[Any, Any] = {}
         # By class, the path of the first model: optimiser states look like it.
         self.models: dict[type, str] = {}
         # Models that have arrays, and their paths: the half without these, from
@@ -141,49 +162,42 @@ class _Walk:
 
     def call(self, fn: Callable, args: tuple, kwargs: dict, path: str = "") -> tuple:
         """A function and its arguments."""
-        names = _positional_names(fn, len(args))
-        wrapper = not _is_part(fn)
+        names = closures.positional_names(fn, len(args))
         return (
-            self.visit(fn, path, wrapper),
+            self.visit_function(fn, path),
             tuple(self.visit_root(x, name) for name, x in zip(names, args)),
             {name: self.visit_root(x, name) for name, x in kwargs.items()},
         )
 
-    def visit_root(self, node: Any, path: str, wrapper: bool = False) -> Any:
-        """Visits what is no part of a module."""
-        wholes = (name for name, whole in self.wholes if _is_half(node, whole))
-        return self.visit(node, next(wholes, path), wrapper)
+    def visit_function(self, fn: Any, path: str = "", inside: Any = None) -> Any:
+        """What is called. `inside`: what it is a transformation of, as
+        `jax.vmap(model)` is a function that closes over the model."""
+        if is_part(fn):
+            return self.visit_model(fn, path)
+        if isinstance(fn, _compat.FilterJit):
+            new = self.visit_function(fn.__wrapped__, path)
+            return fn if new is fn.__wrapped__ else eqx.filter_jit(new)
+        if isinstance(fn, eqx.Module):
+            return self._visit_wrapper(fn, path)
+        # A partial of JAX's is a PyTree, and is made anew in every call as it is.
+        if isinstance(fn, ft.partial) and type(fn) is not ft.partial:
+            inner, args, kwargs = self.call(fn.func, fn.args, fn.keywords, path)
+            return type(fn)(inner, *args, **kwargs)
+        if self.outside and closures.is_function(fn):
+            self._look_into(fn, path, inside)
+        return fn
 
-    def visit(self, node: Any, path: str, wrapper: bool = False) -> Any:
-        if wrapper and isinstance(node, types.FunctionType):
-            return self._close_over(node)
-        if wrapper and isinstance(node, ft.partial):
-            fn, args, kwargs = self.call(node.func, node.args, node.keywords, path)
-            return ft.partial(fn, *args, **kwargs)
-        if jtu.all_leaves((node,)):
-            return node
-        if isinstance(node, _compat.FilterJit):
-            inside = not _is_part(node.__wrapped__)
-            new = self.visit(node.__wrapped__, path, inside)
-            return node if new is node.__wrapped__ else eqx.filter_jit(new)
+    def _visit_wrapper(self, node: Any, path: str) -> Any:
         children, treedef = _children(node)
-        if not children:
-            return node if wrapper else self._mark(node, path)
-        state = isinstance(node, tuple) and hasattr(node, "_fields")
-        new = []
-        for key, child in children:
-            if wrapper and key in _WRAPPED:
-                inside = not _is_part(child)
-                child = self.visit(child, path, inside)
-            elif not (state and isinstance(child, eqx.Module)):
-                visit = self.visit if isinstance(node, eqx.Module) else self.visit_root
-                child = visit(child, _join(path, key))
-            elif (model := self.models.get(plain_type(child))) is not None:
-                child = self.visit(child, model)
-            new.append(child)
+        new = [
+            self.visit_function(child, path)
+            if key in _WRAPPED
+            else self.visit_root(child, _join(path, key))
+            for key, child in children
+        ]
         if any(x is not child for x, (_, child) in zip(new, children)):
             node = jtu.tree_unflatten(treedef, new)
-        return self._bind(node) if wrapper else self._mark(node, path)
+        return self._bind(node)
 
     def _bind(self, node: Any) -> Any:
         """A bound method of a marked module is bound again, to what it is there."""
@@ -193,100 +207,99 @@ class _Walk:
                 return eqx.Partial(getattr(type(node.__self__), name), node.__self__)
         return node
 
-    def _close_over(self, fn: types.FunctionType, inside: Any = None) -> Callable:
-        """A function whose variables from outside are marked modules. `inside`: what it
-        is a transformation of, as `jax.vmap(model)` is a function that closes over the
-        model."""
-        if fn in self.closed_over:
-            return self.closed_over[fn].cell_contents
-        self.closed_over[fn] = here = types.CellType()
+    def visit_root(self, node: Any, path: str) -> Any:
+        """Visits what is no part of a module."""
+        wholes = (name for name, whole in self.wholes if _is_half(node, whole))
+        return self.visit_model(node, next(wholes, path))
+
+    def visit_model(self, node: Any, path: str) -> Any:
+        """A module, or a PyTree of them."""
+        if isinstance(node, _compat.FilterJit) or closures.is_function(node):
+            return self.visit_function(node, path)
+        if jtu.all_leaves((node,)):
+            return node
+        children, treedef = _children(node)
+        state = isinstance(node, tuple) and hasattr(node, "_fields")
+        visit = self.visit_model if isinstance(node, eqx.Module) else self.visit_root
+        new = []
+        for key, child in children:
+            if not (state and isinstance(child, eqx.Module)):
+                child = visit(child, _join(path, key))
+            elif (model := self.models.get(plain_type(child))) is not None:
+                child = self.visit_model(child, model)
+            new.append(child)
+        if any(x is not child for x, (_, child) in zip(new, children)):
+            node = jtu.tree_unflatten(treedef, new)
+        return self._mark(node, path)
+
+    def _look_into(self, fn: Any, path: str = "", inside: Any = None) -> None:
+        """The variables that a function reads."""
+        if not self._enter(id(fn), fn):
+            return
         if hasattr(fn, "__wrapped__"):
             inside = inspect.unwrap(fn)
+        for variable in closures.variables(fn):
+            if isinstance(fn, ft.partial) and not variable.name:
+                variable = variable._replace(name=path)
+            self._visit_variable(variable, inside)
+        inner = closures.wrapped(fn)
+        if closures.is_function(inner):
+            self._look_into(inner, path, inside)
+
+    def _visit_variable(self, variable: Variable, inside: Any = None) -> None:
+        x, name = variable.value, variable.name
+        key = id(variable.holder), variable.key
+        if not self._enter(key, variable) or not closures.may_hold(x):
+            return
         # JAX leaves `__wrapped__` out if there is a brace in the docstring of a model.
-        theirs = _compat.is_library(fn.__code__.co_filename)
-        code, cells, defaults = fn.__code__, fn.__closure__ or (), fn.__defaults__ or ()
-        new_cells = [
-            self._cell("" if theirs else name, cell, inside)
-            for name, cell in zip(code.co_freevars, cells)
-        ]
-        outer = {
-            name: self.visit_root(x, name, _is_wrapper(x))
-            for name, x in _globals(fn).items()
-            if _has_modules(x)
-        }
-        outer = {n: x for n, x in outer.items() if x is not fn.__globals__[n]}
-        names = code.co_varnames[code.co_argcount - len(defaults) :]
-        new_defaults = tuple(map(self._variable, names, defaults))
-        keywords = fn.__kwdefaults__ or {}
-        new_keywords = {n: self._variable(n, x) for n, x in keywords.items()}
-        new = fn
-        if (
-            outer
-            or any(x is not y and x is not here for x, y in zip(new_cells, cells))
-            or any(x is not y for x, y in zip(new_defaults, defaults))
-            or any(x is not keywords[n] for n, x in new_keywords.items())
-        ):
-            new = types.FunctionType(
-                code,
-                {**fn.__globals__, **outer} if outer else fn.__globals__,
-                fn.__name__,
-                new_defaults or None,
-                tuple(new_cells),
-            )
-            new.__kwdefaults__ = new_keywords or None
-            ft.update_wrapper(new, fn)
-        here.cell_contents = new
-        return new
+        name = "" if x is inside else name
+        if closures.is_container(x):
+            for item in closures.items(variable._replace(name=name)):
+                self._visit_variable(item)
+            return
+        start = len(self.made)
+        if is_wrapper(x) or closures.is_function(x):
+            new = self.visit_function(x, name, inside)
+        else:
+            new = self.visit_root(x, name)
+        if new is not x:
+            self.replaced.put(variable, new, tuple(self.made[start:]))
 
-    def _cell(self, name: str, cell: types.CellType, inside: Any) -> types.CellType:
-        """A variable that a function closes over. Functions that share it still do."""
-        x = _contents(cell)
-        if isinstance(x, types.FunctionType) and x in self.closed_over:
-            return self.closed_over[x]  # functions that call each other
-        if id(cell) not in self.cells:
-            new = self._variable("" if x is inside else name, x, inside)
-            self.cells[id(cell)] = cell if new is x else types.CellType(new)
-        return self.cells[id(cell)]
-
-    def _variable(self, name: str, x: Any, inside: Any = None) -> Any:
-        if isinstance(x, types.FunctionType):
-            return self._close_over(x, inside)
-        if isinstance(x, ft.partial) or _has_modules(x):
-            wrapper = isinstance(x, ft.partial) or _is_wrapper(x)
-            return self.visit_root(x, name, wrapper)
-        return x
+    def _enter(self, key: Hashable, kept: Any) -> bool:
+        """Whether this is the first time. What is kept keeps its `id`."""
+        first = key not in self.entered
+        self.entered[key] = kept
+        return first
 
     def _mark(self, node: Any, path: str) -> Any:
-        m = self.marking
-        if not _is_part(node):
+        if not is_part(node):
             return node
-        cls = plain_type(node)
-        is_callable = has_method(cls, "__call__")
+        m, cls = self.marking, plain_type(node)
+        if self.outside and self._enter(cls, cls):
+            for fn in closures.methods(cls):
+                if not is_part(fn):
+                    self.visit_function(fn)
         scoped = own_methods(cls) if m.scope else ()
         chosen = m.chooses(path, node)
-        emit = chosen and m.applies(node)
+        emit = m.methods if chosen and m.applies(node) else ()
         self.chosen |= chosen
-        if is_callable:
+        if has_method(cls, "__call__"):
             self.seen.append(f"{path or '.'} ({cls.__name__})")
-        if emit:
-            self.methods.update(x for x in m.methods if has_method(cls, x))
+        self.methods.update(x for x in emit if has_method(cls, x))
         if isinstance(node, Sow) and node.name is None:
             methods = ("__call__",)
             spec = None if node.spec is None else Const(node.spec)
             new = Mark(path, node.tag, methods, methods, False, m.scope, spec)
         elif emit or scoped:
-            emit = m.methods if emit else ()
             methods = tuple(dict.fromkeys((*emit, *scoped)))
             new = Mark(path, m.tag, methods, emit, m.inputs, m.scope)
         else:
             return node
-        self.made.add(new)
+        self.made.append(new)
         return with_marks(node, (*marks_of(node), new))
 
 
 def _has_modules(x: Any) -> bool:
-    if isinstance(x, types.ModuleType | type):
-        return False
     leaves = jtu.tree_leaves(x, is_leaf=lambda y: isinstance(y, eqx.Module))
     return any(isinstance(y, eqx.Module) for y in leaves)
 
@@ -296,58 +309,31 @@ def _has_unnamed(x: Any) -> bool:
     return any(isinstance(y, Sow) and y.name is None for y in leaves)
 
 
-def _positional_names(fn: Callable, n: int) -> list[str]:
-    while isinstance(fn, _Jacobian):
-        fn = fn.fun
-    try:
-        parameters = list(inspect.signature(fn).parameters.values())
-    except (TypeError, ValueError):
-        parameters = []
-    names = []
-    for p in parameters:
-        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD):
-            names.append(p.name)
-        elif p.kind == p.VAR_POSITIONAL:
-            names += [f"{p.name}/{i}" for i in range(n - len(names))]
-    return [*names, *(f"args/{i}" for i in range(len(names), n))][:n]
-
-
-def mark(fn: Callable, args: tuple, kwargs: dict, marking: Marking) -> tuple:
-    """`(fn, args, kwargs)` with the modules in there marked, and the marks."""
+@contextlib.contextmanager
+def marked(
+    fn: Callable, args: tuple, kwargs: dict, marking: Marking
+) -> Iterator[tuple[tuple, set[Mark]]]:
+    """`(fn, args, kwargs)` with the modules in there marked, and the marks. Those that
+    the function reads from outside are marked in the meantime."""
     walk = _Walk(marking)
-    if marking.capture is None and not marking.scope:
-        if not _has_unnamed((fn, args, kwargs)):
-            # Functions may still close over one.
-            if not _is_part(fn):
-                fn = walk.visit(fn, "", True)
-            return (fn, args, kwargs), walk.made
-    names = _positional_names(fn, len(args))
+    if not (walk.outside or _has_unnamed((fn, args, kwargs))):
+        yield (fn, args, kwargs), set()
+        return
+    names = closures.positional_names(fn, len(args))
     for name, x in (*zip(names, args), *kwargs.items()):
         if isinstance(x, eqx.Module):
             walk.models.setdefault(plain_type(x), name)
         walk.wholes += ((path, m) for path, m in _roots(x, name) if _has_inexact(m))
-    marked = walk.call(fn, args, kwargs)
-    if marking.capture is not None:
-        _check_found(walk)
-    return marked, walk.made
-
-
-@contextlib.contextmanager
-def explained(marking: Marking) -> Iterator[None]:
-    """Errors about modules that do not fit together say why."""
-    try:
-        yield
-    except ValueError as e:
-        if (marking.capture is not None or marking.scope) and (
-            "Mark(" in str(e) or "type mismatch" in str(e) or "ifferent types" in str(e)
-        ):
-            e.add_note(
-                "This may be from `capture=` or `scope=True`: they give names to the "
-                "modules, and two trees of one model that have different names do not "
-                "fit together, as in `jax.tree.map` or `eqx.combine`. Capture what is "
-                "called with one of them only, or mark the values with `sow`."
-            )
-        raise
+    with walk.replaced.lasting():
+        new = walk.call(fn, args, kwargs)
+        if marking.capture is not None:
+            _check_found(walk)
+        here = listening.value
+        outside = (*here.outside, *walk.replaced.key)
+        selected = (*here.selected, *marking.classes)
+        with listening(here._replace(outside=outside, selected=selected)):
+            with noticed(marking.methods if marking.classes else ()):
+                yield new, set(walk.made)
 
 
 def _check_found(walk: _Walk) -> None:
@@ -360,23 +346,69 @@ def _check_found(walk: _Walk) -> None:
         if walk.chosen
         else f"`capture={walk.marking.capture!r}` selects no module."
     )
-    raise UnknownSowError(
-        f"{what} The modules in sight are: {modules}. Those that are hidden in a "
-        "`jax.jit` or another object that is no PyTree cannot be seen: write "
-        "`eqx.filter_jit` there, or pass the model as an argument, "
-        "`save_intermediates(fn, capture=...)(model, x)`."
+    raise UnknownSowError(f"{what} The modules in sight are: {modules}. {_HIDDEN}")
+
+
+_HIDDEN = (
+    "A module cannot be seen in a `jax.jit(module)`, or in an object that is not a "
+    "PyTree: write `eqx.filter_jit` there, or pass the model as an argument, "
+    "`save_intermediates(fn, capture=...)(model, x)`."
+)
+
+
+def check_called(marks: Iterable[Mark], marking: Marking, names: Iterable[str]) -> None:
+    """Raises if nothing that `capture` selects is among the names in the program."""
+    if marking.capture is None:
+        return
+    labels = dict.fromkeys(
+        label(m.path, method)
+        for m in marks
+        if m.tag == marking.tag
+        for method in m.emit
     )
+    if not labels.keys() & set(names):
+        raise UnknownSowError(
+            f"`capture={marking.capture!r}` selects {', '.join(map(repr, labels))}, "
+            "but none of these is called in the program. Is another model called? "
+            f"{_HIDDEN} If a `save_intermediates` inside has captured them, give one "
+            "of the two another `tag`."
+        )
+
+
+@contextlib.contextmanager
+def explained(marking: Marking) -> Iterator[None]:
+    """Errors about modules that do not fit together say why."""
+    try:
+        yield
+    except ValueError as e:
+        message = str(e)
+        if not (marking.capture is not None or marking.scope) or isinstance(
+            e, SowError
+        ):
+            raise
+        # Of one class twice, as a marked module has the name of its class.
+        names = re.findall(r"<class '([^']*)'>", message)
+        if "Mark(" in message or len(names) > len(set(names)):
+            raise SowError(
+                "`capture=` and `scope=True` give names to the modules of a model, and "
+                "here two trees of one model meet, as in `eqx.combine` or "
+                "`jax.tree.map`, that have different names: one of them cannot be "
+                f"seen, or they are two models. {_HIDDEN} Or mark the values with "
+                "`sow`."
+            ) from e
+        raise
 
 
 def unmark(tree: Any, made: set[Mark]) -> Any:
-    """Takes off the marks that `mark` made."""
-    if not made or not _has_modules(tree):
+    """Takes off the marks that `marked` made."""
+    if not _has_modules(tree):
         return tree
     children, treedef = _children(tree)
     if not jtu.treedef_is_leaf(treedef):
         new = [unmark(child, made) for _, child in children]
         tree = jtu.tree_unflatten(treedef, new)
-    if isinstance(tree, eqx.Module) and (marks := marks_of(tree)):
-        if marks[-1] in made:
+    if isinstance(tree, eqx.Module) and type(tree) is not plain_type(tree):
+        marks = marks_of(tree)
+        if not marks or marks[-1] in made:
             tree = with_marks(tree, marks[:-1])
     return tree

@@ -5,6 +5,7 @@ static field. So the marks go wherever the module goes, through every transforma
 and `isinstance` and the paths in the PyTree stay as they were.
 """
 
+import copy
 import dataclasses as dc
 import functools as ft
 import inspect
@@ -43,6 +44,25 @@ class _Quiet:
         pass
 
 
+# No `__wrapped__` tells what this is.
+Jacobian: Any = type(eqx.filter_jacrev(lambda: None))
+
+
+def is_wrapper(node: Any) -> bool:
+    """Whether a module is a transformed function, rather than part of a model."""
+    if isinstance(node, eqx.Partial | Jacobian):
+        return True
+    return isinstance(node, eqx.Module) and (
+        isinstance(getattr(type(node), "__wrapped__", None), property)
+        or hasattr(node, "__self__")
+    )
+
+
+def is_part(x: Any) -> bool:
+    """Whether it is a module that is part of a model."""
+    return isinstance(x, eqx.Module) and not is_wrapper(x)
+
+
 def has_method(cls: type, name: str) -> bool:
     # Not `hasattr`: the metaclass has a `__call__`.
     return any(name in c.__dict__ for c in cls.__mro__)
@@ -78,13 +98,22 @@ def _subclass(cls: type, methods: tuple[str, ...]) -> type:
 
         return method
 
+    @ft.wraps(cls.__init__)
+    def init(self, /, *args, _marks=(), **kwargs):
+        super(marked, self).__init__(*args, **kwargs)
+        self._marks = _marks
+
     def fill(namespace):
         namespace["__annotations__"] = {"_marks": tuple}
-        namespace["_marks"] = eqx.field(static=True, init=False, repr=False, default=())
+        namespace["_marks"] = eqx.field(static=True, repr=False, default=())
+        namespace["__init__"] = init
         namespace["__module__"] = cls.__module__
         namespace["__qualname__"] = cls.__qualname__
         namespace["__doc__"] = cls.__doc__
         namespace["__reduce__"] = _reduce
+        for copying in (_copy, _deepcopy):
+            if not has_method(cls, copying.__name__):
+                namespace[copying.__name__] = copying
         namespace["_unmarked"] = cls
         namespace.update({name: override(name) for name in methods})
 
@@ -92,12 +121,34 @@ def _subclass(cls: type, methods: tuple[str, ...]) -> type:
         # Equinox warned of what it sees in the class when the user made it.
         warnings.simplefilter("ignore")
         marked = types.new_class(cls.__name__, (_Quiet, cls), {}, fill)
+    # To JAX the marks are a field. To `dataclasses.fields` they are none, and to
+    # `dataclasses.replace` they are an argument that the new module gets, too.
+    marked.__dataclass_fields__["_marks"] = _Argument.__dataclass_fields__["_marks"]
     return marked
+
+
+@dc.dataclass
+class _Argument:
+    _marks: dc.InitVar[tuple] = ()
 
 
 def _reduce(self):
     fields = {k: v for k, v in self.__dict__.items() if k != "_marks"}
     return _rebuild, (type(self)._unmarked, fields)
+
+
+def _copy(self):
+    return _rebuild(type(self), self.__dict__)
+
+
+def _deepcopy(self, memo):
+    memo[id(self)] = new = _rebuild(type(self), {})
+    for name, x in self.__dict__.items():
+        new.__dict__[name] = x if name == "_marks" else copy.deepcopy(x, memo)
+    return new
+
+
+_copy.__name__, _deepcopy.__name__ = "__copy__", "__deepcopy__"
 
 
 def _rebuild(cls, fields):
@@ -113,18 +164,18 @@ def _call(marks, name, plain, args, kwargs):
     marks = tuple(m for m in dict.fromkeys(marks) if name in m.methods)
     for m in marks:
         if m.inputs and name in m.emit:
-            label = _label(m.path, name, "inputs")
-            args, kwargs = bind((args, kwargs), label, m.tag, None)
+            inputs = label(m.path, name, "inputs")
+            args, kwargs = bind((args, kwargs), inputs, m.tag, None)
     scope = next((m.path for m in reversed(marks) if m.scope), here.scope)
     with listening(here._replace(scope=scope)):
         out = plain(*args, **kwargs)
     for m in marks:
         if name in m.emit:
-            out = bind(out, _label(m.path, name), m.tag, m.spec)
+            out = bind(out, label(m.path, name), m.tag, m.spec)
     return out
 
 
-def _label(path: str, method: str, *more: str) -> str:
+def label(path: str, method: str, *more: str) -> str:
     methods = () if method == "__call__" else (method,)
     return ".".join((path, *methods, *more)) or "."
 

@@ -6,7 +6,7 @@ from typing import Any
 import equinox as eqx
 
 from .._mark.sow import check_tag
-from .._modules.find import Marking
+from .._modules.find import check_predicate, Marking
 from .._values.reduce import Reducer
 
 
@@ -19,17 +19,21 @@ def as_capture(call: str, capture: Any) -> Any:
     """`None` for no capture."""
     if capture is None or capture is False:
         return None
+    if isinstance(capture, str):
+        raise TypeError(
+            f"`{call}(..., capture=...)` takes no path. To choose by path, write "
+            f"`capture=True, names={capture!r}`."
+        )
     classes = capture if isinstance(capture, tuple) else (capture,)
     if isinstance(capture, eqx.Module):
         raise TypeError(
             f"`{call}(..., capture=...)` takes no module. To choose by path, write "
             '`lambda path, module: path == "layers/0"`.'
         )
-    if (
-        callable(capture)
-        or capture is True
-        or all(isinstance(c, type) for c in classes)
-    ):
+    if capture is True or all(isinstance(c, type) for c in classes):
+        return capture
+    if callable(capture):
+        check_predicate(call, capture)
         return capture
     raise TypeError(
         f"`{call}(..., capture=...)` takes `True`, a class, a tuple of classes, or a "

@@ -242,6 +242,7 @@ class _Plant(Transformed):
         )
         sown = program.survey(survey)
         check_known("plant(fn, values)", self._values, sown.seen)
+        program.check_called(sown.seen)
         mode_of = labels({e.site.key for e in sown.entries})
         entries: dict[Any, list[Entry]] = {}
         for e in sown.entries:

@@ -8,7 +8,8 @@ import jax
 
 from .. import _compat
 from .._errors import SowError
-from .._mark.listening import Listening, listening
+from .._mark.listening import Listening, listening, tracing
+from .._mark.sow import UnnamedSowError
 from .._mark.static import Const, rebuild, take_apart
 from .._modules import find as _capture
 from .._modules.find import Marking
@@ -16,6 +17,7 @@ from .._modules.marks import Mark
 from .._walk.find import recomputed
 from .._walk.handler import Given, Handler, Taken
 from .._walk.interpreter import evaluate
+from .._walk.jax_rules import check_wrapped
 
 
 @dc.dataclass(frozen=True)
@@ -24,6 +26,7 @@ class Program:
     inputs: list[Any]
     out: tuple[Const, tuple[Any, ...]]
     marks: set[Mark]
+    marking: Marking
 
     def evaluate(self, handler: Handler, given: Given, *inputs) -> tuple[list, Taken]:
         jaxpr, consts = _compat.open_jaxpr(self.closed)
@@ -56,6 +59,10 @@ class Program:
                     f"computes the value once more, past the sow. {remedy}"
                 )
 
+    def check_called(self, names: Iterable[str]) -> None:
+        """Raises if of the modules that are captured none is called."""
+        _capture.check_called(self.marks, self.marking, names)
+
     def unmark(self, tree: Any) -> Any:
         return _capture.unmark(tree, self.marks)
 
@@ -63,18 +70,32 @@ class Program:
 def trace(fn: Callable, args: tuple, kwargs: dict, marking: Marking) -> Program:
     """Traces `fn(*args, **kwargs)` while everybody listens. Arrays are traced, all else
     is static, as in `eqx.filter_jit`."""
+    _compat.check_supported()
+    check_wrapped()
+    with tracing:
+        try:
+            return _trace(fn, args, kwargs, marking)
+        except UnnamedSowError:
+            if marking.search:
+                raise
+            return _trace(fn, args, kwargs, dc.replace(marking, search=True))
+
+
+def _trace(fn: Callable, args: tuple, kwargs: dict, marking: Marking) -> Program:
     inputs, treedef, static = take_apart((fn, args, kwargs))
     out: Any = None
     marks: set[Mark] = set()
 
     def traced(inputs):
         nonlocal out, marks
-        fn, args, kwargs = rebuild(treedef, static, inputs)
-        (fn, args, kwargs), marks = _capture.mark(fn, args, kwargs, marking)
-        outs, *out = take_apart(_capture.unmark(fn(*args, **kwargs), marks))
+        call = rebuild(treedef, static, inputs)
+        with _capture.marked(*call, marking) as ((fn, args, kwargs), marks):
+            outs, *out = take_apart(_capture.unmark(fn(*args, **kwargs), marks))
         return outs
 
+    here = listening.value or Listening()
+    here = Listening(outside=here.outside, selected=here.selected)
     # Only tracing happens in here: whatever is executed would be compiled once more.
-    with listening(Listening()), _capture.explained(marking):
+    with listening(here), _capture.explained(marking):
         closed = jax.make_jaxpr(traced)(inputs)
-    return Program(closed, inputs, tuple(out), marks)
+    return Program(closed, inputs, tuple(out), marks, marking)

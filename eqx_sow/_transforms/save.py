@@ -58,6 +58,7 @@ class _SaveIntermediates(Transformed):
         for name, message in taken.rest.hidden:
             if name not in taken.rest.seen:
                 raise UnsupportedPrimitiveError(message)
+        program.check_called(taken.rest.seen)
         _check_second_derivatives(program, collect, taken)
         intermediates = program.unmark(assemble(collect, taken, tuple(carry)))
         intermediates = Intermediates(

@@ -8,7 +8,7 @@ import jax.extend.core as jexc
 from .. import _compat
 from .._mark.primitive import sow_effect, sow_p
 from .._mark.site import Site
-from .find import _jaxprs, has_sow
+from .find import has_sow, jaxprs_in
 
 
 def map_params(params: dict[str, Any], fn: Callable[[Any], Any]) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def without_prints(jaxpr: Any) -> Any:
         if eqn.primitive is sow_p or not eqn.effects:
             return eqn
         params = map_params(eqn.params, without_prints)
-        subjaxprs = list(_jaxprs(params))
+        subjaxprs = list(jaxprs_in(params))
         if not subjaxprs:
             return eqn if eqn.outvars else None
         effects = frozenset().union(*[j.effects for j in subjaxprs])

@@ -44,21 +44,21 @@ def has_sow(x: Any) -> bool:
     if shows_sow(x):
         return True
     if isinstance(x, jexc.JaxprEqn):
-        return any(map(has_sow, _jaxprs(x.params))) or bool(_in_functions(x))
+        return any(map(has_sow, jaxprs_in(x.params))) or bool(_in_functions(x))
     jaxpr, _ = _compat.open_jaxpr(x)
     if jaxpr not in _hidden:
         _hidden[jaxpr] = any(not is_plain(e) and has_sow(e) for e in jaxpr.eqns)
     return _hidden[jaxpr]
 
 
-def _jaxprs(x: Any) -> Iterator[Any]:
+def jaxprs_in(x: Any) -> Iterator[Any]:
     """The jaxprs in the parameters of an equation. Equinox has some in tuples of
     tuples."""
     if _compat.is_jaxpr(x):
         yield _compat.open_jaxpr(x)[0]
     elif isinstance(x, tuple | list | dict):
         for v in x.values() if isinstance(x, dict) else x:
-            yield from _jaxprs(v)
+            yield from jaxprs_in(v)
 
 
 def _in_functions(eqn: Any) -> list[Site]:
@@ -93,7 +93,7 @@ def is_lanewise(jaxpr: Any) -> bool:
     """Whether it is sure that under a vmap each lane is computed from that lane alone,
     if the jaxpr has no effects. Other libraries have primitives that look at all."""
     return all(
-        e.primitive in _of_jax and all(map(is_lanewise, _jaxprs(e.params)))
+        e.primitive in _of_jax and all(map(is_lanewise, jaxprs_in(e.params)))
         for e in _compat.open_jaxpr(jaxpr)[0].eqns
     )
 
@@ -103,7 +103,7 @@ def sites(x: Any) -> list[Site]:
     if isinstance(x, jexc.JaxprEqn):
         if x.primitive is sow_p:
             return [x.params["site"]]
-        inside = [s for j in _jaxprs(x.params) for s in sites(j)] + _in_functions(x)
+        inside = [s for j in jaxprs_in(x.params) for s in sites(j)] + _in_functions(x)
         if shows_sow(x) and not inside:
             raise UnsupportedPrimitiveError(
                 f"There is a sow inside the primitive `{x.primitive}`, where eqx_sow "
@@ -122,7 +122,7 @@ def recomputed(x: Any) -> Iterator[Site]:
         if eqn.primitive is same_p:
             yield eqn.params["site"]
         elif not is_plain(eqn):
-            for jaxpr in _jaxprs(eqn.params):
+            for jaxpr in jaxprs_in(eqn.params):
                 yield from recomputed(jaxpr)
 
 
@@ -149,7 +149,7 @@ def root(jaxpr: Any, v: Any) -> Any:
         elif name == "select_n" and _is_selected_operand(makers, *eqn.invars):
             v = eqn.invars[-1]
         elif eqn.primitive in _calls:
-            (inside,) = _jaxprs(eqn.params)
+            (inside,) = jaxprs_in(eqn.params)
             source = root(inside, inside.outvars[i])
             if source not in inside.invars:
                 return eqn.outvars[0], source

@@ -21,6 +21,7 @@ class Frame:
         self._pending: list[Any] = []
         self._unsettled = False
         self._kept: set[Any] = set()
+        self._held: set[Any] = set()
         self._last: dict[Any, int] | None = None
         self._jaxpr = jaxpr
         self.now = 0
@@ -32,6 +33,22 @@ class Frame:
         for v in map(self.source, atoms):
             if not isinstance(v, jexc.Literal):
                 self._kept.add(v)
+
+    def hold(self, atoms) -> None:
+        """A handler may return these as they are."""
+        self._held.update(_variables(map(self.source, atoms)))
+
+    def without_donating(self, eqn: Any) -> Any:
+        """The equation, of a jitted function, without donating what is held."""
+        donated = eqn.params.get("donated_invars", ())
+        if not any(donated):
+            return eqn
+        sources = map(self.source, eqn.invars)
+        kept = tuple(
+            d and (isinstance(v, jexc.Literal) or v not in self._held)
+            for d, v in zip(donated, sources)
+        )
+        return eqn.replace(params={**eqn.params, "donated_invars": kept})
 
     def source(self, v: Any) -> Any:
         if isinstance(v, jexc.Literal):

@@ -26,57 +26,13 @@ from .handler import Given, Handler, Taken
 rules: dict[jexc.Primitive, Callable] = {}
 
 
-def register_rule(primitive: jexc.Primitive) -> Callable[[Callable], Callable]:
-    """Teaches eqx_sow to look inside a higher-order primitive.
+def rule_for(primitive: jexc.Primitive) -> Callable[[Callable], Callable]:
+    """A decorator for a rule `rule(interpret, given, eqn, *args) -> (outs, taken)`.
 
-    For authors of primitives that carry a jaxpr among their parameters. Without a rule,
-    a sow in there raises [`eqx_sow.UnsupportedPrimitiveError`][].
-
-    **Arguments:**
-
-    - `primitive`: the `jax.extend.core.Primitive`.
-
-    **Returns:**
-
-    A decorator for a function `rule(interpret, given, eqn, *args)`, which it returns
-    unchanged. The rule is called, only for equations with a sow inside, with
-
-    - `interpret`: `interpret(jaxpr)` is a function `run(given, *args) -> (outs,
-        taken)`, which runs that jaxpr (open jaxprs must have no constants) with all
-        its sows seen to. Call it in the place of the jaxpr, within any JAX
-        transformation.
-    - `given`: a PyTree that goes to `run` as it is.
-    - `eqn`: the equation; `eqn.params` holds the jaxpr.
-    - `args`: one array for each of `eqn.invars`.
-
-    The rule returns `(outs, taken)`: a list with one array for each of `eqn.outvars`,
-    and the PyTree of arrays that `run` returned. It calls `run` exactly once for each
-    time that the primitive would run its jaxpr. Loops and branches have to be written
-    with `jax.lax`.
-
-    **Raises:**
-
-    `TypeError` if `primitive` is no `Primitive`.
-
-    !!! example
-
-        ```python
-        import eqx_sow
-        from jax.extend.core import Primitive
-
-        twice_p = Primitive("twice")  # runs `jaxpr`, and returns the double
-
-        @eqx_sow.register_rule(twice_p)
-        def _twice(interpret, given, eqn, *args):
-            outs, taken = interpret(eqn.params["jaxpr"])(given, *args)
-            return [2 * x for x in outs], taken
-        ```
+    `interpret(jaxpr)` is a function `run(given, *args) -> (outs, taken)` that runs the
+    jaxpr with all its sows seen to. The rule calls it in the place of the jaxpr, and
+    passes `taken` on: through loops and branches, which it writes anew.
     """
-    if not isinstance(primitive, jexc.Primitive):
-        raise TypeError(
-            "`eqx_sow.register_rule(primitive)` takes a `jax.extend.core.Primitive`, "
-            f"not {primitive!r}."
-        )
 
     def register(rule):
         rules[primitive] = rule
@@ -161,11 +117,16 @@ def evaluate(
     frame = Frame(jaxpr, [*consts, *args])
     found: list[Any] = []
     for i, eqn in enumerate(jaxpr.eqns):
-        if is_plain(eqn) or not has_sow(eqn):
+        if is_plain(eqn):
+            frame.leave(eqn)
+            continue
+        eqn = frame.without_donating(eqn)
+        if not has_sow(eqn):
             frame.leave(eqn)
             continue
         frame.now, frame.eqn = i, eqn
         if eqn.primitive is sow_p:
+            frame.hold(eqn.invars)
             given = handler.sow(found, given, eqn.params["site"], eqn.invars, frame)
             continue
         if handler.leaves(eqn):
@@ -176,6 +137,7 @@ def evaluate(
             handler.without_rule(found, eqn)
             frame.leave(eqn if handler.outer else without_sows(eqn))
             continue
+        frame.hold(eqn.invars)
         values = frame.read(eqn.invars)
         frame.settle()
         with eqn.ctx.manager:

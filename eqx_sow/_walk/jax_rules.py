@@ -21,11 +21,12 @@ from typing import Any
 import jax
 import jax.core
 import jax.extend.core as jexc
+import jax.extend.linear_util as lu
 from jax.interpreters import batching, partial_eval as pe
 
 from .. import _compat
 from .._errors import SowError
-from .._mark.listening import around, listening
+from .._mark.listening import around, changes_for, listening, listening_again
 from .._mark.primitive import sow_p
 from .._mark.site import Axis, out_of_loop
 from .edit import with_sites, without_prints
@@ -39,18 +40,63 @@ scan_p = jexc.primitives.scan_p
 while_p = jexc.primitives.while_p
 
 
+_wrapped: list[tuple[dict, jexc.Primitive, Callable]] = []
+
+
 def _wrap(table: dict, primitive: jexc.Primitive) -> Callable:
     def decorate(make):
-        rule = table[primitive]
+        what = f"the rule for `{primitive}` that {make.__name__} wraps"
+        rule: Any = _compat.find(what, lambda: table[primitive])
         wrapped = make(rule)
 
         def chosen(*args, **kwargs):
             return (rule if listening.value is None else wrapped)(*args, **kwargs)
 
         table[primitive] = chosen
+        _wrapped.append((table, primitive, chosen))
         return make
 
     return decorate
+
+
+def check_wrapped() -> None:
+    """Raises if another library has put rules in the place of ours."""
+    for table, primitive, chosen in _wrapped:
+        if table.get(primitive) is not chosen:
+            raise SowError(
+                f"Another library has replaced JAX's rule for `{primitive}`, which "
+                "eqx_sow needs to see. Import eqx_sow after that library."
+            )
+
+
+# --- custom derivative rules ---
+
+
+@lu.transformation2
+def _under(rule, here, changed, *args):
+    with listening_again(here, changed):
+        return rule(*args)
+
+
+def _keep_listening(primitive: jexc.Primitive) -> None:
+    """JAX traces the derivative rule of a function when it is first needed, and keeps
+    the jaxpr with the equation. So an equation that was traced while listening traces
+    its rule while listening, whenever that is."""
+    bind = primitive.bind
+
+    def bind_listening(*args, **params):
+        here = listening.value
+        if here is not None:
+            fn, rule, *backward = params["subfuns"]
+            rule = _under(rule, here._replace(loops=0), changes_for(rule.f))
+            params = {**params, "subfuns": (fn, rule, *backward)}
+        return bind(*args, **params)
+
+    primitive.bind = bind_listening
+
+
+_keep_listening(jexc.primitives.custom_jvp_call_p)
+_keep_listening(jexc.primitives.custom_vjp_call_p)
 
 
 # --- vmap ---
@@ -205,9 +251,9 @@ def _batch_cond(rule):
             return rule(axis_data, args, dims, branches=branches, **params)
         index, *operands = args
         cond = object()
-        of_one = jax.make_jaxpr(lambda x: jax.lax.index_in_dim(x, 0, dims[0], False))(
-            index
-        )
+        of_one: list[Any] = []
+        see = jax.vmap(lambda x: of_one.append(jax.typeof(x)), dims[0])
+        jax.eval_shape(see, index)
 
         def guarded(i):
             run = Interpret(Guard((cond, i, len(branches))))(branches[i])
@@ -215,7 +261,7 @@ def _batch_cond(rule):
             def branch(index, *operands):
                 return run(Given(rest=index), *operands)[0]
 
-            return jax.make_jaxpr(branch)(*of_one.out_avals, *branches[i].in_avals)
+            return jax.make_jaxpr(branch)(*of_one, *branches[i].in_avals)
 
         return rule(
             _within(axis_data, cond),
@@ -252,8 +298,6 @@ def _stamp_hoisted(closed: Any, length: int) -> Any:
 @_wrap(_compat.primitive_linearizations, scan_p)
 def _linearize_scan(rule):
     def linearize_scan(is_vjp, nonzeros, *primals, **params):
-        if not shows_sow(params["jaxpr"]):
-            return rule(is_vjp, nonzeros, *primals, **params)
         rest = []
 
         def linearized(*primals):
@@ -277,7 +321,7 @@ def _linearize_scan(rule):
 def _checkpoint_scan(rule):
     def checkpoint_scan(saveable, unknown, instantiated, eqn):
         known, *rest = rule(saveable, unknown, instantiated, eqn)
-        if shows_sow(eqn) and shows_sow(known):
+        if shows_sow(known):
             closed = _stamp_hoisted(known.params["call_jaxpr"], eqn.params["length"])
             known = known.replace(params={**known.params, "call_jaxpr": closed})
             known = _compat.call_that_keeps_effects(known)
@@ -292,8 +336,12 @@ def _partial_eval_scan(rule):
         if shows_sow(params["jaxpr"]):
             # What the rule makes cannot be mended here, but it can be looked at.
             n = len(trace.effect_handles)
-            closed = jax.make_jaxpr(lambda: rule(trace, *tracers, **params) and None)()
-            del trace.effect_handles[n:]
+
+            def look():
+                rule(trace, *tracers, **params)
+                del trace.effect_handles[n:]
+
+            closed = jax.make_jaxpr(look)()
             *hoisted, _ = _compat.open_jaxpr(closed)[0].eqns or [None]
             for site in (s for e in hoisted if shows_sow(e) for s in sites(e)):
                 raise SowError(

@@ -5,7 +5,7 @@ import jax.extend.core as jexc
 import jax.tree_util as jtu
 
 from ... import _compat
-from ..interpreter import register_rule
+from ..interpreter import rule_for
 
 
 def bind(eqn, args, **params):
@@ -13,7 +13,7 @@ def bind(eqn, args, **params):
     return eqn.primitive.bind(*args, **params)
 
 
-@register_rule(jexc.primitives.jit_p)
+@rule_for(jexc.primitives.jit_p)
 def _jit(interpret, given, eqn, *args):
     closed, inputs, treedef = interpret.staged(eqn.params["jaxpr"], given, *args)
     n = len(inputs) - len(args)
@@ -30,14 +30,14 @@ def _jit(interpret, given, eqn, *args):
     return jtu.tree_unflatten(treedef, out)
 
 
-@register_rule(jexc.primitives.remat_p)
+@rule_for(jexc.primitives.remat_p)
 def _checkpoint(interpret, given, eqn, *args):
     closed, inputs, treedef = interpret.staged(eqn.params["jaxpr"], given, *args)
     out = bind(eqn, inputs, jaxpr=_compat.open_jaxpr(closed)[0])
     return jtu.tree_unflatten(treedef, out)
 
 
-@register_rule(jexc.primitives.call_p)
-@register_rule(jexc.primitives.closed_call_p)
+@rule_for(jexc.primitives.call_p)
+@rule_for(jexc.primitives.closed_call_p)
 def _call(interpret, given, eqn, *args):
     return interpret(eqn.params["call_jaxpr"])(given, *args)

@@ -11,7 +11,7 @@ from ..._arrays import select
 from ..edit import without_sows
 from ..find import sites
 from ..handler import Given, Taken
-from ..interpreter import register_rule
+from ..interpreter import rule_for
 from ..refuse import refuse
 from .calls import bind
 
@@ -24,7 +24,7 @@ def _split(xs, *sizes):
     return *out, list(xs)
 
 
-@register_rule(jexc.primitives.scan_p)
+@rule_for(jexc.primitives.scan_p)
 def _scan(interpret, given, eqn, *args):
     p = eqn.params
     handler = interpret.handler
@@ -51,7 +51,7 @@ def _scan(interpret, given, eqn, *args):
     return [*carry, *ys], Taken(state, handler.stack(rest, p["length"]))
 
 
-@register_rule(jexc.primitives.cond_p)
+@rule_for(jexc.primitives.cond_p)
 def _cond(interpret, given, eqn, index, *args):
     runs = [interpret(jaxpr) for jaxpr in eqn.params["branches"]]
     shapes = [jax.eval_shape(run, given, *args)[1].rest for run in runs]
@@ -112,7 +112,7 @@ def _alike(fns, *args):
     return list(map(wrap, fns))
 
 
-@register_rule(jexc.primitives.while_p)
+@rule_for(jexc.primitives.while_p)
 def _while(interpret, given, eqn, *args):
     p = eqn.params
     handler = interpret.handler

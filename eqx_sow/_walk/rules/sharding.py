@@ -6,11 +6,11 @@ import jax
 from ... import _compat
 from ..find import sites
 from ..handler import Given, Taken
-from ..interpreter import register_rule
+from ..interpreter import rule_for
 from ..refuse import refuse
 
 
-@register_rule(_compat.shard_map_p)
+@rule_for(_compat.shard_map_p)
 def _shard_map(interpret, given, eqn, *args):
     p = eqn.params
     handler = interpret.handler
@@ -22,7 +22,8 @@ def _shard_map(interpret, given, eqn, *args):
         "Capture it without a reducer.",
     )
     run = interpret(p["jaxpr"])
-    axes = {a: n for a, n in p["mesh"].shape.items() if a in p["newly_manual_axes"]}
+    manual = _compat.manual_axes(p)
+    axes = {a: n for a, n in p["mesh"].shape.items() if a in manual}
     sliced, put_back, sliced_specs = handler.unspread(given.rest, p["jaxpr"], [*axes])
     specs = None
 
