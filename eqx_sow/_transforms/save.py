@@ -60,10 +60,11 @@ class _SaveIntermediates(Transformed):
                 raise UnsupportedPrimitiveError(message)
         program.check_called(taken.rest.seen)
         _check_second_derivatives(program, collect, taken)
-        intermediates = program.unmark(assemble(collect, taken, tuple(carry)))
         intermediates = Intermediates(
-            {name: in_order(modes) for name, modes in intermediates.items()}
+            (name, in_order(modes))
+            for name, modes in assemble(collect, taken, tuple(carry)).items()
         )
+        intermediates = program.unmark(intermediates)
         _spec.check(taken.rest.checks, options.spec, intermediates)
         return program.output(outs), intermediates
 
