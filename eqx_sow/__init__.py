@@ -12,6 +12,7 @@ from ._errors import (
 from ._mark.sow import Sow as Sow, sow as sow
 from ._transforms.plant import plant as plant
 from ._transforms.save import save_intermediates as save_intermediates
+from ._transforms.tap import tap as tap, TapEvent as TapEvent
 from ._values.intermediates import Intermediates as Intermediates
 from ._values.reduce import (
     Append as Append,

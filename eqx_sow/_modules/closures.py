@@ -74,16 +74,20 @@ def _read(holder: Any, key: Any) -> Any:
 
 
 class Replaced:
-    """The variables that have another value for a while. `unmark` is for what the
-    program writes there meanwhile."""
+    """The variables that a program reads, some of which have another value for a while.
+    `unmark` is for what the program writes there meanwhile."""
 
     def __init__(self, unmark: Callable[[Any], Any]):
         self._unmark = unmark
-        self._variables: list[tuple[Variable, Any, Any]] = []
+        self._read: list[tuple[Variable, Any]] = []
+        self._replaced: list[tuple[Variable, Any, Any]] = []
         self._key: list[Hashable] = []
 
+    def read(self, variable: Variable) -> None:
+        self._read.append((variable, variable.value))
+
     def put(self, variable: Variable, new: Any, marks: Hashable = ()) -> None:
-        self._variables.append((variable, variable.value, new))
+        self._replaced.append((variable, variable.value, new))
         self._key.append((variable.where, marks))
         variable.put(new)
 
@@ -101,24 +105,35 @@ class Replaced:
             yield
         finally:
             changes.remove(self)
-            while self._variables:
-                self._restore(*self._variables.pop())
+            self._restore()
 
-    def _restore(self, variable: Variable, old: Any, new: Any) -> None:
-        if isinstance(variable.holder, list):  # which the program may have sorted
-            items = variable.holder
-            items[:] = [old if x is new else x for x in items]
-            return
-        with contextlib.suppress(LookupError, ValueError):  # deleted
-            now = variable.value
-            variable.put(old if now is new else self._unmark(now))
+    def _restore(self) -> None:
+        old = {id(new): (x, new) for _, x, new in self._replaced}
+        for variable, x, new in reversed(self._replaced):
+            # Lists may have been sorted, and variables deleted.
+            if not is_container(variable.holder):
+                with contextlib.suppress(LookupError, ValueError):
+                    if variable.value is new:
+                        variable.put(x)
+        for variable, x in self._read:
+            with contextlib.suppress(LookupError, ValueError):
+                now = variable.value
+                if is_container(now):
+                    for item in items(variable):
+                        value, _ = old.get(
+                            id(item.value), (self._unmark(item.value), 0)
+                        )
+                        if value is not item.value:
+                            item.put(value)
+                elif now is not x and (plain := self._unmark(now)) is not now:
+                    variable.put(plain)
 
     def for_later(self, fn: Any) -> "_Again | None":
         """For a function that JAX calls when the variables are restored."""
-        if not self._variables:
+        if not self._replaced:
             return None
         read = {(id(v.holder), v.key) for v in _reached(fn)}
-        again = [x for x in self._variables if (id(x[0].holder), x[0].key) in read]
+        again = [x for x in self._replaced if (id(x[0].holder), x[0].key) in read]
         return _Again(again, self._unmark) if again else None
 
 
@@ -227,7 +242,11 @@ def _of_function(fn: types.FunctionType) -> Iterator[Variable]:
     theirs = _compat.is_library(code.co_filename)
     at = fn.__module__, fn.__qualname__, code.co_firstlineno
     for name, cell in zip(code.co_freevars, fn.__closure__ or ()):
-        if cell != types.CellType():  # not assigned yet
+        if cell == types.CellType():  # not assigned yet
+            continue
+        if isinstance(module := cell.cell_contents, types.ModuleType):
+            yield from _of_module(module, fn)
+        else:
             yield Variable(cell, None, "" if theirs else name, (*at, name))
     defaults = fn.__defaults__ or ()
     names = code.co_varnames[code.co_argcount - len(defaults) :]
@@ -237,34 +256,37 @@ def _of_function(fn: types.FunctionType) -> Iterator[Variable]:
         yield Variable(fn.__kwdefaults__, name, name, (*at, name))
     if theirs:
         return
-    names, attributes = _names_in(code)
     space = fn.__globals__
-    for name in names:
-        if isinstance(x := space.get(name), types.ModuleType):
-            inside = [n for n in attributes if n in vars(x)]
-            yield from _globals(vars(x), inside, fn.__module__)
+    for name in _names_in(code)[0]:
+        if isinstance(module := space.get(name), types.ModuleType):
+            yield from _of_module(module, fn)
         elif name in space:
-            yield from _globals(space, [name], fn.__module__)
+            yield from _globals(space, [name], fn)
 
 
-def _globals(space: dict, names: list[str], origin: str | None) -> Iterator[Variable]:
+def _of_module(module: types.ModuleType, fn: types.FunctionType) -> Iterator[Variable]:
+    space, attributes = vars(module), _names_in(fn.__code__)[1]
+    yield from _globals(space, [n for n in attributes if n in space], fn)
+
+
+def _globals(space: dict, names: list[str], fn: types.FunctionType):
     for name in names:
         x = space[name]
-        if isinstance(x, types.ModuleType):
-            continue
-        if is_function(x) and not _is_at_home(x, origin):
-            continue
-        yield Variable(space, name, name, (space.get("__name__"), name))
+        if not (is_function(x) and not _is_at_home(x, fn.__module__)):
+            yield Variable(space, name, name, (space.get("__name__"), name))
 
 
 _names: weakref.WeakKeyDictionary[types.CodeType, Any] = weakref.WeakKeyDictionary()
 
 
 def _names_in(code: types.CodeType) -> tuple[list[str], list[str]]:
-    """The globals that code reads, and all its names of attributes."""
+    """The globals that code reads or writes, and all its names of attributes."""
     if code not in _names:
-        loads = (i for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL")
-        found = dict.fromkeys(i.argval for i in loads)
+        found = dict.fromkeys(
+            i.argval
+            for i in dis.get_instructions(code)
+            if i.opname in ("LOAD_GLOBAL", "STORE_GLOBAL")
+        )
         attributes = dict.fromkeys(code.co_names)
         for inner in code.co_consts:
             if isinstance(inner, types.CodeType):

@@ -249,7 +249,10 @@ class _Walk:
     def _visit_variable(self, variable: Variable, inside: Any = None) -> None:
         x, name = variable.value, variable.name
         key = id(variable.holder), variable.key
-        if not self._enter(key, variable) or not closures.may_hold(x):
+        if not self._enter(key, variable):
+            return
+        self.replaced.read(variable)
+        if not closures.may_hold(x):
             return
         # JAX leaves `__wrapped__` out if there is a brace in the docstring of a model.
         name = "" if x is inside else name
@@ -406,7 +409,8 @@ def unmark(tree: Any, made: set[Mark]) -> Any:
     children, treedef = _children(tree)
     if not jtu.treedef_is_leaf(treedef):
         new = [unmark(child, made) for _, child in children]
-        tree = jtu.tree_unflatten(treedef, new)
+        if any(x is not child for x, (_, child) in zip(new, children)):
+            tree = jtu.tree_unflatten(treedef, new)
     if isinstance(tree, eqx.Module) and type(tree) is not plain_type(tree):
         marks = marks_of(tree)
         if not marks or marks[-1] in made:

@@ -44,7 +44,11 @@ def _custom(interpret, given, eqn, *args):
     if interpret.handler.changes(eqn):
         return interpret(jaxpr)(given, *args)
     # The original prints what there is to print.
-    outs, taken = interpret(without_prints(jaxpr))(given, *args)
+    inputs = args
+    if not interpret.handler.differentiable:
+        # With an effect, the derivative of the copy would not be removed.
+        inputs = map(jax.lax.stop_gradient, args)
+    outs, taken = interpret(without_prints(jaxpr))(given, *inputs)
     original = bind(_without_sows(eqn), args)
     return list(map(_derivative_of, outs, original)), taken
 
