@@ -110,15 +110,14 @@ class Replaced:
     def _restore(self) -> None:
         old = {id(new): (x, new) for _, x, new in self._replaced}
         for variable, x, new in reversed(self._replaced):
-            # Lists may have been sorted, and variables deleted.
-            if not is_container(variable.holder):
-                with contextlib.suppress(LookupError, ValueError):
-                    if variable.value is new:
-                        variable.put(x)
+            with contextlib.suppress(LookupError, ValueError):  # deleted
+                if variable.value is new:
+                    variable.put(x)
         for variable, x in self._read:
             with contextlib.suppress(LookupError, ValueError):
                 now = variable.value
-                if is_container(now):
+                if is_container(now) and may_hold(now):
+                    # Which may have been sorted.
                     for item in items(variable):
                         value, _ = old.get(
                             id(item.value), (self._unmark(item.value), 0)
