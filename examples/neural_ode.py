@@ -1,14 +1,15 @@
-"""Fit a neural ODE to real data, then look over the solver's shoulder.
+"""Fit a neural ODE to real data, then look at every evaluation of the solver.
 
 The data are the pelts of snowshoe hares and of lynxes, in thousands, that the Hudson's
 Bay Company bought each year from 1900 to 1920. A small network is the vector field, and
-diffrax solves it with adaptive steps, in a while loop that nobody sees into.
+diffrax solves it with adaptive steps, in a while loop.
 
-`capture=` marks the vector field, and `Buffer` keeps each of its evaluations: when, in
-what state, also in the steps that the solver rejected. Under `eqx.filter_grad` the same
-gives the gradient at each evaluation, with diffrax's default adjoint.
+`capture=` marks the vector field, and `Buffer` keeps each of its evaluations, with its
+time and state, including those in steps that the solver rejected. Under
+`eqx.filter_grad` the same call gives the gradient at each evaluation, with diffrax's
+default adjoint.
 
-With a file name, `python examples/neural_ode.py FILE.png` draws the picture too.
+With a file name, `python examples/neural_ode.py FILE.png` also draws the picture.
 """
 
 import sys
@@ -17,6 +18,8 @@ import diffrax
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import matplotlib.legend_handler
+import matplotlib.pyplot as plt
 import numpy as np
 import optax
 from eqx_sow import Buffer, save_intermediates
@@ -68,7 +71,7 @@ def loss(model: Model) -> Float[Array, ""]:
 
 
 def loss_of_short_runs(model: Model, years: int = 3) -> Float[Array, ""]:
-    """Begins anew in each year, which is far easier to learn from."""
+    """Starts again in each year, which makes learning much easier."""
     saveat = diffrax.SaveAt(ts=YEARS[1 : years + 1])
     starts = DATA[:-years]
     run = lambda start: solve(model.field, start, saveat, t1=float(years)).ys
@@ -93,7 +96,7 @@ def train(model, loss, *, steps):
 
 class Record(eqx.Module):
     """The attempted steps of a solve. Tsit5 evaluates the field once before the first
-    step, and then six times for each, the last time in the state it arrives at."""
+    step, and then six times in each step, the last time in the state at its end."""
 
     t: Float[np.ndarray, "step 6"]
     y: Float[np.ndarray, "step 6 2"]
@@ -124,18 +127,18 @@ def make_record(intermediates) -> Record:
 
 
 def check_record(record: Record, solution: diffrax.Solution, field: Field):
-    """Compares with what diffrax says itself, and with the tableau of the method."""
+    """Compares with diffrax's own record, and with the tableau of the method."""
     accepted = record.accepted
     assert len(accepted) == solution.stats["num_steps"]
     assert accepted.sum() == solution.stats["num_accepted_steps"]
     assert (~accepted).sum() == solution.stats["num_rejected_steps"] > 0
 
-    # The last evaluation of an accepted step is where the solution goes on.
+    # The solution continues from the last evaluation of an accepted step.
     n = accepted.sum()
     assert np.allclose(record.t[accepted, -1], solution.ts[:n], atol=1e-5)
     assert np.allclose(record.y[accepted, -1], solution.ys[:n], atol=1e-5)
 
-    # Each evaluation is at the time and in the state that the method prescribes.
+    # Each evaluation has the time and the state that the method prescribes.
     assert np.allclose(record.f, jax.vmap(jax.vmap(field.mlp))(record.y), atol=1e-5)
     tableau = diffrax.Tsit5.tableau
     t, y, f = record.first
@@ -175,14 +178,9 @@ def check_gradients(grads: Model, intermediates, record: Record):
 
 
 def draw(file, model, record, size_of_gradient):
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    from PIL import Image
-
+    plt.rcParams.update({"font.size": 11, "axes.titlesize": 12})
     figure, (top, middle, bottom) = plt.subplots(
-        3, 1, figsize=(9, 7), height_ratios=[2.2, 1.6, 1], sharex=True,
+        3, 1, figsize=(6.6, 7), height_ratios=[2, 1.5, 1], sharex=True,
         layout="constrained",
     )  # fmt: skip
     accepted = record.accepted
@@ -193,18 +191,25 @@ def draw(file, model, record, size_of_gradient):
         [("hares", "tab:blue"), ("lynxes", "tab:orange")]
     ):
         top.plot(1900 + fine, curves[:, i], color=colour, lw=1.2)
-        top.plot(
-            1900 + YEARS, PELTS[:, i], "s", color=colour, ms=5, mfc="w", label=name
-        )
+        top.plot(1900 + YEARS, PELTS[:, i], "s", color=colour, ms=5, mfc="w")
+        top.plot([], [], "s-", color=colour, ms=5, mfc="w", label=f"{name}, and fit")
         for which, style in (accepted, dict(c=colour)), (~accepted, dict(c="tab:red")):
             t, y = record.t[which].ravel(), pelts(record.y[which])[..., i].ravel()
             marker = "." if which is accepted else "x"
             top.scatter(1900 + t, y, marker=marker, s=22, lw=1, **style)
     top.set_ylabel("pelts, in thousands")
-    top.set_ylim(0, 1.25 * PELTS.max())
-    top.plot([], [], "k.", label="evaluation")
-    top.plot([], [], "x", color="tab:red", label="evaluation in a rejected step")
-    top.legend(ncols=4, loc="upper center", frameon=False)
+    top.set_ylim(0, 1.8 * PELTS.max())
+    both = [top.plot([], [], ".", color=f"tab:{c}")[0] for c in ("blue", "orange")]
+    rejected = top.plot([], [], "x", color="tab:red")[0]
+    handles, labels = top.get_legend_handles_labels()
+    top.legend(
+        [*handles, tuple(both), rejected],
+        [*labels, "evaluation", "in a rejected step"],
+        handler_map={tuple: matplotlib.legend_handler.HandlerTuple(None)},
+        ncols=2,
+        loc="upper center",
+        frameon=False,
+    )
 
     start, end, _ = record.ends
     for i, ok in enumerate(accepted):
@@ -218,11 +223,10 @@ def draw(file, model, record, size_of_gradient):
     bottom.vlines(t, 0, size_of_gradient[accepted].ravel(), color="tab:green", lw=1.5)
     bottom.set_ylim(0)
     bottom.set_ylabel("size of the\ngradient there")
-    bottom.set_xticks(range(1900, 1921, 2))
-    figure.canvas.draw()
-    # A palette makes a small file.
-    picture = Image.fromarray(np.asarray(figure.canvas.buffer_rgba())).convert("RGB")
-    picture.quantize(256, method=Image.Quantize.MAXCOVERAGE).save(file, optimize=True)
+    bottom.set_xticks(range(1900, 1921, 4))
+    bottom.set_xlabel("year")
+    figure.align_ylabels()
+    figure.savefig(file, dpi=280)
 
 
 def main():
@@ -266,17 +270,18 @@ def main():
     print(
         """
 What to notice:
-- The vector field has no mark in it, and diffrax is as installed. A while loop alone
-  gives the last value; with `reduce=Buffer(512)` all evaluations come back in order,
-  and a "count" that says how many there were.
-- The rejected steps are there as well. diffrax counts them, but does not say where they
-  are. The record has been compared with diffrax's own times, states and counts, and
-  each state with the Runge-Kutta tableau.
+- The vector field does not contain a mark, and diffrax is as installed. A while loop
+  gives the last value only; with `reduce=Buffer(512)` all evaluations come back in
+  order, with a "count" of how many there were.
+- The rejected steps are included. diffrax counts them, but does not say where they are.
+  The record was compared with diffrax's own times, states and counts, and each state
+  with the Runge-Kutta tableau.
 - The gradient with respect to each evaluation comes from diffrax's default adjoint,
-  which solves parts of the equation again on the way back. That is no second execution:
-  the count is that of the forward solve. What was rejected has a gradient of zero.
-- Those gradients add up. Summed over all evaluations, with the layer's input, they are
-  the gradient of the loss with respect to the weights."""
+  which solves parts of the equation again on the way back. This does not count as a
+  second execution: the count is that of the forward solve. Rejected evaluations have a
+  gradient of zero.
+- These gradients add up. Summed over all evaluations, with the input of the layer, they
+  are the gradient of the loss with respect to the weights."""
     )
 
 

@@ -1,10 +1,21 @@
-"""Train a small network on real images, then look at every layer of it.
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
 
-The model has a `Sow` layer in each place that we may want to see. Training does not
-notice them: they cost nothing until somebody asks. Afterwards one call returns the
-activations of all marked layers, and the gradients that flow back through them.
-"""
+# %% [markdown]
+# # Every layer of a trained network
+#
+# Trains a small convolutional network on handwritten digits, then looks at every layer.
+#
+# The model has a `Sow` layer in each place that we may want to see. Training does not
+# notice them: they cost nothing unless we capture. Afterwards one call returns the
+# activations of all marked layers, and the gradients that flow back through them.
 
+# %%
 import time
 
 import equinox as eqx
@@ -18,12 +29,16 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
 
-def make_model(key: PRNGKeyArray) -> eqx.nn.Sequential:
-    """A convolutional network for one image of 8 by 8 pixels.
+# %% [markdown]
+# ## The model
+#
+# A convolutional network for one image of 8 by 8 pixels. Each `Sow` has a name, and the
+# shape that the code there sees. That is the shape for one image, although the loss
+# maps the model over a batch.
 
-    Each `Sow` has a name, and the shape that the code there sees. That is the shape for
-    one image, although `loss` below maps the model over a batch.
-    """
+
+# %%
+def make_model(key: PRNGKeyArray) -> eqx.nn.Sequential:
     k1, k2, k3 = jax.random.split(key, 3)
     return eqx.nn.Sequential(
         [
@@ -40,14 +55,6 @@ def make_model(key: PRNGKeyArray) -> eqx.nn.Sequential:
     )
 
 
-def load_data():
-    """1,797 handwritten digits, which scikit-learn carries with it."""
-    digits = load_digits()
-    images = (digits.images[:, None] / 16).astype(np.float32)
-    labels = digits.target.astype(np.int32)
-    return train_test_split(images, labels, test_size=0.2, random_state=0)
-
-
 def loss(
     model: eqx.nn.Sequential,
     images: Float[Array, "batch 1 8 8"],
@@ -57,6 +64,26 @@ def loss(
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
+# %% [markdown]
+# ## The data
+#
+# 1,797 handwritten digits, which come with scikit-learn.
+
+# %%
+digits = load_digits()
+train_images, test_images, train_labels, test_labels = train_test_split(
+    (digits.images[:, None] / 16).astype(np.float32),
+    digits.target.astype(np.int32),
+    test_size=0.2,
+    random_state=0,
+)
+
+
+# %% [markdown]
+# ## Training, as usual
+
+
+# %%
 def train(model, images, labels, *, epochs=15, batch_size=64):
     optimiser = optax.adam(3e-3)
     state = optimiser.init(eqx.filter(model, eqx.is_inexact_array))
@@ -76,72 +103,70 @@ def train(model, images, labels, *, epochs=15, batch_size=64):
     return model
 
 
-def check(model, images, labels, intermediates):
-    """Compares what was captured with the same things worked out by hand."""
-    batch = len(images)
-    shapes = {"conv1": (16, 8, 8), "conv2": (32, 4, 4), "logits": (10,)}
-    assert list(intermediates) == list(shapes)
-    for name, shape in shapes.items():
-        assert list(intermediates[name]) == ["primal", "cotangent"]
-        for x in intermediates[name].values():
-            assert x.shape == (batch, *shape)
+start = time.perf_counter()
+model = train(make_model(jax.random.key(0)), train_images, train_labels)
+seconds = time.perf_counter() - start
+accuracy = float(np.mean(jax.vmap(model)(test_images).argmax(axis=1) == test_labels))
+print(f"Trained in {seconds:.0f} s. Test accuracy: {accuracy:.1%}\n")
+assert accuracy > 0.95
 
-    # The activations: run the model only as far as the second convolution.
-    front, back = model[:5], model[5:]
-    conv2 = jax.vmap(front)(images)
-    assert np.allclose(intermediates["conv2"]["primal"], conv2, atol=1e-5)
+# %% [markdown]
+# ## The one call
+#
+# `save_intermediates` takes the function that we have anyway, the gradient of the loss.
+# It returns what that returns, together with everything that is marked.
 
-    # The gradient at a layer: add a zero there, and differentiate with respect to it.
-    def perturbed(zero):
-        return loss(back, conv2 + zero, labels)
+# %%
+images, labels = test_images[:32], test_labels[:32]
+grad = eqx.filter_jit(eqx.filter_grad(loss))
+grads, intermediates = save_intermediates(grad)(model, images, labels)
+print(tabulate(intermediates))
 
-    by_hand = jax.grad(perturbed)(jnp.zeros_like(conv2))
-    assert np.allclose(intermediates["conv2"]["cotangent"], by_hand, atol=1e-6)
+# %% [markdown]
+# ## Is it right?
+#
+# Compare with the same values computed by hand.
 
-    # The gradient at the logits is known in closed form.
-    logits = intermediates["logits"]["primal"]
-    error = (jax.nn.softmax(logits) - jax.nn.one_hot(labels, 10)) / batch
-    assert np.allclose(intermediates["logits"]["cotangent"], error, atol=1e-6)
+# %%
+# The gradients of the parameters are what they are without eqx_sow.
+assert eqx.tree_equal(grads, grad(model, images, labels), rtol=1e-4, atol=1e-6)
+
+shapes = {"conv1": (16, 8, 8), "conv2": (32, 4, 4), "logits": (10,)}
+assert list(intermediates) == list(shapes)
+for name, shape in shapes.items():
+    assert list(intermediates[name]) == ["primal", "cotangent"]
+    for x in intermediates[name].values():
+        assert x.shape == (32, *shape)
+
+# The activations: run the model only as far as the second convolution.
+front, back = model[:5], model[5:]
+conv2 = jax.vmap(front)(images)
+assert np.allclose(intermediates["conv2"]["primal"], conv2, atol=1e-5)
 
 
-def main():
-    train_images, test_images, train_labels, test_labels = load_data()
-    model = make_model(jax.random.key(0))
+# The gradient at a layer: add a zero there, and differentiate with respect to it.
+def perturbed(zero):
+    return loss(back, conv2 + zero, labels)
 
-    start = time.perf_counter()
-    model = train(model, train_images, train_labels)
-    seconds = time.perf_counter() - start
-    predicted = jax.vmap(model)(test_images).argmax(axis=1)
-    accuracy = float(jnp.mean(predicted == test_labels))
-    print(f"Trained in {seconds:.0f} s. Test accuracy: {accuracy:.1%}\n")
-    assert accuracy > 0.95
 
-    # Here is the one call. It takes the function that we have anyway, the gradient of
-    # the loss, and returns what that returns together with all that was marked.
-    images, labels = test_images[:32], test_labels[:32]
-    grads, intermediates = save_intermediates(eqx.filter_grad(loss))(
-        model, images, labels
-    )
+by_hand = jax.grad(perturbed)(jnp.zeros_like(conv2))
+assert np.allclose(intermediates["conv2"]["cotangent"], by_hand, atol=1e-6)
 
-    print(tabulate(intermediates))
-    check(model, images, labels, intermediates)
-    assert eqx.tree_equal(
-        grads, eqx.filter_grad(loss)(model, images, labels), rtol=1e-4, atol=1e-6
-    )
+# The gradient at the logits is known in closed form.
+logits = intermediates["logits"]["primal"]
+error = (jax.nn.softmax(logits) - jax.nn.one_hot(labels, 10)) / len(images)
+assert np.allclose(intermediates["logits"]["cotangent"], error, atol=1e-6)
 
-    print(
-        """
+# %%
+print(
+    """
 What to notice:
 - Every marked layer has its activation ("primal") and the gradient of the loss with
-  respect to it ("cotangent"). Neither the model nor the loss was changed for that.
+  respect to it ("cotangent"). Neither the training step nor the loss knows about it.
 - All shapes begin with the 32 images of the batch. The annotations in the model do not:
-  they are for one image, as the code inside of `jax.vmap` sees it. They were checked.
+  they are for one image, as the code inside `jax.vmap` sees it. They were checked.
 - The share of zeros shows what ReLU switched off. The gradient is dense there all the
-  same: the `Sow` stands after the ReLU, and the gradient has not come through it yet.
-- The gradient has been compared with one worked out by hand: add a zero to the layer,
-  and differentiate with respect to the zero. They agree."""
-    )
-
-
-if __name__ == "__main__":
-    main()
+  same: the `Sow` comes after the ReLU, and the gradient has not gone through it yet.
+- The gradient agrees with one worked out by hand: add a zero to the layer, and
+  differentiate with respect to the zero."""
+)

@@ -1,10 +1,10 @@
 """Gradients through time: what a recurrent network remembers of a sequence.
 
-A network reads a digit pixel by pixel, row by row: 64 steps of one `lax.scan`. What it
-says at the end depends on the first rows only through its memory, and the gradient goes
-the same way back. One call returns the hidden state after each step, and the gradient
-of the loss with respect to it, for an ordinary tanh cell and for a GRU. The model is
-not edited for that: `capture=` marks the cell inside of the scan.
+A network reads a digit pixel by pixel, row by row: 64 steps of one `lax.scan`. Its
+answer depends on the first rows only through its memory, and the gradient flows back
+the same way. One call returns the hidden state after each step, and the gradient of the
+loss with respect to it, for an ordinary tanh cell and for a GRU. The model is not
+edited for this: `capture=` marks the cell inside the scan.
 
     python examples/rnn_scan.py [FILE.png]
 
@@ -16,6 +16,7 @@ import sys
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import matplotlib.pyplot as plt
 import numpy as np
 import optax
 from eqx_sow import save_intermediates
@@ -28,7 +29,7 @@ HIDDEN, STEPS = 32, 64
 
 
 class TanhCell(eqx.Module):
-    """What a recurrent cell was before there were gates."""
+    """A recurrent cell without gates."""
 
     from_input: eqx.nn.Linear
     from_hidden: eqx.nn.Linear
@@ -47,7 +48,7 @@ class TanhCell(eqx.Module):
 
 
 def make_gru(in_size: int, hidden_size: int, *, key: PRNGKeyArray) -> eqx.nn.GRUCell:
-    """A GRU that begins by remembering: the bias of its update gate is 3."""
+    """A GRU that remembers from the start: the bias of its update gate is 3."""
     cell = eqx.nn.GRUCell(in_size, hidden_size, key=key)
     gate = slice(hidden_size, 2 * hidden_size)
     return eqx.tree_at(lambda c: c.bias, cell, cell.bias.at[gate].set(3.0))
@@ -78,7 +79,7 @@ def loss(
 
 
 def load_data():
-    """1,797 handwritten digits, which scikit-learn carries with it."""
+    """1,797 handwritten digits, which come with scikit-learn."""
     digits = load_digits()
     pixels = (digits.data[:, :, None] / 16).astype(np.float32)
     labels = digits.target.astype(np.int32)
@@ -114,8 +115,8 @@ def accuracy(model, pixels, labels):
 def look_inside(model, pixels, labels):
     """The hidden state after each step, and the gradient with respect to it.
 
-    This is the one call. The batch comes first, then the steps of the scan: that is the
-    order of the axes, because the scan runs inside of `jax.vmap`.
+    This is the one call. The first axis is the batch, the second the steps of the scan,
+    because the scan runs inside `jax.vmap`.
     """
     cell = (TanhCell, eqx.nn.GRUCell)
     _, intermediates = save_intermediates(eqx.filter_grad(loss), capture=cell)(
@@ -168,12 +169,11 @@ def check(model, pixels, labels, seen) -> Float[np.ndarray, " steps"]:
 
 
 def plot(file: str, curves, states):
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, 3, figsize=(9, 3.2), layout="constrained")
+    plt.rcParams.update({"font.size": 11, "axes.titlesize": 12})
+    figure, axes = plt.subplot_mosaic(
+        "AB;CC", figsize=(6.6, 6), layout="constrained", height_ratios=[1.25, 1]
+    )
+    axes = list(axes.values())
     steps = np.arange(1, STEPS + 1)
     colours = ["#c0392b", "#1f6f8b"]
     circle = dict(ls="none", marker="o", ms=3.5, mfc="white")
@@ -183,11 +183,11 @@ def plot(file: str, curves, states):
             axis.semilogy(steps[3::5], expected[3::5], color=colour, **circle)
         axis.set(title=when, xlabel="step (pixel)", xticks=[1, 16, 32, 48, 64])
     axes[0].plot([], [], color="grey", **circle, label="by hand")
-    axes[0].set_ylabel("rms of the gradient at the hidden state")
-    axes[0].legend(loc=(0.04, 0.56), frameon=False, fontsize=9)
-    axes[1].legend(loc="lower center", frameon=False, fontsize=9)
-    axes[1].set_ylim(bottom=5e-5)
-    axes[2].imshow(
+    axes[0].set_ylabel("size (rms) of the gradient\nat the hidden state")
+    axes[0].legend(loc=(0.0, 0.55), frameon=False, fontsize=10)
+    axes[1].legend(loc="lower center", frameon=False)
+    axes[1].set_ylim(bottom=2e-5)
+    image = axes[2].imshow(
         states.T,
         aspect="auto",
         cmap="RdBu_r",
@@ -195,9 +195,10 @@ def plot(file: str, curves, states):
         vmax=1,
         extent=(0.5, STEPS + 0.5, HIDDEN + 0.5, 0.5),
     )
-    axes[2].set(title="the GRU reads one digit", ylabel="hidden unit")
+    axes[2].set(title="the trained GRU reads one digit", ylabel="hidden unit")
     axes[2].set(xlabel="step (pixel)", xticks=[1, 16, 32, 48, 64], yticks=[1, 16, 32])
-    figure.savefig(file, dpi=150)
+    figure.colorbar(image, ax=axes[2], label="hidden state", ticks=[-1, 0, 1])
+    figure.savefig(file, dpi=280)
 
 
 def main():
@@ -235,16 +236,16 @@ def main():
     print(
         """
 What to notice:
-- One call returned the 64 hidden states and their 64 gradients for each image, from
-  within a `lax.scan` within a `jax.vmap` within `eqx.filter_grad`. Equinox's `GRUCell`
-  was not edited, and the scan returns nothing but its last state.
-- In the new tanh network the gradient shrinks by half with each pixel. What the first
-  row could teach arrives as 1e-22: it has vanished. The GRU begins with its gates open
-  for what it remembers, and loses a few per cent for each pixel.
-- Training mends much of it, for both. The GRU has learned more by then.
+- One call returned the 64 hidden states and their 64 gradients for each image, from a
+  `lax.scan` inside a `jax.vmap` inside `eqx.filter_grad`. Equinox's `GRUCell` was not
+  edited, and the scan itself returns only its last state.
+- In the untrained tanh network the gradient shrinks by half with each pixel. At the
+  first row it is 1e-22: it has vanished. The GRU starts with its gates set to remember,
+  and loses a few per cent with each pixel.
+- Training repairs much of this, for both. The GRU learns more.
 - The states were compared with a Python loop over the cell. The gradients were compared
-  with the product of the Jacobians of all later steps; for tanh that is the formula
-  from the textbook. They agree over twenty orders of magnitude."""
+  with the product of the Jacobians of all later steps; for tanh that is the textbook
+  formula. They agree over twenty orders of magnitude."""
     )
 
 

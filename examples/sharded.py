@@ -2,12 +2,12 @@
 
 The mesh has four rows of devices, which share the batch, and in each row two, which
 share the hidden units. `jax.jit` divides the work by the shardings of its arguments.
-What is captured keeps the sharding that it has in the model, and the compiled program
-communicates no more than without.
+Captured values keep the sharding that they have in the model, and the compiled program
+communicates no more than without the capture.
 
-Then the same model under `jax.shard_map`, where each row runs code of its own. What is
-captured has an axis for the rows. So the gradients that the rows are about to average
-can be compared: how well they agree says how much noise there is in a batch.
+Then the same model under `jax.shard_map`, where each row runs its own code. Captured
+values have an axis for the rows. So you can compare the gradients of the rows before
+they are averaged: how well they agree shows how much noise a batch has.
 
 The devices are parts of the CPU, so that the script runs anywhere.
 """
@@ -93,7 +93,7 @@ def step_by_rows(model, images, labels, mesh: Mesh):
 
 
 def batches(mesh: Mesh, size=256, epochs=1):
-    """Handwritten digits, which scikit-learn carries with it."""
+    """Handwritten digits, which come with scikit-learn."""
     images, labels = load_digits(return_X_y=True)
     images, labels = (images / 16).astype(np.float32), labels.astype(np.int32)
     rng = np.random.default_rng(0)
@@ -245,17 +245,17 @@ def main():
     print(
         """
 What to notice:
-- Activations and gradients come back divided over the devices as they are in the model:
-  a device holds a quarter of the batch and half of the hidden units. Looking at them
-  needs no change in how the program is sharded.
-- The compiled program sends between devices what it sends without capture, operation by
-  operation: it sums gradients and gathers nothing.
+- Activations and gradients come back sharded over the devices as they are in the model:
+  a device holds a quarter of the batch and half of the hidden units. Capturing them
+  does not change how the program is sharded.
+- The compiled program communicates the same as without the capture, operation by
+  operation: it sums gradients, and does not gather.
 - Under `jax.shard_map` each value has one more axis, for the rows of the mesh, and is
-  sharded over it. The gradients are PyTrees, the user's own `Model`, with that axis on
-  each array.
-- Row by row they are what one device computes for that part of the batch. At first the
-  rows have much in common. In the end little but noise is left (pure noise gives 0.25):
-  by then larger batches, or smaller steps, would pay."""
+  sharded over it. The gradients are PyTrees of the type `Model`, with that axis on each
+  array.
+- Each row agrees with what one device computes for that part of the batch. At first the
+  rows have much in common. At the end mostly noise is left (pure noise gives 0.25), so
+  larger batches or smaller steps would help."""
     )
 
 

@@ -2,8 +2,10 @@
 what is shown below it."""
 
 import inspect
+import json
 import pathlib
 import re
+import tomllib
 
 import eqx_sow
 import pytest
@@ -55,3 +57,56 @@ def _has_arguments(x):
 )
 def test_public_names_have_an_example(name):
     assert "!!! example" in inspect.getdoc(getattr(eqx_sow, name))
+
+
+def test_every_line_of_the_cheat_sheet_runs():
+    text = (ROOT / "docs/cheat-sheet.md").read_text()
+    scope = {}
+    exec(BLOCK.findall(text)[0][1], scope)
+    scope["intermediates"] = scope["save_intermediates"](scope["model"])(scope["x"])[1]
+    rows = re.findall(r"^\| [^|`]*(?:`[^`]*`[^|`]*)* \| `([^`]+)`", text, re.MULTILINE)
+    for code in rows:
+        exec(code, dict(scope))
+    assert len(rows) == text.count("\n| ") - text.count("| you want |") > 0
+
+
+def test_the_address_is_that_of_the_metadata():
+    urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
+    (address,) = re.findall(
+        r"git\+(https://[^\s\"]+)", (ROOT / "README.md").read_text()
+    )
+    assert address == urls["Repository"]
+
+
+def test_limits_name_tests_that_exist():
+    text = (ROOT / "docs/limits.md").read_text()
+    named = re.findall(r"\b(test_\w+\.py)::(test_\w+)", text)
+    assert len(named) > 30
+    for file, name in named:
+        assert f"def {name}(" in (ROOT / "tests" / file).read_text(), (file, name)
+
+
+def _cells(script):
+    """The cells of a script in jupytext's percent format."""
+    _, *cells = re.split(r"^# %%", script, flags=re.MULTILINE)
+    for cell in cells:
+        first, _, rest = cell.partition("\n")
+        kind = "markdown" if first == " [markdown]" else "code"
+        if kind == "markdown":
+            rest = re.sub("^# ?", "", rest, flags=re.MULTILINE)
+        yield kind, rest.strip()
+
+
+NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_is_its_script_without_outputs(path):
+    script = list(_cells(path.with_suffix(".py").read_text()))
+    cells = json.loads(path.read_text())["cells"]
+    assert [(c["cell_type"], "".join(c["source"])) for c in cells] == script
+    assert all(not c.get("outputs") and not c.get("execution_count") for c in cells)
+
+
+def test_there_are_notebooks():
+    assert len(NOTEBOOKS) == 2

@@ -17,6 +17,12 @@ PUBLIC = {
         "(fn, values, *, mode='primal', tag='intermediates', capture=None, "
         "methods=('__call__',), scope=False)"
     ),
+    "tap": (
+        "(fn, callback=None, *, tag='intermediates', names=None, modes=None, "
+        "capture=None, methods=('__call__',), inputs=False, scope=False, "
+        "transform=None, when=None, every=1, ordered=False)"
+    ),
+    "TapEvent": "(name, mode, value, count, ran)",
     "Append": "()",
     "Last": "()",
     "Fold": "(init, fn)",

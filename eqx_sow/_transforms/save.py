@@ -1,7 +1,6 @@
 """`save_intermediates`."""
 
 import dataclasses as dc
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from .._modules.find import Marking
 from .._names import check_known
 from .._values import spec as _spec
 from .._values.assemble import assemble, labels
+from .._values.intermediates import in_order, Intermediates
 from .._values.reduce import folds, Reducer
 from .._walk.handler import Given, Taken
 from . import options as opt
@@ -61,16 +61,11 @@ class _SaveIntermediates(Transformed):
         program.check_called(taken.rest.seen)
         _check_second_derivatives(program, collect, taken)
         intermediates = program.unmark(assemble(collect, taken, tuple(carry)))
+        intermediates = Intermediates(
+            {name: in_order(modes) for name, modes in intermediates.items()}
+        )
         _spec.check(taken.rest.checks, options.spec, intermediates)
         return program.output(outs), intermediates
-
-    def _pack(self, result):
-        out, intermediates = result
-        return out, OrderedDict((n, OrderedDict(m)) for n, m in intermediates.items())
-
-    def _unpack(self, packed):
-        out, intermediates = packed
-        return out, {name: dict(modes) for name, modes in intermediates.items()}
 
 
 def _check_second_derivatives(program: Program, collect: Collect, taken: Taken) -> None:
@@ -156,7 +151,8 @@ def save_intermediates(
     **Returns:**
 
     A function with the signature of `fn`, that returns `(out, intermediates)`.
-    `intermediates[name][mode]` is the value, in order of execution:
+    `intermediates[name][mode]` is the value, an [`eqx_sow.Intermediates`][], in order
+    of execution:
 
     - in a scan, a `fori_loop` with static bounds or `lax.map`, with a leading axis for
       each loop, entry `i` from iteration `i`;

@@ -29,13 +29,6 @@ class Transformed(eqx.Module):
     def _run(self, args: tuple, kwargs: dict) -> Any:
         pass
 
-    def _pack(self, result: Any) -> Any:
-        """What `_run` returned, in a form of which `jax.jit` sorts no keys."""
-        return result
-
-    def _unpack(self, packed: Any) -> Any:
-        return packed
-
     def __call__(self, /, *args, **kwargs):
         if not (_is_jitted(self._fn) and _compat.is_eager()):
             return _run(self, args, kwargs)
@@ -44,7 +37,7 @@ class Transformed(eqx.Module):
         arrays, *form = take_apart((self, args, kwargs))
         out = _jitted(tuple(form), *arrays)
         treedef, leaves = out.form
-        return type(self)._unpack(self, rebuild(treedef, leaves, out.arrays))
+        return rebuild(treedef, leaves, out.arrays)
 
     def __hash__(self):
         # `jax.jit` takes only what is hashable, and dicts are not.
@@ -93,9 +86,7 @@ class _Output:
 def _traced(form, *arrays):
     treedef, leaves = form
     self, args, kwargs = rebuild(treedef, leaves, arrays)
-    arrays, treedef, leaves = take_apart(
-        type(self)._pack(self, _run(self, args, kwargs))
-    )
+    arrays, treedef, leaves = take_apart(_run(self, args, kwargs))
     return _Output(arrays, (treedef, leaves))
 
 

@@ -1,6 +1,10 @@
 """`tabulate`."""
 
-from collections.abc import Mapping
+import functools as ft
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from html import escape
 from typing import Any
 
 import equinox as eqx
@@ -11,6 +15,8 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .._errors import SowError
+from .intermediates import in_order, Intermediates
+from .summarize import as_array, as_real, is_numeric, measure, merged, Summary
 
 
 _WIDTH = 100
@@ -18,28 +24,57 @@ _TEXT = ("name", "mode", "value", "finite")
 _STATISTICS = ("mean", "std", "min", "max", "norm", "zeros")
 
 
+class _Table(str):
+    """Text that a notebook shows as a table, and a prompt without quotes."""
+
+    _html: str
+
+    def __new__(cls, text: str, html: str = ""):
+        self = super().__new__(cls, text)
+        self._html = html
+        return self
+
+    def __repr__(self):
+        return str(self)
+
+    def _repr_html_(self):
+        return self._html
+
+
 def tabulate(intermediates: Mapping[str, Mapping[str, Any]]) -> str:
     """A table of what [`eqx_sow.save_intermediates`][] captured, as text.
 
     One row for each name and mode (and leaf, if the value has several), in order of
     execution, in at most 100 columns. `count` is the sum over all axes. The statistics
-    are those of the finite entries; complex numbers count by their magnitude. `zeros`
-    is the share of entries that are zero. The first row with something that is not
-    finite is marked.
+    are those of the finite entries that ran; complex numbers count by their magnitude.
+    `zeros` is the share of entries that are zero. A [`eqx_sow.Summary`][], of any
+    number of leading axes, is one row with what the row of the values would say, and
+    their number in the place of their shape.
+
+    An arrow marks where the first entry that is not finite came from, in time: a
+    backward pass goes through the rows from the last to the first. `jax.jit` sorts the
+    names of a plain dict, and a table of names that are sorted has no arrow; numbers in
+    them are then in order, 2 before 10. What `save_intermediates` returns is an
+    [`eqx_sow.Intermediates`][], whose order is always that of execution.
+
+    The statistics are computed where the values are, by [`eqx_sow.summarize`][], which
+    is compiled once for each shape; only these numbers come to the host. So values may
+    be spread over several processes: all of them must then call this, and all get the
+    same table.
 
     **Arguments:**
 
-    - `intermediates`: what `save_intermediates` returned, or its shapes, as
-        `eqx.filter_eval_shape` returns them.
+    - `intermediates`: what `save_intermediates` returned, with values, summaries or
+        both; or its shapes, as `eqx.filter_eval_shape` returns them.
 
     **Returns:**
 
-    A string.
+    A string. In a notebook it shows as a table, with whole names.
 
     **Raises:**
 
     [`eqx_sow.SowError`][] under `jax.jit` and other transformations, where there are no
-    numbers yet.
+    numbers yet. `TypeError` if it is given anything else.
 
     !!! example
 
@@ -53,16 +88,24 @@ def tabulate(intermediates: Mapping[str, Mapping[str, Any]]) -> str:
         ```
     """
     _check(intermediates)
+    rows = _fetched(list(_rows(intermediates, _device)))
+    _point(rows, intermediates)
     for digits, gap in ((3, 2), (2, 1)):
-        rows = [
-            row
-            for name, modes in intermediates.items()
-            for row in _rows(name, modes, digits)
-        ]
-        table = _layout(rows, gap)
-        if max(map(len, table)) <= _WIDTH:
+        lines = _layout([_cells(row, digits) for row in rows], gap)
+        if max(map(len, lines)) <= _WIDTH:
             break
-    return "\n".join(table)
+    return _Table("\n".join(lines), _html(rows))
+
+
+def html(intermediates: Any) -> str | None:
+    """For a notebook: the table, as far as there are numbers at hand."""
+    try:
+        _check(intermediates)
+    except TypeError:
+        return None
+    rows = _fetched(list(_rows(intermediates, _at_hand)))
+    _point(rows, intermediates)
+    return _html(rows)
 
 
 def _check(intermediates):
@@ -80,17 +123,224 @@ def _check(intermediates):
     )
 
 
-def _layout(rows, gap):
-    first = next((row for row in rows if row["finite"]), None)
-    if first is not None:
-        first["finite"] += " <- first"
-    columns = [
-        c
-        for c in ("name", "mode", "value", "count", *_STATISTICS, "finite")
+def _ordered(intermediates: Mapping[str, Any]) -> bool:
+    """Whether the order of the names is that of execution. If they are sorted, JAX may
+    have done it."""
+    names = list(map(str, intermediates))
+    known = isinstance(intermediates, Intermediates) or len(names) < 2
+    return known or names != sorted(names)
+
+
+def _natural(name: Any) -> list[Any]:
+    parts = re.split(r"(\d+)", str(name))
+    return [int(p) if i % 2 else p for i, p in enumerate(parts)]
+
+
+def _rows(intermediates: Mapping[str, Any], compute: Callable) -> Iterator[dict]:
+    names = list(intermediates)
+    if not _ordered(intermediates):
+        names.sort(key=_natural)
+    for name in names:
+        modes = in_order(intermediates[name])
+        count = modes.pop("count", None)
+        total = [compute(name, _total, c) for c in jtu.tree_leaves(count)]
+        leaves = {mode: _leaves(value) for mode, value in modes.items()}
+        primals = leaves.get("primal", {})
+        # Summaries have none of keys: what is counted here has statistics.
+        several = any(sum(map(_counts, x.values())) > 1 for x in leaves.values())
+        for mode, values in leaves.items():
+            for path, x in values.items():
+                many = several or (len(values) > 1 and not _counts(x))
+                run = _runs(count, path, x, primals.get(path, x))
+                yield {
+                    "name": f"{name}{jtu.keystr(path)}" if many else str(name),
+                    "mode": mode,
+                    "value": _type(x),
+                    "count": total,
+                    "numbers": (
+                        compute(name, _numbers, as_array(x), run)
+                        if _counts(x)
+                        else None
+                    ),
+                    "finite": "",
+                    "first": False,
+                }
+
+
+def _leaves(value: Any) -> dict[Any, Any]:
+    is_summary = lambda x: isinstance(x, Summary)
+    leaves, _ = jtu.tree_flatten_with_path(value, is_leaf=is_summary)
+    return {p: x for p, x in leaves if is_summary(x) or _is_value(x)}
+
+
+def _is_value(x):
+    return eqx.is_array(x) or isinstance(x, jax.ShapeDtypeStruct)
+
+
+def _counts(x):
+    return isinstance(x, Summary) or is_numeric(x)
+
+
+def _runs(count: Any, path: Sequence[Any], x: Any, primal: Any) -> Any:
+    """How often the entries of a leaf ran, if that can be told. With `Append` each
+    place has its own count."""
+    if isinstance(count, tuple):
+        at = getattr(path[0], "idx", None) if path else None
+        count = count[at] if at is not None and at < len(count) else None
+    # Those of a summary count nothing where it did not run.
+    if isinstance(x, Summary) or isinstance(primal, Summary) or not _is_value(count):
+        return None
+    # A cotangent that is the same for all lanes has no axis for them.
+    same = x.shape == primal.shape and count.shape == x.shape[: count.ndim]
+    return count if same else None
+
+
+def _device(name: Any, fn: Callable, *args: Any) -> Any:
+    """Starts to compute. `None` if there are only shapes."""
+    leaves = jtu.tree_leaves(args)
+    if any(isinstance(x, jax.core.Tracer) for x in leaves):
+        raise SowError(
+            f"`tabulate`: the value of {name!r} is a tracer, which has no numbers yet. "
+            "Return the intermediates from the transformed function, and call "
+            "`tabulate` on what comes back."
+        )
+    if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
+        return None
+    # Host arrays go to wherever the others are.
+    local = lambda x: not isinstance(x, jax.Array) or x.is_fully_addressable
+    args = (
+        args[0],
+        *jtu.tree_map(lambda x: np.asarray(x) if local(x) else x, args[1:]),
+    )
+    shardings = [x.sharding for x in jtu.tree_leaves(args) if isinstance(x, jax.Array)]
+    with jax.ensure_compile_time_eval():
+        return _compiled(fn, _everywhere(shardings))(*args)
+
+
+def _at_hand(name: Any, fn: Callable, *args: Any) -> Any:
+    """The same, but for what would have to be awaited from another process, or cannot
+    be had."""
+
+    def there(x):
+        if isinstance(x, jax.core.Tracer | jax.ShapeDtypeStruct):
+            return False
+        return not isinstance(x, jax.Array) or (
+            x.is_fully_addressable and not x.is_deleted()
+        )
+
+    if not all(map(there, jtu.tree_leaves(args))):
+        return None
+    return _device(name, fn, *args)
+
+
+def _everywhere(shardings: Sequence[Any]) -> Any:
+    """The sharding of numbers that each process has."""
+    for s in shardings:
+        if isinstance(s, jax.sharding.NamedSharding):
+            return jax.sharding.NamedSharding(s.mesh, jax.sharding.PartitionSpec())
+    return None
+
+
+@ft.lru_cache(maxsize=64)
+def _compiled(fn: Callable, sharding: Any) -> Callable:
+    return jax.jit(fn) if sharding is None else jax.jit(fn, out_shardings=sharding)
+
+
+_FIELDS = ("size", "mean", "std", "rms", "min", "max", "zeros", "not_finite")
+
+
+def _numbers(x: Any, run: Any) -> jax.Array:
+    """The fields of the summary of all entries."""
+    if isinstance(x, Summary):
+        summary = merged(x, tuple(range(jnp.ndim(x.size))))
+    else:
+        summary = measure(as_real(x), run=None if run is None else run > 0)
+    # In one array, as the host has to ask for each.
+    dtype = jnp.result_type(float)
+    return jnp.stack([jnp.asarray(getattr(summary, f)).astype(dtype) for f in _FIELDS])
+
+
+def _total(count: Any) -> jax.Array:
+    """The sums of the digits, to base 16: one sum could overflow."""
+    count = count.astype(jnp.uint32)
+    return jnp.stack([jnp.sum((count >> i) & 15, dtype=jnp.uint32) for i in _DIGITS])
+
+
+_DIGITS = tuple(range(0, 32, 4))
+
+
+def _fetched(rows: list[dict]) -> list[dict]:
+    keys = ("count", "numbers")
+    for row, (counts, numbers) in zip(
+        rows, jax.device_get([[row[k] for k in keys] for row in rows])
+    ):
+        sums = [
+            sum(int(d) << i for d, i in zip(digits, _DIGITS))
+            for digits in counts
+            if digits is not None
+        ]
+        row["count"] = str(sum(sums)) if sums else ""
+        if numbers is None:
+            continue
+        row["numbers"] = stats = dict(zip(_FIELDS, map(float, numbers)))
+        size, bad = round(stats["size"]), round(stats["not_finite"])
+        if row["value"] == _SUMMARY:
+            row["value"] = f"{size} entries"
+        if bad:
+            row["finite"] = f"{bad}/{size}"
+    return rows
+
+
+def _point(rows: Sequence[dict], intermediates: Mapping[str, Any]) -> None:
+    """Marks the row with the first entry that is not finite."""
+    bad = [i for i, row in enumerate(rows) if row["finite"]]
+    if bad and _ordered(intermediates):
+        first = min(bad, key=lambda i: _when(rows[i]["mode"], i))
+        rows[first]["first"] = True
+
+
+def _when(mode: str, i: int) -> tuple[int, int]:
+    """When a row was computed. Each `grad` runs what was there, and then all of it
+    backward."""
+    pass_, passes, sign = 0, 1, 1
+    for part in str(mode).split("."):
+        if part == "cotangent":
+            pass_, sign = 2 * passes - 1 - pass_, -sign
+        if part != "tangent":
+            passes *= 2
+    return pass_, sign * i
+
+
+def _cells(row: dict, digits: int) -> dict[str, str]:
+    cells = dict.fromkeys(_STATISTICS, "")
+    cells |= {c: row[c] for c in (*_TEXT, "count")}
+    if row["first"]:
+        cells["finite"] += " <- first"
+    stats = row["numbers"]
+    if stats is None:
+        return cells
+    entries = stats["size"] - stats["not_finite"]
+    if entries > 0:
+        stats["norm"] = stats["rms"] * math.sqrt(entries)
+        shown = {c: f"{stats[c]:.{digits}g}" for c in _STATISTICS[:-1]}
+        cells |= shown | {"zeros": f"{stats['zeros'] / entries:.0%}"}
+    return cells
+
+
+def _columns(rows: Sequence[dict[str, str]]) -> dict[str, str]:
+    """Which there are, and their titles."""
+    titles = {c: c for c in ("name", "mode", "value", "count", *_STATISTICS, "finite")}
+    titles |= {"value": "shape", "finite": "not finite"}
+    return {
+        c: title
+        for c, title in titles.items()
         if c in _TEXT[:3] or any(row[c] for row in rows)
-    ]
-    title = dict(zip(columns, columns), value="shape", finite="not finite")
-    widths = {c: max(len(row[c]) for row in (title, *rows)) for c in columns}
+    }
+
+
+def _layout(rows, gap):
+    columns = _columns(rows)
+    widths = {c: max(len(row[c]) for row in (columns, *rows)) for c in columns}
     room = _WIDTH - gap * (len(columns) - 1) - sum(widths.values())
     if gap == 1:
         for c, least in (("name", 20), ("value", 12), ("name", 8)):
@@ -107,75 +357,45 @@ def _layout(rows, gap):
         ]
         return (" " * gap).join(cells).rstrip()
 
-    lines = [line(title), "-" * (sum(widths.values()) + gap * (len(columns) - 1))]
-    name = None
-    for row in rows:
-        lines.append(line({**row, "name": "" if row["name"] == name else row["name"]}))
-        name = row["name"]
+    lines = [line(columns), "-" * (sum(widths.values()) + gap * (len(columns) - 1))]
+    lines += [line(row) for row in _without_repeats(rows)]
     return lines
 
 
-def _rows(name, modes, digits):
-    count = _total(name, jtu.tree_leaves(modes.get("count")))
-    for mode, value in modes.items():
-        if mode == "count":
-            continue
-        leaves, _ = jtu.tree_flatten_with_path(value)
-        leaves = [(path, x) for path, x in leaves if _is_value(x)]
-        for path, x in leaves:
-            label = name + jtu.keystr(path) if len(leaves) > 1 else name
-            yield {
-                "name": label,
-                "mode": mode,
-                "value": _type(x),
-                "count": count,
-                **_statistics(name, x, digits),
-            }
+def _without_repeats(rows):
+    name = None
+    for row in rows:
+        yield {**row, "name": "" if row["name"] == name else row["name"]}
+        name = row["name"]
 
 
-def _is_value(x):
-    return eqx.is_array(x) or isinstance(x, jax.ShapeDtypeStruct)
+def _html(rows: Sequence[dict]) -> str:
+    cells = [_cells(row, 3) for row in rows]
+    columns = _columns(cells)
 
-
-def _numbers(name, x):
-    if isinstance(x, jax.core.Tracer):
-        raise SowError(
-            f"`tabulate`: the value of {name!r} is a tracer, which has no numbers yet. "
-            "Return the intermediates from the transformed function, and call "
-            "`tabulate` on what comes back."
+    def line(row, tag, style=""):
+        text = "".join(
+            f'<{tag} style="text-align: {"left" if c in _TEXT else "right"}">'
+            f"{escape(row[c])}</{tag}>"
+            for c in columns
         )
-    dtype = x.dtype
-    if isinstance(x, jax.ShapeDtypeStruct) or not (
-        jnp.issubdtype(dtype, jnp.number) or dtype == bool
-    ):
-        return None
-    x = np.asarray(x)
-    if jnp.issubdtype(dtype, jnp.complexfloating):
-        x = np.abs(x)
-    return x.astype(np.float64)
+        return f"<tr{style}>{text}</tr>"
+
+    bold = ' style="font-weight: bold"'
+    body = [
+        line(row, "td", bold if full["first"] else "")
+        for row, full in zip(_without_repeats(cells), rows)
+    ]
+    head = f"<thead>{line(columns, 'th')}</thead>"
+    return f"<table>{head}<tbody>{''.join(body)}</tbody></table>"
 
 
-def _total(name, counts):
-    sums = [x.sum() for c in counts if (x := _numbers(name, c)) is not None]
-    return str(int(sum(sums))) if sums else ""
-
-
-def _statistics(name, x, digits):
-    row = dict.fromkeys((*_STATISTICS, "finite"), "")
-    x = _numbers(name, x)
-    if x is None:
-        return row
-    if bad := int(np.sum(~np.isfinite(x))):
-        row["finite"] = f"{bad}/{x.size}"
-    x = x[np.isfinite(x)]
-    if x.size:
-        numbers = x.mean(), x.std(), x.min(), x.max(), np.linalg.norm(x.ravel())
-        row.update(zip(_STATISTICS, (f"{x:.{digits}g}" for x in numbers)))
-        row["zeros"] = f"{np.mean(x == 0):.0%}"
-    return row
+_SUMMARY = "summary"
 
 
 def _type(x):
+    if isinstance(x, Summary):
+        return _SUMMARY
     return jax.core.ShapedArray(x.shape, x.dtype).str_short(short_dtypes=True)
 
 

@@ -53,6 +53,9 @@ class Handler:
     # Whether it holds nothing of a user's, which might hold tracers.
     lasting: bool = True
 
+    # Whether what becomes of the sows may be differentiated further out.
+    differentiable: bool = True
+
     def wants(self, site: Site) -> bool:
         """Whether a sow must not be lost."""
         del site
@@ -102,6 +105,15 @@ class Handler:
         that puts that of one device back, and `PartitionSpec`s."""
         del jaxpr, devices
         return (), lambda xs: rest, ()
+
+    def on_devices(
+        self, carry: Any, axes: Sequence[Any]
+    ) -> tuple[Any, Callable[[Any], Any]]:
+        """For mesh axes: what of `Given.carry` goes inside, each array of which has a
+        leading axis for each of them, and a function that puts what comes back into
+        the carry."""
+        del axes
+        return (), lambda new: carry
 
     def enter(self, rest: Any, operand: Callable[[int], Any]) -> Any:
         """`Taken.rest` of what is inside of an equation; `operand` gives the `root` of

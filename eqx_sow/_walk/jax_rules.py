@@ -251,9 +251,9 @@ def _batch_cond(rule):
             return rule(axis_data, args, dims, branches=branches, **params)
         index, *operands = args
         cond = object()
-        of_one = jax.make_jaxpr(lambda x: jax.lax.index_in_dim(x, 0, dims[0], False))(
-            index
-        )
+        of_one: list[Any] = []
+        see = jax.vmap(lambda x: of_one.append(jax.typeof(x)), dims[0])
+        jax.eval_shape(see, index)
 
         def guarded(i):
             run = Interpret(Guard((cond, i, len(branches))))(branches[i])
@@ -261,7 +261,7 @@ def _batch_cond(rule):
             def branch(index, *operands):
                 return run(Given(rest=index), *operands)[0]
 
-            return jax.make_jaxpr(branch)(*of_one.out_avals, *branches[i].in_avals)
+            return jax.make_jaxpr(branch)(*of_one, *branches[i].in_avals)
 
         return rule(
             _within(axis_data, cond),

@@ -45,7 +45,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
-from eqx_sow import Append, Fold, save_intermediates as S, sow
+from eqx_sow import Append, Fold, save_intermediates as S, sow, tap
 from jax import lax
 
 from tests.benchmarks import peers, timing
@@ -471,6 +471,91 @@ def storing(table: Table, repeats: int):
             )
 
 
+# --- Watching while it runs -----------------------------------------------------------
+
+
+def _ignore(*args):
+    del args
+
+
+def _not_finite(x):
+    return ~jnp.all(jnp.isfinite(x))
+
+
+def _step(x):
+    return jnp.cos(x) * 0.9 + jnp.roll(x, 1) * 0.1
+
+
+def _loop(n, mark):
+    def fn(x):
+        return lax.scan(lambda x, _: (mark(_step(x), "x"), None), x, length=n)[0]
+
+    return fn
+
+
+def _loop_by_hand(n, tell, init=()):
+    """`tell(state, i, x)` is called in each iteration."""
+
+    def fn(x):
+        def body(carry, _):
+            i, state, x = carry
+            x = _step(x)
+            state = tell(state, i, x)
+            return (i + 1, state, x), None
+
+        return lax.scan(body, (0, init, x), length=n)[0]
+
+    return fn
+
+
+def _callback(state, i, x):
+    jax.debug.callback(_ignore, i, x)
+    return state
+
+
+def watching(table: Table, repeats: int):
+    table.section(
+        "`jit(tap(f))` of a scan, with a callback that does nothing",
+        *("against", "at most", "run time", "itself", "time"),
+        *("temporaries", "instructions"),
+    )
+    by_hand = "`jax.debug.callback` by hand"
+    # As a carried state: XLA would not compute what is for nobody.
+    predicate = lambda bad, i, x: bad | _not_finite(x)
+    every, alarm = {"every": 1000}, {"when": _not_finite}
+    for n, size_ in ((100_000, 100), (100_000, 10_000), (2_000, 250_000)):
+        x = jnp.linspace(-1.0, 1.0, size_)
+        few = n // 100
+        for what, length, options, baseline, against, aim in (
+            ("each", few, {}, _loop_by_hand(few, _callback), by_hand, ""),
+            ("every 1,000th", n, every, _loop(n, unmarked), "`f`", "1.05"),
+            ("`when`, never true", n, alarm, _loop(n, unmarked), "`f`", ""),
+            (
+                "`when`, never true",
+                n,
+                alarm,
+                _loop_by_hand(n, predicate, jnp.array(False)),
+                "`f`, with the predicate",
+                "1.10",
+            ),
+        ):
+            tapped = compiled(tap(_loop(length, sow), _ignore, **options), x)
+            plain = compiled(baseline, x)
+            result = compare(lambda: tapped(x), lambda: plain(x), repeats)
+            jax.effects_barrier()
+            got, want = costs(tapped), costs(plain)
+            table.row(
+                f"{length:,} iterations, {size(4 * size_)}: {what}",
+                against=against,
+                at_most=aim,
+                run_time=result.ratio,
+                itself=result.itself,
+                time=seconds(result.seconds),
+                temporaries=over(got.temporaries, want.temporaries),
+                instructions=over(got.instructions, want.instructions),
+            )
+
+
 # --- Other libraries ------------------------------------------------------------------
 
 
@@ -546,6 +631,7 @@ SECTIONS = {
     "tracing": tracing,
     "memory": memory,
     "storing": storing,
+    "watching": watching,
     "peers": other,
 }
 

@@ -6,13 +6,16 @@ rules are kept; XLA removes it as long as nobody differentiates. If something is
 planted inside, the rules are those of another function, and are given up.
 """
 
+import weakref
 from typing import Any
 
 import jax
 import jax.extend.core as jexc
+import jax.extend.linear_util as lu
 import jax.numpy as jnp
 
 from ... import _compat
+from ..._mark.listening import listening
 from ..edit import without_prints, without_sows
 from ..interpreter import rule_for
 from .calls import bind
@@ -41,9 +44,40 @@ def _custom(interpret, given, eqn, *args):
     if interpret.handler.changes(eqn):
         return interpret(jaxpr)(given, *args)
     # The original prints what there is to print.
-    outs, taken = interpret(without_prints(jaxpr))(given, *args)
-    original = bind(without_sows(eqn), args)
+    inputs = args
+    if not interpret.handler.differentiable:
+        # With an effect, the derivative of the copy would not be removed.
+        inputs = map(jax.lax.stop_gradient, args)
+    outs, taken = interpret(without_prints(jaxpr))(given, *inputs)
+    original = bind(_without_sows(eqn), args)
     return list(map(_derivative_of, outs, original)), taken
+
+
+_quiet: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+
+def _without_sows(eqn):
+    """The equation without sows, in its derivative rule too, where JAX would keep them
+    though nothing asks for them."""
+
+    def quiet(rule):
+        def call(*zeros):
+            jaxpr, *rest = rule.call_wrapped(*zeros)
+            if listening.value is None:
+                if jaxpr not in _quiet:
+                    _quiet[jaxpr] = without_sows(jaxpr)
+                jaxpr = _quiet[jaxpr]
+            return jaxpr, *rest
+
+        return lu.wrap_init(call, debug_info=rule.debug_info)
+
+    rules = {
+        name: quiet(eqn.params[name])
+        for name in ("jvp_jaxpr_fun", "fwd_jaxpr_thunk")
+        if name in eqn.params
+    }
+    eqn = without_sows(eqn)
+    return eqn.replace(params={**eqn.params, **rules})
 
 
 rule_for(jexc.primitives.custom_jvp_call_p)(_custom)

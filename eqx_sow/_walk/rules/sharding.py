@@ -22,24 +22,30 @@ def _shard_map(interpret, given, eqn, *args):
         "Capture it without a reducer.",
     )
     run = interpret(p["jaxpr"])
-    axes = {a: n for a, n in p["mesh"].shape.items() if a in p["newly_manual_axes"]}
+    manual = _compat.manual_axes(p)
+    axes = {a: n for a, n in p["mesh"].shape.items() if a in manual}
     sliced, put_back, sliced_specs = handler.unspread(given.rest, p["jaxpr"], [*axes])
+    carry, carry_back = handler.on_devices(given.carry, [*axes])
+    on_device = jax.sharding.PartitionSpec(*axes)
     specs = None
 
     def varying(x):
         return [a for a in axes if not p["check_vma"] or a in _compat.varying(x)]
 
-    def body(sliced, *args):
+    def body(carry, sliced, *args):
         nonlocal specs
-        outs, taken = run(Given(rest=put_back(sliced)), *args)
+        carry = jax.tree.map(lambda x: x.reshape(x.shape[len(axes) :]), carry)
+        outs, taken = run(Given(carry, put_back(sliced)), *args)
         rest, specs = handler.spread(taken.rest, axes, varying)
-        return list(outs), rest
+        one = (1,) * len(axes)
+        carry = jax.tree.map(lambda x: x.reshape(*one, *x.shape), taken.carry)
+        return list(outs), carry, rest
 
     def mapped(body, out_specs):
         return jax.shard_map(
             body,
             mesh=p["mesh"],
-            in_specs=(sliced_specs, *p["in_specs"]),
+            in_specs=(on_device, sliced_specs, *p["in_specs"]),
             out_specs=out_specs,
             axis_names=set(axes),
             check_vma=p["check_vma"],
@@ -50,6 +56,7 @@ def _shard_map(interpret, given, eqn, *args):
         return ()
 
     # Once only to see what varies over which axis.
-    jax.eval_shape(mapped(probe, ()), sliced, *args)
-    outs, rest = mapped(body, (list(p["out_specs"]), specs))(sliced, *args)
-    return outs, Taken(given.carry, rest)
+    jax.eval_shape(mapped(probe, ()), carry, sliced, *args)
+    out_specs = list(p["out_specs"]), on_device, specs
+    outs, carry, rest = mapped(body, out_specs)(carry, sliced, *args)
+    return outs, Taken(carry_back(carry), rest)

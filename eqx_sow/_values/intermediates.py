@@ -1,0 +1,102 @@
+"""What `save_intermediates` returns beside the output."""
+
+import functools as ft
+from collections.abc import Mapping
+from typing import Any
+
+import jax.tree_util as jtu
+
+
+class Intermediates(dict[str, dict[str, Any]]):
+    """What [`eqx_sow.save_intermediates`][] captured: `intermediates[name][mode]`.
+
+    A `dict` whose names are in order of execution. JAX sorts the keys of a plain dict.
+    Of this one it keeps their order, under every transformation: `jax.jit`, `jax.vmap`,
+    `jax.grad(..., has_aux=True)`, the outputs of a `jax.lax.scan`, `jax.eval_shape`,
+    `jax.tree.map`. The modes of a name are in order as well: `"primal"` first,
+    `"count"` last. It prints as a dict, and is equal to a dict with the same items. In
+    a notebook it shows as a table, that of [`eqx_sow.tabulate`][].
+
+    To JAX it is a node of its own. `jax.tree.map(fn, a, b)` takes two `Intermediates`
+    with the same names in the same order, and so do the branches of a `jax.lax.cond`.
+    Beside a plain dict, write `dict(intermediates)`, or `Intermediates(plain)`. The
+    keys in its paths are those of a dict, `jax.tree_util.DictKey`.
+
+    **Arguments:**
+
+    Those of `dict`.
+
+    !!! example
+
+        ```python
+        import eqx_sow
+        import jax
+        import jax.numpy as jnp
+
+        def f(x):
+            return eqx_sow.sow(eqx_sow.sow(jnp.sin(x), "sin") * 2, "double")
+
+        out, intermediates = jax.jit(eqx_sow.save_intermediates(f))(jnp.ones(3))
+        list(intermediates)  # ["sin", "double"]
+        ```
+    """
+
+    def copy(self) -> "Intermediates":
+        return Intermediates(self)
+
+    __copy__ = copy
+
+    def __or__(self, other):
+        return _union(self, other) if isinstance(other, dict) else NotImplemented
+
+    def __ror__(self, other):
+        return _union(other, self) if isinstance(other, dict) else NotImplemented
+
+    def _repr_html_(self) -> str | None:
+        # Here, as a table asks for the order of what it is given.
+        from .tabulate import html
+
+        return html(self)
+
+
+def _union(first: dict, second: dict) -> Intermediates:
+    out = Intermediates(first)
+    out.update(second)
+    return out
+
+
+# Pickles are then independent of where this file is.
+Intermediates.__module__ = "eqx_sow"
+
+
+@ft.cache
+def _rank(mode: str) -> tuple[Any, ...]:
+    parts = mode.split(".")
+    known = {"primal": 0, "tangent": 1, "cotangent": 2}
+    ranks = tuple(known.get(p, len(known)) for p in parts)
+    return mode == "count", len(parts), ranks, mode
+
+
+def in_order(modes: Mapping[str, Any]) -> dict[str, Any]:
+    """The modes of one name: `"primal"` first, `"count"` last."""
+    return {mode: modes[mode] for mode in sorted(modes, key=lambda m: _rank(str(m)))}
+
+
+def _flatten(x: Intermediates):
+    return tuple(x.values()), tuple(x)
+
+
+def _flatten_with_keys(x: Intermediates):
+    return tuple((jtu.DictKey(name), modes) for name, modes in x.items()), tuple(x)
+
+
+def _unflatten(names, children) -> Intermediates:
+    # JAX rebuilds its own dicts with their keys sorted; and it puts anything in the
+    # place of a child.
+    return Intermediates(
+        (name, in_order(x) if type(x) is dict and len(x) > 1 else x)
+        for name, x in zip(names, children)
+    )
+
+
+jtu.register_pytree_with_keys(Intermediates, _flatten_with_keys, _unflatten, _flatten)

@@ -1,0 +1,541 @@
+"""`summarize`."""
+
+import functools as ft
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.core
+import jax.lax as lax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+
+from .._arrays import leading
+from .._errors import SowError
+
+
+class Summary(eqx.Module):
+    """The statistics of an array, from [`eqx_sow.summarize`][].
+
+    All of them are arrays, of one shape: `()` for the summary of one array. Where it is
+    stacked or mapped, as by a `jax.lax.scan` or a `jax.vmap`, they have leading axes,
+    and each entry is a summary. `mean`, `std`, `rms`, `min` and `max` are those of the
+    finite entries, NaN if there are none.
+
+    Counts are floating-point numbers, since an int32 would overflow: one layer of a
+    large model, over a few hundred steps, has more than 2**31 entries. They are exact
+    up to 2**24 in float32, and right to seven digits from there on. (With
+    `jax_enable_x64` they are float64, and exact up to 2**53.)
+
+    Summaries are merged by `+`, and those along an axis by `merge`. Both are exact: but
+    for rounding, the result is the summary of all the entries together. A summary that
+    is all zeros is that of no entries, as is what stands for a value that did not run.
+
+    Gradients are those of `mean`, `std`, `rms`, `min` and `max`; of a deviation of zero
+    they are zero.
+
+    ??? abstract "How they are merged"
+
+        By the pairwise formula for means and sums of squared deviations, which takes no
+        difference of two large numbers: T. F. Chan, G. H. Golub and R. J. LeVeque,
+        "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances",
+        Stanford University, technical report STAN-CS-79-773, 1979.
+    """
+
+    size: Any
+    """How many entries there are, whether finite or not."""
+    mean: Any
+    """Their mean."""
+    std: Any
+    """Their standard deviation, that of NumPy: the root of the mean squared
+    deviation."""
+    rms: Any
+    """The root of their mean square. The norm is `rms * sqrt(size - not_finite)`."""
+    min: Any
+    """The smallest."""
+    max: Any
+    """The largest."""
+    zeros: Any
+    """How many are zero."""
+    not_finite: Any
+    """How many are NaN or infinite."""
+    histogram: Any = None
+    """With `edges`, how many are in each bin, along a last axis of length
+    `len(edges) - 1`; else `None`."""
+    edges: tuple[float, ...] | None = eqx.field(static=True, default=None)
+    """What was passed to `summarize`, as a tuple; it is static."""
+
+    @classmethod
+    def empty(cls, shape: Sequence[int] = (), *, edges: Any = None) -> "Summary":
+        """The summary of no entries, to which others can be added.
+
+        **Arguments:**
+
+        - `shape`: its leading axes.
+        - `edges`: as in [`eqx_sow.summarize`][]: the same as those of the summaries to
+            be added.
+
+        **Returns:**
+
+        A `Summary` of float32 arrays (float64 with `jax_enable_x64`).
+        """
+        edges = _as_edges("Summary.empty", edges)
+        dtype = jnp.result_type(float)
+        counts = np.zeros(shape, dtype)
+        nothing = np.full(shape, np.nan, dtype)
+        bins = None if edges is None else np.zeros((*shape, len(edges) - 1), dtype)
+        arrays = [counts, *[nothing] * 5, counts, counts, bins]
+        return cls(*jtu.tree_map(jnp.asarray, arrays), edges)
+
+    def merge(self, axis: int | Sequence[int] | None = None) -> "Summary":
+        """The summary of all entries along some of the leading axes.
+
+        **Arguments:**
+
+        - `axis`: which, an int or several: of the axes of `size`, counted from the end
+            if negative. All of them by default.
+
+        **Returns:**
+
+        A `Summary` without these axes.
+
+        **Raises:**
+
+        `ValueError` if there is no such axis.
+
+        !!! example
+
+            ```python
+            import eqx_sow
+            import jax
+            import jax.numpy as jnp
+
+            xs = jnp.ones((4, 3, 8))
+            by_layer_and_lane = jax.vmap(jax.vmap(eqx_sow.summarize))(xs)
+            by_layer_and_lane.mean.shape  # (4, 3)
+            by_layer = by_layer_and_lane.merge(axis=1)  # that of each `xs[i]`
+            by_layer.mean.shape  # (4,)
+            ```
+        """
+        ndim = jnp.ndim(self.size)
+        if axis is None:
+            axes = tuple(range(ndim))
+        else:
+            axes = (axis,) if hasattr(axis, "__index__") else tuple(axis)
+            if not all(-ndim <= a < ndim for a in axes):
+                raise ValueError(
+                    f"`Summary.merge(axis={axis!r})`: there are {ndim} axes to merge, "
+                    f"those of `size`, whose shape is {jnp.shape(self.size)}."
+                )
+            axes = tuple(a % ndim for a in axes)
+        return merged(self, axes)
+
+    def __add__(self, other: Any) -> "Summary":
+        if not isinstance(other, Summary):
+            return NotImplemented
+        if self.edges != other.edges:
+            raise SowError(
+                "`Summary + Summary`: these have histograms with different edges, "
+                f"{_show(self.edges)} and {_show(other.edges)}. Pass the same `edges` "
+                "to `summarize` and to `Summary.empty`."
+            )
+        if jnp.shape(self.size) != jnp.shape(other.size):
+            raise SowError(
+                "`Summary + Summary`: these have different leading axes, "
+                f"{jnp.shape(self.size)} and {jnp.shape(other.size)}. Use "
+                "`Summary.merge(axis)` first."
+            )
+        return _added(self, other)
+
+    def __radd__(self, other: Any) -> "Summary":
+        # For `sum`, which starts with zero.
+        return self if isinstance(other, int) and other == 0 else NotImplemented
+
+
+Summary.__module__ = "eqx_sow"
+
+
+def summarize(value: Any, *, edges: Any = None) -> Any:
+    """The statistics of each array of a PyTree, without a copy of it.
+
+    For `save_intermediates(..., transform=eqx_sow.summarize)`: within a scan over
+    layers only the statistics are stacked, not the activations. They are computed by
+    two reductions, which read the array and write numbers.
+
+    Entries that are not finite are counted, and left out of everything else. Complex
+    numbers count by their magnitude, booleans as 0 and 1. Everything is computed and
+    returned in float32, float64 arrays in float64 (and with `jax_enable_x64` integers
+    too). The deviation is that from the mean, not a difference of squares; neither
+    large nor small numbers overflow on the way.
+
+    **Arguments:**
+
+    - `value`: any PyTree.
+    - `edges`: the edges of the bins of a histogram, in increasing order: numbers, not
+        arrays that are being traced. As in `numpy.histogram`, the last bin includes its
+        right edge, and what is outside of the first and the last edge is in no bin;
+        these may be infinite.
+
+    **Returns:**
+
+    The PyTree with a `Summary` in the place of each array, and `None` in that of
+    everything else: static leaves, keys and other arrays that are not numeric.
+
+    **Raises:**
+
+    `TypeError` if `edges` is traced; `ValueError` if it is not an increasing sequence
+    of at least two numbers.
+
+    !!! example
+
+        ```python
+        import eqx_sow
+        import jax
+        import jax.numpy as jnp
+
+        def f(x):
+            layer = lambda x, scale: (eqx_sow.sow(jnp.tanh(scale * x), "h"), None)
+            return jax.lax.scan(layer, x, jnp.arange(1.0, 4.0))[0]
+
+        saved = eqx_sow.save_intermediates(f, transform=eqx_sow.summarize)
+        _, intermediates = saved(jnp.ones((16, 8)))
+        intermediates["h"]["primal"].rms.shape  # (3,)
+        intermediates["h"]["primal"].merge().size  # 384.0
+        ```
+
+        In memory that does not grow with the number of iterations:
+
+        ```python
+        import eqx_sow
+        import jax
+        import jax.numpy as jnp
+
+        def f(x):
+            return jax.lax.fori_loop(
+                0, 100, lambda i, x: eqx_sow.sow(jnp.cos(x), "x"), x
+            )
+
+        total = eqx_sow.Fold(
+            eqx_sow.Summary.empty(), lambda acc, x: acc + eqx_sow.summarize(x)
+        )
+        _, intermediates = eqx_sow.save_intermediates(f, reduce=total)(jnp.ones(3))
+        intermediates["x"]["primal"].size  # 300.0
+        ```
+    """
+    edges = _as_edges("summarize", edges)
+
+    def one(x):
+        if not is_numeric(x):
+            return None
+        return _summary(jnp.asarray(as_array(x)), edges)
+
+    return jtu.tree_map(one, value)
+
+
+def is_numeric(x: Any) -> bool:
+    """Whether a leaf, an array or the shape of one, has statistics."""
+    if not (eqx.is_array(x) or isinstance(x, jax.ShapeDtypeStruct)):
+        return False
+    # A `float0` is a number to none of these.
+    return jnp.issubdtype(x.dtype, jnp.number) or x.dtype == bool
+
+
+def as_array(x: Any) -> Any:
+    """NumPy's integers as numbers of which JAX does not cut off the upper 32 bits."""
+    if isinstance(x, np.ndarray | np.generic) and x.dtype in (np.int64, np.uint64):
+        return x.astype(np.float64)
+    return x
+
+
+def _as_edges(call: str, edges: Any) -> tuple[float, ...] | None:
+    if edges is None:
+        return None
+    if any(isinstance(x, jax.core.Tracer) for x in jtu.tree_leaves(edges)):
+        raise TypeError(
+            f"`{call}(..., edges=...)`: these are being traced, and the edges of a "
+            "histogram have to be numbers. Compute them by NumPy, for example by "
+            "`numpy.linspace`, or before the function is transformed."
+        )
+    edges = np.asarray(edges, np.float64)
+    if edges.ndim != 1 or edges.size < 2 or not np.all(edges[1:] > edges[:-1]):
+        raise ValueError(
+            f"`{call}(..., edges=...)` takes at least two numbers in increasing order, "
+            f"the edges of the bins, not {_show(edges)}."
+        )
+    return tuple(edges.tolist())
+
+
+def _show(edges: Any) -> str:
+    return "none" if edges is None else np.array2string(np.asarray(edges), threshold=6)
+
+
+@ft.partial(jax.jit, static_argnums=1)
+def _summary(x: jax.Array, edges: tuple[float, ...] | None) -> Summary:
+    return _statistics(as_real(x), edges)
+
+
+def as_real(x: jax.Array) -> jax.Array:
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return jnp.abs(x)
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        return x.astype(jnp.float64 if x.dtype.itemsize == 8 else jnp.float32)
+    return x.astype(jnp.result_type(float))
+
+
+@ft.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _statistics(x: jax.Array, edges: tuple[float, ...] | None) -> Summary:
+    return measure(x, edges)
+
+
+# That of the reductions would keep every partial result.
+@_statistics.defjvp
+def _statistics_jvp(edges, primals, tangents):
+    (x,), (t,) = primals, tangents
+    s = _statistics(x, edges)
+    t = jnp.where(jnp.isfinite(x), t, 0)
+    n = jnp.maximum(s.size - s.not_finite, 1).astype(x.dtype)
+
+    def along(direction):
+        return jnp.sum(jnp.where(jnp.isfinite(x), direction, 0) * t)
+
+    def root(root, deviation):
+        return along(deviation / jnp.where(root > 0, root, 1)) / n
+
+    def extremum(value):
+        here = (x == value).astype(x.dtype)
+        return along(here) / jnp.maximum(jnp.sum(here), 1)
+
+    zero = jnp.zeros_like
+    return s, Summary(
+        size=zero(s.size),
+        mean=jnp.sum(t) / n,
+        std=root(s.std, x - s.mean),
+        rms=root(s.rms, x),
+        min=extremum(s.min),
+        max=extremum(s.max),
+        zeros=zero(s.zeros),
+        not_finite=zero(s.not_finite),
+        histogram=None if s.histogram is None else zero(s.histogram),
+        edges=edges,
+    )
+
+
+# How many entries are added one after another. XLA's reductions of several arrays at
+# once write nothing else to memory, but on a CPU they go through the entries in order:
+# the sum of a million in float32 has two digits.
+_BLOCK = 1024
+
+
+def measure(x: jax.Array, edges: tuple[float, ...] | None = None, run=None) -> Summary:
+    """The summary of all entries of an array of float32 or float64.
+
+    `run`, if given, is a boolean for each entry along the leading axes: whether it is
+    one at all.
+    """
+    size = None if run is not None else float(x.size)
+    if run is not None:
+        run = jnp.broadcast_to(leading(run, x.ndim), x.shape)
+    x, run, axes = _in_blocks(x, run)
+    ok, zero = jnp.isfinite(x), x == 0
+    bad = ~ok
+    if run is not None:
+        ok, bad, zero = ok & run, bad & run, zero & run
+    inf = jnp.array(jnp.inf, x.dtype)
+    # A sum of so few of them cannot overflow. That it may underflow does not matter.
+    down = jnp.array(0.5 ** (_BLOCK.bit_length() + 1), x.dtype)
+
+    total = jnp.uint32(0)
+    add = lambda a, b: a + b
+    n, bad, zeros, low, high, sums = _reduce(
+        (ok.astype(jnp.uint32), total, add),
+        (bad.astype(jnp.uint32), total, add),
+        (zero.astype(jnp.uint32), total, add),
+        (jnp.where(ok, x, inf), inf, jnp.minimum),
+        (jnp.where(ok, x, -inf), -inf, jnp.maximum),
+        (jnp.where(ok, x * down, 0), jnp.zeros((), x.dtype), add),
+        axes=axes,
+    )
+    counts = jnp.result_type(float)
+    n, bad, zeros = (jnp.sum(c.astype(counts)) for c in (n, bad, zeros))
+    size = n + bad if size is None else jnp.full_like(n, size)
+    low, high = jnp.min(low, initial=jnp.inf), jnp.max(high, initial=-jnp.inf)
+    some = n > 0
+    n = jnp.maximum(n, 1).astype(x.dtype)
+    low, high = jnp.where(some, low, 0), jnp.where(some, high, 0)
+    about = jnp.clip(jnp.sum(sums / n) / down, low, high)
+
+    # Deviations from about the mean, which tell how far that was off. A power of two
+    # as a scale rounds nothing, and the squares neither overflow nor underflow.
+    up, down = _scale(jnp.maximum(jnp.abs(low), jnp.abs(high)))
+    d = jnp.where(ok, x * down - about * down, 0)
+    zero = jnp.zeros((), x.dtype)
+    first, second = _reduce((d, zero, add), (d * d, zero, add), axes=axes)
+    first, second = jnp.sum(first / n), jnp.sum(second / n)
+    mean = jnp.clip(about + first * up, low, high)
+    std = jnp.sqrt(jnp.maximum(second - first * first, 0)) * up
+    stats = (mean, std, _norm(mean, std), low, high)
+    histogram = None if edges is None else _histogram(x, ok, edges, axes)
+    return Summary(size, *_or_nan(some, stats), zeros, bad, histogram, edges)
+
+
+def _reduce(*parts, axes):
+    """Several reductions at once, `(array, initial, function)` each."""
+    arrays, initial, fns = zip(*parts)
+    if math.prod(arrays[0].shape[a] for a in axes) == 1:
+        return [lax.squeeze(x, axes) for x in arrays]
+    step = lambda a, b: tuple(fn(x, y) for fn, x, y in zip(fns, a, b))
+    return lax.reduce(arrays, initial, step, axes)
+
+
+def _in_blocks(x, run):
+    """Splits an axis so that some of the last axes have about `_BLOCK` entries. Also
+    which axes these are."""
+    done, axis = 1, x.ndim
+    if x.size <= 4 * _BLOCK:
+        return x, run, tuple(range(x.ndim))
+    while axis > 0 and done < _BLOCK // 4:
+        axis -= 1
+        n = x.shape[axis]
+        if done * n > _BLOCK:
+            x, run = _split(x, run, axis, _BLOCK // done)
+            axis += 1
+        done *= max(x.shape[axis], 1)
+    return x, run, tuple(range(axis, x.ndim))
+
+
+def _split(x, run, axis: int, most: int):
+    """Makes two axes of one, the second with at most `most` entries."""
+    n = x.shape[axis]
+    shards = _shards(x, axis)
+
+    def rank(k):
+        # Also where an axis is sharded and its type does not say so, the axis of blocks
+        # should be one that can be sharded.
+        return math.gcd(n // k, 64), k
+
+    fits = [k for k in range(most, most // 4, -1) if n % (k * shards) == 0]
+    if fits:
+        k = max(fits, key=rank)
+    else:
+        # The entries that are added here are none.
+        k = most
+        pad = [(0, 0, 0)] * x.ndim
+        pad[axis] = (0, -n % (k * shards), 0)
+        if run is None:
+            run = lax.full_like(x, True, bool)
+        x = lax.pad(x, jnp.zeros((), x.dtype), pad)
+        run = lax.pad(run, jnp.array(False), pad)
+    shape = (*x.shape[:axis], x.shape[axis] // k, k, *x.shape[axis + 1 :])
+    return x.reshape(shape), None if run is None else run.reshape(shape)
+
+
+def _shards(x, axis: int) -> int:
+    """Into how many an axis is sharded, if the type of the array says so."""
+    sharding = jax.typeof(x).sharding
+    names = sharding.spec[axis]
+    names = names if isinstance(names, tuple) else (names,)
+    return math.prod(sharding.mesh.shape[n] for n in names if isinstance(n, str))
+
+
+def _scale(largest: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """A power of two that is about as large, and its inverse."""
+    info = jnp.finfo(largest.dtype)
+    # The exponent is what is between the sign and the digits.
+    bits = jnp.uint32 if info.bits == 32 else jnp.uint64
+    exponent = ((1 << info.nexp) - 1) << info.nmant
+    up = lax.bitcast_convert_type(largest, bits) & jnp.array(exponent, bits)
+    up = lax.bitcast_convert_type(up, largest.dtype)
+    # So that the inverse is neither infinite nor flushed to zero.
+    least = float(info.tiny) * 2
+    up = jnp.where(largest == 0, 1, jnp.clip(up, least, 1 / least))
+    return up, 1 / up
+
+
+def _norm(*xs: jax.Array) -> jax.Array:
+    """The root of the sum of squares, whatever their size."""
+    xs = jnp.stack(xs)
+    return _root_of_sum(xs, 0)
+
+
+@ft.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _root_of_sum(xs: jax.Array, axis) -> jax.Array:
+    up, down = _scale(jnp.max(jnp.abs(xs), axis, keepdims=True, initial=0))
+    return jnp.sqrt(jnp.sum((xs * down) ** 2, axis)) * jnp.squeeze(up, axis)
+
+
+@_root_of_sum.defjvp
+def _root_of_sum_jvp(axis, primals, tangents):
+    (xs,), (ts,) = primals, tangents
+    root = _root_of_sum(xs, axis)
+    at = jnp.expand_dims(jnp.where(root > 0, root, 1), axis)
+    return root, jnp.sum(xs / at * ts, axis)
+
+
+_EDGES = 8
+
+
+def _histogram(x, ok, edges, axes):
+    # The smallest numbers of this dtype that are in the bins to the right of an edge.
+    # So that rounding puts no entry on the other side of it.
+    exact = np.asarray(edges)
+    at = exact.astype(x.dtype)
+    inf = np.asarray(np.inf, x.dtype)
+    at = np.where(at < exact, np.nextafter(at, inf), at)
+    if at[-1] == exact[-1]:
+        at[-1] = np.nextafter(at[-1], inf)
+    # Several at once: what XLA reduces alone it first writes to memory, on a CPU.
+    zero, add = jnp.uint32(0), lambda a, b: a + b
+    right = []
+    for some in np.array_split(at, -(-at.size // _EDGES)):
+        parts = [((ok & (x >= e)).astype(jnp.uint32), zero, add) for e in some]
+        right += _reduce(*parts, axes=axes)
+    dtype = jnp.result_type(float)
+    return jnp.stack(
+        [jnp.sum((a - b).astype(dtype)) for a, b in zip(right[:-1], right[1:])]
+    )
+
+
+@jax.jit
+def _added(a: Summary, b: Summary) -> Summary:
+    def both(x, y):
+        dtype = jnp.promote_types(jnp.result_type(x), jnp.result_type(y))
+        return jnp.stack([jnp.asarray(x, dtype), jnp.asarray(y, dtype)])
+
+    return merged(jtu.tree_map(both, a, b), (0,))
+
+
+@ft.partial(jax.jit, static_argnums=1)
+def merged(s: Summary, axes: tuple[int, ...]) -> Summary:
+    """One summary of those along some axes, by Chan's formula. Not by the squares of
+    deviations: these would overflow before the deviations do."""
+    if not axes:
+        return s
+    n = s.size - s.not_finite
+    total = jnp.sum(n, axes)
+    some = n > 0
+    at = lambda x: jnp.expand_dims(x, axes)
+    mean, std = jnp.where(some, s.mean, 0), jnp.where(some, s.std, 0)
+    weights = (n / jnp.maximum(at(total), 1)).astype(mean.dtype)
+    about = jnp.sum(weights * mean, axes)
+    new_mean = about + jnp.sum(weights * (mean - at(about)), axes)
+    roots = jnp.sqrt(weights)
+    parts = jnp.stack([roots * std, roots * (mean - at(new_mean))])
+    new_std = _root_of_sum(parts, (0, *[a + 1 for a in axes]))
+    inf = jnp.inf
+    stats = (
+        new_mean,
+        new_std,
+        _norm(new_mean, new_std),
+        jnp.min(jnp.where(some, s.min, inf), axes, initial=inf),
+        jnp.max(jnp.where(some, s.max, -inf), axes, initial=-inf),
+    )
+    size, zeros, bad = (jnp.sum(x, axes) for x in (s.size, s.zeros, s.not_finite))
+    histogram = None if s.histogram is None else jnp.sum(s.histogram, axes)
+    return Summary(size, *_or_nan(total > 0, stats), zeros, bad, histogram, s.edges)
+
+
+def _or_nan(some, stats):
+    return [jnp.where(some, x, jnp.array(jnp.nan, x.dtype)) for x in stats]
