@@ -107,14 +107,16 @@ def _leaf_equal(x, y, rtol, atol, weak):
 
 
 def _as_dicts(tree):
-    """References are plain dicts, whose names have no order."""
-    is_ours = lambda x: isinstance(x, Intermediates)
-    return jtu.tree_map(lambda x: dict(x) if is_ours(x) else x, tree, is_leaf=is_ours)
+    is_intermediates = lambda x: isinstance(x, Intermediates)
+    return jtu.tree_map(
+        lambda x: dict(x) if is_intermediates(x) else x, tree, is_leaf=is_intermediates
+    )
 
 
 def tree_allclose(x, y, *, rtol=1e-5, atol=1e-5, weak=False):
-    """Same structure, leaf types, shapes and dtypes; near values."""
-    x, y = _as_dicts(x), _as_dicts(y)
+    """Same structure, leaf types, shapes and dtypes; near values. An `Intermediates` is
+    a dict."""
+    x, y = map(_as_dicts, (x, y))
     x_leaves, x_def = jtu.tree_flatten(x)
     y_leaves, y_def = jtu.tree_flatten(y)
     return x_def == y_def and all(
