@@ -1,6 +1,8 @@
 """`capture=`: submodules of a model that nobody edits."""
 
 import abc
+import copy
+import dataclasses as dc
 import functools as ft
 
 import equinox as eqx
@@ -675,6 +677,24 @@ def test_nothing_found_tells_what_to_do():
         S(mlp, capture=lambda path, module: False)(X)
 
 
+def test_what_capture_takes():
+    mlp = _mlp()
+    with pytest.raises(TypeError, match=r"capture=True, names='layers/\*'"):
+        S(mlp, capture="layers/*")
+    for wrong in (lambda m: True, lambda a, b, c: True, lambda *, path, module: True):
+        with pytest.raises(TypeError, match=r"`\(path, module\) -> bool`.*takes \("):
+            S(mlp, capture=wrong)
+    for right in (
+        lambda *args: True,
+        lambda a, b, c=0: True,
+        ft.partial(max, 0, key=id),
+    ):
+        S(mlp, capture=right)
+    arrays = lambda path, m: jnp.any(jnp.array([True]))
+    with pytest.raises(TypeError, match="returned an array for the module at '.'|laye"):
+        S(mlp, capture=arrays)(X)
+
+
 def test_a_method_that_no_module_has():
     with pytest.raises(UnknownSowError, match="encode"):
         S(_mlp(), capture=True, methods=("__call__", "encode"))(X)
@@ -1194,6 +1214,133 @@ def test_inference_mode_tree_at_and_filter_shard_inside(call, mesh):
     assert_close(out, h)
     names = ("model/layers/0", "model/layers/1", "model")
     assert_close(with_mode(got, "primal"), dict.fromkeys(names, h))
+
+
+class _Scale(eqx.Module):
+    w: Array
+    tags: list = eqx.field(default_factory=list)
+
+    def __call__(self, x):
+        return self.w * x
+
+    def twice(self):
+        return type(self)(2 * self.w)
+
+
+class _WithInit(eqx.Module):
+    w: Array
+    extra: Array
+
+    def __init__(self, w, extra=None):
+        self.w = w
+        self.extra = w if extra is None else extra
+
+    def __call__(self, x):
+        return self.w * x + self.extra
+
+
+class _CopiesItself(_Scale):
+    def __deepcopy__(self, memo):
+        return dc.replace(self, w=copy.deepcopy(self.w, memo) + 1)
+
+
+COPIES = {
+    "replace": lambda m: dc.replace(m, w=2 * m.w),
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "deepcopy in a list": lambda m: copy.deepcopy([m, m])[1],
+}
+
+
+@pytest.mark.parametrize("way", COPIES)
+@pytest.mark.parametrize("cls", [_Scale, _WithInit, _CopiesItself])
+def test_copies_keep_their_name(way, cls, call):
+    model = cls(X)
+    fn = lambda m, x: COPIES[way](m)(x)
+    expected = fn(model, X)
+    for wrap in (lambda f: f, eqx.filter_jit):
+        out, got = call(S(wrap(fn), capture=True), model, X)
+        assert_close(out, expected)
+        assert_close(got, {"m": {"primal": expected}})
+
+
+def test_copies_are_copies():
+    def fn(m, x):
+        shallow, deep = copy.copy(m), copy.deepcopy(m)
+        assert shallow.tags is m.tags and deep.tags is not m.tags
+        assert deep.tags == m.tags and deep.tags[0] is not m.tags[0]
+        assert shallow is not m and type(shallow) is type(deep) is type(m)
+        first, second = copy.deepcopy((m, m))
+        assert first is second
+        return (m, shallow, deep, dc.replace(m), m.twice(), x)
+
+    model = _Scale(X, [["tag"]])
+    (*models, _), _ = S(lambda m, x: (fn(m, x), m(x))[0], capture=True)(model, X)
+    assert {type(m) for m in models} == {_Scale}
+    assert_close(models[-1].w, 2 * X)
+    assert [jtu.tree_structure(m) for m in models[:4]] == [
+        jtu.tree_structure(model)
+    ] * 4
+
+
+# What a marked module cannot hide. docs/limits.md has it.
+
+
+def test_what_shows_of_a_mark():
+    seen = {}
+
+    def look(m, n):
+        seen.update(
+            type=type(m) is _Scale,
+            exact=m.__class__ is _Scale,
+            structures=jtu.tree_structure(m) == jtu.tree_structure(n),
+            registry={_Scale: "known"}.get(type(m)),
+            vars=set(vars(m)),
+        )
+
+    one, two = _Scale(X), _Scale(2 * X)
+    plain = lambda m, n: (look(m, n), m(X) + n(X))[1]
+    expected = plain(one, two)
+    before = dict(seen)
+    assert_close(S(plain, capture=True)(one, two)[0], expected)
+    assert before == {
+        "type": True,
+        "exact": True,
+        "structures": True,
+        "registry": "known",
+        "vars": {"w", "tags"},
+    }
+    assert seen == {
+        "type": False,
+        "exact": False,
+        "structures": False,
+        "registry": None,
+        "vars": {"w", "tags", "_marks"},
+    }
+
+
+def test_what_does_not_show_of_a_mark():
+    single = ft.singledispatch(lambda m: "other")
+    single.register(_Scale, lambda m: "scale")
+
+    def look(m):
+        leaves = jtu.tree_leaves_with_path(m)
+        return (
+            isinstance(m, _Scale),
+            type(m).__name__,
+            type(m).__qualname__,
+            type(m).__module__,
+            [f.name for f in dc.fields(m)],
+            list(dc.asdict(m)),
+            repr(eqx.filter_eval_shape(lambda m: m, m)),
+            [jtu.keystr(path) for path, _ in leaves],
+            single(m),
+            len(eqx.tree_flatten_one_level(m)[0]),
+        )
+
+    seen = []
+    S(lambda m: (seen.append(look(m)), m(X))[1], capture=True)(_Scale(X))
+    assert seen == [look(_Scale(X))]
 
 
 def test_a_layer_replaced_inside_is_not_there():

@@ -393,6 +393,26 @@ def test_nothing_is_kept():
     assert [ref() for ref in alive] == [None] * 4
 
 
+_ruled = jax.jit(_custom_jvp(ONE))
+
+
+def test_a_rule_keeps_only_what_it_reads():
+    def run():
+        other = _linear()
+        with_argument = lambda m, x: jnp.sum(_ruled(m(x)))
+        with jax.checking_leaks():
+            jax.grad(lambda x: S(with_argument, capture=True)(other, x)[0])(X)
+        grad = jax.grad(with_argument, argnums=1)
+        assert list(S(grad, capture=True)(other, X)[1]) == ["m", "net"]
+        fn = lambda x: _ruled(other(x)).sum()
+        jax.grad(S(fn, capture=True), has_aux=True)(X)
+        return weakref.ref(other)
+
+    alive = run()
+    gc.collect()
+    assert alive() is None
+
+
 @pytest.mark.parametrize("wrap", [jax.jit, jax.vmap])
 def test_no_tracer_is_kept(wrap):
     def fn(w):

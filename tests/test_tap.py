@@ -1239,3 +1239,9 @@ def test_memory_does_not_grow():
     jax.effects_barrier()
     assert count[0] == 1100
     assert rss() - before < 100e6
+
+
+def test_captured_but_never_called():
+    model = eqx.nn.Linear(3, 3, key=jax.random.key(0))
+    with pytest.raises(eqx_sow.UnknownSowError, match="none of these is called"):
+        tap(lambda m, x: x, print, capture=True)(model, jnp.ones(3))

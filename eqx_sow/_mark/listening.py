@@ -33,8 +33,9 @@ listening = jax.make_user_context(None)
 # A program may have its variables changed while it is traced, and they are another
 # thread's, too.
 tracing = threading.RLock()
-# What such a change is: something with a method `for_later(fn)`, which gives a context
-# manager in which `fn` finds the same again, or `None` if it is all the same to `fn`.
+# Those there are. A change has a method `for_later(fn)`, which returns a function that
+# makes a context manager in which `fn` finds the same again, or `None` if it is all the
+# same to `fn`.
 changes: list[Any] = []
 
 
@@ -43,7 +44,7 @@ def listening_again(here: Listening, changed: tuple[Any, ...]) -> Iterator[None]
     """What was so when a function was given to JAX, which calls it later."""
     with tracing, contextlib.ExitStack() as stack:
         for change in changed:
-            stack.enter_context(change)
+            stack.enter_context(change())
         stack.enter_context(listening(here))
         yield
 

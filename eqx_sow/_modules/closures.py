@@ -108,52 +108,41 @@ class Replaced:
             self._restore()
 
     def _restore(self) -> None:
-        old = {id(new): (x, new) for _, x, new in self._replaced}
-        for variable, x, new in reversed(self._replaced):
-            # Lists may have been sorted, and variables deleted.
-            if not is_container(variable.holder):
-                with contextlib.suppress(LookupError, ValueError):
-                    if variable.value is new:
-                        variable.put(x)
-        for variable, x in self._read:
+        for variable, old, new in reversed(self._replaced):
+            with contextlib.suppress(LookupError, ValueError):  # deleted
+                if variable.value is new:
+                    variable.put(old)
+        moved = {id(new): old for _, old, new in self._replaced}
+        for variable, before in self._read:
             with contextlib.suppress(LookupError, ValueError):
                 now = variable.value
-                if is_container(now):
-                    for item in items(variable):
-                        value, _ = old.get(
-                            id(item.value), (self._unmark(item.value), 0)
-                        )
-                        if value is not item.value:
-                            item.put(value)
-                elif now is not x and (plain := self._unmark(now)) is not now:
-                    variable.put(plain)
+                written = [variable] if now is not before else []
+                if is_container(now) and may_hold(now):
+                    written = list(items(variable))
+                for v in written:
+                    x = v.value
+                    plain = moved[id(x)] if id(x) in moved else self._unmark(x)
+                    if plain is not x:
+                        v.put(plain)
 
-    def for_later(self, fn: Any) -> "_Again | None":
-        """For a function that JAX calls when the variables are restored."""
+    def for_later(self, fn: Any) -> Callable | None:
+        """For a function that JAX calls when the variables are restored. Nothing else
+        is kept for it."""
         if not self._replaced:
             return None
         read = {(id(v.holder), v.key) for v in _reached(fn)}
         again = [x for x in self._replaced if (id(x[0].holder), x[0].key) in read]
-        return _Again(again, self._unmark) if again else None
+        return ft.partial(_again, again, self._unmark) if again else None
 
 
-class _Again:
-    def __init__(self, variables: list[Any], unmark: Callable[[Any], Any]):
-        self._variables = variables
-        self._unmark = unmark
-        self._entered: list[Any] = []
-
-    def __enter__(self):
-        replaced = Replaced(self._unmark)
-        lasting = replaced.lasting()
-        lasting.__enter__()
-        self._entered.append(lasting)
-        for variable, old, new in self._variables:
+@contextlib.contextmanager
+def _again(replaced: list, unmark: Callable[[Any], Any]) -> Iterator[None]:
+    here = Replaced(unmark)
+    with here.lasting():
+        for variable, old, new in replaced:
             if variable.value is old:
-                replaced.put(variable, new)
-
-    def __exit__(self, *exc):
-        self._entered.pop().__exit__(*exc)
+                here.put(variable, new)
+        yield
 
 
 def _reached(fn: Any) -> Iterator[Variable]:

@@ -151,7 +151,8 @@ class _Walk:
         self.made: list[Mark] = []
         self.methods: set[str] = set()
         self.chosen = False
-        self.replaced = closures.Replaced(lambda x: unmark(x, set(self.made)))
+        made = self.made
+        self.replaced = closures.Replaced(lambda x: unmark(x, set(made)))
         # Functions, classes and variables, of which each is looked at once.
         self.entered: dict[Any, Any] = {}
         # By class, the path of the first model: optimiser states look like it.

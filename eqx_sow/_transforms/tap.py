@@ -675,6 +675,7 @@ def _walk(self: _Tapped, program: Program, closed: Any, inputs: Sequence[Any]):
     everything = [p for p in _places(closed, _Place(nowhere)) if p.site.tag == tag]
     known = dict.fromkeys(p.site.name for p in everything)
     check_known("tap(..., names=...)", names, known)
+    program.check_called(known)
     if isinstance(self._transform, Mapping):
         check_known("tap(..., transform=...)", self._transform, known)
     places = [p for p in everything if names is None or matches(names, p.site.name)]
