@@ -2,7 +2,7 @@
 
 import difflib
 import fnmatch
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ._errors import UnknownSowError
@@ -34,7 +34,7 @@ def check_known(
     problem: str = "selects no sow of this program",
     *,
     kind: str = "names",
-    unmarked: bool = False,
+    unmarked: Callable[[], bool] = lambda: False,
 ) -> None:
     """Raises if anything in `option` selects nothing of what is `there`. `unmarked`: a
     model is in sight in which nobody asked for marks."""
@@ -43,7 +43,7 @@ def check_known(
         spelled_out = isinstance(pattern, str) and pattern in known
         if spelled_out or any(matches(pattern, name) for name in known):
             continue
-        if not known and unmarked:
+        if not known and unmarked():
             hint = "Nothing is marked here. Did you mean `capture=True`?"
         else:
             names = ", ".join(map(repr, known)) if known else "none at all"

@@ -252,7 +252,7 @@ class _Plant(Transformed):
         options: Options = self._options.value
         outer = listening.value is not None
         program = trace(self._fn, args, kwargs, options.marking)
-        unmarked = is_unmarked(options, self._fn, args, kwargs)
+        unmarked = ft.partial(is_unmarked, options, self._fn, args, kwargs)
         entries = self._entries(program, unmarked)
         values, planted = {}, {}
         for key, found in entries.items():
@@ -277,7 +277,9 @@ class _Plant(Transformed):
         outs, _ = program.evaluate(handler, Given(rest=values), *program.inputs)
         return program.output(outs)
 
-    def _entries(self, program: Program, unmarked: bool) -> dict[Any, list[Entry]]:
+    def _entries(
+        self, program: Program, unmarked: Callable[[], bool]
+    ) -> dict[Any, list[Entry]]:
         """What would be captured at each place that is planted, as shapes."""
         options: Options = self._options.value
         mode = options.mode

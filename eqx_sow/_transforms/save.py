@@ -1,6 +1,7 @@
 """`save_intermediates`."""
 
 import dataclasses as dc
+import functools as ft
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,6 @@ from .._mark.static import Const, Same
 from .._names import check_known
 from .._values import spec as _spec
 from .._values.assemble import assemble
-from .._values.intermediates import in_order, Intermediates
 from .._values.modes import labels
 from .._values.reduce import Reducer
 from .._values.sown import Sown
@@ -46,7 +46,8 @@ class _SaveIntermediates(Transformed):
             collect, carry = collect.surveyed(survey)
         outs, taken = program.evaluate(collect, Given(carry), *program.inputs)
         sown: Sown = taken.rest
-        self._check_names(sown, is_unmarked(options, self._fn, args, kwargs))
+        unmarked = ft.partial(is_unmarked, options, self._fn, args, kwargs)
+        self._check_names(sown, unmarked)
         program.check_called([name for name, _ in sown.seen])
         # As a PyTree, the dict has lost its order.
         states = {key: taken.carry[key] for key in carry}
@@ -55,14 +56,11 @@ class _SaveIntermediates(Transformed):
         check_modes("save_intermediates", options, [*there, *mode_of.values()])
         mode_of = wanted(options, mode_of)
         check_second_derivatives(program, options, mode_of)
-        values = assemble(sown, states, collect.reducer, mode_of)
-        intermediates = Intermediates(
-            {name: in_order(modes) for name, modes in program.unmark(values).items()}
-        )
+        intermediates = program.unmark(assemble(sown, states, collect.reducer, mode_of))
         _spec.check(sown.checks, options.spec, intermediates)
         return program.output(outs), intermediates
 
-    def _check_names(self, sown: Sown, unmarked: bool) -> None:
+    def _check_names(self, sown: Sown, unmarked: Callable[[], bool]) -> None:
         options: Options = self._options.value
         names = dict.fromkeys(name for name, _ in sown.seen)
         by_name = dict(

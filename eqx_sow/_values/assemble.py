@@ -6,6 +6,7 @@ from typing import Any
 from .._errors import SowError
 from . import entry as _entry, merge as _merge, reduce as _reduce
 from .entry import Entry
+from .intermediates import in_order, Intermediates
 from .modes import is_backward
 from .reduce import Reducers, Reduction
 from .sown import Sown
@@ -16,7 +17,7 @@ def assemble(
     states: Mapping[Any, Reduction],
     reducers: Reducers,
     wanted: Mapping[Any, str],
-) -> dict[str, dict[str, Any]]:
+) -> Intermediates:
     """`intermediates[name][mode]`, in order of execution. `states` are those of the
     reducers that have one. `wanted` says for each `Site.key` that comes back what its
     mode is called."""
@@ -33,7 +34,7 @@ def assemble(
     for name, count in counts.items():
         if out[name]:
             out[name]["count"] = count
-    return {name: modes for name, modes in out.items() if modes}
+    return Intermediates({n: in_order(modes) for n, modes in out.items() if modes})
 
 
 def _placed(entries: Sequence[Entry], reducers: Reducers) -> dict[Any, tuple[Any, Any]]:
