@@ -510,6 +510,37 @@ def test_axes_of_loops_and_vmaps_stand_in_nesting_order():
     close(captured["a"]["cotangent"], np.ones((5, 4, 3, 2)))
 
 
+def test_a_vmap_in_a_loop_in_a_vmap_in_a_loop():
+    ys, zs = jnp.arange(1.0, 3.0), jnp.arange(1.0, 6.0)
+
+    def inner(c, _):
+        return jax.vmap(lambda y: sow(c * y, "a"))(ys).sum() * 0.1, None
+
+    def lane(c, z):
+        return lax.scan(inner, c + z, None, length=3)[0]
+
+    def outer(c, _):
+        return jax.vmap(lane, (None, 0))(c, zs).sum() * 0.1, None
+
+    want = np.zeros((4, 5, 3, 2), np.float32)
+    c = 0.5
+    for i in range(4):
+        total = 0.0
+        for j, z in enumerate(np.asarray(zs)):
+            d = c + z
+            for k in range(3):
+                want[i, j, k] = d * np.asarray(ys)
+                d = want[i, j, k].sum() * 0.1
+            total += d
+        c = total * 0.1
+
+    f = lambda x: lax.scan(outer, x, None, length=4)[0]
+    for g in (f, jax.jit(f), jax.grad(f), jax.grad(jax.checkpoint(f))):
+        _, captured = S(g)(0.5)
+        close(captured["a"]["primal"], want)
+    assert captured["a"]["cotangent"].shape == (4, 5, 3, 2)
+
+
 def test_value_that_does_not_vary_has_no_axis():
     def f(x, y):
         return jax.vmap(lambda x: x + sow(y, "y") + sow((x, y), "both")[1])(x)

@@ -17,6 +17,7 @@ from eqx_sow import (
     Sow,
     sow,
     SowError,
+    tap,
     UnknownSowError,
     UnsupportedPrimitiveError,
 )
@@ -100,10 +101,13 @@ def test_planted_cotangent_where_there_is_none():
 
 def test_not_a_duplicate(call):
     one = lambda x: sow(x, "n", tag="one")
-    call(S(lambda x: sow(one(x), "n")), X)
-    call(S(_twice, tag="another"), X)
-    call(S(_twice, reduce=Append()), X)
-    call(S(_twice, reduce={"name": Last()}), X)
+    _, got = call(S(lambda x: sow(2 * one(x), "n")), X)
+    np.testing.assert_array_equal(got["n"]["primal"], 2 * X)
+    assert call(S(_twice, tag="another"), X)[1] == {}
+    _, got = call(S(_twice, reduce=Append()), X)
+    np.testing.assert_array_equal(got["name"]["primal"], (X, 2 * X))
+    _, got = call(S(_twice, reduce={"name": Last()}), X)
+    np.testing.assert_array_equal(got["name"]["primal"], 2 * X)
 
 
 @pytest.mark.parametrize("option", ["names", "reduce", "transform", "spec"])
@@ -149,8 +153,32 @@ def test_tag_is_hashable(call):
 
 @pytest.mark.parametrize("modes", ["primals", "tangent.primal", ["primal", ""], [3], 3])
 def test_no_such_mode(modes):
-    with pytest.raises(ValueError, match="save_intermediates.*mode"):
+    with pytest.raises(ValueError, match="save_intermediates.*modes=.* is no mode"):
         S(_layers, modes=modes)
+
+
+@pytest.mark.parametrize("transform", [S, lambda f, **k: tap(f, print, **k)])
+@pytest.mark.parametrize(
+    "fn, modes, there",
+    [
+        (_layers, "cotangent", "'primal'"),
+        (_layers, ("primal", "tangent"), "'primal'"),
+        (jnp.sin, "primal", "none at all"),
+        (jax.grad(lambda x: sow(x, "h").sum()), "tangent", "'primal', 'cotangent'"),
+    ],
+)
+def test_mode_that_no_name_has(transform, fn, modes, there):
+    match = f"modes=.*no selected sow of this program has. The modes there are: {there}"
+    with pytest.raises(UnknownSowError, match=match):
+        transform(fn, modes=modes)(X)
+
+
+def test_mode_that_only_another_name_has(call):
+    grad = jax.grad(lambda x: (sow(x, "h") + sow(jnp.ones(3), "constant")).sum())
+    _, got = call(S(grad, names="h", modes="cotangent"), X)
+    assert set(got["h"]) == {"cotangent"}
+    with pytest.raises(UnknownSowError, match="'cotangent' is a mode that no"):
+        call(S(grad, names="constant", modes="cotangent"), X)
 
 
 @pytest.mark.parametrize("mode", [None, "primals", ["primal"]])
@@ -181,11 +209,85 @@ def test_planted_values_of_another_form():
         ("capture", eqx.nn.Identity()),
         ("methods", 3),
         ("methods", ["encode", 3]),
+        ("inputs", "yes"),
+        ("scope", 1),
+        ("reduce", {0: Last()}),
+        ("transform", {0: jnp.sum}),
+        ("spec", {("a",): object}),
     ],
 )
 def test_options_of_a_wrong_type(option, value):
     with pytest.raises(TypeError, match=f"save_intermediates.*{option}"):
         S(_layers, **{option: value})
+
+
+@pytest.mark.parametrize(
+    "fn", [lambda **k: S(_layers, **k), lambda **k: plant(_layers, {}, **k)]
+)
+@pytest.mark.parametrize("option", [{"inputs": True}, {"methods": "encode"}])
+def test_options_that_do_nothing_without_capture(fn, option):
+    if "inputs" in option and "plant" in fn.__code__.co_names:
+        pytest.skip("plant has no `inputs`")
+    with pytest.raises(ValueError, match="without `capture`"):
+        fn(**option)
+
+
+def test_keys_that_are_no_names():
+    with pytest.raises(TypeError, match="plant.*values=.*and 0 is neither"):
+        plant(_layers, {0: X})
+    with pytest.raises(
+        TypeError, match="save_intermediates.*reduce=.*and 0 is neither"
+    ):
+        S(_layers, reduce={0: Last()})
+
+
+def test_message_says_which_key():
+    with pytest.raises(TypeError, match="reduce.*not 'last' for 'head'"):
+        S(_layers, reduce={"layers/0": Last(), "head": "last"})
+
+
+def test_fold_that_changes_a_shape_names_the_sow():
+    fold = Fold(jnp.zeros(()), lambda acc, x: acc + x)
+    with pytest.raises(SowError, match=r"'head'\)` at .*test_errors.py:\d+: `fn` must"):
+        S(_layers, reduce={"head": fold})(X)
+
+
+@pytest.mark.parametrize(
+    "planted, message",
+    [
+        (lambda v: None, "returned None; did it forget `return`\\?"),
+        (lambda v: v[0], "what the function returned .* Return an array of that shape"),
+        (lambda v: (v,), "what the function returned .* Return a value of that struc"),
+    ],
+)
+def test_planted_function_that_returns_something_else(planted, message):
+    with pytest.raises(SowError, match=message) as info:
+        plant(_layers, {"head": planted})(X)
+    assert "or a function" not in str(info.value)
+    assert "'head'" in str(info.value)
+
+
+def test_forgotten_capture():
+    model = eqx.nn.MLP(3, 2, 4, 1, key=jax.random.key(0))
+    hint = "Nothing is marked here. Did you mean `capture=True`"
+    for fn, args in (
+        (plant(model, {"layers/1": lambda y: y}), (X,)),
+        (S(model, names="layers/1"), (X,)),
+        (S(eqx.filter_jit(model), names="layers/1"), (X,)),
+        (S(lambda m, x: m(x), reduce={"m/layers/1": Last()}), (model, X)),
+        (S(lambda x: model(x), names="model/layers/1"), (X,)),
+    ):
+        with pytest.raises(UnknownSowError, match=hint):
+            fn(*args)
+    with pytest.raises(UnknownSowError) as info:
+        S(eqx.filter_jit(jnp.sin), names="a")(X)
+    assert "none at all" in str(info.value) and "capture" not in str(info.value)
+
+
+def test_a_name_that_runs_three_times():
+    inner = jax.jit(lambda x: sow(x * 2, "h"))
+    with pytest.raises(DuplicateSowError, match="which runs more than once"):
+        S(lambda x: inner(inner(inner(x))))(X)
 
 
 def test_not_a_function():

@@ -1010,3 +1010,23 @@ def test_second_order(mode, call):
 def test_python_numbers_that_do_not_fit(value, sown):
     with pytest.raises(SowError, match="has a leaf"):
         plant(lambda x: sow(x, "h"), {"h": value})(sown)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+def test_one_value_for_all_lanes_cannot_be_planted_for_each(wrap):
+    def f(w, xs):
+        def lane(x):
+            v, x = sow((w, x), "v")
+            return (v * x).sum()
+
+        return jax.vmap(lane)(xs)
+
+    w, xs = jnp.array([2.0, 3.0]), jnp.arange(6.0).reshape(3, 2)
+    f = wrap(f)
+    planted = (jnp.tile(5 * w, (3, 1)), 2 * xs)
+    want = (10 * xs * w[None]).sum(1)
+    np.testing.assert_allclose(plant(f, {"v": planted})(w, xs), want)
+    for lane in range(3):
+        wrong = planted[0].at[lane, 1].add(1.0), planted[1]
+        with pytest.raises(Exception, match="must not vary along it"):
+            jax.block_until_ready(plant(f, {"v": wrong})(w, xs))

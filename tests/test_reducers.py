@@ -218,6 +218,31 @@ def test_fold_of_keys():
     assert captured["k"]["primal"] == last
 
 
+def test_where_a_fold_begins():
+    f = lambda x: sow(x, "x")
+    # A model can be called, but is a value: `acc` has its arrays.
+    linear = eqx.nn.Linear(2, 2, key=jax.random.key(0))
+    add = lambda acc, x: eqx.tree_at(lambda m: m.bias, acc, acc.bias + x)
+    got = S(f, reduce=Fold(linear, add))(X)[1]["x"]["primal"]
+    assert isinstance(got, eqx.nn.Linear)
+    close(got.bias, linear.bias + X)
+    for first in (lambda: jnp.ones(2), jnp.ones(2)):
+        got = S(f, reduce=Fold(first, lambda acc, x: acc + x))(X)
+        close(got[1]["x"]["primal"], 1 + X)
+    assert repr(Fold(0.0, jnp.add)).startswith("Fold(init=0.0, fn=")
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+def test_append_of_cotangents_alone_is_in_the_order_of_the_primals(wrap):
+    def f(w, x):
+        sow(x, "h")  # which does not depend on `w`
+        return sow(w * x, "h") + 0 * sow(2.0 * w, "h")
+
+    g = wrap(jax.grad(f))
+    _, captured = S(g, reduce=Append(), modes="cotangent")(2.0, 7.0)
+    assert captured["h"] == {"cotangent": (None, 1.0, 0.0)}
+
+
 @pytest.mark.parametrize("size", [0, -1, True, 2.0, "2", None])
 def test_size_of_a_buffer(size):
     with pytest.raises(ValueError, match="positive integer"):

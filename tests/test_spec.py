@@ -1,5 +1,7 @@
 """Jaxtyping annotations."""
 
+from collections import Counter
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -84,9 +86,14 @@ def test_axis_names_are_shared_by_all_sows(call):
 
 
 def test_axis_names_are_not_shared_by_calls(call):
-    f = S(lambda x: sow(x, "x", spec=Float[Array, " n"]))
-    call(f, X)
-    call(f, jnp.ones(4))
+    f = S(lambda x, y: (sow(x, "x", spec=N), sow(y, "y", spec=N)))
+    N = Float[Array, " n"]
+    for n in (3, 4):
+        _, got = call(f, jnp.ones(n), jnp.ones(n))
+        assert got["x"]["primal"].shape == got["y"]["primal"].shape == (n,)
+    # Within one call they are.
+    with pytest.raises(SowTypeError, match="`y`.*n=3"):
+        call(f, jnp.ones(3), jnp.ones(4))
 
 
 @pytest.mark.parametrize("wrap", [jax.jit, jax.vmap, jax.checkpoint])
@@ -152,6 +159,13 @@ def test_a_string_is_no_annotation(call, annotation):
         call(S(lambda x: sow(x, "a", spec=annotation)), value)
     with pytest.raises(SowTypeError, match=match):
         call(S(lambda x: sow(x, "a"), spec={"a": annotation}), value)
+
+
+def test_containers_with_parameters_of_their_own(call):
+    count = lambda *keys: lambda x: sow(Counter(keys), "words") and x
+    call(S(count("a", "b", "a"), spec={"words": Counter[str]}), X)
+    with pytest.raises(SowTypeError, match="`words`"):
+        call(S(count("a", 3), spec={"words": Counter[str]}), X)
 
 
 def test_a_name_goes_before_globs(call):

@@ -11,7 +11,8 @@ import jax.random as jr
 import jax.tree_util as jtu
 import numpy as np
 import pytest
-from eqx_sow import save_intermediates as S, sow
+from eqx_sow import plant, save_intermediates as S, sow, SowError
+from eqx_sow._mark.static import Const
 
 from tests.helpers import assert_close
 
@@ -132,10 +133,21 @@ def test_equal_leaves_of_different_types_are_told_apart(call):
     def inner(flag):
         return jax.jit(lambda x: sow({"flag": flag, "x": x}, "v")["x"])
 
-    for flag in (1, 1.0, True, 0.0, -0.0):
+    flags = (1, 1.0, True, 0.0, -0.0)
+    for flag in flags:
         _, got = call(S(inner(flag)), X)
         back = got["v"]["primal"]["flag"]
         assert type(back) is type(flag) and repr(back) == repr(flag)
+    # No cache of ours takes one for another, and `plant` does not either.
+    for i, one in enumerate(flags):
+        for j, other in enumerate(flags):
+            assert (Const(one) == Const(other)) == (i == j)
+            planted = plant(inner(one), {"v": {"flag": other, "x": X}})
+            if i == j:
+                planted(X)
+                continue
+            with pytest.raises(SowError, match="static leaf"):
+                planted(X)
 
 
 def test_python_scalars_in_arguments_are_static(call):

@@ -15,18 +15,21 @@ from .program import Program
 
 
 def is_unmarked(options: Options, *args: Any) -> bool:
-    """Whether there is a model among the arguments, and nothing asks for its layers."""
+    """Whether there is a model in sight, and nothing asks for its layers."""
     if options.capture is not None:
         return False
-    leaves = jtu.tree_leaves(args, is_leaf=_is_model)
-    functions = [x for x in leaves if inspect.isfunction(x)]
-    held = [x for f in functions for x in inspect.getclosurevars(f).nonlocals.values()]
-    return any(map(_is_model, [*leaves, *held]))
+    is_module = lambda x: isinstance(x, eqx.Module)
+    leaves = list(map(_unwrapped, jtu.tree_leaves(args, is_leaf=is_module)))
+    for fn in filter(inspect.isfunction, leaves[:]):
+        held = inspect.getclosurevars(fn)
+        leaves += map(_unwrapped, [*held.nonlocals.values(), *held.globals.values()])
+    return any(map(is_module, leaves))
 
 
-def _is_model(x: Any) -> bool:
-    wrapper = isinstance(x, eqx.Partial) or hasattr(type(x), "__wrapped__")
-    return isinstance(x, eqx.Module) and not wrapper
+def _unwrapped(fn: Any) -> Any:
+    while isinstance(fn, eqx.Partial) or hasattr(fn, "__wrapped__"):
+        fn = fn.func if isinstance(fn, eqx.Partial) else fn.__wrapped__
+    return fn
 
 
 def check_modes(call: str, options: Options, there: Iterable[str]) -> None:

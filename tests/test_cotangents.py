@@ -1,0 +1,391 @@
+"""Which primal a cotangent belongs to, what a backward pass runs once more, and leaves
+that only some lanes, or some branches, differentiate."""
+
+import diffrax
+import equinox as eqx
+import equinox.internal as eqxi
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from eqx_sow import (
+    Append,
+    Buffer,
+    DuplicateSowError,
+    Fold,
+    Last,
+    plant,
+    save_intermediates as S,
+    sow,
+    SowError,
+    tabulate,
+    tap,
+)
+from jax import lax
+
+from .helpers import assert_close, close
+
+
+X = jnp.array([0.3, 0.7])
+
+
+# --- a leaf that is the same for all lanes ---
+W = jnp.array([2.0, 3.0])
+XS = jnp.arange(6.0).reshape(3, 2)
+
+
+def _pair(w, x, mark=sow):
+    a, b = mark((jnp.tanh(w), x * w), "v")
+    return (a * b).sum()
+
+
+def _batched(w, xs):
+    return jax.vmap(lambda x: _pair(w, x))(xs).sum()
+
+
+# The zero that is added is one for all lanes where the leaf is.
+def _perturbed(eps, w, xs):
+    one, each = eps
+
+    def lane(x, e):
+        return _pair(w, x, lambda v, name: (v[0] + one, v[1] + e))
+
+    return jax.vmap(lane)(xs, each).sum()
+
+
+WANT = jax.grad(_perturbed)((jnp.zeros(2), jnp.zeros((3, 2))), W, XS)
+grad_batched = jax.grad(_batched)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint])
+def test_cotangent_of_a_leaf_that_is_the_same_for_all_lanes_is_the_total(wrap):
+    _, got = S(jax.grad(wrap(_batched)))(W, XS)
+    assert_close(got["v"]["cotangent"], WANT)
+    # The primal is one value: it has the axis on all its leaves.
+    assert [x.shape for x in got["v"]["primal"]] == [(3, 2), (3, 2)]
+    _, got = S(grad_batched, reduce=Append())(W, XS)
+    assert_close(got["v"]["cotangent"], (WANT,))
+
+
+def test_reducers_of_a_total():
+    _, got = S(grad_batched, reduce=Last())(W, XS)
+    assert_close(got["v"]["cotangent"], WANT)
+    _, got = S(grad_batched, reduce=Buffer(1))(W, XS)
+    # The lanes come before the executions.
+    total, each = got["v"]["cotangent"]
+    assert_close((total[0], each[:, 0]), WANT)
+    _, got = S(grad_batched, transform=lambda v: (2 * v[0], v[0] + v[1]))(W, XS)
+    total, each = WANT
+    assert_close(got["v"]["cotangent"], (2 * total, total[None] + each))
+
+
+def test_a_total_in_a_scan_has_the_axis_of_the_loop():
+    def loop(w, xs):
+        def body(c, _):
+            return c + jax.vmap(lambda x: _pair(c, x))(xs).sum(), None
+
+        return lax.scan(body, w, None, length=2)[0].sum()
+
+    _, got = S(jax.grad(loop))(W, XS)
+    total, each = got["v"]["cotangent"]
+    assert (total.shape, each.shape) == ((2, 2), (2, 3, 2))
+    unrolled = lambda e, w: loop_by_hand(e, w, XS)
+
+    def loop_by_hand(e, w, xs):
+        for one, each in e:
+            step = lambda x, each, w=w, one=one: _pair(
+                w, x, lambda v, name: (v[0] + one, v[1] + each)
+            )
+            w = w + jax.vmap(step)(xs, each).sum()
+        return w.sum()
+
+    zeros = [(jnp.zeros(2), jnp.zeros((3, 2)))] * 2
+    want = jax.grad(unrolled)(zeros, W)
+    close(total, np.stack([t for t, _ in want]), rtol=1e-4)
+    close(each, np.stack([e for _, e in want]), rtol=1e-4)
+
+
+def test_a_total_can_be_planted():
+    out, got = S(grad_batched)(W, XS)
+    close(plant(grad_batched, got, mode="cotangent")(W, XS), out)
+    doubled = jax.tree.map(lambda x: 2 * x, got["v"]["cotangent"])
+    close(plant(grad_batched, {"v": doubled}, mode="cotangent")(W, XS), 2 * out)
+    wrong = (jnp.ones((3, 2)), doubled[1])
+    with pytest.raises(SowError, match=r"float32\[3, 2\] where float32\[2\] is sown"):
+        plant(grad_batched, {"v": wrong}, mode="cotangent")(W, XS)
+    assert "f32[2]" in tabulate(got) and "f32[3,2]" in tabulate(got)
+
+
+def test_a_total_beside_values_of_each_lane_in_branches():
+    def f(p, w, x):
+        one = lambda: sow((w, x), "v")
+        return (lambda v: v[0] * v[1])(lax.cond(p, one, lambda: sow((w * x, x), "v")))
+
+    loss = lambda w, xs: jax.vmap(lambda x: f(True, w, x))(xs).sum()
+    with pytest.raises(SowError, match="where its cotangent is the total"):
+        S(jax.grad(lambda w, xs, p: jax.vmap(lambda x: f(p, w, x))(xs).sum()))(
+            W, XS, True
+        )
+    assert S(loss)(W, XS)[1]["v"]["primal"][0].shape == (3, 2)
+
+
+# --- leaves that are differentiated in one branch only ---
+Y = jnp.array(3.0)
+
+
+def _branches(p, x):
+    def both(x):
+        return sow((2 * x, 3 * x), "v")
+
+    def first(x):
+        return sow((5 * x, 7 * Y), "v")
+
+    a, b = lax.cond(p, both, first, x)
+    return a * b
+
+
+def _cotangent(p, x):
+    return (3 * x, 2 * x) if p else (7 * Y, 0.0)
+
+
+@pytest.mark.parametrize("p", [True, False])
+def test_one_branch_differentiates_a_leaf_and_the_other_does_not(p):
+    x = jnp.array(2.0)
+    g = jax.grad(_branches, 1)
+    for options in ({}, {"reduce": Last()}, {"reduce": Append()}):
+        _, got = S(g, **options)(p, x)
+        value = got["v"]["cotangent"]
+        value = value[0] if "reduce" in options and len(value) == 1 else value
+        for mine, want in zip(value, _cotangent(p, x), strict=True):
+            close(mine, want)
+    captured = S(g)(p, x)[1]
+    for mode in ("primal", "cotangent"):
+        close(plant(g, captured, mode=mode)(p, x), g(p, x))
+    # The leaf that is not differentiated there is of JAX's dtype `float0`.
+    double = lambda t: t if t.dtype == jax.dtypes.float0 else 2 * t
+    twice = {"v": lambda v: jax.tree.map(double, v)}
+    close(plant(g, twice, mode="cotangent")(p, x), 2 * g(p, x))
+    tangents = lambda x: jax.jvp(lambda x: _branches(p, x), (x,), (jnp.ones(()),))
+    _, got = S(tangents)(x)
+    for mine, want in zip(got["v"]["tangent"], (2, 3) if p else (5, 0), strict=True):
+        close(mine, want)
+
+
+P = jnp.array([True, False])
+
+
+def test_branches_of_which_each_lane_takes_one():
+    lanes = jax.vmap(jax.grad(_branches, 1))
+    inside = jax.grad(lambda p, x: jax.vmap(_branches)(p, x).sum(), 1)
+    want = [jnp.stack(z) for z in zip(*[_cotangent(bool(p), x) for p, x in zip(P, X)])]
+    for g in (lanes, inside):
+        out, got = S(g)(P, X)
+        for mine, value in zip(got["v"]["cotangent"], want, strict=True):
+            close(mine, value)
+        close(plant(g, got, mode="cotangent")(P, X), out)
+
+
+@pytest.mark.parametrize("reduce", [Last(), Buffer(2), Append()])
+def test_places_that_differentiate_different_leaves(reduce):
+    def f(x):
+        a, b = sow((2 * x, 3 * x), "v")
+        c, d = sow((5 * x, 7 * Y), "v")
+        return a * b + c * d
+
+    x = jnp.array(2.0)
+    _, got = S(jax.grad(f), reduce=reduce)(x)
+    first, second = got["v"]["cotangent"]
+    if isinstance(reduce, Append):
+        close(first[0], 6.0), close(first[1], 4.0), close(second[0], 21.0)
+        assert second[1].dtype == jax.dtypes.float0
+    elif isinstance(reduce, Buffer):
+        close(first, [21.0, 6.0]), close(second, [0.0, 4.0])
+    else:
+        close(first, 6.0), close(second, 4.0)
+
+
+# --- which cotangent belongs to which primal ---
+def _square(x):
+    return sow(x * x, "d")
+
+
+wraps = pytest.mark.parametrize(
+    "wrap", [lambda f: f, jax.jit, eqx.filter_jit], ids=["plain", "jit", "filter_jit"]
+)
+
+
+@wraps
+@pytest.mark.parametrize("first", [0, 1])
+def test_functions_from_vjp_in_any_order(wrap, first):
+    d = wrap(_square)
+
+    def f(x):
+        _, one = jax.vjp(d, x)
+        _, two = jax.vjp(d, 2 * x)
+        calls = [lambda: one(3.0), lambda: two(5.0)]
+        return calls[first](), calls[1 - first]()
+
+    _, got = S(f, reduce=Append())(2.0)
+    assert got["d"] == {"primal": (4.0, 16.0), "cotangent": (3.0, 5.0)}
+
+
+@pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint])
+@pytest.mark.parametrize("backward", [False, True])
+def test_calls_that_nothing_tells_apart(wrap, backward):
+    d = wrap(_square)
+
+    def f(x):
+        pulls = [jax.vjp(d, x * i)[1] for i in (1.0, 2.0)]
+        pulls = list(zip(pulls, (3.0, 5.0), strict=True))
+        return [pull(ct) for pull, ct in (pulls[::-1] if backward else pulls)]
+
+    with pytest.raises(SowError, match="which cotangent belongs to which primal"):
+        S(f, reduce=Append())(2.0)
+    if wrap is jax.jit:
+        assert len(S(lambda x: f(x), reduce=Last())(2.0)[1]["d"]) == 2
+
+
+@pytest.mark.parametrize("used", [0, 1])
+def test_one_of_two_functions_from_vjp(used):
+    d = jax.jit(_square)
+
+    def f(x):
+        pulls = jax.vjp(d, x)[1], jax.vjp(d, 2 * x)[1]
+        return pulls[used](3.0)
+
+    _, got = S(f, reduce=Append())(2.0)
+    want = (3.0, None) if used == 0 else (None, 3.0)
+    assert got["d"]["cotangent"] == want
+
+
+@pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint, eqx.filter_jit])
+def test_layers_in_a_python_loop_that_share_a_jitted_function(wrap):
+    d = wrap(_square)
+
+    def f(x, eps=(0.0, 0.0, 0.0), run=d):
+        for e in eps:
+            x = run(x) + e
+        return x
+
+    _, got = S(jax.grad(f), reduce=Append())(1.1)
+    plain = lambda e: f(1.1, e, lambda x: x * x)
+    for mine, want in zip(got["d"]["cotangent"], jax.grad(plain)((0.0,) * 3)):
+        close(mine, want)
+
+
+def test_linear_transpose_of_what_never_ran_forward():
+    def f(x):
+        y = sow(2 * x, "h")
+        g = lambda v: sow(sow(3 * v, "h") * 2, "h")
+        return jax.linear_transpose(g, x)(y)[0]
+
+    _, got = S(f, reduce=Append())(X)
+    close(got["h"]["primal"][0], 2 * X)
+    none, last, first = got["h"]["cotangent"]
+    assert none is None
+    close(last, 2 * X)
+    close(first, 4 * X)
+
+
+# --- what a backward pass runs once more ---
+def _with_rules(fwd, bwd):
+    f = jax.custom_vjp(fwd)
+    f.defvjp(lambda x: (fwd(x), x), bwd)
+    return jax.grad(lambda x: f(x).sum())
+
+
+def _sine(x):
+    return sow(jnp.sin(x), "net")
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+def test_other_values_that_a_bwd_sows_are_executions(wrap):
+    g = wrap(_with_rules(_sine, lambda x, ct: (ct * _sine(-5 * x),)))
+    first, second = S(g, reduce=Append())(X)[1]["net"]["primal"]
+    close(first, np.sin(X))
+    close(second, np.sin(-5 * X))
+    close(S(g, reduce=Last())(X)[1]["net"]["primal"], np.sin(-5 * X))
+    buffer = S(g, reduce=Buffer(2))(X)[1]["net"]
+    close(buffer["primal"], [np.sin(X), np.sin(-5 * X)])
+    assert buffer["count"] == 2
+    with pytest.raises(DuplicateSowError, match="in a backward pass"):
+        S(g)(X)
+    events = []
+    tap(g, events.append)(X)
+    jax.effects_barrier()
+    assert sorted(e.count for e in events) == [0, 1]
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+def test_a_loop_of_a_bwd_that_calls_the_forward_function(wrap):
+    sine = wrap(_sine)
+
+    def bwd(x, ct):
+        body = lambda i, c: c + sine(-5.0 * x * i)
+        return (ct * lax.fori_loop(1, 4, body, x),)
+
+    g = _with_rules(sine, bwd)
+    first, others = S(g, reduce=Append())(X)[1]["net"]["primal"]
+    close(first, np.sin(X))
+    close(others, np.stack([np.sin(-5 * X * i) for i in (1, 2, 3)]), rtol=1e-4)
+    assert S(g, reduce=Buffer(8))(X)[1]["net"]["count"] == 4
+    with pytest.raises(DuplicateSowError):
+        S(g)(X)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+def test_what_is_computed_once_more_from_the_same_is_no_execution(wrap):
+    pull = lambda x, ct: jax.vjp(_sine, x)[1](ct)
+    g = wrap(_with_rules(_sine, pull))
+    for options in ({}, {"reduce": Last()}):
+        _, got = S(g, **options)(X)
+        close(got["net"]["primal"], np.sin(X))
+        close(got["net"]["cotangent"], [1, 1])
+    _, got = S(g, reduce=Append())(X)
+    assert len(got["net"]["primal"]) == len(got["net"]["cotangent"]) == 1
+    total = Fold(jnp.zeros(2), lambda acc, v: acc + v)
+    close(S(g, reduce=total)(X)[1]["net"]["primal"], np.sin(X))
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+def test_steps_of_a_checkpointed_loop_are_replayed(wrap):
+    sine = wrap(_sine)
+
+    def loss(x):
+        body = lambda c: sine(c) + 1.0
+        going = lambda c: c.sum() < 3.0
+        return eqxi.while_loop(going, body, x, kind="checkpointed", max_steps=8).sum()
+
+    steps, c = [], X
+    while c.sum() < 3.0:
+        steps.append(np.sin(c))
+        c = steps[-1] + 1
+    _, got = S(jax.grad(loss), reduce=Buffer(len(steps)))(X)
+    assert got["net"]["count"] == len(steps)
+    close(got["net"]["primal"], np.stack(steps))
+    _, got = S(jax.grad(loss), reduce=Append())(X)
+    assert len(got["net"]["primal"]) == len(got["net"]["cotangent"]) == 1
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, eqx.filter_jit])
+def test_backsolve_adjoint_evaluates_at_other_states(wrap):
+    field = wrap(lambda t, y, args: -sow(y, "y"))
+
+    def loss(y0, adjoint):
+        term, solver = diffrax.ODETerm(field), diffrax.Euler()
+        sol = diffrax.diffeqsolve(term, solver, 0.0, 1.0, 0.25, y0, adjoint=adjoint)
+        return sol.ys.sum()
+
+    steps = [X * 0.75**i for i in range(4)]
+    back = [X * 0.75**4 * 1.25**i for i in range(4)]
+    backsolve = jax.grad(lambda y: loss(y, diffrax.BacksolveAdjoint()))
+    _, got = S(backsolve, reduce=Buffer(8))(X)
+    close(got["y"]["primal"], np.stack([*steps, *back]), rtol=1e-4)
+    first, second = S(backsolve, reduce=Append())(X)[1]["y"]["primal"]
+    close(first, steps[-1])
+    close(second, back[-1], rtol=1e-4)
+    with pytest.raises(DuplicateSowError):
+        S(backsolve)(X)
+    replayed = jax.grad(lambda y: loss(y, diffrax.RecursiveCheckpointAdjoint()))
+    _, got = S(replayed, reduce=Buffer(8))(X)
+    assert got["y"]["count"] == 4
