@@ -2,8 +2,8 @@
 
 import functools as ft
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -287,7 +287,10 @@ def as_real(x: jax.Array) -> jax.Array:
 
 @ft.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _statistics(x: jax.Array, edges: tuple[float, ...] | None) -> Summary:
-    return measure(x, edges)
+    blocks = _Blocks(x)
+    s = _sums(x, blocks)
+    histogram = None if edges is None else _histogram(blocks, edges)
+    return Summary(s.size, *finish(s, jnp), s.zeros, s.not_finite, histogram, edges)
 
 
 # That of the reductions would keep every partial result.
@@ -329,56 +332,96 @@ def _statistics_jvp(edges, primals, tangents):
 _BLOCK = 1024
 
 
-def measure(x: jax.Array, edges: tuple[float, ...] | None = None, run=None) -> Summary:
-    """The summary of all entries of an array of float32 or float64.
+class Sums(NamedTuple):
+    """What is left of an array once it has been reduced: numbers."""
+
+    size: Any
+    zeros: Any
+    not_finite: Any
+    min: Any
+    max: Any
+    # The mean, roughly, and a power of two that is about as large as the entries.
+    about: Any
+    scale: Any
+    # The means of the deviations from `about`, divided by `scale`, and of their
+    # squares.
+    first: Any
+    second: Any
+
+
+def sums(x: jax.Array, run: jax.Array | None = None) -> Sums:
+    """Of all entries of an array of float32 or float64.
 
     `run`, if given, is a boolean for each entry along the leading axes: whether it is
     one at all.
     """
-    size = None if run is not None else float(x.size)
-    if run is not None:
-        run = jnp.broadcast_to(leading(run, x.ndim), x.shape)
-    x, run, axes = _in_blocks(x, run)
-    ok, zero = jnp.isfinite(x), x == 0
-    bad = ~ok
-    if run is not None:
-        ok, bad, zero = ok & run, bad & run, zero & run
+    return _sums(x, _Blocks(x, run))
+
+
+class _Blocks:
+    """The entries as they are reduced."""
+
+    def __init__(self, x: jax.Array, run: jax.Array | None = None):
+        if run is not None:
+            run = jnp.broadcast_to(leading(run, x.ndim), x.shape)
+        # What is padded has a mask.
+        self.whole = run is None
+        self.x, self.run, self.axes = _in_blocks(x, run)
+        self.ok = self.where(jnp.isfinite(self.x))
+
+    def where(self, mask):
+        return mask if self.run is None else mask & self.run
+
+
+def _count(mask) -> tuple[Any, Any, Callable]:
+    return mask.astype(jnp.uint32), jnp.uint32(0), lax.add
+
+
+def _total(x, mask) -> tuple[Any, Any, Callable]:
+    zero = jnp.zeros((), x.dtype)
+    return jnp.where(mask, x, zero), zero, lax.add
+
+
+def _sums(array: jax.Array, blocks: _Blocks) -> Sums:
+    x, ok, axes = blocks.x, blocks.ok, blocks.axes
     inf = jnp.array(jnp.inf, x.dtype)
     # A sum of so few of them cannot overflow. That it may underflow does not matter.
     down = jnp.array(0.5 ** (_BLOCK.bit_length() + 1), x.dtype)
-
-    total = jnp.uint32(0)
-    add = lambda a, b: a + b
-    n, bad, zeros, low, high, sums = _reduce(
-        (ok.astype(jnp.uint32), total, add),
-        (bad.astype(jnp.uint32), total, add),
-        (zero.astype(jnp.uint32), total, add),
-        (jnp.where(ok, x, inf), inf, jnp.minimum),
-        (jnp.where(ok, x, -inf), -inf, jnp.maximum),
-        (jnp.where(ok, x * down, 0), jnp.zeros((), x.dtype), add),
+    n, bad, zeros, low, high, total = _reduce(
+        _count(ok),
+        _count(blocks.where(~jnp.isfinite(x))),
+        _count(blocks.where(x == 0)),
+        (jnp.where(ok, x, inf), inf, lax.min),
+        (jnp.where(ok, x, -inf), -inf, lax.max),
+        _total(x * down, ok),
         axes=axes,
     )
     counts = jnp.result_type(float)
     n, bad, zeros = (jnp.sum(c.astype(counts)) for c in (n, bad, zeros))
-    size = n + bad if size is None else jnp.full_like(n, size)
+    size = jnp.full_like(n, array.size) if blocks.whole else n + bad
     low, high = jnp.min(low, initial=jnp.inf), jnp.max(high, initial=-jnp.inf)
-    some = n > 0
     n = jnp.maximum(n, 1).astype(x.dtype)
-    low, high = jnp.where(some, low, 0), jnp.where(some, high, 0)
-    about = jnp.clip(jnp.sum(sums / n) / down, low, high)
+    about = lax.clamp(low, jnp.sum(total / n) / down, high)
+    # If there are none, neither is finite; but then nothing asks.
+    about = jnp.where(low <= high, about, 0)
 
-    # Deviations from about the mean, which tell how far that was off. A power of two
-    # as a scale rounds nothing, and the squares neither overflow nor underflow.
-    up, down = _scale(jnp.maximum(jnp.abs(low), jnp.abs(high)))
-    d = jnp.where(ok, x * down - about * down, 0)
-    zero = jnp.zeros((), x.dtype)
-    first, second = _reduce((d, zero, add), (d * d, zero, add), axes=axes)
+    # Deviations from about the mean tell how far that was off, too. A power of two as
+    # a scale rounds nothing, and the squares neither overflow nor underflow.
+    scale, down = _scale(jnp.maximum(jnp.abs(low), jnp.abs(high)))
+    d = x * down - about * down
+    first, second = _reduce(_total(d, ok), _total(d * d, ok), axes=axes)
     first, second = jnp.sum(first / n), jnp.sum(second / n)
-    mean = jnp.clip(about + first * up, low, high)
-    std = jnp.sqrt(jnp.maximum(second - first * first, 0)) * up
-    stats = (mean, std, _norm(mean, std), low, high)
-    histogram = None if edges is None else _histogram(x, ok, edges, axes)
-    return Summary(size, *_or_nan(some, stats), zeros, bad, histogram, edges)
+    return Sums(size, zeros, bad, low, high, about, scale, first, second)
+
+
+def finish(s: Sums, xp: Any) -> tuple[Any, ...]:
+    """Mean, deviation, root of the mean square, least and greatest, by `jax.numpy` or
+    by `numpy`."""
+    some = s.size > s.not_finite
+    mean = xp.clip(s.about + s.first * s.scale, s.min, s.max)
+    std = xp.sqrt(xp.maximum(s.second - s.first * s.first, 0)) * s.scale
+    stats = mean, std, xp.hypot(mean, std), s.min, s.max
+    return tuple(xp.where(some, x, xp.asarray(xp.nan, mean.dtype)) for x in stats)
 
 
 def _reduce(*parts, axes):
@@ -454,14 +497,9 @@ def _scale(largest: jax.Array) -> tuple[jax.Array, jax.Array]:
     return up, 1 / up
 
 
-def _norm(*xs: jax.Array) -> jax.Array:
-    """The root of the sum of squares, whatever their size."""
-    xs = jnp.stack(xs)
-    return _root_of_sum(xs, 0)
-
-
 @ft.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _root_of_sum(xs: jax.Array, axis) -> jax.Array:
+    """The root of the sum of squares, whatever their size."""
     up, down = _scale(jnp.max(jnp.abs(xs), axis, keepdims=True, initial=0))
     return jnp.sqrt(jnp.sum((xs * down) ** 2, axis)) * jnp.squeeze(up, axis)
 
@@ -477,7 +515,8 @@ def _root_of_sum_jvp(axis, primals, tangents):
 _EDGES = 8
 
 
-def _histogram(x, ok, edges, axes):
+def _histogram(blocks: _Blocks, edges: tuple[float, ...]):
+    x = blocks.x
     # The smallest numbers of this dtype that are in the bins to the right of an edge.
     # So that rounding puts no entry on the other side of it.
     exact = np.asarray(edges)
@@ -487,11 +526,10 @@ def _histogram(x, ok, edges, axes):
     if at[-1] == exact[-1]:
         at[-1] = np.nextafter(at[-1], inf)
     # Several at once: what XLA reduces alone it first writes to memory, on a CPU.
-    zero, add = jnp.uint32(0), lambda a, b: a + b
     right = []
     for some in np.array_split(at, -(-at.size // _EDGES)):
-        parts = [((ok & (x >= e)).astype(jnp.uint32), zero, add) for e in some]
-        right += _reduce(*parts, axes=axes)
+        parts = [_count(blocks.ok & (x >= e)) for e in some]
+        right += _reduce(*parts, axes=blocks.axes)
     dtype = jnp.result_type(float)
     return jnp.stack(
         [jnp.sum((a - b).astype(dtype)) for a, b in zip(right[:-1], right[1:])]
@@ -528,7 +566,7 @@ def merged(s: Summary, axes: tuple[int, ...]) -> Summary:
     stats = (
         new_mean,
         new_std,
-        _norm(new_mean, new_std),
+        _root_of_sum(jnp.stack([new_mean, new_std]), (0,)),
         jnp.min(jnp.where(some, s.min, inf), axes, initial=inf),
         jnp.max(jnp.where(some, s.max, -inf), axes, initial=-inf),
     )

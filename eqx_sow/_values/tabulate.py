@@ -18,7 +18,16 @@ import numpy as np
 from .. import _compat
 from .._errors import SowError
 from .intermediates import in_order, Intermediates
-from .summarize import as_array, as_real, is_numeric, measure, merged, Summary
+from .summarize import (
+    as_array,
+    as_real,
+    finish,
+    is_numeric,
+    merged,
+    Summary,
+    Sums,
+    sums,
+)
 
 
 _WIDTH = 100
@@ -250,18 +259,27 @@ def _compiled(fn: Callable, sharding: Any) -> Callable:
     return jax.jit(fn) if sharding is None else jax.jit(fn, out_shardings=sharding)
 
 
-_FIELDS = ("size", "mean", "std", "rms", "min", "max", "zeros", "not_finite")
+_FIELDS = ("size", "zeros", "not_finite", "mean", "std", "rms", "min", "max")
 
 
 def _numbers(x: Any, run: Any) -> jax.Array:
-    """The fields of the summary of all entries."""
+    """What the statistics of all entries are made of."""
     if isinstance(x, Summary):
         summary = merged(x, tuple(range(jnp.ndim(x.size))))
+        numbers = [getattr(summary, field) for field in _FIELDS]
     else:
-        summary = measure(as_real(x), run=None if run is None else run > 0)
+        numbers = sums(as_real(x), None if run is None else run > 0)
     # In one array, as the host has to ask for each.
     dtype = jnp.result_type(float)
-    return jnp.stack([jnp.asarray(getattr(summary, f)).astype(dtype) for f in _FIELDS])
+    return jnp.stack([jnp.asarray(n).astype(dtype) for n in numbers])
+
+
+def _statistics(numbers: np.ndarray, is_summary: bool) -> dict[str, float]:
+    if not is_summary:
+        # On the host: what is left would be half of what there is to compile.
+        s = Sums(*numbers.astype(np.float64))
+        numbers = np.stack([s.size, s.zeros, s.not_finite, *finish(s, np)])
+    return dict(zip(_FIELDS, numbers.tolist()))
 
 
 def _total(count: Any) -> jax.Array:
@@ -286,7 +304,7 @@ def _fetched(rows: list[dict]) -> list[dict]:
         row["count"] = str(sum(sums)) if sums else ""
         if numbers is None:
             continue
-        row["numbers"] = stats = dict(zip(_FIELDS, map(float, numbers)))
+        row["numbers"] = stats = _statistics(numbers, row["value"] == _SUMMARY)
         size, bad = round(stats["size"]), round(stats["not_finite"])
         if row["value"] == _SUMMARY:
             row["value"] = f"{size} {'entry' if size == 1 else 'entries'}"
