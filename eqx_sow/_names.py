@@ -2,7 +2,7 @@
 
 import difflib
 import fnmatch
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ._errors import UnknownSowError
@@ -30,23 +30,27 @@ def lookup(option: Any, name: str) -> Any:
 def check_known(
     call: str,
     option: Iterable[Any] | None,
-    names: Iterable[str],
+    there: Iterable[str],
     problem: str = "selects no sow of this program",
+    *,
+    kind: str = "names",
+    unmarked: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Raises if anything in `option` selects none of `names`."""
-    known = dict.fromkeys(names)
-    names = list(known)
+    """Raises if anything in `option` selects nothing of what is `there`. `unmarked`: a
+    model is in sight in which nobody asked for marks."""
+    known = dict.fromkeys(there)
     for pattern in option or ():
         spelled_out = isinstance(pattern, str) and pattern in known
-        if spelled_out or any(matches(pattern, name) for name in names):
+        if spelled_out or any(matches(pattern, name) for name in known):
             continue
-        there = ", ".join(map(repr, names)) if names else "none at all"
-        hint = ""
+        if not known and unmarked():
+            hint = "Nothing is marked here. Did you mean `capture=True`?"
+        else:
+            names = ", ".join(map(repr, known)) if known else "none at all"
+            hint = f"The {kind} there are: {names}."
         if isinstance(pattern, str):
-            close = difflib.get_close_matches(pattern, names, n=3)
+            close = difflib.get_close_matches(pattern, known, n=3)
             if close:
-                hint = f" Did you mean {' or '.join(map(repr, close))}?"
+                hint += f" Did you mean {' or '.join(map(repr, close))}?"
             pattern = repr(pattern)
-        raise UnknownSowError(
-            f"`{call}`: {pattern} {problem}. The names there are: {there}.{hint}"
-        )
+        raise UnknownSowError(f"`{call}`: {pattern} {problem}. {hint}")

@@ -14,6 +14,7 @@ import jax.extend.core as jexc
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
+from eqx_sow import Intermediates
 
 
 def unmarked(value, name):
@@ -105,8 +106,17 @@ def _leaf_equal(x, y, rtol, atol, weak):
     return bool(np.allclose(x, y, rtol=rtol, atol=atol, equal_nan=True))
 
 
+def _as_dicts(tree):
+    is_intermediates = lambda x: isinstance(x, Intermediates)
+    return jtu.tree_map(
+        lambda x: dict(x) if is_intermediates(x) else x, tree, is_leaf=is_intermediates
+    )
+
+
 def tree_allclose(x, y, *, rtol=1e-5, atol=1e-5, weak=False):
-    """Same structure, leaf types, shapes and dtypes; near values."""
+    """Same structure, leaf types, shapes and dtypes; near values. An `Intermediates` is
+    a dict."""
+    x, y = map(_as_dicts, (x, y))
     x_leaves, x_def = jtu.tree_flatten(x)
     y_leaves, y_def = jtu.tree_flatten(y)
     return x_def == y_def and all(

@@ -1,6 +1,13 @@
 """`tabulate`."""
 
+import copy
+import os
+import pickle
 import re
+import socket
+import subprocess
+import sys
+import textwrap
 
 import equinox as eqx
 import jax
@@ -9,7 +16,15 @@ import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 import pytest
-from eqx_sow import Append, Buffer, save_intermediates as S, sow, SowError, tabulate
+from eqx_sow import (
+    Append,
+    Buffer,
+    Intermediates,
+    save_intermediates as S,
+    sow,
+    SowError,
+    tabulate,
+)
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from .helpers import assert_close
@@ -285,3 +300,267 @@ def test_in_order_of_execution():
     f = lambda x: sow(sow(x, "z") * 2, "a")
     _, rows = _rows(tabulate(S(f)(X)[1]))
     assert "z" in rows[0] and "a" in rows[1]
+
+
+# Where the first NaN is.
+
+
+def _marked(text):
+    """The rows with an arrow: name and mode."""
+    name, found = None, []
+    for line in text.splitlines()[2:]:
+        *words, mode = line.split("  f32")[0].split()
+        name = words[0] if words else name
+        if line.endswith("<- first"):
+            found.append((name, mode))
+    return found
+
+
+class Bad(eqx.Module):
+    """Twelve layers, the third of which makes a NaN."""
+
+    layers: list
+
+    def __init__(self):
+        self.layers = [eqx.nn.Linear(3, 3, key=jr.key(i)) for i in range(12)]
+        bad = jnp.full((3, 3), jnp.nan)
+        self.layers[2] = eqx.tree_at(lambda m: m.weight, self.layers[2], bad)
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = jnp.tanh(layer(x))
+        return x
+
+
+@pytest.mark.parametrize("jit", [lambda f: f, eqx.filter_jit])
+def test_arrow_at_the_third_of_twelve_layers(jit):
+    saved = jit(S(Bad(), capture=eqx.nn.Linear))
+    got = saved(X)[1]
+    assert _marked(tabulate(got)) == [("layers/2", "primal")]
+    # JAX has sorted these.
+    got = jax.jit(lambda x: dict(S(Bad(), capture=eqx.nn.Linear)(x)[1]))(X)
+    text = tabulate(got)
+    assert _marked(text) == []
+    names = [f"layers/{i}" for i in range(12)]
+    assert [line.split()[0] for line in text.splitlines()[2:]] == names
+
+
+def test_arrow_in_a_chain():
+    def f(x):
+        x = sow(x, "z_input")
+        x = sow(jnp.log(-jnp.abs(x)), "m_log")
+        return sow(x + 1, "a_out")
+
+    for saved in (S(f), jax.jit(S(f))):
+        assert _marked(tabulate(saved(X)[1])) == [("m_log", "primal")]
+    # The order that a dict has, if nothing can have sorted it.
+    assert _marked(tabulate(dict(S(f)(X)[1]))) == [("m_log", "primal")]
+    names = sorted(S(f)(X)[1])
+    assert _marked(tabulate({n: S(f)(X)[1][n] for n in names})) == []
+    chosen = Intermediates((n, S(f)(X)[1][n]) for n in names)
+    assert _marked(tabulate(chosen)) == [("a_out", "primal")]
+    assert _marked(tabulate({"a_out": chosen["a_out"]})) == [("a_out", "primal")]
+
+
+def test_arrow_in_a_backward_pass():
+    def f(x):
+        x = sow(jnp.sin(x), "a")
+        x = sow(x * 0, "b")
+        x = sow(jnp.sqrt(x), "c")
+        return jnp.sum(sow(x + 1, "d"))
+
+    got = jax.jit(S(jax.grad(f)))(X)[1]
+    for name in "abcd":
+        assert jnp.all(jnp.isfinite(got[name]["primal"]))
+    assert jnp.all(jnp.isfinite(got["c"]["cotangent"]))
+    assert not jnp.any(jnp.isfinite(got["a"]["cotangent"]))
+    # It goes from the end to the beginning.
+    assert _marked(tabulate(got)) == [("b", "cotangent")]
+
+
+def test_arrow_in_a_second_backward_pass():
+    def f(x):
+        x = sow(x, "a")
+        x = sow(x**1.5, "b")
+        return jnp.sum(sow(x + 1, "c"))
+
+    zero = jnp.zeros(3)
+    first = S(jax.grad(f))(zero)[1]
+    assert "not finite" not in tabulate(first)
+    got = S(jax.grad(lambda x: jnp.sum(jax.grad(f)(x))))(zero)[1]
+    text = tabulate(got)
+    if "not finite" in text:
+        ((_, mode),) = _marked(text)
+        assert "." in mode
+
+
+def test_modes_of_a_sorted_dict():
+    f = lambda x: sow(jnp.sin(x), "h").sum()
+    got = jax.jit(lambda x: dict(S(jax.grad(f))(x)[1]))(X)
+    first, second = _rows(tabulate(got))[1]
+    assert "primal" in first and "cotangent" in second
+
+
+# What did not run.
+
+
+def test_entries_that_did_not_run():
+    def f(x):
+        return lax.cond(x[0] > 0, lambda x: sow(x + 5, "h"), lambda x: x, x)
+
+    xs = jnp.stack([X, X + 1, X + 2])
+    (row,) = _rows(tabulate(S(jax.vmap(f))(xs)[1]))[1]
+    ran = np.asarray(xs)[1:] + 5
+    assert row.split()[2:] == [
+        "f32[3,3]",
+        "2",
+        *(f"{n:.3g}" for n in (ran.mean(), ran.std(), ran.min(), ran.max())),
+        f"{np.linalg.norm(ran):.3g}",
+        "0%",
+    ]
+    (row,) = _rows(tabulate(S(f)(X)[1]))[1]
+    assert row.split() == ["h", "primal", "f32[3]", "0"]
+
+
+def test_a_cotangent_without_the_axis_of_the_lanes():
+    def f(w, xs):
+        def one(x):
+            y, _ = sow((w, x), "h")
+            go = lambda y: sow(y * x, "in")
+            return lax.cond(x[0] > 0, go, lambda y: y, y).sum()
+
+        return jax.vmap(one)(xs).sum()
+
+    xs = jnp.stack([X, X + 1, X + 2])
+    got = S(jax.grad(f))(X, xs)[1]
+    cotangent = got["in"]["cotangent"]
+    row = [r for r in _rows(tabulate(got))[1] if "f32[3,3]" in r and "cotang" in r][-1]
+    ran = np.asarray(cotangent)[1:]
+    assert row.split()[3] == f"{ran.mean():.3g}"
+
+
+def test_counts_of_any_size():
+    counts = jnp.array([2**31 - 1] * 5 + [3], jnp.int32)
+    text = tabulate({"h": {"primal": jnp.ones((6, 2)), "count": counts}})
+    assert str(5 * (2**31 - 1) + 3) in text
+
+
+# What is returned.
+
+
+def test_is_a_string():
+    text = tabulate(S(lambda x: sow(x, "h"))(X)[1])
+    assert isinstance(text, str)
+    assert str(text) == repr(text) == "".join(text)
+    assert type(str(text)) is str
+    assert text.splitlines()[0].startswith("name")
+    for again in (copy.deepcopy(text), pickle.loads(pickle.dumps(text))):
+        assert again == text and again._repr_html_() == text._repr_html_()
+
+
+def test_html():
+    long = "/".join(["a_rather_long_name_of_a_field"] * 6)
+
+    def f(x):
+        x = sow(x, "<b>")
+        return sow({"k": x / 0}, long)["k"]
+
+    html = tabulate(S(f)(X)[1])._repr_html_()
+    assert "&lt;b&gt;" in html and "<b>" not in html
+    assert f">{long}<" in html
+    for cell in ("primal", "f32[3]", "mean", "not finite", "1/3 &lt;- first"):
+        assert f">{cell}<" in html, cell
+    assert html.count("<tr") == 3 and html.count("font-weight: bold") == 1
+
+
+def test_no_numbers_of_the_host():
+    got = S(lambda x: sow({"a": x, "b": x}, "h")["a"])(X)[1]
+    text = tabulate(got)
+    host = jax.tree.map(np.asarray, got)
+    assert tabulate(host) == text
+    big = {"h": {"primal": np.array([2**40, 2**40])}}
+    assert "1.1e+12" in tabulate(big)
+
+
+def test_one_compilation_for_a_shape(caplog):
+    f = lambda x: sow(sow(sow(x, "a"), "b"), "c")
+    x = jnp.ones((3, 17, 2))
+    tabulate(S(f)(x)[1])
+    got = S(f)(x + 1)[1]
+    with jax.log_compiles(), caplog.at_level("WARNING"):
+        tabulate(got)
+    assert not [r for r in caplog.records if "compilation" in r.message]
+
+
+def test_of_numbers_under_jit():
+    """Those that are there already, in a function that is traced."""
+    got = S(lambda x: sow(x, "h"))(X)[1]
+    text = tabulate(got)
+    shown = []
+    jax.jit(lambda x: shown.append(tabulate(got)) or x)(X)
+    assert shown == [text]
+
+
+@pytest.mark.parametrize("type_", ["Auto", "Explicit"])
+@pytest.mark.parametrize("spec", [P("d"), P(None, "d")], ids=str)
+def test_of_sharded_values_and_counts(type_, spec):
+    types = (getattr(jax.sharding.AxisType, type_),)
+    mesh = jax.make_mesh((8,), ("d",), axis_types=types)
+    xs = jr.normal(jr.key(0), (8, 16))
+
+    def f(x):
+        return lax.cond(x[0] > 0, lambda x: sow(x + 5, "h"), lambda x: x, sow(x, "g"))
+
+    want = tabulate(S(jax.vmap(f))(xs)[1])
+    got = S(jax.vmap(f))(xs)[1]
+    sharded = NamedSharding(mesh, spec)
+    for name in got:
+        got[name]["primal"] = jax.device_put(got[name]["primal"], sharded)
+    assert tabulate(got) == want
+
+
+_PROCESS = """
+import sys, jax
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize("localhost:" + sys.argv[1], 2, int(sys.argv[2]))
+import eqx_sow, jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+mesh = jax.make_mesh((2,), ("d",))
+xs = jax.make_array_from_callback(
+    (4, 3), jax.NamedSharding(mesh, P("d")), lambda i: jnp.arange(12.0).reshape(4, 3)[i]
+)
+
+def one(x):
+    h = eqx_sow.sow(jnp.log(x), "h")
+    return jax.lax.cond(x[0] > 4, lambda h: eqx_sow.sow(h, "in"), lambda h: h, h)
+
+fn = jax.vmap(one)
+for transform in (None, eqx_sow.summarize):
+    got = jax.jit(eqx_sow.save_intermediates(fn, transform=transform))(xs)[1]
+    if transform is None:
+        assert not got["h"]["primal"].is_fully_addressable
+    print(eqx_sow.tabulate(got))
+    assert "mean" not in got._repr_html_() or transform is not None
+"""
+
+
+def test_spread_over_processes():
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        port = s.getsockname()[1]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(_PROCESS), str(port), str(i)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"},
+        )
+        for i in range(2)
+    ]
+    outs = [p.communicate(timeout=240) for p in processes]
+    assert all(p.returncode == 0 for p in processes), outs
+    assert outs[0][0] == outs[1][0]
+    assert "f32[4,3]" in outs[0][0] and "1/12 <- first" in outs[0][0]

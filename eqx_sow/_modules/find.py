@@ -77,7 +77,7 @@ class Marking:
         return any(has_method(type(module), m) for m in self.methods)
 
 
-def check_predicate(call: str, predicate: Callable) -> None:
+def check_predicate(option: str, predicate: Callable) -> None:
     """Raises if it cannot be called as `predicate(path, module)`."""
     try:
         signature = inspect.signature(predicate)
@@ -87,8 +87,8 @@ def check_predicate(call: str, predicate: Callable) -> None:
         signature.bind("path", None)
     except TypeError as e:
         raise TypeError(
-            f"`{call}(..., capture=...)` takes a function `(path, module) -> bool`, "
-            f"but {predicate!r} takes {signature}. Write "
+            f"`{option}` takes a function `(path, module) -> bool`, but "
+            f"{predicate!r} takes {signature}. Write "
             "`lambda path, module: ...`."
         ) from e
 

@@ -1,59 +1,126 @@
-"""The options that the public functions take, checked."""
+"""The options that the public functions take.
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+An option is declared in three places: in the signature of the public function, which
+documents it; in `_CHECKS`, where its value is checked; and, if it holds no arrays, as a
+field of `Options`, which reaches the handler as one object. An option that may hold
+arrays is a field of the function's `Transformed` class instead.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import equinox as eqx
 
 from .._mark.sow import check_tag
 from .._modules.find import check_predicate, Marking
+from .._values.modes import as_mode, as_modes
 from .._values.reduce import Reducer
 
 
-def check_function(call: str, fn: Any) -> None:
+_CALL = ("__call__",)
+
+
+class Options(NamedTuple):
+    """The options of one call that hold no arrays, checked."""
+
+    tag: Any = "intermediates"
+    names: tuple[Any, ...] | None = None
+    modes: tuple[str, ...] | None = None
+    mode: str = "primal"
+    capture: Any = None
+    methods: tuple[str, ...] = _CALL
+    inputs: bool = False
+    scope: bool = False
+    spec: Mapping[str, Any] | None = None
+    every: int = 1
+    ordered: bool = False
+
+    @property
+    def marking(self) -> Marking:
+        return Marking(self.capture, self.tag, self.methods, self.inputs, self.scope)
+
+
+def checked(call: str, fn: Any, given: Mapping[str, Any]) -> tuple[Options, Any]:
+    """The options that a call was given: those for `Options`, and a dict of the
+    others."""
     if not callable(fn):
         raise TypeError(f"`{call}(fn)` takes a function or a model, not {fn!r}.")
+    # Its message has the value, and so no need of the name of an option.
+    check_tag(call, given["tag"])
+    options = {
+        name: check(f"{call}(..., {name}=...)", given[name])
+        for name, check in _CHECKS.items()
+        if name in given
+    }
+    if options["capture"] is None:
+        _check_useful(call, options)
+    static = {k: v for k, v in options.items() if k in Options._fields}
+    others = {k: v for k, v in options.items() if k not in static}
+    return Options(tag=given["tag"], **static), others
 
 
-def as_capture(call: str, capture: Any) -> Any:
+def each(option: Any) -> list[Any]:
+    return list(option.values()) if isinstance(option, Mapping) else [option]
+
+
+def _check_useful(call: str, options: Mapping[str, Any]) -> None:
+    useless = [
+        name
+        for name, default in (("inputs", False), ("methods", _CALL))
+        if options.get(name, default) != default
+    ]
+    for name in useless:
+        raise ValueError(
+            f"`{call}(..., {name}={options[name]!r})` does nothing without `capture`, "
+            "which says what to mark. Write `capture=True` for every module."
+        )
+
+
+def as_capture(option: str, capture: Any) -> Any:
     """`None` for no capture."""
     if capture is None or capture is False:
         return None
     if isinstance(capture, str):
         raise TypeError(
-            f"`{call}(..., capture=...)` takes no path. To choose by path, write "
-            f"`capture=True, names={capture!r}`."
+            f"`{option}` takes no path. To choose by path, write `capture=True, "
+            f"names={capture!r}`."
         )
     classes = capture if isinstance(capture, tuple) else (capture,)
     if isinstance(capture, eqx.Module):
         raise TypeError(
-            f"`{call}(..., capture=...)` takes no module. To choose by path, write "
+            f"`{option}` takes no module. To choose by path, write "
             '`lambda path, module: path == "layers/0"`.'
         )
     if capture is True or all(isinstance(c, type) for c in classes):
         return capture
     if callable(capture):
-        check_predicate(call, capture)
+        check_predicate(option, capture)
         return capture
     raise TypeError(
-        f"`{call}(..., capture=...)` takes `True`, a class, a tuple of classes, or a "
-        f"function `(path, module) -> bool`, not {capture!r}. To choose by path, write "
+        f"`{option}` takes `True`, a class, a tuple of classes, or a function "
+        f"`(path, module) -> bool`, not {capture!r}. To choose by path, write "
         "a function."
     )
 
 
-def as_methods(call: str, methods: Any) -> tuple[str, ...]:
+def as_methods(option: str, methods: Any) -> tuple[str, ...]:
     if isinstance(methods, str):
         return (methods,)
     if isinstance(methods, Sequence) and all(isinstance(m, str) for m in methods):
         return tuple(methods)
     raise TypeError(
-        f"`{call}(..., methods=...)` takes the name of a method, or a sequence of "
-        f"them, not {methods!r}."
+        f"`{option}` takes the name of a method, or a sequence of them, not "
+        f"{methods!r}."
     )
 
 
-def as_names(call: str, names: Any) -> tuple[Any, ...] | None:
+def as_flag(option: str, flag: Any) -> bool:
+    if not isinstance(flag, bool):
+        raise TypeError(f"`{option}` takes `True` or `False`, not {flag!r}.")
+    return flag
+
+
+def as_names(option: str, names: Any) -> tuple[Any, ...] | None:
     if names is None:
         return None
     if isinstance(names, str) or callable(names):
@@ -62,73 +129,87 @@ def as_names(call: str, names: Any) -> tuple[Any, ...] | None:
         if all(isinstance(name, str) or callable(name) for name in names):
             return tuple(names)
     raise TypeError(
-        f"`{call}(..., names=...)` takes a name, a glob, a sequence of them, or a "
-        f"function of a name, not {names!r}."
+        f"`{option}` takes a name, a glob, a sequence of them, or a function of a "
+        f"name, not {names!r}."
     )
 
 
-_PARTS = ("primal", "tangent", "cotangent")
-
-
-def check_mode(call: str, mode: Any) -> None:
-    parts = mode.split(".") if isinstance(mode, str) else [None]
-    while parts[0] == "primal" and len(parts) > 1:
-        parts = parts[1:]
-    if not (parts == ["primal"] or all(p in _PARTS[1:] for p in parts)):
-        raise ValueError(
-            f"`{call}`: {mode!r} is no mode. Modes are 'primal', 'tangent' and "
-            "'cotangent', or of second order, such as 'cotangent.tangent'."
-        )
-
-
-def as_modes(call: str, modes: Any) -> tuple[str, ...] | None:
-    if modes is None:
-        return None
-    if isinstance(modes, Sequence | set | frozenset) and not isinstance(modes, str):
-        modes = tuple(modes)
-    else:
-        modes = (modes,)
-    for mode in modes:
-        check_mode(call, mode)
-    return modes
-
-
-def each(option: Any) -> list[Any]:
-    return list(option.values()) if isinstance(option, Mapping) else [option]
-
-
-def check_reduce(call: str, reduce: Any) -> None:
-    for r in each(reduce):
-        if not (reduce is None or isinstance(r, Reducer)):
+def by_name(option: str, values: Any) -> Mapping[str, Any]:
+    """A dict of names or globs to something."""
+    for key in values:
+        if not isinstance(key, str):
             raise TypeError(
-                f"`{call}(..., reduce=...)` takes `eqx_sow.Append()`, "
-                "`eqx_sow.Last()`, `eqx_sow.Fold(init, fn)` or "
-                f"`eqx_sow.Buffer(size)`, or a dict of names to them, not {r!r}."
+                f"`{option}` takes a dict whose keys are names or globs, and "
+                f"{key!r} is neither."
             )
+    return values
 
 
-def check_transform(call: str, transform: Any) -> None:
-    for fn in each(transform):
-        if not (transform is None or callable(fn)):
-            raise TypeError(
-                f"`{call}(..., transform=...)` takes a function of the value, or a "
-                f"dict of names to functions, not {fn!r}."
-            )
+def _each(option: str, value: Any, check: Callable[[Any], bool], takes: str) -> Any:
+    """One thing for all names, or a dict of names to such things; or `None`."""
+    named = isinstance(value, Mapping)
+    for key, x in by_name(option, value).items() if named else [(None, value)]:
+        if not check(x) and (named or x is not None):
+            of = f" for {key!r}" if named else ""
+            raise TypeError(f"`{option}` takes {takes}, not {x!r}{of}.")
+    return value
 
 
-def check_spec(call: str, spec: Any) -> None:
-    if not (spec is None or isinstance(spec, Mapping)):
-        raise TypeError(
-            f"`{call}(..., spec=...)` takes a dict of names to annotations, not "
-            f"{spec!r}."
-        )
+def as_reduce(option: str, reduce: Any) -> Any:
+    takes = (
+        "`eqx_sow.Append()`, `eqx_sow.Last()`, `eqx_sow.Fold(init, fn)` or "
+        "`eqx_sow.Buffer(size)`, or a dict of names to them"
+    )
+    return _each(option, reduce, lambda r: isinstance(r, Reducer), takes)
 
 
-def as_marking(
-    call: str, fn: Any, tag: Any, capture: Any, methods: Any, inputs: bool, scope: bool
-) -> Marking:
-    """The options that `save_intermediates` and `plant` share."""
-    check_function(call, fn)
-    check_tag(call, tag)
-    capture, methods = as_capture(call, capture), as_methods(call, methods)
-    return Marking(capture, tag, methods, inputs, scope)
+def as_transform(option: str, transform: Any) -> Any:
+    takes = "a function of the value, or a dict of names to functions"
+    return _each(option, transform, callable, takes)
+
+
+def as_spec(option: str, spec: Any) -> Mapping[str, Any] | None:
+    if spec is None or isinstance(spec, Mapping):
+        return spec if spec is None else by_name(option, spec)
+    raise TypeError(f"`{option}` takes a dict of names to annotations, not {spec!r}.")
+
+
+def as_values(option: str, values: Any) -> dict[str, Any]:
+    if isinstance(values, Mapping):
+        return dict(by_name(option, values))
+    raise TypeError(
+        f"`{option}` takes a dict of names to values, such as `{{'h': jnp.zeros(3)}}`, "
+        f"not {type(values).__name__}."
+    )
+
+
+def as_when(option: str, when: Any) -> Any:
+    if when is None or callable(when):
+        return when
+    raise TypeError(f"`{option}` takes a function of the value, not {when!r}.")
+
+
+def as_every(option: str, every: Any) -> int:
+    if isinstance(every, bool) or not isinstance(every, int):
+        raise TypeError(f"`{option}` takes an integer, not {every!r}.")
+    if every < 1:
+        raise ValueError(f"`{option}` is at least 1, not {every}.")
+    return every
+
+
+_CHECKS: dict[str, Callable[[str, Any], Any]] = {
+    "names": as_names,
+    "modes": as_modes,
+    "mode": as_mode,
+    "capture": as_capture,
+    "methods": as_methods,
+    "inputs": as_flag,
+    "scope": as_flag,
+    "reduce": as_reduce,
+    "transform": as_transform,
+    "spec": as_spec,
+    "values": as_values,
+    "when": as_when,
+    "every": as_every,
+    "ordered": as_flag,
+}

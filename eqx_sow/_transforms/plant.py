@@ -21,16 +21,18 @@ from .._mark.site import Site
 from .._mark.static import Const, OPERAND, rebuild, Same
 from .._names import check_known, lookup
 from .._values import entry as _entry, merge as _merge
-from .._values.assemble import labels
 from .._values.entry import Entry
+from .._values.modes import labels
 from .._values.reduce import Append
 from .._walk.find import sites
 from .._walk.frame import Frame
 from .._walk.handler import Given, Handler
 from .._walk.refuse import check_guarded
 from . import options as opt
-from .collect import Collect
-from .program import trace
+from .checks import is_unmarked
+from .collect import Collect, pass_by
+from .options import Options
+from .program import Program, trace
 from .transformed import Transformed, wrap
 
 
@@ -65,10 +67,7 @@ class _Replace(Handler):
         del found
         n_guards = len(site.guards)
         if not self.wants(site):
-            if self.outer:
-                frame.leave(frame.eqn)
-            else:
-                frame.alias(atoms)
+            pass_by(self, atoms, frame)
             return given
         check_guarded(site)
         planted = self._planted[site.key]
@@ -114,6 +113,9 @@ def _at_site(site: Site, guards: list, arrays: Sequence[Any], form: Site) -> lis
     for i, x in enumerate(_entry.runs(site, guards)):
         has = [False] * hoisted + list(_merge.placed(own, lanes, i))
         runs = runs & x[tuple(slice(None) if h else None for h in has)]
+    pairs = [pair for pair in zip(form.leaves, site.leaves) if pair[0] is OPERAND]
+    # Another branch may differentiate leaves that this one does not.
+    arrays = [x for x, (_, leaf) in zip(arrays, pairs) if leaf is OPERAND]
     new = []
     for i, x in enumerate(arrays):
         at, here = 0, runs
@@ -154,20 +156,29 @@ def _apply(fn: Callable, site: Site, values: Sequence[Any]) -> list[Any]:
 
     def apply(*values):
         old = rebuild(site.treedef, site.leaves, values)
-        return _operands(fn(old), site, values)
+        return _operands(fn(old), site, values, of_function=True)
 
     with calling("planted function", site):
-        return _entry.for_each_lane(apply, site.axes, has, keep=True)(*values)
+        return _entry.for_each_lane(apply, site.axes, has, has)(*values)
 
 
-def _operands(value: Any, site: Site, like: Sequence[Any]) -> list[Any]:
+def _operands(
+    value: Any, site: Site, like: Sequence[Any], of_function: bool = False
+) -> list[Any]:
     """The arrays of a value that must look like what is sown, and they like `like`."""
-    value_for = f"`plant`: the value for `sow(..., {site.name!r})` at {site.where}"
+    whose = "what the function returned" if of_function else "the value"
+    value_for = f"`plant`: {whose} for `sow(..., {site.name!r})` at {site.where}"
     leaves, treedef = jtu.tree_flatten(value)
     if Const(treedef) != site.treedef:
+        if of_function and value is None:
+            raise SowError(
+                f"`plant`: the function for `sow(..., {site.name!r})` at {site.where} "
+                "returned None; did it forget `return`?"
+            )
         raise SowError(
             f"{value_for} has the structure {treedef}, but {site.treedef.value} is "
-            "sown there. Plant a value of that structure."
+            f"sown there. {'Return' if of_function else 'Plant'} a value of that "
+            "structure."
         )
     new = []
     operand = iter(like)
@@ -183,9 +194,14 @@ def _operands(value: Any, site: Site, like: Sequence[Any]) -> list[Any]:
         x = _as_jax_does(x, old.dtype)
         if not eqx.is_array(x) or (x.shape, x.dtype) != (old.shape, old.dtype):
             got = f"{x.dtype}{list(x.shape)}" if eqx.is_array(x) else repr(x)
+            remedy = (
+                "Return an array of that shape and dtype."
+                if of_function
+                else "Plant an array of that shape and dtype, or a function."
+            )
             raise SowError(
                 f"{value_for} has a leaf {got} where {old.dtype}{list(old.shape)} is "
-                "sown. Plant an array of that shape and dtype, or a function."
+                f"sown. {remedy}"
             )
         new.append(jnp.asarray(x))
     return new
@@ -207,20 +223,24 @@ def _as_jax_does(x: Any, dtype: Any) -> Any:
 def _prepare(value: Any, mode: str, entry: Entry) -> list[Any]:
     """The arrays of a planted value, the axes of loops first."""
     axes = entry.site.axes
-    varying = _entry.varying(entry).site.axes
-    lead = tuple(a.size for a in varying)
-    n = len(entry.arrays) - entry.counted
-    like = [
-        jax.ShapeDtypeStruct((*lead, *entry.core_shape(i)), entry.arrays[i].dtype)
-        for i in range(n)
-    ]
+    final = _entry.final_axes(entry.site, counted=False)
+    like = []
+    for i, has in enumerate(final):
+        lead = tuple(a.size for a, h in zip(axes, has) if h)
+        shape, dtype = (*lead, *entry.core_shape(i)), entry.arrays[i].dtype
+        like.append(jax.ShapeDtypeStruct(shape, dtype))
     structure = Const(jtu.tree_structure(value))
     if structure != entry.site.treedef and isinstance(value, Mapping) and mode in value:
         value = value[mode]
     arrays = _operands(value, entry.site, like)
-    index = tuple(slice(None) if a in varying else None for a in axes)
     loops = [i for i, a in enumerate(axes) if not a.lane]
-    return [jnp.moveaxis(x[index], loops, range(len(loops))) for x in arrays]
+    every = (True,) * len(axes)
+    arrays = [_entry.align(x, has, every) for x, has in zip(arrays, final)]
+    return [jnp.moveaxis(x, loops, range(len(loops))) for x in arrays]
+
+
+# Every place has an entry of its own.
+_EACH_PLACE = Same(Append())
 
 
 class _Plant(Transformed):
@@ -229,34 +249,11 @@ class _Plant(Transformed):
     _options: Const = eqx.field(static=True)
 
     def _run(self, args, kwargs):
-        mode, marking = self._options.value
+        options: Options = self._options.value
         outer = listening.value is not None
-        program = trace(self._fn, args, kwargs, marking)
-        survey = Collect(
-            tag=marking.tag,
-            names=Const(tuple(self._values)),
-            modes=(mode,),
-            reduce=Same(Append()),
-            transform=Same(None),
-            outer=False,
-        )
-        sown = program.survey(survey)
-        check_known("plant(fn, values)", self._values, sown.seen)
-        program.check_called(sown.seen)
-        mode_of = labels({e.site.key for e in sown.entries})
-        entries: dict[Any, list[Entry]] = {}
-        for e in sown.entries:
-            if mode_of[e.site.key] == mode:
-                entries.setdefault(e.site.key, []).append(e)
-        problem = f"is sown, but has no {mode} here"
-        if "cotangent" in mode:
-            problem += " (as it has in `plant(eqx.filter_grad(fn), ...)`)"
-        check_known(
-            f"plant(fn, values, mode={mode!r})",
-            self._values,
-            [name for name, *_ in entries],
-            problem,
-        )
+        program = trace(self._fn, args, kwargs, options.marking)
+        unmarked = ft.partial(is_unmarked, options, self._fn, args, kwargs)
+        entries = self._entries(program, unmarked)
         values, planted = {}, {}
         for key, found in entries.items():
             value = lookup(self._values, key[0])
@@ -269,16 +266,40 @@ class _Plant(Transformed):
                     found[1].site,
                     "or plant a function, which is called at each of them.",
                 )
-            values[key] = _prepare(value, mode, found[0])
+            values[key] = _prepare(value, options.mode, found[0])
             planted[key] = found[0].site
         program.check_recomputed(
             planted,
-            marking.tag,
+            options.tag,
             "Plant before you differentiate: `eqx.filter_grad(plant(fn, ...))`.",
         )
-        handler = _Replace(marking.tag, tuple(planted.items()), outer)
+        handler = _Replace(options.tag, tuple(planted.items()), outer)
         outs, _ = program.evaluate(handler, Given(rest=values), *program.inputs)
         return program.output(outs)
+
+    def _entries(
+        self, program: Program, unmarked: Callable[[], bool]
+    ) -> dict[Any, list[Entry]]:
+        """What would be captured at each place that is planted, as shapes."""
+        options: Options = self._options.value
+        mode = options.mode
+        wanted = options._replace(names=tuple(self._values), modes=(mode,))
+        survey = Collect(Const(wanted), _EACH_PLACE, Same(None), outer=False)
+        sown = program.survey(survey)
+        names = [name for name, _ in sown.seen]
+        check_known("plant(fn, values)", self._values, names, unmarked=unmarked)
+        program.check_called(names)
+        mode_of = labels({e.site.key for e in sown.entries})
+        entries: dict[Any, list[Entry]] = {}
+        for e in sown.entries:
+            if mode_of[e.site.key] == mode:
+                entries.setdefault(e.site.key, []).append(e)
+        problem = f"is sown, but has no {mode} here"
+        if "cotangent" in mode:
+            problem += " (as it has in `plant(eqx.filter_grad(fn), ...)`)"
+        there = [name for name, *_ in entries]
+        check_known(f"plant(fn, values, mode={mode!r})", self._values, there, problem)
+        return entries
 
 
 def plant(
@@ -343,11 +364,6 @@ def plant(
         ablated(jnp.ones(2))
         ```
     """
-    marking = opt.as_marking("plant", fn, tag, capture, methods, False, scope)
-    if not isinstance(values, Mapping):
-        raise TypeError(
-            "`plant(fn, values)` takes a dict of names to values, such as "
-            f"`{{'h': jnp.zeros(3)}}`, not {type(values).__name__}."
-        )
-    opt.check_mode("plant(..., mode=...)", mode)
-    return wrap(_Plant, fn, dict(values), Const((mode, marking)))
+    options = {k: v for k, v in locals().items() if k != "fn"}
+    static, arrays = opt.checked("plant", fn, options)
+    return wrap(_Plant, fn, arrays["values"], Const(static))

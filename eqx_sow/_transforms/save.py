@@ -1,6 +1,7 @@
 """`save_intermediates`."""
 
 import dataclasses as dc
+import functools as ft
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -9,91 +10,69 @@ import equinox as eqx
 from .._errors import UnsupportedPrimitiveError
 from .._mark.listening import listening
 from .._mark.static import Const, Same
-from .._modules.find import Marking
 from .._names import check_known
 from .._values import spec as _spec
-from .._values.assemble import assemble, labels
-from .._values.intermediates import in_order, Intermediates
-from .._values.reduce import folds, Reducer
-from .._walk.handler import Given, Taken
+from .._values.assemble import assemble
+from .._values.modes import labels
+from .._values.reduce import Reducer
+from .._values.sown import Sown
+from .._walk.handler import Given
 from . import options as opt
-from .collect import Collect, reductions
-from .program import Program, trace
+from .checks import check_modes, check_second_derivatives, is_unmarked, wanted
+from .collect import Collect
+from .options import Options
+from .program import trace
 from .transformed import Transformed, wrap
 
 
-@dc.dataclass(frozen=True)
-class _Options:
-    names: tuple[Any, ...] | None
-    modes: tuple[str, ...] | None
-    spec: Mapping[str, Any] | None
-    marking: Marking
-
-
 class _SaveIntermediates(Transformed):
-    # Reducers and transforms may hold arrays.
     _fn: Callable
+    # Reducers and transforms may hold arrays.
     _reduce: Any
     _transform: Any
     _options: Const = eqx.field(static=True)
 
     def _run(self, args, kwargs):
-        options: _Options = self._options.value
+        options: Options = self._options.value
         outer = listening.value is not None
         program = trace(self._fn, args, kwargs, options.marking)
         collect = Collect(
-            tag=options.marking.tag,
-            names=Const(options.names),
-            modes=options.modes,
-            reduce=Same(self._reduce),
-            transform=Same(self._transform),
-            outer=outer,
+            self._options, Same(self._reduce), Same(self._transform), outer
         )
         carry: Any = {}
-        if any(map(folds, opt.each(self._reduce))):
+        reducers = opt.each(self._reduce)
+        if any(r is not None and r.has_state for r in reducers):
             survey = program.survey(dc.replace(collect, survey=True))
-            collect, carry = reductions(collect, survey)
+            collect, carry = collect.surveyed(survey)
         outs, taken = program.evaluate(collect, Given(carry), *program.inputs)
-        _check_names(self, taken.rest.seen)
-        for name, message in taken.rest.hidden:
-            if name not in taken.rest.seen:
-                raise UnsupportedPrimitiveError(message)
-        program.check_called(taken.rest.seen)
-        _check_second_derivatives(program, collect, taken)
-        intermediates = program.unmark(assemble(collect, taken, tuple(carry)))
-        intermediates = Intermediates(
-            {name: in_order(modes) for name, modes in intermediates.items()}
-        )
-        _spec.check(taken.rest.checks, options.spec, intermediates)
+        sown: Sown = taken.rest
+        unmarked = ft.partial(is_unmarked, options, self._fn, args, kwargs)
+        self._check_names(sown, unmarked)
+        program.check_called([name for name, _ in sown.seen])
+        # As a PyTree, the dict has lost its order.
+        states = {key: taken.carry[key] for key in carry}
+        mode_of = labels([*states, *(e.site.key for e in sown.entries)])
+        there = [mode for _, mode in sown.seen if mode is not None]
+        check_modes("save_intermediates", options, [*there, *mode_of.values()])
+        mode_of = wanted(options, mode_of)
+        check_second_derivatives(program, options, mode_of)
+        intermediates = program.unmark(assemble(sown, states, collect.reducer, mode_of))
+        _spec.check(sown.checks, options.spec, intermediates)
         return program.output(outs), intermediates
 
-
-def _check_second_derivatives(program: Program, collect: Collect, taken: Taken) -> None:
-    keys = [*taken.carry, *(e.site.key for e in taken.rest.entries)]
-    if any(orders[:1] > (0,) for _, _, orders in keys):
-        program.check_recomputed(
-            [
-                key
-                for key, mode in labels(keys).items()
-                if mode.startswith("primal.") and "cotangent" in mode
-                if collect.has(mode)
-            ],
-            collect.tag,
-            'Leave this derivative out, `modes=("primal", "cotangent")`, or take the '
-            "`jax.checkpoint` away.",
+    def _check_names(self, sown: Sown, unmarked: Callable[[], bool]) -> None:
+        options: Options = self._options.value
+        names = dict.fromkeys(name for name, _ in sown.seen)
+        by_name = dict(
+            reduce=self._reduce, transform=self._transform, spec=options.spec
         )
-
-
-def _check_names(self: _SaveIntermediates, seen: Sequence[str]) -> None:
-    options: _Options = self._options.value
-    check_known("save_intermediates(..., names=...)", options.names, seen)
-    for name, option in (
-        ("reduce", self._reduce),
-        ("transform", self._transform),
-        ("spec", options.spec),
-    ):
-        if isinstance(option, Mapping):
-            check_known(f"save_intermediates(..., {name}=...)", option, seen)
+        for option, patterns in dict(names=options.names, **by_name).items():
+            if option == "names" or isinstance(patterns, Mapping):
+                call = f"save_intermediates(..., {option}=...)"
+                check_known(call, patterns, names, unmarked=unmarked)
+        for name, message in sown.hidden:
+            if name not in names:
+                raise UnsupportedPrimitiveError(message)
 
 
 _unset: Any = object()
@@ -196,25 +175,9 @@ def save_intermediates(
         intermediates["model/layers/0"]["cotangent"].shape  # (8,)
         ```
     """
-    options: dict[str, Any] = dict(
-        tag=tag,
-        names=names,
-        modes=modes,
-        capture=capture,
-        methods=methods,
-        inputs=inputs,
-        scope=scope,
-        reduce=reduce,
-        transform=transform,
-        spec=spec,
-    )
+    options = {k: v for k, v in locals().items() if k != "fn"}
     if fn is _unset:
         return lambda fn: save_intermediates(fn, **options)
-    call = "save_intermediates"
-    marking = opt.as_marking(call, fn, tag, capture, methods, inputs, scope)
-    opt.check_reduce(call, reduce)
-    opt.check_transform(call, transform)
-    opt.check_spec(call, spec)
-    names = opt.as_names(call, names)
-    static = _Options(names, opt.as_modes(call, modes), spec, marking)
-    return wrap(_SaveIntermediates, fn, reduce, transform, Const(static))
+    static, arrays = opt.checked("save_intermediates", fn, options)
+    arrays = arrays["reduce"], arrays["transform"]
+    return wrap(_SaveIntermediates, fn, *arrays, Const(static))

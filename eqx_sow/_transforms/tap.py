@@ -19,20 +19,23 @@ from jax.interpreters import ad, batching, mlir, partial_eval as pe
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from .. import _compat
-from .._errors import calling, SowError, UnknownSowError
+from .._errors import SowError
 from .._mark.listening import Listening, listening
 from .._mark.primitive import sow_p
 from .._mark.site import Site
-from .._mark.static import Const, NoTangent, OPERAND, rebuild, Same, take_apart
+from .._mark.static import Const, NoTangent, OPERAND, rebuild, Same
 from .._names import check_known, lookup, matches
-from .._values.assemble import labels
-from .._values.entry import align, for_each_lane
+from .._values.entry import align, Path, runs, transformed
+from .._values.modes import is_backward, labels
 from .._walk.find import has_sow, is_plain, jaxprs_in, sites
 from .._walk.frame import Frame
 from .._walk.handler import Given, Handler
 from .._walk.refuse import check_guarded, is_solver
 from . import options as opt
+from .checks import check_modes, check_second_derivatives, wanted
+from .options import Options
 from .program import Program, trace
+from .replay import call_of, has_run, Inside, Ran, recomputed
 from .transformed import Transformed, wrap
 
 
@@ -127,7 +130,7 @@ class _Delivery:
         has = [tuple(h[i] for i in axes) for h in self.has]
         every = (True,) * len(axes)
         # The cotangent of what is the same for all lanes is a total.
-        total = self.mode.count("cotangent") % 2 == 1
+        total = is_backward(self.mode)
 
         def full(x, has):
             core = x.shape[sum(has) :]
@@ -311,13 +314,14 @@ class _MeshAxis(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """A sow of a program. `mesh`: the axes of the `shard_map`s around it. `replay`:
-    it is in a backward pass. `solver`: it is in a linear solver."""
+    """A sow of a program. `mesh`: the axes of the `shard_map`s around it. `inside` and
+    `calls`: what else is. `solver`: it is in a linear solver."""
 
     site: Site
-    mesh: tuple[_MeshAxis, ...]
-    replay: bool
-    solver: bool
+    mesh: tuple[_MeshAxis, ...] = ()
+    inside: Inside = Inside()
+    calls: Path = ()
+    solver: bool = False
 
     @property
     def slot(self) -> tuple[Any, tuple[Hashable, ...]]:
@@ -339,7 +343,8 @@ def _places(x: Any, here: _Place) -> Iterator[_Place]:
             continue
         inside = here._replace(
             mesh=(*here.mesh, *_mesh_axes(eqn)),
-            replay=here.replay or _compat.in_backward_pass(eqn),
+            inside=here.inside.within(eqn),
+            calls=(*here.calls, *call_of(eqn)),
             solver=here.solver or is_solver(eqn),
         )
         subjaxprs = [] if eqn.primitive is sow_p else list(jaxprs_in(eqn.params))
@@ -347,8 +352,9 @@ def _places(x: Any, here: _Place) -> Iterator[_Place]:
             for jaxpr in subjaxprs:
                 yield from _places(jaxpr, inside)
         else:
+            calls = here.calls if eqn.primitive is sow_p else inside.calls
             for site in sites(eqn):
-                yield inside._replace(site=site)
+                yield inside._replace(site=site, calls=calls)
 
 
 def _mesh_axes(eqn: Any) -> tuple[_MeshAxis, ...]:
@@ -361,20 +367,27 @@ def _mesh_axes(eqn: Any) -> tuple[_MeshAxis, ...]:
     return tuple(_MeshAxis(a, n, mesh) for a, n in axes if a in manual)
 
 
+class _Ran(NamedTuple):
+    """A sow that the walk came by."""
+
+    site: Site
+    operands: Sequence[Any]
+
+
 @dc.dataclass(frozen=True)
 class _Tap(Handler):
     """Sends the values of sows to the host.
 
-    `chosen` has the `Site.key`s of these, and what their modes are called; `forward`
-    the keys of those that run in a forward pass, so that their replay in a backward
-    pass is no event. `Given.carry` is a dict with a count for each place of `slots`: a
-    key, and the mesh axes around it. `mesh` are those around what is walked over,
+    `chosen` has the `Site.key`s of these, and what their modes are called; `ran` those
+    of which a replay in a backward pass is no event. `Given.carry` is a dict with a
+    count for each place of `slots`: a key, and the mesh axes around it. `mesh` are
+    those around what is walked over,
     `devices` these and the ones around the whole program.
     """
 
     tag: Any
     chosen: tuple[tuple[Any, str], ...]
-    forward: frozenset[Any]
+    ran: Ran
     elsewhere: frozenset[str]
     slots: tuple[tuple[Any, tuple[Hashable, ...]], ...]
     callback: Const | Same
@@ -385,7 +398,7 @@ class _Tap(Handler):
     devices: tuple[Hashable, ...]
     outer: bool
     mesh: tuple[Hashable, ...] = ()
-    backward: bool = False
+    inside: Inside = Inside()
 
     @property
     def differentiable(self):
@@ -407,14 +420,14 @@ class _Tap(Handler):
 
     def within(self, eqn):
         axes = [a.name for a in _mesh_axes(eqn)]
-        backward = self.backward or _compat.in_backward_pass(eqn)
-        if not axes and backward == self.backward:
+        inside = self.inside.within(eqn)
+        if not axes and inside == self.inside:
             return self
         return dc.replace(
             self,
             devices=(*self.devices, *axes),
             mesh=(*self.mesh, *axes),
-            backward=backward,
+            inside=inside,
         )
 
     def without_rule(self, found, eqn):
@@ -433,8 +446,7 @@ class _Tap(Handler):
         return inside, lambda new: {**carry, **new}
 
     def sow(self, found, given, site: Site, atoms, frame: Frame):
-        del found
-        if self.wants(site) and not self._is_replay(site, frame):
+        if self.wants(site) and not self._is_replay(found, site, atoms, frame):
             check_guarded(site)
             operands = frame.read_arrays(atoms)
             frame.settle()
@@ -448,9 +460,17 @@ class _Tap(Handler):
             frame.alias(atoms)
         return given
 
-    def _is_replay(self, site, frame):
-        backward = self.backward or _compat.in_backward_pass(frame.eqn)
-        return backward and site.key in self.forward
+    def _is_replay(self, found, site, atoms, frame):
+        new = _Ran(site, atoms)
+        if not site.modes:
+            backward = self.inside.is_backward(frame.eqn)
+            new = _Ran(site._replace(replay=backward), atoms)
+        earlier = [(i, x) for i, x in enumerate(found) if isinstance(x, _Ran)]
+        found.append(new)
+        return (
+            has_run(site.key, self.inside.replayed(site), self.ran)
+            or recomputed(new.site, atoms, earlier, frame) is not None
+        )
 
     def _send(self, site: Site, operands: Sequence[Any], count: Any) -> Any:
         """Sends one execution, if it is to be sent. Returns the count after it."""
@@ -463,7 +483,7 @@ class _Tap(Handler):
         executed: Any = np.True_
         if n:
             ran_has = tuple(map(any, zip(*has[:n])))
-            guards = _runs(site, operands[:n])
+            guards = runs(site, operands[:n])
             ran = [align(x, h, ran_has) for x, h in zip(guards, has)]
             ran = ft.reduce(operator.and_, ran)
             executed = _any(ran)
@@ -509,14 +529,6 @@ class _Tap(Handler):
         return count + executed.astype(np.int32)
 
 
-def _runs(site: Site, operands: Sequence[Any]) -> list[Any]:
-    """For each guard, given its operand, whether the sow runs."""
-    return [
-        x if x.dtype == bool else x == branch
-        for x, (_, branch, _) in zip(operands, site.guards)
-    ]
-
-
 def _repeat(send: Callable[[Any], Any], site: Site, count: Any) -> Any:
     """A sow that JAX moved out of its loop runs in each iteration all the same."""
     times = math.prod(a.size for a in site.axes if not a.lane)
@@ -536,22 +548,11 @@ class _Values:
     treedef: Const
     leaves: tuple[Any, ...]
 
-    def _over(self) -> tuple[bool, ...]:
-        return tuple(any(h[i] for h in self.has) for i in range(len(self.axes)))
-
     def mapped(self, fn: Callable, what: str) -> "_Values":
         """A function of the value as the code at the sow sees it, for each lane."""
-        form: list[Any] = []
-
-        def apply(*arrays):
-            out = fn(rebuild(self.treedef, self.leaves, arrays))
-            arrays, *form[:] = take_apart(out)
-            return list(map(jnp.asarray, arrays))
-
-        with calling(what, self.site):
-            arrays = for_each_lane(apply, self.axes, self.has)(*self.arrays)
-        treedef, leaves = form
-        has = [self._over()] * len(arrays)
+        treedef, leaves, arrays, has = transformed(
+            fn, self.site, self.axes, self.arrays, self.has, what
+        )
         return dc.replace(self, arrays=arrays, has=has, treedef=treedef, leaves=leaves)
 
     def holding(self, predicate: Callable) -> tuple[Any, tuple[bool, ...]]:
@@ -569,8 +570,8 @@ class _Values:
                 )
             return out
 
-        (out,) = self.mapped(holds, "when").arrays
-        return out, self._over()
+        mapped = self.mapped(holds, "when")
+        return mapped.arrays[0], mapped.has[0]
 
     def sendable(self) -> tuple[Const, tuple[Any, ...], list[Any], list[Any]]:
         """Arrays that NumPy knows, and what is left of the others."""
@@ -604,15 +605,6 @@ def _over_lanes_batch(axis_data, operands, dims, *, run):
 batching.fancy_primitive_batchers[over_lanes_p] = _over_lanes_batch
 
 
-@dc.dataclass(frozen=True)
-class _Options:
-    names: tuple[Any, ...] | None
-    modes: tuple[str, ...] | None
-    every: int
-    ordered: bool
-    marking: Any
-
-
 class _Tapped(Transformed):
     _fn: Callable
     # These may hold arrays.
@@ -622,7 +614,7 @@ class _Tapped(Transformed):
     _options: Const = eqx.field(static=True)
 
     def _run(self, args, kwargs):
-        options: _Options = self._options.value
+        options: Options = self._options.value
         program = trace(self._fn, args, kwargs, options.marking)
         return program.output(_evaluate(self, program, program.closed, program.inputs))
 
@@ -676,37 +668,31 @@ def _evaluate(self: _Tapped, program: Program, closed: Any, inputs: Sequence[Any
 
 
 def _walk(self: _Tapped, program: Program, closed: Any, inputs: Sequence[Any]):
-    options: _Options = self._options.value
+    options: Options = self._options.value
     program = dc.replace(program, closed=closed)
-    names, tag = options.names, options.marking.tag
-    nothing: Any = None
-    start = _Place(nothing, (), False, False)
-    everything = [p for p in _places(closed, start) if p.site.tag == tag]
+    names, tag = options.names, options.tag
+    nowhere: Any = None
+    everything = [p for p in _places(closed, _Place(nowhere)) if p.site.tag == tag]
     known = dict.fromkeys(p.site.name for p in everything)
     check_known("tap(..., names=...)", names, known)
     if isinstance(self._transform, Mapping):
         check_known("tap(..., transform=...)", self._transform, known)
     places = [p for p in everything if names is None or matches(names, p.site.name)]
     mode_of = labels({p.site.key for p in places})
-    _check_modes(options.modes, mode_of)
-    chosen = {
-        key: mode
-        for key, mode in mode_of.items()
-        if options.modes is None or mode in options.modes
-    }
+    check_modes("tap", options, mode_of.values())
+    chosen = wanted(options, mode_of)
     places = [p for p in places if p.site.key in chosen]
     _check_order(closed, places)
-    program.check_recomputed(
-        [k for k, m in chosen.items() if m.startswith("primal.") and "cotangent" in m],
-        tag,
-        'Leave this derivative out, `modes=("primal", "cotangent")`, or take the '
-        "`jax.checkpoint` away.",
-    )
+    check_second_derivatives(program, options, chosen)
     counts = {p.slot: p.start() for p in places}
     handler = _Tap(
         tag=tag,
         chosen=tuple(chosen.items()),
-        forward=frozenset(p.site.key for p in places if not p.replay),
+        ran=frozenset(
+            (p.site.key, (*p.calls, p.site.origin))
+            for p in places
+            if p.inside.replayed(p.site) is None
+        ),
         elsewhere=frozenset(p.site.name for p in places if not p.solver),
         slots=tuple(counts),
         callback=self._callback,
@@ -720,16 +706,6 @@ def _walk(self: _Tapped, program: Program, closed: Any, inputs: Sequence[Any]):
     carry = {str(i): count for i, count in enumerate(counts.values())}
     outs, _ = program.evaluate(handler, Given(carry), *inputs)
     return outs
-
-
-def _check_modes(modes: Sequence[str] | None, mode_of: Mapping[Any, str]) -> None:
-    there = dict.fromkeys(mode_of.values())
-    for mode in modes or ():
-        if mode not in there:
-            raise UnknownSowError(
-                f"`tap(..., modes=...)`: no selected sow has the mode {mode!r} here. "
-                f"The modes there are: {', '.join(map(repr, there)) or 'none at all'}."
-            )
 
 
 def _check_order(closed: Any, places: Sequence[_Place]) -> None:
@@ -878,43 +854,16 @@ def tap(
         out = eqx_sow.tap(jax.grad(fn), when=not_finite)(1.0)
         ```
     """
-    options: dict[str, Any] = dict(
-        tag=tag,
-        names=names,
-        modes=modes,
-        capture=capture,
-        methods=methods,
-        inputs=inputs,
-        scope=scope,
-        transform=transform,
-        when=when,
-        every=every,
-        ordered=ordered,
-    )
+    options = {k: v for k, v in locals().items() if k not in ("fn", "callback")}
     if fn is _unset:
         return lambda fn: tap(fn, callback, **options)
-    marking = opt.as_marking("tap", fn, tag, capture, methods, inputs, scope)
-    opt.check_transform("tap", transform)
+    static, arrays = opt.checked("tap", fn, options)
     if not (callback is None or callable(callback)):
         raise TypeError(
             f"`tap(fn, callback)` takes a function of an event, not {callback!r}."
         )
-    if not (when is None or callable(when)):
-        raise TypeError(
-            f"`tap(..., when=...)` takes a function of the value, not {when!r}."
-        )
-    if isinstance(every, bool) or not isinstance(every, int):
-        raise TypeError(f"`tap(..., every=...)` takes an integer, not {every!r}.")
-    if every < 1:
-        raise ValueError(f"`tap(..., every=...)` is at least 1, not {every}.")
     callback = _print if callback is None else callback
     # What may hold arrays is not compared.
     kind = Const if isinstance(callback, _FUNCTIONS) else Same
-    static = _Options(
-        opt.as_names("tap", names),
-        opt.as_modes("tap", modes),
-        every,
-        bool(ordered),
-        marking,
-    )
-    return wrap(_Tapped, fn, transform, when, kind(callback), Const(static))
+    arrays = arrays["transform"], arrays["when"]
+    return wrap(_Tapped, fn, *arrays, kind(callback), Const(static))

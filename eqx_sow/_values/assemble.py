@@ -1,104 +1,123 @@
 """From what was captured to `intermediates[name][mode]`."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .._errors import SowError
-from .._transforms.collect import Collect, is_backward, Sown
-from .._walk.handler import Taken
 from . import entry as _entry, merge as _merge, reduce as _reduce
 from .entry import Entry
+from .intermediates import in_order, Intermediates
+from .modes import is_backward
+from .reduce import Reducers, Reduction
+from .sown import Sown
 
 
 def assemble(
-    collect: Collect, taken: Taken, order: Sequence[Any]
-) -> dict[str, dict[str, Any]]:
-    """`intermediates[name][mode]`, in order of execution; `order` is that of the keys
-    that have a state."""
-    sown: Sown = taken.rest
-    values: dict[Any, Any] = {}
+    sown: Sown,
+    states: Mapping[Any, Reduction],
+    reducers: Reducers,
+    wanted: Mapping[Any, str],
+) -> Intermediates:
+    """`intermediates[name][mode]`, in order of execution. `states` are those of the
+    reducers that have one. `wanted` says for each `Site.key` that comes back what its
+    mode is called."""
+    results = _placed(sown.entries, reducers)
+    for key, state in states.items():
+        results[key] = _reduce.finished(reducers(key[0]), state)
+    out: dict[str, dict[str, Any]] = {name: {} for name, _ in sown.seen}
     counts: dict[str, Any] = {}
-    places: dict[Any, list[Entry]] = {}
-    named: dict[str, list[Entry]] = {}
-    for e in sown.entries:
-        places.setdefault(e.site.key, []).append(e)
-        named.setdefault(e.site.name, []).append(e)
-    for key, entries in places.items():
-        append = collect.appends(key[0])
-        if len(entries) > 1 and not append:
-            raise _merge.duplicate(entries[0].site, entries[1].site)
-        conditional = any([e.counted for e in entries])
-        full: list[Any] = _in_order(key, named[key[0]]) if append else entries
-        if conditional:
-            full = [e and _entry.with_count(e) for e in full]
-        full = [e and _entry.full(e) for e in full]
-        value = tuple(e and _entry.value(e) for e in full)
-        values[key] = value if append else value[0]
-        if conditional:
-            count = tuple(e and e.arrays[-1] for e in full)
-            counts.setdefault(key[0], count if append else count[0])
-    for key in order:
-        state = taken.carry[key]
-        reducer = collect.reducer(key[0])
-        values[key], count = _reduce.finish(reducer, state)
-        if state.conditional or isinstance(reducer, _reduce.Buffer):
+    for key, (value, count) in results.items():
+        if key in wanted:
+            out[key[0]][wanted[key]] = value
+        if count is not None:
             counts.setdefault(key[0], count)
-    mode_of = labels(values)
-    out: dict[str, dict[str, Any]] = {name: {} for name in sown.seen}
-    for key, value in values.items():
-        if collect.has(mode_of[key]):
-            out[key[0]][mode_of[key]] = value
     for name, count in counts.items():
         if out[name]:
             out[name]["count"] = count
-    return {name: modes for name, modes in out.items() if modes}
+    return Intermediates({n: in_order(modes) for n, modes in out.items() if modes})
+
+
+def _placed(entries: Sequence[Entry], reducers: Reducers) -> dict[Any, tuple[Any, Any]]:
+    """The value of each `Site.key` that is not reduced, and its count if it has one; of
+    each place, where there may be several."""
+    by_key: dict[Any, list[Entry]] = {}
+    by_name: dict[str, list[Entry]] = {}
+    for e in entries:
+        by_key.setdefault(e.site.key, []).append(e)
+        by_name.setdefault(e.site.name, []).append(e)
+    results = {}
+    for key, same in by_key.items():
+        conditional = any(e.counted for e in same)
+        if reducers(key[0]) is not None:
+            places = _in_order(key, by_name[key[0]])
+            values, counts = zip(*[_finished(e, conditional) for e in places])
+            results[key] = values, counts if conditional else None
+        elif len(same) > 1:
+            raise _merge.duplicate(same[0].site, same[1].site)
+        else:
+            results[key] = _finished(same[0], conditional)
+    return results
+
+
+def _finished(entry: Entry | None, conditional: bool) -> tuple[Any, Any]:
+    if entry is None:
+        return None, None
+    entry = _entry.full(_entry.with_count(entry) if conditional else entry)
+    return _entry.value(entry), entry.arrays[-1] if conditional else None
 
 
 def _in_order(key: Any, entries: Sequence[Entry]) -> list[Entry | None]:
-    """For `Append`, the entries of one key, from all of its name. Those of a backward
-    pass, which goes first through what ran last, are put in the order of their
-    primals."""
+    """The entries of one key, from all of its name. Those of a backward pass, which
+    goes first through what ran last, are put in the order of their primals: a sow and
+    its derivatives have one origin."""
     mine = [e for e in entries if e.site.key == key]
     primals = [e for e in entries if not e.site.modes]
-    if not is_backward(key) or not primals:
+    if not is_backward(key[1]) or not primals:
         return list(mine)
+    if len(mine) > 1 and any(len(e.guards) > 1 for e in mine):
+        raise _unclear(mine[0])
     order: list[Entry | None] = [None] * len(primals)
-    # The primals whose cotangent is still to come, and the lines of their sows.
-    waiting: list[tuple[int, set[str]]] = []
-    unclear = len(mine) > 1 and any(len(e.guards) > 1 for e in mine)
+    never_ran_forward = []
+    # The primals that have run, and whose cotangent is still to come.
+    waiting: list[int] = []
+    unsure: set[int] = set()
     n = 0
     for e in entries:
         if not e.site.modes:
-            if e.site.differentiated > key[2][0]:
-                waiting.append((n, set(_merge.places(e.site))))
+            waiting.append(n)
             n += 1
         elif e.site.key == key:
-            lines = _merge.places(e.site)
-            same = [w for w in waiting if not w[1].isdisjoint(lines)]
-            if not same:
-                unclear = True
-                break
-            order[same[-1][0]] = e
-            waiting.remove(same[-1])
-    if unclear or waiting:
-        site = mine[0].site
-        raise SowError(
-            f"`{site.name}` is sown several times (one is at {site.where}): which "
-            f"{site.mode} belongs to which primal cannot be told. Give the values "
-            "different names."
-        )
-    return order
+            fits = _candidates(e, [(i, primals[i]) for i in waiting])
+            if not fits:
+                never_ran_forward.append(e)
+                continue
+            if len(fits) > 1:
+                # Which of them ran backward first? The last one, in a single pass.
+                # Functions from `jax.vjp` may be called in any order, so that is sure
+                # only if each of them needs what comes from the one before.
+                unsure.update(fits)
+                if e.unordered:
+                    raise _unclear(e)
+            order[fits[-1]] = e
+            waiting.remove(fits[-1])
+    if not unsure.isdisjoint(waiting):
+        raise _unclear(mine[0])
+    return [*order, *never_ran_forward]
 
 
-def labels(keys: Iterable[Any]) -> dict[Any, str]:
-    """What to call the mode of each `Site.key`. Where a value was differentiated twice
-    by one mode, the outer derivative is called `primal.cotangent`."""
-    taken: set[tuple[str, str]] = set()
-    found = {}
-    for key in sorted(keys, key=lambda k: k[2]):
-        name, label, _ = key
-        while (name, label) in taken:
-            label = f"primal.{label}"
-        taken.add((name, label))
-        found[key] = label
-    return found
+def _candidates(e: Entry, primals: Sequence[tuple[int, Entry]]) -> list[int]:
+    """Of which primals `e` may be the derivative."""
+    same = [(i, p) for i, p in primals if not e.origins.isdisjoint(p.origins)]
+    order = e.site.orders[:1]
+    same = [(i, p) for i, p in same if (p.site.differentiated,) > order] or same
+    # JAX has one jaxpr, and so one sow, for a jitted function that is called twice: the
+    # calls are told apart by where they are.
+    return [i for i, p in same if e.paths & p.paths] or [i for i, _ in same]
+
+
+def _unclear(e: Entry) -> SowError:
+    return SowError(
+        f"`{e.site.name}` is sown several times (one is at {e.site.where}): which "
+        f"{e.site.mode} belongs to which primal cannot be told. Give the values "
+        "different names."
+    )

@@ -2,6 +2,25 @@
 
 The arrays of an `Entry` keep only the axes that they really vary over. `Site.axes` says
 which axes the entry has in all; they are filled in once, at the very end.
+
+An example: a vmap of 2 lanes in a scan of 3 iterations in a vmap of 5 lanes,
+
+    def f(x):                                            # under vmap, 5 lanes
+        def body(c, _):                                  # 3 iterations
+            jax.vmap(lambda y: sow((c, y), "a"))(ys)     # 2 lanes
+            return jnp.sin(c), None
+        return lax.scan(body, x, None, length=3)
+
+where `c` varies over the outer lanes and `y` over the inner ones. As JAX traces it,
+the inner vmap comes first. It gives the sow `Axis(2, has=(False, True), loops=0)`. The
+outer vmap batches the scan, and the sow inside as part of that: its axis, of which
+`loops=1` says that a loop is between it and the sow, goes in front, `Axis(5, has=(True,
+False), loops=1)`. So the operands are `c[5]` and `y[2]`, and the axes are (5, 2).
+
+When the walk leaves the scan, each array has a new leading axis: `c[3, 5]`, `y[3, 2]`.
+`stacked` moves it inside of the axes that are outside of the loop (those with `loops >
+0`, which count one less now): `c[5, 3]`, `y[3, 2]`, and the axes are (5, 3, 2), as the
+program is nested. At the end `full` fills in what is missing: both are `[5, 3, 2]`.
 """
 
 import dataclasses as dc
@@ -11,13 +30,19 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.extend.core as jexc
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
+from .. import _compat
 from .._arrays import select
 from .._errors import calling
 from .._mark.site import Axis, Located, out_of_loop, Site
-from .._mark.static import rebuild, take_apart
+from .._mark.static import Const, OPERAND, rebuild, take_apart
+from .modes import is_backward
+
+
+Path = tuple[Any, ...]
 
 
 @jtu.register_dataclass
@@ -26,13 +51,25 @@ class Entry:
     """What was captured, and the site as it would be if `arrays` were its operands.
 
     If `counted`, the last array is the count: how many times the sow ran. `guards` has
-    those of each sow that the entry was made of; the site has none any more.
+    those of each sow that the entry was made of; the site has none any more. `paths`
+    tell the executions of one equation apart: for each sow that the entry was made of,
+    the calls around it, from outside in, and last its origin. `unordered`: there is
+    another entry of the same origin, and nothing says which of them ran first.
+    `replayed` is the end of such a path, if the sow is in a loop of a backward pass:
+    another entry whose path ends so is the execution that is replayed there.
     """
 
     arrays: tuple[Any, ...]
     site: Site = dc.field(metadata=dict(static=True))
     counted: bool = dc.field(default=False, metadata=dict(static=True))
     guards: tuple[Located, ...] = dc.field(default=(), metadata=dict(static=True))
+    paths: frozenset[Path] = dc.field(default=frozenset(), metadata=dict(static=True))
+    unordered: bool = dc.field(default=False, metadata=dict(static=True))
+    replayed: Path | None = dc.field(default=None, metadata=dict(static=True))
+
+    @property
+    def origins(self) -> set[Any]:
+        return {path[-1] for path in self.paths}
 
     def core_shape(self, i: int) -> tuple[int, ...]:
         """The shape of array `i` without its leading axes."""
@@ -72,8 +109,8 @@ def from_site(site: Site, operands: Sequence[Any], transform: Callable | None) -
     treedef, leaves = site.treedef, site.leaves
     values, value_has = list(operands[n_guards:]), has[n_guards:]
     if transform is not None:
-        treedef, leaves, values, value_has = _transform(
-            transform, site, values, value_has
+        treedef, leaves, values, value_has = transformed(
+            transform, site, axes, values, value_has
         )
     if n_guards:
         run_has = tuple(map(any, zip(*has[:n_guards])))
@@ -108,37 +145,70 @@ def with_has(axes: Sequence[Axis], has: Sequence[Sequence[bool]]) -> tuple[Axis,
     return tuple(a._replace(has=tuple(h[i] for h in has)) for i, a in enumerate(axes))
 
 
-def _transform(fn, site, values, has):
-    """Applies `fn` to the value as the code at the sow sees it, for each lane."""
-    form = []
+def transformed(
+    fn: Callable,
+    site: Site,
+    axes: Sequence[Axis],
+    values: Sequence[Any],
+    has: Sequence[tuple[bool, ...]],
+    what: str = "transform",
+) -> tuple[Const, tuple[Any, ...], list[Any], list[tuple[bool, ...]]]:
+    """Applies `fn` to the value as the code at the sow sees it, for each lane. Returns
+    what there is of the result: its treedef, its leaves, arrays, and their axes."""
+    form: list[Any] = []
 
     def apply(*values):
         out = fn(rebuild(site.treedef, site.leaves, values))
         arrays, *form[:] = take_apart(out)
         return list(map(jnp.asarray, arrays))
 
-    over = tuple(any(h[i] for h in has) for i in range(len(site.axes)))
-    with calling("transform", site):
-        values = for_each_lane(apply, site.axes, has)(*values)
-    return *form, values, [over] * len(values)
+    over = tuple(any(h[k] for h in has) for k in range(len(axes)))
+    out = None
+    with calling(what, site):
+        if is_backward(site.mode) and any(h != over for h in has):
+            # What is computed from the total of all lanes alone is no value of a lane.
+            shapes = [
+                jax.ShapeDtypeStruct(jnp.shape(x)[sum(h) :], x.dtype)
+                for x, h in zip(values, has)
+            ]
+            out = [
+                tuple(any(has[i][k] for i in read) for k in range(len(axes)))
+                for read in _inputs_read(jax.make_jaxpr(apply)(*shapes))
+            ]
+        values = for_each_lane(apply, axes, has, out)(*values)
+    treedef, leaves = form
+    return treedef, leaves, values, out or [over] * len(values)
+
+
+def _inputs_read(closed: Any) -> list[set[int]]:
+    """For each output of a jaxpr, the inputs that it may depend on."""
+    jaxpr, _ = _compat.open_jaxpr(closed)
+    read = {v: {i} for i, v in enumerate(jaxpr.invars)}
+
+    def by(atoms) -> set[int]:
+        variables = [v for v in atoms if not isinstance(v, jexc.Literal)]
+        return set().union(*[read.get(v, set()) for v in variables])
+
+    for eqn in jaxpr.eqns:
+        read.update(dict.fromkeys(eqn.outvars, by(eqn.invars)))
+    return [by([v]) for v in jaxpr.outvars]
 
 
 def for_each_lane(
     fn: Callable,
     axes: Sequence[Axis],
     has: Sequence[Sequence[bool]],
-    keep: bool = False,
+    out: Sequence[Sequence[bool]] | None = None,
 ) -> Callable:
     """`fn`, of values as the code at the sow sees them, as a function of operands.
-    With `keep`, what it returns has the axes of what it is given."""
-    for i in reversed(range(len(axes))):
-        which = tuple(0 if h[i] else None for h in has)
-        if any(h[i] for h in has):
+    `out` says which axes each of its results has; else, they have all."""
+    for k in reversed(range(len(axes))):
+        if any(h[k] for h in has):
             fn = jax.vmap(
                 fn,
-                in_axes=which,
-                out_axes=list(which) if keep else 0,
-                axis_size=axes[i].size,
+                in_axes=tuple(0 if h[k] else None for h in has),
+                out_axes=0 if out is None else [0 if h[k] else None for h in out],
+                axis_size=axes[k].size,
             )
     return fn
 
@@ -193,17 +263,33 @@ def varying(entry: Entry) -> Entry:
     return entry.replace(entry.arrays, axes)
 
 
+def final_axes(site: Site, counted: bool) -> list[tuple[bool, ...]]:
+    """Which of the axes each array of an entry has in what comes back: all that any of
+    them varies over. But a cotangent has its own lanes only: that of a leaf which is
+    the same for all lanes is their total, and would be wrong in each of them."""
+    n_values = sum(leaf is OPERAND for leaf in site.leaves)
+    varies = [not a.lane or any(a.has) for a in site.axes]
+    own = is_backward(site.mode)
+    return [
+        tuple(
+            v and (h or not (own and a.lane and i < n_values))
+            for v, h, a in zip(varies, site.has(i), site.axes)
+        )
+        for i in range(n_values + counted)
+    ]
+
+
 def full(entry: Entry) -> Entry:
-    """With all its axes on each array."""
+    """With its `final_axes`."""
     if not entry.site.axes:
         return entry
-    entry = varying(entry)
     axes = entry.site.axes
-    every = (True,) * len(axes)
+    final = final_axes(entry.site, entry.counted)
     arrays = [
-        broadcast(x, entry.site.has(i), every, axes) for i, x in enumerate(entry.arrays)
+        broadcast(x, entry.site.has(i), has, axes)
+        for i, (x, has) in enumerate(zip(entry.arrays, final))
     ]
-    return entry.replace(arrays, with_has(axes, [every] * len(arrays)))
+    return varying(entry.replace(arrays, with_has(axes, final)))
 
 
 def value(entry: Entry) -> Any:

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 from .._arrays import leading, select
 from .._errors import DuplicateSowError, SowError
 from .._mark.site import Axis, Located, Site
-from .._mark.static import rebuild
+from .._mark.static import NoTangent, OPERAND, rebuild
 from .entry import align, broadcast, either, Entry, with_count, with_has
+from .modes import is_backward
 
 
 def choose(sites: Sequence[Site], operands: Sequence[Sequence[Any]]):
@@ -38,6 +39,48 @@ def choose(sites: Sequence[Site], operands: Sequence[Sequence[Any]]):
     return site, [*operands[0][:n], *values]
 
 
+# --- leaves that only some of the sows differentiate ---
+def common_leaves(sites: Sequence[Site]) -> tuple[Any, ...]:
+    """Those of the first, but an operand wherever any of them has one and the others
+    do not differentiate the leaf."""
+    first, *others = [s.leaves for s in sites]
+    if any(s.treedef != sites[0].treedef for s in sites):
+        return first
+    return tuple(
+        OPERAND if isinstance(x, NoTangent) and any(y is OPERAND for y in column) else x
+        for x, *column in zip(first, *others)
+    )
+
+
+def fill(
+    site: Site, arrays: Sequence[Any], leaves: Sequence[Any]
+) -> tuple[Site, list[Any]]:
+    """A site, and its operands, with zeros for the leaves that are operands in
+    `leaves`, and which it does not differentiate itself."""
+    missing = [
+        isinstance(x, NoTangent) and y is OPERAND for x, y in zip(site.leaves, leaves)
+    ]
+    if not any(missing):
+        return site, list(arrays)
+    n = len(site.guards)
+    new = [(x, site.has(i)) for i, x in enumerate(arrays)]
+    at = n
+    for x, m in zip(site.leaves, missing):
+        if m:
+            zeros = jnp.zeros(x.shape, x.tangent_dtype)
+            new.insert(at, (zeros, (False,) * len(site.axes)))
+        at += m or x is OPERAND
+    arrays, has = zip(*new)
+    filled = tuple(OPERAND if m else x for x, m in zip(site.leaves, missing))
+    return site._replace(leaves=filled, axes=with_has(site.axes, has)), list(arrays)
+
+
+def with_leaves(entry: Entry, leaves: Sequence[Any]) -> Entry:
+    site, arrays = fill(entry.site, entry.arrays, leaves)
+    return dc.replace(entry, arrays=tuple(arrays), site=site)
+
+
+# --- one form for several entries ---
 def _common_axes(entries: Sequence[Entry]) -> list[Axis]:
     """The axes that entries of the same name have in all. An entry may lack some, if it
     does not vary over a vmap."""
@@ -67,14 +110,18 @@ def _embeddings(few: Sequence[Any], many: Sequence[Any]) -> int:
 
 def unify(entries: Sequence[Entry]) -> Entry:
     """A counted entry, as shapes, that has room for each of `entries`."""
-    entries = [jax.eval_shape(with_count, e) for e in entries]
+    leaves = common_leaves([e.site for e in entries])
+    entries = [
+        jax.eval_shape(lambda e: with_count(with_leaves(e, leaves)), e) for e in entries
+    ]
     first = entries[0]
     for e in entries[1:]:
         _check_same(first, e)
     axes = _common_axes(entries)
-    has = [placed(e, axes, i) for e in entries for i in range(len(e.arrays))]
     n = len(first.arrays)
-    has = [tuple(map(any, zip(*has[i::n]))) for i in range(n)]
+    all_has = [[placed(e, axes, i) for i in range(n)] for e in entries]
+    _check_totals(entries, axes, all_has)
+    has = [tuple(map(any, zip(*same))) for same in zip(*all_has)]
     # Wherever the count varies, the value does too: it may not have run there.
     has = [either(h, has[-1]) for h in has]
     arrays = tuple(
@@ -87,21 +134,22 @@ def unify(entries: Sequence[Entry]) -> Entry:
     guards = ()
     if all(e.guards for e in entries):
         guards = tuple(dict.fromkeys(g for e in entries for g in e.guards))
-    site = _of_all([e.site for e in entries])._replace(axes=with_has(axes, has))
-    return dc.replace(first, arrays=arrays, site=site, guards=guards)
+    return dc.replace(
+        first,
+        arrays=arrays,
+        site=_of_all([e.site for e in entries])._replace(axes=with_has(axes, has)),
+        guards=guards,
+        paths=frozenset().union(*[e.paths for e in entries]),
+        unordered=any(e.unordered for e in entries),
+    )
 
 
 def _of_all(sites: Sequence[Site]) -> Site:
     """The first, in the places of all, and differentiated as often as any of them."""
     return sites[0]._replace(
-        where=" or ".join(dict.fromkeys(w for s in sites for w in places(s))),
+        where=" or ".join(dict.fromkeys(s.where for s in sites)),
         differentiated=max(s.differentiated for s in sites),
     )
-
-
-def places(site: Site) -> list[str]:
-    """`Site.where`, of a site that may be several in one."""
-    return site.where.split(" or ")
 
 
 def placed(entry: Entry, axes: Sequence[Axis], i: int) -> tuple[bool, ...]:
@@ -114,7 +162,7 @@ def placed(entry: Entry, axes: Sequence[Axis], i: int) -> tuple[bool, ...]:
 
 def conform(entry: Entry, target: Entry) -> Entry:
     """`entry`, in the form of `target`, which came from `unify`."""
-    entry = with_count(entry)
+    entry = with_count(with_leaves(entry, target.site.leaves))
     axes = target.site.axes
     arrays = tuple(
         broadcast(x, placed(entry, axes, i), target.site.has(i), axes)
@@ -141,6 +189,13 @@ def latest(old: Entry, new: Entry) -> Entry:
     return dc.replace(new, arrays=(*values, old_count + new_count))
 
 
+def merge(a: Entry, b: Entry) -> Entry:
+    """One entry from two of the same name, in exclusive branches."""
+    target = unify([a, b])
+    return latest(conform(a, target), conform(b, target))
+
+
+# --- branches ---
 def exclusive(a: Entry, b: Entry, execution: Callable[[Any], Any]) -> bool:
     """Whether the two are in different branches of one cond. `execution` says of the
     operand of a guard to which execution of the cond it belongs."""
@@ -168,18 +223,19 @@ def relocated(entry: Entry, there: Callable[[Any], Any]) -> Entry:
     return dc.replace(entry, guards=tuple(map(moved, entry.guards)))
 
 
-def merge(a: Entry, b: Entry) -> Entry:
-    """One entry from two of the same name, in exclusive branches."""
-    target = unify([a, b])
-    return latest(conform(a, target), conform(b, target))
-
-
+# --- errors ---
 def duplicate(a: Site, b: Site, remedy: str = "") -> DuplicateSowError:
     twice = a.where == b.where
-    places = f"at {a.where}" + (", which runs twice" if twice else f" and at {b.where}")
+    places = a.where + (
+        ", which runs more than once" if twice else f" and at {b.where}"
+    )
+    if b.replay and not a.replay:
+        places += (
+            " (the latter in a backward pass, so in the `bwd` of a `jax.custom_vjp`)"
+        )
     if "/" in a.name or a.name == ".":
         paths = (
-            "If this is the path of a module, it is called twice, or a `sow` in there "
+            "if this is the path of a module, it is called twice, or a `sow` in there "
             'has its name: choose with `capture=lambda path, module: path != "..."`'
         )
     else:
@@ -189,12 +245,16 @@ def duplicate(a: Site, b: Site, remedy: str = "") -> DuplicateSowError:
         "eqx_sow.Append()})` returns a tuple of both, `eqx_sow.Last()` the later one."
     )
     return DuplicateSowError(
-        f"`{a.name}` is sown twice ({a.mode}): {places}. Give the two values different "
-        f"names ({paths}), {remedy}"
+        f"`{a.name}` is sown twice ({a.mode}): at {places}. Give the two values "
+        f"different names ({paths}), {remedy}"
     )
 
 
 def _check_same(a: Entry, b: Entry) -> None:
+    def form(e):
+        arrays = [(e.core_shape(i), x.dtype) for i, x in enumerate(e.arrays)]
+        return e.site.treedef, e.site.leaves, arrays
+
     def describe(e):
         values = [
             jax.ShapeDtypeStruct(e.core_shape(i), x.dtype)
@@ -202,19 +262,31 @@ def _check_same(a: Entry, b: Entry) -> None:
         ]
         return rebuild(e.site.treedef, e.site.leaves, values)
 
-    same = (
-        (a.site.treedef, a.site.leaves) == (b.site.treedef, b.site.leaves)
-        and len(a.arrays) == len(b.arrays)
-        and all(
-            a.core_shape(i) == b.core_shape(i)
-            and a.arrays[i].dtype == b.arrays[i].dtype
-            for i in range(len(a.arrays))
-        )
-    )
-    if not same:
+    if form(a) != form(b):
         raise SowError(
             f"`{a.site.name}` is sown in several branches, and their values differ in "
             f"structure, shape or dtype: {describe(a)} at {a.site.where}, but "
             f"{describe(b)} at {b.site.where}. Sow values of one form, or give the "
             "sows different names."
+        )
+
+
+def _check_totals(
+    entries: Sequence[Entry],
+    axes: Sequence[Axis],
+    all_has: Sequence[Sequence[tuple[bool, ...]]],
+) -> None:
+    """The total of all lanes and the cotangent of each lane have no common form."""
+    lanes = [[h for h, a in zip(of, axes) if a.lane] for has in all_has for of in has]
+    first = entries[0].site
+    n = len(all_has[0])
+    if is_backward(first.mode) and any(
+        lanes[i] != lanes[i % n] for i in range(len(lanes)) if i % n != n - 1
+    ):
+        raise SowError(
+            f"`{first.name}` is sown in several branches, at "
+            f"{' and at '.join(e.site.where for e in entries)}. A leaf is the same for "
+            "all lanes of a `jax.vmap` in one of them, where its cotangent is the "
+            "total, and has a cotangent for each lane in another. They cannot become "
+            "one value: give the sows different names."
         )

@@ -4,7 +4,7 @@ import dataclasses as dc
 import math
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import equinox as eqx
 import jax
@@ -12,16 +12,46 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from .._errors import calling, SowError
-from .._mark.site import Axis, Site
+from .._mark.site import Site
 from .._mark.static import rebuild
 from . import entry as _entry, merge as _merge
 from .entry import Entry
 
 
 class Reducer(eqx.Module):
-    """For `save_intermediates(..., reduce=...)`."""
+    """For `save_intermediates(..., reduce=...)`.
 
-    def _finish(self, acc: Any, count: Any) -> Any:
+    A reducer says how a state, `acc`, goes through the executions of a sow. It sees
+    one lane at a time: `values` are the array leaves of a value as the code at the sow
+    sees it, and `site` says what the others are. `acc` is a PyTree of arrays whose
+    shapes stay as they are, and `count` is how many executions there were before.
+    """
+
+    # Whether it has a state at all. If not, each place in straight-line code keeps an
+    # entry of its own.
+    has_state: ClassVar[bool] = True
+    # Whether `acc` has one array for each of `values`, so that the PyTree of the value
+    # is also that of the result.
+    keeps_structure: ClassVar[bool] = True
+    # Whether the count of executions is part of the result.
+    counts: ClassVar[bool] = False
+
+    @property
+    def lead(self) -> tuple[int, ...]:
+        """The axes that the arrays in the result have before those of the value."""
+        return ()
+
+    def start(self, site: Site, values: Sequence[Any]) -> Any:
+        """`acc` before the first execution, given zeros for the values."""
+        del site
+        return [jnp.zeros_like(x, shape=(*self.lead, *x.shape)) for x in values]
+
+    def step(self, site: Site, acc: Any, count: Any, values: Sequence[Any]) -> Any:
+        """`acc` after one more execution."""
+        raise NotImplementedError
+
+    def finish(self, acc: Any, count: Any) -> Any:
+        """The result, after the last execution."""
         del count
         return acc
 
@@ -31,7 +61,8 @@ class Append(Reducer):
     which the name is sown, in order of execution. A place in a loop is stacked.
 
     Cotangents, which are computed backward, are in the same order: the first entry is
-    that of the first place, or `None` if that has none.
+    that of the first place, or `None` if that has none. Cotangents of sows that never
+    ran forward, as in `jax.linear_transpose`, come after these.
 
     !!! example
 
@@ -47,6 +78,8 @@ class Append(Reducer):
         first, second = intermediates["x"]["primal"]  # both of shape (3,)
         ```
     """
+
+    has_state = False
 
 
 class Last(Reducer):
@@ -71,12 +104,8 @@ class Last(Reducer):
         ```
     """
 
-    def _init(self, values, build):
-        del build
-        return [jnp.zeros_like(x) for x in values]
-
-    def _step(self, acc, count, values, build):
-        del acc, count, build
+    def step(self, site, acc, count, values):
+        del site, acc, count
         return values
 
 
@@ -110,7 +139,9 @@ class Fold(Reducer):
         ```
     """
 
-    initial: Any
+    keeps_structure = False
+
+    init: Any
     fn: Callable[[Any, Any], Any]
 
     def __init__(self, init: Any, fn: Callable[[Any, Any], Any]):
@@ -126,27 +157,26 @@ class Fold(Reducer):
         [`eqx_sow.SowError`][], when it is used, if `fn` changes a shape or the
         structure.
         """
-        self.initial = init
+        self.init = init
         self.fn = fn
 
-    def _init(self, values, build):
-        init = self.initial() if callable(self.initial) else self.initial
-        init = jtu.tree_map(jnp.asarray, init)
-        new = jax.eval_shape(lambda *xs: self.fn(init, build(xs)), *values)
-        if jtu.tree_structure(new) != jtu.tree_structure(init) or any(
-            a.shape != b.shape
-            for a, b in zip(jtu.tree_leaves(new), jtu.tree_leaves(init))
-        ):
+    def start(self, site, values):
+        # A PyTree that can be called, such as a model, is a value all the same.
+        called = callable(self.init) and jtu.all_leaves([self.init])
+        first = jtu.tree_map(jnp.asarray, self.init() if called else self.init)
+        new = jax.eval_shape(lambda *xs: self.fn(first, _value(site, xs)), *values)
+        shapes = lambda tree: jtu.tree_map(jnp.shape, tree)
+        if shapes(new) != shapes(first):
             raise SowError(
-                "`eqx_sow.Fold(init, fn)`: `fn` must return what `acc` looks like. "
-                f"`acc` is {jax.eval_shape(lambda: init)}, and `fn` returned {new}."
+                f"`eqx_sow.Fold(init, fn)` for `sow(..., {site.name!r})` at "
+                f"{site.where}: `fn` must return what `acc` looks like. `acc` is "
+                f"{jax.eval_shape(lambda: first)}, and `fn` returned {new}."
             )
-        return jtu.tree_map(_as_dtype_of, new, init)
+        return jtu.tree_map(_as_dtype_of, new, first)
 
-    def _step(self, acc, count, values, build):
+    def step(self, site, acc, count, values):
         del count
-        new = self.fn(acc, build(values))
-        return jtu.tree_map(_as_dtype_of, acc, new)
+        return jtu.tree_map(_as_dtype_of, acc, self.fn(acc, _value(site, values)))
 
 
 class Buffer(Reducer):
@@ -176,6 +206,8 @@ class Buffer(Reducer):
         ```
     """
 
+    counts = True
+
     size: int = eqx.field(static=True)
     keep: Literal["first", "last"] = eqx.field(static=True)
 
@@ -201,26 +233,21 @@ class Buffer(Reducer):
         self.size = operator.index(size)
         self.keep = keep
 
-    def _init(self, values, build):
-        del build
-        return [jnp.zeros_like(x, shape=(self.size, *x.shape)) for x in values]
+    @property
+    def lead(self):
+        return (self.size,)
 
-    def _step(self, acc, count, values, build):
-        del build
+    def step(self, site, acc, count, values):
+        del site
         at = count % self.size if self.keep == "last" else count
         # An index past the end is dropped: that is `keep="first"`.
         return [a.at[at].set(x, mode="drop") for a, x in zip(acc, values)]
 
-    def _finish(self, acc, count):
+    def finish(self, acc, count):
         if self.keep == "first":
             return acc
         shift = jnp.where(count > self.size, -(count % self.size), 0)
         return [jnp.roll(a, shift, axis=0) for a in acc]
-
-
-def folds(reducer: Reducer | None) -> bool:
-    """Whether a reducer has a state that goes through loops."""
-    return not (reducer is None or isinstance(reducer, Append))
 
 
 @jtu.register_dataclass
@@ -228,40 +255,50 @@ def folds(reducer: Reducer | None) -> bool:
 class Reduction:
     """The state of a reducer for one name and mode.
 
-    The arrays of `acc` and `count` have a leading axis for each of `lanes`. `places` is
-    how many sows of the name there are in the program.
+    The arrays of `acc` and `count` have a leading axis for each of the axes of `site`,
+    all of them lanes; the last array of the site is the count. `places` is how many
+    sows of the name there are in the program.
     """
 
     acc: Any
     count: Any
     site: Site = dc.field(metadata=dict(static=True))
-    lanes: tuple[Axis, ...] = dc.field(metadata=dict(static=True))
     places: int = dc.field(metadata=dict(static=True))
     conditional: bool = dc.field(metadata=dict(static=True))
 
 
-def start(reducer: Any, entries: Sequence[Entry]) -> Reduction:
-    """The state before the first execution. `entries` is what would be captured at each
-    place without the reducer."""
-    entries = [_shapes_of_one(e) for e in entries]
-    form = entries[0] if len(entries) == 1 else _merge.unify(entries)
-    lanes = form.site.axes
+Reducers = Callable[[str], Any]
+
+
+def started(reducers: Reducers, entries: Sequence[Entry]) -> dict[Any, Reduction]:
+    """The states before the first execution, by `Site.key`. `entries` is what would be
+    captured without reducers; `reducers` says which is that of a name."""
+    by_key: dict[Any, list[Entry]] = {}
+    for e in entries:
+        by_key.setdefault(e.site.key, []).append(e)
+    return {key: _started(reducers(key[0]), places) for key, places in by_key.items()}
+
+
+def _started(reducer: Reducer, entries: Sequence[Entry]) -> Reduction:
+    form = _merge.unify([_shapes_of_one(e) for e in entries])
     values = [
         jnp.zeros_like(x, shape=form.core_shape(i))
-        for i, x in enumerate(form.arrays[: len(form.arrays) - form.counted])
+        for i, x in enumerate(form.arrays[:-1])
     ]
     with calling("reducer", form.site):
-        acc = reducer._init(values, _build(form.site))
-    sizes = tuple(a.size for a in lanes)
+        acc = reducer.start(form.site, values)
+    sizes = tuple(a.size for a in form.site.axes)
     acc = jtu.tree_map(lambda x: jnp.broadcast_to(x, (*sizes, *x.shape)), acc)
     count = jnp.zeros(sizes, jnp.int32)
     conditional = any(e.counted for e in entries)
-    return Reduction(acc, count, form.site, lanes, len(entries), conditional)
+    return Reduction(acc, count, form.site, len(entries), conditional)
 
 
-def step(reducer: Any, state: Reduction, entry: Entry) -> Reduction:
+def stepped(reducer: Reducer, state: Reduction, entry: Entry) -> Reduction:
     """The state after one more execution."""
-    site, counted = entry.site, entry.counted
+    site, counted, lanes = entry.site, entry.counted, state.site.axes
+    # JAX moves what does not depend on the iteration out of a loop: such a sow is met
+    # once, with an axis for the loop, and stands for as many executions.
     loops = [a.size for a in site.axes if not a.lane]
     if loops and state.places > 1:
         raise SowError(
@@ -270,19 +307,20 @@ def step(reducer: Any, state: Reduction, entry: Entry) -> Reduction:
             "out of the loop: the order of the executions is lost. Give that sow a "
             "name of its own."
         )
-    entry = _entry.with_count(_lanes_only(entry))
-    has = [_merge.placed(entry, state.lanes, i) for i in range(len(entry.arrays))]
+    entry = _merge.with_leaves(_lanes_only(entry), state.site.leaves)
+    entry = _entry.with_count(entry)
+    has = [_merge.placed(entry, lanes, i) for i in range(len(entry.arrays))]
 
     def one(acc, count, *arrays):
         *values, run = arrays
-        new = reducer._step(acc, count, values, _build(site))
+        new = reducer.step(state.site, acc, count, values)
         if not counted:
             return new, count + 1
         new = jtu.tree_map(lambda x, y: jnp.where(run > 0, x, y), new, acc)
         return new, count + run
 
-    every = (True,) * len(state.lanes)
-    one = _entry.for_each_lane(one, state.lanes, [every, every, *has])
+    every = (True,) * len(lanes)
+    one = _entry.for_each_lane(one, lanes, [every, every, *has])
     acc, count = state.acc, state.count
     if loops:
         acc, count = jax.lax.fori_loop(
@@ -293,24 +331,30 @@ def step(reducer: Any, state: Reduction, entry: Entry) -> Reduction:
     return dc.replace(state, acc=acc, count=count)
 
 
-def finish(reducer: Any, state: Reduction) -> tuple[Any, Any]:
-    """The value and the count. Arrays have the axes of the lanes first."""
-    every = (True,) * len(state.lanes)
-    finish = _entry.for_each_lane(reducer._finish, state.lanes, [every, every])
+def finished(reducer: Reducer, state: Reduction) -> tuple[Any, Any]:
+    """The value, and the count if there is to be one. Arrays have the axes of the lanes
+    first."""
+    site, lanes = state.site, state.site.axes
+    every = (True,) * len(lanes)
+    finish = _entry.for_each_lane(reducer.finish, lanes, [every, every])
     acc = finish(state.acc, state.count)
-    varies = [any(a.has) for a in state.lanes]
-    one_of_same = tuple(slice(None) if v else 0 for v in varies)
-    acc, count = jtu.tree_map(lambda x: x[one_of_same], (acc, state.count))
-    if isinstance(reducer, Fold):
-        return acc, count
-    lead = [a.size for a, v in zip(state.lanes, varies) if v]
-    if isinstance(reducer, Buffer):
-        lead.append(reducer.size)
-    return rebuild(state.site.treedef, state.site.leaves, acc, lead), count
+    *of_values, of_count = _entry.final_axes(site, counted=True)
+
+    def one_of_same(x, has):
+        return x[tuple(slice(None) if h else 0 for h in has)]
+
+    count = None
+    if state.conditional or reducer.counts:
+        count = one_of_same(state.count, of_count)
+    if not reducer.keeps_structure:
+        return jtu.tree_map(lambda x: one_of_same(x, of_count), acc), count
+    acc = list(map(one_of_same, acc, of_values))
+    lead = [a.size for a, h in zip(lanes, of_count) if h]
+    return rebuild(site.treedef, site.leaves, acc, (*lead, *reducer.lead)), count
 
 
-def _build(site: Site) -> Callable[[Any], Any]:
-    return lambda values: rebuild(site.treedef, site.leaves, values)
+def _value(site: Site, values: Sequence[Any]) -> Any:
+    return rebuild(site.treedef, site.leaves, values)
 
 
 def _lanes_only(entry: Entry) -> Entry:

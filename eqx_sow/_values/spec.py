@@ -1,5 +1,6 @@
 """Checks of captured values against jaxtyping annotations."""
 
+import collections
 import collections.abc as abc
 import contextlib
 import io
@@ -18,7 +19,7 @@ from beartype.roar import BeartypeException
 from .._errors import SowTypeError
 from .._mark.static import rebuild
 from .._names import lookup
-from .._transforms.collect import Check
+from .sown import Check
 
 
 def check(
@@ -90,8 +91,9 @@ def _fits(value: Any, annotation: Any) -> bool:
         return True
     if issubclass(origin, tuple) and args[-1] is not Ellipsis:
         return all(map(_fits, value, args))
-    if issubclass(origin, abc.Mapping):
-        key, item = args
+    if issubclass(origin, abc.Mapping) and origin is not collections.Counter:
+        # One that takes other parameters says nothing of its items that is known here.
+        key, item = args if len(args) == 2 else (Any, Any)
         return all(_fits(k, key) and _fits(v, item) for k, v in value.items())
     if issubclass(origin, abc.Collection):
         return all(_fits(v, args[0]) for v in value)

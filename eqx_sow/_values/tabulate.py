@@ -1,5 +1,6 @@
 """`tabulate`."""
 
+import contextlib
 import functools as ft
 import math
 import re
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
+from .. import _compat
 from .._errors import SowError
 from .intermediates import in_order, Intermediates
 from .summarize import as_array, as_real, is_numeric, measure, merged, Summary
@@ -213,7 +215,9 @@ def _device(name: Any, fn: Callable, *args: Any) -> Any:
         *jtu.tree_map(lambda x: np.asarray(x) if local(x) else x, args[1:]),
     )
     shardings = [x.sharding for x in jtu.tree_leaves(args) if isinstance(x, jax.Array)]
-    with jax.ensure_compile_time_eval():
+    # While a function is being traced, numbers are still numbers.
+    now = contextlib.nullcontext if _compat.is_eager() else jax.ensure_compile_time_eval
+    with now():
         return _compiled(fn, _everywhere(shardings))(*args)
 
 
@@ -285,7 +289,7 @@ def _fetched(rows: list[dict]) -> list[dict]:
         row["numbers"] = stats = dict(zip(_FIELDS, map(float, numbers)))
         size, bad = round(stats["size"]), round(stats["not_finite"])
         if row["value"] == _SUMMARY:
-            row["value"] = f"{size} entries"
+            row["value"] = f"{size} {'entry' if size == 1 else 'entries'}"
         if bad:
             row["finite"] = f"{bad}/{size}"
     return rows

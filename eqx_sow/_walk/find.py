@@ -131,13 +131,17 @@ _movements = {"broadcast_in_dim", "transpose", "reshape", "squeeze", "stop_gradi
 _makers: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
 
 
+def _makers_of(jaxpr: Any) -> dict[Any, Any]:
+    if jaxpr not in _makers:
+        _makers[jaxpr] = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+    return _makers[jaxpr]
+
+
 def root(jaxpr: Any, v: Any) -> Any:
     """What a variable comes from, up to steps that leave each of its values as it is.
     JAX takes them with the operands of a branch: `select_n(runs, stop_gradient(x), x)`.
     A tuple, if that is inside of a call."""
-    if jaxpr not in _makers:
-        _makers[jaxpr] = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
-    makers = _makers[jaxpr]
+    makers = _makers_of(jaxpr)
     while not isinstance(v, jexc.Literal) and v in makers:
         eqn = makers[v]
         i = eqn.outvars.index(v)
@@ -168,3 +172,54 @@ def _is_selected_operand(makers: dict[Any, Any], runs: Any, *cases: Any) -> bool
         and e.invars[0] is cases[-1]
         for e in eqns
     )
+
+
+def depends(jaxpr: Any, later: int, earlier: int) -> bool:
+    """Whether an equation of a jaxpr needs what an earlier one makes."""
+    made = set(jaxpr.eqns[earlier].outvars)
+    for eqn in jaxpr.eqns[earlier + 1 : later]:
+        if not made.isdisjoint(
+            v for v in eqn.invars if not isinstance(v, jexc.Literal)
+        ):
+            made.update(eqn.outvars)
+    last = jaxpr.eqns[later].invars
+    return not made.isdisjoint(v for v in last if not isinstance(v, jexc.Literal))
+
+
+def same_value(jaxpr: Any, u: Any, v: Any) -> bool:
+    """Whether two variables of a jaxpr are computed alike, from the same inputs."""
+    pairs, seen = [(u, v)], set()
+    while pairs:
+        u, v = (_through_sows(jaxpr, x) for x in pairs.pop())
+        if isinstance(u, jexc.Literal) or isinstance(v, jexc.Literal):
+            if not _equal(getattr(u, "val", None), getattr(v, "val", None)):
+                return False
+        elif u is not v and (u, v) not in seen:
+            seen.add((u, v))
+            d, e = (_makers_of(jaxpr).get(x) for x in (u, v))
+            if d is None or e is None or not _compute_alike(d, e):
+                return False
+            if d.outvars.index(u) != e.outvars.index(v):
+                return False
+            pairs.extend(zip(d.invars, e.invars))
+    return True
+
+
+def _compute_alike(d: Any, e: Any) -> bool:
+    return d.primitive is e.primitive and not d.effects and _equal(d.params, e.params)
+
+
+def _equal(x: Any, y: Any) -> bool:
+    try:
+        return bool(x == y)
+    except ValueError:  # arrays
+        return False
+
+
+def _through_sows(jaxpr: Any, v: Any) -> Any:
+    while not isinstance(v, jexc.Literal):
+        eqn = _makers_of(jaxpr).get(v)
+        if eqn is None or eqn.primitive is not sow_p:
+            break
+        v = eqn.invars[eqn.outvars.index(v)]
+    return v

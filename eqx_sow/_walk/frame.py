@@ -8,7 +8,7 @@ import jax.extend.core as jexc
 import jax.numpy as jnp
 
 from .. import _compat
-from .find import root
+from .find import depends, root, same_value
 
 
 class Frame:
@@ -76,6 +76,13 @@ class Frame:
         """Where a variable is among the inputs, counted from the last one."""
         invars = self._jaxpr.invars
         return invars.index(v) - len(invars) if v in invars else None
+
+    def depends(self, later: int, earlier: int) -> bool:
+        return depends(self._jaxpr, later, earlier)
+
+    def same_values(self, atoms, others) -> bool:
+        """Whether these are computed alike, from the same inputs."""
+        return all(same_value(self._jaxpr, u, v) for u, v in zip(atoms, others))
 
     def set(self, outvars, values) -> None:
         self._env.update(zip(outvars, values))

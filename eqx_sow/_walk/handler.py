@@ -115,10 +115,9 @@ class Handler:
         del axes
         return (), lambda new: carry
 
-    def enter(self, rest: Any, operand: Callable[[int], Any]) -> Any:
-        """`Taken.rest` of what is inside of an equation; `operand` gives the `root` of
-        one of its operands."""
-        del operand
+    def enter(self, rest: Any, frame: "Frame") -> Any:
+        """`Taken.rest` of what is inside of an equation: `frame.eqn`."""
+        del frame
         return rest
 
     def stack(self, rest: Any, length: int) -> Any:

@@ -145,7 +145,7 @@ def evaluate(
                 Interpret(handler.within(eqn), stages), given, eqn, *values
             )
         frame.set(eqn.outvars, outs)
-        rest = handler.enter(taken.rest, lambda i: frame.root(eqn.invars[i]))
+        rest = handler.enter(taken.rest, frame)
         found.append(taken._replace(rest=rest))
         given = given._replace(carry=taken.carry)
     frame.now = len(jaxpr.eqns)

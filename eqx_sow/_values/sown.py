@@ -1,0 +1,294 @@
+"""What one walk over a program, or a part of it, has found.
+
+Each jaxpr yields one `Sown`. Those of its calls, loops and branches come in one by one,
+and `gather` makes one of them, in order of execution.
+"""
+
+import dataclasses as dc
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax.tree_util as jtu
+
+from .._compat import CallSite
+from .._mark.site import Located, Site
+from .._mark.static import Const
+from . import entry as _entry, merge as _merge
+from .entry import Entry, Path
+from .modes import is_backward
+
+
+# In a path: a loop of unknown length, within which the path begins anew.
+LOOP = object()
+
+
+@dc.dataclass(frozen=True)
+class Check:
+    """A sow with an annotation, and what the leaves there look like."""
+
+    site: Site
+    spec: Const
+    shapes: tuple[Any, ...]
+
+
+def _static(default: Any = ()) -> Any:
+    return dc.field(default=default, metadata=dict(static=True))
+
+
+@jtu.register_dataclass
+@dc.dataclass(frozen=True)
+class Sown:
+    """`seen`: the names that there are, each with the modes of those that are selected.
+    `hidden`: names that run where no value can be had, and what to say of it unless
+    they run elsewhere too. `at`: which equation of the jaxpr around it this is from."""
+
+    entries: tuple[Entry, ...] = ()
+    seen: tuple[tuple[str, str | None], ...] = _static()
+    checks: tuple[Check, ...] = _static()
+    hidden: tuple[tuple[str, str], ...] = _static()
+    at: int = _static(-1)
+
+    def map(self, fn: Callable[[Entry], Entry]) -> "Sown":
+        return dc.replace(self, entries=tuple(map(fn, self.entries)))
+
+
+class Pending(NamedTuple):
+    """A sow that is captured, once the jaxpr around it has been walked: what several
+    branches of a cond sow is selected before it is transformed. `kept` is false if the
+    value has gone elsewhere, or is not asked for. `conditional`: it has a count, though
+    its guards may be gone."""
+
+    site: Site
+    operands: Sequence[Any]
+    transform: Any
+    checks: tuple[Check, ...]
+    guards: Located
+    paths: frozenset[Path]
+    replayed: Path | None
+    at: int
+    kept: bool = True
+    conditional: bool = False
+
+    def recomputed_as(self, new: "Pending") -> "Pending":
+        """The one execution, of which `new` was found to be a repetition."""
+        n = max(self.site.differentiated, new.site.differentiated)
+        site = self.site._replace(differentiated=n)
+        return self._replace(site=site, paths=self.paths | new.paths)
+
+    def as_sown(self) -> Sown:
+        seen = ((self.site.name, self.site.mode),)
+        if not self.kept:
+            return Sown((), seen, self.checks)
+        entry = _entry.from_site(self.site, self.operands, self.transform)
+        entry = dc.replace(
+            entry,
+            guards=(self.guards,) if self.guards else (),
+            paths=self.paths,
+            replayed=self.replayed,
+        )
+        if self.conditional:
+            entry = _entry.with_count(entry)
+        return Sown((entry,), seen, self.checks, at=self.at)
+
+
+def gather(
+    found: Sequence[Sown | Pending],
+    *,
+    execution: Callable[[Any], Any],
+    depends: Callable[[int, int], bool],
+    keeps_all: Callable[[str], bool],
+) -> Sown:
+    """All that was found in a jaxpr, as one. `execution` is as in `merge.exclusive`,
+    `depends` says of two equations whether the first needs the result of the second,
+    and `keeps_all` of a name whether it may have several entries."""
+    parts = [
+        x.as_sown() if isinstance(x, Pending) else x
+        for x in _with_cases_chosen(list(found), execution)
+    ]
+    places = _Places(execution, depends, keeps_all)
+    for part in parts:
+        for entry in part.entries:
+            places.add(entry, part.at)
+    return _all_of(parts, places.entries)
+
+
+def _all_of(parts: Sequence[Sown], entries: Iterable[Entry]) -> Sown:
+    def union(field: str) -> tuple:
+        return tuple(dict.fromkeys(x for p in parts for x in getattr(p, field)))
+
+    return Sown(tuple(entries), union("seen"), union("checks"), union("hidden"))
+
+
+class _Places:
+    """The entries of a jaxpr so far, in order of execution, and from which equation
+    each of them is."""
+
+    def __init__(self, execution, depends, keeps_all):
+        self._execution = execution
+        self._depends = depends
+        self._keeps_all = keeps_all
+        self._all: list[tuple[Entry, int] | None] = []
+        self._of_key: dict[Any, list[int]] = {}
+
+    @property
+    def entries(self) -> list[Entry]:
+        return [place[0] for place in self._all if place is not None]
+
+    def _same(self, new: Entry) -> list[tuple[int, Entry, int]]:
+        """Those of its name and mode."""
+        places = [(i, self._all[i]) for i in self._of_key.get(new.site.key, ())]
+        return [(i, *place) for i, place in places if place is not None]
+
+    def add(self, new: Entry, at: int) -> None:
+        for i, old, place in self._same(new):
+            # The execution may come first, or what replays it.
+            if _replays(new, old):
+                self._all[i] = _as_often_differentiated(old, new), place
+                return
+            if _replays(old, new):
+                new = _as_often_differentiated(new, old)
+                self._all[i] = None
+        same = self._same(new)
+        for i, old, place in same if new.guards else ():
+            if _merge.exclusive(old, new, self._execution):
+                self._all[i] = _merge.merge(old, new), place
+                return
+        self._check_duplicate(new, same)
+        for i, old, place in same if is_backward(new.site.mode) else ():
+            if place != at and not old.origins.isdisjoint(new.origins):
+                # A backward pass goes first through what was called last.
+                if not (self._depends(at, place) or _called_after(old, new)):
+                    new = dc.replace(new, unordered=True)
+                    self._all[i] = dc.replace(old, unordered=True), place
+        self._of_key.setdefault(new.site.key, []).append(len(self._all))
+        self._all.append((new, at))
+
+    def _check_duplicate(self, new: Entry, same: Sequence[Any]) -> None:
+        # Two that may both replay the one execution, which is still to come.
+        waits = new.replayed or any(old.replayed for _, old, _ in same)
+        if same and not waits and not self._keeps_all(new.site.name):
+            raise _merge.duplicate(same[0][1].site, new.site)
+
+
+def _replays(new: Entry, old: Entry) -> bool:
+    """Whether a backward pass runs anew what ran before: the same equation, called in
+    the same place, in a loop. A `bwd` that sows other values under the name has
+    equations of its own, or calls a function from another place."""
+    end = new.replayed
+    return (
+        end is not None
+        and old.replayed is None
+        and any(path[-len(end) :] == end for path in old.paths)
+    )
+
+
+def _called_after(a: Entry, b: Entry) -> bool:
+    return all(
+        isinstance(x[0], CallSite)
+        and isinstance(y[0], CallSite)
+        and x[0].is_after(y[0])
+        for x in a.paths
+        for y in b.paths
+    )
+
+
+def _as_often_differentiated(entry: Entry, replay: Entry) -> Entry:
+    n = max(entry.site.differentiated, replay.site.differentiated)
+    return dc.replace(entry, site=entry.site._replace(differentiated=n))
+
+
+# --- conds of which all branches run ---
+def _with_cases_chosen(
+    found: list[Any], execution: Callable[[Any], Any]
+) -> list[Sown | Pending]:
+    """What was found, with one sow where every branch of a cond has one of that
+    name."""
+    # Beside one in a call, which of them belong together shows only further out.
+    in_calls = {
+        e.site.key for x in found if isinstance(x, Sown) for e in x.entries if e.guards
+    }
+    groups: dict[Any, list[int]] = {}
+    for i, x in enumerate(found):
+        if isinstance(x, Pending) and x.guards and x.kept:
+            if x.site.key in in_calls:
+                continue
+            *outer, (cond, _, size, of) = x.guards
+            key = x.site.key, *outer, cond, execution(of), size
+            groups.setdefault(key, []).append(i)
+    chosen: dict[int, Any] = {}
+    for (*_, size), places in groups.items():
+        one = _chosen([found[i] for i in places], size)
+        if one is not None:
+            chosen.update(dict.fromkeys(places))
+            chosen[places[0]] = one
+    if not chosen:
+        return found
+    found = [chosen.get(i, x) for i, x in enumerate(found)]
+    # What was chosen may be in a branch of another cond.
+    return _with_cases_chosen([x for x in found if x is not None], execution)
+
+
+def _chosen(cases: Sequence[Pending], size: int) -> Pending | None:
+    """One sow from those in the branches of a cond, if each branch has one and they are
+    of one form."""
+    by_branch = {x.guards[-1][1]: x for x in cases}
+    if len(cases) != size or sorted(by_branch) != list(range(size)):
+        return None
+    cases = [by_branch[i] for i in range(size)]
+    leaves = _merge.common_leaves([x.site for x in cases])
+    filled = [_merge.fill(x.site, x.operands, leaves) for x in cases]
+    if any(_form(*x) != _form(*filled[0]) for x in filled):
+        return None
+    site, operands = _merge.choose(*zip(*filled))
+    first = cases[0]
+    return first._replace(
+        site=site,
+        operands=operands,
+        checks=tuple(c for x in cases for c in x.checks),
+        guards=first.guards[:-1],
+        paths=frozenset().union(*[x.paths for x in cases]),
+        conditional=True,
+    )
+
+
+def _form(site: Site, operands: Sequence[Any]) -> Any:
+    values = [
+        (site.shape(i, v.shape), v.dtype)
+        for i, v in enumerate(operands)
+        if i >= len(site.guards)
+    ]
+    axes = [a.kind for a in site.axes]
+    return site.treedef, site.leaves, site.replay, axes, values
+
+
+# --- branches of which one runs ---
+def to_one_form(parts: Sequence[Sown]) -> Callable[[Sown], Sown]:
+    """For exclusive branches, as shapes: a function that brings each to one form."""
+    slots = [_slots(p.entries) for p in parts]
+    keys = dict.fromkeys(k for s in slots for k in s)
+    targets = {k: _merge.unify([s[k] for s in slots if k in s]) for k in keys}
+    whole = _all_of(parts, ())
+
+    def bring(part: Sown) -> Sown:
+        mine = _slots(part.entries)
+        entries = tuple(
+            _merge.conform(mine[k], target) if k in mine else _merge.zeros(target)
+            for k, target in targets.items()
+        )
+        return dc.replace(whole, entries=entries)
+
+    return bring
+
+
+def _slots(entries: Sequence[Entry]) -> dict[Any, Entry]:
+    """Entries by name, mode and how many of the same there were before; in a backward
+    pass, how many there are after it."""
+    places: dict[Any, list[Entry]] = {}
+    for e in entries:
+        places.setdefault(e.site.key, []).append(e)
+    slots = {
+        id(e): (key, i)
+        for key, same in places.items()
+        for i, e in enumerate(same[::-1] if is_backward(key[1]) else same)
+    }
+    return {slots[id(e)]: e for e in entries}
