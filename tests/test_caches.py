@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from eqx_sow import Append, Fold, plant, save_intermediates as S, sow
+from eqx_sow import Append, Fold, plant, save_intermediates as S, sow, UnknownSowError
 from jax import lax
 
 
@@ -47,8 +47,10 @@ def test_other_options_on_the_same_function(way):
         transform = eqx.Partial(lambda k, x: k * x, jnp.array(k))
         _, got = WAYS[way](_scan, transform=transform)(jnp.array(1.0))
         np.testing.assert_allclose(got["h"]["primal"], k * np.array([11, 31, 61]))
-    with_mode = WAYS[way](_scan, modes="cotangent")
-    assert with_mode(jnp.array(1.0))[1] == {}
+    for names in ("h", "*"):
+        assert set(WAYS[way](_scan, names=names)(jnp.array(1.0))[1]) == {"h"}
+    with pytest.raises(UnknownSowError, match="'cotangent' is a mode that no"):
+        WAYS[way](_scan, modes="cotangent")(jnp.array(1.0))
 
 
 def test_traced_once():
