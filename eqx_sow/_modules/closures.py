@@ -69,7 +69,8 @@ def _read(holder: Any, key: Any) -> Any:
     if isinstance(holder, ft.partial):
         if key is None:
             return holder.func
-        return (holder.args if isinstance(key, int) else holder.keywords)[key]
+        inside: Any = holder.args if isinstance(key, int) else holder.keywords
+        return inside[key]
     return holder[key]
 
 

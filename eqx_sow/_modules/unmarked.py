@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import equinox as eqx
-import jax
+import jax.core
 import jax.tree_util as jtu
 
 from .. import _compat

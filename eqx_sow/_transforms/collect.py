@@ -109,9 +109,8 @@ class Collect(Handler):
         elif self._chooses(site) and not has_run(site.key, new.replayed, self.ran):
             values = frame.read(atoms)
             entry = _entry.from_site(site, values, new.transform)
-            state = _reduce.stepped(
-                self.reducer(site.name), given.carry[site.key], entry
-            )
+            reducer: Any = self.reducer(site.name)
+            state = _reduce.stepped(reducer, given.carry[site.key], entry)
             given = given._replace(carry={**given.carry, site.key: state})
         return given
 

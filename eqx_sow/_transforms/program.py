@@ -88,8 +88,8 @@ def _trace(fn: Callable, args: tuple, kwargs: dict, marking: Marking) -> Program
 
     def traced(inputs):
         nonlocal out, marks
-        call = rebuild(treedef, static, inputs)
-        with _capture.marked(*call, marking) as ((fn, args, kwargs), marks):
+        fn, args, kwargs = rebuild(treedef, static, inputs)
+        with _capture.marked(fn, args, kwargs, marking) as ((fn, args, kwargs), marks):
             outs, *out = take_apart(_capture.unmark(fn(*args, **kwargs), marks))
         return outs
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
+import jax.core
 import jax.extend.core as jexc
 import jax.numpy as jnp
 import jax.tree_util as jtu
@@ -63,7 +64,7 @@ class TapEvent(NamedTuple):
     name: str
     mode: str
     value: Any
-    count: int
+    count: int  # pyright: ignore[reportIncompatibleMethodOverride]
     ran: Any
     device = None
 
@@ -159,9 +160,9 @@ def _print(event: TapEvent) -> None:
 
 def _line(event: TapEvent) -> str:
     parts = [f"{event.name} {event.mode} [{event.count}]"]
-    leaves, _ = jtu.tree_flatten_with_path(event.value)
+    leaves = jtu.tree_leaves_with_path(event.value)
     arrays = [(path, x) for path, x in leaves if isinstance(x, np.ndarray)]
-    for path, x in arrays:
+    for path, x in arrays:  # pyright: ignore[reportGeneralTypeIssues]
         label = f"{jtu.keystr(path)}: " if len(arrays) > 1 else ""
         parts.append(f"{label}{_shape(x)}{_statistics(x)}")
     if event.ran is not None:

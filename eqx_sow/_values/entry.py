@@ -177,7 +177,7 @@ def transformed(
             ]
         values = for_each_lane(apply, axes, has, out)(*values)
     treedef, leaves = form
-    return treedef, leaves, values, out or [over] * len(values)
+    return treedef, leaves, list(values), out or [over] * len(values)
 
 
 def _inputs_read(closed: Any) -> list[set[int]]:

@@ -88,7 +88,7 @@ class Summary(eqx.Module):
         nothing = np.full(shape, np.nan, dtype)
         bins = None if edges is None else np.zeros((*shape, len(edges) - 1), dtype)
         arrays = [counts, *[nothing] * 5, counts, counts, bins]
-        return cls(*jtu.tree_map(jnp.asarray, arrays), edges)
+        return cls(*[*jtu.tree_map(jnp.asarray, arrays), edges])
 
     def merge(self, axis: int | Sequence[int] | None = None) -> "Summary":
         """The summary of all entries along some of the leading axes.
@@ -124,7 +124,7 @@ class Summary(eqx.Module):
         if axis is None:
             axes = tuple(range(ndim))
         else:
-            axes = (axis,) if hasattr(axis, "__index__") else tuple(axis)
+            axes = (axis,) if isinstance(axis, int | np.integer) else tuple(axis)
             if not all(-ndim <= a < ndim for a in axes):
                 raise ValueError(
                     f"`Summary.merge(axis={axis!r})`: there are {ndim} axes to merge, "
@@ -290,7 +290,8 @@ def _statistics(x: jax.Array, edges: tuple[float, ...] | None) -> Summary:
     blocks = _Blocks(x)
     s = _sums(x, blocks)
     histogram = None if edges is None else _histogram(blocks, edges)
-    return Summary(s.size, *finish(s, jnp), s.zeros, s.not_finite, histogram, edges)
+    stats = finish(s, jnp)
+    return Summary(*[s.size, *stats, s.zeros, s.not_finite, histogram, edges])
 
 
 # That of the reductions would keep every partial result.
@@ -572,7 +573,7 @@ def merged(s: Summary, axes: tuple[int, ...]) -> Summary:
     )
     size, zeros, bad = (jnp.sum(x, axes) for x in (s.size, s.zeros, s.not_finite))
     histogram = None if s.histogram is None else jnp.sum(s.histogram, axes)
-    return Summary(size, *_or_nan(total > 0, stats), zeros, bad, histogram, s.edges)
+    return Summary(*[size, *_or_nan(total > 0, stats), zeros, bad, histogram, s.edges])
 
 
 def _or_nan(some, stats):
