@@ -1,21 +1,13 @@
-# ---
-# jupyter:
-#   kernelspec:
-#     display_name: Python 3
-#     language: python
-#     name: python3
-# ---
+"""Watch a small GPT while it trains, and a stiff equation while it is solved.
 
-# %% [markdown]
-# # Watching a run
-#
-# Trains a small GPT and looks at it while it runs: statistics and histograms of each
-# block at every 20th step, an alarm for a gradient that is not finite, and the progress
-# of a stiff differential equation. The model and the solver are not edited.
-#
-# As a script, `python examples/watch.py FILE.png` also saves the picture.
+At every 20th step the training step also returns statistics and histograms of each
+block's activations and gradients. Then something goes wrong, and an alarm names the
+block and the step while the program is still running. Last, a progress line from inside
+of diffrax's while loop. Neither the model nor the solver is edited.
 
-# %%
+With a file name, `python examples/watch.py FILE.png` also draws the picture.
+"""
+
 import argparse
 import pathlib
 import sys
@@ -36,20 +28,14 @@ LAYERS, HEADS, WIDTH, LENGTH, VOCABULARY = 4, 4, 64, 64, 128
 BATCH, STEPS, EVERY = 8, 240, 20
 optimiser = optax.adam(2e-3)
 
-# %% [markdown]
-# ## The model
-#
-# A GPT of Equinox's layers. The blocks are one module, whose arrays have a leading axis
-# for the layers. A scan runs it, and `jax.checkpoint` computes the inside of each block
-# again in the backward pass. Queries and keys are normalised, as in many recent models.
 
-
-# %%
 def unit(x: Float[Array, "length heads size"]) -> Float[Array, "length heads size"]:
     return x / (jnp.linalg.norm(x, axis=-1, keepdims=True) + 1e-6)
 
 
 class Block(eqx.Module):
+    """A block that normalises queries and keys, as many recent models do."""
+
     attention: eqx.nn.MultiheadAttention
     up: eqx.nn.Linear
     down: eqx.nn.Linear
@@ -73,6 +59,10 @@ class Block(eqx.Module):
 
 
 class GPT(eqx.Module):
+    """The blocks are one module, whose arrays have a leading axis for the layers. A
+    scan runs it, and `jax.checkpoint` computes the inside of each block again in the
+    backward pass."""
+
     tokens: eqx.nn.Embedding
     positions: eqx.nn.Embedding
     blocks: Block
@@ -119,12 +109,7 @@ def start():
     return model, optimiser.init(eqx.filter(model, eqx.is_inexact_array))
 
 
-# %% [markdown]
-# ## The text
-#
-# The source of one module of Python's standard library.
-
-# %%
+# The text: the source of one module of Python's standard library.
 source = pathlib.Path(argparse.__file__).read_bytes()
 source = np.array([c for c in source if c < VOCABULARY], np.int32)
 
@@ -136,14 +121,9 @@ def make_batches(steps: int) -> np.ndarray:
     return source[at + np.arange(LENGTH + 1)]
 
 
-# %% [markdown]
-# ## Statistics of every block
-#
 # `summarize` takes the place of each value where it is computed: within the scan, and
-# in the backward pass of that. Only numbers leave it. The edges of the histogram are
-# powers of ten, so it counts magnitudes.
-
-# %%
+# in its backward pass. Only numbers leave it. The edges of the histogram are powers of
+# ten, so it counts magnitudes.
 DECADES = np.linspace(-7, 1, 41)
 
 
@@ -174,14 +154,10 @@ def train(plain_step, watched_step):
     return model, np.array(losses), jax.tree.map(lambda *x: np.stack(x), *history)
 
 
-# %% [markdown]
-# What does it cost? XLA reports the temporaries of a compiled step. Under
-# `jax.checkpoint` a step keeps the input of each block, an array of the shape
-# `[layers, batch, length, width]`. The statistics add no other.
-
-
-# %%
 def print_memory(plain_step, watched_step):
+    """The temporaries of the compiled steps, as XLA reports them. Under
+    `jax.checkpoint` a step keeps the input of each block, an array of the shape
+    `[layers, batch, length, width]`. The statistics add no other."""
     sizes = [
         step.compiled.memory_analysis().temp_size_in_bytes
         for step in (plain_step, watched_step)
@@ -193,16 +169,10 @@ def print_memory(plain_step, watched_step):
     assert sizes[1] - sizes[0] < one / 4
 
 
-# %% [markdown]
-# ## Is it right?
-#
-# Compare one step with the same values computed by hand: run one block after the other,
-# add a zero after each, and differentiate with respect to the zeros.
-
-
-# %%
 @eqx.filter_jit
 def by_hand(model, text):
+    """Runs one block after the other, adds a zero after each, and differentiates with
+    respect to the zeros."""
     half = lambda x: x.astype(jnp.bfloat16) if eqx.is_inexact_array(x) else x
     model = jax.tree.map(half, model)
 
@@ -236,9 +206,6 @@ def check(model, found):
         assert np.abs(bins - s.histogram).sum() < 0.1 * bins.sum()
 
 
-# %% [markdown]
-# ## An alarm
-#
 # Now something goes wrong. The weights that make the queries of one block fade: at each
 # step they are a hundredth of what they were. All values stay finite. But squares of
 # what is so small are zero in bfloat16, and the derivative of the square root overflows
@@ -246,8 +213,6 @@ def check(model, found):
 #
 # The whole run is one compiled program. `when=` is evaluated on the device, and only if
 # it is true the callback hears of it.
-
-# %%
 FADING, FADING_STEPS = 2, 16
 weight_of_queries = lambda model: model.blocks.attention.query_proj.weight
 
@@ -350,15 +315,10 @@ def check_alarm(model, state, i):
         assert gone["down"] == [j == i and n < FADING for n in layers]
 
 
-# %% [markdown]
-# ## A stiff equation
-#
 # The oscillator of van der Pol creeps for a long time, then jumps. An implicit solver
 # takes long steps, and then very short ones. How far is it? `capture=` selects the
 # controller of the step size, whose method `adapt_step_size` diffrax calls once for
-# each step that it tries, in a while loop. Neither is edited.
-
-# %%
+# each step that it tries, in a while loop.
 END = 300.0
 
 
@@ -403,11 +363,6 @@ def watch_solve():
     return np.array(steps)
 
 
-# %% [markdown]
-# ## The picture
-
-
-# %%
 def plot(history, gradients, alarm, steps):
     plt.rcParams.update({"font.size": 11, "axes.titlesize": 12})
     figure, axes = plt.subplots(2, 2, figsize=(6.6, 5.6), layout="constrained")
@@ -458,42 +413,32 @@ def plot(history, gradients, alarm, steps):
     return figure
 
 
-# %% [markdown]
-# ## Run it
+def main():
+    plain_step, watched_step = compiled(step), compiled(watched)
+    print_memory(plain_step, watched_step)
 
-# %%
-plain_step, watched_step = compiled(step), compiled(watched)
-print_memory(plain_step, watched_step)
+    begin = time.perf_counter()
+    model, losses, history = train(plain_step, watched_step)
+    seconds = time.perf_counter() - begin
+    print(
+        f"Trained for {STEPS} steps in {seconds:.0f} s. The loss went from "
+        f"{losses[0]:.2f} to {losses[-20:].mean():.2f}.\n"
+    )
+    check(start()[0], history)
+    assert losses[-20:].mean() < 0.65 * losses[0]
 
-# %%
-begin = time.perf_counter()
-model, losses, history = train(plain_step, watched_step)
-seconds = time.perf_counter() - begin
-print(
-    f"Trained for {STEPS} steps in {seconds:.0f} s. The loss went from "
-    f"{losses[0]:.2f} to {losses[-20:].mean():.2f}.\n"
-)
-check(start()[0], history)
-assert losses[-20:].mean() < 0.65 * losses[0]
+    print("A run in which the queries of one block fade:")
+    alarm, gradients = watch_run(model, start()[1])
+    check_alarm(model, start()[1], alarm)
 
-# %%
-print("A run in which the queries of one block fade:")
-alarm, gradients = watch_run(model, start()[1])
-check_alarm(model, start()[1], alarm)
-print()
+    print("\nA stiff equation:")
+    steps = watch_solve()
 
-# %%
-print("A stiff equation:")
-steps = watch_solve()
+    if len(sys.argv) > 1:
+        plot(history, gradients, alarm, steps).savefig(sys.argv[1], dpi=280)
 
-# %%
-figure = plot(history, gradients, alarm, steps)
-if sys.argv[1:] and sys.argv[1].endswith(".png"):
-    figure.savefig(sys.argv[1], dpi=280)
-
-# %%
-print(
-    """What to notice:
+    print(
+        """What to notice:
 - Neither the model nor the training step was changed to see this, and the step that is
   watched is one that trains. The statistics were compared with values computed by hand.
 - The blocks are one module in a scan under `jax.checkpoint`. What left each block, in
@@ -506,4 +451,8 @@ print(
   blocks below get no gradient in this step, and in the next everything is lost.
 - The solver's loop belongs to diffrax. `capture=` selects a method of its controller,
   and each call of that is an event, also of the steps that were rejected."""
-)
+    )
+
+
+if __name__ == "__main__":
+    main()
