@@ -253,7 +253,8 @@ class _Plant(Transformed):
         outer = listening.value is not None
         program = trace(self._fn, args, kwargs, options.marking)
         unmarked = ft.partial(is_unmarked, options, self._fn, args, kwargs)
-        entries = self._entries(program, unmarked)
+        # Not `self._entries`: see `transformed._run`.
+        entries = type(self)._entries(self, program, unmarked)
         values, planted = {}, {}
         for key, found in entries.items():
             value = lookup(self._values, key[0])

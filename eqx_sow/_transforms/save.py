@@ -47,7 +47,8 @@ class _SaveIntermediates(Transformed):
         outs, taken = program.evaluate(collect, Given(carry), *program.inputs)
         sown: Sown = taken.rest
         unmarked = ft.partial(is_unmarked, options, self._fn, args, kwargs)
-        self._check_names(sown, unmarked)
+        # Not `self._check_names`: see `transformed._run`.
+        type(self)._check_names(self, sown, unmarked)
         program.check_called([name for name, _ in sown.seen])
         # As a PyTree, the dict has lost its order.
         states = {key: taken.carry[key] for key in carry}
