@@ -8,6 +8,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.core
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
@@ -71,11 +72,13 @@ class _Replace(Handler):
             return given
         check_guarded(site)
         planted = self._planted[site.key]
-        guards = frame.read(atoms[:n_guards])
+        old = frame.read(atoms)
+        guards, old = old[:n_guards], old[n_guards:]
         if isinstance(planted, Site):
             new = _at_site(site, guards, given.rest[site.key], planted)
         else:
-            new = _apply(planted.value, site, frame.read(atoms[n_guards:]))
+            new = _apply(planted.value, site, old)
+        _check_fixed(site, old, new)
         new = [*guards, *new]
         if self.outer:
             new = sow_p.bind(*new, site=site)
@@ -100,6 +103,17 @@ class _Replace(Handler):
             return put_all_back(local)
 
         return inside, put_back, specs
+
+
+def _check_fixed(site: Site, old: Sequence[Any], new: Sequence[Any]) -> None:
+    for x, y in ((old[i], new[i]) for i in site.fixed):
+        known = not any(isinstance(z, jax.core.Tracer) for z in (x, y))
+        if not (x is y or (known and np.array_equal(x, y))):
+            raise SowError(
+                f"`plant`: at `sow(..., {site.name!r})` ({site.where}) there is a "
+                "NumPy array, with which the program goes on whatever is planted. Sow "
+                "a JAX array, `jnp.asarray(...)`, to replace it."
+            )
 
 
 def _at_site(site: Site, guards: list, arrays: Sequence[Any], form: Site) -> list[Any]:
