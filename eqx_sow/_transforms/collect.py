@@ -24,7 +24,7 @@ from .replay import call_of, has_run, Inside, Ran, recomputed
 def pass_by(handler: Handler, atoms, frame: Frame) -> None:
     """A sow that is not the handler's is left for whoever is further out, or is an
     identity."""
-    if handler.outer:
+    if handler.has_outer:
         frame.leave(frame.eqn)
     else:
         frame.alias(atoms)
@@ -35,20 +35,21 @@ class Collect(Handler):
     """Takes the values of all sows of one tag.
 
     The options are wrapped, which makes them hashable. Sows of other tags stay in the
-    program if `outer`, which is when another transformation further out may want them.
+    program if `has_outer`, which is when another transformation further out may want
+    them.
     With `survey`, nothing is reduced over loops: that shows what there is to reduce.
     """
 
     options: Const
     reduce: Same
     transform: Same
-    outer: bool
+    has_outer: bool
     survey: bool = False
     inside: Inside = Inside()
     ran: Ran = frozenset()
 
     @property
-    def lasting(self):
+    def cacheable(self):
         return self.reduce.value is None and self.transform.value is None
 
     @property
@@ -61,13 +62,13 @@ class Collect(Handler):
             names is None or matches(names, site.name)
         )
 
-    def ordered(self, site):
+    def needs_order(self, site):
         return self.folds(site.name)
 
-    def leaves(self, eqn):
-        return self.outer and all(s.tag != self._options.tag for s in sites(eqn))
+    def keeps_intact(self, eqn):
+        return self.has_outer and all(s.tag != self._options.tag for s in sites(eqn))
 
-    def within(self, eqn):
+    def for_inside(self, eqn):
         inside = self.inside.within(eqn)
         return self if inside == self.inside else dc.replace(self, inside=inside)
 
@@ -93,7 +94,7 @@ class Collect(Handler):
             return given
         frame.alias(atoms)
         if not self.wants(site):
-            found.append(Taken(rest=Sown(seen=((site.name, None),))))
+            found.append(Taken(values=Sown(seen=((site.name, None),))))
             return given
         check_guarded(site)
         new = self._pending(site, atoms, frame)
@@ -129,21 +130,21 @@ class Collect(Handler):
             frame.now,
         )
 
-    def without_rule(self, found, eqn):
+    def meet_unknown(self, found, eqn):
         if not is_solver(eqn):
-            return super().without_rule(found, eqn)
+            return super().meet_unknown(found, eqn)
         # Who solves evaluates the function elsewhere too.
         wanted = filter(self.wants, sites(eqn))
         hidden = tuple((s.name, unsupported(s, eqn, OVER_AND_OVER)) for s in wanted)
-        found.append(Taken(rest=Sown(hidden=hidden)))
+        found.append(Taken(values=Sown(hidden=hidden)))
 
-    def join(self, found, given, frame: Frame) -> Taken:
+    def end_jaxpr(self, found, given, frame: Frame) -> Taken:
         pending = [x for x in found if isinstance(x, Pending) and x.kept]
         arrays = iter(frame.read_arrays([v for x in pending for v in x.operands]))
         parts = []
         for x in found:
             if isinstance(x, Taken):
-                parts.append(x.rest)
+                parts.append(x.values)
             elif x.kept:
                 parts.append(x._replace(operands=[next(arrays) for _ in x.operands]))
             else:
@@ -156,7 +157,7 @@ class Collect(Handler):
         )
         return Taken(given.carry, sown.map(lambda e: _merge.relocated(e, frame.place)))
 
-    def enter(self, rest: Sown, frame: Frame) -> Sown:
+    def leave_equation(self, values: Sown, frame: Frame) -> Sown:
         eqn = frame.eqn
         call = call_of(eqn)
 
@@ -165,24 +166,24 @@ class Collect(Handler):
             paths = frozenset((*call, *path) for path in e.paths)
             return dc.replace(e, paths=paths)
 
-        return dc.replace(rest.map(moved), at=frame.now)
+        return dc.replace(values.map(moved), at=frame.now)
 
-    def stack(self, rest: Sown, length: int) -> Sown:
-        return rest.map(lambda e: _entry.stacked(e, length))
+    def stack_iterations(self, values: Sown, length: int) -> Sown:
+        return values.map(lambda e: _entry.stacked(e, length))
 
-    def spread(self, rest: Sown, axes, varying):
-        pairs = [_entry.on_device(e, axes, varying) for e in rest.entries]
+    def stack_devices(self, values: Sown, axes, varying):
+        pairs = [_entry.on_device(e, axes, varying) for e in values.entries]
         entries, specs = zip(*pairs) if pairs else ((), ())
-        return dc.replace(rest, entries=entries), dc.replace(rest, entries=specs)
+        return dc.replace(values, entries=entries), dc.replace(values, entries=specs)
 
-    def branch(self, rests: Sequence[Sown]):
-        return to_one_form(rests)
+    def unify_branches(self, all_values: Sequence[Sown]):
+        return to_one_form(all_values)
 
-    def empty(self, rest: Sown) -> Sown:
-        left = rest.map(_entry.left_loop)
+    def before_first_iteration(self, values: Sown) -> Sown:
+        left = values.map(_entry.left_loop)
         return left.map(lambda e: _merge.zeros(_merge.unify([e])))
 
-    def again(self, old: Sown, new: Sown) -> Sown:
+    def after_iteration(self, old: Sown, new: Sown) -> Sown:
         new = new.map(_entry.left_loop)
         entries = tuple(
             _merge.latest(o, _merge.conform(n, o))

@@ -39,29 +39,29 @@ from .transformed import Transformed, wrap
 
 @dc.dataclass(frozen=True)
 class _Replace(Handler):
-    """Replaces what is sown. All go by `Site.key`: `Given.rest` has the arrays of the
+    """Replaces what is sown. All go by `Site.key`: `Given.values` has the arrays of the
     new values, whose first axes are those of the loops still around the walk;
     `planted` the sites that they are for, and the functions of the value."""
 
     tag: Any
     planted: tuple[tuple[Any, Site | Same], ...]
-    outer: bool
+    has_outer: bool
 
     @ft.cached_property
     def _planted(self) -> dict[Any, Any]:
         return dict(self.planted)
 
     @property
-    def lasting(self):
+    def cacheable(self):
         return not any(isinstance(x, Same) for _, x in self.planted)
 
     def wants(self, site):
         return site.tag == self.tag and site.key in self._planted
 
-    def leaves(self, eqn):
-        return self.outer and not self.changes(eqn)
+    def keeps_intact(self, eqn):
+        return self.has_outer and not self.changes_inside(eqn)
 
-    def changes(self, eqn):
+    def changes_inside(self, eqn):
         return any(map(self.wants, sites(eqn)))
 
     def sow(self, found, given, site: Site, atoms, frame: Frame):
@@ -75,23 +75,23 @@ class _Replace(Handler):
         old = frame.read(atoms)
         guards, old = old[:n_guards], old[n_guards:]
         if isinstance(planted, Site):
-            new = _at_site(site, guards, given.rest[site.key], planted)
+            new = _at_site(site, guards, given.values[site.key], planted)
         else:
             new = _apply(planted.value, site, old)
         _check_fixed(site, old, new)
         new = [*guards, *new]
-        if self.outer:
+        if self.has_outer:
             new = sow_p.bind(*new, site=site)
         frame.set(frame.eqn.outvars, new)
         return given
 
-    def unstack(self, rest, jaxpr):
+    def slices_for_scan(self, values, jaxpr):
         here = {s.key for s in sites(jaxpr) if self.wants(s)}
-        inside = {k: x for k, x in rest.items() if k in here}
-        return inside, lambda xs: {**rest, **xs}
+        inside = {k: x for k, x in values.items() if k in here}
+        return inside, lambda xs: {**values, **xs}
 
-    def unspread(self, rest, jaxpr, devices):
-        inside, put_all_back = self.unstack(rest, jaxpr)
+    def slices_for_devices(self, values, jaxpr, devices):
+        inside, put_all_back = self.slices_for_scan(values, jaxpr)
         mesh = {
             k: [a.mesh for a in self._planted[k].axes if a.mesh in devices]
             for k in inside
@@ -289,7 +289,7 @@ class _Plant(Transformed):
             "Plant before you differentiate: `eqx.filter_grad(plant(fn, ...))`.",
         )
         handler = _Replace(options.tag, tuple(planted.items()), outer)
-        outs, _ = program.evaluate(handler, Given(rest=values), *program.inputs)
+        outs, _ = program.evaluate(handler, Given(values=values), *program.inputs)
         return program.output(outs)
 
     def _entries(
@@ -299,7 +299,7 @@ class _Plant(Transformed):
         options: Options = self._options.value
         mode = options.mode
         wanted = options._replace(names=tuple(self._values), modes=(mode,))
-        survey = Collect(Const(wanted), _EACH_PLACE, Same(None), outer=False)
+        survey = Collect(Const(wanted), _EACH_PLACE, Same(None), has_outer=False)
         sown = program.survey(survey)
         names = [name for name, _ in sown.seen]
         check_known("plant(fn, values)", self._values, names, unmarked=unmarked)

@@ -33,10 +33,10 @@ class Program:
         return evaluate(jaxpr, consts, handler, given, inputs)
 
     def survey(self, handler: Handler) -> Any:
-        """`Taken.rest`, as shapes."""
+        """`Taken.values`, as shapes."""
 
         def run(*inputs):
-            return self.evaluate(handler, Given(), *inputs)[1].rest
+            return self.evaluate(handler, Given(), *inputs)[1].values
 
         return jax.eval_shape(run, *self.inputs)
 

@@ -45,7 +45,7 @@ class _SaveIntermediates(Transformed):
             survey = program.survey(dc.replace(collect, survey=True))
             collect, carry = collect.surveyed(survey)
         outs, taken = program.evaluate(collect, Given(carry), *program.inputs)
-        sown: Sown = taken.rest
+        sown: Sown = taken.values
         unmarked = ft.partial(is_unmarked, options, self._fn, args, kwargs)
         # Not `self._check_names`: see `transformed._run`.
         type(self)._check_names(self, sown, unmarked)

@@ -59,6 +59,20 @@ class TapEvent(NamedTuple):
 
     An event from a `jax.shard_map` has also `event.device`, a dict of mesh axis to the
     index of the device along it. Elsewhere that is `None`.
+
+    !!! example
+
+        ```python
+        import eqx_sow
+        import jax
+        import jax.numpy as jnp
+
+        events = []
+        fn = eqx_sow.tap(lambda x: eqx_sow.sow(jnp.sin(x), "sin"), events.append)
+        fn(jnp.ones(3))
+        jax.effects_barrier()
+        name, mode, value, count, ran = events[0]  # "sin", "primal", ..., 0, None
+        ```
     """
 
     name: str
@@ -160,15 +174,16 @@ def _print(event: TapEvent) -> None:
 
 def _line(event: TapEvent) -> str:
     parts = [f"{event.name} {event.mode} [{event.count}]"]
-    leaves = jtu.tree_leaves_with_path(event.value)
+    leaves: Any = jtu.tree_leaves_with_path(event.value)
     arrays = [(path, x) for path, x in leaves if isinstance(x, np.ndarray)]
-    for path, x in arrays:  # pyright: ignore[reportGeneralTypeIssues]
+    for path, x in arrays:
         label = f"{jtu.keystr(path)}: " if len(arrays) > 1 else ""
         parts.append(f"{label}{_shape(x)}{_statistics(x)}")
     if event.ran is not None:
         parts.append(f"ran in {event.ran.sum()} of {event.ran.size} lanes")
-    if event.device is not None:
-        where = ", ".join(f"{axis}={i}" for axis, i in event.device.items())
+    device: Any = event.device
+    if device is not None:
+        where = ", ".join(f"{axis}={i}" for axis, i in device.items())
         parts.append(f"on device {where}")
     return "  ".join(parts)
 
@@ -397,29 +412,29 @@ class _Tap(Handler):
     every: int
     in_order: bool
     devices: tuple[Hashable, ...]
-    outer: bool
+    has_outer: bool
     mesh: tuple[Hashable, ...] = ()
     inside: Inside = Inside()
 
     @property
     def differentiable(self):
-        return self.outer
+        return self.has_outer
 
     @ft.cached_property
     def _modes(self) -> dict[Any, str]:
         return dict(self.chosen)
 
     @property
-    def lasting(self):
+    def cacheable(self):
         return self.transform.value is None and self.when.value is None
 
     def wants(self, site):
         return site.tag == self.tag and site.key in self._modes
 
-    def leaves(self, eqn):
-        return self.outer and not any(map(self.wants, sites(eqn)))
+    def keeps_intact(self, eqn):
+        return self.has_outer and not any(map(self.wants, sites(eqn)))
 
-    def within(self, eqn):
+    def for_inside(self, eqn):
         axes = [a.name for a in _mesh_axes(eqn)]
         inside = self.inside.within(eqn)
         if not axes and inside == self.inside:
@@ -431,14 +446,14 @@ class _Tap(Handler):
             inside=inside,
         )
 
-    def without_rule(self, found, eqn):
+    def meet_unknown(self, found, eqn):
         inside = [s.name for s in sites(eqn) if self.wants(s)]
         # Who solves evaluates the function elsewhere too.
         if not is_solver(eqn) or not self.elsewhere.issuperset(inside):
-            super().without_rule(found, eqn)
+            super().meet_unknown(found, eqn)
 
-    def on_devices(self, carry, axes):
-        del axes  # which `within` has put into `mesh`
+    def carry_for_devices(self, carry, axes):
+        del axes  # which `for_inside` has put into `mesh`
         inside = {
             str(i): carry[str(i)]
             for i, (_, mesh) in enumerate(self.slots)
@@ -455,7 +470,7 @@ class _Tap(Handler):
             send = ft.partial(self._send, site, operands)
             count = _repeat(send, site, given.carry[slot])
             given = given._replace(carry={**given.carry, slot: count})
-        if self.outer:
+        if self.has_outer:
             frame.leave(frame.eqn)
         else:
             frame.alias(atoms)
@@ -702,7 +717,7 @@ def _walk(self: _Tapped, program: Program, closed: Any, inputs: Sequence[Any]):
         when=Same(self._when),
         every=options.every,
         in_order=options.ordered,
-        outer=listening.value is not None,
+        has_outer=listening.value is not None,
         devices=jax.sharding.get_abstract_mesh().manual_axes,
     )
     carry = {str(i): count for i, count in enumerate(counts.values())}

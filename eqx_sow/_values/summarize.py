@@ -26,9 +26,9 @@ class Summary(eqx.Module):
     finite entries, NaN if there are none.
 
     Counts are floating-point numbers, since an int32 would overflow: one layer of a
-    large model, over a few hundred steps, has more than 2**31 entries. They are exact
-    up to 2**24 in float32, and right to seven digits from there on. (With
-    `jax_enable_x64` they are float64, and exact up to 2**53.)
+    large model, over a few hundred steps, has more than `2**31` entries. They are exact
+    up to `2**24` in float32, and right to seven digits from there on. (With
+    `jax_enable_x64` they are float64, and exact up to `2**53`.)
 
     Summaries are merged by `+`, and those along an axis by `merge`. Both are exact: but
     for rounding, the result is the summary of all the entries together. A summary that
@@ -36,6 +36,17 @@ class Summary(eqx.Module):
 
     Gradients are those of `mean`, `std`, `rms`, `min` and `max`; of a deviation of zero
     they are zero.
+
+    !!! example
+
+        ```python
+        import eqx_sow
+        import jax.numpy as jnp
+
+        first = eqx_sow.summarize(jnp.arange(4.0))
+        both = first + eqx_sow.summarize(jnp.arange(4.0, 8.0))
+        both.mean  # 3.5
+        ```
 
     ??? abstract "How they are merged"
 

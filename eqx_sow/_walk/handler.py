@@ -1,7 +1,22 @@
 """What a handler of sows has to say for itself.
 
-The walk in `_interpreter.py` knows nothing of what becomes of a sow; a handler knows
-nothing of loops and branches, but for how its results go through them.
+The walk in `interpreter.py` does not know what becomes of a sow. A handler does not
+know of loops and branches, save how what it passes down (`Given`) and takes back
+(`Taken`) goes through them.
+
+| called by | method | for |
+|---|---|---|
+| `evaluate` | `sow` | each sow, in order of execution |
+| | `keeps_intact`, `meet_unknown` | an equation with a sow inside: is there a rule? |
+| | `for_inside`, `leave_equation` | the same, before its rule and after it |
+| | `end_jaxpr` | the end of a jaxpr: what was found, as one `Taken` |
+| rule for `scan` | `slices_for_scan`, `stack_iterations` | values in, values out |
+| rule for `cond` | `unify_branches` | one form for the values of all branches |
+| rule for `while` | `before_first_iteration`, `after_iteration` | values carried |
+| rule for `shard_map` | `slices_for_devices`, `stack_devices` | values in, values out |
+| | `carry_for_devices`, `needs_order` | the carry; does the order count? |
+| rules for `custom_*` | `changes_inside`, `differentiable` | is the rule still right? |
+| `refuse` | `wants` | a sow that cannot be had: is it an error? |
 """
 
 from collections.abc import Callable, Sequence
@@ -21,19 +36,19 @@ if TYPE_CHECKING:
 class Given(NamedTuple):
     """What a handler passes down to the sows: a PyTree.
 
-    `carry` goes from each execution to the next. `rest` is the same for all, save that
-    a loop may slice it.
+    `carry` goes from each execution to the next. `values` are the same for all, save
+    that a loop may slice them.
     """
 
     carry: Any = ()
-    rest: Any = ()
+    values: Any = ()
 
 
 class Taken(NamedTuple):
     """What a handler gets back from the sows: a PyTree."""
 
     carry: Any = ()
-    rest: Any = ()
+    values: Any = ()
 
 
 class Handler:
@@ -43,15 +58,15 @@ class Handler:
     def sow(
         self, found: list, given: Given, site: Site, atoms, frame: "Frame"
     ) -> Given:
-        """Sees to one sow: `frame` takes what its outputs are, `found` whatever `join`
-        wants to know. Returns what the next sow is given."""
+        """Sees to one sow: `frame` takes what its outputs are, `found` whatever
+        `end_jaxpr` wants to know. Returns what the next sow is given."""
         raise NotImplementedError
 
-    # Whether the sows that it does not want are left for somebody further out.
-    outer: bool = True
+    # Whether another transformation further out may want the sows that it does not.
+    has_outer: bool = True
 
     # Whether it holds nothing of a user's, which might hold tracers.
-    lasting: bool = True
+    cacheable: bool = True
 
     # Whether what becomes of the sows may be differentiated further out.
     differentiable: bool = True
@@ -61,52 +76,54 @@ class Handler:
         del site
         return False
 
-    def leaves(self, eqn: Any) -> bool:
+    def keeps_intact(self, eqn: Any) -> bool:
         """Whether everything inside of an equation stays as it is."""
         del eqn
         return False
 
-    def changes(self, eqn: Any) -> bool:
+    def changes_inside(self, eqn: Any) -> bool:
         """Whether what is inside of an equation will compute something else."""
         del eqn
         return False
 
-    def without_rule(self, found: list, eqn: Any) -> None:
+    def meet_unknown(self, found: list, eqn: Any) -> None:
         """Takes note of an equation for which there is no rule."""
         del found
         why = (OVER_AND_OVER,) if is_solver(eqn) else (NO_RULE, TEACH)
         refuse(self, eqn, sites(eqn), *why)
 
-    def join(self, found: list, given: Given, frame: "Frame") -> Taken:
+    def end_jaxpr(self, found: list, given: Given, frame: "Frame") -> Taken:
         """One `Taken` from all that `sow` and the rules put into `found`."""
         del found, frame
         return Taken(given.carry)
 
-    def ordered(self, site: Site) -> bool:
+    def needs_order(self, site: Site) -> bool:
         """Whether it counts in which order the executions of a sow come."""
         del site
         return False
 
-    def within(self, eqn: Any) -> "Handler":
+    def for_inside(self, eqn: Any) -> "Handler":
         """The handler for what is inside of an equation."""
         del eqn
         return self
 
-    def unstack(self, rest: Any, jaxpr: Any) -> tuple[Any, Callable[[Any], Any]]:
-        """For a loop: what of `Given.rest` has an entry for each iteration, and a
+    def slices_for_scan(
+        self, values: Any, jaxpr: Any
+    ) -> tuple[Any, Callable[[Any], Any]]:
+        """For a loop: what of `Given.values` has an entry for each iteration, and a
         function that puts that of one iteration back."""
         del jaxpr
-        return (), lambda xs: rest
+        return (), lambda xs: values
 
-    def unspread(
-        self, rest: Any, jaxpr: Any, devices: Sequence[Any]
+    def slices_for_devices(
+        self, values: Any, jaxpr: Any, devices: Sequence[Any]
     ) -> tuple[Any, Callable[[Any], Any], Any]:
-        """For mesh axes: what of `Given.rest` has an axis for each of them, a function
-        that puts that of one device back, and `PartitionSpec`s."""
+        """For mesh axes: what of `Given.values` has an axis for each of them, a
+        function that puts that of one device back, and `PartitionSpec`s."""
         del jaxpr, devices
-        return (), lambda xs: rest, ()
+        return (), lambda xs: values, ()
 
-    def on_devices(
+    def carry_for_devices(
         self, carry: Any, axes: Sequence[Any]
     ) -> tuple[Any, Callable[[Any], Any]]:
         """For mesh axes: what of `Given.carry` goes inside, each array of which has a
@@ -115,34 +132,36 @@ class Handler:
         del axes
         return (), lambda new: carry
 
-    def enter(self, rest: Any, frame: "Frame") -> Any:
-        """`Taken.rest` of what is inside of an equation: `frame.eqn`."""
+    def leave_equation(self, values: Any, frame: "Frame") -> Any:
+        """`Taken.values` of what is inside of an equation: `frame.eqn`."""
         del frame
-        return rest
+        return values
 
-    def stack(self, rest: Any, length: int) -> Any:
-        """For a loop: `Taken.rest`, once each array in it has a new leading axis."""
+    def stack_iterations(self, values: Any, length: int) -> Any:
+        """For a loop: `Taken.values`, once each array in it has a new leading axis."""
         del length
-        return rest
+        return values
 
-    def spread(self, rest: Any, axes: dict[Any, int], varying: Callable) -> Any:
-        """For one device of many: `Taken.rest`, with an axis of size one for each mesh
-        axis that it is `varying` over, and the matching `PartitionSpec`s."""
+    def stack_devices(
+        self, values: Any, axes: dict[Any, int], varying: Callable
+    ) -> Any:
+        """For one device of many: `Taken.values`, with an axis of size one for each
+        mesh axis that it is `varying` over, and the matching `PartitionSpec`s."""
         del axes, varying
-        return rest, jax.sharding.PartitionSpec()
+        return values, jax.sharding.PartitionSpec()
 
-    def branch(self, rests: Sequence[Any]) -> Callable[[Any], Any]:
-        """For exclusive branches, given their `Taken.rest` as shapes: a function that
+    def unify_branches(self, all_values: Sequence[Any]) -> Callable[[Any], Any]:
+        """For exclusive branches, given their `Taken.values` as shapes: a function that
         brings each to one form."""
-        del rests
-        return lambda rest: rest
+        del all_values
+        return lambda values: values
 
-    def empty(self, rest: Any) -> Any:
-        """For a loop of unknown length, given `Taken.rest` of its body as shapes: what
-        there is before the first iteration."""
-        return rest
+    def before_first_iteration(self, values: Any) -> Any:
+        """For a loop of unknown length, given `Taken.values` of its body as shapes:
+        what there is before the first iteration."""
+        return values
 
-    def again(self, old: Any, new: Any) -> Any:
-        """For a loop of unknown length: `Taken.rest` after one more iteration."""
+    def after_iteration(self, old: Any, new: Any) -> Any:
+        """For a loop of unknown length: `Taken.values` after one more iteration."""
         del old
         return new

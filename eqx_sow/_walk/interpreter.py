@@ -112,7 +112,7 @@ def evaluate(
 ) -> tuple[list[Any], Taken]:
     """Evaluates an open jaxpr, with each sow left to the handler."""
     if stages is None:
-        kept = handler.lasting or _compat.is_eager()
+        kept = handler.cacheable or _compat.is_eager()
         stages = _stages if kept else weakref.WeakKeyDictionary()
     frame = Frame(jaxpr, [*consts, *args])
     found: list[Any] = []
@@ -129,27 +129,27 @@ def evaluate(
             frame.hold(eqn.invars)
             given = handler.sow(found, given, eqn.params["site"], eqn.invars, frame)
             continue
-        if handler.leaves(eqn):
+        if handler.keeps_intact(eqn):
             frame.leave(eqn)
             continue
         rule = rules.get(eqn.primitive)
         if rule is None:
-            handler.without_rule(found, eqn)
-            frame.leave(eqn if handler.outer else without_sows(eqn))
+            handler.meet_unknown(found, eqn)
+            frame.leave(eqn if handler.has_outer else without_sows(eqn))
             continue
         frame.hold(eqn.invars)
         values = frame.read(eqn.invars)
         frame.settle()
         with eqn.ctx.manager:
             outs, taken = rule(
-                Interpret(handler.within(eqn), stages), given, eqn, *values
+                Interpret(handler.for_inside(eqn), stages), given, eqn, *values
             )
         frame.set(eqn.outvars, outs)
-        rest = handler.enter(taken.rest, frame)
-        found.append(taken._replace(rest=rest))
+        rest = handler.leave_equation(taken.values, frame)
+        found.append(taken._replace(values=rest))
         given = given._replace(carry=taken.carry)
     frame.now = len(jaxpr.eqns)
-    taken = handler.join(found, given, frame)
+    taken = handler.end_jaxpr(found, given, frame)
     outs = frame.read_arrays(jaxpr.outvars)
     frame.settle()
     return outs, taken

@@ -102,7 +102,7 @@ _keep_listening(jexc.primitives.custom_vjp_call_p)
 # --- vmap ---
 @dc.dataclass(frozen=True)
 class Guard(Handler):
-    """Tells sows whether they run, by one more guard: `Given.rest`."""
+    """Tells sows whether they run, by one more guard: `Given.values`."""
 
     guard: tuple[Any, int, int]
 
@@ -112,7 +112,7 @@ class Guard(Handler):
         operands = frame.read(atoms)
         axes = tuple(a._replace(has=(*a.has[:n], False, *a.has[n:])) for a in site.axes)
         site = site._replace(guards=(*site.guards, self.guard), axes=axes)
-        outs = sow_p.bind(*operands[:n], given.rest, *operands[n:], site=site)
+        outs = sow_p.bind(*operands[:n], given.values, *operands[n:], site=site)
         frame.set(frame.eqn.outvars, [*outs[:n], *outs[n + 1 :]])
         return given
 
@@ -229,7 +229,7 @@ def _guarded(args, dims, params):
     def guarded(*args):
         consts, args = args[:n], args[n:]
         (going,) = quiet(*consts, *args[m:])
-        outs, _ = run(Given(rest=going), *args)
+        outs, _ = run(Given(values=going), *args)
         return outs
 
     avals = [*cond.in_avals[:n], *body.in_avals]
@@ -259,7 +259,7 @@ def _batch_cond(rule):
             run = Interpret(Guard((cond, i, len(branches))))(branches[i])
 
             def branch(index, *operands):
-                return run(Given(rest=index), *operands)[0]
+                return run(Given(values=index), *operands)[0]
 
             return jax.make_jaxpr(branch)(*of_one, *branches[i].in_avals)
 

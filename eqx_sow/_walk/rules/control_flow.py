@@ -31,14 +31,14 @@ def _scan(interpret, given, eqn, *args):
     num_consts, num_carry = _compat.scan_arity(p)
     consts, init, xs = _split(args, num_consts, num_carry)
     run = interpret(p["jaxpr"])
-    sliced, put_back = handler.unstack(given.rest, p["jaxpr"])
+    sliced, put_back = handler.slices_for_scan(given.values, p["jaxpr"])
 
     def body(carry, x):
         state, carry = carry
         sliced, x = x
         outs, taken = run(Given(state, put_back(sliced)), *consts, *carry, *x)
         carry, y = _split(outs, num_carry)
-        return (taken.carry, carry), (y, taken.rest)
+        return (taken.carry, carry), (y, taken.values)
 
     (state, carry), (ys, rest) = lax.scan(
         body,
@@ -48,20 +48,20 @@ def _scan(interpret, given, eqn, *args):
         reverse=p["reverse"],
         unroll=p["unroll"],
     )
-    return [*carry, *ys], Taken(state, handler.stack(rest, p["length"]))
+    return [*carry, *ys], Taken(state, handler.stack_iterations(rest, p["length"]))
 
 
 @rule_for(jexc.primitives.cond_p)
 def _cond(interpret, given, eqn, index, *args):
     runs = [interpret(jaxpr) for jaxpr in eqn.params["branches"]]
-    shapes = [jax.eval_shape(run, given, *args)[1].rest for run in runs]
-    to_one_form = interpret.handler.branch(shapes)
+    shapes = [jax.eval_shape(run, given, *args)[1].values for run in runs]
+    to_one_form = interpret.handler.unify_branches(shapes)
 
     def branch(run):
         def call(given, *args):
             outs, taken = run(given, *args)
-            rest = to_one_form(taken.rest)
-            return outs, taken._replace(rest=_varying_like(index, rest))
+            rest = to_one_form(taken.values)
+            return outs, taken._replace(values=_varying_like(index, rest))
 
         return call
 
@@ -128,7 +128,7 @@ def _while(interpret, given, eqn, *args):
     cond_jaxpr, literals = _compat.open_jaxpr(p["cond_jaxpr"])
     predicate = without_sows(cond_jaxpr)
     run = interpret(p["body_jaxpr"])
-    shape = jax.eval_shape(run, given, *consts, *init)[1].rest
+    shape = jax.eval_shape(run, given, *consts, *init)[1].values
     # Under vmap: the lanes that have finished stay as they are. Whatever the handler
     # does, `_wrapped.py` has told it which lanes these are.
     lanes = cond_jaxpr.outvars[0].aval.shape
@@ -145,20 +145,20 @@ def _while(interpret, given, eqn, *args):
     def body(loop):
         carry, state, rest = loop
         before = [ref[...] for ref in mutable]
-        outs, taken = run(Given(state, given.rest), *consts, *carry)
+        outs, taken = run(Given(state, given.values), *consts, *carry)
         if lanes:
             mask = going(carry)
             outs = [select(mask, x, y) for x, y in zip(outs, carry)]
             for ref, x in zip(mutable, before):
                 ref[...] = select(mask, ref[...], x)
-        return outs, taken.carry, handler.again(rest, taken.rest)
+        return outs, taken.carry, handler.after_iteration(rest, taken.values)
 
     # Its aval: evaluated once more, the predicate might print.
     (pred,) = jax.make_jaxpr(going)(init).out_avals
-    empty = _varying_like(pred, handler.empty(shape))
+    empty = _varying_like(pred, handler.before_first_iteration(shape))
     first = init, given.carry, empty
     step, start = _alike([body, lambda loop: loop], first)
-    kept = cond_jaxpr if handler.outer else predicate
+    kept = cond_jaxpr if handler.has_outer else predicate
     carry, state, rest = lax.while_loop(
         lambda loop: jnp.any(going(loop[0], kept)), step, start(first)
     )

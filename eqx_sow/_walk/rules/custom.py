@@ -41,7 +41,7 @@ def _derivative_of(x, y):
 
 def _custom(interpret, given, eqn, *args):
     jaxpr = eqn.params["call_jaxpr"]
-    if interpret.handler.changes(eqn):
+    if interpret.handler.changes_inside(eqn):
         return interpret(jaxpr)(given, *args)
     # The original prints what there is to print.
     inputs = args
@@ -87,7 +87,7 @@ rule_for(jexc.primitives.custom_vjp_call_p)(_custom)
 @rule_for(_compat.custom_vmap_p)
 def _custom_vmap(interpret, given, eqn, *args):
     jaxpr = eqn.params["call"]
-    if interpret.handler.changes(eqn):
+    if interpret.handler.changes_inside(eqn):
         return interpret(jaxpr)(given, *args)
     _, taken = interpret(without_prints(jaxpr))(given, *args)
     return bind(without_sows(eqn), args), taken

@@ -17,15 +17,17 @@ def _shard_map(interpret, given, eqn, *args):
     refuse(
         handler,
         eqn,
-        filter(handler.ordered, sites(eqn)),
+        filter(handler.needs_order, sites(eqn)),
         "`Last`, `Fold` and `Buffer` know no order of execution over devices",
         "Capture it without a reducer.",
     )
     run = interpret(p["jaxpr"])
     manual = _compat.manual_axes(p)
     axes = {a: n for a, n in p["mesh"].shape.items() if a in manual}
-    sliced, put_back, sliced_specs = handler.unspread(given.rest, p["jaxpr"], [*axes])
-    carry, carry_back = handler.on_devices(given.carry, [*axes])
+    sliced, put_back, sliced_specs = handler.slices_for_devices(
+        given.values, p["jaxpr"], [*axes]
+    )
+    carry, carry_back = handler.carry_for_devices(given.carry, [*axes])
     on_device = jax.sharding.PartitionSpec(*axes)
     specs = None
 
@@ -36,7 +38,7 @@ def _shard_map(interpret, given, eqn, *args):
         nonlocal specs
         carry = jax.tree.map(lambda x: x.reshape(x.shape[len(axes) :]), carry)
         outs, taken = run(Given(carry, put_back(sliced)), *args)
-        rest, specs = handler.spread(taken.rest, axes, varying)
+        rest, specs = handler.stack_devices(taken.values, axes, varying)
         one = (1,) * len(axes)
         carry = jax.tree.map(lambda x: x.reshape(*one, *x.shape), taken.carry)
         return list(outs), carry, rest
