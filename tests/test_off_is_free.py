@@ -123,7 +123,7 @@ def _f(x):
         (S(jax.jit(jax.jacfwd(_f))), X),
         (S(_f, tag="another"), X),
         (S(_f, names="h"), X),
-        (S(_f, modes="tangent"), X),
+        (S(jax.grad(_f), modes="cotangent"), X),
         (jax.vmap(S(_f)), XS),
         (jax.grad(lambda x: S(_f)(x)[0]), X),
         (S(S(_f), tag="another"), X),
