@@ -1,4 +1,4 @@
-"""See, and change, what happens inside of Equinox models and JAX programs."""
+"""Read, differentiate and replace intermediate values of Equinox models."""
 
 from importlib.metadata import version as _version
 

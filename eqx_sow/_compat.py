@@ -238,8 +238,8 @@ def _jit_equation() -> Any:
 
 @ft.cache
 def unspecified() -> tuple[dict[str, Any], dict[str, Any]]:
-    """What `jax.jit` puts for each input, and for each output, of which nobody
-    specified a sharding or a layout."""
+    """What `jax.jit` puts for each input, and for each output, that has
+    no specified sharding or layout."""
     p = _jit_equation().params
     inputs = ("in_shardings", "in_layouts", "donated_invars")
     outputs = ("out_shardings", "out_layouts")
@@ -300,7 +300,7 @@ def unmapped(eqn: Any) -> tuple[jexc.Primitive, dict[str, Any]]:
 
 
 def varying(x: Any) -> frozenset[Any]:
-    """The mesh axes that an array (or its aval), inside of a `jax.shard_map`, varies
+    """The mesh axes that an array (or its aval), inside a `jax.shard_map`, varies
     over."""
     aval: Any = x if isinstance(x, jax.core.AbstractValue) else jax.typeof(x)
     return aval.mat.varying if hasattr(aval, "mat") else aval.vma

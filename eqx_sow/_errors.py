@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class SowError(Exception):
-    """Base class of every error that eqx_sow raises about a sow."""
+    """Base class of all errors of eqx_sow."""
 
 
 class DuplicateSowError(SowError, ValueError):

@@ -37,7 +37,7 @@ def check_known(
     unmarked: Callable[[], bool] = lambda: False,
 ) -> None:
     """Raises if anything in `option` selects nothing of what is `there`. `unmarked`: a
-    model is in sight in which nobody asked for marks."""
+    model is in sight whose layers were not asked for."""
     known = dict.fromkeys(there)
     for pattern in option or ():
         spelled_out = isinstance(pattern, str) and pattern in known

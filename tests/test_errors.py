@@ -153,7 +153,7 @@ def test_tag_is_hashable(call):
 
 @pytest.mark.parametrize("modes", ["primals", "tangent.primal", ["primal", ""], [3], 3])
 def test_no_such_mode(modes):
-    with pytest.raises(ValueError, match="save_intermediates.*modes=.* is no mode"):
+    with pytest.raises(ValueError, match="save_intermediates.*modes=.* is not a mode"):
         S(_layers, modes=modes)
 
 

@@ -1,4 +1,4 @@
-"""Whether anyone listens, and what surrounds a vmap."""
+"""Whether sows are marked now, and what surrounds a vmap."""
 
 import contextlib
 import threading
@@ -24,7 +24,7 @@ class Listening(NamedTuple):
     selected: tuple[type, ...] = ()
 
 
-# Not `None` while somebody traces a program in order to see or change its sows. It is
+# Not `None` while a program is traced in order to see or change its sows. It is
 # part of the key of every cache of JAX's, so a jitted function is traced once for each
 # value.
 listening = jax.make_user_context(None)

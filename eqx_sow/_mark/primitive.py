@@ -22,7 +22,7 @@ from .static import NoTangent, OPERAND
 
 
 class _SowPrimitive(jexc.Primitive):
-    """Does nothing while nobody listens: a derivative rule may have kept a jaxpr with
+    """Does nothing outside a capture: a derivative rule may have kept a jaxpr with
     sows, and be called after the program that it belongs to was looked at."""
 
     multiple_results = True
@@ -83,7 +83,7 @@ def _sow_jvp(primals, tangents, *, site):
     ]
     tangent_out = iter(sow_p.bind(*kept, site=tangent_site))
     tangent_out = [next(tangent_out) if k else t for t, k in zip(tangents, keep)]
-    # Guards are not differentiated: what came back for them is no tangent.
+    # Guards are not differentiated: what came back for them is not a tangent.
     tangent_out[:n_guards] = tangents[:n_guards]
     return out, tangent_out
 

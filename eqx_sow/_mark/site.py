@@ -99,7 +99,7 @@ class Site(NamedTuple):
 def out_of_loop(
     axes: Sequence[Axis], loop: Axis | None
 ) -> tuple[int, tuple[Axis, ...]]:
-    """The axes outside of one more loop, which has the axis `loop`: inside of the axes
+    """The axes outside of one more loop, which has the axis `loop`: inside the axes
     whose vmap is around the loop. Also how many those are."""
     around = list(it.takewhile(lambda a: a.loops > 0, axes))
     n = len(around)

@@ -19,19 +19,20 @@ from .static import Const, OPERAND, rebuild, take_apart
 def sow(
     value: Any, name: str, *, tag: Hashable = "intermediates", spec: Any = None
 ) -> Any:
-    """Marks a value, and returns it.
+    """Marks a value and returns it.
 
-    Outside of [`eqx_sow.save_intermediates`][] and [`eqx_sow.plant`][] this is the
-    identity: nothing is added to the program. The law: replacing `sow(x, name)` by `x`
+    Outside [`eqx_sow.save_intermediates`][], [`eqx_sow.plant`][] and [`eqx_sow.tap`][]
+    it does nothing, and adds nothing to the program: replacing `sow(x, name)` by `x`
     never changes what a program computes.
 
     **Arguments:**
 
-    - `value`: any PyTree. JAX and NumPy arrays of any shape and dtype can be captured
-        under every transformation; all other leaves are carried along as they are.
-    - `name`: what to call it. One name marks one place of a program, see
+    - `value`: any PyTree. Its JAX and NumPy arrays are captured, under every
+        transformation; all other leaves come back as they are. To the program a NumPy
+        array stays a NumPy array.
+    - `name`: a name for the value. One name marks one place of a program, see
         [`eqx_sow.DuplicateSowError`][].
-    - `tag`: any hashable; `save_intermediates(..., tag=...)` listens to one tag.
+    - `tag`: any hashable. `save_intermediates(..., tag=...)` captures one tag.
     - `spec`: a jaxtyping annotation (or any other that beartype understands) for the
         value as the code here sees it. Checked when the value is captured.
 
@@ -41,8 +42,8 @@ def sow(
 
     **Raises:**
 
-    `TypeError` if `name` is not a string or `tag` is not hashable, while somebody
-    listens. [`eqx_sow.SowTypeError`][] if the captured value does not fit `spec`.
+    While capturing, `TypeError` if `name` is not a string or `tag` is not hashable.
+    [`eqx_sow.SowTypeError`][] if the captured value does not fit `spec`.
 
     !!! example
 
@@ -154,8 +155,8 @@ class Sow(eqx.Module):
     ):
         """**Arguments:**
 
-        - `name`: what to call the value. Without one, the layer's own path in the model
-            is the name.
+        - `name`: a name for the value. Without one, it is the layer's path in the
+            model.
         - `spec`: a jaxtyping annotation for the value, as in [`eqx_sow.sow`][].
         - `tag`: as in [`eqx_sow.sow`][].
         """

@@ -188,7 +188,7 @@ def positional_names(fn: Callable, n: int) -> list[str]:
 
 
 def is_function(x: Any) -> bool:
-    """Whether it is called, and is no PyTree: functions, methods, partials, and what
+    """Whether it is called, and is not a PyTree: functions, methods, partials, and what
     JAX and Python make of them."""
     if isinstance(x, types.FunctionType | types.MethodType | ft.partial):
         return True

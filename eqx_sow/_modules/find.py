@@ -129,7 +129,7 @@ def _is_half(node: Any, whole: eqx.Module) -> bool:
 
 
 def _roots(tree: Any, name: str) -> Iterator[tuple[str, eqx.Module]]:
-    """The modules in a PyTree that are no part of another, and their paths."""
+    """The modules in a PyTree that are not part of another, and their paths."""
     is_module = lambda x: isinstance(x, eqx.Module)
     for path, x in jtu.tree_leaves_with_path(tree, is_leaf=is_module):
         if is_module(x):
@@ -209,7 +209,7 @@ class _Walk:
         return node
 
     def visit_root(self, node: Any, path: str) -> Any:
-        """Visits what is no part of a module."""
+        """Visits what is not part of a module."""
         wholes = (name for name, whole in self.wholes if _is_half(node, whole))
         return self.visit_model(node, next(wholes, path))
 

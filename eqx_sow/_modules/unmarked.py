@@ -63,7 +63,7 @@ def _noticing(cls: type, name: str, plain: Any) -> Callable:
 
 
 def _is_missed(module: Any, selected: Any) -> bool:
-    # A module that is made within the function holds tracers, and is nobody's part.
+    # A module made within the function holds tracers, and is not part of a model.
     return (
         selected != ()
         and isinstance(module, selected)

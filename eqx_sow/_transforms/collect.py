@@ -22,7 +22,7 @@ from .replay import call_of, has_run, Inside, Ran, recomputed
 
 
 def pass_by(handler: Handler, atoms, frame: Frame) -> None:
-    """A sow that is not the handler's is left for whoever is further out, or is an
+    """A sow that is not the handler's is left for what is further out, or is an
     identity."""
     if handler.has_outer:
         frame.leave(frame.eqn)

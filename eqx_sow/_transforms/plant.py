@@ -327,10 +327,11 @@ def plant(
     methods: Sequence[str] = ("__call__",),
     scope: bool = False,
 ) -> Callable:
-    """Replaces what is sown in a function.
+    """Replaces marked values while a function runs.
 
-    The law: planting what [`eqx_sow.save_intermediates`][] captured changes nothing,
-    and planting something else is the same as editing the program at the sow.
+    Planting what [`eqx_sow.save_intermediates`][] captured changes nothing (except in a
+    `while_loop`). Planting another value is the same as editing the program at the
+    mark.
 
     **Arguments:**
 

@@ -1,4 +1,4 @@
-"""What a backward pass computes once more is no second execution.
+"""What a backward pass computes once more is not a second execution.
 
 Two kinds of it can be told. In straight-line code, a value that is computed as in the
 forward pass, from the same inputs: a `bwd` that differentiates the forward function

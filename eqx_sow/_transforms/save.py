@@ -93,10 +93,10 @@ def save_intermediates(
     transform: Callable | Mapping[str, Callable] | None = None,
     spec: Mapping[str, Any] | None = None,
 ) -> Callable:
-    """Makes a function return what is sown in it, along with its output.
+    """Makes a function also return the values that are marked in it.
 
-    The law: the first output of `save_intermediates(fn)` is that of `fn`, always; so
-    are its gradients.
+    The first output of `save_intermediates(fn)` is always the output of `fn`, with the
+    same gradients.
 
     **Arguments:**
 
@@ -108,7 +108,7 @@ def save_intermediates(
         name. Nothing else is stored or computed. In a glob, `*` matches any characters.
     - `modes`: what to capture of each, `"primal"`, `"tangent"`, `"cotangent"`, or
         second-order ones joined by a dot (`"cotangent.tangent"`); one or a sequence.
-    - `capture`: marks the output of submodules of a model that nobody edits: `True` for
+    - `capture`: marks the output of submodules, without editing the model: `True` for
         every module with a `__call__`, a class or a tuple of classes, or a function
         `(path, module) -> bool`. The name is the path of the module, `layers/0`; under
         an argument of a plain function it begins with the name of the parameter,

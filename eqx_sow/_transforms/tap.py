@@ -98,7 +98,7 @@ class _DeviceEvent(TapEvent):
 
 # --- on the host ---
 
-# What callbacks raised, until somebody is told. JAX reports only the text of it.
+# What callbacks raised, until they are raised. JAX reports only the text of it.
 _failures: collections.deque[SowError] = collections.deque(maxlen=8)
 
 
@@ -241,7 +241,7 @@ def _send_lowered(*operands, delivery):
 def _send_batch(axis_data, operands, dims, *, delivery):
     n = 1 + len(delivery.devices)
     if dims[0] is not None:
-        # So it is inside of a loop or a branch with a predicate that has lanes.
+        # So it is inside a loop or a branch with a predicate that has lanes.
         raise SowError(
             f"`sow(..., {delivery.name!r})` at {delivery.where} is tapped in a loop or "
             "a branch that only some lanes of a `jax.vmap` run, and the vmap came "
@@ -374,7 +374,7 @@ def _places(x: Any, here: _Place) -> Iterator[_Place]:
 
 
 def _mesh_axes(eqn: Any) -> tuple[_MeshAxis, ...]:
-    """The axes over which an equation spreads what is inside of it."""
+    """The axes over which an equation spreads what is inside it."""
     if eqn.primitive is not _compat.shard_map_p:
         return ()
     p = eqn.params
@@ -395,7 +395,7 @@ class _Tap(Handler):
     """Sends the values of sows to the host.
 
     `chosen` has the `Site.key`s of these, and what their modes are called; `ran` those
-    of which a replay in a backward pass is no event. `Given.carry` is a dict with a
+    of which a replay in a backward pass is not an event. `Given.carry` is a dict with a
     count for each place of `slots`: a key, and the mesh axes around it. `mesh` are
     those around what is walked over,
     `devices` these and the ones around the whole program.
@@ -820,13 +820,13 @@ def tap(
 
     A function with the signature and the output of `fn`. A tapped sow is still a sow:
     `save_intermediates(tap(fn))` captures it, and several taps see it. What
-    `save_intermediates` inside of `fn` takes, `tap` does not see.
+    `save_intermediates` inside `fn` takes, `tap` does not see.
 
     Like `eqx.filter_vmap`, what is returned is a PyTree whose leaves are those of `fn`,
     and it can be used as a decorator of methods.
 
     All lanes of a `vmap` are one event, whether it is `tap(vmap(fn))` or
-    `vmap(tap(fn))`. A sow that a backward pass computes again is no event; its
+    `vmap(tap(fn))`. A sow that a backward pass computes again is not an event; its
     cotangent is one. In a `jax.shard_map` there is an event for each device, and
     `event.device` says which. A `tap` that is called within a branch of a `cond` sees
     all lanes of a later `vmap` over it, as `jax.debug.callback` does: tap the whole

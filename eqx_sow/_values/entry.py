@@ -18,7 +18,7 @@ outer vmap batches the scan, and the sow inside as part of that: its axis, of wh
 False), loops=1)`. So the operands are `c[5]` and `y[2]`, and the axes are (5, 2).
 
 When the walk leaves the scan, each array has a new leading axis: `c[3, 5]`, `y[3, 2]`.
-`stacked` moves it inside of the axes that are outside of the loop (those with `loops >
+`stacked` moves it inside the axes that are outside of the loop (those with `loops >
 0`, which count one less now): `c[5, 3]`, `y[3, 2]`, and the axes are (5, 3, 2), as the
 program is nested. At the end `full` fills in what is missing: both are `[5, 3, 2]`.
 """
@@ -166,7 +166,7 @@ def transformed(
     out = None
     with calling(what, site):
         if is_backward(site.mode) and any(h != over for h in has):
-            # What is computed from the total of all lanes alone is no value of a lane.
+            # What is computed from the total of all lanes is not a value of a lane.
             shapes = [
                 jax.ShapeDtypeStruct(jnp.shape(x)[sum(h) :], x.dtype)
                 for x, h in zip(values, has)

@@ -212,7 +212,7 @@ def exclusive(a: Entry, b: Entry, execution: Callable[[Any], Any]) -> bool:
 
 def relocated(entry: Entry, there: Callable[[Any], Any]) -> Entry:
     """An entry that enters a jaxpr, or leaves it: `there` says what the operand of a
-    guard is then. Guards that nobody else there can have (`None`) are left out."""
+    guard is then. Guards that no other entry there can have (`None`) are left out."""
     if not entry.guards:
         return entry
 

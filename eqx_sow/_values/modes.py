@@ -49,7 +49,7 @@ def as_mode(option: str, mode: Any) -> str:
     parts = without_order(mode).split(".") if isinstance(mode, str) else [None]
     if not (parts == [PRIMAL] or all(p in _DERIVATIVES for p in parts)):
         raise ValueError(
-            f"`{option}`: {mode!r} is no mode. Modes are 'primal', 'tangent' and "
+            f"`{option}`: {mode!r} is not a mode. Modes are 'primal', 'tangent' and "
             "'cotangent', or of second order, such as 'cotangent.tangent'."
         )
     return mode

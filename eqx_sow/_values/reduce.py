@@ -219,7 +219,7 @@ class Buffer(Reducer):
 
         **Raises:**
 
-        `ValueError` if `size` is no positive integer, or `keep` is anything else.
+        `ValueError` if `size` is not a positive integer, or `keep` is neither.
         """
         if isinstance(size, bool) or not hasattr(size, "__index__") or size < 1:
             raise ValueError(

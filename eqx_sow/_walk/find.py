@@ -78,7 +78,7 @@ def _in_functions(eqn: Any) -> list[Site]:
 
 
 def _trace_all(fn: Callable, avals: Sequence[Any]) -> None:
-    """Traces a function, and what is inside of jaxprs that it kept: a vmap does."""
+    """Traces a function, and what is inside jaxprs that it kept: a vmap does."""
     lanes = [jax.ShapeDtypeStruct((1, *a.shape), a.dtype) for a in avals]
     try:
         jax.eval_shape(jax.vmap(fn), *lanes)
@@ -140,7 +140,7 @@ def _makers_of(jaxpr: Any) -> dict[Any, Any]:
 def root(jaxpr: Any, v: Any) -> Any:
     """What a variable comes from, up to steps that leave each of its values as it is.
     JAX takes them with the operands of a branch: `select_n(runs, stop_gradient(x), x)`.
-    A tuple, if that is inside of a call."""
+    A tuple, if that is inside a call."""
     makers = _makers_of(jaxpr)
     while not isinstance(v, jexc.Literal) and v in makers:
         eqn = makers[v]

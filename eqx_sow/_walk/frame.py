@@ -12,7 +12,7 @@ from .find import depends, root, same_value
 
 
 class Frame:
-    """A jaxpr in evaluation. Equations without a sow wait until somebody needs their
+    """A jaxpr in evaluation. Equations without a sow wait until something needs their
     results, and are then evaluated all at once."""
 
     def __init__(self, jaxpr: Any, values: Sequence[Any]):
@@ -101,7 +101,7 @@ class Frame:
 
     def settle(self) -> None:
         """Evaluates what waits, if any of it has an effect: effects keep their order,
-        and happen even if nobody wants a result."""
+        and happen even if no result is used."""
         if self._unsettled:
             self._flush()
 

@@ -77,12 +77,12 @@ class Handler:
         return False
 
     def keeps_intact(self, eqn: Any) -> bool:
-        """Whether everything inside of an equation stays as it is."""
+        """Whether everything inside an equation stays as it is."""
         del eqn
         return False
 
     def changes_inside(self, eqn: Any) -> bool:
-        """Whether what is inside of an equation will compute something else."""
+        """Whether what is inside an equation will compute something else."""
         del eqn
         return False
 
@@ -103,7 +103,7 @@ class Handler:
         return False
 
     def for_inside(self, eqn: Any) -> "Handler":
-        """The handler for what is inside of an equation."""
+        """The handler for what is inside an equation."""
         del eqn
         return self
 
@@ -133,7 +133,7 @@ class Handler:
         return (), lambda new: carry
 
     def leave_equation(self, values: Any, frame: "Frame") -> Any:
-        """`Taken.values` of what is inside of an equation: `frame.eqn`."""
+        """`Taken.values` of what is inside an equation: `frame.eqn`."""
         del frame
         return values
 

@@ -3,7 +3,7 @@
 For a scan, a while or a cond with a sow inside, some of JAX's rules move equations to
 places from which they cannot be told any more where they came from:
 
-- `vmap` of a loop puts the new axis inside of the loop's. A sow has to know how many
+- `vmap` of a loop puts the new axis inside the loop's. A sow has to know how many
   loops are around the axis.
 - `vmap` of a cond whose predicate varies runs all branches, and of a while goes on
   until the last lane has finished. A sow has to know whether it really runs.
@@ -11,7 +11,7 @@ places from which they cannot be told any more where they came from:
   to know that it ran in each iteration.
 
 So these rules prepare the equation, or mend what comes out, and leave the work to JAX's
-rule. While nobody listens they are not even called.
+rule. Outside a capture they are not even called.
 """
 
 import dataclasses as dc

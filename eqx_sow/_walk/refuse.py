@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
 
 def check_guarded(site: Site) -> None:
-    """Raises if nobody can tell whether a sow runs."""
+    """Raises if it cannot be told whether a sow runs."""
     if site.unguarded:
         raise SowError(
             f"`sow(..., {site.name!r})` at {site.where} is in the derivative rule of a "
             "function (`jax.custom_jvp`, `jax.custom_vjp`) that only some lanes of a "
             "`jax.vmap` call, and the vmap came before the derivative: whether the sow "
-            "runs cannot be told. Take the derivative inside of the vmap, "
+            "runs cannot be told. Take the derivative inside the vmap, "
             "`jax.vmap(jax.grad(fn))`, or leave the sow out, by `names` or another "
             "`tag`."
         )
@@ -44,7 +44,7 @@ def is_solver(eqn: Any) -> bool:
 def refuse(
     handler: "Handler", eqn: Any, inside: Iterable[Site], why: str, remedy: str = _MOVE
 ) -> None:
-    """Raises if the handler wants any of the sows inside of an equation."""
+    """Raises if the handler wants any of the sows inside an equation."""
     for site in filter(handler.wants, inside):
         raise UnsupportedPrimitiveError(unsupported(site, eqn, why, remedy))
 

@@ -90,13 +90,13 @@ def _vary(x, axes):
 
 
 def _varying_like(predicate, tree):
-    """Inside of a `jax.shard_map`: what depends on a predicate varies where it does."""
+    """Inside a `jax.shard_map`: what depends on a predicate varies where it does."""
     axes = _compat.varying(predicate)
     return jax.tree.map(lambda x: _vary(x, axes), tree) if axes else tree
 
 
 def _alike(fns, *args):
-    """Inside of a `jax.shard_map`: functions whose results vary over the same axes."""
+    """Inside a `jax.shard_map`: functions whose results vary over the same axes."""
     if not any(map(_compat.varying, jax.tree.leaves(args))):
         return fns
     avals = zip(*[jax.make_jaxpr(fn)(*args).out_avals for fn in fns])

@@ -2,7 +2,7 @@
 
 The sows are evaluated as in a plain function. The original equation gives the
 derivatives of the outputs (or, for a batching rule, the outputs themselves), so the
-rules are kept; XLA removes it as long as nobody differentiates. If something is
+rules are kept; XLA removes it unless it is differentiated. If something is
 planted inside, the rules are those of another function, and are given up.
 """
 
