@@ -11,6 +11,8 @@ from .benchmarks.zoo import cases, zoo
 from .helpers import instructions
 
 
+pytestmark = pytest.mark.slow
+
 X = jnp.ones((8, 16))
 WS = jnp.full((6, 16, 16), 0.1)
 XS = jnp.ones((3, 8, 16))

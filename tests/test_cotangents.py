@@ -367,6 +367,7 @@ def test_steps_of_a_checkpointed_loop_are_replayed(wrap):
     assert len(got["net"]["primal"]) == len(got["net"]["cotangent"]) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrap", [lambda f: f, eqx.filter_jit])
 def test_backsolve_adjoint_evaluates_at_other_states(wrap):
     field = wrap(lambda t, y, args: -sow(y, "y"))

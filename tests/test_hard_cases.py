@@ -181,6 +181,7 @@ def test_diffeqsolve_under_grad():
     close(captured["a"]["primal"], [-X * 0.75**i for i in range(4)])
 
 
+@pytest.mark.slow
 def test_values_of_diffeqsolve_beside_a_gradient():
     def loss(mark, rate):
         term = diffrax.ODETerm(lambda t, y, args: mark(-rate * y, "a"))

@@ -237,7 +237,10 @@ def compile_fast():
     jax.config.update("jax_disable_most_optimizations", before)
 
 
-@pytest.mark.parametrize("seed", range(16))
+_SEEDS = [*range(4), *(pytest.param(s, marks=pytest.mark.slow) for s in range(4, 16))]
+
+
+@pytest.mark.parametrize("seed", _SEEDS)
 def test_random_program(seed):
     check_program(seed)
 

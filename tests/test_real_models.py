@@ -18,6 +18,7 @@ from .helpers import assert_close, modes_of, with_mode
 
 # Other libraries count on what NumPy does.
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.filterwarnings("default"),
     pytest.mark.usefixtures("standard_promotion"),
 ]

@@ -453,7 +453,9 @@ def _table(text):
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize(
+    "jit", [pytest.param(False, marks=pytest.mark.slow), True], ids=["eager", "jit"]
+)
 def test_law_11(name, jit):
     f = PROGRAMS[name]
     run = eqx.filter_jit if jit else lambda f: f
@@ -463,6 +465,7 @@ def test_law_11(name, jit):
     assert "entries" in summaries and "entries" not in values
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reduce", [Append(), Last()])
 def test_law_11_with_reducers(reduce):
     def f(x):

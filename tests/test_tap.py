@@ -288,6 +288,7 @@ def test_law_10_tangents(fn):
     assert fn is custom_jvp or any(e.mode == "tangent" for e in events)
 
 
+@pytest.mark.slow
 def test_law_10_second_order():
     def forward_over_reverse(x, t):
         return jax.jvp(jax.grad(scanned), (x,), (t,))
@@ -309,6 +310,7 @@ def test_law_10_under_vmap(fn):
         assert any(e.ran is not None and not e.ran.all() for e in events)
 
 
+@pytest.mark.slow
 @_named([scanned, branches, checkpointed, custom_vjp])
 def test_law_10_gradients_under_vmap(fn):
     assert_law_10(jax.vmap(jax.grad(fn)), XS)
@@ -329,6 +331,7 @@ def test_nested_lanes():
     assert values(events, "y")[0].shape == (3, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lanes", [False, True], ids=["one", "lanes"])
 @pytest.mark.parametrize("seed", [1, 5])
 def test_law_10_random_programs(seed, lanes):
