@@ -104,13 +104,13 @@ ARRAYS = {
 
 
 @pytest.mark.parametrize("name", ARRAYS)
-@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
-def test_against_numpy(name, jit):
+def test_against_numpy(name):
     x = ARRAYS[name]()
-    if jit and isinstance(x, np.ndarray):
-        pytest.skip("JAX casts the arguments of a jitted function")
     fn = ft.partial(summarize, edges=EDGES)
-    _check((jax.jit(fn) if jit else fn)(x), x)
+    _check(fn(x), x)
+    # JAX casts what NumPy has in 64 bits on the way into a jitted function.
+    if not isinstance(x, np.ndarray):
+        _check(jax.jit(fn)(x), x)
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,7 @@ class _Delivery:
             event.device = dict(zip(self.devices, map(int, operands[:n])))
         try:
             self.callback.value(event)
-        except Exception as e:
+        except Exception as e:  # whatever it raises, which ends the run
             failure = SowError(
                 f"The callback of `tap` raised {type(e).__name__}: {e} (at "
                 f"`sow(..., {self.name!r})` at {self.where}, {self.mode}, with "
