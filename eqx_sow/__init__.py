@@ -9,10 +9,12 @@ from ._errors import (
     UnknownSowError as UnknownSowError,
     UnsupportedPrimitiveError as UnsupportedPrimitiveError,
 )
+from ._mark.scope import scope as scope
 from ._mark.sow import Sow as Sow, sow as sow
+from ._transforms.events import TapEvent as TapEvent
 from ._transforms.plant import plant as plant
 from ._transforms.save import save_intermediates as save_intermediates
-from ._transforms.tap import tap as tap, TapEvent as TapEvent
+from ._transforms.tap import tap as tap
 from ._values.intermediates import Intermediates as Intermediates
 from ._values.reduce import (
     Append as Append,

@@ -1,6 +1,19 @@
-"""Helpers for arrays."""
+"""Helpers for arrays.
 
+On a mesh with explicit axes, which is what `jax.make_mesh` makes, a sharding is part of
+the type of an array. What is made here in the place of a value has that of the value.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.core
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+from . import _compat
 
 
 def leading(x, ndim: int):
@@ -10,3 +23,111 @@ def leading(x, ndim: int):
 
 def select(mask, x, y):
     return jnp.where(leading(mask, jnp.ndim(x)), x, y)
+
+
+def types_of(fn: Callable, *args):
+    """What `jax.eval_shape` returns, as types. A `ShapeDtypeStruct` knows nothing of a
+    mesh without explicit axes, so JAX refuses one from inside a `jax.shard_map`."""
+    closed, out = jax.make_jaxpr(fn, return_shape=True)(*args)
+    return jax.tree.unflatten(jax.tree.structure(out), closed.out_avals)
+
+
+def _sharding(x) -> NamedSharding:
+    return (x if isinstance(x, jax.core.ShapedArray) else jax.typeof(x)).sharding
+
+
+def _mesh(x) -> AbstractMesh | None:
+    """The mesh in the type of an array, if it has explicit axes."""
+    mesh: Any = _sharding(x).mesh
+    return mesh if AxisType.Explicit in mesh.axis_types else None
+
+
+def spec_of(x) -> tuple[Any, ...]:
+    """Over which explicit mesh axes each axis of an array is sharded."""
+    spec = () if _mesh(x) is None else _sharding(x).spec
+    return (*spec, *[None] * (len(x.shape) - len(spec)))
+
+
+def sharding_with(x, spec: Sequence[Any]) -> NamedSharding | None:
+    """For a new array on the mesh of `x`, if that has explicit axes. What `spec` says
+    of other mesh axes is left out."""
+    mesh = _mesh(x) or jax.sharding.get_abstract_mesh()
+    if AxisType.Explicit not in mesh.axis_types:
+        return None
+    types = dict(zip(mesh.axis_names, mesh.axis_types))
+
+    def of_axis(names):
+        every = names if isinstance(names, tuple) else (names,)
+        kept = tuple(a for a in every if types.get(a) == AxisType.Explicit)
+        return kept[0] if len(kept) == 1 else kept or None
+
+    return NamedSharding(mesh, PartitionSpec(*map(of_axis, spec)))
+
+
+def shape_like(x, shape: Sequence[int], spec: Sequence[Any]) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding_with(x, spec))
+
+
+def zeros_like(x):
+    sharding = sharding_with(x, spec_of(x))
+    return jnp.zeros(x.shape, x.dtype, out_sharding=sharding)
+
+
+def broadcast_to(x, shape: Sequence[int], spec: Sequence[Any]):
+    """`spec` is that of the new leading axes."""
+    old = spec_of(x)[jnp.ndim(x) - (len(shape) - len(spec)) :]
+    sharding = sharding_with(x, (*spec, *old))
+    return jnp.broadcast_to(x, shape, out_sharding=sharding)
+
+
+def broadcast_like(x, other):
+    sharding = sharding_with(other, spec_of(other))
+    return jnp.broadcast_to(x, other.shape, out_sharding=sharding)
+
+
+def sharded_like(x, other):
+    spec = spec_of(other)
+    if spec_of(x) == spec or sharding_with(other, spec) is None:
+        return x
+    # Only a `shard_map` further in knows the mesh.
+    if jax.sharding.get_abstract_mesh().empty:
+        return x
+    return jax.sharding.reshard(x, sharding_with(other, spec))
+
+
+def on_mesh(x, mesh: Any, spec: PartitionSpec):
+    """On a mesh with explicit axes of which nothing else says that `x` is there."""
+    if AxisType.Explicit not in mesh.axis_types or _mesh(x) is not None:
+        return x
+    return jax.sharding.reshard(x, NamedSharding(mesh, spec))
+
+
+def whole_along(x, axis: int):
+    """Not sharded over this axis, along which it can then be indexed."""
+    spec = list(spec_of(x))
+    if spec[axis] is None:
+        return x
+    spec[axis] = None
+    return jax.sharding.reshard(x, sharding_with(x, spec))
+
+
+def one_along(x, axis: int):
+    """One of several along an axis that are all the same."""
+    return jax.lax.index_in_dim(whole_along(x, axis), 0, axis, keepdims=False)
+
+
+@contextlib.contextmanager
+def in_mesh_of(arrays: Iterable[Any]) -> Iterator[None]:
+    """Arrays can be on a mesh with explicit axes of which JAX has not been told by
+    `jax.set_mesh`. To make others there it has to be."""
+    told = not jax.sharding.get_abstract_mesh().empty
+    there = [] if told else [x for x in arrays if _mesh(x) is not None]
+    if not there:
+        yield
+    elif _compat.is_eager():
+        with jax.set_mesh(there[0].sharding.mesh):
+            yield
+    else:
+        mesh: Any = _mesh(there[0])
+        with jax.sharding.use_abstract_mesh(mesh):
+            yield

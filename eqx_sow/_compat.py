@@ -4,12 +4,17 @@ not public: each of these says why no public way will do.
 Supported: JAX 0.10 to 0.12.
 """
 
+import contextlib
+import copy
 import dataclasses as dc
 import functools as ft
+import itertools as it
+import re
 import sys
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast, TypeVar
 
 import equinox as eqx
 import equinox.internal
@@ -17,6 +22,7 @@ import jax
 import jax.core
 import jax.extend.core as jexc
 import jax.numpy as jnp
+from jax.extend import source_info_util
 
 from ._errors import SowError
 
@@ -41,6 +47,17 @@ def check_supported() -> None:
             f"Equinox {eqx.__version__}. It needs, and does not find: "
             f"{'; '.join(_moved)}. Install a newer eqx_sow, or an older JAX."
         )
+    early = [f for f in _NEXT if hi_p is None and getattr(jax.config, f, False)]
+    if early:
+        raise SowError(
+            f"With JAX {jax.__version__}, eqx_sow cannot see what `{early[0].upper()}` "
+            "makes of `jax.checkpoint` and custom derivative rules. Leave it off, or "
+            "use JAX 0.12 or later."
+        )
+
+
+# What JAX will do one day, and can be asked to do now.
+_NEXT = "jax_remat3", "jax_custom_vjp3", "jax_custom_jvp3"
 
 
 def _linearizations() -> dict[Any, Callable]:
@@ -177,6 +194,8 @@ def splice(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
         or (len(jaxpr.eqns) < 2 and all(e.primitive is not _call_p for e in jaxpr.eqns))
         # Sows of different branches are to be found side by side.
         or any(_call_p.call_primitive or type(e) is SowEffect for e in jaxpr.effects)
+        # Up to JAX 0.10.1 a `shard_map` that runs eagerly knows no calls.
+        or (_call_p.call_primitive and jax.sharding.get_abstract_mesh().manual_axes)
         or not all(isinstance(v.aval, jax.core.ShapedArray) for v in atoms)
     ):
         return jax.core.eval_jaxpr(jaxpr, consts, *args)
@@ -268,13 +287,30 @@ def _transposed() -> Any:
     return jax.make_jaxpr(double)(1.0).eqns[-1].source_info.name_stack.stack[0]
 
 
-# What transposition writes on a name stack: not a string, as users' scopes may be any.
+# What transposition writes on a name stack. A user's scope of that name is equal to it,
+# and has another type.
 _TRANSPOSED = find("what transposition leaves on a name stack", _transposed)
 
 
 def in_backward_pass(eqn: Any) -> bool:
     """Whether an equation was put there by transposition."""
-    return _TRANSPOSED in eqn.source_info.name_stack.stack
+    stack = eqn.source_info.name_stack.stack
+    return any(type(x) is type(_TRANSPOSED) and x == _TRANSPOSED for x in stack)
+
+
+_RULE = "eqx_sow.rule."
+_rules = it.count()
+
+
+def derivative_rule() -> contextlib.AbstractContextManager[Any]:
+    """Tells the equations that are made in here that they are those of one rule."""
+    return jax.named_scope(f"{_RULE}{next(_rules)}")
+
+
+def rules_around(eqn: Any) -> tuple[str, ...]:
+    """The derivative rules that put an equation there, from outside in."""
+    names = (getattr(x, "name", None) for x in eqn.source_info.name_stack.stack)
+    return tuple(x for x in names if isinstance(x, str) and x.startswith(_RULE))
 
 
 def _noinline_primitive() -> jexc.Primitive:
@@ -288,6 +324,129 @@ custom_vmap_p: Any = find("the primitive of `custom_vmap`", _custom_vmap_primiti
 shard_map_p: Any = find("the primitive of `shard_map`", _shard_map_primitive)
 FilterJit: Any = type(eqx.filter_jit(lambda x: x))
 Jit: Any = type(jax.jit(lambda x: x))
+
+
+@contextlib.contextmanager
+def public_nan_errors() -> Iterator[None]:
+    """What `jax_debug_nans` raises in a jitted function is turned into a
+    `FloatingPointError` by `jax.jit`. One that is evaluated as an equation raises it as
+    it is, of a class that is not public."""
+    try:
+        yield
+    except Exception as e:
+        if type(e).__name__ != "InternalFloatingPointError":
+            raise
+        name, kind = e.args
+        raise FloatingPointError(f"invalid value ({kind}) encountered in {name}") from e
+
+
+# --- primitives that are objects with methods ---
+#
+# `jax.experimental.hijax.HiPrim` is public. The primitive underneath is not, nor are
+# JAX's own subclasses (`JAX_CUSTOM_VJP3`, `JAX_REMAT3`).
+
+
+def _hi_primitive_type() -> type | None:
+    from jax.experimental import hijax
+
+    return getattr(hijax, "HiPrim", None)  # from JAX 0.12 on
+
+
+def _hi_primitive() -> jexc.Primitive | None:
+    if _HiPrim is None:
+        return None
+
+    class Identity(_HiPrim):
+        def __init__(self, aval):
+            self.in_avals, self.out_aval, self.params = (aval,), aval, {}
+            super().__init__()
+
+    fn = lambda x: Identity(jax.typeof(x))(x)
+    return jax.make_jaxpr(fn)(0).eqns[0].primitive
+
+
+_HiPrim: Any = find("`HiPrim`", _hi_primitive_type)
+# `None` where there is none.
+hi_p: Any = find("the primitive of `HiPrim`", _hi_primitive)
+
+
+def is_hi_prim(x: Any) -> bool:
+    return _HiPrim is not None and isinstance(x, _HiPrim)
+
+
+def hi_with_params(prim: Any, fn: Callable[[Any], Any]) -> Any:
+    """The same `HiPrim`, with `fn` applied to each of its parameters. Its effects are
+    those of the jaxprs in there: JAX's constructors each take something else."""
+    new = copy.copy(prim)
+    new.params = {name: fn(x) for name, x in prim.params.items()}
+    new.__dict__.update(new.params)
+    before, after = map(_effects_in, (prim, new))
+    new.effects = frozenset((prim.effects - (before - after)) | (after - before))
+    return new
+
+
+def _effects_in(prim: Any) -> frozenset[Any]:
+    found = [x.effects for x in prim.params.values() if hasattr(x, "effects")]
+    return frozenset().union(*found)
+
+
+def is_traced(x: Any) -> bool:
+    return isinstance(x, jax.stages.Traced)
+
+
+def traced_with_jaxpr(traced: Any, jaxpr: Any) -> Any:
+    """The same `jax.stages.Traced`, of another jaxpr, for which it has no method."""
+    new = copy.copy(traced)
+    new._params = {**traced._params, "jaxpr": jaxpr}
+    new._lojax = new._closure_converted = None
+    return new
+
+
+def is_users(prim: Any) -> bool:
+    """Whether a `HiPrim` is not one of JAX's, which hold jaxprs: it may call a function
+    that has never been traced."""
+    return not type(prim).__module__.startswith("jax.")
+
+
+def hi_program(prim: Any) -> Callable:
+    """What a `HiPrim` computes, as a function of its operands."""
+
+    def expand(*args):
+        return jax.tree.leaves(prim.expand(*jax.tree.unflatten(prim.in_tree, args)))
+
+    return expand
+
+
+def classic_form(prim: Any) -> tuple[jexc.Primitive, dict[str, Any]] | None:
+    """What `jax.checkpoint` and `checkpoint_name` bind without `JAX_REMAT3`, for what
+    they bind with it. In the new form JAX evaluates the jaxpr a second time, for the
+    backward pass, and only a private table could tell that from the first."""
+    kind, params = type(prim).__name__, prim.params
+    if params.keys() == {"jaxpr", "policy", "prevent_cse"}:
+        return jexc.primitives.remat_p, {**params, "differentiated": False}
+    if kind == "CheckpointName" and params.keys() == {"name"}:
+        return jexc.primitives.name_p, params
+    return None
+
+
+def _remat_rules() -> dict[Any, Callable]:
+    try:
+        from jax._src.interpreters import remat
+
+        return remat.rules
+    except ImportError:
+        return {}  # JAX 0.10
+
+
+# With `JAX_REMAT3`, what a backward pass computes again instead of a primitive. There
+# is no public way to say so, and `jax.debug.callback` is called twice for want of it.
+remat_rules = _remat_rules()
+
+
+def tell_vmap(around: Any) -> None:
+    """For the function that a `jax.vmap` is calling right now: see `with_around`."""
+    trace = _current_trace()
+    trace.axis_data = with_around(trace.axis_data, around)
 
 
 def unmapped(eqn: Any) -> tuple[jexc.Primitive, dict[str, Any]]:
@@ -306,14 +465,58 @@ def varying(x: Any) -> frozenset[Any]:
     return aval.mat.varying if hasattr(aval, "mat") else aval.vma
 
 
-_libraries = tuple(
-    str(Path(str(module.__file__)).parent) + "/"
+_folders = {
+    module.__name__: str(Path(str(module.__file__)).parent) + "/"
     for module in (jax, eqx, sys.modules["eqx_sow"])
+}
+# Up to JAX 0.10.1 `contextlib` calls what is decorated by `jax.named_scope`.
+_libraries = (str(contextlib.__file__), *_folders.values())
+# JAX hides its own frames. Those of Equinox may be of a layer, or how it calls methods.
+_hidden = (
+    _folders["jax"],
+    _folders["eqx_sow"],
+    _folders["equinox"] + "_module/",
+    str(contextlib.__file__),
 )
+# What JAX says of where something was traced is about the user's code, too.
+source_info_util.register_exclusion(_folders["eqx_sow"])
+
+_F = TypeVar("_F", bound=Callable)
 
 
 def is_library(file: str) -> bool:
     return file.startswith(_libraries)
+
+
+def api_boundary(fn: _F) -> _F:
+    """Tracebacks of exceptions that leave `fn` have no frames of ours, unless JAX keeps
+    its own. JAX has this for itself alone."""
+
+    @ft.wraps(fn)
+    def call(*args, **kwargs):
+        try:
+            return fn(*args, **kwargs)
+        except Exception as e:
+            config: Any = jax.config
+            if config.jax_traceback_filtering != "off":
+                e.__traceback__ = _without_libraries(e.__traceback__)
+            # This adds no frame, not even that of `call`.
+            raise
+
+    return cast(_F, call)
+
+
+def _without_libraries(
+    traceback: types.TracebackType | None,
+) -> types.TracebackType | None:
+    kept = []
+    while traceback is not None:
+        if not traceback.tb_frame.f_code.co_filename.startswith(_hidden):
+            kept.append(traceback)
+        traceback = traceback.tb_next
+    for t in reversed(kept):
+        traceback = types.TracebackType(traceback, t.tb_frame, t.tb_lasti, t.tb_lineno)
+    return traceback
 
 
 def user_line() -> str:
@@ -325,6 +528,15 @@ def user_line() -> str:
         frame = frame.f_back
         file = frame.f_code.co_filename
     return f"{file}:{frame.f_lineno}"
+
+
+def classes_that_differ(message: str) -> list[str]:
+    """The names of classes in JAX's error about two trees that do not match."""
+    names = re.findall(r"<class '([^']*)'>", message)
+    # Up to JAX 0.10.1 there is what one tree has instead of the class.
+    path = r"(?:[\w.<>]*\.)?(\w+)"
+    value = re.search(rf"<class '{path}'>, value: {path}\(", message)
+    return names if value is None else list(value.groups())
 
 
 @dc.dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """What goes wrong with a sow."""
 
 import contextlib
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 
@@ -48,7 +49,24 @@ def calling(what: str, site: "Site") -> Iterator[None]:
     try:
         yield
     except Exception as e:  # whatever it raises, which goes on its way
-        e.add_note(
-            f"This is from the {what} of `sow(..., {site.name!r})` at {site.where}."
-        )
+        if site.where not in str(e):
+            e.add_note(
+                f"This is from the {what} of `sow(..., {site.name!r})` at {site.where}."
+            )
         raise
+
+
+def check_arity(option: str, fn: Callable, form: str) -> None:
+    """Raises if it cannot be called as in `form`, such as `(path, module) -> bool`."""
+    names = form[1 : form.index(")")]
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):  # of a builtin
+        return
+    try:
+        signature.bind(*names.split(", "))
+    except TypeError as e:
+        raise TypeError(
+            f"`{option}` takes a function `{form}`, but {fn!r} takes {signature}. "
+            f"Write `lambda {names}: ...`."
+        ) from e

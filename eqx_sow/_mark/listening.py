@@ -12,12 +12,14 @@ from .static import Same
 
 
 class Listening(NamedTuple):
-    """`loops`: how many loops are around whatever is being vmapped right now. `scope`:
-    what goes before the names of the sows that follow. `found`: a list to which sows
-    add their sites, and do nothing else. `outside`: which variables of the program hold
-    marked modules. `selected`: the classes whose modules must not run unmarked."""
+    """`loops`: how many loops are around whatever is being vmapped right now. `path`:
+    that of the module around, under `scope=True`. `scope`: the user's scopes. `found`:
+    a list to which sows add their sites, and do nothing else. `outside`: which
+    variables of the program hold marked modules. `selected`: the classes whose modules
+    must not run unmarked."""
 
     loops: int = 0
+    path: str = ""
     scope: str = ""
     found: "Same | None" = None
     outside: tuple[Hashable, ...] = ()

@@ -13,7 +13,8 @@ class Axis(NamedTuple):
     `lane` is true if it is that of a vmap. `loops` is how many loops run between the
     vmap and the sow: the axis belongs outside of theirs. `has` says which operands
     really have the axis; the others are the same all along it. An axis of a `shard_map`
-    has the name of the `mesh` axis.
+    has the name of the `mesh` axis. `spec` says over which explicit mesh axes it is
+    sharded.
     """
 
     size: int
@@ -21,6 +22,7 @@ class Axis(NamedTuple):
     loops: int = 0
     lane: bool = True
     mesh: Hashable = None
+    spec: Hashable = None
 
     @property
     def kind(self) -> Hashable:
@@ -49,6 +51,7 @@ class Site(NamedTuple):
     for each of `modes`, how many there were before that one: two derivatives of one
     value, as in `grad(grad(f))`, are told apart by it. `origin` is an object of its own
     for each call of `sow`, which its derivatives share.
+    `captured` says that it is the mark of a module, whose path is its name.
     `fixed` are the values, guards aside, that the program does not take from the sow:
     NumPy arrays, which stay what they are.
     """
@@ -68,6 +71,7 @@ class Site(NamedTuple):
     where: str = ""
     origin: Any = None
     fixed: tuple[int, ...] = ()
+    captured: bool = False
 
     @property
     def mode(self) -> str:
@@ -96,12 +100,19 @@ class Site(NamedTuple):
         return tuple(shape[sum(self.has(i)) :])
 
 
+def runs_apart(site: Site) -> bool:
+    """Whether the sow is in a loop that JAX moved out of another one."""
+    return any(not a.lane and a.loops for a in site.axes)
+
+
 def out_of_loop(
     axes: Sequence[Axis], loop: Axis | None
 ) -> tuple[int, tuple[Axis, ...]]:
     """The axes outside of one more loop, which has the axis `loop`: inside the axes
-    whose vmap is around the loop. Also how many those are."""
-    around = list(it.takewhile(lambda a: a.loops > 0, axes))
+    whose vmap is around the loop. Also how many those are. `loop.loops` is how many
+    loops there still are within this one."""
+    within = 0 if loop is None else loop.loops
+    around = list(it.takewhile(lambda a: a.loops > within, axes))
     n = len(around)
     around = [a._replace(loops=a.loops - 1) for a in around]
     return n, (*around, *([] if loop is None else [loop]), *axes[n:])

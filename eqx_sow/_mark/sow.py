@@ -1,7 +1,7 @@
 """`sow`, and the layer `Sow`."""
 
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
@@ -10,15 +10,20 @@ import jax.tree_util as jtu
 
 from .. import _compat
 from .._errors import SowError
+from .._names import join
 from .listening import listening
 from .primitive import sow_p
 from .site import Site
 from .static import Const, OPERAND, rebuild, take_apart
 
 
+_T = TypeVar("_T")
+
+
+@_compat.api_boundary
 def sow(
-    value: Any, name: str, *, tag: Hashable = "intermediates", spec: Any = None
-) -> Any:
+    value: _T, name: str, *, tag: Hashable = "intermediates", spec: Any = None
+) -> _T:
     """Marks a value and returns it.
 
     Outside [`eqx_sow.save_intermediates`][], [`eqx_sow.plant`][] and [`eqx_sow.tap`][]
@@ -38,11 +43,13 @@ def sow(
 
     **Returns:**
 
-    `value`.
+    `value`, with its structure, shapes and dtypes. The shape of what is captured is
+    told in [`eqx_sow.save_intermediates`][].
 
     **Raises:**
 
-    While capturing, `TypeError` if `name` is not a string or `tag` is not hashable.
+    While capturing, `TypeError` if `name` is not a string or `tag` is not hashable;
+    [`eqx_sow.SowError`][] if a leaf is traced and not an array, such as a `jax.Ref`;
     [`eqx_sow.SowTypeError`][] if the captured value does not fit `spec`.
 
     !!! example
@@ -62,20 +69,18 @@ def sow(
     here = listening.value
     if here is None:
         return value
-    if not isinstance(name, str):
-        raise TypeError(
-            f"`eqx_sow.sow(value, name)` takes a string as name, not {name!r}. Write "
-            '`eqx_sow.sow(value, "some_name")`.'
-        )
+    _check_name("sow(value, name)", name, '`eqx_sow.sow(value, "some_name")`')
     check_tag("sow", tag, name)
-    name = f"{here.scope}/{name}" if here.scope else name
+    name = join(here.path, join(here.scope, name))
     return bind(value, name, tag, None if spec is None else Const(spec))
 
 
 _ARRAY = Const(jtu.tree_structure(0))
 
 
-def bind(value: Any, name: str, tag: Hashable, spec: Const | None) -> Any:
+def bind(
+    value: Any, name: str, tag: Hashable, spec: Const | None, captured: bool = False
+) -> Any:
     """Binds the primitive to the array leaves of a value. `name` is the whole name."""
     if isinstance(value, jax.Array):  # as nearly all values are
         arrays, treedef, leaves, fixed = [value], _ARRAY, (OPERAND,), ()
@@ -92,6 +97,7 @@ def bind(value: Any, name: str, tag: Hashable, spec: Const | None) -> Any:
         where=_compat.user_line(),
         origin=object(),
         fixed=fixed,
+        captured=captured,
     )
     out = sow_p.bind(*arrays, site=site)
     if treedef is _ARRAY:
@@ -146,6 +152,7 @@ class Sow(eqx.Module):
     spec: Any = eqx.field(static=True)
     tag: Hashable = eqx.field(static=True)
 
+    @_compat.api_boundary
     def __init__(
         self,
         name: str | None = None,
@@ -159,19 +166,35 @@ class Sow(eqx.Module):
             model.
         - `spec`: a jaxtyping annotation for the value, as in [`eqx_sow.sow`][].
         - `tag`: as in [`eqx_sow.sow`][].
+
+        **Raises:**
+
+        `TypeError` if `name` is neither a string nor `None`, or `tag` is not hashable.
         """
+        if name is not None:
+            _check_name("Sow(name)", name, '`eqx_sow.Sow("some_name")`')
         check_tag("Sow", tag, name)
         self.name = name
         self.spec = spec
         self.tag = tag
 
-    def __call__(self, x: Any, *, key: Any = None) -> Any:
+    @_compat.api_boundary
+    def __call__(self, x: _T, *, key: Any = None) -> _T:
         """Sows `x` (any PyTree) and returns it.
 
         **Arguments:**
 
         - `x`: the value.
         - `key`: ignored; for the sake of `eqx.nn.Sequential`.
+
+        **Returns:**
+
+        `x`.
+
+        **Raises:**
+
+        As [`eqx_sow.sow`][]. While capturing, also [`eqx_sow.SowError`][] if the layer
+        has no name, and its place in the model cannot be seen.
         """
         del key
         if self.name is None:
@@ -184,6 +207,13 @@ class Sow(eqx.Module):
                 "`save_intermediates(fn)(model, x)`."
             )
         return sow(x, self.name, tag=self.tag, spec=self.spec)
+
+
+def _check_name(call: str, name: Any, instead: str) -> None:
+    if not isinstance(name, str):
+        raise TypeError(
+            f"`eqx_sow.{call}` takes a string as name, not {name!r}. Write {instead}."
+        )
 
 
 def check_tag(call: str, tag: Any, name: str | None = None) -> None:

@@ -7,7 +7,6 @@ import contextlib
 import dataclasses as dc
 import functools as ft
 import inspect
-import re
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any
 
@@ -19,6 +18,7 @@ from .._errors import SowError, UnknownSowError
 from .._mark.listening import listening
 from .._mark.sow import Sow
 from .._mark.static import Const
+from .._names import join
 from . import closures
 from .closures import Variable
 from .marks import (
@@ -77,31 +77,11 @@ class Marking:
         return any(has_method(type(module), m) for m in self.methods)
 
 
-def check_predicate(option: str, predicate: Callable) -> None:
-    """Raises if it cannot be called as `predicate(path, module)`."""
-    try:
-        signature = inspect.signature(predicate)
-    except (TypeError, ValueError):  # of a builtin
-        return
-    try:
-        signature.bind("path", None)
-    except TypeError as e:
-        raise TypeError(
-            f"`{option}` takes a function `(path, module) -> bool`, but "
-            f"{predicate!r} takes {signature}. Write "
-            "`lambda path, module: ...`."
-        ) from e
-
-
 def _children(node: Any) -> tuple[list[tuple[str, Any]], Any]:
     children, treedef = jtu.tree_flatten_with_path(
         node, is_leaf=lambda x: x is not node
     )
     return [(jtu.keystr(path, simple=True), child) for path, child in children], treedef
-
-
-def _join(path: str, key: str) -> str:
-    return f"{path}/{key}" if path else key
 
 
 # The fields in which such modules hold the function, Equinox's and ours.
@@ -134,7 +114,7 @@ def _roots(tree: Any, name: str) -> Iterator[tuple[str, eqx.Module]]:
     for path, x in jtu.tree_leaves_with_path(tree, is_leaf=is_module):
         if is_module(x):
             inside = jtu.keystr(path, simple=True, separator="/")
-            yield (_join(name, inside) if inside else name), x
+            yield (join(name, inside) if inside else name), x
 
 
 class _Walk:
@@ -157,6 +137,8 @@ class _Walk:
         self.entered: dict[Any, Any] = {}
         # By class, the path of the first model: optimiser states look like it.
         self.models: dict[type, str] = {}
+        # The paths of models that are not part of another.
+        self.roots: dict[str, None] = {}
         # Models that have arrays, and their paths: the half without these, from
         # `eqx.partition`, has to fit, and so have flags.
         self.wholes: list[tuple[str, eqx.Module]] = []
@@ -193,7 +175,7 @@ class _Walk:
         new = [
             self.visit_function(child, path)
             if key in _WRAPPED
-            else self.visit_root(child, _join(path, key))
+            else self.visit_root(child, join(path, key))
             for key, child in children
         ]
         if any(x is not child for x, (_, child) in zip(new, children)):
@@ -210,6 +192,8 @@ class _Walk:
 
     def visit_root(self, node: Any, path: str) -> Any:
         """Visits what is not part of a module."""
+        if is_part(node):
+            self.roots[path] = None
         wholes = (name for name, whole in self.wholes if _is_half(node, whole))
         return self.visit_model(node, next(wholes, path))
 
@@ -225,7 +209,7 @@ class _Walk:
         new = []
         for key, child in children:
             if not (state and isinstance(child, eqx.Module)):
-                child = visit(child, _join(path, key))
+                child = visit(child, join(path, key))
             elif (model := self.models.get(plain_type(child))) is not None:
                 child = self.visit_model(child, model)
             new.append(child)
@@ -316,12 +300,13 @@ def _has_unnamed(x: Any) -> bool:
 @contextlib.contextmanager
 def marked(
     fn: Callable, args: tuple, kwargs: dict, marking: Marking
-) -> Iterator[tuple[tuple, set[Mark]]]:
-    """`(fn, args, kwargs)` with the modules in there marked, and the marks. Those that
-    the function reads from outside are marked in the meantime."""
+) -> Iterator[tuple[tuple, set[Mark], tuple[str, ...]]]:
+    """`(fn, args, kwargs)` with the modules in there marked, the marks, and the names
+    that models have there. Those that the function reads from outside are marked in the
+    meantime."""
     walk = _Walk(marking)
     if not (walk.outside or _has_unnamed((fn, args, kwargs))):
-        yield (fn, args, kwargs), set()
+        yield (fn, args, kwargs), set(), ()
         return
     names = closures.positional_names(fn, len(args))
     for name, x in (*zip(names, args), *kwargs.items()):
@@ -337,7 +322,7 @@ def marked(
         selected = (*here.selected, *marking.classes)
         with listening(here._replace(outside=outside, selected=selected)):
             with noticed(marking.methods if marking.classes else ()):
-                yield new, set(walk.made)
+                yield new, set(walk.made), tuple(walk.roots)
 
 
 def _check_found(walk: _Walk) -> None:
@@ -370,9 +355,11 @@ def check_called(marks: Iterable[Mark], marking: Marking, names: Iterable[str]) 
         if m.tag == marking.tag
         for method in m.emit
     )
-    if not labels.keys() & set(names):
+    ends = tuple(f"/{name}" for name in labels)  # in a scope
+    if not any(n in labels or n.endswith(ends) for n in names):
+        selected = ", ".join(map(repr, sorted(labels)))
         raise UnknownSowError(
-            f"`capture={marking.capture!r}` selects {', '.join(map(repr, labels))}, "
+            f"`capture={marking.capture!r}` selects {selected}, "
             "but none of these is called in the program. Is another model called? "
             f"{_HIDDEN} If a `save_intermediates` inside has captured them, give one "
             "of the two another `tag`."
@@ -391,7 +378,7 @@ def explained(marking: Marking) -> Iterator[None]:
         ):
             raise
         # Of one class twice, as a marked module has the name of its class.
-        names = re.findall(r"<class '([^']*)'>", message)
+        names = _compat.classes_that_differ(message)
         if "Mark(" in message or len(names) > len(set(names)):
             raise SowError(
                 "`capture=` and `scope=True` give names to the modules of a model, and "

@@ -20,6 +20,7 @@ from .. import _compat
 from .._mark.listening import listening
 from .._mark.sow import bind
 from .._mark.static import Const
+from .._names import join
 
 
 @dc.dataclass(frozen=True)
@@ -159,19 +160,20 @@ def _rebuild(cls, fields):
 
 def _call(marks, name, plain, args, kwargs):
     here = listening.value
-    if here is None:
-        return plain(*args, **kwargs)
     marks = tuple(m for m in dict.fromkeys(marks) if name in m.methods)
+    if here is None or not marks:
+        return plain(*args, **kwargs)
     for m in marks:
         if m.inputs and name in m.emit:
-            inputs = label(m.path, name, "inputs")
-            args, kwargs = bind((args, kwargs), inputs, m.tag, None)
-    scope = next((m.path for m in reversed(marks) if m.scope), here.scope)
-    with listening(here._replace(scope=scope)):
+            inputs = join(here.scope, label(m.path, name, "inputs"))
+            args, kwargs = bind((args, kwargs), inputs, m.tag, None, captured=True)
+    path = next((m.path for m in reversed(marks) if m.scope), here.path)
+    with listening(here._replace(path=path)):
         out = plain(*args, **kwargs)
     for m in marks:
         if name in m.emit:
-            out = bind(out, label(m.path, name), m.tag, m.spec)
+            whole = join(here.scope, label(m.path, name))
+            out = bind(out, whole, m.tag, m.spec, captured=True)
     return out
 
 
@@ -184,8 +186,10 @@ def with_marks(module: eqx.Module, marks: tuple[Mark, ...]) -> eqx.Module:
     cls = plain_type(module)
     fields = {k: v for k, v in module.__dict__.items() if k != "_marks"}
     if marks:
-        methods = dict.fromkeys(m for mark in marks for m in mark.methods)
-        cls = _subclass(cls, tuple(m for m in methods if has_method(cls, m)))
+        # All methods, whatever is marked: that is one class for all options.
+        own = own_methods(cls)
+        wanted = {m for mark in marks for m in mark.methods if has_method(cls, m)}
+        cls = _subclass(cls, (*own, *sorted(wanted.difference(own))))
         fields["_marks"] = marks
     return _rebuild(cls, fields)
 

@@ -1,35 +1,69 @@
 """What is checked once a program has been traced: that options select something, and
 that what they select can be had."""
 
-import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import equinox as eqx
-import jax.tree_util as jtu
-
-from .._names import check_known
+from .._names import check_known, matches, one_iteration, same_in_a_model
 from .._values.modes import is_outer_cotangent
 from .options import Options
 from .program import Program
 
 
-def is_unmarked(options: Options, *args: Any) -> bool:
-    """Whether there is a model in sight, and nothing asks for its layers."""
-    if options.capture is not None:
-        return False
-    is_module = lambda x: isinstance(x, eqx.Module)
-    leaves = list(map(_unwrapped, jtu.tree_leaves(args, is_leaf=is_module)))
-    for fn in filter(inspect.isfunction, leaves[:]):
-        held = inspect.getclosurevars(fn)
-        leaves += map(_unwrapped, [*held.nonlocals.values(), *held.globals.values()])
-    return any(map(is_module, leaves))
+def hints(program: Program, plants: bool = False) -> Callable[[Any, Any], str]:
+    """For `check_known`: what else a pattern may have been meant for. `plants`: a name
+    may have an iteration behind it."""
+
+    def hint(pattern: Any, known: Iterable[str]) -> str:
+        if not isinstance(pattern, str):
+            return ""
+        options = ("capture", "scope")
+        forgotten = {x: program.new_names(known, x) for x in options}
+        for option, new in forgotten.items():
+            if any(matches(pattern, name) for name in new):
+                return f" Did you mean `{option}=True`? It adds {_listed(new)}."
+        glob, fits = same_in_a_model(pattern, known)
+        if fits:
+            return f" {_PASSED} write {glob!r}, which fits {_listed(fits)}."
+        for option, new in forgotten.items():
+            glob, fits = same_in_a_model(pattern, new)
+            if fits:
+                return (
+                    f" Did you mean `{option}=True`? It adds {_listed(fits)}. "
+                    f"{_PASSED} {glob!r} fits as well."
+                )
+        if not known and forgotten["capture"]:
+            return (
+                " Nothing is marked here. Did you mean `capture=True`? It adds "
+                f"{_listed(forgotten['capture'])}."
+            )
+        return _about_iteration(pattern, known, plants)
+
+    return hint
 
 
-def _unwrapped(fn: Any) -> Any:
-    while isinstance(fn, eqx.Partial) or hasattr(fn, "__wrapped__"):
-        fn = fn.func if isinstance(fn, eqx.Partial) else fn.__wrapped__
-    return fn
+_PASSED = "How a name begins depends on how the model is passed:"
+
+
+def _listed(names: Iterable[str]) -> str:
+    first, *more = map(repr, names)
+    return ", ".join([first, *more[:5], *(["..."] if more[5:] else [])])
+
+
+def _about_iteration(pattern: str, known: Iterable[str], plants: bool) -> str:
+    name, at = one_iteration(pattern, known)
+    if at:
+        return (
+            f" {name!r} stands for all iterations of its loop. Write that, and take "
+            f"entry {'/'.join(map(str, at))} of what comes back (of `tap`, the event "
+            "with that `count`)."
+        )
+    parts = pattern.split("/")
+    for i, part in enumerate(parts):
+        rest = "/".join(parts[:i] + parts[i + 1 :])
+        if plants and part.isdigit() and any(matches(rest, x) for x in known):
+            return f" For an iteration of a loop, write {f'{rest}/{part}'!r}."
+    return ""
 
 
 def check_modes(call: str, options: Options, there: Iterable[str]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from .._mark.site import Site
-from .._mark.static import Const, Same
+from .._mark.static import Const, SameParts
 from .._names import lookup, matches
 from .._values import entry as _entry, merge as _merge, reduce as _reduce
 from .._values.modes import without_order
@@ -41,8 +41,8 @@ class Collect(Handler):
     """
 
     options: Const
-    reduce: Same
-    transform: Same
+    reduce: SameParts
+    transform: SameParts
     has_outer: bool
     survey: bool = False
     inside: Inside = Inside()
@@ -126,7 +126,7 @@ class Collect(Handler):
             _checks(site, atoms) if site.spec is not None else (),
             tuple((*guard, frame.root(v)) for guard, v in guards),
             frozenset({(site.origin,)}),
-            self.inside.replayed(site),
+            self.inside.replayed(frame.eqn),
             frame.now,
         )
 

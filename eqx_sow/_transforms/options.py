@@ -1,21 +1,30 @@
 """The options that the public functions take.
 
-An option is declared in three places: in the signature of the public function, which
-documents it; in `_CHECKS`, where its value is checked; and, if it holds no arrays, as a
-field of `Options`, which reaches the handler as one object. An option that may hold
-arrays is a field of the function's `Transformed` class instead.
+An option is declared in three places: in the signature of the public function and its
+overloads, which document it; in `_CHECKS`, where its value is checked; and, if it holds
+no arrays, as a field of `Options`, which reaches the handler as one object. An option
+that may hold arrays is a field of the function's `Transformed` class instead.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import equinox as eqx
 
+from .._errors import check_arity
 from .._mark.sow import check_tag
-from .._modules.find import check_predicate, Marking
-from .._values.modes import as_mode, as_modes
+from .._modules.find import Marking
+from .._values.modes import as_mode, as_modes, Mode
 from .._values.reduce import Reducer
 
+
+# What type checkers know of the options.
+Names = str | Sequence[str] | Callable[[str], bool] | None
+Modes = Mode | Sequence[Mode] | None
+Capture = bool | type | tuple[type, ...] | Callable[[str, Any], bool] | None
+Methods = str | Sequence[str]
+Transform = Callable[[Any], Any] | Mapping[str, Callable[[Any], Any]] | None
 
 _CALL = ("__call__",)
 
@@ -94,7 +103,7 @@ def as_capture(option: str, capture: Any) -> Any:
     if capture is True or all(isinstance(c, type) for c in classes):
         return capture
     if callable(capture):
-        check_predicate(option, capture)
+        check_arity(option, capture, "(path, module) -> bool")
         return capture
     raise TypeError(
         f"`{option}` takes `True`, a class, a tuple of classes, or a function "
@@ -124,9 +133,11 @@ def as_names(option: str, names: Any) -> tuple[Any, ...] | None:
     if names is None:
         return None
     if isinstance(names, str) or callable(names):
-        return (names,)
+        names = (names,)
     if isinstance(names, Sequence | set | frozenset):
         if all(isinstance(name, str) or callable(name) for name in names):
+            for predicate in filter(callable, names):
+                check_arity(option, predicate, "(name) -> bool")
             return tuple(names)
     raise TypeError(
         f"`{option}` takes a name, a glob, a sequence of them, or a function of a "
@@ -135,20 +146,22 @@ def as_names(option: str, names: Any) -> tuple[Any, ...] | None:
 
 
 def by_name(option: str, values: Any) -> Mapping[str, Any]:
-    """A dict of names or globs to something."""
+    """A dict of names or globs to something. As a PyTree, a `dict` would be sorted, and
+    globs go in their order."""
     for key in values:
         if not isinstance(key, str):
             raise TypeError(
                 f"`{option}` takes a dict whose keys are names or globs, and "
                 f"{key!r} is neither."
             )
-    return values
+    return OrderedDict(values)
 
 
 def _each(option: str, value: Any, check: Callable[[Any], bool], takes: str) -> Any:
     """One thing for all names, or a dict of names to such things; or `None`."""
     named = isinstance(value, Mapping)
-    for key, x in by_name(option, value).items() if named else [(None, value)]:
+    value = by_name(option, value) if named else value
+    for key, x in value.items() if named else [(None, value)]:
         if not check(x) and (named or x is not None):
             of = f" for {key!r}" if named else ""
             raise TypeError(f"`{option}` takes {takes}, not {x!r}{of}.")
@@ -174,9 +187,9 @@ def as_spec(option: str, spec: Any) -> Mapping[str, Any] | None:
     raise TypeError(f"`{option}` takes a dict of names to annotations, not {spec!r}.")
 
 
-def as_values(option: str, values: Any) -> dict[str, Any]:
+def as_values(option: str, values: Any) -> Mapping[str, Any]:
     if isinstance(values, Mapping):
-        return dict(by_name(option, values))
+        return by_name(option, values)
     raise TypeError(
         f"`{option}` takes a dict of names to values, such as `{{'h': jnp.zeros(3)}}`, "
         f"not {type(values).__name__}."

@@ -3,8 +3,8 @@
 import contextlib
 import dataclasses as dc
 import functools as ft
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 import equinox as eqx
 import jax
@@ -14,23 +14,25 @@ import jax.tree_util as jtu
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from .._arrays import leading
-from .._errors import calling, SowError
+from .. import _compat
+from .._arrays import leading, one_along, shape_like, sharded_like, whole_along
+from .._errors import calling, SowError, UnknownSowError
 from .._mark.listening import listening
 from .._mark.primitive import sow_p
-from .._mark.site import Site
-from .._mark.static import Const, OPERAND, rebuild, Same
-from .._names import check_known, lookup
+from .._mark.site import Axis, Site
+from .._mark.static import Const, OPERAND, rebuild, SameParts
+from .._names import check_known, join, lookup, matches, one_iteration
 from .._values import entry as _entry, merge as _merge
 from .._values.entry import Entry
-from .._values.modes import labels
+from .._values.modes import labels, Mode
 from .._values.reduce import Append
-from .._walk.find import sites
+from .._walk.find import sites, sites_in_body
 from .._walk.frame import Frame
 from .._walk.handler import Given, Handler
 from .._walk.refuse import check_guarded
+from .._walk.rules.control_flow import alike
 from . import options as opt
-from .checks import is_unmarked
+from .checks import hints
 from .collect import Collect, pass_by
 from .options import Options
 from .program import Program, trace
@@ -39,21 +41,22 @@ from .transformed import Transformed, wrap
 
 @dc.dataclass(frozen=True)
 class _Replace(Handler):
-    """Replaces what is sown. All go by `Site.key`: `Given.values` has the arrays of the
-    new values, whose first axes are those of the loops still around the walk;
-    `planted` the sites that they are for, and the functions of the value."""
+    """Replaces what is sown. All go by `Site.key`: of what is `planted` there, the last
+    one counts. `Given.values` has its arrays."""
 
     tag: Any
-    planted: tuple[tuple[Any, Site | Same], ...]
+    planted: tuple[tuple[Any, tuple["_Planted", ...]], ...]
     has_outer: bool
 
     @ft.cached_property
-    def _planted(self) -> dict[Any, Any]:
+    def _planted(self) -> dict[Any, tuple["_Planted", ...]]:
         return dict(self.planted)
 
     @property
     def cacheable(self):
-        return not any(isinstance(x, Same) for _, x in self.planted)
+        return not any(
+            isinstance(x.new, SameParts) for _, xs in self.planted for x in xs
+        )
 
     def wants(self, site):
         return site.tag == self.tag and site.key in self._planted
@@ -71,14 +74,14 @@ class _Replace(Handler):
             pass_by(self, atoms, frame)
             return given
         check_guarded(site)
-        planted = self._planted[site.key]
         old = frame.read(atoms)
         guards, old = old[:n_guards], old[n_guards:]
-        if isinstance(planted, Site):
-            new = _at_site(site, guards, given.values[site.key], planted)
-        else:
-            new = _apply(planted.value, site, old)
-        _check_fixed(site, old, new)
+        new = old
+        for planted, (here, arrays) in zip(
+            self._planted[site.key], given.values[site.key]
+        ):
+            compute = ft.partial(_new, planted, arrays, site, guards, old)
+            new = _only_if(here, compute, new, planted, site)
         new = [*guards, *new]
         if self.has_outer:
             new = sow_p.bind(*new, site=site)
@@ -86,23 +89,128 @@ class _Replace(Handler):
         return given
 
     def slices_for_scan(self, values, jaxpr):
-        here = {s.key for s in sites(jaxpr) if self.wants(s)}
-        inside = {k: x for k, x in values.items() if k in here}
-        return inside, lambda xs: {**values, **xs}
-
-    def slices_for_devices(self, values, jaxpr, devices):
-        inside, put_all_back = self.slices_for_scan(values, jaxpr)
-        mesh = {
-            k: [a.mesh for a in self._planted[k].axes if a.mesh in devices]
-            for k in inside
-        }
-        specs = {k: [PartitionSpec(*mesh[k])] * len(x) for k, x in inside.items()}
+        inside, whole = {}, {}
+        for site, outside in sites_in_body(jaxpr):
+            if self.wants(site):
+                inside[site.key], whole[site.key] = zip(
+                    *[
+                        planted.for_scan(site, outside, *x)
+                        for planted, x in zip(self._planted[site.key], values[site.key])
+                    ]
+                )
 
         def put_back(xs):
-            local = {k: [x.reshape(x.shape[len(mesh[k]) :]) for x in xs[k]] for k in xs}
-            return put_all_back(local)
+            new = {
+                k: [(here, [*x, *rest]) for (here, x), rest in zip(xs[k], whole[k])]
+                for k in xs
+            }
+            return {**values, **new}
+
+        return inside, put_back
+
+    def slices_for_devices(self, values, jaxpr, devices):
+        keys = {s.key for s in sites(jaxpr) if self.wants(s)}
+        inside = {k: values[k] for k in keys}
+        mesh = {
+            k: [[a.mesh for a in p.axes if a.mesh in devices] for p in self._planted[k]]
+            for k in keys
+        }
+        specs = {
+            k: [(PartitionSpec(), PartitionSpec(*m)) for m in mesh[k]] for k in keys
+        }
+
+        def put_back(xs):
+            local = {
+                k: [
+                    (here, [a.reshape(a.shape[len(m) :]) for a in arrays])
+                    for m, (here, arrays) in zip(mesh[k], xs[k])
+                ]
+                for k in xs
+            }
+            return {**values, **local}
 
         return inside, put_back, specs
+
+
+@dc.dataclass(frozen=True)
+class _Planted:
+    """One of `values`, for one `Site.key`. `new` is the site that its arrays are for,
+    or a function of the value. The first axes of the arrays are those of the loops
+    still around the walk.
+
+    With `at`, this is for one iteration only: of so many of the `loops` around. Its
+    arrays lack the axes of these, and a boolean with an axis for each loop still around
+    the walk says `here`.
+    """
+
+    new: Site | SameParts
+    at: tuple[int, ...] = ()
+    loops: tuple[int, ...] = ()
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        return self.new.axes if isinstance(self.new, Site) else ()
+
+    def here(self) -> Any:
+        return jnp.zeros(self.loops, bool).at[self.at].set(True) if self.at else None
+
+    def has_axis_of(self, here: Any) -> bool:
+        """Whether the arrays have an axis for the outermost loop still around."""
+        return here is None or here.ndim <= len(self.loops) - len(self.at)
+
+    def for_scan(self, site: Site, outside: int, here: Any, arrays: list) -> Any:
+        """What a scan slices, and what it does not. JAX moved the scan out of so many
+        loops `outside` of it, of which the axes are still there, and come first."""
+        if outside and self.at:
+            raise _moved(site)
+        if not self.has_axis_of(here):
+            return (here, []), arrays
+        return (here, [jnp.moveaxis(x, outside, 0) for x in arrays]), []
+
+
+def _moved(site: Site) -> SowError:
+    return SowError(
+        f"`plant`: `sow(..., {site.name!r})` at {site.where} has the same value in "
+        "each iteration, so JAX moved it out of the loop when it differentiated the "
+        "program, and a single iteration cannot be planted. Plant before you "
+        "differentiate: `eqx.filter_grad(plant(fn, ...))`."
+    )
+
+
+def _new(
+    planted: _Planted, arrays: Sequence[Any], site: Site, guards: list, old: list
+) -> list[Any]:
+    if isinstance(planted.new, Site):
+        new = _at_site(site, guards, arrays, planted.new)
+    else:
+        new = _apply(planted.new.value, site, old)
+    _check_fixed(site, old, new)
+    return new
+
+
+def _only_if(
+    here: Any,
+    compute: Callable[[], list[Any]],
+    other: list[Any],
+    planted: _Planted,
+    site: Site,
+) -> list[Any]:
+    """What is computed in one iteration, and elsewhere the other."""
+    if here is None:
+        return compute()
+    if not planted.has_axis_of(here):
+        raise _moved(site)
+    # Not `where`: elsewhere a function may have a gradient that is not finite.
+    changes = [
+        i
+        for i, x in enumerate(other)
+        if i not in site.fixed and x.dtype != jax.dtypes.float0
+    ]
+    pick = lambda values: [values[i] for i in changes]
+    first, second = alike([lambda _: pick(compute()), lambda xs: xs], pick(other))
+    chosen = jax.lax.cond(jnp.any(here), first, second, pick(other))
+    new = dict(zip(changes, chosen))
+    return [new.get(i, x) for i, x in enumerate(other)]
 
 
 def _check_fixed(site: Site, old: Sequence[Any], new: Sequence[Any]) -> None:
@@ -147,12 +255,21 @@ def _at_site(site: Site, guards: list, arrays: Sequence[Any], form: Site) -> lis
 def _same_along(x, axis: int, runs, site: Site):
     """The one value along an axis, as far as the sow `runs`."""
     if x.shape[axis] == 1:
-        return jax.lax.index_in_dim(x, 0, axis, keepdims=False)
+        return one_along(x, axis)
     is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
     data = jax.random.key_data(x) if is_key else x
-    runs = leading(runs, data.ndim)
+    data = whole_along(data, axis)
+    runs = leading(whole_along(runs, axis), data.ndim)
     at = jnp.argmax(runs, axis, keepdims=True)
     one = jnp.take_along_axis(data, at, axis)
+    if _compat.varying(one):
+        # A device that fails alone would leave the others waiting.
+        raise SowError(
+            f"`plant`: `sow(..., {site.name!r})` at {site.where} has one value for all "
+            "entries of an axis. Whether a planted value varies along it cannot be "
+            "checked in a `jax.shard_map`. Plant a function, or plant before you "
+            "differentiate: `eqx.filter_grad(plant(fn, ...))`."
+        )
     one = eqx.error_if(
         one,
         jnp.any(runs & (data != one) & ~((data != data) & (one != one))),
@@ -217,7 +334,7 @@ def _operands(
                 f"{value_for} has a leaf {got} where {old.dtype}{list(old.shape)} is "
                 f"sown. {remedy}"
             )
-        new.append(jnp.asarray(x))
+        new.append(sharded_like(jnp.asarray(x), old))
     return new
 
 
@@ -241,8 +358,9 @@ def _prepare(value: Any, mode: str, entry: Entry) -> list[Any]:
     like = []
     for i, has in enumerate(final):
         lead = tuple(a.size for a, h in zip(axes, has) if h)
-        shape, dtype = (*lead, *entry.core_shape(i)), entry.arrays[i].dtype
-        like.append(jax.ShapeDtypeStruct(shape, dtype))
+        spec = (*(a.spec for a, h in zip(axes, has) if h), *entry.core_spec(i))
+        shape = (*lead, *entry.core_shape(i))
+        like.append(shape_like(entry.arrays[i], shape, spec))
     structure = Const(jtu.tree_structure(value))
     if structure != entry.site.treedef and isinstance(value, Mapping) and mode in value:
         value = value[mode]
@@ -253,8 +371,68 @@ def _prepare(value: Any, mode: str, entry: Entry) -> list[Any]:
     return [jnp.moveaxis(x, loops, range(len(loops))) for x in arrays]
 
 
+def _meant(
+    patterns: Iterable[str], there: Sequence[str], models: Iterable[str]
+) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """By pattern, which names it is for, and which iteration. What no name has as it is
+    was captured from the model itself, if all of it fits one model only."""
+
+    def is_there(name, at):
+        del at
+        return any(matches(name, x) for x in there)
+
+    meant = {p: one_iteration(p, there) for p in patterns}
+    missing = [p for p in meant if not is_there(*meant[p])]
+    fits = []
+    for model in models if missing else ():
+        path = lambda p: model if p == "." else join(model, p)
+        inside = {p: one_iteration(path(p), there) for p in missing}
+        if all(is_there(*x) for x in inside.values()):
+            fits.append(inside)
+    return {**meant, **fits[0]} if len(fits) == 1 else meant
+
+
+def _plan(
+    found: Sequence[Entry], at: tuple[int, ...], value: Any, mode: str
+) -> tuple[_Planted, list[Any]]:
+    """What to plant for one `Site.key`, and its arrays. `at`: see `one_iteration`."""
+    if len(found) > 1 and (at or not callable(value)):
+        raise _merge.duplicate(
+            found[0].site,
+            found[1].site,
+            "or plant a function, which is called at each of them.",
+        )
+    entry = found[0]
+    loops = [i for i, a in enumerate(entry.site.axes) if not a.lane and a.mesh is None]
+    sizes = tuple(entry.site.axes[i].size for i in loops)
+    if at:
+        _check_iteration(entry.site, at, sizes)
+    if callable(value):
+        return _Planted(SameParts(value), at, sizes), []
+    entry = entry.without_axes(loops[: len(at)])
+    return _Planted(entry.site, at, sizes), _prepare(value, mode, entry)
+
+
+def _check_iteration(site: Site, at: tuple[int, ...], loops: tuple[int, ...]) -> None:
+    iteration = "/".join(map(str, at))
+    if len(at) > len(loops):
+        raise UnknownSowError(
+            f"`plant(fn, values)`: {site.name}/{iteration} is an iteration of "
+            f"{len(at)} loops, but `sow(..., {site.name!r})` at {site.where} has the "
+            f"axes of {len(loops)} (a `while_loop` gives none, nor does what JAX moved "
+            "out of a loop). Plant a function, and sow what tells it where it is next "
+            "to the value."
+        )
+    if any(i >= n for i, n in zip(at, loops)):
+        raise UnknownSowError(
+            f"`plant(fn, values)`: {site.name!r} has no iteration {iteration}: the "
+            f"loops around it, from outside in, have {list(loops)} iterations, "
+            "counted from 0."
+        )
+
+
 # Every place has an entry of its own.
-_EACH_PLACE = Same(Append())
+_EACH_PLACE = SameParts(Append())
 
 
 class _Plant(Transformed):
@@ -263,26 +441,30 @@ class _Plant(Transformed):
     _options: Const = eqx.field(static=True)
 
     def _run(self, args, kwargs):
+        program = trace(self._fn, args, kwargs, self._options.value.marking)
+        # Not `self._planted`: see `transformed._run`.
+        with program.on_mesh():
+            return type(self)._planted(self, program)
+
+    def _planted(self, program: Program) -> Any:
         options: Options = self._options.value
         outer = listening.value is not None
-        program = trace(self._fn, args, kwargs, options.marking)
-        unmarked = ft.partial(is_unmarked, options, self._fn, args, kwargs)
-        # Not `self._entries`: see `transformed._run`.
-        entries = type(self)._entries(self, program, unmarked)
+        there = [s.name for s in sites(program.closed) if s.tag == options.tag]
+        chosen: dict[tuple[int, ...], dict[str, Any]] = {}
+        for pattern, (name, at) in _meant(self._values, there, program.models).items():
+            chosen.setdefault(at, {})[name] = self._values[pattern]
+        names = dict.fromkeys(n for by_name in chosen.values() for n in by_name)
+        entries = type(self)._entries(self, program, tuple(names))
         values, planted = {}, {}
         for key, found in entries.items():
-            value = lookup(self._values, key[0])
-            if callable(value):
-                planted[key] = Same(value)
-                continue
-            if len(found) > 1:
-                raise _merge.duplicate(
-                    found[0].site,
-                    found[1].site,
-                    "or plant a function, which is called at each of them.",
-                )
-            values[key] = _prepare(value, options.mode, found[0])
-            planted[key] = found[0].site
+            pairs = [
+                _plan(found, at, lookup(chosen[at], key[0]), options.mode)
+                # What is for fewer iterations counts more.
+                for at in sorted(chosen, key=len)
+                if any(matches(pattern, key[0]) for pattern in chosen[at])
+            ]
+            planted[key] = tuple(p for p, _ in pairs)
+            values[key] = [(p.here(), arrays) for p, arrays in pairs]
         program.check_recomputed(
             planted,
             options.tag,
@@ -293,16 +475,17 @@ class _Plant(Transformed):
         return program.output(outs)
 
     def _entries(
-        self, program: Program, unmarked: Callable[[], bool]
+        self, program: Program, patterns: tuple[str, ...]
     ) -> dict[Any, list[Entry]]:
         """What would be captured at each place that is planted, as shapes."""
         options: Options = self._options.value
         mode = options.mode
-        wanted = options._replace(names=tuple(self._values), modes=(mode,))
-        survey = Collect(Const(wanted), _EACH_PLACE, Same(None), has_outer=False)
+        wanted = options._replace(names=patterns, modes=(mode,))
+        survey = Collect(Const(wanted), _EACH_PLACE, SameParts(None), has_outer=False)
         sown = program.survey(survey)
         names = [name for name, _ in sown.seen]
-        check_known("plant(fn, values)", self._values, names, unmarked=unmarked)
+        hint = hints(program, plants=True)
+        check_known("plant(fn, values)", patterns, names, hint=hint)
         program.check_called(names)
         mode_of = labels({e.site.key for e in sown.entries})
         entries: dict[Any, list[Entry]] = {}
@@ -313,20 +496,25 @@ class _Plant(Transformed):
         if "cotangent" in mode:
             problem += " (as it has in `plant(eqx.filter_grad(fn), ...)`)"
         there = [name for name, *_ in entries]
-        check_known(f"plant(fn, values, mode={mode!r})", self._values, there, problem)
+        check_known(f"plant(fn, values, mode={mode!r})", patterns, there, problem)
         return entries
 
 
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+@_compat.api_boundary
 def plant(
-    fn: Callable,
+    fn: Callable[_P, _T],
     values: Mapping[str, Any],
     *,
-    mode: str = "primal",
+    mode: Mode = "primal",
     tag: Hashable = "intermediates",
-    capture: Any = None,
-    methods: Sequence[str] = ("__call__",),
+    capture: bool | type | tuple[type, ...] | Callable[[str, Any], bool] | None = None,
+    methods: str | Sequence[str] = ("__call__",),
     scope: bool = False,
-) -> Callable:
+) -> Callable[_P, _T]:
     """Replaces marked values while a function runs.
 
     Planting what [`eqx_sow.save_intermediates`][] captured changes nothing (except in a
@@ -343,6 +531,13 @@ def plant(
             `while_loop`, one value for all iterations), or what `save_intermediates`
             returned under that name, `{mode: value, ...}`; or
         - a function of the value that is sown there, as the code there sees it.
+
+        With an index behind it, `"blocks/3"`, a name is for one iteration of the
+        outermost loop around (`"blocks/3/0"`: and of the next loop inside), which is
+        entry `[3]` of what is captured as `"blocks"`. A value then has no axis for that
+        loop. A name that is not there, but that one of the models in the program has
+        for a part of it, is that part: what `save_intermediates(model)` captured can be
+        planted into a function of `model`.
     - `mode`: what to replace: `"primal"`, or `"cotangent"` (the gradient that flows
         back there) or `"tangent"` if `fn` differentiates. Second-order modes are
         joined by a dot.
@@ -364,8 +559,15 @@ def plant(
 
     **Raises:**
 
-    [`eqx_sow.UnknownSowError`][] if a name or a glob matches nothing.
-    [`eqx_sow.SowError`][] if the structure, a shape, a dtype or a static leaf differs.
+    `TypeError` and `ValueError` if an option is not of the kind above. When called:
+
+    - [`eqx_sow.UnknownSowError`][] if a name or a glob matches nothing, or has nothing
+      of this mode, or there is no such iteration;
+    - [`eqx_sow.SowError`][] if the structure, a shape, a dtype or a static leaf
+      differs;
+    - [`eqx_sow.DuplicateSowError`][] if a value, not a function, is planted where a
+      name is sown several times;
+    - [`eqx_sow.UnsupportedPrimitiveError`][] if a value cannot be had where it is sown.
 
     !!! example
 
@@ -378,6 +580,11 @@ def plant(
         model = eqx.nn.MLP(2, 1, 8, 2, key=jax.random.key(0))
         ablated = eqx_sow.plant(model, {"layers/1": jnp.zeros_like}, capture=True)
         ablated(jnp.ones(2))
+
+        def fn(x):
+            return jax.lax.fori_loop(0, 6, lambda i, x: eqx_sow.sow(x + i, "x"), x)
+
+        eqx_sow.plant(fn, {"x/3": lambda x: 2 * x})(jnp.ones(2))
         ```
     """
     options = {k: v for k, v in locals().items() if k != "fn"}

@@ -1,12 +1,16 @@
 """A function, traced so that its sows can be seen."""
 
+import contextlib
 import dataclasses as dc
+import functools as ft
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 
 from .. import _compat
+from .._arrays import in_mesh_of, types_of
 from .._errors import SowError
 from .._mark.listening import Listening, listening, tracing
 from .._mark.sow import UnnamedSowError
@@ -14,7 +18,9 @@ from .._mark.static import Const, rebuild, take_apart
 from .._modules import find as _capture
 from .._modules.find import Marking
 from .._modules.marks import Mark
-from .._walk.find import recomputed
+from .._names import join
+from .._walk.edit import with_sites
+from .._walk.find import recomputed, sites
 from .._walk.handler import Given, Handler, Taken
 from .._walk.interpreter import evaluate
 from .._walk.jax_rules import check_wrapped
@@ -27,18 +33,37 @@ class Program:
     out: tuple[Const, tuple[Any, ...]]
     marks: set[Mark]
     marking: Marking
+    models: tuple[str, ...]
+    again: Callable[[Marking], "Program"]
 
     def evaluate(self, handler: Handler, given: Given, *inputs) -> tuple[list, Taken]:
         jaxpr, consts = _compat.open_jaxpr(self.closed)
-        return evaluate(jaxpr, consts, handler, given, inputs)
+
+        def run(given, inputs):
+            return evaluate(jaxpr, consts, handler, given, inputs)
+
+        here = listening.value
+        if here is None or not here.scope:
+            return run(given, inputs)
+        # What is left for whoever listens is in the scope around this call.
+        closed, shape = jax.make_jaxpr(run, return_shape=True)(given, inputs)
+        jaxpr, consts = _compat.open_jaxpr(closed)
+        in_scope = lambda s, *_: s._replace(name=join(here.scope, s.name))
+        jaxpr = jaxpr.replace(eqns=[with_sites(e, in_scope) for e in jaxpr.eqns])
+        leaves = _compat.splice(jaxpr, consts, jax.tree.leaves((given, inputs)))
+        return jax.tree.unflatten(jax.tree.structure(shape), leaves)
+
+    def on_mesh(self) -> contextlib.AbstractContextManager[None]:
+        """Where new arrays are made, they can be put beside the inputs."""
+        return in_mesh_of(self.inputs)
 
     def survey(self, handler: Handler) -> Any:
-        """`Taken.values`, as shapes."""
+        """`Taken.values`, as types."""
 
         def run(*inputs):
             return self.evaluate(handler, Given(), *inputs)[1].values
 
-        return jax.eval_shape(run, *self.inputs)
+        return types_of(run, *self.inputs)
 
     def output(self, outs: list[Any]) -> Any:
         treedef, leaves = self.out
@@ -63,6 +88,18 @@ class Program:
         """Raises if of the modules that are captured none is called."""
         _capture.check_called(self.marks, self.marking, names)
 
+    def new_names(self, known: Iterable[str], option: str) -> list[str]:
+        """The names that there are too with `capture=True` or `scope=True`."""
+        if getattr(self.marking, option):
+            return []
+        try:
+            program = self.again(dc.replace(self.marking, **{option: True}))
+        except Exception:  # as there may be no module
+            return []
+        tag = self.marking.tag
+        names = dict.fromkeys(s.name for s in sites(program.closed) if s.tag == tag)
+        return [name for name in names if name not in known]
+
     def unmark(self, tree: Any) -> Any:
         return _capture.unmark(tree, self.marks)
 
@@ -79,23 +116,45 @@ def trace(fn: Callable, args: tuple, kwargs: dict, marking: Marking) -> Program:
             if marking.search:
                 raise
             return _trace(fn, args, kwargs, dc.replace(marking, search=True))
+        except _NOT_CONCRETE as e:
+            if _TRACED not in getattr(e, "__notes__", ()):
+                e.add_note(_TRACED)
+            raise
+
+
+_NOT_CONCRETE = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+_TRACED = (
+    "eqx_sow traces the function that it is given, as `jax.jit` does. Where the value "
+    "of an array decides, write `jnp.where` or `jax.lax.cond`."
+)
 
 
 def _trace(fn: Callable, args: tuple, kwargs: dict, marking: Marking) -> Program:
     inputs, treedef, static = take_apart((fn, args, kwargs))
     out: Any = None
     marks: set[Mark] = set()
+    models: tuple[str, ...] = ()
 
     def traced(inputs):
-        nonlocal out, marks
+        nonlocal out, marks, models
         fn, args, kwargs = rebuild(treedef, static, inputs)
-        with _capture.marked(fn, args, kwargs, marking) as ((fn, args, kwargs), marks):
+        marked = _capture.marked(fn, args, kwargs, marking)
+        with marked as ((fn, args, kwargs), marks, models):
             outs, *out = take_apart(_capture.unmark(fn(*args, **kwargs), marks))
         return outs
 
+    # JAX says what was traced when it says what is wrong with it.
+    called = inspect.unwrap(fn)
+    traced.__wrapped__ = called if inspect.isroutine(called) else type(called).__call__
+    traced.__signature__ = inspect.Signature()
     here = listening.value or Listening()
     here = Listening(outside=here.outside, selected=here.selected)
     # Only tracing happens in here: whatever is executed would be compiled once more.
     with listening(here), _capture.explained(marking):
         closed = jax.make_jaxpr(traced)(inputs)
-    return Program(closed, inputs, tuple(out), marks, marking)
+    again = ft.partial(trace, fn, args, kwargs)
+    return Program(closed, inputs, tuple(out), marks, marking, models, again)

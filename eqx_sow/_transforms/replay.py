@@ -1,11 +1,14 @@
-"""What a backward pass computes once more is not a second execution.
+"""What a derivative computes once more is not a second execution.
 
-Two kinds of it can be told. In straight-line code, a value that is computed as in the
+Three kinds of it can be told. In straight-line code, a value that is computed as in the
 forward pass, from the same inputs: a `bwd` that differentiates the forward function
-where it was. And in a loop of unknown length, the same equation, called from the same
+where it was. In a loop of unknown length, the same equation, called from the same
 place: Equinox's checkpointed loops run their body anew in each step of the backward
-pass. Whatever else a `bwd` sows is an execution of its own, as the values at other
-states of `diffrax.BacksolveAdjoint`, which solves another equation there.
+pass. And in the derivative rule of a `jax.custom_jvp` function, the same equation as in
+that function, if the rule calls it: optimistix solves, and evaluates what it solved
+once more at the solution. Whatever else a `bwd` sows is an execution of its own, as the
+values at other states of `diffrax.BacksolveAdjoint`, which solves another equation
+there.
 """
 
 from collections.abc import Iterable
@@ -16,54 +19,66 @@ import jax.extend.core as jexc
 from .. import _compat
 from .._mark.site import Site
 from .._values.entry import Path
-from .._values.sown import LOOP
+from .._values.sown import is_replay_of, LOOP
 from .._walk.frame import Frame
 
 
+_CUSTOM = jexc.primitives.custom_vjp_call_p, _compat.hi_p
 # For each execution in the forward pass, the `Site.key` and the path.
 Ran = frozenset[tuple[Any, Path]]
 
 
 class Inside(NamedTuple):
     """Where a walk is. `backward`: in a backward pass. `calls` is then what is between
-    the innermost loop of unknown length there and here, if there is such a loop."""
+    the innermost loop of unknown length there and here, if there is such a loop.
+    `rule`: in the derivative rule of a `jax.custom_jvp` function."""
 
     backward: bool = False
     calls: Path | None = None
+    rule: str | None = None
 
     def within(self, eqn: Any) -> "Inside":
+        rule = self._rule(eqn)
+        if eqn.primitive is jexc.primitives.custom_jvp_call_p:
+            rule = None
         backward = self.is_backward(eqn)
-        if self.calls is None and eqn.primitive is jexc.primitives.custom_vjp_call_p:
+        if self.calls is None and eqn.primitive in _CUSTOM:
             # Not differentiated, so nothing in there has run before.
-            return Inside()
+            return Inside(rule=rule)
         if backward and eqn.primitive is jexc.primitives.while_p:
-            return Inside(True, ())
+            return Inside(True, (), rule)
         calls = None if self.calls is None else (*self.calls, *call_of(eqn))
-        return Inside(backward, calls)
+        return Inside(backward, calls, rule)
 
     def is_backward(self, eqn: Any) -> bool:
         return self.backward or _compat.in_backward_pass(eqn)
 
-    def replayed(self, site: Site) -> Path | None:
-        """See `Entry.replayed`."""
-        if site.modes or self.calls is None:
+    def _rule(self, eqn: Any) -> str | None:
+        return (self.rule, *_compat.rules_around(eqn))[-1]
+
+    def replayed(self, eqn: Any) -> Path | None:
+        """See `Entry.replayed`, of a sow."""
+        site = eqn.params["site"]
+        rule = self._rule(eqn)
+        if site.modes or (self.calls is None and rule is None):
             return None
-        return (*self.calls, site.origin)
+        return (*((rule,) if self.calls is None else self.calls), site.origin)
 
 
 def call_of(eqn: Any) -> Path:
     """What an equation adds to the path of a sow inside."""
+    rules = _compat.rules_around(eqn)
     if eqn.primitive is jexc.primitives.while_p:
-        return (LOOP,)
+        return (*rules, LOOP)
     # Its branches may become one.
     if eqn.primitive is jexc.primitives.cond_p:
-        return ()
-    return (_compat.call_site(eqn),)
+        return rules
+    return (_compat.call_site(eqn), *rules)
 
 
 def has_run(key: Any, replayed: Path | None, ran: Ran) -> bool:
     return replayed is not None and any(
-        key == of and path[-len(replayed) :] == replayed for of, path in ran
+        key == of and is_replay_of(replayed, path) for of, path in ran
     )
 
 

@@ -2,30 +2,51 @@
 
 import dataclasses as dc
 import functools as ft
+import inspect
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, overload, ParamSpec, TypeVar
 
 import equinox as eqx
 
+from .. import _compat
 from .._errors import UnsupportedPrimitiveError
 from .._mark.listening import listening
-from .._mark.static import Const, Same
+from .._mark.static import Const, SameParts
 from .._names import check_known
 from .._values import spec as _spec
 from .._values.assemble import assemble
+from .._values.intermediates import Intermediates
 from .._values.modes import labels
 from .._values.reduce import Reducer
 from .._values.sown import Sown
 from .._walk.handler import Given
 from . import options as opt
-from .checks import check_modes, check_second_derivatives, is_unmarked, wanted
+from .checks import check_modes, check_second_derivatives, hints, wanted
 from .collect import Collect
 from .options import Options
-from .program import trace
+from .program import Program, trace
 from .transformed import Transformed, wrap
 
 
+def _pair(annotation: Any) -> Any:
+    """What a function returns here, from what it is annotated to return."""
+    known = annotation is not inspect.Signature.empty
+    return tuple[annotation if known else Any, Intermediates]
+
+
+class _Signature:
+    def __get__(self, instance, owner):
+        if instance is None:
+            raise AttributeError("__signature__")
+        signature = inspect.signature(instance._fn)
+        returns = _pair(signature.return_annotation)
+        return signature.replace(return_annotation=returns)
+
+
 class _SaveIntermediates(Transformed):
+    # For `help`, and for libraries that check types at run time.
+    __signature__ = _Signature()
+
     _fn: Callable
     # Reducers and transforms may hold arrays.
     _reduce: Any
@@ -33,11 +54,16 @@ class _SaveIntermediates(Transformed):
     _options: Const = eqx.field(static=True)
 
     def _run(self, args, kwargs):
+        program = trace(self._fn, args, kwargs, self._options.value.marking)
+        # Not `self._saved`: see `transformed._run`.
+        with program.on_mesh():
+            return type(self)._saved(self, program)
+
+    def _saved(self, program: Program) -> tuple[Any, Intermediates]:
         options: Options = self._options.value
         outer = listening.value is not None
-        program = trace(self._fn, args, kwargs, options.marking)
         collect = Collect(
-            self._options, Same(self._reduce), Same(self._transform), outer
+            self._options, SameParts(self._reduce), SameParts(self._transform), outer
         )
         carry: Any = {}
         reducers = opt.each(self._reduce)
@@ -46,9 +72,7 @@ class _SaveIntermediates(Transformed):
             collect, carry = collect.surveyed(survey)
         outs, taken = program.evaluate(collect, Given(carry), *program.inputs)
         sown: Sown = taken.values
-        unmarked = ft.partial(is_unmarked, options, self._fn, args, kwargs)
-        # Not `self._check_names`: see `transformed._run`.
-        type(self)._check_names(self, sown, unmarked)
+        type(self)._check_names(self, sown, program)
         program.check_called([name for name, _ in sown.seen])
         # As a PyTree, the dict has lost its order.
         states = {key: taken.carry[key] for key in carry}
@@ -61,7 +85,7 @@ class _SaveIntermediates(Transformed):
         _spec.check(sown.checks, options.spec, intermediates)
         return program.output(outs), intermediates
 
-    def _check_names(self, sown: Sown, unmarked: Callable[[], bool]) -> None:
+    def _check_names(self, sown: Sown, program: Program) -> None:
         options: Options = self._options.value
         names = dict.fromkeys(name for name, _ in sown.seen)
         by_name = dict(
@@ -70,22 +94,57 @@ class _SaveIntermediates(Transformed):
         for option, patterns in dict(names=options.names, **by_name).items():
             if option == "names" or isinstance(patterns, Mapping):
                 call = f"save_intermediates(..., {option}=...)"
-                check_known(call, patterns, names, unmarked=unmarked)
+                check_known(call, patterns, names, hint=hints(program))
         for name, message in sown.hidden:
             if name not in names:
                 raise UnsupportedPrimitiveError(message)
 
 
-_unset: Any = object()
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
+@overload
 def save_intermediates(
-    fn: Callable = _unset,
+    fn: Callable[_P, _T],
+    *,
+    tag: Hashable = ...,
+    names: opt.Names = ...,
+    modes: opt.Modes = ...,
+    capture: opt.Capture = ...,
+    methods: opt.Methods = ...,
+    inputs: bool = ...,
+    scope: bool = ...,
+    reduce: Reducer | Mapping[str, Reducer] | None = ...,
+    transform: opt.Transform = ...,
+    spec: Mapping[str, Any] | None = ...,
+) -> Callable[_P, tuple[_T, Intermediates]]: ...
+
+
+@overload
+def save_intermediates(
+    *,
+    tag: Hashable = ...,
+    names: opt.Names = ...,
+    modes: opt.Modes = ...,
+    capture: opt.Capture = ...,
+    methods: opt.Methods = ...,
+    inputs: bool = ...,
+    scope: bool = ...,
+    reduce: Reducer | Mapping[str, Reducer] | None = ...,
+    transform: opt.Transform = ...,
+    spec: Mapping[str, Any] | None = ...,
+) -> Callable[[Callable[_P, _T]], Callable[_P, tuple[_T, Intermediates]]]: ...
+
+
+@_compat.api_boundary
+def save_intermediates(
+    fn: Any = ...,
     *,
     tag: Hashable = "intermediates",
     names: str | Sequence[str] | Callable[[str], bool] | None = None,
     modes: str | Sequence[str] | None = None,
-    capture: Any = None,
+    capture: bool | type | tuple[type, ...] | Callable[[str, Any], bool] | None = None,
     methods: str | Sequence[str] = ("__call__",),
     inputs: bool = False,
     scope: bool = False,
@@ -132,7 +191,9 @@ def save_intermediates(
 
     A function with the signature of `fn`, that returns `(out, intermediates)`.
     `intermediates[name][mode]` is the value, an [`eqx_sow.Intermediates`][], in order
-    of execution:
+    of execution. It is the PyTree that was sown, with its dtypes (a tangent or
+    cotangent has that of the primal; for integers, `float0`) and its shapes, to which
+    come axes:
 
     - in a scan, a `fori_loop` with static bounds or `lax.map`, with a leading axis for
       each loop, entry `i` from iteration `i`;
@@ -177,8 +238,13 @@ def save_intermediates(
         ```
     """
     options = {k: v for k, v in locals().items() if k != "fn"}
-    if fn is _unset:
-        return lambda fn: save_intermediates(fn, **options)
+    if fn is ...:
+        return ft.partial(save_intermediates, **options)
     static, arrays = opt.checked("save_intermediates", fn, options)
     arrays = arrays["reduce"], arrays["transform"]
-    return wrap(_SaveIntermediates, fn, *arrays, Const(static))
+    saved = wrap(_SaveIntermediates, fn, *arrays, Const(static))
+    hints = getattr(saved, "__annotations__", {})
+    if isinstance(hints, dict) and "return" in hints:
+        hints = {**hints, "return": _pair(hints["return"])}
+        object.__setattr__(saved, "__annotations__", hints)
+    return saved

@@ -29,6 +29,7 @@ class Transformed(eqx.Module):
     def _run(self, args: tuple, kwargs: dict) -> Any:
         pass
 
+    @_compat.api_boundary
     def __call__(self, /, *args, **kwargs):
         if not (_is_jitted(self._fn) and _compat.is_eager()):
             return _run(self, args, kwargs)
@@ -52,9 +53,12 @@ class Transformed(eqx.Module):
 
 
 def _run(self, args, kwargs):
-    # Not `self._run`: for a method, Equinox makes a module that holds `self`, and warns
-    # if JAX transformed what is in there.
-    return type(self)._run(self, args, kwargs)
+    # A program is traced, and a loop in it is to be seen as one. So `jax.disable_jit`
+    # has nothing to show in here.
+    with jax.disable_jit(False), _compat.public_nan_errors():
+        # Not `self._run`: for a method, Equinox makes a module that holds `self`, and
+        # warns if JAX transformed what is in there.
+        return type(self)._run(self, args, kwargs)
 
 
 def _unbound(fn: Callable) -> Callable:

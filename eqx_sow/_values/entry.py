@@ -35,7 +35,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from .. import _compat
-from .._arrays import select
+from .._arrays import broadcast_to, select, shape_like, spec_of
 from .._errors import calling
 from .._mark.site import Axis, Located, out_of_loop, Site
 from .._mark.static import Const, OPERAND, rebuild, take_apart
@@ -56,7 +56,9 @@ class Entry:
     the calls around it, from outside in, and last its origin. `unordered`: there is
     another entry of the same origin, and nothing says which of them ran first.
     `replayed` is the end of such a path, if the sow is in a loop of a backward pass:
-    another entry whose path ends so is the execution that is replayed there.
+    another entry whose path ends so is the execution that is replayed there. Or it is a
+    derivative rule, and the origin: another entry that has both in its path is that of
+    the function itself, which the rule has called.
     """
 
     arrays: tuple[Any, ...]
@@ -73,11 +75,26 @@ class Entry:
 
     def core_shape(self, i: int) -> tuple[int, ...]:
         """The shape of array `i` without its leading axes."""
-        return self.site.shape(i, jnp.shape(self.arrays[i]))
+        return self.site.shape(i, self.arrays[i].shape)
+
+    def core_spec(self, i: int) -> tuple[Any, ...]:
+        """Over which mesh axes the axes of `core_shape` are sharded."""
+        return spec_of(self.arrays[i])[sum(self.site.has(i)) :]
 
     def replace(self, arrays: Sequence[Any], axes: Sequence[Axis]) -> "Entry":
         site = self.site._replace(axes=tuple(axes))
         return dc.replace(self, arrays=tuple(arrays), site=site)
+
+    def without_axes(self, which: Sequence[int]) -> "Entry":
+        """An entry, as shapes, of one place along these axes."""
+        axes = [a for k, a in enumerate(self.site.axes) if k not in which]
+        shapes = []
+        for i, x in enumerate(self.arrays):
+            lead = [a for a in axes if a.has[i]]
+            shape = (*(a.size for a in lead), *self.core_shape(i))
+            spec = (*(a.spec for a in lead), *self.core_spec(i))
+            shapes.append(shape_like(x, shape, spec))
+        return self.replace(shapes, axes)
 
 
 def align(x, has: Sequence[bool], want: Sequence[bool]):
@@ -90,9 +107,11 @@ def broadcast(x, has, want, axes: Sequence[Axis]):
     if tuple(has) == tuple(want):
         return x
     x = align(x, has, want)
-    lead = tuple(a.size for a, h, w in zip(axes, has, want) if h or w)
-    shape = (*lead, *jnp.shape(x)[len(lead) :])
-    return x if jnp.shape(x) == shape else jnp.broadcast_to(x, shape)
+    lead = [a for a, h, w in zip(axes, has, want) if h or w]
+    shape = (*(a.size for a in lead), *jnp.shape(x)[len(lead) :])
+    if jnp.shape(x) == shape:
+        return x
+    return broadcast_to(x, shape, [a.spec for a in lead])
 
 
 def either(has: Sequence[bool], other: Sequence[bool]) -> tuple[bool, ...]:
@@ -168,7 +187,7 @@ def transformed(
         if is_backward(site.mode) and any(h != over for h in has):
             # What is computed from the total of all lanes is not a value of a lane.
             shapes = [
-                jax.ShapeDtypeStruct(jnp.shape(x)[sum(h) :], x.dtype)
+                shape_like(x, x.shape[sum(h) :], spec_of(x)[sum(h) :])
                 for x, h in zip(values, has)
             ]
             out = [
@@ -230,11 +249,10 @@ def on_device(entry: Entry, axes: dict[Any, int], varying: Callable):
     `PartitionSpec`s."""
     over = [varying(x) for x in entry.arrays]
     names = [a for a in axes if any(a in v for v in over)]
-    arrays = tuple(
-        jnp.reshape(x, (1,) * len(v) + jnp.shape(x)) for x, v in zip(entry.arrays, over)
-    )
+    arrays = tuple(x[(None,) * len(v)] for x, v in zip(entry.arrays, over))
     mesh = tuple(
-        Axis(axes[a], tuple(a in v for v in over), lane=False, mesh=a) for a in names
+        Axis(axes[a], tuple(a in v for v in over), lane=False, mesh=a, spec=a)
+        for a in names
     )
     entry = entry.replace(arrays, (*mesh, *entry.site.axes))
     specs = tuple(jax.sharding.PartitionSpec(*v) for v in over)

@@ -1,9 +1,11 @@
 """What `save_intermediates` returns beside the output."""
 
 import functools as ft
+import json
 from collections.abc import Mapping
 from typing import Any
 
+import jax.export
 import jax.tree_util as jtu
 
 
@@ -46,10 +48,10 @@ class Intermediates(dict[str, dict[str, Any]]):
 
     __copy__ = copy
 
-    def __or__(self, other):
+    def __or__(self, other: Any) -> "Intermediates":
         return _union(self, other) if isinstance(other, dict) else NotImplemented
 
-    def __ror__(self, other):
+    def __ror__(self, other: Any) -> "Intermediates":
         return _union(other, self) if isinstance(other, dict) else NotImplemented
 
     def _repr_html_(self) -> str | None:
@@ -100,3 +102,9 @@ def _unflatten(names, children) -> Intermediates:
 
 
 jtu.register_pytree_with_keys(Intermediates, _flatten_with_keys, _unflatten, _flatten)
+jax.export.register_pytree_node_serialization(
+    Intermediates,
+    serialized_name="eqx_sow.Intermediates",
+    serialize_auxdata=lambda names: json.dumps(names).encode(),
+    deserialize_auxdata=lambda names: tuple(json.loads(names)),
+)

@@ -4,10 +4,19 @@ import dataclasses as dc
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from .._arrays import leading, select
+from .._arrays import (
+    broadcast_like,
+    leading,
+    select,
+    shape_like,
+    sharded_like,
+    types_of,
+    zeros_like,
+)
 from .._errors import DuplicateSowError, SowError
 from .._mark.site import Axis, Located, Site
 from .._mark.static import NoTangent, OPERAND, rebuild
@@ -32,7 +41,8 @@ def choose(sites: Sequence[Site], operands: Sequence[Sequence[Any]]):
             broadcast(x[i], s.has(i), to, site.axes) for s, x in zip(sites, operands)
         ]
         index = align(operands[0][n], has[n], to)
-        index = jnp.broadcast_to(leading(index, cases[0].ndim), cases[0].shape)
+        index = broadcast_like(leading(index, cases[0].ndim), cases[0])
+        cases = [sharded_like(x, cases[0]) for x in cases]
         values.append(jax.lax.select_n(index, *cases))
     axes = with_has(site.axes, [*has[:n], *values_has])
     site = site._replace(guards=tuple(outer), axes=axes)
@@ -112,7 +122,7 @@ def unify(entries: Sequence[Entry]) -> Entry:
     """A counted entry, as shapes, that has room for each of `entries`."""
     leaves = common_leaves([e.site for e in entries])
     entries = [
-        jax.eval_shape(lambda e: with_count(with_leaves(e, leaves)), e) for e in entries
+        types_of(lambda e: with_count(with_leaves(e, leaves)), e) for e in entries
     ]
     first = entries[0]
     for e in entries[1:]:
@@ -124,13 +134,7 @@ def unify(entries: Sequence[Entry]) -> Entry:
     has = [tuple(map(any, zip(*same))) for same in zip(*all_has)]
     # Wherever the count varies, the value does too: it may not have run there.
     has = [either(h, has[-1]) for h in has]
-    arrays = tuple(
-        jax.ShapeDtypeStruct(
-            (*(a.size for a, h in zip(axes, has[i]) if h), *first.core_shape(i)),
-            first.arrays[i].dtype,
-        )
-        for i in range(n)
-    )
+    arrays = tuple(_common_shape(entries, axes, has[i], i) for i in range(n))
     guards = ()
     if all(e.guards for e in entries):
         guards = tuple(dict.fromkeys(g for e in entries for g in e.guards))
@@ -141,6 +145,19 @@ def unify(entries: Sequence[Entry]) -> Entry:
         guards=guards,
         paths=frozenset().union(*[e.paths for e in entries]),
         unordered=any(e.unordered for e in entries),
+    )
+
+
+def _common_shape(
+    entries: Sequence[Entry], axes: Sequence[Axis], has: Sequence[bool], i: int
+) -> jax.ShapeDtypeStruct:
+    lead = [a for a, h in zip(axes, has) if h]
+    # A branch may have zeros, say, that are not sharded.
+    most = max(entries, key=lambda e: sum(a is not None for a in e.core_spec(i)))
+    return shape_like(
+        most.arrays[i],
+        (*(a.size for a in lead), *most.core_shape(i)),
+        (*(a.spec for a in lead), *most.core_spec(i)),
     )
 
 
@@ -165,15 +182,14 @@ def conform(entry: Entry, target: Entry) -> Entry:
     entry = with_count(with_leaves(entry, target.site.leaves))
     axes = target.site.axes
     arrays = tuple(
-        broadcast(x, placed(entry, axes, i), target.site.has(i), axes)
-        for i, x in enumerate(entry.arrays)
+        sharded_like(broadcast(x, placed(entry, axes, i), target.site.has(i), axes), to)
+        for i, (x, to) in enumerate(zip(entry.arrays, target.arrays))
     )
     return dc.replace(target, arrays=arrays)
 
 
 def zeros(target: Entry) -> Entry:
-    arrays = tuple(jnp.zeros(x.shape, x.dtype) for x in target.arrays)
-    return dc.replace(target, arrays=arrays)
+    return dc.replace(target, arrays=tuple(map(zeros_like, target.arrays)))
 
 
 def latest(old: Entry, new: Entry) -> Entry:
@@ -233,13 +249,21 @@ def duplicate(a: Site, b: Site, remedy: str = "") -> DuplicateSowError:
         places += (
             " (the latter in a backward pass, so in the `bwd` of a `jax.custom_vjp`)"
         )
-    if "/" in a.name or a.name == ".":
+    if a.captured and b.captured:
         paths = (
-            "if this is the path of a module, it is called twice, or a `sow` in there "
-            'has its name: choose with `capture=lambda path, module: path != "..."`'
+            "this is the path of a module, which is called twice: put `with "
+            'eqx_sow.scope("first"):` around one of the calls'
+        )
+    elif a.captured or b.captured:
+        paths = (
+            "a module has this path, and a `sow` has this name: choose with "
+            '`capture=lambda path, module: path != "..."`'
         )
     else:
-        paths = "`scope=True` puts the paths of modules before them"
+        paths = (
+            "`scope=True` puts the paths of modules before them, and `with "
+            'eqx_sow.scope("first"):` around a call puts that before them'
+        )
     remedy = remedy or (
         f"or say how to combine them: `save_intermediates(..., reduce={{{a.name!r}: "
         "eqx_sow.Append()})` returns a tuple of both, `eqx_sow.Last()` the later one."
@@ -260,7 +284,8 @@ def _check_same(a: Entry, b: Entry) -> None:
             jax.ShapeDtypeStruct(e.core_shape(i), x.dtype)
             for i, x in enumerate(e.arrays[:-1])
         ]
-        return rebuild(e.site.treedef, e.site.leaves, values)
+        value = rebuild(e.site.treedef, e.site.leaves, values)
+        return eqx.tree_pformat(value, struct_as_array=True)
 
     if form(a) != form(b):
         raise SowError(

@@ -8,8 +8,21 @@ then called `"primal.cotangent"`.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
+
+# For type checkers.
+Mode = Literal[
+    "primal",
+    "tangent",
+    "cotangent",
+    "tangent.tangent",
+    "tangent.cotangent",
+    "cotangent.tangent",
+    "cotangent.cotangent",
+    "primal.tangent",
+    "primal.cotangent",
+]
 
 PRIMAL = "primal"
 _DERIVATIVES = ("tangent", "cotangent")

@@ -1,6 +1,7 @@
 """How several executions of one name become one value."""
 
 import dataclasses as dc
+import functools as ft
 import math
 import operator
 from collections.abc import Callable, Sequence
@@ -11,8 +12,18 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
+from .. import _compat
+from .._arrays import (
+    broadcast_to,
+    one_along,
+    shape_like,
+    sharded_like,
+    sharding_with,
+    spec_of,
+    zeros_like,
+)
 from .._errors import calling, SowError
-from .._mark.site import Site
+from .._mark.site import runs_apart, Site
 from .._mark.static import rebuild
 from . import entry as _entry, merge as _merge
 from .entry import Entry
@@ -44,7 +55,8 @@ class Reducer(eqx.Module):
     def start(self, site: Site, values: Sequence[Any]) -> Any:
         """`acc` before the first execution, given zeros for the values."""
         del site
-        return [jnp.zeros_like(x, shape=(*self.lead, *x.shape)) for x in values]
+        lead = self.lead
+        return [broadcast_to(x, (*lead, *x.shape), [None] * len(lead)) for x in values]
 
     def step(self, site: Site, acc: Any, count: Any, values: Sequence[Any]) -> Any:
         """`acc` after one more execution."""
@@ -63,6 +75,9 @@ class Append(Reducer):
     Cotangents, which are computed backward, are in the same order: the first entry is
     that of the first place, or `None` if that has none. Cotangents of sows that never
     ran forward, as in `jax.linear_transpose`, come after these.
+
+    Each entry has the shape and dtype that it has without a reducer; if one has a
+    `"count"`, that is a tuple as well.
 
     !!! example
 
@@ -87,6 +102,9 @@ class Last(Reducer):
 
     A reversed scan runs from its end, and so does the backward pass of a scan: there
     the last cotangent is that of the first iteration.
+
+    Shape and dtype are those of the value at the sow, with the leading axes of `vmap`
+    and none for loops. It is zeros if the sow never ran.
 
     !!! example
 
@@ -119,7 +137,8 @@ class Fold(Reducer):
     """`acc = fn(acc, value)` over all executions in order, loops included, in memory
     that does not grow with the number of iterations.
 
-    Under `vmap` every lane folds for itself.
+    Under `vmap` every lane folds for itself, and the result has the leading axes of
+    `vmap`. It is `init` if the sow never ran.
 
     !!! example
 
@@ -144,19 +163,26 @@ class Fold(Reducer):
     init: Any
     fn: Callable[[Any, Any], Any]
 
+    @_compat.api_boundary
     def __init__(self, init: Any, fn: Callable[[Any, Any], Any]):
         """**Arguments:**
 
         - `init`: the first `acc`, any PyTree of arrays; or a function of no arguments
             that returns it.
-        - `fn`: a function `(acc, value) -> acc`. Shapes must stay as they are; the
-            dtype of `init` becomes that of the result.
+        - `fn`: a function `(acc, value) -> acc`, of the value as the code at the sow
+            sees it. Structure and shapes must stay as they are. The result has the
+            dtypes that `fn` returns, to which `init` is converted.
 
         **Raises:**
 
-        [`eqx_sow.SowError`][], when it is used, if `fn` changes a shape or the
-        structure.
+        `TypeError` if `fn` is not a function. [`eqx_sow.SowError`][], when it is used,
+        if `fn` changes a shape or the structure.
         """
+        if not callable(fn):
+            raise TypeError(
+                f"`eqx_sow.Fold(init, fn)` takes a function `(acc, value) -> acc`, not "
+                f"{fn!r}. Write `eqx_sow.Fold(0.0, lambda acc, x: acc + x.sum())`."
+            )
         self.init = init
         self.fn = fn
 
@@ -167,10 +193,13 @@ class Fold(Reducer):
         new = jax.eval_shape(lambda *xs: self.fn(first, _value(site, xs)), *values)
         shapes = lambda tree: jtu.tree_map(jnp.shape, tree)
         if shapes(new) != shapes(first):
+            show = ft.partial(eqx.tree_pformat, struct_as_array=True)
             raise SowError(
                 f"`eqx_sow.Fold(init, fn)` for `sow(..., {site.name!r})` at "
                 f"{site.where}: `fn` must return what `acc` looks like. `acc` is "
-                f"{jax.eval_shape(lambda: first)}, and `fn` returned {new}."
+                f"{show(first)}, and `fn` returned {show(new)}."
+                " Reduce the value, `lambda acc, x: acc + x.sum()`, or pass an `init` "
+                "like the result."
             )
         return jtu.tree_map(_as_dtype_of, new, first)
 
@@ -182,9 +211,11 @@ class Fold(Reducer):
 class Buffer(Reducer):
     """The first or the last executions, on a leading axis, oldest first.
 
-    The answer for a `while_loop`, whose number of iterations is not known. What comes
-    back has a `"count"` too: how many executions there were. If there were fewer than
-    `size`, zeros fill the end. A backward pass runs backward: cotangents are in the
+    The answer for a `while_loop`, whose number of iterations is not known. The shape is
+    `(size, *shape)` for a value of that shape at the sow, with the leading axes of
+    `vmap` before it; the dtype is that of the value. What comes back has a `"count"`
+    too, an int32: how many executions there were. If there were fewer than `size`,
+    zeros fill the end. A backward pass runs backward: cotangents are in the
     order opposite to that of the primals, `cotangent[:count][::-1]` in the same.
 
     !!! example
@@ -211,6 +242,7 @@ class Buffer(Reducer):
     size: int = eqx.field(static=True)
     keep: Literal["first", "last"] = eqx.field(static=True)
 
+    @_compat.api_boundary
     def __init__(self, size: int, keep: Literal["first", "last"] = "last"):
         """**Arguments:**
 
@@ -221,16 +253,21 @@ class Buffer(Reducer):
 
         `ValueError` if `size` is not a positive integer, or `keep` is neither.
         """
-        if isinstance(size, bool) or not hasattr(size, "__index__") or size < 1:
+        try:
+            length = 0 if isinstance(size, bool) else operator.index(size)
+        except TypeError:  # a tracer has its own
+            length = 0
+        if length < 1:
             raise ValueError(
-                f"`eqx_sow.Buffer(size)` takes a positive integer, not {size!r}."
+                f"`eqx_sow.Buffer(size)` takes a positive integer, not {size!r}. It is "
+                "the length of an axis: it cannot be traced."
             )
         if keep not in ("first", "last"):
             raise ValueError(
                 '`eqx_sow.Buffer(size, keep)`: `keep` is "first" or "last", not '
                 f"{keep!r}."
             )
-        self.size = operator.index(size)
+        self.size = length
         self.keep = keep
 
     @property
@@ -241,7 +278,10 @@ class Buffer(Reducer):
         del site
         at = count % self.size if self.keep == "last" else count
         # An index past the end is dropped: that is `keep="first"`.
-        return [a.at[at].set(x, mode="drop") for a, x in zip(acc, values)]
+        return [
+            a.at[at].set(x, mode="drop", out_sharding=sharding_with(a, spec_of(a)))
+            for a, x in zip(acc, values)
+        ]
 
     def finish(self, acc, count):
         if self.keep == "first":
@@ -282,14 +322,17 @@ def started(reducers: Reducers, entries: Sequence[Entry]) -> dict[Any, Reduction
 def _started(reducer: Reducer, entries: Sequence[Entry]) -> Reduction:
     form = _merge.unify([_shapes_of_one(e) for e in entries])
     values = [
-        jnp.zeros_like(x, shape=form.core_shape(i))
+        zeros_like(shape_like(x, form.core_shape(i), form.core_spec(i)))
         for i, x in enumerate(form.arrays[:-1])
     ]
     with calling("reducer", form.site):
         acc = reducer.start(form.site, values)
     sizes = tuple(a.size for a in form.site.axes)
-    acc = jtu.tree_map(lambda x: jnp.broadcast_to(x, (*sizes, *x.shape)), acc)
-    count = jnp.zeros(sizes, jnp.int32)
+    specs = [a.spec for a in form.site.axes]
+    acc, count = jtu.tree_map(
+        lambda x: broadcast_to(x, (*sizes, *x.shape), specs),
+        (acc, jnp.zeros((), jnp.int32)),
+    )
     conditional = any(e.counted for e in entries)
     return Reduction(acc, count, form.site, len(entries), conditional)
 
@@ -307,6 +350,13 @@ def stepped(reducer: Reducer, state: Reduction, entry: Entry) -> Reduction:
             "out of the loop: the order of the executions is lost. Give that sow a "
             "name of its own."
         )
+    if runs_apart(site) and not isinstance(reducer, Last):
+        raise SowError(
+            f"`{site.name}` at {site.where} is in a loop that is the same in each "
+            "iteration of another one, so JAX moved the inner loop out of the outer "
+            "one: the order of the executions is lost. Leave the reducer out for it, "
+            "and reduce what comes back."
+        )
     entry = _merge.with_leaves(_lanes_only(entry), state.site.leaves)
     entry = _entry.with_count(entry)
     has = [_merge.placed(entry, lanes, i) for i in range(len(entry.arrays))]
@@ -314,6 +364,7 @@ def stepped(reducer: Reducer, state: Reduction, entry: Entry) -> Reduction:
     def one(acc, count, *arrays):
         *values, run = arrays
         new = reducer.step(state.site, acc, count, values)
+        new = jtu.tree_map(sharded_like, new, acc)
         if not counted:
             return new, count + 1
         new = jtu.tree_map(lambda x, y: jnp.where(run > 0, x, y), new, acc)
@@ -321,13 +372,17 @@ def stepped(reducer: Reducer, state: Reduction, entry: Entry) -> Reduction:
 
     every = (True,) * len(lanes)
     one = _entry.for_each_lane(one, lanes, [every, every, *has])
+
+    def step(_, carry):
+        acc, count = one(*carry, *entry.arrays)
+        # A value that is the same in all lanes comes back unsharded.
+        return jtu.tree_map(sharded_like, acc, state.acc), count
+
     acc, count = state.acc, state.count
     if loops:
-        acc, count = jax.lax.fori_loop(
-            0, math.prod(loops), lambda _, c: one(*c, *entry.arrays), (acc, count)
-        )
+        acc, count = jax.lax.fori_loop(0, math.prod(loops), step, (acc, count))
     else:
-        acc, count = one(acc, count, *entry.arrays)
+        acc, count = step(0, (acc, count))
     return dc.replace(state, acc=acc, count=count)
 
 
@@ -341,7 +396,9 @@ def finished(reducer: Reducer, state: Reduction) -> tuple[Any, Any]:
     *of_values, of_count = _entry.final_axes(site, counted=True)
 
     def one_of_same(x, has):
-        return x[tuple(slice(None) if h else 0 for h in has)]
+        for i in reversed(range(len(has))):
+            x = x if has[i] else one_along(x, i)
+        return x
 
     count = None
     if state.conditional or reducer.counts:
@@ -368,7 +425,8 @@ def _shapes_of_one(entry: Entry) -> Entry:
     """The same as shapes, from an entry that has axes for loops."""
     arrays = []
     for i, x in enumerate(entry.arrays):
-        has = [a.lane for a, h in zip(entry.site.axes, entry.site.has(i)) if h]
-        lanes = [n for n, lane in zip(x.shape, has) if lane]
-        arrays.append(jax.ShapeDtypeStruct((*lanes, *entry.core_shape(i)), x.dtype))
+        axes = [a for a, h in zip(entry.site.axes, entry.site.has(i)) if h and a.lane]
+        shape = (*(a.size for a in axes), *entry.core_shape(i))
+        spec = (*(a.spec for a in axes), *entry.core_spec(i))
+        arrays.append(shape_like(x, shape, spec))
     return _lanes_only(dc.replace(entry, arrays=tuple(arrays)))

@@ -5,6 +5,7 @@ and `gather` makes one of them, in order of execution.
 """
 
 import dataclasses as dc
+import itertools as it
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -157,11 +158,26 @@ class _Places:
         for i, old, place in same if is_backward(new.site.mode) else ():
             if place != at and not old.origins.isdisjoint(new.origins):
                 # A backward pass goes first through what was called last.
-                if not (self._depends(at, place) or _called_after(old, new)):
+                if not (self._in_one_pass(new, at, place) or _called_after(old, new)):
                     new = dc.replace(new, unordered=True)
                     self._all[i] = dc.replace(old, unordered=True), place
         self._of_key.setdefault(new.site.key, []).append(len(self._all))
         self._all.append((new, at))
+
+    def _in_one_pass(self, new: Entry, at: int, earlier: int) -> bool:
+        """Whether this part of a backward pass needs the result of an earlier one, and
+        the executions, in their order, needed each other's: a function from `jax.vjp`
+        may also be given what another one returned."""
+        name, *_ = new.site.key
+        ran = [
+            place
+            for old, place in filter(None, self._all)
+            if old.site.name == name and not old.site.modes
+            if not old.origins.isdisjoint(new.origins)
+        ]
+        return self._depends(at, earlier) and all(
+            a == b or self._depends(b, a) for a, b in it.pairwise(ran)
+        )
 
     def _check_duplicate(self, new: Entry, same: Sequence[Any]) -> None:
         # Two that may both replay the one execution, which is still to come.
@@ -170,15 +186,22 @@ class _Places:
             raise _merge.duplicate(same[0][1].site, new.site)
 
 
+def is_replay_of(replayed: Path, path: Path) -> bool:
+    """See `Entry.replayed`."""
+    first, *_ = replayed
+    if isinstance(first, str):
+        return first in path and replayed[-1] is path[-1]
+    return path[-len(replayed) :] == replayed
+
+
 def _replays(new: Entry, old: Entry) -> bool:
-    """Whether a backward pass runs anew what ran before: the same equation, called in
-    the same place, in a loop. A `bwd` that sows other values under the name has
-    equations of its own, or calls a function from another place."""
+    """Whether a derivative runs anew what ran before. A `bwd` that sows other values
+    under the name has equations of its own, or calls a function from another place."""
     end = new.replayed
     return (
         end is not None
         and old.replayed is None
-        and any(path[-len(end) :] == end for path in old.paths)
+        and any(is_replay_of(end, path) for path in old.paths)
     )
 
 

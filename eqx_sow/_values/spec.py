@@ -13,8 +13,6 @@ from typing import Any
 import equinox as eqx
 import jax
 import jaxtyping
-from beartype.door import is_bearable
-from beartype.roar import BeartypeException
 
 from .._errors import SowTypeError
 from .._mark.static import rebuild
@@ -50,6 +48,9 @@ def check(
 
 
 def _check(name: str, what: str, annotation: Any, value: Any) -> None:
+    # Takes as long to import as the rest of eqx_sow.
+    from beartype.roar import BeartypeException
+
     try:
         fits = _fits(value, annotation)
     except BeartypeException as e:
@@ -80,6 +81,8 @@ def _name(annotation: Any) -> str:
 def _fits(value: Any, annotation: Any) -> bool:
     """`is_bearable`, but for all items of a container; beartype looks at one of
     them."""
+    from beartype.door import is_bearable
+
     if not is_bearable(value, annotation):
         return False
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)

@@ -52,6 +52,7 @@ class _Table(str):
         return self._html
 
 
+@_compat.api_boundary
 def tabulate(intermediates: Mapping[str, Mapping[str, Any]]) -> str:
     """A table of what [`eqx_sow.save_intermediates`][] captured, as text.
 
@@ -169,7 +170,7 @@ def _rows(intermediates: Mapping[str, Any], compute: Callable) -> Iterator[dict]
                     "value": _type(x),
                     "count": total,
                     "numbers": (
-                        compute(name, _numbers, as_array(x), run)
+                        compute(name, _numbers_of(x), as_array(x), run)
                         if _counts(x)
                         else None
                     ),
@@ -262,16 +263,27 @@ def _compiled(fn: Callable, sharding: Any) -> Callable:
 _FIELDS = ("size", "zeros", "not_finite", "mean", "std", "rms", "min", "max")
 
 
-def _numbers(x: Any, run: Any) -> jax.Array:
+def _numbers(x: Any, run: Any, one_device: bool = False) -> jax.Array:
     """What the statistics of all entries are made of."""
     if isinstance(x, Summary):
         summary = merged(x, tuple(range(jnp.ndim(x.size))))
         numbers = [getattr(summary, field) for field in _FIELDS]
     else:
-        numbers = sums(as_real(x), None if run is None else run > 0)
+        run = None if run is None else run > 0
+        numbers = sums(as_real(x), run, one_device=one_device)
     # In one array, as the host has to ask for each.
     dtype = jnp.result_type(float)
     return jnp.stack([jnp.asarray(n).astype(dtype) for n in numbers])
+
+
+_numbers_on_cpu = ft.partial(_numbers, one_device=True)
+
+
+def _numbers_of(x: Any) -> Callable:
+    if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
+        return _numbers
+    platforms = [d.platform for d in x.sharding.device_set]
+    return _numbers_on_cpu if platforms == ["cpu"] else _numbers
 
 
 def _statistics(numbers: np.ndarray, is_summary: bool) -> dict[str, float]:

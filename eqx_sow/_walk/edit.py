@@ -8,7 +8,7 @@ import jax.extend.core as jexc
 from .. import _compat
 from .._mark.primitive import sow_effect, sow_p
 from .._mark.site import Site
-from .find import has_sow, jaxprs_in
+from .find import has_sow, is_loop, jaxprs_in
 
 
 def map_params(params: dict[str, Any], fn: Callable[[Any], Any]) -> dict[str, Any]:
@@ -19,6 +19,10 @@ def map_params(params: dict[str, Any], fn: Callable[[Any], Any]) -> dict[str, An
             jaxpr, consts = _compat.open_jaxpr(x)
             new, _ = _compat.open_jaxpr(fn(jaxpr))
             return new if jaxpr is x and not consts else jexc.ClosedJaxpr(new, consts)
+        if _compat.is_traced(x):
+            return _compat.traced_with_jaxpr(x, visit(x.jaxpr))
+        if _compat.is_hi_prim(x):
+            return _compat.hi_with_params(x, visit)
         if isinstance(x, tuple):
             new = [visit(v) for v in x]
             return type(x)(*new) if hasattr(x, "_fields") else tuple(new)
@@ -27,17 +31,18 @@ def map_params(params: dict[str, Any], fn: Callable[[Any], Any]) -> dict[str, An
     return {name: visit(x) for name, x in params.items()}
 
 
-def with_sites(eqn: Any, fn: Callable[[Site, int], Site]) -> Any:
+def with_sites(eqn: Any, fn: Callable[[Site, int, int], Site], loops: int = 0) -> Any:
     """An equation, with the `Site` of each sow in it replaced; `fn` is also told the
-    number of its operands."""
+    number of its operands, and how many loops of the equation are around it."""
     if eqn.primitive is sow_p:
-        site = fn(eqn.params["site"], len(eqn.invars))
+        site = fn(eqn.params["site"], len(eqn.invars), loops)
         return eqn.replace(params=dict(site=site))
     if not has_sow(eqn):
         return eqn
+    loops += is_loop(eqn)
 
     def inside(jaxpr):
-        return jaxpr.replace(eqns=[with_sites(e, fn) for e in jaxpr.eqns])
+        return jaxpr.replace(eqns=[with_sites(e, fn, loops) for e in jaxpr.eqns])
 
     return eqn.replace(params=map_params(eqn.params, inside))
 

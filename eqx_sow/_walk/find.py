@@ -51,11 +51,19 @@ def has_sow(x: Any) -> bool:
     return _hidden[jaxpr]
 
 
+def is_loop(eqn: Any) -> bool:
+    return eqn.primitive in (jexc.primitives.scan_p, jexc.primitives.while_p)
+
+
 def jaxprs_in(x: Any) -> Iterator[Any]:
     """The jaxprs in the parameters of an equation. Equinox has some in tuples of
     tuples."""
     if _compat.is_jaxpr(x):
         yield _compat.open_jaxpr(x)[0]
+    elif _compat.is_traced(x):
+        yield from jaxprs_in(x.jaxpr)
+    elif _compat.is_hi_prim(x):
+        yield from jaxprs_in(x.params)
     elif isinstance(x, tuple | list | dict):
         for v in x.values() if isinstance(x, dict) else x:
             yield from jaxprs_in(v)
@@ -65,25 +73,32 @@ def _in_functions(eqn: Any) -> list[Site]:
     """The sites of Python functions that an equation holds: they are traced once
     more."""
     primitive, params = _compat.unmapped(eqn)
-    if not {"static", "treedef"} <= params.keys():
-        return []
     avals = [v.aval for v in eqn.invars]
     found: list[Site] = []
+    if primitive is _compat.hi_p and _compat.is_users(params["_prim"]):
+        with listening(Listening(found=Same(found))):
+            jax.eval_shape(_compat.hi_program(params["_prim"]), *avals)
+        return found
+    if not {"static", "treedef"} <= params.keys():
+        return []
     with listening(Listening(found=Same(found))):
         if primitive is _compat.noinline_p:
             _compat.forget_noinline()
-            _trace_all(ft.partial(eqn.primitive.bind, **eqn.params), avals)
+            if _traced_all(ft.partial(eqn.primitive.bind, **eqn.params), avals):
+                return found
         eqn.primitive.abstract_eval(*avals, **eqn.params)
     return found
 
 
-def _trace_all(fn: Callable, avals: Sequence[Any]) -> None:
-    """Traces a function, and what is inside jaxprs that it kept: a vmap does."""
+def _traced_all(fn: Callable, avals: Sequence[Any]) -> bool:
+    """Traces a function, and what is inside jaxprs that it kept: a vmap does, if it
+    can be batched."""
     lanes = [jax.ShapeDtypeStruct((1, *a.shape), a.dtype) for a in avals]
     try:
         jax.eval_shape(jax.vmap(fn), *lanes)
     except Exception:  # whatever says that it cannot be batched
-        pass
+        return False
+    return True
 
 
 _of_jax = {p for p in vars(jexc.primitives).values() if isinstance(p, jexc.Primitive)}
@@ -114,6 +129,18 @@ def sites(x: Any) -> list[Site]:
     return [
         s for eqn in _compat.open_jaxpr(x)[0].eqns if has_sow(eqn) for s in sites(eqn)
     ]
+
+
+def sites_in_body(x: Any, loops: int = 1) -> Iterator[tuple[Site, int]]:
+    """The sites in the body of a loop, and how many of the axes that they have already
+    are of loops around that one."""
+    for eqn in _compat.open_jaxpr(x)[0].eqns:
+        if eqn.primitive is sow_p:
+            site = eqn.params["site"]
+            yield site, sum(not a.lane and a.loops >= loops for a in site.axes)
+        elif not is_plain(eqn) and has_sow(eqn):
+            for jaxpr in jaxprs_in(eqn.params):
+                yield from sites_in_body(jaxpr, loops + is_loop(eqn))
 
 
 def recomputed(x: Any) -> Iterator[Site]:

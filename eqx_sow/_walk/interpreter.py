@@ -16,6 +16,7 @@ import jax.extend.core as jexc
 import jax.tree_util as jtu
 
 from .. import _compat
+from .._arrays import in_mesh_of
 from .._mark.primitive import sow_p
 from .edit import without_sows
 from .find import has_sow, is_plain
@@ -140,7 +141,7 @@ def evaluate(
         frame.hold(eqn.invars)
         values = frame.read(eqn.invars)
         frame.settle()
-        with eqn.ctx.manager:
+        with eqn.ctx.manager, in_mesh_of(values):
             outs, taken = rule(
                 Interpret(handler.for_inside(eqn), stages), given, eqn, *values
             )

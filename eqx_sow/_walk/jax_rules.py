@@ -14,7 +14,10 @@ So these rules prepare the equation, or mend what comes out, and leave the work 
 rule. Outside a capture they are not even called.
 """
 
+import contextlib
 import dataclasses as dc
+import functools as ft
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +25,7 @@ import jax
 import jax.core
 import jax.extend.core as jexc
 import jax.extend.linear_util as lu
-from jax.interpreters import batching, partial_eval as pe
+from jax.interpreters import ad, batching, partial_eval as pe
 
 from .. import _compat
 from .._errors import SowError
@@ -33,6 +36,7 @@ from .edit import with_sites, without_prints
 from .find import has_sow, is_lanewise, shows_sow, sites
 from .handler import Given, Handler
 from .interpreter import Interpret
+from .rules import control_flow
 
 
 cond_p = jexc.primitives.cond_p
@@ -73,30 +77,92 @@ def check_wrapped() -> None:
 
 
 @lu.transformation2
-def _under(rule, here, changed, *args):
-    with listening_again(here, changed):
+def _under(rule, here, changed, scope, *args):
+    with listening_again(here, changed), scope():
         return rule(*args)
 
 
-def _keep_listening(primitive: jexc.Primitive) -> None:
+@lu.transformation2
+def _named_as_there(rule, there, *args):
+    here = listening.value
+    if here is None:
+        return rule(*args)
+    with listening(here._replace(path=there.path, scope=there.scope)):
+        return rule(*args)
+
+
+def _keep_listening(primitive: jexc.Primitive, scope: Callable) -> None:
     """JAX traces the derivative rule of a function when it is first needed, and keeps
     the jaxpr with the equation. So an equation that was traced while listening traces
-    its rule while listening, whenever that is."""
+    its rule while listening, whenever that is, in a `scope`. What it calls in a
+    backward pass belongs to that pass, but the names there begin as they do here."""
     bind = primitive.bind
 
     def bind_listening(*args, **params):
         here = listening.value
         if here is not None:
             fn, rule, *backward = params["subfuns"]
-            rule = _under(rule, here._replace(loops=0), changes_for(rule.f))
+            changed = changes_for(rule.f)
+            rule = _under(rule, here._replace(loops=0), changed, scope)
+            if here.path or here.scope:
+                backward = [_named_as_there(f, here) for f in backward]
             params = {**params, "subfuns": (fn, rule, *backward)}
         return bind(*args, **params)
 
     primitive.bind = bind_listening
 
 
-_keep_listening(jexc.primitives.custom_jvp_call_p)
-_keep_listening(jexc.primitives.custom_vjp_call_p)
+_keep_listening(jexc.primitives.custom_jvp_call_p, _compat.derivative_rule)
+_keep_listening(jexc.primitives.custom_vjp_call_p, contextlib.nullcontext)
+
+
+# --- JAX's next primitives ---
+def _in_classic_form(primitive: jexc.Primitive) -> None:
+    """A checkpoint that was traced while listening is what it is without `JAX_REMAT3`:
+    bound so before JAX batches or differentiates it."""
+    bind = primitive.bind
+
+    def bind_classic(*args, _prim):
+        classic = None if listening.value is None else _compat.classic_form(_prim)
+        if classic is None:
+            return bind(*args, _prim=_prim)
+        primitive, params = classic
+        outs = primitive.bind(*args, **params)
+        return outs if primitive.multiple_results else [outs]
+
+    primitive.bind = bind_classic
+
+
+if _compat.hi_p is not None:
+    _in_classic_form(_compat.hi_p)
+
+    @_wrap(batching.fancy_primitive_batchers, _compat.hi_p)
+    def _batch_hi(rule):
+        def batch_hi(axis_data, args, dims, *, _prim):
+            if _compat.is_users(_prim):
+                return rule(axis_data, args, dims, _prim=_prim)
+            # JAX batches derivative rules when they are called, with `jax.vmap`.
+            here = around(axis_data)
+
+            def told(x):
+                if isinstance(x, tuple):
+                    return tuple(map(told, x))
+                return _told(x, here) if inspect.isfunction(x) else x
+
+            _prim = _compat.hi_with_params(_prim, told)
+            return rule(axis_data, args, dims, _prim=_prim)
+
+        return batch_hi
+
+
+def _told(rule, here):
+    @ft.wraps(rule)
+    def call(*args):
+        if listening.value is not None:
+            _compat.tell_vmap(here)
+        return rule(*args)
+
+    return call
 
 
 # --- vmap ---
@@ -279,10 +345,9 @@ def _stamp(eqn: Any, length: int) -> Any:
     """An equation, of which the sows say that they ran in each of so many
     iterations."""
 
-    def stamped(site, operands):
-        loop = Axis(length, (False,) * operands, lane=False)
-        _, axes = out_of_loop(site.axes, loop)
-        return site._replace(axes=axes)
+    def stamped(site, operands, loops):
+        loop = Axis(length, (False,) * operands, loops, lane=False)
+        return site._replace(axes=out_of_loop(site.axes, loop)[1])
 
     return with_sites(eqn, stamped)
 
@@ -354,3 +419,33 @@ def _partial_eval_scan(rule):
         return rule(trace, *tracers, **params)
 
     return partial_eval_scan
+
+
+def _explain_while(rule):
+    """The one that is called outside a capture, too: what was captured may be
+    differentiated. It only raises."""
+
+    def transpose_while(*args, **params):
+        try:
+            return rule(*args, **params)
+        except Exception as e:
+            jaxpr, _ = _compat.open_jaxpr(params["body_jaxpr"])
+            if str(control_flow.__file__) in jaxpr.debug_info.func_src_info:
+                e.add_note(_NO_REVERSE_MODE)
+            raise
+
+    return transpose_while
+
+
+_NO_REVERSE_MODE = (
+    "eqx_sow: there is a sow in this loop. If the loop is diffrax's or Equinox's, its "
+    "rule for gradients is for its result only, not for what is captured or planted "
+    "inside. Write `diffrax.diffeqsolve(..., adjoint=diffrax.DirectAdjoint())`, or "
+    '`eqx.internal.while_loop(..., kind="bounded")`. Or take the gradient inside, '
+    "`save_intermediates(eqx.filter_grad(loss))`."
+)
+_transpose_while: Any = _compat.find(
+    "the rule that says that a `while_loop` has no reverse mode",
+    lambda: ad.primitive_transposes[while_p],
+)
+ad.primitive_transposes[while_p] = _explain_while(_transpose_while)

@@ -2,18 +2,23 @@
 
 import functools as ft
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.extend.core as jexc
 import jax.numpy as jnp
 
+from .. import _compat
 from .._errors import SowError
 from .._mark.listening import listening
 from .find import has_sow, jaxprs_in
 
 
-def register_rule(primitive: jexc.Primitive) -> Callable[[Callable], Callable]:
+_Rule = TypeVar("_Rule", bound=Callable)
+
+
+@_compat.api_boundary
+def register_rule(primitive: jexc.Primitive) -> Callable[[_Rule], _Rule]:
     """Teaches eqx_sow to look inside a higher-order primitive.
 
     For authors of primitives that hold a jaxpr among their parameters. Without a rule,
@@ -40,8 +45,9 @@ def register_rule(primitive: jexc.Primitive) -> Callable[[Callable], Callable]:
 
     **Raises:**
 
-    `TypeError` if `primitive` is not a `Primitive`. [`eqx_sow.SowError`][], when the
-    rule is used, if it returns something else than the primitive does.
+    `TypeError` if `primitive` is not a `Primitive`, or `rule` not a function.
+    [`eqx_sow.SowError`][], when the rule is used, if it returns something else than the
+    primitive does.
 
     !!! example
 
@@ -77,7 +83,14 @@ def register_rule(primitive: jexc.Primitive) -> Callable[[Callable], Callable]:
     # A second registration goes in the place of the first.
     bind = getattr(primitive.bind, "__wrapped__", primitive.bind)
 
-    def register(rule):
+    @_compat.api_boundary
+    def register(rule: _Rule) -> _Rule:
+        if not callable(rule):
+            raise TypeError(
+                f"`eqx_sow.register_rule({primitive})` is a decorator of a function "
+                f"`rule(*args, **params) -> outs`, not of {rule!r}."
+            )
+
         # Before JAX batches or differentiates it: afterwards it could not be told how
         # many loops are around a sow in there.
         @ft.wraps(bind)

@@ -7,13 +7,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from ... import _compat
-from ..._arrays import select
+from ..._arrays import select, types_of
 from ..edit import without_sows
 from ..find import sites
 from ..handler import Given, Taken
 from ..interpreter import rule_for
 from ..refuse import refuse
 from .calls import bind
+from .eager import staged_if_eager
 
 
 def _split(xs, *sizes):
@@ -25,6 +26,7 @@ def _split(xs, *sizes):
 
 
 @rule_for(jexc.primitives.scan_p)
+@staged_if_eager
 def _scan(interpret, given, eqn, *args):
     p = eqn.params
     handler = interpret.handler
@@ -52,10 +54,11 @@ def _scan(interpret, given, eqn, *args):
 
 
 @rule_for(jexc.primitives.cond_p)
+@staged_if_eager
 def _cond(interpret, given, eqn, index, *args):
     runs = [interpret(jaxpr) for jaxpr in eqn.params["branches"]]
-    shapes = [jax.eval_shape(run, given, *args)[1].values for run in runs]
-    to_one_form = interpret.handler.unify_branches(shapes)
+    types = [types_of(run, given, *args)[1].values for run in runs]
+    to_one_form = interpret.handler.unify_branches(types)
 
     def branch(run):
         def call(given, *args):
@@ -65,7 +68,7 @@ def _cond(interpret, given, eqn, index, *args):
 
         return call
 
-    branches = _alike(list(map(branch, runs)), given, *args)
+    branches = alike(list(map(branch, runs)), given, *args)
     staged = [jax.make_jaxpr(fn, return_shape=True)(given, *args) for fn in branches]
     consts = [_compat.open_jaxpr(closed)[1] for closed, _ in staged]
 
@@ -95,7 +98,7 @@ def _varying_like(predicate, tree):
     return jax.tree.map(lambda x: _vary(x, axes), tree) if axes else tree
 
 
-def _alike(fns, *args):
+def alike(fns, *args):
     """Inside a `jax.shard_map`: functions whose results vary over the same axes."""
     if not any(map(_compat.varying, jax.tree.leaves(args))):
         return fns
@@ -113,6 +116,7 @@ def _alike(fns, *args):
 
 
 @rule_for(jexc.primitives.while_p)
+@staged_if_eager
 def _while(interpret, given, eqn, *args):
     p = eqn.params
     handler = interpret.handler
@@ -128,7 +132,7 @@ def _while(interpret, given, eqn, *args):
     cond_jaxpr, literals = _compat.open_jaxpr(p["cond_jaxpr"])
     predicate = without_sows(cond_jaxpr)
     run = interpret(p["body_jaxpr"])
-    shape = jax.eval_shape(run, given, *consts, *init)[1].values
+    types = types_of(run, given, *consts, *init)[1].values
     # Under vmap: the lanes that have finished stay as they are. Whatever the handler
     # does, `_wrapped.py` has told it which lanes these are.
     lanes = cond_jaxpr.outvars[0].aval.shape
@@ -155,9 +159,9 @@ def _while(interpret, given, eqn, *args):
 
     # Its aval: evaluated once more, the predicate might print.
     (pred,) = jax.make_jaxpr(going)(init).out_avals
-    empty = _varying_like(pred, handler.before_first_iteration(shape))
+    empty = _varying_like(pred, handler.before_first_iteration(types))
     first = init, given.carry, empty
-    step, start = _alike([body, lambda loop: loop], first)
+    step, start = alike([body, lambda loop: loop], first)
     kept = cond_jaxpr if handler.has_outer else predicate
     carry, state, rest = lax.while_loop(
         lambda loop: jnp.any(going(loop[0], kept)), step, start(first)

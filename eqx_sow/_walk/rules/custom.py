@@ -15,9 +15,13 @@ import jax.extend.linear_util as lu
 import jax.numpy as jnp
 
 from ... import _compat
-from ..._mark.listening import listening
+from ..._arrays import types_of
+from ..._mark.listening import Listening, listening
+from ..._mark.primitive import sow_effect
 from ..edit import without_prints, without_sows
+from ..find import sites
 from ..interpreter import rule_for
+from ..refuse import refuse
 from .calls import bind
 
 
@@ -40,17 +44,38 @@ def _derivative_of(x, y):
 
 
 def _custom(interpret, given, eqn, *args):
-    jaxpr = eqn.params["call_jaxpr"]
+    return _inside(interpret, given, eqn, eqn.params["call_jaxpr"], args)
+
+
+def _inside(interpret, given, eqn, jaxpr, args):
     if interpret.handler.changes_inside(eqn):
         return interpret(jaxpr)(given, *args)
     # The original prints what there is to print.
+    copy = without_prints(jaxpr)
+    if _happens_twice(copy):
+        return _only_the_original(interpret, given, eqn, copy, args)
     inputs = args
     if not interpret.handler.differentiable:
         # With an effect, the derivative of the copy would not be removed.
         inputs = map(jax.lax.stop_gradient, args)
-    outs, taken = interpret(without_prints(jaxpr))(given, *inputs)
+    outs, taken = interpret(copy)(given, *inputs)
     original = bind(_without_sows(eqn), args)
     return list(map(_derivative_of, outs, original)), taken
+
+
+def _happens_twice(copy):
+    """Whether a copy of the function has an effect whose result it needs, as an
+    `io_callback` may have."""
+    return any(e != sow_effect for e in copy.effects)
+
+
+def _only_the_original(interpret, given, eqn, copy, args):
+    handler = interpret.handler
+    why = "the function has an effect, as an `io_callback`, that would happen twice"
+    refuse(handler, eqn, sites(eqn), why, "Sow its result outside.")
+    seen = types_of(interpret(copy), given, *args)[1]
+    kept = eqn if handler.has_outer else _without_sows(eqn)
+    return bind(kept, args), seen._replace(carry=given.carry)
 
 
 _quiet: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
@@ -84,10 +109,24 @@ rule_for(jexc.primitives.custom_jvp_call_p)(_custom)
 rule_for(jexc.primitives.custom_vjp_call_p)(_custom)
 
 
+def _custom_hi(interpret, given, eqn, *args):
+    program = _compat.hi_program(eqn.params["_prim"])
+    with listening(listening.value or Listening()):
+        closed = jax.make_jaxpr(program)(*[v.aval for v in eqn.invars])
+    return _inside(interpret, given, eqn, closed, args)
+
+
+if _compat.hi_p is not None:
+    rule_for(_compat.hi_p)(_custom_hi)
+
+
 @rule_for(_compat.custom_vmap_p)
 def _custom_vmap(interpret, given, eqn, *args):
     jaxpr = eqn.params["call"]
     if interpret.handler.changes_inside(eqn):
         return interpret(jaxpr)(given, *args)
-    _, taken = interpret(without_prints(jaxpr))(given, *args)
+    copy = without_prints(jaxpr)
+    if _happens_twice(copy):
+        return _only_the_original(interpret, given, eqn, copy, args)
+    _, taken = interpret(copy)(given, *args)
     return bind(without_sows(eqn), args), taken

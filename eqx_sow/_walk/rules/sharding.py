@@ -4,6 +4,7 @@ devices, sharded over the mesh."""
 import jax
 
 from ... import _compat
+from ..._arrays import on_mesh
 from ..find import sites
 from ..handler import Given, Taken
 from ..interpreter import rule_for
@@ -29,6 +30,12 @@ def _shard_map(interpret, given, eqn, *args):
     )
     carry, carry_back = handler.carry_for_devices(given.carry, [*axes])
     on_device = jax.sharding.PartitionSpec(*axes)
+    sliced = jax.tree.map(
+        lambda spec, xs: jax.tree.map(lambda x: on_mesh(x, p["mesh"], spec), xs),
+        sliced_specs,
+        sliced,
+        is_leaf=lambda x: isinstance(x, jax.sharding.PartitionSpec),
+    )
     specs = None
 
     def varying(x):

@@ -1,0 +1,132 @@
+"""`scope`."""
+
+import functools as ft
+import inspect
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from .._errors import SowError
+from .listening import listening
+
+
+Fn = TypeVar("Fn", bound=Callable)
+
+
+def scope(name: str) -> "_Scope":
+    """Puts `name` and a slash before the names of all sows inside, for a plain function
+    that is called more than once.
+
+    A context manager and a decorator, as `jax.named_scope` is. Outside
+    [`eqx_sow.save_intermediates`][], [`eqx_sow.plant`][] and [`eqx_sow.tap`][] it does
+    nothing, and adds nothing to the program.
+
+    Scopes nest. The whole name of a sow is the path of its module under `scope=True`,
+    then the scopes from outside in, then its own name. A module that is captured by
+    `capture=` has its path as its own name, so the scopes come before that.
+
+    A scope holds for what is called within it, compiled functions, loops and derivative
+    rules included, but not for the names that a `save_intermediates`, `plant` or `tap`
+    in there takes and returns.
+
+    **Arguments:**
+
+    - `name`: a string. It may have slashes inside.
+
+    **Returns:**
+
+    A context manager that can also decorate a function. It may be entered many times.
+
+    **Raises:**
+
+    `TypeError` if `name` is not a string, or if what is decorated is a class, a
+    generator or a coroutine. `ValueError` if `name` is empty. While capturing,
+    [`eqx_sow.SowError`][] if scopes are not left in the order opposite to that in which
+    they were entered, as in generators that take turns.
+
+    !!! example
+
+        ```python
+        import eqx_sow
+        import jax.numpy as jnp
+
+        def block(x):
+            return eqx_sow.sow(jnp.tanh(x), "h")
+
+        @eqx_sow.scope("last")
+        def head(x):
+            return block(x).sum()
+
+        def f(x):
+            with eqx_sow.scope("first"):
+                x = block(x)
+            return head(x)
+
+        _, intermediates = eqx_sow.save_intermediates(f)(jnp.ones(3))
+        list(intermediates)  # ["first/h", "last/h"]
+        ```
+    """
+    if not isinstance(name, str):
+        raise TypeError(
+            f"`eqx_sow.scope(name)` takes a string, not {name!r}. Write "
+            '`with eqx_sow.scope("some_name"):` or `@eqx_sow.scope("some_name")`.'
+        )
+    if not name:
+        raise ValueError("`eqx_sow.scope(name)` takes a name that is not empty.")
+    return _Scope(name)
+
+
+# Each thread has an object of its own, since each has a context of its own.
+class _Scope(threading.local):
+    def __init__(self, name: str):
+        self._name = name
+        self._entered: list[Any] = []
+
+    def __enter__(self) -> None:
+        here = listening.value
+        if here is None:
+            self._entered.append(None)
+            return
+        scope = f"{here.scope}/{self._name}" if here.scope else self._name
+        inside = here._replace(scope=scope)
+        context = listening(inside)
+        context.__enter__()
+        self._entered.append((inside, context))
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        entered = self._entered.pop()
+        now = listening.value
+        if entered is None or now is None:
+            return
+        inside, context = entered
+        if now is inside:
+            context.__exit__(kind, error, traceback)
+        elif kind is None:
+            raise SowError(
+                f"`eqx_sow.scope({self._name!r})` was entered before, and left after, "
+                "what is around the code here, as in a generator that is suspended "
+                "within a scope: names there may have a wrong scope. Leave the scope "
+                "before each `yield` or `await`."
+            )
+
+    def __call__(self, fn: Fn) -> Fn:
+        suspended = (
+            inspect.isgeneratorfunction,
+            inspect.iscoroutinefunction,
+            inspect.isasyncgenfunction,
+        )
+        kind: Any = fn
+        if inspect.isclass(fn) or not callable(fn) or any(s(kind) for s in suspended):
+            raise TypeError(
+                f"`@eqx_sow.scope({self._name!r})` decorates a function that returns "
+                f"its result, not {fn!r}. Decorate a method of a class, such as "
+                "`__call__`; in a generator, write `with eqx_sow.scope(...):` around "
+                "the calls."
+            )
+
+        @ft.wraps(fn)
+        def scoped(*args, **kwargs):
+            with self:
+                return fn(*args, **kwargs)
+
+        return scoped  # pyright: ignore[reportReturnType]

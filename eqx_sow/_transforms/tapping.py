@@ -1,0 +1,370 @@
+"""The handler of `tap`."""
+
+import dataclasses as dc
+import functools as ft
+import math
+import operator
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.core
+import jax.extend.core as jexc
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from .. import _compat
+from .._errors import SowError
+from .._mark.primitive import sow_p
+from .._mark.site import runs_apart, Site
+from .._mark.static import Const, NoTangent, OPERAND, Same, SameParts
+from .._names import lookup
+from .._values.entry import align, Path, runs, transformed
+from .._walk.find import has_sow, is_plain, jaxprs_in, sites
+from .._walk.frame import Frame
+from .._walk.handler import Handler
+from .._walk.refuse import check_guarded, is_solver
+from .events import Delivery
+from .replay import call_of, has_run, Inside, Ran, recomputed
+from .send import any_lane, only_if, send_p
+
+
+class _MeshAxis(NamedTuple):
+    name: Hashable
+    size: int
+    mesh: Any
+
+    @property
+    def is_explicit(self) -> bool:
+        types = dict(zip(self.mesh.axis_names, self.mesh.axis_types))
+        return types[self.name] == AxisType.Explicit
+
+
+class Place(NamedTuple):
+    """A sow of a program. `mesh`: the axes of the `shard_map`s around it. `inside` and
+    `calls`: what else is. `solver`: it is in a linear solver. `replayed`: it is in a
+    derivative, which may run anew what ran before."""
+
+    site: Site
+    mesh: tuple[_MeshAxis, ...] = ()
+    inside: Inside = Inside()
+    calls: Path = ()
+    solver: bool = False
+    replayed: bool = False
+
+    @property
+    def slot(self) -> tuple[Any, tuple[Hashable, ...]]:
+        return self.site.key, tuple(a.name for a in self.mesh)
+
+    def start(self) -> Any:
+        """The count before the first execution: one for each device."""
+        shape = [a.size for a in self.mesh]
+        if not any(a.is_explicit for a in self.mesh):
+            return np.zeros(shape, np.int32)
+        spec = PartitionSpec(*(a.name if a.is_explicit else None for a in self.mesh))
+        sharding = NamedSharding(self.mesh[0].mesh, spec)
+        return jnp.zeros(shape, jnp.int32, out_sharding=sharding)
+
+
+def places_in(x: Any, here: Place) -> Iterator[Place]:
+    for eqn in _compat.open_jaxpr(x)[0].eqns:
+        if is_plain(eqn) or not has_sow(eqn):
+            continue
+        inside = here._replace(
+            mesh=(*here.mesh, *_mesh_axes(eqn)),
+            inside=here.inside.within(eqn),
+            calls=(*here.calls, *call_of(eqn)),
+            solver=here.solver or is_solver(eqn),
+        )
+        subjaxprs = [] if eqn.primitive is sow_p else list(jaxprs_in(eqn.params))
+        if subjaxprs:
+            for jaxpr in subjaxprs:
+                yield from places_in(jaxpr, inside)
+        else:
+            one = eqn.primitive is sow_p
+            calls = here.calls if one else inside.calls
+            replayed = one and here.inside.replayed(eqn) is not None
+            for site in sites(eqn):
+                yield inside._replace(site=site, calls=calls, replayed=replayed)
+
+
+def _mesh_axes(eqn: Any) -> tuple[_MeshAxis, ...]:
+    """The axes over which an equation spreads what is inside it."""
+    if eqn.primitive is not _compat.shard_map_p:
+        return ()
+    p = eqn.params
+    mesh, manual = p["mesh"], _compat.manual_axes(p)
+    axes = mesh.shape.items()
+    return tuple(_MeshAxis(a, n, mesh) for a, n in axes if a in manual)
+
+
+class _Ran(NamedTuple):
+    """A sow that the walk came by."""
+
+    site: Site
+    operands: Sequence[Any]
+
+
+@dc.dataclass(frozen=True)
+class Tap(Handler):
+    """Sends the values of sows to the host.
+
+    `chosen` has the `Site.key`s of these, and what their modes are called; `ran` those
+    of which a replay in a backward pass is not an event. `Given.carry` is a dict with a
+    count for each place of `slots`: a key, and the mesh axes around it. `mesh` are
+    those around what is walked over,
+    `devices` these and the ones around the whole program.
+    """
+
+    tag: Any
+    chosen: tuple[tuple[Any, str], ...]
+    ran: Ran
+    elsewhere: frozenset[str]
+    slots: tuple[tuple[Any, tuple[Hashable, ...]], ...]
+    callback: Const | Same
+    transform: SameParts
+    when: SameParts
+    every: int
+    in_order: bool
+    devices: tuple[Hashable, ...]
+    has_outer: bool
+    mesh: tuple[Hashable, ...] = ()
+    inside: Inside = Inside()
+
+    @property
+    def differentiable(self):
+        return self.has_outer
+
+    @ft.cached_property
+    def _modes(self) -> dict[Any, str]:
+        return dict(self.chosen)
+
+    @property
+    def cacheable(self):
+        return self.transform.value is None and self.when.value is None
+
+    def wants(self, site):
+        return site.tag == self.tag and site.key in self._modes
+
+    def keeps_intact(self, eqn):
+        return self.has_outer and not any(map(self.wants, sites(eqn)))
+
+    def for_inside(self, eqn):
+        axes = [a.name for a in _mesh_axes(eqn)]
+        inside = self.inside.within(eqn)
+        if not axes and inside == self.inside:
+            return self
+        return dc.replace(
+            self,
+            devices=(*self.devices, *axes),
+            mesh=(*self.mesh, *axes),
+            inside=inside,
+        )
+
+    def meet_unknown(self, found, eqn):
+        inside = [s.name for s in sites(eqn) if self.wants(s)]
+        # Who solves evaluates the function elsewhere too.
+        if not is_solver(eqn) or not self.elsewhere.issuperset(inside):
+            super().meet_unknown(found, eqn)
+
+    def carry_for_devices(self, carry, axes):
+        del axes  # which `for_inside` has put into `mesh`
+        inside = {
+            str(i): carry[str(i)]
+            for i, (_, mesh) in enumerate(self.slots)
+            if mesh[: len(self.mesh)] == self.mesh
+        }
+        return inside, lambda new: {**carry, **new}
+
+    def sow(self, found, given, site: Site, atoms, frame: Frame):
+        if self.wants(site) and not self._is_replay(found, site, atoms, frame):
+            check_guarded(site)
+            operands = frame.read_arrays(atoms)
+            frame.settle()
+            slot = str(self.slots.index((site.key, self.mesh)))
+            send = ft.partial(self._send, site, operands)
+            count = _repeat(send, site, given.carry[slot])
+            given = given._replace(carry={**given.carry, slot: count})
+        if self.has_outer:
+            frame.leave(frame.eqn)
+        else:
+            frame.alias(atoms)
+        return given
+
+    def _is_replay(self, found, site, atoms, frame):
+        new = _Ran(site, atoms)
+        if not site.modes:
+            backward = self.inside.is_backward(frame.eqn)
+            new = _Ran(site._replace(replay=backward), atoms)
+        earlier = [(i, x) for i, x in enumerate(found) if isinstance(x, _Ran)]
+        found.append(new)
+        return (
+            has_run(site.key, self.inside.replayed(frame.eqn), self.ran)
+            or recomputed(new.site, atoms, earlier, frame) is not None
+        )
+
+    def _send(self, site: Site, operands: Sequence[Any], count: Any) -> Any:
+        """Sends one execution, if it is to be sent. Returns the count after it."""
+        n = len(site.guards)
+        lanes = [i for i, a in enumerate(site.axes) if a.lane]
+        has = [tuple(site.has(i)[k] for k in lanes) for i in range(len(operands))]
+        axes = [site.axes[k] for k in lanes]
+        values = _Values(site, axes, operands[n:], has[n:], site.treedef, site.leaves)
+        ran, ran_has = None, (False,) * len(axes)
+        executed: Any = np.True_
+        if n:
+            ran_has = tuple(map(any, zip(*has[:n])))
+            guards = runs(site, operands[:n])
+            ran = [align(x, h, ran_has) for x, h in zip(guards, has)]
+            ran = ft.reduce(operator.and_, ran)
+            executed = any_lane(ran)
+
+        def send():
+            devices = [jax.lax.axis_index(a) for a in self.devices]
+            new = values
+            transform = lookup(self.transform.value, site.name)
+            if transform is not None:
+                new = values.mapped(transform, "transform")
+            treedef, leaves, arrays, array_has = new.sendable()
+            if ran is not None:
+                arrays, array_has = [ran, *arrays], [ran_has, *array_has]
+            delivery = Delivery(
+                self.callback,
+                site.name,
+                self._modes[site.key],
+                site.where,
+                treedef,
+                leaves,
+                tuple(a.size for a in axes),
+                tuple(array_has),
+                ran is not None,
+                self.devices,
+                self.in_order,
+            )
+            send_p.bind(count, *devices, *arrays, delivery=delivery)
+
+        def send_when():
+            predicate = self.when.value
+            if predicate is None:
+                return send()
+            holds, holds_has = values.holding(predicate)
+            if ran is not None:
+                both = tuple(map(operator.or_, holds_has, ran_has))
+                holds = align(holds, holds_has, both) & align(ran, ran_has, both)
+            only_if(any_lane(holds), send)
+
+        due = executed
+        if self.every > 1:
+            due = due & (count % np.int32(self.every) == 0)
+        only_if(due, send_when)
+        return count + executed.astype(np.int32)
+
+
+def _repeat(send: Callable[[Any], Any], site: Site, count: Any) -> Any:
+    """A sow that JAX moved out of its loop runs in each iteration all the same."""
+    times = math.prod(a.size for a in site.axes if not a.lane)
+    if times == 1:
+        return send(count)
+    return jax.lax.fori_loop(0, times, lambda _, c: send(c), count)
+
+
+@dc.dataclass(frozen=True)
+class _Values:
+    """What is sown, each array with those axes of its lanes that it has."""
+
+    site: Site
+    axes: Sequence[Any]
+    arrays: Sequence[Any]
+    has: Sequence[tuple[bool, ...]]
+    treedef: Const
+    leaves: tuple[Any, ...]
+
+    def mapped(self, fn: Callable, what: str) -> "_Values":
+        """A function of the value as the code at the sow sees it, for each lane."""
+        treedef, leaves, arrays, has = transformed(
+            fn, self.site, self.axes, self.arrays, self.has, what
+        )
+        return dc.replace(self, arrays=arrays, has=has, treedef=treedef, leaves=leaves)
+
+    def holding(self, predicate: Callable) -> tuple[Any, tuple[bool, ...]]:
+        """A predicate of the value, for each lane."""
+
+        def holds(value):
+            out = predicate(value)
+            if isinstance(out, bool):
+                out = np.bool_(out)
+            if getattr(out, "shape", None) != () or out.dtype != bool:
+                raise SowError(
+                    f"The `when` of `tap` returned {out!r} for `sow(..., "
+                    f"{self.site.name!r})` at {self.site.where}. It takes the value "
+                    "and returns a single boolean: write `.any()` or `.all()`."
+                )
+            return out
+
+        mapped = self.mapped(holds, "when")
+        return mapped.arrays[0], mapped.has[0]
+
+    def sendable(self) -> tuple[Const, tuple[Any, ...], list[Any], list[Any]]:
+        """Arrays that NumPy knows, and what is left of the others."""
+        arrays, leaves, has = [], [], []
+        mine = iter(zip(self.arrays, self.has))
+        for leaf in self.leaves:
+            if leaf is OPERAND:
+                x, h = next(mine)
+                if x.dtype == jax.dtypes.float0:
+                    leaf = NoTangent(x.shape[sum(h) :], x.dtype, x.dtype)
+                else:
+                    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+                        x = jax.random.key_data(x)
+                    arrays.append(x)
+                    has.append(h)
+            leaves.append(leaf)
+        return self.treedef, tuple(leaves), arrays, has
+
+
+# --- the order of executions ---
+def check_order(closed: Any, places: Sequence[Place]) -> None:
+    """Raises if the order of the executions of a name was lost."""
+    for p in places:
+        key = p.site.key
+        if runs_apart(p.site):
+            raise SowError(
+                f"`tap`: {key[0]!r} at {p.site.where} is in a loop that is the same in "
+                "each iteration of another one, so JAX moved the inner loop out of the "
+                "outer one: the order of the executions is lost. Tap the other names, "
+                "`tap(..., names=...)`, or tap before you differentiate."
+            )
+        if all(a.lane for a in p.site.axes) or _at_once(closed, key) == 1:
+            continue
+        if _in_different_branches([q.site for q in places if q.site.key == key]):
+            continue
+        raise SowError(
+            f"`tap`: {key[0]!r} is sown in several places, and its value at "
+            f"{p.site.where} is the same in each iteration of a loop, so JAX moved it "
+            "out of the loop: the order of the executions is lost. Give that sow a "
+            "name of its own."
+        )
+
+
+def _in_different_branches(sites: Sequence[Site]) -> bool:
+    """Whether the sites are in branches of one cond under a vmap, each in its own: no
+    lane comes by two of them."""
+    branches = [{cond: branch for cond, branch, _ in s.guards} for s in sites]
+    shared = set(branches[0]).intersection(*branches)
+    return any(len({b[cond] for b in branches}) == len(sites) for cond in shared)
+
+
+def _at_once(x: Any, key: Any) -> int:
+    """At how many places one run goes past a sow with this key: one branch counts."""
+    total = 0
+    for eqn in _compat.open_jaxpr(x)[0].eqns:
+        if is_plain(eqn) or not has_sow(eqn):
+            continue
+        if eqn.primitive is sow_p:
+            total += eqn.params["site"].key == key
+            continue
+        inside = [_at_once(j, key) for j in jaxprs_in(eqn.params)] or [0]
+        branches = eqn.primitive is jexc.primitives.cond_p
+        total += max(inside) if branches else sum(inside)
+    return total
