@@ -10,11 +10,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
+from eqx_sow import scope
 from jax import lax
+from jaxtyping import Array, Float
 
 
 SIZE = 2
@@ -32,8 +35,10 @@ class Op:
 
 @dataclass(frozen=True)
 class Sow:
-    name: str
+    name: str | None
     kind: str
+    tag: str = "intermediates"
+    spec: bool = False
 
 
 @dataclass(frozen=True)
@@ -87,6 +92,41 @@ class Vmap:
     in_axis: int
 
 
+# With `features`. `expand` makes the first three of the nodes above.
+
+
+@dataclass(frozen=True)
+class Scope:
+    name: str
+    body: Any
+
+
+@dataclass(frozen=True)
+class Twice:
+    """One function, which may be jitted, in two scopes."""
+
+    scopes: tuple
+    jit: bool
+    body: Any
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A module, for `capture=`."""
+
+    index: int
+    c: float
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A function with a derivative that is not its own, and sows in its rule."""
+
+    how: str
+    name: str
+    c: float
+
+
 # Arithmetic, shared by both executions. `xp` is numpy or jax.numpy.
 
 
@@ -105,6 +145,8 @@ def _op(xp, node, v, o):
 
 VECTOR_KINDS = ("v", "unused", "outer", "outer_unused", "const")
 KINDS = (*VECTOR_KINDS, "dict", "mixed")
+# Leaves that vary, leaves that do not, and static ones.
+BESIDE = "beside"
 
 
 def _sown(xp, kind, v, o):
@@ -116,6 +158,9 @@ def _sown(xp, kind, v, o):
         return xp.asarray(np.array([1.5, -0.5], np.float32))
     if kind == "dict":
         return {"vec": v, "sum": v.sum(), "text": "static"}
+    if kind == BESIDE:
+        const = xp.asarray(np.array([1.5, -0.5], np.float32))
+        return {"const": const, "n": 3, "outer": o, "text": "static", "vec": v}
     return {"vec": v, "int": xp.asarray(np.array([3, 4], np.int32))}
 
 
@@ -128,6 +173,8 @@ def _after_sow(kind, v, sown):
         return sown["vec"] + np.float32(0.1) * sown["sum"]
     if kind == "mixed":
         return sown["vec"]
+    if kind == BESIDE:
+        return sown["vec"] + np.float32(0.1) * sown["outer"]
     return v
 
 
@@ -162,14 +209,104 @@ def _go_on(node, i, trips, c):
 # As a JAX function.
 
 
-def to_jax(node, sow: Callable) -> Callable:
+class Module(eqx.Module):
+    c: jax.Array
+
+    def __call__(self, v):
+        return jnp.sin(v) * self.c
+
+
+def to_layers(node) -> list[Module]:
+    found = {n.index: n.c for n in walk(node) if isinstance(n, Layer)}
+    return [
+        Module(jnp.float32(found.get(i, 0))) for i in range(1 + max(found, default=-1))
+    ]
+
+
+POLICIES = {
+    "checkpoint": None,
+    "nothing": jax.checkpoint_policies.nothing_saveable,
+    "everything": jax.checkpoint_policies.everything_saveable,
+    "dots": jax.checkpoint_policies.dots_saveable,
+}
+
+
+def _wrapped(how):
+    if how == "jit":
+        return jax.jit
+    if how == "filter_jit":
+        return eqx.filter_jit
+    return lambda fn: jax.checkpoint(fn, policy=POLICIES[how])
+
+
+SLOPE = np.float32(0.8)
+
+
+def _with_rule(node, sow):
+    c = np.float32(node.c)
+    if node.how == "jvp":
+
+        @jax.custom_jvp
+        def g(v):
+            return sow(jnp.sin(v) * c, node.name)
+
+        @g.defjvp
+        def _(primals, tangents):
+            (v,), (t,) = primals, tangents
+            y = sow(jnp.sin(v) * c, node.name)
+            return y, SLOPE * t * sow(jnp.cos(v), f"{node.name}_rule")
+
+        return g
+
+    @jax.custom_vjp
+    def g(v):
+        return sow(jnp.sin(v) * c, node.name)
+
+    def bwd(v, ct):
+        ct = sow(ct, f"{node.name}_ct")
+        return (SLOPE * ct * sow(jnp.cos(v), f"{node.name}_rule"),)
+
+    g.defvjp(lambda v: (sow(jnp.sin(v) * c, node.name), v), bwd)
+    return g
+
+
+def _options(node):
+    options = {}
+    if node.tag != "intermediates":
+        options["tag"] = node.tag
+    if node.spec:
+        options["spec"] = _annotation(node.kind)
+    return options
+
+
+def _annotation(kind):
+    vector = Float[Array, str(SIZE)]
+    if kind in VECTOR_KINDS:
+        return vector
+    return dict
+
+
+def to_jax(node, sow: Callable, layers=()) -> Callable:
     def run(node, v, o):
         match node:
             case Op():
                 return _op(jnp, node, v, o)
             case Sow():
-                sown = sow(_sown(jnp, node.kind, v, o), node.name)
+                sown = sow(_sown(jnp, node.kind, v, o), node.name, **_options(node))
                 return _after_sow(node.kind, v, sown)
+            case Scope():
+                with scope(node.name):
+                    return run(node.body, v, o)
+            case Twice():
+                once = lambda v, o: run(node.body, v, o)
+                once = eqx.filter_jit(once) if node.jit else once
+                for name in node.scopes:
+                    v = scope(name)(once)(v, o)
+                return v
+            case Layer():
+                return layers[node.index](v)
+            case Rule():
+                return _with_rule(node, sow)(v)
             case Seq():
                 for child in node.nodes:
                     v = run(child, v, o)
@@ -211,8 +348,7 @@ def to_jax(node, sow: Callable) -> Callable:
                     return lax.cond(pred, fns[1], fns[0], v, o)
                 return lax.switch(pred.astype(jnp.int32), fns, v, o)
             case Call():
-                wrap = {"jit": jax.jit, "checkpoint": jax.checkpoint}[node.how]
-                return wrap(lambda v: run(node.body, v, o))(v)
+                return _wrapped(node.how)(lambda v: run(node.body, v, o))(v)
             case Vmap():
                 xs = _spread(jnp, v, node.size)
                 lane = jax.vmap(lambda x: run(node.body, x, v), in_axes=node.in_axis)
@@ -221,6 +357,50 @@ def to_jax(node, sow: Callable) -> Callable:
         raise AssertionError(node)
 
     return lambda x: run(node, x, x)
+
+
+def children(node) -> tuple:
+    if isinstance(node, Seq):
+        return node.nodes
+    if isinstance(node, Cond):
+        return node.branches
+    return (node.body,) if hasattr(node, "body") else ()
+
+
+def walk(node):
+    yield node
+    for child in children(node):
+        yield from walk(child)
+
+
+CAPTURED = "layers"
+
+
+def expand(node, tag="intermediates", capture=False, prefix=""):
+    """Without scopes, modules, and sows of another tag."""
+    go = lambda node, prefix=prefix: expand(node, tag, capture, prefix)
+    match node:
+        case Sow():
+            name = f"{prefix}{node.name}" if node.tag == tag else None
+            return replace(node, name=name)
+        case Rule():
+            # Of one tag, and known to the rule by its name.
+            name = f"{prefix}{node.name}" if tag == "intermediates" else None
+            return replace(node, name=name)
+        case Scope():
+            return go(node.body, f"{prefix}{node.name}/")
+        case Twice():
+            return Seq(tuple(go(node.body, f"{prefix}{s}/") for s in node.scopes))
+        case Layer():
+            name = f"{prefix}{CAPTURED}/{node.index}" if capture else None
+            return Seq((Op(0, node.c), Sow(name, "v")))
+        case Seq():
+            return Seq(tuple(map(go, node.nodes)))
+        case Cond():
+            return replace(node, branches=tuple(map(go, node.branches)))
+        case Op():
+            return node
+    return replace(node, body=go(node.body))
 
 
 # As plain Python.
@@ -243,6 +423,8 @@ class Run:
 
     def sow(self, node, where, value):
         # A constant has no cotangent, also where another branch gives its name one.
+        if node.name is None:
+            return value
         if self.zeros is not None and node.kind != "const":
             value = jtu.tree_map(_add, value, self.zeros[node.name, where])
         self.records.append((node.name, where, value))
@@ -265,6 +447,10 @@ def execute(xp, node, v, run: Run, where=()):
             case Sow():
                 sown = run.sow(node, where, _sown(xp, node.kind, v, o))
                 return _after_sow(node.kind, v, sown)
+            case Rule():
+                assert run.decisions is None, "derivatives: see tests/threaded.py"
+                sown = Sow(node.name, "v")
+                return run.sow(sown, where, np.sin(v) * np.float32(node.c))
             case Seq():
                 for child in node.nodes:
                     v = go(child, v, o, where)
@@ -321,6 +507,7 @@ class Site:
     axes: tuple
     varies: frozenset
     conditional: bool
+    in_rule: bool = False
 
     @property
     def kept(self):
@@ -330,9 +517,11 @@ class Site:
 X = "x"
 
 
-def find_sites(node, root_lanes: int | None = None) -> dict[str, Site]:
+def find_sites(
+    node, root_lanes: int | None = None, derivative: str | None = None
+) -> dict[str, Site]:
     """The sites in order. `varies` holds the vmaps that a value varies over, and `X` if
-    it depends on the input."""
+    it depends on the input. `derivative`: "jvp" or "vjp", if rules run."""
     sites: dict[str, Site] = {}
     ids: dict[int, Axis] = {}
 
@@ -353,12 +542,25 @@ def find_sites(node, root_lanes: int | None = None) -> dict[str, Site]:
             case Sow():
                 if node.kind in ("outer", "outer_unused"):
                     sown = o
+                elif node.kind == BESIDE:
+                    sown = v | o
                 else:
                     sown = frozenset() if node.kind == "const" else v
+                if node.name is None:
+                    return v | o if node.kind in ("outer", BESIDE) else v
                 before = sites.get(node.name)
                 varies = sown | lanes | (before.varies if before else frozenset())
                 sites[node.name] = Site(node.kind, axes, varies, conditional)
-                return v | o if node.kind == "outer" else v
+                return v | o if node.kind in ("outer", BESIDE) else v
+            case Rule():
+                ends = {None: [""], "jvp": ["", "_rule"], "vjp": ["", "_rule", "_ct"]}
+                if node.name is not None:
+                    how = derivative and node.how
+                    for end in ends[how]:
+                        sites[f"{node.name}{end}"] = Site(
+                            "v", axes, v | lanes, conditional, derivative is not None
+                        )
+                return v
             case Seq():
                 for child in node.nodes:
                     v = go(child, v, o, axes, lanes, conditional)
@@ -538,24 +740,20 @@ def _fill(tree, floats):
 
 
 def has_while(node) -> bool:
-    match node:
-        case While():
-            return True
-        case Seq():
-            return any(map(has_while, node.nodes))
-        case Cond():
-            return any(map(has_while, node.branches))
-        case Op() | Sow():
-            return False
-    return has_while(node.body)
+    return any(isinstance(n, While) for n in walk(node))
 
 
 class Generator:
-    def __init__(self, seed: int, allow_while: bool = True):
+    """`features`: also what `expand` takes away, and of rules those that are named."""
+
+    def __init__(self, seed, allow_while: bool = True, features=None, rules=()):
         self.rng = np.random.default_rng(seed)
         self.names = 0
+        self.layers = 0
         self.budget = 7
         self.allow_while = allow_while
+        self.features = features
+        self.rules = rules
 
     def name(self):
         self.names += 1
@@ -568,7 +766,11 @@ class Generator:
         return Op(int(self.rng.integers(5)), float(self.rng.uniform(-1.2, 1.2)))
 
     def sow(self, name=None, kinds=KINDS):
-        return Sow(name or self.name(), self.pick(*kinds))
+        if not self.features or name:
+            return Sow(name or self.name(), self.pick(*kinds))
+        kind = self.pick(*kinds, BESIDE, BESIDE)
+        tag = self.pick("intermediates", "intermediates", "intermediates", "other")
+        return Sow(self.name(), kind, tag, bool(self.rng.random() < 0.2))
 
     def program(self):
         node = self.seq(0)
@@ -589,6 +791,9 @@ class Generator:
         kinds = ["scan", "fori", "map", "cond", "cond", "switch", "call", "vmap"]
         if self.allow_while:
             kinds += ["while", "while"]
+        if self.features:
+            kinds += ["scope", "twice", "layer", "layer", "policy"]
+            kinds += ["rule"] * len(self.rules)
         length = int(self.pick(0, 1, 2, 2, 3))
         match self.pick(*kinds):
             case "scan":
@@ -604,6 +809,20 @@ class Generator:
                 return self.cond(inner, 3)
             case "call":
                 return Call(self.pick("jit", "checkpoint"), self.seq(inner))
+            case "scope":
+                return Scope(self.name(), self.seq(inner))
+            case "twice":
+                scopes = self.name(), self.name()
+                return Twice(scopes, bool(self.pick(0, 1)), self.seq(inner))
+            case "layer":
+                self.layers += 1
+                return Layer(self.layers - 1, float(self.rng.uniform(0.5, 1.2)))
+            case "policy":
+                hows = "nothing", "everything", "dots", "filter_jit"
+                return Call(self.pick(*hows), self.seq(inner))
+            case "rule":
+                c = float(self.rng.uniform(0.5, 1.2))
+                return Rule(self.pick(*self.rules), self.name(), c)
             case "vmap":
                 return Vmap(self.seq(inner), int(self.pick(1, 2)), int(self.pick(0, 1)))
             case "while":

@@ -8,7 +8,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from eqx_sow import Append, Fold, plant, save_intermediates as S, sow, UnknownSowError
+from eqx_sow import (
+    Append,
+    Buffer,
+    Fold,
+    Last,
+    plant,
+    save_intermediates as S,
+    sow,
+    tap,
+    UnknownSowError,
+)
 from jax import lax
 
 
@@ -213,6 +223,102 @@ def test_jitted_inside_is_compiled_once(way, constant):
 
 def _negated(x):
     return -x
+
+
+def _iteration(c, t):
+    return sow(jnp.sin(c + t), "scan"), None
+
+
+def _yes(x):
+    return sow(jnp.cos(x), "cond")
+
+
+def _no(x):
+    return sow(x + 1, "cond")
+
+
+def _going(carry):
+    return carry[0] < 3
+
+
+def _step(carry):
+    i, x = carry
+    return i + 1, sow(x * 2, "while")
+
+
+def _module_level(x):
+    x, _ = lax.scan(_iteration, x, XS)
+    x = lax.cond(x > 0, _yes, _no, x)
+    return lax.while_loop(_going, _step, (0, x))[1]
+
+
+_EAGER = {
+    "save": lambda: S(_module_level),
+    "transform": lambda: S(_module_level, transform=_negated),
+    "transforms": lambda: S(_module_level, transform={"w*": _negated, "*": _negated}),
+    "last": lambda: S(_module_level, reduce={"scan": Last(), "w*": Buffer(4)}),
+    "fold": lambda: S(_module_level, reduce=Fold(_zero, _add)),
+    "plant": lambda: plant(_module_level, {"scan": jnp.ones(3), "cond": _negated}),
+    "tap": lambda: tap(_module_level, _ignored),
+}
+
+
+def _zero():
+    return jnp.zeros(())
+
+
+def _add(acc, x):
+    return acc + x
+
+
+def _ignored(event):
+    pass
+
+
+@pytest.mark.parametrize("way", _EAGER)
+def test_eager_calls_compile_once(way):
+    compiled = []
+
+    def count(event, _, **kwargs):
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(kwargs.get("fun_name"))
+
+    make = _EAGER[way]
+    jax.block_until_ready(make()(1.0))
+    jax.monitoring.register_event_duration_secs_listener(count)
+    try:
+        # Neither with the same, nor with one that is made in the same way.
+        fn = make()
+        for x in (1.0, 2.0, -3.0):
+            jax.block_until_ready(fn(x))
+    finally:
+        jax.monitoring.unregister_event_duration_listener(count)
+    assert compiled == []
+
+
+def test_other_options_of_functions_that_jax_knows():
+    """What is kept of an eager loop belongs to the options it was made for."""
+    once = np.sin(1 + 10.0)
+    twice = np.sin(once + 20)
+    steps = np.array([once, twice, np.sin(twice + 30)])
+    globs = {"s*": _negated, "*n": jnp.square}, {"*n": jnp.square, "s*": _negated}
+    signs = [-steps, steps**2, -steps]
+    for transform, want in zip((*globs, globs[0]), signs):
+        _, got = S(_module_level, names="scan", transform=transform)(1.0)
+        np.testing.assert_allclose(got["scan"]["primal"], want, rtol=1e-5)
+    for k in (1.0, 5.0, 1, jnp.array(7.0), 5.0):
+        fold = Fold(k, eqx.Partial(lambda k, acc, x: acc + k * x, jnp.asarray(2.0 * k)))
+        got = S(_module_level, reduce={"scan": fold})(1.0)[1]["scan"]["primal"]
+        np.testing.assert_allclose(got, k + 2 * k * steps.sum(), rtol=1e-5)
+        planted = plant(_module_level, {"scan": eqx.Partial(jnp.add, jnp.asarray(k))})
+        _, got = S(planted)(1.0)
+        x = 1.0
+        for t in (10, 20, 30):
+            x = np.sin(x + t) + k
+        np.testing.assert_allclose(got["scan"]["primal"][-1], x, rtol=1e-5)
+    for n in (2, 4):
+        got = S(_module_level, reduce={"scan": Buffer(n)})(1.0)[1]["scan"]["primal"]
+        assert got.shape == (n,)
 
 
 _outlives = jax.jit(lambda x: sow(jnp.sin(x), "h"))

@@ -245,6 +245,19 @@ def test_calls_that_nothing_tells_apart(wrap, backward):
         assert len(S(lambda x: f(x), reduce=Last())(2.0)[1]["d"]) == 2
 
 
+def test_pullbacks_of_unrelated_calls_that_need_each_other():
+    d = jax.jit(_square)
+
+    def f(x, ct):
+        pulls = [jax.vjp(d, x * i)[1] for i in (1.0, 2.0)]
+        for pull in pulls:
+            (ct,) = pull(ct)
+        return ct
+
+    with pytest.raises(SowError, match="which cotangent belongs to which primal"):
+        S(f, reduce=Append())(2.0, 3.0)
+
+
 @pytest.mark.parametrize("used", [0, 1])
 def test_one_of_two_functions_from_vjp(used):
     d = jax.jit(_square)

@@ -59,6 +59,15 @@ def test_public_names_have_an_example(name):
     assert "!!! example" in inspect.getdoc(getattr(eqx_sow, name))
 
 
+@pytest.mark.parametrize(
+    "name",
+    [n for n, x in vars(eqx_sow).items() if inspect.isfunction(x) and n[0] != "_"],
+)
+def test_public_functions_tell_what_comes_back_and_what_goes_wrong(name):
+    for part in ("Arguments", "Returns", "Raises"):
+        assert f"**{part}:**" in inspect.getdoc(getattr(eqx_sow, name))
+
+
 def test_every_line_of_the_cheat_sheet_runs():
     text = (ROOT / "docs/cheat-sheet.md").read_text()
     scope = {}

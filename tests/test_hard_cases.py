@@ -10,7 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 import optimistix as optx
 import pytest
-from eqx_sow import Append, Buffer, Last, plant, save_intermediates as S, sow, SowError
+from eqx_sow import (
+    Append,
+    Buffer,
+    DuplicateSowError,
+    Last,
+    plant,
+    save_intermediates as S,
+    sow,
+    SowError,
+    tap,
+)
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -207,22 +217,68 @@ def test_diffeqsolve_with_direct_adjoint():
     close(np.asarray(captured["a"]["primal"])[ran][-1], -X * 0.75**3)
 
 
-def test_root_find():
+def _newton(c, eps=0.0, mark=sow):
     def residual(y, c):
-        return sow(y**2 - c, "a")
+        c, eps = c
+        return mark(y**2 - c, "a") + eps
 
-    def f(c):
-        solver = optx.Newton(rtol=1e-5, atol=1e-5)
-        return optx.root_find(residual, solver, jnp.array(1.0), c, throw=False).value
+    solver = optx.Newton(rtol=1e-5, atol=1e-5)
+    return optx.root_find(residual, solver, jnp.array(1.0), (c, eps), throw=False)
 
-    out = f(jnp.array(2.0))
-    close(out, np.sqrt(2), 1e-4)
-    captured = right_or_refused(f, jnp.array(2.0))
-    if captured is not None:
-        assert "a" in captured and captured["a"]["count"] > 0
-    captured = right_or_refused(jax.grad(f), jnp.array(2.0))
-    if captured is not None:
-        assert "primal" in captured["a"]
+
+def _cosine(c, eps=0.0, mark=sow):
+    def fn(y, c):
+        c, eps = c
+        return mark(c * jnp.cos(y), "a") + eps
+
+    solver = optx.FixedPointIteration(rtol=1e-5, atol=1e-5)
+    return optx.fixed_point(fn, solver, jnp.array(1.0), (c, eps), throw=False)
+
+
+@pytest.mark.parametrize(
+    ("solve", "wrap"),
+    [
+        (_newton, lambda f: f),
+        (_cosine, jax.jit),
+        pytest.param(_newton, jax.jit, marks=pytest.mark.slow),
+        pytest.param(_cosine, jax.checkpoint, marks=pytest.mark.slow),
+    ],
+)
+def test_implicit_derivatives_are_no_executions(solve, wrap):
+    """What optimistix evaluates at the solution, for the derivative, is a replay."""
+    c = jnp.array(0.9)
+    _, plain = S(lambda c: solve(c).value, modes="primal")(c)
+    # Newton's method differentiates the function by itself.
+    modes = "primal", "cotangent"
+    fn = wrap(lambda c: jnp.sin(solve(c).value))
+    _, got = S(jax.grad(fn), modes=modes)(c)
+    assert got["a"]["count"] == plain["a"]["count"] > 1
+    close(got["a"]["primal"], plain["a"]["primal"])
+    perturbed = lambda eps: jnp.sin(solve(c, eps, unmarked).value)
+    close(got["a"]["cotangent"], jax.grad(perturbed)(0.0), 1e-4)
+    _, kept = S(jax.grad(fn), modes=modes, reduce=Buffer(40))(c)
+    _, alone = S(lambda c: solve(c).value, modes="primal", reduce=Buffer(40))(c)
+    close(kept["a"]["primal"], alone["a"]["primal"])
+    assert kept["a"]["count"] == alone["a"]["count"]
+    events = []
+    tapped = tap(jax.grad(fn), lambda e: events.append(e.mode), modes="primal")
+    jax.block_until_ready(tapped(c))
+    jax.effects_barrier()
+    assert len(events) == plain["a"]["count"]
+
+
+def test_another_call_of_what_a_custom_jvp_function_calls():
+    """Neither in the rule, nor where the rule does not call the function."""
+    inner = jax.jit(lambda x: sow(jnp.sin(x), "a"))
+    own, alone = jax.custom_jvp(inner), jax.custom_jvp(lambda x: jnp.sin(x))
+    own.defjvp(lambda x, t: (own(*x), jnp.cos(x[0]) * t[0]))
+    alone.defjvp(lambda x, t: (alone(*x), inner(x[0] + 0.5 * jnp.pi) * t[0]))
+    for f in (lambda x: own(x) + inner(2 * x), lambda x: own(x) * alone(3 * x)):
+        with pytest.raises(DuplicateSowError):
+            S(jax.grad(f), modes="primal")(0.5)
+    _, got = S(jax.grad(f), modes="primal", reduce=Append())(0.5)
+    close(got["a"]["primal"][0], np.sin(0.5))
+    close(got["a"]["primal"][1], np.cos(1.5))
 
 
 def test_least_squares():
@@ -439,6 +495,7 @@ def test_a_name_in_many_branches(wrap, fourth, call):
     np.testing.assert_array_equal(got["a"]["count"], runs.astype(np.int32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check", [True, False])
 def test_a_constant_in_a_branch_on_each_device(check, mesh, call):
     def fn(i, x):

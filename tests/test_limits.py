@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from eqx_sow import save_intermediates as S, sow, SowError, UnsupportedPrimitiveError
 from jax import lax
-from jax.experimental import checkify, pallas as pl
+from jax.experimental import checkify, io_callback, pallas as pl
 from jax.experimental.custom_partitioning import custom_partitioning
 
 
@@ -66,6 +66,51 @@ def test_refused(fn):
         S(fn)(X)
     with pytest.raises(UnsupportedPrimitiveError, match="'a'"):
         eqx.filter_jit(S(fn))(X)
+
+
+def _custom_jvp(fn):
+    fn = jax.custom_jvp(fn)
+    fn.defjvp(lambda x, t: (x[0], t[0]))
+    return fn
+
+
+def _custom_vjp(fn):
+    fn = jax.custom_vjp(fn)
+    fn.defvjp(lambda x: (x, None), lambda _, ct: (ct,))
+    return fn
+
+
+def _custom_vmap(fn):
+    fn = jax.custom_batching.custom_vmap(fn)
+    fn.def_vmap(lambda n, batched, x: (x, batched[0]))
+    return fn
+
+
+@pytest.mark.parametrize("wrap", [_custom_jvp, _custom_vjp, _custom_vmap])
+@pytest.mark.parametrize("ordered", [False, True])
+def test_a_callback_that_would_happen_twice(wrap, ordered):
+    calls = []
+
+    def called(x):
+        calls.append(x)
+        return x
+
+    @wrap
+    def inner(x):
+        x = io_callback(called, jax.typeof(x), x, ordered=ordered)
+        return sow(x * 2, "a")
+
+    fn = lambda x: sow(inner(x) + 1, "b")
+    with pytest.raises(UnsupportedPrimitiveError, match="'a'.*would happen twice"):
+        S(fn)(X)
+    jax.effects_barrier()
+    assert not calls
+    for saved in (S(fn, names="b"), S(S(fn, names="b"), tag="other")):
+        out = jax.jit(saved)(X)
+        jax.effects_barrier()
+        assert len(calls) == 1
+        np.testing.assert_array_equal(jax.tree.leaves(out)[0], 2 * X + 1)
+        calls.clear()
 
 
 def _ahead_of_time(x):
@@ -174,6 +219,7 @@ def test_custom_vjp_that_optimizes_remat():
         np.testing.assert_allclose(got["fwd"]["primal"], jnp.sin(X))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_loops_and_branches_in_shard_map(check_vma):
     spec = jax.sharding.PartitionSpec("a", "b")

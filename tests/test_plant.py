@@ -711,6 +711,7 @@ def test_cotangents_in_a_scan(call):
     assert_close(call(plant(f, {"c": only}, mode="cotangent"), X), f(X))
 
 
+@pytest.mark.slow
 def test_cotangents_round_trip_in_many_programs():
     for f in (straight, scan, nested_scan, fori, checkpointed_scan, vmapped, cond):
         g = jax.grad(f)
@@ -1030,3 +1031,53 @@ def test_one_value_for_all_lanes_cannot_be_planted_for_each(wrap):
         wrong = planted[0].at[lane, 1].add(1.0), planted[1]
         with pytest.raises(Exception, match="must not vary along it"):
             jax.block_until_ready(plant(f, {"v": wrong})(w, xs))
+
+
+def _model(i):
+    return eqx.nn.MLP(2, 2, 4, 1, key=jr.key(i))
+
+
+def test_what_a_model_captured_in_a_function_of_it(call):
+    model, x, y = _model(0), jnp.ones(2), jnp.array([1.0, -1.0])
+    _, got = S(model, capture=True)(x)
+    assert list(got) == ["layers/0", "layers/1", "."]
+    loss = lambda net, x: jnp.sum(net(x) ** 2)
+    for fn, args in (
+        (loss, (model, y)),
+        (lambda y: loss(model, y), (y,)),
+        (eqx.Partial(loss, model), (y,)),
+    ):
+        assert_close(call(plant(fn, got, capture=True), *args), loss(model, x))
+        only = {"layers/0": got["layers/0"]}
+        assert_close(call(plant(fn, only, capture=True), *args), loss(model, x))
+    planted = plant(eqx.filter_grad(loss), got, capture=True)
+    hand = plant(
+        eqx.filter_grad(loss),
+        {
+            "net/layers/0": got["layers/0"],
+            "net/layers/1": got["layers/1"],
+            "net": got["."],
+        },
+        capture=True,
+    )
+    assert_close(call(planted, model, y), hand(model, y))
+
+
+def test_one_of_two_models_cannot_be_told():
+    _, got = S(_model(0), capture=True)(jnp.ones(2))
+    fn = lambda a, b, x: b(a(x))
+    match = r"which fits 'a/layers/0', 'b/layers/0'"
+    with pytest.raises(UnknownSowError, match=match):
+        only = {"layers/0": got["layers/0"]}
+        plant(fn, only, capture=True)(_model(0), _model(1), jnp.ones(2))
+    with pytest.raises(UnknownSowError):
+        plant(fn, got, capture=True)(_model(0), _model(1), jnp.ones(2))
+    # Not a part of a model, nor another model.
+    one = lambda a, x: a(x)
+    for name in ("0", "layers/2", "b/layers/0"):
+        with pytest.raises(UnknownSowError):
+            plant(one, {name: jnp.sin}, capture=True)(_model(0), jnp.ones(2))
+    # A name that is there is that one.
+    marked = lambda a, x: sow(a(x), "layers/0")
+    out = plant(marked, {"layers/0": jnp.zeros_like}, capture=True)
+    assert_close(out(_model(0), jnp.ones(2)), jnp.zeros(2))

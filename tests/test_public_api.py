@@ -1,5 +1,9 @@
 import importlib.metadata
 import inspect
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
 
 import eqx_sow
 import pytest
@@ -7,6 +11,7 @@ import pytest
 
 PUBLIC = {
     "sow": "(value, name, *, tag='intermediates', spec=None)",
+    "scope": "(name)",
     "Sow": "(name=None, spec=None, *, tag='intermediates')",
     "save_intermediates": (
         "(fn, *, tag='intermediates', names=None, modes=None, capture=None, "
@@ -66,5 +71,26 @@ def test_documented(name):
     assert inspect.getdoc(getattr(eqx_sow, name))
 
 
+def test_import_brings_no_other_library():
+    code = """
+import sys
+import equinox
+libraries = lambda: {name.partition(".")[0] for name in sys.modules}
+before = libraries()
+import eqx_sow
+print(*libraries() - before - sys.stdlib_module_names)
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.stdout.split() == ["eqx_sow"], run.stderr
+
+
 def test_version():
     assert eqx_sow.__version__ == importlib.metadata.version("eqx_sow")
+
+
+def test_the_oldest_of_everything_is_what_the_metadata_say():
+    root = Path(__file__).parent.parent
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    lines = (root / "tests/constraints-oldest.txt").read_text().splitlines()
+    bounds = [line.replace("==", ">=") for line in lines if line[0] != "#"]
+    assert bounds == project["dependencies"]

@@ -10,6 +10,7 @@ import jax.lax as lax
 import jax.numpy as jnp
 import jax.random as jr
 import jax.tree_util as jtu
+import paramax
 import pytest
 from eqx_sow import Append, Buffer, plant, save_intermediates as S
 
@@ -531,3 +532,45 @@ def test_equimo_planted():
             return jnp.zeros_like(self.layer(*args, **kwargs))
 
     assert_close(planted(model, image), run(_wrap(model, path, Zero), image))
+
+
+# --- paramax: layers whose weights are computed ---
+
+
+def _parametrized():
+    linear = eqx.nn.Linear(3, 3, key=jr.key(0))
+    where = lambda m: (m.weight, m.bias)
+    bias = paramax.NonTrainable(linear.bias)
+    weight = paramax.WeightNormalization(linear.weight)
+    linear = eqx.tree_at(where, linear, (weight, bias))
+    model = eqx.nn.Sequential([linear, eqx.nn.Lambda(jnp.tanh)])
+    return model, jnp.array([0.3, -1.2, 0.7])
+
+
+def test_paramax():
+    model, x = _parametrized()
+    run = lambda m, x: jnp.sum(paramax.unwrap(m)(x) ** 2)
+    _, got = _check_run(run, model, x, capture=eqx.nn.Linear)
+    linear = paramax.unwrap(model)[0]
+    assert_close(got["m/layers/0"]["primal"], linear(x))
+    got = _check_grad(run, model, x, capture=eqx.nn.Linear)
+    cotangent = jax.grad(lambda h: jnp.sum(jnp.tanh(h) ** 2))(linear(x))
+    assert_close(got["m/layers/0"]["cotangent"], cotangent)
+    zero = plant(run, {"m/layers/0": jnp.zeros_like}, capture=eqx.nn.Linear)
+    assert zero(model, x) == 0
+
+
+# --- quax: arrays of other types ---
+
+
+def test_quax():
+    quax = pytest.importorskip("quax")
+    lora = pytest.importorskip("quax.examples.lora")
+    linear = eqx.nn.Linear(3, 2, use_bias=False, key=jr.key(0))
+    adapted = lora.LoraArray(linear.weight, rank=1, key=jr.key(1))
+    model = eqx.tree_at(lambda m: m.weight, linear, adapted)
+    x = jnp.array([0.3, -1.2, 0.7])
+    saved = quax.quaxify(S(lambda m, x: m(x), capture=True))
+    out, got = saved(model, x)
+    assert_close(out, linear(x))
+    assert_close(got["m"]["primal"], linear(x))

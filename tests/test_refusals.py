@@ -5,17 +5,17 @@ import equinox.internal as eqxi
 import jax
 import jax.numpy as jnp
 import lineax as lx
+import numpy as np
 import pytest
 from eqx_sow import (
+    Buffer,
     DuplicateSowError,
-    Fold,
     Last,
     plant,
     save_intermediates as S,
-    Sow,
     sow,
     SowError,
-    SowTypeError,
+    tap,
     UnsupportedPrimitiveError,
 )
 from jax import lax
@@ -36,12 +36,6 @@ def test_branches_with_different_vmaps_inside():
 
     with pytest.raises(SowError, match="`a` .*different axes: sizes .*different names"):
         S(f)(jnp.ones((3, 3)))
-
-
-def test_fold_that_changes_shape():
-    grow = Fold(jnp.zeros(1), lambda acc, x: jnp.concatenate([acc, x]))
-    with pytest.raises(SowError, match="`fn` must return what `acc` looks like"):
-        S(lambda x: sow(x, "a"), reduce=grow)(X)
 
 
 def _scan(x, w):
@@ -78,30 +72,6 @@ def test_hoisted_in_a_custom_rule():
 
     with pytest.raises(SowError, match="`sow\\(..., 'a'\\)`.*Sow the value before the"):
         S(jax.grad(lambda x: jnp.sum(f(x))))(X)
-
-
-def test_value_that_is_no_array():
-    with pytest.raises(SowError, match="'a'.*cannot mark a leaf of type"):
-        S(lambda x: sow(jax.new_ref(x), "a")[...])(X)
-
-
-def test_layer_with_no_name_and_no_place():
-    with pytest.raises(SowError, match="`Sow\\(\\)` has no name"):
-        S(lambda x: Sow()(x))(X)
-
-
-def test_annotation_that_is_none():
-    with pytest.raises(SowTypeError, match="does not understand the annotation 3"):
-        S(lambda x: sow(x, "a"), spec={"a": 3})(X)
-
-
-def test_order_over_devices():
-    spec = jax.sharding.PartitionSpec("a")
-    mesh = jax.make_mesh((2,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
-    fn = lambda x: sow(x, "a")
-    mapped = jax.shard_map(fn, mesh=mesh, in_specs=spec, out_specs=spec)
-    with pytest.raises(UnsupportedPrimitiveError, match="no order of execution over"):
-        S(mapped, reduce=Last())(jnp.ones(4))
 
 
 def _solve(b):
@@ -260,3 +230,50 @@ def test_order_counts_only_inside_a_shard_map(mesh):
     assert jnp.array_equal(got["b"]["primal"].reshape(8), 2 * x)
     with pytest.raises(UnsupportedPrimitiveError, match="'b'.*order of execution"):
         S(fn, reduce=Last())(x)
+
+
+def _inner_loop_that_is_the_same(x, w, outer, mark=sow):
+    def step(x, _):
+        inner = lambda a, t: (mark(jnp.sin(a * t), "in"), a)
+        a, _ = lax.scan(inner, 0.5, w)
+        return x * a, None
+
+    return lax.scan(step, x, length=outer)[0]
+
+
+@pytest.mark.parametrize("outer", [2, 3])
+def test_a_loop_that_jax_moves_out_of_another(outer):
+    w = jnp.array([1.0, 2.0])
+    loop = lambda x, w: _inner_loop_that_is_the_same(x, w, outer)
+    a = jnp.sin(0.5 * w[0])
+    expected = jnp.tile(jnp.stack([a, jnp.sin(a * w[1])]), (outer, 1))
+    # Without a gradient JAX moves nothing.
+    np.testing.assert_allclose(S(loop)(2.0, w)[1]["in"]["primal"], expected)
+    for wrap in (lambda f: f, jax.checkpoint):
+        gradient, got = S(jax.grad(wrap(loop)))(2.0, w)
+        np.testing.assert_allclose(got["in"]["primal"], expected, rtol=1e-6)
+    _, got = S(jax.grad(lambda x, w: jax.vmap(loop)(x, w).sum()))(
+        jnp.ones(5), jnp.tile(w, (5, 1))
+    )
+    np.testing.assert_allclose(
+        got["in"]["primal"], jnp.tile(expected, (5, 1, 1)), rtol=1e-6
+    )
+    # Each iteration of the inner loop gets its own value.
+    values = jnp.tile(jnp.array([3.0, 5.0]), (outer, 1))
+    planted = plant(jax.grad(loop), {"in": values})
+    np.testing.assert_allclose(planted(2.0, w), 5.0**outer, rtol=1e-6)
+    out = plant(jax.grad(loop), {"in": got["in"]["primal"][0]})(2.0, w)
+    np.testing.assert_allclose(out, gradient, rtol=1e-6)
+    _, got = S(jax.grad(loop), reduce=Last())(2.0, w)
+    np.testing.assert_allclose(got["in"]["primal"], expected[0, 1], rtol=1e-6)
+
+
+def test_the_order_in_a_loop_that_jax_moved_out_of_another():
+    args = 2.0, jnp.array([1.0, 2.0])
+    grad = jax.grad(lambda x, w: _inner_loop_that_is_the_same(x, w, 3))
+    for fn in (S(grad, reduce=Buffer(3)), tap(grad, lambda event: None)):
+        with pytest.raises(SowError, match="the order of the executions is lost"):
+            fn(*args)
+    for name in ("in/1", "in/1/0"):
+        with pytest.raises(SowError, match="a single iteration cannot be planted"):
+            plant(grad, {name: jnp.cos})(*args)

@@ -10,7 +10,7 @@ import jax.random as jr
 import jax.tree_util as jtu
 import numpy as np
 import pytest
-from eqx_sow import save_intermediates as S, Sow, sow
+from eqx_sow import Append, Last, plant, save_intermediates as S, Sow, sow
 
 from tests.helpers import assert_close, modes_of
 
@@ -257,3 +257,17 @@ class Point:
 def test_layer_passes_anything(call):
     _, got = call(S(Sow("a")), {"x": X, "p": Point(1.0), "n": None})
     assert_close(got["a"]["primal"], {"x": X, "p": Point(1.0), "n": None})
+
+
+@pytest.mark.parametrize("jit", [lambda f: f, eqx.filter_jit], ids=["eager", "jit"])
+def test_the_first_glob_that_matches_wins(jit):
+    fn = lambda x: sow(x, "scan")
+    for first, want in (("s*", -3), ("*", 9)):
+        by_glob = {"s*": jnp.negative, "*": jnp.square}
+        by_glob = {first: by_glob.pop(first), **by_glob}
+        _, got = jit(S(fn, transform=by_glob))(jnp.array(3))
+        assert got["scan"]["primal"] == want
+        assert jit(plant(fn, by_glob))(jnp.array(3)) == want
+    by_glob = {"s*": Append(), "*": Last()}
+    _, got = jit(S(fn, reduce=by_glob))(jnp.array(3))
+    assert got["scan"]["primal"] == (3,)

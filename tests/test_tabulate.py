@@ -104,7 +104,29 @@ def test_numbers_are_right():
     assert row.endswith("25%")
 
 
-@pytest.mark.parametrize("bad", [False, True])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: jr.normal(jr.key(0), (600, 1000)) + 100,
+        lambda: 1e38 * jr.normal(jr.key(1), (64, 64, 128)),
+        lambda: jr.normal(jr.key(2), (2**18,)).at[::7].set(0).at[3].set(jnp.nan),
+        lambda: jnp.full((2**18 + 1,), jnp.inf).at[5].set(-2),
+    ],
+    ids=["far from zero", "huge", "not finite", "of an odd size"],
+)
+def test_large_arrays(make):
+    x = make()
+    values = np.asarray(x, np.float64)
+    some = values[np.isfinite(values)]
+    want = some.mean(), some.std(), some.min(), some.max(), np.linalg.norm(some)
+    _, (line, *_) = _rows(tabulate({"a": {"primal": x}}))
+    got = line.split()[3:]
+    for text, number in zip(got, want):
+        assert float(text) == pytest.approx(number, rel=6e-3, abs=1e-9)
+    assert got[5] == f"{(values == 0).mean():.0%}"
+
+
+@pytest.mark.parametrize("bad", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_transformer_of_twelve_blocks(bad):
     model = Transformer(12, jr.key(0))
     xs = jr.normal(jr.key(1), (3, 4))

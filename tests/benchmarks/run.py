@@ -238,6 +238,39 @@ def dispatch(table: Table, repeats: int):
             at_most="1 and 1",
             ratio=f"{traces} and {compilations}",
         )
+    eager, one = S(_eager), jnp.ones(())
+    table.times(
+        "`S(f)`, eager, of a scan, a cond and a while_loop, against `f`",
+        "3",
+        lambda: eager(one),
+        lambda: _eager(one),
+        repeats,
+    )
+
+
+def _add(x, y):
+    return sow(x + y, "scan"), None
+
+
+def _yes(x):
+    return sow(jnp.cos(x), "cond")
+
+
+def _no(x):
+    return sow(jnp.sin(x), "cond")
+
+
+def _going(x):
+    return x < 100
+
+
+def _double(x):
+    return sow(2 * x + 1, "while")
+
+
+def _eager(x):
+    x, _ = lax.scan(_add, x, jnp.ones(5))
+    return lax.while_loop(_going, _double, lax.cond(x > 0, _yes, _no, x))
 
 
 def _count(transform, model, x):

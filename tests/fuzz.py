@@ -1,0 +1,930 @@
+"""Random programs under random stacks of four transformations.
+
+    python tests/fuzz.py --programs 5000 --seed 0 --seconds 600
+
+One seed is one program of tests/oracle.py, four words of tests/threaded.py around it,
+`save_intermediates` at some place among these, and one further feature. The reference
+is the same program with its values threaded out of it by hand. Prints how many programs
+ran, which exceptions there were how often, and the seeds that failed.
+"""
+
+import argparse
+import collections
+import itertools
+import re
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    import tests.conftest  # noqa: F401  (eight devices, strict promotion)
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+from eqx_sow import (
+    Append,
+    Buffer,
+    DuplicateSowError,
+    Fold,
+    Last,
+    plant,
+    save_intermediates,
+    sow,
+    SowError,
+    SowTypeError,
+    summarize,
+    tap,
+)
+from jaxtyping import Array, Float
+
+from tests import oracle as orc, threaded as thr
+
+
+class Wrong(AssertionError):
+    """A number, a name or a structure that is not that of the reference."""
+
+
+class Refused(Exception):
+    """JAX refuses the program itself, without a capture."""
+
+
+# What docs/limits.md says, by what it says of it.
+DOCUMENTED = {
+    "a name at two places": r"is sown twice",
+    "rule that only some lanes run": r"derivative rule of a function .* some lanes",
+    "differentiated checkpoint": r"is in a `jax.checkpoint` that was differentiated",
+    "moved out of the loop": r"does not depend on the iteration of the scan|"
+    r"moved it out of the loop",
+    "order is lost": r"the order of the executions is lost",
+    "lanes that cannot be told": r"which lanes run cannot be told",
+    "different vmaps": r"in several places that vary over different axes",
+    "total and single cotangents in branches": r"where its cotangent is the total",
+    "plant in a shard_map": r"cannot be checked in a `jax.shard_map`",
+    "which cotangent": r"which cotangent belongs to which primal",
+}
+
+
+def _may_run_twice(the_plan: "Plan") -> bool:
+    """A loop that `jax.linearize` runs twice, or a name in several branches."""
+    nodes = list(orc.walk(the_plan.program))
+    names = [n.name for n in nodes if isinstance(n, orc.Sow)]
+    twice = orc.has_while(the_plan.program) and "linearize" in the_plan.words
+    return twice or len(names) > len(set(names))
+
+
+def documented(error: Exception, the_plan: "Plan") -> str | None:
+    text = " ".join(str(error).split())
+    if isinstance(error, DuplicateSowError) and not _may_run_twice(the_plan):
+        return None
+    if isinstance(error, SowError):
+        for label, pattern in DOCUMENTED.items():
+            if re.search(pattern, text):
+                return f"{type(error).__name__}: {label}"
+    if isinstance(error, ValueError) and "pvary is a invariant->variant" in text:
+        return "ValueError: vmap of a shard_map with a constant in a branch"
+    return None
+
+
+# --- what a seed stands for ---
+
+FEATURES = (
+    "none",
+    "plant value",
+    "plant function",
+    "plant iteration",
+    "plant cotangent",
+    "plant what was saved",
+    "plant inside",
+    "tap",
+    "Last",
+    "Fold",
+    "Buffer",
+    "Append",
+    "transform",
+    "summarize",
+    "nested",
+    "names",
+    "spec",
+)
+ORDERED = ("Last", "Fold", "Buffer", "Append")
+
+
+class Plan(NamedTuple):
+    seed: int
+    program: Any
+    # From the function outwards; `save_intermediates` comes after so many of them.
+    words: tuple[str, ...]
+    saved_after: int
+    feature: str
+    capture: bool
+
+    @property
+    def inner(self):
+        return self.words[: self.saved_after]
+
+    @property
+    def outer(self):
+        return self.words[self.saved_after :]
+
+    @property
+    def derivatives(self):
+        return [w for w in self.inner if w in thr.FORWARD + thr.REVERSE]
+
+    @property
+    def derivative(self):
+        found = self.derivatives
+        return found and ("vjp" if found[0] in thr.REVERSE else "jvp") or None
+
+    def __str__(self):
+        words = [*self.words]
+        words.insert(self.saved_after, "S")
+        stack = " ".join(reversed(words))
+        capture = ", capture" if self.capture else ""
+        return f"seed {self.seed}: {stack} f, {self.feature}{capture}\n{self.program}"
+
+
+# What a feature does not go with.
+ALONE = ("tap",)
+NO_OUTER_LANES = (
+    "plant value",
+    "plant iteration",
+    "plant cotangent",
+    "plant what was saved",
+    "spec",
+)
+
+
+def _choose_words(rng, feature):
+    saved_after = 4 if feature in ALONE else int(rng.integers(1, 5))
+    if feature == "plant cotangent":
+        saved_after = max(saved_after, 2)
+    words = []
+    two = rng.random() < 0.2 and not feature.startswith("plant")
+    for i in range(4):
+        inside = i < saved_after
+        n_derivatives = sum(w in thr.FORWARD + thr.REVERSE for w in words)
+        choice = ["jit", "checkpoint"]
+        if inside or feature not in NO_OUTER_LANES:
+            choice += ["vmap"]
+        if inside:
+            choice += ["checkpoint_dots", "vmap_last"]
+            if any(w in thr.SHARDED for w in words):
+                # Devices come before lanes.
+                choice = [w for w in choice if w not in thr.MAPS]
+            elif not any(w in thr.MAPS for w in words):
+                if feature not in (*ALONE, *ORDERED):
+                    choice += thr.SHARDED
+            if n_derivatives < 1 + two and feature not in ORDERED:
+                choice += (*thr.FORWARD, *thr.REVERSE) * 2
+        elif not any(w in thr.REVERSE for w in words):
+            if feature not in (*NO_OUTER_LANES, *ORDERED, "nested"):
+                choice += ["grad"]
+        words.append(str(choice[rng.integers(len(choice))]))
+    if feature == "plant cotangent":
+        words = ["jit" if w in thr.FORWARD + thr.REVERSE else w for w in words]
+        words[int(rng.integers(2))] = "grad"
+    return tuple(words), saved_after
+
+
+def plan(seed: int) -> Plan:
+    rng = np.random.default_rng([seed, 7])
+    feature = str(rng.choice(FEATURES))
+    words, saved_after = _choose_words(rng, feature)
+    derivatives = [w for w in words if w in thr.FORWARD + thr.REVERSE]
+    allow_while = not any(w in thr.REVERSE for w in derivatives)
+    rules = []
+    without = ("plant cotangent", "plant inside", *ORDERED)
+    if len(derivatives) < 2 and feature not in without:
+        rules = ["jvp"]
+        if not any(w in thr.FORWARD for w in derivatives):
+            rules += ["vjp"]
+    maker = orc.Generator([seed, 8], allow_while, features=True, rules=tuple(rules))
+    maker.budget = 5
+    program = maker.program()
+    capture = maker.layers > 0 and bool(rng.random() < 0.6)
+    return Plan(seed, program, words, saved_after, feature, capture)
+
+
+# --- the function under test ---
+
+
+def inputs(the_plan):
+    """The input of the whole stack, and the same with all lanes in front."""
+    maps = [w for w in the_plan.words if w in thr.MAPS]
+    rng = np.random.default_rng([the_plan.seed, 9])
+    lanes = [2] * len(maps)
+    canonical = rng.uniform(-1.5, 1.5, (*lanes, orc.SIZE)).astype(np.float32)
+
+    def layout(x, maps):
+        if not maps:
+            return x
+        axis = -1 if maps[-1] == "vmap_last" else 0
+        return np.stack([layout(y, maps[:-1]) for y in x], axis=axis)
+
+    return jnp.asarray(layout(canonical, maps)), canonical
+
+
+def apply(words, f, how):
+    for word in words:
+        f = how[word](f)
+    return f
+
+
+# Around `(out, intermediates)`, of which some leaves are static.
+OUTER = {
+    "jit": eqx.filter_jit,
+    "checkpoint": eqx.filter_checkpoint,
+    "vmap": eqx.filter_vmap,
+    "grad": lambda f: lambda x: eqx.filter_grad(_weighted(f), has_aux=True)(x),
+}
+
+
+def _weighted(f):
+    def loss(x):
+        out, aux = f(x)
+        return (out * thr.weights(out.shape)).sum(), aux
+
+    return loss
+
+
+def _outer_reference(word):
+    if word == "grad":
+        return lambda f: lambda x: jax.grad(_weighted(f), has_aux=True)(x)
+    return jax.vmap if word == "vmap" else lambda f: f
+
+
+class Reference:
+    """What has to come back, for a tag."""
+
+    def __init__(self, the_plan, x, tag="intermediates", edits=thr.Edits(), extra=None):
+        self.plan = the_plan
+        capture = the_plan.capture and tag == "intermediates"
+        self.program = orc.expand(the_plan.program, tag, capture)
+        self.sites = orc.find_sites(self.program, derivative=the_plan.derivative)
+        base = thr.threaded(self.program, edits, the_plan.derivative)
+        inner = apply(the_plan.inner, base, thr.THREADED)
+        f = lambda x: inner(extra or {}, x)
+        for word in the_plan.outer:
+            f = _outer_reference(word)(f)
+        self.out, self.taken = jax.jit(f)(x)
+        self._cotangents_in_rules()
+
+    def _cotangents_in_rules(self):
+        """Those that a rule sows are primals there."""
+        for name, site in self.sites.items():
+            if site.in_rule:
+                bar = self.taken.get((name, "cotangent"))
+                if name.endswith("_ct") and bar is not None:
+                    self.taken[name, ""] = bar
+                for key in list(self.taken):
+                    if key[0] == name and key[1] not in ("", "count"):
+                        del self.taken[key]
+
+    @property
+    def n_inner_lanes(self):
+        return sum(w in thr.MAPS for w in self.plan.inner)
+
+    def simple(self, loops=None):
+        """Names whose values have all axes, each of them."""
+        return [
+            name
+            for name, site in self.sites.items()
+            if orc.X in site.varies
+            and not site.in_rule
+            and not site.kind.startswith(("outer", "const"))
+            and all(site.kept)
+            and (loops is None or loops(site))
+        ]
+
+
+# --- comparison ---
+
+
+def close(got, want):
+    got, want = np.asarray(got), np.asarray(want)
+    if got.shape != want.shape:
+        return False
+    scale = np.max(np.abs(want[np.isfinite(want)]), initial=1.0)
+    return np.allclose(got, want, rtol=5e-4, atol=4e-5 * scale, equal_nan=True)
+
+
+def _constant_along(x, axis):
+    return x.shape[axis] > 0 and close(np.broadcast_to(x.take([0], axis), x.shape), x)
+
+
+def forms(want, primal, summed):
+    """What may come back for `want`: what does not vary over some lanes may lack their
+    axes. If it is the value that does not, its cotangent is the total over these."""
+    for k in range(want.ndim + 1):
+        for axes in itertools.combinations(range(want.ndim), k):
+            drop = tuple(0 if i in axes else slice(None) for i in range(want.ndim))
+            total = [i for i in axes if summed and _constant_along(primal, i)]
+            form = want.sum(tuple(total), keepdims=True)
+            if all(_constant_along(form, i) for i in axes):
+                yield form[drop]
+            if total and all(_constant_along(want, i) for i in axes):
+                yield want[drop]
+
+
+def check_leaf(got, want, primal, summed, what):
+    want, primal = np.asarray(want), np.asarray(primal)
+    if primal.size == 0 and np.ndim(got) <= want.ndim:
+        return
+    if not any(close(got, form) for form in forms(want, primal, summed)):
+        raise Wrong(f"{what}:\n{got}\nis not\n{want}")
+
+
+def check_tree(got, kind, want, primal, mode, what):
+    """`want`: the array leaves, for a derivative those that are floats."""
+    like = orc._template(kind)
+    if jtu.tree_structure(got) != jtu.tree_structure(like):
+        raise Wrong(f"{what}: {jtu.tree_structure(got)}")
+    want, ndims = iter(want), set()
+    summed = mode.count("cotangent") % 2 == 1
+    pairs = zip(jtu.tree_leaves(got), jtu.tree_leaves(like), iter(_index(kind)))
+    for leaf, template, i in pairs:
+        if not hasattr(template, "dtype"):
+            if leaf != template:
+                raise Wrong(f"{what}: {leaf!r} is not {template!r}")
+            continue
+        if mode != "" and not thr.is_float(template):
+            if leaf.dtype != jax.dtypes.float0:
+                raise Wrong(f"{what}: {leaf.dtype} of an integer")
+            continue
+        expected = next(want)
+        if leaf.dtype == jax.dtypes.float0:
+            if np.any(np.asarray(expected)):
+                raise Wrong(f"{what}: no derivative instead of {expected}")
+            continue
+        if leaf.dtype != expected.dtype:
+            raise Wrong(f"{what}: {leaf.dtype} is not {expected.dtype}")
+        check_leaf(leaf, expected, primal[i], summed, what)
+        ndims.add(np.ndim(leaf) - template.ndim)
+    # The total of all lanes has no axis for them.
+    if len(ndims) > 1 and not summed:
+        raise Wrong(f"{what}: leaves with different axes, {ndims}")
+
+
+def _index(kind):
+    """Of each leaf, its place among the arrays."""
+    count = itertools.count()
+    leaves = jtu.tree_leaves(orc._template(kind))
+    return [next(count) if hasattr(x, "dtype") else None for x in leaves]
+
+
+def check_out(got, want, what="out"):
+    if not close(got, want):
+        raise Wrong(f"{what}:\n{got}\nis not\n{want}")
+
+
+def check_saved(got, ref: Reference, names=None, strict=True, modes=None):
+    sites = {n: s for n, s in ref.sites.items() if names is None or n in names}
+    if set(got) != set(sites):
+        raise Wrong(f"{sorted(got)} instead of {sorted(sites)}")
+    for name, site in sites.items():
+        entry = dict(got[name])
+        count, primal = ref.taken[name, "count"], ref.taken[name, ""]
+        if (count_got := entry.pop("count", None)) is not None or site.conditional:
+            if count_got is None or not site.conditional:
+                raise Wrong(f"{name}: a count, or none")
+            check_leaf(count_got, count, count, False, f"{name} count")
+        want = {m: v for (n, m), v in ref.taken.items() if n == name and m != "count"}
+        for mode, value in want.items():
+            label = mode or "primal"
+            if modes is not None and label not in modes:
+                continue
+            there = label in entry
+            if not there:
+                # A tangent may not depend on what is differentiated next.
+                free = mode.startswith("tangent.")
+                if mode == "" or (not free and any(map(np.any, value))):
+                    raise Wrong(f"{name}: no {label}")
+                first = label in ("tangent", "cotangent") and len(want) == 2
+                if strict and first and orc.X in site.varies and not site.in_rule:
+                    raise Wrong(f"{name}: no {label}, though it depends on the input")
+                continue
+            what = f"{name} {label}"
+            check_tree(entry.pop(label), site.kind, value, primal, mode, what)
+        if entry:
+            raise Wrong(f"{name}: {sorted(entry)} in addition")
+
+
+# --- features ---
+
+
+class Run(NamedTuple):
+    plan: Plan
+    f: Callable
+    x: Any
+    canonical: np.ndarray
+    ref: Reference
+    options: dict
+
+    def stack(self, f=None):
+        return apply(self.plan.inner, self.f if f is None else f, thr.PLAIN)
+
+    def outer(self, saved):
+        return apply(self.plan.outer, saved, OUTER)
+
+    def save(self, f, **options):
+        return save_intermediates(f, **{**self.options, **options})
+
+    def run(self, fn):
+        """Op by op, or in one piece."""
+        fn = fn if self.plan.seed % 8 == 0 else eqx.filter_jit(fn)
+        return fn(self.x)
+
+    def pick(self, names):
+        rng = np.random.default_rng([self.plan.seed, 10])
+        return str(names[rng.integers(len(names))]) if names else None
+
+    def reference(self, **kwargs):
+        return Reference(self.plan, self.x, **kwargs)
+
+
+def _double(x):
+    return (x * 2 + 1).astype(x.dtype)
+
+
+def _each(fn):
+    def leaf(x):
+        return fn(x) if hasattr(x, "dtype") and x.dtype != jax.dtypes.float0 else x
+
+    return lambda tree: jtu.tree_map(leaf, tree)
+
+
+def _no_outer_lanes(run):
+    return not any(w in ("vmap", "grad") for w in run.plan.outer)
+
+
+def _tree(kind, leaves):
+    leaves = iter(leaves)
+    like = orc._template(kind)
+    return jtu.tree_map(lambda x: next(leaves) if hasattr(x, "dtype") else x, like)
+
+
+def _check_planted(run, name, new, edits, extra=None, mode="primal"):
+    if run.plan.derivatives and _has_grad(run):
+        # What is planted then has two derivatives, one of each kind.
+        return False
+    planted = plant(
+        run.stack(), {name: new}, mode=mode, capture=run.options.get("capture")
+    )
+    got = run.run(run.outer(run.save(planted)))
+    if run.plan.derivatives:
+        edits = edits._replace(keeps_derivative=True)
+    ref = run.reference(edits=edits, extra=extra)
+    check_out(got[0], ref.out, f"out with {name} planted")
+    check_saved(got[1], ref, strict=False)
+    return True
+
+
+def plant_value(run):
+    name = run.pick(run.ref.simple())
+    if name is None or not _no_outer_lanes(run):
+        return False
+    kind = run.ref.sites[name].kind
+    shift = lambda x: x * 0.9 + 0.05 if thr.is_float(x) else x + 1
+    new = [shift(x) for x in run.ref.taken[name, ""]]
+    extra = {(name, "set"): new}
+    return _check_planted(run, name, _tree(kind, new), thr.Edits(), extra)
+
+
+def plant_function(run):
+    name = run.pick(run.ref.simple())
+    if name is None:
+        return False
+    return _check_planted(run, name, _each(_double), thr.Edits({name: _double}))
+
+
+def _loop(site):
+    """Which axis is the outermost loop."""
+    at = [i for i, a in enumerate(site.axes) if not a.is_vmap]
+    return at[0] if at and site.axes[at[0]].size > 1 else None
+
+
+def plant_iteration(run):
+    name = run.pick(run.ref.simple(lambda s: _loop(s) is not None))
+    if name is None or not _no_outer_lanes(run):
+        return False
+    ref = run.ref
+    axis = ref.n_inner_lanes + _loop(ref.sites[name])
+    here = np.zeros(ref.taken[name, "count"].shape, bool)
+    here[(slice(None),) * axis + (1,)] = True
+    extra = {(name, "here"): jnp.asarray(here)}
+    edits = thr.Edits({name: _double})
+    return _check_planted(run, f"{name}/1", _each(_double), edits, extra)
+
+
+def plant_cotangent(run):
+    ways = run.plan.derivatives
+    name = run.pick(run.ref.simple())
+    if name is None or len(ways) != 1 or ways[0] not in thr.REVERSE:
+        return False
+    twice = lambda x: x * 2
+    edits = thr.Edits(cotangent={name: twice})
+    return _check_planted(run, name, _each(twice), edits, mode="cotangent")
+
+
+def plant_saved(run):
+    if orc.has_while(run.plan.program) or not _no_outer_lanes(run):
+        return False
+    stack, capture = run.stack(), run.options.get("capture")
+
+    def again(x):
+        saved = run.save(stack)(x)[1]
+        return plant(stack, saved, capture=capture)(x)
+
+    if not run.ref.sites:
+        return False
+    check_out(run.run(again), run.ref.out, "out with what was saved planted")
+    return True
+
+
+def plant_inside(run):
+    name = run.pick(run.ref.simple())
+    if name is None:
+        return False
+    capture = run.options.get("capture")
+    planted = plant(run.f, {name: _each(_double)}, capture=capture)
+    # The modules are those that the inner one marks.
+    got = run.run(run.outer(save_intermediates(run.stack(planted))))
+    ref = run.reference(edits=thr.Edits({name: _double}))
+    check_out(got[0], ref.out, f"out with {name} planted inside")
+    check_saved(got[1], ref, strict=False)
+    return True
+
+
+def watch(run):
+    """The events of a name and mode, whatever their order, are what is stacked."""
+    if any(w in thr.SHARDED for w in run.plan.inner) or run.plan.outer:
+        return False
+    events = []
+    tapped = tap(run.stack(), events.append, capture=run.options.get("capture"))
+    out = run.run(tapped)
+    jax.block_until_ready(out)
+    jax.effects_barrier()
+    check_out(out, run.ref.out, "out of tap")
+    ref = run.ref
+    for name in ref.simple(lambda s: not s.conditional):
+        site = ref.sites[name]
+        if any(a.is_vmap for a in site.axes):
+            continue
+        for (n, mode), leaves in ref.taken.items():
+            if n == name and mode in ("", "tangent", "cotangent"):
+                _check_events(events, name, mode, site, leaves, ref.n_inner_lanes)
+    return True
+
+
+def _check_events(events, name, mode, site, leaves, n_lanes):
+    label = mode or "primal"
+    mine = [e for e in events if (e.name, e.mode) == (name, label)]
+    n = int(np.prod([a.size for a in site.axes], dtype=int))
+    if not mine and mode and not any(np.any(np.asarray(x)) for x in leaves):
+        return
+    if sorted(e.count for e in mine) != list(range(n)):
+        raise Wrong(f"tap, {name} {label}: {[e.count for e in mine]}, not {n} events")
+    loops = list(np.ndindex(*(a.size for a in site.axes)))
+    lanes = (slice(None),) * n_lanes
+    left = [[np.asarray(x)[(*lanes, *i)] for x in leaves] for i in loops]
+    for event in mine:
+        got = [x for x in thr.arrays(event.value) if x.dtype != jax.dtypes.float0]
+        constant = thr.is_constant(site.kind)
+        want = (
+            [x for x, f in zip(left[0], constant) if not (mode and f)] if left else []
+        )
+        if len(got) not in (len(want), len(leaves)):
+            raise Wrong(f"tap, {name} {label}: {event}")
+        keep = lambda xs: (
+            xs
+            if len(got) == len(leaves)
+            else [x for x, f in zip(xs, _float_flags(site.kind, mode)) if not f]
+        )
+        for i, candidate in enumerate(left):
+            pairs = zip(got, keep(candidate), strict=True)
+            if all(_close_event(g, w) for g, w in pairs):
+                del left[i]
+                break
+        else:
+            raise Wrong(f"tap, {name} {label}: {event} is none of {left}")
+
+
+def _float_flags(kind, mode):
+    flags = thr.is_constant(kind)
+    if not mode:
+        return flags
+    templates = thr.arrays(orc._template(kind))
+    return [f for f, x in zip(flags, templates) if thr.is_float(x)]
+
+
+def _close_event(got, want):
+    return np.ndim(got) <= want.ndim and close(np.broadcast_to(got, want.shape), want)
+
+
+def _fold_step(acc, value):
+    return [
+        (a * 2 - v).astype(a.dtype) for a, v in zip(acc, thr.arrays(value), strict=True)
+    ]
+
+
+def _reduced(feature, program, x, names):
+    """What a reducer makes of the executions of one lane, by name."""
+    oracle = orc.Oracle(program, x)
+    found = {}
+    for name in names:
+        kind = oracle.sites[name].kind
+        values = [thr.arrays(v) for _, v in oracle.at(name)]
+        zero = [np.zeros_like(z) for z in thr.arrays(orc._template(kind))]
+        if feature == "Last":
+            found[name] = values[-1] if values else zero
+        elif feature == "Fold":
+            acc = zero
+            for v in values:
+                acc = _fold_step(acc, v)
+            found[name] = acc
+        else:
+            held = (values[-2:] + [zero] * 2)[:2]
+            found[name] = [np.stack(v) for v in zip(*held)]
+    return found
+
+
+def reduce_(run):
+    """In order of execution, each lane by itself."""
+    feature, ref = run.plan.feature, run.ref
+    if any(w in thr.SHARDED + ("grad",) for w in run.plan.words):
+        return False
+    if any(isinstance(n, orc.Rule) for n in orc.walk(ref.program)):
+        return False
+    names = [
+        n
+        for n, s in ref.sites.items()
+        if not any(a.is_vmap for a in s.axes) and orc.X in s.varies
+    ]
+    if not names:
+        return False
+    if feature == "Append":
+        return _appended(run, names)
+    reducers: Any = {"Last": Last(), "Buffer": Buffer(2)}.get(feature)
+    if feature == "Fold":
+        zeros = {n: thr.arrays(orc._template(ref.sites[n].kind)) for n in names}
+        start = lambda z: [jnp.zeros(x.shape, x.dtype) for x in z]
+        reducers = {n: Fold(start(zeros[n]), _fold_step) for n in names}
+    saved = run.save(run.stack(), names=names, reduce=reducers)
+    out, got = run.run(run.outer(saved))
+    check_out(out, ref.out, "out with a reducer")
+    lanes = run.canonical.shape[:-1]
+    each = [
+        _reduced(feature, ref.program, run.canonical[i], names)
+        for i in np.ndindex(*lanes)
+    ]
+    for name in names:
+        leaves = thr.arrays(got[name]["primal"])
+        columns = zip(*(e[name] for e in each))
+        for leaf, column in zip(leaves, columns, strict=True):
+            want = np.stack(column).reshape((*lanes, *np.shape(column[0])))
+            # Of a leaf that does not vary, one may be kept for all lanes.
+            if not any(close(leaf, w) for w in forms(want, want, False)):
+                raise Wrong(f"{feature} {name}:\n{leaf}\nis not\n{want}")
+    return True
+
+
+def _appended(run, names):
+    saved = run.save(run.stack(), names=names, reduce=Append())
+    out, got = run.run(run.outer(saved))
+    check_out(out, run.ref.out, "out with Append")
+    for name, entry in got.items():
+        for mode, value in entry.items():
+            if mode != "count" and (type(value) is not tuple or not value):
+                raise Wrong(f"Append {name} {mode}: {value}")
+    one = {
+        n: {m: v if m == "count" else v[0] for m, v in entry.items()}
+        for n, entry in got.items()
+        if not run.ref.sites[n].conditional
+    }
+    check_saved(one, run.ref, names=set(one))
+    return True
+
+
+def transform(run):
+    fn = lambda tree: [jnp.sum(x * x) for x in thr.arrays(tree)]
+    saved = run.save(run.stack(), transform=fn, modes="primal")
+    if not run.ref.sites:
+        return False
+    out, got = run.run(run.outer(saved))
+    check_out(out, run.ref.out, "out with a transform")
+    for name, want in _cores(run.ref).items():
+        leaves = got[name]["primal"]
+        for leaf, (x, core) in zip(leaves, want, strict=True):
+            check_leaf(leaf, (x * x).sum(core), x.sum(core), False, f"{name} squares")
+    return True
+
+
+def _cores(ref):
+    """Of each name the leaves, and which of their axes are those of one value."""
+    found = {}
+    for name, site in ref.sites.items():
+        like = thr.arrays(orc._template(site.kind))
+        leaves = [np.asarray(x) for x in ref.taken[name, ""]]
+        core = [tuple(range(x.ndim - t.ndim, x.ndim)) for x, t in zip(leaves, like)]
+        found[name] = list(zip(leaves, core, strict=True))
+    return found
+
+
+def summarized(run):
+    if not run.ref.sites:
+        return False
+    saved = run.save(run.stack(), transform=summarize, modes="primal")
+    out, got = run.run(run.outer(saved))
+    check_out(out, run.ref.out, "out with summarize")
+    is_summary = lambda x: hasattr(x, "rms")
+    for name, want in _cores(run.ref).items():
+        leaves = jtu.tree_leaves(got[name]["primal"], is_leaf=is_summary)
+        leaves = [x for x in leaves if is_summary(x)]
+        count = np.asarray(run.ref.taken[name, "count"])
+        for leaf, (x, core) in zip(leaves, want, strict=True):
+            x = x.astype(np.float32)
+            total, largest = x.sum(core), x.max(core, initial=-np.inf)
+            check_leaf(leaf.mean * leaf.size, total, total, False, f"{name} total")
+            ran = np.broadcast_to(count > 0, largest.shape)
+            largest = np.where(ran, largest, 0)
+            check_leaf(leaf.max, largest, largest, False, f"{name} max")
+    return True
+
+
+def nested(run):
+    if _has_grad(run):
+        return False
+    other = run.reference(tag="other")
+    both = save_intermediates(run.save(run.stack()), tag="other")
+    (out, mine), others = run.run(run.outer(both))
+    check_out(out, run.ref.out, "out of two")
+    check_saved(mine, run.ref)
+    check_saved(others, other)
+    return True
+
+
+def _has_grad(run):
+    return "grad" in run.plan.outer
+
+
+def some_names(run):
+    names = list(run.ref.sites)[::2]
+    if not names:
+        return False
+    out, got = run.run(run.outer(run.save(run.stack(), names=names)))
+    check_out(out, run.ref.out, "out with names")
+    check_saved(got, run.ref, names=set(names))
+    return True
+
+
+def spec(run):
+    names = [n for n in run.ref.simple() if run.ref.sites[n].kind in ("v", "unused")]
+    if not names or not _no_outer_lanes(run):
+        return False
+    shape = {n: np.shape(run.ref.taken[n, ""][0]) for n in names}
+    right = {n: Float[Array, " ".join(map(str, s))] for n, s in shape.items()}
+    out, got = run.run(run.outer(run.save(run.stack(), spec=right)))
+    check_out(out, run.ref.out, "out with a spec")
+    check_saved(got, run.ref)
+    name = run.pick(names)
+    wrong = {name: Float[Array, " ".join(map(str, (*shape[name], 3)))]}
+    try:
+        jax.eval_shape(lambda x: run.save(run.stack(), spec=wrong)(x)[0], run.x)
+    except SowTypeError as error:
+        if name not in str(error):
+            raise Wrong("a SowTypeError without the name") from error
+    else:
+        raise Wrong(f"a wrong spec of {name} passes")
+    return True
+
+
+CHECKS = {
+    "none": lambda run: True,
+    "plant value": plant_value,
+    "plant function": plant_function,
+    "plant iteration": plant_iteration,
+    "plant cotangent": plant_cotangent,
+    "plant what was saved": plant_saved,
+    "plant inside": plant_inside,
+    "tap": watch,
+    **dict.fromkeys(ORDERED, reduce_),
+    "transform": transform,
+    "summarize": summarized,
+    "nested": nested,
+    "names": some_names,
+    "spec": spec,
+}
+
+
+def check(the_plan: Plan, mark: Callable = sow) -> str:
+    """What was checked, in addition to the output. `mark` is what marks the values."""
+    f = orc.to_jax(the_plan.program, mark, orc.to_layers(the_plan.program))
+    x, canonical = inputs(the_plan)
+    outer = {**OUTER, "grad": thr.PLAIN["grad"]}
+    plain = apply(the_plan.outer, apply(the_plan.inner, f, thr.PLAIN), outer)
+    try:
+        return _check(the_plan, f, x, canonical)
+    except Wrong:
+        raise
+    except Exception as error:
+        if documented(error, the_plan):
+            raise
+        try:
+            run = lambda x: plain(x)
+            (run if the_plan.seed % 8 == 0 else jax.jit(run))(x)
+        except Exception as same:
+            raise Refused(f"{type(same).__name__}: {str(same)[:60]}") from error
+        raise
+
+
+def _check(the_plan, f, x, canonical):
+    ref = Reference(the_plan, x)
+    options = {"capture": orc.Module} if the_plan.capture else {}
+    run = Run(the_plan, f, x, canonical, ref, options)
+    if the_plan.feature == "none" or not CHECKS[the_plan.feature](run):
+        out, got = run.run(run.outer(run.save(run.stack())))
+        check_out(out, ref.out)
+        check_saved(got, ref)
+        return "values"
+    return the_plan.feature
+
+
+# --- many ---
+
+
+class Report:
+    def __init__(self):
+        self.programs = 0
+        self.features = collections.Counter()
+        self.exceptions: dict[str, list[int]] = collections.defaultdict(list)
+        self.failing: dict[int, str] = {}
+        self.start = time.monotonic()
+
+    def run(self, seed: int, verbose: bool = False):
+        self.programs += 1
+        the_plan = plan(seed)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                self.features[check(the_plan)] += 1
+        except Refused as error:
+            self.exceptions[f"JAX without a capture, {error}"].append(seed)
+        except Exception as error:
+            label = documented(error, the_plan)
+            if label:
+                self.exceptions[label].append(seed)
+            else:
+                self.failing[seed] = f"{type(error).__name__}: {str(error)[:300]}"
+                if verbose:
+                    print(the_plan, file=sys.stderr)
+                    traceback.print_exc()
+                else:
+                    print(f"{seed}: {self.failing[seed]}", file=sys.stderr, flush=True)
+
+    def __str__(self):
+        seconds = time.monotonic() - self.start
+        lines = [f"jax {jax.__version__}: {self.programs} programs, {seconds:.0f} s"]
+        lines += ["checked:"]
+        lines += [f"  {n:5} {what}" for what, n in self.features.most_common()]
+        lines += ["exceptions:"]
+        for what, seeds in self.exceptions.items():
+            lines += [f"  {len(seeds):5} {what}, seeds {', '.join(map(str, seeds))}"]
+        lines += [f"failing seeds: {sorted(self.failing) or 'none'}"]
+        lines += [f"  {seed}: {what}" for seed, what in sorted(self.failing.items())]
+        return "\n".join(lines)
+
+
+def many(seed: int, programs: int, seconds: float, verbose: bool = False) -> Report:
+    report = Report()
+    for this in range(seed, seed + programs):
+        if time.monotonic() - report.start > seconds:
+            break
+        report.run(this, verbose)
+        if report.programs % 10 == 0:
+            jax.clear_caches()
+    return report
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--programs", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=600)
+    parser.add_argument("--verbose", action="store_true")
+    args = parser.parse_args()
+    report = many(args.seed, args.programs, args.seconds, args.verbose)
+    print(report)
+    sys.exit(bool(report.failing))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,421 @@
+"""Meshes with explicit axes, which is what `jax.make_mesh` makes: there a sharding is
+part of the type of an array. The values are those of the same program on one device,
+and are sharded as the value is where it is sown."""
+
+import contextlib
+import functools as ft
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import eqx_sow
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from eqx_sow import Append, Buffer, Fold, Last, plant, save_intermediates as S, tap
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+
+X = jnp.arange(32.0).reshape(8, 4) / 32 + 0.1
+
+
+class Mesh(NamedTuple):
+    shape: tuple[int, ...]
+    names: tuple[str, ...]
+    spec: tuple[Any, ...]
+    # Whether JAX is told of the mesh, or finds it in the types of the arrays only.
+    told: bool
+
+    def make(self):
+        return jax.make_mesh(self.shape, self.names)
+
+    def context(self):
+        return jax.set_mesh(self.make()) if self.told else contextlib.nullcontext()
+
+    def put(self, x):
+        return jax.device_put(x, NamedSharding(self.make(), P(*self.spec)))
+
+
+MESHES = {
+    "one axis": Mesh((8,), ("d",), ("d", None), True),
+    "two axes": Mesh((4, 2), ("d", "m"), ("d", "m"), True),
+    "both at once": Mesh((4, 2), ("d", "m"), (("d", "m"), None), True),
+    "not set": Mesh((4, 2), ("d", "m"), ("d", "m"), False),
+}
+
+
+# --- programs ---
+def plain(x, sow):
+    return jnp.sin(sow(jnp.sin(x), "a"))
+
+
+def unused(x, sow):
+    sow(jnp.sin(x), "a")
+    return x * 2
+
+
+def tree(x, sow):
+    return sow((jnp.sin(x), jnp.float32(2), jnp.arange(3.0)), "a")[0] * 2
+
+
+def scan(x, sow):
+    body = lambda c, i: (sow(jnp.sin(c) * i, "a"), None)
+    return lax.scan(body, x, jnp.arange(1.0, 4.0))[0]
+
+
+def hoisted(x, sow):
+    body = lambda c, _: (c * sow(jnp.sin(x), "a"), None)
+    return lax.scan(body, x, None, length=3)[0]
+
+
+def fori(x, sow):
+    return lax.fori_loop(0, 3, lambda i, c: sow(jnp.sin(c), "a"), x)
+
+
+def cond(x, sow):
+    run = lambda x: sow(jnp.sin(x), "a")
+    return lax.cond(x.sum() > 0, run, lambda x: x * 2, x)
+
+
+def not_run(x, sow):
+    run = lambda x: sow(jnp.sin(x), "a")
+    return lax.cond(x.sum() < 0, run, lambda x: x * 2, x)
+
+
+def both(x, sow):
+    sin, double = lambda x: sow(jnp.sin(x), "a"), lambda x: sow(x * 2, "a")
+    return lax.cond(x.sum() > 0, sin, double, x)
+
+
+def cond_in_scan(x, sow):
+    def body(c, i):
+        run = lambda c: sow(jnp.sin(c), "a")
+        return lax.cond(i > 1, run, lambda c: c * 2, c), None
+
+    return lax.scan(body, x, jnp.arange(4.0))[0]
+
+
+def scan_in_cond(x, sow):
+    return lax.cond(x.sum() > 0, lambda x: scan(x, sow), lambda x: x, x)
+
+
+def while_(x, sow):
+    body = lambda c: (sow(jnp.sin(c[0]), "a"), c[1] + 1)
+    return lax.while_loop(lambda c: c[1] < 3, body, (x, 0))[0]
+
+
+def until(x, sow):
+    return lax.while_loop(lambda c: c.sum() < 30, lambda c: sow(c * 2, "a"), x)
+
+
+def lanes(f, axis=0):
+    def mapped(x, sow):
+        return jax.vmap(lambda x: f(x, sow), axis, axis)(x)
+
+    return mapped
+
+
+def lanes_in_scan(x, sow):
+    body = lambda c, _: (lanes(both)(c, sow), None)
+    return lax.scan(body, x, None, length=3)[0]
+
+
+# Each with the leading axes of what is captured: "d" and "m" for lanes that are the
+# axes of `X` that are sharded over these, `None` for loops.
+PROGRAMS = {
+    "plain": (plain, ()),
+    "unused": (unused, ()),
+    "tree": (tree, ()),
+    "scan": (scan, (None,)),
+    "hoisted": (hoisted, (None,)),
+    "fori": (fori, (None,)),
+    "cond": (cond, ()),
+    "not run": (not_run, ()),
+    "both branches": (both, ()),
+    "cond in scan": (cond_in_scan, (None,)),
+    "scan in cond": (scan_in_cond, (None,)),
+    "while": (while_, ()),
+    "until": (until, ()),
+    "vmap": (lanes(plain), ("d",)),
+    "vmap, axis 1": (lanes(plain, 1), ("m",)),
+    "vmap of tree": (lanes(tree), ("d",)),
+    "vmap of scan": (lanes(scan), ("d", None)),
+    "vmap of hoisted": (lanes(hoisted), ("d", None)),
+    "vmap of cond": (lanes(cond), ("d",)),
+    "vmap of both": (lanes(both), ("d",)),
+    "vmap of cond in scan": (lanes(cond_in_scan), ("d", None)),
+    "vmap of while": (lanes(while_), ("d",)),
+    "vmap of until": (lanes(until), ("d",)),
+    "vmap of vmap": (lanes(lanes(plain)), ("d", "m")),
+    "vmap of vmap of cond": (lanes(lanes(cond)), ("d", "m")),
+    "vmap in scan": (lanes_in_scan, (None, "d")),
+}
+NO_GRAD = {"while", "until", "vmap of while", "vmap of until"}
+# JAX refuses the programs themselves: it selects by lane only if nothing but the lanes
+# is sharded.
+NO_OTHER_AXIS = {"vmap of cond", "vmap of both", "vmap in scan"}
+
+
+# --- uses ---
+def _grad(f):
+    return jax.grad(lambda x: (f(x) ** 2).sum())
+
+
+def _first(value):
+    return jax.tree.leaves(value)[0]
+
+
+def _double(value):
+    return jax.tree.map(lambda x: x * 2, value)
+
+
+def _planted_back(f):
+    return lambda x: plant(f, S(f)(x)[1])(x)
+
+
+def _gradient_of_planted(f):
+    def gradient(x):
+        value = S(f)(x)[1]["a"]["primal"]
+        return jax.grad(lambda value: (plant(f, {"a": value})(x) ** 2).sum())(value)
+
+    return gradient
+
+
+def _tapped(f):
+    def run(x):
+        events = []
+
+        def add(event):
+            events.append((event.mode, event.count, event.value, event.ran))
+
+        out = jax.jit(tap(f, add))(x)
+        jax.block_until_ready(out)
+        jax.effects_barrier()
+        modes = sorted({e[0] for e in events})
+        return out, {m: [e[1:] for e in events if e[0] == m] for m in modes}
+
+    return run
+
+
+ALL = "eager", "jit outside", "jit inside", "grad", "grad of checkpoint"
+USES: dict[str, Any] = {
+    "eager": S,
+    "jit outside": lambda f: jax.jit(S(f)),
+    "jit inside": lambda f: S(jax.jit(f)),
+    "grad": lambda f: S(jax.jit(_grad(f))),
+    "grad of checkpoint": lambda f: jax.jit(S(_grad(jax.checkpoint(f)))),
+}
+REDUCERS = {
+    "last": Last(),
+    "fold": Fold(0.0, lambda acc, x: acc * 2 + _first(x).sum()),
+    "buffer": Buffer(2),
+    "first": Buffer(5, keep="first"),
+    "append": Append(),
+}
+for name, reducer in REDUCERS.items():
+    USES[name] = lambda f, r=reducer: jax.jit(S(f, reduce=r))
+    USES[f"{name}, eager"] = lambda f, r=reducer: S(f, reduce=r)
+    USES[f"{name} of grad"] = lambda f, r=reducer: jax.jit(S(_grad(f), reduce=r))
+USES |= {
+    "transform": lambda f: jax.jit(S(f, transform=lambda x: _first(x).mean())),
+    "summarize of grad": lambda f: jax.jit(S(_grad(f), transform=eqx_sow.summarize)),
+    "plant": lambda f: jax.jit(plant(f, {"a": _double})),
+    "plant, captured": lambda f: jax.jit(S(plant(f, {"a": _double}))),
+    "grad of plant": lambda f: jax.jit(_grad(plant(f, {"a": _double}))),
+    "planted back": lambda f: jax.jit(_planted_back(f)),
+    "gradient of planted": lambda f: jax.jit(_gradient_of_planted(f)),
+    "tap": _tapped,
+    "tap of grad": lambda f: _tapped(_grad(f)),
+}
+# What is captured there is not the value as it was sown.
+OTHER_SHAPE = {"transform", "summarize of grad", "fold", "fold, eager", "fold of grad"}
+
+
+OFTEN = "eager", "grad of checkpoint"
+SOMETIMES = "last of grad", "planted back"
+
+
+def _cases():
+    for mesh in MESHES:
+        for program in PROGRAMS:
+            for use in USES:
+                differentiates = "grad" in use or use == "planted back"
+                if program in NO_GRAD and differentiates:
+                    continue
+                if program in NO_OTHER_AXIS and "m" in MESHES[mesh].spec:
+                    continue
+                if mesh == "two axes" and use in OFTEN:
+                    marks: Any = ()
+                elif mesh == "two axes" and use in SOMETIMES:
+                    marks = pytest.mark.slow
+                else:
+                    marks = pytest.mark.every
+                yield pytest.param(mesh, program, use, marks=marks)
+
+
+def assert_same(value, reference):
+    assert jax.tree.structure(value) == jax.tree.structure(reference)
+    for x, y in zip(jax.tree.leaves(value), jax.tree.leaves(reference)):
+        assert np.shape(x) == np.shape(y)
+        if getattr(x, "dtype", None) == jax.dtypes.float0:
+            continue
+        np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=2e-5, atol=1e-6)
+
+
+def spec_of(x):
+    """Without the forms that `PartitionSpec` has for the same."""
+    aval = jax.typeof(x) if isinstance(x, jax.Array) else x
+    one = lambda a: a[0] if isinstance(a, tuple) and len(a) == 1 else a
+    spec = list(map(one, aval.sharding.spec))
+    return (*spec, *[None] * (aval.ndim - len(spec)))
+
+
+@pytest.mark.parametrize("mesh, program, use", list(_cases()))
+def test_program(mesh, program, use):
+    mesh, (fn, lead), use_of = MESHES[mesh], PROGRAMS[program], USES[use]
+    seen = []
+
+    def marked(value, name):
+        seen.append(jax.tree.map(jax.typeof, value))
+        return eqx_sow.sow(value, name)
+
+    reference = use_of(ft.partial(fn, sow=marked))(X)
+    seen.clear()
+    with mesh.context():
+        out = use_of(ft.partial(fn, sow=marked))(mesh.put(X))
+    assert_same(out, reference)
+    saved = type(out) is tuple and isinstance(out[1], eqx_sow.Intermediates)
+    captured = out[1]["a"] if saved else {}
+    if use in OTHER_SHAPE or not mesh.told:
+        return
+    over = dict(zip("dm", mesh.spec))
+    lead = tuple(over.get(a) for a in lead)
+    if use.startswith("last"):
+        lead = tuple(a for a in lead if a is not None)
+    if use.startswith(("buffer", "first")):
+        lead = (*(a for a in lead if a is not None), None)
+    for mode in captured.keys() - {"count"}:
+        value, sown = _first(captured[mode]), _first(seen)
+        expected = (*lead, *spec_of(sown))
+        assert spec_of(value) == expected[len(expected) - value.ndim :], mode
+
+
+# --- `jax.shard_map` over one of two axes ---
+TYPES = {t.name[0]: t for t in (AxisType.Explicit, AxisType.Auto)}
+INSIDE = "plain", "tree", "scan", "hoisted", "cond", "both branches", "vmap"
+INSIDE = *INSIDE, "cond in scan", "while"
+
+
+def _cases_inside():
+    for types in ("EE", "EA", "AE", "AA"):
+        for told in (True, False):
+            for program in INSIDE:
+                for use in ("jit outside", "grad of checkpoint", "planted back"):
+                    if program in NO_GRAD and use != "jit outside":
+                        continue
+                    if not told or use != OFTEN[-1]:
+                        marks: Any = pytest.mark.every
+                    else:
+                        marks = () if program == "cond in scan" else pytest.mark.slow
+                    yield pytest.param(types, told, program, use, marks=marks)
+
+
+@pytest.mark.parametrize("types, told, program, use", list(_cases_inside()))
+def test_shard_map_over_one_axis(types, told, program, use):
+    fn, use_of = PROGRAMS[program][0], USES[use]
+    mesh = jax.make_mesh((4, 2), ("d", "m"), axis_types=tuple(TYPES[t] for t in types))
+
+    def on_devices(x):
+        part = ft.partial(fn, sow=eqx_sow.sow)
+        over = P("d")
+        return jax.shard_map(
+            part, mesh=mesh, in_specs=over, out_specs=over, axis_names={"d"}
+        )(x)
+
+    spec = P("d" if types[0] == "E" else None, "m" if types[1] == "E" else None)
+    with jax.set_mesh(mesh) if told else contextlib.nullcontext():
+        out = use_of(on_devices)(jax.device_put(X, NamedSharding(mesh, spec)))
+    rows = [use_of(ft.partial(fn, sow=eqx_sow.sow))(x) for x in X.reshape(4, 2, 4)]
+    if use == "planted back":
+        np.testing.assert_allclose(out, np.concatenate(rows), rtol=1e-5)
+        return
+    np.testing.assert_allclose(out[0], np.concatenate([r[0] for r in rows]), rtol=1e-5)
+    for mode, value in out[1]["a"].items():
+        expected = jax.tree.map(
+            lambda *xs: np.stack(xs), *[r[1]["a"][mode] for r in rows]
+        )
+        # What is the same on all devices has no axis for them.
+        assert_same(_first(value), _first(expected))
+        if mode != "count" and told:
+            over = spec_of(_first(value))
+            assert over[0] == (None if types[0] == "A" else "d")
+            # JAX 0.10 forgets it where a `shard_map` over an automatic axis ends.
+            if types[1] == "E" and (types[0] == "E" or jax.__version_info__ > (0, 11)):
+                assert over[-1] == "m"
+
+
+# --- a model ---
+@pytest.mark.parametrize("told", [True, False])
+def test_capture(told):
+    mesh = jax.make_mesh((8,), ("d",))
+    model = eqx.nn.MLP(4, 3, 8, 2, key=jax.random.key(0))
+
+    @eqx.filter_grad
+    def grad(model, x):
+        return (jax.vmap(model)(x) ** 2).sum()
+
+    saved = eqx.filter_jit(S(grad, capture=True))
+    expected = saved(model, X)
+    on_mesh = eqx.filter_shard(model, NamedSharding(mesh, P()))
+    with jax.set_mesh(mesh) if told else contextlib.nullcontext():
+        grads, captured = saved(on_mesh, jax.device_put(X, NamedSharding(mesh, P("d"))))
+    assert_same((eqx.filter(grads, eqx.is_array), captured), expected)
+    for modes in captured.values():
+        for value in modes.values():
+            assert value.sharding.spec[0] == "d"
+
+
+def test_nothing_is_gathered():
+    mesh = MESHES["one axis"]
+    for fn in (cond, cond_in_scan, lanes(both), lanes_in_scan, while_):
+        with mesh.context():
+            saved = jax.jit(S(ft.partial(fn, sow=eqx_sow.sow)))
+            text = saved.lower(mesh.put(X)).compile().as_text()
+        assert "all-gather" not in text, fn
+
+
+def test_plant_on_a_mesh_that_only_the_shard_map_knows(call):
+    mesh = jax.make_mesh((8,), ("d",))
+
+    def f(x, sow=eqx_sow.sow):
+        x = jax.sharding.reshard(x, NamedSharding(mesh, P("d")))
+        body = lambda x: sow(jnp.sin(x), "a") * 2
+        return jax.shard_map(body, mesh=mesh, in_specs=P("d"), out_specs=P("d"))(x)
+
+    # Neither the input nor what is planted is on the mesh.
+    new = jnp.arange(32.0).reshape(8, 1, 4)
+    got = call(plant(f, {"a": new}), X)
+    np.testing.assert_allclose(got, 2 * new.reshape(8, 4))
+
+
+def test_plant_of_one_value_for_all_iterations_on_a_device(call):
+    mesh = jax.make_mesh((2,), ("d",), devices=jax.devices()[:2])
+
+    def on_device(x):
+        body = lambda c, _: (c * eqx_sow.sow(jnp.sin(x), "a"), None)
+        return lax.scan(body, x, None, length=3)[0].sum()
+
+    def f(x):
+        spec = P("d")
+        x = jax.sharding.reshard(x, NamedSharding(mesh, spec))
+        grad = lambda x: jax.grad(on_device)(x)
+        return jax.shard_map(grad, mesh=mesh, in_specs=spec, out_specs=spec)(x)
+
+    new = jnp.ones((2, 3, 1, 4))
+    with pytest.raises(
+        eqx_sow.SowError, match="cannot be checked in a `jax.shard_map`"
+    ):
+        call(plant(f, {"a": new}), X[:2])
+    got = call(plant(f, {"a": jnp.ones_like}), X[:2])
+    assert got.shape == (2, 4)

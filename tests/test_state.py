@@ -1,0 +1,468 @@
+"""What outlives a call, and what can be copied and written to a file."""
+
+import asyncio
+import concurrent.futures as cf
+import copy
+import gc
+import io
+import pickle
+import resource
+import subprocess
+import sys
+import threading
+
+import equinox as eqx
+import jax
+import jax.export
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import pytest
+from eqx_sow import (
+    Append,
+    Buffer,
+    Fold,
+    Intermediates,
+    Last,
+    plant,
+    save_intermediates as S,
+    Sow,
+    sow,
+    summarize,
+    tap,
+)
+from jax import lax
+
+from .helpers import assert_close
+
+
+X = jnp.arange(1.0, 4.0)
+
+
+def _fn(x):
+    return sow(jnp.sin(x), "h") * sow(2 * x, "g")
+
+
+class Layer(eqx.Module):
+    weight: jax.Array
+
+    def __call__(self, x):
+        return self.encode(x) + 1
+
+    def encode(self, x):
+        return sow(self.weight * x, "inside")
+
+
+class Model(eqx.Module):
+    first: Layer
+    last: Layer
+
+    def __init__(self, key):
+        self.first, self.last = (Layer(k) for k in jr.normal(key, (2, 3)))
+
+    def __call__(self, x):
+        return self.last(self.first(x))
+
+
+MODEL = Model(jr.key(0))
+
+
+def _works():
+    """The library is as it was at first."""
+    assert sow(X, "h") is X
+    assert type(MODEL.first) is Layer
+    assert "sow" not in str(jax.make_jaxpr(_fn)(X))
+    h, g = jnp.sin(X), 2 * X
+    assert_close(S(_fn)(X), (h * g, {"h": {"primal": h}, "g": {"primal": g}}))
+    assert_close(plant(_fn, {"h": X})(X), X * g)
+    a = MODEL.first.weight * X + 1
+    b = MODEL.last.weight * a + 1
+    out, got = S(MODEL, capture=Layer, tag="none")(X)
+    assert_close((out, got), (b, {"first": {"primal": a}, "last": {"primal": b}}))
+    names = []
+    tap(_fn, lambda event: names.append(event.name))(X)
+    jax.effects_barrier()
+    assert sorted(names) == ["g", "h"]
+
+
+# --- threads ---
+
+
+def _grad(x):
+    return jax.grad(lambda x: jnp.sum(_fn(x)))(x)
+
+
+def _tapped(fn):
+    def run(x):
+        events = []
+        out = tap(fn, lambda event: events.append(event.value), names="h")(x)
+        jax.block_until_ready(out)
+        jax.effects_barrier()
+        return out, [jnp.asarray(value) for value in events]
+
+    return run
+
+
+H, G = jnp.sin(X), 2 * X
+# Eight uses of one function, and what comes back.
+USES = [
+    (lambda fn: fn, H * G),
+    (lambda fn: S(fn), (H * G, {"h": {"primal": H}, "g": {"primal": G}})),
+    (lambda fn: S(fn, names="h"), (H * G, {"h": {"primal": H}})),
+    (
+        lambda fn: S(fn, names="h", transform=jnp.sum),
+        (H * G, {"h": {"primal": jnp.sum(H)}}),
+    ),
+    (
+        lambda fn: S(fn, names="g", reduce=Buffer(2)),
+        (H * G, {"g": {"primal": jnp.stack([G, 0 * G]), "count": jnp.int32(1)}}),
+    ),
+    (lambda fn: plant(fn, {"g": X}), H * X),
+    (
+        lambda fn: S(jax.grad(lambda x: jnp.sum(fn(x))), modes="cotangent", names="h"),
+        (jnp.cos(X) * G + 2 * H, {"h": {"cotangent": G}}),
+    ),
+    (_tapped, (H * G, [H])),
+]
+
+
+@pytest.mark.parametrize("jitted", [jax.jit, eqx.filter_jit])
+def test_eight_threads_on_one_jitted_function(jitted):
+    start = threading.Barrier(len(USES))
+
+    def work(fns, use, want):
+        for fn in fns:
+            start.wait(60)
+            # At first all of them trace it, then all of them call it.
+            for _ in range(2):
+                assert_close(use(fn)(X), want)
+
+    fns = [jitted(lambda x: _fn(x)) for _ in range(3)]
+    with cf.ThreadPoolExecutor(len(USES)) as pool:
+        tasks = [pool.submit(work, fns, use, want) for use, want in USES]
+        for task in tasks:
+            task.result(120)
+    _works()
+
+
+@pytest.mark.parametrize(
+    "fn, name",
+    [
+        (eqx.filter_jit(lambda model, x: model(x)), "model"),
+        # A global variable, which is another while the function is traced.
+        (lambda model, x: MODEL(x), "MODEL"),
+    ],
+)
+def test_eight_threads_capture_one_model(fn, name):
+    options = [dict(capture=True, tag=i, scope=i % 2 == 0) for i in range(8)]
+    start = threading.Barrier(8)
+
+    def work(options):
+        start.wait(60)
+        for _ in range(5):
+            out, got = S(fn, **options)(MODEL, X)
+            assert_close(out, MODEL(X))
+            assert list(got) == [f"{name}/first", f"{name}/last", name]
+            assert_close(got[name]["primal"], out)
+
+    with cf.ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, options))
+    _works()
+
+
+# --- exceptions ---
+
+
+class _FailedError(Exception):
+    pass
+
+
+def _fail(*args):
+    raise _FailedError
+
+
+def _fails_while_traced(x):
+    _fail(sow(x, "h"))
+
+
+def _fails_in_a_loop(x):
+    return lax.scan(lambda c, _: _fail(sow(c, "h")), x, None, length=2)
+
+
+def _fails_while_it_runs(x):
+    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return sow(jax.pure_callback(_fail, shape, sow(x, "h")), "g")
+
+
+def _fails_inside(x):
+    return S(_fails_while_traced)(sow(x, "h"))
+
+
+FAILURES = {
+    "fn": lambda wrap: wrap(S(_fails_while_traced))(X),
+    "fn in a loop": lambda wrap: wrap(S(_fails_in_a_loop))(X),
+    "fn that runs": lambda wrap: wrap(S(_fails_while_it_runs))(X),
+    "fn of a fn": lambda wrap: wrap(S(_fails_inside))(X),
+    "fn under plant": lambda wrap: wrap(plant(_fails_while_traced, {"h": X}))(X),
+    "fn under tap": lambda wrap: wrap(tap(_fails_while_traced))(X),
+    "model": lambda wrap: wrap(S(lambda m, x: _fail(m(x)), capture=True))(MODEL, X),
+    "names": lambda wrap: wrap(S(_fn, names=lambda name: _fail()))(X),
+    "capture": lambda wrap: wrap(S(MODEL, capture=lambda path, m: _fail()))(X),
+    "transform": lambda wrap: wrap(S(_fn, transform=_fail))(X),
+    "reducer": lambda wrap: wrap(S(_fn, reduce=Fold(0.0, lambda a, x: _fail())))(X),
+    "init": lambda wrap: wrap(S(_fn, reduce=Fold(_fail, lambda a, x: a)))(X),
+    "planted function": lambda wrap: wrap(plant(_fn, {"h": _fail}))(X),
+    "when": lambda wrap: wrap(tap(_fn, when=_fail))(X),
+    "callback": lambda wrap: wrap(tap(_fn, _fail))(X),
+    "name": lambda wrap: wrap(S(lambda x: sow(x, _fail())))(X),
+}
+
+
+@pytest.mark.parametrize("wrap", [lambda fn: fn, eqx.filter_jit])
+@pytest.mark.parametrize("name", FAILURES)
+def test_an_exception_leaves_nothing_behind(name, wrap):
+    with pytest.raises(Exception) as info:
+        jax.block_until_ready(FAILURES[name](wrap))
+        jax.effects_barrier()
+    assert "_FailedError" in repr(info.value) + str(info.value)
+    _works()
+
+
+# --- generators and coroutines ---
+
+
+def test_generators():
+    def halves(x):
+        while True:
+            x = sow(x / 2, "half")
+            yield x
+
+    # One that `fn` runs is a part of it, also if it was made outside.
+    other = halves(X)
+
+    def fn(x):
+        mine = halves(x)
+        return next(mine) + next(mine) + next(other)
+
+    out, got = S(fn, reduce=Append())(X)
+    assert_close(got["half"]["primal"], (X / 2, X / 4, X / 2))
+
+    # One that captures, and is left and resumed.
+    def captures(k):
+        for i in range(3):
+            yield S(lambda x: sow(k * x, f"{k}"))(X + i)
+
+    for i, (one, two) in enumerate(zip(captures(1.0), captures(2.0))):
+        assert sow(X, "h") is X
+        assert_close(one[1], {"1.0": {"primal": X + i}})
+        assert_close(two[1], {"2.0": {"primal": 2 * (X + i)}})
+
+
+def test_asyncio():
+    async def layer(x, name):
+        await asyncio.sleep(0)
+        return sow(2 * x, name)
+
+    async def both(x):
+        return await asyncio.gather(layer(x, "a"), layer(x, "b"))
+
+    # An event loop that `fn` runs is a part of it.
+    _, got = S(lambda x: asyncio.run(both(x)))(X)
+    assert_close(got, {n: {"primal": 2 * X} for n in ("a", "b")})
+
+    async def task(use, want):
+        for _ in range(3):
+            assert_close(use(_fn)(X), want)
+            await asyncio.sleep(0)
+            assert sow(X, "h") is X
+            assert_close(await asyncio.to_thread(use(_fn), X), want)
+
+    async def all_tasks():
+        await asyncio.gather(*(task(*use) for use in USES))
+
+    asyncio.run(all_tasks())
+    _works()
+
+
+# --- memory ---
+
+
+def _changing(i):
+    """Functions and models that were not there before."""
+    model = Model(jr.wrap_key_data(np.array([0, i], np.uint32)))
+    tag = f"tag {i}"
+    S(lambda x: sow(x * 2, "h", tag=tag), tag=tag, transform=lambda x: x + 1)(X)
+    S(model, capture=True, tag="none")(X)
+    S(lambda m, x: m(x), capture=lambda path, m: path != ".", tag="none")(model, X)
+    S(model, scope=True, reduce=Fold(model.first.weight, lambda acc, x: acc + x))(X)
+    S(model, capture=Layer, methods="encode", inputs=True, tag="none")(X)
+    plant(model, {"first": lambda x: x * i, "last": X}, capture=True)(X)
+
+
+def _counts():
+    gc.collect()
+    classes = [len(cls.__subclasses__()) for cls in (Layer, Model)]
+    return len(gc.get_objects()), classes
+
+
+@pytest.mark.slow
+def test_captures_leave_no_objects_behind():
+    def clear(numbers):
+        for i in numbers:
+            _changing(i)
+        # JAX's own caches remember a number of programs, whatever these are.
+        jax.clear_caches()
+        return _counts()
+
+    clear(range(5))
+    objects, classes = clear(range(5, 10))
+    more_objects, more_classes = clear(range(10, 60))
+    assert more_classes == classes == [1, 1]
+    assert more_objects - objects < 50
+
+
+@pytest.mark.slow
+def test_ten_thousand_captures():
+    def change(i):
+        model = Layer(jnp.full(3, float(i)))
+        S(lambda x: sow(x * 2, f"{i}"))(X)
+        S(model, capture=True)(X)
+
+    # As many as JAX's caches hold.
+    for i in range(1000):
+        change(i)
+    objects, classes = _counts()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for i in range(1000, 6000):
+        change(i)
+    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    more_objects, more_classes = _counts()
+    assert more_classes == classes
+    assert more_objects - objects < 1000
+    assert (after - before) / 1024 < 50
+
+
+def test_one_class_for_each_type():
+    class Own(eqx.Module):
+        def __call__(self, x):
+            return self.encode(x)
+
+        def encode(self, x):
+            return sow(2 * x, "h")
+
+    def run(**options):
+        for _ in range(2):
+            S(Own(), tag=options.pop("tag", "intermediates"), **options)(X)
+
+    assert not Own.__subclasses__()
+    run(capture=True)
+    run(capture=Own, inputs=True, tag="a")
+    run(capture=lambda path, module: True, scope=True)
+    run(scope=True)
+    run(capture=True, methods="encode")
+    run(capture=True, methods=("encode", "__call__"))
+    S(S(Own(), capture=True), capture=True, tag="b")(X)
+    gc.collect()
+    assert len(Own.__subclasses__()) == 1
+
+
+# --- files ---
+
+
+def _model():
+    return eqx.nn.Sequential(
+        [eqx.nn.Linear(3, 3, key=jr.key(1)), Sow("named", spec=object), Sow()]
+    )
+
+
+def _captured():
+    def fn(x):
+        x = lax.fori_loop(0, 3, lambda i, x: sow(jnp.sin(x), "z"), x)
+        return sow({"x": x, "kind": "text"}, "a")["x"]
+
+    return S(jax.grad(lambda x: jnp.sum(fn(x))), reduce={"z": Buffer(2)})(X)[1]
+
+
+COPIES = {
+    "pickle": lambda x: pickle.loads(pickle.dumps(x)),
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+}
+
+
+def _from_file(x):
+    file = io.BytesIO()
+    eqx.tree_serialise_leaves(file, x)
+    file.seek(0)
+    return eqx.tree_deserialise_leaves(file, eqx.filter_eval_shape(lambda: x))
+
+
+@pytest.mark.parametrize("way", [*COPIES, "file"])
+def test_copies_of_intermediates(way):
+    got = _captured()
+    assert list(got) == ["z", "a"]
+    new = COPIES.get(way, _from_file)(got)
+    assert type(new) is Intermediates and list(new) == list(got)
+    assert [list(modes) for modes in new.values()] == [list(m) for m in got.values()]
+    assert_close(new, got)
+    assert_close(plant(_fn, COPIES.get(way, _from_file)(S(_fn)(X)[1]))(X), _fn(X))
+
+
+@pytest.mark.parametrize("way", [*COPIES, "file"])
+def test_copies_of_a_model(way):
+    model = _model()
+    new = COPIES.get(way, _from_file)(model)
+    assert_close(new, model)
+    assert_close(S(new, capture=True)(X), S(model, capture=True)(X))
+
+
+@pytest.mark.parametrize("way", COPIES)
+def test_copies_of_what_is_transformed(way):
+    copied = COPIES[way]
+    for fn in (S(_fn), plant(_fn, {"h": X}), S(_fn, reduce=Last(), names="h")):
+        assert_close(copied(fn)(X), fn(X))
+    summary = summarize(X, edges=[0, 2, 4])
+    assert_close(copied(summary), summary)
+
+
+def test_a_model_is_copied_while_it_is_captured():
+    def fn(model, x):
+        return copy.copy(model)(x) + copy.deepcopy(model)(x)
+
+    out, got = S(fn, capture=Layer, tag="other", reduce=Append())(Layer(X), X)
+    assert_close(out, 2 * (X * X + 1))
+    assert_close(got["model"]["primal"], (X * X + 1,) * 2)
+
+
+def _exported():
+    pytest.importorskip("flatbuffers")
+    return jax.export.export(jax.jit(S(_fn)))(X).serialize()
+
+
+def test_export():
+    out, got = jax.export.deserialize(bytearray(_exported())).call(X)
+    assert type(got) is Intermediates and list(got) == ["h", "g"]
+    assert_close((out, got), S(_fn)(X))
+
+
+def test_export_of_a_summary():
+    pytest.importorskip("flatbuffers")
+    export = lambda fn: jax.export.export(jax.jit(fn))(X).serialize()
+    with pytest.raises(ValueError, match="containing an unregistered type"):
+        export(S(_fn, transform=summarize))
+    assert export(S(_fn, transform=lambda x: summarize(x).rms))
+
+
+@pytest.mark.slow
+def test_export_to_a_fresh_process(tmp_path):
+    file = tmp_path / "exported"
+    file.write_bytes(_exported())
+    program = f"""
+import eqx_sow, jax.export, jax.numpy as jnp
+loaded = jax.export.deserialize(bytearray(open({str(file)!r}, "rb").read()))
+out, got = loaded.call(jnp.arange(1.0, 4.0))
+print(type(got).__name__, list(got), got["g"]["primal"])
+"""
+    run = [sys.executable, "-c", program]
+    done = subprocess.run(run, capture_output=True, text=True, check=True)
+    assert done.stdout == "Intermediates ['h', 'g'] [2. 4. 6.]\n"
