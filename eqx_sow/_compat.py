@@ -10,11 +10,8 @@ import dataclasses as dc
 import functools as ft
 import itertools as it
 import re
-import sys
-import types
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import Any, cast, TypeVar
+from typing import Any
 
 import equinox as eqx
 import equinox.internal
@@ -22,7 +19,6 @@ import jax
 import jax.core
 import jax.extend.core as jexc
 import jax.numpy as jnp
-from jax.extend import source_info_util
 
 from ._errors import SowError
 
@@ -61,12 +57,13 @@ _NEXT = "jax_remat3", "jax_custom_vjp3", "jax_custom_jvp3"
 
 
 def _linearizations() -> dict[Any, Callable]:
+    # How a primitive is linearized is in no public table. `_walk/jax_rules.py` says
+    # what for.
     from jax._src.interpreters import ad
 
     return ad.primitive_linearizations
 
 
-# No public table: how a primitive is linearized. `_walk/jax_rules.py` says what for.
 primitive_linearizations = find("JAX's table of linearizations", _linearizations, {})
 
 
@@ -333,7 +330,7 @@ def public_nan_errors() -> Iterator[None]:
     it is, of a class that is not public."""
     try:
         yield
-    except Exception as e:
+    except Exception as e:  # its class is private: only the name tells
         if type(e).__name__ != "InternalFloatingPointError":
             raise
         name, kind = e.args
@@ -430,6 +427,9 @@ def classic_form(prim: Any) -> tuple[jexc.Primitive, dict[str, Any]] | None:
 
 
 def _remat_rules() -> dict[Any, Callable]:
+    # With `JAX_REMAT3`, what a backward pass computes again instead of a primitive.
+    # There is no public way to say so: `jax.debug.callback` is called twice for want of
+    # it.
     try:
         from jax._src.interpreters import remat
 
@@ -438,8 +438,6 @@ def _remat_rules() -> dict[Any, Callable]:
         return {}  # JAX 0.10
 
 
-# With `JAX_REMAT3`, what a backward pass computes again instead of a primitive. There
-# is no public way to say so, and `jax.debug.callback` is called twice for want of it.
 remat_rules = _remat_rules()
 
 
@@ -465,71 +463,6 @@ def varying(x: Any) -> frozenset[Any]:
     return aval.mat.varying if hasattr(aval, "mat") else aval.vma
 
 
-_folders = {
-    module.__name__: str(Path(str(module.__file__)).parent) + "/"
-    for module in (jax, eqx, sys.modules["eqx_sow"])
-}
-# Up to JAX 0.10.1 `contextlib` calls what is decorated by `jax.named_scope`.
-_libraries = (str(contextlib.__file__), *_folders.values())
-# JAX hides its own frames. Those of Equinox may be of a layer, or how it calls methods.
-_hidden = (
-    _folders["jax"],
-    _folders["eqx_sow"],
-    _folders["equinox"] + "_module/",
-    str(contextlib.__file__),
-)
-# What JAX says of where something was traced is about the user's code, too.
-source_info_util.register_exclusion(_folders["eqx_sow"])
-
-_F = TypeVar("_F", bound=Callable)
-
-
-def is_library(file: str) -> bool:
-    return file.startswith(_libraries)
-
-
-def api_boundary(fn: _F) -> _F:
-    """Tracebacks of exceptions that leave `fn` have no frames of ours, unless JAX keeps
-    its own. JAX has this for itself alone."""
-
-    @ft.wraps(fn)
-    def call(*args, **kwargs):
-        try:
-            return fn(*args, **kwargs)
-        except Exception as e:
-            config: Any = jax.config
-            if config.jax_traceback_filtering != "off":
-                e.__traceback__ = _without_libraries(e.__traceback__)
-            # This adds no frame, not even that of `call`.
-            raise
-
-    return cast(_F, call)
-
-
-def _without_libraries(
-    traceback: types.TracebackType | None,
-) -> types.TracebackType | None:
-    kept = []
-    while traceback is not None:
-        if not traceback.tb_frame.f_code.co_filename.startswith(_hidden):
-            kept.append(traceback)
-        traceback = traceback.tb_next
-    for t in reversed(kept):
-        traceback = types.TracebackType(traceback, t.tb_frame, t.tb_lasti, t.tb_lineno)
-    return traceback
-
-
-def user_line() -> str:
-    """`file:line` of the innermost frame that is neither ours nor JAX's nor
-    Equinox's."""
-    frame = sys._getframe(2)
-    file = frame.f_code.co_filename
-    while is_library(file) and frame.f_back is not None:
-        frame = frame.f_back
-        file = frame.f_code.co_filename
-    return f"{file}:{frame.f_lineno}"
-
-
 def classes_that_differ(message: str) -> list[str]:
     """The names of classes in JAX's error about two trees that do not match."""
     names = re.findall(r"<class '([^']*)'>", message)
@@ -537,31 +470,3 @@ def classes_that_differ(message: str) -> list[str]:
     path = r"(?:[\w.<>]*\.)?(\w+)"
     value = re.search(rf"<class '{path}'>, value: {path}\(", message)
     return names if value is None else list(value.groups())
-
-
-@dc.dataclass(frozen=True)
-class CallSite:
-    """Where in a user's code an equation was traced: for each frame, from outside in,
-    its code and the position in there. Differentiation keeps it. Two calls in one line
-    have two, but all iterations of a Python loop have one."""
-
-    frames: tuple[tuple[Any, int], ...]
-    _hash: int
-
-    def __hash__(self):
-        return self._hash
-
-    def is_after(self, other: "CallSite") -> bool:
-        """Whether this code comes after the other in one function. Unless that has a
-        loop, it runs later."""
-        for (code, at), (other_code, other_at) in zip(self.frames, other.frames):
-            if (code, at) != (other_code, other_at):
-                return code is other_code and at > other_at
-        return False
-
-
-def call_site(eqn: Any) -> CallSite:
-    traceback = eqn.source_info.traceback
-    frames = [] if traceback is None else list(zip(*traceback.raw_frames()))
-    own = tuple((c, at) for c, at in frames[::-1] if not is_library(c.co_filename))
-    return CallSite(own, hash(own))

@@ -12,7 +12,7 @@ ROOT = Path(eqx_sow.__file__).parent
 # `_values` and `_modules` do not know of each other.
 LAYERS = [
     {"_errors"},
-    {"_compat"},
+    {"_compat", "_frames"},
     {"_arrays", "_names"},
     {"_mark"},
     {"_walk", "_values", "_modules"},

@@ -918,10 +918,8 @@ def test_a_dependence_on_history_is_found(impure, how, monkeypatch, request):
 
 
 @pytest.mark.fuzz
-def test_all_pairs_within_a_budget(request):
+def test_all_pairs_within_a_budget():
     """`FUZZ_SEED` for other pairs first, `FUZZ_SECONDS` for more, 15000 for all."""
-    if "fuzz" not in (request.config.getoption("markexpr") or ""):
-        pytest.skip("asked for with -m fuzz")
     chosen = random.Random(int(os.environ.get("FUZZ_SEED", "1000")))
     end = time.monotonic() + float(os.environ.get("FUZZ_SECONDS", "150"))
     firsts = {name: chosen.sample(USES, len(USES)) for name in PROGRAMS}

@@ -228,7 +228,7 @@ def test_effect_is_kept(outside, inside):
 @assumed(
     "A program with an effect whose type is a subclass of that of `jax.debug.print` "
     "is lowered and runs.",
-    "_transforms/tap.py",
+    "_transforms/send.py",
 )
 def test_effect_is_lowered():
     mark_p = marker()
@@ -748,7 +748,7 @@ def test_replacing_bind(monkeypatch):
     "`str_short` writes a type as `f32[2]` or `float32[2]`.",
     "_walk/register.py",
     "_values/tabulate.py",
-    "_transforms/tap.py",
+    "_transforms/events.py",
 )
 def test_names_of_types():
     aval = jax.typeof(jnp.ones(2))
@@ -809,6 +809,7 @@ def test_derivative_rules():
     "with `name`, `size` and `spmd_name`.",
     "_mark/primitive.py",
     "_walk/jax_rules.py",
+    "_transforms/send.py",
     "_transforms/tap.py",
 )
 def test_batching_rules():
@@ -1003,7 +1004,7 @@ def test_checkpoint_of_scan(monkeypatch):
     "the one that is run again, which outputs of these are unknown, which are made "
     "again, and the residuals; either equation can be `None`.",
     "_mark/primitive.py",
-    "_transforms/tap.py",
+    "_transforms/send.py",
 )
 def test_checkpoint_rules():
     mark_p, again_p = marker(), toy("again")
@@ -1051,7 +1052,7 @@ def test_partial_evaluation_of_scan(monkeypatch):
 @assumed(
     "`mlir.lower_fun` makes a lowering of a function, and `mlir.register_lowering` "
     "takes one for a platform, which is not cached if `cacheable=False`.",
-    "_transforms/tap.py",
+    "_transforms/send.py",
     "_mark/primitive.py",
 )
 def test_lowering():
@@ -1103,7 +1104,7 @@ def test_name_stacks():
     "`eqn.source_info.traceback.raw_frames()` gives the code and the position in there "
     "of each frame, from inside out. Two calls in one line differ, iterations of a "
     "Python loop do not, and differentiation keeps it.",
-    "_compat.py",
+    "_frames.py",
 )
 def test_tracebacks():
     def inner(x):
@@ -1137,7 +1138,7 @@ def test_tracebacks():
 @assumed(
     "What JAX and Equinox put between a function and its caller are frames of their "
     "own files, and of `contextlib`.",
-    "_compat.py",
+    "_frames.py",
 )
 def test_frames():
     ours = [Path(x.__file__).parent for x in (jax, eqx)]

@@ -435,7 +435,6 @@ def test_a_model_is_copied_while_it_is_captured():
 
 
 def _exported():
-    pytest.importorskip("flatbuffers")
     return jax.export.export(jax.jit(S(_fn)))(X).serialize()
 
 
@@ -446,7 +445,6 @@ def test_export():
 
 
 def test_export_of_a_summary():
-    pytest.importorskip("flatbuffers")
     export = lambda fn: jax.export.export(jax.jit(fn))(X).serialize()
     with pytest.raises(ValueError, match="containing an unregistered type"):
         export(S(_fn, transform=summarize))

@@ -8,8 +8,8 @@ import jax
 import jax.core
 import jax.tree_util as jtu
 
-from .. import _compat
 from .._errors import SowError
+from .._frames import api_boundary, user_line
 from .._names import join
 from .listening import listening
 from .primitive import sow_p
@@ -20,7 +20,7 @@ from .static import Const, OPERAND, rebuild, take_apart
 _T = TypeVar("_T")
 
 
-@_compat.api_boundary
+@api_boundary
 def sow(
     value: _T, name: str, *, tag: Hashable = "intermediates", spec: Any = None
 ) -> _T:
@@ -94,7 +94,7 @@ def bind(
         treedef,
         leaves,
         spec=spec,
-        where=_compat.user_line(),
+        where=user_line(),
         origin=object(),
         fixed=fixed,
         captured=captured,
@@ -152,7 +152,7 @@ class Sow(eqx.Module):
     spec: Any = eqx.field(static=True)
     tag: Hashable = eqx.field(static=True)
 
-    @_compat.api_boundary
+    @api_boundary
     def __init__(
         self,
         name: str | None = None,
@@ -178,7 +178,7 @@ class Sow(eqx.Module):
         self.spec = spec
         self.tag = tag
 
-    @_compat.api_boundary
+    @api_boundary
     def __call__(self, x: _T, *, key: Any = None) -> _T:
         """Sows `x` (any PyTree) and returns it.
 

@@ -22,6 +22,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .. import _compat
+from .._frames import is_library
 from .._mark.listening import changes
 from .._mark.static import Const
 from .marks import Jacobian
@@ -229,7 +230,7 @@ def variables(fn: Any) -> Iterator[Variable]:
 
 def _of_function(fn: types.FunctionType) -> Iterator[Variable]:
     code = fn.__code__
-    theirs = _compat.is_library(code.co_filename)
+    theirs = is_library(code.co_filename)
     at = fn.__module__, fn.__qualname__, code.co_firstlineno
     for name, cell in zip(code.co_freevars, fn.__closure__ or ()):
         if cell == types.CellType():  # not assigned yet

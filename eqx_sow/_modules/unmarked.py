@@ -10,8 +10,8 @@ import equinox as eqx
 import jax.core
 import jax.tree_util as jtu
 
-from .. import _compat
 from .._errors import SowError
+from .._frames import user_line
 from .._mark.listening import listening
 from .marks import is_part, plain_type
 
@@ -50,7 +50,7 @@ def _noticing(cls: type, name: str, plain: Any) -> Callable:
         if here is not None and _is_missed(self, here.selected):
             raise SowError(
                 f"`capture=` selects the class `{cls.__name__}`, and a module of it "
-                f"runs at {_compat.user_line()} that cannot be seen, so what it "
+                f"runs at {user_line()} that cannot be seen, so what it "
                 "returns would be missing. Pass the model as an argument, "
                 "`save_intermediates(fn, capture=...)(model, x)`, or leave this "
                 "module out, by a function `capture=lambda path, module: ...`."

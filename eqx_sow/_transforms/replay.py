@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import jax.extend.core as jexc
 
 from .. import _compat
+from .._frames import call_site
 from .._mark.site import Site
 from .._values.entry import Path
 from .._values.sown import is_replay_of, LOOP
@@ -73,7 +74,7 @@ def call_of(eqn: Any) -> Path:
     # Its branches may become one.
     if eqn.primitive is jexc.primitives.cond_p:
         return rules
-    return (_compat.call_site(eqn), *rules)
+    return (call_site(eqn), *rules)
 
 
 def has_run(key: Any, replayed: Path | None, ran: Ran) -> bool:

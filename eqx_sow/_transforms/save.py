@@ -8,8 +8,8 @@ from typing import Any, overload, ParamSpec, TypeVar
 
 import equinox as eqx
 
-from .. import _compat
 from .._errors import UnsupportedPrimitiveError
+from .._frames import api_boundary
 from .._mark.listening import listening
 from .._mark.static import Const, SameParts
 from .._names import check_known
@@ -137,7 +137,7 @@ def save_intermediates(
 ) -> Callable[[Callable[_P, _T]], Callable[_P, tuple[_T, Intermediates]]]: ...
 
 
-@_compat.api_boundary
+@api_boundary
 def save_intermediates(
     fn: Any = ...,
     *,

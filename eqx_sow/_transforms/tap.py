@@ -13,6 +13,7 @@ import jax.extend.core as jexc
 from jax.interpreters import batching
 
 from .. import _compat
+from .._frames import api_boundary
 from .._mark.listening import Listening, listening
 from .._mark.static import Const, Same, SameParts
 from .._names import check_known, matches
@@ -54,7 +55,7 @@ class _Tapped(Transformed):
             outs = _evaluate(self, program, program.closed, program.inputs)
         return program.output(outs)
 
-    @_compat.api_boundary
+    @api_boundary
     def __call__(self, /, *args, **kwargs):
         try:
             return super().__call__(*args, **kwargs)
@@ -186,7 +187,7 @@ def tap(
 ) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]: ...
 
 
-@_compat.api_boundary
+@api_boundary
 def tap(
     fn: Any = ...,
     callback: Callable[[TapEvent], Any] | None = None,

@@ -12,6 +12,7 @@ import jax
 import jax.tree_util as jtu
 
 from .. import _compat
+from .._frames import api_boundary
 from .._mark.static import Const, rebuild, take_apart
 
 
@@ -29,7 +30,7 @@ class Transformed(eqx.Module):
     def _run(self, args: tuple, kwargs: dict) -> Any:
         pass
 
-    @_compat.api_boundary
+    @api_boundary
     def __call__(self, /, *args, **kwargs):
         if not (_is_jitted(self._fn) and _compat.is_eager()):
             return _run(self, args, kwargs)

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
-from .. import _compat
 from .._arrays import (
     broadcast_to,
     one_along,
@@ -23,6 +22,7 @@ from .._arrays import (
     zeros_like,
 )
 from .._errors import calling, SowError
+from .._frames import api_boundary
 from .._mark.site import runs_apart, Site
 from .._mark.static import rebuild
 from . import entry as _entry, merge as _merge
@@ -163,7 +163,7 @@ class Fold(Reducer):
     init: Any
     fn: Callable[[Any, Any], Any]
 
-    @_compat.api_boundary
+    @api_boundary
     def __init__(self, init: Any, fn: Callable[[Any, Any], Any]):
         """**Arguments:**
 
@@ -242,7 +242,7 @@ class Buffer(Reducer):
     size: int = eqx.field(static=True)
     keep: Literal["first", "last"] = eqx.field(static=True)
 
-    @_compat.api_boundary
+    @api_boundary
     def __init__(self, size: int, keep: Literal["first", "last"] = "last"):
         """**Arguments:**
 

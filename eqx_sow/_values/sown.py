@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jax.tree_util as jtu
 
-from .._compat import CallSite
+from .._frames import CallSite
 from .._mark.site import Located, Site
 from .._mark.static import Const
 from . import entry as _entry, merge as _merge

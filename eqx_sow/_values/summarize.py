@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-from .. import _compat
 from .._arrays import leading
 from .._errors import SowError
+from .._frames import api_boundary
 
 
 Edges = Sequence[float] | np.ndarray | jax.Array | None
@@ -87,7 +87,7 @@ class Summary(eqx.Module):
     """What was passed to `summarize`, as a tuple; it is static."""
 
     @classmethod
-    @_compat.api_boundary
+    @api_boundary
     def empty(cls, shape: Sequence[int] = (), *, edges: Edges = None) -> "Summary":
         """The summary of no entries, to which others can be added.
 
@@ -115,7 +115,7 @@ class Summary(eqx.Module):
         with jax.debug_nans(False):
             return cls(*[*jtu.tree_map(jnp.asarray, arrays), edges])
 
-    @_compat.api_boundary
+    @api_boundary
     def merge(self, axis: int | Sequence[int] | None = None) -> "Summary":
         """The summary of all entries along some of the leading axes.
 
@@ -160,7 +160,7 @@ class Summary(eqx.Module):
             axes = tuple(a % ndim for a in axes)
         return merged(self, axes)
 
-    @_compat.api_boundary
+    @api_boundary
     def __add__(self, other: "Summary") -> "Summary":
         if not isinstance(other, Summary):
             return NotImplemented
@@ -194,7 +194,7 @@ def summarize(value: jax.Array, *, edges: Edges = ...) -> Summary: ...
 def summarize(value: Any, *, edges: Edges = ...) -> Any: ...
 
 
-@_compat.api_boundary
+@api_boundary
 def summarize(
     value: Any, *, edges: Sequence[float] | np.ndarray | jax.Array | None = None
 ) -> Any:

@@ -17,6 +17,7 @@ import numpy as np
 
 from .. import _compat
 from .._errors import SowError
+from .._frames import api_boundary
 from .intermediates import in_order, Intermediates
 from .summarize import (
     as_array,
@@ -52,7 +53,7 @@ class _Table(str):
         return self._html
 
 
-@_compat.api_boundary
+@api_boundary
 def tabulate(intermediates: Mapping[str, Mapping[str, Any]]) -> str:
     """A table of what [`eqx_sow.save_intermediates`][] captured, as text.
 

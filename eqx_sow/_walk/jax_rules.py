@@ -428,7 +428,7 @@ def _explain_while(rule):
     def transpose_while(*args, **params):
         try:
             return rule(*args, **params)
-        except Exception as e:
+        except ValueError as e:
             jaxpr, _ = _compat.open_jaxpr(params["body_jaxpr"])
             if str(control_flow.__file__) in jaxpr.debug_info.func_src_info:
                 e.add_note(_NO_REVERSE_MODE)

@@ -8,8 +8,8 @@ import jax
 import jax.extend.core as jexc
 import jax.numpy as jnp
 
-from .. import _compat
 from .._errors import SowError
+from .._frames import api_boundary
 from .._mark.listening import listening
 from .find import has_sow, jaxprs_in
 
@@ -17,7 +17,7 @@ from .find import has_sow, jaxprs_in
 _Rule = TypeVar("_Rule", bound=Callable)
 
 
-@_compat.api_boundary
+@api_boundary
 def register_rule(primitive: jexc.Primitive) -> Callable[[_Rule], _Rule]:
     """Teaches eqx_sow to look inside a higher-order primitive.
 
@@ -83,7 +83,7 @@ def register_rule(primitive: jexc.Primitive) -> Callable[[_Rule], _Rule]:
     # A second registration goes in the place of the first.
     bind = getattr(primitive.bind, "__wrapped__", primitive.bind)
 
-    @_compat.api_boundary
+    @api_boundary
     def register(rule: _Rule) -> _Rule:
         if not callable(rule):
             raise TypeError(
