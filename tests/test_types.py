@@ -65,10 +65,14 @@ def test_the_package_says_that_it_is_typed():
 
 @pytest.mark.parametrize("fn", [eqx_sow.save_intermediates, eqx_sow.tap])
 def test_overloads_have_all_options(fn):
-    options = dict(inspect.signature(fn).parameters)
-    called, decorator = map(inspect.signature, typing.get_overloads(fn))
-    assert called.parameters.keys() == options.keys()
-    assert decorator.parameters.keys() == options.keys() - {"fn"}
+    options = {
+        name: p.annotation
+        for name, p in inspect.signature(fn).parameters.items()
+        if p.kind is p.KEYWORD_ONLY
+    }
+    for overload in typing.get_overloads(fn):
+        (declared,) = typing.get_args(typing.get_type_hints(overload)["options"])
+        assert typing.get_type_hints(declared).keys() == options.keys()
 
 
 def test_modes():

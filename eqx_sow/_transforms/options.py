@@ -1,14 +1,15 @@
 """The options that the public functions take.
 
-An option is declared in three places: in the signature of the public function and its
-overloads, which document it; in `_CHECKS`, where its value is checked; and, if it holds
-no arrays, as a field of `Options`, which reaches the handler as one object. An option
-that may hold arrays is a field of the function's `Transformed` class instead.
+An option is declared in four places: in the signature of the public function, which
+documents it; in a `TypedDict`, which type checkers see; in `_CHECKS`, where its value
+is checked; and, if it holds no arrays, as a field of `Options`, which reaches the
+handler as one object. An option that may hold arrays is a field of the function's
+`Transformed` class instead.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple, TypedDict
 
 import equinox as eqx
 
@@ -25,6 +26,35 @@ Modes = Mode | Sequence[Mode] | None
 Capture = bool | type | tuple[type, ...] | Callable[[str, Any], bool] | None
 Methods = str | Sequence[str]
 Transform = Callable[[Any], Any] | Mapping[str, Callable[[Any], Any]] | None
+
+
+class Selecting(TypedDict, total=False):
+    """Of `save_intermediates` and `tap`."""
+
+    tag: Hashable
+    names: Names
+    modes: Modes
+    capture: Capture
+    methods: Methods
+    inputs: bool
+    scope: bool
+    transform: Transform
+
+
+class Saving(Selecting, total=False):
+    """Of `save_intermediates`."""
+
+    reduce: Reducer | Mapping[str, Reducer] | None
+    spec: Mapping[str, Any] | None
+
+
+class Tapping(Selecting, total=False):
+    """Of `tap`."""
+
+    when: Callable[[Any], Any] | None
+    every: int
+    ordered: bool
+
 
 _CALL = ("__call__",)
 

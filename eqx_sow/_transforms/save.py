@@ -4,7 +4,7 @@ import dataclasses as dc
 import functools as ft
 import inspect
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, overload, ParamSpec, TypeVar
+from typing import Any, overload, ParamSpec, TypeVar, Unpack
 
 import equinox as eqx
 
@@ -23,7 +23,7 @@ from .._walk.handler import Given
 from . import options as opt
 from .checks import check_modes, check_second_derivatives, hints, wanted
 from .collect import Collect
-from .options import Options
+from .options import Options, Saving
 from .program import Program, trace
 from .transformed import Transformed, wrap
 
@@ -106,34 +106,13 @@ _T = TypeVar("_T")
 
 @overload
 def save_intermediates(
-    fn: Callable[_P, _T],
-    *,
-    tag: Hashable = ...,
-    names: opt.Names = ...,
-    modes: opt.Modes = ...,
-    capture: opt.Capture = ...,
-    methods: opt.Methods = ...,
-    inputs: bool = ...,
-    scope: bool = ...,
-    reduce: Reducer | Mapping[str, Reducer] | None = ...,
-    transform: opt.Transform = ...,
-    spec: Mapping[str, Any] | None = ...,
+    fn: Callable[_P, _T], **options: Unpack[Saving]
 ) -> Callable[_P, tuple[_T, Intermediates]]: ...
 
 
 @overload
 def save_intermediates(
-    *,
-    tag: Hashable = ...,
-    names: opt.Names = ...,
-    modes: opt.Modes = ...,
-    capture: opt.Capture = ...,
-    methods: opt.Methods = ...,
-    inputs: bool = ...,
-    scope: bool = ...,
-    reduce: Reducer | Mapping[str, Reducer] | None = ...,
-    transform: opt.Transform = ...,
-    spec: Mapping[str, Any] | None = ...,
+    **options: Unpack[Saving],
 ) -> Callable[[Callable[_P, _T]], Callable[_P, tuple[_T, Intermediates]]]: ...
 
 

@@ -4,7 +4,7 @@ import dataclasses as dc
 import functools as ft
 import types
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, overload, ParamSpec, TypeVar
+from typing import Any, overload, ParamSpec, TypeVar, Unpack
 
 import equinox as eqx
 import jax
@@ -22,7 +22,7 @@ from .._walk.handler import Given
 from . import options as opt
 from .checks import check_modes, check_second_derivatives, hints, wanted
 from .events import failures, print_event, TapEvent
-from .options import Options
+from .options import Options, Tapping
 from .program import Program, trace
 from .tapping import check_order, Place, places_in, Tap
 from .transformed import Transformed, wrap
@@ -154,18 +154,7 @@ _T = TypeVar("_T")
 def tap(
     fn: Callable[_P, _T],
     callback: Callable[[TapEvent], Any] | None = ...,
-    *,
-    tag: Hashable = ...,
-    names: opt.Names = ...,
-    modes: opt.Modes = ...,
-    capture: opt.Capture = ...,
-    methods: opt.Methods = ...,
-    inputs: bool = ...,
-    scope: bool = ...,
-    transform: opt.Transform = ...,
-    when: Callable[[Any], Any] | None = ...,
-    every: int = ...,
-    ordered: bool = ...,
+    **options: Unpack[Tapping],
 ) -> Callable[_P, _T]: ...
 
 
@@ -173,17 +162,7 @@ def tap(
 def tap(
     *,
     callback: Callable[[TapEvent], Any] | None = ...,
-    tag: Hashable = ...,
-    names: opt.Names = ...,
-    modes: opt.Modes = ...,
-    capture: opt.Capture = ...,
-    methods: opt.Methods = ...,
-    inputs: bool = ...,
-    scope: bool = ...,
-    transform: opt.Transform = ...,
-    when: Callable[[Any], Any] | None = ...,
-    every: int = ...,
-    ordered: bool = ...,
+    **options: Unpack[Tapping],
 ) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]: ...
 
 
