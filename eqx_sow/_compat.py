@@ -226,21 +226,6 @@ def _custom_vmap_primitive() -> jexc.Primitive:
     return jax.make_jaxpr(fn)(0).eqns[0].primitive
 
 
-def _noinline_cache() -> Any:
-    from equinox.internal import _noinline
-
-    return _noinline._cache_filter_eval_shape
-
-
-_noinline_shapes = find("Equinox's cache of `noinline`", _noinline_cache)
-
-
-def forget_noinline() -> None:
-    """Equinox keeps the shapes of noinlined functions where JAX's caches do not reach,
-    and has no public way to look at the functions again."""
-    _noinline_shapes.cache_clear()
-
-
 def _shard_map_primitive() -> jexc.Primitive:
     spec = jax.sharding.PartitionSpec()
     mesh = jax.sharding.AbstractMesh((1,), ("x",))
@@ -321,6 +306,30 @@ custom_vmap_p: Any = find("the primitive of `custom_vmap`", _custom_vmap_primiti
 shard_map_p: Any = find("the primitive of `shard_map`", _shard_map_primitive)
 FilterJit: Any = type(eqx.filter_jit(lambda x: x))
 Jit: Any = type(jax.jit(lambda x: x))
+
+
+def noinlined(eqn: Any) -> Any:
+    """The jaxpr of the function that an equation of `noinline` holds. Its parameters
+    are not public, and JAX never sees a jaxpr."""
+
+    def look(index, fn, transforms, args):
+        del index
+        call = lambda args: fn(args[0], *args[1], **args[2])
+        for transform in transforms[1:]:  # the first one calls what is not abstract
+            call = transform(call)
+        args = jax.tree.map(_as_struct, args)
+        return eqx.filter_make_jaxpr(call)(args)[0]
+
+    params = {**eqn.params, "flatten": lambda jaxpr: jaxpr}
+    return eqx.internal.filter_primitive_def(look)(
+        *(v.aval for v in eqn.invars), **params
+    )
+
+
+def _as_struct(x: Any) -> Any:
+    if isinstance(x, jax.core.ShapedArray):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return x
 
 
 @contextlib.contextmanager

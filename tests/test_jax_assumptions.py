@@ -1296,29 +1296,27 @@ def test_subclasses_of_modules():
 
 
 @assumed(
-    "The primitive of `noinline` has its function in `static` and `treedef`, and looks "
-    "at it again once `equinox.internal._noinline._cache_filter_eval_shape` is "
-    "cleared.",
+    "`eqxi.filter_primitive_def` gives what the primitive of `noinline` is bound with: "
+    "an index, a function of the function's arrays and arguments, transforms of which "
+    "the first stands for calling it, and all it is called with.",
     "_compat.py",
-    "_walk/find.py",
 )
 def test_noinline():
-    from equinox.internal import _noinline
+    def fn(x, *, y):
+        return jnp.sin(x) * y
 
-    traces = []
-
-    def fn(x):
-        traces.append(context.value)
-        return jnp.sin(x)
-
-    eqn = jaxpr_of(eqxi.noinline(fn), 1.0).eqns[-1]
+    seen = []
+    bound = jax.vmap(lambda x: eqxi.noinline(fn)(x, y=2.0))
+    eqn = jaxpr_of(bound, jnp.ones(3)).eqns[-1]
     assert {"static", "treedef"} <= eqn.params.keys()
-    avals = [v.aval for v in eqn.invars]
-    _noinline._cache_filter_eval_shape.cache_clear()
-    traces.clear()
-    with context("noinline"):
-        eqn.primitive.abstract_eval(*avals, **eqn.params)
-    assert traces == ["noinline"]
+    look = eqxi.filter_primitive_def(lambda *args: seen.append(args))
+    params = {**eqn.params, "flatten": lambda _: None}
+    look(*(v.aval for v in eqn.invars), **params)
+    ((_, function, transforms, ((arrays, args, kwargs))),) = seen
+    assert len(transforms) == 2 and not jax.tree.leaves(arrays)
+    called = lambda all: function(all[0], *all[1], **all[2])
+    out = transforms[1](called)((arrays, (jnp.ones(3),), kwargs))
+    assert jnp.array_equal(out, jnp.sin(jnp.ones(3)) * 2)
 
 
 @assumed(

@@ -197,6 +197,29 @@ def _in_unknown_primitive(x):
     return sow(twice_p.bind(x, jaxpr=jaxpr), "b")
 
 
+def test_hidden_where_nothing_can_be_batched():
+    def in_noinline(x):
+        kept = eqx.filter_closure_convert(jax.jit(lambda x: sow(2 * x, "a")), x)
+        jaxpr = jax.make_jaxpr(jnp.sin)(x)
+        return eqxi.noinline(lambda x: twice_p.bind(kept(x), jaxpr=jaxpr))(x)
+
+    for fn in (in_noinline, jax.jit(in_noinline)):
+        with pytest.raises(UnsupportedPrimitiveError, match="'a'.*inside the prim"):
+            S(fn)(X)
+
+
+def test_noinline_is_traced_once_more():
+    traces = []
+
+    def fn(x):
+        return eqxi.noinline(lambda x: (traces.append(1), jnp.sin(x))[1])(x)
+
+    jax.make_jaxpr(fn)(X)
+    once = len(traces)
+    jax.make_jaxpr(S(lambda x: fn(sow(x, "a"))))(X)
+    assert len(traces) == once + 2 * once
+
+
 def _in_condition(x):
     return lax.while_loop(
         lambda x: sow(x.sum(), "c", tag="theirs") < 20, lambda x: sow(2 * x, "b"), x

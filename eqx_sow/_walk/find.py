@@ -1,8 +1,7 @@
 """Sows in a jaxpr: finding them, and changing what is static about them in place."""
 
-import functools as ft
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -74,31 +73,17 @@ def _in_functions(eqn: Any) -> list[Site]:
     more."""
     primitive, params = _compat.unmapped(eqn)
     avals = [v.aval for v in eqn.invars]
-    found: list[Site] = []
+    if primitive is _compat.noinline_p:
+        with listening(Listening()):
+            return sites(_compat.noinlined(eqn))
     if primitive is _compat.hi_p and _compat.is_users(params["_prim"]):
+        with listening(Listening()):
+            return sites(jax.make_jaxpr(_compat.hi_program(params["_prim"]))(*avals))
+    found: list[Site] = []
+    if {"static", "treedef"} <= params.keys():
         with listening(Listening(found=Same(found))):
-            jax.eval_shape(_compat.hi_program(params["_prim"]), *avals)
-        return found
-    if not {"static", "treedef"} <= params.keys():
-        return []
-    with listening(Listening(found=Same(found))):
-        if primitive is _compat.noinline_p:
-            _compat.forget_noinline()
-            if _traced_all(ft.partial(eqn.primitive.bind, **eqn.params), avals):
-                return found
-        eqn.primitive.abstract_eval(*avals, **eqn.params)
+            eqn.primitive.abstract_eval(*avals, **eqn.params)
     return found
-
-
-def _traced_all(fn: Callable, avals: Sequence[Any]) -> bool:
-    """Traces a function, and what is inside jaxprs that it kept: a vmap does, if it
-    can be batched."""
-    lanes = [jax.ShapeDtypeStruct((1, *a.shape), a.dtype) for a in avals]
-    try:
-        jax.eval_shape(jax.vmap(fn), *lanes)
-    except Exception:  # whatever says that it cannot be batched
-        return False
-    return True
 
 
 _of_jax = {p for p in vars(jexc.primitives).values() if isinstance(p, jexc.Primitive)}
