@@ -2,6 +2,7 @@
 
 import diffrax
 import equinox as eqx
+import esm2quinox
 import flowjax.bijections
 import flowjax.distributions
 import flowjax.flows
@@ -558,6 +559,44 @@ def test_paramax():
     assert_close(got["m/layers/0"]["cotangent"], cotangent)
     zero = plant(run, {"m/layers/0": jnp.zeros_like}, capture=eqx.nn.Linear)
     assert zero(model, x) == 0
+
+
+# --- esm2quinox: blocks that are stacked, and a jitted method under vmap ---
+
+
+def _esm2_by_hand(model, tokens, nudges):
+    """The sum of squares of what one protein's logits are, and what the blocks return,
+    to which nudges were added. No block is looked at twice."""
+    pad, mask = tokens == 1, tokens == 32
+    x = jnp.where((pad | mask)[:, None], 0, jax.vmap(model.embedding)(tokens))
+    x = x * (1 - 0.15 * 0.8) / (1 - mask.sum() / (~pad).sum())
+    blocks = []
+    for i, nudge in enumerate(nudges):
+        at = lambda leaf: leaf[i] if eqx.is_array(leaf) else leaf
+        x = jax.tree.map(at, model.layers)(x, is_pad=pad) + nudge
+        blocks.append(x)
+    logits = jax.vmap(model.logit_head)(jax.vmap(model.layer_norm)(x))
+    return jnp.sum(logits**2), jnp.stack(blocks)
+
+
+def test_esm2():
+    model = esm2quinox.ESM2(3, 8, 2, token_dropout=True, key=jr.key(0))
+    tokens = jnp.asarray(esm2quinox.tokenise(["SP#DERM#N", "FOO"]))
+    loss = lambda m, tokens: jnp.sum(jax.vmap(m)(tokens).logits ** 2)
+    block = type(model.layers)
+    got = _check_grad(loss, model, tokens, capture=block)["m/layers"]
+    by_hand = jax.vmap(lambda t, nudges: _esm2_by_hand(model, t, nudges))
+    nudges = jnp.zeros((2, 3, tokens.shape[1], 8))
+    summed = lambda nudges: jnp.sum(by_hand(tokens, nudges)[0])
+    near = dict(rtol=1e-4, atol=1e-4)
+    assert_close(got["primal"], by_hand(tokens, nudges)[1], **near)
+    assert_close(got["cotangent"], jax.grad(summed)(nudges), **near)
+
+    again = plant(loss, {"m/layers": got}, capture=block)
+    assert_close(again(model, tokens), loss(model, tokens), **near)
+    without = plant(loss, {"m/layers/1": jnp.zeros_like}, capture=block)
+    without_too = nudges.at[:, 1].set(-got["primal"][:, 1])
+    assert_close(without(model, tokens), summed(without_too), **near)
 
 
 # --- quax: arrays of other types ---
