@@ -11,6 +11,7 @@ import functools as ft
 import itertools as it
 import re
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import equinox as eqx
@@ -151,8 +152,14 @@ def _staging_trace_type() -> type:
     return found[0]
 
 
+def _eval_trace_type() -> type:
+    # A thread of its own: what imports eqx_sow may be a function that is being traced.
+    with ThreadPoolExecutor(1) as pool:
+        return type(pool.submit(_current_trace).result())
+
+
 _StagingTrace = find("the trace of `jax.make_jaxpr`", _staging_trace_type)
-_EvalTrace = find("the trace of eager calls", lambda: type(_current_trace()))
+_EvalTrace = find("the trace of eager calls", _eval_trace_type)
 
 
 def is_eager() -> bool:

@@ -84,6 +84,25 @@ print(*libraries() - before - sys.stdlib_module_names)
     assert run.stdout.split() == ["eqx_sow"], run.stderr
 
 
+def test_imported_by_a_function_that_is_being_traced():
+    code = """
+import jax
+
+@jax.jit
+def fn(x):
+    import eqx_sow
+    return eqx_sow.sow(2 * x, "a")
+
+jax.grad(lambda x: jax.named_scope("a")(fn)(x))(1.0)
+from eqx_sow import _compat, save_intermediates
+print(_compat.is_eager())
+jax.jit(lambda: print(_compat.is_eager()))()
+print(save_intermediates(fn)(1.0)[1]["a"]["primal"])
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.stdout.split() == ["True", "False", "2.0"], run.stderr
+
+
 def test_version():
     assert eqx_sow.__version__ == importlib.metadata.version("eqx_sow")
 
