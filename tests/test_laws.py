@@ -314,8 +314,19 @@ def _expected(program, transform):
     return out, {m: fn(reference, *case.args) for m, fn in case.modes.items()}
 
 
-@_transforms
-@pytest.mark.parametrize("program", [p for p in PROGRAMS if p != "nested"])
+# All are run with the program that has the most in it, below.
+_FEWER = ("eager", "grad", "jvp", "vmap", "jit-grad", "checkpoint")
+
+
+@pytest.mark.parametrize(
+    "program, transform",
+    [
+        pytest.param(p, t, marks=() if t in _FEWER else pytest.mark.slow)
+        for p in PROGRAMS
+        if p != "nested"
+        for t in TRANSFORMS
+    ],
+)
 def test_laws_1_4_and_8(program, transform):
     _check_laws_1_4_and_8(S, program, transform)
 

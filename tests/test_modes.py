@@ -174,9 +174,6 @@ CASES = {
 }
 
 
-_SLOW = {"checkpoint-around", "cond"}
-
-
 def _expected(case: Case, x: Any) -> tuple[Any, dict[str, dict[str, Any]]]:
     """The gradient, and what is to be captured beside it: for each name the values in
     order of execution, and the gradient with respect to a zero added to each."""
@@ -211,10 +208,7 @@ def _arrays(intermediates):
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=pytest.mark.slow if name in _SLOW else ())
-        for name in CASES
-    ],
+    [pytest.param(n, marks=() if n == "scan" else pytest.mark.slow) for n in CASES],
 )
 def test_gradients(mode, name):
     case = CASES[name]

@@ -82,16 +82,20 @@ def _written_out(x):
     return _block(x, "second/inner/", _functions("second/inner/")).sum()
 
 
+def _slow(*args):
+    return pytest.param(*args, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     "wrap, x",
     [
         (lambda f: f, X),
-        (jax.jit, X),
+        _slow(jax.jit, X),
         (jax.grad, X),
-        (lambda f: jax.vmap(f), XS),
-        (lambda f: jax.vmap(jax.grad(f)), XS),
-        (lambda f: jax.grad(jax.checkpoint(f)), X),
-        (lambda f: jax.jit(jax.value_and_grad(jax.jit(f))), X),
+        _slow(lambda f: jax.vmap(f), XS),
+        _slow(lambda f: jax.vmap(jax.grad(f)), XS),
+        _slow(lambda f: jax.grad(jax.checkpoint(f)), X),
+        _slow(lambda f: jax.jit(jax.value_and_grad(jax.jit(f))), X),
     ],
     ids=["plain", "jit", "grad", "vmap", "vmap-grad", "grad-checkpoint", "jit-grad"],
 )

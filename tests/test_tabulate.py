@@ -126,7 +126,8 @@ def test_large_arrays(make):
     assert got[5] == f"{(values == 0).mean():.0%}"
 
 
-@pytest.mark.parametrize("bad", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("bad", [False, True])
 def test_transformer_of_twelve_blocks(bad):
     model = Transformer(12, jr.key(0))
     xs = jr.normal(jr.key(1), (3, 4))
