@@ -19,16 +19,8 @@ from .. import _compat
 from .._errors import SowError
 from .._frames import api_boundary
 from .intermediates import in_order, Intermediates
-from .summarize import (
-    as_array,
-    as_real,
-    finish,
-    is_numeric,
-    merged,
-    Summary,
-    Sums,
-    sums,
-)
+from .statistics import as_real, finish, Sums, sums
+from .summarize import as_array, is_numeric, merged, Summary
 
 
 _WIDTH = 100
