@@ -39,10 +39,13 @@ def _jit(fn, *args, **kwargs):
     return eqx.filter_jit(fn)(*args, **kwargs)
 
 
-@pytest.fixture(params=[_plain, _jit], ids=["plain", "jit"])
+_CALLS = {"plain": _plain, "jit": _jit}
+
+
+@pytest.fixture(params=_CALLS)
 def call(request):
     """Runs a function as it is, twice (with cold and warm caches), and under jit."""
-    return request.param
+    return _CALLS[request.param]
 
 
 @pytest.fixture

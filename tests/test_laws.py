@@ -332,6 +332,9 @@ def test_laws_1_4_and_8(program, transform):
 
 
 @_transforms
+@pytest.mark.parametrize(
+    "call", ["plain", pytest.param("jit", marks=pytest.mark.slow)], indirect=True
+)
 def test_laws_1_4_and_8_in_every_way(call, transform):
     _check_laws_1_4_and_8(lambda f: ft.partial(call, S(f)), "nested", transform)
 

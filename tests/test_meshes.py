@@ -315,8 +315,10 @@ def _cases_inside():
                         continue
                     if not told or use != OFTEN[-1]:
                         marks: Any = pytest.mark.every
+                    elif (types, program) == ("EA", "cond in scan"):
+                        marks = ()
                     else:
-                        marks = () if program == "cond in scan" else pytest.mark.slow
+                        marks = pytest.mark.slow
                     yield pytest.param(types, told, program, use, marks=marks)
 
 

@@ -250,6 +250,7 @@ def test_round_trip_under_jit(f):
     assert_close(eqx.filter_jit(plant(f, got))(X), f(X))
 
 
+@pytest.mark.slow
 @program
 def test_round_trip_under_vmap(f):
     g = jax.vmap(f)
@@ -257,6 +258,7 @@ def test_round_trip_under_vmap(f):
     assert_close(plant(g, got)(XS), g(XS))
 
 
+@pytest.mark.slow
 @program
 def test_round_trip_in_a_scan(f):
     def g(xs):

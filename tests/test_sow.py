@@ -56,7 +56,13 @@ TRANSFORMS = {
 
 
 CASES = [
-    (transform, value, used)
+    pytest.param(
+        transform,
+        value,
+        used,
+        # What these consist of is run more often.
+        marks=pytest.mark.slow if transform in ("jit-grad", "vmap-jit") else (),
+    )
     for transform in TRANSFORMS
     for value in VALUES
     for used in (True, False)

@@ -272,7 +272,14 @@ def test_law_10(fn):
     assert_law_10(jax.jit(fn), X)
 
 
-@_named([*DIFFERENTIABLE, constant_in_loop])
+@pytest.mark.parametrize(
+    "fn",
+    [
+        pytest.param(f, marks=pytest.mark.slow if f in (branches, replayed) else ())
+        for f in (*DIFFERENTIABLE, constant_in_loop)
+    ],
+    ids=lambda f: f.__name__,
+)
 def test_law_10_cotangents(fn):
     events = assert_law_10(jax.grad(fn), X)
     assert fn is never or any(e.mode == "cotangent" for e in events)
