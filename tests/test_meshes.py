@@ -245,6 +245,9 @@ def _cases():
                     continue
                 if program in NO_OTHER_AXIS and "m" in MESHES[mesh].spec:
                     continue
+                # JAX cannot make a gradient that is zero there.
+                if (mesh, program, use) == ("not set", "unused", "gradient of planted"):
+                    continue
                 if mesh == "two axes" and use in OFTEN:
                     marks: Any = ()
                 elif mesh == "two axes" and use in SOMETIMES:
