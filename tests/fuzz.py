@@ -91,6 +91,11 @@ def documented(error: Exception, the_plan: "Plan") -> str | None:
                 return f"{type(error).__name__}: {label}"
     if isinstance(error, ValueError) and "pvary is a invariant->variant" in text:
         return "ValueError: vmap of a shard_map with a constant in a branch"
+    twice = sum(w in thr.FORWARD + thr.REVERSE for w in the_plan.words) > 1
+    old = jax.__version_info__ < (0, 11)
+    if isinstance(error, ValueError) and "Expected cotangent type" in text:
+        if twice and old:
+            return "ValueError: second derivative of a scan"
     return None
 
 
