@@ -353,6 +353,24 @@ def test_linearize_inside():
     close(captured["a"]["tangent"], jnp.cos(X))
 
 
+def test_a_checkpoint_in_what_keeps_its_own_rule(call):
+    checkpointed = jax.checkpoint(lambda x: 2 * sow(jnp.sin(x), "a"))
+    with_rule = jax.custom_jvp(checkpointed)
+    with_rule.defjvp(lambda xs, ts: (checkpointed(*xs), 3 * ts[0]))
+    total = lambda x: with_rule(x).sum()
+    out, got = call(S(total), X)
+    assert_close((out, got["a"]["primal"]), (2 * jnp.sin(X).sum(), jnp.sin(X)))
+    assert_close(call(S(jax.grad(total)), X)[0], jnp.full_like(X, 3))
+
+
+def test_a_checkpoint_in_the_condition_of_a_loop(call):
+    look = jax.checkpoint(lambda x: sow(x, "c", tag="other").sum() < 9)
+    fn = lambda x: lax.while_loop(look, lambda x: sow(2 * x, "a"), x)
+    x = jnp.abs(X)
+    out, got = call(S(fn), x)
+    assert_close((out, got["a"]["primal"]), (fn(x), fn(x)))
+
+
 def test_noinline():
     @eqxi.noinline
     def inner(x):
