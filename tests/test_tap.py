@@ -1255,3 +1255,14 @@ def test_captured_but_never_called():
     model = eqx.nn.Linear(3, 3, key=jax.random.key(0))
     with pytest.raises(eqx_sow.UnknownSowError, match="none of these is called"):
         tap(lambda m, x: x, print, capture=True)(model, jnp.ones(3))
+
+
+def test_no_derivative_but_that_of_the_rule():
+    @jax.custom_jvp
+    def fn(x):
+        return 2 * sow(jnp.sin(x), "a")
+
+    fn.defjvp(lambda xs, ts: (fn(*xs), 3 * ts[0]))
+    tapped = jax.grad(tap(fn, lambda event: None))
+    assert "cos" not in primitives(jax.make_jaxpr(tapped)(1.0))
+    assert tapped(1.0) == 3
