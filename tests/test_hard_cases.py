@@ -361,6 +361,8 @@ def test_a_checkpoint_in_what_keeps_its_own_rule(call):
     out, got = call(S(total), X)
     assert_close((out, got["a"]["primal"]), (2 * jnp.sin(X).sum(), jnp.sin(X)))
     assert_close(call(S(jax.grad(total)), X)[0], jnp.full_like(X, 3))
+    # Nothing is left of what was taken.
+    assert not jax.make_jaxpr(S(total))(X).effects
 
 
 def test_a_checkpoint_in_the_condition_of_a_loop(call):
