@@ -454,7 +454,7 @@ def _remat_rules() -> dict[Any, Callable]:
         return {}  # JAX 0.10
 
 
-remat_rules = _remat_rules()
+remat_rules = find("JAX's table of rematerialization rules", _remat_rules, {})
 
 
 def tell_vmap(around: Any) -> None:

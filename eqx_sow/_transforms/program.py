@@ -94,7 +94,7 @@ class Program:
             return []
         try:
             program = self.again(dc.replace(self.marking, **{option: True}))
-        except Exception:  # as there may be no module
+        except Exception:  # a hint never hides the error that it is for
             return []
         tag = self.marking.tag
         names = dict.fromkeys(s.name for s in sites(program.closed) if s.tag == tag)
