@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from .._errors import SowError
+from .._names import join
 from .listening import listening
 
 
@@ -87,8 +88,7 @@ class _Scope(threading.local):
         if here is None:
             self._entered.append(None)
             return
-        scope = f"{here.scope}/{self._name}" if here.scope else self._name
-        inside = here._replace(scope=scope)
+        inside = here._replace(scope=join(here.scope, self._name))
         context = listening(inside)
         context.__enter__()
         self._entered.append((inside, context))
