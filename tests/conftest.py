@@ -19,8 +19,16 @@ import pytest
 jax.config.update("jax_platforms", "cpu")
 # Compiling is most of what these tests do, and they are small.
 jax.config.update("jax_disable_most_optimizations", True)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+def pytest_configure(config):
+    # Many of the programs are the same, within a run and from one run to the next.
+    directory = config.cache.mkdir("jax")
+    jax.config.update("jax_compilation_cache_dir", str(directory))
 
 
 def _same(x, y):
