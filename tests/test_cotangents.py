@@ -417,3 +417,17 @@ def test_recursive_checkpoint_adjoint_evaluates_at_the_same_states(wrap):
     replayed = jax.grad(_solve(wrap, diffrax.RecursiveCheckpointAdjoint()))
     _, got = S(replayed, reduce=Buffer(8))(X)
     assert got["y"]["count"] == 4
+
+
+@pytest.mark.parametrize("jit", [lambda f: f, jax.jit])
+def test_a_cotangent_that_does_not_depend_on_the_input_has_no_derivative(jit):
+    f = jit(lambda x: sow(jnp.sin(x), "v"))
+
+    def second(ct):
+        return jax.grad(lambda x: (jax.vjp(f, x)[1](ct(x))[0] ** 2).sum())
+
+    _, got = S(jit(second(jnp.ones_like)))(X)
+    assert set(got["v"]) == {"primal", "cotangent", "primal.cotangent"}
+    _, got = S(jit(second(jnp.tanh)))(X)
+    # The pullback is `ct * cos(x)`, so its square has this gradient for `ct`.
+    close(got["v"]["cotangent.cotangent"], 2 * jnp.tanh(X) * jnp.cos(X) ** 2)
