@@ -409,7 +409,7 @@ def test_backsolve_adjoint_evaluates_at_other_states(wrap):
 @pytest.mark.slow
 @pytest.mark.xfail(
     getattr(jax.config, "jax_custom_vjp3", False),
-    reason="Equinox's checkpointed loop does not run with JAX_CUSTOM_VJP3",
+    reason="Until Equinox's checkpointed loop runs with JAX_CUSTOM_VJP3",
     raises=AttributeError,
 )
 @pytest.mark.parametrize("wrap", [lambda f: f, eqx.filter_jit])
