@@ -258,6 +258,38 @@ def test_pullbacks_of_unrelated_calls_that_need_each_other():
         S(f, reduce=Append())(2.0, 3.0)
 
 
+@pytest.mark.parametrize("around", [lambda f: f, jax.jit, jax.vmap])
+@pytest.mark.parametrize("fn", [lambda x: x * x, jnp.exp])
+def test_pullbacks_of_a_function_called_on_its_own_result(fn, around):
+    d = jax.jit(lambda x: sow(fn(x), "d"))
+
+    def pulled(order):
+        def f(x, ct):
+            pulls = []
+            for _ in range(3):
+                x, pull = jax.vjp(d, x)
+                pulls.append(pull)
+            for i in order:
+                (ct,) = pulls[i](ct)
+            return ct
+
+        return S(around(f), reduce=Append())(0.1 * X, X)[1]["d"]["cotangent"]
+
+    one, two, three = pulled([2, 1, 0])
+    eps = [jnp.zeros_like(X)] * 3
+
+    def plain(eps):
+        x = 0.1 * X
+        for e in eps:
+            x = fn(x) + e
+        return (x * X).sum()
+
+    jax.tree.map(close, [one, two, three], jax.grad(plain)(eps))
+    for order in [(0, 1, 2), (1, 0, 2), (2, 0, 1), (0, 1), (1,)]:
+        with pytest.raises(SowError, match="which cotangent belongs to which primal"):
+            pulled(order)
+
+
 @pytest.mark.parametrize("used", [0, 1])
 def test_one_of_two_functions_from_vjp(used):
     d = jax.jit(_square)

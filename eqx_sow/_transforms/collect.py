@@ -153,6 +153,7 @@ class Collect(Handler):
             parts,
             execution=frame.execution,
             depends=frame.depends,
+            takes_from=frame.takes_from,
             keeps_all=lambda name: self.reducer(name) is not None,
         )
         return Taken(given.carry, sown.map(lambda e: _merge.relocated(e, frame.place)))

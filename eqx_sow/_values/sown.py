@@ -97,16 +97,18 @@ def gather(
     *,
     execution: Callable[[Any], Any],
     depends: Callable[[int, int], bool],
+    takes_from: Callable[[int, int], bool],
     keeps_all: Callable[[str], bool],
 ) -> Sown:
     """All that was found in a jaxpr, as one. `execution` is as in `merge.exclusive`,
     `depends` says of two equations whether the first needs the result of the second,
+    `takes_from` whether that is one of its operands,
     and `keeps_all` of a name whether it may have several entries."""
     parts = [
         x.as_sown() if isinstance(x, Pending) else x
         for x in _with_cases_chosen(list(found), execution)
     ]
-    places = _Places(execution, depends, keeps_all)
+    places = _Places(execution, depends, takes_from, keeps_all)
     for part in parts:
         for entry in part.entries:
             places.add(entry, part.at)
@@ -124,9 +126,10 @@ class _Places:
     """The entries of a jaxpr so far, in order of execution, and from which equation
     each of them is."""
 
-    def __init__(self, execution, depends, keeps_all):
+    def __init__(self, execution, depends, takes_from, keeps_all):
         self._execution = execution
         self._depends = depends
+        self._takes_from = takes_from
         self._keeps_all = keeps_all
         self._all: list[tuple[Entry, int] | None] = []
         self._of_key: dict[Any, list[int]] = {}
@@ -167,7 +170,8 @@ class _Places:
     def _in_one_pass(self, new: Entry, at: int, earlier: int) -> bool:
         """Whether this part of a backward pass needs the result of an earlier one, and
         the executions, in their order, needed each other's: a function from `jax.vjp`
-        may also be given what another one returned."""
+        may also be given what another one returned. Then it has residuals of an
+        execution that came after those of the earlier one."""
         name, *_ = new.site.key
         ran = [
             place
@@ -175,9 +179,9 @@ class _Places:
             if old.site.name == name and not old.site.modes
             if not old.origins.isdisjoint(new.origins)
         ]
-        return self._depends(at, earlier) and all(
-            a == b or self._depends(b, a) for a, b in it.pairwise(ran)
-        )
+        in_order = all(a == b or self._depends(b, a) for a, b in it.pairwise(ran))
+        last = lambda at: max((p for p in ran if self._takes_from(at, p)), default=-1)
+        return in_order and self._depends(at, earlier) and last(at) <= last(earlier)
 
     def _check_duplicate(self, new: Entry, same: Sequence[Any]) -> None:
         # Two that may both replay the one execution, which is still to come.

@@ -198,6 +198,13 @@ def depends(jaxpr: Any, later: int, earlier: int) -> bool:
     return not made.isdisjoint(v for v in last if not isinstance(v, jexc.Literal))
 
 
+def takes_from(jaxpr: Any, later: int, earlier: int) -> bool:
+    """Whether an equation of a jaxpr has as an operand what an earlier one makes."""
+    return not set(jaxpr.eqns[earlier].outvars).isdisjoint(
+        v for v in jaxpr.eqns[later].invars if not isinstance(v, jexc.Literal)
+    )
+
+
 def same_value(jaxpr: Any, u: Any, v: Any) -> bool:
     """Whether two variables of a jaxpr are computed alike, from the same inputs."""
     pairs, seen = [(u, v)], set()

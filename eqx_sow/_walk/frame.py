@@ -8,7 +8,7 @@ import jax.extend.core as jexc
 import jax.numpy as jnp
 
 from .. import _compat
-from .find import depends, root, same_value
+from .find import depends, root, same_value, takes_from
 
 
 class Frame:
@@ -79,6 +79,9 @@ class Frame:
 
     def depends(self, later: int, earlier: int) -> bool:
         return depends(self._jaxpr, later, earlier)
+
+    def takes_from(self, later: int, earlier: int) -> bool:
+        return takes_from(self._jaxpr, later, earlier)
 
     def same_values(self, atoms, others) -> bool:
         """Whether these are computed alike, from the same inputs."""
