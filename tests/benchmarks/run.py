@@ -45,12 +45,12 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
-from eqx_sow import Append, Fold, save_intermediates as S, sow, tap
+from eqx_sow import Append, Fold, save_intermediates as S, sow, summarize, tap
 from jax import lax
 
 from tests.benchmarks import peers, timing
 from tests.benchmarks.timing import compare, costs, interleaved, ratio
-from tests.benchmarks.zoo import cases, zoo
+from tests.benchmarks.zoo import Block, cases, zoo
 from tests.helpers import assert_close, thread, unmarked
 
 
@@ -589,6 +589,117 @@ def watching(table: Table, repeats: int):
             )
 
 
+# --- Statistics of a model that is trained --------------------------------------------
+
+
+def _statistics(x):
+    """What `summarize` returns, as it is written when only this is needed."""
+    x = x.astype(jnp.float32)
+    finite = jnp.isfinite(x)
+    n = jnp.sum(finite, dtype=jnp.float32)
+    mean = jnp.sum(x, where=finite) / n
+    std = jnp.sqrt(jnp.sum((x - mean) ** 2, where=finite) / n)
+    return {
+        "size": jnp.float32(x.size),
+        "mean": mean,
+        "std": std,
+        "rms": jnp.sqrt(mean**2 + std**2),
+        "min": jnp.min(x, where=finite, initial=jnp.inf),
+        "max": jnp.max(x, where=finite, initial=-jnp.inf),
+        "zeros": jnp.sum(x == 0, dtype=jnp.float32),
+        "not_finite": x.size - n,
+    }
+
+
+@jax.custom_vjp
+def _probe(x, statistics):
+    """The gradient with respect to `statistics` is what is told of that of `x`."""
+    del statistics
+    return x
+
+
+_probe.defvjp(lambda x, _: (x, None), lambda _, ct: (ct, _statistics(ct)))
+
+
+def _blocks(layers, width):
+    blocks = [Block(width, k) for k in jr.split(jr.key(0), layers)]
+    stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *blocks)
+    return jax.tree.map(lambda x: x.astype(jnp.bfloat16), stacked)
+
+
+def _trained(mark):
+    """A step in bfloat16: blocks that are scanned over and checkpointed."""
+
+    def loss(blocks, xs):
+        def body(xs, block):
+            block, *rest = block
+            told = {}
+
+            def at(value, name):
+                value, told[name] = mark(value, name, *rest)
+                return value
+
+            return _on_batch(block, at, xs), told
+
+        xs, told = lax.scan(jax.checkpoint(body), xs, blocks)
+        return jnp.mean(xs.astype(jnp.float32) ** 2), told
+
+    return loss
+
+
+def _on_batch(block, mark, xs):
+    xs = xs + mark(jax.vmap(block.attention)(xs), "attention")
+    return xs + mark(jax.vmap(lambda x: block.mlp(jax.vmap(block.norm2)(x)))(xs), "mlp")
+
+
+def summaries(table: Table, repeats: int):
+    table.section(
+        "A training step with `transform=summarize`: activations and gradients",
+        *("at most", "run time", "itself", "time", "temporaries"),
+    )
+    layers, width, batch = 8, 128, (8, 128)
+    blocks = _blocks(layers, width)
+    xs = jr.normal(jr.key(1), (*batch, width), jnp.bfloat16)
+
+    def step(mark):
+        loss = _trained(lambda x, name: (mark(x, name), ()))
+        return lambda blocks, xs: jax.grad(lambda b: loss((b,), xs)[0])(blocks)
+
+    def by_hand(blocks, xs):
+        def told(x, name, probes):
+            return _probe(x, probes[name]), _statistics(x)
+
+        zeros = jax.eval_shape(jax.vmap(_statistics), jnp.ones((layers, 1)))
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape), zeros)
+        probes = {"attention": zeros, "mlp": zeros}
+        loss = lambda b, p: _trained(told)((b, p), xs)
+        (grads, there), here = jax.grad(loss, (0, 1), has_aux=True)(blocks, probes)
+        return grads, {n: {"primal": here[n], "cotangent": there[n]} for n in here}
+
+    args = blocks, xs
+    plain = compiled(step(unmarked), *args)
+    summed = compiled(S(step(sow), transform=summarize), *args)
+    hand = compiled(by_hand, *args)
+    got, want = summed(*args), hand(*args)
+    as_dict = lambda s: {k: getattr(s, k) for k in _statistics(jnp.ones(1))}
+    got = got[0], {n: {m: as_dict(s) for m, s in e.items()} for n, e in got[1].items()}
+    assert_close(got, want, rtol=2e-2, atol=1e-6)
+    for what, baseline, aim in (
+        ("against the same statistics by hand", hand, "1.05"),
+        ("against the step without", plain, ""),
+    ):
+        result = compare(lambda: summed(*args), lambda: baseline(*args), repeats)
+        temporaries = costs(summed).temporaries, costs(baseline).temporaries
+        table.row(
+            what,
+            at_most=aim,
+            run_time=result.ratio,
+            itself=result.itself,
+            time=seconds(result.seconds),
+            temporaries=f"{over(*temporaries)} ({size(temporaries[0])})",
+        )
+
+
 # --- Other libraries ------------------------------------------------------------------
 
 
@@ -665,6 +776,7 @@ SECTIONS = {
     "memory": memory,
     "storing": storing,
     "watching": watching,
+    "summaries": summaries,
     "peers": other,
 }
 
