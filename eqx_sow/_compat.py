@@ -11,7 +11,6 @@ import functools as ft
 import itertools as it
 import re
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import equinox as eqx
@@ -78,30 +77,27 @@ def _debug_effect() -> type:
 _DebugEffect: Any = find("the effect of `jax.debug.print`", _debug_effect, jexc.Effect)
 
 
-class SowEffect(_DebugEffect):
+class _Effect(_DebugEffect):
+    """All of one class are equal."""
+
     def __eq__(self, other):
-        return type(other) is SowEffect
+        return type(other) is type(self)
 
     def __hash__(self):
-        return hash(SowEffect)
+        return hash(type(self))
 
     def __repr__(self):
-        return "Sow"
+        return type(self).__name__.removesuffix("Effect")
 
     __str__ = __repr__
 
 
-class TapEffect(_DebugEffect):
-    def __eq__(self, other):
-        return type(other) is TapEffect
+class SowEffect(_Effect):
+    pass
 
-    def __hash__(self):
-        return hash(TapEffect)
 
-    def __repr__(self):
-        return "Tap"
-
-    __str__ = __repr__
+class TapEffect(_Effect):
+    pass
 
 
 def _ordered_debug_effect() -> Any:
@@ -117,10 +113,6 @@ ordered_effect = find("the effect of ordered callbacks", _ordered_debug_effect)
 def open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
     """The jaxpr without its constants, and these. One class since JAX 0.11."""
     return getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())
-
-
-def close_jaxpr(jaxpr: Any) -> Any:
-    return jexc.ClosedJaxpr(jaxpr, ())
 
 
 def is_jaxpr(x: Any) -> bool:
@@ -153,9 +145,9 @@ def _staging_trace_type() -> type:
 
 
 def _eval_trace_type() -> type:
-    # A thread of its own: what imports eqx_sow may be a function that is being traced.
-    with ThreadPoolExecutor(1) as pool:
-        return type(pool.submit(_current_trace).result())
+    # What imports eqx_sow may be a function that is being traced.
+    with jax.core.eval_context():
+        return type(_current_trace())
 
 
 _StagingTrace = find("the trace of `jax.make_jaxpr`", _staging_trace_type)
@@ -167,21 +159,13 @@ def is_eager() -> bool:
     return type(_current_trace()) is _EvalTrace
 
 
-def _batch_tracer_type() -> type:
-    found = []
-    look = jax.vmap(lambda x: found.append(type(x)))
-    jax.make_jaxpr(look)(jax.ShapeDtypeStruct((1,), "float32"))
-    return found[0]
-
-
-_BatchTracer: Any = find("the tracer of `jax.vmap`", _batch_tracer_type, ())
-
-
 def has_lanes(xs: Sequence[Any]) -> bool:
     """Whether a `jax.vmap` is what is being traced right now, and any of these vary
     over it. There is no public way to ask."""
     trace = _current_trace()
-    return any(isinstance(x, _BatchTracer) and x._trace is trace for x in xs)
+    return hasattr(trace, "axis_data") and any(
+        isinstance(x, jax.core.Tracer) and x._trace is trace for x in xs
+    )
 
 
 _call_p = jexc.primitives.closed_call_p
@@ -204,7 +188,7 @@ def splice(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
     ):
         return jax.core.eval_jaxpr(jaxpr, consts, *args)
     jaxpr = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
-    params = dict(call_jaxpr=close_jaxpr(jaxpr))
+    params = dict(call_jaxpr=jexc.ClosedJaxpr(jaxpr, ()))
     # NumPy arrays that a function closes over stay what they are in its jaxpr.
     args = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in (*consts, *args)]
     if not _call_p.call_primitive:  # JAX 0.11 and later
@@ -401,10 +385,6 @@ def hi_with_params(prim: Any, fn: Callable[[Any], Any]) -> Any:
 def _effects_in(prim: Any) -> frozenset[Any]:
     found = [x.effects for x in prim.params.values() if hasattr(x, "effects")]
     return frozenset().union(*found)
-
-
-def is_traced(x: Any) -> bool:
-    return isinstance(x, jax.stages.Traced)
 
 
 def traced_with_jaxpr(traced: Any, jaxpr: Any) -> Any:

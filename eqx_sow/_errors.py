@@ -33,13 +33,7 @@ class UnsupportedPrimitiveError(SowError, NotImplementedError):
     reducer, in a `shard_map`."""
 
 
-for _error in (
-    SowError,
-    DuplicateSowError,
-    UnknownSowError,
-    SowTypeError,
-    UnsupportedPrimitiveError,
-):
+for _error in (SowError, *SowError.__subclasses__()):
     _error.__module__ = "eqx_sow"
 
 

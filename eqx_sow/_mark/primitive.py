@@ -17,7 +17,7 @@ from jax.interpreters import ad, batching, mlir, partial_eval as pe
 from .. import _compat
 from .._errors import SowError
 from .listening import around, listening
-from .site import Axis
+from .site import Axis, with_has
 from .static import NoTangent, OPERAND
 
 
@@ -73,7 +73,7 @@ def _sow_jvp(primals, tangents, *, site):
         modes=(*site.modes, "tangent"),
         orders=(*site.orders, n),
         differentiated=0,
-        axes=site.select(keep),
+        axes=with_has(site.axes, [site.has(i) for i, k in enumerate(keep) if k]),
         spec=None,
         fixed=(),
     )
@@ -125,11 +125,6 @@ def _sow_batch(axis_data, operands, dims, *, site):
     return out, [0 if h else d for h, d in zip(has, dims)]
 
 
-def _sow_lowering(ctx, *operands, site):
-    del ctx
-    return _sow_impl(*operands, site=site)
-
-
 # What `jax.checkpoint` recomputes instead of a sow, so that it need not save the value.
 # The site is that of the sow, as it was then.
 same_p = jexc.Primitive("same")
@@ -169,4 +164,4 @@ sow_p.def_effectful_abstract_eval(_sow_abstract_eval)
 ad.primitive_jvps[sow_p] = _sow_jvp
 ad.primitive_transposes[sow_p] = _sow_transpose
 batching.fancy_primitive_batchers[sow_p] = _sow_batch
-mlir.register_lowering(sow_p, _sow_lowering)
+mlir.register_lowering(sow_p, lambda ctx, *xs, site: _sow_impl(*xs, site=site))

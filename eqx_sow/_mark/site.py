@@ -84,13 +84,6 @@ class Site(NamedTuple):
     def __repr__(self):
         return f"{self.name}:{self.mode}"
 
-    def select(self, keep: list[bool]) -> tuple[Axis, ...]:
-        """The axes, once only the operands in `keep` are left."""
-        return tuple(
-            a._replace(has=tuple(h for h, k in zip(a.has, keep) if k))
-            for a in self.axes
-        )
-
     def has(self, i: int) -> tuple[bool, ...]:
         """Which of the axes operand `i` has."""
         return tuple(a.has[i] for a in self.axes)
@@ -98,6 +91,10 @@ class Site(NamedTuple):
     def shape(self, i: int, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape that the code at the sow sees, from that of operand `i`."""
         return tuple(shape[sum(self.has(i)) :])
+
+
+def with_has(axes: Sequence[Axis], has: Sequence[Sequence[bool]]) -> tuple[Axis, ...]:
+    return tuple(a._replace(has=tuple(h[i] for h in has)) for i, a in enumerate(axes))
 
 
 def runs_apart(site: Site) -> bool:

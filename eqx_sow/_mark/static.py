@@ -98,14 +98,8 @@ class NoTangent:
     tangent_dtype: Any
 
 
-class _Operand:
-    """A leaf that is an operand of the equation."""
-
-    def __repr__(self):
-        return "*"
-
-
-OPERAND = _Operand()
+# A leaf that is an operand of the equation.
+OPERAND = object()
 
 
 def _is_operand(x: Any) -> bool:

@@ -40,7 +40,17 @@ class Variable(NamedTuple):
 
     @property
     def value(self) -> Any:
-        return _read(self.holder, self.key)
+        holder, key = self.holder, self.key
+        if isinstance(holder, types.CellType):
+            return holder.cell_contents
+        if isinstance(holder, types.FunctionType):
+            return (holder.__defaults__ or ())[key]
+        if isinstance(holder, ft.partial):
+            if key is None:
+                return holder.func
+            values: Any = holder.args if isinstance(key, int) else holder.keywords
+            return values[key]
+        return holder[key]
 
     def put(self, value: Any) -> None:
         holder, key = self.holder, self.key
@@ -60,19 +70,6 @@ class Variable(NamedTuple):
             holder.__setstate__((fn, args, kwargs, vars(holder)))  # pyright: ignore[reportAttributeAccessIssue]
         else:
             holder[key] = value
-
-
-def _read(holder: Any, key: Any) -> Any:
-    if isinstance(holder, types.CellType):
-        return holder.cell_contents
-    if isinstance(holder, types.FunctionType):
-        return (holder.__defaults__ or ())[key]
-    if isinstance(holder, ft.partial):
-        if key is None:
-            return holder.func
-        inside: Any = holder.args if isinstance(key, int) else holder.keywords
-        return inside[key]
-    return holder[key]
 
 
 class Replaced:
@@ -236,7 +233,7 @@ def _of_function(fn: types.FunctionType) -> Iterator[Variable]:
         if cell == types.CellType():  # not assigned yet
             continue
         if isinstance(module := cell.cell_contents, types.ModuleType):
-            yield from _of_module(module, fn)
+            yield from _globals(vars(module), _names_in(code)[1], fn)
         else:
             yield Variable(cell, None, "" if theirs else name, (*at, name))
     defaults = fn.__defaults__ or ()
@@ -250,20 +247,15 @@ def _of_function(fn: types.FunctionType) -> Iterator[Variable]:
     space = fn.__globals__
     for name in _names_in(code)[0]:
         if isinstance(module := space.get(name), types.ModuleType):
-            yield from _of_module(module, fn)
-        elif name in space:
+            yield from _globals(vars(module), _names_in(code)[1], fn)
+        else:
             yield from _globals(space, [name], fn)
-
-
-def _of_module(module: types.ModuleType, fn: types.FunctionType) -> Iterator[Variable]:
-    space, attributes = vars(module), _names_in(fn.__code__)[1]
-    yield from _globals(space, [n for n in attributes if n in space], fn)
 
 
 def _globals(space: dict, names: list[str], fn: types.FunctionType):
     for name in names:
-        x = space[name]
-        if not (is_function(x) and not _is_at_home(x, fn.__module__)):
+        x = space.get(name)
+        if name in space and (not is_function(x) or _is_at_home(x, fn.__module__)):
             yield Variable(space, name, name, (space.get("__name__"), name))
 
 

@@ -65,23 +65,25 @@ class Marking:
         return bool(chosen)
 
     @property
-    def classes(self) -> tuple[type, ...]:
+    def classes(self) -> tuple[Any, ...]:
         """What is selected by class, and not by a function."""
         if self.capture is True:
             return (eqx.Module,)
-        if isinstance(self.capture, type | tuple):
-            return self.capture if isinstance(self.capture, tuple) else (self.capture,)
-        return ()
+        return (self.capture,) if isinstance(self.capture, type | tuple) else ()
 
     def applies(self, module: eqx.Module) -> bool:
         return any(has_method(type(module), m) for m in self.methods)
 
 
-def _children(node: Any) -> tuple[list[tuple[str, Any]], Any]:
+def _with_children(node: Any, visit: Callable[[str, Any], Any]) -> Any:
+    """The node with `visit(key, child)` in the place of each child."""
     children, treedef = jtu.tree_flatten_with_path(
         node, is_leaf=lambda x: x is not node
     )
-    return [(jtu.keystr(path, simple=True), child) for path, child in children], treedef
+    new = [visit(jtu.keystr(path, simple=True), child) for path, child in children]
+    if all(x is child for x, (_, child) in zip(new, children)):
+        return node
+    return jtu.tree_unflatten(treedef, new)
 
 
 # The fields in which such modules hold the function, Equinox's and ours.
@@ -171,16 +173,12 @@ class _Walk:
         return fn
 
     def _visit_wrapper(self, node: Any, path: str) -> Any:
-        children, treedef = _children(node)
-        new = [
-            self.visit_function(child, path)
-            if key in _WRAPPED
-            else self.visit_root(child, join(path, key))
-            for key, child in children
-        ]
-        if any(x is not child for x, (_, child) in zip(new, children)):
-            node = jtu.tree_unflatten(treedef, new)
-        return self._bind(node)
+        def visit(key, child):
+            if key in _WRAPPED:
+                return self.visit_function(child, path)
+            return self.visit_root(child, join(path, key))
+
+        return self._bind(_with_children(node, visit))
 
     def _bind(self, node: Any) -> Any:
         """A bound method of a marked module is bound again, to what it is there."""
@@ -203,19 +201,16 @@ class _Walk:
             return self.visit_function(node, path)
         if jtu.all_leaves((node,)):
             return node
-        children, treedef = _children(node)
         state = isinstance(node, tuple) and hasattr(node, "_fields")
-        visit = self.visit_model if isinstance(node, eqx.Module) else self.visit_root
-        new = []
-        for key, child in children:
+        inside = self.visit_model if isinstance(node, eqx.Module) else self.visit_root
+
+        def visit(key, child):
             if not (state and isinstance(child, eqx.Module)):
-                child = visit(child, join(path, key))
-            elif (model := self.models.get(plain_type(child))) is not None:
-                child = self.visit_model(child, model)
-            new.append(child)
-        if any(x is not child for x, (_, child) in zip(new, children)):
-            node = jtu.tree_unflatten(treedef, new)
-        return self._mark(node, path)
+                return inside(child, join(path, key))
+            model = self.models.get(plain_type(child))
+            return child if model is None else self.visit_model(child, model)
+
+        return self._mark(_with_children(node, visit), path)
 
     def _look_into(self, fn: Any, path: str = "", inside: Any = None) -> None:
         """The variables that a function reads."""
@@ -394,11 +389,7 @@ def unmark(tree: Any, made: set[Mark]) -> Any:
     """Takes off the marks that `marked` made."""
     if not _has_modules(tree):
         return tree
-    children, treedef = _children(tree)
-    if not jtu.treedef_is_leaf(treedef):
-        new = [unmark(child, made) for _, child in children]
-        if any(x is not child for x, (_, child) in zip(new, children)):
-            tree = jtu.tree_unflatten(treedef, new)
+    tree = _with_children(tree, lambda _, child: unmark(child, made))
     if isinstance(tree, eqx.Module) and type(tree) is not plain_type(tree):
         marks = marks_of(tree)
         if not marks or marks[-1] in made:

@@ -112,9 +112,9 @@ def _subclass(cls: type, methods: tuple[str, ...]) -> type:
         namespace["__qualname__"] = cls.__qualname__
         namespace["__doc__"] = cls.__doc__
         namespace["__reduce__"] = _reduce
-        for copying in (_copy, _deepcopy):
-            if not has_method(cls, copying.__name__):
-                namespace[copying.__name__] = copying
+        for method, fn in (("__copy__", _copy), ("__deepcopy__", _deepcopy)):
+            if not has_method(cls, method):
+                namespace[method] = fn
         namespace["_unmarked"] = cls
         namespace.update({name: override(name) for name in methods})
 
@@ -147,9 +147,6 @@ def _deepcopy(self, memo):
     for name, x in self.__dict__.items():
         new.__dict__[name] = x if name == "_marks" else copy.deepcopy(x, memo)
     return new
-
-
-_copy.__name__, _deepcopy.__name__ = "__copy__", "__deepcopy__"
 
 
 def _rebuild(cls, fields):

@@ -65,8 +65,7 @@ def _noticing(cls: type, name: str, plain: Any) -> Callable:
 def _is_missed(module: Any, selected: Any) -> bool:
     # A module made within the function holds tracers, and is not part of a model.
     return (
-        selected != ()
-        and isinstance(module, selected)
+        isinstance(module, selected)
         and type(module) is plain_type(module)
         and is_part(module)
         and any(

@@ -1,11 +1,11 @@
 """What is checked once a program has been traced: that options select something, and
 that what they select can be had."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from .._names import check_known, matches, one_iteration, same_in_a_model
-from .._values.modes import is_outer_cotangent
+from .._values.modes import labels
 from .options import Options
 from .program import Program
 
@@ -66,28 +66,29 @@ def _about_iteration(pattern: str, known: Iterable[str], plants: bool) -> str:
     return ""
 
 
-def check_modes(call: str, options: Options, there: Iterable[str]) -> None:
+def wanted(
+    call: str,
+    program: Program,
+    options: Options,
+    keys: Iterable[Any],
+    others: Iterable[str] = (),
+) -> dict[Any, str]:
+    """What to call the mode of each `Site.key` that is asked for. `others`: modes that
+    there are besides."""
+    modes, mode_of = options.modes, labels(keys)
     check_known(
         f"{call}(..., modes=...)",
-        options.modes,
-        there,
+        modes,
+        [*others, *mode_of.values()],
         "is a mode that no selected sow of this program has",
         kind="modes",
     )
-
-
-def wanted(options: Options, mode_of: Mapping[Any, str]) -> dict[Any, str]:
-    """Of the labels of modes, those that are asked for."""
-    modes = options.modes
-    return {k: m for k, m in mode_of.items() if modes is None or m in modes}
-
-
-def check_second_derivatives(
-    program: Program, options: Options, mode_of: Mapping[Any, str]
-) -> None:
+    mode_of = {k: m for k, m in mode_of.items() if modes is None or m in modes}
     program.check_recomputed(
-        [key for key, mode in mode_of.items() if is_outer_cotangent(mode)],
+        # Those of the outer one of two equal derivatives.
+        [k for k, m in mode_of.items() if m.startswith("primal.") and "cotangent" in m],
         options.tag,
         'Leave this derivative out, `modes=("primal", "cotangent")`, or take the '
         "`jax.checkpoint` away.",
     )
+    return mode_of

@@ -97,14 +97,12 @@ class Collect(Handler):
             found.append(Taken(values=Sown(seen=((site.name, None),))))
             return given
         check_guarded(site)
-        new = self._pending(site, atoms, frame)
-        earlier = [(i, x) for i, x in enumerate(found) if isinstance(x, Pending)]
-        if (i := recomputed(new.site, atoms, earlier, frame)) is not None:
+        kept = self._chooses(site) and not self.folds(site.name)
+        new = self._pending(site, atoms, frame, kept)
+        if (i := recomputed(new.site, atoms, found, frame)) is not None:
             found[i] = found[i].recomputed_as(new)
             return given
-        folds = self.folds(site.name)
-        kept = self._chooses(site) and not folds
-        found.append(new._replace(kept=kept))
+        found.append(new)
         if kept:
             frame.keep(atoms)
         elif self._chooses(site) and not has_run(site.key, new.replayed, self.ran):
@@ -115,9 +113,9 @@ class Collect(Handler):
             given = given._replace(carry={**given.carry, site.key: state})
         return given
 
-    def _pending(self, site: Site, atoms, frame: Frame) -> Pending:
-        if not site.modes:
-            site = site._replace(replay=self.inside.is_backward(frame.eqn))
+    def _pending(self, site: Site, atoms, frame: Frame, kept: bool) -> Pending:
+        if not site.modes and self.inside.is_backward(frame.eqn):
+            site = site._replace(replay=True)
         guards = zip(site.guards, atoms)
         return Pending(
             site,
@@ -128,6 +126,7 @@ class Collect(Handler):
             frozenset({(site.origin,)}),
             self.inside.replayed(frame.eqn),
             frame.now,
+            kept,
         )
 
     def meet_unknown(self, found, eqn):
@@ -206,5 +205,4 @@ def _checks(site: Site, atoms: Sequence[Any]) -> tuple[Check, ...]:
         jax.ShapeDtypeStruct(site.shape(i, v.aval.shape), v.aval.dtype)
         for i, v in enumerate(atoms)
     ]
-    assert site.spec is not None
-    return (Check(site, site.spec, tuple(shapes[len(site.guards) :])),)
+    return (Check(site, tuple(shapes[len(site.guards) :])),)

@@ -98,10 +98,6 @@ def checked(call: str, fn: Any, given: Mapping[str, Any]) -> tuple[Options, Any]
     return Options(tag=given["tag"], **static), others
 
 
-def each(option: Any) -> list[Any]:
-    return list(option.values()) if isinstance(option, Mapping) else [option]
-
-
 def _check_useful(call: str, options: Mapping[str, Any]) -> None:
     useless = [
         name

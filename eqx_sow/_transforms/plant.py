@@ -12,7 +12,7 @@ from .._mark.site import Site
 from .._mark.static import Const, SameParts
 from .._names import check_known, join, lookup, matches, one_iteration
 from .._values import merge as _merge
-from .._values.entry import Entry
+from .._values.entry import by_key, Entry
 from .._values.modes import labels, Mode
 from .._values.reduce import Append
 from .._walk.find import sites
@@ -22,7 +22,7 @@ from .checks import hints
 from .collect import Collect
 from .options import Options
 from .planting import Planted, prepare, Replace
-from .program import Program, trace
+from .program import Program
 from .transformed import Transformed, wrap
 
 
@@ -95,13 +95,7 @@ class _Plant(Transformed):
     _values: Any
     _options: Const = eqx.field(static=True)
 
-    def _run(self, args, kwargs):
-        program = trace(self._fn, args, kwargs, self._options.value.marking)
-        # Not `self._planted`: see `transformed._run`.
-        with program.on_mesh():
-            return type(self)._planted(self, program)
-
-    def _planted(self, program: Program) -> Any:
+    def _result(self, program: Program) -> Any:
         options: Options = self._options.value
         outer = listening.value is not None
         there = [s.name for s in sites(program.closed) if s.tag == options.tag]
@@ -143,10 +137,7 @@ class _Plant(Transformed):
         check_known("plant(fn, values)", patterns, names, hint=hint)
         program.check_called(names)
         mode_of = labels({e.site.key for e in sown.entries})
-        entries: dict[Any, list[Entry]] = {}
-        for e in sown.entries:
-            if mode_of[e.site.key] == mode:
-                entries.setdefault(e.site.key, []).append(e)
+        entries = by_key([e for e in sown.entries if mode_of[e.site.key] == mode])
         problem = f"is sown, but has no {mode} here"
         if "cotangent" in mode:
             problem += " (as it has in `plant(eqx.filter_grad(fn), ...)`)"

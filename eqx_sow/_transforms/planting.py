@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from .. import _compat
-from .._arrays import leading, one_along, shape_like, sharded_like, whole_along
+from .._arrays import leading, one_along, sharded_like, whole_along
 from .._errors import calling, SowError
 from .._mark.primitive import sow_p
 from .._mark.site import Axis, Site
@@ -346,12 +346,10 @@ def prepare(value: Any, mode: str, entry: Entry) -> list[Any]:
     """The arrays of a planted value, the axes of loops first."""
     axes = entry.site.axes
     final = _entry.final_axes(entry.site, counted=False)
-    like = []
-    for i, has in enumerate(final):
-        lead = tuple(a.size for a, h in zip(axes, has) if h)
-        spec = (*(a.spec for a, h in zip(axes, has) if h), *entry.core_spec(i))
-        shape = (*lead, *entry.core_shape(i))
-        like.append(shape_like(entry.arrays[i], shape, spec))
+    like = [
+        entry.with_lead(i, [a for a, h in zip(axes, has) if h])
+        for i, has in enumerate(final)
+    ]
     structure = Const(jtu.tree_structure(value))
     if structure != entry.site.treedef and isinstance(value, Mapping) and mode in value:
         value = value[mode]

@@ -1,6 +1,5 @@
 """A function, traced so that its sows can be seen."""
 
-import contextlib
 import dataclasses as dc
 import functools as ft
 import inspect
@@ -10,7 +9,7 @@ from typing import Any
 import jax
 
 from .. import _compat
-from .._arrays import in_mesh_of, types_of
+from .._arrays import types_of
 from .._errors import SowError
 from .._mark.listening import Listening, listening, tracing
 from .._mark.sow import UnnamedSowError
@@ -52,10 +51,6 @@ class Program:
         jaxpr = jaxpr.replace(eqns=[with_sites(e, in_scope) for e in jaxpr.eqns])
         leaves = _compat.splice(jaxpr, consts, jax.tree.leaves((given, inputs)))
         return jax.tree.unflatten(jax.tree.structure(shape), leaves)
-
-    def on_mesh(self) -> contextlib.AbstractContextManager[None]:
-        """Where new arrays are made, they can be put beside the inputs."""
-        return in_mesh_of(self.inputs)
 
     def survey(self, handler: Handler) -> Any:
         """`Taken.values`, as types."""

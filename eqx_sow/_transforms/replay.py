@@ -11,7 +11,6 @@ values at other states of `diffrax.BacksolveAdjoint`, which solves another equat
 there.
 """
 
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax.extend.core as jexc
@@ -22,6 +21,7 @@ from .._mark.site import Site
 from .._values.entry import Path
 from .._values.sown import is_replay_of, LOOP
 from .._walk.frame import Frame
+from .._walk.handler import Taken
 
 
 _CUSTOM = jexc.primitives.custom_vjp_call_p, _compat.hi_p
@@ -83,15 +83,14 @@ def has_run(key: Any, replayed: Path | None, ran: Ran) -> bool:
     )
 
 
-def recomputed(
-    site: Site, atoms: Any, earlier: Iterable[tuple[int, Any]], frame: Frame
-) -> int | None:
-    """Which of the sows that the same jaxpr has had before is computed once more;
+def recomputed(site: Site, atoms: Any, found: Any, frame: Frame) -> int | None:
+    """Which of the sows that were `found` in the same jaxpr is computed once more;
     these have a `site` and `operands`. `site.replay`: it is in a backward pass."""
     form = site.key, site.treedef, site.leaves
-    for i, x in earlier if site.replay else ():
+    for i, x in enumerate(found) if site.replay else ():
         if (
-            not x.site.replay
+            not isinstance(x, Taken)
+            and not x.site.replay
             and (x.site.key, x.site.treedef, x.site.leaves) == form
             and frame.same_values(x.operands, atoms)
         ):

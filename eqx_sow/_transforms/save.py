@@ -16,15 +16,14 @@ from .._names import check_known
 from .._values import spec as _spec
 from .._values.assemble import assemble
 from .._values.intermediates import Intermediates
-from .._values.modes import labels
 from .._values.reduce import Reducer
 from .._values.sown import Sown
 from .._walk.handler import Given
 from . import options as opt
-from .checks import check_modes, check_second_derivatives, hints, wanted
+from .checks import hints, wanted
 from .collect import Collect
 from .options import Options, Saving
-from .program import Program, trace
+from .program import Program
 from .transformed import Transformed, wrap
 
 
@@ -53,20 +52,15 @@ class _SaveIntermediates(Transformed):
     _transform: Any
     _options: Const = eqx.field(static=True)
 
-    def _run(self, args, kwargs):
-        program = trace(self._fn, args, kwargs, self._options.value.marking)
-        # Not `self._saved`: see `transformed._run`.
-        with program.on_mesh():
-            return type(self)._saved(self, program)
-
-    def _saved(self, program: Program) -> tuple[Any, Intermediates]:
+    def _result(self, program: Program) -> tuple[Any, Intermediates]:
         options: Options = self._options.value
         outer = listening.value is not None
         collect = Collect(
             self._options, SameParts(self._reduce), SameParts(self._transform), outer
         )
         carry: Any = {}
-        reducers = opt.each(self._reduce)
+        reducers: Any = self._reduce
+        reducers = reducers.values() if isinstance(reducers, Mapping) else [reducers]
         if any(r is not None and r.has_state for r in reducers):
             survey = program.survey(dc.replace(collect, survey=True))
             collect, carry = collect.surveyed(survey)
@@ -76,11 +70,9 @@ class _SaveIntermediates(Transformed):
         program.check_called([name for name, _ in sown.seen])
         # As a PyTree, the dict has lost its order.
         states = {key: taken.carry[key] for key in carry}
-        mode_of = labels([*states, *(e.site.key for e in sown.entries)])
+        keys = [*states, *(e.site.key for e in sown.entries)]
         there = [mode for _, mode in sown.seen if mode is not None]
-        check_modes("save_intermediates", options, [*there, *mode_of.values()])
-        mode_of = wanted(options, mode_of)
-        check_second_derivatives(program, options, mode_of)
+        mode_of = wanted("save_intermediates", program, options, keys, there)
         intermediates = program.unmark(assemble(sown, states, collect.reducer, mode_of))
         _spec.check(sown.checks, options.spec, intermediates)
         return program.output(outs), intermediates

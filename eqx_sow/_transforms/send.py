@@ -93,23 +93,17 @@ mlir.register_lowering(send_p, _lowering)
 mlir.register_lowering(send_p, _lowering, platform="tpu", cacheable=False)
 
 
-# Whether it is true in any lane of the vmaps to come: so a `lax.cond` stays one.
-any_lane_p = jexc.Primitive("any_lane")
-
-
-def _any_lane_batch(operands, dims):
-    (x,), (d,) = operands, dims
-    return any_lane_p.bind(jnp.any(x, d)), None
-
-
-any_lane_p.def_impl(lambda x: x)
-any_lane_p.def_abstract_eval(lambda x: x)
-batching.primitive_batchers[any_lane_p] = _any_lane_batch
-mlir.register_lowering(any_lane_p, lambda ctx, x: [x])
-
-
+# A `lax.cond` on it stays one under the vmaps to come.
+@jax.custom_batching.custom_vmap
 def any_lane(x: Any) -> Any:
-    return any_lane_p.bind(jnp.any(x))
+    """Whether it is true in any lane."""
+    return jnp.any(x)
+
+
+@any_lane.def_vmap
+def _any_lane_batch(size, batched, x):
+    del size, batched
+    return any_lane(x), False
 
 
 def only_if(predicate: Any, fn: Callable[[], None]) -> None:

@@ -17,13 +17,12 @@ from .._frames import api_boundary
 from .._mark.listening import Listening, listening
 from .._mark.static import Const, Same, SameParts
 from .._names import check_known, matches
-from .._values.modes import labels
 from .._walk.handler import Given
 from . import options as opt
-from .checks import check_modes, check_second_derivatives, hints, wanted
+from .checks import hints, wanted
 from .events import failures, print_event, TapEvent
 from .options import Options, Tapping
-from .program import Program, trace
+from .program import Program
 from .tapping import check_order, Place, places_in, Tap
 from .transformed import Transformed, wrap
 
@@ -48,11 +47,8 @@ class _Tapped(Transformed):
     _callback: Any = eqx.field(static=True)
     _options: Const = eqx.field(static=True)
 
-    def _run(self, args, kwargs):
-        options: Options = self._options.value
-        program = trace(self._fn, args, kwargs, options.marking)
-        with program.on_mesh():
-            outs = _evaluate(self, program, program.closed, program.inputs)
+    def _result(self, program: Program) -> Any:
+        outs = _evaluate(self, program, program.closed, program.inputs)
         return program.output(outs)
 
     @api_boundary
@@ -117,15 +113,12 @@ def _walk(self: _Tapped, program: Program, closed: Any, inputs: Sequence[Any]):
     if isinstance(self._transform, Mapping):
         check_known("tap(..., transform=...)", self._transform, known)
     places = [p for p in everything if names is None or matches(names, p.site.name)]
-    mode_of = labels({p.site.key for p in places})
-    check_modes("tap", options, mode_of.values())
-    chosen = wanted(options, mode_of)
+    chosen = wanted("tap", program, options, {p.site.key for p in places})
     places = [p for p in places if p.site.key in chosen]
     check_order(closed, places)
-    check_second_derivatives(program, options, chosen)
     counts = {p.slot: p.start() for p in places}
     handler = Tap(
-        tag=tag,
+        options=self._options,
         chosen=tuple(chosen.items()),
         ran=frozenset(
             (p.site.key, (*p.calls, p.site.origin)) for p in places if not p.replayed
@@ -135,8 +128,6 @@ def _walk(self: _Tapped, program: Program, closed: Any, inputs: Sequence[Any]):
         callback=self._callback,
         transform=SameParts(self._transform),
         when=SameParts(self._when),
-        every=options.every,
-        in_order=options.ordered,
         has_outer=listening.value is not None,
         devices=jax.sharding.get_abstract_mesh().manual_axes,
     )

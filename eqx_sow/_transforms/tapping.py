@@ -20,11 +20,12 @@ from .._mark.primitive import sow_p
 from .._mark.site import runs_apart, Site
 from .._mark.static import Const, NoTangent, OPERAND, Same, SameParts
 from .._names import lookup
-from .._values.entry import align, Path, runs, transformed
-from .._walk.find import has_sow, is_plain, jaxprs_in, sites
+from .._values.entry import align, Path, running, transformed
+from .._walk.find import has_sow, jaxprs_in, sites
 from .._walk.frame import Frame
 from .._walk.handler import Handler
 from .._walk.refuse import check_guarded, is_solver
+from .collect import pass_by
 from .events import Delivery
 from .replay import call_of, has_run, Inside, Ran, recomputed
 from .send import any_lane, only_if, send_p
@@ -69,7 +70,7 @@ class Place(NamedTuple):
 
 def places_in(x: Any, here: Place) -> Iterator[Place]:
     for eqn in _compat.open_jaxpr(x)[0].eqns:
-        if is_plain(eqn) or not has_sow(eqn):
+        if not has_sow(eqn):
             continue
         inside = here._replace(
             mesh=(*here.mesh, *_mesh_axes(eqn)),
@@ -117,7 +118,7 @@ class Tap(Handler):
     `devices` these and the ones around the whole program.
     """
 
-    tag: Any
+    options: Const
     chosen: tuple[tuple[Any, str], ...]
     ran: Ran
     elsewhere: frozenset[str]
@@ -125,8 +126,6 @@ class Tap(Handler):
     callback: Const | Same
     transform: SameParts
     when: SameParts
-    every: int
-    in_order: bool
     devices: tuple[Hashable, ...]
     has_outer: bool
     mesh: tuple[Hashable, ...] = ()
@@ -145,7 +144,7 @@ class Tap(Handler):
         return self.transform.value is None and self.when.value is None
 
     def wants(self, site):
-        return site.tag == self.tag and site.key in self._modes
+        return site.tag == self.options.value.tag and site.key in self._modes
 
     def keeps_intact(self, eqn):
         return self.has_outer and not any(map(self.wants, sites(eqn)))
@@ -168,8 +167,7 @@ class Tap(Handler):
         if not is_solver(eqn) or not self.elsewhere.issuperset(inside):
             super().meet_unknown(found, eqn)
 
-    def carry_for_devices(self, carry, axes):
-        del axes  # which `for_inside` has put into `mesh`
+    def carry_for_devices(self, carry):
         inside = {
             str(i): carry[str(i)]
             for i, (_, mesh) in enumerate(self.slots)
@@ -186,47 +184,31 @@ class Tap(Handler):
             send = ft.partial(self._send, site, operands)
             count = _repeat(send, site, given.carry[slot])
             given = given._replace(carry={**given.carry, slot: count})
-        if self.has_outer:
-            frame.leave(frame.eqn)
-        else:
-            frame.alias(atoms)
+        pass_by(self, atoms, frame)
         return given
 
     def _is_replay(self, found, site, atoms, frame):
-        new = _Ran(site, atoms)
-        if not site.modes:
-            backward = self.inside.is_backward(frame.eqn)
-            new = _Ran(site._replace(replay=backward), atoms)
-        earlier = [(i, x) for i, x in enumerate(found) if isinstance(x, _Ran)]
-        found.append(new)
-        return (
-            has_run(site.key, self.inside.replayed(frame.eqn), self.ran)
-            or recomputed(new.site, atoms, earlier, frame) is not None
-        )
+        if not site.modes and self.inside.is_backward(frame.eqn):
+            site = site._replace(replay=True)
+        again = recomputed(site, atoms, found, frame) is not None
+        found.append(_Ran(site, atoms))
+        replayed = self.inside.replayed(frame.eqn)
+        return again or has_run(site.key, replayed, self.ran)
 
     def _send(self, site: Site, operands: Sequence[Any], count: Any) -> Any:
         """Sends one execution, if it is to be sent. Returns the count after it."""
         n = len(site.guards)
-        lanes = [i for i, a in enumerate(site.axes) if a.lane]
-        has = [tuple(site.has(i)[k] for k in lanes) for i in range(len(operands))]
-        axes = [site.axes[k] for k in lanes]
-        values = _Values(site, axes, operands[n:], has[n:], site.treedef, site.leaves)
-        ran, ran_has = None, (False,) * len(axes)
-        executed: Any = np.True_
-        if n:
-            ran_has = tuple(map(any, zip(*has[:n])))
-            guards = runs(site, operands[:n])
-            ran = [align(x, h, ran_has) for x, h in zip(guards, has)]
-            ran = ft.reduce(operator.and_, ran)
-            executed = any_lane(ran)
+        values, has = operands[n:], [site.has(i) for i in range(n, len(operands))]
+        ran, ran_has = running(site, operands) if n else (None, ())
+        executed: Any = np.True_ if ran is None else any_lane(ran)
 
         def send():
             devices = [jax.lax.axis_index(a) for a in self.devices]
-            new = values
+            new = site.treedef, site.leaves, values, has
             transform = lookup(self.transform.value, site.name)
             if transform is not None:
-                new = values.mapped(transform, "transform")
-            treedef, leaves, arrays, array_has = new.sendable()
+                new = transformed(transform, site, values, has)
+            treedef, leaves, arrays, array_has = _sendable(*new)
             if ran is not None:
                 arrays, array_has = [ran, *arrays], [ran_has, *array_has]
             delivery = Delivery(
@@ -236,11 +218,11 @@ class Tap(Handler):
                 site.where,
                 treedef,
                 leaves,
-                tuple(a.size for a in axes),
+                tuple(a.size for a in site.axes),
                 tuple(array_has),
                 ran is not None,
                 self.devices,
-                self.in_order,
+                self.options.value.ordered,
             )
             send_p.bind(count, *devices, *arrays, delivery=delivery)
 
@@ -248,15 +230,16 @@ class Tap(Handler):
             predicate = self.when.value
             if predicate is None:
                 return send()
-            holds, holds_has = values.holding(predicate)
+            holds = _single(predicate, site)
+            *_, [holds], [holds_has] = transformed(holds, site, values, has, "when")
             if ran is not None:
                 both = tuple(map(operator.or_, holds_has, ran_has))
                 holds = align(holds, holds_has, both) & align(ran, ran_has, both)
             only_if(any_lane(holds), send)
 
         due = executed
-        if self.every > 1:
-            due = due & (count % np.int32(self.every) == 0)
+        if (every := self.options.value.every) > 1:
+            due = due & (count % np.int32(every) == 0)
         only_if(due, send_when)
         return count + executed.astype(np.int32)
 
@@ -269,58 +252,40 @@ def _repeat(send: Callable[[Any], Any], site: Site, count: Any) -> Any:
     return jax.lax.fori_loop(0, times, lambda _, c: send(c), count)
 
 
-@dc.dataclass(frozen=True)
-class _Values:
-    """What is sown, each array with those axes of its lanes that it has."""
+def _single(predicate: Callable, site: Site) -> Callable:
+    """The predicate, which must return a single boolean."""
 
-    site: Site
-    axes: Sequence[Any]
-    arrays: Sequence[Any]
-    has: Sequence[tuple[bool, ...]]
-    treedef: Const
-    leaves: tuple[Any, ...]
+    def holds(value):
+        out = predicate(value)
+        if isinstance(out, bool):
+            out = np.bool_(out)
+        if getattr(out, "shape", None) != () or out.dtype != bool:
+            raise SowError(
+                f"The `when` of `tap` returned {out!r} for `sow(..., {site.name!r})` "
+                f"at {site.where}. It takes the value and returns a single boolean: "
+                "write `.any()` or `.all()`."
+            )
+        return out
 
-    def mapped(self, fn: Callable, what: str) -> "_Values":
-        """A function of the value as the code at the sow sees it, for each lane."""
-        treedef, leaves, arrays, has = transformed(
-            fn, self.site, self.axes, self.arrays, self.has, what
-        )
-        return dc.replace(self, arrays=arrays, has=has, treedef=treedef, leaves=leaves)
+    return holds
 
-    def holding(self, predicate: Callable) -> tuple[Any, tuple[bool, ...]]:
-        """A predicate of the value, for each lane."""
 
-        def holds(value):
-            out = predicate(value)
-            if isinstance(out, bool):
-                out = np.bool_(out)
-            if getattr(out, "shape", None) != () or out.dtype != bool:
-                raise SowError(
-                    f"The `when` of `tap` returned {out!r} for `sow(..., "
-                    f"{self.site.name!r})` at {self.site.where}. It takes the value "
-                    "and returns a single boolean: write `.any()` or `.all()`."
-                )
-            return out
-
-        mapped = self.mapped(holds, "when")
-        return mapped.arrays[0], mapped.has[0]
-
-    def sendable(self) -> tuple[Const, tuple[Any, ...], list[Any], list[Any]]:
-        """Arrays that NumPy knows, and what is left of the others."""
-        arrays, leaves, has = [], [], []
-        mine = iter(zip(self.arrays, self.has))
-        for leaf in self.leaves:
-            if leaf is OPERAND:
-                x, h = next(mine)
-                if x.dtype == jax.dtypes.float0:
-                    leaf = NoTangent(x.shape[sum(h) :], x.dtype, x.dtype)
-                else:
-                    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-                        x = jax.random.key_data(x)
-                    arrays.append(x)
-                    has.append(h)
-            leaves.append(leaf)
-        return self.treedef, tuple(leaves), arrays, has
+def _sendable(treedef: Const, leaves: Any, values: Any, has: Any) -> tuple[Any, ...]:
+    """Arrays that NumPy knows, and what is left of the others."""
+    new_leaves, new, new_has = [], [], []
+    mine = iter(zip(values, has))
+    for leaf in leaves:
+        if leaf is OPERAND:
+            x, h = next(mine)
+            if x.dtype == jax.dtypes.float0:
+                leaf = NoTangent(x.shape[sum(h) :], x.dtype, x.dtype)
+            else:
+                if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+                    x = jax.random.key_data(x)
+                new.append(x)
+                new_has.append(h)
+        new_leaves.append(leaf)
+    return treedef, tuple(new_leaves), new, new_has
 
 
 # --- the order of executions ---
@@ -359,7 +324,7 @@ def _at_once(x: Any, key: Any) -> int:
     """At how many places one run goes past a sow with this key: one branch counts."""
     total = 0
     for eqn in _compat.open_jaxpr(x)[0].eqns:
-        if is_plain(eqn) or not has_sow(eqn):
+        if not has_sow(eqn):
             continue
         if eqn.primitive is sow_p:
             total += eqn.params["site"].key == key

@@ -12,8 +12,10 @@ import jax
 import jax.tree_util as jtu
 
 from .. import _compat
+from .._arrays import in_mesh_of
 from .._frames import api_boundary
 from .._mark.static import Const, rebuild, take_apart
+from .program import Program, trace
 
 
 class Transformed(eqx.Module):
@@ -26,9 +28,12 @@ class Transformed(eqx.Module):
     def __wrapped__(self):
         return self._fn
 
+    # Holds the `Options`.
+    _options: eqx.AbstractVar[Const]
+
     @abstractmethod
-    def _run(self, args: tuple, kwargs: dict) -> Any:
-        pass
+    def _result(self, program: Program) -> Any:
+        """What a call returns, once the function has been traced."""
 
     @api_boundary
     def __call__(self, /, *args, **kwargs):
@@ -57,9 +62,12 @@ def _run(self, args, kwargs):
     # A program is traced, and a loop in it is to be seen as one. So `jax.disable_jit`
     # has nothing to show in here.
     with jax.disable_jit(False), _compat.public_nan_errors():
-        # Not `self._run`: for a method, Equinox makes a module that holds `self`, and
+        program = trace(self._fn, args, kwargs, self._options.value.marking)
+        # Where new arrays are made, they can be put beside the inputs. Not
+        # `self._result`: for a method, Equinox makes a module that holds `self`, and
         # warns if JAX transformed what is in there.
-        return type(self)._run(self, args, kwargs)
+        with in_mesh_of(program.inputs):
+            return type(self)._result(self, program)
 
 
 def _unbound(fn: Callable) -> Callable:

@@ -40,16 +40,11 @@ def assemble(
 def _placed(entries: Sequence[Entry], reducers: Reducers) -> dict[Any, tuple[Any, Any]]:
     """The value of each `Site.key` that is not reduced, and its count if it has one; of
     each place, where there may be several."""
-    by_key: dict[Any, list[Entry]] = {}
-    by_name: dict[str, list[Entry]] = {}
-    for e in entries:
-        by_key.setdefault(e.site.key, []).append(e)
-        by_name.setdefault(e.site.name, []).append(e)
     results = {}
-    for key, same in by_key.items():
+    for key, same in _entry.by_key(entries).items():
         conditional = any(e.counted for e in same)
         if reducers(key[0]) is not None:
-            places = _in_order(key, by_name[key[0]])
+            places = _in_order(same, [e for e in entries if e.site.name == key[0]])
             values, counts = zip(*[_finished(e, conditional) for e in places])
             results[key] = values, counts if conditional else None
         elif len(same) > 1:
@@ -66,11 +61,11 @@ def _finished(entry: Entry | None, conditional: bool) -> tuple[Any, Any]:
     return _entry.value(entry), entry.arrays[-1] if conditional else None
 
 
-def _in_order(key: Any, entries: Sequence[Entry]) -> list[Entry | None]:
-    """The entries of one key, from all of its name. Those of a backward pass, which
+def _in_order(mine: Sequence[Entry], entries: Sequence[Entry]) -> list[Entry | None]:
+    """The entries of one key, given all of its name. Those of a backward pass, which
     goes first through what ran last, are put in the order of their primals: a sow and
     its derivatives have one origin."""
-    mine = [e for e in entries if e.site.key == key]
+    key = mine[0].site.key
     primals = [e for e in entries if not e.site.modes]
     if not is_backward(key[1]) or not primals:
         return list(mine)

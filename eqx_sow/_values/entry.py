@@ -37,7 +37,7 @@ import jax.tree_util as jtu
 from .. import _compat
 from .._arrays import broadcast_to, select, shape_like, spec_of
 from .._errors import calling
-from .._mark.site import Axis, Located, out_of_loop, Site
+from .._mark.site import Axis, Located, out_of_loop, Site, with_has
 from .._mark.static import Const, OPERAND, rebuild, take_apart
 from .modes import is_backward
 
@@ -81,6 +81,12 @@ class Entry:
         """Over which mesh axes the axes of `core_shape` are sharded."""
         return spec_of(self.arrays[i])[sum(self.site.has(i)) :]
 
+    def with_lead(self, i: int, axes: Sequence[Axis]) -> jax.ShapeDtypeStruct:
+        """The shape of array `i` with these leading axes in the place of its own."""
+        shape = (*(a.size for a in axes), *self.core_shape(i))
+        spec = (*(a.spec for a in axes), *self.core_spec(i))
+        return shape_like(self.arrays[i], shape, spec)
+
     def replace(self, arrays: Sequence[Any], axes: Sequence[Axis]) -> "Entry":
         site = self.site._replace(axes=tuple(axes))
         return dc.replace(self, arrays=tuple(arrays), site=site)
@@ -88,13 +94,18 @@ class Entry:
     def without_axes(self, which: Sequence[int]) -> "Entry":
         """An entry, as shapes, of one place along these axes."""
         axes = [a for k, a in enumerate(self.site.axes) if k not in which]
-        shapes = []
-        for i, x in enumerate(self.arrays):
-            lead = [a for a in axes if a.has[i]]
-            shape = (*(a.size for a in lead), *self.core_shape(i))
-            spec = (*(a.spec for a in lead), *self.core_spec(i))
-            shapes.append(shape_like(x, shape, spec))
+        shapes = [
+            self.with_lead(i, [a for a in axes if a.has[i]])
+            for i in range(len(self.arrays))
+        ]
         return self.replace(shapes, axes)
+
+
+def by_key(entries: Sequence[Entry]) -> dict[Any, list[Entry]]:
+    found: dict[Any, list[Entry]] = {}
+    for e in entries:
+        found.setdefault(e.site.key, []).append(e)
+    return found
 
 
 def align(x, has: Sequence[bool], want: Sequence[bool]):
@@ -118,32 +129,30 @@ def either(has: Sequence[bool], other: Sequence[bool]) -> tuple[bool, ...]:
     return tuple(map(any, zip(has, other)))
 
 
-def from_site(site: Site, operands: Sequence[Any], transform: Callable | None) -> Entry:
-    """The entry of one sow."""
+def from_site(
+    site: Site, operands: Sequence[Any], transform: Callable | None, **fields: Any
+) -> Entry:
+    """The entry of one sow, with what else there is to say of it."""
     n_guards = len(site.guards)
     if transform is None and not n_guards:
-        return Entry(tuple(operands), site)
+        return Entry(tuple(operands), site, **fields)
     axes = site.axes
-    has = [site.has(i) for i in range(len(operands))]
     treedef, leaves = site.treedef, site.leaves
-    values, value_has = list(operands[n_guards:]), has[n_guards:]
+    values = list(operands[n_guards:])
+    value_has = [site.has(i) for i in range(n_guards, len(operands))]
     if transform is not None:
         treedef, leaves, values, value_has = transformed(
-            transform, site, axes, values, value_has
+            transform, site, values, value_has
         )
     if n_guards:
-        run_has = tuple(map(any, zip(*has[:n_guards])))
-        run = ft.reduce(
-            operator.and_,
-            [align(x, h, run_has) for x, h in zip(runs(site, operands), has)],
-        )
+        run, run_has = running(site, operands)
         values = [_mask(run, run_has, x, h, axes) for x, h in zip(values, value_has)]
         value_has = [either(h, run_has) for h in value_has]
         values.append(run.astype(jnp.int32))
         value_has.append(run_has)
     axes = with_has(axes, value_has)
     new = site._replace(treedef=treedef, leaves=leaves, axes=axes, guards=())
-    return Entry(tuple(values), new, bool(n_guards))
+    return Entry(tuple(values), new, bool(n_guards), **fields)
 
 
 def runs(site: Site, operands: Sequence[Any]) -> list[Any]:
@@ -154,26 +163,30 @@ def runs(site: Site, operands: Sequence[Any]) -> list[Any]:
     ]
 
 
+def running(site: Site, operands: Sequence[Any]) -> tuple[Any, tuple[bool, ...]]:
+    """Whether a sow with guards runs, and which of the axes that has."""
+    has = [site.has(i) for i in range(len(site.guards))]
+    run_has = tuple(map(any, zip(*has)))
+    each = [align(x, h, run_has) for x, h in zip(runs(site, operands), has)]
+    return ft.reduce(operator.and_, each), run_has
+
+
 def _mask(run, run_has, x, has, axes):
     both = either(has, run_has)
     x = broadcast(x, has, both, axes)
     return select(align(run, run_has, both), x, jnp.zeros_like(x))
 
 
-def with_has(axes: Sequence[Axis], has: Sequence[Sequence[bool]]) -> tuple[Axis, ...]:
-    return tuple(a._replace(has=tuple(h[i] for h in has)) for i, a in enumerate(axes))
-
-
 def transformed(
     fn: Callable,
     site: Site,
-    axes: Sequence[Axis],
     values: Sequence[Any],
     has: Sequence[tuple[bool, ...]],
     what: str = "transform",
 ) -> tuple[Const, tuple[Any, ...], list[Any], list[tuple[bool, ...]]]:
     """Applies `fn` to the value as the code at the sow sees it, for each lane. Returns
     what there is of the result: its treedef, its leaves, arrays, and their axes."""
+    axes = site.axes
     form: list[Any] = []
 
     def apply(*values):
@@ -273,14 +286,6 @@ def with_count(entry: Entry) -> Entry:
     return dc.replace(entry, counted=True)
 
 
-def varying(entry: Entry) -> Entry:
-    """Without the vmaps that it does not vary over."""
-    if not entry.site.axes:
-        return entry
-    axes = [a for a in entry.site.axes if not a.lane or any(a.has)]
-    return entry.replace(entry.arrays, axes)
-
-
 def final_axes(site: Site, counted: bool) -> list[tuple[bool, ...]]:
     """Which of the axes each array of an entry has in what comes back: all that any of
     them varies over. But a cotangent has its own lanes only: that of a leaf which is
@@ -298,7 +303,7 @@ def final_axes(site: Site, counted: bool) -> list[tuple[bool, ...]]:
 
 
 def full(entry: Entry) -> Entry:
-    """With its `final_axes`."""
+    """With its `final_axes`, and without the vmaps that it does not vary over."""
     if not entry.site.axes:
         return entry
     axes = entry.site.axes
@@ -307,7 +312,8 @@ def full(entry: Entry) -> Entry:
         broadcast(x, entry.site.has(i), has, axes)
         for i, (x, has) in enumerate(zip(entry.arrays, final))
     ]
-    return varying(entry.replace(arrays, with_has(axes, final)))
+    axes = [a for a in with_has(axes, final) if not a.lane or any(a.has)]
+    return entry.replace(arrays, axes)
 
 
 def value(entry: Entry) -> Any:

@@ -49,22 +49,16 @@ class Intermediates(dict[str, dict[str, Any]]):
     __copy__ = copy
 
     def __or__(self, other: Any) -> "Intermediates":
-        return _union(self, other) if isinstance(other, dict) else NotImplemented
+        return Intermediates(dict(self) | other)
 
     def __ror__(self, other: Any) -> "Intermediates":
-        return _union(other, self) if isinstance(other, dict) else NotImplemented
+        return Intermediates(other | dict(self))
 
     def _repr_html_(self) -> str | None:
         # Here, as a table asks for the order of what it is given.
         from .tabulate import html
 
         return html(self)
-
-
-def _union(first: dict, second: dict) -> Intermediates:
-    out = Intermediates(first)
-    out.update(second)
-    return out
 
 
 # Pickles are then independent of where this file is.

@@ -12,15 +12,14 @@ from .._arrays import (
     broadcast_like,
     leading,
     select,
-    shape_like,
     sharded_like,
     types_of,
     zeros_like,
 )
 from .._errors import DuplicateSowError, SowError
-from .._mark.site import Axis, Located, Site
+from .._mark.site import Axis, Located, Site, with_has
 from .._mark.static import NoTangent, OPERAND, rebuild
-from .entry import align, broadcast, either, Entry, with_count, with_has
+from .entry import align, broadcast, either, Entry, with_count
 from .modes import is_backward
 
 
@@ -134,7 +133,11 @@ def unify(entries: Sequence[Entry]) -> Entry:
     has = [tuple(map(any, zip(*same))) for same in zip(*all_has)]
     # Wherever the count varies, the value does too: it may not have run there.
     has = [either(h, has[-1]) for h in has]
-    arrays = tuple(_common_shape(entries, axes, has[i], i) for i in range(n))
+    # A branch may have zeros, say, that are not sharded.
+    sharded = lambda i: lambda e: sum(a is not None for a in e.core_spec(i))
+    most = [max(entries, key=sharded(i)) for i in range(n)]
+    lead = [[a for a, h in zip(axes, of) if h] for of in has]
+    arrays = tuple(most[i].with_lead(i, lead[i]) for i in range(n))
     guards = ()
     if all(e.guards for e in entries):
         guards = tuple(dict.fromkeys(g for e in entries for g in e.guards))
@@ -145,19 +148,6 @@ def unify(entries: Sequence[Entry]) -> Entry:
         guards=guards,
         paths=frozenset().union(*[e.paths for e in entries]),
         unordered=any(e.unordered for e in entries),
-    )
-
-
-def _common_shape(
-    entries: Sequence[Entry], axes: Sequence[Axis], has: Sequence[bool], i: int
-) -> jax.ShapeDtypeStruct:
-    lead = [a for a, h in zip(axes, has) if h]
-    # A branch may have zeros, say, that are not sharded.
-    most = max(entries, key=lambda e: sum(a is not None for a in e.core_spec(i)))
-    return shape_like(
-        most.arrays[i],
-        (*(a.size for a in lead), *most.core_shape(i)),
-        (*(a.spec for a in lead), *most.core_spec(i)),
     )
 
 

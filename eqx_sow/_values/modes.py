@@ -41,10 +41,6 @@ def without_order(label: str) -> str:
     return label
 
 
-def is_outer_cotangent(label: str) -> bool:
-    return label.startswith(f"{PRIMAL}.") and "cotangent" in label
-
-
 def labels(keys: Iterable[Any]) -> dict[Any, str]:
     """What to call the mode of each `Site.key`."""
     taken: set[tuple[str, str]] = set()

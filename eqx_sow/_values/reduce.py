@@ -15,7 +15,6 @@ import jax.tree_util as jtu
 from .._arrays import (
     broadcast_to,
     one_along,
-    shape_like,
     sharded_like,
     sharding_with,
     spec_of,
@@ -313,18 +312,13 @@ Reducers = Callable[[str], Any]
 def started(reducers: Reducers, entries: Sequence[Entry]) -> dict[Any, Reduction]:
     """The states before the first execution, by `Site.key`. `entries` is what would be
     captured without reducers; `reducers` says which is that of a name."""
-    by_key: dict[Any, list[Entry]] = {}
-    for e in entries:
-        by_key.setdefault(e.site.key, []).append(e)
+    by_key = _entry.by_key(entries)
     return {key: _started(reducers(key[0]), places) for key, places in by_key.items()}
 
 
 def _started(reducer: Reducer, entries: Sequence[Entry]) -> Reduction:
     form = _merge.unify([_shapes_of_one(e) for e in entries])
-    values = [
-        zeros_like(shape_like(x, form.core_shape(i), form.core_spec(i)))
-        for i, x in enumerate(form.arrays[:-1])
-    ]
+    values = [zeros_like(form.with_lead(i, ())) for i in range(len(form.arrays) - 1)]
     with calling("reducer", form.site):
         acc = reducer.start(form.site, values)
     sizes = tuple(a.size for a in form.site.axes)
@@ -423,10 +417,5 @@ def _lanes_only(entry: Entry) -> Entry:
 
 def _shapes_of_one(entry: Entry) -> Entry:
     """The same as shapes, from an entry that has axes for loops."""
-    arrays = []
-    for i, x in enumerate(entry.arrays):
-        axes = [a for a, h in zip(entry.site.axes, entry.site.has(i)) if h and a.lane]
-        shape = (*(a.size for a in axes), *entry.core_shape(i))
-        spec = (*(a.spec for a in axes), *entry.core_spec(i))
-        arrays.append(shape_like(x, shape, spec))
-    return _lanes_only(dc.replace(entry, arrays=tuple(arrays)))
+    loops = [k for k, a in enumerate(entry.site.axes) if not a.lane]
+    return _lanes_only(entry.without_axes(loops))

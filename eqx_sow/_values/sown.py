@@ -13,7 +13,6 @@ import jax.tree_util as jtu
 
 from .._frames import CallSite
 from .._mark.site import Located, Site
-from .._mark.static import Const
 from . import entry as _entry, merge as _merge
 from .entry import Entry, Path
 from .modes import is_backward
@@ -28,7 +27,6 @@ class Check:
     """A sow with an annotation, and what the leaves there look like."""
 
     site: Site
-    spec: Const
     shapes: tuple[Any, ...]
 
 
@@ -80,9 +78,10 @@ class Pending(NamedTuple):
         seen = ((self.site.name, self.site.mode),)
         if not self.kept:
             return Sown((), seen, self.checks)
-        entry = _entry.from_site(self.site, self.operands, self.transform)
-        entry = dc.replace(
-            entry,
+        entry = _entry.from_site(
+            self.site,
+            self.operands,
+            self.transform,
             guards=(self.guards,) if self.guards else (),
             paths=self.paths,
             replayed=self.replayed,
@@ -144,7 +143,8 @@ class _Places:
         return [(i, *place) for i, place in places if place is not None]
 
     def add(self, new: Entry, at: int) -> None:
-        for i, old, place in self._same(new):
+        same = self._same(new)
+        for i, old, place in same:
             # The execution may come first, or what replays it.
             if _replays(new, old):
                 self._all[i] = _as_often_differentiated(old, new), place
@@ -152,7 +152,7 @@ class _Places:
             if _replays(old, new):
                 new = _as_often_differentiated(new, old)
                 self._all[i] = None
-        same = self._same(new)
+        same = self._same(new) if same else []
         for i, old, place in same if new.guards else ():
             if _merge.exclusive(old, new, self._execution):
                 self._all[i] = _merge.merge(old, new), place
@@ -310,12 +310,9 @@ def to_one_form(parts: Sequence[Sown]) -> Callable[[Sown], Sown]:
 def _slots(entries: Sequence[Entry]) -> dict[Any, Entry]:
     """Entries by name, mode and how many of the same there were before; in a backward
     pass, how many there are after it."""
-    places: dict[Any, list[Entry]] = {}
-    for e in entries:
-        places.setdefault(e.site.key, []).append(e)
     slots = {
         id(e): (key, i)
-        for key, same in places.items()
+        for key, same in _entry.by_key(entries).items()
         for i, e in enumerate(same[::-1] if is_backward(key[1]) else same)
     }
     return {slots[id(e)]: e for e in entries}

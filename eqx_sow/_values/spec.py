@@ -32,9 +32,9 @@ def check(
 
     def at_sows(values):
         for check, leaves in zip(checks, values):
-            site = check.site
+            site: Any = check.site
             value = rebuild(site.treedef, site.leaves, leaves)
-            _check(site.name, f"as sown at {site.where}", check.spec.value, value)
+            _check(site.name, f"as sown at {site.where}", site.spec.value, value)
 
     with jaxtyping.jaxtyped("context"):
         # Nothing is computed: the arrays that are checked are tracers.

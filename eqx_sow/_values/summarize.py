@@ -394,8 +394,5 @@ def merged(s: Summary, axes: tuple[int, ...]) -> Summary:
     )
     size, zeros, bad = (jnp.sum(x, axes) for x in (s.size, s.zeros, s.not_finite))
     histogram = None if s.histogram is None else jnp.sum(s.histogram, axes)
-    return Summary(*[size, *_or_nan(total > 0, stats), zeros, bad, histogram, s.edges])
-
-
-def _or_nan(some, stats):
-    return [jnp.where(some, x, jnp.array(jnp.nan, x.dtype)) for x in stats]
+    stats = [jnp.where(total > 0, x, jnp.array(jnp.nan, x.dtype)) for x in stats]
+    return Summary(*[size, *stats, zeros, bad, histogram, s.edges])

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.extend.core as jexc
 
 from .. import _compat
@@ -19,7 +20,7 @@ def map_params(params: dict[str, Any], fn: Callable[[Any], Any]) -> dict[str, An
             jaxpr, consts = _compat.open_jaxpr(x)
             new, _ = _compat.open_jaxpr(fn(jaxpr))
             return new if jaxpr is x and not consts else jexc.ClosedJaxpr(new, consts)
-        if _compat.is_traced(x):
+        if isinstance(x, jax.stages.Traced):
             return _compat.traced_with_jaxpr(x, visit(x.jaxpr))
         if _compat.is_hi_prim(x):
             return _compat.hi_with_params(x, visit)

@@ -1,7 +1,7 @@
 """Sows in a jaxpr: finding them, and changing what is static about them in place."""
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -43,10 +43,12 @@ def has_sow(x: Any) -> bool:
     if shows_sow(x):
         return True
     if isinstance(x, jexc.JaxprEqn):
-        return any(map(has_sow, jaxprs_in(x.params))) or bool(_in_functions(x))
+        return not is_plain(x) and (
+            any(map(has_sow, jaxprs_in(x.params))) or bool(_in_functions(x))
+        )
     jaxpr, _ = _compat.open_jaxpr(x)
     if jaxpr not in _hidden:
-        _hidden[jaxpr] = any(not is_plain(e) and has_sow(e) for e in jaxpr.eqns)
+        _hidden[jaxpr] = any(map(has_sow, jaxpr.eqns))
     return _hidden[jaxpr]
 
 
@@ -59,7 +61,7 @@ def jaxprs_in(x: Any) -> Iterator[Any]:
     tuples."""
     if _compat.is_jaxpr(x):
         yield _compat.open_jaxpr(x)[0]
-    elif _compat.is_traced(x):
+    elif isinstance(x, jax.stages.Traced):
         yield from jaxprs_in(x.jaxpr)
     elif _compat.is_hi_prim(x):
         yield from jaxprs_in(x.params)
@@ -123,7 +125,7 @@ def sites_in_body(x: Any, loops: int = 1) -> Iterator[tuple[Site, int]]:
         if eqn.primitive is sow_p:
             site = eqn.params["site"]
             yield site, sum(not a.lane and a.loops >= loops for a in site.axes)
-        elif not is_plain(eqn) and has_sow(eqn):
+        elif has_sow(eqn):
             for jaxpr in jaxprs_in(eqn.params):
                 yield from sites_in_body(jaxpr, loops + is_loop(eqn))
 
@@ -133,7 +135,7 @@ def recomputed(x: Any) -> Iterator[Site]:
     for eqn in _compat.open_jaxpr(x)[0].eqns:
         if eqn.primitive is same_p:
             yield eqn.params["site"]
-        elif not is_plain(eqn):
+        else:
             for jaxpr in jaxprs_in(eqn.params):
                 yield from recomputed(jaxpr)
 
@@ -186,23 +188,23 @@ def _is_selected_operand(makers: dict[Any, Any], runs: Any, *cases: Any) -> bool
     )
 
 
+def variables(atoms: Iterable[Any]) -> list[Any]:
+    return [v for v in atoms if not isinstance(v, jexc.Literal)]
+
+
 def depends(jaxpr: Any, later: int, earlier: int) -> bool:
     """Whether an equation of a jaxpr needs what an earlier one makes."""
     made = set(jaxpr.eqns[earlier].outvars)
     for eqn in jaxpr.eqns[earlier + 1 : later]:
-        if not made.isdisjoint(
-            v for v in eqn.invars if not isinstance(v, jexc.Literal)
-        ):
+        if not made.isdisjoint(variables(eqn.invars)):
             made.update(eqn.outvars)
-    last = jaxpr.eqns[later].invars
-    return not made.isdisjoint(v for v in last if not isinstance(v, jexc.Literal))
+    return not made.isdisjoint(variables(jaxpr.eqns[later].invars))
 
 
 def takes_from(jaxpr: Any, later: int, earlier: int) -> bool:
     """Whether an equation of a jaxpr has as an operand what an earlier one makes."""
-    return not set(jaxpr.eqns[earlier].outvars).isdisjoint(
-        v for v in jaxpr.eqns[later].invars if not isinstance(v, jexc.Literal)
-    )
+    made = set(jaxpr.eqns[earlier].outvars)
+    return not made.isdisjoint(variables(jaxpr.eqns[later].invars))
 
 
 def same_value(jaxpr: Any, u: Any, v: Any) -> bool:
@@ -216,16 +218,14 @@ def same_value(jaxpr: Any, u: Any, v: Any) -> bool:
         elif u is not v and (u, v) not in seen:
             seen.add((u, v))
             d, e = (_makers_of(jaxpr).get(x) for x in (u, v))
-            if d is None or e is None or not _compute_alike(d, e):
+            if d is None or e is None or d.primitive is not e.primitive:
+                return False
+            if d.effects or not _equal(d.params, e.params):
                 return False
             if d.outvars.index(u) != e.outvars.index(v):
                 return False
             pairs.extend(zip(d.invars, e.invars))
     return True
-
-
-def _compute_alike(d: Any, e: Any) -> bool:
-    return d.primitive is e.primitive and not d.effects and _equal(d.params, e.params)
 
 
 def _equal(x: Any, y: Any) -> bool:

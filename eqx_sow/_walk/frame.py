@@ -8,7 +8,7 @@ import jax.extend.core as jexc
 import jax.numpy as jnp
 
 from .. import _compat
-from .find import depends, root, same_value, takes_from
+from .find import depends, root, same_value, takes_from, variables
 
 
 class Frame:
@@ -21,7 +21,7 @@ class Frame:
         self._pending: list[Any] = []
         self._unsettled = False
         self._kept: set[Any] = set()
-        self._held: set[Any] = set()
+        self._held: list[Any] = []
         self._last: dict[Any, int] | None = None
         self._jaxpr = jaxpr
         self.now = 0
@@ -36,17 +36,17 @@ class Frame:
 
     def hold(self, atoms) -> None:
         """A handler may return these as they are."""
-        self._held.update(_variables(map(self.source, atoms)))
+        self._held += atoms
 
     def without_donating(self, eqn: Any) -> Any:
         """The equation, of a jitted function, without donating what is held."""
         donated = eqn.params.get("donated_invars", ())
         if not any(donated):
             return eqn
-        sources = map(self.source, eqn.invars)
+        held = set(variables(map(self.source, self._held)))
         kept = tuple(
-            d and (isinstance(v, jexc.Literal) or v not in self._held)
-            for d, v in zip(donated, sources)
+            d and (isinstance(v, jexc.Literal) or self.source(v) not in held)
+            for d, v in zip(donated, eqn.invars)
         )
         return eqn.replace(params={**eqn.params, "donated_invars": kept})
 
@@ -98,7 +98,7 @@ class Frame:
 
     def read(self, atoms) -> list[Any]:
         atoms = [self.source(v) for v in atoms]
-        if any(v not in self._env for v in _variables(atoms)):
+        if any(v not in self._env for v in variables(atoms)):
             self._flush()
         return [v.val if isinstance(v, jexc.Literal) else self._env[v] for v in atoms]
 
@@ -120,7 +120,7 @@ class Frame:
             self._last = {
                 v: i
                 for i, eqn in enumerate(all_eqns)
-                for v in _variables(map(self.source, eqn.invars))
+                for v in variables(map(self.source, eqn.invars))
             }
         last = self._last
         return lambda v: v in self._kept or last.get(v, -1) >= self.now
@@ -140,7 +140,7 @@ class Frame:
                 elif v in same:
                     atoms = [self.source(v) for v in eqn.invars]
                     eqns[i] = eqn.replace(invars=atoms)
-                    invars.update((v, None) for v in _variables(atoms) if v in env)
+                    invars.update((v, None) for v in variables(atoms) if v in env)
                     break
         wanted = self._wanted()
         outvars = [v for e in eqns for v in e.outvars if wanted(v)]
@@ -154,10 +154,6 @@ class Frame:
         )
         out = _compat.splice(segment, (), [self._env[v] for v in invars])
         self.set(outvars, out)
-
-
-def _variables(atoms) -> list[Any]:
-    return [v for v in atoms if not isinstance(v, jexc.Literal)]
 
 
 def _as_array(atom: Any, x: Any) -> Any:

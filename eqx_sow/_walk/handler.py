@@ -123,13 +123,10 @@ class Handler:
         del jaxpr, devices
         return (), lambda xs: values, ()
 
-    def carry_for_devices(
-        self, carry: Any, axes: Sequence[Any]
-    ) -> tuple[Any, Callable[[Any], Any]]:
+    def carry_for_devices(self, carry: Any) -> tuple[Any, Callable[[Any], Any]]:
         """For mesh axes: what of `Given.carry` goes inside, each array of which has a
         leading axis for each of them, and a function that puts what comes back into
         the carry."""
-        del axes
         return (), lambda new: carry
 
     def leave_equation(self, values: Any, frame: "Frame") -> Any:

@@ -1,7 +1,7 @@
 """The one walk over a jaxpr.
 
 A `Handler` says what becomes of a sow: `save_intermediates` takes its value, `plant`
-replaces it, the rules in `_wrapped.py` guard or stamp it. The table `rules` says, for
+replaces it, the rules in `jax_rules.py` guard or stamp it. The table `rules` says, for
 each higher-order primitive, how to run its jaxprs with the handler inside. Neither
 knows of the other, and every equation that has no sow in it stays exactly as it was.
 """
@@ -99,7 +99,7 @@ def _consts_as_args(closed: Any) -> Any:
     if jaxpr not in _closed:
         invars = [*jaxpr.constvars, *jaxpr.invars]
         opened = jaxpr.replace(constvars=[], invars=invars)
-        _closed[jaxpr] = _compat.close_jaxpr(opened)
+        _closed[jaxpr] = jexc.ClosedJaxpr(opened, ())
     return _closed[jaxpr]
 
 
@@ -121,16 +121,13 @@ def evaluate(
         if is_plain(eqn):
             frame.leave(eqn)
             continue
-        eqn = frame.without_donating(eqn)
-        if not has_sow(eqn):
-            frame.leave(eqn)
-            continue
         frame.now, frame.eqn = i, eqn
         if eqn.primitive is sow_p:
             frame.hold(eqn.invars)
             given = handler.sow(found, given, eqn.params["site"], eqn.invars, frame)
             continue
-        if handler.keeps_intact(eqn):
+        frame.eqn = eqn = frame.without_donating(eqn)
+        if not has_sow(eqn) or handler.keeps_intact(eqn):
             frame.leave(eqn)
             continue
         rule = rules.get(eqn.primitive)

@@ -117,24 +117,20 @@ _keep_listening(jexc.primitives.custom_vjp_call_p, contextlib.nullcontext)
 
 
 # --- JAX's next primitives ---
-def _in_classic_form(primitive: jexc.Primitive) -> None:
-    """A checkpoint that was traced while listening is what it is without `JAX_REMAT3`:
-    bound so before JAX batches or differentiates it."""
-    bind = primitive.bind
+if _compat.hi_p is not None:
+    _bind_hi = _compat.hi_p.bind
 
-    def bind_classic(*args, _prim):
+    def _bind_classic(*args, _prim):
+        """A checkpoint that was traced while listening is what it is without
+        `JAX_REMAT3`: bound so before JAX batches or differentiates it."""
         classic = None if listening.value is None else _compat.classic_form(_prim)
         if classic is None:
-            return bind(*args, _prim=_prim)
+            return _bind_hi(*args, _prim=_prim)
         primitive, params = classic
         outs = primitive.bind(*args, **params)
         return outs if primitive.multiple_results else [outs]
 
-    primitive.bind = bind_classic
-
-
-if _compat.hi_p is not None:
-    _in_classic_form(_compat.hi_p)
+    _compat.hi_p.bind = _bind_classic
 
     @_wrap(batching.fancy_primitive_batchers, _compat.hi_p)
     def _batch_hi(rule):
@@ -341,22 +337,17 @@ def _batch_cond(rule):
 
 
 # --- differentiation ---
-def _stamp(eqn: Any, length: int) -> Any:
-    """An equation, of which the sows say that they ran in each of so many
-    iterations."""
+def _stamp_hoisted(closed: Any, length: int) -> Any:
+    """A jaxpr made of what JAX moved out of a scan, and the scan. Sows in the former
+    say that they ran in each of so many iterations."""
 
     def stamped(site, operands, loops):
         loop = Axis(length, (False,) * operands, loops, lane=False)
         return site._replace(axes=out_of_loop(site.axes, loop)[1])
 
-    return with_sites(eqn, stamped)
-
-
-def _stamp_hoisted(closed: Any, length: int) -> Any:
-    """A jaxpr made of what JAX moved out of a scan, and the scan."""
     jaxpr, consts = _compat.open_jaxpr(closed)
     *hoisted, loop = jaxpr.eqns
-    eqns = [*(_stamp(e, length) for e in hoisted), loop]
+    eqns = [*(with_sites(e, stamped) for e in hoisted), loop]
     return jexc.ClosedJaxpr(jaxpr.replace(eqns=eqns), consts)
 
 

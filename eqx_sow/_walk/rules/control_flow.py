@@ -134,7 +134,7 @@ def _while(interpret, given, eqn, *args):
     run = interpret(p["body_jaxpr"])
     types = types_of(run, given, *consts, *init)[1].values
     # Under vmap: the lanes that have finished stay as they are. Whatever the handler
-    # does, `_wrapped.py` has told it which lanes these are.
+    # does, `jax_rules.py` has told it which lanes these are.
     lanes = cond_jaxpr.outvars[0].aval.shape
     mutable = [
         x

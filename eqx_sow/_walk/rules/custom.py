@@ -43,16 +43,14 @@ def _derivative_of(x, y):
     return _with_derivative_of(x, y) if inexact else x
 
 
-def _custom(interpret, given, eqn, *args):
-    return _inside(interpret, given, eqn, eqn.params["call_jaxpr"], args)
-
-
-def _inside(interpret, given, eqn, jaxpr, args):
+def _inside(interpret, given, eqn, jaxpr, args, join=_derivative_of):
+    """`join`: what an output is, given that of the copy and that of the original."""
     if interpret.handler.changes_inside(eqn):
         return interpret(jaxpr)(given, *args)
     # The original prints what there is to print.
     copy = without_prints(jaxpr)
-    if _happens_twice(copy):
+    # Such as an `io_callback`, whose result is needed.
+    if any(e != sow_effect for e in copy.effects):
         return _only_the_original(interpret, given, eqn, copy, args)
     inputs = args
     if not interpret.handler.differentiable:
@@ -60,13 +58,7 @@ def _inside(interpret, given, eqn, jaxpr, args):
         inputs = map(jax.lax.stop_gradient, args)
     outs, taken = interpret(copy)(given, *inputs)
     original = bind(_without_sows(eqn), args)
-    return list(map(_derivative_of, outs, original)), taken
-
-
-def _happens_twice(copy):
-    """Whether a copy of the function has an effect whose result it needs, as an
-    `io_callback` may have."""
-    return any(e != sow_effect for e in copy.effects)
+    return list(map(join, outs, original)), taken
 
 
 def _only_the_original(interpret, given, eqn, copy, args):
@@ -78,26 +70,24 @@ def _only_the_original(interpret, given, eqn, copy, args):
     return bind(kept, args), seen._replace(carry=given.carry)
 
 
-_quiet: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+_without: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+
+@lu.transformation2
+def _quiet(rule, *zeros):
+    jaxpr, *rest = rule(*zeros)
+    if listening.value is None:
+        if jaxpr not in _without:
+            _without[jaxpr] = without_sows(jaxpr)
+        jaxpr = _without[jaxpr]
+    return jaxpr, *rest
 
 
 def _without_sows(eqn):
     """The equation without sows, in its derivative rule too, where JAX would keep them
     though nothing asks for them."""
-
-    def quiet(rule):
-        def call(*zeros):
-            jaxpr, *rest = rule.call_wrapped(*zeros)
-            if listening.value is None:
-                if jaxpr not in _quiet:
-                    _quiet[jaxpr] = without_sows(jaxpr)
-                jaxpr = _quiet[jaxpr]
-            return jaxpr, *rest
-
-        return lu.wrap_init(call, debug_info=rule.debug_info)
-
     rules = {
-        name: quiet(eqn.params[name])
+        name: _quiet(eqn.params[name])
         for name in ("jvp_jaxpr_fun", "fwd_jaxpr_thunk")
         if name in eqn.params
     }
@@ -105,8 +95,10 @@ def _without_sows(eqn):
     return eqn.replace(params={**eqn.params, **rules})
 
 
-rule_for(jexc.primitives.custom_jvp_call_p)(_custom)
-rule_for(jexc.primitives.custom_vjp_call_p)(_custom)
+@rule_for(jexc.primitives.custom_jvp_call_p)
+@rule_for(jexc.primitives.custom_vjp_call_p)
+def _custom(interpret, given, eqn, *args):
+    return _inside(interpret, given, eqn, eqn.params["call_jaxpr"], args)
 
 
 def _custom_hi(interpret, given, eqn, *args):
@@ -122,11 +114,5 @@ if _compat.hi_p is not None:
 
 @rule_for(_compat.custom_vmap_p)
 def _custom_vmap(interpret, given, eqn, *args):
-    jaxpr = eqn.params["call"]
-    if interpret.handler.changes_inside(eqn):
-        return interpret(jaxpr)(given, *args)
-    copy = without_prints(jaxpr)
-    if _happens_twice(copy):
-        return _only_the_original(interpret, given, eqn, copy, args)
-    _, taken = interpret(copy)(given, *args)
-    return bind(without_sows(eqn), args), taken
+    of_original = lambda _, out: out
+    return _inside(interpret, given, eqn, eqn.params["call"], args, of_original)

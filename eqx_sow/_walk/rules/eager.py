@@ -5,7 +5,6 @@ with the functions that they were traced from. So what a rule binds in the place
 is the same each time: it is staged once for each handler, and kept with the jaxpr.
 """
 
-import dataclasses as dc
 import functools as ft
 import weakref
 from collections.abc import Callable
@@ -20,24 +19,6 @@ from ..find import jaxprs_in
 from ..interpreter import Interpret
 
 
-@dc.dataclass(frozen=True)
-class _Equation:
-    """An equation that does not keep its jaxprs, which are to go when JAX is done with
-    them. Two are equal if the rule does the same for both."""
-
-    params: tuple[tuple[str, Any], ...]
-    without_params: Any = dc.field(compare=False)
-
-    @classmethod
-    def of(cls, eqn: Any) -> "_Equation":
-        params = {k: _map_jaxprs(v, weakref.ref) for k, v in eqn.params.items()}
-        return cls(tuple(params.items()), eqn.replace(params={}))
-
-    def restored(self) -> Any:
-        params = {k: _map_jaxprs(v, lambda ref: ref()) for k, v in self.params}
-        return self.without_params.replace(params=params)
-
-
 def _map_jaxprs(x: Any, fn: Callable) -> Any:
     """A parameter, with `fn` applied to the jaxpr, or the jaxprs, or references to
     them, that it is."""
@@ -50,11 +31,13 @@ def staged_if_eager(rule: Callable) -> Callable:
     """For a rule that binds a primitive which JAX compiles when it runs eagerly."""
     stages: weakref.WeakKeyDictionary[Any, Callable] = weakref.WeakKeyDictionary()
 
-    def stage():
+    def stage(bare):
+        # Neither holds on to a jaxpr, which is to go when JAX is done with it.
         @ft.lru_cache(maxsize=16)
-        def by(equation, handler):
+        def by(params, handler):
             def run(given, args):
-                return rule(Interpret(handler), given, equation.restored(), *args)
+                new = {k: _map_jaxprs(v, lambda ref: ref()) for k, v in params}
+                return rule(Interpret(handler), given, bare.replace(params=new), *args)
 
             return jax.jit(run)
 
@@ -65,9 +48,11 @@ def staged_if_eager(rule: Callable) -> Callable:
         plain = all(isinstance(v.aval, jax.core.ShapedArray) for v in eqn.invars)
         if not (plain and _compat.is_eager()):
             return rule(interpret, given, eqn, *args)
-        jaxpr = next(jaxprs_in(eqn.params))
-        by = stages.setdefault(jaxpr, stage())
-        traced = by(_Equation.of(eqn), interpret.handler).trace(given, args)
+        by = stages.setdefault(
+            next(jaxprs_in(eqn.params)), stage(eqn.replace(params={}))
+        )
+        params = {k: _map_jaxprs(v, weakref.ref) for k, v in eqn.params.items()}
+        traced = by(tuple(params.items()), interpret.handler).trace(given, args)
         leaves = jtu.tree_leaves((given, args))
         out = jax.core.eval_jaxpr(*_compat.open_jaxpr(traced.jaxpr), *leaves)
         return jtu.tree_unflatten(jtu.tree_structure(traced.out_info), out)

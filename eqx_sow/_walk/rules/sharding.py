@@ -28,7 +28,7 @@ def _shard_map(interpret, given, eqn, *args):
     sliced, put_back, sliced_specs = handler.slices_for_devices(
         given.values, p["jaxpr"], [*axes]
     )
-    carry, carry_back = handler.carry_for_devices(given.carry, [*axes])
+    carry, carry_back = handler.carry_for_devices(given.carry)
     on_device = jax.sharding.PartitionSpec(*axes)
     sliced = jax.tree.map(
         lambda spec, xs: jax.tree.map(lambda x: on_mesh(x, p["mesh"], spec), xs),
