@@ -92,6 +92,10 @@ def documented(error: Exception, the_plan: "Plan") -> str | None:
                 return f"{type(error).__name__}: {label}"
     if isinstance(error, ValueError) and "pvary is a invariant->variant" in text:
         return "ValueError: vmap of a shard_map with a constant in a branch"
+    explicit = "shard_map_explicit" in the_plan.words
+    if isinstance(error, NotImplementedError) and explicit:
+        if "Closing over inputs" in text and the_plan.feature.startswith("plant"):
+            return "NotImplementedError: plant in a checkpoint, on an explicit mesh"
     twice = sum(w in thr.FORWARD + thr.REVERSE for w in the_plan.words) > 1
     old = jax.__version_info__ < (0, 11)
     if isinstance(error, ValueError) and old:
@@ -104,25 +108,6 @@ def documented(error: Exception, the_plan: "Plan") -> str | None:
 
 # --- what a seed stands for ---
 
-FEATURES = (
-    "none",
-    "plant value",
-    "plant function",
-    "plant iteration",
-    "plant cotangent",
-    "plant what was saved",
-    "plant inside",
-    "tap",
-    "Last",
-    "Fold",
-    "Buffer",
-    "Append",
-    "transform",
-    "summarize",
-    "nested",
-    "names",
-    "spec",
-)
 ORDERED = ("Last", "Fold", "Buffer", "Append")
 
 
@@ -211,7 +196,7 @@ def _choose_words(rng, feature):
 
 def plan(seed: int) -> Plan:
     rng = np.random.default_rng([seed, 7])
-    feature = str(rng.choice(FEATURES))
+    feature = str(rng.choice(list(CHECKS)))
     words, saved_after = _choose_words(rng, feature)
     derivatives = [w for w in words if w in thr.FORWARD + thr.REVERSE]
     allow_while = not any(w in thr.REVERSE for w in derivatives)
@@ -270,10 +255,11 @@ def _weighted(f):
     return loss
 
 
-def _outer_reference(word):
-    if word == "grad":
-        return lambda f: lambda x: jax.grad(_weighted(f), has_aux=True)(x)
-    return jax.vmap if word == "vmap" else lambda f: f
+OUTER_REFERENCE = {
+    **thr.THREADED,
+    "vmap": jax.vmap,
+    "grad": lambda f: jax.grad(_weighted(f), has_aux=True),
+}
 
 
 class Reference:
@@ -287,9 +273,7 @@ class Reference:
         base = thr.threaded(self.program, edits, the_plan.derivative)
         inner = apply(the_plan.inner, base, thr.THREADED)
         f = lambda x: inner(extra or {}, x)
-        for word in the_plan.outer:
-            f = _outer_reference(word)(f)
-        f = unrolled(f)
+        f = unrolled(apply(the_plan.outer, f, OUTER_REFERENCE))
         self.out, self.taken = f(x)
         self._nearby = lambda: f(x + 1e-3)[1]
         self._cotangents_in_rules()
@@ -374,14 +358,14 @@ def check_tree(got, kind, want, primal, mode, what):
     like = orc._template(kind)
     if jtu.tree_structure(got) != jtu.tree_structure(like):
         raise Wrong(f"{what}: {jtu.tree_structure(got)}")
-    want, ndims = iter(want), set()
+    want, primal, ndims = iter(want), iter(primal), set()
     summed = mode.count("cotangent") % 2 == 1
-    pairs = zip(jtu.tree_leaves(got), jtu.tree_leaves(like), iter(_index(kind)))
-    for leaf, template, i in pairs:
+    for leaf, template in zip(jtu.tree_leaves(got), jtu.tree_leaves(like)):
         if not hasattr(template, "dtype"):
             if leaf != template:
                 raise Wrong(f"{what}: {leaf!r} is not {template!r}")
             continue
+        primal_leaf = next(primal)
         if mode != "" and not thr.is_float(template):
             if leaf.dtype != jax.dtypes.float0:
                 raise Wrong(f"{what}: {leaf.dtype} of an integer")
@@ -393,18 +377,11 @@ def check_tree(got, kind, want, primal, mode, what):
             continue
         if leaf.dtype != expected.dtype:
             raise Wrong(f"{what}: {leaf.dtype} is not {expected.dtype}")
-        check_leaf(leaf, expected, primal[i], summed, what)
+        check_leaf(leaf, expected, primal_leaf, summed, what)
         ndims.add(np.ndim(leaf) - template.ndim)
     # The total of all lanes has no axis for them.
     if len(ndims) > 1 and not summed:
         raise Wrong(f"{what}: leaves with different axes, {ndims}")
-
-
-def _index(kind):
-    """Of each leaf, its place among the arrays."""
-    count = itertools.count()
-    leaves = jtu.tree_leaves(orc._template(kind))
-    return [next(count) if hasattr(x, "dtype") else None for x in leaves]
 
 
 def check_out(got, want, what="out"):
@@ -467,6 +444,12 @@ class Run(NamedTuple):
 
     def run(self, fn):
         return self.plan.way(fn)(self.x)
+
+    def saved(self, what="out", **options):
+        """What is captured. The output is compared."""
+        out, got = self.run(self.outer(self.save(self.stack(), **options)))
+        check_out(out, self.ref.out, what)
+        return got
 
     def pick(self, names):
         rng = np.random.default_rng([self.plan.seed, 10])
@@ -703,9 +686,7 @@ def reduce_(run):
         zeros = {n: thr.arrays(orc._template(ref.sites[n].kind)) for n in names}
         start = lambda z: [jnp.zeros(x.shape, x.dtype) for x in z]
         reducers = {n: Fold(start(zeros[n]), _fold_step) for n in names}
-    saved = run.save(run.stack(), names=names, reduce=reducers)
-    out, got = run.run(run.outer(saved))
-    check_out(out, ref.out, "out with a reducer")
+    got = run.saved("out with a reducer", names=names, reduce=reducers)
     lanes = run.canonical.shape[:-1]
     each = [
         _reduced(feature, ref.program, run.canonical[i], names)
@@ -723,9 +704,7 @@ def reduce_(run):
 
 
 def _appended(run, names):
-    saved = run.save(run.stack(), names=names, reduce=Append())
-    out, got = run.run(run.outer(saved))
-    check_out(out, run.ref.out, "out with Append")
+    got = run.saved("out with Append", names=names, reduce=Append())
     for name, entry in got.items():
         for mode, value in entry.items():
             if mode != "count" and (type(value) is not tuple or not value):
@@ -741,11 +720,9 @@ def _appended(run, names):
 
 def transform(run):
     fn = lambda tree: [jnp.sum(x * x) for x in thr.arrays(tree)]
-    saved = run.save(run.stack(), transform=fn, modes="primal")
     if not run.ref.sites:
         return False
-    out, got = run.run(run.outer(saved))
-    check_out(out, run.ref.out, "out with a transform")
+    got = run.saved("out with a transform", transform=fn, modes="primal")
     for name, want in _cores(run.ref).items():
         leaves = got[name]["primal"]
         for leaf, (x, core) in zip(leaves, want, strict=True):
@@ -767,9 +744,7 @@ def _cores(ref):
 def summarized(run):
     if not run.ref.sites:
         return False
-    saved = run.save(run.stack(), transform=summarize, modes="primal")
-    out, got = run.run(run.outer(saved))
-    check_out(out, run.ref.out, "out with summarize")
+    got = run.saved("out with summarize", transform=summarize, modes="primal")
     is_summary = lambda x: hasattr(x, "rms")
     for name, want in _cores(run.ref).items():
         leaves = jtu.tree_leaves(got[name]["primal"], is_leaf=is_summary)
@@ -805,8 +780,7 @@ def some_names(run):
     names = list(run.ref.sites)[::2]
     if not names:
         return False
-    out, got = run.run(run.outer(run.save(run.stack(), names=names)))
-    check_out(out, run.ref.out, "out with names")
+    got = run.saved("out with names", names=names)
     check_saved(got, run.ref, names=set(names))
     return True
 
@@ -817,9 +791,7 @@ def spec(run):
         return False
     shape = {n: np.shape(run.ref.taken[n, ""][0]) for n in names}
     right = {n: Float[Array, " ".join(map(str, s))] for n, s in shape.items()}
-    out, got = run.run(run.outer(run.save(run.stack(), spec=right)))
-    check_out(out, run.ref.out, "out with a spec")
-    check_saved(got, run.ref)
+    check_saved(run.saved("out with a spec", spec=right), run.ref)
     name = run.pick(names)
     wrong = {name: Float[Array, " ".join(map(str, (*shape[name], 3)))]}
     try:
@@ -875,9 +847,7 @@ def _check(the_plan, f, x, canonical):
     options = {"capture": orc.Module} if the_plan.capture else {}
     run = Run(the_plan, f, x, canonical, ref, options)
     if the_plan.feature == "none" or not CHECKS[the_plan.feature](run):
-        out, got = run.run(run.outer(run.save(run.stack())))
-        check_out(out, ref.out)
-        check_saved(got, ref)
+        check_saved(run.saved(), ref)
         return "values"
     return the_plan.feature
 

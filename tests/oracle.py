@@ -271,19 +271,11 @@ def _with_rule(node, sow):
 
 
 def _options(node):
-    options = {}
-    if node.tag != "intermediates":
-        options["tag"] = node.tag
+    options = {} if node.tag == "intermediates" else {"tag": node.tag}
     if node.spec:
-        options["spec"] = _annotation(node.kind)
+        vector = Float[Array, str(SIZE)]
+        options["spec"] = vector if node.kind in VECTOR_KINDS else dict
     return options
-
-
-def _annotation(kind):
-    vector = Float[Array, str(SIZE)]
-    if kind in VECTOR_KINDS:
-        return vector
-    return dict
 
 
 def to_jax(node, sow: Callable, layers=()) -> Callable:

@@ -25,6 +25,7 @@ import numpy as np
 from jax import lax
 
 from tests import oracle as orc
+from tests.helpers import unmarked
 
 
 class Edits(NamedTuple):
@@ -109,10 +110,6 @@ def _edit(value, name, kind, extra, edits):
     return jtu.tree_unflatten(treedef, leaves)
 
 
-def _rule_without_marks(node):
-    return orc._with_rule(node, lambda value, name: value)
-
-
 def _where(count, new, old):
     ran = count > 0
     pick = lambda n, o: jnp.where(
@@ -178,7 +175,7 @@ def threaded(program, edits=Edits(), derivative=None):
         raise AssertionError(node)
 
     def rule(node, v, extra):
-        y, name = _rule_without_marks(node)(v), node.name
+        y, name = orc._with_rule(node, unmarked)(v), node.name
         if name is None:
             return y, {}
         value = [jnp.sin(v) * np.float32(node.c)]
@@ -304,15 +301,11 @@ def threaded_jvp(fn):
             out, taken = fn({**rest, **direct}, x)
             return (out, _tangents_of(taken)), taken
 
-        (_, (dout, new)), taken = _jvp_aux(run, (direct, x), (dots, weights(x.shape)))
+        dots = dots, weights(x.shape)
+        _, (dout, new), taken = jax.jvp(run, (direct, x), dots, has_aux=True)
         return dout, _with_derivatives(taken, new, "tangent")
 
     return along
-
-
-def _jvp_aux(fn, primals, tangents):
-    out, dots, aux = jax.jvp(fn, primals, tangents, has_aux=True)
-    return (out, dots), aux
 
 
 def threaded_grad(fn):
