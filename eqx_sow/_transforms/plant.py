@@ -12,7 +12,7 @@ from .._mark.site import Site
 from .._mark.static import Const, SameParts
 from .._names import check_known, join, lookup, matches, one_iteration
 from .._values import merge as _merge
-from .._values.entry import by_key, Entry
+from .._values.entry import Entry, grouped
 from .._values.modes import labels, Mode
 from .._values.reduce import Append
 from .._walk.find import sites
@@ -137,7 +137,7 @@ class _Plant(Transformed):
         check_known("plant(fn, values)", patterns, names, hint=hint)
         program.check_called(names)
         mode_of = labels({e.site.key for e in sown.entries})
-        entries = by_key([e for e in sown.entries if mode_of[e.site.key] == mode])
+        entries = grouped([e for e in sown.entries if mode_of[e.site.key] == mode])
         problem = f"is sown, but has no {mode} here"
         if "cotangent" in mode:
             problem += " (as it has in `plant(eqx.filter_grad(fn), ...)`)"

@@ -41,10 +41,11 @@ def _placed(entries: Sequence[Entry], reducers: Reducers) -> dict[Any, tuple[Any
     """The value of each `Site.key` that is not reduced, and its count if it has one; of
     each place, where there may be several."""
     results = {}
-    for key, same in _entry.by_key(entries).items():
+    by_name = _entry.grouped(entries, lambda site: site.name)
+    for key, same in _entry.grouped(entries).items():
         conditional = any(e.counted for e in same)
         if reducers(key[0]) is not None:
-            places = _in_order(same, [e for e in entries if e.site.name == key[0]])
+            places = _in_order(same, by_name[key[0]])
             values, counts = zip(*[_finished(e, conditional) for e in places])
             results[key] = values, counts if conditional else None
         elif len(same) > 1:

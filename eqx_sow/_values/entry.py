@@ -101,10 +101,12 @@ class Entry:
         return self.replace(shapes, axes)
 
 
-def by_key(entries: Sequence[Entry]) -> dict[Any, list[Entry]]:
+def grouped(
+    entries: Sequence[Entry], key: Callable[[Site], Any] = lambda site: site.key
+) -> dict[Any, list[Entry]]:
     found: dict[Any, list[Entry]] = {}
     for e in entries:
-        found.setdefault(e.site.key, []).append(e)
+        found.setdefault(key(e.site), []).append(e)
     return found
 
 

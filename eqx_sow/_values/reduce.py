@@ -312,7 +312,7 @@ Reducers = Callable[[str], Any]
 def started(reducers: Reducers, entries: Sequence[Entry]) -> dict[Any, Reduction]:
     """The states before the first execution, by `Site.key`. `entries` is what would be
     captured without reducers; `reducers` says which is that of a name."""
-    by_key = _entry.by_key(entries)
+    by_key = _entry.grouped(entries)
     return {key: _started(reducers(key[0]), places) for key, places in by_key.items()}
 
 

@@ -312,7 +312,7 @@ def _slots(entries: Sequence[Entry]) -> dict[Any, Entry]:
     pass, how many there are after it."""
     slots = {
         id(e): (key, i)
-        for key, same in _entry.by_key(entries).items()
+        for key, same in _entry.grouped(entries).items()
         for i, e in enumerate(same[::-1] if is_backward(key[1]) else same)
     }
     return {slots[id(e)]: e for e in entries}
