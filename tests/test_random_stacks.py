@@ -70,7 +70,7 @@ def test_an_undocumented_exception_is_a_failure(monkeypatch):
 def test_random_stacks_within_a_budget():
     """`FUZZ_SEED` for other ones, `FUZZ_SECONDS` for more."""
     start = int(os.environ.get("FUZZ_SEED", "1000"))
-    seconds = float(os.environ.get("FUZZ_SECONDS", "100"))
+    seconds = float(os.environ.get("FUZZ_SECONDS", "60"))
     report = fuzz.many(start, 100_000, seconds)
     print(report)
     assert report.programs and not report.failing, report

@@ -25,7 +25,7 @@ def _run(jaxpr, consts, args):
     read = lambda v: v.val if isinstance(v, jax.extend.core.Literal) else env[v]
     for eqn in jaxpr.eqns:
         ins = [read(v) for v in eqn.invars]
-        outs = _RULES.get(eqn.primitive.name, _bind_or_call)(eqn, *ins)
+        outs = _RULES.get(eqn.primitive.name, _bind)(eqn, *ins)
         env.update(zip(eqn.outvars, outs, strict=True))
     return [_out(v, read(v)) for v in jaxpr.outvars]
 
@@ -38,11 +38,10 @@ def _out(v, value):
 _FLOAT0 = jax.dtypes.float0
 
 
-def _bind_or_call(eqn, *ins):
-    held = [eqn.params[k] for k in ("jaxpr", "call_jaxpr", "call") if k in eqn.params]
-    if not held:
-        return _bind(eqn, *ins)
-    (inner,) = held
+def _call(eqn, *ins):
+    (inner,) = (
+        v for k, v in eqn.params.items() if k in ("jaxpr", "call_jaxpr", "call")
+    )
     return _run(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), ins)
 
 
@@ -119,7 +118,12 @@ def _numpy(fn):
     return lambda eqn, *ins: [np.asarray(fn(*map(np.asarray, ins), eqn.params))]
 
 
+_CALLS = (
+    *("jit", "pjit", "closed_call", "eval_jaxpr", "checkpoint", "remat2"),
+    *("custom_jvp_call", "custom_vjp_call", "custom_vmap_call"),
+)
 _RULES = {
+    **dict.fromkeys(_CALLS, _call),
     "broadcast_in_dim": _broadcast,
     "select_n": _select,
     "shard_map": _compiled,
