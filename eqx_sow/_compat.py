@@ -159,13 +159,21 @@ def is_eager() -> bool:
     return type(_current_trace()) is _EvalTrace
 
 
+def _batch_tracer_type() -> type:
+    found = []
+    look = jax.vmap(lambda x: found.append(type(x)))
+    jax.make_jaxpr(look)(jax.ShapeDtypeStruct((1,), "float32"))
+    return found[0]
+
+
+_BatchTracer: Any = find("the tracer of `jax.vmap`", _batch_tracer_type, ())
+
+
 def has_lanes(xs: Sequence[Any]) -> bool:
     """Whether a `jax.vmap` is what is being traced right now, and any of these vary
     over it. There is no public way to ask."""
     trace = _current_trace()
-    return hasattr(trace, "axis_data") and any(
-        isinstance(x, jax.core.Tracer) and x._trace is trace for x in xs
-    )
+    return any(isinstance(x, _BatchTracer) and x._trace is trace for x in xs)
 
 
 _call_p = jexc.primitives.closed_call_p

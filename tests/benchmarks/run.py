@@ -79,7 +79,14 @@ class Table:
         self._line([str(cells.get(c, "")) for c in self.columns])
 
     def times(
-        self, what: str, aim: str, fn: Callable, baseline: Callable, *how, **more
+        self,
+        what: str,
+        aim: str,
+        fn: Callable,
+        baseline: Callable,
+        *how,
+        temporaries: str = "",
+        **more,
     ):
         """A row for how long two functions take; the rest is for `compare`."""
         result = compare(fn, baseline, *how, **more)
@@ -89,6 +96,7 @@ class Table:
             ratio=result.ratio,
             itself=result.itself,
             time=seconds(result.seconds),
+            **({"temporaries": temporaries} if temporaries else {}),
         )
 
     def say(self, text: str):
@@ -655,7 +663,7 @@ def _on_batch(block, mark, xs):
 def summaries(table: Table, repeats: int):
     table.section(
         "A training step with `transform=summarize`: activations and gradients",
-        *("at most", "run time", "itself", "time", "temporaries"),
+        *("at most", "ratio", "itself", "time", "temporaries"),
     )
     layers, width, batch = 8, 128, (8, 128)
     blocks = _blocks(layers, width)
@@ -688,14 +696,13 @@ def summaries(table: Table, repeats: int):
         ("against the same statistics by hand", hand, "1.05"),
         ("against the step without", plain, ""),
     ):
-        result = compare(lambda: summed(*args), lambda: baseline(*args), repeats)
         temporaries = costs(summed).temporaries, costs(baseline).temporaries
-        table.row(
+        table.times(
             what,
-            at_most=aim,
-            run_time=result.ratio,
-            itself=result.itself,
-            time=seconds(result.seconds),
+            aim,
+            lambda: summed(*args),
+            lambda: baseline(*args),
+            repeats,
             temporaries=f"{over(*temporaries)} ({size(temporaries[0])})",
         )
 

@@ -70,16 +70,16 @@ def _only_the_original(interpret, given, eqn, copy, args):
     return bind(kept, args), seen._replace(carry=given.carry)
 
 
-_without: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+_stripped: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 @lu.transformation2
 def _quiet(rule, *zeros):
     jaxpr, *rest = rule(*zeros)
     if listening.value is None:
-        if jaxpr not in _without:
-            _without[jaxpr] = without_sows(jaxpr)
-        jaxpr = _without[jaxpr]
+        if jaxpr not in _stripped:
+            _stripped[jaxpr] = without_sows(jaxpr)
+        jaxpr = _stripped[jaxpr]
     return jaxpr, *rest
 
 
