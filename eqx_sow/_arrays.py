@@ -124,10 +124,9 @@ def in_mesh_of(arrays: Iterable[Any]) -> Iterator[None]:
     there = [] if told else [x for x in arrays if _mesh(x) is not None]
     if not there:
         yield
-    elif _compat.is_eager():
-        with jax.set_mesh(there[0].sharding.mesh):
-            yield
     else:
         mesh: Any = _mesh(there[0])
-        with jax.sharding.use_abstract_mesh(mesh):
+        # What runs now has to be told of the devices too.
+        context = _compat.set_mesh_of(there[0])
+        with context or jax.sharding.use_abstract_mesh(mesh):
             yield

@@ -159,6 +159,24 @@ def is_eager() -> bool:
     return type(_current_trace()) is _EvalTrace
 
 
+def set_mesh_of(x: Any) -> contextlib.AbstractContextManager[Any] | None:
+    """`jax.set_mesh` for the mesh of `x`, if no program is being traced: also in an
+    eager `jax.vmap` or derivative, where `jax.set_mesh` refuses, and the arrays that
+    the tracers hold have no public name."""
+    trace: Any = _current_trace()
+    while type(trace) is not _StagingTrace and hasattr(trace, "parent_trace"):
+        trace = trace.parent_trace
+    if type(trace) is not _EvalTrace:
+        return None
+    while isinstance(x, jax.core.Tracer):
+        x = getattr(x, "val", getattr(x, "primal", None))
+    try:
+        with jax.core.eval_context():
+            return jax.set_mesh(x.sharding.mesh)
+    except (AttributeError, ValueError):  # another tracer; a `jax.vmap(axis_name=)`
+        return None
+
+
 def _batch_tracer_type() -> type:
     found = []
     look = jax.vmap(lambda x: found.append(type(x)))
@@ -264,8 +282,8 @@ def call_that_keeps_effects(eqn: Any) -> Any:
 
 def _transposed() -> Any:
     # Traced, not run: importing starts no backend.
-    double = lambda x: jax.linear_transpose(lambda x: 2.0 * x, x)(x)
-    return jax.make_jaxpr(double)(1.0).eqns[-1].source_info.name_stack.stack[0]
+    negate = lambda x: jax.linear_transpose(jax.lax.neg, x)(x)
+    return jax.make_jaxpr(negate)(1.0).eqns[-1].source_info.name_stack.stack[0]
 
 
 # What transposition writes on a name stack. A user's scope of that name is equal to it,

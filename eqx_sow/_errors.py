@@ -15,8 +15,8 @@ class SowError(Exception):
 
 
 class DuplicateSowError(SowError, ValueError):
-    """One name was sown twice in straight-line code, and no reducer says what the
-    two values should become."""
+    """One name was sown more than once in straight-line code, and no reducer says what
+    the values should become."""
 
 
 class UnknownSowError(SowError, ValueError):

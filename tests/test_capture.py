@@ -17,10 +17,12 @@ from beartype import beartype
 from eqx_sow import (
     Append,
     DuplicateSowError,
+    plant,
     save_intermediates as S,
     Sow,
     sow,
     SowError,
+    tap,
     UnknownSowError,
 )
 from jax.sharding import NamedSharding, PartitionSpec as P
@@ -1565,6 +1567,221 @@ def test_different_tags_see_their_own():
     (out, inner), outer = both(X)
     assert list(inner) == [f"layers/{i}" for i in range(3)]
     assert_close(list(with_mode(outer, "primal").values()), [out])
+
+
+def _edited(h):
+    return 2 * h + 1
+
+
+def _inside(how, seen):
+    """A transformation that marks what it is given for itself."""
+
+    def transformed(fn):
+        if how == "plant":
+            return plant(fn, {"*layers/1": _edited}, capture=True)
+        if how == "tap":
+            return tap(fn, lambda event: seen.append(event.name), capture=True)
+
+        def saved(*args):
+            out, got = S(fn, capture=True, tag="inner")(*args)
+            seen.extend(got)
+            return out
+
+        return saved
+
+    return transformed
+
+
+def _edited_by_hand(mlp, x, edit, eps):
+    """As an `_mlp` that another transformation has marked runs, and what its modules
+    return, with `eps` added to that."""
+    seen = []
+    for i, layer in enumerate(mlp.layers):
+        x = layer.weight @ x + layer.bias
+        x = (_edited(x) if edit and i == 1 else x) + eps[i]
+        seen.append(x)
+        x = jnp.tanh(x) if i + 1 < len(mlp.layers) else x
+    x = x + eps[-1]
+    return jnp.sum(x**2), [*seen, x]
+
+
+def _loss_around(form, transformed, mlp):
+    """A loss, its arguments, and what its model is called outside and inside."""
+    if form == "argument":
+        return lambda m, x: jnp.sum(transformed(m)(x) ** 2), (mlp, X), "m", ""
+    if form == "closure":
+        model = mlp
+        return lambda x: jnp.sum(transformed(model)(x) ** 2), (X,), "model", ""
+    inner = transformed(lambda net, x: jnp.sum(net(x) ** 2))
+    return lambda model, x: inner(model, x), (mlp, X), "model", "net"
+
+
+def _paths(prefix, parts=("layers/0", "layers/1", "layers/2", "")):
+    return ["/".join(filter(None, (prefix, part))) or "." for part in parts]
+
+
+@pytest.mark.parametrize(
+    "wrap, form",
+    [
+        (wrap, form)
+        for wrap in ("", "filter_jit", "jitted", "filter_grad")
+        for form in ("argument", "closure", "other name")
+        if wrap == "filter_grad" or form == "argument"
+    ],
+)
+@pytest.mark.parametrize("how", ["plant", "tap", "save"])
+def test_marked_by_one_inside_too_is_one_site(how, form, wrap):
+    mlp, seen = _mlp(), []
+    fn, args, name, inner_name = _loss_around(form, _inside(how, seen), mlp)
+    zeros = [jnp.zeros(n) for n in (4, 4, 2, 2)]
+    by_hand = lambda eps: _edited_by_hand(mlp, X, how == "plant", eps)
+    expected, values = by_hand(zeros)
+    modes = {"primal": values}
+    if wrap == "filter_jit":
+        fn = eqx.filter_jit(fn)
+    if wrap == "filter_grad":
+        fn = eqx.filter_value_and_grad(fn)
+        modes["cotangent"] = jax.grad(by_hand, has_aux=True)(zeros)[0]
+    saved = S(fn, capture=True)
+    out, got = (eqx.filter_jit(saved) if wrap == "jitted" else saved)(*args)
+    jax.effects_barrier()
+    assert_close(out[0] if wrap == "filter_grad" else out, expected)
+    assert list(got) == _paths(name)
+    for mode, values in modes.items():
+        assert_close(list(with_mode(got, mode).values()), values)
+    assert set(seen) == (set() if how == "plant" else set(_paths(inner_name)))
+
+
+@pytest.mark.parametrize("how", ["plant", "tap", "save"])
+def test_what_one_inside_marked_is_not_for_others(how):
+    """Save what it planted."""
+    mlp, seen, events = _mlp(), [], []
+    fn, args, *_ = _loss_around("argument", _inside(how, seen), mlp)
+    eps = [jnp.zeros(n) for n in (4, 4, 2, 2)]
+    expected, values = _edited_by_hand(mlp, X, how == "plant", eps)
+    planted = {"layers/1": values[1]} if how == "plant" else {}
+    out, got = S(fn)(*args)
+    assert_close(out, expected)
+    assert_close(with_mode(got, "primal"), planted)
+    out, got = S(fn, capture=lambda path, _: path == "m/layers/0")(*args)
+    assert_close(out, expected)
+    assert_close(with_mode(got, "primal"), {"m/layers/0": values[0], **planted})
+    watched = tap(fn, events.append, capture=lambda path, _: path == "m/layers/0")
+    assert_close(watched(*args), expected)
+    jax.effects_barrier()
+    assert [e.name for e in events] == ["m/layers/0", *planted]
+
+
+@pytest.mark.parametrize("how", ["tap", "save"])
+def test_planted_outside_is_what_those_inside_see(how):
+    mlp, events = _mlp(), []
+
+    def fn(m, x):
+        if how == "tap":
+            return tap(m, events.append, capture=True)(x), {}
+        return S(m, capture=True, tag="inner")(x)
+
+    out, got = plant(fn, {"m/layers/1": _edited}, capture=True)(mlp, X)
+    jax.effects_barrier()
+    got = (
+        with_mode(got, "primal") if how == "save" else {e.name: e.value for e in events}
+    )
+    eps = [jnp.zeros(n) for n in (4, 4, 2, 2)]
+    values = _edited_by_hand(mlp, X, True, eps)[1]
+    assert list(got) == _paths("")
+    assert_close([jnp.asarray(x) for x in got.values()], values)
+    assert_close(out, values[-1])
+
+
+def test_a_planted_cotangent_of_a_module_that_is_marked_by_both():
+    mlp = _mlp()
+    inner = plant(
+        eqx.filter_grad(lambda net, x: jnp.sum(net(x) ** 2)),
+        {"net/layers/1": lambda g: 3 * g},
+        mode="cotangent",
+        capture=True,
+    )
+    grads, got = S(lambda model, x: inner(model, x), capture=True)(mlp, X)
+    h0, h1, h2 = _by_hand(mlp, X)[1].values()
+    g2 = 2 * h2
+    g1 = 3 * (1 - jnp.tanh(h1) ** 2) * (mlp.layers[2].weight.T @ g2)
+    g0 = (1 - jnp.tanh(h0) ** 2) * (mlp.layers[1].weight.T @ g1)
+    assert list(got) == _paths("model")
+    assert_close(list(with_mode(got, "primal").values()), [h0, h1, h2, h2])
+    assert_close(list(with_mode(got, "cotangent").values()), [g0, g1, g2, g2])
+    assert_close(grads.layers[0].bias, g0)
+    # Without a mark of its own, the outer one sees all modes of what is planted.
+    _, got = S(lambda model, x: inner(model, x))(mlp, X)
+    assert_close(got, {"net/layers/1": {"primal": h1, "cotangent": g1}})
+
+
+def test_what_is_marked_by_both_in_a_checkpoint_is_not_planted_in_part():
+    tapped = lambda net, x: tap(net, print, capture=True)(x)
+    loss = lambda net, x: jnp.sum(jax.checkpoint(lambda x: tapped(net, x))(x))
+    planted = {"net/layers/0": jnp.ones_like}
+    with pytest.raises(SowError, match="computes the value once more"):
+        plant(eqx.filter_grad(loss), planted, capture=True)(_mlp(), X)
+
+
+def test_inputs_and_methods_that_are_marked_by_both():
+    class Model(eqx.Module):
+        w: Array
+
+        def encode(self, x):
+            return self.w * x
+
+        def __call__(self, x):
+            return self.encode(x) + 1
+
+    both = dict(methods=("__call__", "encode"), capture=True, inputs=True)
+    names = []
+    inner = lambda net, x: tap(net, lambda e: names.append(e.name), **both)(x)
+    _, got = S(inner, **both)(Model(X), 2 * X)
+    jax.effects_barrier()
+    assert set(names) == {".", ".inputs", ".encode", ".encode.inputs"}
+    assert list(got) == ["net.inputs", "net.encode.inputs", "net.encode", "net"]
+    assert_close(got["net.encode"]["primal"], 2 * X * X)
+    assert_close(got["net.encode.inputs"]["primal"], ((2 * X,), {}))
+    only = plant(Model(X), {".encode": _edited}, capture=True, methods="encode")
+    _, got = S(lambda x: only(x), **both)(2 * X)
+    assert_close(got["only.encode"]["primal"], 4 * X * X + 1)
+    assert_close(got["only"]["primal"], 4 * X * X + 2)
+
+
+def test_marked_by_three_in_a_loop():
+    mlp, events = eqx.nn.MLP(3, 3, 4, 1, key=jr.key(0)), []
+    double = lambda h: 2 * h
+    planted = lambda net, x: plant(net, {"layers/0": double}, capture=True)(x)
+
+    def run(model, x):
+        tapped = tap(planted, events.append, capture=eqx.nn.Linear)
+        body = lambda x, _: (eqx.filter_jit(tapped)(model, x), None)
+        return lax.scan(body, x, length=3)[0]
+
+    out, got = S(run, capture=eqx.nn.Linear)(mlp, X)
+    jax.effects_barrier()
+    x, hidden = X, []
+    for _ in range(3):
+        hidden.append(2 * (mlp.layers[0].weight @ x + mlp.layers[0].bias))
+        x = mlp.layers[1](jax.nn.relu(hidden[-1]))
+    assert_close(out, x)
+    assert list(got) == ["model/layers/0", "model/layers/1"]
+    assert_close(got["model/layers/0"]["primal"], jnp.stack(hidden))
+    seen = [e.value for e in events if e.name == "net/layers/0"]
+    assert_close(jnp.stack(seen), jnp.stack(hidden))
+    assert {e.name for e in events} == {"net/layers/0", "net/layers/1"}
+
+
+def test_unnamed_sow_that_two_can_see_is_one_site():
+    model, events = eqx.nn.Sequential([eqx.nn.Lambda(jnp.sin), Sow()]), []
+    fn = lambda net, x: tap(net, events.append)(x)
+    _, got = S(fn)(model, X)
+    jax.effects_barrier()
+    assert_close(got, {"net/layers/1": {"primal": jnp.sin(X)}})
+    assert [e.name for e in events] == ["layers/1"]
+    # It is a sow: whoever does not know its place has the name from inside.
+    hidden = lambda net, x: tap(net, events.append)(x)
+    assert list(S(lambda x: hidden(model, x))(X)[1]) == ["layers/1"]
 
 
 def test_sows_in_the_model_as_well(call):

@@ -606,6 +606,14 @@ def test_modules_that_may_run_unmarked():
     assert list(S(new, capture=True)(child, X)[1]) == ["m"]
     lambdas = _Plain(eqx.nn.Lambda(jnp.sin))
     assert list(S(lambda m, x: lambdas(m(x)), capture=True)(child, X)[1]) == ["m"]
+    # By a method that was taken before.
+    layer = _linear()
+    for wrap in (lambda f: f, jax.jit, eqx.filter_jit, jax.checkpoint):
+        taken = wrap(layer.__call__)
+        for capture in (True, eqx.nn.Linear, lambda path, m: True):
+            _, got = S(lambda m, x: taken(m(x)), capture=capture)(_linear(), X)
+            assert list(got) == ["m"]
+    assert list(S(layer.__call__, capture=True)(X)[1]) == ["."]
     # Of another class.
     hidden = _Plain(_linear())
     assert list(S(lambda m, x: hidden(m(x)), capture=_Base)(child, X)[1]) == ["m"]

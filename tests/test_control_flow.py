@@ -654,3 +654,21 @@ def test_a_rule_runs_in_each_iteration(make, wrap, call):
     ws, xs = jnp.stack([w, 2 * w]), jnp.stack([x, x])
     _, got = call(S(jax.vmap(fn)), ws, xs)
     assert_close(got["res"]["primal"], jnp.tile(jnp.sin(ws)[:, None], (1, 3, 1)))
+
+
+@pytest.mark.parametrize("inner", ["p", "q"])
+def test_conds_in_branches_under_a_vmap_for_each_predicate(inner):
+    def f(p, q, x):
+        doubled = lambda: lax.cond(q, lambda: sow(2 * x, "n"), lambda: 3 * x)
+        return lax.cond(p, doubled, lambda: sow(5 * x, "n"))
+
+    x, runs = jnp.arange(1.0, 4.0), jnp.array([True, False])
+    first, second = (0, None, None), (None, 0, None)
+    if inner == "q":
+        first, second = second, first
+    _, captured = S(jax.vmap(jax.vmap(f, first), second))(runs, runs, x)
+    for i, j in np.ndindex(2, 2):
+        p, q = (j == 0, i == 0) if inner == "p" else (i == 0, j == 0)
+        want = (2 if q else 0) * x if p else 5 * x
+        assert captured["n"]["count"][i, j] == int(q or not p)
+        assert jnp.array_equal(captured["n"]["primal"][i, j], want)

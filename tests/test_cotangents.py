@@ -1,6 +1,8 @@
 """Which primal a cotangent belongs to, what a backward pass runs once more, and leaves
 that only some lanes, or some branches, differentiate."""
 
+import functools as ft
+
 import diffrax
 import equinox as eqx
 import equinox.internal as eqxi
@@ -22,6 +24,7 @@ from eqx_sow import (
     tap,
 )
 from jax import lax
+from jax.sharding import AxisType, PartitionSpec
 
 from .helpers import assert_close, close
 
@@ -392,6 +395,212 @@ def test_what_is_computed_once_more_from_the_same_is_no_execution(wrap):
     close(S(g, reduce=total)(X)[1]["net"]["primal"], np.sin(X))
 
 
+def _recomputing(impl, bwd=None, fwd=None):
+    """`impl`, with a backward pass that runs it, or something else, once more."""
+    f = jax.custom_vjp(impl)
+    f.defvjp(
+        lambda x: ((fwd or impl)(x), x), lambda x, ct: jax.vjp(bwd or impl, x)[1](ct)
+    )
+    return f
+
+
+KS = jnp.array([1.0, 2.0, 3.0])
+
+
+def _looped(f):
+    return lambda x: lax.scan(lambda c, _: (f(c), None), x, length=2)[0]
+
+
+def _branched(f):
+    return lambda x: lax.cond(x.sum() > 0, f, lambda x: x, x)
+
+
+def _both_branches(f):
+    return lambda x: lax.cond(x.sum() > 0, f, lambda x: f(2 * x), x)
+
+
+def _summed(f):
+    return lambda x: f(x).sum()
+
+
+# What is around the function, within `jax.grad`; what is around that; and how often it
+# runs.
+AROUND = {
+    "grad": (lambda f: f, lambda g: g, 1),
+    "jit(grad)": (lambda f: f, jax.jit, 1),
+    "grad(jit)": (jax.jit, lambda g: g, 1),
+    "jit(grad(jit))": (jax.jit, jax.jit, 1),
+    "vmap(grad(jit))": (jax.jit, jax.vmap, 1),
+    "grad(cond)": (_branched, lambda g: g, 1),
+    "grad(cond), both": (_both_branches, lambda g: g, 1),
+    "vmap(grad(cond))": (_both_branches, jax.vmap, 1),
+    "grad(scan)": (_looped, lambda g: g, 2),
+    "grad(scan(jit))": (lambda f: _looped(jax.jit(f)), lambda g: g, 2),
+    "grad(scan(checkpoint))": (lambda f: _looped(jax.checkpoint(f)), jax.jit, 2),
+    "grad(jit(scan(cond)))": (lambda f: jax.jit(_looped(_branched(f))), jax.jit, 2),
+    "grad(checkpoint)": (jax.checkpoint, lambda g: g, 1),
+    "grad(checkpoint(jit))": (lambda f: jax.checkpoint(jax.jit(f)), lambda g: g, 1),
+}
+
+
+def _tripled(x):
+    return sow(jnp.sin(x), "net") * 3
+
+
+RULES = {
+    "plain": lambda: _recomputing(_tripled),
+    "jitted": lambda: _recomputing(jax.jit(_tripled)),
+    "jitted in bwd": lambda: _recomputing(_tripled, bwd=jax.jit(_tripled)),
+    "jitted in fwd": lambda: _recomputing(_tripled, fwd=jax.jit(_tripled)),
+    "fwd calls it": lambda: _recomputing(_tripled, fwd=_recomputing(_tripled)),
+}
+
+
+def _expected(steps, x):
+    """The values of `_tripled` run so often, and their cotangents."""
+    values, c = [], x
+    for _ in range(steps):
+        values.append(np.sin(c))
+        c = 3 * values[-1]
+
+    def rest(eps):
+        c = x
+        for e in eps:
+            c = (jnp.sin(c) + e) * 3
+        return c.sum()
+
+    return np.stack(values), jax.grad(rest)(jnp.zeros((steps, *x.shape)))
+
+
+def _run_around(rule, around):
+    """The program, its input, and what is to come of it, with an axis for the steps."""
+    inside, outside, steps = AROUND[around]
+    g = outside(jax.grad(_summed(inside(RULES[rule]()))))
+    if outside is not jax.vmap:
+        return g, X, *_expected(steps, X)
+    xs = jnp.stack([X, -X])
+    branch = 2 if inside is _both_branches else 1
+    lanes = [_expected(steps, X), _expected(steps, -branch * X)]
+    return g, xs, *(np.stack(x, 1) for x in zip(*lanes))
+
+
+@pytest.mark.parametrize(
+    "rule, around",
+    [
+        (r, a)
+        for r in RULES
+        for a in AROUND
+        if r == "plain" or a in ("grad(jit)", "grad(scan)")
+    ],
+)
+def test_a_recomputing_bwd_is_no_execution(rule, around):
+    g, x, values, cotangents = _run_around(rule, around)
+    one = (lambda v: v) if len(values) > 1 else (lambda v: v[0])
+    grads, got = S(g)(x)
+    close(grads, g(x))
+    close(got["net"]["primal"], one(values))
+    # One that is the same for all lanes has no axis for them.
+    close(np.asarray(got["net"]["cotangent"]) + 0 * one(cotangents), one(cotangents))
+    count = got["net"].get("count")
+    assert count is None or np.all(count == 1)
+    _, got = S(g, reduce=Append())(x)
+    (primal,), (cotangent,) = got["net"]["primal"], got["net"]["cotangent"]
+    close(primal, one(values))
+    close(np.asarray(cotangent) + 0 * one(cotangents), one(cotangents))
+    _, got = S(g, reduce=Last())(x)
+    close(got["net"]["primal"], values[-1])
+    close(np.asarray(got["net"]["cotangent"]) + 0 * cotangents[0], cotangents[0])
+    _, got = S(g, reduce=Fold(0, lambda n, v: n + 1))(x)
+    assert np.all(got["net"]["primal"] == len(values))
+    assert np.all(got["net"]["cotangent"] == len(values))
+
+
+@pytest.mark.parametrize("around", ["grad", "grad(jit)", "grad(cond)", "grad(scan)"])
+def test_no_event_of_a_recomputing_bwd(around):
+    g, x, values, cotangents = _run_around("plain", around)
+    events = []
+    tap(g, events.append)(x)
+    jax.effects_barrier()
+    by_mode = {m: [e for e in events if e.mode == m] for m in ("primal", "cotangent")}
+    close(np.stack([e.value for e in by_mode["primal"]]), values)
+    close(np.stack([e.value for e in by_mode["cotangent"]]), cotangents[::-1])
+
+
+@pytest.mark.parametrize("around", [a for a in AROUND if a.startswith("grad(")])
+def test_a_bwd_at_another_point_is_an_execution(around):
+    inside, outside, steps = AROUND[around]
+    f = _recomputing(_tripled, bwd=lambda x: _tripled(5 * x))
+    g = outside(jax.grad(_summed(inside(f))))
+    x = jnp.stack([X, -X]) if outside is jax.vmap else X
+    _, got = S(g, reduce=Fold(0, lambda n, v: n + 1))(x)
+    assert np.all(got["net"]["primal"] == 2 * steps)
+    with pytest.raises(DuplicateSowError, match="in a backward pass"):
+        S(g)(x)
+    if steps == 1 and x is X:
+        _, got = S(g, reduce=Append())(x)
+        first, second = got["net"]["primal"]
+        close(first, np.sin(X))
+        close(second, np.sin(5 * X))
+        none, cotangent = got["net"]["cotangent"]
+        assert none is None
+        close(cotangent, [3, 3])
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+@pytest.mark.parametrize("rule", RULES)
+def test_two_calls_of_a_recomputing_function(rule, wrap):
+    f = wrap(RULES[rule]())
+    for g, calls in (
+        (lambda f, x: f(x) * f(2 * x), (1, 2)),
+        (lambda f, x: f(x) + f(x) ** 2, (1, 1)),
+    ):
+        _, got = S(jax.grad(wrap(_summed(lambda x: g(f, x)))), reduce=Append())(X)
+
+        def perturbed(eps):
+            each = iter(eps)
+            return g(lambda x: (jnp.sin(x) + next(each)) * 3, X).sum()
+
+        for mine, n in zip(got["net"]["primal"], calls, strict=True):
+            close(mine, np.sin(n * X))
+        for mine, want in zip(
+            got["net"]["cotangent"], jax.grad(perturbed)(jnp.zeros((2, 2))), strict=True
+        ):
+            close(mine, want)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+def test_a_recomputed_loop(wrap):
+    def impl(x):
+        return lax.scan(lambda c, k: (sow(jnp.sin(c) * k, "s"), None), x, KS)[0]
+
+    g = jax.grad(wrap(_summed(_looped(_recomputing(impl)))))
+    plain = jax.grad(_summed(_looped(impl)))
+    for options in ({}, dict(reduce=Append()), dict(reduce=Buffer(6))):
+        assert_close(S(g, **options)(X), S(plain, **options)(X))
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+def test_a_recomputed_value_that_the_loop_does_not_change(wrap):
+    def loss(f):
+        return lambda w: lax.scan(lambda c, _: (c + f(w), None), X, length=3)[0].sum()
+
+    g = jax.grad(wrap(loss(_recomputing(_tripled))))
+    _, got = S(g)(X)
+    close(got["net"]["primal"], np.stack([np.sin(X)] * 3))
+    assert S(g, reduce=Buffer(5))(X)[1]["net"]["count"] == 3
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+def test_a_branch_that_recomputes_beside_one_that_does_not(wrap):
+    elsewhere = _recomputing(_tripled, bwd=lambda x: _tripled(5 * x))
+    here = _recomputing(_tripled)
+    g = jax.grad(wrap(lambda x: lax.cond(x.sum() > 0, here, elsewhere, x).sum()))
+    for x, n in ((X, 1), (-X, 2)):
+        got = S(g, reduce=Fold(0, lambda n, v: n + 1))(x)[1]["net"]
+        assert got["primal"] == got["count"] == n
+        assert got["cotangent"] == 1
+
+
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
 def test_steps_of_a_checkpointed_loop_are_replayed(wrap):
     sine = wrap(_sine)
@@ -463,3 +672,110 @@ def test_a_cotangent_that_does_not_depend_on_the_input_has_no_derivative(jit):
     _, got = S(jit(second(jnp.tanh)))(X)
     # The pullback is `ct * cos(x)`, so its square has this gradient for `ct`.
     close(got["v"]["cotangent.cotangent"], 2 * jnp.tanh(X) * jnp.cos(X) ** 2)
+
+
+# --- what does not reach the result ---
+def _dead(y):
+    sow(jnp.sin(y), "h")
+    return y
+
+
+def _branch(y):
+    return lax.cond(y > 0, _dead, lambda y: y, y)
+
+
+def _index(y):
+    return jnp.argmax(sow(jnp.sin(y * jnp.arange(3.0)), "h")).astype(jnp.float32)
+
+
+def _index_branch(y):
+    return lax.cond(y > 0, _index, lambda y: jnp.float32(0), y)
+
+
+def _unused_branch(y):
+    lax.cond(y > 0, lambda y: 2 * _dead(y), lambda y: y, y)
+    return y
+
+
+def _loop(body):
+    return lambda y: lax.scan(lambda c, _: (2 * body(c), None), y, None, length=2)[0]
+
+
+_PLACES = {
+    "checkpoint": lambda ck, f: ck(f),
+    "of_jit": lambda ck, f: ck(jax.jit(f)),
+    "in_jit": lambda ck, f: jax.jit(ck(f)),
+    "of_checkpoint": lambda ck, f: ck(ck(f)),
+    "in_branch": lambda ck, f: lambda y: lax.cond(y > 0, ck(f), f, y),
+    "of_scan": lambda ck, f: ck(_loop(lambda y: y * (1 + f(y)))),
+    "in_scan": lambda ck, f: _loop(lambda y: y * (1 + ck(f)(y))),
+    "of_both": lambda ck, f: ck(_loop(lambda y: y * (1 + ck(jax.jit(f))(y)))),
+}
+_everything = ft.partial(
+    jax.checkpoint, policy=jax.checkpoint_policies.everything_saveable
+)
+
+
+@pytest.mark.parametrize(
+    "f, place, ck",
+    [
+        (f, place, ck)
+        for f in (_dead, _branch, _index, _index_branch, _unused_branch)
+        for place in _PLACES
+        for ck in (jax.checkpoint, eqx.filter_checkpoint, _everything)
+        if (f in (_branch, _index) and ck is jax.checkpoint) or place == "checkpoint"
+    ],
+)
+def test_what_does_not_reach_the_result_has_zeros_in_a_checkpoint(f, place, ck):
+    def grad(ck):
+        fn = _PLACES[place](ck, f)
+        return jax.grad(lambda x: fn(x) * x)
+
+    out, got = S(grad(ck))(1.0)
+    close(out, grad(ck)(1.0))
+    want_out, want = S(grad(lambda f: f))(1.0)
+    close(out, want_out)
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    assert_close(got, want)
+    primal = got["h"]["primal"]
+    shape = (2,) * ("scan" in place or place == "of_both")
+    assert primal.shape == shape + (3,) * (f in (_index, _index_branch))
+    np.testing.assert_array_equal(got["h"]["cotangent"], np.zeros_like(primal))
+
+
+def test_zeros_in_a_checkpoint_are_events():
+    events = []
+    tap(jax.grad(lambda x: jax.checkpoint(_branch)(x) * x), events.append)(1.0)
+    jax.effects_barrier()
+    assert sorted(e.mode for e in events) == ["cotangent", "primal"]
+    np.testing.assert_allclose(sorted(e.value for e in events), [0, np.sin(1.0)])
+
+
+def test_derivatives_of_zeros_in_a_checkpoint():
+    def modes(ck, derive):
+        fn = lambda x: ck(_branch)(x) * x
+        return set(S(derive(fn))(1.0)[1]["h"])
+
+    def linearized(f):
+        return lambda x: jax.linearize(f, x)[1](x)
+
+    def twice(f):
+        return jax.grad(jax.grad(f))
+
+    for derive in (linearized, twice, lambda f: jax.jacfwd(jax.grad(f))):
+        plain = modes(lambda f: f, derive)
+        assert modes(jax.checkpoint, derive) == plain > {"primal", "count"}
+
+
+def test_zeros_that_do_not_leave_a_shard_map():
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
+    spec = PartitionSpec()
+    mapped = lambda f: jax.shard_map(f, mesh=mesh, in_specs=spec, out_specs=spec)
+
+    def modes(fn):
+        return set(S(jax.grad(lambda x: fn(x) * x))(jnp.ones(()))[1]["h"])
+
+    assert modes(mapped(_index)) == {"primal", "cotangent"}
+    assert modes(mapped(jax.checkpoint(_index))) == {"primal", "cotangent"}
+    # A limit, see docs/limits.md.
+    assert modes(jax.checkpoint(mapped(_index))) == {"primal"}

@@ -85,7 +85,7 @@ def test_a_scope_does_not_look_like_a_backward_pass():
 
 def test_duplicate_by_a_function_called_twice(call):
     inner = jax.jit(lambda x: sow(x * 2, "h"))
-    with pytest.raises(DuplicateSowError, match="`h` is sown twice"):
+    with pytest.raises(DuplicateSowError, match="`h` is sown more than once"):
         call(S(lambda x: inner(inner(x))), X)
 
 
@@ -318,8 +318,11 @@ def test_the_value_of_an_array_is_not_known(fn, run):
 def test_a_duplicate_in_a_model_tells_what_helps():
     one = eqx.nn.Lambda(jnp.sin)
     for options, helps in (
-        (dict(capture=True), "path of a module, which is called twice"),
-        (dict(capture=True, inputs=True, names="*inputs"), "which is called twice"),
+        (dict(capture=True), "path of a module, which is called more than once"),
+        (
+            dict(capture=True, inputs=True, names="*inputs"),
+            "which is called more than once",
+        ),
     ):
         with pytest.raises(DuplicateSowError, match=helps) as info:
             S(lambda layer, x: layer(layer(x)), **options)(one, X)

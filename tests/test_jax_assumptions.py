@@ -1358,6 +1358,29 @@ def test_failing_callbacks():
         jax.effects_barrier()
 
 
+# --- what is computed once more ---
+
+
+@assumed(
+    "`stop_gradient` of a traced value is a primitive of that name; and a `cond` whose "
+    "index is batched becomes `select_n`, of the index with the axes of the value "
+    "behind its own.",
+    "_walk/find.py",
+    "_walk/repeats.py",
+)
+def test_what_a_batched_cond_selects_by():
+    (eqn,) = jaxpr_of(jax.lax.stop_gradient, 1.0).eqns
+    assert eqn.primitive.name == "stop_gradient"
+    choose = lambda p, x: jax.lax.cond(p, jnp.sin, jnp.cos, x)
+    batched = jax.vmap(choose, in_axes=(0, None))
+    jaxpr = jaxpr_of(batched, jnp.array([True, False]), jnp.ones(3))
+    select = [e for e in jaxpr.eqns if e.primitive is jax.lax.select_n_p][-1]
+    makers = {v: e for e in jaxpr.eqns for v in e.outvars}
+    index = makers[select.invars[0]]
+    assert index.primitive is jax.lax.broadcast_in_dim_p
+    assert index.params["broadcast_dimensions"] == (0,)
+
+
 # --- the next release ---
 
 if hasattr(hijax, "HiPrim"):

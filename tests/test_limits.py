@@ -5,7 +5,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from eqx_sow import save_intermediates as S, sow, SowError, UnsupportedPrimitiveError
+from eqx_sow import (
+    Buffer,
+    Fold,
+    plant,
+    save_intermediates as S,
+    sow,
+    SowError,
+    tap,
+    UnsupportedPrimitiveError,
+)
 from jax import lax
 from jax.experimental import checkify, io_callback, pallas as pl
 from jax.experimental.custom_partitioning import custom_partitioning
@@ -272,3 +281,34 @@ def test_loops_and_branches_in_shard_map(check_vma):
         mean = blocks.mean((0, 2, 3))
         mean = mean if check_vma else np.broadcast_to(mean, (4, 2))
         np.testing.assert_allclose(got["mean"]["primal"], mean)
+
+
+def test_sow_in_a_function_of_an_option():
+    f = lambda x: sow(jnp.sin(x), "h").sum()
+    more = lambda h: sow(h * 2, "new")
+    assert list(S(f, transform=more)(X)[1]) == ["h"]
+    fold = Fold(0.0, lambda acc, h: acc + sow(h.sum(), "new"))
+    assert list(S(f, reduce=fold)(X)[1]) == ["h"]
+    assert set(S(plant(f, {"h": more}))(X)[1]) == {"h", "new"}
+    names = []
+    when = lambda h: more(h).sum() > 0
+    tap(f, lambda event: names.append(event.name), transform=more, when=when)(X)
+    jax.effects_barrier()
+    assert names == ["h"]
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_counts_of_a_buffer(apart):
+    def f(x, w):
+        body = lambda c, _: (sow(jnp.sin(c), "h"), None)
+        y = lax.scan(body, x, None, length=3)[0]
+        if apart:
+            sow(w * 2, "h")
+        return y
+
+    got = S(jax.grad(f), reduce=Buffer(5))(0.5, jnp.float32(1))[1]["h"]
+    assert got["count"] == 3 + apart
+    a, b, _ = jnp.cos(got["primal"][:3])
+    backward = got["cotangent"][: got["count"]][::-1]
+    want = [0.0] * apart + [a * b, b, 1.0]
+    np.testing.assert_allclose(backward, jnp.array(want), rtol=1e-6)

@@ -176,7 +176,11 @@ _MODES = "Modes are 'primal', 'tangent' and 'cotangent'"
 _REDUCERS = "takes `eqx_sow.Append()`, `eqx_sow.Last()`, `eqx_sow.Fold(init, fn)`"
 _PREDICATE = "Write `lambda path, module: ...`"
 _KEYS = "takes a dict whose keys are names or globs, and 0 is neither"
-_DUPLICATE = ("`h` is sown twice", "Give the two values different names", "Append()")
+_DUPLICATE = (
+    "`h` is sown more than once",
+    "Give the values different names",
+    "Append()",
+)
 _PLANTED = "`plant`: the value for `sow(..., 'h')`"
 _RETURNED = "`plant`: what the function returned for `sow(..., 'h')`"
 _THERE = "The names there are: 'h'"
@@ -337,8 +341,12 @@ MISUSES = {
     "capture: a sow has the name of a module": Misuse(
         DuplicateSowError,
         lambda: S(lambda m, x: sow(m(x), "m"), capture=True)(_Layer(X), X),
-        ("`m` is sown twice", "Give the two values different names", "_misuse.py:"),
-        "is sown twice",
+        (
+            "`m` is sown more than once",
+            "Give the values different names",
+            "_misuse.py:",
+        ),
+        "is sown more than once",
     ),
     "methods: a number": Misuse(
         TypeError,
@@ -627,24 +635,28 @@ MISUSES = {
         "has no name",
     ),
     "one name twice": Misuse(
-        DuplicateSowError, lambda: S(_twice)(X), _DUPLICATE, "is sown twice", _twice
+        DuplicateSowError,
+        lambda: S(_twice)(X),
+        _DUPLICATE,
+        "is sown more than once",
+        _twice,
     ),
     "one name in a Python loop": Misuse(
         DuplicateSowError,
         lambda: S(lambda x: [_fn(x) for _ in range(3)])(X),
         (*_DUPLICATE, "which runs more than once"),
-        "is sown twice",
+        "is sown more than once",
         _fn,
     ),
     "one name in two layers": Misuse(
         DuplicateSowError,
         lambda: S(lambda a, b, x: b(a(x)))(_Layer(X), _Layer(X), X),
         (*_DUPLICATE, "`scope=True` puts the paths"),
-        "is sown twice",
+        "is sown more than once",
         _Layer.__call__,
     ),
     "one name for two layers Sow": Misuse(
-        DuplicateSowError, lambda: S(TWO)(X), _DUPLICATE, "is sown twice"
+        DuplicateSowError, lambda: S(TWO)(X), _DUPLICATE, "is sown more than once"
     ),
     "branches that differ": Misuse(
         SowError,
@@ -751,8 +763,8 @@ MISUSES = {
     "values: one for two places": Misuse(
         DuplicateSowError,
         lambda: plant(_twice, {"h": X})(X),
-        ("`h` is sown twice", "or plant a function"),
-        "is sown twice",
+        ("`h` is sown more than once", "or plant a function"),
+        "is sown more than once",
         _twice,
     ),
     "values: in the place of a NumPy array": Misuse(

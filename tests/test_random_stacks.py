@@ -58,7 +58,7 @@ def test_a_wrong_value_is_found(mark):
 
 def test_an_undocumented_exception_is_a_failure(monkeypatch):
     def fail(the_plan):
-        raise ValueError("is sown twice")
+        raise ValueError("is sown more than once")
 
     monkeypatch.setattr(fuzz, "check", fail)
     report = fuzz.Report()

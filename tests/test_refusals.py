@@ -46,7 +46,7 @@ def _scan(x, w):
 
 
 def test_order_that_is_lost():
-    with pytest.raises(DuplicateSowError, match="`a` is sown twice"):
+    with pytest.raises(DuplicateSowError, match="`a` is sown more than once"):
         S(jax.grad(_scan))(X, X)
     with pytest.raises(SowError, match="order of the executions is lost"):
         S(jax.grad(_scan), reduce=Last(), modes="primal")(X, X)

@@ -3,6 +3,7 @@
 import functools as ft
 import math
 import re
+import warnings
 
 import equinox as eqx
 import jax
@@ -23,6 +24,7 @@ from eqx_sow import (
     Summary,
     tabulate,
 )
+from jax.extend.core import Jaxpr, Literal
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 
@@ -149,6 +151,16 @@ def test_edges():
     assert summarize(x).edges is None and summarize(x).histogram is None
 
 
+def test_edges_beyond_float32():
+    x = _normal(100)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        got = summarize(x, edges=[-1e300, 0.0, 1e300])
+        largest = float(jnp.finfo(jnp.float32).max)
+        summarize(x, edges=[0.0, largest])
+    np.testing.assert_array_equal(got.histogram, [(x < 0).sum(), (x >= 0).sum()])
+
+
 def test_wrong_edges():
     for edges in ([1.0], [], [1.0, 1.0], [2.0, 1.0], [[0.0, 1.0]], [0.0, np.nan]):
         with pytest.raises(ValueError, match="summarize.*increasing order"):
@@ -188,7 +200,7 @@ def test_under_vmap():
         _check(got.merge(axis), x)
     _check(jtu.tree_map(lambda s: s[2], got.merge(axis=0)), x[:, 2])
     _check(got.merge(()).merge(), x)
-    for axis in (2, -3, (0, 2)):
+    for axis in (2, -3, (0, 2), (0, 0), (1, -1), True, (0, False)):
         with pytest.raises(ValueError, match="2 axes to merge.*\\(4, 3\\)"):
             got.merge(axis)
 
@@ -212,6 +224,17 @@ def test_adding(offset):
     check(sum(each, Summary.empty(edges=EDGES)), *parts)
     stacked = jtu.tree_map(lambda *x: jnp.stack(x), *each)
     check(stacked.merge(), *parts)
+
+
+def test_means_further_apart_than_the_largest_number():
+    rows = jnp.array([[3e38, 2.8e38], [-3e38, -3e38], [3e38, 2.9e38]], jnp.bfloat16)
+    each = jax.vmap(summarize)(rows)
+    _check(each.merge(), rows)
+    first, second, _ = (jtu.tree_map(lambda x, i=i: x[i], each) for i in range(3))
+    _check(first + second, rows[:2])
+    # Those that are small are as exact beside them.
+    small = summarize(jnp.array([1e-30, 3e-30]))
+    _check(small + summarize(jnp.array([2e-30])), jnp.array([1e-30, 3e-30, 2e-30]))
 
 
 def test_nothing_added():
@@ -494,3 +517,27 @@ def test_values_and_summaries_together():
     assert "24 entries" in text and "f32[]" in text
     shapes = tabulate(jax.eval_shape(S(_mlp, transform=summarize), X)[1])
     assert "summary" in shapes and "mean" not in shapes
+
+
+def _equations(jaxpr):
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for param in eqn.params.values():
+            inside = getattr(param, "jaxpr", param)
+            if isinstance(inside, Jaxpr):
+                yield from _equations(inside)
+
+
+def test_reductions_begin_with_numbers():
+    # In a branch that some lanes take, what is computed is one of each lane, also what
+    # is the same for all; and JAX has no rule for a reduction that begins with that.
+    closed = jax.make_jaxpr(lambda x: summarize(x, edges=(0.0, 1.0)))(jnp.ones(9))
+    reductions = [
+        e
+        for e in _equations(getattr(closed, "jaxpr", closed))
+        if e.primitive.name == "reduce"
+    ]
+    assert reductions
+    for eqn in reductions:
+        n = len(eqn.outvars)
+        assert all(isinstance(x, Literal) for x in eqn.invars[n:])

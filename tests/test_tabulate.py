@@ -297,6 +297,18 @@ def test_values_of_any_kind():
     assert "bf16[3]" in text
 
 
+def test_values_without_arrays():
+    def f(x):
+        sow(3.5, "loss")
+        sow(None, "nothing")
+        sow({"a": "text", "b": 1}, "static")
+        return lax.cond(x[0] > 1, lambda x: (sow(2, "branch"), x)[1], lambda x: x, x)
+
+    _, rows = _rows(tabulate(S(f)(X)[1]))
+    want = ["loss primal", "nothing primal", "static primal", "branch primal 0"]
+    assert [" ".join(row.split()) for row in rows] == want
+
+
 def test_float0_cotangents():
     def loss(x):
         i, y = sow((jnp.argmax(x), x * 2), "h")

@@ -1,3 +1,4 @@
+import math
 import threading
 
 import equinox as eqx
@@ -9,7 +10,17 @@ import jax.random as jr
 import jax.tree_util as jtu
 import numpy as np
 import pytest
-from eqx_sow import Append, Buffer, plant, save_intermediates, sow, tap, TapEvent
+from eqx_sow import (
+    Append,
+    Buffer,
+    plant,
+    save_intermediates,
+    sow,
+    summarize,
+    tabulate,
+    tap,
+    TapEvent,
+)
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
@@ -523,6 +534,12 @@ def test_every():
     assert_close(values(events, "c"), values(every, "c")[::2])
 
 
+def test_every_is_any_integer():
+    _, events = watch(scanned, X, every=2)
+    _, same = watch(scanned, X, every=np.int64(2))
+    assert seen(events) == seen(same)
+
+
 def test_every_in_a_backward_pass():
     _, events = watch(jax.grad(loops), X, every=4, names="inner")
     want = {("inner", "primal"): [0, 4], ("inner", "cotangent"): [0, 4]}
@@ -696,6 +713,8 @@ def test_decorator_and_method():
     [
         (dict(every=0), ValueError),
         (dict(every=1.5), TypeError),
+        (dict(every=True), TypeError),
+        (dict(every=np.True_), TypeError),
         (dict(when=3), TypeError),
         (dict(callback=3), TypeError),
         (dict(transform=3), TypeError),
@@ -1001,6 +1020,38 @@ def test_lines_of_lanes(capsys):
     assert "ran in 2 of 3 lanes" in line
 
 
+@pytest.mark.parametrize("lanes", [(), (4,), (3, 4)])
+@pytest.mark.parametrize("first", [[3, 1, 4, 1, 5], [1, 0, np.nan, 0, 2], [np.inf] * 5])
+def test_lines_of_summaries(lanes, first, capsys):
+    def fn(x):
+        return lax.cond(x[0] > 0, lambda x: sow(x, "h") * 2, lambda x: x, x)
+
+    xs = jr.normal(jr.key(0), (12, 5)).at[0].set(jnp.array(first, jnp.float32))
+    xs = xs[: math.prod(lanes)].reshape(*lanes, 5)
+    for _ in lanes:
+        fn = jax.vmap(fn)
+    tap(fn, transform=summarize)(xs)
+    jax.effects_barrier()
+    line = capsys.readouterr().out
+    modes = save_intermediates(fn, transform=summarize)(xs)[1]["h"]
+    table = tabulate({"h": {"primal": modes["primal"]}})
+    row = table.splitlines()[2].removesuffix("<- first").split()
+    name, mode, _, *numbers = line.split("  ran in")[0].split()
+    assert [name, mode] == row[:2]
+    words = "mean", "std", "min", "max", "norm", "zeros", "not", "finite"
+    assert [x for x in numbers if x not in words] == row[2:]
+
+
+def test_lines_of_keys(capsys):
+    fn = lambda x: sow({"x": x, "key": jr.split(jr.key(0), 2)}, "h")["x"]
+    tap(fn)(jnp.ones(4))
+    tap(lambda x: sow(jr.key(x), "key"))(3)
+    jax.effects_barrier()
+    both, key = capsys.readouterr().out.splitlines()
+    assert both.startswith("h primal [0]  ['key']: key<fry>[2]  ['x']: f32[4]  mean 1")
+    assert key == "key primal [0]  key<fry>[]"
+
+
 # --- Callbacks that fail ---
 
 
@@ -1095,6 +1146,37 @@ def test_shard_map(kind, jit):
             assert [e.count for e in mine] == list(range(4))
             got = np.stack([e.value for e in mine]).ravel()
             np.testing.assert_array_equal(got, 2 * a + b + np.arange(1.0, 5.0))
+
+
+@pytest.mark.parametrize("kind", MESHES, ids=str)
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+def test_transformed_tap_of_a_shard_map_without_set_mesh(kind, jit):
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(kind,))
+    x = np.arange(32, dtype=np.float32).reshape(4, 8)
+    xs = jax.device_put(x, NamedSharding(mesh, P(None, "d")))
+    events = []
+
+    def seen(fn, *args):
+        events.clear()
+        out = (jax.jit(fn) if jit else fn)(*args)
+        jax.effects_barrier()
+        assert sorted(e.device["d"] for e in events) == list(range(8))
+        assert {e.count for e in events} == {0}
+        in_order = sorted(events, key=lambda e: e.device["d"])
+        return out, np.concatenate([e.value for e in in_order], axis=-1)
+
+    def on_device(x):
+        return 2 * sow(jnp.cos(x), "y")
+
+    inner = jax.shard_map(on_device, mesh=mesh, in_specs=P("d"), out_specs=P("d"))
+    tapped = tap(inner, events.append, modes="primal")
+    both = jax.vmap(tapped), jax.vmap(jax.vmap(tapped)), lambda x: jax.vjp(tapped, x)[0]
+    for fn, arg, want in zip(both, (xs, xs[None], xs[0]), (x, x[None], x[0])):
+        out, values = seen(fn, arg)
+        assert_close(np.asarray(out), 2 * np.cos(want))
+        assert_close(values, np.cos(want))
+    # The context is as it was.
+    assert jax.sharding.get_abstract_mesh().empty
 
 
 def test_event_of_a_device():

@@ -16,7 +16,8 @@ class Listening(NamedTuple):
     that of the module around, under `scope=True`. `scope`: the user's scopes. `found`:
     a list to which sows add their sites, and do nothing else. `outside`: which
     variables of the program hold marked modules. `selected`: the classes whose modules
-    must not run unmarked."""
+    must not run unmarked. `depth`: how many transformations trace the program, one
+    within the other."""
 
     loops: int = 0
     path: str = ""
@@ -24,6 +25,7 @@ class Listening(NamedTuple):
     found: "Same | None" = None
     outside: tuple[Hashable, ...] = ()
     selected: tuple[type, ...] = ()
+    depth: int = 0
 
 
 # Not `None` while a program is traced in order to see or change its sows. It is

@@ -4,6 +4,7 @@ import itertools as it
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
+from .._names import join
 from .static import Const
 
 
@@ -36,6 +37,20 @@ Guards = tuple[tuple[Any, int, int], ...]
 Located = tuple[tuple[Any, int, int, Any], ...]
 
 
+class Label(NamedTuple):
+    """What a sow is to a transformation. With a `depth` only those that have no more of
+    them around see it: it is the mark of a module, made by the one that has so many,
+    itself included."""
+
+    name: str
+    tag: Hashable
+    depth: int = 0
+
+
+# A tag that no transformation asks for.
+_NO_TAG = Const(object())
+
+
 class Site(NamedTuple):
     """The static part of a sow.
 
@@ -51,7 +66,10 @@ class Site(NamedTuple):
     for each of `modes`, how many there were before that one: two derivatives of one
     value, as in `grad(grad(f))`, are told apart by it. `origin` is an object of its own
     for each call of `sow`, which its derivatives share.
-    `captured` says that it is the mark of a module, whose path is its name.
+    `captured` says that it is the mark of a module, whose path is its name. Each
+    transformation around may have marked the module, with a `Label` of its own. That of
+    the one at hand is `name`, `tag` and `depth`; `outer` are the others, from inside
+    out.
     `fixed` are the values, guards aside, that the program does not take from the sow:
     NumPy arrays, which stay what they are.
     """
@@ -72,6 +90,37 @@ class Site(NamedTuple):
     origin: Any = None
     fixed: tuple[int, ...] = ()
     captured: bool = False
+    depth: int = 0
+    outer: tuple[Label, ...] = ()
+
+    @property
+    def labels(self) -> tuple[Label, ...]:
+        return Label(self.name, self.tag, self.depth), *self.outer
+
+    def labelled(self, labels: Sequence[Label]) -> "Site":
+        name, tag, depth = labels[0] if labels else Label("", _NO_TAG)
+        outer = tuple(labels[1:])
+        return self._replace(name=name, tag=tag, depth=depth, outer=outer)
+
+    def seen_from(self, depth: int, tag: Hashable) -> "Site":
+        """The sow as a transformation sees it."""
+        if not self.outer and self.depth <= depth:
+            return self
+        labels = [x for x in self.labels if x.depth <= depth]
+        return self.labelled(sorted(labels, key=lambda x: x.tag != tag))
+
+    def without(self, tag: Hashable) -> "Site | None":
+        """What is left to others by a transformation that takes this tag."""
+        left = [x for x in self.labels if x.tag != tag]
+        return self.labelled(left) if left else None
+
+    def for_all(self) -> "Site":
+        """The sow, also seen by those further out that have no label for it."""
+        return self.labelled((*self.labels, Label(self.name, self.tag)))
+
+    def in_scope(self, scope: str) -> "Site":
+        labels = [x._replace(name=join(scope, x.name)) for x in self.labels]
+        return self.labelled(labels)
 
     @property
     def mode(self) -> str:

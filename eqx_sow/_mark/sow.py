@@ -13,7 +13,7 @@ from .._frames import api_boundary, user_line
 from .._names import join
 from .listening import listening
 from .primitive import sow_p
-from .site import Site
+from .site import Label, Site
 from .static import Const, OPERAND, rebuild, take_apart
 
 
@@ -72,16 +72,17 @@ def sow(
     _check_name("sow(value, name)", name, '`eqx_sow.sow(value, "some_name")`')
     check_tag("sow", tag, name)
     name = join(here.path, join(here.scope, name))
-    return bind(value, name, tag, None if spec is None else Const(spec))
+    return bind(value, [Label(name, tag)], None if spec is None else Const(spec))
 
 
 _ARRAY = Const(jtu.tree_structure(0))
 
 
 def bind(
-    value: Any, name: str, tag: Hashable, spec: Const | None, captured: bool = False
+    value: Any, labels: Sequence[Label], spec: Const | None, captured: bool = False
 ) -> Any:
-    """Binds the primitive to the array leaves of a value. `name` is the whole name."""
+    """Binds the primitive to the array leaves of a value. Names are whole names."""
+    name, tag, depth = labels[0]
     if isinstance(value, jax.Array):  # as nearly all values are
         arrays, treedef, leaves, fixed = [value], _ARRAY, (OPERAND,), ()
     else:
@@ -98,6 +99,8 @@ def bind(
         origin=object(),
         fixed=fixed,
         captured=captured,
+        depth=depth,
+        outer=tuple(labels[1:]),
     )
     out = sow_p.bind(*arrays, site=site)
     if treedef is _ARRAY:

@@ -128,6 +128,8 @@ class _Walk:
 
     def __init__(self, marking: Marking):
         self.marking = marking
+        here: Any = listening.value
+        self.depth: int = here.depth
         self.outside = marking.search or marking.capture is not None or marking.scope
         self.seen: list[str] = []
         self.made: list[Mark] = []
@@ -272,10 +274,12 @@ class _Walk:
         if isinstance(node, Sow) and node.name is None:
             methods = ("__call__",)
             spec = None if node.spec is None else Const(node.spec)
-            new = Mark(path, node.tag, methods, methods, False, m.scope, spec)
+            # The first of its names is for all: it is a sow of the user's.
+            depth = self.depth if marks_of(node) else 0
+            new = Mark(path, node.tag, methods, methods, False, m.scope, spec, depth)
         elif emit or scoped:
             methods = tuple(dict.fromkeys((*emit, *scoped)))
-            new = Mark(path, m.tag, methods, emit, m.inputs, m.scope)
+            new = Mark(path, m.tag, methods, emit, m.inputs, m.scope, depth=self.depth)
         else:
             return node
         self.made.append(new)

@@ -18,6 +18,7 @@ import equinox as eqx
 
 from .. import _compat
 from .._mark.listening import listening
+from .._mark.site import Label
 from .._mark.sow import bind
 from .._mark.static import Const
 from .._names import join
@@ -26,7 +27,8 @@ from .._names import join
 @dc.dataclass(frozen=True)
 class Mark:
     """What to do when one of `methods` is called: sow the output (and inputs) of those
-    in `emit`, and if `scope`, put the path before the names of the sows inside."""
+    in `emit`, and if `scope`, put the path before the names of the sows inside.
+    `depth`: of the transformation that made it, see `Label`."""
 
     path: str
     tag: Hashable
@@ -35,6 +37,7 @@ class Mark:
     inputs: bool
     scope: bool
     spec: Const | None = None
+    depth: int = 0
 
 
 class _Quiet:
@@ -157,21 +160,27 @@ def _rebuild(cls, fields):
 
 def _call(marks, name, plain, args, kwargs):
     here = listening.value
-    marks = tuple(m for m in dict.fromkeys(marks) if name in m.methods)
+    # The last one is the innermost.
+    marks = [m for m in reversed(marks) if name in m.methods]
     if here is None or not marks:
         return plain(*args, **kwargs)
-    for m in marks:
-        if m.inputs and name in m.emit:
-            inputs = join(here.scope, label(m.path, name, "inputs"))
-            args, kwargs = bind((args, kwargs), inputs, m.tag, None, captured=True)
-    path = next((m.path for m in reversed(marks) if m.scope), here.path)
+
+    def marked(value, marks, *more):
+        if not marks:
+            return value
+        # One site, whoever asks: so all have what the program goes on with.
+        labels = [
+            Label(join(here.scope, label(m.path, name, *more)), m.tag, m.depth)
+            for m in marks
+        ]
+        return bind(value, labels, marks[0].spec, captured=True)
+
+    emit = [m for m in marks if name in m.emit]
+    args, kwargs = marked((args, kwargs), [m for m in emit if m.inputs], "inputs")
+    path = next((m.path for m in marks if m.scope), here.path)
     with listening(here._replace(path=path)):
         out = plain(*args, **kwargs)
-    for m in marks:
-        if name in m.emit:
-            whole = join(here.scope, label(m.path, name))
-            out = bind(out, whole, m.tag, m.spec, captured=True)
-    return out
+    return marked(out, emit)
 
 
 def label(path: str, method: str, *more: str) -> str:

@@ -85,10 +85,9 @@ def wanted(
     )
     mode_of = {k: m for k, m in mode_of.items() if modes is None or m in modes}
     program.check_recomputed(
-        # Those of the outer one of two equal derivatives.
-        [k for k, m in mode_of.items() if m.startswith("primal.") and "cotangent" in m],
+        [k for k in mode_of if "cotangent" in k[1]],
         options.tag,
-        'Leave this derivative out, `modes=("primal", "cotangent")`, or take the '
-        "`jax.checkpoint` away.",
+        "Leave out the derivative that is taken last: pass the other modes as "
+        "`modes=`. Or take the `jax.checkpoint` away.",
     )
     return mode_of

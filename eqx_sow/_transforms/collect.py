@@ -17,8 +17,9 @@ from .._walk.find import sites
 from .._walk.frame import Frame
 from .._walk.handler import Handler, Taken
 from .._walk.refuse import check_guarded, is_solver, OVER_AND_OVER, unsupported
+from .._walk.repeats import Execution, Repeats
 from .options import Options
-from .replay import call_of, has_run, Inside, Ran, recomputed
+from .replay import call_of, has_run, Inside, Ran
 
 
 def pass_by(handler: Handler, atoms, frame: Frame) -> None:
@@ -28,6 +29,16 @@ def pass_by(handler: Handler, atoms, frame: Frame) -> None:
         frame.leave(frame.eqn)
     else:
         frame.alias(atoms)
+
+
+def leave_to_others(site: Site, frame: Frame) -> Sequence[Any]:
+    """A sow of the handler's that those further out see as `site`. Returns what the
+    program goes on with, once they are done."""
+    eqn = frame.eqn.replace(params=dict(site=site))
+    frame.keep(eqn.outvars)
+    frame.hold(eqn.outvars)
+    frame.leave(eqn)
+    return eqn.outvars
 
 
 @dc.dataclass(frozen=True)
@@ -47,6 +58,7 @@ class Collect(Handler):
     survey: bool = False
     inside: Inside = Inside()
     ran: Ran = frozenset()
+    repeats: Repeats = Repeats()
 
     @property
     def cacheable(self):
@@ -68,9 +80,11 @@ class Collect(Handler):
     def keeps_intact(self, eqn):
         return self.has_outer and all(s.tag != self._options.tag for s in sites(eqn))
 
-    def for_inside(self, eqn):
-        inside = self.inside.within(eqn)
-        return self if inside == self.inside else dc.replace(self, inside=inside)
+    def for_inside(self, eqn, at):
+        inside, repeats = self.inside.within(eqn), self.repeats.inside(at)
+        if inside == self.inside and repeats == self.repeats:
+            return self
+        return dc.replace(self, inside=inside, repeats=repeats)
 
     def reducer(self, name: str) -> Reducer | None:
         return lookup(self.reduce.value, name)
@@ -92,16 +106,20 @@ class Collect(Handler):
         if site.tag != self._options.tag:
             pass_by(self, atoms, frame)
             return given
-        frame.alias(atoms)
+        left = site.without(site.tag)
+        if left is not None and self.has_outer:
+            atoms = leave_to_others(left, frame)
+        else:
+            frame.alias(atoms)
         if not self.wants(site):
             found.append(Taken(values=Sown(seen=((site.name, None),))))
             return given
         check_guarded(site)
-        kept = self._chooses(site) and not self.folds(site.name)
-        new = self._pending(site, atoms, frame, kept)
-        if (i := recomputed(new.site, atoms, found, frame)) is not None:
-            found[i] = found[i].recomputed_as(new)
+        execution = self.repeats.of(frame.now, site)
+        if execution is None:
             return given
+        kept = self._chooses(site) and not self.folds(site.name)
+        new = self._pending(site, atoms, frame, kept, execution)
         found.append(new)
         if kept:
             frame.keep(atoms)
@@ -113,9 +131,13 @@ class Collect(Handler):
             given = given._replace(carry={**given.carry, site.key: state})
         return given
 
-    def _pending(self, site: Site, atoms, frame: Frame, kept: bool) -> Pending:
+    def _pending(
+        self, site: Site, atoms, frame: Frame, kept: bool, execution: Execution
+    ):
         if not site.modes and self.inside.is_backward(frame.eqn):
             site = site._replace(replay=True)
+        if execution.differentiated != site.differentiated:
+            site = site._replace(differentiated=execution.differentiated)
         guards = zip(site.guards, atoms)
         return Pending(
             site,
@@ -123,7 +145,7 @@ class Collect(Handler):
             lookup(self.transform.value, site.name),
             _checks(site, atoms) if site.spec is not None else (),
             tuple((*guard, frame.root(v)) for guard, v in guards),
-            frozenset({(site.origin,)}),
+            frozenset((origin,) for origin in execution.origins),
             self.inside.replayed(frame.eqn),
             frame.now,
             kept,

@@ -15,6 +15,7 @@ from .._errors import SowError
 from .._mark.static import Const, rebuild, Same
 from .._values.entry import align
 from .._values.modes import is_backward
+from .._values.summarize import Summary
 
 
 class TapEvent(NamedTuple):
@@ -153,11 +154,16 @@ def print_event(event: TapEvent) -> None:
 
 def _line(event: TapEvent) -> str:
     parts = [f"{event.name} {event.mode} [{event.count}]"]
-    leaves: Any = jtu.tree_leaves_with_path(event.value)
-    arrays = [(path, x) for path, x in leaves if isinstance(x, np.ndarray)]
-    for path, x in arrays:
-        label = f"{jtu.keystr(path)}: " if len(arrays) > 1 else ""
-        parts.append(f"{label}{_shape(x)}{_statistics(x)}")
+    is_summary = lambda x: isinstance(x, Summary)
+    leaves: Any = jtu.tree_leaves_with_path(event.value, is_leaf=is_summary)
+    values = [(path, x) for path, x in leaves if isinstance(x, _VALUES)]
+    for path, x in values:
+        label = f"{jtu.keystr(path)}: " if len(values) > 1 else ""
+        if isinstance(x, Summary):
+            text = _of_summary(x)
+        else:
+            text = _shape(x) + _statistics(x)
+        parts.append(f"{label}{text}")
     if event.ran is not None:
         parts.append(f"ran in {event.ran.sum()} of {event.ran.size} lanes")
     device: Any = event.device
@@ -167,17 +173,21 @@ def _line(event: TapEvent) -> str:
     return "  ".join(parts)
 
 
-def _shape(x: np.ndarray) -> str:
+# Of a key there is only the shape.
+_VALUES = np.ndarray, Summary, jax.ShapeDtypeStruct
+
+
+def _shape(x: Any) -> str:
     return jax.core.ShapedArray(x.shape, x.dtype).str_short(short_dtypes=True)
 
 
-def _statistics(x: np.ndarray) -> str:
+def _statistics(x: Any) -> str:
     if not (jnp.issubdtype(x.dtype, jnp.number) or x.dtype == bool):
         return ""
     is_complex = jnp.issubdtype(x.dtype, jnp.complexfloating)
     x = (np.abs(x) if is_complex else x).astype(np.float64)
     finite = x[np.isfinite(x)]
-    text = ""
+    numbers = {}
     if finite.size:
         numbers = dict(
             mean=finite.mean(),
@@ -186,8 +196,34 @@ def _statistics(x: np.ndarray) -> str:
             max=finite.max(),
             norm=np.linalg.norm(finite),
         )
-        text = "".join(f"  {k} {v:.3g}" for k, v in numbers.items())
-        text += f"  zeros {np.mean(finite == 0):.0%}"
-    if finite.size < x.size:
-        text += f"  not finite {x.size - finite.size}/{x.size}"
+    return _text(numbers, np.sum(finite == 0), finite.size, x.size)
+
+
+def _of_summary(s: Summary) -> str:
+    """What the values would have. By NumPy, as the host must not call JAX here."""
+    fields = s.size, s.not_finite, s.zeros, s.mean, s.std, s.rms, s.min, s.max
+    x = np.stack([np.ravel(np.asarray(x, np.float64)) for x in fields])
+    size, not_finite, zeros = map(round, x[:3].sum(1))
+    all_, bad, _, mean, std, rms, least, most = x[:, x[0] > x[1]]
+    n = all_ - bad
+    numbers = {}
+    if n.size:
+        about = np.average(mean, weights=n)
+        numbers = dict(
+            mean=about,
+            std=np.linalg.norm(np.sqrt(n / n.sum()) * [std, mean - about]),
+            min=least.min(),
+            max=most.max(),
+            norm=np.linalg.norm(np.sqrt(n) * rms),
+        )
+    entries = f"{size} {'entry' if size == 1 else 'entries'}"
+    return entries + _text(numbers, zeros, size - not_finite, size)
+
+
+def _text(numbers: dict[str, float], zeros: int, finite: int, size: int) -> str:
+    text = "".join(f"  {k} {v:.3g}" for k, v in numbers.items())
+    if finite:
+        text += f"  zeros {zeros / finite:.0%}"
+    if finite < size:
+        text += f"  not finite {size - finite}/{size}"
     return text

@@ -7,11 +7,13 @@ handler as one object. An option that may hold arrays is a field of the function
 `Transformed` class instead.
 """
 
+import operator
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, TypedDict
 
 import equinox as eqx
+import numpy as np
 
 from .._errors import check_arity
 from .._mark.sow import check_tag
@@ -229,11 +231,20 @@ def as_when(option: str, when: Any) -> Any:
 
 
 def as_every(option: str, every: Any) -> int:
-    if isinstance(every, bool) or not isinstance(every, int):
+    # A boolean has an index too, but is a mistake.
+    n = None if isinstance(every, bool | np.bool_) else _index(every)
+    if n is None:
         raise TypeError(f"`{option}` takes an integer, not {every!r}.")
-    if every < 1:
-        raise ValueError(f"`{option}` is at least 1, not {every}.")
-    return every
+    if n < 1:
+        raise ValueError(f"`{option}` is at least 1, not {n}.")
+    return n
+
+
+def _index(x: Any) -> int | None:
+    try:
+        return operator.index(x)
+    except TypeError:
+        return None
 
 
 _CHECKS: dict[str, Callable[[str, Any], Any]] = {

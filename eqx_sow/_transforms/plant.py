@@ -118,6 +118,7 @@ class _Plant(Transformed):
             planted,
             options.tag,
             "Plant before you differentiate: `eqx.filter_grad(plant(fn, ...))`.",
+            planted=True,
         )
         handler = Replace(options.tag, tuple(planted.items()), outer)
         outs, _ = program.evaluate(handler, Given(values=values), *program.inputs)
@@ -194,8 +195,9 @@ def plant(
     **Returns:**
 
     A function with the signature and the output of `fn`. A planted sow is still a sow:
-    `save_intermediates(plant(fn, values))` captures what was planted. Planted arrays
-    may be traced and differentiated.
+    `save_intermediates(plant(fn, values))` captures what was planted. Of the modules
+    that `capture` selects here, others see those that are planted; what they capture
+    themselves is under their own path. Planted arrays may be traced and differentiated.
 
     `plant(eqx.filter_grad(loss), ...)` replaces values within the gradient computation:
     the gradient still flows back past a planted primal. `eqx.filter_grad(plant(loss,

@@ -27,7 +27,7 @@ from .._walk.frame import Frame
 from .._walk.handler import Handler
 from .._walk.refuse import check_guarded
 from .._walk.rules.control_flow import alike
-from .collect import pass_by
+from .collect import leave_to_others, pass_by
 
 
 @dc.dataclass(frozen=True)
@@ -52,8 +52,16 @@ class Replace(Handler):
     def wants(self, site):
         return site.tag == self.tag and site.key in self._planted
 
+    @ft.cached_property
+    def _names(self) -> frozenset[str]:
+        return frozenset(name for name, *_ in self._planted)
+
+    def _is_planted(self, site):
+        """Whether this or another mode of it is planted."""
+        return site.tag == self.tag and site.name in self._names
+
     def keeps_intact(self, eqn):
-        return self.has_outer and not self.changes_inside(eqn)
+        return self.has_outer and not any(map(self._is_planted, sites(eqn)))
 
     def changes_inside(self, eqn):
         return any(map(self.wants, sites(eqn)))
@@ -61,8 +69,13 @@ class Replace(Handler):
     def sow(self, found, given, site: Site, atoms, frame: Frame):
         del found
         n_guards = len(site.guards)
+        # A planted site is still a site, whoever marked it.
+        still = site.for_all() if site.depth and self._is_planted(site) else site
         if not self.wants(site):
-            pass_by(self, atoms, frame)
+            if still is not site and self.has_outer:
+                leave_to_others(still, frame)
+            else:
+                pass_by(self, atoms, frame)
             return given
         check_guarded(site)
         old = frame.read(atoms)
@@ -75,7 +88,7 @@ class Replace(Handler):
             new = _only_if(here, compute, new, planted, site)
         new = [*guards, *new]
         if self.has_outer:
-            new = sow_p.bind(*new, site=site)
+            new = sow_p.bind(*new, site=still)
         frame.set(frame.eqn.outvars, new)
         return given
 

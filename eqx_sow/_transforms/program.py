@@ -12,13 +12,13 @@ from .. import _compat
 from .._arrays import types_of
 from .._errors import SowError
 from .._mark.listening import Listening, listening, tracing
+from .._mark.site import Site
 from .._mark.sow import UnnamedSowError
 from .._mark.static import Const, rebuild, take_apart
 from .._modules import find as _capture
 from .._modules.find import Marking
 from .._modules.marks import Mark
-from .._names import join
-from .._walk.edit import with_sites
+from .._walk.edit import seen_as, with_sites
 from .._walk.find import recomputed, sites
 from .._walk.handler import Given, Handler, Taken
 from .._walk.interpreter import evaluate
@@ -33,6 +33,7 @@ class Program:
     marks: set[Mark]
     marking: Marking
     models: tuple[str, ...]
+    depth: int
     again: Callable[[Marking], "Program"]
 
     def evaluate(self, handler: Handler, given: Given, *inputs) -> tuple[list, Taken]:
@@ -47,7 +48,7 @@ class Program:
         # What is left for whoever listens is in the scope around this call.
         closed, shape = jax.make_jaxpr(run, return_shape=True)(given, inputs)
         jaxpr, consts = _compat.open_jaxpr(closed)
-        in_scope = lambda s, *_: s._replace(name=join(here.scope, s.name))
+        in_scope = lambda s, *_: s.in_scope(here.scope)
         jaxpr = jaxpr.replace(eqns=[with_sites(e, in_scope) for e in jaxpr.eqns])
         leaves = _compat.splice(jaxpr, consts, jax.tree.leaves((given, inputs)))
         return jax.tree.unflatten(jax.tree.structure(shape), leaves)
@@ -64,15 +65,15 @@ class Program:
         treedef, leaves = self.out
         return rebuild(treedef, leaves, outs)
 
-    def check_recomputed(self, keys: Iterable[Any], tag: Any, remedy: str) -> None:
-        """Raises if a `jax.checkpoint` goes around any of these `Site.key`s."""
+    def check_recomputed(
+        self, keys: Iterable[Any], tag: Any, remedy: str, *, planted: bool = False
+    ) -> None:
+        """Raises if a `jax.checkpoint` goes around any of these `Site.key`s: what is
+        `planted` there, or what of it flows backward."""
         keys = list(keys)
         for site in recomputed(self.closed) if keys else ():
-            # A derivative from before the recomputation was there is complete.
-            if site.tag == tag and any(
-                name == site.name and all(n >= site.differentiated for n in orders[:1])
-                for name, _, orders in keys
-            ):
+            site = site.seen_from(self.depth, tag)
+            if site.tag == tag and any(_goes_past(site, key, planted) for key in keys):
                 raise SowError(
                     f"`sow(..., {site.name!r})` at {site.where} is in a "
                     "`jax.checkpoint` that was differentiated: the backward pass "
@@ -97,6 +98,17 @@ class Program:
 
     def unmark(self, tree: Any) -> Any:
         return _capture.unmark(tree, self.marks)
+
+
+def _goes_past(site: Site, key: Any, planted: bool) -> bool:
+    """Whether a value that is computed once more, instead of that of `site`, is what a
+    derivative of it depends on; a derivative from before that is complete."""
+    name, mode, orders = key
+    n = len(site.orders)
+    if (name, orders[:n]) != (site.name, site.orders):
+        return False
+    late = [order >= site.differentiated for order in orders[n : n + 1]]
+    return all(late) if planted else any(late) and "cotangent" in mode.split(".")[n:]
 
 
 def trace(fn: Callable, args: tuple, kwargs: dict, marking: Marking) -> Program:
@@ -147,9 +159,12 @@ def _trace(fn: Callable, args: tuple, kwargs: dict, marking: Marking) -> Program
     traced.__wrapped__ = called if inspect.isroutine(called) else type(called).__call__
     traced.__signature__ = inspect.Signature()
     here = listening.value or Listening()
-    here = Listening(outside=here.outside, selected=here.selected)
+    depth = here.depth + 1
+    here = Listening(outside=here.outside, selected=here.selected, depth=depth)
     # Only tracing happens in here: whatever is executed would be compiled once more.
     with listening(here), _capture.explained(marking):
         closed = jax.make_jaxpr(traced)(inputs)
+    # What a transformation inside marked for itself is not for others.
+    closed = seen_as(closed, lambda s: s.seen_from(depth, marking.tag))
     again = ft.partial(trace, fn, args, kwargs)
-    return Program(closed, inputs, tuple(out), marks, marking, models, again)
+    return Program(closed, inputs, tuple(out), marks, marking, models, depth, again)

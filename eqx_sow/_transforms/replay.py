@@ -1,8 +1,8 @@
 """What a derivative computes once more is not a second execution.
 
-Three kinds of it can be told. In straight-line code, a value that is computed as in the
-forward pass, from the same inputs: a `bwd` that differentiates the forward function
-where it was. In a loop of unknown length, the same equation, called from the same
+Three kinds of it can be told. A value that is computed as in the forward pass, from the
+same inputs: a `bwd` that differentiates the forward function where it was. For that see
+`_walk/repeats.py`. In a loop of unknown length, the same equation, called from the same
 place: Equinox's checkpointed loops run their body anew in each step of the backward
 pass. And in the derivative rule of a `jax.custom_jvp` function, the same equation as in
 that function, if the rule calls it: optimistix solves, and evaluates what it solved
@@ -17,11 +17,8 @@ import jax.extend.core as jexc
 
 from .. import _compat
 from .._frames import call_site
-from .._mark.site import Site
 from .._values.entry import Path
 from .._values.sown import is_replay_of, LOOP
-from .._walk.frame import Frame
-from .._walk.handler import Taken
 
 
 _CUSTOM = jexc.primitives.custom_vjp_call_p, _compat.hi_p
@@ -81,18 +78,3 @@ def has_run(key: Any, replayed: Path | None, ran: Ran) -> bool:
     return replayed is not None and any(
         key == of and is_replay_of(replayed, path) for of, path in ran
     )
-
-
-def recomputed(site: Site, atoms: Any, found: Any, frame: Frame) -> int | None:
-    """Which of the sows that were `found` in the same jaxpr is computed once more;
-    these have a `site` and `operands`. `site.replay`: it is in a backward pass."""
-    form = site.key, site.treedef, site.leaves
-    for i, x in enumerate(found) if site.replay else ():
-        if (
-            not isinstance(x, Taken)
-            and not x.site.replay
-            and (x.site.key, x.site.treedef, x.site.leaves) == form
-            and frame.same_values(x.operands, atoms)
-        ):
-            return i
-    return None

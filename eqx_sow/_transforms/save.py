@@ -19,6 +19,7 @@ from .._values.intermediates import Intermediates
 from .._values.reduce import Reducer
 from .._values.sown import Sown
 from .._walk.handler import Given
+from .._walk.repeats import repeats
 from . import options as opt
 from .checks import hints, wanted
 from .collect import Collect
@@ -56,7 +57,11 @@ class _SaveIntermediates(Transformed):
         options: Options = self._options.value
         outer = listening.value is not None
         collect = Collect(
-            self._options, SameParts(self._reduce), SameParts(self._transform), outer
+            self._options,
+            SameParts(self._reduce),
+            SameParts(self._transform),
+            outer,
+            repeats=repeats(program.closed, lambda site: site.tag == options.tag),
         )
         carry: Any = {}
         reducers: Any = self._reduce
@@ -153,7 +158,7 @@ def save_intermediates(
         or as a dict of names or globs.
     - `transform`: a function of the value, or a dict of names or globs to functions,
         that is applied where the value is sown: within a loop only its result is
-        stacked.
+        stacked. What it sows itself is not captured: it is not part of `fn`.
     - `spec`: a dict of names or globs to jaxtyping annotations of what comes back: of
         the primal, or of the first mode if there is none. All annotations in one call
         share their axis names.
@@ -181,8 +186,8 @@ def save_intermediates(
 
     `TypeError` and `ValueError` if an option is not of the kind above. When called:
 
-    - [`eqx_sow.DuplicateSowError`][] if a name is sown twice, and no reducer says what
-        the values become;
+    - [`eqx_sow.DuplicateSowError`][] if a name is sown more than once, and no reducer
+        says what the values become;
     - [`eqx_sow.UnknownSowError`][] if an option selects nothing;
     - [`eqx_sow.SowTypeError`][] if a value does not fit its annotation;
     - [`eqx_sow.UnsupportedPrimitiveError`][] if a value cannot be had where it is sown;

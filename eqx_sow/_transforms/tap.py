@@ -18,6 +18,7 @@ from .._mark.listening import Listening, listening
 from .._mark.static import Const, Same, SameParts
 from .._names import check_known, matches
 from .._walk.handler import Given
+from .._walk.repeats import repeats
 from . import options as opt
 from .checks import hints, wanted
 from .events import failures, print_event, TapEvent
@@ -124,6 +125,7 @@ def _walk(self: _Tapped, program: Program, closed: Any, inputs: Sequence[Any]):
             (p.site.key, (*p.calls, p.site.origin)) for p in places if not p.replayed
         ),
         elsewhere=frozenset(p.site.name for p in places if not p.solver),
+        repeats=repeats(closed, lambda site: site.tag == tag),
         slots=tuple(counts),
         callback=self._callback,
         transform=SameParts(self._transform),
@@ -177,7 +179,7 @@ def tap(
     """Shows what is sown in a function while it runs.
 
     The law: `tap(fn)` computes what `fn` does, and so do its gradients. The events of
-    one name and mode, in order, are what `save_intermediates(fn)` stacks.
+    one name and mode, sorted by `count`, are what `save_intermediates(fn)` stacks.
 
     **Arguments:**
 
@@ -193,7 +195,7 @@ def tap(
         runs, backward in time.
     - `transform`: a function of the value, or a dict of names or globs to functions,
         that is applied on the device where the value is sown: only its result goes to
-        the host.
+        the host. What it sows is not seen: it is not part of `fn`, and nor is `when`.
     - `when`: a function of the value as it is sown, before `transform`, that returns a
         single boolean. It is evaluated on the device; where it is false, nothing goes
         to the host. Under `vmap` it sees one lane, and the value of all lanes is sent
@@ -202,15 +204,16 @@ def tap(
         first. Nothing of the others goes to the host, nor is `when` evaluated.
     - `ordered`: events come in the order of the program, also those of different names,
         as with `jax.debug.callback(..., ordered=True)`, and with the limits that JAX
-        has for this, such as programs on a single device. Without it, those of one sow
-        in a loop come in order on a CPU; otherwise events may overtake each other, and
-        `event.count` tells.
+        has for this, such as programs on a single device. Without it, events may
+        overtake each other, also those of one sow, as in `jax.lax.scan(..., unroll=3)`.
+        Their `count` is right all the same: sort by it.
 
     **Returns:**
 
     A function with the signature and the output of `fn`. A tapped sow is still a sow:
     `save_intermediates(tap(fn))` captures it, and several taps see it. What
-    `save_intermediates` inside `fn` takes, `tap` does not see.
+    `save_intermediates` inside `fn` takes, `tap` does not see. The modules that
+    `capture` selects are marked for this `tap` alone.
 
     Like `eqx.filter_vmap`, what is returned is a PyTree whose leaves are those of `fn`,
     and it can be used as a decorator of methods.

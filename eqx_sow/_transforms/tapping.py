@@ -25,9 +25,10 @@ from .._walk.find import has_sow, jaxprs_in, sites
 from .._walk.frame import Frame
 from .._walk.handler import Handler
 from .._walk.refuse import check_guarded, is_solver
-from .collect import pass_by
-from .events import Delivery
-from .replay import call_of, has_run, Inside, Ran, recomputed
+from .._walk.repeats import Repeats
+from .collect import leave_to_others, pass_by
+from .events import Delivery, print_event
+from .replay import call_of, has_run, Inside, Ran
 from .send import any_lane, only_if, send_p
 
 
@@ -100,13 +101,6 @@ def _mesh_axes(eqn: Any) -> tuple[_MeshAxis, ...]:
     return tuple(_MeshAxis(a, n, mesh) for a, n in axes if a in manual)
 
 
-class _Ran(NamedTuple):
-    """A sow that the walk came by."""
-
-    site: Site
-    operands: Sequence[Any]
-
-
 @dc.dataclass(frozen=True)
 class Tap(Handler):
     """Sends the values of sows to the host.
@@ -121,6 +115,7 @@ class Tap(Handler):
     options: Const
     chosen: tuple[tuple[Any, str], ...]
     ran: Ran
+    repeats: Repeats
     elsewhere: frozenset[str]
     slots: tuple[tuple[Any, tuple[Hashable, ...]], ...]
     callback: Const | Same
@@ -149,16 +144,17 @@ class Tap(Handler):
     def keeps_intact(self, eqn):
         return self.has_outer and not any(map(self.wants, sites(eqn)))
 
-    def for_inside(self, eqn):
+    def for_inside(self, eqn, at):
         axes = [a.name for a in _mesh_axes(eqn)]
-        inside = self.inside.within(eqn)
-        if not axes and inside == self.inside:
+        inside, repeats = self.inside.within(eqn), self.repeats.inside(at)
+        if not axes and inside == self.inside and repeats == self.repeats:
             return self
         return dc.replace(
             self,
             devices=(*self.devices, *axes),
             mesh=(*self.mesh, *axes),
             inside=inside,
+            repeats=repeats,
         )
 
     def meet_unknown(self, found, eqn):
@@ -176,23 +172,24 @@ class Tap(Handler):
         return inside, lambda new: {**carry, **new}
 
     def sow(self, found, given, site: Site, atoms, frame: Frame):
-        if self.wants(site) and not self._is_replay(found, site, atoms, frame):
+        # Who has marked the same module may plant there.
+        shared = self.has_outer and bool(site.outer)
+        now = leave_to_others(site, frame) if shared else atoms
+        if self.wants(site) and not self._is_replay(site, frame):
             check_guarded(site)
-            operands = frame.read_arrays(atoms)
+            operands = frame.read_arrays(now)
             frame.settle()
             slot = str(self.slots.index((site.key, self.mesh)))
             send = ft.partial(self._send, site, operands)
             count = _repeat(send, site, given.carry[slot])
             given = given._replace(carry={**given.carry, slot: count})
-        pass_by(self, atoms, frame)
+        if not shared:
+            pass_by(self, atoms, frame)
         return given
 
-    def _is_replay(self, found, site, atoms, frame):
-        if not site.modes and self.inside.is_backward(frame.eqn):
-            site = site._replace(replay=True)
-        again = recomputed(site, atoms, found, frame) is not None
-        found.append(_Ran(site, atoms))
+    def _is_replay(self, site, frame):
         replayed = self.inside.replayed(frame.eqn)
+        again = self.repeats.of(frame.now, site) is None
         return again or has_run(site.key, replayed, self.ran)
 
     def _send(self, site: Site, operands: Sequence[Any], count: Any) -> Any:
@@ -208,7 +205,8 @@ class Tap(Handler):
             transform = lookup(self.transform.value, site.name)
             if transform is not None:
                 new = transformed(transform, site, values, has)
-            treedef, leaves, arrays, array_has = _sendable(*new)
+            printed = self.callback.value is print_event
+            treedef, leaves, arrays, array_has = _sendable(*new, printed)
             if ran is not None:
                 arrays, array_has = [ran, *arrays], [ran_has, *array_has]
             delivery = Delivery(
@@ -270,8 +268,11 @@ def _single(predicate: Callable, site: Site) -> Callable:
     return holds
 
 
-def _sendable(treedef: Const, leaves: Any, values: Any, has: Any) -> tuple[Any, ...]:
-    """Arrays that NumPy knows, and what is left of the others."""
+def _sendable(
+    treedef: Const, leaves: Any, values: Any, has: Any, printed: bool
+) -> tuple[Any, ...]:
+    """Arrays that NumPy knows, and what is left of the others: of a key, if it is to be
+    `printed`, its type."""
     new_leaves, new, new_has = [], [], []
     mine = iter(zip(values, has))
     for leaf in leaves:
@@ -279,10 +280,13 @@ def _sendable(treedef: Const, leaves: Any, values: Any, has: Any) -> tuple[Any, 
             x, h = next(mine)
             if x.dtype == jax.dtypes.float0:
                 leaf = NoTangent(x.shape[sum(h) :], x.dtype, x.dtype)
-            else:
-                if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-                    x = jax.random.key_data(x)
+            elif not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
                 new.append(x)
+                new_has.append(h)
+            elif printed:
+                leaf = Const(jax.ShapeDtypeStruct(x.shape, x.dtype))
+            else:
+                new.append(jax.random.key_data(x))
                 new_has.append(h)
         new_leaves.append(leaf)
     return treedef, tuple(new_leaves), new, new_has

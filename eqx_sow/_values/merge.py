@@ -241,7 +241,7 @@ def duplicate(a: Site, b: Site, remedy: str = "") -> DuplicateSowError:
         )
     if a.captured and b.captured:
         paths = (
-            "this is the path of a module, which is called twice: put `with "
+            "this is the path of a module, which is called more than once: put `with "
             'eqx_sow.scope("first"):` around one of the calls'
         )
     elif a.captured or b.captured:
@@ -256,10 +256,10 @@ def duplicate(a: Site, b: Site, remedy: str = "") -> DuplicateSowError:
         )
     remedy = remedy or (
         f"or say how to combine them: `save_intermediates(..., reduce={{{a.name!r}: "
-        "eqx_sow.Append()})` returns a tuple of both, `eqx_sow.Last()` the later one."
+        "eqx_sow.Append()})` returns a tuple of all of them, `eqx_sow.Last()` the last."
     )
     return DuplicateSowError(
-        f"`{a.name}` is sown twice ({a.mode}): at {places}. Give the two values "
+        f"`{a.name}` is sown more than once ({a.mode}): at {places}. Give the values "
         f"different names ({paths}), {remedy}"
     )
 

@@ -137,7 +137,7 @@ class Fold(Reducer):
     that does not grow with the number of iterations.
 
     Under `vmap` every lane folds for itself, and the result has the leading axes of
-    `vmap`. It is `init` if the sow never ran.
+    `vmap`. It is `init` if the sow never ran. What `fn` itself sows is not captured.
 
     !!! example
 

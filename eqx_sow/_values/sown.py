@@ -68,12 +68,6 @@ class Pending(NamedTuple):
     kept: bool = True
     conditional: bool = False
 
-    def recomputed_as(self, new: "Pending") -> "Pending":
-        """The one execution, of which `new` was found to be a repetition."""
-        n = max(self.site.differentiated, new.site.differentiated)
-        site = self.site._replace(differentiated=n)
-        return self._replace(site=site, paths=self.paths | new.paths)
-
     def as_sown(self) -> Sown:
         seen = ((self.site.name, self.site.mode),)
         if not self.kept:

@@ -78,7 +78,8 @@ class _Some(NamedTuple):
         return mask if self.run is None else mask & self.run
 
 
-# An array, where its reduction begins, and how two of its entries are reduced.
+# An array, where its reduction begins (a number: JAX cannot map over one that is an
+# array), and how two of its entries are reduced.
 _Part = tuple[Any, Any, Callable]
 
 
@@ -137,17 +138,17 @@ class _Rows:
 
 
 def _count(mask) -> _Part:
-    return mask.astype(jnp.uint32), jnp.uint32(0), lax.add
+    return mask.astype(jnp.uint32), np.uint32(0), lax.add
 
 
 def _total(x, mask) -> _Part:
-    zero = jnp.zeros((), x.dtype)
+    zero = np.zeros((), x.dtype)
     return jnp.where(mask, x, zero), zero, lax.add
 
 
 def _sums(whole_size: int, blocks: _Blocks | _Rows) -> Sums:
     dtype = blocks.dtype
-    inf = jnp.array(jnp.inf, dtype)
+    inf = np.array(np.inf, dtype)
     # A sum of so few of them cannot overflow. That it may underflow does not matter.
     down = jnp.array(0.5 ** (_BLOCK.bit_length() + 1), dtype)
 
@@ -282,11 +283,13 @@ def _histogram(blocks: _Blocks, edges: tuple[float, ...]):
     # The smallest numbers of this dtype that are in the bins to the right of an edge.
     # So that rounding puts no entry on the other side of it.
     exact = np.asarray(edges)
-    at = exact.astype(dtype)
     inf = np.asarray(np.inf, dtype)
-    at = np.where(at < exact, np.nextafter(at, inf), at)
-    if at[-1] == exact[-1]:
-        at[-1] = np.nextafter(at[-1], inf)
+    # An edge beyond the numbers of this dtype is infinite.
+    with np.errstate(over="ignore"):
+        at = exact.astype(dtype)
+        at = np.where(at < exact, np.nextafter(at, inf), at)
+        if at[-1] == exact[-1]:
+            at[-1] = np.nextafter(at[-1], inf)
     # Several at once: what XLA reduces alone it first writes to memory, on a CPU.
     right = []
     for some in np.array_split(at, -(-at.size // _EDGES)):

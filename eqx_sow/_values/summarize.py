@@ -128,7 +128,7 @@ class Summary(eqx.Module):
 
         **Raises:**
 
-        `ValueError` if there is no such axis.
+        `ValueError` if there is no such axis, or one is named twice.
 
         !!! example
 
@@ -149,11 +149,17 @@ class Summary(eqx.Module):
             axes = tuple(range(ndim))
         else:
             axes = tuple(axis) if isinstance(axis, Sequence) else (axis,)
-            is_axis = lambda a: isinstance(a, int | np.integer) and -ndim <= a < ndim
-            if not all(map(is_axis, axes)):
+            is_axis = lambda a: (
+                isinstance(a, int | np.integer)
+                and not isinstance(a, bool)
+                and -ndim <= a < ndim
+            )
+            known = all(map(is_axis, axes))
+            if not known or len({a % ndim for a in axes}) < len(axes):
                 raise ValueError(
                     f"`Summary.merge(axis={axis!r})`: there are {ndim} axes to merge, "
-                    f"those of `size`, whose shape is {jnp.shape(self.size)}."
+                    f"those of `size`, whose shape is {jnp.shape(self.size)}. Name "
+                    "each at most once, by its number."
                 )
             axes = tuple(a % ndim for a in axes)
         return merged(self, axes)
@@ -204,9 +210,11 @@ def summarize(
 
     Entries that are not finite are counted, and left out of everything else. Complex
     numbers count by their magnitude, booleans as 0 and 1. Everything is computed and
-    returned in float32, float64 arrays in float64 (and with `jax_enable_x64` integers
-    too). The deviation is that from the mean, not a difference of squares; neither
-    large nor small numbers overflow on the way.
+    returned in float32; with `jax_enable_x64`, float64 arrays and integers in float64.
+    Without it, NumPy's float64 and int64 arrays are first made float32, as JAX does:
+    1e300 then counts as infinite, and digits after the seventh are lost. The deviation
+    is that from the mean, not a difference of squares; neither large nor small numbers
+    overflow on the way.
 
     **Arguments:**
 
@@ -378,12 +386,17 @@ def merged(s: Summary, axes: tuple[int, ...]) -> Summary:
     some = n > 0
     at = lambda x: jnp.expand_dims(x, axes)
     mean, std = jnp.where(some, s.mean, 0), jnp.where(some, s.std, 0)
+    # Two means may be further apart than the largest number.
+    far = jnp.max(jnp.abs(mean), initial=0) > float(jnp.finfo(mean.dtype).max) / 4
+    down = jnp.where(far, jnp.array(0.25, mean.dtype), 1)
+    mean, std = mean * down, std * down
     weights = (n / jnp.maximum(at(total), 1)).astype(mean.dtype)
     about = jnp.sum(weights * mean, axes)
     new_mean = about + jnp.sum(weights * (mean - at(about)), axes)
     roots = jnp.sqrt(weights)
     parts = jnp.stack([roots * std, roots * (mean - at(new_mean))])
-    new_std = root_of_sum(parts, (0, *[a + 1 for a in axes]))
+    new_std = root_of_sum(parts, (0, *[a + 1 for a in axes])) / down
+    new_mean = new_mean / down
     inf = jnp.inf
     stats = (
         new_mean,

@@ -50,14 +50,17 @@ def tabulate(intermediates: Mapping[str, Mapping[str, Any]]) -> str:
     """A table of what [`eqx_sow.save_intermediates`][] captured, as text.
 
     One row for each name and mode (and leaf, if the value has several), in order of
-    execution, in at most 100 columns. `count` is the sum over all axes. The statistics
-    are those of the finite entries that ran; complex numbers count by their magnitude.
+    execution, in at most 100 columns; without a shape and numbers if the value has no
+    array, such as a Python number. `count` is the sum over all axes. The statistics are
+    those of the finite entries that ran; complex numbers count by their magnitude.
     `zeros` is the share of entries that are zero. A [`eqx_sow.Summary`][], of any
     number of leading axes, is one row with what the row of the values would say, and
     their number in the place of their shape.
 
-    An arrow marks where the first entry that is not finite came from, in time: a
-    backward pass goes through the rows from the last to the first. `jax.jit` sorts the
+    An arrow marks the first row, in order of execution, with an entry that is not
+    finite; a backward pass goes through the rows from the last to the first. A row has
+    all iterations of a loop, so another one in the loop may have gone wrong in an
+    earlier iteration: [`eqx_sow.tap`][] with `when` tells. `jax.jit` sorts the
     names of a plain dict, and a table of names that are sorted has no arrow; numbers in
     them are then in order, 2 before 10. What `save_intermediates` returns is an
     [`eqx_sow.Intermediates`][], whose order is always that of execution.
@@ -65,7 +68,8 @@ def tabulate(intermediates: Mapping[str, Mapping[str, Any]]) -> str:
     The statistics are computed where the values are, by [`eqx_sow.summarize`][], which
     is compiled once for each shape; only these numbers come to the host. So values may
     be spread over several processes: all of them must then call this, and all get the
-    same table.
+    same table. Without `jax_enable_x64`, NumPy's float64 and int64 arrays are first
+    made float32, as there.
 
     **Arguments:**
 
@@ -149,7 +153,8 @@ def _rows(intermediates: Mapping[str, Any], compute: Callable) -> Iterator[dict]
         modes = in_order(intermediates[name])
         count = modes.pop("count", None)
         total = [compute(name, _total, c) for c in jtu.tree_leaves(count)]
-        leaves = {mode: _leaves(value) for mode, value in modes.items()}
+        # What has no arrays ran all the same.
+        leaves = {m: _leaves(value) or {(): None} for m, value in modes.items()}
         primals = leaves.get("primal", {})
         # Summaries have none of keys: what is counted here has statistics.
         several = any(sum(map(_counts, x.values())) > 1 for x in leaves.values())
@@ -193,7 +198,7 @@ def _runs(count: Any, path: Sequence[Any], x: Any, primal: Any) -> Any:
         at = getattr(path[0], "idx", None) if path else None
         count = count[at] if at is not None and at < len(count) else None
     # Those of a summary count nothing where it did not run.
-    if isinstance(x, Summary) or isinstance(primal, Summary) or not _is_value(count):
+    if not all(map(_is_value, (x, primal, count))):
         return None
     # A cotangent that is the same for all lanes has no axis for them.
     same = x.shape == primal.shape and count.shape == x.shape[: count.ndim]
@@ -421,6 +426,8 @@ _SUMMARY = "summary"
 
 
 def _type(x):
+    if x is None:
+        return ""
     if isinstance(x, Summary):
         return _SUMMARY
     return jax.core.ShapedArray(x.shape, x.dtype).str_short(short_dtypes=True)

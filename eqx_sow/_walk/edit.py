@@ -9,7 +9,7 @@ import jax.extend.core as jexc
 from .. import _compat
 from .._mark.primitive import sow_effect, sow_p
 from .._mark.site import Site
-from .find import has_sow, is_loop, jaxprs_in
+from .find import has_sow, is_loop, jaxprs_in, sows
 
 
 def map_params(params: dict[str, Any], fn: Callable[[Any], Any]) -> dict[str, Any]:
@@ -46,6 +46,16 @@ def with_sites(eqn: Any, fn: Callable[[Site, int, int], Site], loops: int = 0) -
         return jaxpr.replace(eqns=[with_sites(e, fn, loops) for e in jaxpr.eqns])
 
     return eqn.replace(params=map_params(eqn.params, inside))
+
+
+def seen_as(closed: Any, see: Callable[[Site], Site]) -> Any:
+    """A closed jaxpr with each `Site` as one sees it: the same jaxpr, if it is so
+    already."""
+    jaxpr, consts = _compat.open_jaxpr(closed)
+    if all(see(s) is s for s in sows(jaxpr)):
+        return closed
+    eqns = [with_sites(e, lambda s, *_: see(s)) for e in jaxpr.eqns]
+    return jexc.ClosedJaxpr(jaxpr.replace(eqns=eqns), consts)
 
 
 def without_prints(jaxpr: Any) -> Any:

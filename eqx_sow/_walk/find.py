@@ -52,6 +52,18 @@ def has_sow(x: Any) -> bool:
     return _hidden[jaxpr]
 
 
+_with_sow: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
+
+
+def with_sow(x: Any) -> list[Any]:
+    """The equations of a jaxpr that have a sow inside, or are one. It is asked several
+    times of a program."""
+    jaxpr, _ = _compat.open_jaxpr(x)
+    if jaxpr not in _with_sow:
+        _with_sow[jaxpr] = [e for e in jaxpr.eqns if not is_plain(e) and has_sow(e)]
+    return _with_sow[jaxpr]
+
+
 def is_loop(eqn: Any) -> bool:
     return eqn.primitive in (jexc.primitives.scan_p, jexc.primitives.while_p)
 
@@ -68,6 +80,13 @@ def jaxprs_in(x: Any) -> Iterator[Any]:
     elif isinstance(x, tuple | list | dict):
         for v in x.values() if isinstance(x, dict) else x:
             yield from jaxprs_in(v)
+
+
+def expanded(eqn: Any) -> Any:
+    """What a `HiPrim` computes, as a jaxpr."""
+    program = _compat.hi_program(eqn.params["_prim"])
+    with listening(listening.value or Listening()):
+        return jax.make_jaxpr(program)(*[v.aval for v in eqn.invars])
 
 
 def _in_functions(eqn: Any) -> list[Site]:
@@ -113,19 +132,27 @@ def sites(x: Any) -> list[Site]:
                 "out of it."
             )
         return inside
-    return [
-        s for eqn in _compat.open_jaxpr(x)[0].eqns if has_sow(eqn) for s in sites(eqn)
-    ]
+    return [s for eqn in with_sow(x) for s in sites(eqn)]
+
+
+def sows(x: Any) -> Iterator[Site]:
+    """The sites of the equations in a jaxpr that are sows, at any depth."""
+    for eqn in with_sow(x):
+        if eqn.primitive is sow_p:
+            yield eqn.params["site"]
+        else:
+            for jaxpr in jaxprs_in(eqn.params):
+                yield from sows(jaxpr)
 
 
 def sites_in_body(x: Any, loops: int = 1) -> Iterator[tuple[Site, int]]:
     """The sites in the body of a loop, and how many of the axes that they have already
     are of loops around that one."""
-    for eqn in _compat.open_jaxpr(x)[0].eqns:
+    for eqn in with_sow(x):
         if eqn.primitive is sow_p:
             site = eqn.params["site"]
             yield site, sum(not a.lane and a.loops >= loops for a in site.axes)
-        elif has_sow(eqn):
+        else:
             for jaxpr in jaxprs_in(eqn.params):
                 yield from sites_in_body(jaxpr, loops + is_loop(eqn))
 
@@ -164,7 +191,7 @@ def root(jaxpr: Any, v: Any) -> Any:
             v = eqn.invars[i]
         elif name in _movements:
             v = eqn.invars[0]
-        elif name == "select_n" and _is_selected_operand(makers, *eqn.invars):
+        elif name == "select_n" and _is_selected_operand(jaxpr, *eqn.invars):
             v = eqn.invars[-1]
         elif eqn.primitive in _calls:
             (inside,) = jaxprs_in(eqn.params)
@@ -177,15 +204,24 @@ def root(jaxpr: Any, v: Any) -> Any:
     return v
 
 
-def _is_selected_operand(makers: dict[Any, Any], runs: Any, *cases: Any) -> bool:
+def _is_selected_operand(jaxpr: Any, runs: Any, *cases: Any) -> bool:
     del runs
-    eqns = [None if isinstance(x, jexc.Literal) else makers.get(x) for x in cases[:-1]]
-    return all(
-        e is not None
-        and e.primitive.name == "stop_gradient"
-        and e.invars[0] is cases[-1]
-        for e in eqns
+    *others, last = cases
+    return all(_is_stopped(jaxpr, x) for x in others) and all(
+        root(jaxpr, x) == root(jaxpr, last) for x in others
     )
+
+
+def _is_stopped(jaxpr: Any, v: Any) -> bool:
+    makers = _makers_of(jaxpr)
+    while not isinstance(v, jexc.Literal) and v in makers:
+        eqn = makers[v]
+        if eqn.primitive.name == "stop_gradient":
+            return True
+        if eqn.primitive.name not in _movements:
+            break
+        v = eqn.invars[0]
+    return False
 
 
 def variables(atoms: Iterable[Any]) -> list[Any]:
@@ -207,38 +243,8 @@ def takes_from(jaxpr: Any, later: int, earlier: int) -> bool:
     return not made.isdisjoint(variables(jaxpr.eqns[later].invars))
 
 
-def same_value(jaxpr: Any, u: Any, v: Any) -> bool:
-    """Whether two variables of a jaxpr are computed alike, from the same inputs."""
-    pairs, seen = [(u, v)], set()
-    while pairs:
-        u, v = (_through_sows(jaxpr, x) for x in pairs.pop())
-        if isinstance(u, jexc.Literal) or isinstance(v, jexc.Literal):
-            if not _equal(getattr(u, "val", None), getattr(v, "val", None)):
-                return False
-        elif u is not v and (u, v) not in seen:
-            seen.add((u, v))
-            d, e = (_makers_of(jaxpr).get(x) for x in (u, v))
-            if d is None or e is None or d.primitive is not e.primitive:
-                return False
-            if d.effects or not _equal(d.params, e.params):
-                return False
-            if d.outvars.index(u) != e.outvars.index(v):
-                return False
-            pairs.extend(zip(d.invars, e.invars))
-    return True
-
-
-def _equal(x: Any, y: Any) -> bool:
+def equal(x: Any, y: Any) -> bool:
     try:
         return bool(x == y)
     except ValueError:  # arrays
         return False
-
-
-def _through_sows(jaxpr: Any, v: Any) -> Any:
-    while not isinstance(v, jexc.Literal):
-        eqn = _makers_of(jaxpr).get(v)
-        if eqn is None or eqn.primitive is not sow_p:
-            break
-        v = eqn.invars[eqn.outvars.index(v)]
-    return v

@@ -8,7 +8,7 @@ import jax.extend.core as jexc
 import jax.numpy as jnp
 
 from .. import _compat
-from .find import depends, root, same_value, takes_from, variables
+from .find import depends, root, takes_from, variables
 
 
 class Frame:
@@ -82,10 +82,6 @@ class Frame:
 
     def takes_from(self, later: int, earlier: int) -> bool:
         return takes_from(self._jaxpr, later, earlier)
-
-    def same_values(self, atoms, others) -> bool:
-        """Whether these are computed alike, from the same inputs."""
-        return all(same_value(self._jaxpr, u, v) for u, v in zip(atoms, others))
 
     def set(self, outvars, values) -> None:
         self._env.update(zip(outvars, values))

@@ -102,9 +102,10 @@ class Handler:
         del site
         return False
 
-    def for_inside(self, eqn: Any) -> "Handler":
-        """The handler for what is inside an equation."""
-        del eqn
+    def for_inside(self, eqn: Any, at: int) -> "Handler":
+        """The handler for what is inside an equation, the one `at` this index of its
+        jaxpr."""
+        del eqn, at
         return self
 
     def slices_for_scan(

@@ -19,7 +19,7 @@ from .. import _compat
 from .._arrays import in_mesh_of
 from .._mark.primitive import sow_p
 from .edit import without_sows
-from .find import has_sow, is_plain
+from .find import with_sow
 from .frame import Frame
 from .handler import Given, Handler, Taken
 
@@ -117,9 +117,10 @@ def evaluate(
         stages = _stages if kept else weakref.WeakKeyDictionary()
     frame = Frame(jaxpr, [*consts, *args])
     found: list[Any] = []
+    has_sow = set(map(id, with_sow(jaxpr)))
     for i, eqn in enumerate(jaxpr.eqns):
-        if is_plain(eqn):
-            frame.leave(eqn)
+        if id(eqn) not in has_sow:
+            frame.leave(frame.without_donating(eqn))
             continue
         frame.now, frame.eqn = i, eqn
         if eqn.primitive is sow_p:
@@ -127,7 +128,7 @@ def evaluate(
             given = handler.sow(found, given, eqn.params["site"], eqn.invars, frame)
             continue
         frame.eqn = eqn = frame.without_donating(eqn)
-        if not has_sow(eqn) or handler.keeps_intact(eqn):
+        if handler.keeps_intact(eqn):
             frame.leave(eqn)
             continue
         rule = rules.get(eqn.primitive)
@@ -140,7 +141,7 @@ def evaluate(
         frame.settle()
         with eqn.ctx.manager, in_mesh_of(values):
             outs, taken = rule(
-                Interpret(handler.for_inside(eqn), stages), given, eqn, *values
+                Interpret(handler.for_inside(eqn, i), stages), given, eqn, *values
             )
         frame.set(eqn.outvars, outs)
         rest = handler.leave_equation(taken.values, frame)

@@ -9,6 +9,8 @@ places from which they cannot be told any more where they came from:
   until the last lane has finished. A sow has to know whether it really runs.
 - differentiation moves what does not depend on the iteration out of a scan. A sow has
   to know that it ran in each iteration.
+- differentiation forgets the tangents in a cond or a checkpoint of which none comes
+  out.
 
 So these rules prepare the equation, or mend what comes out, and leave the work to JAX's
 rule. Outside a capture they are not even called.
@@ -18,6 +20,7 @@ import contextlib
 import dataclasses as dc
 import functools as ft
 import inspect
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -40,6 +43,7 @@ from .rules import control_flow
 
 
 cond_p = jexc.primitives.cond_p
+remat_p = jexc.primitives.remat_p
 scan_p = jexc.primitives.scan_p
 while_p = jexc.primitives.while_p
 
@@ -410,6 +414,47 @@ def _partial_eval_scan(rule):
         return rule(trace, *tracers, **params)
 
     return partial_eval_scan
+
+
+_returning: weakref.WeakKeyDictionary[Any, dict[int, Any]] = weakref.WeakKeyDictionary()
+
+
+def _returning_operand(closed: Any, i: int) -> Any:
+    """A jaxpr that returns its operand `i` as well. The same one each time, so that
+    JAX's caches know it."""
+    made = _returning.setdefault(closed, {})
+    if i not in made:
+        jaxpr, consts = _compat.open_jaxpr(closed)
+        new = jaxpr.replace(outvars=[*jaxpr.outvars, jaxpr.invars[i]])
+        made[i] = new if jaxpr is closed else jexc.ClosedJaxpr(new, consts)
+    return made[i]
+
+
+def _keep_tangents(primitive: jexc.Primitive, name: str, operands: slice) -> None:
+    """What JAX's rule leaves of an equation for the tangents is found again by its
+    outputs only, where it has a sow inside too. So it gets one that can be held."""
+
+    @_wrap(pe.custom_partial_eval_rules, primitive)
+    def _partial_eval(rule):
+        def partial_eval(trace, *tracers, **params):
+            unknown = [not t.is_known() for t in tracers[operands]]
+            jaxprs = params[name]
+            several = isinstance(jaxprs, tuple)
+            each = jaxprs if several else (jaxprs,)
+            if not (any(unknown) and any(map(shows_sow, each))):
+                return rule(trace, *tracers, **params)
+            new = tuple(_returning_operand(j, unknown.index(True)) for j in each)
+            params = {**params, name: new if several else new[0]}
+            *outs, tangent = rule(trace, *tracers, **params)
+            if shows_sow(tangent.recipe):
+                trace.effect_handles.append(tangent)
+            return outs
+
+        return partial_eval
+
+
+_keep_tangents(cond_p, "branches", slice(1, None))
+_keep_tangents(remat_p, "jaxpr", slice(None))
 
 
 def _explain_while(rule):

@@ -16,10 +16,10 @@ import jax.numpy as jnp
 
 from ... import _compat
 from ..._arrays import types_of
-from ..._mark.listening import Listening, listening
+from ..._mark.listening import listening
 from ..._mark.primitive import sow_effect
 from ..edit import without_prints, without_sows
-from ..find import sites
+from ..find import expanded, sites
 from ..interpreter import rule_for
 from ..refuse import refuse
 from .calls import bind
@@ -102,10 +102,7 @@ def _custom(interpret, given, eqn, *args):
 
 
 def _custom_hi(interpret, given, eqn, *args):
-    program = _compat.hi_program(eqn.params["_prim"])
-    with listening(listening.value or Listening()):
-        closed = jax.make_jaxpr(program)(*[v.aval for v in eqn.invars])
-    return _inside(interpret, given, eqn, closed, args)
+    return _inside(interpret, given, eqn, expanded(eqn), args)
 
 
 if _compat.hi_p is not None:
