@@ -678,6 +678,17 @@ def test_second_derivatives_of_a_checkpoint(name):
         close(got[mode].reshape(()), want[mode])
 
 
+@pytest.mark.parametrize("x", [0.5, -0.5])
+def test_constant_and_value_of_one_name_in_a_checkpoint(x):
+    constant = lambda x: x * sow(jnp.array(2.0), "a")
+    f = lambda x: lax.cond(x > 0, _sin_of_sin, constant, x)
+    want = S(jax.grad(f))(x)[1]["a"]
+    got = S(jax.grad(jax.checkpoint(f)))(x)[1]["a"]
+    assert got.keys() == want.keys() >= {"cotangent"}
+    for mode in got:
+        close(got[mode], want[mode])
+
+
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_gradient_of_a_linearized_checkpoint(name):
     linearized = lambda f: lambda x: jax.linearize(f, x)[1](1.0)

@@ -3,6 +3,7 @@
 import dataclasses as dc
 import functools as ft
 import inspect
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -19,7 +20,7 @@ from .._modules import find as _capture
 from .._modules.find import Marking
 from .._modules.marks import Mark
 from .._walk.edit import seen_as, with_sites
-from .._walk.find import recomputed, sites
+from .._walk.find import recomputed, sites, sows
 from .._walk.handler import Given, Handler, Taken
 from .._walk.interpreter import evaluate
 from .._walk.jax_rules import check_wrapped
@@ -71,9 +72,15 @@ class Program:
         """Raises if a `jax.checkpoint` goes around any of these `Site.key`s: what is
         `planted` there, or what of it flows backward."""
         keys = list(keys)
-        for site in recomputed(self.closed) if keys else ():
+        again = list(recomputed(self.closed)) if keys else []
+        # Another sow of the same name may not be computed once more.
+        origins = defaultdict(set)
+        for site in sows(self.closed) if again else ():
+            origins[site.key].add(site.origin)
+        for site in again:
             site = site.seen_from(self.depth, tag)
-            if site.tag == tag and any(_goes_past(site, key, planted) for key in keys):
+            alike = [k for k in keys if site.origin in origins.get(k, {site.origin})]
+            if site.tag == tag and any(_goes_past(site, key, planted) for key in alike):
                 raise SowError(
                     f"`sow(..., {site.name!r})` at {site.where} is in a "
                     "`jax.checkpoint` that was differentiated: the backward pass "
