@@ -92,10 +92,6 @@ def documented(error: Exception, the_plan: "Plan") -> str | None:
                 return f"{type(error).__name__}: {label}"
     if isinstance(error, ValueError) and "pvary is a invariant->variant" in text:
         return "ValueError: vmap of a shard_map with a constant in a branch"
-    explicit = "shard_map_explicit" in the_plan.words
-    if isinstance(error, NotImplementedError) and explicit:
-        if "Closing over inputs" in text and the_plan.feature.startswith("plant"):
-            return "NotImplementedError: plant in a checkpoint, on an explicit mesh"
     twice = sum(w in thr.FORWARD + thr.REVERSE for w in the_plan.words) > 1
     old = jax.__version_info__ < (0, 11)
     if isinstance(error, ValueError) and old:

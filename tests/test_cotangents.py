@@ -602,6 +602,19 @@ def test_a_branch_that_recomputes_beside_one_that_does_not(wrap):
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+def test_a_loop_where_another_branch_has_a_value(wrap):
+    """Both are the first of their branch."""
+    recomputing = _recomputing(_tripled)
+    value = lambda x: jnp.sin(sow(x, "first"))
+    loop = _looped(jax.jit(_tripled))
+    f = lambda g: lambda x: lax.cond(x.sum() > 0, value, loop, g(x)).sum()
+    g = jax.grad(wrap(f(recomputing)))
+    plain = jax.grad(wrap(f(_tripled)))
+    for x in (X, -X):
+        assert_close(S(g, reduce=Append())(x), S(plain, reduce=Append())(x))
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
 def test_steps_of_a_checkpointed_loop_are_replayed(wrap):
     sine = wrap(_sine)
 

@@ -403,6 +403,36 @@ def test_plant_on_a_mesh_that_only_the_shard_map_knows(call):
     np.testing.assert_allclose(got, 2 * new.reshape(8, 4))
 
 
+@pytest.mark.parametrize("checkpointed", ["inside", "outside"])
+def test_plant_in_a_derivative_of_a_shard_map(call, checkpointed):
+    """The derivative is a `shard_map` of its own, in which nothing is planted."""
+    mesh = jax.make_mesh((8,), ("d",))
+    inside, outside = [jax.checkpoint, lambda f: f][
+        :: 1 if checkpointed == "inside" else -1
+    ]
+
+    def f(x):
+        body = inside(lambda x: jnp.sin(eqx_sow.sow(jnp.sin(x), "a")))
+        return jax.shard_map(body, mesh=mesh, in_specs=P("d"), out_specs=P("d"))(x)
+
+    def linearized(x):
+        x = jax.sharding.reshard(x, NamedSharding(mesh, P("d")))
+        return jax.linearize(f, x)[1](x)
+
+    want = jax.jvp(lambda x: jnp.sin(jnp.sin(x)), (X,), (X,))[1]
+    saved = outside(linearized)
+    _, got = call(S(saved), X)
+    values = {"a": got["a"]["primal"]}
+    if checkpointed == "outside":
+        np.testing.assert_allclose(call(plant(saved, values), X), want, rtol=1e-5)
+    else:
+        with pytest.raises(eqx_sow.SowError, match="past the sow"):
+            call(plant(saved, values), X)
+    tangents = {"a": got["a"]["tangent"]}
+    again = plant(saved, tangents, mode="tangent")
+    np.testing.assert_allclose(call(again, X), want, rtol=1e-5)
+
+
 def test_plant_of_one_value_for_all_iterations_on_a_device(call):
     mesh = jax.make_mesh((2,), ("d",), devices=jax.devices()[:2])
 

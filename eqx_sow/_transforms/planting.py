@@ -124,14 +124,14 @@ class Replace(Handler):
         }
 
         def put_back(xs):
-            local = {
+            # No others: what a `shard_map` closes over is not sharded inside.
+            return {
                 k: [
                     (here, [a.reshape(a.shape[len(m) :]) for a in arrays])
                     for m, (here, arrays) in zip(mesh[k], xs[k])
                 ]
                 for k in xs
             }
-            return {**values, **local}
 
         return inside, put_back, specs
 

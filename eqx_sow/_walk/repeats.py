@@ -40,9 +40,9 @@ class Repeats:
         """Those in one equation."""
         if not self.notes:
             return self
-        return Repeats(
-            frozenset((path[1:], x, y) for path, x, y in self.notes if path[0] == at)
-        )
+        inside = ((path[1:], x, y) for path, x, y in self.notes if path[0] == at)
+        # Another branch may have a sow at this index.
+        return Repeats(frozenset(note for note in inside if note[0]))
 
     def of(self, at: int, site: Site) -> Execution | None:
         for path, origin, note in self.notes:
