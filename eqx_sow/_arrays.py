@@ -5,6 +5,9 @@ the type of an array. What is made here in the place of a value has that of the 
 """
 
 import contextlib
+import functools as ft
+import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -25,11 +28,46 @@ def select(mask, x, y):
     return jnp.where(leading(mask, jnp.ndim(x)), x, y)
 
 
+def to_jaxpr(fn: Callable) -> Callable[..., tuple[Any, Any]]:
+    """`jax.make_jaxpr`, which also returns the treedef of what `fn` returns. JAX is not
+    told of treedefs: version 0.10 looks for one among all that are alike but for what
+    is static in them, one by one."""
+
+    @ft.cache
+    def flat(inputs):
+        treedefs: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        new = threading.local()
+
+        def run(*leaves):
+            out = fn(*jax.tree.unflatten(inputs, leaves))
+            leaves, new.treedef = jax.tree.flatten(out)
+            return leaves
+
+        make = jax.make_jaxpr(run)
+
+        def call(leaves):
+            new.treedef = None
+            closed = make(*leaves)
+            jaxpr, _ = _compat.open_jaxpr(closed)
+            # Otherwise JAX has it from a call before.
+            if new.treedef is not None:
+                treedefs[jaxpr] = new.treedef
+            return closed, treedefs[jaxpr]
+
+        return call
+
+    def to_jaxpr_of_fn(*args):
+        leaves, inputs = jax.tree.flatten(args)
+        return flat(inputs)(leaves)
+
+    return to_jaxpr_of_fn
+
+
 def types_of(fn: Callable, *args):
     """What `jax.eval_shape` returns, as types. A `ShapeDtypeStruct` knows nothing of a
     mesh without explicit axes, so JAX refuses one from inside a `jax.shard_map`."""
-    closed, out = jax.make_jaxpr(fn, return_shape=True)(*args)
-    return jax.tree.unflatten(jax.tree.structure(out), closed.out_avals)
+    closed, treedef = to_jaxpr(fn)(*args)
+    return jax.tree.unflatten(treedef, closed.out_avals)
 
 
 def _sharding(x) -> NamedSharding:

@@ -342,6 +342,36 @@ def test_ten_thousand_captures():
     assert (after - before) / 1024 < 50
 
 
+def test_jax_keeps_no_treedefs():
+    """JAX 0.10 compares each new one with all that it has kept."""
+
+    def trace(*transformations):
+        def f(x):
+            step = lambda c, _: (sow(jax.jit(jnp.sin)(c), "in a loop"), None)
+            x = lax.scan(step, x, length=2)[0]
+            go = lambda x: sow(jnp.sin(x), "in a branch")
+            x = jax.checkpoint(lambda x: lax.cond(x[0] > 0, go, jnp.cos, x))(x)
+            again = lambda x: sow(x + 1, "in a while loop")
+            return jnp.sum(lax.while_loop(lambda x: x[0] < 3, again, x))
+
+        for transform in transformations:
+            jax.jit(transform(f)).trace(X)
+
+    def kept(*transformations):
+        def treedefs():
+            gc.collect()
+            return sum(type(x) is jax.tree_util.PyTreeDef for x in gc.get_objects())
+
+        trace(*transformations)
+        before = treedefs()
+        for _ in range(10):
+            trace(*transformations)
+        return treedefs() - before
+
+    plain = lambda f: lambda x: f(x)
+    assert kept(S, lambda f: S(f, reduce=Append())) < 3 * kept(plain, plain)
+
+
 def test_one_class_for_each_type():
     class Own(eqx.Module):
         def __call__(self, x):

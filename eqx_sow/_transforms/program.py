@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from .. import _compat
-from .._arrays import types_of
+from .._arrays import to_jaxpr, types_of
 from .._errors import SowError
 from .._mark.listening import Listening, listening, tracing
 from .._mark.site import Site
@@ -47,12 +47,12 @@ class Program:
         if here is None or not here.scope:
             return run(given, inputs)
         # What is left for whoever listens is in the scope around this call.
-        closed, shape = jax.make_jaxpr(run, return_shape=True)(given, inputs)
+        closed, treedef = to_jaxpr(run)(given, inputs)
         jaxpr, consts = _compat.open_jaxpr(closed)
         in_scope = lambda s, *_: s.in_scope(here.scope)
         jaxpr = jaxpr.replace(eqns=[with_sites(e, in_scope) for e in jaxpr.eqns])
         leaves = _compat.splice(jaxpr, consts, jax.tree.leaves((given, inputs)))
-        return jax.tree.unflatten(jax.tree.structure(shape), leaves)
+        return jax.tree.unflatten(treedef, leaves)
 
     def survey(self, handler: Handler) -> Any:
         """`Taken.values`, as types."""

@@ -11,12 +11,11 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.extend.core as jexc
 import jax.tree_util as jtu
 
 from .. import _compat
-from .._arrays import in_mesh_of
+from .._arrays import in_mesh_of, to_jaxpr
 from .._mark.primitive import sow_p
 from .edit import without_sows
 from .find import with_sow
@@ -70,10 +69,10 @@ class Interpret:
         treedef of its outputs, that of what `run` returns."""
         if jaxpr not in self._stages:
             self._stages[jaxpr] = _stage(weakref.ref(jaxpr), self._stages)
-        closed, shape = self._stages[jaxpr](self.handler)(given, args)
+        closed, treedef = self._stages[jaxpr](self.handler)(given, args)
         _, consts = _compat.open_jaxpr(closed)
         inputs = [*consts, *jtu.tree_leaves((given, args))]
-        return _consts_as_args(closed), inputs, jtu.tree_structure(shape)
+        return _consts_as_args(closed), inputs, treedef
 
 
 def _stage(jaxpr: weakref.ref, stages: Stages) -> Callable:
@@ -83,7 +82,7 @@ def _stage(jaxpr: weakref.ref, stages: Stages) -> Callable:
             opened, consts = _compat.open_jaxpr(jaxpr())
             return evaluate(opened, consts, handler, given, args, stages)
 
-        return jax.make_jaxpr(evaluate_jaxpr, return_shape=True)
+        return to_jaxpr(evaluate_jaxpr)
 
     return by
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ... import _compat
-from ..._arrays import select, types_of
+from ..._arrays import select, to_jaxpr, types_of
 from ..edit import without_sows
 from ..find import sites
 from ..handler import Given, Taken
@@ -69,7 +69,7 @@ def _cond(interpret, given, eqn, index, *args):
         return call
 
     branches = alike(list(map(branch, runs)), given, *args)
-    staged = [jax.make_jaxpr(fn, return_shape=True)(given, *args) for fn in branches]
+    staged = [to_jaxpr(fn)(given, *args) for fn in branches]
     consts = [_compat.open_jaxpr(closed)[1] for closed, _ in staged]
 
     def with_all_consts(i):
@@ -84,7 +84,7 @@ def _cond(interpret, given, eqn, index, *args):
     leaves = [*jax.tree.leaves(given), *args]
     new = tuple(map(with_all_consts, range(len(staged))))
     out = bind(eqn, [index, *jax.tree.leaves(consts), *leaves], branches=new)
-    return jax.tree.unflatten(jax.tree.structure(staged[0][1]), out)
+    return jax.tree.unflatten(staged[0][1], out)
 
 
 def _vary(x, axes):
