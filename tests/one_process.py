@@ -108,6 +108,17 @@ _, summaries = eqx.filter_jit(S(grad, capture=eqx.nn.Linear, transform=summarize
 same["summaries"] = tabulate(summaries)
 check(summaries["model/first"]["primal"].mean.mean(), h.mean(), P())
 
+
+def blocks(xs):
+    def step(x, scale):
+        return sow(sow(jnp.tanh(x), "norm") * scale, "mlp"), None
+
+    return jax.lax.scan(step, xs, jnp.array([1, 1, jnp.nan, 1]))[0]
+
+
+same["first"] = tabulate(eqx.filter_jit(S(blocks))(xs)[1])
+assert same["first"].splitlines()[-1].endswith("<- first"), same["first"]
+
 # What is planted.
 planted = plant(loss, {"model/first": jnp.zeros_like}, capture=eqx.nn.Linear)
 check(eqx.filter_jit(planted)(model, xs), numpy_loss(np.zeros_like(h))[0], P())

@@ -1,6 +1,7 @@
 """`tabulate`."""
 
 import copy
+import functools as ft
 import os
 import pickle
 import re
@@ -14,6 +15,7 @@ import jax
 import jax.lax as lax
 import jax.numpy as jnp
 import jax.random as jr
+import jax.tree_util as jtu
 import numpy as np
 import pytest
 from eqx_sow import (
@@ -23,6 +25,7 @@ from eqx_sow import (
     save_intermediates as S,
     sow,
     SowError,
+    summarize,
     tabulate,
 )
 from jax.sharding import NamedSharding, PartitionSpec as P
@@ -344,7 +347,7 @@ def _marked(text):
     """The rows with an arrow: name and mode."""
     name, found = None, []
     for line in text.splitlines()[2:]:
-        *words, mode = line.split("  f32")[0].split()
+        *words, mode = re.split(r"  +(?:b?f\d|\d+ entr)", line)[0].split()
         name = words[0] if words else name
         if line.endswith("<- first"):
             found.append((name, mode))
@@ -427,6 +430,111 @@ def test_arrow_in_a_second_backward_pass():
     if "not finite" in text:
         ((_, mode),) = _marked(text)
         assert "." in mode
+
+
+# In a loop, the row of the first iteration with an entry that is not finite. What comes
+# first is what the table of the unrolled program says.
+
+
+def _two(x, bad, at=""):
+    x = sow(jnp.sin(x) * bad[0], f"a{at}")
+    # The gradient is infinite where this is zero; the value is not.
+    x = sow(jnp.cos(jnp.where(bad[2] > 0, jnp.sqrt(jnp.abs(x) * 0), x)), f"b{at}")
+    return sow(jnp.tanh(x) * bad[1], f"c{at}")
+
+
+def _looped(x, bads, reverse=False):
+    step = lambda x, bad: (_two(x, bad), None)
+    x, _ = lax.scan(step, sow(x, "before"), bads, reverse=reverse)
+    return jnp.sum(sow(x, "after"))
+
+
+def _unrolled(x, bads, reverse=False):
+    x = sow(x, "before")
+    for i in range(len(bads))[:: -1 if reverse else 1]:
+        x = _two(x, bads[i], f":{i}")
+    return jnp.sum(sow(x, "after"))
+
+
+def _bads(seed):
+    rng = np.random.default_rng(seed)
+    bads = np.tile(np.array([1, 1, 0], np.float32), (6, 1))
+    for _ in range(seed % 3):
+        bads[rng.integers(6), rng.integers(2)] = np.inf
+    for _ in range(2):
+        bads[rng.integers(6), 2] = 1
+    return jnp.asarray(bads)
+
+
+def _first(text):
+    ((name, mode),) = _marked(text)
+    return name.split(":")[0], mode
+
+
+STACKS = {
+    "plain": lambda saved: saved,
+    "jit": jax.jit,
+    "a tree map": lambda saved: lambda *args: jtu.tree_map(jnp.copy, saved(*args)),
+    "a vmap": lambda saved: lambda x, bads: jax.vmap(saved)(x[None], bads[None]),
+    "a pickle": lambda saved: lambda *args: pickle.loads(pickle.dumps(saved(*args))),
+    "copies": lambda saved: lambda *args: tuple(map(copy.copy, saved(*args))),
+}
+
+
+@pytest.mark.parametrize("transform", [None, summarize])
+@pytest.mark.parametrize("stack", STACKS)
+def test_arrow_in_a_loop(stack, transform):
+    for seed in range(6):
+        bads, reverse = _bads(seed), seed > 3
+        want = S(jax.grad(ft.partial(_unrolled, reverse=reverse)))(X, bads)[1]
+        looped = jax.grad(ft.partial(_looped, reverse=reverse))
+        got = STACKS[stack](S(looped, transform=transform))(X, bads)[1]
+        assert _first(tabulate(got)) == _first(tabulate(want)), seed
+
+
+def test_arrow_in_loops_in_loops():
+    def body(x, bads):
+        return lax.scan(lambda x, bad: (_two(x, bad), None), x, bads)[0]
+
+    def nested(x, bads):
+        step = lambda x, bads: (sow(body(x, bads), "d"), None)
+        return lax.scan(step, x, bads.reshape(3, 2, 3))[0]
+
+    def by_hand(x, bads):
+        for i in range(6):
+            x = _two(x, bads[i], f":{i}")
+            x = sow(x, f"d:{i}") if i % 2 else x
+        return x
+
+    # One after the other, that are of one length: the first comes first.
+    def in_turn(x, bads):
+        x = lax.scan(lambda x, bad: (sow(x * bad[1], "c"), None), x, bads)[0]
+        return lax.scan(lambda x, bad: (sow(x * bad[0], "a"), None), x, bads)[0]
+
+    for seed in range(1, 6):
+        want = _marked(tabulate(S(by_hand)(X, _bads(seed))[1]))
+        if want:
+            got = tabulate(S(jax.jit(nested))(X, _bads(seed))[1])
+            assert _first(got) == (want[0][0].split(":")[0], "primal")
+    bads = jnp.ones((6, 3)).at[5, 1].set(jnp.inf).at[2, 0].set(jnp.inf)
+    assert _marked(tabulate(S(in_turn)(1 + X, bads)[1])) == [("c", "primal")]
+
+
+def test_arrow_in_a_loop_around_the_capture():
+    def step(x, i):
+        bads = jnp.ones((6, 3)).at[2, 1].set(jnp.where(i == 1, jnp.nan, 1))
+        out, got = S(_looped)(x, bads.at[:, 2].set(0))
+        return x + out, got
+
+    # In the next step, all of it is not finite.
+    for run in (lax.scan, jax.jit(lax.scan, static_argnums=0)):
+        assert _marked(tabulate(run(step, X, jnp.arange(4))[1])) == [("c", "primal")]
+
+
+def test_arrow_where_an_axis_has_gone():
+    got = S(_looped)(X, _bads(1).at[:, 2].set(0))[1]
+    got = jtu.tree_map(lambda x: x.sum(0), got)
+    assert len(_marked(tabulate(got))) == 1
 
 
 def test_modes_of_a_sorted_dict():

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.extend.core as jexc
 
 from .._mark.site import Site
 from .._mark.static import Const, SameParts
@@ -182,11 +183,13 @@ class Collect(Handler):
     def leave_equation(self, values: Sown, frame: Frame) -> Sown:
         eqn = frame.eqn
         call = call_of(eqn)
+        scans = eqn.primitive is jexc.primitives.scan_p
+        step = frame.now, eqn.params["reverse"] if scans else None
 
         def moved(e):
             e = _merge.relocated(e, lambda i: frame.root(eqn.invars[i]))
             paths = frozenset((*call, *path) for path in e.paths)
-            return dc.replace(e, paths=paths)
+            return dc.replace(e, paths=paths, route=(step, *e.route))
 
         return dc.replace(values.map(moved), at=frame.now)
 

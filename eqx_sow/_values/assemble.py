@@ -1,12 +1,13 @@
 """From what was captured to `intermediates[name][mode]`."""
 
+import itertools as it
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .._errors import SowError
 from . import entry as _entry, merge as _merge, reduce as _reduce
 from .entry import Entry
-from .intermediates import in_order, Intermediates
+from .intermediates import in_order, Intermediates, Stacked, with_stacked
 from .modes import is_backward
 from .reduce import Reducers, Reduction
 from .sown import Sown
@@ -23,31 +24,37 @@ def assemble(
     mode is called."""
     results = _placed(sown.entries, reducers)
     for key, state in states.items():
-        results[key] = _reduce.finished(reducers(key[0]), state)
+        results[key] = *_reduce.finished(reducers(key[0]), state), ()
     out: dict[str, dict[str, Any]] = {name: {} for name, _ in sown.seen}
     counts: dict[str, Any] = {}
-    for key, (value, count) in results.items():
+    stacked = {}
+    for key, (value, count, arrays) in results.items():
         if key in wanted:
             out[key[0]][wanted[key]] = value
+            stacked[key[0], wanted[key]] = arrays
         if count is not None:
             counts.setdefault(key[0], count)
     for name, count in counts.items():
         if out[name]:
             out[name]["count"] = count
-    return Intermediates({n: in_order(modes) for n, modes in out.items() if modes})
+    there = {name: in_order(modes) for name, modes in out.items() if modes}
+    return with_stacked(there, stacked)
 
 
-def _placed(entries: Sequence[Entry], reducers: Reducers) -> dict[Any, tuple[Any, Any]]:
-    """The value of each `Site.key` that is not reduced, and its count if it has one; of
-    each place, where there may be several."""
+def _placed(
+    entries: Sequence[Entry], reducers: Reducers
+) -> dict[Any, tuple[Any, Any, tuple[Stacked, ...]]]:
+    """The value of each `Site.key` that is not reduced, its count if it has one, and
+    what its arrays are; of each place, where there may be several."""
     results = {}
     by_name = _entry.grouped(entries, lambda site: site.name)
     for key, same in _entry.grouped(entries).items():
         conditional = any(e.counted for e in same)
         if reducers(key[0]) is not None:
             places = _in_order(same, by_name[key[0]])
-            values, counts = zip(*[_finished(e, conditional) for e in places])
-            results[key] = values, counts if conditional else None
+            values, counts, arrays = zip(*[_finished(e, conditional) for e in places])
+            counts = counts if conditional else None
+            results[key] = values, counts, tuple(it.chain.from_iterable(arrays))
         elif len(same) > 1:
             raise _merge.duplicate(same[0].site, same[1].site)
         else:
@@ -55,11 +62,40 @@ def _placed(entries: Sequence[Entry], reducers: Reducers) -> dict[Any, tuple[Any
     return results
 
 
-def _finished(entry: Entry | None, conditional: bool) -> tuple[Any, Any]:
+def _finished(
+    entry: Entry | None, conditional: bool
+) -> tuple[Any, Any, tuple[Stacked, ...]]:
     if entry is None:
-        return None, None
+        return None, None, ()
     entry = _entry.full(_entry.with_count(entry) if conditional else entry)
-    return _entry.value(entry), entry.arrays[-1] if conditional else None
+    count = entry.arrays[-1] if conditional else None
+    return _entry.value(entry), count, _stacked(entry)
+
+
+def _stacked(entry: Entry) -> tuple[Stacked, ...]:
+    """What the arrays of an entry are, the count aside."""
+    values = entry.arrays[:-1] if entry.counted else entry.arrays
+    axes = entry.site.axes
+    if not axes:
+        return tuple(((), x.shape) for x in values)
+    ks = [k for k, a in enumerate(axes) if not a.lane and a.mesh is None]
+    scans = [
+        (entry.route[:i], reverse)
+        for i, (_, reverse) in enumerate(entry.route, start=1)
+        if reverse is not None
+    ]
+    # JAX may have moved a sow out of a loop.
+    known = list(zip(ks, scans)) if len(ks) == len(scans) else []
+
+    def of(i, x):
+        has = entry.site.has(i)
+        return tuple(
+            (route, sum(has[:k]) - x.ndim, reverse)
+            for k, (route, reverse) in known
+            if has[k]
+        )
+
+    return tuple((of(i, x), x.shape) for i, x in enumerate(values))
 
 
 def _in_order(mine: Sequence[Entry], entries: Sequence[Entry]) -> list[Entry | None]:

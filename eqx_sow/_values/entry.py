@@ -68,6 +68,9 @@ class Entry:
     paths: frozenset[Path] = dc.field(default=frozenset(), metadata=dict(static=True))
     unordered: bool = dc.field(default=False, metadata=dict(static=True))
     replayed: Path | None = dc.field(default=None, metadata=dict(static=True))
+    route: tuple[tuple[int, bool | None], ...] = dc.field(
+        default=(), metadata=dict(static=True)
+    )
 
     @property
     def origins(self) -> set[Any]:

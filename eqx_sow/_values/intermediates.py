@@ -2,11 +2,27 @@
 
 import functools as ft
 import json
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import jax.export
 import jax.tree_util as jtu
+
+
+# A loop, which of the axes of an array it is, counted from the last one, and whether it
+# runs from its end. These are plain tuples: pickles have them.
+Loop = tuple[Hashable, int, bool]
+# An array as it came back: its loops, from outside in, and its shape. Transformations
+# further out put more axes before those.
+Stacked = tuple[tuple[Loop, ...], tuple[int, ...]]
+_AllStacked = Mapping[tuple[str, str], tuple[Stacked, ...]]
+
+
+class _Names(tuple[str, ...]):
+    """The names of an `Intermediates`, and what its arrays are. That does not count for
+    whether two are of one form: both a loop and a vmap stack values."""
+
+    stacked: _AllStacked = {}
 
 
 class Intermediates(dict[str, dict[str, Any]]):
@@ -43,8 +59,10 @@ class Intermediates(dict[str, dict[str, Any]]):
         ```
     """
 
+    _stacked: _AllStacked = {}
+
     def copy(self) -> "Intermediates":
-        return Intermediates(self)
+        return with_stacked(self, self._stacked)
 
     __copy__ = copy
 
@@ -59,6 +77,19 @@ class Intermediates(dict[str, dict[str, Any]]):
         from .tabulate import html
 
         return html(self)
+
+
+def with_stacked(values: Any, stacked: _AllStacked) -> Intermediates:
+    """`Intermediates` of which it is known what the arrays are."""
+    made = Intermediates(values)
+    made._stacked = stacked
+    return made
+
+
+def stacked_in(intermediates: Mapping[str, Any], name: Any, mode: Any) -> Any:
+    """What the arrays of a mode are, one after another, as far as that is known."""
+    known = isinstance(intermediates, Intermediates)
+    return iter(intermediates._stacked.get((name, mode), ()) if known else ())
 
 
 # Pickles are then independent of where this file is.
@@ -78,21 +109,28 @@ def in_order(modes: Mapping[str, Any]) -> dict[str, Any]:
     return {mode: modes[mode] for mode in sorted(modes, key=lambda m: _rank(str(m)))}
 
 
+def _names(x: Intermediates) -> _Names:
+    names = _Names(x)
+    names.stacked = x._stacked
+    return names
+
+
 def _flatten(x: Intermediates):
-    return tuple(x.values()), tuple(x)
+    return tuple(x.values()), _names(x)
 
 
 def _flatten_with_keys(x: Intermediates):
-    return tuple((jtu.DictKey(name), modes) for name, modes in x.items()), tuple(x)
+    return tuple((jtu.DictKey(name), modes) for name, modes in x.items()), _names(x)
 
 
 def _unflatten(names, children) -> Intermediates:
     # JAX rebuilds its own dicts with their keys sorted; and it puts anything in the
     # place of a child.
-    return Intermediates(
+    values = (
         (name, in_order(x) if type(x) is dict and len(x) > 1 else x)
         for name, x in zip(names, children)
     )
+    return with_stacked(values, names.stacked)
 
 
 jtu.register_pytree_with_keys(Intermediates, _flatten_with_keys, _unflatten, _flatten)
@@ -100,5 +138,5 @@ jax.export.register_pytree_node_serialization(
     Intermediates,
     serialized_name="eqx_sow.Intermediates",
     serialize_auxdata=lambda names: json.dumps(names).encode(),
-    deserialize_auxdata=lambda names: tuple(json.loads(names)),
+    deserialize_auxdata=lambda names: _Names(json.loads(names)),
 )

@@ -18,7 +18,8 @@ import numpy as np
 from .. import _compat
 from .._errors import SowError
 from .._frames import api_boundary
-from .intermediates import in_order, Intermediates
+from .first import axes_of_time, bad_along, Time
+from .intermediates import in_order, Intermediates, Stacked, stacked_in
 from .statistics import as_real, finish, Sums, sums
 from .summarize import as_array, is_numeric, merged, Summary
 
@@ -57,13 +58,15 @@ def tabulate(intermediates: Mapping[str, Mapping[str, Any]]) -> str:
     number of leading axes, is one row with what the row of the values would say, and
     their number in the place of their shape.
 
-    An arrow marks the first row, in order of execution, with an entry that is not
-    finite; a backward pass goes through the rows from the last to the first. A row has
-    all iterations of a loop, so another one in the loop may have gone wrong in an
-    earlier iteration: [`eqx_sow.tap`][] with `when` tells. `jax.jit` sorts the
-    names of a plain dict, and a table of names that are sorted has no arrow; numbers in
-    them are then in order, 2 before 10. What `save_intermediates` returns is an
-    [`eqx_sow.Intermediates`][], whose order is always that of execution.
+    An arrow marks the row with the first entry, in order of execution, that is not
+    finite. In a loop, that is the row that went wrong in the earliest iteration; a
+    backward pass goes through the rows from the last to the first. An axis that
+    `jax.vmap` or a loop around `save_intermediates` has put in front counts as time,
+    too. Where values have another shape than they had, or a reducer has combined them,
+    only the order of the rows counts. `jax.jit` sorts the names of a plain dict, and a
+    table of names that are sorted has no arrow; numbers in them are then in order, 2
+    before 10. What `save_intermediates` returns is an [`eqx_sow.Intermediates`][],
+    whose order is always that of execution.
 
     The statistics are computed where the values are, by [`eqx_sow.summarize`][], which
     is compiled once for each shape; only these numbers come to the host. So values may
@@ -98,7 +101,7 @@ def tabulate(intermediates: Mapping[str, Mapping[str, Any]]) -> str:
     """
     _check(intermediates)
     rows = _fetched(list(_rows(intermediates, _device)))
-    _point(rows, intermediates)
+    _point(rows, intermediates, _device)
     for digits, gap in ((3, 2), (2, 1)):
         lines = _layout([_cells(row, digits) for row in rows], gap)
         if max(map(len, lines)) <= _WIDTH:
@@ -113,7 +116,7 @@ def html(intermediates: Any) -> str | None:
     except TypeError:
         return None
     rows = _fetched(list(_rows(intermediates, _at_hand)))
-    _point(rows, intermediates)
+    _point(rows, intermediates, _at_hand)
     return _html(rows)
 
 
@@ -159,6 +162,7 @@ def _rows(intermediates: Mapping[str, Any], compute: Callable) -> Iterator[dict]
         # Summaries have none of keys: what is counted here has statistics.
         several = any(sum(map(_counts, x.values())) > 1 for x in leaves.values())
         for mode, values in leaves.items():
+            stacked = stacked_in(intermediates, name, mode)
             for path, x in values.items():
                 many = several or (len(values) > 1 and not _counts(x))
                 run = _runs(count, path, x, primals.get(path, x))
@@ -172,6 +176,7 @@ def _rows(intermediates: Mapping[str, Any], compute: Callable) -> Iterator[dict]
                         if _counts(x)
                         else None
                     ),
+                    "of": (x, _taken(stacked, x)),
                     "finite": "",
                     "first": False,
                 }
@@ -181,6 +186,12 @@ def _leaves(value: Any) -> dict[Any, Any]:
     is_summary = lambda x: isinstance(x, Summary)
     leaves, _ = jtu.tree_flatten_with_path(value, is_leaf=is_summary)
     return {p: x for p, x in leaves if is_summary(x) or _is_value(x)}
+
+
+def _taken(stacked: Iterator[Stacked | None], x: Any) -> Stacked | None:
+    """What is known of an array, or of the first of a summary."""
+    there = [a for a in jtu.tree_leaves(x) if jnp.result_type(a) != jax.dtypes.float0]
+    return ([next(stacked, None) for _ in there] or [None])[0]
 
 
 def _is_value(x):
@@ -323,24 +334,27 @@ def _fetched(rows: list[dict]) -> list[dict]:
     return rows
 
 
-def _point(rows: Sequence[dict], intermediates: Mapping[str, Any]) -> None:
+def _point(
+    rows: Sequence[dict], intermediates: Mapping[str, Any], compute: Callable
+) -> None:
     """Marks the row with the first entry that is not finite."""
     bad = [i for i, row in enumerate(rows) if row["finite"]]
-    if bad and _ordered(intermediates):
-        first = min(bad, key=lambda i: _when(rows[i]["mode"], i))
-        rows[first]["first"] = True
-
-
-def _when(mode: str, i: int) -> tuple[int, int]:
-    """When a row was computed. Each `grad` runs what was there, and then all of it
-    backward."""
-    pass_, passes, sign = 0, 1, 1
-    for part in str(mode).split("."):
-        if part == "cotangent":
-            pass_, sign = 2 * passes - 1 - pass_, -sign
-        if part != "tangent":
-            passes *= 2
-    return pass_, sign * i
+    if not bad or not _ordered(intermediates):
+        return
+    several = len(bad) > 1
+    axes = [axes_of_time(*rows[i]["of"]) if several else () for i in bad]
+    there = [
+        compute(rows[i]["name"], bad_along(*[a for a, *_ in of]), rows[i]["of"][0])
+        if of
+        else None
+        for i, of in zip(bad, axes)
+    ]
+    times = [
+        Time.of(rows[i]["mode"], i, of, x)
+        for i, of, x in zip(bad, axes, jax.device_get(there))
+    ]
+    first = ft.reduce(lambda a, b: b if b.is_before(a) else a, times)
+    rows[first.row]["first"] = True
 
 
 def _cells(row: dict, digits: int) -> dict[str, str]:

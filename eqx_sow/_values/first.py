@@ -1,0 +1,85 @@
+"""Which of several arrays was the first with an entry that is not finite."""
+
+import functools as ft
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .intermediates import Stacked
+from .summarize import Summary
+
+
+# Axes along which time goes by, each with its loop and whether that runs from its end:
+# the loops, and what a transformation further out has put before them.
+_Axes = Sequence[tuple[int, Hashable, bool]]
+
+
+def axes_of_time(x: Any, stacked: Stacked | None) -> _Axes:
+    """Those of an array or a summary; none if it has another shape by now."""
+    if stacked is None:
+        return ()
+    loops, known = stacked
+    shape = np.shape(x.size if isinstance(x, Summary) else x)
+    front = len(shape) - len(known)
+    if front < 0 or shape[front:] != known:
+        return ()
+    before = ((i, None, False) for i in range(front))
+    return *before, *((len(shape) + axis, loop, rev) for loop, axis, rev in loops)
+
+
+@ft.lru_cache(maxsize=64)
+def bad_along(*axes: int) -> Callable:
+    """Where along these axes there is what is not finite."""
+
+    def fn(x: Any) -> jax.Array:
+        bad = x.not_finite > 0 if isinstance(x, Summary) else ~jnp.isfinite(x)
+        return jnp.any(bad, tuple(set(range(bad.ndim)) - set(axes)))
+
+    return fn
+
+
+class Time(NamedTuple):
+    """When the first entry of a row that is not finite was computed: at which place
+    along the axes in front, in which iterations, in which pass, and where in that."""
+
+    row: int
+    front: tuple[int, ...]
+    loops: tuple[tuple[Hashable, int], ...]
+    order: tuple[int, int]
+
+    @staticmethod
+    def of(mode: str, row: int, axes: _Axes, bad: Any) -> "Time":
+        """`bad` is what `bad_along` returned, if there are numbers."""
+        at: list[int] = []
+        if axes and bad is not None:
+            from_end = tuple(i for i, (*_, reverse) in enumerate(axes) if reverse)
+            at = np.argwhere(np.flip(bad, from_end))[0].tolist()
+        places = [(loop, i) for i, (_, loop, _) in zip(at, axes)]
+        front = tuple(i for loop, i in places if loop is None)
+        loops = tuple((loop, i) for loop, i in places if loop is not None)
+        return Time(row, front, loops, _in_pass(mode, row))
+
+    def is_before(self, other: "Time") -> bool:
+        if len(self.front) == len(other.front) and self.front != other.front:
+            return self.front < other.front
+        for (loop, i), (same, j) in zip(self.loops, other.loops):
+            if loop != same:
+                break
+            if i != j:
+                return i < j
+        return self.order < other.order
+
+
+def _in_pass(mode: str, row: int) -> tuple[int, int]:
+    """In which pass a row was computed, and where. Each `grad` runs what was there, and
+    then all of it backward."""
+    pass_, passes, sign = 0, 1, 1
+    for part in str(mode).split("."):
+        if part == "cotangent":
+            pass_, sign = 2 * passes - 1 - pass_, -sign
+        if part != "tangent":
+            passes *= 2
+    return pass_, sign * row
