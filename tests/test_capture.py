@@ -1,4 +1,4 @@
-"""`capture=`: submodules of a model that nobody edits."""
+"""`capture=`: submodules of a model as it is."""
 
 import abc
 import copy
@@ -327,7 +327,7 @@ def test_unnamed_sow_has_a_tag_and_a_spec():
     assert list(S(model, tag="a")(X)[1]) == ["layers/0"]
 
 
-def test_unnamed_sow_is_nothing_when_nobody_asks():
+def test_unnamed_sow_is_nothing_without_a_capture():
     model = eqx.nn.Sequential([Sow()])
     assert model(X) is X
 

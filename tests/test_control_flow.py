@@ -297,7 +297,7 @@ def test_sow_in_a_while_condition_is_refused():
             S(g)(X[None])
 
 
-def test_lanes_of_a_while_whose_condition_has_a_sow_nobody_asked_for():
+def test_lanes_of_a_while_whose_condition_has_a_sow_that_is_not_asked_for():
     def f(n):
         return lax.while_loop(
             lambda c: sow(c[0], "limit") < n,

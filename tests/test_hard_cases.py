@@ -337,7 +337,7 @@ def test_custom_root():
 
 def test_linearized_function_captured_later():
     _, linear = jax.linearize(lambda x: sow(jnp.sin(x), "a"), X)
-    # Traced when nobody asked: there is no sow in it, as `linear` was made outside.
+    # Traced without a capture: there is no sow in it, as `linear` was made outside.
     out, captured = S(linear)(X)
     close(out, jnp.cos(X) * X)
     assert captured == {}

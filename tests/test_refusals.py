@@ -175,7 +175,7 @@ def _root(x):
         ),
     ],
 )
-def test_where_nobody_can_look(fn):
+def test_where_eqx_sow_cannot_look(fn):
     # Since JAX 0.11 a `custom_root` does not show what is inside.
     with pytest.raises(UnsupportedPrimitiveError):
         S(fn)(X)

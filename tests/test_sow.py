@@ -1,4 +1,4 @@
-"""`sow` and `Sow`: identity when nobody listens, any value when somebody does."""
+"""`sow` and `Sow`: an identity if nothing is captured, any value if it is."""
 
 import dataclasses as dc
 
@@ -183,7 +183,7 @@ def test_constant_from_outside(call):
     assert_close(got, {"c": {"primal": jnp.arange(3.0)}})
 
 
-# --- nobody listens ---
+# --- nothing is captured ---
 
 OBJECTS = [X, np.ones(2), 1, 2.5, True, "text", None, {"a": 1}, {1, 2}, len, object()]
 

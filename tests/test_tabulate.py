@@ -531,6 +531,19 @@ def test_arrow_in_a_loop_around_the_capture():
         assert _marked(tabulate(run(step, X, jnp.arange(4))[1])) == [("c", "primal")]
 
 
+def test_arrow_in_a_loop_on_devices():
+    mesh = jax.make_mesh((2,), ("d",), devices=jax.devices()[:2])
+
+    def step(x, bad):
+        return sow(sow(jnp.tanh(x), "norm") * bad, "mlp"), None
+
+    body = lambda x, bads: lax.scan(step, x, bads)[0]
+    f = jax.shard_map(body, mesh=mesh, in_specs=(P("d"), P()), out_specs=P("d"))
+    bads = jnp.ones(6).at[3].set(jnp.nan)
+    x = jax.device_put(jnp.ones((2, 3)), NamedSharding(mesh, P("d")))
+    assert _marked(tabulate(S(f)(x, bads)[1])) == [("mlp", "primal")]
+
+
 def test_arrow_where_an_axis_has_gone():
     got = S(_looped)(X, _bads(1).at[:, 2].set(0))[1]
     got = jtu.tree_map(lambda x: x.sum(0), got)

@@ -119,7 +119,7 @@ def _goes_past(site: Site, key: Any, planted: bool) -> bool:
 
 
 def trace(fn: Callable, args: tuple, kwargs: dict, marking: Marking) -> Program:
-    """Traces `fn(*args, **kwargs)` while everybody listens. Arrays are traced, all else
+    """Traces `fn(*args, **kwargs)` so that its sows are seen. Arrays are traced, all else
     is static, as in `eqx.filter_jit`."""
     _compat.check_supported()
     check_wrapped()

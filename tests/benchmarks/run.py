@@ -166,7 +166,7 @@ def same(table: Table, repeats: int):
 
 
 def off(table: Table, repeats: int):
-    table.section("While nobody listens", "at most", "figure")
+    table.section("While nothing is captured", "at most", "figure")
 
     def text(fn, mark, *args):
         def loss(params, x):
@@ -561,7 +561,7 @@ def watching(table: Table, repeats: int):
         *("temporaries", "instructions"),
     )
     by_hand = "`jax.debug.callback` by hand"
-    # As a carried state: XLA would not compute what is for nobody.
+    # As a carried state: XLA does not compute what is not used.
     predicate = lambda bad, i, x: bad | _not_finite(x)
     every, alarm = {"every": 1000}, {"when": _not_finite}
     for n, size_ in ((100_000, 100), (100_000, 10_000), (2_000, 250_000)):
