@@ -517,7 +517,8 @@ def test_arrow_in_loops_in_loops():
             got = tabulate(S(jax.jit(nested))(X, _bads(seed))[1])
             assert _first(got) == (want[0][0].split(":")[0], "primal")
     bads = jnp.ones((6, 3)).at[5, 1].set(jnp.inf).at[2, 0].set(jnp.inf)
-    assert _marked(tabulate(S(in_turn)(1 + X, bads)[1])) == [("c", "primal")]
+    for f in (in_turn, jax.jit(in_turn)):
+        assert _marked(tabulate(S(f)(1 + X, bads)[1])) == [("c", "primal")]
 
 
 def test_arrow_in_a_loop_around_the_capture():

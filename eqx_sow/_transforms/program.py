@@ -119,8 +119,8 @@ def _goes_past(site: Site, key: Any, planted: bool) -> bool:
 
 
 def trace(fn: Callable, args: tuple, kwargs: dict, marking: Marking) -> Program:
-    """Traces `fn(*args, **kwargs)` so that its sows are seen. Arrays are traced, all else
-    is static, as in `eqx.filter_jit`."""
+    """Traces `fn(*args, **kwargs)` so that its sows are seen. Arrays are traced, all
+    else is static, as in `eqx.filter_jit`."""
     _compat.check_supported()
     check_wrapped()
     with tracing:

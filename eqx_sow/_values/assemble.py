@@ -87,15 +87,11 @@ def _stacked(entry: Entry) -> tuple[Stacked, ...]:
     # JAX may have moved a sow out of a loop.
     known = list(zip(ks, scans)) if len(ks) == len(scans) else []
 
-    def of(i, x):
+    def loops(i, x):
         has = entry.site.has(i)
-        return tuple(
-            (route, sum(has[:k]) - x.ndim, reverse)
-            for k, (route, reverse) in known
-            if has[k]
-        )
+        return tuple((of, sum(has[:k]) - x.ndim, rev) for k, (of, rev) in known)
 
-    return tuple((of(i, x), x.shape) for i, x in enumerate(values))
+    return tuple((loops(i, x), x.shape) for i, x in enumerate(values))
 
 
 def _in_order(mine: Sequence[Entry], entries: Sequence[Entry]) -> list[Entry | None]:
