@@ -49,10 +49,14 @@ def to_jaxpr(fn: Callable) -> Callable[..., tuple[Any, Any]]:
             new.treedef = None
             closed = make(*leaves)
             jaxpr, _ = _compat.open_jaxpr(closed)
-            # Otherwise JAX has it from a call before.
-            if new.treedef is not None:
-                treedefs[jaxpr] = new.treedef
-            return closed, treedefs[jaxpr]
+            # JAX may have it from a call before.
+            treedef = new.treedef or treedefs.get(jaxpr)
+            if treedef is None:
+                # Another thread has just made it, and has not said yet what it is.
+                closed = jax.make_jaxpr(lambda *leaves: run(*leaves))(*leaves)
+                return closed, new.treedef
+            treedefs[jaxpr] = treedef
+            return closed, treedef
 
         return call
 

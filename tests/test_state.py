@@ -170,6 +170,34 @@ def test_eight_threads_capture_one_model(fn, name):
     _works()
 
 
+@pytest.fixture
+def threads_in_turn():
+    """Threads take turns as often as they can."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("threads_in_turn")
+def test_eight_threads_find_one_jaxpr():
+    """That of a function which was traced before, and which none of them has walked."""
+    for _ in range(20):
+        step = lambda c, _: (sow(jnp.sin(c), "h"), None)
+        fn = jax.jit(lambda x, step=step: lax.scan(step, x, length=3)[0])
+        jax.make_jaxpr(fn)(X)
+        saved = S(lambda x, fn=fn: fn(x))
+        start = threading.Barrier(8)
+
+        def work(_, saved=saved, start=start):
+            start.wait(60)
+            return jax.jit(lambda x: saved(x)).trace(X).out_info[1]
+
+        with cf.ThreadPoolExecutor(8) as pool:
+            for got in pool.map(work, range(8)):
+                assert got["h"]["primal"].shape == (3, *X.shape)
+
+
 # --- exceptions ---
 
 
