@@ -28,6 +28,15 @@ class Execution(NamedTuple):
     origins: frozenset[Any]
     differentiated: int
 
+    @staticmethod
+    def of(site: Site) -> "Execution":
+        return Execution(frozenset((site.origin,)), site.differentiated)
+
+
+def _as_one(same: Sequence[Execution]) -> Execution:
+    origins = frozenset().union(*[x.origins for x in same])
+    return Execution(origins, max(x.differentiated for x in same))
+
 
 @dc.dataclass(frozen=True)
 class Repeats:
@@ -48,7 +57,7 @@ class Repeats:
         for path, origin, note in self.notes:
             if path == (at,) and origin is site.origin and not site.modes:
                 return note
-        return Execution(frozenset((site.origin,)), site.differentiated)
+        return Execution.of(site)
 
 
 def repeats(jaxpr: Any, wants: Callable[[Site], bool]) -> Repeats:
@@ -66,9 +75,9 @@ def repeats(jaxpr: Any, wants: Callable[[Site], bool]) -> Repeats:
     for x, note in it.chain.from_iterable(map(_notes, by_value.values())):
         notes.setdefault((x.here.path, x.site.origin), []).append(note)
     # A function may be in several branches, at the same place in each.
+    ran = {key: [x for x in found if x is not None] for key, found in notes.items()}
     return Repeats(
-        frozenset((*key, _of_all(found)) for key, found in notes.items() if any(found))
-        | frozenset((*key, None) for key, found in notes.items() if not any(found))
+        frozenset((*key, _as_one(same) if same else None) for key, same in ran.items())
     )
 
 
@@ -113,26 +122,16 @@ def _notes(same: Sequence[_Sow]) -> Iterator[tuple[_Sow, Execution | None]]:
     """What is to be said of sows of one value."""
     ran = [x for x in same if not x.here.backward]
     repeated = [x for x in same if x.here.backward]
-    sites = [[x.site] for x in ran]
+    executions = [[Execution.of(x.site)] for x in ran]
     for j, x in enumerate(repeated):
         # Where it runs, so does that; and what ran last is repeated first.
         of = [i for i, y in enumerate(ran) if y.here.cases <= x.here.cases]
+        new = Execution.of(x.site)
         if of:
-            sites[of[-1 - j * len(of) // len(repeated)]].append(x.site)
-        yield x, None if of else _execution([x.site])
-    for x, all_sites in zip(ran, sites):
-        yield x, _execution(all_sites)
-
-
-def _execution(sites: Sequence[Site]) -> Execution:
-    origins = frozenset(site.origin for site in sites)
-    return Execution(origins, max(site.differentiated for site in sites))
-
-
-def _of_all(notes: Sequence[Execution | None]) -> Execution:
-    found = [x for x in notes if x is not None]
-    origins = frozenset().union(*[x.origins for x in found])
-    return Execution(origins, max(x.differentiated for x in found))
+            executions[of[-1 - j * len(of) // len(repeated)]].append(new)
+        yield x, None if of else new
+    for x, each in zip(ran, executions):
+        yield x, _as_one(each)
 
 
 class _Description(NamedTuple):
