@@ -2,7 +2,7 @@
 
 import collections
 import dataclasses as dc
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -220,7 +220,7 @@ def _of_summary(s: Summary) -> str:
     return entries + _text(numbers, zeros, size - not_finite, size)
 
 
-def _text(numbers: dict[str, float], zeros: int, finite: int, size: int) -> str:
+def _text(numbers: Mapping[str, Any], zeros: int, finite: int, size: int) -> str:
     text = "".join(f"  {k} {v:.3g}" for k, v in numbers.items())
     if finite:
         text += f"  zeros {zeros / finite:.0%}"
