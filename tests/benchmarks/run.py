@@ -45,7 +45,16 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
-from eqx_sow import Append, Fold, save_intermediates as S, sow, summarize, tap
+import numpy as np
+from eqx_sow import (
+    Append,
+    Fold,
+    save_intermediates as S,
+    sow,
+    summarize,
+    tabulate,
+    tap,
+)
 from jax import lax
 
 from tests.benchmarks import peers, timing
@@ -512,6 +521,33 @@ def storing(table: Table, repeats: int):
             )
 
 
+# --- Tables of what was captured ------------------------------------------------------
+
+
+def _by_numpy(x):
+    x = np.asarray(x)
+    zeros, not_finite = (x == 0).mean(), np.count_nonzero(~np.isfinite(x))
+    return x.mean(), x.std(), x.min(), x.max(), np.linalg.norm(x), zeros, not_finite
+
+
+def tables(table: Table, repeats: int):
+    table.section(
+        "`tabulate` of 1 GB against the same numbers by NumPy",
+        *("at most", "ratio", "itself", "time"),
+    )
+    for what, n in (("one array", 1), ("64 arrays", 64)):
+        keys = jr.split(jr.key(0), n)
+        arrays = [jr.normal(key, (2**28 // n // 1024, 1024)) for key in keys]
+        captured = {f"h{i}": {"primal": x} for i, x in enumerate(arrays)}
+        table.times(
+            what,
+            "0.1",
+            lambda: tabulate(captured),
+            lambda: list(map(_by_numpy, arrays)),
+            repeats,
+        )
+
+
 # --- Watching while it runs -----------------------------------------------------------
 
 
@@ -782,6 +818,7 @@ SECTIONS = {
     "tracing": tracing,
     "memory": memory,
     "storing": storing,
+    "tables": tables,
     "watching": watching,
     "summaries": summaries,
     "peers": other,
