@@ -545,6 +545,20 @@ def test_arrow_in_a_loop_on_devices():
     assert _marked(tabulate(S(f)(x, bads)[1])) == [("mlp", "primal")]
 
 
+def test_arrow_beside_a_leaf_that_is_not_differentiated():
+    def f(x, bads):
+        def step(x, bad):
+            x = sow((jnp.arange(3), x), "a")[1]
+            x = jnp.where(bad > 0, jnp.sqrt(x * 0), x)
+            return sow((jnp.arange(3), x), "b")[1], None
+
+        return jnp.sum(lax.scan(step, x, bads)[0])
+
+    # Backward, from the last iteration: `a` before `b`, that of the iteration before.
+    got = S(jax.grad(f), modes="cotangent")(1 + jnp.abs(X), jnp.eye(6)[3])[1]
+    assert _marked(tabulate(got))[0][0].startswith("a")
+
+
 def test_arrow_where_an_axis_has_gone():
     got = S(_looped)(X, _bads(1).at[:, 2].set(0))[1]
     got = jtu.tree_map(lambda x: x.sum(0), got)
