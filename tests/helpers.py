@@ -156,3 +156,15 @@ def instructions(text):
     # Where a loop's carry is copied is up to XLA's assignment of buffers.
     del opcodes["copy"]
     return opcodes
+
+
+class Encoder(eqx.Module):
+    """A model with a method that another one calls."""
+
+    w: jax.Array
+
+    def encode(self, x):
+        return self.w * x
+
+    def __call__(self, x):
+        return self.encode(x) + 1

@@ -28,7 +28,7 @@ from eqx_sow import (
 from jax.sharding import NamedSharding, PartitionSpec as P
 from jaxtyping import Array, Float, jaxtyped
 
-from .helpers import assert_close, modes_of, with_mode
+from .helpers import assert_close, Encoder, modes_of, with_mode
 
 
 X = jnp.array([0.3, -1.2, 0.7])
@@ -1724,25 +1724,16 @@ def test_what_is_marked_by_both_in_a_checkpoint_is_not_planted_in_part():
 
 
 def test_inputs_and_methods_that_are_marked_by_both():
-    class Model(eqx.Module):
-        w: Array
-
-        def encode(self, x):
-            return self.w * x
-
-        def __call__(self, x):
-            return self.encode(x) + 1
-
     both = dict(methods=("__call__", "encode"), capture=True, inputs=True)
     names = []
     inner = lambda net, x: tap(net, lambda e: names.append(e.name), **both)(x)
-    _, got = S(inner, **both)(Model(X), 2 * X)
+    _, got = S(inner, **both)(Encoder(X), 2 * X)
     jax.effects_barrier()
     assert set(names) == {".", ".inputs", ".encode", ".encode.inputs"}
     assert list(got) == ["net.inputs", "net.encode.inputs", "net.encode", "net"]
     assert_close(got["net.encode"]["primal"], 2 * X * X)
     assert_close(got["net.encode.inputs"]["primal"], ((2 * X,), {}))
-    only = plant(Model(X), {".encode": _edited}, capture=True, methods="encode")
+    only = plant(Encoder(X), {".encode": _edited}, capture=True, methods="encode")
     _, got = S(lambda x: only(x), **both)(2 * X)
     assert_close(got["only.encode"]["primal"], 4 * X * X + 1)
     assert_close(got["only"]["primal"], 4 * X * X + 2)

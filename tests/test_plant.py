@@ -21,7 +21,7 @@ from eqx_sow import (
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
-from .helpers import assert_close, modes_of, with_mode
+from .helpers import assert_close, Encoder, modes_of, with_mode
 
 
 X = jnp.array([0.3, -1.2, 0.7])
@@ -640,18 +640,9 @@ def test_planting_in_a_gradient_leaves_what_flows_back(call):
 
 
 def test_methods_by_name():
-    class Model(eqx.Module):
-        w: Array
-
-        def encode(self, x):
-            return self.w * x
-
-        def __call__(self, x):
-            return self.encode(x) + 1
-
     fn = lambda m, x: m(x)
-    planted = plant(fn, {"m.encode": X}, capture=Model, methods=("encode",))
-    assert_close(planted(Model(X), X), X + 1)
+    planted = plant(fn, {"m.encode": X}, capture=Encoder, methods=("encode",))
+    assert_close(planted(Encoder(X), X), X + 1)
 
 
 def test_captured_in_both_is_one_site(call):
