@@ -114,8 +114,21 @@ def test_numbers_are_right():
         lambda: 1e38 * jr.normal(jr.key(1), (64, 64, 128)),
         lambda: jr.normal(jr.key(2), (2**18,)).at[::7].set(0).at[3].set(jnp.nan),
         lambda: jnp.full((2**18 + 1,), jnp.inf).at[5].set(-2),
+        lambda: jnp.arange(2**20, dtype=jnp.bfloat16),
+        lambda: jnp.full((2**20,), jnp.nan).at[2**19 :].set(3).at[2**19].set(4),
+        lambda: jax.device_put(
+            jr.normal(jr.key(3), (1024, 1024)),
+            NamedSharding(jax.make_mesh((1,), ("d",)), P("d")),
+        ),
+        lambda: jax.device_put(
+            jr.normal(jr.key(4), (1024, 1024)),
+            NamedSharding(jax.make_mesh((8,), ("d",)), P()),
+        ),
     ],
-    ids=["far from zero", "huge", "not finite", "of an odd size"],
+    ids=[
+        *("far from zero", "huge", "not finite", "of an odd size", "growing"),
+        *("half of it not finite", "on one device of a mesh", "on each device"),
+    ],
 )
 def test_large_arrays(make):
     x = make()
@@ -127,6 +140,14 @@ def test_large_arrays(make):
     for text, number in zip(got, want):
         assert float(text) == pytest.approx(number, rel=6e-3, abs=1e-9)
     assert got[5] == f"{(values == 0).mean():.0%}"
+
+
+def test_large_arrays_of_64_bits():
+    with jax.enable_x64(True):
+        x = jnp.linspace(-1, 0.9, 2**20) * 1.7e308
+        _, (line, *_) = _rows(tabulate({"a": {"primal": x}}))
+    got = [float(text) / 1.7e308 for text in line.split()[3:7]]
+    assert got == pytest.approx([-0.05, 1.9 / 12**0.5, -1, 0.9], 6e-3)
 
 
 @pytest.mark.slow

@@ -3,8 +3,10 @@
 import contextlib
 import functools as ft
 import math
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from html import escape
 from typing import Any
 
@@ -20,7 +22,15 @@ from .._errors import SowError
 from .._frames import api_boundary
 from .first import axes_of_time, bad_along, Time
 from .intermediates import in_order, Intermediates, Stacked, stacked_in
-from .statistics import as_real, finish, Sums, sums
+from .statistics import (
+    as_real,
+    division,
+    finish,
+    Sums,
+    sums,
+    sums_of_blocks,
+    together,
+)
 from .summarize import as_array, is_numeric, merged, Summary
 
 
@@ -100,8 +110,7 @@ def tabulate(intermediates: Mapping[str, Mapping[str, Any]]) -> str:
         ```
     """
     _check(intermediates)
-    rows = _fetched(list(_rows(intermediates, _device)))
-    _point(rows, intermediates, _device)
+    rows = _computed(intermediates, _device)
     for digits, gap in ((3, 2), (2, 1)):
         lines = _layout([_cells(row, digits) for row in rows], gap)
         if max(map(len, lines)) <= _WIDTH:
@@ -115,9 +124,15 @@ def html(intermediates: Any) -> str | None:
         _check(intermediates)
     except TypeError:
         return None
-    rows = _fetched(list(_rows(intermediates, _at_hand)))
-    _point(rows, intermediates, _at_hand)
-    return _html(rows)
+    return _html(_computed(intermediates, _at_hand))
+
+
+def _computed(intermediates: Mapping[str, Any], compute: Callable) -> list[dict]:
+    with ThreadPoolExecutor(os.cpu_count()) as cores:
+        compute = ft.partial(compute, cores)
+        rows = _fetched(list(_rows(intermediates, compute)))
+        _point(rows, intermediates, compute)
+    return rows
 
 
 def _check(intermediates):
@@ -172,9 +187,7 @@ def _rows(intermediates: Mapping[str, Any], compute: Callable) -> Iterator[dict]
                     "value": _type(x),
                     "count": total,
                     "numbers": (
-                        compute(name, _numbers_of(x), as_array(x), run)
-                        if _counts(x)
-                        else None
+                        compute(name, *_reduction(x, run)) if _counts(x) else None
                     ),
                     "of": (x, _taken(stacked, x)),
                     "finite": "",
@@ -216,7 +229,7 @@ def _runs(count: Any, path: Sequence[Any], x: Any, primal: Any) -> Any:
     return count if same else None
 
 
-def _device(name: Any, fn: Callable, *args: Any) -> Any:
+def _device(cores: Executor, name: Any, fn: Callable, *args: Any) -> Any:
     """Starts to compute. `None` if there are only shapes."""
     leaves = jtu.tree_leaves(args)
     if any(isinstance(x, jax.core.Tracer) for x in leaves):
@@ -233,14 +246,25 @@ def _device(name: Any, fn: Callable, *args: Any) -> Any:
         args[0],
         *jtu.tree_map(lambda x: np.asarray(x) if local(x) else x, args[1:]),
     )
-    shardings = [x.sharding for x in jtu.tree_leaves(args) if isinstance(x, jax.Array)]
     # While a function is being traced, numbers are still numbers.
     now = contextlib.nullcontext if _compat.is_eager() else jax.ensure_compile_time_eval
     with now():
+        if fn is _numbers_of_blocks:
+            return _by_blocks(cores, args[0].addressable_data(0))
+        shardings = [x.sharding for x in jtu.tree_leaves(args) if _is_jax_array(x)]
         return _compiled(fn, _everywhere(shardings))(*args)
 
 
-def _at_hand(name: Any, fn: Callable, *args: Any) -> Any:
+def _by_blocks(cores: Executor, x: jax.Array) -> list[Future]:
+    # Compiled here, as what JAX is set to by a context does not hold in a thread.
+    call = _compiled(_numbers_of_blocks, None).lower(x, np.int32(0)).compile()
+    some, rows, width = division(x.size)
+    firsts = np.arange(0, x.size // (rows * width), some, np.int32)
+    # The next is dispatched when this is there: those of one thread run one by one.
+    return [cores.submit(lambda i: np.asarray(call(x, i)), i) for i in firsts]
+
+
+def _at_hand(cores: Executor, name: Any, fn: Callable, *args: Any) -> Any:
     """The same, but for what would have to be awaited from another process, or cannot
     be had."""
 
@@ -253,7 +277,7 @@ def _at_hand(name: Any, fn: Callable, *args: Any) -> Any:
 
     if not all(map(there, jtu.tree_leaves(args))):
         return None
-    return _device(name, fn, *args)
+    return _device(cores, name, fn, *args)
 
 
 def _everywhere(shardings: Sequence[Any]) -> Any:
@@ -272,33 +296,47 @@ def _compiled(fn: Callable, sharding: Any) -> Callable:
 _FIELDS = ("size", "zeros", "not_finite", "mean", "std", "rms", "min", "max")
 
 
-def _numbers(x: Any, run: Any, one_device: bool = False) -> jax.Array:
-    """What the statistics of all entries are made of."""
+def _reduction(x: Any, run: Any) -> tuple[Any, ...]:
+    """A function, and its arguments, that gives what the statistics of a leaf are made
+    of."""
+    if run is None and _on_one_cpu(x) and any(division(x.size)):
+        return _numbers_of_blocks, x
+    return _numbers, as_array(x), run
+
+
+def _on_one_cpu(x: Any) -> bool:
+    """Or on each of several."""
+    if not _is_jax_array(x) or not x.is_fully_replicated:
+        return False
+    return {d.platform for d in x.sharding.device_set} == {"cpu"}
+
+
+def _is_jax_array(x: Any) -> bool:
+    return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
+
+
+def _numbers(x: Any, run: Any) -> jax.Array:
     if isinstance(x, Summary):
         summary = merged(x, tuple(range(jnp.ndim(x.size))))
-        numbers = [getattr(summary, field) for field in _FIELDS]
-    else:
-        run = None if run is None else run > 0
-        numbers = sums(as_real(x), run, one_device=one_device)
+        return _stack([getattr(summary, field) for field in _FIELDS])
+    return _stack(sums(as_real(x), None if run is None else run > 0))
+
+
+def _numbers_of_blocks(x: jax.Array, first: jax.Array) -> jax.Array:
+    return _stack(sums_of_blocks(x, first))
+
+
+def _stack(numbers: Sequence[Any]) -> jax.Array:
     # In one array, as the host has to ask for each.
     dtype = jnp.result_type(float)
     return jnp.stack([jnp.asarray(n).astype(dtype) for n in numbers])
 
 
-_numbers_on_cpu = ft.partial(_numbers, one_device=True)
-
-
-def _numbers_of(x: Any) -> Callable:
-    if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
-        return _numbers
-    platforms = [d.platform for d in x.sharding.device_set]
-    return _numbers_on_cpu if platforms == ["cpu"] else _numbers
-
-
-def _statistics(numbers: np.ndarray, is_summary: bool) -> dict[str, float]:
+def _statistics(numbers: Any, is_summary: bool) -> dict[str, float]:
     if not is_summary:
         # On the host: what is left would be half of what there is to compile.
-        s = Sums(*numbers.astype(np.float64))
+        parts = numbers if isinstance(numbers, list) else [numbers[:, None]]
+        s = together(Sums(*np.concatenate(parts, axis=1).astype(np.float64)))
         numbers = np.stack([s.size, s.zeros, s.not_finite, *finish(s, np)])
     return dict(zip(_FIELDS, numbers.tolist()))
 
@@ -314,9 +352,9 @@ _DIGITS = tuple(range(0, 32, 4))
 
 def _fetched(rows: list[dict]) -> list[dict]:
     keys = ("count", "numbers")
-    for row, (counts, numbers) in zip(
-        rows, jax.device_get([[row[k] for k in keys] for row in rows])
-    ):
+    ready = lambda x: x.result() if isinstance(x, Future) else x
+    there = jtu.tree_map(ready, [[row[k] for k in keys] for row in rows])
+    for row, (counts, numbers) in zip(rows, jax.device_get(there)):
         sums = [
             sum(int(d) << i for d, i in zip(digits, _DIGITS))
             for digits in counts

@@ -6,7 +6,8 @@ A ratio is the median over rounds in which the two run one after the other, in a
 that changes; behind it are the first and the last decile. The column "itself" is the
 baseline against itself, measured in the same way: what differs less than that from 1
 cannot be told apart from 1 on this machine. Times are those of one core, in seconds
-of the CPU (`--clock wall` for those on the wall). Nothing but the values is asserted.
+of the CPU (`--clock wall` for those on the wall). `--all-cores` uses all of them, and
+the clock on the wall. Nothing but the values is asserted.
 
 Other libraries are measured if they are installed; `peers.py` says how.
 """
@@ -29,11 +30,12 @@ if __name__ == "__main__" and not MALLOC.keys() <= os.environ.keys():
 
 # Before jax is imported: one thread on one core, so that ratios do not depend on what
 # else runs, and on which other core it finds its data.
-if hasattr(os, "sched_setaffinity"):
-    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_cpu_multi_thread_eigen=false"
-)
+if "--all-cores" not in sys.argv:
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    os.environ["XLA_FLAGS"] = (
+        os.environ.get("XLA_FLAGS", "") + " --xla_cpu_multi_thread_eigen=false"
+    )
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
 
@@ -95,9 +97,11 @@ class Table:
         baseline: Callable,
         *how,
         temporaries: str = "",
+        against: str = "",
         **more,
     ):
         """A row for how long two functions take; the rest is for `compare`."""
+        cells = {"temporaries": temporaries, "against": against}
         result = compare(fn, baseline, *how, **more)
         self.row(
             what,
@@ -105,7 +109,7 @@ class Table:
             ratio=result.ratio,
             itself=result.itself,
             time=seconds(result.seconds),
-            **({"temporaries": temporaries} if temporaries else {}),
+            **{k: cell for k, cell in cells.items() if cell},
         )
 
     def say(self, text: str):
@@ -530,22 +534,32 @@ def _by_numpy(x):
     return x.mean(), x.std(), x.min(), x.max(), np.linalg.norm(x), zeros, not_finite
 
 
+def _finite_by_numpy(x):
+    x = np.asarray(x)
+    return _by_numpy(x[np.isfinite(x)])
+
+
 def tables(table: Table, repeats: int):
     table.section(
         "`tabulate` of 1 GB against the same numbers by NumPy",
-        *("at most", "ratio", "itself", "time"),
+        *("against", "at most", "ratio", "itself", "time"),
     )
     for what, n in (("one array", 1), ("64 arrays", 64)):
         keys = jr.split(jr.key(0), n)
         arrays = [jr.normal(key, (2**28 // n // 1024, 1024)) for key in keys]
         captured = {f"h{i}": {"primal": x} for i, x in enumerate(arrays)}
-        table.times(
-            what,
-            "0.1",
-            lambda: tabulate(captured),
-            lambda: list(map(_by_numpy, arrays)),
-            repeats,
-        )
+        for against, by_numpy in (
+            ("of all entries", _by_numpy),
+            ("of the finite ones", _finite_by_numpy),
+        ):
+            table.times(
+                what,
+                "0.1",
+                lambda: tabulate(captured),
+                lambda by_numpy=by_numpy: list(map(by_numpy, arrays)),
+                repeats,
+                against=against,
+            )
 
 
 # --- Watching while it runs -----------------------------------------------------------
@@ -833,8 +847,9 @@ def main():
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     parser.add_argument("--markdown", action="store_true", help="tables for the docs")
     parser.add_argument("--clock", choices=timing.CLOCKS, default=timing.clock)
+    parser.add_argument("--all-cores", action="store_true", help="not just one")
     args = parser.parse_args()
-    timing.clock = args.clock
+    timing.clock = "wall" if args.all_cores else args.clock
     start = time.perf_counter()
     versions = f"JAX {jax.__version__}, Equinox {eqx.__version__}"
     print(f"{versions}, {jax.devices()[0].device_kind}, {args.repeats} rounds")
