@@ -47,8 +47,8 @@ class Label(NamedTuple):
     depth: int = 0
 
 
-# A tag that no transformation asks for.
-_NO_TAG = Const(object())
+# With a tag that no transformation asks for.
+_OF_NOBODY = Label("", Const(object()))
 
 
 class Site(NamedTuple):
@@ -67,15 +67,14 @@ class Site(NamedTuple):
     value, as in `grad(grad(f))`, are told apart by it. `origin` is an object of its own
     for each call of `sow`, which its derivatives share.
     `captured` says that it is the mark of a module, whose path is its name. Each
-    transformation around may have marked the module, with a `Label` of its own. That of
-    the one at hand is `name`, `tag` and `depth`; `outer` are the others, from inside
-    out.
+    transformation around may have marked the module, with a `Label` of its own. The
+    first of `labels` is that of the one at hand, with the `name` and the `tag`; then
+    come the others, from inside out.
     `fixed` are the values, guards aside, that the program does not take from the sow:
     NumPy arrays, which stay what they are.
     """
 
-    name: str
-    tag: Hashable
+    labels: tuple[Label, ...]
     treedef: Const
     leaves: tuple[Any, ...]
     modes: tuple[str, ...] = ()
@@ -90,37 +89,33 @@ class Site(NamedTuple):
     origin: Any = None
     fixed: tuple[int, ...] = ()
     captured: bool = False
-    depth: int = 0
-    outer: tuple[Label, ...] = ()
 
     @property
-    def labels(self) -> tuple[Label, ...]:
-        return Label(self.name, self.tag, self.depth), *self.outer
+    def name(self) -> str:
+        return self.labels[0].name
 
-    def labelled(self, labels: Sequence[Label]) -> "Site":
-        name, tag, depth = labels[0] if labels else Label("", _NO_TAG)
-        outer = tuple(labels[1:])
-        return self._replace(name=name, tag=tag, depth=depth, outer=outer)
+    @property
+    def tag(self) -> Hashable:
+        return self.labels[0].tag
 
     def seen_from(self, depth: int, tag: Hashable) -> "Site":
         """The sow as a transformation sees it."""
-        if not self.outer and self.depth <= depth:
-            return self
-        labels = [x for x in self.labels if x.depth <= depth]
-        return self.labelled(sorted(labels, key=lambda x: x.tag != tag))
+        labels = [x for x in self.labels if x.depth <= depth] or [_OF_NOBODY]
+        labels = tuple(sorted(labels, key=lambda x: x.tag != tag))
+        return self if labels == self.labels else self._replace(labels=labels)
 
     def without(self, tag: Hashable) -> "Site | None":
         """What is left to others by a transformation that takes this tag."""
-        left = [x for x in self.labels if x.tag != tag]
-        return self.labelled(left) if left else None
+        left = tuple(x for x in self.labels if x.tag != tag)
+        return self._replace(labels=left) if left else None
 
     def for_all(self) -> "Site":
         """The sow, also seen by those further out that have no label for it."""
-        return self.labelled((*self.labels, Label(self.name, self.tag)))
+        return self._replace(labels=(*self.labels, Label(self.name, self.tag)))
 
     def in_scope(self, scope: str) -> "Site":
         labels = [x._replace(name=join(scope, x.name)) for x in self.labels]
-        return self.labelled(labels)
+        return self._replace(labels=tuple(labels))
 
     @property
     def mode(self) -> str:

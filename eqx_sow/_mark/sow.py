@@ -72,26 +72,24 @@ def sow(
     _check_name("sow(value, name)", name, '`eqx_sow.sow(value, "some_name")`')
     check_tag("sow", tag, name)
     name = join(here.path, join(here.scope, name))
-    return bind(value, [Label(name, tag)], None if spec is None else Const(spec))
+    return bind(value, (Label(name, tag),), None if spec is None else Const(spec))
 
 
 _ARRAY = Const(jtu.tree_structure(0))
 
 
 def bind(
-    value: Any, labels: Sequence[Label], spec: Const | None, captured: bool = False
+    value: Any, labels: tuple[Label, ...], spec: Const | None, captured: bool = False
 ) -> Any:
     """Binds the primitive to the array leaves of a value. Names are whole names."""
-    name, tag, depth = labels[0]
     if isinstance(value, jax.Array):  # as nearly all values are
         arrays, treedef, leaves, fixed = [value], _ARRAY, (OPERAND,), ()
     else:
         arrays, treedef, leaves = take_apart(value)
-        _check_static(leaves, name)
+        _check_static(leaves, labels[0].name)
         fixed = tuple(i for i, x in enumerate(arrays) if not isinstance(x, jax.Array))
     site = Site(
-        name,
-        tag,
+        labels,
         treedef,
         leaves,
         spec=spec,
@@ -99,8 +97,6 @@ def bind(
         origin=object(),
         fixed=fixed,
         captured=captured,
-        depth=depth,
-        outer=tuple(labels[1:]),
     )
     out = sow_p.bind(*arrays, site=site)
     if treedef is _ARRAY:

@@ -169,11 +169,11 @@ def _call(marks, name, plain, args, kwargs):
         if not marks:
             return value
         # One site, whoever asks: so all have what the program goes on with.
-        labels = [
+        labels = (
             Label(join(here.scope, label(m.path, name, *more)), m.tag, m.depth)
             for m in marks
-        ]
-        return bind(value, labels, marks[0].spec, captured=True)
+        )
+        return bind(value, tuple(labels), marks[0].spec, captured=True)
 
     emit = [m for m in marks if name in m.emit]
     args, kwargs = marked((args, kwargs), [m for m in emit if m.inputs], "inputs")

@@ -173,7 +173,7 @@ class Tap(Handler):
 
     def sow(self, found, given, site: Site, atoms, frame: Frame):
         # Who has marked the same module may plant there.
-        shared = self.has_outer and bool(site.outer)
+        shared = self.has_outer and len(site.labels) > 1
         now = leave_to_others(site, frame) if shared else atoms
         if self.wants(site) and not self._is_replay(site, frame):
             check_guarded(site)
