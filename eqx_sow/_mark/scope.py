@@ -1,6 +1,6 @@
 """`scope`."""
 
-import functools as ft
+import contextlib
 import inspect
 import threading
 from collections.abc import Callable
@@ -78,7 +78,7 @@ def scope(name: str) -> "_Scope":
 
 
 # Each thread has an object of its own, since each has a context of its own.
-class _Scope(threading.local):
+class _Scope(threading.local, contextlib.ContextDecorator):
     def __init__(self, name: str):
         self._name = name
         self._entered: list[Any] = []
@@ -123,10 +123,4 @@ class _Scope(threading.local):
                 "`__call__`; in a generator, write `with eqx_sow.scope(...):` around "
                 "the calls."
             )
-
-        @ft.wraps(fn)
-        def scoped(*args, **kwargs):
-            with self:
-                return fn(*args, **kwargs)
-
-        return scoped  # pyright: ignore[reportReturnType]
+        return super().__call__(fn)

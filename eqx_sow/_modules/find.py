@@ -286,14 +286,10 @@ class _Walk:
         return with_marks(node, (*marks_of(node), new))
 
 
-def _has_modules(x: Any) -> bool:
-    leaves = jtu.tree_leaves(x, is_leaf=lambda y: isinstance(y, eqx.Module))
-    return any(isinstance(y, eqx.Module) for y in leaves)
-
-
-def _has_unnamed(x: Any) -> bool:
-    leaves = jtu.tree_leaves(x, is_leaf=lambda y: isinstance(y, Sow))
-    return any(isinstance(y, Sow) and y.name is None for y in leaves)
+def _modules_in(tree: Any, cls: type = eqx.Module) -> list[Any]:
+    """The outermost modules of a class in a PyTree."""
+    is_one = lambda x: isinstance(x, cls)
+    return list(filter(is_one, jtu.tree_leaves(tree, is_leaf=is_one)))
 
 
 @contextlib.contextmanager
@@ -304,7 +300,8 @@ def marked(
     that models have there. Those that the function reads from outside are marked in the
     meantime."""
     walk = _Walk(marking)
-    if not (walk.outside or _has_unnamed((fn, args, kwargs))):
+    sow_layers = _modules_in((fn, args, kwargs), Sow)
+    if not (walk.outside or any(s.name is None for s in sow_layers)):
         yield (fn, args, kwargs), set(), ()
         return
     names = closures.positional_names(fn, len(args))
@@ -391,7 +388,7 @@ def explained(marking: Marking) -> Iterator[None]:
 
 def unmark(tree: Any, made: set[Mark]) -> Any:
     """Takes off the marks that `marked` made."""
-    if not _has_modules(tree):
+    if not _modules_in(tree):
         return tree
     tree = _with_children(tree, lambda _, child: unmark(child, made))
     if isinstance(tree, eqx.Module) and type(tree) is not plain_type(tree):
