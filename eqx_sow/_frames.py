@@ -72,11 +72,9 @@ def user_line() -> str:
     """`file:line` of the innermost frame that is neither ours nor JAX's nor
     Equinox's."""
     frame = sys._getframe(2)
-    file = frame.f_code.co_filename
-    while is_library(file) and frame.f_back is not None:
+    while is_library(frame.f_code.co_filename) and frame.f_back is not None:
         frame = frame.f_back
-        file = frame.f_code.co_filename
-    return f"{file}:{frame.f_lineno}"
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 @dc.dataclass(frozen=True)

@@ -1,20 +1,17 @@
 """Whether sows are marked now, and what surrounds a vmap."""
 
-import contextlib
 import threading
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import jax
 import jax.core
 
-from .static import Same
-
 
 class Listening(NamedTuple):
     """`loops`: how many loops are around whatever is being vmapped right now. `path`:
     that of the module around, under `scope=True`. `scope`: the user's scopes. `found`:
-    a list to which sows add their sites, and do nothing else. `outside`: which
+    is told of the site of each sow, which does nothing else. `outside`: which
     variables of the program hold marked modules. `selected`: the classes whose modules
     must not run unmarked. `depth`: how many transformations trace the program, one
     within the other."""
@@ -22,7 +19,7 @@ class Listening(NamedTuple):
     loops: int = 0
     path: str = ""
     scope: str = ""
-    found: "Same | None" = None
+    found: Callable[[Any], None] | None = None
     outside: tuple[Hashable, ...] = ()
     selected: tuple[type, ...] = ()
     depth: int = 0
@@ -41,20 +38,6 @@ tracing = threading.RLock()
 # makes a context manager in which `fn` finds the same again, or `None` if it is all the
 # same to `fn`.
 changes: list[Any] = []
-
-
-@contextlib.contextmanager
-def listening_again(here: Listening, changed: tuple[Any, ...]) -> Iterator[None]:
-    """What was so when a function was given to JAX, which calls it later."""
-    with tracing, contextlib.ExitStack() as stack:
-        for change in changed:
-            stack.enter_context(change())
-        stack.enter_context(listening(here))
-        yield
-
-
-def changes_for(fn: Any) -> tuple[Any, ...]:
-    return tuple(c for c in (x.for_later(fn) for x in changes) if c is not None)
 
 
 class Around(NamedTuple):

@@ -32,7 +32,7 @@ class _SowPrimitive(jexc.Primitive):
         if here is not None and here.found is None:
             return super().bind(*operands, site=site)
         if here is not None:
-            here.found.value.append(site)
+            here.found(site)
         return list(operands)
 
 

@@ -12,7 +12,6 @@ from .._errors import UnsupportedPrimitiveError
 from .._mark.listening import Listening, listening
 from .._mark.primitive import same_p, sow_effect, sow_p
 from .._mark.site import Site
-from .._mark.static import Same
 
 
 # Types of parameters in which there is no need to look for a jaxpr.
@@ -102,7 +101,7 @@ def _in_functions(eqn: Any) -> list[Site]:
             return sites(jax.make_jaxpr(_compat.hi_program(params["_prim"]))(*avals))
     found: list[Site] = []
     if {"static", "treedef"} <= params.keys():
-        with listening(Listening(found=Same(found))):
+        with listening(Listening(found=found.append)):
             eqn.primitive.abstract_eval(*avals, **eqn.params)
     return found
 

@@ -32,7 +32,7 @@ from jax.interpreters import ad, batching, partial_eval as pe
 
 from .. import _compat
 from .._errors import SowError
-from .._mark.listening import around, changes_for, listening, listening_again
+from .._mark.listening import around, changes, listening, tracing
 from .._mark.primitive import sow_p
 from .._mark.site import Axis, out_of_loop
 from .edit import with_sites, without_prints
@@ -82,7 +82,11 @@ def check_wrapped() -> None:
 
 @lu.transformation2
 def _under(rule, here, changed, scope, *args):
-    with listening_again(here, changed), scope():
+    with tracing, contextlib.ExitStack() as stack:
+        for change in changed:
+            stack.enter_context(change())
+        stack.enter_context(listening(here))
+        stack.enter_context(scope())
         return rule(*args)
 
 
@@ -106,7 +110,8 @@ def _keep_listening(primitive: jexc.Primitive, scope: Callable) -> None:
         here = listening.value
         if here is not None:
             fn, rule, *backward = params["subfuns"]
-            changed = changes_for(rule.f)
+            again = (change.for_later(rule.f) for change in changes)
+            changed = tuple(x for x in again if x is not None)
             rule = _under(rule, here._replace(loops=0), changed, scope)
             if here.path or here.scope:
                 backward = [_named_as_there(f, here) for f in backward]
