@@ -40,11 +40,11 @@ class Marking:
     """The options of a transformation that have to do with modules. `search` is true
     once an unnamed `Sow` has run whose place is not known."""
 
-    capture: Any
-    tag: Hashable
-    methods: tuple[str, ...]
-    inputs: bool
-    scope: bool
+    capture: Any = None
+    tag: Hashable = "intermediates"
+    methods: tuple[str, ...] = ("__call__",)
+    inputs: bool = False
+    scope: bool = False
     search: bool = False
 
     def chooses(self, path: str, module: eqx.Module) -> bool:

@@ -7,10 +7,11 @@ handler as one object. An option that may hold arrays is a field of the function
 `Transformed` class instead.
 """
 
+import dataclasses as dc
 import operator
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, TypedDict
 
 import equinox as eqx
 import numpy as np
@@ -58,27 +59,16 @@ class Tapping(Selecting, total=False):
     ordered: bool
 
 
-_CALL = ("__call__",)
+@dc.dataclass(frozen=True)
+class Options(Marking):
+    """The options of one call that hold no arrays, checked: these, and `Marking`."""
 
-
-class Options(NamedTuple):
-    """The options of one call that hold no arrays, checked."""
-
-    tag: Any = "intermediates"
     names: tuple[Any, ...] | None = None
     modes: tuple[str, ...] | None = None
     mode: str = "primal"
-    capture: Any = None
-    methods: tuple[str, ...] = _CALL
-    inputs: bool = False
-    scope: bool = False
     spec: Mapping[str, Any] | None = None
     every: int = 1
     ordered: bool = False
-
-    @property
-    def marking(self) -> Marking:
-        return Marking(self.capture, self.tag, self.methods, self.inputs, self.scope)
 
 
 def checked(call: str, fn: Any, given: Mapping[str, Any]) -> tuple[Options, Any]:
@@ -95,7 +85,8 @@ def checked(call: str, fn: Any, given: Mapping[str, Any]) -> tuple[Options, Any]
     }
     if options["capture"] is None:
         _check_useful(call, options)
-    static = {k: v for k, v in options.items() if k in Options._fields}
+    fields = {field.name for field in dc.fields(Options)}
+    static = {k: v for k, v in options.items() if k in fields}
     others = {k: v for k, v in options.items() if k not in static}
     return Options(tag=given["tag"], **static), others
 
@@ -103,8 +94,8 @@ def checked(call: str, fn: Any, given: Mapping[str, Any]) -> tuple[Options, Any]
 def _check_useful(call: str, options: Mapping[str, Any]) -> None:
     useless = [
         name
-        for name, default in (("inputs", False), ("methods", _CALL))
-        if options.get(name, default) != default
+        for name in ("inputs", "methods")
+        if name in options and options[name] != getattr(Options, name)
     ]
     for name in useless:
         raise ValueError(

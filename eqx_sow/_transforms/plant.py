@@ -1,5 +1,6 @@
 """`plant`."""
 
+import dataclasses as dc
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
@@ -130,7 +131,7 @@ class _Plant(Transformed):
         """What would be captured at each place that is planted, as shapes."""
         options: Options = self._options.value
         mode = options.mode
-        wanted = options._replace(names=patterns, modes=(mode,))
+        wanted = dc.replace(options, names=patterns, modes=(mode,))
         survey = Collect(Const(wanted), _EACH_PLACE, SameParts(None), has_outer=False)
         sown = program.survey(survey)
         names = [name for name, _ in sown.seen]
