@@ -394,6 +394,32 @@ def test_nothing_is_kept():
     assert [ref() for ref in alive] == [None] * 4
 
 
+@pytest.mark.parametrize("hold", ["list", "dict", "dict of lists", "tuple"])
+def test_after_a_rule_that_reads_a_container(hold):
+    """A jitted function in the rule is not left without marks for the next use."""
+    nets = _linear(0), _linear(1)
+    where = {"a": 0, "b": 1}
+    held = {
+        "list": list(nets),
+        "dict": dict(zip("ab", nets)),
+        "dict of lists": {k: [net] for k, net in zip("ab", nets)},
+        "tuple": nets,
+    }[hold]
+
+    def net(k):
+        found = held[k if isinstance(held, dict) else where[k]]
+        return found[0] if isinstance(found, list) else found
+
+    inner = jax.jit(lambda x: net("a")(x))
+    f = jax.custom_jvp(lambda x: 2 * x)
+    f.defjvp(lambda p, t: (2 * p[0], inner(t[0])))
+    jax.grad(lambda x: S(lambda x: f(net("b")(x)).sum(), capture=True)(x)[0])(X)
+    _, got = S(lambda x: inner(x) + net("b")(x), capture=True)(X)
+    assert len(got) == 2
+    for entry, one in zip(got.values(), nets):
+        assert_close(entry, {"primal": one(X)})
+
+
 _ruled = jax.jit(_custom_jvp(ONE))
 
 

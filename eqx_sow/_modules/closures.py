@@ -145,15 +145,17 @@ def _again(replaced: list, unmark: Callable[[Any], Any]) -> Iterator[None]:
 
 
 def _reached(fn: Any) -> Iterator[Variable]:
-    """What a function reads, and the functions that it calls."""
+    """What a function reads, and the functions that it calls; also what is in a
+    container there, whose items were replaced in place."""
     seen, todo = {}, [fn]
     while todo:
         x = todo.pop()
         if id(x) in seen or not may_hold(x):
             continue
         seen[id(x)] = x
-        if is_function(x):
-            found = list(variables(x))
+        if is_function(x) or is_container(x):
+            is_read = variables(x) if is_function(x) else items(Variable([x], 0, "", 0))
+            found = list(is_read)
             yield from found
             todo += [v.value for v in found] + [wrapped(x)]
         elif isinstance(x, _compat.FilterJit):
