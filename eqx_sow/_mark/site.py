@@ -100,6 +100,8 @@ class Site(NamedTuple):
 
     def seen_from(self, depth: int, tag: Hashable) -> "Site":
         """The sow as a transformation sees it."""
+        if len(self.labels) == 1 and self.labels[0].depth <= depth:
+            return self
         labels = [x for x in self.labels if x.depth <= depth] or [_OF_NOBODY]
         labels = tuple(sorted(labels, key=lambda x: x.tag != tag))
         return self if labels == self.labels else self._replace(labels=labels)
