@@ -18,22 +18,9 @@ from .._mark.site import Site
 _PLAIN = frozenset({type(None), bool, int, float, str})
 
 
-def is_plain(eqn: Any) -> bool:
-    """Whether an equation cannot have a sow inside, at a glance."""
-    if eqn.effects and sow_effect in eqn.effects:
-        return False
-    for x in eqn.params.values():
-        if type(x) not in _PLAIN:
-            return False
-    return True
-
-
 def shows_sow(x: Any) -> bool:
     """Whether the effects of an equation or a jaxpr tell of a sow inside."""
     return bool(x.effects) and sow_effect in x.effects
-
-
-_hidden: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
 
 def has_sow(x: Any) -> bool:
@@ -41,14 +28,11 @@ def has_sow(x: Any) -> bool:
     hide the effects of what is in there."""
     if shows_sow(x):
         return True
-    if isinstance(x, jexc.JaxprEqn):
-        return not is_plain(x) and (
-            any(map(has_sow, jaxprs_in(x.params))) or bool(_in_functions(x))
-        )
-    jaxpr, _ = _compat.open_jaxpr(x)
-    if jaxpr not in _hidden:
-        _hidden[jaxpr] = any(map(has_sow, jaxpr.eqns))
-    return _hidden[jaxpr]
+    if not isinstance(x, jexc.JaxprEqn):
+        return bool(with_sow(x))
+    return not _PLAIN.issuperset(map(type, x.params.values())) and (
+        any(map(has_sow, jaxprs_in(x.params))) or bool(_in_functions(x))
+    )
 
 
 _with_sow: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
@@ -59,7 +43,7 @@ def with_sow(x: Any) -> list[Any]:
     times of a program."""
     jaxpr, _ = _compat.open_jaxpr(x)
     if jaxpr not in _with_sow:
-        _with_sow[jaxpr] = [e for e in jaxpr.eqns if not is_plain(e) and has_sow(e)]
+        _with_sow[jaxpr] = list(filter(has_sow, jaxpr.eqns))
     return _with_sow[jaxpr]
 
 
@@ -92,16 +76,16 @@ def _in_functions(eqn: Any) -> list[Site]:
     """The sites of Python functions that an equation holds: they are traced once
     more."""
     primitive, params = _compat.unmapped(eqn)
-    avals = [v.aval for v in eqn.invars]
     if primitive is _compat.noinline_p:
         with listening(Listening()):
             return sites(_compat.noinlined(eqn))
     if primitive is _compat.hi_p and _compat.is_users(params["_prim"]):
         with listening(Listening()):
-            return sites(jax.make_jaxpr(_compat.hi_program(params["_prim"]))(*avals))
+            return sites(expanded(eqn))
     found: list[Site] = []
     if {"static", "treedef"} <= params.keys():
         with listening(Listening(found=found.append)):
+            avals = [v.aval for v in eqn.invars]
             eqn.primitive.abstract_eval(*avals, **eqn.params)
     return found
 
