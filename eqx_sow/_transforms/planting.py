@@ -22,7 +22,7 @@ from .._mark.site import Axis, Site
 from .._mark.static import Const, OPERAND, rebuild, SameParts
 from .._values import entry as _entry, merge as _merge
 from .._values.entry import Entry
-from .._walk.find import sites, sites_in_body
+from .._walk.find import is_loop, sites, sows
 from .._walk.frame import Frame
 from .._walk.handler import Handler
 from .._walk.refuse import check_guarded
@@ -95,8 +95,11 @@ class Replace(Handler):
 
     def slices_for_scan(self, values, jaxpr):
         inside, whole = {}, {}
-        for site, outside in sites_in_body(jaxpr):
+        for site, path in sows(jaxpr):
             if self.wants(site):
+                # How many of the axes that it has are of loops around this one.
+                loops = 1 + sum(map(is_loop, path))
+                outside = sum(not a.lane and a.loops >= loops for a in site.axes)
                 inside[site.key], whole[site.key] = zip(
                     *[
                         planted.for_scan(site, outside, *x)

@@ -52,7 +52,7 @@ def seen_as(closed: Any, see: Callable[[Site], Site]) -> Any:
     """A closed jaxpr with each `Site` as one sees it: the same jaxpr, if it is so
     already."""
     jaxpr, consts = _compat.open_jaxpr(closed)
-    if all(see(s) is s for s in sows(jaxpr)):
+    if all(see(s) is s for s, _ in sows(jaxpr)):
         return closed
     eqns = [with_sites(e, lambda s, *_: see(s)) for e in jaxpr.eqns]
     return jexc.ClosedJaxpr(jaxpr.replace(eqns=eqns), consts)

@@ -118,26 +118,16 @@ def sites(x: Any) -> list[Site]:
     return [s for eqn in with_sow(x) for s in sites(eqn)]
 
 
-def sows(x: Any) -> Iterator[Site]:
-    """The sites of the equations in a jaxpr that are sows, at any depth."""
+def sows(x: Any, around: tuple[Any, ...] = ()) -> Iterator[tuple[Site, Any]]:
+    """The sites of the equations in a jaxpr that are sows, at any depth, each with the
+    equations that lead there, from outside in: the sow is the last one."""
     for eqn in with_sow(x):
+        path = (*around, eqn)
         if eqn.primitive is sow_p:
-            yield eqn.params["site"]
+            yield eqn.params["site"], path
         else:
             for jaxpr in jaxprs_in(eqn.params):
-                yield from sows(jaxpr)
-
-
-def sites_in_body(x: Any, loops: int = 1) -> Iterator[tuple[Site, int]]:
-    """The sites in the body of a loop, and how many of the axes that they have already
-    are of loops around that one."""
-    for eqn in with_sow(x):
-        if eqn.primitive is sow_p:
-            site = eqn.params["site"]
-            yield site, sum(not a.lane and a.loops >= loops for a in site.axes)
-        else:
-            for jaxpr in jaxprs_in(eqn.params):
-                yield from sites_in_body(jaxpr, loops + is_loop(eqn))
+                yield from sows(jaxpr, path)
 
 
 def recomputed(x: Any) -> Iterator[Site]:

@@ -18,7 +18,7 @@ import jax.extend.core as jexc
 from .. import _compat
 from .._mark.primitive import same_p, sow_p
 from .._mark.site import Site
-from .find import equal, expanded, jaxprs_in, with_sow
+from .find import equal, expanded, sows
 
 
 class Execution(NamedTuple):
@@ -62,7 +62,12 @@ class Repeats:
 
 def repeats(jaxpr: Any, wants: Callable[[Site], bool]) -> Repeats:
     """Those of a program, of the sows that are wanted."""
-    if not _has_candidates(jaxpr, wants, False):
+    backward = (
+        site
+        for site, path in sows(jaxpr)
+        if not site.modes and any(map(_compat.in_backward_pass, path))
+    )
+    if not any(map(wants, backward)):
         return Repeats()
     numbers = _Numbers()
     opened, _ = _compat.open_jaxpr(jaxpr)
@@ -79,18 +84,6 @@ def repeats(jaxpr: Any, wants: Callable[[Site], bool]) -> Repeats:
     return Repeats(
         frozenset((*key, _as_one(same) if same else None) for key, same in ran.items())
     )
-
-
-def _has_candidates(jaxpr: Any, wants: Callable[[Site], bool], backward: bool) -> bool:
-    for eqn in with_sow(jaxpr):
-        here = backward or _compat.in_backward_pass(eqn)
-        if eqn.primitive is sow_p:
-            site = eqn.params["site"]
-            if here and not site.modes and wants(site):
-                return True
-        elif any(_has_candidates(j, wants, here) for j in jaxprs_in(eqn.params)):
-            return True
-    return False
 
 
 _Cases = frozenset[tuple[int, int]]
