@@ -201,21 +201,6 @@ def variables(atoms: Iterable[Any]) -> list[Any]:
     return [v for v in atoms if not isinstance(v, jexc.Literal)]
 
 
-def depends(jaxpr: Any, later: int, earlier: int) -> bool:
-    """Whether an equation of a jaxpr needs what an earlier one makes."""
-    made = set(jaxpr.eqns[earlier].outvars)
-    for eqn in jaxpr.eqns[earlier + 1 : later]:
-        if not made.isdisjoint(variables(eqn.invars)):
-            made.update(eqn.outvars)
-    return not made.isdisjoint(variables(jaxpr.eqns[later].invars))
-
-
-def takes_from(jaxpr: Any, later: int, earlier: int) -> bool:
-    """Whether an equation of a jaxpr has as an operand what an earlier one makes."""
-    made = set(jaxpr.eqns[earlier].outvars)
-    return not made.isdisjoint(variables(jaxpr.eqns[later].invars))
-
-
 def equal(x: Any, y: Any) -> bool:
     try:
         return bool(x == y)

@@ -8,7 +8,7 @@ import jax.extend.core as jexc
 import jax.numpy as jnp
 
 from .. import _compat
-from .find import depends, root, takes_from, variables
+from .find import root, variables
 
 
 class Frame:
@@ -78,10 +78,18 @@ class Frame:
         return invars.index(v) - len(invars) if v in invars else None
 
     def depends(self, later: int, earlier: int) -> bool:
-        return depends(self._jaxpr, later, earlier)
+        """Whether an equation needs what an earlier one makes."""
+        eqns = self._jaxpr.eqns
+        made = set(eqns[earlier].outvars)
+        for eqn in eqns[earlier + 1 : later]:
+            if not made.isdisjoint(variables(eqn.invars)):
+                made.update(eqn.outvars)
+        return not made.isdisjoint(variables(eqns[later].invars))
 
     def takes_from(self, later: int, earlier: int) -> bool:
-        return takes_from(self._jaxpr, later, earlier)
+        """Whether an equation has as an operand what an earlier one makes."""
+        made = set(self._jaxpr.eqns[earlier].outvars)
+        return not made.isdisjoint(variables(self._jaxpr.eqns[later].invars))
 
     def set(self, outvars, values) -> None:
         self._env.update(zip(outvars, values))
