@@ -19,7 +19,7 @@ from .._mark.static import Const, rebuild, take_apart
 from .._modules import find as _capture
 from .._modules.find import Marking
 from .._modules.marks import Mark
-from .._walk.edit import seen_as, with_sites
+from .._walk.edit import seen_as
 from .._walk.find import recomputed, sites, sows
 from .._walk.handler import Given, Handler, Taken
 from .._walk.interpreter import evaluate
@@ -48,11 +48,10 @@ class Program:
             return run(given, inputs)
         # What is left for whoever listens is in the scope around this call.
         closed, treedef = to_jaxpr(run)(given, inputs)
-        jaxpr, consts = _compat.open_jaxpr(closed)
-        in_scope = lambda s, *_: s.in_scope(here.scope)
-        jaxpr = jaxpr.replace(eqns=[with_sites(e, in_scope) for e in jaxpr.eqns])
-        leaves = _compat.splice(jaxpr, consts, jax.tree.leaves((given, inputs)))
-        return jax.tree.unflatten(treedef, leaves)
+        closed = seen_as(closed, lambda s: s.in_scope(here.scope))
+        leaves = jax.tree.leaves((given, inputs))
+        out = _compat.splice(*_compat.open_jaxpr(closed), leaves)
+        return jax.tree.unflatten(treedef, out)
 
     def survey(self, handler: Handler) -> Any:
         """`Taken.values`, as types."""
