@@ -30,9 +30,7 @@ class Frame:
 
     def keep(self, atoms) -> None:
         """These are wanted at the end."""
-        for v in map(self.source, atoms):
-            if not isinstance(v, jexc.Literal):
-                self._kept.add(v)
+        self._kept.update(variables(map(self.source, atoms)))
 
     def hold(self, atoms) -> None:
         """A handler may return these as they are."""

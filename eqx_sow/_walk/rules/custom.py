@@ -101,12 +101,10 @@ def _custom(interpret, given, eqn, *args):
     return _inside(interpret, given, eqn, eqn.params["call_jaxpr"], args)
 
 
+# `None`, which no primitive is, if there is none.
+@rule_for(_compat.hi_p)
 def _custom_hi(interpret, given, eqn, *args):
     return _inside(interpret, given, eqn, expanded(eqn), args)
-
-
-if _compat.hi_p is not None:
-    rule_for(_compat.hi_p)(_custom_hi)
 
 
 @rule_for(_compat.custom_vmap_p)

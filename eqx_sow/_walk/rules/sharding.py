@@ -34,7 +34,6 @@ def _shard_map(interpret, given, eqn, *args):
         lambda spec, xs: jax.tree.map(lambda x: on_mesh(x, p["mesh"], spec), xs),
         sliced_specs,
         sliced,
-        is_leaf=lambda x: isinstance(x, jax.sharding.PartitionSpec),
     )
     specs = None
 
