@@ -73,39 +73,32 @@ class Handler:
 
     def wants(self, site: Site) -> bool:
         """Whether a sow must not be lost."""
-        del site
         return False
 
     def keeps_intact(self, eqn: Any) -> bool:
         """Whether everything inside an equation stays as it is."""
-        del eqn
         return False
 
     def changes_inside(self, eqn: Any) -> bool:
         """Whether what is inside an equation will compute something else."""
-        del eqn
         return False
 
     def meet_unknown(self, found: list, eqn: Any) -> None:
         """Takes note of an equation for which there is no rule."""
-        del found
         why = (OVER_AND_OVER,) if is_solver(eqn) else (NO_RULE, TEACH)
         refuse(self, eqn, sites(eqn), *why)
 
     def end_jaxpr(self, found: list, given: Given, frame: "Frame") -> Taken:
         """One `Taken` from all that `sow` and the rules put into `found`."""
-        del found, frame
         return Taken(given.carry)
 
     def needs_order(self, site: Site) -> bool:
         """Whether it counts in which order the executions of a sow come."""
-        del site
         return False
 
     def for_inside(self, eqn: Any, at: int) -> "Handler":
         """The handler for what is inside an equation, the one `at` this index of its
         jaxpr."""
-        del eqn, at
         return self
 
     def slices_for_scan(
@@ -113,7 +106,6 @@ class Handler:
     ) -> tuple[Any, Callable[[Any], Any]]:
         """For a loop: what of `Given.values` has an entry for each iteration, and a
         function that puts that of one iteration back."""
-        del jaxpr
         return (), lambda xs: values
 
     def slices_for_devices(
@@ -121,7 +113,6 @@ class Handler:
     ) -> tuple[Any, Callable[[Any], Any], Any]:
         """For mesh axes: what of `Given.values` has an axis for each of them, a
         function that puts that of one device back, and `PartitionSpec`s."""
-        del jaxpr, devices
         return (), lambda xs: values, ()
 
     def carry_for_devices(self, carry: Any) -> tuple[Any, Callable[[Any], Any]]:
@@ -132,12 +123,10 @@ class Handler:
 
     def leave_equation(self, values: Any, frame: "Frame") -> Any:
         """`Taken.values` of what is inside an equation: `frame.eqn`."""
-        del frame
         return values
 
     def stack_iterations(self, values: Any, length: int) -> Any:
         """For a loop: `Taken.values`, once each array in it has a new leading axis."""
-        del length
         return values
 
     def stack_devices(
@@ -145,13 +134,11 @@ class Handler:
     ) -> Any:
         """For one device of many: `Taken.values`, with an axis of size one for each
         mesh axis that it is `varying` over, and the matching `PartitionSpec`s."""
-        del axes, varying
         return values, jax.sharding.PartitionSpec()
 
     def unify_branches(self, all_values: Sequence[Any]) -> Callable[[Any], Any]:
         """For exclusive branches, given their `Taken.values` as shapes: a function that
         brings each to one form."""
-        del all_values
         return lambda values: values
 
     def before_first_iteration(self, values: Any) -> Any:
@@ -161,5 +148,4 @@ class Handler:
 
     def after_iteration(self, old: Any, new: Any) -> Any:
         """For a loop of unknown length: `Taken.values` after one more iteration."""
-        del old
         return new
