@@ -322,9 +322,7 @@ def _batch_cond(rule):
             return rule(axis_data, args, dims, branches=branches, **params)
         index, *operands = args
         cond = object()
-        of_one: list[Any] = []
-        see = jax.vmap(lambda x: of_one.append(jax.typeof(x)), dims[0])
-        jax.eval_shape(see, index)
+        of_one = jexc.mapped_aval(axis_data.size, dims[0], jax.typeof(index))
 
         def guarded(i):
             run = Interpret(Guard((cond, i, len(branches))))(branches[i])
@@ -332,7 +330,7 @@ def _batch_cond(rule):
             def branch(index, *operands):
                 return run(Given(values=index), *operands)[0]
 
-            return jax.make_jaxpr(branch)(*of_one, *branches[i].in_avals)
+            return jax.make_jaxpr(branch)(of_one, *branches[i].in_avals)
 
         return rule(
             _within(axis_data, cond),
