@@ -211,7 +211,7 @@ class _Numbers:
         for i, eqn in enumerate(jaxpr.eqns):
             operands = list(map(read, eqn.invars))
             primitive = eqn.primitive
-            rule = _rules.get(primitive) or _rules.get(primitive.name)
+            rule = _rules.get(primitive)
             if rule is not None:
                 outs = rule(self, eqn, operands, here.within(i, eqn))
             elif eqn.effects:
@@ -324,8 +324,7 @@ _rules: dict[Any, Callable] = {
     sow_p: _Numbers.sow,
     same_p: _Numbers.same,
     jexc.primitives.name_p: _Numbers.same,
-    # This has no public name.
-    "stop_gradient": _Numbers.same,
+    jexc.primitives.stop_gradient_p: _Numbers.same,
     jexc.primitives.jit_p: _Numbers.call,
     jexc.primitives.call_p: _Numbers.call,
     jexc.primitives.closed_call_p: _Numbers.call,
