@@ -3,7 +3,6 @@
 import dataclasses as dc
 import functools as ft
 import math
-import operator
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -20,7 +19,7 @@ from .._mark.primitive import sow_p
 from .._mark.site import runs_apart, Site
 from .._mark.static import Const, NoTangent, OPERAND, Same, SameParts
 from .._names import lookup
-from .._values.entry import align, Path, running, transformed
+from .._values.entry import align, either, Path, running, transformed
 from .._walk.find import has_sow, jaxprs_in, sites
 from .._walk.frame import Frame
 from .._walk.handler import Handler
@@ -231,7 +230,7 @@ class Tap(Handler):
             holds = _single(predicate, site)
             *_, [holds], [holds_has] = transformed(holds, site, values, has, "when")
             if ran is not None:
-                both = tuple(map(operator.or_, holds_has, ran_has))
+                both = either(holds_has, ran_has)
                 holds = align(holds, holds_has, both) & align(ran, ran_has, both)
             only_if(any_lane(holds), send)
 

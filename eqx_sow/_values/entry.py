@@ -130,8 +130,9 @@ def broadcast(x, has, want, axes: Sequence[Axis]):
     return broadcast_to(x, shape, [a.spec for a in lead])
 
 
-def either(has: Sequence[bool], other: Sequence[bool]) -> tuple[bool, ...]:
-    return tuple(map(any, zip(has, other)))
+def either(*has: Sequence[bool]) -> tuple[bool, ...]:
+    """The axes that any of several operands has."""
+    return tuple(map(any, zip(*has)))
 
 
 def from_site(
@@ -171,7 +172,7 @@ def runs(site: Site, operands: Sequence[Any]) -> list[Any]:
 def running(site: Site, operands: Sequence[Any]) -> tuple[Any, tuple[bool, ...]]:
     """Whether a sow with guards runs, and which of the axes that has."""
     has = [site.has(i) for i in range(len(site.guards))]
-    run_has = tuple(map(any, zip(*has)))
+    run_has = either(*has)
     each = [align(x, h, run_has) for x, h in zip(runs(site, operands), has)]
     return ft.reduce(operator.and_, each), run_has
 
@@ -199,7 +200,9 @@ def transformed(
         arrays, *form[:] = take_apart(out)
         return list(map(jnp.asarray, arrays))
 
-    over = tuple(any(h[k] for h in has) for k in range(len(axes)))
+    # There may be no values.
+    none = (False,) * len(axes)
+    over = either(none, *has)
     out = None
     with calling(what, site):
         if is_backward(site.mode) and any(h != over for h in has):
@@ -208,10 +211,8 @@ def transformed(
                 shape_like(x, x.shape[sum(h) :], spec_of(x)[sum(h) :])
                 for x, h in zip(values, has)
             ]
-            out = [
-                tuple(any(has[i][k] for i in read) for k in range(len(axes)))
-                for read in _inputs_read(jax.make_jaxpr(apply)(*shapes))
-            ]
+            read = _inputs_read(jax.make_jaxpr(apply)(*shapes))
+            out = [either(none, *[has[i] for i in of]) for of in read]
         values = for_each_lane(apply, axes, has, out)(*values)
     treedef, leaves = form
     return treedef, leaves, list(values), out or [over] * len(values)

@@ -27,25 +27,21 @@ def choose(sites: Sequence[Site], operands: Sequence[Sequence[Any]]):
     """One sow, and its operands, from one in each branch of a cond. The values are
     selected as JAX does it for the outputs of the branches."""
     site = _of_all(sites)
-    *outer, _ = site.guards
-    n = len(outer)
-    has = [site.has(i) for i in range(len(operands[0]))]
-    for s in sites[1:]:
-        new = [s.has(i) for i in range(len(has))]
-        has[n + 1 :] = map(either, has[n + 1 :], new[n + 1 :])
-    values_has = [either(h, has[n]) for h in has[n + 1 :]]
-    values = []
-    for i, to in enumerate(values_has, start=n + 1):
+    n = len(site.guards) - 1
+    *chosen, index = operands[0][: n + 1]
+    *has, index_has = [site.has(i) for i in range(n + 1)]
+    for i in range(n + 1, len(operands[0])):
+        to = either(index_has, *[s.has(i) for s in sites])
         cases = [
             broadcast(x[i], s.has(i), to, site.axes) for s, x in zip(sites, operands)
         ]
-        index = align(operands[0][n], has[n], to)
-        index = broadcast_like(leading(index, cases[0].ndim), cases[0])
+        at = leading(align(index, index_has, to), cases[0].ndim)
+        at = broadcast_like(at, cases[0])
         cases = [sharded_like(x, cases[0]) for x in cases]
-        values.append(jax.lax.select_n(index, *cases))
-    axes = with_has(site.axes, [*has[:n], *values_has])
-    site = site._replace(guards=tuple(outer), axes=axes)
-    return site, [*operands[0][:n], *values]
+        chosen.append(jax.lax.select_n(at, *cases))
+        has.append(to)
+    axes = with_has(site.axes, has)
+    return site._replace(guards=site.guards[:-1], axes=axes), chosen
 
 
 # --- leaves that only some of the sows differentiate ---
@@ -130,7 +126,7 @@ def unify(entries: Sequence[Entry]) -> Entry:
     n = len(first.arrays)
     all_has = [[placed(e, axes, i) for i in range(n)] for e in entries]
     _check_totals(entries, axes, all_has)
-    has = [tuple(map(any, zip(*same))) for same in zip(*all_has)]
+    has = [either(*same) for same in zip(*all_has)]
     # Wherever the count varies, the value does too: it may not have run there.
     has = [either(h, has[-1]) for h in has]
     # A branch may have zeros, say, that are not sharded.
