@@ -238,7 +238,7 @@ def _at_site(site: Site, guards: list, arrays: Sequence[Any], form: Site) -> lis
     hoisted = sum(not a.lane for a in site.axes)
     lanes = [a for a in form.axes if a.lane]
     own = tuple(a._replace(loops=0) for a in site.axes if a.lane)
-    own = Entry((), form._replace(axes=own))
+    own = site._replace(axes=own)
     runs = jnp.ones((1,) * (hoisted + len(lanes)), bool)
     for i, x in enumerate(_entry.runs(site, guards)):
         has = [False] * hoisted + list(_merge.placed(own, lanes, i))

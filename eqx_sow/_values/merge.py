@@ -124,7 +124,7 @@ def unify(entries: Sequence[Entry]) -> Entry:
         _check_same(first, e)
     axes = _common_axes(entries)
     n = len(first.arrays)
-    all_has = [[placed(e, axes, i) for i in range(n)] for e in entries]
+    all_has = [[placed(e.site, axes, i) for i in range(n)] for e in entries]
     _check_totals(entries, axes, all_has)
     has = [either(*same) for same in zip(*all_has)]
     # Wherever the count varies, the value does too: it may not have run there.
@@ -155,9 +155,9 @@ def _of_all(sites: Sequence[Site]) -> Site:
     )
 
 
-def placed(entry: Entry, axes: Sequence[Axis], i: int) -> tuple[bool, ...]:
-    """`entry.site.has(i)`, in terms of axes among which the entry's own are."""
-    own = list(zip(entry.site.axes, entry.site.has(i)))
+def placed(site: Site, axes: Sequence[Axis], i: int) -> tuple[bool, ...]:
+    """`site.has(i)`, in terms of axes among which the site's own are."""
+    own = list(zip(site.axes, site.has(i)))
     return tuple(
         own.pop(0)[1] if own and own[0][0].kind == a.kind else False for a in axes
     )
@@ -166,9 +166,10 @@ def placed(entry: Entry, axes: Sequence[Axis], i: int) -> tuple[bool, ...]:
 def conform(entry: Entry, target: Entry) -> Entry:
     """`entry`, in the form of `target`, which came from `unify`."""
     entry = with_count(with_leaves(entry, target.site.leaves))
-    axes = target.site.axes
+    own, form = entry.site, target.site
+    axes = form.axes
     arrays = tuple(
-        sharded_like(broadcast(x, placed(entry, axes, i), target.site.has(i), axes), to)
+        sharded_like(broadcast(x, placed(own, axes, i), form.has(i), axes), to)
         for i, (x, to) in enumerate(zip(entry.arrays, target.arrays))
     )
     return dc.replace(target, arrays=arrays)

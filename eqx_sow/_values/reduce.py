@@ -353,7 +353,7 @@ def stepped(reducer: Reducer, state: Reduction, entry: Entry) -> Reduction:
         )
     entry = _merge.with_leaves(_lanes_only(entry), state.site.leaves)
     entry = _entry.with_count(entry)
-    has = [_merge.placed(entry, lanes, i) for i in range(len(entry.arrays))]
+    has = [_merge.placed(entry.site, lanes, i) for i in range(len(entry.arrays))]
 
     def one(acc, count, *arrays):
         *values, run = arrays
