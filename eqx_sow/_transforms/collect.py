@@ -11,6 +11,7 @@ from .._mark.site import Site
 from .._mark.static import Const, SameParts
 from .._names import lookup, matches
 from .._values import entry as _entry, merge as _merge, reduce as _reduce
+from .._values.entry import Entry
 from .._values.modes import without_order
 from .._values.reduce import Reducer, Reduction
 from .._values.sown import Check, gather, Pending, Sown, to_one_form
@@ -119,38 +120,37 @@ class Collect(Handler):
         execution = self.repeats.of(frame.now, site)
         if execution is None:
             return given
-        kept = self._chooses(site) and not self.folds(site.name)
-        new = self._pending(site, atoms, frame, kept, execution)
-        found.append(new)
-        if kept:
+        chosen = self._chooses(site)
+        new = self._pending(site, atoms, frame, execution)
+        if chosen and not self.folds(site.name):
+            found.append(new)
             frame.keep(atoms)
-        elif self._chooses(site) and not has_run(site.key, new.replayed, self.ran):
-            values = frame.read(atoms)
-            entry = _entry.from_site(site, values, new.transform)
+            return given
+        found.append(Taken(values=Sown(seen=new.seen, checks=new.checks)))
+        if chosen and not has_run(site.key, new.entry.replayed, self.ran):
+            values = tuple(frame.read(atoms))
+            entry = _entry.captured(Entry(values, site), new.transform)
             reducer: Any = self.reducer(site.name)
             state = _reduce.stepped(reducer, given.carry[site.key], entry)
             given = given._replace(carry={**given.carry, site.key: state})
         return given
 
-    def _pending(
-        self, site: Site, atoms, frame: Frame, kept: bool, execution: Execution
-    ):
+    def _pending(self, site: Site, atoms, frame: Frame, execution: Execution):
         if not site.modes and self.inside.is_backward(frame.eqn):
             site = site._replace(replay=True)
         if execution.differentiated != site.differentiated:
             site = site._replace(differentiated=execution.differentiated)
-        guards = zip(site.guards, atoms)
-        return Pending(
+        guards = tuple((*g, frame.root(v)) for g, v in zip(site.guards, atoms))
+        entry = Entry(
+            tuple(atoms),
             site,
-            atoms,
-            lookup(self.transform.value, site.name),
-            _checks(site, atoms) if site.spec is not None else (),
-            tuple((*guard, frame.root(v)) for guard, v in guards),
-            frozenset((origin,) for origin in execution.origins),
-            self.inside.replayed(frame.eqn),
-            frame.now,
-            kept,
+            guards=(guards,) if guards else (),
+            paths=frozenset((origin,) for origin in execution.origins),
+            replayed=self.inside.replayed(frame.eqn),
         )
+        transform = lookup(self.transform.value, site.name)
+        checks = _checks(site, atoms) if site.spec is not None else ()
+        return Pending(entry, transform, checks, frame.now)
 
     def meet_unknown(self, found, eqn):
         if not is_solver(eqn):
@@ -161,23 +161,15 @@ class Collect(Handler):
         found.append(Taken(values=Sown(hidden=hidden)))
 
     def end_jaxpr(self, found, given, frame: Frame) -> Taken:
-        pending = [x for x in found if isinstance(x, Pending) and x.kept]
-        arrays = iter(frame.read_arrays([v for x in pending for v in x.operands]))
-        parts = []
-        for x in found:
-            if isinstance(x, Taken):
-                parts.append(x.values)
-            elif x.kept:
-                parts.append(x._replace(operands=[next(arrays) for _ in x.operands]))
-            else:
-                parts.append(x)
-        sown = gather(
-            parts,
-            execution=frame.execution,
-            depends=frame.depends,
-            takes_from=frame.takes_from,
-            keeps_all=lambda name: self.reducer(name) is not None,
-        )
+        entries = [x.entry for x in found if isinstance(x, Pending)]
+        arrays = iter(frame.read_arrays([v for e in entries for v in e.arrays]))
+
+        def read(x: Pending) -> Pending:
+            operands = tuple(next(arrays) for _ in x.entry.arrays)
+            return x._replace(entry=dc.replace(x.entry, arrays=operands))
+
+        parts = [read(x) if isinstance(x, Pending) else x.values for x in found]
+        sown = gather(parts, frame, lambda name: self.reducer(name) is not None)
         return Taken(given.carry, sown.map(lambda e: _merge.relocated(e, frame.place)))
 
     def leave_equation(self, values: Sown, frame: Frame) -> Sown:

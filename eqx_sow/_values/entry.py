@@ -51,14 +51,14 @@ class Entry:
     """What was captured, and the site as it would be if `arrays` were its operands.
 
     If `counted`, the last array is the count: how many times the sow ran. `guards` has
-    those of each sow that the entry was made of; the site has none any more. `paths`
-    tell the executions of one equation apart: for each sow that the entry was made of,
-    the calls around it, from outside in, and last its origin. `unordered`: there is
-    another entry of the same origin, and nothing says which of them ran first.
-    `replayed` is the end of such a path, if the sow is in a loop of a backward pass:
-    another entry whose path ends so is the execution that is replayed there. Or it is a
-    derivative rule, and the origin: another entry that has both in its path is that of
-    the function itself, which the rule has called.
+    those of each sow that the entry was made of; once that is `captured`, the site has
+    none any more. `paths` tell the executions of one equation apart: for each sow that
+    the entry was made of, the calls around it, from outside in, and last its origin.
+    `unordered`: there is another entry of the same origin, and nothing says which of
+    them ran first. `replayed` is the end of such a path, if the sow is in a loop of a
+    backward pass: another entry whose path ends so is the execution that is replayed
+    there. Or it is a derivative rule, and the origin: another entry that has both in
+    its path is that of the function itself, which the rule has called.
     """
 
     arrays: tuple[Any, ...]
@@ -135,13 +135,13 @@ def either(*has: Sequence[bool]) -> tuple[bool, ...]:
     return tuple(map(any, zip(*has)))
 
 
-def from_site(
-    site: Site, operands: Sequence[Any], transform: Callable | None, **fields: Any
-) -> Entry:
-    """The entry of one sow, with what else there is to say of it."""
+def captured(entry: Entry, transform: Callable | None) -> Entry:
+    """The entry of one sow, which still has the operands of that: transformed, and with
+    a count in the place of the guards."""
+    site, operands = entry.site, entry.arrays
     n_guards = len(site.guards)
     if transform is None and not n_guards:
-        return Entry(tuple(operands), site, **fields)
+        return entry
     axes = site.axes
     treedef, leaves = site.treedef, site.leaves
     values = list(operands[n_guards:])
@@ -158,7 +158,7 @@ def from_site(
         value_has.append(run_has)
     axes = with_has(axes, value_has)
     new = site._replace(treedef=treedef, leaves=leaves, axes=axes, guards=())
-    return Entry(tuple(values), new, bool(n_guards), **fields)
+    return dc.replace(entry, arrays=tuple(values), site=new, counted=bool(n_guards))
 
 
 def runs(site: Site, operands: Sequence[Any]) -> list[Any]:

@@ -19,29 +19,35 @@ from .._arrays import (
 from .._errors import DuplicateSowError, SowError
 from .._mark.site import Axis, Located, Site, with_has
 from .._mark.static import NoTangent, OPERAND, rebuild
-from .entry import align, broadcast, either, Entry, with_count
+from .entry import align, broadcast, either, Entry, Path, with_count
 from .modes import is_backward
 
 
-def choose(sites: Sequence[Site], operands: Sequence[Sequence[Any]]):
-    """One sow, and its operands, from one in each branch of a cond. The values are
+def choose(entries: Sequence[Entry]) -> Entry:
+    """One sow, with its operands, from one in each branch of a cond. The values are
     selected as JAX does it for the outputs of the branches."""
-    site = _of_all(sites)
+    first = entries[0]
+    site = _of_all([e.site for e in entries])
     n = len(site.guards) - 1
-    *chosen, index = operands[0][: n + 1]
+    *chosen, index = first.arrays[: n + 1]
     *has, index_has = [site.has(i) for i in range(n + 1)]
-    for i in range(n + 1, len(operands[0])):
-        to = either(index_has, *[s.has(i) for s in sites])
-        cases = [
-            broadcast(x[i], s.has(i), to, site.axes) for s, x in zip(sites, operands)
-        ]
+    for i in range(n + 1, len(first.arrays)):
+        to = either(index_has, *[e.site.has(i) for e in entries])
+        cases = [broadcast(e.arrays[i], e.site.has(i), to, site.axes) for e in entries]
         at = leading(align(index, index_has, to), cases[0].ndim)
         at = broadcast_like(at, cases[0])
         cases = [sharded_like(x, cases[0]) for x in cases]
         chosen.append(jax.lax.select_n(at, *cases))
         has.append(to)
     axes = with_has(site.axes, has)
-    return site._replace(guards=site.guards[:-1], axes=axes), chosen
+    outer = first.guards[0][:-1]
+    return dc.replace(
+        first,
+        arrays=tuple(chosen),
+        site=site._replace(guards=site.guards[:-1], axes=axes),
+        guards=(outer,) if outer else (),
+        paths=_paths_of_all(entries),
+    )
 
 
 # --- leaves that only some of the sows differentiate ---
@@ -57,19 +63,17 @@ def common_leaves(sites: Sequence[Site]) -> tuple[Any, ...]:
     )
 
 
-def fill(
-    site: Site, arrays: Sequence[Any], leaves: Sequence[Any]
-) -> tuple[Site, list[Any]]:
-    """A site, and its operands, with zeros for the leaves that are operands in
-    `leaves`, and which it does not differentiate itself."""
+def with_leaves(entry: Entry, leaves: Sequence[Any]) -> Entry:
+    """With zeros for the leaves that are operands in `leaves`, and which the sow does
+    not differentiate itself."""
+    site = entry.site
     missing = [
         isinstance(x, NoTangent) and y is OPERAND for x, y in zip(site.leaves, leaves)
     ]
     if not any(missing):
-        return site, list(arrays)
-    n = len(site.guards)
-    new = [(x, site.has(i)) for i, x in enumerate(arrays)]
-    at = n
+        return entry
+    new = [(x, site.has(i)) for i, x in enumerate(entry.arrays)]
+    at = len(site.guards)
     for x, m in zip(site.leaves, missing):
         if m:
             zeros = jnp.zeros(x.shape, x.tangent_dtype)
@@ -77,12 +81,8 @@ def fill(
         at += m or x is OPERAND
     arrays, has = zip(*new)
     filled = tuple(OPERAND if m else x for x, m in zip(site.leaves, missing))
-    return site._replace(leaves=filled, axes=with_has(site.axes, has)), list(arrays)
-
-
-def with_leaves(entry: Entry, leaves: Sequence[Any]) -> Entry:
-    site, arrays = fill(entry.site, entry.arrays, leaves)
-    return dc.replace(entry, arrays=tuple(arrays), site=site)
+    site = site._replace(leaves=filled, axes=with_has(site.axes, has))
+    return dc.replace(entry, arrays=arrays, site=site)
 
 
 # --- one form for several entries ---
@@ -142,7 +142,7 @@ def unify(entries: Sequence[Entry]) -> Entry:
         arrays=arrays,
         site=_of_all([e.site for e in entries])._replace(axes=with_has(axes, has)),
         guards=guards,
-        paths=frozenset().union(*[e.paths for e in entries]),
+        paths=_paths_of_all(entries),
         unordered=any(e.unordered for e in entries),
     )
 
@@ -153,6 +153,10 @@ def _of_all(sites: Sequence[Site]) -> Site:
         where=" or ".join(dict.fromkeys(s.where for s in sites)),
         differentiated=max(s.differentiated for s in sites),
     )
+
+
+def _paths_of_all(entries: Sequence[Entry]) -> frozenset[Path]:
+    return frozenset().union(*[e.paths for e in entries])
 
 
 def placed(site: Site, axes: Sequence[Axis], i: int) -> tuple[bool, ...]:
@@ -261,11 +265,13 @@ def duplicate(a: Site, b: Site, remedy: str = "") -> DuplicateSowError:
     )
 
 
-def _check_same(a: Entry, b: Entry) -> None:
-    def form(e):
-        arrays = [(e.core_shape(i), x.dtype) for i, x in enumerate(e.arrays)]
-        return e.site.treedef, e.site.leaves, arrays
+def form(e: Entry) -> Any:
+    """What entries must have in common to become one."""
+    arrays = [(e.core_shape(i), x.dtype) for i, x in enumerate(e.arrays)]
+    return e.site.treedef, e.site.leaves, arrays
 
+
+def _check_same(a: Entry, b: Entry) -> None:
     def describe(e):
         values = [
             jax.ShapeDtypeStruct(e.core_shape(i), x.dtype)

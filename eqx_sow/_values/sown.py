@@ -7,15 +7,19 @@ and `gather` makes one of them, in order of execution.
 import dataclasses as dc
 import itertools as it
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TYPE_CHECKING
 
 import jax.tree_util as jtu
 
 from .._frames import CallSite
-from .._mark.site import Located, Site
+from .._mark.site import Site
 from . import entry as _entry, merge as _merge
 from .entry import Entry, Path
 from .modes import is_backward
+
+
+if TYPE_CHECKING:
+    from .._walk.frame import Frame
 
 
 # In a path: a loop of unknown length, within which the path begins anew.
@@ -53,55 +57,37 @@ class Sown:
 
 class Pending(NamedTuple):
     """A sow that is captured, once the jaxpr around it has been walked: what several
-    branches of a cond sow is selected before it is transformed. `kept` is false if the
-    value has gone elsewhere, or is not asked for. `conditional`: it has a count, though
-    its guards may be gone."""
+    branches of a cond sow is selected before it is transformed. Until then the `entry`
+    has the operands of the sow. `conditional`: it has a count, though its guards may be
+    gone."""
 
-    site: Site
-    operands: Sequence[Any]
+    entry: Entry
     transform: Any
     checks: tuple[Check, ...]
-    guards: Located
-    paths: frozenset[Path]
-    replayed: Path | None
     at: int
-    kept: bool = True
     conditional: bool = False
 
+    @property
+    def seen(self) -> tuple[tuple[str, str | None], ...]:
+        return ((self.entry.site.name, self.entry.site.mode),)
+
     def as_sown(self) -> Sown:
-        seen = ((self.site.name, self.site.mode),)
-        if not self.kept:
-            return Sown((), seen, self.checks)
-        entry = _entry.from_site(
-            self.site,
-            self.operands,
-            self.transform,
-            guards=(self.guards,) if self.guards else (),
-            paths=self.paths,
-            replayed=self.replayed,
-        )
+        entry = _entry.captured(self.entry, self.transform)
         if self.conditional:
             entry = _entry.with_count(entry)
-        return Sown((entry,), seen, self.checks, at=self.at)
+        return Sown((entry,), self.seen, self.checks, at=self.at)
 
 
 def gather(
-    found: Sequence[Sown | Pending],
-    *,
-    execution: Callable[[Any], Any],
-    depends: Callable[[int, int], bool],
-    takes_from: Callable[[int, int], bool],
-    keeps_all: Callable[[str], bool],
+    found: list[Sown | Pending], frame: "Frame", keeps_all: Callable[[str], bool]
 ) -> Sown:
-    """All that was found in a jaxpr, as one. `execution` is as in `merge.exclusive`,
-    `depends` says of two equations whether the first needs the result of the second,
-    `takes_from` whether that is one of its operands,
-    and `keeps_all` of a name whether it may have several entries."""
+    """All that was found in a jaxpr, as one. `keeps_all` says of a name whether it may
+    have several entries."""
     parts = [
         x.as_sown() if isinstance(x, Pending) else x
-        for x in _with_cases_chosen(list(found), execution)
+        for x in _with_cases_chosen(found, frame.execution)
     ]
-    places = _Places(execution, depends, takes_from, keeps_all)
+    places = _Places(frame, keeps_all)
     for part in parts:
         for entry in part.entries:
             places.add(entry, part.at)
@@ -115,17 +101,15 @@ def _all_of(parts: Sequence[Sown], entries: Iterable[Entry]) -> Sown:
     return Sown(tuple(entries), union("seen"), union("checks"), union("hidden"))
 
 
+@dc.dataclass
 class _Places:
     """The entries of a jaxpr so far, in order of execution, and from which equation
     each of them is."""
 
-    def __init__(self, execution, depends, takes_from, keeps_all):
-        self._execution = execution
-        self._depends = depends
-        self._takes_from = takes_from
-        self._keeps_all = keeps_all
-        self._all: list[tuple[Entry, int] | None] = []
-        self._of_key: dict[Any, list[int]] = {}
+    _frame: "Frame"
+    _keeps_all: Callable[[str], bool]
+    _all: list[tuple[Entry, int] | None] = dc.field(default_factory=list)
+    _of_key: dict[Any, list[int]] = dc.field(default_factory=dict)
 
     @property
     def entries(self) -> list[Entry]:
@@ -148,7 +132,7 @@ class _Places:
                 self._all[i] = None
         same = self._same(new) if same else []
         for i, old, place in same if new.guards else ():
-            if _merge.exclusive(old, new, self._execution):
+            if _merge.exclusive(old, new, self._frame.execution):
                 self._all[i] = _merge.merge(old, new), place
                 return
         self._check_duplicate(new, same)
@@ -173,9 +157,10 @@ class _Places:
             if old.site.name == name and not old.site.modes
             if not old.origins.isdisjoint(new.origins)
         ]
-        in_order = all(a == b or self._depends(b, a) for a, b in it.pairwise(ran))
-        last = lambda at: max((p for p in ran if self._takes_from(at, p)), default=-1)
-        return in_order and self._depends(at, earlier) and last(at) <= last(earlier)
+        frame = self._frame
+        in_order = all(a == b or frame.depends(b, a) for a, b in it.pairwise(ran))
+        last = lambda at: max((p for p in ran if frame.takes_from(at, p)), default=-1)
+        return in_order and frame.depends(at, earlier) and last(at) <= last(earlier)
 
     def _check_duplicate(self, new: Entry, same: Sequence[Any]) -> None:
         # Two that may both replay the one execution, which is still to come.
@@ -230,11 +215,10 @@ def _with_cases_chosen(
     }
     groups: dict[Any, list[int]] = {}
     for i, x in enumerate(found):
-        if isinstance(x, Pending) and x.guards and x.kept:
-            if x.site.key in in_calls:
-                continue
-            *outer, (cond, _, size, of) = x.guards
-            key = x.site.key, *outer, cond, execution(of), size
+        entry = x.entry if isinstance(x, Pending) else None
+        if entry is not None and entry.guards and entry.site.key not in in_calls:
+            *outer, (cond, _, size, of) = entry.guards[0]
+            key = entry.site.key, *outer, cond, execution(of), size
             groups.setdefault(key, []).append(i)
     chosen: dict[int, Any] = {}
     for (*_, size), places in groups.items():
@@ -252,34 +236,21 @@ def _with_cases_chosen(
 def _chosen(cases: Sequence[Pending], size: int) -> Pending | None:
     """One sow from those in the branches of a cond, if each branch has one and they are
     of one form."""
-    by_branch = {x.guards[-1][1]: x for x in cases}
+    by_branch = {x.entry.guards[0][-1][1]: x for x in cases}
     if len(cases) != size or sorted(by_branch) != list(range(size)):
         return None
     cases = [by_branch[i] for i in range(size)]
-    leaves = _merge.common_leaves([x.site for x in cases])
-    filled = [_merge.fill(x.site, x.operands, leaves) for x in cases]
-    if any(_form(*x) != _form(*filled[0]) for x in filled):
+    leaves = _merge.common_leaves([x.entry.site for x in cases])
+    entries = [_merge.with_leaves(x.entry, leaves) for x in cases]
+    if any(_form(e) != _form(entries[0]) for e in entries):
         return None
-    site, operands = _merge.choose(*zip(*filled))
-    first = cases[0]
-    return first._replace(
-        site=site,
-        operands=operands,
-        checks=tuple(c for x in cases for c in x.checks),
-        guards=first.guards[:-1],
-        paths=frozenset().union(*[x.paths for x in cases]),
-        conditional=True,
-    )
+    checks = tuple(c for x in cases for c in x.checks)
+    entry = _merge.choose(entries)
+    return cases[0]._replace(entry=entry, checks=checks, conditional=True)
 
 
-def _form(site: Site, operands: Sequence[Any]) -> Any:
-    values = [
-        (site.shape(i, v.shape), v.dtype)
-        for i, v in enumerate(operands)
-        if i >= len(site.guards)
-    ]
-    axes = [a.kind for a in site.axes]
-    return site.treedef, site.leaves, site.replay, axes, values
+def _form(e: Entry) -> Any:
+    return _merge.form(e), e.site.replay, [a.kind for a in e.site.axes]
 
 
 # --- branches of which one runs ---
