@@ -2,7 +2,6 @@
 
 import dataclasses as dc
 import functools as ft
-import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -19,7 +18,7 @@ from .._mark.primitive import sow_p
 from .._mark.site import runs_apart, Site
 from .._mark.static import Const, NoTangent, OPERAND, Same, SameParts
 from .._names import lookup
-from .._values.entry import align, either, Path, running, transformed
+from .._values.entry import align, either, in_each_iteration, Path, running, transformed
 from .._walk.find import has_sow, jaxprs_in, sites
 from .._walk.frame import Frame
 from .._walk.handler import Handler
@@ -180,7 +179,7 @@ class Tap(Handler):
             frame.settle()
             slot = str(self.slots.index((site.key, self.mesh)))
             send = ft.partial(self._send, site, operands)
-            count = _repeat(send, site, given.carry[slot])
+            count = in_each_iteration(site, send, given.carry[slot])
             given = given._replace(carry={**given.carry, slot: count})
         if not shared:
             pass_by(self, atoms, frame)
@@ -239,14 +238,6 @@ class Tap(Handler):
             due = due & (count % np.int32(every) == 0)
         only_if(due, send_when)
         return count + executed.astype(np.int32)
-
-
-def _repeat(send: Callable[[Any], Any], site: Site, count: Any) -> Any:
-    """A sow that JAX moved out of its loop runs in each iteration all the same."""
-    times = math.prod(a.size for a in site.axes if not a.lane)
-    if times == 1:
-        return send(count)
-    return jax.lax.fori_loop(0, times, lambda _, c: send(c), count)
 
 
 def _single(predicate: Callable, site: Site) -> Callable:

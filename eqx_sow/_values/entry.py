@@ -25,6 +25,7 @@ program is nested. At the end `full` fills in what is missing: both are `[5, 3, 
 
 import dataclasses as dc
 import functools as ft
+import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -249,6 +250,15 @@ def for_each_lane(
                 axis_size=axes[k].size,
             )
     return fn
+
+
+def in_each_iteration(site: Site, step: Callable[[Any], Any], carry: Any) -> Any:
+    """The carry after a sow: one that JAX moved out of its loop runs in each iteration
+    all the same."""
+    times = math.prod(a.size for a in site.axes if not a.lane)
+    if times == 1:
+        return step(carry)
+    return jax.lax.fori_loop(0, times, lambda _, c: step(c), carry)
 
 
 def stacked(entry: Entry, length: int) -> Entry:

@@ -2,7 +2,6 @@
 
 import dataclasses as dc
 import functools as ft
-import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal
@@ -336,8 +335,7 @@ def stepped(reducer: Reducer, state: Reduction, entry: Entry) -> Reduction:
     site, counted, lanes = entry.site, entry.counted, state.site.axes
     # JAX moves what does not depend on the iteration out of a loop: such a sow is met
     # once, with an axis for the loop, and stands for as many executions.
-    loops = [a.size for a in site.axes if not a.lane]
-    if loops and state.places > 1:
+    if state.places > 1 and not all(a.lane for a in site.axes):
         raise SowError(
             f"`{site.name}` is sown in {state.places} places, and its value at "
             f"{site.where} is the same in each iteration of a loop, so JAX moved it "
@@ -367,16 +365,12 @@ def stepped(reducer: Reducer, state: Reduction, entry: Entry) -> Reduction:
     every = (True,) * len(lanes)
     one = _entry.for_each_lane(one, lanes, [every, every, *has])
 
-    def step(_, carry):
+    def step(carry):
         acc, count = one(*carry, *entry.arrays)
         # A value that is the same in all lanes comes back unsharded.
         return jtu.tree_map(sharded_like, acc, state.acc), count
 
-    acc, count = state.acc, state.count
-    if loops:
-        acc, count = jax.lax.fori_loop(0, math.prod(loops), step, (acc, count))
-    else:
-        acc, count = step(0, (acc, count))
+    acc, count = _entry.in_each_iteration(site, step, (state.acc, state.count))
     return dc.replace(state, acc=acc, count=count)
 
 
