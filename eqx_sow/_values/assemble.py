@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .._errors import SowError
+from .._mark.static import rebuild
 from . import entry as _entry, merge as _merge, reduce as _reduce
 from .entry import Entry
 from .intermediates import in_order, Intermediates, Stacked, with_stacked
@@ -68,13 +69,14 @@ def _finished(
     if entry is None:
         return None, None, ()
     entry = _entry.full(_entry.with_count(entry) if conditional else entry)
-    count = entry.arrays[-1] if conditional else None
-    return _entry.value(entry), count, _stacked(entry)
+    *values, count = entry.arrays if conditional else (*entry.arrays, None)
+    lead = tuple(a.size for a in entry.site.axes)
+    value = rebuild(entry.site.treedef, entry.site.leaves, values, lead)
+    return value, count, _stacked(entry, values)
 
 
-def _stacked(entry: Entry) -> tuple[Stacked, ...]:
+def _stacked(entry: Entry, values: Sequence[Any]) -> tuple[Stacked, ...]:
     """What the arrays of an entry are, the count aside."""
-    values = entry.arrays[:-1] if entry.counted else entry.arrays
     axes = entry.site.axes
     if not axes:
         return tuple(((), x.shape) for x in values)

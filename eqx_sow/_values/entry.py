@@ -330,10 +330,3 @@ def full(entry: Entry) -> Entry:
     ]
     axes = [a for a in with_has(axes, final) if not a.lane or any(a.has)]
     return entry.replace(arrays, axes)
-
-
-def value(entry: Entry) -> Any:
-    """The PyTree, of an entry from `full`."""
-    lead = tuple(a.size for a in entry.site.axes)
-    values = entry.arrays[:-1] if entry.counted else entry.arrays
-    return rebuild(entry.site.treedef, entry.site.leaves, values, lead)

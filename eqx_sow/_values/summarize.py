@@ -280,12 +280,15 @@ def summarize(
     return jtu.tree_map(one, value)
 
 
+def is_value(x: Any) -> bool:
+    """Whether a leaf is an array, or the shape of one."""
+    return eqx.is_array(x) or isinstance(x, jax.ShapeDtypeStruct)
+
+
 def is_numeric(x: Any) -> bool:
-    """Whether a leaf, an array or the shape of one, has statistics."""
-    if not (eqx.is_array(x) or isinstance(x, jax.ShapeDtypeStruct)):
-        return False
+    """Whether it has statistics."""
     # A `float0` is a number to none of these.
-    return jnp.issubdtype(x.dtype, jnp.number) or x.dtype == bool
+    return is_value(x) and (jnp.issubdtype(x.dtype, jnp.number) or x.dtype == bool)
 
 
 def as_array(x: Any) -> Any:

@@ -10,7 +10,6 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from html import escape
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.core
 import jax.numpy as jnp
@@ -31,7 +30,7 @@ from .statistics import (
     sums_of_blocks,
     together,
 )
-from .summarize import as_array, is_numeric, merged, Summary
+from .summarize import as_array, is_numeric, is_value, merged, Summary
 
 
 _WIDTH = 100
@@ -198,17 +197,13 @@ def _rows(intermediates: Mapping[str, Any], compute: Callable) -> Iterator[dict]
 def _leaves(value: Any) -> dict[Any, Any]:
     is_summary = lambda x: isinstance(x, Summary)
     leaves, _ = jtu.tree_flatten_with_path(value, is_leaf=is_summary)
-    return {p: x for p, x in leaves if is_summary(x) or _is_value(x)}
+    return {p: x for p, x in leaves if is_summary(x) or is_value(x)}
 
 
 def _taken(stacked: Iterator[Stacked | None], x: Any) -> Stacked | None:
     """What is known of an array, or of the first of a summary."""
     there = [a for a in jtu.tree_leaves(x) if jnp.result_type(a) != jax.dtypes.float0]
     return ([next(stacked, None) for _ in there] or [None])[0]
-
-
-def _is_value(x):
-    return eqx.is_array(x) or isinstance(x, jax.ShapeDtypeStruct)
 
 
 def _counts(x):
@@ -222,7 +217,7 @@ def _runs(count: Any, path: Sequence[Any], x: Any, primal: Any) -> Any:
         at = getattr(path[0], "idx", None) if path else None
         count = count[at] if at is not None and at < len(count) else None
     # Those of a summary count nothing where it did not run.
-    if not all(map(_is_value, (x, primal, count))):
+    if not all(map(is_value, (x, primal, count))):
         return None
     # A cotangent that is the same for all lanes has no axis for them.
     same = x.shape == primal.shape and count.shape == x.shape[: count.ndim]
