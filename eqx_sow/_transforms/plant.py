@@ -122,7 +122,7 @@ class _Plant(Transformed):
             planted=True,
         )
         handler = Replace(options.tag, tuple(planted.items()), outer)
-        outs, _ = program.evaluate(handler, Given(values=values), *program.inputs)
+        outs, _ = program.evaluate(handler, Given(values=values))
         return program.output(outs)
 
     def _entries(

@@ -37,29 +37,26 @@ class Program:
     depth: int
     again: Callable[[Marking], "Program"]
 
-    def evaluate(self, handler: Handler, given: Given, *inputs) -> tuple[list, Taken]:
-        jaxpr, consts = _compat.open_jaxpr(self.closed)
-
-        def run(given, inputs):
-            return evaluate(jaxpr, consts, handler, given, inputs)
-
+    def evaluate(self, handler: Handler, given: Given) -> tuple[list, Taken]:
+        run = ft.partial(evaluate, *_compat.open_jaxpr(self.closed), handler)
         here = listening.value
         if here is None or not here.scope:
-            return run(given, inputs)
+            return run(given, self.inputs)
         # What is left for whoever listens is in the scope around this call.
-        closed, treedef = to_jaxpr(run)(given, inputs)
+        closed, treedef = to_jaxpr(run)(given, self.inputs)
         closed = seen_as(closed, lambda s: s.in_scope(here.scope))
-        leaves = jax.tree.leaves((given, inputs))
-        out = _compat.splice(*_compat.open_jaxpr(closed), leaves)
-        return jax.tree.unflatten(treedef, out)
+        jaxpr, consts = _compat.open_jaxpr(closed)
+        leaves = _compat.splice(jaxpr, consts, jax.tree.leaves((given, self.inputs)))
+        return jax.tree.unflatten(treedef, leaves)
 
     def survey(self, handler: Handler) -> Any:
         """`Taken.values`, as types."""
 
-        def run(*inputs):
-            return self.evaluate(handler, Given(), *inputs)[1].values
+        def run(inputs):
+            program = dc.replace(self, inputs=inputs)
+            return program.evaluate(handler, Given())[1].values
 
-        return types_of(run, *self.inputs)
+        return types_of(run, self.inputs)
 
     def output(self, outs: list[Any]) -> Any:
         treedef, leaves = self.out
@@ -74,7 +71,7 @@ class Program:
         again = list(recomputed(self.closed)) if keys else []
         # Another sow of the same name may not be computed once more.
         origins = defaultdict(set)
-        for site, _ in sows(self.closed) if again else ():
+        for site in sows(self.closed) if again else ():
             origins[site.key].add(site.origin)
         for site in again:
             site = site.seen_from(self.depth, tag)

@@ -69,7 +69,7 @@ class _SaveIntermediates(Transformed):
         if any(r is not None and r.has_state for r in reducers):
             survey = program.survey(dc.replace(collect, survey=True))
             collect, carry = collect.surveyed(survey)
-        outs, taken = program.evaluate(collect, Given(carry), *program.inputs)
+        outs, taken = program.evaluate(collect, Given(carry))
         sown: Sown = taken.values
         type(self)._check_names(self, sown, program)
         program.check_called([name for name, _ in sown.seen])

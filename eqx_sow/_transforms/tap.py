@@ -49,8 +49,7 @@ class _Tapped(Transformed):
     _options: Const = eqx.field(static=True)
 
     def _result(self, program: Program) -> Any:
-        outs = _evaluate(self, program, program.closed, program.inputs)
-        return program.output(outs)
+        return program.output(_evaluate(self, program))
 
     @api_boundary
     def __call__(self, /, *args, **kwargs):
@@ -64,11 +63,11 @@ class _Tapped(Transformed):
             raise
 
 
-def _evaluate(self: _Tapped, program: Program, closed: Any, inputs: Sequence[Any]):
-    jaxpr, consts = _compat.open_jaxpr(closed)
-    operands = [*consts, *inputs]
+def _evaluate(self: _Tapped, program: Program) -> list[Any]:
+    jaxpr, consts = _compat.open_jaxpr(program.closed)
+    operands = [*consts, *program.inputs]
     if not _compat.has_lanes(operands):
-        return _walk(self, program, closed, inputs)
+        return _walk(self, program)
 
     def over_lanes(axis_data, operands, dims):
         dims_out: list[int | None] = []
@@ -97,15 +96,15 @@ def _evaluate(self: _Tapped, program: Program, closed: Any, inputs: Sequence[Any
 
         with listening(Listening()):
             closed = jax.make_jaxpr(batched)(*operands)
-        return _evaluate(self, program, closed, operands), dims_out
+        inside = dc.replace(program, closed=closed, inputs=operands)
+        return _evaluate(self, inside), dims_out
 
     return over_lanes_p.bind(*operands, run=Same(over_lanes))
 
 
-def _walk(self: _Tapped, program: Program, closed: Any, inputs: Sequence[Any]):
+def _walk(self: _Tapped, program: Program) -> list[Any]:
     options: Options = self._options.value
-    program = dc.replace(program, closed=closed)
-    names, tag = options.names, options.tag
+    names, tag, closed = options.names, options.tag, program.closed
     nowhere: Any = None
     everything = [p for p in places_in(closed, Place(nowhere)) if p.site.tag == tag]
     known = dict.fromkeys(p.site.name for p in everything)
@@ -134,7 +133,7 @@ def _walk(self: _Tapped, program: Program, closed: Any, inputs: Sequence[Any]):
         devices=jax.sharding.get_abstract_mesh().manual_axes,
     )
     carry = {str(i): count for i, count in enumerate(counts.values())}
-    outs, _ = program.evaluate(handler, Given(carry), *inputs)
+    outs, _ = program.evaluate(handler, Given(carry))
     return outs
 
 
