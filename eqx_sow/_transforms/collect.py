@@ -19,9 +19,9 @@ from .._walk.find import sites
 from .._walk.frame import Frame
 from .._walk.handler import Handler, Taken
 from .._walk.refuse import check_guarded, is_solver, OVER_AND_OVER, unsupported
-from .._walk.repeats import Execution, Repeats
+from .._walk.repeats import Execution
 from .options import Options
-from .replay import call_of, has_run, Inside, Ran
+from .replay import call_of, Inside
 
 
 def pass_by(handler: Handler, atoms, frame: Frame) -> None:
@@ -59,8 +59,6 @@ class Collect(Handler):
     has_outer: bool
     survey: bool = False
     inside: Inside = Inside()
-    ran: Ran = frozenset()
-    repeats: Repeats = Repeats()
 
     @property
     def cacheable(self):
@@ -83,10 +81,8 @@ class Collect(Handler):
         return self.has_outer and all(s.tag != self._options.tag for s in sites(eqn))
 
     def for_inside(self, eqn, at):
-        inside, repeats = self.inside.within(eqn), self.repeats.inside(at)
-        if inside == self.inside and repeats == self.repeats:
-            return self
-        return dc.replace(self, inside=inside, repeats=repeats)
+        inside = self.inside.within(eqn, at)
+        return self if inside == self.inside else dc.replace(self, inside=inside)
 
     def reducer(self, name: str) -> Reducer | None:
         return lookup(self.reduce.value, name)
@@ -117,7 +113,7 @@ class Collect(Handler):
             found.append(Taken(values=Sown(seen=((site.name, None),))))
             return given
         check_guarded(site)
-        execution = self.repeats.of(frame.now, site)
+        execution = self.inside.repeats.of(frame.now, site)
         if execution is None:
             return given
         chosen = self._chooses(site)
@@ -127,7 +123,7 @@ class Collect(Handler):
             frame.keep(atoms)
             return given
         found.append(Taken(values=Sown(seen=new.seen, checks=new.checks)))
-        if chosen and not has_run(site.key, new.entry.replayed, self.ran):
+        if chosen and not self.inside.has_run(frame.eqn):
             values = tuple(frame.read(atoms))
             entry = _entry.captured(Entry(values, site), new.transform)
             reducer: Any = self.reducer(site.name)
@@ -214,7 +210,8 @@ class Collect(Handler):
         ran = frozenset(
             (e.site.key, path) for e in entries if not e.replayed for path in e.paths
         )
-        return dc.replace(self, ran=ran), _reduce.started(self.reducer, entries)
+        begun = dc.replace(self, inside=self.inside._replace(ran=ran))
+        return begun, _reduce.started(self.reducer, entries)
 
 
 def _checks(site: Site, atoms: Sequence[Any]) -> tuple[Check, ...]:

@@ -71,7 +71,7 @@ class Program:
         again = list(recomputed(self.closed)) if keys else []
         # Another sow of the same name may not be computed once more.
         origins = defaultdict(set)
-        for site in sows(self.closed) if again else ():
+        for site, _ in sows(self.closed) if again else ():
             origins[site.key].add(site.origin)
         for site in again:
             site = site.seen_from(self.depth, tag)

@@ -25,6 +25,7 @@ from .checks import hints, wanted
 from .collect import Collect
 from .options import Options, Saving
 from .program import Program
+from .replay import Inside
 from .transformed import Transformed, wrap
 
 
@@ -61,7 +62,9 @@ class _SaveIntermediates(Transformed):
             SameParts(self._reduce),
             SameParts(self._transform),
             outer,
-            repeats=repeats(program.closed, lambda site: site.tag == options.tag),
+            inside=Inside(
+                repeats=repeats(program.closed, lambda site: site.tag == options.tag)
+            ),
         )
         carry: Any = {}
         reducers: Any = self._reduce

@@ -24,6 +24,7 @@ from .checks import hints, wanted
 from .events import failures, print_event, TapEvent
 from .options import Options, Tapping
 from .program import Program
+from .replay import Inside
 from .tapping import check_order, Place, places_in, Tap
 from .transformed import Transformed, wrap
 
@@ -120,11 +121,15 @@ def _walk(self: _Tapped, program: Program) -> list[Any]:
     handler = Tap(
         options=self._options,
         chosen=tuple(chosen.items()),
-        ran=frozenset(
-            (p.site.key, (*p.calls, p.site.origin)) for p in places if not p.replayed
-        ),
         elsewhere=frozenset(p.site.name for p in places if not p.solver),
-        repeats=repeats(closed, lambda site: site.tag == tag),
+        inside=Inside(
+            repeats=repeats(closed, lambda site: site.tag == tag),
+            ran=frozenset(
+                (p.site.key, (*p.calls, p.site.origin))
+                for p in places
+                if not p.replayed
+            ),
+        ),
         slots=tuple(counts),
         callback=self._callback,
         transform=SameParts(self._transform),

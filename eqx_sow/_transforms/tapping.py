@@ -23,10 +23,9 @@ from .._walk.find import has_sow, jaxprs_in, sites
 from .._walk.frame import Frame
 from .._walk.handler import Handler
 from .._walk.refuse import check_guarded, is_solver
-from .._walk.repeats import Repeats
 from .collect import leave_to_others, pass_by
 from .events import Delivery, print_event
-from .replay import call_of, has_run, Inside, Ran
+from .replay import call_of, Inside
 from .send import any_lane, only_if, send_p
 
 
@@ -68,25 +67,24 @@ class Place(NamedTuple):
 
 
 def places_in(x: Any, here: Place) -> Iterator[Place]:
-    for eqn in _compat.open_jaxpr(x)[0].eqns:
+    for at, eqn in enumerate(_compat.open_jaxpr(x)[0].eqns):
         if not has_sow(eqn):
+            continue
+        if eqn.primitive is sow_p:
+            replayed = here.inside.replayed(eqn) is not None
+            yield here._replace(site=eqn.params["site"], replayed=replayed)
             continue
         inside = here._replace(
             mesh=(*here.mesh, *_mesh_axes(eqn)),
-            inside=here.inside.within(eqn),
+            inside=here.inside.within(eqn, at),
             calls=(*here.calls, *call_of(eqn)),
             solver=here.solver or is_solver(eqn),
         )
-        subjaxprs = [] if eqn.primitive is sow_p else list(jaxprs_in(eqn.params))
-        if subjaxprs:
-            for jaxpr in subjaxprs:
-                yield from places_in(jaxpr, inside)
-        else:
-            one = eqn.primitive is sow_p
-            calls = here.calls if one else inside.calls
-            replayed = one and here.inside.replayed(eqn) is not None
-            for site in sites(eqn):
-                yield inside._replace(site=site, calls=calls, replayed=replayed)
+        subjaxprs = list(jaxprs_in(eqn.params))
+        for jaxpr in subjaxprs:
+            yield from places_in(jaxpr, inside)
+        if not subjaxprs:
+            yield from (inside._replace(site=site) for site in sites(eqn))
 
 
 def _mesh_axes(eqn: Any) -> tuple[_MeshAxis, ...]:
@@ -103,17 +101,14 @@ def _mesh_axes(eqn: Any) -> tuple[_MeshAxis, ...]:
 class Tap(Handler):
     """Sends the values of sows to the host.
 
-    `chosen` has the `Site.key`s of these, and what their modes are called; `ran` those
-    of which a replay in a backward pass is not an event. `Given.carry` is a dict with a
-    count for each place of `slots`: a key, and the mesh axes around it. `mesh` are
-    those around what is walked over,
-    `devices` these and the ones around the whole program.
+    `chosen` has the `Site.key`s of these, and what their modes are called.
+    `Given.carry` is a dict with a count for each place of `slots`: a key, and the mesh
+    axes around it. `mesh` are those around what is walked over, `devices` these and the
+    ones around the whole program.
     """
 
     options: Const
     chosen: tuple[tuple[Any, str], ...]
-    ran: Ran
-    repeats: Repeats
     elsewhere: frozenset[str]
     slots: tuple[tuple[Any, tuple[Hashable, ...]], ...]
     callback: Const | Same
@@ -144,16 +139,11 @@ class Tap(Handler):
 
     def for_inside(self, eqn, at):
         axes = [a.name for a in _mesh_axes(eqn)]
-        inside, repeats = self.inside.within(eqn), self.repeats.inside(at)
-        if not axes and inside == self.inside and repeats == self.repeats:
+        inside = self.inside.within(eqn, at)
+        if not axes and inside == self.inside:
             return self
-        return dc.replace(
-            self,
-            devices=(*self.devices, *axes),
-            mesh=(*self.mesh, *axes),
-            inside=inside,
-            repeats=repeats,
-        )
+        devices, mesh = (*self.devices, *axes), (*self.mesh, *axes)
+        return dc.replace(self, devices=devices, mesh=mesh, inside=inside)
 
     def meet_unknown(self, found, eqn):
         inside = [s.name for s in sites(eqn) if self.wants(s)]
@@ -173,7 +163,7 @@ class Tap(Handler):
         # Who has marked the same module may plant there.
         shared = self.has_outer and len(site.labels) > 1
         now = leave_to_others(site, frame) if shared else atoms
-        if self.wants(site) and not self._is_replay(site, frame):
+        if self.wants(site) and not self.inside.is_again(frame.eqn, frame.now):
             check_guarded(site)
             operands = frame.read_arrays(now)
             frame.settle()
@@ -184,11 +174,6 @@ class Tap(Handler):
         if not shared:
             pass_by(self, atoms, frame)
         return given
-
-    def _is_replay(self, site, frame):
-        replayed = self.inside.replayed(frame.eqn)
-        again = self.repeats.of(frame.now, site) is None
-        return again or has_run(site.key, replayed, self.ran)
 
     def _send(self, site: Site, operands: Sequence[Any], count: Any) -> Any:
         """Sends one execution, if it is to be sent. Returns the count after it."""
