@@ -92,16 +92,13 @@ def checked(call: str, fn: Any, given: Mapping[str, Any]) -> tuple[Options, Any]
 
 
 def _check_useful(call: str, options: Mapping[str, Any]) -> None:
-    useless = [
-        name
-        for name in ("inputs", "methods")
-        if name in options and options[name] != getattr(Options, name)
-    ]
-    for name in useless:
-        raise ValueError(
-            f"`{call}(..., {name}={options[name]!r})` does nothing without `capture`, "
-            "which says what to mark. Write `capture=True` for every module."
-        )
+    for name in ("inputs", "methods"):
+        if options.get(name, getattr(Options, name)) != getattr(Options, name):
+            raise ValueError(
+                f"`{call}(..., {name}={options[name]!r})` does nothing without "
+                "`capture`, which says what to mark. Write `capture=True` for every "
+                "module."
+            )
 
 
 def as_capture(option: str, capture: Any) -> Any:
@@ -222,20 +219,16 @@ def as_when(option: str, when: Any) -> Any:
 
 
 def as_every(option: str, every: Any) -> int:
-    # A boolean has an index too, but is a mistake.
-    n = None if isinstance(every, bool | np.bool_) else _index(every)
+    try:
+        # A boolean has an index too, but is a mistake.
+        n = None if isinstance(every, bool | np.bool_) else operator.index(every)
+    except TypeError:
+        n = None
     if n is None:
         raise TypeError(f"`{option}` takes an integer, not {every!r}.")
     if n < 1:
         raise ValueError(f"`{option}` is at least 1, not {n}.")
     return n
-
-
-def _index(x: Any) -> int | None:
-    try:
-        return operator.index(x)
-    except TypeError:
-        return None
 
 
 _CHECKS: dict[str, Callable[[str, Any], Any]] = {

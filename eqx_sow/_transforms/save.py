@@ -3,6 +3,7 @@
 import dataclasses as dc
 import functools as ft
 import inspect
+import types
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, overload, ParamSpec, TypeVar, Unpack
 
@@ -35,24 +36,19 @@ def _pair(annotation: Any) -> Any:
     return tuple[annotation if known else Any, Intermediates]
 
 
-class _Signature:
-    def __get__(self, instance, owner):
-        if instance is None:
-            raise AttributeError("__signature__")
-        signature = inspect.signature(instance._fn)
-        returns = _pair(signature.return_annotation)
-        return signature.replace(return_annotation=returns)
-
-
 class _SaveIntermediates(Transformed):
-    # For `help`, and for libraries that check types at run time.
-    __signature__ = _Signature()
-
     _fn: Callable
     # Reducers and transforms may hold arrays.
     _reduce: Any
     _transform: Any
     _options: Const = eqx.field(static=True)
+
+    # For `help`, and for libraries that check types at run time. The class has none.
+    @types.DynamicClassAttribute
+    def __signature__(self):
+        signature = inspect.signature(self._fn)
+        returns = _pair(signature.return_annotation)
+        return signature.replace(return_annotation=returns)
 
     def _result(self, program: Program) -> tuple[Any, Intermediates]:
         options: Options = self._options.value
