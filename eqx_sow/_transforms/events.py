@@ -15,7 +15,7 @@ from .._errors import SowError
 from .._mark.static import Const, rebuild, Same
 from .._values.entry import align
 from .._values.modes import is_backward
-from .._values.summarize import Summary
+from .._values.summarize import is_numeric, Summary
 
 
 class TapEvent(NamedTuple):
@@ -182,7 +182,7 @@ def _shape(x: Any) -> str:
 
 
 def _statistics(x: Any) -> str:
-    if not (jnp.issubdtype(x.dtype, jnp.number) or x.dtype == bool):
+    if not is_numeric(x):
         return ""
     is_complex = jnp.issubdtype(x.dtype, jnp.complexfloating)
     x = (np.abs(x) if is_complex else x).astype(np.float64)

@@ -9,6 +9,7 @@ handler as one object. An option that may hold arrays is a field of the function
 
 import dataclasses as dc
 import operator
+import types
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypedDict
@@ -18,9 +19,11 @@ import numpy as np
 
 from .._errors import check_arity
 from .._mark.sow import check_tag
+from .._mark.static import Const, Same
 from .._modules.find import Marking
 from .._values.modes import as_mode, as_modes, Mode
 from .._values.reduce import Reducer
+from .events import print_event
 
 
 # What type checkers know of the options.
@@ -69,6 +72,7 @@ class Options(Marking):
     spec: Mapping[str, Any] | None = None
     every: int = 1
     ordered: bool = False
+    callback: Const | Same | None = None
 
 
 def checked(call: str, fn: Any, given: Mapping[str, Any]) -> tuple[Options, Any]:
@@ -83,22 +87,18 @@ def checked(call: str, fn: Any, given: Mapping[str, Any]) -> tuple[Options, Any]
         for name, check in _CHECKS.items()
         if name in given
     }
-    if options["capture"] is None:
-        _check_useful(call, options)
-    fields = {field.name for field in dc.fields(Options)}
-    static = {k: v for k, v in options.items() if k in fields}
-    others = {k: v for k, v in options.items() if k not in static}
-    return Options(tag=given["tag"], **static), others
-
-
-def _check_useful(call: str, options: Mapping[str, Any]) -> None:
     for name in ("inputs", "methods"):
-        if options.get(name, getattr(Options, name)) != getattr(Options, name):
+        plain = getattr(Options, name)
+        if options["capture"] is None and options.get(name, plain) != plain:
             raise ValueError(
                 f"`{call}(..., {name}={options[name]!r})` does nothing without "
                 "`capture`, which says what to mark. Write `capture=True` for every "
                 "module."
             )
+    fields = {field.name for field in dc.fields(Options)}
+    static = {k: v for k, v in options.items() if k in fields}
+    others = {k: v for k, v in options.items() if k not in static}
+    return Options(tag=given["tag"], **static), others
 
 
 def as_capture(option: str, capture: Any) -> Any:
@@ -231,6 +231,20 @@ def as_every(option: str, every: Any) -> int:
     return n
 
 
+_FUNCTIONS = types.FunctionType, types.MethodType, types.BuiltinFunctionType
+
+
+def as_callback(option: str, callback: Any) -> Const | Same:
+    del option
+    callback = print_event if callback is None else callback
+    if not callable(callback):
+        raise TypeError(
+            f"`tap(fn, callback)` takes a function of an event, not {callback!r}."
+        )
+    # What may hold arrays is not compared.
+    return (Const if isinstance(callback, _FUNCTIONS) else Same)(callback)
+
+
 _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "names": as_names,
     "modes": as_modes,
@@ -246,4 +260,5 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "when": as_when,
     "every": as_every,
     "ordered": as_flag,
+    "callback": as_callback,
 }

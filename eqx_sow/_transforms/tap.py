@@ -2,7 +2,6 @@
 
 import dataclasses as dc
 import functools as ft
-import types
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, overload, ParamSpec, TypeVar, Unpack
 
@@ -21,7 +20,7 @@ from .._walk.handler import Given
 from .._walk.repeats import repeats
 from . import options as opt
 from .checks import hints, wanted
-from .events import failures, print_event, TapEvent
+from .events import failures, TapEvent
 from .options import Options, Tapping
 from .program import Program
 from .replay import Inside
@@ -34,11 +33,7 @@ over_lanes_p = jexc.Primitive("tap_over_lanes")
 over_lanes_p.multiple_results = True
 
 
-def _over_lanes_batch(axis_data, operands, dims, *, run):
-    return run.value(axis_data, operands, dims)
-
-
-batching.fancy_primitive_batchers[over_lanes_p] = _over_lanes_batch
+batching.fancy_primitive_batchers[over_lanes_p] = lambda *args, run: run.value(*args)
 
 
 class _Tapped(Transformed):
@@ -46,7 +41,6 @@ class _Tapped(Transformed):
     # These may hold arrays.
     _transform: Any
     _when: Any
-    _callback: Any = eqx.field(static=True)
     _options: Const = eqx.field(static=True)
 
     def _result(self, program: Program) -> Any:
@@ -131,7 +125,6 @@ def _walk(self: _Tapped, program: Program) -> list[Any]:
             ),
         ),
         slots=tuple(counts),
-        callback=self._callback,
         transform=SameParts(self._transform),
         when=SameParts(self._when),
         has_outer=listening.value is not None,
@@ -142,7 +135,6 @@ def _walk(self: _Tapped, program: Program) -> list[Any]:
     return outs
 
 
-_FUNCTIONS = types.FunctionType, types.MethodType, types.BuiltinFunctionType
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
@@ -268,16 +260,8 @@ def tap(
         out = eqx_sow.tap(jax.grad(fn), when=not_finite)(1.0)
         ```
     """
-    options = {k: v for k, v in locals().items() if k not in ("fn", "callback")}
+    options = {k: v for k, v in locals().items() if k != "fn"}
     if fn is ...:
-        return ft.partial(tap, callback=callback, **options)
+        return ft.partial(tap, **options)
     static, arrays = opt.checked("tap", fn, options)
-    if not (callback is None or callable(callback)):
-        raise TypeError(
-            f"`tap(fn, callback)` takes a function of an event, not {callback!r}."
-        )
-    callback = print_event if callback is None else callback
-    # What may hold arrays is not compared.
-    kind = Const if isinstance(callback, _FUNCTIONS) else Same
-    arrays = arrays["transform"], arrays["when"]
-    return wrap(_Tapped, fn, *arrays, kind(callback), Const(static))
+    return wrap(_Tapped, fn, arrays["transform"], arrays["when"], Const(static))

@@ -16,7 +16,7 @@ from .. import _compat
 from .._errors import SowError
 from .._mark.primitive import sow_p
 from .._mark.site import runs_apart, Site
-from .._mark.static import Const, NoTangent, OPERAND, Same, SameParts
+from .._mark.static import Const, NoTangent, OPERAND, SameParts
 from .._names import lookup
 from .._values.entry import align, either, in_each_iteration, Path, running, transformed
 from .._walk.find import has_sow, jaxprs_in, sites
@@ -111,7 +111,6 @@ class Tap(Handler):
     chosen: tuple[tuple[Any, str], ...]
     elsewhere: frozenset[str]
     slots: tuple[tuple[Any, tuple[Hashable, ...]], ...]
-    callback: Const | Same
     transform: SameParts
     when: SameParts
     devices: tuple[Hashable, ...]
@@ -188,12 +187,12 @@ class Tap(Handler):
             transform = lookup(self.transform.value, site.name)
             if transform is not None:
                 new = transformed(transform, site, values, has)
-            printed = self.callback.value is print_event
+            printed = self.options.value.callback.value is print_event
             treedef, leaves, arrays, array_has = _sendable(*new, printed)
             if ran is not None:
                 arrays, array_has = [ran, *arrays], [ran_has, *array_has]
             delivery = Delivery(
-                self.callback,
+                self.options.value.callback,
                 site.name,
                 self._modes[site.key],
                 site.where,
