@@ -32,18 +32,14 @@ def _meant(
 ) -> dict[str, tuple[str, tuple[int, ...]]]:
     """By pattern, which names it is for, and which iteration. What no name has as it is
     was captured from the model itself, if all of it fits one model only."""
-
-    def is_there(name, at):
-        del at
-        return any(matches(name, x) for x in there)
-
+    is_there = lambda meant: any(matches(meant[0], x) for x in there)
     meant = {p: one_iteration(p, there) for p in patterns}
-    missing = [p for p in meant if not is_there(*meant[p])]
+    missing = [p for p in meant if not is_there(meant[p])]
     fits = []
     for model in models if missing else ():
         path = lambda p: model if p == "." else join(model, p)
         inside = {p: one_iteration(path(p), there) for p in missing}
-        if all(is_there(*x) for x in inside.values()):
+        if all(map(is_there, inside.values())):
             fits.append(inside)
     return {**meant, **fits[0]} if len(fits) == 1 else meant
 
