@@ -250,13 +250,17 @@ def _device(cores: Executor, name: Any, fn: Callable, *args: Any) -> Any:
         return _compiled(fn, _everywhere(shardings))(*args)
 
 
-def _by_blocks(cores: Executor, x: jax.Array) -> list[Future]:
+def _by_blocks(cores: Executor, x: jax.Array) -> list[Any]:
     # Compiled here, as what JAX is set to by a context does not hold in a thread.
     call = _compiled(_numbers_of_blocks, None).lower(x, np.int32(0)).compile()
     some, rows, width = division(x.size)
     firsts = np.arange(0, x.size // (rows * width), some, np.int32)
     # The next is dispatched when this is there: those of one thread run one by one.
-    return [cores.submit(lambda i: np.asarray(call(x, i)), i) for i in firsts]
+    part = lambda first: np.asarray(call(x, first))
+    try:
+        return [cores.submit(part, first) for first in firsts]
+    except RuntimeError:  # Python is about to end, and starts no threads.
+        return list(map(part, firsts))
 
 
 def _at_hand(cores: Executor, name: Any, fn: Callable, *args: Any) -> Any:
