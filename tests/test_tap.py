@@ -834,6 +834,17 @@ def test_lost_order_is_an_error():
         watch(jax.grad(fn), X)
 
 
+def test_an_order_is_not_lost_by_a_sow_of_another_tag():
+    def fn(x):
+        def body(c, _):
+            return c * sow(jnp.sin(x), "x") + sow(c, "x", tag="other"), None
+
+        return lax.scan(body, x, length=3)[0].sum()
+
+    _, events = watch(jax.grad(fn), X)
+    assert_close(values(events, "x"), [np.sin(np.asarray(X))] * 3)
+
+
 def test_hoisted_branches_run_in_each_iteration():
     def fn(x):
         def body(c, i):

@@ -19,7 +19,7 @@ from .._mark.site import runs_apart, Site
 from .._mark.static import Const, NoTangent, OPERAND, SameParts
 from .._names import lookup
 from .._values.entry import align, either, in_each_iteration, Path, running, transformed
-from .._walk.find import has_sow, jaxprs_in, sites
+from .._walk.find import has_sow, jaxprs_in, sites, with_sow
 from .._walk.frame import Frame
 from .._walk.handler import Handler
 from .._walk.refuse import check_guarded, is_solver
@@ -278,7 +278,7 @@ def check_order(closed: Any, places: Sequence[Place]) -> None:
                 "outer one: the order of the executions is lost. Tap the other names, "
                 "`tap(..., names=...)`, or tap before you differentiate."
             )
-        if all(a.lane for a in p.site.axes) or _at_once(closed, key) == 1:
+        if all(a.lane for a in p.site.axes) or _at_once(closed, p.site) == 1:
             continue
         if _in_different_branches([q.site for q in places if q.site.key == key]):
             continue
@@ -298,16 +298,15 @@ def _in_different_branches(sites: Sequence[Site]) -> bool:
     return any(len({b[cond] for b in branches}) == len(sites) for cond in shared)
 
 
-def _at_once(x: Any, key: Any) -> int:
-    """At how many places one run goes past a sow with this key: one branch counts."""
+def _at_once(x: Any, site: Site) -> int:
+    """At how many places one run goes past a sow like this one: one branch counts."""
     total = 0
-    for eqn in _compat.open_jaxpr(x)[0].eqns:
-        if not has_sow(eqn):
-            continue
+    for eqn in with_sow(x):
         if eqn.primitive is sow_p:
-            total += eqn.params["site"].key == key
+            other = eqn.params["site"]
+            total += (other.key, other.tag) == (site.key, site.tag)
             continue
-        inside = [_at_once(j, key) for j in jaxprs_in(eqn.params)] or [0]
+        inside = [_at_once(j, site) for j in jaxprs_in(eqn.params)] or [0]
         branches = eqn.primitive is jexc.primitives.cond_p
         total += max(inside) if branches else sum(inside)
     return total
