@@ -9,8 +9,6 @@ nox.options.error_on_missing_interpreters = True
 
 # The releases of JAX, and a Python for each: one that CI has, too.
 RELEASES = {
-    "0.10.0": "3.11",
-    "0.10.1": "3.11",
     "0.10.2": "3.11",
     "0.11.0": "3.13",
     "0.11.1": "3.13",

@@ -1,13 +1,7 @@
-"""Addresses of the site and of the repository, from the one place that has them."""
-
-import pathlib
-import tomllib
+"""A search finds what is said of a name before the programs that use it."""
 
 
-def on_config(config):
-    file = pathlib.Path(config.config_file_path).parent / "pyproject.toml"
-    urls = tomllib.loads(file.read_text())["project"]["urls"]
-    config.repo_url = urls["Repository"]
-    config.repo_name = "/".join(urls["Repository"].split("/")[-2:])
-    config.site_url = urls["Documentation"] + "/"
-    return config
+def on_page_markdown(markdown, page, **_):
+    if page.file.src_uri.startswith("examples/"):
+        page.meta["search"] = {"boost": 0.5}
+    return markdown

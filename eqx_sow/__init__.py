@@ -9,21 +9,22 @@ from ._errors import (
     UnknownSowError as UnknownSowError,
     UnsupportedPrimitiveError as UnsupportedPrimitiveError,
 )
+from ._handlers.events import TapEvent as TapEvent
 from ._mark.scope import scope as scope
 from ._mark.sow import Sow as Sow, sow as sow
-from ._transforms.events import TapEvent as TapEvent
+from ._results.intermediates import Intermediates as Intermediates
+from ._results.summarize import summarize as summarize, Summary as Summary
+from ._results.tabulate import tabulate as tabulate
 from ._transforms.plant import plant as plant
 from ._transforms.save import save_intermediates as save_intermediates
 from ._transforms.tap import tap as tap
-from ._values.intermediates import Intermediates as Intermediates
+from ._values.batched import batched as batched
 from ._values.reduce import (
     Append as Append,
     Buffer as Buffer,
     Fold as Fold,
     Last as Last,
 )
-from ._values.summarize import summarize as summarize, Summary as Summary
-from ._values.tabulate import tabulate as tabulate
 from ._walk import jax_rules, rules  # noqa: F401
 from ._walk.register import register_rule as register_rule
 

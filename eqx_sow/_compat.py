@@ -1,7 +1,7 @@
 """Everything that depends on the version of JAX, or on a part of JAX or Equinox that is
 not public: each of these says why no public way will do.
 
-Supported: JAX 0.10 to 0.12.
+Supported: JAX 0.10.2 to 0.12.
 """
 
 import contextlib
@@ -9,7 +9,6 @@ import copy
 import dataclasses as dc
 import functools as ft
 import itertools as it
-import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -19,6 +18,7 @@ import jax
 import jax.core
 import jax.extend.core as jexc
 import jax.numpy as jnp
+import numpy as np
 
 from ._errors import SowError
 
@@ -65,6 +65,35 @@ def _linearizations() -> dict[Any, Callable]:
 
 
 primitive_linearizations = find("JAX's table of linearizations", _linearizations, {})
+
+
+def _size_of_linearization() -> int:
+    found = []
+    rule = _linearizations()[jexc.primitives.scan_p]
+    look = lambda *args, **params: found.append(rule(*args, **params)) or found[-1]
+    table = _linearizations()
+    table[jexc.primitives.scan_p] = look
+    try:
+        scan = lambda x: jax.lax.scan(lambda c, _: (c * x, None), x, length=1)[0]
+        jax.make_jaxpr(jax.grad(scan))(1.0)
+    finally:
+        table[jexc.primitives.scan_p] = rule
+    return len(found[0])
+
+
+_SIZE = find("what JAX's linearization rules return", _size_of_linearization)
+
+
+def linearization(
+    outs: Any, nonzeros: Any, residuals: Sequence[Any], tangent: Callable
+) -> tuple[Any, ...]:
+    """What a rule in that table returns. `tangent(*residuals, tangents=...)` is the
+    linear part. JAX 0.12 has one more entry, before the last."""
+
+    def linear(residuals, *tangents):
+        return tangent(*residuals, tangents=tangents[_SIZE - 4 :])
+
+    return (outs, nonzeros, residuals, *[None] * (_SIZE - 4), linear)
 
 
 def _debug_effect() -> type:
@@ -125,12 +154,6 @@ def scan_arity(params: dict[str, Any]) -> tuple[int, int]:
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = params["ft_in"].unpack()
     return len(consts), len(carry)
-
-
-def manual_axes(params: dict[str, Any]) -> frozenset[Any]:
-    """The mesh axes that a `jax.shard_map` makes manual. Renamed in JAX 0.10.2."""
-    name = "newly_manual_axes"
-    return params[name] if name in params else params["manual_axes"]
 
 
 def _current_trace() -> Any:
@@ -194,10 +217,18 @@ def has_lanes(xs: Sequence[Any]) -> bool:
     return any(isinstance(x, _BatchTracer) and x._trace is trace for x in xs)
 
 
+def as_array(x: Any) -> Any:
+    """JAX keeps a literal as a number or a NumPy array, and returns that where it
+    evaluates eagerly what only passes it on: `jax.checkpoint(lambda x: x)(1.0)`."""
+    known = isinstance(x, int | float | complex | np.ndarray | np.generic)
+    is_float0 = getattr(x, "dtype", None) == jax.dtypes.float0
+    return jnp.asarray(x) if known and not is_float0 else x
+
+
 _call_p = jexc.primitives.closed_call_p
 
 
-def splice(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+def inline_or_call(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
     """Evaluates a jaxpr. While a jaxpr is being built, that is one equation: binding
     each of the equations again would double the time that tracing takes."""
     trace = _current_trace()
@@ -208,11 +239,9 @@ def splice(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
         or (len(jaxpr.eqns) < 2 and all(e.primitive is not _call_p for e in jaxpr.eqns))
         # Sows of different branches are to be found side by side.
         or any(_call_p.call_primitive or type(e) is SowEffect for e in jaxpr.effects)
-        # Up to JAX 0.10.1 a `shard_map` that runs eagerly knows no calls.
-        or (_call_p.call_primitive and jax.sharding.get_abstract_mesh().manual_axes)
         or not all(isinstance(v.aval, jax.core.ShapedArray) for v in atoms)
     ):
-        return jax.core.eval_jaxpr(jaxpr, consts, *args)
+        return list(map(as_array, jax.core.eval_jaxpr(jaxpr, consts, *args)))
     jaxpr = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
     params = dict(call_jaxpr=jexc.ClosedJaxpr(jaxpr, ()))
     # NumPy arrays that a function closes over stay what they are in its jaxpr.
@@ -452,12 +481,9 @@ def _remat_rules() -> dict[Any, Callable]:
     # With `JAX_REMAT3`, what a backward pass computes again instead of a primitive.
     # There is no public way to say so: `jax.debug.callback` is called twice for want of
     # it.
-    try:
-        from jax._src.interpreters import remat
+    from jax._src.interpreters import remat
 
-        return remat.rules
-    except ImportError:
-        return {}  # JAX 0.10
+    return remat.rules
 
 
 remat_rules = find("JAX's table of rematerialization rules", _remat_rules, {})
@@ -483,12 +509,3 @@ def varying(x: Any) -> frozenset[Any]:
     over."""
     aval: Any = x if isinstance(x, jax.core.AbstractValue) else jax.typeof(x)
     return aval.mat.varying if hasattr(aval, "mat") else aval.vma
-
-
-def classes_that_differ(message: str) -> list[str]:
-    """The names of classes in JAX's error about two trees that do not match."""
-    names = re.findall(r"<class '([^']*)'>", message)
-    # Up to JAX 0.10.1 there is what one tree has instead of the class.
-    path = r"(?:[\w.<>]*\.)?(\w+)"
-    value = re.search(rf"<class '{path}'>, value: {path}\(", message)
-    return names if value is None else list(value.groups())

@@ -15,8 +15,8 @@ class SowError(Exception):
 
 
 class DuplicateSowError(SowError, ValueError):
-    """One name was sown more than once in straight-line code, and no reducer says what
-    the values should become."""
+    """One name was sown more than once in straight-line code, and no reducer says how
+    to combine the values."""
 
 
 class UnknownSowError(SowError, ValueError):
@@ -28,9 +28,9 @@ class SowTypeError(SowError, TypeError):
 
 
 class UnsupportedPrimitiveError(SowError, NotImplementedError):
-    """A sow that was asked for sits where its value cannot be had: in a primitive
-    without a rule, in a linear solver, in the condition of a `while_loop`, or, with a
-    reducer, in a `shard_map`."""
+    """The value of a sow is not accessible where the sow is: in a primitive without a
+    rule, in a linear solve, in the condition of a `while_loop`, or, with a reducer, in
+    a `shard_map`."""
 
 
 for _error in (SowError, *SowError.__subclasses__()):

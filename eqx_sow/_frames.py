@@ -18,8 +18,7 @@ _folders = {
     module.__name__: str(Path(str(module.__file__)).parent) + "/"
     for module in (jax, eqx, sys.modules["eqx_sow"])
 }
-# Up to JAX 0.10.1 `contextlib` calls what is decorated by `jax.named_scope`.
-_libraries = (str(contextlib.__file__), *_folders.values())
+_libraries = tuple(_folders.values())
 # JAX hides its own frames. Those of Equinox may be of a layer, or how it calls methods.
 _hidden = (
     _folders["jax"],

@@ -2,8 +2,10 @@
 
 import difflib
 import fnmatch
+import functools as ft
+import itertools as it
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from ._errors import UnknownSowError
 
@@ -28,16 +30,122 @@ def matches(pattern: Any, name: str) -> bool:
         ) from e
 
 
-def one_iteration(pattern: str, there: Iterable[str]) -> tuple[str, tuple[int, ...]]:
-    """A name or a glob, and which iteration of the loops around it is meant: `"h"` and
-    `(3,)` for `"h/3"`. What matches as it is means all iterations."""
-    name, at = pattern, ()
-    while not any(matches(name, x) for x in there):
-        name, _, last = name.rpartition("/")
-        if not (name and last.isascii() and last.isdigit()):
-            return pattern, ()
-        at = (int(last), *at)
-    return name, at
+class Selected(NamedTuple):
+    """What a pattern selects of a sow: all of it, under its own `name`; or, with an
+    index in the pattern, one iteration of a loop, under the name with that index.
+
+    `at` has an entry for each loop around the sow, from outside in: which iteration is
+    meant, or `None` for all. `after` is `Label.after` for the loops of which all are
+    meant, in the new name.
+    """
+
+    name: str
+    at: tuple[int | None, ...] = ()
+    after: tuple[int | None, ...] = ()
+
+
+def selected(
+    pattern: Any,
+    name: str,
+    after: tuple[int | None, ...] = (),
+    loops: tuple[int, ...] = (),
+) -> Selected | None:
+    """What a pattern selects of a sow called `name` in `loops` of these lengths, from
+    outside in. `after` is that of its `Label`. For `h` in a loop of 4 iterations,
+
+        "h"     all of it
+        "h/3"   iteration 3
+        "h/-1"  the same
+        "h/4"   nothing
+
+    and for `blocks/attn` in a loop over layers, with an `after` of `(1,)`,
+    `"blocks/2/attn"` is layer 2, and `"blocks/*/attn"` all of it.
+    """
+    if matches(pattern, name):
+        return Selected(name, (), after)
+    return (
+        _with_index(pattern, name, after, loops) if isinstance(pattern, str) else None
+    )
+
+
+@ft.lru_cache(maxsize=4096)
+def _with_index(
+    pattern: str, name: str, after: tuple[int | None, ...], loops: tuple[int, ...]
+) -> Selected | None:
+    places = (*after, *[None] * len(loops))[: len(loops)]
+    ends = [k for k, n in enumerate(places) if n is None]
+    inner = [k for k, n in enumerate(places) if n is not None]
+    # Of the indices at the end, those of inner loops need those of outer ones.
+    for given in it.chain.from_iterable(
+        it.combinations(inner, n) for n in range(len(inner) + 1)
+    ):
+        for m in range(len(ends) + 1):
+            end = len(name.split("/"))
+            cuts = [
+                (n, k) for k, n in enumerate(places) if k in given and n is not None
+            ]
+            cuts.sort(key=lambda cut: cut[0])
+            cuts += [(end, k) for k in ends[:m]]
+            found = _indices(pattern.split("/"), name.split("/"), cuts, loops)
+            if found is not None:
+                return _at(name, places, cuts, found, loops)
+    return None
+
+
+def _indices(
+    pattern: list[str], name: list[str], cuts: Sequence[Any], loops: Sequence[int]
+) -> list[str] | None:
+    """The segments of a pattern that are indices of the loops at `cuts`, if the others
+    fit the parts of the name between these."""
+    is_index = lambda x: x == "*" or x.lstrip("-").isdecimal() and x.isascii()
+    candidates = [i for i, x in enumerate(pattern) if is_index(x)]
+    bounds = [0, *[place for place, _ in cuts], len(name)]
+    parts = [name[a:b] for a, b in it.pairwise(bounds)]
+    for chosen in it.combinations(candidates, len(cuts)):
+        ends = [-1, *chosen, len(pattern)]
+        mine = [pattern[a + 1 : b] for a, b in it.pairwise(ends)]
+        indices = [pattern[i] for i in chosen]
+        there = all(
+            x == "*" or -loops[k] <= int(x) < loops[k]
+            for x, (_, k) in zip(indices, cuts)
+        )
+        if there and all(
+            bool(p) == bool(q) and matches("/".join(p), "/".join(q))
+            for p, q in zip(mine, parts)
+        ):
+            return indices
+    return None
+
+
+def _at(
+    name: str,
+    places: Sequence[int | None],
+    cuts: Sequence[Any],
+    indices: Sequence[str],
+    loops: Sequence[int],
+) -> Selected:
+    given = {k: (place, x) for x, (place, k) in zip(indices, cuts) if x != "*"}
+    at = tuple(
+        int(given[k][1]) % n if k in given else None for k, n in enumerate(loops)
+    )
+    before = lambda n: sum(place <= n for place, _ in given.values())
+    rest = tuple(
+        None if n is None else n + before(n)
+        for k, n in enumerate(places)
+        if k not in given
+    )
+    whole = in_a_list(name, [given[k] for k in sorted(given)])
+    return Selected(whole, at if given else (), rest)
+
+
+def in_a_list(name: str, at: Sequence[tuple[int, Any]]) -> str:
+    """What a list of layers calls one of those that a loop goes over: `blocks/2/attn`
+    for `blocks/attn`, with `at` of `[(1, 2)]`, since the index 2 stands after one
+    segment. From outside in, if there are several loops."""
+    parts = name.split("/")
+    for place, i in sorted(reversed(at), key=lambda x: -x[0]):
+        parts.insert(place, str(i))
+    return "/".join(parts)
 
 
 def lookup(option: Any, name: str) -> Any:

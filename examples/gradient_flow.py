@@ -1,11 +1,3 @@
-# ---
-# jupyter:
-#   kernelspec:
-#     display_name: Python 3
-#     language: python
-#     name: python3
-# ---
-
 # %% [markdown]
 # # Why does a deep network not learn?
 #
@@ -311,7 +303,7 @@ for mode in ("primal", "cotangent"):
     middle = np.median(alive[mode], axis=0)
     assert middle.max() < 100 * middle.min()
 
-# %%
+# %% alt="Heat maps by layer and step: without normalisation both signals fade"
 figure = plot(results)
 if sys.argv[1:] and sys.argv[1].endswith(".png"):
     figure.savefig(sys.argv[1], dpi=280)

@@ -51,12 +51,22 @@ class Softmax(eqx.Module):
         return jax.nn.softmax(jnp.where(mask, scores, -jnp.inf), axis=-1)
 
 
+class Mix(eqx.Module):
+    """Likewise: what each head puts out."""
+
+    def __call__(
+        self, patterns: Float[Array, "heads n n"], values: Float[Array, "n heads size"]
+    ) -> Float[Array, "n heads size"]:
+        return jnp.einsum("hqk,khd->qhd", patterns, values)
+
+
 class Attention(eqx.Module):
     query: eqx.nn.Linear
     key: eqx.nn.Linear
     value: eqx.nn.Linear
     output: eqx.nn.Linear
     softmax: Softmax
+    mix: Mix
     heads: int = eqx.field(static=True)
 
     def __call__(self, x, mask):
@@ -65,7 +75,7 @@ class Attention(eqx.Module):
 
         q, k, v = split(self.query), split(self.key), split(self.value)
         scores = jnp.einsum("qhd,khd->hqk", q, k) / jnp.sqrt(q.shape[-1])
-        mixed = jnp.einsum("hqk,khd->qhd", self.softmax(scores, mask), v)
+        mixed = self.mix(self.softmax(scores, mask), v)
         return jax.vmap(self.output)(mixed.reshape(x.shape))
 
 
@@ -126,6 +136,7 @@ def load_encoder() -> tuple[Encoder, Tokenizer]:
                 value=linear(f"{name}.attention.self.value"),
                 output=linear(f"{name}.attention.output.dense"),
                 softmax=Softmax(),
+                mix=Mix(),
                 heads=12,
             ),
             norm1=norm(f"{name}.attention.output.LayerNorm"),

@@ -1,11 +1,3 @@
-# ---
-# jupyter:
-#   kernelspec:
-#     display_name: Python 3
-#     language: python
-#     name: python3
-# ---
-
 # %% [markdown]
 # # Every layer of a trained network
 #
@@ -121,6 +113,12 @@ images, labels = test_images[:32], test_labels[:32]
 grad = eqx.filter_jit(eqx.filter_grad(loss))
 grads, intermediates = save_intermediates(grad)(model, images, labels)
 print(tabulate(intermediates))
+
+# %% [markdown]
+# In a notebook, as the last line of a cell, the table shows in HTML:
+
+# %%
+tabulate(intermediates)
 
 # %% [markdown]
 # ## Is it right?

@@ -272,7 +272,13 @@ def watch_run(model, state):
 
     layers = ("model/blocks*",)
     fn = tap(
-        run, alarm, names=layers, when=not_finite, transform=summarize, ordered=True
+        run,
+        alarm,
+        capture=chosen,
+        names=layers,
+        when=not_finite,
+        transform=summarize,
+        ordered=True,
     )
     fn = tap(fn, progress, names="loss", every=3, ordered=True)
     # What is tapped can be captured too, here for the picture.
@@ -286,8 +292,16 @@ def watch_run(model, state):
     assert block == FADING
     # The next is the gradient that the block sends down to the one below.
     assert alarms[1] == ("model/blocks", "cotangent", i, FADING - 1)
-    gradients = found["model/blocks"]["cotangent"].merge(axis=1)
-    return i, jax.tree.map(np.asarray, gradients)
+    # One summary for each step and block, of all examples and positions.
+    gradients = {
+        "output": found["model/blocks"]["cotangent"].merge(axis=1),
+        "queries": found[name]["cotangent"].merge(axis=(1, 3)),
+    }
+    gradients = jax.tree.map(np.asarray, gradients)
+    # What the picture shows: the alarm came from the first that is not finite.
+    assert not gradients["output"].not_finite[i, FADING]
+    assert gradients["queries"].not_finite[i, FADING]
+    return i, gradients
 
 
 def check_alarm(model, state, i):
@@ -387,19 +401,22 @@ def plot(history, gradients, alarm, steps):
     axes[0, 0].set_ylabel("block")
 
     axis = axes[1, 0]
-    bad = gradients.not_finite > 0
-    rms = np.where(bad, np.nan, gradients.rms)
-    image = np.ma.masked_invalid(np.log10(rms)).T
+    # The gradient reaches the output of a block first, then its queries.
+    rows = [(block, kind) for block in range(LAYERS) for kind in ("queries", "output")]
+    pick = lambda of: np.stack([of(gradients[kind])[:, b] for b, kind in rows])
+    bad, rms = pick(lambda s: s.not_finite > 0), pick(lambda s: s.rms)
+    image = np.ma.masked_array(np.log10(np.where(bad, 1, rms)), bad)
     colours = plt.get_cmap("magma").with_extremes(bad="tab:red")
     axis.imshow(image, aspect="auto", origin="lower", cmap=colours)
-    axis.set(xlabel="step of the fading run", ylabel="block", yticks=range(LAYERS))
-    axis.set_title("gradients, red: not finite")
+    axis.set(xlabel="step of the fading run", title="gradients, red: not finite")
+    axis.set_yticks(range(len(rows)), [f"{b}: {kind}" for b, kind in rows], size=9)
     axis.annotate(
-        f"alarm:\nstep {alarm}, block {FADING}",
-        (alarm - 0.4, FADING - 0.2),
-        (0.4, 0.5),
+        f"alarm: step {alarm},\nqueries of block {FADING}",
+        (alarm, rows.index((FADING, "queries"))),
+        (0.2, 0.3),
         color="white",
-        arrowprops=dict(color="white", arrowstyle="->", lw=1.5),
+        size=9,
+        arrowprops=dict(color="white", arrowstyle="->", lw=1.5, shrinkB=0),
         bbox=dict(boxstyle="round,pad=0.3", fc="black", ec="none", alpha=0.7),
     )
 

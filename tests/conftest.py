@@ -15,6 +15,8 @@ import jax.random as jr
 import numpy as np
 import pytest
 
+from .helpers import is_literal
+
 
 jax.config.update("jax_platforms", "cpu")
 # Compiling is most of what these tests do, and they are small.
@@ -33,6 +35,7 @@ def pytest_configure(config):
 
 
 def _same(x, y):
+    assert not is_literal(x) and not is_literal(y)
     if eqx.is_array(x) and not jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
         np.testing.assert_array_equal(x, y)
 

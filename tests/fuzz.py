@@ -58,7 +58,7 @@ class Refused(Exception):
     """JAX refuses the program itself, without a capture."""
 
 
-# What docs/limits.md says, by what it says of it.
+# What docs/messages.md says, by what it says of it.
 DOCUMENTED = {
     "a name at two places": r"is sown more than once",
     "rule that only some lanes run": r"derivative rule of a function .* some lanes",
@@ -94,11 +94,8 @@ def documented(error: Exception, the_plan: "Plan") -> str | None:
         return "ValueError: vmap of a shard_map with a constant in a branch"
     twice = sum(w in thr.FORWARD + thr.REVERSE for w in the_plan.words) > 1
     old = jax.__version_info__ < (0, 11)
-    if isinstance(error, ValueError) and old:
-        if "Expected cotangent type" in text and twice:
-            return "ValueError: second derivative of a scan"
-        if "requires varying manual axes to match" in text:
-            return "ValueError: a derivative in a shard_map"
+    if isinstance(error, ValueError) and "Expected cotangent type" in text:
+        return "ValueError: second derivative of a scan" if old and twice else None
     return None
 
 

@@ -84,7 +84,19 @@ def is_key(x):
     return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
+def is_literal(x):
+    """What JAX keeps of a scalar in a jaxpr: a number or an array of NumPy's that has a
+    dtype of its own, and that no program should get to see."""
+    numpy = type(x) is np.ndarray or isinstance(x, np.generic)
+    known = numpy or isinstance(x, jax.Array | jax.ShapeDtypeStruct)
+    return hasattr(x, "dtype") and not known
+
+
 def _leaf_equal(x, y, rtol, atol, weak):
+    if is_literal(x):
+        return False
+    # JAX itself returns one that an eager call only passes on.
+    y = jnp.asarray(y) if is_literal(y) else y
     x_array, y_array = (isinstance(z, jax.Array | np.ndarray) for z in (x, y))
     if x_array != y_array:
         return False
@@ -94,6 +106,9 @@ def _leaf_equal(x, y, rtol, atol, weak):
         return False
     if x.dtype == jax.dtypes.float0:
         return True
+    # What comes back is an array of JAX's; what is expected may be NumPy's.
+    if isinstance(y, jax.Array) and not isinstance(x, jax.Array):
+        return False
     if is_key(x):
         x, y = jax.random.key_data(x), jax.random.key_data(y)
     elif weak and getattr(x, "weak_type", False) != getattr(y, "weak_type", False):
@@ -115,7 +130,7 @@ def _as_dicts(tree):
 
 def tree_allclose(x, y, *, rtol=1e-5, atol=1e-5, weak=False):
     """Same structure, leaf types, shapes and dtypes; near values. An `Intermediates` is
-    a dict."""
+    a dict. Arrays of `x` are JAX's where those of `y` are."""
     x, y = map(_as_dicts, (x, y))
     x_leaves, x_def = jtu.tree_flatten(x)
     y_leaves, y_def = jtu.tree_flatten(y)
@@ -131,6 +146,7 @@ def assert_close(x, y, **kwargs):
 
 def close(got, want, rtol=1e-5):
     want = np.asarray(want)
+    assert not is_literal(got)
     assert got.shape == want.shape
     np.testing.assert_allclose(got, want, rtol=rtol, atol=1e-6)
 

@@ -112,10 +112,11 @@ class Twice:
 
 @dataclass(frozen=True)
 class Layer:
-    """A module, for `capture=`."""
+    """A module, for `capture=`, and how its array comes to its call."""
 
     index: int
     c: float
+    way: str = "as it is"
 
 
 @dataclass(frozen=True)
@@ -216,6 +217,33 @@ class Module(eqx.Module):
         return jnp.sin(v) * self.c
 
 
+_call = jax.jit(lambda module, v: module(v))
+_remat = jax.checkpoint(lambda module, v: module(v))
+
+
+def _mean(*modules):
+    return jtu.tree_map(lambda a, b: 0.5 * (a + b), *modules)
+
+
+def _one_of_two(module, v):
+    return lax.cond(v.sum() > 0, lambda: module, lambda: jtu.tree_map(jnp.copy, module))
+
+
+# Whatever is done to it on the way, the name is that of where it comes from.
+WAYS = {
+    "as it is": lambda m, v: m(v),
+    "a compiled function of all layers": lambda m, v: _call(m, v),
+    "a checkpointed function of all layers": lambda m, v: _remat(m, v),
+    "the mean of two": lambda m, v: _mean(m, m)(v),
+    "a step away": lambda m, v: eqx.apply_updates(m, jtu.tree_map(jnp.zeros_like, m))(
+        v
+    ),
+    "made anew": lambda m, v: Module(m.c)(v),
+    "one of two": lambda m, v: _one_of_two(m, v)(v),
+    "one of a stack": lambda m, v: jtu.tree_map(lambda a: jnp.stack([a, a])[1], m)(v),
+}
+
+
 def to_layers(node) -> list[Module]:
     found = {n.index: n.c for n in walk(node) if isinstance(n, Layer)}
     return [
@@ -296,7 +324,7 @@ def to_jax(node, sow: Callable, layers=()) -> Callable:
                     v = scope(name)(once)(v, o)
                 return v
             case Layer():
-                return layers[node.index](v)
+                return WAYS[node.way](layers[node.index], v)
             case Rule():
                 return _with_rule(node, sow)(v)
             case Seq():
@@ -808,7 +836,9 @@ class Generator:
                 return Twice(scopes, bool(self.pick(0, 1)), self.seq(inner))
             case "layer":
                 self.layers += 1
-                return Layer(self.layers - 1, float(self.rng.uniform(0.5, 1.2)))
+                c = float(self.rng.uniform(0.5, 1.2))
+                way = [*WAYS][int(1e6 * c) % len(WAYS)]
+                return Layer(self.layers - 1, c, way)
             case "policy":
                 hows = "nothing", "everything", "dots", "filter_jit"
                 return Call(self.pick(*hows), self.seq(inner))

@@ -260,3 +260,27 @@ def test_models(name, case):
 def test_same_program(case):
     captured, by_hand, args = CASES[case]
     _same_program(captured, by_hand, *args)
+
+
+def _pairs(mark):
+    """Nothing but the sow differentiates `y`."""
+
+    def fn(x, y, ws):
+        def body(c, w):
+            x, y = c
+            y = jnp.tanh(y @ w)
+            return mark((jnp.tanh(x @ w) + y, y), "pair"), None
+
+        x, y = lax.scan(jax.checkpoint(body), (x, y), ws)[0]
+        return jnp.sum(x * y)
+
+    return fn
+
+
+@pytest.mark.parametrize("select", [dict(modes="primal"), dict(names="other")])
+def test_cotangents_of_leaves_cost_nothing_unless_selected(select):
+    def loss(mark):
+        return jax.grad(lambda x, y, ws: _pairs(mark)(mark(x, "other"), y, ws))
+
+    saved = lambda *args: S(loss(sow), **select)(*args)[0]
+    _same_program(saved, loss(lambda v, name: v), X, X, WS)

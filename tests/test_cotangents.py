@@ -148,7 +148,7 @@ def _branches(p, x):
 
 
 def _cotangent(p, x):
-    return (3 * x, 2 * x) if p else (7 * Y, 0.0)
+    return (3 * x, 2 * x) if p else (7 * Y, 5 * x)
 
 
 @pytest.mark.parametrize("p", [True, False])
@@ -164,9 +164,7 @@ def test_one_branch_differentiates_a_leaf_and_the_other_does_not(p):
     captured = S(g)(p, x)[1]
     for mode in ("primal", "cotangent"):
         close(plant(g, captured, mode=mode)(p, x), g(p, x))
-    # The leaf that is not differentiated there is of JAX's dtype `float0`.
-    double = lambda t: t if t.dtype == jax.dtypes.float0 else 2 * t
-    twice = {"v": lambda v: jax.tree.map(double, v)}
+    twice = {"v": lambda v: jax.tree.map(lambda t: 2 * t, v)}
     close(plant(g, twice, mode="cotangent")(p, x), 2 * g(p, x))
     tangents = lambda x: jax.jvp(lambda x: _branches(p, x), (x,), (jnp.ones(()),))
     _, got = S(tangents)(x)
@@ -199,12 +197,91 @@ def test_places_that_differentiate_different_leaves(reduce):
     _, got = S(jax.grad(f), reduce=reduce)(x)
     first, second = got["v"]["cotangent"]
     if isinstance(reduce, Append):
-        close(first[0], 6.0), close(first[1], 4.0), close(second[0], 21.0)
-        assert second[1].dtype == jax.dtypes.float0
+        close(first[0], 6.0), close(first[1], 4.0)
+        close(second[0], 21.0), close(second[1], 10.0)
     elif isinstance(reduce, Buffer):
-        close(first, [21.0, 6.0]), close(second, [0.0, 4.0])
+        close(first, [21.0, 6.0]), close(second, [10.0, 4.0])
     else:
         close(first, 6.0), close(second, 4.0)
+
+
+# --- leaves that nothing differentiates, beside others ---
+def _as_custom_jvp(f):
+    g = jax.custom_jvp(f)
+    g.defjvp(lambda primals, tangents: jax.jvp(f, primals, tangents))
+    return g
+
+
+def _in_cond(f):
+    return lambda x, y: lax.cond(x[0] < 9, f, lambda x, y: 0.0, x, y)
+
+
+def _xy(value):
+    return {k: value[k] for k in "xy"}
+
+
+def _both(mark, x, y):
+    ints = {"i": jnp.arange(2), "numpy": np.ones(2, np.float32)}
+    t = mark({"x": jnp.sin(x), "y": y, **ints}, "both")
+    return jnp.sum(t["x"] * jnp.cos(t["y"]))
+
+
+def _scanned(eps, x, y, mark=lambda v, eps: jax.tree.map(jnp.add, v, eps)):
+    def body(c, eps):
+        x, y = mark((jnp.sin(c[0]) * c[1], c[1]), eps)
+        return (x, 1.1 * y), None
+
+    x, y = lax.scan(body, (x, y), eps)[0]
+    return jnp.sum(x * jnp.cos(y))
+
+
+NO_EPS = (jnp.zeros((3, 2)),) * 2
+_SAME = lambda f: f
+every_call = pytest.mark.parametrize(
+    "wrap", [_SAME, jax.jit, jax.checkpoint, _as_custom_jvp, _in_cond]
+)
+
+
+@every_call
+def test_the_cotangent_of_a_value_is_that_of_all_of_it(call, wrap):
+    """Law 4, differentiated with respect to `x` alone."""
+    y = jnp.array([2.0, -1.0])
+    _, got = call(S(jax.grad(wrap(ft.partial(_both, sow)))), X, y)
+    cotangent = got["both"]["cotangent"]
+    add = lambda eps: lambda v, name: {**v, **jax.tree.map(jnp.add, _xy(v), eps)}
+    zeros = dict(x=jnp.zeros(2), y=jnp.zeros(2))
+    want = jax.grad(lambda eps: _both(add(eps), X, y))(zeros)
+    assert_close(_xy(cotangent), want)
+    for name in ("i", "numpy"):
+        assert cotangent[name].dtype == jax.dtypes.float0
+
+
+@every_call
+def test_the_cotangent_of_a_value_is_that_of_all_of_it_in_loops(call, wrap):
+    y = jnp.array([2.0, -1.0])
+    f = wrap(lambda x, y: _scanned(NO_EPS, x, y, lambda v, _: sow(v, "both")))
+    want = jax.grad(_scanned)(NO_EPS, X, y)
+    _, got = call(S(jax.grad(f)), X, y)
+    assert_close(got["both"]["cotangent"], want)
+    xs = jnp.stack([X, 2 * X])
+    each = jax.vmap(jax.grad(_scanned), (None, 0, None))
+    want = each(NO_EPS, xs, y)
+    _, got = call(S(jax.vmap(jax.grad(f), (0, None))), xs, y)
+    assert_close(got["both"]["cotangent"], want)
+
+
+def test_in_every_mode():
+    y = jnp.array([2.0, -1.0])
+    f = lambda x: _both(sow, x, y)
+    _, got = S(lambda x: jax.jvp(jax.grad(f), (x,), (x,)))(X)
+    assert_close(_xy(got["both"]["tangent"]), dict(x=jnp.cos(X) * X, y=jnp.zeros(2)))
+    want = dict(x=jnp.zeros(2), y=-jnp.sin(y) * jnp.cos(X) * X)
+    assert_close(_xy(got["both"]["cotangent.tangent"]), want)
+
+
+def test_a_value_of_which_no_leaf_is_differentiated_has_no_cotangent():
+    _, got = S(jax.grad(lambda x, y: (x * sow((y, 2 * y), "y")[0]).sum()))(X, X)
+    assert set(got["y"]) == {"primal"}
 
 
 # --- which cotangent belongs to which primal ---

@@ -1,11 +1,12 @@
 """Every piece of Python in the README, the docs and the docstrings runs, and prints
 what is shown below it."""
 
+import ast
 import inspect
 import json
 import pathlib
 import re
-import tomllib
+import sys
 
 import eqx_sow
 import pytest
@@ -20,15 +21,24 @@ BLOCK = re.compile(
 )
 
 
+sys.path.insert(0, str(ROOT / "docs"))
+import make_notebooks
+import make_pages
+
+
+sys.path.pop(0)
+
+
 def _blocks():
+    # The pages have all docstrings, as a test below says, and what the README has.
     texts = {
-        p.stem: p.read_text() for p in (ROOT / "README.md", *ROOT.glob("docs/**/*.md"))
+        str(p.relative_to(ROOT / "docs")): p.read_text() for p in make_pages.pages()
     }
-    for name, x in vars(eqx_sow).items():
-        if not name.startswith("_"):
-            texts[name] = inspect.getdoc(x) or ""
-            if inspect.isclass(x) and x.__init__ is not object.__init__:
-                texts[f"{name}.__init__"] = inspect.getdoc(x.__init__) or ""
+    texts |= {"README": re.sub(make_pages.PART, "", (ROOT / "README.md").read_text())}
+    # Here one program goes on through the page.
+    (key,) = [name for name in texts if name == "coming-from-pytorch.md"]
+    parts = [code for _, code, _ in BLOCK.findall(texts.pop(key))]
+    yield pytest.param("\n".join(parts), "", id=key)
     for name, text in texts.items():
         for i, (indent, *texts) in enumerate(BLOCK.findall(text)):
             code, shown = (
@@ -79,43 +89,110 @@ def test_every_line_of_the_cheat_sheet_runs():
     assert len(rows) == text.count("\n| ") - text.count("| you want |") > 0
 
 
-def test_the_address_is_that_of_the_metadata():
-    urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
-    (address,) = re.findall(
-        r"git\+(https://[^\s\"]+)", (ROOT / "README.md").read_text()
-    )
-    assert address == urls["Repository"]
+@pytest.mark.parametrize("page", make_pages.pages(), ids=lambda page: page.stem)
+def test_pages_have_what_they_repeat(page):
+    text = make_pages.made(page)
+    assert text == page.read_text(), "Run `python docs/make_pages.py`."
+    assert not re.search(r"\]\[(\]|eqx_sow)", text)
 
 
-def test_limits_name_tests_that_exist():
-    text = (ROOT / "docs/limits.md").read_text()
+def test_every_public_name_is_on_a_page():
+    public = {
+        name
+        for name, x in vars(eqx_sow).items()
+        if name[0] != "_" and not inspect.ismodule(x)
+    }
+    assert set(make_pages.found()) == public
+    for name in public:
+        assert (
+            ROOT / "docs" / make_pages.link(name, ROOT / "docs/x.md").split("#")[0]
+        ).exists()
+
+
+PAGES = sorted((*ROOT.glob("*.md"), *ROOT.glob("examples/*.md"), *make_pages.pages()))
+FENCED = re.compile(r"^( *)```.*?^\1```", re.DOTALL | re.MULTILINE)
+LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)#?([^)\s]*)\)")
+
+
+def _anchors(page):
+    """As a repository browser makes them."""
+    for heading in re.findall("^#+ (.*)$", FENCED.sub("", page.read_text()), re.M):
+        text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).lower()
+        yield re.sub(r"[^\w\- ]", "", text).replace(" ", "-")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_links_lead_somewhere(page):
+    text = re.sub("`[^`]*`", "", FENCED.sub("", page.read_text()))
+    for file, anchor in LINK.findall(text):
+        there = page.parent / file if file else page
+        assert there.exists(), file
+        assert not anchor or anchor in set(_anchors(there)), f"{file}#{anchor}"
+
+
+@pytest.mark.parametrize("page", ["limits", "messages", "laws"])
+def test_pages_name_tests_that_exist(page):
+    text = (ROOT / f"docs/{page}.md").read_text()
     named = re.findall(r"\b(test_\w+\.py)::(test_\w+)", text)
-    assert len(named) > 30
+    assert named
     for file, name in named:
         assert f"def {name}(" in (ROOT / "tests" / file).read_text(), (file, name)
 
 
-def _cells(script):
-    """The cells of a script in jupytext's percent format."""
-    _, *cells = re.split(r"^# %%", script, flags=re.MULTILINE)
-    for cell in cells:
-        first, _, rest = cell.partition("\n")
-        kind = "markdown" if first == " [markdown]" else "code"
-        if kind == "markdown":
-            rest = re.sub("^# ?", "", rest, flags=re.MULTILINE)
-        yield kind, rest.strip()
+def _strings():
+    """Each string in the code, with a `…` for what is put in."""
+    for file in ROOT.glob("eqx_sow/**/*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = [getattr(v, "value", None) for v in node.values]
+                yield "".join(p if isinstance(p, str) else "…" for p in parts)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+
+
+def _messages():
+    text = (ROOT / "docs/messages.md").read_text()
+    _, ours, _ = re.split("^## ", text, flags=re.MULTILINE)
+    return re.findall('^### .*?"(.*)"', ours, re.MULTILINE)
+
+
+def test_messages_are_those_of_the_code():
+    strings = list(_strings())
+    assert len(_messages()) > 20
+    for heading in _messages():
+        for message in heading.split('", "'):
+            parts = map(re.escape, message.split(" … "))
+            pattern = re.compile(".*".join(parts), re.DOTALL)
+            assert any(map(pattern.search, strings)), message
 
 
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_is_its_script_without_outputs(path):
-    script = list(_cells(path.with_suffix(".py").read_text()))
-    cells = json.loads(path.read_text())["cells"]
-    assert [(c["cell_type"], "".join(c["source"])) for c in cells] == script
-    assert all(not c.get("outputs") and not c.get("execution_count") for c in cells)
+def test_a_notebook_is_its_script_with_outputs(path):
+    script = list(make_notebooks.cells(path.with_suffix(".py").read_text()))
+    notebook = json.loads(path.read_text())
+    cells = [
+        (c["cell_type"], "".join(c["source"]), c["metadata"].get("alt"))
+        for c in notebook["cells"]
+    ]
+    assert cells == script, "Run `python docs/make_notebooks.py`."
+    code = [c for c in notebook["cells"] if c["cell_type"] == "code"]
+    assert [c["execution_count"] for c in code] == list(range(1, len(code) + 1))
+    shown = [output for c in code for output in c["outputs"]]
+    assert shown and all(x["output_type"] != "error" for x in shown)
+    # Small enough to look at, and to keep.
+    assert path.stat().st_size < 400_000
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_pages_have_the_pictures_of_the_notebooks(path):
+    files = sorted((ROOT / "docs/images").glob(f"{path.stem}-*.png"))
+    pictures = list(make_notebooks.images(json.loads(path.read_text())))
+    assert [data for _, data in pictures] == [file.read_bytes() for file in files]
+    assert all(alt for alt, _ in pictures)
 
 
 def test_there_are_notebooks():
-    assert len(NOTEBOOKS) == 2
+    assert len(NOTEBOOKS) == 5

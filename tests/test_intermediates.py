@@ -94,7 +94,11 @@ def test_order_of_modes():
 def test_is_a_dict():
     got = S(lambda x: sow(x, "h") + sow({"a": x}, "g")["a"])(2.0 * X[0])[1]
     assert isinstance(got, dict)
-    assert repr(got) == repr(dict(got))
+    assert (
+        repr(got)
+        == str(got)
+        == "{'h': {'primal': f32[]}, 'g': {'primal': {'a': f32[]}}}"
+    )
     plain = {"h": {"primal": 1}}
     assert Intermediates(plain) == plain and plain == Intermediates(plain)
     assert Intermediates(plain) != {"h": {"primal": 2}}

@@ -7,11 +7,9 @@ modules: the two that `eqx_sow/_compat.py` uses.
 """
 
 import ast
-import contextlib
 import dataclasses as dc
 import functools as ft
 import gc
-import re
 import sys
 import types
 import weakref
@@ -228,7 +226,7 @@ def test_effect_is_kept(outside, inside):
 @assumed(
     "A program with an effect whose type is a subclass of that of `jax.debug.print` "
     "is lowered and runs.",
-    "_transforms/send.py",
+    "_handlers/send.py",
 )
 def test_effect_is_lowered():
     mark_p = marker()
@@ -526,9 +524,10 @@ def test_while():
 
 @assumed(
     "A `shard_map` has the parameters jaxpr, mesh (whose `shape` is a dict), in_specs, "
-    "out_specs, check_vma, and `newly_manual_axes` or `manual_axes`; the type of what "
-    "varies over a mesh axis has it in `vma` or `mat.varying`.",
+    "out_specs, check_vma and `newly_manual_axes`; the type of what varies over a mesh "
+    "axis has it in `vma` or `mat.varying`.",
     "_compat.py",
+    "_handlers/tapping.py",
     "_walk/rules/sharding.py",
 )
 def test_shard_map():
@@ -542,8 +541,7 @@ def test_shard_map():
     p = eqn.params
     assert (p["check_vma"], dict(p["mesh"].shape)) == (True, {"d": 1})
     assert len(p["in_specs"]) == len(p["out_specs"]) == len(p["jaxpr"].invars) == 1
-    name = "newly_manual_axes" if "newly_manual_axes" in p else "manual_axes"
-    assert set(p[name]) == {"d"}
+    assert set(p["newly_manual_axes"]) == {"d"}
     (aval,) = types_
     varying = aval.mat.varying if hasattr(aval, "mat") else aval.vma
     assert varying == {"d"}
@@ -747,8 +745,8 @@ def test_replacing_bind(monkeypatch):
 @assumed(
     "`str_short` writes a type as `f32[2]` or `float32[2]`.",
     "_walk/register.py",
-    "_values/tabulate.py",
-    "_transforms/events.py",
+    "_results/tabulate.py",
+    "_results/line.py",
 )
 def test_names_of_types():
     aval = jax.typeof(jnp.ones(2))
@@ -809,7 +807,7 @@ def test_derivative_rules():
     "with `name`, `size` and `spmd_name`.",
     "_mark/primitive.py",
     "_walk/jax_rules.py",
-    "_transforms/send.py",
+    "_handlers/send.py",
     "_transforms/tap.py",
 )
 def test_batching_rules():
@@ -1004,7 +1002,7 @@ def test_checkpoint_of_scan(monkeypatch):
     "the one that is run again, which outputs of these are unknown, which are made "
     "again, and the residuals; either equation can be `None`.",
     "_mark/primitive.py",
-    "_transforms/send.py",
+    "_handlers/send.py",
 )
 def test_checkpoint_rules():
     mark_p, again_p = marker(), toy("again")
@@ -1052,7 +1050,7 @@ def test_partial_evaluation_of_scan(monkeypatch):
 @assumed(
     "`mlir.lower_fun` makes a lowering of a function, and `mlir.register_lowering` "
     "takes one for a platform, which is not cached if `cacheable=False`.",
-    "_transforms/send.py",
+    "_handlers/send.py",
     "_mark/primitive.py",
 )
 def test_lowering():
@@ -1070,7 +1068,7 @@ def test_lowering():
     "Transposition leaves an object on the name stack of an equation, whose type is "
     "not that of a scope; no other transformation does.",
     "_compat.py",
-    "_transforms/replay.py",
+    "_handlers/replay.py",
 )
 def test_name_stacks():
     def fn(x):
@@ -1137,7 +1135,7 @@ def test_tracebacks():
 
 @assumed(
     "What JAX and Equinox put between a function and its caller are frames of their "
-    "own files, and of `contextlib`.",
+    "own files.",
     "_frames.py",
 )
 def test_frames():
@@ -1160,37 +1158,18 @@ def test_frames():
     ):
         jax.make_jaxpr(wrap(fn))(jnp.ones(2))
     eqx.nn.Sequential([eqx.nn.Lambda(fn)])(jnp.ones(2))
-    others = {f for f in seen if not any(f.is_relative_to(p) for p in ours)}
-    assert len(seen) > 5 and others <= {Path(contextlib.__file__)}
+    assert len(seen) > 5
+    assert all(any(f.is_relative_to(p) for p in ours) for f in seen)
 
 
 # --- functions and modules ---
 
 
 @assumed(
-    "The error about two trees that differ in a class shows both classes, or up to JAX "
-    "0.10.1 the class of one and the value in the other.",
-    "_compat.py",
-)
-def test_trees_that_differ():
-    class Linear(eqx.nn.Linear):
-        pass
-
-    one, other = (c(1, 2, key=jax.random.key(0)) for c in (eqx.nn.Linear, Linear))
-    with pytest.raises(ValueError) as info:
-        jax.tree.map(lambda x, y: x, one, other)
-    message = str(info.value)
-    both = r"<class '[\w.]+\.Linear'>.*<class '[^']*Linear'>"
-    assert re.search(
-        rf"{both}|<class '[\w.]+\.Linear'>, value: \S*\bLinear\(", message, re.S
-    )
-
-
-@assumed(
     "What `jax.jit` and `eqx.filter_jit` return has a type of its own, and a "
     "`__wrapped__`; so has what `jax.vmap` and `jax.grad` return, which close over it.",
     "_compat.py",
-    "_modules/closures.py",
+    "_modules/variables.py",
 )
 def test_functions_of_functions():
     fn = lambda x: x
@@ -1212,7 +1191,7 @@ def test_functions_of_functions():
 @assumed(
     "A function with a derivative rule is an object of a class of JAX's, whose "
     "`__dict__` has the functions.",
-    "_modules/closures.py",
+    "_modules/variables.py",
 )
 def test_objects_of_jax():
     fn = lambda x: x
@@ -1227,8 +1206,7 @@ def test_objects_of_jax():
     "`_fun`, `fun`, `fn`, `func`, `__wrapped__` or `_fun_value_and_grad`; their types "
     "have a property `__wrapped__`, save those of `eqx.filter_jacrev` and `eqx."
     "Partial`.",
-    "_modules/find.py",
-    "_modules/marks.py",
+    "_mark/noting.py",
 )
 def test_wrappers_of_equinox():
     inside = {"__wrapped__", "_fn", "fn", "func", "_fun", "fun", "_fun_value_and_grad"}
@@ -1254,8 +1232,7 @@ def test_wrappers_of_equinox():
 
 @assumed(
     "A method of a module is a module with `__self__` and `__func__`.",
-    "_modules/marks.py",
-    "_modules/find.py",
+    "_mark/noting.py",
 )
 def test_methods_of_modules():
     class Model(eqx.Module):
@@ -1265,34 +1242,6 @@ def test_methods_of_modules():
     model = Model()
     assert isinstance(model.method, eqx.Module)
     assert isinstance(model.method.__self__, Model) and model.method.__func__
-
-
-@assumed(
-    "A class made from a module's, with one more static field, is a PyTree with the "
-    "same paths, and an instance can be made by `object.__new__` and its `__dict__`.",
-    "_modules/marks.py",
-)
-def test_subclasses_of_modules():
-    class Quiet:
-        def __init_subclass__(cls, **kwargs):
-            pass
-
-    namespace = {
-        "__annotations__": {"_extra": tuple},
-        "_extra": eqx.field(static=True, repr=False, default=()),
-    }
-    bases = Quiet, eqx.nn.Linear
-    cls = types.new_class("Linear", bases, {}, lambda n: n.update(namespace))
-    old = eqx.nn.Linear(1, 2, key=jax.random.key(0))
-    new = object.__new__(cls)
-    new.__dict__.update(old.__dict__, _extra=(1,))
-    (paths, treedef), (old_paths, old_treedef) = map(
-        jax.tree_util.tree_flatten_with_path, (new, old)
-    )
-    assert [p for p, _ in paths] == [p for p, _ in old_paths]
-    again = jax.tree.unflatten(treedef, [x for _, x in paths])
-    assert type(again) is cls and again._extra == (1,) and treedef != old_treedef
-    assert jnp.array_equal(again(jnp.ones(1)), old(jnp.ones(1)))
 
 
 @assumed(

@@ -9,15 +9,18 @@ import jax
 import jax.lax as lax
 import jax.numpy as jnp
 import jax.tree_util as jtu
+import numpy as np
 import pytest
-from eqx_sow import save_intermediates as S, sow
+from eqx_sow import Last, plant, save_intermediates as S, sow, tap
 
 from tests.helpers import (
     assert_close,
+    close,
     cotangents,
     modes_of,
     perturb,
     primals,
+    primitives,
     tangents,
     thread,
     unmarked,
@@ -579,3 +582,120 @@ def test_dependence_decides_whether_there_is_a_cotangent(call):
     }
     assert_close(got["unreached"]["cotangent"], jnp.zeros(3))
     assert_close(got["reached"]["cotangent"], jnp.ones(3))
+
+
+# --- every kind of argument ---
+
+
+def _custom_jvp(f):
+    g = jax.custom_jvp(f)
+    g.defjvp(lambda primals, tangents: jax.jvp(f, primals, tangents))
+    return g
+
+
+def _custom_vjp(f):
+    g = jax.custom_vjp(f)
+    g.defvjp(lambda x: jax.vjp(f, x), lambda pull, ct: pull(ct))
+    return g
+
+
+ARGUMENTS = {
+    "float": 0.7,
+    "int": 3,
+    "bool": True,
+    "complex": 0.7 - 0.2j,
+    "numpy-float32": np.float32(0.7),
+    "numpy-float64": np.float64(0.7),
+    "numpy-bool": np.True_,
+    "numpy-array": np.array([0.7, -0.2], np.float32),
+    "weak": jnp.asarray(0.7),
+    "array": X,
+    "key": jax.random.key(0),
+}
+CALLS = {
+    "jit": jax.jit,
+    "checkpoint": jax.checkpoint,
+    "policy": lambda f: jax.checkpoint(f, policy=_POLICIES.dots_saveable),
+    "custom_jvp": _custom_jvp,
+    "custom_vjp": _custom_vjp,
+    "nested": lambda f: jax.checkpoint(_custom_jvp(jax.checkpoint(f))),
+    "cond": lambda f: lambda x: lax.cond(True, f, f, x),
+    "scan": lambda f: lambda x: lax.scan(lambda c, _: (c, f(c)), x, length=2)[1],
+}
+
+
+def _passed_on(mark, x):
+    """Nothing is computed, a literal is marked, and one is returned."""
+    y = mark(x, "x")
+    return mark({"x": y, "two": jnp.asarray(2.0)}, "both")["x"], 3.0
+
+
+def _last(wrap, tree):
+    return jtu.tree_map(lambda x: x[-1], tree) if wrap == "scan" else tree
+
+
+@pytest.mark.parametrize("wrap", CALLS)
+@pytest.mark.parametrize("kind", ARGUMENTS)
+def test_every_kind_of_argument(call, kind, wrap):
+    f, x = CALLS[wrap](ft.partial(_passed_on, sow)), ARGUMENTS[kind]
+    # JAX takes them all; what it returns of a literal is one.
+    want, seen = jtu.tree_map(jnp.asarray, CALLS[wrap](thread(_passed_on))(x))
+    out, got = call(S(f), x)
+    assert_close(out, want, weak=True)
+    assert_close(with_mode(got, "primal"), seen)
+    last = call(S(f, reduce=Last()), x)[1]
+    assert_close(with_mode(last, "primal"), _last(wrap, seen))
+    assert_close(call(plant(f, got), x), want, weak=True)
+    doubled = plant(f, {"x": lambda y: jnp.zeros_like(y)})
+    assert_close(call(doubled, x)[0], jtu.tree_map(jnp.zeros_like, want[0]))
+    events = []
+    assert_close(tap(f, events.append, names="both")(x), want, weak=True)
+    jax.effects_barrier()
+    two = 2 if wrap == "scan" else 1
+    assert [event.value["two"] for event in events] == [2.0] * two
+
+
+def _smooth(mark, x):
+    y = mark(jnp.sin(mark(x, "x")) * 2, "y")
+    return jnp.sum(mark(lax.cond(True, lambda y: y, lambda y: 0 * y, y), "z"))
+
+
+@pytest.mark.parametrize("wrap", ["checkpoint", "policy", "custom_jvp", "nested"])
+@pytest.mark.parametrize("kind", ["float", "numpy-float32", "numpy-array", "weak"])
+def test_every_kind_of_argument_differentiated(call, kind, wrap):
+    wrap, x = CALLS[wrap], ARGUMENTS[kind]
+    reference = cotangents(_smooth, jnp.asarray(x))
+    f = ft.partial(_smooth, sow)
+    for g in (wrap(jax.grad(f)), jax.grad(wrap(f)), wrap(jax.grad(wrap(f)))):
+        out, got = call(S(g), x)
+        assert_close(with_mode(got, "cotangent"), reference)
+        assert_close(out, reference["x"])
+    # The tangent is a literal, and an operand of the sow.
+    tangent = 1.0 if kind == "float" else np.ones(np.shape(x), np.float32)
+    along = lambda x: jax.jvp(wrap(f), (x,), (tangent,))
+    _, got = call(S(along, reduce=Last()), x)
+    assert_close(got["x"]["tangent"], jnp.ones(np.shape(x)))
+
+
+def test_literals_inside(call):
+    def f(x):
+        y = sow(2.0 * x, "y")
+        one = sow(jnp.asarray(1.0), "one")
+        body = lambda i, c: sow(c * 0.5, "carry")
+        start_at_literal = lax.fori_loop(0, 2, body, 1.0)
+        branch = lambda: sow(jnp.asarray(3.0), "branch")
+        chosen = lax.cond(y > 0, branch, lambda: 4.0)
+        return one + start_at_literal + chosen
+
+    want = dict(y=2.0, one=1.0, carry=np.array([0.5, 0.25]), branch=3.0)
+    for g in (f, jax.checkpoint(f), jax.jit(f)):
+        out, got = call(S(g), jnp.asarray(1.0))
+        close(out, 4.25)
+        for name, value in want.items():
+            close(got[name]["primal"], value)
+
+
+def test_no_equation_for_a_literal():
+    f = jax.checkpoint(ft.partial(_passed_on, sow))
+    closed = jax.make_jaxpr(lambda: S(f)(1.0))()
+    assert set(primitives(closed)) == {"remat2"}

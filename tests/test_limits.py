@@ -1,4 +1,4 @@
-"""Each row of `docs/limits.md`: a primitive, and what becomes of a sow inside."""
+"""Rows of `docs/what-comes-back.md`: a primitive, and what becomes of a sow inside."""
 
 import equinox as eqx
 import jax

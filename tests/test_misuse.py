@@ -1,7 +1,7 @@
 """A catalogue of misuses: what is raised, and what it says.
 
 Each message names the sow or the option, the line of the sow if there is one, and what
-to write instead. The last frame of the traceback is the user's. `docs/limits.md` and
+to write instead. The last frame of the traceback is the user's. `docs/messages.md` and
 `docs/api/errors.md` have the cause and the remedy, under what `page` says.
 """
 
@@ -39,6 +39,7 @@ from eqx_sow import (
 )
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
+from jaxtyping import Array, Float
 
 
 X = jnp.ones(3)
@@ -46,8 +47,8 @@ X = jnp.ones(3)
 
 class Misuse(NamedTuple):
     """`says` is in the message, or its notes; and so is the second line of the function
-    `at`, where the sow is. `page` is in the heading of `docs/limits.md`, or begins the
-    row of `docs/api/errors.md`, that tells the remedy."""
+    `at`, where the sow is. `page` is in the heading of `docs/messages.md`, or begins
+    the row of `docs/api/errors.md`, that tells the remedy."""
 
     error: type
     do: Callable[[], Any]
@@ -287,7 +288,7 @@ MISUSES = {
     "capture: a list": Misuse(
         TypeError,
         lambda: S(MODEL, capture=[eqx.nn.Linear]),
-        ("capture=...)` takes `True`, a class, a tuple of classes",),
+        ("capture=...)` takes `True`, a class, a function of JAX's",),
         "`capture`",
     ),
     "capture: a module": Misuse(
@@ -305,38 +306,20 @@ MISUSES = {
     "capture: a predicate that returns an array": Misuse(
         TypeError,
         lambda: S(lambda m, x: m(x), capture=lambda p, m: m.weight > 0)(_Layer(X), X),
-        ("`capture=", "returned an array for the module at 'm'", "Return a bool"),
+        ("`capture=", "for the module at 'm'", "Return a bool"),
         "`capture`",
     ),
     "capture: a class that is not there": Misuse(
         UnknownSowError,
         lambda: S(MODEL, capture=eqx.nn.Conv)(X),
-        ("capture=", "selects no module", "in sight are: layers/0 (Linear)"),
-        "selects no module",
-    ),
-    "capture: jax.jit of a model": Misuse(
-        UnknownSowError,
-        lambda: S(jax.jit(MODEL), capture=True)(X),
-        ("`capture=True` selects no module", "write `eqx.filter_jit`"),
-        "selects no module",
+        ("capture=", "selects nothing that is called", "layers/0 (Linear)"),
+        "selects nothing that is called",
     ),
     "capture: not called": Misuse(
         UnknownSowError,
         lambda: S(lambda m, x: x, capture=True)(_Layer(X), X),
-        ("`capture=True` selects 'm'", "none of these is called", "pass the model"),
-        "none of these is called",
-    ),
-    "capture: a hidden layer runs": Misuse(
-        SowError,
-        lambda: S(lambda m, x: m(_Hides.layer(x)), capture=_Layer)(_Layer(X), X),
-        ("class `_Layer`", "Pass the model as an argument", "test_misuse.py:"),
-        "that cannot be seen",
-    ),
-    "capture: two models are mixed": Misuse(
-        SowError,
-        lambda: S(_mix, capture=True)(_Layer(X), _Layer(X), X),
-        ("`capture=`", "two trees of one model meet", "mark the values with"),
-        "two trees of one model meet",
+        ("`capture=True` selects nothing", "in sight are: m (_Layer)", "`tag`"),
+        "selects nothing that is called",
     ),
     "capture: a sow has the name of a module": Misuse(
         DuplicateSowError,
@@ -357,8 +340,8 @@ MISUSES = {
     "methods: no such method": Misuse(
         UnknownSowError,
         lambda: S(MODEL, capture=True, methods="encode")(X),
-        ("methods=('encode',)", "The modules in sight are"),
-        "selects no module",
+        ("methods=('encode',)", "no selected module has a method 'encode'"),
+        "has no method",
     ),
     "methods: without capture": Misuse(
         ValueError,
@@ -579,6 +562,12 @@ MISUSES = {
         ("`h` (primal) does not match its annotation", "Expected int, got f32[3]"),
         "does not match its annotation",
     ),
+    "spec of a sow: a size of nothing": Misuse(
+        SowTypeError,
+        lambda: S(lambda x: sow(x, "h", spec=Float[Array, "{n}"]))(X),
+        ("`h` (as sown at", "test_misuse.py:", "cannot be checked", "axis '{n}'"),
+        "does not match its annotation",
+    ),
     "spec of a sow: another type": Misuse(
         SowTypeError,
         lambda: S(eqx.nn.Sequential([Sow("h", spec=int)]))(X),
@@ -596,6 +585,12 @@ MISUSES = {
         TypeError,
         lambda: S(lambda x: sow("h", x))(X),
         ("`eqx_sow.sow(value, name)` takes a string as name", "Write `eqx_sow.sow("),
+        "`sow`",
+    ),
+    "sow: its arguments in another order, without a capture": Misuse(
+        TypeError,
+        lambda: sow("h", X),
+        ("takes a string as name, not f32[3]", "Write `eqx_sow.sow("),
         "`sow`",
     ),
     "sow: no name": Misuse(
@@ -627,12 +622,6 @@ MISUSES = {
         lambda: Sow(tag=[1]),
         ("`Sow(..., tag=...)` takes a hashable tag",),
         "`tag`",
-    ),
-    "Sow: no name and no place": Misuse(
-        SowError,
-        lambda: S(lambda x: Sow()(x))(X),
-        ("`Sow()` has no name", 'Give it one, `Sow("some_name")`'),
-        "has no name",
     ),
     "one name twice": Misuse(
         DuplicateSowError,
@@ -1068,7 +1057,7 @@ def test_errors_of_layers_keep_their_frame():
 
 
 DOCS = pathlib.Path(__file__).parent.parent / "docs"
-HEADINGS = re.findall(r"^### (.*)$", (DOCS / "limits.md").read_text(), re.MULTILINE)
+HEADINGS = re.findall(r"^### (.*)$", (DOCS / "messages.md").read_text(), re.MULTILINE)
 ROWS = re.findall(r"^\| (`.*?|an.*?) \|", (DOCS / "api/errors.md").read_text(), re.M)
 
 

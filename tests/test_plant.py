@@ -958,7 +958,7 @@ def test_unknown_names():
 
 
 def test_no_module_selected():
-    with pytest.raises(UnknownSowError, match="argument"):
+    with pytest.raises(UnknownSowError, match="none at all"):
         plant(_mlp(), {"layers/0": X}, capture=eqx.nn.Conv2d)(X)
 
 
@@ -1074,3 +1074,35 @@ def test_one_of_two_models_cannot_be_told():
     marked = lambda a, x: sow(a(x), "layers/0")
     out = plant(marked, {"layers/0": jnp.zeros_like}, capture=True)
     assert_close(out(_model(0), jnp.ones(2)), jnp.zeros(2))
+
+
+TABLE = np.array([0.1, 0.2])
+
+
+def _with_numpy(x):
+    value = sow({"x": 2 * x, "table": TABLE}, "v")
+    return value["x"] * np.sum(value["table"], dtype=np.float32)
+
+
+def _with_numpy_in_a_loop(x):
+    return lax.scan(lambda c, _: (_with_numpy(c), None), x, length=3)[0]
+
+
+@pytest.mark.parametrize("f", [_with_numpy, _with_numpy_in_a_loop])
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint, jax.vmap])
+def test_what_was_captured_beside_a_numpy_array_can_be_planted(call, f, wrap):
+    """Law 6."""
+    times = 2 if f is _with_numpy else 8
+    f = wrap(f)
+    out, got = S(f)(jnp.ones(2))
+    assert_close(call(plant(f, got), jnp.ones(2)), out)
+    doubled = plant(f, {"v": lambda v: {**v, "x": 2 * v["x"]}})
+    assert_close(call(doubled, jnp.ones(2)), times * out)
+    with pytest.raises(SowError, match="NumPy array"):
+        plant(f, {"v": lambda v: jax.tree.map(lambda x: 2 * x, v)})(jnp.ones(2))
+
+
+def test_another_array_in_the_place_of_a_numpy_array():
+    other = {"x": jnp.ones(2), "table": 2 * TABLE.astype(np.float32)}
+    with pytest.raises(SowError, match="NumPy array"):
+        plant(_with_numpy, {"v": other})(jnp.ones(2))

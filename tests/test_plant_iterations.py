@@ -268,7 +268,7 @@ def test_in_a_while_loop_inside_or_outside(call):
 
     assert_close(call(plant(inside, {"h/1": lambda x: 2 * x}), X), by_hand(X))
     fn = lambda x: lax.while_loop(lambda x: x.sum() < 9, lambda x: sow(x + 1, "h"), x)
-    with pytest.raises(UnknownSowError, match="has the axes of 0"):
+    with pytest.raises(UnknownSowError, match=r"no such iteration.* \[\] iterations"):
         plant(fn, {"h/1": jnp.cos})(X)
 
 
@@ -293,11 +293,19 @@ def test_on_a_mesh(mesh):
 @pytest.mark.parametrize(
     "values, error, match",
     [
-        ({"h/4": jnp.cos}, UnknownSowError, r"no iteration 4.* \[4\] iterations"),
-        ({"h/1/0": jnp.cos}, UnknownSowError, "h/1/0 is an iteration of 2 loops"),
+        (
+            {"h/4": jnp.cos},
+            UnknownSowError,
+            r"no such iteration.* have \[4\] iterations",
+        ),
+        (
+            {"h/1/0": jnp.cos},
+            UnknownSowError,
+            r"no such iteration.* have \[4\] iterations",
+        ),
         ({"g/1": jnp.cos}, UnknownSowError, "'g/1' selects no sow"),
         ({"h/x": jnp.cos}, UnknownSowError, "'h/x' selects no sow"),
-        ({"h/-1": jnp.cos}, UnknownSowError, "'h/-1' selects no sow"),
+        ({"h/-5": jnp.cos}, UnknownSowError, "no such iteration"),
         ({"h/1": jnp.ones(3)}, SowError, r"float32\[3\] where float32\[2\]"),
         ({"h/1": jnp.ones((4, 2))}, SowError, r"float32\[4, 2\] where"),
     ],

@@ -20,12 +20,12 @@ PUBLIC = {
     ),
     "plant": (
         "(fn, values, *, mode='primal', tag='intermediates', capture=None, "
-        "methods=('__call__',), scope=False)"
+        "methods=('__call__',), scope=False, with_index=False)"
     ),
     "tap": (
         "(fn, callback=None, *, tag='intermediates', names=None, modes=None, "
         "capture=None, methods=('__call__',), inputs=False, scope=False, "
-        "transform=None, when=None, every=1, ordered=False)"
+        "transform=None, when=None, every=1, ordered=False, extra=None)"
     ),
     "TapEvent": "(name, mode, value, count, ran)",
     "Append": "()",
@@ -34,6 +34,7 @@ PUBLIC = {
     "Buffer": "(size, keep='last')",
     "summarize": "(value, *, edges=None)",
     "tabulate": "(intermediates)",
+    "batched": "(fn)",
     "register_rule": "(primitive)",
 }
 # Made by the library, and rarely by a user.

@@ -150,22 +150,6 @@ def test_large_arrays_of_64_bits():
     assert got == pytest.approx([-0.05, 1.9 / 12**0.5, -1, 0.9], 6e-3)
 
 
-_AT_EXIT = """
-import atexit, eqx_sow, jax.numpy as jnp
-
-got = {"a": {"primal": jnp.ones(2**19)}}
-atexit.register(lambda: print(eqx_sow.tabulate(got)))
-"""
-
-
-def test_large_arrays_when_python_ends():
-    command = [sys.executable, "-c", _AT_EXIT]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert "f32[524288]     1    0    1    1   724     0%" in result.stdout, (
-        result.stderr
-    )
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("bad", [False, True])
 def test_transformer_of_twelve_blocks(bad):

@@ -106,7 +106,7 @@ def assert_law_10(fn, *args):
             here = [e for e in mine if e.ran is None or e.ran[lane]]
             assert len(here) == entry["count"][lane]
             for i, e in enumerate(here):
-                assert type(e) is TapEvent
+                assert isinstance(e, TapEvent)
                 # What does not vary over the lanes has none.
                 assert_close(_at(e.value, lane[:n]), _at(entry[mode], (*lane[:n], i)))
     return events
@@ -1114,7 +1114,9 @@ def test_failing_callback_under_jit(caplog):
         with pytest.raises(jax.errors.JaxRuntimeError, match=r"Boom: no room") as e:
             jax.block_until_ready(fn(X))
             jax.effects_barrier()
-        assert "sow(..., 'x')" in str(e.value)
+        last_line = str(e.value).splitlines()[-1]
+        for said in ("Boom: no room", "sow(..., 'x')", "primal, with 2 executions"):
+            assert said in last_line
         assert [x.count for x in log] == [0, 1, 2]
     log.clear()
     fn = jax.jit(tap(counted_while, _failing(-1, log)))
@@ -1346,7 +1348,7 @@ def test_memory_does_not_grow():
 
 def test_captured_but_never_called():
     model = eqx.nn.Linear(3, 3, key=jax.random.key(0))
-    with pytest.raises(eqx_sow.UnknownSowError, match="none of these is called"):
+    with pytest.raises(eqx_sow.UnknownSowError, match="selects nothing that is called"):
         tap(lambda m, x: x, print, capture=True)(model, jnp.ones(3))
 
 

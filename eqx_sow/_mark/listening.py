@@ -8,21 +8,35 @@ import jax
 import jax.core
 
 
+class Capture(NamedTuple):
+    """Calls of which a transformation wants a note: those of these methods, of modules
+    of these `classes` (`None`: of all). `functions` has those that `jax.jit` made.
+    `outlines`: a predicate will want to see the modules. `depth`: of that
+    transformation."""
+
+    depth: int
+    tag: Hashable
+    methods: tuple[str, ...] = ()
+    classes: tuple[type, ...] | None = None
+    functions: tuple[Any, ...] = ()
+    inputs: bool = False
+    scope: bool = False
+    outlines: bool = False
+
+
 class Listening(NamedTuple):
-    """`loops`: how many loops are around whatever is being vmapped right now. `path`:
-    that of the module around, under `scope=True`. `scope`: the user's scopes. `found`:
-    is told of the site of each sow, which does nothing else. `outside`: which
-    variables of the program hold marked modules. `selected`: the classes whose modules
-    must not run unmarked. `depth`: how many transformations trace the program, one
-    within the other."""
+    """`loops`: how many loops are around whatever is being vmapped right now. `scope`:
+    the user's scopes. `found`: is told of the site of each sow, which does nothing
+    else. `captures`: of which calls of modules there is to be a note. `depth`: how many
+    transformations trace the program, one within the other. `leafwise`: of a value,
+    only the leaves that the program itself differentiates are."""
 
     loops: int = 0
-    path: str = ""
     scope: str = ""
     found: Callable[[Any], None] | None = None
-    outside: tuple[Hashable, ...] = ()
-    selected: tuple[type, ...] = ()
+    captures: tuple[Capture, ...] = ()
     depth: int = 0
+    leafwise: bool = False
 
 
 # Not `None` while a program is traced in order to see or change its sows. It is
@@ -31,13 +45,9 @@ class Listening(NamedTuple):
 listening = jax.make_user_context(None)
 
 
-# A program may have its variables changed while it is traced, and they are another
-# thread's, too.
+# While a program is traced, methods of modules take note of their calls, and they are
+# another thread's, too.
 tracing = threading.RLock()
-# Those there are. A change has a method `for_later(fn)`, which returns a function that
-# makes a context manager in which `fn` finds the same again, or `None` if it is all the
-# same to `fn`.
-changes: list[Any] = []
 
 
 class Around(NamedTuple):

@@ -1,17 +1,32 @@
 """The primitive underneath `sow`.
 
-A call of `sow` becomes one equation whose operands are the array leaves of the value
-and whose single parameter, a `Site`, is everything static about it. Differentiation and
-batching rewrite the `Site`; nothing about a sow is ever kept outside of its equation.
+A call of `sow` becomes one equation. Its first operand is an edge, then come the array
+leaves of the value; its single parameter, a `Site`, is everything static about it.
+Differentiation and batching rewrite the `Site`; nothing about a sow is ever kept
+outside its equation.
+
+An edge is an array of size 0. It holds nothing, so it costs nothing to keep it for a
+backward pass or to stack it in a loop. It says what belongs together: in
+
+    e1 = edge(weight, bias)           # a linear layer is called, with these arrays
+    e2, h = sow(e1, y)                # and this is what it returned
+    _, dh = sow(e2, dy)               # the tangent of that, or after transposition ...
+
+the way from `weight` to `e1` says what the layer is called (`_modules/naming.py`), and
+that from `e2` to the last line says of which value `dh` is the derivative. Both ways go
+through calls, loops, branches and checkpoints, as those of any array do. A sow that is
+not a call of a module has the number 0.0 as its first operand.
 """
 
 import dataclasses as dc
+import threading
 from typing import Any
 
 import jax
 import jax.core
 import jax.extend.core as jexc
 import jax.numpy as jnp
+import numpy as np
 from jax.interpreters import ad, batching, mlir, partial_eval as pe
 
 from .. import _compat
@@ -21,28 +36,78 @@ from .site import Axis, with_has
 from .static import NoTangent, OPERAND
 
 
+# --- edges ---
+edge_p = jexc.Primitive("edge")
+NO_EDGE = 0.0
+_EDGE = jax.ShapeDtypeStruct((0,), np.float32)
+
+
+def _edge_aval() -> jax.core.ShapedArray:
+    return jax.core.ShapedArray(_EDGE.shape, _EDGE.dtype)
+
+
+def edge_value() -> np.ndarray:
+    """What an edge is, once there is nothing more to ask of it."""
+    return np.zeros(_EDGE.shape, _EDGE.dtype)
+
+
+def _edge_tangent() -> ad.Zero:
+    return ad.Zero(_edge_aval().to_tangent_aval())
+
+
+def _edge_jvp(primals, tangents, **params):
+    del tangents
+    return edge_p.bind(*primals, **params), _edge_tangent()
+
+
+def _edge_linearize(is_vjp, nonzeros, *primals, **params):
+    del is_vjp, nonzeros
+    out = edge_p.bind(*primals, **params)
+    return _compat.linearization(out, False, [], lambda *, tangents: _edge_tangent())
+
+
+edge_p.def_impl(lambda *arrays, **params: jnp.asarray(edge_value()))
+edge_p.def_abstract_eval(lambda *avals, **params: _edge_aval())
+ad.primitive_jvps[edge_p] = _edge_jvp
+_compat.primitive_linearizations[edge_p] = _edge_linearize
+# Whatever the arrays vary over, there is one edge.
+batching.primitive_batchers[edge_p] = lambda arrays, dims, **params: (
+    edge_p.bind(*arrays, **params),
+    None,
+)
+mlir.register_lowering(
+    edge_p,
+    mlir.lower_fun(lambda *arrays, **params: edge_value(), multiple_results=False),
+)
+
+
+# --- sows ---
 class _SowPrimitive(jexc.Primitive):
     """Does nothing outside a capture: a derivative rule may have kept a jaxpr with
     sows, and be called after the program that it belongs to was looked at."""
 
     multiple_results = True
 
-    def bind(self, *operands, site):
+    def bind(self, edge, *operands, site):
         here = listening.value
         if here is not None and here.found is None:
-            return super().bind(*operands, site=site)
+            return super().bind(edge, *operands, site=site)
         if here is not None:
             here.found(site)
-        return list(operands)
+        return _sow_off(edge, *operands)
+
+
+def _sow_off(edge, *operands):
+    return [edge_value(), *operands]
 
 
 sow_p = _SowPrimitive("sow")
 sow_effect = _compat.SowEffect()
 
 
-def _sow_impl(*operands, site) -> Any:
+def _sow_impl(edge, *operands, site) -> Any:
     if listening.value is None:
-        return operands
+        return _sow_off(edge, *operands)
     raise SowError(
         f"`sow(..., {site.name!r})` at {site.where} was executed while the program "
         "around it was only being traced (by `jax.ensure_compile_time_eval`, or a "
@@ -51,67 +116,117 @@ def _sow_impl(*operands, site) -> Any:
     )
 
 
-def _sow_abstract_eval(*avals, site):
-    return avals, {sow_effect}
+def _sow_abstract_eval(edge, *avals, site):
+    return [_edge_aval(), *avals], {sow_effect}
+
+
+def _differentiated(nonzeros, avals, site) -> list[bool]:
+    """Of which operands there is a tangent. Of a value of which any leaf is
+    differentiated, all are: under `grad` with respect to `x` alone, `sow((x, y),
+    "pair")` has the cotangents of both. NumPy arrays stay as they are."""
+    first = 1 + len(site.guards)
+    whole = listening.value is not None and not listening.value.leafwise
+
+    def is_inexact(i):
+        dtype = jexc.primal_dtype_to_tangent_dtype(avals[i].dtype)
+        return dtype != jax.dtypes.float0 and i - first not in site.fixed
+
+    return [
+        i >= first and (nz or (whole and is_inexact(i)))
+        for i, nz in enumerate(nonzeros)
+    ]
 
 
 def _sow_jvp(primals, tangents, *, site):
+    out = _sow_primal(primals, site)
+    avals = list(map(jax.typeof, primals))
+    nonzeros = _differentiated([type(t) is not ad.Zero for t in tangents], avals, site)
+    return out, _sow_tangent(out[0], primals, tangents, nonzeros, avals, site)
+
+
+def _sow_linearize(is_vjp, nonzeros, *primals, site):
+    """The same, for JAX's linearization, which has to ask what comes out otherwise."""
+    del is_vjp
+    out = _sow_primal(primals, site)
+    guards = primals[: 1 + len(site.guards)]
+    avals = list(map(jax.typeof, primals))
+    nonzeros = _differentiated(nonzeros, avals, site)
+
+    def tangent(edge, *guards, tangents):
+        primals = None, *guards
+        return _sow_tangent(edge, primals, tangents, nonzeros, avals, site)
+
+    return _compat.linearization(out, nonzeros, [out[0], *guards[1:]], tangent)
+
+
+def _sow_primal(primals, site):
     n = site.differentiated
-    out = sow_p.bind(*primals, site=site._replace(differentiated=n + 1))
+    return sow_p.bind(*primals, site=site._replace(differentiated=n + 1))
+
+
+def _sow_tangent(edge, primals, tangents, nonzeros, avals, site):
+    """The tangents, sown with the edge of their primal. Of `primals`, only the guards
+    are needed, which come first."""
     n_guards = len(site.guards)
-    keep = [i < n_guards or not isinstance(t, ad.Zero) for i, t in enumerate(tangents)]
-    operand = iter(range(n_guards, len(primals)))
+    tangents = [
+        ad.instantiate_zeros(t) if nz else t for t, nz in zip(tangents, nonzeros)
+    ]
+    guards, tangents, avals = primals[1 : 1 + n_guards], tangents[1:], avals[1:]
+    keep = [i < n_guards or nz for i, nz in enumerate(nonzeros[1:])]
+    operand = iter(range(n_guards, len(tangents)))
     leaves = []
     for leaf in site.leaves:
         if leaf is OPERAND and not keep[i := next(operand)]:
-            shape = site.shape(i, jnp.shape(primals[i]))
-            dtype = jexc.primal_dtype_to_tangent_dtype(jnp.result_type(primals[i]))
+            shape = site.shape(i, avals[i].shape)
+            dtype = jexc.primal_dtype_to_tangent_dtype(avals[i].dtype)
             leaf = NoTangent(shape, dtype, dtype)
         leaves.append(leaf)
     tangent_site = site._replace(
         leaves=tuple(leaves),
         modes=(*site.modes, "tangent"),
-        orders=(*site.orders, n),
+        orders=(*site.orders, site.differentiated),
         differentiated=0,
         axes=with_has(site.axes, [site.has(i) for i, k in enumerate(keep) if k]),
         spec=None,
         fixed=(),
     )
-    kept = [
-        *primals[:n_guards],
-        *[t for t, k in zip(tangents[n_guards:], keep[n_guards:]) if k],
-    ]
-    tangent_out = iter(sow_p.bind(*kept, site=tangent_site))
-    tangent_out = [next(tangent_out) if k else t for t, k in zip(tangents, keep)]
+    kept = [t for t, k in zip(tangents[n_guards:], keep[n_guards:]) if k]
+    _, *sown = sow_p.bind(edge, *guards, *kept, site=tangent_site)
     # Guards are not differentiated: what came back for them is not a tangent.
-    tangent_out[:n_guards] = tangents[:n_guards]
-    return out, tangent_out
+    sown = iter(sown[n_guards:])
+    out = [next(sown) if k else t for t, k in zip(tangents[n_guards:], keep[n_guards:])]
+    return [_edge_tangent(), *tangents[:n_guards], *out]
 
 
-def _sow_transpose(cts, *operands, site):
+def _sow_transpose(cts, edge, *operands, site):
     n_guards = len(site.guards)
     modes = site.modes[:-1] if site.modes[-1:] == ("tangent",) else site.modes
-    cts = cts[n_guards:]
+    cts = cts[1 + n_guards :]
     leaves = tuple(
         dc.replace(x, dtype=jax.dtypes.float0) if isinstance(x, NoTangent) else x
         for x in site.leaves
     )
     # A value that was moved out of its loop has one cotangent: the total.
     axes = tuple(a for a in site.axes if a.lane)
-    sown = sow_p.bind(
+    _, *sown = sow_p.bind(
+        edge,
         *operands[:n_guards],
         *map(ad.instantiate_zeros, cts),
         site=site._replace(
             modes=(*modes, "cotangent"), leaves=leaves, axes=axes, spec=None
         ),
     )
-    return [None] * n_guards + [
+    return [None] * (1 + n_guards) + [
         None if not ad.is_undefined_primal(x) else ct if type(ct) is ad.Zero else s
         for x, ct, s in zip(operands[n_guards:], cts, sown[n_guards:])
     ]
 
 
 def _sow_batch(axis_data, operands, dims, *, site):
+    (edge, *operands), (edge_dim, *dims) = operands, dims
+    if edge_dim is not None:
+        # It came out of one branch or another, chosen for each lane.
+        edge = edge_p.bind(edge)
     # Also if nothing varies: so all sows under the same vmaps have the same axes.
     has = tuple(d is not None for d in dims)
     loops, conds = around(axis_data)
@@ -121,8 +236,8 @@ def _sow_batch(axis_data, operands, dims, *, site):
     operands = [
         x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims)
     ]
-    out = sow_p.bind(*operands, site=site._replace(axes=(axis, *site.axes)))
-    return out, [0 if h else d for h, d in zip(has, dims)]
+    out = sow_p.bind(edge, *operands, site=site._replace(axes=(axis, *site.axes)))
+    return out, [None, *(0 if h else d for h, d in zip(has, dims))]
 
 
 # What `jax.checkpoint` recomputes instead of a sow, so that it need not save the value.
@@ -142,26 +257,50 @@ def _sow_checkpoint(saveable, unknown, instantiated, eqn):
     if any(unknown):
         return None, eqn, every, every, missing
     again = eqn.replace(primitive=same_p, effects=frozenset())
-    return eqn, again, [False] * len(eqn.outvars), every, missing
+    edge, *outvars = eqn.outvars
+    if residuals.forbidden or type(edge) is not jexc.Var:
+        return eqn, again, [False] * len(every), every, missing
+    # The edge is kept, which costs nothing. So what is computed again is needed for its
+    # values only.
+    again = again.replace(outvars=[jexc.Var(edge.aval), *outvars])
+    instantiated = [False, *every[1:]]
+    return eqn, again, [False] * len(every), instantiated, [*missing, edge]
+
+
+class _Residuals(threading.local):
+    """Whether JAX is splitting the body of a while loop, which can keep nothing."""
+
+    forbidden = False
+
+
+residuals = _Residuals()
 
 
 def _same_jvp(primals, tangents, *, site):
-    return same_p.bind(*primals, site=site), tangents
+    _, *tangents = tangents
+    out = same_p.bind(*primals, site=site)
+    return out, [_edge_tangent(), *tangents]
 
 
 def _same_batch(operands, dims, *, site):
-    return same_p.bind(*operands, site=site), dims
+    return same_p.bind(*operands, site=site), [None, *dims[1:]]
 
 
-same_p.def_impl(lambda *operands, site: list(operands))
-same_p.def_abstract_eval(lambda *avals, site: avals)
-mlir.register_lowering(same_p, lambda ctx, *operands, site: operands)
+same_p.def_impl(lambda *operands, site: _sow_off(*operands))
+same_p.def_abstract_eval(lambda edge, *avals, site: [_edge_aval(), *avals])
+mlir.register_lowering(
+    same_p,
+    mlir.lower_fun(lambda *xs, site: _sow_off(*xs), multiple_results=True),
+)
 ad.primitive_jvps[same_p] = _same_jvp
 batching.primitive_batchers[same_p] = _same_batch
 pe.partial_eval_jaxpr_custom_rules[sow_p] = _sow_checkpoint
 sow_p.def_impl(_sow_impl)
 sow_p.def_effectful_abstract_eval(_sow_abstract_eval)
 ad.primitive_jvps[sow_p] = _sow_jvp
+_compat.primitive_linearizations[sow_p] = _sow_linearize
 ad.primitive_transposes[sow_p] = _sow_transpose
 batching.fancy_primitive_batchers[sow_p] = _sow_batch
-mlir.register_lowering(sow_p, lambda ctx, *xs, site: _sow_impl(*xs, site=site))
+mlir.register_lowering(
+    sow_p, mlir.lower_fun(lambda *xs, site: _sow_impl(*xs, site=site), True)
+)

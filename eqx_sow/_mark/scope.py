@@ -22,13 +22,13 @@ def scope(name: str) -> "_Scope":
     [`eqx_sow.save_intermediates`][], [`eqx_sow.plant`][] and [`eqx_sow.tap`][] it does
     nothing, and adds nothing to the program.
 
-    Scopes nest. The whole name of a sow is the path of its module under `scope=True`,
-    then the scopes from outside in, then its own name. A module that is captured by
-    `capture=` has its path as its own name, so the scopes come before that.
+    Scopes nest. The full name of a sow is the path of its module (with `scope=True`),
+    then the scopes from the outside in, then its own name. A module that `capture=`
+    selects has its path as its own name, so the scopes come before the path.
 
-    A scope holds for what is called within it, compiled functions, loops and derivative
-    rules included, but not for the names that a `save_intermediates`, `plant` or `tap`
-    in there takes and returns.
+    A scope applies to everything that is called within it, including compiled
+    functions, loops and derivative rules, but not to the names that a
+    `save_intermediates`, `plant` or `tap` within it takes and returns.
 
     **Arguments:**
 
@@ -36,7 +36,8 @@ def scope(name: str) -> "_Scope":
 
     **Returns:**
 
-    A context manager that can also decorate a function. It may be entered many times.
+    A context manager that can also decorate a function, and can be entered any number
+    of times.
 
     **Raises:**
 

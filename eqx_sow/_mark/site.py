@@ -5,6 +5,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 from .._names import join
+from .calls import Note
 from .static import Const
 
 
@@ -40,11 +41,24 @@ Located = tuple[tuple[Any, int, int, Any], ...]
 class Label(NamedTuple):
     """What a sow is to a transformation. With a `depth` only those that have no more of
     them around see it: it is the mark of a module, made by the one that has so many,
-    itself included."""
+    itself included.
+
+    `after` says, for each loop around the sow from outside in, where in the name the
+    index of an iteration stands: after so many segments, or at the end (`None`, as for
+    loops that `after` does not reach to). A scan over the layers of a stack at `blocks`
+    gives `blocks/attn` an `after` of `(1,)`: its layer 2 is `blocks/2/attn`, as if the
+    layers were a list. Iteration 2 of a loop over `h` is `h/2`.
+    """
 
     name: str
     tag: Hashable
     depth: int = 0
+    after: tuple[int | None, ...] = ()
+
+    def in_scope(self, scope: str) -> "Label":
+        n = len(scope.split("/")) if scope else 0
+        after = tuple(None if k is None else n + k for k in self.after)
+        return self._replace(name=join(scope, self.name), after=after)
 
 
 # With a tag that no transformation asks for.
@@ -66,10 +80,12 @@ class Site(NamedTuple):
     for each of `modes`, how many there were before that one: two derivatives of one
     value, as in `grad(grad(f))`, are told apart by it. `origin` is an object of its own
     for each call of `sow`, which its derivatives share.
-    `captured` says that it is the mark of a module, whose path is its name. Each
-    transformation around may have marked the module, with a `Label` of its own. The
-    first of `labels` is that of the one at hand, with the `name` and the `tag`; then
-    come the others, from inside out.
+    `note` says that it is a captured call of a module. Each transformation around that
+    captures it gives it a `Label` of its own, once it has traced its program and can
+    tell where the arrays of the module come from. Until then `waiting` has the depth
+    and the tag of that transformation, from inside out. The first of `labels` is that
+    of the transformation at hand, with the `name` and the `tag`; then come the others,
+    from inside out. `scoped`: the names begin with the path of the module around.
     `fixed` are the values, guards aside, that the program does not take from the sow:
     NumPy arrays, which stay what they are.
     """
@@ -88,36 +104,50 @@ class Site(NamedTuple):
     where: str = ""
     origin: Any = None
     fixed: tuple[int, ...] = ()
-    captured: bool = False
+    note: Note | None = None
+    waiting: tuple[tuple[int, Hashable], ...] = ()
+    scoped: bool = False
+
+    @property
+    def label(self) -> Label:
+        """What it is to the transformation at hand."""
+        if self.labels:
+            return self.labels[0]
+        if self.note is not None and self.waiting:
+            # In an equation that cannot be looked into, for a message.
+            return Label(repr(self.note.call), self.waiting[0][1])
+        return _OF_NOBODY
 
     @property
     def name(self) -> str:
-        return self.labels[0].name
+        return self.label.name
 
     @property
     def tag(self) -> Hashable:
-        return self.labels[0].tag
+        return self.label.tag
 
     def seen_from(self, depth: int, tag: Hashable) -> "Site":
         """The sow as a transformation sees it."""
         if len(self.labels) == 1 and self.labels[0].depth <= depth:
             return self
-        labels = [x for x in self.labels if x.depth <= depth] or [_OF_NOBODY]
-        labels = tuple(sorted(labels, key=lambda x: x.tag != tag))
+        labels = [x for x in self.labels if x.depth <= depth]
+        labels = tuple(sorted(labels, key=lambda x: x.tag != tag)) or (_OF_NOBODY,)
         return self if labels == self.labels else self._replace(labels=labels)
 
     def without(self, tag: Hashable) -> "Site | None":
         """What is left to others by a transformation that takes this tag."""
         left = tuple(x for x in self.labels if x.tag != tag)
-        return self._replace(labels=left) if left else None
+        waiting = tuple(x for x in self.waiting if x[1] != tag)
+        if not (left or waiting):
+            return None
+        return self._replace(labels=left or (_OF_NOBODY,), waiting=waiting)
 
     def for_all(self) -> "Site":
         """The sow, also seen by those further out that have no label for it."""
         return self._replace(labels=(*self.labels, Label(self.name, self.tag)))
 
     def in_scope(self, scope: str) -> "Site":
-        labels = [x._replace(name=join(scope, x.name)) for x in self.labels]
-        return self._replace(labels=tuple(labels))
+        return self._replace(labels=tuple(x.in_scope(scope) for x in self.labels))
 
     @property
     def mode(self) -> str:

@@ -12,7 +12,7 @@ from .._errors import SowError
 from .._frames import api_boundary, user_line
 from .._names import join
 from .listening import listening
-from .primitive import sow_p
+from .primitive import NO_EDGE, sow_p
 from .site import Label, Site
 from .static import Const, OPERAND, rebuild, take_apart
 
@@ -27,15 +27,15 @@ def sow(
     """Marks a value and returns it.
 
     Outside [`eqx_sow.save_intermediates`][], [`eqx_sow.plant`][] and [`eqx_sow.tap`][]
-    it does nothing, and adds nothing to the program: replacing `sow(x, name)` by `x`
+    it does nothing, and adds nothing to the program. Replacing `sow(x, name)` by `x`
     never changes what a program computes.
 
     **Arguments:**
 
     - `value`: any PyTree. Its JAX and NumPy arrays are captured, under every
-        transformation; all other leaves come back as they are. To the program a NumPy
-        array stays a NumPy array.
-    - `name`: a name for the value. One name marks one place of a program, see
+        transformation; all other leaves come back as they are. In the program itself a
+        NumPy array remains one.
+    - `name`: a name for the value. A name marks one place in a program: see
         [`eqx_sow.DuplicateSowError`][].
     - `tag`: any hashable. `save_intermediates(..., tag=...)` captures one tag.
     - `spec`: a jaxtyping annotation (or any other that beartype understands) for the
@@ -43,12 +43,13 @@ def sow(
 
     **Returns:**
 
-    `value`, with its structure, shapes and dtypes. The shape of what is captured is
-    told in [`eqx_sow.save_intermediates`][].
+    `value`, with its structure, shapes and dtypes. [`eqx_sow.save_intermediates`][]
+    says what shape the captured value has.
 
     **Raises:**
 
-    While capturing, `TypeError` if `name` is not a string or `tag` is not hashable;
+    `TypeError` if `name` is not a string. While capturing, also if `tag` is not
+    hashable;
     [`eqx_sow.SowError`][] if a leaf is traced and not an array, such as a `jax.Ref`;
     [`eqx_sow.SowTypeError`][] if the captured value does not fit `spec`.
 
@@ -66,39 +67,40 @@ def sow(
         intermediates["h"]["primal"]  # the same as jnp.tanh(jnp.arange(3.0))
         ```
     """
+    # Always: with its arguments swapped, it would return a string.
+    if type(name) is not str:
+        _check_name("sow(value, name)", name, '`eqx_sow.sow(value, "some_name")`')
     here = listening.value
     if here is None:
         return value
-    _check_name("sow(value, name)", name, '`eqx_sow.sow(value, "some_name")`')
     check_tag("sow", tag, name)
-    name = join(here.path, join(here.scope, name))
-    return bind(value, (Label(name, tag),), None if spec is None else Const(spec))
+    name = join(here.scope, name)
+    spec = None if spec is None else Const(spec)
+    return bind(value, (Label(name, tag),), spec=spec)
 
 
 _ARRAY = Const(jtu.tree_structure(0))
 
 
-def bind(
-    value: Any, labels: tuple[Label, ...], spec: Const | None, captured: bool = False
-) -> Any:
-    """Binds the primitive to the array leaves of a value. Names are whole names."""
+def bind(value: Any, labels: tuple[Label, ...], edge: Any = NO_EDGE, **fields) -> Any:
+    """Binds the primitive to the array leaves of a value. Names are whole names.
+    `fields` are more fields of the `Site`."""
     if isinstance(value, jax.Array):  # as nearly all values are
         arrays, treedef, leaves, fixed = [value], _ARRAY, (OPERAND,), ()
     else:
         arrays, treedef, leaves = take_apart(value)
-        _check_static(leaves, labels[0].name)
+        _check_static(leaves, labels)
         fixed = tuple(i for i, x in enumerate(arrays) if not isinstance(x, jax.Array))
     site = Site(
         labels,
         treedef,
         leaves,
-        spec=spec,
         where=user_line(),
         origin=object(),
         fixed=fixed,
-        captured=captured,
+        **fields,
     )
-    out = sow_p.bind(*arrays, site=site)
+    _, *out = sow_p.bind(edge, *arrays, site=site)
     if treedef is _ARRAY:
         return out[0]
     # What is an index or a size in Python has to stay one.
@@ -107,22 +109,20 @@ def bind(
     return rebuild(treedef, leaves, out)
 
 
-def _check_static(leaves: Sequence[Any], name: str) -> None:
+def _check_static(leaves: Sequence[Any], labels: Sequence[Label]) -> None:
     for x in leaves:
         if x is not OPERAND and isinstance(x.value, jax.core.Tracer):
+            what = f"`sow(..., {labels[0].name!r})`" if labels else "`capture=`"
             raise SowError(
-                f"`sow(..., {name!r})` cannot mark a leaf of type "
+                f"{what} cannot mark a leaf of type "
                 f"{jax.typeof(x.value)}: only arrays can be captured. Sow the value "
                 "that it holds."
             )
 
 
-class UnnamedSowError(SowError):
-    """To look for it in closures as well costs more, so that is done if need be."""
-
-
-UnnamedSowError.__name__ = UnnamedSowError.__qualname__ = "SowError"
-UnnamedSowError.__module__ = "eqx_sow"
+class UnnamedSowError(Exception):
+    """The program has to be traced again, with a note of the calls of modules: an
+    unnamed `Sow` is called by its path in the model."""
 
 
 class Sow(eqx.Module):
@@ -184,7 +184,7 @@ class Sow(eqx.Module):
         **Arguments:**
 
         - `x`: the value.
-        - `key`: ignored; for the sake of `eqx.nn.Sequential`.
+        - `key`: ignored; `eqx.nn.Sequential` passes it.
 
         **Returns:**
 
@@ -192,26 +192,23 @@ class Sow(eqx.Module):
 
         **Raises:**
 
-        As [`eqx_sow.sow`][]. While capturing, also [`eqx_sow.SowError`][] if the layer
-        has no name, and its place in the model cannot be seen.
+        As [`eqx_sow.sow`][].
         """
         del key
         if self.name is None:
-            # Where the path is known, a mark on this layer sows the value.
-            if listening.value is None or "_marks" in self.__dict__:
-                return x
-            raise UnnamedSowError(
-                "`Sow()` has no name, and its place in the model cannot be seen. Give "
-                'it one, `Sow("some_name")`, or pass the model as an argument, '
-                "`save_intermediates(fn)(model, x)`."
-            )
+            # Where calls of modules are noted, the value is sown there.
+            here = listening.value
+            if here is not None and not here.captures:
+                raise UnnamedSowError
+            return x
         return sow(x, self.name, tag=self.tag, spec=self.spec)
 
 
 def _check_name(call: str, name: Any, instead: str) -> None:
     if not isinstance(name, str):
+        got = eqx.tree_pformat(name)
         raise TypeError(
-            f"`eqx_sow.{call}` takes a string as name, not {name!r}. Write {instead}."
+            f"`eqx_sow.{call}` takes a string as name, not {got}. Write {instead}."
         )
 
 

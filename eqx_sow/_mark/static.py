@@ -89,7 +89,8 @@ class NoTangent:
     """A leaf that is not differentiated, and of which there is no operand.
 
     Its tangent is zero. Its cotangent is not known: JAX never computes one, and a zero
-    would be wrong. An integer or a key has neither. `dtype` is that of the zeros which
+    would be wrong. It is an integer, a key, a NumPy array, or what JAX refuses to
+    differentiate. `dtype` is that of the zeros which
     stand there; `tangent_dtype` what a tangent of the leaf would have.
     """
 
@@ -102,7 +103,7 @@ class NoTangent:
 OPERAND = object()
 
 
-def _is_operand(x: Any) -> bool:
+def is_operand(x: Any) -> bool:
     """Whether a leaf is an array that JAX can hold: NumPy has arrays of strings."""
     return isinstance(x, jax.Array) or (
         eqx.is_array(x)
@@ -113,7 +114,7 @@ def _is_operand(x: Any) -> bool:
 def take_apart(tree: Any) -> tuple[list[Any], Const, tuple[Any, ...]]:
     """The arrays of a PyTree, its treedef, and for each leaf `OPERAND` or a `Const`."""
     leaves, treedef = jtu.tree_flatten(tree)
-    found = list(map(_is_operand, leaves))
+    found = list(map(is_operand, leaves))
     static = tuple(OPERAND if d else Const(x) for d, x in zip(found, leaves))
     return [x for d, x in zip(found, leaves) if d], Const(treedef), static
 

@@ -4,19 +4,20 @@ that what they select can be had."""
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from .._names import check_known, matches, one_iteration, same_in_a_model
+from .._names import check_known, in_a_list, matches, same_in_a_model, selected
 from .._values.modes import labels
 from .options import Options
 from .program import Program
 
 
-def hints(program: Program, plants: bool = False) -> Callable[[Any, Any], str]:
-    """For `check_known`: what else a pattern may have been meant for. `plants`: a name
-    may have an iteration behind it."""
+def hints(program: Program) -> Callable[[Any, Any], str]:
+    """For `check_known`: what else a pattern may have been meant for."""
 
     def hint(pattern: Any, known: Iterable[str]) -> str:
         if not isinstance(pattern, str):
             return ""
+        if about := _about_iteration(pattern, program):
+            return about
         options = ("capture", "scope")
         forgotten = {x: program.new_names(known, x) for x in options}
         for option, new in forgotten.items():
@@ -37,7 +38,7 @@ def hints(program: Program, plants: bool = False) -> Callable[[Any, Any], str]:
                 " Nothing is marked here. Did you mean `capture=True`? It adds "
                 f"{_listed(forgotten['capture'])}."
             )
-        return _about_iteration(pattern, known, plants)
+        return ""
 
     return hint
 
@@ -50,20 +51,44 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join([first, *more[:5], *(["..."] if more[5:] else [])])
 
 
-def _about_iteration(pattern: str, known: Iterable[str], plants: bool) -> str:
-    name, at = one_iteration(pattern, known)
-    if at:
-        return (
-            f" {name!r} stands for all iterations of its loop. Write that, and take "
-            f"entry {'/'.join(map(str, at))} of what comes back (of `tap`, the event "
-            "with that `count`)."
-        )
-    parts = pattern.split("/")
-    for i, part in enumerate(parts):
-        rest = "/".join(parts[:i] + parts[i + 1 :])
-        if plants and part.isdigit() and any(matches(rest, x) for x in known):
-            return f" For an iteration of a loop, write {f'{rest}/{part}'!r}."
+def _about_iteration(pattern: str, program: Program) -> str:
+    for label, loops in program.in_loops():
+        name, _, last = pattern.rpartition("/")
+        one = selected(name, label.name, label.after, _LONG)
+        places = [n for n in label.after if n is not None]
+        if one is not None and not one.at and places and last.lstrip("-").isdecimal():
+            listed = in_a_list(label.name, [(places[0], last)])
+            return (
+                f" {label.name!r} is in a loop over layers. Write {listed!r}: the "
+                "index stands where a list has it."
+            )
+        one = selected(pattern, label.name, label.after, _LONG)
+        if one is not None and one.at:
+            return (
+                f" Of {label.name!r} there is no such iteration: the loops around it, "
+                f"from outside in, have {list(loops)} iterations, counted from 0 (a "
+                "`while_loop` has none that can be named)."
+            )
+        parts = pattern.split("/")
+        for i, part in enumerate(parts):
+            rest = "/".join(parts[:i] + parts[i + 1 :])
+            if loops and not places and part.isdecimal() and rest == label.name:
+                return f" For an iteration of its loop, write {f'{rest}/{part}'!r}."
     return ""
+
+
+# Loops in which there is any iteration.
+_LONG = (2**62,) * 8
+
+
+def unselected(names: Iterable[Any] | None, program: Program) -> list[Any]:
+    """Those of the `names` that select no sow, nor an iteration of one."""
+    there = program.in_loops() if names else {}
+    return [
+        p
+        for p in names or ()
+        if not any(selected(p, x.name, x.after, loops) for x, loops in there)
+    ]
 
 
 def wanted(

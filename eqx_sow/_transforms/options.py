@@ -8,6 +8,7 @@ handler as one object. An option that may hold arrays is a field of the function
 """
 
 import dataclasses as dc
+import inspect
 import operator
 import types
 from collections import OrderedDict
@@ -18,18 +19,18 @@ import equinox as eqx
 import numpy as np
 
 from .._errors import check_arity
+from .._handlers.events import print_event
 from .._mark.sow import check_tag
 from .._mark.static import Const, Same
-from .._modules.find import Marking
+from .._modules.capture import is_function_to_capture, Marking
 from .._values.modes import as_mode, as_modes, Mode
 from .._values.reduce import Reducer
-from .events import print_event
 
 
 # What type checkers know of the options.
 Names = str | Sequence[str] | Callable[[str], bool] | None
 Modes = Mode | Sequence[Mode] | None
-Capture = bool | type | tuple[type, ...] | Callable[[str, Any], bool] | None
+Capture = bool | type | tuple[Any, ...] | Callable[..., Any] | None
 Methods = str | Sequence[str]
 Transform = Callable[[Any], Any] | Mapping[str, Callable[[Any], Any]] | None
 
@@ -60,6 +61,7 @@ class Tapping(Selecting, total=False):
     when: Callable[[Any], Any] | None
     every: int
     ordered: bool
+    extra: Any
 
 
 @dc.dataclass(frozen=True)
@@ -72,7 +74,14 @@ class Options(Marking):
     spec: Mapping[str, Any] | None = None
     every: int = 1
     ordered: bool = False
+    with_index: bool = False
     callback: Const | Same | None = None
+
+    def __repr__(self):
+        # Only what was said.
+        plain = {f.name: f.default for f in dc.fields(self)}
+        said = {k: v for k, v in vars(self).items() if plain.get(k) != v}
+        return f"Options({', '.join(f'{k}={v!r}' for k, v in said.items())})"
 
 
 def checked(call: str, fn: Any, given: Mapping[str, Any]) -> tuple[Options, Any]:
@@ -118,13 +127,21 @@ def as_capture(option: str, capture: Any) -> Any:
         )
     if capture is True or all(isinstance(c, type) for c in classes):
         return capture
+    if isinstance(capture, tuple) or is_function_to_capture(capture):
+        for fn in (c for c in classes if not isinstance(c, type)):
+            if not isinstance(inspect.unwrap(fn), types.FunctionType):
+                raise TypeError(
+                    f"`{option}` takes classes and functions, and {fn!r} is neither. "
+                    "Of a module that was compiled, give the class."
+                )
+        return capture
     if callable(capture):
         check_arity(option, capture, "(path, module) -> bool")
         return capture
     raise TypeError(
-        f"`{option}` takes `True`, a class, a tuple of classes, or a function "
-        f"`(path, module) -> bool`, not {capture!r}. To choose by path, write "
-        "a function."
+        f"`{option}` takes `True`, a class, a function of JAX's or one that `jax.jit` "
+        f"made, a tuple of these, or a predicate `(path, module) -> bool`, not "
+        f"{capture!r}. To choose by path, write a predicate."
     )
 
 
@@ -260,5 +277,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "when": as_when,
     "every": as_every,
     "ordered": as_flag,
+    "with_index": as_flag,
     "callback": as_callback,
+    "extra": lambda option, extra: extra,
 }

@@ -1,53 +1,79 @@
 """`plant`."""
 
 import dataclasses as dc
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import equinox as eqx
 
-from .._errors import UnknownSowError
 from .._frames import api_boundary
+from .._handlers.asked import Asked
+from .._handlers.collect import Collect
+from .._handlers.planting import Planted, prepare, Replace
 from .._mark.listening import listening
-from .._mark.site import Site
 from .._mark.static import Const, SameParts
-from .._names import check_known, join, lookup, matches, one_iteration
+from .._names import check_known, join, selected
 from .._values import merge as _merge
 from .._values.entry import Entry, grouped
 from .._values.modes import labels, Mode
 from .._values.reduce import Append
-from .._walk.find import sites
 from .._walk.handler import Given
 from . import options as opt
 from .checks import hints
-from .collect import Collect
 from .options import Options
-from .planting import Planted, prepare, Replace
 from .program import Program
 from .transformed import Transformed, wrap
 
 
+# Which iteration of each loop around a sow is planted, or `None` for all of a loop.
+_At = tuple[int | None, ...]
+
+
 def _meant(
-    patterns: Iterable[str], there: Sequence[str], models: Iterable[str]
-) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """By pattern, which names it is for, and which iteration. What no name has as it is
-    was captured from the model itself, if all of it fits one model only."""
-    is_there = lambda meant: any(matches(meant[0], x) for x in there)
-    meant = {p: one_iteration(p, there) for p in patterns}
-    missing = [p for p in meant if not is_there(meant[p])]
-    fits = []
-    for model in models if missing else ():
+    values: Mapping[str, Any], program: Program
+) -> dict[_At, dict[str, tuple[str, Any]]]:
+    """By iteration, for each name that is planted the pattern it is for and the value.
+    A pattern that fits nothing stands for itself. What no name has as it is was
+    captured from the model itself, if all of it fits one model only."""
+    there = program.in_loops()
+
+    def fits(pattern: str) -> list[tuple[str, _At]]:
+        whole = any(label.name == pattern for label, _ in there)
+        found = [
+            (label.name, one.at)
+            for label, loops in there
+            if (one := selected(pattern, label.name, label.after, loops)) is not None
+            if not (whole and one.at)
+        ]
+        return list(dict.fromkeys(found))
+
+    meant = {p: fits(p) for p in values}
+    missing = [p for p in values if not meant[p]]
+    models = []
+    for model in program.named.roots if missing else ():
         path = lambda p: model if p == "." else join(model, p)
-        inside = {p: one_iteration(path(p), there) for p in missing}
-        if all(map(is_there, inside.values())):
-            fits.append(inside)
-    return {**meant, **fits[0]} if len(fits) == 1 else meant
+        inside = {p: fits(path(p)) for p in missing}
+        if all(inside.values()):
+            models.append(inside)
+    if len(models) == 1:
+        meant |= models[0]
+    chosen: dict[_At, dict[str, tuple[str, Any]]] = {}
+    # What is spelled out goes before globs, and these go in their order.
+    for pattern in sorted(meant, key=_is_glob):
+        for name, at in meant[pattern] or [(pattern, ())]:
+            mine = chosen.setdefault(at, {})
+            mine.setdefault(name, (pattern, values[pattern]))
+    return chosen
+
+
+def _is_glob(pattern: str) -> bool:
+    return any(x in pattern for x in "*?[")
 
 
 def _plan(
-    found: Sequence[Entry], at: tuple[int, ...], value: Any, mode: str
+    found: Sequence[Entry], at: _At, value: Any, options: Options
 ) -> tuple[Planted, list[Any]]:
-    """What to plant for one `Site.key`, and its arrays. `at`: see `one_iteration`."""
+    """What to plant for one `Site.key`, and its arrays."""
     if len(found) > 1 and (at or not callable(value)):
         raise _merge.duplicate(
             found[0].site,
@@ -57,30 +83,11 @@ def _plan(
     entry = found[0]
     loops = [i for i, a in enumerate(entry.site.axes) if not a.lane and a.mesh is None]
     sizes = tuple(entry.site.axes[i].size for i in loops)
-    if at:
-        _check_iteration(entry.site, at, sizes)
     if callable(value):
-        return Planted(SameParts(value), at, sizes), []
-    entry = entry.without_axes(loops[: len(at)])
-    return Planted(entry.site, at, sizes), prepare(value, mode, entry)
-
-
-def _check_iteration(site: Site, at: tuple[int, ...], loops: tuple[int, ...]) -> None:
-    iteration = "/".join(map(str, at))
-    if len(at) > len(loops):
-        raise UnknownSowError(
-            f"`plant(fn, values)`: {site.name}/{iteration} is an iteration of "
-            f"{len(at)} loops, but `sow(..., {site.name!r})` at {site.where} has the "
-            f"axes of {len(loops)} (a `while_loop` gives none, nor does what JAX moved "
-            "out of a loop). Plant a function, and sow what tells it where it is next "
-            "to the value."
-        )
-    if any(i >= n for i, n in zip(at, loops)):
-        raise UnknownSowError(
-            f"`plant(fn, values)`: {site.name!r} has no iteration {iteration}: the "
-            f"loops around it, from outside in, have {list(loops)} iterations, "
-            "counted from 0."
-        )
+        fn = SameParts(value)
+        return Planted(fn, at, sizes, with_index=options.with_index), []
+    entry = entry.without_axes([k for k, i in zip(loops, at) if i is not None])
+    return Planted(entry.site, at, sizes), prepare(value, options.mode, entry)
 
 
 # Every place has an entry of its own.
@@ -95,19 +102,16 @@ class _Plant(Transformed):
     def _result(self, program: Program) -> Any:
         options: Options = self._options.value
         outer = listening.value is not None
-        there = [s.name for s in sites(program.closed) if s.tag == options.tag]
-        chosen: dict[tuple[int, ...], dict[str, Any]] = {}
-        for pattern, (name, at) in _meant(self._values, there, program.models).items():
-            chosen.setdefault(at, {})[name] = self._values[pattern]
+        chosen = _meant(self._values, program)
         names = dict.fromkeys(n for by_name in chosen.values() for n in by_name)
         entries = type(self)._entries(self, program, tuple(names))
         values, planted = {}, {}
         for key, found in entries.items():
             pairs = [
-                _plan(found, at, lookup(chosen[at], key[0]), options.mode)
+                _plan(found, at, chosen[at][key[0]][1], options)
                 # What is for fewer iterations counts more.
-                for at in sorted(chosen, key=len)
-                if any(matches(pattern, key[0]) for pattern in chosen[at])
+                for at in sorted(chosen, key=lambda at: len(at) - at.count(None))
+                if key[0] in chosen[at]
             ]
             planted[key] = tuple(p for p, _ in pairs)
             values[key] = [(p.here(), arrays) for p, arrays in pairs]
@@ -128,12 +132,17 @@ class _Plant(Transformed):
         options: Options = self._options.value
         mode = options.mode
         wanted = dc.replace(options, names=patterns, modes=(mode,))
-        survey = Collect(Const(wanted), _EACH_PLACE, SameParts(None), has_outer=False)
+        survey = Collect(
+            Const(wanted),
+            _EACH_PLACE,
+            SameParts(None),
+            has_outer=False,
+            asked=Asked(patterns, frozenset(patterns)),
+        )
         sown = program.survey(survey)
         names = [name for name, _ in sown.seen]
-        hint = hints(program, plants=True)
+        hint = hints(program)
         check_known("plant(fn, values)", patterns, names, hint=hint)
-        program.check_called(names)
         mode_of = labels({e.site.key for e in sown.entries})
         entries = grouped([e for e in sown.entries if mode_of[e.site.key] == mode])
         problem = f"is sown, but has no {mode} here"
@@ -155,15 +164,15 @@ def plant(
     *,
     mode: Mode = "primal",
     tag: Hashable = "intermediates",
-    capture: bool | type | tuple[type, ...] | Callable[[str, Any], bool] | None = None,
+    capture: bool | type | tuple[Any, ...] | Callable[..., Any] | None = None,
     methods: str | Sequence[str] = ("__call__",),
     scope: bool = False,
+    with_index: bool = False,
 ) -> Callable[_P, _T]:
     """Replaces marked values while a function runs.
 
     Planting what [`eqx_sow.save_intermediates`][] captured changes nothing (except in a
-    `while_loop`). Planting another value is the same as editing the program at the
-    mark.
+    `while_loop`). Planting another value is the same as editing the program at the sow.
 
     **Arguments:**
 
@@ -176,18 +185,24 @@ def plant(
             returned under that name, `{mode: value, ...}`; or
         - a function of the value that is sown there, as the code there sees it.
 
-        With an index behind it, `"blocks/3"`, a name is for one iteration of the
-        outermost loop around (`"blocks/3/0"`: and of the next loop inside), which is
-        entry `[3]` of what is captured as `"blocks"`. A value then has no axis for that
-        loop. A name that is not there, but that one of the models in the program has
-        for a part of it, is that part: what `save_intermediates(model)` captured can be
-        planted into a function of `model`.
-    - `mode`: what to replace: `"primal"`, or `"cotangent"` (the gradient that flows
-        back there) or `"tangent"` if `fn` differentiates. Second-order modes are
-        joined by a dot.
+        With an index in it, a name is for one iteration of a loop, as in the option
+        `names` of [`eqx_sow.save_intermediates`][]: `"h/3"`, or `"blocks/2/attn"` in a
+        stack of layers. A value then has no axis for that loop. A name that no sow has,
+        but that is the path of a part of the only model in the program that fits, means
+        that part: what `save_intermediates(model)` captured can be planted into a
+        function of `model`.
+    - `mode`: what to replace: `"primal"` (the value); or, if `fn` differentiates,
+        `"cotangent"` (the gradient that flows back there) or `"tangent"`. Second-order
+        modes are joined by a dot.
     - `tag`: only sows with this tag.
     - `capture`, `methods`, `scope`: as in `save_intermediates`, so that submodules of a
         model can be planted by their paths.
+    - `with_index`: call functions with `(value, index)`. `index` is a tuple of the
+        iterations of the loops around the sow, from outside in, traced int32s: in a
+        scan over layers `(layer,)`. So which layer is meant can be an argument of a
+        compiled program. A `while_loop` counts for nothing in it, nor does a
+        `fori_loop` whose bounds are traced. In a reversed scan, iteration `i` is that
+        of `xs[i]`.
 
     **Returns:**
 
@@ -196,11 +211,11 @@ def plant(
     that `capture` selects here, others see those that are planted; what they capture
     themselves is under their own path. Planted arrays may be traced and differentiated.
 
-    `plant(eqx.filter_grad(loss), ...)` replaces values within the gradient computation:
-    the gradient still flows back past a planted primal. `eqx.filter_grad(plant(loss,
-    ...))` is the gradient of the edited program, in which nothing flows back from a
-    constant. A `custom_jvp` or `custom_vjp` function with a planted sow inside has the
-    derivative of the edited function, not that of its rule.
+    `plant(eqx.filter_grad(loss), ...)` replaces values within the computation of the
+    gradient, but the gradient still flows back through a planted primal.
+    `eqx.filter_grad(plant(loss, ...))` is the gradient of the edited program, in which
+    nothing flows back from a constant. A `custom_jvp` or `custom_vjp` function with a
+    planted sow inside has the derivative of the edited function, not that of its rule.
 
     **Raises:**
 
@@ -212,7 +227,8 @@ def plant(
       differs;
     - [`eqx_sow.DuplicateSowError`][] if a value, not a function, is planted where a
       name is sown several times;
-    - [`eqx_sow.UnsupportedPrimitiveError`][] if a value cannot be had where it is sown.
+    - [`eqx_sow.UnsupportedPrimitiveError`][] if a value is not accessible where it is
+        sown.
 
     !!! example
 
@@ -230,6 +246,13 @@ def plant(
             return jax.lax.fori_loop(0, 6, lambda i, x: eqx_sow.sow(x + i, "x"), x)
 
         eqx_sow.plant(fn, {"x/3": lambda x: 2 * x})(jnp.ones(2))
+
+        @jax.jit
+        def without(i, x):
+            zero = lambda value, index: jnp.where(index[0] == i, 0, value)
+            return eqx_sow.plant(fn, {"x": zero}, with_index=True)(x)
+
+        [without(i, jnp.ones(2)) for i in range(6)]  # compiled once
         ```
     """
     options = {k: v for k, v in locals().items() if k != "fn"}

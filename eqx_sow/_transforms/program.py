@@ -1,5 +1,6 @@
 """A function, traced so that its sows can be seen."""
 
+import contextlib
 import dataclasses as dc
 import functools as ft
 import inspect
@@ -13,14 +14,14 @@ from .. import _compat
 from .._arrays import to_jaxpr, types_of
 from .._errors import SowError
 from .._mark.listening import Listening, listening, tracing
-from .._mark.site import Site
+from .._mark.noting import called_with, listening_as
+from .._mark.site import Label, Site
 from .._mark.sow import UnnamedSowError
 from .._mark.static import Const, rebuild, take_apart
-from .._modules import find as _capture
-from .._modules.find import Marking
-from .._modules.marks import Mark
+from .._modules import capture as _capture
+from .._modules.capture import Marking, Named
 from .._walk.edit import seen_as
-from .._walk.find import recomputed, sites, sows
+from .._walk.find import is_loop, loops_around, recomputed, sites, sows
 from .._walk.handler import Given, Handler, Taken
 from .._walk.interpreter import evaluate
 from .._walk.jax_rules import check_wrapped
@@ -31,9 +32,8 @@ class Program:
     closed: Any
     inputs: list[Any]
     out: tuple[Const, tuple[Any, ...]]
-    marks: set[Mark]
+    named: Named
     marking: Marking
-    models: tuple[str, ...]
     depth: int
     again: Callable[[Marking], "Program"]
 
@@ -46,7 +46,9 @@ class Program:
         closed, treedef = to_jaxpr(run)(given, self.inputs)
         closed = seen_as(closed, lambda s: s.in_scope(here.scope))
         jaxpr, consts = _compat.open_jaxpr(closed)
-        leaves = _compat.splice(jaxpr, consts, jax.tree.leaves((given, self.inputs)))
+        leaves = _compat.inline_or_call(
+            jaxpr, consts, jax.tree.leaves((given, self.inputs))
+        )
         return jax.tree.unflatten(treedef, leaves)
 
     def survey(self, handler: Handler) -> Any:
@@ -83,9 +85,20 @@ class Program:
                     f"computes the value once more, past the sow. {remedy}"
                 )
 
-    def check_called(self, names: Iterable[str]) -> None:
-        """Raises if of the modules that are captured none is called."""
-        _capture.check_called(self.marks, self.marking, names)
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(s.name for s in sites(self.closed))
+
+    def in_loops(self) -> dict[tuple[Label, tuple[int, ...]], None]:
+        """The sows that there are, each in the loops around it from outside in: how
+        many iterations they have."""
+        found = {}
+        for site, path in sows(self.closed):
+            if site.tag == self.marking.tag:
+                around = [e.params.get("length") for e in path if is_loop(e)]
+                loops = tuple(n for n, _ in loops_around(site, around))
+                found[site.label, loops] = None
+        return found
 
     def new_names(self, known: Iterable[str], option: str) -> list[str]:
         """The names that there are too with `capture=True` or `scope=True`."""
@@ -98,9 +111,6 @@ class Program:
         tag = self.marking.tag
         names = dict.fromkeys(s.name for s in sites(program.closed) if s.tag == tag)
         return [name for name in names if name not in known]
-
-    def unmark(self, tree: Any) -> Any:
-        return _capture.unmark(tree, self.marks)
 
 
 def _goes_past(site: Site, key: Any, planted: bool) -> bool:
@@ -137,6 +147,8 @@ _NOT_CONCRETE = (
     jax.errors.TracerArrayConversionError,
     jax.errors.TracerIntegerConversionError,
 )
+# What JAX, and Equinox, raise for what cannot be differentiated.
+_NOT_DIFFERENTIABLE = ValueError, NotImplementedError
 _TRACED = (
     "eqx_sow traces the function that it is given, as `jax.jit` does. Where the value "
     "of an array decides, write `jnp.where` or `jax.lax.cond`."
@@ -146,15 +158,13 @@ _TRACED = (
 def _trace(fn: Callable, args: tuple, kwargs: dict, marking: Marking) -> Program:
     inputs, treedef, static = take_apart((fn, args, kwargs))
     out: Any = None
-    marks: set[Mark] = set()
-    models: tuple[str, ...] = ()
 
     def traced(inputs):
-        nonlocal out, marks, models
-        fn, args, kwargs = rebuild(treedef, static, inputs)
-        marked = _capture.marked(fn, args, kwargs, marking)
-        with marked as ((fn, args, kwargs), marks, models):
-            outs, *out = take_apart(_capture.unmark(fn(*args, **kwargs), marks))
+        nonlocal out
+        called = rebuild(treedef, static, inputs)
+        with called_with(depth, lambda: _capture.given(*called)):
+            fn, args, kwargs = called
+            outs, *out = take_apart(fn(*args, **kwargs))
         return outs
 
     # JAX says what was traced when it says what is wrong with it.
@@ -163,11 +173,24 @@ def _trace(fn: Callable, args: tuple, kwargs: dict, marking: Marking) -> Program
     traced.__signature__ = inspect.Signature()
     here = listening.value or Listening()
     depth = here.depth + 1
-    here = Listening(outside=here.outside, selected=here.selected, depth=depth)
+
     # Only tracing happens in here: whatever is executed would be compiled once more.
-    with listening(here), _capture.explained(marking):
-        closed = jax.make_jaxpr(traced)(inputs)
-    # What a transformation inside marked for itself is not for others.
-    closed = seen_as(closed, lambda s: s.seen_from(depth, marking.tag))
+    def closed_jaxpr(leafwise):
+        new = Listening(captures=here.captures, depth=depth, leafwise=leafwise)
+        with listening_as(marking.noted(new)):
+            return jax.make_jaxpr(traced)(inputs)
+
+    try:
+        closed = closed_jaxpr(here.leafwise)
+    except _NOT_DIFFERENTIABLE:
+        # Such as a `while_loop` with a leaf that only a sow differentiates.
+        closed = None
+        with contextlib.suppress(Exception):
+            closed = closed_jaxpr(leafwise=True)
+        if closed is None:
+            raise
+    named = _capture.name(closed, (fn, args, kwargs), depth, marking)
+    # What a transformation inside captured for itself is not for others.
+    closed = seen_as(named.closed, lambda s: s.seen_from(depth, marking.tag))
     again = ft.partial(trace, fn, args, kwargs)
-    return Program(closed, inputs, tuple(out), marks, marking, models, depth, again)
+    return Program(closed, inputs, tuple(out), named, marking, depth, again)

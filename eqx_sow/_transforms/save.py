@@ -11,22 +11,23 @@ import equinox as eqx
 
 from .._errors import UnsupportedPrimitiveError
 from .._frames import api_boundary
+from .._handlers.asked import Asked
+from .._handlers.collect import Collect
+from .._handlers.replay import Inside
 from .._mark.listening import listening
 from .._mark.static import Const, SameParts
 from .._names import check_known
+from .._results.intermediates import Intermediates
 from .._values import spec as _spec
 from .._values.assemble import assemble
-from .._values.intermediates import Intermediates
 from .._values.reduce import Reducer
 from .._values.sown import Sown
 from .._walk.handler import Given
 from .._walk.repeats import repeats
 from . import options as opt
-from .checks import hints, wanted
-from .collect import Collect
+from .checks import hints, unselected, wanted
 from .options import Options, Saving
 from .program import Program
-from .replay import Inside
 from .transformed import Transformed, wrap
 
 
@@ -58,6 +59,7 @@ class _SaveIntermediates(Transformed):
             SameParts(self._reduce),
             SameParts(self._transform),
             outer,
+            asked=Asked(options.names, program.names),
             inside=Inside(
                 repeats=repeats(program.closed, lambda site: site.tag == options.tag)
             ),
@@ -71,13 +73,12 @@ class _SaveIntermediates(Transformed):
         outs, taken = program.evaluate(collect, Given(carry))
         sown: Sown = taken.values
         type(self)._check_names(self, sown, program)
-        program.check_called([name for name, _ in sown.seen])
         # As a PyTree, the dict has lost its order.
         states = {key: taken.carry[key] for key in carry}
         keys = [*states, *(e.site.key for e in sown.entries)]
         there = [mode for _, mode in sown.seen if mode is not None]
         mode_of = wanted("save_intermediates", program, options, keys, there)
-        intermediates = program.unmark(assemble(sown, states, collect.reducer, mode_of))
+        intermediates = assemble(sown, states, collect.reducer, mode_of)
         _spec.check(sown.checks, options.spec, intermediates)
         return program.output(outs), intermediates
 
@@ -90,6 +91,8 @@ class _SaveIntermediates(Transformed):
         for option, patterns in dict(names=options.names, **by_name).items():
             if option == "names" or isinstance(patterns, Mapping):
                 call = f"save_intermediates(..., {option}=...)"
+                if option == "names":
+                    patterns = unselected(patterns, program)
                 check_known(call, patterns, names, hint=hints(program))
         for name, message in sown.hidden:
             if name not in names:
@@ -119,7 +122,7 @@ def save_intermediates(
     tag: Hashable = "intermediates",
     names: str | Sequence[str] | Callable[[str], bool] | None = None,
     modes: str | Sequence[str] | None = None,
-    capture: bool | type | tuple[type, ...] | Callable[[str, Any], bool] | None = None,
+    capture: bool | type | tuple[Any, ...] | Callable[..., Any] | None = None,
     methods: str | Sequence[str] = ("__call__",),
     inputs: bool = False,
     scope: bool = False,
@@ -129,8 +132,8 @@ def save_intermediates(
 ) -> Callable:
     """Makes a function also return the values that are marked in it.
 
-    The first output of `save_intermediates(fn)` is always the output of `fn`, with the
-    same gradients.
+    The function that it returns has two outputs. The first is always the output of
+    `fn`, with the same gradients.
 
     **Arguments:**
 
@@ -140,46 +143,53 @@ def save_intermediates(
     - `tag`: only sows with this tag, any hashable.
     - `names`: what to capture: a name, a glob, a sequence of them, or a function of the
         name. Nothing else is stored or computed. In a glob, `*` matches any characters.
-    - `modes`: what to capture of each, `"primal"`, `"tangent"`, `"cotangent"`, or
-        second-order ones joined by a dot (`"cotangent.tangent"`); one or a sequence.
+        With an index, `"h/3"` is iteration 3 of the loop around `h`, in the memory of
+        one and without an axis for that loop; `"h/-1"` is the last, and `"h/3/0"` goes
+        on with the next loop inside. Where a loop goes over stacked layers, the index
+        stands where a list has it: `"blocks/2/attn"`, and `"blocks/*/attn"` is all.
+    - `modes`: what to capture of each: `"primal"` (the value), `"tangent"`,
+        `"cotangent"` (the gradient), or second-order modes joined by a dot
+        (`"cotangent.tangent"`); one or a sequence.
     - `capture`: marks the output of submodules, without editing the model: `True` for
-        every module with a `__call__`, a class or a tuple of classes, or a function
-        `(path, module) -> bool`. The name is the path of the module, `layers/0`; under
-        an argument of a plain function it begins with the name of the parameter,
-        `model/layers/0`. The module that is `fn` itself has the name `.`.
-    - `methods`: which methods to mark. Those other than `__call__` have the name
-        `layers/0.encode`.
-    - `inputs`: also mark what was passed in, under `layers/0.inputs`, as a tuple
-        `(args, kwargs)`.
-    - `scope`: put the path of the module in which a sow is before its name.
+        every module with a `__call__`; a class; a function of JAX's such as
+        `jax.nn.softmax`, or one that `jax.jit` made; a tuple of these; or a predicate
+        `(path, module) -> bool`, for which the module has shapes in the place of
+        arrays. Whatever runs is captured, wherever the model is. The
+        name is the path of the module in the tree that its arrays come from,
+        `layers/0`. In an argument of a plain function it begins with the name of the
+        parameter, `model/layers/0`. The module that is `fn` itself has the name `.`.
+    - `methods`: which methods to mark. A method other than `__call__` has a name such
+        as `layers/0.encode`.
+    - `inputs`: also mark what a module was called with, as a tuple `(args, kwargs)`
+        under `layers/0.inputs`.
+    - `scope`: put the path of the module around a sow before its name.
     - `reduce`: how several executions of a name combine: [`eqx_sow.Append`][],
         [`eqx_sow.Last`][], [`eqx_sow.Fold`][] or [`eqx_sow.Buffer`][], for all names
         or as a dict of names or globs.
     - `transform`: a function of the value, or a dict of names or globs to functions,
-        that is applied where the value is sown: within a loop only its result is
-        stacked. What it sows itself is not captured: it is not part of `fn`.
-    - `spec`: a dict of names or globs to jaxtyping annotations of what comes back: of
-        the primal, or of the first mode if there is none. All annotations in one call
+        that is applied where the value is sown, so that a loop stacks only its results.
+        A `sow` inside it is not captured: it is not part of `fn`.
+    - `spec`: a dict from names or globs to jaxtyping annotations of what comes back
+        (the primal, or the first mode if there is none). All annotations in one call
         share their axis names.
 
     **Returns:**
 
     A function with the signature of `fn`, that returns `(out, intermediates)`.
-    `intermediates[name][mode]` is the value, an [`eqx_sow.Intermediates`][], in order
-    of execution. It is the PyTree that was sown, with its dtypes (a tangent or
-    cotangent has that of the primal; for integers, `float0`) and its shapes, to which
-    come axes:
+    `intermediates[name][mode]` is the value; `intermediates` is an
+    [`eqx_sow.Intermediates`][], whose names are in order of execution. The value is the
+    PyTree that was sown, with its dtypes (a tangent or cotangent has that of the
+    primal; for integers, `float0`) and its shapes, and in addition
 
-    - in a scan, a `fori_loop` with static bounds or `lax.map`, with a leading axis for
-      each loop, entry `i` from iteration `i`;
-    - under `vmap`, with a leading axis for each `vmap` that it varies over, outermost
-      first;
-    - in a `cond` or a `while_loop`, of the branch that ran or the last iteration; zeros
-      if there was none. `intermediates[name]["count"]`, an int32, says how often it
-      ran.
+    - in a scan, a `fori_loop` with static bounds or `lax.map`: a leading axis for each
+        loop, entry `i` from iteration `i`;
+    - under `vmap`: a leading axis for each `vmap` that it varies over, outermost first;
+    - in a `cond` or a `while_loop`: `intermediates[name]["count"]`, an int32 that says
+        how often it ran. The value is that of the branch that ran, or of the last
+        iteration; zeros if there was none.
 
-    Like `eqx.filter_vmap`, what is returned is a PyTree whose leaves are those of `fn`,
-    and it can be used as a decorator of methods.
+    Like `eqx.filter_vmap`, it returns a PyTree whose leaves are those of `fn`, and it
+    can decorate methods.
 
     **Raises:**
 
@@ -189,8 +199,9 @@ def save_intermediates(
         says what the values become;
     - [`eqx_sow.UnknownSowError`][] if an option selects nothing;
     - [`eqx_sow.SowTypeError`][] if a value does not fit its annotation;
-    - [`eqx_sow.UnsupportedPrimitiveError`][] if a value cannot be had where it is sown;
-    - [`eqx_sow.SowError`][] if values of one name cannot become one.
+    - [`eqx_sow.UnsupportedPrimitiveError`][] if a value is not accessible where it is
+        sown;
+    - [`eqx_sow.SowError`][] if values of one name cannot be combined.
 
     !!! example
 

@@ -9,22 +9,24 @@ import equinox as eqx
 import jax
 import jax.core
 import jax.extend.core as jexc
+import jax.numpy as jnp
 from jax.interpreters import batching
 
 from .. import _compat
 from .._frames import api_boundary
+from .._handlers.asked import Asked
+from .._handlers.events import failures, TapEvent
+from .._handlers.replay import Inside
+from .._handlers.tapping import check_order, Place, places_in, Tap
 from .._mark.listening import Listening, listening
-from .._mark.static import Const, Same, SameParts
-from .._names import check_known, matches
+from .._mark.static import Const, Same, SameParts, take_apart
+from .._names import check_known
 from .._walk.handler import Given
 from .._walk.repeats import repeats
 from . import options as opt
-from .checks import hints, wanted
-from .events import failures, TapEvent
+from .checks import hints, unselected, wanted
 from .options import Options, Tapping
 from .program import Program
-from .replay import Inside
-from .tapping import check_order, Place, places_in, Tap
 from .transformed import Transformed, wrap
 
 
@@ -41,10 +43,12 @@ class _Tapped(Transformed):
     # These may hold arrays.
     _transform: Any
     _when: Any
+    _extra: Any
     _options: Const = eqx.field(static=True)
 
     def _result(self, program: Program) -> Any:
-        return program.output(_evaluate(self, program))
+        extra, *form = take_apart(self._extra)
+        return program.output(_evaluate(self, program, extra, tuple(form)))
 
     @api_boundary
     def __call__(self, /, *args, **kwargs):
@@ -58,20 +62,29 @@ class _Tapped(Transformed):
             raise
 
 
-def _evaluate(self: _Tapped, program: Program) -> list[Any]:
+def _evaluate(
+    self: _Tapped, program: Program, extra: list[Any], form: tuple[Any, ...]
+) -> list[Any]:
+    """`extra` are the arrays of that option, and `form` is what else there is of it."""
     jaxpr, consts = _compat.open_jaxpr(program.closed)
     operands = [*consts, *program.inputs]
-    if not _compat.has_lanes(operands):
-        return _walk(self, program)
+    if not _compat.has_lanes([*operands, *extra]):
+        return _walk(self, program, extra, form)
 
     def over_lanes(axis_data, operands, dims):
+        n = len(operands) - len(extra)
+        of_all_lanes = [
+            x if d is None else jnp.moveaxis(x, d, 0)
+            for x, d in zip(operands[n:], dims[n:])
+        ]
+        operands, dims = operands[:n], dims[:n]
         dims_out: list[int | None] = []
 
         def batched(*operands):
             same: list[Any] = []
 
             def lane(*operands):
-                outs = _compat.splice(
+                outs = _compat.inline_or_call(
                     jaxpr, operands[: len(consts)], operands[len(consts) :]
                 )
                 dims_out[:] = [0 if _compat.has_lanes([x]) else None for x in outs]
@@ -92,28 +105,37 @@ def _evaluate(self: _Tapped, program: Program) -> list[Any]:
         with listening(Listening()):
             closed = jax.make_jaxpr(batched)(*operands)
         inside = dc.replace(program, closed=closed, inputs=operands)
-        return _evaluate(self, inside), dims_out
+        return _evaluate(self, inside, of_all_lanes, form), dims_out
 
-    return over_lanes_p.bind(*operands, run=Same(over_lanes))
+    return over_lanes_p.bind(*operands, *extra, run=Same(over_lanes))
 
 
-def _walk(self: _Tapped, program: Program) -> list[Any]:
+def _walk(
+    self: _Tapped, program: Program, extra: list[Any], form: tuple[Any, ...]
+) -> list[Any]:
     options: Options = self._options.value
     names, tag, closed = options.names, options.tag, program.closed
     nowhere: Any = None
     everything = [p for p in places_in(closed, Place(nowhere)) if p.site.tag == tag]
     known = dict.fromkeys(p.site.name for p in everything)
-    check_known("tap(..., names=...)", names, known, hint=hints(program))
-    program.check_called(known)
+    left = unselected(names, program)
+    check_known("tap(..., names=...)", left, known, hint=hints(program))
     if isinstance(self._transform, Mapping):
         check_known("tap(..., transform=...)", self._transform, known)
-    places = [p for p in everything if names is None or matches(names, p.site.name)]
-    chosen = wanted("tap", program, options, {p.site.key for p in places})
-    places = [p for p in places if p.site.key in chosen]
+    asked = Asked(names, program.names)
+    every = [
+        (p, p._replace(site=one))
+        for p in everything
+        for one, _ in dc.replace(asked, loops=p.loops).of(p.site)
+    ]
+    chosen = wanted("tap", program, options, {p.site.key for _, p in every})
+    every = [(whole, p) for whole, p in every if p.site.key in chosen]
+    places = list(dict.fromkeys(whole for whole, _ in every))
     check_order(closed, places)
-    counts = {p.slot: p.start() for p in places}
+    counts = {p.slot: p.start() for _, p in every}
     handler = Tap(
         options=self._options,
+        asked=asked,
         chosen=tuple(chosen.items()),
         elsewhere=frozenset(p.site.name for p in places if not p.solver),
         inside=Inside(
@@ -127,11 +149,12 @@ def _walk(self: _Tapped, program: Program) -> list[Any]:
         slots=tuple(counts),
         transform=SameParts(self._transform),
         when=SameParts(self._when),
+        extra=form,
         has_outer=listening.value is not None,
         devices=jax.sharding.get_abstract_mesh().manual_axes,
     )
     carry = {str(i): count for i, count in enumerate(counts.values())}
-    outs, _ = program.evaluate(handler, Given(carry))
+    outs, _ = program.evaluate(handler, Given(carry, extra))
     return outs
 
 
@@ -163,7 +186,7 @@ def tap(
     tag: Hashable = "intermediates",
     names: str | Sequence[str] | Callable[[str], bool] | None = None,
     modes: str | Sequence[str] | None = None,
-    capture: bool | type | tuple[type, ...] | Callable[[str, Any], bool] | None = None,
+    capture: bool | type | tuple[Any, ...] | Callable[..., Any] | None = None,
     methods: str | Sequence[str] = ("__call__",),
     inputs: bool = False,
     scope: bool = False,
@@ -171,6 +194,7 @@ def tap(
     when: Callable[[Any], Any] | None = None,
     every: int = 1,
     ordered: bool = False,
+    extra: Any = None,
 ) -> Callable:
     """Shows what is sown in a function while it runs.
 
@@ -183,60 +207,65 @@ def tap(
         `eqx.filter_grad(loss)` or `eqx.filter_jit(model)`. Without it this returns a
         decorator.
     - `callback`: a function of an [`eqx_sow.TapEvent`][], called on the host each time
-        that a selected sow runs, while the program goes on. Without one, each event is
+        a selected sow runs, while the program goes on. Without one, each event is
         printed as one line: name, mode, count, shape, and the statistics of
         [`eqx_sow.tabulate`][].
     - `tag`, `names`, `modes`, `capture`, `methods`, `inputs`, `scope`: as in
         [`eqx_sow.save_intermediates`][]. Cotangents arrive while the backward pass
-        runs, backward in time.
+        runs, last iteration first.
     - `transform`: a function of the value, or a dict of names or globs to functions,
-        that is applied on the device where the value is sown: only its result goes to
-        the host. What it sows is not seen: it is not part of `fn`, and nor is `when`.
+        that is applied on the device, so that only its result goes to the host. A `sow`
+        inside it, or inside `when`, is not seen: it is not part of `fn`.
     - `when`: a function of the value as it is sown, before `transform`, that returns a
-        single boolean. It is evaluated on the device; where it is false, nothing goes
-        to the host. Under `vmap` it sees one lane, and the value of all lanes is sent
-        if it is true for any.
-    - `every`: only each `every`-th execution of a name and mode, beginning with the
-        first. Nothing of the others goes to the host, nor is `when` evaluated.
-    - `ordered`: events come in the order of the program, also those of different names,
-        as with `jax.debug.callback(..., ordered=True)`, and with the limits that JAX
-        has for this, such as programs on a single device. Without it, events may
-        overtake each other, also those of one sow, as in `jax.lax.scan(..., unroll=3)`.
-        Their `count` is right all the same: sort by it.
+        single boolean. It is evaluated on the device, and where it is false, nothing
+        goes to the host. Under `vmap` it sees one lane (one of the examples mapped
+        over); if it is true for any, the values of all are sent.
+    - `every`: send only every `every`-th execution of a name and mode, beginning with
+        the first. For the others, `when` is not evaluated either.
+    - `ordered`: events arrive in the order of the program, across all names, as with
+        `jax.debug.callback(..., ordered=True)`. This has JAX's limits, such as programs
+        on a single device. Otherwise events may arrive out of order, even those of one
+        sow, as in `jax.lax.scan(..., unroll=3)`. Their `count` is always right: sort by
+        it.
+    - `extra`: a PyTree of arrays that every event carries as `event.extra`, such as the
+        number of the training step, `{"step": step}`. It may be traced: in a compiled
+        step it is an argument of that. Under `vmap`, it has a leading axis if it is not
+        the same for all lanes.
 
     **Returns:**
 
     A function with the signature and the output of `fn`. A tapped sow is still a sow:
-    `save_intermediates(tap(fn))` captures it, and several taps see it. What
-    `save_intermediates` inside `fn` takes, `tap` does not see. The modules that
-    `capture` selects are marked for this `tap` alone.
+    `save_intermediates(tap(fn))` captures it, and several taps can see it. `tap` does
+    not see what a `save_intermediates` inside `fn` takes. The modules that `capture`
+    selects are marked for this `tap` alone.
 
-    Like `eqx.filter_vmap`, what is returned is a PyTree whose leaves are those of `fn`,
-    and it can be used as a decorator of methods.
+    Like `eqx.filter_vmap`, it returns a PyTree whose leaves are those of `fn`, and it
+    can decorate methods.
 
     All lanes of a `vmap` are one event, whether it is `tap(vmap(fn))` or
     `vmap(tap(fn))`. A sow that a backward pass computes again is not an event; its
     cotangent is one. In a `jax.shard_map` there is an event for each device, and
-    `event.device` says which. A `tap` that is called within a branch of a `cond` sees
-    all lanes of a later `vmap` over it, as `jax.debug.callback` does: tap the whole
-    function instead.
+    `event.device` says which. If you call `tap` inside a branch of a `cond`, and a
+    `vmap` further out gives its predicate an axis, the event has all lanes, as with
+    `jax.debug.callback`: tap the whole function instead.
 
-    The callback must be fast, for the program may wait for it, and it must not call
-    JAX, which may wait for the program. `jax.effects_barrier()` waits until all
+    The callback must be fast, as the program may wait for it, and it must not call JAX,
+    which may in turn wait for the program. `jax.effects_barrier()` waits until all
     callbacks have been called.
 
     An exception in the callback ends the run. What is raised is an
     [`eqx_sow.SowError`][] that names the sow, with that exception as its cause; or,
-    where only JAX notices (under a `jax.jit` around the `tap`, or when the result is
-    awaited), a `jax.errors.JaxRuntimeError` whose text tells the same. Catch exceptions
-    in the callback if watching a run must never end it.
+    where it is JAX that notices (under a `jax.jit` around the `tap`, or when you wait
+    for the result), a `jax.errors.JaxRuntimeError` with the same text. If watching a
+    run must never end it, catch exceptions in the callback.
 
     **Raises:**
 
     `TypeError` and `ValueError` if an option is not of the kind above. When called,
     [`eqx_sow.UnknownSowError`][] if an option selects nothing,
-    [`eqx_sow.UnsupportedPrimitiveError`][] if a value cannot be had where it is sown,
-    and [`eqx_sow.SowError`][] if it cannot be told when, or in which lanes, a sow runs.
+    [`eqx_sow.UnsupportedPrimitiveError`][] if a value is not accessible where it is
+    sown, and [`eqx_sow.SowError`][] if eqx_sow cannot tell when, or in which lanes, a
+    sow runs.
 
     !!! example
 
@@ -264,4 +293,6 @@ def tap(
     if fn is ...:
         return ft.partial(tap, **options)
     static, arrays = opt.checked("tap", fn, options)
-    return wrap(_Tapped, fn, arrays["transform"], arrays["when"], Const(static))
+    return wrap(
+        _Tapped, fn, arrays["transform"], arrays["when"], arrays["extra"], Const(static)
+    )

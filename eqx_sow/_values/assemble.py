@@ -6,9 +6,14 @@ from typing import Any
 
 from .._errors import SowError
 from .._mark.static import rebuild
+from .._results.intermediates import (
+    in_order,
+    Intermediates,
+    Stacked,
+    with_known,
+)
 from . import entry as _entry, merge as _merge, reduce as _reduce
-from .entry import Entry
-from .intermediates import in_order, Intermediates, Stacked, with_stacked
+from .entry import Entry, Result
 from .modes import is_backward
 from .reduce import Reducers, Reduction
 from .sown import Sown
@@ -25,37 +30,44 @@ def assemble(
     mode is called."""
     results = _placed(sown.entries, reducers)
     for key, state in states.items():
-        results[key] = *_reduce.finished(reducers(key[0]), state), ()
+        results[key] = _reduce.finished(reducers(key[0]), state)
     out: dict[str, dict[str, Any]] = {name: {} for name, _ in sown.seen}
-    counts: dict[str, Any] = {}
-    stacked = {}
-    for key, (value, count, arrays) in results.items():
-        if key in wanted:
-            out[key[0]][wanted[key]] = value
-            stacked[key[0], wanted[key]] = arrays
-        if count is not None:
-            counts.setdefault(key[0], count)
-    for name, count in counts.items():
+    counts: dict[str, Result] = {}
+    stacked, axes = {}, {}
+    for key, result in results.items():
+        name, mode = key[0], wanted.get(key)
+        if mode is not None:
+            out[name][mode] = result.value
+            stacked[name, mode] = result.stacked
+            axes[name, mode] = result.axes
+        if result.count is not None:
+            counts.setdefault(name, result)
+    for name, result in counts.items():
         if out[name]:
-            out[name]["count"] = count
+            out[name]["count"] = result.count
+            axes[name, "count"] = result.count_axes
     there = {name: in_order(modes) for name, modes in out.items() if modes}
-    return with_stacked(there, stacked)
+    return with_known(there, stacked, axes)
 
 
-def _placed(
-    entries: Sequence[Entry], reducers: Reducers
-) -> dict[Any, tuple[Any, Any, tuple[Stacked, ...]]]:
-    """The value of each `Site.key` that is not reduced, its count if it has one, and
-    what its arrays are; of each place, where there may be several."""
+def _placed(entries: Sequence[Entry], reducers: Reducers) -> dict[Any, Result]:
+    """What comes back for each `Site.key` that is not reduced; of each place, where
+    there may be several."""
     results = {}
     by_name = _entry.grouped(entries, lambda site: site.name)
     for key, same in _entry.grouped(entries).items():
         conditional = any(e.counted for e in same)
         if reducers(key[0]) is not None:
             places = _in_order(same, by_name[key[0]])
-            values, counts, arrays = zip(*[_finished(e, conditional) for e in places])
-            counts = counts if conditional else None
-            results[key] = values, counts, tuple(it.chain.from_iterable(arrays))
+            places = [_finished(e, conditional) for e in places]
+            values, counts, axes, count_axes, stacked = zip(*places)
+            results[key] = Result(
+                values,
+                counts if conditional else None,
+                [*axes],
+                [*count_axes],
+                tuple(it.chain.from_iterable(stacked)),
+            )
         elif len(same) > 1:
             raise _merge.duplicate(same[0].site, same[1].site)
         else:
@@ -63,16 +75,18 @@ def _placed(
     return results
 
 
-def _finished(
-    entry: Entry | None, conditional: bool
-) -> tuple[Any, Any, tuple[Stacked, ...]]:
+def _finished(entry: Entry | None, conditional: bool) -> Result:
     if entry is None:
-        return None, None, ()
+        return Result()
     entry = _entry.full(_entry.with_count(entry) if conditional else entry)
+    site = entry.site
     *values, count = entry.arrays if conditional else (*entry.arrays, None)
-    lead = tuple(a.size for a in entry.site.axes)
-    value = rebuild(entry.site.treedef, entry.site.leaves, values, lead)
-    return value, count, _stacked(entry, values)
+    lead = tuple(a.size for a in site.axes)
+    value = rebuild(site.treedef, site.leaves, values, lead)
+    has = [site.has(i) for i in range(len(entry.arrays))]
+    axes = _entry.axes_of_arrays(value, site, has)
+    count_axes = _entry.axes_of_count(count, site, has[-1]) if conditional else ()
+    return Result(value, count, axes, count_axes, _stacked(entry, values))
 
 
 def _stacked(entry: Entry, values: Sequence[Any]) -> tuple[Stacked, ...]:

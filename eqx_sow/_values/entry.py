@@ -28,8 +28,9 @@ import functools as ft
 import math
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.extend.core as jexc
 import jax.numpy as jnp
@@ -37,9 +38,11 @@ import jax.tree_util as jtu
 
 from .. import _compat
 from .._arrays import broadcast_to, select, shape_like, spec_of
-from .._errors import calling
+from .._errors import calling, SowError
 from .._mark.site import Axis, Located, out_of_loop, Site, with_has
-from .._mark.static import Const, OPERAND, rebuild, take_apart
+from .._mark.static import Const, NoTangent, OPERAND, rebuild, take_apart
+from .._results.intermediates import Axis as NamedAxis, Leading, Stacked
+from .batched import all_lanes_p, Batched
 from .modes import is_backward
 
 
@@ -72,6 +75,9 @@ class Entry:
     route: tuple[tuple[int, bool | None], ...] = dc.field(
         default=(), metadata=dict(static=True)
     )
+    # Of each scan that is still around it, from outside in, which iteration alone is
+    # kept, or `None` for all; empty if all are kept of all.
+    at: tuple[int | None, ...] = dc.field(default=(), metadata=dict(static=True))
 
     @property
     def origins(self) -> set[Any]:
@@ -191,9 +197,14 @@ def transformed(
     has: Sequence[tuple[bool, ...]],
     what: str = "transform",
 ) -> tuple[Const, tuple[Any, ...], list[Any], list[tuple[bool, ...]]]:
-    """Applies `fn` to the value as the code at the sow sees it, for each lane. Returns
-    what there is of the result: its treedef, its leaves, arrays, and their axes."""
+    """Applies `fn` to the value as the code at the sow sees it, for each lane; one that
+    is `batched`, to all lanes at once. Returns what there is of the result: its
+    treedef, its leaves, arrays, and their axes."""
     axes = site.axes
+    if isinstance(fn, Batched):
+        with calling(what, site):
+            treedef, leaves, values = _of_all_lanes(fn, site, values, has)
+        return treedef, leaves, values, [(False,) * len(axes)] * len(values)
     form: list[Any] = []
 
     def apply(*values):
@@ -217,6 +228,32 @@ def transformed(
         values = for_each_lane(apply, axes, has, out)(*values)
     treedef, leaves = form
     return treedef, leaves, list(values), out or [over] * len(values)
+
+
+def _of_all_lanes(
+    fn: Batched, site: Site, values: Sequence[Any], has: Sequence[tuple[bool, ...]]
+) -> tuple[Const, tuple[Any, ...], list[Any]]:
+    """What is returned for the value with the axes of the lanes in front."""
+    if site.guards:
+        raise SowError(
+            f"`transform=batched(...)`: `sow(..., {site.name!r})` at {site.where} is "
+            "in a branch or a loop that only some lanes of a `jax.vmap` run: there is "
+            "no value of all lanes. Leave `batched` out for this name, and reduce what "
+            "comes back where its `count` is not zero."
+        )
+    over = either((False,) * len(site.axes), *has)
+    if not is_backward(site.mode):
+        # Else it is the total, see `final_axes`.
+        values = [broadcast(x, h, over, site.axes) for x, h in zip(values, has)]
+    told = dict(name=site.name, where=site.where)
+    values = [
+        x if x.dtype == jax.dtypes.float0 else all_lanes_p.bind(x, **told)
+        for x in values
+    ]
+    lead = [a.size for a, h in zip(site.axes, over) if h]
+    out = fn.fn(rebuild(site.treedef, site.leaves, values, lead))
+    arrays, treedef, leaves = take_apart(out)
+    return treedef, leaves, list(map(jnp.asarray, arrays))
 
 
 def _inputs_read(closed: Any) -> list[set[int]]:
@@ -261,8 +298,17 @@ def in_each_iteration(site: Site, step: Callable[[Any], Any], carry: Any) -> Any
     return jax.lax.fori_loop(0, times, lambda _, c: step(c), carry)
 
 
+def keeps_one(entry: Entry) -> bool:
+    """Whether of the scan that it is in only one iteration is kept."""
+    return bool(entry.at) and entry.at[-1] is not None
+
+
 def stacked(entry: Entry, length: int) -> Entry:
-    """An entry of a loop body, once each of its arrays has a new leading axis."""
+    """An entry of a loop body, once each of its arrays has a new leading axis; or once
+    the scan is over, if it keeps one iteration."""
+    if keeps_one(entry):
+        return dc.replace(left_loop(entry), at=entry.at[:-1])
+    entry = dc.replace(entry, at=entry.at[:-1])
     loop = Axis(length, (True,) * len(entry.arrays), lane=False)
     n, axes = out_of_loop(entry.site.axes, loop)
     arrays = [
@@ -316,6 +362,53 @@ def final_axes(site: Site, counted: bool) -> list[tuple[bool, ...]]:
         )
         for i in range(n_values + counted)
     ]
+
+
+class Result(NamedTuple):
+    """What comes back for a `Site.key`: its value, and its count if it has one. The
+    other fields say what their arrays are, see `Intermediates`. With `Append` all but
+    the last have one entry for each place."""
+
+    value: Any = None
+    count: Any = None
+    axes: tuple[Leading, ...] | list[Any] = ()
+    count_axes: tuple[Leading, ...] | list[Any] = ()
+    stacked: tuple[Stacked, ...] = ()
+
+
+def _leading(site: Site, has: Sequence[bool]) -> tuple[NamedAxis, ...]:
+    """What each axis is, in the words of `Intermediates.axes`, and where in the name
+    the index of a loop stands, see `Label`."""
+    after = iter(site.label.after)
+
+    def one(axis: Axis) -> NamedAxis:
+        if axis.mesh is not None:
+            return f"device:{axis.mesh}", None
+        return ("vmap", None) if axis.lane else ("loop", next(after, None))
+
+    axes = list(map(one, site.axes))
+    return tuple(a for a, h in zip(axes, has) if h)
+
+
+def axes_of_arrays(
+    value: Any, site: Site, has: Sequence[Sequence[bool]], more: Sequence[Any] = ()
+) -> tuple[Leading, ...]:
+    """Of a value that comes back. `has` says which axes those arrays have that are
+    operands; `more` are common to all, behind these."""
+    of_operand = iter(has)
+    found = []
+    for x, leaf in zip(jtu.tree_leaves(value), site.leaves):
+        own = [isinstance(leaf, NoTangent)] * len(site.axes)
+        if leaf is OPERAND:
+            own = next(of_operand)
+        if eqx.is_array(x) and x.dtype != jax.dtypes.float0:
+            found.append(((*_leading(site, own), *more), x.shape))
+    return tuple(found)
+
+
+def axes_of_count(count: Any, site: Site, has: Sequence[bool]) -> tuple[Leading, ...]:
+    """Of a count; or of what has the axes of a count."""
+    return tuple((_leading(site, has), x.shape) for x in jtu.tree_leaves(count))
 
 
 def full(entry: Entry) -> Entry:

@@ -1,4 +1,21 @@
-"""Several captured entries of one name, or sows in several branches, as one."""
+"""Several captured entries of one name, or sows in several branches, as one.
+
+| | of | makes |
+|---|---|---|
+| `unify` | all entries of one name | a form with room for each: axes, leaves, a count |
+| `conform` | one entry, and a form | the same entry in that form |
+| `zeros` | a form | the entry of what did not run |
+| `latest` | two entries of one form | for each lane, the one that ran last |
+| `merge` | entries of two branches | one: both conform, and then `latest` |
+| `choose` | one sow in each branch | one sow, of the operands of the branch that ran |
+
+`sown.py` calls these where branches meet, `collect.py` after each iteration of a while,
+and `reduce.py` for the form of a state.
+
+For example, `h` is `f32[3]` in one branch. In the other it varies over a `vmap` of 4
+lanes, and is `f32[4,3]`. The form is `f32[4,3]`, and the first conforms by a broadcast
+along the axis of the lanes, which its site does not have (`placed`).
+"""
 
 import dataclasses as dc
 from collections.abc import Callable, Sequence
@@ -87,8 +104,10 @@ def with_leaves(entry: Entry, leaves: Sequence[Any]) -> Entry:
 
 # --- one form for several entries ---
 def _common_axes(entries: Sequence[Entry]) -> list[Axis]:
-    """The axes that entries of the same name have in all. An entry may lack some, if it
-    does not vary over a vmap."""
+    """The axes that entries of the same name have in all: of one with the axes
+    `[loop, vmap]` and one with `[loop]`, which does not vary over the vmap,
+    `[loop, vmap]`. Which of the longer one's axes a shorter one has must be clear: of
+    `[vmap, vmap]` and `[vmap]` it is not, if both are of one kind."""
 
     sites = [e.site for e in entries]
     longest = max((s.axes for s in sites), key=len)
@@ -148,7 +167,8 @@ def unify(entries: Sequence[Entry]) -> Entry:
 
 
 def _of_all(sites: Sequence[Site]) -> Site:
-    """The first, in the places of all, and differentiated as often as any of them."""
+    """The first site, with the lines of all of them, and differentiated as often as the
+    one that is most often."""
     return sites[0]._replace(
         where=" or ".join(dict.fromkeys(s.where for s in sites)),
         differentiated=max(s.differentiated for s in sites),
@@ -160,7 +180,9 @@ def _paths_of_all(entries: Sequence[Entry]) -> frozenset[Path]:
 
 
 def placed(site: Site, axes: Sequence[Axis], i: int) -> tuple[bool, ...]:
-    """`site.has(i)`, in terms of axes among which the site's own are."""
+    """Which of `axes` operand `i` of a site has. The site's own axes are some of these:
+    with its own `[vmap]`, and `axes` of `[loop, vmap]`, `(True,)` becomes
+    `(False, True)`."""
     own = list(zip(site.axes, site.has(i)))
     return tuple(
         own.pop(0)[1] if own and own[0][0].kind == a.kind else False for a in axes
@@ -168,7 +190,8 @@ def placed(site: Site, axes: Sequence[Axis], i: int) -> tuple[bool, ...]:
 
 
 def conform(entry: Entry, target: Entry) -> Entry:
-    """`entry`, in the form of `target`, which came from `unify`."""
+    """An entry in the form of `target`, which came from `unify`: broadcast along the
+    axes that it lacks, with zeros for leaves that it does not differentiate."""
     entry = with_count(with_leaves(entry, target.site.leaves))
     own, form = entry.site, target.site
     axes = form.axes
@@ -180,6 +203,7 @@ def conform(entry: Entry, target: Entry) -> Entry:
 
 
 def zeros(target: Entry) -> Entry:
+    """What did not run, in the form of `target`: its count is zero, too."""
     return dc.replace(target, arrays=tuple(map(zeros_like, target.arrays)))
 
 
@@ -240,12 +264,12 @@ def duplicate(a: Site, b: Site, remedy: str = "") -> DuplicateSowError:
         places += (
             " (the latter in a backward pass, so in the `bwd` of a `jax.custom_vjp`)"
         )
-    if a.captured and b.captured:
+    if a.note and b.note:
         paths = (
             "this is the path of a module, which is called more than once: put `with "
             'eqx_sow.scope("first"):` around one of the calls'
         )
-    elif a.captured or b.captured:
+    elif a.note or b.note:
         paths = (
             "a module has this path, and a `sow` has this name: choose with "
             '`capture=lambda path, module: path != "..."`'

@@ -24,7 +24,7 @@ from .._frames import api_boundary
 from .._mark.site import runs_apart, Site
 from .._mark.static import rebuild
 from . import entry as _entry, merge as _merge
-from .entry import Entry
+from .entry import Entry, Result
 
 
 class Reducer(eqx.Module):
@@ -44,6 +44,9 @@ class Reducer(eqx.Module):
     keeps_structure: ClassVar[bool] = True
     # Whether the count of executions is part of the result.
     counts: ClassVar[bool] = False
+    # Whether the same executions, run again in the same order, leave the state as it
+    # was after the first time.
+    idempotent: ClassVar[bool] = False
 
     @property
     def lead(self) -> tuple[int, ...]:
@@ -67,15 +70,15 @@ class Reducer(eqx.Module):
 
 
 class Append(Reducer):
-    """All places: a tuple with one entry for each place in the straight-line code at
-    which the name is sown, in order of execution. A place in a loop is stacked.
+    """A tuple with one entry for each place in straight-line code where the name is
+    sown, in order of execution. The entry of a place in a loop is stacked.
 
-    Cotangents, which are computed backward, are in the same order: the first entry is
-    that of the first place, or `None` if that has none. Cotangents of sows that never
-    ran forward, as in `jax.linear_transpose`, come after these.
+    Cotangents are in the same order, although they are computed backward: the first
+    entry belongs to the first place, and is `None` if that has no cotangent. Cotangents
+    of sows that never ran forward, as in `jax.linear_transpose`, come last.
 
-    Each entry has the shape and dtype that it has without a reducer; if one has a
-    `"count"`, that is a tuple as well.
+    Each entry has the shape and dtype that it would have without a reducer. If an entry
+    has a `"count"`, that is a tuple, too.
 
     !!! example
 
@@ -101,8 +104,8 @@ class Last(Reducer):
     A reversed scan runs from its end, and so does the backward pass of a scan: there
     the last cotangent is that of the first iteration.
 
-    Shape and dtype are those of the value at the sow, with the leading axes of `vmap`
-    and none for loops. It is zeros if the sow never ran.
+    Shape and dtype are those of the value at the sow, with leading axes for `vmap`s and
+    none for loops. If the sow never ran, it is zeros.
 
     !!! example
 
@@ -120,6 +123,8 @@ class Last(Reducer):
         ```
     """
 
+    idempotent = True
+
     def step(self, site, acc, count, values):
         del site, acc, count
         return values
@@ -132,11 +137,12 @@ def _as_dtype_of(x: Any, y: Any) -> Any:
 
 
 class Fold(Reducer):
-    """`acc = fn(acc, value)` over all executions in order, loops included, in memory
-    that does not grow with the number of iterations.
+    """The result of `acc = fn(acc, value)` over all executions in order, loops
+    included, in memory that does not grow with the number of iterations.
 
-    Under `vmap` every lane folds for itself, and the result has the leading axes of
-    `vmap`. It is `init` if the sow never ran. What `fn` itself sows is not captured.
+    Under `vmap` each lane (each of the examples mapped over) has a result of its own,
+    along a leading axis. If the sow never ran, the result is `init`. A `sow` inside
+    `fn` is not captured.
 
     !!! example
 
@@ -167,9 +173,9 @@ class Fold(Reducer):
 
         - `init`: the first `acc`, any PyTree of arrays; or a function of no arguments
             that returns it.
-        - `fn`: a function `(acc, value) -> acc`, of the value as the code at the sow
-            sees it. Structure and shapes must stay as they are. The result has the
-            dtypes that `fn` returns, to which `init` is converted.
+        - `fn`: a function `(acc, value) -> acc` of the value as the code at the sow
+            sees it. It must keep the structure and the shapes of `acc`. `init` is
+            converted to the dtypes that `fn` returns.
 
         **Raises:**
 
@@ -209,12 +215,12 @@ class Fold(Reducer):
 class Buffer(Reducer):
     """The first or the last executions, on a leading axis, oldest first.
 
-    The answer for a `while_loop`, whose number of iterations is not known. The shape is
-    `(size, *shape)` for a value of that shape at the sow, with the leading axes of
-    `vmap` before it; the dtype is that of the value. What comes back has a `"count"`
-    too, an int32: how many executions there were. If there were fewer than `size`,
-    zeros fill the end. A backward pass runs backward: cotangents are in the
-    order opposite to that of the primals, `cotangent[:count][::-1]` in the same.
+    Use it for a `while_loop`, whose number of iterations is not known. For a value of
+    shape `shape` at the sow, the result has the shape `(size, *shape)`, after leading
+    axes for `vmap`s, and the dtype of the value. It comes with a `"count"`, an int32:
+    how many executions there were. If there were fewer than `size`, the rest is zeros.
+    Cotangents are in the opposite order, as the backward pass runs backward:
+    `cotangent[:count][::-1]` is in the order of the primals.
 
     !!! example
 
@@ -293,15 +299,21 @@ class Buffer(Reducer):
 class Reduction:
     """The state of a reducer for one name and mode.
 
-    The arrays of `acc` and `count` have a leading axis for each of the axes of `site`,
-    all of them lanes; the last array of the site is the count. `places` is how many
-    sows of the name there are in the program.
+    It goes through loops as part of their carry. `started` makes it, `stepped` takes it
+    through one execution, and `finished` makes of it what comes back. For `Buffer(4)`
+    of a value `f32[3]` in a `vmap` of 8 lanes and any loops, `acc` is `[f32[8,4,3]]`
+    and `count` is `i32[8]`.
     """
 
+    # What the reducer returned last, for each lane: leading axes for those of `site`.
     acc: Any
+    # How many executions there were, for each lane.
     count: Any
+    # The sow, of which only the axes of lanes are left. Its last array is the count.
     site: Site = dc.field(metadata=dict(static=True))
+    # How many sows of the name there are in the program.
     places: int = dc.field(metadata=dict(static=True))
+    # Whether any of them may not run, so that the count comes back, too.
     conditional: bool = dc.field(metadata=dict(static=True))
 
 
@@ -309,8 +321,8 @@ Reducers = Callable[[str], Any]
 
 
 def started(reducers: Reducers, entries: Sequence[Entry]) -> dict[Any, Reduction]:
-    """The states before the first execution, by `Site.key`. `entries` is what would be
-    captured without reducers; `reducers` says which is that of a name."""
+    """The states before the first execution, by `Site.key`. `entries` are the shapes of
+    what would be captured without reducers; `reducers` says which is that of a name."""
     by_key = _entry.grouped(entries)
     return {key: _started(reducers(key[0]), places) for key, places in by_key.items()}
 
@@ -342,7 +354,7 @@ def stepped(reducer: Reducer, state: Reduction, entry: Entry) -> Reduction:
             "out of the loop: the order of the executions is lost. Give that sow a "
             "name of its own."
         )
-    if runs_apart(site) and not isinstance(reducer, Last):
+    if runs_apart(site) and not reducer.idempotent:
         raise SowError(
             f"`{site.name}` at {site.where} is in a loop that is the same in each "
             "iteration of another one, so JAX moved the inner loop out of the outer "
@@ -374,9 +386,8 @@ def stepped(reducer: Reducer, state: Reduction, entry: Entry) -> Reduction:
     return dc.replace(state, acc=acc, count=count)
 
 
-def finished(reducer: Reducer, state: Reduction) -> tuple[Any, Any]:
-    """The value, and the count if there is to be one. Arrays have the axes of the lanes
-    first."""
+def finished(reducer: Reducer, state: Reduction) -> Result:
+    """What comes back. Arrays have the axes of the lanes first."""
     site, lanes = state.site, state.site.axes
     every = (True,) * len(lanes)
     finish = _entry.for_each_lane(reducer.finish, lanes, [every, every])
@@ -388,14 +399,20 @@ def finished(reducer: Reducer, state: Reduction) -> tuple[Any, Any]:
             x = x if has[i] else one_along(x, i)
         return x
 
-    count = None
+    count, count_axes = None, ()
     if state.conditional or reducer.counts:
         count = one_of_same(state.count, of_count)
+        count_axes = _entry.axes_of_count(count, site, of_count)
     if not reducer.keeps_structure:
-        return jtu.tree_map(lambda x: one_of_same(x, of_count), acc), count
+        acc = jtu.tree_map(lambda x: one_of_same(x, of_count), acc)
+        axes = _entry.axes_of_count(acc, site, of_count)
+        return Result(acc, count, axes, count_axes)
     acc = list(map(one_of_same, acc, of_values))
     lead = [a.size for a, h in zip(lanes, of_count) if h]
-    return rebuild(site.treedef, site.leaves, acc, (*lead, *reducer.lead)), count
+    value = rebuild(site.treedef, site.leaves, acc, (*lead, *reducer.lead))
+    more = [("buffer", None)] * len(reducer.lead)
+    axes = _entry.axes_of_arrays(value, site, of_values, more)
+    return Result(value, count, axes, count_axes)
 
 
 def _value(site: Site, values: Sequence[Any]) -> Any:
@@ -410,6 +427,7 @@ def _lanes_only(entry: Entry) -> Entry:
 
 
 def _shapes_of_one(entry: Entry) -> Entry:
-    """The same as shapes, from an entry that has axes for loops."""
+    """Shapes for a single execution, from an entry of all: of `f32[10,8,3]` in a loop
+    of 10 and a `vmap` of 8, `f32[8,3]`."""
     loops = [k for k, a in enumerate(entry.site.axes) if not a.lane]
     return _lanes_only(entry.without_axes(loops))

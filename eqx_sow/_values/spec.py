@@ -58,6 +58,11 @@ def _check(name: str, what: str, annotation: Any, value: Any) -> None:
             f"`{name}`: beartype does not understand the annotation {annotation!r}. "
             "Write a type, such as `Float[Array, 'n']`, not a string."
         ) from e
+    except Exception as e:  # jaxtyping evaluates what is written in an annotation
+        raise SowTypeError(
+            f"`{name}` ({what}) cannot be checked against its annotation "
+            f"{_name(annotation)}: {type(e).__name__}: {e}"
+        ) from e
     if fits:
         return
     bound = io.StringIO()

@@ -1,25 +1,36 @@
 """Changing a jaxpr in place: the sites in it, or which equations it has."""
 
-from collections.abc import Callable
+import itertools as it
+import weakref
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.extend.core as jexc
 
 from .. import _compat
-from .._mark.primitive import sow_effect, sow_p
+from .._mark.primitive import edge_p, same_p, sow_effect, sow_p
 from .._mark.site import Site
 from .find import has_sow, is_loop, jaxprs_in, sows
 
 
 def map_params(params: dict[str, Any], fn: Callable[[Any], Any]) -> dict[str, Any]:
-    """The parameters, with `fn` applied to every jaxpr in there."""
+    """The parameters, with `fn` applied to every jaxpr in there, without constants."""
+
+    def of_closed(x):
+        jaxpr, consts = _compat.open_jaxpr(x)
+        new, _ = _compat.open_jaxpr(fn(jaxpr))
+        return new if jaxpr is x and not consts else jexc.ClosedJaxpr(new, consts)
+
+    return map_jaxprs(params, of_closed)
+
+
+def map_jaxprs(params: dict[str, Any], fn: Callable[[Any], Any]) -> dict[str, Any]:
+    """The parameters, with `fn` applied to every jaxpr in there, open or closed."""
 
     def visit(x):
         if _compat.is_jaxpr(x):
-            jaxpr, consts = _compat.open_jaxpr(x)
-            new, _ = _compat.open_jaxpr(fn(jaxpr))
-            return new if jaxpr is x and not consts else jexc.ClosedJaxpr(new, consts)
+            return fn(x)
         if isinstance(x, jax.stages.Traced):
             return _compat.traced_with_jaxpr(x, visit(x.jaxpr))
         if _compat.is_hi_prim(x):
@@ -36,7 +47,7 @@ def with_sites(eqn: Any, fn: Callable[[Site, int, int], Site], loops: int = 0) -
     """An equation, with the `Site` of each sow in it replaced; `fn` is also told the
     number of its operands, and how many loops of the equation are around it."""
     if eqn.primitive is sow_p:
-        site = fn(eqn.params["site"], len(eqn.invars), loops)
+        site = fn(eqn.params["site"], len(eqn.invars) - 1, loops)
         return eqn.replace(params=dict(site=site))
     if not has_sow(eqn):
         return eqn
@@ -46,6 +57,47 @@ def with_sites(eqn: Any, fn: Callable[[Site, int, int], Site], loops: int = 0) -
         return jaxpr.replace(eqns=[with_sites(e, fn, loops) for e in jaxpr.eqns])
 
     return eqn.replace(params=map_params(eqn.params, inside))
+
+
+def with_sites_at(x: Any, sites: Mapping[tuple[int, ...], Site]) -> Any:
+    """A jaxpr in which the sows at these paths (`Here.path` in `flow.py`) have other
+    sites. The same jaxpr each time for the same sites, so that what JAX has compiled
+    for it is found."""
+    if not sites:
+        return x
+    made = _with_sites.setdefault(x, {})
+    key = frozenset(sites.items())
+    if key not in made:
+        jaxpr, consts = _compat.open_jaxpr(x)
+        of_eqn: dict[int, dict[tuple[int, ...], Site]] = {}
+        for (i, *rest), site in sites.items():
+            of_eqn.setdefault(i, {})[tuple(rest)] = site
+        eqns = list(jaxpr.eqns)
+        for i, inside in of_eqn.items():
+            eqns[i] = _with_sites_in(eqns[i], inside)
+        new = jaxpr.replace(eqns=eqns)
+        is_open = x is jaxpr and not consts
+        made[key] = new if is_open else jexc.ClosedJaxpr(new, consts)
+    return made[key]
+
+
+_with_sites: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _with_sites_in(eqn: Any, sites: Mapping[tuple[int, ...], Site]) -> Any:
+    if eqn.primitive in (sow_p, same_p):
+        return eqn.replace(params=dict(site=sites[()]))
+    number = it.count()
+
+    def inside(jaxpr):
+        n = next(number)
+        return with_sites_at(
+            jaxpr, {tuple(path): site for (k, *path), site in sites.items() if k == n}
+        )
+
+    return eqn.replace(params=map_jaxprs(eqn.params, inside))
 
 
 def seen_as(closed: Any, see: Callable[[Site], Site]) -> Any:
@@ -79,6 +131,17 @@ def without_prints(jaxpr: Any) -> Any:
     return jexc.ClosedJaxpr(opened.replace(eqns=eqns, effects=effects), consts)
 
 
+def _edge_alone(sow: Any) -> Any:
+    """An equation for the edge that comes out of a sow, which may be a residual."""
+    return sow.replace(
+        primitive=edge_p,
+        invars=[],
+        outvars=sow.outvars[:1],
+        params={},
+        effects=frozenset(),
+    )
+
+
 def without_sows(x: Any) -> Any:
     """An equation, or a jaxpr without constants, with no sows in it."""
     if isinstance(x, jexc.JaxprEqn):
@@ -92,7 +155,8 @@ def without_sows(x: Any) -> Any:
 
     for e in x.eqns:
         if e.primitive is sow_p:
-            same.update(zip(e.outvars, map(source, e.invars)))
+            same.update(zip(e.outvars[1:], map(source, e.invars[1:])))
+            eqns.append(_edge_alone(e))
             continue
         e = e.replace(invars=list(map(source, e.invars)))
         eqns.append(without_sows(e) if has_sow(e) else e)

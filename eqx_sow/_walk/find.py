@@ -1,7 +1,7 @@
 """Sows in a jaxpr: finding them, and changing what is static about them in place."""
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -31,7 +31,7 @@ def has_sow(x: Any) -> bool:
     if not isinstance(x, jexc.JaxprEqn):
         return bool(with_sow(x))
     return not _PLAIN.issuperset(map(type, x.params.values())) and (
-        any(map(has_sow, jaxprs_in(x.params))) or bool(_in_functions(x))
+        any(map(has_sow, jaxprs_of(x))) or bool(_in_functions(x))
     )
 
 
@@ -63,6 +63,21 @@ def jaxprs_in(x: Any) -> Iterator[Any]:
     elif isinstance(x, tuple | list | dict):
         for v in x.values() if isinstance(x, dict) else x:
             yield from jaxprs_in(v)
+
+
+def jaxprs_of(eqn: Any) -> list[Any]:
+    """The same of an equation, at a glance for most of JAX's primitives."""
+    if eqn.primitive in _plain:
+        return []
+    found = list(jaxprs_in(eqn.params))
+    if not found and eqn.primitive in _of_jax:
+        _plain.add(eqn.primitive)
+    return found
+
+
+# Those of JAX's primitives that have no jaxpr among their parameters. (Of a few, such
+# as `scatter`, some equations have one, which combines two numbers.)
+_plain: set[jexc.Primitive] = set()
 
 
 def expanded(eqn: Any) -> Any:
@@ -128,6 +143,21 @@ def sows(x: Any, around: tuple[Any, ...] = ()) -> Iterator[tuple[Site, Any]]:
         else:
             for jaxpr in jaxprs_in(eqn.params):
                 yield from sows(jaxpr, path)
+
+
+def loops_around(
+    site: Site, loops: Sequence[int | None]
+) -> list[tuple[int, int | None]]:
+    """The loops around a sow that give it an axis, from outside in: how many iterations
+    each has, and which of the axes of the site it is, if JAX moved the sow out of that
+    loop. `loops` are those that it is in still, `None` for a `while_loop`."""
+    found: list[tuple[int | None, int | None]] = [(n, None) for n in loops]
+    moved = 0
+    for i, axis in enumerate(site.axes):
+        if not axis.lane and axis.mesh is None:
+            found.insert(len(loops) - axis.loops + moved, (axis.size, i))
+            moved += 1
+    return [(n, axis) for n, axis in found if n is not None]
 
 
 def recomputed(x: Any) -> Iterator[Site]:

@@ -8,57 +8,84 @@ import jax.extend.core as jexc
 import jax.numpy as jnp
 
 from .. import _compat
+from .._mark.primitive import edge_value
 from .find import root, variables
 
 
 class Frame:
-    """A jaxpr in evaluation. Equations without a sow wait until something needs their
-    results, and are then evaluated all at once."""
+    """A jaxpr in evaluation.
+
+    Equations without a sow wait until something needs their results, and are then
+    evaluated all at once, as one call. Of
+
+        b = sin a
+        c = cos b
+        d = sow[name=h] c
+        e = mul d 2.0
+
+    (without the edges of the sow) the walk defers the first two. At the sow, the
+    handler says that `d` is `c` (`alias_outputs`), and that it wants `c` (`want`), or
+    reads it now (`read`). The last equation waits, too. When the outputs are read, all
+    that waits is evaluated, and of what it computes only that comes out which is wanted
+    or read later.
+
+    - `_pending`: the equations that wait, filled by `defer` and emptied by `_flush`.
+    - `_wanted_at_end`: variables that are read when the walk is over: the outputs, and
+      what handlers `want`.
+    - `_not_donated`: variables whose arrays a handler may return, so that no jitted
+      function may get their memory.
+    - `_same`: the variables that a sow returns, each with the one that it stands for.
+    """
 
     def __init__(self, jaxpr: Any, values: Sequence[Any]):
         self._env = dict(zip((*jaxpr.constvars, *jaxpr.invars), values))
         self._same: dict[Any, Any] = {}
         self._pending: list[Any] = []
-        self._unsettled = False
-        self._kept: set[Any] = set()
-        self._held: list[Any] = []
+        self._effects_wait = False
+        self._wanted_at_end: set[Any] = set()
+        self._not_donated: list[Any] = []
         self._last: dict[Any, int] | None = None
         self._jaxpr = jaxpr
         self.now = 0
         self.eqn: Any = None
-        self.keep(jaxpr.outvars)
+        self.want(jaxpr.outvars)
 
-    def keep(self, atoms) -> None:
-        """These are wanted at the end."""
-        self._kept.update(variables(map(self.source, atoms)))
+    def want(self, atoms) -> None:
+        """These are read when the walk is over."""
+        self._wanted_at_end.update(variables(map(self.source, atoms)))
 
-    def hold(self, atoms) -> None:
-        """A handler may return these as they are."""
-        self._held += atoms
+    def forbid_donation(self, atoms) -> None:
+        """A handler may return these as they are, so their memory is not to be used
+        for something else."""
+        self._not_donated += atoms
 
     def without_donating(self, eqn: Any) -> Any:
-        """The equation, of a jitted function, without donating what is held."""
+        """The equation, if it is that of a jitted function, without donating what must
+        not be."""
         donated = eqn.params.get("donated_invars", ())
         if not any(donated):
             return eqn
-        held = set(variables(map(self.source, self._held)))
-        kept = tuple(
-            d and (isinstance(v, jexc.Literal) or self.source(v) not in held)
+        forbidden = set(variables(map(self.source, self._not_donated)))
+        allowed = tuple(
+            d and (isinstance(v, jexc.Literal) or self.source(v) not in forbidden)
             for d, v in zip(donated, eqn.invars)
         )
-        return eqn.replace(params={**eqn.params, "donated_invars": kept})
+        return eqn.replace(params={**eqn.params, "donated_invars": allowed})
 
     def source(self, v: Any) -> Any:
+        """The variable that this one stands for: itself, but for what a sow returns."""
         if isinstance(v, jexc.Literal):
             return v
         return self._same.get(v, v)
 
-    def alias(self, atoms) -> None:
-        """The outputs of the current equation are these."""
-        for out, v in zip(self.eqn.outvars, atoms):
+    def alias_outputs(self, atoms) -> None:
+        """The values that come out of the current sow are these."""
+        edge, *outvars = self.eqn.outvars
+        self._env[edge] = edge_value()
+        for out, v in zip(outvars, atoms):
             self._same[out] = v = self.source(v)
-            if out in self._kept:
-                self.keep([v])
+            if out in self._wanted_at_end:
+                self.want([v])
             if self._last is not None and not isinstance(v, jexc.Literal):
                 self._last[v] = max(self._last.get(v, -1), self._last.get(out, -1))
 
@@ -67,7 +94,10 @@ class Frame:
         return root(self._jaxpr, self.source(v))
 
     def execution(self, v: Any) -> Any:
-        """Whatever made the root of an index. All that came in, came in together."""
+        """Identifies one run of a cond, by the variable its index comes from. All
+        indices that are inputs of this jaxpr belong to one run: in a loop that calls a
+        function with a cond in it twice, the jaxpr of the function has the index as an
+        input, and the two calls are told apart further out, in the body of the loop."""
         return None if v in self._jaxpr.invars else v
 
     def place(self, v: Any) -> int | None:
@@ -92,11 +122,11 @@ class Frame:
     def set(self, outvars, values) -> None:
         self._env.update(zip(outvars, values))
 
-    def leave(self, eqn: Any) -> None:
+    def defer(self, eqn: Any) -> None:
         """This equation is to be evaluated in the place of the current one."""
         self._pending.append(eqn)
         if eqn.effects:
-            self._unsettled = True
+            self._effects_wait = True
 
     def read(self, atoms) -> list[Any]:
         atoms = [self.source(v) for v in atoms]
@@ -104,20 +134,20 @@ class Frame:
             self._flush()
         return [v.val if isinstance(v, jexc.Literal) else self._env[v] for v in atoms]
 
-    def settle(self) -> None:
-        """Evaluates what waits, if any of it has an effect: effects keep their order,
-        and happen even if no result is used."""
-        if self._unsettled:
+    def flush_effects(self) -> None:
+        """Evaluates what waits, if any of it has an effect: a `jax.debug.print` keeps
+        its place among others, and prints even if no result is used."""
+        if self._effects_wait:
             self._flush()
 
     def read_arrays(self, atoms) -> list[Any]:
         return [_as_array(v, x) for v, x in zip(atoms, self.read(atoms))]
 
     def _wanted(self) -> Callable[[Any], bool]:
-        """Whether a variable is read from here on."""
+        """A test of whether a variable is read from here on."""
         all_eqns = self._jaxpr.eqns
         if self.now == len(all_eqns):
-            return self._kept.__contains__
+            return self._wanted_at_end.__contains__
         if self._last is None:
             self._last = {
                 v: i
@@ -125,12 +155,12 @@ class Frame:
                 for v in variables(map(self.source, eqn.invars))
             }
         last = self._last
-        return lambda v: v in self._kept or last.get(v, -1) >= self.now
+        return lambda v: v in self._wanted_at_end or last.get(v, -1) >= self.now
 
     def _flush(self) -> None:
         eqns, self._pending = self._pending, []
-        effects = [e.effects for e in eqns] if self._unsettled else ()
-        self._unsettled = False
+        effects = [e.effects for e in eqns] if self._effects_wait else ()
+        self._effects_wait = False
         env, same = self._env, self._same
         invars: dict[Any, None] = {}
         for i, eqn in enumerate(eqns):
@@ -154,7 +184,7 @@ class Frame:
             effects=frozenset().union(*effects),
             debug_info=self._jaxpr.debug_info.with_unknown_names(),
         )
-        out = _compat.splice(segment, (), [self._env[v] for v in invars])
+        out = _compat.inline_or_call(segment, (), [self._env[v] for v in invars])
         self.set(outvars, out)
 
 
@@ -162,5 +192,5 @@ def _as_array(atom: Any, x: Any) -> Any:
     if isinstance(x, jax.Array):
         return x
     if atom.aval.weak_type:
-        return jax.device_put(x)
+        return jnp.asarray(x)
     return jnp.asarray(x, atom.aval.dtype)

@@ -11,6 +11,8 @@ know of loops and branches, save how what it passes down (`Given`) and takes bac
 | | `for_inside`, `leave_equation` | the same, before its rule and after it |
 | | `end_jaxpr` | the end of a jaxpr: what was found, as one `Taken` |
 | rule for `scan` | `slices_for_scan`, `stack_iterations` | values in, values out |
+| | `needs_iterations` | does anything inside ask which iteration it is? |
+| | `keeps_iterations`, `before_scan`, `keep_iteration`, `with_kept` | one iteration |
 | rule for `cond` | `unify_branches` | one form for the values of all branches |
 | rule for `while` | `before_first_iteration`, `after_iteration` | values carried |
 | rule for `shard_map` | `slices_for_devices`, `stack_devices` | values in, values out |
@@ -37,11 +39,14 @@ class Given(NamedTuple):
     """What a handler passes down to the sows: a PyTree.
 
     `carry` goes from each execution to the next. `values` are the same for all, save
-    that a loop may slice them.
+    that a loop may slice them. `iterations` says which one of each scan around this is,
+    from outside in, for a handler that `needs_iterations`: in a scan over tokens within
+    a scan over layers, `(layer, token)`, both int32.
     """
 
     carry: Any = ()
     values: Any = ()
+    iterations: tuple[Any, ...] = ()
 
 
 class Taken(NamedTuple):
@@ -101,6 +106,10 @@ class Handler:
         jaxpr."""
         return self
 
+    def needs_iterations(self, jaxpr: Any) -> bool:
+        """Whether sows in the body of a scan have to be given `Given.iterations`."""
+        return False
+
     def slices_for_scan(
         self, values: Any, jaxpr: Any
     ) -> tuple[Any, Callable[[Any], Any]]:
@@ -124,6 +133,24 @@ class Handler:
     def leave_equation(self, values: Any, frame: "Frame") -> Any:
         """`Taken.values` of what is inside an equation: `frame.eqn`."""
         return values
+
+    def keeps_iterations(self, jaxpr: Any) -> bool:
+        """Whether of anything in the body of a scan one iteration alone is kept."""
+        return False
+
+    def before_scan(self, values: Any) -> Any:
+        """For a scan of which iterations are kept, given `Taken.values` of its body as
+        types: what there is of these before the first one."""
+        raise NotImplementedError
+
+    def keep_iteration(self, kept: Any, values: Any, iteration: Any) -> Any:
+        """For the same: what is kept after this iteration, and what there is to stack
+        of its `Taken.values`."""
+        raise NotImplementedError
+
+    def with_kept(self, kept: Any, values: Any) -> Any:
+        """For the same: what was stacked, with what was kept."""
+        raise NotImplementedError
 
     def stack_iterations(self, values: Any, length: int) -> Any:
         """For a loop: `Taken.values`, once each array in it has a new leading axis."""

@@ -9,7 +9,7 @@ knows of the other, and every equation that has no sow in it stays exactly as it
 import functools as ft
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.extend.core as jexc
 import jax.tree_util as jtu
@@ -48,6 +48,16 @@ Stages = weakref.WeakKeyDictionary[Any, Callable]
 _stages: Stages = weakref.WeakKeyDictionary()
 
 
+class Staged(NamedTuple):
+    """What a handler made of a jaxpr: a jaxpr without constants, its inputs, of which
+    the last are those of the equation, and the treedef of its outputs, that of what
+    `run` returns."""
+
+    jaxpr: Any
+    inputs: list[Any]
+    treedef: Any
+
+
 class Interpret:
     """`interpret(jaxpr)(given, *args) -> (outs, taken)`."""
 
@@ -58,21 +68,19 @@ class Interpret:
     def __call__(self, jaxpr: Any) -> Callable:
         def run(given, *args):
             closed, inputs, treedef = self.staged(jaxpr, given, *args)
-            out = _compat.splice(_compat.open_jaxpr(closed)[0], (), inputs)
+            out = _compat.inline_or_call(_compat.open_jaxpr(closed)[0], (), inputs)
             return jtu.tree_unflatten(treedef, out)
 
         return run
 
-    def staged(self, jaxpr: Any, given: Given, *args) -> tuple[Any, list[Any], Any]:
-        """For rules that change a parameter of an equation in place: the new jaxpr,
-        which has no constants, its inputs, of which the last are `args`, and the
-        treedef of its outputs, that of what `run` returns."""
+    def staged(self, jaxpr: Any, given: Given, *args) -> "Staged":
+        """For rules that change a parameter of an equation in place."""
         if jaxpr not in self._stages:
             self._stages[jaxpr] = _stage(weakref.ref(jaxpr), self._stages)
         closed, treedef = self._stages[jaxpr](self.handler)(given, args)
         _, consts = _compat.open_jaxpr(closed)
         inputs = [*consts, *jtu.tree_leaves((given, args))]
-        return _consts_as_args(closed), inputs, treedef
+        return Staged(_consts_as_args(closed), inputs, treedef)
 
 
 def _stage(jaxpr: weakref.ref, stages: Stages) -> Callable:
@@ -119,25 +127,26 @@ def evaluate(
     has_sow = set(map(id, with_sow(jaxpr)))
     for i, eqn in enumerate(jaxpr.eqns):
         if id(eqn) not in has_sow:
-            frame.leave(frame.without_donating(eqn))
+            frame.defer(frame.without_donating(eqn))
             continue
         frame.now, frame.eqn = i, eqn
         if eqn.primitive is sow_p:
-            frame.hold(eqn.invars)
-            given = handler.sow(found, given, eqn.params["site"], eqn.invars, frame)
+            frame.forbid_donation(eqn.invars)
+            _, *atoms = eqn.invars
+            given = handler.sow(found, given, eqn.params["site"], atoms, frame)
             continue
         frame.eqn = eqn = frame.without_donating(eqn)
         if handler.keeps_intact(eqn):
-            frame.leave(eqn)
+            frame.defer(eqn)
             continue
         rule = rules.get(eqn.primitive)
         if rule is None:
             handler.meet_unknown(found, eqn)
-            frame.leave(eqn if handler.has_outer else without_sows(eqn))
+            frame.defer(eqn if handler.has_outer else without_sows(eqn))
             continue
-        frame.hold(eqn.invars)
+        frame.forbid_donation(eqn.invars)
         values = frame.read(eqn.invars)
-        frame.settle()
+        frame.flush_effects()
         with eqn.ctx.manager, in_mesh_of(values):
             outs, taken = rule(
                 Interpret(handler.for_inside(eqn, i), stages), given, eqn, *values
@@ -149,5 +158,5 @@ def evaluate(
     frame.now = len(jaxpr.eqns)
     taken = handler.end_jaxpr(found, given, frame)
     outs = frame.read_arrays(jaxpr.outvars)
-    frame.settle()
+    frame.flush_effects()
     return outs, taken

@@ -32,8 +32,9 @@ from jax.interpreters import ad, batching, partial_eval as pe
 
 from .. import _compat
 from .._errors import SowError
-from .._mark.listening import around, changes, listening, tracing
-from .._mark.primitive import sow_p
+from .._mark.listening import around, listening
+from .._mark.noting import listening_as
+from .._mark.primitive import residuals, sow_p
 from .._mark.site import Axis, out_of_loop
 from .edit import with_sites, without_prints
 from .find import has_sow, is_lanewise, shows_sow, sites
@@ -81,12 +82,8 @@ def check_wrapped() -> None:
 
 
 @lu.transformation2
-def _under(rule, here, changed, scope, *args):
-    with tracing, contextlib.ExitStack() as stack:
-        for change in changed:
-            stack.enter_context(change())
-        stack.enter_context(listening(here))
-        stack.enter_context(scope())
+def _under(rule, here, scope, *args):
+    with listening_as(here), scope():
         return rule(*args)
 
 
@@ -95,7 +92,7 @@ def _named_as_there(rule, there, *args):
     here = listening.value
     if here is None:
         return rule(*args)
-    with listening(here._replace(path=there.path, scope=there.scope)):
+    with listening(here._replace(scope=there.scope)):
         return rule(*args)
 
 
@@ -110,10 +107,8 @@ def _keep_listening(primitive: jexc.Primitive, scope: Callable) -> None:
         here = listening.value
         if here is not None:
             fn, rule, *backward = params["subfuns"]
-            again = (change.for_later(rule.f) for change in changes)
-            changed = tuple(x for x in again if x is not None)
-            rule = _under(rule, here._replace(loops=0), changed, scope)
-            if here.path or here.scope:
+            rule = _under(rule, here._replace(loops=0), scope)
+            if here.scope:
                 backward = [_named_as_there(f, here) for f in backward]
             params = {**params, "subfuns": (fn, rule, *backward)}
         return bind(*args, **params)
@@ -183,8 +178,11 @@ class Guard(Handler):
         operands = frame.read(atoms)
         axes = tuple(a._replace(has=(*a.has[:n], False, *a.has[n:])) for a in site.axes)
         site = site._replace(guards=(*site.guards, self.guard), axes=axes)
-        outs = sow_p.bind(*operands[:n], given.values, *operands[n:], site=site)
-        frame.set(frame.eqn.outvars, [*outs[:n], *outs[n + 1 :]])
+        (edge,) = frame.read(frame.eqn.invars[:1])
+        edge, *outs = sow_p.bind(
+            edge, *operands[:n], given.values, *operands[n:], site=site
+        )
+        frame.set(frame.eqn.outvars, [edge, *outs[:n], *outs[n + 1 :]])
         return given
 
 
@@ -345,8 +343,13 @@ def _batch_cond(rule):
 
 # --- differentiation ---
 def _stamp_hoisted(closed: Any, length: int) -> Any:
-    """A jaxpr made of what JAX moved out of a scan, and the scan. Sows in the former
-    say that they ran in each of so many iterations."""
+    """`closed` is what JAX moved out of a scan, and then the scan. What was moved is
+    computed once, but was written in the loop: its sows are stamped as having run in
+    each of the `length` iterations.
+
+        b = sow (sin w)        ->   b = sow[axes=[loop of 3]] (sin w)
+        c = scan[length=3] b        c = scan[length=3] b
+    """
 
     def stamped(site, operands, loops):
         loop = Axis(length, (False,) * operands, loops, lane=False)
@@ -393,6 +396,18 @@ def _checkpoint_scan(rule):
     return checkpoint_scan
 
 
+@_wrap(pe.partial_eval_jaxpr_custom_rules, while_p)
+def _checkpoint_while(rule):
+    def checkpoint_while(*args):
+        before, residuals.forbidden = residuals.forbidden, True
+        try:
+            return rule(*args)
+        finally:
+            residuals.forbidden = before
+
+    return checkpoint_while
+
+
 @_wrap(pe.custom_partial_eval_rules, scan_p)
 def _partial_eval_scan(rule):
     def partial_eval_scan(trace, *tracers, **params):
@@ -423,8 +438,8 @@ _returning: weakref.WeakKeyDictionary[Any, dict[int, Any]] = weakref.WeakKeyDict
 
 
 def _returning_operand(closed: Any, i: int) -> Any:
-    """A jaxpr that returns its operand `i` as well. The same one each time, so that
-    JAX's caches know it."""
+    """A jaxpr that returns its operand `i` as well. It is the same object each time, as
+    JAX's caches go by identity."""
     made = _returning.setdefault(closed, {})
     if i not in made:
         jaxpr, consts = _compat.open_jaxpr(closed)
@@ -434,8 +449,9 @@ def _returning_operand(closed: Any, i: int) -> Any:
 
 
 def _keep_tangents(primitive: jexc.Primitive, name: str, operands: slice) -> None:
-    """What JAX's rule leaves of an equation for the tangents is found again by its
-    outputs only, where it has a sow inside too. So it gets one that can be held."""
+    """JAX's rule splits an equation in two, and drops the one for the tangents if none
+    of its outputs is used. If there is a sow in it, it must stay: so we add an output,
+    one of its own operands, and hold on to that."""
 
     @_wrap(pe.custom_partial_eval_rules, primitive)
     def _partial_eval(rule):

@@ -21,14 +21,14 @@ _Rule = TypeVar("_Rule", bound=Callable)
 def register_rule(primitive: jexc.Primitive) -> Callable[[_Rule], _Rule]:
     """Teaches eqx_sow to look inside a higher-order primitive.
 
-    For authors of primitives that hold a jaxpr among their parameters. Without a rule,
-    a sow in that jaxpr raises [`eqx_sow.UnsupportedPrimitiveError`][].
+    This is for authors of primitives that have a jaxpr among their parameters. Without
+    a rule, a sow in that jaxpr raises [`eqx_sow.UnsupportedPrimitiveError`][].
 
     While [`eqx_sow.save_intermediates`][] or another transformation traces a program,
-    an equation of this primitive with a sow inside is replaced by what the rule
-    computes. Reducers, axes, plants, and the derivatives and batching of what is inside
-    are then those of the JAX program. Without a sow inside, and outside of eqx_sow, the
-    primitive is left alone.
+    an equation of this primitive with a sow inside is replaced by the program that the
+    rule is. So reducers, axes, planted values, derivatives and batching work inside it
+    as in any JAX program. Without a sow inside, and outside of eqx_sow, the primitive
+    is left alone.
 
     **Arguments:**
 
@@ -41,7 +41,7 @@ def register_rule(primitive: jexc.Primitive) -> Callable[[_Rule], _Rule]:
     operand, and the parameters of the equation by keyword, and returns one array for
     each output, of the same shapes and dtypes. It is written with public JAX, such as
     `jax.lax.scan`, `jax.lax.cond` and `jax.extend.core.jaxpr_as_fun(params["jaxpr"])`,
-    and runs the jaxpr once for each time that the primitive does.
+    and runs the jaxpr as many times as the primitive does.
 
     **Raises:**
 

@@ -227,10 +227,10 @@ class _Numbers:
         if here.known:
             branches = tuple(branch for _, branch, _ in site.guards)
             form = site.tag, site.key, site.treedef, site.leaves, branches
-            values: Sequence[int] = operands
+            values: Sequence[int] = operands[1:]
             if branches:
-                cases = frozenset(zip(operands, branches))
-                values = [self.given(x, cases) for x in operands]
+                cases = frozenset(zip(values, branches))
+                values = [self.given(x, cases) for x in values]
             self.sows.append(_Sow(site, here, (form, tuple(values))))
         return operands
 

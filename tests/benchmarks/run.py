@@ -554,7 +554,7 @@ def tables(table: Table, repeats: int):
         ):
             table.times(
                 what,
-                "0.1",
+                "1",
                 lambda: tabulate(captured),
                 lambda by_numpy=by_numpy: list(map(by_numpy, arrays)),
                 repeats,

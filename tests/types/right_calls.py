@@ -45,6 +45,10 @@ assert_type(out, Array)
 assert_type(intermediates["h"], dict[str, Any])
 assert_type(intermediates | {}, Intermediates)
 assert_type(intermediates.copy(), Intermediates)
+assert_type(intermediates.flat(), dict[str, Any])
+assert_type(intermediates.flat(sep="."), dict[str, Any])
+assert_type(intermediates.axes("h", "primal"), tuple[Any, ...])
+intermediates.stack("h"), intermediates.stack("h", mode="primal")
 names: list[str] = list(intermediates)
 function: Callable[[Array], tuple[Array, Intermediates]] = saved
 
@@ -157,6 +161,14 @@ assert_type(both(x), tuple[Array, Intermediates])
 plant(jax.grad(lambda x: f(x).sum()), {"h": 2 * x}, mode="cotangent")(x)
 plant(f, {"*": lambda x: x}, tag="mine", capture=(linear,), methods="encode")
 plant(mlp, {"layers/0": jnp.zeros_like}, capture=True)(x)
+plant(f, {"h": lambda value, index: value}, with_index=True)(x)
+tap(f, print, extra={"step": jnp.int32(3)})(x)
+
+# --- batched ---
+
+norm: Callable[[Any], Array] = eqx_sow.batched(jnp.linalg.norm)
+save_intermediates(jax.vmap(f), transform=norm)(jnp.ones((2, 3)))
+tap(jax.vmap(f), transform={"h": eqx_sow.batched(lambda h: h.sum())})(jnp.ones((2, 3)))
 
 
 # --- tap ---

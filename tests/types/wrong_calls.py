@@ -44,6 +44,9 @@ tabulate(pair[0])  # error
 pair[1].h  # error
 pair[1]["h"].primal  # error
 pair[1][0]  # error
+pair[1].flat(sep=1)  # error
+pair[1].axes(0)  # error
+pair[1].stack()  # error
 plant(f, pair)  # error
 
 # Options.
@@ -55,9 +58,7 @@ save_intermediates(f, mode="primal")  # error
 save_intermediates(f, modes="gradient")  # error
 save_intermediates(f, modes=["primal", "cotangnet"])  # error
 save_intermediates(mlp, capture="Linear")  # error
-save_intermediates(mlp, capture=mlp)  # error
 save_intermediates(mlp, capture=["Linear"])  # error
-save_intermediates(mlp, capture=lambda module: True)  # error
 save_intermediates(mlp, capture=True, methods=3)  # error
 save_intermediates(mlp, capture=True, inputs="yes")  # error
 save_intermediates(f, scope="yes")  # error

@@ -10,7 +10,7 @@ from ..interpreter import rule_for
 
 def bind(eqn, args, **params):
     params = eqn.primitive.get_bind_params({**eqn.params, **params})
-    return eqn.primitive.bind(*args, **params)
+    return list(map(_compat.as_array, eqn.primitive.bind(*args, **params)))
 
 
 @rule_for(jexc.primitives.jit_p)

@@ -34,22 +34,37 @@ def _scan(interpret, given, eqn, *args):
     consts, init, xs = _split(args, num_consts, num_carry)
     run = interpret(p["jaxpr"])
     sliced, put_back = handler.slices_for_scan(given.values, p["jaxpr"])
+    asked = handler.needs_iterations(p["jaxpr"])
+    iterations = [jnp.arange(p["length"], dtype=jnp.int32)] if asked else []
+
+    keeps = handler.keeps_iterations(p["jaxpr"])
+    kept = ()
+    if keeps:
+        first = given._replace(iterations=(*given.iterations, jnp.int32(0)))
+        avals = p["jaxpr"].in_avals[num_consts + num_carry :]
+        types = types_of(run, first, *consts, *init, *avals)[1].values
+        kept = handler.before_scan(types)
 
     def body(carry, x):
-        state, carry = carry
-        sliced, x = x
-        outs, taken = run(Given(state, put_back(sliced)), *consts, *carry, *x)
+        state, kept, carry = carry
+        sliced, iteration, x = x
+        here = Given(state, put_back(sliced), (*given.iterations, *iteration))
+        outs, taken = run(here, *consts, *carry, *x)
         carry, y = _split(outs, num_carry)
-        return (taken.carry, carry), (y, taken.values)
+        rest = taken.values
+        if keeps:
+            kept, rest = handler.keep_iteration(kept, rest, *iteration)
+        return (taken.carry, kept, carry), (y, rest)
 
-    (state, carry), (ys, rest) = lax.scan(
+    (state, kept, carry), (ys, rest) = lax.scan(
         body,
-        (given.carry, init),
-        (sliced, xs),
+        (given.carry, kept, init),
+        (sliced, iterations, xs),
         length=p["length"],
         reverse=p["reverse"],
         unroll=p["unroll"],
     )
+    rest = handler.with_kept(kept, rest) if keeps else rest
     return [*carry, *ys], Taken(state, handler.stack_iterations(rest, p["length"]))
 
 
@@ -76,7 +91,7 @@ def _cond(interpret, given, eqn, index, *args):
         jaxpr, _ = _compat.open_jaxpr(staged[i][0])
 
         def call(consts, *args):
-            return _compat.splice(jaxpr, consts[i], args)
+            return _compat.inline_or_call(jaxpr, consts[i], args)
 
         return jax.make_jaxpr(call)(consts, *leaves)
 
@@ -143,13 +158,13 @@ def _while(interpret, given, eqn, *args):
     ]
 
     def going(carry, jaxpr=predicate):
-        (out,) = _compat.splice(jaxpr, literals, [*cond_consts, *carry])
+        (out,) = _compat.inline_or_call(jaxpr, literals, [*cond_consts, *carry])
         return out
 
     def body(loop):
         carry, state, rest = loop
         before = [ref[...] for ref in mutable]
-        outs, taken = run(Given(state, given.values), *consts, *carry)
+        outs, taken = run(given._replace(carry=state), *consts, *carry)
         if lanes:
             mask = going(carry)
             outs = [select(mask, x, y) for x, y in zip(outs, carry)]

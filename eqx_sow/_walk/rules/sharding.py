@@ -23,13 +23,16 @@ def _shard_map(interpret, given, eqn, *args):
         "Capture it without a reducer.",
     )
     run = interpret(p["jaxpr"])
-    manual = _compat.manual_axes(p)
+    manual = p["newly_manual_axes"]
     axes = {a: n for a, n in p["mesh"].shape.items() if a in manual}
     sliced, put_back, sliced_specs = handler.slices_for_devices(
         given.values, p["jaxpr"], [*axes]
     )
     carry, carry_back = handler.carry_for_devices(given.carry)
-    on_device = jax.sharding.PartitionSpec(*axes)
+    on_device, everywhere = (
+        jax.sharding.PartitionSpec(*axes),
+        jax.sharding.PartitionSpec(),
+    )
     sliced = jax.tree.map(
         lambda spec, xs: jax.tree.map(lambda x: on_mesh(x, p["mesh"], spec), xs),
         sliced_specs,
@@ -40,10 +43,10 @@ def _shard_map(interpret, given, eqn, *args):
     def varying(x):
         return [a for a in axes if not p["check_vma"] or a in _compat.varying(x)]
 
-    def body(carry, sliced, *args):
+    def body(carry, sliced, index, *args):
         nonlocal specs
         carry = jax.tree.map(lambda x: x.reshape(x.shape[len(axes) :]), carry)
-        outs, taken = run(Given(carry, put_back(sliced)), *args)
+        outs, taken = run(Given(carry, put_back(sliced), index), *args)
         rest, specs = handler.stack_devices(taken.values, axes, varying)
         one = (1,) * len(axes)
         carry = jax.tree.map(lambda x: x.reshape(*one, *x.shape), taken.carry)
@@ -53,7 +56,7 @@ def _shard_map(interpret, given, eqn, *args):
         return jax.shard_map(
             body,
             mesh=p["mesh"],
-            in_specs=(on_device, sliced_specs, *p["in_specs"]),
+            in_specs=(on_device, sliced_specs, everywhere, *p["in_specs"]),
             out_specs=out_specs,
             axis_names=set(axes),
             check_vma=p["check_vma"],
@@ -64,7 +67,7 @@ def _shard_map(interpret, given, eqn, *args):
         return ()
 
     # Once only to see what varies over which axis.
-    jax.eval_shape(mapped(probe, ()), carry, sliced, *args)
+    jax.eval_shape(mapped(probe, ()), carry, sliced, given.iterations, *args)
     out_specs = list(p["out_specs"]), on_device, specs
-    outs, carry, rest = mapped(body, out_specs)(carry, sliced, *args)
+    outs, carry, rest = mapped(body, out_specs)(carry, sliced, given.iterations, *args)
     return outs, Taken(carry_back(carry), rest)

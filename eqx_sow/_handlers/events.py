@@ -2,24 +2,23 @@
 
 import collections
 import dataclasses as dc
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.core
-import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
 from .._errors import SowError
-from .._mark.static import Const, rebuild, Same
+from .._mark.static import Const, OPERAND, rebuild, Same
+from .._results.line import in_one_line
+from .._results.summarize import Summary
 from .._values.entry import align
 from .._values.modes import is_backward
-from .._values.summarize import is_numeric, Summary
 
 
 class TapEvent(NamedTuple):
-    """One execution of a sow, as the callback of [`eqx_sow.tap`][] gets it.
+    """One execution of a sow, as the callback of [`eqx_sow.tap`][] receives it.
 
     **Attributes:**
 
@@ -32,18 +31,21 @@ class TapEvent(NamedTuple):
     - `count`: how many executions of this name and mode came before it in this call, an
         `int`. One that was not sent counts too.
     - `ran`: `None`; or, where a condition differs between the lanes of a `vmap`, a
-        boolean array with the axes of the lanes that says which of them ran. The value
-        is zero for the others. Each branch that has the name is an event of its own.
+        boolean array that says which of them ran, with the axes of the lanes. The value
+        is zero for the others. Each branch that contains the name is an event of its
+        own.
 
-    An event from a `jax.shard_map` has also `event.device`, a dict of mesh axis to the
-    index of the device along it. Elsewhere that is `None`.
+    Two more are no fields, so that there are five to unpack:
+
+    - `device`: in a `jax.shard_map`, a dict from mesh axes to the index of the device
+        along each. Elsewhere `None`.
+    - `extra`: what was passed to `tap` as `extra`, its arrays as NumPy arrays.
 
     !!! example
 
         ```python
         import eqx_sow
         import jax
-        import jax.numpy as jnp
 
         events = []
         fn = eqx_sow.tap(lambda x: eqx_sow.sow(jnp.sin(x), "sin"), events.append)
@@ -59,23 +61,28 @@ class TapEvent(NamedTuple):
     count: int  # pyright: ignore[reportIncompatibleMethodOverride]
     ran: Any
 
-    # Not a field: there are five to unpack.
     @property
     def device(self) -> dict[Hashable, int] | None:
+        return None
+
+    @property
+    def extra(self) -> Any:
         return None
 
 
 TapEvent.__module__ = "eqx_sow"
 
 
-class _DeviceEvent(TapEvent):
-    """An event that knows its device."""
+class _Event(TapEvent):
+    """An event with a device, or with something extra."""
 
     device: Any = None
+    extra: Any = None
 
     def __repr__(self):
-        fields = ", ".join(f"{k}={v!r}" for k, v in self._asdict().items())
-        return f"TapEvent({fields}, device={self.device!r})"
+        more = dict(device=self.device, extra=self.extra)
+        fields = self._asdict() | {k: v for k, v in more.items() if v is not None}
+        return f"TapEvent({', '.join(f'{k}={v!r}' for k, v in fields.items())})"
 
 
 # What callbacks raised, until they are raised. JAX reports only the text of it.
@@ -84,9 +91,10 @@ failures: collections.deque[SowError] = collections.deque(maxlen=8)
 
 @dc.dataclass(frozen=True)
 class Delivery:
-    """Calls the callback. `lanes` are the sizes of the leading axes, outermost first;
-    `has` says which of them each operand has, of which the first tells what ran if
-    `guarded`."""
+    """Calls the callback. `extra` is the treedef and the leaves of what every event
+    carries, whose arrays come first among the operands. `lanes` are the sizes of the
+    leading axes, outermost first; `has` says which of them each operand has, of which
+    the first after those of `extra` tells what ran if `guarded`."""
 
     callback: Const | Same
     name: str
@@ -97,14 +105,20 @@ class Delivery:
     lanes: tuple[int, ...]
     has: tuple[tuple[bool, ...], ...]
     guarded: bool
+    extra: tuple[Const, tuple[Any, ...]]
     devices: tuple[Hashable, ...]
     ordered: bool
 
     def __call__(self, count: Any, *operands: Any) -> None:
-        n = len(self.devices)
-        event = self._event(int(count), operands[n:])
+        # Copies: what the callback keeps must not change when a buffer is used again.
+        n, m = len(self.devices), self.extra[1].count(OPERAND)
+        arrays = [np.array(x) for x in operands[n:]]
+        event: Any = self._event(int(count), arrays[m:], self.has[m:])
+        extra = rebuild(*self.extra, arrays[:m])
+        if n or extra is not None:
+            event = _Event(*event)
+            event.extra = extra
         if n:
-            event = _DeviceEvent(*event)
             event.device = dict(zip(self.devices, map(int, operands[:n])))
         try:
             self.callback.value(event)
@@ -117,12 +131,12 @@ class Delivery:
             failures.append(failure)
             raise failure from e
 
-    def _event(self, count: int, operands: Sequence[Any]) -> TapEvent:
-        # Copies: what the callback keeps must not change when a buffer is used again.
-        arrays = [np.array(x) for x in operands]
-        axes = [i for i in range(len(self.lanes)) if any(h[i] for h in self.has)]
+    def _event(
+        self, count: int, arrays: list[Any], has: Sequence[tuple[bool, ...]]
+    ) -> TapEvent:
+        axes = [i for i in range(len(self.lanes)) if any(h[i] for h in has)]
         lead = tuple(self.lanes[i] for i in axes)
-        has = [tuple(h[i] for i in axes) for h in self.has]
+        has = [tuple(h[i] for i in axes) for h in has]
         every = (True,) * len(axes)
         # The cotangent of what is the same for all lanes is a total.
         total = is_backward(self.mode)
@@ -159,71 +173,17 @@ def _line(event: TapEvent) -> str:
     values = [(path, x) for path, x in leaves if isinstance(x, _VALUES)]
     for path, x in values:
         label = f"{jtu.keystr(path)}: " if len(values) > 1 else ""
-        if isinstance(x, Summary):
-            text = _of_summary(x)
-        else:
-            text = _shape(x) + _statistics(x)
-        parts.append(f"{label}{text}")
+        parts.append(f"{label}{in_one_line(x)}")
     if event.ran is not None:
         parts.append(f"ran in {event.ran.sum()} of {event.ran.size} lanes")
     device: Any = event.device
     if device is not None:
         where = ", ".join(f"{axis}={i}" for axis, i in device.items())
         parts.append(f"on device {where}")
+    for path, x in jtu.tree_leaves_with_path(event.extra):
+        if np.size(x) == 1:
+            parts.append(f"{jtu.keystr(path, simple=True, separator='/')} {x}".strip())
     return "  ".join(parts)
 
 
-# Of a key there is only the shape.
 _VALUES = np.ndarray, Summary, jax.ShapeDtypeStruct
-
-
-def _shape(x: Any) -> str:
-    return jax.core.ShapedArray(x.shape, x.dtype).str_short(short_dtypes=True)
-
-
-def _statistics(x: Any) -> str:
-    if not is_numeric(x):
-        return ""
-    is_complex = jnp.issubdtype(x.dtype, jnp.complexfloating)
-    x = (np.abs(x) if is_complex else x).astype(np.float64)
-    finite = x[np.isfinite(x)]
-    numbers = {}
-    if finite.size:
-        numbers = dict(
-            mean=finite.mean(),
-            std=finite.std(),
-            min=finite.min(),
-            max=finite.max(),
-            norm=np.linalg.norm(finite),
-        )
-    return _text(numbers, np.sum(finite == 0), finite.size, x.size)
-
-
-def _of_summary(s: Summary) -> str:
-    """What the values would have. By NumPy, as the host must not call JAX here."""
-    fields = s.size, s.not_finite, s.zeros, s.mean, s.std, s.rms, s.min, s.max
-    x = np.stack([np.ravel(np.asarray(x, np.float64)) for x in fields])
-    size, not_finite, zeros = map(round, x[:3].sum(1))
-    all_, bad, _, mean, std, rms, least, most = x[:, x[0] > x[1]]
-    n = all_ - bad
-    numbers = {}
-    if n.size:
-        about = np.average(mean, weights=n)
-        numbers = dict(
-            mean=about,
-            std=np.linalg.norm(np.sqrt(n / n.sum()) * [std, mean - about]),
-            min=least.min(),
-            max=most.max(),
-            norm=np.linalg.norm(np.sqrt(n) * rms),
-        )
-    entries = f"{size} {'entry' if size == 1 else 'entries'}"
-    return entries + _text(numbers, zeros, size - not_finite, size)
-
-
-def _text(numbers: Mapping[str, Any], zeros: int, finite: int, size: int) -> str:
-    text = "".join(f"  {k} {v:.3g}" for k, v in numbers.items())
-    if finite:
-        text += f"  zeros {zeros / finite:.0%}"
-    if finite < size:
-        text += f"  not finite {size - finite}/{size}"
-    return text

@@ -74,8 +74,15 @@ class Time(NamedTuple):
 
 
 def _in_pass(mode: str, row: int) -> tuple[int, int]:
-    """In which pass a row was computed, and where. Each `grad` runs what was there, and
-    then all of it backward."""
+    """In which pass a row was computed, and where in that.
+
+    Each `grad` runs what was there, and then all of it backward. So the first one makes
+    two passes of one, and one around it four of these two. The cotangent of what runs
+    in pass `i` of `n` runs in pass `2 * n - 1 - i`:
+
+        primal, cotangent | cotangent.cotangent, ...
+           0        1     |          2            3
+    """
     pass_, passes, sign = 0, 1, 1
     for part in str(mode).split("."):
         if part == "cotangent":

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 from .. import _compat
 from .._arrays import leading, one_along, sharded_like, whole_along
 from .._errors import calling, SowError
-from .._mark.primitive import sow_p
+from .._mark.primitive import edge_value, sow_p
 from .._mark.site import Axis, Site
 from .._mark.static import Const, OPERAND, rebuild, SameParts
 from .._values import entry as _entry, merge as _merge
@@ -79,19 +79,27 @@ class Replace(Handler):
                 pass_by(self, atoms, frame)
             return given
         check_guarded(site)
-        old = frame.read(atoms)
+        old = frame.read_arrays(atoms)
         guards, old = old[:n_guards], old[n_guards:]
         new = old
         for planted, (here, arrays) in zip(
             self._planted[site.key], given.values[site.key]
         ):
-            compute = ft.partial(_new, planted, arrays, site, guards, old)
+            compute = ft.partial(
+                _new, planted, arrays, site, guards, old, given.iterations
+            )
             new = _only_if(here, compute, new, planted, site)
         new = [*guards, *new]
+        new = [edge_value(), *new]
         if self.has_outer:
-            new = sow_p.bind(*new, site=still)
+            (edge,) = frame.read(frame.eqn.invars[:1])
+            new = sow_p.bind(edge, *new[1:], site=still)
         frame.set(frame.eqn.outvars, new)
         return given
+
+    def needs_iterations(self, jaxpr):
+        inside = (self._planted[s.key] for s in sites(jaxpr) if self.wants(s))
+        return any(planted.with_index for all_ in inside for planted in all_)
 
     def slices_for_scan(self, values, jaxpr):
         inside, whole = {}, {}
@@ -143,28 +151,36 @@ class Replace(Handler):
 @dc.dataclass(frozen=True)
 class Planted:
     """One of `values`, for one `Site.key`. `new` is the site that its arrays are for,
-    or a function of the value. The first axes of the arrays are those of the loops
-    still around the walk.
+    or a function of the value; if it is called `with_index`, of the value and
+    `Given.iterations`. The first axes of the arrays are those of the loops still around
+    the walk.
 
-    With `at`, this is for one iteration only: of so many of the `loops` around. Its
-    arrays lack the axes of these, and a boolean with an axis for each loop still around
-    the walk says `here`.
+    With `at`, this is for one iteration only, of those of the `loops` around for which
+    it is not `None`. Its arrays lack the axes of these, and a boolean with an axis for
+    each loop still around the walk says `here`.
     """
 
     new: Site | SameParts
-    at: tuple[int, ...] = ()
+    at: tuple[int | None, ...] = ()
     loops: tuple[int, ...] = ()
+    with_index: bool = False
 
     @property
     def axes(self) -> tuple[Axis, ...]:
         return self.new.axes if isinstance(self.new, Site) else ()
 
     def here(self) -> Any:
-        return jnp.zeros(self.loops, bool).at[self.at].set(True) if self.at else None
+        if not self.at:
+            return None
+        at = tuple(slice(None) if i is None else i for i in self.at)
+        return jnp.zeros(self.loops, bool).at[at].set(True)
 
     def has_axis_of(self, here: Any) -> bool:
         """Whether the arrays have an axis for the outermost loop still around."""
-        return here is None or here.ndim <= len(self.loops) - len(self.at)
+        return here is None or self.at[len(self.loops) - here.ndim :][:1] in (
+            (),
+            (None,),
+        )
 
     def for_scan(self, site: Site, outside: int, here: Any, arrays: list) -> Any:
         """What a scan slices, and what it does not. JAX moved the scan out of so many
@@ -180,20 +196,30 @@ def _moved(site: Site) -> SowError:
     return SowError(
         f"`plant`: `sow(..., {site.name!r})` at {site.where} has the same value in "
         "each iteration, so JAX moved it out of the loop when it differentiated the "
-        "program, and a single iteration cannot be planted. Plant before you "
+        "program, and iterations cannot be told apart there. Plant before you "
         "differentiate: `eqx.filter_grad(plant(fn, ...))`."
     )
 
 
 def _new(
-    planted: Planted, arrays: Sequence[Any], site: Site, guards: list, old: list
+    planted: Planted,
+    arrays: Sequence[Any],
+    site: Site,
+    guards: list,
+    old: list,
+    index: tuple[Any, ...],
 ) -> list[Any]:
     if isinstance(planted.new, Site):
         new = _at_site(site, guards, arrays, planted.new)
-    else:
-        new = _apply(planted.new.value, site, old)
-    _check_fixed(site, old, new)
-    return new
+        # What was captured there is equal, which cannot be seen while it is traced.
+        _check_fixed(site, old, new, unknown=True)
+        return new
+    if not planted.with_index:
+        return _apply(planted.new.value, site, old)
+    if not all(a.lane for a in site.axes):
+        raise _moved(site)
+    fn = planted.new.value
+    return _apply(lambda value: fn(value, index), site, old)
 
 
 def _only_if(
@@ -206,7 +232,7 @@ def _only_if(
     """What is computed in one iteration, and elsewhere the other."""
     if here is None:
         return compute()
-    if not planted.has_axis_of(here):
+    if here.ndim:
         raise _moved(site)
     # Not `where`: elsewhere a function may have a gradient that is not finite.
     changes = [
@@ -221,10 +247,13 @@ def _only_if(
     return [new.get(i, x) for i, x in enumerate(other)]
 
 
-def _check_fixed(site: Site, old: Sequence[Any], new: Sequence[Any]) -> None:
+def _check_fixed(
+    site: Site, old: Sequence[Any], new: Sequence[Any], unknown: bool
+) -> None:
+    """`unknown`: whether an array of which nothing is known will do."""
     for x, y in ((old[i], new[i]) for i in site.fixed):
         known = not any(isinstance(z, jax.core.Tracer) for z in (x, y))
-        if not (x is y or (known and np.array_equal(x, y))):
+        if x is not y and not (np.array_equal(x, y) if known else unknown):
             raise SowError(
                 f"`plant`: at `sow(..., {site.name!r})` ({site.where}) there is a "
                 "NumPy array, with which the program goes on whatever is planted. Sow "
@@ -295,7 +324,9 @@ def _apply(fn: Callable, site: Site, values: Sequence[Any]) -> list[Any]:
 
     def apply(*values):
         old = rebuild(site.treedef, site.leaves, values)
-        return _operands(fn(old), site, values, of_function=True)
+        new = _operands(fn(old), site, values, of_function=True)
+        _check_fixed(site, values, new, unknown=False)
+        return new
 
     with calling("planted function", site):
         return _entry.for_each_lane(apply, site.axes, has, has)(*values)

@@ -2,6 +2,7 @@
 
 import dataclasses as dc
 import functools as ft
+import operator
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -19,10 +20,11 @@ from .._mark.site import runs_apart, Site
 from .._mark.static import Const, NoTangent, OPERAND, SameParts
 from .._names import lookup
 from .._values.entry import align, either, in_each_iteration, Path, running, transformed
-from .._walk.find import has_sow, jaxprs_in, sites, with_sow
+from .._walk.find import has_sow, is_loop, jaxprs_in, sites, with_sow
 from .._walk.frame import Frame
 from .._walk.handler import Handler
 from .._walk.refuse import check_guarded, is_solver
+from .asked import Asked
 from .collect import leave_to_others, pass_by
 from .events import Delivery, print_event
 from .replay import call_of, Inside
@@ -42,8 +44,9 @@ class _MeshAxis(NamedTuple):
 
 class Place(NamedTuple):
     """A sow of a program. `mesh`: the axes of the `shard_map`s around it. `inside` and
-    `calls`: what else is. `solver`: it is in a linear solver. `replayed`: it is in a
-    derivative, which may run anew what ran before."""
+    `calls`: what else is. `loops`: how many iterations those around have. `solver`: it
+    is in a linear solver. `replayed`: it is in a derivative, which may run anew what
+    ran before."""
 
     site: Site
     mesh: tuple[_MeshAxis, ...] = ()
@@ -51,6 +54,7 @@ class Place(NamedTuple):
     calls: Path = ()
     solver: bool = False
     replayed: bool = False
+    loops: tuple[int | None, ...] = ()
 
     @property
     def slot(self) -> tuple[Any, tuple[Hashable, ...]]:
@@ -79,6 +83,9 @@ def places_in(x: Any, here: Place) -> Iterator[Place]:
             inside=here.inside.within(eqn, at),
             calls=(*here.calls, *call_of(eqn)),
             solver=here.solver or is_solver(eqn),
+            loops=(
+                (*here.loops, eqn.params.get("length")) if is_loop(eqn) else here.loops
+            ),
         )
         subjaxprs = list(jaxprs_in(eqn.params))
         for jaxpr in subjaxprs:
@@ -92,7 +99,7 @@ def _mesh_axes(eqn: Any) -> tuple[_MeshAxis, ...]:
     if eqn.primitive is not _compat.shard_map_p:
         return ()
     p = eqn.params
-    mesh, manual = p["mesh"], _compat.manual_axes(p)
+    mesh, manual = p["mesh"], p["newly_manual_axes"]
     axes = mesh.shape.items()
     return tuple(_MeshAxis(a, n, mesh) for a, n in axes if a in manual)
 
@@ -103,16 +110,19 @@ class Tap(Handler):
 
     `chosen` has the `Site.key`s of these, and what their modes are called.
     `Given.carry` is a dict with a count for each place of `slots`: a key, and the mesh
-    axes around it. `mesh` are those around what is walked over, `devices` these and the
-    ones around the whole program.
+    axes around it. `Given.values` are the arrays of the option `extra`, and `extra` is
+    what else there is of it. `mesh` are those around what is walked over, `devices`
+    these and the ones around the whole program.
     """
 
     options: Const
+    asked: Asked
     chosen: tuple[tuple[Any, str], ...]
     elsewhere: frozenset[str]
     slots: tuple[tuple[Any, tuple[Hashable, ...]], ...]
     transform: SameParts
     when: SameParts
+    extra: tuple[Const, tuple[Any, ...]]
     devices: tuple[Hashable, ...]
     has_outer: bool
     mesh: tuple[Hashable, ...] = ()
@@ -131,18 +141,24 @@ class Tap(Handler):
         return self.transform.value is None and self.when.value is None
 
     def wants(self, site):
-        return site.tag == self.options.value.tag and site.key in self._modes
+        _, *key = site.key
+        return site.tag == self.options.value.tag and any(
+            (x.name, *key) in self._modes for x in self.asked.perhaps(site)
+        )
+
+    def needs_iterations(self, jaxpr):
+        return self.asked.iterations_in(jaxpr, self.options.value.tag)
 
     def keeps_intact(self, eqn):
         return self.has_outer and not any(map(self.wants, sites(eqn)))
 
     def for_inside(self, eqn, at):
         axes = [a.name for a in _mesh_axes(eqn)]
-        inside = self.inside.within(eqn, at)
-        if not axes and inside == self.inside:
+        inside, asked = self.inside.within(eqn, at), self.asked.within(eqn)
+        if not axes and (inside, asked) == (self.inside, self.asked):
             return self
         devices, mesh = (*self.devices, *axes), (*self.mesh, *axes)
-        return dc.replace(self, devices=devices, mesh=mesh, inside=inside)
+        return dc.replace(self, devices=devices, mesh=mesh, inside=inside, asked=asked)
 
     def meet_unknown(self, found, eqn):
         inside = [s.name for s in sites(eqn) if self.wants(s)]
@@ -158,39 +174,59 @@ class Tap(Handler):
         }
         return inside, lambda new: {**carry, **new}
 
+    def slices_for_devices(self, values, jaxpr, devices):
+        return values, lambda xs: xs, [PartitionSpec()] * len(values)
+
     def sow(self, found, given, site: Site, atoms, frame: Frame):
         # Who has marked the same module may plant there.
-        shared = self.has_outer and len(site.labels) > 1
+        shared = self.has_outer and bool(site.labels[1:] or site.waiting)
         now = leave_to_others(site, frame) if shared else atoms
         if self.wants(site) and not self.inside.is_again(frame.eqn, frame.now):
             check_guarded(site)
             operands = frame.read_arrays(now)
-            frame.settle()
-            slot = str(self.slots.index((site.key, self.mesh)))
-            send = ft.partial(self._send, site, operands)
-            count = in_each_iteration(site, send, given.carry[slot])
-            given = given._replace(carry={**given.carry, slot: count})
+            frame.flush_effects()
+            transform = lookup(self.transform.value, site.name)
+            for one, at in self.asked.of(site):
+                if one.key not in self._modes:
+                    continue
+                slot = str(self.slots.index((one.key, self.mesh)))
+                mine = lookup(self.transform.value, one.name) or transform
+                here = [i == n for i, n in zip(given.iterations, at) if n is not None]
+                send = ft.partial(self._send, one, operands, given.values, mine, here)
+                count = in_each_iteration(one, send, given.carry[slot])
+                given = given._replace(carry={**given.carry, slot: count})
         if not shared:
             pass_by(self, atoms, frame)
         return given
 
-    def _send(self, site: Site, operands: Sequence[Any], count: Any) -> Any:
-        """Sends one execution, if it is to be sent. Returns the count after it."""
+    def _send(
+        self,
+        site: Site,
+        operands: Sequence[Any],
+        extra: Sequence[Any],
+        transform: Any,
+        here: Sequence[Any],
+        count: Any,
+    ) -> Any:
+        """Sends one execution, if it is to be sent, and all of `here` holds. Returns
+        the count after it."""
         n = len(site.guards)
         values, has = operands[n:], [site.has(i) for i in range(n, len(operands))]
         ran, ran_has = running(site, operands) if n else (None, ())
         executed: Any = np.True_ if ran is None else any_lane(ran)
+        executed = ft.reduce(operator.and_, here, executed)
 
         def send():
             devices = [jax.lax.axis_index(a) for a in self.devices]
             new = site.treedef, site.leaves, values, has
-            transform = lookup(self.transform.value, site.name)
             if transform is not None:
                 new = transformed(transform, site, values, has)
             printed = self.options.value.callback.value is print_event
             treedef, leaves, arrays, array_has = _sendable(*new, printed)
             if ran is not None:
                 arrays, array_has = [ran, *arrays], [ran_has, *array_has]
+            none = [(False,) * len(site.axes)] * len(extra)
+            *form, more, more_has = _sendable(*self.extra, extra, none, False)
             delivery = Delivery(
                 self.options.value.callback,
                 site.name,
@@ -199,12 +235,13 @@ class Tap(Handler):
                 treedef,
                 leaves,
                 tuple(a.size for a in site.axes),
-                tuple(array_has),
+                (*more_has, *array_has),
                 ran is not None,
+                tuple(form),
                 self.devices,
                 self.options.value.ordered,
             )
-            send_p.bind(count, *devices, *arrays, delivery=delivery)
+            send_p.bind(count, *devices, *more, *arrays, delivery=delivery)
 
         def send_when():
             predicate = self.when.value

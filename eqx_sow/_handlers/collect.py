@@ -1,15 +1,21 @@
 """The handler of `save_intermediates`."""
 
 import dataclasses as dc
+import functools as ft
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TYPE_CHECKING
 
 import jax
 import jax.extend.core as jexc
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jax import lax
 
+from .. import _compat
+from .._arrays import zeros_like
 from .._mark.site import Site
 from .._mark.static import Const, SameParts
-from .._names import lookup, matches
+from .._names import lookup
 from .._values import entry as _entry, merge as _merge, reduce as _reduce
 from .._values.entry import Entry
 from .._values.modes import without_order
@@ -17,30 +23,34 @@ from .._values.reduce import Reducer, Reduction
 from .._values.sown import Check, gather, Pending, Sown, to_one_form
 from .._walk.find import sites
 from .._walk.frame import Frame
-from .._walk.handler import Handler, Taken
+from .._walk.handler import Given, Handler, Taken
 from .._walk.refuse import check_guarded, is_solver, OVER_AND_OVER, unsupported
 from .._walk.repeats import Execution
-from .options import Options
+from .asked import Asked
 from .replay import call_of, Inside
+
+
+if TYPE_CHECKING:
+    from .._transforms.options import Options
 
 
 def pass_by(handler: Handler, atoms, frame: Frame) -> None:
     """A sow that is not the handler's is left for what is further out, or is an
     identity."""
     if handler.has_outer:
-        frame.leave(frame.eqn)
+        frame.defer(frame.eqn)
     else:
-        frame.alias(atoms)
+        frame.alias_outputs(atoms)
 
 
 def leave_to_others(site: Site, frame: Frame) -> Sequence[Any]:
     """A sow of the handler's that those further out see as `site`. Returns what the
     program goes on with, once they are done."""
     eqn = frame.eqn.replace(params=dict(site=site))
-    frame.keep(eqn.outvars)
-    frame.hold(eqn.outvars)
-    frame.leave(eqn)
-    return eqn.outvars
+    frame.want(eqn.outvars)
+    frame.forbid_donation(eqn.outvars)
+    frame.defer(eqn)
+    return eqn.outvars[1:]
 
 
 @dc.dataclass(frozen=True)
@@ -59,20 +69,24 @@ class Collect(Handler):
     has_outer: bool
     survey: bool = False
     inside: Inside = Inside()
+    asked: Asked = Asked()
 
     @property
     def cacheable(self):
         return self.reduce.value is None and self.transform.value is None
 
     @property
-    def _options(self) -> Options:
+    def _options(self) -> "Options":
         return self.options.value
 
     def wants(self, site):
-        names = self._options.names
-        return site.tag == self._options.tag and (
-            names is None or matches(names, site.name)
-        )
+        return site.tag == self._options.tag and bool(self.asked.perhaps(site))
+
+    def needs_iterations(self, jaxpr):
+        return self.keeps_iterations(jaxpr)
+
+    def keeps_iterations(self, jaxpr):
+        return self.asked.iterations_in(jaxpr, self._options.tag)
 
     def needs_order(self, site):
         return self.folds(site.name)
@@ -81,8 +95,10 @@ class Collect(Handler):
         return self.has_outer and all(s.tag != self._options.tag for s in sites(eqn))
 
     def for_inside(self, eqn, at):
-        inside = self.inside.within(eqn, at)
-        return self if inside == self.inside else dc.replace(self, inside=inside)
+        inside, asked = self.inside.within(eqn, at), self.asked.within(eqn)
+        if (inside, asked) == (self.inside, self.asked):
+            return self
+        return dc.replace(self, inside=inside, asked=asked)
 
     def reducer(self, name: str) -> Reducer | None:
         return lookup(self.reduce.value, name)
@@ -108,30 +124,62 @@ class Collect(Handler):
         if left is not None and self.has_outer:
             atoms = leave_to_others(left, frame)
         else:
-            frame.alias(atoms)
-        if not self.wants(site):
+            frame.alias_outputs(atoms)
+        asked = self.asked.of(site)
+        if [x.name for x, _ in asked] != [site.name]:
             found.append(Taken(values=Sown(seen=((site.name, None),))))
+        if not asked:
             return given
         check_guarded(site)
         execution = self.inside.repeats.of(frame.now, site)
         if execution is None:
             return given
+        transform = lookup(self.transform.value, site.name)
+        for one, at in asked:
+            mine = lookup(self.transform.value, one.name) or transform
+            given = self._take(found, given, one, at, mine, atoms, frame, execution)
+        return given
+
+    def _take(
+        self,
+        found: list,
+        given: Given,
+        site: Site,
+        at: tuple[int | None, ...],
+        transform: Any,
+        atoms,
+        frame: Frame,
+        execution: Execution,
+    ) -> Given:
         chosen = self._chooses(site)
-        new = self._pending(site, atoms, frame, execution)
+        new = self._pending(site, at, transform, atoms, frame, execution)
         if chosen and not self.folds(site.name):
             found.append(new)
-            frame.keep(atoms)
+            frame.want(atoms)
             return given
         found.append(Taken(values=Sown(seen=new.seen, checks=new.checks)))
         if chosen and not self.inside.has_run(frame.eqn):
-            values = tuple(frame.read(atoms))
+            values = tuple(frame.read_arrays(atoms))
             entry = _entry.captured(Entry(values, site), new.transform)
             reducer: Any = self.reducer(site.name)
-            state = _reduce.stepped(reducer, given.carry[site.key], entry)
+            old = given.carry[site.key]
+            state = _reduce.stepped(reducer, old, entry)
+            meant = [i == n for i, n in zip(given.iterations, at) if n is not None]
+            if meant:
+                here = ft.reduce(jnp.logical_and, meant)
+                state = jtu.tree_map(lambda x, y: jnp.where(here, x, y), state, old)
             given = given._replace(carry={**given.carry, site.key: state})
         return given
 
-    def _pending(self, site: Site, atoms, frame: Frame, execution: Execution):
+    def _pending(
+        self,
+        site: Site,
+        at: tuple[int | None, ...],
+        transform: Any,
+        atoms,
+        frame: Frame,
+        execution: Execution,
+    ):
         if not site.modes and self.inside.is_backward(frame.eqn):
             site = site._replace(replay=True)
         if execution.differentiated != site.differentiated:
@@ -143,8 +191,8 @@ class Collect(Handler):
             guards=(guards,) if guards else (),
             paths=frozenset((origin,) for origin in execution.origins),
             replayed=self.inside.replayed(frame.eqn),
+            at=at,
         )
-        transform = lookup(self.transform.value, site.name)
         checks = _checks(site, atoms) if site.spec is not None else ()
         return Pending(entry, transform, checks, frame.now)
 
@@ -180,6 +228,37 @@ class Collect(Handler):
             return dc.replace(e, paths=paths, route=(step, *e.route))
 
         return dc.replace(values.map(moved), at=frame.now)
+
+    def before_scan(self, values: Sown) -> list[list[Any]]:
+        """For each entry of which one iteration is kept, its arrays."""
+
+        def before(x):
+            axes = tuple(_compat.varying(x))
+            zeros = zeros_like(x)
+            return lax.pcast(zeros, axes, to="varying") if axes else zeros
+
+        return [
+            list(map(before, e.arrays)) for e in values.entries if _entry.keeps_one(e)
+        ]
+
+    def keep_iteration(self, kept, values: Sown, iteration):
+        mine = [e for e in values.entries if _entry.keeps_one(e)]
+        new = [
+            [jnp.where(iteration == e.at[-1], x, y) for x, y in zip(e.arrays, old)]
+            for e, old in zip(mine, kept)
+        ]
+        rest = values.map(
+            lambda e: dc.replace(e, arrays=()) if _entry.keeps_one(e) else e
+        )
+        return new, rest
+
+    def with_kept(self, kept, values: Sown) -> Sown:
+        each = iter(kept)
+        return values.map(
+            lambda e: (
+                dc.replace(e, arrays=tuple(next(each))) if _entry.keeps_one(e) else e
+            )
+        )
 
     def stack_iterations(self, values: Sown, length: int) -> Sown:
         return values.map(lambda e: _entry.stacked(e, length))

@@ -3,10 +3,8 @@
 import contextlib
 import functools as ft
 import math
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from html import escape
 from typing import Any
 
@@ -21,16 +19,7 @@ from .._errors import SowError
 from .._frames import api_boundary
 from .first import axes_of_time, bad_along, Time
 from .intermediates import in_order, Intermediates, Stacked, stacked_in
-from .statistics import (
-    as_real,
-    division,
-    finish,
-    Sums,
-    sums,
-    sums_of_blocks,
-    together,
-)
-from .summarize import as_array, is_numeric, is_value, merged, Summary
+from .summarize import as_array, is_numeric, is_value, merged, Summary, summary_of
 
 
 _WIDTH = 100
@@ -59,29 +48,30 @@ class _Table(str):
 def tabulate(intermediates: Mapping[str, Mapping[str, Any]]) -> str:
     """A table of what [`eqx_sow.save_intermediates`][] captured, as text.
 
-    One row for each name and mode (and leaf, if the value has several), in order of
-    execution, in at most 100 columns; without a shape and numbers if the value has no
-    array, such as a Python number. `count` is the sum over all axes. The statistics are
-    those of the finite entries that ran; complex numbers count by their magnitude.
-    `zeros` is the share of entries that are zero. A [`eqx_sow.Summary`][], of any
-    number of leading axes, is one row with what the row of the values would say, and
-    their number in the place of their shape.
+    It has one row for each name and mode (and leaf, if the value has several), in order
+    of execution, and at most 100 columns of text. A value without arrays, such as a
+    Python number, has a row without numbers. `count` is the sum over all axes. The
+    statistics are those of the finite entries of executions that took place; complex
+    numbers count by their magnitude. `zeros` is the share of entries that are zero. A
+    [`eqx_sow.Summary`][], with any number of leading axes, is one row. It has the
+    numbers that the row of the values would have, and the number of entries in place of
+    their shape.
 
     An arrow marks the row with the first entry, in order of execution, that is not
     finite. In a loop, that is the row that went wrong in the earliest iteration; a
-    backward pass goes through the rows from the last to the first. An axis that
-    `jax.vmap` or a loop around `save_intermediates` has put in front counts as time,
-    too. Where values have another shape than they had, or a reducer has combined them,
-    only the order of the rows counts. `jax.jit` sorts the names of a plain dict, and a
-    table of names that are sorted has no arrow; numbers in them are then in order, 2
-    before 10. What `save_intermediates` returns is an [`eqx_sow.Intermediates`][],
-    whose order is always that of execution.
+    backward pass goes through the rows from the last to the first. A leading axis from
+    a `jax.vmap` or a loop around `save_intermediates` counts as time, too. Where the
+    shape of a value has been changed, or a reducer has combined values, only the order
+    of the rows counts. `jax.jit` sorts the names of a plain dict, and a table of sorted
+    names has no arrow; numbers in names are then in order, 2 before 10. What
+    `save_intermediates` returns is an [`eqx_sow.Intermediates`][], whose order is
+    always that of execution.
 
-    The statistics are computed where the values are, by [`eqx_sow.summarize`][], which
-    is compiled once for each shape; only these numbers come to the host. So values may
-    be spread over several processes: all of them must then call this, and all get the
-    same table. Without `jax_enable_x64`, NumPy's float64 and int64 arrays are first
-    made float32, as there.
+    The statistics are computed on the device, by [`eqx_sow.summarize`][], which is
+    compiled once for each shape; only these numbers come to the host. Values may be
+    spread over several processes: then all of them must call `tabulate`, and all get
+    the same table. Without `jax_enable_x64`, NumPy's float64 and int64 arrays are
+    converted to float32 first.
 
     **Arguments:**
 
@@ -90,7 +80,7 @@ def tabulate(intermediates: Mapping[str, Mapping[str, Any]]) -> str:
 
     **Returns:**
 
-    A string. In a notebook it shows as a table, with whole names.
+    A string. In a notebook it is displayed as an HTML table, with unabbreviated names.
 
     **Raises:**
 
@@ -127,10 +117,8 @@ def html(intermediates: Any) -> str | None:
 
 
 def _computed(intermediates: Mapping[str, Any], compute: Callable) -> list[dict]:
-    with ThreadPoolExecutor(os.cpu_count()) as cores:
-        compute = ft.partial(compute, cores)
-        rows = _fetched(list(_rows(intermediates, compute)))
-        _point(rows, intermediates, compute)
+    rows = _fetched(list(_rows(intermediates, compute)))
+    _point(rows, intermediates, compute)
     return rows
 
 
@@ -169,7 +157,7 @@ def _rows(intermediates: Mapping[str, Any], compute: Callable) -> Iterator[dict]
     for name in names:
         modes = in_order(intermediates[name])
         count = modes.pop("count", None)
-        total = [compute(name, _total, c) for c in jtu.tree_leaves(count)]
+        counts = [compute(name, _itself, c) for c in jtu.tree_leaves(count)]
         # What has no arrays ran all the same.
         leaves = {m: _leaves(value) or {(): None} for m, value in modes.items()}
         primals = leaves.get("primal", {})
@@ -184,10 +172,8 @@ def _rows(intermediates: Mapping[str, Any], compute: Callable) -> Iterator[dict]
                     "name": f"{name}{jtu.keystr(path)}" if many else str(name),
                     "mode": mode,
                     "value": _type(x),
-                    "count": total,
-                    "numbers": (
-                        compute(name, *_reduction(x, run)) if _counts(x) else None
-                    ),
+                    "count": counts,
+                    "numbers": compute(name, _summary, x, run) if _counts(x) else None,
                     "of": (x, _taken(stacked, x)),
                     "finite": "",
                     "first": False,
@@ -224,7 +210,7 @@ def _runs(count: Any, path: Sequence[Any], x: Any, primal: Any) -> Any:
     return count if same else None
 
 
-def _device(cores: Executor, name: Any, fn: Callable, *args: Any) -> Any:
+def _device(name: Any, fn: Callable, *args: Any) -> Any:
     """Starts to compute. `None` if there are only shapes."""
     leaves = jtu.tree_leaves(args)
     if any(isinstance(x, jax.core.Tracer) for x in leaves):
@@ -237,33 +223,16 @@ def _device(cores: Executor, name: Any, fn: Callable, *args: Any) -> Any:
         return None
     # Host arrays go to wherever the others are.
     local = lambda x: not isinstance(x, jax.Array) or x.is_fully_addressable
-    args = (
-        args[0],
-        *jtu.tree_map(lambda x: np.asarray(x) if local(x) else x, args[1:]),
-    )
+    value, *others = args
+    others = jtu.tree_map(lambda x: np.asarray(x) if local(x) else x, others)
     # While a function is being traced, numbers are still numbers.
     now = contextlib.nullcontext if _compat.is_eager() else jax.ensure_compile_time_eval
     with now():
-        if fn is _numbers_of_blocks:
-            return _by_blocks(cores, args[0].addressable_data(0))
-        shardings = [x.sharding for x in jtu.tree_leaves(args) if _is_jax_array(x)]
-        return _compiled(fn, _everywhere(shardings))(*args)
+        shardings = [x.sharding for x in leaves if isinstance(x, jax.Array)]
+        return _compiled(fn, _everywhere(shardings))(as_array(value), *others)
 
 
-def _by_blocks(cores: Executor, x: jax.Array) -> list[Any]:
-    # Compiled here, as what JAX is set to by a context does not hold in a thread.
-    call = _compiled(_numbers_of_blocks, None).lower(x, np.int32(0)).compile()
-    some, rows, width = division(x.size)
-    firsts = np.arange(0, x.size // (rows * width), some, np.int32)
-    # The next is dispatched when this is there: those of one thread run one by one.
-    part = lambda first: np.asarray(call(x, first))
-    try:
-        return [cores.submit(part, first) for first in firsts]
-    except RuntimeError:  # Python is about to end, and starts no threads.
-        return list(map(part, firsts))
-
-
-def _at_hand(cores: Executor, name: Any, fn: Callable, *args: Any) -> Any:
+def _at_hand(name: Any, fn: Callable, *args: Any) -> Any:
     """The same, but for what would have to be awaited from another process, or cannot
     be had."""
 
@@ -276,7 +245,7 @@ def _at_hand(cores: Executor, name: Any, fn: Callable, *args: Any) -> Any:
 
     if not all(map(there, jtu.tree_leaves(args))):
         return None
-    return _device(cores, name, fn, *args)
+    return _device(name, fn, *args)
 
 
 def _everywhere(shardings: Sequence[Any]) -> Any:
@@ -292,78 +261,28 @@ def _compiled(fn: Callable, sharding: Any) -> Callable:
     return jax.jit(fn) if sharding is None else jax.jit(fn, out_shardings=sharding)
 
 
-_FIELDS = ("size", "zeros", "not_finite", "mean", "std", "rms", "min", "max")
+def _itself(count: Any) -> Any:
+    return count
 
 
-def _reduction(x: Any, run: Any) -> tuple[Any, ...]:
-    """A function, and its arguments, that gives what the statistics of a leaf are made
-    of."""
-    if run is None and _on_one_cpu(x) and any(division(x.size)):
-        return _numbers_of_blocks, x
-    return _numbers, as_array(x), run
-
-
-def _on_one_cpu(x: Any) -> bool:
-    """Or on each of several."""
-    if not _is_jax_array(x) or not x.is_fully_replicated:
-        return False
-    return {d.platform for d in x.sharding.device_set} == {"cpu"}
-
-
-def _is_jax_array(x: Any) -> bool:
-    return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
-
-
-def _numbers(x: Any, run: Any) -> jax.Array:
+def _summary(x: Any, run: Any) -> Summary:
+    """Of one row: what `summarize` would say of all its entries that ran."""
     if isinstance(x, Summary):
-        summary = merged(x, tuple(range(jnp.ndim(x.size))))
-        return _stack([getattr(summary, field) for field in _FIELDS])
-    return _stack(sums(as_real(x), None if run is None else run > 0))
-
-
-def _numbers_of_blocks(x: jax.Array, first: jax.Array) -> jax.Array:
-    return _stack(sums_of_blocks(x, first))
-
-
-def _stack(numbers: Sequence[Any]) -> jax.Array:
-    # In one array, as the host has to ask for each.
-    dtype = jnp.result_type(float)
-    return jnp.stack([jnp.asarray(n).astype(dtype) for n in numbers])
-
-
-def _statistics(numbers: Any, is_summary: bool) -> dict[str, float]:
-    if not is_summary:
-        # On the host: what is left would be half of what there is to compile.
-        parts = numbers if isinstance(numbers, list) else [numbers[:, None]]
-        s = together(Sums(*np.concatenate(parts, axis=1).astype(np.float64)))
-        numbers = np.stack([s.size, s.zeros, s.not_finite, *finish(s, np)])
-    return dict(zip(_FIELDS, numbers.tolist()))
-
-
-def _total(count: Any) -> jax.Array:
-    """The sums of the digits, to base 16: one sum could overflow."""
-    count = count.astype(jnp.uint32)
-    return jnp.stack([jnp.sum((count >> i) & 15, dtype=jnp.uint32) for i in _DIGITS])
-
-
-_DIGITS = tuple(range(0, 32, 4))
+        return merged(x, tuple(range(jnp.ndim(x.size))))
+    return summary_of(x, None if run is None else run > 0)
 
 
 def _fetched(rows: list[dict]) -> list[dict]:
-    keys = ("count", "numbers")
-    ready = lambda x: x.result() if isinstance(x, Future) else x
-    there = jtu.tree_map(ready, [[row[k] for k in keys] for row in rows])
-    for row, (counts, numbers) in zip(rows, jax.device_get(there)):
-        sums = [
-            sum(int(d) << i for d, i in zip(digits, _DIGITS))
-            for digits in counts
-            if digits is not None
-        ]
+    for row, (counts, summary) in zip(
+        rows, jax.device_get([(row["count"], row["numbers"]) for row in rows])
+    ):
+        # In 64 bits, as the sum of many int32.
+        sums = [int(np.sum(c, dtype=np.int64)) for c in counts if c is not None]
         row["count"] = str(sum(sums)) if sums else ""
-        if numbers is None:
+        if summary is None:
             continue
-        row["numbers"] = stats = _statistics(numbers, row["value"] == _SUMMARY)
-        size, bad = round(stats["size"]), round(stats["not_finite"])
+        row["numbers"] = summary
+        size, bad = round(float(summary.size)), round(float(summary.not_finite))
         if row["value"] == _SUMMARY:
             row["value"] = f"{size} {'entry' if size == 1 else 'entries'}"
         if bad:
@@ -399,14 +318,15 @@ def _cells(row: dict, digits: int) -> dict[str, str]:
     cells |= {c: row[c] for c in (*_TEXT, "count")}
     if row["first"]:
         cells["finite"] += " <- first"
-    stats = row["numbers"]
-    if stats is None:
+    summary = row["numbers"]
+    if summary is None:
         return cells
-    entries = stats["size"] - stats["not_finite"]
+    entries = float(summary.size - summary.not_finite)
     if entries > 0:
-        stats["norm"] = stats["rms"] * math.sqrt(entries)
-        shown = {c: f"{stats[c]:.{digits}g}" for c in _STATISTICS[:-1]}
-        cells |= shown | {"zeros": f"{stats['zeros'] / entries:.0%}"}
+        numbers = {c: float(getattr(summary, c)) for c in ("mean", "std", "min", "max")}
+        numbers["norm"] = float(summary.rms) * math.sqrt(entries)
+        cells |= {c: f"{x:.{digits}g}" for c, x in numbers.items()}
+        cells["zeros"] = f"{summary.zeros / entries:.0%}"
     return cells
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from .._errors import SowError
 from .._frames import api_boundary
-from .statistics import as_real, finish, root_of_sum, sums_and_histogram
+from .statistics import as_real, root_of_sum, statistics
 
 
 Edges = Sequence[float] | np.ndarray | jax.Array | None
@@ -23,24 +23,23 @@ Edges = Sequence[float] | np.ndarray | jax.Array | None
 class Summary(eqx.Module):
     """The statistics of an array, from [`eqx_sow.summarize`][].
 
-    All of them are arrays, of one shape: `()` for the summary of one array. Where it is
-    stacked or mapped, as by a `jax.lax.scan` or a `jax.vmap`, they have leading axes,
-    and each entry is a summary. `mean`, `std`, `rms`, `min` and `max` are those of the
-    finite entries, NaN if there are none.
+    All of them are arrays of the same shape: `()` for the summary of one array. If
+    summaries are stacked or mapped, as by `jax.lax.scan` or `jax.vmap`, they have
+    leading axes. `mean`, `std`, `rms`, `min` and `max` are those of the finite entries,
+    and NaN if there are none.
 
     Counts are floating-point numbers, since an int32 would overflow: one layer of a
-    large model, over a few hundred steps, has more than `2**31` entries. They are exact
-    up to `2**24` in float32, and right to seven digits from there on. (With
+    large model, over a few hundred steps, has more than `2**31` entries. In float32
+    they are exact up to `2**24`, and correct to seven digits beyond that. (With
     `jax_enable_x64` they are float64, and exact up to `2**53`.)
 
-    Summaries are merged by `+`, and those along an axis by `merge`. Both are exact: but
-    for rounding, the result is the summary of all the entries together. Adding those
-    with other leading axes or other `edges` is an [`eqx_sow.SowError`][]. A summary
-    that is all zeros is that of no entries, as is what stands for a value that did not
-    run.
+    `+` merges two summaries, and `merge` those along an axis. Up to rounding, the
+    result is the summary of all entries together. Adding summaries with different
+    leading axes or different `edges` is an [`eqx_sow.SowError`][]. A summary of zeros,
+    as it stands for a value that did not run, is the summary of no entries.
 
-    Gradients are those of `mean`, `std`, `rms`, `min` and `max`; of a deviation of zero
-    they are zero.
+    `mean`, `std`, `rms`, `min` and `max` can be differentiated. The gradient of a
+    standard deviation of zero is zero.
 
     !!! example
 
@@ -204,30 +203,30 @@ def summarize(
 ) -> Any:
     """The statistics of each array of a PyTree, without a copy of it.
 
-    For `save_intermediates(..., transform=eqx_sow.summarize)`: within a scan over
-    layers only the statistics are stacked, not the activations. They are computed by
-    two reductions, which read the array and write numbers.
+    For `save_intermediates(..., transform=eqx_sow.summarize)`: a scan over layers then
+    stacks statistics, not activations. Two reductions compute them, without writing
+    another array.
 
     Entries that are not finite are counted, and left out of everything else. Complex
     numbers count by their magnitude, booleans as 0 and 1. Everything is computed and
     returned in float32; with `jax_enable_x64`, float64 arrays and integers in float64.
-    Without it, NumPy's float64 and int64 arrays are first made float32, as JAX does:
-    1e300 then counts as infinite, and digits after the seventh are lost. The deviation
-    is that from the mean, not a difference of squares; neither large nor small numbers
-    overflow on the way.
+    Without it, NumPy's float64 and int64 arrays are converted to float32 first, as in
+    JAX: 1e300 then counts as infinite, and digits after the seventh are lost. The
+    standard deviation is computed from deviations, not as a difference of squares, and
+    neither large nor small numbers overflow on the way.
 
     **Arguments:**
 
     - `value`: any PyTree.
     - `edges`: the edges of the bins of a histogram, in increasing order: numbers, not
         arrays that are being traced. As in `numpy.histogram`, the last bin includes its
-        right edge, and what is outside of the first and the last edge is in no bin;
-        these may be infinite.
+        right edge, and entries beyond the first and the last edge are in no bin. Edges
+        may be infinite.
 
     **Returns:**
 
-    The PyTree with a `Summary` in the place of each array, and `None` in that of
-    everything else: static leaves, keys and other arrays that are not numeric.
+    The PyTree with each array replaced by a `Summary`, and everything else (static
+    leaves, keys and other arrays that are not numeric) by `None`.
 
     **Raises:**
 
@@ -275,7 +274,7 @@ def summarize(
     def one(x):
         if not is_numeric(x):
             return None
-        return _summary(jnp.asarray(as_array(x)), edges)
+        return summary_of(jnp.asarray(as_array(x)), None, edges)
 
     return jtu.tree_map(one, value)
 
@@ -322,23 +321,27 @@ def _show(edges: Any) -> str:
     return "none" if edges is None else np.array2string(np.asarray(edges), threshold=6)
 
 
-@ft.partial(jax.jit, static_argnums=1)
-def _summary(x: jax.Array, edges: tuple[float, ...] | None) -> Summary:
-    return _statistics(as_real(x), edges)
+@ft.partial(jax.jit, static_argnums=2)
+def summary_of(
+    x: jax.Array, run: jax.Array | None = None, edges: tuple[float, ...] | None = None
+) -> Summary:
+    """Of the entries that ran. `run`, if given, is a boolean for each entry along the
+    leading axes."""
+    x = as_real(x)
+    # With a mask it is for `tabulate`, and is not differentiated.
+    return _summary(x, edges) if run is None else Summary(**statistics(x, run, edges))
 
 
 @ft.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _statistics(x: jax.Array, edges: tuple[float, ...] | None) -> Summary:
-    s, histogram = sums_and_histogram(x, edges)
-    stats = finish(s, jnp)
-    return Summary(*[s.size, *stats, s.zeros, s.not_finite, histogram, edges])
+def _summary(x: jax.Array, edges: tuple[float, ...] | None) -> Summary:
+    return Summary(**statistics(x, None, edges))
 
 
 # That of the reductions would keep every partial result.
-@_statistics.defjvp
-def _statistics_jvp(edges, primals, tangents):
+@_summary.defjvp
+def _summary_jvp(edges, primals, tangents):
     (x,), (t,) = primals, tangents
-    s = _statistics(x, edges)
+    s = _summary(x, edges)
     t = jnp.where(jnp.isfinite(x), t, 0)
     n = jnp.maximum(s.size - s.not_finite, 1).astype(x.dtype)
 

@@ -1,0 +1,1 @@
+"""What is done at a sow: capture, replace, or send."""

@@ -1,0 +1,1 @@
+"""What users get and read: the dict, statistics, tables."""

@@ -1,0 +1,436 @@
+"""What `save_intermediates` returns beside the output."""
+
+import functools as ft
+import itertools as it
+import json
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.export
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+
+from .._errors import SowError, UnknownSowError
+from .._frames import api_boundary
+from .._names import in_a_list, matches
+
+
+# A loop, which of the axes of an array it is, counted from the last one, and whether it
+# runs from its end. These are plain tuples: pickles have them.
+Loop = tuple[Hashable, int, bool]
+# An array as it came back: its loops, from outside in, and its shape. Transformations
+# further out put more axes before those.
+Stacked = tuple[tuple[Loop, ...], tuple[int, ...]]
+_AllStacked = Mapping[tuple[str, str], tuple[Stacked, ...]]
+# What an axis is, and where its index stands in a name: ("loop", 1) for the loop over
+# the layers of `blocks/attn`, whose layer 2 a list would call `blocks/2/attn`. None for
+# an axis whose index stands at the end, or nowhere.
+Axis = tuple[str, int | None]
+# The leading axes of an array as it came back, and its shape.
+Leading = tuple[tuple[Axis, ...], tuple[int, ...]]
+# For each array of a value; for several values, with `Append`, a list of that.
+_AllAxes = Mapping[tuple[str, str], tuple[Leading, ...] | list[Any]]
+
+
+class _Names(tuple[str, ...]):
+    """The names of an `Intermediates`, and what its arrays are. That does not count for
+    whether two are of one form: both a loop and a vmap stack values."""
+
+    stacked: _AllStacked = {}
+    axes: _AllAxes = {}
+
+
+class Intermediates(dict[str, dict[str, Any]]):
+    """What [`eqx_sow.save_intermediates`][] captured: `intermediates[name][mode]`.
+
+    A `dict` whose names are in order of execution. JAX sorts the keys of a plain dict,
+    but keeps the order of this one under every transformation: `jax.jit`, `jax.vmap`,
+    `jax.grad(..., has_aux=True)`, the outputs of a `jax.lax.scan`, `jax.eval_shape`,
+    `jax.tree.map`. The modes of a name are in order as well: `"primal"` first,
+    `"count"` last. It is equal to a dict with the same items, and prints as one, with
+    the types of arrays in their place, `{'h': {'primal': f32[3]}}`. In a notebook it
+    is displayed as the table of [`eqx_sow.tabulate`][].
+
+    To JAX it is a PyTree node of its own type. In `jax.tree.map(fn, a, b)`, and as
+    results of the branches of a `jax.lax.cond`, two `Intermediates` need the same names
+    in the same order. To combine one with a plain dict, write `dict(intermediates)` or
+    `Intermediates(plain)`. Its paths consist of `jax.tree_util.DictKey`s, like those of
+    a dict.
+
+    **Arguments:**
+
+    Those of `dict`.
+
+    !!! example
+
+        ```python
+        import eqx_sow
+        import jax
+        import jax.numpy as jnp
+
+        def f(x):
+            return eqx_sow.sow(eqx_sow.sow(jnp.sin(x), "sin") * 2, "double")
+
+        out, intermediates = jax.jit(eqx_sow.save_intermediates(f))(jnp.ones(3))
+        list(intermediates)  # ["sin", "double"]
+        ```
+    """
+
+    _stacked: _AllStacked = {}
+    _axes: _AllAxes = {}
+
+    def copy(self) -> "Intermediates":
+        return with_known(self, self._stacked, self._axes)
+
+    __copy__ = copy
+
+    def __or__(self, other: Any) -> "Intermediates":
+        return Intermediates(dict(self) | other)
+
+    def __ror__(self, other: Any) -> "Intermediates":
+        return Intermediates(other | dict(self))
+
+    def __repr__(self) -> str:
+        # A `State` prints badly: its keys need not be strings.
+        is_state = lambda x: isinstance(x, eqx.nn.State)
+        return eqx.tree_pformat(
+            dict(self), struct_as_array=True, truncate_leaf=is_state
+        )
+
+    def _repr_html_(self) -> str | None:
+        # Here, as a table asks for the order of what it is given.
+        from .tabulate import html
+
+        return html(self)
+
+    @api_boundary
+    def flat(self, sep: str = "/") -> dict[str, Any]:
+        """All arrays in one dict, as loggers and file formats want it.
+
+        **Arguments:**
+
+        - `sep`: what stands between a name, its mode, and the path of the array in the
+            value.
+
+        **Returns:**
+
+        A `dict` with one entry for each array, in order: `"layers/0/primal"`, or
+        `"layers/0/cotangent/rms"` for a field of a [`eqx_sow.Summary`][]. What is no
+        array is left out, and so are an `eqx.nn.State`, which belongs to the model, and
+        cotangents of integers, which hold nothing. A key is its `jax.random.key_data`.
+
+        **Raises:**
+
+        [`eqx_sow.SowError`][] if two arrays would have the same key.
+
+        !!! example
+
+            ```python
+            import equinox as eqx
+            import eqx_sow
+            import jax
+            import jax.numpy as jnp
+
+            model = eqx.nn.MLP(2, 1, 8, 2, key=jax.random.key(0))
+            saved = eqx_sow.save_intermediates(model, capture=eqx.nn.Linear)
+            out, intermediates = saved(jnp.ones(2))
+            flat = intermediates.flat()
+            list(flat)[0]  # "layers/0/primal"
+            sizes = {name: float(jnp.linalg.norm(x)) for name, x in flat.items()}
+            ```
+        """
+        is_state = lambda x: isinstance(x, eqx.nn.State)
+        flat: dict[str, Any] = {}
+        for name, modes in self.items():
+            for mode, value in modes.items():
+                leaves, _ = jtu.tree_flatten_with_path(value, is_leaf=is_state)
+                for path, x in leaves:
+                    if not _is_array(x) or x.dtype == jax.dtypes.float0:
+                        continue
+                    inside = jtu.keystr(path, simple=True, separator=sep)
+                    key = sep.join(filter(None, (name, mode, inside)))
+                    if key in flat:
+                        raise SowError(
+                            f"`Intermediates.flat(sep={sep!r})`: two arrays would have "
+                            f"the key {key!r}. Choose another `sep`."
+                        )
+                    flat[key] = _as_data(x)
+        return flat
+
+    @api_boundary
+    def axes(self, name: str, mode: str = "primal") -> tuple[Any, ...]:
+        """What the leading axes of a value are: those that come before the axes that it
+        has where it is sown.
+
+        **Arguments:**
+
+        - `name`, `mode`: of the value.
+
+        **Returns:**
+
+        A tuple, outermost first, of
+
+        - `"vmap"`, `"loop"`, or for an axis of a mesh its name, as in `"device:data"`;
+        - `"buffer"`, for the executions that [`eqx_sow.Buffer`][] keeps;
+        - `"outside"`, for what a transformation around `save_intermediates` has added,
+            as in `jax.vmap(save_intermediates(fn))`.
+
+        If some arrays of the value have fewer than others, it is of those with most.
+        With [`eqx_sow.Append`][] it is a tuple of such tuples, one for each place.
+
+        **Raises:**
+
+        `KeyError` if there is no such value; [`eqx_sow.SowError`][] if its arrays are
+        not those that `save_intermediates` returned, so that it is not known.
+
+        !!! example
+
+            ```python
+            import eqx_sow
+            import jax
+            import jax.numpy as jnp
+
+            def f(x):
+                layer = lambda x, w: (eqx_sow.sow(jnp.sin(w * x), "h"), None)
+                return jax.lax.scan(layer, x, jnp.arange(4.0))[0]
+
+            saved = eqx_sow.save_intermediates(jax.vmap(f))
+            out, intermediates = saved(jnp.ones((5, 3)))
+            intermediates["h"]["primal"].shape  # (5, 4, 3)
+            intermediates.axes("h", "primal")  # ("vmap", "loop")
+            ```
+        """
+        value = self[name][mode]
+        known = self._axes.get((name, mode), ())
+        several = isinstance(known, list)
+        places = list(zip(known, value)) if several else [(known, value)]
+        axes = [_axes_of_value(of, x) for of, x in places]
+        if None in axes:
+            raise SowError(
+                f"`Intermediates.axes({name!r}, {mode!r})`: these arrays are not those "
+                "that `save_intermediates` returned, so it is not known what their "
+                "axes are. Ask it of what came back."
+            )
+        kinds = [tuple(kind for kind, _ in of) for of in axes if of is not None]
+        return tuple(kinds) if several else kinds[0]
+
+    @api_boundary
+    def stack(self, pattern: str, mode: str = "primal") -> Any:
+        """The values of several names, stacked: all layers along one axis.
+
+        **Arguments:**
+
+        - `pattern`: a glob, such as `"blocks/*/mlp"`. In a model that stacks its
+            layers, and so has `"blocks/mlp"` with an axis for its loop, each layer goes
+            by the name that a list of layers would have.
+        - `mode`: of which mode.
+
+        **Returns:**
+
+        A PyTree like each of the values, whose arrays have a new first axis, in order
+        of execution. For a model that stacks its layers that is the axis of the loop,
+        put first.
+
+        **Raises:**
+
+        [`eqx_sow.UnknownSowError`][] if the pattern fits nothing;
+        [`eqx_sow.SowError`][] if the values differ in structure, shape or dtype.
+
+        !!! example
+
+            ```python
+            import equinox as eqx
+            import eqx_sow
+            import jax
+            import jax.numpy as jnp
+
+            model = eqx.nn.MLP(4, 4, 4, 2, key=jax.random.key(0))
+            saved = eqx_sow.save_intermediates(model, capture=eqx.nn.Linear)
+            out, intermediates = saved(jnp.ones(4))
+            intermediates.stack("layers/*").shape  # (3, 4)
+            ```
+        """
+        values = []
+        for name, modes in self.items():
+            if mode in modes:
+                known = self._axes.get((name, mode), ())
+                values += _layers(pattern, name, modes[mode], known)
+        if not values:
+            there = ", ".join(repr(n) for n, modes in self.items() if mode in modes)
+            raise UnknownSowError(
+                f"`Intermediates.stack({pattern!r}, {mode!r})` fits nothing. The names "
+                f"with this mode are: {there or 'none at all'}."
+            )
+        return _joined(pattern, values)
+
+
+def _is_array(x: Any) -> bool:
+    return eqx.is_array(x) or isinstance(x, jax.ShapeDtypeStruct)
+
+
+def _as_data(x: Any) -> Any:
+    is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return jax.random.key_data(x) if is_key and isinstance(x, jax.Array) else x
+
+
+# --- axes ---
+def _arrays_in(value: Any) -> list[Any]:
+    return [
+        x
+        for x in jtu.tree_leaves(value)
+        if _is_array(x) and x.dtype != jax.dtypes.float0
+    ]
+
+
+def _axes_of(known: Leading, x: Any) -> tuple[Axis, ...] | None:
+    """The leading axes of an array, if it is what came back. Transformations further
+    out may have put more before these."""
+    axes, shape = known
+    front = len(x.shape) - len(shape)
+    if front < 0 or x.shape[front:] != shape:
+        return None
+    return (*[("outside", None)] * front, *axes)
+
+
+def _axes_of_value(known: Sequence[Leading], value: Any) -> tuple[Axis, ...] | None:
+    arrays = _arrays_in(value)
+    if len(arrays) != len(known):
+        return None
+    longest: tuple[Axis, ...] = ()
+    for of, x in zip(known, arrays):
+        axes = _axes_of(of, x)
+        if axes is None:
+            return None
+        longest = max(longest, axes, key=len)
+    return longest
+
+
+def _layers(pattern: str, name: str, value: Any, known: Any) -> list[Any]:
+    """What the pattern fits of a value, in a list: nothing, or the value with a first
+    axis for what fits. A loop over layers stands for as many layers, by the names that
+    these have in a list."""
+    axes = None if isinstance(known, list) else _axes_of_value(known, value)
+    places = [place for _, place in axes or () if place is not None]
+    if axes is None or not places:
+        return [_each(value, lambda x: x[None])] if matches(pattern, name) else []
+    of_array = iter(known)
+    sizes: list[int] = []
+
+    def front(x):
+        own = axes if x.dtype == jax.dtypes.float0 else _axes_of(next(of_array), x)
+        at = [i for i, (_, place) in enumerate(own or ()) if place is not None]
+        sizes[:] = [x.shape[i] for i in at]
+        x = _module([x]).moveaxis(x, at, range(len(at)))
+        return x if len(at) == 1 else x.reshape(-1, *x.shape[len(at) :])
+
+    value = _each(value, front)
+    layers = list(it.product(*map(range, sizes)))
+    if matches(pattern, name):
+        return [value]
+    fits = [
+        i
+        for i, at in enumerate(layers)
+        if matches(pattern, in_a_list(name, list(zip(places, at))))
+    ]
+    if len(fits) < len(layers):
+        value = _each(value, lambda x: x[np.array(fits, int)])
+    return [value] if fits else []
+
+
+def _joined(pattern: str, values: Sequence[Any]) -> Any:
+    """One value of several, along their first axes."""
+    parts = list(map(jtu.tree_flatten, values))
+    columns: list[list[Any]] = [leaves for leaves, _ in parts]
+    forms = [treedef for _, treedef in parts]
+
+    def form(leaves: Sequence[Any], treedef: Any) -> Any:
+        return treedef, [(x.shape[1:], x.dtype) for x in leaves if _is_array(x)]
+
+    first, *others = map(form, columns, forms)
+    if any(other != first for other in others):
+        show = lambda x: eqx.tree_pformat(_each(x, lambda x: x[0]))
+        raise SowError(
+            f"`Intermediates.stack({pattern!r})`: the values differ in structure, "
+            f"shape or dtype: {' and '.join(dict.fromkeys(map(show, values)))}. Choose "
+            "those that are alike."
+        )
+    joined = [
+        _module(xs).concatenate(xs) if _is_array(xs[0]) and len(xs) > 1 else xs[0]
+        for xs in map(list, zip(*columns))
+    ]
+    return jtu.tree_unflatten(forms[0], joined)
+
+
+def _each(value: Any, fn: Callable[[Any], Any]) -> Any:
+    return jtu.tree_map(lambda x: fn(x) if _is_array(x) else x, value)
+
+
+def _module(arrays: Sequence[Any]) -> Any:
+    # JAX has no arrays of the dtype `float0`.
+    return jnp if any(isinstance(x, jax.Array) for x in arrays) else np
+
+
+def with_known(values: Any, stacked: _AllStacked, axes: _AllAxes) -> Intermediates:
+    """`Intermediates` of which it is known what the arrays are."""
+    made = Intermediates(values)
+    made._stacked, made._axes = stacked, axes
+    return made
+
+
+def stacked_in(intermediates: Mapping[str, Any], name: Any, mode: Any) -> Any:
+    """What the arrays of a mode are, one after another, as far as that is known."""
+    known = isinstance(intermediates, Intermediates)
+    return iter(intermediates._stacked.get((name, mode), ()) if known else ())
+
+
+# Pickles are then independent of where this file is.
+Intermediates.__module__ = "eqx_sow"
+
+
+@ft.cache
+def _rank(mode: str) -> tuple[Any, ...]:
+    parts = mode.split(".")
+    known = {"primal": 0, "tangent": 1, "cotangent": 2}
+    ranks = tuple(known.get(p, len(known)) for p in parts)
+    return mode == "count", len(parts), ranks, mode
+
+
+def in_order(modes: Mapping[str, Any]) -> dict[str, Any]:
+    """The modes of one name: `"primal"` first, `"count"` last."""
+    return {mode: modes[mode] for mode in sorted(modes, key=lambda m: _rank(str(m)))}
+
+
+def _names(x: Intermediates) -> _Names:
+    names = _Names(x)
+    names.stacked, names.axes = x._stacked, x._axes
+    return names
+
+
+def _flatten(x: Intermediates):
+    return tuple(x.values()), _names(x)
+
+
+def _flatten_with_keys(x: Intermediates):
+    return tuple((jtu.DictKey(name), modes) for name, modes in x.items()), _names(x)
+
+
+def _unflatten(names, children) -> Intermediates:
+    # JAX rebuilds its own dicts with their keys sorted; and it puts anything in the
+    # place of a child.
+    values = (
+        (name, in_order(x) if type(x) is dict and len(x) > 1 else x)
+        for name, x in zip(names, children)
+    )
+    return with_known(values, names.stacked, names.axes)
+
+
+jtu.register_pytree_with_keys(Intermediates, _flatten_with_keys, _unflatten, _flatten)
+jax.export.register_pytree_node_serialization(
+    Intermediates,
+    serialized_name="eqx_sow.Intermediates",
+    serialize_auxdata=lambda names: json.dumps(names).encode(),
+    deserialize_auxdata=lambda names: _Names(json.loads(names)),
+)

@@ -1,0 +1,189 @@
+"""One way to go through a program with something other than numbers.
+
+`evaluate` in `interpreter.py` computes a program. Here it is only looked at: what goes
+from equation to equation in the place of numbers is up to a `Domain`, such as the names
+of the inputs that a value comes from (`_modules/naming.py`). How it goes into calls,
+loops and branches, and comes out of them, is written down once, in the table `rules`.
+
+An example, with "which inputs does it come from" in the place of numbers:
+
+    jit[jaxpr={ lambda; a b. let c = mul a b; d = sin b in (c, d) }] x y
+
+The operands are `{x}` and `{y}`. The rule for calls runs the inner jaxpr with these for
+`a` and `b`, and `{x, y}`, `{y}` come out.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax.extend.core as jexc
+
+from .. import _compat
+from .._mark.calls import calls_around
+from .find import jaxprs_in, jaxprs_of
+
+
+class Here(NamedTuple):
+    """Where in a program a jaxpr is.
+
+    `path`: how to get there from the outermost jaxpr: the index of an equation, of one
+    of the jaxprs in it, of an equation in there, and so on. `running`: the calls of
+    modules around it, from outside in. `scans`: those around it, by their paths, from
+    outside in. `final` is false in a trial run of the body of a loop, which is there to
+    learn what the loop carries.
+    """
+
+    path: tuple[int, ...] = ()
+    running: tuple[Any, ...] = ()
+    scans: tuple[tuple[int, ...], ...] = ()
+    final: bool = True
+
+    def inside(self, eqn: Any, k: int, **changes: Any) -> "Here":
+        """In jaxpr `k` of an equation, if this is the place of that."""
+        running = (*self.running, *calls_around(eqn))
+        return self._replace(path=(*self.path, k), running=running, **changes)
+
+
+def _number(eqn: Any, jaxpr: Any) -> int:
+    """Which of the jaxprs in an equation it is."""
+    jaxpr, _ = _compat.open_jaxpr(jaxpr)
+    return next(k for k, j in enumerate(jaxprs_in(eqn.params)) if j is jaxpr)
+
+
+class Domain:
+    """What goes through a program. Its values are compared by nothing here."""
+
+    def literal(self, literal: Any) -> Any:
+        raise NotImplementedError
+
+    def constant(self, x: Any) -> Any:
+        """Of an array that a jaxpr holds."""
+        raise NotImplementedError
+
+    def equation(self, eqn: Any, operands: Sequence[Any], here: Here) -> list[Any]:
+        """What comes out of an equation for which there is no rule here."""
+        raise NotImplementedError
+
+    def either(self, values: Sequence[Any]) -> Any:
+        """One of several values, and it is not known which."""
+        raise NotImplementedError
+
+    def chosen(self, index: Any, cases: Sequence[Any]) -> Any:
+        """One of several, chosen by the index of a cond."""
+        del index
+        return self.either(cases)
+
+    def in_case(self, index: Any, i: int, value: Any) -> Any:
+        """What a value is in branch `i` of a cond with this index."""
+        del index, i
+        return value
+
+    def entry(self, value: Any, here: Here) -> Any:
+        """Of an array that a scan takes apart: its entry for one iteration. `here` is
+        in the body of the scan."""
+        del here
+        return value
+
+    def stacked(self, value: Any, here: Here) -> Any:
+        """Of the entries for all iterations: the array that a scan makes of them."""
+        del here
+        return value
+
+
+def run(domain: Domain, jaxpr: Any, args: Sequence[Any], here: Here) -> list[Any]:
+    """What comes out of a jaxpr, given what goes in."""
+    jaxpr, consts = _compat.open_jaxpr(jaxpr)
+    env = {v: domain.constant(x) for v, x in zip(jaxpr.constvars, consts)}
+    env.update(zip(jaxpr.invars, args))
+
+    def read(v):
+        return domain.literal(v) if isinstance(v, jexc.Literal) else env[v]
+
+    for i, eqn in enumerate(jaxpr.eqns):
+        rule = rules.get(eqn.primitive, _other)
+        at = here._replace(path=(*here.path, i))
+        outs = rule(domain, eqn, list(map(read, eqn.invars)), at)
+        env.update(zip(eqn.outvars, outs))
+    return list(map(read, jaxpr.outvars))
+
+
+def _other(domain: Domain, eqn: Any, operands: list[Any], here: Here) -> list[Any]:
+    """An equation without a rule. If it holds one jaxpr of so many operands, it is
+    taken for a call."""
+    inside = [j for j in jaxprs_of(eqn) if len(j.invars) == len(operands)]
+    if len(inside) == 1 and len(inside[0].outvars) == len(eqn.outvars):
+        return run(
+            domain, inside[0], operands, here.inside(eqn, _number(eqn, inside[0]))
+        )
+    return domain.equation(eqn, operands, here)
+
+
+def _call(domain: Domain, eqn: Any, operands: list[Any], here: Here) -> list[Any]:
+    (jaxpr,) = filter(_compat.is_jaxpr, eqn.params.values())
+    return run(domain, jaxpr, operands, here.inside(eqn, _number(eqn, jaxpr)))
+
+
+def _cond(domain: Domain, eqn: Any, operands: list[Any], here: Here) -> list[Any]:
+    index, *operands = operands
+    outs = []
+    for i, jaxpr in enumerate(eqn.params["branches"]):
+        args = [domain.in_case(index, i, x) for x in operands]
+        outs.append(run(domain, jaxpr, args, here.inside(eqn, i)))
+    return [domain.chosen(index, cases) for cases in zip(*outs)]
+
+
+def _carried(domain: Domain, init: list[Any], body: Callable, here: Here) -> list[Any]:
+    """What a loop carries: what it begins with, or what an iteration makes of that."""
+    after = body(init, here._replace(final=False))
+    return [domain.either(pair) for pair in zip(init, after)]
+
+
+def _scan(domain: Domain, eqn: Any, operands: list[Any], here: Here) -> list[Any]:
+    jaxpr = eqn.params["jaxpr"]
+    n, m = _compat.scan_arity(eqn.params)
+    consts, init, xs = operands[:n], operands[n : n + m], operands[n + m :]
+    inside = here.inside(eqn, _number(eqn, jaxpr), scans=(*here.scans, here.path))
+    xs = [domain.entry(x, inside) for x in xs]
+
+    def body(carry, here):
+        return run(domain, jaxpr, [*consts, *carry, *xs], here)
+
+    carry = _carried(domain, init, lambda *x: body(*x)[:m], inside)
+    outs = body(carry, inside)
+    ys = [domain.stacked(y, inside) for y in outs[m:]]
+    return [*map(domain.either, zip(init, outs)), *ys]
+
+
+def _while(domain: Domain, eqn: Any, operands: list[Any], here: Here) -> list[Any]:
+    p = eqn.params
+    n, m = p["cond_nconsts"], p["body_nconsts"]
+    consts, init = operands[n : n + m], operands[n + m :]
+    inside = here.inside(eqn, _number(eqn, p["body_jaxpr"]))
+
+    def body(carry, here):
+        return run(domain, p["body_jaxpr"], [*consts, *carry], here)
+
+    carry = _carried(domain, init, body, inside)
+    condition = here.inside(eqn, _number(eqn, p["cond_jaxpr"]))
+    run(domain, p["cond_jaxpr"], [*operands[:n], *carry], condition)
+    return list(map(domain.either, zip(init, body(carry, inside))))
+
+
+rules: dict[Any, Callable] = {
+    **dict.fromkeys(
+        (
+            jexc.primitives.jit_p,
+            jexc.primitives.call_p,
+            jexc.primitives.closed_call_p,
+            jexc.primitives.remat_p,
+            jexc.primitives.custom_jvp_call_p,
+            jexc.primitives.custom_vjp_call_p,
+            _compat.custom_vmap_p,
+            _compat.shard_map_p,
+        ),
+        _call,
+    ),
+    jexc.primitives.cond_p: _cond,
+    jexc.primitives.scan_p: _scan,
+    jexc.primitives.while_p: _while,
+}

@@ -1,0 +1,96 @@
+"""Tools of others see what there is: printing, saving, loading."""
+
+import io
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import pytest
+from eqx_sow import (
+    Intermediates,
+    Last,
+    plant,
+    save_intermediates as S,
+    Sow,
+    sow,
+    summarize,
+    tap,
+)
+
+from .helpers import assert_close
+
+
+X = jnp.array([0.3, -1.2, 0.7])
+MODEL = eqx.nn.MLP(3, 2, 5, 1, key=jr.key(0))
+
+
+def _fn(x):
+    h = sow({"b": jnp.sin(x), "a": (2 * x,)}, "z/h")
+    return sow(h["b"], "a").sum()
+
+
+def _captured(x):
+    return S(jax.grad(_fn), transform={"a": summarize})(x)[1]
+
+
+TRANSFORMED = {
+    "save": (S(MODEL, names="a", reduce=Last()), ["names=('a',)", "Last()"]),
+    "plant": (plant(MODEL, {"a": jnp.cos}, capture=True), ["capture=True", "'a'"]),
+    "tap": (tap(MODEL, print, every=3), ["every=3"]),
+}
+
+
+@pytest.mark.parametrize("fn, said", TRANSFORMED.values(), ids=TRANSFORMED)
+def test_what_is_printed_of_a_transformed_function(fn, said):
+    text = eqx.tree_pformat(fn)
+    assert "weight=f32[5,3]" in text and all(x in text for x in said)
+    # Only the options that were passed.
+    assert "modes" not in text and "inputs" not in text
+    assert repr(fn) == text
+
+
+def test_equinox_prints_and_serialises():
+    got = _captured(X)
+    text = eqx.tree_pformat(got)
+    assert text.startswith("{") and "'z/h'" in text and "rms=f32[]" in text
+    assert eqx.tree_pformat(Sow("h")) == "Sow(name='h', spec=None, tag='intermediates')"
+    file = io.BytesIO()
+    eqx.tree_serialise_leaves(file, got)
+    file.seek(0)
+    loaded = eqx.tree_deserialise_leaves(file, jax.eval_shape(_captured, X))
+    assert type(loaded) is Intermediates and list(loaded) == ["z/h", "a"]
+    assert_close(loaded, got)
+
+
+def test_a_transformed_function_is_serialised():
+    fn = S(MODEL, capture=True)
+    file = io.BytesIO()
+    eqx.tree_serialise_leaves(file, fn)
+    file.seek(0)
+    zeros = jax.tree.map(lambda x: 0 * x if eqx.is_array(x) else x, fn)
+    loaded = eqx.tree_deserialise_leaves(file, zeros)
+    assert_close(loaded(X)[1], fn(X)[1])
+
+
+# Its own use of NumPy.
+@pytest.mark.filterwarnings("ignore:The chararray class:DeprecationWarning")
+def test_treescope():
+    treescope = pytest.importorskip("treescope")
+    text = treescope.render_to_text(_captured(X))
+    assert text.startswith("Intermediates({") and "'z/h'" in text and "Summary(" in text
+    assert "Sow(name='h'" in treescope.render_to_text(Sow("h"))
+    for fn, said in TRANSFORMED.values():
+        text = treescope.render_to_text(fn)
+        assert "Linear(" in text and all(x in text for x in said)
+
+
+def test_orbax(tmp_path):
+    ocp = pytest.importorskip("orbax.checkpoint")
+    got = _captured(X)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "got", got)
+        checkpointer.wait_until_finished()
+        loaded = checkpointer.restore(tmp_path / "got", jax.eval_shape(_captured, X))
+    assert type(loaded) is Intermediates and list(loaded) == list(got)
+    assert_close(loaded, got)

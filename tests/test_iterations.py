@@ -1,0 +1,272 @@
+"""`names="h/3"`: one iteration of a loop is captured as if the loop were written out,
+with a name for each iteration; in a stack by the names of a list."""
+
+import equinox as eqx
+import jax
+import jax.lax as lax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from eqx_sow import (
+    batched,
+    Fold,
+    Last,
+    plant,
+    save_intermediates as S,
+    sow,
+    summarize,
+    tap,
+    UnknownSowError,
+)
+from eqx_sow._names import selected
+from jax.sharding import PartitionSpec as P
+
+from .helpers import assert_close
+from .test_plant_iterations import _nested, _nested_unrolled, LOOPS
+from .test_results import sow_in_stack
+
+
+X = jnp.array([0.3, 0.5])
+XS = jnp.stack([X, 2 * X])
+WRAPS = {
+    "plain": (lambda f: f, X),
+    "jit": (eqx.filter_jit, X),
+    "grad": (jax.grad, X),
+    "grad-checkpoint": (lambda f: jax.grad(jax.checkpoint(f)), X),
+    "vmap-grad": (lambda f: jax.vmap(jax.grad(f)), XS),
+}
+
+
+@pytest.mark.parametrize("wrap, x", WRAPS.values(), ids=WRAPS)
+@pytest.mark.parametrize("loop, unrolled", LOOPS.values(), ids=LOOPS)
+@pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["eager", "jitted"])
+def test_as_if_the_loop_were_written_out(loop, unrolled, wrap, x, jit):
+    names = ["h/2", "h/1"]
+    out, got = jit(S(wrap(loop), names=names))(x)
+    expected_out, expected = S(wrap(unrolled), names=names)(x)
+    assert set(got) == set(names)
+    assert_close(out, expected_out)
+    for name in names:
+        count = got[name].pop("count", None)  # of the branch
+        assert count is None or int(np.max(count)) == 1
+        assert_close(got[name], expected[name])
+
+
+def test_all_and_one_and_from_the_end():
+    loop, _ = LOOPS["scan"]
+    whole = S(jax.grad(loop))(X)[1]["h"]
+    _, got = S(jax.grad(loop), names=["h", "h/1", "h/-1", "*/2"])(X)
+    assert set(got) == {"h", "h/1", "h/-1", "h/2"}
+    for mode in ("primal", "cotangent"):
+        assert_close(got["h"][mode], whole[mode])
+        for name, i in (("h/1", 1), ("h/2", 2), ("h/-1", 3)):
+            assert_close(got[name][mode], whole[mode][i])
+    assert got.axes("h") == ("loop",) and got.axes("h/1") == ()
+
+
+@pytest.mark.parametrize("derive", [lambda f: f, jax.grad], ids=["primal", "grad"])
+def test_nested_loops(derive):
+    loop = derive(lambda x: _nested(x, sow))
+    unrolled = derive(lambda x: _nested_unrolled(x, sow))
+    _, got = S(loop, names=["h/1", "h/2/0", "lane/-1"])(X)
+    _, expected = S(unrolled)(X)
+    for mode in got["h/1"]:
+        inner = [expected[f"h/1/{j}"][mode] for j in range(2)]
+        assert_close(got["h/1"][mode], jnp.stack(inner))
+        assert_close(got["h/2/0"][mode], expected["h/2/0"][mode])
+        assert_close(got["lane/-1"][mode], expected["lane/2"][mode])
+    assert got.axes("h/1") == ("loop",)
+
+
+def _stack(x, after=(1,)):
+    mark = lambda x: sow_in_stack(x, "blocks/attn", after)
+    return lax.scan(lambda x, w: (mark(jnp.sin(w * x)), None), x, 1 + jnp.arange(4.0))[
+        0
+    ]
+
+
+def _list(x):
+    for i in range(4):
+        x = sow(jnp.sin((1.0 + i) * x), f"blocks/{i}/attn")
+    return x
+
+
+def _loss(fn):
+    return lambda x: jnp.cos(fn(x)).sum()
+
+
+@pytest.mark.parametrize("wrap, x", WRAPS.values(), ids=WRAPS)
+def test_a_stack_goes_by_the_names_of_a_list(wrap, x):
+    for pattern in ("blocks/2/attn", ["blocks/0/attn", "blocks/3/attn"], "*/1/*"):
+        _, got = S(wrap(_loss(_stack)), names=pattern)(x)
+        _, expected = S(wrap(_loss(_list)), names=pattern)(x)
+        assert_close(dict(got), dict(expected))
+    _, got = S(wrap(_loss(_stack)), names="blocks/*/attn")(x)
+    assert list(got) == ["blocks/attn"]
+    # In a loop over batches all batches have that layer.
+    steps = lambda fn: lambda xs: lax.map(wrap(_loss(fn)), xs)
+    of_batch = lambda x: _stack(x, (None, 1))
+    xs = jnp.stack([x, 3 * x, jnp.cos(x)])
+    _, got = S(steps(of_batch), names="blocks/-2/attn")(xs)
+    _, expected = S(steps(_list), names="blocks/2/attn")(xs)
+    assert_close(got["blocks/-2/attn"], expected["blocks/2/attn"])
+    assert set(got.axes("blocks/-2/attn")) <= {"loop", "vmap"}
+
+
+def test_a_stack_is_planted_by_the_names_of_a_list():
+    for values in (
+        {"blocks/2/attn": jnp.cos, "blocks/0/attn": X},
+        {"blocks/*/attn": jnp.cos},
+        {"*/3/*": jnp.cos, "blocks/3/attn": jnp.exp},
+    ):
+        assert_close(plant(_stack, values)(X), plant(_list, values)(X))
+    last = {"blocks/-1/attn": jnp.exp}
+    expected = plant(_list, {"blocks/3/attn": jnp.exp})
+    assert_close(plant(_stack, last)(X), expected(X))
+    steps = lambda fn: lambda xs: lax.map(fn, xs)
+    of_batch = lambda x: _stack(x, (None, 1))
+    for value in (jnp.exp, 2 * XS):
+        got = plant(steps(of_batch), {"blocks/3/attn": value})(XS)
+        assert_close(got, plant(steps(_list), {"blocks/3/attn": value})(XS))
+    _, layer = S(_stack, names="blocks/1/attn")(X)
+    assert_close(plant(_stack, layer)(X), _stack(X))
+
+
+@pytest.mark.parametrize("listen", [S, lambda f, names: plant(f, {names: jnp.cos})])
+def test_the_index_stands_where_a_list_has_it(listen):
+    with pytest.raises(UnknownSowError, match="Write 'blocks/2/attn'"):
+        listen(_stack, names="blocks/attn/2")(X)
+    with pytest.raises(UnknownSowError, match=r"no such iteration.* \[4\] iterations"):
+        listen(_stack, names="blocks/4/attn")(X)
+
+
+def test_reducers_and_transforms():
+    train = lambda xs: lax.map(lambda x: _stack(x, (None, 1)), xs)
+    _, layers = S(train)(XS)
+    layer = layers["blocks/attn"]["primal"][:, 2]
+    name = "blocks/2/attn"
+    for options, expected in (
+        (dict(reduce=Last()), layer[-1]),
+        (dict(reduce=Fold(jnp.zeros(2), jnp.add)), layer.sum(0)),
+        (dict(transform={"blocks/attn": jnp.sum}), layer.sum(-1)),
+        (dict(transform={name: jnp.sum}, reduce={name: Last()}), layer[-1].sum()),
+        (dict(transform=lambda x: summarize(x).max), layer.max(-1)),
+    ):
+        _, got = S(train, names=name, **options)(XS)
+        assert_close(got[name]["primal"], expected)
+    _, got = S(jax.vmap(_stack), names=name, transform=batched(jnp.sum))(XS)
+    assert_close(got[name]["primal"], layer.sum())
+
+
+@pytest.mark.parametrize("wrap, x", WRAPS.values(), ids=WRAPS)
+@pytest.mark.parametrize("loop", [f for f, _ in LOOPS.values()], ids=LOOPS)
+def test_tap(loop, wrap, x):
+    events = []
+    names = ["h/1", "h/-1"]
+    out = tap(wrap(loop), events.append, names=names)(x)
+    expected, got = S(wrap(loop), names=names)(x)
+    jax.effects_barrier()
+    assert_close(out, expected)
+    seen = {(e.name, e.mode): e for e in events}
+    assert len(seen) == len(events) and all(e.count == 0 for e in events)
+    there = {(n, m) for n, modes in got.items() for m in modes if m != "count"}
+    assert set(seen) == there
+    for (name, mode), event in seen.items():
+        assert_close(event.value, np.asarray(got[name][mode]))
+
+
+def test_tap_of_a_stack_and_of_nested_loops():
+    events = []
+    tap(_stack, events.append, names=["blocks/2/attn", "blocks/*/attn"])(X)
+    jax.effects_barrier()
+    whole = S(_stack)(X)[1]["blocks/attn"]["primal"]
+    one = [e.value for e in events if e.name == "blocks/2/attn"]
+    assert_close(one, [np.asarray(whole[2])])
+    assert sum(e.name == "blocks/attn" for e in events) == 4
+    events.clear()
+    tap(lambda x: _nested(x, sow), events.append, names="h/1")(X)
+    jax.effects_barrier()
+    assert sorted(e.count for e in events) == [0, 1]
+    with pytest.raises(UnknownSowError, match="Write 'blocks/2/attn'"):
+        tap(_stack, events.append, names="blocks/attn/2")(X)
+
+
+def test_what_jax_moved_out_of_the_loop():
+    def fn(x, w):
+        step = lambda x, _: (x * sow(jnp.sin(w), "h"), None)
+        return lax.scan(step, x, length=3)[0].sum()
+
+    _, got = S(jax.grad(fn), names="h/1")(X, X)
+    assert_close(got["h/1"]["primal"], jnp.sin(X))
+
+
+def test_in_a_while_loop():
+    def fn(x):
+        def outer(x, i):
+            grow = lambda x: sow(x + 1 + i, "h")
+            return lax.while_loop(lambda x: x.sum() < 5 * (i + 1), grow, x), x
+
+        return lax.scan(outer, x, jnp.arange(3.0))[0]
+
+    whole, got = S(fn)(X)[1], S(fn, names="h/1")(X)[1]
+    for mode in ("primal", "count"):
+        assert_close(got["h/1"][mode], whole["h"][mode][1])
+    only = lambda x: lax.while_loop(lambda x: x.sum() < 9, lambda x: sow(x + 1, "h"), x)
+    with pytest.raises(UnknownSowError, match=r"have \[\] iterations"):
+        S(only, names="h/1")(X)
+
+
+def test_on_a_mesh(mesh):
+    xs = jnp.arange(16.0).reshape(8, 2)
+    local = lambda x: lax.map(lambda i: sow(x + i, "h"), jnp.arange(3.0))
+    out = P(None, "d")
+    spread = jax.shard_map(local, mesh=mesh, in_specs=P("d"), out_specs=out)
+    _, got = S(spread, names="h/2")(xs)
+    assert_close(got["h/2"]["primal"], xs[:, None] + 2)
+    assert got.axes("h/2") == ("device:d",)
+
+
+def test_memory_of_one():
+    def fn(x):
+        return lax.scan(lambda x, _: (sow(jnp.sin(x), "h"), None), x, length=1000)[0]
+
+    def by_hand(x):
+        def step(carry, i):
+            x, kept = carry
+            x = jnp.sin(x)
+            return (x, jnp.where(i == 500, x, kept)), None
+
+        return lax.scan(step, (x, jnp.zeros_like(x)), jnp.arange(1000))[0]
+
+    def size(f):
+        memory = jax.jit(f).lower(jnp.ones(1000)).compile().memory_analysis()
+        return memory.temp_size_in_bytes + memory.output_size_in_bytes
+
+    one = size(S(fn, names="h/500"))
+    assert one <= 1.05 * size(by_hand) + 8192 and 50 * one < size(S(fn))
+
+
+@pytest.mark.parametrize(
+    "pattern, name, after, loops, expected",
+    [
+        ("h", "h", (), (4,), ("h", ())),
+        ("h/3", "h", (), (4,), ("h/3", (3,))),
+        ("h/-1", "h", (), (4,), ("h/-1", (3,))),
+        ("h/4", "h", (), (4,), None),
+        ("h/1/0", "h", (), (4, 2), ("h/1/0", (1, 0))),
+        ("h/1", "h", (), (4, 2), ("h/1", (1, None))),
+        ("h/*/0", "h", (), (4, 2), ("h/0", (None, 0))),
+        ("b/2/a", "b/a", (1,), (4,), ("b/2/a", (2,))),
+        ("b/*/a", "b/a", (1,), (4,), ("b/a", ())),
+        ("*/2/a", "m/b/a", (2,), (4,), ("m/b/2/a", (2,))),
+        ("b/a/2", "b/a", (1,), (4,), None),
+        ("b/2/a/1", "b/a", (None, 1), (4, 5), ("b/2/a/1", (1, 2))),
+        ("b/2/a", "b/a", (None, 1), (4, 5), ("b/2/a", (None, 2))),
+        ("s/1/b/2/m", "s/b/m", (1, 2), (4, 5), ("s/1/b/2/m", (1, 2))),
+        ("s/b/2/m", "s/b/m", (1, 2), (4, 5), ("s/b/2/m", (None, 2))),
+        ("b/2", "b", (1,), (4,), ("b/2", (2,))),
+    ],
+)
+def test_what_a_pattern_selects(pattern, name, after, loops, expected):
+    found = selected(pattern, name, after, loops)
+    assert (found and found[:2]) == expected

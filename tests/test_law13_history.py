@@ -1,0 +1,115 @@
+"""What is captured does not depend on what was done before, or in other threads."""
+
+import functools as ft
+import threading
+
+import equinox as eqx
+import jax
+import pytest
+from eqx_sow import plant, save_intermediates as S
+
+from tests import meeting_trees, meeting_ways
+from tests.helpers import assert_close
+from tests.meeting import edit, events_of, Layer, loss_of, make_net, over_data, Run, X
+
+
+PROGRAMS = meeting_trees.PROGRAMS | meeting_ways.PROGRAMS
+
+
+def _over_lanes(fn, args):
+    fn, args = over_data(fn, args)
+    return S(fn, capture=True)(*args)
+
+
+HISTORY = {
+    "capture": lambda fn, args: S(fn, capture=True)(*args),
+    "a class": lambda fn, args: S(fn, capture=Layer)(*args),
+    "another tag": lambda fn, args: S(fn, capture=True, tag="other")(*args),
+    "grad": lambda fn, args: S(eqx.filter_grad(loss_of(fn)), capture=True)(*args),
+    "vmap": lambda fn, args: _over_lanes(fn, args),
+    "plain": lambda fn, args: fn(*args),
+    "plant": lambda fn, args: plant(fn, {"*layers/1": edit}, capture=True)(*args),
+    "tap": lambda fn, args: events_of(fn, args, capture=True),
+}
+KEPT = (
+    "one_jitted_function",
+    "one_checkpointed_function",
+    "one_jitted_function_in_a_loop",
+    "average_in_a_scan",
+    "calls_by_cond",
+)
+
+
+@ft.cache
+def _fresh(name):
+    program = PROGRAMS[name]
+    args = program.args()
+    return {use: run(program.make(Run()), args) for use, run in HISTORY.items()}
+
+
+QUICK = ("capture", "grad")
+
+
+@pytest.mark.parametrize(
+    "first",
+    [n if n in QUICK else pytest.param(n, marks=pytest.mark.every) for n in HISTORY],
+)
+@pytest.mark.parametrize("name", KEPT)
+def test_what_was_done_before_does_not_matter(name, first):
+    program, fresh = PROGRAMS[name], _fresh(name)
+    args = program.args()
+    fn = program.make(Run())
+    HISTORY[first](fn, args)
+    for use in (first, *HISTORY):
+        assert_close(HISTORY[use](fn, args), fresh[use])
+
+
+def _in_threads(*functions):
+    results, errors = {}, []
+
+    def run(i, function):
+        try:
+            results[i] = function()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=item) for item in enumerate(functions)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return [results[i] for i in range(len(functions))]
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_threads_at_the_same_time(name):
+    program = PROGRAMS[name]
+    args, fn = program.args(), program.make(Run())
+    uses = ["capture", "plain", "a class", "another tag", "grad", "plain"]
+    want = [HISTORY[use](program.make(Run()), args) for use in uses]
+    start = threading.Barrier(len(uses))
+
+    def run(use):
+        start.wait()
+        return [HISTORY[use](fn, args) for _ in range(2)]
+
+    got = _in_threads(*(lambda use=use: run(use) for use in uses))
+    assert_close(got, [[w, w] for w in want])
+
+
+def test_another_thread_sees_nothing():
+    net, traced = make_net(0), []
+    plain = str(jax.make_jaxpr(lambda x: net(x))(X))
+
+    def fn(m, x):
+        def look():
+            return str(jax.make_jaxpr(lambda x: net(x))(X)), net(X)
+
+        traced.extend(_in_threads(look))
+        return m(x)
+
+    S(fn, capture=True)(net, X)
+    assert traced[0][0] == plain
+    assert_close(traced[0][1], net(X))

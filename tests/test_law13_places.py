@@ -1,0 +1,220 @@
+"""Where a model may be, and what its modules are called there."""
+
+import functools as ft
+import itertools
+import types
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import pytest
+from eqx_sow import save_intermediates as S
+
+from tests.helpers import assert_close, with_mode
+from tests.meeting import at, Layer, make_net, Run, X
+
+
+GLOBAL = make_net(5)
+STRUCTURE = jtu.tree_structure(GLOBAL)
+
+
+def _values(net, prefix, x=X):
+    """What the modules of a net return, by name."""
+    seen = {}
+    Run(lambda v, name, of: seen.setdefault(name, v))(net, x, prefix)
+    return seen
+
+
+class Shelf:
+    net = GLOBAL
+
+
+class Holder:
+    def __init__(self, net):
+        self.held = net
+
+    def predict(self, x):
+        return self.held(x)
+
+
+class Slots:
+    __slots__ = ("held",)
+
+    def __init__(self, net):
+        self.held = net
+
+
+def _rule(net, kind):
+    f = kind(lambda x: net(x))
+    if kind is jax.custom_jvp:
+        f.defjvp(lambda p, t: (net(p[0]), 2 * t[0]))
+    else:
+        f.defvjp(lambda x: (net(x), x), lambda x, ct: (2 * ct,))
+    return f
+
+
+def _closure_of_two(net):
+    inner = lambda x: net(x)
+    return lambda x: inner(x)
+
+
+def _attribute(net, holder):
+    return lambda x: holder.held(x)
+
+
+def _made(how):
+    def fn(x):
+        arrays = [jnp.asarray(a.tolist()) for a in jtu.tree_leaves(GLOBAL)]
+        return how(jtu.tree_unflatten(STRUCTURE, arrays))(x)
+
+    return fn
+
+
+def _from_an_iterator(net):
+    nets = itertools.repeat(net)
+    return lambda x: next(nets)(x)
+
+
+PLACES = {
+    "itself": (lambda net: net, ""),
+    "its method": (lambda net: net.__call__, ""),
+    "compiled itself": (lambda net: eqx.filter_jit(net), ""),
+    "its compiled method": (lambda net: jax.jit(net.__call__), ""),
+    "closure": (lambda net: lambda x: net(x), "net"),
+    "closure of two": (_closure_of_two, "net"),
+    "global": (lambda net: lambda x: GLOBAL(x), "GLOBAL"),
+    "list": (lambda net: (lambda nets: lambda x: nets[0](x))([net]), "nets/0"),
+    "dict": (lambda net: (lambda d: lambda x: d["a"](x))({"a": net}), "d/a"),
+    "default": (lambda net: lambda x, net=net: net(x), "net"),
+    "partial": (lambda net: ft.partial(lambda m, x: m(x), net), "m"),
+    "compiled": (lambda net: jax.jit(lambda x: net(x)), "net"),
+    "checkpoint": (lambda net: jax.checkpoint(lambda x: net(x)), "net"),
+    "custom_jvp": (lambda net: _rule(net, jax.custom_jvp), "net"),
+    "custom_vjp": (lambda net: _rule(net, jax.custom_vjp), "net"),
+    "compiled in a closure": (
+        lambda net: (lambda call: lambda x: call(x))(jax.jit(net.__call__)),
+        "call",
+    ),
+    "object": (lambda net: _attribute(net, Holder(net)), "holder/held"),
+    "slots": (lambda net: _attribute(net, Slots(net)), "holder/held"),
+    "namespace": (
+        lambda net: _attribute(net, types.SimpleNamespace(held=net)),
+        "holder/held",
+    ),
+    "method of an object": (lambda net: Holder(net).predict, "held"),
+    "class attribute": (lambda net: lambda x: Shelf.net(x), "Shelf/net"),
+    "made inside": (lambda net: _made(lambda m: m), "Net"),
+    "compiled, made inside": (lambda net: _made(lambda m: jax.jit(m.__call__)), "Net"),
+    "iterator": (_from_an_iterator, "Net"),
+}
+# Where the function itself holds the model, another function has that in its variable.
+HELD = [
+    "itself",
+    "its method",
+    "compiled itself",
+    "its compiled method",
+    "method of an object",
+]
+FORMS = {
+    "S": lambda save, fn: save(fn),
+    "jit(S)": lambda save, fn: eqx.filter_jit(save(fn)),
+    "S(jit)": lambda save, fn: save(eqx.filter_jit(fn)),
+    "S(vmap)": lambda save, fn: (
+        lambda x: jtu.tree_map(lambda a: a[0], save(jax.vmap(fn))(x[None]))
+    ),
+    "S(grad)": lambda save, fn: save(jax.value_and_grad(lambda x: fn(x).sum())),
+}
+
+
+@pytest.mark.filterwarnings("ignore:\\s*Possibly assigning")
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("place", PLACES)
+def test_where_the_model_is(place, form):
+    build, prefix = PLACES[place]
+    fn = build(GLOBAL)
+    out, got = FORMS[form](lambda fn: S(fn, capture=True), fn)(X)
+    if place in HELD and form == "S(grad)":
+        prefix = at("fn", prefix)
+    want = _values(GLOBAL, prefix)
+    value = out[0] if form == "S(grad)" else out
+    assert_close(value, GLOBAL(X).sum() if form == "S(grad)" else GLOBAL(X))
+    assert list(got) == list(want)
+    assert_close(with_mode(got, "primal"), want)
+
+
+def test_several_made_inside():
+    def fn(x):
+        for _ in range(3):
+            x = _made(lambda m: m)(x)
+        return x
+
+    out, got = S(fn, capture=True)(X)
+    want, x = {}, X
+    for prefix in ("Net", "Net#1", "Net#2"):
+        want |= _values(GLOBAL, prefix, x)
+        x = want[prefix]
+    assert list(got) == list(want)
+    assert_close((out, with_mode(got, "primal")), (x, want))
+
+
+def _embedding_and_head():
+    k1, k2 = jax.random.split(jax.random.key(0))
+    embedding = eqx.nn.Embedding(5, 3, key=k1)
+    return embedding, eqx.nn.Linear(3, 5, use_bias=False, key=k2)
+
+
+class Tied(eqx.Module):
+    shared: eqx.nn.Shared
+
+    def __call__(self, i):
+        embedding, head = self.shared()
+        return head(embedding(i))
+
+
+@pytest.mark.parametrize("closed_over", [False, True])
+def test_tied_weights(closed_over):
+    weight = lambda pair: pair[0].weight
+    tied = eqx.nn.Shared(_embedding_and_head(), lambda pair: pair[1].weight, weight)
+    model, i = Tied(tied), jnp.array(2)
+    fn, args = ((lambda i: model(i)), (i,)) if closed_over else (model, (i,))
+    out, got = S(fn, capture=(eqx.nn.Embedding, eqx.nn.Linear))(*args)
+    prefix = "model/" if closed_over else ""
+    row = tied.pytree[0].weight[2]
+    want = {"0": row, "1": tied.pytree[0].weight @ row}
+    want = {f"{prefix}shared/pytree/{i}": v for i, v in want.items()}
+    assert_close((out, with_mode(got, "primal")), (model(i), want))
+
+
+@pytest.mark.parametrize("closed_over", [False, True])
+def test_one_array_at_two_places(closed_over):
+    embedding, head = _embedding_and_head()
+    head = eqx.tree_at(lambda m: m.weight, head, embedding.weight)
+    fn = lambda embedding, head, i: head(embedding(i))
+    models = (embedding, head)
+    if closed_over:
+        fn, models = (lambda i: head(embedding(i))), ()
+    _, got = S(fn, capture=True)(*models, jnp.array(2))
+    assert list(got) == ["embedding", "head"]
+
+
+class Keyed(Layer):
+    """As `eqx.nn.Sequential` calls it."""
+
+    def __call__(self, x, *, key=None):
+        return super().__call__(x)
+
+
+@pytest.mark.parametrize("closed_over", [False, True])
+def test_one_layer_at_two_places(closed_over):
+    layer = Keyed(X, X + 1)
+    model = eqx.nn.Sequential([layer, eqx.nn.Lambda(jnp.sin), layer])
+    fn, args = ((lambda x: model(x)), ()) if closed_over else (_call, (model,))
+    _, got = S(fn, capture=Keyed)(*args, X)
+    h = layer(X)
+    want = {"model/layers/0": h, "model/layers/2": layer(jnp.sin(h))}
+    assert_close(with_mode(got, "primal"), want)
+
+
+def _call(model, x):
+    return model(x)

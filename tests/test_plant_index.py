@@ -1,0 +1,171 @@
+"""`plant(..., with_index=True)`: a function that knows its iteration is, in a loop that
+is written out, a function for each iteration."""
+
+import equinox as eqx
+import jax
+import jax.lax as lax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from eqx_sow import plant, save_intermediates as S, sow, SowError
+from jax.sharding import PartitionSpec as P
+
+from .helpers import assert_close
+from .test_plant_iterations import _nested, _nested_unrolled, LOOPS
+
+
+X = jnp.array([0.3, 0.5])
+XS = jnp.stack([X, 2 * X])
+
+
+def _scale(value, index):
+    factor = 1.5
+    for k, i in enumerate(index):
+        factor = factor + 3**k * jnp.asarray(i, jnp.float32)
+    return factor * value
+
+
+def _written_out(names, values=_scale):
+    """Of names with their iterations at the end."""
+    return {
+        name: lambda v, at=tuple(map(int, name.split("/")[1:])): values(v, at)
+        for name in names
+    }
+
+
+NAMES = [f"h/{i}" for i in range(4)]
+
+
+@pytest.mark.parametrize(
+    "wrap, x",
+    [
+        (lambda f: f, X),
+        (lambda f: jax.grad(jax.checkpoint(f)), X),
+        (lambda f: jax.jit(jax.vmap(jax.value_and_grad(f))), XS),
+        (lambda f: jax.jacfwd(eqx.filter_jit(f)), X),
+    ],
+    ids=["plain", "grad-checkpoint", "jit-vmap-grad", "jacfwd"],
+)
+@pytest.mark.parametrize("loop, unrolled", LOOPS.values(), ids=LOOPS)
+def test_as_if_the_loop_were_written_out(loop, unrolled, wrap, x):
+    out = wrap(plant(loop, {"h": _scale}, with_index=True))(x)
+    assert_close(out, wrap(plant(unrolled, _written_out(NAMES)))(x))
+
+
+@pytest.mark.parametrize(
+    "name, mode",
+    [(n, "cotangent") for n in LOOPS]
+    + [(n, "primal") for n in LOOPS if n != "checkpoint"],
+)
+@pytest.mark.parametrize("grad", [jax.grad, lambda f: jax.vmap(jax.grad(f))])
+def test_in_a_gradient_computation(name, mode, grad):
+    loop, unrolled = LOOPS[name]
+    x = X if grad is jax.grad else XS
+    out = plant(grad(loop), {"h": _scale}, mode=mode, with_index=True)(x)
+    assert_close(out, plant(grad(unrolled), _written_out(NAMES), mode=mode)(x))
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.value_and_grad])
+def test_nested_loops(wrap):
+    got = wrap(plant(lambda x: _nested(x, sow), {"*": _scale}, with_index=True))(X)
+    names = [f"h/{i}/{j}" for i in range(3) for j in range(2)]
+    names += [f"lane/{i}" for i in range(3)]
+    expected = plant(lambda x: _nested_unrolled(x, sow), _written_out(names))
+    assert_close(got, wrap(expected)(X))
+
+
+def test_a_traced_layer_compiles_once():
+    loop, unrolled = LOOPS["scan"]
+    traces = []
+
+    def patched(at, x):
+        def here(value, index):
+            traces.append(None)
+            (i,) = index
+            assert i.dtype == jnp.int32 and i.shape == ()
+            return jnp.where(i == at, 7 * value, value)
+
+        return plant(loop, {"h": here}, with_index=True)(x)
+
+    expected = [plant(unrolled, {f"h/{i}": lambda v: 7 * v})(X) for i in range(4)]
+    layers = jnp.arange(4)
+    assert_close(jax.vmap(patched, (0, None))(layers, X), jnp.stack(expected))
+    assert_close(lax.map(lambda i: patched(i, X), layers), jnp.stack(expected))
+    compiled = jax.jit(patched)
+    compiled(0, X)
+    traces.clear()
+    assert_close([compiled(i, X) for i in range(4)], expected)
+    assert not traces
+
+
+def test_one_iteration_and_values():
+    # What is for one iteration knows it as well, and a value knows of none.
+    loop, unrolled = LOOPS["scan"]
+    values = {"h/2": _scale, "h/1": X}
+    got = plant(loop, values, with_index=True)(X)
+    expected = plant(unrolled, {"h/1": X, "h/2": lambda v: _scale(v, (2,))})(X)
+    assert_close(got, expected)
+    outside = lambda x: sow(jnp.sin(x), "h")
+    see = lambda value, index: value if index == () else None
+    assert_close(plant(outside, {"h": see}, with_index=True)(X), jnp.sin(X))
+
+
+def test_while_loops_count_for_nothing():
+    def fn(x):
+        grow = lambda x: sow(x + 1, "h")
+        step = lambda x, i: (
+            lax.while_loop(lambda x: x.sum() < 4 * (i + 1), grow, x),
+            i,
+        )
+        return lax.scan(step, x, jnp.arange(3.0))[0]
+
+    x = X
+    for i in range(3):
+        while x.sum() < 4 * (i + 1):
+            x = (x + 1) * (1.5 + i)
+    assert_close(plant(fn, {"h": _scale}, with_index=True)(X), x)
+
+
+def test_it_is_what_is_captured():
+    loop, unrolled = LOOPS["scan"]
+    _, got = S(plant(loop, {"h": _scale}, with_index=True))(X)
+    _, expected = S(plant(unrolled, _written_out(NAMES)))(X)
+    expected = jnp.stack([expected[n]["primal"] for n in NAMES])
+    assert_close(got["h"]["primal"], expected)
+
+
+def test_on_a_mesh(mesh):
+    xs = jnp.arange(16.0).reshape(8, 2)
+    step = lambda x, i: (sow(jnp.sin(x) + i, "h"), None)
+    local = lambda x: lax.scan(step, x, jnp.arange(4.0))[0]
+    spread = jax.shard_map(local, mesh=mesh, in_specs=P("d"), out_specs=P("d"))
+    out = plant(spread, {"h": _scale}, with_index=True)(xs)
+    assert_close(out, plant(local, {"h": _scale}, with_index=True)(xs))
+    # A loop around the mesh.
+    around = lambda x: lax.scan(lambda x, i: (spread(x + i), None), x, jnp.arange(2.0))[
+        0
+    ]
+    plain = lambda x: lax.scan(lambda x, i: (local(x + i), None), x, jnp.arange(2.0))[0]
+    out = plant(around, {"h": _scale}, with_index=True)(xs)
+    assert_close(out, plant(plain, {"h": _scale}, with_index=True)(xs))
+
+
+def test_what_jax_moved_out_of_the_loop():
+    def fn(x, w):
+        step = lambda x, _: (x * sow(jnp.sin(w), "h"), None)
+        return lax.scan(step, x, length=3)[0].sum()
+
+    with pytest.raises(SowError, match="Plant before you differentiate"):
+        plant(jax.grad(fn), {"h": _scale}, with_index=True)(X, X)
+    got = jax.grad(plant(fn, {"h": _scale}, with_index=True))(X, X)
+    assert_close(got, jnp.sin(X) ** 3 * np.prod([1.5, 2.5, 3.5]))
+
+
+def test_without_an_index_nothing_is_added():
+    loop, _ = LOOPS["scan"]
+    count = lambda fn, **options: str(
+        jax.make_jaxpr(plant(loop, {"h": fn}, **options))(X)
+    ).count("iota")
+    plain = str(jax.make_jaxpr(loop)(X)).count("iota")
+    assert count(jnp.cos) == plain
+    assert count(_scale, with_index=True) == plain + 1

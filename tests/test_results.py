@@ -1,0 +1,284 @@
+"""What `Intermediates` is good for once it is there: `flat`, `axes`, `stack`."""
+
+import io
+import pickle
+
+import equinox as eqx
+import jax
+import jax.lax as lax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import pytest
+from eqx_sow import (
+    Append,
+    Buffer,
+    Fold,
+    Intermediates,
+    Last,
+    save_intermediates as S,
+    sow,
+    SowError,
+    summarize,
+    Summary,
+    UnknownSowError,
+)
+from eqx_sow._mark.site import Label
+from eqx_sow._mark.sow import bind
+from jax.sharding import PartitionSpec as P
+
+from .helpers import assert_close
+
+
+X = jnp.array([0.3, -1.2, 0.7])
+XS = jnp.stack([X, 2 * X])
+
+
+def sow_in_stack(value, name, after=(1,)):
+    """As a captured call in a stack is marked."""
+    label = Label(name, "intermediates", after=after)
+    return bind(value, (label,), spec=None)
+
+
+def _layers(x, mark=sow_in_stack):
+    step = lambda x, w: (mark(jnp.sin(w * x), "blocks/mlp"), None)
+    return jnp.cos(lax.scan(step, x, jnp.arange(1.0, 5.0))[0]).sum()
+
+
+def _list(x):
+    for i in range(4):
+        x = sow(jnp.sin((i + 1.0) * x), f"blocks/{i}/mlp")
+    return jnp.cos(x).sum()
+
+
+# --- flat ---
+def _values(x):
+    h = sow({"b": jnp.sin(x), "a": (2 * x, "text", None)}, "layers/0")
+    return sow(h["b"], "layers/1").sum()
+
+
+def test_flat():
+    _, got = S(jax.grad(_values), transform={"layers/1": summarize})(X)
+    flat = got.flat()
+    assert type(flat) is dict
+    fields = "size mean std rms min max zeros not_finite".split()
+    assert list(flat) == [
+        "layers/0/primal/a/0",
+        "layers/0/primal/b",
+        "layers/0/cotangent/a/0",
+        "layers/0/cotangent/b",
+        *[f"layers/1/primal/{field}" for field in fields],
+        *[f"layers/1/cotangent/{field}" for field in fields],
+    ]
+    assert_close(flat["layers/0/primal/a/0"], 2 * X)
+    assert flat["layers/1/primal/rms"] is got["layers/1"]["primal"].rms
+    dotted = got.flat(sep=".")
+    assert "layers/1.cotangent.rms" in dotted and len(dotted) == len(flat)
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        jax.jit(lambda x: S(_values)(x)[1].flat()),
+        lambda x: S(jax.jit(_values))(x)[1].flat(),
+        lambda x: jax.checkpoint(lambda x: S(_values)(x)[1].flat())(x),
+        lambda x: jax.eval_shape(lambda: S(_values)(x)[1].flat()),
+    ],
+)
+def test_flat_under_transformations(run):
+    got, expected = run(X), S(_values)(X)[1].flat()
+    assert jax.tree.map(jnp.shape, dict(got)) == jax.tree.map(jnp.shape, expected)
+    assert set(got) == set(expected)
+
+
+def test_flat_leaves_out_what_is_no_array():
+    norm, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(3, "batch", mode="batch")
+
+    def f(x):
+        out, _ = jax.vmap(
+            norm, axis_name="batch", in_axes=(0, None), out_axes=(0, None)
+        )(x, state)
+        return sow((out, jnp.tanh, 3, "text"), "h")[0]
+
+    _, got = S(f, capture=True)(jnp.ones((4, 3)))
+    assert isinstance(got["norm"]["primal"][1], eqx.nn.State)
+    assert [k for k in got.flat() if k.startswith("norm")] == ["norm/primal/0"]
+    assert "h/primal/0" in got.flat() and "h/primal/1" not in got.flat()
+    assert "State(...)" in repr(got)
+    # The cotangent of integers holds nothing.
+    g = lambda x: sow((x, jnp.arange(3)), "h")[0].sum()
+    assert list(S(jax.grad(g))(X)[1].flat()) == [
+        "h/primal/0",
+        "h/primal/1",
+        "h/cotangent/0",
+    ]
+
+
+def test_flat_of_a_key():
+    key = jr.key(0)
+    flat = S(lambda key: sow(key, "key"))(key)[1].flat()
+    assert_close(flat["key/primal"], jr.key_data(key))
+
+
+def test_flat_to_disk():
+    file = io.BytesIO()
+    _, got = S(jax.grad(_values))(X)
+    np.savez(file, **got.flat())
+    file.seek(0)
+    loaded = np.load(file)
+    assert list(loaded) == list(got.flat())
+    assert_close(got.flat(), dict(loaded))
+
+
+def test_flat_has_each_array():
+    got = Intermediates({"a": {"primal": {"b/c": X, "b": {"c": X}}}})
+    with pytest.raises(SowError, match="two arrays would have the key 'a/primal/b/c'"):
+        got.flat()
+    assert len(got.flat(sep=".")) == 2
+
+
+# --- axes ---
+def _in_a_vmap(x):
+    return jax.vmap(_layers)(x)
+
+
+@pytest.mark.parametrize(
+    "fn, x, options, axes",
+    [
+        (lambda x: sow(x, "blocks/mlp"), X, {}, ()),
+        (_layers, X, {}, ("loop",)),
+        (_in_a_vmap, XS, {}, ("vmap", "loop")),
+        (_in_a_vmap, XS, dict(transform=summarize), ("vmap", "loop")),
+        (_in_a_vmap, XS, dict(reduce=Last()), ("vmap",)),
+        (_in_a_vmap, XS, dict(reduce=Buffer(3)), ("vmap", "buffer")),
+        (_in_a_vmap, XS, dict(reduce=Append()), (("vmap", "loop"),)),
+        (
+            _in_a_vmap,
+            XS,
+            dict(reduce=Fold(0.0, lambda acc, x: acc + x.sum())),
+            ("vmap",),
+        ),
+        (
+            lambda x: lax.map(lambda x: jax.vmap(_layers)(x), x),
+            XS[None],
+            {},
+            ("loop", "vmap", "loop"),
+        ),
+    ],
+)
+@pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_axes(fn, x, options, axes, jit):
+    _, got = jit(S(fn, **options))(x)
+    assert got.axes("blocks/mlp", "primal") == axes
+    assert pickle.loads(pickle.dumps(got)).axes("blocks/mlp") == axes
+    inside = (("outside", *axes[0]),) if axes[:1] == (("vmap", "loop"),) else None
+    _, got = jax.vmap(S(fn, **options))(x[None])
+    assert got.axes("blocks/mlp", "primal") == (inside or ("outside", *axes))
+
+
+def test_axes_of_cotangents_and_counts():
+    def f(x):
+        def step(x, w):
+            go = lambda x: sow(jnp.sin(w * x), "h")
+            return lax.cond(w > 2, go, lambda x: x, x), None
+
+        return lax.scan(step, x, jnp.arange(1.0, 5.0))[0].sum()
+
+    _, got = S(jax.vmap(jax.grad(f)))(XS)
+    for mode, value in got["h"].items():
+        assert got.axes("h", mode) == ("vmap", "loop")
+        assert value.shape[:2] == (2, 4)
+    # That of a value which is the same for all lanes is the total.
+    f = lambda x, y: sow((x, y), "h")[0].sum() * y
+    _, got = S(jax.grad(lambda y: jax.vmap(f, (0, None))(XS, y).sum()))(1.0)
+    assert got.axes("h", "primal") == ("vmap",)
+
+
+def test_axes_of_devices():
+    mesh = jax.make_mesh((2,), ("data",), (jax.sharding.AxisType.Auto,))
+    f = jax.shard_map(_layers_of_lanes, mesh=mesh, in_specs=P("data"), out_specs=P())
+    _, got = S(f)(jnp.ones((4, 3)))
+    assert got.axes("blocks/mlp") == ("device:data", "vmap", "loop")
+
+
+def _layers_of_lanes(x):
+    return lax.psum(jax.vmap(_layers)(x).sum(), "data")
+
+
+def test_axes_are_not_known():
+    _, got = S(_in_a_vmap)(XS)
+    for changed in (
+        jax.tree.map(lambda x: x[0], got),
+        jax.tree.map(lambda x: x.sum(-1), got),
+        Intermediates(got),
+    ):
+        with pytest.raises(SowError, match=r"axes\('blocks/mlp', 'primal'\)"):
+            changed.axes("blocks/mlp")
+    with pytest.raises(KeyError):
+        got.axes("blocks/mlp", "cotangent")
+    assert got.copy().axes("blocks/mlp") == ("vmap", "loop")
+
+
+# --- stack ---
+WRAPS = {
+    "grad": (jax.grad, X, (1,)),
+    "jit": (lambda f: jax.jit(jax.grad(f)), X, (1,)),
+    "vmap": (lambda f: jax.vmap(jax.grad(f)), XS, (1,)),
+    "checkpoint": (lambda f: jax.grad(jax.checkpoint(f)), X, (1,)),
+    # A loop around that of the layers.
+    "map": (lambda f: lambda x: lax.map(jax.grad(f), x), XS, (None, 1)),
+}
+
+
+@pytest.mark.parametrize("mode", ["primal", "cotangent"])
+@pytest.mark.parametrize("wrap, x, after", WRAPS.values(), ids=WRAPS)
+def test_stack_is_the_same_for_a_list_and_for_a_stack(wrap, x, after, mode):
+    mark = lambda x, name: sow_in_stack(x, name, after)
+    in_list = S(wrap(_list))(x)[1]
+    in_stack = S(wrap(lambda x: _layers(x, mark)))(x)[1]
+    expected = jnp.stack([in_list[f"blocks/{i}/mlp"][mode] for i in range(4)])
+    for got in (in_list, in_stack):
+        for pattern in ("blocks/*/mlp", "*/mlp", "*"):
+            assert_close(got.stack(pattern, mode), expected)
+        assert_close(got.stack("blocks/[13]/mlp", mode), expected[1::2])
+        assert_close(got.stack("blocks/2/mlp", mode), expected[2:3])
+    assert_close(in_stack.stack("blocks/mlp", mode), expected)
+    # Traced, and with axes of transformations around.
+    assert_close(jax.jit(lambda i: i.stack("*", mode))(in_stack), expected)
+    twice = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), in_stack)
+    assert_close(twice.stack("*", mode), jnp.stack([expected, 2 * expected], 1))
+
+
+def test_stack_of_a_stack_of_stacks():
+    def stages(x):
+        mark = lambda x, name: sow_in_stack(x, "stages/blocks/mlp", (1, 2))
+        return lax.map(lambda w: _layers(w * x, mark), jnp.arange(1.0, 3.0)).sum()
+
+    def in_lists(x):
+        for i in range(2):
+            y = (i + 1.0) * x
+            for j in range(4):
+                y = sow(jnp.sin((j + 1.0) * y), f"stages/{i}/blocks/{j}/mlp")
+        return y
+
+    a, b = S(stages)(X)[1], S(in_lists)(X)[1]
+    for pattern in ("*", "stages/*/blocks/*/mlp", "stages/1/*", "*/3/mlp"):
+        assert_close(a.stack(pattern), b.stack(pattern))
+
+
+def test_stack_keeps_structure():
+    def f(x):
+        for i in range(3):
+            x = sow({"a": x * i, "b": (2 * x, "text")}, f"h{i}")["a"]
+        return sow(x, "k")
+
+    got = S(f, transform={"h1": lambda x: x})(X)[1]
+    value = got.stack("h*")
+    assert value["b"][1] == "text" and value["a"].shape == (3, 3)
+    assert isinstance(S(f, transform=summarize)(X)[1].stack("h*")["a"], Summary)
+    with pytest.raises(SowError, match=r"stack\('\*'\)`: the values differ"):
+        got.stack("*")
+    with pytest.raises(UnknownSowError, match="are: 'h0', 'h1', 'h2', 'k'"):
+        got.stack("blocks/*")
+    with pytest.raises(UnknownSowError, match="are: none at all"):
+        got.stack("h*", "cotangent")
