@@ -958,7 +958,7 @@ def test_unknown_names():
 
 
 def test_no_module_selected():
-    with pytest.raises(UnknownSowError, match="none at all"):
+    with pytest.raises(UnknownSowError, match="selects nothing.*layers/0"):
         plant(_mlp(), {"layers/0": X}, capture=eqx.nn.Conv2d)(X)
 
 

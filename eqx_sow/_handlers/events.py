@@ -46,6 +46,7 @@ class TapEvent(NamedTuple):
         ```python
         import eqx_sow
         import jax
+        import jax.numpy as jnp
 
         events = []
         fn = eqx_sow.tap(lambda x: eqx_sow.sow(jnp.sin(x), "sin"), events.append)
