@@ -1,6 +1,7 @@
 """What errors say."""
 
 import functools
+import re
 
 import equinox as eqx
 import eqx_sow
@@ -313,6 +314,42 @@ def test_the_value_of_an_array_is_not_known(fn, run):
         run(fn)(X)
     notes = [n for n in getattr(info.value, "__notes__", ()) if "eqx_sow traces" in n]
     assert len(notes) == (run is not jax.jit)
+
+
+@pytest.mark.parametrize(
+    "gradient",
+    [
+        jax.grad,
+        jax.value_and_grad,
+        eqx.filter_grad,
+        eqx.filter_value_and_grad,
+        lambda fn: jax.jit(jax.grad(fn)),
+        lambda fn: lambda x: jax.vmap(jax.grad(fn))(x[None]),
+    ],
+)
+def test_the_gradient_of_a_loss_and_what_was_captured(gradient):
+    def loss(x):
+        return sow(jnp.sin(x), "h").sum()
+
+    with pytest.raises(TypeError, match="scalar-output") as info:
+        gradient(S(loss))(X)
+    message = str(info.value)
+    assert "{'h': {'primal': f32[3]}}\nThat is what `save_inter" in message
+    # Both of what it says to write are right.
+    inside, outside = re.findall("`([^`]*loss[^`]*)`", message)
+    names = dict(eqx=eqx, save_intermediates=S, loss=loss)
+    for code in (inside, outside):
+        grads, intermediates = eval(code, names)(X)
+        np.testing.assert_allclose(grads, np.cos(X))
+        np.testing.assert_allclose(intermediates["h"]["primal"], np.sin(X))
+        assert "That is" not in repr(intermediates)
+
+
+def test_other_errors_do_not_speak_of_gradients():
+    try:
+        jax.grad(lambda x: (x, x))(1.0)
+    except TypeError:
+        assert "That is" not in repr(S(lambda x: sow(x, "h"))(X)[1])
 
 
 def test_a_duplicate_in_a_model_tells_what_helps():

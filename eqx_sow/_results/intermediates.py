@@ -3,6 +3,7 @@
 import functools as ft
 import itertools as it
 import json
+import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -33,6 +34,13 @@ Axis = tuple[str, int | None]
 Leading = tuple[tuple[Axis, ...], tuple[int, ...]]
 # For each array of a value; for several values, with `Append`, a list of that.
 _AllAxes = Mapping[tuple[str, str], tuple[Leading, ...] | list[Any]]
+
+
+_NO_LOSS = (
+    "\nThat is what `save_intermediates` captured, beside the output. For a gradient, "
+    "write `save_intermediates(eqx.filter_grad(loss))`, or "
+    "`eqx.filter_grad(save_intermediates(loss), has_aux=True)`\n"
+)
 
 
 class _Names(tuple[str, ...]):
@@ -96,9 +104,15 @@ class Intermediates(dict[str, dict[str, Any]]):
     def __repr__(self) -> str:
         # A `State` prints badly: its keys need not be strings.
         is_state = lambda x: isinstance(x, eqx.nn.State)
-        return eqx.tree_pformat(
+        text = eqx.tree_pformat(
             dict(self), struct_as_array=True, truncate_leaf=is_state
         )
+        # `jax.grad` of a function that returns a pair prints the pair while it handles
+        # the error that a pair is no array.
+        handled = sys.exception()
+        if isinstance(handled, TypeError) and text in str(handled):
+            return text + _NO_LOSS
+        return text
 
     def _repr_html_(self) -> str | None:
         # Here, as a table asks for the order of what it is given.
