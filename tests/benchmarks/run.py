@@ -13,6 +13,7 @@ Other libraries are measured if they are installed; `peers.py` says how.
 """
 
 import argparse
+import contextlib
 import os
 import pathlib
 import sys
@@ -40,6 +41,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
 
 import functools as ft
+import itertools as it
 import time
 from collections.abc import Callable
 
@@ -50,7 +52,9 @@ import jax.random as jr
 import numpy as np
 from eqx_sow import (
     Append,
+    batched,
     Fold,
+    plant,
     save_intermediates as S,
     sow,
     summarize,
@@ -157,22 +161,34 @@ def same(table: Table, repeats: int):
             )
             got, want = saved(*case.args), by_hand(*case.args)
             assert_close(got, want, rtol=1e-3, atol=1e-4)
-            result = compare(
-                lambda: saved(*case.args), lambda: by_hand(*case.args), repeats
-            )
-            figures = zip(costs(saved), costs(by_hand))
-            flops, read, temporaries, _, instructions = (over(*f) for f in figures)
-            table.row(
-                f"{program.name}: {case.name}",
-                at_most=case.aim,
-                run_time=result.ratio,
-                itself=result.itself,
-                time=seconds(result.seconds),
-                FLOPs=flops,
-                bytes=read,
-                temporaries=temporaries,
-                instructions=instructions,
-            )
+            what = f"{program.name}: {case.name}"
+            _costs(table, what, case.aim, saved, by_hand, case.args, repeats)
+
+
+def _costs(
+    table: Table,
+    what: str,
+    aim: str,
+    fn: Callable,
+    baseline: Callable,
+    args: tuple,
+    repeats: int,
+):
+    """A row for two compiled programs: how long they take, and what XLA says."""
+    result = compare(lambda: fn(*args), lambda: baseline(*args), repeats)
+    figures = zip(costs(fn), costs(baseline))
+    flops, read, temporaries, _, instructions = (over(*f) for f in figures)
+    table.row(
+        what,
+        at_most=aim,
+        run_time=result.ratio,
+        itself=result.itself,
+        time=seconds(result.seconds),
+        FLOPs=flops,
+        bytes=read,
+        temporaries=temporaries,
+        instructions=instructions,
+    )
 
 
 # --- Off ------------------------------------------------------------------------------
@@ -295,25 +311,34 @@ def _eager(x):
 
 
 def _count(transform, model, x):
-    traces, compilations = 0, 0
+    traces = 0
 
     def fn(model, x):
         nonlocal traces
         traces += 1
         return _marked(model, x)
 
-    def compiles(event, _, **__):
-        nonlocal compilations
-        compilations += event == "/jax/core/compile/backend_compile_duration"
-
     saved = transform(fn)
-    jax.monitoring.register_event_duration_secs_listener(compiles)
-    try:
+    with _compilations() as compilations:
         for _ in range(10):
             saved(model, x)
+    return traces, len(compilations)
+
+
+@contextlib.contextmanager
+def _compilations():
+    """A list that grows with each compilation."""
+    found = []
+
+    def compiles(event, _, **__):
+        if event == "/jax/core/compile/backend_compile_duration":
+            found.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(compiles)
+    try:
+        yield found
     finally:
         jax.monitoring.unregister_event_duration_listener(compiles)
-    return traces, compilations
 
 
 # --- Tracing --------------------------------------------------------------------------
@@ -523,6 +548,140 @@ def storing(table: Table, repeats: int):
                 bytes=over(got.bytes, want.bytes),
                 memory=f"{over(got.memory, want.memory)} ({size(got.memory)})",
             )
+
+
+# --- Sweeps ---------------------------------------------------------------------------
+
+
+class Heads(eqx.Module):
+    """A block whose attention heads are marked."""
+
+    split: jax.Array
+    merge: jax.Array
+
+    def __init__(self, width, heads, key):
+        k1, k2 = jr.split(key)
+        size = width // heads
+        self.split = jr.normal(k1, (3, width, heads, size)) / width**0.5
+        self.merge = jr.normal(k2, (heads, size, width)) / width**0.5
+
+    def __call__(self, x, mark):
+        q, k, v = jnp.einsum("nd,kdhf->knhf", x, self.split)
+        heads = mark(jax.nn.dot_product_attention(q, k, v), "heads")
+        return x + jnp.tanh(jnp.einsum("nhf,hfd->nd", heads, self.merge))
+
+
+def _last(mark, blocks, x):
+    x, _ = lax.scan(lambda x, block: (block(x, mark), None), x, blocks)
+    return jnp.mean(x**2)
+
+
+def _patched(value, i, new, layer, head):
+    here = (i == layer) & (jnp.arange(value.shape[1]) == head)
+    return jnp.where(here[None, :, None], new[i], value)
+
+
+def _planted(layer, head, blocks, new, x):
+    put = lambda value, index: _patched(value, *index, new, layer, head)
+    fn = ft.partial(_last, sow)
+    return plant(fn, {"heads": put}, with_index=True)(blocks, x)
+
+
+def _edited(layer, head, blocks, new, x):
+    def body(x, at):
+        i, block = at
+        return block(x, lambda v, _: _patched(v, i, new, layer, head)), None
+
+    layers = jnp.arange(len(new), dtype=jnp.int32)
+    return jnp.mean(lax.scan(body, x, (layers, blocks))[0] ** 2)
+
+
+def sweeps(table: Table, repeats: int):
+    table.section(
+        "A head replaced, `plant(..., with_index=True)`, against the edited program",
+        *("at most", "run time", "itself", "time"),
+        *("FLOPs", "bytes", "temporaries", "instructions"),
+    )
+    width, layers, heads = 64, 12, 8
+    keys = jr.split(jr.key(0), layers)
+    blocks = eqx.filter_vmap(lambda key: Heads(width, heads, key))(keys)
+    x, other = jr.normal(jr.key(1), (2, 16, width))
+    new = S(ft.partial(_last, sow))(blocks, other)[1]["heads"]["primal"]
+    every = np.arange(layers, dtype=np.int32), np.arange(heads, dtype=np.int32)
+
+    def sweep(fn):
+        of_heads = jax.vmap(fn, (None, 0, None, None, None))
+        return jax.vmap(of_heads, (0, None, None, None, None))
+
+    for what, wrap, at in (
+        (
+            "one of 12 layers and 8 heads, traced",
+            lambda fn: fn,
+            (np.int32(3), np.int32(5)),
+        ),
+        ("all of them, by `vmap`", sweep, every),
+    ):
+        args = *at, blocks, new, x
+        planted, edited = (compiled(wrap(f), *args) for f in (_planted, _edited))
+        assert_close(planted(*args), edited(*args), rtol=1e-4)
+        _costs(table, what, "1.05", planted, edited, args, repeats)
+    jitted = jax.jit(lambda *args: _planted(*args))
+    with _compilations() as compilations:
+        for at in it.product(*every):
+            jitted(*at, blocks, new, x)
+        count = len(compilations)
+    table.row("compilations for all of them, one by one", at_most="1", run_time=count)
+
+
+# --- Whole batches --------------------------------------------------------------------
+
+
+def _factor(x):
+    return x.T @ x / len(x)
+
+
+def batches(table: Table, repeats: int):
+    table.section(
+        "`transform=batched(lambda x: x.T @ x / len(x))` of every `Linear`, against "
+        "the same by hand",
+        *("at most", "run time", "itself", "time"),
+        *("FLOPs", "bytes", "temporaries", "instructions"),
+    )
+    model, xs = Net(128, depth=6), jr.normal(jr.key(1), (256, 128))
+    names = [f"model/layers/{i}" for i in range(len(model.layers))]
+
+    def loss(model, xs):
+        return jnp.mean(jax.vmap(lambda x: model(x, unmarked))(xs) ** 2)
+
+    def told(model, eps, xs):
+        primals = {}
+        for name, layer in zip(names, model.layers):
+            primals[name] = xs = jax.vmap(layer)(xs) + eps[name]
+            xs = jnp.tanh(xs)
+        return jnp.mean(xs**2), primals
+
+    def forward(model, xs):
+        out, primals = told(model, dict.fromkeys(names, 0.0), xs)
+        return out, {name: {"primal": _factor(x)} for name, x in primals.items()}
+
+    def gradient(model, xs):
+        eps = dict.fromkeys(names, jnp.zeros_like(xs))
+        grad = jax.grad(told, (0, 1), has_aux=True)
+        (grads, cotangents), primals = grad(model, eps, xs)
+        return grads, {
+            name: {"primal": _factor(primals[name]), "cotangent": _factor(ct)}
+            for name, ct in cotangents.items()
+        }
+
+    for what, fn, by_hand in (
+        ("forward", loss, forward),
+        ("gradient, of activations and cotangents", jax.grad(loss), gradient),
+    ):
+        saved = S(fn, capture=eqx.nn.Linear, transform=batched(_factor))
+        programs = compiled(saved, model, xs), compiled(by_hand, model, xs)
+        got, want = (program(model, xs) for program in programs)
+        assert_close(got, want, rtol=1e-3, atol=1e-6)
+        _costs(table, what, "1.05", *programs, (model, xs), repeats)
 
 
 # --- Tables of what was captured ------------------------------------------------------
@@ -832,6 +991,8 @@ SECTIONS = {
     "tracing": tracing,
     "memory": memory,
     "storing": storing,
+    "sweeps": sweeps,
+    "batches": batches,
     "tables": tables,
     "watching": watching,
     "summaries": summaries,
