@@ -1,7 +1,6 @@
 """The frames of a user's code: in messages, in tracebacks, and behind an equation."""
 
 import contextlib
-import dataclasses as dc
 import functools as ft
 import sys
 import types
@@ -76,29 +75,10 @@ def user_line() -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-@dc.dataclass(frozen=True)
-class CallSite:
+def call_site(eqn: Any) -> tuple[tuple[Any, int], ...]:
     """Where in a user's code an equation was traced: for each frame, from outside in,
     its code and the position in there. Differentiation keeps it. Two calls in one line
     have two, but all iterations of a Python loop have one."""
-
-    frames: tuple[tuple[Any, int], ...]
-    _hash: int
-
-    def __hash__(self):
-        return self._hash
-
-    def is_after(self, other: "CallSite") -> bool:
-        """Whether this code comes after the other in one function. Unless that has a
-        loop, it runs later."""
-        for (code, at), (other_code, other_at) in zip(self.frames, other.frames):
-            if (code, at) != (other_code, other_at):
-                return code is other_code and at > other_at
-        return False
-
-
-def call_site(eqn: Any) -> CallSite:
     traceback = eqn.source_info.traceback
     frames = [] if traceback is None else list(zip(*traceback.raw_frames()))
-    own = tuple((c, at) for c, at in frames[::-1] if not is_library(c.co_filename))
-    return CallSite(own, hash(own))
+    return tuple((c, at) for c, at in frames[::-1] if not is_library(c.co_filename))

@@ -1068,7 +1068,7 @@ def test_lowering():
     "Transposition leaves an object on the name stack of an equation, whose type is "
     "not that of a scope; no other transformation does.",
     "_compat.py",
-    "_handlers/replay.py",
+    "_walk/executions.py",
 )
 def test_name_stacks():
     def fn(x):
@@ -1315,7 +1315,7 @@ def test_failing_callbacks():
     "index is batched becomes `select_n`, of the index with the axes of the value "
     "behind its own.",
     "_walk/find.py",
-    "_walk/repeats.py",
+    "_walk/executions.py",
 )
 def test_what_a_batched_cond_selects_by():
     (eqn,) = jaxpr_of(jax.lax.stop_gradient, 1.0).eqns

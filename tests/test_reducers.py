@@ -329,9 +329,22 @@ def test_append_of_unlike_branches(p):
     _, captured = S(jax.grad(loss, 1), reduce=Append())(p, 0.5)
     want = ((1.0, 0.0), (2.0, 0.0)) if p else ((1.5, 7.5), (75.0, 15.0))
     assert (captured["a"]["primal"], captured["a"]["cotangent"]) == want
+    ps = jnp.array([p, not p])
+    batched = lambda x: jax.vmap(loss)(ps, x).sum()
+    _, captured = S(jax.grad(batched), reduce=Append())(X)
+    each = [S(jax.grad(loss, 1), reduce=Append())(p, x)[1]["a"] for p, x in zip(ps, X)]
+    assert_close(captured["a"], jax.tree.map(lambda *xs: jnp.stack(xs), *each))
+
+
+@pytest.mark.parametrize("around", [lambda f: f, jax.jit])
+def test_append_of_branches_that_differentiate_unlike_sows(around):
+    @around
+    def loss(p, x, c):
+        first = lambda: sow(c, "a") * sow(2 * x, "a")
+        return lax.cond(p, first, lambda: sow(3 * x, "a") * sow(5 * x, "a"))
+
     with pytest.raises(SowError, match="which cotangent belongs to which primal"):
-        batched = lambda x: jax.vmap(loss)(jnp.array([p, not p]), x).sum()
-        S(jax.grad(batched), reduce=Append())(X)
+        S(jax.grad(loss, 1), reduce=Append())(True, 1.0, 2.0)
 
 
 def test_append_in_branches_commutes_with_vmap():

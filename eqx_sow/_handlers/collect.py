@@ -25,9 +25,7 @@ from .._walk.find import sites
 from .._walk.frame import Frame
 from .._walk.handler import Given, Handler, Taken
 from .._walk.refuse import check_guarded, is_solver, OVER_AND_OVER, unsupported
-from .._walk.repeats import Execution
 from .asked import Asked
-from .replay import call_of, Inside
 
 
 if TYPE_CHECKING:
@@ -68,7 +66,6 @@ class Collect(Handler):
     transform: SameParts
     has_outer: bool
     survey: bool = False
-    inside: Inside = Inside()
     asked: Asked = Asked()
 
     @property
@@ -94,11 +91,9 @@ class Collect(Handler):
     def keeps_intact(self, eqn):
         return self.has_outer and all(s.tag != self._options.tag for s in sites(eqn))
 
-    def for_inside(self, eqn, at):
-        inside, asked = self.inside.within(eqn, at), self.asked.within(eqn)
-        if (inside, asked) == (self.inside, self.asked):
-            return self
-        return dc.replace(self, inside=inside, asked=asked)
+    def for_inside(self, eqn):
+        asked = self.asked.within(eqn)
+        return self if asked == self.asked else dc.replace(self, asked=asked)
 
     def reducer(self, name: str) -> Reducer | None:
         return lookup(self.reduce.value, name)
@@ -131,70 +126,38 @@ class Collect(Handler):
         if not asked:
             return given
         check_guarded(site)
-        execution = self.inside.repeats.of(frame.now, site)
-        if execution is None:
+        if site.again:
             return given
         transform = lookup(self.transform.value, site.name)
         for one, at in asked:
             mine = lookup(self.transform.value, one.name) or transform
-            given = self._take(found, given, one, at, mine, atoms, frame, execution)
+            given = self._take(
+                found, given, _pending(one, at, mine, atoms, frame), frame
+            )
         return given
 
-    def _take(
-        self,
-        found: list,
-        given: Given,
-        site: Site,
-        at: tuple[int | None, ...],
-        transform: Any,
-        atoms,
-        frame: Frame,
-        execution: Execution,
-    ) -> Given:
+    def _take(self, found: list, given: Given, new: Pending, frame: Frame) -> Given:
+        site, atoms = new.entry.site, new.entry.arrays
         chosen = self._chooses(site)
-        new = self._pending(site, at, transform, atoms, frame, execution)
         if chosen and not self.folds(site.name):
             found.append(new)
             frame.want(atoms)
             return given
         found.append(Taken(values=Sown(seen=new.seen, checks=new.checks)))
-        if chosen and not self.inside.has_run(frame.eqn):
+        if chosen:
             values = tuple(frame.read_arrays(atoms))
             entry = _entry.captured(Entry(values, site), new.transform)
             reducer: Any = self.reducer(site.name)
             old = given.carry[site.key]
             state = _reduce.stepped(reducer, old, entry)
-            meant = [i == n for i, n in zip(given.iterations, at) if n is not None]
+            meant = [
+                i == n for i, n in zip(given.iterations, new.entry.at) if n is not None
+            ]
             if meant:
                 here = ft.reduce(jnp.logical_and, meant)
                 state = jtu.tree_map(lambda x, y: jnp.where(here, x, y), state, old)
             given = given._replace(carry={**given.carry, site.key: state})
         return given
-
-    def _pending(
-        self,
-        site: Site,
-        at: tuple[int | None, ...],
-        transform: Any,
-        atoms,
-        frame: Frame,
-        execution: Execution,
-    ):
-        if not site.modes and self.inside.is_backward(frame.eqn):
-            site = site._replace(replay=True)
-        if execution.differentiated != site.differentiated:
-            site = site._replace(differentiated=execution.differentiated)
-        guards = tuple((*g, frame.root(v)) for g, v in zip(site.guards, atoms))
-        entry = Entry(
-            tuple(atoms),
-            site,
-            guards=(guards,) if guards else (),
-            paths=frozenset((origin,) for origin in execution.origins),
-            replayed=self.inside.replayed(frame.eqn),
-            at=at,
-        )
-        checks = _checks(site, atoms) if site.spec is not None else ()
-        return Pending(entry, transform, checks, frame.now)
 
     def meet_unknown(self, found, eqn):
         if not is_solver(eqn):
@@ -213,21 +176,20 @@ class Collect(Handler):
             return x._replace(entry=dc.replace(x.entry, arrays=operands))
 
         parts = [read(x) if isinstance(x, Pending) else x.values for x in found]
-        sown = gather(parts, frame, lambda name: self.reducer(name) is not None)
+        keeps_all = lambda name: self.reducer(name) is not None
+        sown = gather(parts, frame.execution, keeps_all)
         return Taken(given.carry, sown.map(lambda e: _merge.relocated(e, frame.place)))
 
     def leave_equation(self, values: Sown, frame: Frame) -> Sown:
         eqn = frame.eqn
-        call = call_of(eqn)
         scans = eqn.primitive is jexc.primitives.scan_p
         step = frame.now, eqn.params["reverse"] if scans else None
 
         def moved(e):
             e = _merge.relocated(e, lambda i: frame.root(eqn.invars[i]))
-            paths = frozenset((*call, *path) for path in e.paths)
-            return dc.replace(e, paths=paths, route=(step, *e.route))
+            return dc.replace(e, route=(step, *e.route))
 
-        return dc.replace(values.map(moved), at=frame.now)
+        return values.map(moved)
 
     def before_scan(self, values: Sown) -> list[list[Any]]:
         """For each entry of which one iteration is kept, its arrays."""
@@ -283,14 +245,18 @@ class Collect(Handler):
         )
         return dc.replace(old, entries=entries)
 
-    def surveyed(self, survey: Sown) -> tuple["Collect", dict[Any, Reduction]]:
-        """The handler, and the states to begin with, from a survey of the program."""
+    def started(self, survey: Sown) -> dict[Any, Reduction]:
+        """The states to begin with, from a survey of the program."""
         entries = [e for e in survey.entries if self.folds(e.site.name)]
-        ran = frozenset(
-            (e.site.key, path) for e in entries if not e.replayed for path in e.paths
-        )
-        begun = dc.replace(self, inside=self.inside._replace(ran=ran))
-        return begun, _reduce.started(self.reducer, entries)
+        return _reduce.started(self.reducer, entries)
+
+
+def _pending(
+    site: Site, at: tuple[int | None, ...], transform: Any, atoms, frame: Frame
+) -> Pending:
+    guards = tuple((*g, frame.root(v)) for g, v in zip(site.guards, atoms))
+    entry = Entry(tuple(atoms), site, guards=(guards,) if guards else (), at=at)
+    return Pending(entry, transform, _checks(site, atoms) if site.spec else ())
 
 
 def _checks(site: Site, atoms: Sequence[Any]) -> tuple[Check, ...]:

@@ -19,15 +19,14 @@ from .._mark.primitive import sow_p
 from .._mark.site import runs_apart, Site
 from .._mark.static import Const, NoTangent, OPERAND, SameParts
 from .._names import lookup
-from .._values.entry import align, either, in_each_iteration, Path, running, transformed
-from .._walk.find import has_sow, is_loop, jaxprs_in, sites, with_sow
+from .._values.entry import align, either, in_each_iteration, running, transformed
+from .._walk.find import is_loop, jaxprs_in, sites, with_sow
 from .._walk.frame import Frame
 from .._walk.handler import Handler
 from .._walk.refuse import check_guarded, is_solver
 from .asked import Asked
 from .collect import leave_to_others, pass_by
 from .events import Delivery, print_event
-from .replay import call_of, Inside
 from .send import any_lane, only_if, send_p
 
 
@@ -43,17 +42,12 @@ class _MeshAxis(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A sow of a program. `mesh`: the axes of the `shard_map`s around it. `inside` and
-    `calls`: what else is. `loops`: how many iterations those around have. `solver`: it
-    is in a linear solver. `replayed`: it is in a derivative, which may run anew what
-    ran before."""
+    """A sow of a program. `mesh`: the axes of the `shard_map`s around it. `loops`: how
+    many iterations those around have. `solver`: it is in a linear solver."""
 
     site: Site
     mesh: tuple[_MeshAxis, ...] = ()
-    inside: Inside = Inside()
-    calls: Path = ()
     solver: bool = False
-    replayed: bool = False
     loops: tuple[int | None, ...] = ()
 
     @property
@@ -71,17 +65,12 @@ class Place(NamedTuple):
 
 
 def places_in(x: Any, here: Place) -> Iterator[Place]:
-    for at, eqn in enumerate(_compat.open_jaxpr(x)[0].eqns):
-        if not has_sow(eqn):
-            continue
+    for eqn in with_sow(x):
         if eqn.primitive is sow_p:
-            replayed = here.inside.replayed(eqn) is not None
-            yield here._replace(site=eqn.params["site"], replayed=replayed)
+            yield here._replace(site=eqn.params["site"])
             continue
         inside = here._replace(
             mesh=(*here.mesh, *_mesh_axes(eqn)),
-            inside=here.inside.within(eqn, at),
-            calls=(*here.calls, *call_of(eqn)),
             solver=here.solver or is_solver(eqn),
             loops=(
                 (*here.loops, eqn.params.get("length")) if is_loop(eqn) else here.loops
@@ -126,7 +115,6 @@ class Tap(Handler):
     devices: tuple[Hashable, ...]
     has_outer: bool
     mesh: tuple[Hashable, ...] = ()
-    inside: Inside = Inside()
 
     @property
     def differentiable(self):
@@ -152,13 +140,13 @@ class Tap(Handler):
     def keeps_intact(self, eqn):
         return self.has_outer and not any(map(self.wants, sites(eqn)))
 
-    def for_inside(self, eqn, at):
+    def for_inside(self, eqn):
         axes = [a.name for a in _mesh_axes(eqn)]
-        inside, asked = self.inside.within(eqn, at), self.asked.within(eqn)
-        if not axes and (inside, asked) == (self.inside, self.asked):
+        asked = self.asked.within(eqn)
+        if not axes and asked == self.asked:
             return self
         devices, mesh = (*self.devices, *axes), (*self.mesh, *axes)
-        return dc.replace(self, devices=devices, mesh=mesh, inside=inside, asked=asked)
+        return dc.replace(self, devices=devices, mesh=mesh, asked=asked)
 
     def meet_unknown(self, found, eqn):
         inside = [s.name for s in sites(eqn) if self.wants(s)]
@@ -181,7 +169,7 @@ class Tap(Handler):
         # Who has marked the same module may plant there.
         shared = self.has_outer and bool(site.labels[1:] or site.waiting)
         now = leave_to_others(site, frame) if shared else atoms
-        if self.wants(site) and not self.inside.is_again(frame.eqn, frame.now):
+        if self.wants(site) and not site.again:
             check_guarded(site)
             operands = frame.read_arrays(now)
             frame.flush_effects()

@@ -73,13 +73,18 @@ class Site(NamedTuple):
     index of the branch that does. The guard then says which cond, which of its branches
     the sow is in, and how many there are.
 
-    `replay` is only set on what was captured: a backward pass ran it once more.
     `unguarded` says that there should be more guards: JAX calls derivative rules when
     it is too late for these.
     `differentiated` is how many derivatives of it there are already. `orders` tells,
     for each of `modes`, how many there were before that one: two derivatives of one
     value, as in `grad(grad(f))`, are told apart by it. `origin` is an object of its own
     for each call of `sow`, which its derivatives share.
+
+    The transformation at hand finds out, if it needs to know (`_walk/executions.py`):
+    `of` are the executions that the sow is, or is a derivative of, by the ways to their
+    equations, and several if it is in several branches. It runs them `again` if it is a
+    repetition. `backward`: it is a primal in a backward pass.
+
     `note` says that it is a captured call of a module. Each transformation around that
     captures it gives it a `Label` of its own, once it has traced its program and can
     tell where the arrays of the module come from. Until then `waiting` has the depth
@@ -98,11 +103,13 @@ class Site(NamedTuple):
     differentiated: int = 0
     axes: tuple[Axis, ...] = ()
     guards: Guards = ()
-    replay: bool = False
     unguarded: bool = False
     spec: Const | None = None
     where: str = ""
     origin: Any = None
+    of: frozenset[tuple[int, ...]] = frozenset()
+    again: bool = False
+    backward: bool = False
     fixed: tuple[int, ...] = ()
     note: Note | None = None
     waiting: tuple[tuple[int, Hashable], ...] = ()
@@ -127,7 +134,9 @@ class Site(NamedTuple):
         return self.label.tag
 
     def seen_from(self, depth: int, tag: Hashable) -> "Site":
-        """The sow as a transformation sees it."""
+        """The sow as a transformation sees it, before it has asked anything."""
+        if self.of:
+            self = self._replace(of=frozenset(), again=False, backward=False)
         if len(self.labels) == 1 and self.labels[0].depth <= depth:
             return self
         labels = [x for x in self.labels if x.depth <= depth]

@@ -21,6 +21,7 @@ from .._mark.static import Const, rebuild, take_apart
 from .._modules import capture as _capture
 from .._modules.capture import Marking, Named
 from .._walk.edit import seen_as
+from .._walk.executions import with_executions
 from .._walk.find import is_loop, loops_around, recomputed, sites, sows
 from .._walk.handler import Given, Handler, Taken
 from .._walk.interpreter import evaluate
@@ -50,6 +51,16 @@ class Program:
             jaxpr, consts, jax.tree.leaves((given, self.inputs))
         )
         return jax.tree.unflatten(treedef, leaves)
+
+    def with_executions(self, several: Callable[[str], bool]) -> "Program":
+        """The same program. Its sows know which executions they are, where it matters;
+        `several` says of a name whether it may have more than one."""
+        closed = with_executions(
+            self.closed,
+            lambda site: site.tag == self.marking.tag,
+            lambda site: several(site.name),
+        )
+        return dc.replace(self, closed=closed)
 
     def survey(self, handler: Handler) -> Any:
         """`Taken.values`, as types."""

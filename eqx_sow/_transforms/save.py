@@ -13,7 +13,6 @@ from .._errors import UnsupportedPrimitiveError
 from .._frames import api_boundary
 from .._handlers.asked import Asked
 from .._handlers.collect import Collect
-from .._handlers.replay import Inside
 from .._mark.listening import listening
 from .._mark.static import Const, SameParts
 from .._names import check_known
@@ -23,7 +22,6 @@ from .._values.assemble import assemble
 from .._values.reduce import Reducer
 from .._values.sown import Sown
 from .._walk.handler import Given
-from .._walk.repeats import repeats
 from . import options as opt
 from .checks import hints, unselected, wanted
 from .options import Options, Saving
@@ -60,16 +58,16 @@ class _SaveIntermediates(Transformed):
             SameParts(self._transform),
             outer,
             asked=Asked(options.names, program.names),
-            inside=Inside(
-                repeats=repeats(program.closed, lambda site: site.tag == options.tag)
-            ),
+        )
+        program = program.with_executions(
+            lambda name: collect.reducer(name) is not None
         )
         carry: Any = {}
         reducers: Any = self._reduce
         reducers = reducers.values() if isinstance(reducers, Mapping) else [reducers]
         if any(r is not None and r.has_state for r in reducers):
             survey = program.survey(dc.replace(collect, survey=True))
-            collect, carry = collect.surveyed(survey)
+            carry = collect.started(survey)
         outs, taken = program.evaluate(collect, Given(carry))
         sown: Sown = taken.values
         type(self)._check_names(self, sown, program)

@@ -16,13 +16,11 @@ from .. import _compat
 from .._frames import api_boundary
 from .._handlers.asked import Asked
 from .._handlers.events import failures, TapEvent
-from .._handlers.replay import Inside
 from .._handlers.tapping import check_order, Place, places_in, Tap
 from .._mark.listening import Listening, listening
 from .._mark.static import Const, Same, SameParts, take_apart
 from .._names import check_known
 from .._walk.handler import Given
-from .._walk.repeats import repeats
 from . import options as opt
 from .checks import hints, unselected, wanted
 from .options import Options, Tapping
@@ -114,6 +112,7 @@ def _walk(
     self: _Tapped, program: Program, extra: list[Any], form: tuple[Any, ...]
 ) -> list[Any]:
     options: Options = self._options.value
+    program = program.with_executions(lambda name: False)
     names, tag, closed = options.names, options.tag, program.closed
     nowhere: Any = None
     everything = [p for p in places_in(closed, Place(nowhere)) if p.site.tag == tag]
@@ -138,14 +137,6 @@ def _walk(
         asked=asked,
         chosen=tuple(chosen.items()),
         elsewhere=frozenset(p.site.name for p in places if not p.solver),
-        inside=Inside(
-            repeats=repeats(closed, lambda site: site.tag == tag),
-            ran=frozenset(
-                (p.site.key, (*p.calls, p.site.origin))
-                for p in places
-                if not p.replayed
-            ),
-        ),
         slots=tuple(counts),
         transform=SameParts(self._transform),
         when=SameParts(self._when),

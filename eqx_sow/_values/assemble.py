@@ -112,56 +112,28 @@ def _stacked(entry: Entry, values: Sequence[Any]) -> tuple[Stacked, ...]:
 
 def _in_order(mine: Sequence[Entry], entries: Sequence[Entry]) -> list[Entry | None]:
     """The entries of one key, given all of its name. Those of a backward pass, which
-    goes first through what ran last, are put in the order of their primals: a sow and
-    its derivatives have one origin."""
-    key = mine[0].site.key
+    goes first through what ran last, are put in the order of their primals."""
     primals = [e for e in entries if not e.site.modes]
-    if not is_backward(key[1]) or not primals:
+    if not is_backward(mine[0].site.mode) or not primals:
         return list(mine)
-    if len(mine) > 1 and any(len(e.guards) > 1 for e in mine):
-        raise _unclear(mine[0])
     order: list[Entry | None] = [None] * len(primals)
-    never_ran_forward = []
-    # The primals that have run, and whose cotangent is still to come.
-    waiting: list[int] = []
-    unsure: set[int] = set()
-    n = 0
-    for e in entries:
-        if not e.site.modes:
-            waiting.append(n)
-            n += 1
-        elif e.site.key == key:
-            fits = _candidates(e, [(i, primals[i]) for i in waiting])
-            if not fits:
-                never_ran_forward.append(e)
-                continue
-            if len(fits) > 1:
-                # Which of them ran backward first? The last one, in a single pass.
-                # Functions from `jax.vjp` may be called in any order, so that is sure
-                # only if each of them needs what comes from the one before.
-                unsure.update(fits)
-                if e.unordered:
-                    raise _unclear(e)
-            order[fits[-1]] = e
-            waiting.remove(fits[-1])
-    if not unsure.isdisjoint(waiting):
-        raise _unclear(mine[0])
-    return [*order, *never_ran_forward]
-
-
-def _candidates(e: Entry, primals: Sequence[tuple[int, Entry]]) -> list[int]:
-    """Of which primals `e` may be the derivative."""
-    same = [(i, p) for i, p in primals if not e.origins.isdisjoint(p.origins)]
-    order = e.site.orders[:1]
-    same = [(i, p) for i, p in same if (p.site.differentiated,) > order] or same
-    # JAX has one jaxpr, and so one sow, for a jitted function that is called twice: the
-    # calls are told apart by where they are.
-    return [i for i, p in same if e.paths & p.paths] or [i for i, _ in same]
+    others = []
+    for e in mine:
+        fits = [i for i, p in enumerate(primals) if not p.site.of.isdisjoint(e.site.of)]
+        if len(fits) > 1:
+            raise _unclear(e)
+        # It may never have run forward, or a function from `jax.vjp` is called twice.
+        if not fits or order[fits[0]] is not None:
+            others.append(e)
+        else:
+            order[fits[0]] = e
+    return [*order, *others]
 
 
 def _unclear(e: Entry) -> SowError:
+    mode = e.site.mode
     return SowError(
-        f"`{e.site.name}` is sown several times (one is at {e.site.where}): which "
-        f"{e.site.mode} belongs to which primal cannot be told. Give the values "
-        "different names."
+        f"`{e.site.name}` is sown several times (one is at {e.site.where}), and not "
+        f"each branch differentiates the same of them: which {mode} belongs to which "
+        "primal differs from branch to branch. Give the values different names."
     )

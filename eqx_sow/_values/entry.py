@@ -46,9 +46,6 @@ from .batched import all_lanes_p, Batched
 from .modes import is_backward
 
 
-Path = tuple[Any, ...]
-
-
 @jtu.register_dataclass
 @dc.dataclass(frozen=True)
 class Entry:
@@ -56,32 +53,20 @@ class Entry:
 
     If `counted`, the last array is the count: how many times the sow ran. `guards` has
     those of each sow that the entry was made of; once that is `captured`, the site has
-    none any more. `paths` tell the executions of one equation apart: for each sow that
-    the entry was made of, the calls around it, from outside in, and last its origin.
-    `unordered`: there is another entry of the same origin, and nothing says which of
-    them ran first. `replayed` is the end of such a path, if the sow is in a loop of a
-    backward pass: another entry whose path ends so is the execution that is replayed
-    there. Or it is a derivative rule, and the origin: another entry that has both in
-    its path is that of the function itself, which the rule has called.
+    none any more. `route` leads to the equation of the sow: of each equation around it,
+    from outside in, the index, and whether it is a scan (`reverse`, or `None` if not).
     """
 
     arrays: tuple[Any, ...]
     site: Site = dc.field(metadata=dict(static=True))
     counted: bool = dc.field(default=False, metadata=dict(static=True))
     guards: tuple[Located, ...] = dc.field(default=(), metadata=dict(static=True))
-    paths: frozenset[Path] = dc.field(default=frozenset(), metadata=dict(static=True))
-    unordered: bool = dc.field(default=False, metadata=dict(static=True))
-    replayed: Path | None = dc.field(default=None, metadata=dict(static=True))
     route: tuple[tuple[int, bool | None], ...] = dc.field(
         default=(), metadata=dict(static=True)
     )
     # Of each scan that is still around it, from outside in, which iteration alone is
     # kept, or `None` for all; empty if all are kept of all.
     at: tuple[int | None, ...] = dc.field(default=(), metadata=dict(static=True))
-
-    @property
-    def origins(self) -> set[Any]:
-        return {path[-1] for path in self.paths}
 
     def core_shape(self, i: int) -> tuple[int, ...]:
         """The shape of array `i` without its leading axes."""

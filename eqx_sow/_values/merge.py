@@ -36,7 +36,7 @@ from .._arrays import (
 from .._errors import DuplicateSowError, SowError
 from .._mark.site import Axis, Located, Site, with_has
 from .._mark.static import NoTangent, OPERAND, rebuild
-from .entry import align, broadcast, either, Entry, Path, with_count
+from .entry import align, broadcast, either, Entry, with_count
 from .modes import is_backward
 
 
@@ -63,7 +63,6 @@ def choose(entries: Sequence[Entry]) -> Entry:
         arrays=tuple(chosen),
         site=site._replace(guards=site.guards[:-1], axes=axes),
         guards=(outer,) if outer else (),
-        paths=_paths_of_all(entries),
     )
 
 
@@ -161,22 +160,15 @@ def unify(entries: Sequence[Entry]) -> Entry:
         arrays=arrays,
         site=_of_all([e.site for e in entries])._replace(axes=with_has(axes, has)),
         guards=guards,
-        paths=_paths_of_all(entries),
-        unordered=any(e.unordered for e in entries),
     )
 
 
 def _of_all(sites: Sequence[Site]) -> Site:
-    """The first site, with the lines of all of them, and differentiated as often as the
-    one that is most often."""
+    """The first site, with the lines and the executions of all of them."""
     return sites[0]._replace(
         where=" or ".join(dict.fromkeys(s.where for s in sites)),
-        differentiated=max(s.differentiated for s in sites),
+        of=frozenset().union(*[s.of for s in sites]),
     )
-
-
-def _paths_of_all(entries: Sequence[Entry]) -> frozenset[Path]:
-    return frozenset().union(*[e.paths for e in entries])
 
 
 def placed(site: Site, axes: Sequence[Axis], i: int) -> tuple[bool, ...]:
@@ -260,7 +252,7 @@ def duplicate(a: Site, b: Site, remedy: str = "") -> DuplicateSowError:
     places = a.where + (
         ", which runs more than once" if twice else f" and at {b.where}"
     )
-    if b.replay and not a.replay:
+    if b.backward and not a.backward:
         places += (
             " (the latter in a backward pass, so in the `bwd` of a `jax.custom_vjp`)"
         )

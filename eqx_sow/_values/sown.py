@@ -5,25 +5,15 @@ and `gather` makes one of them, in order of execution.
 """
 
 import dataclasses as dc
-import itertools as it
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, TYPE_CHECKING
+from typing import Any, NamedTuple
 
 import jax.tree_util as jtu
 
-from .._frames import CallSite
 from .._mark.site import Site
 from . import entry as _entry, merge as _merge
-from .entry import Entry, Path
+from .entry import Entry
 from .modes import is_backward
-
-
-if TYPE_CHECKING:
-    from .._walk.frame import Frame
-
-
-# In a path: a loop of unknown length, within which the path begins anew.
-LOOP = object()
 
 
 @dc.dataclass(frozen=True)
@@ -43,13 +33,12 @@ def _static(default: Any = ()) -> Any:
 class Sown:
     """`seen`: the names that there are, each with the modes of those that are selected.
     `hidden`: names that run where no value can be had, and what to say of it unless
-    they run elsewhere too. `at`: which equation of the jaxpr around it this is from."""
+    they run elsewhere too."""
 
     entries: tuple[Entry, ...] = ()
     seen: tuple[tuple[str, str | None], ...] = _static()
     checks: tuple[Check, ...] = _static()
     hidden: tuple[tuple[str, str], ...] = _static()
-    at: int = _static(-1)
 
     def map(self, fn: Callable[[Entry], Entry]) -> "Sown":
         return dc.replace(self, entries=tuple(map(fn, self.entries)))
@@ -64,7 +53,6 @@ class Pending(NamedTuple):
     entry: Entry
     transform: Any
     checks: tuple[Check, ...]
-    at: int
     conditional: bool = False
 
     @property
@@ -75,23 +63,41 @@ class Pending(NamedTuple):
         entry = _entry.captured(self.entry, self.transform)
         if self.conditional:
             entry = _entry.with_count(entry)
-        return Sown((entry,), self.seen, self.checks, at=self.at)
+        return Sown((entry,), self.seen, self.checks)
 
 
 def gather(
-    found: list[Sown | Pending], frame: "Frame", keeps_all: Callable[[str], bool]
+    found: list[Sown | Pending],
+    execution: Callable[[Any], Any],
+    keeps_all: Callable[[str], bool],
 ) -> Sown:
-    """All that was found in a jaxpr, as one. `keeps_all` says of a name whether it may
-    have several entries."""
+    """All that was found in a jaxpr, as one. `execution` tells one run of a cond from
+    another, see `Frame.execution`; `keeps_all` says of a name whether it may have
+    several entries."""
     parts = [
         x.as_sown() if isinstance(x, Pending) else x
-        for x in _with_cases_chosen(found, frame.execution)
+        for x in _with_cases_chosen(found, execution)
     ]
-    places = _Places(frame, keeps_all)
-    for part in parts:
-        for entry in part.entries:
-            places.add(entry, part.at)
-    return _all_of(parts, places.entries)
+    entries: list[Entry] = []
+    of_key: dict[Any, list[int]] = {}
+    for new in sorted((e for part in parts for e in part.entries), key=_of_primal):
+        same = of_key.setdefault(new.site.key, [])
+        for i in same if new.guards else ():
+            if _merge.exclusive(entries[i], new, execution):
+                entries[i] = _merge.merge(entries[i], new)
+                break
+        else:
+            if same and not keeps_all(new.site.name):
+                raise _merge.duplicate(entries[same[0]].site, new.site)
+            same.append(len(entries))
+            entries.append(new)
+    return _all_of(parts, entries)
+
+
+def _of_primal(entry: Entry) -> Any:
+    """Sorts what a backward pass, which runs backward, has found by its primals."""
+    of = entry.site.of if is_backward(entry.site.mode) else ()
+    return min(of, default=())
 
 
 def _all_of(parts: Sequence[Sown], entries: Iterable[Entry]) -> Sown:
@@ -99,108 +105,6 @@ def _all_of(parts: Sequence[Sown], entries: Iterable[Entry]) -> Sown:
         return tuple(dict.fromkeys(x for p in parts for x in getattr(p, field)))
 
     return Sown(tuple(entries), union("seen"), union("checks"), union("hidden"))
-
-
-@dc.dataclass
-class _Places:
-    """The entries of a jaxpr so far, in order of execution, and from which equation
-    each of them is."""
-
-    _frame: "Frame"
-    _keeps_all: Callable[[str], bool]
-    _all: list[tuple[Entry, int] | None] = dc.field(default_factory=list)
-    _of_key: dict[Any, list[int]] = dc.field(default_factory=dict)
-
-    @property
-    def entries(self) -> list[Entry]:
-        return [place[0] for place in self._all if place is not None]
-
-    def _same(self, new: Entry) -> list[tuple[int, Entry, int]]:
-        """Those of its name and mode."""
-        places = [(i, self._all[i]) for i in self._of_key.get(new.site.key, ())]
-        return [(i, *place) for i, place in places if place is not None]
-
-    def add(self, new: Entry, at: int) -> None:
-        same = self._same(new)
-        for i, old, place in same:
-            # The execution may come first, or what replays it.
-            if _replays(new, old):
-                self._all[i] = _as_often_differentiated(old, new), place
-                return
-            if _replays(old, new):
-                new = _as_often_differentiated(new, old)
-                self._all[i] = None
-        same = self._same(new) if same else []
-        for i, old, place in same if new.guards else ():
-            if _merge.exclusive(old, new, self._frame.execution):
-                self._all[i] = _merge.merge(old, new), place
-                return
-        self._check_duplicate(new, same)
-        for i, old, place in same if is_backward(new.site.mode) else ():
-            if place != at and not old.origins.isdisjoint(new.origins):
-                # A backward pass goes first through what was called last.
-                if not (self._in_one_pass(new, at, place) or _called_after(old, new)):
-                    new = dc.replace(new, unordered=True)
-                    self._all[i] = dc.replace(old, unordered=True), place
-        self._of_key.setdefault(new.site.key, []).append(len(self._all))
-        self._all.append((new, at))
-
-    def _in_one_pass(self, new: Entry, at: int, earlier: int) -> bool:
-        """Whether this part of a backward pass needs the result of an earlier one, and
-        the executions, in their order, needed each other's: a function from `jax.vjp`
-        may also be given what another one returned. Then it has residuals of an
-        execution that came after those of the earlier one."""
-        name, *_ = new.site.key
-        ran = [
-            place
-            for old, place in filter(None, self._all)
-            if old.site.name == name and not old.site.modes
-            if not old.origins.isdisjoint(new.origins)
-        ]
-        frame = self._frame
-        in_order = all(a == b or frame.depends(b, a) for a, b in it.pairwise(ran))
-        last = lambda at: max((p for p in ran if frame.takes_from(at, p)), default=-1)
-        return in_order and frame.depends(at, earlier) and last(at) <= last(earlier)
-
-    def _check_duplicate(self, new: Entry, same: Sequence[Any]) -> None:
-        # Two that may both replay the one execution, which is still to come.
-        waits = new.replayed or any(old.replayed for _, old, _ in same)
-        if same and not waits and not self._keeps_all(new.site.name):
-            raise _merge.duplicate(same[0][1].site, new.site)
-
-
-def is_replay_of(replayed: Path, path: Path) -> bool:
-    """See `Entry.replayed`."""
-    first, *_ = replayed
-    if isinstance(first, str):
-        return first in path and replayed[-1] is path[-1]
-    return path[-len(replayed) :] == replayed
-
-
-def _replays(new: Entry, old: Entry) -> bool:
-    """Whether a derivative runs anew what ran before. A `bwd` that sows other values
-    under the name has equations of its own, or calls a function from another place."""
-    end = new.replayed
-    return (
-        end is not None
-        and old.replayed is None
-        and any(is_replay_of(end, path) for path in old.paths)
-    )
-
-
-def _called_after(a: Entry, b: Entry) -> bool:
-    return all(
-        isinstance(x[0], CallSite)
-        and isinstance(y[0], CallSite)
-        and x[0].is_after(y[0])
-        for x in a.paths
-        for y in b.paths
-    )
-
-
-def _as_often_differentiated(entry: Entry, replay: Entry) -> Entry:
-    n = max(entry.site.differentiated, replay.site.differentiated)
-    return dc.replace(entry, site=entry.site._replace(differentiated=n))
 
 
 # --- conds of which all branches run ---
@@ -250,7 +154,7 @@ def _chosen(cases: Sequence[Pending], size: int) -> Pending | None:
 
 
 def _form(e: Entry) -> Any:
-    return _merge.form(e), e.site.replay, [a.kind for a in e.site.axes]
+    return _merge.form(e), e.site.backward, [a.kind for a in e.site.axes]
 
 
 # --- branches of which one runs ---
@@ -273,11 +177,10 @@ def to_one_form(parts: Sequence[Sown]) -> Callable[[Sown], Sown]:
 
 
 def _slots(entries: Sequence[Entry]) -> dict[Any, Entry]:
-    """Entries by name, mode and how many of the same there were before; in a backward
-    pass, how many there are after it."""
+    """Entries by name, mode and how many of the same there were before."""
     slots = {
         id(e): (key, i)
         for key, same in _entry.grouped(entries).items()
-        for i, e in enumerate(same[::-1] if is_backward(key[1]) else same)
+        for i, e in enumerate(same)
     }
     return {slots[id(e)]: e for e in entries}

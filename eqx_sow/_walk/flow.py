@@ -27,21 +27,28 @@ class Here(NamedTuple):
     """Where in a program a jaxpr is.
 
     `path`: how to get there from the outermost jaxpr: the index of an equation, of one
-    of the jaxprs in it, of an equation in there, and so on. `running`: the calls of
-    modules around it, from outside in. `scans`: those around it, by their paths, from
-    outside in. `final` is false in a trial run of the body of a loop, which is there to
-    learn what the loop carries.
+    of the jaxprs in it, of an equation in there, and so on. The rest is what is around
+    it, from outside in. `around`: those equations. `running`: the calls of modules.
+    `scans`: the scans, by their paths. `cases`: of each cond, its index, and which of
+    the branches it is. `final` is false in a trial run of the body of a loop, which is
+    there to learn what the loop carries.
     """
 
     path: tuple[int, ...] = ()
+    around: tuple[Any, ...] = ()
     running: tuple[Any, ...] = ()
     scans: tuple[tuple[int, ...], ...] = ()
+    cases: tuple[tuple[Any, int], ...] = ()
     final: bool = True
 
     def inside(self, eqn: Any, k: int, **changes: Any) -> "Here":
         """In jaxpr `k` of an equation, if this is the place of that."""
-        running = (*self.running, *calls_around(eqn))
-        return self._replace(path=(*self.path, k), running=running, **changes)
+        return self._replace(
+            path=(*self.path, k),
+            around=(*self.around, eqn),
+            running=(*self.running, *calls_around(eqn)),
+            **changes,
+        )
 
 
 def _number(eqn: Any, jaxpr: Any) -> int:
@@ -89,6 +96,31 @@ class Domain:
         del here
         return value
 
+    def carried(
+        self, eqn: Any, operands: Any, init: Any, body: Callable, here: Here
+    ) -> list[Any]:
+        """What a loop carries into an iteration: what it begins with, or what `body`
+        makes of that. `here` is in the body."""
+        del eqn, operands
+        after = body(init, here._replace(final=False))
+        return [self.either(pair) for pair in zip(init, after)]
+
+    def left(self, init: Any, carry: Any, last: Any, here: Here) -> list[Any]:
+        """What a loop that began with `init` leaves. It carried `carry` into an
+        iteration, which made `last` of it."""
+        del carry, here
+        return [self.either(pair) for pair in zip(init, last)]
+
+    def shard(self, value: Any, mesh: Any, spec: Any) -> Any:
+        """What one device has of a value."""
+        del mesh, spec
+        return value
+
+    def unshard(self, value: Any, mesh: Any, spec: Any) -> Any:
+        """What all devices have, given what one has."""
+        del mesh, spec
+        return value
+
 
 def run(domain: Domain, jaxpr: Any, args: Sequence[Any], here: Here) -> list[Any]:
     """What comes out of a jaxpr, given what goes in."""
@@ -128,14 +160,9 @@ def _cond(domain: Domain, eqn: Any, operands: list[Any], here: Here) -> list[Any
     outs = []
     for i, jaxpr in enumerate(eqn.params["branches"]):
         args = [domain.in_case(index, i, x) for x in operands]
-        outs.append(run(domain, jaxpr, args, here.inside(eqn, i)))
+        inside = here.inside(eqn, i, cases=(*here.cases, (index, i)))
+        outs.append(run(domain, jaxpr, args, inside))
     return [domain.chosen(index, cases) for cases in zip(*outs)]
-
-
-def _carried(domain: Domain, init: list[Any], body: Callable, here: Here) -> list[Any]:
-    """What a loop carries: what it begins with, or what an iteration makes of that."""
-    after = body(init, here._replace(final=False))
-    return [domain.either(pair) for pair in zip(init, after)]
 
 
 def _scan(domain: Domain, eqn: Any, operands: list[Any], here: Here) -> list[Any]:
@@ -148,10 +175,10 @@ def _scan(domain: Domain, eqn: Any, operands: list[Any], here: Here) -> list[Any
     def body(carry, here):
         return run(domain, jaxpr, [*consts, *carry, *xs], here)
 
-    carry = _carried(domain, init, lambda *x: body(*x)[:m], inside)
+    carry = domain.carried(eqn, operands, init, lambda *x: body(*x)[:m], inside)
     outs = body(carry, inside)
     ys = [domain.stacked(y, inside) for y in outs[m:]]
-    return [*map(domain.either, zip(init, outs)), *ys]
+    return [*domain.left(init, carry, outs[:m], inside), *ys]
 
 
 def _while(domain: Domain, eqn: Any, operands: list[Any], here: Here) -> list[Any]:
@@ -163,10 +190,17 @@ def _while(domain: Domain, eqn: Any, operands: list[Any], here: Here) -> list[An
     def body(carry, here):
         return run(domain, p["body_jaxpr"], [*consts, *carry], here)
 
-    carry = _carried(domain, init, body, inside)
+    carry = domain.carried(eqn, operands, init, body, inside)
     condition = here.inside(eqn, _number(eqn, p["cond_jaxpr"]))
     run(domain, p["cond_jaxpr"], [*operands[:n], *carry], condition)
-    return list(map(domain.either, zip(init, body(carry, inside))))
+    return domain.left(init, carry, body(carry, inside), inside)
+
+
+def _shard_map(domain: Domain, eqn: Any, operands: list[Any], here: Here) -> list[Any]:
+    p = eqn.params
+    args = [domain.shard(x, p["mesh"], s) for x, s in zip(operands, p["in_specs"])]
+    outs = _call(domain, eqn, args, here)
+    return [domain.unshard(x, p["mesh"], s) for x, s in zip(outs, p["out_specs"])]
 
 
 rules: dict[Any, Callable] = {
@@ -179,11 +213,11 @@ rules: dict[Any, Callable] = {
             jexc.primitives.custom_jvp_call_p,
             jexc.primitives.custom_vjp_call_p,
             _compat.custom_vmap_p,
-            _compat.shard_map_p,
         ),
         _call,
     ),
     jexc.primitives.cond_p: _cond,
     jexc.primitives.scan_p: _scan,
     jexc.primitives.while_p: _while,
+    _compat.shard_map_p: _shard_map,
 }

@@ -105,20 +105,6 @@ class Frame:
         invars = self._jaxpr.invars
         return invars.index(v) - len(invars) if v in invars else None
 
-    def depends(self, later: int, earlier: int) -> bool:
-        """Whether an equation needs what an earlier one makes."""
-        eqns = self._jaxpr.eqns
-        made = set(eqns[earlier].outvars)
-        for eqn in eqns[earlier + 1 : later]:
-            if not made.isdisjoint(variables(eqn.invars)):
-                made.update(eqn.outvars)
-        return not made.isdisjoint(variables(eqns[later].invars))
-
-    def takes_from(self, later: int, earlier: int) -> bool:
-        """Whether an equation has as an operand what an earlier one makes."""
-        made = set(self._jaxpr.eqns[earlier].outvars)
-        return not made.isdisjoint(variables(self._jaxpr.eqns[later].invars))
-
     def set(self, outvars, values) -> None:
         self._env.update(zip(outvars, values))
 

@@ -101,9 +101,8 @@ class Handler:
         """Whether it counts in which order the executions of a sow come."""
         return False
 
-    def for_inside(self, eqn: Any, at: int) -> "Handler":
-        """The handler for what is inside an equation, the one `at` this index of its
-        jaxpr."""
+    def for_inside(self, eqn: Any) -> "Handler":
+        """The handler for what is inside an equation."""
         return self
 
     def needs_iterations(self, jaxpr: Any) -> bool:

@@ -149,7 +149,7 @@ def evaluate(
         frame.flush_effects()
         with eqn.ctx.manager, in_mesh_of(values):
             outs, taken = rule(
-                Interpret(handler.for_inside(eqn, i), stages), given, eqn, *values
+                Interpret(handler.for_inside(eqn), stages), given, eqn, *values
             )
         frame.set(eqn.outvars, outs)
         rest = handler.leave_equation(taken.values, frame)
