@@ -368,3 +368,22 @@ def test_a_duplicate_in_a_model_tells_what_helps():
         S(lambda layer, x: sow(layer(x), "layer"), capture=True)(one, X)
     with pytest.raises(DuplicateSowError, match="`scope=True` puts the paths"):
         S(lambda x: sow(sow(x, "a/b"), "a/b"))(X)
+
+
+def test_a_gradient_that_may_be_that_of_either_of_two_modules():
+    layers = [eqx.nn.Linear(3, 3, key=k) for k in jax.random.split(jax.random.key(0))]
+    call = eqx.filter_jit(lambda layer, x: layer(x))
+
+    def loss(layers, x):
+        one, two = layers
+        return lax.cond(x[0] > 0, lambda: call(one, x), lambda: call(two, x)).sum()
+
+    # In some lanes the one branch runs and in some the other, and of the function that
+    # both of them call there is one derivative.
+    batch = jax.vmap(jax.grad(loss, argnums=1), (None, 0))
+    xs = jnp.stack([X, -X])
+    with pytest.raises(SowError, match="which of them cannot be told"):
+        S(batch, capture=True)(layers, xs)
+    _, values = S(batch, capture=True, modes="primal")(layers, xs)
+    assert values.keys() == {"layers/0", "layers/1"}
+    assert "cotangent" in S(jax.grad(loss), capture=True)(layers, X)[1]["layers/0"]

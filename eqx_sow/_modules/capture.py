@@ -36,7 +36,8 @@ def is_function_to_capture(capture: Any) -> bool:
 @dc.dataclass(frozen=True)
 class Marking:
     """The options of a transformation that have to do with modules. `search` is true
-    once an unnamed `Sow` has run."""
+    once an unnamed `Sow` has run. Of a mode that is none of the `modes`, it does not
+    matter if it cannot be named."""
 
     capture: Any = None
     tag: Hashable = "intermediates"
@@ -44,6 +45,7 @@ class Marking:
     inputs: bool = False
     scope: bool = False
     search: bool = False
+    modes: tuple[str, ...] | None = None
 
     def noted(self, here: Listening) -> Listening:
         """With a note of the calls that are wanted."""

@@ -27,6 +27,7 @@ from .._mark.calls import Call, calls_around
 from .._mark.primitive import edge_p, same_p, sow_p
 from .._mark.site import Label, Site
 from .._names import join
+from .._values.modes import without_order
 from .._walk.flow import Domain, Here
 from .places import Path, Places
 from .sources import (
@@ -286,7 +287,7 @@ class Naming(Domain):
         site: Site = eqn.params["site"]
         if site.modes:
             visits = [e.visit for e in edge.edges if e.origin is site.origin]
-            visit = _one_of(visits, site)
+            visit = self._one_of(visits, site)
         elif site.note is None:
             visit = self._around(here, eqn)
         else:
@@ -294,6 +295,21 @@ class Naming(Domain):
         if here.final:
             self._sows[here.path] = site, visit
         return Value(edges=(Edge(visit, site.origin),))
+
+    def _one_of(self, visits: Sequence[Visit | None], site: Site) -> Visit | None:
+        found = list(dict.fromkeys(v for v in visits if v is not None))
+        if len(found) > 1 and self._is_asked_for(site):
+            raise SowError(
+                f"A {site.mode} at {site.where} may be that of one call of "
+                f"{found[0].call!r} or another: which of them cannot be told. Take the "
+                "gradient of each of them by itself, or leave this mode out, by "
+                "`modes`."
+            )
+        return found[0] if found else None
+
+    def _is_asked_for(self, site: Site) -> bool:
+        modes = self._marking.modes
+        return modes is None or site.mode in map(without_order, modes)
 
     def _around(self, here: Here, eqn: Any) -> Visit | None:
         calls = (*here.running, *calls_around(eqn))
@@ -306,13 +322,15 @@ class Naming(Domain):
         waiting = [x for x in site.waiting if x[0] == self._depth]
         if not waiting:
             return site
+        left = tuple(x for x in site.waiting if x[0] != self._depth)
         if place is None:
+            if not self._is_asked_for(site):
+                return site._replace(waiting=left)
             raise SowError(
                 f"A {site.mode} of a captured call, {site.note.call!r}, at "
                 f"{site.where} has lost the way to its primal, so it cannot be named. "
                 "Leave this mode out, by `modes`, or mark the value with `sow`."
             )
-        left = tuple(x for x in site.waiting if x[0] != self._depth)
         note = site.note
         if not (note.tag is not None or self._chooses(note.call, place)):
             return site._replace(waiting=left)
@@ -395,14 +413,3 @@ def _in_common(paths: Sequence[Path]) -> Path | None:
     if not all(p[at].isdigit() for p in (first, *others)):
         return None
     return _without(first, at)
-
-
-def _one_of(visits: Sequence[Visit | None], site: Site) -> Visit | None:
-    found = list(dict.fromkeys(v for v in visits if v is not None))
-    if len(found) > 1:
-        raise SowError(
-            f"A {site.mode} at {site.where} may be that of one call of "
-            f"{found[0].call!r} or another: which of them cannot be told. Take the "
-            "gradient of each of them by itself, or leave this mode out, by `modes`."
-        )
-    return found[0] if found else None

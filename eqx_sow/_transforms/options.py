@@ -69,7 +69,6 @@ class Options(Marking):
     """The options of one call that hold no arrays, checked: these, and `Marking`."""
 
     names: tuple[Any, ...] | None = None
-    modes: tuple[str, ...] | None = None
     mode: str = "primal"
     spec: Mapping[str, Any] | None = None
     every: int = 1
