@@ -121,6 +121,7 @@ class Collect(Handler):
         else:
             frame.alias_outputs(atoms)
         asked = self.asked.of(site)
+        # The name is there, though perhaps only an iteration of it is asked for.
         if [x.name for x, _ in asked] != [site.name]:
             found.append(Taken(values=Sown(seen=((site.name, None),))))
         if not asked:
@@ -144,12 +145,14 @@ class Collect(Handler):
             frame.want(atoms)
             return given
         found.append(Taken(values=Sown(seen=new.seen, checks=new.checks)))
+        # One more execution for a reducer, whose state goes through the loops around.
         if chosen:
             values = tuple(frame.read_arrays(atoms))
             entry = _entry.captured(Entry(values, site), new.transform)
             reducer: Any = self.reducer(site.name)
             old = given.carry[site.key]
             state = _reduce.stepped(reducer, old, entry)
+            # With `names="h/3"`, only if it is that iteration.
             meant = [
                 i == n for i, n in zip(given.iterations, new.entry.at) if n is not None
             ]
@@ -171,6 +174,7 @@ class Collect(Handler):
         entries = [x.entry for x in found if isinstance(x, Pending)]
         arrays = iter(frame.read_arrays([v for e in entries for v in e.arrays]))
 
+        # Until now, entries had variables of the jaxpr in the place of arrays.
         def read(x: Pending) -> Pending:
             operands = tuple(next(arrays) for _ in x.entry.arrays)
             return x._replace(entry=dc.replace(x.entry, arrays=operands))

@@ -65,6 +65,7 @@ class Place(NamedTuple):
 
 
 def places_in(x: Any, here: Place) -> Iterator[Place]:
+    """The sows of a jaxpr that is in this place."""
     for eqn in with_sow(x):
         if eqn.primitive is sow_p:
             yield here._replace(site=eqn.params["site"])
@@ -177,6 +178,7 @@ class Tap(Handler):
             for one, at in self.asked.of(site):
                 if one.key not in self._modes:
                     continue
+                # Its count is carried under this key.
                 slot = str(self.slots.index((one.key, self.mesh)))
                 mine = lookup(self.transform.value, one.name) or transform
                 here = [i == n for i, n in zip(given.iterations, at) if n is not None]
@@ -198,6 +200,7 @@ class Tap(Handler):
     ) -> Any:
         """Sends one execution, if it is to be sent, and all of `here` holds. Returns
         the count after it."""
+        # `ran`: in which lanes, if a condition differs between these.
         n = len(site.guards)
         values, has = operands[n:], [site.has(i) for i in range(n, len(operands))]
         ran, ran_has = running(site, operands) if n else (None, ())
@@ -242,6 +245,7 @@ class Tap(Handler):
                 holds = align(holds, holds_has, both) & align(ran, ran_has, both)
             only_if(any_lane(holds), send)
 
+        # First `every`, then `when`, then the transform: what is not due costs nothing.
         due = executed
         if (every := self.options.value.every) > 1:
             due = due & (count % np.int32(every) == 0)

@@ -66,53 +66,68 @@ _OF_NOBODY = Label("", Const(object()))
 
 
 class Site(NamedTuple):
-    """The static part of a sow.
+    """The static part of a sow: the single parameter of its equation.
 
-    For each of `guards` there is one more operand, before the others: a boolean that
-    says whether the sow really runs, as in a loop under a batched predicate, or the
-    index of the branch that does. The guard then says which cond, which of its branches
-    the sow is in, and how many there are.
-
-    `unguarded` says that there should be more guards: JAX calls derivative rules when
-    it is too late for these.
-    `differentiated` is how many derivatives of it there are already. `orders` tells,
-    for each of `modes`, how many there were before that one: two derivatives of one
-    value, as in `grad(grad(f))`, are told apart by it. `origin` is an object of its own
-    for each call of `sow`, which its derivatives share.
-
-    The transformation at hand finds out, if it needs to know (`_walk/executions.py`):
-    `of` are the executions that the sow is, or is a derivative of, by the ways to their
-    equations, and several if it is in several branches. It runs them `again` if it is a
-    repetition. `backward`: it is a primal in a backward pass.
-
-    `note` says that it is a captured call of a module. Each transformation around that
-    captures it gives it a `Label` of its own, once it has traced its program and can
-    tell where the arrays of the module come from. Until then `waiting` has the depth
-    and the tag of that transformation, from inside out. The first of `labels` is that
-    of the transformation at hand, with the `name` and the `tag`; then come the others,
-    from inside out. `scoped`: the names begin with the path of the module around.
-    `fixed` are the values, guards aside, that the program does not take from the sow:
-    NumPy arrays, which stay what they are.
+    `bind` in `sow.py` makes it. Differentiation, batching and the rules for loops and
+    branches rewrite it. Handlers read it.
     """
 
+    # --- what was sown, and for whom ---
+    # What the sow is to each transformation around that has a name for it, from inside
+    # out; but first comes that of the transformation at hand.
     labels: tuple[Label, ...]
+    # The value: its arrays are operands of the equation (`OPERAND` among the leaves),
+    # all other leaves are here.
     treedef: Const
     leaves: tuple[Any, ...]
+
+    # --- differentiation ---
+    # `()` for a primal, `("tangent",)`, `("cotangent", "tangent")`, ...
     modes: tuple[str, ...] = ()
+    # Of each of `modes`, how many derivatives of the same value came before that one:
+    # the two cotangents in `grad(grad(f))` are told apart by it.
     orders: tuple[int, ...] = ()
+    # How many derivatives of it there are already.
     differentiated: int = 0
+
+    # --- where it runs ---
     axes: tuple[Axis, ...] = ()
+    # For each there is one more operand, before those of the value: a boolean that says
+    # whether the sow really runs, as in a loop under a batched predicate, or the index
+    # of the branch that does. A guard then says which cond, which of its branches the
+    # sow is in, and how many there are.
     guards: Guards = ()
+    # There should be more guards: JAX calls derivative rules when it is too late for
+    # these.
     unguarded: bool = False
+
+    # --- for checks and messages ---
     spec: Const | None = None
     where: str = ""
+
+    # --- which execution it is: see `_walk/executions.py` ---
+    # An object of its own for each call of `sow`, which its derivatives share.
     origin: Any = None
+    # The rest is only known to the transformation at hand, and only if it needs to
+    # know. The executions that the sow is, or is a derivative of, by the ways to their
+    # equations; there are several if it is in several branches.
     of: frozenset[tuple[int, ...]] = frozenset()
+    # Whether it is a repetition of these, which is not an execution of its own.
     again: bool = False
+    # Whether it is a primal in a backward pass.
     backward: bool = False
+
+    # Which of the arrays the program does not take from the sow: NumPy arrays, which
+    # stay what they are. Guards do not count.
     fixed: tuple[int, ...] = ()
+
+    # --- calls that `capture=` marks ---
     note: Note | None = None
+    # Of the transformations around that have yet to give it a label, the depth and the
+    # tag, from inside out. They can once they have traced their program, and see where
+    # the arrays of the module come from.
     waiting: tuple[tuple[int, Hashable], ...] = ()
+    # Whether its name begins with the path of the module around.
     scoped: bool = False
 
     @property

@@ -1,4 +1,14 @@
-"""Loops and branches, written anew with `jax.lax`."""
+"""Loops and branches, written anew with `jax.lax`.
+
+What a handler passes down (`Given`) and takes back (`Taken`) goes through them like
+this, for a scan with the body `(carry, x) -> (carry, y)`:
+
+    ((state, carry), (ys, values)) = scan(body, (state, carry), (xs, slices))
+
+The `state` of a reducer, or a count, goes from iteration to iteration. `slices` are what
+each iteration is given, such as its part of a planted array. `values` are what the sows
+of an iteration are, which the scan stacks.
+"""
 
 import jax
 import jax.core
@@ -37,6 +47,7 @@ def _scan(interpret, given, eqn, *args):
     asked = handler.needs_iterations(p["jaxpr"])
     iterations = [jnp.arange(p["length"], dtype=jnp.int32)] if asked else []
 
+    # With `names="h/3"`, one iteration is carried along, in the place of a stack.
     keeps = handler.keeps_iterations(p["jaxpr"])
     kept = ()
     if keeps:
@@ -71,6 +82,8 @@ def _scan(interpret, given, eqn, *args):
 @rule_for(jexc.primitives.cond_p)
 @staged_if_eager
 def _cond(interpret, given, eqn, index, *args):
+    # The branches sow different things, and have to return the same: each fills in
+    # zeros for what only the others sow.
     runs = [interpret(jaxpr) for jaxpr in eqn.params["branches"]]
     types = [types_of(run, given, *args)[1].values for run in runs]
     to_one_form = interpret.handler.unify_branches(types)
@@ -83,6 +96,8 @@ def _cond(interpret, given, eqn, index, *args):
 
         return call
 
+    # The new equation has all that the branches close over as operands, with one jaxpr
+    # for each branch.
     branches = alike(list(map(branch, runs)), given, *args)
     staged = [to_jaxpr(fn)(given, *args) for fn in branches]
     consts = [_compat.open_jaxpr(closed)[1] for closed, _ in staged]
@@ -174,6 +189,8 @@ def _while(interpret, given, eqn, *args):
 
     # Its aval: evaluated once more, the predicate might print.
     (pred,) = jax.make_jaxpr(going)(init).out_avals
+    # How often the body runs is not known, so nothing can be stacked: `rest` has what
+    # the last iteration sowed, and before the first one zeros.
     empty = _varying_like(pred, handler.before_first_iteration(types))
     first = init, given.carry, empty
     step, start = alike([body, lambda loop: loop], first)

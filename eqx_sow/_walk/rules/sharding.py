@@ -25,6 +25,7 @@ def _shard_map(interpret, given, eqn, *args):
     run = interpret(p["jaxpr"])
     manual = p["newly_manual_axes"]
     axes = {a: n for a, n in p["mesh"].shape.items() if a in manual}
+    # In: what each device is given of a planted array, and a count of its own.
     sliced, put_back, sliced_specs = handler.slices_for_devices(
         given.values, p["jaxpr"], [*axes]
     )
@@ -43,6 +44,8 @@ def _shard_map(interpret, given, eqn, *args):
     def varying(x):
         return [a for a in axes if not p["check_vma"] or a in _compat.varying(x)]
 
+    # Out: on each device, an axis of size 1 in front of what is sown there. So of
+    # `f32[3]` on 4 devices, `f32[1, 3]` on each is `f32[4, 3]` on all.
     def body(carry, sliced, index, *args):
         nonlocal specs
         carry = jax.tree.map(lambda x: x.reshape(x.shape[len(axes) :]), carry)
