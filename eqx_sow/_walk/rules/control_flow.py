@@ -5,9 +5,9 @@ this, for a scan with the body `(carry, x) -> (carry, y)`:
 
     ((state, carry), (ys, values)) = scan(body, (state, carry), (xs, slices))
 
-The `state` of a reducer, or a count, goes from iteration to iteration. `slices` are what
-each iteration is given, such as its part of a planted array. `values` are what the sows
-of an iteration are, which the scan stacks.
+The `state` of a reducer, or a count, goes from iteration to iteration. `slices` are
+what each iteration is given, such as its part of a planted array. `values` are what the
+sows of an iteration are, which the scan stacks.
 """
 
 import jax
