@@ -19,8 +19,8 @@ from .._names import lookup
 from .._values import entry as _entry, merge as _merge, reduce as _reduce
 from .._values.entry import Entry
 from .._values.modes import without_order
-from .._values.reduce import Reducer, Reduction
-from .._values.sown import Check, gather, Pending, Sown, to_one_form
+from .._values.reduce import Reducer, ReducerState
+from .._values.sown import Check, gather, Uncollected, Sown, to_one_form
 from .._walk.find import sites
 from .._walk.frame import Frame
 from .._walk.handler import Given, Handler, Taken
@@ -133,11 +133,11 @@ class Collect(Handler):
         for one, at in asked:
             mine = lookup(self.transform.value, one.name) or transform
             given = self._take(
-                found, given, _pending(one, at, mine, atoms, frame), frame
+                found, given, _uncollected(one, at, mine, atoms, frame), frame
             )
         return given
 
-    def _take(self, found: list, given: Given, new: Pending, frame: Frame) -> Given:
+    def _take(self, found: list, given: Given, new: Uncollected, frame: Frame) -> Given:
         site, atoms = new.entry.site, new.entry.arrays
         chosen = self._chooses(site)
         if chosen and not self.folds(site.name):
@@ -171,15 +171,15 @@ class Collect(Handler):
         found.append(Taken(values=Sown(hidden=hidden)))
 
     def end_jaxpr(self, found, given, frame: Frame) -> Taken:
-        entries = [x.entry for x in found if isinstance(x, Pending)]
+        entries = [x.entry for x in found if isinstance(x, Uncollected)]
         arrays = iter(frame.read_arrays([v for e in entries for v in e.arrays]))
 
         # Until now, entries had variables of the jaxpr in the place of arrays.
-        def read(x: Pending) -> Pending:
+        def read(x: Uncollected) -> Uncollected:
             operands = tuple(next(arrays) for _ in x.entry.arrays)
             return x._replace(entry=dc.replace(x.entry, arrays=operands))
 
-        parts = [read(x) if isinstance(x, Pending) else x.values for x in found]
+        parts = [read(x) if isinstance(x, Uncollected) else x.values for x in found]
         keeps_all = lambda name: self.reducer(name) is not None
         sown = gather(parts, frame.execution, keeps_all)
         return Taken(given.carry, sown.map(lambda e: _merge.relocated(e, frame.place)))
@@ -249,18 +249,18 @@ class Collect(Handler):
         )
         return dc.replace(old, entries=entries)
 
-    def started(self, survey: Sown) -> dict[Any, Reduction]:
+    def started(self, survey: Sown) -> dict[Any, ReducerState]:
         """The states to begin with, from a survey of the program."""
         entries = [e for e in survey.entries if self.folds(e.site.name)]
         return _reduce.started(self.reducer, entries)
 
 
-def _pending(
+def _uncollected(
     site: Site, at: tuple[int | None, ...], transform: Any, atoms, frame: Frame
-) -> Pending:
+) -> Uncollected:
     guards = tuple((*g, frame.root(v)) for g, v in zip(site.guards, atoms))
     entry = Entry(tuple(atoms), site, guards=(guards,) if guards else (), at=at)
-    return Pending(entry, transform, _checks(site, atoms) if site.spec else ())
+    return Uncollected(entry, transform, _checks(site, atoms) if site.spec else ())
 
 
 def _checks(site: Site, atoms: Sequence[Any]) -> tuple[Check, ...]:

@@ -15,13 +15,13 @@ from .._results.intermediates import (
 from . import entry as _entry, merge as _merge, reduce as _reduce
 from .entry import Entry, Result
 from .modes import is_backward
-from .reduce import Reducers, Reduction
+from .reduce import Reducers, ReducerState
 from .sown import Sown
 
 
 def assemble(
     sown: Sown,
-    states: Mapping[Any, Reduction],
+    states: Mapping[Any, ReducerState],
     reducers: Reducers,
     wanted: Mapping[Any, str],
 ) -> Intermediates:

@@ -296,7 +296,7 @@ class Buffer(Reducer):
 
 @jtu.register_dataclass
 @dc.dataclass(frozen=True)
-class Reduction:
+class ReducerState:
     """The state of a reducer for one name and mode.
 
     It goes through loops as part of their carry. `started` makes it, `stepped` takes it
@@ -320,14 +320,14 @@ class Reduction:
 Reducers = Callable[[str], Any]
 
 
-def started(reducers: Reducers, entries: Sequence[Entry]) -> dict[Any, Reduction]:
+def started(reducers: Reducers, entries: Sequence[Entry]) -> dict[Any, ReducerState]:
     """The states before the first execution, by `Site.key`. `entries` are the shapes of
     what would be captured without reducers; `reducers` says which is that of a name."""
     by_key = _entry.grouped(entries)
     return {key: _started(reducers(key[0]), places) for key, places in by_key.items()}
 
 
-def _started(reducer: Reducer, entries: Sequence[Entry]) -> Reduction:
+def _started(reducer: Reducer, entries: Sequence[Entry]) -> ReducerState:
     form = _merge.unify([_shapes_of_one(e) for e in entries])
     values = [zeros_like(form.with_lead(i, ())) for i in range(len(form.arrays) - 1)]
     with calling("reducer", form.site):
@@ -339,10 +339,10 @@ def _started(reducer: Reducer, entries: Sequence[Entry]) -> Reduction:
         (acc, jnp.zeros((), jnp.int32)),
     )
     conditional = any(e.counted for e in entries)
-    return Reduction(acc, count, form.site, len(entries), conditional)
+    return ReducerState(acc, count, form.site, len(entries), conditional)
 
 
-def stepped(reducer: Reducer, state: Reduction, entry: Entry) -> Reduction:
+def stepped(reducer: Reducer, state: ReducerState, entry: Entry) -> ReducerState:
     """The state after one more execution."""
     site, counted, lanes = entry.site, entry.counted, state.site.axes
     # JAX moves what does not depend on the iteration out of a loop: such a sow is met
@@ -386,7 +386,7 @@ def stepped(reducer: Reducer, state: Reduction, entry: Entry) -> Reduction:
     return dc.replace(state, acc=acc, count=count)
 
 
-def finished(reducer: Reducer, state: Reduction) -> Result:
+def finished(reducer: Reducer, state: ReducerState) -> Result:
     """What comes back. Arrays have the axes of the lanes first."""
     site, lanes = state.site, state.site.axes
     every = (True,) * len(lanes)

@@ -44,7 +44,7 @@ class Sown:
         return dc.replace(self, entries=tuple(map(fn, self.entries)))
 
 
-class Pending(NamedTuple):
+class Uncollected(NamedTuple):
     """A sow that is captured, once the jaxpr around it has been walked: what several
     branches of a cond sow is selected before it is transformed. Until then the `entry`
     has the operands of the sow. `conditional`: it has a count, though its guards may be
@@ -67,7 +67,7 @@ class Pending(NamedTuple):
 
 
 def gather(
-    found: list[Sown | Pending],
+    found: list[Sown | Uncollected],
     execution: Callable[[Any], Any],
     keeps_all: Callable[[str], bool],
 ) -> Sown:
@@ -75,7 +75,7 @@ def gather(
     another, see `Frame.execution`; `keeps_all` says of a name whether it may have
     several entries."""
     parts = [
-        x.as_sown() if isinstance(x, Pending) else x
+        x.as_sown() if isinstance(x, Uncollected) else x
         for x in _with_cases_chosen(found, execution)
     ]
     entries: list[Entry] = []
@@ -110,7 +110,7 @@ def _all_of(parts: Sequence[Sown], entries: Iterable[Entry]) -> Sown:
 # --- conds of which all branches run ---
 def _with_cases_chosen(
     found: list[Any], execution: Callable[[Any], Any]
-) -> list[Sown | Pending]:
+) -> list[Sown | Uncollected]:
     """What was found, with one sow where every branch of a cond has one of that
     name."""
     # Beside one in a call, which of them belong together shows only further out.
@@ -119,7 +119,7 @@ def _with_cases_chosen(
     }
     groups: dict[Any, list[int]] = {}
     for i, x in enumerate(found):
-        entry = x.entry if isinstance(x, Pending) else None
+        entry = x.entry if isinstance(x, Uncollected) else None
         if entry is not None and entry.guards and entry.site.key not in in_calls:
             *outer, (cond, _, size, of) = entry.guards[0]
             key = entry.site.key, *outer, cond, execution(of), size
@@ -137,7 +137,7 @@ def _with_cases_chosen(
     return _with_cases_chosen([x for x in found if x is not None], execution)
 
 
-def _chosen(cases: Sequence[Pending], size: int) -> Pending | None:
+def _chosen(cases: Sequence[Uncollected], size: int) -> Uncollected | None:
     """One sow from those in the branches of a cond, if each branch has one and they are
     of one form."""
     by_branch = {x.entry.guards[0][-1][1]: x for x in cases}

@@ -119,7 +119,9 @@ def _sites(found: Sequence[_Sow]) -> dict[Path, Site]:
 
 # --- values that are computed twice ---
 def _repeated_values(same: Sequence[_Sow]) -> Iterator[tuple[Path, frozenset[Path]]]:
-    """Of sows of one value, the repetitions."""
+    """Of sows of one value, the repetitions: of 2 executions that are repeated twice in
+    all, the first repetition is of the last execution, and the second one of the first.
+    If they are repeated 4 times, it is 2 each."""
     ran = [x for x in same if not x.backward]
     repeated = [x for x in same if x.backward]
     for j, x in enumerate(repeated):
