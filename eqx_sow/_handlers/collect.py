@@ -20,7 +20,7 @@ from .._values import entry as _entry, merge as _merge, reduce as _reduce
 from .._values.entry import Entry
 from .._values.modes import without_order
 from .._values.reduce import Reducer, ReducerState
-from .._values.sown import Check, gather, Uncollected, Sown, to_one_form
+from .._values.sown import Check, gather, Sown, to_one_form, Uncollected
 from .._walk.find import sites
 from .._walk.frame import Frame
 from .._walk.handler import Given, Handler, Taken
