@@ -615,3 +615,8 @@ def test_quax():
     out, got = saved(model, x)
     assert_close(out, linear(x))
     assert_close(got["m"]["primal"], linear(x))
+    # The other way round its arrays are not seen. The class is.
+    saved = S(quax.quaxify(lambda m, x: m(x)), capture=eqx.nn.Linear)
+    out, got = saved(model, x)
+    assert_close(out, linear(x))
+    assert_close(got["Linear"]["primal"], linear(x))

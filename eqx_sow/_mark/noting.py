@@ -285,7 +285,7 @@ def called_with(depth: int, places: Callable[[], dict[int, tuple[str, ...]]]):
 def _note(module, method, captures, scope, plain, args, kwargs):
     chosen = [c for c in captures if _may_choose(c, module, method)]
     call, arrays = _call(module, method, any(c.outlines for c in chosen))
-    edge: Any = edge_p.bind(*arrays, call=call)
+    edge = _edge(call, arrays)
     note = Note(call, scope=scope)
     if isinstance(module, Sow) and module.name is None:
         return _bind_unnamed(module, note, edge, plain(*args, **kwargs))
@@ -377,6 +377,16 @@ def _call(module: Any, method: str, outline: bool) -> tuple[Call, list[Any]]:
             if id(module) in places()
         }
     return call, [x for _, x in picked]
+
+
+def _edge(call: Call, arrays: list[Any]) -> Any:
+    try:
+        return edge_p.bind(*arrays, call=call)
+    except Exception:
+        # Another library's arrays may be no operands of primitives that it does not
+        # know, such as quax's. They are not witnesses then.
+        call.leaves = ()
+        return edge_p.bind(call=call)
 
 
 def form_of(module: Any) -> Const:

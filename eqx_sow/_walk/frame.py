@@ -8,7 +8,7 @@ import jax.extend.core as jexc
 import jax.numpy as jnp
 
 from .. import _compat
-from .._mark.primitive import edge_value
+from .._mark.primitive import edge_p, edge_value
 from .find import root, variables
 
 
@@ -161,6 +161,14 @@ class Frame:
                     invars.update((v, None) for v in variables(atoms) if v in env)
                     break
         wanted = self._wanted()
+        # An edge that only a sow needed is gone with that.
+        read = {v for e in eqns for v in e.invars if not isinstance(v, jexc.Literal)}
+        eqns = [
+            e
+            for e in eqns
+            if e.primitive is not edge_p
+            or any(v in read or wanted(v) for v in e.outvars)
+        ]
         outvars = [v for e in eqns for v in e.outvars if wanted(v)]
         segment = self._jaxpr.replace(
             constvars=[],
