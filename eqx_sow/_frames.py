@@ -4,6 +4,7 @@ import contextlib
 import functools as ft
 import sys
 import types
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast, TypeVar
@@ -69,10 +70,22 @@ def _without_libraries(
 def user_line() -> str:
     """`file:line` of the innermost frame that is neither ours nor JAX's nor
     Equinox's."""
-    frame = sys._getframe(2)
-    while is_library(frame.f_code.co_filename) and frame.f_back is not None:
-        frame = frame.f_back
+    frame, _ = _user_frame()
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def warn(message: str) -> None:
+    """A warning at that line."""
+    _, level = _user_frame()
+    warnings.warn(message, stacklevel=level)
+
+
+def _user_frame() -> tuple[types.FrameType, int]:
+    """That frame, and its `stacklevel` for whoever called this."""
+    frame, level = sys._getframe(2), 2
+    while is_library(frame.f_code.co_filename) and frame.f_back is not None:
+        frame, level = frame.f_back, level + 1
+    return frame, level
 
 
 def call_site(eqn: Any) -> tuple[tuple[Any, int], ...]:

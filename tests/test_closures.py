@@ -451,6 +451,7 @@ def test_no_tracer_is_kept(wrap):
         wrap(fn)(jnp.ones((3, 3)) if wrap is jax.jit else jnp.ones((1, 3, 3)))
 
 
+@pytest.mark.filterwarnings("ignore:.*no value is marked")
 def test_threads():
     nets = {i: _linear(i) for i in range(4)}
     fns = {i: (lambda x, i=i: nets[i](x) + ONE(x)) for i in nets}

@@ -1,7 +1,9 @@
 """What errors say."""
 
 import functools
+import itertools
 import re
+import warnings
 
 import equinox as eqx
 import eqx_sow
@@ -387,3 +389,79 @@ def test_a_gradient_that_may_be_that_of_either_of_two_modules():
     _, values = S(batch, capture=True, modes="primal")(layers, xs)
     assert values.keys() == {"layers/0", "layers/1"}
     assert "cotangent" in S(jax.grad(loss), capture=True)(layers, X)[1]["layers/0"]
+
+
+# --- warnings ---
+
+
+FILES = itertools.count()
+
+
+def _unmarked():
+    """A model, and a function of it and `x`, as if from a file of their own."""
+    file = f"file_{next(FILES)}"
+
+    class Scaled(eqx.Module):
+        scale: float
+
+        def __call__(self, x):
+            return self.scale * x
+
+    Scaled.__module__, scope = file, {}
+    exec(compile("def loss(model, x): return model(x).sum()", file, "exec"), scope)
+    return Scaled(2.0), scope["loss"]
+
+
+@pytest.mark.parametrize("call", [S, tap])
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda run, fn: run(fn),
+        lambda run, fn: eqx.filter_jit(run(eqx.filter_grad(fn))),
+        lambda run, fn: run(eqx.filter_jit(fn)),
+        lambda run, fn: run(functools.partial(fn)),
+    ],
+)
+def test_nothing_is_marked(call, wrap):
+    name = "save_intermediates" if call is S else "tap"
+    model, fn = _unmarked()
+    with warnings.catch_warnings(record=True) as record:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            # As in a loop of training: made anew in each step, of another model.
+            model = eqx.tree_at(lambda m: m.scale, model, model.scale + 1)
+            wrap(call, fn)(model, X)
+            call(model)(X)
+    of_loss, of_model = record
+    assert f"`{name}`: no value is marked in `loss`. Pass `capture=True`" in str(
+        of_loss.message
+    )
+    assert "is marked in `Scaled`" in str(of_model.message)
+    assert of_loss.category is UserWarning
+    assert of_loss.filename == of_model.filename == __file__
+    assert of_model.lineno == of_loss.lineno + 1
+
+
+def test_a_warning_that_is_an_error_is_one_each_time():
+    model, _ = _unmarked()
+    for _ in range(2):
+        with pytest.raises(UserWarning, match="no value is marked"):
+            S(model)(X)
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda model, fn: S(model, capture=True),
+        lambda model, fn: S(lambda x: sow(fn(model, x), "h")),
+        lambda model, fn: S(lambda x: sow(fn(model, x), "h"), tag="another"),
+        lambda model, fn: S(S(lambda x: sow(fn(model, x), "h"))),
+        lambda model, fn: S(tap(lambda x: sow(fn(model, x), "h"), lambda event: None)),
+        lambda model, fn: S(lambda x: S(model, capture=True)(x)),
+        lambda model, fn: S(model, names=[]),
+        lambda model, fn: plant(lambda x: sow(model(x), "h"), {"h": jnp.sin}),
+    ],
+)
+def test_no_warning(run):
+    # Any would be an error.
+    run(*_unmarked())(X)

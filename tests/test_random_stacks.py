@@ -37,7 +37,7 @@ def _renamed(value, name, **options):
 
 
 def _lost(value, name, **options):
-    return value
+    return sow(value, name, **{**options, "tag": "another"})
 
 
 def _wrong_cotangent(value, name, **options):

@@ -271,6 +271,7 @@ def test_tracers(transform):
         transform(f)(jnp.ones(3))
 
 
+@pytest.mark.filterwarnings("ignore:.*no value is marked")
 def test_empty():
     text = tabulate({})
     assert isinstance(text, str)

@@ -737,6 +737,7 @@ def test_what_selects_nothing(options):
         watch(straight, X, **options)
 
 
+@pytest.mark.filterwarnings("ignore:.*no value is marked")
 def test_no_sow():
     assert watch(jnp.sin, X)[1] == []
 

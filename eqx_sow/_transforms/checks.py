@@ -1,9 +1,11 @@
 """What is checked once a program has been traced: that options select something, and
 that what they select can be had."""
 
+import functools as ft
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from .._frames import warn
 from .._names import check_known, in_a_list, matches, same_in_a_model, selected
 from .._values.modes import labels
 from .options import Options
@@ -116,3 +118,40 @@ def wanted(
         "`modes=`. Or take the `jax.checkpoint` away.",
     )
     return mode_of
+
+
+# Where the functions and the classes of models are from. One that is made anew in each
+# step is from the same place.
+_unmarked: set[tuple[Any, ...]] = set()
+
+
+def warn_unmarked(call: str, fn: Any, program: Program, options: Options) -> None:
+    """Warns, once for each function, if there is nothing in the program that could be
+    selected. What was asked for by name is an error before that."""
+    if program.marked or options.names is not None:
+        return
+    fn = _called(fn)
+    name = getattr(fn, "__name__", type(fn).__name__)
+    code = getattr(fn, "__code__", None)
+    if code is None:
+        place = name, type(fn).__module__, type(fn).__qualname__
+    else:
+        place = name, code.co_filename, code.co_firstlineno
+    if place not in _unmarked:
+        warn(
+            f"`{call}`: no value is marked in `{name}`. Pass `capture=True` for the "
+            "output of each module, or mark values with `eqx_sow.sow`."
+        )
+        # Not if the warning is an error.
+        _unmarked.add(place)
+
+
+def _called(fn: Any) -> Any:
+    """What is inside of transformations and partial applications."""
+    while True:
+        if hasattr(fn, "__wrapped__"):
+            fn = fn.__wrapped__
+        elif isinstance(fn, ft.partial):
+            fn = fn.func
+        else:
+            return fn

@@ -23,7 +23,7 @@ from .._values.reduce import Reducer
 from .._values.sown import Sown
 from .._walk.handler import Given
 from . import options as opt
-from .checks import hints, unselected, wanted
+from .checks import hints, unselected, wanted, warn_unmarked
 from .options import Options, Saving
 from .program import Program
 from .transformed import Transformed, wrap
@@ -76,6 +76,7 @@ class _SaveIntermediates(Transformed):
         keys = [*states, *(e.site.key for e in sown.entries)]
         there = [mode for _, mode in sown.seen if mode is not None]
         mode_of = wanted("save_intermediates", program, options, keys, there)
+        warn_unmarked("save_intermediates", self._fn, program, options)
         intermediates = assemble(sown, states, collect.reducer, mode_of)
         _spec.check(sown.checks, options.spec, intermediates)
         return program.output(outs), intermediates
@@ -200,6 +201,8 @@ def save_intermediates(
     - [`eqx_sow.UnsupportedPrimitiveError`][] if a value is not accessible where it is
         sown;
     - [`eqx_sow.SowError`][] if values of one name cannot be combined.
+
+    It warns, once for each function, if nothing is marked in there.
 
     !!! example
 

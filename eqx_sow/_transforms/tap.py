@@ -22,7 +22,7 @@ from .._mark.static import Const, Same, SameParts, take_apart
 from .._names import check_known
 from .._walk.handler import Given
 from . import options as opt
-from .checks import hints, unselected, wanted
+from .checks import hints, unselected, wanted, warn_unmarked
 from .options import Options, Tapping
 from .program import Program
 from .transformed import Transformed, wrap
@@ -46,7 +46,9 @@ class _Tapped(Transformed):
 
     def _result(self, program: Program) -> Any:
         extra, *form = take_apart(self._extra)
-        return program.output(_evaluate(self, program, extra, tuple(form)))
+        outs = _evaluate(self, program, extra, tuple(form))
+        warn_unmarked("tap", self._fn, program, self._options.value)
+        return program.output(outs)
 
     @api_boundary
     def __call__(self, /, *args, **kwargs):
@@ -257,6 +259,8 @@ def tap(
     [`eqx_sow.UnsupportedPrimitiveError`][] if a value is not accessible where it is
     sown, and [`eqx_sow.SowError`][] if eqx_sow cannot tell when, or in which lanes, a
     sow runs.
+
+    It warns, once for each function, if nothing is marked in there.
 
     !!! example
 
