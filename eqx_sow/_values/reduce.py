@@ -73,9 +73,10 @@ class Append(Reducer):
     """A tuple with one entry for each place in straight-line code where the name is
     sown, in order of execution. The entry of a place in a loop is stacked.
 
-    Cotangents are in the same order, although they are computed backward: the first
-    entry belongs to the first place, and is `None` if that has no cotangent. Cotangents
-    of sows that never ran forward, as in `jax.linear_transpose`, come last.
+    Cotangents are in the same order, although they are computed backward, and whatever
+    the order in which functions from `jax.vjp` are called: the first entry belongs to
+    the first place, and is `None` if that has no cotangent. Cotangents of sows that
+    never ran forward, as in `jax.linear_transpose`, come last.
 
     Each entry has the shape and dtype that it would have without a reducer. If an entry
     has a `"count"`, that is a tuple, too.

@@ -100,18 +100,16 @@ def _sites(found: Sequence[_Sow]) -> dict[Path, Site]:
     for same in by_value.values():
         repeated.update(_repeated_values(same))
     repeated.update(_replayed([x for x in primals if x.here.path not in repeated]))
-    of_call = defaultdict(set)
-    for x in primals:
-        of = repeated.get(x.here.path, {x.here.path})
-        of_call[x.site.name, x.site.origin].update(of)
+    origin = {x.here.path: x.site.origin for x in primals}
     sites = {}
     for x in found:
         path, again = x.here.path, x.here.path in repeated
-        of = x.edges if x.site.modes else {path}
+        # Edges of several branches may come out of one place. Where nothing leads to
+        # the primal, it is any from this call of `sow`.
+        edges = [p for p in x.edges if origin.get(p) is x.site.origin]
+        edges = edges or [p for p, o in origin.items() if o is x.site.origin]
+        of = edges if x.site.modes else [path]
         of = frozenset().union(*[repeated.get(p, {p}) for p in of])
-        if not of:
-            # Nothing leads to its primal, so it is of any of this call of `sow`.
-            of = frozenset(of_call[x.site.name, x.site.origin])
         backward = not x.site.modes and x.backward
         sites[path] = x.site._replace(of=of, again=again, backward=backward)
     return sites
