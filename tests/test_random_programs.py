@@ -230,6 +230,10 @@ def check_program(seed, everything=False):
         check(captured, case.captured, what, case.loose)
 
 
+# A program may have no sow.
+pytestmark = pytest.mark.filterwarnings("ignore:.*no value is marked")
+
+
 @pytest.fixture(autouse=True)
 def compile_fast():
     before = jax.config.read("jax_disable_most_optimizations")
