@@ -1,5 +1,8 @@
 """`jit(save_intermediates(f))` compiles to the program that one would write by hand."""
 
+import re
+
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
@@ -284,3 +287,33 @@ def test_cotangents_of_leaves_cost_nothing_unless_selected(select):
 
     saved = lambda *args: S(loss(sow), **select)(*args)[0]
     _same_program(saved, loss(lambda v, name: v), X, X, WS)
+
+
+class Layer(eqx.Module):
+    w: jax.Array
+
+    def __call__(self, x):
+        return jnp.tanh(x @ self.w)
+
+
+class Net(eqx.Module):
+    layers: list
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_a_profile_shows_classes():
+    net = Net([Layer(WS[0]), Layer(WS[1])])
+    by_hand = lambda net, x: (net.layers[1](y := net.layers[0](x)), y)
+    captured = S(lambda net, x: net(x), capture=True, names="*/layers/0")
+    args = net, X
+    first, second = (jax.jit(f).lower(*args).compile() for f in (captured, by_hand))
+    assert instructions(first.as_text()) == instructions(second.as_text())
+    assert re.search(r'op_name="[^"]*Net/Layer/dot_general', first.as_text())
+    assert "Layer/" not in second.as_text()
+    gradient = S(jax.grad(lambda net, x: net(x).sum()), capture=True)
+    text = jax.jit(gradient).lower(*args).compile().as_text()
+    assert re.search(r'op_name="[^"]*transpose\(jvp\(Net\)\)/Layer/dot_general', text)
