@@ -143,17 +143,18 @@ def TWO():
     return make_net(1)
 
 
-def registering(programs):
+# Those of `meeting_trees.py` and `meeting_ways.py`, by name, once they are imported.
+PROGRAMS: dict[str, Program] = {}
+
+
+def program(*models, without=(), **options):
     """A decorator that adds a program, of `(*models, X)`."""
 
-    def program(*models, without=(), **options):
-        def register(make):
-            programs[make.__name__] = Program(make, models, options, without)
-            return make
+    def register(make):
+        PROGRAMS[make.__name__] = Program(make, models, options, without)
+        return make
 
-        return register
-
-    return program
+    return register
 
 
 def mapped(fn, *trees) -> Any:

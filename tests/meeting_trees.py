@@ -13,14 +13,9 @@ from tests.meeting import (
     mapped,
     mix,
     ONE,
-    Program,
-    registering,
+    program,
     TWO,
 )
-
-
-PROGRAMS: dict[str, Program] = {}
-program = registering(PROGRAMS)
 
 
 @program(ONE)

@@ -17,15 +17,10 @@ from tests.meeting import (
     make_net,
     mapped,
     ONE,
-    Program,
-    registering,
+    program,
     TWO,
     X,
 )
-
-
-PROGRAMS: dict[str, Program] = {}
-program = registering(PROGRAMS)
 
 
 @program(ONE, TWO)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from eqx_sow import plant, save_intermediates as S, sow
 
-from tests import meeting_trees, meeting_ways
+from tests import meeting_trees, meeting_ways  # noqa: F401
 from tests.helpers import assert_close
 from tests.meeting import (
     edit,
@@ -20,13 +20,13 @@ from tests.meeting import (
     loss_of,
     mapped,
     over_data,
+    PROGRAMS,
     Run,
     total,
     X,
 )
 
 
-PROGRAMS = meeting_trees.PROGRAMS | meeting_ways.PROGRAMS
 XS = jnp.stack([X, -X])
 BY_HAND = Run(lambda value, name, of: sow(value, name))
 

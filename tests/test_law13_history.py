@@ -8,12 +8,19 @@ import jax
 import pytest
 from eqx_sow import plant, save_intermediates as S
 
-from tests import meeting_trees, meeting_ways
+from tests import meeting_trees, meeting_ways  # noqa: F401
 from tests.helpers import assert_close
-from tests.meeting import edit, events_of, Layer, loss_of, make_net, over_data, Run, X
-
-
-PROGRAMS = meeting_trees.PROGRAMS | meeting_ways.PROGRAMS
+from tests.meeting import (
+    edit,
+    events_of,
+    Layer,
+    loss_of,
+    make_net,
+    over_data,
+    PROGRAMS,
+    Run,
+    X,
+)
 
 
 def _over_lanes(fn, args):

@@ -6,12 +6,20 @@ import jax.numpy as jnp
 import pytest
 from eqx_sow import plant, save_intermediates as S, Sow, sow
 
-from tests import meeting_trees, meeting_ways
+from tests import meeting_trees, meeting_ways  # noqa: F401
 from tests.helpers import assert_close
-from tests.meeting import Act, edit, events_of, Layer, loss_of, mapped, Net, Run, X
-
-
-PROGRAMS = meeting_trees.PROGRAMS | meeting_ways.PROGRAMS
+from tests.meeting import (
+    Act,
+    edit,
+    events_of,
+    Layer,
+    loss_of,
+    mapped,
+    Net,
+    PROGRAMS,
+    Run,
+    X,
+)
 
 
 # --- Options, and several of them ---

@@ -464,15 +464,19 @@ def test_copies_of_intermediates(way):
     assert type(new) is Intermediates and list(new) == list(got)
     assert [list(modes) for modes in new.values()] == [list(m) for m in got.values()]
     assert_close(new, got)
+    summed = S(_fn, transform=summarize)(X)[1]
+    assert_close(COPIES.get(way, _from_file)(summed), summed)
     assert_close(plant(_fn, COPIES.get(way, _from_file)(S(_fn)(X)[1]))(X), _fn(X))
 
 
 @pytest.mark.parametrize("way", [*COPIES, "file"])
 def test_copies_of_a_model(way):
     model = _model()
-    new = COPIES.get(way, _from_file)(model)
-    assert_close(new, model)
-    assert_close(S(new, capture=True)(X), S(model, capture=True)(X))
+    copied = COPIES.get(way, _from_file)
+    captured = S(model, capture=True)
+    assert_close(copied(model), model)
+    assert_close(S(copied(model), capture=True)(X), captured(X))
+    assert_close(copied(captured)(X), captured(X))
 
 
 @pytest.mark.parametrize("way", COPIES)
