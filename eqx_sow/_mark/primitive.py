@@ -27,6 +27,7 @@ import jax.core
 import jax.extend.core as jexc
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.interpreters import ad, batching, mlir, partial_eval as pe
 
 from .. import _compat
@@ -222,6 +223,11 @@ def _sow_transpose(cts, edge, *operands, site):
     ]
 
 
+def _to_front(x, d):
+    # `jnp.moveaxis` would add a jitted function, which has to be traced.
+    return lax.transpose(x, (d, *range(d), *range(d + 1, x.ndim)))
+
+
 def _sow_batch(axis_data, operands, dims, *, site):
     (edge, *operands), (edge_dim, *dims) = operands, dims
     if edge_dim is not None:
@@ -233,9 +239,7 @@ def _sow_batch(axis_data, operands, dims, *, site):
     axis = Axis(axis_data.size, has, loops, spec=axis_data.explicit_mesh_axis)
     unguarded = any(c not in [g[0] for g in site.guards] for c in conds)
     site = site._replace(unguarded=site.unguarded or unguarded)
-    operands = [
-        x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims)
-    ]
+    operands = [_to_front(x, d) if d else x for x, d in zip(operands, dims)]
     out = sow_p.bind(edge, *operands, site=site._replace(axes=(axis, *site.axes)))
     return out, [None, *(0 if h else d for h, d in zip(has, dims))]
 
