@@ -70,6 +70,12 @@ def _run(self, args, kwargs):
             return type(self)._result(self, program)
 
 
+# Python keeps frames in chunks of 16 kB, and where a call does not fit into the last
+# one, it asks the system for memory, each time. Tracing nests deep enough for that to
+# be a third of its time. A frame that is too large gets a chunk with room for more.
+_run.__code__ = _run.__code__.replace(co_stacksize=2**15)
+
+
 def _unbound(fn: Callable) -> Callable:
     """A method that Python bound to a module, as a PyTree that holds the module."""
     if isinstance(fn, types.MethodType) and isinstance(fn.__self__, eqx.Module):
