@@ -10,12 +10,8 @@ import jax.extend.core as jexc
 from .. import _compat
 from .._errors import UnsupportedPrimitiveError
 from .._mark.listening import Listening, listening
-from .._mark.primitive import same_p, sow_effect, sow_p
+from .._mark.primitive import edge_p, same_p, sow_effect, sow_p
 from .._mark.site import Site
-
-
-# Types of parameters in which there is no need to look for a jaxpr.
-_PLAIN = frozenset({type(None), bool, int, float, str})
 
 
 def shows_sow(x: Any) -> bool:
@@ -30,7 +26,7 @@ def has_sow(x: Any) -> bool:
         return True
     if not isinstance(x, jexc.JaxprEqn):
         return bool(with_sow(x))
-    return not _PLAIN.issuperset(map(type, x.params.values())) and (
+    return x.primitive not in _plain and (
         any(map(has_sow, jaxprs_of(x))) or bool(_in_functions(x))
     )
 
@@ -75,9 +71,9 @@ def jaxprs_of(eqn: Any) -> list[Any]:
     return found
 
 
-# Those of JAX's primitives that have no jaxpr among their parameters. (Of a few, such
-# as `scatter`, some equations have one, which combines two numbers.)
-_plain: set[jexc.Primitive] = set()
+# Those of JAX's primitives that have no jaxpr among their parameters, and ours. (Of a
+# few, such as `scatter`, some equations have one, which combines two numbers.)
+_plain: set[jexc.Primitive] = {edge_p, same_p, sow_p}
 
 
 def expanded(eqn: Any) -> Any:
@@ -166,7 +162,7 @@ def recomputed(x: Any) -> Iterator[Site]:
         if eqn.primitive is same_p:
             yield eqn.params["site"]
         else:
-            for jaxpr in jaxprs_in(eqn.params):
+            for jaxpr in jaxprs_of(eqn):
                 yield from recomputed(jaxpr)
 
 
