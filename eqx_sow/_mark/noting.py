@@ -33,15 +33,17 @@ from .static import Const
 
 # No `__wrapped__` tells what this is.
 Jacobian: Any = type(eqx.filter_jacrev(lambda: None))
+_WRAPPERS = {eqx.Partial, Jacobian}
 
 
 def is_wrapper(module: Any) -> bool:
     """Whether a module is a transformed function, rather than part of a model."""
-    if isinstance(module, eqx.Partial | Jacobian):
-        return True
-    return isinstance(module, eqx.Module) and (
-        isinstance(getattr(type(module), "__wrapped__", None), property)
-        or hasattr(module, "__self__")
+    cls = type(module)
+    return (
+        not _WRAPPERS.isdisjoint(cls.__mro__)
+        or "__self__" in getattr(cls, "__dataclass_fields__", ())
+        or _is_module(module)
+        and isinstance(getattr(cls, "__wrapped__", None), property)
     )
 
 
@@ -397,7 +399,9 @@ def form_of(module: Any) -> Const:
 
 def keys(path: Any) -> tuple[str, ...]:
     """The keys of a path in a PyTree, as strings."""
-    return tuple(jtu.keystr((key,), simple=True) for key in path)
+    if not path:
+        return ()
+    return tuple(jtu.keystr(path, simple=True, separator="\0").split("\0"))
 
 
 def _outline(module: Any) -> Any:

@@ -16,8 +16,8 @@ from .._walk.edit import with_sites_at
 from .._walk.find import sows
 from .._walk.flow import Here, run
 from .naming import Naming
-from .places import modules, modules_without_arrays, Places
-from .sources import Source, Value
+from .places import modules_without_arrays, Places
+from .sources import at_source, Source
 
 
 def is_function_to_capture(capture: Any) -> bool:
@@ -110,7 +110,7 @@ def name(closed: Any, called: tuple, depth: int, marking: Marking) -> Named:
         return Named(closed)
     places = Places(*called)
     naming = Naming(places, depth, marking)
-    inputs = [Value({Source(i): 0}, ("input", i)) for i in range(len(places.inputs))]
+    inputs = [at_source(Source(i), ("input", i)) for i in range(len(places.inputs))]
     run(naming, closed, inputs, Here())
     sites = naming.sites()
     if marking.capture is not None:
@@ -124,7 +124,7 @@ def _has_notes(closed: Any, marking: Marking) -> bool:
 
 def _check_found(places: Places, marking: Marking, naming: Naming) -> None:
     """Raises if the options select nothing, and says what there would have been."""
-    there = {"/".join(path) or ".": type(x) for path, x in modules(places.roots)}
+    there = {"/".join(path) or ".": type(x) for path, x in places.modules}
     there.update(naming.seen)
     fits = {
         path: cls

@@ -16,7 +16,6 @@ the edge of its primal, and so its name. At the end, each sow is replaced by one
 its names (`_walk/edit.py`); from there on they are like those of `sow`.
 """
 
-from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -31,7 +30,9 @@ from .._values.modes import without_order
 from .._walk.flow import Domain, Here
 from .places import Path, Places
 from .sources import (
+    at_source,
     Candidate,
+    Distances,
     Edge,
     either,
     MOVES,
@@ -89,7 +90,7 @@ class Naming(Domain):
         if not getattr(x, "shape", None) and not eqx.is_array(x):
             return NOTHING
         self._constants[id(x)] = x
-        return Value({Source(1 << 30, id(x)): 0}, ("constant", id(x)))
+        return at_source(Source(1 << 30, id(x)), ("constant", id(x)))
 
     def either(self, values):
         return either(values, made=values[0].made)
@@ -110,7 +111,7 @@ class Naming(Domain):
         }
         apart = self._taken_apart.setdefault(scan, set())
         apart.update((s.of, s.constant) for s, n in value.sources.items() if not n)
-        return value._replace(sources=sources)
+        return value._replace(distances=Distances(sources))
 
     def stacked(self, value, here):
         scan = here.scans[-1]
@@ -118,7 +119,7 @@ class Naming(Domain):
             s._replace(entry_of=tuple(x for x in s.entry_of if x != scan)): n
             for s, n in value.sources.items()
         }
-        return value._replace(sources=sources)
+        return value._replace(distances=Distances(sources))
 
     def equation(self, eqn, operands, here):
         primitive = eqn.primitive
@@ -194,7 +195,8 @@ class Naming(Domain):
         ]
         if paths:
             same_class = [p for p in paths if self._is_of_class(p, call)]
-            path, _ = Counter(same_class or paths).most_common(1)[0]
+            among = same_class or paths
+            path = max(among, key=among.count)
             after = self._after(visit, path)
             return Place("/".join(path), path, after=after)
         # It has no arrays of its own, or they were made on the way.

@@ -42,6 +42,10 @@ class Places:
         ]
 
     @ft.cached_property
+    def modules(self) -> list[tuple[Path, Any]]:
+        return list(modules(self.roots))
+
+    @ft.cached_property
     def _outside(self) -> list[tuple[Path, Any]]:
         """The arrays and the modules in variables that the function and its arguments
         read."""
@@ -90,7 +94,7 @@ class Places:
     def of_form(self, form: Const) -> list[Path]:
         """The places of modules without arrays that are like this."""
         is_like = lambda x: form_of(x) == form
-        found = [path for path, x in modules(self.roots) if is_like(x)]
+        found = [path for path, x in self.modules if is_like(x)]
         found = found or [p for p, x in self._outside if is_part(x) and is_like(x)]
         return list(dict.fromkeys(found))
 
@@ -112,7 +116,7 @@ class Places:
         """The classes of the modules at their places."""
         outside = self.__dict__.get("_outside", ())
         found = {path: type(x) for path, x in outside if is_part(x)}
-        return {**found, **{path: type(x) for path, x in modules(self.roots)}}
+        return {**found, **{path: type(x) for path, x in self.modules}}
 
 
 def modules(roots: Any) -> Iterator[tuple[Path, Any]]:

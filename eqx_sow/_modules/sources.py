@@ -77,24 +77,63 @@ class Edge(NamedTuple):
     origin: Any = None
 
 
-class Value(NamedTuple):
-    """What goes through a program: of an array, how many computations there are between
-    it and each of its `sources`; which equation made it, moves aside; and the edges it
-    stands for, if it is one. `cases`: it comes out of a cond, and what it is in each
-    branch, with the maker of the index."""
+class Distances:
+    """How many computations there are between a value and each of its sources. Most
+    values are those of no module, so it is found out when somebody asks."""
 
-    sources: Mapping[Source, int] = {}
+    def __init__(
+        self,
+        known: Mapping[Source, int] | None = None,
+        of: Sequence["Distances"] = (),
+        step: int = 0,
+    ):
+        self._known = known
+        self._of = of
+        self._step = step
+
+    def known(self) -> Mapping[Source, int]:
+        # Not by recursion: a program may be long.
+        waiting = [self]
+        while waiting:
+            x = waiting[-1]
+            missing = [y for y in x._of if y._known is None]
+            if missing:
+                waiting += missing
+                continue
+            waiting.pop()
+            if x._known is None:
+                x._known = _nearest([y._known or {} for y in x._of], x._step)
+                x._of = ()
+        return self._known or {}
+
+
+_NOWHERE = Distances({})
+
+
+class Value(NamedTuple):
+    """What goes through a program: of an array, how far it is from its sources; which
+    equation made it, moves aside; and the edges it stands for, if it is one. `cases`:
+    it comes out of a cond, and what it is in each branch, with the maker of the
+    index."""
+
+    distances: Distances = _NOWHERE
     made: Hashable = None
     edges: tuple[Edge, ...] = ()
     cases: tuple[Hashable, tuple["Value", ...]] | None = None
+
+    @property
+    def sources(self) -> Mapping[Source, int]:
+        return self.distances.known()
 
 
 NOTHING = Value()
 
 
+def at_source(source: Source, made: Hashable) -> Value:
+    return Value(Distances({source: 0}), made)
+
+
 def _nearest(maps: Sequence[Mapping[Source, int]], step: int) -> dict[Source, int]:
-    if len(maps) == 1 and not step:
-        return dict(maps[0])
     out: dict[Source, int] = {}
     for m in maps:
         for source, n in m.items():
@@ -107,6 +146,8 @@ def _nearest(maps: Sequence[Mapping[Source, int]], step: int) -> dict[Source, in
 
 
 def either(values: Sequence[Value], step: int = 0, made: Any = None) -> Value:
-    maps = [v.sources for v in values if v.sources]
-    edges = dict.fromkeys(e for v in values for e in v.edges)
-    return Value(_nearest(maps, step) if maps else {}, made, tuple(edges))
+    found = [v.distances for v in values if v.distances is not _NOWHERE]
+    alone = len(found) == 1 and not step
+    distances = found[0] if alone else Distances(of=found, step=step)
+    edges = tuple(dict.fromkeys(e for v in values for e in v.edges))
+    return Value(distances if found else _NOWHERE, made, edges)

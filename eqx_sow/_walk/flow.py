@@ -133,7 +133,7 @@ def run(domain: Domain, jaxpr: Any, args: Sequence[Any], here: Here) -> list[Any
 
     for i, eqn in enumerate(jaxpr.eqns):
         rule = rules.get(eqn.primitive, _other)
-        at = here._replace(path=(*here.path, i))
+        at = Here((*here.path, i), *here[1:])
         outs = rule(domain, eqn, list(map(read, eqn.invars)), at)
         env.update(zip(eqn.outvars, outs))
     return list(map(read, jaxpr.outvars))
