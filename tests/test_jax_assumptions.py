@@ -683,7 +683,7 @@ def test_table_of_primitives():
 
 @assumed(
     "A vmap selects the operands of a branch by `select_n(runs, stop_gradient(x), x)`.",
-    "_walk/find.py",
+    "_walk/executions.py",
 )
 def test_operands_of_batched_branches():
     jaxpr = jaxpr_of(jax.vmap(branch(jnp.sin)), jnp.ones(3))
@@ -700,7 +700,7 @@ def test_operands_of_batched_branches():
 @assumed(
     "Moving an array is one of the primitives broadcast_in_dim, transpose, reshape "
     "and squeeze, with the array as first operand.",
-    "_walk/find.py",
+    "_walk/executions.py",
 )
 def test_movements():
     x = jnp.ones((1, 2))
@@ -1314,7 +1314,6 @@ def test_failing_callbacks():
     "`stop_gradient` of a traced value is a primitive of that name; and a `cond` whose "
     "index is batched becomes `select_n`, of the index with the axes of the value "
     "behind its own.",
-    "_walk/find.py",
     "_walk/executions.py",
 )
 def test_what_a_batched_cond_selects_by():

@@ -672,7 +672,7 @@ def test_every_kind_of_argument_differentiated(call, kind, wrap):
         assert_close(with_mode(got, "cotangent"), reference)
         assert_close(out, reference["x"])
     # The tangent is a literal, and an operand of the sow.
-    tangent = 1.0 if kind == "float" else np.ones(np.shape(x), np.float32)
+    tangent = 1.0 if kind == "float" else np.ones(np.shape(x), jnp.result_type(x))
     along = lambda x: jax.jvp(wrap(f), (x,), (tangent,))
     _, got = call(S(along, reduce=Last()), x)
     assert_close(got["x"]["tangent"], jnp.ones(np.shape(x)))

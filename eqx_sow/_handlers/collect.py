@@ -181,19 +181,14 @@ class Collect(Handler):
 
         parts = [read(x) if isinstance(x, Uncollected) else x.values for x in found]
         keeps_all = lambda name: self.reducer(name) is not None
-        sown = gather(parts, frame.execution, keeps_all)
-        return Taken(given.carry, sown.map(lambda e: _merge.relocated(e, frame.place)))
+        return Taken(given.carry, gather(parts, keeps_all))
 
     def leave_equation(self, values: Sown, frame: Frame) -> Sown:
         eqn = frame.eqn
         scans = eqn.primitive is jexc.primitives.scan_p
         step = frame.now, eqn.params["reverse"] if scans else None
 
-        def moved(e):
-            e = _merge.relocated(e, lambda i: frame.root(eqn.invars[i]))
-            return dc.replace(e, route=(step, *e.route))
-
-        return values.map(moved)
+        return values.map(lambda e: dc.replace(e, route=(step, *e.route)))
 
     def before_scan(self, values: Sown) -> list[list[Any]]:
         """For each entry of which one iteration is kept, its arrays."""
@@ -258,8 +253,7 @@ class Collect(Handler):
 def _uncollected(
     site: Site, at: tuple[int | None, ...], transform: Any, atoms, frame: Frame
 ) -> Uncollected:
-    guards = tuple((*g, frame.root(v)) for g, v in zip(site.guards, atoms))
-    entry = Entry(tuple(atoms), site, guards=(guards,) if guards else (), at=at)
+    entry = Entry(tuple(atoms), site, cases=(site.cases,) if site.cases else (), at=at)
     return Uncollected(entry, transform, _checks(site, atoms) if site.spec else ())
 
 

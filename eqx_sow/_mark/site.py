@@ -32,10 +32,9 @@ class Axis(NamedTuple):
 
 
 Guards = tuple[tuple[Any, int, int], ...]
-# The same, each with where its operand comes from: a variable of the jaxpr at hand;
-# outside of that jaxpr, its place among the operands of the equation, counted from the
-# last one. A cond in a jaxpr that runs twice is told apart by it.
-Located = tuple[tuple[Any, int, int, Any], ...]
+# The same, each with a number for the value of its operand. A cond in a function that
+# is called twice is told apart by it.
+Cases = tuple[tuple[Any, int, int, int], ...]
 
 
 class Label(NamedTuple):
@@ -116,6 +115,8 @@ class Site(NamedTuple):
     again: bool = False
     # Whether it is a primal in a backward pass.
     backward: bool = False
+    # Its guards, with which run of a cond is meant.
+    cases: Cases = ()
 
     # Which of the arrays the program does not take from the sow: NumPy arrays, which
     # stay what they are. Guards do not count.
@@ -150,8 +151,8 @@ class Site(NamedTuple):
 
     def seen_from(self, depth: int, tag: Hashable) -> "Site":
         """The sow as a transformation sees it, before it has asked anything."""
-        if self.of:
-            self = self._replace(of=frozenset(), again=False, backward=False)
+        if self.of or self.cases:
+            self = self._replace(of=frozenset(), again=False, backward=False, cases=())
         if len(self.labels) == 1 and self.labels[0].depth <= depth:
             return self
         labels = [x for x in self.labels if x.depth <= depth]

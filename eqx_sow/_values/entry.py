@@ -39,7 +39,7 @@ import jax.tree_util as jtu
 from .. import _compat
 from .._arrays import broadcast_to, select, shape_like, spec_of
 from .._errors import calling, SowError
-from .._mark.site import Axis, Located, out_of_loop, Site, with_has
+from .._mark.site import Axis, Cases, out_of_loop, Site, with_has
 from .._mark.static import Const, NoTangent, OPERAND, rebuild, take_apart
 from .._results.intermediates import Axis as NamedAxis, Leading, Stacked
 from .batched import all_lanes_p, Batched
@@ -51,7 +51,7 @@ from .modes import is_backward
 class Entry:
     """What was captured, and the site as it would be if `arrays` were its operands.
 
-    If `counted`, the last array is the count: how many times the sow ran. `guards` has
+    If `counted`, the last array is the count: how many times the sow ran. `cases` has
     those of each sow that the entry was made of; once that is `captured`, the site has
     none any more. `route` leads to the equation of the sow: of each equation around it,
     from outside in, the index, and whether it is a scan (`reverse`, or `None` if not).
@@ -60,7 +60,7 @@ class Entry:
     arrays: tuple[Any, ...]
     site: Site = dc.field(metadata=dict(static=True))
     counted: bool = dc.field(default=False, metadata=dict(static=True))
-    guards: tuple[Located, ...] = dc.field(default=(), metadata=dict(static=True))
+    cases: tuple[Cases, ...] = dc.field(default=(), metadata=dict(static=True))
     route: tuple[tuple[int, bool | None], ...] = dc.field(
         default=(), metadata=dict(static=True)
     )

@@ -18,7 +18,7 @@ along the axis of the lanes, which its site does not have (`placed`).
 """
 
 import dataclasses as dc
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import equinox as eqx
@@ -34,7 +34,7 @@ from .._arrays import (
     zeros_like,
 )
 from .._errors import DuplicateSowError, SowError
-from .._mark.site import Axis, Located, Site, with_has
+from .._mark.site import Axis, Cases, Site, with_has
 from .._mark.static import NoTangent, OPERAND, rebuild
 from .entry import align, broadcast, either, Entry, with_count
 from .modes import is_backward
@@ -57,12 +57,12 @@ def choose(entries: Sequence[Entry]) -> Entry:
         chosen.append(jax.lax.select_n(at, *cases))
         has.append(to)
     axes = with_has(site.axes, has)
-    outer = first.guards[0][:-1]
+    outer = first.cases[0][:-1]
     return dc.replace(
         first,
         arrays=tuple(chosen),
         site=site._replace(guards=site.guards[:-1], axes=axes),
-        guards=(outer,) if outer else (),
+        cases=(outer,) if outer else (),
     )
 
 
@@ -152,14 +152,14 @@ def unify(entries: Sequence[Entry]) -> Entry:
     most = [max(entries, key=sharded(i)) for i in range(n)]
     lead = [[a for a, h in zip(axes, of) if h] for of in has]
     arrays = tuple(most[i].with_lead(i, lead[i]) for i in range(n))
-    guards = ()
-    if all(e.guards for e in entries):
-        guards = tuple(dict.fromkeys(g for e in entries for g in e.guards))
+    cases = ()
+    if all(e.cases for e in entries):
+        cases = tuple(dict.fromkeys(x for e in entries for x in e.cases))
     return dc.replace(
         first,
         arrays=arrays,
         site=_of_all([e.site for e in entries])._replace(axes=with_has(axes, has)),
-        guards=guards,
+        cases=cases,
     )
 
 
@@ -219,31 +219,16 @@ def merge(a: Entry, b: Entry) -> Entry:
 
 
 # --- branches ---
-def exclusive(a: Entry, b: Entry, execution: Callable[[Any], Any]) -> bool:
-    """Whether the two are in different branches of one cond. `execution` says of the
-    operand of a guard to which execution of the cond it belongs."""
+def exclusive(a: Entry, b: Entry) -> bool:
+    """Whether the two are in different branches of one cond."""
 
-    def apart(x: Located, y: Located) -> bool:
-        mine = {(cond, execution(of)): branch for cond, branch, _, of in x}
+    def apart(x: Cases, y: Cases) -> bool:
+        mine = {(cond, run): branch for cond, branch, _, run in x}
         return any(
-            mine.get((cond, execution(of)), branch) != branch
-            for cond, branch, _, of in y
+            mine.get((cond, run), branch) != branch for cond, branch, _, run in y
         )
 
-    return all(apart(x, y) for x in a.guards or [()] for y in b.guards or [()])
-
-
-def relocated(entry: Entry, there: Callable[[Any], Any]) -> Entry:
-    """An entry that enters a jaxpr, or leaves it: `there` says what the operand of a
-    guard is then. Guards that no other entry there can have (`None`) are left out."""
-    if not entry.guards:
-        return entry
-
-    def moved(guards: Located) -> Located:
-        new = [(cond, branch, n, there(of)) for cond, branch, n, of in guards]
-        return tuple(guard for guard in new if guard[-1] is not None)
-
-    return dc.replace(entry, guards=tuple(map(moved, entry.guards)))
+    return all(apart(x, y) for x in a.cases or [()] for y in b.cases or [()])
 
 
 # --- errors ---

@@ -66,24 +66,19 @@ class Uncollected(NamedTuple):
         return Sown((entry,), self.seen, self.checks)
 
 
-def gather(
-    found: list[Sown | Uncollected],
-    execution: Callable[[Any], Any],
-    keeps_all: Callable[[str], bool],
-) -> Sown:
-    """All that was found in a jaxpr, as one. `execution` tells one run of a cond from
-    another, see `Frame.execution`; `keeps_all` says of a name whether it may have
-    several entries."""
+def gather(found: list[Sown | Uncollected], keeps_all: Callable[[str], bool]) -> Sown:
+    """All that was found in a jaxpr, as one. `keeps_all` says of a name whether it may
+    have several entries."""
     parts = [
         x.as_sown() if isinstance(x, Uncollected) else x
-        for x in _with_cases_chosen(found, execution)
+        for x in _with_cases_chosen(found)
     ]
     entries: list[Entry] = []
     of_key: dict[Any, list[int]] = {}
     for new in sorted((e for part in parts for e in part.entries), key=_of_primal):
         same = of_key.setdefault(new.site.key, [])
-        for i in same if new.guards else ():
-            if _merge.exclusive(entries[i], new, execution):
+        for i in same if new.cases else ():
+            if _merge.exclusive(entries[i], new):
                 entries[i] = _merge.merge(entries[i], new)
                 break
         else:
@@ -108,21 +103,19 @@ def _all_of(parts: Sequence[Sown], entries: Iterable[Entry]) -> Sown:
 
 
 # --- conds of which all branches run ---
-def _with_cases_chosen(
-    found: list[Any], execution: Callable[[Any], Any]
-) -> list[Sown | Uncollected]:
+def _with_cases_chosen(found: list[Any]) -> list[Sown | Uncollected]:
     """What was found, with one sow where every branch of a cond has one of that
     name."""
     # Beside one in a call, which of them belong together shows only further out.
     in_calls = {
-        e.site.key for x in found if isinstance(x, Sown) for e in x.entries if e.guards
+        e.site.key for x in found if isinstance(x, Sown) for e in x.entries if e.cases
     }
     groups: dict[Any, list[int]] = {}
     for i, x in enumerate(found):
         entry = x.entry if isinstance(x, Uncollected) else None
-        if entry is not None and entry.guards and entry.site.key not in in_calls:
-            *outer, (cond, _, size, of) = entry.guards[0]
-            key = entry.site.key, *outer, cond, execution(of), size
+        if entry is not None and entry.cases and entry.site.key not in in_calls:
+            *outer, (cond, _, size, run) = entry.cases[0]
+            key = entry.site.key, *outer, cond, run, size
             groups.setdefault(key, []).append(i)
     chosen: dict[int, Any] = {}
     for (*_, size), places in groups.items():
@@ -134,13 +127,13 @@ def _with_cases_chosen(
         return found
     found = [chosen.get(i, x) for i, x in enumerate(found)]
     # What was chosen may be in a branch of another cond.
-    return _with_cases_chosen([x for x in found if x is not None], execution)
+    return _with_cases_chosen([x for x in found if x is not None])
 
 
 def _chosen(cases: Sequence[Uncollected], size: int) -> Uncollected | None:
     """One sow from those in the branches of a cond, if each branch has one and they are
     of one form."""
-    by_branch = {x.entry.guards[0][-1][1]: x for x in cases}
+    by_branch = {x.entry.cases[0][-1][1]: x for x in cases}
     if len(cases) != size or sorted(by_branch) != list(range(size)):
         return None
     cases = [by_branch[i] for i in range(size)]

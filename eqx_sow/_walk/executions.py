@@ -19,7 +19,10 @@ are three kinds of it:
 Whatever else a `bwd` sows is an execution of its own, as the values at other states of
 `diffrax.BacksolveAdjoint`, which solves another equation there.
 
-The answers are written into the sites: `Site.of`, `Site.again` and `Site.backward`. Of
+Last, of two sows in branches of one cond, as a `vmap` leaves them, only one runs: if
+the index of both has one number. In another call of the function it has another.
+
+The answers are written into the sites: `Site.of`, `again`, `backward` and `cases`. Of
 
     y = sow[name=h] x          # equation 0 of the program
     z = jit[... sow[name=h] y] # equation 1, and equation 2 in there
@@ -55,15 +58,19 @@ def with_executions(
 ) -> Any:
     """A program in which the sites that are wanted say which executions they are. The
     same program, if there is nothing to ask: neither a primal in a backward pass, nor
-    derivatives of a name that has more than one sow, or may have (`several`)."""
+    derivatives or branches of a name that has more than one sow. Nor derivatives of one
+    that may have `several`."""
     found = [(site, path) for site, path in sows(closed) if wants(site)]
     n = Counter(site.key for site, _ in found)
-    if not any(
-        several(site) or n[site.key] > 1 or n[site.name, "primal", ()] > 1
-        if site.modes
-        else any(map(_compat.in_backward_pass, path))
-        for site, path in found
-    ):
+
+    def asks(site: Site, path: Sequence[Any]) -> bool:
+        if n[site.key] > 1 and (site.modes or site.guards):
+            return True
+        if site.modes:
+            return several(site) or n[site.name, "primal", ()] > 1
+        return any(map(_compat.in_backward_pass, path))
+
+    if not any(asks(*x) for x in found):
         return closed
     told = _Numbers()
     opened, _ = _compat.open_jaxpr(closed)
@@ -79,6 +86,7 @@ class _Sow(NamedTuple):
     here: Here
     edges: frozenset[Path]
     value: Hashable
+    guards: tuple[int, ...]
 
     @property
     def backward(self) -> bool:
@@ -111,7 +119,10 @@ def _sites(found: Sequence[_Sow]) -> dict[Path, Site]:
         of = edges if x.site.modes else [path]
         of = frozenset().union(*[repeated.get(p, {p}) for p in of])
         backward = not x.site.modes and x.backward
-        sites[path] = x.site._replace(of=of, again=again, backward=backward)
+        cases = tuple((*guard, n) for guard, n in zip(x.site.guards, x.guards))
+        sites[path] = x.site._replace(
+            of=of, again=again, backward=backward, cases=cases
+        )
     return sites
 
 
@@ -225,7 +236,9 @@ class _Numbers(Domain):
         if here.final:
             here = here._replace(around=(*here.around, eqn))
             value = self._form(site, operands)
-            self.sows.append(_Sow(site, here, edge.edges, value))
+            guards = operands[: len(site.guards)]
+            runs = tuple(self._unmoved(x.number) for x in guards)
+            self.sows.append(_Sow(site, here, edge.edges, value, runs))
         (number,) = self.new(1)
         return _Value(number, edge.edges if site.modes else frozenset([here.path]))
 
@@ -264,15 +277,25 @@ class _Numbers(Domain):
     def _without_broadcast(self, index: int) -> int:
         """JAX gives an index, of which there is one for each lane, the shape of a
         value."""
-        while (found := self._descriptions.get(index)) and found.how == ("out", 0):
-            made = self._descriptions[found.of[0]]
-            if made.how is not jax.lax.broadcast_in_dim_p:
-                break
+        while (made := self._made(index)) and made.how is jax.lax.broadcast_in_dim_p:
             over = made.params["broadcast_dimensions"]
             if tuple(over) != tuple(range(len(over))):
                 break
-            index = made.of[0]
+            (index,) = made.of
         return index
+
+    def _unmoved(self, index: int) -> int:
+        """The number of a guard, however `vmap` has moved its axes."""
+        while (made := self._made(index)) and made.how in _MOVES:
+            (index,) = made.of
+        return index
+
+    def _made(self, number: int) -> _Description | None:
+        """The equation that has a value as its first output."""
+        found = self._descriptions.get(number)
+        if found is None or found.how != ("out", 0):
+            return None
+        return self._descriptions[found.of[0]]
 
     def _in_cases(self, x: int, cases: frozenset[tuple[int, int]]) -> int:
         """The value, where these branches run."""
@@ -367,6 +390,12 @@ class _Numbers(Domain):
         return value._replace(number=number)
 
 
+_MOVES = (
+    jax.lax.broadcast_in_dim_p,
+    jax.lax.transpose_p,
+    jax.lax.reshape_p,
+    jax.lax.squeeze_p,
+)
 _SAME = jexc.primitives.name_p, jexc.primitives.stop_gradient_p
 
 

@@ -166,63 +166,6 @@ def recomputed(x: Any) -> Iterator[Site]:
                 yield from recomputed(jaxpr)
 
 
-_calls = jexc.primitives.call_p, jexc.primitives.closed_call_p, jexc.primitives.jit_p
-_movements = {"broadcast_in_dim", "transpose", "reshape", "squeeze", "stop_gradient"}
-_makers: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
-
-
-def _makers_of(jaxpr: Any) -> dict[Any, Any]:
-    if jaxpr not in _makers:
-        _makers[jaxpr] = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
-    return _makers[jaxpr]
-
-
-def root(jaxpr: Any, v: Any) -> Any:
-    """What a variable comes from, up to steps that leave each of its values as it is.
-    JAX takes them with the operands of a branch: `select_n(runs, stop_gradient(x), x)`.
-    A tuple, if that is inside a call."""
-    makers = _makers_of(jaxpr)
-    while not isinstance(v, jexc.Literal) and v in makers:
-        eqn = makers[v]
-        i = eqn.outvars.index(v)
-        name = eqn.primitive.name
-        if eqn.primitive is sow_p:
-            v = eqn.invars[i]
-        elif name in _movements:
-            v = eqn.invars[0]
-        elif name == "select_n" and _is_selected_operand(jaxpr, *eqn.invars):
-            v = eqn.invars[-1]
-        elif eqn.primitive in _calls:
-            (inside,) = jaxprs_in(eqn.params)
-            source = root(inside, inside.outvars[i])
-            if source not in inside.invars:
-                return eqn.outvars[0], source
-            v = eqn.invars[inside.invars.index(source)]
-        else:
-            break
-    return v
-
-
-def _is_selected_operand(jaxpr: Any, runs: Any, *cases: Any) -> bool:
-    del runs
-    *others, last = cases
-    return all(_is_stopped(jaxpr, x) for x in others) and all(
-        root(jaxpr, x) == root(jaxpr, last) for x in others
-    )
-
-
-def _is_stopped(jaxpr: Any, v: Any) -> bool:
-    makers = _makers_of(jaxpr)
-    while not isinstance(v, jexc.Literal) and v in makers:
-        eqn = makers[v]
-        if eqn.primitive.name == "stop_gradient":
-            return True
-        if eqn.primitive.name not in _movements:
-            break
-        v = eqn.invars[0]
-    return False
-
-
 def variables(atoms: Iterable[Any]) -> list[Any]:
     return [v for v in atoms if not isinstance(v, jexc.Literal)]
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from .. import _compat
 from .._mark.primitive import edge_p, edge_value
-from .find import root, variables
+from .find import variables
 
 
 class Frame:
@@ -88,22 +88,6 @@ class Frame:
                 self.want([v])
             if self._last is not None and not isinstance(v, jexc.Literal):
                 self._last[v] = max(self._last.get(v, -1), self._last.get(out, -1))
-
-    def root(self, v: Any) -> Any:
-        """What the index of a branch comes from, see `Located`."""
-        return root(self._jaxpr, self.source(v))
-
-    def execution(self, v: Any) -> Any:
-        """Identifies one run of a cond, by the variable its index comes from. All
-        indices that are inputs of this jaxpr belong to one run: in a loop that calls a
-        function with a cond in it twice, the jaxpr of the function has the index as an
-        input, and the two calls are told apart further out, in the body of the loop."""
-        return None if v in self._jaxpr.invars else v
-
-    def place(self, v: Any) -> int | None:
-        """Where a variable is among the inputs, counted from the last one."""
-        invars = self._jaxpr.invars
-        return invars.index(v) - len(invars) if v in invars else None
 
     def set(self, outvars, values) -> None:
         self._env.update(zip(outvars, values))
