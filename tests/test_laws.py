@@ -675,7 +675,7 @@ def test_every_kind_of_argument_differentiated(call, kind, wrap):
     tangent = 1.0 if kind == "float" else np.ones(np.shape(x), jnp.result_type(x))
     along = lambda x: jax.jvp(wrap(f), (x,), (tangent,))
     _, got = call(S(along, reduce=Last()), x)
-    assert_close(got["x"]["tangent"], jnp.ones(np.shape(x)))
+    assert_close(got["x"]["tangent"], jnp.ones(np.shape(x), jnp.result_type(x)))
 
 
 def test_literals_inside(call):
