@@ -32,9 +32,9 @@ class Axis(NamedTuple):
 
 
 Guards = tuple[tuple[Any, int, int], ...]
-# The same, each with a number for the value of its operand. A cond in a function that
+# The same, each with where the value of its operand is made. A cond in a function that
 # is called twice is told apart by it.
-Cases = tuple[tuple[Any, int, int, int], ...]
+Cases = tuple[tuple[Any, int, int, Any], ...]
 
 
 class Label(NamedTuple):

@@ -20,7 +20,7 @@ Whatever else a `bwd` sows is an execution of its own, as the values at other st
 `diffrax.BacksolveAdjoint`, which solves another equation there.
 
 Last, of two sows in branches of one cond, as a `vmap` leaves them, only one runs: if
-the index of both has one number. In another call of the function it has another.
+the index of both is made in one place. In another call of the function it is another.
 
 The answers are written into the sites: `Site.of`, `again`, `backward` and `cases`. Of
 
@@ -74,7 +74,7 @@ def with_executions(
         return closed
     told = _Numbers()
     opened, _ = _compat.open_jaxpr(closed)
-    run(told, closed, [_Value(n) for n in told.new(len(opened.invars))], Here())
+    run(told, closed, [_Value(n, n) for n in told.new(len(opened.invars))], Here())
     return with_sites_at(closed, _sites([x for x in told.sows if wants(x.site)]))
 
 
@@ -86,7 +86,7 @@ class _Sow(NamedTuple):
     here: Here
     edges: frozenset[Path]
     value: Hashable
-    guards: tuple[int, ...]
+    runs: tuple[Hashable, ...]
 
     @property
     def backward(self) -> bool:
@@ -119,7 +119,7 @@ def _sites(found: Sequence[_Sow]) -> dict[Path, Site]:
         of = edges if x.site.modes else [path]
         of = frozenset().union(*[repeated.get(p, {p}) for p in of])
         backward = not x.site.modes and x.backward
-        cases = tuple((*guard, n) for guard, n in zip(x.site.guards, x.guards))
+        cases = tuple((*guard, run) for guard, run in zip(x.site.guards, x.runs))
         sites[path] = x.site._replace(
             of=of, again=again, backward=backward, cases=cases
         )
@@ -145,10 +145,12 @@ _NONE: frozenset[Path] = frozenset()
 
 
 class _Value(NamedTuple):
-    """What goes through the program: the number of a value; of an edge, also the
-    executions that it comes from."""
+    """What goes through the program: the number of a value, and where it was made,
+    moves aside; of an edge, also the executions that it comes from. In two calls of one
+    function, a value with one number is made in two places."""
 
     number: int
+    made: Hashable = None
     edges: frozenset[Path] = _NONE
 
 
@@ -197,17 +199,19 @@ class _Numbers(Domain):
         return number
 
     def literal(self, literal):
-        return _Value(self._number(("literal", literal.aval), params=literal.val))
+        number = self._number(("literal", literal.aval), params=literal.val)
+        return _Value(number, number)
 
     def constant(self, x):
-        return _Value(self._number(("const", id(x))))
+        number = self._number(("const", id(x)))
+        return _Value(number, number)
 
     def either(self, values):
         edges = _edges(values)
         if len({x.number for x in values}) == 1:
             return values[0]._replace(edges=edges)
         (number,) = self.new(1)
-        return _Value(number, edges)
+        return _Value(number, number, edges)
 
     # --- equations ---
     def equation(self, eqn, operands, here):
@@ -228,7 +232,11 @@ class _Numbers(Domain):
             outs = [self._number(("out", i), (n,)) for i in range(len(eqn.outvars))]
         # Edges are of size 0, wherever they are stacked or sliced.
         is_edge = [v.aval.shape[-1:] == (0,) for v in eqn.outvars]
-        return [_Value(n, edges if e else _NONE) for n, e in zip(outs, is_edge)]
+        moved = operands[0].made if primitive in _MOVES else None
+        return [
+            _Value(n, moved or (here.path, i), edges if e else _NONE)
+            for i, (n, e) in enumerate(zip(outs, is_edge))
+        ]
 
     def _sow(self, eqn: Any, operands: Sequence[_Value], here: Here) -> _Value:
         site: Site = eqn.params["site"]
@@ -236,11 +244,11 @@ class _Numbers(Domain):
         if here.final:
             here = here._replace(around=(*here.around, eqn))
             value = self._form(site, operands)
-            guards = operands[: len(site.guards)]
-            runs = tuple(self._unmoved(x.number) for x in guards)
+            runs = tuple(x.made for x in operands[: len(site.guards)])
             self.sows.append(_Sow(site, here, edge.edges, value, runs))
         (number,) = self.new(1)
-        return _Value(number, edge.edges if site.modes else frozenset([here.path]))
+        edges = edge.edges if site.modes else frozenset([here.path])
+        return _Value(number, number, edges)
 
     def _form(self, site: Site, operands: Sequence[_Value]) -> Hashable:
         branches = tuple(branch for _, branch, _ in site.guards)
@@ -258,7 +266,7 @@ class _Numbers(Domain):
         same = [x for x in self.sows if x.site.origin is site.origin]
         alike = [x for x in same if x.value == value] or same
         (number,) = self.new(1)
-        return _Value(number, frozenset(x.here.path for x in alike))
+        return _Value(number, number, frozenset(x.here.path for x in alike))
 
     # --- branches ---
     def in_case(self, index, i, value):
@@ -272,30 +280,20 @@ class _Numbers(Domain):
         by = self._without_broadcast(index.number)
         number = self._number("chosen", (by, *[x.number for x in cases]))
         self._chosen[number] = by, cases
-        return _Value(number, edges)
+        return _Value(number, (index.made, *[x.made for x in cases]), edges)
 
     def _without_broadcast(self, index: int) -> int:
         """JAX gives an index, of which there is one for each lane, the shape of a
         value."""
-        while (made := self._made(index)) and made.how is jax.lax.broadcast_in_dim_p:
+        while (found := self._descriptions.get(index)) and found.how == ("out", 0):
+            made = self._descriptions[found.of[0]]
+            if made.how is not jax.lax.broadcast_in_dim_p:
+                break
             over = made.params["broadcast_dimensions"]
             if tuple(over) != tuple(range(len(over))):
                 break
-            (index,) = made.of
+            index = made.of[0]
         return index
-
-    def _unmoved(self, index: int) -> int:
-        """The number of a guard, however `vmap` has moved its axes."""
-        while (made := self._made(index)) and made.how in _MOVES:
-            (index,) = made.of
-        return index
-
-    def _made(self, number: int) -> _Description | None:
-        """The equation that has a value as its first output."""
-        found = self._descriptions.get(number)
-        if found is None or found.how != ("out", 0):
-            return None
-        return self._descriptions[found.of[0]]
 
     def _in_cases(self, x: int, cases: frozenset[tuple[int, int]]) -> int:
         """The value, where these branches run."""
@@ -329,7 +327,7 @@ class _Numbers(Domain):
         # First with names for what it carries, which says what that is.
         loop = len(here.scans)
         named = [
-            _Value(self._number(("carried", loop, i)), x.edges)
+            _Value(self._number(("carried", loop, i)), None, x.edges)
             for i, x in enumerate(init)
         ]
         after = body(named, here._replace(final=False))
@@ -337,17 +335,19 @@ class _Numbers(Domain):
         carry = [
             x if u.number == v.number else None for x, u, v in zip(init, named, after)
         ]
-        return self._through(carry, inside, init, after)
+        return self._through(carry, inside, init, after, here)
 
     def left(self, init, carry, last, here):
         same = [x if x.number == u.number else None for x, u in zip(init, carry)]
-        return self._through(same, self._loops[here.path], init, last)
+        return self._through(same, self._loops[here.path], init, last, here)
 
-    def _through(self, known, how, init, after):
+    def _through(self, known, how, init, after, here):
         """What a loop carries: what is known, or what `how` says it is."""
         return [
             _Value(
-                self._number((i, how)) if x is None else x.number, _edges([first, new])
+                self._number((i, how)) if x is None else x.number,
+                (here.path, how[0], i) if x is None else x.made,
+                _edges([first, new]),
             )
             for i, (x, first, new) in enumerate(zip(known, init, after))
         ]
@@ -371,8 +371,9 @@ class _Numbers(Domain):
         _, where = how
         found = self._descriptions.get(whole.number)
         if found is not None and found.how == (inverse, where):
-            return whole._replace(number=found.of[0])
-        return whole._replace(number=self._number(how, (whole.number,)))
+            return whole._replace(number=found.of[0], made=(how, whole.made))
+        number = self._number(how, (whole.number,))
+        return whole._replace(number=number, made=(how, whole.made))
 
     def entry(self, value, here):
         return self._part(("entry", len(here.scans)), "stack", value)
