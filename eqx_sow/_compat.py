@@ -75,7 +75,9 @@ def _size_of_linearization() -> int:
     table[jexc.primitives.scan_p] = look
     try:
         scan = lambda x: jax.lax.scan(lambda c, _: (c * x, None), x, length=1)[0]
-        jax.make_jaxpr(jax.grad(scan))(1.0)
+        # With `JAX_DISABLE_JIT` there would be no scan.
+        with jax.disable_jit(False):
+            jax.make_jaxpr(jax.grad(scan))(1.0)
     finally:
         table[jexc.primitives.scan_p] = rule
     return len(found[0])
