@@ -874,7 +874,7 @@ class Report:
             with warnings.catch_warnings():
                 warnings.simplefilter("error")
                 # A program, or what of it runs, may have no sow.
-                warnings.filterwarnings("ignore", ".*no value is marked")
+                warnings.filterwarnings("ignore", ".*found no mark")
                 self.features[check(the_plan)] += 1
         except Refused as error:
             self.exceptions[f"JAX without a capture, {error}"].append(seed)

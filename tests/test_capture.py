@@ -1674,6 +1674,7 @@ def test_marked_by_one_inside_too_is_one_site(how, form, wrap):
     assert set(seen) == (set() if how == "plant" else set(_paths(inner_name)))
 
 
+@pytest.mark.filterwarnings("ignore:.*found no mark")
 @pytest.mark.parametrize("how", ["plant", "tap", "save"])
 def test_what_one_inside_marked_is_not_for_others(how):
     """Save what it planted."""

@@ -377,6 +377,7 @@ def test_uses_do_not_change_each_other(wrap):
             assert_close(use(f), alone[name])
 
 
+@pytest.mark.filterwarnings("ignore:.*found no mark")
 def test_nothing_is_kept():
     def run():
         net = _linear()
@@ -451,7 +452,7 @@ def test_no_tracer_is_kept(wrap):
         wrap(fn)(jnp.ones((3, 3)) if wrap is jax.jit else jnp.ones((1, 3, 3)))
 
 
-@pytest.mark.filterwarnings("ignore:.*no value is marked")
+@pytest.mark.filterwarnings("ignore:.*found no mark")
 def test_threads():
     nets = {i: _linear(i) for i in range(4)}
     fns = {i: (lambda x, i=i: nets[i](x) + ONE(x)) for i in nets}
@@ -479,6 +480,7 @@ def test_threads():
 # --- The halves of a model ---
 
 
+@pytest.mark.filterwarnings("ignore:.*found no mark")
 @pytest.mark.parametrize("jit", [jax.jit, eqx.filter_jit, lambda f: f])
 def test_a_static_half_that_a_jitted_function_closes_over(jit, call):
     mlp = eqx.nn.MLP(3, 2, 4, 1, key=jr.key(0))

@@ -335,7 +335,7 @@ def test_custom_root():
     assert captured is None or captured
 
 
-@pytest.mark.filterwarnings("ignore:.*no value is marked")
+@pytest.mark.filterwarnings("ignore:.*found no mark")
 def test_linearized_function_captured_later():
     _, linear = jax.linearize(lambda x: sow(jnp.sin(x), "a"), X)
     # Traced without a capture: there is no sow in it, as `linear` was made outside.

@@ -26,6 +26,9 @@ from tests.helpers import tree_allclose
 
 eqxi = eqx.internal
 
+# Some derivative rules have no sow.
+pytestmark = pytest.mark.filterwarnings("ignore:.*found no mark")
+
 X = jnp.array([0.3, 0.7])
 V = jnp.array([1.0, -0.5])
 XS = jnp.stack([X, 2 * X, X - 1])

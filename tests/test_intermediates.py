@@ -91,7 +91,7 @@ def test_order_of_modes():
         assert modes.index("tangent") < modes.index("cotangent")
 
 
-@pytest.mark.filterwarnings("ignore:.*no value is marked")
+@pytest.mark.filterwarnings("ignore:.*found no mark")
 def test_is_a_dict():
     got = S(lambda x: sow(x, "h") + sow({"a": x}, "g")["a"])(2.0 * X[0])[1]
     assert isinstance(got, dict)

@@ -113,6 +113,7 @@ def _f(x):
     return jnp.sum(jax.jit(lambda h: sow(h**2, "jitted"))(h))
 
 
+@pytest.mark.filterwarnings("ignore:.*found no mark")
 @pytest.mark.parametrize(
     "fn, x",
     [

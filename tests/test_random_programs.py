@@ -231,7 +231,7 @@ def check_program(seed, everything=False):
 
 
 # A program may have no sow.
-pytestmark = pytest.mark.filterwarnings("ignore:.*no value is marked")
+pytestmark = pytest.mark.filterwarnings("ignore:.*found no mark")
 
 
 @pytest.fixture(autouse=True)

@@ -199,6 +199,7 @@ def test_plant_by_scoped_name():
     assert_close(planted(X), jnp.zeros(3))
 
 
+@pytest.mark.filterwarnings("ignore:.*found no mark")
 def test_scope_of_a_model_without_sows():
     assert S(eqx.nn.Linear(3, 3, key=jr.key(0)), scope=True)(X)[1] == {}
 

@@ -82,17 +82,9 @@ def sow(
 _ARRAY = Const(jtu.tree_structure(0))
 
 
-class Marked:
-    """How many values have been marked: a program in which nothing is can be told from
-    one that keeps it to itself."""
-
-    total = 0
-
-
 def bind(value: Any, labels: tuple[Label, ...], edge: Any = NO_EDGE, **fields) -> Any:
     """Binds the primitive to the array leaves of a value. Names are whole names.
     `fields` are more fields of the `Site`."""
-    Marked.total += 1
     if isinstance(value, jax.Array):  # as nearly all values are
         arrays, treedef, leaves, fixed = [value], _ARRAY, (OPERAND,), ()
     else:

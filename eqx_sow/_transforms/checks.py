@@ -128,7 +128,9 @@ _unmarked: set[tuple[Any, ...]] = set()
 def warn_unmarked(call: str, fn: Any, program: Program, options: Options) -> None:
     """Warns, once for each function, if there is nothing in the program that could be
     selected. What was asked for by name is an error before that."""
-    if program.marked or options.names is not None:
+    asked = options.names is not None or options.capture is not None
+    # Calls that are only noted have no name.
+    if asked or any(program.names):
         return
     fn = _called(fn)
     name = getattr(fn, "__name__", type(fn).__name__)
@@ -139,8 +141,8 @@ def warn_unmarked(call: str, fn: Any, program: Program, options: Options) -> Non
         place = name, code.co_filename, code.co_firstlineno
     if place not in _unmarked:
         warn(
-            f"`{call}`: no value is marked in `{name}`. Pass `capture=True` for the "
-            "output of each module, or mark values with `eqx_sow.sow`."
+            f"`{call}` found no mark in `{name}`. Pass `capture=True` for the output "
+            "of each module, or mark values with `eqx_sow.sow`."
         )
         # Not if the warning is an error.
         _unmarked.add(place)

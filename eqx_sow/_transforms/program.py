@@ -16,7 +16,7 @@ from .._errors import SowError
 from .._mark.listening import Listening, listening, tracing
 from .._mark.noting import called_with, listening_as
 from .._mark.site import Label, Site
-from .._mark.sow import Marked, UnnamedSowError
+from .._mark.sow import UnnamedSowError
 from .._mark.static import Const, rebuild, take_apart
 from .._modules import capture as _capture
 from .._modules.capture import Marking, Named
@@ -30,15 +30,12 @@ from .._walk.jax_rules import check_wrapped
 
 @dc.dataclass(frozen=True)
 class Program:
-    """`marked`: whether there is a sow, if only for what is inside."""
-
     closed: Any
     inputs: list[Any]
     out: tuple[Const, tuple[Any, ...]]
     named: Named
     marking: Marking
     depth: int
-    marked: bool
     again: Callable[[Marking], "Program"]
 
     def evaluate(self, handler: Handler, given: Given) -> tuple[list, Taken]:
@@ -187,7 +184,6 @@ def _trace(fn: Callable, args: tuple, kwargs: dict, marking: Marking) -> Program
     traced.__signature__ = inspect.Signature()
     here = listening.value or Listening()
     depth = here.depth + 1
-    before = Marked.total
 
     # Only tracing happens in here: whatever is executed would be compiled once more.
     def closed_jaxpr(leafwise):
@@ -207,6 +203,5 @@ def _trace(fn: Callable, args: tuple, kwargs: dict, marking: Marking) -> Program
     named = _capture.name(closed, (fn, args, kwargs), depth, marking)
     # What a transformation inside captured for itself is not for others.
     closed = seen_as(named.closed, lambda s: s.seen_from(depth, marking.tag))
-    marked = Marked.total > before or bool(list(sites(closed)))
     again = ft.partial(trace, fn, args, kwargs)
-    return Program(closed, inputs, tuple(out), named, marking, depth, marked, again)
+    return Program(closed, inputs, tuple(out), named, marking, depth, again)
