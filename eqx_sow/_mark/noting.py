@@ -340,7 +340,9 @@ def _may_choose(capture: Capture, module: Any, method: str) -> bool:
 def _without_parts(out: Any, module: Any) -> tuple[Any, Any]:
     """What a module returned, without modules that are parts of itself, which
     `eqx.nn.Shared` returns: they are no values. And these, or `None`."""
-    if not any(map(_is_module, jtu.tree_leaves(out, is_leaf=_is_module))):
+    if isinstance(out, jax.Array) or not any(
+        map(_is_module, jtu.tree_leaves(out, is_leaf=_is_module))
+    ):
         return out, None
     own = {id(x) for x in jtu.tree_leaves(module) if eqx.is_array(x)}
 

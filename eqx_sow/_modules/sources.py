@@ -149,5 +149,6 @@ def either(values: Sequence[Value], step: int = 0, made: Any = None) -> Value:
     found = [v.distances for v in values if v.distances is not _NOWHERE]
     alone = len(found) == 1 and not step
     distances = found[0] if alone else Distances(of=found, step=step)
-    edges = tuple(dict.fromkeys(e for v in values for e in v.edges))
+    edges = [e for v in values for e in v.edges]
+    edges = tuple(dict.fromkeys(edges)) if edges else ()
     return Value(distances if found else _NOWHERE, made, edges)
