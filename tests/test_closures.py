@@ -349,6 +349,7 @@ def test_a_closure_made_anew_traces_nothing_again():
     assert len(traces) == 1
 
 
+@pytest.mark.filterwarnings("ignore:.*found no mark")
 @pytest.mark.slow
 @pytest.mark.parametrize("wrap", [w for w in WRAPS if w != "filter_jit model"])
 def test_uses_do_not_change_each_other(wrap):
