@@ -52,6 +52,7 @@ def test_checker_finds_what_is_wrong(checker, tmp_path):
     assert {(file, int(line)) for file, line in found} == wanted, output
 
 
+@pytest.mark.filterwarnings("ignore:.*found no mark")
 @pytest.mark.slow
 @pytest.mark.usefixtures("standard_promotion")
 def test_right_calls_run():
