@@ -7,7 +7,7 @@ from typing import Any
 
 from .._mark.site import Site
 from .._names import Selected, selected
-from .._walk.find import is_loop, loops_around, sites
+from .._walk.find import loop_of, loops_around, sites
 
 
 # A name with an index in it, and loops that have any iteration one may ask for.
@@ -70,6 +70,7 @@ class Asked:
         )
 
     def within(self, eqn: Any) -> "Asked":
-        if not (self.by_iteration and is_loop(eqn)):
+        loop = loop_of(eqn)
+        if not (self.by_iteration and loop):
             return self
-        return dc.replace(self, loops=(*self.loops, eqn.params.get("length")))
+        return dc.replace(self, loops=(*self.loops, loop.length))

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any, TYPE_CHECKING
 
 import jax
-import jax.extend.core as jexc
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax import lax
@@ -21,7 +20,7 @@ from .._values.entry import Entry
 from .._values.modes import without_order
 from .._values.reduce import Reducer, ReducerState
 from .._values.sown import Check, gather, Sown, to_one_form, Uncollected
-from .._walk.find import sites
+from .._walk.find import loop_of, sites
 from .._walk.frame import Frame
 from .._walk.handler import Given, Handler, Taken
 from .._walk.refuse import check_guarded, is_solver, OVER_AND_OVER, unsupported
@@ -185,8 +184,8 @@ class Collect(Handler):
 
     def leave_equation(self, values: Sown, frame: Frame) -> Sown:
         eqn = frame.eqn
-        scans = eqn.primitive is jexc.primitives.scan_p
-        step = frame.now, eqn.params["reverse"] if scans else None
+        loop = loop_of(eqn)
+        step = frame.now, loop.reverse if loop else None
 
         return values.map(lambda e: dc.replace(e, route=(step, *e.route)))
 

@@ -20,7 +20,7 @@ from .._mark.site import runs_apart, Site
 from .._mark.static import Const, NoTangent, OPERAND, SameParts
 from .._names import lookup
 from .._values.entry import align, either, in_each_iteration, running, transformed
-from .._walk.find import is_loop, jaxprs_in, sites, with_sow
+from .._walk.find import jaxprs_in, loop_of, sites, with_sow
 from .._walk.frame import Frame
 from .._walk.handler import Handler
 from .._walk.refuse import check_guarded, is_solver
@@ -73,9 +73,7 @@ def places_in(x: Any, here: Place) -> Iterator[Place]:
         inside = here._replace(
             mesh=(*here.mesh, *_mesh_axes(eqn)),
             solver=here.solver or is_solver(eqn),
-            loops=(
-                (*here.loops, eqn.params.get("length")) if is_loop(eqn) else here.loops
-            ),
+            loops=(*here.loops, *[loop.length for loop in [loop_of(eqn)] if loop]),
         )
         subjaxprs = list(jaxprs_in(eqn.params))
         for jaxpr in subjaxprs:
@@ -248,7 +246,7 @@ class Tap(Handler):
         # First `every`, then `when`, then the transform: what is not due costs nothing.
         due = executed
         if (every := self.options.value.every) > 1:
-            due = due & (count % np.int32(every) == 0)
+            due = due & (count % np.int32(min(every, 2**31 - 1)) == 0)
         only_if(due, send_when)
         return count + executed.astype(np.int32)
 

@@ -22,7 +22,7 @@ from .._modules import capture as _capture
 from .._modules.capture import Marking, Named
 from .._walk.edit import seen_as
 from .._walk.executions import with_executions
-from .._walk.find import is_loop, loops_around, recomputed, sites, sows
+from .._walk.find import loop_of, loops_around, recomputed, sites, sows
 from .._walk.handler import Given, Handler, Taken
 from .._walk.interpreter import evaluate
 from .._walk.jax_rules import check_wrapped
@@ -106,7 +106,7 @@ class Program:
         found = {}
         for site, path in sows(self.closed):
             if site.tag == self.marking.tag:
-                around = [e.params.get("length") for e in path if is_loop(e)]
+                around = [x.length for x in map(loop_of, path) if x]
                 loops = tuple(n for n, _ in loops_around(site, around))
                 found[site.label, loops] = None
         return found

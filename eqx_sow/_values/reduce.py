@@ -39,8 +39,8 @@ class Reducer(eqx.Module):
     # Whether it has a state at all. If not, each place in straight-line code keeps an
     # entry of its own.
     has_state: ClassVar[bool] = True
-    # Whether `acc` has one array for each of `values`, so that the PyTree of the value
-    # is also that of the result.
+    # Whether what `finish` returns has one array for each of `values`, so that the
+    # PyTree of the value is also that of the result.
     keeps_structure: ClassVar[bool] = True
     # Whether the count of executions is part of the result.
     counts: ClassVar[bool] = False

@@ -46,7 +46,7 @@ from .._frames import call_site
 from .._mark.primitive import same_p, sow_p
 from .._mark.site import Site
 from .edit import with_sites_at
-from .find import equal, sows
+from .find import equal, loop_of, sows
 from .flow import Domain, Here, run
 
 
@@ -352,18 +352,17 @@ class _Numbers(Domain):
             for i, (x, first, new) in enumerate(zip(known, init, after))
         ]
 
-    def _loop(self, eqn, operands, init, after, loop) -> tuple[Hashable, Hashable]:
+    def _loop(self, eqn, operands, init, after, depth) -> tuple[Hashable, Hashable]:
         """What it is that two loops carry, if it is the same; and what comes out."""
-        p = eqn.params
-        if eqn.primitive is jexc.primitives.scan_p:
+        if not _is_of_unknown_length(eqn):
             numbers = [tuple(x.number for x in xs) for xs in (init, after)]
-            how = p["length"], p["reverse"], loop, *numbers
+            how = loop_of(eqn), depth, *numbers
             return ("carry", how), ("last", how)
         (unknown,) = self.new(1)
         if eqn.effects:
             return ("carry", unknown), ("last", unknown)
         # Nothing in there is equal to anything in another loop. Their results may be.
-        n = self._number(eqn.primitive, [x.number for x in operands], p)
+        n = self._number(eqn.primitive, [x.number for x in operands], eqn.params)
         return ("carry", unknown), ("last", n)
 
     def _part(self, how: tuple[str, Hashable], inverse: str, whole: _Value) -> _Value:
@@ -379,8 +378,8 @@ class _Numbers(Domain):
         return self._part(("entry", len(here.scans)), "stack", value)
 
     def stacked(self, value, here):
-        length = here.around[-1].params["length"]
-        number = self._number(("stack", len(here.scans)), (value.number,), length)
+        loop = loop_of(here.around[-1])
+        number = self._number(("stack", len(here.scans)), (value.number,), loop)
         return value._replace(number=number)
 
     def shard(self, value, mesh, spec):
@@ -431,10 +430,15 @@ def _replayed(primals: Sequence[_Sow]) -> Iterator[tuple[Path, frozenset[Path]]]
             yield x.here.path, frozenset(of)
 
 
+def _is_of_unknown_length(eqn: Any) -> bool:
+    loop = loop_of(eqn)
+    return loop is not None and loop.length is None
+
+
 def _call_of(eqn: Any) -> Calls:
     """What an equation adds to the calls around a sow."""
     rules = _compat.rules_around(eqn)
-    if eqn.primitive is jexc.primitives.while_p:
+    if _is_of_unknown_length(eqn):
         return (*rules, _LOOP)
     # Its branches may become one.
     if eqn.primitive is jexc.primitives.cond_p:
@@ -457,7 +461,7 @@ def _replays(x: _Sow) -> Calls | None:
         if eqn.primitive is jexc.primitives.custom_jvp_call_p:
             rule = None
         backward = backward or _compat.in_backward_pass(eqn)
-        if backward and eqn.primitive is jexc.primitives.while_p:
+        if backward and _is_of_unknown_length(eqn):
             calls = ()
         elif calls is not None:
             calls = (*calls, *_call_of(eqn))

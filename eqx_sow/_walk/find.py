@@ -1,8 +1,8 @@
 """Sows in a jaxpr: finding them, and changing what is static about them in place."""
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.extend.core as jexc
@@ -43,8 +43,28 @@ def with_sow(x: Any) -> list[Any]:
     return _with_sow[jaxpr]
 
 
+class Loop(NamedTuple):
+    """How many iterations a loop has, and whether the last one runs first. `None` for
+    both if that is not known before it runs."""
+
+    length: int | None = None
+    reverse: bool | None = None
+
+
+# What counts as a loop, for all that has to know.
+_loops: dict[jexc.Primitive, Callable[[dict[str, Any]], Loop]] = {
+    jexc.primitives.scan_p: lambda params: Loop(params["length"], params["reverse"]),
+    jexc.primitives.while_p: lambda params: Loop(),
+}
+
+
+def loop_of(eqn: Any) -> Loop | None:
+    """What an equation is as a loop, if it is one."""
+    return _loops[eqn.primitive](eqn.params) if eqn.primitive in _loops else None
+
+
 def is_loop(eqn: Any) -> bool:
-    return eqn.primitive in (jexc.primitives.scan_p, jexc.primitives.while_p)
+    return eqn.primitive in _loops
 
 
 def jaxprs_in(x: Any) -> Iterator[Any]:

@@ -19,7 +19,8 @@ def _shard_map(interpret, given, eqn, *args):
         handler,
         eqn,
         filter(handler.needs_order, sites(eqn)),
-        "`Last`, `Fold` and `Buffer` know no order of execution over devices",
+        "a reducer with a state, such as `Last`, goes through executions in order, and "
+        "there is no order of devices",
         "Capture it without a reducer.",
     )
     run = interpret(p["jaxpr"])
