@@ -108,20 +108,22 @@ def _sites(found: Sequence[_Sow]) -> dict[Path, Site]:
     for same in by_value.values():
         repeated.update(_repeated_values(same))
     repeated.update(_replayed([x for x in primals if x.here.path not in repeated]))
-    origin = {x.here.path: x.site.origin for x in primals}
+    of_call = defaultdict(list)
+    for x in primals:
+        of_call[x.site.origin].append(x.here.path)
     sites = {}
     for x in found:
-        path, again = x.here.path, x.here.path in repeated
-        # Edges of several branches may come out of one place. Where nothing leads to
-        # the primal, it is any from this call of `sow`.
-        edges = [p for p in x.edges if origin.get(p) is x.site.origin]
-        edges = edges or [p for p, o in origin.items() if o is x.site.origin]
-        of = edges if x.site.modes else [path]
-        of = frozenset().union(*[repeated.get(p, {p}) for p in of])
-        backward = not x.site.modes and x.backward
-        cases = tuple((*guard, run) for guard, run in zip(x.site.guards, x.runs))
+        path, of = x.here.path, [x.here.path]
+        if x.site.modes:
+            # Edges of several branches may come out of one place. Where nothing leads
+            # to the primal, it is any from this call of `sow`.
+            any_of = of_call[x.site.origin]
+            of = x.edges.intersection(any_of) or any_of
         sites[path] = x.site._replace(
-            of=of, again=again, backward=backward, cases=cases
+            of=frozenset().union(*[repeated.get(p, {p}) for p in of]),
+            again=path in repeated,
+            backward=not x.site.modes and x.backward,
+            cases=tuple((*guard, run) for guard, run in zip(x.site.guards, x.runs)),
         )
     return sites
 
