@@ -19,8 +19,8 @@ def _shard_map(interpret, given, eqn, *args):
         handler,
         eqn,
         filter(handler.needs_order, sites(eqn)),
-        "a reducer with a state, such as `Last`, goes through executions in order, and "
-        "there is no order of devices",
+        "a reducer with a state, such as `Last`, needs to know which execution comes "
+        "first, and there is no order of execution over devices",
         "Capture it without a reducer.",
     )
     run = interpret(p["jaxpr"])
