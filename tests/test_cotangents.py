@@ -365,6 +365,27 @@ def test_pullbacks_of_a_function_called_on_its_own_result(fn, around, order):
             close(mine, theirs)
 
 
+def _three_times(f):
+    return lambda x: lax.scan(lambda c, _: (1.1 * c, f(c)), x, None, length=3)[1]
+
+
+@pytest.mark.parametrize("around", [jax.jit, jax.vmap, _three_times])
+@pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint, _as_custom_jvp])
+@pytest.mark.parametrize("fn", [jnp.sin, lambda x: 2 * x])
+def test_pullbacks_in_any_order_in_calls_and_loops(fn, wrap, around):
+    def pulled(d):
+        def f(x):
+            pulls = [jax.vjp(d, x * i)[1] for i in (1, 2, 3)]
+            second = pulls[1](x)[0]
+            return pulls[2](second)[0], pulls[0](jnp.cos(x))[0], second
+
+        return f
+
+    _, got = S(around(pulled(wrap(lambda x: sow(fn(x), "d")))), reduce=Append())(X)
+    cts = around(lambda x: (jnp.cos(x), x, pulled(fn)(x)[2]))(X)
+    jax.tree.map(close, got["d"]["cotangent"], cts)
+
+
 @pytest.mark.parametrize("used", [0, 1])
 def test_one_of_two_functions_from_vjp(used):
     d = jax.jit(_square)
