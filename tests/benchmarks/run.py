@@ -65,7 +65,7 @@ from jax import lax
 
 from tests.benchmarks import peers, timing
 from tests.benchmarks.timing import compare, costs, interleaved, ratio
-from tests.benchmarks.zoo import Block, cases, zoo
+from tests.benchmarks.zoo import Block, cases, transformer, zoo
 from tests.helpers import assert_close, thread, unmarked
 
 
@@ -443,6 +443,15 @@ def tracing(table: Table, repeats: int):
         "2.3",
         trace(lambda: ft.partial(saved, model), jnp.ones(4)),
         trace(lambda: lambda x: model(x), jnp.ones(4)),
+    )
+    blocks = [Block(32, key) for key in jr.split(jr.key(0), 12)]
+    loss = lambda blocks: transformer(unmarked, blocks, jnp.ones((8, 32)))
+    gradient = lambda: jax.grad(lambda blocks: loss(blocks))
+    row(
+        "`capture=True`, the gradient of a transformer of 12 blocks",
+        "1.15",
+        trace(lambda: S(gradient(), capture=True), blocks),
+        trace(gradient, blocks),
     )
 
 

@@ -191,7 +191,7 @@ class Block(eqx.Module):
         return x + mark(self.mlp(jax.vmap(self.norm2)(x)), f"{path}mlp")
 
 
-def _transformer(mark, blocks, x):
+def transformer(mark, blocks, x):
     for i, block in enumerate(blocks):
         x = block(mark, x, f"blocks/{i}/")
     return jnp.mean(x**2)
@@ -328,8 +328,8 @@ def zoo() -> list[Program]:
         ),
         Program(
             "transformer, 6 blocks",
-            _transformer,
-            _straight(_transformer),
+            transformer,
+            _straight(transformer),
             blocks,
             tokens,
         ),
