@@ -1,6 +1,7 @@
 """What outlives a call, and what can be copied and written to a file."""
 
 import asyncio
+import collections
 import concurrent.futures as cf
 import copy
 import gc
@@ -51,6 +52,14 @@ class Layer(eqx.Module):
 
     def encode(self, x):
         return sow(self.weight * x, "inside")
+
+
+class Jitted(eqx.Module):
+    """Its method is no function. While that takes note, a function is in its place."""
+
+    @eqx.filter_jit
+    def __call__(self, x):
+        return x
 
 
 class Model(eqx.Module):
@@ -330,7 +339,7 @@ def _changing(i):
 def _counts():
     gc.collect()
     classes = [len(cls.__subclasses__()) for cls in (Layer, Model)]
-    return len(gc.get_objects()), classes
+    return collections.Counter(map(type, gc.get_objects())), classes
 
 
 @pytest.mark.slow
@@ -346,7 +355,8 @@ def test_captures_leave_no_objects_behind():
     objects, classes = clear(range(5, 10))
     more_objects, more_classes = clear(range(10, 60))
     assert more_classes == classes == [0, 0]
-    assert more_objects - objects < 50
+    new = more_objects - objects
+    assert sum(new.values()) < 50, new.most_common(9)
 
 
 @pytest.mark.slow
@@ -366,7 +376,7 @@ def test_ten_thousand_captures():
     after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     more_objects, more_classes = _counts()
     assert more_classes == classes
-    assert more_objects - objects < 1000
+    assert sum((more_objects - objects).values()) < 1000
     assert (after - before) / 1024 < 50
 
 

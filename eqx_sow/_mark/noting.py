@@ -14,7 +14,6 @@ import functools as ft
 import inspect
 import threading
 import types
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -100,21 +99,21 @@ def _noted(captures: tuple[Capture, ...]) -> Iterator[None]:
     functions, others = [], []
     try:
         for cls in _classes():
-            for name in (*names, *own_methods(cls)) if scoped else names:
+            for name in names.union(own_methods(cls)) if scoped else names:
                 plain = vars(cls).get(name)
+                if plain is None or hasattr(plain, "_eqx_sow_notes"):
+                    continue
                 if type(plain) is types.FunctionType:
-                    if _note_function(plain, _noting, name):
-                        functions.append(plain)
-                elif plain is not None and not hasattr(plain, "_eqx_sow_notes"):
+                    functions += _note_function(plain, _noting, name)
+                else:
                     others.append((cls, name, plain))
                     setattr(cls, name, _noting(name, plain))
         for fn in (f for c in captures for f in c.functions):
-            if _note_function(fn, _noting_function):
-                functions.append(fn)
+            functions += _note_function(fn, _noting_function)
         yield
     finally:
         for fn in functions:
-            _functions[fn].restore(fn)
+            _functions.pop(fn).restore(fn)
         for cls, name, plain in others:
             setattr(cls, name, plain)
 
@@ -144,24 +143,23 @@ class _Function(NamedTuple):
             del fn.__wrapped__
 
 
-_functions: weakref.WeakKeyDictionary[types.FunctionType, _Function] = (
-    weakref.WeakKeyDictionary()
-)
+# Those that take note now.
+_functions: dict[types.FunctionType, _Function] = {}
 
 
-def _note_function(fn: types.FunctionType, noting: Callable, *args: Any) -> bool:
+def _note_function(
+    fn: types.FunctionType, noting: Callable, *args: Any
+) -> list[types.FunctionType]:
     """Gives a method, or a function, other code, if it has not got it yet. The function
     stays the object that it is: so it takes note of a call as well where somebody has
     it already, as `jax.jit(model.__call__)` does."""
-    known = _functions.get(fn)
-    if known is not None and fn.__code__ is known.code:
-        return False
-    if known is None or fn.__code__ is not known.plain.__code__:
-        known = _functions[fn] = _function(fn, noting, *args)
-    fn.__code__ = known.code
+    if fn in _functions:
+        return []
+    new = _functions[fn] = _function(fn, noting, *args)
+    fn.__code__ = new.code
     # For the signature, which libraries look at.
-    vars(fn).setdefault("__wrapped__", known.plain)
-    return True
+    vars(fn).setdefault("__wrapped__", new.plain)
+    return [fn]
 
 
 def _function(fn: types.FunctionType, noting: Callable, *args: Any) -> _Function:
