@@ -384,9 +384,9 @@ def _call(module: Any, method: str, outline: bool) -> tuple[Call, list[Any]]:
 def _edge(call: Call, arrays: list[Any]) -> Any:
     try:
         return edge_p.bind(*arrays, call=call)
-    except Exception:
-        # Another library's arrays may be no operands of primitives that it does not
-        # know, such as quax's. They are not witnesses then.
+    except Exception:  # whatever another library raises
+        # Its arrays may be no operands of primitives that it does not know, as those of
+        # quax. Then nothing tells where they come from, and the class is the name.
         call.leaves = ()
         return edge_p.bind(call=call)
 

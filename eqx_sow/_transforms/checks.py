@@ -149,7 +149,7 @@ def warn_unmarked(call: str, fn: Any, program: Program, options: Options) -> Non
 
 
 def _called(fn: Any) -> Any:
-    """What is inside of transformations and partial applications."""
+    """The function inside transformations and partial applications."""
     while True:
         if hasattr(fn, "__wrapped__"):
             fn = fn.__wrapped__
