@@ -19,6 +19,7 @@ import jax.core
 import jax.extend.core as jexc
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
 from ._errors import SowError
 
@@ -510,4 +511,18 @@ def varying(x: Any) -> frozenset[Any]:
     """The mesh axes that an array (or its aval), inside a `jax.shard_map`, varies
     over."""
     aval: Any = x if isinstance(x, jax.core.AbstractValue) else jax.typeof(x)
-    return aval.mat.varying if hasattr(aval, "mat") else aval.vma
+    return aval.mat.varying
+
+
+def varying_like(avals: Sequence[Any], shape, dtype) -> jax.core.ShapedArray:
+    """The aval of an array that varies over the mesh axes that any of these do."""
+    axes = frozenset().union(*map(varying, avals))
+    if not axes:
+        return jax.core.ShapedArray(shape, dtype)
+    like: Any = next(a for a in avals if varying(a))
+    return jax.core.ShapedArray(
+        shape,
+        dtype,
+        sharding=like.sharding.update(spec=P(*[None] * len(shape))),
+        manual_axis_type=type(like.mat)(varying=axes),
+    )

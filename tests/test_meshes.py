@@ -433,6 +433,28 @@ def test_plant_in_a_derivative_of_a_shard_map(call, checkpointed):
     np.testing.assert_allclose(call(again, X), want, rtol=1e-5)
 
 
+@pytest.mark.parametrize("around", [lambda f: f, jax.checkpoint])
+def test_vmap_of_the_derivative_of_a_branch_on_devices(call, around):
+    """What a branch keeps for the derivative leaves the first `shard_map`."""
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
+
+    def body(x):
+        sown = lambda x: jnp.sin(eqx_sow.sow(x * x, "a"))
+        return lax.cond(x[0, 0] > 0.5, sown, lambda x: 3 * x, x)
+
+    def linearized(x):
+        f = jax.shard_map(body, mesh=mesh, in_specs=P("d"), out_specs=P("d"))
+        return jax.linearize(f, x)[1](jnp.ones_like(x))
+
+    xs = jnp.stack([X, 1 - X])
+    runs = xs[:, :, :1] > 0.5
+    out, got = call(jax.vmap(S(around(linearized))), xs)
+    np.testing.assert_allclose(out, jnp.where(runs, 2 * xs * jnp.cos(xs * xs), 3), 1e-6)
+    for mode, want in {"primal": xs * xs, "tangent": 2 * xs}.items():
+        want = jnp.where(runs, want, 0)[:, :, None]
+        np.testing.assert_allclose(got["a"][mode].reshape(want.shape), want, 1e-6)
+
+
 def test_plant_of_one_value_for_all_iterations_on_a_device(call):
     mesh = jax.make_mesh((2,), ("d",), devices=jax.devices()[:2])
 

@@ -90,7 +90,7 @@ class Replace(Handler):
             )
             new = _only_if(here, compute, new, planted, site)
         new = [*guards, *new]
-        new = [edge_value(), *new]
+        new = [edge_value(frame.eqn.outvars[0].aval), *new]
         if self.has_outer:
             (edge,) = frame.read(frame.eqn.invars[:1])
             new = sow_p.bind(edge, *new[1:], site=still)

@@ -43,32 +43,45 @@ NO_EDGE = 0.0
 _EDGE = jax.ShapeDtypeStruct((0,), np.float32)
 
 
-def _edge_aval() -> jax.core.ShapedArray:
-    return jax.core.ShapedArray(_EDGE.shape, _EDGE.dtype)
+def _edge_aval(*avals: Any) -> jax.core.ShapedArray:
+    """In a `jax.shard_map`, an edge varies over what its operands vary over. In
+
+        lax.cond(x > 0, lambda x: sow(jnp.sin(x), "h"), jnp.cos, x)
+
+    it is kept for the backward pass, with what else comes out of the branches. A vmap
+    makes a selection of that, which varies where `x > 0` does."""
+    return _compat.varying_like(avals, _EDGE.shape, _EDGE.dtype)
 
 
-def edge_value() -> np.ndarray:
+def edge_value(aval: Any = None) -> Any:
     """What an edge is, once there is nothing more to ask of it."""
-    return np.zeros(_EDGE.shape, _EDGE.dtype)
+    axes = tuple(_compat.varying(aval)) if aval is not None else ()
+    if not axes:
+        return np.zeros(_EDGE.shape, _EDGE.dtype)
+    # Made where it is needed: a constant would become an operand of what is around, and
+    # vary there already, under vmap.
+    return lax.pcast(lax.full(_EDGE.shape, 0, _EDGE.dtype), axes, to="varying")
 
 
-def _edge_tangent() -> ad.Zero:
-    return ad.Zero(_edge_aval().to_tangent_aval())
+def _edge_tangent(edge: Any) -> ad.Zero:
+    return ad.Zero(jax.typeof(edge).to_tangent_aval())
 
 
 def _edge_jvp(primals, tangents, **params):
     del tangents
-    return edge_p.bind(*primals, **params), _edge_tangent()
+    out = edge_p.bind(*primals, **params)
+    return out, _edge_tangent(out)
 
 
 def _edge_linearize(is_vjp, nonzeros, *primals, **params):
     del is_vjp, nonzeros
     out = edge_p.bind(*primals, **params)
-    return _compat.linearization(out, False, [], lambda *, tangents: _edge_tangent())
+    zero = _edge_tangent(out)
+    return _compat.linearization(out, False, [], lambda *, tangents: zero)
 
 
 edge_p.def_impl(lambda *arrays, **params: jnp.asarray(edge_value()))
-edge_p.def_abstract_eval(lambda *avals, **params: _edge_aval())
+edge_p.def_abstract_eval(lambda *avals, **params: _edge_aval(*avals))
 ad.primitive_jvps[edge_p] = _edge_jvp
 _compat.primitive_linearizations[edge_p] = _edge_linearize
 # Whatever the arrays vary over, there is one edge.
@@ -118,7 +131,7 @@ def _sow_impl(edge, *operands, site) -> Any:
 
 
 def _sow_abstract_eval(edge, *avals, site):
-    return [_edge_aval(), *avals], {sow_effect}
+    return [_edge_aval(edge, *avals), *avals], {sow_effect}
 
 
 def _differentiated(nonzeros, avals, site) -> list[bool]:
@@ -196,7 +209,7 @@ def _sow_tangent(edge, primals, tangents, nonzeros, avals, site):
     # Guards are not differentiated: what came back for them is not a tangent.
     sown = iter(sown[n_guards:])
     out = [next(sown) if k else t for t, k in zip(tangents[n_guards:], keep[n_guards:])]
-    return [_edge_tangent(), *tangents[:n_guards], *out]
+    return [_edge_tangent(edge), *tangents[:n_guards], *out]
 
 
 def _sow_transpose(cts, edge, *operands, site):
@@ -283,7 +296,7 @@ residuals = _Residuals()
 def _same_jvp(primals, tangents, *, site):
     _, *tangents = tangents
     out = same_p.bind(*primals, site=site)
-    return out, [_edge_tangent(), *tangents]
+    return out, [_edge_tangent(out[0]), *tangents]
 
 
 def _same_batch(operands, dims, *, site):
@@ -291,7 +304,7 @@ def _same_batch(operands, dims, *, site):
 
 
 same_p.def_impl(lambda *operands, site: _sow_off(*operands))
-same_p.def_abstract_eval(lambda edge, *avals, site: [_edge_aval(), *avals])
+same_p.def_abstract_eval(lambda edge, *avals, site: [_edge_aval(edge, *avals), *avals])
 mlir.register_lowering(
     same_p,
     mlir.lower_fun(lambda *xs, site: _sow_off(*xs), multiple_results=True),

@@ -81,7 +81,7 @@ class Frame:
     def alias_outputs(self, atoms) -> None:
         """The values that come out of the current sow are these."""
         edge, *outvars = self.eqn.outvars
-        self._env[edge] = edge_value()
+        self._env[edge] = edge_value(edge.aval)
         for out, v in zip(outvars, atoms):
             self._same[out] = v = self.source(v)
             if out in self._wanted_at_end:
