@@ -516,10 +516,10 @@ def varying(x: Any) -> frozenset[Any]:
 
 def varying_like(avals: Sequence[Any], shape, dtype) -> jax.core.ShapedArray:
     """The aval of an array that varies over the mesh axes that any of these do."""
-    axes = frozenset().union(*map(varying, avals))
-    if not axes:
+    vary: Any = [a for a in avals if a.mat.varying]
+    if not vary:
         return jax.core.ShapedArray(shape, dtype)
-    like: Any = next(a for a in avals if varying(a))
+    like, axes = vary[0], frozenset().union(*map(varying, vary))
     return jax.core.ShapedArray(
         shape,
         dtype,

@@ -616,7 +616,29 @@ def test_quax():
     assert_close(out, linear(x))
     assert_close(got["m"]["primal"], linear(x))
     # The other way round its arrays are not seen. The class is.
-    saved = S(quax.quaxify(lambda m, x: m(x)), capture=eqx.nn.Linear)
-    out, got = saved(model, x)
-    assert_close(out, linear(x))
-    assert_close(got["Linear"]["primal"], linear(x))
+    for capture in (True, eqx.nn.Linear):
+        out, got = S(quax.quaxify(lambda m, x: m(x)), capture=capture)(model, x)
+        assert_close(out, linear(x))
+        assert_close(got["Linear"]["primal"], linear(x))
+
+
+@pytest.mark.parametrize("capture", [True, eqx.nn.Linear])
+@pytest.mark.parametrize("bias", [True, False])
+def test_quax_hides_the_weights(capture, bias):
+    """The biases lead to the model. Without any, its class is its name."""
+    import quax
+    import quax.examples.lora
+
+    mlp = eqx.nn.MLP(3, 2, 4, 2, use_bias=bias, use_final_bias=bias, key=jr.key(0))
+    weights = lambda m: [layer.weight for layer in m.layers]
+    lora = [
+        quax.examples.lora.LoraArray(w, rank=1, key=jr.key(1)) for w in weights(mlp)
+    ]
+    x = jnp.array([0.3, -1.2, 0.7])
+    want = S(lambda m, x: m(x), capture=capture)(mlp, x)[1]
+    f = quax.quaxify(lambda m, x: m(x))
+    got = S(f, capture=capture)(eqx.tree_at(weights, mlp, lora), x)[1]
+    root = "m" if bias else "MLP"
+    assert got.keys() == {root + name[1:] for name in want}
+    for name in want:
+        assert_close(got[root + name[1:]]["primal"], want[name]["primal"])

@@ -22,6 +22,10 @@ import jax
 from .static import Const
 
 
+# Where something is in a tree, as strings.
+Path = tuple[str, ...]
+
+
 class Call:
     """A method of a module that is called.
 
@@ -40,8 +44,8 @@ class Call:
         self,
         cls: Any,
         method: str,
-        leaves: tuple[tuple[str, ...], ...],
-        within: tuple["Call", tuple[str, ...]] | None,
+        leaves: tuple[Path, ...],
+        within: tuple["Call", Path] | None,
         outline: Any,
     ):
         self.cls = cls
@@ -49,7 +53,7 @@ class Call:
         self.leaves = leaves
         self.within = within
         self.outline = outline
-        self.given: dict[int, tuple[str, ...]] = {}
+        self.given: dict[int, Path] = {}
         self.form: Const | None = None
         self.identity: Any = None
 

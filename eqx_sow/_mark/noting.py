@@ -14,7 +14,7 @@ import functools as ft
 import inspect
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -22,7 +22,7 @@ import jax
 import jax.tree_util as jtu
 
 from .. import _compat
-from .calls import Call, Note
+from .calls import Call, Note, Path
 from .listening import Capture, Listening, listening, tracing
 from .primitive import edge_p, sow_p
 from .site import Site
@@ -247,7 +247,7 @@ class _Frame(NamedTuple):
 
     module: Any
     call: Call
-    parts: dict[int, list[tuple[str, ...]]]
+    parts: dict[int, list[Path]]
     called: dict[int, int]
 
 
@@ -268,7 +268,7 @@ _running = _Running()
 
 
 @contextlib.contextmanager
-def called_with(depth: int, places: Callable[[], dict[int, tuple[str, ...]]]):
+def called_with(depth: int, places: Callable[[], dict[int, Path]]):
     """While a program is traced: `places` returns the places of the modules without
     arrays among its arguments, by their ids."""
     frames, _running.frames = _running.frames, ()
@@ -385,10 +385,19 @@ def _edge(call: Call, arrays: list[Any]) -> Any:
     try:
         return edge_p.bind(*arrays, call=call)
     except Exception:  # whatever another library raises
-        # Its arrays may be no operands of primitives that it does not know, as those of
-        # quax. Then nothing tells where they come from, and the class is the name.
-        call.leaves = ()
-        return edge_p.bind(call=call)
+        # Some of its arrays are no operands of primitives that it does not know, as
+        # those of quax that must not be made.
+        pairs = [(p, x) for p, x in zip(call.leaves, arrays) if _is_operand(x)]
+        call.leaves = tuple(p for p, _ in pairs)
+        return edge_p.bind(*(x for _, x in pairs), call=call)
+
+
+def _is_operand(x: Any) -> bool:
+    try:
+        edge_p.bind(x)
+    except Exception:
+        return False
+    return True
 
 
 def form_of(module: Any) -> Const:
@@ -397,7 +406,7 @@ def form_of(module: Any) -> Const:
     return Const((Const(treedef), *map(Const, leaves)))
 
 
-def keys(path: Any) -> tuple[str, ...]:
+def keys(path: Any) -> Path:
     """The keys of a path in a PyTree, as strings."""
     if not path:
         return ()
@@ -409,12 +418,14 @@ def _outline(module: Any) -> Any:
     return jtu.tree_map(shapes, module)
 
 
-def _place_within(module: Any) -> tuple[Call, tuple[str, ...]] | None:
+def _place_within(module: Any) -> tuple[Call, Path] | None:
     """Where a module is in the innermost one that is running and holds it. One that is
     there several times is called at one place after the other."""
     for frame in reversed(_running.frames):
         if not frame.parts:
-            frame.parts.update(_parts(frame.module))
+            for path, part in modules([((), frame.module)]):
+                if path:
+                    frame.parts.setdefault(id(part), []).append(path)
         places = frame.parts.get(id(module))
         if places:
             n = frame.called[id(module)] = frame.called.get(id(module), -1) + 1
@@ -422,20 +433,17 @@ def _place_within(module: Any) -> tuple[Call, tuple[str, ...]] | None:
     return None
 
 
-def _parts(module: Any) -> dict[int, list[tuple[str, ...]]]:
-    """The places of all modules in a module, by their ids."""
-    found: dict[int, list[tuple[str, ...]]] = {}
-    todo: list[tuple[tuple[str, ...], Any]] = [((), module)]
+def modules(roots: Iterable[tuple[Path, Any]]) -> Iterator[tuple[Path, Any]]:
+    """All modules in PyTrees that are parts of models, and their places."""
+    todo = [*roots][::-1]
     while todo:
         path, node = todo.pop()
-        for at, child in jtu.tree_leaves_with_path(
+        if is_part(node):
+            yield path, node
+        inner = jtu.tree_leaves_with_path(
             node, is_leaf=lambda x, node=node: x is not node and _is_module(x)
-        ):
-            if _is_module(child):
-                place = (*path, *keys(at))
-                found.setdefault(id(child), []).append(place)
-                todo.append((place, child))
-    return found
+        )
+        todo += [((*path, *keys(at)), x) for at, x in inner if _is_module(x)][::-1]
 
 
 def _is_module(x: Any) -> bool:

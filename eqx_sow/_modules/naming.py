@@ -22,13 +22,13 @@ from typing import Any
 import equinox as eqx
 
 from .._errors import SowError
-from .._mark.calls import Call, calls_around
+from .._mark.calls import Call, calls_around, Path
 from .._mark.primitive import edge_p, same_p, sow_p
 from .._mark.site import Label, Site
 from .._names import join
 from .._values.modes import without_order
 from .._walk.flow import Domain, Here
-from .places import Path, Places
+from .places import Places
 from .sources import (
     at_source,
     Candidate,
@@ -83,6 +83,9 @@ class Naming(Domain):
         return {path: x for path, x in named.items() if x is not self._sows[path][0]}
 
     # --- what goes through the program ---
+    def asks(self, sow):
+        return sow.invars[:1]
+
     def literal(self, literal):
         return self.constant(getattr(literal, "val", None))
 
@@ -224,20 +227,16 @@ class Naming(Domain):
             return None
         call = visit.call
         distance = min(c.distance for c in found)
-        # A mean of a student and a teacher is the teacher, if the student is called.
         near = [c for c in found if c.distance == distance]
-        near = [c for c in near if self._nearest[c.path] == distance] or near
-        near = [c for c in near if self._is_where_called(c.path, visit)] or near
-        common = _in_common([c.path for c in near])
-        if common is not None:
-            return common
-        best = min(
-            near,
-            key=lambda c: (
-                not self._is_of_class(c.path, call),
-                c,
-            ),
-        )
+        if len(near) > 1:
+            # A mean of a student and a teacher is the teacher, if the student is
+            # called.
+            near = [c for c in near if self._nearest[c.path] == distance] or near
+            near = [c for c in near if self._is_where_called(c.path, visit)] or near
+            common = _in_common([c.path for c in near])
+            if common is not None:
+                return common
+        best = min(near, key=lambda c: (not self._is_of_class(c.path, call), c))
         if not self._is_of_class(best.path, call):
             shared = self._places.of_shared(best.path, call.cls, leaf)
             return shared or best.path
@@ -281,7 +280,7 @@ class Naming(Domain):
         name = visit.call.cls.__name__
         of_class = self._numbers.setdefault(name, {})
         n = of_class.setdefault(visit.identity, len(of_class))
-        is_held = bool(visit.found)
+        is_held = visit.call.form is None
         return Place(f"{name}#{n}" if n else name, None, is_held)
 
     # --- sows ---

@@ -14,12 +14,10 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from .. import _compat
-from .._mark.noting import form_of, is_part, is_wrapper, keys
+from .._mark.calls import Path
+from .._mark.noting import form_of, is_part, is_wrapper, keys, modules
 from .._mark.static import Const, take_apart
 from . import variables
-
-
-Path = tuple[str, ...]
 
 
 class Places:
@@ -117,23 +115,6 @@ class Places:
         outside = self.__dict__.get("_outside", ())
         found = {path: type(x) for path, x in outside if is_part(x)}
         return {**found, **{path: type(x) for path, x in self.modules}}
-
-
-def modules(roots: Any) -> Iterator[tuple[Path, Any]]:
-    """All modules in PyTrees, and their places."""
-    todo = [(path, tree) for path, tree in reversed(roots)]
-    while todo:
-        path, node = todo.pop()
-        if is_part(node):
-            yield path, node
-        inner = []
-        for at, child in jtu.tree_leaves_with_path(
-            node,
-            is_leaf=lambda x, node=node: x is not node and isinstance(x, eqx.Module),
-        ):
-            if isinstance(child, eqx.Module):
-                inner.append(((*path, *keys(at)), child))
-        todo += reversed(inner)
 
 
 def modules_without_arrays(roots: Any) -> dict[int, Path]:

@@ -5,8 +5,7 @@ import dataclasses as dc
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from .._mark.calls import Call
-from .places import Path
+from .._mark.calls import Call, Path
 
 
 # What moves numbers and leaves them as they are, more or less.

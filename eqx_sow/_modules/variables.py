@@ -17,10 +17,8 @@ import numpy as np
 
 from .. import _compat
 from .._frames import is_library
+from .._mark.calls import Path
 from .._mark.noting import is_wrapper, Jacobian, keys
-
-
-Path = tuple[str, ...]
 
 
 class Variable(str):

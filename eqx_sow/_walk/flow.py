@@ -20,7 +20,8 @@ import jax.extend.core as jexc
 
 from .. import _compat
 from .._mark.calls import calls_around
-from .find import jaxprs_in, jaxprs_of
+from .._mark.primitive import edge_p, sow_p
+from .find import jaxprs_in, jaxprs_of, variables, with_sow
 
 
 class Here(NamedTuple):
@@ -58,7 +59,15 @@ def _number(eqn: Any, jaxpr: Any) -> int:
 
 
 class Domain:
-    """What goes through a program. Its values are compared by nothing here."""
+    """What goes through a program. Its values are compared by nothing here.
+
+    Only equations that have a sow inside, or lead to one, are looked at. What no sow
+    asks for is `None`.
+    """
+
+    def asks(self, sow: Any) -> Sequence[Any]:
+        """The operands of a sow that matter."""
+        return sow.invars
 
     def literal(self, literal: Any) -> Any:
         raise NotImplementedError
@@ -129,14 +138,41 @@ def run(domain: Domain, jaxpr: Any, args: Sequence[Any], here: Here) -> list[Any
     env.update(zip(jaxpr.invars, args))
 
     def read(v):
-        return domain.literal(v) if isinstance(v, jexc.Literal) else env[v]
+        return domain.literal(v) if isinstance(v, jexc.Literal) else env.get(v)
 
-    for i, eqn in enumerate(jaxpr.eqns):
+    # What comes out of the program itself does not matter.
+    outvars = jaxpr.outvars if here.path else []
+    for i, eqn in _leading_to_sows(domain, jaxpr, outvars):
         rule = rules.get(eqn.primitive, _other)
         at = Here((*here.path, i), *here[1:])
         outs = rule(domain, eqn, list(map(read, eqn.invars)), at)
         env.update(zip(eqn.outvars, outs))
-    return list(map(read, jaxpr.outvars))
+    return list(map(read, outvars))
+
+
+def _leading_to_sows(
+    domain: Domain, jaxpr: Any, outvars: Sequence[Any]
+) -> list[tuple[int, Any]]:
+    """The equations to look at, and their indices."""
+    with_sows = set(map(id, with_sow(jaxpr)))
+    asked = set(variables(outvars))
+    found = []
+    for i in range(len(jaxpr.eqns) - 1, -1, -1):
+        eqn = jaxpr.eqns[i]
+        if eqn.primitive is sow_p:
+            pairs = zip(eqn.outvars[1:], eqn.invars[1:])
+            atoms = [*domain.asks(eqn), *(v for out, v in pairs if out in asked)]
+        elif (
+            id(eqn) in with_sows
+            or eqn.primitive is edge_p
+            or not asked.isdisjoint(eqn.outvars)
+        ):
+            atoms = eqn.invars
+        else:
+            continue
+        asked.update(variables(atoms))
+        found.append((i, eqn))
+    return found[::-1]
 
 
 def _other(domain: Domain, eqn: Any, operands: list[Any], here: Here) -> list[Any]:
