@@ -11,6 +11,7 @@ import jax.lax as lax
 import jax.numpy as jnp
 import jax.random as jr
 import jax.tree_util as jtu
+import numpy as np
 import optax
 import pytest
 from beartype import beartype
@@ -849,6 +850,23 @@ def test_shared(call):
     assert len(values) == 2
     assert any(v.shape == (3,) for v in values)
     assert any(v.shape == (5,) and jnp.allclose(v, out, 1e-5, 1e-5) for v in values)
+
+
+def test_a_module_that_is_returned_with_numpy_arrays(call):
+    class Output(eqx.Module):
+        table: np.ndarray
+        size: int = eqx.field(static=True)
+
+    class Model(eqx.Module):
+        weight: jax.Array
+
+        def __call__(self, x):
+            return self.weight * x, Output(np.arange(3.0), 3)
+
+    model = Model(X)
+    out, got = call(S(model, capture=True), X)
+    assert_close(got["."]["primal"], out)
+    assert got["."]["primal"][1].size == 3
 
 
 def test_a_module_that_is_returned_beside_a_part(call):

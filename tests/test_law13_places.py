@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import pytest
 from eqx_sow import save_intermediates as S
+from jax.flatten_util import ravel_pytree
 
 from tests.helpers import assert_close, with_mode
 from tests.meeting import at, Layer, make_net, Run, X
@@ -156,6 +157,57 @@ def test_several_made_inside():
         x = want[prefix]
     assert list(got) == list(want)
     assert_close((out, with_mode(got, "primal")), (x, want))
+
+
+def _hypernetwork(in_size):
+    """A model that makes the weights of another one, and a template for that."""
+    k1, k2 = jax.random.split(jax.random.key(0))
+    template = eqx.nn.MLP(in_size, 1, 4, 1, key=k1)
+    flat, unravel = ravel_pytree(eqx.filter(template, eqx.is_array))
+    make = lambda flat: eqx.combine(unravel(flat), template)
+    return eqx.nn.MLP(2, flat.size, 4, 1, key=k2), make
+
+
+@pytest.mark.parametrize("form", ["S", "S(grad)", "S(jit)"])
+@pytest.mark.parametrize("closed_over", [False, True])
+def test_weights_that_another_model_makes(form, closed_over):
+    """They are its output, and it is at its place. So the other one is called by its
+    class, although the last bias of the first one is only added to what becomes the
+    last bias of the other."""
+    hyper, make = _hypernetwork(3)
+    z = jnp.array([0.3, -0.2])
+
+    def fn(h, x):
+        return make(h(z))(x).sum()
+
+    run = {"S": fn, "S(grad)": eqx.filter_grad(fn), "S(jit)": eqx.filter_jit(fn)}[form]
+    if closed_over:
+        h, inner = hyper, run
+        run = lambda x: inner(h, x)
+    args = (X[:3],) if closed_over else (hyper, X[:3])
+    _, got = S(run, capture=True)(*args)
+    want = {f"h{k[1:]}": v for k, v in _of_mlp(hyper, z).items()}
+    want |= {f"MLP{k[1:]}": v for k, v in _of_mlp(make(hyper(z)), X[:3]).items()}
+    assert list(got) == list(want)
+    assert_close(with_mode(got, "primal"), want)
+
+
+def _of_mlp(mlp, x):
+    h = mlp.layers[0](x)
+    out = mlp.layers[1](jax.nn.relu(h))
+    return {"./layers/0": h, "./layers/1": out, ".": out}
+
+
+def test_a_weighted_average_has_the_name_of_the_models():
+    models = [make_net(i) for i in range(3)]
+    stacked = jtu.tree_map(lambda *xs: jnp.stack(xs), *models)
+    w = jnp.array([0.2, 0.5, 0.3])
+    soup = lambda nets, x: jtu.tree_map(lambda a: jnp.tensordot(w, a, 1), nets)(x)
+    _, got = S(soup, capture=True)(stacked, X)
+    average = jtu.tree_map(lambda *xs: sum(a * b for a, b in zip(w, xs)), *models)
+    want = _values(average, "nets")
+    assert list(got) == list(want)
+    assert_close(with_mode(got, "primal"), want)
 
 
 def _embedding_and_head():

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import jax.tree_util as jtu
+import numpy as np
 
 from .. import _compat
 from .calls import Call, Note, Path
@@ -342,12 +343,13 @@ def _without_parts(out: Any, module: Any) -> tuple[Any, Any]:
         map(_is_module, jtu.tree_leaves(out, is_leaf=_is_module))
     ):
         return out, None
-    own = {id(x) for x in jtu.tree_leaves(module) if eqx.is_array(x)}
-
-    def is_value(x):
-        arrays = [y for y in jtu.tree_leaves(x) if eqx.is_array(y)]
-        return not (_is_module(x) and all(id(y) in own for y in arrays))
-
+    arrays = lambda x: [
+        id(y)
+        for y in jtu.tree_leaves(x)
+        if eqx.is_array(y) or isinstance(y, np.ndarray)
+    ]
+    own = {*arrays(module)}
+    is_value = lambda x: not (_is_module(x) and own.issuperset(arrays(x)))
     return eqx.partition(out, is_value, is_leaf=_is_module)
 
 

@@ -32,9 +32,11 @@ from .places import Places
 from .sources import (
     at_source,
     Candidate,
+    CONTRACTS,
     Distances,
     Edge,
     either,
+    FAR,
     MOVES,
     NOTHING,
     Place,
@@ -137,7 +139,7 @@ class Naming(Domain):
             return [self._sow(eqn, operands[0], here), *operands[1:]]
         if primitive.name not in MOVES:
             made = here.path
-            value = either(operands, 1, made)
+            value = either(operands, FAR if primitive in CONTRACTS else 1, made)
         elif primitive.name == "select_n":
             value = either(operands[1:], 0, operands[1].made)
         else:
@@ -191,15 +193,16 @@ class Naming(Domain):
         if call.is_function:
             place = Place("") if visit.within is None else self._place(visit.within)
             return place._replace(name=join(place.name, call.cls.__name__), path=None)
-        paths = [
-            path
+        # A place, or `None`, by each of the witnesses that come from somewhere.
+        votes = [
+            self._chosen(visit, leaf, found)
             for leaf, found in zip(call.leaves, visit.found)
-            if (path := self._chosen(visit, leaf, found)) is not None
+            if found
         ]
-        if paths:
-            same_class = [p for p in paths if self._is_of_class(p, call)]
-            among = same_class or paths
-            path = max(among, key=among.count)
+        same_class = [p for p in votes if p is not None and self._is_of_class(p, call)]
+        among = [p for p in votes if p is None or not same_class or p in same_class]
+        path = max(among, key=among.count, default=None)
+        if path is not None:
             after = self._after(visit, path)
             return Place("/".join(path), path, after=after)
         # It has no arrays of its own, or they were made on the way.
@@ -223,9 +226,12 @@ class Naming(Domain):
         leaf: Path,
         found: Sequence[Candidate],
     ) -> Path | None:
+        call = visit.call
+        # Of the weights that a hypernetwork returns, those of the hypernetwork are no
+        # place, if it is called there itself.
+        found = [c for c in found if c.distance < FAR or self._nearest[c.path] >= FAR]
         if not found:
             return None
-        call = visit.call
         distance = min(c.distance for c in found)
         near = [c for c in found if c.distance == distance]
         if len(near) > 1:

@@ -5,6 +5,8 @@ import dataclasses as dc
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
+
 from .._mark.calls import Call, Path
 
 
@@ -18,6 +20,9 @@ MOVES = frozenset(
         "split squeeze stop_gradient transpose"
     ).split()
 )
+# What makes new arrays of several, rather than changing one: it counts as `FAR`.
+CONTRACTS = jax.lax.dot_general_p, jax.lax.conv_general_dilated_p
+FAR = 1 << 16
 # So many of the nearest sources are kept.
 _NEAREST = 8
 
