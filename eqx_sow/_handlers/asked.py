@@ -1,9 +1,13 @@
 """Which sows, and which iterations of them, the option `names` asks for."""
 
 import dataclasses as dc
+import functools as ft
+import operator
 import re
 from collections.abc import Iterable
 from typing import Any
+
+import numpy as np
 
 from .._mark.site import Site
 from .._names import Selected, selected
@@ -13,6 +17,12 @@ from .._walk.find import loop_of, loops_around, sites
 # A name with an index in it, and loops that have any iteration one may ask for.
 _INDEX = re.compile(r"(^|/)(-?\d+|\*)(/|$)")
 _ANY_LOOPS = (2**62,) * 8
+
+
+def reached(at: Iterable[int | None], iterations: Iterable[Any]) -> Any:
+    """Whether these are the iterations `at` which something is asked for."""
+    each = [i == n for i, n in zip(iterations, at) if n is not None]
+    return ft.reduce(operator.and_, each, np.True_)
 
 
 @dc.dataclass(frozen=True)

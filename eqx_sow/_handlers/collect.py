@@ -1,7 +1,6 @@
 """The handler of `save_intermediates`."""
 
 import dataclasses as dc
-import functools as ft
 from collections.abc import Sequence
 from typing import Any, TYPE_CHECKING
 
@@ -24,7 +23,7 @@ from .._walk.find import loop_of, sites
 from .._walk.frame import Frame
 from .._walk.handler import Given, Handler, Taken
 from .._walk.refuse import check_guarded, is_solver, OVER_AND_OVER, unsupported
-from .asked import Asked
+from .asked import Asked, reached
 
 
 if TYPE_CHECKING:
@@ -152,11 +151,8 @@ class Collect(Handler):
             old = given.carry[site.key]
             state = _reduce.stepped(reducer, old, entry)
             # With `names="h/3"`, only if it is that iteration.
-            meant = [
-                i == n for i, n in zip(given.iterations, new.entry.at) if n is not None
-            ]
-            if meant:
-                here = ft.reduce(jnp.logical_and, meant)
+            if new.entry.at:
+                here = reached(new.entry.at, given.iterations)
                 state = jtu.tree_map(lambda x, y: jnp.where(here, x, y), state, old)
             given = given._replace(carry={**given.carry, site.key: state})
         return given

@@ -22,11 +22,12 @@ from .._mark.site import Axis, Site
 from .._mark.static import Const, OPERAND, rebuild, SameParts
 from .._values import entry as _entry, merge as _merge
 from .._values.entry import Entry
-from .._walk.find import is_loop, sites, sows
+from .._walk.find import loop_of, sites, sows
 from .._walk.frame import Frame
 from .._walk.handler import Handler
 from .._walk.refuse import check_guarded
 from .._walk.rules.control_flow import alike
+from .asked import reached
 from .collect import leave_to_others, pass_by
 
 
@@ -81,14 +82,10 @@ class Replace(Handler):
         check_guarded(site)
         old = frame.read_arrays(atoms)
         guards, old = old[:n_guards], old[n_guards:]
-        new = old
-        for planted, (here, arrays) in zip(
-            self._planted[site.key], given.values[site.key]
-        ):
-            compute = ft.partial(
-                _new, planted, arrays, site, guards, old, given.iterations
-            )
-            new = _only_if(here, compute, new, planted, site)
+        new, index = old, given.iterations
+        for planted, arrays in zip(self._planted[site.key], given.values[site.key]):
+            compute = ft.partial(_new, planted, arrays, site, guards, old, index)
+            new = _only_at(planted.at, index, compute, new, site)
         new = [*guards, *new]
         new = [edge_value(frame.eqn.outvars[0].aval), *new]
         if self.has_outer:
@@ -99,27 +96,24 @@ class Replace(Handler):
 
     def needs_iterations(self, jaxpr):
         inside = (self._planted[s.key] for s in sites(jaxpr) if self.wants(s))
-        return any(planted.with_index for all_ in inside for planted in all_)
+        return any(p.with_index or p.at for planted in inside for p in planted)
 
     def slices_for_scan(self, values, jaxpr):
-        inside, whole = {}, {}
+        inside = {}
         for site, path in sows(jaxpr):
-            if self.wants(site):
-                # How many of the axes that it has are of loops around this one.
-                loops = 1 + sum(map(is_loop, path))
-                outside = sum(not a.lane and a.loops >= loops for a in site.axes)
-                inside[site.key], whole[site.key] = zip(
-                    *[
-                        planted.for_scan(site, outside, *x)
-                        for planted, x in zip(self._planted[site.key], values[site.key])
-                    ]
-                )
+            if not self.wants(site):
+                continue
+            within = [loop for loop in map(loop_of, path) if loop]
+            scans = sum(loop.length is not None for loop in within)
+            # How many of the axes that it has are of loops around this one.
+            outside = sum(not a.lane and a.loops > len(within) for a in site.axes)
+            slices = inside[site.key] = []
+            for planted, arrays in zip(self._planted[site.key], values[site.key]):
+                has = planted.has_axis_of_scan(scans, site)
+                slices.append([jnp.moveaxis(x, outside, 0) for x in arrays if has])
 
         def put_back(xs):
-            new = {
-                k: [(here, [*x, *rest]) for (here, x), rest in zip(xs[k], whole[k])]
-                for k in xs
-            }
+            new = {k: [x or y for x, y in zip(xs[k], values[k])] for k in xs}
             return {**values, **new}
 
         return inside, put_back
@@ -131,16 +125,14 @@ class Replace(Handler):
             k: [[a.mesh for a in p.axes if a.mesh in devices] for p in self._planted[k]]
             for k in keys
         }
-        specs = {
-            k: [(PartitionSpec(), PartitionSpec(*m)) for m in mesh[k]] for k in keys
-        }
+        specs = {k: [PartitionSpec(*m) for m in mesh[k]] for k in keys}
 
         def put_back(xs):
             # No others: what a `shard_map` closes over is not sharded inside.
             return {
                 k: [
-                    (here, [a.reshape(a.shape[len(m) :]) for a in arrays])
-                    for m, (here, arrays) in zip(mesh[k], xs[k])
+                    [a.reshape(a.shape[len(m) :]) for a in arrays]
+                    for m, arrays in zip(mesh[k], xs[k])
                 ]
                 for k in xs
             }
@@ -155,41 +147,24 @@ class Planted:
     `Given.iterations`. The first axes of the arrays are those of the loops still around
     the walk.
 
-    With `at`, this is for one iteration only, of those of the `loops` around for which
-    it is not `None`. Its arrays lack the axes of these, and a boolean with an axis for
-    each loop still around the walk says `here`.
+    With `at`, this is for one iteration only, of those of the scans around for which
+    it is not `None`. Its arrays lack the axes of these.
     """
 
     new: Site | SameParts
     at: tuple[int | None, ...] = ()
-    loops: tuple[int, ...] = ()
     with_index: bool = False
 
     @property
     def axes(self) -> tuple[Axis, ...]:
         return self.new.axes if isinstance(self.new, Site) else ()
 
-    def here(self) -> Any:
-        if not self.at:
-            return None
-        at = tuple(slice(None) if i is None else i for i in self.at)
-        return jnp.zeros(self.loops, bool).at[at].set(True)
-
-    def has_axis_of(self, here: Any) -> bool:
-        """Whether the arrays have an axis for the outermost loop still around."""
-        return here is None or self.at[len(self.loops) - here.ndim :][:1] in (
-            (),
-            (None,),
-        )
-
-    def for_scan(self, site: Site, outside: int, here: Any, arrays: list) -> Any:
-        """What a scan slices, and what it does not. JAX moved the scan out of so many
-        loops `outside` of it, of which the axes are still there, and come first."""
-        if outside and self.at:
+    def has_axis_of_scan(self, within: int, site: Site) -> bool:
+        """Whether the arrays have an axis for a scan, which has so many others within
+        it around the sow."""
+        if self.at and not all(a.lane for a in site.axes):
             raise _moved(site)
-        if not self.has_axis_of(here):
-            return (here, []), arrays
-        return (here, [jnp.moveaxis(x, outside, 0) for x in arrays]), []
+        return not self.at or self.at[-1 - within :][0] is None
 
 
 def _moved(site: Site) -> SowError:
@@ -222,17 +197,17 @@ def _new(
     return _apply(lambda value: fn(value, index), site, old)
 
 
-def _only_if(
-    here: Any,
+def _only_at(
+    at: tuple[int | None, ...],
+    index: tuple[Any, ...],
     compute: Callable[[], list[Any]],
     other: list[Any],
-    planted: Planted,
     site: Site,
 ) -> list[Any]:
     """What is computed in one iteration, and elsewhere the other."""
-    if here is None:
+    if not at:
         return compute()
-    if here.ndim:
+    if len(at) != len(index):
         raise _moved(site)
     # Not `where`: elsewhere a function may have a gradient that is not finite.
     changes = [
@@ -242,7 +217,7 @@ def _only_if(
     ]
     pick = lambda values: [values[i] for i in changes]
     first, second = alike([lambda _: pick(compute()), lambda xs: xs], pick(other))
-    chosen = jax.lax.cond(jnp.any(here), first, second, pick(other))
+    chosen = jax.lax.cond(reached(at, index), first, second, pick(other))
     new = dict(zip(changes, chosen))
     return [new.get(i, x) for i, x in enumerate(other)]
 

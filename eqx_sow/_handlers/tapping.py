@@ -2,7 +2,6 @@
 
 import dataclasses as dc
 import functools as ft
-import operator
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -24,7 +23,7 @@ from .._walk.find import jaxprs_in, loop_of, sites, with_sow
 from .._walk.frame import Frame
 from .._walk.handler import Handler
 from .._walk.refuse import check_guarded, is_solver
-from .asked import Asked
+from .asked import Asked, reached
 from .collect import leave_to_others, pass_by
 from .events import Delivery, print_event
 from .send import any_lane, only_if, send_p
@@ -179,7 +178,7 @@ class Tap(Handler):
                 # Its count is carried under this key.
                 slot = str(self.slots.index((one.key, self.mesh)))
                 mine = lookup(self.transform.value, one.name) or transform
-                here = [i == n for i, n in zip(given.iterations, at) if n is not None]
+                here = reached(at, given.iterations)
                 send = ft.partial(self._send, one, operands, given.values, mine, here)
                 count = in_each_iteration(one, send, given.carry[slot])
                 given = given._replace(carry={**given.carry, slot: count})
@@ -193,17 +192,16 @@ class Tap(Handler):
         operands: Sequence[Any],
         extra: Sequence[Any],
         transform: Any,
-        here: Sequence[Any],
+        here: Any,
         count: Any,
     ) -> Any:
-        """Sends one execution, if it is to be sent, and all of `here` holds. Returns
-        the count after it."""
+        """Sends one execution, if it is to be sent and is `here`. Returns the count
+        after it."""
         # `ran`: in which lanes, if a condition differs between these.
         n = len(site.guards)
         values, has = operands[n:], [site.has(i) for i in range(n, len(operands))]
         ran, ran_has = running(site, operands) if n else (None, ())
-        executed: Any = np.True_ if ran is None else any_lane(ran)
-        executed = ft.reduce(operator.and_, here, executed)
+        executed = here if ran is None else any_lane(ran) & here
 
         def send():
             devices = [jax.lax.axis_index(a) for a in self.devices]

@@ -82,12 +82,11 @@ def _plan(
         )
     entry = found[0]
     loops = [i for i, a in enumerate(entry.site.axes) if not a.lane and a.mesh is None]
-    sizes = tuple(entry.site.axes[i].size for i in loops)
     if callable(value):
         fn = SameParts(value)
-        return Planted(fn, at, sizes, with_index=options.with_index), []
+        return Planted(fn, at, options.with_index), []
     entry = entry.without_axes([k for k, i in zip(loops, at) if i is not None])
-    return Planted(entry.site, at, sizes), prepare(value, options.mode, entry)
+    return Planted(entry.site, at), prepare(value, options.mode, entry)
 
 
 # Every place has an entry of its own.
@@ -114,7 +113,7 @@ class _Plant(Transformed):
                 if key[0] in chosen[at]
             ]
             planted[key] = tuple(p for p, _ in pairs)
-            values[key] = [(p.here(), arrays) for p, arrays in pairs]
+            values[key] = [arrays for _, arrays in pairs]
         program.check_recomputed(
             planted,
             options.tag,
