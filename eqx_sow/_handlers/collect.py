@@ -7,10 +7,7 @@ from typing import Any, TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-from jax import lax
 
-from .. import _compat
-from .._arrays import zeros_like
 from .._mark.site import Site
 from .._mark.static import Const, SameParts
 from .._names import lookup
@@ -185,36 +182,12 @@ class Collect(Handler):
 
         return values.map(lambda e: dc.replace(e, route=(step, *e.route)))
 
-    def before_scan(self, values: Sown) -> list[list[Any]]:
-        """For each entry of which one iteration is kept, its arrays."""
+    def only_iterations(self, values: Sown) -> Sown:
+        def only(e):
+            n = e.at[-1] if _entry.keeps_one(e) else -1
+            return dc.replace(e, arrays=(n,) * len(e.arrays))
 
-        def before(x):
-            axes = tuple(_compat.varying(x))
-            zeros = zeros_like(x)
-            return lax.pcast(zeros, axes, to="varying") if axes else zeros
-
-        return [
-            list(map(before, e.arrays)) for e in values.entries if _entry.keeps_one(e)
-        ]
-
-    def keep_iteration(self, kept, values: Sown, iteration):
-        mine = [e for e in values.entries if _entry.keeps_one(e)]
-        new = [
-            [jnp.where(iteration == e.at[-1], x, y) for x, y in zip(e.arrays, old)]
-            for e, old in zip(mine, kept)
-        ]
-        rest = values.map(
-            lambda e: dc.replace(e, arrays=()) if _entry.keeps_one(e) else e
-        )
-        return new, rest
-
-    def with_kept(self, kept, values: Sown) -> Sown:
-        each = iter(kept)
-        return values.map(
-            lambda e: (
-                dc.replace(e, arrays=tuple(next(each))) if _entry.keeps_one(e) else e
-            )
-        )
+        return values.map(only)
 
     def stack_iterations(self, values: Sown, length: int) -> Sown:
         return values.map(lambda e: _entry.stacked(e, length))

@@ -12,7 +12,7 @@ know of loops and branches, save how what it passes down (`Given`) and takes bac
 | | `end_jaxpr` | the end of a jaxpr: what was found, as one `Taken` |
 | rule for `scan` | `slices_for_scan`, `stack_iterations` | values in, values out |
 | | `needs_iterations` | does anything inside ask which iteration it is? |
-| | `keeps_iterations`, `before_scan`, `keep_iteration`, `with_kept` | one iteration |
+| | `keeps_iterations`, `only_iterations` | is one iteration all that is kept? |
 | rule for `cond` | `unify_branches` | one form for the values of all branches |
 | rule for `while` | `before_first_iteration`, `after_iteration` | values carried |
 | rule for `shard_map` | `slices_for_devices`, `stack_devices` | values in, values out |
@@ -137,18 +137,9 @@ class Handler:
         """Whether of anything in the body of a scan one iteration alone is kept."""
         return False
 
-    def before_scan(self, values: Any) -> Any:
-        """For a scan of which iterations are kept, given `Taken.values` of its body as
-        types: what there is of these before the first one."""
-        raise NotImplementedError
-
-    def keep_iteration(self, kept: Any, values: Any, iteration: Any) -> Any:
-        """For the same: what is kept after this iteration, and what there is to stack
-        of its `Taken.values`."""
-        raise NotImplementedError
-
-    def with_kept(self, kept: Any, values: Any) -> Any:
-        """For the same: what was stacked, with what was kept."""
+    def only_iterations(self, values: Any) -> Any:
+        """For such a scan, given `Taken.values` of its body as types: in the place of
+        each array, the one iteration of which it is kept, or -1 for all."""
         raise NotImplementedError
 
     def stack_iterations(self, values: Any, length: int) -> Any:

@@ -10,6 +10,7 @@ what each iteration is given, such as its part of a planted array. `values` are 
 sows of an iteration are, which the scan stacks.
 """
 
+import equinox as eqx
 import jax
 import jax.core
 import jax.extend.core as jexc
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ... import _compat
-from ..._arrays import select, to_jaxpr, types_of
+from ..._arrays import select, to_jaxpr, types_of, zeros_like
 from ..edit import without_sows
 from ..find import sites
 from ..handler import Given, Taken
@@ -49,12 +50,15 @@ def _scan(interpret, given, eqn, *args):
 
     # With `names="h/3"`, one iteration is carried along, in the place of a stack.
     keeps = handler.keeps_iterations(p["jaxpr"])
-    kept = ()
+    kept = only = is_kept = None
     if keeps:
         first = given._replace(iterations=(*given.iterations, jnp.int32(0)))
         avals = p["jaxpr"].in_avals[num_consts + num_carry :]
         types = types_of(run, first, *consts, *init, *avals)[1].values
-        kept = handler.before_scan(types)
+        only = handler.only_iterations(types)
+        is_kept = jax.tree.map(lambda n: n >= 0, only)
+        only, types = eqx.filter((only, types), (is_kept, is_kept))
+        kept = jax.tree.map(lambda x: _vary(zeros_like(x), _compat.varying(x)), types)
 
     def body(carry, x):
         state, kept, carry = carry
@@ -64,7 +68,10 @@ def _scan(interpret, given, eqn, *args):
         carry, y = _split(outs, num_carry)
         rest = taken.values
         if keeps:
-            kept, rest = handler.keep_iteration(kept, rest, *iteration)
+            new, rest = eqx.partition(rest, is_kept)
+            kept = jax.tree.map(
+                lambda n, x, y: jnp.where(iteration[0] == n, x, y), only, new, kept
+            )
         return (taken.carry, kept, carry), (y, rest)
 
     (state, kept, carry), (ys, rest) = lax.scan(
@@ -75,7 +82,7 @@ def _scan(interpret, given, eqn, *args):
         reverse=p["reverse"],
         unroll=p["unroll"],
     )
-    rest = handler.with_kept(kept, rest) if keeps else rest
+    rest = eqx.combine(kept, rest) if keeps else rest
     return [*carry, *ys], Taken(state, handler.stack_iterations(rest, p["length"]))
 
 
