@@ -22,6 +22,7 @@ from eqx_sow import (
     Append,
     Buffer,
     Intermediates,
+    Last,
     save_intermediates as S,
     sow,
     SowError,
@@ -552,6 +553,17 @@ def test_arrow_in_a_loop_around_the_capture():
     # In the next step, all of it is not finite.
     for run in (lax.scan, jax.jit(lax.scan, static_argnums=0)):
         assert _marked(tabulate(run(step, X, jnp.arange(4))[1])) == [("c", "primal")]
+
+
+def test_arrow_of_what_was_reduced_in_a_loop_around_the_capture():
+    def f(x, bad):
+        return sow(sow(x, "a") * bad[1], "b") * bad[0]
+
+    # `b` in the second step, and so `a` only in the third.
+    bads = jnp.ones((4, 2)).at[1, 1].set(jnp.inf)
+    for reduce in (None, Last(), Buffer(2)):
+        step = lambda x, bad, reduce=reduce: S(f, reduce=reduce)(x, bad)
+        assert _marked(tabulate(lax.scan(step, X, bads)[1])) == [("b", "primal")]
 
 
 def test_arrow_in_a_loop_on_devices():

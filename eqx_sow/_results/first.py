@@ -1,33 +1,30 @@
 """Which of several arrays was the first with an entry that is not finite."""
 
 import functools as ft
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .intermediates import Stacked
+from .intermediates import axes_of, Leading, Scan
 from .summarize import Summary
 
 
-# Axes along which time goes by, each with its loop and whether that runs from its end:
-# the loops, and what a transformation further out has put before them.
-_Axes = Sequence[tuple[int, Hashable, bool]]
+# Axes along which time goes by: those of scans, and (`None`) what a transformation
+# further out has put before them.
+_Axes = Sequence[tuple[int, Scan | None]]
 
 
-def axes_of_time(x: Any, stacked: Stacked | None) -> _Axes:
+def axes_of_time(x: Any, known: Leading | None) -> _Axes:
     """Those of an array or a summary; none if it has another shape by now."""
-    if stacked is None:
-        return ()
-    loops, known = stacked
-    shape = np.shape(x.size if isinstance(x, Summary) else x)
-    front = len(shape) - len(known)
-    if front < 0 or shape[front:] != known:
-        return ()
-    before = ((i, None, False) for i in range(front))
-    return *before, *((len(shape) + axis, loop, rev) for loop, axis, rev in loops)
+    axes = known and axes_of(known, x.size if isinstance(x, Summary) else x)
+    return [
+        (i, scan)
+        for i, (kind, _, scan) in enumerate(axes or ())
+        if scan or kind == "outside"
+    ]
 
 
 @ft.lru_cache(maxsize=64)
@@ -43,11 +40,10 @@ def bad_along(*axes: int) -> Callable:
 
 class Time(NamedTuple):
     """When the first entry of a row that is not finite was computed: at which place
-    along the axes in front, in which iterations, in which pass, and where in that."""
+    along each of `_Axes`, in which pass, and where in that."""
 
     row: int
-    front: tuple[int, ...]
-    loops: tuple[tuple[Hashable, int], ...]
+    places: tuple[tuple[Scan | None, int], ...]
     order: tuple[int, int]
 
     @staticmethod
@@ -55,18 +51,14 @@ class Time(NamedTuple):
         """`bad` is what `bad_along` returned, if there are numbers."""
         at: list[int] = []
         if axes and bad is not None:
-            from_end = tuple(i for i, (*_, reverse) in enumerate(axes) if reverse)
+            from_end = tuple(i for i, (_, s) in enumerate(axes) if s and s[-1][1])
             at = np.argwhere(np.flip(bad, from_end))[0].tolist()
-        places = [(loop, i) for i, (_, loop, _) in zip(at, axes)]
-        front = tuple(i for loop, i in places if loop is None)
-        loops = tuple((loop, i) for loop, i in places if loop is not None)
-        return Time(row, front, loops, _in_pass(mode, row))
+        places = tuple((scan, i) for i, (_, scan) in zip(at, axes))
+        return Time(row, places, _in_pass(mode, row))
 
     def is_before(self, other: "Time") -> bool:
-        if len(self.front) == len(other.front) and self.front != other.front:
-            return self.front < other.front
-        for (loop, i), (same, j) in zip(self.loops, other.loops):
-            if loop != same:
+        for (scan, i), (same, j) in zip(self.places, other.places):
+            if scan != same:
                 break
             if i != j:
                 return i < j

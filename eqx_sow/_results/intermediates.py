@@ -4,7 +4,7 @@ import functools as ft
 import itertools as it
 import json
 import sys
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -19,17 +19,14 @@ from .._frames import api_boundary
 from .._names import in_a_list, matches
 
 
-# A loop, which of the axes of an array it is, counted from the last one, and whether it
-# runs from its end. These are plain tuples: pickles have them.
-Loop = tuple[Hashable, int, bool]
-# An array as it came back: its loops, from outside in, and its shape. Transformations
-# further out put more axes before those.
-Stacked = tuple[tuple[Loop, ...], tuple[int, ...]]
-_AllStacked = Mapping[tuple[str, str], tuple[Stacked, ...]]
-# What an axis is, and where its index stands in a name: ("loop", 1) for the loop over
-# the layers of `blocks/attn`, whose layer 2 a list would call `blocks/2/attn`. None for
-# an axis whose index stands at the end, or nowhere.
-Axis = tuple[str, int | None]
+# A scan: of each equation around it and of its own, the index, and whether it runs from
+# its end if it is a scan. See `Entry.route`. These are plain tuples: pickles have them.
+Scan = tuple[tuple[int, bool | None], ...]
+# What an axis is; where its index stands in a name; and its scan, as far as that is
+# known. ("loop", 1, ...) is the loop over the layers of `blocks/attn`, whose layer 2 a
+# list would call `blocks/2/attn`. None for an axis whose index stands at the end, or
+# nowhere.
+Axis = tuple[str, int | None, Scan | None]
 # The leading axes of an array as it came back, and its shape.
 Leading = tuple[tuple[Axis, ...], tuple[int, ...]]
 # For each array of a value; for several values, with `Append`, a list of that.
@@ -47,7 +44,6 @@ class _Names(tuple[str, ...]):
     """The names of an `Intermediates`, and what its arrays are. That does not count for
     whether two are of one form: both a loop and a vmap stack values."""
 
-    stacked: _AllStacked = {}
     axes: _AllAxes = {}
 
 
@@ -87,11 +83,10 @@ class Intermediates(dict[str, dict[str, Any]]):
         ```
     """
 
-    _stacked: _AllStacked = {}
     _axes: _AllAxes = {}
 
     def copy(self) -> "Intermediates":
-        return with_known(self, self._stacked, self._axes)
+        return with_axes(self, self._axes)
 
     __copy__ = copy
 
@@ -228,7 +223,7 @@ class Intermediates(dict[str, dict[str, Any]]):
                 "that `save_intermediates` returned, so it is not known what their "
                 "axes are. Ask it of what came back."
             )
-        kinds = [tuple(kind for kind, _ in of) for of in axes if of is not None]
+        kinds = [tuple(kind for kind, *_ in of) for of in axes if of is not None]
         return tuple(kinds) if several else kinds[0]
 
     @api_boundary
@@ -299,14 +294,14 @@ def _arrays_in(value: Any) -> list[Any]:
     ]
 
 
-def _axes_of(known: Leading, x: Any) -> tuple[Axis, ...] | None:
+def axes_of(known: Leading, x: Any) -> tuple[Axis, ...] | None:
     """The leading axes of an array, if it is what came back. Transformations further
     out may have put more before these."""
     axes, shape = known
-    front = len(x.shape) - len(shape)
-    if front < 0 or x.shape[front:] != shape:
+    front = np.ndim(x) - len(shape)
+    if front < 0 or np.shape(x)[front:] != shape:
         return None
-    return (*[("outside", None)] * front, *axes)
+    return (*[("outside", None, None)] * front, *axes)
 
 
 def _axes_of_value(known: Sequence[Leading], value: Any) -> tuple[Axis, ...] | None:
@@ -315,7 +310,7 @@ def _axes_of_value(known: Sequence[Leading], value: Any) -> tuple[Axis, ...] | N
         return None
     longest: tuple[Axis, ...] = ()
     for of, x in zip(known, arrays):
-        axes = _axes_of(of, x)
+        axes = axes_of(of, x)
         if axes is None:
             return None
         longest = max(longest, axes, key=len)
@@ -327,15 +322,15 @@ def _layers(pattern: str, name: str, value: Any, known: Any) -> list[Any]:
     axis for what fits. A loop over layers stands for as many layers, by the names that
     these have in a list."""
     axes = None if isinstance(known, list) else _axes_of_value(known, value)
-    places = [place for _, place in axes or () if place is not None]
+    places = [place for _, place, _ in axes or () if place is not None]
     if axes is None or not places:
         return [_each(value, lambda x: x[None])] if matches(pattern, name) else []
     of_array = iter(known)
     sizes: list[int] = []
 
     def front(x):
-        own = axes if x.dtype == jax.dtypes.float0 else _axes_of(next(of_array), x)
-        at = [i for i, (_, place) in enumerate(own or ()) if place is not None]
+        own = axes if x.dtype == jax.dtypes.float0 else axes_of(next(of_array), x)
+        at = [i for i, (_, place, _) in enumerate(own or ()) if place is not None]
         sizes[:] = [x.shape[i] for i in at]
         x = _module([x]).moveaxis(x, at, range(len(at)))
         return x if len(at) == 1 else x.reshape(-1, *x.shape[len(at) :])
@@ -387,17 +382,19 @@ def _module(arrays: Sequence[Any]) -> Any:
     return jnp if any(isinstance(x, jax.Array) for x in arrays) else np
 
 
-def with_known(values: Any, stacked: _AllStacked, axes: _AllAxes) -> Intermediates:
+def with_axes(values: Any, axes: _AllAxes) -> Intermediates:
     """`Intermediates` of which it is known what the arrays are."""
     made = Intermediates(values)
-    made._stacked, made._axes = stacked, axes
+    made._axes = axes
     return made
 
 
-def stacked_in(intermediates: Mapping[str, Any], name: Any, mode: Any) -> Any:
-    """What the arrays of a mode are, one after another, as far as that is known."""
-    known = isinstance(intermediates, Intermediates)
-    return iter(intermediates._stacked.get((name, mode), ()) if known else ())
+def axes_in(
+    intermediates: Mapping[str, Any], name: Any, mode: Any
+) -> Iterator[Leading]:
+    """Those of the arrays of a mode, one after another, as far as they are known."""
+    all_ = getattr(intermediates, "_axes", {}).get((name, mode), ())
+    return it.chain.from_iterable(all_) if isinstance(all_, list) else iter(all_)
 
 
 # Pickles are then independent of where this file is.
@@ -419,7 +416,7 @@ def in_order(modes: Mapping[str, Any]) -> dict[str, Any]:
 
 def _names(x: Intermediates) -> _Names:
     names = _Names(x)
-    names.stacked, names.axes = x._stacked, x._axes
+    names.axes = x._axes
     return names
 
 
@@ -438,7 +435,7 @@ def _unflatten(names, children) -> Intermediates:
         (name, in_order(x) if type(x) is dict and len(x) > 1 else x)
         for name, x in zip(names, children)
     )
-    return with_known(values, names.stacked, names.axes)
+    return with_axes(values, names.axes)
 
 
 jtu.register_pytree_with_keys(Intermediates, _flatten_with_keys, _unflatten, _flatten)

@@ -18,7 +18,7 @@ from .. import _compat
 from .._errors import SowError
 from .._frames import api_boundary
 from .first import axes_of_time, bad_along, Time
-from .intermediates import in_order, Intermediates, Stacked, stacked_in
+from .intermediates import axes_in, in_order, Intermediates, Leading
 from .summarize import as_array, is_numeric, is_value, merged, Summary, summary_of
 
 
@@ -60,12 +60,12 @@ def tabulate(intermediates: Mapping[str, Mapping[str, Any]]) -> str:
     An arrow marks the row with the first entry, in order of execution, that is not
     finite. In a loop, that is the row that went wrong in the earliest iteration; a
     backward pass goes through the rows from the last to the first. A leading axis from
-    a `jax.vmap` or a loop around `save_intermediates` counts as time, too. Where the
-    shape of a value has been changed, or a reducer has combined values, only the order
-    of the rows counts. `jax.jit` sorts the names of a plain dict, and a table of sorted
-    names has no arrow; numbers in names are then in order, 2 before 10. What
-    `save_intermediates` returns is an [`eqx_sow.Intermediates`][], whose order is
-    always that of execution.
+    a `jax.vmap` or a loop around `save_intermediates` counts as time, too. Of what a
+    reducer has combined, only such axes and the order of the rows count; where the
+    shape of a value has been changed, only the order of the rows. `jax.jit` sorts the
+    names of a plain dict, and a table of sorted names has no arrow; numbers in names
+    are then in order, 2 before 10. What `save_intermediates` returns is an
+    [`eqx_sow.Intermediates`][], whose order is always that of execution.
 
     The statistics are computed on the device, by [`eqx_sow.summarize`][], which is
     compiled once for each shape; only these numbers come to the host. Values may be
@@ -164,7 +164,7 @@ def _rows(intermediates: Mapping[str, Any], compute: Callable) -> Iterator[dict]
         # Summaries have none of keys: what is counted here has statistics.
         several = any(sum(map(_counts, x.values())) > 1 for x in leaves.values())
         for mode, values in leaves.items():
-            stacked = stacked_in(intermediates, name, mode)
+            known = axes_in(intermediates, name, mode)
             for path, x in values.items():
                 many = several or (len(values) > 1 and not _counts(x))
                 run = _runs(count, path, x, primals.get(path, x))
@@ -174,7 +174,7 @@ def _rows(intermediates: Mapping[str, Any], compute: Callable) -> Iterator[dict]
                     "value": _type(x),
                     "count": counts,
                     "numbers": compute(name, _summary, x, run) if _counts(x) else None,
-                    "of": (x, _taken(stacked, x)),
+                    "of": (x, _taken(known, x)),
                     "finite": "",
                     "first": False,
                 }
@@ -186,10 +186,10 @@ def _leaves(value: Any) -> dict[Any, Any]:
     return {p: x for p, x in leaves if is_summary(x) or is_value(x)}
 
 
-def _taken(stacked: Iterator[Stacked | None], x: Any) -> Stacked | None:
+def _taken(known: Iterator[Leading], x: Any) -> Leading | None:
     """What is known of an array, or of the first of a summary."""
     there = [a for a in jtu.tree_leaves(x) if jnp.result_type(a) != jax.dtypes.float0]
-    return ([next(stacked, None) for _ in there] or [None])[0]
+    return ([next(known, None) for _ in there] or [None])[0]
 
 
 def _counts(x):
@@ -300,7 +300,7 @@ def _point(
     several = len(bad) > 1
     axes = [axes_of_time(*rows[i]["of"]) if several else () for i in bad]
     there = [
-        compute(rows[i]["name"], bad_along(*[a for a, *_ in of]), rows[i]["of"][0])
+        compute(rows[i]["name"], bad_along(*[a for a, _ in of]), rows[i]["of"][0])
         if of
         else None
         for i, of in zip(bad, axes)

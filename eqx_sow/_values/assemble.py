@@ -1,17 +1,11 @@
 """From what was captured to `intermediates[name][mode]`."""
 
-import itertools as it
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .._errors import SowError
 from .._mark.static import rebuild
-from .._results.intermediates import (
-    in_order,
-    Intermediates,
-    Stacked,
-    with_known,
-)
+from .._results.intermediates import in_order, Intermediates, with_axes
 from . import entry as _entry, merge as _merge, reduce as _reduce
 from .entry import Entry, Result
 from .modes import is_backward
@@ -33,12 +27,11 @@ def assemble(
         results[key] = _reduce.finished(reducers(key[0]), state)
     out: dict[str, dict[str, Any]] = {name: {} for name, _ in sown.seen}
     counts: dict[str, Result] = {}
-    stacked, axes = {}, {}
+    axes = {}
     for key, result in results.items():
         name, mode = key[0], wanted.get(key)
         if mode is not None:
             out[name][mode] = result.value
-            stacked[name, mode] = result.stacked
             axes[name, mode] = result.axes
         if result.count is not None:
             counts.setdefault(name, result)
@@ -47,7 +40,7 @@ def assemble(
             out[name]["count"] = result.count
             axes[name, "count"] = result.count_axes
     there = {name: in_order(modes) for name, modes in out.items() if modes}
-    return with_known(there, stacked, axes)
+    return with_axes(there, axes)
 
 
 def _placed(entries: Sequence[Entry], reducers: Reducers) -> dict[Any, Result]:
@@ -60,14 +53,9 @@ def _placed(entries: Sequence[Entry], reducers: Reducers) -> dict[Any, Result]:
         if reducers(key[0]) is not None:
             places = _in_order(same, by_name[key[0]])
             places = [_finished(e, conditional) for e in places]
-            values, counts, axes, count_axes, stacked = zip(*places)
-            results[key] = Result(
-                values,
-                counts if conditional else None,
-                [*axes],
-                [*count_axes],
-                tuple(it.chain.from_iterable(stacked)),
-            )
+            values, counts, axes, count_axes = zip(*places)
+            counts = counts if conditional else None
+            results[key] = Result(values, counts, [*axes], [*count_axes])
         elif len(same) > 1:
             raise _merge.duplicate(same[0].site, same[1].site)
         else:
@@ -84,30 +72,10 @@ def _finished(entry: Entry | None, conditional: bool) -> Result:
     lead = tuple(a.size for a in site.axes)
     value = rebuild(site.treedef, site.leaves, values, lead)
     has = [site.has(i) for i in range(len(entry.arrays))]
-    axes = _entry.axes_of_arrays(value, site, has)
-    count_axes = _entry.axes_of_count(count, site, has[-1]) if conditional else ()
-    return Result(value, count, axes, count_axes, _stacked(entry, values))
-
-
-def _stacked(entry: Entry, values: Sequence[Any]) -> tuple[Stacked, ...]:
-    """What the arrays of an entry are, the count aside."""
-    axes = entry.site.axes
-    if not axes:
-        return tuple(((), x.shape) for x in values)
-    ks = [k for k, a in enumerate(axes) if not a.lane and a.mesh is None]
-    scans = [
-        (entry.route[:i], reverse)
-        for i, (_, reverse) in enumerate(entry.route, start=1)
-        if reverse is not None
-    ]
-    # JAX may have moved a sow out of a loop.
-    known = list(zip(ks, scans)) if len(ks) == len(scans) else []
-
-    def loops(i, x):
-        has = entry.site.has(i)
-        return tuple((of, sum(has[:k]) - x.ndim, rev) for k, (of, rev) in known)
-
-    return tuple((loops(i, x), x.shape) for i, x in enumerate(values))
+    named = _entry.named_axes(site, entry.route)
+    axes = _entry.axes_of_arrays(value, site, has, named)
+    count_axes = _entry.axes_of_count(count, named, has[-1]) if conditional else ()
+    return Result(value, count, axes, count_axes)
 
 
 def _in_order(mine: Sequence[Entry], entries: Sequence[Entry]) -> list[Entry | None]:

@@ -25,6 +25,7 @@ program is nested. At the end `full` fills in what is missing: both are `[5, 3, 
 
 import dataclasses as dc
 import functools as ft
+import itertools as it
 import math
 import operator
 from collections.abc import Callable, Sequence
@@ -41,7 +42,7 @@ from .._arrays import broadcast_to, select, shape_like, spec_of
 from .._errors import calling, SowError
 from .._mark.site import Axis, Cases, out_of_loop, Site, with_has
 from .._mark.static import Const, NoTangent, OPERAND, rebuild, take_apart
-from .._results.intermediates import Axis as NamedAxis, Leading, Stacked
+from .._results.intermediates import Axis as NamedAxis, Leading, Scan
 from .batched import all_lanes_p, Batched
 from .modes import is_backward
 
@@ -61,9 +62,7 @@ class Entry:
     site: Site = dc.field(metadata=dict(static=True))
     counted: bool = dc.field(default=False, metadata=dict(static=True))
     cases: tuple[Cases, ...] = dc.field(default=(), metadata=dict(static=True))
-    route: tuple[tuple[int, bool | None], ...] = dc.field(
-        default=(), metadata=dict(static=True)
-    )
+    route: Scan = dc.field(default=(), metadata=dict(static=True))
     # Of each scan that is still around it, from outside in, which iteration alone is
     # kept, or `None` for all; empty if all are kept of all.
     at: tuple[int | None, ...] = dc.field(default=(), metadata=dict(static=True))
@@ -351,49 +350,61 @@ def final_axes(site: Site, counted: bool) -> list[tuple[bool, ...]]:
 
 class Result(NamedTuple):
     """What comes back for a `Site.key`: its value, and its count if it has one. The
-    other fields say what their arrays are, see `Intermediates`. With `Append` all but
-    the last have one entry for each place."""
+    other fields say what their arrays are, see `Intermediates`. With `Append` all have
+    one entry for each place."""
 
     value: Any = None
     count: Any = None
     axes: tuple[Leading, ...] | list[Any] = ()
     count_axes: tuple[Leading, ...] | list[Any] = ()
-    stacked: tuple[Stacked, ...] = ()
 
 
-def _leading(site: Site, has: Sequence[bool]) -> tuple[NamedAxis, ...]:
-    """What each axis is, in the words of `Intermediates.axes`, and where in the name
-    the index of a loop stands, see `Label`."""
+def named_axes(site: Site, route: Scan = ()) -> list[NamedAxis]:
+    """What each axis is, in the words of `Intermediates.axes`, where in the name the
+    index of a loop stands, see `Label`, and which of the scans on the `route` it is."""
+    ways = [
+        route[: i + 1] for i, (_, reverse) in enumerate(route) if reverse is not None
+    ]
+    n_loops = sum(not a.lane and a.mesh is None for a in site.axes)
+    # JAX may have moved a sow out of a loop.
+    scans = iter(ways if len(ways) == n_loops else ())
     after = iter(site.label.after)
 
     def one(axis: Axis) -> NamedAxis:
         if axis.mesh is not None:
-            return f"device:{axis.mesh}", None
-        return ("vmap", None) if axis.lane else ("loop", next(after, None))
+            return f"device:{axis.mesh}", None, None
+        if axis.lane:
+            return "vmap", None, None
+        return "loop", next(after, None), next(scans, None)
 
-    axes = list(map(one, site.axes))
-    return tuple(a for a, h in zip(axes, has) if h)
+    return list(map(one, site.axes))
 
 
 def axes_of_arrays(
-    value: Any, site: Site, has: Sequence[Sequence[bool]], more: Sequence[Any] = ()
+    value: Any,
+    site: Site,
+    has: Sequence[Sequence[bool]],
+    axes: Sequence[NamedAxis],
 ) -> tuple[Leading, ...]:
-    """Of a value that comes back. `has` says which axes those arrays have that are
-    operands; `more` are common to all, behind these."""
+    """Of a value that comes back. `has` says which of the axes those arrays have that
+    are operands."""
     of_operand = iter(has)
     found = []
     for x, leaf in zip(jtu.tree_leaves(value), site.leaves):
-        own = [isinstance(leaf, NoTangent)] * len(site.axes)
+        own = [isinstance(leaf, NoTangent)] * len(axes)
         if leaf is OPERAND:
             own = next(of_operand)
         if eqx.is_array(x) and x.dtype != jax.dtypes.float0:
-            found.append(((*_leading(site, own), *more), x.shape))
+            found.append((tuple(it.compress(axes, own)), x.shape))
     return tuple(found)
 
 
-def axes_of_count(count: Any, site: Site, has: Sequence[bool]) -> tuple[Leading, ...]:
+def axes_of_count(
+    count: Any, axes: Sequence[NamedAxis], has: Sequence[bool]
+) -> tuple[Leading, ...]:
     """Of a count; or of what has the axes of a count."""
-    return tuple((_leading(site, has), x.shape) for x in jtu.tree_leaves(count))
+    own = tuple(it.compress(axes, has))
+    return tuple((own, x.shape) for x in jtu.tree_leaves(count))
 
 
 def full(entry: Entry) -> Entry:

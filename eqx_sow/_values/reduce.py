@@ -400,19 +400,22 @@ def finished(reducer: Reducer, state: ReducerState) -> Result:
             x = x if has[i] else one_along(x, i)
         return x
 
+    named = _entry.named_axes(site)
     count, count_axes = None, ()
     if state.conditional or reducer.counts:
         count = one_of_same(state.count, of_count)
-        count_axes = _entry.axes_of_count(count, site, of_count)
+        count_axes = _entry.axes_of_count(count, named, of_count)
     if not reducer.keeps_structure:
         acc = jtu.tree_map(lambda x: one_of_same(x, of_count), acc)
-        axes = _entry.axes_of_count(acc, site, of_count)
+        axes = _entry.axes_of_count(acc, named, of_count)
         return Result(acc, count, axes, count_axes)
     acc = list(map(one_of_same, acc, of_values))
     lead = [a.size for a, h in zip(lanes, of_count) if h]
     value = rebuild(site.treedef, site.leaves, acc, (*lead, *reducer.lead))
-    more = [("buffer", None)] * len(reducer.lead)
-    axes = _entry.axes_of_arrays(value, site, of_values, more)
+    n = len(reducer.lead)
+    named += [("buffer", None, None)] * n
+    has = [(*h, *[True] * n) for h in of_values]
+    axes = _entry.axes_of_arrays(value, site, has, named)
     return Result(value, count, axes, count_axes)
 
 
