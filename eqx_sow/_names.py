@@ -68,63 +68,45 @@ def selected(
     )
 
 
+# In the place of an index. No glob but one with the same there fits it.
+_INDEX = "\0"
+
+
 @ft.lru_cache(maxsize=4096)
 def _with_index(
     pattern: str, name: str, after: tuple[int | None, ...], loops: tuple[int, ...]
 ) -> Selected | None:
-    places = (*after, *[None] * len(loops))[: len(loops)]
-    ends = [k for k, n in enumerate(places) if n is None]
-    inner = [k for k, n in enumerate(places) if n is not None]
-    # Of the indices at the end, those of inner loops need those of outer ones.
-    for given in it.chain.from_iterable(
-        it.combinations(inner, n) for n in range(len(inner) + 1)
-    ):
-        for m in range(len(ends) + 1):
-            end = len(name.split("/"))
-            cuts = [
-                (n, k) for k, n in enumerate(places) if k in given and n is not None
-            ]
-            cuts.sort(key=lambda cut: cut[0])
-            cuts += [(end, k) for k in ends[:m]]
-            found = _indices(pattern.split("/"), name.split("/"), cuts, loops)
-            if found is not None:
-                return _at(name, places, cuts, found, loops)
-    return None
-
-
-def _indices(
-    pattern: list[str], name: list[str], cuts: Sequence[Any], loops: Sequence[int]
-) -> list[str] | None:
-    """The segments of a pattern that are indices of the loops at `cuts`, if the others
-    fit the parts of the name between these."""
+    parts, end = pattern.split("/"), len(name.split("/"))
     is_index = lambda x: x == "*" or x.lstrip("-").isdecimal() and x.isascii()
-    candidates = [i for i, x in enumerate(pattern) if is_index(x)]
-    bounds = [0, *[place for place, _ in cuts], len(name)]
-    parts = [name[a:b] for a, b in it.pairwise(bounds)]
-    for chosen in it.combinations(candidates, len(cuts)):
-        ends = [-1, *chosen, len(pattern)]
-        mine = [pattern[a + 1 : b] for a, b in it.pairwise(ends)]
-        indices = [pattern[i] for i in chosen]
-        there = all(
-            x == "*" or -loops[k] <= int(x) < loops[k]
-            for x, (_, k) in zip(indices, cuts)
-        )
-        if there and all(
-            bool(p) == bool(q) and matches("/".join(p), "/".join(q))
-            for p, q in zip(mine, parts)
-        ):
-            return indices
+    candidates = [i for i, x in enumerate(parts) if is_index(x)]
+    places = (*after, *[None] * len(loops))[: len(loops)]
+    inner = [(n, k) for k, n in enumerate(places) if n is not None]
+    ends = [(end, k) for k, n in enumerate(places) if n is None]
+    some = (it.combinations(inner, n) for n in range(len(inner) + 1))
+    # Of the indices at the end, those of inner loops need those of outer ones.
+    firsts = [ends[:m] for m in range(len(ends) + 1)]
+    for given, first in it.product(it.chain.from_iterable(some), firsts):
+        cuts = [*sorted(given, key=lambda cut: cut[0]), *first]
+        whole = in_a_list(name, [(place, _INDEX) for place, _ in cuts])
+        for chosen in it.combinations(candidates, len(cuts)):
+            glob = [_INDEX if i in chosen else x for i, x in enumerate(parts)]
+            indices = {k: (place, parts[i]) for (place, k), i in zip(cuts, chosen)}
+            if matches("/".join(glob), whole) and all(
+                x == "*" or -loops[k] <= int(x) < loops[k]
+                for k, (_, x) in indices.items()
+            ):
+                return _at(name, places, indices, loops)
     return None
 
 
 def _at(
     name: str,
     places: Sequence[int | None],
-    cuts: Sequence[Any],
-    indices: Sequence[str],
+    indices: Mapping[int, tuple[int, str]],
     loops: Sequence[int],
 ) -> Selected:
-    given = {k: (place, x) for x, (place, k) in zip(indices, cuts) if x != "*"}
+    """`indices`: of some loops, where in the name the index stands, and which."""
+    given = {k: indices[k] for k in sorted(indices) if indices[k][1] != "*"}
     at = tuple(
         int(given[k][1]) % n if k in given else None for k, n in enumerate(loops)
     )
@@ -134,8 +116,7 @@ def _at(
         for k, n in enumerate(places)
         if k not in given
     )
-    whole = in_a_list(name, [given[k] for k in sorted(given)])
-    return Selected(whole, at if given else (), rest)
+    return Selected(in_a_list(name, [*given.values()]), at if given else (), rest)
 
 
 def in_a_list(name: str, at: Sequence[tuple[int, Any]]) -> str:
