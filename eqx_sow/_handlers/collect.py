@@ -1,15 +1,15 @@
 """The handler of `save_intermediates`."""
 
 import dataclasses as dc
-from collections.abc import Sequence
-from typing import Any, TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from .._mark.site import Site
-from .._mark.static import Const, SameParts
+from .._mark.static import SameParts
 from .._names import lookup
 from .._values import entry as _entry, merge as _merge, reduce as _reduce
 from .._values.entry import Entry
@@ -23,8 +23,8 @@ from .._walk.refuse import check_guarded, is_solver, OVER_AND_OVER, unsupported
 from .asked import Asked, reached
 
 
-if TYPE_CHECKING:
-    from .._transforms.options import Options
+# Of each place that sows a name there is an entry.
+EACH_PLACE = SameParts(_reduce.Append())
 
 
 def pass_by(handler: Handler, atoms, frame: Frame) -> None:
@@ -50,41 +50,35 @@ def leave_to_others(site: Site, frame: Frame) -> Sequence[Any]:
 class Collect(Handler):
     """Takes the values of all sows of one tag.
 
-    The options are wrapped, which makes them hashable. Sows of other tags stay in the
-    program if `has_outer`, which is when another transformation further out may want
-    them.
-    With `survey`, nothing is reduced over loops: that shows what there is to reduce.
+    Sows of other tags stay in the program if `has_outer`, which is when another
+    transformation further out may want them.
     """
 
-    options: Const
+    tag: Any
+    modes: tuple[str, ...] | None
+    asked: Asked
     reduce: SameParts
     transform: SameParts
     has_outer: bool
-    survey: bool = False
-    asked: Asked = Asked()
 
     @property
     def cacheable(self):
         return self.reduce.value is None and self.transform.value is None
 
-    @property
-    def _options(self) -> "Options":
-        return self.options.value
-
     def wants(self, site):
-        return site.tag == self._options.tag and bool(self.asked.perhaps(site))
+        return site.tag == self.tag and bool(self.asked.perhaps(site))
 
     def needs_iterations(self, jaxpr):
         return self.keeps_iterations(jaxpr)
 
     def keeps_iterations(self, jaxpr):
-        return self.asked.iterations_in(jaxpr, self._options.tag)
+        return self.asked.iterations_in(jaxpr, self.tag)
 
     def needs_order(self, site):
         return self.folds(site.name)
 
     def keeps_intact(self, eqn):
-        return self.has_outer and all(s.tag != self._options.tag for s in sites(eqn))
+        return self.has_outer and all(s.tag != self.tag for s in sites(eqn))
 
     def for_inside(self, eqn):
         asked = self.asked.within(eqn)
@@ -96,18 +90,17 @@ class Collect(Handler):
     def folds(self, name: str) -> bool:
         """Whether the name has a state that goes through loops."""
         reducer = self.reducer(name)
-        return not self.survey and reducer is not None and reducer.has_state
+        return reducer is not None and reducer.has_state
 
     def _chooses(self, site: Site) -> bool:
-        modes = self._options.modes
-        if modes is None or site.mode in map(without_order, modes):
+        if self.modes is None or site.mode in map(without_order, self.modes):
             return True
         # The order of cotangents goes by that of the primals.
         reducer = self.reducer(site.name)
         return not site.modes and reducer is not None and not reducer.has_state
 
     def sow(self, found, given, site: Site, atoms, frame: Frame):
-        if site.tag != self._options.tag:
+        if site.tag != self.tag:
             pass_by(self, atoms, frame)
             return given
         left = site.without(site.tag)
@@ -127,9 +120,7 @@ class Collect(Handler):
         transform = lookup(self.transform.value, site.name)
         for one, at in asked:
             mine = lookup(self.transform.value, one.name) or transform
-            given = self._take(
-                found, given, _uncollected(one, at, mine, atoms, frame), frame
-            )
+            given = self._take(found, given, _uncollected(one, at, mine, atoms), frame)
         return given
 
     def _take(self, found: list, given: Given, new: Uncollected, frame: Frame) -> Given:
@@ -212,22 +203,29 @@ class Collect(Handler):
         )
         return dc.replace(old, entries=entries)
 
-    def started(self, survey: Sown) -> dict[Any, ReducerState]:
-        """The states to begin with, from a survey of the program."""
-        entries = [e for e in survey.entries if self.folds(e.site.name)]
+    def started(self, survey: Callable[[Handler], Sown]) -> dict[Any, ReducerState]:
+        """The states of all reducers before the first execution. `survey` looks at what
+        a handler finds in the program."""
+        reducers = self.reduce.value
+        reducers = reducers.values() if isinstance(reducers, Mapping) else [reducers]
+        if not any(r is not None and r.has_state for r in reducers):
+            return {}
+        entries = survey(dc.replace(self, reduce=EACH_PLACE)).entries
+        entries = [
+            e for e in entries if self.folds(e.site.name) and self._chooses(e.site)
+        ]
         return _reduce.started(self.reducer, entries)
 
 
 def _uncollected(
-    site: Site, at: tuple[int | None, ...], transform: Any, atoms, frame: Frame
+    site: Site, at: tuple[int | None, ...], transform: Any, atoms: Sequence[Any]
 ) -> Uncollected:
     entry = Entry(tuple(atoms), site, cases=(site.cases,) if site.cases else (), at=at)
-    return Uncollected(entry, transform, _checks(site, atoms) if site.spec else ())
-
-
-def _checks(site: Site, atoms: Sequence[Any]) -> tuple[Check, ...]:
-    shapes = [
-        jax.ShapeDtypeStruct(site.shape(i, v.aval.shape), v.aval.dtype)
-        for i, v in enumerate(atoms)
-    ]
-    return (Check(site, tuple(shapes[len(site.guards) :])),)
+    checks = ()
+    if site.spec:
+        shapes = [
+            jax.ShapeDtypeStruct(site.shape(i, v.aval.shape), v.aval.dtype)
+            for i, v in enumerate(atoms)
+        ]
+        checks = (Check(site, tuple(shapes[len(site.guards) :])),)
+    return Uncollected(entry, transform, checks)

@@ -1,6 +1,5 @@
 """`plant`."""
 
-import dataclasses as dc
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
@@ -8,7 +7,7 @@ import equinox as eqx
 
 from .._frames import api_boundary
 from .._handlers.asked import Asked
-from .._handlers.collect import Collect
+from .._handlers.collect import Collect, EACH_PLACE
 from .._handlers.planting import Planted, prepare, Replace
 from .._mark.listening import listening
 from .._mark.static import Const, SameParts
@@ -16,7 +15,6 @@ from .._names import check_known, join, selected
 from .._values import merge as _merge
 from .._values.entry import Entry, grouped
 from .._values.modes import labels, Mode
-from .._values.reduce import Append
 from .._walk.handler import Given
 from . import options as opt
 from .checks import hints
@@ -89,10 +87,6 @@ def _plan(
     return Planted(entry.site, at), prepare(value, options.mode, entry)
 
 
-# Every place has an entry of its own.
-_EACH_PLACE = SameParts(Append())
-
-
 class _Plant(Transformed):
     _fn: Callable
     _values: Any
@@ -130,13 +124,13 @@ class _Plant(Transformed):
         """What would be captured at each place that is planted, as shapes."""
         options: Options = self._options.value
         mode = options.mode
-        wanted = dc.replace(options, names=patterns, modes=(mode,))
         survey = Collect(
-            Const(wanted),
-            _EACH_PLACE,
-            SameParts(None),
-            has_outer=False,
+            options.tag,
+            modes=(mode,),
             asked=Asked(patterns, frozenset(patterns)),
+            reduce=EACH_PLACE,
+            transform=SameParts(None),
+            has_outer=False,
         )
         sown = program.with_executions(lambda name: False).survey(survey)
         names = [name for name, _ in sown.seen]

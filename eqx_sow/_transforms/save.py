@@ -1,6 +1,5 @@
 """`save_intermediates`."""
 
-import dataclasses as dc
 import functools as ft
 import inspect
 import types
@@ -51,23 +50,18 @@ class _SaveIntermediates(Transformed):
 
     def _result(self, program: Program) -> tuple[Any, Intermediates]:
         options: Options = self._options.value
-        outer = listening.value is not None
         collect = Collect(
-            self._options,
-            SameParts(self._reduce),
-            SameParts(self._transform),
-            outer,
+            options.tag,
+            options.modes,
             asked=Asked(options.names, program.names),
+            reduce=SameParts(self._reduce),
+            transform=SameParts(self._transform),
+            has_outer=listening.value is not None,
         )
         program = program.with_executions(
             lambda name: collect.reducer(name) is not None
         )
-        carry: Any = {}
-        reducers: Any = self._reduce
-        reducers = reducers.values() if isinstance(reducers, Mapping) else [reducers]
-        if any(r is not None and r.has_state for r in reducers):
-            survey = program.survey(dc.replace(collect, survey=True))
-            carry = collect.started(survey)
+        carry = collect.started(program.survey)
         outs, taken = program.evaluate(collect, Given(carry))
         sown: Sown = taken.values
         type(self)._check_names(self, sown, program)
@@ -84,15 +78,14 @@ class _SaveIntermediates(Transformed):
     def _check_names(self, sown: Sown, program: Program) -> None:
         options: Options = self._options.value
         names = dict.fromkeys(name for name, _ in sown.seen)
+        left = dict(names=unselected(options.names, program))
         by_name = dict(
             reduce=self._reduce, transform=self._transform, spec=options.spec
         )
-        for option, patterns in dict(names=options.names, **by_name).items():
-            if option == "names" or isinstance(patterns, Mapping):
-                call = f"save_intermediates(..., {option}=...)"
-                if option == "names":
-                    patterns = unselected(patterns, program)
-                check_known(call, patterns, names, hint=hints(program))
+        left |= {k: v for k, v in by_name.items() if isinstance(v, Mapping)}
+        for option, patterns in left.items():
+            call = f"save_intermediates(..., {option}=...)"
+            check_known(call, patterns, names, hint=hints(program))
         for name, message in sown.hidden:
             if name not in names:
                 raise UnsupportedPrimitiveError(message)
