@@ -16,7 +16,6 @@ from .._values import merge as _merge
 from .._values.entry import Entry, grouped
 from .._values.modes import labels, Mode
 from .._walk.handler import Given
-from . import options as opt
 from .checks import hints
 from .options import Options
 from .program import Program
@@ -249,5 +248,4 @@ def plant(
         ```
     """
     options = {k: v for k, v in locals().items() if k != "fn"}
-    static, arrays = opt.checked("plant", fn, options)
-    return wrap(_Plant, fn, arrays["values"], Const(static))
+    return wrap(_Plant, "plant", fn, options)

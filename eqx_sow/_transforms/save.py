@@ -21,7 +21,6 @@ from .._values.assemble import assemble
 from .._values.reduce import Reducer
 from .._values.sown import Sown
 from .._walk.handler import Given
-from . import options as opt
 from .checks import hints, unselected, wanted, warn_unmarked
 from .options import Options, Saving
 from .program import Program
@@ -220,9 +219,7 @@ def save_intermediates(
     options = {k: v for k, v in locals().items() if k != "fn"}
     if fn is ...:
         return ft.partial(save_intermediates, **options)
-    static, arrays = opt.checked("save_intermediates", fn, options)
-    arrays = arrays["reduce"], arrays["transform"]
-    saved = wrap(_SaveIntermediates, fn, *arrays, Const(static))
+    saved = wrap(_SaveIntermediates, "save_intermediates", fn, options)
     hints = getattr(saved, "__annotations__", {})
     if isinstance(hints, dict) and "return" in hints:
         hints = {**hints, "return": _pair(hints["return"])}

@@ -21,7 +21,6 @@ from .._mark.listening import Listening, listening
 from .._mark.static import Const, Same, SameParts, take_apart
 from .._names import check_known
 from .._walk.handler import Given
-from . import options as opt
 from .checks import hints, unselected, wanted, warn_unmarked
 from .options import Options, Tapping
 from .program import Program
@@ -287,7 +286,4 @@ def tap(
     options = {k: v for k, v in locals().items() if k != "fn"}
     if fn is ...:
         return ft.partial(tap, **options)
-    static, arrays = opt.checked("tap", fn, options)
-    return wrap(
-        _Tapped, fn, arrays["transform"], arrays["when"], arrays["extra"], Const(static)
-    )
+    return wrap(_Tapped, "tap", fn, options)

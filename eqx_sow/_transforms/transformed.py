@@ -4,7 +4,7 @@ import dataclasses as dc
 import types
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import equinox as eqx
@@ -15,6 +15,7 @@ from .. import _compat
 from .._arrays import in_mesh_of
 from .._frames import api_boundary
 from .._mark.static import Const, rebuild, take_apart
+from .options import checked
 from .program import Program, trace
 
 
@@ -86,11 +87,16 @@ def _unbound(fn: Callable) -> Callable:
     return fn
 
 
-def wrap(cls: type, fn: Callable, *fields: Any) -> Any:
+def wrap(cls: type, call: str, fn: Any, given: Mapping[str, Any]) -> Any:
+    """`fn`, transformed as the options say that the `call` was given. Those that may
+    hold arrays have fields of their own."""
+    static, arrays = checked(call, fn, given)
+    fields = {f"_{option}": value for option, value in arrays.items()}
     with warnings.catch_warnings():
         # Equinox warns of functions that JAX transformed, as attributes.
         warnings.simplefilter("ignore")
-        return eqx.module_update_wrapper(cls(_unbound(fn), *fields))
+        transformed = cls(_fn=_unbound(fn), _options=Const(static), **fields)
+        return eqx.module_update_wrapper(transformed)
 
 
 @jtu.register_dataclass
