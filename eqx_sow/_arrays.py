@@ -91,9 +91,13 @@ def spec_of(x) -> tuple[Any, ...]:
 
 
 def sharding_with(x, spec: Sequence[Any]) -> NamedSharding | None:
-    """For a new array on the mesh of `x`, if that has explicit axes. What `spec` says
-    of other mesh axes is left out."""
-    mesh = _mesh(x) or jax.sharding.get_abstract_mesh()
+    """For a new array on the mesh of `x`, if that has explicit axes."""
+    return sharding_on(_mesh(x) or jax.sharding.get_abstract_mesh(), spec)
+
+
+def sharding_on(mesh: Any, spec: Sequence[Any]) -> NamedSharding | None:
+    """For a new array on a mesh with explicit axes. What `spec` says of other mesh axes
+    is left out."""
     if AxisType.Explicit not in mesh.axis_types:
         return None
     types = dict(zip(mesh.axis_names, mesh.axis_types))

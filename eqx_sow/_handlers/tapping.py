@@ -10,9 +10,10 @@ import jax.core
 import jax.extend.core as jexc
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from .. import _compat
+from .._arrays import sharding_on
 from .._errors import SowError
 from .._mark.primitive import sow_p
 from .._mark.site import runs_apart, Site
@@ -34,11 +35,6 @@ class _MeshAxis(NamedTuple):
     size: int
     mesh: Any
 
-    @property
-    def is_explicit(self) -> bool:
-        types = dict(zip(self.mesh.axis_names, self.mesh.axis_types))
-        return types[self.name] == AxisType.Explicit
-
 
 class Place(NamedTuple):
     """A sow of a program. `mesh`: the axes of the `shard_map`s around it. `loops`: how
@@ -56,10 +52,10 @@ class Place(NamedTuple):
     def start(self) -> Any:
         """The count before the first execution: one for each device."""
         shape = [a.size for a in self.mesh]
-        if not any(a.is_explicit for a in self.mesh):
+        names = [a.name for a in self.mesh]
+        sharding = sharding_on(self.mesh[0].mesh, names) if names else None
+        if sharding is None:
             return np.zeros(shape, np.int32)
-        spec = PartitionSpec(*(a.name if a.is_explicit else None for a in self.mesh))
-        sharding = NamedSharding(self.mesh[0].mesh, spec)
         return jnp.zeros(shape, jnp.int32, out_sharding=sharding)
 
 
@@ -98,8 +94,7 @@ class Tap(Handler):
     `chosen` has the `Site.key`s of these, and what their modes are called.
     `Given.carry` is a dict with a count for each place of `slots`: a key, and the mesh
     axes around it. `Given.values` are the arrays of the option `extra`, and `extra` is
-    what else there is of it. `mesh` are those around what is walked over, `devices`
-    these and the ones around the whole program.
+    what else there is of it. `mesh` are the mesh axes around what is walked over.
     """
 
     options: Const
@@ -110,7 +105,6 @@ class Tap(Handler):
     transform: SameParts
     when: SameParts
     extra: tuple[Const, tuple[Any, ...]]
-    devices: tuple[Hashable, ...]
     has_outer: bool
     mesh: tuple[Hashable, ...] = ()
 
@@ -143,8 +137,7 @@ class Tap(Handler):
         asked = self.asked.within(eqn)
         if not axes and asked == self.asked:
             return self
-        devices, mesh = (*self.devices, *axes), (*self.mesh, *axes)
-        return dc.replace(self, devices=devices, mesh=mesh, asked=asked)
+        return dc.replace(self, mesh=(*self.mesh, *axes), asked=asked)
 
     def meet_unknown(self, found, eqn):
         inside = [s.name for s in sites(eqn) if self.wants(s)]
@@ -204,7 +197,8 @@ class Tap(Handler):
         executed = here if ran is None else any_lane(ran) & here
 
         def send():
-            devices = [jax.lax.axis_index(a) for a in self.devices]
+            devices = jax.sharding.get_abstract_mesh().manual_axes
+            indices = map(jax.lax.axis_index, devices)
             new = site.treedef, site.leaves, values, has
             if transform is not None:
                 new = transformed(transform, site, values, has)
@@ -225,10 +219,10 @@ class Tap(Handler):
                 (*more_has, *array_has),
                 ran is not None,
                 tuple(form),
-                self.devices,
+                devices,
                 self.options.value.ordered,
             )
-            send_p.bind(count, *devices, *more, *arrays, delivery=delivery)
+            send_p.bind(count, *indices, *more, *arrays, delivery=delivery)
 
         def send_when():
             predicate = self.when.value

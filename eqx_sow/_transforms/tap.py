@@ -143,7 +143,6 @@ def _walk(
         when=SameParts(self._when),
         extra=form,
         has_outer=listening.value is not None,
-        devices=jax.sharding.get_abstract_mesh().manual_axes,
     )
     carry = {str(i): count for i, count in enumerate(counts.values())}
     outs, _ = program.evaluate(handler, Given(carry, extra))
