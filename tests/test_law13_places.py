@@ -4,12 +4,21 @@ import functools as ft
 import itertools
 import types
 
+import diffrax
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
+import lineax as lx
+import optimistix as optx
 import pytest
-from eqx_sow import save_intermediates as S
+from eqx_sow import (
+    Append,
+    Last,
+    save_intermediates as S,
+    sow,
+    UnsupportedPrimitiveError,
+)
 from jax.flatten_util import ravel_pytree
 
 from tests.helpers import assert_close, with_mode
@@ -157,6 +166,85 @@ def test_several_made_inside():
         x = want[prefix]
     assert list(got) == list(want)
     assert_close((out, with_mode(got, "primal")), (x, want))
+
+
+class Cell(eqx.Module):
+    linear: eqx.nn.Linear
+
+    def __call__(self, z, x):
+        return jnp.tanh(self.linear(z) + x)
+
+
+def _root(of, solver):
+    def solve(c, x):
+        return of(c, solver(1e-3, 1e-3), x, x, max_steps=8, throw=False).value
+
+    return solve
+
+
+def _stiff(c, x):
+    return diffrax.diffeqsolve(
+        diffrax.ODETerm(lambda t, y, args: c(y, -y)),
+        diffrax.Kvaerno3(),
+        *(0.0, 1.0, 0.5, x),
+        stepsize_controller=diffrax.PIDController(1e-2, 1e-2),
+    ).ys
+
+
+_SOLVED = {
+    "fixed point": _root(optx.fixed_point, optx.FixedPointIteration),
+    "newton": _root(optx.root_find, optx.Newton),
+    "damped": _root(optx.least_squares, optx.LevenbergMarquardt),
+    "stiff": _stiff,
+    "operator": lambda c, x: (
+        lx.linear_solve(lx.JacobianLinearOperator(c, x, x), x).value
+    ),
+}
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("way", [lambda f: f, eqx.filter_grad, eqx.filter_jit])
+@pytest.mark.parametrize("solve", _SOLVED)
+def test_what_libraries_make_on_the_way(solve, way):
+    """Their wrappers of functions and operators are no parts of the model."""
+    cell = Cell(eqx.nn.Linear(2, 2, key=jax.random.key(0)))
+    fn = way(lambda c, x: _SOLVED[solve](c, x).sum())
+    args = cell, jnp.array([0.3, -0.2])
+    _, got = S(fn, capture=True, reduce=Append())(*args)
+    assert got.keys() == {"c/linear", "c"}
+
+
+def test_derivatives_of_one_module_that_a_branch_chooses():
+    """Of the residuals of the last step that was accepted, or of those before."""
+    mlp = eqx.nn.MLP(1, 1, 4, 1, key=jax.random.key(0))
+    p, static = eqx.partition(mlp, eqx.is_array)
+    x = jnp.linspace(-1, 1, 6)[:, None]
+
+    def fit(p, mark):
+        def residual(p, _):
+            model = eqx.combine(p, static)
+            return jax.vmap(lambda x: mark(model(x), "p")[0] - jnp.sin(x[0]))(x)
+
+        solver = optx.LevenbergMarquardt(1e-2, 1e-2)
+        return optx.least_squares(residual, solver, p, max_steps=4, throw=False).value
+
+    reduce = Last()
+    _, want = S(lambda p: fit(p, sow), reduce=reduce)(p)
+    _, got = S(lambda p: fit(p, lambda x, _: x), capture=eqx.nn.MLP, reduce=reduce)(p)
+    assert got["p"].keys() == {"primal", "tangent", "count"}
+    assert_close(got, want)
+
+
+def test_a_module_that_is_called_in_a_solver_only():
+    linear = eqx.nn.Linear(2, 2, use_bias=False, key=jax.random.key(0))
+
+    def fn(m, x):
+        operator = lx.FunctionLinearOperator(m, jax.eval_shape(lambda: x))
+        return lx.linear_solve(operator, x, lx.GMRES(1e-3, 1e-3), throw=False).value
+
+    with pytest.raises(UnsupportedPrimitiveError, match=r"Linear\.__call__, but all"):
+        S(fn, capture=True)(linear, X[:2])
 
 
 def _hypernetwork(in_size):

@@ -8,12 +8,12 @@ from collections.abc import Hashable
 from typing import Any
 
 from .. import _compat
-from .._errors import UnknownSowError
+from .._errors import UnknownSowError, UnsupportedPrimitiveError
 from .._frames import is_library
 from .._mark.listening import Capture, Listening
 from .._mark.noting import has_method, own_methods
 from .._walk.edit import with_sites_at
-from .._walk.find import sows
+from .._walk.find import sites, sows
 from .._walk.flow import Here, run
 from .naming import Naming
 from .places import modules_without_arrays, Places
@@ -114,7 +114,7 @@ def name(closed: Any, called: tuple, depth: int, marking: Marking) -> Named:
     run(naming, closed, inputs, Here())
     sites = naming.sites()
     if marking.capture is not None:
-        _check_found(places, marking, naming)
+        _check_found(closed, places, marking, naming)
     return Named(with_sites_at(closed, sites), tuple(naming.roots))
 
 
@@ -122,7 +122,7 @@ def _has_notes(closed: Any, marking: Marking) -> bool:
     return any(marking.scope or s.note is not None for s, _ in sows(closed))
 
 
-def _check_found(places: Places, marking: Marking, naming: Naming) -> None:
+def _check_found(closed: Any, places: Places, marking: Marking, naming: Naming) -> None:
     """Raises if the options select nothing, and says what there would have been."""
     there = {"/".join(path) or ".": type(x) for path, x in places.modules}
     there.update(naming.seen)
@@ -136,6 +136,14 @@ def _check_found(places: Places, marking: Marking, naming: Naming) -> None:
             raise _no_method(method, fits, marking)
     if naming.captured:
         return
+    hidden = next((s.note for s in sites(closed) if s.waiting and s.note), None)
+    if hidden is not None and not naming.seen:
+        raise UnsupportedPrimitiveError(
+            f"`capture={marking.capture!r}` selects calls such as {hidden.call!r}, but "
+            "all are inside a primitive such as `lineax.linear_solve`, which "
+            "evaluates its function over and over, so that values in there cannot be "
+            "captured. Call the module once outside, too."
+        )
     what = "The modules that are called" if naming.seen else "The modules in sight"
     raise UnknownSowError(
         f"`capture={marking.capture!r}` selects nothing that is called in the program. "

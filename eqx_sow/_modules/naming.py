@@ -44,6 +44,7 @@ from .sources import (
     Value,
     Visit,
 )
+from .variables import is_internal
 
 
 class Naming(Domain):
@@ -62,8 +63,9 @@ class Naming(Domain):
         # that it takes apart.
         self._constants: dict[int, Any] = {}
         self._taken_apart: dict[tuple[int, ...], set[tuple[int, int | None]]] = {}
-        # The sows, by the way to their equations, with the call that they are in.
-        self._sows: dict[tuple[int, ...], tuple[Site, Visit | None]] = {}
+        # The sows, by the way to their equations, with the call that they are in: more
+        # than one, if a branch decides of which call a derivative is.
+        self._sows: dict[tuple[int, ...], tuple[Site, list[Visit]]] = {}
         # What there is to choose from, for messages.
         self.seen: dict[str, type] = {}
         self.captured: set[str] = set()
@@ -79,8 +81,8 @@ class Naming(Domain):
         for visit in self._visits:
             self._place(visit)
         named = {
-            path: self._named(site, None if visit is None else visit.place)
-            for path, (site, visit) in self._sows.items()
+            path: self._named(site, self._one_of(visits, site))
+            for path, (site, visits) in self._sows.items()
         }
         return {path: x for path, x in named.items() if x is not self._sows[path][0]}
 
@@ -151,7 +153,7 @@ class Naming(Domain):
         call = eqn.params["call"]
         within = None if call.within is None else self._calls.get(call.within[0])
         if call.is_function:
-            within = self._around(here, eqn)
+            within = next(iter(self._around(here, eqn)), None)
         visit = Visit(
             call,
             list(map(self._candidates, call.leaves, arrays)),
@@ -286,7 +288,7 @@ class Naming(Domain):
         name = visit.call.cls.__name__
         of_class = self._numbers.setdefault(name, {})
         n = of_class.setdefault(visit.identity, len(of_class))
-        is_held = visit.call.form is None
+        is_held = visit.call.form is None and not is_internal(visit.call.cls)
         return Place(f"{name}#{n}" if n else name, None, is_held)
 
     # --- sows ---
@@ -294,34 +296,34 @@ class Naming(Domain):
         site: Site = eqn.params["site"]
         if site.modes:
             visits = [e.visit for e in edge.edges if e.origin is site.origin]
-            visit = self._one_of(visits, site)
         elif site.note is None:
-            visit = self._around(here, eqn)
+            visits = self._around(here, eqn)
         else:
-            visit = edge.edges[0].visit if edge.edges else None
+            visits = [e.visit for e in edge.edges[:1]]
         if here.final:
-            self._sows[here.path] = site, visit
-        return Value(edges=(Edge(visit, site.origin),))
+            self._sows[here.path] = site, visits
+        return Value(edges=tuple(Edge(visit, site.origin) for visit in visits))
 
-    def _one_of(self, visits: Sequence[Visit | None], site: Site) -> Visit | None:
-        found = list(dict.fromkeys(v for v in visits if v is not None))
-        if len(found) > 1 and self._is_asked_for(site):
+    def _one_of(self, visits: Sequence[Visit], site: Site) -> Place | None:
+        """The place of all these calls."""
+        places = {(place := self._place(v)).name: place for v in visits}
+        if len(places) > 1 and self._is_asked_for(site):
+            names = " or ".join(map(repr, places))
             raise SowError(
-                f"A {site.mode} at {site.where} may be that of one call of "
-                f"{found[0].call!r} or another: which of them cannot be told. Take the "
-                "gradient of each of them by itself, or leave this mode out, by "
-                "`modes`."
+                f"A {site.mode} at {site.where} may be that of {names}: which of them "
+                "cannot be told. Take the gradient of each of them by itself, or leave "
+                "this mode out, by `modes`."
             )
-        return found[0] if found else None
+        return next(iter(places.values()), None)
 
     def _is_asked_for(self, site: Site) -> bool:
         modes = self._marking.modes
         return modes is None or site.mode in map(without_order, modes)
 
-    def _around(self, here: Here, eqn: Any) -> Visit | None:
+    def _around(self, here: Here, eqn: Any) -> list[Visit]:
+        """The innermost call that is running, if there is one."""
         calls = (*here.running, *calls_around(eqn))
-        known = [self._calls[c] for c in calls if c in self._calls]
-        return known[-1] if known else None
+        return [self._calls[c] for c in calls if c in self._calls][-1:]
 
     def _named(self, site: Site, place: Place | None) -> Site:
         if site.note is None:

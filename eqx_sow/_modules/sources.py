@@ -77,7 +77,7 @@ class Edge(NamedTuple):
     """What an edge tells: the call of a module, and, if it comes out of a sow, which
     one: its `Site.origin`."""
 
-    visit: Visit | None
+    visit: Visit
     origin: Any = None
 
 

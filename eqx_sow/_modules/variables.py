@@ -1,6 +1,7 @@
 """What functions read from outside: what they close over, globals, defaults, and what
 these lead to. It is only looked at."""
 
+import dataclasses as dc
 import dis
 import functools as ft
 import inspect
@@ -99,9 +100,8 @@ def _attributes(x: Any, path: Path) -> Iterator[tuple[Path, Any]]:
 
 
 # The fields in which transformed functions hold the function, Equinox's and ours.
-_WRAPPED = (
-    *("__wrapped__", "__self__", "__func__", "_fn", "fn", "func"),
-    *("_fun", "fun", "_fun_value_and_grad"),
+_WRAPPED = frozenset(
+    "__wrapped__ __self__ __func__ _fn fn func _fun fun _fun_value_and_grad".split()
 )
 
 
@@ -122,6 +122,15 @@ def children(node: Any, path: Path) -> Iterator[tuple[Path, Any]]:
     for at, child in jtu.tree_leaves_with_path(node, is_leaf=is_child):
         (key,) = keys(at)
         yield (path if transformed and key in _WRAPPED else (*path, key)), child
+
+
+def is_internal(cls: type) -> bool:
+    """Whether a library makes modules of this class for itself, on the way: one that is
+    private, as `_Damped` of optimistix, or around a function, as its `OutAsArray`."""
+    names = {f.name for f in dc.fields(cls)}
+    return _is_installed(cls) and (
+        cls.__name__.startswith("_") or not _WRAPPED.isdisjoint(names)
+    )
 
 
 def _methods(cls: type) -> Iterator[Any]:
