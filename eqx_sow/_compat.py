@@ -147,6 +147,14 @@ def open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
     return getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())
 
 
+def with_changes(jaxpr: Any, **changes: Any) -> Any:
+    """`jaxpr.replace`, which keeps the constants of a closed one."""
+    opened, consts = open_jaxpr(jaxpr)
+    new = opened.replace(**changes)
+    is_open = opened is jaxpr and not consts
+    return new if is_open else jexc.ClosedJaxpr(new, consts)
+
+
 def is_jaxpr(x: Any) -> bool:
     return isinstance(x, jexc.Jaxpr | jexc.ClosedJaxpr)
 
@@ -231,10 +239,12 @@ def as_array(x: Any) -> Any:
 _call_p = jexc.primitives.closed_call_p
 
 
-def inline_or_call(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-    """Evaluates a jaxpr. While a jaxpr is being built, that is one equation: binding
-    each of the equations again would double the time that tracing takes."""
+def inline_or_call(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
+    """Evaluates a jaxpr, open or closed. While another is being built, that is one
+    equation: to bind each of its equations again would double the time that tracing
+    takes."""
     trace = _current_trace()
+    jaxpr, consts = open_jaxpr(jaxpr)
     atoms = (*jaxpr.invars, *jaxpr.outvars)
     if (
         type(trace) is not _StagingTrace

@@ -46,10 +46,7 @@ class Program:
         # What is left for whoever listens is in the scope around this call.
         closed, treedef = to_jaxpr(run)(given, self.inputs)
         closed = seen_as(closed, lambda s: s.in_scope(here.scope))
-        jaxpr, consts = _compat.open_jaxpr(closed)
-        leaves = _compat.inline_or_call(
-            jaxpr, consts, jax.tree.leaves((given, self.inputs))
-        )
+        leaves = _compat.inline_or_call(closed, jax.tree.leaves((given, self.inputs)))
         return jax.tree.unflatten(treedef, leaves)
 
     def with_executions(self, several: Callable[[str], bool]) -> "Program":

@@ -21,6 +21,7 @@ from .._mark.listening import Listening, listening
 from .._mark.static import Const, Same, SameParts, take_apart
 from .._names import check_known
 from .._walk.handler import Given
+from .._walk.interpreter import consts_as_args
 from .checks import hints, unselected, wanted, warn_unmarked
 from .options import Options, Tapping
 from .program import Program
@@ -65,7 +66,8 @@ def _evaluate(
     self: _Tapped, program: Program, extra: list[Any], form: tuple[Any, ...]
 ) -> list[Any]:
     """`extra` are the arrays of that option, and `form` is what else there is of it."""
-    jaxpr, consts = _compat.open_jaxpr(program.closed)
+    jaxpr = consts_as_args(program.closed)
+    _, consts = _compat.open_jaxpr(program.closed)
     operands = [*consts, *program.inputs]
     if not _compat.has_lanes([*operands, *extra]):
         return _walk(self, program, extra, form)
@@ -83,9 +85,7 @@ def _evaluate(
             same: list[Any] = []
 
             def lane(*operands):
-                outs = _compat.inline_or_call(
-                    jaxpr, operands[: len(consts)], operands[len(consts) :]
-                )
+                outs = _compat.inline_or_call(jaxpr, operands)
                 dims_out[:] = [0 if _compat.has_lanes([x]) else None for x in outs]
                 same[:] = outs
                 return [x for x, d in zip(outs, dims_out) if d is not None]

@@ -14,17 +14,6 @@ from .._mark.site import Site
 from .find import has_sow, is_loop, jaxprs_in, sows
 
 
-def map_params(params: dict[str, Any], fn: Callable[[Any], Any]) -> dict[str, Any]:
-    """The parameters, with `fn` applied to every jaxpr in there, without constants."""
-
-    def of_closed(x):
-        jaxpr, consts = _compat.open_jaxpr(x)
-        new, _ = _compat.open_jaxpr(fn(jaxpr))
-        return new if jaxpr is x and not consts else jexc.ClosedJaxpr(new, consts)
-
-    return map_jaxprs(params, of_closed)
-
-
 def map_jaxprs(params: dict[str, Any], fn: Callable[[Any], Any]) -> dict[str, Any]:
     """The parameters, with `fn` applied to every jaxpr in there, open or closed."""
 
@@ -54,9 +43,10 @@ def with_sites(eqn: Any, fn: Callable[[Site, int, int], Site], loops: int = 0) -
     loops += is_loop(eqn)
 
     def inside(jaxpr):
-        return jaxpr.replace(eqns=[with_sites(e, fn, loops) for e in jaxpr.eqns])
+        eqns = [with_sites(e, fn, loops) for e in jaxpr.eqns]
+        return _compat.with_changes(jaxpr, eqns=eqns)
 
-    return eqn.replace(params=map_params(eqn.params, inside))
+    return eqn.replace(params=map_jaxprs(eqn.params, inside))
 
 
 def with_sites_at(x: Any, sites: Mapping[tuple[int, ...], Site]) -> Any:
@@ -68,16 +58,13 @@ def with_sites_at(x: Any, sites: Mapping[tuple[int, ...], Site]) -> Any:
     made = _with_sites.setdefault(x, {})
     key = frozenset(sites.items())
     if key not in made:
-        jaxpr, consts = _compat.open_jaxpr(x)
         of_eqn: dict[int, dict[tuple[int, ...], Site]] = {}
         for (i, *rest), site in sites.items():
             of_eqn.setdefault(i, {})[tuple(rest)] = site
-        eqns = list(jaxpr.eqns)
+        eqns = list(x.eqns)
         for i, inside in of_eqn.items():
             eqns[i] = _with_sites_in(eqns[i], inside)
-        new = jaxpr.replace(eqns=eqns)
-        is_open = x is jaxpr and not consts
-        made[key] = new if is_open else jexc.ClosedJaxpr(new, consts)
+        made[key] = _compat.with_changes(x, eqns=eqns)
     return made[key]
 
 
@@ -103,32 +90,30 @@ def _with_sites_in(eqn: Any, sites: Mapping[tuple[int, ...], Site]) -> Any:
 def seen_as(closed: Any, see: Callable[[Site], Site]) -> Any:
     """A closed jaxpr with each `Site` as one sees it: the same jaxpr, if it is so
     already."""
-    jaxpr, consts = _compat.open_jaxpr(closed)
-    if all(see(s) is s for s, _ in sows(jaxpr)):
+    if all(see(s) is s for s, _ in sows(closed)):
         return closed
-    eqns = [with_sites(e, lambda s, *_: see(s)) for e in jaxpr.eqns]
-    return jexc.ClosedJaxpr(jaxpr.replace(eqns=eqns), consts)
+    eqns = [with_sites(e, lambda s, *_: see(s)) for e in closed.eqns]
+    return _compat.with_changes(closed, eqns=eqns)
 
 
 def without_prints(jaxpr: Any) -> Any:
     """A jaxpr without the equations that only have an effect, sows aside."""
-    opened, consts = _compat.open_jaxpr(jaxpr)
-    if not any(e != sow_effect for e in opened.effects):
+    if not any(e != sow_effect for e in jaxpr.effects):
         return jaxpr
 
     def kept(eqn):
         if eqn.primitive is sow_p or not eqn.effects:
             return eqn
-        params = map_params(eqn.params, without_prints)
+        params = map_jaxprs(eqn.params, without_prints)
         subjaxprs = list(jaxprs_in(params))
         if not subjaxprs:
             return eqn if eqn.outvars else None
         effects = frozenset().union(*[j.effects for j in subjaxprs])
         return eqn.replace(params=params, effects=effects)
 
-    eqns = [e for e in map(kept, opened.eqns) if e is not None]
+    eqns = [e for e in map(kept, jaxpr.eqns) if e is not None]
     effects = frozenset().union(*[e.effects for e in eqns])
-    return jexc.ClosedJaxpr(opened.replace(eqns=eqns, effects=effects), consts)
+    return _compat.with_changes(jaxpr, eqns=eqns, effects=effects)
 
 
 def _edge_alone(sow: Any) -> Any:
@@ -143,10 +128,10 @@ def _edge_alone(sow: Any) -> Any:
 
 
 def without_sows(x: Any) -> Any:
-    """An equation, or a jaxpr without constants, with no sows in it."""
+    """An equation, or a jaxpr, with no sows in it."""
     if isinstance(x, jexc.JaxprEqn):
         effects = frozenset(e for e in x.effects if e != sow_effect)
-        return x.replace(params=map_params(x.params, without_sows), effects=effects)
+        return x.replace(params=map_jaxprs(x.params, without_sows), effects=effects)
     same = {}
     eqns = []
 
@@ -162,4 +147,4 @@ def without_sows(x: Any) -> Any:
         eqns.append(without_sows(e) if has_sow(e) else e)
     outvars = list(map(source, x.outvars))
     effects = frozenset().union(*[e.effects for e in eqns])
-    return x.replace(eqns=eqns, outvars=outvars, effects=effects)
+    return _compat.with_changes(x, eqns=eqns, outvars=outvars, effects=effects)

@@ -129,7 +129,7 @@ def is_lanewise(jaxpr: Any) -> bool:
     if the jaxpr has no effects. Other libraries have primitives that look at all."""
     return all(
         e.primitive in _of_jax and all(map(is_lanewise, jaxprs_in(e.params)))
-        for e in _compat.open_jaxpr(jaxpr)[0].eqns
+        for e in jaxpr.eqns
     )
 
 
@@ -178,7 +178,7 @@ def loops_around(
 
 def recomputed(x: Any) -> Iterator[Site]:
     """The sites of a jaxpr, of which a `jax.checkpoint` computes the value again."""
-    for eqn in _compat.open_jaxpr(x)[0].eqns:
+    for eqn in x.eqns:
         if eqn.primitive is same_p:
             yield eqn.params["site"]
         else:

@@ -162,7 +162,7 @@ class Frame:
             effects=frozenset().union(*effects),
             debug_info=self._jaxpr.debug_info.with_unknown_names(),
         )
-        out = _compat.inline_or_call(segment, (), [self._env[v] for v in invars])
+        out = _compat.inline_or_call(segment, [self._env[v] for v in invars])
         self.set(outvars, out)
 
 

@@ -68,7 +68,7 @@ class Interpret:
     def __call__(self, jaxpr: Any) -> Callable:
         def run(given, *args):
             closed, inputs, treedef = self.staged(jaxpr, given, *args)
-            out = _compat.inline_or_call(_compat.open_jaxpr(closed)[0], (), inputs)
+            out = _compat.inline_or_call(closed, inputs)
             return jtu.tree_unflatten(treedef, out)
 
         return run
@@ -80,7 +80,7 @@ class Interpret:
         closed, treedef = self._stages[jaxpr](self.handler)(given, args)
         _, consts = _compat.open_jaxpr(closed)
         inputs = [*consts, *jtu.tree_leaves((given, args))]
-        return Staged(_consts_as_args(closed), inputs, treedef)
+        return Staged(consts_as_args(closed), inputs, treedef)
 
 
 def _stage(jaxpr: weakref.ref, stages: Stages) -> Callable:
@@ -99,7 +99,8 @@ def _stage(jaxpr: weakref.ref, stages: Stages) -> Callable:
 _closed: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
-def _consts_as_args(closed: Any) -> Any:
+def consts_as_args(closed: Any) -> Any:
+    """A closed jaxpr of which the constants are the first operands."""
     jaxpr, consts = _compat.open_jaxpr(closed)
     if not consts:
         return closed

@@ -228,7 +228,7 @@ def _batch_while(rule):
     def batch_while(axis_data, args, dims, **params):
         body, cond = params["body_jaxpr"], params["cond_jaxpr"]
         closed, dims_out = _batched(rule, axis_data, args, dims, params)
-        loop = _compat.open_jaxpr(closed)[0].eqns[-1]
+        loop = closed.eqns[-1]
         varies = loop.params["cond_jaxpr"].out_avals[0].shape
         # If the predicate has an axis already, an earlier vmap has told the sows.
         if varies and not cond.out_avals[0].shape:
@@ -355,10 +355,9 @@ def _stamp_hoisted(closed: Any, length: int) -> Any:
         loop = Axis(length, (False,) * operands, loops, lane=False)
         return site._replace(axes=out_of_loop(site.axes, loop)[1])
 
-    jaxpr, consts = _compat.open_jaxpr(closed)
-    *hoisted, loop = jaxpr.eqns
+    *hoisted, loop = closed.eqns
     eqns = [*(with_sites(e, stamped) for e in hoisted), loop]
-    return jexc.ClosedJaxpr(jaxpr.replace(eqns=eqns), consts)
+    return _compat.with_changes(closed, eqns=eqns)
 
 
 @_wrap(_compat.primitive_linearizations, scan_p)
@@ -420,7 +419,7 @@ def _partial_eval_scan(rule):
                 del trace.effect_handles[n:]
 
             closed = jax.make_jaxpr(look)()
-            *hoisted, _ = _compat.open_jaxpr(closed)[0].eqns or [None]
+            *hoisted, _ = closed.eqns or [None]
             for site in (s for e in hoisted if shows_sow(e) for s in sites(e)):
                 raise SowError(
                     f"`sow(..., {site.name!r})` at {site.where} does not depend on the "
@@ -442,9 +441,8 @@ def _returning_operand(closed: Any, i: int) -> Any:
     JAX's caches go by identity."""
     made = _returning.setdefault(closed, {})
     if i not in made:
-        jaxpr, consts = _compat.open_jaxpr(closed)
-        new = jaxpr.replace(outvars=[*jaxpr.outvars, jaxpr.invars[i]])
-        made[i] = new if jaxpr is closed else jexc.ClosedJaxpr(new, consts)
+        outvars = [*closed.outvars, closed.invars[i]]
+        made[i] = _compat.with_changes(closed, outvars=outvars)
     return made[i]
 
 

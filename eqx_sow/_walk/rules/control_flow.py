@@ -22,7 +22,7 @@ from ..._arrays import select, to_jaxpr, types_of, zeros_like
 from ..edit import without_sows
 from ..find import sites
 from ..handler import Given, Taken
-from ..interpreter import rule_for
+from ..interpreter import consts_as_args, rule_for
 from ..refuse import refuse
 from .calls import bind
 from .eager import staged_if_eager
@@ -110,10 +110,10 @@ def _cond(interpret, given, eqn, index, *args):
     consts = [_compat.open_jaxpr(closed)[1] for closed, _ in staged]
 
     def with_all_consts(i):
-        jaxpr, _ = _compat.open_jaxpr(staged[i][0])
+        jaxpr = consts_as_args(staged[i][0])
 
         def call(consts, *args):
-            return _compat.inline_or_call(jaxpr, consts[i], args)
+            return _compat.inline_or_call(jaxpr, [*consts[i], *args])
 
         return jax.make_jaxpr(call)(consts, *leaves)
 
@@ -166,13 +166,13 @@ def _while(interpret, given, eqn, *args):
         "Sow the value in the body.",
     )
     cond_consts, consts, init = _split(args, p["cond_nconsts"], p["body_nconsts"])
-    cond_jaxpr, literals = _compat.open_jaxpr(p["cond_jaxpr"])
+    cond_jaxpr = p["cond_jaxpr"]
     predicate = without_sows(cond_jaxpr)
     run = interpret(p["body_jaxpr"])
     types = types_of(run, given, *consts, *init)[1].values
     # Under vmap: the lanes that have finished stay as they are. Whatever the handler
     # does, `jax_rules.py` has told it which lanes these are.
-    lanes = cond_jaxpr.outvars[0].aval.shape
+    lanes = cond_jaxpr.out_avals[0].shape
     mutable = [
         x
         for v, x in zip(eqn.invars, args)
@@ -180,7 +180,7 @@ def _while(interpret, given, eqn, *args):
     ]
 
     def going(carry, jaxpr=predicate):
-        (out,) = _compat.inline_or_call(jaxpr, literals, [*cond_consts, *carry])
+        (out,) = _compat.inline_or_call(jaxpr, [*cond_consts, *carry])
         return out
 
     def body(loop):

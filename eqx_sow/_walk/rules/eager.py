@@ -54,7 +54,7 @@ def staged_if_eager(rule: Callable) -> Callable:
         params = {k: _map_jaxprs(v, weakref.ref) for k, v in eqn.params.items()}
         traced = by(tuple(params.items()), interpret.handler).trace(given, args)
         leaves = jtu.tree_leaves((given, args))
-        out = _compat.inline_or_call(*_compat.open_jaxpr(traced.jaxpr), leaves)
+        out = _compat.inline_or_call(traced.jaxpr, leaves)
         return jtu.tree_unflatten(jtu.tree_structure(traced.out_info), out)
 
     return staged
