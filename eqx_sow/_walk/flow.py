@@ -177,18 +177,12 @@ def _leading_to_sows(
 
 def _other(domain: Domain, eqn: Any, operands: list[Any], here: Here) -> list[Any]:
     """An equation without a rule. If it holds one jaxpr of so many operands, it is
-    taken for a call."""
+    taken for a call, such as that of a jitted function."""
     inside = [j for j in jaxprs_of(eqn) if len(j.invars) == len(operands)]
     if len(inside) == 1 and len(inside[0].outvars) == len(eqn.outvars):
-        return run(
-            domain, inside[0], operands, here.inside(eqn, _number(eqn, inside[0]))
-        )
+        k = _number(eqn, inside[0])
+        return run(domain, inside[0], operands, here.inside(eqn, k))
     return domain.equation(eqn, operands, here)
-
-
-def _call(domain: Domain, eqn: Any, operands: list[Any], here: Here) -> list[Any]:
-    (jaxpr,) = filter(_compat.is_jaxpr, eqn.params.values())
-    return run(domain, jaxpr, operands, here.inside(eqn, _number(eqn, jaxpr)))
 
 
 def _cond(domain: Domain, eqn: Any, operands: list[Any], here: Here) -> list[Any]:
@@ -235,23 +229,11 @@ def _while(domain: Domain, eqn: Any, operands: list[Any], here: Here) -> list[An
 def _shard_map(domain: Domain, eqn: Any, operands: list[Any], here: Here) -> list[Any]:
     p = eqn.params
     args = [domain.shard(x, p["mesh"], s) for x, s in zip(operands, p["in_specs"])]
-    outs = _call(domain, eqn, args, here)
+    outs = _other(domain, eqn, args, here)
     return [domain.unshard(x, p["mesh"], s) for x, s in zip(outs, p["out_specs"])]
 
 
 rules: dict[Any, Callable] = {
-    **dict.fromkeys(
-        (
-            jexc.primitives.jit_p,
-            jexc.primitives.call_p,
-            jexc.primitives.closed_call_p,
-            jexc.primitives.remat_p,
-            jexc.primitives.custom_jvp_call_p,
-            jexc.primitives.custom_vjp_call_p,
-            _compat.custom_vmap_p,
-        ),
-        _call,
-    ),
     jexc.primitives.cond_p: _cond,
     jexc.primitives.scan_p: _scan,
     jexc.primitives.while_p: _while,

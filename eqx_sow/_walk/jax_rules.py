@@ -233,11 +233,7 @@ def _batch_while(rule):
         # If the predicate has an axis already, an earlier vmap has told the sows.
         if varies and not cond.out_avals[0].shape:
             if has_sow(body):
-                if not cond.effects and is_lanewise(cond):
-                    args, dims, params = _carrying_predicate(
-                        axis_data, args, dims, params
-                    )
-                args, dims, params = _guarded(args, dims, params)
+                args, dims, params = _guarded(axis_data, args, dims, params)
             axis_data = _within(axis_data, None)
             closed, dims_out = _batched(rule, axis_data, args, dims, params)
         n = len(body.out_avals)
@@ -246,32 +242,36 @@ def _batch_while(rule):
     return batch_while
 
 
-def _carrying_predicate(axis_data, args, dims, params):
-    """The same while loop, with its predicate in front of its carry. With that, the
-    predicate is evaluated once in each iteration; JAX does so twice under a vmap, to
-    know whether to go on, and in which lanes."""
-    going, body = map(jexc.jaxpr_as_fun, (params["cond_jaxpr"], params["body_jaxpr"]))
+def _guarded(axis_data, args, dims, params):
+    """The same while loop, with the sows in its body told whether they run.
+
+    If each lane is sure to have a predicate of its own, the loop carries that in front
+    of all else. So it is evaluated once in each iteration; JAX does so twice under a
+    vmap, to know whether to go on, and in which lanes."""
+    cond, body = params["cond_jaxpr"], params["body_jaxpr"]
     n = params["cond_nconsts"]
     m = n + params["body_nconsts"]
+    going = jexc.jaxpr_as_fun(without_prints(cond))
+    run = Interpret(Guard((None, 1, 1)))(body)
+    carried = not cond.effects and is_lanewise(cond)
 
-    def new_body(*args):
-        consts, (mask, *carry) = args[:m], args[m:]
-        outs = body(*consts[n:], *carry)
+    def guarded(*args):
+        consts, carry = args[:m], args[m:]
+        mask, *carry = carry if carried else (*going(*consts[:n], *carry), *carry)
+        outs, _ = run(Given(values=mask), *consts[n:], *carry)
+        if not carried:
+            return outs
         # As under JAX's rule, the predicate sees a lane that has finished as it was.
         new = [jax.lax.select_n(mask, x, y) for x, y in zip(carry, outs)]
         return [*going(*consts[:n], *new), *outs]
 
-    cond_avals, avals = params["cond_jaxpr"].in_avals, params["body_jaxpr"].in_avals
-    carry = [*params["cond_jaxpr"].out_avals, *cond_avals[n:]]
-    params = {
-        **params,
-        "cond_jaxpr": jax.make_jaxpr(lambda mask, *_: mask)(*carry),
-        "cond_nconsts": 0,
-        "body_jaxpr": jax.make_jaxpr(new_body)(
-            *cond_avals[:n], *avals[: m - n], *carry
-        ),
-        "body_nconsts": m,
-    }
+    consts, carry = body.in_avals[: m - n], body.in_avals[m - n :]
+    if carried:
+        carry = [*cond.out_avals, *carry]
+    body = jax.make_jaxpr(guarded)(*cond.in_avals[:n], *consts, *carry)
+    params = {**params, "body_jaxpr": body, "body_nconsts": m}
+    if not carried:
+        return [*args[:n], *args], [*dims[:n], *dims], params
     over = [*dims[:n], *dims[m:]]
     mapped = any(d is not None for d in over)
     if mapped:
@@ -283,31 +283,10 @@ def _carrying_predicate(axis_data, args, dims, params):
             spmd_axis_name=axis_data.spmd_name,
         )
     (mask,) = going(*args[:n], *args[m:])
+    cond = jax.make_jaxpr(lambda mask, *_: mask)(*carry)
+    params = {**params, "cond_jaxpr": cond, "cond_nconsts": 0}
     args = [*args[:m], mask, *args[m:]]
-    dims = [*dims[:m], 0 if mapped else None, *dims[m:]]
-    return args, dims, params
-
-
-def _guarded(args, dims, params):
-    """The same while loop, with the sows in its body told whether they run."""
-    cond, body = params["cond_jaxpr"], params["body_jaxpr"]
-    n, m = params["cond_nconsts"], params["body_nconsts"]
-    quiet = jexc.jaxpr_as_fun(without_prints(cond))
-    run = Interpret(Guard((None, 1, 1)))(body)
-
-    def guarded(*args):
-        consts, args = args[:n], args[n:]
-        (going,) = quiet(*consts, *args[m:])
-        outs, _ = run(Given(values=going), *args)
-        return outs
-
-    avals = [*cond.in_avals[:n], *body.in_avals]
-    params = {
-        **params,
-        "body_jaxpr": jax.make_jaxpr(guarded)(*avals),
-        "body_nconsts": n + m,
-    }
-    return [*args[:n], *args], [*dims[:n], *dims], params
+    return args, [*dims[:m], 0 if mapped else None, *dims[m:]], params
 
 
 @_wrap(batching.fancy_primitive_batchers, cond_p)
