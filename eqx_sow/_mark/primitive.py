@@ -19,6 +19,7 @@ not a call of a module has the number 0.0 as its first operand.
 """
 
 import dataclasses as dc
+import functools as ft
 import threading
 from typing import Any
 
@@ -152,40 +153,34 @@ def _differentiated(nonzeros, avals, site) -> list[bool]:
 
 
 def _sow_jvp(primals, tangents, *, site):
-    out = _sow_primal(primals, site)
-    avals = list(map(jax.typeof, primals))
-    nonzeros = _differentiated([type(t) is not ad.Zero for t in tangents], avals, site)
-    return out, _sow_tangent(out[0], primals, tangents, nonzeros, avals, site)
+    nonzeros = [type(t) is not ad.Zero for t in tangents]
+    out, _, residuals, tangent = _sow_linearized(nonzeros, primals, site)
+    return out, tangent(*residuals, tangents=tangents)
 
 
 def _sow_linearize(is_vjp, nonzeros, *primals, site):
     """The same, for JAX's linearization, which has to ask what comes out otherwise."""
     del is_vjp
-    out = _sow_primal(primals, site)
-    guards = primals[: 1 + len(site.guards)]
+    return _compat.linearization(*_sow_linearized(nonzeros, primals, site))
+
+
+def _sow_linearized(nonzeros, primals, site):
     avals = list(map(jax.typeof, primals))
     nonzeros = _differentiated(nonzeros, avals, site)
-
-    def tangent(edge, *guards, tangents):
-        primals = None, *guards
-        return _sow_tangent(edge, primals, tangents, nonzeros, avals, site)
-
-    return _compat.linearization(out, nonzeros, [out[0], *guards[1:]], tangent)
-
-
-def _sow_primal(primals, site):
     n = site.differentiated
-    return sow_p.bind(*primals, site=site._replace(differentiated=n + 1))
+    out = sow_p.bind(*primals, site=site._replace(differentiated=n + 1))
+    residuals = out[0], *primals[1 : 1 + len(site.guards)]
+    tangent = ft.partial(_sow_tangent, nonzeros, avals, site)
+    return out, nonzeros, residuals, tangent
 
 
-def _sow_tangent(edge, primals, tangents, nonzeros, avals, site):
-    """The tangents, sown with the edge of their primal. Of `primals`, only the guards
-    are needed, which come first."""
-    n_guards = len(site.guards)
+def _sow_tangent(nonzeros, avals, site, edge, *guards, tangents):
+    """The tangents, sown with the edge of their primal."""
+    n_guards = len(guards)
     tangents = [
         ad.instantiate_zeros(t) if nz else t for t, nz in zip(tangents, nonzeros)
     ]
-    guards, tangents, avals = primals[1 : 1 + n_guards], tangents[1:], avals[1:]
+    tangents, avals = tangents[1:], avals[1:]
     keep = [i < n_guards or nz for i, nz in enumerate(nonzeros[1:])]
     operand = iter(range(n_guards, len(tangents)))
     leaves = []

@@ -73,8 +73,7 @@ def with_executions(
     if not any(asks(*x) for x in found):
         return closed
     told = _Numbers()
-    opened, _ = _compat.open_jaxpr(closed)
-    run(told, closed, [_Value(n, n) for n in told.new(len(opened.invars))], Here())
+    run(told, closed, [told.new() for _ in closed.invars], Here())
     return with_sites_at(closed, _sites([x for x in told.sows if wants(x.site)]))
 
 
@@ -186,8 +185,10 @@ class _Numbers(Domain):
         self._next = it.count()
         self.sows: list[_Sow] = []
 
-    def new(self, n: int) -> list[int]:
-        return list(it.islice(self._next, n))
+    def new(self, edges: frozenset[Path] = _NONE) -> _Value:
+        """A value that is equal to no other one."""
+        number = next(self._next)
+        return _Value(number, number, edges)
 
     def _number(self, how: Hashable, of: Sequence[int] = (), params: Any = None) -> int:
         new = _Description(how, tuple(of), params)
@@ -195,7 +196,7 @@ class _Numbers(Domain):
         for x, number in same:
             if x is params or equal(x, params):
                 return number
-        (number,) = self.new(1)
+        number = next(self._next)
         same.append((params, number))
         self._descriptions[number] = new
         return number
@@ -212,8 +213,7 @@ class _Numbers(Domain):
         edges = _edges(values)
         if len({x.number for x in values}) == 1:
             return values[0]._replace(edges=edges)
-        (number,) = self.new(1)
-        return _Value(number, number, edges)
+        return self.new(edges)
 
     # --- equations ---
     def equation(self, eqn, operands, here):
@@ -228,7 +228,7 @@ class _Numbers(Domain):
             return [self.chosen(operands[0], operands[1:])]
         edges = _edges(operands)
         if eqn.effects or _is_users(eqn):
-            outs = self.new(len(eqn.outvars))
+            outs = [next(self._next) for _ in eqn.outvars]
         else:
             n = self._number(primitive, [x.number for x in operands], eqn.params)
             outs = [self._number(("out", i), (n,)) for i in range(len(eqn.outvars))]
@@ -248,9 +248,7 @@ class _Numbers(Domain):
             value = self._form(site, operands)
             runs = tuple(x.made for x in operands[: len(site.guards)])
             self.sows.append(_Sow(site, here, edge.edges, value, runs))
-        (number,) = self.new(1)
-        edges = edge.edges if site.modes else frozenset([here.path])
-        return _Value(number, number, edges)
+        return self.new(edge.edges if site.modes else frozenset([here.path]))
 
     def _form(self, site: Site, operands: Sequence[_Value]) -> Hashable:
         branches = tuple(branch for _, branch, _ in site.guards)
@@ -267,8 +265,7 @@ class _Numbers(Domain):
         value = self._form(site, operands[1:])
         same = [x for x in self.sows if x.site.origin is site.origin]
         alike = [x for x in same if x.value == value] or same
-        (number,) = self.new(1)
-        return _Value(number, number, frozenset(x.here.path for x in alike))
+        return self.new(frozenset(x.here.path for x in alike))
 
     # --- branches ---
     def in_case(self, index, i, value):
@@ -360,7 +357,7 @@ class _Numbers(Domain):
             numbers = [tuple(x.number for x in xs) for xs in (init, after)]
             how = loop_of(eqn), depth, *numbers
             return ("carry", how), ("last", how)
-        (unknown,) = self.new(1)
+        unknown = next(self._next)
         if eqn.effects:
             return ("carry", unknown), ("last", unknown)
         # Nothing in there is equal to anything in another loop. Their results may be.

@@ -68,10 +68,10 @@ def is_loop(eqn: Any) -> bool:
 
 
 def jaxprs_in(x: Any) -> Iterator[Any]:
-    """The jaxprs in the parameters of an equation. Equinox has some in tuples of
-    tuples."""
+    """The jaxprs in the parameters of an equation, open or closed. Equinox has some in
+    tuples of tuples."""
     if _compat.is_jaxpr(x):
-        yield _compat.open_jaxpr(x)[0]
+        yield x
     elif isinstance(x, jax.stages.Traced):
         yield from jaxprs_in(x.jaxpr)
     elif _compat.is_hi_prim(x):

@@ -54,7 +54,6 @@ class Here(NamedTuple):
 
 def _number(eqn: Any, jaxpr: Any) -> int:
     """Which of the jaxprs in an equation it is."""
-    jaxpr, _ = _compat.open_jaxpr(jaxpr)
     return next(k for k, j in enumerate(jaxprs_in(eqn.params)) if j is jaxpr)
 
 
@@ -86,23 +85,19 @@ class Domain:
 
     def chosen(self, index: Any, cases: Sequence[Any]) -> Any:
         """One of several, chosen by the index of a cond."""
-        del index
         return self.either(cases)
 
     def in_case(self, index: Any, i: int, value: Any) -> Any:
         """What a value is in branch `i` of a cond with this index."""
-        del index, i
         return value
 
     def entry(self, value: Any, here: Here) -> Any:
         """Of an array that a scan takes apart: its entry for one iteration. `here` is
         in the body of the scan."""
-        del here
         return value
 
     def stacked(self, value: Any, here: Here) -> Any:
         """Of the entries for all iterations: the array that a scan makes of them."""
-        del here
         return value
 
     def carried(
@@ -110,24 +105,20 @@ class Domain:
     ) -> list[Any]:
         """What a loop carries into an iteration: what it begins with, or what `body`
         makes of that. `here` is in the body."""
-        del eqn, operands
         after = body(init, here._replace(final=False))
         return [self.either(pair) for pair in zip(init, after)]
 
     def left(self, init: Any, carry: Any, last: Any, here: Here) -> list[Any]:
         """What a loop that began with `init` leaves. It carried `carry` into an
         iteration, which made `last` of it."""
-        del carry, here
         return [self.either(pair) for pair in zip(init, last)]
 
     def shard(self, value: Any, mesh: Any, spec: Any) -> Any:
         """What one device has of a value."""
-        del mesh, spec
         return value
 
     def unshard(self, value: Any, mesh: Any, spec: Any) -> Any:
         """What all devices have, given what one has."""
-        del mesh, spec
         return value
 
 
