@@ -368,19 +368,11 @@ def noinlined(eqn: Any) -> Any:
         call = lambda args: fn(args[0], *args[1], **args[2])
         for transform in transforms[1:]:  # the first one calls what is not abstract
             call = transform(call)
-        args = jax.tree.map(_as_struct, args)
         return eqx.filter_make_jaxpr(call)(args)[0]
 
     params = {**eqn.params, "flatten": lambda jaxpr: jaxpr}
-    return eqx.internal.filter_primitive_def(look)(
-        *(v.aval for v in eqn.invars), **params
-    )
-
-
-def _as_struct(x: Any) -> Any:
-    if isinstance(x, jax.core.ShapedArray):
-        return jax.ShapeDtypeStruct(x.shape, x.dtype)
-    return x
+    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
+    return eqx.internal.filter_primitive_def(look)(*avals, **params)
 
 
 @contextlib.contextmanager
