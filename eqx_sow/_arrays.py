@@ -6,6 +6,7 @@ the type of an array. What is made here in the place of a value has that of the 
 
 import contextlib
 import functools as ft
+import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,9 +15,19 @@ from typing import Any
 import jax
 import jax.core
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from . import _compat
+
+
+def as_integer(x: Any) -> int | None:
+    """A number, if it is a whole one. A boolean has an index too, but is a mistake, and
+    a tracer raises a `TypeError` of its own."""
+    try:
+        return None if isinstance(x, bool | np.bool_) else operator.index(x)
+    except TypeError:
+        return None
 
 
 def leading(x, ndim: int):

@@ -17,6 +17,7 @@ import numpy as np
 from .._errors import SowError, UnknownSowError
 from .._frames import api_boundary
 from .._names import in_a_list, matches
+from .summarize import is_value
 
 
 # A scan: of each equation around it and of its own, the index, and whether it runs from
@@ -98,9 +99,8 @@ class Intermediates(dict[str, dict[str, Any]]):
 
     def __repr__(self) -> str:
         # A `State` prints badly: its keys need not be strings.
-        is_state = lambda x: isinstance(x, eqx.nn.State)
         text = eqx.tree_pformat(
-            dict(self), struct_as_array=True, truncate_leaf=is_state
+            dict(self), struct_as_array=True, truncate_leaf=_is_state
         )
         # `jax.grad` of a function that returns a pair prints the pair while it handles
         # the error that a pair is no array.
@@ -151,13 +151,12 @@ class Intermediates(dict[str, dict[str, Any]]):
             sizes = {name: float(jnp.linalg.norm(x)) for name, x in flat.items()}
             ```
         """
-        is_state = lambda x: isinstance(x, eqx.nn.State)
         flat: dict[str, Any] = {}
         for name, modes in self.items():
             for mode, value in modes.items():
-                leaves, _ = jtu.tree_flatten_with_path(value, is_leaf=is_state)
+                leaves, _ = jtu.tree_flatten_with_path(value, is_leaf=_is_state)
                 for path, x in leaves:
-                    if not _is_array(x) or x.dtype == jax.dtypes.float0:
+                    if not is_value(x) or x.dtype == jax.dtypes.float0:
                         continue
                     inside = jtu.keystr(path, simple=True, separator=sep)
                     key = sep.join(filter(None, (name, mode, inside)))
@@ -276,8 +275,8 @@ class Intermediates(dict[str, dict[str, Any]]):
         return _joined(pattern, values)
 
 
-def _is_array(x: Any) -> bool:
-    return eqx.is_array(x) or isinstance(x, jax.ShapeDtypeStruct)
+def _is_state(x: Any) -> bool:
+    return isinstance(x, eqx.nn.State)
 
 
 def _as_data(x: Any) -> Any:
@@ -290,7 +289,7 @@ def _arrays_in(value: Any) -> list[Any]:
     return [
         x
         for x in jtu.tree_leaves(value)
-        if _is_array(x) and x.dtype != jax.dtypes.float0
+        if is_value(x) and x.dtype != jax.dtypes.float0
     ]
 
 
@@ -323,7 +322,7 @@ def _layers(pattern: str, name: str, value: Any, known: Any) -> list[Any]:
     these have in a list."""
     axes = None if isinstance(known, list) else _axes_of_value(known, value)
     places = [place for _, place, _ in axes or () if place is not None]
-    if axes is None or not places:
+    if not places:
         return [_each(value, lambda x: x[None])] if matches(pattern, name) else []
     of_array = iter(known)
     sizes: list[int] = []
@@ -356,7 +355,7 @@ def _joined(pattern: str, values: Sequence[Any]) -> Any:
     forms = [treedef for _, treedef in parts]
 
     def form(leaves: Sequence[Any], treedef: Any) -> Any:
-        return treedef, [(x.shape[1:], x.dtype) for x in leaves if _is_array(x)]
+        return treedef, [(x.shape[1:], x.dtype) for x in leaves if is_value(x)]
 
     first, *others = map(form, columns, forms)
     if any(other != first for other in others):
@@ -367,14 +366,14 @@ def _joined(pattern: str, values: Sequence[Any]) -> Any:
             "those that are alike."
         )
     joined = [
-        _module(xs).concatenate(xs) if _is_array(xs[0]) and len(xs) > 1 else xs[0]
+        _module(xs).concatenate(xs) if is_value(xs[0]) and len(xs) > 1 else xs[0]
         for xs in map(list, zip(*columns))
     ]
     return jtu.tree_unflatten(forms[0], joined)
 
 
 def _each(value: Any, fn: Callable[[Any], Any]) -> Any:
-    return jtu.tree_map(lambda x: fn(x) if _is_array(x) else x, value)
+    return jtu.tree_map(lambda x: fn(x) if is_value(x) else x, value)
 
 
 def _module(arrays: Sequence[Any]) -> Any:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
+from .._arrays import as_integer
 from .._errors import SowError
 from .._frames import api_boundary
 from .statistics import as_real, root_of_sum, statistics
@@ -144,24 +145,17 @@ class Summary(eqx.Module):
             ```
         """
         ndim = jnp.ndim(self.size)
-        if axis is None:
-            axes = tuple(range(ndim))
-        else:
-            axes = tuple(axis) if isinstance(axis, Sequence) else (axis,)
-            is_axis = lambda a: (
-                isinstance(a, int | np.integer)
-                and not isinstance(a, bool)
-                and -ndim <= a < ndim
+        given = range(ndim) if axis is None else axis
+        given = given if isinstance(given, Sequence) else (given,)
+        numbers = [a for a in map(as_integer, given) if a is not None]
+        axes = {a % ndim for a in numbers if -ndim <= a < ndim}
+        if len(axes) < len(given):
+            raise ValueError(
+                f"`Summary.merge(axis={axis!r})`: there are {ndim} axes to merge, "
+                f"those of `size`, whose shape is {jnp.shape(self.size)}. Name "
+                "each at most once, by its number."
             )
-            known = all(map(is_axis, axes))
-            if not known or len({a % ndim for a in axes}) < len(axes):
-                raise ValueError(
-                    f"`Summary.merge(axis={axis!r})`: there are {ndim} axes to merge, "
-                    f"those of `size`, whose shape is {jnp.shape(self.size)}. Name "
-                    "each at most once, by its number."
-                )
-            axes = tuple(a % ndim for a in axes)
-        return merged(self, axes)
+        return merged(self, tuple(sorted(axes)))
 
     @api_boundary
     def __add__(self, other: "Summary") -> "Summary":

@@ -9,15 +9,14 @@ handler as one object. An option that may hold arrays is a field of the function
 
 import dataclasses as dc
 import inspect
-import operator
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypedDict
 
 import equinox as eqx
-import numpy as np
 
+from .._arrays import as_integer
 from .._errors import check_arity
 from .._handlers.events import print_event
 from .._mark.sow import check_tag
@@ -235,11 +234,7 @@ def as_when(option: str, when: Any) -> Any:
 
 
 def as_every(option: str, every: Any) -> int:
-    try:
-        # A boolean has an index too, but is a mistake.
-        n = None if isinstance(every, bool | np.bool_) else operator.index(every)
-    except TypeError:
-        n = None
+    n = as_integer(every)
     if n is None:
         raise TypeError(f"`{option}` takes an integer, not {every!r}.")
     if n < 1:

@@ -2,7 +2,6 @@
 
 import dataclasses as dc
 import functools as ft
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal
 
@@ -12,6 +11,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from .._arrays import (
+    as_integer,
     broadcast_to,
     one_along,
     sharded_like,
@@ -258,11 +258,8 @@ class Buffer(Reducer):
 
         `ValueError` if `size` is not a positive integer, or `keep` is neither.
         """
-        try:
-            length = 0 if isinstance(size, bool) else operator.index(size)
-        except TypeError:  # a tracer has its own
-            length = 0
-        if length < 1:
+        length = as_integer(size)
+        if length is None or length < 1:
             raise ValueError(
                 f"`eqx_sow.Buffer(size)` takes a positive integer, not {size!r}. It is "
                 "the length of an axis: it cannot be traced."

@@ -171,9 +171,8 @@ def to_one_form(parts: Sequence[Sown]) -> Callable[[Sown], Sown]:
 
 def _slots(entries: Sequence[Entry]) -> dict[Any, Entry]:
     """Entries by name, mode and how many of the same there were before."""
-    slots = {
-        id(e): (key, i)
+    return {
+        (key, i): e
         for key, same in _entry.grouped(entries).items()
         for i, e in enumerate(same)
     }
-    return {slots[id(e)]: e for e in entries}
