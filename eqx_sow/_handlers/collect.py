@@ -119,31 +119,33 @@ class Collect(Handler):
             return given
         transform = lookup(self.transform.value, site.name)
         for one, at in asked:
+            seen = Sown(seen=((one.name, one.mode),), checks=_checks(one, atoms))
+            found.append(Taken(values=seen))
+            cases = (one.cases,) if one.cases else ()
             mine = lookup(self.transform.value, one.name) or transform
-            given = self._take(found, given, _uncollected(one, at, mine, atoms), frame)
+            new = Uncollected(Entry(tuple(atoms), one, cases=cases, at=at), mine)
+            given = self._take(found, given, new, frame)
         return given
 
     def _take(self, found: list, given: Given, new: Uncollected, frame: Frame) -> Given:
         site, atoms = new.entry.site, new.entry.arrays
-        chosen = self._chooses(site)
-        if chosen and not self.folds(site.name):
+        if not self._chooses(site):
+            return given
+        if not self.folds(site.name):
             found.append(new)
             frame.want(atoms)
             return given
-        found.append(Taken(values=Sown(seen=new.seen, checks=new.checks)))
         # One more execution for a reducer, whose state goes through the loops around.
-        if chosen:
-            values = tuple(frame.read_arrays(atoms))
-            entry = _entry.captured(Entry(values, site), new.transform)
-            reducer: Any = self.reducer(site.name)
-            old = given.carry[site.key]
-            state = _reduce.stepped(reducer, old, entry)
-            # With `names="h/3"`, only if it is that iteration.
-            if new.entry.at:
-                here = reached(new.entry.at, given.iterations)
-                state = jtu.tree_map(lambda x, y: jnp.where(here, x, y), state, old)
-            given = given._replace(carry={**given.carry, site.key: state})
-        return given
+        values = tuple(frame.read_arrays(atoms))
+        entry = _entry.captured(Entry(values, site), new.transform)
+        reducer: Any = self.reducer(site.name)
+        old = given.carry[site.key]
+        state = _reduce.stepped(reducer, old, entry)
+        # With `names="h/3"`, only if it is that iteration.
+        if new.entry.at:
+            here = reached(new.entry.at, given.iterations)
+            state = jtu.tree_map(lambda x, y: jnp.where(here, x, y), state, old)
+        return given._replace(carry={**given.carry, site.key: state})
 
     def meet_unknown(self, found, eqn):
         if not is_solver(eqn):
@@ -154,13 +156,10 @@ class Collect(Handler):
         found.append(Taken(values=Sown(hidden=hidden)))
 
     def end_jaxpr(self, found, given, frame: Frame) -> Taken:
-        entries = [x.entry for x in found if isinstance(x, Uncollected)]
-        arrays = iter(frame.read_arrays([v for e in entries for v in e.arrays]))
-
         # Until now, entries had variables of the jaxpr in the place of arrays.
         def read(x: Uncollected) -> Uncollected:
-            operands = tuple(next(arrays) for _ in x.entry.arrays)
-            return x._replace(entry=dc.replace(x.entry, arrays=operands))
+            arrays = tuple(frame.read_arrays(x.entry.arrays))
+            return x._replace(entry=dc.replace(x.entry, arrays=arrays))
 
         parts = [read(x) if isinstance(x, Uncollected) else x.values for x in found]
         keeps_all = lambda name: self.reducer(name) is not None
@@ -217,15 +216,11 @@ class Collect(Handler):
         return _reduce.started(self.reducer, entries)
 
 
-def _uncollected(
-    site: Site, at: tuple[int | None, ...], transform: Any, atoms: Sequence[Any]
-) -> Uncollected:
-    entry = Entry(tuple(atoms), site, cases=(site.cases,) if site.cases else (), at=at)
-    checks = ()
-    if site.spec:
-        shapes = [
-            jax.ShapeDtypeStruct(site.shape(i, v.aval.shape), v.aval.dtype)
-            for i, v in enumerate(atoms)
-        ]
-        checks = (Check(site, tuple(shapes[len(site.guards) :])),)
-    return Uncollected(entry, transform, checks)
+def _checks(site: Site, atoms: Sequence[Any]) -> tuple[Check, ...]:
+    if not site.spec:
+        return ()
+    shapes = [
+        jax.ShapeDtypeStruct(site.shape(i, v.aval.shape), v.aval.dtype)
+        for i, v in enumerate(atoms)
+    ]
+    return (Check(site, tuple(shapes[len(site.guards) :])),)

@@ -52,18 +52,13 @@ class Uncollected(NamedTuple):
 
     entry: Entry
     transform: Any
-    checks: tuple[Check, ...]
     conditional: bool = False
-
-    @property
-    def seen(self) -> tuple[tuple[str, str | None], ...]:
-        return ((self.entry.site.name, self.entry.site.mode),)
 
     def as_sown(self) -> Sown:
         entry = _entry.captured(self.entry, self.transform)
         if self.conditional:
             entry = _entry.with_count(entry)
-        return Sown((entry,), self.seen, self.checks)
+        return Sown((entry,))
 
 
 def gather(found: list[Sown | Uncollected], keeps_all: Callable[[str], bool]) -> Sown:
@@ -141,9 +136,7 @@ def _chosen(cases: Sequence[Uncollected], size: int) -> Uncollected | None:
     entries = [_merge.with_leaves(x.entry, leaves) for x in cases]
     if any(_form(e) != _form(entries[0]) for e in entries):
         return None
-    checks = tuple(c for x in cases for c in x.checks)
-    entry = _merge.choose(entries)
-    return cases[0]._replace(entry=entry, checks=checks, conditional=True)
+    return cases[0]._replace(entry=_merge.choose(entries), conditional=True)
 
 
 def _form(e: Entry) -> Any:
