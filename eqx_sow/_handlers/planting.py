@@ -121,18 +121,15 @@ class Replace(Handler):
     def slices_for_devices(self, values, jaxpr, devices):
         keys = {s.key for s in sites(jaxpr) if self.wants(s)}
         inside = {k: values[k] for k in keys}
-        mesh = {
-            k: [[a.mesh for a in p.axes if a.mesh in devices] for p in self._planted[k]]
-            for k in keys
-        }
-        specs = {k: [PartitionSpec(*m) for m in mesh[k]] for k in keys}
+        spec = lambda p: PartitionSpec(*[a.mesh for a in p.axes if a.mesh in devices])
+        specs = {k: list(map(spec, self._planted[k])) for k in keys}
 
         def put_back(xs):
             # No others: what a `shard_map` closes over is not sharded inside.
             return {
                 k: [
-                    [a.reshape(a.shape[len(m) :]) for a in arrays]
-                    for m, arrays in zip(mesh[k], xs[k])
+                    [x.reshape(x.shape[len(spec) :]) for x in arrays]
+                    for spec, arrays in zip(specs[k], xs[k])
                 ]
                 for k in xs
             }

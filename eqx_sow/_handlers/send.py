@@ -12,6 +12,7 @@ from jax.interpreters import ad, batching, mlir, partial_eval as pe
 
 from .. import _compat
 from .._errors import SowError
+from .._walk.find import variables
 
 
 _effect = _compat.TapEffect()
@@ -60,12 +61,8 @@ def _send_batch(axis_data, operands, dims, *, delivery):
 def _send_checkpoint(saveable, unknown, instantiated, eqn):
     del saveable
     if any(unknown):
-        missing = [
-            x
-            for x, i in zip(eqn.invars, instantiated)
-            if not i and not isinstance(x, jexc.Literal)
-        ]
-        return None, eqn, [], [], missing
+        missing = [x for x, i in zip(eqn.invars, instantiated) if not i]
+        return None, eqn, [], [], variables(missing)
     # What a backward pass computes again is not told again.
     return eqn, None, [], [], []
 

@@ -113,7 +113,6 @@ def wanted(
     mode_of = {k: m for k, m in mode_of.items() if modes is None or m in modes}
     program.check_recomputed(
         [k for k in mode_of if "cotangent" in k[1]],
-        options.tag,
         "Leave out the derivative that is taken last: pass the other modes as "
         "`modes=`. Or take the `jax.checkpoint` away.",
     )

@@ -26,12 +26,10 @@ from .transformed import Transformed, wrap
 _At = tuple[int | None, ...]
 
 
-def _meant(
-    values: Mapping[str, Any], program: Program
-) -> dict[_At, dict[str, tuple[str, Any]]]:
-    """By iteration, for each name that is planted the pattern it is for and the value.
-    A pattern that fits nothing stands for itself. What no name has as it is was
-    captured from the model itself, if all of it fits one model only."""
+def _meant(values: Mapping[str, Any], program: Program) -> dict[str, dict[_At, Any]]:
+    """For each name that is planted, the value by iteration. A pattern that fits
+    nothing stands for itself. What no name has as it is was captured from the model
+    itself, if all of it fits one model only."""
     there = program.in_loops()
 
     def fits(pattern: str) -> list[tuple[str, _At]]:
@@ -54,12 +52,11 @@ def _meant(
             models.append(inside)
     if len(models) == 1:
         meant |= models[0]
-    chosen: dict[_At, dict[str, tuple[str, Any]]] = {}
+    chosen: dict[str, dict[_At, Any]] = {}
     # What is spelled out goes before globs, and these go in their order.
     for pattern in sorted(meant, key=_is_glob):
         for name, at in meant[pattern] or [(pattern, ())]:
-            mine = chosen.setdefault(at, {})
-            mine.setdefault(name, (pattern, values[pattern]))
+            chosen.setdefault(name, {}).setdefault(at, values[pattern])
     return chosen
 
 
@@ -95,21 +92,16 @@ class _Plant(Transformed):
         options: Options = self._options.value
         outer = listening.value is not None
         chosen = _meant(self._values, program)
-        names = dict.fromkeys(n for by_name in chosen.values() for n in by_name)
-        entries = type(self)._entries(self, program, tuple(names))
+        entries = type(self)._entries(self, program, tuple(chosen))
         values, planted = {}, {}
         for key, found in entries.items():
-            pairs = [
-                _plan(found, at, chosen[at][key[0]][1], options)
-                # What is for fewer iterations counts more.
-                for at in sorted(chosen, key=lambda at: len(at) - at.count(None))
-                if key[0] in chosen[at]
-            ]
+            # What is for fewer iterations counts more.
+            ats = sorted(chosen[key[0]], key=lambda at: len(at) - at.count(None))
+            pairs = [_plan(found, at, chosen[key[0]][at], options) for at in ats]
             planted[key] = tuple(p for p, _ in pairs)
             values[key] = [arrays for _, arrays in pairs]
         program.check_recomputed(
             planted,
-            options.tag,
             "Plant before you differentiate: `eqx.filter_grad(plant(fn, ...))`.",
             planted=True,
         )

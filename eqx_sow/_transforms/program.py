@@ -73,11 +73,11 @@ class Program:
         return rebuild(treedef, leaves, outs)
 
     def check_recomputed(
-        self, keys: Iterable[Any], tag: Any, remedy: str, *, planted: bool = False
+        self, keys: Iterable[Any], remedy: str, *, planted: bool = False
     ) -> None:
         """Raises if a `jax.checkpoint` goes around any of these `Site.key`s: what is
         `planted` there, or what of it flows backward."""
-        keys = list(keys)
+        keys, tag = list(keys), self.marking.tag
         again = list(recomputed(self.closed)) if keys else []
         # Another sow of the same name may not be computed once more.
         origins = defaultdict(set)

@@ -18,7 +18,7 @@ from .._handlers.asked import Asked
 from .._handlers.events import failures, TapEvent
 from .._handlers.tapping import check_order, Place, places_in, Tap
 from .._mark.listening import Listening, listening
-from .._mark.static import Const, Same, SameParts, take_apart
+from .._mark.static import Const, SameParts, take_apart
 from .._names import check_known
 from .._walk.handler import Given
 from .._walk.interpreter import consts_as_args
@@ -33,7 +33,7 @@ over_lanes_p = jexc.Primitive("tap_over_lanes")
 over_lanes_p.multiple_results = True
 
 
-batching.fancy_primitive_batchers[over_lanes_p] = lambda *args, run: run.value(*args)
+batching.fancy_primitive_batchers[over_lanes_p] = lambda *args, run: run(*args)
 
 
 class _Tapped(Transformed):
@@ -45,8 +45,8 @@ class _Tapped(Transformed):
     _options: Const = eqx.field(static=True)
 
     def _result(self, program: Program) -> Any:
-        extra, *form = take_apart(self._extra)
-        outs = _evaluate(self, program, extra, tuple(form))
+        extra, *_ = take_apart(self._extra)
+        outs = _evaluate(self, program, extra)
         warn_unmarked("tap", self._fn, program, self._options.value)
         return program.output(outs)
 
@@ -62,15 +62,13 @@ class _Tapped(Transformed):
             raise
 
 
-def _evaluate(
-    self: _Tapped, program: Program, extra: list[Any], form: tuple[Any, ...]
-) -> list[Any]:
-    """`extra` are the arrays of that option, and `form` is what else there is of it."""
+def _evaluate(self: _Tapped, program: Program, extra: list[Any]) -> list[Any]:
+    """`extra` are the arrays of that option."""
     jaxpr = consts_as_args(program.closed)
     _, consts = _compat.open_jaxpr(program.closed)
     operands = [*consts, *program.inputs]
     if not _compat.has_lanes([*operands, *extra]):
-        return _walk(self, program, extra, form)
+        return _walk(self, program, extra)
 
     def over_lanes(axis_data, operands, dims):
         n = len(operands) - len(extra)
@@ -104,14 +102,12 @@ def _evaluate(
         with listening(Listening()):
             closed = jax.make_jaxpr(batched)(*operands)
         inside = dc.replace(program, closed=closed, inputs=operands)
-        return _evaluate(self, inside, of_all_lanes, form), dims_out
+        return _evaluate(self, inside, of_all_lanes), dims_out
 
-    return over_lanes_p.bind(*operands, *extra, run=Same(over_lanes))
+    return over_lanes_p.bind(*operands, *extra, run=over_lanes)
 
 
-def _walk(
-    self: _Tapped, program: Program, extra: list[Any], form: tuple[Any, ...]
-) -> list[Any]:
+def _walk(self: _Tapped, program: Program, extra: list[Any]) -> list[Any]:
     options: Options = self._options.value
     program = program.with_executions(lambda name: False)
     names, tag, closed = options.names, options.tag, program.closed
@@ -133,6 +129,7 @@ def _walk(
     places = list(dict.fromkeys(whole for whole, _ in every))
     check_order(closed, places)
     counts = {p.slot: p.start() for _, p in every}
+    _, treedef, leaves = take_apart(self._extra)
     handler = Tap(
         options=self._options,
         asked=asked,
@@ -141,7 +138,7 @@ def _walk(
         slots=tuple(counts),
         transform=SameParts(self._transform),
         when=SameParts(self._when),
-        extra=form,
+        extra=(treedef, leaves),
         has_outer=listening.value is not None,
     )
     carry = {str(i): count for i, count in enumerate(counts.values())}
