@@ -44,11 +44,15 @@ class Selected(NamedTuple):
     after: tuple[int | None, ...] = ()
 
 
+# Loops that have any iteration one may ask for.
+ANY_LOOPS = (2**62,) * 8
+
+
 def selected(
     pattern: Any,
     name: str,
-    after: tuple[int | None, ...] = (),
-    loops: tuple[int, ...] = (),
+    after: tuple[int | None, ...],
+    loops: tuple[int, ...] = ANY_LOOPS,
 ) -> Selected | None:
     """What a pattern selects of a sow called `name` in `loops` of these lengths, from
     outside in. `after` is that of its `Label`. For `h` in a loop of 4 iterations,

@@ -10,13 +10,12 @@ from typing import Any
 import numpy as np
 
 from .._mark.site import Site
-from .._names import Selected, selected
+from .._names import ANY_LOOPS, Selected, selected
 from .._walk.find import loop_of, loops_around, sites
 
 
-# A name with an index in it, and loops that have any iteration one may ask for.
+# A name with an index in it.
 _INDEX = re.compile(r"(^|/)(-?\d+|\*)(/|$)")
-_ANY_LOOPS = (2**62,) * 8
 
 
 def reached(at: Iterable[int | None], iterations: Iterable[Any]) -> Any:
@@ -48,7 +47,7 @@ class Asked:
 
     def perhaps(self, site: Site) -> Iterable[Selected]:
         """What may be asked for of a sow, whatever loops are around it."""
-        return self._selected(site, _ANY_LOOPS)
+        return self._selected(site, ANY_LOOPS)
 
     def of(self, site: Site) -> list[tuple[Site, tuple[int | None, ...]]]:
         """What is asked for of a sow, as sites of their own: all of it, or one

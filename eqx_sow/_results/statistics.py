@@ -43,7 +43,10 @@ def statistics(
     `run`, if given, is a boolean for each entry along the leading axes: whether it is
     one at all. For `x` of `[iterations, features]`, it is `[iterations]`.
     """
-    blocks = _Blocks.of(x, run)
+    if run is not None:
+        run = jnp.broadcast_to(leading(run, x.ndim), x.shape)
+    # What is padded has a mask.
+    blocks = _Blocks(*_in_blocks(x, run))
     # A sum of so few of them cannot overflow. That it may underflow does not matter.
     down = jnp.array(0.5 ** (_BLOCK.bit_length() + 1), x.dtype)
     ok = blocks.ok
@@ -96,13 +99,6 @@ class _Blocks(NamedTuple):
     x: jax.Array
     run: jax.Array | None
     axes: tuple[int, ...]
-
-    @staticmethod
-    def of(x: jax.Array, run: jax.Array | None) -> "_Blocks":
-        if run is not None:
-            run = jnp.broadcast_to(leading(run, x.ndim), x.shape)
-        # What is padded has a mask.
-        return _Blocks(*_in_blocks(x, run))
 
     @property
     def ok(self) -> jax.Array:

@@ -56,7 +56,7 @@ def _listed(names: Iterable[str]) -> str:
 def _about_iteration(pattern: str, program: Program) -> str:
     for label, loops in program.in_loops():
         name, _, last = pattern.rpartition("/")
-        one = selected(name, label.name, label.after, _LONG)
+        one = selected(name, label.name, label.after)
         places = [n for n in label.after if n is not None]
         if one is not None and not one.at and places and last.lstrip("-").isdecimal():
             listed = in_a_list(label.name, [(places[0], last)])
@@ -64,7 +64,7 @@ def _about_iteration(pattern: str, program: Program) -> str:
                 f" {label.name!r} is in a loop over layers. Write {listed!r}: the "
                 "index stands where a list has it."
             )
-        one = selected(pattern, label.name, label.after, _LONG)
+        one = selected(pattern, label.name, label.after)
         if one is not None and one.at:
             return (
                 f" Of {label.name!r} there is no such iteration: the loops around it, "
@@ -77,10 +77,6 @@ def _about_iteration(pattern: str, program: Program) -> str:
             if loops and not places and part.isdecimal() and rest == label.name:
                 return f" For an iteration of its loop, write {f'{rest}/{part}'!r}."
     return ""
-
-
-# Loops in which there is any iteration.
-_LONG = (2**62,) * 8
 
 
 def unselected(names: Iterable[Any] | None, program: Program) -> list[Any]:
