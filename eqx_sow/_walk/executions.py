@@ -209,12 +209,6 @@ class _Numbers(Domain):
         number = self._number(("const", id(x)))
         return _Value(number, number)
 
-    def either(self, values):
-        edges = _edges(values)
-        if len({x.number for x in values}) == 1:
-            return values[0]._replace(edges=edges)
-        return self.new(edges)
-
     # --- equations ---
     def equation(self, eqn, operands, here):
         primitive = eqn.primitive

@@ -9,7 +9,7 @@ knows of the other, and every equation that has no sow in it stays exactly as it
 import functools as ft
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.extend.core as jexc
 import jax.tree_util as jtu
@@ -48,16 +48,6 @@ Stages = weakref.WeakKeyDictionary[Any, Callable]
 _stages: Stages = weakref.WeakKeyDictionary()
 
 
-class Staged(NamedTuple):
-    """What a handler made of a jaxpr: a jaxpr without constants, its inputs, of which
-    the last are those of the equation, and the treedef of its outputs, that of what
-    `run` returns."""
-
-    jaxpr: Any
-    inputs: list[Any]
-    treedef: Any
-
-
 class Interpret:
     """`interpret(jaxpr)(given, *args) -> (outs, taken)`."""
 
@@ -73,14 +63,16 @@ class Interpret:
 
         return run
 
-    def staged(self, jaxpr: Any, given: Given, *args) -> "Staged":
-        """For rules that change a parameter of an equation in place."""
+    def staged(self, jaxpr: Any, given: Given, *args) -> tuple[Any, list[Any], Any]:
+        """For rules that change a parameter of an equation in place: what the handler
+        made of a jaxpr, without constants; its inputs, of which the last are those of
+        the equation; and the treedef of its outputs, that of what `run` returns."""
         if jaxpr not in self._stages:
             self._stages[jaxpr] = _stage(weakref.ref(jaxpr), self._stages)
         closed, treedef = self._stages[jaxpr](self.handler)(given, args)
         _, consts = _compat.open_jaxpr(closed)
         inputs = [*consts, *jtu.tree_leaves((given, args))]
-        return Staged(consts_as_args(closed), inputs, treedef)
+        return consts_as_args(closed), inputs, treedef
 
 
 def _stage(jaxpr: weakref.ref, stages: Stages) -> Callable:

@@ -19,12 +19,12 @@ from ..find import jaxprs_in
 from ..interpreter import Interpret
 
 
-def _map_jaxprs(x: Any, fn: Callable) -> Any:
-    """A parameter, with `fn` applied to the jaxpr, or the jaxprs, or references to
-    them, that it is."""
-    if isinstance(x, weakref.ref) or _compat.is_jaxpr(x):
-        return fn(x)
-    return tuple(_map_jaxprs(v, fn) for v in x) if type(x) is tuple else x
+def _to_ref(x: Any) -> Any:
+    return weakref.ref(x) if _compat.is_jaxpr(x) else x
+
+
+def _from_ref(x: Any) -> Any:
+    return x() if isinstance(x, weakref.ref) else x
 
 
 def staged_if_eager(rule: Callable) -> Callable:
@@ -36,7 +36,7 @@ def staged_if_eager(rule: Callable) -> Callable:
         @ft.lru_cache(maxsize=16)
         def by(params, handler):
             def run(given, args):
-                new = {k: _map_jaxprs(v, lambda ref: ref()) for k, v in params}
+                new = jax.tree.map(_from_ref, dict(params))
                 return rule(Interpret(handler), given, bare.replace(params=new), *args)
 
             return jax.jit(run)
@@ -51,7 +51,7 @@ def staged_if_eager(rule: Callable) -> Callable:
         by = stages.setdefault(
             next(jaxprs_in(eqn.params)), stage(eqn.replace(params={}))
         )
-        params = {k: _map_jaxprs(v, weakref.ref) for k, v in eqn.params.items()}
+        params = jax.tree.map(_to_ref, eqn.params)
         traced = by(tuple(params.items()), interpret.handler).trace(given, args)
         leaves = jtu.tree_leaves((given, args))
         out = _compat.inline_or_call(traced.jaxpr, leaves)
