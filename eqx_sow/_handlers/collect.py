@@ -68,10 +68,9 @@ class Collect(Handler):
     def wants(self, site):
         return site.tag == self.tag and bool(self.asked.perhaps(site))
 
-    def needs_iterations(self, jaxpr):
-        return self.keeps_iterations(jaxpr)
+    keeps_iterations = True
 
-    def keeps_iterations(self, jaxpr):
+    def needs_iterations(self, jaxpr):
         return self.asked.iterations_in(jaxpr, self.tag)
 
     def needs_order(self, site):

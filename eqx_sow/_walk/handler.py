@@ -76,6 +76,9 @@ class Handler:
     # Whether what becomes of the sows may be differentiated further out.
     differentiable: bool = True
 
+    # Whether, of what needs iterations, one of these may be all that is kept.
+    keeps_iterations: bool = False
+
     def wants(self, site: Site) -> bool:
         """Whether a sow must not be lost."""
         return False
@@ -133,13 +136,9 @@ class Handler:
         """`Taken.values` of what is inside an equation: `frame.eqn`."""
         return values
 
-    def keeps_iterations(self, jaxpr: Any) -> bool:
-        """Whether of anything in the body of a scan one iteration alone is kept."""
-        return False
-
     def only_iterations(self, values: Any) -> Any:
-        """For such a scan, given `Taken.values` of its body as types: in the place of
-        each array, the one iteration of which it is kept, or -1 for all."""
+        """If it `keeps_iterations`, given `Taken.values` of the body of a scan: in the
+        place of each array, the one of which it is kept, or -1 for all."""
         raise NotImplementedError
 
     def stack_iterations(self, values: Any, length: int) -> Any:

@@ -49,7 +49,7 @@ def _scan(interpret, given, eqn, *args):
     iterations = [jnp.arange(p["length"], dtype=jnp.int32)] if asked else []
 
     # With `names="h/3"`, one iteration is carried along, in the place of a stack.
-    keeps = handler.keeps_iterations(p["jaxpr"])
+    keeps = asked and handler.keeps_iterations
     kept = only = is_kept = None
     if keeps:
         first = given._replace(iterations=(*given.iterations, jnp.int32(0)))
