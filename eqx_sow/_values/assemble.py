@@ -6,7 +6,7 @@ from typing import Any
 from .._errors import SowError
 from .._mark.static import rebuild
 from .._results.intermediates import in_order, Intermediates, with_axes
-from . import entry as _entry, merge as _merge, reduce as _reduce
+from . import entry as _entry, reduce as _reduce
 from .entry import Entry, Result
 from .modes import is_backward
 from .reduce import Reducers, ReducerState
@@ -56,10 +56,10 @@ def _placed(entries: Sequence[Entry], reducers: Reducers) -> dict[Any, Result]:
             values, counts, axes, count_axes = zip(*places)
             counts = counts if conditional else None
             results[key] = Result(values, counts, [*axes], [*count_axes])
-        elif len(same) > 1:
-            raise _merge.duplicate(same[0].site, same[1].site)
         else:
-            results[key] = _finished(same[0], conditional)
+            # `gather` lets no other name have several.
+            (one,) = same
+            results[key] = _finished(one, conditional)
     return results
 
 
