@@ -1106,3 +1106,15 @@ def test_another_array_in_the_place_of_a_numpy_array():
     other = {"x": jnp.ones(2), "table": 2 * TABLE.astype(np.float32)}
     with pytest.raises(SowError, match="NumPy array"):
         plant(_with_numpy, {"v": other})(jnp.ones(2))
+
+
+def test_a_name_in_branches_with_other_loops(call):
+    one = lambda x: sow(x + 1, "h")
+    loop = lambda x: lax.scan(lambda c, _: (one(c), None), x, length=3)[0]
+    f = lambda x: lax.cond(x.sum() > 2, one, loop, x)
+    _, got = call(S(f), X)
+    for values in (got, {"h/1": jnp.zeros_like}):
+        with pytest.raises(SowError, match=r"\[\] and \[3\] iterations"):
+            call(plant(f, values), X)
+    for x in (X, X + 3):
+        assert_close(call(plant(f, {"h": jnp.zeros_like}), x), 0 * x)

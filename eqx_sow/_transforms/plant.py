@@ -1,15 +1,17 @@
 """`plant`."""
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import equinox as eqx
 
+from .._errors import SowError
 from .._frames import api_boundary
 from .._handlers.asked import Asked
 from .._handlers.collect import Collect, EACH_PLACE
 from .._handlers.planting import Planted, prepare, Replace
 from .._mark.listening import listening
+from .._mark.site import Site
 from .._mark.static import Const, SameParts
 from .._names import check_known, join, selected
 from .._values import merge as _merge
@@ -83,6 +85,18 @@ def _plan(
     return Planted(entry.site, at), prepare(value, options.mode, entry)
 
 
+def _check_loops(site: Site, loops: Collection[tuple[int, ...]]) -> None:
+    """Of a name in several branches, one may be in more loops than another."""
+    if len(loops) > 1:
+        found = " and ".join(str(list(x)) for x in sorted(loops))
+        raise SowError(
+            f"`plant`: `sow(..., {site.name!r})` at {site.where} is in several "
+            f"branches, in which there are other loops around it: {found} iterations, "
+            "from outside in. No value has the axes of all. Plant a function, or give "
+            "the values different names."
+        )
+
+
 class _Plant(Transformed):
     _fn: Callable
     _values: Any
@@ -93,8 +107,11 @@ class _Plant(Transformed):
         outer = listening.value is not None
         chosen = _meant(self._values, program)
         entries = type(self)._entries(self, program, tuple(chosen))
+        loops = program.loops_by_key()
         values, planted = {}, {}
         for key, found in entries.items():
+            if any(at or not callable(x) for at, x in chosen[key[0]].items()):
+                _check_loops(found[0].site, loops[key])
             # What is for fewer iterations counts more.
             ats = sorted(chosen[key[0]], key=lambda at: len(at) - at.count(None))
             pairs = [_plan(found, at, chosen[key[0]][at], options) for at in ats]

@@ -5,7 +5,7 @@ import dataclasses as dc
 import functools as ft
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -97,15 +97,22 @@ class Program:
     def names(self) -> frozenset[str]:
         return frozenset(s.name for s in sites(self.closed))
 
-    def in_loops(self) -> dict[tuple[Label, tuple[int, ...]], None]:
-        """The sows that there are, each in the loops around it from outside in: how
-        many iterations they have."""
-        found = {}
+    def _in_loops(self) -> Iterator[tuple[Site, tuple[int, ...]]]:
         for site, path in sows(self.closed):
             if site.tag == self.marking.tag:
                 around = [x.length for x in map(loop_of, path) if x]
-                loops = tuple(n for n, _ in loops_around(site, around))
-                found[site.label, loops] = None
+                yield site, tuple(n for n, _ in loops_around(site, around))
+
+    def in_loops(self) -> dict[tuple[Label, tuple[int, ...]], None]:
+        """The sows that there are, each in the loops around it from outside in: how
+        many iterations they have."""
+        return dict.fromkeys((site.label, loops) for site, loops in self._in_loops())
+
+    def loops_by_key(self) -> dict[Any, set[tuple[int, ...]]]:
+        """The same by `Site.key`."""
+        found = defaultdict(set)
+        for site, loops in self._in_loops():
+            found[site.key].add(loops)
         return found
 
     def new_names(self, known: Iterable[str], option: str) -> list[str]:
