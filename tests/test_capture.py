@@ -2059,8 +2059,9 @@ def test_the_cotangent_of_a_function():
     assert_close(got, {"softmax": {"primal": p, "cotangent": 2 * p}})
 
 
-def test_a_function_that_jit_made():
-    scaled = jax.jit(lambda x: 2 * x)
+@pytest.mark.parametrize("jit", [jax.jit, eqx.filter_jit])
+def test_a_function_that_jit_made(jit):
+    scaled = jit(lambda x: 2 * x)
     fn = lambda x: jnp.sin(scaled(x))
     _, got = S(fn, capture=scaled)(X)
     assert_close(got, {"<lambda>": {"primal": 2 * X}})
@@ -2068,5 +2069,6 @@ def test_a_function_that_jit_made():
         S(lambda x: scaled(scaled(x)), capture=scaled)(X)
     with pytest.raises(UnknownSowError, match="selects nothing that is called"):
         S(lambda x: x, capture=scaled)(X)
-    with pytest.raises(TypeError, match="takes classes and functions"):
-        S(fn, capture=(eqx.nn.Linear, len))
+    for capture in ((eqx.nn.Linear, len), eqx.filter_jit(eqx.nn.Lambda(jnp.sin))):
+        with pytest.raises(TypeError, match="takes classes and functions"):
+            S(fn, capture=capture)

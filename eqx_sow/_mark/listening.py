@@ -10,9 +10,8 @@ import jax.core
 
 class Capture(NamedTuple):
     """Calls of which a transformation wants a note: those of these methods, of modules
-    of these `classes` (`None`: of all). `functions` has those that `jax.jit` made.
-    `outlines`: a predicate will want to see the modules. `depth`: of that
-    transformation."""
+    of these `classes` (`None`: of all), and of these `functions`. `outlines`: a
+    predicate will want to see the modules. `depth`: of that transformation."""
 
     depth: int
     tag: Hashable

@@ -22,8 +22,9 @@ from .sources import at_source, Source
 
 def is_function_to_capture(capture: Any) -> bool:
     """Whether it is a function whose calls are captured, such as `jax.nn.softmax`,
-    rather than a predicate: one of JAX's or Equinox's, or one that `jax.jit` made."""
-    if isinstance(capture, _compat.Jit):
+    rather than a predicate: one of JAX's or Equinox's, or one that `jax.jit` or
+    `eqx.filter_jit` made."""
+    if isinstance(capture, _compat.Jit | _compat.FilterJit):
         return True
     code = (
         getattr(inspect.unwrap(capture), "__code__", None)

@@ -118,11 +118,6 @@ def as_capture(option: str, capture: Any) -> Any:
             f"names={capture!r}`."
         )
     classes = capture if isinstance(capture, tuple) else (capture,)
-    if isinstance(capture, eqx.Module):
-        raise TypeError(
-            f"`{option}` takes no module. To choose by path, write "
-            '`lambda path, module: path == "layers/0"`.'
-        )
     if capture is True or all(isinstance(c, type) for c in classes):
         return capture
     if isinstance(capture, tuple) or is_function_to_capture(capture):
@@ -133,12 +128,18 @@ def as_capture(option: str, capture: Any) -> Any:
                     "Of a module that was compiled, give the class."
                 )
         return capture
+    if isinstance(capture, eqx.Module):
+        raise TypeError(
+            f"`{option}` takes no module. To choose by path, write "
+            '`lambda path, module: path == "layers/0"`.'
+        )
     if callable(capture):
         check_arity(option, capture, "(path, module) -> bool")
         return capture
     raise TypeError(
         f"`{option}` takes `True`, a class, a function of JAX's or one that `jax.jit` "
-        f"made, a tuple of these, or a predicate `(path, module) -> bool`, not "
+        "or `eqx.filter_jit` made, a tuple of these, or a predicate "
+        "`(path, module) -> bool`, not "
         f"{capture!r}. To choose by path, write a predicate."
     )
 

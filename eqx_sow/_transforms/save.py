@@ -143,9 +143,9 @@ def save_intermediates(
         (`"cotangent.tangent"`); one or a sequence.
     - `capture`: marks the output of submodules, without editing the model: `True` for
         every module with a `__call__`; a class; a function of JAX's such as
-        `jax.nn.softmax`, or one that `jax.jit` made; a tuple of these; or a predicate
-        `(path, module) -> bool`, for which the module has shapes in the place of
-        arrays. Whatever runs is captured, wherever the model is. The
+        `jax.nn.softmax`, or one that `jax.jit` or `eqx.filter_jit` made; a tuple of
+        these; or a predicate `(path, module) -> bool`, for which the module has shapes
+        in the place of arrays. Whatever runs is captured, wherever the model is. The
         name is the path of the module in the tree that its arrays come from,
         `layers/0`. In an argument of a plain function it begins with the name of the
         parameter, `model/layers/0`. The module that is `fn` itself has the name `.`.
