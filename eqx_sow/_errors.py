@@ -50,7 +50,7 @@ def calling(what: str, site: "Site") -> Iterator[None]:
         raise
 
 
-def check_arity(option: str, fn: Callable, form: str) -> None:
+def check_arity(option: str, fn: Callable, form: str, *hints: str) -> None:
     """Raises if it cannot be called as in `form`, such as `(path, module) -> bool`."""
     names = form[1 : form.index(")")]
     try:
@@ -60,7 +60,6 @@ def check_arity(option: str, fn: Callable, form: str) -> None:
     try:
         signature.bind(*names.split(", "))
     except TypeError as e:
-        raise TypeError(
-            f"`{option}` takes a function `{form}`, but {fn!r} takes {signature}. "
-            f"Write `lambda {names}: ...`."
-        ) from e
+        what = f"`{option}` takes a function `{form}`, but {fn!r} takes {signature}."
+        instead = f"Write `lambda {names}: ...`."
+        raise TypeError(" ".join((what, instead, *hints))) from e

@@ -2072,3 +2072,18 @@ def test_a_function_that_jit_made(jit):
     for capture in ((eqx.nn.Linear, len), eqx.filter_jit(eqx.nn.Lambda(jnp.sin))):
         with pytest.raises(TypeError, match="takes classes and functions"):
             S(fn, capture=capture)
+
+
+def _doubled(x):
+    return 2 * x
+
+
+def _added(x, y):
+    return x.T + y.T
+
+
+@pytest.mark.parametrize("capture", [_doubled, (_doubled, eqx.nn.Linear), _added])
+def test_a_function_that_was_not_compiled(capture):
+    linear = eqx.nn.Linear(3, 3, key=jr.key(0))
+    with pytest.raises(TypeError, match=r"`jax\.jit` it, or `sow` there"):
+        S(lambda m, x: _doubled(m(x)), capture=capture)(linear, X)

@@ -386,7 +386,8 @@ class Naming(Domain):
             f"`capture={predicate!r}` failed for the module at {path!r}: {problem}. A "
             "predicate is asked about a module with shapes in the place of arrays, "
             "whose values are not known yet. Return a bool: decide by the path, or by "
-            "what is static about the module, such as its type or its shapes."
+            "what is static about the module, such as its type or its shapes. To "
+            "capture what a function returns, `jax.jit` it, or `sow` there."
         ) from cause
 
 

@@ -108,6 +108,9 @@ def checked(call: str, fn: Any, given: Mapping[str, Any]) -> tuple[Options, Any]
     return Options(tag=given["tag"], **static), others
 
 
+_JIT_IT = "To capture what a function returns, `jax.jit` it, or `sow` there."
+
+
 def as_capture(option: str, capture: Any) -> Any:
     """`None` for no capture."""
     if capture is None or capture is False:
@@ -127,6 +130,11 @@ def as_capture(option: str, capture: Any) -> Any:
                     f"`{option}` takes classes and functions, and {fn!r} is neither. "
                     "Of a module that was compiled, give the class."
                 )
+            if not is_function_to_capture(fn):
+                raise TypeError(
+                    f"`{option}` takes functions that were compiled, and {fn!r} was "
+                    f"not. {_JIT_IT}"
+                )
         return capture
     if isinstance(capture, eqx.Module):
         raise TypeError(
@@ -134,7 +142,7 @@ def as_capture(option: str, capture: Any) -> Any:
             '`lambda path, module: path == "layers/0"`.'
         )
     if callable(capture):
-        check_arity(option, capture, "(path, module) -> bool")
+        check_arity(option, capture, "(path, module) -> bool", _JIT_IT)
         return capture
     raise TypeError(
         f"`{option}` takes `True`, a class, a function of JAX's or one that `jax.jit` "
