@@ -1,10 +1,10 @@
 """Losses on values inside a network: sparse activations, and distillation.
 
-Captured values are ordinary outputs, so a loss can use them. The first loss here
+Captured values are ordinary outputs, so a loss can depend on them. The first loss
 penalises the activations of a network, so that most of its units become zero. The
-second makes the hidden features of a small network, which learns from few labels,
-similar to those of a large one. Both networks are plain `eqx.nn.Sequential`s; neither
-returns its activations, and neither is edited.
+second makes the hidden features of a small network, which has few labels to learn from,
+similar to those of a large network. Both networks are plain `eqx.nn.Sequential`s that
+do not return their activations, and neither is edited.
 
     python examples/activation_losses.py [FILE.png]
 
@@ -48,12 +48,12 @@ def predict(
     return jax.vmap(model)(images)
 
 
-# Returns the logits, and the output of both `Lambda` layers, which are the activations.
+# Returns the logits, and the outputs of both `Lambda` layers, which are the activations.
 look = save_intermediates(predict, capture=eqx.nn.Lambda)
 FIRST, SECOND = "model/layers/1", "model/layers/3"
 
-# The same, but only the mean of the absolute values of each activation leaves the
-# program: one number for each image.
+# The same, but instead of each activation it returns the mean of the absolute values:
+# one number for each image.
 size = save_intermediates(
     predict, capture=eqx.nn.Lambda, transform=lambda x: jnp.abs(x).mean()
 )
@@ -73,8 +73,8 @@ def sparse_loss(model, strength: float, images, labels):
 
 
 def distillation_loss(student_and_projection, few_images, few_labels, images, features):
-    """The usual loss for the few images with a label. For many images without one, the
-    student's features, projected to the teacher's, should be the teacher's."""
+    """The usual loss for the few images with labels. For the many images without labels,
+    a projection of the student's features should match the teacher's features."""
     student, projection = student_and_projection
     loss = cross_entropy(predict(student, few_images), few_labels)
     _, seen = look(student, images)
@@ -261,15 +261,15 @@ def main():
     print(
         """
 What to notice:
-- Neither model returns its activations. `capture=eqx.nn.Lambda` takes them from inside,
-  and `eqx.filter_grad` differentiates the losses, which are functions of them.
+- Neither model returns its activations. `capture=eqx.nn.Lambda` captures them, and
+  `eqx.filter_grad` differentiates the losses that depend on them.
 - With the penalty most units are zero for most images, and the accuracy stays the same.
-  Too strong a penalty also switches off units that are needed.
-- The penalty needs one number for each image, so `transform=` takes the mean inside the
-  program, and the activations themselves do not leave it.
-- The features taught the student what 30 labels do not. Teacher and student have
-  different widths; a linear map between them is learned along with the student, and
-  thrown away afterwards.
+  If the penalty is too strong, it also switches off units that are needed.
+- The penalty needs only one number for each image, so `transform=` computes the mean
+  inside the program, which then does not return the activations.
+- From the features, the student learned what it did not learn from 30 labels. Teacher
+  and student have different widths. A linear map between them is trained together with
+  the student, and thrown away afterwards.
 - All gradients of both losses were compared with those of a network that is written out
   layer by layer."""
     )

@@ -1,14 +1,14 @@
-"""Learning without backpropagation: each layer sees its inputs and its outputs.
+"""Learning without backpropagation: a rule for the inputs and outputs of each layer.
 
 The units of this network are -1 or 1. Their derivative is zero, so gradients reach only
-the last layer, and backpropagation cannot train the hidden ones. A local rule trains
-all layers. Direct feedback alignment (Nøkland, 2016) sends the error at the end to each
-layer through a fixed random matrix. A weight changes by its input times that signal, if
-the unit is near its threshold. For this a layer needs its own inputs and outputs, and
-`capture=eqx.nn.Linear, inputs=True` returns both.
+the last layer, and backpropagation cannot train the hidden layers. A local learning
+rule trains all layers. Direct feedback alignment (Nøkland, 2016) sends the error of the
+output to each layer through a fixed random matrix. A weight changes by its input times
+this signal, if the unit is near its threshold. For this the rule needs the inputs and
+outputs of each layer, and `capture=eqx.nn.Linear, inputs=True` returns both.
 
-For a fair comparison the same network, with tanh instead of sign, is trained by
-backpropagation through all layers. The task: is a handwritten digit odd or even?
+For a fair comparison, the same network with tanh instead of sign is trained by
+backpropagation through all layers. The task is to tell odd digits from even ones.
 
     python examples/local_learning.py [FILE.png]
 
@@ -75,7 +75,7 @@ def local_rule(
     labels: Int[Array, " batch"],
     feedback: Float[Array, "depth 2 width"],
 ) -> eqx.nn.Sequential:
-    """The change of each weight, instead of a gradient."""
+    """The change of each weight. It takes the place of a gradient."""
     logits, intermediates = look(model, images)
     error = (jax.nn.softmax(logits) - jax.nn.one_hot(labels, 2)) / len(labels)
     changes = []
@@ -95,7 +95,7 @@ def loss(model, images, labels) -> Float[Array, ""]:
 
 
 def gradient_rule(model, images, labels, feedback):
-    """Backpropagation, to compare with."""
+    """Backpropagation, for comparison."""
     del feedback
     return eqx.filter_grad(loss)(model, images, labels)
 
@@ -135,7 +135,7 @@ def load_data():
 
 
 def check_rule(model, images, labels, feedback):
-    """Compares with the rule written out: one image, one layer, one unit at a time."""
+    """Compares with the rule in plain NumPy: one image, layer and unit at a time."""
     images, labels = images[:8], labels[:8]
     expected = [np.zeros(x.shape) for x in weights(model)]
     for image, label in zip(images, labels):
@@ -162,7 +162,7 @@ def check_no_gradient(model, images, labels):
     _, intermediates = look(model, images)
     assert all(list(modes) == ["primal"] for modes in intermediates.values())
 
-    # With gradients, the same call shows that only the last layer gets one.
+    # Under a gradient, the same capture shows that only the last layer gets one.
     _, intermediates = save_intermediates(
         eqx.filter_grad(loss), capture=eqx.nn.Linear, modes="cotangent"
     )(model, images, labels)
@@ -171,7 +171,7 @@ def check_no_gradient(model, images, labels):
 
 
 def read_layers(model, train_data, test_data):
-    """How well a linear classifier reads the answer from the inputs of each layer."""
+    """The accuracy of a linear classifier on the inputs of each layer."""
     scores = []
     _, train_seen = look(model, train_data[0])
     _, test_seen = look(model, test_data[0])
@@ -224,8 +224,8 @@ def main():
     smooth = make_model(jax.random.key(0), jnp.tanh)
     curves = {}
     trained = {"untrained": model}
-    # Backpropagation through tanh does best at a lower rate: 3e-4, 1e-3 and 4e-3 were
-    # tried.
+    # Backpropagation through tanh works best at a lower rate: we tried 3e-4, 1e-3 and
+    # 4e-3.
     for label, start, rule, rate in (
         ("backpropagation, sign units", model, gradient_rule, 4e-3),
         ("backpropagation, tanh units", smooth, gradient_rule, 1e-3),
@@ -272,17 +272,18 @@ def main():
     print(
         """
 What to notice:
-- `capture=eqx.nn.Linear, inputs=True` on an ordinary `eqx.nn.Sequential` gave the rule
-  all that it needs: the inputs of each layer, and its outputs before the threshold.
+- The rule needs the inputs of each layer, and its outputs before the threshold.
+  `capture=eqx.nn.Linear, inputs=True` returned both for an ordinary `eqx.nn.Sequential`.
 - Gradients do not pass through sign units. The captured gradients are exactly zero in
-  each hidden layer, and backpropagation left their weights unchanged, to the last bit:
-  it trained the last layer only.
-- The local rule trained all layers of the same network. The fair comparison is with
-  backpropagation through the same network with tanh units: both do equally well.
-- Without training, each layer of sign units after the first makes the answer harder to
-  read. After training by the local rule, depth makes it easier.
-- The changes of the weights were compared with the rule written out in NumPy for one
-  image, one layer and one unit at a time, before learning and after it."""
+  each hidden layer, and backpropagation left the weights of these layers unchanged to
+  the last bit: it trained the last layer only.
+- The local rule trained all layers of the same network. It does as well as
+  backpropagation through the same network with tanh units, which is the fair comparison.
+- Without training, each layer of sign units after the first makes it harder for a
+  linear classifier to find the answer. After training with the local rule, depth makes
+  it easier.
+- The changes of the weights were compared with the rule in plain NumPy, for one image,
+  one layer and one unit at a time, before and after learning."""
     )
 
 

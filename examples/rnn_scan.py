@@ -1,10 +1,10 @@
 """Gradients through time: what a recurrent network remembers of a sequence.
 
-A network reads a digit pixel by pixel, row by row: 64 steps of one `lax.scan`. Its
-answer depends on the first rows only through its memory, and the gradient flows back
-the same way. One call returns the hidden state after each step, and the gradient of the
-loss with respect to it, for an ordinary tanh cell and for a GRU. The model is not
-edited for this: `capture=` marks the cell inside the scan.
+A network reads a digit pixel by pixel, row by row, in the 64 steps of a `lax.scan`. The
+first rows can affect its answer only through its memory, and the gradient flows back
+the same way. One call returns the hidden state after each step (its "primal"), and the
+gradient of the loss with respect to it (its "cotangent"), for an ordinary tanh cell and
+for a GRU. The model is not edited for this: `capture=` selects the cell in the scan.
 
     python examples/rnn_scan.py [FILE.png]
 
@@ -115,8 +115,8 @@ def accuracy(model, pixels, labels):
 def look_inside(model, pixels, labels):
     """The hidden state after each step, and the gradient with respect to it.
 
-    This is the one call. The first axis is the batch, the second the steps of the scan,
-    because the scan runs inside `jax.vmap`.
+    This is the one call. The first axis is the batch, and the second the steps of the
+    scan, because the scan runs inside `jax.vmap`.
     """
     cell = (TanhCell, eqx.nn.GRUCell)
     _, intermediates = save_intermediates(eqx.filter_grad(loss), capture=cell)(
@@ -126,7 +126,8 @@ def look_inside(model, pixels, labels):
 
 
 def jacobians(cell, pixels, hidden) -> Float[np.ndarray, "batch steps hidden hidden"]:
-    """How each hidden state changes with the one before. Entry 0 is not needed."""
+    """The Jacobian of each hidden state with respect to the one before it. Entry 0 is
+    not needed."""
     if isinstance(cell, TanhCell):
         # The derivative of tanh is known, so no autodiff is needed.
         slope = 1 - np.asarray(hidden, np.float64) ** 2
@@ -148,7 +149,7 @@ def by_hand(model, pixels, labels):
     logits = jax.vmap(model.head)(hidden[:, -1])
     error = (jax.nn.softmax(logits) - jax.nn.one_hot(labels, 10)) / len(labels)
     gradients = [np.asarray(error, np.float64) @ np.asarray(model.head.weight)]
-    # From there on back.
+    # And from there backward.
     for jacobian in jacobians(model.cell, pixels, hidden).swapaxes(0, 1)[:0:-1]:
         gradients.append(np.einsum("bij,bi->bj", jacobian, gradients[-1]))
     return hidden, np.stack(gradients[::-1], axis=1)
@@ -238,13 +239,13 @@ def main():
 What to notice:
 - One call returned the 64 hidden states and their 64 gradients for each image, from a
   `lax.scan` inside a `jax.vmap` inside `eqx.filter_grad`. Equinox's `GRUCell` was not
-  edited, and the scan itself returns only its last state.
+  edited, and the scan itself returns its last state only.
 - In the untrained tanh network the gradient shrinks by half with each pixel. At the
-  first row it is 1e-22: it has vanished. The GRU starts with its gates set to remember,
-  and loses a few per cent with each pixel.
-- Training repairs much of this, for both. The GRU learns more.
+  first row it is 1e-22: it has vanished. The gates of the GRU are initialised so that
+  it remembers, and its gradient shrinks by a few per cent with each pixel.
+- Training reduces the problem for both cells. The GRU learns more.
 - The states were compared with a Python loop over the cell. The gradients were compared
-  with the product of the Jacobians of all later steps; for tanh that is the textbook
+  with the product of the Jacobians of all later steps, which for tanh is the textbook
   formula. They agree over twenty orders of magnitude."""
     )
 

@@ -1,15 +1,15 @@
 """Train on eight devices, and look inside without moving anything between them.
 
-The mesh has four rows of devices, which share the batch, and in each row two, which
-share the hidden units. `jax.jit` divides the work by the shardings of its arguments.
-Captured values keep the sharding that they have in the model, and the compiled program
-communicates no more than without the capture.
+The mesh has four rows of two devices. The batch is divided among the rows, and the
+hidden units among the two devices of each row. `jax.jit` divides the work according to
+the shardings of its arguments. Captured values have the same sharding as in the model,
+and the compiled program does not communicate more than without the capture.
 
-Then the same model under `jax.shard_map`, where each row runs its own code. Captured
-values have an axis for the rows. So you can compare the gradients of the rows before
-they are averaged: how well they agree shows how much noise a batch has.
+Then the same model runs under `jax.shard_map`, where each row computes its own gradient.
+Captured values have an axis for the rows. So you can compare the gradients of the rows
+before they are averaged: the less they agree, the more noise there is in a batch.
 
-The devices are parts of the CPU, so that the script runs anywhere.
+The devices are parts of the CPU, so the script runs anywhere.
 """
 
 import os
@@ -44,7 +44,8 @@ class Model(eqx.Module):
 
     def __call__(self, x: Float[Array, "64"]) -> Float[Array, "10"]:
         hidden = sow(jax.nn.relu(self.up(x)), "hidden")
-        # A sum over the devices that share the hidden units, so JAX wants to know.
+        # This is a sum over the hidden units, which are on several devices, so JAX needs
+        # the sharding of the result.
         logits = jnp.dot(hidden, self.down.weight.T, out_sharding=P())
         return sow(logits + self.down.bias, "logits")
 
@@ -76,8 +77,8 @@ def step(model, images, labels):
 
 
 def step_by_rows(model, images, labels, mesh: Mesh):
-    """The same, but each row takes the gradient of its own part of the batch. Only the
-    axis "data" is written by hand; the hidden units stay with `jax.jit`."""
+    """The same, but each row computes the gradient for its own part of the batch. Only
+    the axis "data" is manual; `jax.jit` still divides the hidden units."""
 
     def of_row(model, images, labels):
         model = jax.lax.pcast(model, "data", to="varying")
@@ -108,7 +109,7 @@ def batches(mesh: Mesh, size=256, epochs=1):
 
 
 def communication(fn, *args) -> list[tuple[str, str]]:
-    """What the compiled program sends between devices: operations, and their shapes."""
+    """The communication between devices in the compiled program: operations, shapes."""
     text = jax.jit(fn).lower(*args).compile().as_text()
     operations = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
     found = re.findall(rf"= (.*?) ({operations})(?:-start)?\(", text)
@@ -160,7 +161,7 @@ def check_under_jit(model, images, labels, mesh, intermediates):
     alone = eqx.filter_jit(save_intermediates(step))
     assert_close(intermediates, on_one_device(alone, model, images, labels)[1])
 
-    # Nothing is gathered, and nothing is sent that was not sent before.
+    # Nothing is gathered, and nothing is sent that is not sent without the capture.
     args = model, images, labels
     sent = communication(save_intermediates(step), *args)
     assert sent == communication(step, *args)
@@ -182,7 +183,8 @@ def check_by_rows(model, images, labels, mesh, intermediates, under_jit):
             rows = jax.device_get(intermediates[name][mode])
             assert_close(rows.reshape(256, -1), factor * modes[mode])
 
-    # Row i has the gradient of part i of the batch, on one device and without sows.
+    # Row i has the gradient that one device computes for part i of the batch, without
+    # eqx_sow.
     gradients = jax.device_get(intermediates["gradients"]["primal"])
     for i, part in enumerate(np.split(np.arange(256), 4)):
         images_of_row, labels_of_row = jax.device_get((images, labels))
@@ -211,7 +213,7 @@ def run(mesh: Mesh):
     start = shard_model(Model(jax.random.key(0)), mesh)
     images, labels = next(batches(mesh))
 
-    # Here is the one call. Shardings are those of the arguments, as always in JAX.
+    # This is the one call. The arguments determine the sharding, as always in JAX.
     saved = eqx.filter_jit(save_intermediates(step))
     (model, _), under_jit = saved(start, images, labels)
     assert jax.tree.all(
@@ -234,7 +236,7 @@ def run(mesh: Mesh):
     print(f"\n{HEADER}")
     print_table(intermediates)
 
-    # Train, and look at nothing but the gradients of the rows.
+    # Train, and capture only the gradients of the rows.
     @eqx.filter_jit
     def train_step(model, images, labels):
         save = save_intermediates(by_rows, names="gradients", modes="primal")
@@ -257,17 +259,17 @@ def run(mesh: Mesh):
     print(
         """
 What to notice:
-- Activations and gradients come back sharded over the devices as they are in the model:
-  a device holds a quarter of the batch and half of the hidden units. Capturing them
+- Activations and gradients come back with the sharding that they have in the model:
+  each device holds a quarter of the batch and half of the hidden units. Capturing them
   does not change how the program is sharded.
-- The compiled program communicates the same as without the capture, operation by
+- The compiled program has the same communication as without the capture, operation by
   operation: it sums gradients, and does not gather.
 - Under `jax.shard_map` each value has one more axis, for the rows of the mesh, and is
-  sharded over it. The gradients are PyTrees of the type `Model`, with that axis on each
-  array.
+  sharded over this axis. The gradients are PyTrees of type `Model`, and each array has
+  the axis.
 - Each row agrees with what one device computes for that part of the batch. At first the
-  rows have much in common. At the end mostly noise is left (pure noise gives 0.25), so
-  larger batches or smaller steps would help."""
+  gradients of the rows are similar. At the end mostly noise is left (pure noise gives
+  0.25), so larger batches or smaller steps would help."""
     )
 
 

@@ -1,9 +1,9 @@
 """Watch a small GPT while it trains, and a stiff equation while it is solved.
 
-At every 20th step the training step also returns statistics and histograms of each
-block's activations and gradients. Then something goes wrong, and an alarm names the
-block and the step while the program is still running. Last, a progress line from inside
-of diffrax's while loop. Neither the model nor the solver is edited.
+Every 20th training step also returns statistics and histograms of the activations and
+gradients of each block. Then something goes wrong, and an alarm names the block and the
+step while the program is still running. At the end, a callback shows the progress of a
+solver from inside diffrax's while loop. Neither the model nor the solver is edited.
 
 With a file name, `python examples/watch.py FILE.png` also draws the picture.
 """
@@ -59,9 +59,9 @@ class Block(eqx.Module):
 
 
 class GPT(eqx.Module):
-    """The blocks are one module, whose arrays have a leading axis for the layers. A
-    scan runs it, and `jax.checkpoint` computes the inside of each block again in the
-    backward pass."""
+    """The blocks are one module whose arrays have a leading axis for the layers. They
+    run in a scan, and under `jax.checkpoint`, so the backward pass recomputes the
+    values inside each block."""
 
     tokens: eqx.nn.Embedding
     positions: eqx.nn.Embedding
@@ -121,9 +121,9 @@ def make_batches(steps: int) -> np.ndarray:
     return source[at + np.arange(LENGTH + 1)]
 
 
-# `summarize` takes the place of each value where it is computed: within the scan, and
-# in its backward pass. Only numbers leave it. The edges of the histogram are powers of
-# ten, so it counts magnitudes.
+# `summarize` is applied to each value where it is computed: inside the scan, and in its
+# backward pass. Only its results leave the scan. The edges of the histogram are powers
+# of ten, so it is a histogram of magnitudes.
 DECADES = np.linspace(-7, 1, 41)
 
 
@@ -146,18 +146,19 @@ def train(plain_step, watched_step):
             model, state, value = plain_step(model, state, text)
         else:
             (model, state, value), found = watched_step(model, state, text)
-            # There is a summary for each example and layer: merge those of examples.
+            # There is a summary for each example and layer. Merge those of the examples.
             found = {m: s.merge(axis=0) for m, s in found["model/blocks"].items()}
             history.append(jax.tree.map(np.asarray, found))
         losses.append(value)
-    # For each mode a summary with a row for each step and a column for each layer.
+    # For each mode, a summary whose arrays have an axis for the steps and then an axis
+    # for the layers.
     return model, np.array(losses), jax.tree.map(lambda *x: np.stack(x), *history)
 
 
 def print_memory(plain_step, watched_step):
-    """The temporaries of the compiled steps, as XLA reports them. Under
-    `jax.checkpoint` a step keeps the input of each block, an array of the shape
-    `[layers, batch, length, width]`. The statistics add no other."""
+    """The temporary memory of the compiled steps, as XLA reports it. Under
+    `jax.checkpoint` a step keeps the input of each block, an array of shape
+    `[layers, batch, length, width]`. The statistics do not add another one."""
     sizes = [
         step.compiled.memory_analysis().temp_size_in_bytes
         for step in (plain_step, watched_step)
@@ -201,18 +202,18 @@ def check(model, found):
         assert (s.size == BATCH * LENGTH * WIDTH).all() and not s.not_finite.any()
         expected = np.sqrt(np.mean(x**2, axis=1))
         assert np.allclose(s.rms, expected, rtol=2e-2, atol=0), (s.rms, expected)
-        # Rounding in bfloat16 puts some entries into the bin beside theirs.
+        # Rounding in bfloat16 moves some entries to the next bin.
         bins = np.stack([np.histogram(row, 10.0**DECADES)[0] for row in x])
         assert np.abs(bins - s.histogram).sum() < 0.1 * bins.sum()
 
 
-# Now something goes wrong. The weights that make the queries of one block fade: at each
-# step they are a hundredth of what they were. All values stay finite. But squares of
-# what is so small are zero in bfloat16, and the derivative of the square root overflows
-# there: `unit` should have added its constant to the squares, not to the norm.
+# Now something goes wrong. The query weights of one block fade: in each step they are
+# multiplied by 1/100. All values stay finite. But the squares of such small numbers are
+# zero in bfloat16, and the derivative of the square root overflows there: `unit` should
+# have added its constant to the squares, not to the norm.
 #
-# The whole run is one compiled program. `when=` is evaluated on the device, and only if
-# it is true the callback hears of it.
+# The whole run is one compiled program. `when=` is evaluated on the device, and the
+# callback is called only if it is true.
 FADING, FADING_STEPS = 2, 16
 weight_of_queries = lambda model: model.blocks.attention.query_proj.weight
 
@@ -247,7 +248,7 @@ def not_finite(x):
 
 
 def place(event):
-    """The step and the block of an event. The backward pass comes by the last first."""
+    """The step and the block of an event. The backward pass starts at the last block."""
     i, block = divmod(event.count, LAYERS)
     return i, block if event.mode == "primal" else LAYERS - 1 - block
 
@@ -281,24 +282,24 @@ def watch_run(model, state):
         ordered=True,
     )
     fn = tap(fn, progress, names="loss", every=3, ordered=True)
-    # What is tapped can be captured too, here for the picture.
+    # You can capture what you tap. We need this for the picture.
     fn = save_intermediates(fn, capture=chosen, names=layers, transform=summarize)
     _, found = eqx.filter_jit(fn)(model, state, make_batches(FADING_STEPS))
     jax.effects_barrier()
     name, mode, i, block = alarms[0]
-    # It was told when it happened, and the run went on.
+    # The alarm came at once, and the run continued.
     assert 0 < log.index("alarm") < len(log) - 1 and log[-1] == 15
     assert (name, mode) == ("model/blocks/attention/query_proj", "cotangent")
     assert block == FADING
-    # The next is the gradient that the block sends down to the one below.
+    # The second alarm is the gradient that this block passes to the block before it.
     assert alarms[1] == ("model/blocks", "cotangent", i, FADING - 1)
-    # One summary for each step and block, of all examples and positions.
+    # Merge over examples and positions: one summary for each step and block.
     gradients = {
         "output": found["model/blocks"]["cotangent"].merge(axis=1),
         "queries": found[name]["cotangent"].merge(axis=(1, 3)),
     }
     gradients = jax.tree.map(np.asarray, gradients)
-    # What the picture shows: the alarm came from the first that is not finite.
+    # What the picture shows: the alarm came from the first gradient that is not finite.
     assert not gradients["output"].not_finite[i, FADING]
     assert gradients["queries"].not_finite[i, FADING]
     return i, gradients
@@ -324,15 +325,15 @@ def check_alarm(model, state, i):
         }
         gone = {name: x.any(axis=(1, 2)).tolist() for name, x in gone.items()}
         layers = range(LAYERS)
-        # What is after the queries of this block gets a gradient, what is before none.
+        # Weights after these queries get a finite gradient, and weights before do not.
         assert gone["attention"] == [j == i and n <= FADING for n in layers]
         assert gone["down"] == [j == i and n < FADING for n in layers]
 
 
-# The oscillator of van der Pol creeps for a long time, then jumps. An implicit solver
-# takes long steps, and then very short ones. How far is it? `capture=` selects the
-# controller of the step size, whose method `adapt_step_size` diffrax calls once for
-# each step that it tries, in a while loop.
+# The van der Pol oscillator moves slowly for a long time, then jumps. An implicit solver
+# takes long steps, and then very short ones. How far has it got? `capture=` selects the
+# step-size controller. diffrax calls its method `adapt_step_size` in a while loop, once
+# for each step that it tries.
 END = 300.0
 
 
@@ -386,7 +387,7 @@ def plot(history, gradients, alarm, steps):
         s = history[mode]
         shown = (DECADES[:-1] > low - 0.01) & (DECADES[1:] < high + 0.01)
         image = s.histogram[..., shown]
-        # One block above the other, and in each the magnitudes.
+        # The blocks are stacked on top of each other; within each are the magnitudes.
         image = np.moveaxis(image, 0, -1).reshape(-1, len(image))
         extent = (-EVERY / 2, STEPS - EVERY / 2, 0, LAYERS)
         axis.imshow(image, aspect="auto", origin="lower", extent=extent, cmap="magma")
@@ -401,7 +402,7 @@ def plot(history, gradients, alarm, steps):
     axes[0, 0].set_ylabel("block")
 
     axis = axes[1, 0]
-    # The gradient reaches the output of a block first, then its queries.
+    # The gradient reaches the output of a block first, and then its queries.
     rows = [(block, kind) for block in range(LAYERS) for kind in ("queries", "output")]
     pick = lambda of: np.stack([of(gradients[kind])[:, b] for b, kind in rows])
     bad, rms = pick(lambda s: s.not_finite > 0), pick(lambda s: s.rms)
@@ -456,18 +457,19 @@ def main():
 
     print(
         """What to notice:
-- Neither the model nor the training step was changed to see this, and the step that is
-  watched is one that trains. The statistics were compared with values computed by hand.
-- The blocks are one module in a scan under `jax.checkpoint`. What left each block, in
-  the forward and in the backward pass, were a few numbers: the temporaries are the same
-  but for these.
-- The picture shows magnitudes: each band is one block, and in it a column is the
+- Neither the model nor the training step was changed for this, and the watched steps
+  are part of the training. The statistics were compared with values computed by hand.
+- The blocks are one module in a scan under `jax.checkpoint`. Only a few numbers leave
+  each block, in the forward and in the backward pass. Apart from these, the compiled
+  program uses the same temporary memory.
+- The picture shows magnitudes. Each band is one block, and each column in it is the
   histogram of one step. The line is the root mean square.
-- The alarm came while the program ran, and said where: the gradient breaks in the
-  queries of one block, in the backward pass only. The loss was finite until then. All
-  blocks below get no gradient in this step, and in the next everything is lost.
+- The alarm came while the program ran, and named the place: the gradient is not finite
+  at the queries of one block, in the backward pass only. The loss was finite until
+  then. In this step, the blocks before it get no usable gradient, and from the next
+  step on the whole run is lost.
 - The solver's loop belongs to diffrax. `capture=` selects a method of its controller,
-  and each call of that is an event, also of the steps that were rejected."""
+  and each call of this method is an event, including those for rejected steps."""
     )
 
 
