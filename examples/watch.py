@@ -146,7 +146,7 @@ def train(plain_step, watched_step):
             model, state, value = plain_step(model, state, text)
         else:
             (model, state, value), found = watched_step(model, state, text)
-            # There is a summary for each example and layer. Merge those of the examples.
+            # There is a summary for each example and layer. Merge over the examples.
             found = {m: s.merge(axis=0) for m, s in found["model/blocks"].items()}
             history.append(jax.tree.map(np.asarray, found))
         losses.append(value)
@@ -248,7 +248,7 @@ def not_finite(x):
 
 
 def place(event):
-    """The step and the block of an event. The backward pass starts at the last block."""
+    """The step and the block of an event. The backward pass starts at the last."""
     i, block = divmod(event.count, LAYERS)
     return i, block if event.mode == "primal" else LAYERS - 1 - block
 
@@ -330,10 +330,10 @@ def check_alarm(model, state, i):
         assert gone["down"] == [j == i and n < FADING for n in layers]
 
 
-# The van der Pol oscillator moves slowly for a long time, then jumps. An implicit solver
-# takes long steps, and then very short ones. How far has it got? `capture=` selects the
-# step-size controller. diffrax calls its method `adapt_step_size` in a while loop, once
-# for each step that it tries.
+# The van der Pol oscillator moves slowly for a long time, then jumps. An implicit
+# solver takes long steps, and then very short ones. How far has it got? `capture=`
+# selects the step-size controller. diffrax calls its method `adapt_step_size` in a
+# while loop, once for each step that it tries.
 END = 300.0
 
 
