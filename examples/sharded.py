@@ -5,9 +5,9 @@ hidden units among the two devices of each row. `jax.jit` divides the work accor
 the shardings of its arguments. Captured values have the same sharding as in the model,
 and the compiled program does not communicate more than without the capture.
 
-Then the same model runs under `jax.shard_map`, where each row computes a gradient of its
-own. Captured values have an axis for the rows. So you can compare the gradients of the
-rows before they are averaged: the less they agree, the more noise is in a batch.
+Then the same model runs under `jax.shard_map`, where each row computes a gradient.
+Captured values have an axis for the rows. So you can compare the gradients of the rows
+before they are averaged: the less they agree, the more noise is in a batch.
 
 The devices are parts of the CPU, so the script runs anywhere.
 """
