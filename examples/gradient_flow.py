@@ -1,11 +1,12 @@
 # %% [markdown]
 # # Why does a deep network not learn?
 #
-# Look at every layer while it trains. Two networks of 24 layers learn to read digits.
+# Look at every layer during training. Two networks of 24 layers learn to read digits.
 # They differ in one thing: the second has a LayerNorm in each layer. The training step
-# is ordinary, and does not mention eqx_sow. `capture=` marks the layers from outside,
-# `transform=` keeps one number of each instead of the whole activation, and the pass
-# that trains the network returns them.
+# is ordinary, and does not mention eqx_sow. `capture=` selects the layers from outside,
+# and `transform=` reduces each activation ("primal") and the gradient with respect to
+# it ("cotangent") to one number. The same pass that trains the network returns these
+# numbers.
 #
 # As a script, `python examples/gradient_flow.py FILE.png` also saves the picture.
 
@@ -81,8 +82,9 @@ def step(model, state, images, labels):
 # ## The same step, watched
 #
 # It also returns the root mean square (rms) of each activation and gradient.
-# `mean_square` is applied where the value is captured, inside `jax.vmap`: it sees one
-# image. What comes back has an axis for the batch, and its mean is taken here.
+# `mean_square` is applied where the value is captured, inside `jax.vmap`, so it
+# receives the values for one image. What comes back has an axis for the batch, and we
+# take the mean over it.
 
 
 # %%

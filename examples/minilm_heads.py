@@ -2,13 +2,13 @@
 # # Which heads tell two sentences apart?
 #
 # Activation patching on a pretrained model, one attention head at a time. Two sentences
-# differ in one word: a *river* bank, and a *savings* bank. Into the run of the first we
-# plant what one head computes in the run of the second, and measure how far the
-# embedding moves towards that of the second. A heat map by layer and head shows which
-# heads carry the difference.
+# differ in one word: a *river* bank, and a *savings* bank. We run the model on the
+# first sentence, but plant what one head computes for the second, and measure how far
+# the embedding moves towards the embedding of the second. A heat map by layer and head
+# shows which heads carry the difference.
 #
-# The model is the sentence encoder all-MiniLM-L6-v2, with its weights, as in
-# `minilm.py`. It does not know of eqx_sow.
+# The model is the pretrained sentence encoder all-MiniLM-L6-v2, as in `minilm.py`. It
+# does not mention eqx_sow.
 
 # %%
 import equinox as eqx
@@ -28,7 +28,8 @@ model, tokenizer = load_encoder()
 # %% [markdown]
 # ## Pairs of sentences
 #
-# In each pair one word is another, and with it the meaning of the word after it.
+# The sentences of each pair differ in one word, which changes the meaning of the word
+# after it.
 
 # %%
 PAIRS = [
@@ -62,10 +63,10 @@ for text, one, other in PAIRS:
 # %% [markdown]
 # ## Plant one head
 #
-# `Softmax` and `Mix` are modules of the model, so `capture=` selects what they put out:
-# the attention patterns, an array `[heads, n, n]`, and what the heads mix by them,
-# `[n, heads, size]`. `plant` takes a function of the value, which replaces one head of
-# it. The head is a traced number, so `jax.vmap` tries all twelve at once.
+# `Softmax` and `Mix` are modules of the model, so `capture=` can select their outputs:
+# the attention patterns, an array `[heads, n, n]`, and the values that the heads mix
+# with them, `[n, heads, size]`. `plant` takes a function of the value, which replaces
+# one of the heads. The head is a traced number, so `jax.vmap` tries all twelve at once.
 
 # %%
 PARTS = {
@@ -131,8 +132,8 @@ print("sum of the heads of each layer:", " ".join(f"{x:.0%}" for x in by_layer))
 # %% [markdown]
 # ## Is it right?
 #
-# One head without eqx_sow: a copy of the layer's code, with a line that replaces the
-# output of the head.
+# Compute one head without eqx_sow: copy the code of the layer, and add a line that
+# replaces the output of the head.
 
 
 # %%
@@ -172,7 +173,7 @@ for layer, head in ((0, 3), (2, 7), (5, 0)):
 #
 # - Most of the difference is carried by a few heads of the last layer, which bring it
 #   from the changed word to all others; the embedding is the mean over words.
-# - Where the heads look is nearly the same for both sentences, but in the first layer.
-#   What counts is what they find there.
+# - The heads attend to nearly the same words in both sentences, except in the first
+#   layer. What differs is the information that they find there.
 # - No layer was edited. The names, such as `model/layers/5/attention/mix`, are the
 #   paths of the modules, and a planted function edits one head of twelve.

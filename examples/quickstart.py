@@ -3,9 +3,9 @@
 #
 # Trains a small convolutional network on handwritten digits, then looks at every layer.
 #
-# The model has a `Sow` layer in each place that we may want to see. Training does not
-# notice them: they cost nothing unless we capture. Afterwards one call returns the
-# activations of all marked layers, and the gradients that flow back through them.
+# The model has a `Sow` layer after each layer that we may want to look at. These cost
+# nothing during training, because we do not capture there. Afterwards one call returns
+# the activations of all marked layers, and the gradients that flow back through them.
 
 # %%
 import time
@@ -24,9 +24,8 @@ from sklearn.model_selection import train_test_split
 # %% [markdown]
 # ## The model
 #
-# A convolutional network for one image of 8 by 8 pixels. Each `Sow` has a name, and the
-# shape that the code there sees. That is the shape for one image, although the loss
-# maps the model over a batch.
+# A convolutional network for one image of 8 by 8 pixels. Each `Sow` has a name and a
+# shape. This is the shape for one image, although the loss maps the model over a batch.
 
 
 # %%
@@ -105,8 +104,8 @@ assert accuracy > 0.95
 # %% [markdown]
 # ## The one call
 #
-# `save_intermediates` takes the function that we have anyway, the gradient of the loss.
-# It returns what that returns, together with everything that is marked.
+# `save_intermediates` wraps the function that we have anyway, the gradient of the loss.
+# The result is what this function returns, and in addition all marked values.
 
 # %%
 images, labels = test_images[:32], test_labels[:32]
@@ -115,7 +114,7 @@ grads, intermediates = save_intermediates(grad)(model, images, labels)
 print(tabulate(intermediates))
 
 # %% [markdown]
-# In a notebook, as the last line of a cell, the table shows in HTML:
+# In a notebook, as the last line of a cell, the table is shown in HTML:
 
 # %%
 tabulate(intermediates)

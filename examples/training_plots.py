@@ -1,10 +1,11 @@
 # %% [markdown]
 # # A training run in plots
 #
-# For each layer and each step: how large activations and gradients are, which share of
-# the units is off, and the whole distribution. The training step is an ordinary one.
-# `save_intermediates` is put around it, and `summarize` makes of each activation and
-# gradient a few numbers, where it is computed.
+# The plots show for each layer and each step how large activations and gradients are,
+# which share of the units is off, and how the values are distributed. The training step
+# is an ordinary one, wrapped in `save_intermediates`. `summarize` reduces each
+# activation ("primal") and the gradient with respect to it ("cotangent") to a few
+# numbers where they are computed.
 
 # %%
 import time
@@ -61,9 +62,9 @@ def step(model, state, images, labels):
 # %% [markdown]
 # ## The same step, watched
 #
-# `capture=eqx.nn.Lambda` selects the ReLUs: what a layer passes on, and the gradient
-# that comes back to it. `edges` asks for a histogram, here of magnitudes, so the edges
-# are powers of ten.
+# `capture=eqx.nn.Lambda` selects the ReLUs. Their outputs are what each layer passes
+# on. With `edges`, a summary has a histogram. Here it is a histogram of magnitudes, so
+# the edges are powers of ten.
 
 # %%
 DECADES = np.linspace(-7, 1, 33)
@@ -101,7 +102,7 @@ print(f"{STEPS} steps in {time.perf_counter() - start:.0f} s, loss {losses[-1]:.
 history = jax.tree.map(lambda *x: np.stack(x), *history)
 
 # %% [markdown]
-# ## Size, and what is off
+# ## Sizes, and units that are off
 
 # %% alt="Loss, size of activations and gradients, and share of zeros, by step"
 colours = plt.get_cmap("viridis")(np.linspace(0, 0.9, DEPTH))
@@ -122,9 +123,9 @@ for axis in axes[1]:
     axis.set_xlabel("step")
 
 # %% [markdown]
-# ## All of it
+# ## Distributions
 #
-# Each column is the histogram of one step, and the colour says how many of the entries
+# Each column is the histogram of one step, and the colour shows how many of the entries
 # have that size. Zeros are below every edge, so they are not shown.
 
 
@@ -145,9 +146,9 @@ for axis in axes[1]:
 # %% [markdown]
 # ## A table
 #
-# `tabulate` takes captured values as well as summaries of them. What it returns is a
-# string: `print` shows a table of text. As the last line of a cell in a notebook it
-# shows as a table in HTML. So do the intermediates themselves.
+# `tabulate` takes captured values as well as summaries of them. It returns a string,
+# which `print` shows as a table in plain text. In a notebook, as the last line of a
+# cell, it is shown as a table in HTML, and so are the captured values themselves.
 
 # %%
 grad = eqx.filter_jit(eqx.filter_grad(loss))
@@ -157,8 +158,8 @@ tabulate(found)
 # %% [markdown]
 # ## Is it right?
 #
-# The last step once more, without eqx_sow: run one layer after the other, add a zero
-# after each, and differentiate with respect to the zeros.
+# Compute the last step once more, without eqx_sow: run one layer after the other, add a
+# zero after each, and differentiate with respect to the zeros.
 
 
 # %%
