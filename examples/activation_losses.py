@@ -48,7 +48,8 @@ def predict(
     return jax.vmap(model)(images)
 
 
-# Returns the logits, and the outputs of both `Lambda` layers: the activations.
+# Returns the logits, and the outputs of both `Lambda` layers: the activations. They are
+# at "primal", JAX's word for a value itself, as opposed to its derivatives.
 look = save_intermediates(predict, capture=eqx.nn.Lambda)
 FIRST, SECOND = "model/layers/1", "model/layers/3"
 

@@ -57,12 +57,13 @@ def weights(model):
     return [x for layer in linears(model) for x in (layer.weight, layer.bias)]
 
 
-# The logits, and the inputs and outputs of each linear layer.
+# Returns the logits, and the inputs and outputs of each linear layer. They are at
+# "primal", JAX's word for a value itself; a gradient is at "cotangent".
 look = save_intermediates(predict, capture=eqx.nn.Linear, inputs=True)
 
 
 def inputs_and_outputs(intermediates):
-    """For each layer. The inputs are a pair of positional and keyword arguments."""
+    """Those of each layer. Inputs are a pair of positional and keyword arguments."""
     for name, modes in intermediates.items():
         if not name.endswith(".inputs"):
             (x,), _ = intermediates[f"{name}.inputs"]["primal"]

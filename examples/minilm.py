@@ -172,7 +172,11 @@ PATTERNS = [f"layers/{i}/attention/softmax" for i in range(6)]
 
 @eqx.filter_jit
 def embed_and_save(model: Encoder, ids: Int[Array, "b n"], mask: Bool[Array, "b n"]):
-    """The embeddings, hidden states and attention patterns of a batch."""
+    """The embeddings, hidden states and attention patterns of a batch.
+
+    Hidden states and patterns are at "primal", JAX's word for a value itself. Their
+    first axis is the batch.
+    """
     save = save_intermediates(model, capture=(Embeddings, Layer, Softmax))
     return jax.vmap(save)(ids, mask)
 

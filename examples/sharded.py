@@ -3,7 +3,9 @@
 The mesh has four rows of two devices. The batch is divided among the rows, and the
 hidden units among the two devices of each row. `jax.jit` divides the work according to
 the shardings of its arguments. Captured values have the same sharding as in the model,
-and the compiled program does not communicate more than without the capture.
+and the compiled program does not communicate more than without the capture. The
+activations are at "primal", JAX's word for a value itself, and the gradients with
+respect to them at "cotangent".
 
 Then the same model runs under `jax.shard_map`, where each row computes a gradient.
 Captured values have an axis for the rows. So you can compare the gradients of the rows

@@ -1,9 +1,10 @@
 """Watch a small GPT while it trains, and a stiff equation while it is solved.
 
-Every 20th training step also returns statistics and histograms of the activations and
-gradients of each block. Then something goes wrong, and an alarm names the block and the
-step while the program is still running. At the end, a callback shows the progress of a
-solver from inside diffrax's while loop. Neither the model nor the solver is edited.
+Every 20th training step also returns statistics and histograms of the activations
+("primal", in JAX's words) and gradients ("cotangent") of each block. Then something
+goes wrong, and an alarm names the block and the step while the program is still
+running. At the end, a callback shows the progress of a solver from inside diffrax's
+while loop. Neither the model nor the solver is edited.
 
 With a file name, `python examples/watch.py FILE.png` also draws the picture.
 """
