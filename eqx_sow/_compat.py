@@ -68,6 +68,18 @@ def _linearizations() -> dict[Any, Callable]:
 primitive_linearizations = find("JAX's table of linearizations", _linearizations, {})
 
 
+def _linearization_by_tangents() -> Callable:
+    # How JAX linearizes what is not in that table, which has no public name.
+    from jax._src.interpreters import ad
+
+    return ad.fallback_linearize_rule
+
+
+linearize_by_tangents: Any = find(
+    "JAX's linearization by tangents", _linearization_by_tangents
+)
+
+
 def _size_of_linearization() -> int:
     found = []
     rule = _linearizations()[jax.lax.sin_p]

@@ -279,6 +279,61 @@ def test_in_every_mode():
     assert_close(_xy(got["both"]["cotangent.tangent"]), want)
 
 
+# The derivative of the square root at 0 is infinite: times a tangent of zeros, rather
+# than none at all, it would be NaN.
+def _beside_a_root(mark, x):
+    h = mark({"x": x, "y": jnp.zeros(2)}, "h")
+    return jnp.sum(h["x"] * jnp.sqrt(h["y"]))
+
+
+def _beside_a_wall(mark, x):
+    h = mark({"x": x, "y": jnp.ones(2)}, "h")
+    return jnp.sum(h["x"] * eqx.internal.nondifferentiable(h["y"]))
+
+
+def _beside_a_refusal(mark, x):
+    @jax.custom_jvp
+    def refuse(y):
+        return y
+
+    @refuse.defjvp
+    def _(primals, tangents):
+        raise RuntimeError("cannot be differentiated")
+
+    h = mark({"x": x, "y": jnp.ones(2)}, "h")
+    return jnp.sum(h["x"] * refuse(h["y"]))
+
+
+def _in_scan(f):
+    return lambda x: lax.scan(lambda c, _: (c * f(x), None), 1.0, None, length=2)[0]
+
+
+@pytest.mark.parametrize("f", [_beside_a_root, _beside_a_wall, _beside_a_refusal])
+@pytest.mark.parametrize("wrap", [_SAME, jax.jit, jax.checkpoint, _in_scan])
+@pytest.mark.parametrize(
+    "derivative",
+    [
+        jax.grad,
+        lambda f: lambda x: jax.jvp(f, (x,), (x,)),
+        lambda f: lambda x: jax.linearize(f, x)[1](x),
+        jax.hessian,
+        lambda f: jax.grad(lambda x: jax.jvp(f, (x,), (x,))[1]),
+    ],
+    ids=["grad", "jvp", "linearize", "hessian", "grad of jvp"],
+)
+def test_a_leaf_that_the_program_does_not_differentiate_changes_nothing(
+    f, wrap, derivative
+):
+    """Law 1, and law 10: with a capture or without, the same numbers."""
+    run = lambda mark: derivative(wrap(lambda x: f(mark, x)))
+    want = run(lambda v, name: v)(X)
+    got, intermediates = S(run(sow))(X)
+    assert_close(got, want)
+    assert eqx.is_array(intermediates["h"]["primal"]["y"])
+    assert_close(S(run(sow), modes="primal")(X)[0], want)
+    assert_close(tap(run(sow), lambda event: None)(X), want)
+
+
 def test_a_value_of_which_no_leaf_is_differentiated_has_no_cotangent():
     _, got = S(jax.grad(lambda x, y: (x * sow((y, 2 * y), "y")[0]).sum()))(X, X)
     assert set(got["y"]) == {"primal"}

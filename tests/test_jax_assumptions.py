@@ -980,6 +980,32 @@ def test_linearization_of_scan(monkeypatch):
 
 
 @assumed(
+    "`jax._src.interpreters.ad.fallback_linearize_rule` is how a primitive without a "
+    "rule for that is linearized: by its rule for tangents. A checkpoint is one. Rules "
+    "are told whether the tangents will be transposed.",
+    "_compat.py",
+    "_walk/jax_rules.py",
+)
+def test_linearization_of_checkpoint(monkeypatch):
+    from jax._src.interpreters import ad as private
+
+    # As it is without eqx_sow, which adds the rule.
+    rule = ft.partial(private.fallback_linearize_rule, prims.remat_p)
+    told = []
+
+    def linearize(is_vjp, nonzeros, *primals, **params):
+        told.append(is_vjp)
+        return rule(is_vjp, nonzeros, *primals, **params)
+
+    f = jax.checkpoint(jnp.sin)
+    want = jax.grad(jnp.sin)(1.0)
+    monkeypatch.setitem(private.primitive_linearizations, prims.remat_p, linearize)
+    assert jax.grad(f)(1.0) == want
+    assert jax.linearize(f, 1.0)[1](1.0) == want
+    assert told == [True, False]
+
+
+@assumed(
     "The rule for scan in `pe.partial_eval_jaxpr_custom_rules`, which checkpoint uses, "
     "is called with (saveable, unknown, instantiated, equation), and returns as first "
     "of five a call of what it moves out of the scan, and then the scan.",

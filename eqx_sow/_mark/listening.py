@@ -27,7 +27,8 @@ class Listening(NamedTuple):
     """`loops`: how many loops are around whatever is being vmapped right now. `scope`:
     the user's scopes. `found`: is told of the site of each sow, which does nothing
     else. `captures`: of which calls of modules there is to be a note. `depth`: how many
-    transformations trace the program, one within the other. `leafwise`: of a value,
+    transformations trace the program, one within the other. `backward`: JAX makes the
+    tangents of a `jax.checkpoint`, and will transpose them. `leafwise`: of a value,
     only the leaves that the program itself differentiates are."""
 
     loops: int = 0
@@ -35,6 +36,7 @@ class Listening(NamedTuple):
     found: Callable[[Any], None] | None = None
     captures: tuple[Capture, ...] = ()
     depth: int = 0
+    backward: bool = False
     leafwise: bool = False
 
 

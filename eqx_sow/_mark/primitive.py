@@ -135,12 +135,18 @@ def _sow_abstract_eval(edge, *avals, site):
     return [_edge_aval(edge, *avals), *avals], {sow_effect}
 
 
-def _differentiated(nonzeros, avals, site) -> list[bool]:
-    """Of which operands there is a tangent. Of a value of which any leaf is
-    differentiated, all are: under `grad` with respect to `x` alone, `sow((x, y),
-    "pair")` has the cotangents of both. NumPy arrays stay as they are."""
+def _differentiated(nonzeros, avals, site, backward: bool) -> list[bool]:
+    """Which operands have a tangent.
+
+    If the tangents are to be transposed (`backward`) and any leaf of the value has one,
+    all leaves get one: under `grad` with respect to `x` alone, `sow((x, y), "pair")`
+    has the cotangents of both. NumPy arrays stay as they are.
+
+    In forward mode a leaf without a tangent stays without. A zero in its place would
+    be computed with: `jnp.sqrt(y)` at 0 has the derivative `inf`, and `0 * inf` is NaN.
+    """
     first = 1 + len(site.guards)
-    whole = listening.value is not None and not listening.value.leafwise
+    whole = backward and listening.value is not None and not listening.value.leafwise
 
     def is_inexact(i):
         dtype = jexc.primal_dtype_to_tangent_dtype(avals[i].dtype)
@@ -154,19 +160,19 @@ def _differentiated(nonzeros, avals, site) -> list[bool]:
 
 def _sow_jvp(primals, tangents, *, site):
     nonzeros = [type(t) is not ad.Zero for t in tangents]
-    out, _, residuals, tangent = _sow_linearized(nonzeros, primals, site)
+    backward = listening.value is not None and listening.value.backward
+    out, _, residuals, tangent = _sow_linearized(nonzeros, primals, site, backward)
     return out, tangent(*residuals, tangents=tangents)
 
 
 def _sow_linearize(is_vjp, nonzeros, *primals, site):
     """The same, for JAX's linearization, which has to ask what comes out otherwise."""
-    del is_vjp
-    return _compat.linearization(*_sow_linearized(nonzeros, primals, site))
+    return _compat.linearization(*_sow_linearized(nonzeros, primals, site, is_vjp))
 
 
-def _sow_linearized(nonzeros, primals, site):
+def _sow_linearized(nonzeros, primals, site, backward):
     avals = list(map(jax.typeof, primals))
-    nonzeros = _differentiated(nonzeros, avals, site)
+    nonzeros = _differentiated(nonzeros, avals, site, backward)
     n = site.differentiated
     out = sow_p.bind(*primals, site=site._replace(differentiated=n + 1))
     residuals = out[0], *primals[1 : 1 + len(site.guards)]

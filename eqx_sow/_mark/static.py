@@ -120,18 +120,19 @@ def take_apart(tree: Any) -> tuple[list[Any], Const, tuple[Any, ...]]:
 
 
 def rebuild(
-    treedef: Const, leaves: Sequence[Any], values: Sequence[Any], lead=()
+    treedef: Const, leaves: Sequence[Any], values: Sequence[Any], lead=(), module=np
 ) -> Any:
-    """The PyTree. Leaves that are not differentiated are zeros."""
+    """The PyTree. Leaves that are not differentiated are zeros, with the leading axes
+    `lead`, made by `module`: NumPy, which a callback can call, or `jax.numpy`."""
     operand = iter(values)
-    return jtu.tree_unflatten(
-        treedef.value,
-        [
-            next(operand)
-            if x is OPERAND
-            else np.zeros((*lead, *x.shape), x.dtype)
-            if isinstance(x, NoTangent)
-            else x.value
-            for x in leaves
-        ],
-    )
+
+    def leaf(x):
+        if x is OPERAND:
+            return next(operand)
+        if not isinstance(x, NoTangent):
+            return x.value
+        # JAX has no arrays of the dtype float0.
+        make = np if x.dtype == jax.dtypes.float0 else module
+        return make.zeros((*lead, *x.shape), x.dtype)
+
+    return jtu.tree_unflatten(treedef.value, list(map(leaf, leaves)))

@@ -162,8 +162,6 @@ _NOT_CONCRETE = (
     jax.errors.TracerArrayConversionError,
     jax.errors.TracerIntegerConversionError,
 )
-# What JAX, and Equinox, raise for what cannot be differentiated.
-_NOT_DIFFERENTIABLE = ValueError, NotImplementedError
 _TRACED = (
     "eqx_sow traces the function that it is given, as `jax.jit` does. Where the value "
     "of an array decides, write `jnp.where` or `jax.lax.cond`."
@@ -197,8 +195,11 @@ def _trace(fn: Callable, args: tuple, kwargs: dict, marking: Marking) -> Program
 
     try:
         closed = closed_jaxpr(here.leafwise)
-    except _NOT_DIFFERENTIABLE:
-        # Such as a `while_loop` with a leaf that only a sow differentiates.
+    except SowError:
+        raise
+    except Exception:
+        # JAX, or a rule of the user's, may refuse to differentiate what only a sow
+        # differentiates, such as a `while_loop` that begins with a leaf of its value.
         closed = None
         with contextlib.suppress(Exception):
             closed = closed_jaxpr(leafwise=True)

@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
+
 from .._errors import SowError
 from .._mark.static import rebuild
 from .._results.intermediates import in_order, Intermediates, with_axes
@@ -70,7 +72,7 @@ def _finished(entry: Entry | None, conditional: bool) -> Result:
     site = entry.site
     *values, count = entry.arrays if conditional else (*entry.arrays, None)
     lead = tuple(a.size for a in site.axes)
-    value = rebuild(site.treedef, site.leaves, values, lead)
+    value = rebuild(site.treedef, site.leaves, values, lead, jnp)
     has = [site.has(i) for i in range(len(entry.arrays))]
     named = _entry.named_axes(site, entry.route)
     axes = _entry.axes_of_arrays(value, site, has, named)

@@ -408,7 +408,7 @@ def finished(reducer: Reducer, state: ReducerState) -> Result:
         return Result(acc, count, axes, count_axes)
     acc = list(map(one_of_same, acc, of_values))
     lead = [a.size for a, h in zip(lanes, of_count) if h]
-    value = rebuild(site.treedef, site.leaves, acc, (*lead, *reducer.lead))
+    value = rebuild(site.treedef, site.leaves, acc, (*lead, *reducer.lead), jnp)
     n = len(reducer.lead)
     named += [("buffer", None, None)] * n
     has = [(*h, *[True] * n) for h in of_values]

@@ -361,6 +361,22 @@ def _linearize_scan(rule):
     return linearize_scan
 
 
+# JAX linearizes a checkpoint by its rule for tangents, and does not tell that whether
+# they will be transposed.
+_compat.primitive_linearizations.setdefault(
+    remat_p, ft.partial(_compat.linearize_by_tangents, remat_p)
+)
+
+
+@_wrap(_compat.primitive_linearizations, remat_p)
+def _linearize_checkpoint(rule):
+    def linearize_checkpoint(is_vjp, *args, **params):
+        with listening(listening.value._replace(backward=bool(is_vjp))):
+            return rule(is_vjp, *args, **params)
+
+    return linearize_checkpoint
+
+
 @_wrap(pe.partial_eval_jaxpr_custom_rules, scan_p)
 def _checkpoint_scan(rule):
     def checkpoint_scan(saveable, unknown, instantiated, eqn):
