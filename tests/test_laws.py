@@ -656,6 +656,35 @@ def test_every_kind_of_argument(call, kind, wrap):
     assert [event.value["two"] for event in events] == [2.0] * two
 
 
+# Rules that JAX calls with what it makes of a Python number.
+def _rule_of_vjp(mark):
+    f = jax.custom_vjp(lambda x: mark(x, "x") * 2)
+    f.defvjp(lambda x: (mark(x, "x") * 2, None), lambda _, ct: (mark(ct, "ct") * 2,))
+    return f
+
+
+def _rule_of_jvp(mark):
+    f = jax.custom_jvp(lambda x: mark(x, "x") * 2)
+    f.defjvp(lambda xs, ts: (mark(xs[0], "x") * 2, ts[0] * 2))
+    return f
+
+
+@pytest.mark.parametrize("make", [_rule_of_vjp, _rule_of_jvp])
+@pytest.mark.parametrize("wrap", [jax.grad, jax.value_and_grad])
+@pytest.mark.parametrize("kind", ["float", "numpy-float32", "weak"])
+def test_a_rule_that_is_called_with_a_literal(call, kind, wrap, make):
+    x = ARGUMENTS[kind]
+    want = jtu.tree_map(jnp.asarray, wrap(make(lambda v, name: v))(x))
+    for options in ({}, dict(reduce=Last()), dict(transform=lambda v: 1 * v)):
+        out, got = call(S(wrap(make(sow)), **options), x)
+        assert_close(out, want, weak=True)
+        assert_close(got["x"]["primal"], jnp.asarray(x), weak=True)
+        assert "x/primal" in got.flat()
+    planted = {"x": lambda v: jnp.ones_like(v)}
+    if make is _rule_of_vjp and wrap is jax.value_and_grad:
+        assert call(plant(wrap(make(sow)), planted), x)[0] == 2
+
+
 def _smooth(mark, x):
     y = mark(jnp.sin(mark(x, "x")) * 2, "y")
     return jnp.sum(mark(lax.cond(True, lambda y: y, lambda y: 0 * y, y), "z"))

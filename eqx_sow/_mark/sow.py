@@ -7,6 +7,7 @@ import equinox as eqx
 import jax
 import jax.core
 import jax.tree_util as jtu
+import numpy as np
 
 from .._errors import SowError
 from .._frames import api_boundary, user_line
@@ -90,7 +91,9 @@ def bind(value: Any, labels: tuple[Label, ...], edge: Any = NO_EDGE, **fields) -
     else:
         arrays, treedef, leaves = take_apart(value)
         _check_static(leaves, labels)
-        fixed = tuple(i for i, x in enumerate(arrays) if not isinstance(x, jax.Array))
+        fixed = tuple(
+            i for i, x in enumerate(arrays) if isinstance(x, np.ndarray | np.generic)
+        )
     site = Site(
         labels,
         treedef,
