@@ -20,7 +20,6 @@ class Capture(NamedTuple):
     functions: tuple[Any, ...] = ()
     inputs: bool = False
     scope: bool = False
-    outlines: bool = False
 
 
 class Listening(NamedTuple):

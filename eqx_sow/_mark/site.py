@@ -38,9 +38,14 @@ Cases = tuple[tuple[Any, int, int, Any], ...]
 
 
 class Label(NamedTuple):
-    """What a sow is to a transformation. With a `depth` only those that have no more of
-    them around see it: it is the mark of a module, made by the one that has so many,
-    itself included.
+    """What a sow is called by one of the transformations around it.
+
+    Of a call of `sow`, there is one label for all of them. A captured module gets a
+    label from each transformation that captures it, which has a number of its own, its
+    `depth`: how many transformations there are around the program that it traces,
+    itself included. Those further out see such a label, those further in do not. The
+    `name` is not known, and `None`, until the whole program is there that this
+    transformation traces, and shows where the arrays of the module come from.
 
     `after` says, for each loop around the sow from outside in, where in the name the
     index of an iteration stands: after so many segments, or at the end (`None`, as for
@@ -49,19 +54,21 @@ class Label(NamedTuple):
     layers were a list. Iteration 2 of a loop over `h` is `h/2`.
     """
 
-    name: str
+    name: Any
     tag: Hashable
     depth: int = 0
     after: tuple[int | None, ...] = ()
 
     def in_scope(self, scope: str) -> "Label":
+        if self.name is None:
+            return self
         n = len(scope.split("/")) if scope else 0
         after = tuple(None if k is None else n + k for k in self.after)
         return self._replace(name=join(scope, self.name), after=after)
 
 
 # With a tag that no transformation asks for.
-_OF_NOBODY = Label("", Const(object()))
+_NOT_WANTED = Label("", Const(object()))
 
 
 class Site(NamedTuple):
@@ -72,8 +79,8 @@ class Site(NamedTuple):
     """
 
     # --- what was sown, and for whom ---
-    # What the sow is to each transformation around that has a name for it, from inside
-    # out; but first comes that of the transformation at hand.
+    # What the sow is called, by each transformation around that wants it, from inside
+    # out; but first comes the label for the transformation at hand.
     labels: tuple[Label, ...]
     # The value: its arrays are operands of the equation (`OPERAND` among the leaves),
     # all other leaves are here.
@@ -124,22 +131,14 @@ class Site(NamedTuple):
 
     # --- calls that `capture=` marks ---
     note: Note | None = None
-    # Of the transformations around that have yet to give it a label, the depth and the
-    # tag, from inside out. They can once they have traced their program, and see where
-    # the arrays of the module come from.
-    waiting: tuple[tuple[int, Hashable], ...] = ()
     # Whether its name begins with the path of the module around.
     scoped: bool = False
 
     @property
     def label(self) -> Label:
-        """What it is to the transformation at hand."""
-        if self.labels:
-            return self.labels[0]
-        if self.note is not None and self.waiting:
-            # In an equation that cannot be looked into, for a message.
-            return Label(repr(self.note.call), self.waiting[0][1])
-        return _OF_NOBODY
+        """What it is called by the transformation at hand."""
+        is_known = self.labels and self.labels[0].name is not None
+        return self.labels[0] if is_known else _NOT_WANTED
 
     @property
     def name(self) -> str:
@@ -150,22 +149,19 @@ class Site(NamedTuple):
         return self.label.tag
 
     def seen_from(self, depth: int, tag: Hashable) -> "Site":
-        """The sow as a transformation sees it, before it has asked anything."""
+        """The sow as a transformation sees it that has this depth and tag, before it
+        has asked which executions there are."""
         if self.of or self.cases:
             self = self._replace(of=frozenset(), again=False, backward=False, cases=())
-        if len(self.labels) == 1 and self.labels[0].depth <= depth:
-            return self
         labels = [x for x in self.labels if x.depth <= depth]
-        labels = tuple(sorted(labels, key=lambda x: x.tag != tag)) or (_OF_NOBODY,)
+        labels.sort(key=lambda x: (x.name is None, x.tag != tag))
+        labels = tuple(labels)
         return self if labels == self.labels else self._replace(labels=labels)
 
     def without(self, tag: Hashable) -> "Site | None":
         """What is left to others by a transformation that takes this tag."""
         left = tuple(x for x in self.labels if x.tag != tag)
-        waiting = tuple(x for x in self.waiting if x[1] != tag)
-        if not (left or waiting):
-            return None
-        return self._replace(labels=left or (_OF_NOBODY,), waiting=waiting)
+        return self._replace(labels=left) if left else None
 
     def for_all(self) -> "Site":
         """The sow, also seen by those further out that have no label for it."""

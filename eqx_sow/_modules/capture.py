@@ -7,6 +7,8 @@ import inspect
 from collections.abc import Hashable
 from typing import Any
 
+import equinox as eqx
+
 from .. import _compat
 from .._errors import UnknownSowError, UnsupportedPrimitiveError
 from .._frames import is_library
@@ -16,8 +18,7 @@ from .._walk.edit import with_sites_at
 from .._walk.find import sites, sows
 from .._walk.flow import Here, run
 from .naming import Naming
-from .places import modules_without_arrays, Places
-from .sources import at_source, Source
+from .places import Places
 
 
 def is_function_to_capture(capture: Any) -> bool:
@@ -56,25 +57,25 @@ class Marking:
         return here._replace(captures=captures)
 
     @property
+    def _several(self) -> tuple[Any, ...] | None:
+        """The classes and functions that are selected, or `None` if a predicate
+        selects."""
+        if self.capture is True:
+            return (eqx.Module,)
+        if isinstance(self.capture, type) or is_function_to_capture(self.capture):
+            return (self.capture,)
+        return self.capture if isinstance(self.capture, tuple) else None
+
+    @property
     def classes(self) -> tuple[type, ...] | None:
-        """What is selected by class, or `None` if that is not known before the calls
-        have their names."""
-        one = isinstance(self.capture, type | tuple)
-        if one or is_function_to_capture(self.capture):
-            return tuple(c for c in self._several if isinstance(c, type))
-        return None
+        several = self._several
+        return several and tuple(c for c in several if isinstance(c, type))
 
     @property
     def functions(self) -> tuple[Any, ...]:
-        """The functions that are selected, as they were before `jax.jit`."""
-        if self.classes is None:
-            return ()
-        functions = (c for c in self._several if not isinstance(c, type))
+        """The functions, as they were before `jax.jit`."""
+        functions = (c for c in self._several or () if not isinstance(c, type))
         return tuple(map(inspect.unwrap, functions))
-
-    @property
-    def _several(self) -> tuple[Any, ...]:
-        return self.capture if isinstance(self.capture, tuple) else (self.capture,)
 
     def _capture(self, depth: int) -> Capture:
         if self.capture is None:
@@ -87,7 +88,6 @@ class Marking:
             self.functions,
             inputs=self.inputs,
             scope=self.scope,
-            outlines=self.classes is None and self.capture is not True,
         )
 
 
@@ -100,19 +100,13 @@ class Named:
     roots: tuple[str, ...] = ()
 
 
-def given(fn: Any, args: tuple, kwargs: dict) -> dict[int, tuple[str, ...]]:
-    """The places of the modules without arrays among arguments, by their ids."""
-    return modules_without_arrays(Places(fn, args, kwargs).roots)
-
-
 def name(closed: Any, called: tuple, depth: int, marking: Marking) -> Named:
     """Names the sows of a program, `called` with `(fn, args, kwargs)`."""
     if marking.capture is None and not _has_notes(closed, marking):
         return Named(closed)
     places = Places(*called)
     naming = Naming(places, depth, marking)
-    inputs = [at_source(Source(i), ("input", i)) for i in range(len(places.inputs))]
-    run(naming, closed, inputs, Here())
+    run(naming, closed, naming.inputs(), Here())
     sites = naming.sites()
     if marking.capture is not None:
         _check_found(closed, places, marking, naming)
@@ -137,7 +131,8 @@ def _check_found(closed: Any, places: Places, marking: Marking, naming: Naming) 
             raise _no_method(method, fits, marking)
     if naming.captured:
         return
-    hidden = next((s.note for s in sites(closed) if s.waiting and s.note), None)
+    waits = lambda site: any(x.name is None for x in site.labels)
+    hidden = next((s.note for s in sites(closed) if s.note and waits(s)), None)
     if hidden is not None and not naming.seen:
         raise UnsupportedPrimitiveError(
             f"`capture={marking.capture!r}` selects calls such as {hidden.call!r}, but "

@@ -14,12 +14,13 @@ from .. import _compat
 from .._arrays import to_jaxpr, types_of
 from .._errors import SowError
 from .._mark.listening import Listening, listening, tracing
-from .._mark.noting import called_with, listening_as
+from .._mark.noting import listening_as, within
 from .._mark.site import Label, Site
 from .._mark.sow import UnnamedSowError
 from .._mark.static import Const, rebuild, take_apart
 from .._modules import capture as _capture
 from .._modules.capture import Marking, Named
+from .._modules.places import roots
 from .._walk.edit import seen_as
 from .._walk.executions import with_executions
 from .._walk.find import loop_of, loops_around, recomputed, sites, sows
@@ -177,7 +178,7 @@ def _trace(fn: Callable, args: tuple, kwargs: dict, marking: Marking) -> Program
     def traced(inputs):
         nonlocal out
         called = rebuild(treedef, static, inputs)
-        with called_with(depth, lambda: _capture.given(*called)):
+        with within(depth, lambda: roots(*called)):
             fn, args, kwargs = called
             outs, *out = take_apart(fn(*args, **kwargs))
         return outs
