@@ -49,22 +49,6 @@ class Const:
         return repr(self.value)
 
 
-class Same:
-    """Something that is equal to itself alone. To compare what may hold arrays would
-    compute, and add to the program."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: Any):
-        self.value = value
-
-    def __hash__(self):
-        return id(self.value)
-
-    def __eq__(self, other):
-        return type(other) is Same and self.value is other.value
-
-
 class SameParts:
     """A PyTree that is equal to one with the very same arrays, and all else alike: an
     option that is written anew in each call."""

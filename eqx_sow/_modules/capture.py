@@ -2,7 +2,6 @@
 modules get into it, and `naming.py` for what they are called."""
 
 import dataclasses as dc
-import difflib
 import inspect
 from collections.abc import Hashable
 from typing import Any
@@ -14,6 +13,7 @@ from .._errors import UnknownSowError, UnsupportedPrimitiveError
 from .._frames import is_library
 from .._mark.listening import Capture, Listening
 from .._mark.noting import has_method, own_methods
+from .._names import check_known
 from .._walk.edit import with_sites_at
 from .._walk.find import sites, sows
 from .._walk.flow import Here, run
@@ -91,26 +91,20 @@ class Marking:
         )
 
 
-@dc.dataclass(frozen=True)
-class Named:
-    """A program in which the sows have names. `roots`: with what those of captured
-    calls begin, where the models are."""
-
-    closed: Any
-    roots: tuple[str, ...] = ()
-
-
-def name(closed: Any, called: tuple, depth: int, marking: Marking) -> Named:
-    """Names the sows of a program, `called` with `(fn, args, kwargs)`."""
+def name(
+    closed: Any, called: tuple, depth: int, marking: Marking
+) -> tuple[Any, tuple[str, ...]]:
+    """A program, `called` with `(fn, args, kwargs)`, in which the sows have names; and
+    with what those of captured calls begin, where the models are."""
     if marking.capture is None and not _has_notes(closed, marking):
-        return Named(closed)
+        return closed, ()
     places = Places(*called)
     naming = Naming(places, depth, marking)
     run(naming, closed, naming.inputs(), Here())
     sites = naming.sites()
     if marking.capture is not None:
         _check_found(closed, places, marking, naming)
-    return Named(with_sites_at(closed, sites), tuple(naming.roots))
+    return with_sites_at(closed, sites), tuple(naming.roots)
 
 
 def _has_notes(closed: Any, marking: Marking) -> bool:
@@ -121,14 +115,17 @@ def _check_found(closed: Any, places: Places, marking: Marking, naming: Naming) 
     """Raises if the options select nothing, and says what there would have been."""
     there = {"/".join(path) or ".": type(x) for path, x in places.modules}
     there.update(naming.seen)
-    fits = {
-        path: cls
-        for path, cls in there.items()
-        if marking.classes is None or issubclass(cls, marking.classes)
-    }
-    for method in marking.methods if fits else ():
-        if not any(has_method(cls, method) for cls in fits.values()):
-            raise _no_method(method, fits, marking)
+    classes = eqx.Module if marking.classes is None else marking.classes
+    fits = [cls for cls in there.values() if issubclass(cls, classes)]
+    missing = [m for m in marking.methods if not any(has_method(c, m) for c in fits)]
+    if fits and missing:
+        check_known(
+            f"capture={marking.capture!r}, methods={marking.methods!r}",
+            missing,
+            (method for cls in fits for method in own_methods(cls)),
+            "is a method of no selected module",
+            kind="methods",
+        )
     if naming.captured:
         return
     waits = lambda site: any(x.name is None for x in site.labels)
@@ -141,40 +138,11 @@ def _check_found(closed: Any, places: Places, marking: Marking, naming: Naming) 
             "captured. Call the module once outside, too."
         )
     what = "The modules that are called" if naming.seen else "The modules in sight"
+    items = (naming.seen or there).items()
+    listed = ", ".join(f"{path} ({cls.__name__})" for path, cls in items)
     raise UnknownSowError(
         f"`capture={marking.capture!r}` selects nothing that is called in the program. "
-        f"{what} are: {_listed(naming.seen or there)}. Is another model called? If a "
+        f"{what} are: {listed or 'none at all'}. Is another model called? If a "
         "`save_intermediates` inside has captured it, give one of the two another "
         "`tag`."
     )
-
-
-def _no_method(method: str, fits: dict[str, type], marking: Marking) -> UnknownSowError:
-    option = f"`capture={marking.capture!r}, methods={marking.methods!r}`"
-    of_modules = {
-        path: [m for m in own_methods(cls) if m != "__call__"]
-        for path, cls in fits.items()
-    }
-    for path, methods in of_modules.items():
-        close = difflib.get_close_matches(method, methods, 1)
-        hint = f"Did you mean {close[0]!r}?" if close else ""
-        if methods and len(fits) == 1 and not close:
-            hint = f"It has {methods[0]!r}: write `methods={methods[0]!r}`."
-        if hint:
-            return UnknownSowError(
-                f"{option}: {path} ({fits[path].__name__}) has no method {method!r}. "
-                f"{hint}"
-            )
-    listed = ", ".join(
-        f"{path} ({fits[path].__name__}: {', '.join(methods) or 'none'})"
-        for path, methods in of_modules.items()
-    )
-    return UnknownSowError(
-        f"{option}: no selected module has a method {method!r}. The methods that they "
-        f"have are: {listed}."
-    )
-
-
-def _listed(classes: dict[str, type]) -> str:
-    items = [f"{path} ({cls.__name__})" for path, cls in classes.items()]
-    return ", ".join(items) or "none at all"

@@ -32,8 +32,7 @@ from .._mark.primitive import edge_p, same_p, sow_p
 from .._mark.site import Label, Site
 from .._values.modes import without_order
 from .._walk.flow import Domain, Here
-from .places import Places
-from .variables import is_internal
+from .places import is_internal, Places
 
 
 # The way to an equation, as `Here.path` has it.

@@ -3,10 +3,23 @@ that it reads.
 
 A place is a path: a tuple of keys, as strings. What is in the function itself has no
 more in front of that, what is in an argument begins with the name of the parameter, and
-what is in a variable with the name of that. Nothing is changed, only looked at.
+what is in a variable with the name of that. In
+
+    net = eqx.nn.Linear(3, 3, key=key)
+    save_intermediates(lambda m, x: net(m(x)), capture=True)(model, x)
+
+the arrays of `model` are at `m/weight` and `m/bias`, and those of `net` are found at
+`net/weight` and `net/bias`. Nothing is changed, only looked at. Variables are looked at
+if the program holds an array that is in none of its arguments.
 """
 
+import dataclasses as dc
 import functools as ft
+import inspect
+import itertools as it
+import sys
+import sysconfig
+import types
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,11 +27,16 @@ from typing import Any
 import equinox as eqx
 import jax.numpy as jnp
 import jax.tree_util as jtu
+import numpy as np
 
+from .._frames import is_library
 from .._mark.calls import Path
-from .._mark.noting import is_part, is_wrapper, keys, modules
+from .._mark.noting import is_part, is_wrapper, Jacobian, keys, modules
 from .._mark.static import SameParts, take_apart
-from .variables import children, positional_names, reached, Variable
+
+
+class Variable(str):
+    """The name of a variable, at the beginning of a path."""
 
 
 class Places:
@@ -125,3 +143,173 @@ def roots(fn: Any, args: tuple, kwargs: dict) -> Iterator[tuple[Path, Any]]:
             todo += reversed(list(children(x, path)))
         else:
             yield path, x
+
+
+def positional_names(fn: Any, n: int) -> list[str]:
+    """What a function calls its first `n` arguments."""
+    while isinstance(fn, Jacobian):
+        fn = fn.fun
+    try:
+        parameters = list(inspect.signature(fn).parameters.values())
+    except (TypeError, ValueError):  # of a builtin
+        parameters = []
+    names = []
+    for p in parameters:
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD):
+            names.append(p.name)
+        elif p.kind == p.VAR_POSITIONAL:
+            names += [f"{p.name}/{i}" for i in range(n - len(names))]
+    return [*names, *(f"args/{i}" for i in range(len(names), n))][:n]
+
+
+def reached(*roots: Any) -> Iterator[tuple[Path, Any]]:
+    """The arrays and the modules that one gets to from a function and its arguments,
+    and their paths: each begins with the name of the last variable on the way."""
+    packages = {_package(inspect.unwrap(x)) for x in roots if callable(x)}
+    seen: dict[int, Any] = {}
+    todo: list[tuple[Path, Any]] = [((), x) for x in reversed(roots)]
+    while todo:
+        path, x = todo.pop()
+        if type(x) in _PLAIN:
+            continue
+        if isinstance(x, eqx.Module) or eqx.is_array_like(x):
+            yield path, x
+        # A module may be in two places, and both count.
+        if id(x) not in seen or isinstance(x, eqx.Module):
+            seen[id(x)] = x
+            todo += reversed(list(_held_by(x, path, packages)))
+
+
+_PLAIN = frozenset((type(None), bool, int, float, complex, str, bytes, np.ndarray))
+# Where a function that was made of another function, or a method, holds what it was
+# made of. That is at the path of the whole: in `eqx.filter_vmap(model)`, the model is.
+_INNER = "__wrapped__", "__self__", "__func__", "fget"
+
+
+def _held_by(x: Any, path: Path, packages: set[str]) -> Iterator[tuple[Path, Any]]:
+    """What the object at a path holds or reads, one step further."""
+    if isinstance(x, types.FunctionType):
+        for name, value in _variables(x, packages):
+            yield ((Variable(name),) if name else path), value
+    elif isinstance(x, ft.partial):
+        for name, value in _bound(x):
+            yield ((Variable(name),) if name else path), value
+    elif isinstance(x, dict):
+        # JAX sorts the keys, which are not always of one type.
+        yield from (((*path, str(key)), value) for key, value in x.items())
+    elif isinstance(x, type):
+        if not _is_installed(x.__module__):
+            yield from (((), base) for base in x.__bases__)
+            yield from (((*path, name), value) for name, value in vars(x).items())
+    elif not jtu.all_leaves((x,)):
+        yield from children(x, path)
+        # Its methods read variables.
+        yield (), type(x)
+    elif not isinstance(x, types.ModuleType):
+        yield from _attributes(x, path)
+
+
+def children(node: Any, path: Path) -> Iterator[tuple[Path, Any]]:
+    """The children of a PyTree, one level down, and their paths."""
+    if isinstance(node, eqx.Partial | jtu.Partial):
+        for name, x in _bound(node):
+            yield (*path, *filter(None, name.split("/"))), x
+    elif is_wrapper(node):
+        inner = (getattr(node, name, None) for name in (*_INNER, "fun"))
+        yield from ((path, x) for x in inner if x is not None)
+    else:
+        is_child = lambda x: x is not node
+        for at, x in jtu.tree_leaves_with_path(node, is_leaf=is_child):
+            yield (*path, *keys(at)), x
+
+
+def _bound(partial: Any) -> Iterator[tuple[str, Any]]:
+    """What a partial holds, by the names of the parameters; the function has none."""
+    yield from zip(positional_names(partial.func, len(partial.args)), partial.args)
+    yield from partial.keywords.items()
+    yield "", partial.func
+
+
+def _attributes(x: Any, path: Path) -> Iterator[tuple[Path, Any]]:
+    """Of an object that is no PyTree: what it was made of, and if it is of a class of
+    the user's, all that it holds, and its class."""
+    yield from ((path, getattr(x, name)) for name in _INNER if hasattr(x, name))
+    module = type(x).__module__
+    if module.startswith("jax.") and callable(x):
+        # Such as a `jax.custom_jvp`, which holds the function and its rules.
+        yield from ((path, held) for held in getattr(x, "__dict__", {}).values())
+    elif type(x) is types.SimpleNamespace or not _is_installed(module):
+        yield (), type(x)
+        slots = [getattr(c, "__slots__", ()) for c in type(x).__mro__]
+        for name in it.chain(getattr(x, "__dict__", ()), *slots):
+            if not name.startswith("__") and hasattr(x, name):
+                yield (*path, name), getattr(x, name)
+
+
+def _variables(fn: types.FunctionType, packages: set[str]) -> Iterator[tuple[str, Any]]:
+    """What a function reads, and what it calls that. Globals are read of users'
+    functions, and of those in these packages: all would be half of what is
+    installed."""
+    code = fn.__code__
+    of_library = is_library(code.co_filename)
+    for name, cell in zip(code.co_freevars, fn.__closure__ or ()):
+        if cell != types.CellType():  # else it is not assigned yet
+            x = cell.cell_contents
+            # `jax.vmap(model)` closes over the model, and has no name for it.
+            is_inner = of_library or x is getattr(fn, "__wrapped__", None)
+            yield from _in_module("" if is_inner else name, x, code)
+    defaults = fn.__defaults__ or ()
+    yield from zip(code.co_varnames[code.co_argcount - len(defaults) :], defaults)
+    yield from (fn.__kwdefaults__ or {}).items()
+    space = fn.__globals__
+    module = space.get("__name__", "")
+    if not of_library and (not _is_installed(module) or _package(fn) in packages):
+        for name in _names_in(code):
+            if name in space:
+                yield from _in_module(name, space[name], code)
+
+
+def _in_module(name: str, x: Any, code: types.CodeType) -> Iterator[tuple[str, Any]]:
+    """A variable; or, if it is a Python module, what code may read of that."""
+    if isinstance(x, types.ModuleType):
+        names = _names_in(code)
+        yield from ((n, value) for n, value in vars(x).items() if n in names)
+    else:
+        yield name, x
+
+
+def _names_in(code: types.CodeType) -> dict[str, None]:
+    """The globals and attributes that code reads, and the functions within it."""
+    inner = [_names_in(c) for c in code.co_consts if isinstance(c, types.CodeType)]
+    return dict.fromkeys(it.chain(code.co_names, *inner))
+
+
+def _package(fn: Any) -> str:
+    return (getattr(fn, "__module__", None) or "").split(".")[0]
+
+
+_installed = tuple(
+    map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib"))
+)
+
+
+def _is_installed(module: str) -> bool:
+    """Whether a module is part of Python or of a package, rather than the user's."""
+    if module == "__main__" or module not in sys.modules:
+        return False
+    file = getattr(sys.modules[module], "__file__", None)
+    return file is None or file.startswith(_installed) or is_library(file)
+
+
+def is_internal(cls: type) -> bool:
+    """Whether a library makes modules of this class for itself, on the way: one that is
+    private, as `_Damped` of optimistix, or around a function, as its `OutAsArray`."""
+    names = {f.name for f in dc.fields(cls)}
+    return _is_installed(cls.__module__) and (
+        cls.__name__.startswith("_") or not _AROUND_FUNCTION.isdisjoint(names)
+    )
+
+
+_AROUND_FUNCTION = frozenset(
+    "__wrapped__ __self__ __func__ _fn fn func _fun fun _fun_value_and_grad".split()
+)
