@@ -55,11 +55,6 @@ def _is_module(x: Any) -> bool:
     return isinstance(x, eqx.Module)
 
 
-def has_method(cls: type, name: str) -> bool:
-    # Not `hasattr`: the metaclass has a `__call__`.
-    return any(name in c.__dict__ for c in cls.__mro__)
-
-
 @ft.cache
 def own_methods(cls: type) -> tuple[str, ...]:
     """The methods that a user gave to a class of modules."""
@@ -155,16 +150,13 @@ def _exchange_code(
         put_back.callback(delattr, fn, "__wrapped__")
 
 
-def _make_code() -> types.CodeType:
-    def method(*args, **kwargs):
-        note: Any = "eqx_sow: what takes note of a call"
-        return note(*args, **kwargs)
-
-    return method.__code__
+def _note_instead(*args, **kwargs):
+    note: Any = "eqx_sow: what takes note of a call"
+    return note(*args, **kwargs)
 
 
-# The code above, and the constant in it that stands for what takes note.
-_CODE = _make_code()
+# The code of that, and the constant in it in whose place what takes note is put.
+_CODE = _note_instead.__code__
 _NOTE = "eqx_sow: what takes note of a call"
 
 

@@ -12,7 +12,7 @@ from .. import _compat
 from .._errors import UnknownSowError, UnsupportedPrimitiveError
 from .._frames import is_library
 from .._mark.listening import Capture, Listening
-from .._mark.noting import has_method, own_methods
+from .._mark.noting import own_methods
 from .._names import check_known
 from .._walk.edit import with_sites_at
 from .._walk.find import sites, sows
@@ -53,8 +53,16 @@ class Marking:
         """With a note of the calls that are wanted."""
         if self.capture is None and not (self.scope or self.search):
             return here
-        captures = (*here.captures, self._capture(here.depth))
-        return here._replace(captures=captures)
+        capture = Capture(
+            here.depth,
+            self.tag,
+            () if self.capture is None else self.methods,
+            self.classes,
+            self.functions,
+            self.inputs,
+            self.scope,
+        )
+        return here._replace(captures=(*here.captures, capture))
 
     @property
     def _several(self) -> tuple[Any, ...] | None:
@@ -76,19 +84,6 @@ class Marking:
         """The functions, as they were before `jax.jit`."""
         functions = (c for c in self._several or () if not isinstance(c, type))
         return tuple(map(inspect.unwrap, functions))
-
-    def _capture(self, depth: int) -> Capture:
-        if self.capture is None:
-            return Capture(depth, self.tag, scope=self.scope)
-        return Capture(
-            depth,
-            self.tag,
-            self.methods,
-            self.classes,
-            self.functions,
-            inputs=self.inputs,
-            scope=self.scope,
-        )
 
 
 def name(
@@ -117,11 +112,10 @@ def _check_found(closed: Any, places: Places, marking: Marking, naming: Naming) 
     there.update(naming.seen)
     classes = eqx.Module if marking.classes is None else marking.classes
     fits = [cls for cls in there.values() if issubclass(cls, classes)]
-    missing = [m for m in marking.methods if not any(has_method(c, m) for c in fits)]
-    if fits and missing:
+    if fits:
         check_known(
             f"capture={marking.capture!r}, methods={marking.methods!r}",
-            missing,
+            marking.methods,
             (method for cls in fits for method in own_methods(cls)),
             "is a method of no selected module",
             kind="methods",

@@ -466,15 +466,12 @@ def _without(path: Path, i: int) -> Path:
 
 
 def _in_common(paths: Sequence[Path]) -> Path | None:
-    """The path of arrays that were stacked: that of the layers of a list, without their
-    numbers."""
-    first, *others = dict.fromkeys(paths)
-    if not others or any(len(p) != len(first) for p in others):
+    """The path of arrays that were stacked, such as `layers/weight` of those at
+    `layers/0/weight` and `layers/1/weight`: without the numbers in the list."""
+    if len(set(map(len, paths))) > 1:
         return None
-    differ = {i for p in others for i in range(len(p)) if p[i] != first[i]}
-    if len(differ) != 1:
+    columns = enumerate(zip(*paths))
+    differ = [(i, keys) for i, keys in columns if len(set(keys)) > 1]
+    if len(differ) != 1 or not all(key.isdigit() for key in differ[0][1]):
         return None
-    (at,) = differ
-    if not all(p[at].isdigit() for p in (first, *others)):
-        return None
-    return _without(first, at)
+    return _without(paths[0], differ[0][0])
