@@ -77,14 +77,6 @@ def calls_around(eqn: Any) -> tuple[Call, ...]:
     return tuple(x.call for x in names if isinstance(x, _Running))
 
 
-def same_calls(eqn: Any) -> contextlib.AbstractContextManager[Any]:
-    """What is made in the place of an equation runs in the calls around it."""
-    stack = contextlib.ExitStack()
-    for call in calls_around(eqn):
-        stack.enter_context(call.running())
-    return stack
-
-
 class Note(NamedTuple):
     """What a sow of a captured call says of that, in its `Site`.
 

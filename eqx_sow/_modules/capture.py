@@ -27,19 +27,18 @@ def is_function_to_capture(capture: Any) -> bool:
     `eqx.filter_jit` made."""
     if isinstance(capture, _compat.Jit | _compat.FilterJit):
         return True
-    code = (
-        getattr(inspect.unwrap(capture), "__code__", None)
-        if callable(capture)
-        else None
-    )
+    code = getattr(inspect.unwrap(capture), "__code__", None)
     return code is not None and is_library(code.co_filename)
 
 
 @dc.dataclass(frozen=True)
 class Marking:
-    """The options of a transformation that have to do with modules. `search` is true
-    once an unnamed `Sow` has run. Of a mode that is none of the `modes`, it does not
-    matter if it cannot be named."""
+    """The options of a transformation that have to do with modules.
+
+    `search` is true once an unnamed `Sow` has run: the program is traced again, with a
+    note of all calls. `modes` are those that the user asks for: no others have to find
+    their names.
+    """
 
     capture: Any = None
     tag: Hashable = "intermediates"
@@ -50,7 +49,7 @@ class Marking:
     modes: tuple[str, ...] | None = None
 
     def noted(self, here: Listening) -> Listening:
-        """With a note of the calls that are wanted."""
+        """What listens to the calls, too, that these options ask for."""
         if self.capture is None and not (self.scope or self.search):
             return here
         capture = Capture(

@@ -51,7 +51,7 @@ _MOVES = frozenset(
 # What makes new arrays of several, rather than changing one: it counts as `_FAR`.
 _CONTRACTS = jax.lax.dot_general_p, jax.lax.conv_general_dilated_p
 _FAR = 1 << 16
-# So many of the nearest sources are kept.
+# Of the sources of a value, so many are kept: the nearest.
 _NEAREST = 8
 
 
@@ -71,8 +71,8 @@ class _Value(NamedTuple):
 
 
 def _one_of(values: Sequence[_Value], step: int = 0, made: Hashable = None) -> _Value:
-    """What is computed from all these values, in a number of steps, or is one of
-    them."""
+    """The value of an equation with these operands, which adds `step` to the distances.
+    With a step of 0, also what is one of several values, and it is not known which."""
     known = {id(v.distances): v.distances for v in values if v.distances}
     if len(known) == 1 and not step:
         (distances,) = known.values()
@@ -149,17 +149,18 @@ class Naming(Domain):
         self._visits: dict[Way, _Visit] = {}
         self._sows: dict[Way, tuple[Site, list[_Visit]]] = {}
         self._latest: dict[Any, _Visit] = {}
-        # The sources that a scan takes apart: those nearest to what it goes over.
+        # By the way to a scan, the sources that it takes apart: those that are nearest
+        # to the arrays that it goes over.
         self._taken_apart: dict[Way, set[int]] = defaultdict(set)
-        # How near any call is to a place.
+        # For each place, the smallest distance of any call from it.
         self._nearest: dict[Path, int] = {}
-        # The modules of each class that are nowhere, by their identities: their
-        # numbers.
+        # By the name of a class, the modules of it of which no place is known, by their
+        # identities, and the number of each: 1 for `MLP#1`.
         self._nowhere: dict[str, dict[Hashable, int]] = defaultdict(dict)
-        # What there is to choose from, for messages.
+        # For messages: the modules that are called, and the names of what is captured.
         self.seen: dict[str, type] = {}
         self.captured: set[str] = set()
-        # How the paths of the models begin that captured calls are in.
+        # The paths of the arguments and variables that have captured modules in them.
         self.roots: dict[str, None] = {}
 
     def sites(self) -> dict[Way, Site]:
@@ -417,7 +418,8 @@ class Naming(Domain):
         is_unnamed_sow = note.tag is not None
         if place is None or not (is_unnamed_sow or self._chooses(note.call, place)):
             return site._replace(labels=others)
-        name = label(place.name, note.call.method, *note.what)
+        method = () if note.call.method == "__call__" else (note.call.method,)
+        name = ".".join((place.name, *method, *note.what)) or "."
         new = Label(name, mine[0].tag, self._depth, place.after).in_scope(note.scope)
         self.captured.add(new.name)
         if place.is_known and place.path:
@@ -446,11 +448,6 @@ class Naming(Domain):
             "what is static about the module, such as its type or its shapes. To "
             "capture what a function returns, `jax.jit` it, or `sow` there."
         ) from cause
-
-
-def label(path: str, method: str, *more: str) -> str:
-    methods = () if method == "__call__" else (method,)
-    return ".".join((path, *methods, *more)) or "."
 
 
 def _last(part: Path, path: Path, begin: int) -> int | None:

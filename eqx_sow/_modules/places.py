@@ -14,6 +14,7 @@ if the program holds an array that is in none of its arguments.
 """
 
 import dataclasses as dc
+import dis
 import functools as ft
 import inspect
 import itertools as it
@@ -21,7 +22,7 @@ import sys
 import sysconfig
 import types
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -47,7 +48,6 @@ class Places:
     """
 
     def __init__(self, fn: Callable, args: tuple, kwargs: dict):
-        self._called = fn, args, kwargs
         self._roots = list(roots(fn, args, kwargs))
         self.modules = list(modules(self._roots))
         self.classes = {path: type(x) for path, x in self.modules}
@@ -56,7 +56,7 @@ class Places:
         for path, tree in self._roots:
             for at, x in jtu.tree_leaves_with_path(tree):
                 of_array[id(x)].append((*path, *keys(at)))
-        self._arrays, *_ = take_apart(self._called)
+        self._arrays, *_ = take_apart((fn, args, kwargs))
         self.n_inputs = len(self._arrays)
         self._paths: dict[int, list[Path]] = defaultdict(list)
         for i, x in enumerate(self._arrays):
@@ -82,7 +82,7 @@ class Places:
     def _outside(self) -> list[tuple[Path, Any]]:
         """The modules in variables."""
         found = []
-        for path, x in reached(*self._called):
+        for path, x in reached(self._roots):
             if isinstance(x, eqx.Module):
                 if is_part(x):
                     found.append((path, x))
@@ -150,24 +150,23 @@ def positional_names(fn: Any, n: int) -> list[str]:
     while isinstance(fn, Jacobian):
         fn = fn.fun
     try:
-        parameters = list(inspect.signature(fn).parameters.values())
+        arguments = inspect.signature(fn).bind_partial(*range(n)).arguments
     except (TypeError, ValueError):  # of a builtin
-        parameters = []
+        arguments = {"args": tuple(range(n))}
     names = []
-    for p in parameters:
-        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD):
-            names.append(p.name)
-        elif p.kind == p.VAR_POSITIONAL:
-            names += [f"{p.name}/{i}" for i in range(n - len(names))]
-    return [*names, *(f"args/{i}" for i in range(len(names), n))][:n]
+    for name, x in arguments.items():
+        several = isinstance(x, tuple)  # of `*args`
+        names += [f"{name}/{i}" for i in range(len(x))] if several else [name]
+    return names
 
 
-def reached(*roots: Any) -> Iterator[tuple[Path, Any]]:
+def reached(roots: Sequence[tuple[Path, Any]]) -> Iterator[tuple[Path, Any]]:
     """The arrays and the modules that one gets to from a function and its arguments,
     and their paths: each begins with the name of the last variable on the way."""
-    packages = {_package(inspect.unwrap(x)) for x in roots if callable(x)}
+    modules_of = (getattr(inspect.unwrap(x), "__module__", None) for _, x in roots)
+    packages = {(module or "").split(".")[0] for module in modules_of}
     seen: dict[int, Any] = {}
-    todo: list[tuple[Path, Any]] = [((), x) for x in reversed(roots)]
+    todo = [*roots][::-1]
     while todo:
         path, x = todo.pop()
         if type(x) in _PLAIN:
@@ -263,8 +262,9 @@ def _variables(fn: types.FunctionType, packages: set[str]) -> Iterator[tuple[str
     yield from (fn.__kwdefaults__ or {}).items()
     space = fn.__globals__
     module = space.get("__name__", "")
-    if not of_library and (not _is_installed(module) or _package(fn) in packages):
-        for name in _names_in(code):
+    is_read = not _is_installed(module) or module.split(".")[0] in packages
+    if is_read and not of_library:
+        for name in _names_in(code, "LOAD_GLOBAL"):
             if name in space:
                 yield from _in_module(name, space[name], code)
 
@@ -272,20 +272,18 @@ def _variables(fn: types.FunctionType, packages: set[str]) -> Iterator[tuple[str
 def _in_module(name: str, x: Any, code: types.CodeType) -> Iterator[tuple[str, Any]]:
     """A variable; or, if it is a Python module, what code may read of that."""
     if isinstance(x, types.ModuleType):
-        names = _names_in(code)
+        names = _names_in(code, "LOAD_ATTR", "LOAD_METHOD")
         yield from ((n, value) for n, value in vars(x).items() if n in names)
     else:
         yield name, x
 
 
-def _names_in(code: types.CodeType) -> dict[str, None]:
-    """The globals and attributes that code reads, and the functions within it."""
-    inner = [_names_in(c) for c in code.co_consts if isinstance(c, types.CodeType)]
-    return dict.fromkeys(it.chain(code.co_names, *inner))
-
-
-def _package(fn: Any) -> str:
-    return (getattr(fn, "__module__", None) or "").split(".")[0]
+@ft.lru_cache(maxsize=4096)
+def _names_in(code: types.CodeType, *instructions: str) -> dict[str, None]:
+    """The names in these instructions of code, and of the functions within it."""
+    own = (i.argval for i in dis.get_instructions(code) if i.opname in instructions)
+    inner = [c for c in code.co_consts if isinstance(c, types.CodeType)]
+    return dict.fromkeys(it.chain(own, *(_names_in(c, *instructions) for c in inner)))
 
 
 _installed = tuple(
