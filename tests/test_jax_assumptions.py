@@ -1195,7 +1195,7 @@ def test_frames():
     "What `jax.jit` and `eqx.filter_jit` return has a type of its own, and a "
     "`__wrapped__`; so has what `jax.vmap` and `jax.grad` return, which close over it.",
     "_compat.py",
-    "_modules/variables.py",
+    "_modules/places.py",
 )
 def test_functions_of_functions():
     fn = lambda x: x
@@ -1217,7 +1217,7 @@ def test_functions_of_functions():
 @assumed(
     "A function with a derivative rule is an object of a class of JAX's, whose "
     "`__dict__` has the functions.",
-    "_modules/variables.py",
+    "_modules/places.py",
 )
 def test_objects_of_jax():
     fn = lambda x: x

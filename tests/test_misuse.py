@@ -340,8 +340,8 @@ MISUSES = {
     "methods: no such method": Misuse(
         UnknownSowError,
         lambda: S(MODEL, capture=True, methods="encode")(X),
-        ("methods=('encode',)", "no selected module has a method 'encode'"),
-        "has no method",
+        ("methods=('encode',)", "'encode' is a method of no selected module"),
+        "is a method of no selected module",
     ),
     "methods: without capture": Misuse(
         ValueError,

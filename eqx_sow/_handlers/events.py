@@ -10,7 +10,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .._errors import SowError
-from .._mark.static import Const, OPERAND, rebuild, Same
+from .._mark.static import Const, OPERAND, rebuild
 from .._results.line import in_one_line
 from .._results.summarize import Summary
 from .._values.entry import align
@@ -97,7 +97,7 @@ class Delivery:
     leading axes, outermost first; `has` says which of them each operand has, of which
     the first after those of `extra` tells what ran if `guarded`."""
 
-    callback: Const | Same
+    callback: Const
     name: str
     mode: str
     where: str

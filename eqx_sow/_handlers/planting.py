@@ -71,7 +71,7 @@ class Replace(Handler):
         del found
         n_guards = len(site.guards)
         # A planted site is still a site, whoever marked it.
-        is_marked = site.labels[0].depth > 0 and self._is_planted(site)
+        is_marked = site.label.depth > 0 and self._is_planted(site)
         still = site.for_all() if is_marked else site
         if not self.wants(site):
             if still is not site and self.has_outer:

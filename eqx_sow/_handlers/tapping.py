@@ -158,7 +158,7 @@ class Tap(Handler):
 
     def sow(self, found, given, site: Site, atoms, frame: Frame):
         # Who has marked the same module may plant there.
-        shared = self.has_outer and bool(site.labels[1:] or site.waiting)
+        shared = self.has_outer and bool(site.labels[1:])
         now = leave_to_others(site, frame) if shared else atoms
         if self.wants(site) and not site.again:
             check_guarded(site)

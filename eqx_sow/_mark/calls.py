@@ -14,55 +14,45 @@ modules, is found to run in the one and then in the other.
 """
 
 import contextlib
+import dataclasses as dc
 from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import jax
 
-from .static import Const
+from .static import SameParts
 
 
-# Where something is in a tree, as strings.
+# Where something is in a tree: the keys, as strings.
 Path = tuple[str, ...]
 
 
+@dc.dataclass(eq=False, repr=False)
 class Call:
-    """A method of a module that is called.
+    """A method of a module that is called, or a function. No two calls are equal.
 
-    `leaves` are the paths of some of the arrays in the module: those that are the
-    operands of its edge. A path is a tuple of keys, as strings. `within` is the module
-    whose method is running, and where this one is in there, if it is. `outline` has
-    shapes in the place of arrays; it is for the predicates that users write, and is
-    left out if there are none.
-
-    No array leads to a module without arrays. Of such a one, `given` has its place
-    among the arguments of each transformation around, by the depth of that; `form` is
-    what it is compared by, and `identity` is an object of its own.
+    `_note` in `noting.py` makes it, and `_modules/naming.py` finds the name for it.
     """
 
-    def __init__(
-        self,
-        cls: Any,
-        method: str,
-        leaves: tuple[Path, ...],
-        within: tuple["Call", Path] | None,
-        outline: Any,
-    ):
-        self.cls = cls
-        self.method = method
-        self.leaves = leaves
-        self.within = within
-        self.outline = outline
-        self.given: dict[int, Path] = {}
-        self.form: Const | None = None
-        self.identity: Any = None
+    # The class of the module, or the function.
+    cls: Any
+    method: str = "__call__"
+    # Where some of the arrays are in the module: those that are the operands of its
+    # edge.
+    leaves: tuple[Path, ...] = ()
+    # What holds the module, and where it is in there: a module whose method is running,
+    # as the call of that; or the arguments of a transformation, as its depth.
+    holder: "tuple[Call | int, Path] | None" = None
+    # The module with shapes in the place of arrays, if a user's predicate needs it.
+    outline: Any = None
+    # The module itself, if it has no arrays, which would say where it comes from.
+    module: SameParts | None = None
 
     def __repr__(self):
         return f"{self.cls.__name__}.{self.method}"
 
     @property
     def is_function(self) -> bool:
-        """Whether it is the call of a function, which is then `cls`."""
         return not isinstance(self.cls, type)
 
     def running(self) -> contextlib.AbstractContextManager[Any]:
@@ -87,18 +77,12 @@ def calls_around(eqn: Any) -> tuple[Call, ...]:
     return tuple(x.call for x in names if isinstance(x, _Running))
 
 
-def same_calls(eqn: Any) -> contextlib.AbstractContextManager[Any]:
-    """What is made in the place of an equation runs in the calls around it."""
-    stack = contextlib.ExitStack()
-    for call in calls_around(eqn):
-        stack.enter_context(call.running())
-    return stack
-
-
 class Note(NamedTuple):
-    """Of a sow that is a captured call: the call, what of it (`inputs`, or nothing for
-    the output), and the user's scopes around it. For an unnamed `Sow` the `tag` is its
-    own."""
+    """What a sow of a captured call says of that, in its `Site`.
+
+    `what` of it: `("inputs",)`, or `()` for the output. `scope`: the user's scopes
+    around the call. For an unnamed `Sow` the `tag` is its own.
+    """
 
     call: Call
     what: tuple[str, ...] = ()

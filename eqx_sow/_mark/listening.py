@@ -1,4 +1,4 @@
-"""Whether sows are marked now, and what surrounds a vmap."""
+"""Whether sows are marked now, and what is around the code that is being traced."""
 
 import threading
 from collections.abc import Callable, Hashable
@@ -9,34 +9,37 @@ import jax.core
 
 
 class Capture(NamedTuple):
-    """Calls of which a transformation wants a note: those of these methods, of modules
-    of these `classes` (`None`: of all), and of these `functions`. `outlines`: a
-    predicate will want to see the modules. `depth`: of that transformation."""
+    """The calls that a transformation wants a note of, from its options `capture`,
+    `methods`, `inputs` and `scope`."""
 
+    # How many transformations there are around the program, this one included.
     depth: int
     tag: Hashable
     methods: tuple[str, ...] = ()
+    # Of modules of these classes, or of all, of which a predicate will choose (`None`).
     classes: tuple[type, ...] | None = None
     functions: tuple[Any, ...] = ()
     inputs: bool = False
     scope: bool = False
-    outlines: bool = False
 
 
 class Listening(NamedTuple):
-    """`loops`: how many loops are around whatever is being vmapped right now. `scope`:
-    the user's scopes. `found`: is told of the site of each sow, which does nothing
-    else. `captures`: of which calls of modules there is to be a note. `depth`: how many
-    transformations trace the program, one within the other. `backward`: JAX makes the
-    tangents of a `jax.checkpoint`, and will transpose them. `leafwise`: of a value,
-    only the leaves that the program itself differentiates are."""
+    """What sows have to know of the transformations that trace the program."""
 
+    # How many loops are around whatever is being vmapped right now.
     loops: int = 0
+    # The user's scopes, as `"outer/inner"`.
     scope: str = ""
+    # If it is not `None`, a sow does nothing but tell it of its `Site`.
     found: Callable[[Any], None] | None = None
+    # The calls of modules to take note of, for all the transformations.
     captures: tuple[Capture, ...] = ()
+    # How many transformations there are, one within the other.
     depth: int = 0
+    # Whether JAX makes the tangents of a `jax.checkpoint` that it will transpose.
     backward: bool = False
+    # Whether, of a value, only those leaves are differentiated that the program itself
+    # differentiates, instead of all. This is a second try, after an error of JAX's.
     leafwise: bool = False
 
 
@@ -46,14 +49,14 @@ class Listening(NamedTuple):
 listening = jax.make_user_context(None)
 
 
-# While a program is traced, methods of modules take note of their calls, and they are
-# another thread's, too.
+# One thread at a time traces: as long as it does, methods of modules take note of their
+# calls, and other threads have the same methods.
 tracing = threading.RLock()
 
 
 class Around(NamedTuple):
-    """What is between a vmap and what is being batched: how many loops, and which conds
-    and loops run for some lanes only, as `Site.guards` has them."""
+    """What is between a vmap and the equation that it batches now: how many loops, and
+    which conds and loops that run for some lanes only, as `Site.guards` has them."""
 
     loops: int = 0
     conds: tuple[Any, ...] = ()

@@ -45,22 +45,24 @@ _EDGE = jax.ShapeDtypeStruct((0,), np.float32)
 
 
 def _edge_aval(*avals: Any) -> jax.core.ShapedArray:
-    """In a `jax.shard_map`, an edge varies over what its operands vary over. In
+    """The type of an edge. In a `jax.shard_map`, it varies over the mesh axes that its
+    operands vary over. In
 
         lax.cond(x > 0, lambda x: sow(jnp.sin(x), "h"), jnp.cos, x)
 
-    it is kept for the backward pass, with what else comes out of the branches. A vmap
-    makes a selection of that, which varies where `x > 0` does."""
+    the edge is kept for the backward pass, with whatever else comes out of the
+    branches. Under a vmap these are selected, and the selection varies over what
+    `x > 0` varies over."""
     return _compat.varying_like(avals, _EDGE.shape, _EDGE.dtype)
 
 
 def edge_value(aval: Any = None) -> Any:
-    """What an edge is, once there is nothing more to ask of it."""
+    """The array that takes the place of an edge, in a program without sows."""
     axes = tuple(_compat.varying(aval)) if aval is not None else ()
     if not axes:
         return np.zeros(_EDGE.shape, _EDGE.dtype)
-    # Made where it is needed: a constant would become an operand of what is around, and
-    # vary there already, under vmap.
+    # Made by an equation, here. A constant would become an operand of the equation
+    # around, and would already vary there, under a vmap.
     return lax.pcast(lax.full(_EDGE.shape, 0, _EDGE.dtype), axes, to="varying")
 
 
@@ -85,7 +87,7 @@ edge_p.def_impl(lambda *arrays, **params: jnp.asarray(edge_value()))
 edge_p.def_abstract_eval(lambda *avals, **params: _edge_aval(*avals))
 ad.primitive_jvps[edge_p] = _edge_jvp
 _compat.primitive_linearizations[edge_p] = _edge_linearize
-# Whatever the arrays vary over, there is one edge.
+# There is one edge for all lanes of a vmap.
 batching.primitive_batchers[edge_p] = lambda arrays, dims, **params: (
     edge_p.bind(*arrays, **params),
     None,
@@ -98,8 +100,8 @@ mlir.register_lowering(
 
 # --- sows ---
 class _SowPrimitive(jexc.Primitive):
-    """Does nothing outside a capture: a derivative rule may have kept a jaxpr with
-    sows, and be called after the program that it belongs to was looked at."""
+    """Adds no equation if nobody is listening. That happens where a derivative rule
+    kept a jaxpr with sows, and JAX evaluates it after the capture is over."""
 
     multiple_results = True
 
@@ -166,7 +168,8 @@ def _sow_jvp(primals, tangents, *, site):
 
 
 def _sow_linearize(is_vjp, nonzeros, *primals, site):
-    """The same, for JAX's linearization, which has to ask what comes out otherwise."""
+    """The same, as JAX's linearization wants it. From the rule above, it would have to
+    find out which outputs have a tangent."""
     return _compat.linearization(*_sow_linearized(nonzeros, primals, site, is_vjp))
 
 
@@ -181,36 +184,33 @@ def _sow_linearized(nonzeros, primals, site, backward):
 
 
 def _sow_tangent(nonzeros, avals, site, edge, *guards, tangents):
-    """The tangents, sown with the edge of their primal."""
-    n_guards = len(guards)
-    tangents = [
-        ad.instantiate_zeros(t) if nz else t for t, nz in zip(tangents, nonzeros)
-    ]
-    tangents, avals = tangents[1:], avals[1:]
-    keep = [i < n_guards or nz for i, nz in enumerate(nonzeros[1:])]
-    operand = iter(range(n_guards, len(tangents)))
+    """Sows the tangents of a value, with the edge of their primal. Guards have none."""
+    n = 1 + len(guards)
+    of_guards, tangents = tangents[1:n], tangents[n:]
+    avals, keep = avals[n:], nonzeros[n:]
+    operand = iter(range(len(keep)))
     leaves = []
     for leaf in site.leaves:
         if leaf is OPERAND and not keep[i := next(operand)]:
-            shape = site.shape(i, avals[i].shape)
+            shape = site.shape(len(guards) + i, avals[i].shape)
             dtype = jexc.primal_dtype_to_tangent_dtype(avals[i].dtype)
             leaf = NoTangent(shape, dtype, dtype)
         leaves.append(leaf)
+    kept = [True] * len(guards) + keep
     tangent_site = site._replace(
         leaves=tuple(leaves),
         modes=(*site.modes, "tangent"),
         orders=(*site.orders, site.differentiated),
         differentiated=0,
-        axes=with_has(site.axes, [site.has(i) for i, k in enumerate(keep) if k]),
+        axes=with_has(site.axes, [site.has(i) for i, k in enumerate(kept) if k]),
         spec=None,
         fixed=(),
     )
-    kept = [t for t, k in zip(tangents[n_guards:], keep[n_guards:]) if k]
-    _, *sown = sow_p.bind(edge, *guards, *kept, site=tangent_site)
-    # Guards are not differentiated: what came back for them is not a tangent.
-    sown = iter(sown[n_guards:])
-    out = [next(sown) if k else t for t, k in zip(tangents[n_guards:], keep[n_guards:])]
-    return [_edge_tangent(edge), *tangents[:n_guards], *out]
+    values = [ad.instantiate_zeros(t) for t, k in zip(tangents, keep) if k]
+    _, *sown = sow_p.bind(edge, *guards, *values, site=tangent_site)
+    sown = iter(sown[len(guards) :])
+    out = [next(sown) if k else t for t, k in zip(tangents, keep)]
+    return [_edge_tangent(edge), *of_guards, *out]
 
 
 def _sow_transpose(cts, edge, *operands, site):

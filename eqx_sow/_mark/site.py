@@ -1,4 +1,4 @@
-"""What is static about a sow: its name, its leaves, and the axes it was given."""
+"""What is static about a sow: its names, its leaves, its axes, and more."""
 
 import itertools as it
 from collections.abc import Hashable, Sequence
@@ -10,20 +10,24 @@ from .static import Const
 
 
 class Axis(NamedTuple):
-    """A leading axis of a sow, which a vmap or a loop gave to it.
+    """A leading axis of a sow, which a vmap or a loop gave to it. In
 
-    `lane` is true if it is that of a vmap. `loops` is how many loops run between the
-    vmap and the sow: the axis belongs outside of theirs. `has` says which operands
-    really have the axis; the others are the same all along it. An axis of a `shard_map`
-    has the name of the `mesh` axis. `spec` says over which explicit mesh axes it is
-    sharded.
+        jax.vmap(lambda x: lax.scan(lambda c, y: (c, sow(c + y, "h")), x, ys))(xs)
+
+    the sow has an axis of the vmap, with one loop between. So in what comes back, the
+    axis of the vmap stands before that of the scan.
     """
 
     size: int
+    # Which operands really have the axis. The others are the same all along it.
     has: tuple[bool, ...]
+    # How many loops run between the vmap and the sow.
     loops: int = 0
+    # Whether it is the axis of a vmap.
     lane: bool = True
+    # The name of the mesh axis, if it is the axis of a `shard_map`.
     mesh: Hashable = None
+    # Over which explicit mesh axes it is sharded.
     spec: Hashable = None
 
     @property
@@ -31,16 +35,23 @@ class Axis(NamedTuple):
         return self.size, self.loops, self.lane, self.mesh
 
 
+# For each: which cond or loop, in which of its branches the sow is, and how many these
+# are.
 Guards = tuple[tuple[Any, int, int], ...]
-# The same, each with where the value of its operand is made. A cond in a function that
-# is called twice is told apart by it.
+# The same, each with where the value of its operand is made. This tells the runs of a
+# cond apart that is in a function which is called twice.
 Cases = tuple[tuple[Any, int, int, Any], ...]
 
 
 class Label(NamedTuple):
-    """What a sow is to a transformation. With a `depth` only those that have no more of
-    them around see it: it is the mark of a module, made by the one that has so many,
-    itself included.
+    """What a sow is called by one of the transformations around it.
+
+    Of a call of `sow`, there is one label for all of them. A captured module gets a
+    label from each transformation that captures it, which has a number of its own, its
+    `depth`: how many transformations there are around the program that it traces,
+    itself included. Those further out see such a label, those further in do not. The
+    `name` is not known, and `None`, until the whole program is there that this
+    transformation traces, and shows where the arrays of the module come from.
 
     `after` says, for each loop around the sow from outside in, where in the name the
     index of an iteration stands: after so many segments, or at the end (`None`, as for
@@ -49,19 +60,21 @@ class Label(NamedTuple):
     layers were a list. Iteration 2 of a loop over `h` is `h/2`.
     """
 
-    name: str
+    name: Any
     tag: Hashable
     depth: int = 0
     after: tuple[int | None, ...] = ()
 
     def in_scope(self, scope: str) -> "Label":
+        if self.name is None:
+            return self
         n = len(scope.split("/")) if scope else 0
         after = tuple(None if k is None else n + k for k in self.after)
         return self._replace(name=join(scope, self.name), after=after)
 
 
 # With a tag that no transformation asks for.
-_OF_NOBODY = Label("", Const(object()))
+_NOT_WANTED = Label("", Const(object()))
 
 
 class Site(NamedTuple):
@@ -72,8 +85,8 @@ class Site(NamedTuple):
     """
 
     # --- what was sown, and for whom ---
-    # What the sow is to each transformation around that has a name for it, from inside
-    # out; but first comes that of the transformation at hand.
+    # What the sow is called, by each transformation around that wants it, from inside
+    # out; but first comes the label for the transformation at hand.
     labels: tuple[Label, ...]
     # The value: its arrays are operands of the equation (`OPERAND` among the leaves),
     # all other leaves are here.
@@ -83,21 +96,21 @@ class Site(NamedTuple):
     # --- differentiation ---
     # `()` for a primal, `("tangent",)`, `("cotangent", "tangent")`, ...
     modes: tuple[str, ...] = ()
-    # Of each of `modes`, how many derivatives of the same value came before that one:
-    # the two cotangents in `grad(grad(f))` are told apart by it.
+    # For each of `modes`, how many derivatives were taken of the same value before. In
+    # `grad(grad(f))`, a value has two cotangents, with `(0,)` and `(1,)`.
     orders: tuple[int, ...] = ()
-    # How many derivatives of it there are already.
+    # How many derivatives were taken of this value so far.
     differentiated: int = 0
 
     # --- where it runs ---
     axes: tuple[Axis, ...] = ()
-    # For each there is one more operand, before those of the value: a boolean that says
-    # whether the sow really runs, as in a loop under a batched predicate, or the index
-    # of the branch that does. A guard then says which cond, which of its branches the
-    # sow is in, and how many there are.
+    # Conds and loops around that a vmap made run for all lanes, with results that are
+    # thrown away for some of them. For each guard there is one more operand, before
+    # those of the value: the index of the branch that really runs, or for a loop, a
+    # boolean that says whether the lane still runs.
     guards: Guards = ()
-    # There should be more guards: JAX calls derivative rules when it is too late for
-    # these.
+    # Whether there should be more guards. The sow came from a derivative rule, which
+    # JAX traced after the vmap had changed the cond.
     unguarded: bool = False
 
     # --- for checks and messages ---
@@ -107,39 +120,32 @@ class Site(NamedTuple):
     # --- which execution it is: see `_walk/executions.py` ---
     # An object of its own for each call of `sow`, which its derivatives share.
     origin: Any = None
-    # The rest is only known to the transformation at hand, and only if it needs to
-    # know. The executions that the sow is, or is a derivative of, by the ways to their
-    # equations; there are several if it is in several branches.
+    # The next four are filled in for the transformation at hand, if it needs them.
+    # The executions that the sow is, or is a derivative of, by the ways to their
+    # equations. There are several if it is in several branches.
     of: frozenset[tuple[int, ...]] = frozenset()
     # Whether it is a repetition of these, which is not an execution of its own.
     again: bool = False
     # Whether it is a primal in a backward pass.
     backward: bool = False
-    # Its guards, with which run of a cond is meant.
+    # Its guards, with which run of each cond is meant.
     cases: Cases = ()
 
-    # Which of the arrays the program does not take from the sow: NumPy arrays, which
-    # stay what they are. Guards do not count.
+    # The numbers of the arrays, guards aside, that are NumPy's. The program goes on
+    # with these, and not with what comes out of the sow.
     fixed: tuple[int, ...] = ()
 
-    # --- calls that `capture=` marks ---
+    # --- modules ---
+    # Which call it is, if `capture=` marked it.
     note: Note | None = None
-    # Of the transformations around that have yet to give it a label, the depth and the
-    # tag, from inside out. They can once they have traced their program, and see where
-    # the arrays of the module come from.
-    waiting: tuple[tuple[int, Hashable], ...] = ()
-    # Whether its name begins with the path of the module around.
+    # Whether, with `scope=True`, the names begin with the path of the module around.
     scoped: bool = False
 
     @property
     def label(self) -> Label:
-        """What it is to the transformation at hand."""
-        if self.labels:
-            return self.labels[0]
-        if self.note is not None and self.waiting:
-            # In an equation that cannot be looked into, for a message.
-            return Label(repr(self.note.call), self.waiting[0][1])
-        return _OF_NOBODY
+        """What it is called by the transformation at hand."""
+        is_known = self.labels and self.labels[0].name is not None
+        return self.labels[0] if is_known else _NOT_WANTED
 
     @property
     def name(self) -> str:
@@ -150,22 +156,19 @@ class Site(NamedTuple):
         return self.label.tag
 
     def seen_from(self, depth: int, tag: Hashable) -> "Site":
-        """The sow as a transformation sees it, before it has asked anything."""
+        """The sow as a transformation sees it that has this depth and tag, before it
+        has asked which executions there are."""
         if self.of or self.cases:
             self = self._replace(of=frozenset(), again=False, backward=False, cases=())
-        if len(self.labels) == 1 and self.labels[0].depth <= depth:
-            return self
         labels = [x for x in self.labels if x.depth <= depth]
-        labels = tuple(sorted(labels, key=lambda x: x.tag != tag)) or (_OF_NOBODY,)
+        labels.sort(key=lambda x: (x.name is None, x.tag != tag))
+        labels = tuple(labels)
         return self if labels == self.labels else self._replace(labels=labels)
 
     def without(self, tag: Hashable) -> "Site | None":
         """What is left to others by a transformation that takes this tag."""
         left = tuple(x for x in self.labels if x.tag != tag)
-        waiting = tuple(x for x in self.waiting if x[1] != tag)
-        if not (left or waiting):
-            return None
-        return self._replace(labels=left or (_OF_NOBODY,), waiting=waiting)
+        return self._replace(labels=left) if left else None
 
     def for_all(self) -> "Site":
         """The sow, also seen by those further out that have no label for it."""
@@ -195,6 +198,7 @@ class Site(NamedTuple):
 
 
 def with_has(axes: Sequence[Axis], has: Sequence[Sequence[bool]]) -> tuple[Axis, ...]:
+    """The axes, for operands of which each has those that `has` says."""
     return tuple(a._replace(has=tuple(h[i] for h in has)) for i, a in enumerate(axes))
 
 
@@ -206,9 +210,10 @@ def runs_apart(site: Site) -> bool:
 def out_of_loop(
     axes: Sequence[Axis], loop: Axis | None
 ) -> tuple[int, tuple[Axis, ...]]:
-    """The axes outside of one more loop, which has the axis `loop`: inside the axes
-    whose vmap is around the loop. Also how many those are. `loop.loops` is how many
-    loops there still are within this one."""
+    """The axes of a sow as seen from outside of a loop: first those of the vmaps around
+    the loop, then the axis that the `loop` adds, if it does, then the rest. Also how
+    many come first. `loop.loops` is how many loops there are between this one and the
+    sow."""
     within = 0 if loop is None else loop.loops
     around = list(it.takewhile(lambda a: a.loops > within, axes))
     n = len(around)

@@ -115,7 +115,8 @@ def bind(value: Any, labels: tuple[Label, ...], edge: Any = NO_EDGE, **fields) -
 def _check_static(leaves: Sequence[Any], labels: Sequence[Label]) -> None:
     for x in leaves:
         if x is not OPERAND and isinstance(x.value, jax.core.Tracer):
-            what = f"`sow(..., {labels[0].name!r})`" if labels else "`capture=`"
+            name = labels[0].name
+            what = "`capture=`" if name is None else f"`sow(..., {name!r})`"
             raise SowError(
                 f"{what} cannot mark a leaf of type "
                 f"{jax.typeof(x.value)}: only arrays can be captured. Sow the value "

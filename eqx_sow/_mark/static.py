@@ -1,4 +1,6 @@
-"""Static leaves: how a PyTree is split into arrays and what can be compared."""
+"""How a PyTree is split into its arrays, which are operands of an equation, and all
+else, which is part of a parameter. JAX compares parameters, and keeps programs by
+them."""
 
 import dataclasses as dc
 import math
@@ -49,25 +51,11 @@ class Const:
         return repr(self.value)
 
 
-class Same:
-    """Something that is equal to itself alone. To compare what may hold arrays would
-    compute, and add to the program."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: Any):
-        self.value = value
-
-    def __hash__(self):
-        return id(self.value)
-
-    def __eq__(self, other):
-        return type(other) is Same and self.value is other.value
-
-
 class SameParts:
-    """A PyTree that is equal to one with the very same arrays, and all else alike: an
-    option that is written anew in each call."""
+    """A PyTree, equal to another one if the arrays are the very same objects, and all
+    other leaves are equal. For options that users may write anew in each call, such as
+    `transform={"h": jnp.mean}`: what is compiled is found again. To compare arrays by
+    their numbers would compute, and add equations to a program that is being traced."""
 
     __slots__ = ("value", "_form", "_hash")
 
@@ -86,12 +74,11 @@ class SameParts:
 
 @dc.dataclass(frozen=True)
 class NoTangent:
-    """A leaf that is not differentiated, and of which there is no operand.
+    """A leaf, in a derivative of a sow, that was not differentiated: an integer, a key,
+    a NumPy array, or what JAX refuses to differentiate. There is no operand for it.
 
-    Its tangent is zero. Its cotangent is not known: JAX never computes one, and a zero
-    would be wrong. It is an integer, a key, a NumPy array, or what JAX refuses to
-    differentiate. `dtype` is that of the zeros which
-    stand there; `tangent_dtype` what a tangent of the leaf would have.
+    Its tangent is zero. Its cotangent is not known: JAX never computes one. Zeros of
+    this `dtype` stand in its place. A tangent of the leaf would have `tangent_dtype`.
     """
 
     shape: tuple[int, ...]
@@ -125,8 +112,9 @@ def take_apart(tree: Any) -> tuple[list[Any], Const, tuple[Any, ...]]:
 def rebuild(
     treedef: Const, leaves: Sequence[Any], values: Sequence[Any], lead=(), module=np
 ) -> Any:
-    """The PyTree. Leaves that are not differentiated are zeros, with the leading axes
-    `lead`, made by `module`: NumPy, which a callback can call, or `jax.numpy`."""
+    """The PyTree that was taken apart, with these values as its arrays. Leaves that
+    were not differentiated are zeros, with the axes `lead` before their own. `module`
+    makes these: NumPy, which a callback can call, or `jax.numpy`."""
     operand = iter(values)
 
     def leaf(x):

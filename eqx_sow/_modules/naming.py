@@ -14,37 +14,127 @@ comes from, and how much was computed between. It goes into a function that was 
 once for each of its calls, so each of them gets a name of its own. A derivative takes
 the edge of its primal, and so its name. At the end, each sow is replaced by one with
 its names (`_walk/edit.py`); from there on they are like those of `sow`.
+
+If several places come into question, `_Visit.rank` says which are preferred.
 """
 
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+import dataclasses as dc
+from collections import defaultdict
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import equinox as eqx
+import jax
 
 from .._errors import SowError
 from .._mark.calls import Call, calls_around, Path
 from .._mark.primitive import edge_p, same_p, sow_p
 from .._mark.site import Label, Site
-from .._names import join
 from .._values.modes import without_order
 from .._walk.flow import Domain, Here
-from .places import Places
-from .sources import (
-    at_source,
-    Candidate,
-    CONTRACTS,
-    Distances,
-    Edge,
-    either,
-    FAR,
-    MOVES,
-    NOTHING,
-    Place,
-    Source,
-    Value,
-    Visit,
+from .places import is_internal, Places
+
+
+# The way to an equation, as `Here.path` has it.
+Way = tuple[int, ...]
+# What moves numbers and leaves them as they are, more or less. (Some edges come out of
+# one branch or another, and go through the primitive for edges once more.)
+_MOVES = frozenset(
+    (
+        "all_gather all_to_all broadcast_in_dim concatenate convert_element_type copy "
+        "copy_p device_put dynamic_slice dynamic_update_slice edge expand_dims gather "
+        "name optimization_barrier pad pbroadcast pcast ppermute pvary "
+        "reduce_precision reshape reshard rev select_n sharding_constraint slice "
+        "split squeeze stop_gradient transpose"
+    ).split()
 )
-from .variables import is_internal
+# What makes new arrays of several, rather than changing one: it counts as `_FAR`.
+_CONTRACTS = jax.lax.dot_general_p, jax.lax.conv_general_dilated_p
+_FAR = 1 << 16
+# Of the sources of a value, so many are kept: the nearest.
+_NEAREST = 8
+
+
+class _Value(NamedTuple):
+    """What goes through the program in the place of an array.
+
+    `distances`: how many computations there are between the array and each of its
+    sources (see `Places`). `made`: which equation computed it, moves aside. `edges`: if
+    it is an edge, the ways to the equations that it comes out of. `cases`: if it comes
+    out of a cond, what it is in each branch, with what made the index.
+    """
+
+    distances: Mapping[int, int] = {}
+    made: Hashable = None
+    edges: tuple[Way, ...] = ()
+    cases: "tuple[Hashable, Sequence[_Value]] | None" = None
+
+
+def _one_of(values: Sequence[_Value], step: int = 0, made: Hashable = None) -> _Value:
+    """The value of an equation with these operands, which adds `step` to the distances.
+    With a step of 0, also what is one of several values, and it is not known which."""
+    known = {id(v.distances): v.distances for v in values if v.distances}
+    if len(known) == 1 and not step:
+        (distances,) = known.values()
+    else:
+        distances = {}
+        for one in known.values():
+            for source, n in one.items():
+                distances[source] = min(n + step, distances.get(source, 1 << 30))
+        if len(distances) > _NEAREST:
+            nearest = sorted(distances.items(), key=lambda item: item[::-1])
+            distances = dict(nearest[:_NEAREST])
+    edges = dict.fromkeys(e for v in values for e in v.edges)
+    return _Value(distances, made, tuple(edges))
+
+
+class _Candidate(NamedTuple):
+    """A place that a module may have, by one of its arrays. `distance`: how much was
+    computed between. `tail`: how long the path of the array is, in the module that is
+    at this place. The array comes from `source`."""
+
+    distance: int
+    tail: int
+    path: Path
+    source: int
+
+
+class _Place(NamedTuple):
+    """Where a module is. If that is not known, the first key is the name of a class:
+    `("MLP#1", "layers", "0")`. `is_held`: it is somewhere, or has arrays of its own.
+    `after`: see `Label`."""
+
+    path: Path
+    is_known: bool = True
+    is_held: bool = True
+    after: tuple[int | None, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return "/".join(self.path)
+
+
+@dc.dataclass(eq=False)
+class _Visit:
+    """A call, in a program that may call one function, with calls of modules inside,
+    several times. `around` is the visit of the module that is running around it, and
+    holds it; `scans` are the ways to the scans around.
+
+    For each of the arrays of its edge, `candidates` has the places that the array says.
+    They are known once all of the program has been seen."""
+
+    call: Call
+    arrays: Sequence[_Value]
+    around: "_Visit | None"
+    scans: tuple[Way, ...]
+    candidates: list[list[_Candidate]] = dc.field(default_factory=list)
+    place: _Place | None = None
+
+    @property
+    def identity(self) -> Hashable:
+        """What two calls of one module have in common, if nothing is known of it."""
+        module = getattr(self.call.module, "value", None)
+        return self.arrays[0].made if self.arrays else id(module)
 
 
 class Naming(Domain):
@@ -54,39 +144,49 @@ class Naming(Domain):
         self._places = places
         self._depth = depth
         self._marking = marking
-        self._calls: dict[Call, Visit] = {}
-        self._numbers: dict[str, dict[Any, int]] = {}
-        self._visits: list[Visit] = []
-        # How near any call is to a place.
+        # By the ways to their equations, the calls, and the sows. A sow may be in more
+        # than one call: if a branch decides of which call a derivative is.
+        self._visits: dict[Way, _Visit] = {}
+        self._sows: dict[Way, tuple[Site, list[_Visit]]] = {}
+        self._latest: dict[Any, _Visit] = {}
+        # By the way to a scan, the sources that it takes apart: those that are nearest
+        # to the arrays that it goes over.
+        self._taken_apart: dict[Way, set[int]] = defaultdict(set)
+        # For each place, the smallest distance of any call from it.
         self._nearest: dict[Path, int] = {}
-        # Arrays that the program holds, by their ids; and, of each scan, the sources
-        # that it takes apart.
-        self._constants: dict[int, Any] = {}
-        self._taken_apart: dict[tuple[int, ...], set[tuple[int, int | None]]] = {}
-        # The sows, by the way to their equations, with the call that they are in: more
-        # than one, if a branch decides of which call a derivative is.
-        self._sows: dict[tuple[int, ...], tuple[Site, list[Visit]]] = {}
-        # What there is to choose from, for messages.
+        # By the name of a class, the modules of it of which no place is known, by their
+        # identities, and the number of each: 1 for `MLP#1`.
+        self._nowhere: dict[str, dict[Hashable, int]] = defaultdict(dict)
+        # For messages: the modules that are called, and the names of what is captured.
         self.seen: dict[str, type] = {}
         self.captured: set[str] = set()
-        # How the paths of the models begin that captured calls are in.
+        # The paths of the arguments and variables that have captured modules in them.
         self.roots: dict[str, None] = {}
 
-    def sites(self) -> dict[tuple[int, ...], Site]:
-        """The sites that have new names, by the way to their equations."""
-        nearest = self._nearest
-        for candidates in (x for visit in self._visits for x in visit.found):
-            for c in candidates:
-                nearest[c.path] = min(c.distance, nearest.get(c.path, c.distance))
-        for visit in self._visits:
+    def sites(self) -> dict[Way, Site]:
+        """The sites that have new names."""
+        for visit in self._visits.values():
+            visit.candidates = list(
+                map(self._candidates, visit.call.leaves, visit.arrays)
+            )
+            for c in (c for found in visit.candidates for c in found):
+                near = self._nearest.get(c.path, c.distance)
+                self._nearest[c.path] = min(near, c.distance)
+        for visit in self._visits.values():
             self._place(visit)
         named = {
-            path: self._named(site, self._one_of(visits, site))
-            for path, (site, visits) in self._sows.items()
+            way: self._named(site, self._place_of_all(visits, site))
+            for way, (site, visits) in self._sows.items()
         }
-        return {path: x for path, x in named.items() if x is not self._sows[path][0]}
+        return {way: x for way, x in named.items() if x is not self._sows[way][0]}
 
     # --- what goes through the program ---
+    def inputs(self) -> list[_Value]:
+        return [self._at_source(i) for i in range(self._places.n_inputs)]
+
+    def _at_source(self, source: int) -> _Value:
+        return _Value({source: 0}, ("source", source))
+
     def asks(self, sow):
         return sow.invars[:1]
 
@@ -95,15 +195,14 @@ class Naming(Domain):
 
     def constant(self, x):
         if not getattr(x, "shape", None) and not eqx.is_array(x):
-            return NOTHING
-        self._constants[id(x)] = x
-        return at_source(Source(1 << 30, id(x)), ("constant", id(x)))
+            return _Value()
+        return self._at_source(self._places.source(x))
 
     def either(self, values):
-        return either(values, made=values[0].made)
+        return _one_of(values, made=values[0].made)
 
     def chosen(self, index, cases):
-        return either(cases, made=cases[0].made)._replace(cases=(index.made, cases))
+        return self.either(cases)._replace(cases=(index.made, cases))
 
     def in_case(self, index, i, value):
         if value.cases is not None and value.cases[0] == index.made is not None:
@@ -111,200 +210,180 @@ class Naming(Domain):
         return value
 
     def entry(self, value, here):
-        scan = here.scans[-1]
-        sources = {
-            s._replace(entry_of=(*s.entry_of, scan)): n
-            for s, n in value.sources.items()
-        }
-        apart = self._taken_apart.setdefault(scan, set())
-        apart.update((s.of, s.constant) for s, n in value.sources.items() if not n)
-        return value._replace(distances=Distances(sources))
-
-    def stacked(self, value, here):
-        scan = here.scans[-1]
-        sources = {
-            s._replace(entry_of=tuple(x for x in s.entry_of if x != scan)): n
-            for s, n in value.sources.items()
-        }
-        return value._replace(distances=Distances(sources))
+        nearest = min(value.distances.values(), default=0)
+        sources = (s for s, n in value.distances.items() if n == nearest)
+        self._taken_apart[here.scans[-1]].update(sources)
+        return value
 
     def equation(self, eqn, operands, here):
-        primitive = eqn.primitive
-        if primitive is sow_p:
-            return [self._sow(eqn, operands[0], here), *operands[1:]]
-        if primitive is edge_p and "call" not in eqn.params:
-            # What was an edge in one branch or another.
-            return [either(operands)]
-        if primitive is edge_p:
-            return [Value(edges=(Edge(self._edge(eqn, operands, here)),))]
-        if primitive is same_p:
-            return [self._sow(eqn, operands[0], here), *operands[1:]]
-        if primitive.name not in MOVES:
-            made = here.path
-            value = either(operands, FAR if primitive in CONTRACTS else 1, made)
-        elif primitive.name == "select_n":
-            value = either(operands[1:], 0, operands[1].made)
-        else:
-            value = either(operands, 0, operands[0].made if operands else here.path)
-        return [value] * len(eqn.outvars)
+        primitive, name = eqn.primitive, eqn.primitive.name
+        if primitive in (sow_p, same_p):
+            self._sow(eqn, operands[0], here)
+            return [_Value(edges=(here.path,)), *operands[1:]]
+        if primitive is edge_p and eqn.params:
+            self._visit(eqn, operands, here)
+            return [_Value(edges=(here.path,))]
+        if name == "select_n":
+            operands = operands[1:]
+        step = 0 if name in _MOVES else _FAR if primitive in _CONTRACTS else 1
+        made = operands[0].made if operands and not step else here.path
+        return [_one_of(operands, step, made)] * len(eqn.outvars)
 
-    # --- modules ---
-    def _edge(self, eqn: Any, arrays: Sequence[Value], here: Here) -> Visit:
+    def _visit(self, eqn: Any, arrays: Sequence[_Value], here: Here) -> None:
         call = eqn.params["call"]
-        within = None if call.within is None else self._calls.get(call.within[0])
+        around = None
         if call.is_function:
-            within = next(iter(self._around(here, eqn)), None)
-        visit = Visit(
-            call,
-            list(map(self._candidates, call.leaves, arrays)),
-            within,
-            arrays[0].made if arrays else call.identity,
-            here.scans,
-        )
-        self._calls[call] = visit
-        if here.final:
-            self._visits.append(visit)
-        return visit
+            around = next(iter(self._running(here, eqn)), None)
+        elif call.holder is not None:
+            around = self._latest.get(call.holder[0])
+        visit = _Visit(call, arrays, around, here.scans)
+        self._visits[here.path] = self._latest[call] = visit
 
-    def _candidates(self, leaf: Path, array: Value) -> list[Candidate]:
+    def _sow(self, eqn: Any, edge: _Value, here: Here) -> None:
+        site: Site = eqn.params["site"]
+        if site.modes:
+            # Of a derivative, the edge comes out of the sow of its primal.
+            found = [self._sows[way] for way in edge.edges if way in self._sows]
+            visits = [v for s, vs in found if s.origin is site.origin for v in vs]
+        elif site.note is None:
+            visits = self._running(here, eqn)
+        else:
+            visits = [self._visits[way] for way in edge.edges[:1]]
+        self._sows[here.path] = site, visits
+
+    def _running(self, here: Here, eqn: Any) -> list[_Visit]:
+        """The innermost call that is running, if there is one."""
+        calls = (*here.running, *calls_around(eqn))
+        return [self._latest[c] for c in calls if c in self._latest][-1:]
+
+    # --- the places of modules ---
+    def _candidates(self, leaf: Path, array: _Value) -> list[_Candidate]:
         """The places of a module, given where one of its arrays is in the module, and
-        what that comes from."""
+        what that comes from. The first come first."""
         found = []
-        for source, distance in array.sources.items():
-            if source.constant is None:
-                paths = [self._places.inputs[source.of]]
-            else:
-                paths = self._places.of_constant(self._constants[source.constant])
-            for n, path in enumerate(paths):
-                at = _last(leaf, path, len(self._places.root_of(path)))
+        for source, distance in sorted(array.distances.items()):
+            for path in self._places.paths(source):
+                root = self._places.root_of(path)
+                at = _last(leaf, path, len(root))
                 if at is not None:
                     tail = len(path) - at
-                    head = path[:at]
-                    found.append(
-                        Candidate(distance, tail, source.of, n, head, source.entry_of)
-                    )
+                    found.append(_Candidate(distance, tail, path[:at], source))
         return found
 
-    def _place(self, visit: Visit) -> Place:
+    def _place(self, visit: _Visit) -> _Place:
         if visit.place is None:
-            visit.place = self._settled(visit)
+            visit.place = self._found(visit)
         return visit.place
 
-    def _settled(self, visit: Visit) -> Place:
+    def _found(self, visit: _Visit) -> _Place:
         call = visit.call
+        holder, inside = call.holder or (None, ())
+        # The edge of a module without arrays may have been moved out of a loop, to
+        # before that of the module around.
+        visit.around = visit.around or self._latest.get(holder)
+        around = None if visit.around is None else self._place(visit.around)
         if call.is_function:
-            place = Place("") if visit.within is None else self._place(visit.within)
-            return place._replace(name=join(place.name, call.cls.__name__), path=None)
-        # A place, or `None`, by each of the witnesses that come from somewhere.
+            place = around or _Place(())
+            return place._replace(path=(*place.path, call.cls.__name__))
+        # What most of the arrays say, and most of those that say a place where a module
+        # of this class is. They may also say that it is at no place.
         votes = [
             self._chosen(visit, leaf, found)
-            for leaf, found in zip(call.leaves, visit.found)
+            for leaf, found in zip(call.leaves, visit.candidates)
             if found
         ]
-        same_class = [p for p in votes if p is not None and self._is_of_class(p, call)]
-        among = [p for p in votes if p is None or not same_class or p in same_class]
-        path = max(among, key=among.count, default=None)
+        fits = lambda path: path is None or self._is_of_class(path, call)
+        path = max(votes, key=lambda p: (fits(p), votes.count(p)), default=None)
         if path is not None:
-            after = self._after(visit, path)
-            return Place("/".join(path), path, after=after)
+            return _Place(path, after=self._after(visit, path))
         # It has no arrays of its own, or they were made on the way.
-        outer = visit.within or self._calls.get(call.within[0]) if call.within else None
-        if outer is not None and call.within is not None:
-            place, inside = self._place(outer), call.within[1]
-            path = None if place.path is None else (*place.path, *inside)
-            return place._replace(
-                name="/".join(x for x in (place.name, *inside) if x), path=path
-            )
-        if call.form is not None:
-            known = call.given.get(self._depth)
-            of_form = self._places.of_form(call.form) if known is None else [known]
-            if len(of_form) == 1:
-                return Place("/".join(of_form[0]), of_form[0])
+        if holder == self._depth:
+            return _Place(inside)
+        if around is not None:
+            return around._replace(path=(*around.path, *inside))
+        if call.module is not None:
+            alike = self._places.alike(call.module)
+            if len(alike) == 1:
+                return _Place(alike[0])
         return self._unknown(visit)
 
     def _chosen(
-        self,
-        visit: Visit,
-        leaf: Path,
-        found: Sequence[Candidate],
+        self, visit: _Visit, leaf: Path, candidates: Sequence[_Candidate]
     ) -> Path | None:
+        """The place that one of the arrays says, which is at `leaf` in the module."""
         call = visit.call
         # Of the weights that a hypernetwork returns, those of the hypernetwork are no
         # place, if it is called there itself.
-        found = [c for c in found if c.distance < FAR or self._nearest[c.path] >= FAR]
-        if not found:
+        candidates = [
+            c for c in candidates if c.distance < _FAR or self._nearest[c.path] >= _FAR
+        ]
+        if not candidates:
             return None
-        distance = min(c.distance for c in found)
-        near = [c for c in found if c.distance == distance]
-        if len(near) > 1:
-            # A mean of a student and a teacher is the teacher, if the student is
-            # called.
-            near = [c for c in near if self._nearest[c.path] == distance] or near
-            near = [c for c in near if self._is_where_called(c.path, visit)] or near
-            common = _in_common([c.path for c in near])
-            if common is not None:
-                return common
-        best = min(near, key=lambda c: (not self._is_of_class(c.path, call), c))
-        if not self._is_of_class(best.path, call):
-            shared = self._places.of_shared(best.path, call.cls, leaf)
-            return shared or best.path
-        return best.path
+        first = min(self._rank(c, visit) for c in candidates)
+        equal = [c for c in candidates if self._rank(c, visit) == first]
+        stacked = _in_common([c.path for c in equal])
+        if stacked is not None:
+            return stacked
+        best = min(equal, key=lambda c: (not self._is_of_class(c.path, call), c.tail))
+        if self._is_of_class(best.path, call):
+            return best.path
+        return self._places.of_shared(best.path, call.cls, leaf) or best.path
 
-    def _after(self, visit: Visit, path: Path) -> tuple[int | None, ...]:
+    def _rank(self, candidate: _Candidate, visit: _Visit) -> tuple[int, bool, bool]:
+        """Which candidates are preferred: those with a smaller one."""
+        path, distance = candidate.path, candidate.distance
+        is_where_called = False
+        if visit.call.holder is not None and visit.around is not None:
+            _, inside = visit.call.holder
+            around = self._place(visit.around)
+            n = len(path) - len(inside)
+            is_where_called = path[n:] == inside and (
+                not around.is_known or around.path == path[:n]
+            )
+        return (
+            distance,
+            # A mean of a student and a teacher is the teacher, if the student is
+            # called: another call is nearer to that.
+            self._nearest[path] < distance,
+            # The place in the module that is running, of several for one array.
+            not is_where_called,
+        )
+
+    def _after(self, visit: _Visit, path: Path) -> tuple[int | None, ...]:
         """For each scan around a call, where in its path the index of an iteration
         stands: behind the tree that the scan takes apart. That is the highest node of
         which it takes all arrays apart, or that of a list that was stacked before."""
-        candidates = [c for found in visit.found for c in found]
+        candidates = [c for found in visit.candidates for c in found]
 
         def of_scan(scan):
-            heads = {c.path for c in candidates if scan in c.entry_of}
-            if path not in heads:
+            apart, within = self._taken_apart[scan], self._places.sources_in
+            paths = {c.path for c in candidates if c.source in apart}
+            if path not in paths:
                 # Stacked: the paths of the layers of a list have one more key.
-                at = [i for h in heads for i in range(len(h)) if _without(h, i) == path]
+                at = [i for p in paths for i in range(len(p)) if _without(p, i) == path]
                 return min(at, default=None)
-            apart, of = self._taken_apart[scan], self._places.sources_in
             first = len(self._places.root_of(path))
             # A model that has nothing but `blocks` is no stack itself.
-            first += len(path) > first and of(path[: first + 1]) == of(path[:first])
+            if len(path) > first and within(path[: first + 1]) == within(path[:first]):
+                first += 1
             levels = range(first, len(path) + 1)
-            return next((n for n in levels if of(path[:n]) <= apart), None)
+            return next((n for n in levels if within(path[:n]) <= apart), None)
 
         return tuple(map(of_scan, visit.scans))
 
     def _is_of_class(self, path: Path, call: Call) -> bool:
         return self._places.classes.get(path) is call.cls
 
-    def _is_where_called(self, path: Path, visit: Visit) -> bool:
-        """Whether a place is that in the module which is running."""
-        if visit.call.within is None:
-            return False
-        _, inside = visit.call.within
-        place = None if visit.within is None else visit.within.place
-        known = None if place is None else place.path
-        return path[-len(inside) :] == inside and known in (None, path[: -len(inside)])
-
-    def _unknown(self, visit: Visit) -> Place:
+    def _unknown(self, visit: _Visit) -> _Place:
         """The class, with a number if another one of it was called before."""
-        name = visit.call.cls.__name__
-        of_class = self._numbers.setdefault(name, {})
+        call, name = visit.call, visit.call.cls.__name__
+        of_class = self._nowhere[name]
         n = of_class.setdefault(visit.identity, len(of_class))
-        is_held = visit.call.form is None and not is_internal(visit.call.cls)
-        return Place(f"{name}#{n}" if n else name, None, is_held)
+        is_held = call.module is None and not is_internal(call.cls)
+        return _Place((f"{name}#{n}" if n else name,), False, is_held)
 
-    # --- sows ---
-    def _sow(self, eqn: Any, edge: Value, here: Here) -> Value:
-        site: Site = eqn.params["site"]
-        if site.modes:
-            visits = [e.visit for e in edge.edges if e.origin is site.origin]
-        elif site.note is None:
-            visits = self._around(here, eqn)
-        else:
-            visits = [e.visit for e in edge.edges[:1]]
-        if here.final:
-            self._sows[here.path] = site, visits
-        return Value(edges=tuple(Edge(visit, site.origin) for visit in visits))
-
-    def _one_of(self, visits: Sequence[Visit], site: Site) -> Place | None:
+    # --- the names of sows ---
+    def _place_of_all(self, visits: Sequence[_Visit], site: Site) -> _Place | None:
         """The place of all these calls."""
         places = {(place := self._place(v)).name: place for v in visits}
         if len(places) > 1 and self._is_asked_for(site):
@@ -320,70 +399,50 @@ class Naming(Domain):
         modes = self._marking.modes
         return modes is None or site.mode in map(without_order, modes)
 
-    def _around(self, here: Here, eqn: Any) -> list[Visit]:
-        """The innermost call that is running, if there is one."""
-        calls = (*here.running, *calls_around(eqn))
-        return [self._calls[c] for c in calls if c in self._calls][-1:]
-
-    def _named(self, site: Site, place: Place | None) -> Site:
-        if site.note is None:
-            return self._scoped(site, place)
-        waiting = [x for x in site.waiting if x[0] == self._depth]
-        if not waiting:
-            return site
-        left = tuple(x for x in site.waiting if x[0] != self._depth)
-        if place is None:
-            if not self._is_asked_for(site):
-                return site._replace(waiting=left)
-            raise SowError(
-                f"A {site.mode} of a captured call, {site.note.call!r}, at "
-                f"{site.where} has lost the way to its primal, so it cannot be named. "
-                "Leave this mode out, by `modes`, or mark the value with `sow`."
-            )
+    def _named(self, site: Site, place: _Place | None) -> Site:
         note = site.note
-        if not (note.tag is not None or self._chooses(note.call, place)):
-            return site._replace(waiting=left)
-        name = join(note.scope, label(place.name, note.call.method, *note.what))
-        self.captured.add(name)
-        for root in (self._places.root_of(place.path),) if place.path else ():
-            self.roots["/".join(root)] = None
-        # Of a `Sow` without a name, the path is the name of a sow of the user's.
-        (_, tag), *_ = waiting
-        labels = (self._label(name, tag, note.scope, place), *site.labels)
-        return site._replace(labels=labels, waiting=left)
-
-    def _label(self, name: str, tag: Hashable, scope: str, place: Place) -> Label:
-        before = len(scope.split("/")) if scope else 0
-        after = tuple(None if n is None else before + n for n in place.after)
-        return Label(name, tag, self._depth, after)
-
-    def _scoped(self, site: Site, place: Place | None) -> Site:
-        if not self._marking.scope or site.scoped or place is None:
+        if note is None:
+            if place is None or site.scoped or not self._marking.scope:
+                return site
+            return site.in_scope(place.name)._replace(scoped=True)
+        mine = [x for x in site.labels if x.name is None and x.depth == self._depth]
+        if not mine:
             return site
-        return site.in_scope(place.name)._replace(scoped=True)
+        others = tuple(x for x in site.labels if x not in mine)
+        if place is None and self._is_asked_for(site):
+            raise SowError(
+                f"A {site.mode} of a captured call, {note.call!r}, at {site.where} has "
+                "lost the way to its primal, so it cannot be named. Leave this mode "
+                "out, by `modes`, or mark the value with `sow`."
+            )
+        is_unnamed_sow = note.tag is not None
+        if place is None or not (is_unnamed_sow or self._chooses(note.call, place)):
+            return site._replace(labels=others)
+        method = () if note.call.method == "__call__" else (note.call.method,)
+        name = ".".join((place.name, *method, *note.what)) or "."
+        new = Label(name, mine[0].tag, self._depth, place.after).in_scope(note.scope)
+        self.captured.add(new.name)
+        if place.is_known and place.path:
+            self.roots["/".join(self._places.root_of(place.path))] = None
+        return site._replace(labels=(new, *others))
 
-    def _chooses(self, call: Call, place: Place) -> bool:
-        capture = self._marking.capture
-        if capture is True:
-            chosen = place.is_held
-        elif self._marking.classes is not None:
-            chosen = True
-        else:
-            chosen = self._ask(capture, place.name or ".", call.outline)
+    def _chooses(self, call: Call, place: _Place) -> bool:
+        capture, name = self._marking.capture, place.name or "."
         if not call.is_function:
-            self.seen.setdefault(place.name or ".", call.cls)
-        return bool(chosen)
-
-    def _ask(self, predicate: Callable, path: str, outline: Any) -> bool:
+            self.seen.setdefault(name, call.cls)
+        if capture is True:
+            return place.is_held
+        if self._marking.classes is not None:
+            return True
         try:
-            chosen = predicate(path, outline)
+            chosen = capture(name, call.outline)
             if not eqx.is_array(chosen):
                 return bool(chosen)
             problem, cause = "it returned an array", None
         except (TypeError, AttributeError) as e:
             problem, cause = str(e), e
         raise TypeError(
-            f"`capture={predicate!r}` failed for the module at {path!r}: {problem}. A "
+            f"`capture={capture!r}` failed for the module at {name!r}: {problem}. A "
             "predicate is asked about a module with shapes in the place of arrays, "
             "whose values are not known yet. Return a bool: decide by the path, or by "
             "what is static about the module, such as its type or its shapes. To "
@@ -391,19 +450,12 @@ class Naming(Domain):
         ) from cause
 
 
-def label(path: str, method: str, *more: str) -> str:
-    methods = () if method == "__call__" else (method,)
-    return ".".join((path, *methods, *more)) or "."
-
-
 def _last(part: Path, path: Path, begin: int) -> int | None:
     """Where a path is in another one, behind its beginning, and as far to the end as it
     can be."""
     n = len(part)
-    for i in range(len(path) - n, begin - 1, -1):
-        if path[i : i + n] == part:
-            return i
-    return None
+    places = range(len(path) - n, begin - 1, -1)
+    return next((i for i in places if path[i : i + n] == part), None)
 
 
 def _without(path: Path, i: int) -> Path:
@@ -411,15 +463,12 @@ def _without(path: Path, i: int) -> Path:
 
 
 def _in_common(paths: Sequence[Path]) -> Path | None:
-    """The path of arrays that were stacked: that of the layers of a list, without their
-    numbers."""
-    first, *others = dict.fromkeys(paths)
-    if not others or any(len(p) != len(first) for p in others):
+    """The path of arrays that were stacked, such as `layers/weight` of those at
+    `layers/0/weight` and `layers/1/weight`: without the numbers in the list."""
+    if len(set(map(len, paths))) > 1:
         return None
-    differ = {i for p in others for i in range(len(p)) if p[i] != first[i]}
-    if len(differ) != 1:
+    columns = enumerate(zip(*paths))
+    differ = [(i, keys) for i, keys in columns if len(set(keys)) > 1]
+    if len(differ) != 1 or not all(key.isdigit() for key in differ[0][1]):
         return None
-    (at,) = differ
-    if not all(p[at].isdigit() for p in (first, *others)):
-        return None
-    return _without(first, at)
+    return _without(paths[0], differ[0][0])

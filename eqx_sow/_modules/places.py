@@ -1,106 +1,124 @@
-"""Where the arrays of a program are: in its arguments, and in variables that it reads.
+"""Where the arrays and the modules of a program are: in its arguments, and in variables
+that it reads.
 
 A place is a path: a tuple of keys, as strings. What is in the function itself has no
 more in front of that, what is in an argument begins with the name of the parameter, and
-what is in a variable with the name of that. Nothing is changed, only looked at.
+what is in a variable with the name of that. In
+
+    net = eqx.nn.Linear(3, 3, key=key)
+    save_intermediates(lambda m, x: net(m(x)), capture=True)(model, x)
+
+the arrays of `model` are at `m/weight` and `m/bias`, and those of `net` are found at
+`net/weight` and `net/bias`. Nothing is changed, only looked at. Variables are looked at
+if the program holds an array that is in none of its arguments.
 """
 
+import dataclasses as dc
+import dis
 import functools as ft
-from collections.abc import Callable, Iterator
+import inspect
+import itertools as it
+import sys
+import sysconfig
+import types
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
 import jax.tree_util as jtu
+import numpy as np
 
-from .. import _compat
+from .._frames import is_library
 from .._mark.calls import Path
-from .._mark.noting import form_of, is_part, is_wrapper, keys, modules
-from .._mark.static import Const, take_apart
-from . import variables
+from .._mark.noting import is_part, is_wrapper, Jacobian, keys, modules
+from .._mark.static import SameParts, take_apart
+
+
+class Variable(str):
+    """The name of a variable, at the beginning of a path."""
 
 
 class Places:
-    """Those of a function and its arguments, and of what these read from outside."""
+    """The places of what a function is called with, and of what it reads from outside.
+
+    Every array that a value may come from has a number, its source: first the inputs of
+    the program in their order, then the arrays that the program holds.
+    """
 
     def __init__(self, fn: Callable, args: tuple, kwargs: dict):
-        self._called = fn, args, kwargs
-        # What has a path of its own: the function, arguments, variables.
-        self.roots = list(_roots(fn, args, kwargs))
-        # The places of the inputs of the program, one after the other. An array may be
-        # in several places, and is then several inputs.
-        of_array: dict[int, list[Path]] = {}
-        for path, tree in self.roots:
+        self._roots = list(roots(fn, args, kwargs))
+        self.modules = list(modules(self._roots))
+        self.classes = {path: type(x) for path, x in self.modules}
+        # An array may be in several places, and is then several inputs.
+        of_array: dict[int, list[Path]] = defaultdict(list)
+        for path, tree in self._roots:
             for at, x in jtu.tree_leaves_with_path(tree):
-                of_array.setdefault(id(x), []).append((*path, *keys(at)))
-        inputs, *_ = take_apart(self._called)
-        self.inputs: list[Path] = [
-            places.pop(0) if len(places) > 1 else places[0]
-            for places in (of_array.get(id(x), [("?",)]) for x in inputs)
-        ]
+                of_array[id(x)].append((*path, *keys(at)))
+        self._arrays, *_ = take_apart((fn, args, kwargs))
+        self.n_inputs = len(self._arrays)
+        self._paths: dict[int, list[Path]] = defaultdict(list)
+        for i, x in enumerate(self._arrays):
+            places = of_array[id(x)] or [("?",)]
+            self._paths[i] = [places.pop(0) if len(places) > 1 else places[0]]
+        self._sources: dict[int, int] = {}
 
-    @ft.cached_property
-    def modules(self) -> list[tuple[Path, Any]]:
-        return list(modules(self.roots))
+    def source(self, array: Any) -> int:
+        """The number of an array that the program holds."""
+        if id(array) not in self._sources:
+            self._sources[id(array)] = len(self._arrays)
+            self._arrays.append(array)
+        return self._sources[id(array)]
+
+    def paths(self, source: int) -> list[Path]:
+        """The places of an array. (The first time that it is none of the inputs, all
+        variables are looked at, when all sources have their numbers.)"""
+        if source >= self.n_inputs:
+            _ = self._outside
+        return self._paths[source]
 
     @ft.cached_property
     def _outside(self) -> list[tuple[Path, Any]]:
-        """The arrays and the modules in variables that the function and its arguments
-        read."""
-        return list(variables.reached(*self._called))
-
-    @ft.cached_property
-    def _of_constants(self) -> dict[int, tuple[Any, list[Path]]]:
-        found: dict[int, tuple[Any, list[Path]]] = {}
-        for path, x in self._outside:
-            if not isinstance(x, eqx.Module):
-                _, paths = found.setdefault(id(x), (x, []))
-                paths.append(path)
+        """The modules in variables."""
+        found = []
+        for path, x in reached(self._roots):
+            if isinstance(x, eqx.Module):
+                if is_part(x):
+                    found.append((path, x))
+                    self.classes.setdefault(path, type(x))
+            elif id(x) in self._sources:
+                self._paths[self._sources[id(x)]].append(path)
         return found
 
     def root_of(self, path: Path) -> Path:
-        """The path of the argument, or the variable, that a place is in."""
-        if path and isinstance(path[0], variables.Variable):
+        """The path of the argument, or of the variable, that a place is in."""
+        if path and isinstance(path[0], Variable):
             return path[:1]
-        heads = (head for head, _ in self.roots if path[: len(head)] == head)
+        heads = (head for head, _ in self._roots if path[: len(head)] == head)
         return max(heads, key=len, default=())
 
-    @ft.cached_property
-    def _sources(self) -> list[tuple[Path, tuple[int, int | None]]]:
-        """The places of all arrays with inexact numbers, and the sources they are."""
-        inputs, *_ = take_apart(self._called)
-        found: list[tuple[Path, tuple[int, int | None]]] = [
-            (path, (i, None))
-            for i, (path, x) in enumerate(zip(self.inputs, inputs))
-            if jnp.issubdtype(x.dtype, jnp.inexact)
-        ]
-        for x, paths in self.__dict__.get("_of_constants", {}).values():
-            if eqx.is_inexact_array(x):
-                found += [(path, (1 << 30, id(x))) for path in paths]
-        return found
-
-    def sources_in(self, path: Path) -> set[tuple[int, int | None]]:
-        """What is in the tree at a place: see `Source` in `naming.py`."""
+    def sources_in(self, path: Path) -> set[int]:
+        """The sources in the tree at a place, as far as they are inexact numbers."""
         n = len(path)
-        return {source for at, source in self._sources if at[:n] == path}
+        return {
+            source
+            for source, places in self._paths.items()
+            if any(place[:n] == path for place in places)
+            if jnp.issubdtype(self._arrays[source].dtype, jnp.inexact)
+        }
 
-    def of_constant(self, x: Any) -> list[Path]:
-        """The places of an array that the program holds."""
-        _, paths = self._of_constants.get(id(x), (x, []))
-        return paths
-
-    def of_form(self, form: Const) -> list[Path]:
-        """The places of modules without arrays that are like this."""
-        is_like = lambda x: form_of(x) == form
-        found = [path for path, x in self.modules if is_like(x)]
-        found = found or [p for p, x in self._outside if is_part(x) and is_like(x)]
+    def alike(self, module: SameParts) -> list[Path]:
+        """The places of modules without arrays that are like this one."""
+        found = [path for path, x in self.modules if SameParts(x) == module]
+        found = found or [path for path, x in self._outside if SameParts(x) == module]
         return list(dict.fromkeys(found))
 
     def of_shared(self, path: Path, cls: type, leaf: Path) -> Path | None:
         """Where a module of this class is that shares its array `leaf` with the module
         at `path`, as `eqx.nn.Shared` has it: it has none there of its own."""
         root = self.root_of(path)
-        arrays = set(self.inputs)
+        arrays = {place for places in self._paths.values() for place in places}
         found = [
             place
             for place, other in self.classes.items()
@@ -109,22 +127,11 @@ class Places:
         ]
         return found[0] if len(found) == 1 else None
 
-    @ft.cached_property
-    def classes(self) -> dict[Path, type]:
-        """The classes of the modules at their places."""
-        outside = self.__dict__.get("_outside", ())
-        found = {path: type(x) for path, x in outside if is_part(x)}
-        return {**found, **{path: type(x) for path, x in self.modules}}
 
-
-def modules_without_arrays(roots: Any) -> dict[int, Path]:
-    has_arrays = lambda x: any(map(eqx.is_array, jtu.tree_leaves(x)))
-    return {id(x): path for path, x in modules(roots) if not has_arrays(x)}
-
-
-def _roots(fn: Any, args: tuple, kwargs: dict) -> Iterator[tuple[Path, Any]]:
-    """What a call is made of, as PyTrees with their paths."""
-    names = variables.positional_names(fn, len(args))
+def roots(fn: Any, args: tuple, kwargs: dict) -> Iterator[tuple[Path, Any]]:
+    """What has a path of its own in a call: the function, and the arguments. A
+    transformed function, such as `eqx.filter_grad(loss)`, is what it was made of."""
+    names = positional_names(fn, len(args))
     todo = [
         *((tuple(name.split("/")), x) for name, x in zip(names, args)),
         *(((name,), x) for name, x in kwargs.items()),
@@ -132,9 +139,175 @@ def _roots(fn: Any, args: tuple, kwargs: dict) -> Iterator[tuple[Path, Any]]:
     todo = [((), fn), *todo][::-1]
     while todo:
         path, x = todo.pop()
-        if isinstance(x, _compat.FilterJit):
-            todo.append((path, x.__wrapped__))
-        elif is_wrapper(x) or isinstance(x, jtu.Partial):
-            todo += reversed(list(variables.children(x, path)))
+        if is_wrapper(x) or isinstance(x, jtu.Partial):
+            todo += reversed(list(children(x, path)))
         else:
             yield path, x
+
+
+def positional_names(fn: Any, n: int) -> list[str]:
+    """What a function calls its first `n` arguments."""
+    while isinstance(fn, Jacobian):
+        fn = fn.fun
+    try:
+        arguments = inspect.signature(fn).bind_partial(*range(n)).arguments
+    except (TypeError, ValueError):  # of a builtin
+        arguments = {"args": tuple(range(n))}
+    names = []
+    for name, x in arguments.items():
+        several = isinstance(x, tuple)  # of `*args`
+        names += [f"{name}/{i}" for i in range(len(x))] if several else [name]
+    return names
+
+
+def reached(roots: Sequence[tuple[Path, Any]]) -> Iterator[tuple[Path, Any]]:
+    """The arrays and the modules that one gets to from a function and its arguments,
+    and their paths: each begins with the name of the last variable on the way."""
+    modules_of = (getattr(inspect.unwrap(x), "__module__", None) for _, x in roots)
+    packages = {(module or "").split(".")[0] for module in modules_of}
+    seen: dict[int, Any] = {}
+    todo = [*roots][::-1]
+    while todo:
+        path, x = todo.pop()
+        if type(x) in _PLAIN:
+            continue
+        if isinstance(x, eqx.Module) or eqx.is_array_like(x):
+            yield path, x
+        # A module may be in two places, and both count.
+        if id(x) not in seen or isinstance(x, eqx.Module):
+            seen[id(x)] = x
+            todo += reversed(list(_held_by(x, path, packages)))
+
+
+_PLAIN = frozenset((type(None), bool, int, float, complex, str, bytes, np.ndarray))
+# Where a function that was made of another function, or a method, holds what it was
+# made of. That is at the path of the whole: in `eqx.filter_vmap(model)`, the model is.
+_INNER = "__wrapped__", "__self__", "__func__", "fget"
+
+
+def _held_by(x: Any, path: Path, packages: set[str]) -> Iterator[tuple[Path, Any]]:
+    """What the object at a path holds or reads, one step further."""
+    if isinstance(x, types.FunctionType):
+        for name, value in _variables(x, packages):
+            yield ((Variable(name),) if name else path), value
+    elif isinstance(x, ft.partial):
+        for name, value in _bound(x):
+            yield ((Variable(name),) if name else path), value
+    elif isinstance(x, dict):
+        # JAX sorts the keys, which are not always of one type.
+        yield from (((*path, str(key)), value) for key, value in x.items())
+    elif isinstance(x, type):
+        if not _is_installed(x.__module__):
+            yield from (((), base) for base in x.__bases__)
+            yield from (((*path, name), value) for name, value in vars(x).items())
+    elif not jtu.all_leaves((x,)):
+        yield from children(x, path)
+        # Its methods read variables.
+        yield (), type(x)
+    elif not isinstance(x, types.ModuleType):
+        yield from _attributes(x, path)
+
+
+def children(node: Any, path: Path) -> Iterator[tuple[Path, Any]]:
+    """The children of a PyTree, one level down, and their paths."""
+    if isinstance(node, eqx.Partial | jtu.Partial):
+        for name, x in _bound(node):
+            yield (*path, *filter(None, name.split("/"))), x
+    elif is_wrapper(node):
+        inner = (getattr(node, name, None) for name in (*_INNER, "fun"))
+        yield from ((path, x) for x in inner if x is not None)
+    else:
+        is_child = lambda x: x is not node
+        for at, x in jtu.tree_leaves_with_path(node, is_leaf=is_child):
+            yield (*path, *keys(at)), x
+
+
+def _bound(partial: Any) -> Iterator[tuple[str, Any]]:
+    """What a partial holds, by the names of the parameters; the function has none."""
+    yield from zip(positional_names(partial.func, len(partial.args)), partial.args)
+    yield from partial.keywords.items()
+    yield "", partial.func
+
+
+def _attributes(x: Any, path: Path) -> Iterator[tuple[Path, Any]]:
+    """Of an object that is no PyTree: what it was made of, and if it is of a class of
+    the user's, all that it holds, and its class."""
+    yield from ((path, getattr(x, name)) for name in _INNER if hasattr(x, name))
+    module = type(x).__module__
+    if module.startswith("jax.") and callable(x):
+        # Such as a `jax.custom_jvp`, which holds the function and its rules.
+        yield from ((path, held) for held in getattr(x, "__dict__", {}).values())
+    elif type(x) is types.SimpleNamespace or not _is_installed(module):
+        yield (), type(x)
+        slots = [getattr(c, "__slots__", ()) for c in type(x).__mro__]
+        for name in it.chain(getattr(x, "__dict__", ()), *slots):
+            if not name.startswith("__") and hasattr(x, name):
+                yield (*path, name), getattr(x, name)
+
+
+def _variables(fn: types.FunctionType, packages: set[str]) -> Iterator[tuple[str, Any]]:
+    """What a function reads, and what it calls that. Globals are read of users'
+    functions, and of those in these packages: all would be half of what is
+    installed."""
+    code = fn.__code__
+    of_library = is_library(code.co_filename)
+    for name, cell in zip(code.co_freevars, fn.__closure__ or ()):
+        if cell != types.CellType():  # else it is not assigned yet
+            x = cell.cell_contents
+            # `jax.vmap(model)` closes over the model, and has no name for it.
+            is_inner = of_library or x is getattr(fn, "__wrapped__", None)
+            yield from _in_module("" if is_inner else name, x, code)
+    defaults = fn.__defaults__ or ()
+    yield from zip(code.co_varnames[code.co_argcount - len(defaults) :], defaults)
+    yield from (fn.__kwdefaults__ or {}).items()
+    space = fn.__globals__
+    module = space.get("__name__", "")
+    is_read = not _is_installed(module) or module.split(".")[0] in packages
+    if is_read and not of_library:
+        for name in _names_in(code, "LOAD_GLOBAL"):
+            if name in space:
+                yield from _in_module(name, space[name], code)
+
+
+def _in_module(name: str, x: Any, code: types.CodeType) -> Iterator[tuple[str, Any]]:
+    """A variable; or, if it is a Python module, what code may read of that."""
+    if isinstance(x, types.ModuleType):
+        names = _names_in(code, "LOAD_ATTR", "LOAD_METHOD")
+        yield from ((n, value) for n, value in vars(x).items() if n in names)
+    else:
+        yield name, x
+
+
+@ft.lru_cache(maxsize=4096)
+def _names_in(code: types.CodeType, *instructions: str) -> dict[str, None]:
+    """The names in these instructions of code, and of the functions within it."""
+    own = (i.argval for i in dis.get_instructions(code) if i.opname in instructions)
+    inner = [c for c in code.co_consts if isinstance(c, types.CodeType)]
+    return dict.fromkeys(it.chain(own, *(_names_in(c, *instructions) for c in inner)))
+
+
+_installed = tuple(
+    map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib"))
+)
+
+
+def _is_installed(module: str) -> bool:
+    """Whether a module is part of Python or of a package, rather than the user's."""
+    if module == "__main__" or module not in sys.modules:
+        return False
+    file = getattr(sys.modules[module], "__file__", None)
+    return file is None or file.startswith(_installed) or is_library(file)
+
+
+def is_internal(cls: type) -> bool:
+    """Whether a library makes modules of this class for itself, on the way: one that is
+    private, as `_Damped` of optimistix, or around a function, as its `OutAsArray`."""
+    names = {f.name for f in dc.fields(cls)}
+    return _is_installed(cls.__module__) and (
+        cls.__name__.startswith("_") or not _AROUND_FUNCTION.isdisjoint(names)
+    )
+
+
+_AROUND_FUNCTION = frozenset(
+    "__wrapped__ __self__ __func__ _fn fn func _fun fun _fun_value_and_grad".split()
+)

@@ -20,7 +20,7 @@ from .._arrays import as_integer
 from .._errors import check_arity
 from .._handlers.events import print_event
 from .._mark.sow import check_tag
-from .._mark.static import Const, Same
+from .._mark.static import Const
 from .._modules.capture import is_function_to_capture, Marking
 from .._values.modes import as_mode, as_modes, Mode
 from .._values.reduce import Reducer
@@ -73,7 +73,7 @@ class Options(Marking):
     every: int = 1
     ordered: bool = False
     with_index: bool = False
-    callback: Const | Same | None = None
+    callback: Const | None = None
 
     def __repr__(self):
         # Only what was said.
@@ -254,15 +254,17 @@ def as_every(option: str, every: Any) -> int:
 _FUNCTIONS = types.FunctionType, types.MethodType, types.BuiltinFunctionType
 
 
-def as_callback(option: str, callback: Any) -> Const | Same:
+def as_callback(option: str, callback: Any) -> Const:
     del option
     callback = print_event if callback is None else callback
     if not callable(callback):
         raise TypeError(
             f"`tap(fn, callback)` takes a function of an event, not {callback!r}."
         )
-    # What may hold arrays is not compared.
-    return (Const if isinstance(callback, _FUNCTIONS) else Same)(callback)
+    if not isinstance(callback, _FUNCTIONS):
+        # It may hold arrays. A bound method is compared by which object it is of.
+        callback = types.MethodType(type(callback).__call__, callback)
+    return Const(callback)
 
 
 _CHECKS: dict[str, Callable[[str, Any], Any]] = {

@@ -47,7 +47,7 @@ def _meant(values: Mapping[str, Any], program: Program) -> dict[str, dict[_At, A
     meant = {p: fits(p) for p in values}
     missing = [p for p in values if not meant[p]]
     models = []
-    for model in program.named.roots if missing else ():
+    for model in program.roots if missing else ():
         path = lambda p: model if p == "." else join(model, p)
         inside = {p: fits(path(p)) for p in missing}
         if all(inside.values()):

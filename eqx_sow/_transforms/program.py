@@ -14,12 +14,13 @@ from .. import _compat
 from .._arrays import to_jaxpr, types_of
 from .._errors import SowError
 from .._mark.listening import Listening, listening, tracing
-from .._mark.noting import called_with, listening_as
+from .._mark.noting import listening_as, within
 from .._mark.site import Label, Site
 from .._mark.sow import UnnamedSowError
 from .._mark.static import Const, rebuild, take_apart
 from .._modules import capture as _capture
-from .._modules.capture import Marking, Named
+from .._modules.capture import Marking
+from .._modules.places import roots
 from .._walk.edit import seen_as
 from .._walk.executions import with_executions
 from .._walk.find import loop_of, loops_around, recomputed, sites, sows
@@ -33,7 +34,8 @@ class Program:
     closed: Any
     inputs: list[Any]
     out: tuple[Const, tuple[Any, ...]]
-    named: Named
+    # With what the names of captured calls begin, where the models are.
+    roots: tuple[str, ...]
     marking: Marking
     depth: int
     again: Callable[[Marking], "Program"]
@@ -175,7 +177,7 @@ def _trace(fn: Callable, args: tuple, kwargs: dict, marking: Marking) -> Program
     def traced(inputs):
         nonlocal out
         called = rebuild(treedef, static, inputs)
-        with called_with(depth, lambda: _capture.given(*called)):
+        with within(depth, lambda: roots(*called)):
             fn, args, kwargs = called
             outs, *out = take_apart(fn(*args, **kwargs))
         return outs
@@ -205,8 +207,8 @@ def _trace(fn: Callable, args: tuple, kwargs: dict, marking: Marking) -> Program
             closed = closed_jaxpr(leafwise=True)
         if closed is None:
             raise
-    named = _capture.name(closed, (fn, args, kwargs), depth, marking)
+    closed, model_roots = _capture.name(closed, (fn, args, kwargs), depth, marking)
     # What a transformation inside captured for itself is not for others.
-    closed = seen_as(named.closed, lambda s: s.seen_from(depth, marking.tag))
+    closed = seen_as(closed, lambda s: s.seen_from(depth, marking.tag))
     again = ft.partial(trace, fn, args, kwargs)
-    return Program(closed, inputs, tuple(out), named, marking, depth, again)
+    return Program(closed, inputs, tuple(out), model_roots, marking, depth, again)
