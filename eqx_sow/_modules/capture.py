@@ -12,9 +12,8 @@ from .._errors import UnknownSowError, UnsupportedPrimitiveError
 from .._frames import is_library
 from .._mark.listening import Capture, Listening
 from .._mark.noting import has_method, own_methods
-from .._walk.edit import with_sites_at
-from .._walk.find import sites, sows
 from .._walk.flow import Here, run
+from .._walk.sows import sites, with_sites
 from .naming import Naming
 from .places import modules_without_arrays, Places
 from .sources import at_source, Source
@@ -116,11 +115,11 @@ def name(closed: Any, called: tuple, depth: int, marking: Marking) -> Named:
     sites = naming.sites()
     if marking.capture is not None:
         _check_found(closed, places, marking, naming)
-    return Named(with_sites_at(closed, sites), tuple(naming.roots))
+    return Named(with_sites(closed, sites), tuple(naming.roots))
 
 
 def _has_notes(closed: Any, marking: Marking) -> bool:
-    return any(marking.scope or s.note is not None for s, _ in sows(closed))
+    return any(marking.scope or s.note is not None for s in sites(closed))
 
 
 def _check_found(closed: Any, places: Places, marking: Marking, naming: Naming) -> None:

@@ -21,24 +21,23 @@ import jax.extend.core as jexc
 from .. import _compat
 from .._mark.calls import calls_around
 from .._mark.primitive import edge_p, sow_p
-from .find import jaxprs_in, jaxprs_of, variables, with_sow
+from .sows import jaxprs_in, jaxprs_of, Path, variables, with_sow
 
 
 class Here(NamedTuple):
     """Where in a program a jaxpr is.
 
-    `path`: how to get there from the outermost jaxpr: the index of an equation, of one
-    of the jaxprs in it, of an equation in there, and so on. The rest is what is around
-    it, from outside in. `around`: those equations. `running`: the calls of modules.
+    `path`: the way there from the outermost jaxpr. The rest is what is around it, from
+    outside in. `around`: those equations. `running`: the calls of modules.
     `scans`: the scans, by their paths. `cases`: of each cond, its index, and which of
     the branches it is. `final` is false in a trial run of the body of a loop, which is
     there to learn what the loop carries.
     """
 
-    path: tuple[int, ...] = ()
+    path: Path = ()
     around: tuple[Any, ...] = ()
     running: tuple[Any, ...] = ()
-    scans: tuple[tuple[int, ...], ...] = ()
+    scans: tuple[Path, ...] = ()
     cases: tuple[tuple[Any, int], ...] = ()
     final: bool = True
 
@@ -100,18 +99,17 @@ class Domain:
         """Of the entries for all iterations: the array that a scan makes of them."""
         return value
 
-    def carried(
+    def loop(
         self, eqn: Any, operands: Any, init: Any, body: Callable, here: Here
     ) -> list[Any]:
-        """What a loop carries into an iteration: what it begins with, or what `body`
-        makes of that. `here` is in the body."""
+        """What comes out of a loop: what it carries at the end, and what its iterations
+        return. `init` is what it carries at first. `body(carry, here)` returns what one
+        iteration makes of that; `here` is in the body."""
+        n = len(init)
         after = body(init, here._replace(final=False))
-        return [self.either(pair) for pair in zip(init, after)]
-
-    def left(self, init: Any, carry: Any, last: Any, here: Here) -> list[Any]:
-        """What a loop that began with `init` leaves. It carried `carry` into an
-        iteration, which made `last` of it."""
-        return [self.either(pair) for pair in zip(init, last)]
+        carry = [self.either(pair) for pair in zip(init, after[:n])]
+        outs = body(carry, here)
+        return [*(self.either(pair) for pair in zip(init, outs[:n])), *outs[n:]]
 
     def shard(self, value: Any, mesh: Any, spec: Any) -> Any:
         """What one device has of a value."""
@@ -145,7 +143,7 @@ def _leading_to_sows(
     domain: Domain, jaxpr: Any, outvars: Sequence[Any]
 ) -> list[tuple[int, Any]]:
     """The equations to look at, and their indices."""
-    with_sows = set(map(id, with_sow(jaxpr)))
+    with_sows = with_sow(jaxpr)
     asked = set(variables(outvars))
     found = []
     for i in range(len(jaxpr.eqns) - 1, -1, -1):
@@ -154,7 +152,7 @@ def _leading_to_sows(
             pairs = zip(eqn.outvars[1:], eqn.invars[1:])
             atoms = [*domain.asks(eqn), *(v for out, v in pairs if out in asked)]
         elif (
-            id(eqn) in with_sows
+            i in with_sows
             or eqn.primitive is edge_p
             or not asked.isdisjoint(eqn.outvars)
         ):
@@ -194,12 +192,10 @@ def _scan(domain: Domain, eqn: Any, operands: list[Any], here: Here) -> list[Any
     xs = [domain.entry(x, inside) for x in xs]
 
     def body(carry, here):
-        return run(domain, jaxpr, [*consts, *carry, *xs], here)
+        outs = run(domain, jaxpr, [*consts, *carry, *xs], here)
+        return [*outs[:m], *(domain.stacked(y, here) for y in outs[m:])]
 
-    carry = domain.carried(eqn, operands, init, lambda *x: body(*x)[:m], inside)
-    outs = body(carry, inside)
-    ys = [domain.stacked(y, inside) for y in outs[m:]]
-    return [*domain.left(init, carry, outs[:m], inside), *ys]
+    return domain.loop(eqn, operands, init, body, inside)
 
 
 def _while(domain: Domain, eqn: Any, operands: list[Any], here: Here) -> list[Any]:
@@ -207,14 +203,14 @@ def _while(domain: Domain, eqn: Any, operands: list[Any], here: Here) -> list[An
     n, m = p["cond_nconsts"], p["body_nconsts"]
     consts, init = operands[n : n + m], operands[n + m :]
     inside = here.inside(eqn, _number(eqn, p["body_jaxpr"]))
+    condition = here.inside(eqn, _number(eqn, p["cond_jaxpr"]))
 
     def body(carry, here):
+        at_condition = condition._replace(final=here.final)
+        run(domain, p["cond_jaxpr"], [*operands[:n], *carry], at_condition)
         return run(domain, p["body_jaxpr"], [*consts, *carry], here)
 
-    carry = domain.carried(eqn, operands, init, body, inside)
-    condition = here.inside(eqn, _number(eqn, p["cond_jaxpr"]))
-    run(domain, p["cond_jaxpr"], [*operands[:n], *carry], condition)
-    return domain.left(init, carry, body(carry, inside), inside)
+    return domain.loop(eqn, operands, init, body, inside)
 
 
 def _shard_map(domain: Domain, eqn: Any, operands: list[Any], here: Here) -> list[Any]:

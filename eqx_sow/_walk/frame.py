@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from .. import _compat
 from .._mark.primitive import edge_p, edge_value
-from .find import variables
+from .sows import variables
 
 
 class Frame:

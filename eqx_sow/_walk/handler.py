@@ -27,8 +27,8 @@ from typing import Any, NamedTuple, TYPE_CHECKING
 import jax
 
 from .._mark.site import Site
-from .find import sites
 from .refuse import is_solver, NO_RULE, OVER_AND_OVER, refuse, TEACH
+from .sows import sites
 
 
 if TYPE_CHECKING:

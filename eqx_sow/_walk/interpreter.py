@@ -17,10 +17,9 @@ import jax.tree_util as jtu
 from .. import _compat
 from .._arrays import in_mesh_of, to_jaxpr
 from .._mark.primitive import sow_p
-from .edit import without_sows
-from .find import with_sow
 from .frame import Frame
 from .handler import Given, Handler, Taken
+from .sows import with_sow, without_sows
 
 
 rules: dict[jexc.Primitive, Callable] = {}
@@ -117,9 +116,9 @@ def evaluate(
         stages = _stages if kept else weakref.WeakKeyDictionary()
     frame = Frame(jaxpr, [*consts, *args])
     found: list[Any] = []
-    has_sow = set(map(id, with_sow(jaxpr)))
+    has_sow = with_sow(jaxpr)
     for i, eqn in enumerate(jaxpr.eqns):
-        if id(eqn) not in has_sow:
+        if i not in has_sow:
             frame.defer(frame.without_donating(eqn))
             continue
         frame.now, frame.eqn = i, eqn

@@ -36,11 +36,10 @@ from .._mark.listening import around, listening
 from .._mark.noting import listening_as
 from .._mark.primitive import residuals, sow_p
 from .._mark.site import Axis, out_of_loop
-from .edit import with_sites, without_prints
-from .find import has_sow, is_lanewise, shows_sow, sites
 from .handler import Given, Handler
 from .interpreter import Interpret
 from .rules import control_flow
+from .sows import has_sow, loops_of, shows_sow, sites, sows, with_sites, without_prints
 
 
 cond_p = jexc.primitives.cond_p
@@ -233,7 +232,7 @@ def _batch_while(rule):
         # If the predicate has an axis already, an earlier vmap has told the sows.
         if varies and not cond.out_avals[0].shape:
             if has_sow(body):
-                args, dims, params = _guarded(axis_data, args, dims, params)
+                args, dims, params = _guarded(args, dims, params)
             axis_data = _within(axis_data, None)
             closed, dims_out = _batched(rule, axis_data, args, dims, params)
         n = len(body.out_avals)
@@ -242,51 +241,24 @@ def _batch_while(rule):
     return batch_while
 
 
-def _guarded(axis_data, args, dims, params):
-    """The same while loop, with the sows in its body told whether they run.
-
-    If each lane is sure to have a predicate of its own, the loop carries that in front
-    of all else. So it is evaluated once in each iteration; JAX does so twice under a
-    vmap, to know whether to go on, and in which lanes."""
+def _guarded(args, dims, params):
+    """The same while loop, with the sows in its body told whether they run: each time,
+    the body evaluates the condition first. (JAX's rule does so too, to leave lanes
+    alone that have finished, and the compiler makes one of the two.)"""
     cond, body = params["cond_jaxpr"], params["body_jaxpr"]
     n = params["cond_nconsts"]
-    m = n + params["body_nconsts"]
     going = jexc.jaxpr_as_fun(without_prints(cond))
     run = Interpret(Guard((None, 1, 1)))(body)
-    carried = not cond.effects and is_lanewise(cond)
+    n_body = params["body_nconsts"]
 
     def guarded(*args):
-        consts, carry = args[:m], args[m:]
-        mask, *carry = carry if carried else (*going(*consts[:n], *carry), *carry)
-        outs, _ = run(Given(values=mask), *consts[n:], *carry)
-        if not carried:
-            return outs
-        # As under JAX's rule, the predicate sees a lane that has finished as it was.
-        new = [jax.lax.select_n(mask, x, y) for x, y in zip(carry, outs)]
-        return [*going(*consts[:n], *new), *outs]
+        cond_consts, args = args[:n], args[n:]
+        (runs,) = going(*cond_consts, *args[n_body:])
+        return run(Given(values=runs), *args)[0]
 
-    consts, carry = body.in_avals[: m - n], body.in_avals[m - n :]
-    if carried:
-        carry = [*cond.out_avals, *carry]
-    body = jax.make_jaxpr(guarded)(*cond.in_avals[:n], *consts, *carry)
-    params = {**params, "body_jaxpr": body, "body_nconsts": m}
-    if not carried:
-        return [*args[:n], *args], [*dims[:n], *dims], params
-    over = [*dims[:n], *dims[m:]]
-    mapped = any(d is not None for d in over)
-    if mapped:
-        going = jax.vmap(
-            going,
-            in_axes=over,
-            axis_name=axis_data.name,
-            axis_size=axis_data.size,
-            spmd_axis_name=axis_data.spmd_name,
-        )
-    (mask,) = going(*args[:n], *args[m:])
-    cond = jax.make_jaxpr(lambda mask, *_: mask)(*carry)
-    params = {**params, "cond_jaxpr": cond, "cond_nconsts": 0}
-    args = [*args[:m], mask, *args[m:]]
-    return args, [*dims[:m], 0 if mapped else None, *dims[m:]], params
+    body = jax.make_jaxpr(guarded)(*cond.in_avals[:n], *body.in_avals)
+    params = {**params, "body_jaxpr": body, "body_nconsts": n + n_body}
+    return [*args[:n], *args], [*dims[:n], *dims], params
 
 
 @_wrap(batching.fancy_primitive_batchers, cond_p)
@@ -330,13 +302,14 @@ def _stamp_hoisted(closed: Any, length: int) -> Any:
         c = scan[length=3] b        c = scan[length=3] b
     """
 
-    def stamped(site, operands, loops):
-        loop = Axis(length, (False,) * operands, loops, lane=False)
-        return site._replace(axes=out_of_loop(site.axes, loop)[1])
-
-    *hoisted, loop = closed.eqns
-    eqns = [*(with_sites(e, stamped) for e in hoisted), loop]
-    return _compat.with_changes(closed, eqns=eqns)
+    scan = len(closed.eqns) - 1
+    stamped = {}
+    for site, eqns, path in sows(closed):
+        if path and path[0] != scan:
+            has = (False,) * (len(eqns[-1].invars) - 1)
+            loop = Axis(length, has, len(loops_of(eqns)), lane=False)
+            stamped[path] = site._replace(axes=out_of_loop(site.axes, loop)[1])
+    return with_sites(closed, stamped)
 
 
 @_wrap(_compat.primitive_linearizations, scan_p)

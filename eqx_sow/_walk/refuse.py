@@ -13,7 +13,15 @@ if TYPE_CHECKING:
 
 
 def check_guarded(site: Site) -> None:
-    """Raises if it cannot be told whether a sow runs."""
+    """Raises if it cannot be told whether a sow runs, or only runs again."""
+    if site.again is None:
+        raise SowError(
+            f"`sow(..., {site.name!r})` at {site.where} is in the `bwd` of a "
+            "`jax.custom_vjp` that only some lanes of a `jax.vmap` call, and its name "
+            "is that of a sow in the forward pass: whether it repeats that one cannot "
+            "be told. Give it another name, with `eqx_sow.scope(...)` in the `bwd`, or "
+            "leave the sow out, by `names` or another `tag`."
+        )
     if site.unguarded:
         raise SowError(
             f"`sow(..., {site.name!r})` at {site.where} is in the derivative rule of a "

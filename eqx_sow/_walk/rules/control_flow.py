@@ -19,11 +19,10 @@ from jax import lax
 
 from ... import _compat
 from ..._arrays import select, to_jaxpr, types_of, zeros_like
-from ..edit import without_sows
-from ..find import sites
 from ..handler import Given, Taken
 from ..interpreter import consts_as_args, rule_for
 from ..refuse import refuse
+from ..sows import sites, without_sows
 from .calls import bind
 from .eager import staged_if_eager
 

@@ -18,10 +18,9 @@ from ... import _compat
 from ..._arrays import types_of
 from ..._mark.listening import listening
 from ..._mark.primitive import sow_effect
-from ..edit import without_prints, without_sows
-from ..find import expanded, sites
 from ..interpreter import rule_for
 from ..refuse import refuse
+from ..sows import expanded, sites, without_prints, without_sows
 from .calls import bind
 
 

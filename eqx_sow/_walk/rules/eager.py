@@ -15,8 +15,8 @@ import jax.core
 import jax.tree_util as jtu
 
 from ... import _compat
-from ..find import jaxprs_in
 from ..interpreter import Interpret
+from ..sows import jaxprs_in
 
 
 def _to_ref(x: Any) -> Any:

@@ -5,10 +5,10 @@ import jax
 
 from ... import _compat
 from ..._arrays import on_mesh
-from ..find import sites
 from ..handler import Given, Taken
 from ..interpreter import rule_for
 from ..refuse import refuse
+from ..sows import sites
 
 
 @rule_for(_compat.shard_map_p)
