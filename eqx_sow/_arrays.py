@@ -5,11 +5,8 @@ the type of an array. What is made here in the place of a value has that of the 
 """
 
 import contextlib
-import functools as ft
 import operator
-import threading
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -37,52 +34,6 @@ def leading(x, ndim: int):
 
 def select(mask, x, y):
     return jnp.where(leading(mask, jnp.ndim(x)), x, y)
-
-
-def to_jaxpr(fn: Callable) -> Callable[..., tuple[Any, Any]]:
-    """`jax.make_jaxpr`, which also returns the treedef of what `fn` returns. JAX is not
-    told of treedefs: version 0.10 looks for one among all that are alike but for what
-    is static in them, one by one."""
-
-    @ft.cache
-    def flat(inputs):
-        treedefs: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-        new = threading.local()
-
-        def run(*leaves):
-            out = fn(*jax.tree.unflatten(inputs, leaves))
-            leaves, new.treedef = jax.tree.flatten(out)
-            return leaves
-
-        make = jax.make_jaxpr(run)
-
-        def call(leaves):
-            new.treedef = None
-            closed = make(*leaves)
-            jaxpr, _ = _compat.open_jaxpr(closed)
-            # JAX may have it from a call before.
-            treedef = new.treedef or treedefs.get(jaxpr)
-            if treedef is None:
-                # Another thread has just made it, and has not said yet what it is.
-                closed = jax.make_jaxpr(lambda *leaves: run(*leaves))(*leaves)
-                return closed, new.treedef
-            treedefs[jaxpr] = treedef
-            return closed, treedef
-
-        return call
-
-    def to_jaxpr_of_fn(*args):
-        leaves, inputs = jax.tree.flatten(args)
-        return flat(inputs)(leaves)
-
-    return to_jaxpr_of_fn
-
-
-def types_of(fn: Callable, *args):
-    """What `jax.eval_shape` returns, as types. A `ShapeDtypeStruct` knows nothing of a
-    mesh without explicit axes, so JAX refuses one from inside a `jax.shard_map`."""
-    closed, treedef = to_jaxpr(fn)(*args)
-    return jax.tree.unflatten(treedef, closed.out_avals)
 
 
 def _sharding(x) -> NamedSharding:
@@ -138,8 +89,7 @@ def broadcast_to(x, shape: Sequence[int], spec: Sequence[Any]):
 
 
 def broadcast_like(x, other):
-    sharding = sharding_with(other, spec_of(other))
-    return jnp.broadcast_to(x, other.shape, out_sharding=sharding)
+    return broadcast_to(x, other.shape, spec_of(other))
 
 
 def sharded_like(x, other):

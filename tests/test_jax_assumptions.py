@@ -715,7 +715,7 @@ def test_movements():
 
 @assumed(
     "The primitive of `jax.lax.custom_linear_solve` has the name custom_linear_solve.",
-    "_walk/refuse.py",
+    "_walk/handler.py",
 )
 def test_solver():
     solve = lambda b: jax.lax.custom_linear_solve(

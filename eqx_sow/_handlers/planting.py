@@ -23,8 +23,7 @@ from .._mark.static import Const, OPERAND, rebuild, SameParts
 from .._values import entry as _entry, merge as _merge
 from .._values.entry import Entry
 from .._walk.frame import Frame
-from .._walk.handler import Handler
-from .._walk.refuse import check_guarded
+from .._walk.handler import check_guarded, Handler
 from .._walk.rules.control_flow import alike
 from .._walk.sows import loops_of, sites, sows
 from .asked import reached

@@ -21,8 +21,7 @@ from .._mark.static import Const, NoTangent, OPERAND, SameParts
 from .._names import lookup
 from .._values.entry import align, either, in_each_iteration, running, transformed
 from .._walk.frame import Frame
-from .._walk.handler import Handler
-from .._walk.refuse import check_guarded, is_solver
+from .._walk.handler import check_guarded, Handler, is_solver
 from .._walk.sows import Found, loops_of, sites, sows
 from .asked import Asked, reached
 from .collect import leave_to_others, pass_by

@@ -11,12 +11,12 @@ from typing import Any
 import jax
 
 from .. import _compat
-from .._arrays import to_jaxpr, types_of
 from .._errors import SowError
 from .._mark.listening import Listening, listening, tracing
 from .._mark.noting import called_with, listening_as
 from .._mark.site import Label, Site
 from .._mark.sow import UnnamedSowError
+from .._mark.staging import to_jaxpr, types_of
 from .._mark.static import Const, rebuild, take_apart
 from .._modules import capture as _capture
 from .._modules.capture import Marking, Named

@@ -21,18 +21,16 @@ know of loops and branches, save how what it passes down (`Given`) and takes bac
 | `refuse` | `wants` | a sow that cannot be had: is it an error? |
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TYPE_CHECKING
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 
+from .. import _compat
+from .._errors import SowError, UnsupportedPrimitiveError
 from .._mark.site import Site
-from .refuse import is_solver, NO_RULE, OVER_AND_OVER, refuse, TEACH
+from .frame import Frame
 from .sows import sites
-
-
-if TYPE_CHECKING:
-    from .frame import Frame
 
 
 class Given(NamedTuple):
@@ -60,9 +58,7 @@ class Handler:
     """What to do with sows. Handlers are hashable, and hold no state: whatever they
     find out leaves the walk in `Taken`, so that JAX may cache it."""
 
-    def sow(
-        self, found: list, given: Given, site: Site, atoms, frame: "Frame"
-    ) -> Given:
+    def sow(self, found: list, given: Given, site: Site, atoms, frame: Frame) -> Given:
         """Sees to one sow: `frame` takes what its outputs are, `found` whatever
         `end_jaxpr` wants to know. Returns what the next sow is given."""
         raise NotImplementedError
@@ -96,7 +92,7 @@ class Handler:
         why = (OVER_AND_OVER,) if is_solver(eqn) else (NO_RULE, TEACH)
         refuse(self, eqn, sites(eqn), *why)
 
-    def end_jaxpr(self, found: list, given: Given, frame: "Frame") -> Taken:
+    def end_jaxpr(self, found: list, given: Given, frame: Frame) -> Taken:
         """One `Taken` from all that `sow` and the rules put into `found`."""
         return Taken(given.carry)
 
@@ -132,7 +128,7 @@ class Handler:
         the carry."""
         return (), lambda new: carry
 
-    def leave_equation(self, values: Any, frame: "Frame") -> Any:
+    def leave_equation(self, values: Any, frame: Frame) -> Any:
         """`Taken.values` of what is inside an equation: `frame.eqn`."""
         return values
 
@@ -165,3 +161,58 @@ class Handler:
     def after_iteration(self, old: Any, new: Any) -> Any:
         """For a loop of unknown length: `Taken.values` after one more iteration."""
         return new
+
+
+# --- sows that a handler cannot see to ---
+def check_guarded(site: Site) -> None:
+    """Raises if it cannot be told whether a sow runs, or only runs again."""
+    if site.again is None:
+        raise SowError(
+            f"`sow(..., {site.name!r})` at {site.where} is in the `bwd` of a "
+            "`jax.custom_vjp` that only some lanes of a `jax.vmap` call, and its name "
+            "is that of a sow in the forward pass: whether it repeats that one cannot "
+            "be told. Give it another name, with `eqx_sow.scope(...)` in the `bwd`, or "
+            "leave the sow out, by `names` or another `tag`."
+        )
+    if site.unguarded:
+        raise SowError(
+            f"`sow(..., {site.name!r})` at {site.where} is in the derivative rule of a "
+            "function (`jax.custom_jvp`, `jax.custom_vjp`) that only some lanes of a "
+            "`jax.vmap` call, and the vmap came before the derivative: whether the sow "
+            "runs cannot be told. Take the derivative inside the vmap, "
+            "`jax.vmap(jax.grad(fn))`, or leave the sow out, by `names` or another "
+            "`tag`."
+        )
+
+
+_MOVE = "Move the sow out of it."
+NO_RULE = "eqx_sow has no rule for it"
+TEACH = (
+    f"{_MOVE} If the primitive is yours, `@eqx_sow.register_rule(primitive)` teaches "
+    "eqx_sow about it."
+)
+OVER_AND_OVER = "it evaluates its function over and over"
+
+
+def is_solver(eqn: Any) -> bool:
+    """Whether it evaluates a linear function over and over, and leaves its effects
+    out."""
+    primitive, _ = _compat.unmapped(eqn)
+    return primitive.name in ("linear_solve", "custom_linear_solve")
+
+
+def refuse(
+    handler: Handler, eqn: Any, inside: Iterable[Site], why: str, remedy: str = _MOVE
+) -> None:
+    """Raises if the handler wants any of the sows inside an equation."""
+    for site in filter(handler.wants, inside):
+        raise UnsupportedPrimitiveError(unsupported(site, eqn, why, remedy))
+
+
+def unsupported(site: Site, eqn: Any, why: str, remedy: str = _MOVE) -> str:
+    primitive, _ = _compat.unmapped(eqn)
+    return (
+        f"`sow(..., {site.name!r})` at {site.where} is inside the primitive "
+        f"`{primitive}`: {why}, so the value cannot be captured or planted. "
+        f"{remedy} Or leave it out, by `names` or another `tag`."
+    )

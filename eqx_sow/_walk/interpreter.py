@@ -15,8 +15,9 @@ import jax.extend.core as jexc
 import jax.tree_util as jtu
 
 from .. import _compat
-from .._arrays import in_mesh_of, to_jaxpr
+from .._arrays import in_mesh_of
 from .._mark.primitive import sow_p
+from .._mark.staging import to_jaxpr
 from .frame import Frame
 from .handler import Given, Handler, Taken
 from .sows import with_sow, without_sows
@@ -119,15 +120,14 @@ def evaluate(
     has_sow = with_sow(jaxpr)
     for i, eqn in enumerate(jaxpr.eqns):
         if i not in has_sow:
-            frame.defer(frame.without_donating(eqn))
+            frame.defer(_without_donating(eqn))
             continue
         frame.now, frame.eqn = i, eqn
         if eqn.primitive is sow_p:
-            frame.forbid_donation(eqn.invars)
             _, *atoms = eqn.invars
             given = handler.sow(found, given, eqn.params["site"], atoms, frame)
             continue
-        frame.eqn = eqn = frame.without_donating(eqn)
+        frame.eqn = eqn = _without_donating(eqn)
         if handler.keeps_intact(eqn):
             frame.defer(eqn)
             continue
@@ -136,7 +136,6 @@ def evaluate(
             handler.meet_unknown(found, eqn)
             frame.defer(eqn if handler.has_outer else without_sows(eqn))
             continue
-        frame.forbid_donation(eqn.invars)
         values = frame.read(eqn.invars)
         frame.flush_effects()
         with eqn.ctx.manager, in_mesh_of(values):
@@ -152,3 +151,13 @@ def evaluate(
     outs = frame.read_arrays(jaxpr.outvars)
     frame.flush_effects()
     return outs, taken
+
+
+def _without_donating(eqn: Any) -> Any:
+    """The equation, if it is that of a jitted function, without donating its operands:
+    a handler may return them."""
+    donated = eqn.params.get("donated_invars", ())
+    if not any(donated):
+        return eqn
+    nothing = (False,) * len(donated)
+    return eqn.replace(params={**eqn.params, "donated_invars": nothing})

@@ -15,11 +15,11 @@ import jax.extend.linear_util as lu
 import jax.numpy as jnp
 
 from ... import _compat
-from ..._arrays import types_of
 from ..._mark.listening import listening
 from ..._mark.primitive import sow_effect
+from ..._mark.staging import types_of
+from ..handler import refuse
 from ..interpreter import rule_for
-from ..refuse import refuse
 from ..sows import expanded, sites, without_prints, without_sows
 from .calls import bind
 

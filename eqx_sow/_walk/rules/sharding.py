@@ -5,9 +5,8 @@ import jax
 
 from ... import _compat
 from ..._arrays import on_mesh
-from ..handler import Given, Taken
+from ..handler import Given, refuse, Taken
 from ..interpreter import rule_for
-from ..refuse import refuse
 from ..sows import sites
 
 
