@@ -1,7 +1,9 @@
 """Helpers for arrays.
 
 On a mesh with explicit axes, which is what `jax.make_mesh` makes, a sharding is part of
-the type of an array. What is made here in the place of a value has that of the value.
+the type of an array. Arrays that are made here to stand for a value, such as zeros of a
+branch that did not run, have the sharding of that value. A `spec` says for each axis of
+an array over which mesh axes it is sharded, as in `("data", None)`.
 """
 
 import contextlib
@@ -77,12 +79,13 @@ def shape_like(x, shape: Sequence[int], spec: Sequence[Any]) -> jax.ShapeDtypeSt
 
 
 def zeros_like(x):
+    """Zeros of the type of `x`, which may be a type itself."""
     sharding = sharding_with(x, spec_of(x))
     return jnp.zeros(x.shape, x.dtype, out_sharding=sharding)
 
 
 def broadcast_to(x, shape: Sequence[int], spec: Sequence[Any]):
-    """`spec` is that of the new leading axes."""
+    """Gives an array new leading axes. `spec` is that of these."""
     old = spec_of(x)[jnp.ndim(x) - (len(shape) - len(spec)) :]
     sharding = sharding_with(x, (*spec, *old))
     return jnp.broadcast_to(x, shape, out_sharding=sharding)
@@ -93,6 +96,7 @@ def broadcast_like(x, other):
 
 
 def sharded_like(x, other):
+    """`x` with the sharding of another array of its shape."""
     spec = spec_of(other)
     if spec_of(x) == spec or sharding_with(other, spec) is None:
         return x
@@ -103,7 +107,7 @@ def sharded_like(x, other):
 
 
 def on_mesh(x, mesh: Any, spec: PartitionSpec):
-    """On a mesh with explicit axes of which nothing else says that `x` is there."""
+    """Puts an array on a mesh, if that has explicit axes and `x` is on none yet."""
     if AxisType.Explicit not in mesh.axis_types or _mesh(x) is not None:
         return x
     return jax.sharding.reshard(x, NamedSharding(mesh, spec))

@@ -242,7 +242,7 @@ def test_effect_is_lowered():
     "_walk/sows.py",
     "_walk/interpreter.py",
     "_walk/frame.py",
-    "_walk/rules/custom.py",
+    "_walk/rules/calls.py",
 )
 def test_jaxprs_as_keys():
     one, other = (jaxpr_of(lambda x: jnp.sin(x), 1.0) for _ in range(2))
@@ -421,8 +421,8 @@ PARAMETERS = {
 RULES = {
     "jit_p": "calls",
     "remat_p": "calls",
-    "custom_jvp_call_p": "custom",
-    "custom_vjp_call_p": "custom",
+    "custom_jvp_call_p": "calls",
+    "custom_vjp_call_p": "calls",
 }
 
 
@@ -606,7 +606,7 @@ def test_calls():
 @assumed(
     'A `custom_vmap` function is one equation, with its jaxpr in `"call"`.',
     "_compat.py",
-    "_walk/rules/custom.py",
+    "_walk/rules/calls.py",
 )
 def test_custom_vmap():
     (eqn,) = jaxpr_of(with_vmap(lambda x: 2 * x), 1.0).eqns
@@ -649,7 +649,7 @@ def test_binding_a_custom_rule(name, monkeypatch):
 @assumed(
     "The derivative rule in an equation can be wrapped by `lu.wrap_init`, with its "
     "`debug_info`; its `call_wrapped` returns a jaxpr first, and memoizes it.",
-    "_walk/rules/custom.py",
+    "_walk/rules/calls.py",
 )
 def test_memoized_rules(name, rule):
     seen = []
@@ -1340,7 +1340,7 @@ if hasattr(hijax, "HiPrim"):
         "_compat.py",
         "_walk/sows.py",
         "_walk/jax_rules.py",
-        "_walk/rules/custom.py",
+        "_walk/rules/calls.py",
     )
     def test_hi_primitives():
         inside = jax.make_jaxpr(jnp.sin)(1.0)

@@ -1,4 +1,4 @@
-"""Which sows of a program are executions, and of which a derivative is.
+"""Which sows of a program are executions, and to which of them a derivative belongs.
 
 A sow in the forward pass is an execution. A derivative belongs to one: the edge that
 is its first operand comes out of the equation of its primal (`_mark/primitive.py`),
@@ -8,29 +8,32 @@ What a backward pass computes once more is a repetition, which is no execution. 
 are three kinds of it:
 
 - A value that is computed as in the forward pass, from the same inputs: a `bwd` that
-  differentiates the forward function where it was. To tell, every value of the program
-  has a number: two have the same one if they are computed alike, from the same inputs.
+  calls `jax.vjp(forward, x)` with the `x` of the forward pass. To tell, every value of
+  the program has a number: two have the same one if they are computed alike, from the
+  same inputs.
 - In a loop of unknown length, the same equation, called from the same lines: Equinox's
   checkpointed loops run their body anew in each step of the backward pass.
 - In the derivative rule of a `jax.custom_jvp` function, the same equation as in that
-  function, if the rule calls it: optimistix solves, and evaluates what it solved once
-  more at the solution.
+  function, if the rule calls the function: optimistix solves, and then evaluates the
+  function that it solved once more, at the solution.
 
-Whatever else a `bwd` sows is an execution of its own, as the values at other states of
-`diffrax.BacksolveAdjoint`, which solves another equation there.
+Whatever else a `bwd` sows is an execution of its own. So are the values that
+`diffrax.BacksolveAdjoint` visits: it solves another equation in its backward pass.
 
-Last, of two sows in branches of one cond, as a `vmap` leaves them, only one runs: if
-the index of both is made in one place. In another call of the function it is another.
+A third question is about conds of which a `vmap` runs all branches. Of two sows in two
+branches only one runs, if they are of one run of the cond: if the index that both have
+as an operand was made in one place. In another call of the function it is made in
+another one.
 
-The answers are written into the sites: `Site.of`, `again`, `backward` and `cases`. Of
+The answers are written into the sites: `Site.of`, `again`, `backward` and `cases`. In
 
     y = sow[name=h] x          # equation 0 of the program
     z = jit[... sow[name=h] y] # equation 1, and equation 2 in there
     ...
     dy = sow[name=h, modes=(cotangent,)] e dz    # `e` comes out of equation 1
 
-the first sow is `of` `{(0,)}`, the second one and the cotangent of `{(1, 0, 2)}`: a way
-to an equation, as `Here.path` has it.
+the first sow has `of={(0,)}`, and the second one and the cotangent `of={(1, 0, 2)}`,
+which is the path of an equation: see `Path`.
 """
 
 import itertools as it
@@ -51,10 +54,11 @@ from .sows import loop_of, Path, sows, with_sites
 def with_executions(
     closed: Any, wants: Callable[[Site], bool], several: Callable[[Site], bool]
 ) -> Any:
-    """A program in which the sites that are wanted say which executions they are. The
-    same program, if there is nothing to ask: neither a primal in a backward pass, nor
-    derivatives or branches of a name that has more than one sow. Nor derivatives of one
-    that may have `several`."""
+    """A program in which the sites that are wanted say which executions they are.
+    `several` says whether a name may have more than one, as with `Append`.
+
+    It is the same program if that is obvious: there is no primal in a backward pass,
+    and no name has derivatives, or is in branches, and also has more than one sow."""
     wanted = [x for x in sows(closed) if wants(x.site)]
     n = Counter(x.site.key for x in wanted)
 
@@ -73,13 +77,16 @@ def with_executions(
 
 
 class _Sow(NamedTuple):
-    """One that the pass came by. `edges`: the executions that its edge comes from.
-    `value` is equal for sows of equal values."""
+    """A sow that the pass came by."""
 
     site: Site
+    # Its place; the last of the equations around it is its own.
     here: Here
+    # The paths of the executions that its edge comes from.
     edges: frozenset[Path]
+    # Equal for two sows of equal values.
     value: Hashable
+    # For each guard, where its operand was made: tells runs of one cond apart.
     runs: tuple[Hashable, ...]
 
     @property
@@ -92,15 +99,15 @@ class _Sow(NamedTuple):
 
 
 def _sites(found: Sequence[_Sow]) -> dict[Path, Site]:
-    """The sites that say it, by the way to their equations."""
+    """The sites that have the answers, by the paths of their equations."""
     primals = [x for x in found if not x.site.modes]
     # For each repetition, the executions that it repeats.
     repeated: dict[Path, frozenset[Path]] = {}
     by_value = defaultdict(list)
     for x in primals:
         by_value[x.value].append(x)
-    for same in by_value.values():
-        repeated.update(_repeated_values(same))
+    for alike in by_value.values():
+        repeated.update(_repeated_values(alike))
     repeated.update(_replayed([x for x in primals if x.here.path not in repeated]))
     ran = {x.site.key for x in primals if not x.backward}
     of_call = defaultdict(list)
@@ -110,8 +117,8 @@ def _sites(found: Sequence[_Sow]) -> dict[Path, Site]:
     for x in found:
         path, of = x.here.path, [x.here.path]
         if x.site.modes:
-            # Edges of several branches may come out of one place. Where nothing leads
-            # to the primal, it is any from this call of `sow`.
+            # A derivative may be of one primal or another, if a branch decides. Where
+            # no edge leads to a primal, it is of any from this call of `sow`.
             any_of = of_call[x.site.origin]
             of = x.edges.intersection(any_of) or any_of
         # In a branch of a cond that a vmap made a selection of, a value of the forward

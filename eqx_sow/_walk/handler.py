@@ -1,8 +1,10 @@
-"""What a handler of sows has to say for itself.
+"""A handler says what becomes of the sows in a program.
 
-The walk in `interpreter.py` does not know what becomes of a sow. A handler does not
-know of loops and branches, save how what it passes down (`Given`) and takes back
-(`Taken`) goes through them.
+The walk in `interpreter.py`, and its rules, run the program. They ask the handler at
+each sow, and wherever something of the handler's goes into a loop or a branch or comes
+out of it. `Given` is what a handler passes down to the sows, and `Taken` what it gets
+back from them. In `save_intermediates`, `Given.carry` has the states of reducers, and
+`Taken.values` what was captured.
 
 | called by | method | for |
 |---|---|---|
@@ -55,24 +57,28 @@ class Taken(NamedTuple):
 
 
 class Handler:
-    """What to do with sows. Handlers are hashable, and hold no state: whatever they
-    find out leaves the walk in `Taken`, so that JAX may cache it."""
+    """What to do with sows. A handler is hashable and holds no state: whatever it finds
+    out leaves the walk in `Taken`. So JAX may cache what it made of a jaxpr."""
 
     def sow(self, found: list, given: Given, site: Site, atoms, frame: Frame) -> Given:
-        """Sees to one sow: `frame` takes what its outputs are, `found` whatever
-        `end_jaxpr` wants to know. Returns what the next sow is given."""
+        """Sees to the sow `frame.eqn`, with the operands `atoms` after its edge. Tells
+        `frame` what its outputs are, and appends to `found` whatever `end_jaxpr` wants
+        to know. Returns the `Given` of the next sow."""
         raise NotImplementedError
 
-    # Whether another transformation further out may want the sows that it does not.
+    # Whether another transformation around this one may want the sows that this handler
+    # does not want. Then they stay in the program.
     has_outer: bool = True
 
-    # Whether it holds nothing of a user's, which might hold tracers.
+    # Whether what the handler makes of a jaxpr may be kept for other calls. Not if it
+    # holds functions of a user's, which might hold tracers.
     cacheable: bool = True
 
-    # Whether what becomes of the sows may be differentiated further out.
+    # Whether what is taken at the sows may be differentiated by those further out.
     differentiable: bool = True
 
-    # Whether, of what needs iterations, one of these may be all that is kept.
+    # With `names="h/3"`: whether `only_iterations` can say that of a value in a scan,
+    # one iteration is all that is kept.
     keeps_iterations: bool = False
 
     def wants(self, site: Site) -> bool:
@@ -80,11 +86,13 @@ class Handler:
         return False
 
     def keeps_intact(self, eqn: Any) -> bool:
-        """Whether everything inside an equation stays as it is."""
+        """Whether an equation stays as it is, as there is no sow inside for this
+        handler."""
         return False
 
     def changes_inside(self, eqn: Any) -> bool:
-        """Whether what is inside an equation will compute something else."""
+        """Whether the function in an equation will compute something else, because a
+        value is planted inside. Then its derivative rule is no longer right."""
         return False
 
     def meet_unknown(self, found: list, eqn: Any) -> None:
@@ -97,7 +105,7 @@ class Handler:
         return Taken(given.carry)
 
     def needs_order(self, site: Site) -> bool:
-        """Whether it counts in which order the executions of a sow come."""
+        """Whether the order of the executions of a sow matters."""
         return False
 
     def for_inside(self, eqn: Any) -> "Handler":
@@ -105,27 +113,29 @@ class Handler:
         return self
 
     def needs_iterations(self, jaxpr: Any) -> bool:
-        """Whether sows in the body of a scan have to be given `Given.iterations`."""
+        """Whether any sow in the body of a scan asks for `Given.iterations`."""
         return False
 
     def slices_for_scan(
         self, values: Any, jaxpr: Any
     ) -> tuple[Any, Callable[[Any], Any]]:
-        """For a loop: what of `Given.values` has an entry for each iteration, and a
-        function that puts that of one iteration back."""
+        """For a scan: those of `Given.values` that have a leading axis for its
+        iterations, and a function that, given their slices for one iteration, returns
+        the `Given.values` of that."""
         return (), lambda xs: values
 
     def slices_for_devices(
         self, values: Any, jaxpr: Any, devices: Sequence[Any]
     ) -> tuple[Any, Callable[[Any], Any], Any]:
-        """For mesh axes: what of `Given.values` has an axis for each of them, a
-        function that puts that of one device back, and `PartitionSpec`s."""
+        """For a `shard_map`: those of `Given.values` that go inside, a function that,
+        given what one device has of them, returns the `Given.values` there, and their
+        `PartitionSpec`s. `devices` are the mesh axes."""
         return (), lambda xs: values, ()
 
     def carry_for_devices(self, carry: Any) -> tuple[Any, Callable[[Any], Any]]:
-        """For mesh axes: what of `Given.carry` goes inside, each array of which has a
-        leading axis for each of them, and a function that puts what comes back into
-        the carry."""
+        """For a `shard_map`: what of `Given.carry` goes inside, arrays with a leading
+        axis for each mesh axis, and a function that puts what comes back into the
+        carry."""
         return (), lambda new: carry
 
     def leave_equation(self, values: Any, frame: Frame) -> Any:
@@ -133,33 +143,35 @@ class Handler:
         return values
 
     def only_iterations(self, values: Any) -> Any:
-        """If it `keeps_iterations`, given `Taken.values` of the body of a scan: in the
-        place of each array, the one of which it is kept, or -1 for all."""
+        """If it `keeps_iterations`: in the place of each array in the `Taken.values` of
+        the body of a scan, the iteration of which it is kept, or -1 for all."""
         raise NotImplementedError
 
     def stack_iterations(self, values: Any, length: int) -> Any:
-        """For a loop: `Taken.values`, once each array in it has a new leading axis."""
+        """For a scan: `Taken.values`, in which each array has a new leading axis."""
         return values
 
     def stack_devices(
         self, values: Any, axes: dict[Any, int], varying: Callable
     ) -> Any:
-        """For one device of many: `Taken.values`, with an axis of size one for each
-        mesh axis that it is `varying` over, and the matching `PartitionSpec`s."""
+        """For one device of a `shard_map`: `Taken.values`, in which each array has an
+        axis of size one for each mesh axis that it is `varying` over, and the matching
+        `PartitionSpec`s."""
         return values, jax.sharding.PartitionSpec()
 
     def unify_branches(self, all_values: Sequence[Any]) -> Callable[[Any], Any]:
-        """For exclusive branches, given their `Taken.values` as shapes: a function that
-        brings each to one form."""
+        """For the branches of a cond, given the types of their `Taken.values`: a
+        function that brings those of any branch to one common form."""
         return lambda values: values
 
     def before_first_iteration(self, values: Any) -> Any:
-        """For a loop of unknown length, given `Taken.values` of its body as shapes:
-        what there is before the first iteration."""
+        """For a `while_loop`, given the types of the `Taken.values` of its body: what
+        there is before the first iteration, such as zeros."""
         return values
 
     def after_iteration(self, old: Any, new: Any) -> Any:
-        """For a loop of unknown length: `Taken.values` after one more iteration."""
+        """For a `while_loop`: `Taken.values` after one more iteration, which took
+        `new`."""
         return new
 
 

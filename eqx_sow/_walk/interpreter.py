@@ -30,8 +30,9 @@ def rule_for(primitive: jexc.Primitive) -> Callable[[Callable], Callable]:
     """A decorator for a rule `rule(interpret, given, eqn, *args) -> (outs, taken)`.
 
     `interpret(jaxpr)` is a function `run(given, *args) -> (outs, taken)` that runs the
-    jaxpr with all its sows seen to. The rule calls it in the place of the jaxpr, and
-    passes `taken` on: through loops and branches, which it writes anew.
+    jaxpr, while the handler sees to the sows in there. The rule writes the loop or the
+    branches of the equation anew, with `run` in the place of the jaxpr, and passes on
+    what `run` returns.
     """
 
     def register(rule):
@@ -41,9 +42,9 @@ def rule_for(primitive: jexc.Primitive) -> Callable[[Callable], Callable]:
     return register
 
 
-# What handlers made of jaxprs: one that occurs many times is walked once by each
-# handler. JAX keeps the result for as long as there is the function that made it: here,
-# as long as the jaxpr.
+# For each jaxpr, a function of a handler that returns what that makes of it. So a jaxpr
+# that occurs many times is walked once by each handler. The results are kept for as
+# long as the jaxpr is.
 Stages = weakref.WeakKeyDictionary[Any, Callable]
 _stages: Stages = weakref.WeakKeyDictionary()
 
@@ -64,9 +65,9 @@ class Interpret:
         return run
 
     def staged(self, jaxpr: Any, given: Given, *args) -> tuple[Any, list[Any], Any]:
-        """For rules that change a parameter of an equation in place: what the handler
-        made of a jaxpr, without constants; its inputs, of which the last are those of
-        the equation; and the treedef of its outputs, that of what `run` returns."""
+        """For rules that keep an equation and put another jaxpr into it: what the
+        handler makes of a jaxpr, without constants; the inputs of that, the last of
+        which are `args`; and the treedef of what `run` would return."""
         if jaxpr not in self._stages:
             self._stages[jaxpr] = _stage(weakref.ref(jaxpr), self._stages)
         closed, treedef = self._stages[jaxpr](self.handler)(given, args)
@@ -87,7 +88,7 @@ def _stage(jaxpr: weakref.ref, stages: Stages) -> Callable:
     return by
 
 
-# What is compiled is the same jaxpr each time, so that it is compiled once.
+# The same jaxpr each time, so that JAX compiles it once.
 _closed: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 

@@ -6,8 +6,8 @@ this, for a scan with the body `(carry, x) -> (carry, y)`:
     ((state, carry), (ys, values)) = scan(body, (state, carry), (xs, slices))
 
 The `state` of a reducer, or a count, goes from iteration to iteration. `slices` are
-what each iteration is given, such as its part of a planted array. `values` are what the
-sows of an iteration are, which the scan stacks.
+what is passed down to each iteration, such as its part of a planted array. `values` is
+what is taken from the sows of an iteration, which the scan stacks.
 """
 
 import functools as ft
@@ -100,7 +100,8 @@ def _scan(interpret, given, eqn, *args):
     asked = handler.needs_iterations(p["jaxpr"])
     iterations = [jnp.arange(p["length"], dtype=jnp.int32)] if asked else []
 
-    # With `names="h/3"`, one iteration is carried along, in the place of a stack.
+    # With `names="h/3"`, the value of one iteration is carried along, and no stack of
+    # all of them is made. `only` says for each value of which iteration.
     keeps = asked and handler.keeps_iterations
     kept = only = is_kept = None
     if keeps:
