@@ -1,15 +1,14 @@
 """Helpers for arrays.
 
 On a mesh with explicit axes, which is what `jax.make_mesh` makes, a sharding is part of
-the type of an array. What is made here in the place of a value has that of the value.
+the type of an array. Arrays that are made here to stand for a value, such as zeros of a
+branch that did not run, have the sharding of that value. A `spec` says for each axis of
+an array over which mesh axes it is sharded, as in `("data", None)`.
 """
 
 import contextlib
-import functools as ft
 import operator
-import threading
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -37,52 +36,6 @@ def leading(x, ndim: int):
 
 def select(mask, x, y):
     return jnp.where(leading(mask, jnp.ndim(x)), x, y)
-
-
-def to_jaxpr(fn: Callable) -> Callable[..., tuple[Any, Any]]:
-    """`jax.make_jaxpr`, which also returns the treedef of what `fn` returns. JAX is not
-    told of treedefs: version 0.10 looks for one among all that are alike but for what
-    is static in them, one by one."""
-
-    @ft.cache
-    def flat(inputs):
-        treedefs: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-        new = threading.local()
-
-        def run(*leaves):
-            out = fn(*jax.tree.unflatten(inputs, leaves))
-            leaves, new.treedef = jax.tree.flatten(out)
-            return leaves
-
-        make = jax.make_jaxpr(run)
-
-        def call(leaves):
-            new.treedef = None
-            closed = make(*leaves)
-            jaxpr, _ = _compat.open_jaxpr(closed)
-            # JAX may have it from a call before.
-            treedef = new.treedef or treedefs.get(jaxpr)
-            if treedef is None:
-                # Another thread has just made it, and has not said yet what it is.
-                closed = jax.make_jaxpr(lambda *leaves: run(*leaves))(*leaves)
-                return closed, new.treedef
-            treedefs[jaxpr] = treedef
-            return closed, treedef
-
-        return call
-
-    def to_jaxpr_of_fn(*args):
-        leaves, inputs = jax.tree.flatten(args)
-        return flat(inputs)(leaves)
-
-    return to_jaxpr_of_fn
-
-
-def types_of(fn: Callable, *args):
-    """What `jax.eval_shape` returns, as types. A `ShapeDtypeStruct` knows nothing of a
-    mesh without explicit axes, so JAX refuses one from inside a `jax.shard_map`."""
-    closed, treedef = to_jaxpr(fn)(*args)
-    return jax.tree.unflatten(treedef, closed.out_avals)
 
 
 def _sharding(x) -> NamedSharding:
@@ -126,23 +79,24 @@ def shape_like(x, shape: Sequence[int], spec: Sequence[Any]) -> jax.ShapeDtypeSt
 
 
 def zeros_like(x):
+    """Zeros of the type of `x`, which may be a type itself."""
     sharding = sharding_with(x, spec_of(x))
     return jnp.zeros(x.shape, x.dtype, out_sharding=sharding)
 
 
 def broadcast_to(x, shape: Sequence[int], spec: Sequence[Any]):
-    """`spec` is that of the new leading axes."""
+    """Gives an array new leading axes. `spec` is that of these."""
     old = spec_of(x)[jnp.ndim(x) - (len(shape) - len(spec)) :]
     sharding = sharding_with(x, (*spec, *old))
     return jnp.broadcast_to(x, shape, out_sharding=sharding)
 
 
 def broadcast_like(x, other):
-    sharding = sharding_with(other, spec_of(other))
-    return jnp.broadcast_to(x, other.shape, out_sharding=sharding)
+    return broadcast_to(x, other.shape, spec_of(other))
 
 
 def sharded_like(x, other):
+    """`x` with the sharding of another array of its shape."""
     spec = spec_of(other)
     if spec_of(x) == spec or sharding_with(other, spec) is None:
         return x
@@ -153,7 +107,7 @@ def sharded_like(x, other):
 
 
 def on_mesh(x, mesh: Any, spec: PartitionSpec):
-    """On a mesh with explicit axes of which nothing else says that `x` is there."""
+    """Puts an array on a mesh, if that has explicit axes and `x` is on none yet."""
     if AxisType.Explicit not in mesh.axis_types or _mesh(x) is not None:
         return x
     return jax.sharding.reshard(x, NamedSharding(mesh, spec))

@@ -104,14 +104,19 @@ def linearization(
     return (outs, nonzeros, residuals, *[None] * (_SIZE - 4), linear)
 
 
-def _debug_effect() -> type:
-    (effect,) = jax.make_jaxpr(lambda: jax.debug.print(""))().effects
-    return type(effect)
+def _debug_effect(ordered: bool) -> Any:
+    printing = lambda: jax.debug.print("", ordered=ordered)
+    (effect,) = jax.make_jaxpr(printing)().effects
+    return effect
 
 
 # The type of effect that `jax.debug.print` has is allowed everywhere and is kept by
 # partial evaluation, and so is a subclass of it. It has no public name.
-_DebugEffect: Any = find("the effect of `jax.debug.print`", _debug_effect, jexc.Effect)
+_DebugEffect: Any = find(
+    "the effect of `jax.debug.print`", lambda: type(_debug_effect(False)), jexc.Effect
+)
+# That of `jax.debug.callback(..., ordered=True)`, which has no public name either.
+ordered_effect = find("the effect of ordered callbacks", lambda: _debug_effect(True))
 
 
 class _Effect(_DebugEffect):
@@ -135,16 +140,6 @@ class SowEffect(_Effect):
 
 class TapEffect(_Effect):
     pass
-
-
-def _ordered_debug_effect() -> Any:
-    printing = lambda: jax.debug.print("", ordered=True)
-    (effect,) = jax.make_jaxpr(printing)().effects
-    return effect
-
-
-# That of `jax.debug.callback(..., ordered=True)`, which has no public name.
-ordered_effect = find("the effect of ordered callbacks", _ordered_debug_effect)
 
 
 def open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
@@ -284,27 +279,40 @@ def with_around(axis_data: Any, around: Any) -> Any:
     return cls(**{**fields, "around": around})
 
 
+def _equation(fn: Callable) -> Any:
+    """The last equation of a function of one number."""
+    return jax.make_jaxpr(fn)(0).eqns[-1]
+
+
 def _custom_vmap_primitive() -> jexc.Primitive:
     fn = jax.custom_batching.custom_vmap(lambda x: x)
     fn.def_vmap(lambda size, batched, x: (x, batched[0]))
-    return jax.make_jaxpr(fn)(0).eqns[0].primitive
+    return _equation(fn).primitive
 
 
 def _shard_map_primitive() -> jexc.Primitive:
     mesh = jax.sharding.AbstractMesh((1,), ("x",))
     fn = jax.shard_map(lambda x: x, mesh=mesh, in_specs=P(), out_specs=P())
-    return jax.make_jaxpr(fn)(0).eqns[0].primitive
+    return _equation(fn).primitive
 
 
-def _jit_equation() -> Any:
-    return jax.make_jaxpr(jax.jit(lambda x: x))(0).eqns[0]
+def _noinline_primitive() -> jexc.Primitive:
+    return _equation(eqx.internal.noinline(lambda x: x)).primitive
+
+
+# These have no public name.
+custom_vmap_p: Any = find("the primitive of `custom_vmap`", _custom_vmap_primitive)
+shard_map_p: Any = find("the primitive of `shard_map`", _shard_map_primitive)
+noinline_p: Any = find("the primitive of `noinline`", _noinline_primitive)
+FilterJit: Any = type(eqx.filter_jit(lambda x: x))
+Jit: Any = type(jax.jit(lambda x: x))
 
 
 @ft.cache
 def unspecified() -> tuple[dict[str, Any], dict[str, Any]]:
     """What `jax.jit` puts for each input, and for each output, that has
     no specified sharding or layout."""
-    p = _jit_equation().params
+    p = _equation(jax.jit(lambda x: x)).params
     inputs = ("in_shardings", "in_layouts", "donated_invars")
     outputs = ("out_shardings", "out_layouts")
     return {k: p[k][0] for k in inputs}, {k: p[k][0] for k in outputs}
@@ -315,15 +323,9 @@ def call_that_keeps_effects(eqn: Any) -> Any:
     would lose the effects in it."""
     if eqn.primitive is not _call_p or not _call_p.call_primitive:
         return eqn
-    template = _jit_equation()
-    inputs, outputs = unspecified()
-    params = {
-        **template.params,
-        **{k: (v,) * len(eqn.invars) for k, v in inputs.items()},
-        **{k: (v,) * len(eqn.outvars) for k, v in outputs.items()},
-        "jaxpr": eqn.params["call_jaxpr"],
-    }
-    return eqn.replace(primitive=template.primitive, params=params)
+    fn = jax.jit(jexc.jaxpr_as_fun(eqn.params["call_jaxpr"]))
+    (call,) = jax.make_jaxpr(fn)(*[v.aval for v in eqn.invars]).eqns
+    return eqn.replace(primitive=call.primitive, params=call.params)
 
 
 def _transposed() -> Any:
@@ -356,19 +358,6 @@ def rules_around(eqn: Any) -> tuple[str, ...]:
     """The derivative rules that put an equation there, from outside in."""
     names = (getattr(x, "name", None) for x in eqn.source_info.name_stack.stack)
     return tuple(x for x in names if isinstance(x, str) and x.startswith(_RULE))
-
-
-def _noinline_primitive() -> jexc.Primitive:
-    fn = eqx.internal.noinline(lambda x: x)
-    return jax.make_jaxpr(fn)(0).eqns[-1].primitive
-
-
-# These have no public name.
-noinline_p: Any = find("the primitive of `noinline`", _noinline_primitive)
-custom_vmap_p: Any = find("the primitive of `custom_vmap`", _custom_vmap_primitive)
-shard_map_p: Any = find("the primitive of `shard_map`", _shard_map_primitive)
-FilterJit: Any = type(eqx.filter_jit(lambda x: x))
-Jit: Any = type(jax.jit(lambda x: x))
 
 
 def noinlined(eqn: Any) -> Any:
@@ -422,8 +411,7 @@ def _hi_primitive() -> jexc.Primitive | None:
             self.in_avals, self.out_aval, self.params = (aval,), aval, {}
             super().__init__()
 
-    fn = lambda x: Identity(jax.typeof(x))(x)
-    return jax.make_jaxpr(fn)(0).eqns[0].primitive
+    return _equation(lambda x: Identity(jax.typeof(x))(x)).primitive
 
 
 _HiPrim: Any = find("`HiPrim`", _hi_primitive_type)

@@ -3,11 +3,7 @@
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
-
-
-if TYPE_CHECKING:
-    from ._mark.site import Site
+from typing import Any
 
 
 class SowError(Exception):
@@ -38,8 +34,8 @@ for _error in (SowError, *SowError.__subclasses__()):
 
 
 @contextlib.contextmanager
-def calling(what: str, site: "Site") -> Iterator[None]:
-    """Errors of a user's function say which sow it was called for."""
+def calling(what: str, site: Any) -> Iterator[None]:
+    """Errors of a user's function say for which sow it was called: that of a `Site`."""
     try:
         yield
     except Exception as e:  # whatever it raises, which goes on its way

@@ -1,4 +1,4 @@
-"""The frames of a user's code: in messages, in tracebacks, and behind an equation."""
+"""The frames of a user's code: in messages and in tracebacks."""
 
 import contextlib
 import functools as ft
@@ -86,12 +86,3 @@ def _user_frame() -> tuple[types.FrameType, int]:
     while is_library(frame.f_code.co_filename) and frame.f_back is not None:
         frame, level = frame.f_back, level + 1
     return frame, level
-
-
-def call_site(eqn: Any) -> tuple[tuple[Any, int], ...]:
-    """Where in a user's code an equation was traced: for each frame, from outside in,
-    its code and the position in there. Differentiation keeps it. Two calls in one line
-    have two, but all iterations of a Python loop have one."""
-    traceback = eqn.source_info.traceback
-    frames = [] if traceback is None else list(zip(*traceback.raw_frames()))
-    return tuple((c, at) for c, at in frames[::-1] if not is_library(c.co_filename))

@@ -18,6 +18,7 @@ from eqx_sow import (
     Last,
     plant,
     save_intermediates as S,
+    scope,
     sow,
     SowError,
     tabulate,
@@ -581,7 +582,6 @@ AROUND = {
     "vmap(grad(jit))": (jax.jit, jax.vmap, 1),
     "grad(cond)": (_branched, lambda g: g, 1),
     "grad(cond), both": (_both_branches, lambda g: g, 1),
-    "vmap(grad(cond))": (_both_branches, jax.vmap, 1),
     "grad(scan)": (_looped, lambda g: g, 2),
     "grad(scan(jit))": (lambda f: _looped(jax.jit(f)), lambda g: g, 2),
     "grad(scan(checkpoint))": (lambda f: _looped(jax.checkpoint(f)), jax.jit, 2),
@@ -661,6 +661,25 @@ def test_a_recomputing_bwd_is_no_execution(rule, around):
     _, got = S(g, reduce=Fold(0, lambda n, v: n + 1))(x)
     assert np.all(got["net"]["primal"] == len(values))
     assert np.all(got["net"]["cotangent"] == len(values))
+
+
+@pytest.mark.parametrize("options", [{}, dict(reduce=Append())])
+def test_a_recomputing_bwd_in_lanes_that_take_different_branches(options):
+    xs = jnp.stack([X, -X])
+    f = _both_branches(_recomputing(_tripled))
+    with pytest.raises(SowError, match="whether it repeats that one cannot be told"):
+        S(jax.vmap(jax.grad(_summed(f))), **options)(xs)
+
+    def renamed(x):
+        with scope("again"):
+            return _tripled(x)
+
+    f = _both_branches(_recomputing(_tripled, bwd=renamed))
+    _, got = S(jax.vmap(jax.grad(_summed(f))), **options)(xs)
+    values = np.sin(np.stack([X, -2 * X]))
+    for name in ("net", "again/net"):
+        (primal,) = [got[name]["primal"]] if not options else got[name]["primal"]
+        close(primal, values)
 
 
 @pytest.mark.parametrize("around", ["grad", "grad(jit)", "grad(cond)", "grad(scan)"])

@@ -11,7 +11,7 @@ import numpy as np
 
 from .._mark.site import Site
 from .._names import ANY_LOOPS, Selected, selected
-from .._walk.find import loop_of, loops_around, sites
+from .._walk.sows import loop_of, loops_around, sites
 
 
 # A name with an index in it.

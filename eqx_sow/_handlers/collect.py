@@ -16,10 +16,17 @@ from .._values.entry import Entry
 from .._values.modes import without_order
 from .._values.reduce import Reducer, ReducerState
 from .._values.sown import Check, gather, Sown, to_one_form, Uncollected
-from .._walk.find import loop_of, sites
 from .._walk.frame import Frame
-from .._walk.handler import Given, Handler, Taken
-from .._walk.refuse import check_guarded, is_solver, OVER_AND_OVER, unsupported
+from .._walk.handler import (
+    check_guarded,
+    Given,
+    Handler,
+    is_solver,
+    OVER_AND_OVER,
+    Taken,
+    unsupported,
+)
+from .._walk.sows import loop_of, sites
 from .asked import Asked, reached
 
 
@@ -41,7 +48,6 @@ def leave_to_others(site: Site, frame: Frame) -> Sequence[Any]:
     program goes on with, once they are done."""
     eqn = frame.eqn.replace(params=dict(site=site))
     frame.want(eqn.outvars)
-    frame.forbid_donation(eqn.outvars)
     frame.defer(eqn)
     return eqn.outvars[1:]
 

@@ -22,11 +22,10 @@ from .._mark.site import Axis, Site
 from .._mark.static import Const, OPERAND, rebuild, SameParts
 from .._values import entry as _entry, merge as _merge
 from .._values.entry import Entry
-from .._walk.find import loop_of, sites, sows
 from .._walk.frame import Frame
-from .._walk.handler import Handler
-from .._walk.refuse import check_guarded
+from .._walk.handler import check_guarded, Handler
 from .._walk.rules.control_flow import alike
+from .._walk.sows import loops_of, sites, sows
 from .asked import reached
 from .collect import leave_to_others, pass_by
 
@@ -100,10 +99,10 @@ class Replace(Handler):
 
     def slices_for_scan(self, values, jaxpr):
         inside = {}
-        for site, path in sows(jaxpr):
+        for site, eqns, _ in sows(jaxpr):
             if not self.wants(site):
                 continue
-            within = [loop for loop in map(loop_of, path) if loop]
+            within = loops_of(eqns)
             scans = sum(loop.length is not None for loop in within)
             # How many of the axes that it has are of loops around this one.
             outside = sum(not a.lane and a.loops > len(within) for a in site.axes)

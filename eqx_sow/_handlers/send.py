@@ -12,7 +12,7 @@ from jax.interpreters import ad, batching, mlir, partial_eval as pe
 
 from .. import _compat
 from .._errors import SowError
-from .._walk.find import variables
+from .._walk.sows import variables
 
 
 _effect = _compat.TapEffect()

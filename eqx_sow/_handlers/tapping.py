@@ -2,6 +2,7 @@
 
 import dataclasses as dc
 import functools as ft
+import itertools as it
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -15,15 +16,13 @@ from jax.sharding import PartitionSpec
 from .. import _compat
 from .._arrays import sharding_on
 from .._errors import SowError
-from .._mark.primitive import sow_p
 from .._mark.site import runs_apart, Site
 from .._mark.static import Const, NoTangent, OPERAND, SameParts
 from .._names import lookup
 from .._values.entry import align, either, in_each_iteration, running, transformed
-from .._walk.find import jaxprs_in, loop_of, sites, with_sow
 from .._walk.frame import Frame
-from .._walk.handler import Handler
-from .._walk.refuse import check_guarded, is_solver
+from .._walk.handler import check_guarded, Handler, is_solver
+from .._walk.sows import Found, loops_of, sites, sows
 from .asked import Asked, reached
 from .collect import leave_to_others, pass_by
 from .events import Delivery, print_event
@@ -59,22 +58,15 @@ class Place(NamedTuple):
         return jnp.zeros(shape, jnp.int32, out_sharding=sharding)
 
 
-def places_in(x: Any, here: Place) -> Iterator[Place]:
-    """The sows of a jaxpr that is in this place."""
-    for eqn in with_sow(x):
-        if eqn.primitive is sow_p:
-            yield here._replace(site=eqn.params["site"])
-            continue
-        inside = here._replace(
-            mesh=(*here.mesh, *_mesh_axes(eqn)),
-            solver=here.solver or is_solver(eqn),
-            loops=(*here.loops, *[loop.length for loop in [loop_of(eqn)] if loop]),
+def places_in(x: Any) -> Iterator[Place]:
+    """The places of the sows of a program."""
+    for site, eqns, _ in sows(x):
+        yield Place(
+            site,
+            mesh=tuple(it.chain.from_iterable(map(_mesh_axes, eqns))),
+            solver=any(map(is_solver, eqns)),
+            loops=tuple(loop.length for loop in loops_of(eqns)),
         )
-        subjaxprs = list(jaxprs_in(eqn.params))
-        for jaxpr in subjaxprs:
-            yield from places_in(jaxpr, inside)
-        if not subjaxprs:
-            yield from (inside._replace(site=site) for site in sites(eqn))
 
 
 def _mesh_axes(eqn: Any) -> tuple[_MeshAxis, ...]:
@@ -297,7 +289,7 @@ def check_order(closed: Any, places: Sequence[Place]) -> None:
                 "outer one: the order of the executions is lost. Tap the other names, "
                 "`tap(..., names=...)`, or tap before you differentiate."
             )
-        if all(a.lane for a in p.site.axes) or _at_once(closed, p.site) == 1:
+        if all(a.lane for a in p.site.axes) or _runs_alone(closed, p.site):
             continue
         if _in_different_branches([q.site for q in places if q.site.key == key]):
             continue
@@ -317,15 +309,18 @@ def _in_different_branches(sites: Sequence[Site]) -> bool:
     return any(len({b[cond] for b in branches}) == len(sites) for cond in shared)
 
 
-def _at_once(x: Any, site: Site) -> int:
-    """At how many places one run goes past a sow like this one: one branch counts."""
-    total = 0
-    for eqn in with_sow(x):
-        if eqn.primitive is sow_p:
-            other = eqn.params["site"]
-            total += (other.key, other.tag) == (site.key, site.tag)
-            continue
-        inside = [_at_once(j, site) for j in jaxprs_in(eqn.params)] or [0]
-        branches = eqn.primitive is jexc.primitives.cond_p
-        total += max(inside) if branches else sum(inside)
-    return total
+def _runs_alone(closed: Any, site: Site) -> bool:
+    """Whether one run of a program goes past one sow like this: all others are in other
+    branches of a cond."""
+    key = site.key, site.tag
+    alike = [x for x in sows(closed) if (x.site.key, x.site.tag) == key and x.path]
+    return all(_in_other_branches(x, y) for x, y in it.combinations(alike, 2))
+
+
+def _in_other_branches(x: Found, y: Found) -> bool:
+    """Whether the ways to two sows part at the branches of a cond."""
+    pairs = enumerate(zip(x.path or (), y.path or ()))
+    part = next(i for i, (a, b) in pairs if a != b)
+    # Indices of equations and numbers of jaxprs take turns.
+    is_branch = part % 2 == 1
+    return is_branch and x.eqns[part // 2].primitive is jexc.primitives.cond_p

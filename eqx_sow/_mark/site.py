@@ -124,8 +124,9 @@ class Site(NamedTuple):
     # The executions that the sow is, or is a derivative of, by the ways to their
     # equations. There are several if it is in several branches.
     of: frozenset[tuple[int, ...]] = frozenset()
-    # Whether it is a repetition of these, which is not an execution of its own.
-    again: bool = False
+    # Whether it is a repetition of these, which is not an execution of its own. `None`
+    # if that cannot be told.
+    again: bool | None = False
     # Whether it is a primal in a backward pass.
     backward: bool = False
     # Its guards, with which run of each cond is meant.

@@ -14,9 +14,8 @@ from .._frames import is_library
 from .._mark.listening import Capture, Listening
 from .._mark.noting import own_methods
 from .._names import check_known
-from .._walk.edit import with_sites_at
-from .._walk.find import sites, sows
 from .._walk.flow import Here, run
+from .._walk.sows import sites, with_sites
 from .naming import Naming
 from .places import Places
 
@@ -98,11 +97,11 @@ def name(
     sites = naming.sites()
     if marking.capture is not None:
         _check_found(closed, places, marking, naming)
-    return with_sites_at(closed, sites), tuple(naming.roots)
+    return with_sites(closed, sites), tuple(naming.roots)
 
 
 def _has_notes(closed: Any, marking: Marking) -> bool:
-    return any(marking.scope or s.note is not None for s, _ in sows(closed))
+    return any(marking.scope or s.note is not None for s in sites(closed))
 
 
 def _check_found(closed: Any, places: Places, marking: Marking, naming: Naming) -> None:

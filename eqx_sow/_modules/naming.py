@@ -13,7 +13,7 @@ One pass over the program (`_walk/flow.py`) tells of each variable the inputs th
 comes from, and how much was computed between. It goes into a function that was traced
 once for each of its calls, so each of them gets a name of its own. A derivative takes
 the edge of its primal, and so its name. At the end, each sow is replaced by one with
-its names (`_walk/edit.py`); from there on they are like those of `sow`.
+its names (`_walk/sows.py`); from there on they are like those of `sow`.
 
 If several places come into question, `_Visit.rank` says which are preferred.
 """

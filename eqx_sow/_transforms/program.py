@@ -11,22 +11,21 @@ from typing import Any
 import jax
 
 from .. import _compat
-from .._arrays import to_jaxpr, types_of
 from .._errors import SowError
 from .._mark.listening import Listening, listening, tracing
 from .._mark.noting import listening_as, within
 from .._mark.site import Label, Site
 from .._mark.sow import UnnamedSowError
+from .._mark.staging import to_jaxpr, types_of
 from .._mark.static import Const, rebuild, take_apart
 from .._modules import capture as _capture
 from .._modules.capture import Marking
 from .._modules.places import roots
-from .._walk.edit import seen_as
 from .._walk.executions import with_executions
-from .._walk.find import loop_of, loops_around, recomputed, sites, sows
 from .._walk.handler import Given, Handler, Taken
 from .._walk.interpreter import evaluate
 from .._walk.jax_rules import check_wrapped
+from .._walk.sows import loops_around, loops_of, recomputed, seen_as, sites, sows
 
 
 @dc.dataclass(frozen=True)
@@ -83,7 +82,7 @@ class Program:
         again = list(recomputed(self.closed)) if keys else []
         # Another sow of the same name may not be computed once more.
         origins = defaultdict(set)
-        for site, _ in sows(self.closed) if again else ():
+        for site in sites(self.closed) if again else ():
             origins[site.key].add(site.origin)
         for site in again:
             site = site.seen_from(self.depth, tag)
@@ -100,9 +99,9 @@ class Program:
         return frozenset(s.name for s in sites(self.closed))
 
     def _in_loops(self) -> Iterator[tuple[Site, tuple[int, ...]]]:
-        for site, path in sows(self.closed):
+        for site, eqns, _ in sows(self.closed):
             if site.tag == self.marking.tag:
-                around = [x.length for x in map(loop_of, path) if x]
+                around = [x.length for x in loops_of(eqns)]
                 yield site, tuple(n for n, _ in loops_around(site, around))
 
     def in_loops(self) -> dict[tuple[Label, tuple[int, ...]], None]:

@@ -16,7 +16,7 @@ from .. import _compat
 from .._frames import api_boundary
 from .._handlers.asked import Asked
 from .._handlers.events import failures, TapEvent
-from .._handlers.tapping import check_order, Place, places_in, Tap
+from .._handlers.tapping import check_order, places_in, Tap
 from .._mark.listening import Listening, listening
 from .._mark.static import Const, SameParts, take_apart
 from .._names import check_known
@@ -111,8 +111,7 @@ def _walk(self: _Tapped, program: Program, extra: list[Any]) -> list[Any]:
     options: Options = self._options.value
     program = program.with_executions(lambda name: False)
     names, tag, closed = options.names, options.tag, program.closed
-    nowhere: Any = None
-    everything = [p for p in places_in(closed, Place(nowhere)) if p.site.tag == tag]
+    everything = [p for p in places_in(closed) if p.site.tag == tag]
     known = dict.fromkeys(p.site.name for p in everything)
     left = unselected(names, program)
     check_known("tap(..., names=...)", left, known, hint=hints(program))

@@ -30,11 +30,11 @@ from .._arrays import (
     leading,
     select,
     sharded_like,
-    types_of,
     zeros_like,
 )
 from .._errors import DuplicateSowError, SowError
 from .._mark.site import Axis, Cases, Site, with_has
+from .._mark.staging import types_of
 from .._mark.static import NoTangent, OPERAND, rebuild
 from .entry import align, broadcast, either, Entry, with_count
 from .modes import is_backward

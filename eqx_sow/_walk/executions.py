@@ -1,4 +1,4 @@
-"""Which sows of a program are executions, and of which a derivative is.
+"""Which sows of a program are executions, and to which of them a derivative belongs.
 
 A sow in the forward pass is an execution. A derivative belongs to one: the edge that
 is its first operand comes out of the equation of its primal (`_mark/primitive.py`),
@@ -8,83 +8,85 @@ What a backward pass computes once more is a repetition, which is no execution. 
 are three kinds of it:
 
 - A value that is computed as in the forward pass, from the same inputs: a `bwd` that
-  differentiates the forward function where it was. To tell, every value of the program
-  has a number: two have the same one if they are computed alike, from the same inputs.
+  calls `jax.vjp(forward, x)` with the `x` of the forward pass. To tell, every value of
+  the program has a number: two have the same one if they are computed alike, from the
+  same inputs.
 - In a loop of unknown length, the same equation, called from the same lines: Equinox's
   checkpointed loops run their body anew in each step of the backward pass.
 - In the derivative rule of a `jax.custom_jvp` function, the same equation as in that
-  function, if the rule calls it: optimistix solves, and evaluates what it solved once
-  more at the solution.
+  function, if the rule calls the function: optimistix solves, and then evaluates the
+  function that it solved once more, at the solution.
 
-Whatever else a `bwd` sows is an execution of its own, as the values at other states of
-`diffrax.BacksolveAdjoint`, which solves another equation there.
+Whatever else a `bwd` sows is an execution of its own. So are the values that
+`diffrax.BacksolveAdjoint` visits: it solves another equation in its backward pass.
 
-Last, of two sows in branches of one cond, as a `vmap` leaves them, only one runs: if
-the index of both is made in one place. In another call of the function it is another.
+A third question is about conds of which a `vmap` runs all branches. Of two sows in two
+branches only one runs, if they are of one run of the cond: if the index that both have
+as an operand was made in one place. In another call of the function it is made in
+another one.
 
-The answers are written into the sites: `Site.of`, `again`, `backward` and `cases`. Of
+The answers are written into the sites: `Site.of`, `again`, `backward` and `cases`. In
 
     y = sow[name=h] x          # equation 0 of the program
     z = jit[... sow[name=h] y] # equation 1, and equation 2 in there
     ...
     dy = sow[name=h, modes=(cotangent,)] e dz    # `e` comes out of equation 1
 
-the first sow is `of` `{(0,)}`, the second one and the cotangent of `{(1, 0, 2)}`: a way
-to an equation, as `Here.path` has it.
+the first sow has `of={(0,)}`, and the second one and the cotangent `of={(1, 0, 2)}`,
+which is the path of an equation: see `Path`.
 """
 
 import itertools as it
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.extend.core as jexc
 
 from .. import _compat
-from .._frames import call_site
 from .._mark.primitive import same_p, sow_p
 from .._mark.site import Site
-from .edit import with_sites_at
-from .find import equal, loop_of, sows
 from .flow import Domain, Here, run
-
-
-Path = tuple[int, ...]
+from .sows import loop_of, Path, sows, with_sites
 
 
 def with_executions(
     closed: Any, wants: Callable[[Site], bool], several: Callable[[Site], bool]
 ) -> Any:
-    """A program in which the sites that are wanted say which executions they are. The
-    same program, if there is nothing to ask: neither a primal in a backward pass, nor
-    derivatives or branches of a name that has more than one sow. Nor derivatives of one
-    that may have `several`."""
-    found = [(site, path) for site, path in sows(closed) if wants(site)]
-    n = Counter(site.key for site, _ in found)
+    """A program in which the sites that are wanted say which executions they are.
+    `several` says whether a name may have more than one, as with `Append`.
 
-    def asks(site: Site, path: Sequence[Any]) -> bool:
+    It is the same program if that is obvious: there is no primal in a backward pass,
+    and no name has derivatives, or is in branches, and also has more than one sow."""
+    wanted = [x for x in sows(closed) if wants(x.site)]
+    n = Counter(x.site.key for x in wanted)
+
+    def asks(site: Site, eqns: Sequence[Any]) -> bool:
         if n[site.key] > 1 and (site.modes or site.guards):
             return True
         if site.modes:
             return several(site) or n[site.name, "primal", ()] > 1
-        return any(map(_compat.in_backward_pass, path))
+        return any(map(_compat.in_backward_pass, eqns))
 
-    if not any(asks(*x) for x in found):
+    if not any(asks(x.site, x.eqns) for x in wanted):
         return closed
     told = _Numbers()
     run(told, closed, [told.new() for _ in closed.invars], Here())
-    return with_sites_at(closed, _sites([x for x in told.sows if wants(x.site)]))
+    return with_sites(closed, _sites([x for x in told.sows if wants(x.site)]))
 
 
 class _Sow(NamedTuple):
-    """One that the pass came by. `edges`: the executions that its edge comes from.
-    `value` is equal for sows of equal values."""
+    """A sow that the pass came by."""
 
     site: Site
+    # Its place; the last of the equations around it is its own.
     here: Here
+    # The paths of the executions that its edge comes from.
     edges: frozenset[Path]
+    # Equal for two sows of equal values.
     value: Hashable
+    # For each guard, where its operand was made: tells runs of one cond apart.
     runs: tuple[Hashable, ...]
 
     @property
@@ -97,16 +99,17 @@ class _Sow(NamedTuple):
 
 
 def _sites(found: Sequence[_Sow]) -> dict[Path, Site]:
-    """The sites that say it, by the way to their equations."""
+    """The sites that have the answers, by the paths of their equations."""
     primals = [x for x in found if not x.site.modes]
     # For each repetition, the executions that it repeats.
     repeated: dict[Path, frozenset[Path]] = {}
     by_value = defaultdict(list)
     for x in primals:
         by_value[x.value].append(x)
-    for same in by_value.values():
-        repeated.update(_repeated_values(same))
+    for alike in by_value.values():
+        repeated.update(_repeated_values(alike))
     repeated.update(_replayed([x for x in primals if x.here.path not in repeated]))
+    ran = {x.site.key for x in primals if not x.backward}
     of_call = defaultdict(list)
     for x in primals:
         of_call[x.site.origin].append(x.here.path)
@@ -114,13 +117,19 @@ def _sites(found: Sequence[_Sow]) -> dict[Path, Site]:
     for x in found:
         path, of = x.here.path, [x.here.path]
         if x.site.modes:
-            # Edges of several branches may come out of one place. Where nothing leads
-            # to the primal, it is any from this call of `sow`.
+            # A derivative may be of one primal or another, if a branch decides. Where
+            # no edge leads to a primal, it is of any from this call of `sow`.
             any_of = of_call[x.site.origin]
             of = x.edges.intersection(any_of) or any_of
+        # In a branch of a cond that a vmap made a selection of, a value of the forward
+        # pass has no longer the number that it had.
+        again: bool | None = path in repeated
+        in_branch = any(cond is not None for cond, _, _ in x.site.guards)
+        if not again and x.backward and in_branch and x.site.key in ran:
+            again = None
         sites[path] = x.site._replace(
             of=frozenset().union(*[repeated.get(p, {p}) for p in of]),
-            again=path in repeated,
+            again=again,
             backward=not x.site.modes and x.backward,
             cases=tuple((*guard, run) for guard, run in zip(x.site.guards, x.runs)),
         )
@@ -128,17 +137,22 @@ def _sites(found: Sequence[_Sow]) -> dict[Path, Site]:
 
 
 # --- values that are computed twice ---
-def _repeated_values(same: Sequence[_Sow]) -> Iterator[tuple[Path, frozenset[Path]]]:
-    """Of sows of one value, the repetitions: of 2 executions that are repeated twice in
-    all, the first repetition is of the last execution, and the second one of the first.
-    If they are repeated 4 times, it is 2 each."""
-    ran = [x for x in same if not x.backward]
-    repeated = [x for x in same if x.backward]
+def _repeated_values(alike: Sequence[_Sow]) -> Iterator[tuple[Path, frozenset[Path]]]:
+    """Of sows of one value, the repetitions, each with the execution that it repeats.
+
+    A backward pass goes backward: if `f(x) + f(x) ** 2` runs the sow twice, and its
+    gradient repeats both, then the first repetition is of the second execution. With 2
+    executions and 4 repetitions, it is the first two that are of the second one.
+    """
+    ran = [x for x in alike if not x.backward]
+    repeated = [x for x in alike if x.backward]
     for j, x in enumerate(repeated):
-        # Where it runs, so does that; and what ran last is repeated first.
-        of = [y for y in ran if y.cases <= x.cases]
-        if of:
-            execution = of[-1 - j * len(of) // len(repeated)]
+        # Only executions in the branches of cond around the repetition: elsewhere, one
+        # may not have run when the repetition does.
+        executions = [y for y in ran if y.cases <= x.cases]
+        if executions:
+            n = len(executions)
+            execution = executions[n - 1 - j * n // len(repeated)]
             yield x.here.path, frozenset([execution.here.path])
 
 
@@ -146,9 +160,13 @@ _NONE: frozenset[Path] = frozenset()
 
 
 class _Value(NamedTuple):
-    """What goes through the program: the number of a value, and where it was made,
-    moves aside; of an edge, also the executions that it comes from. In two calls of one
-    function, a value with one number is made in two places."""
+    """What goes through the program, in the place of an array.
+
+    `number`: equal for values that are computed alike from the same inputs. `made`:
+    the place where the value was made, whatever transposed or reshaped it since. If a
+    function is called twice with the same argument, what it computes has one number,
+    but is made in two places. `edges`: of an edge, the executions that it comes from.
+    """
 
     number: int
     made: Hashable = None
@@ -160,28 +178,25 @@ def _edges(values: Sequence[_Value]) -> frozenset[Path]:
 
 
 class _Description(NamedTuple):
-    """How a value is computed. `params` need not be hashable."""
+    """How a value is computed: by what, from the values with which numbers, and the
+    parameters of the equation, which need not be hashable."""
 
     how: Hashable
-    of: tuple[int, ...] = ()
+    operands: tuple[int, ...] = ()
     params: Any = None
 
 
 class _Numbers(Domain):
-    """Numbers of values: equal ones are those of equal descriptions.
+    """Gives numbers to values: those with equal descriptions have the same number.
 
-    What is said of a value in a loop holds for each iteration by itself, so that a
-    residual, which one scan stacks and another one takes apart, has the number that it
-    had in the first. Likewise for branches of one index, and for the devices of a mesh.
+    What is said of a value in a scan holds for each iteration by itself. So a residual
+    that one scan stacks, and another one takes apart, has the number that it had in the
+    first. The same goes for the branches of one index, and for the devices of a mesh.
     """
 
     def __init__(self):
         self._known: dict[Hashable, list[tuple[Any, int]]] = {}
         self._descriptions: dict[int, _Description] = {}
-        # What a branch, or a `select_n`, chooses by an index: that, and from what.
-        self._chosen: dict[int, tuple[int, Sequence[_Value]]] = {}
-        self._given: dict[Any, dict[int, int]] = {}
-        self._loops: dict[Path, Hashable] = {}
         self._next = it.count()
         self.sows: list[_Sow] = []
 
@@ -190,14 +205,16 @@ class _Numbers(Domain):
         number = next(self._next)
         return _Value(number, number, edges)
 
-    def _number(self, how: Hashable, of: Sequence[int] = (), params: Any = None) -> int:
-        new = _Description(how, tuple(of), params)
-        same = self._known.setdefault(new[:2], [])
-        for x, number in same:
-            if x is params or equal(x, params):
+    def _number(
+        self, how: Hashable, operands: Sequence[int] = (), params: Any = None
+    ) -> int:
+        new = _Description(how, tuple(operands), params)
+        candidates = self._known.setdefault(new[:2], [])
+        for x, number in candidates:
+            if x is params or _equal(x, params):
                 return number
         number = next(self._next)
-        same.append((params, number))
+        candidates.append((params, number))
         self._descriptions[number] = new
         return number
 
@@ -216,22 +233,21 @@ class _Numbers(Domain):
             return [self._sow(eqn, operands, here), *operands[1:]]
         if primitive is same_p:
             return [self._recomputed(eqn, operands), *operands[1:]]
-        if primitive in _SAME:
+        if primitive in _IDENTITIES:
             return [*operands]
         if primitive is jax.lax.select_n_p:
             return [self.chosen(operands[0], operands[1:])]
-        edges = _edges(operands)
         if eqn.effects or _is_users(eqn):
-            outs = [next(self._next) for _ in eqn.outvars]
+            numbers = [next(self._next) for _ in eqn.outvars]
         else:
             n = self._number(primitive, [x.number for x in operands], eqn.params)
-            outs = [self._number(("out", i), (n,)) for i in range(len(eqn.outvars))]
-        # Edges are of size 0, wherever they are stacked or sliced.
-        is_edge = [v.aval.shape[-1:] == (0,) for v in eqn.outvars]
+            numbers = [self._number(("out", i), (n,)) for i in range(len(eqn.outvars))]
+        edges = _edges(operands)
         moved = operands[0].made if primitive in _MOVES else None
         return [
-            _Value(n, moved or (here.path, i), edges if e else _NONE)
-            for i, (n, e) in enumerate(zip(outs, is_edge))
+            # Edges are of size 0, wherever they are stacked or sliced.
+            _Value(n, moved or (here.path, i), edges if _is_edge(v) else _NONE)
+            for i, (n, v) in enumerate(zip(numbers, eqn.outvars))
         ]
 
     def _sow(self, eqn: Any, operands: Sequence[_Value], here: Here) -> _Value:
@@ -239,132 +255,71 @@ class _Numbers(Domain):
         edge, *operands = operands
         if here.final:
             here = here._replace(around=(*here.around, eqn))
-            value = self._form(site, operands)
             runs = tuple(x.made for x in operands[: len(site.guards)])
+            value = _value(site, operands)
             self.sows.append(_Sow(site, here, edge.edges, value, runs))
         return self.new(edge.edges if site.modes else frozenset([here.path]))
 
-    def _form(self, site: Site, operands: Sequence[_Value]) -> Hashable:
-        branches = tuple(branch for _, branch, _ in site.guards)
-        numbers = [x.number for x in operands]
-        if branches:
-            cases = frozenset(zip(numbers, branches))
-            numbers = [self._in_cases(n, cases) for n in numbers]
-        return site.tag, site.key, site.treedef, site.leaves, branches, tuple(numbers)
-
     def _recomputed(self, eqn: Any, operands: Sequence[_Value]) -> _Value:
-        """The edge where a checkpoint in a `while` computes it again, see
-        `_mark/primitive.py`."""
+        """The edge of a sow that a checkpoint in a `while` computes again, see
+        `_mark/primitive.py`: it comes from the sow of the same value."""
         site = eqn.params["site"]
-        value = self._form(site, operands[1:])
-        same = [x for x in self.sows if x.site.origin is site.origin]
-        alike = [x for x in same if x.value == value] or same
+        value = _value(site, operands[1:])
+        candidates = [x for x in self.sows if x.site.origin is site.origin]
+        alike = [x for x in candidates if x.value == value] or candidates
         return self.new(frozenset(x.here.path for x in alike))
 
     # --- branches ---
     def in_case(self, index, i, value):
-        chosen_by, choices = self._chosen.get(value.number, (None, ()))
-        return choices[i] if chosen_by == index.number else value
+        found = self._descriptions.get(value.number)
+        if found is None or found.how != "chosen" or found.operands[0] != index.number:
+            return value
+        return value._replace(number=found.operands[1 + i])
 
     def chosen(self, index, cases):
-        edges = _edges(cases)
-        if len({x.number for x in cases}) == 1:
-            return cases[0]._replace(edges=edges)
-        by = self._without_broadcast(index.number)
-        number = self._number("chosen", (by, *[x.number for x in cases]))
-        self._chosen[number] = by, cases
-        return _Value(number, (index.made, *[x.made for x in cases]), edges)
-
-    def _without_broadcast(self, index: int) -> int:
-        """JAX gives an index, of which there is one for each lane, the shape of a
-        value."""
-        while (found := self._descriptions.get(index)) and found.how == ("out", 0):
-            made = self._descriptions[found.of[0]]
-            if made.how is not jax.lax.broadcast_in_dim_p:
-                break
-            over = made.params["broadcast_dimensions"]
-            if tuple(over) != tuple(range(len(over))):
-                break
-            index = made.of[0]
-        return index
-
-    def _in_cases(self, x: int, cases: frozenset[tuple[int, int]]) -> int:
-        """The value, where these branches run."""
-        of_index = dict(cases)
-        done = self._given.setdefault(cases, {})
-        # Not by recursion: a program may be long.
-        waiting = [x]
-        while waiting:
-            y = waiting[-1]
-            index, choices = self._chosen.get(y, (None, ()))
-            description = self._descriptions.get(y, _Description(None))
-            below = description.of
-            if index in of_index:
-                below = (choices[of_index[index]].number,)
-            missing = [z for z in below if z not in done]
-            if missing:
-                waiting += missing
-                continue
-            waiting.pop()
-            new = tuple(done[z] for z in below)
-            if index in of_index:
-                (done[y],) = new
-            elif new == below:
-                done[y] = y
-            else:
-                done[y] = self._number(description.how, new, description.params)
-        return done[x]
+        numbers = [x.number for x in cases]
+        if len(set(numbers)) == 1:
+            return cases[0]._replace(edges=_edges(cases))
+        number = self._number("chosen", (index.number, *numbers))
+        return _Value(number, (index.made, *[x.made for x in cases]), _edges(cases))
 
     # --- loops ---
-    def carried(self, eqn, operands, init, body, here):
-        # First with names for what it carries, which says what that is.
-        loop = len(here.scans)
-        named = [
-            _Value(self._number(("carried", loop, i)), None, x.edges)
+    def loop(self, eqn, operands, init, body, here):
+        # What a scan carries is the same as in another scan, if both begin with the
+        # same, and make the same of it in each iteration. To learn that, the body runs
+        # first with names in the place of what is carried.
+        n, depth = len(init), len(here.scans)
+        names = [
+            _Value(self._number(("carried", depth, i)), None, x.edges)
             for i, x in enumerate(init)
         ]
-        after = body(named, here._replace(final=False))
-        inside, self._loops[here.path] = self._loop(eqn, operands, init, after, loop)
-        carry = [
-            x if u.number == v.number else None for x, u, v in zip(init, named, after)
-        ]
-        return self._through(carry, inside, init, after, here)
-
-    def left(self, init, carry, last, here):
-        same = [x if x.number == u.number else None for x, u in zip(init, carry)]
-        return self._through(same, self._loops[here.path], init, last, here)
-
-    def _through(self, known, how, init, after, here):
-        """What a loop carries: what is known, or what `how` says it is."""
-        return [
-            _Value(
-                self._number((i, how)) if x is None else x.number,
-                (here.path, how[0], i) if x is None else x.made,
-                _edges([first, new]),
-            )
-            for i, (x, first, new) in enumerate(zip(known, init, after))
-        ]
-
-    def _loop(self, eqn, operands, init, after, depth) -> tuple[Hashable, Hashable]:
-        """What it is that two loops carry, if it is the same; and what comes out."""
-        if not _is_of_unknown_length(eqn):
+        after = body(names, here._replace(final=False))[:n]
+        if _is_of_unknown_length(eqn):
+            loop = next(self._next)
+        else:
             numbers = [tuple(x.number for x in xs) for xs in (init, after)]
-            how = loop_of(eqn), depth, *numbers
-            return ("carry", how), ("last", how)
-        unknown = next(self._next)
-        if eqn.effects:
-            return ("carry", unknown), ("last", unknown)
-        # Nothing in there is equal to anything in another loop. Their results may be.
-        n = self._number(eqn.primitive, [x.number for x in operands], eqn.params)
-        return ("carry", unknown), ("last", n)
+            loop = loop_of(eqn), depth, *numbers
+
+        def carried(when, after):
+            return [
+                _Value(
+                    self._number((when, i, loop)),
+                    (here.path, when, i),
+                    _edges([first, new]),
+                )
+                for i, (first, new) in enumerate(zip(init, after))
+            ]
+
+        outs = body(carried("before an iteration", after), here)
+        return [*carried("at the end", outs), *outs[n:]]
 
     def _part(self, how: tuple[str, Hashable], inverse: str, whole: _Value) -> _Value:
-        """That of which `whole` was made, if that is known."""
-        _, where = how
+        """A part of `whole`: that of which `whole` was made, if that is known."""
         found = self._descriptions.get(whole.number)
-        if found is not None and found.how == (inverse, where):
-            return whole._replace(number=found.of[0], made=(how, whole.made))
-        number = self._number(how, (whole.number,))
+        if found is not None and found.how == (inverse, how[1]):
+            (number,) = found.operands
+        else:
+            number = self._number(how, (whole.number,))
         return whole._replace(number=number, made=(how, whole.made))
 
     def entry(self, value, here):
@@ -389,7 +344,18 @@ _MOVES = (
     jax.lax.reshape_p,
     jax.lax.squeeze_p,
 )
-_SAME = jexc.primitives.name_p, jexc.primitives.stop_gradient_p
+_IDENTITIES = jexc.primitives.name_p, jexc.primitives.stop_gradient_p
+
+
+def _equal(x: Any, y: Any) -> bool:
+    try:
+        return bool(x == y)
+    except ValueError:  # arrays
+        return False
+
+
+def _is_edge(v: Any) -> bool:
+    return v.aval.shape[-1:] == (0,)
 
 
 def _is_users(eqn: Any) -> bool:
@@ -397,30 +363,31 @@ def _is_users(eqn: Any) -> bool:
     return eqn.primitive is _compat.hi_p and _compat.is_users(eqn.params["_prim"])
 
 
+def _value(site: Site, operands: Sequence[_Value]) -> Hashable:
+    """Equal for two sows of equal values."""
+    branches = tuple(branch for _, branch, _ in site.guards)
+    numbers = tuple(x.number for x in operands)
+    return site.tag, site.key, site.treedef, site.leaves, branches, numbers
+
+
 # --- equations that run again ---
-Calls = tuple[Any, ...]
-# Among calls: a loop of unknown length, within which they begin anew.
-_LOOP = object()
-_CUSTOM = jexc.primitives.custom_vjp_call_p, _compat.hi_p
+_CUSTOM_VJP = jexc.primitives.custom_vjp_call_p, _compat.hi_p
 
 
 def _replayed(primals: Sequence[_Sow]) -> Iterator[tuple[Path, frozenset[Path]]]:
-    """The repetitions in a loop of a backward pass, or in a derivative rule."""
-    may = {x.here.path: _replays(x) for x in primals}
-    ran = [x for x in primals if may[x.here.path] is None]
+    """The repetitions in a loop of a backward pass, or in a derivative rule, each with
+    the executions that it may repeat."""
+    ran = [x for x in primals if _calls_in_loop(x) is None and _rule(x) is None]
     for x in primals:
-        replays = may[x.here.path]
-        if replays is None:
-            continue
-        of = [
+        calls, rule = _calls_in_loop(x), _rule(x)
+        executions = [
             y.here.path
             for y in ran
-            if y.site.key == x.site.key
-            and y.site.origin is x.site.origin
-            and _is_replay(replays, _calls(y))
+            if y.site.key == x.site.key and y.site.origin is x.site.origin
+            if _ends_with(_calls(y.here.around[:-1]), calls) or rule in _rules(y)
         ]
-        if of:
-            yield x.here.path, frozenset(of)
+        if executions:
+            yield x.here.path, frozenset(executions)
 
 
 def _is_of_unknown_length(eqn: Any) -> bool:
@@ -428,44 +395,43 @@ def _is_of_unknown_length(eqn: Any) -> bool:
     return loop is not None and loop.length is None
 
 
-def _call_of(eqn: Any) -> Calls:
-    """What an equation adds to the calls around a sow."""
-    rules = _compat.rules_around(eqn)
-    if _is_of_unknown_length(eqn):
-        return (*rules, _LOOP)
-    # Its branches may become one.
-    if eqn.primitive is jexc.primitives.cond_p:
-        return rules
-    return (call_site(eqn), *rules)
+def _calls(eqns: Iterable[Any]) -> list[Any]:
+    """Where in a user's code these equations were called. Not where a cond was: under a
+    vmap its branches become one."""
+    cond_p = jexc.primitives.cond_p
+    return [e.source_info.traceback for e in eqns if e.primitive is not cond_p]
 
 
-def _calls(x: _Sow) -> Calls:
+def _calls_in_loop(x: _Sow) -> list[Any] | None:
+    """If a sow is in a loop of unknown length in a backward pass: the calls between
+    that loop and the sow."""
     *around, _ = x.here.around
-    return tuple(it.chain.from_iterable(map(_call_of, around)))
+    backward, start = False, None
+    for i, eqn in enumerate(around):
+        backward = backward or _compat.in_backward_pass(eqn)
+        if backward and _is_of_unknown_length(eqn):
+            start = i + 1
+        elif start is None and eqn.primitive in _CUSTOM_VJP:
+            # Not differentiated, so nothing in there has run before.
+            backward = False
+    return None if start is None else _calls(around[start:])
 
 
-def _replays(x: _Sow) -> Calls | None:
-    """The calls between a sow and the innermost loop of unknown length around it that
-    is in a backward pass; or the derivative rule that it is in; or `None`."""
-    *around, sow = x.here.around
-    backward, calls, rule = False, None, None
-    for eqn in around:
+def _ends_with(calls: list[Any], last: list[Any] | None) -> bool:
+    return last is not None and calls[len(calls) - len(last) :] == last
+
+
+def _rules(x: _Sow) -> list[str]:
+    """The derivative rules of `jax.custom_jvp` functions that a sow is in."""
+    return [rule for eqn in x.here.around for rule in _compat.rules_around(eqn)]
+
+
+def _rule(x: _Sow) -> str | None:
+    """The derivative rule that a sow is in, unless it is in a function with such a rule
+    that this one calls."""
+    rule = None
+    for eqn in x.here.around:
         rule = (rule, *_compat.rules_around(eqn))[-1]
         if eqn.primitive is jexc.primitives.custom_jvp_call_p:
             rule = None
-        backward = backward or _compat.in_backward_pass(eqn)
-        if backward and _is_of_unknown_length(eqn):
-            calls = ()
-        elif calls is not None:
-            calls = (*calls, *_call_of(eqn))
-        elif eqn.primitive in _CUSTOM:
-            # Not differentiated, so nothing in there has run before.
-            backward = False
-    rule = (rule, *_compat.rules_around(sow))[-1]
-    return calls if calls is not None or rule is None else (rule,)
-
-
-def _is_replay(replays: Calls, calls: Calls) -> bool:
-    if replays and isinstance(replays[0], str):
-        return replays[0] in calls
-    return calls[len(calls) - len(replays) :] == replays
+    return rule

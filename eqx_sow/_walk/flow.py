@@ -21,29 +21,32 @@ import jax.extend.core as jexc
 from .. import _compat
 from .._mark.calls import calls_around
 from .._mark.primitive import edge_p, sow_p
-from .find import jaxprs_in, jaxprs_of, variables, with_sow
+from .sows import jaxprs_in, jaxprs_of, Path, variables, with_sow
 
 
 class Here(NamedTuple):
-    """Where in a program a jaxpr is.
+    """The place in a program that the pass has come to: an equation or a jaxpr.
 
-    `path`: how to get there from the outermost jaxpr: the index of an equation, of one
-    of the jaxprs in it, of an equation in there, and so on. The rest is what is around
-    it, from outside in. `around`: those equations. `running`: the calls of modules.
-    `scans`: the scans, by their paths. `cases`: of each cond, its index, and which of
-    the branches it is. `final` is false in a trial run of the body of a loop, which is
-    there to learn what the loop carries.
+    What is around it goes from outside in. So in a scan within a branch of a cond,
+    `around` is the equation of the cond and that of the scan.
     """
 
-    path: tuple[int, ...] = ()
+    # The way there from the outermost jaxpr.
+    path: Path = ()
+    # The equations around it.
     around: tuple[Any, ...] = ()
+    # The calls of modules that are running.
     running: tuple[Any, ...] = ()
-    scans: tuple[tuple[int, ...], ...] = ()
+    # The scans around it, by their paths.
+    scans: tuple[Path, ...] = ()
+    # For each cond around it: the value of its index, and the number of the branch.
     cases: tuple[tuple[Any, int], ...] = ()
+    # False in the first of two runs through the body of a loop, which is there to learn
+    # what the loop carries.
     final: bool = True
 
     def inside(self, eqn: Any, k: int, **changes: Any) -> "Here":
-        """In jaxpr `k` of an equation, if this is the place of that."""
+        """The place of jaxpr `k` of an equation, if this is that of the equation."""
         return self._replace(
             path=(*self.path, k),
             around=(*self.around, eqn),
@@ -53,77 +56,81 @@ class Here(NamedTuple):
 
 
 def _number(eqn: Any, jaxpr: Any) -> int:
-    """Which of the jaxprs in an equation it is."""
+    """The number of a jaxpr among those in an equation."""
     return next(k for k, j in enumerate(jaxprs_in(eqn.params)) if j is jaxpr)
 
 
 class Domain:
-    """What goes through a program. Its values are compared by nothing here.
+    """What goes through a program: the values that stand for arrays, and what each kind
+    of equation makes of them. There are two: `Naming` in `_modules/naming.py`, and the
+    numbers in `executions.py`.
 
-    Only equations that have a sow inside, or lead to one, are looked at. What no sow
-    asks for is `None`.
+    Only equations that have a sow inside, or lead to one, are looked at. The value of
+    what no sow depends on is `None`.
     """
 
     def asks(self, sow: Any) -> Sequence[Any]:
-        """The operands of a sow that matter."""
+        """The operands of a sow whose values are needed."""
         return sow.invars
 
     def literal(self, literal: Any) -> Any:
+        """The value of a number in an equation."""
         raise NotImplementedError
 
     def constant(self, x: Any) -> Any:
-        """Of an array that a jaxpr holds."""
+        """The value of an array that a jaxpr holds."""
         raise NotImplementedError
 
     def equation(self, eqn: Any, operands: Sequence[Any], here: Here) -> list[Any]:
-        """What comes out of an equation for which there is no rule here."""
+        """The values of the outputs of an equation without a rule in `rules`."""
         raise NotImplementedError
 
     def either(self, values: Sequence[Any]) -> Any:
-        """One of several values, and it is not known which."""
+        """The value of what is one of several: it is not known which."""
         raise NotImplementedError
 
     def chosen(self, index: Any, cases: Sequence[Any]) -> Any:
-        """One of several, chosen by the index of a cond."""
+        """The value of an output of a cond, given the values that the branches have for
+        it."""
         return self.either(cases)
 
     def in_case(self, index: Any, i: int, value: Any) -> Any:
-        """What a value is in branch `i` of a cond with this index."""
+        """The value that an operand of a cond has in branch `i`."""
         return value
 
     def entry(self, value: Any, here: Here) -> Any:
-        """Of an array that a scan takes apart: its entry for one iteration. `here` is
-        in the body of the scan."""
+        """The value of the slice that one iteration of a scan gets of an operand.
+        `here` is in the body of the scan."""
         return value
 
     def stacked(self, value: Any, here: Here) -> Any:
-        """Of the entries for all iterations: the array that a scan makes of them."""
+        """The value of what a scan stacks, given that of one iteration."""
         return value
 
-    def carried(
+    def loop(
         self, eqn: Any, operands: Any, init: Any, body: Callable, here: Here
     ) -> list[Any]:
-        """What a loop carries into an iteration: what it begins with, or what `body`
-        makes of that. `here` is in the body."""
+        """The values of the outputs of a loop: first what it carries at the end, then
+        what a scan stacks. `init` are those of what it carries at first. `body(carry,
+        here)` returns the values that one iteration makes of these; `here` is in the
+        body. What an iteration begins with is `init`, or what the one before left."""
+        n = len(init)
         after = body(init, here._replace(final=False))
-        return [self.either(pair) for pair in zip(init, after)]
-
-    def left(self, init: Any, carry: Any, last: Any, here: Here) -> list[Any]:
-        """What a loop that began with `init` leaves. It carried `carry` into an
-        iteration, which made `last` of it."""
-        return [self.either(pair) for pair in zip(init, last)]
+        carry = [self.either(pair) for pair in zip(init, after[:n])]
+        outs = body(carry, here)
+        return [*(self.either(pair) for pair in zip(init, outs[:n])), *outs[n:]]
 
     def shard(self, value: Any, mesh: Any, spec: Any) -> Any:
-        """What one device has of a value."""
+        """The value of what one device has of an operand of a `shard_map`."""
         return value
 
     def unshard(self, value: Any, mesh: Any, spec: Any) -> Any:
-        """What all devices have, given what one has."""
+        """The value of an output of a `shard_map`, given that of one device."""
         return value
 
 
 def run(domain: Domain, jaxpr: Any, args: Sequence[Any], here: Here) -> list[Any]:
-    """What comes out of a jaxpr, given what goes in."""
+    """The values of the outputs of a jaxpr, given those of its inputs."""
     jaxpr, consts = _compat.open_jaxpr(jaxpr)
     env = {v: domain.constant(x) for v, x in zip(jaxpr.constvars, consts)}
     env.update(zip(jaxpr.invars, args))
@@ -144,8 +151,9 @@ def run(domain: Domain, jaxpr: Any, args: Sequence[Any], here: Here) -> list[Any
 def _leading_to_sows(
     domain: Domain, jaxpr: Any, outvars: Sequence[Any]
 ) -> list[tuple[int, Any]]:
-    """The equations to look at, and their indices."""
-    with_sows = set(map(id, with_sow(jaxpr)))
+    """The equations that have a sow inside, or on which one depends, with their
+    indices: found backward, as what they depend on comes before."""
+    with_sows = with_sow(jaxpr)
     asked = set(variables(outvars))
     found = []
     for i in range(len(jaxpr.eqns) - 1, -1, -1):
@@ -154,7 +162,7 @@ def _leading_to_sows(
             pairs = zip(eqn.outvars[1:], eqn.invars[1:])
             atoms = [*domain.asks(eqn), *(v for out, v in pairs if out in asked)]
         elif (
-            id(eqn) in with_sows
+            i in with_sows
             or eqn.primitive is edge_p
             or not asked.isdisjoint(eqn.outvars)
         ):
@@ -194,12 +202,10 @@ def _scan(domain: Domain, eqn: Any, operands: list[Any], here: Here) -> list[Any
     xs = [domain.entry(x, inside) for x in xs]
 
     def body(carry, here):
-        return run(domain, jaxpr, [*consts, *carry, *xs], here)
+        outs = run(domain, jaxpr, [*consts, *carry, *xs], here)
+        return [*outs[:m], *(domain.stacked(y, here) for y in outs[m:])]
 
-    carry = domain.carried(eqn, operands, init, lambda *x: body(*x)[:m], inside)
-    outs = body(carry, inside)
-    ys = [domain.stacked(y, inside) for y in outs[m:]]
-    return [*domain.left(init, carry, outs[:m], inside), *ys]
+    return domain.loop(eqn, operands, init, body, inside)
 
 
 def _while(domain: Domain, eqn: Any, operands: list[Any], here: Here) -> list[Any]:
@@ -207,14 +213,14 @@ def _while(domain: Domain, eqn: Any, operands: list[Any], here: Here) -> list[An
     n, m = p["cond_nconsts"], p["body_nconsts"]
     consts, init = operands[n : n + m], operands[n + m :]
     inside = here.inside(eqn, _number(eqn, p["body_jaxpr"]))
+    condition = here.inside(eqn, _number(eqn, p["cond_jaxpr"]))
 
     def body(carry, here):
+        at_condition = condition._replace(final=here.final)
+        run(domain, p["cond_jaxpr"], [*operands[:n], *carry], at_condition)
         return run(domain, p["body_jaxpr"], [*consts, *carry], here)
 
-    carry = domain.carried(eqn, operands, init, body, inside)
-    condition = here.inside(eqn, _number(eqn, p["cond_jaxpr"]))
-    run(domain, p["cond_jaxpr"], [*operands[:n], *carry], condition)
-    return domain.left(init, carry, body(carry, inside), inside)
+    return domain.loop(eqn, operands, init, body, inside)
 
 
 def _shard_map(domain: Domain, eqn: Any, operands: list[Any], here: Here) -> list[Any]:

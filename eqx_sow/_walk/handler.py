@@ -1,8 +1,10 @@
-"""What a handler of sows has to say for itself.
+"""A handler says what becomes of the sows in a program.
 
-The walk in `interpreter.py` does not know what becomes of a sow. A handler does not
-know of loops and branches, save how what it passes down (`Given`) and takes back
-(`Taken`) goes through them.
+The walk in `interpreter.py`, and its rules, run the program. They ask the handler at
+each sow, and wherever something of the handler's goes into a loop or a branch or comes
+out of it. `Given` is what a handler passes down to the sows, and `Taken` what it gets
+back from them. In `save_intermediates`, `Given.carry` has the states of reducers, and
+`Taken.values` what was captured.
 
 | called by | method | for |
 |---|---|---|
@@ -21,18 +23,16 @@ know of loops and branches, save how what it passes down (`Given`) and takes bac
 | `refuse` | `wants` | a sow that cannot be had: is it an error? |
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TYPE_CHECKING
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 
+from .. import _compat
+from .._errors import SowError, UnsupportedPrimitiveError
 from .._mark.site import Site
-from .find import sites
-from .refuse import is_solver, NO_RULE, OVER_AND_OVER, refuse, TEACH
-
-
-if TYPE_CHECKING:
-    from .frame import Frame
+from .frame import Frame
+from .sows import sites
 
 
 class Given(NamedTuple):
@@ -57,26 +57,28 @@ class Taken(NamedTuple):
 
 
 class Handler:
-    """What to do with sows. Handlers are hashable, and hold no state: whatever they
-    find out leaves the walk in `Taken`, so that JAX may cache it."""
+    """What to do with sows. A handler is hashable and holds no state: whatever it finds
+    out leaves the walk in `Taken`. So JAX may cache what it made of a jaxpr."""
 
-    def sow(
-        self, found: list, given: Given, site: Site, atoms, frame: "Frame"
-    ) -> Given:
-        """Sees to one sow: `frame` takes what its outputs are, `found` whatever
-        `end_jaxpr` wants to know. Returns what the next sow is given."""
+    def sow(self, found: list, given: Given, site: Site, atoms, frame: Frame) -> Given:
+        """Sees to the sow `frame.eqn`, with the operands `atoms` after its edge. Tells
+        `frame` what its outputs are, and appends to `found` whatever `end_jaxpr` wants
+        to know. Returns the `Given` of the next sow."""
         raise NotImplementedError
 
-    # Whether another transformation further out may want the sows that it does not.
+    # Whether another transformation around this one may want the sows that this handler
+    # does not want. Then they stay in the program.
     has_outer: bool = True
 
-    # Whether it holds nothing of a user's, which might hold tracers.
+    # Whether what the handler makes of a jaxpr may be kept for other calls. Not if it
+    # holds functions of a user's, which might hold tracers.
     cacheable: bool = True
 
-    # Whether what becomes of the sows may be differentiated further out.
+    # Whether what is taken at the sows may be differentiated by those further out.
     differentiable: bool = True
 
-    # Whether, of what needs iterations, one of these may be all that is kept.
+    # With `names="h/3"`: whether `only_iterations` can say that of a value in a scan,
+    # one iteration is all that is kept.
     keeps_iterations: bool = False
 
     def wants(self, site: Site) -> bool:
@@ -84,11 +86,13 @@ class Handler:
         return False
 
     def keeps_intact(self, eqn: Any) -> bool:
-        """Whether everything inside an equation stays as it is."""
+        """Whether an equation stays as it is, as there is no sow inside for this
+        handler."""
         return False
 
     def changes_inside(self, eqn: Any) -> bool:
-        """Whether what is inside an equation will compute something else."""
+        """Whether the function in an equation will compute something else, because a
+        value is planted inside. Then its derivative rule is no longer right."""
         return False
 
     def meet_unknown(self, found: list, eqn: Any) -> None:
@@ -96,12 +100,12 @@ class Handler:
         why = (OVER_AND_OVER,) if is_solver(eqn) else (NO_RULE, TEACH)
         refuse(self, eqn, sites(eqn), *why)
 
-    def end_jaxpr(self, found: list, given: Given, frame: "Frame") -> Taken:
+    def end_jaxpr(self, found: list, given: Given, frame: Frame) -> Taken:
         """One `Taken` from all that `sow` and the rules put into `found`."""
         return Taken(given.carry)
 
     def needs_order(self, site: Site) -> bool:
-        """Whether it counts in which order the executions of a sow come."""
+        """Whether the order of the executions of a sow matters."""
         return False
 
     def for_inside(self, eqn: Any) -> "Handler":
@@ -109,59 +113,118 @@ class Handler:
         return self
 
     def needs_iterations(self, jaxpr: Any) -> bool:
-        """Whether sows in the body of a scan have to be given `Given.iterations`."""
+        """Whether any sow in the body of a scan asks for `Given.iterations`."""
         return False
 
     def slices_for_scan(
         self, values: Any, jaxpr: Any
     ) -> tuple[Any, Callable[[Any], Any]]:
-        """For a loop: what of `Given.values` has an entry for each iteration, and a
-        function that puts that of one iteration back."""
+        """For a scan: those of `Given.values` that have a leading axis for its
+        iterations, and a function that, given their slices for one iteration, returns
+        the `Given.values` of that."""
         return (), lambda xs: values
 
     def slices_for_devices(
         self, values: Any, jaxpr: Any, devices: Sequence[Any]
     ) -> tuple[Any, Callable[[Any], Any], Any]:
-        """For mesh axes: what of `Given.values` has an axis for each of them, a
-        function that puts that of one device back, and `PartitionSpec`s."""
+        """For a `shard_map`: those of `Given.values` that go inside, a function that,
+        given what one device has of them, returns the `Given.values` there, and their
+        `PartitionSpec`s. `devices` are the mesh axes."""
         return (), lambda xs: values, ()
 
     def carry_for_devices(self, carry: Any) -> tuple[Any, Callable[[Any], Any]]:
-        """For mesh axes: what of `Given.carry` goes inside, each array of which has a
-        leading axis for each of them, and a function that puts what comes back into
-        the carry."""
+        """For a `shard_map`: what of `Given.carry` goes inside, arrays with a leading
+        axis for each mesh axis, and a function that puts what comes back into the
+        carry."""
         return (), lambda new: carry
 
-    def leave_equation(self, values: Any, frame: "Frame") -> Any:
+    def leave_equation(self, values: Any, frame: Frame) -> Any:
         """`Taken.values` of what is inside an equation: `frame.eqn`."""
         return values
 
     def only_iterations(self, values: Any) -> Any:
-        """If it `keeps_iterations`, given `Taken.values` of the body of a scan: in the
-        place of each array, the one of which it is kept, or -1 for all."""
+        """If it `keeps_iterations`: in the place of each array in the `Taken.values` of
+        the body of a scan, the iteration of which it is kept, or -1 for all."""
         raise NotImplementedError
 
     def stack_iterations(self, values: Any, length: int) -> Any:
-        """For a loop: `Taken.values`, once each array in it has a new leading axis."""
+        """For a scan: `Taken.values`, in which each array has a new leading axis."""
         return values
 
     def stack_devices(
         self, values: Any, axes: dict[Any, int], varying: Callable
     ) -> Any:
-        """For one device of many: `Taken.values`, with an axis of size one for each
-        mesh axis that it is `varying` over, and the matching `PartitionSpec`s."""
+        """For one device of a `shard_map`: `Taken.values`, in which each array has an
+        axis of size one for each mesh axis that it is `varying` over, and the matching
+        `PartitionSpec`s."""
         return values, jax.sharding.PartitionSpec()
 
     def unify_branches(self, all_values: Sequence[Any]) -> Callable[[Any], Any]:
-        """For exclusive branches, given their `Taken.values` as shapes: a function that
-        brings each to one form."""
+        """For the branches of a cond, given the types of their `Taken.values`: a
+        function that brings those of any branch to one common form."""
         return lambda values: values
 
     def before_first_iteration(self, values: Any) -> Any:
-        """For a loop of unknown length, given `Taken.values` of its body as shapes:
-        what there is before the first iteration."""
+        """For a `while_loop`, given the types of the `Taken.values` of its body: what
+        there is before the first iteration, such as zeros."""
         return values
 
     def after_iteration(self, old: Any, new: Any) -> Any:
-        """For a loop of unknown length: `Taken.values` after one more iteration."""
+        """For a `while_loop`: `Taken.values` after one more iteration, which took
+        `new`."""
         return new
+
+
+# --- sows that a handler cannot see to ---
+def check_guarded(site: Site) -> None:
+    """Raises if it cannot be told whether a sow runs, or only runs again."""
+    if site.again is None:
+        raise SowError(
+            f"`sow(..., {site.name!r})` at {site.where} is in the `bwd` of a "
+            "`jax.custom_vjp` that only some lanes of a `jax.vmap` call, and its name "
+            "is that of a sow in the forward pass: whether it repeats that one cannot "
+            "be told. Give it another name, with `eqx_sow.scope(...)` in the `bwd`, or "
+            "leave the sow out, by `names` or another `tag`."
+        )
+    if site.unguarded:
+        raise SowError(
+            f"`sow(..., {site.name!r})` at {site.where} is in the derivative rule of a "
+            "function (`jax.custom_jvp`, `jax.custom_vjp`) that only some lanes of a "
+            "`jax.vmap` call, and the vmap came before the derivative: whether the sow "
+            "runs cannot be told. Take the derivative inside the vmap, "
+            "`jax.vmap(jax.grad(fn))`, or leave the sow out, by `names` or another "
+            "`tag`."
+        )
+
+
+_MOVE = "Move the sow out of it."
+NO_RULE = "eqx_sow has no rule for it"
+TEACH = (
+    f"{_MOVE} If the primitive is yours, `@eqx_sow.register_rule(primitive)` teaches "
+    "eqx_sow about it."
+)
+OVER_AND_OVER = "it evaluates its function over and over"
+
+
+def is_solver(eqn: Any) -> bool:
+    """Whether it evaluates a linear function over and over, and leaves its effects
+    out."""
+    primitive, _ = _compat.unmapped(eqn)
+    return primitive.name in ("linear_solve", "custom_linear_solve")
+
+
+def refuse(
+    handler: Handler, eqn: Any, inside: Iterable[Site], why: str, remedy: str = _MOVE
+) -> None:
+    """Raises if the handler wants any of the sows inside an equation."""
+    for site in filter(handler.wants, inside):
+        raise UnsupportedPrimitiveError(unsupported(site, eqn, why, remedy))
+
+
+def unsupported(site: Site, eqn: Any, why: str, remedy: str = _MOVE) -> str:
+    primitive, _ = _compat.unmapped(eqn)
+    return (
+        f"`sow(..., {site.name!r})` at {site.where} is inside the primitive "
+        f"`{primitive}`: {why}, so the value cannot be captured or planted. "
+        f"{remedy} Or leave it out, by `names` or another `tag`."
+    )

@@ -15,12 +15,12 @@ import jax.extend.core as jexc
 import jax.tree_util as jtu
 
 from .. import _compat
-from .._arrays import in_mesh_of, to_jaxpr
+from .._arrays import in_mesh_of
 from .._mark.primitive import sow_p
-from .edit import without_sows
-from .find import with_sow
+from .._mark.staging import to_jaxpr
 from .frame import Frame
 from .handler import Given, Handler, Taken
+from .sows import with_sow, without_sows
 
 
 rules: dict[jexc.Primitive, Callable] = {}
@@ -30,8 +30,9 @@ def rule_for(primitive: jexc.Primitive) -> Callable[[Callable], Callable]:
     """A decorator for a rule `rule(interpret, given, eqn, *args) -> (outs, taken)`.
 
     `interpret(jaxpr)` is a function `run(given, *args) -> (outs, taken)` that runs the
-    jaxpr with all its sows seen to. The rule calls it in the place of the jaxpr, and
-    passes `taken` on: through loops and branches, which it writes anew.
+    jaxpr, while the handler sees to the sows in there. The rule writes the loop or the
+    branches of the equation anew, with `run` in the place of the jaxpr, and passes on
+    what `run` returns.
     """
 
     def register(rule):
@@ -41,9 +42,9 @@ def rule_for(primitive: jexc.Primitive) -> Callable[[Callable], Callable]:
     return register
 
 
-# What handlers made of jaxprs: one that occurs many times is walked once by each
-# handler. JAX keeps the result for as long as there is the function that made it: here,
-# as long as the jaxpr.
+# For each jaxpr, a function of a handler that returns what that makes of it. So a jaxpr
+# that occurs many times is walked once by each handler. The results are kept for as
+# long as the jaxpr is.
 Stages = weakref.WeakKeyDictionary[Any, Callable]
 _stages: Stages = weakref.WeakKeyDictionary()
 
@@ -64,9 +65,9 @@ class Interpret:
         return run
 
     def staged(self, jaxpr: Any, given: Given, *args) -> tuple[Any, list[Any], Any]:
-        """For rules that change a parameter of an equation in place: what the handler
-        made of a jaxpr, without constants; its inputs, of which the last are those of
-        the equation; and the treedef of its outputs, that of what `run` returns."""
+        """For rules that keep an equation and put another jaxpr into it: what the
+        handler makes of a jaxpr, without constants; the inputs of that, the last of
+        which are `args`; and the treedef of what `run` would return."""
         if jaxpr not in self._stages:
             self._stages[jaxpr] = _stage(weakref.ref(jaxpr), self._stages)
         closed, treedef = self._stages[jaxpr](self.handler)(given, args)
@@ -87,7 +88,7 @@ def _stage(jaxpr: weakref.ref, stages: Stages) -> Callable:
     return by
 
 
-# What is compiled is the same jaxpr each time, so that it is compiled once.
+# The same jaxpr each time, so that JAX compiles it once.
 _closed: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
@@ -117,18 +118,17 @@ def evaluate(
         stages = _stages if kept else weakref.WeakKeyDictionary()
     frame = Frame(jaxpr, [*consts, *args])
     found: list[Any] = []
-    has_sow = set(map(id, with_sow(jaxpr)))
+    has_sow = with_sow(jaxpr)
     for i, eqn in enumerate(jaxpr.eqns):
-        if id(eqn) not in has_sow:
-            frame.defer(frame.without_donating(eqn))
+        if i not in has_sow:
+            frame.defer(_without_donating(eqn))
             continue
         frame.now, frame.eqn = i, eqn
         if eqn.primitive is sow_p:
-            frame.forbid_donation(eqn.invars)
             _, *atoms = eqn.invars
             given = handler.sow(found, given, eqn.params["site"], atoms, frame)
             continue
-        frame.eqn = eqn = frame.without_donating(eqn)
+        frame.eqn = eqn = _without_donating(eqn)
         if handler.keeps_intact(eqn):
             frame.defer(eqn)
             continue
@@ -137,7 +137,6 @@ def evaluate(
             handler.meet_unknown(found, eqn)
             frame.defer(eqn if handler.has_outer else without_sows(eqn))
             continue
-        frame.forbid_donation(eqn.invars)
         values = frame.read(eqn.invars)
         frame.flush_effects()
         with eqn.ctx.manager, in_mesh_of(values):
@@ -153,3 +152,13 @@ def evaluate(
     outs = frame.read_arrays(jaxpr.outvars)
     frame.flush_effects()
     return outs, taken
+
+
+def _without_donating(eqn: Any) -> Any:
+    """The equation, if it is that of a jitted function, without donating its operands:
+    a handler may return them."""
+    donated = eqn.params.get("donated_invars", ())
+    if not any(donated):
+        return eqn
+    nothing = (False,) * len(donated)
+    return eqn.replace(params={**eqn.params, "donated_invars": nothing})

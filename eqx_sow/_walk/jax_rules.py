@@ -36,11 +36,10 @@ from .._mark.listening import around, listening
 from .._mark.noting import listening_as
 from .._mark.primitive import residuals, sow_p
 from .._mark.site import Axis, out_of_loop
-from .edit import with_sites, without_prints
-from .find import has_sow, is_lanewise, shows_sow, sites
 from .handler import Given, Handler
 from .interpreter import Interpret
 from .rules import control_flow
+from .sows import has_sow, loops_of, shows_sow, sites, sows, with_sites, without_prints
 
 
 cond_p = jexc.primitives.cond_p
@@ -53,17 +52,22 @@ _wrapped: list[tuple[dict, jexc.Primitive, Callable]] = []
 
 
 def _wrap(table: dict, primitive: jexc.Primitive) -> Callable:
-    def decorate(make):
-        what = f"the rule for `{primitive}` that {make.__name__} wraps"
+    """A decorator of a function that is called, during a capture, in the place of the
+    rule for this primitive in one of JAX's tables: with that rule, and its
+    arguments."""
+
+    def decorate(wrapper):
+        what = f"the rule for `{primitive}` that {wrapper.__name__} wraps"
         rule: Any = _compat.find(what, lambda: table[primitive])
-        wrapped = make(rule)
 
         def chosen(*args, **kwargs):
-            return (rule if listening.value is None else wrapped)(*args, **kwargs)
+            if listening.value is None:
+                return rule(*args, **kwargs)
+            return wrapper(rule, *args, **kwargs)
 
         table[primitive] = chosen
         _wrapped.append((table, primitive, chosen))
-        return make
+        return wrapper
 
     return decorate
 
@@ -79,38 +83,39 @@ def check_wrapped() -> None:
 
 
 # --- custom derivative rules ---
-
-
 @lu.transformation2
-def _under(rule, here, scope, *args):
-    with listening_as(here), scope():
+def _listening_as_at_call(rule, at_call, scope, *args):
+    with listening_as(at_call), scope():
         return rule(*args)
 
 
 @lu.transformation2
-def _named_as_there(rule, there, *args):
-    here = listening.value
-    if here is None:
-        return rule(*args)
-    with listening(here._replace(scope=there.scope)):
-        return rule(*args)
+def _named_as_at_call(bwd, at_call, *args):
+    now = listening.value
+    if now is None:
+        return bwd(*args)
+    with listening(now._replace(scope=at_call.scope)):
+        return bwd(*args)
 
 
 def _keep_listening(primitive: jexc.Primitive, scope: Callable) -> None:
-    """JAX traces the derivative rule of a function when it is first needed, and keeps
-    the jaxpr with the equation. So an equation that was traced while listening traces
-    its rule while listening, whenever that is, in a `scope`. What it calls in a
-    backward pass belongs to that pass, but the names there begin as they do here."""
+    """Whoever calls a function with a derivative rule of its own while sows are marked
+    wants those of the rule, too. JAX traces the rule when it is first needed, which may
+    be after the capture, and keeps the jaxpr with the equation. So the rule is traced
+    as if that happened at the call of the function, and in a `scope`.
+
+    A `bwd` is traced by whoever differentiates. It only takes the names from the call:
+    they begin with the scopes around that."""
     bind = primitive.bind
 
     def bind_listening(*args, **params):
-        here = listening.value
-        if here is not None:
-            fn, rule, *backward = params["subfuns"]
-            rule = _under(rule, here._replace(loops=0), scope)
-            if here.scope:
-                backward = [_named_as_there(f, here) for f in backward]
-            params = {**params, "subfuns": (fn, rule, *backward)}
+        at_call = listening.value
+        if at_call is not None:
+            fn, rule, *bwd = params["subfuns"]
+            rule = _listening_as_at_call(rule, at_call._replace(loops=0), scope)
+            if at_call.scope:
+                bwd = [_named_as_at_call(f, at_call) for f in bwd]
+            params = {**params, "subfuns": (fn, rule, *bwd)}
         return bind(*args, **params)
 
     primitive.bind = bind_listening
@@ -137,29 +142,27 @@ if _compat.hi_p is not None:
     _compat.hi_p.bind = _bind_classic
 
     @_wrap(batching.fancy_primitive_batchers, _compat.hi_p)
-    def _batch_hi(rule):
-        def batch_hi(axis_data, args, dims, *, _prim):
-            if _compat.is_users(_prim):
-                return rule(axis_data, args, dims, _prim=_prim)
-            # JAX batches derivative rules when they are called, with `jax.vmap`.
-            here = around(axis_data)
-
-            def told(x):
-                if isinstance(x, tuple):
-                    return tuple(map(told, x))
-                return _told(x, here) if inspect.isfunction(x) else x
-
-            _prim = _compat.hi_with_params(_prim, told)
+    def _batch_hi(rule, axis_data, args, dims, *, _prim):
+        if _compat.is_users(_prim):
             return rule(axis_data, args, dims, _prim=_prim)
+        # JAX batches the derivative rules among the parameters when they are called,
+        # with a `jax.vmap` of its own. That has to know what is around this one.
+        around_vmap = around(axis_data)
 
-        return batch_hi
+        def telling(x):
+            if isinstance(x, tuple):
+                return tuple(map(telling, x))
+            return _telling_vmap(x, around_vmap) if inspect.isfunction(x) else x
+
+        _prim = _compat.hi_with_params(_prim, telling)
+        return rule(axis_data, args, dims, _prim=_prim)
 
 
-def _told(rule, here):
+def _telling_vmap(rule, around_vmap):
     @ft.wraps(rule)
     def call(*args):
         if listening.value is not None:
-            _compat.tell_vmap(here)
+            _compat.tell_vmap(around_vmap)
         return rule(*args)
 
     return call
@@ -168,7 +171,8 @@ def _told(rule, here):
 # --- vmap ---
 @dc.dataclass(frozen=True)
 class Guard(Handler):
-    """Tells sows whether they run, by one more guard: `Given.values`."""
+    """Gives each sow one more guard, with the operand `Given.values` that says whether
+    the sow runs. `guard` says the rest: see `Site.guards`."""
 
     guard: tuple[Any, int, int]
 
@@ -187,9 +191,13 @@ class Guard(Handler):
 
 
 def _within(axis_data, *conds, loops=0):
-    here = around(axis_data)
-    here = here._replace(loops=here.loops + loops, conds=(*here.conds, *conds))
-    return _compat.with_around(axis_data, here)
+    """What JAX's rules are told of a mapped axis, with more conds and loops between the
+    vmap and what they batch."""
+    outside = around(axis_data)
+    inside = outside._replace(
+        loops=outside.loops + loops, conds=(*outside.conds, *conds)
+    )
+    return _compat.with_around(axis_data, inside)
 
 
 # A cond whose branches have no guards. One for all, so that JAX's caches know it.
@@ -212,112 +220,76 @@ def _batched(rule, axis_data, args, dims, params):
 
 
 @_wrap(batching.fancy_primitive_batchers, scan_p)
-def _batch_scan(rule):
-    def batch_scan(axis_data, args, dims, **params):
-        if not shows_sow(params["jaxpr"]):
-            # There may be some in a custom derivative rule: those cannot be seen yet.
-            return rule(_within(axis_data, loops=1), args, dims, **params)
-        closed, dims_out = _batched(rule, axis_data, args, dims, params)
-        return jexc.jaxpr_as_fun(closed)(*args), dims_out
-
-    return batch_scan
+def _batch_scan(rule, axis_data, args, dims, **params):
+    if not shows_sow(params["jaxpr"]):
+        # There may be some in a custom derivative rule: those cannot be seen yet.
+        return rule(_within(axis_data, loops=1), args, dims, **params)
+    closed, dims_out = _batched(rule, axis_data, args, dims, params)
+    return jexc.jaxpr_as_fun(closed)(*args), dims_out
 
 
 @_wrap(batching.fancy_primitive_batchers, while_p)
-def _batch_while(rule):
-    def batch_while(axis_data, args, dims, **params):
-        body, cond = params["body_jaxpr"], params["cond_jaxpr"]
+def _batch_while(rule, axis_data, args, dims, **params):
+    body, cond = params["body_jaxpr"], params["cond_jaxpr"]
+    closed, dims_out = _batched(rule, axis_data, args, dims, params)
+    loop = closed.eqns[-1]
+    varies = loop.params["cond_jaxpr"].out_avals[0].shape
+    # If the predicate had an axis before, an earlier vmap has put guards there.
+    if varies and not cond.out_avals[0].shape:
+        if has_sow(body):
+            args, dims, params = _guarded(args, dims, params)
+        axis_data = _within(axis_data, None)
         closed, dims_out = _batched(rule, axis_data, args, dims, params)
-        loop = closed.eqns[-1]
-        varies = loop.params["cond_jaxpr"].out_avals[0].shape
-        # If the predicate has an axis already, an earlier vmap has told the sows.
-        if varies and not cond.out_avals[0].shape:
-            if has_sow(body):
-                args, dims, params = _guarded(axis_data, args, dims, params)
-            axis_data = _within(axis_data, None)
-            closed, dims_out = _batched(rule, axis_data, args, dims, params)
-        n = len(body.out_avals)
-        return jexc.jaxpr_as_fun(closed)(*args)[-n:], dims_out[-n:]
-
-    return batch_while
+    n = len(body.out_avals)
+    return jexc.jaxpr_as_fun(closed)(*args)[-n:], dims_out[-n:]
 
 
-def _guarded(axis_data, args, dims, params):
-    """The same while loop, with the sows in its body told whether they run.
-
-    If each lane is sure to have a predicate of its own, the loop carries that in front
-    of all else. So it is evaluated once in each iteration; JAX does so twice under a
-    vmap, to know whether to go on, and in which lanes."""
+def _guarded(args, dims, params):
+    """The same while loop, with guards for the sows in its body. The body evaluates the
+    condition first, which says in which lanes the sows run. JAX's rule does the same,
+    to leave those alone that have finished, and the compiler makes one of the two."""
     cond, body = params["cond_jaxpr"], params["body_jaxpr"]
     n = params["cond_nconsts"]
-    m = n + params["body_nconsts"]
     going = jexc.jaxpr_as_fun(without_prints(cond))
     run = Interpret(Guard((None, 1, 1)))(body)
-    carried = not cond.effects and is_lanewise(cond)
+    n_body = params["body_nconsts"]
 
     def guarded(*args):
-        consts, carry = args[:m], args[m:]
-        mask, *carry = carry if carried else (*going(*consts[:n], *carry), *carry)
-        outs, _ = run(Given(values=mask), *consts[n:], *carry)
-        if not carried:
-            return outs
-        # As under JAX's rule, the predicate sees a lane that has finished as it was.
-        new = [jax.lax.select_n(mask, x, y) for x, y in zip(carry, outs)]
-        return [*going(*consts[:n], *new), *outs]
+        cond_consts, args = args[:n], args[n:]
+        (runs,) = going(*cond_consts, *args[n_body:])
+        return run(Given(values=runs), *args)[0]
 
-    consts, carry = body.in_avals[: m - n], body.in_avals[m - n :]
-    if carried:
-        carry = [*cond.out_avals, *carry]
-    body = jax.make_jaxpr(guarded)(*cond.in_avals[:n], *consts, *carry)
-    params = {**params, "body_jaxpr": body, "body_nconsts": m}
-    if not carried:
-        return [*args[:n], *args], [*dims[:n], *dims], params
-    over = [*dims[:n], *dims[m:]]
-    mapped = any(d is not None for d in over)
-    if mapped:
-        going = jax.vmap(
-            going,
-            in_axes=over,
-            axis_name=axis_data.name,
-            axis_size=axis_data.size,
-            spmd_axis_name=axis_data.spmd_name,
-        )
-    (mask,) = going(*args[:n], *args[m:])
-    cond = jax.make_jaxpr(lambda mask, *_: mask)(*carry)
-    params = {**params, "cond_jaxpr": cond, "cond_nconsts": 0}
-    args = [*args[:m], mask, *args[m:]]
-    return args, [*dims[:m], 0 if mapped else None, *dims[m:]], params
+    body = jax.make_jaxpr(guarded)(*cond.in_avals[:n], *body.in_avals)
+    params = {**params, "body_jaxpr": body, "body_nconsts": n + n_body}
+    return [*args[:n], *args], [*dims[:n], *dims], params
 
 
 @_wrap(batching.fancy_primitive_batchers, cond_p)
-def _batch_cond(rule):
-    def batch_cond(axis_data, args, dims, *, branches, **params):
-        if dims[0] is None:
-            return rule(axis_data, args, dims, branches=branches, **params)
-        if not any(map(shows_sow, branches)):
-            axis_data = _within(axis_data, _NO_COND)
-            return rule(axis_data, args, dims, branches=branches, **params)
-        index, *operands = args
-        cond = object()
-        of_one = jexc.mapped_aval(axis_data.size, dims[0], jax.typeof(index))
+def _batch_cond(rule, axis_data, args, dims, *, branches, **params):
+    if dims[0] is None:
+        return rule(axis_data, args, dims, branches=branches, **params)
+    if not any(map(shows_sow, branches)):
+        axis_data = _within(axis_data, _NO_COND)
+        return rule(axis_data, args, dims, branches=branches, **params)
+    index, *operands = args
+    cond = object()
+    of_one = jexc.mapped_aval(axis_data.size, dims[0], jax.typeof(index))
 
-        def guarded(i):
-            run = Interpret(Guard((cond, i, len(branches))))(branches[i])
+    def guarded(i):
+        run = Interpret(Guard((cond, i, len(branches))))(branches[i])
 
-            def branch(index, *operands):
-                return run(Given(values=index), *operands)[0]
+        def branch(index, *operands):
+            return run(Given(values=index), *operands)[0]
 
-            return jax.make_jaxpr(branch)(of_one, *branches[i].in_avals)
+        return jax.make_jaxpr(branch)(of_one, *branches[i].in_avals)
 
-        return rule(
-            _within(axis_data, cond),
-            (index, index, *operands),
-            (dims[0], *dims),
-            branches=tuple(map(guarded, range(len(branches)))),
-            **params,
-        )
-
-    return batch_cond
+    return rule(
+        _within(axis_data, cond),
+        (index, index, *operands),
+        (dims[0], *dims),
+        branches=tuple(map(guarded, range(len(branches)))),
+        **params,
+    )
 
 
 # --- differentiation ---
@@ -329,36 +301,33 @@ def _stamp_hoisted(closed: Any, length: int) -> Any:
         b = sow (sin w)        ->   b = sow[axes=[loop of 3]] (sin w)
         c = scan[length=3] b        c = scan[length=3] b
     """
-
-    def stamped(site, operands, loops):
-        loop = Axis(length, (False,) * operands, loops, lane=False)
-        return site._replace(axes=out_of_loop(site.axes, loop)[1])
-
-    *hoisted, loop = closed.eqns
-    eqns = [*(with_sites(e, stamped) for e in hoisted), loop]
-    return _compat.with_changes(closed, eqns=eqns)
+    scan = len(closed.eqns) - 1
+    stamped = {}
+    for site, eqns, path in sows(closed):
+        if path and path[0] != scan:
+            has = (False,) * (len(eqns[-1].invars) - 1)
+            loop = Axis(length, has, len(loops_of(eqns)), lane=False)
+            stamped[path] = site._replace(axes=out_of_loop(site.axes, loop)[1])
+    return with_sites(closed, stamped)
 
 
 @_wrap(_compat.primitive_linearizations, scan_p)
-def _linearize_scan(rule):
-    def linearize_scan(is_vjp, nonzeros, *primals, **params):
-        rest = []
+def _linearize_scan(rule, is_vjp, nonzeros, *primals, **params):
+    rest = []
 
-        def linearized(*primals):
-            outs, nonzeros_out, *residuals, tangent = rule(
-                is_vjp, nonzeros, *primals, **params
-            )
-            rest[:] = nonzeros_out, tangent
-            return outs, residuals
+    def linearized(*primals):
+        outs, nonzeros_out, *residuals, tangent = rule(
+            is_vjp, nonzeros, *primals, **params
+        )
+        rest[:] = nonzeros_out, tangent
+        return outs, residuals
 
-        closed, shape = jax.make_jaxpr(linearized, return_shape=True)(*primals)
-        closed = _stamp_hoisted(closed, params["length"])
-        out = jexc.jaxpr_as_fun(closed)(*primals)
-        outs, residuals = jax.tree.unflatten(jax.tree.structure(shape), out)
-        nonzeros_out, tangent = rest
-        return outs, nonzeros_out, *residuals, tangent
-
-    return linearize_scan
+    closed, shape = jax.make_jaxpr(linearized, return_shape=True)(*primals)
+    closed = _stamp_hoisted(closed, params["length"])
+    out = jexc.jaxpr_as_fun(closed)(*primals)
+    outs, residuals = jax.tree.unflatten(jax.tree.structure(shape), out)
+    nonzeros_out, tangent = rest
+    return outs, nonzeros_out, *residuals, tangent
 
 
 # JAX linearizes a checkpoint by its rule for tangents, and does not tell that whether
@@ -378,54 +347,45 @@ def _linearize_checkpoint(rule):
 
 
 @_wrap(pe.partial_eval_jaxpr_custom_rules, scan_p)
-def _checkpoint_scan(rule):
-    def checkpoint_scan(saveable, unknown, instantiated, eqn):
-        known, *rest = rule(saveable, unknown, instantiated, eqn)
-        if shows_sow(known):
-            closed = _stamp_hoisted(known.params["call_jaxpr"], eqn.params["length"])
-            known = known.replace(params={**known.params, "call_jaxpr": closed})
-            known = _compat.call_that_keeps_effects(known)
-        return known, *rest
-
-    return checkpoint_scan
+def _checkpoint_scan(rule, saveable, unknown, instantiated, eqn):
+    known, *rest = rule(saveable, unknown, instantiated, eqn)
+    if shows_sow(known):
+        closed = _stamp_hoisted(known.params["call_jaxpr"], eqn.params["length"])
+        known = known.replace(params={**known.params, "call_jaxpr": closed})
+        known = _compat.call_that_keeps_effects(known)
+    return known, *rest
 
 
 @_wrap(pe.partial_eval_jaxpr_custom_rules, while_p)
-def _checkpoint_while(rule):
-    def checkpoint_while(*args):
-        before, residuals.forbidden = residuals.forbidden, True
-        try:
-            return rule(*args)
-        finally:
-            residuals.forbidden = before
-
-    return checkpoint_while
+def _checkpoint_while(rule, *args):
+    before, residuals.forbidden = residuals.forbidden, True
+    try:
+        return rule(*args)
+    finally:
+        residuals.forbidden = before
 
 
 @_wrap(pe.custom_partial_eval_rules, scan_p)
-def _partial_eval_scan(rule):
-    def partial_eval_scan(trace, *tracers, **params):
-        if shows_sow(params["jaxpr"]):
-            # What the rule makes cannot be mended here, but it can be looked at.
-            n = len(trace.effect_handles)
+def _partial_eval_scan(rule, trace, *tracers, **params):
+    if shows_sow(params["jaxpr"]):
+        # What the rule makes cannot be mended here, but it can be looked at.
+        n = len(trace.effect_handles)
 
-            def look():
-                rule(trace, *tracers, **params)
-                del trace.effect_handles[n:]
+        def look():
+            rule(trace, *tracers, **params)
+            del trace.effect_handles[n:]
 
-            closed = jax.make_jaxpr(look)()
-            *hoisted, _ = closed.eqns or [None]
-            for site in (s for e in hoisted if shows_sow(e) for s in sites(e)):
-                raise SowError(
-                    f"`sow(..., {site.name!r})` at {site.where} does not depend on the "
-                    "iteration of the scan that it is in, and that scan is part of a "
-                    "custom derivative rule (or of a while loop that is linearized), "
-                    "where JAX moves the sow out of the loop. Sow the value before the "
-                    "loop."
-                )
-        return rule(trace, *tracers, **params)
-
-    return partial_eval_scan
+        closed = jax.make_jaxpr(look)()
+        *hoisted, _ = closed.eqns or [None]
+        for site in (s for e in hoisted if shows_sow(e) for s in sites(e)):
+            raise SowError(
+                f"`sow(..., {site.name!r})` at {site.where} does not depend on the "
+                "iteration of the scan that it is in, and that scan is part of a "
+                "custom derivative rule (or of a while loop that is linearized), "
+                "where JAX moves the sow out of the loop. Sow the value before the "
+                "loop."
+            )
+    return rule(trace, *tracers, **params)
 
 
 _returning: weakref.WeakKeyDictionary[Any, dict[int, Any]] = weakref.WeakKeyDictionary()
@@ -447,22 +407,19 @@ def _keep_tangents(primitive: jexc.Primitive, name: str, operands: slice) -> Non
     one of its own operands, and hold on to that."""
 
     @_wrap(pe.custom_partial_eval_rules, primitive)
-    def _partial_eval(rule):
-        def partial_eval(trace, *tracers, **params):
-            unknown = [not t.is_known() for t in tracers[operands]]
-            jaxprs = params[name]
-            several = isinstance(jaxprs, tuple)
-            each = jaxprs if several else (jaxprs,)
-            if not (any(unknown) and any(map(shows_sow, each))):
-                return rule(trace, *tracers, **params)
-            new = tuple(_returning_operand(j, unknown.index(True)) for j in each)
-            params = {**params, name: new if several else new[0]}
-            *outs, tangent = rule(trace, *tracers, **params)
-            if shows_sow(tangent.recipe):
-                trace.effect_handles.append(tangent)
-            return outs
-
-        return partial_eval
+    def _partial_eval(rule, trace, *tracers, **params):
+        unknown = [not t.is_known() for t in tracers[operands]]
+        jaxprs = params[name]
+        several = isinstance(jaxprs, tuple)
+        each = jaxprs if several else (jaxprs,)
+        if not (any(unknown) and any(map(shows_sow, each))):
+            return rule(trace, *tracers, **params)
+        new = tuple(_returning_operand(j, unknown.index(True)) for j in each)
+        params = {**params, name: new if several else new[0]}
+        *outs, tangent = rule(trace, *tracers, **params)
+        if shows_sow(tangent.recipe):
+            trace.effect_handles.append(tangent)
+        return outs
 
 
 _keep_tangents(cond_p, "branches", slice(1, None))

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from .._errors import SowError
 from .._frames import api_boundary
 from .._mark.listening import listening
-from .find import has_sow, jaxprs_in
+from .sows import has_sow, jaxprs_in
 
 
 _Rule = TypeVar("_Rule", bound=Callable)

@@ -6,26 +6,30 @@ this, for a scan with the body `(carry, x) -> (carry, y)`:
     ((state, carry), (ys, values)) = scan(body, (state, carry), (xs, slices))
 
 The `state` of a reducer, or a count, goes from iteration to iteration. `slices` are
-what each iteration is given, such as its part of a planted array. `values` are what the
-sows of an iteration are, which the scan stacks.
+what is passed down to each iteration, such as its part of a planted array. `values` is
+what is taken from the sows of an iteration, which the scan stacks.
 """
+
+import functools as ft
+import weakref
+from collections.abc import Callable
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.core
 import jax.extend.core as jexc
 import jax.numpy as jnp
+import jax.tree_util as jtu
 from jax import lax
 
 from ... import _compat
-from ..._arrays import select, to_jaxpr, types_of, zeros_like
-from ..edit import without_sows
-from ..find import sites
-from ..handler import Given, Taken
-from ..interpreter import consts_as_args, rule_for
-from ..refuse import refuse
+from ..._arrays import select, zeros_like
+from ..._mark.staging import to_jaxpr, types_of
+from ..handler import Given, refuse, Taken
+from ..interpreter import consts_as_args, Interpret, rule_for
+from ..sows import jaxprs_in, sites, without_sows
 from .calls import bind
-from .eager import staged_if_eager
 
 
 def _split(xs, *sizes):
@@ -36,6 +40,54 @@ def _split(xs, *sizes):
     return *out, list(xs)
 
 
+# --- loops and branches that run eagerly ---
+def _to_ref(x: Any) -> Any:
+    return weakref.ref(x) if _compat.is_jaxpr(x) else x
+
+
+def _from_ref(x: Any) -> Any:
+    return x() if isinstance(x, weakref.ref) else x
+
+
+def staged_if_eager(rule: Callable) -> Callable:
+    """For a rule that binds a primitive which JAX compiles when it runs eagerly.
+
+    JAX finds what it has compiled by the jaxprs in the equation, which it keeps with
+    the functions that they were traced from. So what the rule binds has to be the same
+    each time: it is staged once for each handler, and kept with the jaxpr.
+    """
+    stages: weakref.WeakKeyDictionary[Any, Callable] = weakref.WeakKeyDictionary()
+
+    def stage(bare):
+        # Neither holds on to a jaxpr, which is to go when JAX is done with it.
+        @ft.lru_cache(maxsize=16)
+        def by(params, handler):
+            def run(given, args):
+                new = jax.tree.map(_from_ref, dict(params))
+                return rule(Interpret(handler), given, bare.replace(params=new), *args)
+
+            return jax.jit(run)
+
+        return by
+
+    @ft.wraps(rule)
+    def staged(interpret, given, eqn, *args):
+        plain = all(isinstance(v.aval, jax.core.ShapedArray) for v in eqn.invars)
+        if not (plain and _compat.is_eager()):
+            return rule(interpret, given, eqn, *args)
+        by = stages.setdefault(
+            next(jaxprs_in(eqn.params)), stage(eqn.replace(params={}))
+        )
+        params = jax.tree.map(_to_ref, eqn.params)
+        traced = by(tuple(params.items()), interpret.handler).trace(given, args)
+        leaves = jtu.tree_leaves((given, args))
+        out = _compat.inline_or_call(traced.jaxpr, leaves)
+        return jtu.tree_unflatten(jtu.tree_structure(traced.out_info), out)
+
+    return staged
+
+
+# --- rules ---
 @rule_for(jexc.primitives.scan_p)
 @staged_if_eager
 def _scan(interpret, given, eqn, *args):
@@ -48,7 +100,8 @@ def _scan(interpret, given, eqn, *args):
     asked = handler.needs_iterations(p["jaxpr"])
     iterations = [jnp.arange(p["length"], dtype=jnp.int32)] if asked else []
 
-    # With `names="h/3"`, one iteration is carried along, in the place of a stack.
+    # With `names="h/3"`, the value of one iteration is carried along, and no stack of
+    # all of them is made. `only` says for each value of which iteration.
     keeps = asked and handler.keeps_iterations
     kept = only = is_kept = None
     if keeps:

@@ -2,13 +2,13 @@
 devices, sharded over the mesh."""
 
 import jax
+from jax.sharding import PartitionSpec
 
 from ... import _compat
 from ..._arrays import on_mesh
-from ..find import sites
-from ..handler import Given, Taken
+from ..handler import Given, refuse, Taken
 from ..interpreter import rule_for
-from ..refuse import refuse
+from ..sows import sites
 
 
 @rule_for(_compat.shard_map_p)
@@ -26,15 +26,12 @@ def _shard_map(interpret, given, eqn, *args):
     run = interpret(p["jaxpr"])
     manual = p["newly_manual_axes"]
     axes = {a: n for a, n in p["mesh"].shape.items() if a in manual}
-    # In: what each device is given of a planted array, and a count of its own.
+    # What goes in: of a planted array, the part of each device; of a count, its own.
     sliced, put_back, sliced_specs = handler.slices_for_devices(
         given.values, p["jaxpr"], [*axes]
     )
     carry, carry_back = handler.carry_for_devices(given.carry)
-    on_device, everywhere = (
-        jax.sharding.PartitionSpec(*axes),
-        jax.sharding.PartitionSpec(),
-    )
+    on_device, everywhere = PartitionSpec(*axes), PartitionSpec()
     sliced = jax.tree.map(
         lambda spec, xs: jax.tree.map(lambda x: on_mesh(x, p["mesh"], spec), xs),
         sliced_specs,
@@ -45,8 +42,8 @@ def _shard_map(interpret, given, eqn, *args):
     def varying(x):
         return [a for a in axes if not p["check_vma"] or a in _compat.varying(x)]
 
-    # Out: on each device, an axis of size 1 in front of what is sown there. So of
-    # `f32[3]` on 4 devices, `f32[1, 3]` on each is `f32[4, 3]` on all.
+    # What comes out: on each device, what is sown there gets an axis of size 1 in
+    # front. With 4 devices, `f32[3]` becomes `f32[1, 3]`, and all together `f32[4, 3]`.
     def body(carry, sliced, index, *args):
         nonlocal specs
         carry = jax.tree.map(lambda x: x.reshape(x.shape[len(axes) :]), carry)
@@ -70,7 +67,7 @@ def _shard_map(interpret, given, eqn, *args):
         body(*args)
         return ()
 
-    # Once only to see what varies over which axis.
+    # First only to learn what varies over which axis: `stack_devices` sets `specs`.
     jax.eval_shape(mapped(probe, ()), carry, sliced, given.iterations, *args)
     out_specs = list(p["out_specs"]), on_device, specs
     outs, carry, rest = mapped(body, out_specs)(carry, sliced, given.iterations, *args)

@@ -1,0 +1,319 @@
+"""The sows in a program: where they are, and the program with other ones.
+
+A program is a jaxpr. Its sows may be in jaxprs that are parameters of its equations, at
+any depth, and in Python functions that equations hold.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.extend.core as jexc
+
+from .. import _compat
+from .._errors import UnsupportedPrimitiveError
+from .._mark.listening import Listening, listening
+from .._mark.primitive import edge_p, same_p, sow_effect, sow_p
+from .._mark.site import Site
+
+
+# The way to an equation: its index in the program, then the number of a jaxpr among
+# those of that equation, the index of an equation in there, and so on.
+Path = tuple[int, ...]
+
+
+# --- jaxprs in equations ---
+def jaxprs_in(x: Any) -> Iterator[Any]:
+    """The jaxprs in the parameters of an equation, open or closed. Equinox has some in
+    tuples of tuples."""
+    if _compat.is_jaxpr(x):
+        yield x
+    elif isinstance(x, jax.stages.Traced):
+        yield from jaxprs_in(x.jaxpr)
+    elif _compat.is_hi_prim(x):
+        yield from jaxprs_in(x.params)
+    elif isinstance(x, tuple | list | dict):
+        for v in x.values() if isinstance(x, dict) else x:
+            yield from jaxprs_in(v)
+
+
+def map_jaxprs(params: dict[str, Any], fn: Callable[[Any], Any]) -> dict[str, Any]:
+    """The parameters, with `fn` applied to every jaxpr in there, in the order of
+    `jaxprs_in`."""
+
+    def visit(x):
+        if _compat.is_jaxpr(x):
+            return fn(x)
+        if isinstance(x, jax.stages.Traced):
+            return _compat.traced_with_jaxpr(x, visit(x.jaxpr))
+        if _compat.is_hi_prim(x):
+            return _compat.hi_with_params(x, visit)
+        if isinstance(x, tuple):
+            new = [visit(v) for v in x]
+            return type(x)(*new) if hasattr(x, "_fields") else tuple(new)
+        return x
+
+    return {name: visit(x) for name, x in params.items()}
+
+
+_of_jax = {p for p in vars(jexc.primitives).values() if isinstance(p, jexc.Primitive)}
+# Those of JAX's primitives that have no jaxpr among their parameters, and ours. (Of a
+# few, such as `scatter`, some equations have one, which combines two numbers.)
+_plain: set[jexc.Primitive] = {edge_p, same_p, sow_p}
+
+
+def jaxprs_of(eqn: Any) -> list[Any]:
+    """The jaxprs in an equation: at a glance for most of JAX's primitives."""
+    if eqn.primitive in _plain:
+        return []
+    jaxprs = list(jaxprs_in(eqn.params))
+    if not jaxprs and eqn.primitive in _of_jax:
+        _plain.add(eqn.primitive)
+    return jaxprs
+
+
+def variables(atoms: Iterable[Any]) -> list[Any]:
+    return [v for v in atoms if not isinstance(v, jexc.Literal)]
+
+
+# --- finding sows ---
+def shows_sow(x: Any) -> bool:
+    """Whether the effects of an equation or a jaxpr tell of a sow inside."""
+    return bool(x.effects) and sow_effect in x.effects
+
+
+def has_sow(x: Any) -> bool:
+    """Whether an equation or a jaxpr has a sow inside, at any depth: some primitives
+    hide the effects of what is in there."""
+    if shows_sow(x):
+        return True
+    if not isinstance(x, jexc.JaxprEqn):
+        return bool(with_sow(x))
+    return x.primitive not in _plain and (
+        any(map(has_sow, jaxprs_of(x))) or bool(_in_functions(x))
+    )
+
+
+_with_sow: weakref.WeakKeyDictionary[Any, dict[int, Any]] = weakref.WeakKeyDictionary()
+
+
+def with_sow(x: Any) -> dict[int, Any]:
+    """The equations of a jaxpr that have a sow inside, or are one, by their indices."""
+    jaxpr, _ = _compat.open_jaxpr(x)
+    if jaxpr not in _with_sow:
+        _with_sow[jaxpr] = {i: e for i, e in enumerate(jaxpr.eqns) if has_sow(e)}
+    return _with_sow[jaxpr]
+
+
+class Found(NamedTuple):
+    """A sow in a program. `eqns`: the equations that lead to it, from outside in; the
+    last one is that of the sow. `path`: the way to that one.
+
+    If the sow is in a Python function, the last equation is the one that holds the
+    function, and there is no path.
+    """
+
+    site: Site
+    eqns: tuple[Any, ...]
+    path: Path | None
+
+
+def sows(x: Any, eqns: tuple[Any, ...] = (), path: Path = ()) -> Iterator[Found]:
+    """The sows in a jaxpr or an equation, to which `eqns` and `path` lead."""
+    if not isinstance(x, jexc.JaxprEqn):
+        for i, eqn in with_sow(x).items():
+            yield from sows(eqn, eqns, (*path, i))
+        return
+    eqns = (*eqns, x)
+    if x.primitive is sow_p:
+        yield Found(x.params["site"], eqns, path)
+        return
+    found: list[Found] = []
+    for k, jaxpr in enumerate(jaxprs_in(x.params)):
+        found += sows(jaxpr, eqns, (*path, k))
+    found += [Found(site, eqns, None) for site in _in_functions(x)]
+    if shows_sow(x) and not found:
+        raise UnsupportedPrimitiveError(
+            f"There is a sow inside the primitive `{x.primitive}`, where eqx_sow "
+            "cannot look, so its value cannot be captured or planted. Move the sow "
+            "out of it."
+        )
+    yield from found
+
+
+def sites(x: Any) -> list[Site]:
+    """All sites in an equation or a jaxpr."""
+    return [found.site for found in sows(x)]
+
+
+def _in_functions(eqn: Any) -> list[Site]:
+    """The sites of Python functions that an equation holds: they are traced once
+    more."""
+    primitive, params = _compat.unmapped(eqn)
+    if primitive is _compat.noinline_p:
+        with listening(Listening()):
+            return sites(_compat.noinlined(eqn))
+    if primitive is _compat.hi_p and _compat.is_users(params["_prim"]):
+        with listening(Listening()):
+            return sites(expanded(eqn))
+    found: list[Site] = []
+    if {"static", "treedef"} <= params.keys():
+        with listening(Listening(found=found.append)):
+            avals = [v.aval for v in eqn.invars]
+            eqn.primitive.abstract_eval(*avals, **eqn.params)
+    return found
+
+
+def expanded(eqn: Any) -> Any:
+    """What a `HiPrim` computes, as a jaxpr."""
+    program = _compat.hi_program(eqn.params["_prim"])
+    with listening(listening.value or Listening()):
+        return jax.make_jaxpr(program)(*[v.aval for v in eqn.invars])
+
+
+def recomputed(x: Any) -> Iterator[Site]:
+    """The sites of a jaxpr, of which a `jax.checkpoint` computes the value again."""
+    for eqn in x.eqns:
+        if eqn.primitive is same_p:
+            yield eqn.params["site"]
+        for jaxpr in jaxprs_of(eqn):
+            yield from recomputed(jaxpr)
+
+
+# --- loops ---
+class Loop(NamedTuple):
+    """How many iterations a loop has, and whether the last one runs first. `None` for
+    both if that is not known before it runs."""
+
+    length: int | None = None
+    reverse: bool | None = None
+
+
+# What counts as a loop, for all that has to know.
+_loops: dict[jexc.Primitive, Callable[[dict[str, Any]], Loop]] = {
+    jexc.primitives.scan_p: lambda params: Loop(params["length"], params["reverse"]),
+    jexc.primitives.while_p: lambda params: Loop(),
+}
+
+
+def loop_of(eqn: Any) -> Loop | None:
+    """What an equation is as a loop, if it is one."""
+    return _loops[eqn.primitive](eqn.params) if eqn.primitive in _loops else None
+
+
+def loops_of(eqns: Iterable[Any]) -> list[Loop]:
+    """Those of some equations that are loops."""
+    return [loop for loop in map(loop_of, eqns) if loop is not None]
+
+
+def loops_around(
+    site: Site, lengths: Sequence[int | None]
+) -> list[tuple[int, int | None]]:
+    """The loops around a sow that give it an axis, from outside in: how many iterations
+    each has, and which of the axes of the site it is, if JAX moved the sow out of that
+    loop. `lengths` are those of the loops that it is still in, `None` for a
+    `while_loop`.
+
+    In a scan of 3 iterations within one of 2, these are `[(2, None), (3, None)]`. If
+    JAX moved the sow out of the inner one, `[(2, None), (3, 0)]`.
+    """
+    found: list[tuple[int | None, int | None]] = [(n, None) for n in lengths]
+    moved = 0
+    for i, axis in enumerate(site.axes):
+        if not axis.lane and axis.mesh is None:
+            found.insert(len(lengths) - axis.loops + moved, (axis.size, i))
+            moved += 1
+    return [(n, axis) for n, axis in found if n is not None]
+
+
+# --- changing programs ---
+_with_sites: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def with_sites(x: Any, sites: Mapping[Path, Site]) -> Any:
+    """A jaxpr in which the sows at these paths have other sites. The same jaxpr each
+    time for the same sites, so that what JAX has compiled for it is found."""
+    if not sites:
+        return x
+    made = _with_sites.setdefault(x, {})
+    key = frozenset(sites.items())
+    if key not in made:
+        by_eqn: dict[int, dict[Path, Site]] = {}
+        for (i, *rest), site in sites.items():
+            by_eqn.setdefault(i, {})[tuple(rest)] = site
+        eqns = list(x.eqns)
+        for i, inside in by_eqn.items():
+            eqns[i] = _eqn_with_sites(eqns[i], inside)
+        made[key] = _compat.with_changes(x, eqns=eqns)
+    return made[key]
+
+
+def _eqn_with_sites(eqn: Any, sites: Mapping[Path, Site]) -> Any:
+    if eqn.primitive in (sow_p, same_p):
+        return eqn.replace(params=dict(site=sites[()]))
+    by_jaxpr: list[dict[Path, Site]] = [{} for _ in jaxprs_in(eqn.params)]
+    for (k, *rest), site in sites.items():
+        by_jaxpr[k][tuple(rest)] = site
+    inside = iter(by_jaxpr)
+    return eqn.replace(
+        params=map_jaxprs(eqn.params, lambda jaxpr: with_sites(jaxpr, next(inside)))
+    )
+
+
+def seen_as(x: Any, see: Callable[[Site], Site]) -> Any:
+    """A jaxpr with each `Site` as one sees it."""
+    changed = {}
+    for site, _, path in sows(x):
+        new = see(site)
+        if path and new is not site:
+            changed[path] = new
+    return with_sites(x, changed)
+
+
+def without_prints(jaxpr: Any) -> Any:
+    """A jaxpr without the equations that only have an effect, sows aside."""
+    if all(e == sow_effect for e in jaxpr.effects):
+        return jaxpr
+    eqns = []
+    for e in jaxpr.eqns:
+        if e.effects and jaxprs_of(e):
+            params = map_jaxprs(e.params, without_prints)
+            e = e.replace(params=params, effects=_effects(jaxprs_in(params)))
+        elif e.effects and not e.outvars:
+            continue
+        eqns.append(e)
+    return _compat.with_changes(jaxpr, eqns=eqns, effects=_effects(eqns))
+
+
+def _effects(xs: Iterable[Any]) -> frozenset[Any]:
+    return frozenset().union(*[x.effects for x in xs])
+
+
+def without_sows(x: Any) -> Any:
+    """An equation, or a jaxpr, with no sows in it."""
+    if isinstance(x, jexc.JaxprEqn):
+        effects = frozenset(e for e in x.effects if e != sow_effect)
+        return x.replace(params=map_jaxprs(x.params, without_sows), effects=effects)
+    # The variables that sows return, each with the atom that it is equal to.
+    equal_to: dict[Any, Any] = {}
+
+    def source(v):
+        return v if isinstance(v, jexc.Literal) else equal_to.get(v, v)
+
+    eqns = []
+    for e in x.eqns:
+        if e.primitive is sow_p:
+            equal_to.update(zip(e.outvars[1:], map(source, e.invars[1:])))
+            # The edge that comes out of a sow may be kept for a backward pass.
+            outvars = e.outvars[:1]
+            effects = frozenset()
+            e = e.replace(invars=[], outvars=outvars, params={}, effects=effects)
+            eqns.append(e.replace(primitive=edge_p))
+            continue
+        e = e.replace(invars=list(map(source, e.invars)))
+        eqns.append(without_sows(e) if has_sow(e) else e)
+    outvars = list(map(source, x.outvars))
+    return _compat.with_changes(x, eqns=eqns, outvars=outvars, effects=_effects(eqns))
