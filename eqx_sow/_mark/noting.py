@@ -91,6 +91,8 @@ def listening_as(here: Listening) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _noted(captures: tuple[Capture, ...]) -> Iterator[None]:
+    """As long as this lasts, the methods and functions take note of their calls that
+    these ask for. For `scope=True`, all methods of users' do: any may call `sow`."""
     names = {"__call__", *(m for c in captures for m in c.methods)}
     scoped = any(c.scope for c in captures)
     with contextlib.ExitStack() as put_back:
@@ -127,9 +129,12 @@ def _exchange_code(
     noting: Callable[[types.FunctionType], Callable],
     put_back: contextlib.ExitStack,
 ) -> None:
-    """Makes a function, which stays the object that it is, call `noting(plain)`, where
-    `plain` does what the function did before. So a call is also noted where somebody
-    has the function already, as `jax.jit(model.__call__)` does."""
+    """Makes a function call `noting(plain)`, where `plain` does what the function did
+    before. It stays the same object, with other code: so a call is also noted where
+    somebody has the function already, as `jax.jit(model.__call__)` does.
+
+    The other code is that of `_note_instead`. Code has no variables of its own to hold
+    `noting(plain)`, so that becomes one of the constants in it."""
     code = fn.__code__
     if code.co_filename == _CODE.co_filename:
         return
@@ -155,7 +160,7 @@ def _note_instead(*args, **kwargs):
     return note(*args, **kwargs)
 
 
-# The code of that, and the constant in it in whose place what takes note is put.
+# The code of that, and the constant in whose place comes what takes note.
 _CODE = _note_instead.__code__
 _NOTE = "eqx_sow: what takes note of a call"
 
@@ -176,8 +181,9 @@ def _noting_function(fn: types.FunctionType, plain: types.FunctionType) -> Calla
         arrays = [x for x in jtu.tree_leaves(out) if eqx.is_array(x)]
         if not (chosen and arrays):
             return out
-        # It has no arrays of its own. The name is that of the module around, and the
-        # operands keep the edge where the value is.
+        # A function has no arrays of its own: it is called by the module around. What
+        # it returned is the operand of the edge, so that JAX does not move the edge out
+        # of the loop or the branch that the call is in.
         call = Call(fn)
         edge = edge_p.bind(*arrays, call=call)
         return bind(out, _unnamed(chosen), edge, note=Note(call, scope=here.scope))
@@ -191,7 +197,7 @@ def _noting_method(name: str, method: Any, plain: Any) -> Callable:
 
     def noting(self, /, *args, **kwargs):
         call = plain.__get__(self, type(self))
-        # Not where a class calls the method of its base class.
+        # Where a class calls the method of its base class, that is no call of its own.
         if (
             _wants_notes(listening.value)
             and is_part(self)
@@ -247,8 +253,8 @@ class _Frame:
 
 
 class _Running(threading.local):
-    """What is running in a thread, from outside in, and of which captures the methods
-    take note already."""
+    """`frames`: what is running in a thread, from outside in. `noted`: the captures of
+    which the methods take note already."""
 
     def __init__(self):
         self.frames: tuple[_Frame, ...] = ()
@@ -270,8 +276,8 @@ def within(holder: Call | int, roots: Callable[[], Iterable[tuple[Path, Any]]]):
 
 
 def _held(module: Any, has_arrays: bool) -> tuple[Call | int, Path] | None:
-    """`Call.holder`. If it has arrays, these say better where in the arguments it
-    is."""
+    """`Call.holder`. The arguments are no holder of a module with arrays: where these
+    come from says more."""
     for frame in reversed(_running.frames):
         if has_arrays and isinstance(frame.holder, int):
             continue
@@ -294,7 +300,8 @@ def _note(module: Any, method: str, plain: Callable, args: tuple, kwargs: dict) 
         note = note._replace(tag=Const(module.tag))
         return bind(plain(*args, **kwargs), labels, edge, note=note, spec=spec)
     if not chosen:
-        # For whatever is in there: with an effect, it cannot get lost.
+        # The names of what is called inside need this edge. JAX removes what is not
+        # used, but no sow, which has an effect.
         sow_p.bind(edge, site=Site((), _NOTHING, (), note=note))
     inputs = _unnamed(c for c in chosen if c.inputs)
     if inputs:
@@ -340,14 +347,14 @@ def _without_parts(out: Any, module: Any) -> tuple[Any, Any]:
     return eqx.partition(out, is_value, is_leaf=_is_module)
 
 
-# So many arrays of a module say where it comes from.
+# So many of the arrays of a module are operands of its edge.
 _WITNESSES = 5
 
 
 def _call(module: Any, method: str, outline: bool) -> tuple[Call, list[Any]]:
     """A call, and the operands of its edge."""
     arrays = [(p, x) for p, x in jtu.tree_leaves_with_path(module) if eqx.is_array(x)]
-    # Those from all over the module, and no scalars if there are others.
+    # Some from all over the module, and no scalars if there are others.
     large = [(p, x) for p, x in arrays if x.ndim] or arrays
     n = min(len(large), _WITNESSES)
     picked = [large[i * len(large) // n] for i in range(n)]

@@ -15,7 +15,8 @@ once for each of its calls, so each of them gets a name of its own. A derivative
 the edge of its primal, and so its name. At the end, each sow is replaced by one with
 its names (`_walk/sows.py`); from there on they are like those of `sow`.
 
-If several places come into question, `_Visit.rank` says which are preferred.
+An array may come from several places. `Naming._rank` says which of them is preferred,
+and `Naming._found` what a module is called to which no array leads.
 """
 
 import dataclasses as dc
@@ -89,9 +90,9 @@ def _one_of(values: Sequence[_Value], step: int = 0, made: Hashable = None) -> _
 
 
 class _Candidate(NamedTuple):
-    """A place that a module may have, by one of its arrays. `distance`: how much was
-    computed between. `tail`: how long the path of the array is, in the module that is
-    at this place. The array comes from `source`."""
+    """A place that a module may have, by one of its arrays, which comes from `source`:
+    how much was computed between, and how long the path is that the source has in the
+    tree at this place."""
 
     distance: int
     tail: int
@@ -116,17 +117,19 @@ class _Place(NamedTuple):
 
 @dc.dataclass(eq=False)
 class _Visit:
-    """A call, in a program that may call one function, with calls of modules inside,
-    several times. `around` is the visit of the module that is running around it, and
-    holds it; `scans` are the ways to the scans around.
-
-    For each of the arrays of its edge, `candidates` has the places that the array says.
-    They are known once all of the program has been seen."""
+    """A call of a module, each time that the pass over the program comes to it: a
+    jitted function that is called three times has one `Call` inside, with three visits,
+    which may be of three modules."""
 
     call: Call
+    # The operands of its edge.
     arrays: Sequence[_Value]
+    # The visit of the module that is running around it, and holds it.
     around: "_Visit | None"
+    # The ways to the scans around, from outside in.
     scans: tuple[Way, ...]
+    # For each of the arrays, the places that it may say. These, and the place that is
+    # chosen, are known once the pass is over.
     candidates: list[list[_Candidate]] = dc.field(default_factory=list)
     place: _Place | None = None
 
