@@ -330,20 +330,17 @@ def _linearize_scan(rule, is_vjp, nonzeros, *primals, **params):
     return outs, nonzeros_out, *residuals, tangent
 
 
-# JAX linearizes a checkpoint by its rule for tangents, and does not tell that whether
-# they will be transposed.
+# JAX linearizes a checkpoint by its rule for tangents, and does not tell this rule
+# whether they will be transposed. See `_differentiated` in `_mark/primitive.py`.
 _compat.primitive_linearizations.setdefault(
     remat_p, ft.partial(_compat.linearize_by_tangents, remat_p)
 )
 
 
 @_wrap(_compat.primitive_linearizations, remat_p)
-def _linearize_checkpoint(rule):
-    def linearize_checkpoint(is_vjp, *args, **params):
-        with listening(listening.value._replace(backward=bool(is_vjp))):
-            return rule(is_vjp, *args, **params)
-
-    return linearize_checkpoint
+def _linearize_checkpoint(rule, is_vjp, *args, **params):
+    with listening(listening.value._replace(backward=bool(is_vjp))):
+        return rule(is_vjp, *args, **params)
 
 
 @_wrap(pe.partial_eval_jaxpr_custom_rules, scan_p)
