@@ -353,7 +353,8 @@ _WITNESSES = 5
 
 def _call(module: Any, method: str, outline: bool) -> tuple[Call, list[Any]]:
     """A call, and the operands of its edge."""
-    arrays = [(p, x) for p, x in jtu.tree_leaves_with_path(module) if eqx.is_array(x)]
+    leaves, treedef = jtu.tree_flatten_with_path(module)
+    arrays = [(p, x) for p, x in leaves if eqx.is_array(x)]
     # Some from all over the module, and no scalars if there are others.
     large = [(p, x) for p, x in arrays if x.ndim] or arrays
     n = min(len(large), _WITNESSES)
@@ -362,6 +363,7 @@ def _call(module: Any, method: str, outline: bool) -> tuple[Call, list[Any]]:
         type(module),
         method,
         tuple(keys(path) for path, _ in picked),
+        treedef,
         _held(module, bool(arrays)),
         _outline(module) if outline else None,
         None if arrays else SameParts(module),

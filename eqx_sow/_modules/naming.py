@@ -20,7 +20,8 @@ and `Naming._found` what a module is called to which no array leads.
 """
 
 import dataclasses as dc
-from collections import defaultdict
+import itertools as it
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -46,7 +47,7 @@ _MOVES = frozenset(
         "copy_p device_put dynamic_slice dynamic_update_slice edge expand_dims gather "
         "name optimization_barrier pad pbroadcast pcast ppermute pvary "
         "reduce_precision reshape reshard rev select_n sharding_constraint slice "
-        "split squeeze stop_gradient transpose"
+        "split squeeze stop_gradient"
     ).split()
 )
 # What makes new arrays of several, rather than changing one: it counts as `_FAR`.
@@ -60,15 +61,83 @@ class _Value(NamedTuple):
     """What goes through the program in the place of an array.
 
     `distances`: how many computations there are between the array and each of its
-    sources (see `Places`). `made`: which equation computed it, moves aside. `edges`: if
-    it is an edge, the ways to the equations that it comes out of. `cases`: if it comes
-    out of a cond, what it is in each branch, with what made the index.
+    sources (see `Places`), in the order of the operands of these. `made`: which
+    equation computed it, moves aside. `edges`: if it is an edge, the ways to the
+    equations that it comes out of. `cases`: if it comes out of a cond, what it is in
+    each branch, with what made the index. `parts`: if it is a concatenation, what it
+    consists of.
     """
 
     distances: Mapping[int, int] = {}
     made: Hashable = None
     edges: tuple[Way, ...] = ()
     cases: "tuple[Hashable, Sequence[_Value]] | None" = None
+    parts: "_Parts | None" = None
+
+
+class _Parts(NamedTuple):
+    """What an array was concatenated of, along an axis, and the length of each part: so
+    that what is sliced out of it comes from its own part only.
+
+    `ravel_pytree` concatenates the arrays of a model, and takes them apart again. What
+    was computed in between entry by entry, such as `2 * flat`, has the same parts.
+    """
+
+    axis: int
+    lengths: tuple[int, ...]
+    values: tuple[_Value, ...]
+
+    def between(self, start: int, stop: int) -> "_Value":
+        """What the entries from `start` to `stop` come from."""
+        inside, begin = [], 0
+        for length, value in zip(self.lengths, self.values):
+            if start < begin + length and begin < stop:
+                cut = max(start, begin), min(stop, begin + length)
+                inside.append((cut[1] - cut[0], value))
+            begin += length
+        value = _one_of([v for _, v in inside], 0, inside[0][1].made)
+        if len(inside) < 2:
+            return value
+        lengths, values = zip(*inside)
+        return value._replace(parts=_Parts(self.axis, lengths, values))
+
+
+def _parts(eqn: Any, operands: Sequence[_Value], step: int) -> _Parts | None:
+    """Those of what comes out of an equation, if it has any."""
+    if eqn.primitive is jax.lax.concatenate_p:
+        axis = eqn.params["dimension"]
+        lengths = tuple(v.aval.shape[axis] for v in eqn.invars)
+        return _Parts(axis, lengths, tuple(operands))
+    known = next((x.parts for x in operands if x.parts is not None), None)
+    shapes = {v.aval.shape for v in (*eqn.invars, *eqn.outvars)} - {()}
+    if known is None or len(shapes) > 1 or len(eqn.outvars) > 1:
+        return None
+    # Entry by entry. An operand that has other parts is taken as a whole.
+    alike = [
+        x.parts.values
+        if x.parts is not None and x.parts[:2] == known[:2]
+        else [x] * len(known.values)
+        for x in operands
+    ]
+    values = tuple(_one_of(column, step, column[0].made) for column in zip(*alike))
+    return known._replace(values=values)
+
+
+def _sliced(eqn: Any, whole: _Value) -> list[_Value] | None:
+    """What comes out of an equation that takes slices of a concatenation."""
+    if whole.parts is None:
+        return None
+    parts, p = whole.parts, eqn.params
+    if eqn.primitive is jax.lax.slice_p:
+        return [
+            parts.between(
+                p["start_indices"][parts.axis], p["limit_indices"][parts.axis]
+            )
+        ]
+    if eqn.primitive is jax.lax.split_p and p["axis"] == parts.axis:
+        ends = list(it.accumulate(p["sizes"]))
+        return [parts.between(end - n, end) for n, end in zip(p["sizes"], ends)]
+    return None
 
 
 def _one_of(values: Sequence[_Value], step: int = 0, made: Hashable = None) -> _Value:
@@ -83,7 +152,7 @@ def _one_of(values: Sequence[_Value], step: int = 0, made: Hashable = None) -> _
             for source, n in one.items():
                 distances[source] = min(n + step, distances.get(source, 1 << 30))
         if len(distances) > _NEAREST:
-            nearest = sorted(distances.items(), key=lambda item: item[::-1])
+            nearest = sorted(distances.items(), key=lambda item: item[1])
             distances = dict(nearest[:_NEAREST])
     edges = dict.fromkeys(e for v in values for e in v.edges)
     return _Value(distances, made, tuple(edges))
@@ -124,8 +193,10 @@ class _Visit:
     call: Call
     # The operands of its edge.
     arrays: Sequence[_Value]
-    # The visit of the module that is running around it, and holds it.
+    # The visit of the module that holds it, whose method is running.
     around: "_Visit | None"
+    # The innermost module whose method is running, whether it holds this one or not.
+    running: "_Visit | None"
     # The ways to the scans around, from outside in.
     scans: tuple[Way, ...]
     # For each of the arrays, the places that it may say. These, and the place that is
@@ -155,8 +226,14 @@ class Naming(Domain):
         # By the way to a scan, the sources that it takes apart: those that are nearest
         # to the arrays that it goes over.
         self._taken_apart: dict[Way, set[int]] = defaultdict(set)
-        # For each place, the smallest distance of any call from it.
+        # The modules that are running around a scan.
+        self._around_scan: dict[Way, list[_Visit]] = {}
+        # For each place, the smallest distance of any call from it, and how many arrays
+        # of calls have none that is nearer.
         self._nearest: dict[Path, int] = {}
+        self._claims: Counter[Path] = Counter()
+        # How often one of these places was chosen, where modules are alike.
+        self._called_alike: Counter[tuple[Path, ...]] = Counter()
         # By the name of a class, the modules of it of which no place is known, by their
         # identities, and the number of each: 1 for `MLP#1`.
         self._nowhere: dict[str, dict[Hashable, int]] = defaultdict(dict)
@@ -175,6 +252,9 @@ class Naming(Domain):
             for c in (c for found in visit.candidates for c in found):
                 near = self._nearest.get(c.path, c.distance)
                 self._nearest[c.path] = min(near, c.distance)
+            for found in filter(None, visit.candidates):
+                nearest = min(c.distance for c in found)
+                self._claims.update({c.path for c in found if c.distance == nearest})
         for visit in self._visits.values():
             self._place(visit)
         named = {
@@ -216,6 +296,8 @@ class Naming(Domain):
         nearest = min(value.distances.values(), default=0)
         sources = (s for s, n in value.distances.items() if n == nearest)
         self._taken_apart[here.scans[-1]].update(sources)
+        running = [self._latest[c] for c in here.running if c in self._latest]
+        self._around_scan[here.scans[-1]] = running
         return value
 
     def equation(self, eqn, operands, here):
@@ -226,20 +308,25 @@ class Naming(Domain):
         if primitive is edge_p and eqn.params:
             self._visit(eqn, operands, here)
             return [_Value(edges=(here.path,))]
+        if operands and (slices := _sliced(eqn, operands[0])) is not None:
+            return slices
         if name == "select_n":
             operands = operands[1:]
         step = 0 if name in _MOVES else _FAR if primitive in _CONTRACTS else 1
         made = operands[0].made if operands and not step else here.path
-        return [_one_of(operands, step, made)] * len(eqn.outvars)
+        value = _one_of(operands, step, made)
+        parts = _parts(eqn, operands, step)
+        return [value if parts is None else value._replace(parts=parts)] * len(
+            eqn.outvars
+        )
 
     def _visit(self, eqn: Any, arrays: Sequence[_Value], here: Here) -> None:
         call = eqn.params["call"]
-        around = None
-        if call.is_function:
-            around = next(iter(self._running(here, eqn)), None)
-        elif call.holder is not None:
+        running = next(iter(self._running(here, eqn)), None)
+        around = running if call.is_function else None
+        if call.holder is not None:
             around = self._latest.get(call.holder[0])
-        visit = _Visit(call, arrays, around, here.scans)
+        visit = _Visit(call, arrays, around, running, here.scans)
         self._visits[here.path] = self._latest[call] = visit
 
     def _sow(self, eqn: Any, edge: _Value, here: Here) -> None:
@@ -264,7 +351,7 @@ class Naming(Domain):
         """The places of a module, given where one of its arrays is in the module, and
         what that comes from. The first come first."""
         found = []
-        for source, distance in sorted(array.distances.items()):
+        for source, distance in array.distances.items():
             for path in self._places.paths(source):
                 root = self._places.root_of(path)
                 at = _last(leaf, path, len(root))
@@ -295,10 +382,20 @@ class Naming(Domain):
             for leaf, found in zip(call.leaves, visit.candidates)
             if found
         ]
+        # Of equally many, those that fewer arrays of other calls say.
         fits = lambda path: path is None or self._is_of_class(path, call)
-        path = max(votes, key=lambda p: (fits(p), votes.count(p)), default=None)
+        path = max(
+            votes,
+            key=lambda p: (fits(p), votes.count(p), -self._claims[p or ()]),
+            default=None,
+        )
+        running = None if visit.running is None else self._place(visit.running)
         if path is not None:
-            return _Place(path, after=self._after(visit, path))
+            after = self._after(visit, path)
+            if running is not None and running.path == path and not fits(path):
+                # A layer makes another one of its own arrays, and calls that.
+                path = (*path, call.cls.__name__)
+            return _Place(path, after=after)
         # It has no arrays of its own, or they were made on the way.
         if holder == self._depth:
             return _Place(inside)
@@ -306,8 +403,15 @@ class Naming(Domain):
             return around._replace(path=(*around.path, *inside))
         if call.module is not None:
             alike = self._places.alike(call.module)
-            if len(alike) == 1:
-                return _Place(alike[0])
+            if running is not None and running.is_known:
+                inside = [p for p in alike if p[: len(running.path)] == running.path]
+                alike = inside or alike
+            if alike:
+                # `eqx.filter_checkpoint(layer)` calls a copy of a layer. Which one of
+                # those that are alike is told by the order of the calls.
+                n = self._called_alike[tuple(alike)]
+                self._called_alike[tuple(alike)] += 1
+                return _Place(alike[n % len(alike)])
         return self._unknown(visit)
 
     def _chosen(
@@ -328,9 +432,17 @@ class Naming(Domain):
         if stacked is not None:
             return stacked
         best = min(equal, key=lambda c: (not self._is_of_class(c.path, call), c.tail))
-        if self._is_of_class(best.path, call):
+        is_nearer = self._nearest[best.path] < best.distance
+        if not is_nearer and self._places.is_of_form(best.path, call.cls, call.treedef):
             return best.path
-        return self._places.of_shared(best.path, call.cls, leaf) or best.path
+        # A tied weight: the array of another module was put into this one.
+        outer = self._places.root_of(best.path)
+        if visit.running is not None and self._place(visit.running).is_known:
+            outer = self._place(visit.running).path
+        tied = self._places.replaced(call.cls, call.treedef, outer, self._nearest)
+        if tied is None and not self._is_of_class(best.path, call):
+            tied = self._places.of_shared(best.path, call.cls, leaf)
+        return tied or best.path
 
     def _rank(self, candidate: _Candidate, visit: _Visit) -> tuple[int, bool, bool]:
         """Which candidates are preferred: those with a smaller one."""
@@ -369,13 +481,17 @@ class Naming(Domain):
             # A model that has nothing but `blocks` is no stack itself.
             if len(path) > first and within(path[: first + 1]) == within(path[:first]):
                 first += 1
+            # A module that is called outside the loop is not what the loop takes apart.
+            for place in map(self._place, self._around_scan[scan]):
+                if place.is_known and path[: len(place.path)] == place.path != path:
+                    first = max(first, len(place.path) + 1)
             levels = range(first, len(path) + 1)
             return next((n for n in levels if within(path[:n]) <= apart), None)
 
         return tuple(map(of_scan, visit.scans))
 
     def _is_of_class(self, path: Path, call: Call) -> bool:
-        return self._places.classes.get(path) is call.cls
+        return self._places.is_of_class(path, call.cls)
 
     def _unknown(self, visit: _Visit) -> _Place:
         """The class, with a number if another one of it was called before."""

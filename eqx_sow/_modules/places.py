@@ -33,7 +33,7 @@ import numpy as np
 from .._frames import is_library
 from .._mark.calls import Path
 from .._mark.noting import is_part, is_wrapper, Jacobian, keys, modules
-from .._mark.static import SameParts, take_apart
+from .._mark.static import Const, SameParts, take_apart
 
 
 class Variable(str):
@@ -50,7 +50,8 @@ class Places:
     def __init__(self, fn: Callable, args: tuple, kwargs: dict):
         self._roots = list(roots(fn, args, kwargs))
         self.modules = list(modules(self._roots))
-        self.classes = {path: type(x) for path, x in self.modules}
+        # By their places, also those in variables, once these have been looked at.
+        self._module_at: dict[Path, Any] = dict(self.modules)
         # An array may be in several places, and is then several inputs.
         of_array: dict[int, list[Path]] = defaultdict(list)
         for path, tree in self._roots:
@@ -63,6 +64,7 @@ class Places:
             places = of_array[id(x)] or [("?",)]
             self._paths[i] = [places.pop(0) if len(places) > 1 else places[0]]
         self._sources: dict[int, int] = {}
+        self._treedefs: dict[Path, Const] = {}
 
     def source(self, array: Any) -> int:
         """The number of an array that the program holds."""
@@ -86,7 +88,7 @@ class Places:
             if isinstance(x, eqx.Module):
                 if is_part(x):
                     found.append((path, x))
-                    self.classes.setdefault(path, type(x))
+                    self._module_at.setdefault(path, x)
             elif id(x) in self._sources:
                 self._paths[self._sources[id(x)]].append(path)
         return found
@@ -114,6 +116,29 @@ class Places:
         found = found or [path for path, x in self._outside if SameParts(x) == module]
         return list(dict.fromkeys(found))
 
+    def is_of_class(self, path: Path, cls: type) -> bool:
+        return type(self._module_at.get(path)) is cls
+
+    def is_of_form(self, path: Path, cls: type, treedef: Any) -> bool:
+        """Whether the module at a place is of this class, and all that is static in it
+        is alike."""
+        if not self.is_of_class(path, cls):
+            return False
+        if path not in self._treedefs:
+            self._treedefs[path] = Const(jtu.tree_structure(self._module_at[path]))
+        return self._treedefs[path] == Const(treedef)
+
+    def replaced(self, cls: type, treedef: Any, outer: Path, used: Any) -> Path | None:
+        """The only module of a form in the tree at `outer` to which the arrays of no
+        call lead, which are `used`. Its own arrays were replaced."""
+        found = [
+            path
+            for path in self._module_at
+            if path[: len(outer)] == outer and path not in used
+            if self.is_of_form(path, cls, treedef)
+        ]
+        return found[0] if len(found) == 1 else None
+
     def of_shared(self, path: Path, cls: type, leaf: Path) -> Path | None:
         """Where a module of this class is that shares its array `leaf` with the module
         at `path`, as `eqx.nn.Shared` has it: it has none there of its own."""
@@ -121,8 +146,8 @@ class Places:
         arrays = {place for places in self._paths.values() for place in places}
         found = [
             place
-            for place, other in self.classes.items()
-            if other is cls and place[: len(root)] == root
+            for place in self._module_at
+            if self.is_of_class(place, cls) and place[: len(root)] == root
             if (*place, *leaf) not in arrays
         ]
         return found[0] if len(found) == 1 else None
@@ -238,7 +263,7 @@ def _attributes(x: Any, path: Path) -> Iterator[tuple[Path, Any]]:
         # Such as a `jax.custom_jvp`, which holds the function and its rules.
         yield from ((path, held) for held in getattr(x, "__dict__", {}).values())
     elif type(x) is types.SimpleNamespace or not _is_installed(module):
-        yield (), type(x)
+        yield path, type(x)
         slots = [getattr(c, "__slots__", ()) for c in type(x).__mro__]
         for name in it.chain(getattr(x, "__dict__", ()), *slots):
             if not name.startswith("__") and hasattr(x, name):

@@ -1,0 +1,424 @@
+"""What captured calls are called in programs that people write: each name has the value
+that the module there returns, computed by hand."""
+
+import threading
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+import pytest
+from eqx_sow import (
+    Append,
+    plant,
+    save_intermediates as S,
+    Sow,
+    sow,
+    UnknownSowError,
+)
+from jax.flatten_util import ravel_pytree
+
+from tests.helpers import assert_close, with_mode
+
+
+X = jnp.linspace(-1.0, 1.0, 3)
+KEYS = jax.random.split(jax.random.key(0), 8)
+
+
+def _linear(i, **options):
+    return eqx.nn.Linear(3, 3, key=KEYS[i], **options)
+
+
+def _check(fn, args, want, **options):
+    """`want`: the values by name, in order of execution."""
+    options = {"capture": True, **options}
+    out, got = S(fn, **options)(*args)
+    assert_close(out, fn(*args))
+    values = with_mode(got, "primal")
+    assert list(values) == list(want)
+    for name, value in want.items():
+        assert_close(values[name], value)
+
+
+# --- modules that Equinox rebuilds on the way ---
+def _called(layer, x):
+    return layer(x)
+
+
+_JITTED = eqx.filter_jit(_called)
+CALLS = {
+    "plain": _called,
+    "checkpoint": lambda q, x: eqx.filter_checkpoint(q)(x),
+    "vmap": lambda q, x: eqx.filter_vmap(q)(x[None])[0],
+    "jit": lambda q, x: eqx.filter_jit(q)(x),
+    "jit of one function": lambda q, x: _JITTED(q, x),
+    "jax.checkpoint": lambda q, x: jax.checkpoint(q.__call__)(x),
+}
+
+
+class Chain(eqx.Module):
+    layers: list
+    how: str = eqx.field(static=True)
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = CALLS[self.how](layer, x)
+        return x
+
+
+def _by_hand(layers, x, prefix):
+    values = {}
+    for i, layer in enumerate(layers):
+        x = values[f"{prefix}layers/{i}"] = layer(x)
+    return values
+
+
+def _layers():
+    tanh, dropout = eqx.nn.Lambda(jnp.tanh), eqx.nn.Dropout(inference=True)
+    # Two that are alike, and none of them has an array.
+    return [_linear(0), tanh, _linear(1), eqx.nn.Lambda(jnp.tanh), dropout, dropout]
+
+
+def _lanes(value, how):
+    return value[None] if how == "vmap" else value
+
+
+@pytest.mark.parametrize("how", CALLS)
+@pytest.mark.parametrize("inside", [False, True])
+def test_layers_without_arrays(how, inside):
+    model = Chain(_layers(), how)
+    want = _by_hand(model.layers, X, "model/")
+    want = {name: _lanes(value, how) for name, value in want.items()}
+
+    def outside(model, x):
+        for layer in model.layers:
+            x = CALLS[how](layer, x)
+        return x
+
+    if inside:
+        _check(lambda model, x: model(x), (model, X), {**want, "model": model(X)})
+    else:
+        _check(outside, (model, X), want)
+    lambdas = {k: want[k] for k in ("model/layers/1", "model/layers/3")}
+    fn = (lambda model, x: model(x)) if inside else outside
+    _check(fn, (model, X), lambdas, capture=eqx.nn.Lambda)
+
+
+@pytest.mark.parametrize("how", CALLS)
+@pytest.mark.parametrize("derivative", [False, True])
+def test_sows_without_a_name(how, derivative):
+    model = Chain([_linear(0), Sow(), _linear(1), Sow()], how)
+
+    def loss(model, x):
+        for layer in model.layers:
+            x = CALLS[how](layer, x)
+        return x.sum()
+
+    fn = eqx.filter_grad(loss) if derivative else loss
+    _, got = S(fn)(model, X)
+    assert list(got) == ["model/layers/1", "model/layers/3"]
+    values = _by_hand(model.layers, X, "model/")
+    for name in got:
+        assert_close(got[name]["primal"], _lanes(values[name], how))
+
+
+# --- tied weights ---
+class Tied(eqx.Module):
+    e: eqx.nn.Embedding
+    l: eqx.nn.Linear
+
+    def __call__(self, i):
+        head = eqx.tree_at(lambda l: l.weight, self.l, self.e.weight)
+        return head(self.e(i))
+
+
+class Autoencoder(eqx.Module):
+    enc: eqx.nn.Linear
+    dec: eqx.nn.Linear
+
+    def __call__(self, x):
+        dec = eqx.tree_at(lambda d: d.weight, self.dec, self.enc.weight.T)
+        return dec(self.enc(x))
+
+
+@pytest.mark.parametrize("use_bias", [False, True])
+def test_tied_weights(use_bias):
+    linear = _linear(0, use_bias=use_bias)
+    tied = Tied(eqx.nn.Embedding(3, 3, key=KEYS[1]), linear)
+    h = tied.e(1)
+    _check(tied, (jnp.array(1),), {"e": h, "l": tied(1), ".": tied(1)})
+    _check(tied, (jnp.array(1),), {"l": tied(1)}, capture=eqx.nn.Linear)
+    model = Autoencoder(linear, _linear(1, use_bias=use_bias))
+    _check(model, (X,), {"enc": model.enc(X), "dec": model(X), ".": model(X)})
+
+
+# --- arrays that were one array on the way ---
+@pytest.mark.parametrize("depth", [1, 2, 6])
+def test_raveled(depth):
+    model = eqx.nn.MLP(3, 3, 4, depth, key=KEYS[0])
+    params, static = eqx.partition(model, eqx.is_array)
+
+    def fn(model, x):
+        params, static = eqx.partition(model, eqx.is_array)
+        flat, unravel = ravel_pytree(params)
+        return eqx.combine(unravel(2 * flat), static)(x)
+
+    double = eqx.combine(jtu.tree_map(lambda a: 2 * a, params), static)
+    _, want = S(lambda model, x: model(x), capture=True)(double, X)
+    _check(fn, (model, X), with_mode(want, "primal"))
+
+
+class Attention(eqx.Module):
+    q: eqx.nn.Linear
+    k: eqx.nn.Linear
+    v: eqx.nn.Linear
+
+    def __call__(self, x):
+        parts = self.q, self.k, self.v
+        weights = jnp.concatenate([p.weight for p in parts])
+        rows = jnp.split(weights, 3)
+        at = lambda p, w: eqx.tree_at(lambda p: p.weight, p, w)
+        return sum(at(p, w)(x) for p, w in zip(parts, rows))
+
+
+@pytest.mark.parametrize("use_bias", [False, True])
+def test_concatenated_and_split(use_bias):
+    model = Attention(*[_linear(i, use_bias=use_bias) for i in range(3)])
+    want = {name: getattr(model, name)(X) for name in "qkv"}
+    _check(model, (X,), {**want, ".": model(X)})
+
+
+# --- helpers that a layer makes of its own arrays ---
+class Lora(eqx.Module):
+    weight: jax.Array
+    bias: jax.Array
+    a: jax.Array
+    b: jax.Array
+
+    def __call__(self, x, *, key=None):
+        linear = eqx.nn.Linear(3, 3, key=jax.random.key(0))
+        arrays = self.weight + self.b @ self.a, self.bias
+        return eqx.tree_at(lambda l: (l.weight, l.bias), linear, arrays)(x)
+
+
+def test_a_layer_that_a_layer_makes():
+    make = lambda i: Lora(_linear(i).weight, X, jnp.ones((1, 3)), jnp.ones((3, 1)))
+    model = eqx.nn.Sequential([make(0), make(1)])
+    first = model.layers[0](X)
+    want = {
+        "layers/0/Linear": first,
+        "layers/0": first,
+        "layers/1/Linear": model(X),
+        "layers/1": model(X),
+        ".": model(X),
+    }
+    _check(model, (X,), want)
+    _check(model, (X,), {k: want[k] for k in ("layers/0", "layers/1")}, capture=Lora)
+
+
+# --- one method under two names ---
+class Alias(eqx.Module):
+    w: jax.Array
+
+    def __call__(self, x):
+        return self.w * x
+
+    forward = __call__
+
+
+@pytest.mark.parametrize("methods", [("__call__", "forward"), ("forward", "__call__")])
+def test_two_names_of_a_method(methods):
+    fn = lambda m, x: m.forward(m(x))
+    _, got = S(fn, capture=Alias, methods=methods, reduce=Append())(Alias(X), X)
+    first = "m" if methods[0] == "__call__" else "m.forward"
+    assert_close(with_mode(got, "primal"), {first: (X * X, X**3)}, atol=1e-6)
+    _, got = S(fn, capture=Alias, methods="forward", reduce=Append())(Alias(X), X)
+    assert list(got) == ["m.forward"]
+
+
+# --- classes that come to be while the program is traced ---
+def _factory():
+    class Late(eqx.Module):
+        w: jax.Array
+
+        def __call__(self, x):
+            return self.w * x
+
+    return Late
+
+
+@pytest.mark.parametrize("capture", [True, eqx.Module])
+def test_a_class_that_is_made_on_the_way(capture):
+    fn = lambda m, x: _factory()(x)(m(x))
+    for _ in range(2):
+        _, got = S(fn, capture=capture)(_linear(0), X)
+        assert len(got) == 2 and "m" in got
+
+
+# --- variables that lead to a model ---
+OVER_LANES = jax.vmap(_linear(1))
+COMPILED = jax.jit(_linear(2).__call__)
+KEPT = jax.checkpoint(_linear(3).__call__)
+
+
+def test_functions_in_globals_that_hold_a_model():
+    fn = lambda x: COMPILED(x) + KEPT(x) + OVER_LANES(x[None])[0]
+    _, got = S(fn, capture=True)(X)
+    assert list(got) == ["COMPILED", "KEPT", "OVER_LANES"]
+
+
+def test_models_of_classes():
+    class First:
+        net = _linear(0)
+
+        def __call__(self, x):
+            return self.net(x)
+
+    class Second(First):
+        net = _linear(1)
+
+    a, b = First(), Second()
+    _, got = S(lambda x: a(x) + b(x), capture=True)(X)
+    assert list(got) == ["a/net", "b/net"]
+
+
+# --- of two trees of one model ---
+def _updated(grads, model, x):
+    return eqx.apply_updates(model, grads)(x)
+
+
+def _moved(momentum, model, x):
+    return jtu.tree_map(lambda p, m: p - 0.1 * m, model, momentum)(x)
+
+
+def _averaged(model, ema, x):
+    return jtu.tree_map(lambda e, m: 0.9 * e + 0.1 * m, ema, model)(x)
+
+
+@pytest.mark.parametrize(
+    "fn, expected", [(_updated, "model"), (_moved, "model"), (_averaged, "ema")]
+)
+def test_the_tree_that_was_changed(fn, expected):
+    _, got = S(fn, capture=True)(_linear(0), _linear(1), X)
+    assert list(got) == [expected]
+
+
+# --- threads ---
+def test_a_thread_that_the_function_waits_for():
+    def fn(m, x):
+        outs = []
+        inner = S(lambda y: sow(2 * y, "z"))
+        run = lambda: outs.append(inner(np.ones(3, np.float32))[0])
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        thread.join(20)
+        assert outs, "the thread waits for the function, which waits for the thread"
+        return m(x) + np.asarray(outs[0])
+
+    out, got = S(fn, capture=True)(_linear(0), X)
+    assert list(got) == ["m"]
+
+
+# --- stacks within modules that have nothing else ---
+class Unit(eqx.Module):
+    lin: eqx.nn.Linear
+
+    def __call__(self, x):
+        return jnp.tanh(self.lin(x))
+
+
+class Stack(eqx.Module):
+    layers: Unit
+
+    def __call__(self, x):
+        params, static = eqx.partition(self.layers, eqx.is_array)
+        step = lambda x, p: (eqx.combine(p, static)(x), None)
+        return jax.lax.scan(step, x, params)[0]
+
+
+class Listed(eqx.Module):
+    layers: list
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Whole(eqx.Module):
+    body: eqx.Module
+    head: eqx.nn.Linear | None = None
+
+    def __call__(self, x):
+        x = self.body(x)
+        return x if self.head is None else self.head(x)
+
+
+class Blocks(eqx.Module):
+    blocks: list
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def _units(n=3, first=0):
+    return [Unit(_linear(i + first)) for i in range(n)]
+
+
+def _stacked(units):
+    return jtu.tree_map(lambda *xs: jnp.stack(xs), *units)
+
+
+MODELS = {
+    "alone": lambda body: body(0),
+    "in a module": lambda body: Whole(body(0)),
+    "beside another": lambda body: Whole(body(0), _linear(7)),
+    "in a module in a module": lambda body: Whole(Whole(body(0), _linear(7))),
+    "in a list": lambda body: Blocks([body(0), body(3)]),
+}
+
+
+@pytest.mark.parametrize("where", MODELS)
+@pytest.mark.parametrize("as_argument", [False, True])
+def test_a_stack_has_the_names_of_a_list(where, as_argument):
+    listed = MODELS[where](lambda first: Listed(_units(first=first)))
+    stacked = MODELS[where](lambda first: Stack(_stacked(_units(first=first))))
+    run = (lambda net, x: net(x)) if as_argument else None
+    call = lambda net, **o: (
+        S(run, capture=True, **o)(net, X) if run else S(net, capture=True, **o)(X)
+    )
+    _, want = call(listed)
+    for name in want:
+        if "layers" in name:
+            _, one = call(stacked, names=name)
+            assert_close(one[name]["primal"], want[name]["primal"], atol=1e-6)
+    inner = [n for n in want if n.endswith("/lin")]
+    pattern = inner[0].replace("layers/0", "layers/*")
+    _, all_ = call(stacked)
+    assert_close(all_.stack(pattern), want.stack(pattern), atol=1e-6)
+    zero = {inner[1]: jnp.zeros_like}
+    planted = lambda net: (
+        plant(run, zero, capture=True)(net, X)
+        if run
+        else plant(net, zero, capture=True)(X)
+    )
+    assert_close(planted(stacked), planted(listed), atol=1e-6)
+
+
+def test_globs_of_a_stack():
+    stacked, listed = Stack(_stacked(_units())), Listed(_units())
+    for pattern in ("layers/[12]/lin", "layers/?/lin", "layers/*/lin"):
+        _, want = S(listed, capture=True, names=pattern)(X)
+        _, got = S(stacked, capture=True, names=pattern)(X)
+        assert_close(got.stack(pattern), want.stack(pattern), atol=1e-6)
+        double = {pattern: lambda v: 2 * v}
+        a, b = (plant(m, double, capture=True)(X) for m in (stacked, listed))
+        assert_close(a, b, atol=1e-6)
+    norm = {"layers/*/lin": jnp.linalg.norm}
+    _, got = S(stacked, capture=True, transform=norm)(X)
+    assert got["layers/lin"]["primal"].shape == (3,)
+    with pytest.raises(UnknownSowError, match="layers"):
+        S(stacked, capture=True, names="layers/[78]/lin")(X)
