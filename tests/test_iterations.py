@@ -134,7 +134,7 @@ def test_a_stack_is_planted_by_the_names_of_a_list():
 
 @pytest.mark.parametrize("listen", [S, lambda f, names: plant(f, {names: jnp.cos})])
 def test_the_index_stands_where_a_list_has_it(listen):
-    with pytest.raises(UnknownSowError, match="Write 'blocks/2/attn'"):
+    with pytest.raises(UnknownSowError, match="write 'blocks/2/attn'"):
         listen(_stack, names="blocks/attn/2")(X)
     with pytest.raises(UnknownSowError, match=r"no such iteration.* \[4\] iterations"):
         listen(_stack, names="blocks/4/attn")(X)
@@ -187,7 +187,7 @@ def test_tap_of_a_stack_and_of_nested_loops():
     tap(lambda x: _nested(x, sow), events.append, names="h/1")(X)
     jax.effects_barrier()
     assert sorted(e.count for e in events) == [0, 1]
-    with pytest.raises(UnknownSowError, match="Write 'blocks/2/attn'"):
+    with pytest.raises(UnknownSowError, match="write 'blocks/2/attn'"):
         tap(_stack, events.append, names="blocks/attn/2")(X)
 
 

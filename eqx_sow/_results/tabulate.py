@@ -6,7 +6,7 @@ import functools as ft
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from html import escape
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.core
@@ -17,8 +17,7 @@ import numpy as np
 from .. import _compat
 from .._errors import SowError
 from .._frames import api_boundary
-from .first import axes_of_time, bad_along, Time
-from .intermediates import axes_in, in_order, Intermediates, Leading
+from .intermediates import axes_in, axes_of, in_order, Intermediates, Leading, Scan
 from .line import not_finite_of, number_of_entries, STATISTICS, statistics_of, type_of
 from .summarize import as_array, is_numeric, is_value, merged, Summary, summary_of
 
@@ -313,24 +312,97 @@ def _summary(x: Any, run: Any) -> Summary:
     return summary_of(x, None if run is None else run > 0)
 
 
+# --- which row was the first with an entry that is not finite ---
+# Axes along which time goes by: those of scans, and (`None`) what a transformation
+# further out has put before them.
+_TimeAxes = list[tuple[int, Scan | None]]
+
+
 def _mark_first_bad(rows: Sequence[_Row]) -> None:
-    """Finds the row with the first entry that is not finite, in order of execution."""
     bad = [(i, row) for i, row in enumerate(rows) if row.not_finite]
-    several = len(bad) > 1
-    axes = [axes_of_time(row.x, row.leading) if several else [] for _, row in bad]
+    axes = [_time_axes(row) if len(bad) > 1 else [] for _, row in bad]
     where = [
-        _computed(bad_along(*[axis for axis, _ in of]), row.x) if of else None
-        for (_, row), of in zip(bad, axes)
+        _computed(_bad_along(*[axis for axis, _ in of_row]), row.x) if of_row else None
+        for (_, row), of_row in zip(bad, axes)
     ]
-    times = [
-        Time.of(row.mode, i, of, x)
-        for (i, row), of, x in zip(bad, axes, jax.device_get(where))
-    ]
-    if times:
-        first = ft.reduce(lambda a, b: b if b.is_before(a) else a, times)
-        rows[first.row].is_first_bad = True
+    first: _Time | None = None
+    for (i, row), of_row, is_bad in zip(bad, axes, jax.device_get(where)):
+        time = _Time(row, _first_place(of_row, is_bad), _in_pass(row.mode, i))
+        first = time if first is None or time.is_before(first) else first
+    if first is not None:
+        first.row.is_first_bad = True
 
 
+def _time_axes(row: _Row) -> _TimeAxes:
+    """None if the array has another shape by now than what came back."""
+    x = row.x.size if isinstance(row.x, Summary) else row.x
+    axes = row.leading and axes_of(row.leading, x)
+    return [
+        (i, scan)
+        for i, (kind, _, scan) in enumerate(axes or ())
+        if scan or kind == "outside"
+    ]
+
+
+@ft.lru_cache(maxsize=64)
+def _bad_along(*axes: int) -> Callable:
+    """Where along these axes there is what is not finite."""
+
+    def fn(x: Any) -> jax.Array:
+        bad = x.not_finite > 0 if isinstance(x, Summary) else ~jnp.isfinite(x)
+        return jnp.any(bad, tuple(set(range(bad.ndim)) - set(axes)))
+
+    return fn
+
+
+def _first_place(axes: _TimeAxes, bad: Any) -> list[tuple[Scan | None, int]]:
+    """The scans around the first entry that is not finite, and its iteration in each,
+    counted from the one that ran first. `bad` is what `_bad_along` returned, if there
+    are numbers."""
+    if not axes or bad is None:
+        return []
+    reverse = tuple(i for i, (_, scan) in enumerate(axes) if scan and scan[-1][1])
+    at = np.argwhere(np.flip(bad, reverse))[0].tolist()
+    return [(scan, i) for i, (_, scan) in zip(at, axes)]
+
+
+class _Time(NamedTuple):
+    """When the first entry of a row that is not finite was computed: in which iteration
+    of each scan around, in which pass, and where in that."""
+
+    row: _Row
+    iterations: list[tuple[Scan | None, int]]
+    order: tuple[int, int]
+
+    def is_before(self, other: "_Time") -> bool:
+        for (scan, i), (same, j) in zip(self.iterations, other.iterations):
+            if scan != same:
+                break
+            if i != j:
+                return i < j
+        return self.order < other.order
+
+
+def _in_pass(mode: str, row: int) -> tuple[int, int]:
+    """In which pass a row was computed, and where in that.
+
+    Each `grad` runs what was there, and then all of it backward. So the first one makes
+    two passes of one, and one around it four of these two. The cotangent of what runs
+    in pass `i` of `n` runs in pass `2 * n - 1 - i`:
+
+        primal, cotangent | cotangent.cotangent, ...
+           0        1     |          2            3
+    """
+    pass_, passes, sign = 0, 1, 1
+    for part in str(mode).split("."):
+        if part == "cotangent":
+            pass_, sign = 2 * passes - 1 - pass_, -sign
+        if part != "tangent":
+            passes *= 2
+    return pass_, sign * row
+
+
+# --- text and HTML ---
 def _columns(rows: Sequence[dict[str, str]]) -> dict[str, str]:
     """Which there are, and their titles."""
     titles = {c: c for c in ("name", "mode", "value", "count", *STATISTICS, "finite")}

@@ -14,14 +14,13 @@ from .._handlers.asked import Asked
 from .._handlers.collect import Collect
 from .._mark.listening import listening
 from .._mark.static import Const, SameParts
-from .._names import check_known
 from .._results.intermediates import Intermediates
 from .._values import spec as _spec
 from .._values.assemble import assemble
 from .._values.reduce import Reducer
 from .._values.sown import Sown
 from .._walk.handler import Given
-from .checks import hints, unselected, wanted, warn_unmarked
+from .checks import check_selected, wanted, warn_unmarked
 from .options import Options, Saving
 from .program import Program
 from .transformed import Transformed, wrap
@@ -77,14 +76,10 @@ class _SaveIntermediates(Transformed):
     def _check_names(self, sown: Sown, program: Program) -> None:
         options: Options = self._options.value
         names = dict.fromkeys(name for name, _ in sown.seen)
-        left = dict(names=unselected(options.names, program))
         by_name = dict(
             reduce=self._reduce, transform=self._transform, spec=options.spec
         )
-        left |= {k: v for k, v in by_name.items() if isinstance(v, Mapping)}
-        for option, patterns in left.items():
-            call = f"save_intermediates(..., {option}=...)"
-            check_known(call, patterns, names, hint=hints(program))
+        check_selected("save_intermediates", program, names, options.names, by_name)
         for name, message in sown.hidden:
             if name not in names:
                 raise UnsupportedPrimitiveError(message)
