@@ -287,14 +287,6 @@ def _as_data(x: Any) -> Any:
 
 
 # --- axes ---
-def _arrays_in(value: Any) -> list[Any]:
-    return [
-        x
-        for x in jtu.tree_leaves(value)
-        if is_value(x) and x.dtype != jax.dtypes.float0
-    ]
-
-
 def axes_of(known: Leading, x: Any) -> tuple[Axis, ...] | None:
     """The leading axes of an array, if it is what came back. Transformations further
     out may have put more before these."""
@@ -306,7 +298,7 @@ def axes_of(known: Leading, x: Any) -> tuple[Axis, ...] | None:
 
 
 def _axes_of_value(known: Sequence[Leading], value: Any) -> tuple[Axis, ...] | None:
-    arrays = _arrays_in(value)
+    arrays = list(filter(is_value, jtu.tree_leaves(value)))
     if len(arrays) != len(known):
         return None
     longest: tuple[Axis, ...] = ()
@@ -332,13 +324,9 @@ def _layers(name: str, value: Any, leading: Any) -> Iterator[tuple[str, Any]]:
         of_arrays = iter(leading)
 
         def one(x):
-            # Nothing is recorded of a `float0`.
-            is_float0 = x.dtype == jax.dtypes.float0
-            own = axes if is_float0 else axes_of(next(of_arrays), x)
-            indices = iter(at)
+            own, indices = axes_of(next(of_arrays), x) or (), iter(at)
             index = [
-                slice(None) if place is None else next(indices)
-                for _, place, _ in own or ()
+                slice(None) if place is None else next(indices) for _, place, _ in own
             ]
             return x[tuple(index)]
 

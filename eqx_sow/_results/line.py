@@ -33,13 +33,13 @@ def _summary(x: np.ndarray) -> Summary:
     """What `summarize` says, in float64, in which no square overflows."""
     is_complex = jnp.issubdtype(x.dtype, jnp.complexfloating)
     x = (np.abs(x) if is_complex else x).astype(np.float64)
-    # Of no entries at all, the numbers are not shown.
-    finite = x[np.isfinite(x)] if np.isfinite(x).any() else np.zeros(1)
-    rms = np.linalg.norm(finite) / np.sqrt(finite.size)
-    numbers = finite.mean(), finite.std(), rms, finite.min(), finite.max()
-    bad = np.sum(~np.isfinite(x))
-    counts: Any = x.size, np.sum(x == 0), bad
-    return Summary(counts[0], *numbers, *counts[1:])
+    is_finite = np.isfinite(x)
+    # Without any, the numbers are not shown.
+    finite = x[is_finite] if is_finite.any() else np.zeros(1)
+    rms = np.linalg.norm(finite) / finite.size**0.5
+    numbers: Any = finite.mean(), finite.std(), rms, finite.min(), finite.max()
+    size: Any = x.size
+    return Summary(size, *numbers, np.sum(x == 0), np.sum(~is_finite))
 
 
 def type_of(x: Any) -> str:

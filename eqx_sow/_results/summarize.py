@@ -391,11 +391,15 @@ def merged(s: Summary, axes: tuple[int, ...], xp: Any = jnp) -> Summary:
     parts = xp.stack([roots * std / 2, roots * (mean / 2 - expand(new_mean) / 2)])
     new_std = 2 * _root_of_sum(parts, (0, *[a + 1 for a in axes]), xp)
     rms = _root_of_sum(xp.stack([new_mean, new_std]), (0,), xp)
-    numbers = [xp.where(any_, x, nan) for x in (new_mean, new_std, rms, low, high)]
-    counts = s.size, s.zeros, s.not_finite
-    size, zeros, not_finite = (xp.sum(x, axes) for x in counts)
-    histogram = None if s.histogram is None else xp.sum(s.histogram, axes)
-    return Summary(size, *numbers, zeros, not_finite, histogram, s.edges)
+    numbers = dict(mean=new_mean, std=new_std, rms=rms, min=low, max=high)
+    return Summary(
+        size=xp.sum(s.size, axes),
+        **{k: xp.where(any_, x, nan) for k, x in numbers.items()},
+        zeros=xp.sum(s.zeros, axes),
+        not_finite=xp.sum(s.not_finite, axes),
+        histogram=None if s.histogram is None else xp.sum(s.histogram, axes),
+        edges=s.edges,
+    )
 
 
 _merged = jax.jit(merged, static_argnums=1)

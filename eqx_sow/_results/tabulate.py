@@ -134,10 +134,10 @@ def html(intermediates: Any) -> str | None:
 def _check(intermediates):
     wrong = intermediates
     if isinstance(intermediates, Mapping):
-        wrong = [x for x in intermediates.values() if not isinstance(x, Mapping)]
-        if not wrong:
+        values = intermediates.values()
+        wrong = next((x for x in values if not isinstance(x, Mapping)), None)
+        if wrong is None:
             return
-        wrong = wrong[0]
     raise TypeError(
         "`tabulate(intermediates)` takes a dict `{name: {mode: value}}`, and there is "
         f"{type(wrong).__name__} where a dict should be. Write `out, intermediates = "
@@ -239,7 +239,8 @@ def _rows_of_name(intermediates: Mapping[str, Any], name: Any) -> Iterator[_Row]
                 f"{name}{jtu.keystr(path)}" if needs_path else str(name),
                 mode,
                 x,
-                _next_axes(axes, x),
+                # Those of the first array, if it is a summary.
+                [*(next(axes, None) for _ in jtu.tree_leaves(x)), None][0],
                 counts,
                 _computed(_summary, x, run) if numeric else None,
             )
@@ -249,13 +250,6 @@ def _leaves(value: Any) -> dict[Any, Any]:
     is_summary = lambda x: isinstance(x, Summary)
     leaves, _ = jtu.tree_flatten_with_path(value, is_leaf=is_summary)
     return {p: x for p, x in leaves if is_summary(x) or is_value(x)}
-
-
-def _next_axes(axes: Iterator[Leading], x: Any) -> Leading | None:
-    """Of the next array, or of the first one of a summary. Nothing is recorded of
-    `float0`s."""
-    arrays = [a for a in jtu.tree_leaves(x) if jnp.result_type(a) != jax.dtypes.float0]
-    return ([next(axes, None) for _ in arrays] or [None])[0]
 
 
 def _has_statistics(x: Any) -> bool:

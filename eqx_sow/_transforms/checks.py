@@ -2,6 +2,7 @@
 that what they select can be had."""
 
 import functools as ft
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -130,8 +131,8 @@ def wanted(
     return mode_of
 
 
-# Where the functions and the classes of models are from. One that is made anew in each
-# step is from the same place.
+# Where the functions, and the classes of models, are from. One that is made anew in
+# each step of training is from the same place.
 _unmarked: set[tuple[Any, ...]] = set()
 
 
@@ -145,9 +146,8 @@ def warn_unmarked(call: str, fn: Any, program: Program, options: Options) -> Non
     fn = _called(fn)
     name = getattr(fn, "__name__", type(fn).__name__)
     code = getattr(fn, "__code__", None)
-    if code is None:
-        place = name, type(fn).__module__, type(fn).__qualname__
-    else:
+    place = name, type(fn).__module__, type(fn).__qualname__
+    if code is not None:
         place = name, code.co_filename, code.co_firstlineno
     if place not in _unmarked:
         warn(
@@ -160,10 +160,5 @@ def warn_unmarked(call: str, fn: Any, program: Program, options: Options) -> Non
 
 def _called(fn: Any) -> Any:
     """The function inside transformations and partial applications."""
-    while True:
-        if hasattr(fn, "__wrapped__"):
-            fn = fn.__wrapped__
-        elif isinstance(fn, ft.partial):
-            fn = fn.func
-        else:
-            return fn
+    fn = inspect.unwrap(fn)
+    return _called(fn.func) if isinstance(fn, ft.partial) else fn
