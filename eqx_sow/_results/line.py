@@ -36,10 +36,17 @@ def _summary(x: np.ndarray) -> Summary:
     is_finite = np.isfinite(x)
     # Without any, the numbers are not shown.
     finite = x[is_finite] if is_finite.any() else np.zeros(1)
-    rms = np.linalg.norm(finite) / finite.size**0.5
-    numbers: Any = finite.mean(), finite.std(), rms, finite.min(), finite.max()
-    size: Any = x.size
-    return Summary(size, *numbers, np.sum(x == 0), np.sum(~is_finite))
+    numbers: Any = dict(
+        size=x.size,
+        mean=finite.mean(),
+        std=finite.std(),
+        rms=np.linalg.norm(finite) / finite.size**0.5,
+        min=finite.min(),
+        max=finite.max(),
+        zeros=np.sum(x == 0),
+        not_finite=np.sum(~is_finite),
+    )
+    return Summary(**numbers)
 
 
 def type_of(x: Any) -> str:

@@ -16,7 +16,7 @@ import jax.lax as lax
 import jax.numpy as jnp
 import numpy as np
 
-from .._arrays import leading, spec_of
+from .._arrays import spec_of
 
 
 # How many entries are added one after another. The sum of a million in float32 would
@@ -32,27 +32,16 @@ def as_real(x: jax.Array) -> jax.Array:
     return x.astype(jnp.result_type(float))
 
 
-def statistics(
-    x: jax.Array, run: jax.Array | None, edges: tuple[float, ...] | None
-) -> dict[str, Any]:
+def statistics(x: jax.Array, edges: tuple[float, ...] | None) -> dict[str, Any]:
     """The fields of a `Summary` of an array of float32 or float64.
 
     The first pass over the array counts, finds the smallest and the largest entry, and
     adds all up, which gives about the mean. The second one adds up the deviations from
     that, so it is known how far it was off. The third one adds up their squares.
-
-    `run`, if given, is a boolean for each entry along the leading axes: whether it is
-    one at all. For `x` of `[iterations, features]`, it is `[iterations]`.
     """
-    ran = size = x.size
-    if run is not None:
-        ran = jnp.sum(run, dtype=jnp.uint32)
-        per_run = x.size // max(run.size, 1)
-        size, ran = ran.astype(jnp.result_type(float)) * per_run, ran * per_run
-        x = jnp.where(leading(run, x.ndim), x, jnp.nan)
+    size = x.size
     x, axes = _in_blocks(x)
-    # Of entries that did not run, and of those that pad a block.
-    nans = jnp.asarray(x.size % 2**32, jnp.uint32) - jnp.asarray(ran, jnp.uint32)
+    padding = x.size - size
 
     finite = jnp.isfinite(x)
     # A sum of so few entries that are so small cannot overflow.
@@ -65,8 +54,8 @@ def statistics(
         _extremum(x, finite, -np.inf, lax.max),
         _total(x * small, finite),
     )
-    # As integers, since one in a billion counts. They may wrap around, and back.
-    not_finite = jnp.sum(bad, dtype=jnp.uint32) - nans
+    # As integers, since one in a billion matters. Blocks are padded by NaN.
+    not_finite = jnp.sum(bad, dtype=jnp.uint32) - np.uint32(padding)
     not_finite = not_finite.astype(jnp.result_type(float))
     size = jnp.full_like(not_finite, size)
     entries = jnp.maximum(size - not_finite, 1).astype(x.dtype)

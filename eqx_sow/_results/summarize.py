@@ -269,7 +269,7 @@ def summarize(
     def one(x):
         if not is_numeric(x):
             return None
-        return summary_of(jnp.asarray(as_array(x)), None, edges)
+        return summary_of(jnp.asarray(as_array(x)), edges)
 
     return jtu.tree_map(one, value)
 
@@ -316,20 +316,14 @@ def _show(edges: Any) -> str:
     return "none" if edges is None else np.array2string(np.asarray(edges), threshold=6)
 
 
-@ft.partial(jax.jit, static_argnums=2)
-def summary_of(
-    x: jax.Array, run: jax.Array | None = None, edges: tuple[float, ...] | None = None
-) -> Summary:
-    """Of the entries that ran. `run`, if given, is a boolean for each entry along the
-    leading axes."""
-    x = as_real(x)
-    # With a mask it is for `tabulate`, and is not differentiated.
-    return _summary(x, edges) if run is None else Summary(**statistics(x, run, edges))
+@ft.partial(jax.jit, static_argnums=1)
+def summary_of(x: jax.Array, edges: tuple[float, ...] | None = None) -> Summary:
+    return _summary(as_real(x), edges)
 
 
 @ft.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _summary(x: jax.Array, edges: tuple[float, ...] | None) -> Summary:
-    return Summary(**statistics(x, None, edges))
+    return Summary(**statistics(x, edges))
 
 
 # Of the reductions themselves, JAX would keep every partial result.

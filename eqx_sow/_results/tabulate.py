@@ -299,11 +299,18 @@ def _itself(count: Any) -> Any:
     return count
 
 
-def _summary(x: Any, run: Any) -> Summary:
-    """Of one row: what `summarize` would say of all its entries that ran."""
-    if isinstance(x, Summary):
-        return merged(x, tuple(range(jnp.ndim(x.size))))
-    return summary_of(x, None if run is None else run > 0)
+def _summary(x: Any, runs: Any) -> Summary:
+    """What `summarize` would say of all entries of a row. If `runs` are given, they say
+    how often each execution along the leading axes ran."""
+    if not isinstance(x, Summary):
+        of_each = summary_of
+        for _ in range(jnp.ndim(runs) if runs is not None else 0):
+            of_each = jax.vmap(of_each)
+        x = of_each(x)
+    if runs is not None:
+        # A summary of zeros is one of no entries.
+        x = jtu.tree_map(lambda a: jnp.where(runs > 0, a, 0), x)
+    return merged(x, tuple(range(jnp.ndim(x.size))))
 
 
 # --- which row was the first with an entry that is not finite ---
