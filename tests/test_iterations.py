@@ -270,3 +270,17 @@ def test_memory_of_one():
 def test_what_a_pattern_selects(pattern, name, after, loops, expected):
     found = selected(pattern, name, after, loops)
     assert (found and found[:2]) == expected
+
+
+@pytest.mark.parametrize(
+    "pattern, name, after, left",
+    [
+        ("b/2/a/m", "b/a/m", (1, 2), (3,)),
+        ("b/a/2/m", "b/a/m", (1, 2), (1,)),
+        # At the end, indices stand from outside in.
+        ("b/2", "b", (None, 1), (2,)),
+        ("b/*/2", "b", (1, None), (1,)),
+    ],
+)
+def test_where_the_index_of_another_loop_then_stands(pattern, name, after, left):
+    assert selected(pattern, name, after, (4, 4)).after == left

@@ -1,5 +1,5 @@
-"""What is checked once a program has been traced: that options select something, and
-that what they select can be had."""
+"""What is checked once a program has been traced: that the options select something,
+and that it can be captured."""
 
 import functools as ft
 import inspect
@@ -112,8 +112,8 @@ def wanted(
     keys: Iterable[Any],
     others: Iterable[str] = (),
 ) -> dict[Any, str]:
-    """What to call the mode of each `Site.key` that is asked for. `others`: modes that
-    there are besides."""
+    """What the modes are called of those `Site.key`s that the option `modes` selects.
+    `others` are names of modes that it may have, too."""
     modes, mode_of = options.modes, labels(keys)
     check_known(
         f"{call}(..., modes=...)",

@@ -60,14 +60,11 @@ def _by_iteration(
         places |= of_models[0]
     chosen: dict[str, dict[_At, Any]] = {}
     # What is spelled out goes before globs, and these go in their order.
-    for pattern in sorted(places, key=_is_glob):
+    is_glob = lambda pattern: any(x in pattern for x in "*?[")
+    for pattern in sorted(places, key=is_glob):
         for name, at in places[pattern] or [(pattern, ())]:
             chosen.setdefault(name, {}).setdefault(at, values[pattern])
     return chosen
-
-
-def _is_glob(pattern: str) -> bool:
-    return any(x in pattern for x in "*?[")
 
 
 def _plan(

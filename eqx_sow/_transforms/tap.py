@@ -35,7 +35,7 @@ batching.fancy_primitive_batchers[over_lanes_p] = lambda *args, run: run(*args)
 
 class _Tapped(Transformed):
     _fn: Callable
-    # These may hold arrays.
+    # Options that may hold arrays.
     _transform: Any
     _when: Any
     _extra: Any
