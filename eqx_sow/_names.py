@@ -4,7 +4,7 @@ import difflib
 import fnmatch
 import functools as ft
 import itertools as it
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ._errors import UnknownSowError
@@ -15,11 +15,9 @@ def join(path: str, name: str) -> str:
 
 
 def matches(pattern: Any, name: str) -> bool:
-    """Whether a name, a glob, a predicate or a sequence of them selects `name`."""
+    """Whether a name, a glob or a predicate selects `name`."""
     if isinstance(pattern, str):
         return pattern == name or fnmatch.fnmatchcase(name, pattern)
-    if isinstance(pattern, Sequence):
-        return name in pattern or any(matches(p, name) for p in pattern)
     selects = pattern(name)
     try:
         return bool(selects)
@@ -72,65 +70,69 @@ def selected(
     )
 
 
-# In the place of an index. No glob but one with the same there fits it.
-_INDEX = "\0"
+def _is_index(segment: str) -> bool:
+    digits = segment.removeprefix("-")
+    return segment == "*" or (digits.isascii() and digits.isdecimal())
 
 
 @ft.lru_cache(maxsize=4096)
 def _with_index(
     pattern: str, name: str, after: tuple[int | None, ...], loops: tuple[int, ...]
 ) -> Selected | None:
-    parts, end = pattern.split("/"), len(name.split("/"))
-    is_index = lambda x: x == "*" or x.lstrip("-").isdecimal() and x.isascii()
-    candidates = [i for i, x in enumerate(parts) if is_index(x)]
+    """Tries all ways to put the indices of the pattern into the name. For the pattern
+    `h/*/0` and `h` in two loops these are `h`, `h/*`, `h/0`, `h/*/*`, `h/*/0`, ..."""
+    indices = [x for x in pattern.split("/") if _is_index(x)]
     places = (*after, *[None] * len(loops))[: len(loops)]
-    inner = [(n, k) for k, n in enumerate(places) if n is not None]
-    ends = [(end, k) for k, n in enumerate(places) if n is None]
-    some = (it.combinations(inner, n) for n in range(len(inner) + 1))
-    # Of the indices at the end, those of inner loops need those of outer ones.
-    firsts = [ends[:m] for m in range(len(ends) + 1)]
-    for given, first in it.product(it.chain.from_iterable(some), firsts):
-        cuts = [*sorted(given, key=lambda cut: cut[0]), *first]
-        whole = in_a_list(name, [(place, _INDEX) for place, _ in cuts])
-        for chosen in it.combinations(candidates, len(cuts)):
-            glob = [_INDEX if i in chosen else x for i, x in enumerate(parts)]
-            indices = {k: (place, parts[i]) for (place, k), i in zip(cuts, chosen)}
-            if matches("/".join(glob), whole) and all(
-                x == "*" or -loops[k] <= int(x) < loops[k]
-                for k, (_, x) in indices.items()
+    for some in _loops_with_index(places, len(indices)):
+        # `*` comes first.
+        for chosen in it.product(sorted(set(indices)), repeat=len(some)):
+            given = {k: int(x) for k, x in zip(some, chosen) if x != "*"}
+            if all(-loops[k] <= i < loops[k] for k, i in given.items()) and matches(
+                pattern, in_a_list(name, [(places[k], x) for k, x in zip(some, chosen)])
             ):
-                return _at(name, places, indices, loops)
+                return _iteration(name, places, given, loops)
     return None
 
 
-def _at(
+def _loops_with_index(places: Sequence[int | None], most: int) -> Iterator[list[int]]:
+    """Which of the loops around a sow may have their index in a pattern. Of those with
+    an index at the end, the inner ones need the outer ones."""
+    inside = [k for k, place in enumerate(places) if place is not None]
+    at_end = [k for k, place in enumerate(places) if place is None]
+    for n in range(most + 1):
+        for some in it.combinations(inside, n):
+            for m in range(min(most - n, len(at_end)) + 1):
+                yield sorted([*some, *at_end[:m]])
+
+
+def _iteration(
     name: str,
     places: Sequence[int | None],
-    indices: Mapping[int, tuple[int, str]],
+    given: Mapping[int, int],
     loops: Sequence[int],
 ) -> Selected:
-    """`indices`: of some loops, where in the name the index stands, and which."""
-    given = {k: indices[k] for k in sorted(indices) if indices[k][1] != "*"}
-    at = tuple(
-        int(given[k][1]) % n if k in given else None for k, n in enumerate(loops)
-    )
-    before = lambda n: sum(place <= n for place, _ in given.values())
-    rest = tuple(
-        None if n is None else n + before(n)
-        for k, n in enumerate(places)
+    """What is selected if the indices of some loops are `given`."""
+    new = in_a_list(name, [(places[k], i) for k, i in given.items()])
+    at = tuple(given[k] % n if k in given else None for k, n in enumerate(loops))
+    # An index moves those to the right that stand behind it.
+    end = len(name.split("/"))
+    order = [(end if place is None else place, k) for k, place in enumerate(places)]
+    after = tuple(
+        None if place is None else place + sum(order[i] < order[k] for i in given)
+        for k, place in enumerate(places)
         if k not in given
     )
-    return Selected(in_a_list(name, [*given.values()]), at if given else (), rest)
+    return Selected(new, at if given else (), after)
 
 
-def in_a_list(name: str, at: Sequence[tuple[int, Any]]) -> str:
-    """What a list of layers calls one of those that a loop goes over: `blocks/2/attn`
-    for `blocks/attn`, with `at` of `[(1, 2)]`, since the index 2 stands after one
-    segment. From outside in, if there are several loops."""
-    parts = name.split("/")
-    for place, i in sorted(reversed(at), key=lambda x: -x[0]):
-        parts.insert(place, str(i))
-    return "/".join(parts)
+def in_a_list(name: str, indices: Iterable[tuple[int | None, Any]]) -> str:
+    """The name of an iteration. Each index, from outside in, comes with its place:
+    after so many segments of the name, or at the end (`None`). For `blocks/attn` and
+    `[(1, 2)]` that is `blocks/2/attn`, as it would be called in a list of layers."""
+    parts: list[list[str]] = [[], *[[x] for x in name.split("/")]]
+    for place, i in indices:
+        parts[-1 if place is None else place].append(str(i))
+    return "/".join(it.chain.from_iterable(parts))
 
 
 def lookup(option: Any, name: str) -> Any:

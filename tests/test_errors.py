@@ -179,7 +179,7 @@ def test_forgotten_capture():
         (S(eqx.filter_jit(model), names="layers/1"), (X,), "'layers/1'"),
         (S(lambda m, x: m(x), reduce={"m/layers/1": Last()}), (model, X), "'m/lay"),
         (S(lambda x: model(x), names="model/layers/1"), (X,), "'model/layers/1'"),
-        (S(lambda m, x: m(x), names="layers/1"), (model, X), r"'\*layers/1' fits"),
+        (S(lambda m, x: m(x), names="layers/1"), (model, X), r"write '\*layers/1'"),
         (S(model, names="layer/1"), (X,), "'layers/0'"),
         (plant(lambda x: model(sow(x, "h")), {"model": jnp.sin}), (X,), "'model'"),
     ):

@@ -134,7 +134,7 @@ def test_a_stack_is_planted_by_the_names_of_a_list():
 
 @pytest.mark.parametrize("listen", [S, lambda f, names: plant(f, {names: jnp.cos})])
 def test_the_index_stands_where_a_list_has_it(listen):
-    with pytest.raises(UnknownSowError, match="Write 'blocks/2/attn'"):
+    with pytest.raises(UnknownSowError, match="write 'blocks/2/attn'"):
         listen(_stack, names="blocks/attn/2")(X)
     with pytest.raises(UnknownSowError, match=r"no such iteration.* \[4\] iterations"):
         listen(_stack, names="blocks/4/attn")(X)
@@ -187,7 +187,7 @@ def test_tap_of_a_stack_and_of_nested_loops():
     tap(lambda x: _nested(x, sow), events.append, names="h/1")(X)
     jax.effects_barrier()
     assert sorted(e.count for e in events) == [0, 1]
-    with pytest.raises(UnknownSowError, match="Write 'blocks/2/attn'"):
+    with pytest.raises(UnknownSowError, match="write 'blocks/2/attn'"):
         tap(_stack, events.append, names="blocks/attn/2")(X)
 
 
@@ -270,3 +270,17 @@ def test_memory_of_one():
 def test_what_a_pattern_selects(pattern, name, after, loops, expected):
     found = selected(pattern, name, after, loops)
     assert (found and found[:2]) == expected
+
+
+@pytest.mark.parametrize(
+    "pattern, name, after, left",
+    [
+        ("b/2/a/m", "b/a/m", (1, 2), (3,)),
+        ("b/a/2/m", "b/a/m", (1, 2), (1,)),
+        # At the end, indices stand from outside in.
+        ("b/2", "b", (None, 1), (2,)),
+        ("b/*/2", "b", (1, None), (1,)),
+    ],
+)
+def test_where_the_index_of_another_loop_then_stands(pattern, name, after, left):
+    assert selected(pattern, name, after, (4, 4)).after == left

@@ -386,7 +386,7 @@ MISUSES = {
     "reduce: text for a name": Misuse(
         TypeError,
         lambda: S(_fn, reduce={"h": "last"}),
-        ("reduce=...)`", _REDUCERS, "not 'last' for 'h'"),
+        ("reduce=...)`", _REDUCERS, "not {'h': 'last'}"),
         "`reduce`",
     ),
     "reduce: a key that is no name": Misuse(
@@ -499,7 +499,7 @@ MISUSES = {
     "transform: a number for a name": Misuse(
         TypeError,
         lambda: S(_fn, transform={"h": 3}),
-        ("transform=...)` takes a function", "not 3 for 'h'"),
+        ("transform=...)` takes a function", "not {'h': 3}"),
         "`transform`",
     ),
     "transform: a key that is no name": Misuse(
@@ -692,7 +692,7 @@ MISUSES = {
     "values: all that save_intermediates returned": Misuse(
         TypeError,
         lambda: plant(_fn, S(_fn)(X)),
-        ("`plant(..., values=...)` takes a dict", "not tuple"),
+        ("`plant(..., values=...)` takes a dict", "not (f32[3], "),
         "`values`",
     ),
     "values: a key that is no name": Misuse(
@@ -820,7 +820,7 @@ MISUSES = {
     "tap: a number as callback": Misuse(
         TypeError,
         lambda: tap(_fn, 3),
-        ("`tap(fn, callback)` takes a function",),
+        ("`tap(..., callback=...)` takes a function of an event",),
         "`callback`",
     ),
     "tap: a callback of no arguments": Misuse(

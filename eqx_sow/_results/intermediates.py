@@ -264,15 +264,17 @@ class Intermediates(dict[str, dict[str, Any]]):
         values = []
         for name, modes in self.items():
             if mode in modes:
-                known = self._axes.get((name, mode), ())
-                values += _layers(pattern, name, modes[mode], known)
+                leading = self._axes.get((name, mode), ())
+                for layer, value in _layers(name, modes[mode], leading):
+                    if matches(pattern, name) or matches(pattern, layer):
+                        values.append(value)
         if not values:
             there = ", ".join(repr(n) for n, modes in self.items() if mode in modes)
             raise UnknownSowError(
                 f"`Intermediates.stack({pattern!r}, {mode!r})` fits nothing. The names "
                 f"with this mode are: {there or 'none at all'}."
             )
-        return _joined(pattern, values)
+        return _stacked(pattern, values)
 
 
 def _is_state(x: Any) -> bool:
@@ -285,14 +287,6 @@ def _as_data(x: Any) -> Any:
 
 
 # --- axes ---
-def _arrays_in(value: Any) -> list[Any]:
-    return [
-        x
-        for x in jtu.tree_leaves(value)
-        if is_value(x) and x.dtype != jax.dtypes.float0
-    ]
-
-
 def axes_of(known: Leading, x: Any) -> tuple[Axis, ...] | None:
     """The leading axes of an array, if it is what came back. Transformations further
     out may have put more before these."""
@@ -304,7 +298,7 @@ def axes_of(known: Leading, x: Any) -> tuple[Axis, ...] | None:
 
 
 def _axes_of_value(known: Sequence[Leading], value: Any) -> tuple[Axis, ...] | None:
-    arrays = _arrays_in(value)
+    arrays = list(filter(is_value, jtu.tree_leaves(value)))
     if len(arrays) != len(known):
         return None
     longest: tuple[Axis, ...] = ()
@@ -316,69 +310,58 @@ def _axes_of_value(known: Sequence[Leading], value: Any) -> tuple[Axis, ...] | N
     return longest
 
 
-def _layers(pattern: str, name: str, value: Any, known: Any) -> list[Any]:
-    """What the pattern fits of a value, in a list: nothing, or the value with a first
-    axis for what fits. A loop over layers stands for as many layers, by the names that
-    these have in a list."""
-    axes = None if isinstance(known, list) else _axes_of_value(known, value)
+def _layers(name: str, value: Any, leading: Any) -> Iterator[tuple[str, Any]]:
+    """The parts of a value that a list of layers would have as values of their own, and
+    the names that they have there. For `blocks/attn` of `[4, ...]` in a loop over
+    layers these are `blocks/0/attn` to `blocks/3/attn`; else it is the value itself."""
+    axes = None if isinstance(leading, list) else _axes_of_value(leading, value)
     places = [place for _, place, _ in axes or () if place is not None]
-    if not places:
-        return [_each(value, lambda x: x[None])] if matches(pattern, name) else []
-    of_array = iter(known)
-    sizes: list[int] = []
+    if axes is None or not places:
+        yield name, value
+        return
 
-    def front(x):
-        own = axes if x.dtype == jax.dtypes.float0 else axes_of(next(of_array), x)
-        at = [i for i, (_, place, _) in enumerate(own or ()) if place is not None]
-        sizes[:] = [x.shape[i] for i in at]
-        x = _module([x]).moveaxis(x, at, range(len(at)))
-        return x if len(at) == 1 else x.reshape(-1, *x.shape[len(at) :])
+    def layer(at: Sequence[int]) -> Any:
+        of_arrays = iter(leading)
 
-    value = _each(value, front)
-    layers = list(it.product(*map(range, sizes)))
-    if matches(pattern, name):
-        return [value]
-    fits = [
-        i
-        for i, at in enumerate(layers)
-        if matches(pattern, in_a_list(name, list(zip(places, at))))
-    ]
-    if len(fits) < len(layers):
-        value = _each(value, lambda x: x[np.array(fits, int)])
-    return [value] if fits else []
+        def one(x):
+            own, indices = axes_of(next(of_arrays), x) or (), iter(at)
+            index = [
+                slice(None) if place is None else next(indices) for _, place, _ in own
+            ]
+            return x[tuple(index)]
+
+        return _each(value, one)
+
+    # Every array has the axes of all loops.
+    own, shape = leading[0]
+    sizes = [n for (_, place, _), n in zip(own, shape) if place is not None]
+    for at in it.product(*map(range, sizes)):
+        yield in_a_list(name, list(zip(places, at))), layer(at)
 
 
-def _joined(pattern: str, values: Sequence[Any]) -> Any:
-    """One value of several, along their first axes."""
-    parts = list(map(jtu.tree_flatten, values))
-    columns: list[list[Any]] = [leaves for leaves, _ in parts]
-    forms = [treedef for _, treedef in parts]
-
-    def form(leaves: Sequence[Any], treedef: Any) -> Any:
-        return treedef, [(x.shape[1:], x.dtype) for x in leaves if is_value(x)]
-
-    first, *others = map(form, columns, forms)
-    if any(other != first for other in others):
-        show = lambda x: eqx.tree_pformat(_each(x, lambda x: x[0]))
+def _stacked(pattern: str, values: Sequence[Any]) -> Any:
+    """The values along a new first axis of their arrays."""
+    leaves = list(map(jtu.tree_leaves, values))
+    treedefs = list(map(jtu.tree_structure, values))
+    types = [[(x.shape, x.dtype) for x in xs if is_value(x)] for xs in leaves]
+    if any(d != treedefs[0] for d in treedefs) or any(t != types[0] for t in types):
+        shown = " and ".join(dict.fromkeys(map(eqx.tree_pformat, values)))
         raise SowError(
             f"`Intermediates.stack({pattern!r})`: the values differ in structure, "
-            f"shape or dtype: {' and '.join(dict.fromkeys(map(show, values)))}. Choose "
-            "those that are alike."
+            f"shape or dtype: {shown}. Choose those that are alike."
         )
-    joined = [
-        _module(xs).concatenate(xs) if is_value(xs[0]) and len(xs) > 1 else xs[0]
-        for xs in map(list, zip(*columns))
-    ]
-    return jtu.tree_unflatten(forms[0], joined)
+
+    def stacked(xs):
+        if not is_value(xs[0]):
+            return xs[0]
+        # JAX has no arrays of the dtype `float0`.
+        return (jnp if any(isinstance(x, jax.Array) for x in xs) else np).stack(xs)
+
+    return jtu.tree_unflatten(treedefs[0], map(stacked, zip(*leaves)))
 
 
 def _each(value: Any, fn: Callable[[Any], Any]) -> Any:
     return jtu.tree_map(lambda x: fn(x) if is_value(x) else x, value)
-
-
-def _module(arrays: Sequence[Any]) -> Any:
-    # JAX has no arrays of the dtype `float0`.
-    return jnp if any(isinstance(x, jax.Array) for x in arrays) else np
 
 
 def with_axes(values: Any, axes: _AllAxes) -> Intermediates:

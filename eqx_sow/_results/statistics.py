@@ -1,16 +1,27 @@
-"""The reductions behind `summarize` and `tabulate`."""
+"""The reductions behind `summarize` and `tabulate`.
 
-import functools as ft
+XLA on a CPU computes several reductions of one array in a single pass, without writing
+another array of its size, if they are one `lax.reduce` of several operands. It uses
+vector instructions, and is ten times as fast, if exactly one of these is a sum of
+floating-point numbers and all others are integers. So each pass below has one sum and
+some counts, and finds the smallest and the largest entry as integers.
+"""
+
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.lax as lax
 import jax.numpy as jnp
 import numpy as np
 
-from .._arrays import leading
+from .._arrays import spec_of
+
+
+# How many entries are added one after another. The sum of a million in float32 would
+# have only two digits.
+_BLOCK = 1024
 
 
 def as_real(x: jax.Array) -> jax.Array:
@@ -21,104 +32,77 @@ def as_real(x: jax.Array) -> jax.Array:
     return x.astype(jnp.result_type(float))
 
 
-# XLA's reductions of several arrays at once write nothing else to memory; what it
-# reduces alone it first writes there, on a CPU. It makes vector instructions of them if
-# there is one sum of floating-point numbers among integers, and is then ten times as
-# fast: so `_extremum` is that of integers, and each sum has a count beside it.
-#
-# How many entries are added one after another: on a CPU, the sum of a million in
-# float32 may have two digits.
-_BLOCK = 1024
-
-
-def statistics(
-    x: jax.Array, run: jax.Array | None, edges: tuple[float, ...] | None
-) -> dict[str, Any]:
+def statistics(x: jax.Array, edges: tuple[float, ...] | None) -> dict[str, Any]:
     """The fields of a `Summary` of an array of float32 or float64.
 
-    The first pass over the array counts, and finds the smallest and the largest entry
-    and about the mean. The others add up the deviations from that, which tells how far
-    it was off, and their squares.
-
-    `run`, if given, is a boolean for each entry along the leading axes: whether it is
-    one at all. For `x` of `[iterations, features]`, it is `[iterations]`.
+    The first pass over the array counts, finds the smallest and the largest entry, and
+    adds all up, which gives about the mean. The second one adds up the deviations from
+    that, so it is known how far it was off. The third one adds up their squares.
     """
-    if run is not None:
-        run = jnp.broadcast_to(leading(run, x.ndim), x.shape)
-    # What is padded has a mask.
-    blocks = _Blocks(*_in_blocks(x, run))
-    # A sum of so few of them cannot overflow. That it may underflow does not matter.
-    down = jnp.array(0.5 ** (_BLOCK.bit_length() + 1), x.dtype)
-    ok = blocks.ok
-    not_finite, zeros, low, high, total, *ran = blocks.reduce(
-        _count(blocks.that_run(~jnp.isfinite(blocks.x))),
-        _count(blocks.that_run(blocks.x == 0)),
-        _extremum(blocks.x, ok, np.inf, lax.min),
-        _extremum(blocks.x, ok, -np.inf, lax.max),
-        _total(blocks.x * down, ok),
-        *([] if run is None else [_count(blocks.run)]),
+    size = x.size
+    x, axes = _in_blocks(x)
+    padding = x.size - size
+
+    finite = jnp.isfinite(x)
+    # A sum of so few entries that are so small cannot overflow.
+    small = jnp.array(1 / (4 * _BLOCK), x.dtype)
+    bad, zeros, low, high, total = _reduce(
+        axes,
+        _count(~finite),
+        _count(x == 0),
+        _extremum(x, finite, np.inf, lax.min),
+        _extremum(x, finite, -np.inf, lax.max),
+        _total(x * small, finite),
     )
-    not_finite, zeros, *ran = map(_sum_of_counts, (not_finite, zeros, *ran))
-    size = jnp.full_like(not_finite, x.size) if run is None else ran[0]
-    finite = size - not_finite
-    number = lambda bits: lax.bitcast_convert_type(_in_order(bits), x.dtype)
-    low = jnp.min(number(low), initial=jnp.inf)
-    high = jnp.max(number(high), initial=-jnp.inf)
-    n = jnp.maximum(finite, 1).astype(x.dtype)
-    about = lax.clamp(low, jnp.sum(total / n) / down, high)
-    # If there are none, neither is finite; but then nothing asks.
+    # As integers, since one in a billion matters. Blocks are padded by NaN.
+    not_finite = jnp.sum(bad, dtype=jnp.uint32) - np.uint32(padding)
+    not_finite = not_finite.astype(jnp.result_type(float))
+    size = jnp.full_like(not_finite, size)
+    entries = jnp.maximum(size - not_finite, 1).astype(x.dtype)
+    low = jnp.min(_as_float(low, x.dtype), initial=jnp.inf)
+    high = jnp.max(_as_float(high, x.dtype), initial=-jnp.inf)
+    about = jnp.clip(jnp.sum(total / entries) / small, low, high)
     about = jnp.where(low <= high, about, 0)
 
-    # A power of two as a scale rounds nothing, and the squares neither overflow nor
-    # underflow.
-    scale, down = _scale(jnp.maximum(jnp.abs(low), jnp.abs(high)))
-    d = blocks.x * down - about * down
-    off, squares = blocks.mean(d), blocks.mean(d * d)
-    mean = jnp.clip(about + off * scale, low, high)
-    std = jnp.sqrt(jnp.maximum(squares - off * off, 0)) * scale
-    numbers = dict(mean=mean, std=std, rms=jnp.hypot(mean, std), min=low, max=high)
-    nan = jnp.array(jnp.nan, x.dtype)
-    return {k: jnp.where(finite > 0, v, nan) for k, v in numbers.items()} | dict(
+    # Half of a deviation cannot overflow. With the scale, its square cannot either.
+    scale = in_range(jnp.maximum(jnp.abs(low), jnp.abs(high)))
+    deviation = (x / 2 - about / 2) * (1 / scale)
+
+    def mean(y: jax.Array) -> jax.Array:
+        n, total = _reduce(axes, _count(finite), _total(y, finite))
+        # XLA drops a count that nothing uses.
+        total = jnp.where(n > 0, total, 0)
+        return jnp.sum(total / entries)
+
+    off, squares = mean(deviation), mean(deviation**2)
+    mean_ = jnp.clip(about + 2 * off * scale, low, high)
+    std = 2 * jnp.sqrt(jnp.maximum(squares - off**2, 0)) * scale
+    numbers = dict(mean=mean_, std=std, rms=jnp.hypot(mean_, std), min=low, max=high)
+    some = low <= high
+    return {k: jnp.where(some, v, jnp.nan) for k, v in numbers.items()} | dict(
         size=size,
-        zeros=zeros,
+        zeros=_sum_of_counts(zeros),
         not_finite=not_finite,
-        histogram=None if edges is None else _histogram(blocks, edges),
+        histogram=None if edges is None else _histogram(x, axes, edges),
         edges=edges,
     )
 
 
-# An array, where its reduction begins (a number: JAX cannot map over one that is an
-# array), and how two of its entries are reduced.
+def in_range(scale: Any) -> Any:
+    """A scale so that neither it nor its inverse is flushed to zero or overflows."""
+    least = 4 * float(jnp.finfo(scale.dtype).tiny)
+    return scale.clip(least, 1 / least)
+
+
+# An array, the number where its reduction begins, and how two of its entries are
+# reduced. (JAX has no rule for a batch of reductions that begin with a traced number.)
 _Part = tuple[Any, Any, Callable]
 
 
-class _Blocks(NamedTuple):
-    """The entries as they are reduced, neighbours at once: along `axes` there are about
-    `_BLOCK` of them. `run` says which are there at all, if not all are."""
-
-    x: jax.Array
-    run: jax.Array | None
-    axes: tuple[int, ...]
-
-    @property
-    def ok(self) -> jax.Array:
-        return self.that_run(jnp.isfinite(self.x))
-
-    def that_run(self, mask: jax.Array) -> jax.Array:
-        return mask if self.run is None else mask & self.run
-
-    def reduce(self, *parts: _Part) -> Sequence[Any]:
-        """What is left of each block, for several parts at once."""
-        arrays, initial, fns = zip(*parts)
-        step = lambda a, b: tuple(fn(x, y) for fn, x, y in zip(fns, a, b))
-        return lax.reduce(arrays, initial, step, self.axes)
-
-    def mean(self, x: jax.Array) -> jax.Array:
-        """Of what belongs to the finite entries; zero if there are none."""
-        count, total = self.reduce(_count(self.ok), _total(x, self.ok))
-        # XLA drops a count that nothing uses, and this one is.
-        n = jnp.maximum(_sum_of_counts(count), 1).astype(x.dtype)
-        return jnp.sum(total / n)
+def _reduce(axes: tuple[int, ...], *parts: _Part) -> Sequence[Any]:
+    arrays, initial, fns = zip(*parts)
+    step = lambda a, b: tuple(fn(x, y) for fn, x, y in zip(fns, a, b))
+    return lax.reduce(arrays, initial, step, axes)
 
 
 def _count(mask: Any) -> _Part:
@@ -126,8 +110,7 @@ def _count(mask: Any) -> _Part:
 
 
 def _total(x: jax.Array, mask: jax.Array) -> _Part:
-    zero = np.zeros((), x.dtype)
-    return jnp.where(mask, x, zero), zero, lax.add
+    return jnp.where(mask, x, 0), np.zeros((), x.dtype), lax.add
 
 
 def _extremum(x: jax.Array, mask: jax.Array, nothing: float, fn: Callable) -> _Part:
@@ -137,10 +120,14 @@ def _extremum(x: jax.Array, mask: jax.Array, nothing: float, fn: Callable) -> _P
     return jnp.where(mask, entries, initial), initial, fn
 
 
+def _as_float(bits: jax.Array, dtype: Any) -> jax.Array:
+    return lax.bitcast_convert_type(_in_order(bits), dtype)
+
+
 def _in_order(bits: Any) -> Any:
-    """Of the bits of floating-point numbers, integers in the order of these; and back.
-    Those of negative numbers are in the opposite order, so all but the sign of them are
-    inverted."""
+    """From the bits of floating-point numbers, integers in the order of these; and
+    back. Those of negative numbers are in the opposite order, so all but the sign of
+    them are inverted."""
     info = np.iinfo(bits.dtype)
     return bits ^ ((bits >> np.array(info.bits - 1, bits.dtype)) & info.max)
 
@@ -149,103 +136,58 @@ def _sum_of_counts(count: jax.Array) -> jax.Array:
     return jnp.sum(count.astype(jnp.result_type(float)))
 
 
-def _in_blocks(x, run):
-    """Splits an axis so that some of the last axes have about `_BLOCK` entries. Also
-    which axes these are."""
-    done, axis = 1, x.ndim
+def _in_blocks(x: jax.Array) -> tuple[jax.Array, tuple[int, ...]]:
+    """Splits an axis, so that some of the last axes have about `_BLOCK` entries. Also
+    says which axes these are: for `[8, 4096]`, `[8, 4, 1024]` and `(2,)`."""
     if x.size <= 4 * _BLOCK:
-        return x, run, tuple(range(x.ndim))
-    while axis > 0 and done < _BLOCK // 4:
+        return x, tuple(range(x.ndim))
+    entries, axis = 1, x.ndim
+    while axis > 0 and entries < _BLOCK // 4:
         axis -= 1
-        n = x.shape[axis]
-        if done * n > _BLOCK:
-            x, run = _split(x, run, axis, _BLOCK // done)
+        if entries * x.shape[axis] > _BLOCK:
+            x = _split(x, axis, _BLOCK // entries)
             axis += 1
-        done *= max(x.shape[axis], 1)
-    return x, run, tuple(range(axis, x.ndim))
+        entries *= max(x.shape[axis], 1)
+    return x, tuple(range(axis, x.ndim))
 
 
-def _split(x, run, axis: int, most: int):
-    """Makes two axes of one, the second with at most `most` entries."""
+def _split(x: jax.Array, axis: int, most: int) -> jax.Array:
+    """Makes two axes of one, the second with at most `most` entries. If the length has
+    no divisor that is large enough, the axis is padded by NaN."""
+    names = spec_of(x)[axis] or ()
+    names = names if isinstance(names, tuple) else (names,)
+    # The axis of the blocks has to be one that can be sharded as the axis was.
+    shards = math.prod(jax.typeof(x).sharding.mesh.shape[name] for name in names)
     n = x.shape[axis]
-    shards = _shards(x, axis)
-
-    def rank(k):
-        # Also where an axis is sharded and its type does not say so, the axis of blocks
-        # should be one that can be sharded.
-        return math.gcd(n // k, 64), k
-
-    fits = [k for k in range(most, most // 4, -1) if n % (k * shards) == 0]
-    if fits:
-        k = max(fits, key=rank)
-    else:
-        # The entries that are added here are none.
+    # Where the type does not say that it is sharded, most meshes have powers of two.
+    suits = lambda k: (math.gcd(n // k, 64), k)
+    divisors = (k for k in range(most, most // 4, -1) if n % (k * shards) == 0)
+    k = max(divisors, key=suits, default=None)
+    if k is None:
         k = most
         pad = [(0, 0, 0)] * x.ndim
         pad[axis] = (0, -n % (k * shards), 0)
-        if run is None:
-            run = lax.full_like(x, True, bool)
-        x = lax.pad(x, jnp.zeros((), x.dtype), pad)
-        run = lax.pad(run, jnp.array(False), pad)
-    shape = (*x.shape[:axis], x.shape[axis] // k, k, *x.shape[axis + 1 :])
-    return x.reshape(shape), None if run is None else run.reshape(shape)
+        x = lax.pad(x, jnp.array(jnp.nan, x.dtype), pad)
+    return x.reshape(*x.shape[:axis], -1, k, *x.shape[axis + 1 :])
 
 
-def _shards(x, axis: int) -> int:
-    """Into how many an axis is sharded, if the type of the array says so."""
-    sharding = jax.typeof(x).sharding
-    names = sharding.spec[axis]
-    names = names if isinstance(names, tuple) else (names,)
-    return math.prod(sharding.mesh.shape[n] for n in names if isinstance(n, str))
-
-
-def _scale(largest: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """A power of two that is about as large, and its inverse."""
-    info = jnp.finfo(largest.dtype)
-    # The exponent is what is between the sign and the digits.
-    bits = jnp.uint32 if info.bits == 32 else jnp.uint64
-    exponent = ((1 << info.nexp) - 1) << info.nmant
-    up = lax.bitcast_convert_type(largest, bits) & jnp.array(exponent, bits)
-    up = lax.bitcast_convert_type(up, largest.dtype)
-    # So that the inverse is neither infinite nor flushed to zero.
-    least = float(info.tiny) * 2
-    up = jnp.where(largest == 0, 1, jnp.clip(up, least, 1 / least))
-    return up, 1 / up
-
-
-@ft.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def root_of_sum(xs: jax.Array, axis) -> jax.Array:
-    """The root of the sum of squares, whatever their size."""
-    up, down = _scale(jnp.max(jnp.abs(xs), axis, keepdims=True, initial=0))
-    return jnp.sqrt(jnp.sum((xs * down) ** 2, axis)) * jnp.squeeze(up, axis)
-
-
-@root_of_sum.defjvp
-def root_of_sum_jvp(axis, primals, tangents):
-    (xs,), (ts,) = primals, tangents
-    root = root_of_sum(xs, axis)
-    at = jnp.expand_dims(jnp.where(root > 0, root, 1), axis)
-    return root, jnp.sum(xs / at * ts, axis)
-
-
+# Each edge is an operand of a reduction: so many at once.
 _EDGES = 8
 
 
-def _histogram(blocks: _Blocks, edges: tuple[float, ...]):
-    dtype = blocks.x.dtype
-    # The smallest numbers of this dtype that are in the bins to the right of an edge.
-    # So that rounding puts no entry on the other side of it.
+def _histogram(x: jax.Array, axes: tuple[int, ...], edges: tuple[float, ...]):
     exact = np.asarray(edges)
-    inf = np.asarray(np.inf, dtype)
-    # An edge beyond the numbers of this dtype is infinite.
+    # For each edge, the smallest number of this dtype to the right of it, so that
+    # rounding puts no entry on the other side. Beyond the numbers of the dtype that is
+    # infinity. The last bin includes its right edge.
     with np.errstate(over="ignore"):
-        at = exact.astype(dtype)
-        at = np.where(at < exact, np.nextafter(at, inf), at)
-        if at[-1] == exact[-1]:
-            at[-1] = np.nextafter(at[-1], inf)
-    # Some at a time: each is an operand of the reduction.
-    right = []
-    for some in np.array_split(at, -(-at.size // _EDGES)):
-        right += blocks.reduce(*[_count(blocks.ok & (blocks.x >= e)) for e in some])
-    counts = [_sum_of_counts(a - b) for a, b in zip(right[:-1], right[1:])]
-    return jnp.stack(counts)
+        rounded = exact.astype(x.dtype)
+        above = np.nextafter(rounded, np.array(np.inf, x.dtype))
+    from_edge = np.where(rounded < exact, above, rounded)
+    from_edge[-1] = np.where(rounded[-1] <= exact[-1], above[-1], rounded[-1])
+    counts = []
+    for some in np.array_split(from_edge, -(-len(edges) // _EDGES)):
+        parts = [_count(jnp.isfinite(x) & (x >= edge)) for edge in some]
+        counts += _reduce(axes, *parts)
+    bins = [_sum_of_counts(a - b) for a, b in zip(counts[:-1], counts[1:])]
+    return jnp.stack(bins)

@@ -1,6 +1,7 @@
 """`summarize`."""
 
 import contextlib
+import dataclasses as dc
 import functools as ft
 from collections.abc import Sequence
 from typing import Any, overload
@@ -15,7 +16,7 @@ import numpy as np
 from .._arrays import as_integer
 from .._errors import SowError
 from .._frames import api_boundary
-from .statistics import as_real, root_of_sum, statistics
+from .statistics import as_real, in_range, statistics
 
 
 Edges = Sequence[float] | np.ndarray | jax.Array | None
@@ -155,7 +156,7 @@ class Summary(eqx.Module):
                 f"those of `size`, whose shape is {jnp.shape(self.size)}. Name "
                 "each at most once, by its number."
             )
-        return merged(self, tuple(sorted(axes)))
+        return _merged(self, tuple(sorted(axes)))
 
     @api_boundary
     def __add__(self, other: "Summary") -> "Summary":
@@ -268,7 +269,7 @@ def summarize(
     def one(x):
         if not is_numeric(x):
             return None
-        return summary_of(jnp.asarray(as_array(x)), None, edges)
+        return summary_of(jnp.asarray(as_array(x)), edges)
 
     return jtu.tree_map(one, value)
 
@@ -315,53 +316,40 @@ def _show(edges: Any) -> str:
     return "none" if edges is None else np.array2string(np.asarray(edges), threshold=6)
 
 
-@ft.partial(jax.jit, static_argnums=2)
-def summary_of(
-    x: jax.Array, run: jax.Array | None = None, edges: tuple[float, ...] | None = None
-) -> Summary:
-    """Of the entries that ran. `run`, if given, is a boolean for each entry along the
-    leading axes."""
-    x = as_real(x)
-    # With a mask it is for `tabulate`, and is not differentiated.
-    return _summary(x, edges) if run is None else Summary(**statistics(x, run, edges))
+@ft.partial(jax.jit, static_argnums=1)
+def summary_of(x: jax.Array, edges: tuple[float, ...] | None = None) -> Summary:
+    return _summary(as_real(x), edges)
 
 
 @ft.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _summary(x: jax.Array, edges: tuple[float, ...] | None) -> Summary:
-    return Summary(**statistics(x, None, edges))
+    return Summary(**statistics(x, edges))
 
 
-# That of the reductions would keep every partial result.
+# Of the reductions themselves, JAX would keep every partial result.
 @_summary.defjvp
 def _summary_jvp(edges, primals, tangents):
     (x,), (t,) = primals, tangents
     s = _summary(x, edges)
-    t = jnp.where(jnp.isfinite(x), t, 0)
+    finite = jnp.isfinite(x)
     n = jnp.maximum(s.size - s.not_finite, 1).astype(x.dtype)
+    not_zero = lambda root: jnp.where(root > 0, root, 1)
 
-    def along(direction):
-        return jnp.sum(jnp.where(jnp.isfinite(x), direction, 0) * t)
+    def along(gradient):
+        return jnp.sum(jnp.where(finite, gradient, 0) * jnp.where(finite, t, 0))
 
-    def root(root, deviation):
-        return along(deviation / jnp.where(root > 0, root, 1)) / n
+    def of_extremum(value):
+        places = (x == value).astype(x.dtype)
+        return along(places / jnp.maximum(jnp.sum(places), 1))
 
-    def extremum(value):
-        here = (x == value).astype(x.dtype)
-        return along(here) / jnp.maximum(jnp.sum(here), 1)
-
-    zero = jnp.zeros_like
-    return s, Summary(
-        size=zero(s.size),
-        mean=jnp.sum(t) / n,
-        std=root(s.std, x - s.mean),
-        rms=root(s.rms, x),
-        min=extremum(s.min),
-        max=extremum(s.max),
-        zeros=zero(s.zeros),
-        not_finite=zero(s.not_finite),
-        histogram=None if s.histogram is None else zero(s.histogram),
-        edges=edges,
+    numbers = dict(
+        mean=along(jnp.ones_like(x)) / n,
+        std=along((x - s.mean) / not_zero(s.std)) / n,
+        rms=along(x / not_zero(s.rms)) / n,
+        min=of_extremum(s.min),
+        max=of_extremum(s.max),
     )
+    return s, dc.replace(jtu.tree_map(jnp.zeros_like, s), **numbers)
 
 
 @jax.jit
@@ -375,37 +363,48 @@ def _added(a: Summary, b: Summary) -> Summary:
     return merged(jtu.tree_map(both, a, b), (0,))
 
 
-@ft.partial(jax.jit, static_argnums=1)
-def merged(s: Summary, axes: tuple[int, ...]) -> Summary:
-    """One summary of those along some axes, by Chan's formula. Not by the squares of
-    deviations: these would overflow before the deviations do."""
+def merged(s: Summary, axes: tuple[int, ...], xp: Any = jnp) -> Summary:
+    """One summary of those along some axes, by Chan's formula. `xp` computes it: JAX,
+    or NumPy, since a callback must not call JAX."""
     if not axes:
         return s
     n = s.size - s.not_finite
-    total = jnp.sum(n, axes)
-    some = n > 0
-    at = lambda x: jnp.expand_dims(x, axes)
-    mean, std = jnp.where(some, s.mean, 0), jnp.where(some, s.std, 0)
-    # Two means may be further apart than the largest number.
-    far = jnp.max(jnp.abs(mean), initial=0) > float(jnp.finfo(mean.dtype).max) / 4
-    down = jnp.where(far, jnp.array(0.25, mean.dtype), 1)
-    mean, std = mean * down, std * down
-    weights = (n / jnp.maximum(at(total), 1)).astype(mean.dtype)
-    about = jnp.sum(weights * mean, axes)
-    new_mean = about + jnp.sum(weights * (mean - at(about)), axes)
-    roots = jnp.sqrt(weights)
-    parts = jnp.stack([roots * std, roots * (mean - at(new_mean))])
-    new_std = root_of_sum(parts, (0, *[a + 1 for a in axes])) / down
-    new_mean = new_mean / down
-    inf = jnp.inf
-    stats = (
-        new_mean,
-        new_std,
-        root_of_sum(jnp.stack([new_mean, new_std]), (0,)),
-        jnp.min(jnp.where(some, s.min, inf), axes, initial=inf),
-        jnp.max(jnp.where(some, s.max, -inf), axes, initial=-inf),
+    some, total = n > 0, xp.sum(n, axes)
+    any_, nan = total > 0, np.array(np.nan, s.mean.dtype)
+    expand = lambda x: xp.expand_dims(x, axes)
+    weights = (n / expand(xp.maximum(total, 1))).astype(s.mean.dtype)
+    low = xp.min(xp.where(some, s.min, np.inf), axes, initial=np.inf)
+    high = xp.max(xp.where(some, s.max, -np.inf), axes, initial=-np.inf)
+
+    # Half of a deviation cannot overflow.
+    mean, std = xp.where(some, s.mean, 0), xp.where(some, s.std, 0)
+    about = xp.where(any_, xp.clip(xp.sum(weights * mean, axes), low, high), 0)
+    off = xp.sum(weights * (mean / 2 - expand(about) / 2), axes)
+    new_mean = about + 2 * off
+    roots = xp.sqrt(weights)
+    parts = xp.stack([roots * std / 2, roots * (mean / 2 - expand(new_mean) / 2)])
+    new_std = 2 * _root_of_sum(parts, (0, *[a + 1 for a in axes]), xp)
+    rms = _root_of_sum(xp.stack([new_mean, new_std]), (0,), xp)
+    numbers = dict(mean=new_mean, std=new_std, rms=rms, min=low, max=high)
+    return Summary(
+        size=xp.sum(s.size, axes),
+        **{k: xp.where(any_, x, nan) for k, x in numbers.items()},
+        zeros=xp.sum(s.zeros, axes),
+        not_finite=xp.sum(s.not_finite, axes),
+        histogram=None if s.histogram is None else xp.sum(s.histogram, axes),
+        edges=s.edges,
     )
-    size, zeros, bad = (jnp.sum(x, axes) for x in (s.size, s.zeros, s.not_finite))
-    histogram = None if s.histogram is None else jnp.sum(s.histogram, axes)
-    stats = [jnp.where(total > 0, x, jnp.array(jnp.nan, x.dtype)) for x in stats]
-    return Summary(*[size, *stats, zeros, bad, histogram, s.edges])
+
+
+_merged = jax.jit(merged, static_argnums=1)
+
+
+def _root_of_sum(xs: Any, axes: tuple[int, ...], xp: Any) -> Any:
+    """The root of a sum of squares, which do not overflow."""
+    scale = in_range(xp.max(xp.abs(xs), axes, keepdims=True, initial=0))
+    if xp is jnp:
+        scale = jax.lax.stop_gradient(scale)
+    total = xp.sum((xs / scale) ** 2, axes)
+    # Where it is zero, so is its gradient.
+    root = xp.where(total > 0, xp.sqrt(xp.where(total > 0, total, 1)), 0)
+    return root * xp.squeeze(scale, axes)

@@ -1,12 +1,12 @@
 """`tabulate`."""
 
 import contextlib
+import dataclasses as dc
 import functools as ft
-import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from html import escape
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.core
@@ -17,14 +17,13 @@ import numpy as np
 from .. import _compat
 from .._errors import SowError
 from .._frames import api_boundary
-from .first import axes_of_time, bad_along, Time
-from .intermediates import axes_in, in_order, Intermediates, Leading
+from .intermediates import axes_in, axes_of, in_order, Intermediates, Leading, Scan
+from .line import not_finite_of, number_of_entries, STATISTICS, statistics_of, type_of
 from .summarize import as_array, is_numeric, is_value, merged, Summary, summary_of
 
 
 _WIDTH = 100
 _TEXT = ("name", "mode", "value", "finite")
-_STATISTICS = ("mean", "std", "min", "max", "norm", "zeros")
 
 
 class _Table(str):
@@ -99,36 +98,46 @@ def tabulate(intermediates: Mapping[str, Mapping[str, Any]]) -> str:
         ```
     """
     _check(intermediates)
-    rows = _computed(intermediates, _device)
+    for name, modes in intermediates.items():
+        if any(isinstance(x, jax.core.Tracer) for x in jtu.tree_leaves(modes)):
+            raise SowError(
+                f"`tabulate`: the value of {name!r} is a tracer, which has no numbers "
+                "yet. Return the intermediates from the transformed function, and call "
+                "`tabulate` on what comes back."
+            )
+    rows = _rows(intermediates)
     for digits, gap in ((3, 2), (2, 1)):
-        lines = _layout([_cells(row, digits) for row in rows], gap)
+        lines = _layout([row.cells(digits) for row in rows], gap)
         if max(map(len, lines)) <= _WIDTH:
             break
     return _Table("\n".join(lines), _html(rows))
 
 
 def html(intermediates: Any) -> str | None:
-    """For a notebook: the table, as far as there are numbers at hand."""
+    """For a notebook: the table, with the numbers of those values that are at hand. To
+    wait for another process could take forever."""
     try:
         _check(intermediates)
     except TypeError:
         return None
-    return _html(_computed(intermediates, _at_hand))
 
+    def at_hand(x):
+        is_there = not isinstance(x, jax.core.Tracer) and (
+            x.is_fully_addressable and not x.is_deleted()
+        )
+        return x if is_there else jax.ShapeDtypeStruct(x.shape, x.dtype)
 
-def _computed(intermediates: Mapping[str, Any], compute: Callable) -> list[dict]:
-    rows = _fetched(list(_rows(intermediates, compute)))
-    _point(rows, intermediates, compute)
-    return rows
+    only_at_hand = lambda x: at_hand(x) if isinstance(x, jax.Array) else x
+    return _html(_rows(jtu.tree_map(only_at_hand, intermediates)))
 
 
 def _check(intermediates):
     wrong = intermediates
     if isinstance(intermediates, Mapping):
-        wrong = [x for x in intermediates.values() if not isinstance(x, Mapping)]
-        if not wrong:
+        values = intermediates.values()
+        wrong = next((x for x in values if not isinstance(x, Mapping)), None)
+        if wrong is None:
             return
-        wrong = wrong[0]
     raise TypeError(
         "`tabulate(intermediates)` takes a dict `{name: {mode: value}}`, and there is "
         f"{type(wrong).__name__} where a dict should be. Write `out, intermediates = "
@@ -150,34 +159,91 @@ def _natural(name: Any) -> list[Any]:
     return [int(p) if i % 2 else p for i, p in enumerate(parts)]
 
 
-def _rows(intermediates: Mapping[str, Any], compute: Callable) -> Iterator[dict]:
+@dc.dataclass
+class _Row:
+    """What the table says of a leaf `x` of a value: an array, its shape, a `Summary`,
+    or `None` if the value has no arrays.
+
+    `leading` is what is known of its axes. `counts` are the arrays that say how often
+    it ran. `summary` is that of all entries that ran, if there are numbers.
+    """
+
+    name: str
+    mode: str
+    x: Any
+    leading: Leading | None
+    counts: list[Any]
+    summary: Summary | None
+    is_first_bad: bool = False
+
+    @property
+    def not_finite(self) -> str:
+        return "" if self.summary is None else not_finite_of(self.summary)
+
+    @property
+    def _value(self) -> str:
+        if self.x is None:
+            return ""
+        if not isinstance(self.x, Summary):
+            return type_of(self.x)
+        return "summary" if self.summary is None else number_of_entries(self.summary)
+
+    def cells(self, digits: int) -> dict[str, str]:
+        # In 64 bits, since the sum of many int32 may be larger.
+        counts = [int(np.sum(c, dtype=np.int64)) for c in self.counts if c is not None]
+        numbers = {} if self.summary is None else statistics_of(self.summary, digits)
+        return (
+            dict.fromkeys(STATISTICS, "")
+            | numbers
+            | {
+                "name": self.name,
+                "mode": self.mode,
+                "value": self._value,
+                "count": str(sum(counts)) if counts else "",
+                "finite": self.not_finite + (" <- first" if self.is_first_bad else ""),
+            }
+        )
+
+
+def _rows(intermediates: Mapping[str, Any]) -> list[_Row]:
     names = list(intermediates)
     if not _ordered(intermediates):
         names.sort(key=_natural)
-    for name in names:
-        modes = in_order(intermediates[name])
-        count = modes.pop("count", None)
-        counts = [compute(name, _itself, c) for c in jtu.tree_leaves(count)]
-        # What has no arrays ran all the same.
-        leaves = {m: _leaves(value) or {(): None} for m, value in modes.items()}
-        primals = leaves.get("primal", {})
-        # Summaries have none of keys: what is counted here has statistics.
-        several = any(sum(map(_counts, x.values())) > 1 for x in leaves.values())
-        for mode, values in leaves.items():
-            known = axes_in(intermediates, name, mode)
-            for path, x in values.items():
-                many = several or (len(values) > 1 and not _counts(x))
-                run = _runs(count, path, x, primals.get(path, x))
-                yield {
-                    "name": f"{name}{jtu.keystr(path)}" if many else str(name),
-                    "mode": mode,
-                    "value": _type(x),
-                    "count": counts,
-                    "numbers": compute(name, _summary, x, run) if _counts(x) else None,
-                    "of": (x, _taken(known, x)),
-                    "finite": "",
-                    "first": False,
-                }
+    rows = [row for name in names for row in _rows_of_name(intermediates, name)]
+    # Only now, when all are being computed, are the first ones awaited.
+    numbers = jax.device_get([(row.counts, row.summary) for row in rows])
+    for row, (counts, summary) in zip(rows, numbers):
+        row.counts, row.summary = counts, summary
+    if _ordered(intermediates):
+        _mark_first_bad(rows)
+    return rows
+
+
+def _rows_of_name(intermediates: Mapping[str, Any], name: Any) -> Iterator[_Row]:
+    modes = in_order(intermediates[name])
+    count = modes.pop("count", None)
+    counts = [_computed(_itself, c) for c in jtu.tree_leaves(count)]
+    # What has no arrays ran all the same.
+    leaves = {mode: _leaves(value) or {(): None} for mode, value in modes.items()}
+    primals = leaves.get("primal", {})
+    # Only leaves with statistics decide whether rows need a path, as there are no
+    # summaries of keys, and both tables have the same names.
+    several = any(sum(map(_has_statistics, x.values())) > 1 for x in leaves.values())
+    for mode, values in leaves.items():
+        axes = axes_in(intermediates, name, mode)
+        for path, x in values.items():
+            numeric = _has_statistics(x)
+            needs_path = several or (len(values) > 1 and not numeric)
+            run = _runs(count, path, x, primals.get(path, x))
+            yield _Row(
+                f"{name}{jtu.keystr(path)}" if needs_path else str(name),
+                mode,
+                x,
+                # Those of the first array, if it is a summary.
+                [*(next(axes, None) for _ in jtu.tree_leaves(x)), None][0],
+                counts,
+                _computed(_summary, x, run) if numeric else None,
+            )
 
 
 def _leaves(value: Any) -> dict[Any, Any]:
@@ -186,13 +252,7 @@ def _leaves(value: Any) -> dict[Any, Any]:
     return {p: x for p, x in leaves if is_summary(x) or is_value(x)}
 
 
-def _taken(known: Iterator[Leading], x: Any) -> Leading | None:
-    """What is known of an array, or of the first of a summary."""
-    there = [a for a in jtu.tree_leaves(x) if jnp.result_type(a) != jax.dtypes.float0]
-    return ([next(known, None) for _ in there] or [None])[0]
-
-
-def _counts(x):
+def _has_statistics(x: Any) -> bool:
     return isinstance(x, Summary) or is_numeric(x)
 
 
@@ -210,129 +270,143 @@ def _runs(count: Any, path: Sequence[Any], x: Any, primal: Any) -> Any:
     return count if same else None
 
 
-def _device(name: Any, fn: Callable, *args: Any) -> Any:
-    """Starts to compute. `None` if there are only shapes."""
-    leaves = jtu.tree_leaves(args)
-    if any(isinstance(x, jax.core.Tracer) for x in leaves):
-        raise SowError(
-            f"`tabulate`: the value of {name!r} is a tracer, which has no numbers yet. "
-            "Return the intermediates from the transformed function, and call "
-            "`tabulate` on what comes back."
-        )
+def _computed(fn: Callable, value: Any, *others: Any) -> Any:
+    """Starts to compute on the device. `None` if there are only shapes. Each process
+    gets all of the result."""
+    leaves = jtu.tree_leaves((value, others))
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
         return None
     # Host arrays go to wherever the others are.
     local = lambda x: not isinstance(x, jax.Array) or x.is_fully_addressable
-    value, *others = args
     others = jtu.tree_map(lambda x: np.asarray(x) if local(x) else x, others)
+    shardings = [x.sharding for x in leaves if isinstance(x, jax.Array)]
+    meshes = [s.mesh for s in shardings if isinstance(s, jax.sharding.NamedSharding)]
     # While a function is being traced, numbers are still numbers.
     now = contextlib.nullcontext if _compat.is_eager() else jax.ensure_compile_time_eval
     with now():
-        shardings = [x.sharding for x in leaves if isinstance(x, jax.Array)]
-        return _compiled(fn, _everywhere(shardings))(as_array(value), *others)
-
-
-def _at_hand(name: Any, fn: Callable, *args: Any) -> Any:
-    """The same, but for what would have to be awaited from another process, or cannot
-    be had."""
-
-    def there(x):
-        if isinstance(x, jax.core.Tracer | jax.ShapeDtypeStruct):
-            return False
-        return not isinstance(x, jax.Array) or (
-            x.is_fully_addressable and not x.is_deleted()
-        )
-
-    if not all(map(there, jtu.tree_leaves(args))):
-        return None
-    return _device(name, fn, *args)
-
-
-def _everywhere(shardings: Sequence[Any]) -> Any:
-    """The sharding of numbers that each process has."""
-    for s in shardings:
-        if isinstance(s, jax.sharding.NamedSharding):
-            return jax.sharding.NamedSharding(s.mesh, jax.sharding.PartitionSpec())
-    return None
+        return _compiled(fn, *meshes[:1])(as_array(value), *others)
 
 
 @ft.lru_cache(maxsize=64)
-def _compiled(fn: Callable, sharding: Any) -> Callable:
-    return jax.jit(fn) if sharding is None else jax.jit(fn, out_shardings=sharding)
+def _compiled(fn: Callable, mesh: Any = None) -> Callable:
+    if mesh is None:
+        return jax.jit(fn)
+    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    return jax.jit(fn, out_shardings=everywhere)
 
 
 def _itself(count: Any) -> Any:
     return count
 
 
-def _summary(x: Any, run: Any) -> Summary:
-    """Of one row: what `summarize` would say of all its entries that ran."""
-    if isinstance(x, Summary):
-        return merged(x, tuple(range(jnp.ndim(x.size))))
-    return summary_of(x, None if run is None else run > 0)
+def _summary(x: Any, runs: Any) -> Summary:
+    """What `summarize` would say of all entries of a row. If `runs` are given, they say
+    how often each execution along the leading axes ran."""
+    if not isinstance(x, Summary):
+        of_each = summary_of
+        for _ in range(jnp.ndim(runs) if runs is not None else 0):
+            of_each = jax.vmap(of_each)
+        x = of_each(x)
+    if runs is not None:
+        # A summary of zeros is one of no entries.
+        x = jtu.tree_map(lambda a: jnp.where(runs > 0, a, 0), x)
+    return merged(x, tuple(range(jnp.ndim(x.size))))
 
 
-def _fetched(rows: list[dict]) -> list[dict]:
-    for row, (counts, summary) in zip(
-        rows, jax.device_get([(row["count"], row["numbers"]) for row in rows])
-    ):
-        # In 64 bits, as the sum of many int32.
-        sums = [int(np.sum(c, dtype=np.int64)) for c in counts if c is not None]
-        row["count"] = str(sum(sums)) if sums else ""
-        if summary is None:
-            continue
-        row["numbers"] = summary
-        size, bad = round(float(summary.size)), round(float(summary.not_finite))
-        if row["value"] == _SUMMARY:
-            row["value"] = f"{size} {'entry' if size == 1 else 'entries'}"
-        if bad:
-            row["finite"] = f"{bad}/{size}"
-    return rows
+# --- which row was the first with an entry that is not finite ---
+# Axes along which time goes by: those of scans, and (`None`) what a transformation
+# further out has put before them.
+_TimeAxes = list[tuple[int, Scan | None]]
 
 
-def _point(
-    rows: Sequence[dict], intermediates: Mapping[str, Any], compute: Callable
-) -> None:
-    """Marks the row with the first entry that is not finite."""
-    bad = [i for i, row in enumerate(rows) if row["finite"]]
-    if not bad or not _ordered(intermediates):
-        return
-    several = len(bad) > 1
-    axes = [axes_of_time(*rows[i]["of"]) if several else () for i in bad]
-    there = [
-        compute(rows[i]["name"], bad_along(*[a for a, _ in of]), rows[i]["of"][0])
-        if of
-        else None
-        for i, of in zip(bad, axes)
+def _mark_first_bad(rows: Sequence[_Row]) -> None:
+    bad = [(i, row) for i, row in enumerate(rows) if row.not_finite]
+    axes = [_time_axes(row) if len(bad) > 1 else [] for _, row in bad]
+    where = [
+        _computed(_bad_along(*[axis for axis, _ in of_row]), row.x) if of_row else None
+        for (_, row), of_row in zip(bad, axes)
     ]
-    times = [
-        Time.of(rows[i]["mode"], i, of, x)
-        for i, of, x in zip(bad, axes, jax.device_get(there))
+    first: _Time | None = None
+    for (i, row), of_row, is_bad in zip(bad, axes, jax.device_get(where)):
+        time = _Time(row, _first_place(of_row, is_bad), _in_pass(row.mode, i))
+        first = time if first is None or time.is_before(first) else first
+    if first is not None:
+        first.row.is_first_bad = True
+
+
+def _time_axes(row: _Row) -> _TimeAxes:
+    """None if the array has another shape by now than what came back."""
+    x = row.x.size if isinstance(row.x, Summary) else row.x
+    axes = row.leading and axes_of(row.leading, x)
+    return [
+        (i, scan)
+        for i, (kind, _, scan) in enumerate(axes or ())
+        if scan or kind == "outside"
     ]
-    first = ft.reduce(lambda a, b: b if b.is_before(a) else a, times)
-    rows[first.row]["first"] = True
 
 
-def _cells(row: dict, digits: int) -> dict[str, str]:
-    cells = dict.fromkeys(_STATISTICS, "")
-    cells |= {c: row[c] for c in (*_TEXT, "count")}
-    if row["first"]:
-        cells["finite"] += " <- first"
-    summary = row["numbers"]
-    if summary is None:
-        return cells
-    entries = float(summary.size - summary.not_finite)
-    if entries > 0:
-        numbers = {c: float(getattr(summary, c)) for c in ("mean", "std", "min", "max")}
-        numbers["norm"] = float(summary.rms) * math.sqrt(entries)
-        cells |= {c: f"{x:.{digits}g}" for c, x in numbers.items()}
-        cells["zeros"] = f"{summary.zeros / entries:.0%}"
-    return cells
+@ft.lru_cache(maxsize=64)
+def _bad_along(*axes: int) -> Callable:
+    """Where along these axes there is what is not finite."""
+
+    def fn(x: Any) -> jax.Array:
+        bad = x.not_finite > 0 if isinstance(x, Summary) else ~jnp.isfinite(x)
+        return jnp.any(bad, tuple(set(range(bad.ndim)) - set(axes)))
+
+    return fn
 
 
+def _first_place(axes: _TimeAxes, bad: Any) -> list[tuple[Scan | None, int]]:
+    """The scans around the first entry that is not finite, and its iteration in each,
+    counted from the one that ran first. `bad` is what `_bad_along` returned, if there
+    are numbers."""
+    if not axes or bad is None:
+        return []
+    reverse = tuple(i for i, (_, scan) in enumerate(axes) if scan and scan[-1][1])
+    at = np.argwhere(np.flip(bad, reverse))[0].tolist()
+    return [(scan, i) for i, (_, scan) in zip(at, axes)]
+
+
+class _Time(NamedTuple):
+    """When the first entry of a row that is not finite was computed: in which iteration
+    of each scan around, in which pass, and where in that."""
+
+    row: _Row
+    iterations: list[tuple[Scan | None, int]]
+    order: tuple[int, int]
+
+    def is_before(self, other: "_Time") -> bool:
+        for (scan, i), (same, j) in zip(self.iterations, other.iterations):
+            if scan != same:
+                break
+            if i != j:
+                return i < j
+        return self.order < other.order
+
+
+def _in_pass(mode: str, row: int) -> tuple[int, int]:
+    """In which pass a row was computed, and where in that.
+
+    Each `grad` runs what was there, and then all of it backward. So the first one makes
+    two passes of one, and one around it four of these two. The cotangent of what runs
+    in pass `i` of `n` runs in pass `2 * n - 1 - i`:
+
+        primal, cotangent | cotangent.cotangent, ...
+           0        1     |          2            3
+    """
+    pass_, passes, sign = 0, 1, 1
+    for part in str(mode).split("."):
+        if part == "cotangent":
+            pass_, sign = 2 * passes - 1 - pass_, -sign
+        if part != "tangent":
+            passes *= 2
+    return pass_, sign * row
+
+
+# --- text and HTML ---
 def _columns(rows: Sequence[dict[str, str]]) -> dict[str, str]:
     """Which there are, and their titles."""
-    titles = {c: c for c in ("name", "mode", "value", "count", *_STATISTICS, "finite")}
+    titles = {c: c for c in ("name", "mode", "value", "count", *STATISTICS, "finite")}
     titles |= {"value": "shape", "finite": "not finite"}
     return {
         c: title
@@ -372,8 +446,8 @@ def _without_repeats(rows):
         name = row["name"]
 
 
-def _html(rows: Sequence[dict]) -> str:
-    cells = [_cells(row, 3) for row in rows]
+def _html(rows: Sequence[_Row]) -> str:
+    cells = [row.cells(digits=3) for row in rows]
     columns = _columns(cells)
 
     def line(row, tag, style=""):
@@ -386,22 +460,11 @@ def _html(rows: Sequence[dict]) -> str:
 
     bold = ' style="font-weight: bold"'
     body = [
-        line(row, "td", bold if full["first"] else "")
-        for row, full in zip(_without_repeats(cells), rows)
+        line(row_cells, "td", bold if row.is_first_bad else "")
+        for row_cells, row in zip(_without_repeats(cells), rows)
     ]
     head = f"<thead>{line(columns, 'th')}</thead>"
     return f"<table>{head}<tbody>{''.join(body)}</tbody></table>"
-
-
-_SUMMARY = "summary"
-
-
-def _type(x):
-    if x is None:
-        return ""
-    if isinstance(x, Summary):
-        return _SUMMARY
-    return jax.core.ShapedArray(x.shape, x.dtype).str_short(short_dtypes=True)
 
 
 def _shorten(text, width):

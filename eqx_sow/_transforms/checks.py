@@ -1,8 +1,9 @@
-"""What is checked once a program has been traced: that options select something, and
-that what they select can be had."""
+"""What is checked once a program has been traced: that the options select something,
+and that it can be captured."""
 
 import functools as ft
-from collections.abc import Callable, Iterable
+import inspect
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from .._frames import warn
@@ -21,31 +22,34 @@ def hints(program: Program) -> Callable[[Any, Any], str]:
         if about := _about_iteration(pattern, program):
             return about
         options = ("capture", "scope")
-        forgotten = {x: program.new_names(known, x) for x in options}
-        for option, new in forgotten.items():
-            if any(matches(pattern, name) for name in new):
-                return f" Did you mean `{option}=True`? It adds {_listed(new)}."
-        glob, fits = same_in_a_model(pattern, known)
-        if fits:
-            return f" {_PASSED} write {glob!r}, which fits {_listed(fits)}."
-        for option, new in forgotten.items():
-            glob, fits = same_in_a_model(pattern, new)
-            if fits:
-                return (
-                    f" Did you mean `{option}=True`? It adds {_listed(fits)}. "
-                    f"{_PASSED} {glob!r} fits as well."
-                )
-        if not known and forgotten["capture"]:
-            return (
-                " Nothing is marked here. Did you mean `capture=True`? It adds "
-                f"{_listed(forgotten['capture'])}."
-            )
+        added = {option: program.new_names(known, option) for option in options}
+        for find in (_alike, same_in_a_model):
+            for option, names in {None: known, **added}.items():
+                glob, fits = find(pattern, names)
+                if fits:
+                    text = _forgotten(option, fits) if option else ""
+                    return text if glob == pattern else text + _passed(glob, fits)
+        if not known and added["capture"]:
+            return " Nothing is marked here." + _forgotten("capture", added["capture"])
         return ""
 
     return hint
 
 
-_PASSED = "How a name begins depends on how the model is passed:"
+def _alike(pattern: str, names: Iterable[str]) -> tuple[str, list[str]]:
+    """As `same_in_a_model`, but only the names that the pattern itself fits."""
+    return pattern, [name for name in names if matches(pattern, name)]
+
+
+def _forgotten(option: str, names: Iterable[str]) -> str:
+    return f" Did you mean `{option}=True`? It adds {_listed(names)}."
+
+
+def _passed(glob: str, names: Iterable[str]) -> str:
+    return (
+        " How a name begins depends on how the model is passed: write "
+        f"{glob!r}, which fits {_listed(names)}."
+    )
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -54,39 +58,51 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def _about_iteration(pattern: str, program: Program) -> str:
-    for label, loops in program.in_loops():
-        name, _, last = pattern.rpartition("/")
-        one = selected(name, label.name, label.after)
-        places = [n for n in label.after if n is not None]
-        if one is not None and not one.at and places and last.lstrip("-").isdecimal():
-            listed = in_a_list(label.name, [(places[0], last)])
+    """If there is an index in the pattern: where it stands, or which ones there are."""
+    parts = pattern.split("/")
+    indices = [i for i, part in enumerate(parts) if part.lstrip("-").isdecimal()]
+    for site, loops in program.in_loops:
+        name, after = site.name, site.label.after
+        place = next((n for n in after if n is not None), None)
+        for i in indices if loops else ():
+            listed = in_a_list(name, [(place, parts[i])])
+            without = "/".join(parts[:i] + parts[i + 1 :])
+            if matches(without, name) and not matches(pattern, listed):
+                of_layers = "" if place is None else " over layers"
+                return (
+                    f" {name!r} is in a loop{of_layers}: for one iteration write "
+                    f"{listed!r}."
+                )
+        iteration = selected(pattern, name, after)
+        if iteration is not None and iteration.at:
             return (
-                f" {label.name!r} is in a loop over layers. Write {listed!r}: the "
-                "index stands where a list has it."
-            )
-        one = selected(pattern, label.name, label.after)
-        if one is not None and one.at:
-            return (
-                f" Of {label.name!r} there is no such iteration: the loops around it, "
+                f" Of {name!r} there is no such iteration: the loops around it, "
                 f"from outside in, have {list(loops)} iterations, counted from 0 (a "
                 "`while_loop` has none that can be named)."
             )
-        parts = pattern.split("/")
-        for i, part in enumerate(parts):
-            rest = "/".join(parts[:i] + parts[i + 1 :])
-            if loops and not places and part.isdecimal() and rest == label.name:
-                return f" For an iteration of its loop, write {f'{rest}/{part}'!r}."
     return ""
 
 
-def unselected(names: Iterable[Any] | None, program: Program) -> list[Any]:
-    """Those of the `names` that select no sow, nor an iteration of one."""
-    there = program.in_loops() if names else {}
-    return [
-        p
-        for p in names or ()
-        if not any(selected(p, x.name, x.after, loops) for x, loops in there)
-    ]
+def check_selected(
+    call: str,
+    program: Program,
+    known: Iterable[str],
+    names: Iterable[Any] | None,
+    by_name: Mapping[str, Any],
+) -> None:
+    """Raises if anything in the option `names`, or a key of those options that are
+    dicts of names, selects no sow of the program, nor an iteration of one."""
+
+    def selects_nothing(pattern: Any) -> bool:
+        return not any(
+            selected(pattern, site.name, site.label.after, loops)
+            for site, loops in program.in_loops
+        )
+
+    patterns: dict[str, Any] = dict(names=filter(selects_nothing, names or ()))
+    patterns |= {k: v for k, v in by_name.items() if isinstance(v, Mapping)}
+    for option, some in patterns.items():
+        check_known(f"{call}(..., {option}=...)", some, known, hint=hints(program))
 
 
 def wanted(
@@ -96,8 +112,8 @@ def wanted(
     keys: Iterable[Any],
     others: Iterable[str] = (),
 ) -> dict[Any, str]:
-    """What to call the mode of each `Site.key` that is asked for. `others`: modes that
-    there are besides."""
+    """What the modes are called of those `Site.key`s that the option `modes` selects.
+    `others` are names of modes that it may have, too."""
     modes, mode_of = options.modes, labels(keys)
     check_known(
         f"{call}(..., modes=...)",
@@ -115,8 +131,8 @@ def wanted(
     return mode_of
 
 
-# Where the functions and the classes of models are from. One that is made anew in each
-# step is from the same place.
+# Where the functions, and the classes of models, are from. One that is made anew in
+# each step of training is from the same place.
 _unmarked: set[tuple[Any, ...]] = set()
 
 
@@ -130,9 +146,8 @@ def warn_unmarked(call: str, fn: Any, program: Program, options: Options) -> Non
     fn = _called(fn)
     name = getattr(fn, "__name__", type(fn).__name__)
     code = getattr(fn, "__code__", None)
-    if code is None:
-        place = name, type(fn).__module__, type(fn).__qualname__
-    else:
+    place = name, type(fn).__module__, type(fn).__qualname__
+    if code is not None:
         place = name, code.co_filename, code.co_firstlineno
     if place not in _unmarked:
         warn(
@@ -145,10 +160,5 @@ def warn_unmarked(call: str, fn: Any, program: Program, options: Options) -> Non
 
 def _called(fn: Any) -> Any:
     """The function inside transformations and partial applications."""
-    while True:
-        if hasattr(fn, "__wrapped__"):
-            fn = fn.__wrapped__
-        elif isinstance(fn, ft.partial):
-            fn = fn.func
-        else:
-            return fn
+    fn = inspect.unwrap(fn)
+    return _called(fn.func) if isinstance(fn, ft.partial) else fn

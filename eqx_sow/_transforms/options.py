@@ -1,8 +1,8 @@
 """The options that the public functions take.
 
 An option is declared in four places: in the signature of the public function, which
-documents it; in a `TypedDict`, which type checkers see; in `_CHECKS`, where its value
-is checked; and, if it holds no arrays, as a field of `Options`, which reaches the
+documents it; in a `TypedDict`, which type checkers see; in `_TAKES` or `_CHECKS`, for
+what it takes; and, if it holds no arrays, as a field of `Options`, which reaches the
 handler as one object. An option that may hold arrays is a field of the function's
 `Transformed` class instead.
 """
@@ -83,17 +83,13 @@ class Options(Marking):
 
 
 def checked(call: str, fn: Any, given: Mapping[str, Any]) -> tuple[Options, Any]:
-    """The options that a call was given: those for `Options`, and a dict of the
-    others."""
+    """The options that were `given` to a `call`, such as `plant`: those for `Options`,
+    and a dict of the others."""
     if not callable(fn):
         raise TypeError(f"`{call}(fn)` takes a function or a model, not {fn!r}.")
     # Its message has the value, and so no need of the name of an option.
     check_tag(call, given["tag"])
-    options = {
-        name: check(f"{call}(..., {name}=...)", given[name])
-        for name, check in _CHECKS.items()
-        if name in given
-    }
+    options = {k: _checked(call, k, v) for k, v in given.items() if k != "tag"}
     for name in ("inputs", "methods"):
         plain = getattr(Options, name)
         if options["capture"] is None and options.get(name, plain) != plain:
@@ -108,181 +104,160 @@ def checked(call: str, fn: Any, given: Mapping[str, Any]) -> tuple[Options, Any]
     return Options(tag=given["tag"], **static), others
 
 
+def _checked(call: str, name: str, value: Any) -> Any:
+    """The value of an option, as the library wants it."""
+    option = f"{call}(..., {name}=...)"
+    if name in _TAKES and (value is not None or name not in _OPTIONAL):
+        what, fits = _TAKES[name]
+        if isinstance(value, Mapping):
+            for key in value:
+                if not isinstance(key, str):
+                    raise TypeError(
+                        f"`{option}` takes a dict whose keys are names or globs, and "
+                        f"{key!r} is neither."
+                    )
+            # As a PyTree, a `dict` would be sorted, and globs go in their order.
+            value = OrderedDict(value)
+        if not fits(value):
+            got = eqx.tree_pformat(dict(value) if isinstance(value, dict) else value)
+            raise TypeError(f"`{option}` takes {what}, not {got}.")
+    return _CHECKS[name](option, value) if name in _CHECKS else value
+
+
+# --- what fits ---
+def _is_flag(x: Any) -> bool:
+    return isinstance(x, bool)
+
+
+def _is_dict(x: Any) -> bool:
+    return isinstance(x, Mapping)
+
+
+def _one_or_several(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    several = Sequence | set | frozenset
+    return lambda x: fits(x) or (isinstance(x, several) and all(map(fits, x)))
+
+
+def _one_or_by_name(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda x: all(map(fits, x.values())) if _is_dict(x) else fits(x)
+
+
+_REDUCERS = (
+    "`eqx_sow.Append()`, `eqx_sow.Last()`, `eqx_sow.Fold(init, fn)` or "
+    "`eqx_sow.Buffer(size)`, or a dict of names to them"
+)
+# What each option takes, for a message, and whether a value is that.
+_TAKES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "names": (
+        "a name, a glob, a sequence of them, or a function of a name",
+        _one_or_several(lambda x: isinstance(x, str) or callable(x)),
+    ),
+    "methods": (
+        "the name of a method, or a sequence of them",
+        _one_or_several(lambda x: isinstance(x, str)),
+    ),
+    "reduce": (_REDUCERS, _one_or_by_name(lambda x: isinstance(x, Reducer))),
+    "transform": (
+        "a function of the value, or a dict of names to functions",
+        _one_or_by_name(callable),
+    ),
+    "spec": ("a dict of names to annotations", _is_dict),
+    "values": ("a dict of names to values, such as `{'h': jnp.zeros(3)}`", _is_dict),
+    "when": ("a function of the value", callable),
+    "every": ("an integer", lambda x: as_integer(x) is not None),
+    "callback": ("a function of an event", callable),
+    **dict.fromkeys(
+        ("inputs", "scope", "ordered", "with_index"), ("`True` or `False`", _is_flag)
+    ),
+}
+# Those that may be `None`.
+_OPTIONAL = {"names", "reduce", "transform", "spec", "when", "callback"}
+
+
+# --- checks of their own, and in what form the library wants a value ---
+def _as_tuple(x: Any) -> tuple[Any, ...]:
+    return (x,) if isinstance(x, str) or callable(x) else tuple(x)
+
+
+def _names(option: str, names: Any) -> tuple[Any, ...] | None:
+    if names is None:
+        return None
+    for predicate in filter(callable, _as_tuple(names)):
+        check_arity(option, predicate, "(name) -> bool")
+    return _as_tuple(names)
+
+
 _JIT_IT = "To capture what a function returns, `jax.jit` it, or `sow` there."
 
 
-def as_capture(option: str, capture: Any) -> Any:
+def _capture(option: str, capture: Any) -> Any:
     """`None` for no capture."""
+    several = capture if isinstance(capture, tuple) else (capture,)
     if capture is None or capture is False:
         return None
+    if capture is True or all(isinstance(c, type) for c in several):
+        return capture
+    if isinstance(capture, tuple) or is_function_to_capture(capture):
+        for fn in (c for c in several if not isinstance(c, type)):
+            _check_function(option, fn)
+        return capture
     if isinstance(capture, str):
         raise TypeError(
             f"`{option}` takes no path. To choose by path, write `capture=True, "
             f"names={capture!r}`."
         )
-    classes = capture if isinstance(capture, tuple) else (capture,)
-    if capture is True or all(isinstance(c, type) for c in classes):
-        return capture
-    if isinstance(capture, tuple) or is_function_to_capture(capture):
-        for fn in (c for c in classes if not isinstance(c, type)):
-            if not isinstance(inspect.unwrap(fn), types.FunctionType):
-                raise TypeError(
-                    f"`{option}` takes classes and functions, and {fn!r} is neither. "
-                    "Of a module that was compiled, give the class."
-                )
-            if not is_function_to_capture(fn):
-                raise TypeError(
-                    f"`{option}` takes functions that were compiled, and {fn!r} was "
-                    f"not. {_JIT_IT}"
-                )
-        return capture
     if isinstance(capture, eqx.Module):
         raise TypeError(
             f"`{option}` takes no module. To choose by path, write "
             '`lambda path, module: path == "layers/0"`.'
         )
-    if callable(capture):
-        check_arity(option, capture, "(path, module) -> bool", _JIT_IT)
-        return capture
-    raise TypeError(
-        f"`{option}` takes `True`, a class, a function of JAX's or one that `jax.jit` "
-        "or `eqx.filter_jit` made, a tuple of these, or a predicate "
-        "`(path, module) -> bool`, not "
-        f"{capture!r}. To choose by path, write a predicate."
-    )
+    if not callable(capture):
+        raise TypeError(
+            f"`{option}` takes `True`, a class, a function of JAX's or one that "
+            "`jax.jit` or `eqx.filter_jit` made, a tuple of these, or a predicate "
+            f"`(path, module) -> bool`, not {capture!r}. To choose by path, write a "
+            "predicate."
+        )
+    check_arity(option, capture, "(path, module) -> bool", _JIT_IT)
+    return capture
 
 
-def as_methods(option: str, methods: Any) -> tuple[str, ...]:
-    if isinstance(methods, str):
-        return (methods,)
-    if isinstance(methods, Sequence) and all(isinstance(m, str) for m in methods):
-        return tuple(methods)
-    raise TypeError(
-        f"`{option}` takes the name of a method, or a sequence of them, not "
-        f"{methods!r}."
-    )
+def _check_function(option: str, fn: Any) -> None:
+    if not isinstance(inspect.unwrap(fn), types.FunctionType):
+        raise TypeError(
+            f"`{option}` takes classes and functions, and {fn!r} is neither. Of a "
+            "module that was compiled, give the class."
+        )
+    if not is_function_to_capture(fn):
+        raise TypeError(
+            f"`{option}` takes functions that were compiled, and {fn!r} was not. "
+            f"{_JIT_IT}"
+        )
 
 
-def as_flag(option: str, flag: Any) -> bool:
-    if not isinstance(flag, bool):
-        raise TypeError(f"`{option}` takes `True` or `False`, not {flag!r}.")
-    return flag
-
-
-def as_names(option: str, names: Any) -> tuple[Any, ...] | None:
-    if names is None:
-        return None
-    if isinstance(names, str) or callable(names):
-        names = (names,)
-    if isinstance(names, Sequence | set | frozenset):
-        if all(isinstance(name, str) or callable(name) for name in names):
-            for predicate in filter(callable, names):
-                check_arity(option, predicate, "(name) -> bool")
-            return tuple(names)
-    raise TypeError(
-        f"`{option}` takes a name, a glob, a sequence of them, or a function of a "
-        f"name, not {names!r}."
-    )
-
-
-def by_name(option: str, values: Any) -> Mapping[str, Any]:
-    """A dict of names or globs to something. As a PyTree, a `dict` would be sorted, and
-    globs go in their order."""
-    for key in values:
-        if not isinstance(key, str):
-            raise TypeError(
-                f"`{option}` takes a dict whose keys are names or globs, and "
-                f"{key!r} is neither."
-            )
-    return OrderedDict(values)
-
-
-def _each(option: str, value: Any, check: Callable[[Any], bool], takes: str) -> Any:
-    """One thing for all names, or a dict of names to such things; or `None`."""
-    named = isinstance(value, Mapping)
-    value = by_name(option, value) if named else value
-    for key, x in value.items() if named else [(None, value)]:
-        if not check(x) and (named or x is not None):
-            of = f" for {key!r}" if named else ""
-            raise TypeError(f"`{option}` takes {takes}, not {x!r}{of}.")
-    return value
-
-
-def as_reduce(option: str, reduce: Any) -> Any:
-    takes = (
-        "`eqx_sow.Append()`, `eqx_sow.Last()`, `eqx_sow.Fold(init, fn)` or "
-        "`eqx_sow.Buffer(size)`, or a dict of names to them"
-    )
-    return _each(option, reduce, lambda r: isinstance(r, Reducer), takes)
-
-
-def as_transform(option: str, transform: Any) -> Any:
-    takes = "a function of the value, or a dict of names to functions"
-    return _each(option, transform, callable, takes)
-
-
-def as_spec(option: str, spec: Any) -> Mapping[str, Any] | None:
-    if spec is None or isinstance(spec, Mapping):
-        return spec if spec is None else by_name(option, spec)
-    raise TypeError(f"`{option}` takes a dict of names to annotations, not {spec!r}.")
-
-
-def as_values(option: str, values: Any) -> Mapping[str, Any]:
-    if isinstance(values, Mapping):
-        return by_name(option, values)
-    raise TypeError(
-        f"`{option}` takes a dict of names to values, such as `{{'h': jnp.zeros(3)}}`, "
-        f"not {type(values).__name__}."
-    )
-
-
-def as_when(option: str, when: Any) -> Any:
-    if when is None or callable(when):
-        return when
-    raise TypeError(f"`{option}` takes a function of the value, not {when!r}.")
-
-
-def as_every(option: str, every: Any) -> int:
-    n = as_integer(every)
-    if n is None:
-        raise TypeError(f"`{option}` takes an integer, not {every!r}.")
+def _every(option: str, every: Any) -> int:
+    n: Any = as_integer(every)
     if n < 1:
         raise ValueError(f"`{option}` is at least 1, not {n}.")
     return n
 
 
-_FUNCTIONS = types.FunctionType, types.MethodType, types.BuiltinFunctionType
-
-
-def as_callback(option: str, callback: Any) -> Const:
+def _callback(option: str, callback: Any) -> Const:
     del option
     callback = print_event if callback is None else callback
-    if not callable(callback):
-        raise TypeError(
-            f"`tap(fn, callback)` takes a function of an event, not {callback!r}."
-        )
-    if not isinstance(callback, _FUNCTIONS):
+    plain = types.FunctionType, types.MethodType, types.BuiltinFunctionType
+    if not isinstance(callback, plain):
         # It may hold arrays. A bound method is compared by which object it is of.
         callback = types.MethodType(type(callback).__call__, callback)
     return Const(callback)
 
 
 _CHECKS: dict[str, Callable[[str, Any], Any]] = {
-    "names": as_names,
+    "names": _names,
     "modes": as_modes,
     "mode": as_mode,
-    "capture": as_capture,
-    "methods": as_methods,
-    "inputs": as_flag,
-    "scope": as_flag,
-    "reduce": as_reduce,
-    "transform": as_transform,
-    "spec": as_spec,
-    "values": as_values,
-    "when": as_when,
-    "every": as_every,
-    "ordered": as_flag,
-    "with_index": as_flag,
-    "callback": as_callback,
-    "extra": lambda option, extra: extra,
+    "capture": _capture,
+    "methods": lambda option, methods: _as_tuple(methods),
+    "every": _every,
+    "callback": _callback,
 }

@@ -1,5 +1,6 @@
 """`plant`."""
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
@@ -11,7 +12,6 @@ from .._handlers.asked import Asked
 from .._handlers.collect import Collect, EACH_PLACE
 from .._handlers.planting import Planted, prepare, Replace
 from .._mark.listening import listening
-from .._mark.site import Site
 from .._mark.static import Const, SameParts
 from .._names import check_known, join, selected
 from .._values import merge as _merge
@@ -28,65 +28,64 @@ from .transformed import Transformed, wrap
 _At = tuple[int | None, ...]
 
 
-def _meant(values: Mapping[str, Any], program: Program) -> dict[str, dict[_At, Any]]:
-    """For each name that is planted, the value by iteration. A pattern that fits
-    nothing stands for itself. What no name has as it is was captured from the model
-    itself, if all of it fits one model only."""
-    there = program.in_loops()
+def _by_iteration(
+    values: Mapping[str, Any], program: Program
+) -> dict[str, dict[_At, Any]]:
+    """For each name that is planted, what by iteration: `{"h/3": v}` is `{"h": {(3,):
+    v}}`. A pattern that fits nothing stands for itself.
+
+    Patterns that fit no name as they are were captured from the model itself: they are
+    paths in the one model in the program that has all of them, if there is only one.
+    """
 
     def fits(pattern: str) -> list[tuple[str, _At]]:
-        whole = any(label.name == pattern for label, _ in there)
-        found = [
-            (label.name, one.at)
-            for label, loops in there
-            if (one := selected(pattern, label.name, label.after, loops)) is not None
-            if not (whole and one.at)
-        ]
-        return list(dict.fromkeys(found))
+        is_name = any(site.name == pattern for site, _ in program.in_loops)
+        found = {}
+        for site, loops in program.in_loops:
+            part = selected(pattern, site.name, site.label.after, loops)
+            # What looks like an index in the name of a sow is none.
+            if part is not None and not (is_name and part.at):
+                found[site.name, part.at] = None
+        return list(found)
 
-    meant = {p: fits(p) for p in values}
-    missing = [p for p in values if not meant[p]]
-    models = []
+    places = {pattern: fits(pattern) for pattern in values}
+    missing = [pattern for pattern in values if not places[pattern]]
+    of_models = []
     for model in program.roots if missing else ():
-        path = lambda p: model if p == "." else join(model, p)
-        inside = {p: fits(path(p)) for p in missing}
+        paths = {p: model if p == "." else join(model, p) for p in missing}
+        inside = {p: fits(path) for p, path in paths.items()}
         if all(inside.values()):
-            models.append(inside)
-    if len(models) == 1:
-        meant |= models[0]
+            of_models.append(inside)
+    if len(of_models) == 1:
+        places |= of_models[0]
     chosen: dict[str, dict[_At, Any]] = {}
     # What is spelled out goes before globs, and these go in their order.
-    for pattern in sorted(meant, key=_is_glob):
-        for name, at in meant[pattern] or [(pattern, ())]:
+    is_glob = lambda pattern: any(x in pattern for x in "*?[")
+    for pattern in sorted(places, key=is_glob):
+        for name, at in places[pattern] or [(pattern, ())]:
             chosen.setdefault(name, {}).setdefault(at, values[pattern])
     return chosen
 
 
-def _is_glob(pattern: str) -> bool:
-    return any(x in pattern for x in "*?[")
-
-
 def _plan(
-    found: Sequence[Entry], at: _At, value: Any, options: Options
+    entries: Sequence[Entry], at: _At, value: Any, options: Options
 ) -> tuple[Planted, list[Any]]:
-    """What to plant for one `Site.key`, and its arrays."""
-    if len(found) > 1 and (at or not callable(value)):
-        raise _merge.duplicate(
-            found[0].site,
-            found[1].site,
-            "or plant a function, which is called at each of them.",
-        )
-    entry = found[0]
-    loops = [i for i, a in enumerate(entry.site.axes) if not a.lane and a.mesh is None]
+    """What to plant at all places of one `Site.key`, and its arrays. There is an entry
+    of each place, with what would be captured there."""
+    entry = entries[0]
     if callable(value):
-        fn = SameParts(value)
-        return Planted(fn, at, options.with_index), []
+        return Planted(SameParts(value), at, options.with_index), []
+    loops = [i for i, a in enumerate(entry.site.axes) if not a.lane and a.mesh is None]
     entry = entry.without_axes([k for k, i in zip(loops, at) if i is not None])
     return Planted(entry.site, at), prepare(value, options.mode, entry)
 
 
-def _check_loops(site: Site, loops: Collection[tuple[int, ...]]) -> None:
-    """Of a name in several branches, one may be in more loops than another."""
+def _check_one_place(
+    entries: Sequence[Entry], loops: Collection[tuple[int, ...]]
+) -> None:
+    """Raises if a value, or an index, cannot be for all places of a `Site.key`. In
+    `loops` are the numbers of iterations around each place."""
+    site = entries[0].site
     if len(loops) > 1:
         found = " and ".join(str(list(x)) for x in sorted(loops))
         raise SowError(
@@ -95,6 +94,9 @@ def _check_loops(site: Site, loops: Collection[tuple[int, ...]]) -> None:
             "from outside in. No value has the axes of all. Plant a function, or give "
             "the values different names."
         )
+    if len(entries) > 1:
+        remedy = "or plant a function, which is called at each of them."
+        raise _merge.duplicate(site, entries[1].site, remedy)
 
 
 class _Plant(Transformed):
@@ -104,25 +106,28 @@ class _Plant(Transformed):
 
     def _result(self, program: Program) -> Any:
         options: Options = self._options.value
-        outer = listening.value is not None
-        chosen = _meant(self._values, program)
+        chosen = _by_iteration(self._values, program)
         entries = type(self)._entries(self, program, tuple(chosen))
-        loops = program.loops_by_key()
+        loops = defaultdict(set)
+        for site, around in program.in_loops:
+            loops[site.key].add(around)
         values, planted = {}, {}
-        for key, found in entries.items():
-            if any(at or not callable(x) for at, x in chosen[key[0]].items()):
-                _check_loops(found[0].site, loops[key])
-            # What is for fewer iterations counts more.
-            ats = sorted(chosen[key[0]], key=lambda at: len(at) - at.count(None))
-            pairs = [_plan(found, at, chosen[key[0]][at], options) for at in ats]
-            planted[key] = tuple(p for p, _ in pairs)
-            values[key] = [arrays for _, arrays in pairs]
+        for key, places in entries.items():
+            by_iteration = chosen[key[0]]
+            if any(at or not callable(x) for at, x in by_iteration.items()):
+                _check_one_place(places, loops[key])
+            # What is for fewer iterations goes before what is for more, and so last.
+            ats = sorted(by_iteration, key=lambda at: len(at) - at.count(None))
+            plans = [_plan(places, at, by_iteration[at], options) for at in ats]
+            planted[key] = tuple(new for new, _ in plans)
+            values[key] = [arrays for _, arrays in plans]
         program.check_recomputed(
             planted,
             "Plant before you differentiate: `eqx.filter_grad(plant(fn, ...))`.",
             planted=True,
         )
-        handler = Replace(options.tag, tuple(planted.items()), outer)
+        has_outer = listening.value is not None
+        handler = Replace(options.tag, tuple(planted.items()), has_outer)
         outs, _ = program.evaluate(handler, Given(values=values))
         return program.output(outs)
 

@@ -5,7 +5,7 @@ import dataclasses as dc
 import functools as ft
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ from .. import _compat
 from .._errors import SowError
 from .._mark.listening import Listening, listening, tracing
 from .._mark.noting import listening_as, within
-from .._mark.site import Label, Site
+from .._mark.site import Site
 from .._mark.sow import UnnamedSowError
 from .._mark.staging import to_jaxpr, types_of
 from .._mark.static import Const, rebuild, take_apart
@@ -30,29 +30,39 @@ from .._walk.sows import loops_around, loops_of, recomputed, seen_as, sites, sow
 
 @dc.dataclass(frozen=True)
 class Program:
+    """What `trace` made of one call of a function.
+
+    `closed` is the jaxpr, in which the sows have their names, and `inputs` are its
+    arrays. `out` is what to rebuild the output of the function from, beside its arrays:
+    treedef and static leaves. `roots` is where the models of captured calls are, such
+    as `("model",)`. `depth` is how many transformations trace the function, one within
+    the other. `again` traces it once more, with other options.
+    """
+
     closed: Any
     inputs: list[Any]
     out: tuple[Const, tuple[Any, ...]]
-    # With what the names of captured calls begin, where the models are.
     roots: tuple[str, ...]
     marking: Marking
     depth: int
     again: Callable[[Marking], "Program"]
 
     def evaluate(self, handler: Handler, given: Given) -> tuple[list, Taken]:
+        """The arrays of the output, and what the handler took from the sows."""
         run = ft.partial(evaluate, *_compat.open_jaxpr(self.closed), handler)
-        here = listening.value
-        if here is None or not here.scope:
+        outer = listening.value
+        if outer is None or not outer.scope:
             return run(given, self.inputs)
-        # What is left for whoever listens is in the scope around this call.
+        # The sows that are left for an outer transformation are in the user's
+        # `eqx_sow.scope` around this call.
         closed, treedef = to_jaxpr(run)(given, self.inputs)
-        closed = seen_as(closed, lambda s: s.in_scope(here.scope))
+        closed = seen_as(closed, lambda s: s.in_scope(outer.scope))
         leaves = _compat.inline_or_call(closed, jax.tree.leaves((given, self.inputs)))
         return jax.tree.unflatten(treedef, leaves)
 
     def with_executions(self, several: Callable[[str], bool]) -> "Program":
-        """The same program. Its sows know which executions they are, where it matters;
-        `several` says of a name whether it may have more than one."""
+        """The same program, in which sows know which executions they are, where it
+        matters. `several` says of a name whether it may have more than one."""
         closed = with_executions(
             self.closed,
             lambda site: site.tag == self.marking.tag,
@@ -61,7 +71,7 @@ class Program:
         return dc.replace(self, closed=closed)
 
     def survey(self, handler: Handler) -> Any:
-        """`Taken.values`, as types."""
+        """What the handler would take, `Taken.values`, with types for arrays."""
 
         def run(inputs):
             program = dc.replace(self, inputs=inputs)
@@ -70,24 +80,26 @@ class Program:
         return types_of(run, self.inputs)
 
     def output(self, outs: list[Any]) -> Any:
+        """What the function returns, from the arrays in that."""
         treedef, leaves = self.out
         return rebuild(treedef, leaves, outs)
 
     def check_recomputed(
         self, keys: Iterable[Any], remedy: str, *, planted: bool = False
     ) -> None:
-        """Raises if a `jax.checkpoint` goes around any of these `Site.key`s: what is
-        `planted` there, or what of it flows backward."""
+        """Raises if a backward pass of a `jax.checkpoint` computes a value once more,
+        past its sow, and one of these `Site.key`s depends on it: what is `planted` at
+        the sow, or a derivative that flows backward from there."""
         keys, tag = list(keys), self.marking.tag
-        again = list(recomputed(self.closed)) if keys else []
-        # Another sow of the same name may not be computed once more.
+        repeated = list(recomputed(self.closed)) if keys else []
+        # Of two sows with one name, only one may be in the checkpoint.
         origins = defaultdict(set)
-        for site in sites(self.closed) if again else ():
+        for site in sites(self.closed) if repeated else ():
             origins[site.key].add(site.origin)
-        for site in again:
+        for site in repeated:
             site = site.seen_from(self.depth, tag)
-            alike = [k for k in keys if site.origin in origins.get(k, {site.origin})]
-            if site.tag == tag and any(_goes_past(site, key, planted) for key in alike):
+            mine = [k for k in keys if site.origin in origins.get(k, {site.origin})]
+            if site.tag == tag and any(_goes_past(site, key, planted) for key in mine):
                 raise SowError(
                     f"`sow(..., {site.name!r})` at {site.where} is in a "
                     "`jax.checkpoint` that was differentiated: the backward pass "
@@ -98,26 +110,20 @@ class Program:
     def names(self) -> frozenset[str]:
         return frozenset(s.name for s in sites(self.closed))
 
-    def _in_loops(self) -> Iterator[tuple[Site, tuple[int, ...]]]:
+    @ft.cached_property
+    def in_loops(self) -> list[tuple[Site, tuple[int, ...]]]:
+        """The sows that there are, each with the numbers of iterations of the loops
+        around it, from outside in."""
+        found = []
         for site, eqns, _ in sows(self.closed):
             if site.tag == self.marking.tag:
                 around = [x.length for x in loops_of(eqns)]
-                yield site, tuple(n for n, _ in loops_around(site, around))
-
-    def in_loops(self) -> dict[tuple[Label, tuple[int, ...]], None]:
-        """The sows that there are, each in the loops around it from outside in: how
-        many iterations they have."""
-        return dict.fromkeys((site.label, loops) for site, loops in self._in_loops())
-
-    def loops_by_key(self) -> dict[Any, set[tuple[int, ...]]]:
-        """The same by `Site.key`."""
-        found = defaultdict(set)
-        for site, loops in self._in_loops():
-            found[site.key].add(loops)
+                found.append((site, tuple(n for n, _ in loops_around(site, around))))
         return found
 
     def new_names(self, known: Iterable[str], option: str) -> list[str]:
-        """The names that there are too with `capture=True` or `scope=True`."""
+        """The names that there would be besides, with `capture=True` or
+        `scope=True`."""
         if getattr(self.marking, option):
             return []
         try:
@@ -130,8 +136,8 @@ class Program:
 
 
 def _goes_past(site: Site, key: Any, planted: bool) -> bool:
-    """Whether a value that is computed once more, instead of that of `site`, is what a
-    derivative of it depends on; a derivative from before that is complete."""
+    """Whether the value or derivative `key` depends on one that is computed once more,
+    instead of that of `site`. A derivative that was complete before does not."""
     name, mode, orders = key
     n = len(site.orders)
     if (name, orders[:n]) != (site.name, site.orders):
@@ -141,8 +147,8 @@ def _goes_past(site: Site, key: Any, planted: bool) -> bool:
 
 
 def trace(fn: Callable, args: tuple, kwargs: dict, marking: Marking) -> Program:
-    """Traces `fn(*args, **kwargs)` so that its sows are seen. Arrays are traced, all
-    else is static, as in `eqx.filter_jit`."""
+    """Traces `fn(*args, **kwargs)` while `sow` marks. Arrays are traced, all else is
+    static, as in `eqx.filter_jit`."""
     _compat.check_supported()
     check_wrapped()
     with tracing:
@@ -181,33 +187,34 @@ def _trace(fn: Callable, args: tuple, kwargs: dict, marking: Marking) -> Program
             outs, *out = take_apart(fn(*args, **kwargs))
         return outs
 
-    # JAX says what was traced when it says what is wrong with it.
+    # JAX names the traced function in its error messages.
     called = inspect.unwrap(fn)
     traced.__wrapped__ = called if inspect.isroutine(called) else type(called).__call__
     traced.__signature__ = inspect.Signature()
-    here = listening.value or Listening()
-    depth = here.depth + 1
+    outer = listening.value or Listening()
+    depth = outer.depth + 1
 
-    # Only tracing happens in here: whatever is executed would be compiled once more.
+    # Nothing must be executed in here: in this context, JAX would compile it once more.
     def closed_jaxpr(leafwise):
-        new = Listening(captures=here.captures, depth=depth, leafwise=leafwise)
+        new = Listening(captures=outer.captures, depth=depth, leafwise=leafwise)
         with listening_as(marking.noted(new)):
             return jax.make_jaxpr(traced)(inputs)
 
     try:
-        closed = closed_jaxpr(here.leafwise)
+        closed = closed_jaxpr(outer.leafwise)
     except SowError:
         raise
     except Exception:
-        # JAX, or a rule of the user's, may refuse to differentiate what only a sow
-        # differentiates, such as a `while_loop` that begins with a leaf of its value.
+        # If a leaf of a value is differentiated, so are all. Perhaps another one comes
+        # from a `while_loop`, which cannot be, and would not be without the sow. What
+        # is raised may be an error of JAX's, or of a derivative rule of the user's.
         closed = None
         with contextlib.suppress(Exception):
             closed = closed_jaxpr(leafwise=True)
         if closed is None:
             raise
     closed, model_roots = _capture.name(closed, (fn, args, kwargs), depth, marking)
-    # What a transformation inside captured for itself is not for others.
+    # What a transformation inside captured for itself is not for this one.
     closed = seen_as(closed, lambda s: s.seen_from(depth, marking.tag))
     again = ft.partial(trace, fn, args, kwargs)
     return Program(closed, inputs, tuple(out), model_roots, marking, depth, again)

@@ -14,28 +14,27 @@ from .._handlers.asked import Asked
 from .._handlers.collect import Collect
 from .._mark.listening import listening
 from .._mark.static import Const, SameParts
-from .._names import check_known
 from .._results.intermediates import Intermediates
 from .._values import spec as _spec
 from .._values.assemble import assemble
 from .._values.reduce import Reducer
 from .._values.sown import Sown
 from .._walk.handler import Given
-from .checks import hints, unselected, wanted, warn_unmarked
+from .checks import check_selected, wanted, warn_unmarked
 from .options import Options, Saving
 from .program import Program
 from .transformed import Transformed, wrap
 
 
 def _pair(annotation: Any) -> Any:
-    """What a function returns here, from what it is annotated to return."""
+    """The annotation of what comes back, from that of what the function returns."""
     known = annotation is not inspect.Signature.empty
     return tuple[annotation if known else Any, Intermediates]
 
 
 class _SaveIntermediates(Transformed):
     _fn: Callable
-    # Reducers and transforms may hold arrays.
+    # Options that may hold arrays.
     _reduce: Any
     _transform: Any
     _options: Const = eqx.field(static=True)
@@ -63,31 +62,23 @@ class _SaveIntermediates(Transformed):
         carry = collect.started(program.survey)
         outs, taken = program.evaluate(collect, Given(carry))
         sown: Sown = taken.values
-        type(self)._check_names(self, sown, program)
-        # As a PyTree, the dict has lost its order.
+        known = dict.fromkeys(name for name, _ in sown.seen)
+        by_name = dict(
+            reduce=self._reduce, transform=self._transform, spec=options.spec
+        )
+        check_selected("save_intermediates", program, known, options.names, by_name)
+        for name, message in sown.hidden:
+            if name not in known:
+                raise UnsupportedPrimitiveError(message)
+        # In the order of `carry`: JAX has sorted the keys of `taken.carry`.
         states = {key: taken.carry[key] for key in carry}
         keys = [*states, *(e.site.key for e in sown.entries)]
-        there = [mode for _, mode in sown.seen if mode is not None]
-        mode_of = wanted("save_intermediates", program, options, keys, there)
+        modes = [mode for _, mode in sown.seen if mode is not None]
+        mode_of = wanted("save_intermediates", program, options, keys, modes)
         warn_unmarked("save_intermediates", self._fn, program, options)
         intermediates = assemble(sown, states, collect.reducer, mode_of)
         _spec.check(sown.checks, options.spec, intermediates)
         return program.output(outs), intermediates
-
-    def _check_names(self, sown: Sown, program: Program) -> None:
-        options: Options = self._options.value
-        names = dict.fromkeys(name for name, _ in sown.seen)
-        left = dict(names=unselected(options.names, program))
-        by_name = dict(
-            reduce=self._reduce, transform=self._transform, spec=options.spec
-        )
-        left |= {k: v for k, v in by_name.items() if isinstance(v, Mapping)}
-        for option, patterns in left.items():
-            call = f"save_intermediates(..., {option}=...)"
-            check_known(call, patterns, names, hint=hints(program))
-        for name, message in sown.hidden:
-            if name not in names:
-                raise UnsupportedPrimitiveError(message)
 
 
 _P = ParamSpec("_P")

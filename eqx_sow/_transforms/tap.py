@@ -19,26 +19,23 @@ from .._handlers.events import failures, TapEvent
 from .._handlers.tapping import check_order, places_in, Tap
 from .._mark.listening import Listening, listening
 from .._mark.static import Const, SameParts, take_apart
-from .._names import check_known
 from .._walk.handler import Given
 from .._walk.interpreter import consts_as_args
-from .checks import hints, unselected, wanted, warn_unmarked
+from .checks import check_selected, wanted, warn_unmarked
 from .options import Options, Tapping
 from .program import Program
 from .transformed import Transformed, wrap
 
 
-# What a vmap does to a tapped program: it goes inside. The rule is all there is to it.
+# Binds a tapped program that a vmap is around. It exists for its batching rule alone.
 over_lanes_p = jexc.Primitive("tap_over_lanes")
 over_lanes_p.multiple_results = True
-
-
 batching.fancy_primitive_batchers[over_lanes_p] = lambda *args, run: run(*args)
 
 
 class _Tapped(Transformed):
     _fn: Callable
-    # These may hold arrays.
+    # Options that may hold arrays.
     _transform: Any
     _when: Any
     _extra: Any
@@ -63,77 +60,80 @@ class _Tapped(Transformed):
 
 
 def _evaluate(self: _Tapped, program: Program, extra: list[Any]) -> list[Any]:
-    """`extra` are the arrays of that option."""
+    """The outputs of the program. `extra` are the arrays of that option.
+
+    Under a `jax.vmap` around the tap, the program is first batched, so that a sow in
+    there sees all lanes, and then walked over, as for a `tap` around the `vmap`.
+    """
     jaxpr = consts_as_args(program.closed)
     _, consts = _compat.open_jaxpr(program.closed)
-    operands = [*consts, *program.inputs]
-    if not _compat.has_lanes([*operands, *extra]):
+    inputs = [*consts, *program.inputs]
+    if not _compat.has_lanes([*inputs, *extra]):
         return _walk(self, program, extra)
 
     def over_lanes(axis_data, operands, dims):
-        n = len(operands) - len(extra)
-        of_all_lanes = [
-            x if d is None else jnp.moveaxis(x, d, 0)
-            for x, d in zip(operands[n:], dims[n:])
-        ]
-        operands, dims = operands[:n], dims[:n]
+        n = len(inputs)
+        pairs = zip(operands[n:], dims[n:])
+        extra = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in pairs]
         dims_out: list[int | None] = []
 
         def batched(*operands):
-            same: list[Any] = []
+            outs: list[Any] = []
 
             def lane(*operands):
-                outs = _compat.inline_or_call(jaxpr, operands)
+                outs[:] = _compat.inline_or_call(jaxpr, operands)
                 dims_out[:] = [0 if _compat.has_lanes([x]) else None for x in outs]
-                same[:] = outs
                 return [x for x, d in zip(outs, dims_out) if d is not None]
 
-            outs = iter(
-                jax.vmap(
-                    lane,
-                    in_axes=tuple(dims),
-                    axis_size=axis_data.size,
-                    axis_name=axis_data.name,
-                    spmd_axis_name=axis_data.spmd_name,
-                )(*operands)
-            )
-            return [x if d is None else next(outs) for x, d in zip(same, dims_out)]
+            of_all_lanes = jax.vmap(
+                lane,
+                in_axes=tuple(dims[:n]),
+                axis_size=axis_data.size,
+                axis_name=axis_data.name,
+                spmd_axis_name=axis_data.spmd_name,
+            )(*operands)
+            of_all_lanes = iter(of_all_lanes)
+            return [
+                x if d is None else next(of_all_lanes) for x, d in zip(outs, dims_out)
+            ]
 
         with listening(Listening()):
-            closed = jax.make_jaxpr(batched)(*operands)
-        inside = dc.replace(program, closed=closed, inputs=operands)
-        return _evaluate(self, inside, of_all_lanes), dims_out
+            closed = jax.make_jaxpr(batched)(*operands[:n])
+        inside = dc.replace(program, closed=closed, inputs=operands[:n])
+        return _evaluate(self, inside, extra), dims_out
 
-    return over_lanes_p.bind(*operands, *extra, run=over_lanes)
+    return over_lanes_p.bind(*inputs, *extra, run=over_lanes)
 
 
 def _walk(self: _Tapped, program: Program, extra: list[Any]) -> list[Any]:
     options: Options = self._options.value
     program = program.with_executions(lambda name: False)
-    names, tag, closed = options.names, options.tag, program.closed
-    everything = [p for p in places_in(closed) if p.site.tag == tag]
-    known = dict.fromkeys(p.site.name for p in everything)
-    left = unselected(names, program)
-    check_known("tap(..., names=...)", left, known, hint=hints(program))
-    if isinstance(self._transform, Mapping):
-        check_known("tap(..., transform=...)", self._transform, known)
-    asked = Asked(names, program.names)
-    every = [
-        (p, p._replace(site=one))
-        for p in everything
-        for one, _ in dc.replace(asked, loops=p.loops).of(p.site)
+    everything = [
+        place
+        for place in places_in(program.closed)
+        if place.site.tag == options.tag
     ]
-    chosen = wanted("tap", program, options, {p.site.key for _, p in every})
-    every = [(whole, p) for whole, p in every if p.site.key in chosen]
-    places = list(dict.fromkeys(whole for whole, _ in every))
-    check_order(closed, places)
-    counts = {p.slot: p.start() for _, p in every}
+    known = dict.fromkeys(place.site.name for place in everything)
+    by_name = dict(transform=self._transform)
+    check_selected("tap", program, known, options.names, by_name)
+    asked = Asked(options.names, program.names)
+    # Each place, and what is asked for there: all of the sow, or some iterations.
+    every = [
+        (place, place._replace(site=site))
+        for place in everything
+        for site, _ in dc.replace(asked, loops=place.loops).of(place.site)
+    ]
+    chosen = wanted("tap", program, options, {part.site.key for _, part in every})
+    every = [(place, part) for place, part in every if part.site.key in chosen]
+    places = list(dict.fromkeys(place for place, _ in every))
+    check_order(program.closed, places)
+    counts = {part.slot: part.start() for _, part in every}
     _, treedef, leaves = take_apart(self._extra)
     handler = Tap(
         options=self._options,
         asked=asked,
         chosen=tuple(chosen.items()),
-        elsewhere=frozenset(p.site.name for p in places if not p.solver),
+        elsewhere=frozenset(place.site.name for place in places if not place.solver),
         slots=tuple(counts),
         transform=SameParts(self._transform),
         when=SameParts(self._when),

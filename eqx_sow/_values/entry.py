@@ -394,7 +394,7 @@ def axes_of_arrays(
         own = [isinstance(leaf, NoTangent)] * len(axes)
         if leaf is OPERAND:
             own = next(of_operand)
-        if eqx.is_array(x) and x.dtype != jax.dtypes.float0:
+        if eqx.is_array(x):
             found.append((tuple(it.compress(axes, own)), x.shape))
     return tuple(found)
 
