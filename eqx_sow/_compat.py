@@ -28,9 +28,11 @@ from ._errors import SowError
 _moved: list[str] = []
 
 
-def find(what: str, find: Callable[[], Any], otherwise: Any = None) -> Any:
+def find(what: str, look: Callable[[], Any], otherwise: Any = None) -> Any:
+    """A part of JAX or Equinox that is not public, where `look` finds it. `what` is how
+    the message of `check_supported` calls it, if it has moved."""
     try:
-        return find()
+        return look()
     except Exception as e:  # whatever comes of another version of JAX
         _moved.append(f"{what} ({type(e).__name__}: {e})")
         return otherwise
@@ -271,9 +273,9 @@ def _with_around(cls: type) -> type:
 
 
 def with_around(axis_data: Any, around: Any) -> Any:
-    """What JAX's batching rules are told of an axis, and what is between the vmap and
-    what they batch. JAX calls the rules of a custom_jvp function later, where nothing
-    else would tell."""
+    """The data of a mapped axis, which JAX hands to its batching rules, with one more
+    field: what is between the vmap and the equation that is batched. JAX calls the
+    rules of a `jax.custom_jvp` function later, and hands them these data too."""
     fields = {f.name: getattr(axis_data, f.name) for f in dc.fields(axis_data)}
     cls = type(axis_data) if "around" in fields else _with_around(type(axis_data))
     return cls(**{**fields, "around": around})
@@ -350,12 +352,13 @@ _rules = it.count()
 
 
 def derivative_rule() -> contextlib.AbstractContextManager[Any]:
-    """Tells the equations that are made in here that they are those of one rule."""
+    """Marks the equations that are made in this context as those of one call of a
+    derivative rule, see `rules_around`."""
     return jax.named_scope(f"{_RULE}{next(_rules)}")
 
 
 def rules_around(eqn: Any) -> tuple[str, ...]:
-    """The derivative rules that put an equation there, from outside in."""
+    """The calls of derivative rules that made an equation, from outside in."""
     names = (getattr(x, "name", None) for x in eqn.source_info.name_stack.stack)
     return tuple(x for x in names if isinstance(x, str) and x.startswith(_RULE))
 
@@ -487,7 +490,7 @@ remat_rules = find("JAX's table of rematerialization rules", _remat_rules, {})
 
 
 def tell_vmap(around: Any) -> None:
-    """For the function that a `jax.vmap` is calling right now: see `with_around`."""
+    """Does what `with_around` does, for the `jax.vmap` that is being traced."""
     trace = _current_trace()
     trace.axis_data = with_around(trace.axis_data, around)
 

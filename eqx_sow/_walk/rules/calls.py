@@ -83,17 +83,20 @@ def _derivative_of(x, y):
 
 
 def _inside(interpret, given, eqn, jaxpr, args, join=_derivative_of):
-    """`join`: what an output is, given that of the copy and that of the original."""
+    """Walks over `jaxpr`, a copy of the function in the equation, for the sows, and
+    binds the equation too. `join` makes one output from that of the copy and that of
+    the equation."""
     if interpret.handler.changes_inside(eqn):
         return interpret(jaxpr)(given, *args)
-    # The original prints what there is to print.
+    # Both run, and only the original prints.
     copy = without_prints(jaxpr)
-    # Such as an `io_callback`, whose result is needed.
+    # An effect that cannot be left out, such as an `io_callback` with a result.
     if any(e != sow_effect for e in copy.effects):
         return _only_the_original(interpret, given, eqn, copy, args)
     inputs = args
     if not interpret.handler.differentiable:
-        # With an effect, the derivative of the copy would not be removed.
+        # What `tap` sends is an effect, so that JAX would keep the derivative of the
+        # copy, which nobody uses.
         inputs = map(jax.lax.stop_gradient, args)
     outs, taken = interpret(copy)(given, *inputs)
     original = bind(_without_sows(eqn), args)
