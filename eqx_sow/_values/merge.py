@@ -7,7 +7,6 @@
 | `zeros` | a form | the entry of what did not run |
 | `latest` | two entries of one form | for each lane, the one that ran last |
 | `merge` | entries of two branches | one: both conform, and then `latest` |
-| `choose` | one sow in each branch | one sow, of the operands of the branch that ran |
 
 `sown.py` calls these where branches meet, `collect.py` after each iteration of a while,
 and `reduce.py` for the form of a state.
@@ -27,7 +26,6 @@ import jax.numpy as jnp
 
 from .._arrays import (
     broadcast_like,
-    leading,
     select,
     sharded_like,
     types_of,
@@ -38,32 +36,6 @@ from .._mark.site import Axis, Cases, Site, with_has
 from .._mark.static import NoTangent, OPERAND, rebuild
 from .entry import align, broadcast, either, Entry, with_count
 from .modes import is_backward
-
-
-def choose(entries: Sequence[Entry]) -> Entry:
-    """One sow, with its operands, from one in each branch of a cond. The values are
-    selected as JAX does it for the outputs of the branches."""
-    first = entries[0]
-    site = _of_all([e.site for e in entries])
-    n = len(site.guards) - 1
-    *chosen, index = first.arrays[: n + 1]
-    *has, index_has = [site.has(i) for i in range(n + 1)]
-    for i in range(n + 1, len(first.arrays)):
-        to = either(index_has, *[e.site.has(i) for e in entries])
-        cases = [broadcast(e.arrays[i], e.site.has(i), to, site.axes) for e in entries]
-        at = leading(align(index, index_has, to), cases[0].ndim)
-        at = broadcast_like(at, cases[0])
-        cases = [sharded_like(x, cases[0]) for x in cases]
-        chosen.append(jax.lax.select_n(at, *cases))
-        has.append(to)
-    axes = with_has(site.axes, has)
-    outer = first.cases[0][:-1]
-    return dc.replace(
-        first,
-        arrays=tuple(chosen),
-        site=site._replace(guards=site.guards[:-1], axes=axes),
-        cases=(outer,) if outer else (),
-    )
 
 
 # --- leaves that only some of the sows differentiate ---

@@ -45,29 +45,20 @@ class Sown:
 
 
 class Uncollected(NamedTuple):
-    """A sow that is captured, once the jaxpr around it has been walked: what several
-    branches of a cond sow is selected before it is transformed. Until then the `entry`
-    has the operands of the sow. `conditional`: it has a count, though its guards may be
-    gone."""
+    """A sow that is captured, once the jaxpr around it has been walked. Until then the
+    `entry` has the operands of the sow."""
 
     entry: Entry
     transform: Any
-    conditional: bool = False
 
     def as_sown(self) -> Sown:
-        entry = _entry.captured(self.entry, self.transform)
-        if self.conditional:
-            entry = _entry.with_count(entry)
-        return Sown((entry,))
+        return Sown((_entry.captured(self.entry, self.transform),))
 
 
 def gather(found: list[Sown | Uncollected], keeps_all: Callable[[str], bool]) -> Sown:
     """All that was found in a jaxpr, as one. `keeps_all` says of a name whether it may
     have several entries."""
-    parts = [
-        x.as_sown() if isinstance(x, Uncollected) else x
-        for x in _with_cases_chosen(found)
-    ]
+    parts = [x.as_sown() if isinstance(x, Uncollected) else x for x in found]
     entries: list[Entry] = []
     of_key: dict[Any, list[int]] = {}
     for new in sorted((e for part in parts for e in part.entries), key=_of_primal):
@@ -95,52 +86,6 @@ def _all_of(parts: Sequence[Sown], entries: Iterable[Entry]) -> Sown:
         return tuple(dict.fromkeys(x for p in parts for x in getattr(p, field)))
 
     return Sown(tuple(entries), union("seen"), union("checks"), union("hidden"))
-
-
-# --- conds of which all branches run ---
-def _with_cases_chosen(found: list[Any]) -> list[Sown | Uncollected]:
-    """What was found, with one sow where every branch of a cond has one of that
-    name."""
-    # Beside one in a call, which of them belong together shows only further out.
-    in_calls = {
-        e.site.key for x in found if isinstance(x, Sown) for e in x.entries if e.cases
-    }
-    groups: dict[Any, list[int]] = {}
-    for i, x in enumerate(found):
-        entry = x.entry if isinstance(x, Uncollected) else None
-        if entry is not None and entry.cases and entry.site.key not in in_calls:
-            *outer, (cond, _, size, run) = entry.cases[0]
-            key = entry.site.key, *outer, cond, run, size
-            groups.setdefault(key, []).append(i)
-    chosen: dict[int, Any] = {}
-    for (*_, size), places in groups.items():
-        one = _chosen([found[i] for i in places], size)
-        if one is not None:
-            chosen.update(dict.fromkeys(places))
-            chosen[places[0]] = one
-    if not chosen:
-        return found
-    found = [chosen.get(i, x) for i, x in enumerate(found)]
-    # What was chosen may be in a branch of another cond.
-    return _with_cases_chosen([x for x in found if x is not None])
-
-
-def _chosen(cases: Sequence[Uncollected], size: int) -> Uncollected | None:
-    """One sow from those in the branches of a cond, if each branch has one and they are
-    of one form."""
-    by_branch = {x.entry.cases[0][-1][1]: x for x in cases}
-    if len(cases) != size or sorted(by_branch) != list(range(size)):
-        return None
-    cases = [by_branch[i] for i in range(size)]
-    leaves = _merge.common_leaves([x.entry.site for x in cases])
-    entries = [_merge.with_leaves(x.entry, leaves) for x in cases]
-    if any(_form(e) != _form(entries[0]) for e in entries):
-        return None
-    return cases[0]._replace(entry=_merge.choose(entries), conditional=True)
-
-
-def _form(e: Entry) -> Any:
-    return _merge.form(e), e.site.backward, [a.kind for a in e.site.axes]
 
 
 # --- branches of which one runs ---
