@@ -1,17 +1,22 @@
-"""Which sows, and which iterations of them, the option `names` asks for."""
+"""What handlers have in common: which sows, and which iterations of them, the option
+`names` asks for, and what becomes of other sows.
+"""
 
 import dataclasses as dc
 import functools as ft
 import operator
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from .._mark.site import Site
-from .._names import ANY_LOOPS, Selected, selected
+from .._mark.static import SameParts
+from .._names import ANY_LOOPS, lookup, Selected, selected
 from .._walk.find import loop_of, loops_around, sites
+from .._walk.frame import Frame
+from .._walk.handler import Handler
 
 
 # A name with an index in it.
@@ -83,3 +88,57 @@ class Asked:
         if not (self.by_iteration and loop):
             return self
         return dc.replace(self, loops=(*self.loops, loop.length))
+
+
+@dc.dataclass(frozen=True, kw_only=True)
+class Listens(Handler):
+    """A handler that looks at the sows of one tag, and leaves the program as it is.
+
+    Sows that it does not take stay in the program if `has_outer`, which is when another
+    transformation further out may want them. `transform` is the option of that name.
+    """
+
+    tag: Any
+    asked: Asked
+    transform: SameParts
+    has_outer: bool
+
+    @property
+    def cacheable(self):
+        return self.transform.value is None
+
+    def wants(self, site):
+        return site.tag == self.tag and bool(self.asked.perhaps(site))
+
+    def needs_iterations(self, jaxpr):
+        return self.asked.iterations_in(jaxpr, self.tag)
+
+    def for_inside(self, eqn):
+        asked = self.asked.within(eqn)
+        return self if asked == self.asked else dc.replace(self, asked=asked)
+
+    def transform_of(self, whole: Site, one: Site) -> Any:
+        """The transform of a sow, or of `one` iteration, which goes by its own name or
+        by that of the `whole`."""
+        found = lookup(self.transform.value, one.name)
+        return found or lookup(self.transform.value, whole.name)
+
+
+# --- sows that are left to others ---
+def pass_by(handler: Handler, atoms, frame: Frame) -> None:
+    """A sow that is not the handler's is left for what is further out, or is an
+    identity."""
+    if handler.has_outer:
+        frame.defer(frame.eqn)
+    else:
+        frame.alias_outputs(atoms)
+
+
+def leave_to_others(site: Site, frame: Frame) -> Sequence[Any]:
+    """A sow of the handler's that those further out see as `site`. Returns what the
+    program goes on with, once they are done."""
+    eqn = frame.eqn.replace(params=dict(site=site))
+    frame.want(eqn.outvars)
+    frame.forbid_donation(eqn.outvars)
+    frame.defer(eqn)
+    return eqn.outvars[1:]

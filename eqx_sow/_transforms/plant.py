@@ -133,7 +133,7 @@ class _Plant(Transformed):
         options: Options = self._options.value
         mode = options.mode
         survey = Collect(
-            options.tag,
+            tag=options.tag,
             modes=(mode,),
             asked=Asked(patterns, frozenset(patterns)),
             reduce=EACH_PLACE,

@@ -18,8 +18,8 @@ from .._names import check_known
 from .._results.intermediates import Intermediates
 from .._values import spec as _spec
 from .._values.assemble import assemble
+from .._values.merge import Sown
 from .._values.reduce import Reducer
-from .._values.sown import Sown
 from .._walk.handler import Given
 from .checks import hints, unselected, wanted, warn_unmarked
 from .options import Options, Saving
@@ -50,8 +50,8 @@ class _SaveIntermediates(Transformed):
     def _result(self, program: Program) -> tuple[Any, Intermediates]:
         options: Options = self._options.value
         collect = Collect(
-            options.tag,
-            options.modes,
+            tag=options.tag,
+            modes=options.modes,
             asked=Asked(options.names, program.names),
             reduce=SameParts(self._reduce),
             transform=SameParts(self._transform),

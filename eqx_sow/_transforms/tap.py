@@ -2,6 +2,7 @@
 
 import dataclasses as dc
 import functools as ft
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, overload, ParamSpec, TypeVar, Unpack
 
@@ -16,10 +17,12 @@ from .. import _compat
 from .._frames import api_boundary
 from .._handlers.asked import Asked
 from .._handlers.events import failures, TapEvent
-from .._handlers.tapping import check_order, Place, places_in, Tap
+from .._handlers.tapping import Place, Tap
 from .._mark.listening import Listening, listening
 from .._mark.static import Const, SameParts, take_apart
 from .._names import check_known
+from .._values.entry import check_order
+from .._walk.find import sows
 from .._walk.handler import Given
 from .._walk.interpreter import consts_as_args
 from .checks import hints, unselected, wanted, warn_unmarked
@@ -111,8 +114,7 @@ def _walk(self: _Tapped, program: Program, extra: list[Any]) -> list[Any]:
     options: Options = self._options.value
     program = program.with_executions(lambda name: False)
     names, tag, closed = options.names, options.tag, program.closed
-    nowhere: Any = None
-    everything = [p for p in places_in(closed, Place(nowhere)) if p.site.tag == tag]
+    everything = [Place(*x) for x in sows(closed) if x[0].tag == tag]
     known = dict.fromkeys(p.site.name for p in everything)
     left = unselected(names, program)
     check_known("tap(..., names=...)", left, known, hint=hints(program))
@@ -127,14 +129,17 @@ def _walk(self: _Tapped, program: Program, extra: list[Any]) -> list[Any]:
     chosen = wanted("tap", program, options, {p.site.key for _, p in every})
     every = [(whole, p) for whole, p in every if p.site.key in chosen]
     places = list(dict.fromkeys(whole for whole, _ in every))
-    check_order(closed, places)
+    n_places = Counter(p.site.key for p in places)
+    for p in places:
+        check_order(p.site, n_places[p.site.key])
     counts = {p.slot: p.start() for _, p in every}
     _, treedef, leaves = take_apart(self._extra)
     handler = Tap(
-        options=self._options,
+        tag=tag,
         asked=asked,
+        options=self._options,
         chosen=tuple(chosen.items()),
-        elsewhere=frozenset(p.site.name for p in places if not p.solver),
+        elsewhere=frozenset(p.site.name for p in places if not p.in_solver),
         slots=tuple(counts),
         transform=SameParts(self._transform),
         when=SameParts(self._when),

@@ -1,16 +1,29 @@
 """From what was captured to `intermediates[name][mode]`."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import itertools as it
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.tree_util as jtu
 
 from .._errors import SowError
-from .._mark.static import rebuild
-from .._results.intermediates import in_order, Intermediates, with_axes
-from . import entry as _entry, reduce as _reduce
-from .entry import Entry, Result
+from .._mark.site import Axis, Site
+from .._mark.static import NoTangent, OPERAND, rebuild
+from .._results.intermediates import (
+    Axis as NamedAxis,
+    in_order,
+    Intermediates,
+    Leading,
+    Scan,
+    with_axes,
+)
+from .axes import as_operand, broadcast, final_axes, kept_axes
+from .entry import Entry, grouped, with_count
+from .merge import Sown
 from .modes import is_backward
-from .reduce import Reducers, ReducerState
-from .sown import Sown
+from .reduce import finished, Reducers, ReducerState
 
 
 def assemble(
@@ -22,60 +35,112 @@ def assemble(
     """`intermediates[name][mode]`, in order of execution. `states` are those of the
     reducers that have one. `wanted` says for each `Site.key` that comes back what its
     mode is called."""
-    results = _placed(sown.entries, reducers)
+    returned = _of_entries(sown.entries, reducers)
     for key, state in states.items():
-        results[key] = _reduce.finished(reducers(key[0]), state)
+        reducer = reducers(key[0])
+        entry = finished(reducer, state)
+        returned[key] = _returned(entry, entry.counted, reducer.lead)
     out: dict[str, dict[str, Any]] = {name: {} for name, _ in sown.seen}
-    counts: dict[str, Result] = {}
+    counts: dict[str, _Returned] = {}
     axes = {}
-    for key, result in results.items():
+    for key, x in returned.items():
         name, mode = key[0], wanted.get(key)
         if mode is not None:
-            out[name][mode] = result.value
-            axes[name, mode] = result.axes
-        if result.count is not None:
-            counts.setdefault(name, result)
-    for name, result in counts.items():
+            out[name][mode] = x.value
+            axes[name, mode] = x.axes
+        if x.count is not None:
+            counts.setdefault(name, x)
+    for name, x in counts.items():
         if out[name]:
-            out[name]["count"] = result.count
-            axes[name, "count"] = result.count_axes
+            out[name]["count"] = x.count
+            axes[name, "count"] = x.count_axes
     there = {name: in_order(modes) for name, modes in out.items() if modes}
     return with_axes(there, axes)
 
 
-def _placed(entries: Sequence[Entry], reducers: Reducers) -> dict[Any, Result]:
-    """What comes back for each `Site.key` that is not reduced; of each place, where
-    there may be several."""
-    results = {}
-    by_name = _entry.grouped(entries, lambda site: site.name)
-    for key, same in _entry.grouped(entries).items():
-        conditional = any(e.counted for e in same)
-        if reducers(key[0]) is not None:
-            places = _in_order(same, by_name[key[0]])
-            places = [_finished(e, conditional) for e in places]
-            values, counts, axes, count_axes = zip(*places)
-            counts = counts if conditional else None
-            results[key] = Result(values, counts, [*axes], [*count_axes])
-        else:
+class _Returned(NamedTuple):
+    """What comes back for a `Site.key`: its value, and its count if it has one. The
+    other fields say what their arrays are, see `Intermediates`. With `Append` each is a
+    sequence with one item for each place."""
+
+    value: Any = None
+    count: Any = None
+    axes: tuple[Leading, ...] | list[Any] = ()
+    count_axes: tuple[Leading, ...] | list[Any] = ()
+
+
+def _of_entries(entries: Sequence[Entry], reducers: Reducers) -> dict[Any, _Returned]:
+    returned = {}
+    by_name = grouped(entries, lambda site: site.name)
+    for key, of_key in grouped(entries).items():
+        counted = any(e.counted for e in of_key)
+        if reducers(key[0]) is None:
             # `gather` lets no other name have several.
-            (one,) = same
-            results[key] = _finished(one, conditional)
-    return results
+            (entry,) = of_key
+            returned[key] = _returned(entry, counted)
+            continue
+        places = _in_order(of_key, by_name[key[0]])
+        each = [_returned(e, counted) if e else _Returned() for e in places]
+        values, counts, axes, count_axes = zip(*each)
+        counts = counts if counted else None
+        returned[key] = _Returned(values, counts, [*axes], [*count_axes])
+    return returned
 
 
-def _finished(entry: Entry | None, conditional: bool) -> Result:
-    if entry is None:
-        return Result()
-    entry = _entry.full(_entry.with_count(entry) if conditional else entry)
+def _returned(entry: Entry, counted: bool, buffers: Sequence[int] = ()) -> _Returned:
+    """`buffers` are the axes of `Reducer.lead`, which stand between those of the site
+    and those of the value."""
+    if counted:
+        entry = with_count(entry)
     site = entry.site
-    *values, count = entry.arrays if conditional else (*entry.arrays, None)
-    lead = tuple(a.size for a in site.axes)
-    value = rebuild(site.treedef, site.leaves, values, lead)
-    has = [site.has(i) for i in range(len(entry.arrays))]
-    named = _entry.named_axes(site, entry.route)
-    axes = _entry.axes_of_arrays(value, site, has, named)
-    count_axes = _entry.axes_of_count(count, named, has[-1]) if conditional else ()
-    return Result(value, count, axes, count_axes)
+    kept, final = kept_axes(site), final_axes(site, counted)
+    arrays = [
+        as_operand(broadcast(x, varies, site.axes), varies)
+        for x, varies in zip(entry.arrays, final)
+    ]
+    count = arrays.pop() if counted else None
+    lead = [*it.compress([a.size for a in site.axes], kept), *buffers]
+    value = rebuild(site.treedef, site.leaves, arrays, lead)
+
+    names = _named_axes(site, entry.route) + [_BUFFER] * len(buffers)
+    of_operand = iter(final)
+    axes = []
+    for x, leaf in zip(jtu.tree_leaves(value), site.leaves):
+        # A leaf that is static in the program is what it is.
+        own: Iterable[NamedAxis] = ()
+        if leaf is OPERAND or isinstance(leaf, NoTangent):
+            varies = next(of_operand) if leaf is OPERAND else kept
+            own = it.compress(names, [*varies, *[True] * len(buffers)])
+        if eqx.is_array(x) and x.dtype != jax.dtypes.float0:
+            axes.append((tuple(own), x.shape))
+    count_axes = ()
+    if count is not None:
+        count_axes = ((tuple(it.compress(names, kept)), count.shape),)
+    return _Returned(value, count, tuple(axes), count_axes)
+
+
+_BUFFER = "buffer", None, None
+
+
+def _named_axes(site: Site, route: Scan) -> list[NamedAxis]:
+    """What each axis is, in the words of `Intermediates.axes`, where in the name the
+    index of a loop stands, see `Label`, and which of the scans on the `route` it is."""
+    scans = [
+        route[: i + 1] for i, (_, reverse) in enumerate(route) if reverse is not None
+    ]
+    n_loops = sum(not a.lane and a.mesh is None for a in site.axes)
+    # JAX may have moved a sow out of a loop.
+    scan = iter(scans if len(scans) == n_loops else ())
+    place = iter(site.label.after)
+
+    def name(axis: Axis) -> NamedAxis:
+        if axis.mesh is not None:
+            return f"device:{axis.mesh}", None, None
+        if axis.lane:
+            return "vmap", None, None
+        return "loop", next(place, None), next(scan, None)
+
+    return list(map(name, site.axes))
 
 
 def _in_order(mine: Sequence[Entry], entries: Sequence[Entry]) -> list[Entry | None]:

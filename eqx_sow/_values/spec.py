@@ -17,7 +17,7 @@ import jaxtyping
 from .._errors import SowTypeError
 from .._mark.static import rebuild
 from .._names import lookup
-from .sown import Check
+from .merge import Check
 
 
 def check(

@@ -150,15 +150,16 @@ def sites(x: Any) -> list[Site]:
 
 
 def sows(x: Any, around: tuple[Any, ...] = ()) -> Iterator[tuple[Site, Any]]:
-    """The sites of the equations in a jaxpr that are sows, at any depth, each with the
-    equations that lead there, from outside in: the sow is the last one."""
+    """The sites in a jaxpr, at any depth, each with the equations that lead there, from
+    outside in: the sow is the last one, or the equation that holds a Python function
+    with the sow in it."""
     for eqn in with_sow(x):
         path = (*around, eqn)
-        if eqn.primitive is sow_p:
-            yield eqn.params["site"], path
-        else:
-            for jaxpr in jaxprs_in(eqn.params):
-                yield from sows(jaxpr, path)
+        inside = list(jaxprs_in(eqn.params))
+        for jaxpr in inside:
+            yield from sows(jaxpr, path)
+        if not inside:
+            yield from ((site, path) for site in sites(eqn))
 
 
 def loops_around(
