@@ -17,6 +17,7 @@ from .._names import ANY_LOOPS, lookup, Selected, selected
 from .._walk.find import loop_of, loops_around, sites
 from .._walk.frame import Frame
 from .._walk.handler import Handler
+from .._walk.refuse import is_solver, OVER_AND_OVER, refuse
 
 
 # A name with an index in it.
@@ -101,6 +102,8 @@ class Listens(Handler):
     tag: Any
     asked: Asked
     transform: SameParts
+    # The names that there are outside of linear solvers.
+    elsewhere: frozenset[str]
     has_outer: bool
 
     @property
@@ -116,6 +119,13 @@ class Listens(Handler):
     def for_inside(self, eqn):
         asked = self.asked.within(eqn)
         return self if asked == self.asked else dc.replace(self, asked=asked)
+
+    def meet_unknown(self, found, eqn):
+        if not is_solver(eqn):
+            return super().meet_unknown(found, eqn)
+        # Who solves evaluates the function elsewhere, too.
+        hidden = [s for s in sites(eqn) if s.name not in self.elsewhere]
+        refuse(self, eqn, hidden, OVER_AND_OVER)
 
     def transform_of(self, whole: Site, one: Site) -> Any:
         """The transform of a sow, or of `one` iteration, which goes by its own name or

@@ -19,7 +19,7 @@ from .._values.reduce import Reducer, ReducerState
 from .._walk.find import loop_of, sites
 from .._walk.frame import Frame
 from .._walk.handler import Given, Handler, Taken
-from .._walk.refuse import check_guarded, is_solver, OVER_AND_OVER, unsupported
+from .._walk.refuse import check_guarded
 from .asked import leave_to_others, Listens, pass_by, reached
 
 
@@ -121,14 +121,6 @@ class Collect(Listens):
             here = reached(new.at, given.iterations)
             state = jtu.tree_map(lambda x, y: jnp.where(here, x, y), state, old)
         return given._replace(carry={**given.carry, key: state})
-
-    def meet_unknown(self, found, eqn):
-        if not is_solver(eqn):
-            return super().meet_unknown(found, eqn)
-        # Who solves evaluates the function elsewhere too.
-        wanted = filter(self.wants, sites(eqn))
-        hidden = tuple((s.name, unsupported(s, eqn, OVER_AND_OVER)) for s in wanted)
-        found.append(Taken(values=Sown(hidden=hidden)))
 
     def end_jaxpr(self, found, given, frame: Frame) -> Taken:
         parts = [

@@ -19,7 +19,7 @@ from .._values.entry import captured, in_each_iteration, running, value_of
 from .._values.transform import transformed, Value
 from .._walk.find import loop_of, sites
 from .._walk.frame import Frame
-from .._walk.refuse import check_guarded, is_solver
+from .._walk.refuse import check_guarded
 from .asked import leave_to_others, Listens, pass_by, reached
 from .events import any_lane, only_if, send
 
@@ -29,10 +29,6 @@ class Place(NamedTuple):
 
     site: Site
     path: tuple[Any, ...]
-
-    @property
-    def in_solver(self) -> bool:
-        return any(map(is_solver, self.path))
 
     @property
     def loops(self) -> tuple[int | None, ...]:
@@ -73,8 +69,6 @@ class Tap(Listens):
     options: Const
     # The `Site.key`s of what is sent, and what their modes are called.
     chosen: tuple[tuple[Any, str], ...]
-    # The names that also run outside of linear solvers.
-    elsewhere: frozenset[str]
     # The `Place.slot`s: a `Site.key`, and the mesh axes around it.
     slots: tuple[tuple[Any, tuple[Hashable, ...]], ...]
     when: SameParts
@@ -108,12 +102,6 @@ class Tap(Listens):
         inside = super().for_inside(eqn)
         axes = _mesh_axes(eqn)
         return dc.replace(inside, mesh=(*self.mesh, *axes)) if axes else inside
-
-    def meet_unknown(self, found, eqn):
-        inside = [s.name for s in sites(eqn) if self.wants(s)]
-        # Who solves evaluates the function elsewhere too.
-        if not is_solver(eqn) or not self.elsewhere.issuperset(inside):
-            super().meet_unknown(found, eqn)
 
     def carry_for_devices(self, carry):
         inside = {

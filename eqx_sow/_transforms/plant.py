@@ -138,6 +138,7 @@ class _Plant(Transformed):
             asked=Asked(patterns, frozenset(patterns)),
             reduce=EACH_PLACE,
             transform=SameParts(None),
+            elsewhere=program.names_outside_of_solvers,
             has_outer=False,
         )
         sown = program.with_executions(lambda name: False).survey(survey)

@@ -26,6 +26,7 @@ from .._walk.find import loop_of, loops_around, recomputed, sites, sows
 from .._walk.handler import Given, Handler, Taken
 from .._walk.interpreter import evaluate
 from .._walk.jax_rules import check_wrapped
+from .._walk.refuse import is_solver
 
 
 @dc.dataclass(frozen=True)
@@ -96,6 +97,16 @@ class Program:
     @property
     def names(self) -> frozenset[str]:
         return frozenset(s.name for s in sites(self.closed))
+
+    @property
+    def names_outside_of_solvers(self) -> frozenset[str]:
+        """The names that also run where a value can be had: a linear solver evaluates
+        its function over and over."""
+        return frozenset(
+            site.name
+            for site, path in sows(self.closed)
+            if site.tag == self.marking.tag and not any(map(is_solver, path))
+        )
 
     def _in_loops(self) -> Iterator[tuple[Site, tuple[int, ...]]]:
         for site, path in sows(self.closed):

@@ -8,7 +8,6 @@ from typing import Any, overload, ParamSpec, TypeVar, Unpack
 
 import equinox as eqx
 
-from .._errors import UnsupportedPrimitiveError
 from .._frames import api_boundary
 from .._handlers.asked import Asked
 from .._handlers.collect import Collect
@@ -55,6 +54,7 @@ class _SaveIntermediates(Transformed):
             asked=Asked(options.names, program.names),
             reduce=SameParts(self._reduce),
             transform=SameParts(self._transform),
+            elsewhere=program.names_outside_of_solvers,
             has_outer=listening.value is not None,
         )
         program = program.with_executions(
@@ -85,9 +85,6 @@ class _SaveIntermediates(Transformed):
         for option, patterns in left.items():
             call = f"save_intermediates(..., {option}=...)"
             check_known(call, patterns, names, hint=hints(program))
-        for name, message in sown.hidden:
-            if name not in names:
-                raise UnsupportedPrimitiveError(message)
 
 
 _P = ParamSpec("_P")

@@ -139,7 +139,7 @@ def _walk(self: _Tapped, program: Program, extra: list[Any]) -> list[Any]:
         asked=asked,
         options=self._options,
         chosen=tuple(chosen.items()),
-        elsewhere=frozenset(p.site.name for p in places if not p.in_solver),
+        elsewhere=program.names_outside_of_solvers,
         slots=tuple(counts),
         transform=SameParts(self._transform),
         when=SameParts(self._when),

@@ -59,9 +59,6 @@ class Sown:
     # The names that there are, each with the modes of those that are selected.
     seen: tuple[tuple[str, str | None], ...] = _static()
     checks: tuple[Check, ...] = _static()
-    # Names that run where no value can be had, and what to say of each unless it runs
-    # elsewhere, too.
-    hidden: tuple[tuple[str, str], ...] = _static()
 
     def map(self, fn: Callable[[Entry], Entry]) -> "Sown":
         return dc.replace(self, entries=tuple(map(fn, self.entries)))
@@ -111,7 +108,7 @@ def _all_of(parts: Sequence[Sown], entries: Iterable[Entry]) -> Sown:
     def union(field: str) -> tuple:
         return tuple(dict.fromkeys(x for p in parts for x in getattr(p, field)))
 
-    return Sown(tuple(entries), union("seen"), union("checks"), union("hidden"))
+    return Sown(tuple(entries), union("seen"), union("checks"))
 
 
 def to_one_form(branches: Sequence[Sown]) -> Callable[[Sown], Sown]:
