@@ -23,7 +23,7 @@ from .._walk.refuse import check_guarded
 from .asked import leave_to_others, Listens, pass_by, reached
 
 
-# Of each place that sows a name there is an entry.
+# For a survey of the program: of each place that sows a name there is an entry.
 EACH_PLACE = SameParts(_reduce.Append())
 
 
@@ -66,14 +66,16 @@ class Collect(Listens):
         return lookup(self.reduce.value, name)
 
     def folds(self, name: str) -> bool:
-        """Whether the name has a state that goes through loops."""
+        """Whether a reducer with a state says what becomes of the name. The state goes
+        through loops as part of `Given.carry`."""
         reducer = self.reducer(name)
         return reducer is not None and reducer.has_state
 
     def _chooses(self, site: Site) -> bool:
+        """Whether the mode of a sow is asked for."""
         if self.modes is None or site.mode in map(without_order, self.modes):
             return True
-        # The order of cotangents goes by that of the primals.
+        # `Append` needs the primals too: cotangents are put in their order.
         reducer = self.reducer(site.name)
         return not site.modes and reducer is not None and not reducer.has_state
 

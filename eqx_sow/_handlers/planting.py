@@ -33,10 +33,12 @@ from .asked import leave_to_others, pass_by, reached
 
 @dc.dataclass(frozen=True)
 class Replace(Handler):
-    """Replaces what is sown. All go by `Site.key`: of what is `planted` there, the last
-    one counts. `Given.values` has its arrays."""
+    """Replaces what is sown."""
 
     tag: Any
+    # For each `Site.key`, what is planted there. There may be several, such as one for
+    # all iterations of a loop and one for iteration 3: the last one counts.
+    # `Given.values` is a dict with their arrays.
     planted: tuple[tuple[Any, tuple["Planted", ...]], ...]
     has_outer: bool
 
@@ -58,7 +60,7 @@ class Replace(Handler):
         return frozenset(name for name, *_ in self._planted)
 
     def _is_planted(self, site):
-        """Whether this or another mode of it is planted."""
+        """Whether this or another mode of the name is planted."""
         return site.tag == self.tag and site.name in self._names
 
     def keeps_intact(self, eqn):
@@ -70,7 +72,8 @@ class Replace(Handler):
     def sow(self, found, given, site: Site, atoms, frame: Frame):
         del found
         n_guards = len(site.guards)
-        # A planted site is still a site, whoever marked it.
+        # A planted sow is still one for those further out, also if it is the mark of a
+        # module that was made for this `plant` alone.
         is_marked = site.labels[0].depth > 0 and self._is_planted(site)
         still = site.for_all() if is_marked else site
         if not self.wants(site):

@@ -115,7 +115,7 @@ class Tap(Listens):
         return values, lambda xs: xs, [PartitionSpec()] * len(values)
 
     def sow(self, found, given, site: Site, atoms, frame: Frame):
-        # Who has marked the same module may plant there.
+        # A `plant` further out that marked the same module may replace the value.
         shared = self.has_outer and bool(site.labels[1:] or site.waiting)
         now = leave_to_others(site, frame) if shared else atoms
         if self.wants(site) and not site.again:
