@@ -176,11 +176,13 @@ class Collect(Listens):
         reducers = reducers.values() if isinstance(reducers, Mapping) else [reducers]
         if not any(r is not None and r.has_state for r in reducers):
             return {}
-        entries = survey(dc.replace(self, reduce=EACH_PLACE)).entries
-        entries = [
-            e for e in entries if self.folds(e.site.name) and self._chooses(e.site)
-        ]
-        return _reduce.started(self.reducer, entries)
+        by_key = _entry.grouped(survey(dc.replace(self, reduce=EACH_PLACE)).entries)
+        states = {}
+        for key, entries in by_key.items():
+            reducer: Any = self.reducer(key[0])
+            if self.folds(key[0]) and self._chooses(entries[0].site):
+                states[key] = _reduce.started(reducer, entries)
+        return states
 
 
 def _checks(site: Site, atoms: Sequence[Any]) -> tuple[Check, ...]:

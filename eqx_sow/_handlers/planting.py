@@ -217,7 +217,8 @@ def _replaced(
 def _check_fixed(
     site: Site, old: Sequence[Any], new: Sequence[Any], unknown: bool
 ) -> None:
-    """`unknown`: whether an array of which nothing is known will do."""
+    """Raises if a NumPy array shall be replaced by another one. `unknown`: whether a
+    traced array, of which the values are not known, will do."""
     for x, y in ((old[i], new[i]) for i in site.fixed):
         known = not any(isinstance(z, jax.core.Tracer) for z in (x, y))
         if x is not y and not (np.array_equal(x, y) if known else unknown):
@@ -231,8 +232,14 @@ def _check_fixed(
 def _at_site(
     site: Site, guards: Sequence[Any], arrays: Sequence[Any], form: Site
 ) -> list[Any]:
-    """The operands of a sow, from planted arrays that have all axes of the form: those
-    of loops that JAX moved the sow out of, and those of lanes."""
+    """The arrays of the value at a sow, from planted ones.
+
+    These have all axes of the `form`, that is of what is captured there, but for those
+    of the loops around the walk: first those of loops that JAX moved the sow out of,
+    then those of lanes. The sow itself may have fewer. With a planted `f32[5,8,3]`, a
+    sow that JAX moved out of a loop of 5, in a vmap of 8 over which it does not vary,
+    has `f32[3]`.
+    """
     n_moved = sum(not a.lane for a in site.axes)
     lanes = [k for k, a in enumerate(site.axes) if a.lane]
     own = own_axes(
@@ -241,7 +248,7 @@ def _at_site(
     )
 
     def in_form(varies):
-        """Over which axes of the planted arrays an operand varies."""
+        """Which of the axes of the planted arrays an operand varies over."""
         of_lanes = [k is not None and varies[lanes[k]] for k in own]
         return [False] * n_moved + of_lanes
 
@@ -255,8 +262,9 @@ def _at_site(
 
 
 def _without_the_same(x: Any, varies: Sequence[bool], run: Any, site: Site) -> Any:
-    """A planted array without the axes that the operand does not vary over: the one
-    value along these, as far as the sow runs."""
+    """A planted array without the axes that the operand at the sow does not vary over.
+    Along these it must be the same, which is checked while the program runs. `run` says
+    in which lanes the sow runs: in others, what was captured is zero."""
     gone = [k for k, v in enumerate(varies) if not v]
     if all(x.shape[k] == 1 for k in gone):
         return as_operand(x, varies)
@@ -312,7 +320,8 @@ def _apply(fn: Callable, site: Site, values: Sequence[Any]) -> list[Any]:
 def _operands(
     value: Any, site: Site, like: Sequence[Any], of_function: bool = False
 ) -> list[Any]:
-    """The arrays of a value that must look like what is sown, and they like `like`."""
+    """The arrays of a value that must have the structure of what is sown. Each must
+    have the shape and dtype of that in `like`, and gets its sharding."""
     whose = "what the function returned" if of_function else "the value"
     value_for = f"`plant`: {whose} for `sow(..., {site.name!r})` at {site.where}"
     leaves, treedef = jtu.tree_flatten(value)
@@ -355,8 +364,9 @@ def _operands(
 
 
 def _as_jax_does(x: Any, dtype: Any) -> Any:
-    """A NumPy array or a Python number as an array, if it can be one of the dtype."""
-    # Such as strings; a number that is too large; any number for a key.
+    """A NumPy array or a Python number as an array, if it can be one of the dtype.
+    Anything else comes back as it is."""
+    # JAX refuses strings, a number that is too large, and any number for a key.
     with contextlib.suppress(TypeError, OverflowError):
         if isinstance(x, np.ndarray | np.generic):
             return jnp.asarray(x)

@@ -25,7 +25,8 @@ from .events import any_lane, only_if, send
 
 
 class Place(NamedTuple):
-    """A sow of a program, and the equations that lead there, from outside in."""
+    """A sow of a program, as `find.sows` has it: with the equations that lead there,
+    from outside in. `tap` makes it, to know which counts the program has to carry."""
 
     site: Site
     path: tuple[Any, ...]
@@ -37,8 +38,8 @@ class Place(NamedTuple):
 
     @property
     def slot(self) -> tuple[Any, tuple[Hashable, ...]]:
-        """Under which its count is carried: one for each device of the mesh axes
-        around."""
+        """The count that goes with it: there is one for each `Site.key` and each
+        combination of `shard_map`s around, as each device counts for itself."""
         return self.site.key, tuple(a for eqn in self.path for a in _mesh_axes(eqn))
 
     def start(self) -> Any:

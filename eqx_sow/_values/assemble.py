@@ -35,25 +35,28 @@ def assemble(
     """`intermediates[name][mode]`, in order of execution. `states` are those of the
     reducers that have one. `wanted` says for each `Site.key` that comes back what its
     mode is called."""
-    returned = _of_entries(sown.entries, reducers)
+    by_name = grouped(sown.entries, lambda site: site.name)
+    places: dict[Any, Sequence[Entry | None]] = {
+        key: of_key if reducers(key[0]) is None else _in_order(of_key, by_name[key[0]])
+        for key, of_key in grouped(sown.entries).items()
+    }
     for key, state in states.items():
-        reducer = reducers(key[0])
-        entry = finished(reducer, state)
-        returned[key] = _returned(entry, entry.counted, reducer.lead)
+        places[key] = [finished(reducers(key[0]), state)]
     out: dict[str, dict[str, Any]] = {name: {} for name, _ in sown.seen}
     counts: dict[str, _Returned] = {}
     axes = {}
-    for key, x in returned.items():
+    for key, entries in places.items():
         name, mode = key[0], wanted.get(key)
+        returned = _of_places(entries, reducers(name))
         if mode is not None:
-            out[name][mode] = x.value
-            axes[name, mode] = x.axes
-        if x.count is not None:
-            counts.setdefault(name, x)
-    for name, x in counts.items():
+            out[name][mode] = returned.value
+            axes[name, mode] = returned.axes
+        if returned.count is not None:
+            counts.setdefault(name, returned)
+    for name, returned in counts.items():
         if out[name]:
-            out[name]["count"] = x.count
-            axes[name, "count"] = x.count_axes
+            out[name]["count"] = returned.count
+            axes[name, "count"] = returned.count_axes
     there = {name: in_order(modes) for name, modes in out.items() if modes}
     return with_axes(there, axes)
 
@@ -69,27 +72,23 @@ class _Returned(NamedTuple):
     count_axes: tuple[Leading, ...] | list[Any] = ()
 
 
-def _of_entries(entries: Sequence[Entry], reducers: Reducers) -> dict[Any, _Returned]:
-    returned = {}
-    by_name = grouped(entries, lambda site: site.name)
-    for key, of_key in grouped(entries).items():
-        counted = any(e.counted for e in of_key)
-        if reducers(key[0]) is None:
-            # `gather` lets no other name have several.
-            (entry,) = of_key
-            returned[key] = _returned(entry, counted)
-            continue
-        places = _in_order(of_key, by_name[key[0]])
-        each = [_returned(e, counted) if e else _Returned() for e in places]
-        values, counts, axes, count_axes = zip(*each)
-        counts = counts if counted else None
-        returned[key] = _Returned(values, counts, [*axes], [*count_axes])
-    return returned
+def _of_places(entries: Sequence[Entry | None], reducer: Any) -> _Returned:
+    """From the entries of one `Site.key`. `None` stands for a place that has none."""
+    counted = any(e.counted for e in entries if e)
+    lead = () if reducer is None else reducer.lead
+    each = [_of_entry(e, counted, lead) if e else _Returned() for e in entries]
+    if reducer is None or reducer.has_state:
+        # `gather` lets no such name have several.
+        (one,) = each
+        return one
+    values, counts, axes, count_axes = zip(*each)
+    return _Returned(values, counts if counted else None, [*axes], [*count_axes])
 
 
-def _returned(entry: Entry, counted: bool, buffers: Sequence[int] = ()) -> _Returned:
-    """`buffers` are the axes of `Reducer.lead`, which stand between those of the site
-    and those of the value."""
+def _of_entry(entry: Entry, counted: bool, buffers: Sequence[int]) -> _Returned:
+    """From an entry, in which arrays have axes of size one: what is the same in all
+    lanes is repeated for each. `buffers` are the sizes of `Reducer.lead`, axes that
+    stand between those of the site and those of the value."""
     if counted:
         entry = with_count(entry)
     site = entry.site

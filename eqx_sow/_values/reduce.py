@@ -24,7 +24,7 @@ from .._frames import api_boundary
 from .._mark.site import Axis, Site, with_has
 from .._mark.static import OPERAND, rebuild, take_apart
 from .axes import aligned, broadcast, kept_axes
-from .entry import check_order, Entry, grouped, in_each_iteration, with_count
+from .entry import check_order, Entry, in_each_iteration, with_count
 from .merge import unify, with_axes
 
 
@@ -319,16 +319,9 @@ class ReducerState:
 Reducers = Callable[[str], Any]
 
 
-def started(reducers: Reducers, entries: Sequence[Entry]) -> dict[Any, ReducerState]:
-    """The states before the first execution, by `Site.key`. `entries` are the shapes of
-    what would be captured without reducers; `reducers` says which is that of a name."""
-    return {
-        key: _started(reducers(key[0]), places)
-        for key, places in grouped(entries).items()
-    }
-
-
-def _started(reducer: Reducer, entries: Sequence[Entry]) -> ReducerState:
+def started(reducer: Reducer, entries: Sequence[Entry]) -> ReducerState:
+    """The state before the first execution. `entries` are the shapes of what would be
+    captured of the name and mode without a reducer, in each place."""
     form = unify([_of_one_execution(e) for e in entries])
     site, lanes = form.site, form.site.axes
     one_lane = form.without_axes(range(len(lanes)))

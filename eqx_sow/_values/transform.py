@@ -143,8 +143,8 @@ def _of_each_lane(fn: Callable, site: Site, value: Value) -> Value:
         new, *form[:] = take_apart(out)
         return list(map(jnp.asarray, new))
 
-    # The second one is for a value without arrays.
-    every = either(*value.varies, (False,) * len(site.axes))
+    none = (False,) * len(site.axes)
+    every = either(none, *value.varies)
     varies = None
     if is_backward(site.mode) and any(v != every for v in value.varies):
         varies = _of_inputs_read(apply, value, every)
@@ -155,9 +155,12 @@ def _of_each_lane(fn: Callable, site: Site, value: Value) -> Value:
 
 
 def _of_inputs_read(fn: Callable, value: Value, every: Varies) -> list[Varies]:
-    """For each result of `fn`, the axes of those arrays that it depends on. In a
-    backward pass, what is computed from the total of all lanes alone is no value of a
-    lane."""
+    """For each result of `fn`, the axes of those arrays that it depends on.
+
+    This is for cotangents of a value such as `(x, w)`, where `x` is of one lane and `w`
+    is shared by all: the cotangent of `w` is the total of all lanes. Its norm is one
+    number, and not one for each lane.
+    """
     shapes = [
         shape_like(x, x.shape[sum(v) :], spec_of(x)[sum(v) :])
         for x, v in zip(value.arrays, value.varies)
@@ -182,7 +185,8 @@ def _of_all_lanes(fn: Batched, site: Site, value: Value) -> Value:
             "comes back where its `count` is not zero."
         )
     axes = site.axes
-    every = either(*value.varies, (False,) * len(axes))
+    none = (False,) * len(axes)
+    every = either(none, *value.varies)
     arrays = value.arrays
     if not is_backward(site.mode):
         # A cotangent without the axes of the lanes is their total, see `final_axes`.
@@ -198,5 +202,4 @@ def _of_all_lanes(fn: Batched, site: Site, value: Value) -> Value:
     lead = [a.size for a, v in zip(axes, every) if v]
     out = fn.fn(rebuild(value.treedef, value.leaves, arrays, lead))
     new, treedef, leaves = take_apart(out)
-    none = (False,) * len(axes)
     return Value(treedef, leaves, list(map(jnp.asarray, new)), [none] * len(new))
