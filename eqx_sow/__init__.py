@@ -18,13 +18,13 @@ from ._results.tabulate import tabulate as tabulate
 from ._transforms.plant import plant as plant
 from ._transforms.save import save_intermediates as save_intermediates
 from ._transforms.tap import tap as tap
-from ._values.batched import batched as batched
 from ._values.reduce import (
     Append as Append,
     Buffer as Buffer,
     Fold as Fold,
     Last as Last,
 )
+from ._values.transform import batched as batched
 from ._walk import jax_rules, rules  # noqa: F401
 from ._walk.register import register_rule as register_rule
 

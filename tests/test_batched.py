@@ -200,14 +200,18 @@ def test_a_condition_that_they_do_not_share_is_an_error(fn):
             listen(jax.vmap(fn), transform=batched(_moment))(XS)
 
 
-def test_all_branches_have_a_value():
+def test_one_that_all_branches_have_is_an_error_too():
     def f(x):
         go = lambda g: lambda x: sow(g(x), "h")
         return lax.cond(x[0] > 0, go(jnp.sin), go(jnp.cos), x)
 
-    _, got = S(jax.vmap(f), transform=batched(_moment))(XS)
+    with pytest.raises(SowError, match="only some lanes .* no value of all lanes"):
+        S(jax.vmap(f), transform=batched(_moment))(XS)
+    # The remedy.
+    outside = lambda x: sow(f(x), "out")
+    _, got = S(jax.vmap(outside), names="out", transform=batched(_moment))(XS)
     expected = jnp.where(XS[:, :1] > 0, jnp.sin(XS), jnp.cos(XS))
-    assert_close(got["h"]["primal"], _moment(expected))
+    assert_close(got["out"]["primal"], _moment(expected))
 
 
 @pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["eager", "jit"])

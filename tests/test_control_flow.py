@@ -250,6 +250,17 @@ def test_branches_that_disagree(other, shown):
             S(f)(X)
 
 
+def test_the_gradient_through_a_transform_is_finite_where_the_sow_does_not_run():
+    def f(x):
+        return lax.cond(x > 0, lambda x: sow(x, "a"), lambda x: -x, x)
+
+    def loss(x):
+        _, captured = S(jax.vmap(f), transform=jnp.log)(x)
+        return captured["a"]["primal"].sum()
+
+    close(jax.grad(loss)(jnp.array([4.0, 0.0])), [0.25, 0.0])
+
+
 def test_platform_dependent():
     def f(x):
         return lax.platform_dependent(

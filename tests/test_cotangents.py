@@ -173,6 +173,23 @@ def test_one_branch_differentiates_a_leaf_and_the_other_does_not(p):
         close(mine, want)
 
 
+@pytest.mark.parametrize("as_array", [np.asarray, jnp.asarray])
+def test_a_numpy_array_in_one_branch_is_an_error(as_array):
+    def f(x):
+        def no(x):
+            a, b = sow((2 * x, as_array(np.ones(2, np.float32))), "v")
+            return a * b[0]
+
+        return lax.cond(x > 0, lambda x: sow((x, 3 * x * jnp.ones(2)), "v")[0], no, x)
+
+    assert S(f)(jnp.array(2.0))[1]["v"]["count"] == 1
+    if as_array is jnp.asarray:
+        close(S(jax.grad(f))(jnp.array(-2.0))[1]["v"]["cotangent"][1], [-4.0, 0.0])
+    else:
+        with pytest.raises(SowError, match=r"has no cotangent, .* `jnp.asarray\("):
+            S(jax.grad(f))(jnp.array(2.0))
+
+
 P = jnp.array([True, False])
 
 

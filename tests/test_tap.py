@@ -846,17 +846,19 @@ def test_an_order_is_not_lost_by_a_sow_of_another_tag():
     assert_close(values(events, "x"), [np.sin(np.asarray(X))] * 3)
 
 
-def test_hoisted_branches_run_in_each_iteration():
-    def fn(x):
+def test_lost_order_of_branches_is_an_error():
+    def fn(x, first="y", second="z"):
         def body(c, i):
-            y = lax.cond(x[0] > 0, lambda x: sow(x, "y"), lambda x: sow(x * 2, "y"), x)
-            return c * y, None
+            branches = lambda x: sow(x, first), lambda x: sow(x * 2, second)
+            return c * lax.cond(x[0] > 0, *branches, x), None
 
         return lax.scan(body, x, length=3)[0].sum()
 
+    with pytest.raises(eqx_sow.SowError, match="the order of the executions is lost"):
+        watch(jax.grad(lambda x: fn(x, "y", "y")), X)
     for sign in (1, -1):
         events = assert_law_10(jax.grad(fn), X * sign)
-        assert len(values(events, "y")) == 3
+        assert len(values(events, "y") + values(events, "z")) == 3
 
 
 @pytest.mark.parametrize("why", ["condition", "solver"])

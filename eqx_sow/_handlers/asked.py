@@ -1,16 +1,21 @@
-"""Which sows, and which iterations of them, the option `names` asks for."""
+"""What handlers have in common: which sows, and which iterations of them, the option
+`names` asks for, and what becomes of other sows.
+"""
 
 import dataclasses as dc
 import functools as ft
 import operator
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from .._mark.site import Site
-from .._names import ANY_LOOPS, Selected, selected
+from .._mark.static import SameParts
+from .._names import ANY_LOOPS, lookup, Selected, selected
+from .._walk.frame import Frame
+from .._walk.handler import Handler, is_solver, OVER_AND_OVER, refuse
 from .._walk.sows import loop_of, loops_around, sites
 
 
@@ -19,44 +24,51 @@ _INDEX = re.compile(r"(^|/)(-?\d+|\*)(/|$)")
 
 
 def reached(at: Iterable[int | None], iterations: Iterable[Any]) -> Any:
-    """Whether these are the iterations `at` which something is asked for."""
-    each = [i == n for i, n in zip(iterations, at) if n is not None]
-    return ft.reduce(operator.and_, each, np.True_)
+    """Whether the walk is in the iteration that is asked for. `at` has an entry for
+    each scan around it, from outside in: which iteration, or `None` for all. In a scan
+    over layers and one over tokens, `(3, None)` is all tokens of layer 3.
+    `Given.iterations` says which ones run now."""
+    matches = [i == n for i, n in zip(iterations, at) if n is not None]
+    return ft.reduce(operator.and_, matches, np.True_)
 
 
 @dc.dataclass(frozen=True)
 class Asked:
-    """`names` is that option. `spelled_out` are the names that there are as they stand:
-    what looks like an index in these is none. `loops` are those around the walk, see
-    `loops_around`, if an iteration is asked for."""
+    """What the option `names` asks for, as it stands in one place of the program."""
 
+    # The option. `None` asks for everything.
     names: tuple[Any, ...] | None = None
+    # The names of all sows. If one of them is asked for as it is written, what looks
+    # like an index in it is none.
     spelled_out: frozenset[str] = frozenset()
+    # How many iterations the loops around this place have, from outside in (`None` for
+    # a `while_loop`). It is kept only if some iteration is asked for.
     loops: tuple[int | None, ...] = ()
 
     def _selected(self, site: Site, loops: tuple[int, ...]) -> Iterable[Selected]:
         label = site.label
         if self.names is None:
             return [Selected(label.name, (), label.after)]
-        found = [
+        by_pattern = [
             selected(p, label.name, label.after, loops)
             for p in self.names
             if label.name == p or p not in self.spelled_out
         ]
-        return {x.name: x for x in found if x is not None}.values()
+        return {x.name: x for x in by_pattern if x is not None}.values()
 
     def perhaps(self, site: Site) -> Iterable[Selected]:
         """What may be asked for of a sow, whatever loops are around it."""
         return self._selected(site, ANY_LOOPS)
 
     def of(self, site: Site) -> list[tuple[Site, tuple[int | None, ...]]]:
-        """What is asked for of a sow, as sites of their own: all of it, or one
-        iteration, and which one of each scan around the walk that is."""
+        """What is asked for of a sow, each as a site of its own, with `Entry.at`. With
+        `names=("h", "h/3")` that is the whole `h`, and its iteration 3: the same site,
+        but called `h/3`."""
         loops = loops_around(site, self.loops)
-        found = []
+        sites_at = []
         for x in self._selected(site, tuple(n for n, _ in loops)):
             if not x.at:
-                found.append((site, ()))
+                sites_at.append((site, ()))
                 continue
             # What JAX moved out of a loop is the same in each iteration of it.
             gone = [axis for i, (_, axis) in zip(x.at, loops) if i is not None]
@@ -64,22 +76,86 @@ class Asked:
             label = site.label._replace(name=x.name, after=x.after)
             one = site._replace(labels=(label, *site.labels[1:]), axes=axes)
             at = tuple(i for i, (_, axis) in zip(x.at, loops) if axis is None)
-            found.append((one, at if any(i is not None for i in at) else ()))
-        return found
+            sites_at.append((one, at if any(i is not None for i in at) else ()))
+        return sites_at
 
     @property
     def by_iteration(self) -> bool:
-        """Whether an iteration may be asked for."""
+        """Whether an iteration of anything may be asked for."""
         return any(isinstance(p, str) and _INDEX.search(p) for p in self.names or ())
 
     def iterations_in(self, jaxpr: Any, tag: Any) -> bool:
-        """Whether one of a sow in there may be asked for."""
+        """Whether an iteration of a sow in this jaxpr may be asked for."""
         return self.by_iteration and any(
             x.at for s in sites(jaxpr) if s.tag == tag for x in self.perhaps(s)
         )
 
     def within(self, eqn: Any) -> "Asked":
+        """The same, for what is inside an equation."""
         loop = loop_of(eqn)
         if not (self.by_iteration and loop):
             return self
         return dc.replace(self, loops=(*self.loops, loop.length))
+
+
+@dc.dataclass(frozen=True, kw_only=True)
+class Listens(Handler):
+    """What `Collect` and `Tap` have in common: they look at the sows of one tag that
+    are asked for, and leave the program as it is."""
+
+    tag: Any
+    asked: Asked
+    # The option of that name, which may be a dict.
+    transform: SameParts
+    # The names that also run outside of linear solvers.
+    elsewhere: frozenset[str]
+    # Whether another transformation further out may want other sows: if so, these stay
+    # in the program.
+    has_outer: bool
+
+    @property
+    def cacheable(self):
+        return self.transform.value is None
+
+    def wants(self, site):
+        return site.tag == self.tag and bool(self.asked.perhaps(site))
+
+    def needs_iterations(self, jaxpr):
+        return self.asked.iterations_in(jaxpr, self.tag)
+
+    def for_inside(self, eqn):
+        asked = self.asked.within(eqn)
+        return self if asked == self.asked else dc.replace(self, asked=asked)
+
+    def meet_unknown(self, found, eqn):
+        if not is_solver(eqn):
+            return super().meet_unknown(found, eqn)
+        # A solver does not show what happens inside. But who calls it usually evaluates
+        # the same function elsewhere, too, where the sows are seen.
+        hidden = [s for s in sites(eqn) if s.name not in self.elsewhere]
+        refuse(self, eqn, hidden, OVER_AND_OVER)
+
+    def transform_of(self, whole: Site, one: Site) -> Any:
+        """The transform of a sow, or of `one` iteration of the `whole`, such as `h/3`:
+        one for that name, or else one for `h`."""
+        transform = lookup(self.transform.value, one.name)
+        return transform or lookup(self.transform.value, whole.name)
+
+
+# --- sows that are left to others ---
+def pass_by(handler: Handler, atoms, frame: Frame) -> None:
+    """Sees to a sow that is none of the handler's: it stays in the program for those
+    further out, if there are any. Otherwise it returns its operands, `atoms`."""
+    if handler.has_outer:
+        frame.defer(frame.eqn)
+    else:
+        frame.alias_outputs(atoms)
+
+
+def leave_to_others(site: Site, frame: Frame) -> Sequence[Any]:
+    """Sees to a sow of the handler's that is also one, as `site`, for those further
+    out. Returns the variables that the program goes on with: others may plant there."""
+    eqn = frame.eqn.replace(params=dict(site=site))
+    frame.want(eqn.outvars)
+    frame.defer(eqn)
+    return eqn.outvars[1:]

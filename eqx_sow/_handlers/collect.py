@@ -2,7 +2,7 @@
 
 import dataclasses as dc
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,94 +13,68 @@ from .._mark.static import SameParts
 from .._names import lookup
 from .._values import entry as _entry, merge as _merge, reduce as _reduce
 from .._values.entry import Entry
+from .._values.merge import Check, gather, Sown, to_one_form
 from .._values.modes import without_order
 from .._values.reduce import Reducer, ReducerState
-from .._values.sown import Check, gather, Sown, to_one_form, Uncollected
 from .._walk.frame import Frame
-from .._walk.handler import (
-    check_guarded,
-    Given,
-    Handler,
-    is_solver,
-    OVER_AND_OVER,
-    Taken,
-    unsupported,
-)
+from .._walk.handler import check_guarded, Given, Handler, Taken
 from .._walk.sows import loop_of, sites
-from .asked import Asked, reached
+from .asked import leave_to_others, Listens, pass_by, reached
 
 
-# Of each place that sows a name there is an entry.
+# For a survey of the program: of each place that sows a name there is an entry.
 EACH_PLACE = SameParts(_reduce.Append())
 
 
-def pass_by(handler: Handler, atoms, frame: Frame) -> None:
-    """A sow that is not the handler's is left for what is further out, or is an
-    identity."""
-    if handler.has_outer:
-        frame.defer(frame.eqn)
-    else:
-        frame.alias_outputs(atoms)
+class _Uncollected(NamedTuple):
+    """A sow that `Collect` came by. Its operands are still variables of the jaxpr,
+    which are read all at once when that has been walked."""
+
+    site: Site
+    operands: tuple[Any, ...]
+    transform: Any
+    # See `Entry.at`.
+    at: tuple[int | None, ...]
+
+    def captured(self, frame: Frame) -> Entry:
+        operands = frame.read_arrays(self.operands)
+        return _entry.captured(self.site, operands, self.transform, self.at)
 
 
-def leave_to_others(site: Site, frame: Frame) -> Sequence[Any]:
-    """A sow of the handler's that those further out see as `site`. Returns what the
-    program goes on with, once they are done."""
-    eqn = frame.eqn.replace(params=dict(site=site))
-    frame.want(eqn.outvars)
-    frame.defer(eqn)
-    return eqn.outvars[1:]
+@dc.dataclass(frozen=True, kw_only=True)
+class Collect(Listens):
+    """Takes the values of the sows that are asked for."""
 
-
-@dc.dataclass(frozen=True)
-class Collect(Handler):
-    """Takes the values of all sows of one tag.
-
-    Sows of other tags stay in the program if `has_outer`, which is when another
-    transformation further out may want them.
-    """
-
-    tag: Any
     modes: tuple[str, ...] | None
-    asked: Asked
     reduce: SameParts
-    transform: SameParts
-    has_outer: bool
-
-    @property
-    def cacheable(self):
-        return self.reduce.value is None and self.transform.value is None
-
-    def wants(self, site):
-        return site.tag == self.tag and bool(self.asked.perhaps(site))
 
     keeps_iterations = True
 
-    def needs_iterations(self, jaxpr):
-        return self.asked.iterations_in(jaxpr, self.tag)
+    @property
+    def cacheable(self):
+        return super().cacheable and self.reduce.value is None
 
     def needs_order(self, site):
         return self.folds(site.name)
 
     def keeps_intact(self, eqn):
+        # Names that are not asked for are noted, for messages.
         return self.has_outer and all(s.tag != self.tag for s in sites(eqn))
-
-    def for_inside(self, eqn):
-        asked = self.asked.within(eqn)
-        return self if asked == self.asked else dc.replace(self, asked=asked)
 
     def reducer(self, name: str) -> Reducer | None:
         return lookup(self.reduce.value, name)
 
     def folds(self, name: str) -> bool:
-        """Whether the name has a state that goes through loops."""
+        """Whether a reducer with a state says what becomes of the name. The state goes
+        through loops as part of `Given.carry`."""
         reducer = self.reducer(name)
         return reducer is not None and reducer.has_state
 
     def _chooses(self, site: Site) -> bool:
+        """Whether the mode of a sow is asked for."""
         if self.modes is None or site.mode in map(without_order, self.modes):
             return True
-        # The order of cotangents goes by that of the primals.
+        # `Append` needs the primals too: cotangents are put in their order.
         reducer = self.reducer(site.name)
         return not site.modes and reducer is not None and not reducer.has_state
 
@@ -122,51 +96,38 @@ class Collect(Handler):
         check_guarded(site)
         if site.again:
             return given
-        transform = lookup(self.transform.value, site.name)
         for one, at in asked:
             seen = Sown(seen=((one.name, one.mode),), checks=_checks(one, atoms))
             found.append(Taken(values=seen))
-            cases = (one.cases,) if one.cases else ()
-            mine = lookup(self.transform.value, one.name) or transform
-            new = Uncollected(Entry(tuple(atoms), one, cases=cases, at=at), mine)
-            given = self._take(found, given, new, frame)
+            if not self._chooses(one):
+                continue
+            transform = self.transform_of(site, one)
+            new = _Uncollected(one, tuple(atoms), transform, at)
+            if self.folds(one.name):
+                given = self._fold(given, new, frame)
+            else:
+                found.append(new)
+                frame.want(atoms)
         return given
 
-    def _take(self, found: list, given: Given, new: Uncollected, frame: Frame) -> Given:
-        site, atoms = new.entry.site, new.entry.arrays
-        if not self._chooses(site):
-            return given
-        if not self.folds(site.name):
-            found.append(new)
-            frame.want(atoms)
-            return given
-        # One more execution for a reducer, whose state goes through the loops around.
-        values = tuple(frame.read_arrays(atoms))
-        entry = _entry.captured(Entry(values, site), new.transform)
-        reducer: Any = self.reducer(site.name)
-        old = given.carry[site.key]
-        state = _reduce.stepped(reducer, old, entry)
+    def _fold(self, given: Given, new: "_Uncollected", frame: Frame) -> Given:
+        """One more execution for a reducer, whose state goes through the loops
+        around."""
+        key = new.site.key
+        reducer: Any = self.reducer(new.site.name)
+        old = given.carry[key]
+        state = _reduce.stepped(reducer, old, new.captured(frame))
         # With `names="h/3"`, only if it is that iteration.
-        if new.entry.at:
-            here = reached(new.entry.at, given.iterations)
+        if new.at:
+            here = reached(new.at, given.iterations)
             state = jtu.tree_map(lambda x, y: jnp.where(here, x, y), state, old)
-        return given._replace(carry={**given.carry, site.key: state})
-
-    def meet_unknown(self, found, eqn):
-        if not is_solver(eqn):
-            return super().meet_unknown(found, eqn)
-        # Who solves evaluates the function elsewhere too.
-        wanted = filter(self.wants, sites(eqn))
-        hidden = tuple((s.name, unsupported(s, eqn, OVER_AND_OVER)) for s in wanted)
-        found.append(Taken(values=Sown(hidden=hidden)))
+        return given._replace(carry={**given.carry, key: state})
 
     def end_jaxpr(self, found, given, frame: Frame) -> Taken:
-        # Until now, entries had variables of the jaxpr in the place of arrays.
-        def read(x: Uncollected) -> Uncollected:
-            arrays = tuple(frame.read_arrays(x.entry.arrays))
-            return x._replace(entry=dc.replace(x.entry, arrays=arrays))
-
-        parts = [read(x) if isinstance(x, Uncollected) else x.values for x in found]
+        parts = [
+            Sown((x.captured(frame),)) if isinstance(x, _Uncollected) else x.values
+            for x in found
+        ]
         keeps_all = lambda name: self.reducer(name) is not None
         return Taken(given.carry, gather(parts, keeps_all))
 
@@ -214,11 +175,13 @@ class Collect(Handler):
         reducers = reducers.values() if isinstance(reducers, Mapping) else [reducers]
         if not any(r is not None and r.has_state for r in reducers):
             return {}
-        entries = survey(dc.replace(self, reduce=EACH_PLACE)).entries
-        entries = [
-            e for e in entries if self.folds(e.site.name) and self._chooses(e.site)
-        ]
-        return _reduce.started(self.reducer, entries)
+        by_key = _entry.grouped(survey(dc.replace(self, reduce=EACH_PLACE)).entries)
+        states = {}
+        for key, entries in by_key.items():
+            reducer: Any = self.reducer(key[0])
+            if self.folds(key[0]) and self._chooses(entries[0].site):
+                states[key] = _reduce.started(reducer, entries)
+        return states
 
 
 def _checks(site: Site, atoms: Sequence[Any]) -> tuple[Check, ...]:

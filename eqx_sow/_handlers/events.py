@@ -1,23 +1,41 @@
-"""What `tap` sends, and who gets it, on the host."""
+"""How what `tap` sees gets to the callback: `send` is a primitive in the program, and
+`Delivery` runs on the host.
+"""
 
 import collections
 import dataclasses as dc
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.core
+import jax.extend.core as jexc
+import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
+from jax.interpreters import ad, batching, mlir, partial_eval as pe
 
+from .. import _compat
 from .._errors import SowError
-from .._mark.static import Const, OPERAND, rebuild
+from .._mark.site import Axis, Site, with_has
+from .._mark.static import Const, NoTangent, OPERAND, rebuild
 from .._results.line import in_one_line
 from .._results.summarize import Summary
-from .._values.entry import align
-from .._values.modes import is_backward
+from .._values.axes import aligned, as_operand, final_axes, kept_axes
+from .._values.entry import Entry
+from .._values.transform import Value
+from .._walk.sows import variables
 
 
-class TapEvent(NamedTuple):
+class _Fields(NamedTuple):
+    name: str
+    mode: str
+    value: Any
+    count: int  # pyright: ignore[reportIncompatibleMethodOverride]
+    ran: Any
+
+
+class TapEvent(_Fields):
     """One execution of a sow, as the callback of [`eqx_sow.tap`][] receives it.
 
     **Attributes:**
@@ -56,28 +74,7 @@ class TapEvent(NamedTuple):
         ```
     """
 
-    name: str
-    mode: str
-    value: Any
-    count: int  # pyright: ignore[reportIncompatibleMethodOverride]
-    ran: Any
-
-    @property
-    def device(self) -> dict[Hashable, int] | None:
-        return None
-
-    @property
-    def extra(self) -> Any:
-        return None
-
-
-TapEvent.__module__ = "eqx_sow"
-
-
-class _Event(TapEvent):
-    """An event with a device, or with something extra."""
-
-    device: Any = None
+    device: dict[Hashable, int] | None = None
     extra: Any = None
 
     def __repr__(self):
@@ -86,80 +83,77 @@ class _Event(TapEvent):
         return f"TapEvent({', '.join(f'{k}={v!r}' for k, v in fields.items())})"
 
 
+TapEvent.__module__ = "eqx_sow"
+
+
 # What callbacks raised, until they are raised. JAX reports only the text of it.
 failures: collections.deque[SowError] = collections.deque(maxlen=8)
 
 
 @dc.dataclass(frozen=True)
 class Delivery:
-    """Calls the callback. `extra` is the treedef and the leaves of what every event
-    carries, whose arrays come first among the operands. `lanes` are the sizes of the
-    leading axes, outermost first; `has` says which of them each operand has, of which
-    the first after those of `extra` tells what ran if `guarded`."""
+    """Calls the callback, given the count before an execution, the indices of the
+    device, and arrays: those of `extra`, then those of the value."""
 
     callback: Const
-    name: str
     mode: str
-    where: str
-    treedef: Const
-    leaves: tuple[Any, ...]
-    lanes: tuple[int, ...]
-    has: tuple[tuple[bool, ...], ...]
-    guarded: bool
+    # Of the value: its form, and the axes of lanes that its arrays have, as operands
+    # have them. With `counted`, the last array says in which lanes the sow ran.
+    site: Site
+    counted: bool
+    # The treedef and the leaves of `extra`. For each of its arrays, which of the axes
+    # it varies over: only vmaps that came after the tap are among these.
     extra: tuple[Const, tuple[Any, ...]]
+    extra_varies: tuple[tuple[bool, ...], ...]
     devices: tuple[Hashable, ...]
     ordered: bool
 
+    def with_lane(self, size: int, varies: Sequence[bool]) -> "Delivery":
+        """After one more vmap, over which these arrays vary."""
+        n = len(self.extra_varies)
+        axis = Axis(size, tuple(varies[n:]))
+        return dc.replace(
+            self,
+            site=self.site._replace(axes=(axis, *self.site.axes)),
+            extra_varies=tuple((v, *old) for v, old in zip(varies, self.extra_varies)),
+        )
+
     def __call__(self, count: Any, *operands: Any) -> None:
         # Copies: what the callback keeps must not change when a buffer is used again.
-        n, m = len(self.devices), self.extra[1].count(OPERAND)
+        n, m = len(self.devices), len(self.extra_varies)
+        device = dict(zip(self.devices, map(int, operands[:n])))
         arrays = [np.array(x) for x in operands[n:]]
-        event: Any = self._event(int(count), arrays[m:], self.has[m:])
-        extra = rebuild(*self.extra, arrays[:m])
-        if n or extra is not None:
-            event = _Event(*event)
-            event.extra = extra
-        if n:
-            event.device = dict(zip(self.devices, map(int, operands[:n])))
+        value, ran = self._value(arrays[m:])
+        event = TapEvent(self.site.name, self.mode, value, int(count), ran)
+        event.device = device or None
+        event.extra = rebuild(*self.extra, arrays[:m])
         try:
             self.callback.value(event)
         except Exception as e:  # whatever it raises, which ends the run
             failure = SowError(
                 f"The callback of `tap` raised {type(e).__name__}: {e} (at "
-                f"`sow(..., {self.name!r})` at {self.where}, {self.mode}, with "
-                f"{event.count} executions before it)."
+                f"`sow(..., {self.site.name!r})` at {self.site.where}, {self.mode}, "
+                f"with {event.count} executions before it)."
             )
             failures.append(failure)
             raise failure from e
 
-    def _event(
-        self, count: int, arrays: list[Any], has: Sequence[tuple[bool, ...]]
-    ) -> TapEvent:
-        axes = [i for i in range(len(self.lanes)) if any(h[i] for h in has)]
-        lead = tuple(self.lanes[i] for i in axes)
-        has = [tuple(h[i] for i in axes) for h in has]
-        every = (True,) * len(axes)
-        # The cotangent of what is the same for all lanes is a total.
-        total = is_backward(self.mode)
+    def _value(self, arrays: Sequence[Any]) -> tuple[Any, Any]:
+        """The value, and in which lanes the sow ran."""
+        site = self.site
+        final, kept = final_axes(site, self.counted), kept_axes(site)
 
-        def full(x, has):
-            core = x.shape[sum(has) :]
-            return np.broadcast_to(align(x, has, every), (*lead, *core)).copy()
+        def full(i, x):
+            x = aligned(x, site.has(i))
+            lead = [a.size if v else 1 for a, v in zip(site.axes, final[i])]
+            x = np.broadcast_to(x, (*lead, *x.shape[len(lead) :]))
+            return as_operand(x, final[i]).copy()
 
-        ran = None
-        if self.guarded:
-            ran, has = full(arrays.pop(0), has[0]), has[1:]
-        for i, x in enumerate(arrays):
-            if has[i] != every:
-                if total:
-                    continue
-                arrays[i] = x = full(x, has[i])
-            if ran is not None:
-                x[~ran] = 0
-        value = rebuild(self.treedef, self.leaves, arrays, lead)
-        if ran is not None and not axes:
-            ran = None
-        return TapEvent(self.name, self.mode, value, count, ran)
+        arrays = [full(i, x) for i, x in enumerate(arrays)]
+        ran = arrays.pop().astype(bool) if self.counted else None
+        lead = [a.size for a, k in zip(site.axes, kept) if k]
+        value = rebuild(site.treedef, site.leaves, arrays, lead)
+        return value, ran if lead else None
 
 
 def print_event(event: TapEvent) -> None:
@@ -188,3 +182,150 @@ def _line(event: TapEvent) -> str:
 
 
 _VALUES = np.ndarray, Summary, jax.ShapeDtypeStruct
+
+
+# --- on the device ---
+def send(count: Any, entry: Entry, extra: Value, mode: str, options: Any) -> None:
+    """Sends an execution to the callback, which is the `count`-th. `extra` is the
+    option of that name, and `options` are all options of `tap`."""
+    site, n = entry.site, len(entry.arrays) - entry.counted
+    varies = [site.has(i) for i in range(len(entry.arrays))]
+    arrays = list(map(as_operand, entry.arrays, varies))
+    value = Value(site.treedef, site.leaves, arrays[:n], varies[:n])
+    value = _sendable(value, printed=options.callback.value is print_event)
+    extra = _sendable(extra, printed=False)
+    axes = with_has(site.axes, [*value.varies, *varies[n:]])
+    devices = jax.sharding.get_abstract_mesh().manual_axes
+    delivery = Delivery(
+        options.callback,
+        mode,
+        site._replace(
+            leaves=value.leaves,
+            # One execution has no axis for the loops that JAX moved the sow out of.
+            axes=tuple(a for a in axes if a.lane),
+            # In another trace of the program all else is equal.
+            origin=None,
+            of=frozenset(),
+            cases=(),
+        ),
+        entry.counted,
+        (extra.treedef, extra.leaves),
+        tuple((False,) * sum(a.lane for a in axes) for _ in extra.arrays),
+        devices,
+        options.ordered,
+    )
+    indices = map(jax.lax.axis_index, devices)
+    arrays = [*extra.arrays, *value.arrays, *arrays[n:]]
+    _send_p.bind(count, *indices, *arrays, delivery=delivery)
+
+
+def _sendable(value: Value, printed: bool) -> Value:
+    """The value with arrays that NumPy knows, and what is left of the others: of a key,
+    if it is to be `printed`, its type."""
+    leaves, arrays, varies = [], [], []
+    operands = iter(zip(value.arrays, value.varies))
+    for leaf in value.leaves:
+        if leaf is OPERAND:
+            x, v = next(operands)
+            is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+            if x.dtype == jax.dtypes.float0:
+                leaf = NoTangent(x.shape[sum(v) :], x.dtype, x.dtype)
+            elif is_key and printed:
+                leaf = Const(jax.ShapeDtypeStruct(x.shape, x.dtype))
+            else:
+                arrays.append(jax.random.key_data(x) if is_key else x)
+                varies.append(v)
+        leaves.append(leaf)
+    return Value(value.treedef, tuple(leaves), arrays, varies)
+
+
+_effect = _compat.TapEffect()
+
+# Operands: the count, the indices of the device, and the arrays of a `Delivery`.
+_send_p = jexc.Primitive("tap")
+_send_p.multiple_results = True
+
+
+def _send_effects(*avals, delivery):
+    del avals
+    return [], {_compat.ordered_effect if delivery.ordered else _effect}
+
+
+def _send_impl(*operands, delivery):
+    delivery(*operands)
+    return []
+
+
+def _send_lowered(*operands, delivery):
+    jax.debug.callback(delivery, *operands, ordered=delivery.ordered)
+    return []
+
+
+def _send_batch(axis_data, operands, dims, *, delivery):
+    n = 1 + len(delivery.devices)
+    if dims[0] is not None:
+        # So it is inside a loop or a branch with a predicate that has lanes.
+        raise SowError(
+            f"`sow(..., {delivery.site.name!r})` at {delivery.site.where} is tapped in "
+            "a loop or a branch that only some lanes of a `jax.vmap` run, and the vmap "
+            "came after the tap: which lanes run cannot be told. Put the vmap inside: "
+            "`tap(jax.vmap(fn), ...)`."
+        )
+    operands = [
+        x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims)
+    ]
+    varies = [d is not None for d in dims[n:]]
+    _send_p.bind(*operands, delivery=delivery.with_lane(axis_data.size, varies))
+    return [], []
+
+
+def _send_checkpoint(saveable, unknown, instantiated, eqn):
+    del saveable
+    if any(unknown):
+        missing = [x for x, i in zip(eqn.invars, instantiated) if not i]
+        return None, eqn, [], [], variables(missing)
+    # What a backward pass computes again is not told again.
+    return eqn, None, [], [], []
+
+
+def _send_remat(trace, *operands, **params):
+    del trace
+    return _send_p.bind(*operands, **params), (), lambda *_: []
+
+
+_send_p.def_impl(_send_impl)
+_send_p.def_effectful_abstract_eval(_send_effects)
+ad.primitive_jvps[_send_p] = lambda primals, tangents, **params: (
+    _send_p.bind(*primals, **params),
+    [],
+)
+ad.primitive_transposes[_send_p] = lambda cts, *operands, **params: (
+    [None] * len(operands)
+)
+batching.fancy_primitive_batchers[_send_p] = _send_batch
+pe.partial_eval_jaxpr_custom_rules[_send_p] = _send_checkpoint
+_compat.remat_rules[_send_p] = _send_remat
+_lowering = mlir.lower_fun(_send_lowered, multiple_results=True)
+mlir.register_lowering(_send_p, _lowering)
+# As for JAX's own callbacks, which have a channel each there.
+mlir.register_lowering(_send_p, _lowering, platform="tpu", cacheable=False)
+
+
+# A `lax.cond` on it stays one under the vmaps to come.
+@jax.custom_batching.custom_vmap
+def any_lane(x: Any) -> Any:
+    """Whether it is true in any lane."""
+    return jnp.any(x)
+
+
+@any_lane.def_vmap
+def _any_lane_batch(size, batched, x):
+    del size, batched
+    return any_lane(x), False
+
+
+def only_if(predicate: Any, fn: Callable[[], None]) -> None:
+    if isinstance(predicate, jax.core.Tracer):
+        jax.lax.cond(predicate, lambda: fn(), lambda: None)
+    elif predicate:
+        fn()

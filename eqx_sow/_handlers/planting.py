@@ -15,27 +15,29 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from .. import _compat
-from .._arrays import leading, one_along, sharded_like, whole_along
+from .._arrays import leading, sharded_like, whole_along
 from .._errors import calling, SowError
 from .._mark.primitive import edge_value, sow_p
 from .._mark.site import Axis, Site
 from .._mark.static import Const, OPERAND, rebuild, SameParts
-from .._values import entry as _entry, merge as _merge
-from .._values.entry import Entry
+from .._values.axes import aligned, as_operand, final_axes, for_each_lane
+from .._values.entry import Entry, running
+from .._values.merge import own_axes
 from .._walk.frame import Frame
 from .._walk.handler import check_guarded, Handler
 from .._walk.rules.control_flow import alike
 from .._walk.sows import loops_of, sites, sows
-from .asked import reached
-from .collect import leave_to_others, pass_by
+from .asked import leave_to_others, pass_by, reached
 
 
 @dc.dataclass(frozen=True)
 class Replace(Handler):
-    """Replaces what is sown. All go by `Site.key`: of what is `planted` there, the last
-    one counts. `Given.values` has its arrays."""
+    """Replaces what is sown."""
 
     tag: Any
+    # For each `Site.key`, what is planted there. There may be several, such as one for
+    # all iterations of a loop and one for iteration 3: the last one counts.
+    # `Given.values` is a dict with their arrays.
     planted: tuple[tuple[Any, tuple["Planted", ...]], ...]
     has_outer: bool
 
@@ -57,7 +59,7 @@ class Replace(Handler):
         return frozenset(name for name, *_ in self._planted)
 
     def _is_planted(self, site):
-        """Whether this or another mode of it is planted."""
+        """Whether this or another mode of the name is planted."""
         return site.tag == self.tag and site.name in self._names
 
     def keeps_intact(self, eqn):
@@ -69,7 +71,8 @@ class Replace(Handler):
     def sow(self, found, given, site: Site, atoms, frame: Frame):
         del found
         n_guards = len(site.guards)
-        # A planted site is still a site, whoever marked it.
+        # A planted sow is still one for those further out, also if it is the mark of a
+        # module that was made for this `plant` alone.
         is_marked = site.label.depth > 0 and self._is_planted(site)
         still = site.for_all() if is_marked else site
         if not self.wants(site):
@@ -79,14 +82,12 @@ class Replace(Handler):
                 pass_by(self, atoms, frame)
             return given
         check_guarded(site)
-        old = frame.read_arrays(atoms)
-        guards, old = old[:n_guards], old[n_guards:]
-        new, index = old, given.iterations
+        operands = frame.read_arrays(atoms)
+        guards, value = operands[:n_guards], operands[n_guards:]
         for planted, arrays in zip(self._planted[site.key], given.values[site.key]):
-            compute = ft.partial(_new, planted, arrays, site, guards, old, index)
-            new = _only_at(planted.at, index, compute, new, site)
-        new = [*guards, *new]
-        new = [edge_value(frame.eqn.outvars[0].aval), *new]
+            value = _replaced(planted, arrays, site, guards, value, given.iterations)
+        edge_out, *_ = frame.eqn.outvars
+        new = [edge_value(edge_out.aval), *guards, *value]
         if self.has_outer:
             (edge,) = frame.read(frame.eqn.invars[:1])
             new = sow_p.bind(edge, *new[1:], site=still)
@@ -103,125 +104,120 @@ class Replace(Handler):
             if not self.wants(site):
                 continue
             within = loops_of(eqns)
-            scans = sum(loop.length is not None for loop in within)
-            # How many of the axes that it has are of loops around this one.
-            outside = sum(not a.lane and a.loops > len(within) for a in site.axes)
-            slices = inside[site.key] = []
-            for planted, arrays in zip(self._planted[site.key], values[site.key]):
-                has = planted.has_axis_of_scan(scans, site)
-                slices.append([jnp.moveaxis(x, outside, 0) for x in arrays if has])
+            n_scans = sum(loop.length is not None for loop in within)
+            # The first axes are of loops around this one that JAX moved the sow out of.
+            n_moved = sum(not a.lane and a.loops > len(within) for a in site.axes)
+            inside[site.key] = [
+                [jnp.moveaxis(x, n_moved, 0) for x in arrays]
+                if planted.has_axis_of_scan(n_scans, site)
+                else []
+                for planted, arrays in zip(self._planted[site.key], values[site.key])
+            ]
 
         def put_back(xs):
+            # Where there are no slices, all iterations get the same.
             new = {k: [x or y for x, y in zip(xs[k], values[k])] for k in xs}
             return {**values, **new}
 
         return inside, put_back
 
     def slices_for_devices(self, values, jaxpr, devices):
+        # No others: what a `shard_map` closes over is not sharded inside.
         keys = {s.key for s in sites(jaxpr) if self.wants(s)}
-        inside = {k: values[k] for k in keys}
-        spec = lambda p: PartitionSpec(*[a.mesh for a in p.axes if a.mesh in devices])
-        specs = {k: list(map(spec, self._planted[k])) for k in keys}
+        specs = {
+            k: [
+                PartitionSpec(*[a.mesh for a in p.axes if a.mesh in devices])
+                for p in self._planted[k]
+            ]
+            for k in keys
+        }
+
+        def of_one_device(spec, arrays):
+            return [x.squeeze(tuple(range(len(spec)))) for x in arrays]
 
         def put_back(xs):
-            # No others: what a `shard_map` closes over is not sharded inside.
-            return {
-                k: [
-                    [x.reshape(x.shape[len(spec) :]) for x in arrays]
-                    for spec, arrays in zip(specs[k], xs[k])
-                ]
-                for k in xs
-            }
+            return {k: list(map(of_one_device, specs[k], xs[k])) for k in xs}
 
-        return inside, put_back, specs
+        return {k: values[k] for k in keys}, put_back, specs
 
 
 @dc.dataclass(frozen=True)
 class Planted:
-    """One of `values`, for one `Site.key`. `new` is the site that its arrays are for,
-    or a function of the value; if it is called `with_index`, of the value and
-    `Given.iterations`. The first axes of the arrays are those of the loops still around
-    the walk.
+    """One of the option `values`, for one `Site.key`."""
 
-    With `at`, this is for one iteration only, of those of the scans around for which
-    it is not `None`. Its arrays lack the axes of these.
-    """
-
+    # The site that its arrays are for; or a function of the value. The first axes of
+    # the arrays are those of the loops still around the walk.
     new: Site | SameParts
+    # Of each scan around it, from outside in, in which iteration alone it is planted,
+    # or `None` for all. Its arrays lack the axes of the scans with a number. Empty if
+    # all are meant of all.
     at: tuple[int | None, ...] = ()
+    # Whether the function is called with the value and `Given.iterations`.
     with_index: bool = False
 
     @property
     def axes(self) -> tuple[Axis, ...]:
         return self.new.axes if isinstance(self.new, Site) else ()
 
-    def has_axis_of_scan(self, within: int, site: Site) -> bool:
+    def has_axis_of_scan(self, n_within: int, site: Site) -> bool:
         """Whether the arrays have an axis for a scan, which has so many others within
         it around the sow."""
-        if self.at and not all(a.lane for a in site.axes):
-            raise _moved(site)
-        return not self.at or self.at[-1 - within :][0] is None
+        self.check_iterations(site)
+        return not self.at or self.at[-1 - n_within] is None
+
+    def check_iterations(self, site: Site) -> None:
+        """Raises if it asks for the iteration, and there are none at the sow."""
+        if (self.at or self.with_index) and not all(a.lane for a in site.axes):
+            raise SowError(
+                f"`plant`: `sow(..., {site.name!r})` at {site.where} has the same "
+                "value in each iteration, so JAX moved it out of the loop when it "
+                "differentiated the program, and iterations cannot be told apart "
+                "there. Plant before you differentiate: `eqx.filter_grad(plant(fn, "
+                "...))`."
+            )
 
 
-def _moved(site: Site) -> SowError:
-    return SowError(
-        f"`plant`: `sow(..., {site.name!r})` at {site.where} has the same value in "
-        "each iteration, so JAX moved it out of the loop when it differentiated the "
-        "program, and iterations cannot be told apart there. Plant before you "
-        "differentiate: `eqx.filter_grad(plant(fn, ...))`."
-    )
-
-
-def _new(
+def _replaced(
     planted: Planted,
     arrays: Sequence[Any],
     site: Site,
-    guards: list,
-    old: list,
-    index: tuple[Any, ...],
+    guards: Sequence[Any],
+    old: list[Any],
+    iterations: tuple[Any, ...],
 ) -> list[Any]:
-    if isinstance(planted.new, Site):
+    """The arrays of the value at a sow, after one more of what is planted there."""
+    planted.check_iterations(site)
+
+    def compute():
+        if not isinstance(planted.new, Site):
+            fn = planted.new.value
+            more = (iterations,) if planted.with_index else ()
+            return _apply(lambda value: fn(value, *more), site, old)
         new = _at_site(site, guards, arrays, planted.new)
         # What was captured there is equal, which cannot be seen while it is traced.
         _check_fixed(site, old, new, unknown=True)
         return new
-    if not planted.with_index:
-        return _apply(planted.new.value, site, old)
-    if not all(a.lane for a in site.axes):
-        raise _moved(site)
-    fn = planted.new.value
-    return _apply(lambda value: fn(value, index), site, old)
 
-
-def _only_at(
-    at: tuple[int | None, ...],
-    index: tuple[Any, ...],
-    compute: Callable[[], list[Any]],
-    other: list[Any],
-    site: Site,
-) -> list[Any]:
-    """What is computed in one iteration, and elsewhere the other."""
-    if not at:
+    if not planted.at:
         return compute()
-    if len(at) != len(index):
-        raise _moved(site)
     # Not `where`: elsewhere a function may have a gradient that is not finite.
     changes = [
         i
-        for i, x in enumerate(other)
+        for i, x in enumerate(old)
         if i not in site.fixed and x.dtype != jax.dtypes.float0
     ]
     pick = lambda values: [values[i] for i in changes]
-    first, second = alike([lambda _: pick(compute()), lambda xs: xs], pick(other))
-    chosen = jax.lax.cond(reached(at, index), first, second, pick(other))
-    new = dict(zip(changes, chosen))
-    return [new.get(i, x) for i, x in enumerate(other)]
+    new, same = alike([lambda _: pick(compute()), lambda xs: xs], pick(old))
+    is_here = reached(planted.at, iterations)
+    chosen = dict(zip(changes, jax.lax.cond(is_here, new, same, pick(old))))
+    return [chosen.get(i, x) for i, x in enumerate(old)]
 
 
 def _check_fixed(
     site: Site, old: Sequence[Any], new: Sequence[Any], unknown: bool
 ) -> None:
-    """`unknown`: whether an array of which nothing is known will do."""
+    """Raises if a NumPy array shall be replaced by another one. `unknown`: whether a
+    traced array, of which the values are not known, will do."""
     for x, y in ((old[i], new[i]) for i in site.fixed):
         known = not any(isinstance(z, jax.core.Tracer) for z in (x, y))
         if x is not y and not (np.array_equal(x, y) if known else unknown):
@@ -232,44 +228,62 @@ def _check_fixed(
             )
 
 
-def _at_site(site: Site, guards: list, arrays: Sequence[Any], form: Site) -> list[Any]:
-    """The operands of a sow, from arrays that have all the axes of the form."""
-    # A sow that was moved out of its loop still has the axis of it, first of all.
-    hoisted = sum(not a.lane for a in site.axes)
-    lanes = [a for a in form.axes if a.lane]
-    own = tuple(a._replace(loops=0) for a in site.axes if a.lane)
-    own = site._replace(axes=own)
-    runs = jnp.ones((1,) * (hoisted + len(lanes)), bool)
-    for i, x in enumerate(_entry.runs(site, guards)):
-        has = [False] * hoisted + list(_merge.placed(own, lanes, i))
-        runs = runs & x[tuple(slice(None) if h else None for h in has)]
-    pairs = [pair for pair in zip(form.leaves, site.leaves) if pair[0] is OPERAND]
-    # Another branch may differentiate leaves that this one does not.
-    arrays = [x for x, (_, leaf) in zip(arrays, pairs) if leaf is OPERAND]
-    new = []
-    for i, x in enumerate(arrays):
-        at, here = 0, runs
-        keep = [False] * hoisted + list(_merge.placed(own, lanes, len(guards) + i))
-        for k in keep:
-            if k:
-                at += 1
-            else:
-                x = _same_along(x, at, here, site)
-                here = jnp.any(here, axis=at)
-        new.append(x)
-    return new
+def _at_site(
+    site: Site, guards: Sequence[Any], arrays: Sequence[Any], form: Site
+) -> list[Any]:
+    """The arrays of the value at a sow, from planted ones.
+
+    These have all axes of the `form`, that is of what is captured there, but for those
+    of the loops around the walk: first those of loops that JAX moved the sow out of,
+    then those of lanes. The sow itself may have fewer. With a planted `f32[5,8,3]`, a
+    sow that JAX moved out of a loop of 5, in a vmap of 8 over which it does not vary,
+    has `f32[3]`.
+    """
+    n_moved = sum(not a.lane for a in site.axes)
+    lanes = [k for k, a in enumerate(site.axes) if a.lane]
+    own = own_axes(
+        [site.axes[k]._replace(loops=0) for k in lanes],
+        [a for a in form.axes if a.lane],
+    )
+
+    def in_form(varies):
+        """Which of the axes of the planted arrays an operand varies over."""
+        of_lanes = [k is not None and varies[lanes[k]] for k in own]
+        return [False] * n_moved + of_lanes
+
+    run, run_varies = running(site, guards)
+    if run is not None:
+        run = aligned(as_operand(run, run_varies), in_form(run_varies))
+    return [
+        _without_the_same(x, in_form(site.has(len(guards) + i)), run, site)
+        for i, x in enumerate(arrays)
+    ]
 
 
-def _same_along(x, axis: int, runs, site: Site):
-    """The one value along an axis, as far as the sow `runs`."""
-    if x.shape[axis] == 1:
-        return one_along(x, axis)
-    is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-    data = jax.random.key_data(x) if is_key else x
-    data = whole_along(data, axis)
-    runs = leading(whole_along(runs, axis), data.ndim)
-    at = jnp.argmax(runs, axis, keepdims=True)
-    one = jnp.take_along_axis(data, at, axis)
+def _without_the_same(x: Any, varies: Sequence[bool], run: Any, site: Site) -> Any:
+    """A planted array without the axes that the operand at the sow does not vary over.
+    Along these it must be the same, which is checked while the program runs. `run` says
+    in which lanes the sow runs: in others, what was captured is zero."""
+    gone = [k for k, v in enumerate(varies) if not v]
+    if all(x.shape[k] == 1 for k in gone):
+        return as_operand(x, varies)
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        data = _without_the_same(jax.random.key_data(x), varies, run, site)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+    if run is None:
+        run = jnp.ones((1,) * len(varies), bool)
+    run = jnp.broadcast_to(run, x.shape[: len(varies)])
+
+    def in_a_row(x):
+        """With the axes that go as one axis in front."""
+        for k in gone:
+            x = whole_along(x, k)
+        x = jnp.moveaxis(x, gone, range(len(gone)))
+        return x.reshape(-1, *x.shape[len(gone) :])
+
+    each, run = in_a_row(x), in_a_row(run)
+    run = leading(run, each.ndim)
+    one = jnp.take_along_axis(each, jnp.argmax(run, 0, keepdims=True), 0)
     if _compat.varying(one):
         # A device that fails alone would leave the others waiting.
         raise SowError(
@@ -278,20 +292,19 @@ def _same_along(x, axis: int, runs, site: Site):
             "checked in a `jax.shard_map`. Plant a function, or plant before you "
             "differentiate: `eqx.filter_grad(plant(fn, ...))`."
         )
-    one = eqx.error_if(
-        one,
-        jnp.any(runs & (data != one) & ~((data != data) & (one != one))),
+    is_other = (each != one) & ~((each != each) & (one != one))
+    return eqx.error_if(
+        one[0],
+        jnp.any(run & is_other),
         f"`plant`: at `sow(..., {site.name!r})` ({site.where}) the program has one "
         "value for all entries of an axis: the planted value must not vary along it.",
     )
-    one = jnp.squeeze(one, axis)
-    return jax.random.wrap_key_data(one, impl=jax.random.key_impl(x)) if is_key else one
 
 
 def _apply(fn: Callable, site: Site, values: Sequence[Any]) -> list[Any]:
     """`fn` of the value as the code at the sow sees it, for each lane."""
     n_guards = len(site.guards)
-    has = [site.has(n_guards + i) for i in range(len(values))]
+    varies = [site.has(n_guards + i) for i in range(len(values))]
 
     def apply(*values):
         old = rebuild(site.treedef, site.leaves, values)
@@ -300,13 +313,14 @@ def _apply(fn: Callable, site: Site, values: Sequence[Any]) -> list[Any]:
         return new
 
     with calling("planted function", site):
-        return _entry.for_each_lane(apply, site.axes, has, has)(*values)
+        return for_each_lane(apply, site.axes, varies, varies)(*values)
 
 
 def _operands(
     value: Any, site: Site, like: Sequence[Any], of_function: bool = False
 ) -> list[Any]:
-    """The arrays of a value that must look like what is sown, and they like `like`."""
+    """The arrays of a value that must have the structure of what is sown. Each must
+    have the shape and dtype of that in `like`, and gets its sharding."""
     whose = "what the function returned" if of_function else "the value"
     value_for = f"`plant`: {whose} for `sow(..., {site.name!r})` at {site.where}"
     leaves, treedef = jtu.tree_flatten(value)
@@ -349,8 +363,9 @@ def _operands(
 
 
 def _as_jax_does(x: Any, dtype: Any) -> Any:
-    """A NumPy array or a Python number as an array, if it can be one of the dtype."""
-    # Such as strings; a number that is too large; any number for a key.
+    """A NumPy array or a Python number as an array, if it can be one of the dtype.
+    Anything else comes back as it is."""
+    # JAX refuses strings, a number that is too large, and any number for a key.
     with contextlib.suppress(TypeError, OverflowError):
         if isinstance(x, np.ndarray | np.generic):
             return jnp.asarray(x)
@@ -362,18 +377,17 @@ def _as_jax_does(x: Any, dtype: Any) -> Any:
 
 
 def prepare(value: Any, mode: str, entry: Entry) -> list[Any]:
-    """The arrays of a planted value, the axes of loops first."""
-    axes = entry.site.axes
-    final = _entry.final_axes(entry.site, counted=False)
-    like = [
-        entry.with_lead(i, [a for a, h in zip(axes, has) if h])
-        for i, has in enumerate(final)
-    ]
+    """The arrays of a planted value, aligned, but with the axes of loops first. `entry`
+    has the shapes of what is captured there."""
+    site, axes = entry.site, entry.site.axes
+    final = final_axes(site)
+    like = []
+    for i, varies in enumerate(final):
+        own = [a for a, v in zip(axes, varies) if v]
+        like.append(entry.with_lead(i, [a.size for a in own], [a.spec for a in own]))
     structure = Const(jtu.tree_structure(value))
-    if structure != entry.site.treedef and isinstance(value, Mapping) and mode in value:
+    if structure != site.treedef and isinstance(value, Mapping) and mode in value:
         value = value[mode]
-    arrays = _operands(value, entry.site, like)
-    loops = [i for i, a in enumerate(axes) if not a.lane]
-    every = (True,) * len(axes)
-    arrays = [_entry.align(x, has, every) for x, has in zip(arrays, final)]
+    arrays = map(aligned, _operands(value, site, like), final)
+    loops = [k for k, a in enumerate(axes) if not a.lane]
     return [jnp.moveaxis(x, loops, range(len(loops))) for x in arrays]

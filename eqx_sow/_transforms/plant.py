@@ -138,11 +138,12 @@ class _Plant(Transformed):
         options: Options = self._options.value
         mode = options.mode
         survey = Collect(
-            options.tag,
+            tag=options.tag,
             modes=(mode,),
             asked=Asked(patterns, frozenset(patterns)),
             reduce=EACH_PLACE,
             transform=SameParts(None),
+            elsewhere=program.names_outside_of_solvers,
             has_outer=False,
         )
         sown = program.with_executions(lambda name: False).survey(survey)

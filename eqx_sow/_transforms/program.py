@@ -22,7 +22,7 @@ from .._modules import capture as _capture
 from .._modules.capture import Marking
 from .._modules.places import roots
 from .._walk.executions import with_executions
-from .._walk.handler import Given, Handler, Taken
+from .._walk.handler import Given, Handler, is_solver, Taken
 from .._walk.interpreter import evaluate
 from .._walk.jax_rules import check_wrapped
 from .._walk.sows import loops_around, loops_of, recomputed, seen_as, sites, sows
@@ -109,6 +109,16 @@ class Program:
     @property
     def names(self) -> frozenset[str]:
         return frozenset(s.name for s in sites(self.closed))
+
+    @property
+    def names_outside_of_solvers(self) -> frozenset[str]:
+        """The names that also run where a value can be had: a linear solver evaluates
+        its function over and over."""
+        return frozenset(
+            site.name
+            for site, eqns, _ in sows(self.closed)
+            if site.tag == self.marking.tag and not any(map(is_solver, eqns))
+        )
 
     @ft.cached_property
     def in_loops(self) -> list[tuple[Site, tuple[int, ...]]]:

@@ -8,7 +8,6 @@ from typing import Any, overload, ParamSpec, TypeVar, Unpack
 
 import equinox as eqx
 
-from .._errors import UnsupportedPrimitiveError
 from .._frames import api_boundary
 from .._handlers.asked import Asked
 from .._handlers.collect import Collect
@@ -17,8 +16,8 @@ from .._mark.static import Const, SameParts
 from .._results.intermediates import Intermediates
 from .._values import spec as _spec
 from .._values.assemble import assemble
+from .._values.merge import Sown
 from .._values.reduce import Reducer
-from .._values.sown import Sown
 from .._walk.handler import Given
 from .checks import check_selected, wanted, warn_unmarked
 from .options import Options, Saving
@@ -49,11 +48,12 @@ class _SaveIntermediates(Transformed):
     def _result(self, program: Program) -> tuple[Any, Intermediates]:
         options: Options = self._options.value
         collect = Collect(
-            options.tag,
-            options.modes,
+            tag=options.tag,
+            modes=options.modes,
             asked=Asked(options.names, program.names),
             reduce=SameParts(self._reduce),
             transform=SameParts(self._transform),
+            elsewhere=program.names_outside_of_solvers,
             has_outer=listening.value is not None,
         )
         program = program.with_executions(
@@ -67,9 +67,6 @@ class _SaveIntermediates(Transformed):
             reduce=self._reduce, transform=self._transform, spec=options.spec
         )
         check_selected("save_intermediates", program, known, options.names, by_name)
-        for name, message in sown.hidden:
-            if name not in known:
-                raise UnsupportedPrimitiveError(message)
         # In the order of `carry`: JAX has sorted the keys of `taken.carry`.
         states = {key: taken.carry[key] for key in carry}
         keys = [*states, *(e.site.key for e in sown.entries)]

@@ -2,6 +2,7 @@
 
 import dataclasses as dc
 import functools as ft
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, overload, ParamSpec, TypeVar, Unpack
 
@@ -16,11 +17,13 @@ from .. import _compat
 from .._frames import api_boundary
 from .._handlers.asked import Asked
 from .._handlers.events import failures, TapEvent
-from .._handlers.tapping import check_order, places_in, Tap
+from .._handlers.tapping import Place, Tap
 from .._mark.listening import Listening, listening
 from .._mark.static import Const, SameParts, take_apart
+from .._values.entry import check_order
 from .._walk.handler import Given
 from .._walk.interpreter import consts_as_args
+from .._walk.sows import sows
 from .checks import check_selected, wanted, warn_unmarked
 from .options import Options, Tapping
 from .program import Program
@@ -109,9 +112,9 @@ def _walk(self: _Tapped, program: Program, extra: list[Any]) -> list[Any]:
     options: Options = self._options.value
     program = program.with_executions(lambda name: False)
     everything = [
-        place
-        for place in places_in(program.closed)
-        if place.site.tag == options.tag
+        Place(site, eqns)
+        for site, eqns, _ in sows(program.closed)
+        if site.tag == options.tag
     ]
     known = dict.fromkeys(place.site.name for place in everything)
     by_name = dict(transform=self._transform)
@@ -126,14 +129,17 @@ def _walk(self: _Tapped, program: Program, extra: list[Any]) -> list[Any]:
     chosen = wanted("tap", program, options, {part.site.key for _, part in every})
     every = [(place, part) for place, part in every if part.site.key in chosen]
     places = list(dict.fromkeys(place for place, _ in every))
-    check_order(program.closed, places)
+    n_places = Counter(place.site.key for place in places)
+    for place in places:
+        check_order(place.site, n_places[place.site.key])
     counts = {part.slot: part.start() for _, part in every}
     _, treedef, leaves = take_apart(self._extra)
     handler = Tap(
-        options=self._options,
+        tag=options.tag,
         asked=asked,
+        options=self._options,
         chosen=tuple(chosen.items()),
-        elsewhere=frozenset(place.site.name for place in places if not place.solver),
+        elsewhere=program.names_outside_of_solvers,
         slots=tuple(counts),
         transform=SameParts(self._transform),
         when=SameParts(self._when),

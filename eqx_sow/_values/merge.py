@@ -1,4 +1,8 @@
-"""Several captured entries of one name, or sows in several branches, as one.
+"""How several captured entries of one name become one.
+
+Each jaxpr yields one `Sown`. Those of its calls, loops and branches come in one by one,
+and `gather` makes one of them. Where entries of one name meet, these functions bring
+them together:
 
 | | of | makes |
 |---|---|---|
@@ -6,229 +10,238 @@
 | `conform` | one entry, and a form | the same entry in that form |
 | `zeros` | a form | the entry of what did not run |
 | `latest` | two entries of one form | for each lane, the one that ran last |
-| `merge` | entries of two branches | one: both conform, and then `latest` |
-| `choose` | one sow in each branch | one sow, of the operands of the branch that ran |
-
-`sown.py` calls these where branches meet, `collect.py` after each iteration of a while,
-and `reduce.py` for the form of a state.
 
 For example, `h` is `f32[3]` in one branch. In the other it varies over a `vmap` of 4
-lanes, and is `f32[4,3]`. The form is `f32[4,3]`, and the first conforms by a broadcast
-along the axis of the lanes, which its site does not have (`placed`).
+lanes, and is `f32[4,3]`. The form is `f32[4,3]`. The first one conforms: `with_axes`
+makes it `f32[1,3]`, which is then repeated along the lanes.
+
+A branch of a `jax.lax.cond` returns each name of the other ones as zeros, with a count
+of zero (`to_one_form`). Under a `vmap` all branches run, each for the lanes that take
+it, and `gather` merges what they sow with `latest`. The handler does the same after
+each iteration of a `while_loop`, and `reduce.py` asks for the form of a state.
 """
 
 import dataclasses as dc
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
+import jax.tree_util as jtu
 
-from .._arrays import (
-    broadcast_like,
-    leading,
-    select,
-    sharded_like,
-    zeros_like,
-)
+from .._arrays import select, sharded_like, zeros_like
 from .._errors import DuplicateSowError, SowError
 from .._mark.site import Axis, Cases, Site, with_has
 from .._mark.staging import types_of
-from .._mark.static import NoTangent, OPERAND, rebuild
-from .entry import align, broadcast, either, Entry, with_count
+from .._mark.static import rebuild
+from .axes import aligned, broadcast, either
+from .entry import Entry, grouped, with_count
 from .modes import is_backward
 
 
-def choose(entries: Sequence[Entry]) -> Entry:
-    """One sow, with its operands, from one in each branch of a cond. The values are
-    selected as JAX does it for the outputs of the branches."""
-    first = entries[0]
-    site = _of_all([e.site for e in entries])
-    n = len(site.guards) - 1
-    *chosen, index = first.arrays[: n + 1]
-    *has, index_has = [site.has(i) for i in range(n + 1)]
-    for i in range(n + 1, len(first.arrays)):
-        to = either(index_has, *[e.site.has(i) for e in entries])
-        cases = [broadcast(e.arrays[i], e.site.has(i), to, site.axes) for e in entries]
-        at = leading(align(index, index_has, to), cases[0].ndim)
-        at = broadcast_like(at, cases[0])
-        cases = [sharded_like(x, cases[0]) for x in cases]
-        chosen.append(jax.lax.select_n(at, *cases))
-        has.append(to)
-    axes = with_has(site.axes, has)
-    outer = first.cases[0][:-1]
-    return dc.replace(
-        first,
-        arrays=tuple(chosen),
-        site=site._replace(guards=site.guards[:-1], axes=axes),
-        cases=(outer,) if outer else (),
-    )
+class Check(NamedTuple):
+    """A sow with an annotation, and what the arrays look like that are sown there."""
+
+    site: Site
+    shapes: tuple[Any, ...]
 
 
-# --- leaves that only some of the sows differentiate ---
-def common_leaves(sites: Sequence[Site]) -> tuple[Any, ...]:
-    """Those of the first, but an operand wherever any of them has one and the others
-    do not differentiate the leaf."""
-    first, *others = [s.leaves for s in sites]
-    if any(s.treedef != sites[0].treedef for s in sites):
-        return first
-    return tuple(
-        OPERAND if isinstance(x, NoTangent) and any(y is OPERAND for y in column) else x
-        for x, *column in zip(first, *others)
-    )
+def _static() -> Any:
+    return dc.field(default=(), metadata=dict(static=True))
 
 
-def with_leaves(entry: Entry, leaves: Sequence[Any]) -> Entry:
-    """With zeros for the leaves that are operands in `leaves`, and which the sow does
-    not differentiate itself."""
-    site = entry.site
-    missing = [
-        isinstance(x, NoTangent) and y is OPERAND for x, y in zip(site.leaves, leaves)
-    ]
-    if not any(missing):
-        return entry
-    new = [(x, site.has(i)) for i, x in enumerate(entry.arrays)]
-    at = len(site.guards)
-    for x, m in zip(site.leaves, missing):
-        if m:
-            zeros = jnp.zeros(x.shape, x.tangent_dtype)
-            new.insert(at, (zeros, (False,) * len(site.axes)))
-        at += m or x is OPERAND
-    arrays, has = zip(*new)
-    filled = tuple(OPERAND if m else x for x, m in zip(site.leaves, missing))
-    site = site._replace(leaves=filled, axes=with_has(site.axes, has))
-    return dc.replace(entry, arrays=arrays, site=site)
+@jtu.register_dataclass
+@dc.dataclass(frozen=True)
+class Sown:
+    """What was captured in a jaxpr. `Collect` makes it, and `save_intermediates` reads
+    that of the whole program."""
+
+    entries: tuple[Entry, ...] = ()
+    # The names that there are, each with the modes of those that are selected.
+    seen: tuple[tuple[str, str | None], ...] = _static()
+    checks: tuple[Check, ...] = _static()
+
+    def map(self, fn: Callable[[Entry], Entry]) -> "Sown":
+        return dc.replace(self, entries=tuple(map(fn, self.entries)))
+
+
+def gather(parts: Sequence[Sown], keeps_all: Callable[[str], bool]) -> Sown:
+    """All that was captured in a jaxpr, as one, in order of execution. `keeps_all` says
+    of a name whether it may have several entries."""
+    entries: list[Entry] = []
+    indices: dict[Any, list[int]] = {}
+    for new in sorted((e for part in parts for e in part.entries), key=_of_primal):
+        before = indices.setdefault(new.site.key, [])
+        for i in before if new.cases else ():
+            if _are_exclusive(entries[i], new):
+                form = unify([entries[i], new])
+                entries[i] = latest(conform(entries[i], form), conform(new, form))
+                break
+        else:
+            if before and not keeps_all(new.site.name):
+                raise duplicate(entries[before[0]].site, new.site)
+            before.append(len(entries))
+            entries.append(new)
+    return _all_of(parts, entries)
+
+
+def _of_primal(entry: Entry) -> Any:
+    """A key to sort what a backward pass, which runs backward, has found by its
+    primals."""
+    of = entry.site.of if is_backward(entry.site.mode) else ()
+    return min(of, default=())
+
+
+def _are_exclusive(a: Entry, b: Entry) -> bool:
+    """Whether the two are in different branches of one cond: each sow of the one and
+    each of the other."""
+
+    def apart(x: Cases, y: Cases) -> bool:
+        branches = {(cond, run): branch for cond, branch, _, run in x}
+        return any(
+            branches.get((cond, run), branch) != branch for cond, branch, _, run in y
+        )
+
+    return all(apart(x, y) for x in a.cases or [()] for y in b.cases or [()])
+
+
+def _all_of(parts: Sequence[Sown], entries: Iterable[Entry]) -> Sown:
+    def union(field: str) -> tuple:
+        return tuple(dict.fromkeys(x for p in parts for x in getattr(p, field)))
+
+    return Sown(tuple(entries), union("seen"), union("checks"))
+
+
+def to_one_form(branches: Sequence[Sown]) -> Callable[[Sown], Sown]:
+    """For branches of which one runs, as shapes: a function that brings each to one
+    form."""
+    slots = [_slots(b.entries) for b in branches]
+    keys = dict.fromkeys(k for s in slots for k in s)
+    forms = {k: unify([s[k] for s in slots if k in s]) for k in keys}
+    every = _all_of(branches, ())
+
+    def bring(branch: Sown) -> Sown:
+        own = _slots(branch.entries)
+        entries = tuple(
+            conform(own[k], form) if k in own else zeros(form)
+            for k, form in forms.items()
+        )
+        return dc.replace(every, entries=entries)
+
+    return bring
+
+
+def _slots(entries: Sequence[Entry]) -> dict[Any, Entry]:
+    """Entries by `Site.key`, and how many of the same key there were before."""
+    return {
+        (key, i): e
+        for key, of_key in grouped(entries).items()
+        for i, e in enumerate(of_key)
+    }
 
 
 # --- one form for several entries ---
-def _common_axes(entries: Sequence[Entry]) -> list[Axis]:
+def own_axes(own: Sequence[Axis], axes: Sequence[Axis]) -> list[int | None]:
+    """Which of its `own` axes each of `axes` is for an entry that has some of them.
+    With its own `[vmap]`, and `axes` of `[loop, vmap]`, it is `[None, 0]`."""
+    places: list[int | None] = []
+    n_found = 0
+    for a in axes:
+        is_own = n_found < len(own) and own[n_found].kind == a.kind
+        places.append(n_found if is_own else None)
+        n_found += is_own
+    return places
+
+
+def with_axes(entry: Entry, axes: Sequence[Axis]) -> Entry:
+    """An entry with all of these axes, some of which are its own: with its own `[vmap]`
+    and `axes` of `[loop, vmap]`, `f32[4,3]` becomes `f32[1,4,3]`."""
+    own = entry.site.axes
+    places = own_axes(own, axes)
+    if None not in places:
+        return entry
+    none = (False,) * len(entry.arrays)
+    new = [a._replace(has=none) if k is None else own[k] for a, k in zip(axes, places)]
+    is_own = [k is not None for k in places]
+    return entry.replace([aligned(x, is_own) for x in entry.arrays], new)
+
+
+def _common_axes(sites: Sequence[Site]) -> list[Axis]:
     """The axes that entries of the same name have in all: of one with the axes
     `[loop, vmap]` and one with `[loop]`, which does not vary over the vmap,
     `[loop, vmap]`. Which of the longer one's axes a shorter one has must be clear: of
     `[vmap, vmap]` and `[vmap]` it is not, if both are of one kind."""
-
-    sites = [e.site for e in entries]
-    longest = max((s.axes for s in sites), key=len)
+    every = max((s.axes for s in sites), key=len)
     for s in sites:
-        if _embeddings([a.kind for a in s.axes], [a.kind for a in longest]) != 1:
+        n = len(s.axes)
+        found = own_axes(s.axes, every)
+        from_inside = own_axes(s.axes[::-1], every[::-1])[::-1]
+        if [None if k is None else n - 1 - k for k in from_inside] != found or (
+            n != len(found) - found.count(None)
+        ):
             raise SowError(
                 f"`{s.name}` is sown in several places that vary over different "
-                f"axes: sizes {[a.size for a in longest]} at {sites[0].where} "
+                f"axes: sizes {[a.size for a in every]} at {sites[0].where} "
                 f"and {[a.size for a in s.axes]} at {s.where}. They cannot "
                 "become one value: give them different names."
             )
-    return list(longest)
-
-
-def _embeddings(few: Sequence[Any], many: Sequence[Any]) -> int:
-    """In how many ways the first is a subsequence of the second."""
-    ways = [1] + [0] * len(few)
-    for x in many:
-        for i in reversed(range(len(few))):
-            if few[i] == x:
-                ways[i + 1] += ways[i]
-    return ways[-1]
+    return list(every)
 
 
 def unify(entries: Sequence[Entry]) -> Entry:
-    """A counted entry, as shapes, that has room for each of `entries`."""
-    leaves = common_leaves([e.site for e in entries])
-    entries = [
-        types_of(lambda e: with_count(with_leaves(e, leaves)), e) for e in entries
-    ]
-    first = entries[0]
+    """The form of all `entries`: with a count, as shapes, and with room for each."""
+    sites = [e.site for e in entries]
+    axes = _common_axes(sites)
+    entries = [types_of(lambda e: with_axes(with_count(e), axes), e) for e in entries]
     for e in entries[1:]:
-        _check_same(first, e)
-    axes = _common_axes(entries)
-    n = len(first.arrays)
-    all_has = [[placed(e.site, axes, i) for i in range(n)] for e in entries]
-    _check_totals(entries, axes, all_has)
-    has = [either(*same) for same in zip(*all_has)]
+        _check_same(entries[0], e)
+    n = len(entries[0].arrays)
+    varies = [either(*[e.site.has(i) for e in entries]) for i in range(n)]
     # Wherever the count varies, the value does too: it may not have run there.
-    has = [either(h, has[-1]) for h in has]
-    # A branch may have zeros, say, that are not sharded.
-    sharded = lambda i: lambda e: sum(a is not None for a in e.core_spec(i))
-    most = [max(entries, key=sharded(i)) for i in range(n)]
-    lead = [[a for a, h in zip(axes, of) if h] for of in has]
-    arrays = tuple(most[i].with_lead(i, lead[i]) for i in range(n))
+    varies = [either(v, varies[-1]) for v in varies]
+
+    def shape(i):
+        # A branch may have zeros, say, that are not sharded.
+        n_sharded = lambda e: len(e.core_spec(i)) - e.core_spec(i).count(None)
+        most_sharded = max(entries, key=n_sharded)
+        sizes = [a.size if v else 1 for a, v in zip(axes, varies[i])]
+        specs = [a.spec if v else None for a, v in zip(axes, varies[i])]
+        return most_sharded.with_lead(i, sizes, specs)
+
+    site = entries[0].site._replace(
+        where=" or ".join(dict.fromkeys(s.where for s in sites)),
+        of=frozenset().union(*[s.of for s in sites]),
+        axes=with_has(axes, varies),
+    )
     cases = ()
     if all(e.cases for e in entries):
         cases = tuple(dict.fromkeys(x for e in entries for x in e.cases))
-    return dc.replace(
-        first,
-        arrays=arrays,
-        site=_of_all([e.site for e in entries])._replace(axes=with_has(axes, has)),
-        cases=cases,
-    )
+    arrays = tuple(map(shape, range(n)))
+    return dc.replace(entries[0], arrays=arrays, site=site, cases=cases)
 
 
-def _of_all(sites: Sequence[Site]) -> Site:
-    """The first site, with the lines and the executions of all of them."""
-    return sites[0]._replace(
-        where=" or ".join(dict.fromkeys(s.where for s in sites)),
-        of=frozenset().union(*[s.of for s in sites]),
-    )
-
-
-def placed(site: Site, axes: Sequence[Axis], i: int) -> tuple[bool, ...]:
-    """Which of `axes` operand `i` of a site has. The site's own axes are some of these:
-    with its own `[vmap]`, and `axes` of `[loop, vmap]`, `(True,)` becomes
-    `(False, True)`."""
-    own = list(zip(site.axes, site.has(i)))
-    return tuple(
-        own.pop(0)[1] if own and own[0][0].kind == a.kind else False for a in axes
-    )
-
-
-def conform(entry: Entry, target: Entry) -> Entry:
-    """An entry in the form of `target`, which came from `unify`: broadcast along the
-    axes that it lacks, with zeros for leaves that it does not differentiate."""
-    entry = with_count(with_leaves(entry, target.site.leaves))
-    own, form = entry.site, target.site
-    axes = form.axes
+def conform(entry: Entry, form: Entry) -> Entry:
+    """An entry in a form that `unify` made, repeated along the axes that it lacks."""
+    axes = form.site.axes
+    entry = with_axes(with_count(entry), axes)
     arrays = tuple(
-        sharded_like(broadcast(x, placed(own, axes, i), form.has(i), axes), to)
-        for i, (x, to) in enumerate(zip(entry.arrays, target.arrays))
+        sharded_like(broadcast(x, form.site.has(i), axes), like)
+        for i, (x, like) in enumerate(zip(entry.arrays, form.arrays))
     )
-    return dc.replace(target, arrays=arrays)
+    return dc.replace(form, arrays=arrays)
 
 
-def zeros(target: Entry) -> Entry:
-    """What did not run, in the form of `target`: its count is zero, too."""
-    return dc.replace(target, arrays=tuple(map(zeros_like, target.arrays)))
+def zeros(form: Entry) -> Entry:
+    """What did not run, in this form: its count is zero, too."""
+    return dc.replace(form, arrays=tuple(map(zeros_like, form.arrays)))
 
 
 def latest(old: Entry, new: Entry) -> Entry:
     """For entries of one form: `new` where it ran, otherwise `old`."""
     *old_values, old_count = old.arrays
     *new_values, new_count = new.arrays
-    n = len(new_values)
-    ran, ran_has = new_count > 0, new.site.has(n)
-    values = [
-        select(align(ran, ran_has, new.site.has(i)), x, y)
-        for i, (x, y) in enumerate(zip(new_values, old_values))
-    ]
+    values = [select(new_count > 0, x, y) for x, y in zip(new_values, old_values)]
     return dc.replace(new, arrays=(*values, old_count + new_count))
-
-
-def merge(a: Entry, b: Entry) -> Entry:
-    """One entry from two of the same name, in exclusive branches."""
-    target = unify([a, b])
-    return latest(conform(a, target), conform(b, target))
-
-
-# --- branches ---
-def exclusive(a: Entry, b: Entry) -> bool:
-    """Whether the two are in different branches of one cond."""
-
-    def apart(x: Cases, y: Cases) -> bool:
-        mine = {(cond, run): branch for cond, branch, _, run in x}
-        return any(
-            mine.get((cond, run), branch) != branch for cond, branch, _, run in y
-        )
-
-    return all(apart(x, y) for x in a.cases or [()] for y in b.cases or [()])
 
 
 # --- errors ---
@@ -266,14 +279,14 @@ def duplicate(a: Site, b: Site, remedy: str = "") -> DuplicateSowError:
     )
 
 
-def form(e: Entry) -> Any:
-    """What entries must have in common to become one."""
-    arrays = [(e.core_shape(i), x.dtype) for i, x in enumerate(e.arrays)]
-    return e.site.treedef, e.site.leaves, arrays
-
-
 def _check_same(a: Entry, b: Entry) -> None:
-    def describe(e):
+    """Raises if two entries cannot become one."""
+
+    def form(e: Entry) -> Any:
+        arrays = [(e.core_shape(i), x.dtype) for i, x in enumerate(e.arrays)]
+        return e.site.treedef, e.site.leaves, arrays
+
+    def describe(e: Entry) -> str:
         values = [
             jax.ShapeDtypeStruct(e.core_shape(i), x.dtype)
             for i, x in enumerate(e.arrays[:-1])
@@ -281,30 +294,24 @@ def _check_same(a: Entry, b: Entry) -> None:
         value = rebuild(e.site.treedef, e.site.leaves, values)
         return eqx.tree_pformat(value, struct_as_array=True)
 
+    name = a.site.name
+    places = f"{describe(a)} at {a.site.where}, but {describe(b)} at {b.site.where}"
     if form(a) != form(b):
+        remedy = "Sow values of one form, or give the sows different names."
+        if a.site.modes:
+            remedy += (
+                f" (A NumPy array has no {a.site.mode}, and a JAX array has one: sow "
+                "`jnp.asarray(...)`.)"
+            )
         raise SowError(
-            f"`{a.site.name}` is sown in several branches, and their values differ in "
-            f"structure, shape or dtype: {describe(a)} at {a.site.where}, but "
-            f"{describe(b)} at {b.site.where}. Sow values of one form, or give the "
-            "sows different names."
+            f"`{name}` is sown in several branches, and their values differ in "
+            f"structure, shape or dtype: {places}. {remedy}"
         )
-
-
-def _check_totals(
-    entries: Sequence[Entry],
-    axes: Sequence[Axis],
-    all_has: Sequence[Sequence[tuple[bool, ...]]],
-) -> None:
-    """The total of all lanes and the cotangent of each lane have no common form."""
-    lanes = [[h for h, a in zip(of, axes) if a.lane] for has in all_has for of in has]
-    first = entries[0].site
-    n = len(all_has[0])
-    if is_backward(first.mode) and any(
-        lanes[i] != lanes[i % n] for i in range(len(lanes)) if i % n != n - 1
-    ):
+    # The count may vary over other lanes, and so may a value that is no total.
+    lanes = [[x.has[:-1] for x in e.site.axes if x.lane] for e in (a, b)]
+    if is_backward(a.site.mode) and lanes[0] != lanes[1]:
         raise SowError(
-            f"`{first.name}` is sown in several branches, at "
-            f"{' and at '.join(e.site.where for e in entries)}. A leaf is the same for "
+            f"`{name}` is sown in several branches: {places}. A leaf is the same for "
             "all lanes of a `jax.vmap` in one of them, where its cotangent is the "
             "total, and has a cotangent for each lane in another. They cannot become "
             "one value: give the sows different names."

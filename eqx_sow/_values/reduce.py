@@ -21,10 +21,11 @@ from .._arrays import (
 )
 from .._errors import calling, SowError
 from .._frames import api_boundary
-from .._mark.site import runs_apart, Site
-from .._mark.static import rebuild
-from . import entry as _entry, merge as _merge
-from .entry import Entry, Result
+from .._mark.site import Axis, Site, with_has
+from .._mark.static import OPERAND, rebuild, take_apart
+from .axes import aligned, broadcast, kept_axes
+from .entry import check_order, Entry, in_each_iteration, with_count
+from .merge import unify, with_axes
 
 
 class Reducer(eqx.Module):
@@ -318,117 +319,88 @@ class ReducerState:
 Reducers = Callable[[str], Any]
 
 
-def started(reducers: Reducers, entries: Sequence[Entry]) -> dict[Any, ReducerState]:
-    """The states before the first execution, by `Site.key`. `entries` are the shapes of
-    what would be captured without reducers; `reducers` says which is that of a name."""
-    by_key = _entry.grouped(entries)
-    return {key: _started(reducers(key[0]), places) for key, places in by_key.items()}
-
-
-def _started(reducer: Reducer, entries: Sequence[Entry]) -> ReducerState:
-    form = _merge.unify([_shapes_of_one(e) for e in entries])
-    values = [zeros_like(form.with_lead(i, ())) for i in range(len(form.arrays) - 1)]
-    with calling("reducer", form.site):
-        acc = reducer.start(form.site, values)
-    sizes = tuple(a.size for a in form.site.axes)
-    specs = [a.spec for a in form.site.axes]
+def started(reducer: Reducer, entries: Sequence[Entry]) -> ReducerState:
+    """The state before the first execution. `entries` are the shapes of what would be
+    captured of the name and mode without a reducer, in each place."""
+    form = unify([_of_one_execution(e) for e in entries])
+    site, lanes = form.site, form.site.axes
+    one_lane = form.without_axes(range(len(lanes)))
+    *values, count = map(zeros_like, one_lane.arrays)
+    with calling("reducer", site):
+        acc = reducer.start(site, values)
+    sizes, specs = tuple(a.size for a in lanes), [a.spec for a in lanes]
     acc, count = jtu.tree_map(
-        lambda x: broadcast_to(x, (*sizes, *x.shape), specs),
-        (acc, jnp.zeros((), jnp.int32)),
+        lambda x: broadcast_to(x, (*sizes, *x.shape), specs), (acc, count)
     )
     conditional = any(e.counted for e in entries)
-    return ReducerState(acc, count, form.site, len(entries), conditional)
+    return ReducerState(acc, count, site, len(entries), conditional)
 
 
 def stepped(reducer: Reducer, state: ReducerState, entry: Entry) -> ReducerState:
     """The state after one more execution."""
-    site, counted, lanes = entry.site, entry.counted, state.site.axes
-    # JAX moves what does not depend on the iteration out of a loop: such a sow is met
-    # once, with an axis for the loop, and stands for as many executions.
-    if state.places > 1 and not all(a.lane for a in site.axes):
-        raise SowError(
-            f"`{site.name}` is sown in {state.places} places, and its value at "
-            f"{site.where} is the same in each iteration of a loop, so JAX moved it "
-            "out of the loop: the order of the executions is lost. Give that sow a "
-            "name of its own."
-        )
-    if runs_apart(site) and not reducer.idempotent:
-        raise SowError(
-            f"`{site.name}` at {site.where} is in a loop that is the same in each "
-            "iteration of another one, so JAX moved the inner loop out of the outer "
-            "one: the order of the executions is lost. Leave the reducer out for it, "
-            "and reduce what comes back."
-        )
-    entry = _merge.with_leaves(_lanes_only(entry), state.site.leaves)
-    entry = _entry.with_count(entry)
-    has = [_merge.placed(entry.site, lanes, i) for i in range(len(entry.arrays))]
+    check_order(entry.site, state.places, reducer.idempotent)
+    lanes = state.site.axes
+    one = with_axes(with_count(_of_one_execution(entry)), lanes)
+    every = (True,) * len(lanes)
+    *values, run = [broadcast(x, every, lanes) for x in one.arrays]
 
-    def one(acc, count, *arrays):
-        *values, run = arrays
+    def in_lane(acc, count, run, values):
         new = reducer.step(state.site, acc, count, values)
         new = jtu.tree_map(sharded_like, new, acc)
-        if not counted:
-            return new, count + 1
-        new = jtu.tree_map(lambda x, y: jnp.where(run > 0, x, y), new, acc)
+        if entry.counted:
+            new = jtu.tree_map(lambda x, y: jnp.where(run > 0, x, y), new, acc)
         return new, count + run
 
-    every = (True,) * len(lanes)
-    one = _entry.for_each_lane(one, lanes, [every, every, *has])
-
     def step(carry):
-        acc, count = one(*carry, *entry.arrays)
+        acc, count = _in_lanes(in_lane, lanes)(*carry, run, values)
         # A value that is the same in all lanes comes back unsharded.
         return jtu.tree_map(sharded_like, acc, state.acc), count
 
-    acc, count = _entry.in_each_iteration(site, step, (state.acc, state.count))
+    acc, count = in_each_iteration(entry.site, step, (state.acc, state.count))
     return dc.replace(state, acc=acc, count=count)
 
 
-def finished(reducer: Reducer, state: ReducerState) -> Result:
-    """What comes back. Arrays have the axes of the lanes first."""
+def finished(reducer: Reducer, state: ReducerState) -> Entry:
+    """What comes back, as an entry. Behind the axes of the lanes, its arrays have those
+    of `Reducer.lead`."""
     site, lanes = state.site, state.site.axes
-    every = (True,) * len(lanes)
-    finish = _entry.for_each_lane(reducer.finish, lanes, [every, every])
-    acc = finish(state.acc, state.count)
-    *of_values, of_count = _entry.final_axes(site, counted=True)
-
-    def one_of_same(x, has):
-        for i in reversed(range(len(has))):
-            x = x if has[i] else one_along(x, i)
-        return x
-
-    named = _entry.named_axes(site)
-    count, count_axes = None, ()
-    if state.conditional or reducer.counts:
-        count = one_of_same(state.count, of_count)
-        count_axes = _entry.axes_of_count(count, named, of_count)
+    n_values = sum(leaf is OPERAND for leaf in site.leaves)
+    varies = [site.has(i) for i in range(n_values)]
+    result = _in_lanes(reducer.finish, lanes)(state.acc, state.count)
     if not reducer.keeps_structure:
-        acc = jtu.tree_map(lambda x: one_of_same(x, of_count), acc)
-        axes = _entry.axes_of_count(acc, named, of_count)
-        return Result(acc, count, axes, count_axes)
-    acc = list(map(one_of_same, acc, of_values))
-    lead = [a.size for a, h in zip(lanes, of_count) if h]
-    value = rebuild(site.treedef, site.leaves, acc, (*lead, *reducer.lead), jnp)
-    n = len(reducer.lead)
-    named += [("buffer", None, None)] * n
-    has = [(*h, *[True] * n) for h in of_values]
-    axes = _entry.axes_of_arrays(value, site, has, named)
-    return Result(value, count, axes, count_axes)
+        result, treedef, leaves = take_apart(result)
+        site = site._replace(treedef=treedef, leaves=leaves)
+        varies = [kept_axes(state.site)] * len(result)
+    counted = state.conditional or reducer.counts
+    if counted:
+        result = [*result, state.count]
+        varies = [*varies, kept_axes(state.site)]
+
+    def of_one_lane(x, varies):
+        """Where all lanes are the same, one of them."""
+        for k in reversed(range(len(lanes))):
+            x = x if varies[k] else one_along(x, k)
+        return aligned(x, varies)
+
+    arrays = tuple(map(of_one_lane, result, varies))
+    site = site._replace(axes=with_has(lanes, varies))
+    return Entry(arrays, site, counted)
+
+
+def _in_lanes(fn: Callable, lanes: Sequence[Axis]) -> Callable:
+    """`fn` of one lane, as a function of arrays that have all lanes in front."""
+    for _ in lanes:
+        fn = jax.vmap(fn)
+    return fn
 
 
 def _value(site: Site, values: Sequence[Any]) -> Any:
     return rebuild(site.treedef, site.leaves, values)
 
 
-def _lanes_only(entry: Entry) -> Entry:
-    """The entry of a single execution. A sow that was moved out of its loop has an axis
-    for the loop, but none in its arrays."""
-    lanes = [a._replace(loops=0) for a in entry.site.axes if a.lane]
-    return entry.replace(entry.arrays, lanes)
-
-
-def _shapes_of_one(entry: Entry) -> Entry:
-    """Shapes for a single execution, from an entry of all: of `f32[10,8,3]` in a loop
-    of 10 and a `vmap` of 8, `f32[8,3]`."""
-    loops = [k for k, a in enumerate(entry.site.axes) if not a.lane]
-    return _lanes_only(entry.without_axes(loops))
+def _of_one_execution(entry: Entry) -> Entry:
+    """An entry of all iterations as one of a single execution: shapes `f32[10,8,3]` in
+    a loop of 10 and a `vmap` of 8 become `f32[8,3]`. An array is of one sow, and has an
+    axis of size one for each loop that JAX moved the sow out of."""
+    one = entry.without_axes([k for k, a in enumerate(entry.site.axes) if not a.lane])
+    return one.replace(one.arrays, [a._replace(loops=0) for a in one.site.axes])

@@ -17,7 +17,7 @@ import jaxtyping
 from .._errors import SowTypeError
 from .._mark.static import rebuild
 from .._names import lookup
-from .sown import Check
+from .merge import Check
 
 
 def check(
@@ -25,8 +25,8 @@ def check(
     spec: Mapping[str, Any] | None,
     intermediates: dict[str, dict[str, Any]],
 ) -> None:
-    """Checks the annotations of sows against what was sown, and those in `spec` against
-    what comes back. All of them share one set of axis names."""
+    """Checks the annotations of sows against what was sown, and those in the option
+    `spec` against what comes back. All of them share one set of axis names."""
     if not checks and not spec:
         return
 
@@ -48,7 +48,7 @@ def check(
 
 
 def _check(name: str, what: str, annotation: Any, value: Any) -> None:
-    # Takes as long to import as the rest of eqx_sow.
+    # beartype takes as long to import as the rest of eqx_sow.
     from beartype.roar import BeartypeException
 
     try:
@@ -84,8 +84,8 @@ def _name(annotation: Any) -> str:
 
 
 def _fits(value: Any, annotation: Any) -> bool:
-    """`is_bearable`, but for all items of a container; beartype looks at one of
-    them."""
+    """Like `is_bearable`, which looks at one item of a container, drawn at random. This
+    looks at all: for `dict[str, Float[Array, "n"]]`, each value has to fit."""
     from beartype.door import is_bearable
 
     if not is_bearable(value, annotation):
@@ -100,7 +100,7 @@ def _fits(value: Any, annotation: Any) -> bool:
     if issubclass(origin, tuple) and args[-1] is not Ellipsis:
         return all(map(_fits, value, args))
     if issubclass(origin, abc.Mapping) and origin is not collections.Counter:
-        # One that takes other parameters says nothing of its items that is known here.
+        # Of a mapping with one parameter, or three, we do not know what they mean.
         key, item = args if len(args) == 2 else (Any, Any)
         return all(_fits(k, key) and _fits(v, item) for k, v in value.items())
     if issubclass(origin, abc.Collection):

@@ -1,0 +1,97 @@
+"""The leading axes of captured arrays, which vmaps, loops and devices gave them.
+
+An operand of a sow has only the axes that it varies over. `Site.has` says which of
+`Site.axes` these are: a tuple of booleans, here called `varies`. Of a value `(c, y)`
+in a vmap of 5 lanes and one of 2 lanes within it, where `c` varies over the outer lanes
+and `y` over the inner ones,
+
+| | `varies` | operand | `aligned` | `broadcast` to both axes |
+|---|---|---|---|---|
+| `c` | `(True, False)` | `f32[5]` | `f32[5,1]` | `f32[5,2]` |
+| `y` | `(False, True)` | `f32[2]` | `f32[1,2]` | `f32[5,2]` |
+
+In an `Entry` all arrays are aligned: axis `k` of the site is axis `k` of each array.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from .._arrays import broadcast_to
+from .._mark.site import Axis, Site
+from .._mark.static import OPERAND
+from .modes import is_backward
+
+
+Varies = Sequence[bool]
+
+
+def either(*varies: Varies) -> tuple[bool, ...]:
+    """The axes that at least one of several operands varies over."""
+    return tuple(map(any, zip(*varies)))
+
+
+def aligned(x: Any, varies: Varies) -> Any:
+    """An operand, with an axis of size one wherever it has none."""
+    index = tuple(slice(None) if v else None for v in varies)
+    return x if all(varies) else x[index]
+
+
+def as_operand(x: Any, varies: Varies) -> Any:
+    """An aligned array, without the axes that it does not vary over."""
+    gone = tuple(k for k, v in enumerate(varies) if not v)
+    return x.squeeze(gone) if gone else x
+
+
+def broadcast(x: Any, varies: Varies, axes: Sequence[Axis]) -> Any:
+    """An aligned array, repeated along those of these axes that it shall vary over."""
+    n = len(axes)
+    lead = [a.size if v else k for a, v, k in zip(axes, varies, x.shape)]
+    if lead == list(x.shape[:n]):
+        return x
+    specs = [a.spec if v else None for a, v in zip(axes, varies)]
+    return broadcast_to(x, (*lead, *x.shape[n:]), specs)
+
+
+def for_each_lane(
+    fn: Callable,
+    axes: Sequence[Axis],
+    varies: Sequence[Varies],
+    out_varies: Sequence[Varies] | None = None,
+) -> Callable:
+    """A function of values as the code at the sow sees them, as a function of operands.
+    `out_varies` is for its results; without it they vary over all axes that any operand
+    varies over."""
+    for k in reversed(range(len(axes))):
+        if any(v[k] for v in varies):
+            fn = jax.vmap(
+                fn,
+                in_axes=tuple(0 if v[k] else None for v in varies),
+                out_axes=0
+                if out_varies is None
+                else [0 if v[k] else None for v in out_varies],
+                axis_size=axes[k].size,
+            )
+    return fn
+
+
+def kept_axes(site: Site) -> tuple[bool, ...]:
+    """Which axes there are in what comes back: all but the vmaps that no array of the
+    value varies over."""
+    return tuple(not a.lane or any(a.has) for a in site.axes)
+
+
+def final_axes(site: Site, counted: bool = False) -> list[tuple[bool, ...]]:
+    """Which axes each array has in what comes back: all that are kept. But a cotangent
+    has its own lanes only: that of a leaf which is the same for all lanes is their
+    total, and would be wrong in each of them. Last comes the count, if the site has
+    one."""
+    kept = kept_axes(site)
+    n_values = sum(leaf is OPERAND for leaf in site.leaves)
+    total = [is_backward(site.mode) and a.lane for a in site.axes]
+    of_values = [
+        tuple(k and (v or not t) for k, v, t in zip(kept, site.has(i), total))
+        for i in range(n_values)
+    ]
+    return [*of_values, *[kept] * counted]

@@ -1,0 +1,205 @@
+"""The option `transform`: applying a function of the user's to what is sown."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import equinox as eqx
+import jax
+import jax.extend.core as jexc
+import jax.numpy as jnp
+from jax.interpreters import ad, batching, mlir, partial_eval as pe
+
+from .. import _compat
+from .._arrays import shape_like, spec_of
+from .._errors import calling, SowError
+from .._frames import api_boundary
+from .._mark.site import Site
+from .._mark.static import Const, rebuild, take_apart
+from .axes import aligned, as_operand, broadcast, either, for_each_lane, Varies
+from .modes import is_backward
+
+
+_T = TypeVar("_T")
+
+
+class Batched(eqx.Module):
+    """What `batched` returns. `transformed` knows it, and calls `fn` itself."""
+
+    fn: Callable[[Any], Any]
+
+    @api_boundary
+    def __call__(self, value: Any) -> Any:
+        raise TypeError(
+            "What `eqx_sow.batched(fn)` returns cannot be called: it is for "
+            "`transform=`, alone or in a dict of names. To compute several things, put "
+            "it around all: `batched(lambda x: {'norm': ..., 'mean': ...})`."
+        )
+
+
+@api_boundary
+def batched(fn: Callable[[Any], _T]) -> Callable[[Any], _T]:
+    """For `transform=`: a function that sees all lanes of the `vmap`s around a sow.
+
+    A transform sees the value as the code at the sow does: of a model under `jax.vmap`,
+    that of one example. `batched(fn)` sees the whole batch, and what it returns is one
+    value for it. So a norm over the batch, `x.T @ x / len(x)` or a histogram is one
+    reduction, and nothing of the size of the batch is kept.
+
+    **Arguments:**
+
+    - `fn`: a function of the value, in which arrays have a leading axis for each
+        `vmap` that the value varies over, outermost first. Loops give none: each
+        iteration is transformed by itself. An array that is the same for all lanes has
+        one cotangent, the total, and that comes without an axis.
+
+    **Returns:**
+
+    Something to pass as `transform=`, or as a value of the dict there, to
+    [`eqx_sow.save_intermediates`][] or [`eqx_sow.tap`][]. What comes back has no axes
+    for the lanes. A batch that is sharded over a mesh is reduced over its devices; in a
+    `jax.shard_map`, each device sees its own part.
+
+    **Raises:**
+
+    `TypeError` if `fn` is not a function. [`eqx_sow.SowError`][], when it is used, if
+    the sow is in a branch or a loop that only some lanes run, or if a `jax.vmap` comes
+    after `save_intermediates`: put it inside, `save_intermediates(jax.vmap(fn))`.
+
+    !!! example
+
+        ```python
+        import equinox as eqx
+        import eqx_sow
+        import jax
+        import jax.numpy as jnp
+
+        model = eqx.nn.MLP(2, 1, 8, 2, key=jax.random.key(0))
+        norms = eqx_sow.save_intermediates(
+            jax.vmap(model),
+            capture=eqx.nn.Linear,
+            transform=eqx_sow.batched(jnp.linalg.norm),
+        )
+        _, intermediates = norms(jnp.ones((16, 2)))
+        intermediates["layers/0"]["primal"].shape  # ()
+        ```
+    """
+    if not callable(fn):
+        raise TypeError(
+            f"`eqx_sow.batched(fn)` takes a function of the value, not {fn!r}. Write "
+            "`eqx_sow.batched(jnp.linalg.norm)`."
+        )
+    return Batched(fn)
+
+
+# Marks that no more lanes may come: a value of all of them has been computed. Tangents
+# are not marked, as there may be several for one value (`jax.jacfwd`).
+all_lanes_p = jexc.Primitive("all_lanes")
+
+
+def _more_lanes(operands, dims, *, name, where):
+    raise SowError(
+        f"`transform=batched(...)` was applied to `sow(..., {name!r})` at {where}, and "
+        "a `jax.vmap` came after that, whose lanes it has not seen. Put the vmap "
+        "inside: `save_intermediates(jax.vmap(fn), ...)`."
+    )
+
+
+all_lanes_p.def_impl(lambda x, **_: x)
+all_lanes_p.def_abstract_eval(lambda x, **_: x)
+mlir.register_lowering(all_lanes_p, lambda ctx, x, **_: [x])
+batching.primitive_batchers[all_lanes_p] = _more_lanes
+ad.primitive_jvps[all_lanes_p] = lambda primals, tangents, **params: (
+    all_lanes_p.bind(*primals, **params),
+    *tangents,
+)
+
+
+class Value(NamedTuple):
+    """A PyTree, taken apart as `static.take_apart` does it. The arrays are as the
+    operands of a sow are: each has the leading axes that it `varies` over."""
+
+    treedef: Const
+    leaves: tuple[Any, ...]
+    arrays: Sequence[Any]
+    varies: Sequence[Varies]
+
+
+def transformed(
+    fn: Callable, site: Site, value: Value, option: str = "transform"
+) -> Value:
+    """What `fn` returns for a value as the code at the sow sees it, for each lane; or
+    if `fn` is `batched`, for the value of all lanes at once."""
+    with calling(option, site):
+        if isinstance(fn, Batched):
+            return _of_all_lanes(fn, site, value)
+        return _of_each_lane(fn, site, value)
+
+
+def _of_each_lane(fn: Callable, site: Site, value: Value) -> Value:
+    form: list[Any] = []
+
+    def apply(*arrays):
+        out = fn(rebuild(value.treedef, value.leaves, arrays))
+        new, *form[:] = take_apart(out)
+        return list(map(jnp.asarray, new))
+
+    none = (False,) * len(site.axes)
+    every = either(none, *value.varies)
+    varies = None
+    if is_backward(site.mode) and any(v != every for v in value.varies):
+        varies = _of_inputs_read(apply, value, every)
+    of_lanes = for_each_lane(apply, site.axes, value.varies, varies)
+    arrays = of_lanes(*value.arrays)
+    treedef, leaves = form
+    return Value(treedef, leaves, arrays, varies or [every] * len(arrays))
+
+
+def _of_inputs_read(fn: Callable, value: Value, every: Varies) -> list[Varies]:
+    """For each result of `fn`, the axes of those arrays that it depends on.
+
+    This is for cotangents of a value such as `(x, w)`, where `x` is of one lane and `w`
+    is shared by all: the cotangent of `w` is the total of all lanes. Its norm is one
+    number, and not one for each lane.
+    """
+    shapes = [
+        shape_like(x, x.shape[sum(v) :], spec_of(x)[sum(v) :])
+        for x, v in zip(value.arrays, value.varies)
+    ]
+    jaxpr, _ = _compat.open_jaxpr(jax.make_jaxpr(fn)(*shapes))
+    n = len(jaxpr.outvars)
+    none = (False,) * len(every)
+
+    def of_result(i):
+        _, read = pe.dce_jaxpr(jaxpr, [k == i for k in range(n)])
+        return either(none, *[v for v, r in zip(value.varies, read) if r])
+
+    return list(map(of_result, range(n)))
+
+
+def _of_all_lanes(fn: Batched, site: Site, value: Value) -> Value:
+    if site.guards:
+        raise SowError(
+            f"`transform=batched(...)`: `sow(..., {site.name!r})` at {site.where} is "
+            "in a branch or a loop that only some lanes of a `jax.vmap` run: there is "
+            "no value of all lanes. Leave `batched` out for this name, and reduce what "
+            "comes back where its `count` is not zero."
+        )
+    axes = site.axes
+    none = (False,) * len(axes)
+    every = either(none, *value.varies)
+    arrays = value.arrays
+    if not is_backward(site.mode):
+        # A cotangent without the axes of the lanes is their total, see `final_axes`.
+        arrays = [
+            as_operand(broadcast(aligned(x, v), every, axes), every)
+            for x, v in zip(arrays, value.varies)
+        ]
+    marks = dict(name=site.name, where=site.where)
+    arrays = [
+        x if x.dtype == jax.dtypes.float0 else all_lanes_p.bind(x, **marks)
+        for x in arrays
+    ]
+    lead = [a.size for a, v in zip(axes, every) if v]
+    out = fn.fn(rebuild(value.treedef, value.leaves, arrays, lead))
+    new, treedef, leaves = take_apart(out)
+    return Value(treedef, leaves, list(map(jnp.asarray, new)), [none] * len(new))
