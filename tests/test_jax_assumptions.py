@@ -226,7 +226,7 @@ def test_effect_is_kept(outside, inside):
 @assumed(
     "A program with an effect whose type is a subclass of that of `jax.debug.print` "
     "is lowered and runs.",
-    "_handlers/send.py",
+    "_handlers/events.py",
 )
 def test_effect_is_lowered():
     mark_p = marker()
@@ -807,7 +807,7 @@ def test_derivative_rules():
     "with `name`, `size` and `spmd_name`.",
     "_mark/primitive.py",
     "_walk/jax_rules.py",
-    "_handlers/send.py",
+    "_handlers/events.py",
     "_transforms/tap.py",
 )
 def test_batching_rules():
@@ -1028,7 +1028,7 @@ def test_checkpoint_of_scan(monkeypatch):
     "the one that is run again, which outputs of these are unknown, which are made "
     "again, and the residuals; either equation can be `None`.",
     "_mark/primitive.py",
-    "_handlers/send.py",
+    "_handlers/events.py",
 )
 def test_checkpoint_rules():
     mark_p, again_p = marker(), toy("again")
@@ -1076,7 +1076,7 @@ def test_partial_evaluation_of_scan(monkeypatch):
 @assumed(
     "`mlir.lower_fun` makes a lowering of a function, and `mlir.register_lowering` "
     "takes one for a platform, which is not cached if `cacheable=False`.",
-    "_handlers/send.py",
+    "_handlers/events.py",
     "_mark/primitive.py",
 )
 def test_lowering():

@@ -13,6 +13,7 @@ import functools as ft
 import inspect
 import threading
 import types
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -93,11 +94,13 @@ def listening_as(here: Listening) -> Iterator[None]:
 def _noted(captures: tuple[Capture, ...]) -> Iterator[None]:
     """As long as this lasts, the methods and functions take note of their calls that
     these ask for. For `scope=True`, all methods of users' do: any may call `sow`."""
-    names = {"__call__", *(m for c in captures for m in c.methods)}
+    # Of two names of one method, the first counts.
+    names = dict.fromkeys((*(m for c in captures for m in c.methods), "__call__"))
     scoped = any(c.scope for c in captures)
     with contextlib.ExitStack() as put_back:
-        for cls in _classes():
-            for name in names.union(own_methods(cls)) if scoped else names:
+
+        def note(cls):
+            for name in (*names, *own_methods(cls)) if scoped else names:
                 method = vars(cls).get(name)
                 if isinstance(method, types.FunctionType):
                     noting = ft.partial(_noting_method, name, method)
@@ -106,6 +109,10 @@ def _noted(captures: tuple[Capture, ...]) -> Iterator[None]:
                     # Such as what `eqx.filter_jit` makes of a method.
                     setattr(cls, name, _instead_of(name, method))
                     put_back.callback(setattr, cls, name, method)
+
+        put_back.enter_context(_classes_to_come(note))
+        for cls in _classes():
+            note(cls)
         for fn in (f for c in captures for f in c.functions):
             _exchange_code(fn, ft.partial(_noting_function, fn), put_back)
         yield
@@ -122,6 +129,28 @@ def _classes() -> Iterator[type]:
 
 
 _NO_MODELS = "equinox._", "equinox.internal", "eqx_sow._transforms"
+
+
+@contextlib.contextmanager
+def _classes_to_come(note: Callable[[type], None]) -> Iterator[None]:
+    """Notes classes of modules as well that come to be as long as this lasts: the
+    program imports them, or a function makes them."""
+
+    def init_subclass(cls, **kwargs):
+        super(eqx.Module, cls).__init_subclass__(**kwargs)
+        if not cls.__module__.startswith(_NO_MODELS):
+            note(cls)
+
+    before = vars(eqx.Module).get("__init_subclass__")
+    module: Any = eqx.Module
+    module.__init_subclass__ = classmethod(init_subclass)
+    try:
+        yield
+    finally:
+        if before is None:
+            del module.__init_subclass__
+        else:
+            module.__init_subclass__ = before
 
 
 def _exchange_code(
@@ -149,10 +178,18 @@ def _exchange_code(
         co_freevars=code.co_freevars,
     )
     put_back.callback(setattr, fn, "__code__", code)
-    # For the signature, which libraries look at.
-    if not hasattr(fn, "__wrapped__"):
-        fn.__wrapped__ = plain  # pyright: ignore[reportFunctionMemberAccess]
-        put_back.callback(delattr, fn, "__wrapped__")
+    # Libraries, and users' functions, may look at the signature.
+    if not (hasattr(fn, "__wrapped__") or hasattr(fn, "__signature__")):
+        if fn not in _signatures:
+            _signatures[fn] = inspect.signature(plain)
+        fn.__signature__ = _signatures[fn]  # pyright: ignore[reportFunctionMemberAccess]
+        put_back.callback(delattr, fn, "__signature__")
+
+
+# It takes long to make one, and each trace looks at all methods.
+_signatures: weakref.WeakKeyDictionary[types.FunctionType, inspect.Signature] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def _note_instead(*args, **kwargs):

@@ -212,7 +212,7 @@ def _trace(fn: Callable, args: tuple, kwargs: dict, marking: Marking) -> Program
 
     try:
         closed = closed_jaxpr(outer.leafwise)
-    except SowError:
+    except (SowError, RecursionError):
         raise
     except Exception:
         # If a leaf of a value is differentiated, so are all. Perhaps another one comes
