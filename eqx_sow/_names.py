@@ -70,6 +70,37 @@ def selected(
     )
 
 
+# So many iterations are looked at, to find those that a glob fits.
+_MOST = 1000
+
+
+def every_selected(
+    pattern: Any,
+    name: str,
+    after: tuple[int | None, ...],
+    loops: tuple[int, ...] = ANY_LOOPS,
+) -> list[Selected]:
+    """The same for a pattern that may select several iterations: `blocks/[12]/attn`."""
+    whole = selected(pattern, name, after, loops)
+    if whole is not None or not isinstance(pattern, str) or not loops:
+        return [] if whole is None else [whole]
+    parts = pattern.split("/")
+    for i, glob in enumerate(parts):
+        if "?" in glob or "[" in glob:
+            indices = map(str, range(min(max(loops), _MOST)))
+            each = [
+                one
+                for index in indices
+                if fnmatch.fnmatchcase(index, glob)
+                for one in every_selected(
+                    "/".join([*parts[:i], index, *parts[i + 1 :]]), name, after, loops
+                )
+            ]
+            if each:
+                return each
+    return []
+
+
 def _is_index(segment: str) -> bool:
     digits = segment.removeprefix("-")
     return segment == "*" or (digits.isascii() and digits.isdecimal())

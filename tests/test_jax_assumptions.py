@@ -980,6 +980,34 @@ def test_linearization_of_scan(monkeypatch):
 
 
 @assumed(
+    "A `concatenate` has its axis as `dimension`; a `slice` has `start_indices` and "
+    "`limit_indices`; a `split` has `sizes` and an `axis`.",
+    "_modules/sources.py",
+)
+def test_concatenations():
+    x = jnp.ones(3)
+    (whole,) = jaxpr_of(lambda a, b: jax.lax.concatenate([a, b], 0), x, x).eqns
+    assert whole.primitive is jax.lax.concatenate_p and whole.params["dimension"] == 0
+    (part,) = jaxpr_of(lambda a: jax.lax.slice(a, (1,), (3,)), x).eqns
+    assert part.primitive is jax.lax.slice_p
+    assert part.params["start_indices"] == (1,)
+    assert part.params["limit_indices"] == (3,)
+    (parts,) = jaxpr_of(lambda a: jax.lax.split(a, (1, 2), 0), x).eqns
+    assert parts.primitive is jax.lax.split_p
+    assert tuple(parts.params["sizes"]) == (1, 2) and parts.params["axis"] == 0
+
+
+@assumed(
+    "`pe.dce_jaxpr` returns a jaxpr without what is not used, and which inputs are.",
+    "_values/transform.py",
+)
+def test_dead_code():
+    jaxpr = opened(jax.make_jaxpr(lambda x, y: (jnp.sin(x), y + 1))(1.0, 2.0))
+    new, used, *_ = pe.dce_jaxpr(jaxpr, [True, False])
+    assert used == [True, False] and len(new.eqns) == 1
+
+
+@assumed(
     "`jax._src.interpreters.ad.fallback_linearize_rule` is how a primitive without a "
     "rule for that is linearized: by its rule for tangents. A checkpoint is one. Rules "
     "are told whether the tangents will be transposed.",

@@ -1,20 +1,16 @@
 """What captured calls are called in programs that people write: each name has the value
 that the module there returns, computed by hand."""
 
-import threading
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-import numpy as np
 import pytest
 from eqx_sow import (
     Append,
     plant,
     save_intermediates as S,
     Sow,
-    sow,
     UnknownSowError,
 )
 from jax.flatten_util import ravel_pytree
@@ -302,22 +298,6 @@ def _averaged(model, ema, x):
 def test_the_tree_that_was_changed(fn, expected):
     _, got = S(fn, capture=True)(_linear(0), _linear(1), X)
     assert list(got) == [expected]
-
-
-# --- threads ---
-def test_a_thread_that_the_function_waits_for():
-    def fn(m, x):
-        outs = []
-        inner = S(lambda y: sow(2 * y, "z"))
-        run = lambda: outs.append(inner(np.ones(3, np.float32))[0])
-        thread = threading.Thread(target=run, daemon=True)
-        thread.start()
-        thread.join(20)
-        assert outs, "the thread waits for the function, which waits for the thread"
-        return m(x) + np.asarray(outs[0])
-
-    out, got = S(fn, capture=True)(_linear(0), X)
-    assert list(got) == ["m"]
 
 
 # --- stacks within modules that have nothing else ---

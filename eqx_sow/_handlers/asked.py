@@ -13,14 +13,14 @@ import numpy as np
 
 from .._mark.site import Site
 from .._mark.static import SameParts
-from .._names import ANY_LOOPS, lookup, Selected, selected
+from .._names import ANY_LOOPS, every_selected, lookup, Selected
 from .._walk.frame import Frame
 from .._walk.handler import Handler, is_solver, OVER_AND_OVER, refuse
 from .._walk.sows import loop_of, loops_around, sites
 
 
-# A name with an index in it.
-_INDEX = re.compile(r"(^|/)(-?\d+|\*)(/|$)")
+# A name with an index in it, or a glob that may stand for some.
+_INDEX = re.compile(r"(^|/)(-?\d+|\*|[^/]*[?[][^/]*)(/|$)")
 
 
 def reached(at: Iterable[int | None], iterations: Iterable[Any]) -> Any:
@@ -50,11 +50,11 @@ class Asked:
         if self.names is None:
             return [Selected(label.name, (), label.after)]
         by_pattern = [
-            selected(p, label.name, label.after, loops)
+            every_selected(p, label.name, label.after, loops)
             for p in self.names
             if label.name == p or p not in self.spelled_out
         ]
-        return {x.name: x for x in by_pattern if x is not None}.values()
+        return {x.name: x for found in by_pattern for x in found}.values()
 
     def perhaps(self, site: Site) -> Iterable[Selected]:
         """What may be asked for of a sow, whatever loops are around it."""
@@ -138,8 +138,10 @@ class Listens(Handler):
     def transform_of(self, whole: Site, one: Site) -> Any:
         """The transform of a sow, or of `one` iteration of the `whole`, such as `h/3`:
         one for that name, or else one for `h`."""
-        transform = lookup(self.transform.value, one.name)
-        return transform or lookup(self.transform.value, whole.name)
+        names = one.name, whole.name, whole.label.of_all
+        return next(
+            filter(None, (lookup(self.transform.value, n) for n in names)), None
+        )
 
 
 # --- sows that are left to others ---

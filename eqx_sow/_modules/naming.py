@@ -20,13 +20,11 @@ and `Naming._found` what a module is called to which no array leads.
 """
 
 import dataclasses as dc
-import itertools as it
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import equinox as eqx
-import jax
 
 from .._errors import SowError
 from .._mark.calls import Call, calls_around, Path
@@ -35,127 +33,7 @@ from .._mark.site import Label, Site
 from .._values.modes import without_order
 from .._walk.flow import Domain, Here
 from .places import is_internal, Places
-
-
-# The way to an equation, as `Here.path` has it.
-Way = tuple[int, ...]
-# What moves numbers and leaves them as they are, more or less. (Some edges come out of
-# one branch or another, and go through the primitive for edges once more.)
-_MOVES = frozenset(
-    (
-        "all_gather all_to_all broadcast_in_dim concatenate convert_element_type copy "
-        "copy_p device_put dynamic_slice dynamic_update_slice edge expand_dims gather "
-        "name optimization_barrier pad pbroadcast pcast ppermute pvary "
-        "reduce_precision reshape reshard rev select_n sharding_constraint slice "
-        "split squeeze stop_gradient"
-    ).split()
-)
-# What makes new arrays of several, rather than changing one: it counts as `_FAR`.
-_CONTRACTS = jax.lax.dot_general_p, jax.lax.conv_general_dilated_p
-_FAR = 1 << 16
-# Of the sources of a value, so many are kept: the nearest.
-_NEAREST = 8
-
-
-class _Value(NamedTuple):
-    """What goes through the program in the place of an array.
-
-    `distances`: how many computations there are between the array and each of its
-    sources (see `Places`), in the order of the operands of these. `made`: which
-    equation computed it, moves aside. `edges`: if it is an edge, the ways to the
-    equations that it comes out of. `cases`: if it comes out of a cond, what it is in
-    each branch, with what made the index. `parts`: if it is a concatenation, what it
-    consists of.
-    """
-
-    distances: Mapping[int, int] = {}
-    made: Hashable = None
-    edges: tuple[Way, ...] = ()
-    cases: "tuple[Hashable, Sequence[_Value]] | None" = None
-    parts: "_Parts | None" = None
-
-
-class _Parts(NamedTuple):
-    """What an array was concatenated of, along an axis, and the length of each part: so
-    that what is sliced out of it comes from its own part only.
-
-    `ravel_pytree` concatenates the arrays of a model, and takes them apart again. What
-    was computed in between entry by entry, such as `2 * flat`, has the same parts.
-    """
-
-    axis: int
-    lengths: tuple[int, ...]
-    values: tuple[_Value, ...]
-
-    def between(self, start: int, stop: int) -> "_Value":
-        """What the entries from `start` to `stop` come from."""
-        inside, begin = [], 0
-        for length, value in zip(self.lengths, self.values):
-            if start < begin + length and begin < stop:
-                cut = max(start, begin), min(stop, begin + length)
-                inside.append((cut[1] - cut[0], value))
-            begin += length
-        value = _one_of([v for _, v in inside], 0, inside[0][1].made)
-        if len(inside) < 2:
-            return value
-        lengths, values = zip(*inside)
-        return value._replace(parts=_Parts(self.axis, lengths, values))
-
-
-def _parts(eqn: Any, operands: Sequence[_Value], step: int) -> _Parts | None:
-    """Those of what comes out of an equation, if it has any."""
-    if eqn.primitive is jax.lax.concatenate_p:
-        axis = eqn.params["dimension"]
-        lengths = tuple(v.aval.shape[axis] for v in eqn.invars)
-        return _Parts(axis, lengths, tuple(operands))
-    known = next((x.parts for x in operands if x.parts is not None), None)
-    shapes = {v.aval.shape for v in (*eqn.invars, *eqn.outvars)} - {()}
-    if known is None or len(shapes) > 1 or len(eqn.outvars) > 1:
-        return None
-    # Entry by entry. An operand that has other parts is taken as a whole.
-    alike = [
-        x.parts.values
-        if x.parts is not None and x.parts[:2] == known[:2]
-        else [x] * len(known.values)
-        for x in operands
-    ]
-    values = tuple(_one_of(column, step, column[0].made) for column in zip(*alike))
-    return known._replace(values=values)
-
-
-def _sliced(eqn: Any, whole: _Value) -> list[_Value] | None:
-    """What comes out of an equation that takes slices of a concatenation."""
-    if whole.parts is None:
-        return None
-    parts, p = whole.parts, eqn.params
-    if eqn.primitive is jax.lax.slice_p:
-        return [
-            parts.between(
-                p["start_indices"][parts.axis], p["limit_indices"][parts.axis]
-            )
-        ]
-    if eqn.primitive is jax.lax.split_p and p["axis"] == parts.axis:
-        ends = list(it.accumulate(p["sizes"]))
-        return [parts.between(end - n, end) for n, end in zip(p["sizes"], ends)]
-    return None
-
-
-def _one_of(values: Sequence[_Value], step: int = 0, made: Hashable = None) -> _Value:
-    """The value of an equation with these operands, which adds `step` to the distances.
-    With a step of 0, also what is one of several values, and it is not known which."""
-    known = {id(v.distances): v.distances for v in values if v.distances}
-    if len(known) == 1 and not step:
-        (distances,) = known.values()
-    else:
-        distances = {}
-        for one in known.values():
-            for source, n in one.items():
-                distances[source] = min(n + step, distances.get(source, 1 << 30))
-        if len(distances) > _NEAREST:
-            nearest = sorted(distances.items(), key=lambda item: item[1])
-            distances = dict(nearest[:_NEAREST])
-    edges = dict.fromkeys(e for v in values for e in v.edges)
-    return _Value(distances, made, tuple(edges))
+from .sources import computed, FAR, one_of, Value, Way
 
 
 class _Candidate(NamedTuple):
@@ -192,7 +70,7 @@ class _Visit:
 
     call: Call
     # The operands of its edge.
-    arrays: Sequence[_Value]
+    arrays: Sequence[Value]
     # The visit of the module that holds it, whose method is running.
     around: "_Visit | None"
     # The innermost module whose method is running, whether it holds this one or not.
@@ -264,11 +142,11 @@ class Naming(Domain):
         return {way: x for way, x in named.items() if x is not self._sows[way][0]}
 
     # --- what goes through the program ---
-    def inputs(self) -> list[_Value]:
+    def inputs(self) -> list[Value]:
         return [self._at_source(i) for i in range(self._places.n_inputs)]
 
-    def _at_source(self, source: int) -> _Value:
-        return _Value({source: 0}, ("source", source))
+    def _at_source(self, source: int) -> Value:
+        return Value({source: 0}, ("source", source))
 
     def asks(self, sow):
         return sow.invars[:1]
@@ -278,11 +156,11 @@ class Naming(Domain):
 
     def constant(self, x):
         if not getattr(x, "shape", None) and not eqx.is_array(x):
-            return _Value()
+            return Value()
         return self._at_source(self._places.source(x))
 
     def either(self, values):
-        return _one_of(values, made=values[0].made)
+        return one_of(values, made=values[0].made)
 
     def chosen(self, index, cases):
         return self.either(cases)._replace(cases=(index.made, cases))
@@ -301,26 +179,16 @@ class Naming(Domain):
         return value
 
     def equation(self, eqn, operands, here):
-        primitive, name = eqn.primitive, eqn.primitive.name
+        primitive = eqn.primitive
         if primitive in (sow_p, same_p):
             self._sow(eqn, operands[0], here)
-            return [_Value(edges=(here.path,)), *operands[1:]]
+            return [Value(edges=(here.path,)), *operands[1:]]
         if primitive is edge_p and eqn.params:
             self._visit(eqn, operands, here)
-            return [_Value(edges=(here.path,))]
-        if operands and (slices := _sliced(eqn, operands[0])) is not None:
-            return slices
-        if name == "select_n":
-            operands = operands[1:]
-        step = 0 if name in _MOVES else _FAR if primitive in _CONTRACTS else 1
-        made = operands[0].made if operands and not step else here.path
-        value = _one_of(operands, step, made)
-        parts = _parts(eqn, operands, step)
-        return [value if parts is None else value._replace(parts=parts)] * len(
-            eqn.outvars
-        )
+            return [Value(edges=(here.path,))]
+        return computed(eqn, operands, here.path)
 
-    def _visit(self, eqn: Any, arrays: Sequence[_Value], here: Here) -> None:
+    def _visit(self, eqn: Any, arrays: Sequence[Value], here: Here) -> None:
         call = eqn.params["call"]
         running = next(iter(self._running(here, eqn)), None)
         around = running if call.is_function else None
@@ -329,7 +197,7 @@ class Naming(Domain):
         visit = _Visit(call, arrays, around, running, here.scans)
         self._visits[here.path] = self._latest[call] = visit
 
-    def _sow(self, eqn: Any, edge: _Value, here: Here) -> None:
+    def _sow(self, eqn: Any, edge: Value, here: Here) -> None:
         site: Site = eqn.params["site"]
         if site.modes:
             # Of a derivative, the edge comes out of the sow of its primal.
@@ -347,7 +215,7 @@ class Naming(Domain):
         return [self._latest[c] for c in calls if c in self._latest][-1:]
 
     # --- the places of modules ---
-    def _candidates(self, leaf: Path, array: _Value) -> list[_Candidate]:
+    def _candidates(self, leaf: Path, array: Value) -> list[_Candidate]:
         """The places of a module, given where one of its arrays is in the module, and
         what that comes from. The first come first."""
         found = []
@@ -422,7 +290,7 @@ class Naming(Domain):
         # Of the weights that a hypernetwork returns, those of the hypernetwork are no
         # place, if it is called there itself.
         candidates = [
-            c for c in candidates if c.distance < _FAR or self._nearest[c.path] >= _FAR
+            c for c in candidates if c.distance < FAR or self._nearest[c.path] >= FAR
         ]
         if not candidates:
             return None

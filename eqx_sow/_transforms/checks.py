@@ -7,7 +7,14 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from .._frames import warn
-from .._names import check_known, in_a_list, matches, same_in_a_model, selected
+from .._names import (
+    check_known,
+    every_selected,
+    in_a_list,
+    matches,
+    same_in_a_model,
+    selected,
+)
 from .._values.modes import labels
 from .options import Options
 from .program import Program
@@ -95,13 +102,16 @@ def check_selected(
 
     def selects_nothing(pattern: Any) -> bool:
         return not any(
-            selected(pattern, site.name, site.label.after, loops)
+            every_selected(pattern, site.name, site.label.after, loops)
             for site, loops in program.in_loops
         )
 
     patterns: dict[str, Any] = dict(names=filter(selects_nothing, names or ()))
     patterns |= {k: v for k, v in by_name.items() if isinstance(v, Mapping)}
     for option, some in patterns.items():
+        if option == "transform":
+            all_layers = {site.label.of_all for site, _ in program.in_loops}
+            some = [x for x in some if not any(matches(x, name) for name in all_layers)]
         check_known(f"{call}(..., {option}=...)", some, known, hint=hints(program))
 
 

@@ -13,7 +13,7 @@ from .._handlers.collect import Collect, EACH_PLACE
 from .._handlers.planting import Planted, prepare, Replace
 from .._mark.listening import listening
 from .._mark.static import Const, SameParts
-from .._names import check_known, join, selected
+from .._names import check_known, every_selected, join
 from .._values import merge as _merge
 from .._values.entry import Entry, grouped
 from .._values.modes import labels, Mode
@@ -42,10 +42,10 @@ def _by_iteration(
         is_name = any(site.name == pattern for site, _ in program.in_loops)
         found = {}
         for site, loops in program.in_loops:
-            part = selected(pattern, site.name, site.label.after, loops)
-            # What looks like an index in the name of a sow is none.
-            if part is not None and not (is_name and part.at):
-                found[site.name, part.at] = None
+            for part in every_selected(pattern, site.name, site.label.after, loops):
+                # What looks like an index in the name of a sow is none.
+                if not (is_name and part.at):
+                    found[site.name, part.at] = None
         return list(found)
 
     places = {pattern: fits(pattern) for pattern in values}
