@@ -110,11 +110,10 @@ def take_apart(tree: Any) -> tuple[list[Any], Const, tuple[Any, ...]]:
 
 
 def rebuild(
-    treedef: Const, leaves: Sequence[Any], values: Sequence[Any], lead=(), module=np
+    treedef: Const, leaves: Sequence[Any], values: Sequence[Any], lead=()
 ) -> Any:
     """The PyTree that was taken apart, with these values as its arrays. Leaves that
-    were not differentiated are zeros, with the axes `lead` before their own. `module`
-    makes these: NumPy, which a callback can call, or `jax.numpy`."""
+    were not differentiated are zeros, with the axes `lead` before their own."""
     operand = iter(values)
 
     def leaf(x):
@@ -122,8 +121,6 @@ def rebuild(
             return next(operand)
         if not isinstance(x, NoTangent):
             return x.value
-        # JAX has no arrays of the dtype float0.
-        make = np if x.dtype == jax.dtypes.float0 else module
-        return make.zeros((*lead, *x.shape), x.dtype)
+        return np.zeros((*lead, *x.shape), x.dtype)
 
     return jtu.tree_unflatten(treedef.value, list(map(leaf, leaves)))

@@ -33,7 +33,7 @@ from .._mark.site import Label, Site
 from .._values.modes import without_order
 from .._walk.flow import Domain, Here
 from .places import is_internal, Places
-from .sources import computed, FAR, one_of, Value, Way
+from .sources import computed, FAR, in_order, one_of, Value, Way
 
 
 class _Candidate(NamedTuple):
@@ -163,7 +163,7 @@ class Naming(Domain):
         return one_of(values, made=values[0].made)
 
     def chosen(self, index, cases):
-        return self.either(cases)._replace(cases=(index.made, cases))
+        return self.either(in_order(cases))._replace(cases=(index.made, cases))
 
     def in_case(self, index, i, value):
         if value.cases is not None and value.cases[0] == index.made is not None:

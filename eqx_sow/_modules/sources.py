@@ -135,13 +135,18 @@ def one_of(values: Sequence[Value], step: int = 0, made: Hashable = None) -> Val
     return Value(distances, made, tuple(edges))
 
 
+def in_order(cases: Sequence[Value]) -> Sequence[Value]:
+    """Of two cases, as of `jnp.where(p, a, b)`, JAX has the second one first."""
+    return cases[::-1] if len(cases) == 2 else cases
+
+
 def computed(eqn: Any, operands: Sequence[Value], way: Way) -> list[Value]:
     """What comes out of an equation that is neither a sow nor an edge."""
     primitive, name = eqn.primitive, eqn.primitive.name
     if operands and (slices := _sliced(eqn, operands[0])) is not None:
         return slices
     if name == "select_n":
-        operands = operands[1:]
+        operands = in_order(operands[1:])
     step = 0 if name in _MOVES else FAR if primitive in _CONTRACTS else 1
     made = operands[0].made if operands and not step else way
     value = one_of(operands, step, made)

@@ -179,6 +179,8 @@ _NOT_CONCRETE = (
     jax.errors.TracerArrayConversionError,
     jax.errors.TracerIntegerConversionError,
 )
+# What JAX, Equinox, and most derivative rules raise for what cannot be differentiated.
+_NOT_DIFFERENTIABLE = ValueError, NotImplementedError, RuntimeError, TypeError
 _TRACED = (
     "eqx_sow traces the function that it is given, as `jax.jit` does. Where the value "
     "of an array decides, write `jnp.where` or `jax.lax.cond`."
@@ -214,7 +216,7 @@ def _trace(fn: Callable, args: tuple, kwargs: dict, marking: Marking) -> Program
         closed = closed_jaxpr(outer.leafwise)
     except (SowError, RecursionError):
         raise
-    except Exception:
+    except _NOT_DIFFERENTIABLE:
         # If a leaf of a value is differentiated, so are all. Perhaps another one comes
         # from a `while_loop`, which cannot be, and would not be without the sow. What
         # is raised may be an error of JAX's, or of a derivative rule of the user's.

@@ -5,7 +5,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import equinox as eqx
-import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from .._errors import SowError
@@ -99,7 +98,7 @@ def _of_entry(entry: Entry, counted: bool, buffers: Sequence[int]) -> _Returned:
     ]
     count = arrays.pop() if counted else None
     lead = [*it.compress([a.size for a in site.axes], kept), *buffers]
-    value = rebuild(site.treedef, site.leaves, arrays, lead, jnp)
+    value = rebuild(site.treedef, site.leaves, arrays, lead)
 
     names = _named_axes(site, entry.route) + [_BUFFER] * len(buffers)
     of_operand = iter(final)

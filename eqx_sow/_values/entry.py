@@ -38,6 +38,7 @@ import jax.tree_util as jtu
 from .._arrays import select, shape_like, spec_of
 from .._errors import SowError
 from .._mark.site import Axis, Cases, out_of_loop, runs_apart, Site, with_has
+from .._mark.static import NoTangent, OPERAND
 from .._results.intermediates import Scan
 from .axes import aligned, as_operand, broadcast, either
 from .transform import transformed, Value
@@ -148,10 +149,21 @@ def captured(
 
 
 def value_of(site: Site, operands: Sequence[Any]) -> Value:
-    """The value that is sown: what the operands are but for the guards."""
+    """The value that is sown: what the operands are but for the guards. A tangent that
+    is zero, and so no operand, is an array of zeros from here on."""
     n = len(site.guards)
-    varies = [site.has(i) for i in range(n, len(operands))]
-    return Value(site.treedef, site.leaves, list(operands[n:]), varies)
+    known = iter(zip(operands[n:], (site.has(i) for i in range(n, len(operands)))))
+    leaves, pairs = [], []
+    for leaf in site.leaves:
+        is_zero = isinstance(leaf, NoTangent) and leaf.dtype != jax.dtypes.float0
+        if is_zero:
+            zeros = jnp.zeros(leaf.shape, leaf.dtype)
+            pairs.append((zeros, (False,) * len(site.axes)))
+        elif leaf is OPERAND:
+            pairs.append(next(known))
+        leaves.append(OPERAND if is_zero else leaf)
+    arrays, varies = zip(*pairs) if pairs else ((), ())
+    return Value(site.treedef, tuple(leaves), list(arrays), list(varies))
 
 
 def running(site: Site, operands: Sequence[Any]) -> tuple[Any, tuple[bool, ...]]:
