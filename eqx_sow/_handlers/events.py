@@ -205,6 +205,7 @@ def send(count: Any, entry: Entry, extra: Value, mode: str, options: Any) -> Non
             axes=tuple(a for a in axes if a.lane),
             # In another trace of the program all else is equal.
             origin=None,
+            fixed=(),
             of=frozenset(),
             cases=(),
         ),

@@ -36,7 +36,9 @@ class Program:
     arrays. `out` is what to rebuild the output of the function from, beside its arrays:
     treedef and static leaves. `roots` is where the models of captured calls are, such
     as `("model",)`. `depth` is how many transformations trace the function, one within
-    the other. `again` traces it once more, with other options.
+    the other. `again` traces it once more, with other options. `doubts` are what has to
+    be false, and the message if it is not: where a call is compiled, it is known only
+    after that.
     """
 
     closed: Any
@@ -46,6 +48,7 @@ class Program:
     marking: Marking
     depth: int
     again: Callable[[Marking], "Program"]
+    doubts: list[tuple[Any, str]] = dc.field(default_factory=list)
 
     def evaluate(self, handler: Handler, given: Given) -> tuple[list, Taken]:
         """The arrays of the output, and what the handler took from the sows."""
