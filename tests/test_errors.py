@@ -366,6 +366,8 @@ def test_a_duplicate_in_a_model_tells_what_helps():
         with pytest.raises(DuplicateSowError, match=helps) as info:
             S(lambda layer, x: layer(layer(x)), **options)(one, X)
         assert "scope=True" not in str(info.value)
+    with pytest.raises(DuplicateSowError, match="name of a function, which is called"):
+        S(lambda x: jax.nn.relu(1 - jax.nn.relu(x)), capture=jax.nn.relu)(X)
     with pytest.raises(DuplicateSowError, match="a `sow` has this name: choose with"):
         S(lambda layer, x: sow(layer(x), "layer"), capture=True)(one, X)
     with pytest.raises(DuplicateSowError, match="`scope=True` puts the paths"):

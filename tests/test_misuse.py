@@ -361,6 +361,18 @@ MISUSES = {
         ("inputs=...)` takes `True` or `False`",),
         "`inputs`",
     ),
+    "inputs: of functions": Misuse(
+        ValueError,
+        lambda: S(_fn, capture=jax.nn.relu, inputs=True),
+        ("inputs=True)` is about modules", "Leave it out, or write `capture=True`"),
+        "`inputs`",
+    ),
+    "methods: of functions": Misuse(
+        ValueError,
+        lambda: plant(_fn, {}, capture=(jax.nn.relu,), methods="foo"),
+        ("methods=('foo',))` is about modules", "Leave it out"),
+        "`methods`",
+    ),
     "inputs: without capture": Misuse(
         ValueError,
         lambda: S(_fn, inputs=True),
