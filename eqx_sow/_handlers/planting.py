@@ -193,7 +193,13 @@ def _replaced(
         if not isinstance(planted.new, Site):
             fn = planted.new.value
             more = (iterations,) if planted.with_index else ()
-            return _apply(lambda value: fn(value, *more), site, old)
+            hint = (
+                " With `with_index=True` it is called with `(value, index)`, and "
+                f"`index` has length {len(iterations)} here: it has an entry for each "
+                "loop around, but for a `while_loop`."
+            )
+            with calling("planted function", site, hint if more else ""):
+                return _apply(lambda value: fn(value, *more), site, old)
         return _at_site(site, guards, arrays, planted.new)
 
     if not planted.at:
@@ -344,8 +350,7 @@ def _apply(fn: Callable, site: Site, values: Sequence[Any]) -> list[Any]:
         _check_fixed(site, values, new)
         return new
 
-    with calling("planted function", site):
-        return for_each_lane(apply, site.axes, varies, varies)(*values)
+    return for_each_lane(apply, site.axes, varies, varies)(*values)
 
 
 def _operands(
