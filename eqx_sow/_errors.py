@@ -34,7 +34,7 @@ for _error in (SowError, *SowError.__subclasses__()):
 
 
 @contextlib.contextmanager
-def calling(what: str, site: Any) -> Iterator[None]:
+def calling(what: str, site: Any, hint: str = "") -> Iterator[None]:
     """Errors of a user's function say for which sow it was called: that of a `Site`."""
     try:
         yield
@@ -42,6 +42,7 @@ def calling(what: str, site: Any) -> Iterator[None]:
         if site.where not in str(e):
             e.add_note(
                 f"This is from the {what} of `sow(..., {site.name!r})` at {site.where}."
+                f"{hint}"
             )
         raise
 

@@ -701,6 +701,52 @@ def test_a_method_that_no_module_has():
         S(_mlp(), capture=eqx.nn.Linear, methods="encode")(X)
 
 
+class _Forward(eqx.Module):
+    w: jax.Array
+
+    def forward(self, x):
+        return self.w * x
+
+
+class _OfForward(eqx.Module):
+    layers: list
+
+    def forward(self, x):
+        return self.layers[1].forward(self.layers[0].forward(x))
+
+    def __call__(self, x):
+        return self.forward(x)
+
+
+@pytest.mark.parametrize(
+    "capture",
+    [_Forward, (_Forward, eqx.nn.Linear), lambda path, m: isinstance(m, _Forward)],
+)
+@pytest.mark.parametrize("fn", [_OfForward.forward, _OfForward.__call__])
+def test_modules_that_have_another_method_only(capture, fn):
+    """It says what to write, and that then works."""
+    net = _OfForward([_Forward(X), _Forward(X + 1)])
+    with pytest.raises(UnknownSowError, match=r"Write `methods='forward'`") as e:
+        S(fn, capture=capture)(net, X)
+    assert " at 0x" not in str(e.value)
+    _, got = S(fn, capture=capture, methods="forward")(net, X)
+    assert list(got) == ["self/layers/0.forward", "self/layers/1.forward"]
+
+
+def test_a_call_of_another_method_than_that_of_all_modules():
+    net = _OfForward([_Forward(X), _Forward(X + 1)])
+    with pytest.raises(UnknownSowError, match=r"method called\? Write .*'forward'`"):
+        S(lambda net, x: net.forward(x), capture=True)(net, X)
+
+
+def test_a_function_that_is_never_called():
+    fn = jax.jit(lambda x: jax.nn.silu(x))
+    said = r"`capture=\(relu, softmax\)` selects nothing .*called: silu\. "
+    with pytest.raises(UnknownSowError, match=said) as e:
+        S(fn, capture=(jax.nn.relu, jax.nn.softmax))(X)
+    assert "modules in sight" not in str(e.value)
+
+
 @pytest.mark.parametrize("wrap", [lambda f: f, eqx.filter_jit, eqx.filter_grad])
 def test_selected_but_never_called(wrap):
     fn = wrap(lambda x, net: jnp.sum(x * 2))

@@ -366,6 +366,8 @@ def test_a_duplicate_in_a_model_tells_what_helps():
         with pytest.raises(DuplicateSowError, match=helps) as info:
             S(lambda layer, x: layer(layer(x)), **options)(one, X)
         assert "scope=True" not in str(info.value)
+    with pytest.raises(DuplicateSowError, match="name of a function, which is called"):
+        S(lambda x: jax.nn.relu(1 - jax.nn.relu(x)), capture=jax.nn.relu)(X)
     with pytest.raises(DuplicateSowError, match="a `sow` has this name: choose with"):
         S(lambda layer, x: sow(layer(x), "layer"), capture=True)(one, X)
     with pytest.raises(DuplicateSowError, match="`scope=True` puts the paths"):
@@ -449,15 +451,30 @@ def test_a_warning_that_is_an_error_is_one_each_time():
             S(model)(X)
         with pytest.raises(UserWarning, match="found no mark"):
             S(model, scope=True, reduce=Last(), transform=jnp.sum)(X)
-        # What is captured inside is not for those outside.
-        with pytest.raises(UserWarning, match="found no mark"):
-            S(S(lambda x: sow(x, "h")))(X)
+        with pytest.raises(UserWarning, match=r"`jax.vjp` or .* has lost its marks"):
+            S(jax.vjp(lambda x: sow(x, "h"), X)[1])(X)
+
+
+@pytest.mark.parametrize("call", [S, tap])
+def test_marks_that_were_taken_inside(call):
+    of_another_tag = S(lambda x: sow(x, "h", tag="another"), tag="another")
+    for fn in (
+        S(lambda x: sow(x, "h")),
+        lambda x: of_another_tag(S(lambda x: sow(x, "h"))(x)[0]),
+        S(jax.nn.relu, capture=jax.nn.relu),
+    ):
+        with pytest.raises(UserWarning, match=r"inside, .* 'intermediates', took them"):
+            call(fn)(X)
+    with pytest.raises(UserWarning, match=r"found no mark in .*\. Pass"):
+        call(of_another_tag)(X)
 
 
 @pytest.mark.parametrize(
     "run",
     [
         lambda model, fn: S(model, capture=True),
+        lambda model, fn: S(lambda x: sow(fn(model, x), "")),
+        lambda model, fn: tap(lambda x: sow(fn(model, x), ""), lambda event: None),
         lambda model, fn: S(lambda x: sow(fn(model, x), "h")),
         lambda model, fn: S(lambda x: sow(fn(model, x), "h"), tag="another"),
         lambda model, fn: S(tap(lambda x: sow(fn(model, x), "h"), lambda event: None)),

@@ -361,6 +361,18 @@ MISUSES = {
         ("inputs=...)` takes `True` or `False`",),
         "`inputs`",
     ),
+    "inputs: of functions": Misuse(
+        ValueError,
+        lambda: S(_fn, capture=jax.nn.relu, inputs=True),
+        ("inputs=True)` is about modules", "Leave it out, or write `capture=True`"),
+        "`inputs`",
+    ),
+    "methods: of functions": Misuse(
+        ValueError,
+        lambda: plant(_fn, {}, capture=(jax.nn.relu,), methods="foo"),
+        ("methods=('foo',))` is about modules", "Leave it out"),
+        "`methods`",
+    ),
     "inputs: without capture": Misuse(
         ValueError,
         lambda: S(_fn, inputs=True),
@@ -553,7 +565,13 @@ MISUSES = {
     "spec: a number": Misuse(
         SowTypeError,
         lambda: S(_fn, spec={"h": 3})(X),
-        ("`h`: beartype does not understand the annotation 3", "Write a type"),
+        ("`h` (primal): beartype does not understand the annotation 3", "Write a type"),
+        "`spec`",
+    ),
+    "spec of a sow: a number": Misuse(
+        SowTypeError,
+        lambda: S(lambda x: sow(x, "h", spec=3))(X),
+        ("`h` (as sown at", "test_misuse.py:", "beartype does not understand"),
         "`spec`",
     ),
     "spec: another type": Misuse(
@@ -565,7 +583,7 @@ MISUSES = {
     "spec of a sow: a size of nothing": Misuse(
         SowTypeError,
         lambda: S(lambda x: sow(x, "h", spec=Float[Array, "{n}"]))(X),
-        ("`h` (as sown at", "test_misuse.py:", "cannot be checked", "axis '{n}'"),
+        ("`h` (as sown at", "test_misuse.py:", "cannot be checked", "Write a name, a"),
         "does not match its annotation",
     ),
     "spec of a sow: another type": Misuse(

@@ -1108,6 +1108,43 @@ def test_another_array_in_the_place_of_a_numpy_array():
         plant(_with_numpy, {"v": other})(jnp.ones(2))
 
 
+def _where_it_is_large(f):
+    return lambda x: lax.cond(x.sum() > 3, f, lambda x: x, x)
+
+
+_AROUND = {
+    "jit": jax.jit,
+    "filter_jit": eqx.filter_jit,
+    "checkpoint": jax.checkpoint,
+    "grad": lambda f: jax.grad(lambda x: f(x).sum()),
+    "scan": lambda f: lambda xs: lax.map(f, xs),
+    "vmap of scan": lambda f: jax.vmap(lambda xs: lax.map(f, xs)),
+    "cond": _where_it_is_large,
+    "vmap of cond": lambda f: jax.vmap(_where_it_is_large(f)),
+    "while_loop": lambda f: (
+        lambda x: lax.while_loop(lambda x: x.sum() < 99, lambda x: f(x + 1), x)
+    ),
+}
+
+
+@pytest.mark.parametrize("around", _AROUND.values(), ids=_AROUND)
+def test_another_array_in_the_place_of_a_numpy_array_that_is_traced(around):
+    """Law 6. Lanes in which it did not run have zeros, and one number is none."""
+    table = np.array([1.0, np.nan], np.float32)
+    f = around(lambda x: sow({"x": x, "table": table}, "v")["x"])
+    xs = jnp.arange(6.0).reshape(3, 2)
+    out, got = S(f)(xs)
+    planted = plant(f, got)
+    if around is not _AROUND["while_loop"]:
+        assert_close(planted(xs), out)
+        assert_close(jax.jit(planted)(xs), out)
+    value = got["v"]["primal"]
+    other = plant(f, {"v": {**value, "table": 5 * value["table"]}})
+    for _ in range(2):  # the second time, what is compiled is found
+        with pytest.raises(SowError, match=r"(?s)'v'.*NumPy array.*jnp.asarray"):
+            other(xs)
+
+
 def test_a_name_in_branches_with_other_loops(call):
     one = lambda x: sow(x + 1, "h")
     loop = lambda x: lax.scan(lambda c, _: (one(c), None), x, length=3)[0]

@@ -126,6 +126,19 @@ def test_while_loops_count_for_nothing():
     assert_close(plant(fn, {"h": _scale}, with_index=True)(X), x)
 
 
+@pytest.mark.parametrize(
+    "fn, error", [(lambda x, i: i[0] * x, IndexError), (lambda x: x, TypeError)]
+)
+def test_errors_name_the_sow_and_say_what_the_index_is(fn, error):
+    body = lambda x: sow(2 * x, "h")
+    loop = lambda x: lax.while_loop(lambda x: x[0] < 9, body, x)
+    with pytest.raises(error) as e:
+        plant(loop, {"h": fn}, with_index=True)(X)
+    said = "\n".join(e.value.__notes__)
+    for part in ("'h'", "test_plant_index.py", "`(value, index)`", "has length 0 here"):
+        assert part in said
+
+
 def test_it_is_what_is_captured():
     loop, unrolled = LOOPS["scan"]
     _, got = S(plant(loop, {"h": _scale}, with_index=True))(X)

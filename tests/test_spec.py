@@ -145,8 +145,17 @@ def test_off_it_is_not_checked():
 
 
 def test_not_an_annotation(call):
-    with pytest.raises(SowTypeError, match="`a`: beartype does not understand"):
+    match = r"`a` \(as sown at .*test_spec.*\): beartype does not understand"
+    with pytest.raises(SowTypeError, match=match) as e:
         call(S(lambda x: sow(x, "a", spec=3.5)), X)
+    assert "not a string" not in str(e.value)
+
+
+@pytest.mark.parametrize("axis", ["{n}", "n+1"])
+def test_a_size_that_is_not_known(call, axis):
+    with pytest.raises(SowTypeError, match=r"cannot be checked .* Write a name") as e:
+        call(S(lambda x: sow(x, "a", spec=Float[Array, axis])), X)
+    assert "decorator" not in str(e.value)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +163,7 @@ def test_not_an_annotation(call):
 )
 def test_a_string_is_no_annotation(call, annotation):
     value = X if isinstance(annotation, str) else [X]
-    match = "`a`: beartype does not understand.*`Float\\[Array, 'n'\\]`.*not a string"
+    match = "`a` .*beartype does not understand.*`Float\\[Array, 'n'\\]`.*not a string"
     with pytest.raises(SowTypeError, match=match):
         call(S(lambda x: sow(x, "a", spec=annotation)), value)
     with pytest.raises(SowTypeError, match=match):

@@ -1109,6 +1109,31 @@ def test_failing_callback(wrap, caplog):
     assert len(log) >= 2
 
 
+@pytest.mark.parametrize(
+    "error, said",
+    [
+        (KeyboardInterrupt(), "raised KeyboardInterrupt (at"),
+        (SystemExit(3), "raised SystemExit: 3 (at"),
+        (Boom("no room\n  for it\n"), "raised Boom: no room for it (at"),
+    ],
+)
+@pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["tap(jit)", "jit(tap)"])
+def test_whatever_a_callback_raises_is_reported_in_one_line(error, said, jit, caplog):
+    def callback(event):
+        if event.count == 1:
+            raise error
+
+    fn = jit(tap(jax.jit(counted_while), callback))
+    with pytest.raises((eqx_sow.SowError, jax.errors.JaxRuntimeError)) as e:
+        jax.block_until_ready(fn(X))
+        jax.effects_barrier()
+    last_line = str(e.value).splitlines()[-1]
+    assert said in last_line and "sow(..., 'x')" in last_line
+    assert last_line.endswith("primal, with 1 execution before it).")
+    if isinstance(e.value, eqx_sow.SowError):
+        assert e.value.__cause__ is error
+
+
 def test_failing_callback_under_jit(caplog):
     log = []
     fn = jax.jit(tap(counted_while, _failing(2, log)))
@@ -1118,7 +1143,7 @@ def test_failing_callback_under_jit(caplog):
             jax.block_until_ready(fn(X))
             jax.effects_barrier()
         last_line = str(e.value).splitlines()[-1]
-        for said in ("Boom: no room", "sow(..., 'x')", "primal, with 2 executions"):
+        for said in ("Boom: no room", "sow(..., 'x')", "primal, with 2 executions b"):
             assert said in last_line
         assert [x.count for x in log] == [0, 1, 2]
     log.clear()

@@ -129,11 +129,14 @@ class Delivery:
         event.extra = rebuild(*self.extra, arrays[:m])
         try:
             self.callback.value(event)
-        except Exception as e:  # whatever it raises, which ends the run
+        # Whatever it raises ends the run. Of an interrupt, too, JAX reports only text.
+        except BaseException as e:
+            # In one line, since the last line of JAX's report is what is looked at.
+            raised = " ".join(f"{type(e).__name__}: {e}".split()).rstrip(":")
             failure = SowError(
-                f"The callback of `tap` raised {type(e).__name__}: {e} (at "
+                f"The callback of `tap` raised {raised} (at "
                 f"`sow(..., {self.site.name!r})` at {self.site.where}, {self.mode}, "
-                f"with {event.count} executions before it)."
+                f"with {event.count} execution{'s' * (event.count != 1)} before it)."
             )
             failures.append(failure)
             raise failure from e
@@ -205,6 +208,7 @@ def send(count: Any, entry: Entry, extra: Value, mode: str, options: Any) -> Non
             axes=tuple(a for a in axes if a.lane),
             # In another trace of the program all else is equal.
             origin=None,
+            fixed=(),
             of=frozenset(),
             cases=(),
         ),

@@ -3,7 +3,8 @@
 import contextlib
 import dataclasses as dc
 import functools as ft
-from collections.abc import Callable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -192,11 +193,14 @@ def _replaced(
         if not isinstance(planted.new, Site):
             fn = planted.new.value
             more = (iterations,) if planted.with_index else ()
-            return _apply(lambda value: fn(value, *more), site, old)
-        new = _at_site(site, guards, arrays, planted.new)
-        # What was captured there is equal, which cannot be seen while it is traced.
-        _check_fixed(site, old, new, unknown=True)
-        return new
+            hint = (
+                " With `with_index=True` it is called with `(value, index)`, and "
+                f"`index` has length {len(iterations)} here: it has an entry for each "
+                "loop around, but for a `while_loop`."
+            )
+            with calling("planted function", site, hint if more else ""):
+                return _apply(lambda value: fn(value, *more), site, old)
+        return _at_site(site, guards, arrays, planted.new)
 
     if not planted.at:
         return compute()
@@ -204,7 +208,7 @@ def _replaced(
     changes = [
         i
         for i, x in enumerate(old)
-        if i not in site.fixed and x.dtype != jax.dtypes.float0
+        if i not in dict(site.fixed) and x.dtype != jax.dtypes.float0
     ]
     pick = lambda values: [values[i] for i in changes]
     new, same = alike([lambda _: pick(compute()), lambda xs: xs], pick(old))
@@ -213,19 +217,53 @@ def _replaced(
     return [chosen.get(i, x) for i, x in enumerate(old)]
 
 
-def _check_fixed(
-    site: Site, old: Sequence[Any], new: Sequence[Any], unknown: bool
-) -> None:
-    """Raises if a NumPy array shall be replaced by another one. `unknown`: whether a
-    traced array, of which the values are not known, will do."""
-    for x, y in ((old[i], new[i]) for i in site.fixed):
-        known = not any(isinstance(z, jax.core.Tracer) for z in (x, y))
-        if x is not y and not (np.array_equal(x, y) if known else unknown):
-            raise SowError(
-                f"`plant`: at `sow(..., {site.name!r})` ({site.where}) there is a "
-                "NumPy array, with which the program goes on whatever is planted. Sow "
-                "a JAX array, `jnp.asarray(...)`, to replace it."
-            )
+def fixed_differs(
+    places: Sequence[Site], entry: Entry, value: Any
+) -> list[tuple[Any, str]]:
+    """For each NumPy array that is sown at all these places, under one name, whether
+    the value that is planted there has another one, and a message for that. `entry`
+    is what is captured there."""
+    found = []
+    leaves = zip(entry.site.leaves, jtu.tree_leaves(value))
+    operands = [x for leaf, x in leaves if leaf is OPERAND]
+    for i in set.intersection(*(set(dict(site.fixed)) for site in places)):
+        x = (np if _is_known(operands[i]) else jnp).asarray(operands[i])
+        allowed = [np.asarray(dict(site.fixed)[i].value) for site in places]
+        # Where the sow did not run, zeros were captured.
+        allowed += [np.zeros_like(allowed[0])] if entry.counted else []
+        core = tuple(range(x.ndim - allowed[0].ndim, x.ndim))
+        fits = [_equal(x, y).all(core) for y in allowed]
+        found.append((~ft.reduce(operator.or_, fits).all(), _fixed(places[0])))
+    return found
+
+
+def _is_known(x: Any) -> bool:
+    """Whether the numbers in an array can be had here and now."""
+    return not isinstance(x, jax.Array) or (
+        not isinstance(x, jax.core.Tracer) and x.is_fully_addressable
+    )
+
+
+def _equal(x: Any, y: np.ndarray) -> Any:
+    """Where an array is equal to one of NumPy, or both are not a number."""
+    y = y[(None,) * (x.ndim - y.ndim)].astype(x.dtype)
+    return (x == y) | ((x != x) & (y != y))
+
+
+def _fixed(site: Site) -> str:
+    return (
+        f"`plant`: at `sow(..., {site.name!r})` ({site.where}) there is a NumPy array, "
+        "with which the program goes on whatever is planted. Sow a JAX array, "
+        "`jnp.asarray(...)`, to replace it."
+    )
+
+
+def _check_fixed(site: Site, old: Sequence[Any], new: Sequence[Any]) -> None:
+    """Raises if a function replaces a NumPy array by another one."""
+    for i, x in site.fixed:
+        is_equal = _is_known(new[i]) and _equal(np.asarray(new[i]), np.asarray(x.value))
+        if new[i] is not old[i] and not np.all(is_equal):
+            raise SowError(_fixed(site))
 
 
 def _at_site(
@@ -309,11 +347,10 @@ def _apply(fn: Callable, site: Site, values: Sequence[Any]) -> list[Any]:
     def apply(*values):
         old = rebuild(site.treedef, site.leaves, values)
         new = _operands(fn(old), site, values, of_function=True)
-        _check_fixed(site, values, new, unknown=False)
+        _check_fixed(site, values, new)
         return new
 
-    with calling("planted function", site):
-        return for_each_lane(apply, site.axes, varies, varies)(*values)
+    return for_each_lane(apply, site.axes, varies, varies)(*values)
 
 
 def _operands(
@@ -376,7 +413,7 @@ def _as_jax_does(x: Any, dtype: Any) -> Any:
     return x
 
 
-def prepare(value: Any, mode: str, entry: Entry) -> list[Any]:
+def prepare(value: Any, entry: Entry) -> list[Any]:
     """The arrays of a planted value, aligned, but with the axes of loops first. `entry`
     has the shapes of what is captured there."""
     site, axes = entry.site, entry.site.axes
@@ -385,9 +422,6 @@ def prepare(value: Any, mode: str, entry: Entry) -> list[Any]:
     for i, varies in enumerate(final):
         own = [a for a, v in zip(axes, varies) if v]
         like.append(entry.with_lead(i, [a.size for a in own], [a.spec for a in own]))
-    structure = Const(jtu.tree_structure(value))
-    if structure != site.treedef and isinstance(value, Mapping) and mode in value:
-        value = value[mode]
     arrays = map(aligned, _operands(value, site, like), final)
     loops = [k for k, a in enumerate(axes) if not a.lane]
     return [jnp.moveaxis(x, loops, range(len(loops))) for x in arrays]

@@ -152,7 +152,7 @@ def _differentiated(nonzeros, avals, site, backward: bool) -> list[bool]:
 
     def is_inexact(i):
         dtype = jexc.primal_dtype_to_tangent_dtype(avals[i].dtype)
-        return dtype != jax.dtypes.float0 and i - first not in site.fixed
+        return dtype != jax.dtypes.float0 and i - first not in dict(site.fixed)
 
     return [
         i >= first and (nz or (whole and is_inexact(i)))

@@ -138,9 +138,9 @@ class Site(NamedTuple):
     # Its guards, with which run of each cond is meant.
     cases: Cases = ()
 
-    # The numbers of the arrays, guards aside, that are NumPy's. The program goes on
-    # with these, and not with what comes out of the sow.
-    fixed: tuple[int, ...] = ()
+    # The arrays that are NumPy's, each with its number, guards aside. The program goes
+    # on with these, and not with what comes out of the sow.
+    fixed: tuple[tuple[int, Const], ...] = ()
 
     # --- modules ---
     # Which call it is, if `capture=` marked it.

@@ -92,7 +92,9 @@ def bind(value: Any, labels: tuple[Label, ...], edge: Any = NO_EDGE, **fields) -
         arrays, treedef, leaves = take_apart(value)
         _check_static(leaves, labels)
         fixed = tuple(
-            i for i, x in enumerate(arrays) if isinstance(x, np.ndarray | np.generic)
+            (i, Const(x))
+            for i, x in enumerate(arrays)
+            if isinstance(x, np.ndarray | np.generic)
         )
     site = Site(
         labels,
@@ -107,8 +109,8 @@ def bind(value: Any, labels: tuple[Label, ...], edge: Any = NO_EDGE, **fields) -
     if treedef is _ARRAY:
         return out[0]
     # What is an index or a size in Python has to stay one.
-    for i in fixed:
-        out[i] = arrays[i]
+    for i, x in fixed:
+        out[i] = x.value
     return rebuild(treedef, leaves, out)
 
 

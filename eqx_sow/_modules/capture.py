@@ -3,10 +3,11 @@ modules get into it, and `naming.py` for what they are called."""
 
 import dataclasses as dc
 import inspect
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import equinox as eqx
+import jax.extend.core as jexc
 
 from .. import _compat
 from .._errors import UnknownSowError, UnsupportedPrimitiveError
@@ -15,7 +16,7 @@ from .._mark.listening import Capture, Listening
 from .._mark.noting import own_methods
 from .._names import check_known
 from .._walk.flow import Here, run
-from .._walk.sows import sites, with_sites
+from .._walk.sows import jaxprs_of, sites, with_sites
 from .naming import Naming
 from .places import Places
 
@@ -106,17 +107,20 @@ def _has_notes(closed: Any, marking: Marking) -> bool:
 
 def _check_found(closed: Any, places: Places, marking: Marking, naming: Naming) -> None:
     """Raises if the options select nothing, and says what there would have been."""
-    there = {"/".join(path) or ".": type(x) for path, x in places.modules}
-    there.update(naming.seen)
-    classes = eqx.Module if marking.classes is None else marking.classes
-    fits = [cls for cls in there.values() if issubclass(cls, classes)]
+    in_sight = {"/".join(path) or ".": x for path, x in places.modules}
+    there = {name: type(x) for name, x in in_sight.items()} | naming.seen
+    shown = f"capture={_shown(marking.capture)}"
+    fits = _selected(in_sight, there, marking, naming)
+    methods = dict.fromkeys(method for cls in fits for method in own_methods(cls))
+    others = [m for m in methods if m not in marking.methods]
     if fits:
         check_known(
-            f"capture={marking.capture!r}, methods={marking.methods!r}",
+            f"{shown}, methods={marking.methods!r}",
             marking.methods,
-            (method for cls in fits for method in own_methods(cls)),
+            methods,
             "is a method of no selected module",
             kind="methods",
+            hint=lambda *_: _write_methods(others),
         )
     if naming.captured:
         return
@@ -124,7 +128,7 @@ def _check_found(closed: Any, places: Places, marking: Marking, naming: Naming) 
     hidden = next((s.note for s in sites(closed) if s.note and waits(s)), None)
     if hidden is not None and not naming.seen:
         raise UnsupportedPrimitiveError(
-            f"`capture={marking.capture!r}` selects calls such as {hidden.call!r}, but "
+            f"`{shown}` selects calls such as {hidden.call!r}, but "
             "all are inside a primitive such as `lineax.linear_solve`, which "
             "evaluates its function over and over, so that values in there cannot be "
             "captured. Call the module once outside, too."
@@ -132,9 +136,57 @@ def _check_found(closed: Any, places: Places, marking: Marking, naming: Naming) 
     what = "The modules that are called" if naming.seen else "The modules in sight"
     items = (naming.seen or there).items()
     listed = ", ".join(f"{path} ({cls.__name__})" for path, cls in items)
+    said = f"{what} are: {listed or 'none at all'}."
+    if marking.functions:
+        called = ", ".join(dict.fromkeys(_called_functions(closed)))
+        said = said if marking.classes else ""
+        said += f" Compiled functions that are called: {called}." if called else ""
+    if not naming.seen and others:
+        said += f" Is another method called?{_write_methods(others)}"
     raise UnknownSowError(
-        f"`capture={marking.capture!r}` selects nothing that is called in the program. "
-        f"{what} are: {listed or 'none at all'}. Is another model called? If a "
-        "`save_intermediates` inside has captured it, give one of the two another "
-        "`tag`."
+        f"`{shown}` selects nothing that is called in the program. {said.strip()} Is "
+        "another model called? If a `save_intermediates` inside has captured it, give "
+        "one of the two another `tag`."
     )
+
+
+def _shown(capture: Any) -> str:
+    """The option as the user wrote it, as far as that is known."""
+    if isinstance(capture, tuple):
+        return f"({', '.join(map(_shown, capture))})"
+    return getattr(capture, "__name__", repr(capture))
+
+
+def _write_methods(others: list[str]) -> str:
+    """What to write, if modules have these methods."""
+    one_or_several = others[0] if len(others) == 1 else tuple(others)
+    return f" Write `methods={one_or_several!r}`." if others else ""
+
+
+def _selected(
+    in_sight: dict[str, Any], there: dict[str, type], marking: Marking, naming: Naming
+) -> list[type]:
+    """The classes of the modules that the option selects. A predicate says of those in
+    sight which it would select, if it selects none that is called."""
+    if marking.classes is not None:
+        return [cls for cls in there.values() if issubclass(cls, marking.classes)]
+    if naming.captured:
+        return list(there.values())
+
+    def is_chosen(path, module):
+        try:
+            return bool(marking.capture(path, module))
+        except Exception:  # whatever it raises: this is for a message
+            return False
+
+    return [type(x) for path, x in in_sight.items() if is_chosen(path, x)]
+
+
+def _called_functions(jaxpr: Any) -> Iterator[str]:
+    """The names of functions that `jax.jit` made, but for private ones."""
+    for eqn in _compat.open_jaxpr(jaxpr)[0].eqns:
+        name = eqn.params.get("name", "")
+        if eqn.primitive is jexc.primitives.jit_p and not name.startswith(("_", "<")):
+            yield name
+        for inner in jaxprs_of(eqn):
+            yield from _called_functions(inner)

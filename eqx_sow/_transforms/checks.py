@@ -150,8 +150,7 @@ def warn_unmarked(call: str, fn: Any, program: Program, options: Options) -> Non
     """Warns, once for each function, if there is nothing in the program that could be
     selected. What was asked for by name is an error before that."""
     asked = options.names is not None or options.capture is not None
-    # Calls that are only noted have no name.
-    if asked or any(program.names):
+    if asked or program.has_sows:
         return
     fn = _called(fn)
     name = getattr(fn, "__name__", type(fn).__name__)
@@ -160,10 +159,15 @@ def warn_unmarked(call: str, fn: Any, program: Program, options: Options) -> Non
     if code is not None:
         place = name, code.co_filename, code.co_firstlineno
     if place not in _unmarked:
-        warn(
-            f"`{call}` found no mark in `{name}`. Pass `capture=True` for the output "
-            "of each module, or mark values with `eqx_sow.sow`."
+        why = (
+            f" that is left: a `save_intermediates` inside, with the same tag "
+            f"{options.tag!r}, took them. Give one of the two another `tag`."
+            if options.tag in program.taken
+            else ". Pass `capture=True` for the output of each module, or mark values "
+            "with `eqx_sow.sow`. A function that was traced before, by `jax.vjp` or "
+            "`jax.linearize`, has lost its marks: call these inside `fn`."
         )
+        warn(f"`{call}` found no mark in `{name}`{why}")
         # Not if the warning is an error.
         _unmarked.add(place)
 

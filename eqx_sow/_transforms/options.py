@@ -92,11 +92,18 @@ def checked(call: str, fn: Any, given: Mapping[str, Any]) -> tuple[Options, Any]
     options = {k: _checked(call, k, v) for k, v in given.items() if k != "tag"}
     for name in ("inputs", "methods"):
         plain = getattr(Options, name)
-        if options["capture"] is None and options.get(name, plain) != plain:
+        if options.get(name, plain) == plain:
+            continue
+        option = f"{call}(..., {name}={options[name]!r})"
+        if options["capture"] is None:
             raise ValueError(
-                f"`{call}(..., {name}={options[name]!r})` does nothing without "
-                "`capture`, which says what to mark. Write `capture=True` for every "
-                "module."
+                f"`{option}` does nothing without `capture`, which says what to mark. "
+                "Write `capture=True` for every module."
+            )
+        if Marking(options["capture"]).classes == ():
+            raise ValueError(
+                f"`{option}` is about modules, and `capture` has functions only, of "
+                "which the output is marked. Leave it out, or write `capture=True`."
             )
     fields = {field.name for field in dc.fields(Options)}
     static = {k: v for k, v in options.items() if k in fields}

@@ -5,12 +5,13 @@ from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import equinox as eqx
+import jax.tree_util as jtu
 
 from .._errors import SowError
 from .._frames import api_boundary
 from .._handlers.asked import Asked
 from .._handlers.collect import Collect, EACH_PLACE
-from .._handlers.planting import Planted, prepare, Replace
+from .._handlers.planting import fixed_differs, Planted, prepare, Replace
 from .._mark.listening import listening
 from .._mark.static import Const, SameParts
 from .._names import check_known, every_selected, join
@@ -68,7 +69,7 @@ def _by_iteration(
 
 
 def _plan(
-    entries: Sequence[Entry], at: _At, value: Any, options: Options
+    entries: Sequence[Entry], at: _At, value: Any, options: Options, program: Program
 ) -> tuple[Planted, list[Any]]:
     """What to plant at all places of one `Site.key`, and its arrays. There is an entry
     of each place, with what would be captured there."""
@@ -77,7 +78,13 @@ def _plan(
         return Planted(SameParts(value), at, options.with_index), []
     loops = [i for i, a in enumerate(entry.site.axes) if not a.lane and a.mesh is None]
     entry = entry.without_axes([k for k, i in zip(loops, at) if i is not None])
-    return Planted(entry.site, at), prepare(value, options.mode, entry)
+    structure = Const(jtu.tree_structure(value))
+    if structure != entry.site.treedef and isinstance(value, Mapping):
+        value = value.get(options.mode, value)
+    arrays = prepare(value, entry)
+    places = [s for s, _ in program.in_loops if s.key == entry.site.key]
+    program.doubts.extend(fixed_differs([entry.site, *places], entry, value))
+    return Planted(entry.site, at), arrays
 
 
 def _check_one_place(
@@ -118,7 +125,9 @@ class _Plant(Transformed):
                 _check_one_place(places, loops[key])
             # What is for fewer iterations goes before what is for more, and so last.
             ats = sorted(by_iteration, key=lambda at: len(at) - at.count(None))
-            plans = [_plan(places, at, by_iteration[at], options) for at in ats]
+            plans = [
+                _plan(places, at, by_iteration[at], options, program) for at in ats
+            ]
             planted[key] = tuple(new for new, _ in plans)
             values[key] = [arrays for _, arrays in plans]
         program.check_recomputed(

@@ -5,7 +5,7 @@ import dataclasses as dc
 import functools as ft
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import jax
@@ -36,7 +36,10 @@ class Program:
     arrays. `out` is what to rebuild the output of the function from, beside its arrays:
     treedef and static leaves. `roots` is where the models of captured calls are, such
     as `("model",)`. `depth` is how many transformations trace the function, one within
-    the other. `again` traces it once more, with other options.
+    the other. `again` traces it once more, with other options. `taken` are the tags
+    of which a transformation inside took sows. `doubts` are what has to
+    be false, and the message if it is not: where a call is compiled, it is known only
+    after that.
     """
 
     closed: Any
@@ -46,6 +49,8 @@ class Program:
     marking: Marking
     depth: int
     again: Callable[[Marking], "Program"]
+    taken: frozenset[Hashable]
+    doubts: list[tuple[Any, str]] = dc.field(default_factory=list)
 
     def evaluate(self, handler: Handler, given: Given) -> tuple[list, Taken]:
         """The arrays of the output, and what the handler took from the sows."""
@@ -107,6 +112,12 @@ class Program:
                 )
 
     @property
+    def has_sows(self) -> bool:
+        """Whether there are any with a name, whatever their tag: calls that are only
+        noted have none."""
+        return any(s.label in s.labels for s in sites(self.closed))
+
+    @property
     def names(self) -> frozenset[str]:
         return frozenset(s.name for s in sites(self.closed))
 
@@ -154,6 +165,11 @@ def _goes_past(site: Site, key: Any, planted: bool) -> bool:
         return False
     late = [order >= site.differentiated for order in orders[n : n + 1]]
     return all(late) if planted else any(late) and "cotangent" in mode.split(".")[n:]
+
+
+# The tags of which sows were taken by transformations inside the program that is being
+# traced. Only one thread traces at a time.
+tags_taken: list[Hashable] = []
 
 
 def trace(fn: Callable, args: tuple, kwargs: dict, marking: Marking) -> Program:
@@ -212,6 +228,7 @@ def _trace(fn: Callable, args: tuple, kwargs: dict, marking: Marking) -> Program
         with listening_as(marking.noted(new)):
             return jax.make_jaxpr(traced)(inputs)
 
+    n_taken = len(tags_taken)
     try:
         closed = closed_jaxpr(outer.leafwise)
     except (SowError, RecursionError):
@@ -225,8 +242,12 @@ def _trace(fn: Callable, args: tuple, kwargs: dict, marking: Marking) -> Program
             closed = closed_jaxpr(leafwise=True)
         if closed is None:
             raise
+    finally:
+        inside = frozenset(tags_taken[n_taken:])
+        del tags_taken[n_taken:]
     closed, model_roots = _capture.name(closed, (fn, args, kwargs), depth, marking)
     # What a transformation inside captured for itself is not for this one.
     closed = seen_as(closed, lambda s: s.seen_from(depth, marking.tag))
     again = ft.partial(trace, fn, args, kwargs)
-    return Program(closed, inputs, tuple(out), model_roots, marking, depth, again)
+    out = tuple(out)
+    return Program(closed, inputs, out, model_roots, marking, depth, again, inside)

@@ -255,8 +255,10 @@ def duplicate(a: Site, b: Site, remedy: str = "") -> DuplicateSowError:
             " (the latter in a backward pass, so in the `bwd` of a `jax.custom_vjp`)"
         )
     if a.note and b.note:
+        is_function = a.note.call.is_function and b.note.call.is_function
+        what = "the name of a function" if is_function else "the path of a module"
         paths = (
-            "this is the path of a module, which is called more than once: put `with "
+            f"this is {what}, which is called more than once: put `with "
             'eqx_sow.scope("first"):` around one of the calls'
         )
     elif a.note or b.note:

@@ -54,14 +54,24 @@ def _check(name: str, what: str, annotation: Any, value: Any) -> None:
     try:
         fits = _fits(value, annotation)
     except BeartypeException as e:
+        # There may be one inside: `list["Float"]`.
+        may_be_text = isinstance(annotation, str) or typing.get_args(annotation)
         raise SowTypeError(
-            f"`{name}`: beartype does not understand the annotation {annotation!r}. "
-            "Write a type, such as `Float[Array, 'n']`, not a string."
+            f"`{name}` ({what}): beartype does not understand the annotation "
+            f"{annotation!r}. Write a type, such as `Float[Array, 'n']`"
+            f"{', not a string' if may_be_text else ''}."
         ) from e
     except Exception as e:  # jaxtyping evaluates what is written in an annotation
+        # What jaxtyping says next is about the annotations of a function.
+        said, is_symbolic, _ = str(e).partition(" Have you applied the `jaxtyped`")
+        instead = (
+            " Write a name, a number, or what can be computed from names that are in "
+            "annotations checked before: there are no arguments for `{...}`."
+        )
         raise SowTypeError(
             f"`{name}` ({what}) cannot be checked against its annotation "
-            f"{_name(annotation)}: {type(e).__name__}: {e}"
+            f"{_name(annotation)}: {type(e).__name__}: {said}"
+            f"{instead if is_symbolic else ''}"
         ) from e
     if fits:
         return
