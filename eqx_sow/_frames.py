@@ -74,6 +74,16 @@ def user_line() -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
+def line_of(eqn: Any) -> str:
+    """The same for where an equation was made, or an empty string if that is not
+    known."""
+    traceback = eqn.source_info.traceback
+    for frame in traceback.frames if traceback else ():
+        if not is_library(frame.file_name):
+            return f"{frame.file_name}:{frame.line_num}"
+    return ""
+
+
 def warn(message: str) -> None:
     """A warning at that line."""
     _, level = _user_frame()

@@ -39,13 +39,17 @@ TRANSFORMED = {
 }
 
 
-@pytest.mark.parametrize("fn, said", TRANSFORMED.values(), ids=TRANSFORMED)
-def test_what_is_printed_of_a_transformed_function(fn, said):
+@pytest.mark.parametrize("name", TRANSFORMED)
+def test_what_is_printed_of_a_transformed_function(name):
+    fn, said = TRANSFORMED[name]
     text = eqx.tree_pformat(fn)
     assert "weight=f32[5,3]" in text and all(x in text for x in said)
     # Only the options that were passed.
     assert "modes" not in text and "inputs" not in text
     assert repr(fn) == text
+    # As it was made.
+    call = {"save": "save_intermediates"}.get(name, name)
+    assert text.startswith(f"{call}(") and "_fn" not in text and "None" not in text
 
 
 def test_what_equinox_prints():

@@ -91,6 +91,12 @@ def test_order_of_modes():
         assert modes.index("tangent") < modes.index("cotangent")
 
 
+def test_the_cotangent_of_an_integer_is_printed_with_its_dtype():
+    fn = lambda x: sow({"n": jnp.arange(3), "x": x}, "h")["x"].sum()
+    _, got = S(jax.grad(fn))(jnp.ones(2))
+    assert "'cotangent': {'n': float0[3], 'x': f32[2]}" in repr(got)
+
+
 @pytest.mark.filterwarnings("ignore:.*found no mark")
 def test_is_a_dict():
     got = S(lambda x: sow(x, "h") + sow({"a": x}, "g")["a"])(2.0 * X[0])[1]

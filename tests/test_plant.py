@@ -1145,6 +1145,13 @@ def test_another_array_in_the_place_of_a_numpy_array_that_is_traced(around):
             other(xs)
 
 
+def test_no_name_has_a_cotangent():
+    f = lambda x: sow(sow(2 * x, "h"), "g").sum()
+    said = "'h' is sown, but has no cotangent .* Sown without a cotangent are: 'h', 'g'"
+    with pytest.raises(UnknownSowError, match=said):
+        plant(f, {"h": jnp.sin}, mode="cotangent")(X)
+
+
 def test_a_name_in_branches_with_other_loops(call):
     one = lambda x: sow(x + 1, "h")
     loop = lambda x: lax.scan(lambda c, _: (one(c), None), x, length=3)[0]

@@ -181,6 +181,24 @@ def test_where_eqx_sow_cannot_look(fn):
         S(fn)(X)
 
 
+def test_the_gradient_of_a_root():
+    """On JAX 0.10 its function is called twice, and seen."""
+
+    def root(x):
+        find = lambda fn, y: lax.fori_loop(0, 20, lambda _, y: y - fn(y) / (2 * y), y)
+        return lax.custom_root(
+            lambda y: sow(y * y, "a") - x,
+            jnp.ones_like(x),
+            find,
+            lambda g, y: y / g(jnp.ones_like(y)),
+        )
+
+    error = UnsupportedPrimitiveError, DuplicateSowError
+    said = r"`RootLinearMap`, which .*test_refusals.*sow what it returns|more than once"
+    with pytest.raises(error, match=said):
+        S(jax.grad(root))(jnp.array(2.0))
+
+
 def test_planted_in_a_solver():
     fn = lambda b: sow(_solve(b), "a")
     with pytest.raises(UnsupportedPrimitiveError, match="'a'.*over and over"):

@@ -3,6 +3,7 @@
 import functools as ft
 import itertools as it
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -102,6 +103,8 @@ class Intermediates(dict[str, dict[str, Any]]):
         text = eqx.tree_pformat(
             dict(self), struct_as_array=True, truncate_leaf=_is_state
         )
+        # What NumPy calls the dtype of the cotangent of an integer.
+        text = re.sub(r"\[\('f(?:loat)?0', 'V'\)\](\S*?)\(numpy\)", r"float0\1", text)
         # `jax.grad` of a function that returns a pair prints the pair while it handles
         # the error that a pair is no array.
         handled = sys.exception()

@@ -75,11 +75,18 @@ class Options(Marking):
     with_index: bool = False
     callback: Const | None = None
 
-    def __repr__(self):
-        # Only what was said.
+    @property
+    def said(self) -> dict[str, Any]:
+        """Only what was said, for a user to read."""
         plain = {f.name: f.default for f in dc.fields(self)}
-        said = {k: v for k, v in vars(self).items() if plain.get(k) != v}
-        return f"Options({', '.join(f'{k}={v!r}' for k, v in said.items())})"
+        said = {k: v for k, v in vars(self).items() if v not in (plain.get(k), _PRINT)}
+        return {k: v.value if isinstance(v, Const) else v for k, v in said.items()}
+
+    def __repr__(self):
+        return f"Options({', '.join(f'{k}={v!r}' for k, v in self.said.items())})"
+
+
+_PRINT = Const(print_event)
 
 
 def checked(call: str, fn: Any, given: Mapping[str, Any]) -> tuple[Options, Any]:

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ClassVar, ParamSpec, TypeVar
 
 import equinox as eqx
 import jax.tree_util as jtu
@@ -107,6 +107,7 @@ def _check_one_place(
 
 
 class _Plant(Transformed):
+    _call: ClassVar[str] = "plant"
     _fn: Callable
     _values: Any
     _options: Const = eqx.field(static=True)
@@ -165,7 +166,16 @@ class _Plant(Transformed):
         if "cotangent" in mode:
             problem += " (as it has in `plant(eqx.filter_grad(fn), ...)`)"
         there = [name for name, *_ in entries]
-        check_known(f"plant(fn, values, mode={mode!r})", patterns, there, problem)
+        if not there:
+            listed = ", ".join(map(repr, dict.fromkeys(names)))
+            problem += f". Sown without a {mode} are: {listed}"
+        check_known(
+            f"plant(fn, values, mode={mode!r})",
+            patterns,
+            there,
+            problem,
+            kind=f"names with a {mode}",
+        )
         return entries
 
 
@@ -272,4 +282,4 @@ def plant(
         ```
     """
     options = {k: v for k, v in locals().items() if k != "fn"}
-    return wrap(_Plant, "plant", fn, options)
+    return wrap(_Plant, fn, options)

@@ -4,7 +4,7 @@ import functools as ft
 import inspect
 import types
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, overload, ParamSpec, TypeVar, Unpack
+from typing import Any, ClassVar, overload, ParamSpec, TypeVar, Unpack
 
 import equinox as eqx
 
@@ -32,6 +32,7 @@ def _pair(annotation: Any) -> Any:
 
 
 class _SaveIntermediates(Transformed):
+    _call: ClassVar[str] = "save_intermediates"
     _fn: Callable
     # Options that may hold arrays.
     _reduce: Any
@@ -209,7 +210,7 @@ def save_intermediates(
     options = {k: v for k, v in locals().items() if k != "fn"}
     if fn is ...:
         return ft.partial(save_intermediates, **options)
-    saved = wrap(_SaveIntermediates, "save_intermediates", fn, options)
+    saved = wrap(_SaveIntermediates, fn, options)
     hints = getattr(saved, "__annotations__", {})
     if isinstance(hints, dict) and "return" in hints:
         hints = {**hints, "return": _pair(hints["return"])}

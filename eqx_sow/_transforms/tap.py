@@ -4,7 +4,7 @@ import dataclasses as dc
 import functools as ft
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, overload, ParamSpec, TypeVar, Unpack
+from typing import Any, ClassVar, overload, ParamSpec, TypeVar, Unpack
 
 import equinox as eqx
 import jax
@@ -37,6 +37,7 @@ batching.fancy_primitive_batchers[over_lanes_p] = lambda *args, run: run(*args)
 
 
 class _Tapped(Transformed):
+    _call: ClassVar[str] = "tap"
     _fn: Callable
     # Options that may hold arrays.
     _transform: Any
@@ -287,4 +288,4 @@ def tap(
     options = {k: v for k, v in locals().items() if k != "fn"}
     if fn is ...:
         return ft.partial(tap, **options)
-    return wrap(_Tapped, "tap", fn, options)
+    return wrap(_Tapped, fn, options)

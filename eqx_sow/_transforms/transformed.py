@@ -24,6 +24,8 @@ class Transformed(eqx.Module):
     """A function around `_fn`: a PyTree with the arrays of `_fn`, that can be a
     method."""
 
+    # What it is a call of, for a user to read.
+    _call: eqx.AbstractClassVar[str]
     _fn: eqx.AbstractVar[Callable]
 
     @property
@@ -53,6 +55,19 @@ class Transformed(eqx.Module):
             if not isinstance(is_wrong, jax.core.Tracer) and is_wrong:
                 raise SowError(message)
         return out
+
+    def __pdoc__(self, **kwargs):
+        # How it was made. Who calls this has the package.
+        import wadler_lindig as wl
+
+        others = [f.name for f in dc.fields(self) if f.name not in ("_fn", "_options")]
+        said = {name[1:]: getattr(self, name) for name in others}
+        said = {k: v for k, v in said.items() if v is not None}
+        said |= self._options.value.said
+        docs = [wl.pdoc(self._fn, **kwargs)]
+        docs += [wl.TextDoc(f"{k}=") + wl.pdoc(v, **kwargs) for k, v in said.items()]
+        begin, end = wl.TextDoc(f"{self._call}("), wl.TextDoc(")")
+        return wl.bracketed(begin, docs, wl.comma, end, kwargs["indent"])
 
     def __hash__(self):
         # `jax.jit` takes only what is hashable, and dicts are not.
@@ -94,10 +109,10 @@ def _unbound(fn: Callable) -> Callable:
     return fn
 
 
-def wrap(cls: type, call: str, fn: Any, given: Mapping[str, Any]) -> Any:
-    """`fn`, transformed as the options say that the `call` was given. Those that may
-    hold arrays have fields of their own."""
-    static, arrays = checked(call, fn, given)
+def wrap(cls: type[Transformed], fn: Any, given: Mapping[str, Any]) -> Any:
+    """`fn`, transformed as the options say that were `given`. Those that may hold
+    arrays have fields of their own."""
+    static, arrays = checked(cls._call, fn, given)
     fields = {f"_{option}": value for option, value in arrays.items()}
     with warnings.catch_warnings():
         # Equinox warns of functions that JAX transformed, as attributes.

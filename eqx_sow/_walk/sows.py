@@ -13,6 +13,7 @@ import jax.extend.core as jexc
 
 from .. import _compat
 from .._errors import UnsupportedPrimitiveError
+from .._frames import line_of
 from .._mark.listening import Listening, listening
 from .._mark.primitive import edge_p, same_p, sow_effect, sow_p
 from .._mark.site import Site
@@ -134,10 +135,16 @@ def sows(x: Any, eqns: tuple[Any, ...] = (), path: Path = ()) -> Iterator[Found]
         found += sows(jaxpr, eqns, (*path, k))
     found += [Found(site, eqns, None) for site in _in_functions(x)]
     if shows_sow(x) and not found:
+        primitive, params = _compat.unmapped(x)
+        # Of all that are a class, such as `CustomRoot`, the primitive is the same one.
+        prim = params.get("_prim")
+        what = primitive if prim is None else type(prim).__name__.strip("_")
+        where = line_of(x)
         raise UnsupportedPrimitiveError(
-            f"There is a sow inside the primitive `{x.primitive}`, where eqx_sow "
-            "cannot look, so its value cannot be captured or planted. Move the sow "
-            "out of it."
+            f"There is a sow inside the primitive `{what}`"
+            f"{where and f', which {where} calls'}, where eqx_sow cannot look, so its "
+            "value cannot be captured or planted. Move the sow out of it: sow what it "
+            "returns, or compute the value once more outside and sow that."
         )
     yield from found
 
