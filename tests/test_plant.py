@@ -1127,22 +1127,24 @@ _AROUND = {
 }
 
 
-@pytest.mark.parametrize("around", _AROUND.values(), ids=_AROUND)
-def test_another_array_in_the_place_of_a_numpy_array_that_is_traced(around):
+@pytest.mark.parametrize("name", _AROUND)
+def test_another_array_in_the_place_of_a_numpy_array_that_is_traced(name):
     """Law 6. Lanes in which it did not run have zeros, and one number is none."""
+    around = _AROUND[name]
     table = np.array([1.0, np.nan], np.float32)
     f = around(lambda x: sow({"x": x, "table": table}, "v")["x"])
     xs = jnp.arange(6.0).reshape(3, 2)
     out, got = S(f)(xs)
     planted = plant(f, got)
-    if around is not _AROUND["while_loop"]:
+    if name != "while_loop":
         assert_close(planted(xs), out)
         assert_close(jax.jit(planted)(xs), out)
+    if "jit" in name:
+        return  # there, the planted array is traced
     value = got["v"]["primal"]
     other = plant(f, {"v": {**value, "table": 5 * value["table"]}})
-    for _ in range(2):  # the second time, what is compiled is found
-        with pytest.raises(SowError, match=r"(?s)'v'.*NumPy array.*jnp.asarray"):
-            other(xs)
+    with pytest.raises(SowError, match=r"(?s)'v'.*NumPy array.*jnp.asarray"):
+        other(xs)
 
 
 def test_no_name_has_a_cotangent():

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses as dc
 import functools as ft
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -217,24 +216,22 @@ def _replaced(
     return [chosen.get(i, x) for i, x in enumerate(old)]
 
 
-def fixed_differs(
-    places: Sequence[Site], entry: Entry, value: Any
-) -> list[tuple[Any, str]]:
-    """For each NumPy array that is sown at all these places, under one name, whether
-    the value that is planted there has another one, and a message for that. `entry`
-    is what is captured there."""
-    found = []
+def check_fixed(places: Sequence[Site], entry: Entry, value: Any) -> None:
+    """Raises if a NumPy array that is sown at all these places, under one name, shall
+    be replaced by another one, as far as that is known: where it is traced, it is taken
+    to be the one that was captured. `entry` is what is captured there."""
     leaves = zip(entry.site.leaves, jtu.tree_leaves(value))
     operands = [x for leaf, x in leaves if leaf is OPERAND]
     for i in set.intersection(*(set(dict(site.fixed)) for site in places)):
-        x = (np if _is_known(operands[i]) else jnp).asarray(operands[i])
+        if not _is_known(operands[i]):
+            continue
+        x = np.asarray(operands[i])
         allowed = [np.asarray(dict(site.fixed)[i].value) for site in places]
         # Where the sow did not run, zeros were captured.
         allowed += [np.zeros_like(allowed[0])] if entry.counted else []
         core = tuple(range(x.ndim - allowed[0].ndim, x.ndim))
-        fits = [_equal(x, y).all(core) for y in allowed]
-        found.append((~ft.reduce(operator.or_, fits).all(), _fixed(places[0])))
-    return found
+        if not np.any([_equal(x, y).all(core) for y in allowed], 0).all():
+            raise SowError(_fixed(places[0]))
 
 
 def _is_known(x: Any) -> bool:

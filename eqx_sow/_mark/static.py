@@ -94,10 +94,10 @@ def is_operand(x: Any) -> bool:
     """Whether a leaf is an array that JAX can hold: NumPy has arrays of strings. Or a
     number with a dtype, which JAX makes of a Python number: the rule of a
     `jax.custom_vjp` function may be called with one."""
-    is_literal = isinstance(x, int | float | complex) and hasattr(x, "dtype")
+    dtype = getattr(x, "dtype", np.dtype(object))
     return isinstance(x, jax.Array) or (
-        (is_literal or eqx.is_array(x))
-        and (jnp.issubdtype(x.dtype, np.number) or jnp.issubdtype(x.dtype, np.bool_))
+        (eqx.is_array(x) or isinstance(x, int | float | complex))
+        and (jnp.issubdtype(dtype, np.number) or jnp.issubdtype(dtype, np.bool_))
     )
 
 

@@ -11,7 +11,7 @@ from .._errors import SowError
 from .._frames import api_boundary
 from .._handlers.asked import Asked
 from .._handlers.collect import Collect, EACH_PLACE
-from .._handlers.planting import fixed_differs, Planted, prepare, Replace
+from .._handlers.planting import check_fixed, Planted, prepare, Replace
 from .._mark.listening import listening
 from .._mark.static import Const, SameParts
 from .._names import check_known, every_selected, join
@@ -83,7 +83,7 @@ def _plan(
         value = value.get(options.mode, value)
     arrays = prepare(value, entry)
     places = [s for s, _ in program.in_loops if s.key == entry.site.key]
-    program.doubts.extend(fixed_differs([entry.site, *places], entry, value))
+    check_fixed([entry.site, *places], entry, value)
     return Planted(entry.site, at), arrays
 
 

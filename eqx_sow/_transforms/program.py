@@ -37,9 +37,7 @@ class Program:
     treedef and static leaves. `roots` is where the models of captured calls are, such
     as `("model",)`. `depth` is how many transformations trace the function, one within
     the other. `again` traces it once more, with other options. `taken` are the tags
-    of which a transformation inside took sows. `doubts` are what has to
-    be false, and the message if it is not: where a call is compiled, it is known only
-    after that.
+    of which a transformation inside took sows.
     """
 
     closed: Any
@@ -50,7 +48,6 @@ class Program:
     depth: int
     again: Callable[[Marking], "Program"]
     taken: frozenset[Hashable]
-    doubts: list[tuple[Any, str]] = dc.field(default_factory=list)
 
     def evaluate(self, handler: Handler, given: Given) -> tuple[list, Taken]:
         """The arrays of the output, and what the handler took from the sows."""

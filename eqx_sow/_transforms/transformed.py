@@ -13,7 +13,6 @@ import jax.tree_util as jtu
 
 from .. import _compat
 from .._arrays import in_mesh_of
-from .._errors import SowError
 from .._frames import api_boundary
 from .._mark.static import Const, rebuild, take_apart
 from .options import checked
@@ -42,19 +41,13 @@ class Transformed(eqx.Module):
     @api_boundary
     def __call__(self, /, *args, **kwargs):
         if not (_is_jitted(self._fn) and _compat.is_eager()):
-            out, doubts = _run(self, args, kwargs)
-        else:
-            # `S(jit(f))` is `jit(S(f))`: so it is traced and compiled when `jit(f)`
-            # would be.
-            arrays, *form = take_apart((self, args, kwargs))
-            compiled = _jitted(tuple(form), *arrays)
-            treedef, leaves, messages = compiled.form
-            out = rebuild(treedef, leaves, compiled.arrays)
-            doubts = zip(compiled.doubts, messages)
-        for is_wrong, message in doubts:
-            if not isinstance(is_wrong, jax.core.Tracer) and is_wrong:
-                raise SowError(message)
-        return out
+            return _run(self, args, kwargs)
+        # `S(jit(f))` is `jit(S(f))`: so it is traced and compiled when `jit(f)` would
+        # be.
+        arrays, *form = take_apart((self, args, kwargs))
+        out = _jitted(tuple(form), *arrays)
+        treedef, leaves = out.form
+        return rebuild(treedef, leaves, out.arrays)
 
     def __pdoc__(self, **kwargs):
         # How it was made. Who calls this has the package.
@@ -90,7 +83,7 @@ def _run(self, args, kwargs):
         # `self._result`: for a method, Equinox makes a module that holds `self`, and
         # warns if JAX transformed what is in there.
         with in_mesh_of(program.inputs):
-            return type(self)._result(self, program), program.doubts
+            return type(self)._result(self, program)
 
 
 # Python keeps frames in chunks of 16 kB, and where a call does not fit into the last
@@ -127,17 +120,14 @@ class _Output:
     """Any PyTree, as one whose leaves are arrays."""
 
     arrays: list[Any]
-    doubts: list[Any]
-    form: tuple[Any, ...] = dc.field(metadata=dict(static=True))
+    form: tuple[Const, tuple[Any, ...]] = dc.field(metadata=dict(static=True))
 
 
 def _traced(form, *arrays):
     treedef, leaves = form
     self, args, kwargs = rebuild(treedef, leaves, arrays)
-    out, doubts = _run(self, args, kwargs)
-    arrays, treedef, leaves = take_apart(out)
-    messages = tuple(message for _, message in doubts)
-    return _Output(arrays, [x for x, _ in doubts], (treedef, leaves, messages))
+    arrays, treedef, leaves = take_apart(_run(self, args, kwargs))
+    return _Output(arrays, (treedef, leaves))
 
 
 _jitted = jax.jit(_traced, static_argnums=0)
