@@ -60,6 +60,14 @@ def call(request):
     return _CALLS[request.param]
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _clear_caches():
+    """JAX keeps every program: all of them are several gigabytes, and JAX 0.10 looks for
+    one among those that are alike, one by one."""
+    yield
+    jax.clear_caches()
+
+
 @pytest.fixture
 def getkey():
     def _getkey():
