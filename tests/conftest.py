@@ -62,8 +62,8 @@ def call(request):
 
 @pytest.fixture(autouse=True, scope="module")
 def _clear_caches():
-    """JAX keeps every program: all of them are several gigabytes, and JAX 0.10 looks for
-    one among those that are alike, one by one."""
+    """JAX keeps every program. All of them are several gigabytes, and JAX 0.10 looks for
+    one among all that are alike, one by one."""
     yield
     jax.clear_caches()
 
