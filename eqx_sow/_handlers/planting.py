@@ -224,8 +224,7 @@ def fixed_differs(
     the value that is planted there has another one, and a message for that. `entry`
     is what is captured there."""
     found = []
-    leaves = zip(entry.site.leaves, jtu.tree_leaves(value))
-    operands = [x for leaf, x in leaves if leaf is OPERAND]
+    operands = _as_given(value, entry.site)
     for i in set.intersection(*(set(dict(site.fixed)) for site in places)):
         x = (np if _is_known(operands[i]) else jnp).asarray(operands[i])
         allowed = [np.asarray(dict(site.fixed)[i].value) for site in places]
@@ -235,6 +234,12 @@ def fixed_differs(
         fits = [_equal(x, y).all(core) for y in allowed]
         found.append((~ft.reduce(operator.or_, fits).all(), _fixed(places[0])))
     return found
+
+
+def _as_given(value: Any, site: Site) -> list[Any]:
+    """The leaves of a value that are operands, as the user gave them: under a `jit`,
+    JAX makes a tracer of an array whose numbers are known."""
+    return [x for x, y in zip(jtu.tree_leaves(value), site.leaves) if y is OPERAND]
 
 
 def _is_known(x: Any) -> bool:
@@ -346,8 +351,9 @@ def _apply(fn: Callable, site: Site, values: Sequence[Any]) -> list[Any]:
 
     def apply(*values):
         old = rebuild(site.treedef, site.leaves, values)
-        new = _operands(fn(old), site, values, of_function=True)
-        _check_fixed(site, values, new)
+        value = fn(old)
+        new = _operands(value, site, values, of_function=True)
+        _check_fixed(site, values, _as_given(value, site))
         return new
 
     return for_each_lane(apply, site.axes, varies, varies)(*values)
