@@ -62,7 +62,7 @@ def call(request):
 
 @pytest.fixture(autouse=True, scope="module")
 def _clear_caches():
-    """JAX keeps every program. All of them are several gigabytes, and JAX 0.10 looks for
+    """JAX keeps all programs, several gigabytes of them, and JAX 0.10 looks for
     one among all that are alike, one by one."""
     yield
     jax.clear_caches()

@@ -1098,6 +1098,8 @@ def test_what_was_captured_beside_a_numpy_array_can_be_planted(call, f, wrap):
     assert_close(call(plant(f, got), jnp.ones(2)), out)
     doubled = plant(f, {"v": lambda v: {**v, "x": 2 * v["x"]}})
     assert_close(call(doubled, jnp.ones(2)), times * out)
+    spelled_out = plant(f, {"v": lambda v: {"x": v["x"], "table": TABLE.copy()}})
+    assert_close(call(spelled_out, jnp.ones(2)), out)
     with pytest.raises(SowError, match="NumPy array"):
         plant(f, {"v": lambda v: jax.tree.map(lambda x: 2 * x, v)})(jnp.ones(2))
 

@@ -220,8 +220,7 @@ def check_fixed(places: Sequence[Site], entry: Entry, value: Any) -> None:
     """Raises if a NumPy array that is sown at all these places, under one name, shall
     be replaced by another one, as far as that is known: where it is traced, it is taken
     to be the one that was captured. `entry` is what is captured there."""
-    leaves = zip(entry.site.leaves, jtu.tree_leaves(value))
-    operands = [x for leaf, x in leaves if leaf is OPERAND]
+    operands = _as_given(value, entry.site)
     for i in set.intersection(*(set(dict(site.fixed)) for site in places)):
         if not _is_known(operands[i]):
             continue
@@ -232,6 +231,12 @@ def check_fixed(places: Sequence[Site], entry: Entry, value: Any) -> None:
         core = tuple(range(x.ndim - allowed[0].ndim, x.ndim))
         if not np.any([_equal(x, y).all(core) for y in allowed], 0).all():
             raise SowError(_fixed(places[0]))
+
+
+def _as_given(value: Any, site: Site) -> list[Any]:
+    """The leaves of a value that are operands, as the user gave them: under a `jit`,
+    JAX makes a tracer of an array whose numbers are known."""
+    return [x for x, y in zip(jtu.tree_leaves(value), site.leaves) if y is OPERAND]
 
 
 def _is_known(x: Any) -> bool:
@@ -343,8 +348,9 @@ def _apply(fn: Callable, site: Site, values: Sequence[Any]) -> list[Any]:
 
     def apply(*values):
         old = rebuild(site.treedef, site.leaves, values)
-        new = _operands(fn(old), site, values, of_function=True)
-        _check_fixed(site, values, new)
+        value = fn(old)
+        new = _operands(value, site, values, of_function=True)
+        _check_fixed(site, values, _as_given(value, site))
         return new
 
     return for_each_lane(apply, site.axes, varies, varies)(*values)
