@@ -386,7 +386,7 @@ def test_a_gradient_that_may_be_that_of_either_of_two_modules():
     # both of them call there is one derivative.
     batch = jax.vmap(jax.grad(loss, argnums=1), (None, 0))
     xs = jnp.stack([X, -X])
-    message = "'layers/1' or 'layers/0': which of them cannot be told"
+    message = "'layers/0' or 'layers/1': which of them cannot be told"
     with pytest.raises(SowError, match=message):
         S(batch, capture=True)(layers, xs)
     _, values = S(batch, capture=True, modes="primal")(layers, xs)
