@@ -39,7 +39,16 @@ from .._mark.site import Axis, out_of_loop
 from .handler import Given, Handler
 from .interpreter import Interpret
 from .rules import control_flow
-from .sows import has_sow, loops_of, shows_sow, sites, sows, with_sites, without_prints
+from .sows import (
+    has_sow,
+    is_lanewise,
+    loops_of,
+    shows_sow,
+    sites,
+    sows,
+    with_sites,
+    without_prints,
+)
 
 
 cond_p = jexc.primitives.cond_p
@@ -237,31 +246,58 @@ def _batch_while(rule, axis_data, args, dims, **params):
     # If the predicate had an axis before, an earlier vmap has put guards there.
     if varies and not cond.out_avals[0].shape:
         if has_sow(body):
-            args, dims, params = _guarded(args, dims, params)
+            args, dims, params = _guarded(axis_data, args, dims, params)
         axis_data = _within(axis_data, None)
         closed, dims_out = _batched(rule, axis_data, args, dims, params)
     n = len(body.out_avals)
     return jexc.jaxpr_as_fun(closed)(*args)[-n:], dims_out[-n:]
 
 
-def _guarded(args, dims, params):
-    """The same while loop, with guards for the sows in its body. The body evaluates the
-    condition first, which says in which lanes the sows run. JAX's rule does the same,
-    to leave those alone that have finished, and the compiler makes one of the two."""
+def _guarded(axis_data, args, dims, params):
+    """The same while loop, with the sows in its body told whether they run.
+
+    If each lane is sure to have a predicate of its own, the loop carries that in front
+    of all else. So it is evaluated once in each iteration; JAX does so twice under a
+    vmap, to know whether to go on, and in which lanes."""
     cond, body = params["cond_jaxpr"], params["body_jaxpr"]
     n = params["cond_nconsts"]
+    m = n + params["body_nconsts"]
     going = jexc.jaxpr_as_fun(without_prints(cond))
     run = Interpret(Guard((None, 1, 1)))(body)
-    n_body = params["body_nconsts"]
+    carried = not cond.effects and is_lanewise(cond)
 
     def guarded(*args):
-        cond_consts, args = args[:n], args[n:]
-        (runs,) = going(*cond_consts, *args[n_body:])
-        return run(Given(values=runs), *args)[0]
+        consts, carry = args[:m], args[m:]
+        mask, *carry = carry if carried else (*going(*consts[:n], *carry), *carry)
+        outs, _ = run(Given(values=mask), *consts[n:], *carry)
+        if not carried:
+            return outs
+        # As under JAX's rule, the predicate sees a lane that has finished as it was.
+        new = [jax.lax.select_n(mask, x, y) for x, y in zip(carry, outs)]
+        return [*going(*consts[:n], *new), *outs]
 
-    body = jax.make_jaxpr(guarded)(*cond.in_avals[:n], *body.in_avals)
-    params = {**params, "body_jaxpr": body, "body_nconsts": n + n_body}
-    return [*args[:n], *args], [*dims[:n], *dims], params
+    consts, carry = body.in_avals[: m - n], body.in_avals[m - n :]
+    if carried:
+        carry = [*cond.out_avals, *carry]
+    body = jax.make_jaxpr(guarded)(*cond.in_avals[:n], *consts, *carry)
+    params = {**params, "body_jaxpr": body, "body_nconsts": m}
+    if not carried:
+        return [*args[:n], *args], [*dims[:n], *dims], params
+    over = [*dims[:n], *dims[m:]]
+    mapped = any(d is not None for d in over)
+    if mapped:
+        going = jax.vmap(
+            going,
+            in_axes=over,
+            axis_name=axis_data.name,
+            axis_size=axis_data.size,
+            spmd_axis_name=axis_data.spmd_name,
+        )
+    (mask,) = going(*args[:n], *args[m:])
+    cond = jax.make_jaxpr(lambda mask, *_: mask)(*carry)
+    params = {**params, "cond_jaxpr": cond, "cond_nconsts": 0}
+    args = [*args[:m], mask, *args[m:]]
+    return args, [*dims[:m], 0 if mapped else None, *dims[m:]], params
 
 
 @_wrap(batching.fancy_primitive_batchers, cond_p)

@@ -78,6 +78,16 @@ def variables(atoms: Iterable[Any]) -> list[Any]:
     return [v for v in atoms if not isinstance(v, jexc.Literal)]
 
 
+def is_lanewise(jaxpr: Any) -> bool:
+    """Whether it is sure that under a vmap each lane is computed from that lane alone,
+    if the jaxpr has no effects. Other libraries have primitives that look at all
+    lanes."""
+    return all(
+        e.primitive in _of_jax and all(map(is_lanewise, jaxprs_in(e.params)))
+        for e in jaxpr.eqns
+    )
+
+
 # --- finding sows ---
 def shows_sow(x: Any) -> bool:
     """Whether the effects of an equation or a jaxpr tell of a sow inside."""
