@@ -16,6 +16,7 @@ from .._values.entry import Entry
 from .._values.merge import Check, gather, Sown, to_one_form
 from .._values.modes import without_order
 from .._values.reduce import Reducer, ReducerState
+from .._values.transform import Batched
 from .._walk.frame import Frame
 from .._walk.handler import check_guarded, Given, Handler, Taken
 from .._walk.sows import loop_of, sites
@@ -31,14 +32,51 @@ class _Uncollected(NamedTuple):
     which are read all at once when that has been walked."""
 
     site: Site
-    operands: tuple[Any, ...]
+    operands: Sequence[Any]
     transform: Any
     # See `Entry.at`.
     at: tuple[int | None, ...]
+    # Whether it has a count, though it has no guards: every branch of a cond has it.
+    conditional: bool = False
 
-    def captured(self, frame: Frame) -> Entry:
-        operands = frame.read_arrays(self.operands)
-        return _entry.captured(self.site, operands, self.transform, self.at)
+    def read(self, frame: Frame) -> "_Uncollected":
+        return self._replace(operands=frame.read_arrays(self.operands))
+
+    def captured(self) -> Entry:
+        """The entry, once the operands are arrays."""
+        entry = _entry.captured(self.site, self.operands, self.transform, self.at)
+        return _entry.with_count(entry) if self.conditional else entry
+
+
+def _with_branches_chosen(found: Sequence[Any]) -> list[Any]:
+    """What was found in a jaxpr, with one sow in the place of those that all branches
+    of a cond have under one name. (If another one of the name comes out of a call, it
+    shows only further out which of them are in one cond.)"""
+    sows = [x for x in found if isinstance(x, _Uncollected) and x.site.cases]
+    in_calls = {
+        e.site.key for x in found if isinstance(x, Sown) for e in x.entries if e.cases
+    }
+    groups: dict[Any, list[tuple[int, _Uncollected]]] = {}
+    for x in sows:
+        # Of a batch there is no value where lanes go into different branches.
+        if x.site.key not in in_calls and not isinstance(x.transform, Batched):
+            *outer, (cond, branch, size, run) = x.site.cases
+            group = groups.setdefault((x.site.key, x.at, *outer, cond, run, size), [])
+            group.append((branch, x))
+    for (*_, size), group in groups.items():
+        branches, cases = zip(*sorted(group, key=lambda pair: pair[0]))
+        one = None
+        if branches == tuple(range(size)):
+            one = _merge.of_branch_that_runs([(x.site, x.operands) for x in cases])
+        if one is not None:
+            new = _Uncollected(*one, cases[0].transform, cases[0].at, True)
+            ids = list(map(id, cases))
+            rest = [
+                new if id(x) == ids[0] else x for x in found if id(x) not in ids[1:]
+            ]
+            # What was chosen may be in a branch of another cond.
+            return _with_branches_chosen(rest)
+    return list(found)
 
 
 @dc.dataclass(frozen=True, kw_only=True)
@@ -116,7 +154,7 @@ class Collect(Listens):
         key = new.site.key
         reducer: Any = self.reducer(new.site.name)
         old = given.carry[key]
-        state = _reduce.stepped(reducer, old, new.captured(frame))
+        state = _reduce.stepped(reducer, old, new.read(frame).captured())
         # With `names="h/3"`, only if it is that iteration.
         if new.at:
             here = reached(new.at, given.iterations)
@@ -124,9 +162,12 @@ class Collect(Listens):
         return given._replace(carry={**given.carry, key: state})
 
     def end_jaxpr(self, found, given, frame: Frame) -> Taken:
+        read = [
+            x.read(frame) if isinstance(x, _Uncollected) else x.values for x in found
+        ]
         parts = [
-            Sown((x.captured(frame),)) if isinstance(x, _Uncollected) else x.values
-            for x in found
+            Sown((x.captured(),)) if isinstance(x, _Uncollected) else x
+            for x in _with_branches_chosen(read)
         ]
         keeps_all = lambda name: self.reducer(name) is not None
         return Taken(given.carry, gather(parts, keeps_all))
