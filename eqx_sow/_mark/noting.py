@@ -422,7 +422,7 @@ def _edge(call: Call, arrays: list[Any]) -> Any:
 def _is_operand(x: Any) -> bool:
     try:
         edge_p.bind(x)
-    except Exception:
+    except Exception:  # as above: it is not an operand
         return False
     return True
 
