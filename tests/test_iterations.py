@@ -288,6 +288,8 @@ def test_memory_of_one():
         ("s/1/b/2/m", "s/b/m", (1, 2), (4, 5), ("s/1/b/2/m", (1, 2))),
         ("s/b/2/m", "s/b/m", (1, 2), (4, 5), ("s/b/2/m", (None, 2))),
         ("b/2", "b", (1,), (4,), ("b/2", (2,))),
+        ("b/2", "b", (None, 1), (4, 5), ("b/2", (None, 2))),
+        ("b/2/3", "b", (None, 1), (4, 5), ("b/2/3", (3, 2))),
     ],
 )
 def test_what_a_pattern_selects(pattern, name, after, loops, expected):
@@ -300,8 +302,9 @@ def test_what_a_pattern_selects(pattern, name, after, loops, expected):
     [
         ("b/2/a/m", "b/a/m", (1, 2), (3,)),
         ("b/a/2/m", "b/a/m", (1, 2), (1,)),
-        # At the end, indices stand from outside in.
-        ("b/2", "b", (None, 1), (2,)),
+        # A layer goes before other loops, whichever is outside.
+        ("b/2", "b", (None, 1), (None,)),
+        ("b/*/2", "b", (None, 1), (1,)),
         ("b/*/2", "b", (1, None), (1,)),
     ],
 )
