@@ -123,12 +123,13 @@ def _with_index(
 
 def _loops_with_index(places: Sequence[int | None], most: int) -> Iterator[list[int]]:
     """Which of the loops around a sow may have their index in a pattern. Of those with
-    an index at the end, the inner ones need the outer ones."""
+    an index at the end, the inner ones need the outer ones. `blocks/2` is a layer, also
+    in a loop over batches: a list has that name."""
     inside = [k for k, place in enumerate(places) if place is not None]
     at_end = [k for k, place in enumerate(places) if place is None]
     for n in range(most + 1):
-        for some in it.combinations(inside, n):
-            for m in range(min(most - n, len(at_end)) + 1):
+        for m in range(min(n, len(at_end)) + 1):
+            for some in it.combinations(inside, n - m):
                 yield sorted([*some, *at_end[:m]])
 
 
@@ -142,8 +143,7 @@ def _iteration(
     new = in_a_list(name, [(places[k], i) for k, i in given.items()])
     at = tuple(given[k] % n if k in given else None for k, n in enumerate(loops))
     # An index moves those to the right that stand behind it.
-    end = len(name.split("/"))
-    order = [(end if place is None else place, k) for k, place in enumerate(places)]
+    order = [(place is None, place, k) for k, place in enumerate(places)]
     after = tuple(
         None if place is None else place + sum(order[i] < order[k] for i in given)
         for k, place in enumerate(places)
@@ -154,10 +154,11 @@ def _iteration(
 
 def in_a_list(name: str, indices: Iterable[tuple[int | None, Any]]) -> str:
     """The name of an iteration. Each index, from outside in, comes with its place:
-    after so many segments of the name, or at the end (`None`). For `blocks/attn` and
-    `[(1, 2)]` that is `blocks/2/attn`, as it would be called in a list of layers."""
+    after so many segments of the name, or behind all others (`None`). For `blocks/attn`
+    and `[(1, 2)]` that is `blocks/2/attn`, as it would be called in a list of layers.
+    """
     parts: list[list[str]] = [[], *[[x] for x in name.split("/")]]
-    for place, i in indices:
+    for place, i in sorted(indices, key=lambda pair: pair[0] is None):
         parts[-1 if place is None else place].append(str(i))
     return "/".join(it.chain.from_iterable(parts))
 

@@ -32,6 +32,7 @@ from .._mark.primitive import edge_p, same_p, sow_p
 from .._mark.site import Label, Site
 from .._values.modes import without_order
 from .._walk.flow import Domain, Here
+from .._walk.sows import loops_around, loops_of
 from .places import is_internal, Places
 from .sources import computed, FAR, in_order, one_of, Value, Way
 
@@ -50,12 +51,13 @@ class _Candidate(NamedTuple):
 class _Place(NamedTuple):
     """Where a module is. If that is not known, the first key is the name of a class:
     `("MLP#1", "layers", "0")`. `is_held`: it is somewhere, or has arrays of its own.
-    `after`: see `Label`."""
+    `found`: the call whose arrays led there, which may be that of a module around, and
+    where they did."""
 
     path: Path
     is_known: bool = True
     is_held: bool = True
-    after: tuple[int | None, ...] = ()
+    found: "tuple[_Visit, Path] | None" = None
 
     @property
     def name(self) -> str:
@@ -75,8 +77,6 @@ class _Visit:
     around: "_Visit | None"
     # The innermost module whose method is running, whether it holds this one or not.
     running: "_Visit | None"
-    # The ways to the scans around, from outside in.
-    scans: tuple[Way, ...]
     # For each of the arrays, the places that it may say. These, and the place that is
     # chosen, are known once the pass is over.
     candidates: list[list[_Candidate]] = dc.field(default_factory=list)
@@ -89,6 +89,20 @@ class _Visit:
         return self.arrays[0].made if self.arrays else id(module)
 
 
+class _Sow(NamedTuple):
+    """A sow, and the calls that it is in, or is the output of. There may be several: if
+    a branch decides of which call a derivative is.
+
+    `loops`: of each loop that it has an axis for, from outside in, the way to the scan,
+    or `None` if JAX moved the sow out of it. `primal` is that of a derivative.
+    """
+
+    site: Site
+    visits: list[_Visit]
+    loops: list[Way | None]
+    primal: "_Sow | None" = None
+
+
 class Naming(Domain):
     """Names the sows of one program, for the transformation at this depth."""
 
@@ -96,10 +110,9 @@ class Naming(Domain):
         self._places = places
         self._depth = depth
         self._marking = marking
-        # By the ways to their equations, the calls, and the sows. A sow may be in more
-        # than one call: if a branch decides of which call a derivative is.
+        # By the ways to their equations, the calls, and the sows.
         self._visits: dict[Way, _Visit] = {}
-        self._sows: dict[Way, tuple[Site, list[_Visit]]] = {}
+        self._sows: dict[Way, _Sow] = {}
         self._latest: dict[Any, _Visit] = {}
         # By the way to a scan, the sources that it takes apart: those that are nearest
         # to the arrays that it goes over.
@@ -135,11 +148,8 @@ class Naming(Domain):
                 self._claims.update({c.path for c in found if c.distance == nearest})
         for visit in self._visits.values():
             self._place(visit)
-        named = {
-            way: self._named(site, self._place_of_all(visits, site))
-            for way, (site, visits) in self._sows.items()
-        }
-        return {way: x for way, x in named.items() if x is not self._sows[way][0]}
+        named = {way: self._named(sow) for way, sow in self._sows.items()}
+        return {way: x for way, x in named.items() if x is not self._sows[way].site}
 
     # --- what goes through the program ---
     def inputs(self) -> list[Value]:
@@ -194,20 +204,29 @@ class Naming(Domain):
         around = running if call.is_function else None
         if call.holder is not None:
             around = self._latest.get(call.holder[0])
-        visit = _Visit(call, arrays, around, running, here.scans)
+        visit = _Visit(call, arrays, around, running)
         self._visits[here.path] = self._latest[call] = visit
 
     def _sow(self, eqn: Any, edge: Value, here: Here) -> None:
         site: Site = eqn.params["site"]
+        primal = None
         if site.modes:
             # Of a derivative, the edge comes out of the sow of its primal.
-            found = [self._sows[way] for way in edge.edges if way in self._sows]
-            visits = [v for s, vs in found if s.origin is site.origin for v in vs]
+            primals = [self._sows[way] for way in edge.edges if way in self._sows]
+            primals = [sow for sow in primals if sow.site.origin is site.origin]
+            visits = [v for sow in primals for v in sow.visits]
+            primal = next(iter(primals), None)
         elif site.note is None:
             visits = self._running(here, eqn)
         else:
             visits = [self._visits[way] for way in edge.edges[:1]]
-        self._sows[here.path] = site, visits
+        lengths = [loop.length for loop in loops_of(here.around)]
+        scans = iter(here.scans)
+        loops = [
+            next(scans) if axis is None else None
+            for _, axis in loops_around(site, lengths)
+        ]
+        self._sows[here.path] = _Sow(site, visits, loops, primal)
 
     def _running(self, here: Here, eqn: Any) -> list[_Visit]:
         """The innermost call that is running, if there is one."""
@@ -259,11 +278,11 @@ class Naming(Domain):
         )
         running = None if visit.running is None else self._place(visit.running)
         if path is not None:
-            after = self._after(visit, path)
+            found = visit, path
             if running is not None and running.path == path and not fits(path):
                 # A layer makes another one of its own arrays, and calls that.
                 path = (*path, call.cls.__name__)
-            return _Place(path, after=after)
+            return _Place(path, found=found)
         # It has no arrays of its own, or they were made on the way.
         if holder == self._depth:
             return _Place(inside)
@@ -332,13 +351,25 @@ class Naming(Domain):
             not is_where_called,
         )
 
-    def _after(self, visit: _Visit, path: Path) -> tuple[int | None, ...]:
-        """For each scan around a call, where in its path the index of an iteration
+    def _after(self, sow: _Sow, place: _Place) -> list[int | None]:
+        """For each loop around a sow, where in its name the index of an iteration
         stands: behind the tree that the scan takes apart. That is the highest node of
         which it takes all arrays apart, or that of a list that was stacked before."""
+        if sow.primal is not None:
+            # A loop of the backward pass need not go over the arrays themselves.
+            after, loops = self._after(sow.primal, place), sow.primal.loops
+            if len(after) == len(sow.loops):
+                return after
+            # The cotangent of what was moved out of a loop is the total.
+            return [n for n, loop in zip(after, loops) if loop is not None]
+        if place.found is None:
+            return []
+        visit, path = place.found
         candidates = [c for found in visit.candidates for c in found]
 
         def of_scan(scan):
+            if scan is None:
+                return None
             apart, within = self._taken_apart[scan], self._places.sources_in
             paths = {c.path for c in candidates if c.source in apart}
             if path not in paths:
@@ -356,7 +387,7 @@ class Naming(Domain):
             levels = range(first, len(path) + 1)
             return next((n for n in levels if within(path[:n]) <= apart), None)
 
-        return tuple(map(of_scan, visit.scans))
+        return list(map(of_scan, sow.loops))
 
     def _is_of_class(self, path: Path, call: Call) -> bool:
         return self._places.is_of_class(path, call.cls)
@@ -370,9 +401,10 @@ class Naming(Domain):
         return _Place((f"{name}#{n}" if n else name,), False, is_held)
 
     # --- the names of sows ---
-    def _place_of_all(self, visits: Sequence[_Visit], site: Site) -> _Place | None:
-        """The place of all these calls."""
-        places = {(place := self._place(v)).name: place for v in visits}
+    def _place_of_all(self, sow: _Sow) -> _Place | None:
+        """The place of all calls of a sow."""
+        site = sow.site
+        places = {(place := self._place(v)).name: place for v in sow.visits}
         if len(places) > 1 and self._is_asked_for(site):
             names = " or ".join(map(repr, places))
             raise SowError(
@@ -386,12 +418,16 @@ class Naming(Domain):
         modes = self._marking.modes
         return modes is None or site.mode in map(without_order, modes)
 
-    def _named(self, site: Site, place: _Place | None) -> Site:
+    def _named(self, sow: _Sow) -> Site:
+        site, place = sow.site, self._place_of_all(sow)
         note = site.note
         if note is None:
             if place is None or site.scoped or not self._marking.scope:
                 return site
-            return site.in_scope(place.name)._replace(scoped=True)
+            after = tuple(self._after(sow, place))
+            site = site.in_scope(place.name)._replace(scoped=True)
+            labels = tuple(x._replace(after=after) for x in site.labels)
+            return site._replace(labels=labels)
         mine = [x for x in site.labels if x.name is None and x.depth == self._depth]
         if not mine:
             return site
@@ -407,7 +443,8 @@ class Naming(Domain):
             return site._replace(labels=others)
         method = () if note.call.method == "__call__" else (note.call.method,)
         name = ".".join((place.name, *method, *note.what)) or "."
-        new = Label(name, mine[0].tag, self._depth, place.after).in_scope(note.scope)
+        after = tuple(self._after(sow, place))
+        new = Label(name, mine[0].tag, self._depth, after).in_scope(note.scope)
         self.captured.add(new.name)
         if place.is_known and place.path:
             self.roots["/".join(self._places.root_of(place.path))] = None
