@@ -19,7 +19,6 @@ from .._values import merge as _merge
 from .._values.entry import Entry, grouped
 from .._values.modes import labels, Mode
 from .._walk.handler import Given
-from .checks import hints
 from .options import Options
 from .program import Program
 from .transformed import Transformed, wrap
@@ -158,8 +157,7 @@ class _Plant(Transformed):
         )
         sown = program.with_executions(lambda name: False).survey(survey)
         names = [name for name, _ in sown.seen]
-        hint = hints(program)
-        check_known("plant(fn, values)", patterns, names, hint=hint)
+        check_known("plant(fn, values)", patterns, names, hint=program.hint)
         mode_of = labels({e.site.key for e in sown.entries})
         entries = grouped([e for e in sown.entries if mode_of[e.site.key] == mode])
         problem = f"is sown, but has no {mode} here"

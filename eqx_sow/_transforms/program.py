@@ -1,17 +1,19 @@
-"""A function, traced so that its sows can be seen."""
+"""A function, traced so that its sows can be seen; and what is checked then: that the
+options select something, and that it can be captured."""
 
 import contextlib
 import dataclasses as dc
 import functools as ft
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from .. import _compat
 from .._errors import SowError
+from .._frames import warn
 from .._mark.listening import Listening, listening, tracing
 from .._mark.noting import listening_as, within
 from .._mark.site import Site
@@ -21,11 +23,14 @@ from .._mark.static import Const, rebuild, take_apart
 from .._modules import capture as _capture
 from .._modules.capture import Marking
 from .._modules.places import roots
+from .._names import check_known, every_selected, in_a_list, matches
+from .._values.modes import labels
 from .._walk.executions import with_executions
 from .._walk.handler import Given, Handler, is_solver, Taken
 from .._walk.interpreter import evaluate
 from .._walk.jax_rules import check_wrapped
 from .._walk.sows import loops_around, loops_of, recomputed, seen_as, sites, sows
+from .options import Options
 
 
 @dc.dataclass(frozen=True)
@@ -36,8 +41,7 @@ class Program:
     arrays. `out` is what to rebuild the output of the function from, beside its arrays:
     treedef and static leaves. `roots` is where the models of captured calls are, such
     as `("model",)`. `depth` is how many transformations trace the function, one within
-    the other. `again` traces it once more, with other options. `taken` are the tags
-    of which a transformation inside took sows.
+    the other.
     """
 
     closed: Any
@@ -46,8 +50,6 @@ class Program:
     roots: tuple[str, ...]
     marking: Marking
     depth: int
-    again: Callable[[Marking], "Program"]
-    taken: frozenset[Hashable]
 
     def evaluate(self, handler: Handler, given: Given) -> tuple[list, Taken]:
         """The arrays of the output, and what the handler took from the sows."""
@@ -109,12 +111,6 @@ class Program:
                 )
 
     @property
-    def has_sows(self) -> bool:
-        """Whether there are any with a name, whatever their tag: calls that are only
-        noted have none."""
-        return any(s.label in s.labels for s in sites(self.closed))
-
-    @property
     def names(self) -> frozenset[str]:
         return frozenset(s.name for s in sites(self.closed))
 
@@ -139,18 +135,96 @@ class Program:
                 found.append((site, tuple(n for n, _ in loops_around(site, around))))
         return found
 
-    def new_names(self, known: Iterable[str], option: str) -> list[str]:
-        """The names that there would be besides, with `capture=True` or
-        `scope=True`."""
-        if getattr(self.marking, option):
-            return []
-        try:
-            program = self.again(dc.replace(self.marking, **{option: True}))
-        except Exception:  # a hint never hides the error that it is for
-            return []
-        tag = self.marking.tag
-        names = dict.fromkeys(s.name for s in sites(program.closed) if s.tag == tag)
-        return [name for name in names if name not in known]
+    def hint(self, pattern: Any, close: Sequence[str]) -> str:
+        """For `check_known`: what else a pattern may have been meant for, if there are
+        no `close` matches."""
+        if not isinstance(pattern, str):
+            return ""
+        without = lambda name: "/".join(
+            part for part in name.split("/") if not part.lstrip("-").isdecimal()
+        )
+        for site, loops in self.in_loops if without(pattern) != pattern else ():
+            if matches(without(pattern), without(site.name)):
+                places = (*site.label.after, *[None] * len(loops))
+                called = [
+                    repr(in_a_list(site.name, list(zip(places, indices))))
+                    for indices in ([0] * len(loops), [n - 1 for n in loops])
+                ]
+                why = f"they are {' to '.join(called)}"
+                if not loops:
+                    why = "it is in no loop of known length"
+                return f" Of {site.name!r} there is no such iteration: {why}."
+        if close or self.marking.capture is not None:
+            return ""
+        return (
+            " Did you mean `capture=True`? It marks the output of each module. "
+            "(`scope=True` puts the path of the module before the name of a sow.)"
+        )
+
+    def check_selected(
+        self, call: str, names: Sequence[Any] | None, by_name: Mapping[str, Any]
+    ) -> None:
+        """Raises if anything in the option `names`, or a key of those options that are
+        dicts of names, selects no sow, nor an iteration of one."""
+        known = {site.name: None for site, _ in self.in_loops}
+        unknown = []
+        for pattern in names or ():
+            found = [
+                one.name
+                for site, loops in self.in_loops
+                for one in every_selected(pattern, site.name, site.label.after, loops)
+            ]
+            known |= dict.fromkeys(found)
+            unknown += [] if found else [pattern]
+        options: dict[str, Iterable[Any]] = dict(names=unknown)
+        options |= {k: v for k, v in by_name.items() if isinstance(v, Mapping)}
+        of_all = {site.label.of_all for site, _ in self.in_loops}
+        for option, some in options.items():
+            if option == "transform":
+                some = [x for x in some if not any(matches(x, name) for name in of_all)]
+            check_known(f"{call}(..., {option}=...)", some, known, hint=self.hint)
+
+    def wanted(
+        self,
+        call: str,
+        modes: Sequence[str] | None,
+        keys: Iterable[Any],
+        others: Iterable[str] = (),
+    ) -> dict[Any, str]:
+        """What the modes are called of those `Site.key`s that the option `modes`
+        selects. `others` are names of modes that it may have, too."""
+        mode_of = labels(keys)
+        check_known(
+            f"{call}(..., modes=...)",
+            modes,
+            [*others, *mode_of.values()],
+            "is a mode that no selected sow of this program has",
+            kind="modes",
+        )
+        mode_of = {k: m for k, m in mode_of.items() if modes is None or m in modes}
+        self.check_recomputed(
+            [k for k in mode_of if "cotangent" in k[1]],
+            "Leave out the derivative that is taken last: pass the other modes as "
+            "`modes=`. Or take the `jax.checkpoint` away.",
+        )
+        return mode_of
+
+    def warn_unmarked(self, call: str, fn: Any, options: Options) -> None:
+        """Warns if there is nothing that could be selected. What was asked for by name
+        is an error before that."""
+        asked = options.names is not None or options.capture is not None
+        # Calls that are only noted have no name, of whatever tag.
+        if asked or any(s.label in s.labels for s in sites(self.closed)):
+            return
+        fn = inspect.unwrap(fn)
+        name = getattr(fn, "__name__", type(fn).__name__)
+        warn(
+            f"`{call}` found no mark in `{name}`. Pass `capture=True` for the output "
+            "of each module, or mark values with `eqx_sow.sow`. A function that was "
+            "traced before, by `jax.vjp` or `jax.linearize`, has lost its marks: call "
+            "these inside `fn`. If a `save_intermediates` inside took those of the tag "
+            f"{options.tag!r}, give one of the two another `tag`."
+        )
 
 
 def _goes_past(site: Site, key: Any, planted: bool) -> bool:
@@ -162,11 +236,6 @@ def _goes_past(site: Site, key: Any, planted: bool) -> bool:
         return False
     late = [order >= site.differentiated for order in orders[n : n + 1]]
     return all(late) if planted else any(late) and "cotangent" in mode.split(".")[n:]
-
-
-# The tags of which sows were taken by transformations inside the program that is being
-# traced. Only one thread traces at a time.
-tags_taken: list[Hashable] = []
 
 
 def trace(fn: Callable, args: tuple, kwargs: dict, marking: Marking) -> Program:
@@ -225,7 +294,6 @@ def _trace(fn: Callable, args: tuple, kwargs: dict, marking: Marking) -> Program
         with listening_as(marking.noted(new)):
             return jax.make_jaxpr(traced)(inputs)
 
-    n_taken = len(tags_taken)
     try:
         closed = closed_jaxpr(outer.leafwise)
     except (SowError, RecursionError):
@@ -239,12 +307,7 @@ def _trace(fn: Callable, args: tuple, kwargs: dict, marking: Marking) -> Program
             closed = closed_jaxpr(leafwise=True)
         if closed is None:
             raise
-    finally:
-        inside = frozenset(tags_taken[n_taken:])
-        del tags_taken[n_taken:]
     closed, model_roots = _capture.name(closed, (fn, args, kwargs), depth, marking)
     # What a transformation inside captured for itself is not for this one.
     closed = seen_as(closed, lambda s: s.seen_from(depth, marking.tag))
-    again = ft.partial(trace, fn, args, kwargs)
-    out = tuple(out)
-    return Program(closed, inputs, out, model_roots, marking, depth, again, inside)
+    return Program(closed, inputs, tuple(out), model_roots, marking, depth)

@@ -24,7 +24,6 @@ from .._values.entry import check_order
 from .._walk.handler import Given
 from .._walk.interpreter import consts_as_args
 from .._walk.sows import sows
-from .checks import check_selected, wanted, warn_unmarked
 from .options import Options, Tapping
 from .program import Program
 from .transformed import Transformed, wrap
@@ -48,7 +47,7 @@ class _Tapped(Transformed):
     def _result(self, program: Program) -> Any:
         extra, *_ = take_apart(self._extra)
         outs = _evaluate(self, program, extra)
-        warn_unmarked("tap", self._fn, program, self._options.value)
+        program.warn_unmarked(self._call, self._fn, self._options.value)
         return program.output(outs)
 
     @api_boundary
@@ -117,9 +116,7 @@ def _walk(self: _Tapped, program: Program, extra: list[Any]) -> list[Any]:
         for site, eqns, _ in sows(program.closed)
         if site.tag == options.tag
     ]
-    known = dict.fromkeys(place.site.name for place in everything)
-    by_name = dict(transform=self._transform)
-    check_selected("tap", program, known, options.names, by_name)
+    program.check_selected("tap", options.names, dict(transform=self._transform))
     asked = Asked(options.names, program.names)
     # Each place, and what is asked for there: all of the sow, or some iterations.
     every = [
@@ -127,7 +124,7 @@ def _walk(self: _Tapped, program: Program, extra: list[Any]) -> list[Any]:
         for place in everything
         for site, _ in dc.replace(asked, loops=place.loops).of(place.site)
     ]
-    chosen = wanted("tap", program, options, {part.site.key for _, part in every})
+    chosen = program.wanted("tap", options.modes, [p.site.key for _, p in every])
     every = [(place, part) for place, part in every if part.site.key in chosen]
     places = list(dict.fromkeys(place for place, _ in every))
     n_places = Counter(place.site.key for place in places)
@@ -261,7 +258,7 @@ def tap(
     sown, and [`eqx_sow.SowError`][] if eqx_sow cannot tell when, or in which lanes, a
     sow runs.
 
-    It warns, once for each function, if nothing is marked in there.
+    It warns, once for each line that calls it, if nothing is marked in there.
 
     !!! example
 
