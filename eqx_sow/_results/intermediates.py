@@ -388,10 +388,9 @@ Intermediates.__module__ = "eqx_sow"
 
 @ft.cache
 def _rank(mode: str) -> tuple[Any, ...]:
-    parts = mode.split(".")
-    known = {"primal": 0, "tangent": 1, "cotangent": 2}
-    ranks = tuple(known.get(p, len(known)) for p in parts)
-    return mode == "count", len(parts), ranks, mode
+    order = {"primal": 0, "tangent": 1, "cotangent": 2}
+    parts = [order.get(part, 3) for part in mode.split(".")]
+    return mode == "count", len(parts), parts, mode
 
 
 def in_order(modes: Mapping[str, Any]) -> dict[str, Any]:

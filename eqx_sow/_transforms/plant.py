@@ -160,18 +160,12 @@ class _Plant(Transformed):
         check_known("plant(fn, values)", patterns, names, hint=program.hint)
         mode_of = labels({e.site.key for e in sown.entries})
         entries = grouped([e for e in sown.entries if mode_of[e.site.key] == mode])
-        problem = f"is sown, but has no {mode} here"
-        if "cotangent" in mode:
-            problem += " (as it has in `plant(eqx.filter_grad(fn), ...)`)"
-        there = [name for name, *_ in entries]
-        if not there:
-            listed = ", ".join(map(repr, dict.fromkeys(names)))
-            problem += f". Sown without a {mode} are: {listed}"
         check_known(
             f"plant(fn, values, mode={mode!r})",
             patterns,
-            there,
-            problem,
+            [name for name, *_ in entries],
+            f"is sown, but has no {mode} here (a cotangent is in "
+            "`plant(eqx.filter_grad(fn), ...)`)",
             kind=f"names with a {mode}",
         )
         return entries

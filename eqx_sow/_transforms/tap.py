@@ -80,28 +80,24 @@ def _evaluate(self: _Tapped, program: Program, extra: list[Any]) -> list[Any]:
         extra = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in pairs]
         dims_out: list[int | None] = []
 
-        def batched(*operands):
-            outs: list[Any] = []
+        def lane(*operands):
+            outs = _compat.inline_or_call(jaxpr, operands)
+            dims_out[:] = [0 if _compat.has_lanes([x]) else None for x in outs]
+            return outs
 
-            def lane(*operands):
-                outs[:] = _compat.inline_or_call(jaxpr, operands)
-                dims_out[:] = [0 if _compat.has_lanes([x]) else None for x in outs]
-                return [x for x, d in zip(outs, dims_out) if d is not None]
-
-            of_all_lanes = jax.vmap(
-                lane,
-                in_axes=tuple(dims[:n]),
-                axis_size=axis_data.size,
-                axis_name=axis_data.name,
-                spmd_axis_name=axis_data.spmd_name,
-            )(*operands)
-            of_all_lanes = iter(of_all_lanes)
-            return [
-                x if d is None else next(of_all_lanes) for x, d in zip(outs, dims_out)
-            ]
-
+        batched = ft.partial(
+            jax.vmap,
+            lane,
+            in_axes=tuple(dims[:n]),
+            axis_size=axis_data.size,
+            axis_name=axis_data.name,
+            spmd_axis_name=axis_data.spmd_name,
+        )
         with listening(Listening()):
-            closed = jax.make_jaxpr(batched)(*operands[:n])
+            # Only then is it known which outputs have lanes.
+            jax.eval_shape(batched(), *operands[:n])
+            over = batched(out_axes=list(dims_out))
+            closed = jax.make_jaxpr(over)(*operands[:n])
         inside = dc.replace(program, closed=closed, inputs=operands[:n])
         return _evaluate(self, inside, extra), dims_out
 
