@@ -1,7 +1,6 @@
 """What errors say."""
 
 import functools
-import re
 import warnings
 
 import equinox as eqx
@@ -327,23 +326,8 @@ def test_the_gradient_of_a_loss_and_what_was_captured(gradient):
 
     with pytest.raises(TypeError, match="scalar-output") as info:
         gradient(S(loss))(X)
-    message = str(info.value)
-    assert "{'h': {'primal': f32[3]}}\nThat is what `save_inter" in message
-    # Both of what it says to write are right.
-    inside, outside = re.findall("`([^`]*loss[^`]*)`", message)
-    names = dict(eqx=eqx, save_intermediates=S, loss=loss)
-    for code in (inside, outside):
-        grads, intermediates = eval(code, names)(X)
-        np.testing.assert_allclose(grads, np.cos(X))
-        np.testing.assert_allclose(intermediates["h"]["primal"], np.sin(X))
-        assert "That is" not in repr(intermediates)
-
-
-def test_other_errors_do_not_speak_of_gradients():
-    try:
-        jax.grad(lambda x: (x, x))(1.0)
-    except TypeError:
-        assert "That is" not in repr(S(lambda x: sow(x, "h"))(X)[1])
+    # What the pair holds can be read in JAX's message; the docs tell what to write.
+    assert "{'h': {'primal': f32[3]}}" in str(info.value)
 
 
 def test_a_duplicate_in_a_model_tells_what_helps():

@@ -919,9 +919,9 @@ MISUSES = {
         "`edges`",
     ),
     "edges: traced": Misuse(
-        TypeError,
+        ValueError,
         lambda: jax.jit(lambda e: summarize(X, edges=e))(X),
-        ("edges=...)`: these are being traced", "by NumPy"),
+        (*_EDGES, "that are being traced"),
         "`edges`",
     ),
     "summaries with other edges": Misuse(

@@ -171,10 +171,6 @@ def _split(x: jax.Array, axis: int, most: int) -> jax.Array:
     return x.reshape(*x.shape[:axis], -1, k, *x.shape[axis + 1 :])
 
 
-# Each edge is an operand of a reduction: so many at once.
-_EDGES = 8
-
-
 def _histogram(x: jax.Array, axes: tuple[int, ...], edges: tuple[float, ...]):
     exact = np.asarray(edges)
     # For each edge, the smallest number of this dtype to the right of it, so that
@@ -185,9 +181,7 @@ def _histogram(x: jax.Array, axes: tuple[int, ...], edges: tuple[float, ...]):
         above = np.nextafter(rounded, np.array(np.inf, x.dtype))
     from_edge = np.where(rounded < exact, above, rounded)
     from_edge[-1] = np.where(rounded[-1] <= exact[-1], above[-1], rounded[-1])
-    counts = []
-    for some in np.array_split(from_edge, -(-len(edges) // _EDGES)):
-        parts = [_count(jnp.isfinite(x) & (x >= edge)) for edge in some]
-        counts += _reduce(axes, *parts)
+    parts = [_count(jnp.isfinite(x) & (x >= edge)) for edge in from_edge]
+    counts = _reduce(axes, *parts)
     bins = [_sum_of_counts(a - b) for a, b in zip(counts[:-1], counts[1:])]
     return jnp.stack(bins)

@@ -162,17 +162,13 @@ class Summary(eqx.Module):
     def __add__(self, other: "Summary") -> "Summary":
         if not isinstance(other, Summary):
             return NotImplemented
-        if self.edges != other.edges:
+        mine, others = jnp.shape(self.size), jnp.shape(other.size)
+        if self.edges != other.edges or mine != others:
             raise SowError(
                 "`Summary + Summary`: these have histograms with different edges, "
-                f"{_show(self.edges)} and {_show(other.edges)}. Pass the same `edges` "
-                "to `summarize` and to `Summary.empty`."
-            )
-        if jnp.shape(self.size) != jnp.shape(other.size):
-            raise SowError(
-                "`Summary + Summary`: these have different leading axes, "
-                f"{jnp.shape(self.size)} and {jnp.shape(other.size)}. Use "
-                "`Summary.merge(axis)` first."
+                f"{_show(self.edges)} and {_show(other.edges)}, or different leading "
+                f"axes, {mine} and {others}. Pass the same `edges` to `summarize` and "
+                "to `Summary.empty`. Use `Summary.merge(axis)` first."
             )
         return _added(self, other)
 
@@ -225,8 +221,8 @@ def summarize(
 
     **Raises:**
 
-    `TypeError` if `edges` is traced; `ValueError` if it is not an increasing sequence
-    of at least two numbers.
+    `ValueError` if `edges` is not an increasing sequence of at least two numbers, or is
+    traced.
 
     !!! example
 
@@ -295,12 +291,6 @@ def as_array(x: Any) -> Any:
 def _as_edges(call: str, edges: Any) -> tuple[float, ...] | None:
     if edges is None:
         return None
-    if any(isinstance(x, jax.core.Tracer) for x in jtu.tree_leaves(edges)):
-        raise TypeError(
-            f"`{call}(..., edges=...)`: these are being traced, and the edges of a "
-            "histogram have to be numbers. Compute them by NumPy, for example by "
-            "`numpy.linspace`, or before the function is transformed."
-        )
     given = edges
     with contextlib.suppress(TypeError, ValueError):  # what is no number
         edges = np.asarray(edges, np.float64)
@@ -308,7 +298,8 @@ def _as_edges(call: str, edges: Any) -> tuple[float, ...] | None:
             return tuple(edges.tolist())
     raise ValueError(
         f"`{call}(..., edges=...)` takes at least two numbers in increasing order, the "
-        f"edges of the bins, not {given!r}. Write `numpy.linspace(0, 1, 11)`."
+        f"edges of the bins, not {given!r}. Write `numpy.linspace(0, 1, 11)`: numbers "
+        "that are being traced are not known yet."
     )
 
 
@@ -376,16 +367,26 @@ def merged(s: Summary, axes: tuple[int, ...], xp: Any = jnp) -> Summary:
     low = xp.min(xp.where(some, s.min, np.inf), axes, initial=np.inf)
     high = xp.max(xp.where(some, s.max, -np.inf), axes, initial=-np.inf)
 
-    # Half of a deviation cannot overflow.
-    mean, std = xp.where(some, s.mean, 0), xp.where(some, s.std, 0)
-    about = xp.where(any_, xp.clip(xp.sum(weights * mean, axes), low, high), 0)
-    off = xp.sum(weights * (mean / 2 - expand(about) / 2), axes)
-    new_mean = about + 2 * off
-    roots = xp.sqrt(weights)
-    parts = xp.stack([roots * std / 2, roots * (mean / 2 - expand(new_mean) / 2)])
-    new_std = 2 * _root_of_sum(parts, (0, *[a + 1 for a in axes]), xp)
-    rms = _root_of_sum(xp.stack([new_mean, new_std]), (0,), xp)
-    numbers = dict(mean=new_mean, std=new_std, rms=rms, min=low, max=high)
+    # With this scale no square overflows. It is a power of two, so nothing is rounded.
+    scale = in_range(xp.maximum(xp.abs(low), xp.abs(high)))
+    scale = jax.lax.stop_gradient(scale) if xp is jnp else scale
+    scale = scale / xp.frexp(scale)[0]
+    scaled = lambda x: xp.where(some, x, 0) / expand(scale)
+    average = lambda x: xp.sum(weights * x, axes)
+    # Where it is zero, so is its gradient.
+    root = lambda x: xp.where(x > 0, xp.sqrt(xp.where(x > 0, x, 1)), 0)
+    mean, std = scaled(s.mean), scaled(s.std)
+    about = xp.clip(average(mean), low / scale, high / scale)
+    about = expand(xp.where(any_, about, 0))
+    new_mean = xp.squeeze(about, axes) + average(mean - about)
+    variance = average(std**2 + (mean - expand(new_mean)) ** 2)
+    numbers = dict(
+        mean=new_mean * scale,
+        std=root(variance) * scale,
+        rms=root(variance + new_mean**2) * scale,
+        min=low,
+        max=high,
+    )
     return Summary(
         size=xp.sum(s.size, axes),
         **{k: xp.where(any_, x, nan) for k, x in numbers.items()},
@@ -397,14 +398,3 @@ def merged(s: Summary, axes: tuple[int, ...], xp: Any = jnp) -> Summary:
 
 
 _merged = jax.jit(merged, static_argnums=1)
-
-
-def _root_of_sum(xs: Any, axes: tuple[int, ...], xp: Any) -> Any:
-    """The root of a sum of squares, which do not overflow."""
-    scale = in_range(xp.max(xp.abs(xs), axes, keepdims=True, initial=0))
-    if xp is jnp:
-        scale = jax.lax.stop_gradient(scale)
-    total = xp.sum((xs / scale) ** 2, axes)
-    # Where it is zero, so is its gradient.
-    root = xp.where(total > 0, xp.sqrt(xp.where(total > 0, total, 1)), 0)
-    return root * xp.squeeze(scale, axes)

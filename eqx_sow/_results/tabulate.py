@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses as dc
 import functools as ft
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
@@ -57,10 +56,10 @@ def tabulate(intermediates: Mapping[str, Mapping[str, Any]]) -> str:
     backward pass goes through the rows from the last to the first. A leading axis from
     a `jax.vmap` or a loop around `save_intermediates` counts as time, too. Of what a
     reducer has combined, only such axes and the order of the rows count; where the
-    shape of a value has been changed, only the order of the rows. `jax.jit` sorts the
-    names of a plain dict, and a table of sorted names has no arrow; numbers in names
-    are then in order, 2 before 10. What `save_intermediates` returns is an
-    [`eqx_sow.Intermediates`][], whose order is always that of execution.
+    shape of a value has been changed, only the order of the rows. What
+    `save_intermediates` returns is an [`eqx_sow.Intermediates`][], whose order is
+    always that of execution; `jax.jit` sorts the names of a plain dict, and the table
+    of one has no arrow.
 
     The statistics are computed on the device, by [`eqx_sow.summarize`][], which is
     compiled once for each shape; only these numbers come to the host. Values may be
@@ -198,9 +197,9 @@ class _Row:
     or `None` if the value has no arrays.
 
     `counts` are the arrays that say how often it ran. `summary` is that of all entries
-    that ran, if there are numbers: first along the axes along which time goes by, whose
-    `scans` are these (`None` is what a transformation further out has put before them),
-    and then of all together.
+    that ran, if there are numbers. `bad` says where some are not finite, along the axes
+    along which time goes by. `scans` are what these are: `None` for what a
+    transformation further out has put before the others.
     """
 
     name: str
@@ -209,6 +208,7 @@ class _Row:
     scans: Sequence[Scan | None]
     counts: list[Any]
     summary: Summary | None
+    bad: Any
     is_first_bad: bool = False
 
     def cells(self, digits: int) -> dict[str, str]:
@@ -221,27 +221,15 @@ class _Row:
         return cells
 
 
-def _natural(name: Any) -> list[Any]:
-    parts = re.split(r"(\d+)", str(name))
-    return [int(p) if i % 2 else p for i, p in enumerate(parts)]
-
-
 def _rows(intermediates: Mapping[str, Any]) -> list[_Row]:
-    names = list(intermediates)
-    plain = not isinstance(intermediates, Intermediates) and len(names) > 1
-    # Those of a plain dict may have been sorted by JAX.
-    is_sorted = plain and names == sorted(names, key=str)
-    if is_sorted:
-        names.sort(key=_natural)
-    rows = [row for name in names for row in _rows_of_name(intermediates, name)]
+    rows = [row for name in intermediates for row in _rows_of_name(intermediates, name)]
     # Only now, when all are being computed, are the first ones awaited.
-    numbers = jax.device_get([(row.counts, row.summary) for row in rows])
-    for row, (counts, summary) in zip(rows, numbers):
-        row.counts, row.summary = counts, summary
-    if not is_sorted:
+    numbers = jax.device_get([(row.counts, row.summary, row.bad) for row in rows])
+    for row, (counts, summary, bad) in zip(rows, numbers):
+        row.counts, row.summary, row.bad = counts, summary, bad
+    # JAX may have sorted the names of a plain dict.
+    if isinstance(intermediates, Intermediates):
         _mark_first_bad(rows)
-    for row in rows:
-        row.summary = row.summary and _on_host(row.summary)
     return rows
 
 
@@ -264,13 +252,14 @@ def _rows_of_name(intermediates: Mapping[str, Any], name: Any) -> Iterator[_Row]
             # Those of the first array, if it is a summary.
             leading = [*(next(axes, None) for _ in jtu.tree_leaves(x)), None][0]
             time = _time_axes(leading, x)
+            numbers = _computed(_numbers(*time), x, run) if numeric else None
             yield _Row(
                 f"{name}{jtu.keystr(path)}" if needs_path else str(name),
                 mode,
                 x,
                 [*time.values()],
                 counts,
-                _computed(_summary_along(*time), x, run) if numeric else None,
+                *(numbers or (None, None)),
             )
 
 
@@ -324,10 +313,11 @@ def _compiled(fn: Callable, mesh: Any = None) -> Callable:
 
 
 @ft.lru_cache(maxsize=64)
-def _summary_along(*time: int) -> Callable[[Any, Any], Summary]:
-    """What `summarize` would say of the entries of a row, along these axes."""
+def _numbers(*time: int) -> Callable[[Any, Any], tuple[Summary, jax.Array]]:
+    """What `summarize` would say of all entries of a row; and where there are some that
+    are not finite, along these axes."""
 
-    def fn(x: Any, runs: Any) -> Summary:
+    def fn(x: Any, runs: Any) -> tuple[Summary, jax.Array]:
         n = max([jnp.ndim(runs) if runs is not None else 0, *[a + 1 for a in time]])
         if not isinstance(x, Summary):
             of_each = summary_of
@@ -337,7 +327,9 @@ def _summary_along(*time: int) -> Callable[[Any, Any], Summary]:
         if runs is not None:
             # How often each execution ran. A summary of zeros is one of no entries.
             x = jtu.tree_map(lambda a: select(runs > 0, a, jnp.zeros_like(a)), x)
-        return merged(x, tuple(a for a in range(jnp.ndim(x.size)) if a not in time))
+        every = range(jnp.ndim(x.size))
+        bad = jnp.sum(x.not_finite, [a for a in every if a not in time]) > 0
+        return merged(x, tuple(every)), bad
 
     return fn
 
@@ -357,12 +349,11 @@ def _time_axes(leading: Leading | None, x: Any) -> dict[int, Scan | None]:
 def _mark_first_bad(rows: Sequence[_Row]) -> None:
     bad = []
     for i, row in enumerate(rows):
-        is_bad = np.asarray(row.summary.not_finite if row.summary else 0) > 0
-        if is_bad.any():
+        if row.bad is not None and row.bad.any():
             # The iteration of each scan around the first such entry, counted from the
             # one that ran first.
             back = [k for k, scan in enumerate(row.scans) if scan and scan[-1][1]]
-            at = np.argwhere(np.flip(is_bad, back))[0].tolist()
+            at = np.argwhere(np.flip(row.bad, back))[0].tolist()
             bad.append((_in_pass(row.mode, i), [*zip(row.scans, at)], row))
     # All of a scan comes where the first row in it does. Which of two rows in it came
     # first, their iterations say.

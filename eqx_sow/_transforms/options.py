@@ -27,24 +27,17 @@ from .._values.reduce import Reducer
 
 
 # What type checkers know of the options.
-Names = str | Sequence[str] | Callable[[str], bool] | None
-Modes = Mode | Sequence[Mode] | None
-Capture = bool | type | tuple[Any, ...] | Callable[..., Any] | None
-Methods = str | Sequence[str]
-Transform = Callable[[Any], Any] | Mapping[str, Callable[[Any], Any]] | None
-
-
 class Selecting(TypedDict, total=False):
     """Of `save_intermediates` and `tap`."""
 
     tag: Hashable
-    names: Names
-    modes: Modes
-    capture: Capture
-    methods: Methods
+    names: str | Sequence[str] | Callable[[str], bool] | None
+    modes: Mode | Sequence[Mode] | None
+    capture: bool | type | tuple[Any, ...] | Callable[..., Any] | None
+    methods: str | Sequence[str]
     inputs: bool
     scope: bool
-    transform: Transform
+    transform: Callable[[Any], Any] | Mapping[str, Callable[[Any], Any]] | None
 
 
 class Saving(Selecting, total=False):

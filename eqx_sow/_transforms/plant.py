@@ -14,7 +14,7 @@ from .._handlers.collect import Collect, EACH_PLACE
 from .._handlers.planting import check_fixed, Planted, prepare, Replace
 from .._mark.listening import listening
 from .._mark.static import Const, SameParts
-from .._names import check_known, every_selected, join
+from .._names import check_known, join
 from .._values import merge as _merge
 from .._values.entry import Entry, grouped
 from .._values.modes import labels, Mode
@@ -39,14 +39,10 @@ def _by_iteration(
     """
 
     def fits(pattern: str) -> list[tuple[str, _At]]:
-        is_name = any(site.name == pattern for site, _ in program.in_loops)
-        found = {}
-        for site, loops in program.in_loops:
-            for part in every_selected(pattern, site.name, site.label.after, loops):
-                # What looks like an index in the name of a sow is none.
-                if not (is_name and part.at):
-                    found[site.name, part.at] = None
-        return list(found)
+        found = [(name, part.at) for name, part in program.selected(pattern)]
+        # What looks like an index in the name of a sow is none.
+        is_name = any(name == pattern for name, _ in found)
+        return [(name, at) for name, at in found if not (is_name and at)]
 
     places = {pattern: fits(pattern) for pattern in values}
     missing = [pattern for pattern in values if not places[pattern]]

@@ -23,7 +23,7 @@ from .._mark.static import Const, rebuild, take_apart
 from .._modules import capture as _capture
 from .._modules.capture import Marking
 from .._modules.places import roots
-from .._names import check_known, every_selected, in_a_list, matches
+from .._names import check_known, every_selected, in_a_list, matches, Selected
 from .._values.modes import labels
 from .._walk.executions import with_executions
 from .._walk.handler import Given, Handler, is_solver, Taken
@@ -161,6 +161,14 @@ class Program:
             "(`scope=True` puts the path of the module before the name of a sow.)"
         )
 
+    def selected(self, pattern: Any) -> list[tuple[str, Selected]]:
+        """What a pattern selects: the name of a sow, and which iterations of it."""
+        return [
+            (site.name, one)
+            for site, loops in self.in_loops
+            for one in every_selected(pattern, site.name, site.label.after, loops)
+        ]
+
     def check_selected(
         self, call: str, names: Sequence[Any] | None, by_name: Mapping[str, Any]
     ) -> None:
@@ -169,12 +177,8 @@ class Program:
         known = {site.name: None for site, _ in self.in_loops}
         unknown = []
         for pattern in names or ():
-            found = [
-                one.name
-                for site, loops in self.in_loops
-                for one in every_selected(pattern, site.name, site.label.after, loops)
-            ]
-            known |= dict.fromkeys(found)
+            found = self.selected(pattern)
+            known |= {one.name: None for _, one in found}
             unknown += [] if found else [pattern]
         options: dict[str, Iterable[Any]] = dict(names=unknown)
         options |= {k: v for k, v in by_name.items() if isinstance(v, Mapping)}
