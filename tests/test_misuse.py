@@ -704,7 +704,7 @@ MISUSES = {
     "values: a list": Misuse(
         TypeError,
         lambda: plant(_fn, [X]),  # pyright: ignore
-        ("`plant(..., values=...)` takes a dict", "such as `{'h': jnp.zeros(3)}`"),
+        ("`plant(..., values=...)` takes a dict", "`{'h': value}`"),
         "`values`",
     ),
     "values: all that save_intermediates returned": Misuse(

@@ -288,15 +288,11 @@ def axes_of(known: Leading, x: Any) -> tuple[Axis, ...] | None:
 
 def _axes_of_value(known: Sequence[Leading], value: Any) -> tuple[Axis, ...] | None:
     arrays = list(filter(is_value, jtu.tree_leaves(value)))
-    if len(arrays) != len(known):
+    found = [axes_of(of, x) for of, x in zip(known, arrays)]
+    there = [axes for axes in found if axes is not None]
+    if not len(there) == len(arrays) == len(known):
         return None
-    longest: tuple[Axis, ...] = ()
-    for of, x in zip(known, arrays):
-        axes = axes_of(of, x)
-        if axes is None:
-            return None
-        longest = max(longest, axes, key=len)
-    return longest
+    return max(there, key=len, default=())
 
 
 def _layers(name: str, value: Any, leading: Any) -> Iterator[tuple[str, Any]]:

@@ -253,13 +253,15 @@ def _rows_of_name(intermediates: Mapping[str, Any], name: Any) -> Iterator[_Row]
             leading = [*(next(axes, None) for _ in jtu.tree_leaves(x)), None][0]
             time = _time_axes(leading, x)
             numbers = _computed(_numbers(*time), x, run) if numeric else None
+            summary, bad = numbers or (None, None)
             yield _Row(
                 f"{name}{jtu.keystr(path)}" if needs_path else str(name),
                 mode,
                 x,
                 [*time.values()],
                 counts,
-                *(numbers or (None, None)),
+                summary,
+                bad,
             )
 
 
@@ -352,8 +354,8 @@ def _mark_first_bad(rows: Sequence[_Row]) -> None:
         if row.bad is not None and row.bad.any():
             # The iteration of each scan around the first such entry, counted from the
             # one that ran first.
-            back = [k for k, scan in enumerate(row.scans) if scan and scan[-1][1]]
-            at = np.argwhere(np.flip(row.bad, back))[0].tolist()
+            back = (k for k, scan in enumerate(row.scans) if scan and scan[-1][1])
+            at = np.argwhere(np.flip(row.bad, tuple(back)))[0].tolist()
             bad.append((_in_pass(row.mode, i), [*zip(row.scans, at)], row))
     # All of a scan comes where the first row in it does. Which of two rows in it came
     # first, their iterations say.
@@ -443,14 +445,10 @@ def _html(rows: Sequence[_Row]) -> str:
     return f"<table><thead>{line(head, 'th')}</thead><tbody>{lines}</tbody></table>"
 
 
-def _shorten(text, width):
+def _shorten(text: str, width: int) -> str:
     """Cuts the words of a path, longest first, so that its indices can be read."""
-    parts = text.split("/")
-    while sum(map(len, parts)) + len(parts) - 1 > width:
-        i = max(
-            range(len(parts)), key=lambda i: len(parts[i]) - 3 * (i == len(parts) - 1)
-        )
-        if len(parts[i]) == 1:
-            return text[: width - 1] + "…"
-        parts[i] = parts[i][:-1]
-    return "/".join(parts)
+    for n in range(len(text), 0, -1):
+        short = "/".join(word[:n] for word in text.split("/"))
+        if len(short) <= width:
+            return short
+    return text[: width - 1] + "…" if text else ""

@@ -75,9 +75,6 @@ class Options(Marking):
         said = {k: v for k, v in vars(self).items() if v not in (plain.get(k), _PRINT)}
         return {k: v.value if isinstance(v, Const) else v for k, v in said.items()}
 
-    def __repr__(self):
-        return f"Options({', '.join(f'{k}={v!r}' for k, v in self.said.items())})"
-
 
 _PRINT = Const(print_event)
 
@@ -126,11 +123,7 @@ _TAKES: dict[str, tuple[str, Any, Any]] = {
         Mapping,
     ),
     "spec": ("a dict of names to annotations", (Mapping, types.NoneType), ()),
-    "values": (
-        "a dict of names to values, such as `{'h': jnp.zeros(3)}`",
-        Mapping,
-        (),
-    ),
+    "values": ("a dict `{'h': value}` of names to values", Mapping, ()),
     "when": ("a function of the value", (Callable, types.NoneType), ()),
     "callback": ("a function of an event", (Callable, types.NoneType), ()),
     **dict.fromkeys(

@@ -46,12 +46,11 @@ def _by_iteration(
 
     places = {pattern: fits(pattern) for pattern in values}
     missing = [pattern for pattern in values if not places[pattern]]
-    of_models = []
-    for model in program.roots if missing else ():
-        paths = {p: model if p == "." else join(model, p) for p in missing}
-        inside = {p: fits(path) for p, path in paths.items()}
-        if all(inside.values()):
-            of_models.append(inside)
+    in_models = [
+        {p: fits(model if p == "." else join(model, p)) for p in missing}
+        for model in program.roots
+    ]
+    of_models = [inside for inside in in_models if all(inside.values())]
     if len(of_models) == 1:
         places |= of_models[0]
     chosen: dict[str, dict[_At, Any]] = {}

@@ -14,6 +14,7 @@ import jax
 from .. import _compat
 from .._errors import SowError
 from .._frames import warn
+from .._handlers.asked import Asked
 from .._mark.listening import Listening, listening, tracing
 from .._mark.noting import listening_as, within
 from .._mark.site import Site
@@ -74,6 +75,15 @@ class Program:
         )
         return dc.replace(self, closed=closed)
 
+    def listens(self, names: Any) -> dict[str, Any]:
+        """What `Collect` and `Tap` have in common, given the option `names`."""
+        return dict(
+            tag=self.marking.tag,
+            asked=Asked(names, frozenset(s.name for s in sites(self.closed))),
+            elsewhere=self.names_outside_of_solvers,
+            has_outer=listening.value is not None,
+        )
+
     def survey(self, handler: Handler) -> Any:
         """What the handler would take, `Taken.values`, with types for arrays."""
 
@@ -109,10 +119,6 @@ class Program:
                     "`jax.checkpoint` that was differentiated: the backward pass "
                     f"computes the value once more, past the sow. {remedy}"
                 )
-
-    @property
-    def names(self) -> frozenset[str]:
-        return frozenset(s.name for s in sites(self.closed))
 
     @property
     def names_outside_of_solvers(self) -> frozenset[str]:

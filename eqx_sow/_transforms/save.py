@@ -9,9 +9,7 @@ from typing import Any, ClassVar, overload, ParamSpec, TypeVar, Unpack
 import equinox as eqx
 
 from .._frames import api_boundary
-from .._handlers.asked import Asked
 from .._handlers.collect import Collect
-from .._mark.listening import listening
 from .._mark.static import Const, SameParts
 from .._results.intermediates import Intermediates
 from .._values import spec as _spec
@@ -48,13 +46,10 @@ class _SaveIntermediates(Transformed):
     def _result(self, program: Program) -> tuple[Any, Intermediates]:
         options: Options = self._options.value
         collect = Collect(
-            tag=options.tag,
             modes=options.modes,
-            asked=Asked(options.names, program.names),
             reduce=SameParts(self._reduce),
             transform=SameParts(self._transform),
-            elsewhere=program.names_outside_of_solvers,
-            has_outer=listening.value is not None,
+            **program.listens(options.names),
         )
         program = program.with_executions(
             lambda name: collect.reducer(name) is not None

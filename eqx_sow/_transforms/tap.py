@@ -15,7 +15,6 @@ from jax.interpreters import batching
 
 from .. import _compat
 from .._frames import api_boundary
-from .._handlers.asked import Asked
 from .._handlers.events import failures, TapEvent
 from .._handlers.tapping import Place, Tap
 from .._mark.listening import Listening, listening
@@ -113,12 +112,12 @@ def _walk(self: _Tapped, program: Program, extra: list[Any]) -> list[Any]:
         if site.tag == options.tag
     ]
     program.check_selected("tap", options.names, dict(transform=self._transform))
-    asked = Asked(options.names, program.names)
+    listens = program.listens(options.names)
     # Each place, and what is asked for there: all of the sow, or some iterations.
     every = [
         (place, place._replace(site=site))
         for place in everything
-        for site, _ in dc.replace(asked, loops=place.loops).of(place.site)
+        for site, _ in dc.replace(listens["asked"], loops=place.loops).of(place.site)
     ]
     chosen = program.wanted("tap", options.modes, [p.site.key for _, p in every])
     every = [(place, part) for place, part in every if part.site.key in chosen]
@@ -129,16 +128,13 @@ def _walk(self: _Tapped, program: Program, extra: list[Any]) -> list[Any]:
     counts = {part.slot: part.start() for _, part in every}
     _, treedef, leaves = take_apart(self._extra)
     handler = Tap(
-        tag=options.tag,
-        asked=asked,
+        **listens,
         options=self._options,
         chosen=tuple(chosen.items()),
-        elsewhere=program.names_outside_of_solvers,
         slots=tuple(counts),
         transform=SameParts(self._transform),
         when=SameParts(self._when),
         extra=(treedef, leaves),
-        has_outer=listening.value is not None,
     )
     carry = {str(i): count for i, count in enumerate(counts.values())}
     outs, _ = program.evaluate(handler, Given(carry, extra))
