@@ -84,10 +84,18 @@ def line_of(eqn: Any) -> str:
     return ""
 
 
+_warned: set[tuple[str, str, int]] = set()
+
+
 def warn(message: str) -> None:
-    """A warning at that line."""
-    _, level = _user_frame()
-    warnings.warn(message, stacklevel=level)
+    """A warning at that line, once for each. (Python has this too, but forgets it
+    wherever a library uses `warnings.catch_warnings`.)"""
+    frame, level = _user_frame()
+    key = message, frame.f_code.co_filename, frame.f_lineno
+    if key not in _warned:
+        warnings.warn(message, stacklevel=level)
+        # Not if the warning is an error.
+        _warned.add(key)
 
 
 def _user_frame() -> tuple[types.FrameType, int]:

@@ -173,18 +173,6 @@ def lookup(option: Any, name: str) -> Any:
     return next((x for p, x in option.items() if matches(p, name)), None)
 
 
-def same_in_a_model(name: str, there: Iterable[str]) -> tuple[str, list[str]]:
-    """A glob for what `name` may be called if the model is passed in another way, and
-    what it fits: names that end like it, after a slash."""
-    parts = name.split("/")
-    for i in range(len(parts)):
-        end = "/".join(parts[i:])
-        fits = [x for x in there if x == end or x.endswith(f"/{end}")]
-        if fits and ("/" in end or i == 0 or end in fits):
-            return f"*{end}", fits
-    return "", []
-
-
 def check_known(
     call: str,
     option: Iterable[Any] | None,
@@ -192,10 +180,10 @@ def check_known(
     problem: str = "selects no sow of this program",
     *,
     kind: str = "names",
-    hint: Callable[[Any, Iterable[str]], str] = lambda pattern, known: "",
+    hint: Callable[[Any, Sequence[str]], str] = lambda pattern, close: "",
 ) -> None:
     """Raises if anything in `option` selects nothing of what is `there`. `hint` says
-    more about a pattern."""
+    more about a pattern, given those names that are close to it."""
     known = dict.fromkeys(there)
     for pattern in option or ():
         spelled_out = isinstance(pattern, str) and pattern in known
@@ -204,8 +192,7 @@ def check_known(
         message = f"`{call}`: {pattern!r} {problem}. "
         names = ", ".join(map(repr, known)) if known else "none at all"
         message += f"The {kind} there are: {names}."
-        if isinstance(pattern, str):
-            close = difflib.get_close_matches(pattern, known, n=3)
-            if close:
-                message += f" Did you mean {' or '.join(map(repr, close))}?"
-        raise UnknownSowError(message + hint(pattern, known))
+        close = difflib.get_close_matches(str(pattern), known, n=3)
+        if close:
+            message += f" Did you mean {' or '.join(map(repr, close))}?"
+        raise UnknownSowError(message + hint(pattern, close))

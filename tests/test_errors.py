@@ -1,8 +1,6 @@
 """What errors say."""
 
 import functools
-import itertools
-import re
 import warnings
 
 import equinox as eqx
@@ -13,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from eqx_sow import (
+    _frames,
     Append,
     DuplicateSowError,
     Fold,
@@ -171,23 +170,19 @@ def test_mode_that_only_another_name_has(call):
 
 def test_forgotten_capture():
     model = eqx.nn.MLP(3, 2, 4, 1, key=jax.random.key(0))
-    one = r"Did you mean `capture=True`\? It adds .*"
-    for fn, args, added in (
-        (plant(model, {"layers/1": lambda y: y}), (X,), "'layers/1'"),
-        (S(model, names="layers/1"), (X,), "'layers/1'"),
-        (tap(model, names="layers/*"), (X,), "'layers/1'"),
-        (S(eqx.filter_jit(model), names="layers/1"), (X,), "'layers/1'"),
-        (S(lambda m, x: m(x), reduce={"m/layers/1": Last()}), (model, X), "'m/lay"),
-        (S(lambda x: model(x), names="model/layers/1"), (X,), "'model/layers/1'"),
-        (S(lambda m, x: m(x), names="layers/1"), (model, X), r"write '\*layers/1'"),
-        (S(model, names="layer/1"), (X,), "'layers/0'"),
-        (plant(lambda x: model(sow(x, "h")), {"model": jnp.sin}), (X,), "'model'"),
+    for fn, args in (
+        (plant(model, {"layers/1": lambda y: y}), (X,)),
+        (S(model, names="layers/1"), (X,)),
+        (tap(model, names="layers/*"), (X,)),
+        (S(eqx.filter_jit(model), names="layers/1"), (X,)),
+        (S(lambda m, x: m(x), reduce={"m/layers/1": Last()}), (model, X)),
+        (plant(lambda x: model(sow(x, "h")), {"model": jnp.sin}), (X,)),
     ):
-        with pytest.raises(UnknownSowError, match=one + added):
+        with pytest.raises(UnknownSowError, match="Did you mean `capture=True`"):
             fn(*args)
     with pytest.raises(UnknownSowError) as info:
-        S(eqx.filter_jit(jnp.sin), names="a")(X)
-    assert "none at all" in str(info.value) and "capture" not in str(info.value)
+        S(model, names="layers/7", capture=eqx.nn.Linear)(X)
+    assert "capture" not in str(info.value)
 
 
 class _Marked(eqx.Module):
@@ -202,18 +197,14 @@ def test_forgotten_scope():
         plant(fn, {"first/h": jnp.sin}),
         tap(fn, names="first/*"),
     ):
-        with pytest.raises(UnknownSowError, match="`scope=True`. It adds 'first/h'"):
+        with pytest.raises(UnknownSowError, match="`scope=True` puts the path"):
             call(_Marked(), X)
-    with pytest.raises(UnknownSowError) as info:
-        S(fn, names="second", scope=True)(_Marked(), X)
-    assert "scope=True" not in str(info.value)
 
 
 @pytest.mark.parametrize("name", ["layers/1", "m/layers/1", "args/0/layers/1"])
 def test_a_name_for_a_model_that_is_passed_in_another_way(name):
     model = eqx.nn.MLP(3, 2, 4, 1, key=jax.random.key(0))
-    match = r"write '\*layers/1', which fits 'model/layers/1'"
-    with pytest.raises(UnknownSowError, match=match):
+    with pytest.raises(UnknownSowError, match="Did you mean 'model/layers/1'"):
         S(lambda model, x: model(x), names=name, capture=True)(model, X)
     assert list(
         S(lambda model, x: model(x), names="*layers/1", capture=True)(model, X)[1]
@@ -224,7 +215,7 @@ def test_an_iteration_in_names():
     fn = lambda x: lax.map(lambda x: sow(x, "h/a"), x)
     with pytest.raises(UnknownSowError, match="Of 'h/a' there is no such iteration"):
         S(fn, names="h/a/9")(X)
-    with pytest.raises(UnknownSowError, match="write 'h/a/1'"):
+    with pytest.raises(UnknownSowError, match="they are 'h/a/0' to 'h/a/2'"):
         plant(fn, {"h/1/a": jnp.sin})(X)
 
 
@@ -335,23 +326,8 @@ def test_the_gradient_of_a_loss_and_what_was_captured(gradient):
 
     with pytest.raises(TypeError, match="scalar-output") as info:
         gradient(S(loss))(X)
-    message = str(info.value)
-    assert "{'h': {'primal': f32[3]}}\nThat is what `save_inter" in message
-    # Both of what it says to write are right.
-    inside, outside = re.findall("`([^`]*loss[^`]*)`", message)
-    names = dict(eqx=eqx, save_intermediates=S, loss=loss)
-    for code in (inside, outside):
-        grads, intermediates = eval(code, names)(X)
-        np.testing.assert_allclose(grads, np.cos(X))
-        np.testing.assert_allclose(intermediates["h"]["primal"], np.sin(X))
-        assert "That is" not in repr(intermediates)
-
-
-def test_other_errors_do_not_speak_of_gradients():
-    try:
-        jax.grad(lambda x: (x, x))(1.0)
-    except TypeError:
-        assert "That is" not in repr(S(lambda x: sow(x, "h"))(X)[1])
+    # What the pair holds can be read in JAX's message; the docs tell what to write.
+    assert "{'h': {'primal': f32[3]}}" in str(info.value)
 
 
 def test_a_duplicate_in_a_model_tells_what_helps():
@@ -397,22 +373,17 @@ def test_a_gradient_that_may_be_that_of_either_of_two_modules():
 # --- warnings ---
 
 
-FILES = itertools.count()
-
-
 def _unmarked():
-    """A model, and a function of it and `x`, as if from a file of their own."""
-    file = f"file_{next(FILES)}"
-
     class Scaled(eqx.Module):
         scale: float
 
         def __call__(self, x):
             return self.scale * x
 
-    Scaled.__module__, scope = file, {}
-    exec(compile("def loss(model, x): return model(x).sum()", file, "exec"), scope)
-    return Scaled(2.0), scope["loss"]
+    def loss(model, x):
+        return model(x).sum()
+
+    return Scaled(2.0), loss
 
 
 @pytest.mark.parametrize("call", [S, tap])
@@ -422,10 +393,10 @@ def _unmarked():
         lambda run, fn: run(fn),
         lambda run, fn: eqx.filter_jit(run(eqx.filter_grad(fn))),
         lambda run, fn: run(eqx.filter_jit(fn)),
-        lambda run, fn: run(functools.partial(fn)),
     ],
 )
-def test_nothing_is_marked(call, wrap):
+def test_nothing_is_marked(call, wrap, monkeypatch):
+    monkeypatch.setattr(_frames, "_warned", set())
     name = "save_intermediates" if call is S else "tap"
     model, fn = _unmarked()
     with warnings.catch_warnings(record=True) as record:
@@ -463,7 +434,7 @@ def test_marks_that_were_taken_inside(call):
         lambda x: of_another_tag(S(lambda x: sow(x, "h"))(x)[0]),
         S(jax.nn.relu, capture=jax.nn.relu),
     ):
-        with pytest.raises(UserWarning, match=r"inside, .* 'intermediates', took them"):
+        with pytest.raises(UserWarning, match=r"inside took .* 'intermediates'"):
             call(fn)(X)
     with pytest.raises(UserWarning, match=r"found no mark in .*\. Pass"):
         call(of_another_tag)(X)

@@ -746,7 +746,6 @@ def test_replacing_bind(monkeypatch):
     "`str_short` writes a type as `f32[2]` or `float32[2]`.",
     "_walk/register.py",
     "_results/tabulate.py",
-    "_results/line.py",
 )
 def test_names_of_types():
     aval = jax.typeof(jnp.ones(2))

@@ -282,7 +282,7 @@ MISUSES = {
     "capture: a path": Misuse(
         TypeError,
         lambda: S(MODEL, capture="layers/0"),
-        ("capture=...)` takes no path", "`capture=True, names='layers/0'`"),
+        ("capture=...)` takes `True`", "`capture=True, names='layers/0'`"),
         "`capture`",
     ),
     "capture: a list": Misuse(
@@ -294,7 +294,7 @@ MISUSES = {
     "capture: a module": Misuse(
         TypeError,
         lambda: S(MODEL, capture=MODEL.layers[0]),
-        ("capture=...)` takes no module", 'path == "layers/0"'),
+        ("capture=...)` takes `True`", "`capture=True, names='layers/0'`"),
         "`capture`",
     ),
     "capture: a predicate of one argument": Misuse(
@@ -346,13 +346,13 @@ MISUSES = {
     "methods: without capture": Misuse(
         ValueError,
         lambda: S(_fn, methods="encode"),
-        ("methods=('encode',))` does nothing without", "Write `capture=True`"),
+        ("methods=('encode',))` is about modules", "or write `capture=True`"),
         "`methods`",
     ),
     "plant, methods: without capture": Misuse(
         ValueError,
         lambda: plant(_fn, {}, methods="encode"),
-        ("`plant(..., methods=('encode',))`", "Write `capture=True`"),
+        ("`plant(..., methods=('encode',))`", "or write `capture=True`"),
         "`methods`",
     ),
     "inputs: text": Misuse(
@@ -376,7 +376,7 @@ MISUSES = {
     "inputs: without capture": Misuse(
         ValueError,
         lambda: S(_fn, inputs=True),
-        ("inputs=True)` does nothing without", "Write `capture=True`"),
+        ("inputs=True)` is about modules", "or write `capture=True`"),
         "`inputs`",
     ),
     "scope: a number": Misuse(
@@ -704,7 +704,7 @@ MISUSES = {
     "values: a list": Misuse(
         TypeError,
         lambda: plant(_fn, [X]),  # pyright: ignore
-        ("`plant(..., values=...)` takes a dict", "such as `{'h': jnp.zeros(3)}`"),
+        ("`plant(..., values=...)` takes a dict", "`{'h': value}`"),
         "`values`",
     ),
     "values: all that save_intermediates returned": Misuse(
@@ -919,9 +919,9 @@ MISUSES = {
         "`edges`",
     ),
     "edges: traced": Misuse(
-        TypeError,
+        ValueError,
         lambda: jax.jit(lambda e: summarize(X, edges=e))(X),
-        ("edges=...)`: these are being traced", "by NumPy"),
+        (*_EDGES, "that are being traced"),
         "`edges`",
     ),
     "summaries with other edges": Misuse(

@@ -268,7 +268,9 @@ def test_in_a_while_loop_inside_or_outside(call):
 
     assert_close(call(plant(inside, {"h/1": lambda x: 2 * x}), X), by_hand(X))
     fn = lambda x: lax.while_loop(lambda x: x.sum() < 9, lambda x: sow(x + 1, "h"), x)
-    with pytest.raises(UnknownSowError, match=r"no such iteration.* \[\] iterations"):
+    with pytest.raises(
+        UnknownSowError, match="no such iteration.* in no loop of known"
+    ):
         plant(fn, {"h/1": jnp.cos})(X)
 
 
@@ -296,12 +298,12 @@ def test_on_a_mesh(mesh):
         (
             {"h/4": jnp.cos},
             UnknownSowError,
-            r"no such iteration.* have \[4\] iterations",
+            "no such iteration: they are 'h/0' to 'h/3'",
         ),
         (
             {"h/1/0": jnp.cos},
             UnknownSowError,
-            r"no such iteration.* have \[4\] iterations",
+            "no such iteration: they are 'h/0' to 'h/3'",
         ),
         ({"g/1": jnp.cos}, UnknownSowError, "'g/1' selects no sow"),
         ({"h/x": jnp.cos}, UnknownSowError, "'h/x' selects no sow"),

@@ -19,8 +19,8 @@ from .. import _compat
 from .._errors import SowError
 from .._mark.site import Axis, Site, with_has
 from .._mark.static import Const, NoTangent, OPERAND, rebuild
-from .._results.line import in_one_line
 from .._results.summarize import Summary
+from .._results.tabulate import in_one_line
 from .._values.axes import aligned, as_operand, final_axes, kept_axes
 from .._values.entry import Entry
 from .._values.transform import Value

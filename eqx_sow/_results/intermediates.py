@@ -4,7 +4,6 @@ import functools as ft
 import itertools as it
 import json
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -33,13 +32,6 @@ Axis = tuple[str, int | None, Scan | None]
 Leading = tuple[tuple[Axis, ...], tuple[int, ...]]
 # For each array of a value; for several values, with `Append`, a list of that.
 _AllAxes = Mapping[tuple[str, str], tuple[Leading, ...] | list[Any]]
-
-
-_NO_LOSS = (
-    "\nThat is what `save_intermediates` captured, beside the output. For a gradient, "
-    "write `save_intermediates(eqx.filter_grad(loss))`, or "
-    "`eqx.filter_grad(save_intermediates(loss), has_aux=True)`\n"
-)
 
 
 class _Names(tuple[str, ...]):
@@ -104,13 +96,7 @@ class Intermediates(dict[str, dict[str, Any]]):
             dict(self), struct_as_array=True, truncate_leaf=_is_state
         )
         # What NumPy calls the dtype of the cotangent of an integer.
-        text = re.sub(r"\[\('f(?:loat)?0', 'V'\)\](\S*?)\(numpy\)", r"float0\1", text)
-        # `jax.grad` of a function that returns a pair prints the pair while it handles
-        # the error that a pair is no array.
-        handled = sys.exception()
-        if isinstance(handled, TypeError) and text in str(handled):
-            return text + _NO_LOSS
-        return text
+        return re.sub(r"\[\('f(?:loat)?0', 'V'\)\](\S*?)\(numpy\)", r"float0\1", text)
 
     def _repr_html_(self) -> str | None:
         # Here, as a table asks for the order of what it is given.
@@ -302,15 +288,11 @@ def axes_of(known: Leading, x: Any) -> tuple[Axis, ...] | None:
 
 def _axes_of_value(known: Sequence[Leading], value: Any) -> tuple[Axis, ...] | None:
     arrays = list(filter(is_value, jtu.tree_leaves(value)))
-    if len(arrays) != len(known):
+    found = [axes_of(of, x) for of, x in zip(known, arrays)]
+    there = [axes for axes in found if axes is not None]
+    if not len(there) == len(arrays) == len(known):
         return None
-    longest: tuple[Axis, ...] = ()
-    for of, x in zip(known, arrays):
-        axes = axes_of(of, x)
-        if axes is None:
-            return None
-        longest = max(longest, axes, key=len)
-    return longest
+    return max(there, key=len, default=())
 
 
 def _layers(name: str, value: Any, leading: Any) -> Iterator[tuple[str, Any]]:
@@ -388,10 +370,9 @@ Intermediates.__module__ = "eqx_sow"
 
 @ft.cache
 def _rank(mode: str) -> tuple[Any, ...]:
-    parts = mode.split(".")
-    known = {"primal": 0, "tangent": 1, "cotangent": 2}
-    ranks = tuple(known.get(p, len(known)) for p in parts)
-    return mode == "count", len(parts), ranks, mode
+    order = {"primal": 0, "tangent": 1, "cotangent": 2}
+    parts = [order.get(part, 3) for part in mode.split(".")]
+    return mode == "count", len(parts), parts, mode
 
 
 def in_order(modes: Mapping[str, Any]) -> dict[str, Any]:

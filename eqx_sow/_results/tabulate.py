@@ -1,12 +1,11 @@
-"""`tabulate`."""
+"""`tabulate`, and what a line of text says of an array."""
 
 import contextlib
 import dataclasses as dc
 import functools as ft
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from html import escape
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.core
@@ -15,32 +14,28 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .. import _compat
+from .._arrays import select
 from .._errors import SowError
 from .._frames import api_boundary
 from .intermediates import axes_in, axes_of, in_order, Intermediates, Leading, Scan
-from .line import not_finite_of, number_of_entries, STATISTICS, statistics_of, type_of
 from .summarize import as_array, is_numeric, is_value, merged, Summary, summary_of
 
 
 _WIDTH = 100
-_TEXT = ("name", "mode", "value", "finite")
+_STATISTICS = ("mean", "std", "min", "max", "norm", "zeros")
+_COLUMNS = ("name", "mode", "shape", "count", *_STATISTICS, "not finite")
+_TEXT = ("name", "mode", "shape", "not finite")
+_FIRST = " <- first"
 
 
 class _Table(str):
     """Text that a notebook shows as a table, and a prompt without quotes."""
 
-    _html: str
-
-    def __new__(cls, text: str, html: str = ""):
-        self = super().__new__(cls, text)
-        self._html = html
-        return self
-
-    def __repr__(self):
-        return str(self)
+    html: str
+    __repr__ = str.__str__
 
     def _repr_html_(self):
-        return self._html
+        return self.html
 
 
 @api_boundary
@@ -61,10 +56,10 @@ def tabulate(intermediates: Mapping[str, Mapping[str, Any]]) -> str:
     backward pass goes through the rows from the last to the first. A leading axis from
     a `jax.vmap` or a loop around `save_intermediates` counts as time, too. Of what a
     reducer has combined, only such axes and the order of the rows count; where the
-    shape of a value has been changed, only the order of the rows. `jax.jit` sorts the
-    names of a plain dict, and a table of sorted names has no arrow; numbers in names
-    are then in order, 2 before 10. What `save_intermediates` returns is an
-    [`eqx_sow.Intermediates`][], whose order is always that of execution.
+    shape of a value has been changed, only the order of the rows. What
+    `save_intermediates` returns is an [`eqx_sow.Intermediates`][], whose order is
+    always that of execution; `jax.jit` sorts the names of a plain dict, and the table
+    of one has no arrow.
 
     The statistics are computed on the device, by [`eqx_sow.summarize`][], which is
     compiled once for each shape; only these numbers come to the host. Values may be
@@ -106,11 +101,9 @@ def tabulate(intermediates: Mapping[str, Mapping[str, Any]]) -> str:
                 "`tabulate` on what comes back."
             )
     rows = _rows(intermediates)
-    for digits, gap in ((3, 2), (2, 1)):
-        lines = _layout([row.cells(digits) for row in rows], gap)
-        if max(map(len, lines)) <= _WIDTH:
-            break
-    return _Table("\n".join(lines), _html(rows))
+    table = _Table(_text(rows))
+    table.html = _html(rows)
+    return table
 
 
 def html(intermediates: Any) -> str | None:
@@ -131,32 +124,71 @@ def html(intermediates: Any) -> str | None:
     return _html(_rows(jtu.tree_map(only_at_hand, intermediates)))
 
 
-def _check(intermediates):
-    wrong = intermediates
+def _check(intermediates: Any) -> None:
+    of_modes = [intermediates]
     if isinstance(intermediates, Mapping):
-        values = intermediates.values()
-        wrong = next((x for x in values if not isinstance(x, Mapping)), None)
-        if wrong is None:
-            return
-    raise TypeError(
-        "`tabulate(intermediates)` takes a dict `{name: {mode: value}}`, and there is "
-        f"{type(wrong).__name__} where a dict should be. Write `out, intermediates = "
-        "save_intermediates(fn)(...)` and then `tabulate(intermediates)`, or "
-        "`tabulate({'h': intermediates['h']})` for one name."
-    )
+        of_modes = intermediates.values()
+    for x in of_modes:
+        if not isinstance(x, Mapping):
+            raise TypeError(
+                "`tabulate(intermediates)` takes a dict `{name: {mode: value}}`, and "
+                f"there is {type(x).__name__} where a dict should be. Write `out, "
+                "intermediates = save_intermediates(fn)(...)` and then "
+                "`tabulate(intermediates)`, or `tabulate({'h': intermediates['h']})` "
+                "for one name."
+            )
 
 
-def _ordered(intermediates: Mapping[str, Any]) -> bool:
-    """Whether the order of the names is that of execution. If they are sorted, JAX may
-    have done it."""
-    names = list(map(str, intermediates))
-    known = isinstance(intermediates, Intermediates) or len(names) < 2
-    return known or names != sorted(names)
+# --- what is said of an array ---
+def in_one_line(x: Any) -> str:
+    """For an event of a `tap` without a callback: an array or a `Summary`."""
+    said = _said(x, _on_host(x), digits=3)
+    shape = said.pop("shape")
+    return "  ".join([shape, *(f"{k} {v}" for k, v in said.items())])
 
 
-def _natural(name: Any) -> list[Any]:
-    parts = re.split(r"(\d+)", str(name))
-    return [int(p) if i % 2 else p for i, p in enumerate(parts)]
+def _on_host(x: Any) -> Summary | None:
+    """The summary of all entries, by NumPy, since a callback must not call JAX; in
+    float64, in which no square overflows. Of a key there is none."""
+    if not isinstance(x, Summary):
+        if not is_numeric(x):
+            return None
+        is_complex = jnp.issubdtype(x.dtype, jnp.complexfloating)
+        x = (np.abs(x) if is_complex else x).astype(np.float64)
+        # Each entry is what a summary of one says.
+        one, zero = np.ones_like(x), np.zeros_like(x)
+        numbers: Any = one, x, zero, np.abs(x), x, x, x == 0, ~np.isfinite(x)
+        x = Summary(*numbers)
+    x = jtu.tree_map(lambda a: np.asarray(a, np.float64), x)
+    return merged(x, tuple(range(x.size.ndim)), np)
+
+
+def _said(x: Any, summary: Summary | None, digits: int) -> dict[str, str]:
+    """What the columns say of an array, a shape or a `Summary`, if the `summary` of all
+    its entries is that. There are no statistics if no entry is finite."""
+    if summary is None:
+        return {"shape": "summary" if isinstance(x, Summary) else _type_of(x)}
+    size, bad = round(float(summary.size)), round(float(summary.not_finite))
+    said = {"shape": _type_of(x)}
+    if isinstance(x, Summary):
+        said["shape"] = f"{size} {'entry' if size == 1 else 'entries'}"
+    if (entries := float(summary.size - summary.not_finite)) > 0:
+        numbers = {c: getattr(summary, c) for c in _STATISTICS[:4]}
+        numbers["norm"] = float(summary.rms) * entries**0.5
+        said |= {c: f"{float(n):.{digits}g}" for c, n in numbers.items()}
+        said["zeros"] = f"{summary.zeros / entries:.0%}"
+    return said | ({"not finite": f"{bad}/{size}"} if bad else {})
+
+
+def _type_of(x: Any) -> str:
+    """Such as `f32[3]`."""
+    if not is_value(x):
+        return ""
+    return jax.core.ShapedArray(x.shape, x.dtype).str_short(short_dtypes=True)
+
+
+# --- rows ---
+_itself: Callable[[Any], Any] = lambda x: x
 
 
 @dc.dataclass
@@ -164,57 +196,39 @@ class _Row:
     """What the table says of a leaf `x` of a value: an array, its shape, a `Summary`,
     or `None` if the value has no arrays.
 
-    `leading` is what is known of its axes. `counts` are the arrays that say how often
-    it ran. `summary` is that of all entries that ran, if there are numbers.
+    `counts` are the arrays that say how often it ran. `summary` is that of all entries
+    that ran, if there are numbers. `bad` says where some are not finite, along the axes
+    along which time goes by. `scans` are what these are: `None` for what a
+    transformation further out has put before the others.
     """
 
     name: str
     mode: str
     x: Any
-    leading: Leading | None
+    scans: Sequence[Scan | None]
     counts: list[Any]
     summary: Summary | None
+    bad: Any
     is_first_bad: bool = False
 
-    @property
-    def not_finite(self) -> str:
-        return "" if self.summary is None else not_finite_of(self.summary)
-
-    @property
-    def _value(self) -> str:
-        if self.x is None:
-            return ""
-        if not isinstance(self.x, Summary):
-            return type_of(self.x)
-        return "summary" if self.summary is None else number_of_entries(self.summary)
-
     def cells(self, digits: int) -> dict[str, str]:
+        cells = dict.fromkeys(_COLUMNS, "") | _said(self.x, self.summary, digits)
         # In 64 bits, since the sum of many int32 may be larger.
         counts = [int(np.sum(c, dtype=np.int64)) for c in self.counts if c is not None]
-        numbers = {} if self.summary is None else statistics_of(self.summary, digits)
-        return (
-            dict.fromkeys(STATISTICS, "")
-            | numbers
-            | {
-                "name": self.name,
-                "mode": self.mode,
-                "value": self._value,
-                "count": str(sum(counts)) if counts else "",
-                "finite": self.not_finite + (" <- first" if self.is_first_bad else ""),
-            }
-        )
+        cells |= {"name": self.name, "mode": self.mode}
+        cells |= {"count": str(sum(counts))} if counts else {}
+        cells["not finite"] += _FIRST if self.is_first_bad else ""
+        return cells
 
 
 def _rows(intermediates: Mapping[str, Any]) -> list[_Row]:
-    names = list(intermediates)
-    if not _ordered(intermediates):
-        names.sort(key=_natural)
-    rows = [row for name in names for row in _rows_of_name(intermediates, name)]
+    rows = [row for name in intermediates for row in _rows_of_name(intermediates, name)]
     # Only now, when all are being computed, are the first ones awaited.
-    numbers = jax.device_get([(row.counts, row.summary) for row in rows])
-    for row, (counts, summary) in zip(rows, numbers):
-        row.counts, row.summary = counts, summary
-    if _ordered(intermediates):
+    numbers = jax.device_get([(row.counts, row.summary, row.bad) for row in rows])
+    for row, (counts, summary, bad) in zip(rows, numbers):
+        row.counts, row.summary, row.bad = counts, summary, bad
+    # JAX may have sorted the names of a plain dict.
+    if isinstance(intermediates, Intermediates):
         _mark_first_bad(rows)
     return rows
 
@@ -235,14 +249,19 @@ def _rows_of_name(intermediates: Mapping[str, Any], name: Any) -> Iterator[_Row]
             numeric = _has_statistics(x)
             needs_path = several or (len(values) > 1 and not numeric)
             run = _runs(count, path, x, primals.get(path, x))
+            # Those of the first array, if it is a summary.
+            leading = [*(next(axes, None) for _ in jtu.tree_leaves(x)), None][0]
+            time = _time_axes(leading, x)
+            numbers = _computed(_numbers(*time), x, run) if numeric else None
+            summary, bad = numbers or (None, None)
             yield _Row(
                 f"{name}{jtu.keystr(path)}" if needs_path else str(name),
                 mode,
                 x,
-                # Those of the first array, if it is a summary.
-                [*(next(axes, None) for _ in jtu.tree_leaves(x)), None][0],
+                [*time.values()],
                 counts,
-                _computed(_summary, x, run) if numeric else None,
+                summary,
+                bad,
             )
 
 
@@ -295,93 +314,61 @@ def _compiled(fn: Callable, mesh: Any = None) -> Callable:
     return jax.jit(fn, out_shardings=everywhere)
 
 
-def _itself(count: Any) -> Any:
-    return count
-
-
-def _summary(x: Any, runs: Any) -> Summary:
-    """What `summarize` would say of all entries of a row. If `runs` are given, they say
-    how often each execution along the leading axes ran."""
-    if not isinstance(x, Summary):
-        of_each = summary_of
-        for _ in range(jnp.ndim(runs) if runs is not None else 0):
-            of_each = jax.vmap(of_each)
-        x = of_each(x)
-    if runs is not None:
-        # A summary of zeros is one of no entries.
-        x = jtu.tree_map(lambda a: jnp.where(runs > 0, a, 0), x)
-    return merged(x, tuple(range(jnp.ndim(x.size))))
-
-
-# --- which row was the first with an entry that is not finite ---
-# Axes along which time goes by: those of scans, and (`None`) what a transformation
-# further out has put before them.
-_TimeAxes = list[tuple[int, Scan | None]]
-
-
-def _mark_first_bad(rows: Sequence[_Row]) -> None:
-    bad = [(i, row) for i, row in enumerate(rows) if row.not_finite]
-    axes = [_time_axes(row) if len(bad) > 1 else [] for _, row in bad]
-    where = [
-        _computed(_bad_along(*[axis for axis, _ in of_row]), row.x) if of_row else None
-        for (_, row), of_row in zip(bad, axes)
-    ]
-    first: _Time | None = None
-    for (i, row), of_row, is_bad in zip(bad, axes, jax.device_get(where)):
-        time = _Time(row, _first_place(of_row, is_bad), _in_pass(row.mode, i))
-        first = time if first is None or time.is_before(first) else first
-    if first is not None:
-        first.row.is_first_bad = True
-
-
-def _time_axes(row: _Row) -> _TimeAxes:
-    """None if the array has another shape by now than what came back."""
-    x = row.x.size if isinstance(row.x, Summary) else row.x
-    axes = row.leading and axes_of(row.leading, x)
-    return [
-        (i, scan)
-        for i, (kind, _, scan) in enumerate(axes or ())
-        if scan or kind == "outside"
-    ]
-
-
 @ft.lru_cache(maxsize=64)
-def _bad_along(*axes: int) -> Callable:
-    """Where along these axes there is what is not finite."""
+def _numbers(*time: int) -> Callable[[Any, Any], tuple[Summary, jax.Array]]:
+    """What `summarize` would say of all entries of a row; and where there are some that
+    are not finite, along these axes."""
 
-    def fn(x: Any) -> jax.Array:
-        bad = x.not_finite > 0 if isinstance(x, Summary) else ~jnp.isfinite(x)
-        return jnp.any(bad, tuple(set(range(bad.ndim)) - set(axes)))
+    def fn(x: Any, runs: Any) -> tuple[Summary, jax.Array]:
+        n = max([jnp.ndim(runs) if runs is not None else 0, *[a + 1 for a in time]])
+        if not isinstance(x, Summary):
+            of_each = summary_of
+            for _ in range(n):
+                of_each = jax.vmap(of_each)
+            x = of_each(x)
+        if runs is not None:
+            # How often each execution ran. A summary of zeros is one of no entries.
+            x = jtu.tree_map(lambda a: select(runs > 0, a, jnp.zeros_like(a)), x)
+        every = range(jnp.ndim(x.size))
+        bad = jnp.sum(x.not_finite, [a for a in every if a not in time]) > 0
+        return merged(x, tuple(every)), bad
 
     return fn
 
 
-def _first_place(axes: _TimeAxes, bad: Any) -> list[tuple[Scan | None, int]]:
-    """The scans around the first entry that is not finite, and its iteration in each,
-    counted from the one that ran first. `bad` is what `_bad_along` returned, if there
-    are numbers."""
-    if not axes or bad is None:
-        return []
-    reverse = tuple(i for i, (_, scan) in enumerate(axes) if scan and scan[-1][1])
-    at = np.argwhere(np.flip(bad, reverse))[0].tolist()
-    return [(scan, i) for i, (_, scan) in zip(at, axes)]
+def _time_axes(leading: Leading | None, x: Any) -> dict[int, Scan | None]:
+    """The axes along which time goes by, and their scans. None if the array has another
+    shape by now than what came back."""
+    axes = leading and axes_of(leading, x.size if isinstance(x, Summary) else x)
+    return {
+        i: scan
+        for i, (kind, _, scan) in enumerate(axes or ())
+        if scan or kind == "outside"
+    }
 
 
-class _Time(NamedTuple):
-    """When the first entry of a row that is not finite was computed: in which iteration
-    of each scan around, in which pass, and where in that."""
-
-    row: _Row
-    iterations: list[tuple[Scan | None, int]]
-    order: tuple[int, int]
-
-    def is_before(self, other: "_Time") -> bool:
-        for (scan, i), (same, j) in zip(self.iterations, other.iterations):
-            if scan != same:
-                break
-            if i != j:
-                return i < j
-        return self.order < other.order
+# --- which row was the first with an entry that is not finite ---
+def _mark_first_bad(rows: Sequence[_Row]) -> None:
+    bad = []
+    for i, row in enumerate(rows):
+        if row.bad is not None and row.bad.any():
+            # The iteration of each scan around the first such entry, counted from the
+            # one that ran first.
+            back = (k for k, scan in enumerate(row.scans) if scan and scan[-1][1])
+            at = np.argwhere(np.flip(row.bad, tuple(back)))[0].tolist()
+            bad.append((_in_pass(row.mode, i), [*zip(row.scans, at)], row))
+    # All of a scan comes where the first row in it does. Which of two rows in it came
+    # first, their iterations say.
+    began: dict[Scan | None, Any] = {}
+    for order, place, _ in bad:
+        for scan, _ in place:
+            began[scan] = min(order, began.get(scan, order))
+    times = [
+        [*((began[scan], i) for scan, i in place), (order, 0)]
+        for order, place, _ in bad
+    ]
+    if times:
+        bad[times.index(min(times))][-1].is_first_bad = True
 
 
 def _in_pass(mode: str, row: int) -> tuple[int, int]:
@@ -404,77 +391,64 @@ def _in_pass(mode: str, row: int) -> tuple[int, int]:
 
 
 # --- text and HTML ---
-def _columns(rows: Sequence[dict[str, str]]) -> dict[str, str]:
-    """Which there are, and their titles."""
-    titles = {c: c for c in ("name", "mode", "value", "count", *STATISTICS, "finite")}
-    titles |= {"value": "shape", "finite": "not finite"}
-    return {
-        c: title
-        for c, title in titles.items()
-        if c in _TEXT[:3] or any(row[c] for row in rows)
-    }
+def _cells(rows: Sequence[_Row], digits: int) -> list[dict[str, str]]:
+    """The titles of those columns that there are, and the cells of each row, which has
+    no name if it is that of the row above."""
+    every = [row.cells(digits) for row in rows]
+    columns = [
+        c for c in _COLUMNS if c in _TEXT[:3] or any(cells[c] for cells in every)
+    ]
+    names = [None, *(row.name for row in rows)]
+    for cells, above in zip(every, names):
+        cells["name"] = "" if cells["name"] == above else cells["name"]
+    return [
+        {c: cells[c] for c in columns} for cells in ({c: c for c in columns}, *every)
+    ]
 
 
-def _layout(rows, gap):
-    columns = _columns(rows)
-    widths = {c: max(len(row[c]) for row in (columns, *rows)) for c in columns}
-    room = _WIDTH - gap * (len(columns) - 1) - sum(widths.values())
-    if gap == 1:
-        for c, least in (("name", 20), ("value", 12), ("name", 8)):
-            cut = min(max(-room, 0), max(widths[c] - least, 0))
-            widths[c] -= cut
-            room += cut
+def _text(rows: Sequence[_Row]) -> str:
+    for digits, gap in ((3, 2), (2, 1)):
+        cells = _cells(rows, digits)
+        widths = {c: max(len(row[c]) for row in cells) for c in cells[0]}
+        over = sum(widths.values()) + gap * (len(widths) - 1) - _WIDTH
+        if over <= 0:
+            break
+    for c, least in (("name", 20), ("shape", 12), ("name", 8)):
+        cut = min(max(over, 0), max(widths[c] - least, 0))
+        widths[c] -= cut
+        over -= cut
 
     def line(row):
-        cells = [
-            _shorten(row[c], widths[c]).ljust(widths[c])
-            if c in _TEXT
-            else row[c].rjust(widths[c])
-            for c in columns
-        ]
-        return (" " * gap).join(cells).rstrip()
+        text = {
+            c: _shorten(row[c], n).ljust(n) for c, n in widths.items() if c in _TEXT
+        }
+        number = {c: row[c].rjust(n) for c, n in widths.items()}
+        return (" " * gap).join((number | text).values()).rstrip()
 
-    lines = [line(columns), "-" * (sum(widths.values()) + gap * (len(columns) - 1))]
-    lines += [line(row) for row in _without_repeats(rows)]
-    return lines
-
-
-def _without_repeats(rows):
-    name = None
-    for row in rows:
-        yield {**row, "name": "" if row["name"] == name else row["name"]}
-        name = row["name"]
+    head, *body = map(line, cells)
+    return "\n".join([head, "-" * (_WIDTH + over), *body])
 
 
 def _html(rows: Sequence[_Row]) -> str:
-    cells = [row.cells(digits=3) for row in rows]
-    columns = _columns(cells)
-
-    def line(row, tag, style=""):
+    def line(cells, tag):
         text = "".join(
             f'<{tag} style="text-align: {"left" if c in _TEXT else "right"}">'
-            f"{escape(row[c])}</{tag}>"
-            for c in columns
+            f"{escape(cell)}</{tag}>"
+            for c, cell in cells.items()
         )
-        return f"<tr{style}>{text}</tr>"
+        is_first = _FIRST in cells.get("not finite", "")
+        bold = ' style="font-weight: bold"' if is_first else ""
+        return f"<tr{bold}>{text}</tr>"
 
-    bold = ' style="font-weight: bold"'
-    body = [
-        line(row_cells, "td", bold if row.is_first_bad else "")
-        for row_cells, row in zip(_without_repeats(cells), rows)
-    ]
-    head = f"<thead>{line(columns, 'th')}</thead>"
-    return f"<table>{head}<tbody>{''.join(body)}</tbody></table>"
+    head, *body = _cells(rows, digits=3)
+    lines = "".join(line(cells, "td") for cells in body)
+    return f"<table><thead>{line(head, 'th')}</thead><tbody>{lines}</tbody></table>"
 
 
-def _shorten(text, width):
+def _shorten(text: str, width: int) -> str:
     """Cuts the words of a path, longest first, so that its indices can be read."""
-    parts = text.split("/")
-    while sum(map(len, parts)) + len(parts) - 1 > width:
-        i = max(
-            range(len(parts)), key=lambda i: len(parts[i]) - 3 * (i == len(parts) - 1)
-        )
-        if len(parts[i]) == 1:
-            return text[: width - 1] + "…"
-        parts[i] = parts[i][:-1]
-    return "/".join(parts)
+    for n in range(len(text), 0, -1):
+        short = "/".join(word[:n] for word in text.split("/"))
+        if len(short) <= width:
+            return short
+    return text[: width - 1] + "…" if text else ""

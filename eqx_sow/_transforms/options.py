@@ -11,7 +11,7 @@ import dataclasses as dc
 import inspect
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from typing import Any, TypedDict
 
 import equinox as eqx
@@ -27,24 +27,17 @@ from .._values.reduce import Reducer
 
 
 # What type checkers know of the options.
-Names = str | Sequence[str] | Callable[[str], bool] | None
-Modes = Mode | Sequence[Mode] | None
-Capture = bool | type | tuple[Any, ...] | Callable[..., Any] | None
-Methods = str | Sequence[str]
-Transform = Callable[[Any], Any] | Mapping[str, Callable[[Any], Any]] | None
-
-
 class Selecting(TypedDict, total=False):
     """Of `save_intermediates` and `tap`."""
 
     tag: Hashable
-    names: Names
-    modes: Modes
-    capture: Capture
-    methods: Methods
+    names: str | Sequence[str] | Callable[[str], bool] | None
+    modes: Mode | Sequence[Mode] | None
+    capture: bool | type | tuple[Any, ...] | Callable[..., Any] | None
+    methods: str | Sequence[str]
     inputs: bool
     scope: bool
-    transform: Transform
+    transform: Callable[[Any], Any] | Mapping[str, Callable[[Any], Any]] | None
 
 
 class Saving(Selecting, total=False):
@@ -82,9 +75,6 @@ class Options(Marking):
         said = {k: v for k, v in vars(self).items() if v not in (plain.get(k), _PRINT)}
         return {k: v.value if isinstance(v, Const) else v for k, v in said.items()}
 
-    def __repr__(self):
-        return f"Options({', '.join(f'{k}={v!r}' for k, v in self.said.items())})"
-
 
 _PRINT = Const(print_event)
 
@@ -97,20 +87,14 @@ def checked(call: str, fn: Any, given: Mapping[str, Any]) -> tuple[Options, Any]
     # Its message has the value, and so no need of the name of an option.
     check_tag(call, given["tag"])
     options = {k: _checked(call, k, v) for k, v in given.items() if k != "tag"}
-    for name in ("inputs", "methods"):
+    of_modules = options["capture"] and Marking(options["capture"]).classes != ()
+    for name in ("inputs", "methods") if not of_modules else ():
         plain = getattr(Options, name)
-        if options.get(name, plain) == plain:
-            continue
-        option = f"{call}(..., {name}={options[name]!r})"
-        if options["capture"] is None:
+        if options.get(name, plain) != plain:
             raise ValueError(
-                f"`{option}` does nothing without `capture`, which says what to mark. "
-                "Write `capture=True` for every module."
-            )
-        if Marking(options["capture"]).classes == ():
-            raise ValueError(
-                f"`{option}` is about modules, and `capture` has functions only, of "
-                "which the output is marked. Leave it out, or write `capture=True`."
+                f"`{call}(..., {name}={options[name]!r})` is about modules, and "
+                "`capture` selects none. Leave it out, or write `capture=True` for "
+                "every module."
             )
     fields = {field.name for field in dc.fields(Options)}
     static = {k: v for k, v in options.items() if k in fields}
@@ -118,74 +102,56 @@ def checked(call: str, fn: Any, given: Mapping[str, Any]) -> tuple[Options, Any]
     return Options(tag=given["tag"], **static), others
 
 
+# What each option takes, for a message; of which type a value is; and of which one a
+# container of such values, if there may be several.
+_TAKES: dict[str, tuple[str, Any, Any]] = {
+    "names": (
+        "a name, a glob, a sequence of them, or a function of a name",
+        (str, Callable, types.NoneType),
+        (Sequence, Set),
+    ),
+    "methods": ("the name of a method, or a sequence of them", str, (Sequence, Set)),
+    "reduce": (
+        "`eqx_sow.Append()`, `eqx_sow.Last()`, `eqx_sow.Fold(init, fn)` or "
+        "`eqx_sow.Buffer(size)`, or a dict of names to them",
+        (Reducer, types.NoneType),
+        Mapping,
+    ),
+    "transform": (
+        "a function of the value, or a dict of names to functions",
+        (Callable, types.NoneType),
+        Mapping,
+    ),
+    "spec": ("a dict of names to annotations", (Mapping, types.NoneType), ()),
+    "values": ("a dict `{'h': value}` of names to values", Mapping, ()),
+    "when": ("a function of the value", (Callable, types.NoneType), ()),
+    "callback": ("a function of an event", (Callable, types.NoneType), ()),
+    **dict.fromkeys(
+        ("inputs", "scope", "ordered", "with_index"), ("`True` or `False`", bool, ())
+    ),
+}
+
+
 def _checked(call: str, name: str, value: Any) -> Any:
     """The value of an option, as the library wants it."""
     option = f"{call}(..., {name}=...)"
-    if name in _TAKES and (value is not None or name not in _OPTIONAL):
-        what, fits = _TAKES[name]
-        if isinstance(value, Mapping):
-            for key in value:
-                if not isinstance(key, str):
-                    raise TypeError(
-                        f"`{option}` takes a dict whose keys are names or globs, and "
-                        f"{key!r} is neither."
-                    )
-            # As a PyTree, a `dict` would be sorted, and globs go in their order.
-            value = OrderedDict(value)
-        if not fits(value):
+    what, one, several = _TAKES.get(name, ("", object, ()))
+    if not isinstance(value, one):
+        parts = value if isinstance(value, several) else [value]
+        parts = parts.values() if isinstance(parts, Mapping) else parts
+        if not all(isinstance(x, one) for x in parts):
             got = eqx.tree_pformat(dict(value) if isinstance(value, dict) else value)
             raise TypeError(f"`{option}` takes {what}, not {got}.")
+    if isinstance(value, Mapping) and name in _TAKES:
+        for key in value:
+            if not isinstance(key, str):
+                raise TypeError(
+                    f"`{option}` takes a dict whose keys are names or globs, and "
+                    f"{key!r} is neither."
+                )
+        # As a PyTree, a `dict` would be sorted, and globs go in their order.
+        value = OrderedDict(value)
     return _CHECKS[name](option, value) if name in _CHECKS else value
-
-
-# --- what fits ---
-def _is_flag(x: Any) -> bool:
-    return isinstance(x, bool)
-
-
-def _is_dict(x: Any) -> bool:
-    return isinstance(x, Mapping)
-
-
-def _one_or_several(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    several = Sequence | set | frozenset
-    return lambda x: fits(x) or (isinstance(x, several) and all(map(fits, x)))
-
-
-def _one_or_by_name(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda x: all(map(fits, x.values())) if _is_dict(x) else fits(x)
-
-
-_REDUCERS = (
-    "`eqx_sow.Append()`, `eqx_sow.Last()`, `eqx_sow.Fold(init, fn)` or "
-    "`eqx_sow.Buffer(size)`, or a dict of names to them"
-)
-# What each option takes, for a message, and whether a value is that.
-_TAKES: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "names": (
-        "a name, a glob, a sequence of them, or a function of a name",
-        _one_or_several(lambda x: isinstance(x, str) or callable(x)),
-    ),
-    "methods": (
-        "the name of a method, or a sequence of them",
-        _one_or_several(lambda x: isinstance(x, str)),
-    ),
-    "reduce": (_REDUCERS, _one_or_by_name(lambda x: isinstance(x, Reducer))),
-    "transform": (
-        "a function of the value, or a dict of names to functions",
-        _one_or_by_name(callable),
-    ),
-    "spec": ("a dict of names to annotations", _is_dict),
-    "values": ("a dict of names to values, such as `{'h': jnp.zeros(3)}`", _is_dict),
-    "when": ("a function of the value", callable),
-    "every": ("an integer", lambda x: as_integer(x) is not None),
-    "callback": ("a function of an event", callable),
-    **dict.fromkeys(
-        ("inputs", "scope", "ordered", "with_index"), ("`True` or `False`", _is_flag)
-    ),
-}
-# Those that may be `None`.
-_OPTIONAL = {"names", "reduce", "transform", "spec", "when", "callback"}
 
 
 # --- checks of their own, and in what form the library wants a value ---
@@ -201,56 +167,38 @@ def _names(option: str, names: Any) -> tuple[Any, ...] | None:
     return _as_tuple(names)
 
 
-_JIT_IT = "To capture what a function returns, `jax.jit` it, or `sow` there."
-
-
 def _capture(option: str, capture: Any) -> Any:
     """`None` for no capture."""
     several = capture if isinstance(capture, tuple) else (capture,)
     if capture is None or capture is False:
         return None
-    if capture is True or all(isinstance(c, type) for c in several):
+    if capture is True or all(map(_is_class_or_jitted, several)):
         return capture
-    if isinstance(capture, tuple) or is_function_to_capture(capture):
-        for fn in (c for c in several if not isinstance(c, type)):
-            _check_function(option, fn)
-        return capture
-    if isinstance(capture, str):
-        raise TypeError(
-            f"`{option}` takes no path. To choose by path, write `capture=True, "
-            f"names={capture!r}`."
-        )
-    if isinstance(capture, eqx.Module):
-        raise TypeError(
-            f"`{option}` takes no module. To choose by path, write "
-            '`lambda path, module: path == "layers/0"`.'
-        )
-    if not callable(capture):
+    jit_it = "To capture what a function returns, `jax.jit` it, or `sow` there."
+    no_predicate = isinstance(capture, eqx.Module) or is_function_to_capture(capture)
+    if no_predicate or not callable(capture):
+        path = capture if isinstance(capture, str) else "layers/0"
         raise TypeError(
             f"`{option}` takes `True`, a class, a function of JAX's or one that "
             "`jax.jit` or `eqx.filter_jit` made, a tuple of these, or a predicate "
-            f"`(path, module) -> bool`, not {capture!r}. To choose by path, write a "
-            "predicate."
+            f"`(path, module) -> bool`, not {capture!r}. To choose by path, write "
+            f"`capture=True, names={path!r}`. Of a compiled module, give the class. "
+            f"{jit_it}"
         )
-    check_arity(option, capture, "(path, module) -> bool", _JIT_IT)
+    check_arity(option, capture, "(path, module) -> bool", jit_it)
     return capture
 
 
-def _check_function(option: str, fn: Any) -> None:
-    if not isinstance(inspect.unwrap(fn), types.FunctionType):
-        raise TypeError(
-            f"`{option}` takes classes and functions, and {fn!r} is neither. Of a "
-            "module that was compiled, give the class."
-        )
-    if not is_function_to_capture(fn):
-        raise TypeError(
-            f"`{option}` takes functions that were compiled, and {fn!r} was not. "
-            f"{_JIT_IT}"
-        )
+def _is_class_or_jitted(x: Any) -> bool:
+    # A module that was compiled is none: its class is.
+    is_function = isinstance(inspect.unwrap(x), types.FunctionType)
+    return isinstance(x, type) or (is_function_to_capture(x) and is_function)
 
 
 def _every(option: str, every: Any) -> int:
-    n: Any = as_integer(every)
+    n = as_integer(every)
+    if n is None:
+        raise TypeError(f"`{option}` takes an integer, not {every!r}.")
     if n < 1:
         raise ValueError(f"`{option}` is at least 1, not {n}.")
     return n

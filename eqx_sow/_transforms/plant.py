@@ -14,12 +14,11 @@ from .._handlers.collect import Collect, EACH_PLACE
 from .._handlers.planting import check_fixed, Planted, prepare, Replace
 from .._mark.listening import listening
 from .._mark.static import Const, SameParts
-from .._names import check_known, every_selected, join
+from .._names import check_known, join
 from .._values import merge as _merge
 from .._values.entry import Entry, grouped
 from .._values.modes import labels, Mode
 from .._walk.handler import Given
-from .checks import hints
 from .options import Options
 from .program import Program
 from .transformed import Transformed, wrap
@@ -40,23 +39,18 @@ def _by_iteration(
     """
 
     def fits(pattern: str) -> list[tuple[str, _At]]:
-        is_name = any(site.name == pattern for site, _ in program.in_loops)
-        found = {}
-        for site, loops in program.in_loops:
-            for part in every_selected(pattern, site.name, site.label.after, loops):
-                # What looks like an index in the name of a sow is none.
-                if not (is_name and part.at):
-                    found[site.name, part.at] = None
-        return list(found)
+        found = [(name, part.at) for name, part in program.selected(pattern)]
+        # What looks like an index in the name of a sow is none.
+        is_name = any(name == pattern for name, _ in found)
+        return [(name, at) for name, at in found if not (is_name and at)]
 
     places = {pattern: fits(pattern) for pattern in values}
     missing = [pattern for pattern in values if not places[pattern]]
-    of_models = []
-    for model in program.roots if missing else ():
-        paths = {p: model if p == "." else join(model, p) for p in missing}
-        inside = {p: fits(path) for p, path in paths.items()}
-        if all(inside.values()):
-            of_models.append(inside)
+    in_models = [
+        {p: fits(model if p == "." else join(model, p)) for p in missing}
+        for model in program.roots
+    ]
+    of_models = [inside for inside in in_models if all(inside.values())]
     if len(of_models) == 1:
         places |= of_models[0]
     chosen: dict[str, dict[_At, Any]] = {}
@@ -158,22 +152,15 @@ class _Plant(Transformed):
         )
         sown = program.with_executions(lambda name: False).survey(survey)
         names = [name for name, _ in sown.seen]
-        hint = hints(program)
-        check_known("plant(fn, values)", patterns, names, hint=hint)
+        check_known("plant(fn, values)", patterns, names, hint=program.hint)
         mode_of = labels({e.site.key for e in sown.entries})
         entries = grouped([e for e in sown.entries if mode_of[e.site.key] == mode])
-        problem = f"is sown, but has no {mode} here"
-        if "cotangent" in mode:
-            problem += " (as it has in `plant(eqx.filter_grad(fn), ...)`)"
-        there = [name for name, *_ in entries]
-        if not there:
-            listed = ", ".join(map(repr, dict.fromkeys(names)))
-            problem += f". Sown without a {mode} are: {listed}"
         check_known(
             f"plant(fn, values, mode={mode!r})",
             patterns,
-            there,
-            problem,
+            [name for name, *_ in entries],
+            f"is sown, but has no {mode} here (a cotangent is in "
+            "`plant(eqx.filter_grad(fn), ...)`)",
             kind=f"names with a {mode}",
         )
         return entries

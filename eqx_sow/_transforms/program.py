@@ -1,18 +1,20 @@
-"""A function, traced so that its sows can be seen."""
+"""A function, traced so that its sows can be seen; and what is checked then: that the
+options select something, and that it can be captured."""
 
 import contextlib
 import dataclasses as dc
 import functools as ft
 import inspect
-import threading
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from .. import _compat
 from .._errors import SowError
+from .._frames import warn
+from .._handlers.asked import Asked
 from .._mark.listening import Listening, listening
 from .._mark.noting import listening_as, within
 from .._mark.site import Site
@@ -22,11 +24,14 @@ from .._mark.static import Const, rebuild, take_apart
 from .._modules import capture as _capture
 from .._modules.capture import Marking
 from .._modules.places import roots
+from .._names import check_known, every_selected, in_a_list, matches, Selected
+from .._values.modes import labels
 from .._walk.executions import with_executions
 from .._walk.handler import Given, Handler, is_solver, Taken
 from .._walk.interpreter import evaluate
 from .._walk.jax_rules import check_wrapped
 from .._walk.sows import loops_around, loops_of, recomputed, seen_as, sites, sows
+from .options import Options
 
 
 @dc.dataclass(frozen=True)
@@ -37,8 +42,7 @@ class Program:
     arrays. `out` is what to rebuild the output of the function from, beside its arrays:
     treedef and static leaves. `roots` is where the models of captured calls are, such
     as `("model",)`. `depth` is how many transformations trace the function, one within
-    the other. `again` traces it once more, with other options. `taken` are the tags
-    of which a transformation inside took sows.
+    the other.
     """
 
     closed: Any
@@ -47,8 +51,6 @@ class Program:
     roots: tuple[str, ...]
     marking: Marking
     depth: int
-    again: Callable[[Marking], "Program"]
-    taken: frozenset[Hashable]
 
     def evaluate(self, handler: Handler, given: Given) -> tuple[list, Taken]:
         """The arrays of the output, and what the handler took from the sows."""
@@ -72,6 +74,15 @@ class Program:
             lambda site: several(site.name),
         )
         return dc.replace(self, closed=closed)
+
+    def listens(self, names: Any) -> dict[str, Any]:
+        """What `Collect` and `Tap` have in common, given the option `names`."""
+        return dict(
+            tag=self.marking.tag,
+            asked=Asked(names, frozenset(s.name for s in sites(self.closed))),
+            elsewhere=self.names_outside_of_solvers,
+            has_outer=listening.value is not None,
+        )
 
     def survey(self, handler: Handler) -> Any:
         """What the handler would take, `Taken.values`, with types for arrays."""
@@ -110,16 +121,6 @@ class Program:
                 )
 
     @property
-    def has_sows(self) -> bool:
-        """Whether there are any with a name, whatever their tag: calls that are only
-        noted have none."""
-        return any(s.label in s.labels for s in sites(self.closed))
-
-    @property
-    def names(self) -> frozenset[str]:
-        return frozenset(s.name for s in sites(self.closed))
-
-    @property
     def names_outside_of_solvers(self) -> frozenset[str]:
         """The names that also run where a value can be had: a linear solver evaluates
         its function over and over."""
@@ -140,18 +141,107 @@ class Program:
                 found.append((site, tuple(n for n, _ in loops_around(site, around))))
         return found
 
-    def new_names(self, known: Iterable[str], option: str) -> list[str]:
-        """The names that there would be besides, with `capture=True` or
-        `scope=True`."""
-        if getattr(self.marking, option):
-            return []
-        try:
-            program = self.again(dc.replace(self.marking, **{option: True}))
-        except Exception:  # a hint never hides the error that it is for
-            return []
-        tag = self.marking.tag
-        names = dict.fromkeys(s.name for s in sites(program.closed) if s.tag == tag)
-        return [name for name in names if name not in known]
+    def hint(self, pattern: Any, close: Sequence[str]) -> str:
+        """For `check_known`: what else a pattern may have been meant for, if there are
+        no `close` matches."""
+        if not isinstance(pattern, str):
+            return ""
+        for name, one in self.selected(pattern):
+            if one.at:
+                return (
+                    f" One iteration of {name!r} is a value of its own only if `names` "
+                    f"asks for it: pass `names={pattern!r}`, too."
+                )
+            return f" All iterations of {name!r} are one value: write {name!r}."
+        without = lambda name: "/".join(
+            part for part in name.split("/") if not part.lstrip("-").isdecimal()
+        )
+        for site, loops in self.in_loops if without(pattern) != pattern else ():
+            if matches(without(pattern), without(site.name)):
+                places = (*site.label.after, *[None] * len(loops))
+                called = [
+                    repr(in_a_list(site.name, list(zip(places, indices))))
+                    for indices in ([0] * len(loops), [n - 1 for n in loops])
+                ]
+                why = f"they are {' to '.join(called)}"
+                if not loops:
+                    why = "it is in no loop of known length"
+                return f" Of {site.name!r} there is no such iteration: {why}."
+        if close or self.marking.capture is not None:
+            return ""
+        return (
+            " Did you mean `capture=True`? It marks the output of each module. "
+            "(`scope=True` puts the path of the module before the name of a sow.)"
+        )
+
+    def selected(self, pattern: Any) -> list[tuple[str, Selected]]:
+        """What a pattern selects: the name of a sow, and which iterations of it."""
+        return [
+            (site.name, one)
+            for site, loops in self.in_loops
+            for one in every_selected(pattern, site.name, site.label.after, loops)
+        ]
+
+    def check_selected(
+        self, call: str, names: Sequence[Any] | None, by_name: Mapping[str, Any]
+    ) -> None:
+        """Raises if anything in the option `names`, or a key of those options that are
+        dicts of names, selects no sow, nor an iteration of one."""
+        known = {site.name: None for site, _ in self.in_loops}
+        unknown = []
+        for pattern in names or ():
+            found = self.selected(pattern)
+            known |= {one.name: None for _, one in found}
+            unknown += [] if found else [pattern]
+        options: dict[str, Iterable[Any]] = dict(names=unknown)
+        options |= {k: v for k, v in by_name.items() if isinstance(v, Mapping)}
+        of_all = {site.label.of_all for site, _ in self.in_loops}
+        for option, some in options.items():
+            if option == "transform":
+                some = [x for x in some if not any(matches(x, name) for name in of_all)]
+            check_known(f"{call}(..., {option}=...)", some, known, hint=self.hint)
+
+    def wanted(
+        self,
+        call: str,
+        modes: Sequence[str] | None,
+        keys: Iterable[Any],
+        others: Iterable[str] = (),
+    ) -> dict[Any, str]:
+        """What the modes are called of those `Site.key`s that the option `modes`
+        selects. `others` are names of modes that it may have, too."""
+        mode_of = labels(keys)
+        check_known(
+            f"{call}(..., modes=...)",
+            modes,
+            [*others, *mode_of.values()],
+            "is a mode that no selected sow of this program has",
+            kind="modes",
+        )
+        mode_of = {k: m for k, m in mode_of.items() if modes is None or m in modes}
+        self.check_recomputed(
+            [k for k in mode_of if "cotangent" in k[1]],
+            "Leave out the derivative that is taken last: pass the other modes as "
+            "`modes=`. Or take the `jax.checkpoint` away.",
+        )
+        return mode_of
+
+    def warn_unmarked(self, call: str, fn: Any, options: Options) -> None:
+        """Warns if there is nothing that could be selected. What was asked for by name
+        is an error before that."""
+        asked = options.names is not None or options.capture is not None
+        # Calls that are only noted have no name, of whatever tag.
+        if asked or any(s.label in s.labels for s in sites(self.closed)):
+            return
+        fn = inspect.unwrap(fn)
+        name = getattr(fn, "__name__", type(fn).__name__)
+        warn(
+            f"`{call}` found no mark in `{name}`. Pass `capture=True` for the output "
+            "of each module, or mark values with `eqx_sow.sow`. A function that was "
+            "traced before, by `jax.vjp` or `jax.linearize`, has lost its marks: call "
+            "these inside `fn`. If a `save_intermediates` inside took those of the tag "
+            f"{options.tag!r}, give one of the two another `tag`."
+        )
 
 
 def _goes_past(site: Site, key: Any, planted: bool) -> bool:
@@ -163,17 +253,6 @@ def _goes_past(site: Site, key: Any, planted: bool) -> bool:
         return False
     late = [order >= site.differentiated for order in orders[n : n + 1]]
     return all(late) if planted else any(late) and "cotangent" in mode.split(".")[n:]
-
-
-class _Tags(threading.local):
-    """`taken`: the tags of which sows were taken by transformations inside the program
-    that this thread traces."""
-
-    def __init__(self):
-        self.taken: list[Hashable] = []
-
-
-tags = _Tags()
 
 
 def trace(fn: Callable, args: tuple, kwargs: dict, marking: Marking) -> Program:
@@ -231,7 +310,6 @@ def _trace(fn: Callable, args: tuple, kwargs: dict, marking: Marking) -> Program
         with listening_as(marking.noted(new)):
             return jax.make_jaxpr(traced)(inputs)
 
-    n_taken = len(tags.taken)
     try:
         closed = closed_jaxpr(outer.leafwise)
     except (SowError, RecursionError):
@@ -245,12 +323,7 @@ def _trace(fn: Callable, args: tuple, kwargs: dict, marking: Marking) -> Program
             closed = closed_jaxpr(leafwise=True)
         if closed is None:
             raise
-    finally:
-        inside = frozenset(tags.taken[n_taken:])
-        del tags.taken[n_taken:]
     closed, model_roots = _capture.name(closed, (fn, args, kwargs), depth, marking)
     # What a transformation inside captured for itself is not for this one.
     closed = seen_as(closed, lambda s: s.seen_from(depth, marking.tag))
-    again = ft.partial(trace, fn, args, kwargs)
-    out = tuple(out)
-    return Program(closed, inputs, out, model_roots, marking, depth, again, inside)
+    return Program(closed, inputs, tuple(out), model_roots, marking, depth)

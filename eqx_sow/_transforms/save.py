@@ -9,9 +9,7 @@ from typing import Any, ClassVar, overload, ParamSpec, TypeVar, Unpack
 import equinox as eqx
 
 from .._frames import api_boundary
-from .._handlers.asked import Asked
 from .._handlers.collect import Collect
-from .._mark.listening import listening
 from .._mark.static import Const, SameParts
 from .._results.intermediates import Intermediates
 from .._values import spec as _spec
@@ -19,9 +17,8 @@ from .._values.assemble import assemble
 from .._values.merge import Sown
 from .._values.reduce import Reducer
 from .._walk.handler import Given
-from .checks import check_selected, wanted, warn_unmarked
 from .options import Options, Saving
-from .program import Program, tags
+from .program import Program
 from .transformed import Transformed, wrap
 
 
@@ -49,13 +46,10 @@ class _SaveIntermediates(Transformed):
     def _result(self, program: Program) -> tuple[Any, Intermediates]:
         options: Options = self._options.value
         collect = Collect(
-            tag=options.tag,
             modes=options.modes,
-            asked=Asked(options.names, program.names),
             reduce=SameParts(self._reduce),
             transform=SameParts(self._transform),
-            elsewhere=program.names_outside_of_solvers,
-            has_outer=listening.value is not None,
+            **program.listens(options.names),
         )
         program = program.with_executions(
             lambda name: collect.reducer(name) is not None
@@ -63,19 +57,16 @@ class _SaveIntermediates(Transformed):
         carry = collect.started(program.survey)
         outs, taken = program.evaluate(collect, Given(carry))
         sown: Sown = taken.values
-        known = dict.fromkeys(name for name, _ in sown.seen)
         by_name = dict(
             reduce=self._reduce, transform=self._transform, spec=options.spec
         )
-        check_selected("save_intermediates", program, known, options.names, by_name)
+        program.check_selected(self._call, options.names, by_name)
         # In the order of `carry`: JAX has sorted the keys of `taken.carry`.
         states = {key: taken.carry[key] for key in carry}
         keys = [*states, *(e.site.key for e in sown.entries)]
         modes = [mode for _, mode in sown.seen if mode is not None]
-        mode_of = wanted("save_intermediates", program, options, keys, modes)
-        if mode_of and listening.value is not None:
-            tags.taken.append(options.tag)
-        warn_unmarked("save_intermediates", self._fn, program, options)
+        mode_of = program.wanted(self._call, options.modes, keys, modes)
+        program.warn_unmarked(self._call, self._fn, options)
         intermediates = assemble(sown, states, collect.reducer, mode_of)
         _spec.check(sown.checks, options.spec, intermediates)
         return program.output(outs), intermediates
@@ -185,7 +176,7 @@ def save_intermediates(
         sown;
     - [`eqx_sow.SowError`][] if values of one name cannot be combined.
 
-    It warns, once for each function, if nothing is marked in there.
+    It warns, once for each line that calls it, if nothing is marked in there.
 
     !!! example
 

@@ -15,7 +15,6 @@ from jax.interpreters import batching
 
 from .. import _compat
 from .._frames import api_boundary
-from .._handlers.asked import Asked
 from .._handlers.events import failures, TapEvent
 from .._handlers.tapping import Place, Tap
 from .._mark.listening import Listening, listening
@@ -24,7 +23,6 @@ from .._values.entry import check_order
 from .._walk.handler import Given
 from .._walk.interpreter import consts_as_args
 from .._walk.sows import sows
-from .checks import check_selected, wanted, warn_unmarked
 from .options import Options, Tapping
 from .program import Program
 from .transformed import Transformed, wrap
@@ -48,7 +46,7 @@ class _Tapped(Transformed):
     def _result(self, program: Program) -> Any:
         extra, *_ = take_apart(self._extra)
         outs = _evaluate(self, program, extra)
-        warn_unmarked("tap", self._fn, program, self._options.value)
+        program.warn_unmarked(self._call, self._fn, self._options.value)
         return program.output(outs)
 
     @api_boundary
@@ -81,28 +79,24 @@ def _evaluate(self: _Tapped, program: Program, extra: list[Any]) -> list[Any]:
         extra = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in pairs]
         dims_out: list[int | None] = []
 
-        def batched(*operands):
-            outs: list[Any] = []
+        def lane(*operands):
+            outs = _compat.inline_or_call(jaxpr, operands)
+            dims_out[:] = [0 if _compat.has_lanes([x]) else None for x in outs]
+            return outs
 
-            def lane(*operands):
-                outs[:] = _compat.inline_or_call(jaxpr, operands)
-                dims_out[:] = [0 if _compat.has_lanes([x]) else None for x in outs]
-                return [x for x, d in zip(outs, dims_out) if d is not None]
-
-            of_all_lanes = jax.vmap(
-                lane,
-                in_axes=tuple(dims[:n]),
-                axis_size=axis_data.size,
-                axis_name=axis_data.name,
-                spmd_axis_name=axis_data.spmd_name,
-            )(*operands)
-            of_all_lanes = iter(of_all_lanes)
-            return [
-                x if d is None else next(of_all_lanes) for x, d in zip(outs, dims_out)
-            ]
-
+        batched = ft.partial(
+            jax.vmap,
+            lane,
+            in_axes=tuple(dims[:n]),
+            axis_size=axis_data.size,
+            axis_name=axis_data.name,
+            spmd_axis_name=axis_data.spmd_name,
+        )
         with listening(Listening()):
-            closed = jax.make_jaxpr(batched)(*operands[:n])
+            # Only then is it known which outputs have lanes.
+            jax.eval_shape(batched(), *operands[:n])
+            over = batched(out_axes=list(dims_out))
+            closed = jax.make_jaxpr(over)(*operands[:n])
         inside = dc.replace(program, closed=closed, inputs=operands[:n])
         return _evaluate(self, inside, extra), dims_out
 
@@ -117,17 +111,15 @@ def _walk(self: _Tapped, program: Program, extra: list[Any]) -> list[Any]:
         for site, eqns, _ in sows(program.closed)
         if site.tag == options.tag
     ]
-    known = dict.fromkeys(place.site.name for place in everything)
-    by_name = dict(transform=self._transform)
-    check_selected("tap", program, known, options.names, by_name)
-    asked = Asked(options.names, program.names)
+    program.check_selected("tap", options.names, dict(transform=self._transform))
+    listens = program.listens(options.names)
     # Each place, and what is asked for there: all of the sow, or some iterations.
     every = [
         (place, place._replace(site=site))
         for place in everything
-        for site, _ in dc.replace(asked, loops=place.loops).of(place.site)
+        for site, _ in dc.replace(listens["asked"], loops=place.loops).of(place.site)
     ]
-    chosen = wanted("tap", program, options, {part.site.key for _, part in every})
+    chosen = program.wanted("tap", options.modes, [p.site.key for _, p in every])
     every = [(place, part) for place, part in every if part.site.key in chosen]
     places = list(dict.fromkeys(place for place, _ in every))
     n_places = Counter(place.site.key for place in places)
@@ -136,16 +128,13 @@ def _walk(self: _Tapped, program: Program, extra: list[Any]) -> list[Any]:
     counts = {part.slot: part.start() for _, part in every}
     _, treedef, leaves = take_apart(self._extra)
     handler = Tap(
-        tag=options.tag,
-        asked=asked,
+        **listens,
         options=self._options,
         chosen=tuple(chosen.items()),
-        elsewhere=program.names_outside_of_solvers,
         slots=tuple(counts),
         transform=SameParts(self._transform),
         when=SameParts(self._when),
         extra=(treedef, leaves),
-        has_outer=listening.value is not None,
     )
     carry = {str(i): count for i, count in enumerate(counts.values())}
     outs, _ = program.evaluate(handler, Given(carry, extra))
@@ -261,7 +250,7 @@ def tap(
     sown, and [`eqx_sow.SowError`][] if eqx_sow cannot tell when, or in which lanes, a
     sow runs.
 
-    It warns, once for each function, if nothing is marked in there.
+    It warns, once for each line that calls it, if nothing is marked in there.
 
     !!! example
 
