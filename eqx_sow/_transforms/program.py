@@ -25,7 +25,7 @@ from .._walk.executions import with_executions
 from .._walk.handler import Given, Handler, is_solver, Taken
 from .._walk.interpreter import evaluate
 from .._walk.jax_rules import check_wrapped
-from .._walk.sows import loops_around, loops_of, recomputed, seen_as, sites, sows
+from .._walk.sows import Found, loops_around, loops_of, recomputed, seen_as, sows
 
 
 @dc.dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Program:
         # The sows that are left for an outer transformation are in the user's
         # `eqx_sow.scope` around this call.
         closed, treedef = to_jaxpr(run)(given, self.inputs)
-        closed = seen_as(closed, lambda s: s.in_scope(outer.scope))
+        closed = seen_as(closed, sows(closed), lambda s: s.in_scope(outer.scope))
         leaves = _compat.inline_or_call(closed, jax.tree.leaves((given, self.inputs)))
         return jax.tree.unflatten(treedef, leaves)
 
@@ -67,10 +67,11 @@ class Program:
         matters. `several` says of a name whether it may have more than one."""
         closed = with_executions(
             self.closed,
+            self.found,
             lambda site: site.tag == self.marking.tag,
             lambda site: several(site.name),
         )
-        return dc.replace(self, closed=closed)
+        return self if closed is self.closed else dc.replace(self, closed=closed)
 
     def survey(self, handler: Handler) -> Any:
         """What the handler would take, `Taken.values`, with types for arrays."""
@@ -96,7 +97,7 @@ class Program:
         repeated = list(recomputed(self.closed)) if keys else []
         # Of two sows with one name, only one may be in the checkpoint.
         origins = defaultdict(set)
-        for site in sites(self.closed) if repeated else ():
+        for site, *_ in self.found if repeated else ():
             origins[site.key].add(site.origin)
         for site in repeated:
             site = site.seen_from(self.depth, tag)
@@ -108,15 +109,20 @@ class Program:
                     f"computes the value once more, past the sow. {remedy}"
                 )
 
+    @ft.cached_property
+    def found(self) -> list[Found]:
+        """The sows that there are."""
+        return list(sows(self.closed))
+
     @property
     def has_sows(self) -> bool:
         """Whether there are any with a name, whatever their tag: calls that are only
         noted have none."""
-        return any(s.label in s.labels for s in sites(self.closed))
+        return any(s.label in s.labels for s, *_ in self.found)
 
     @property
     def names(self) -> frozenset[str]:
-        return frozenset(s.name for s in sites(self.closed))
+        return frozenset(s.name for s, *_ in self.found)
 
     @property
     def names_outside_of_solvers(self) -> frozenset[str]:
@@ -124,7 +130,7 @@ class Program:
         its function over and over."""
         return frozenset(
             site.name
-            for site, eqns, _ in sows(self.closed)
+            for site, eqns, _ in self.found
             if site.tag == self.marking.tag and not any(map(is_solver, eqns))
         )
 
@@ -133,7 +139,7 @@ class Program:
         """The sows that there are, each with the numbers of iterations of the loops
         around it, from outside in."""
         found = []
-        for site, eqns, _ in sows(self.closed):
+        for site, eqns, _ in self.found:
             if site.tag == self.marking.tag:
                 around = [x.length for x in loops_of(eqns)]
                 found.append((site, tuple(n for n, _ in loops_around(site, around))))
@@ -149,7 +155,7 @@ class Program:
         except Exception:  # a hint never hides the error that it is for
             return []
         tag = self.marking.tag
-        names = dict.fromkeys(s.name for s in sites(program.closed) if s.tag == tag)
+        names = dict.fromkeys(s.name for s, *_ in program.found if s.tag == tag)
         return [name for name in names if name not in known]
 
 
@@ -242,9 +248,12 @@ def _trace(fn: Callable, args: tuple, kwargs: dict, marking: Marking) -> Program
     finally:
         inside = frozenset(tags_taken[n_taken:])
         del tags_taken[n_taken:]
-    closed, model_roots = _capture.name(closed, (fn, args, kwargs), depth, marking)
+    called, found = (fn, args, kwargs), list(sows(closed))
+    named, model_roots = _capture.name(closed, found, called, depth, marking)
+    if named is not closed:
+        found = sows(named)
     # What a transformation inside captured for itself is not for this one.
-    closed = seen_as(closed, lambda s: s.seen_from(depth, marking.tag))
+    closed = seen_as(named, found, lambda s: s.seen_from(depth, marking.tag))
     again = ft.partial(trace, fn, args, kwargs)
     out = tuple(out)
     return Program(closed, inputs, out, model_roots, marking, depth, again, inside)

@@ -23,7 +23,6 @@ from .._mark.static import Const, SameParts, take_apart
 from .._values.entry import check_order
 from .._walk.handler import Given
 from .._walk.interpreter import consts_as_args
-from .._walk.sows import sows
 from .checks import check_selected, wanted, warn_unmarked
 from .options import Options, Tapping
 from .program import Program
@@ -114,7 +113,7 @@ def _walk(self: _Tapped, program: Program, extra: list[Any]) -> list[Any]:
     program = program.with_executions(lambda name: False)
     everything = [
         Place(site, eqns)
-        for site, eqns, _ in sows(program.closed)
+        for site, eqns, _ in program.found
         if site.tag == options.tag
     ]
     known = dict.fromkeys(place.site.name for place in everything)
