@@ -85,6 +85,12 @@ class Entry:
         shape = (*sizes, *self.core_shape(i))
         return shape_like(self.arrays[i], shape, (*specs, *self.core_spec(i)))
 
+    def within(self, step: tuple[int, bool | None]) -> "Entry":
+        """The same, seen from outside an equation. There are many, and `dc.replace`
+        takes three times as long."""
+        route = (step, *self.route)
+        return Entry(self.arrays, self.site, self.counted, self.cases, route, self.at)
+
     def replace(self, arrays: Sequence[Any], axes: Sequence[Axis]) -> "Entry":
         site = self.site._replace(axes=tuple(axes))
         return dc.replace(self, arrays=tuple(arrays), site=site)
