@@ -157,11 +157,8 @@ def with_changes(jaxpr: Any, **changes: Any) -> Any:
     return new if is_open else jexc.ClosedJaxpr(new, consts)
 
 
-_JAXPRS = jexc.Jaxpr, jexc.ClosedJaxpr
-
-
 def is_jaxpr(x: Any) -> bool:
-    return isinstance(x, _JAXPRS)
+    return isinstance(x, (jexc.Jaxpr, jexc.ClosedJaxpr))
 
 
 def scan_arity(params: dict[str, Any]) -> tuple[int, int]:

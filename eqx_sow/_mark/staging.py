@@ -26,7 +26,7 @@ def to_jaxpr(fn: Callable) -> Callable[..., tuple[Any, Any]]:
             new.append(treedef)
             return leaves
 
-        # `jax.make_jaxpr` makes a jitted function in each call, and JAX then takes thirty
+        # `jax.make_jaxpr` makes a jitted function in each call. JAX then takes thirty
         # times as long to find the jaxpr.
         jitted, make = jax.jit(run), jax.make_jaxpr(run)
 

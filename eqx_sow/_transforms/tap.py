@@ -112,9 +112,7 @@ def _walk(self: _Tapped, program: Program, extra: list[Any]) -> list[Any]:
     options: Options = self._options.value
     program = program.with_executions(lambda name: False)
     everything = [
-        Place(site, eqns)
-        for site, eqns, _ in program.found
-        if site.tag == options.tag
+        Place(site, eqns) for site, eqns, _ in program.found if site.tag == options.tag
     ]
     known = dict.fromkeys(place.site.name for place in everything)
     by_name = dict(transform=self._transform)

@@ -93,24 +93,21 @@ class Frame:
         if self._effects_wait:
             self._flush()
 
-    def _is_read(self, v: Any) -> bool:
-        """Whether a variable is read from here on."""
-        return self._last_read.get(id(v), -1) >= self.now
-
     def _flush(self) -> None:
         """Evaluates all that waits."""
         eqns = [without_donating(self._with_sources(e)) for e in self._pending]
         self._pending, self._effects_wait = [], False
         inputs = dict.fromkeys(variables(v for e in eqns for v in e.invars))
+        last, now = self._last_read, self.now
         # An edge that only a sow needed is gone with that.
         eqns = [
             e
             for e in eqns
             if e.primitive is not edge_p
-            or any(v in inputs or self._is_read(v) for v in e.outvars)
+            or any(v in inputs or last.get(id(v), -1) >= now for v in e.outvars)
         ]
         invars = [v for v in inputs if v in self._env]
-        outvars = [v for e in eqns for v in e.outvars if self._is_read(v)]
+        outvars = [v for e in eqns for v in e.outvars if last.get(id(v), -1) >= now]
         segment = self._jaxpr.replace(
             constvars=[],
             invars=invars,

@@ -135,16 +135,18 @@ class Found(NamedTuple):
 
 
 def sows(x: Any, eqns: tuple[Any, ...] = (), path: Path = ()) -> Iterator[Found]:
-    """The sows in a jaxpr, or in an equation that is none, to which `eqns` and `path`
-    lead."""
+    """The sows in a jaxpr or an equation, to which `eqns` and `path` lead."""
     if not isinstance(x, jexc.JaxprEqn):
         for i, eqn in with_sow(x).items():
-            if eqn.primitive is sow_p:
+            if eqn.primitive is sow_p:  # as below, in half of the time
                 yield Found(eqn.params["site"], (*eqns, eqn), (*path, i))
             else:
                 yield from sows(eqn, eqns, (*path, i))
         return
     eqns = (*eqns, x)
+    if x.primitive is sow_p:
+        yield Found(x.params["site"], eqns, path)
+        return
     found: list[Found] = []
     for k, jaxpr in enumerate(jaxprs_of(x)):
         found += sows(jaxpr, eqns, (*path, k))
