@@ -158,7 +158,7 @@ def with_changes(jaxpr: Any, **changes: Any) -> Any:
 
 
 def is_jaxpr(x: Any) -> bool:
-    return isinstance(x, jexc.Jaxpr | jexc.ClosedJaxpr)
+    return isinstance(x, (jexc.Jaxpr, jexc.ClosedJaxpr))
 
 
 def scan_arity(params: dict[str, Any]) -> tuple[int, int]:

@@ -166,7 +166,7 @@ def in_a_list(name: str, indices: Iterable[tuple[int | None, Any]]) -> str:
 def lookup(option: Any, name: str) -> Any:
     """What a dict of glob to something (or one thing for all names) says of `name`. A
     name that is spelled out goes before globs, and these go in their order."""
-    if not isinstance(option, Mapping):
+    if option is None or not isinstance(option, Mapping):
         return option
     if name in option:
         return option[name]

@@ -64,6 +64,8 @@ class Asked:
         """What is asked for of a sow, each as a site of its own, with `Entry.at`. With
         `names=("h", "h/3")` that is the whole `h`, and its iteration 3: the same site,
         but called `h/3`."""
+        if self.names is None:
+            return [(site, ())]
         loops = loops_around(site, self.loops)
         sites_at = []
         for x in self._selected(site, tuple(n for n, _ in loops)):
@@ -138,10 +140,11 @@ class Listens(Handler):
     def transform_of(self, whole: Site, one: Site) -> Any:
         """The transform of a sow, or of `one` iteration of the `whole`, such as `h/3`:
         one for that name, or else one for `h`."""
+        transform = self.transform.value
+        if transform is None:
+            return None
         names = one.name, whole.name, whole.label.of_all
-        return next(
-            filter(None, (lookup(self.transform.value, n) for n in names)), None
-        )
+        return next(filter(None, (lookup(transform, n) for n in names)), None)
 
 
 # --- sows that are left to others ---

@@ -176,8 +176,7 @@ class Collect(Listens):
         eqn = frame.eqn
         loop = loop_of(eqn)
         step = frame.now, loop.reverse if loop else None
-
-        return values.map(lambda e: dc.replace(e, route=(step, *e.route)))
+        return values.map(lambda e: e.within(step))
 
     def only_iterations(self, values: Sown) -> Sown:
         def only(e):

@@ -252,9 +252,9 @@ def _sow_batch(axis_data, operands, dims, *, site):
     loops, conds = around(axis_data)
     axis = Axis(axis_data.size, has, loops, spec=axis_data.explicit_mesh_axis)
     unguarded = any(c not in [g[0] for g in site.guards] for c in conds)
-    site = site._replace(unguarded=site.unguarded or unguarded)
+    site = site._replace(axes=(axis, *site.axes), unguarded=site.unguarded or unguarded)
     operands = [_to_front(x, d) if d else x for x, d in zip(operands, dims)]
-    out = sow_p.bind(edge, *operands, site=site._replace(axes=(axis, *site.axes)))
+    out = sow_p.bind(edge, *operands, site=site)
     return out, [None, *(0 if h else d for h, d in zip(has, dims))]
 
 

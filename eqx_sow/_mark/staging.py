@@ -31,11 +31,16 @@ def to_jaxpr(fn: Callable) -> Callable[..., tuple[Any, Any]]:
             new.append(treedef)
             return leaves
 
-        make = jax.make_jaxpr(run)
+        # `jax.make_jaxpr` makes a jitted function in each call. JAX then takes thirty
+        # times as long to find the jaxpr.
+        jitted, make = jax.jit(run), jax.make_jaxpr(run)
 
         def call(leaves):
             with _making:
-                closed = make(*leaves)
+                closed = jitted.trace(*leaves).jaxpr
+                if len(closed.in_avals) > len(leaves):
+                    # Its constants are among the inputs.
+                    closed = make(*leaves)
                 jaxpr, _ = _compat.open_jaxpr(closed)
                 if new:
                     treedefs[jaxpr] = new[-1]

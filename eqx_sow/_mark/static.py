@@ -22,12 +22,13 @@ class Const:
 
     def __init__(self, value: Any):
         self.value = value
-        try:
-            self._hash = hash((type(value), value))
-        except Exception:  # A user's `__hash__` may raise anything.
-            self._hash = id(value)
 
     def __hash__(self):
+        if not hasattr(self, "_hash"):
+            try:
+                self._hash = hash((type(self.value), self.value))
+            except Exception:  # A user's `__hash__` may raise anything.
+                self._hash = id(self.value)
         return self._hash
 
     def __eq__(self, other):

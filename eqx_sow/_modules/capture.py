@@ -16,7 +16,7 @@ from .._mark.listening import Capture, Listening
 from .._mark.noting import own_methods
 from .._names import check_known
 from .._walk.flow import Here, run
-from .._walk.sows import jaxprs_of, sites, with_sites
+from .._walk.sows import Found, jaxprs_of, sites, with_sites
 from .naming import Naming
 from .places import Places
 
@@ -86,11 +86,13 @@ class Marking:
 
 
 def name(
-    closed: Any, called: tuple, depth: int, marking: Marking
+    closed: Any, found: list[Found], called: tuple, depth: int, marking: Marking
 ) -> tuple[Any, tuple[str, ...]]:
-    """A program, `called` with `(fn, args, kwargs)`, in which the sows have names; and
-    with what those of captured calls begin, where the models are."""
-    if marking.capture is None and not _has_notes(closed, marking):
+    """A program, `called` with `(fn, args, kwargs)`, in which the sows have names that
+    are `found` in it; and with what those of captured calls begin, where the models
+    are."""
+    has_notes = any(marking.scope or x.site.note is not None for x in found)
+    if marking.capture is None and not has_notes:
         return closed, ()
     places = Places(*called)
     naming = Naming(places, depth, marking)
@@ -99,10 +101,6 @@ def name(
     if marking.capture is not None:
         _check_found(closed, places, marking, naming)
     return with_sites(closed, sites), tuple(naming.roots)
-
-
-def _has_notes(closed: Any, marking: Marking) -> bool:
-    return any(marking.scope or s.note is not None for s in sites(closed))
 
 
 def _check_found(closed: Any, places: Places, marking: Marking, naming: Naming) -> None:

@@ -313,8 +313,8 @@ class Naming(Domain):
         ]
         if not candidates:
             return None
-        first = min(self._rank(c, visit) for c in candidates)
-        equal = [c for c in candidates if self._rank(c, visit) == first]
+        ranks = [self._rank(c, visit) for c in candidates]
+        equal = [c for c, rank in zip(candidates, ranks) if rank == min(ranks)]
         stacked = _in_common([c.path for c in equal])
         if stacked is not None:
             return stacked
@@ -489,7 +489,7 @@ def _without(path: Path, i: int) -> Path:
 def _in_common(paths: Sequence[Path]) -> Path | None:
     """The path of arrays that were stacked, such as `layers/weight` of those at
     `layers/0/weight` and `layers/1/weight`: without the numbers in the list."""
-    if len(set(map(len, paths))) > 1:
+    if len(paths) == 1 or len(set(map(len, paths))) > 1:
         return None
     columns = enumerate(zip(*paths))
     differ = [(i, keys) for i, keys in columns if len(set(keys)) > 1]

@@ -30,7 +30,7 @@ from .._walk.executions import with_executions
 from .._walk.handler import Given, Handler, is_solver, Taken
 from .._walk.interpreter import evaluate
 from .._walk.jax_rules import check_wrapped
-from .._walk.sows import loops_around, loops_of, recomputed, seen_as, sites, sows
+from .._walk.sows import Found, loops_around, loops_of, recomputed, seen_as, sows
 from .options import Options
 
 
@@ -61,7 +61,7 @@ class Program:
         # The sows that are left for an outer transformation are in the user's
         # `eqx_sow.scope` around this call.
         closed, treedef = to_jaxpr(run)(given, self.inputs)
-        closed = seen_as(closed, lambda s: s.in_scope(outer.scope))
+        closed = seen_as(closed, sows(closed), lambda s: s.in_scope(outer.scope))
         leaves = _compat.inline_or_call(closed, jax.tree.leaves((given, self.inputs)))
         return jax.tree.unflatten(treedef, leaves)
 
@@ -70,16 +70,17 @@ class Program:
         matters. `several` says of a name whether it may have more than one."""
         closed = with_executions(
             self.closed,
+            self.found,
             lambda site: site.tag == self.marking.tag,
             lambda site: several(site.name),
         )
-        return dc.replace(self, closed=closed)
+        return self if closed is self.closed else dc.replace(self, closed=closed)
 
     def listens(self, names: Any) -> dict[str, Any]:
         """What `Collect` and `Tap` have in common, given the option `names`."""
         return dict(
             tag=self.marking.tag,
-            asked=Asked(names, frozenset(s.name for s in sites(self.closed))),
+            asked=Asked(names, frozenset(s.name for s, *_ in self.found)),
             elsewhere=self.names_outside_of_solvers,
             has_outer=listening.value is not None,
         )
@@ -108,7 +109,7 @@ class Program:
         repeated = list(recomputed(self.closed)) if keys else []
         # Of two sows with one name, only one may be in the checkpoint.
         origins = defaultdict(set)
-        for site in sites(self.closed) if repeated else ():
+        for site, *_ in self.found if repeated else ():
             origins[site.key].add(site.origin)
         for site in repeated:
             site = site.seen_from(self.depth, tag)
@@ -120,13 +121,18 @@ class Program:
                     f"computes the value once more, past the sow. {remedy}"
                 )
 
+    @ft.cached_property
+    def found(self) -> list[Found]:
+        """The sows that there are."""
+        return list(sows(self.closed))
+
     @property
     def names_outside_of_solvers(self) -> frozenset[str]:
         """The names that also run where a value can be had: a linear solver evaluates
         its function over and over."""
         return frozenset(
             site.name
-            for site, eqns, _ in sows(self.closed)
+            for site, eqns, _ in self.found
             if site.tag == self.marking.tag and not any(map(is_solver, eqns))
         )
 
@@ -135,7 +141,7 @@ class Program:
         """The sows that there are, each with the numbers of iterations of the loops
         around it, from outside in."""
         found = []
-        for site, eqns, _ in sows(self.closed):
+        for site, eqns, _ in self.found:
             if site.tag == self.marking.tag:
                 around = [x.length for x in loops_of(eqns)]
                 found.append((site, tuple(n for n, _ in loops_around(site, around))))
@@ -231,7 +237,7 @@ class Program:
         is an error before that."""
         asked = options.names is not None or options.capture is not None
         # Calls that are only noted have no name, of whatever tag.
-        if asked or any(s.label in s.labels for s in sites(self.closed)):
+        if asked or any(s.label in s.labels for s, *_ in self.found):
             return
         fn = inspect.unwrap(fn)
         name = getattr(fn, "__name__", type(fn).__name__)
@@ -323,7 +329,10 @@ def _trace(fn: Callable, args: tuple, kwargs: dict, marking: Marking) -> Program
             closed = closed_jaxpr(leafwise=True)
         if closed is None:
             raise
-    closed, model_roots = _capture.name(closed, (fn, args, kwargs), depth, marking)
+    called, found = (fn, args, kwargs), list(sows(closed))
+    named, model_roots = _capture.name(closed, found, called, depth, marking)
+    if named is not closed:
+        found = sows(named)
     # What a transformation inside captured for itself is not for this one.
-    closed = seen_as(closed, lambda s: s.seen_from(depth, marking.tag))
+    closed = seen_as(named, found, lambda s: s.seen_from(depth, marking.tag))
     return Program(closed, inputs, tuple(out), model_roots, marking, depth)

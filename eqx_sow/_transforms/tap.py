@@ -22,7 +22,6 @@ from .._mark.static import Const, SameParts, take_apart
 from .._values.entry import check_order
 from .._walk.handler import Given
 from .._walk.interpreter import consts_as_args
-from .._walk.sows import sows
 from .options import Options, Tapping
 from .program import Program
 from .transformed import Transformed, wrap
@@ -107,9 +106,7 @@ def _walk(self: _Tapped, program: Program, extra: list[Any]) -> list[Any]:
     options: Options = self._options.value
     program = program.with_executions(lambda name: False)
     everything = [
-        Place(site, eqns)
-        for site, eqns, _ in sows(program.closed)
-        if site.tag == options.tag
+        Place(site, eqns) for site, eqns, _ in program.found if site.tag == options.tag
     ]
     program.check_selected("tap", options.names, dict(transform=self._transform))
     listens = program.listens(options.names)

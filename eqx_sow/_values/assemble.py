@@ -93,7 +93,7 @@ def _of_entry(entry: Entry, counted: bool, buffers: Sequence[int]) -> _Returned:
     site = entry.site
     kept, final = kept_axes(site), final_axes(site, counted)
     arrays = [
-        as_operand(broadcast(x, varies, site.axes), varies)
+        as_operand(broadcast(x, varies, site.axes), varies) if site.axes else x
         for x, varies in zip(entry.arrays, final)
     ]
     count = arrays.pop() if counted else None
@@ -123,6 +123,8 @@ _BUFFER = "buffer", None, None
 def _named_axes(site: Site, route: Scan) -> list[NamedAxis]:
     """What each axis is, in the words of `Intermediates.axes`, where in the name the
     index of a loop stands, see `Label`, and which of the scans on the `route` it is."""
+    if not site.axes:
+        return []
     scans = [
         route[: i + 1] for i, (_, reverse) in enumerate(route) if reverse is not None
     ]

@@ -34,8 +34,9 @@ def either(*varies: Varies) -> tuple[bool, ...]:
 
 def aligned(x: Any, varies: Varies) -> Any:
     """An operand, with an axis of size one wherever it has none."""
-    index = tuple(slice(None) if v else None for v in varies)
-    return x if all(varies) else x[index]
+    if all(varies):
+        return x
+    return x[tuple(slice(None) if v else None for v in varies)]
 
 
 def as_operand(x: Any, varies: Varies) -> Any:
@@ -88,7 +89,9 @@ def final_axes(site: Site, counted: bool = False) -> list[tuple[bool, ...]]:
     total, and would be wrong in each of them. Last comes the count, if the site has
     one."""
     kept = kept_axes(site)
-    n_values = sum(leaf is OPERAND for leaf in site.leaves)
+    n_values = site.leaves.count(OPERAND)
+    if not kept:
+        return [()] * (n_values + counted)
     total = [is_backward(site.mode) and a.lane for a in site.axes]
     of_values = [
         tuple(k and (v or not t) for k, v, t in zip(kept, site.has(i), total))

@@ -48,18 +48,22 @@ from .. import _compat
 from .._mark.primitive import same_p, sow_p
 from .._mark.site import Site
 from .flow import Domain, Here, run
-from .sows import loop_of, Path, sows, with_sites
+from .sows import Found, loop_of, Path, with_sites
 
 
 def with_executions(
-    closed: Any, wants: Callable[[Site], bool], several: Callable[[Site], bool]
+    closed: Any,
+    found: Iterable[Found],
+    wants: Callable[[Site], bool],
+    several: Callable[[Site], bool],
 ) -> Any:
-    """A program in which the sites that are wanted say which executions they are.
-    `several` says whether a name may have more than one, as with `Append`.
+    """A program in which the sites that are wanted, of those that are `found` in it,
+    say which executions they are. `several` says of a site whether its name may have
+    more than one, as with `Append`.
 
     It is the same program if that is obvious: there is no primal in a backward pass,
     and no name has derivatives, or is in branches, and also has more than one sow."""
-    wanted = [x for x in sows(closed) if wants(x.site)]
+    wanted = [x for x in found if wants(x.site)]
     n = Counter(x.site.key for x in wanted)
 
     def asks(site: Site, eqns: Sequence[Any]) -> bool:

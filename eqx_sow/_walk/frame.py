@@ -31,10 +31,11 @@ class Frame:
 
     - `now` and `eqn`: the equation that the walk has come to, and its index.
     - `_pending`: the equations that wait, filled by `defer` and emptied by `_flush`.
-    - `_last_read`: for each variable, the index of the last equation that reads it, or
-      the number of equations if it is read at the end: an output, or what a handler
-      wants.
-    - `_same`: the variables that a sow returns, each with the one that it stands for.
+    - `_last_read`: for each variable, by its `id`, the index of the last equation that
+      reads it, or the number of equations if it is read at the end: an output, or what
+      a handler wants.
+    - `_same`: for each variable that a sow returns, by its `id`, the one that it stands
+      for. (Numbers are among the operands of equations, and not hashable.)
     """
 
     def __init__(self, jaxpr: Any, values: Sequence[Any]):
@@ -44,7 +45,7 @@ class Frame:
         self._pending: list[Any] = []
         self._effects_wait = False
         self._last_read = {
-            v: i for i, eqn in enumerate(jaxpr.eqns) for v in variables(eqn.invars)
+            id(v): i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.invars
         }
         self.now = 0
         self.eqn: Any = None
@@ -53,30 +54,29 @@ class Frame:
     def want(self, atoms) -> None:
         """These are read when the walk is over."""
         at_end = len(self._jaxpr.eqns)
-        self._last_read.update((v, at_end) for v in variables(map(self._source, atoms)))
+        self._last_read.update((id(self._source(v)), at_end) for v in atoms)
 
     def _source(self, v: Any) -> Any:
         """The variable that this one stands for: itself, but for what a sow returns."""
-        return v if isinstance(v, jexc.Literal) else self._same.get(v, v)
+        return self._same.get(id(v), v)
 
     def alias_outputs(self, atoms) -> None:
         """The values that come out of the current sow are these."""
         edge, *outvars = self.eqn.outvars
-        self._env[edge] = edge_value(edge.aval)
         last = self._last_read
+        if id(edge) in last:
+            self._env[edge] = edge_value(edge.aval)
         for out, v in zip(outvars, atoms):
-            self._same[out] = v = self._source(v)
-            if not isinstance(v, jexc.Literal):
-                last[v] = max(last.get(v, -1), last.get(out, -1))
+            self._same[id(out)] = v = self._source(v)
+            last[id(v)] = max(last.get(id(v), -1), last.get(id(out), -1))
 
     def set(self, outvars, values) -> None:
         self._env.update(zip(outvars, values))
 
-    def defer(self, eqn: Any) -> None:
-        """This equation is to be evaluated in the place of the current one."""
-        self._pending.append(eqn)
-        if eqn.effects:
-            self._effects_wait = True
+    def defer(self, *eqns: Any) -> None:
+        """These equations are to be evaluated in the place of the current one."""
+        self._pending += eqns
+        self._effects_wait = self._effects_wait or any(e.effects for e in eqns)
 
     def read(self, atoms) -> list[Any]:
         atoms = [self._source(v) for v in atoms]
@@ -93,24 +93,21 @@ class Frame:
         if self._effects_wait:
             self._flush()
 
-    def _is_read(self, v: Any) -> bool:
-        """Whether a variable is read from here on."""
-        return self._last_read.get(v, -1) >= self.now
-
     def _flush(self) -> None:
         """Evaluates all that waits."""
-        eqns = [self._with_sources(e) for e in self._pending]
+        eqns = [without_donating(self._with_sources(e)) for e in self._pending]
         self._pending, self._effects_wait = [], False
-        inputs = dict.fromkeys(v for e in eqns for v in variables(e.invars))
+        inputs = dict.fromkeys(variables(v for e in eqns for v in e.invars))
+        last, now = self._last_read, self.now
         # An edge that only a sow needed is gone with that.
         eqns = [
             e
             for e in eqns
             if e.primitive is not edge_p
-            or any(v in inputs or self._is_read(v) for v in e.outvars)
+            or any(v in inputs or last.get(id(v), -1) >= now for v in e.outvars)
         ]
         invars = [v for v in inputs if v in self._env]
-        outvars = [v for e in eqns for v in e.outvars if self._is_read(v)]
+        outvars = [v for e in eqns for v in e.outvars if last.get(id(v), -1) >= now]
         segment = self._jaxpr.replace(
             constvars=[],
             invars=invars,
@@ -124,9 +121,10 @@ class Frame:
 
     def _with_sources(self, eqn: Any) -> Any:
         """The equation, without variables that a sow returns."""
-        if self._same.keys().isdisjoint(variables(eqn.invars)):
-            return eqn
-        return eqn.replace(invars=list(map(self._source, eqn.invars)))
+        for v in eqn.invars:
+            if id(v) in self._same:
+                return eqn.replace(invars=list(map(self._source, eqn.invars)))
+        return eqn
 
 
 def _as_array(atom: Any, x: Any) -> Any:
@@ -136,3 +134,13 @@ def _as_array(atom: Any, x: Any) -> Any:
         return x
     dtype = None if atom.aval.weak_type else atom.aval.dtype
     return jnp.asarray(x, dtype)
+
+
+def without_donating(eqn: Any) -> Any:
+    """The equation, if it is that of a jitted function, without donating its operands:
+    a handler may return them."""
+    donated = eqn.params.get("donated_invars", ())
+    if not any(donated):
+        return eqn
+    nothing = (False,) * len(donated)
+    return eqn.replace(params={**eqn.params, "donated_invars": nothing})

@@ -18,7 +18,7 @@ from .. import _compat
 from .._arrays import in_mesh_of
 from .._mark.primitive import sow_p
 from .._mark.staging import to_jaxpr
-from .frame import Frame
+from .frame import Frame, without_donating
 from .handler import Given, Handler, Taken
 from .sows import with_sow, without_sows
 
@@ -118,17 +118,16 @@ def evaluate(
         stages = _stages if kept else weakref.WeakKeyDictionary()
     frame = Frame(jaxpr, [*consts, *args])
     found: list[Any] = []
-    has_sow = with_sow(jaxpr)
-    for i, eqn in enumerate(jaxpr.eqns):
-        if i not in has_sow:
-            frame.defer(_without_donating(eqn))
-            continue
+    begin = 0
+    for i, eqn in with_sow(jaxpr).items():
+        frame.defer(*jaxpr.eqns[begin:i])
+        begin = i + 1
         frame.now, frame.eqn = i, eqn
         if eqn.primitive is sow_p:
             _, *atoms = eqn.invars
             given = handler.sow(found, given, eqn.params["site"], atoms, frame)
             continue
-        frame.eqn = eqn = _without_donating(eqn)
+        frame.eqn = eqn = without_donating(eqn)
         if handler.keeps_intact(eqn):
             frame.defer(eqn)
             continue
@@ -147,18 +146,9 @@ def evaluate(
         rest = handler.leave_equation(taken.values, frame)
         found.append(taken._replace(values=rest))
         given = given._replace(carry=taken.carry)
+    frame.defer(*jaxpr.eqns[begin:])
     frame.now = len(jaxpr.eqns)
     taken = handler.end_jaxpr(found, given, frame)
     outs = frame.read_arrays(jaxpr.outvars)
     frame.flush_effects()
     return outs, taken
-
-
-def _without_donating(eqn: Any) -> Any:
-    """The equation, if it is that of a jitted function, without donating its operands:
-    a handler may return them."""
-    donated = eqn.params.get("donated_invars", ())
-    if not any(donated):
-        return eqn
-    nothing = (False,) * len(donated)
-    return eqn.replace(params={**eqn.params, "donated_invars": nothing})
