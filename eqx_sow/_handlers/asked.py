@@ -6,7 +6,7 @@ import dataclasses as dc
 import functools as ft
 import operator
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from .._mark.static import SameParts
 from .._names import ANY_LOOPS, every_selected, lookup, Selected
 from .._walk.frame import Frame
 from .._walk.handler import Handler, is_solver, OVER_AND_OVER, refuse
-from .._walk.sows import loop_of, loops_around, sites
+from .._walk.sows import loop_of, loops_around, loops_of, sites, sows
 
 
 # A name with an index in it, or a glob that may stand for some.
@@ -78,6 +78,14 @@ class Asked:
             at = tuple(i for i, (_, axis) in zip(x.at, loops) if axis is None)
             sites_at.append((one, at if any(i is not None for i in at) else ()))
         return sites_at
+
+    def everywhere(self, jaxpr: Any, tag: Any) -> Iterator[tuple[Site, Any]]:
+        """What is asked for of all sows in a program, each with its equation."""
+        for site, eqns, _ in sows(jaxpr):
+            if site.tag == tag:
+                loops = tuple(loop.length for loop in loops_of(eqns))
+                for one, _ in dc.replace(self, loops=loops).of(site):
+                    yield one, eqns[-1]
 
     @property
     def by_iteration(self) -> bool:

@@ -4,7 +4,6 @@ import dataclasses as dc
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
@@ -13,7 +12,7 @@ from .._mark.static import SameParts
 from .._names import lookup
 from .._values import entry as _entry, merge as _merge, reduce as _reduce
 from .._values.entry import Entry
-from .._values.merge import Check, gather, Sown, to_one_form
+from .._values.merge import Entries, gather, to_one_form
 from .._values.modes import without_order
 from .._values.reduce import Reducer, ReducerState
 from .._values.transform import Batched
@@ -53,9 +52,7 @@ def _with_branches_chosen(found: Sequence[Any]) -> list[Any]:
     of a cond have under one name. (If another one of the name comes out of a call, it
     shows only further out which of them are in one cond.)"""
     sows = [x for x in found if isinstance(x, _Uncollected) and x.site.cases]
-    in_calls = {
-        e.site.key for x in found if isinstance(x, Sown) for e in x.entries if e.cases
-    }
+    in_calls = {x.site.key for x in found if isinstance(x, Entry) and x.cases}
     groups: dict[Any, list[tuple[int, _Uncollected]]] = {}
     for x in sows:
         # Of a batch there is no value where lanes go into different branches.
@@ -126,17 +123,9 @@ class Collect(Listens):
         else:
             frame.alias_outputs(atoms)
         asked = self.asked.of(site)
-        # The name is there, though perhaps only an iteration of it is asked for.
-        if [x.name for x, _ in asked] != [site.name]:
-            found.append(Taken(values=Sown(seen=((site.name, None),))))
-        if not asked:
-            return given
-        check_guarded(site)
-        if site.again:
-            return given
-        for one, at in asked:
-            seen = Sown(seen=((one.name, one.mode),), checks=_checks(one, atoms))
-            found.append(Taken(values=seen))
+        if asked:
+            check_guarded(site)
+        for one, at in () if site.again else asked:
             if not self._chooses(one):
                 continue
             transform = self.transform_of(site, one)
@@ -162,74 +151,59 @@ class Collect(Listens):
         return given._replace(carry={**given.carry, key: state})
 
     def end_jaxpr(self, found, given, frame: Frame) -> Taken:
-        read = [
-            x.read(frame) if isinstance(x, _Uncollected) else x.values for x in found
-        ]
-        parts = [
-            Sown((x.captured(),)) if isinstance(x, _Uncollected) else x
+        read: list[Any] = []
+        for x in found:
+            read += [x.read(frame)] if isinstance(x, _Uncollected) else x.values
+        entries = (
+            x.captured() if isinstance(x, _Uncollected) else x
             for x in _with_branches_chosen(read)
-        ]
+        )
         keeps_all = lambda name: self.reducer(name) is not None
-        return Taken(given.carry, gather(parts, keeps_all))
+        return Taken(given.carry, gather(entries, keeps_all))
 
-    def leave_equation(self, values: Sown, frame: Frame) -> Sown:
-        eqn = frame.eqn
-        loop = loop_of(eqn)
+    def leave_equation(self, values: Entries, frame: Frame) -> Entries:
+        loop = loop_of(frame.eqn)
         step = frame.now, loop.reverse if loop else None
+        return tuple(dc.replace(e, route=(step, *e.route)) for e in values)
 
-        return values.map(lambda e: dc.replace(e, route=(step, *e.route)))
-
-    def only_iterations(self, values: Sown) -> Sown:
+    def only_iterations(self, values: Entries) -> Entries:
         def only(e):
             n = e.at[-1] if _entry.keeps_one(e) else -1
             return dc.replace(e, arrays=(n,) * len(e.arrays))
 
-        return values.map(only)
+        return tuple(map(only, values))
 
-    def stack_iterations(self, values: Sown, length: int) -> Sown:
-        return values.map(lambda e: _entry.stacked(e, length))
+    def stack_iterations(self, values: Entries, length: int) -> Entries:
+        return tuple(_entry.stacked(e, length) for e in values)
 
-    def stack_devices(self, values: Sown, axes, varying):
-        pairs = [_entry.on_device(e, axes, varying) for e in values.entries]
-        entries, specs = zip(*pairs) if pairs else ((), ())
-        return dc.replace(values, entries=entries), dc.replace(values, entries=specs)
+    def stack_devices(self, values: Entries, axes, varying):
+        pairs = [_entry.on_device(e, axes, varying) for e in values]
+        return tuple(e for e, _ in pairs), tuple(specs for _, specs in pairs)
 
-    def unify_branches(self, all_values: Sequence[Sown]):
+    def unify_branches(self, all_values: Sequence[Entries]):
         return to_one_form(all_values)
 
-    def before_first_iteration(self, values: Sown) -> Sown:
-        left = values.map(_entry.left_loop)
-        return left.map(lambda e: _merge.zeros(_merge.unify([e])))
+    def before_first_iteration(self, values: Entries) -> Entries:
+        forms = (_merge.unify([_entry.left_loop(e)]) for e in values)
+        return tuple(map(_merge.zeros, forms))
 
-    def after_iteration(self, old: Sown, new: Sown) -> Sown:
-        new = new.map(_entry.left_loop)
-        entries = tuple(
-            _merge.latest(o, _merge.conform(n, o))
-            for o, n in zip(old.entries, new.entries)
+    def after_iteration(self, old: Entries, new: Entries) -> Entries:
+        return tuple(
+            _merge.latest(o, _merge.conform(_entry.left_loop(n), o))
+            for o, n in zip(old, new)
         )
-        return dc.replace(old, entries=entries)
 
-    def started(self, survey: Callable[[Handler], Sown]) -> dict[Any, ReducerState]:
+    def started(self, survey: Callable[[Handler], Entries]) -> dict[Any, ReducerState]:
         """The states of all reducers before the first execution. `survey` looks at what
         a handler finds in the program."""
         reducers = self.reduce.value
         reducers = reducers.values() if isinstance(reducers, Mapping) else [reducers]
         if not any(r is not None and r.has_state for r in reducers):
             return {}
-        by_key = _entry.grouped(survey(dc.replace(self, reduce=EACH_PLACE)).entries)
+        by_key = _entry.grouped(survey(dc.replace(self, reduce=EACH_PLACE)))
         states = {}
         for key, entries in by_key.items():
             reducer: Any = self.reducer(key[0])
             if self.folds(key[0]) and self._chooses(entries[0].site):
                 states[key] = _reduce.started(reducer, entries)
         return states
-
-
-def _checks(site: Site, atoms: Sequence[Any]) -> tuple[Check, ...]:
-    if not site.spec:
-        return ()
-    shapes = [
-        jax.ShapeDtypeStruct(site.shape(i, v.aval.shape), v.aval.dtype)
-        for i, v in enumerate(atoms)
-    ]
-    return (Check(site, tuple(shapes[len(site.guards) :])),)

@@ -156,12 +156,12 @@ class _Plant(Transformed):
             elsewhere=program.names_outside_of_solvers,
             has_outer=False,
         )
-        sown = program.with_executions(lambda name: False).survey(survey)
-        names = [name for name, _ in sown.seen]
+        found = program.with_executions(lambda name: False).survey(survey)
+        names = [site.name for site, _ in program.in_loops]
         hint = hints(program)
         check_known("plant(fn, values)", patterns, names, hint=hint)
-        mode_of = labels({e.site.key for e in sown.entries})
-        entries = grouped([e for e in sown.entries if mode_of[e.site.key] == mode])
+        mode_of = labels({e.site.key for e in found})
+        entries = grouped([e for e in found if mode_of[e.site.key] == mode])
         problem = f"is sown, but has no {mode} here"
         if "cotangent" in mode:
             problem += " (as it has in `plant(eqx.filter_grad(fn), ...)`)"

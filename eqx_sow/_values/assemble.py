@@ -20,28 +20,28 @@ from .._results.intermediates import (
 )
 from .axes import as_operand, broadcast, final_axes, kept_axes
 from .entry import Entry, grouped, with_count
-from .merge import Sown
 from .modes import is_backward
 from .reduce import finished, Reducers, ReducerState
 
 
 def assemble(
-    sown: Sown,
+    found: Sequence[Entry],
+    names: Iterable[str],
     states: Mapping[Any, ReducerState],
     reducers: Reducers,
     wanted: Mapping[Any, str],
 ) -> Intermediates:
-    """`intermediates[name][mode]`, in order of execution. `states` are those of the
-    reducers that have one. `wanted` says for each `Site.key` that comes back what its
-    mode is called."""
-    by_name = grouped(sown.entries, lambda site: site.name)
+    """`intermediates[name][mode]`, with the names in this order. `states` are those of
+    the reducers that have one. `wanted` says for each `Site.key` that comes back what
+    its mode is called."""
+    by_name = grouped(found, lambda site: site.name)
     places: dict[Any, Sequence[Entry | None]] = {
         key: of_key if reducers(key[0]) is None else _in_order(of_key, by_name[key[0]])
-        for key, of_key in grouped(sown.entries).items()
+        for key, of_key in grouped(found).items()
     }
     for key, state in states.items():
         places[key] = [finished(reducers(key[0]), state)]
-    out: dict[str, dict[str, Any]] = {name: {} for name, _ in sown.seen}
+    out: dict[str, dict[str, Any]] = {name: {} for name in names}
     counts: dict[str, _Returned] = {}
     axes = {}
     for key, entries in places.items():

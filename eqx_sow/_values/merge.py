@@ -1,8 +1,8 @@
 """How several captured entries of one name become one.
 
-Each jaxpr yields one `Sown`. Those of its calls, loops and branches come in one by one,
-and `gather` makes one of them. Where entries of one name meet, these functions bring
-them together:
+Each jaxpr yields its entries, and those of its calls, loops and branches. `gather`
+looks for those of one name that belong together. Where such entries meet, these
+functions make one of them:
 
 | | of | makes |
 |---|---|---|
@@ -23,11 +23,10 @@ each iteration of a `while_loop`, and `reduce.py` asks for the form of a state.
 
 import dataclasses as dc
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
-import jax.tree_util as jtu
 
 from .._arrays import broadcast_like, leading, select, sharded_like, zeros_like
 from .._errors import DuplicateSowError, SowError
@@ -39,38 +38,16 @@ from .entry import Entry, grouped, with_count
 from .modes import is_backward
 
 
-class Check(NamedTuple):
-    """A sow with an annotation, and what the arrays look like that are sown there."""
-
-    site: Site
-    shapes: tuple[Any, ...]
+# What was captured in a jaxpr, in order of execution.
+Entries = tuple[Entry, ...]
 
 
-def _static() -> Any:
-    return dc.field(default=(), metadata=dict(static=True))
-
-
-@jtu.register_dataclass
-@dc.dataclass(frozen=True)
-class Sown:
-    """What was captured in a jaxpr. `Collect` makes it, and `save_intermediates` reads
-    that of the whole program."""
-
-    entries: tuple[Entry, ...] = ()
-    # The names that there are, each with the modes of those that are selected.
-    seen: tuple[tuple[str, str | None], ...] = _static()
-    checks: tuple[Check, ...] = _static()
-
-    def map(self, fn: Callable[[Entry], Entry]) -> "Sown":
-        return dc.replace(self, entries=tuple(map(fn, self.entries)))
-
-
-def gather(parts: Sequence[Sown], keeps_all: Callable[[str], bool]) -> Sown:
-    """All that was captured in a jaxpr, as one, in order of execution. `keeps_all` says
-    of a name whether it may have several entries."""
+def gather(found: Iterable[Entry], keeps_all: Callable[[str], bool]) -> Entries:
+    """What was found in a jaxpr, with one entry in the place of those that are in
+    branches of one cond. `keeps_all` says of a name whether it may have several."""
     entries: list[Entry] = []
     indices: dict[Any, list[int]] = {}
-    for new in sorted((e for part in parts for e in part.entries), key=_of_primal):
+    for new in sorted(found, key=_of_primal):
         before = indices.setdefault(new.site.key, [])
         for i in before if new.cases else ():
             if _are_exclusive(entries[i], new):
@@ -82,7 +59,7 @@ def gather(parts: Sequence[Sown], keeps_all: Callable[[str], bool]) -> Sown:
                 raise duplicate(entries[before[0]].site, new.site)
             before.append(len(entries))
             entries.append(new)
-    return _all_of(parts, entries)
+    return tuple(entries)
 
 
 def of_branch_that_runs(
@@ -155,28 +132,19 @@ def _are_exclusive(a: Entry, b: Entry) -> bool:
     return all(apart(x, y) for x in a.cases or [()] for y in b.cases or [()])
 
 
-def _all_of(parts: Sequence[Sown], entries: Iterable[Entry]) -> Sown:
-    def union(field: str) -> tuple:
-        return tuple(dict.fromkeys(x for p in parts for x in getattr(p, field)))
-
-    return Sown(tuple(entries), union("seen"), union("checks"))
-
-
-def to_one_form(branches: Sequence[Sown]) -> Callable[[Sown], Sown]:
+def to_one_form(branches: Sequence[Entries]) -> Callable[[Entries], Entries]:
     """For branches of which one runs, as shapes: a function that brings each to one
     form."""
-    slots = [_slots(b.entries) for b in branches]
+    slots = list(map(_slots, branches))
     keys = dict.fromkeys(k for s in slots for k in s)
     forms = {k: unify([s[k] for s in slots if k in s]) for k in keys}
-    every = _all_of(branches, ())
 
-    def bring(branch: Sown) -> Sown:
-        own = _slots(branch.entries)
-        entries = tuple(
+    def bring(branch: Entries) -> Entries:
+        own = _slots(branch)
+        return tuple(
             conform(own[k], form) if k in own else zeros(form)
             for k, form in forms.items()
         )
-        return dc.replace(every, entries=entries)
 
     return bring
 
