@@ -11,11 +11,9 @@ from .._mark.site import Site
 from .._mark.static import SameParts
 from .._names import lookup
 from .._values import entry as _entry, merge as _merge, reduce as _reduce
-from .._values.entry import Entry
 from .._values.merge import Entries, gather, to_one_form
 from .._values.modes import without_order
 from .._values.reduce import Reducer, ReducerState
-from .._values.transform import Batched
 from .._walk.frame import Frame
 from .._walk.handler import check_guarded, Given, Handler, Taken
 from .._walk.sows import loop_of, sites
@@ -26,54 +24,15 @@ from .asked import leave_to_others, Listens, pass_by, reached
 EACH_PLACE = SameParts(_reduce.Append())
 
 
-class _Uncollected(NamedTuple):
-    """A sow that `Collect` came by. Its operands are still variables of the jaxpr,
-    which are read all at once when that has been walked."""
+class _Sow(NamedTuple):
+    """A sow that `Collect` came by. Its operands are variables of the jaxpr, which are
+    read all at once when that has been walked."""
 
     site: Site
     operands: Sequence[Any]
     transform: Any
     # See `Entry.at`.
     at: tuple[int | None, ...]
-    # Whether it has a count, though it has no guards: every branch of a cond has it.
-    conditional: bool = False
-
-    def read(self, frame: Frame) -> "_Uncollected":
-        return self._replace(operands=frame.read_arrays(self.operands))
-
-    def captured(self) -> Entry:
-        """The entry, once the operands are arrays."""
-        entry = _entry.captured(self.site, self.operands, self.transform, self.at)
-        return _entry.with_count(entry) if self.conditional else entry
-
-
-def _with_branches_chosen(found: Sequence[Any]) -> list[Any]:
-    """What was found in a jaxpr, with one sow in the place of those that all branches
-    of a cond have under one name. (If another one of the name comes out of a call, it
-    shows only further out which of them are in one cond.)"""
-    sows = [x for x in found if isinstance(x, _Uncollected) and x.site.cases]
-    in_calls = {x.site.key for x in found if isinstance(x, Entry) and x.cases}
-    groups: dict[Any, list[tuple[int, _Uncollected]]] = {}
-    for x in sows:
-        # Of a batch there is no value where lanes go into different branches.
-        if x.site.key not in in_calls and not isinstance(x.transform, Batched):
-            *outer, (cond, branch, size, run) = x.site.cases
-            group = groups.setdefault((x.site.key, x.at, *outer, cond, run, size), [])
-            group.append((branch, x))
-    for (*_, size), group in groups.items():
-        branches, cases = zip(*sorted(group, key=lambda pair: pair[0]))
-        one = None
-        if branches == tuple(range(size)):
-            one = _merge.of_branch_that_runs([(x.site, x.operands) for x in cases])
-        if one is not None:
-            new = _Uncollected(*one, cases[0].transform, cases[0].at, True)
-            ids = list(map(id, cases))
-            rest = [
-                new if id(x) == ids[0] else x for x in found if id(x) not in ids[1:]
-            ]
-            # What was chosen may be in a branch of another cond.
-            return _with_branches_chosen(rest)
-    return list(found)
 
 
 @dc.dataclass(frozen=True, kw_only=True)
@@ -129,7 +88,7 @@ class Collect(Listens):
             if not self._chooses(one):
                 continue
             transform = self.transform_of(site, one)
-            new = _Uncollected(one, tuple(atoms), transform, at)
+            new = _Sow(one, atoms, transform, at)
             if self.folds(one.name):
                 given = self._fold(given, new, frame)
             else:
@@ -137,13 +96,15 @@ class Collect(Listens):
                 frame.want(atoms)
         return given
 
-    def _fold(self, given: Given, new: "_Uncollected", frame: Frame) -> Given:
+    def _fold(self, given: Given, new: _Sow, frame: Frame) -> Given:
         """One more execution for a reducer, whose state goes through the loops
         around."""
         key = new.site.key
         reducer: Any = self.reducer(new.site.name)
         old = given.carry[key]
-        state = _reduce.stepped(reducer, old, new.read(frame).captured())
+        operands = frame.read_arrays(new.operands)
+        entry = _entry.captured(new.site, operands, new.transform, new.at)
+        state = _reduce.stepped(reducer, old, entry)
         # With `names="h/3"`, only if it is that iteration.
         if new.at:
             here = reached(new.at, given.iterations)
@@ -151,13 +112,13 @@ class Collect(Listens):
         return given._replace(carry={**given.carry, key: state})
 
     def end_jaxpr(self, found, given, frame: Frame) -> Taken:
-        read: list[Any] = []
+        entries = []
         for x in found:
-            read += [x.read(frame)] if isinstance(x, _Uncollected) else x.values
-        entries = (
-            x.captured() if isinstance(x, _Uncollected) else x
-            for x in _with_branches_chosen(read)
-        )
+            if isinstance(x, _Sow):
+                sown = _entry.sown(x.site, frame.read_arrays(x.operands), x.at)
+                entries.append((sown, x.transform))
+            else:
+                entries += [(entry, _entry.FINISHED) for entry in x.values]
         keeps_all = lambda name: self.reducer(name) is not None
         return Taken(given.carry, gather(entries, keeps_all))
 

@@ -134,9 +134,9 @@ class Delivery:
             # In one line, since the last line of JAX's report is what is looked at.
             raised = " ".join(f"{type(e).__name__}: {e}".split()).rstrip(":")
             failure = SowError(
-                f"The callback of `tap` raised {raised} (at "
-                f"`sow(..., {self.site.name!r})` at {self.site.where}, {self.mode}, "
-                f"with {event.count} execution{'s' * (event.count != 1)} before it)."
+                f"The callback of `tap` raised {raised} (at {self.site.said}, "
+                f"{self.mode}, with {event.count} execution"
+                f"{'s' * (event.count != 1)} before it)."
             )
             failures.append(failure)
             raise failure from e
@@ -270,10 +270,9 @@ def _send_batch(axis_data, operands, dims, *, delivery):
     if dims[0] is not None:
         # So it is inside a loop or a branch with a predicate that has lanes.
         raise SowError(
-            f"`sow(..., {delivery.site.name!r})` at {delivery.site.where} is tapped in "
-            "a loop or a branch that only some lanes of a `jax.vmap` run, and the vmap "
-            "came after the tap: which lanes run cannot be told. Put the vmap inside: "
-            "`tap(jax.vmap(fn), ...)`."
+            f"{delivery.site.said} is tapped in a loop or a branch that only some "
+            "lanes of a `jax.vmap` run, and the vmap came after the tap: which lanes "
+            "run cannot be told. Put the vmap inside: `tap(jax.vmap(fn), ...)`."
         )
     operands = [
         x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims)

@@ -188,9 +188,8 @@ def _single(predicate: Callable, site: Site) -> Callable:
             out = np.bool_(out)
         if getattr(out, "shape", None) != () or out.dtype != bool:
             raise SowError(
-                f"The `when` of `tap` returned {out!r} for `sow(..., {site.name!r})` "
-                f"at {site.where}. It takes the value and returns a single boolean: "
-                "write `.any()` or `.all()`."
+                f"The `when` of `tap` returned {out!r} for {site.said}. It takes the "
+                "value and returns a single boolean: write `.any()` or `.all()`."
             )
         return out
 

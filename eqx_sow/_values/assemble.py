@@ -152,19 +152,16 @@ def _in_order(mine: Sequence[Entry], entries: Sequence[Entry]) -> list[Entry | N
     for e in mine:
         fits = [i for i, p in enumerate(primals) if not p.site.of.isdisjoint(e.site.of)]
         if len(fits) > 1:
-            raise _unclear(e)
+            mode = e.site.mode
+            raise SowError(
+                f"`{e.site.name}` is sown several times (one is at {e.site.where}), "
+                f"and not each branch has a {mode} of the same: which {mode} belongs "
+                "to which primal differs from branch to branch. Give the values "
+                "different names."
+            )
         # It may never have run forward, or a function from `jax.vjp` is called twice.
         if not fits or order[fits[0]] is not None:
             others.append(e)
         else:
             order[fits[0]] = e
     return [*order, *others]
-
-
-def _unclear(e: Entry) -> SowError:
-    mode = e.site.mode
-    return SowError(
-        f"`{e.site.name}` is sown several times (one is at {e.site.where}), and not "
-        f"each branch differentiates the same of them: which {mode} belongs to which "
-        "primal differs from branch to branch. Give the values different names."
-    )

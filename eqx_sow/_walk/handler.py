@@ -180,20 +180,17 @@ def check_guarded(site: Site) -> None:
     """Raises if it cannot be told whether a sow runs, or only runs again."""
     if site.again is None:
         raise SowError(
-            f"`sow(..., {site.name!r})` at {site.where} is in the `bwd` of a "
-            "`jax.custom_vjp` that only some lanes of a `jax.vmap` call, and its name "
-            "is that of a sow in the forward pass: whether it repeats that one cannot "
-            "be told. Give it another name, with `eqx_sow.scope(...)` in the `bwd`, or "
-            "leave the sow out, by `names` or another `tag`."
+            f"{site.said} is in the `bwd` of a `jax.custom_vjp` that only some lanes "
+            "of a `jax.vmap` call, and the forward pass has a sow of that name: "
+            "whether it repeats that one cannot be told. Give it another name, with "
+            "`eqx_sow.scope(...)`, or leave it out, by `names` or another `tag`."
         )
     if site.unguarded:
         raise SowError(
-            f"`sow(..., {site.name!r})` at {site.where} is in the derivative rule of a "
-            "function (`jax.custom_jvp`, `jax.custom_vjp`) that only some lanes of a "
-            "`jax.vmap` call, and the vmap came before the derivative: whether the sow "
-            "runs cannot be told. Take the derivative inside the vmap, "
-            "`jax.vmap(jax.grad(fn))`, or leave the sow out, by `names` or another "
-            "`tag`."
+            f"{site.said} is in the derivative rule of a function (`jax.custom_jvp`, "
+            "`jax.custom_vjp`) that only some lanes of a `jax.vmap` call, and the vmap "
+            "came first: whether the sow runs cannot be told. Write "
+            "`jax.vmap(jax.grad(fn))`, or leave it out, by `names` or another `tag`."
         )
 
 
@@ -224,7 +221,7 @@ def refuse(
 def unsupported(site: Site, eqn: Any, why: str, remedy: str = _MOVE) -> str:
     primitive, _ = _compat.unmapped(eqn)
     return (
-        f"`sow(..., {site.name!r})` at {site.where} is inside the primitive "
-        f"`{primitive}`: {why}, so the value cannot be captured or planted. "
-        f"{remedy} Or leave it out, by `names` or another `tag`."
+        f"{site.said} is inside the primitive `{primitive}`: {why}, so the value "
+        f"cannot be captured or planted. {remedy} Or leave it out, by `names` or "
+        "another `tag`."
     )
