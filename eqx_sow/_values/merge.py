@@ -248,8 +248,8 @@ def duplicate(a: Site, b: Site, remedy: str = "") -> DuplicateSowError:
     places = f"{a.where} and at {b.where}"
     if a.where == b.where:
         places = f"{a.where}, which runs more than once"
-    elif b.backward and not a.backward:
-        places += " (the latter in the `bwd` of a `jax.custom_vjp`)"
+    if b.backward and not a.backward:
+        places += " (also in a backward pass: in the `bwd` of a `jax.custom_vjp`)"
     calls = [site.note.call for site in (a, b) if site.note]
     names = (
         "`scope=True` puts the paths of modules before them, and `with "
@@ -298,12 +298,12 @@ def _check_same(a: Entry, b: Entry) -> None:
             "names."
         )
         if mode != "primal":
-            remedy += f" (A NumPy array has no {mode}: sow `jnp.asarray(...)`.)"
+            remedy += f" (A NumPy array has no {mode}, so sow `jnp.asarray(...)`.)"
     elif is_backward(mode) and lanes[0] != lanes[1]:
         problem = "in several branches"
         remedy = (
-            "In one of them, a leaf is the same for all lanes of a `jax.vmap`, so its "
-            "cotangent is the total. They cannot become one value: give the sows "
+            "A leaf is the same for all lanes of a `jax.vmap` in one of them, where "
+            "its cotangent is the total. They cannot become one value: give the sows "
             "different names."
         )
     else:
