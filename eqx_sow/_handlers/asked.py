@@ -15,7 +15,7 @@ from .._mark.site import Site
 from .._mark.static import SameParts
 from .._names import ANY_LOOPS, every_selected, lookup, Selected
 from .._walk.frame import Frame
-from .._walk.handler import Handler, is_solver, OVER_AND_OVER, refuse
+from .._walk.handler import Handler
 from .._walk.sows import loop_of, loops_around, loops_of, sites, sows
 
 
@@ -64,6 +64,8 @@ class Asked:
         """What is asked for of a sow, each as a site of its own, with `Entry.at`. With
         `names=("h", "h/3")` that is the whole `h`, and its iteration 3: the same site,
         but called `h/3`."""
+        if self.names is None:
+            return [(site, ())]
         loops = loops_around(site, self.loops)
         sites_at = []
         for x in self._selected(site, tuple(n for n, _ in loops)):
@@ -84,7 +86,8 @@ class Asked:
         for site, eqns, _ in sows(jaxpr):
             if site.tag == tag:
                 loops = tuple(loop.length for loop in loops_of(eqns))
-                for one, _ in dc.replace(self, loops=loops).of(site):
+                here = dc.replace(self, loops=loops) if loops else self
+                for one, _ in here.of(site):
                     yield one, eqns[-1]
 
     @property
@@ -115,7 +118,7 @@ class Listens(Handler):
     asked: Asked
     # The option of that name, which may be a dict.
     transform: SameParts
-    # The names that also run outside of linear solvers.
+    # See `Handler`.
     elsewhere: frozenset[str]
     # Whether another transformation further out may want other sows: if so, these stay
     # in the program.
@@ -134,14 +137,6 @@ class Listens(Handler):
     def for_inside(self, eqn):
         asked = self.asked.within(eqn)
         return self if asked == self.asked else dc.replace(self, asked=asked)
-
-    def meet_unknown(self, found, eqn):
-        if not is_solver(eqn):
-            return super().meet_unknown(found, eqn)
-        # A solver does not show what happens inside. But who calls it usually evaluates
-        # the same function elsewhere, too, where the sows are seen.
-        hidden = [s for s in sites(eqn) if s.name not in self.elsewhere]
-        refuse(self, eqn, hidden, OVER_AND_OVER)
 
     def transform_of(self, whole: Site, one: Site) -> Any:
         """The transform of a sow, or of `one` iteration of the `whole`, such as `h/3`:

@@ -52,7 +52,7 @@ class Collect(Listens):
         return self.folds(site.name)
 
     def keeps_intact(self, eqn):
-        # Names that are not asked for are noted, for messages.
+        # Those further out do not see sows of this tag, asked for or not.
         return self.has_outer and all(s.tag != self.tag for s in sites(eqn))
 
     def reducer(self, name: str) -> Reducer | None:

@@ -85,24 +85,20 @@ class _Scope(threading.local, contextlib.ContextDecorator):
         self._entered: list[Any] = []
 
     def __enter__(self) -> None:
-        here = listening.value
-        if here is None:
-            self._entered.append(None)
-            return
-        inside = here._replace(scope=join(here.scope, self._name))
-        context = listening(inside)
+        inside = here = listening.value
+        context = contextlib.nullcontext()
+        if here is not None:
+            inside = here._replace(scope=join(here.scope, self._name))
+            context = listening(inside)
         context.__enter__()
         self._entered.append((inside, context))
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
-        entered = self._entered.pop()
+        inside, context = self._entered.pop()
         now = listening.value
-        if entered is None or now is None:
-            return
-        inside, context = entered
         if now is inside:
             context.__exit__(kind, error, traceback)
-        elif kind is None:
+        elif kind is None and None not in (inside, now):
             raise SowError(
                 f"`eqx_sow.scope({self._name!r})` was entered before, and left after, "
                 "what is around the code here, as in a generator that is suspended "

@@ -65,7 +65,9 @@ class _SaveIntermediates(Transformed):
         entries = taken.values
         asked = list(collect.asked.everywhere(program.closed, options.tag))
         names = dict.fromkeys(site.name for site, _ in asked)
-        known = dict.fromkeys([*(site.name for site, _ in program.in_loops), *names])
+        known = names
+        if options.names is not None:
+            known = dict.fromkeys([*(s.name for s, _ in program.in_loops), *names])
         by_name = dict(
             reduce=self._reduce, transform=self._transform, spec=options.spec
         )

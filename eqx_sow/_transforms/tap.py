@@ -141,14 +141,12 @@ def _walk(self: _Tapped, program: Program, extra: list[Any]) -> list[Any]:
         options=self._options,
         chosen=tuple(chosen.items()),
         elsewhere=program.names_outside_of_solvers,
-        slots=tuple(counts),
         transform=SameParts(self._transform),
         when=SameParts(self._when),
         extra=(treedef, leaves),
         has_outer=listening.value is not None,
     )
-    carry = {str(i): count for i, count in enumerate(counts.values())}
-    outs, _ = program.evaluate(handler, Given(carry, extra))
+    outs, _ = program.evaluate(handler, Given(counts, extra))
     return outs
 
 

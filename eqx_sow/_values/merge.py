@@ -194,7 +194,11 @@ def unify(entries: Sequence[Entry]) -> Entry:
     """The form of all `entries`: with a count, as shapes, and with room for each."""
     sites = [e.site for e in entries]
     axes = _common_axes(sites)
-    entries = [types_of(lambda e: with_axes(with_count(e), axes), e) for e in entries]
+    full = lambda e: with_axes(with_count(e), axes)
+    entries = [
+        e if e.counted and len(e.site.axes) == len(axes) else types_of(full, e)
+        for e in entries
+    ]
     for e in entries[1:]:
         _check_same(entries[0], e)
     n = len(entries[0].arrays)
