@@ -5,7 +5,6 @@
 import dataclasses as dc
 import functools as ft
 import operator
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -17,10 +16,6 @@ from .._names import ANY_LOOPS, every_selected, lookup, Selected
 from .._walk.frame import Frame
 from .._walk.handler import Handler
 from .._walk.sows import loop_of, loops_around, loops_of, sites, sows
-
-
-# A name with an index in it, or a glob that may stand for some.
-_INDEX = re.compile(r"(^|/)(-?\d+|\*|[^/]*[?[][^/]*)(/|$)")
 
 
 def reached(at: Iterable[int | None], iterations: Iterable[Any]) -> Any:
@@ -42,7 +37,7 @@ class Asked:
     # like an index in it is none.
     spelled_out: frozenset[str] = frozenset()
     # How many iterations the loops around this place have, from outside in (`None` for
-    # a `while_loop`). It is kept only if some iteration is asked for.
+    # a `while_loop`). It is kept only if `names` is not `None`.
     loops: tuple[int | None, ...] = ()
 
     def _selected(self, site: Site, loops: tuple[int, ...]) -> Iterable[Selected]:
@@ -90,21 +85,16 @@ class Asked:
                 for one, _ in here.of(site):
                     yield one, eqns[-1]
 
-    @property
-    def by_iteration(self) -> bool:
-        """Whether an iteration of anything may be asked for."""
-        return any(isinstance(p, str) and _INDEX.search(p) for p in self.names or ())
-
     def iterations_in(self, jaxpr: Any, tag: Any) -> bool:
         """Whether an iteration of a sow in this jaxpr may be asked for."""
-        return self.by_iteration and any(
+        return self.names is not None and any(
             x.at for s in sites(jaxpr) if s.tag == tag for x in self.perhaps(s)
         )
 
     def within(self, eqn: Any) -> "Asked":
         """The same, for what is inside an equation."""
         loop = loop_of(eqn)
-        if not (self.by_iteration and loop):
+        if self.names is None or loop is None:
             return self
         return dc.replace(self, loops=(*self.loops, loop.length))
 

@@ -115,8 +115,8 @@ class Collect(Listens):
         entries = []
         for x in found:
             if isinstance(x, _Sow):
-                sown = _entry.sown(x.site, frame.read_arrays(x.operands), x.at)
-                entries.append((sown, x.transform))
+                entry = _entry.unfinished(x.site, frame.read_arrays(x.operands), x.at)
+                entries.append((entry, x.transform))
             else:
                 entries += [(entry, _entry.FINISHED) for entry in x.values]
         keeps_all = lambda name: self.reducer(name) is not None

@@ -124,10 +124,12 @@ def captured(
 ) -> Entry:
     """The entry of one sow: its value, transformed, and a count in the place of guards.
     Lanes in which the sow does not run are zeros."""
-    return finished(sown(site, operands, at), transform)
+    return finished(unfinished(site, operands, at), transform)
 
 
-def sown(site: Site, operands: Sequence[Any], at: tuple[int | None, ...] = ()) -> Entry:
+def unfinished(
+    site: Site, operands: Sequence[Any], at: tuple[int | None, ...] = ()
+) -> Entry:
     """The entry of one sow before it is `finished`. In the place of a count it has
     booleans that say in which lanes the sow runs. In others, the value is anything."""
     value = value_of(site, operands)

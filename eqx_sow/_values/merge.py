@@ -10,6 +10,7 @@ functions make one of them:
 | `conform` | one entry, and a form | the same entry in that form |
 | `zeros` | a form | the entry of what did not run |
 | `latest` | two entries of one form | for each lane, the one that ran last |
+| `merged` | two entries | the same, once both conform |
 
 For example, `h` is `f32[3]` in one branch. In the other it varies over a `vmap` of 4
 lanes, and is `f32[4,3]`. The form is `f32[4,3]`. The first one conforms: `with_axes`
@@ -17,8 +18,8 @@ makes it `f32[1,3]`, which is then repeated along the lanes.
 
 A branch of a `jax.lax.cond` returns each name of the other ones as zeros, with a count
 of zero (`to_one_form`). Under a `vmap` all branches run, each for the lanes that take
-it, and `gather` merges what they sow with `latest`. The handler does the same after
-each iteration of a `while_loop`, and `reduce.py` asks for the form of a state.
+it, and `gather` merges what they sow. The handler calls `latest` after each iteration
+of a `while_loop`, and `reduce.py` asks for the form of a state.
 """
 
 import dataclasses as dc
@@ -42,13 +43,13 @@ from .transform import Batched
 # What was captured in a jaxpr, in order of execution.
 Entries = tuple[Entry, ...]
 # An entry, and the transform that it is still to have, for `finished`.
-Found = tuple[Entry, Any]
+WithTransform = tuple[Entry, Any]
 
 
-def gather(found: Iterable[Found], keeps_all: Callable[[str], bool]) -> Entries:
+def gather(found: Iterable[WithTransform], keeps_all: Callable[[str], bool]) -> Entries:
     """What was found in a jaxpr, with one entry in the place of those that are in
     branches of one cond. `keeps_all` says of a name whether it may have several."""
-    gathered: list[Found] = []
+    gathered: list[WithTransform] = []
     indices: dict[Any, list[int]] = {}
     for new, transform in sorted(found, key=lambda pair: _of_primal(pair[0])):
         before = indices.setdefault(new.site.key, [])
@@ -64,13 +65,14 @@ def gather(found: Iterable[Found], keeps_all: Callable[[str], bool]) -> Entries:
     return tuple(finished(e, transform) for e, transform in gathered)
 
 
-def _one_of(a: Found, b: Found) -> Found:
+def _one_of(a: WithTransform, b: WithTransform) -> WithTransform:
     """One entry for two of which at most one runs in each lane. If they are of one form
     before the transform, it is applied once, to the value that was selected."""
     transform = a[1]
     if (
         transform is not b[1]
-        or isinstance(transform, Batched)  # no value of all lanes: an error
+        # It sees all lanes at once, and no branch has these: `finished` raises.
+        or isinstance(transform, Batched)
         or _form(a[0]) != _form(b[0])
     ):
         return merged(finished(*a), finished(*b)), FINISHED

@@ -177,17 +177,8 @@ def _edges(values: Sequence[_Value]) -> frozenset[Path]:
     return _NONE.union(*[x.edges for x in values])
 
 
-class _Description(NamedTuple):
-    """How a value is computed: by what, from the values with which numbers, and the
-    parameters of the equation, which need not be hashable."""
-
-    how: Hashable
-    operands: tuple[int, ...] = ()
-    params: Any = None
-
-
 class _Numbers(Domain):
-    """Gives numbers to values: those with equal descriptions have the same number.
+    """Gives numbers to values: those that are computed alike have the same number.
 
     What is said of a value in a scan holds for each iteration by itself. So a residual
     that one scan stacks, and another one takes apart, has the number that it had in the
@@ -195,8 +186,12 @@ class _Numbers(Domain):
     """
 
     def __init__(self):
+        # How a value is computed: by what, and from the values with which numbers. For
+        # each, the parameters of such equations, and the number of the result. These
+        # need not be hashable.
         self._known: dict[Hashable, list[tuple[Any, int]]] = {}
-        self._descriptions: dict[int, _Description] = {}
+        # By number, how that value is computed.
+        self._computed: dict[int, tuple[Hashable, tuple[int, ...]]] = {}
         self._next = it.count()
         self.sows: list[_Sow] = []
 
@@ -208,14 +203,14 @@ class _Numbers(Domain):
     def _number(
         self, how: Hashable, operands: Sequence[int] = (), params: Any = None
     ) -> int:
-        new = _Description(how, tuple(operands), params)
-        candidates = self._known.setdefault(new[:2], [])
+        computed = how, tuple(operands)
+        candidates = self._known.setdefault(computed, [])
         for x, number in candidates:
             if x is params or _equal(x, params):
                 return number
         number = next(self._next)
         candidates.append((params, number))
-        self._descriptions[number] = new
+        self._computed[number] = computed
         return number
 
     def literal(self, literal):
@@ -289,6 +284,8 @@ class _Numbers(Domain):
         return [*carried(("at the end", loop), outs), *outs[n:]]
 
     # --- what is put together, and taken apart again ---
+    # The cases of a cond, the iterations that a scan stacks, the parts of an array on
+    # the devices of a mesh. `how` is the same for both ways.
     def _together(
         self, how: Hashable, parts: Sequence[_Value], params: Any = None
     ) -> _Value:
@@ -297,8 +294,8 @@ class _Numbers(Domain):
 
     def _part(self, how: Hashable, whole: _Value, i: int = 0) -> int | None:
         """The number of a part of what was put together so; `None` for other values."""
-        found = self._descriptions.get(whole.number)
-        return found.operands[i] if found and found.how == how else None
+        its_how, parts = self._computed.get(whole.number, (None, ()))
+        return parts[i] if its_how == how else None
 
     def _slice(self, how: Hashable, whole: _Value) -> _Value:
         number = self._part(how, whole)
@@ -309,10 +306,11 @@ class _Numbers(Domain):
     def chosen(self, index, cases):
         if len({x.number for x in cases}) == 1:
             return cases[0]._replace(edges=_edges(cases))
-        return self._together(("cases", index.number, index.made), cases)
+        value = self._together(("cases", index.number), cases)
+        return value._replace(made=(index.made, value.made))
 
     def in_case(self, index, i, value):
-        number = self._part(("cases", index.number, index.made), value, i)
+        number = self._part(("cases", index.number), value, i)
         return value if number is None else value._replace(number=number)
 
     def stacked(self, value, here):
