@@ -10,7 +10,7 @@ from ._errors import (
     UnsupportedPrimitiveError as UnsupportedPrimitiveError,
 )
 from ._handlers.events import TapEvent as TapEvent
-from ._mark.scope import scope as scope
+from ._mark.listening import scope as scope
 from ._mark.sow import Sow as Sow, sow as sow
 from ._results.intermediates import Intermediates as Intermediates
 from ._results.summarize import summarize as summarize, Summary as Summary

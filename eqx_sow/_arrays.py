@@ -91,10 +91,6 @@ def broadcast_to(x, shape: Sequence[int], spec: Sequence[Any]):
     return jnp.broadcast_to(x, shape, out_sharding=sharding)
 
 
-def broadcast_like(x, other):
-    return broadcast_to(x, other.shape, spec_of(other))
-
-
 def sharded_like(x, other):
     """`x` with the sharding of another array of its shape."""
     spec = spec_of(other)

@@ -8,6 +8,7 @@ import contextlib
 import copy
 import dataclasses as dc
 import functools as ft
+import importlib
 import itertools as it
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -59,36 +60,34 @@ def check_supported() -> None:
 _NEXT = "jax_remat3", "jax_custom_vjp3", "jax_custom_jvp3"
 
 
-def _linearizations() -> dict[Any, Callable]:
-    # How a primitive is linearized is in no public table. `_walk/jax_rules.py` says
-    # what for.
-    from jax._src.interpreters import ad
-
-    return ad.primitive_linearizations
+def _in_jax(module: str, name: str) -> Callable[[], Any]:
+    return lambda: getattr(importlib.import_module(f"jax._src.{module}"), name)
 
 
-primitive_linearizations = find("JAX's table of linearizations", _linearizations, {})
-
-
-def _linearization_by_tangents() -> Callable:
-    # How JAX linearizes what is not in that table, which has no public name.
-    from jax._src.interpreters import ad
-
-    return ad.fallback_linearize_rule
-
-
+# How a primitive is linearized is in no public table. `_walk/jax_rules.py` says what
+# for. JAX linearizes what is not in there by the other one.
+primitive_linearizations = find(
+    "JAX's table of linearizations",
+    _in_jax("interpreters.ad", "primitive_linearizations"),
+    {},
+)
 linearize_by_tangents: Any = find(
-    "JAX's linearization by tangents", _linearization_by_tangents
+    "JAX's linearization by tangents",
+    _in_jax("interpreters.ad", "fallback_linearize_rule"),
 )
 
 
-def _size_of_linearization() -> int:
+def _seen(look: Callable, *args: Any, trace: Callable = lambda fn: fn) -> Any:
+    """What `look` finds in a function that is being traced. Nothing runs: importing
+    eqx_sow starts no backend."""
     found = []
-    rule = _linearizations()[jax.lax.sin_p]
-    look = lambda x: found.extend(rule(False, [True], x, accuracy=None))
-    # Traced, not run: importing starts no backend.
-    jax.make_jaxpr(look)(1.0)
-    return len(found)
+    jax.make_jaxpr(trace(lambda *xs: found.append(look(*xs))))(*args)
+    return found[0]
+
+
+def _size_of_linearization() -> int:
+    rule = primitive_linearizations[jax.lax.sin_p]
+    return len(_seen(lambda x: rule(False, [True], x, accuracy=None), 1.0))
 
 
 _SIZE = find("what JAX's linearization rules return", _size_of_linearization)
@@ -174,19 +173,15 @@ def _current_trace() -> Any:
         return trace
 
 
-def _staging_trace_type() -> type:
-    found = []
-    jax.make_jaxpr(lambda: found.append(type(_current_trace())))()
-    return found[0]
-
-
 def _eval_trace_type() -> type:
     # What imports eqx_sow may be a function that is being traced.
     with jax.core.eval_context():
         return type(_current_trace())
 
 
-_StagingTrace = find("the trace of `jax.make_jaxpr`", _staging_trace_type)
+_StagingTrace = find(
+    "the trace of `jax.make_jaxpr`", lambda: _seen(lambda: type(_current_trace()))
+)
 _EvalTrace = find("the trace of eager calls", _eval_trace_type)
 
 
@@ -213,14 +208,11 @@ def set_mesh_of(x: Any) -> contextlib.AbstractContextManager[Any] | None:
         return None
 
 
-def _batch_tracer_type() -> type:
-    found = []
-    look = jax.vmap(lambda x: found.append(type(x)))
-    jax.make_jaxpr(look)(jax.ShapeDtypeStruct((1,), "float32"))
-    return found[0]
-
-
-_BatchTracer: Any = find("the tracer of `jax.vmap`", _batch_tracer_type, ())
+_BatchTracer: Any = find(
+    "the tracer of `jax.vmap`",
+    lambda: _seen(type, jax.ShapeDtypeStruct((1,), "float32"), trace=jax.vmap),
+    (),
+)
 
 
 def has_lanes(xs: Sequence[Any]) -> bool:
@@ -298,14 +290,13 @@ def _shard_map_primitive() -> jexc.Primitive:
     return _equation(fn).primitive
 
 
-def _noinline_primitive() -> jexc.Primitive:
-    return _equation(eqx.internal.noinline(lambda x: x)).primitive
-
-
 # These have no public name.
 custom_vmap_p: Any = find("the primitive of `custom_vmap`", _custom_vmap_primitive)
 shard_map_p: Any = find("the primitive of `shard_map`", _shard_map_primitive)
-noinline_p: Any = find("the primitive of `noinline`", _noinline_primitive)
+noinline_p: Any = find(
+    "the primitive of `noinline`",
+    lambda: _equation(eqx.internal.noinline(lambda x: x)).primitive,
+)
 FilterJit: Any = type(eqx.filter_jit(lambda x: x))
 Jit: Any = type(jax.jit(lambda x: x))
 
@@ -399,12 +390,6 @@ def public_nan_errors() -> Iterator[None]:
 # JAX's own subclasses (`JAX_CUSTOM_VJP3`, `JAX_REMAT3`).
 
 
-def _hi_primitive_type() -> type | None:
-    from jax.experimental import hijax
-
-    return getattr(hijax, "HiPrim", None)  # from JAX 0.12 on
-
-
 def _hi_primitive() -> jexc.Primitive | None:
     if _HiPrim is None:
         return None
@@ -415,6 +400,12 @@ def _hi_primitive() -> jexc.Primitive | None:
             super().__init__()
 
     return _equation(lambda x: Identity(jax.typeof(x))(x)).primitive
+
+
+def _hi_primitive_type() -> type | None:
+    from jax.experimental import hijax
+
+    return getattr(hijax, "HiPrim", None)  # from JAX 0.12 on
 
 
 _HiPrim: Any = find("`HiPrim`", _hi_primitive_type)
@@ -432,14 +423,12 @@ def hi_with_params(prim: Any, fn: Callable[[Any], Any]) -> Any:
     new = copy.copy(prim)
     new.params = {name: fn(x) for name, x in prim.params.items()}
     new.__dict__.update(new.params)
-    before, after = map(_effects_in, (prim, new))
-    new.effects = frozenset((prim.effects - (before - after)) | (after - before))
+    before, after = (
+        {e for x in p.params.values() for e in getattr(x, "effects", ())}
+        for p in (prim, new)
+    )
+    new.effects = frozenset(prim.effects - (before - after) | (after - before))
     return new
-
-
-def _effects_in(prim: Any) -> frozenset[Any]:
-    found = [x.effects for x in prim.params.values() if hasattr(x, "effects")]
-    return frozenset().union(*found)
 
 
 def traced_with_jaxpr(traced: Any, jaxpr: Any) -> Any:
@@ -477,16 +466,11 @@ def classic_form(prim: Any) -> tuple[jexc.Primitive, dict[str, Any]] | None:
     return None
 
 
-def _remat_rules() -> dict[Any, Callable]:
-    # With `JAX_REMAT3`, what a backward pass computes again instead of a primitive.
-    # There is no public way to say so: `jax.debug.callback` is called twice for want of
-    # it.
-    from jax._src.interpreters import remat
-
-    return remat.rules
-
-
-remat_rules = find("JAX's table of rematerialization rules", _remat_rules, {})
+# With `JAX_REMAT3`, what a backward pass computes again instead of a primitive. There
+# is no public way to say so: `jax.debug.callback` is called twice for want of it.
+remat_rules = find(
+    "JAX's table of rematerialization rules", _in_jax("interpreters.remat", "rules"), {}
+)
 
 
 def tell_vmap(around: Any) -> None:

@@ -40,10 +40,7 @@ def calling(what: str, site: Any, hint: str = "") -> Iterator[None]:
         yield
     except Exception as e:  # whatever it raises, which goes on its way
         if site.where not in str(e):
-            e.add_note(
-                f"This is from the {what} of `sow(..., {site.name!r})` at {site.where}."
-                f"{hint}"
-            )
+            e.add_note(f"This is from the {what} of {site.said}.{hint}")
         raise
 
 

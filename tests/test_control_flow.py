@@ -562,6 +562,31 @@ def test_value_that_does_not_vary_has_no_axis():
     assert [v.shape for v in captured["both"]["primal"]] == [(3, 2), (3, 2)]
 
 
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_name_in_branches_is_transformed_once(nested):
+    """Two of three branches sow it, or those of a cond in one of them."""
+    inner = lambda x: lax.cond(x[1] > 0, first, second, x)
+    first = lambda x: sow(jnp.sin(x), "h")
+    second = lambda x: sow(2 * x, "h")
+    branches = (inner if nested else first, inner if nested else second, jnp.cos)
+    traced = []
+
+    def squares(x):
+        traced.append(x)
+        return (x**2).sum()
+
+    def f(x):
+        index = jnp.where(x[0] > 1, 2, jnp.where(x[1] > 0, 0, 1))
+        return lax.switch(index, branches, x)
+
+    x = jnp.array([[0.5, 1.5], [0.5, -1.5], [1.5, 0.5]])
+    _, captured = S(jax.vmap(f), transform=squares)(x)
+    want = [(jnp.sin(x[0]) ** 2).sum(), 4 * (x[1] ** 2).sum(), 0]
+    close(captured["h"]["primal"], want)
+    close(captured["h"]["count"], [1, 1, 0])
+    assert len(traced) == 1
+
+
 def test_names_modes_and_transform_act_inside_the_loop():
     def f(x):
         def body(c, _):

@@ -5,8 +5,7 @@
 import dataclasses as dc
 import functools as ft
 import operator
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,12 +14,8 @@ from .._mark.site import Site
 from .._mark.static import SameParts
 from .._names import ANY_LOOPS, every_selected, lookup, Selected
 from .._walk.frame import Frame
-from .._walk.handler import Handler, is_solver, OVER_AND_OVER, refuse
-from .._walk.sows import loop_of, loops_around, sites
-
-
-# A name with an index in it, or a glob that may stand for some.
-_INDEX = re.compile(r"(^|/)(-?\d+|\*|[^/]*[?[][^/]*)(/|$)")
+from .._walk.handler import Handler
+from .._walk.sows import Found, loop_of, loops_around, loops_of, sites
 
 
 def reached(at: Iterable[int | None], iterations: Iterable[Any]) -> Any:
@@ -42,7 +37,7 @@ class Asked:
     # like an index in it is none.
     spelled_out: frozenset[str] = frozenset()
     # How many iterations the loops around this place have, from outside in (`None` for
-    # a `while_loop`). It is kept only if some iteration is asked for.
+    # a `while_loop`). It is kept only if `names` is not `None`.
     loops: tuple[int | None, ...] = ()
 
     def _selected(self, site: Site, loops: tuple[int, ...]) -> Iterable[Selected]:
@@ -81,21 +76,27 @@ class Asked:
             sites_at.append((one, at if any(i is not None for i in at) else ()))
         return sites_at
 
-    @property
-    def by_iteration(self) -> bool:
-        """Whether an iteration of anything may be asked for."""
-        return any(isinstance(p, str) and _INDEX.search(p) for p in self.names or ())
+    def everywhere(
+        self, found: Iterable[Found], tag: Any
+    ) -> Iterator[tuple[Site, Any]]:
+        """What is asked for of these sows, each with its equation."""
+        for site, eqns, _ in found:
+            if site.tag == tag:
+                loops = tuple(loop.length for loop in loops_of(eqns))
+                here = dc.replace(self, loops=loops) if loops else self
+                for one, _ in here.of(site):
+                    yield one, eqns[-1]
 
     def iterations_in(self, jaxpr: Any, tag: Any) -> bool:
         """Whether an iteration of a sow in this jaxpr may be asked for."""
-        return self.by_iteration and any(
+        return self.names is not None and any(
             x.at for s in sites(jaxpr) if s.tag == tag for x in self.perhaps(s)
         )
 
     def within(self, eqn: Any) -> "Asked":
         """The same, for what is inside an equation."""
         loop = loop_of(eqn)
-        if not (self.by_iteration and loop):
+        if self.names is None or loop is None:
             return self
         return dc.replace(self, loops=(*self.loops, loop.length))
 
@@ -109,7 +110,7 @@ class Listens(Handler):
     asked: Asked
     # The option of that name, which may be a dict.
     transform: SameParts
-    # The names that also run outside of linear solvers.
+    # See `Handler`.
     elsewhere: frozenset[str]
     # Whether another transformation further out may want other sows: if so, these stay
     # in the program.
@@ -128,14 +129,6 @@ class Listens(Handler):
     def for_inside(self, eqn):
         asked = self.asked.within(eqn)
         return self if asked == self.asked else dc.replace(self, asked=asked)
-
-    def meet_unknown(self, found, eqn):
-        if not is_solver(eqn):
-            return super().meet_unknown(found, eqn)
-        # A solver does not show what happens inside. But who calls it usually evaluates
-        # the same function elsewhere, too, where the sows are seen.
-        hidden = [s for s in sites(eqn) if s.name not in self.elsewhere]
-        refuse(self, eqn, hidden, OVER_AND_OVER)
 
     def transform_of(self, whole: Site, one: Site) -> Any:
         """The transform of a sow, or of `one` iteration of the `whole`, such as `h/3`:

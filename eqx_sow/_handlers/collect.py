@@ -4,7 +4,6 @@ import dataclasses as dc
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
@@ -12,11 +11,9 @@ from .._mark.site import Site
 from .._mark.static import SameParts
 from .._names import lookup
 from .._values import entry as _entry, merge as _merge, reduce as _reduce
-from .._values.entry import Entry
-from .._values.merge import Check, gather, Sown, to_one_form
+from .._values.merge import Entries, gather, to_one_form
 from .._values.modes import without_order
 from .._values.reduce import Reducer, ReducerState
-from .._values.transform import Batched
 from .._walk.frame import Frame
 from .._walk.handler import check_guarded, Given, Handler, Taken
 from .._walk.sows import loop_of, sites
@@ -27,56 +24,15 @@ from .asked import leave_to_others, Listens, pass_by, reached
 EACH_PLACE = SameParts(_reduce.Append())
 
 
-class _Uncollected(NamedTuple):
-    """A sow that `Collect` came by. Its operands are still variables of the jaxpr,
-    which are read all at once when that has been walked."""
+class _Sow(NamedTuple):
+    """A sow that `Collect` came by. Its operands are variables of the jaxpr, which are
+    read all at once when that has been walked."""
 
     site: Site
     operands: Sequence[Any]
     transform: Any
     # See `Entry.at`.
     at: tuple[int | None, ...]
-    # Whether it has a count, though it has no guards: every branch of a cond has it.
-    conditional: bool = False
-
-    def read(self, frame: Frame) -> "_Uncollected":
-        return self._replace(operands=frame.read_arrays(self.operands))
-
-    def captured(self) -> Entry:
-        """The entry, once the operands are arrays."""
-        entry = _entry.captured(self.site, self.operands, self.transform, self.at)
-        return _entry.with_count(entry) if self.conditional else entry
-
-
-def _with_branches_chosen(found: Sequence[Any]) -> list[Any]:
-    """What was found in a jaxpr, with one sow in the place of those that all branches
-    of a cond have under one name. (If another one of the name comes out of a call, it
-    shows only further out which of them are in one cond.)"""
-    sows = [x for x in found if isinstance(x, _Uncollected) and x.site.cases]
-    in_calls = {
-        e.site.key for x in found if isinstance(x, Sown) for e in x.entries if e.cases
-    }
-    groups: dict[Any, list[tuple[int, _Uncollected]]] = {}
-    for x in sows:
-        # Of a batch there is no value where lanes go into different branches.
-        if x.site.key not in in_calls and not isinstance(x.transform, Batched):
-            *outer, (cond, branch, size, run) = x.site.cases
-            group = groups.setdefault((x.site.key, x.at, *outer, cond, run, size), [])
-            group.append((branch, x))
-    for (*_, size), group in groups.items():
-        branches, cases = zip(*sorted(group, key=lambda pair: pair[0]))
-        one = None
-        if branches == tuple(range(size)):
-            one = _merge.of_branch_that_runs([(x.site, x.operands) for x in cases])
-        if one is not None:
-            new = _Uncollected(*one, cases[0].transform, cases[0].at, True)
-            ids = list(map(id, cases))
-            rest = [
-                new if id(x) == ids[0] else x for x in found if id(x) not in ids[1:]
-            ]
-            # What was chosen may be in a branch of another cond.
-            return _with_branches_chosen(rest)
-    return list(found)
 
 
 @dc.dataclass(frozen=True, kw_only=True)
@@ -96,7 +52,7 @@ class Collect(Listens):
         return self.folds(site.name)
 
     def keeps_intact(self, eqn):
-        # Names that are not asked for are noted, for messages.
+        # Those further out do not see sows of this tag, asked for or not.
         return self.has_outer and all(s.tag != self.tag for s in sites(eqn))
 
     def reducer(self, name: str) -> Reducer | None:
@@ -126,21 +82,13 @@ class Collect(Listens):
         else:
             frame.alias_outputs(atoms)
         asked = self.asked.of(site)
-        # The name is there, though perhaps only an iteration of it is asked for.
-        if [x.name for x, _ in asked] != [site.name]:
-            found.append(Taken(values=Sown(seen=((site.name, None),))))
-        if not asked:
-            return given
-        check_guarded(site)
-        if site.again:
-            return given
-        for one, at in asked:
-            seen = Sown(seen=((one.name, one.mode),), checks=_checks(one, atoms))
-            found.append(Taken(values=seen))
+        if asked:
+            check_guarded(site)
+        for one, at in () if site.again else asked:
             if not self._chooses(one):
                 continue
             transform = self.transform_of(site, one)
-            new = _Uncollected(one, tuple(atoms), transform, at)
+            new = _Sow(one, atoms, transform, at)
             if self.folds(one.name):
                 given = self._fold(given, new, frame)
             else:
@@ -148,13 +96,15 @@ class Collect(Listens):
                 frame.want(atoms)
         return given
 
-    def _fold(self, given: Given, new: "_Uncollected", frame: Frame) -> Given:
+    def _fold(self, given: Given, new: _Sow, frame: Frame) -> Given:
         """One more execution for a reducer, whose state goes through the loops
         around."""
         key = new.site.key
         reducer: Any = self.reducer(new.site.name)
         old = given.carry[key]
-        state = _reduce.stepped(reducer, old, new.read(frame).captured())
+        operands = frame.read_arrays(new.operands)
+        entry = _entry.captured(new.site, operands, new.transform, new.at)
+        state = _reduce.stepped(reducer, old, entry)
         # With `names="h/3"`, only if it is that iteration.
         if new.at:
             here = reached(new.at, given.iterations)
@@ -162,73 +112,59 @@ class Collect(Listens):
         return given._replace(carry={**given.carry, key: state})
 
     def end_jaxpr(self, found, given, frame: Frame) -> Taken:
-        read = [
-            x.read(frame) if isinstance(x, _Uncollected) else x.values for x in found
-        ]
-        parts = [
-            Sown((x.captured(),)) if isinstance(x, _Uncollected) else x
-            for x in _with_branches_chosen(read)
-        ]
+        entries = []
+        for x in found:
+            if isinstance(x, _Sow):
+                entry = _entry.unfinished(x.site, frame.read_arrays(x.operands), x.at)
+                entries.append((entry, x.transform))
+            else:
+                entries += [(entry, _entry.FINISHED) for entry in x.values]
         keeps_all = lambda name: self.reducer(name) is not None
-        return Taken(given.carry, gather(parts, keeps_all))
+        return Taken(given.carry, gather(entries, keeps_all))
 
-    def leave_equation(self, values: Sown, frame: Frame) -> Sown:
-        eqn = frame.eqn
-        loop = loop_of(eqn)
+    def leave_equation(self, values: Entries, frame: Frame) -> Entries:
+        loop = loop_of(frame.eqn)
         step = frame.now, loop.reverse if loop else None
-        return values.map(lambda e: e.within(step))
+        return tuple(e.within(step) for e in values)
 
-    def only_iterations(self, values: Sown) -> Sown:
+    def only_iterations(self, values: Entries) -> Entries:
         def only(e):
             n = e.at[-1] if _entry.keeps_one(e) else -1
             return dc.replace(e, arrays=(n,) * len(e.arrays))
 
-        return values.map(only)
+        return tuple(map(only, values))
 
-    def stack_iterations(self, values: Sown, length: int) -> Sown:
-        return values.map(lambda e: _entry.stacked(e, length))
+    def stack_iterations(self, values: Entries, length: int) -> Entries:
+        return tuple(_entry.stacked(e, length) for e in values)
 
-    def stack_devices(self, values: Sown, axes, varying):
-        pairs = [_entry.on_device(e, axes, varying) for e in values.entries]
-        entries, specs = zip(*pairs) if pairs else ((), ())
-        return dc.replace(values, entries=entries), dc.replace(values, entries=specs)
+    def stack_devices(self, values: Entries, axes, varying):
+        pairs = [_entry.on_device(e, axes, varying) for e in values]
+        return tuple(e for e, _ in pairs), tuple(specs for _, specs in pairs)
 
-    def unify_branches(self, all_values: Sequence[Sown]):
+    def unify_branches(self, all_values: Sequence[Entries]):
         return to_one_form(all_values)
 
-    def before_first_iteration(self, values: Sown) -> Sown:
-        left = values.map(_entry.left_loop)
-        return left.map(lambda e: _merge.zeros(_merge.unify([e])))
+    def before_first_iteration(self, values: Entries) -> Entries:
+        forms = (_merge.unify([_entry.left_loop(e)]) for e in values)
+        return tuple(map(_merge.zeros, forms))
 
-    def after_iteration(self, old: Sown, new: Sown) -> Sown:
-        new = new.map(_entry.left_loop)
-        entries = tuple(
-            _merge.latest(o, _merge.conform(n, o))
-            for o, n in zip(old.entries, new.entries)
+    def after_iteration(self, old: Entries, new: Entries) -> Entries:
+        return tuple(
+            _merge.latest(o, _merge.conform(_entry.left_loop(n), o))
+            for o, n in zip(old, new)
         )
-        return dc.replace(old, entries=entries)
 
-    def started(self, survey: Callable[[Handler], Sown]) -> dict[Any, ReducerState]:
+    def started(self, survey: Callable[[Handler], Entries]) -> dict[Any, ReducerState]:
         """The states of all reducers before the first execution. `survey` looks at what
         a handler finds in the program."""
         reducers = self.reduce.value
         reducers = reducers.values() if isinstance(reducers, Mapping) else [reducers]
         if not any(r is not None and r.has_state for r in reducers):
             return {}
-        by_key = _entry.grouped(survey(dc.replace(self, reduce=EACH_PLACE)).entries)
+        by_key = _entry.grouped(survey(dc.replace(self, reduce=EACH_PLACE)))
         states = {}
         for key, entries in by_key.items():
             reducer: Any = self.reducer(key[0])
             if self.folds(key[0]) and self._chooses(entries[0].site):
                 states[key] = _reduce.started(reducer, entries)
         return states
-
-
-def _checks(site: Site, atoms: Sequence[Any]) -> tuple[Check, ...]:
-    if not site.spec:
-        return ()
-    shapes = [
-        jax.ShapeDtypeStruct(site.shape(i, v.aval.shape), v.aval.dtype)
-        for i, v in enumerate(atoms)
-    ]
-    return (Check(site, tuple(shapes[len(site.guards) :])),)

@@ -101,26 +101,23 @@ class Delivery:
     # have them. With `counted`, the last array says in which lanes the sow ran.
     site: Site
     counted: bool
-    # The treedef and the leaves of `extra`. For each of its arrays, which of the axes
-    # it varies over: only vmaps that came after the tap are among these.
+    # The treedef and the leaves of `extra`.
     extra: tuple[Const, tuple[Any, ...]]
-    extra_varies: tuple[tuple[bool, ...], ...]
     devices: tuple[Hashable, ...]
     ordered: bool
 
     def with_lane(self, size: int, varies: Sequence[bool]) -> "Delivery":
-        """After one more vmap, over which these arrays vary."""
-        n = len(self.extra_varies)
-        axis = Axis(size, tuple(varies[n:]))
-        return dc.replace(
-            self,
-            site=self.site._replace(axes=(axis, *self.site.axes)),
-            extra_varies=tuple((v, *old) for v, old in zip(varies, self.extra_varies)),
-        )
+        """After one more vmap, over which these arrays of the value vary."""
+        axes = Axis(size, tuple(varies)), *self.site.axes
+        return dc.replace(self, site=self.site._replace(axes=axes))
+
+    @property
+    def n_extra(self) -> int:
+        return sum(leaf is OPERAND for leaf in self.extra[1])
 
     def __call__(self, count: Any, *operands: Any) -> None:
         # Copies: what the callback keeps must not change when a buffer is used again.
-        n, m = len(self.devices), len(self.extra_varies)
+        n, m = len(self.devices), self.n_extra
         device = dict(zip(self.devices, map(int, operands[:n])))
         arrays = [np.array(x) for x in operands[n:]]
         value, ran = self._value(arrays[m:])
@@ -134,9 +131,9 @@ class Delivery:
             # In one line, since the last line of JAX's report is what is looked at.
             raised = " ".join(f"{type(e).__name__}: {e}".split()).rstrip(":")
             failure = SowError(
-                f"The callback of `tap` raised {raised} (at "
-                f"`sow(..., {self.site.name!r})` at {self.site.where}, {self.mode}, "
-                f"with {event.count} execution{'s' * (event.count != 1)} before it)."
+                f"The callback of `tap` raised {raised} (at {self.site.said}, "
+                f"{self.mode}, with {event.count} execution"
+                f"{'s' * (event.count != 1)} before it)."
             )
             failures.append(failure)
             raise failure from e
@@ -144,7 +141,8 @@ class Delivery:
     def _value(self, arrays: Sequence[Any]) -> tuple[Any, Any]:
         """The value, and in which lanes the sow ran."""
         site = self.site
-        final, kept = final_axes(site, self.counted), kept_axes(site)
+        kept = kept_axes(site)
+        final = [*final_axes(site), kept]
 
         def full(i, x):
             x = aligned(x, site.has(i))
@@ -214,7 +212,6 @@ def send(count: Any, entry: Entry, extra: Value, mode: str, options: Any) -> Non
         ),
         entry.counted,
         (extra.treedef, extra.leaves),
-        tuple((False,) * sum(a.lane for a in axes) for _ in extra.arrays),
         devices,
         options.ordered,
     )
@@ -270,15 +267,14 @@ def _send_batch(axis_data, operands, dims, *, delivery):
     if dims[0] is not None:
         # So it is inside a loop or a branch with a predicate that has lanes.
         raise SowError(
-            f"`sow(..., {delivery.site.name!r})` at {delivery.site.where} is tapped in "
-            "a loop or a branch that only some lanes of a `jax.vmap` run, and the vmap "
-            "came after the tap: which lanes run cannot be told. Put the vmap inside: "
-            "`tap(jax.vmap(fn), ...)`."
+            f"{delivery.site.said} is tapped in a loop or a branch that only some "
+            "lanes of a `jax.vmap` run, and the vmap came after the tap: which lanes "
+            "run cannot be told. Put the vmap inside: `tap(jax.vmap(fn), ...)`."
         )
     operands = [
         x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims)
     ]
-    varies = [d is not None for d in dims[n:]]
+    varies = [d is not None for d in dims[n + delivery.n_extra :]]
     _send_p.bind(*operands, delivery=delivery.with_lane(axis_data.size, varies))
     return [], []
 

@@ -37,10 +37,10 @@ class Place(NamedTuple):
         return tuple(loop.length for loop in loops_of(self.eqns))
 
     @property
-    def slot(self) -> tuple[Any, tuple[Hashable, ...]]:
-        """The count that goes with it: there is one for each `Site.key` and each
-        combination of `shard_map`s around, as each device counts for itself."""
-        return self.site.key, tuple(a for eqn in self.eqns for a in _mesh_axes(eqn))
+    def slot(self) -> tuple[Any, tuple[str, ...]]:
+        """The count that goes with it: there is one for each `Site.key` and the mesh
+        axes of the `shard_map`s around, as each device counts for itself."""
+        return self.site.key, tuple(str(a) for e in self.eqns for a in _mesh_axes(e))
 
     def start(self) -> Any:
         """The count before the first execution: one for each device."""
@@ -64,19 +64,17 @@ def _mesh_axes(eqn: Any) -> list[Hashable]:
 
 @dc.dataclass(frozen=True, kw_only=True)
 class Tap(Listens):
-    """Sends the values of sows to the host. `Given.carry` has the counts by slot, and
-    `Given.values` are the arrays of the option `extra`."""
+    """Sends the values of sows to the host. `Given.carry` has the counts by
+    `Place.slot`, and `Given.values` are the arrays of the option `extra`."""
 
     options: Const
     # The `Site.key`s of what is sent, and what their modes are called.
     chosen: tuple[tuple[Any, str], ...]
-    # The `Place.slot`s: a `Site.key`, and the mesh axes around it.
-    slots: tuple[tuple[Any, tuple[Hashable, ...]], ...]
     when: SameParts
     # The treedef and the leaves of the option `extra`.
     extra: tuple[Const, tuple[Any, ...]]
     # The mesh axes around what is walked over.
-    mesh: tuple[Hashable, ...] = ()
+    mesh: tuple[str, ...] = ()
 
     @property
     def differentiable(self):
@@ -101,15 +99,13 @@ class Tap(Listens):
 
     def for_inside(self, eqn):
         inside = super().for_inside(eqn)
-        axes = _mesh_axes(eqn)
-        return dc.replace(inside, mesh=(*self.mesh, *axes)) if axes else inside
+        axes = map(str, _mesh_axes(eqn))
+        mesh = (*self.mesh, *axes)
+        return inside if mesh == self.mesh else dc.replace(inside, mesh=mesh)
 
     def carry_for_devices(self, carry):
-        inside = {
-            str(i): carry[str(i)]
-            for i, (_, mesh) in enumerate(self.slots)
-            if mesh[: len(self.mesh)] == self.mesh
-        }
+        n = len(self.mesh)
+        inside = {slot: x for slot, x in carry.items() if slot[1][:n] == self.mesh}
         return inside, lambda new: {**carry, **new}
 
     def slices_for_devices(self, values, jaxpr, devices):
@@ -126,8 +122,7 @@ class Tap(Listens):
             for one, at in self.asked.of(site):
                 if one.key not in self._modes:
                     continue
-                # Its count is carried under this key.
-                slot = str(self.slots.index((one.key, self.mesh)))
+                slot = one.key, self.mesh
                 send_one = ft.partial(
                     self._send,
                     one,
@@ -190,9 +185,8 @@ def _single(predicate: Callable, site: Site) -> Callable:
             out = np.bool_(out)
         if getattr(out, "shape", None) != () or out.dtype != bool:
             raise SowError(
-                f"The `when` of `tap` returned {out!r} for `sow(..., {site.name!r})` "
-                f"at {site.where}. It takes the value and returns a single boolean: "
-                "write `.any()` or `.all()`."
+                f"The `when` of `tap` returned {out!r} for {site.said}. It takes the "
+                "value and returns a single boolean: write `.any()` or `.all()`."
             )
         return out
 

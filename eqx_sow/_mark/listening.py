@@ -1,10 +1,20 @@
-"""Whether sows are marked now, and what is around the code that is being traced."""
+"""Whether sows are marked now, and what is around the code that is being traced; and
+`scope`, with which a user says more of that."""
 
+import contextlib
+import inspect
+import threading
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.core
+
+from .._errors import SowError
+from .._names import join
+
+
+Fn = TypeVar("Fn", bound=Callable)
 
 
 class Capture(NamedTuple):
@@ -60,3 +70,112 @@ def around(axis_data: Any) -> Around:
     # Some rules of JAX's, as that of `shard_map`, make other axis data.
     here = listening.value or Listening()
     return getattr(axis_data, "around", Around(here.loops))
+
+
+def scope(name: str) -> "_Scope":
+    """Puts `name` and a slash before the names of all sows inside, for a plain function
+    that is called more than once.
+
+    A context manager and a decorator, as `jax.named_scope` is. Outside
+    [`eqx_sow.save_intermediates`][], [`eqx_sow.plant`][] and [`eqx_sow.tap`][] it does
+    nothing, and adds nothing to the program.
+
+    Scopes nest. The full name of a sow is the path of its module (with `scope=True`),
+    then the scopes from the outside in, then its own name. A module that `capture=`
+    selects has its path as its own name, so the scopes come before the path.
+
+    A scope applies to everything that is called within it, including compiled
+    functions, loops and derivative rules, but not to the names that a
+    `save_intermediates`, `plant` or `tap` within it takes and returns.
+
+    **Arguments:**
+
+    - `name`: a string. It may have slashes inside.
+
+    **Returns:**
+
+    A context manager that can also decorate a function, and can be entered any number
+    of times.
+
+    **Raises:**
+
+    `TypeError` if `name` is not a string, or if what is decorated is a class, a
+    generator or a coroutine. `ValueError` if `name` is empty. While capturing,
+    [`eqx_sow.SowError`][] if scopes are not left in the order opposite to that in which
+    they were entered, as in generators that take turns.
+
+    !!! example
+
+        ```python
+        import eqx_sow
+        import jax.numpy as jnp
+
+        def block(x):
+            return eqx_sow.sow(jnp.tanh(x), "h")
+
+        @eqx_sow.scope("last")
+        def head(x):
+            return block(x).sum()
+
+        def f(x):
+            with eqx_sow.scope("first"):
+                x = block(x)
+            return head(x)
+
+        _, intermediates = eqx_sow.save_intermediates(f)(jnp.ones(3))
+        list(intermediates)  # ["first/h", "last/h"]
+        ```
+    """
+    if not isinstance(name, str):
+        raise TypeError(
+            f"`eqx_sow.scope(name)` takes a string, not {name!r}. Write "
+            '`with eqx_sow.scope("some_name"):` or `@eqx_sow.scope("some_name")`.'
+        )
+    if not name:
+        raise ValueError("`eqx_sow.scope(name)` takes a name that is not empty.")
+    return _Scope(name)
+
+
+# Each thread has an object of its own, since each has a context of its own.
+class _Scope(threading.local, contextlib.ContextDecorator):
+    def __init__(self, name: str):
+        self._name = name
+        self._entered: list[Any] = []
+
+    def __enter__(self) -> None:
+        inside = here = listening.value
+        context = contextlib.nullcontext()
+        if here is not None:
+            inside = here._replace(scope=join(here.scope, self._name))
+            context = listening(inside)
+        context.__enter__()
+        self._entered.append((inside, context))
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        inside, context = self._entered.pop()
+        now = listening.value
+        if now is inside:
+            context.__exit__(kind, error, traceback)
+        elif kind is None and None not in (inside, now):
+            raise SowError(
+                f"`eqx_sow.scope({self._name!r})` was entered before, and left after, "
+                "what is around the code here, as in a generator that is suspended "
+                "within a scope: names there may have a wrong scope. Leave the scope "
+                "before each `yield` or `await`."
+            )
+
+    def __call__(self, fn: Fn) -> Fn:
+        suspended = (
+            inspect.isgeneratorfunction,
+            inspect.iscoroutinefunction,
+            inspect.isasyncgenfunction,
+        )
+        kind: Any = fn
+        if inspect.isclass(fn) or not callable(fn) or any(s(kind) for s in suspended):
+            raise TypeError(
+                f"`@eqx_sow.scope({self._name!r})` decorates a function that returns "
+                f"its result, not {fn!r}. Decorate a method of a class, such as "
+                "`__call__`; in a generator, write `with eqx_sow.scope(...):` around "
+                "the calls."
+            )
+        return super().__call__(fn)

@@ -126,10 +126,9 @@ def _sow_impl(edge, *operands, site) -> Any:
     if listening.value is None:
         return _sow_off(edge, *operands)
     raise SowError(
-        f"`sow(..., {site.name!r})` at {site.where} was executed while the program "
-        "around it was only being traced (by `jax.ensure_compile_time_eval`, or a "
-        "function that was compiled ahead of time in there), so its value cannot be "
-        "captured. Move the sow out of that part."
+        f"{site.said} was executed while the program around it was only being traced "
+        "(by `jax.ensure_compile_time_eval`, or in a function that was compiled ahead "
+        "of time): its value cannot be captured. Move the sow out of that part."
     )
 
 

@@ -195,6 +195,11 @@ class Site(NamedTuple):
     def __repr__(self):
         return f"{self.name}:{self.mode}"
 
+    @property
+    def said(self) -> str:
+        """What messages say of it."""
+        return f"`sow(..., {self.name!r})` at {self.where}"
+
     def has(self, i: int) -> tuple[bool, ...]:
         """Which of the axes operand `i` has."""
         return tuple(a.has[i] for a in self.axes)

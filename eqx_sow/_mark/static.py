@@ -3,7 +3,6 @@ else, which is part of a parameter. JAX compares parameters, and keeps programs 
 them."""
 
 import dataclasses as dc
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,9 +38,7 @@ class Const:
             return True
         if type(a) is not type(b):
             return False
-        if isinstance(a, float):
-            return a == b and math.copysign(1, a) == math.copysign(1, b)
-        if isinstance(a, complex):
+        if isinstance(a, float | complex):
             return repr(a) == repr(b)
         try:
             return bool(a == b)

@@ -150,11 +150,11 @@ class _Plant(Transformed):
             elsewhere=program.names_outside_of_solvers,
             has_outer=False,
         )
-        sown = program.with_executions(lambda name: False).survey(survey)
-        names = [name for name, _ in sown.seen]
+        found = program.with_executions(lambda name: False).survey(survey)
+        names = [site.name for site, _ in program.in_loops]
         check_known("plant(fn, values)", patterns, names, hint=program.hint)
-        mode_of = labels({e.site.key for e in sown.entries})
-        entries = grouped([e for e in sown.entries if mode_of[e.site.key] == mode])
+        mode_of = labels({e.site.key for e in found})
+        entries = grouped([e for e in found if mode_of[e.site.key] == mode])
         check_known(
             f"plant(fn, values, mode={mode!r})",
             patterns,

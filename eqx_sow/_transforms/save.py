@@ -10,11 +10,11 @@ import equinox as eqx
 
 from .._frames import api_boundary
 from .._handlers.collect import Collect
+from .._mark.primitive import sow_p
 from .._mark.static import Const, SameParts
 from .._results.intermediates import Intermediates
 from .._values import spec as _spec
 from .._values.assemble import assemble
-from .._values.merge import Sown
 from .._values.reduce import Reducer
 from .._walk.handler import Given
 from .options import Options, Saving
@@ -56,19 +56,24 @@ class _SaveIntermediates(Transformed):
         )
         carry = collect.started(program.survey)
         outs, taken = program.evaluate(collect, Given(carry))
-        sown: Sown = taken.values
+        entries = taken.values
+        asked = list(collect.asked.everywhere(program.found, options.tag))
+        names = dict.fromkeys(site.name for site, _ in asked)
         by_name = dict(
             reduce=self._reduce, transform=self._transform, spec=options.spec
         )
         program.check_selected(self._call, options.names, by_name)
         # In the order of `carry`: JAX has sorted the keys of `taken.carry`.
         states = {key: taken.carry[key] for key in carry}
-        keys = [*states, *(e.site.key for e in sown.entries)]
-        modes = [mode for _, mode in sown.seen if mode is not None]
+        keys = [*states, *(e.site.key for e in entries)]
+        modes = [site.mode for site, _ in asked]
         mode_of = program.wanted(self._call, options.modes, keys, modes)
         program.warn_unmarked(self._call, self._fn, options)
-        intermediates = assemble(sown, states, collect.reducer, mode_of)
-        _spec.check(sown.checks, options.spec, intermediates)
+        intermediates = assemble(entries, names, states, collect.reducer, mode_of)
+        # Not in a `HiPrim` of a user's: that equation is the only one there is.
+        is_sow = lambda eqn: eqn.primitive is sow_p
+        annotated = [(site, eqn) for site, eqn in asked if site.spec and is_sow(eqn)]
+        _spec.check(annotated, options.spec, intermediates)
         return program.output(outs), intermediates
 
 

@@ -128,13 +128,11 @@ def _walk(self: _Tapped, program: Program, extra: list[Any]) -> list[Any]:
         **listens,
         options=self._options,
         chosen=tuple(chosen.items()),
-        slots=tuple(counts),
         transform=SameParts(self._transform),
         when=SameParts(self._when),
         extra=(treedef, leaves),
     )
-    carry = {str(i): count for i, count in enumerate(counts.values())}
-    outs, _ = program.evaluate(handler, Given(carry, extra))
+    outs, _ = program.evaluate(handler, Given(counts, extra))
     return outs
 
 

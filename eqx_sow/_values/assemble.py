@@ -1,8 +1,9 @@
 """From what was captured to `intermediates[name][mode]`."""
 
+import functools as ft
 import itertools as it
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import equinox as eqx
 import jax.tree_util as jtu
@@ -20,83 +21,70 @@ from .._results.intermediates import (
 )
 from .axes import as_operand, broadcast, final_axes, kept_axes
 from .entry import Entry, grouped, with_count
-from .merge import Sown
 from .modes import is_backward
 from .reduce import finished, Reducers, ReducerState
 
 
 def assemble(
-    sown: Sown,
+    found: Sequence[Entry],
+    names: Iterable[str],
     states: Mapping[Any, ReducerState],
     reducers: Reducers,
     wanted: Mapping[Any, str],
 ) -> Intermediates:
-    """`intermediates[name][mode]`, in order of execution. `states` are those of the
-    reducers that have one. `wanted` says for each `Site.key` that comes back what its
-    mode is called."""
-    by_name = grouped(sown.entries, lambda site: site.name)
+    """`intermediates[name][mode]`, with the names in this order. `states` are those of
+    the reducers that have one. `wanted` says for each `Site.key` that comes back what
+    its mode is called."""
+    by_name = grouped(found, lambda site: site.name)
     places: dict[Any, Sequence[Entry | None]] = {
         key: of_key if reducers(key[0]) is None else _in_order(of_key, by_name[key[0]])
-        for key, of_key in grouped(sown.entries).items()
+        for key, of_key in grouped(found).items()
     }
     for key, state in states.items():
         places[key] = [finished(reducers(key[0]), state)]
-    out: dict[str, dict[str, Any]] = {name: {} for name, _ in sown.seen}
+    out: dict[str, dict[str, Any]] = {name: {} for name in names}
     counts: dict[str, _Returned] = {}
     axes = {}
     for key, entries in places.items():
-        name, mode = key[0], wanted.get(key)
-        returned = _of_places(entries, reducers(name))
+        (name, *_), mode, reducer = key, wanted.get(key), reducers(key[0])
+        # `gather` lets no other name have several.
+        several = reducer is not None and not reducer.has_state
+        lead = () if reducer is None else reducer.lead
         if mode is not None:
-            out[name][mode] = returned.value
-            axes[name, mode] = returned.axes
-        if returned.count is not None:
-            counts.setdefault(name, returned)
-    for name, returned in counts.items():
+            value = ft.partial(_value_of, buffers=lead)
+            out[name][mode], axes[name, mode] = _returned(value, entries, several)
+        if any(e.counted for e in entries if e):
+            counts.setdefault(name, _returned(_count_of, entries, several))
+    for name, (count, of_count) in counts.items():
         if out[name]:
-            out[name]["count"] = returned.count
-            axes[name, "count"] = returned.count_axes
+            out[name]["count"], axes[name, "count"] = count, of_count
     there = {name: in_order(modes) for name, modes in out.items() if modes}
     return with_axes(there, axes)
 
 
-class _Returned(NamedTuple):
-    """What comes back for a `Site.key`: its value, and its count if it has one. The
-    other fields say what their arrays are, see `Intermediates`. With `Append` each is a
-    sequence with one item for each place."""
-
-    value: Any = None
-    count: Any = None
-    axes: tuple[Leading, ...] | list[Any] = ()
-    count_axes: tuple[Leading, ...] | list[Any] = ()
+# What comes back, and what the axes of its arrays are, see `Intermediates`.
+_Returned = tuple[Any, tuple[Leading, ...] | list[Any]]
 
 
-def _of_places(entries: Sequence[Entry | None], reducer: Any) -> _Returned:
-    """From the entries of one `Site.key`. `None` stands for a place that has none."""
-    counted = any(e.counted for e in entries if e)
-    lead = () if reducer is None else reducer.lead
-    each = [_of_entry(e, counted, lead) if e else _Returned() for e in entries]
-    if reducer is None or reducer.has_state:
-        # `gather` lets no such name have several.
-        (one,) = each
-        return one
-    values, counts, axes, count_axes = zip(*each)
-    return _Returned(values, counts if counted else None, [*axes], [*count_axes])
+def _returned(
+    of: Callable[[Entry], _Returned], entries: Sequence[Entry | None], several: bool
+) -> _Returned:
+    """From the entries of one `Site.key`: that of the only one, or with `Append`, of
+    each place, of which some have none."""
+    values, axes = zip(*[(None, ()) if e is None else of(e) for e in entries])
+    return (values, [*axes]) if several else (values[0], axes[0])
 
 
-def _of_entry(entry: Entry, counted: bool, buffers: Sequence[int]) -> _Returned:
-    """From an entry, in which arrays have axes of size one: what is the same in all
-    lanes is repeated for each. `buffers` are the sizes of `Reducer.lead`, axes that
-    stand between those of the site and those of the value."""
-    if counted:
-        entry = with_count(entry)
+def _value_of(entry: Entry, buffers: Sequence[int]) -> _Returned:
+    """Arrays have axes of size one: what is the same in all lanes is repeated for each.
+    `buffers` are the sizes of `Reducer.lead`, axes that stand between those of the site
+    and those of the value."""
     site = entry.site
-    kept, final = kept_axes(site), final_axes(site, counted)
+    kept, final = kept_axes(site), final_axes(site)
     arrays = [
         as_operand(broadcast(x, varies, site.axes), varies) if site.axes else x
         for x, varies in zip(entry.arrays, final)
     ]
-    count = arrays.pop() if counted else None
     lead = [*it.compress([a.size for a in site.axes], kept), *buffers]
     value = rebuild(site.treedef, site.leaves, arrays, lead)
 
@@ -111,10 +99,15 @@ def _of_entry(entry: Entry, counted: bool, buffers: Sequence[int]) -> _Returned:
             own = it.compress(names, [*varies, *[True] * len(buffers)])
         if eqx.is_array(x):
             axes.append((tuple(own), x.shape))
-    count_axes = ()
-    if count is not None:
-        count_axes = ((tuple(it.compress(names, kept)), count.shape),)
-    return _Returned(value, count, tuple(axes), count_axes)
+    return value, tuple(axes)
+
+
+def _count_of(entry: Entry) -> _Returned:
+    entry = with_count(entry)
+    site, kept = entry.site, kept_axes(entry.site)
+    count = as_operand(broadcast(entry.arrays[-1], kept, site.axes), kept)
+    names = _named_axes(site, entry.route)
+    return count, ((tuple(it.compress(names, kept)), count.shape),)
 
 
 _BUFFER = "buffer", None, None
@@ -154,19 +147,16 @@ def _in_order(mine: Sequence[Entry], entries: Sequence[Entry]) -> list[Entry | N
     for e in mine:
         fits = [i for i, p in enumerate(primals) if not p.site.of.isdisjoint(e.site.of)]
         if len(fits) > 1:
-            raise _unclear(e)
+            mode = e.site.mode
+            raise SowError(
+                f"`{e.site.name}` is sown several times (one is at {e.site.where}), "
+                f"and not each branch has a {mode} of the same: which {mode} belongs "
+                "to which primal differs from branch to branch. Give the values "
+                "different names."
+            )
         # It may never have run forward, or a function from `jax.vjp` is called twice.
         if not fits or order[fits[0]] is not None:
             others.append(e)
         else:
             order[fits[0]] = e
     return [*order, *others]
-
-
-def _unclear(e: Entry) -> SowError:
-    mode = e.site.mode
-    return SowError(
-        f"`{e.site.name}` is sown several times (one is at {e.site.where}), and not "
-        f"each branch differentiates the same of them: which {mode} belongs to which "
-        "primal differs from branch to branch. Give the values different names."
-    )

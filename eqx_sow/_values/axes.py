@@ -83,18 +83,16 @@ def kept_axes(site: Site) -> tuple[bool, ...]:
     return tuple(not a.lane or any(a.has) for a in site.axes)
 
 
-def final_axes(site: Site, counted: bool = False) -> list[tuple[bool, ...]]:
-    """Which axes each array has in what comes back: all that are kept. But a cotangent
-    has its own lanes only: that of a leaf which is the same for all lanes is their
-    total, and would be wrong in each of them. Last comes the count, if the site has
-    one."""
+def final_axes(site: Site) -> list[tuple[bool, ...]]:
+    """Which axes each array of the value has in what comes back: all that are kept. But
+    a cotangent has its own lanes only: that of a leaf which is the same for all lanes
+    is their total, and would be wrong in each of them."""
     kept = kept_axes(site)
     n_values = site.leaves.count(OPERAND)
     if not kept:
         return [()] * (n_values + counted)
     total = [is_backward(site.mode) and a.lane for a in site.axes]
-    of_values = [
+    return [
         tuple(k and (v or not t) for k, v, t in zip(kept, site.has(i), total))
         for i in range(n_values)
     ]
-    return [*of_values, *[kept] * counted]

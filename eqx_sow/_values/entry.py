@@ -130,29 +130,79 @@ def captured(
 ) -> Entry:
     """The entry of one sow: its value, transformed, and a count in the place of guards.
     Lanes in which the sow does not run are zeros."""
+    return finished(unfinished(site, operands, at), transform)
+
+
+def unfinished(
+    site: Site, operands: Sequence[Any], at: tuple[int | None, ...] = ()
+) -> Entry:
+    """The entry of one sow before it is `finished`. In the place of a count it has
+    booleans that say in which lanes the sow runs. In others, the value is anything."""
     value = value_of(site, operands)
+    arrays = list(map(aligned, value.arrays, value.varies))
+    varies = list(value.varies)
     run, run_varies = running(site, operands)
+    if run is not None:
+        arrays.append(run)
+        varies.append(run_varies)
+    if run is not None or value.leaves != site.leaves:
+        site = site._replace(leaves=value.leaves, axes=with_has(site.axes, varies))
+    cases = (site.cases,) if site.cases else ()
+    return Entry(tuple(arrays), site, run is not None, cases, at=at)
+
+
+# In the place of a transform: there is nothing left to do.
+FINISHED: Any = object()
+
+
+def finished(entry: Entry, transform: Callable | None) -> Entry:
+    """The entry of one sow, or of several in branches, transformed, with a count and
+    with zeros where none of them runs."""
+    if transform is FINISHED:
+        return entry
+    site, arrays = entry.site, list(entry.arrays)
+    varies = [site.has(i) for i in range(len(arrays))]
+    run, run_varies = None, ()
+    if entry.counted:
+        run, run_varies = arrays.pop(), varies.pop()
+        run = None if _are_all_branches(entry.cases) else run
+    value = Value(site.treedef, site.leaves, arrays, varies)
     if transform is not None:
+        value = value._replace(arrays=list(map(as_operand, arrays, varies)))
         if run is not None:
             value = _where_it_runs(run, run_varies, value)
         value = transformed(transform, site, value)
-    arrays = list(map(aligned, value.arrays, value.varies))
-    varies = list(value.varies)
+        arrays, varies = list(map(aligned, value.arrays, value.varies)), value.varies
     if run is not None:
         varies = [either(v, run_varies) for v in varies]
         arrays = [broadcast(x, v, site.axes) for x, v in zip(arrays, varies)]
         arrays = [select(run, x, jnp.zeros_like(x)) for x in arrays]
-        arrays.append(run.astype(jnp.int32))
-        varies.append(run_varies)
-    cases = (site.cases,) if site.cases else ()
-    if transform is not None or run is not None or value.leaves != site.leaves:
+        arrays, varies = [*arrays, run.astype(jnp.int32)], [*varies, run_varies]
+    if transform is not None or run is not None or entry.counted:
         site = site._replace(
             treedef=value.treedef,
             leaves=value.leaves,
             axes=with_has(site.axes, varies),
             guards=(),
         )
-    return Entry(tuple(arrays), site, run is not None, cases, at=at)
+    done = dc.replace(entry, arrays=tuple(arrays), site=site, counted=run is not None)
+    return with_count(done) if entry.counted else done
+
+
+def _are_all_branches(cases: Sequence[Cases]) -> bool:
+    """Whether in each lane one of several sows runs: they are in all branches of a
+    cond, or within a branch in all of another cond, and so on."""
+    if () in cases:
+        return True
+    by_cond: dict[Any, dict[int, list[Cases]]] = {}
+    for (cond, branch, n_branches, run), *inside in cases:
+        by_branch = by_cond.setdefault((cond, run, n_branches), {})
+        by_branch.setdefault(branch, []).append(tuple(inside))
+    return any(
+        by_branch.keys() == set(range(n))
+        and all(map(_are_all_branches, by_branch.values()))
+        for (*_, n), by_branch in by_cond.items()
+    )
 
 
 def value_of(site: Site, operands: Sequence[Any]) -> Value:

@@ -1,8 +1,8 @@
 """How several captured entries of one name become one.
 
-Each jaxpr yields one `Sown`. Those of its calls, loops and branches come in one by one,
-and `gather` makes one of them. Where entries of one name meet, these functions bring
-them together:
+Each jaxpr yields its entries, and those of its calls, loops and branches. `gather`
+looks for those of one name that belong together. Where such entries meet, these
+functions make one of them:
 
 | | of | makes |
 |---|---|---|
@@ -10,6 +10,7 @@ them together:
 | `conform` | one entry, and a form | the same entry in that form |
 | `zeros` | a form | the entry of what did not run |
 | `latest` | two entries of one form | for each lane, the one that ran last |
+| `merged` | two entries | the same, once both conform |
 
 For example, `h` is `f32[3]` in one branch. In the other it varies over a `vmap` of 4
 lanes, and is `f32[4,3]`. The form is `f32[4,3]`. The first one conforms: `with_axes`
@@ -17,114 +18,77 @@ makes it `f32[1,3]`, which is then repeated along the lanes.
 
 A branch of a `jax.lax.cond` returns each name of the other ones as zeros, with a count
 of zero (`to_one_form`). Under a `vmap` all branches run, each for the lanes that take
-it, and `gather` merges what they sow with `latest`. The handler does the same after
-each iteration of a `while_loop`, and `reduce.py` asks for the form of a state.
+it, and `gather` merges what they sow. The handler calls `latest` after each iteration
+of a `while_loop`, and `reduce.py` asks for the form of a state.
 """
 
 import dataclasses as dc
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
-import jax.tree_util as jtu
 
-from .._arrays import broadcast_like, leading, select, sharded_like, zeros_like
+from .._arrays import select, sharded_like, zeros_like
 from .._errors import DuplicateSowError, SowError
 from .._mark.site import Axis, Cases, Site, with_has
 from .._mark.staging import types_of
 from .._mark.static import rebuild
-from .axes import aligned, as_operand, broadcast, either
-from .entry import Entry, grouped, with_count
+from .axes import aligned, broadcast, either
+from .entry import Entry, FINISHED, finished, grouped, with_count
 from .modes import is_backward
+from .transform import Batched
 
 
-class Check(NamedTuple):
-    """A sow with an annotation, and what the arrays look like that are sown there."""
-
-    site: Site
-    shapes: tuple[Any, ...]
-
-
-def _static() -> Any:
-    return dc.field(default=(), metadata=dict(static=True))
+# What was captured in a jaxpr, in order of execution.
+Entries = tuple[Entry, ...]
+# An entry, and the transform that it is still to have, for `finished`.
+WithTransform = tuple[Entry, Any]
 
 
-@jtu.register_dataclass
-@dc.dataclass(frozen=True)
-class Sown:
-    """What was captured in a jaxpr. `Collect` makes it, and `save_intermediates` reads
-    that of the whole program."""
-
-    entries: tuple[Entry, ...] = ()
-    # The names that there are, each with the modes of those that are selected.
-    seen: tuple[tuple[str, str | None], ...] = _static()
-    checks: tuple[Check, ...] = _static()
-
-    def map(self, fn: Callable[[Entry], Entry]) -> "Sown":
-        return dc.replace(self, entries=tuple(map(fn, self.entries)))
-
-
-def gather(parts: Sequence[Sown], keeps_all: Callable[[str], bool]) -> Sown:
-    """All that was captured in a jaxpr, as one, in order of execution. `keeps_all` says
-    of a name whether it may have several entries."""
-    entries: list[Entry] = []
+def gather(found: Iterable[WithTransform], keeps_all: Callable[[str], bool]) -> Entries:
+    """What was found in a jaxpr, with one entry in the place of those that are in
+    branches of one cond. `keeps_all` says of a name whether it may have several."""
+    gathered: list[WithTransform] = []
     indices: dict[Any, list[int]] = {}
-    for new in sorted((e for part in parts for e in part.entries), key=_of_primal):
+    for new, transform in sorted(found, key=lambda pair: _of_primal(pair[0])):
         before = indices.setdefault(new.site.key, [])
         for i in before if new.cases else ():
-            if _are_exclusive(entries[i], new):
-                form = unify([entries[i], new])
-                entries[i] = latest(conform(entries[i], form), conform(new, form))
+            if _are_exclusive(gathered[i][0], new):
+                gathered[i] = _one_of(gathered[i], (new, transform))
                 break
         else:
             if before and not keeps_all(new.site.name):
-                raise duplicate(entries[before[0]].site, new.site)
-            before.append(len(entries))
-            entries.append(new)
-    return _all_of(parts, entries)
+                raise duplicate(gathered[before[0]][0].site, new.site)
+            before.append(len(gathered))
+            gathered.append((new, transform))
+    return tuple(finished(e, transform) for e, transform in gathered)
 
 
-def of_branch_that_runs(
-    cases: Sequence[tuple[Site, Sequence[Any]]],
-) -> tuple[Site, list[Any]] | None:
-    """Given a sow in each branch of a cond of which a `vmap` runs all, with its
-    operands: one sow, of the operands in the branch that runs in each lane, as JAX
-    selects the outputs of the branches. `None` if the sows are not of one form.
+def _one_of(a: WithTransform, b: WithTransform) -> WithTransform:
+    """One entry for two of which at most one runs in each lane. If they are of one form
+    before the transform, it is applied once, to the value that was selected."""
+    transform = a[1]
+    if (
+        transform is not b[1]
+        # It sees all lanes at once, and no branch has these: `finished` raises.
+        or isinstance(transform, Batched)
+        or _form(a[0]) != _form(b[0])
+    ):
+        return merged(finished(*a), finished(*b)), FINISHED
+    return merged(a[0], b[0]), transform
 
-    Two branches with `h` of `f32[4,3]` in 4 lanes, each guarded by the index `i32[4]`,
-    become one `h` without a guard."""
-    first, operands = cases[0]
-    n = len(first.guards) - 1
-    values = [xs[n + 1 :] for _, xs in cases]
 
-    def form(site: Site, xs: Sequence[Any]) -> Any:
-        shapes = [(site.shape(n + 1 + i, x.shape), x.dtype) for i, x in enumerate(xs)]
-        kinds = [a.kind for a in site.axes]
-        return site.treedef, site.leaves, site.backward, kinds, shapes
+def _form(e: Entry) -> Any:
+    """What entries have in common that can become one."""
+    arrays = [(e.core_shape(i), x.dtype) for i, x in enumerate(e.arrays)]
+    return e.site.treedef, e.site.leaves, arrays
 
-    if any(form(s, xs) != form(first, values[0]) for (s, _), xs in zip(cases, values)):
-        return None
-    axes, index, index_varies = first.axes, operands[n], first.has(n)
-    varies = [first.has(i) for i in range(n)]
-    chosen = list(operands[:n])
-    for i, column in enumerate(zip(*values), n + 1):
-        own = [site.has(i) for site, _ in cases]
-        to = either(index_varies, *own)
-        column = [
-            as_operand(broadcast(aligned(x, v), to, axes), to)
-            for x, v in zip(column, own)
-        ]
-        at = as_operand(broadcast(aligned(index, index_varies), to, axes), to)
-        at = broadcast_like(leading(at, column[0].ndim), column[0])
-        column = [sharded_like(x, column[0]) for x in column]
-        chosen.append(jax.lax.select_n(at, *column))
-        varies.append(to)
-    site = _of_all([s for s, _ in cases])
-    site = site._replace(
-        guards=first.guards[:-1], cases=first.cases[:-1], axes=with_has(axes, varies)
-    )
-    return site, chosen
+
+def merged(old: Entry, new: Entry) -> Entry:
+    """For two entries: `new` where it ran, otherwise `old`."""
+    form = unify([old, new])
+    return latest(conform(old, form), conform(new, form))
 
 
 def _of_all(sites: Sequence[Site]) -> Site:
@@ -155,28 +119,19 @@ def _are_exclusive(a: Entry, b: Entry) -> bool:
     return all(apart(x, y) for x in a.cases or [()] for y in b.cases or [()])
 
 
-def _all_of(parts: Sequence[Sown], entries: Iterable[Entry]) -> Sown:
-    def union(field: str) -> tuple:
-        return tuple(dict.fromkeys(x for p in parts for x in getattr(p, field)))
-
-    return Sown(tuple(entries), union("seen"), union("checks"))
-
-
-def to_one_form(branches: Sequence[Sown]) -> Callable[[Sown], Sown]:
+def to_one_form(branches: Sequence[Entries]) -> Callable[[Entries], Entries]:
     """For branches of which one runs, as shapes: a function that brings each to one
     form."""
-    slots = [_slots(b.entries) for b in branches]
+    slots = list(map(_slots, branches))
     keys = dict.fromkeys(k for s in slots for k in s)
     forms = {k: unify([s[k] for s in slots if k in s]) for k in keys}
-    every = _all_of(branches, ())
 
-    def bring(branch: Sown) -> Sown:
-        own = _slots(branch.entries)
-        entries = tuple(
+    def bring(branch: Entries) -> Entries:
+        own = _slots(branch)
+        return tuple(
             conform(own[k], form) if k in own else zeros(form)
             for k, form in forms.items()
         )
-        return dc.replace(every, entries=entries)
 
     return bring
 
@@ -230,10 +185,9 @@ def _common_axes(sites: Sequence[Site]) -> list[Axis]:
             n != len(found) - found.count(None)
         ):
             raise SowError(
-                f"`{s.name}` is sown in several places that vary over different "
-                f"axes: sizes {[a.size for a in every]} at {sites[0].where} "
-                f"and {[a.size for a in s.axes]} at {s.where}. They cannot "
-                "become one value: give them different names."
+                f"`{s.name}` is sown in several places that vary over different axes: "
+                f"sizes {[a.size for a in every]} at {sites[0].where} and "
+                f"{[a.size for a in s.axes]} at {s.where}. Give them different names."
             )
     return list(every)
 
@@ -242,7 +196,11 @@ def unify(entries: Sequence[Entry]) -> Entry:
     """The form of all `entries`: with a count, as shapes, and with room for each."""
     sites = [e.site for e in entries]
     axes = _common_axes(sites)
-    entries = [types_of(lambda e: with_axes(with_count(e), axes), e) for e in entries]
+    full = lambda e: with_axes(with_count(e), axes)
+    entries = [
+        e if e.counted and len(e.site.axes) == len(axes) else types_of(full, e)
+        for e in entries
+    ]
     for e in entries[1:]:
         _check_same(entries[0], e)
     n = len(entries[0].arrays)
@@ -286,53 +244,47 @@ def latest(old: Entry, new: Entry) -> Entry:
     """For entries of one form: `new` where it ran, otherwise `old`."""
     *old_values, old_count = old.arrays
     *new_values, new_count = new.arrays
-    values = [select(new_count > 0, x, y) for x, y in zip(new_values, old_values)]
+    ran = new_count.astype(bool)
+    values = [select(ran, x, y) for x, y in zip(new_values, old_values)]
     return dc.replace(new, arrays=(*values, old_count + new_count))
 
 
 # --- errors ---
 def duplicate(a: Site, b: Site, remedy: str = "") -> DuplicateSowError:
-    twice = a.where == b.where
-    places = a.where + (
-        ", which runs more than once" if twice else f" and at {b.where}"
-    )
+    places = f"{a.where} and at {b.where}"
+    if a.where == b.where:
+        places = f"{a.where}, which runs more than once"
     if b.backward and not a.backward:
-        places += (
-            " (the latter in a backward pass, so in the `bwd` of a `jax.custom_vjp`)"
+        places += " (also in a backward pass: in the `bwd` of a `jax.custom_vjp`)"
+    calls = [site.note.call for site in (a, b) if site.note]
+    names = (
+        "`scope=True` puts the paths of modules before them, and `with "
+        'eqx_sow.scope("first"):` around a call puts that'
+    )
+    if len(calls) == 2:
+        functions = all(call.is_function for call in calls)
+        names = (
+            f"this is the {'name of a function' if functions else 'path of a module'}, "
+            'which is called more than once: put `with eqx_sow.scope("first"):` around '
+            "one of the calls"
         )
-    if a.note and b.note:
-        is_function = a.note.call.is_function and b.note.call.is_function
-        what = "the name of a function" if is_function else "the path of a module"
-        paths = (
-            f"this is {what}, which is called more than once: put `with "
-            'eqx_sow.scope("first"):` around one of the calls'
-        )
-    elif a.note or b.note:
-        paths = (
+    elif calls:
+        names = (
             "a module has this path, and a `sow` has this name: choose with "
             '`capture=lambda path, module: path != "..."`'
         )
-    else:
-        paths = (
-            "`scope=True` puts the paths of modules before them, and `with "
-            'eqx_sow.scope("first"):` around a call puts that before them'
-        )
     remedy = remedy or (
-        f"or say how to combine them: `save_intermediates(..., reduce={{{a.name!r}: "
-        "eqx_sow.Append()})` returns a tuple of all of them, `eqx_sow.Last()` the last."
+        f"or pass `reduce={{{a.name!r}: eqx_sow.Append()}}` for a tuple of all, "
+        "or `eqx_sow.Last()` for the last."
     )
     return DuplicateSowError(
         f"`{a.name}` is sown more than once ({a.mode}): at {places}. Give the values "
-        f"different names ({paths}), {remedy}"
+        f"different names ({names}), {remedy}"
     )
 
 
 def _check_same(a: Entry, b: Entry) -> None:
     """Raises if two entries cannot become one."""
-
-    def form(e: Entry) -> Any:
-        arrays = [(e.core_shape(i), x.dtype) for i, x in enumerate(e.arrays)]
-        return e.site.treedef, e.site.leaves, arrays
 
     def describe(e: Entry) -> str:
         values = [
@@ -340,27 +292,28 @@ def _check_same(a: Entry, b: Entry) -> None:
             for i, x in enumerate(e.arrays[:-1])
         ]
         value = rebuild(e.site.treedef, e.site.leaves, values)
-        return eqx.tree_pformat(value, struct_as_array=True)
+        return f"{eqx.tree_pformat(value, struct_as_array=True)} at {e.site.where}"
 
-    name = a.site.name
-    places = f"{describe(a)} at {a.site.where}, but {describe(b)} at {b.site.where}"
-    if form(a) != form(b):
-        remedy = "Sow values of one form, or give the sows different names."
-        if a.site.modes:
-            remedy += (
-                f" (A NumPy array has no {a.site.mode}, and a JAX array has one: sow "
-                "`jnp.asarray(...)`.)"
-            )
-        raise SowError(
-            f"`{name}` is sown in several branches, and their values differ in "
-            f"structure, shape or dtype: {places}. {remedy}"
-        )
+    mode = a.site.mode
     # The count may vary over other lanes, and so may a value that is no total.
     lanes = [[x.has[:-1] for x in e.site.axes if x.lane] for e in (a, b)]
-    if is_backward(a.site.mode) and lanes[0] != lanes[1]:
-        raise SowError(
-            f"`{name}` is sown in several branches: {places}. A leaf is the same for "
-            "all lanes of a `jax.vmap` in one of them, where its cotangent is the "
-            "total, and has a cotangent for each lane in another. They cannot become "
-            "one value: give the sows different names."
+    if _form(a) != _form(b):
+        problem = "in several branches, and their values differ"
+        remedy = (
+            "Sow values of one structure, shape and dtype, or give the sows different "
+            "names."
         )
+        if mode != "primal":
+            remedy += f" (A NumPy array has no {mode}, so sow `jnp.asarray(...)`.)"
+    elif is_backward(mode) and lanes[0] != lanes[1]:
+        problem = "in several branches"
+        remedy = (
+            "A leaf is the same for all lanes of a `jax.vmap` in one of them, where "
+            "its cotangent is the total. They cannot become one value: give the sows "
+            "different names."
+        )
+    else:
+        return
+    raise SowError(
+        f"`{a.site.name}` is sown {problem}: {describe(a)}, but {describe(b)}. {remedy}"
+    )

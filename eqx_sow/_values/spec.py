@@ -15,30 +15,39 @@ import jax
 import jaxtyping
 
 from .._errors import SowTypeError
+from .._mark.site import Site
 from .._mark.static import rebuild
 from .._names import lookup
-from .merge import Check
 
 
 def check(
-    checks: Sequence[Check],
+    annotated: Sequence[tuple[Site, Any]],
     spec: Mapping[str, Any] | None,
     intermediates: dict[str, dict[str, Any]],
 ) -> None:
-    """Checks the annotations of sows against what was sown, and those in the option
-    `spec` against what comes back. All of them share one set of axis names."""
-    if not checks and not spec:
+    """Checks the annotations of sows, each with its equation, against what was sown,
+    and those in the option `spec` against what comes back. All of them share one set of
+    axis names."""
+    if not annotated and not spec:
         return
 
     def at_sows(values):
-        for check, leaves in zip(checks, values):
-            site: Any = check.site
-            value = rebuild(site.treedef, site.leaves, leaves)
-            _check(site.name, f"as sown at {site.where}", site.spec.value, value)
+        for (site, _), operands in zip(annotated, values):
+            value = rebuild(site.treedef, site.leaves, operands[len(site.guards) :])
+            annotation: Any = site.spec
+            _check(site.name, f"as sown at {site.where}", annotation.value, value)
+
+    shapes = [
+        [
+            jax.ShapeDtypeStruct(site.shape(i, v.aval.shape), v.aval.dtype)
+            for i, v in enumerate(eqn.invars[1:])
+        ]
+        for site, eqn in annotated
+    ]
 
     with jaxtyping.jaxtyped("context"):
         # Nothing is computed: the arrays that are checked are tracers.
-        jax.eval_shape(at_sows, [c.shapes for c in checks])
+        jax.eval_shape(at_sows, shapes)
         for name, modes in intermediates.items():
             annotation = lookup(spec or {}, name)
             if annotation is not None:

@@ -181,17 +181,8 @@ def _edges(values: Sequence[_Value]) -> frozenset[Path]:
     return _NONE.union(*[x.edges for x in values])
 
 
-class _Description(NamedTuple):
-    """How a value is computed: by what, from the values with which numbers, and the
-    parameters of the equation, which need not be hashable."""
-
-    how: Hashable
-    operands: tuple[int, ...] = ()
-    params: Any = None
-
-
 class _Numbers(Domain):
-    """Gives numbers to values: those with equal descriptions have the same number.
+    """Gives numbers to values: those that are computed alike have the same number.
 
     What is said of a value in a scan holds for each iteration by itself. So a residual
     that one scan stacks, and another one takes apart, has the number that it had in the
@@ -199,8 +190,12 @@ class _Numbers(Domain):
     """
 
     def __init__(self):
+        # How a value is computed: by what, and from the values with which numbers. For
+        # each, the parameters of such equations, and the number of the result. These
+        # need not be hashable.
         self._known: dict[Hashable, list[tuple[Any, int]]] = {}
-        self._descriptions: dict[int, _Description] = {}
+        # By number, how that value is computed.
+        self._computed: dict[int, tuple[Hashable, tuple[int, ...]]] = {}
         self._next = it.count()
         self.sows: list[_Sow] = []
 
@@ -212,14 +207,14 @@ class _Numbers(Domain):
     def _number(
         self, how: Hashable, operands: Sequence[int] = (), params: Any = None
     ) -> int:
-        new = _Description(how, tuple(operands), params)
-        candidates = self._known.setdefault(new[:2], [])
+        computed = how, tuple(operands)
+        candidates = self._known.setdefault(computed, [])
         for x, number in candidates:
             if x is params or _equal(x, params):
                 return number
         number = next(self._next)
         candidates.append((params, number))
-        self._descriptions[number] = new
+        self._computed[number] = computed
         return number
 
     def literal(self, literal):
@@ -273,73 +268,67 @@ class _Numbers(Domain):
         alike = [x for x in candidates if x.value == value] or candidates
         return self.new(frozenset(x.here.path for x in alike))
 
-    # --- branches ---
-    def in_case(self, index, i, value):
-        found = self._descriptions.get(value.number)
-        if found is None or found.how != "chosen" or found.operands[0] != index.number:
-            return value
-        return value._replace(number=found.operands[1 + i])
-
-    def chosen(self, index, cases):
-        numbers = [x.number for x in cases]
-        if len(set(numbers)) == 1:
-            return cases[0]._replace(edges=_edges(cases))
-        number = self._number("chosen", (index.number, *numbers))
-        return _Value(number, (index.made, *[x.made for x in cases]), _edges(cases))
-
     # --- loops ---
     def loop(self, eqn, operands, init, body, here):
         # What a scan carries is the same as in another scan, if both begin with the
         # same, and make the same of it in each iteration. To learn that, the body runs
         # first with names in the place of what is carried.
-        n, depth = len(init), len(here.scans)
-        names = [
-            _Value(self._number(("carried", depth, i)), None, x.edges)
-            for i, x in enumerate(init)
-        ]
-        after = body(names, here._replace(final=False))[:n]
-        if _is_of_unknown_length(eqn):
-            loop = next(self._next)
-        else:
-            numbers = [tuple(x.number for x in xs) for xs in (init, after)]
-            loop = loop_of(eqn), depth, *numbers
-
-        def carried(when, after):
+        def carried(when: Hashable, after: Sequence[_Value]) -> list[_Value]:
             return [
-                _Value(
-                    self._number((when, i, loop)),
-                    (here.path, when, i),
-                    _edges([first, new]),
-                )
-                for i, (first, new) in enumerate(zip(init, after))
+                _Value(self._number((when, i)), (here.path, when, i), _edges(pair))
+                for i, pair in enumerate(zip(init, after))
             ]
 
-        outs = body(carried("before an iteration", after), here)
-        return [*carried("at the end", outs), *outs[n:]]
+        depth, n = len(here.scans), len(init)
+        after = body(carried(depth, init), here._replace(final=False))[:n]
+        loop = loop_of(eqn), depth, *(x.number for x in (*init, *after))
+        if _is_of_unknown_length(eqn):
+            loop = (next(self._next),)
+        outs = body(carried(("before an iteration", loop), after), here)
+        return [*carried(("at the end", loop), outs), *outs[n:]]
 
-    def _part(self, how: tuple[str, Hashable], inverse: str, whole: _Value) -> _Value:
-        """A part of `whole`: that of which `whole` was made, if that is known."""
-        found = self._descriptions.get(whole.number)
-        if found is not None and found.how == (inverse, how[1]):
-            (number,) = found.operands
-        else:
-            number = self._number(how, (whole.number,))
+    # --- what is put together, and taken apart again ---
+    # The cases of a cond, the iterations that a scan stacks, the parts of an array on
+    # the devices of a mesh. `how` is the same for both ways.
+    def _together(
+        self, how: Hashable, parts: Sequence[_Value], params: Any = None
+    ) -> _Value:
+        number = self._number(how, [x.number for x in parts], params)
+        return _Value(number, (how, *[x.made for x in parts]), _edges(parts))
+
+    def _part(self, how: Hashable, whole: _Value, i: int = 0) -> int | None:
+        """The number of a part of what was put together so; `None` for other values."""
+        its_how, parts = self._computed.get(whole.number, (None, ()))
+        return parts[i] if its_how == how else None
+
+    def _slice(self, how: Hashable, whole: _Value) -> _Value:
+        number = self._part(how, whole)
+        if number is None:
+            number = self._number(("slice", how), (whole.number,))
         return whole._replace(number=number, made=(how, whole.made))
 
-    def entry(self, value, here):
-        return self._part(("entry", len(here.scans)), "stack", value)
+    def chosen(self, index, cases):
+        if len({x.number for x in cases}) == 1:
+            return cases[0]._replace(edges=_edges(cases))
+        value = self._together(("cases", index.number), cases)
+        return value._replace(made=(index.made, value.made))
+
+    def in_case(self, index, i, value):
+        number = self._part(("cases", index.number), value, i)
+        return value if number is None else value._replace(number=number)
 
     def stacked(self, value, here):
         loop = loop_of(here.around[-1])
-        number = self._number(("stack", len(here.scans)), (value.number,), loop)
-        return value._replace(number=number)
+        return self._together(("stack", len(here.scans)), [value], loop)
 
-    def shard(self, value, mesh, spec):
-        return self._part(("shard", (mesh, spec)), "shards", value)
+    def entry(self, value, here):
+        return self._slice(("stack", len(here.scans)), value)
 
     def unshard(self, value, mesh, spec):
-        number = self._number(("shards", (mesh, spec)), (value.number,))
-        return value._replace(number=number)
+        return self._together(("shards", mesh, spec), [value])
+
+    def shard(self, value, mesh, spec):
+        return self._slice(("shards", mesh, spec), value)
 
 
 _MOVES = (

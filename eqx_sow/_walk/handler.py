@@ -9,7 +9,7 @@ back from them. In `save_intermediates`, `Given.carry` has the states of reducer
 | called by | method | for |
 |---|---|---|
 | `evaluate` | `sow` | each sow, in order of execution |
-| | `keeps_intact`, `meet_unknown` | an equation with a sow inside: is there a rule? |
+| | `keeps_intact` | an equation with a sow inside: does it stay as it is? |
 | | `for_inside`, `leave_equation` | the same, before its rule and after it |
 | | `end_jaxpr` | the end of a jaxpr: what was found, as one `Taken` |
 | rule for `scan` | `slices_for_scan`, `stack_iterations` | values in, values out |
@@ -70,6 +70,9 @@ class Handler:
     # does not want. Then they stay in the program.
     has_outer: bool = True
 
+    # The names that also run outside of linear solvers.
+    elsewhere: frozenset[str] = frozenset()
+
     # Whether what the handler makes of a jaxpr may be kept for other calls. Not if it
     # holds functions of a user's, which might hold tracers.
     cacheable: bool = True
@@ -94,11 +97,6 @@ class Handler:
         """Whether the function in an equation will compute something else, because a
         value is planted inside. Then its derivative rule is no longer right."""
         return False
-
-    def meet_unknown(self, found: list, eqn: Any) -> None:
-        """Takes note of an equation for which there is no rule."""
-        why = (OVER_AND_OVER,) if is_solver(eqn) else (NO_RULE, TEACH)
-        refuse(self, eqn, sites(eqn), *why)
 
     def end_jaxpr(self, found: list, given: Given, frame: Frame) -> Taken:
         """One `Taken` from all that `sow` and the rules put into `found`."""
@@ -180,30 +178,18 @@ def check_guarded(site: Site) -> None:
     """Raises if it cannot be told whether a sow runs, or only runs again."""
     if site.again is None:
         raise SowError(
-            f"`sow(..., {site.name!r})` at {site.where} is in the `bwd` of a "
-            "`jax.custom_vjp` that only some lanes of a `jax.vmap` call, and its name "
-            "is that of a sow in the forward pass: whether it repeats that one cannot "
-            "be told. Give it another name, with `eqx_sow.scope(...)` in the `bwd`, or "
-            "leave the sow out, by `names` or another `tag`."
+            f"{site.said} is in the `bwd` of a `jax.custom_vjp` that only some lanes "
+            "of a `jax.vmap` call, and the forward pass has a sow of that name: "
+            "whether it repeats that one cannot be told. Give it another name, with "
+            "`eqx_sow.scope(...)`, or leave it out, by `names` or another `tag`."
         )
     if site.unguarded:
         raise SowError(
-            f"`sow(..., {site.name!r})` at {site.where} is in the derivative rule of a "
-            "function (`jax.custom_jvp`, `jax.custom_vjp`) that only some lanes of a "
-            "`jax.vmap` call, and the vmap came before the derivative: whether the sow "
-            "runs cannot be told. Take the derivative inside the vmap, "
-            "`jax.vmap(jax.grad(fn))`, or leave the sow out, by `names` or another "
-            "`tag`."
+            f"{site.said} is in the derivative rule of a function (`jax.custom_jvp`, "
+            "`jax.custom_vjp`) that only some lanes of a `jax.vmap` call, and the vmap "
+            "came first: whether the sow runs cannot be told. Write "
+            "`jax.vmap(jax.grad(fn))`, or leave it out, by `names` or another `tag`."
         )
-
-
-_MOVE = "Move the sow out of it."
-NO_RULE = "eqx_sow has no rule for it"
-TEACH = (
-    f"{_MOVE} If the primitive is yours, `@eqx_sow.register_rule(primitive)` teaches "
-    "eqx_sow about it."
-)
-OVER_AND_OVER = "it evaluates its function over and over"
 
 
 def is_solver(eqn: Any) -> bool:
@@ -213,18 +199,31 @@ def is_solver(eqn: Any) -> bool:
     return primitive.name in ("linear_solve", "custom_linear_solve")
 
 
+def refuse_unknown(handler: Handler, eqn: Any) -> None:
+    """Raises if the handler wants any of the sows in an equation without a rule. Who
+    calls a linear solver usually evaluates the same function elsewhere, too, where the
+    sows are seen."""
+    inside, remedy = sites(eqn), "Move the sow out of it."
+    if is_solver(eqn):
+        why = "it evaluates its function over and over"
+        inside = [site for site in inside if site.name not in handler.elsewhere]
+    else:
+        why = "eqx_sow has no rule for it"
+        remedy += (
+            " If the primitive is yours, `@eqx_sow.register_rule(primitive)` teaches "
+            "eqx_sow about it."
+        )
+    refuse(handler, eqn, inside, why, remedy)
+
+
 def refuse(
-    handler: Handler, eqn: Any, inside: Iterable[Site], why: str, remedy: str = _MOVE
+    handler: Handler, eqn: Any, inside: Iterable[Site], why: str, remedy: str
 ) -> None:
     """Raises if the handler wants any of the sows inside an equation."""
     for site in filter(handler.wants, inside):
-        raise UnsupportedPrimitiveError(unsupported(site, eqn, why, remedy))
-
-
-def unsupported(site: Site, eqn: Any, why: str, remedy: str = _MOVE) -> str:
-    primitive, _ = _compat.unmapped(eqn)
-    return (
-        f"`sow(..., {site.name!r})` at {site.where} is inside the primitive "
-        f"`{primitive}`: {why}, so the value cannot be captured or planted. "
-        f"{remedy} Or leave it out, by `names` or another `tag`."
-    )
+        primitive, _ = _compat.unmapped(eqn)
+        raise UnsupportedPrimitiveError(
+            f"{site.said} is inside the primitive `{primitive}`: {why}, so the value "
+            f"cannot be captured or planted. {remedy} Or leave it out, by `names` or "
+            "another `tag`."
+        )

@@ -19,7 +19,7 @@ from .._arrays import in_mesh_of
 from .._mark.primitive import sow_p
 from .._mark.staging import to_jaxpr
 from .frame import Frame, without_donating
-from .handler import Given, Handler, Taken
+from .handler import Given, Handler, refuse_unknown, Taken
 from .sows import with_sow, without_sows
 
 
@@ -133,7 +133,7 @@ def evaluate(
             continue
         rule = rules.get(eqn.primitive)
         if rule is None:
-            handler.meet_unknown(found, eqn)
+            refuse_unknown(handler, eqn)
             frame.defer(eqn if handler.has_outer else without_sows(eqn))
             continue
         values = frame.read(eqn.invars)
