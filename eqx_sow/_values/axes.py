@@ -90,7 +90,7 @@ def final_axes(site: Site) -> list[tuple[bool, ...]]:
     kept = kept_axes(site)
     n_values = site.leaves.count(OPERAND)
     if not kept:
-        return [()] * (n_values + counted)
+        return [()] * n_values
     total = [is_backward(site.mode) and a.lane for a in site.axes]
     return [
         tuple(k and (v or not t) for k, v, t in zip(kept, site.has(i), total))
