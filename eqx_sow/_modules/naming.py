@@ -15,7 +15,7 @@ once for each of its calls, so each of them gets a name of its own. A derivative
 the edge of its primal, and so its name. At the end, each sow is replaced by one with
 its names (`_walk/sows.py`); from there on they are like those of `sow`.
 
-An array may come from several places. `Naming._rank` says which of them is preferred,
+An array may come from several places. `Naming._chosen` says which of them is preferred,
 and `Naming._found` what a module is called to which no array leads.
 """
 
@@ -32,19 +32,8 @@ from .._mark.primitive import edge_p, same_p, sow_p
 from .._mark.site import Label, Site
 from .._values.modes import without_order
 from .._walk.flow import Domain, Here
-from .places import is_internal, Places
-from .sources import computed, FAR, in_order, one_of, Value, Way
-
-
-class _Candidate(NamedTuple):
-    """A place that a module may have, by one of its arrays, which comes from `source`:
-    how much was computed between, and how long the path is that the source has in the
-    tree at this place."""
-
-    distance: int
-    tail: int
-    path: Path
-    source: int
+from .places import is_internal, Places, root_of
+from .sources import computed, FAR, in_order, one_of, TRANSPOSED, Value, Way
 
 
 class _Place(NamedTuple):
@@ -53,13 +42,26 @@ class _Place(NamedTuple):
     `after`: see `Label`."""
 
     path: Path
-    is_known: bool = True
     is_held: bool = True
     after: tuple[int | None, ...] = ()
+
+    def inside(self, path: Path) -> "_Place":
+        return self._replace(path=(*self.path, *path))
 
     @property
     def name(self) -> str:
         return "/".join(self.path)
+
+
+class _Candidate(NamedTuple):
+    """A place that a module may have, by one of its arrays, which comes from `source`,
+    and how much was computed between. `stacked`: the module was in a list at the place,
+    and where in its path the index stood."""
+
+    path: Path
+    distance: int
+    source: int
+    stacked: int | None = None
 
 
 @dc.dataclass(eq=False)
@@ -71,14 +73,12 @@ class _Visit:
     call: Call
     # The operands of its edge.
     arrays: Sequence[Value]
-    # The visit of the module that holds it, whose method is running.
-    around: "_Visit | None"
-    # The innermost module whose method is running, whether it holds this one or not.
-    running: "_Visit | None"
+    # The modules whose methods are running, from outside in.
+    running: "list[_Visit]"
     # The ways to the scans around, from outside in.
     scans: tuple[Way, ...]
-    # For each of the arrays, the places that it may say. These, and the place that is
-    # chosen, are known once the pass is over.
+    # For each of the arrays, the nearest places. These, and the place that is chosen,
+    # are known once the pass is over.
     candidates: list[list[_Candidate]] = dc.field(default_factory=list)
     place: _Place | None = None
 
@@ -87,6 +87,16 @@ class _Visit:
         """What two calls of one module have in common, if nothing is known of it."""
         module = getattr(self.call.module, "value", None)
         return self.arrays[0].made if self.arrays else id(module)
+
+    def fits(self) -> dict[Path, tuple[int, int]]:
+        """How well each place fits: better if the value is smaller. The distance, and
+        how many arrays say this place, as a negative number."""
+        found: dict[Path, tuple[int, int]] = {}
+        for candidates in self.candidates:
+            for path, distance in {c.path: c.distance for c in candidates}.items():
+                nearest, votes = found.get(path, (distance, 0))
+                found[path] = min(nearest, distance), votes - 1
+        return found
 
 
 class Naming(Domain):
@@ -104,12 +114,8 @@ class Naming(Domain):
         # By the way to a scan, the sources that it takes apart: those that are nearest
         # to the arrays that it goes over.
         self._taken_apart: dict[Way, set[int]] = defaultdict(set)
-        # The modules that are running around a scan.
-        self._around_scan: dict[Way, list[_Visit]] = {}
-        # For each place, the smallest distance of any call from it, and how many arrays
-        # of calls have none that is nearer.
-        self._nearest: dict[Path, int] = {}
-        self._claims: Counter[Path] = Counter()
+        # For each place, how well it fits the call that it fits best.
+        self._best: dict[Path, tuple[int, int]] = {}
         # How often one of these places was chosen, where modules are alike.
         self._called_alike: Counter[tuple[Path, ...]] = Counter()
         # By the name of a class, the modules of it of which no place is known, by their
@@ -124,15 +130,10 @@ class Naming(Domain):
     def sites(self) -> dict[Way, Site]:
         """The sites that have new names."""
         for visit in self._visits.values():
-            visit.candidates = list(
-                map(self._candidates, visit.call.leaves, visit.arrays)
-            )
-            for c in (c for found in visit.candidates for c in found):
-                near = self._nearest.get(c.path, c.distance)
-                self._nearest[c.path] = min(near, c.distance)
-            for found in filter(None, visit.candidates):
-                nearest = min(c.distance for c in found)
-                self._claims.update({c.path for c in found if c.distance == nearest})
+            pairs = zip(visit.call.leaves, visit.arrays)
+            visit.candidates = [self._candidates(*pair) for pair in pairs]
+            for path, fit in visit.fits().items():
+                self._best[path] = min(fit, self._best.get(path, fit))
         for visit in self._visits.values():
             self._place(visit)
         named = {
@@ -174,8 +175,6 @@ class Naming(Domain):
         nearest = min(value.distances.values(), default=0)
         sources = (s for s, n in value.distances.items() if n == nearest)
         self._taken_apart[here.scans[-1]].update(sources)
-        running = [self._latest[c] for c in here.running if c in self._latest]
-        self._around_scan[here.scans[-1]] = running
         return value
 
     def equation(self, eqn, operands, here):
@@ -184,18 +183,11 @@ class Naming(Domain):
             self._sow(eqn, operands[0], here)
             return [Value(edges=(here.path,)), *operands[1:]]
         if primitive is edge_p and eqn.params:
-            self._visit(eqn, operands, here)
+            call, running = eqn.params["call"], self._running(here, eqn)
+            visit = _Visit(call, operands, running, here.scans)
+            self._visits[here.path] = self._latest[call] = visit
             return [Value(edges=(here.path,))]
         return computed(eqn, operands, here.path)
-
-    def _visit(self, eqn: Any, arrays: Sequence[Value], here: Here) -> None:
-        call = eqn.params["call"]
-        running = next(iter(self._running(here, eqn)), None)
-        around = running if call.is_function else None
-        if call.holder is not None:
-            around = self._latest.get(call.holder[0])
-        visit = _Visit(call, arrays, around, running, here.scans)
-        self._visits[here.path] = self._latest[call] = visit
 
     def _sow(self, eqn: Any, edge: Value, here: Here) -> None:
         site: Site = eqn.params["site"]
@@ -204,29 +196,31 @@ class Naming(Domain):
             found = [self._sows[way] for way in edge.edges if way in self._sows]
             visits = [v for s, vs in found if s.origin is site.origin for v in vs]
         elif site.note is None:
-            visits = self._running(here, eqn)
+            visits = self._running(here, eqn)[-1:]
         else:
             visits = [self._visits[way] for way in edge.edges[:1]]
         self._sows[here.path] = site, visits
 
     def _running(self, here: Here, eqn: Any) -> list[_Visit]:
-        """The innermost call that is running, if there is one."""
         calls = (*here.running, *calls_around(eqn))
-        return [self._latest[c] for c in calls if c in self._latest][-1:]
+        return [self._latest[c] for c in calls if c in self._latest]
 
     # --- the places of modules ---
     def _candidates(self, leaf: Path, array: Value) -> list[_Candidate]:
-        """The places of a module, given where one of its arrays is in the module, and
-        what that comes from. The first come first."""
+        """The nearest places of a module, given where one of its arrays is in the
+        module, and what that comes from. The first come first."""
         found = []
         for source, distance in array.distances.items():
             for path in self._places.paths(source):
-                root = self._places.root_of(path)
-                at = _last(leaf, path, len(root))
+                at = _last(leaf, path, len(root_of(path)))
                 if at is not None:
-                    tail = len(path) - at
-                    found.append(_Candidate(distance, tail, path[:at], source))
-        return found
+                    found.append(_Candidate(path[:at], distance, source))
+        nearest = min((c.distance for c in found), default=0)
+        found = [c for c in found if c.distance == nearest]
+        at = _index_of_list(found)
+        if at is None:
+            return found
+        return [c._replace(path=_without(c.path, at), stacked=at) for c in found]
 
     def _place(self, visit: _Visit) -> _Place:
         if visit.place is None:
@@ -235,131 +229,112 @@ class Naming(Domain):
 
     def _found(self, visit: _Visit) -> _Place:
         call = visit.call
-        holder, inside = call.holder or (None, ())
-        # The edge of a module without arrays may have been moved out of a loop, to
-        # before that of the module around.
-        visit.around = visit.around or self._latest.get(holder)
-        around = None if visit.around is None else self._place(visit.around)
+        running = self._place(visit.running[-1]) if visit.running else _Place(())
         if call.is_function:
-            place = around or _Place(())
-            return place._replace(path=(*place.path, call.cls.__name__))
-        # What most of the arrays say, and most of those that say a place where a module
-        # of this class is. They may also say that it is at no place.
-        votes = [
-            self._chosen(visit, leaf, found)
-            for leaf, found in zip(call.leaves, visit.candidates)
-            if found
-        ]
-        # Of equally many, those that fewer arrays of other calls say.
-        fits = lambda path: path is None or self._is_of_class(path, call)
-        path = max(
-            votes,
-            key=lambda p: (fits(p), votes.count(p), -self._claims[p or ()]),
-            default=None,
-        )
-        running = None if visit.running is None else self._place(visit.running)
+            return running.inside((call.cls.__name__,))
+        held = self._held(visit)
+        path = self._chosen(visit, held and held.path)
         if path is not None:
             after = self._after(visit, path)
-            if running is not None and running.path == path and not fits(path):
+            is_other = not self._places.is_of_class(path, call.cls)
+            if visit.running and running.path == path and is_other:
                 # A layer makes another one of its own arrays, and calls that.
                 path = (*path, call.cls.__name__)
             return _Place(path, after=after)
         # It has no arrays of its own, or they were made on the way.
+        alike = []
+        if held is None and call.module is not None:
+            alike = self._places.alike(call.module)
+            n = len(running.path)
+            alike = [p for p in alike if p[:n] == running.path] or alike
+        if alike:
+            # `eqx.filter_checkpoint(layer)` calls a copy of a layer. Which one of those
+            # that are alike is told by the order of the calls.
+            n = self._called_alike[tuple(alike)]
+            self._called_alike[tuple(alike)] += 1
+            held = _Place(alike[n % len(alike)])
+        return held or self._unknown(visit)
+
+    def _held(self, visit: _Visit) -> _Place | None:
+        """The place in what holds the very module: one that is running, or the
+        arguments."""
+        holder, inside = visit.call.holder or (None, ())
         if holder == self._depth:
             return _Place(inside)
-        if around is not None:
-            return around._replace(path=(*around.path, *inside))
-        if call.module is not None:
-            alike = self._places.alike(call.module)
-            if running is not None and running.is_known:
-                inside = [p for p in alike if p[: len(running.path)] == running.path]
-                alike = inside or alike
-            if alike:
-                # `eqx.filter_checkpoint(layer)` calls a copy of a layer. Which one of
-                # those that are alike is told by the order of the calls.
-                n = self._called_alike[tuple(alike)]
-                self._called_alike[tuple(alike)] += 1
-                return _Place(alike[n % len(alike)])
-        return self._unknown(visit)
+        # The edge of a module without arrays may have been moved out of a loop, to
+        # before that of the module around.
+        of_holder = (v for v in reversed(visit.running) if v.call is holder)
+        around = next(of_holder, self._latest.get(holder))
+        return around and self._place(around).inside(inside)
 
-    def _chosen(
-        self, visit: _Visit, leaf: Path, candidates: Sequence[_Candidate]
-    ) -> Path | None:
-        """The place that one of the arrays says, which is at `leaf` in the module."""
-        call = visit.call
-        # Of the weights that a hypernetwork returns, those of the hypernetwork are no
-        # place, if it is called there itself.
-        candidates = [
-            c for c in candidates if c.distance < FAR or self._nearest[c.path] >= FAR
-        ]
-        if not candidates:
+    def _chosen(self, visit: _Visit, held: Path | None) -> Path | None:
+        """The place that the arrays say."""
+        call, fits = visit.call, visit.fits()
+        if any(found and found[0].distance >= FAR for found in visit.candidates):
+            # A hypernetwork made some of its arrays, and is no place of it: that is
+            # nearer to the call of the hypernetwork.
+            ok = lambda path, fit: self._best[path] >= min(fit, (FAR, 0))
+            fits = {path: fit for path, fit in fits.items() if ok(path, fit)}
+        if not fits:
             return None
-        first = min(self._rank(c, visit) for c in candidates)
-        equal = [c for c in candidates if self._rank(c, visit) == first]
-        stacked = _in_common([c.path for c in equal])
-        if stacked is not None:
-            return stacked
-        best = min(equal, key=lambda c: (not self._is_of_class(c.path, call), c.tail))
-        is_nearer = self._nearest[best.path] < best.distance
-        if not is_nearer and self._places.is_of_form(best.path, call.cls, call.treedef):
-            return best.path
-        # A tied weight: the array of another module was put into this one.
-        outer = self._places.root_of(best.path)
-        if visit.running is not None and self._place(visit.running).is_known:
-            outer = self._place(visit.running).path
-        tied = self._places.replaced(call.cls, call.treedef, outer, self._nearest)
-        if tied is None and not self._is_of_class(best.path, call):
-            tied = self._places.of_shared(best.path, call.cls, leaf)
-        return tied or best.path
-
-    def _rank(self, candidate: _Candidate, visit: _Visit) -> tuple[int, bool, bool]:
-        """Which candidates are preferred: those with a smaller one."""
-        path, distance = candidate.path, candidate.distance
-        is_where_called = False
-        if visit.call.holder is not None and visit.around is not None:
-            _, inside = visit.call.holder
-            around = self._place(visit.around)
-            n = len(path) - len(inside)
-            is_where_called = path[n:] == inside and (
-                not around.is_known or around.path == path[:n]
-            )
-        return (
-            distance,
-            # A mean of a student and a teacher is the teacher, if the student is
-            # called: another call is nearer to that.
-            self._nearest[path] < distance,
-            # The place in the module that is running, of several for one array.
-            not is_where_called,
+        path = min(
+            fits,
+            key=lambda path: (
+                # A tied weight.
+                not self._places.is_of_class(path, call.cls),
+                # What most of the arrays say.
+                fits[path][1],
+                # Of several places that one array has.
+                path != held,
+                # A mean of a student and a teacher is the teacher, if the student is
+                # called: another call fits that better.
+                self._best[path] < fits[path],
+            ),
         )
+        is_fitting = self._places.is_of_class(path, call.cls)
+        is_transposed = fits[path][0] == TRANSPOSED and self._best[path] < fits[path]
+        if is_fitting and not is_transposed:
+            return path
+        # All that it has are tied weights: arrays of another module that were put into
+        # this one, whose own arrays no call has.
+        outer = root_of(path)
+        if visit.running:
+            outer = self._place(visit.running[-1]).path
+        form = (call.cls, call.treedef)
+        return self._places.replaced(*form, outer, self._best) or path
 
     def _after(self, visit: _Visit, path: Path) -> tuple[int | None, ...]:
         """For each scan around a call, where in its path the index of an iteration
         stands: behind the tree that the scan takes apart. That is the highest node of
-        which it takes all arrays apart, or that of a list that was stacked before."""
-        candidates = [c for found in visit.candidates for c in found]
+        which it takes all arrays apart, or that of a list that was stacked before. In a
+        module that runs in the scan as well, it is where that has it."""
+        mine = [c for found in visit.candidates for c in found if c.path == path]
+        # The innermost of the modules around.
+        outer, scans_outside = _Place(()), 0
+        for running in visit.running:
+            place = self._place(running)
+            if place.path == path[: len(place.path)]:
+                outer, scans_outside = place, len(running.scans)
+        first = len(root_of(path))
+        within = self._places.sources_in
+        # A model that has nothing but `blocks` is no stack itself.
+        if len(path) > first and within(path[: first + 1]) == within(path[:first]):
+            first += 1
 
-        def of_scan(scan):
-            apart, within = self._taken_apart[scan], self._places.sources_in
-            paths = {c.path for c in candidates if c.source in apart}
-            if path not in paths:
-                # Stacked: the paths of the layers of a list have one more key.
-                at = [i for p in paths for i in range(len(p)) if _without(p, i) == path]
-                return min(at, default=None)
-            first = len(self._places.root_of(path))
-            # A model that has nothing but `blocks` is no stack itself.
-            if len(path) > first and within(path[: first + 1]) == within(path[:first]):
-                first += 1
+        def of_scan(i, scan):
+            if any(n is not None for n in outer.after[i : i + 1]):
+                return outer.after[i]
+            apart = self._taken_apart[scan]
+            taken = [c for c in mine if c.source in apart]
+            if not taken or taken[0].stacked is not None:
+                return taken[0].stacked if taken else None
             # A module that is called outside the loop is not what the loop takes apart.
-            for place in map(self._place, self._around_scan[scan]):
-                if place.is_known and path[: len(place.path)] == place.path != path:
-                    first = max(first, len(place.path) + 1)
-            levels = range(first, len(path) + 1)
+            is_outside = i >= scans_outside and outer.path != path
+            begin = max(first, len(outer.path) + 1) if is_outside else first
+            levels = range(begin, len(path) + 1)
             return next((n for n in levels if within(path[:n]) <= apart), None)
 
-        return tuple(map(of_scan, visit.scans))
-
-    def _is_of_class(self, path: Path, call: Call) -> bool:
-        return self._places.is_of_class(path, call.cls)
+        return tuple(of_scan(i, scan) for i, scan in enumerate(visit.scans))
 
     def _unknown(self, visit: _Visit) -> _Place:
         """The class, with a number if another one of it was called before."""
@@ -367,7 +342,7 @@ class Naming(Domain):
         of_class = self._nowhere[name]
         n = of_class.setdefault(visit.identity, len(of_class))
         is_held = call.module is None and not is_internal(call.cls)
-        return _Place((f"{name}#{n}" if n else name,), False, is_held)
+        return _Place((f"{name}#{n}" if n else name,), is_held)
 
     # --- the names of sows ---
     def _place_of_all(self, visits: Sequence[_Visit], site: Site) -> _Place | None:
@@ -407,10 +382,12 @@ class Naming(Domain):
             return site._replace(labels=others)
         method = () if note.call.method == "__call__" else (note.call.method,)
         name = ".".join((place.name, *method, *note.what)) or "."
-        new = Label(name, mine[0].tag, self._depth, place.after).in_scope(note.scope)
+        segments = lambda path: len("/".join(path).split("/")) if path else 0
+        after = tuple(n and segments(place.path[:n]) for n in place.after)
+        new = Label(name, mine[0].tag, self._depth, after).in_scope(note.scope)
         self.captured.add(new.name)
-        if place.is_known and place.path:
-            self.roots["/".join(self._places.root_of(place.path))] = None
+        if root := root_of(place.path):
+            self.roots["/".join(root)] = None
         return site._replace(labels=(new, *others))
 
     def _chooses(self, call: Call, place: _Place) -> bool:
@@ -449,13 +426,16 @@ def _without(path: Path, i: int) -> Path:
     return (*path[:i], *path[i + 1 :])
 
 
-def _in_common(paths: Sequence[Path]) -> Path | None:
-    """The path of arrays that were stacked, such as `layers/weight` of those at
-    `layers/0/weight` and `layers/1/weight`: without the numbers in the list."""
-    if len(set(map(len, paths))) > 1:
+def _index_of_list(candidates: Sequence[_Candidate]) -> int | None:
+    """Where in their paths the numbers of layers stand, such as `layers/0` and
+    `layers/1`, whose arrays were stacked."""
+    paths = [c.path for c in candidates]
+    # One array may also be in several places.
+    is_one = len({c.source for c in candidates}) < len(candidates)
+    if is_one or len(set(map(len, paths))) > 1:
         return None
     columns = enumerate(zip(*paths))
     differ = [(i, keys) for i, keys in columns if len(set(keys)) > 1]
     if len(differ) != 1 or not all(key.isdigit() for key in differ[0][1]):
         return None
-    return _without(paths[0], differ[0][0])
+    return differ[0][0]

@@ -36,8 +36,14 @@ from .._mark.noting import is_part, is_wrapper, Jacobian, keys, modules
 from .._mark.static import Const, SameParts, take_apart
 
 
-class Variable(str):
-    """The name of a variable, at the beginning of a path."""
+class Root(str):
+    """The name of an argument or a variable, at the beginning of a path."""
+
+
+def root_of(path: Path) -> Path:
+    """The path of the argument, or of the variable, that a place is in. What is in the
+    function itself is in none."""
+    return path[:1] if path and isinstance(path[0], Root) else ()
 
 
 class Places:
@@ -93,13 +99,6 @@ class Places:
                 self._paths[self._sources[id(x)]].append(path)
         return found
 
-    def root_of(self, path: Path) -> Path:
-        """The path of the argument, or of the variable, that a place is in."""
-        if path and isinstance(path[0], Variable):
-            return path[:1]
-        heads = (head for head, _ in self._roots if path[: len(head)] == head)
-        return max(heads, key=len, default=())
-
     def sources_in(self, path: Path) -> set[int]:
         """The sources in the tree at a place, as far as they are inexact numbers."""
         n = len(path)
@@ -139,27 +138,14 @@ class Places:
         ]
         return found[0] if len(found) == 1 else None
 
-    def of_shared(self, path: Path, cls: type, leaf: Path) -> Path | None:
-        """Where a module of this class is that shares its array `leaf` with the module
-        at `path`, as `eqx.nn.Shared` has it: it has none there of its own."""
-        root = self.root_of(path)
-        arrays = {place for places in self._paths.values() for place in places}
-        found = [
-            place
-            for place in self._module_at
-            if self.is_of_class(place, cls) and place[: len(root)] == root
-            if (*place, *leaf) not in arrays
-        ]
-        return found[0] if len(found) == 1 else None
-
 
 def roots(fn: Any, args: tuple, kwargs: dict) -> Iterator[tuple[Path, Any]]:
     """What has a path of its own in a call: the function, and the arguments. A
     transformed function, such as `eqx.filter_grad(loss)`, is what it was made of."""
     names = positional_names(fn, len(args))
     todo = [
-        *((tuple(name.split("/")), x) for name, x in zip(names, args)),
-        *(((name,), x) for name, x in kwargs.items()),
+        *(((Root(name),), x) for name, x in zip(names, args)),
+        *(((Root(name),), x) for name, x in kwargs.items()),
     ]
     todo = [((), fn), *todo][::-1]
     while todo:
@@ -214,10 +200,10 @@ def _held_by(x: Any, path: Path, packages: set[str]) -> Iterator[tuple[Path, Any
     """What the object at a path holds or reads, one step further."""
     if isinstance(x, types.FunctionType):
         for name, value in _variables(x, packages):
-            yield ((Variable(name),) if name else path), value
+            yield ((Root(name),) if name else path), value
     elif isinstance(x, ft.partial):
         for name, value in _bound(x):
-            yield ((Variable(name),) if name else path), value
+            yield ((Root(name),) if name else path), value
     elif isinstance(x, dict):
         # JAX sorts the keys, which are not always of one type.
         yield from (((*path, str(key)), value) for key, value in x.items())

@@ -33,6 +33,8 @@ _MOVES = frozenset(
 # What makes new arrays of several, rather than changing one: it counts as `FAR`.
 _CONTRACTS = jax.lax.dot_general_p, jax.lax.conv_general_dilated_p
 FAR = 1 << 16
+# A transposition is half a computation: nothing else has such a distance.
+TRANSPOSED = 1
 # Of the sources of a value, so many are kept: the nearest.
 _NEAREST = 8
 
@@ -147,7 +149,8 @@ def computed(eqn: Any, operands: Sequence[Value], way: Way) -> list[Value]:
         return slices
     if name == "select_n":
         operands = in_order(operands[1:])
-    step = 0 if name in _MOVES else FAR if primitive in _CONTRACTS else 1
+    step = 0 if name in _MOVES else FAR if primitive in _CONTRACTS else 2
+    step = TRANSPOSED if name == "transpose" else step
     made = operands[0].made if operands and not step else way
     value = one_of(operands, step, made)
     parts = _parts_of(eqn, operands, step)
