@@ -54,11 +54,12 @@ class _Place(NamedTuple):
 
 
 class _Candidate(NamedTuple):
-    """A place that a module may have, by one of its arrays, which comes from `source`,
-    and how much was computed between. `stacked`: the module was in a list at the place,
-    and where in its path the index stood."""
+    """A place that a module may have, by one of its arrays, which is at `leaf` in the
+    module and comes from `source`, and how much was computed between. `stacked`: the
+    module was in a list at the place, and where in its path the index stood."""
 
     path: Path
+    leaf: Path
     distance: int
     source: int
     stacked: int | None = None
@@ -77,26 +78,18 @@ class _Visit:
     running: "list[_Visit]"
     # The ways to the scans around, from outside in.
     scans: tuple[Way, ...]
-    # For each of the arrays, the nearest places. These, and the place that is chosen,
-    # are known once the pass is over.
-    candidates: list[list[_Candidate]] = dc.field(default_factory=list)
+    # The nearest places of each of the arrays. These, and the place that is chosen, are
+    # known once the pass is over.
+    candidates: list[_Candidate] = dc.field(default_factory=list)
     place: _Place | None = None
-
-    @property
-    def identity(self) -> Hashable:
-        """What two calls of one module have in common, if nothing is known of it."""
-        module = getattr(self.call.module, "value", None)
-        return self.arrays[0].made if self.arrays else id(module)
 
     def fits(self) -> dict[Path, tuple[int, int]]:
         """How well each place fits: better if the value is smaller. The distance, and
         how many arrays say this place, as a negative number."""
-        found: dict[Path, tuple[int, int]] = {}
-        for candidates in self.candidates:
-            for path, distance in {c.path: c.distance for c in candidates}.items():
-                nearest, votes = found.get(path, (distance, 0))
-                found[path] = min(nearest, distance), votes - 1
-        return found
+        found: dict[Path, dict[Path, int]] = {}
+        for c in self.candidates:
+            found.setdefault(c.path, {})[c.leaf] = c.distance
+        return {p: (min(by.values()), -len(by)) for p, by in found.items()}
 
 
 class Naming(Domain):
@@ -131,15 +124,12 @@ class Naming(Domain):
         """The sites that have new names."""
         for visit in self._visits.values():
             pairs = zip(visit.call.leaves, visit.arrays)
-            visit.candidates = [self._candidates(*pair) for pair in pairs]
+            visit.candidates = [c for pair in pairs for c in self._candidates(*pair)]
             for path, fit in visit.fits().items():
                 self._best[path] = min(fit, self._best.get(path, fit))
         for visit in self._visits.values():
             self._place(visit)
-        named = {
-            way: self._named(site, self._place_of_all(visits, site))
-            for way, (site, visits) in self._sows.items()
-        }
+        named = {way: self._named(*sow) for way, sow in self._sows.items()}
         return {way: x for way, x in named.items() if x is not self._sows[way][0]}
 
     # --- what goes through the program ---
@@ -214,13 +204,15 @@ class Naming(Domain):
             for path in self._places.paths(source):
                 at = _last(leaf, path, len(root_of(path)))
                 if at is not None:
-                    found.append(_Candidate(path[:at], distance, source))
+                    found.append(_Candidate(path[:at], leaf, distance, source))
         nearest = min((c.distance for c in found), default=0)
         found = [c for c in found if c.distance == nearest]
         at = _index_of_list(found)
         if at is None:
             return found
-        return [c._replace(path=_without(c.path, at), stacked=at) for c in found]
+        return [
+            c._replace(path=c.path[:at] + c.path[at + 1 :], stacked=at) for c in found
+        ]
 
     def _place(self, visit: _Visit) -> _Place:
         if visit.place is None:
@@ -270,113 +262,104 @@ class Naming(Domain):
     def _chosen(self, visit: _Visit, held: Path | None) -> Path | None:
         """The place that the arrays say."""
         call, fits = visit.call, visit.fits()
-        if any(found and found[0].distance >= FAR for found in visit.candidates):
+        if any(c.distance >= FAR for c in visit.candidates):
             # A hypernetwork made some of its arrays, and is no place of it: that is
             # nearer to the call of the hypernetwork.
-            ok = lambda path, fit: self._best[path] >= min(fit, (FAR, 0))
+            ok = lambda path, fit: self._best[path] >= min(fit, (FAR,))
             fits = {path: fit for path, fit in fits.items() if ok(path, fit)}
         if not fits:
             return None
+        is_of_class = lambda path: self._places.is_of_class(path, call.cls)
+        is_taken = lambda path: self._best[path] < fits[path]
         path = min(
             fits,
             key=lambda path: (
-                # A tied weight.
-                not self._places.is_of_class(path, call.cls),
+                # A tied weight is at two places.
+                not is_of_class(path),
                 # What most of the arrays say.
                 fits[path][1],
                 # Of several places that one array has.
                 path != held,
                 # A mean of a student and a teacher is the teacher, if the student is
                 # called: another call fits that better.
-                self._best[path] < fits[path],
+                is_taken(path),
             ),
         )
-        is_fitting = self._places.is_of_class(path, call.cls)
-        is_transposed = fits[path][0] == TRANSPOSED and self._best[path] < fits[path]
-        if is_fitting and not is_transposed:
+        is_transposed = fits[path][0] == TRANSPOSED and is_taken(path)
+        if is_of_class(path) and not is_transposed:
             return path
         # All that it has are tied weights: arrays of another module that were put into
         # this one, whose own arrays no call has.
         outer = root_of(path)
         if visit.running:
             outer = self._place(visit.running[-1]).path
-        form = (call.cls, call.treedef)
-        return self._places.replaced(*form, outer, self._best) or path
+        return self._places.unused(call, outer, self._best) or path
 
     def _after(self, visit: _Visit, path: Path) -> tuple[int | None, ...]:
         """For each scan around a call, where in its path the index of an iteration
-        stands: behind the tree that the scan takes apart. That is the highest node of
-        which it takes all arrays apart, or that of a list that was stacked before. In a
-        module that runs in the scan as well, it is where that has it."""
-        mine = [c for found in visit.candidates for c in found if c.path == path]
-        # The innermost of the modules around.
-        outer, scans_outside = _Place(()), 0
-        for running in visit.running:
-            place = self._place(running)
-            if place.path == path[: len(place.path)]:
-                outer, scans_outside = place, len(running.scans)
-        first = len(root_of(path))
+        stands: behind the tree that the scan takes apart, or where that of the list
+        stood that was stacked before. For an iteration of `model/blocks/attn`, in a
+        scan over the arrays in `blocks`, it is `model/blocks/2/attn`."""
         within = self._places.sources_in
+        modules = [(self._place(v).path, v.scans) for v in visit.running]
+        around = [(len(p), scans) for p, scans in modules if p == path[: len(p)]]
+        root = len(root_of(path))
         # A model that has nothing but `blocks` is no stack itself.
-        if len(path) > first and within(path[: first + 1]) == within(path[:first]):
-            first += 1
+        is_all = len(path) > root and within(path[: root + 1]) == within(path[:root])
 
-        def of_scan(i, scan):
-            if any(n is not None for n in outer.after[i : i + 1]):
-                return outer.after[i]
+        def of_scan(scan):
             apart = self._taken_apart[scan]
-            taken = [c for c in mine if c.source in apart]
-            if not taken or taken[0].stacked is not None:
-                return taken[0].stacked if taken else None
+            mine = [
+                c
+                for c in visit.candidates
+                if (c.path, c.source in apart) == (path, True)
+            ]
+            if not mine or mine[0].stacked is not None:
+                return mine[0].stacked if mine else None
             # A module that is called outside the loop is not what the loop takes apart.
-            is_outside = i >= scans_outside and outer.path != path
-            begin = max(first, len(outer.path) + 1) if is_outside else first
+            # One that is called inside may be, but nothing in it is.
+            begin = max([root + is_all, *(n + 1 for n, s in around if scan not in s)])
+            begin = min([begin, *(n for n, s in around if scan in s)])
             levels = range(begin, len(path) + 1)
             return next((n for n in levels if within(path[:n]) <= apart), None)
 
-        return tuple(of_scan(i, scan) for i, scan in enumerate(visit.scans))
+        return tuple(map(of_scan, visit.scans))
 
     def _unknown(self, visit: _Visit) -> _Place:
         """The class, with a number if another one of it was called before."""
         call, name = visit.call, visit.call.cls.__name__
+        made = (
+            visit.arrays[0].made
+            if visit.arrays
+            else id(call.module and call.module.value)
+        )
         of_class = self._nowhere[name]
-        n = of_class.setdefault(visit.identity, len(of_class))
+        n = of_class.setdefault(made, len(of_class))
         is_held = call.module is None and not is_internal(call.cls)
         return _Place((f"{name}#{n}" if n else name,), is_held)
 
     # --- the names of sows ---
-    def _place_of_all(self, visits: Sequence[_Visit], site: Site) -> _Place | None:
-        """The place of all these calls."""
-        places = {(place := self._place(v)).name: place for v in visits}
-        if len(places) > 1 and self._is_asked_for(site):
-            names = " or ".join(map(repr, places))
-            raise SowError(
-                f"A {site.mode} at {site.where} may be that of {names}: which of them "
-                "cannot be told. Take the gradient of each of them by itself, or leave "
-                "this mode out, by `modes`."
-            )
-        return next(iter(places.values()), None)
-
-    def _is_asked_for(self, site: Site) -> bool:
-        modes = self._marking.modes
-        return modes is None or site.mode in map(without_order, modes)
-
-    def _named(self, site: Site, place: _Place | None) -> Site:
-        note = site.note
-        if note is None:
-            if place is None or site.scoped or not self._marking.scope:
-                return site
-            return site.in_scope(place.name)._replace(scoped=True)
+    def _named(self, site: Site, visits: Sequence[_Visit]) -> Site:
+        note, modes = site.note, self._marking.modes
         mine = [x for x in site.labels if x.name is None and x.depth == self._depth]
-        if not mine:
+        if not (mine if note else self._marking.scope and not site.scoped):
             return site
-        others = tuple(x for x in site.labels if x not in mine)
-        if place is None and self._is_asked_for(site):
+        places = {(place := self._place(v)).name: place for v in visits}
+        is_asked_for = modes is None or site.mode in map(without_order, modes)
+        if is_asked_for and (len(places) > 1 or note and not places):
+            of = f"may be that of {' or '.join(map(repr, places))}"
             raise SowError(
-                f"A {site.mode} of a captured call, {note.call!r}, at {site.where} has "
-                "lost the way to its primal, so it cannot be named. Leave this mode "
-                "out, by `modes`, or mark the value with `sow`."
+                f"A {site.mode} at {site.where} "
+                f"{of if places else f'is that of a call, {note and note.call!r}'}: "
+                "which of them cannot be told, as it has lost the way to its primal. "
+                "Take the gradient of each of them by itself, mark the value with "
+                "`sow`, or leave this mode out, by `modes`."
             )
+        place = next(iter(places.values()), None)
+        if note is None:
+            scope = place and place.name
+            return site if scope is None else site.in_scope(scope)._replace(scoped=True)
+        others = tuple(x for x in site.labels if x not in mine)
         is_unnamed_sow = note.tag is not None
         if place is None or not (is_unnamed_sow or self._chooses(note.call, place)):
             return site._replace(labels=others)
@@ -422,10 +405,6 @@ def _last(part: Path, path: Path, begin: int) -> int | None:
     return next((i for i in places if path[i : i + n] == part), None)
 
 
-def _without(path: Path, i: int) -> Path:
-    return (*path[:i], *path[i + 1 :])
-
-
 def _index_of_list(candidates: Sequence[_Candidate]) -> int | None:
     """Where in their paths the numbers of layers stand, such as `layers/0` and
     `layers/1`, whose arrays were stacked."""
@@ -434,8 +413,8 @@ def _index_of_list(candidates: Sequence[_Candidate]) -> int | None:
     is_one = len({c.source for c in candidates}) < len(candidates)
     if is_one or len(set(map(len, paths))) > 1:
         return None
-    columns = enumerate(zip(*paths))
-    differ = [(i, keys) for i, keys in columns if len(set(keys)) > 1]
+    columns = enumerate(map(set, zip(*paths)))
+    differ = [(i, keys) for i, keys in columns if len(keys) > 1]
     if len(differ) != 1 or not all(key.isdigit() for key in differ[0][1]):
         return None
     return differ[0][0]

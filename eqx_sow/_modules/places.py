@@ -31,7 +31,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .._frames import is_library
-from .._mark.calls import Path
+from .._mark.calls import Call, Path
 from .._mark.noting import is_part, is_wrapper, Jacobian, keys, modules
 from .._mark.static import Const, SameParts, take_apart
 
@@ -70,7 +70,6 @@ class Places:
             places = of_array[id(x)] or [("?",)]
             self._paths[i] = [places.pop(0) if len(places) > 1 else places[0]]
         self._sources: dict[int, int] = {}
-        self._treedefs: dict[Path, Const] = {}
 
     def source(self, array: Any) -> int:
         """The number of an array that the program holds."""
@@ -118,23 +117,14 @@ class Places:
     def is_of_class(self, path: Path, cls: type) -> bool:
         return type(self._module_at.get(path)) is cls
 
-    def is_of_form(self, path: Path, cls: type, treedef: Any) -> bool:
-        """Whether the module at a place is of this class, and all that is static in it
-        is alike."""
-        if not self.is_of_class(path, cls):
-            return False
-        if path not in self._treedefs:
-            self._treedefs[path] = Const(jtu.tree_structure(self._module_at[path]))
-        return self._treedefs[path] == Const(treedef)
-
-    def replaced(self, cls: type, treedef: Any, outer: Path, used: Any) -> Path | None:
-        """The only module of a form in the tree at `outer` to which the arrays of no
-        call lead, which are `used`. Its own arrays were replaced."""
+    def unused(self, call: Call, outer: Path, used: Any) -> Path | None:
+        """The only module like that of a call, in the tree at `outer`, to which the
+        arrays of no call lead, which are `used`. Its own arrays were replaced."""
         found = [
             path
-            for path in self._module_at
-            if path[: len(outer)] == outer and path not in used
-            if self.is_of_form(path, cls, treedef)
+            for path, x in self._module_at.items()
+            if type(x) is call.cls and path[: len(outer)] == outer and path not in used
+            if Const(jtu.tree_structure(x)) == Const(call.treedef)
         ]
         return found[0] if len(found) == 1 else None
 
