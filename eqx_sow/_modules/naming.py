@@ -305,7 +305,7 @@ class Naming(Domain):
         around = [(len(p), scans) for p, scans in modules if p == path[: len(p)]]
         root = len(root_of(path))
         # A model that has nothing but `blocks` is no stack itself.
-        is_all = len(path) > root and within(path[: root + 1]) == within(path[:root])
+        is_all = len(path) > root and within[path[: root + 1]] == within[path[:root]]
 
         def of_scan(scan):
             apart = self._taken_apart[scan]
@@ -321,7 +321,7 @@ class Naming(Domain):
             begin = max([root + is_all, *(n + 1 for n, s in around if scan not in s)])
             begin = min([begin, *(n for n, s in around if scan in s)])
             levels = range(begin, len(path) + 1)
-            return next((n for n in levels if within(path[:n]) <= apart), None)
+            return next((n for n in levels if within[path[:n]] <= apart), None)
 
         return tuple(map(of_scan, visit.scans))
 

@@ -22,7 +22,7 @@ import sys
 import sysconfig
 import types
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import Any
 
 import equinox as eqx
@@ -90,23 +90,23 @@ class Places:
         """The modules in variables."""
         found = []
         for path, x in reached(self._roots):
-            if isinstance(x, eqx.Module):
-                if is_part(x):
-                    found.append((path, x))
-                    self._module_at.setdefault(path, x)
+            if is_part(x):
+                found.append((path, x))
+                self._module_at.setdefault(path, x)
             elif id(x) in self._sources:
                 self._paths[self._sources[id(x)]].append(path)
         return found
 
-    def sources_in(self, path: Path) -> set[int]:
-        """The sources in the tree at a place, as far as they are inexact numbers."""
-        n = len(path)
-        return {
-            source
-            for source, places in self._paths.items()
-            if any(place[:n] == path for place in places)
-            if jnp.issubdtype(self._arrays[source].dtype, jnp.inexact)
-        }
+    @ft.cached_property
+    def sources_in(self) -> dict[Path, set[int]]:
+        """The sources in the tree at each place, as far as they are inexact numbers."""
+        found = defaultdict(set)
+        for source, places in self._paths.items():
+            if jnp.issubdtype(self._arrays[source].dtype, jnp.inexact):
+                for path in places:
+                    for n in range(len(path) + 1):
+                        found[path[:n]].add(source)
+        return found
 
     def alike(self, module: SameParts) -> list[Path]:
         """The places of modules without arrays that are like this one."""
@@ -141,7 +141,7 @@ def roots(fn: Any, args: tuple, kwargs: dict) -> Iterator[tuple[Path, Any]]:
     while todo:
         path, x = todo.pop()
         if is_wrapper(x) or isinstance(x, jtu.Partial):
-            todo += reversed(list(children(x, path)))
+            todo += children(x, path)[::-1]
         else:
             yield path, x
 
@@ -177,106 +177,86 @@ def reached(roots: Sequence[tuple[Path, Any]]) -> Iterator[tuple[Path, Any]]:
         # A module may be in two places, and both count.
         if id(x) not in seen or isinstance(x, eqx.Module):
             seen[id(x)] = x
-            todo += reversed(list(_held_by(x, path, packages)))
+            todo += children(x, path, packages)[::-1]
 
 
 _PLAIN = frozenset((type(None), bool, int, float, complex, str, bytes, np.ndarray))
-# Where a function that was made of another function, or a method, holds what it was
-# made of. That is at the path of the whole: in `eqx.filter_vmap(model)`, the model is.
+# Where something that was made of a function, or of a method, holds that. It is at the
+# path of the whole: in `eqx.filter_vmap(model)`, the model is.
 _INNER = "__wrapped__", "__self__", "__func__", "fget"
 
 
-def _held_by(x: Any, path: Path, packages: set[str]) -> Iterator[tuple[Path, Any]]:
-    """What the object at a path holds or reads, one step further."""
+def children(x: Any, path: Path, packages: Set[str] = frozenset()) -> list:
+    """What the object at a path holds or reads, one step further, and the paths of
+    that: with one more key, or the name of a variable."""
+    pairs: Iterable[tuple[Any, Any]] = ()
     if isinstance(x, types.FunctionType):
-        for name, value in _variables(x, packages):
-            yield ((Root(name),) if name else path), value
-    elif isinstance(x, ft.partial):
-        for name, value in _bound(x):
-            yield ((Root(name),) if name else path), value
+        pairs = _variables(x, packages)
+    elif isinstance(x, ft.partial | eqx.Partial):
+        names = map(Root, positional_names(x.func, len(x.args)))
+        pairs = [*zip(names, x.args), *x.keywords.items(), ("", x.func)]
     elif isinstance(x, dict):
         # JAX sorts the keys, which are not always of one type.
-        yield from (((*path, str(key)), value) for key, value in x.items())
+        pairs = ((str(key), value) for key, value in x.items())
     elif isinstance(x, type):
         if not _is_installed(x.__module__):
-            yield from (((), base) for base in x.__bases__)
-            yield from (((*path, name), value) for name, value in vars(x).items())
-    elif not jtu.all_leaves((x,)):
-        yield from children(x, path)
-        # Its methods read variables.
-        yield (), type(x)
-    elif not isinstance(x, types.ModuleType):
-        yield from _attributes(x, path)
-
-
-def children(node: Any, path: Path) -> Iterator[tuple[Path, Any]]:
-    """The children of a PyTree, one level down, and their paths."""
-    if isinstance(node, eqx.Partial | jtu.Partial):
-        for name, x in _bound(node):
-            yield (*path, *filter(None, name.split("/"))), x
-    elif is_wrapper(node):
-        inner = (getattr(node, name, None) for name in (*_INNER, "fun"))
-        yield from ((path, x) for x in inner if x is not None)
+            pairs = [*(("", base) for base in x.__bases__), *vars(x).items()]
+    elif is_wrapper(x) or jtu.all_leaves((x,)):
+        pairs = _attributes(x)
     else:
-        is_child = lambda x: x is not node
-        for at, x in jtu.tree_leaves_with_path(node, is_leaf=is_child):
-            yield (*path, *keys(at)), x
+        nodes: list = jtu.tree_leaves_with_path(x, is_leaf=lambda y: y is not x)
+        # Its methods read variables.
+        pairs = [*((keys(at)[0], y) for at, y in nodes), ("", type(x))]
+    if type(x) in (types.FunctionType, ft.partial):
+        return [((Root(name),) if name else path, value) for name, value in pairs]
+    return [((*path, name) if name else path, value) for name, value in pairs]
 
 
-def _bound(partial: Any) -> Iterator[tuple[str, Any]]:
-    """What a partial holds, by the names of the parameters; the function has none."""
-    yield from zip(positional_names(partial.func, len(partial.args)), partial.args)
-    yield from partial.keywords.items()
-    yield "", partial.func
-
-
-def _attributes(x: Any, path: Path) -> Iterator[tuple[Path, Any]]:
+def _attributes(x: Any) -> Iterator[tuple[str, Any]]:
     """Of an object that is no PyTree: what it was made of, and if it is of a class of
     the user's, all that it holds, and its class."""
-    yield from ((path, getattr(x, name)) for name in _INNER if hasattr(x, name))
     module = type(x).__module__
+    held = dict.fromkeys((*_INNER, "fun") if is_wrapper(x) else _INNER, "")
     if module.startswith("jax.") and callable(x):
         # Such as a `jax.custom_jvp`, which holds the function and its rules.
-        yield from ((path, held) for held in getattr(x, "__dict__", {}).values())
+        held |= dict.fromkeys(vars(x) if hasattr(x, "__dict__") else (), "")
     elif type(x) is types.SimpleNamespace or not _is_installed(module):
-        yield path, type(x)
+        yield "", type(x)
         slots = [getattr(c, "__slots__", ()) for c in type(x).__mro__]
-        for name in it.chain(getattr(x, "__dict__", ()), *slots):
-            if not name.startswith("__") and hasattr(x, name):
-                yield (*path, name), getattr(x, name)
+        names = it.chain(getattr(x, "__dict__", ()), *slots)
+        held |= {name: name for name in names if not name.startswith("__")}
+    yield from (
+        (key, getattr(x, name)) for name, key in held.items() if hasattr(x, name)
+    )
 
 
-def _variables(fn: types.FunctionType, packages: set[str]) -> Iterator[tuple[str, Any]]:
+def _variables(fn: types.FunctionType, packages: Set[str]) -> Iterator[tuple[str, Any]]:
     """What a function reads, and what it calls that. Globals are read of users'
     functions, and of those in these packages: all would be half of what is
     installed."""
-    code = fn.__code__
+    code, space = fn.__code__, fn.__globals__
     of_library = is_library(code.co_filename)
-    for name, cell in zip(code.co_freevars, fn.__closure__ or ()):
-        if cell != types.CellType():  # else it is not assigned yet
-            x = cell.cell_contents
-            # `jax.vmap(model)` closes over the model, and has no name for it.
-            is_inner = of_library or x is getattr(fn, "__wrapped__", None)
-            yield from _in_module("" if is_inner else name, x, code)
+    cells = zip(code.co_freevars, fn.__closure__ or ())
+    # Without those that are not assigned yet.
+    held = [(name, c.cell_contents) for name, c in cells if c != types.CellType()]
+    # `jax.vmap(model)` closes over the model, and has no name for it.
+    inner = getattr(fn, "__wrapped__", None)
+    found = [("" if of_library or x is inner else name, x) for name, x in held]
     defaults = fn.__defaults__ or ()
-    yield from zip(code.co_varnames[code.co_argcount - len(defaults) :], defaults)
-    yield from (fn.__kwdefaults__ or {}).items()
-    space = fn.__globals__
+    found += zip(code.co_varnames[code.co_argcount - len(defaults) :], defaults)
+    found += (fn.__kwdefaults__ or {}).items()
     module = space.get("__name__", "")
     is_read = not _is_installed(module) or module.split(".")[0] in packages
     if is_read and not of_library:
-        for name in _names_in(code, "LOAD_GLOBAL"):
-            if name in space:
-                yield from _in_module(name, space[name], code)
-
-
-def _in_module(name: str, x: Any, code: types.CodeType) -> Iterator[tuple[str, Any]]:
-    """A variable; or, if it is a Python module, what code may read of that."""
-    if isinstance(x, types.ModuleType):
-        names = _names_in(code, "LOAD_ATTR", "LOAD_METHOD")
-        yield from ((n, value) for n, value in vars(x).items() if n in names)
-    else:
-        yield name, x
+        names = _names_in(code, "LOAD_GLOBAL")
+        found += ((name, space[name]) for name in names if name in space)
+    for name, x in found:
+        if isinstance(x, types.ModuleType):
+            # What the function may read of a Python module.
+            names = _names_in(code, "LOAD_ATTR", "LOAD_METHOD")
+            yield from ((n, value) for n, value in vars(x).items() if n in names)
+        else:
+            yield name, x
 
 
 @ft.lru_cache(maxsize=4096)
