@@ -149,6 +149,16 @@ def test_tied_weights(use_bias):
     _check(model, (X,), {"enc": model.enc(X), "dec": model(X), ".": model(X)})
 
 
+def test_the_decoder_of_tied_weights_alone():
+    """Its form tells it from the encoder, which is not called."""
+    enc = eqx.nn.Linear(2, 3, use_bias=False, key=KEYS[0])
+    dec = eqx.nn.Linear(3, 2, use_bias=False, key=KEYS[1])
+    at = lambda model: eqx.tree_at(lambda d: d.weight, model.dec, model.enc.weight.T)
+    fn = lambda model, x: at(model)(x)
+    want = {"model/dec": enc.weight.T @ X}
+    _check(fn, (Autoencoder(enc, dec), X), want)
+
+
 # --- what is not tied ---
 class State(eqx.Module):
     """With a copy of the model that is not called in the step."""

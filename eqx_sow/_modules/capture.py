@@ -67,11 +67,10 @@ class Marking:
     def _several(self) -> tuple[Any, ...] | None:
         """The classes and functions that are selected, or `None` if a predicate
         selects."""
-        if self.capture is True:
-            return (eqx.Module,)
-        if isinstance(self.capture, type) or is_function_to_capture(self.capture):
-            return (self.capture,)
-        return self.capture if isinstance(self.capture, tuple) else None
+        capture = eqx.Module if self.capture is True else self.capture
+        if isinstance(capture, type) or is_function_to_capture(capture):
+            return (capture,)
+        return capture if isinstance(capture, tuple) else None
 
     @property
     def classes(self) -> tuple[type, ...] | None:
@@ -124,7 +123,7 @@ def _check_found(closed: Any, places: Places, marking: Marking, naming: Naming) 
             kind="methods",
             hint=lambda *_: hint,
         )
-    if naming.captured:
+    if naming.roots:
         return
     waits = lambda site: any(x.name is None for x in site.labels)
     hidden = next((s.note for s in sites(closed) if s.note and waits(s)), None)

@@ -20,8 +20,9 @@ and `Naming._found` what a module is called to which no array leads.
 """
 
 import dataclasses as dc
-from collections import Counter, defaultdict
-from collections.abc import Hashable, Sequence
+import itertools as it
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -109,15 +110,14 @@ class Naming(Domain):
         self._taken_apart: dict[Way, set[int]] = defaultdict(set)
         # For each place, how well it fits the call that it fits best.
         self._best: dict[Path, tuple[int, int]] = {}
-        # How often one of these places was chosen, where modules are alike.
-        self._called_alike: Counter[tuple[Path, ...]] = Counter()
+        # The places of modules that are alike, one after the other.
+        self._alike: dict[tuple[Path, ...], Iterator[Path]] = {}
         # By the name of a class, the modules of it of which no place is known, by their
         # identities, and the number of each: 1 for `MLP#1`.
         self._nowhere: dict[str, dict[Hashable, int]] = defaultdict(dict)
-        # For messages: the modules that are called, and the names of what is captured.
+        # For messages: the modules that are called, and the arguments and variables
+        # that have captured modules in them.
         self.seen: dict[str, type] = {}
-        self.captured: set[str] = set()
-        # The paths of the arguments and variables that have captured modules in them.
         self.roots: dict[str, None] = {}
 
     def sites(self) -> dict[Way, Site]:
@@ -199,20 +199,14 @@ class Naming(Domain):
     def _candidates(self, leaf: Path, array: Value) -> list[_Candidate]:
         """The nearest places of a module, given where one of its arrays is in the
         module, and what that comes from. The first come first."""
-        found = []
-        for source, distance in array.distances.items():
-            for path in self._places.paths(source):
-                at = _last(leaf, path, len(root_of(path)))
-                if at is not None:
-                    found.append(_Candidate(path[:at], leaf, distance, source))
-        nearest = min((c.distance for c in found), default=0)
-        found = [c for c in found if c.distance == nearest]
-        at = _index_of_list(found)
-        if at is None:
-            return found
-        return [
-            c._replace(path=c.path[:at] + c.path[at + 1 :], stacked=at) for c in found
+        found = [
+            _Candidate(path[:at], leaf, distance, source)
+            for source, distance in array.distances.items()
+            for path in self._places.paths(source)
+            if (at := _last(leaf, path, len(root_of(path)))) is not None
         ]
+        nearest = min((c.distance for c in found), default=0)
+        return _as_stacked([c for c in found if c.distance == nearest])
 
     def _place(self, visit: _Visit) -> _Place:
         if visit.place is None:
@@ -226,26 +220,15 @@ class Naming(Domain):
             return running.inside((call.cls.__name__,))
         held = self._held(visit)
         path = self._chosen(visit, held and held.path)
-        if path is not None:
-            after = self._after(visit, path)
-            is_other = not self._places.is_of_class(path, call.cls)
-            if visit.running and running.path == path and is_other:
-                # A layer makes another one of its own arrays, and calls that.
-                path = (*path, call.cls.__name__)
-            return _Place(path, after=after)
-        # It has no arrays of its own, or they were made on the way.
-        alike = []
-        if held is None and call.module is not None:
-            alike = self._places.alike(call.module)
-            n = len(running.path)
-            alike = [p for p in alike if p[:n] == running.path] or alike
-        if alike:
-            # `eqx.filter_checkpoint(layer)` calls a copy of a layer. Which one of those
-            # that are alike is told by the order of the calls.
-            n = self._called_alike[tuple(alike)]
-            self._called_alike[tuple(alike)] += 1
-            held = _Place(alike[n % len(alike)])
-        return held or self._unknown(visit)
+        if path is None:
+            # It has no arrays of its own, or they were made on the way.
+            return held or self._copied(visit, running) or self._unknown(visit)
+        after = self._after(visit, path)
+        is_other = not self._places.is_of_class(path, call.cls)
+        if visit.running and running.path == path and is_other:
+            # A layer makes another one of its own arrays, and calls that.
+            path = (*path, call.cls.__name__)
+        return _Place(path, after=after)
 
     def _held(self, visit: _Visit) -> _Place | None:
         """The place in what holds the very module: one that is running, or the
@@ -285,8 +268,8 @@ class Naming(Domain):
                 is_taken(path),
             ),
         )
-        is_transposed = fits[path][0] == TRANSPOSED and is_taken(path)
-        if is_of_class(path) and not is_transposed:
+        is_like = self._places.is_like(path, call) and not is_taken(path)
+        if is_of_class(path) and (is_like or fits[path][0] != TRANSPOSED):
             return path
         # All that it has are tied weights: arrays of another module that were put into
         # this one, whose own arrays no call has.
@@ -301,6 +284,7 @@ class Naming(Domain):
         stood that was stacked before. For an iteration of `model/blocks/attn`, in a
         scan over the arrays in `blocks`, it is `model/blocks/2/attn`."""
         within = self._places.sources_in
+        mine = [c for c in visit.candidates if c.path == path]
         modules = [(self._place(v).path, v.scans) for v in visit.running]
         around = [(len(p), scans) for p, scans in modules if p == path[: len(p)]]
         root = len(root_of(path))
@@ -309,13 +293,9 @@ class Naming(Domain):
 
         def of_scan(scan):
             apart = self._taken_apart[scan]
-            mine = [
-                c
-                for c in visit.candidates
-                if (c.path, c.source in apart) == (path, True)
-            ]
-            if not mine or mine[0].stacked is not None:
-                return mine[0].stacked if mine else None
+            taken = [c for c in mine if c.source in apart]
+            if not taken or taken[0].stacked is not None:
+                return taken[0].stacked if taken else None
             # A module that is called outside the loop is not what the loop takes apart.
             # One that is called inside may be, but nothing in it is.
             begin = max([root + is_all, *(n + 1 for n, s in around if scan not in s)])
@@ -324,6 +304,16 @@ class Naming(Domain):
             return next((n for n in levels if within[path[:n]] <= apart), None)
 
         return tuple(map(of_scan, visit.scans))
+
+    def _copied(self, visit: _Visit, running: _Place) -> _Place | None:
+        """Of a module without arrays, the place of one that is alike. Such as a copy
+        that `eqx.filter_checkpoint(layer)` calls: the first call of several that are
+        alike is that of the first one."""
+        module, n = visit.call.module, len(running.path)
+        found = [] if module is None else self._places.alike(module)
+        found = [path for path in found if path[:n] == running.path] or found
+        alike = self._alike.setdefault(tuple(found), it.cycle(found))
+        return _Place(next(alike)) if found else None
 
     def _unknown(self, visit: _Visit) -> _Place:
         """The class, with a number if another one of it was called before."""
@@ -368,9 +358,7 @@ class Naming(Domain):
         segments = lambda path: len("/".join(path).split("/")) if path else 0
         after = tuple(n and segments(place.path[:n]) for n in place.after)
         new = Label(name, mine[0].tag, self._depth, after).in_scope(note.scope)
-        self.captured.add(new.name)
-        if root := root_of(place.path):
-            self.roots["/".join(root)] = None
+        self.roots["/".join(root_of(place.path))] = None
         return site._replace(labels=(new, *others))
 
     def _chooses(self, call: Call, place: _Place) -> bool:
@@ -383,18 +371,17 @@ class Naming(Domain):
             return True
         try:
             chosen = capture(name, call.outline)
-            if not eqx.is_array(chosen):
-                return bool(chosen)
-            problem, cause = "it returned an array", None
+            if eqx.is_array(chosen):
+                raise TypeError("it returned an array")
+            return bool(chosen)
         except (TypeError, AttributeError) as e:
-            problem, cause = str(e), e
-        raise TypeError(
-            f"`capture={capture!r}` failed for the module at {name!r}: {problem}. A "
-            "predicate is asked about a module with shapes in the place of arrays, "
-            "whose values are not known yet. Return a bool: decide by the path, or by "
-            "what is static about the module, such as its type or its shapes. To "
-            "capture what a function returns, `jax.jit` it, or `sow` there."
-        ) from cause
+            raise TypeError(
+                f"`capture={capture!r}` failed for the module at {name!r}: {e}. A "
+                "predicate is asked about a module with shapes in the place of arrays, "
+                "whose values are not known yet. Return a bool: decide by the path, or "
+                "by what is static about the module, such as its type or its shapes. "
+                "To capture what a function returns, `jax.jit` it, or `sow` there."
+            ) from e
 
 
 def _last(part: Path, path: Path, begin: int) -> int | None:
@@ -405,16 +392,17 @@ def _last(part: Path, path: Path, begin: int) -> int | None:
     return next((i for i in places if path[i : i + n] == part), None)
 
 
-def _index_of_list(candidates: Sequence[_Candidate]) -> int | None:
-    """Where in their paths the numbers of layers stand, such as `layers/0` and
-    `layers/1`, whose arrays were stacked."""
+def _as_stacked(candidates: list[_Candidate]) -> list[_Candidate]:
+    """If these are the layers of a list, whose arrays were stacked: their path without
+    the index, such as `layers` for `layers/0` and `layers/1`."""
     paths = [c.path for c in candidates]
     # One array may also be in several places.
     is_one = len({c.source for c in candidates}) < len(candidates)
     if is_one or len(set(map(len, paths))) > 1:
-        return None
+        return candidates
     columns = enumerate(map(set, zip(*paths)))
     differ = [(i, keys) for i, keys in columns if len(keys) > 1]
     if len(differ) != 1 or not all(key.isdigit() for key in differ[0][1]):
-        return None
-    return differ[0][0]
+        return candidates
+    at, without = differ[0][0], lambda path, i: path[:i] + path[i + 1 :]
+    return [c._replace(path=without(c.path, at), stacked=at) for c in candidates]

@@ -117,15 +117,17 @@ class Places:
     def is_of_class(self, path: Path, cls: type) -> bool:
         return type(self._module_at.get(path)) is cls
 
+    def is_like(self, path: Path, call: Call) -> bool:
+        """Whether the module at a place is like that of a call, in all that is
+        static."""
+        form = jtu.tree_structure(self._module_at.get(path))
+        return self.is_of_class(path, call.cls) and Const(form) == Const(call.treedef)
+
     def unused(self, call: Call, outer: Path, used: Any) -> Path | None:
         """The only module like that of a call, in the tree at `outer`, to which the
         arrays of no call lead, which are `used`. Its own arrays were replaced."""
-        found = [
-            path
-            for path, x in self._module_at.items()
-            if type(x) is call.cls and path[: len(outer)] == outer and path not in used
-            if Const(jtu.tree_structure(x)) == Const(call.treedef)
-        ]
+        inside = (p for p in self._module_at if p[: len(outer)] == outer)
+        found = [p for p in inside if p not in used and self.is_like(p, call)]
         return found[0] if len(found) == 1 else None
 
 
