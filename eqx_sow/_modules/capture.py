@@ -89,19 +89,16 @@ def name(
 ) -> tuple[Any, tuple[str, ...]]:
     """A program, `called` with `(fn, args, kwargs)`, in which the sows have names; and
     with what those of captured calls begin, where the models are."""
-    if marking.capture is None and not _has_notes(closed, marking):
+    is_off = marking.capture is None and not marking.scope
+    if is_off and all(s.note is None for s in sites(closed)):
         return closed, ()
     places = Places(*called)
     naming = Naming(places, depth, marking)
     run(naming, closed, naming.inputs(), Here())
-    sites = naming.sites()
+    named = naming.sites()
     if marking.capture is not None:
         _check_found(closed, places, marking, naming)
-    return with_sites(closed, sites), tuple(naming.roots)
-
-
-def _has_notes(closed: Any, marking: Marking) -> bool:
-    return any(marking.scope or s.note is not None for s in sites(closed))
+    return with_sites(closed, named), tuple(naming.roots)
 
 
 def _check_found(closed: Any, places: Places, marking: Marking, naming: Naming) -> None:

@@ -318,13 +318,9 @@ class Naming(Domain):
     def _unknown(self, visit: _Visit) -> _Place:
         """The class, with a number if another one of it was called before."""
         call, name = visit.call, visit.call.cls.__name__
-        made = (
-            visit.arrays[0].made
-            if visit.arrays
-            else id(call.module and call.module.value)
-        )
+        made = [x.made for x in visit.arrays] or [id(call.module and call.module.value)]
         of_class = self._nowhere[name]
-        n = of_class.setdefault(made, len(of_class))
+        n = of_class.setdefault(made[0], len(of_class))
         is_held = call.module is None and not is_internal(call.cls)
         return _Place((f"{name}#{n}" if n else name,), is_held)
 
