@@ -63,15 +63,7 @@ def selected(
     and for `blocks/attn` in a loop over layers, with an `after` of `(1,)`,
     `"blocks/2/attn"` is layer 2, and `"blocks/*/attn"` all of it.
     """
-    if matches(pattern, name):
-        return Selected(name, (), after)
-    return (
-        _with_index(pattern, name, after, loops) if isinstance(pattern, str) else None
-    )
-
-
-# So many iterations are looked at, to find those that a glob fits.
-_MOST = 1000
+    return next(iter(every_selected(pattern, name, after, loops)), None)
 
 
 def every_selected(
@@ -79,60 +71,65 @@ def every_selected(
     name: str,
     after: tuple[int | None, ...],
     loops: tuple[int, ...] = ANY_LOOPS,
-) -> list[Selected]:
+) -> tuple[Selected, ...]:
     """The same for a pattern that may select several iterations: `blocks/[12]/attn`."""
-    whole = selected(pattern, name, after, loops)
-    if whole is not None or not isinstance(pattern, str) or not loops:
-        return [] if whole is None else [whole]
-    parts = pattern.split("/")
-    for i, glob in enumerate(parts):
-        if "?" in glob or "[" in glob:
-            indices = map(str, range(min(max(loops), _MOST)))
-            each = [
-                one
-                for index in indices
-                if fnmatch.fnmatchcase(index, glob)
-                for one in every_selected(
-                    "/".join([*parts[:i], index, *parts[i + 1 :]]), name, after, loops
-                )
-            ]
-            if each:
-                return each
-    return []
+    if matches(pattern, name):
+        return (Selected(name, (), after),)
+    return _with_index(pattern, name, after, loops) if isinstance(pattern, str) else ()
 
 
-def _is_index(segment: str) -> bool:
+# So many iterations are looked at, to find those that a glob fits.
+_MOST = 1000
+
+
+def _indices(segment: str, loops: tuple[int, ...]) -> list[str]:
+    """Which indices a segment of a pattern may mean: `2`, `-1`, `*` itself, or those
+    that `[12]` or `?` fits."""
     digits = segment.removeprefix("-")
-    return segment == "*" or (digits.isascii() and digits.isdecimal())
+    if segment == "*" or (digits.isascii() and digits.isdecimal()):
+        return [segment]
+    if "?" in segment or "[" in segment:
+        every = map(str, range(min(max(loops, default=0), _MOST)))
+        return [i for i in every if fnmatch.fnmatchcase(i, segment)]
+    return []
 
 
 @ft.lru_cache(maxsize=4096)
 def _with_index(
     pattern: str, name: str, after: tuple[int | None, ...], loops: tuple[int, ...]
-) -> Selected | None:
+) -> tuple[Selected, ...]:
     """Tries all ways to put the indices of the pattern into the name. For the pattern
     `h/*/0` and `h` in two loops these are `h`, `h/*`, `h/0`, `h/*/*`, `h/*/0`, ..."""
-    indices = [x for x in pattern.split("/") if _is_index(x)]
+    segments = [_indices(x, loops) for x in pattern.split("/")]
+    # `*` comes first.
+    indices = sorted({i for of_segment in segments for i in of_segment})
     places = (*after, *[None] * len(loops))[: len(loops)]
-    for some in _loops_with_index(places, len(indices)):
-        # `*` comes first.
-        for chosen in it.product(sorted(set(indices)), repeat=len(some)):
+    for some in _loops_with_index(places, sum(map(bool, segments))):
+        found: dict[tuple[str, ...], Selected] = {}
+        for chosen in it.product(indices, repeat=len(some)):
             given = {k: int(x) for k, x in zip(some, chosen) if x != "*"}
-            if all(-loops[k] <= i < loops[k] for k, i in given.items()) and matches(
-                pattern, in_a_list(name, [(places[k], x) for k, x in zip(some, chosen)])
-            ):
-                return _iteration(name, places, given, loops)
-    return None
+            listed = in_a_list(name, [(places[k], x) for k, x in zip(some, chosen)])
+            # `h/1/0` is part of `h/*/0`.
+            is_part = any(
+                all(x in ("*", i) for x, i in zip(whole, chosen)) for whole in found
+            )
+            in_range = all(-loops[k] <= i < loops[k] for k, i in given.items())
+            if in_range and not is_part and matches(pattern, listed):
+                found[chosen] = _iteration(name, places, given, loops)
+        if found:
+            return tuple(found.values())
+    return ()
 
 
 def _loops_with_index(places: Sequence[int | None], most: int) -> Iterator[list[int]]:
     """Which of the loops around a sow may have their index in a pattern. Of those with
-    an index at the end, the inner ones need the outer ones."""
+    an index at the end, the inner ones need the outer ones. `blocks/2` is a layer, also
+    in a loop over batches: a list has that name."""
     inside = [k for k, place in enumerate(places) if place is not None]
     at_end = [k for k, place in enumerate(places) if place is None]
     for n in range(most + 1):
-        for some in it.combinations(inside, n):
-            for m in range(min(most - n, len(at_end)) + 1):
+        for m in range(min(n, len(at_end)) + 1):
+            for some in it.combinations(inside, n - m):
                 yield sorted([*some, *at_end[:m]])
 
 
@@ -146,8 +143,7 @@ def _iteration(
     new = in_a_list(name, [(places[k], i) for k, i in given.items()])
     at = tuple(given[k] % n if k in given else None for k, n in enumerate(loops))
     # An index moves those to the right that stand behind it.
-    end = len(name.split("/"))
-    order = [(end if place is None else place, k) for k, place in enumerate(places)]
+    order = [(place is None, place, k) for k, place in enumerate(places)]
     after = tuple(
         None if place is None else place + sum(order[i] < order[k] for i in given)
         for k, place in enumerate(places)
@@ -158,10 +154,11 @@ def _iteration(
 
 def in_a_list(name: str, indices: Iterable[tuple[int | None, Any]]) -> str:
     """The name of an iteration. Each index, from outside in, comes with its place:
-    after so many segments of the name, or at the end (`None`). For `blocks/attn` and
-    `[(1, 2)]` that is `blocks/2/attn`, as it would be called in a list of layers."""
+    after so many segments of the name, or behind all others (`None`). For `blocks/attn`
+    and `[(1, 2)]` that is `blocks/2/attn`, as it would be called in a list of layers.
+    """
     parts: list[list[str]] = [[], *[[x] for x in name.split("/")]]
-    for place, i in indices:
+    for place, i in sorted(indices, key=lambda pair: pair[0] is None):
         parts[-1 if place is None else place].append(str(i))
     return "/".join(it.chain.from_iterable(parts))
 

@@ -14,6 +14,7 @@ from eqx_sow import (
     Buffer,
     Fold,
     Last,
+    plant,
     save_intermediates as S,
     sow,
     SowError,
@@ -214,17 +215,55 @@ def test_one_that_all_branches_have_is_an_error_too():
     assert_close(got["out"]["primal"], _moment(expected))
 
 
-@pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_a_vmap_that_comes_later_is_an_error(jit):
+def _shared(x):
+    return lax.cond(x.sum() > 0, jax.vmap(_layers), lambda x: x.sum(1), x)
+
+
+def _until(x):
+    step = jax.vmap(lambda x: sow(jnp.abs(x) + 1, "h"))
+    return lax.while_loop(lambda x: x.sum() < 30, step, x)
+
+
+BATCHES = {
+    "vmap": jax.vmap(_layers),
+    "no vmap": lambda x: _layers(x[0]),
+    "grad": jax.vmap(jax.grad(_layers)),
+    "grad of vmap": jax.grad(lambda x: jax.vmap(jax.checkpoint(_layers))(x).sum()),
+    "jvp": lambda x: jax.jvp(jax.vmap(_layers), (x,), (jnp.cos(x),)),
+    # All lanes of a batch share the condition, but not those of the vmap outside.
+    "cond": jax.grad(lambda x: _shared(x).sum()),
+    "while": _until,
+    "plant": plant(jax.vmap(jax.grad(_layers)), {"h": jnp.cos}, mode="cotangent"),
+    "tap": tap(jax.vmap(_layers), lambda event: None),
+}
+REDUCERS = {"all": None, "fold": Fold(jnp.zeros(3), jnp.add), "buffer": Buffer(2)}
+
+
+@pytest.mark.parametrize("reduce", REDUCERS.values(), ids=REDUCERS)
+@pytest.mark.parametrize("fn", BATCHES.values(), ids=BATCHES)
+def test_a_vmap_around_has_a_batch_in_each_lane(fn, reduce):
+    many = jnp.stack([XS[:2], -XS[:2], jnp.sin(XS[1:3])])
+    of_batch = batched(lambda h: jnp.cumsum(h.reshape(-1, 3), 0)[-1])
+    saved = S(fn, transform=of_batch, reduce=reduce)
+    each = [saved(xs) for xs in many]
+    expected = jax.tree.map(lambda *xs: jnp.stack(xs), *each)
+    for run in (jax.vmap(saved), jax.jit(jax.vmap(saved)), jax.vmap(jax.jit(saved))):
+        assert_close(run(many), expected)
+
+
+def test_a_vmap_inside_and_one_around_by_hand():
     f = lambda x: sow(jnp.sin(x), "h").sum()
-    saved = jit(S(f, transform=batched(lambda x: x.sum())))
-    with pytest.raises(SowError, match=r"`save_intermediates\(jax.vmap\(fn\), ...\)`"):
-        jax.vmap(saved)(XS)
-    with pytest.raises(SowError, match="cannot be called|whose lanes"):
-        jax.vmap(jax.grad(lambda x: saved(x)[1]["h"]["primal"]))(XS)
-    # Of lanes that it does not vary over it need not know.
-    out, got = jax.vmap(lambda y: (y, saved(X)[1]))(XS)
-    assert_close(got["h"]["primal"], jnp.full(4, jnp.sin(X).sum()))
+    run = lambda xs: S(jax.vmap(f), transform=batched(_moment))(xs)[1]["h"]["primal"]
+    many = jnp.stack([XS, 2 * XS])
+    hand = lambda xs: _moment(jnp.sin(xs))
+    assert_close(jax.vmap(run)(many), jax.vmap(hand)(many))
+    total = lambda fn: lambda xs: jnp.sum(jnp.cos(fn(xs)))
+    assert_close(
+        jax.vmap(jax.grad(total(run)))(many), jax.vmap(jax.grad(total(hand)))(many)
+    )
+    # One value of all examples: both vmaps are inside.
+    _, got = S(jax.vmap(jax.vmap(f)), transform=batched(jnp.linalg.norm))(many)
+    assert_close(got["h"]["primal"], jnp.linalg.norm(jnp.sin(many)))
 
 
 def test_in_a_lambda_it_cannot_be_called():
@@ -250,6 +289,40 @@ def test_tap(vmap_outside):
         mine = sorted((e for e in events if e.mode == mode), key=lambda e: e.count)
         values = np.stack([e.value for e in mine][::order])
         assert_close(values, np.asarray(got["h"][mode]))
+
+
+@pytest.mark.parametrize("derive", [lambda f: f, jax.grad], ids=["primal", "grad"])
+def test_tap_sees_the_lanes_of_all_vmaps(derive):
+    many = jnp.stack([XS, 2 * XS])
+    f = derive(lambda x: sow(jnp.sin(x), "h").sum())
+    norm = batched(jnp.linalg.norm)
+    _, got = S(jax.vmap(jax.vmap(f)), transform=norm)(many)
+    for run in (
+        lambda tapped: tapped(jax.vmap(jax.vmap(f))),
+        lambda tapped: jax.vmap(tapped(jax.vmap(f))),
+        lambda tapped: jax.jit(jax.vmap(jax.vmap(tapped(f)))),
+    ):
+        events = []
+        run(lambda f: tap(f, events.append, transform=norm))(many)
+        jax.effects_barrier()
+        assert len(events) == len(got["h"])
+        for e in events:
+            assert_close(jnp.asarray(e.value), got["h"][e.mode])
+
+
+def test_a_vmap_around_a_compiled_tap_is_an_error():
+    f = lambda x: sow(jnp.sin(x), "h").sum()
+    tapped = jax.jit(tap(jax.vmap(f), print, transform=batched(jnp.sum)))
+    with pytest.raises(SowError, match=r"whose lanes.* `tap\(jax.vmap\(fn\), ...\)`"):
+        jax.vmap(tapped)(XS[None])
+    with pytest.raises(SowError, match="whose lanes"):
+        jax.vmap(jax.grad(lambda xs: tapped(xs).sum()))(XS[None])
+    # Of lanes that the value does not vary over it need not know.
+    events = []
+    tapped = jax.jit(tap(jax.vmap(f), events.append, transform=batched(jnp.sum)))
+    jax.vmap(lambda y: (y, tapped(XS)))(XS)
+    jax.effects_barrier()
+    assert_close(events[0].value, np.asarray(jnp.sin(XS).sum()))
 
 
 def test_on_a_mesh(mesh):

@@ -20,6 +20,7 @@ from eqx_sow import (
 )
 from eqx_sow._names import selected
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float
 
 from .helpers import assert_close
 from .test_plant_iterations import _nested, _nested_unrolled, LOOPS
@@ -138,6 +139,28 @@ def test_the_index_stands_where_a_list_has_it(listen):
         listen(_stack, names="blocks/attn/2")(X)
     with pytest.raises(UnknownSowError, match=r"no such iteration.* \[4\] iterations"):
         listen(_stack, names="blocks/4/attn")(X)
+
+
+def test_an_iteration_in_other_options():
+    spec = Float[Array, "2"]
+    for option, x in dict(reduce=Last(), transform=jnp.sum, spec=spec).items():
+        for pattern in ("blocks/2/attn", "blocks/-1/attn", "blocks/[12]/attn"):
+            for names in (None, "blocks/attn", "blocks/0/attn"):
+                with pytest.raises(UnknownSowError) as e:
+                    S(_stack, names=names, **{option: {pattern: x}})(X)
+                assert f"asks for it: pass `names={pattern!r}`, too." in str(e.value)
+            # The remedy.
+            _, got = S(_stack, names=pattern, **{option: {pattern: x}})(X)
+            shape = () if option == "transform" else (2,)
+            assert {modes["primal"].shape for modes in got.values()} == {shape}
+        for fn, name, every in (
+            (_stack, "blocks/attn", "blocks/*/attn"),
+            (LOOPS["scan"][0], "h", "h/*"),
+        ):
+            if option != "transform":
+                with pytest.raises(UnknownSowError) as e:
+                    S(fn, **{option: {every: x}})(X)
+                assert f"are one value: write {name!r}." in str(e.value)
 
 
 def test_reducers_and_transforms():
@@ -265,6 +288,8 @@ def test_memory_of_one():
         ("s/1/b/2/m", "s/b/m", (1, 2), (4, 5), ("s/1/b/2/m", (1, 2))),
         ("s/b/2/m", "s/b/m", (1, 2), (4, 5), ("s/b/2/m", (None, 2))),
         ("b/2", "b", (1,), (4,), ("b/2", (2,))),
+        ("b/2", "b", (None, 1), (4, 5), ("b/2", (None, 2))),
+        ("b/2/3", "b", (None, 1), (4, 5), ("b/2/3", (3, 2))),
     ],
 )
 def test_what_a_pattern_selects(pattern, name, after, loops, expected):
@@ -277,8 +302,9 @@ def test_what_a_pattern_selects(pattern, name, after, loops, expected):
     [
         ("b/2/a/m", "b/a/m", (1, 2), (3,)),
         ("b/a/2/m", "b/a/m", (1, 2), (1,)),
-        # At the end, indices stand from outside in.
-        ("b/2", "b", (None, 1), (2,)),
+        # A layer goes before other loops, whichever is outside.
+        ("b/2", "b", (None, 1), (None,)),
+        ("b/*/2", "b", (None, 1), (1,)),
         ("b/*/2", "b", (1, None), (1,)),
     ],
 )

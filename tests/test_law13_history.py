@@ -106,6 +106,56 @@ def test_threads_at_the_same_time(name):
     assert_close(got, [[w, w] for w in want])
 
 
+@pytest.mark.parametrize("use", HISTORY)
+def test_a_thread_that_the_function_waits_for(use):
+    """It may use eqx_sow itself, in whatever way, while the function is traced."""
+    program, net = PROGRAMS[KEPT[0]], make_net(0)
+    args, want = program.args(), S(net, capture=True)(X)
+    inside = []
+
+    def fn(x):
+        inside.extend(_in_threads(lambda: HISTORY[use](program.make(Run()), args)))
+        return net(x)
+
+    assert_close(S(fn, capture=True)(X)[0], want[0])
+    assert list(S(fn, capture=True)(X)[1]) == [_in(net_name) for net_name in want[1]]
+    for got in inside:
+        assert_close(got, HISTORY[use](program.make(Run()), args))
+
+
+def test_threads_that_end_in_another_order():
+    """The methods are put back after the last trace, and not after the first."""
+    net, x = make_net(0), X
+    code = type(net).__call__.__code__
+    want = S(net, capture=True)(x)[1]
+    second_began, first_is_over = threading.Event(), threading.Event()
+
+    def first(x):
+        second_began.wait(30)
+        return net(x)
+
+    def second(x):
+        second_began.set()
+        first_is_over.wait(30)
+        return net(x)
+
+    def run_first():
+        try:
+            return S(first, capture=True)(x)[1]
+        finally:
+            first_is_over.set()
+
+    got = _in_threads(run_first, lambda: S(second, capture=True)(x)[1])
+    for intermediates in got:
+        assert list(intermediates) == list(map(_in, want))
+        assert_close(list(intermediates.values()), list(want.values()))
+    assert type(net).__call__.__code__ is code
+
+
+def _in(name):
+    return "net" if name == "." else f"net/{name}"
+
+
 def test_another_thread_sees_nothing():
     net, traced = make_net(0), []
     plain = str(jax.make_jaxpr(lambda x: net(x))(X))

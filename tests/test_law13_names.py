@@ -11,6 +11,7 @@ from eqx_sow import (
     plant,
     save_intermediates as S,
     Sow,
+    sow,
     UnknownSowError,
 )
 from jax.flatten_util import ravel_pytree
@@ -473,6 +474,56 @@ def test_the_index_behind_a_key_with_a_slash():
     name = "args/0/a/b/1/lin"
     _, got = S(lambda *args: fn(*args), capture=True, names=name)(units, X)
     assert_close(with_mode(got, "primal"), {name: value})
+
+
+# With a loop around that over the layers. A gradient moves what does not depend on the
+# iteration of the outer loop out of that: the arrays are sliced in another place.
+_STEPS = {
+    "carried": lambda net, xs: jax.lax.scan(lambda c, x: (net(c + x), None), X, xs)[0],
+    "mapped": lambda net, xs: jax.lax.map(net, xs),
+    "the same": lambda net, xs: jax.lax.scan(lambda c, x: (c + net(X), x), X, xs)[0],
+    "vmap": lambda net, xs: jax.vmap(lambda x: jax.lax.map(net, x[None]))(xs),
+}
+
+
+@pytest.mark.parametrize("derive", [False, True])
+@pytest.mark.parametrize("steps", _STEPS.values(), ids=_STEPS)
+def test_a_stack_in_another_loop_has_the_names_of_a_list(steps, derive):
+    xs = jnp.stack([X, 2 * X, jnp.cos(X), -X])
+    loss = lambda net, xs: jnp.sum(jnp.sin(steps(net, xs)))
+    run = eqx.filter_grad(loss) if derive else loss
+    listed, stacked = Listed(_units()), Stack(_stacked(_units()))
+    names = ["net/layers/1/lin", "net/layers/2", "net/layers/0"]
+    _, want = S(run, capture=True, names=names)(listed, xs)
+    _, got = S(run, capture=True, names=names)(stacked, xs)
+    assert_close({name: got[name] for name in want}, dict(want), atol=1e-6)
+    double = {name: lambda x: 2 * x for name in names[:2]}
+    planted = lambda net: plant(loss, double, capture=True)(net, xs)
+    assert_close(planted(stacked), planted(listed), atol=1e-6)
+    for pattern, cls in (("net/layers/*/lin", eqx.nn.Linear), ("net/layers/*", Unit)):
+        want, got = (
+            S(run, capture=cls)(net, xs)[1].stack(pattern) for net in (listed, stacked)
+        )
+        assert_close(got, want, atol=1e-6)
+
+
+def test_a_sow_in_a_stack_is_called_as_in_a_list():
+    class Block(eqx.Module):
+        lin: eqx.nn.Linear
+
+        def __call__(self, x):
+            return sow(jnp.tanh(self.lin(x)), "h")
+
+    blocks = [Block(_linear(i)) for i in range(3)]
+    listed, stacked = Listed(blocks), Stack(_stacked(blocks))
+    run = eqx.filter_grad(lambda net, x: net(x).sum())
+    _, want = S(run, scope=True, names="net/layers/1/h")(listed, X)
+    _, got = S(run, scope=True, names="net/layers/1/h")(stacked, X)
+    assert_close(dict(got), dict(want), atol=1e-6)
+    of_all = lambda net: S(run, scope=True)(net, X)[1].stack("net/layers/*/h")
+    assert_close(of_all(stacked), of_all(listed), atol=1e-6)
+    with pytest.raises(UnknownSowError, match="write 'net/layers/1/h'"):
+        S(run, scope=True, names="net/layers/h/1")(stacked, X)
 
 
 def test_globs_of_a_stack():

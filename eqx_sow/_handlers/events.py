@@ -315,6 +315,36 @@ mlir.register_lowering(_send_p, _lowering)
 mlir.register_lowering(_send_p, _lowering, platform="tpu", cacheable=False)
 
 
+# Marks that no more lanes may come: `batched` is about to see all of them.
+_all_lanes_p = jexc.Primitive("all_lanes")
+
+
+def all_lanes(site: Site, operands: Sequence[Any]) -> list[Any]:
+    return [
+        x if x.dtype == jax.dtypes.float0 else _all_lanes_p.bind(x, site=site)
+        for x in operands
+    ]
+
+
+def _more_lanes(operands, dims, *, site):
+    raise SowError(
+        f"`transform=batched(...)` was applied to `sow(..., {site.name!r})` at "
+        f"{site.where}, and a `jax.vmap` came after that, whose lanes it has not seen: "
+        "there is one event for all lanes. Put the vmap inside: `tap(jax.vmap(fn), "
+        "...)`."
+    )
+
+
+_all_lanes_p.def_impl(lambda x, site: x)
+_all_lanes_p.def_abstract_eval(lambda x, site: x)
+mlir.register_lowering(_all_lanes_p, lambda ctx, x, site: [x])
+batching.primitive_batchers[_all_lanes_p] = _more_lanes
+ad.primitive_jvps[_all_lanes_p] = lambda primals, tangents, site: (
+    _all_lanes_p.bind(*primals, site=site),
+    *tangents,
+)
+
+
 # A `lax.cond` on it stays one under the vmaps to come.
 @jax.custom_batching.custom_vmap
 def any_lane(x: Any) -> Any:

@@ -16,12 +16,12 @@ from .._mark.site import Site
 from .._mark.static import Const, SameParts
 from .._values.axes import aligned
 from .._values.entry import captured, in_each_iteration, running, value_of
-from .._values.transform import transformed, Value
+from .._values.transform import Batched, transformed, Value
 from .._walk.frame import Frame
 from .._walk.handler import check_guarded
 from .._walk.sows import loops_of, sites
 from .asked import leave_to_others, Listens, pass_by, reached
-from .events import any_lane, only_if, send
+from .events import all_lanes, any_lane, only_if, send
 
 
 class Place(NamedTuple):
@@ -159,7 +159,9 @@ class Tap(Listens):
         options = self.options.value
 
         def send_it():
-            entry = captured(site, operands, transform)
+            whole = isinstance(transform, Batched)
+            seen = all_lanes(site, operands) if whole else operands
+            entry = captured(site, seen, transform)
             send(count, entry, extra, self._modes[site.key], options)
 
         def send_when():

@@ -1,6 +1,5 @@
 """Whether sows are marked now, and what is around the code that is being traced."""
 
-import threading
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
@@ -47,11 +46,6 @@ class Listening(NamedTuple):
 # part of the key of every cache of JAX's, so a jitted function is traced once for each
 # value.
 listening = jax.make_user_context(None)
-
-
-# One thread at a time traces: as long as it does, methods of modules take note of their
-# calls, and other threads have the same methods.
-tracing = threading.RLock()
 
 
 class Around(NamedTuple):

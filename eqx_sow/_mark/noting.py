@@ -25,7 +25,7 @@ import numpy as np
 
 from .. import _compat
 from .calls import Call, Note, Path
-from .listening import Capture, Listening, listening, tracing
+from .listening import Capture, Listening, listening
 from .primitive import edge_p, sow_p
 from .site import Label, Site
 from .sow import bind, Sow
@@ -82,12 +82,20 @@ def listening_as(here: Listening) -> Iterator[None]:
         if not here.captures or here.captures in _running.noted:
             yield
             return
-        with tracing, _noted(here.captures):
+        with _noted(here.captures):
             _running.noted.append(here.captures)
             try:
                 yield
             finally:
                 _running.noted.remove(here.captures)
+
+
+# What each trace that is under way, in whatever thread, does to a class of modules. All
+# is put back when the last of them is over. Nothing is locked while a trace lasts: the
+# traced function may wait for another thread, which traces as well.
+_noting: list[Callable[[type], None]] = []
+_put_back = contextlib.ExitStack()
+_exchanging = threading.Lock()
 
 
 @contextlib.contextmanager
@@ -97,25 +105,33 @@ def _noted(captures: tuple[Capture, ...]) -> Iterator[None]:
     # Of two names of one method, the first counts.
     names = dict.fromkeys((*(m for c in captures for m in c.methods), "__call__"))
     scoped = any(c.scope for c in captures)
-    with contextlib.ExitStack() as put_back:
 
-        def note(cls):
-            for name in (*names, *own_methods(cls)) if scoped else names:
-                method = vars(cls).get(name)
-                if isinstance(method, types.FunctionType):
-                    noting = ft.partial(_noting_method, name, method)
-                    _exchange_code(method, noting, put_back)
-                elif method is not None and not hasattr(method, "_eqx_sow_notes"):
-                    # Such as what `eqx.filter_jit` makes of a method.
-                    setattr(cls, name, _instead_of(name, method))
-                    put_back.callback(setattr, cls, name, method)
+    def note(cls):
+        for name in (*names, *own_methods(cls)) if scoped else names:
+            method = vars(cls).get(name)
+            if isinstance(method, types.FunctionType):
+                _exchange_code(method, ft.partial(_noting_method, name, method))
+            elif method is not None and not hasattr(method, "_eqx_sow_notes"):
+                # Such as what `eqx.filter_jit` makes of a method.
+                setattr(cls, name, _instead_of(name, method))
+                _put_back.callback(setattr, cls, name, method)
 
-        put_back.enter_context(_classes_to_come(note))
-        for cls in _classes():
-            note(cls)
-        for fn in (f for c in captures for f in c.functions):
-            _exchange_code(fn, ft.partial(_noting_function, fn), put_back)
+    with _exchanging:
+        if not _noting:
+            _note_classes_to_come()
+        _noting.append(note)
+    try:
+        with _exchanging:
+            for cls in _classes():
+                note(cls)
+            for fn in (f for c in captures for f in c.functions):
+                _exchange_code(fn, ft.partial(_noting_function, fn))
         yield
+    finally:
+        with _exchanging:
+            _noting.remove(note)
+            if not _noting:
+                _put_back.close()
 
 
 def _classes() -> Iterator[type]:
@@ -131,32 +147,28 @@ def _classes() -> Iterator[type]:
 _NO_MODELS = "equinox._", "equinox.internal", "eqx_sow._transforms"
 
 
-@contextlib.contextmanager
-def _classes_to_come(note: Callable[[type], None]) -> Iterator[None]:
-    """Notes classes of modules as well that come to be as long as this lasts: the
-    program imports them, or a function makes them."""
+def _note_classes_to_come() -> None:
+    """Notes classes of modules as well that come to be while a program is traced: it
+    imports them, or a function makes them."""
 
     def init_subclass(cls, **kwargs):
         super(eqx.Module, cls).__init_subclass__(**kwargs)
         if not cls.__module__.startswith(_NO_MODELS):
-            note(cls)
+            with _exchanging:
+                for note in _noting:
+                    note(cls)
 
-    before = vars(eqx.Module).get("__init_subclass__")
     module: Any = eqx.Module
+    before = vars(module).get("__init_subclass__")
     module.__init_subclass__ = classmethod(init_subclass)
-    try:
-        yield
-    finally:
-        if before is None:
-            del module.__init_subclass__
-        else:
-            module.__init_subclass__ = before
+    if before is None:
+        _put_back.callback(delattr, module, "__init_subclass__")
+    else:
+        _put_back.callback(setattr, module, "__init_subclass__", before)
 
 
 def _exchange_code(
-    fn: types.FunctionType,
-    noting: Callable[[types.FunctionType], Callable],
-    put_back: contextlib.ExitStack,
+    fn: types.FunctionType, noting: Callable[[types.FunctionType], Callable]
 ) -> None:
     """Makes a function call `noting(plain)`, where `plain` does what the function did
     before. It stays the same object, with other code: so a call is also noted where
@@ -177,13 +189,13 @@ def _exchange_code(
         co_consts=tuple(note if x == _NOTE else x for x in _CODE.co_consts),
         co_freevars=code.co_freevars,
     )
-    put_back.callback(setattr, fn, "__code__", code)
+    _put_back.callback(setattr, fn, "__code__", code)
     # Libraries, and users' functions, may look at the signature.
     if not (hasattr(fn, "__wrapped__") or hasattr(fn, "__signature__")):
         if fn not in _signatures:
             _signatures[fn] = inspect.signature(plain)
         fn.__signature__ = _signatures[fn]  # pyright: ignore[reportFunctionMemberAccess]
-        put_back.callback(delattr, fn, "__signature__")
+        _put_back.callback(delattr, fn, "__signature__")
 
 
 # It takes long to make one, and each trace looks at all methods.

@@ -1,6 +1,7 @@
 """Functions as jaxprs, and the types of what they return."""
 
 import functools as ft
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +9,11 @@ from typing import Any
 import jax
 
 from .. import _compat
-from .listening import tracing
+
+
+# Another thread might find in JAX's cache what this one has just made, whose treedef is
+# not known yet.
+_making = threading.RLock()
 
 
 def to_jaxpr(fn: Callable) -> Callable[..., tuple[Any, Any]]:
@@ -29,8 +34,7 @@ def to_jaxpr(fn: Callable) -> Callable[..., tuple[Any, Any]]:
         make = jax.make_jaxpr(run)
 
         def call(leaves):
-            # Another thread might find in JAX's cache what this one has just made.
-            with tracing:
+            with _making:
                 closed = make(*leaves)
                 jaxpr, _ = _compat.open_jaxpr(closed)
                 if new:

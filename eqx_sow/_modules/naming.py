@@ -33,6 +33,7 @@ from .._mark.primitive import edge_p, same_p, sow_p
 from .._mark.site import Label, Site
 from .._values.modes import without_order
 from .._walk.flow import Domain, Here
+from .._walk.sows import loops_around, loops_of
 from .places import is_internal, Places, root_of
 from .sources import computed, FAR, in_order, one_of, TRANSPOSED, Value, Way
 
@@ -40,11 +41,12 @@ from .sources import computed, FAR, in_order, one_of, TRANSPOSED, Value, Way
 class _Place(NamedTuple):
     """Where a module is. If that is not known, the first key is the name of a class:
     `("MLP#1", "layers", "0")`. `is_held`: it is somewhere, or has arrays of its own.
-    `after`: see `Label`."""
+    `found`: the call whose arrays led there, which may be that of a module around, and
+    where they did."""
 
     path: Path
     is_held: bool = True
-    after: tuple[int | None, ...] = ()
+    found: "tuple[_Visit, Path] | None" = None
 
     def inside(self, path: Path) -> "_Place":
         return self._replace(path=(*self.path, *path))
@@ -77,8 +79,6 @@ class _Visit:
     arrays: Sequence[Value]
     # The modules whose methods are running, from outside in.
     running: "list[_Visit]"
-    # The ways to the scans around, from outside in.
-    scans: tuple[Way, ...]
     # The nearest places of each of the arrays. These, and the place that is chosen, are
     # known once the pass is over.
     candidates: list[_Candidate] = dc.field(default_factory=list)
@@ -93,6 +93,20 @@ class _Visit:
         return {p: (min(by.values()), -len(by)) for p, by in found.items()}
 
 
+class _Sow(NamedTuple):
+    """A sow, and the calls that it is in, or is the output of. There may be several: if
+    a branch decides of which call a derivative is.
+
+    `loops`: of each loop that it has an axis for, from outside in, the way to the scan,
+    or `None` if JAX moved the sow out of it. `primal` is that of a derivative.
+    """
+
+    site: Site
+    visits: list[_Visit]
+    loops: list[Way | None]
+    primal: "_Sow | None" = None
+
+
 class Naming(Domain):
     """Names the sows of one program, for the transformation at this depth."""
 
@@ -100,14 +114,15 @@ class Naming(Domain):
         self._places = places
         self._depth = depth
         self._marking = marking
-        # By the ways to their equations, the calls, and the sows. A sow may be in more
-        # than one call: if a branch decides of which call a derivative is.
+        # By the ways to their equations, the calls, and the sows.
         self._visits: dict[Way, _Visit] = {}
-        self._sows: dict[Way, tuple[Site, list[_Visit]]] = {}
+        self._sows: dict[Way, _Sow] = {}
         self._latest: dict[Any, _Visit] = {}
         # By the way to a scan, the sources that it takes apart: those that are nearest
         # to the arrays that it goes over.
         self._taken_apart: dict[Way, set[int]] = defaultdict(set)
+        # The modules that are running around a scan.
+        self._around_scan: dict[Way, list[_Visit]] = {}
         # For each place, how well it fits the call that it fits best.
         self._best: dict[Path, tuple[int, int]] = {}
         # The places of modules that are alike, one after the other.
@@ -129,8 +144,8 @@ class Naming(Domain):
                 self._best[path] = min(fit, self._best.get(path, fit))
         for visit in self._visits.values():
             self._place(visit)
-        named = {way: self._named(*sow) for way, sow in self._sows.items()}
-        return {way: x for way, x in named.items() if x is not self._sows[way][0]}
+        named = {way: self._named(sow) for way, sow in self._sows.items()}
+        return {way: x for way, x in named.items() if x is not self._sows[way].site}
 
     # --- what goes through the program ---
     def inputs(self) -> list[Value]:
@@ -165,6 +180,8 @@ class Naming(Domain):
         nearest = min(value.distances.values(), default=0)
         sources = (s for s, n in value.distances.items() if n == nearest)
         self._taken_apart[here.scans[-1]].update(sources)
+        running = [self._latest[c] for c in here.running if c in self._latest]
+        self._around_scan[here.scans[-1]] = running
         return value
 
     def equation(self, eqn, operands, here):
@@ -174,22 +191,31 @@ class Naming(Domain):
             return [Value(edges=(here.path,)), *operands[1:]]
         if primitive is edge_p and eqn.params:
             call, running = eqn.params["call"], self._running(here, eqn)
-            visit = _Visit(call, operands, running, here.scans)
+            visit = _Visit(call, operands, running)
             self._visits[here.path] = self._latest[call] = visit
             return [Value(edges=(here.path,))]
         return computed(eqn, operands, here.path)
 
     def _sow(self, eqn: Any, edge: Value, here: Here) -> None:
         site: Site = eqn.params["site"]
+        primal = None
         if site.modes:
             # Of a derivative, the edge comes out of the sow of its primal.
-            found = [self._sows[way] for way in edge.edges if way in self._sows]
-            visits = [v for s, vs in found if s.origin is site.origin for v in vs]
+            primals = [self._sows[way] for way in edge.edges if way in self._sows]
+            primals = [sow for sow in primals if sow.site.origin is site.origin]
+            visits = [v for sow in primals for v in sow.visits]
+            primal = next(iter(primals), None)
         elif site.note is None:
             visits = self._running(here, eqn)[-1:]
         else:
             visits = [self._visits[way] for way in edge.edges[:1]]
-        self._sows[here.path] = site, visits
+        lengths = [loop.length for loop in loops_of(here.around)]
+        scans = iter(here.scans)
+        loops = [
+            next(scans) if axis is None else None
+            for _, axis in loops_around(site, lengths)
+        ]
+        self._sows[here.path] = _Sow(site, visits, loops, primal)
 
     def _running(self, here: Here, eqn: Any) -> list[_Visit]:
         calls = (*here.running, *calls_around(eqn))
@@ -223,12 +249,12 @@ class Naming(Domain):
         if path is None:
             # It has no arrays of its own, or they were made on the way.
             return held or self._copied(visit, running) or self._unknown(visit)
-        after = self._after(visit, path)
+        found = visit, path
         is_other = not self._places.is_of_class(path, call.cls)
         if visit.running and running.path == path and is_other:
             # A layer makes another one of its own arrays, and calls that.
             path = (*path, call.cls.__name__)
-        return _Place(path, after=after)
+        return _Place(path, found=found)
 
     def _held(self, visit: _Visit) -> _Place | None:
         """The place in what holds the very module: one that is running, or the
@@ -278,32 +304,45 @@ class Naming(Domain):
             outer = self._place(visit.running[-1]).path
         return self._places.unused(call, outer, self._best) or path
 
-    def _after(self, visit: _Visit, path: Path) -> tuple[int | None, ...]:
-        """For each scan around a call, where in its path the index of an iteration
+    def _after(self, sow: _Sow, place: _Place) -> list[int | None]:
+        """For each loop around a sow, where in its path the index of an iteration
         stands: behind the tree that the scan takes apart, or where that of the list
         stood that was stacked before. For an iteration of `model/blocks/attn`, in a
         scan over the arrays in `blocks`, it is `model/blocks/2/attn`."""
+        if sow.primal is not None:
+            # A loop of the backward pass need not go over the arrays themselves.
+            after, loops = self._after(sow.primal, place), sow.primal.loops
+            if len(after) == len(sow.loops):
+                return after
+            # The cotangent of what was moved out of a loop is the total.
+            return [n for n, loop in zip(after, loops) if loop is not None]
+        if place.found is None:
+            return []
+        visit, path = place.found
         within = self._places.sources_in
         mine = [c for c in visit.candidates if c.path == path]
-        modules = [(self._place(v).path, v.scans) for v in visit.running]
-        around = [(len(p), scans) for p, scans in modules if p == path[: len(p)]]
         root = len(root_of(path))
         # A model that has nothing but `blocks` is no stack itself.
         is_all = len(path) > root and within[path[: root + 1]] == within[path[:root]]
 
+        def levels(visits):
+            paths = [self._place(v).path for v in visits]
+            return [len(p) for p in paths if p == path[: len(p)]]
+
         def of_scan(scan):
-            apart = self._taken_apart[scan]
-            taken = [c for c in mine if c.source in apart]
+            taken = [c for c in mine if c.source in self._taken_apart[scan]]
             if not taken or taken[0].stacked is not None:
                 return taken[0].stacked if taken else None
             # A module that is called outside the loop is not what the loop takes apart.
             # One that is called inside may be, but nothing in it is.
-            begin = max([root + is_all, *(n + 1 for n, s in around if scan not in s)])
-            begin = min([begin, *(n for n, s in around if scan in s)])
-            levels = range(begin, len(path) + 1)
-            return next((n for n in levels if within[path[:n]] <= apart), None)
+            outside = self._around_scan[scan]
+            inside = [v for v in visit.running if v not in outside]
+            begin = max([root + is_all, *(n + 1 for n in levels(outside))])
+            begin, apart = min([begin, *levels(inside)]), self._taken_apart[scan]
+            ends = range(begin, len(path) + 1)
+            return next((n for n in ends if within[path[:n]] <= apart), None)
 
-        return tuple(map(of_scan, visit.scans))
+        return [None if scan is None else of_scan(scan) for scan in sow.loops]
 
     def _copied(self, visit: _Visit, running: _Place) -> _Place | None:
         """Of a module without arrays, the place of one that is alike. Such as a copy
@@ -325,12 +364,12 @@ class Naming(Domain):
         return _Place((f"{name}#{n}" if n else name,), is_held)
 
     # --- the names of sows ---
-    def _named(self, site: Site, visits: Sequence[_Visit]) -> Site:
-        note, modes = site.note, self._marking.modes
+    def _named(self, sow: _Sow) -> Site:
+        site, note, modes = sow.site, sow.site.note, self._marking.modes
         mine = [x for x in site.labels if x.name is None and x.depth == self._depth]
         if not (mine if note else self._marking.scope and not site.scoped):
             return site
-        places = {(place := self._place(v)).name: place for v in visits}
+        places = {(place := self._place(v)).name: place for v in sow.visits}
         is_asked_for = modes is None or site.mode in map(without_order, modes)
         if is_asked_for and (len(places) > 1 or note and not places):
             of = f"may be that of {' or '.join(map(repr, places))}"
@@ -341,18 +380,22 @@ class Naming(Domain):
                 "Take the gradient of each of them by itself, mark the value with "
                 "`sow`, or leave this mode out, by `modes`."
             )
-        place = next(iter(places.values()), None)
+        place = next(iter(places.values()), _Place(()))
+        if note is None and not places:
+            return site
+        segments = lambda path: len("/".join(path).split("/")) if path else 0
+        ends = self._after(sow, place) if places else []
+        after = tuple(n and segments(place.path[:n]) for n in ends)
         if note is None:
-            scope = place and place.name
-            return site if scope is None else site.in_scope(scope)._replace(scoped=True)
+            site = site.in_scope(place.name)._replace(scoped=True)
+            labels = tuple(x._replace(after=after) for x in site.labels)
+            return site._replace(labels=labels)
         others = tuple(x for x in site.labels if x not in mine)
         is_unnamed_sow = note.tag is not None
-        if place is None or not (is_unnamed_sow or self._chooses(note.call, place)):
+        if not places or not (is_unnamed_sow or self._chooses(note.call, place)):
             return site._replace(labels=others)
         method = () if note.call.method == "__call__" else (note.call.method,)
         name = ".".join((place.name, *method, *note.what)) or "."
-        segments = lambda path: len("/".join(path).split("/")) if path else 0
-        after = tuple(n and segments(place.path[:n]) for n in place.after)
         new = Label(name, mine[0].tag, self._depth, after).in_scope(note.scope)
         self.roots["/".join(root_of(place.path))] = None
         return site._replace(labels=(new, *others))

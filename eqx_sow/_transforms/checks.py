@@ -65,7 +65,8 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def _about_iteration(pattern: str, program: Program) -> str:
-    """If there is an index in the pattern: where it stands, or which ones there are."""
+    """If there is an index in the pattern: where it stands, or which ones there are; or
+    why an option cannot have it."""
     parts = pattern.split("/")
     indices = [i for i, part in enumerate(parts) if part.lstrip("-").isdecimal()]
     for site, loops in program.in_loops:
@@ -80,6 +81,13 @@ def _about_iteration(pattern: str, program: Program) -> str:
                     f" {name!r} is in a loop{of_layers}: for one iteration write "
                     f"{listed!r}."
                 )
+        for part in every_selected(pattern, name, after, loops):
+            if part.at:
+                return (
+                    f" One iteration of {name!r} is a value of its own only if `names` "
+                    f"asks for it: pass `names={pattern!r}`, too."
+                )
+            return f" All iterations of {name!r} are one value: write {name!r}."
         iteration = selected(pattern, name, after)
         if iteration is not None and iteration.at:
             return (

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses as dc
 import functools as ft
 import inspect
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any
@@ -12,7 +13,7 @@ import jax
 
 from .. import _compat
 from .._errors import SowError
-from .._mark.listening import Listening, listening, tracing
+from .._mark.listening import Listening, listening
 from .._mark.noting import listening_as, within
 from .._mark.site import Site
 from .._mark.sow import UnnamedSowError
@@ -164,9 +165,15 @@ def _goes_past(site: Site, key: Any, planted: bool) -> bool:
     return all(late) if planted else any(late) and "cotangent" in mode.split(".")[n:]
 
 
-# The tags of which sows were taken by transformations inside the program that is being
-# traced. Only one thread traces at a time.
-tags_taken: list[Hashable] = []
+class _Tags(threading.local):
+    """`taken`: the tags of which sows were taken by transformations inside the program
+    that this thread traces."""
+
+    def __init__(self):
+        self.taken: list[Hashable] = []
+
+
+tags = _Tags()
 
 
 def trace(fn: Callable, args: tuple, kwargs: dict, marking: Marking) -> Program:
@@ -174,17 +181,16 @@ def trace(fn: Callable, args: tuple, kwargs: dict, marking: Marking) -> Program:
     static, as in `eqx.filter_jit`."""
     _compat.check_supported()
     check_wrapped()
-    with tracing:
-        try:
-            return _trace(fn, args, kwargs, marking)
-        except UnnamedSowError:
-            if marking.search:
-                raise
-            return _trace(fn, args, kwargs, dc.replace(marking, search=True))
-        except _NOT_CONCRETE as e:
-            if _TRACED not in getattr(e, "__notes__", ()):
-                e.add_note(_TRACED)
+    try:
+        return _trace(fn, args, kwargs, marking)
+    except UnnamedSowError:
+        if marking.search:
             raise
+        return _trace(fn, args, kwargs, dc.replace(marking, search=True))
+    except _NOT_CONCRETE as e:
+        if _TRACED not in getattr(e, "__notes__", ()):
+            e.add_note(_TRACED)
+        raise
 
 
 _NOT_CONCRETE = (
@@ -225,7 +231,7 @@ def _trace(fn: Callable, args: tuple, kwargs: dict, marking: Marking) -> Program
         with listening_as(marking.noted(new)):
             return jax.make_jaxpr(traced)(inputs)
 
-    n_taken = len(tags_taken)
+    n_taken = len(tags.taken)
     try:
         closed = closed_jaxpr(outer.leafwise)
     except (SowError, RecursionError):
@@ -240,8 +246,8 @@ def _trace(fn: Callable, args: tuple, kwargs: dict, marking: Marking) -> Program
         if closed is None:
             raise
     finally:
-        inside = frozenset(tags_taken[n_taken:])
-        del tags_taken[n_taken:]
+        inside = frozenset(tags.taken[n_taken:])
+        del tags.taken[n_taken:]
     closed, model_roots = _capture.name(closed, (fn, args, kwargs), depth, marking)
     # What a transformation inside captured for itself is not for this one.
     closed = seen_as(closed, lambda s: s.seen_from(depth, marking.tag))

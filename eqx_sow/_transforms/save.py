@@ -21,7 +21,7 @@ from .._values.reduce import Reducer
 from .._walk.handler import Given
 from .checks import check_selected, wanted, warn_unmarked
 from .options import Options, Saving
-from .program import Program, tags_taken
+from .program import Program, tags
 from .transformed import Transformed, wrap
 
 
@@ -74,7 +74,7 @@ class _SaveIntermediates(Transformed):
         modes = [mode for _, mode in sown.seen if mode is not None]
         mode_of = wanted("save_intermediates", program, options, keys, modes)
         if mode_of and listening.value is not None:
-            tags_taken.append(options.tag)
+            tags.taken.append(options.tag)
         warn_unmarked("save_intermediates", self._fn, program, options)
         intermediates = assemble(sown, states, collect.reducer, mode_of)
         _spec.check(sown.checks, options.spec, intermediates)

@@ -49,18 +49,35 @@ class Transformed(eqx.Module):
         treedef, leaves = out.form
         return rebuild(treedef, leaves, out.arrays)
 
-    def __pdoc__(self, **kwargs):
-        # How it was made. Who calls this has the package.
-        import wadler_lindig as wl
-
+    @property
+    def _said(self) -> dict[str, Any]:
+        """The options that were passed."""
         others = [f.name for f in dc.fields(self) if f.name not in ("_fn", "_options")]
         said = {name[1:]: getattr(self, name) for name in others}
         said = {k: v for k, v in said.items() if v is not None}
-        said |= self._options.value.said
+        return said | self._options.value.said
+
+    # Both show how it was made. Who calls one of these has the package.
+    def __pdoc__(self, **kwargs):
+        import wadler_lindig as wl
+
         docs = [wl.pdoc(self._fn, **kwargs)]
-        docs += [wl.TextDoc(f"{k}=") + wl.pdoc(v, **kwargs) for k, v in said.items()]
+        said = self._said.items()
+        docs += [wl.TextDoc(f"{k}=") + wl.pdoc(v, **kwargs) for k, v in said]
         begin, end = wl.TextDoc(f"{self._call}("), wl.TextDoc(")")
         return wl.bracketed(begin, docs, wl.comma, end, kwargs["indent"])
+
+    def __treescope_repr__(self, path, render):
+        import treescope.rendering_parts as parts  # pyright: ignore
+
+        # What is behind the path is what one can copy in a notebook.
+        docs = [render(self._fn, path and f"{path}.__wrapped__")]
+        said = self._said.items()
+        docs += [parts.siblings_with_annotations(f"{k}=", render(v)) for k, v in said]
+        begin, end = parts.text(f"{self._call}("), parts.text(")")
+        return parts.build_foldable_tree_node_from_children(
+            begin, docs, end, comma_separated=True, path=path
+        )
 
     def __hash__(self):
         # `jax.jit` takes only what is hashable, and dicts are not.

@@ -5,9 +5,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
-import jax.extend.core as jexc
 import jax.numpy as jnp
-from jax.interpreters import ad, batching, mlir, partial_eval as pe
+from jax.interpreters import partial_eval as pe
 
 from .. import _compat
 from .._arrays import shape_like, spec_of
@@ -59,11 +58,17 @@ def batched(fn: Callable[[Any], _T]) -> Callable[[Any], _T]:
     for the lanes. A batch that is sharded over a mesh is reduced over its devices; in a
     `jax.shard_map`, each device sees its own part.
 
+    The batch consists of the lanes of the `vmap`s inside `save_intermediates`. A `vmap`
+    around `save_intermediates` maps it as it does any function: each of its lanes has a
+    batch of its own, so what comes back has an axis for it. For one value of all
+    examples, write `save_intermediates(jax.vmap(f), ...)`. In `tap`, where all lanes
+    are one event, `fn` also sees those of a `vmap` around the `tap`.
+
     **Raises:**
 
     `TypeError` if `fn` is not a function. [`eqx_sow.SowError`][], when it is used, if
-    the sow is in a branch or a loop that only some lanes run, or if a `jax.vmap` comes
-    after `save_intermediates`: put it inside, `save_intermediates(jax.vmap(fn))`.
+    the sow is in a branch or a loop that only some lanes run, or if a `jax.vmap` is
+    around a compiled `tap`, as in `jax.vmap(jax.jit(tap(f, ...)))`.
 
     !!! example
 
@@ -89,29 +94,6 @@ def batched(fn: Callable[[Any], _T]) -> Callable[[Any], _T]:
             "`eqx_sow.batched(jnp.linalg.norm)`."
         )
     return Batched(fn)
-
-
-# Marks that no more lanes may come: a value of all of them has been computed. Tangents
-# are not marked, as there may be several for one value (`jax.jacfwd`).
-all_lanes_p = jexc.Primitive("all_lanes")
-
-
-def _more_lanes(operands, dims, *, name, where):
-    raise SowError(
-        f"`transform=batched(...)` was applied to `sow(..., {name!r})` at {where}, and "
-        "a `jax.vmap` came after that, whose lanes it has not seen. Put the vmap "
-        "inside: `save_intermediates(jax.vmap(fn), ...)`."
-    )
-
-
-all_lanes_p.def_impl(lambda x, **_: x)
-all_lanes_p.def_abstract_eval(lambda x, **_: x)
-mlir.register_lowering(all_lanes_p, lambda ctx, x, **_: [x])
-batching.primitive_batchers[all_lanes_p] = _more_lanes
-ad.primitive_jvps[all_lanes_p] = lambda primals, tangents, **params: (
-    all_lanes_p.bind(*primals, **params),
-    *tangents,
-)
 
 
 class Value(NamedTuple):
@@ -194,11 +176,6 @@ def _of_all_lanes(fn: Batched, site: Site, value: Value) -> Value:
             as_operand(broadcast(aligned(x, v), every, axes), every)
             for x, v in zip(arrays, value.varies)
         ]
-    marks = dict(name=site.name, where=site.where)
-    arrays = [
-        x if x.dtype == jax.dtypes.float0 else all_lanes_p.bind(x, **marks)
-        for x in arrays
-    ]
     lead = [a.size for a, v in zip(axes, every) if v]
     out = fn.fn(rebuild(value.treedef, value.leaves, arrays, lead))
     new, treedef, leaves = take_apart(out)
