@@ -150,6 +150,59 @@ def test_tied_weights(use_bias):
     _check(model, (X,), {"enc": model.enc(X), "dec": model(X), ".": model(X)})
 
 
+def test_the_decoder_of_tied_weights_alone():
+    """Its form tells it from the encoder, which is not called."""
+    enc = eqx.nn.Linear(2, 3, use_bias=False, key=KEYS[0])
+    dec = eqx.nn.Linear(3, 2, use_bias=False, key=KEYS[1])
+    at = lambda model: eqx.tree_at(lambda d: d.weight, model.dec, model.enc.weight.T)
+    fn = lambda model, x: at(model)(x)
+    want = {"model/dec": enc.weight.T @ X}
+    _check(fn, (Autoencoder(enc, dec), X), want)
+
+
+# --- what is not tied ---
+class State(eqx.Module):
+    """With a copy of the model that is not called in the step."""
+
+    model: eqx.nn.Linear
+    ema: eqx.nn.Linear
+
+    def __call__(self, x):
+        return _step(self.model, x)
+
+
+def _step(model, x):
+    grads = eqx.filter_grad(lambda m: m(x).sum())(model)
+    return eqx.apply_updates(model, grads)(model(x))
+
+
+@pytest.mark.parametrize("use_bias", [False, True])
+@pytest.mark.parametrize("of_function", [False, True])
+def test_an_updated_model_is_not_the_copy_beside_it(use_bias, of_function):
+    state = State(*[_linear(i, use_bias=use_bias) for i in range(2)])
+    fn = (lambda state, x: _step(state.model, x)) if of_function else state
+    args = (state, X) if of_function else (X,)
+    out, got = S(fn, capture=eqx.nn.Linear, reduce=Append())(*args)
+    name = "state/model" if of_function else "model"
+    assert list(got) == [name]
+    values = state.model(X), state.model(X), out
+    assert_close(got[name]["primal"], values)
+
+
+class Scale(eqx.Module):
+    w: jax.Array
+    train: bool = eqx.field(static=True)
+
+    def __call__(self, x):
+        return self.w * x if self.train else x / self.w
+
+
+def test_a_model_in_another_mode_is_not_the_copy_beside_it():
+    models = [Scale(X + 2, True), Scale(X + 3, False)]
+    fn = lambda models, x: Scale(models[0].w, False)(models[0](x))
+    _check(fn, (models, X), {"models/0": ((X + 2) * X, X)}, reduce=Append())
+
+
 # --- arrays that were one array on the way ---
 @pytest.mark.parametrize("depth", [1, 2, 6])
 def test_raveled(depth):
@@ -389,6 +442,40 @@ def test_a_stack_has_the_names_of_a_list(where, as_argument):
     assert_close(planted(stacked), planted(listed), atol=1e-6)
 
 
+def test_a_stack_that_is_an_argument():
+    """It has one layer only, but the loop calls what has that."""
+    units = _units()
+
+    def fn(units, x):
+        params, static = eqx.partition(units, eqx.is_array)
+        step = lambda x, p: (eqx.combine(p, static)(x), None)
+        return jax.lax.scan(step, x, params)[0]
+
+    for name, value in _by_hand(units, X, "").items():
+        name = name.replace("layers", "units")
+        _, got = S(fn, capture=True, names=name)(_stacked(units), X)
+        assert_close(with_mode(got, "primal"), {name: value})
+    _, got = S(fn, capture=True, names="units/1/lin")(_stacked(units), X)
+    value = units[1].lin(units[0](X))
+    assert_close(with_mode(got, "primal"), {"units/1/lin": value})
+
+
+def test_the_index_behind_a_key_with_a_slash():
+    units = {"a/b": _stacked(_units()), "c": _linear(6)}
+
+    def fn(units, x):
+        params, static = eqx.partition(units["a/b"], eqx.is_array)
+        step = lambda x, p: (eqx.combine(p, static)(x), None)
+        return units["c"](jax.lax.scan(step, x, params)[0])
+
+    _, got = S(fn, capture=True, names="units/a/b/1/lin")(units, X)
+    value = _units()[1].lin(_units()[0](X))
+    assert_close(with_mode(got, "primal"), {"units/a/b/1/lin": value})
+    name = "args/0/a/b/1/lin"
+    _, got = S(lambda *args: fn(*args), capture=True, names=name)(units, X)
+    assert_close(with_mode(got, "primal"), {name: value})
+
+
 # With a loop around that over the layers. A gradient moves what does not depend on the
 # iteration of the outer loop out of that: the arrays are sliced in another place.
 _STEPS = {
@@ -435,7 +522,7 @@ def test_a_sow_in_a_stack_is_called_as_in_a_list():
     assert_close(dict(got), dict(want), atol=1e-6)
     of_all = lambda net: S(run, scope=True)(net, X)[1].stack("net/layers/*/h")
     assert_close(of_all(stacked), of_all(listed), atol=1e-6)
-    with pytest.raises(UnknownSowError, match="write 'net/layers/1/h'"):
+    with pytest.raises(UnknownSowError, match="'net/layers/0/h' to 'net/layers/2/h'"):
         S(run, scope=True, names="net/layers/h/1")(stacked, X)
 
 

@@ -358,3 +358,22 @@ def test_one_layer_at_two_places(closed_over):
 
 def _call(model, x):
     return model(x)
+
+
+class WithShared(eqx.Module):
+    shared = Layer(X, X)
+    own: Layer
+
+    def __call__(self, x):
+        return self.shared(self.own(x))
+
+
+@pytest.mark.parametrize("closed_over", [False, True])
+def test_a_module_that_the_class_of_a_module_has(closed_over):
+    net = WithShared(Layer(X, X + 1))
+    fn, args = (
+        ((lambda x: net(x)), ()) if closed_over else ((lambda net, x: net(x)), (net,))
+    )
+    _, got = S(fn, capture=Layer)(*args, X)
+    want = {"net/own": net.own(X), "net/shared": net(X)}
+    assert_close(with_mode(got, "primal"), want)

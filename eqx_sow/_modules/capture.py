@@ -67,11 +67,10 @@ class Marking:
     def _several(self) -> tuple[Any, ...] | None:
         """The classes and functions that are selected, or `None` if a predicate
         selects."""
-        if self.capture is True:
-            return (eqx.Module,)
-        if isinstance(self.capture, type) or is_function_to_capture(self.capture):
-            return (self.capture,)
-        return self.capture if isinstance(self.capture, tuple) else None
+        capture = eqx.Module if self.capture is True else self.capture
+        if isinstance(capture, type) or is_function_to_capture(capture):
+            return (capture,)
+        return capture if isinstance(capture, tuple) else None
 
     @property
     def classes(self) -> tuple[type, ...] | None:
@@ -91,26 +90,28 @@ def name(
     """A program, `called` with `(fn, args, kwargs)`, in which the sows have names that
     are `found` in it; and with what those of captured calls begin, where the models
     are."""
-    has_notes = any(marking.scope or x.site.note is not None for x in found)
-    if marking.capture is None and not has_notes:
+    is_off = marking.capture is None and not marking.scope
+    if is_off and all(x.site.note is None for x in found):
         return closed, ()
     places = Places(*called)
     naming = Naming(places, depth, marking)
     run(naming, closed, naming.inputs(), Here())
-    sites = naming.sites()
+    named = naming.sites()
     if marking.capture is not None:
         _check_found(closed, places, marking, naming)
-    return with_sites(closed, sites), tuple(naming.roots)
+    return with_sites(closed, named), tuple(naming.roots)
 
 
 def _check_found(closed: Any, places: Places, marking: Marking, naming: Naming) -> None:
     """Raises if the options select nothing, and says what there would have been."""
-    in_sight = {"/".join(path) or ".": x for path, x in places.modules}
-    there = {name: type(x) for name, x in in_sight.items()} | naming.seen
     shown = f"capture={_shown(marking.capture)}"
-    fits = _selected(in_sight, there, marking, naming)
+    in_sight = {"/".join(path) or ".": type(x) for path, x in places.modules}
+    classes = marking.classes or (() if marking.functions else (eqx.Module,))
+    fits = [c for c in (in_sight | naming.seen).values() if issubclass(c, classes)]
     methods = dict.fromkeys(method for cls in fits for method in own_methods(cls))
-    others = [m for m in methods if m not in marking.methods]
+    others = tuple(m for m in methods if m not in marking.methods)
+    others = others[0] if len(others) == 1 else others
+    hint = f" Is another method called? Write `methods={others!r}`." if others else ""
     if fits:
         check_known(
             f"{shown}, methods={marking.methods!r}",
@@ -118,9 +119,9 @@ def _check_found(closed: Any, places: Places, marking: Marking, naming: Naming) 
             methods,
             "is a method of no selected module",
             kind="methods",
-            hint=lambda *_: _write_methods(others),
+            hint=lambda *_: hint,
         )
-    if naming.captured:
+    if naming.roots:
         return
     waits = lambda site: any(x.name is None for x in site.labels)
     hidden = next((s.note for s in sites(closed) if s.note and waits(s)), None)
@@ -132,19 +133,16 @@ def _check_found(closed: Any, places: Places, marking: Marking, naming: Naming) 
             "captured. Call the module once outside, too."
         )
     what = "The modules that are called" if naming.seen else "The modules in sight"
-    items = (naming.seen or there).items()
+    items = (naming.seen or in_sight).items()
     listed = ", ".join(f"{path} ({cls.__name__})" for path, cls in items)
-    said = f"{what} are: {listed or 'none at all'}."
-    if marking.functions:
-        called = ", ".join(dict.fromkeys(_called_functions(closed)))
-        said = said if marking.classes else ""
-        said += f" Compiled functions that are called: {called}." if called else ""
-    if not naming.seen and others:
-        said += f" Is another method called?{_write_methods(others)}"
+    said = f"{what} are: {listed or 'none at all'}." if classes else ""
+    called = ", ".join(dict.fromkeys(_called_functions(closed)))
+    if marking.functions and called:
+        said += f" Compiled functions that are called: {called}."
     raise UnknownSowError(
-        f"`{shown}` selects nothing that is called in the program. {said.strip()} Is "
-        "another model called? If a `save_intermediates` inside has captured it, give "
-        "one of the two another `tag`."
+        f"`{shown}` selects nothing that is called in the program. {said.strip()}{hint}"
+        " Is another model called? If a `save_intermediates` inside has captured it, "
+        "give one of the two another `tag`."
     )
 
 
@@ -153,31 +151,6 @@ def _shown(capture: Any) -> str:
     if isinstance(capture, tuple):
         return f"({', '.join(map(_shown, capture))})"
     return getattr(capture, "__name__", repr(capture))
-
-
-def _write_methods(others: list[str]) -> str:
-    """What to write, if modules have these methods."""
-    one_or_several = others[0] if len(others) == 1 else tuple(others)
-    return f" Write `methods={one_or_several!r}`." if others else ""
-
-
-def _selected(
-    in_sight: dict[str, Any], there: dict[str, type], marking: Marking, naming: Naming
-) -> list[type]:
-    """The classes of the modules that the option selects. A predicate says of those in
-    sight which it would select, if it selects none that is called."""
-    if marking.classes is not None:
-        return [cls for cls in there.values() if issubclass(cls, marking.classes)]
-    if naming.captured:
-        return list(there.values())
-
-    def is_chosen(path, module):
-        try:
-            return bool(marking.capture(path, module))
-        except Exception:  # whatever it raises: this is for a message
-            return False
-
-    return [type(x) for path, x in in_sight.items() if is_chosen(path, x)]
 
 
 def _called_functions(jaxpr: Any) -> Iterator[str]:

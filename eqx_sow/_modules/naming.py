@@ -15,13 +15,14 @@ once for each of its calls, so each of them gets a name of its own. A derivative
 the edge of its primal, and so its name. At the end, each sow is replaced by one with
 its names (`_walk/sows.py`); from there on they are like those of `sow`.
 
-An array may come from several places. `Naming._rank` says which of them is preferred,
+An array may come from several places. `Naming._chosen` says which of them is preferred,
 and `Naming._found` what a module is called to which no array leads.
 """
 
 import dataclasses as dc
-from collections import Counter, defaultdict
-from collections.abc import Hashable, Sequence
+import itertools as it
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -33,19 +34,8 @@ from .._mark.site import Label, Site
 from .._values.modes import without_order
 from .._walk.flow import Domain, Here
 from .._walk.sows import loops_around, loops_of
-from .places import is_internal, Places
-from .sources import computed, FAR, in_order, one_of, Value, Way
-
-
-class _Candidate(NamedTuple):
-    """A place that a module may have, by one of its arrays, which comes from `source`:
-    how much was computed between, and how long the path is that the source has in the
-    tree at this place."""
-
-    distance: int
-    tail: int
-    path: Path
-    source: int
+from .places import is_internal, Places, root_of
+from .sources import computed, FAR, in_order, one_of, TRANSPOSED, Value, Way
 
 
 class _Place(NamedTuple):
@@ -55,13 +45,27 @@ class _Place(NamedTuple):
     where they did."""
 
     path: Path
-    is_known: bool = True
     is_held: bool = True
     found: "tuple[_Visit, Path] | None" = None
+
+    def inside(self, path: Path) -> "_Place":
+        return self._replace(path=(*self.path, *path))
 
     @property
     def name(self) -> str:
         return "/".join(self.path)
+
+
+class _Candidate(NamedTuple):
+    """A place that a module may have, by one of its arrays, which is at `leaf` in the
+    module and comes from `source`, and how much was computed between. `stacked`: the
+    module was in a list at the place, and where in its path the index stood."""
+
+    path: Path
+    leaf: Path
+    distance: int
+    source: int
+    stacked: int | None = None
 
 
 @dc.dataclass(eq=False)
@@ -73,20 +77,20 @@ class _Visit:
     call: Call
     # The operands of its edge.
     arrays: Sequence[Value]
-    # The visit of the module that holds it, whose method is running.
-    around: "_Visit | None"
-    # The innermost module whose method is running, whether it holds this one or not.
-    running: "_Visit | None"
-    # For each of the arrays, the places that it may say. These, and the place that is
-    # chosen, are known once the pass is over.
-    candidates: list[list[_Candidate]] = dc.field(default_factory=list)
+    # The modules whose methods are running, from outside in.
+    running: "list[_Visit]"
+    # The nearest places of each of the arrays. These, and the place that is chosen, are
+    # known once the pass is over.
+    candidates: list[_Candidate] = dc.field(default_factory=list)
     place: _Place | None = None
 
-    @property
-    def identity(self) -> Hashable:
-        """What two calls of one module have in common, if nothing is known of it."""
-        module = getattr(self.call.module, "value", None)
-        return self.arrays[0].made if self.arrays else id(module)
+    def fits(self) -> dict[Path, tuple[int, int]]:
+        """How well each place fits: better if the value is smaller. The distance, and
+        how many arrays say this place, as a negative number."""
+        found: dict[Path, dict[Path, int]] = {}
+        for c in self.candidates:
+            found.setdefault(c.path, {})[c.leaf] = c.distance
+        return {p: (min(by.values()), -len(by)) for p, by in found.items()}
 
 
 class _Sow(NamedTuple):
@@ -119,33 +123,25 @@ class Naming(Domain):
         self._taken_apart: dict[Way, set[int]] = defaultdict(set)
         # The modules that are running around a scan.
         self._around_scan: dict[Way, list[_Visit]] = {}
-        # For each place, the smallest distance of any call from it, and how many arrays
-        # of calls have none that is nearer.
-        self._nearest: dict[Path, int] = {}
-        self._claims: Counter[Path] = Counter()
-        # How often one of these places was chosen, where modules are alike.
-        self._called_alike: Counter[tuple[Path, ...]] = Counter()
+        # For each place, how well it fits the call that it fits best.
+        self._best: dict[Path, tuple[int, int]] = {}
+        # The places of modules that are alike, one after the other.
+        self._alike: dict[tuple[Path, ...], Iterator[Path]] = {}
         # By the name of a class, the modules of it of which no place is known, by their
         # identities, and the number of each: 1 for `MLP#1`.
         self._nowhere: dict[str, dict[Hashable, int]] = defaultdict(dict)
-        # For messages: the modules that are called, and the names of what is captured.
+        # For messages: the modules that are called, and the arguments and variables
+        # that have captured modules in them.
         self.seen: dict[str, type] = {}
-        self.captured: set[str] = set()
-        # The paths of the arguments and variables that have captured modules in them.
         self.roots: dict[str, None] = {}
 
     def sites(self) -> dict[Way, Site]:
         """The sites that have new names."""
         for visit in self._visits.values():
-            visit.candidates = list(
-                map(self._candidates, visit.call.leaves, visit.arrays)
-            )
-            for c in (c for found in visit.candidates for c in found):
-                near = self._nearest.get(c.path, c.distance)
-                self._nearest[c.path] = min(near, c.distance)
-            for found in filter(None, visit.candidates):
-                nearest = min(c.distance for c in found)
-                self._claims.update({c.path for c in found if c.distance == nearest})
+            pairs = zip(visit.call.leaves, visit.arrays)
+            visit.candidates = [c for pair in pairs for c in self._candidates(*pair)]
+            for path, fit in visit.fits().items():
+                self._best[path] = min(fit, self._best.get(path, fit))
         for visit in self._visits.values():
             self._place(visit)
         named = {way: self._named(sow) for way, sow in self._sows.items()}
@@ -194,18 +190,11 @@ class Naming(Domain):
             self._sow(eqn, operands[0], here)
             return [Value(edges=(here.path,)), *operands[1:]]
         if primitive is edge_p and eqn.params:
-            self._visit(eqn, operands, here)
+            call, running = eqn.params["call"], self._running(here, eqn)
+            visit = _Visit(call, operands, running)
+            self._visits[here.path] = self._latest[call] = visit
             return [Value(edges=(here.path,))]
         return computed(eqn, operands, here.path)
-
-    def _visit(self, eqn: Any, arrays: Sequence[Value], here: Here) -> None:
-        call = eqn.params["call"]
-        running = next(iter(self._running(here, eqn)), None)
-        around = running if call.is_function else None
-        if call.holder is not None:
-            around = self._latest.get(call.holder[0])
-        visit = _Visit(call, arrays, around, running)
-        self._visits[here.path] = self._latest[call] = visit
 
     def _sow(self, eqn: Any, edge: Value, here: Here) -> None:
         site: Site = eqn.params["site"]
@@ -217,7 +206,7 @@ class Naming(Domain):
             visits = [v for sow in primals for v in sow.visits]
             primal = next(iter(primals), None)
         elif site.note is None:
-            visits = self._running(here, eqn)
+            visits = self._running(here, eqn)[-1:]
         else:
             visits = [self._visits[way] for way in edge.edges[:1]]
         lengths = [loop.length for loop in loops_of(here.around)]
@@ -229,23 +218,21 @@ class Naming(Domain):
         self._sows[here.path] = _Sow(site, visits, loops, primal)
 
     def _running(self, here: Here, eqn: Any) -> list[_Visit]:
-        """The innermost call that is running, if there is one."""
         calls = (*here.running, *calls_around(eqn))
-        return [self._latest[c] for c in calls if c in self._latest][-1:]
+        return [self._latest[c] for c in calls if c in self._latest]
 
     # --- the places of modules ---
     def _candidates(self, leaf: Path, array: Value) -> list[_Candidate]:
-        """The places of a module, given where one of its arrays is in the module, and
-        what that comes from. The first come first."""
-        found = []
-        for source, distance in array.distances.items():
-            for path in self._places.paths(source):
-                root = self._places.root_of(path)
-                at = _last(leaf, path, len(root))
-                if at is not None:
-                    tail = len(path) - at
-                    found.append(_Candidate(distance, tail, path[:at], source))
-        return found
+        """The nearest places of a module, given where one of its arrays is in the
+        module, and what that comes from. The first come first."""
+        found = [
+            _Candidate(path[:at], leaf, distance, source)
+            for source, distance in array.distances.items()
+            for path in self._places.paths(source)
+            if (at := _last(leaf, path, len(root_of(path)))) is not None
+        ]
+        nearest = min((c.distance for c in found), default=0)
+        return _as_stacked([c for c in found if c.distance == nearest])
 
     def _place(self, visit: _Visit) -> _Place:
         if visit.place is None:
@@ -254,107 +241,74 @@ class Naming(Domain):
 
     def _found(self, visit: _Visit) -> _Place:
         call = visit.call
-        holder, inside = call.holder or (None, ())
-        # The edge of a module without arrays may have been moved out of a loop, to
-        # before that of the module around.
-        visit.around = visit.around or self._latest.get(holder)
-        around = None if visit.around is None else self._place(visit.around)
+        running = self._place(visit.running[-1]) if visit.running else _Place(())
         if call.is_function:
-            place = around or _Place(())
-            return place._replace(path=(*place.path, call.cls.__name__))
-        # What most of the arrays say, and most of those that say a place where a module
-        # of this class is. They may also say that it is at no place.
-        votes = [
-            self._chosen(visit, leaf, found)
-            for leaf, found in zip(call.leaves, visit.candidates)
-            if found
-        ]
-        # Of equally many, those that fewer arrays of other calls say.
-        fits = lambda path: path is None or self._is_of_class(path, call)
-        path = max(
-            votes,
-            key=lambda p: (fits(p), votes.count(p), -self._claims[p or ()]),
-            default=None,
-        )
-        running = None if visit.running is None else self._place(visit.running)
-        if path is not None:
-            found = visit, path
-            if running is not None and running.path == path and not fits(path):
-                # A layer makes another one of its own arrays, and calls that.
-                path = (*path, call.cls.__name__)
-            return _Place(path, found=found)
-        # It has no arrays of its own, or they were made on the way.
+            return running.inside((call.cls.__name__,))
+        held = self._held(visit)
+        path = self._chosen(visit, held and held.path)
+        if path is None:
+            # It has no arrays of its own, or they were made on the way.
+            return held or self._copied(visit, running) or self._unknown(visit)
+        found = visit, path
+        is_other = not self._places.is_of_class(path, call.cls)
+        if visit.running and running.path == path and is_other:
+            # A layer makes another one of its own arrays, and calls that.
+            path = (*path, call.cls.__name__)
+        return _Place(path, found=found)
+
+    def _held(self, visit: _Visit) -> _Place | None:
+        """The place in what holds the very module: one that is running, or the
+        arguments."""
+        holder, inside = visit.call.holder or (None, ())
         if holder == self._depth:
             return _Place(inside)
-        if around is not None:
-            return around._replace(path=(*around.path, *inside))
-        if call.module is not None:
-            alike = self._places.alike(call.module)
-            if running is not None and running.is_known:
-                inside = [p for p in alike if p[: len(running.path)] == running.path]
-                alike = inside or alike
-            if alike:
-                # `eqx.filter_checkpoint(layer)` calls a copy of a layer. Which one of
-                # those that are alike is told by the order of the calls.
-                n = self._called_alike[tuple(alike)]
-                self._called_alike[tuple(alike)] += 1
-                return _Place(alike[n % len(alike)])
-        return self._unknown(visit)
+        # The edge of a module without arrays may have been moved out of a loop, to
+        # before that of the module around.
+        of_holder = (v for v in reversed(visit.running) if v.call is holder)
+        around = next(of_holder, self._latest.get(holder))
+        return around and self._place(around).inside(inside)
 
-    def _chosen(
-        self, visit: _Visit, leaf: Path, candidates: Sequence[_Candidate]
-    ) -> Path | None:
-        """The place that one of the arrays says, which is at `leaf` in the module."""
-        call = visit.call
-        # Of the weights that a hypernetwork returns, those of the hypernetwork are no
-        # place, if it is called there itself.
-        candidates = [
-            c for c in candidates if c.distance < FAR or self._nearest[c.path] >= FAR
-        ]
-        if not candidates:
+    def _chosen(self, visit: _Visit, held: Path | None) -> Path | None:
+        """The place that the arrays say."""
+        call, fits = visit.call, visit.fits()
+        if any(c.distance >= FAR for c in visit.candidates):
+            # A hypernetwork made some of its arrays, and is no place of it: that is
+            # nearer to the call of the hypernetwork.
+            ok = lambda path, fit: self._best[path] >= min(fit, (FAR,))
+            fits = {path: fit for path, fit in fits.items() if ok(path, fit)}
+        if not fits:
             return None
-        ranks = [self._rank(c, visit) for c in candidates]
-        equal = [c for c, rank in zip(candidates, ranks) if rank == min(ranks)]
-        stacked = _in_common([c.path for c in equal])
-        if stacked is not None:
-            return stacked
-        best = min(equal, key=lambda c: (not self._is_of_class(c.path, call), c.tail))
-        is_nearer = self._nearest[best.path] < best.distance
-        if not is_nearer and self._places.is_of_form(best.path, call.cls, call.treedef):
-            return best.path
-        # A tied weight: the array of another module was put into this one.
-        outer = self._places.root_of(best.path)
-        if visit.running is not None and self._place(visit.running).is_known:
-            outer = self._place(visit.running).path
-        tied = self._places.replaced(call.cls, call.treedef, outer, self._nearest)
-        if tied is None and not self._is_of_class(best.path, call):
-            tied = self._places.of_shared(best.path, call.cls, leaf)
-        return tied or best.path
-
-    def _rank(self, candidate: _Candidate, visit: _Visit) -> tuple[int, bool, bool]:
-        """Which candidates are preferred: those with a smaller one."""
-        path, distance = candidate.path, candidate.distance
-        is_where_called = False
-        if visit.call.holder is not None and visit.around is not None:
-            _, inside = visit.call.holder
-            around = self._place(visit.around)
-            n = len(path) - len(inside)
-            is_where_called = path[n:] == inside and (
-                not around.is_known or around.path == path[:n]
-            )
-        return (
-            distance,
-            # A mean of a student and a teacher is the teacher, if the student is
-            # called: another call is nearer to that.
-            self._nearest[path] < distance,
-            # The place in the module that is running, of several for one array.
-            not is_where_called,
+        is_of_class = lambda path: self._places.is_of_class(path, call.cls)
+        is_taken = lambda path: self._best[path] < fits[path]
+        path = min(
+            fits,
+            key=lambda path: (
+                # A tied weight is at two places.
+                not is_of_class(path),
+                # What most of the arrays say.
+                fits[path][1],
+                # Of several places that one array has.
+                path != held,
+                # A mean of a student and a teacher is the teacher, if the student is
+                # called: another call fits that better.
+                is_taken(path),
+            ),
         )
+        is_like = self._places.is_like(path, call) and not is_taken(path)
+        if is_of_class(path) and (is_like or fits[path][0] != TRANSPOSED):
+            return path
+        # All that it has are tied weights: arrays of another module that were put into
+        # this one, whose own arrays no call has.
+        outer = root_of(path)
+        if visit.running:
+            outer = self._place(visit.running[-1]).path
+        return self._places.unused(call, outer, self._best) or path
 
     def _after(self, sow: _Sow, place: _Place) -> list[int | None]:
-        """For each loop around a sow, where in its name the index of an iteration
-        stands: behind the tree that the scan takes apart. That is the highest node of
-        which it takes all arrays apart, or that of a list that was stacked before."""
+        """For each loop around a sow, where in its path the index of an iteration
+        stands: behind the tree that the scan takes apart, or where that of the list
+        stood that was stacked before. For an iteration of `model/blocks/attn`, in a
+        scan over the arrays in `blocks`, it is `model/blocks/2/attn`."""
         if sow.primal is not None:
             # A loop of the backward pass need not go over the arrays themselves.
             after, loops = self._after(sow.primal, place), sow.primal.loops
@@ -365,89 +319,85 @@ class Naming(Domain):
         if place.found is None:
             return []
         visit, path = place.found
-        candidates = [c for found in visit.candidates for c in found]
+        within = self._places.sources_in
+        mine = [c for c in visit.candidates if c.path == path]
+        root = len(root_of(path))
+        # A model that has nothing but `blocks` is no stack itself.
+        is_all = len(path) > root and within[path[: root + 1]] == within[path[:root]]
+
+        def levels(visits):
+            paths = [self._place(v).path for v in visits]
+            return [len(p) for p in paths if p == path[: len(p)]]
 
         def of_scan(scan):
-            if scan is None:
-                return None
-            apart, within = self._taken_apart[scan], self._places.sources_in
-            paths = {c.path for c in candidates if c.source in apart}
-            if path not in paths:
-                # Stacked: the paths of the layers of a list have one more key.
-                at = [i for p in paths for i in range(len(p)) if _without(p, i) == path]
-                return min(at, default=None)
-            first = len(self._places.root_of(path))
-            # A model that has nothing but `blocks` is no stack itself.
-            if len(path) > first and within(path[: first + 1]) == within(path[:first]):
-                first += 1
+            taken = [c for c in mine if c.source in self._taken_apart[scan]]
+            if not taken or taken[0].stacked is not None:
+                return taken[0].stacked if taken else None
             # A module that is called outside the loop is not what the loop takes apart.
-            for place in map(self._place, self._around_scan[scan]):
-                if place.is_known and path[: len(place.path)] == place.path != path:
-                    first = max(first, len(place.path) + 1)
-            levels = range(first, len(path) + 1)
-            return next((n for n in levels if within(path[:n]) <= apart), None)
+            # One that is called inside may be, but nothing in it is.
+            outside = self._around_scan[scan]
+            inside = [v for v in visit.running if v not in outside]
+            begin = max([root + is_all, *(n + 1 for n in levels(outside))])
+            begin, apart = min([begin, *levels(inside)]), self._taken_apart[scan]
+            ends = range(begin, len(path) + 1)
+            return next((n for n in ends if within[path[:n]] <= apart), None)
 
-        return list(map(of_scan, sow.loops))
+        return [None if scan is None else of_scan(scan) for scan in sow.loops]
 
-    def _is_of_class(self, path: Path, call: Call) -> bool:
-        return self._places.is_of_class(path, call.cls)
+    def _copied(self, visit: _Visit, running: _Place) -> _Place | None:
+        """Of a module without arrays, the place of one that is alike. Such as a copy
+        that `eqx.filter_checkpoint(layer)` calls: the first call of several that are
+        alike is that of the first one."""
+        module, n = visit.call.module, len(running.path)
+        found = [] if module is None else self._places.alike(module)
+        found = [path for path in found if path[:n] == running.path] or found
+        alike = self._alike.setdefault(tuple(found), it.cycle(found))
+        return _Place(next(alike)) if found else None
 
     def _unknown(self, visit: _Visit) -> _Place:
         """The class, with a number if another one of it was called before."""
         call, name = visit.call, visit.call.cls.__name__
+        made = [x.made for x in visit.arrays] or [id(call.module and call.module.value)]
         of_class = self._nowhere[name]
-        n = of_class.setdefault(visit.identity, len(of_class))
+        n = of_class.setdefault(made[0], len(of_class))
         is_held = call.module is None and not is_internal(call.cls)
-        return _Place((f"{name}#{n}" if n else name,), False, is_held)
+        return _Place((f"{name}#{n}" if n else name,), is_held)
 
     # --- the names of sows ---
-    def _place_of_all(self, sow: _Sow) -> _Place | None:
-        """The place of all calls of a sow."""
-        site = sow.site
-        places = {(place := self._place(v)).name: place for v in sow.visits}
-        if len(places) > 1 and self._is_asked_for(site):
-            names = " or ".join(map(repr, places))
-            raise SowError(
-                f"A {site.mode} at {site.where} may be that of {names}: which of them "
-                "cannot be told. Take the gradient of each of them by itself, or leave "
-                "this mode out, by `modes`."
-            )
-        return next(iter(places.values()), None)
-
-    def _is_asked_for(self, site: Site) -> bool:
-        modes = self._marking.modes
-        return modes is None or site.mode in map(without_order, modes)
-
     def _named(self, sow: _Sow) -> Site:
-        site, place = sow.site, self._place_of_all(sow)
-        note = site.note
+        site, note, modes = sow.site, sow.site.note, self._marking.modes
+        mine = [x for x in site.labels if x.name is None and x.depth == self._depth]
+        if not (mine if note else self._marking.scope and not site.scoped):
+            return site
+        places = {(place := self._place(v)).name: place for v in sow.visits}
+        is_asked_for = modes is None or site.mode in map(without_order, modes)
+        if is_asked_for and (len(places) > 1 or note and not places):
+            of = f"may be that of {' or '.join(map(repr, places))}"
+            raise SowError(
+                f"A {site.mode} at {site.where} "
+                f"{of if places else f'is that of a call, {note and note.call!r}'}: "
+                "which of them cannot be told, as it has lost the way to its primal. "
+                "Take the gradient of each of them by itself, mark the value with "
+                "`sow`, or leave this mode out, by `modes`."
+            )
+        place = next(iter(places.values()), _Place(()))
+        if note is None and not places:
+            return site
+        segments = lambda path: len("/".join(path).split("/")) if path else 0
+        ends = self._after(sow, place) if places else []
+        after = tuple(n and segments(place.path[:n]) for n in ends)
         if note is None:
-            if place is None or site.scoped or not self._marking.scope:
-                return site
-            after = tuple(self._after(sow, place))
             site = site.in_scope(place.name)._replace(scoped=True)
             labels = tuple(x._replace(after=after) for x in site.labels)
             return site._replace(labels=labels)
-        mine = [x for x in site.labels if x.name is None and x.depth == self._depth]
-        if not mine:
-            return site
         others = tuple(x for x in site.labels if x not in mine)
-        if place is None and self._is_asked_for(site):
-            raise SowError(
-                f"A {site.mode} of a captured call, {note.call!r}, at {site.where} has "
-                "lost the way to its primal, so it cannot be named. Leave this mode "
-                "out, by `modes`, or mark the value with `sow`."
-            )
         is_unnamed_sow = note.tag is not None
-        if place is None or not (is_unnamed_sow or self._chooses(note.call, place)):
+        if not places or not (is_unnamed_sow or self._chooses(note.call, place)):
             return site._replace(labels=others)
         method = () if note.call.method == "__call__" else (note.call.method,)
         name = ".".join((place.name, *method, *note.what)) or "."
-        after = tuple(self._after(sow, place))
         new = Label(name, mine[0].tag, self._depth, after).in_scope(note.scope)
-        self.captured.add(new.name)
-        if place.is_known and place.path:
-            self.roots["/".join(self._places.root_of(place.path))] = None
+        self.roots["/".join(root_of(place.path))] = None
         return site._replace(labels=(new, *others))
 
     def _chooses(self, call: Call, place: _Place) -> bool:
@@ -460,18 +410,17 @@ class Naming(Domain):
             return True
         try:
             chosen = capture(name, call.outline)
-            if not eqx.is_array(chosen):
-                return bool(chosen)
-            problem, cause = "it returned an array", None
+            if eqx.is_array(chosen):
+                raise TypeError("it returned an array")
+            return bool(chosen)
         except (TypeError, AttributeError) as e:
-            problem, cause = str(e), e
-        raise TypeError(
-            f"`capture={capture!r}` failed for the module at {name!r}: {problem}. A "
-            "predicate is asked about a module with shapes in the place of arrays, "
-            "whose values are not known yet. Return a bool: decide by the path, or by "
-            "what is static about the module, such as its type or its shapes. To "
-            "capture what a function returns, `jax.jit` it, or `sow` there."
-        ) from cause
+            raise TypeError(
+                f"`capture={capture!r}` failed for the module at {name!r}: {e}. A "
+                "predicate is asked about a module with shapes in the place of arrays, "
+                "whose values are not known yet. Return a bool: decide by the path, or "
+                "by what is static about the module, such as its type or its shapes. "
+                "To capture what a function returns, `jax.jit` it, or `sow` there."
+            ) from e
 
 
 def _last(part: Path, path: Path, begin: int) -> int | None:
@@ -482,17 +431,17 @@ def _last(part: Path, path: Path, begin: int) -> int | None:
     return next((i for i in places if path[i : i + n] == part), None)
 
 
-def _without(path: Path, i: int) -> Path:
-    return (*path[:i], *path[i + 1 :])
-
-
-def _in_common(paths: Sequence[Path]) -> Path | None:
-    """The path of arrays that were stacked, such as `layers/weight` of those at
-    `layers/0/weight` and `layers/1/weight`: without the numbers in the list."""
-    if len(paths) == 1 or len(set(map(len, paths))) > 1:
-        return None
-    columns = enumerate(zip(*paths))
-    differ = [(i, keys) for i, keys in columns if len(set(keys)) > 1]
+def _as_stacked(candidates: list[_Candidate]) -> list[_Candidate]:
+    """If these are the layers of a list, whose arrays were stacked: their path without
+    the index, such as `layers` for `layers/0` and `layers/1`."""
+    paths = [c.path for c in candidates]
+    # One array may also be in several places.
+    is_one = len({c.source for c in candidates}) < len(candidates)
+    if is_one or len(set(map(len, paths))) > 1:
+        return candidates
+    columns = enumerate(map(set, zip(*paths)))
+    differ = [(i, keys) for i, keys in columns if len(keys) > 1]
     if len(differ) != 1 or not all(key.isdigit() for key in differ[0][1]):
-        return None
-    return _without(paths[0], differ[0][0])
+        return candidates
+    at, without = differ[0][0], lambda path, i: path[:i] + path[i + 1 :]
+    return [c._replace(path=without(c.path, at), stacked=at) for c in candidates]

@@ -22,7 +22,7 @@ import sys
 import sysconfig
 import types
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import Any
 
 import equinox as eqx
@@ -31,13 +31,19 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .._frames import is_library
-from .._mark.calls import Path
+from .._mark.calls import Call, Path
 from .._mark.noting import is_part, is_wrapper, Jacobian, keys, modules
 from .._mark.static import Const, SameParts, take_apart
 
 
-class Variable(str):
-    """The name of a variable, at the beginning of a path."""
+class Root(str):
+    """The name of an argument or a variable, at the beginning of a path."""
+
+
+def root_of(path: Path) -> Path:
+    """The path of the argument, or of the variable, that a place is in. What is in the
+    function itself is in none."""
+    return path[:1] if path and isinstance(path[0], Root) else ()
 
 
 class Places:
@@ -64,7 +70,6 @@ class Places:
             places = of_array[id(x)] or [("?",)]
             self._paths[i] = [places.pop(0) if len(places) > 1 else places[0]]
         self._sources: dict[int, int] = {}
-        self._treedefs: dict[Path, Const] = {}
 
     def source(self, array: Any) -> int:
         """The number of an array that the program holds."""
@@ -85,30 +90,23 @@ class Places:
         """The modules in variables."""
         found = []
         for path, x in reached(self._roots):
-            if isinstance(x, eqx.Module):
-                if is_part(x):
-                    found.append((path, x))
-                    self._module_at.setdefault(path, x)
+            if is_part(x):
+                found.append((path, x))
+                self._module_at.setdefault(path, x)
             elif id(x) in self._sources:
                 self._paths[self._sources[id(x)]].append(path)
         return found
 
-    def root_of(self, path: Path) -> Path:
-        """The path of the argument, or of the variable, that a place is in."""
-        if path and isinstance(path[0], Variable):
-            return path[:1]
-        heads = (head for head, _ in self._roots if path[: len(head)] == head)
-        return max(heads, key=len, default=())
-
-    def sources_in(self, path: Path) -> set[int]:
-        """The sources in the tree at a place, as far as they are inexact numbers."""
-        n = len(path)
-        return {
-            source
-            for source, places in self._paths.items()
-            if any(place[:n] == path for place in places)
-            if jnp.issubdtype(self._arrays[source].dtype, jnp.inexact)
-        }
+    @ft.cached_property
+    def sources_in(self) -> dict[Path, set[int]]:
+        """The sources in the tree at each place, as far as they are inexact numbers."""
+        found = defaultdict(set)
+        for source, places in self._paths.items():
+            if jnp.issubdtype(self._arrays[source].dtype, jnp.inexact):
+                for path in places:
+                    for n in range(len(path) + 1):
+                        found[path[:n]].add(source)
+        return found
 
     def alike(self, module: SameParts) -> list[Path]:
         """The places of modules without arrays that are like this one."""
@@ -119,37 +117,17 @@ class Places:
     def is_of_class(self, path: Path, cls: type) -> bool:
         return type(self._module_at.get(path)) is cls
 
-    def is_of_form(self, path: Path, cls: type, treedef: Any) -> bool:
-        """Whether the module at a place is of this class, and all that is static in it
-        is alike."""
-        if not self.is_of_class(path, cls):
-            return False
-        if path not in self._treedefs:
-            self._treedefs[path] = Const(jtu.tree_structure(self._module_at[path]))
-        return self._treedefs[path] == Const(treedef)
+    def is_like(self, path: Path, call: Call) -> bool:
+        """Whether the module at a place is like that of a call, in all that is
+        static."""
+        form = jtu.tree_structure(self._module_at.get(path))
+        return self.is_of_class(path, call.cls) and Const(form) == Const(call.treedef)
 
-    def replaced(self, cls: type, treedef: Any, outer: Path, used: Any) -> Path | None:
-        """The only module of a form in the tree at `outer` to which the arrays of no
-        call lead, which are `used`. Its own arrays were replaced."""
-        found = [
-            path
-            for path in self._module_at
-            if path[: len(outer)] == outer and path not in used
-            if self.is_of_form(path, cls, treedef)
-        ]
-        return found[0] if len(found) == 1 else None
-
-    def of_shared(self, path: Path, cls: type, leaf: Path) -> Path | None:
-        """Where a module of this class is that shares its array `leaf` with the module
-        at `path`, as `eqx.nn.Shared` has it: it has none there of its own."""
-        root = self.root_of(path)
-        arrays = {place for places in self._paths.values() for place in places}
-        found = [
-            place
-            for place in self._module_at
-            if self.is_of_class(place, cls) and place[: len(root)] == root
-            if (*place, *leaf) not in arrays
-        ]
+    def unused(self, call: Call, outer: Path, used: Any) -> Path | None:
+        """The only module like that of a call, in the tree at `outer`, to which the
+        arrays of no call lead, which are `used`. Its own arrays were replaced."""
+        inside = (p for p in self._module_at if p[: len(outer)] == outer)
+        found = [p for p in inside if p not in used and self.is_like(p, call)]
         return found[0] if len(found) == 1 else None
 
 
@@ -158,14 +136,14 @@ def roots(fn: Any, args: tuple, kwargs: dict) -> Iterator[tuple[Path, Any]]:
     transformed function, such as `eqx.filter_grad(loss)`, is what it was made of."""
     names = positional_names(fn, len(args))
     todo = [
-        *((tuple(name.split("/")), x) for name, x in zip(names, args)),
-        *(((name,), x) for name, x in kwargs.items()),
+        *(((Root(name),), x) for name, x in zip(names, args)),
+        *(((Root(name),), x) for name, x in kwargs.items()),
     ]
     todo = [((), fn), *todo][::-1]
     while todo:
         path, x = todo.pop()
         if is_wrapper(x) or isinstance(x, jtu.Partial):
-            todo += reversed(list(children(x, path)))
+            todo += children(x, path)[::-1]
         else:
             yield path, x
 
@@ -201,106 +179,86 @@ def reached(roots: Sequence[tuple[Path, Any]]) -> Iterator[tuple[Path, Any]]:
         # A module may be in two places, and both count.
         if id(x) not in seen or isinstance(x, eqx.Module):
             seen[id(x)] = x
-            todo += reversed(list(_held_by(x, path, packages)))
+            todo += children(x, path, packages)[::-1]
 
 
 _PLAIN = frozenset((type(None), bool, int, float, complex, str, bytes, np.ndarray))
-# Where a function that was made of another function, or a method, holds what it was
-# made of. That is at the path of the whole: in `eqx.filter_vmap(model)`, the model is.
+# Where something that was made of a function, or of a method, holds that. It is at the
+# path of the whole: in `eqx.filter_vmap(model)`, the model is.
 _INNER = "__wrapped__", "__self__", "__func__", "fget"
 
 
-def _held_by(x: Any, path: Path, packages: set[str]) -> Iterator[tuple[Path, Any]]:
-    """What the object at a path holds or reads, one step further."""
+def children(x: Any, path: Path, packages: Set[str] = frozenset()) -> list:
+    """What the object at a path holds or reads, one step further, and the paths of
+    that: with one more key, or the name of a variable."""
+    pairs: Iterable[tuple[Any, Any]] = ()
     if isinstance(x, types.FunctionType):
-        for name, value in _variables(x, packages):
-            yield ((Variable(name),) if name else path), value
-    elif isinstance(x, ft.partial):
-        for name, value in _bound(x):
-            yield ((Variable(name),) if name else path), value
+        pairs = _variables(x, packages)
+    elif isinstance(x, ft.partial | eqx.Partial):
+        names = map(Root, positional_names(x.func, len(x.args)))
+        pairs = [*zip(names, x.args), *x.keywords.items(), ("", x.func)]
     elif isinstance(x, dict):
         # JAX sorts the keys, which are not always of one type.
-        yield from (((*path, str(key)), value) for key, value in x.items())
+        pairs = ((str(key), value) for key, value in x.items())
     elif isinstance(x, type):
         if not _is_installed(x.__module__):
-            yield from (((), base) for base in x.__bases__)
-            yield from (((*path, name), value) for name, value in vars(x).items())
-    elif not jtu.all_leaves((x,)):
-        yield from children(x, path)
-        # Its methods read variables.
-        yield (), type(x)
-    elif not isinstance(x, types.ModuleType):
-        yield from _attributes(x, path)
-
-
-def children(node: Any, path: Path) -> Iterator[tuple[Path, Any]]:
-    """The children of a PyTree, one level down, and their paths."""
-    if isinstance(node, eqx.Partial | jtu.Partial):
-        for name, x in _bound(node):
-            yield (*path, *filter(None, name.split("/"))), x
-    elif is_wrapper(node):
-        inner = (getattr(node, name, None) for name in (*_INNER, "fun"))
-        yield from ((path, x) for x in inner if x is not None)
+            pairs = [*(("", base) for base in x.__bases__), *vars(x).items()]
+    elif is_wrapper(x) or jtu.all_leaves((x,)):
+        pairs = _attributes(x)
     else:
-        is_child = lambda x: x is not node
-        for at, x in jtu.tree_leaves_with_path(node, is_leaf=is_child):
-            yield (*path, *keys(at)), x
+        nodes: list = jtu.tree_leaves_with_path(x, is_leaf=lambda y: y is not x)
+        # Its methods read variables.
+        pairs = [*((keys(at)[0], y) for at, y in nodes), ("", type(x))]
+    if type(x) in (types.FunctionType, ft.partial):
+        return [((Root(name),) if name else path, value) for name, value in pairs]
+    return [((*path, name) if name else path, value) for name, value in pairs]
 
 
-def _bound(partial: Any) -> Iterator[tuple[str, Any]]:
-    """What a partial holds, by the names of the parameters; the function has none."""
-    yield from zip(positional_names(partial.func, len(partial.args)), partial.args)
-    yield from partial.keywords.items()
-    yield "", partial.func
-
-
-def _attributes(x: Any, path: Path) -> Iterator[tuple[Path, Any]]:
+def _attributes(x: Any) -> Iterator[tuple[str, Any]]:
     """Of an object that is no PyTree: what it was made of, and if it is of a class of
     the user's, all that it holds, and its class."""
-    yield from ((path, getattr(x, name)) for name in _INNER if hasattr(x, name))
     module = type(x).__module__
+    held = dict.fromkeys((*_INNER, "fun") if is_wrapper(x) else _INNER, "")
     if module.startswith("jax.") and callable(x):
         # Such as a `jax.custom_jvp`, which holds the function and its rules.
-        yield from ((path, held) for held in getattr(x, "__dict__", {}).values())
+        held |= dict.fromkeys(vars(x) if hasattr(x, "__dict__") else (), "")
     elif type(x) is types.SimpleNamespace or not _is_installed(module):
-        yield path, type(x)
+        yield "", type(x)
         slots = [getattr(c, "__slots__", ()) for c in type(x).__mro__]
-        for name in it.chain(getattr(x, "__dict__", ()), *slots):
-            if not name.startswith("__") and hasattr(x, name):
-                yield (*path, name), getattr(x, name)
+        names = it.chain(getattr(x, "__dict__", ()), *slots)
+        held |= {name: name for name in names if not name.startswith("__")}
+    yield from (
+        (key, getattr(x, name)) for name, key in held.items() if hasattr(x, name)
+    )
 
 
-def _variables(fn: types.FunctionType, packages: set[str]) -> Iterator[tuple[str, Any]]:
+def _variables(fn: types.FunctionType, packages: Set[str]) -> Iterator[tuple[str, Any]]:
     """What a function reads, and what it calls that. Globals are read of users'
     functions, and of those in these packages: all would be half of what is
     installed."""
-    code = fn.__code__
+    code, space = fn.__code__, fn.__globals__
     of_library = is_library(code.co_filename)
-    for name, cell in zip(code.co_freevars, fn.__closure__ or ()):
-        if cell != types.CellType():  # else it is not assigned yet
-            x = cell.cell_contents
-            # `jax.vmap(model)` closes over the model, and has no name for it.
-            is_inner = of_library or x is getattr(fn, "__wrapped__", None)
-            yield from _in_module("" if is_inner else name, x, code)
+    cells = zip(code.co_freevars, fn.__closure__ or ())
+    # Without those that are not assigned yet.
+    held = [(name, c.cell_contents) for name, c in cells if c != types.CellType()]
+    # `jax.vmap(model)` closes over the model, and has no name for it.
+    inner = getattr(fn, "__wrapped__", None)
+    found = [("" if of_library or x is inner else name, x) for name, x in held]
     defaults = fn.__defaults__ or ()
-    yield from zip(code.co_varnames[code.co_argcount - len(defaults) :], defaults)
-    yield from (fn.__kwdefaults__ or {}).items()
-    space = fn.__globals__
+    found += zip(code.co_varnames[code.co_argcount - len(defaults) :], defaults)
+    found += (fn.__kwdefaults__ or {}).items()
     module = space.get("__name__", "")
     is_read = not _is_installed(module) or module.split(".")[0] in packages
     if is_read and not of_library:
-        for name in _names_in(code, "LOAD_GLOBAL"):
-            if name in space:
-                yield from _in_module(name, space[name], code)
-
-
-def _in_module(name: str, x: Any, code: types.CodeType) -> Iterator[tuple[str, Any]]:
-    """A variable; or, if it is a Python module, what code may read of that."""
-    if isinstance(x, types.ModuleType):
-        names = _names_in(code, "LOAD_ATTR", "LOAD_METHOD")
-        yield from ((n, value) for n, value in vars(x).items() if n in names)
-    else:
-        yield name, x
+        names = _names_in(code, "LOAD_GLOBAL")
+        found += ((name, space[name]) for name in names if name in space)
+    for name, x in found:
+        if isinstance(x, types.ModuleType):
+            # What the function may read of a Python module.
+            names = _names_in(code, "LOAD_ATTR", "LOAD_METHOD")
+            yield from ((n, value) for n, value in vars(x).items() if n in names)
+        else:
+            yield name, x
 
 
 @ft.lru_cache(maxsize=4096)

@@ -33,6 +33,8 @@ _MOVES = frozenset(
 # What makes new arrays of several, rather than changing one: it counts as `FAR`.
 _CONTRACTS = jax.lax.dot_general_p, jax.lax.conv_general_dilated_p
 FAR = 1 << 16
+# A transposition is half a computation: nothing else has such a distance.
+TRANSPOSED = 1
 # Of the sources of a value, so many are kept: the nearest.
 _NEAREST = 8
 
@@ -44,79 +46,75 @@ class Value(NamedTuple):
     sources (see `Places`), in the order of the operands of these. `made`: which
     equation computed it, moves aside. `edges`: if it is an edge, the ways to the
     equations that it comes out of. `cases`: if it comes out of a cond, what it is in
-    each branch, with what made the index. `parts`: if it is a concatenation, what it
-    consists of.
+    each branch, with what made the index. `parts`: if it is a concatenation, the axis,
+    and what it consists of.
     """
 
     distances: Mapping[int, int] = {}
     made: Hashable = None
     edges: tuple[Way, ...] = ()
     cases: "tuple[Hashable, Sequence[Value]] | None" = None
-    parts: "Parts | None" = None
+    parts: "tuple[int, Parts] | None" = None
 
 
-class Parts(NamedTuple):
-    """What an array was concatenated of, along an axis, and the length of each part: so
-    that what is sliced out of it comes from its own part only.
-
-    `ravel_pytree` concatenates the arrays of a model, and takes them apart again. What
-    was computed in between entry by entry, such as `2 * flat`, has the same parts.
-    """
-
-    axis: int
-    lengths: tuple[int, ...]
-    values: tuple[Value, ...]
-
-    def between(self, start: int, stop: int) -> "Value":
-        """What the entries from `start` to `stop` come from."""
-        inside, begin = [], 0
-        for length, value in zip(self.lengths, self.values):
-            if start < begin + length and begin < stop:
-                cut = max(start, begin), min(stop, begin + length)
-                inside.append((cut[1] - cut[0], value))
-            begin += length
-        if len(inside) == 1:
-            return inside[0][1]
-        lengths, values = zip(*inside) if inside else ((), ())
-        value = one_of(values, 0, values[0].made if values else None)
-        return value._replace(parts=Parts(self.axis, lengths, values))
+# What an array was concatenated of: the lengths, and what each part is.
+Parts = Sequence[tuple[int, Value]]
 
 
-def _parts_of(eqn: Any, operands: Sequence[Value], step: int) -> Parts | None:
-    """Those of what comes out of an equation, if it has any."""
-    if eqn.primitive is jax.lax.concatenate_p:
-        axis = eqn.params["dimension"]
-        lengths = tuple(v.aval.shape[axis] for v in eqn.invars)
-        return Parts(axis, lengths, tuple(operands))
+# --- concatenations ---
+def _joined(axis: int, parts: Parts) -> Value:
+    """The value of a concatenation. What is sliced out of it comes from its own part
+    only. `ravel_pytree` concatenates the arrays of a model, and takes them apart again;
+    what was computed in between entry by entry, such as `2 * flat`, has parts, too."""
+    values = [value for _, value in parts]
+    if len(values) < 2:
+        return values[0] if values else Value()
+    return one_of(values, 0, values[0].made)._replace(parts=(axis, parts))
+
+
+def _of_parts(
+    eqn: Any, operands: Sequence[Value], step: int, way: Way
+) -> list[Value] | None:
+    """What comes out of an equation that concatenates, or has a concatenation as an
+    operand, if its parts can be told."""
+    p, name = eqn.params, eqn.primitive.name
+    if name == "concatenate":
+        lengths = [v.aval.shape[p["dimension"]] for v in eqn.invars]
+        return [_joined(p["dimension"], list(zip(lengths, operands)))]
     known = next((x.parts for x in operands if x.parts is not None), None)
-    shapes = {v.aval.shape for v in (*eqn.invars, *eqn.outvars)} - {()}
-    if known is None or len(shapes) > 1 or len(eqn.outvars) > 1:
+    if known is None:
         return None
-    # Entry by entry. An operand that has other parts is taken as a whole.
-    alike = [
-        x.parts.values
-        if x.parts is not None and x.parts[:2] == known[:2]
-        else [x] * len(known.values)
-        for x in operands
-    ]
-    values = tuple(one_of(column, step, column[0].made) for column in zip(*alike))
-    return known._replace(values=values)
-
-
-def _sliced(eqn: Any, whole: Value) -> list[Value] | None:
-    """What comes out of an equation that takes slices of a concatenation."""
-    if whole.parts is None:
-        return None
-    parts, p = whole.parts, eqn.params
-    if eqn.primitive is jax.lax.slice_p:
-        start, stop = (p[k][parts.axis] for k in ("start_indices", "limit_indices"))
-        return [parts.between(start, stop)]
-    if eqn.primitive is jax.lax.split_p and p["axis"] == parts.axis:
+    axis, parts = known
+    lengths = [n for n, _ in parts]
+    if name == "slice":
+        cuts = [(p["start_indices"][axis], p["limit_indices"][axis])]
+    elif name == "split" and p["axis"] == axis:
         ends = list(it.accumulate(p["sizes"]))
-        return [parts.between(end - n, end) for n, end in zip(p["sizes"], ends)]
-    return None
+        cuts = list(zip([0, *ends], ends))
+    elif len({v.aval.shape for v in (*eqn.invars, *eqn.outvars)} - {()}) == 1:
+        # Entry by entry. An operand that has other parts is taken as a whole.
+        rows = [_with_lengths(x, axis, lengths) for x in operands]
+        values = [_computed(column, step, way) for column in zip(*rows)]
+        return [_joined(axis, list(zip(lengths, values)))] * len(eqn.outvars)
+    else:
+        return None
+
+    def cut(start, stop):
+        ends = it.accumulate(lengths)
+        sizes = [min(stop, e) - max(start, e - n) for e, n in zip(ends, lengths)]
+        return _joined(axis, [(n, v) for n, (_, v) in zip(sizes, parts) if n > 0])
+
+    return [cut(*bounds) for bounds in cuts]
 
 
+def _with_lengths(x: Value, axis: int, lengths: list[int]) -> list[Value]:
+    """The parts of a concatenation, if they have these lengths."""
+    if x.parts is None or (axis, lengths) != (x.parts[0], [n for n, _ in x.parts[1]]):
+        return [x] * len(lengths)
+    return [value for _, value in x.parts[1]]
+
+
+# --- equations ---
 def one_of(values: Sequence[Value], step: int = 0, made: Hashable = None) -> Value:
     """The value of an equation with these operands, which adds `step` to the distances.
     With a step of 0, also what is one of several values, and it is not known which."""
@@ -143,13 +141,15 @@ def in_order(cases: Sequence[Value]) -> Sequence[Value]:
 def computed(eqn: Any, operands: Sequence[Value], way: Way) -> list[Value]:
     """What comes out of an equation that is neither a sow nor an edge."""
     primitive, name = eqn.primitive, eqn.primitive.name
-    if operands and (slices := _sliced(eqn, operands[0])) is not None:
-        return slices
     if name == "select_n":
         operands = in_order(operands[1:])
-    step = 0 if name in _MOVES else FAR if primitive in _CONTRACTS else 1
-    made = operands[0].made if operands and not step else way
-    value = one_of(operands, step, made)
-    parts = _parts_of(eqn, operands, step)
-    value = value if parts is None else value._replace(parts=parts)
-    return [value] * len(eqn.outvars)
+    step = 0 if name in _MOVES else FAR if primitive in _CONTRACTS else 2
+    step = TRANSPOSED if name == "transpose" else step
+    of_parts = _of_parts(eqn, operands, step, way)
+    if of_parts is not None:
+        return of_parts
+    return [_computed(operands, step, way)] * len(eqn.outvars)
+
+
+def _computed(operands: Sequence[Value], step: int, way: Way) -> Value:
+    return one_of(operands, step, operands[0].made if operands and not step else way)
