@@ -16,7 +16,7 @@ from .._mark.static import SameParts
 from .._names import ANY_LOOPS, every_selected, lookup, Selected
 from .._walk.frame import Frame
 from .._walk.handler import Handler, is_solver, OVER_AND_OVER, refuse
-from .._walk.sows import loop_of, loops_around, sites
+from .._walk.sows import lengths_of, sites
 
 
 # A name with an index in it, or a glob that may stand for some.
@@ -41,9 +41,9 @@ class Asked:
     # The names of all sows. If one of them is asked for as it is written, what looks
     # like an index in it is none.
     spelled_out: frozenset[str] = frozenset()
-    # How many iterations the loops around this place have, from outside in (`None` for
-    # a `while_loop`). It is kept only if some iteration is asked for.
-    loops: tuple[int | None, ...] = ()
+    # How many iterations the scans around this place have, from outside in. It is kept
+    # only if some iteration is asked for.
+    loops: tuple[int, ...] = ()
 
     def _selected(self, site: Site, loops: tuple[int, ...]) -> Iterable[Selected]:
         label = site.label
@@ -64,19 +64,13 @@ class Asked:
         """What is asked for of a sow, each as a site of its own, with `Entry.at`. With
         `names=("h", "h/3")` that is the whole `h`, and its iteration 3: the same site,
         but called `h/3`."""
-        loops = loops_around(site, self.loops)
         sites_at = []
-        for x in self._selected(site, tuple(n for n, _ in loops)):
-            if not x.at:
-                sites_at.append((site, ()))
-                continue
-            # What JAX moved out of a loop is the same in each iteration of it.
-            gone = [axis for i, (_, axis) in zip(x.at, loops) if i is not None]
-            axes = tuple(a for k, a in enumerate(site.axes) if k not in gone)
-            label = site.label._replace(name=x.name, after=x.after)
-            one = site._replace(labels=(label, *site.labels[1:]), axes=axes)
-            at = tuple(i for i, (_, axis) in zip(x.at, loops) if axis is None)
-            sites_at.append((one, at if any(i is not None for i in at) else ()))
+        for x in self._selected(site, self.loops):
+            one = site
+            if x.at:
+                label = site.label._replace(name=x.name, after=x.after)
+                one = site._replace(labels=(label, *site.labels[1:]))
+            sites_at.append((one, x.at))
         return sites_at
 
     @property
@@ -92,10 +86,9 @@ class Asked:
 
     def within(self, eqn: Any) -> "Asked":
         """The same, for what is inside an equation."""
-        loop = loop_of(eqn)
-        if not (self.by_iteration and loop):
+        if not self.by_iteration:
             return self
-        return dc.replace(self, loops=(*self.loops, loop.length))
+        return dc.replace(self, loops=(*self.loops, *lengths_of([eqn])))
 
 
 @dc.dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,7 @@ from .._walk.executions import with_executions
 from .._walk.handler import Given, Handler, is_solver, Taken
 from .._walk.interpreter import evaluate
 from .._walk.jax_rules import check_wrapped
-from .._walk.sows import loops_around, loops_of, recomputed, seen_as, sites, sows
+from .._walk.sows import lengths_of, recomputed, seen_as, sites, sows
 
 
 @dc.dataclass(frozen=True)
@@ -132,12 +132,11 @@ class Program:
     def in_loops(self) -> list[tuple[Site, tuple[int, ...]]]:
         """The sows that there are, each with the numbers of iterations of the loops
         around it, from outside in."""
-        found = []
-        for site, eqns, _ in sows(self.closed):
-            if site.tag == self.marking.tag:
-                around = [x.length for x in loops_of(eqns)]
-                found.append((site, tuple(n for n, _ in loops_around(site, around))))
-        return found
+        return [
+            (site, lengths_of(eqns))
+            for site, eqns, _ in sows(self.closed)
+            if site.tag == self.marking.tag
+        ]
 
     def new_names(self, known: Iterable[str], option: str) -> list[str]:
         """The names that there would be besides, with `capture=True` or

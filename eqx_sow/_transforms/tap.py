@@ -2,7 +2,6 @@
 
 import dataclasses as dc
 import functools as ft
-from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, ClassVar, overload, ParamSpec, TypeVar, Unpack
 
@@ -20,10 +19,9 @@ from .._handlers.events import failures, TapEvent
 from .._handlers.tapping import Place, Tap
 from .._mark.listening import Listening, listening
 from .._mark.static import Const, SameParts, take_apart
-from .._values.entry import check_order
 from .._walk.handler import Given
 from .._walk.interpreter import consts_as_args
-from .._walk.sows import sows
+from .._walk.sows import lengths_of, sows
 from .checks import check_selected, wanted, warn_unmarked
 from .options import Options, Tapping
 from .program import Program
@@ -125,14 +123,10 @@ def _walk(self: _Tapped, program: Program, extra: list[Any]) -> list[Any]:
     every = [
         (place, place._replace(site=site))
         for place in everything
-        for site, _ in dc.replace(asked, loops=place.loops).of(place.site)
+        for site, _ in dc.replace(asked, loops=lengths_of(place.eqns)).of(place.site)
     ]
     chosen = wanted("tap", program, options, {part.site.key for _, part in every})
     every = [(place, part) for place, part in every if part.site.key in chosen]
-    places = list(dict.fromkeys(place for place, _ in every))
-    n_places = Counter(place.site.key for place in places)
-    for place in places:
-        check_order(place.site, n_places[place.site.key])
     counts = {part.slot: part.start() for _, part in every}
     _, treedef, leaves = take_apart(self._extra)
     handler = Tap(
