@@ -168,7 +168,7 @@ def scan_arity(params: dict[str, Any]) -> tuple[int, int]:
     return len(consts), len(carry)
 
 
-def _current_trace() -> Any:
+def current_trace() -> Any:
     with jexc.take_current_trace() as trace:
         return trace
 
@@ -176,25 +176,25 @@ def _current_trace() -> Any:
 def _eval_trace_type() -> type:
     # What imports eqx_sow may be a function that is being traced.
     with jax.core.eval_context():
-        return type(_current_trace())
+        return type(current_trace())
 
 
 _StagingTrace = find(
-    "the trace of `jax.make_jaxpr`", lambda: _seen(lambda: type(_current_trace()))
+    "the trace of `jax.make_jaxpr`", lambda: _seen(lambda: type(current_trace()))
 )
 _EvalTrace = find("the trace of eager calls", _eval_trace_type)
 
 
 def is_eager() -> bool:
     """Whether nothing is being traced."""
-    return type(_current_trace()) is _EvalTrace
+    return type(current_trace()) is _EvalTrace
 
 
 def set_mesh_of(x: Any) -> contextlib.AbstractContextManager[Any] | None:
     """`jax.set_mesh` for the mesh of `x`, if no program is being traced: also in an
     eager `jax.vmap` or derivative, where `jax.set_mesh` refuses, and the arrays that
     the tracers hold have no public name."""
-    trace: Any = _current_trace()
+    trace: Any = current_trace()
     while type(trace) is not _StagingTrace and hasattr(trace, "parent_trace"):
         trace = trace.parent_trace
     if type(trace) is not _EvalTrace:
@@ -218,7 +218,7 @@ _BatchTracer: Any = find(
 def has_lanes(xs: Sequence[Any]) -> bool:
     """Whether a `jax.vmap` is what is being traced right now, and any of these vary
     over it. There is no public way to ask."""
-    trace = _current_trace()
+    trace = current_trace()
     return any(isinstance(x, _BatchTracer) and x._trace is trace for x in xs)
 
 
@@ -237,7 +237,7 @@ def inline_or_call(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
     """Evaluates a jaxpr, open or closed. While another is being built, that is one
     equation: to bind each of its equations again would double the time that tracing
     takes."""
-    trace = _current_trace()
+    trace = current_trace()
     jaxpr, consts = open_jaxpr(jaxpr)
     atoms = (*jaxpr.invars, *jaxpr.outvars)
     if (
@@ -475,7 +475,7 @@ remat_rules = find(
 
 def tell_vmap(around: Any) -> None:
     """Does what `with_around` does, for the `jax.vmap` that is being traced."""
-    trace = _current_trace()
+    trace = current_trace()
     trace.axis_data = with_around(trace.axis_data, around)
 
 

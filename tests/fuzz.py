@@ -63,9 +63,6 @@ DOCUMENTED = {
     "a name at two places": r"is sown more than once",
     "rule that only some lanes run": r"derivative rule of a function .* some lanes",
     "differentiated checkpoint": r"is in a `jax.checkpoint` that was differentiated",
-    "moved out of the loop": r"does not depend on the iteration of the scan|"
-    r"moved it out of the loop",
-    "order is lost": r"the order of the executions is lost",
     "lanes that cannot be told": r"which lanes run cannot be told",
     "different vmaps": r"in several places that vary over different axes",
     "total and single cotangents in branches": r"where its cotangent is the total",

@@ -224,7 +224,7 @@ def test_tap_of_a_stack_and_of_nested_loops():
         tap(_stack, events.append, names="blocks/attn/2")(X)
 
 
-def test_what_jax_moved_out_of_the_loop():
+def test_a_value_that_is_the_same_in_each_iteration():
     def fn(x, w):
         step = lambda x, _: (x * sow(jnp.sin(w), "h"), None)
         return lax.scan(step, x, length=3)[0].sum()

@@ -948,34 +948,69 @@ def check_hoisted(jaxpr):
 
 @assumed(
     "`jax._src.interpreters.ad.primitive_linearizations` has a rule for scan, which is "
-    "called with (is_vjp, nonzeros, operands, parameters), returns the outputs, which "
-    "of them have tangents, residuals and a function, and binds the scan last, after "
-    "what it moves out of it.",
+    "called with (is_vjp, nonzeros, operands, parameters). It evaluates what it moves "
+    "out of the scan in a trace whose `parent_trace` is the one that it is called in. "
+    "Each primitive with a rule in `pe.custom_partial_eval_rules` is asked, and what "
+    "`instantiate_const` returns is not known, and stays in the loop. Functions with "
+    "rules of their own and `jax.shard_map` are bound in that trace.",
     "_compat.py",
     "_walk/jax_rules.py",
 )
-def test_linearization_of_scan(monkeypatch):
+def test_what_is_moved_out_of_a_scan(monkeypatch):
     from jax._src.interpreters import ad as private
 
-    table = private.primitive_linearizations
-    rule, seen = table[prims.scan_p], []
+    seen = []
 
-    def linearize(is_vjp, nonzeros, *primals, **params):
-        def look(*primals):
-            outs, nonzeros_out, *residuals, tangent = rule(
-                is_vjp, nonzeros, *primals, **params
-            )
-            assert len(outs) == len(nonzeros_out) == 1 and callable(tangent)
-            return outs, residuals
+    @jax.custom_jvp
+    def custom(x):
+        return x * 2
 
-        seen.append(jaxpr_of(look, *primals))
+    custom.defjvp(lambda xs, ts: (xs[0] * 2, ts[0] * 2))
+    mesh = jax.sharding.AbstractMesh((1,), ("x",))
+    shard = jax.shard_map(lambda x: x * 3, mesh=mesh, in_specs=P(), out_specs=P())
+    (shard_map_p,) = [e.primitive for e in jaxpr_of(shard, jnp.ones(2)).eqns]
+
+    def here():
+        with jexc.take_current_trace() as trace:
+            return trace
+
+    def stay(trace, *tracers, **params):
+        if trace.parent_trace is seen[-1]:
+            seen.append("asked")
+            tracers = map(trace.instantiate_const, tracers)
+        return trace.default_process_primitive(jax.lax.cos_p, tracers, params)
+
+    def spy(primitive):
+        bind = primitive.bind
+
+        def spying(*args, **params):
+            if "asked" in seen and hasattr(here(), "instantiate_const"):
+                assert here().to_jaxpr_tracer(args[0]).is_known()
+                seen.append(primitive)
+            return bind(*args, **params)
+
+        monkeypatch.setattr(primitive, "bind", spying)
+
+    def linearize(rule, is_vjp, nonzeros, *primals, **params):
+        seen.append(here())
         return rule(is_vjp, nonzeros, *primals, **params)
 
-    monkeypatch.setitem(table, prims.scan_p, linearize)
-    jax.grad(loop_with_a_constant)(1.0)
-    (jaxpr,) = seen
-    check_hoisted(jaxpr)
-    assert len(jaxpr.eqns) > 1
+    table = private.primitive_linearizations
+    monkeypatch.setitem(table, prims.scan_p, ft.partial(linearize, table[prims.scan_p]))
+    monkeypatch.setitem(pe.custom_partial_eval_rules, jax.lax.cos_p, stay)
+    for primitive in (prims.custom_jvp_call_p, shard_map_p):
+        spy(primitive)
+
+    def loop(x, y):
+        def body(c, _):
+            return c * jnp.cos(jnp.sin(y)) * custom(y) * shard(y), None
+
+        return jax.lax.scan(body, x, length=2)[0].sum()
+
+    jaxpr = jaxpr_of(jax.grad(loop), jnp.ones(2), jnp.ones(2))
+    outside = [e.primitive for e in jaxpr.eqns]
+    assert jax.lax.sin_p in outside and jax.lax.cos_p not in outside
+    assert seen[1:] == ["asked", prims.custom_jvp_call_p, shard_map_p]
 
 
 @assumed(

@@ -455,23 +455,35 @@ def test_vmap_of_the_derivative_of_a_branch_on_devices(call, around):
         np.testing.assert_allclose(got["a"][mode].reshape(want.shape), want, 1e-6)
 
 
-def test_plant_of_one_value_for_all_iterations_on_a_device(call):
-    mesh = jax.make_mesh((2,), ("d",), devices=jax.devices()[:2])
+def _on_two_devices(fn):
+    def f(x):
+        mesh = jax.make_mesh((2,), ("d",), devices=jax.devices()[:2])
+        x = jax.sharding.reshard(x, NamedSharding(mesh, P("d")))
+        return jax.shard_map(fn, mesh=mesh, in_specs=P("d"), out_specs=P("d"))(x)
 
+    return f
+
+
+def test_plant_of_a_value_for_each_iteration_on_a_device(call):
     def on_device(x):
         body = lambda c, _: (c * eqx_sow.sow(jnp.sin(x), "a"), None)
         return lax.scan(body, x, None, length=3)[0].sum()
 
-    def f(x):
-        spec = P("d")
-        x = jax.sharding.reshard(x, NamedSharding(mesh, spec))
-        grad = lambda x: jax.grad(on_device)(x)
-        return jax.shard_map(grad, mesh=mesh, in_specs=spec, out_specs=spec)(x)
+    new = jnp.arange(1.0, 25).reshape(2, 3, 1, 4)
+    got = call(plant(_on_two_devices(jax.grad(on_device)), {"a": new}), X[:2])
+    others = sum(new[:, i - 1, 0] * new[:, i - 2, 0] for i in range(3))
+    want = new.prod(1)[:, 0] + jnp.cos(X[:2]) * X[:2] * others
+    np.testing.assert_allclose(got, want, rtol=1e-5)
 
-    new = jnp.ones((2, 3, 1, 4))
+
+def test_plant_of_one_value_for_all_lanes_on_a_device(call):
+    def on_device(x):
+        pair = lambda y: eqx_sow.sow((jnp.sin(x), y), "a")[1]
+        return jax.vmap(pair)(x[0])
+
+    f = _on_two_devices(on_device)
+    captured = S(f)(X[:2])[1]
     with pytest.raises(
         eqx_sow.SowError, match="cannot be checked in a `jax.shard_map`"
     ):
-        call(plant(f, {"a": new}), X[:2])
-    got = call(plant(f, {"a": jnp.ones_like}), X[:2])
-    assert got.shape == (2, 4)
+        call(plant(f, captured), X[:2])

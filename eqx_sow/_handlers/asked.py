@@ -15,7 +15,7 @@ from .._mark.static import SameParts
 from .._names import ANY_LOOPS, every_selected, lookup, Selected
 from .._walk.frame import Frame
 from .._walk.handler import Handler
-from .._walk.sows import Found, loop_of, loops_around, loops_of, sites
+from .._walk.sows import Found, lengths_of, sites
 
 
 def reached(at: Iterable[int | None], iterations: Iterable[Any]) -> Any:
@@ -36,9 +36,9 @@ class Asked:
     # The names of all sows. If one of them is asked for as it is written, what looks
     # like an index in it is none.
     spelled_out: frozenset[str] = frozenset()
-    # How many iterations the loops around this place have, from outside in (`None` for
-    # a `while_loop`). It is kept only if `names` is not `None`.
-    loops: tuple[int | None, ...] = ()
+    # How many iterations the scans around this place have, from outside in. It is kept
+    # only if `names` is not `None`.
+    loops: tuple[int, ...] = ()
 
     def _selected(self, site: Site, loops: tuple[int, ...]) -> Iterable[Selected]:
         label = site.label
@@ -61,19 +61,13 @@ class Asked:
         but called `h/3`."""
         if self.names is None:
             return [(site, ())]
-        loops = loops_around(site, self.loops)
         sites_at = []
-        for x in self._selected(site, tuple(n for n, _ in loops)):
-            if not x.at:
-                sites_at.append((site, ()))
-                continue
-            # What JAX moved out of a loop is the same in each iteration of it.
-            gone = [axis for i, (_, axis) in zip(x.at, loops) if i is not None]
-            axes = tuple(a for k, a in enumerate(site.axes) if k not in gone)
-            label = site.label._replace(name=x.name, after=x.after)
-            one = site._replace(labels=(label, *site.labels[1:]), axes=axes)
-            at = tuple(i for i, (_, axis) in zip(x.at, loops) if axis is None)
-            sites_at.append((one, at if any(i is not None for i in at) else ()))
+        for x in self._selected(site, self.loops):
+            one = site
+            if x.at:
+                label = site.label._replace(name=x.name, after=x.after)
+                one = site._replace(labels=(label, *site.labels[1:]))
+            sites_at.append((one, x.at))
         return sites_at
 
     def everywhere(
@@ -82,8 +76,7 @@ class Asked:
         """What is asked for of these sows, each with its equation."""
         for site, eqns, _ in found:
             if site.tag == tag:
-                loops = tuple(loop.length for loop in loops_of(eqns))
-                here = dc.replace(self, loops=loops) if loops else self
+                here = dc.replace(self, loops=lengths_of(eqns))
                 for one, _ in here.of(site):
                     yield one, eqns[-1]
 
@@ -95,10 +88,9 @@ class Asked:
 
     def within(self, eqn: Any) -> "Asked":
         """The same, for what is inside an equation."""
-        loop = loop_of(eqn)
-        if self.names is None or loop is None:
+        if self.names is None:
             return self
-        return dc.replace(self, loops=(*self.loops, loop.length))
+        return dc.replace(self, loops=(*self.loops, *lengths_of([eqn])))
 
 
 @dc.dataclass(frozen=True, kw_only=True)

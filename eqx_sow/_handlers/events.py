@@ -202,8 +202,7 @@ def send(count: Any, entry: Entry, extra: Value, mode: str, options: Any) -> Non
         mode,
         site._replace(
             leaves=value.leaves,
-            # One execution has no axis for the loops that JAX moved the sow out of.
-            axes=tuple(a for a in axes if a.lane),
+            axes=axes,
             # In another trace of the program all else is equal.
             origin=None,
             fixed=(),

@@ -26,7 +26,7 @@ from .._values.merge import own_axes
 from .._walk.frame import Frame
 from .._walk.handler import check_guarded, Handler
 from .._walk.rules.control_flow import alike
-from .._walk.sows import loops_of, sites, sows
+from .._walk.sows import lengths_of, sites, sows
 from .asked import leave_to_others, pass_by, reached
 
 
@@ -103,14 +103,9 @@ class Replace(Handler):
         for site, eqns, _ in sows(jaxpr):
             if not self.wants(site):
                 continue
-            within = loops_of(eqns)
-            n_scans = sum(loop.length is not None for loop in within)
-            # The first axes are of loops around this one that JAX moved the sow out of.
-            n_moved = sum(not a.lane and a.loops > len(within) for a in site.axes)
+            n_scans = len(lengths_of(eqns))
             inside[site.key] = [
-                [jnp.moveaxis(x, n_moved, 0) for x in arrays]
-                if planted.has_axis_of_scan(n_scans, site)
-                else []
+                arrays if planted.has_axis_of_scan(n_scans) else []
                 for planted, arrays in zip(self._planted[site.key], values[site.key])
             ]
 
@@ -159,22 +154,10 @@ class Planted:
     def axes(self) -> tuple[Axis, ...]:
         return self.new.axes if isinstance(self.new, Site) else ()
 
-    def has_axis_of_scan(self, n_within: int, site: Site) -> bool:
+    def has_axis_of_scan(self, n_within: int) -> bool:
         """Whether the arrays have an axis for a scan, which has so many others within
         it around the sow."""
-        self.check_iterations(site)
         return not self.at or self.at[-1 - n_within] is None
-
-    def check_iterations(self, site: Site) -> None:
-        """Raises if it asks for the iteration, and there are none at the sow."""
-        if (self.at or self.with_index) and not all(a.lane for a in site.axes):
-            raise SowError(
-                f"`plant`: `sow(..., {site.name!r})` at {site.where} has the same "
-                "value in each iteration, so JAX moved it out of the loop when it "
-                "differentiated the program, and iterations cannot be told apart "
-                "there. Plant before you differentiate: `eqx.filter_grad(plant(fn, "
-                "...))`."
-            )
 
 
 def _replaced(
@@ -186,7 +169,6 @@ def _replaced(
     iterations: tuple[Any, ...],
 ) -> list[Any]:
     """The arrays of the value at a sow, after one more of what is planted there."""
-    planted.check_iterations(site)
 
     def compute():
         if not isinstance(planted.new, Site):
@@ -273,23 +255,17 @@ def _at_site(
 ) -> list[Any]:
     """The arrays of the value at a sow, from planted ones.
 
-    These have all axes of the `form`, that is of what is captured there, but for those
-    of the loops around the walk: first those of loops that JAX moved the sow out of,
-    then those of lanes. The sow itself may have fewer. With a planted `f32[5,8,3]`, a
-    sow that JAX moved out of a loop of 5, in a vmap of 8 over which it does not vary,
-    has `f32[3]`.
+    These have all lanes of the `form`, that is of what is captured there. The sow
+    itself may have fewer: in a vmap of 8 over which it does not vary, a planted
+    `f32[8,3]` becomes `f32[3]`.
     """
-    n_moved = sum(not a.lane for a in site.axes)
-    lanes = [k for k, a in enumerate(site.axes) if a.lane]
     own = own_axes(
-        [site.axes[k]._replace(loops=0) for k in lanes],
-        [a for a in form.axes if a.lane],
+        [a._replace(loops=0) for a in site.axes], [a for a in form.axes if a.lane]
     )
 
     def in_form(varies):
         """Which of the axes of the planted arrays an operand varies over."""
-        of_lanes = [k is not None and varies[lanes[k]] for k in own]
-        return [False] * n_moved + of_lanes
+        return [k is not None and varies[k] for k in own]
 
     run, run_varies = running(site, guards)
     if run is not None:
@@ -329,8 +305,7 @@ def _without_the_same(x: Any, varies: Sequence[bool], run: Any, site: Site) -> A
         raise SowError(
             f"`plant`: `sow(..., {site.name!r})` at {site.where} has one value for all "
             "entries of an axis. Whether a planted value varies along it cannot be "
-            "checked in a `jax.shard_map`. Plant a function, or plant before you "
-            "differentiate: `eqx.filter_grad(plant(fn, ...))`."
+            "checked in a `jax.shard_map`. Plant a function."
         )
     is_other = (each != one) & ~((each != each) & (one != one))
     return eqx.error_if(

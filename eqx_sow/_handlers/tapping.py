@@ -15,11 +15,11 @@ from .._errors import SowError
 from .._mark.site import Site
 from .._mark.static import Const, SameParts
 from .._values.axes import aligned
-from .._values.entry import captured, in_each_iteration, running, value_of
+from .._values.entry import captured, running, value_of
 from .._values.transform import Batched, transformed, Value
 from .._walk.frame import Frame
 from .._walk.handler import check_guarded
-from .._walk.sows import loops_of, sites
+from .._walk.sows import sites
 from .asked import leave_to_others, Listens, pass_by, reached
 from .events import all_lanes, any_lane, only_if, send
 
@@ -30,11 +30,6 @@ class Place(NamedTuple):
 
     site: Site
     eqns: tuple[Any, ...]
-
-    @property
-    def loops(self) -> tuple[int | None, ...]:
-        """How many iterations the loops around it have."""
-        return tuple(loop.length for loop in loops_of(self.eqns))
 
     @property
     def slot(self) -> tuple[Any, tuple[str, ...]]:
@@ -123,15 +118,14 @@ class Tap(Listens):
                 if one.key not in self._modes:
                     continue
                 slot = one.key, self.mesh
-                send_one = ft.partial(
-                    self._send,
+                count = self._send(
                     one,
                     operands,
                     self.transform_of(site, one),
                     Value(*self.extra, given.values, [()] * len(given.values)),
                     reached(at, given.iterations),
+                    given.carry[slot],
                 )
-                count = in_each_iteration(one, send_one, given.carry[slot])
                 given = given._replace(carry={**given.carry, slot: count})
         if not shared:
             pass_by(self, atoms, frame)

@@ -50,6 +50,8 @@ class Listening(NamedTuple):
     # Whether, of a value, only those leaves are differentiated that the program itself
     # differentiates, instead of all. This is a second try, after an error of JAX's.
     leafwise: bool = False
+    # Whether JAX moves something out of a scan, see `_walk/jax_rules.py`.
+    moving: bool = False
 
 
 # Not `None` while a program is traced in order to see or change its sows. It is

@@ -220,15 +220,11 @@ def _sow_transpose(cts, edge, *operands, site):
         dc.replace(x, dtype=jax.dtypes.float0) if isinstance(x, NoTangent) else x
         for x in site.leaves
     )
-    # A value that was moved out of its loop has one cotangent: the total.
-    axes = tuple(a for a in site.axes if a.lane)
     _, *sown = sow_p.bind(
         edge,
         *operands[:n_guards],
         *map(ad.instantiate_zeros, cts),
-        site=site._replace(
-            modes=(*modes, "cotangent"), leaves=leaves, axes=axes, spec=None
-        ),
+        site=site._replace(modes=(*modes, "cotangent"), leaves=leaves, spec=None),
     )
     return [None] * (1 + n_guards) + [
         None if not ad.is_undefined_primal(x) else ct if type(ct) is ad.Zero else s

@@ -214,20 +214,14 @@ def with_has(axes: Sequence[Axis], has: Sequence[Sequence[bool]]) -> tuple[Axis,
     return tuple(a._replace(has=tuple(h[i] for h in has)) for i, a in enumerate(axes))
 
 
-def runs_apart(site: Site) -> bool:
-    """Whether the sow is in a loop that JAX moved out of another one."""
-    return any(not a.lane and a.loops for a in site.axes)
-
-
 def out_of_loop(
     axes: Sequence[Axis], loop: Axis | None
 ) -> tuple[int, tuple[Axis, ...]]:
-    """The axes of a sow as seen from outside of a loop: first those of the vmaps around
-    the loop, then the axis that the `loop` adds, if it does, then the rest. Also how
-    many come first. `loop.loops` is how many loops there are between this one and the
-    sow."""
-    within = 0 if loop is None else loop.loops
-    around = list(it.takewhile(lambda a: a.loops > within, axes))
+    """The axes of what was sown in a loop as seen from outside of it: first those of
+    the vmaps around the loop, then the axis that the `loop` adds, if it does, then the
+    rest. Also how many come first."""
+    around = [
+        a._replace(loops=a.loops - 1) for a in it.takewhile(lambda a: a.loops > 0, axes)
+    ]
     n = len(around)
-    around = [a._replace(loops=a.loops - 1) for a in around]
     return n, (*around, *([] if loop is None else [loop]), *axes[n:])

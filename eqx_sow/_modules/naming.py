@@ -33,7 +33,6 @@ from .._mark.primitive import edge_p, same_p, sow_p
 from .._mark.site import Label, Site
 from .._values.modes import without_order
 from .._walk.flow import Domain, Here
-from .._walk.sows import loops_around, loops_of
 from .places import is_internal, Places, root_of
 from .sources import computed, FAR, in_order, one_of, TRANSPOSED, Value, Way
 
@@ -95,16 +94,13 @@ class _Visit:
 
 class _Sow(NamedTuple):
     """A sow, and the calls that it is in, or is the output of. There may be several: if
-    a branch decides of which call a derivative is.
-
-    `loops`: of each loop that it has an axis for, from outside in, the way to the scan,
-    or `None` if JAX moved the sow out of it. `primal` is that of a derivative.
-    """
+    a branch decides of which call a derivative is. `scans`: the ways to the scans
+    around it; for a derivative, around its primal, since a scan of the backward pass
+    need not go over the arrays themselves."""
 
     site: Site
     visits: list[_Visit]
-    loops: list[Way | None]
-    primal: "_Sow | None" = None
+    scans: tuple[Way, ...]
 
 
 class Naming(Domain):
@@ -198,24 +194,18 @@ class Naming(Domain):
 
     def _sow(self, eqn: Any, edge: Value, here: Here) -> None:
         site: Site = eqn.params["site"]
-        primal = None
+        scans = here.scans
         if site.modes:
             # Of a derivative, the edge comes out of the sow of its primal.
             primals = [self._sows[way] for way in edge.edges if way in self._sows]
             primals = [sow for sow in primals if sow.site.origin is site.origin]
             visits = [v for sow in primals for v in sow.visits]
-            primal = next(iter(primals), None)
+            scans = primals[0].scans if primals else scans
         elif site.note is None:
             visits = self._running(here, eqn)[-1:]
         else:
             visits = [self._visits[way] for way in edge.edges[:1]]
-        lengths = [loop.length for loop in loops_of(here.around)]
-        scans = iter(here.scans)
-        loops = [
-            next(scans) if axis is None else None
-            for _, axis in loops_around(site, lengths)
-        ]
-        self._sows[here.path] = _Sow(site, visits, loops, primal)
+        self._sows[here.path] = _Sow(site, visits, scans)
 
     def _running(self, here: Here, eqn: Any) -> list[_Visit]:
         calls = (*here.running, *calls_around(eqn))
@@ -305,17 +295,10 @@ class Naming(Domain):
         return self._places.unused(call, outer, self._best) or path
 
     def _after(self, sow: _Sow, place: _Place) -> list[int | None]:
-        """For each loop around a sow, where in its path the index of an iteration
+        """For each scan around a sow, where in its path the index of an iteration
         stands: behind the tree that the scan takes apart, or where that of the list
         stood that was stacked before. For an iteration of `model/blocks/attn`, in a
         scan over the arrays in `blocks`, it is `model/blocks/2/attn`."""
-        if sow.primal is not None:
-            # A loop of the backward pass need not go over the arrays themselves.
-            after, loops = self._after(sow.primal, place), sow.primal.loops
-            if len(after) == len(sow.loops):
-                return after
-            # The cotangent of what was moved out of a loop is the total.
-            return [n for n, loop in zip(after, loops) if loop is not None]
         if place.found is None:
             return []
         visit, path = place.found
@@ -342,7 +325,7 @@ class Naming(Domain):
             ends = range(begin, len(path) + 1)
             return next((n for n in ends if within[path[:n]] <= apart), None)
 
-        return [None if scan is None else of_scan(scan) for scan in sow.loops]
+        return list(map(of_scan, sow.scans))
 
     def _copied(self, visit: _Visit, running: _Place) -> _Place | None:
         """Of a module without arrays, the place of one that is alike. Such as a copy

@@ -30,7 +30,7 @@ from .._walk.executions import with_executions
 from .._walk.handler import Given, Handler, is_solver, Taken
 from .._walk.interpreter import evaluate
 from .._walk.jax_rules import check_wrapped
-from .._walk.sows import Found, loops_around, loops_of, recomputed, seen_as, sows
+from .._walk.sows import Found, lengths_of, recomputed, seen_as, sows
 from .options import Options
 
 
@@ -140,12 +140,11 @@ class Program:
     def in_loops(self) -> list[tuple[Site, tuple[int, ...]]]:
         """The sows that there are, each with the numbers of iterations of the loops
         around it, from outside in."""
-        found = []
-        for site, eqns, _ in self.found:
-            if site.tag == self.marking.tag:
-                around = [x.length for x in loops_of(eqns)]
-                found.append((site, tuple(n for n, _ in loops_around(site, around))))
-        return found
+        return [
+            (site, lengths_of(eqns))
+            for site, eqns, _ in self.found
+            if site.tag == self.marking.tag
+        ]
 
     def hint(self, pattern: Any, close: Sequence[str]) -> str:
         """For `check_known`: what else a pattern may have been meant for, if there are

@@ -2,7 +2,6 @@
 
 import dataclasses as dc
 import functools as ft
-from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, ClassVar, overload, ParamSpec, TypeVar, Unpack
 
@@ -19,9 +18,9 @@ from .._handlers.events import failures, TapEvent
 from .._handlers.tapping import Place, Tap
 from .._mark.listening import Listening, listening
 from .._mark.static import Const, SameParts, take_apart
-from .._values.entry import check_order
 from .._walk.handler import Given
 from .._walk.interpreter import consts_as_args
+from .._walk.sows import lengths_of
 from .options import Options, Tapping
 from .program import Program
 from .transformed import Transformed, wrap
@@ -114,14 +113,12 @@ def _walk(self: _Tapped, program: Program, extra: list[Any]) -> list[Any]:
     every = [
         (place, place._replace(site=site))
         for place in everything
-        for site, _ in dc.replace(listens["asked"], loops=place.loops).of(place.site)
+        for site, _ in dc.replace(listens["asked"], loops=lengths_of(place.eqns)).of(
+            place.site
+        )
     ]
     chosen = program.wanted("tap", options.modes, [p.site.key for _, p in every])
     every = [(place, part) for place, part in every if part.site.key in chosen]
-    places = list(dict.fromkeys(place for place, _ in every))
-    n_places = Counter(place.site.key for place in places)
-    for place in places:
-        check_order(place.site, n_places[place.site.key])
     counts = {part.slot: part.start() for _, part in every}
     _, treedef, leaves = take_apart(self._extra)
     handler = Tap(

@@ -121,9 +121,7 @@ def _named_axes(site: Site, route: Scan) -> list[NamedAxis]:
     scans = [
         route[: i + 1] for i, (_, reverse) in enumerate(route) if reverse is not None
     ]
-    n_loops = sum(not a.lane and a.mesh is None for a in site.axes)
-    # JAX may have moved a sow out of a loop.
-    scan = iter(scans if len(scans) == n_loops else ())
+    scan = iter(scans)
     place = iter(site.label.after)
 
     def name(axis: Axis) -> NamedAxis:

@@ -26,7 +26,6 @@ axes of size one: `[5, 3, 2]`.
 
 import dataclasses as dc
 import functools as ft
-import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -36,8 +35,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from .._arrays import select, shape_like, spec_of
-from .._errors import SowError
-from .._mark.site import Axis, Cases, out_of_loop, runs_apart, Site, with_has
+from .._mark.site import Axis, Cases, out_of_loop, Site, with_has
 from .._mark.static import NoTangent, OPERAND
 from .._results.intermediates import Scan
 from .axes import aligned, as_operand, broadcast, either
@@ -96,13 +94,10 @@ class Entry:
         return dc.replace(self, arrays=tuple(arrays), site=site)
 
     def without_axes(self, gone: Sequence[int]) -> "Entry":
-        """An entry of one place along these axes, as shapes. Arrays stay arrays, and
-        must not vary over these axes."""
+        """An entry of one place along these axes, as shapes."""
         kept = [k for k in range(len(self.site.axes)) if k not in gone]
 
         def one(i, x):
-            if isinstance(x, jax.Array):
-                return x.squeeze(tuple(gone))
             spec = spec_of(x)
             return self.with_lead(
                 i, [x.shape[k] for k in kept], [spec[k] for k in kept]
@@ -299,36 +294,3 @@ def with_count(entry: Entry) -> Entry:
     one = jnp.ones((1,) * len(entry.site.axes), jnp.int32)
     axes = [a._replace(has=(*a.has, False)) for a in entry.site.axes]
     return dc.replace(entry.replace((*entry.arrays, one), axes), counted=True)
-
-
-# --- sows that JAX moved out of a loop ---
-def in_each_iteration(site: Site, step: Callable[[Any], Any], carry: Any) -> Any:
-    """The carry after a sow. JAX moves what does not depend on the iteration out of a
-    loop: such a sow is met once, with an axis for the loop, and stands for as many
-    executions."""
-    times = math.prod(a.size for a in site.axes if not a.lane)
-    if times == 1:
-        return step(carry)
-    return jax.lax.fori_loop(0, times, lambda _, c: step(c), carry)
-
-
-def check_order(site: Site, n_places: int, idempotent: bool = False) -> None:
-    """Raises if the order of the executions of a name is lost, for what depends on it:
-    a reducer, or the count of `tap`. `n_places`: how many sows have this name. See
-    `Reducer` for `idempotent`."""
-    if all(a.lane for a in site.axes):
-        return
-    if runs_apart(site) and not idempotent:
-        raise SowError(
-            f"`{site.name}` at {site.where} is in a loop that is the same in each "
-            "iteration of another one, so JAX moved the inner loop out of the outer "
-            "one: the order of the executions is lost. Capture it without a reducer, "
-            "and reduce what comes back. Or tap the other names, `tap(..., names=...)`."
-        )
-    if n_places > 1:
-        raise SowError(
-            f"`{site.name}` is sown in {n_places} places, and its value at "
-            f"{site.where} is the same in each iteration of a loop, so JAX moved it "
-            "out of the loop: the order of the executions is lost. Give that sow a "
-            "name of its own."
-        )

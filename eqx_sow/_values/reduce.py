@@ -24,7 +24,7 @@ from .._frames import api_boundary
 from .._mark.site import Axis, Site, with_has
 from .._mark.static import OPERAND, rebuild, take_apart
 from .axes import aligned, broadcast, kept_axes
-from .entry import check_order, Entry, in_each_iteration, with_count
+from .entry import Entry, with_count
 from .merge import unify, with_axes
 
 
@@ -45,9 +45,6 @@ class Reducer(eqx.Module):
     keeps_structure: ClassVar[bool] = True
     # Whether the count of executions is part of the result.
     counts: ClassVar[bool] = False
-    # Whether the same executions, run again in the same order, leave the state as it
-    # was after the first time.
-    idempotent: ClassVar[bool] = False
 
     @property
     def lead(self) -> tuple[int, ...]:
@@ -124,8 +121,6 @@ class Last(Reducer):
         intermediates["x"]["primal"]  # of shape (3,): the same as `out`
         ```
     """
-
-    idempotent = True
 
     def step(self, site, acc, count, values):
         del site, acc, count
@@ -310,8 +305,6 @@ class ReducerState:
     count: Any
     # The sow, of which only the axes of lanes are left. Its last array is the count.
     site: Site = dc.field(metadata=dict(static=True))
-    # How many sows of the name there are in the program.
-    places: int = dc.field(metadata=dict(static=True))
     # Whether any of them may not run, so that the count comes back, too.
     conditional: bool = dc.field(metadata=dict(static=True))
 
@@ -333,14 +326,14 @@ def started(reducer: Reducer, entries: Sequence[Entry]) -> ReducerState:
         lambda x: broadcast_to(x, (*sizes, *x.shape), specs), (acc, count)
     )
     conditional = any(e.counted for e in entries)
-    return ReducerState(acc, count, site, len(entries), conditional)
+    return ReducerState(acc, count, site, conditional)
 
 
 def stepped(reducer: Reducer, state: ReducerState, entry: Entry) -> ReducerState:
     """The state after one more execution."""
-    check_order(entry.site, state.places, reducer.idempotent)
     lanes = state.site.axes
-    one = with_axes(with_count(_of_one_execution(entry)), lanes)
+    own = [a._replace(loops=0) for a in entry.site.axes]
+    one = with_axes(with_count(entry.replace(entry.arrays, own)), lanes)
     every = (True,) * len(lanes)
     *values, run = [broadcast(x, every, lanes) for x in one.arrays]
 
@@ -351,12 +344,9 @@ def stepped(reducer: Reducer, state: ReducerState, entry: Entry) -> ReducerState
             new = jtu.tree_map(lambda x, y: jnp.where(run > 0, x, y), new, acc)
         return new, count + run
 
-    def step(carry):
-        acc, count = _in_lanes(in_lane, lanes)(*carry, run, values)
-        # A value that is the same in all lanes comes back unsharded.
-        return jtu.tree_map(sharded_like, acc, state.acc), count
-
-    acc, count = in_each_iteration(entry.site, step, (state.acc, state.count))
+    acc, count = _in_lanes(in_lane, lanes)(state.acc, state.count, run, values)
+    # A value that is the same in all lanes comes back unsharded.
+    acc = jtu.tree_map(sharded_like, acc, state.acc)
     return dc.replace(state, acc=acc, count=count)
 
 
@@ -400,7 +390,6 @@ def _value(site: Site, values: Sequence[Any]) -> Any:
 
 def _of_one_execution(entry: Entry) -> Entry:
     """An entry of all iterations as one of a single execution: shapes `f32[10,8,3]` in
-    a loop of 10 and a `vmap` of 8 become `f32[8,3]`. An array is of one sow, and has an
-    axis of size one for each loop that JAX moved the sow out of."""
+    a loop of 10 and a `vmap` of 8 become `f32[8,3]`."""
     one = entry.without_axes([k for k, a in enumerate(entry.site.axes) if not a.lane])
     return one.replace(one.arrays, [a._replace(loops=0) for a in one.site.axes])

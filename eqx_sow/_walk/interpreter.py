@@ -1,7 +1,7 @@
 """The one walk over a jaxpr.
 
 A `Handler` says what becomes of a sow: `save_intermediates` takes its value, `plant`
-replaces it, the rules in `jax_rules.py` guard or stamp it. The table `rules` says, for
+replaces it, the rules in `jax_rules.py` guard it. The table `rules` says, for
 each higher-order primitive, how to run its jaxprs with the handler inside. Neither
 knows of the other, and every equation that has no sow in it stays exactly as it was.
 """

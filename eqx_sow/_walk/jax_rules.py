@@ -8,7 +8,7 @@ places from which they cannot be told any more where they came from:
 - `vmap` of a cond whose predicate varies runs all branches, and of a while goes on
   until the last lane has finished. A sow has to know whether it really runs.
 - differentiation moves what does not depend on the iteration out of a scan. A sow has
-  to know that it ran in each iteration.
+  to stay.
 - differentiation forgets the tangents in a cond or a checkpoint of which none comes
   out.
 
@@ -20,8 +20,9 @@ import contextlib
 import dataclasses as dc
 import functools as ft
 import inspect
+import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -35,18 +36,14 @@ from .._errors import SowError
 from .._mark.listening import around, listening
 from .._mark.noting import listening_as
 from .._mark.primitive import residuals, sow_p
-from .._mark.site import Axis, out_of_loop
 from .handler import Given, Handler
-from .interpreter import Interpret
+from .interpreter import Interpret, rules
 from .rules import control_flow
 from .sows import (
     has_sow,
     is_lanewise,
-    loops_of,
+    jaxprs_in,
     shows_sow,
-    sites,
-    sows,
-    with_sites,
     without_prints,
 )
 
@@ -57,7 +54,7 @@ scan_p = jexc.primitives.scan_p
 while_p = jexc.primitives.while_p
 
 
-_wrapped: list[tuple[dict, jexc.Primitive, Callable]] = []
+_wrapped: dict[tuple[int, jexc.Primitive], tuple[dict, Callable]] = {}
 
 
 def _wrap(table: dict, primitive: jexc.Primitive) -> Callable:
@@ -75,7 +72,7 @@ def _wrap(table: dict, primitive: jexc.Primitive) -> Callable:
             return wrapper(rule, *args, **kwargs)
 
         table[primitive] = chosen
-        _wrapped.append((table, primitive, chosen))
+        _wrapped[id(table), primitive] = table, chosen
         return wrapper
 
     return decorate
@@ -83,7 +80,7 @@ def _wrap(table: dict, primitive: jexc.Primitive) -> Callable:
 
 def check_wrapped() -> None:
     """Raises if another library has put rules in the place of ours."""
-    for table, primitive, chosen in _wrapped:
+    for (_, primitive), (table, chosen) in _wrapped.items():
         if table.get(primitive) is not chosen:
             raise SowError(
                 f"Another library has replaced JAX's rule for `{primitive}`, which "
@@ -121,7 +118,8 @@ def _keep_listening(primitive: jexc.Primitive, scope: Callable) -> None:
         at_call = listening.value
         if at_call is not None:
             fn, rule, *bwd = params["subfuns"]
-            rule = _listening_as_at_call(rule, at_call._replace(loops=0), scope)
+            here = at_call._replace(loops=0, moving=False)
+            rule = _listening_as_at_call(rule, here, scope)
             if at_call.scope:
                 bwd = [_named_as_at_call(f, at_call) for f in bwd]
             params = {**params, "subfuns": (fn, rule, *bwd)}
@@ -329,43 +327,6 @@ def _batch_cond(rule, axis_data, args, dims, *, branches, **params):
 
 
 # --- differentiation ---
-def _stamp_hoisted(closed: Any, length: int) -> Any:
-    """`closed` is what JAX moved out of a scan, and then the scan. What was moved is
-    computed once, but was written in the loop: its sows are stamped as having run in
-    each of the `length` iterations.
-
-        b = sow (sin w)        ->   b = sow[axes=[loop of 3]] (sin w)
-        c = scan[length=3] b        c = scan[length=3] b
-    """
-    scan = len(closed.eqns) - 1
-    stamped = {}
-    for site, eqns, path in sows(closed):
-        if path and path[0] != scan:
-            has = (False,) * (len(eqns[-1].invars) - 1)
-            loop = Axis(length, has, len(loops_of(eqns)), lane=False)
-            stamped[path] = site._replace(axes=out_of_loop(site.axes, loop)[1])
-    return with_sites(closed, stamped)
-
-
-@_wrap(_compat.primitive_linearizations, scan_p)
-def _linearize_scan(rule, is_vjp, nonzeros, *primals, **params):
-    rest = []
-
-    def linearized(*primals):
-        outs, nonzeros_out, *residuals, tangent = rule(
-            is_vjp, nonzeros, *primals, **params
-        )
-        rest[:] = nonzeros_out, tangent
-        return outs, residuals
-
-    closed, shape = jax.make_jaxpr(linearized, return_shape=True)(*primals)
-    closed = _stamp_hoisted(closed, params["length"])
-    out = jexc.jaxpr_as_fun(closed)(*primals)
-    outs, residuals = jax.tree.unflatten(jax.tree.structure(shape), out)
-    nonzeros_out, tangent = rest
-    return outs, nonzeros_out, *residuals, tangent
-
-
 # JAX linearizes a checkpoint by its rule for tangents, and does not tell this rule
 # whether they will be transposed. See `_differentiated` in `_mark/primitive.py`.
 _compat.primitive_linearizations.setdefault(
@@ -379,16 +340,6 @@ def _linearize_checkpoint(rule, is_vjp, *args, **params):
         return rule(is_vjp, *args, **params)
 
 
-@_wrap(pe.partial_eval_jaxpr_custom_rules, scan_p)
-def _checkpoint_scan(rule, saveable, unknown, instantiated, eqn):
-    known, *rest = rule(saveable, unknown, instantiated, eqn)
-    if shows_sow(known):
-        closed = _stamp_hoisted(known.params["call_jaxpr"], eqn.params["length"])
-        known = known.replace(params={**known.params, "call_jaxpr": closed})
-        known = _compat.call_that_keeps_effects(known)
-    return known, *rest
-
-
 @_wrap(pe.partial_eval_jaxpr_custom_rules, while_p)
 def _checkpoint_while(rule, *args):
     before, residuals.forbidden = residuals.forbidden, True
@@ -396,29 +347,6 @@ def _checkpoint_while(rule, *args):
         return rule(*args)
     finally:
         residuals.forbidden = before
-
-
-@_wrap(pe.custom_partial_eval_rules, scan_p)
-def _partial_eval_scan(rule, trace, *tracers, **params):
-    if shows_sow(params["jaxpr"]):
-        # What the rule makes cannot be mended here, but it can be looked at.
-        n = len(trace.effect_handles)
-
-        def look():
-            rule(trace, *tracers, **params)
-            del trace.effect_handles[n:]
-
-        closed = jax.make_jaxpr(look)()
-        *hoisted, _ = closed.eqns or [None]
-        for site in (s for e in hoisted if shows_sow(e) for s in sites(e)):
-            raise SowError(
-                f"`sow(..., {site.name!r})` at {site.where} does not depend on the "
-                "iteration of the scan that it is in, and that scan is part of a "
-                "custom derivative rule (or of a while loop that is linearized), "
-                "where JAX moves the sow out of the loop. Sow the value before the "
-                "loop."
-            )
-    return rule(trace, *tracers, **params)
 
 
 _returning: weakref.WeakKeyDictionary[Any, dict[int, Any]] = weakref.WeakKeyDictionary()
@@ -440,7 +368,7 @@ def _keep_tangents(primitive: jexc.Primitive, name: str, operands: slice) -> Non
     one of its own operands, and hold on to that."""
 
     @_wrap(pe.custom_partial_eval_rules, primitive)
-    def _partial_eval(rule, trace, *tracers, **params):
+    def _partial_eval(rule, trace, /, *tracers, **params):
         unknown = [not t.is_known() for t in tracers[operands]]
         jaxprs = params[name]
         several = isinstance(jaxprs, tuple)
@@ -457,6 +385,135 @@ def _keep_tangents(primitive: jexc.Primitive, name: str, operands: slice) -> Non
 
 _keep_tangents(cond_p, "branches", slice(1, None))
 _keep_tangents(remat_p, "jaxpr", slice(None))
+
+
+# --- sows stay in their loops ---
+#
+# When JAX differentiates a scan, it evaluates the body before the loop, in a trace of
+# partial evaluation: what is known there, because it is computed from constants of the
+# loop alone, is moved out. Whatever comes out of a sow is unknown:
+#
+#     scan[              ->   b = sin w
+#       b = sin w             scan[
+#       c = sow b               c = sow b
+#       ... c ...               ... c ...
+#     ] w                     ] b
+class _Moving(threading.local):
+    """While JAX's rule for a scan runs: the trace in which it evaluates what it moves
+    out."""
+
+    to: Any = None
+
+
+_moving = _Moving()
+
+
+def _moves(trace: Any) -> bool:
+    """Whether what is known in this trace is moved out of a scan."""
+    here = listening.value
+    # Only a trace of partial evaluation has the method.
+    if here is None or not hasattr(trace, "instantiate_const"):
+        return False
+    return here.moving or trace.parent_trace is _moving.to
+
+
+def _moving_inside() -> Any:
+    """Says that of all partial evaluations, as long as this lasts. JAX's caches know
+    that they are other ones."""
+    return listening(listening.value._replace(moving=True))
+
+
+def _moves_to_here(rule: Callable, *args, **params):
+    before, _moving.to = _moving.to, _compat.current_trace()
+    try:
+        return rule(*args, **params)
+    finally:
+        _moving.to = before
+
+
+_wrap(_compat.primitive_linearizations, scan_p)(_moves_to_here)
+_wrap(pe.custom_partial_eval_rules, scan_p)(_moves_to_here)
+
+
+@_wrap(pe.partial_eval_jaxpr_custom_rules, scan_p)
+def _checkpoint_scan(rule, *args):
+    with _moving_inside():
+        known, *rest = rule(*args)
+    if shows_sow(known):
+        known = _compat.call_that_keeps_effects(known)
+    return known, *rest
+
+
+# What JAX itself splits into what is known and what is not.
+_SPLIT = scan_p, jexc.primitives.jit_p, jexc.primitives.closed_call_p
+
+
+def _keep_in_loop(primitive: jexc.Primitive) -> None:
+    """For a primitive that may have a sow inside."""
+
+    @_wrap(pe.custom_partial_eval_rules, primitive)
+    def _partial_eval(rule, trace, /, *tracers, **params):
+        if not (_moves(trace) and any(map(shows_sow, jaxprs_in(params)))):
+            return rule(trace, *tracers, **params)
+        if primitive not in _SPLIT:
+            return _stay(trace, ft.partial(primitive.bind, **params), tracers)
+        with _moving_inside():
+            return rule(trace, *tracers, **params)
+
+
+def _keep_call_in_loop(primitive: jexc.Primitive) -> None:
+    """For a primitive for which JAX's traces have methods, and no table. A `shard_map`
+    is split, if it is not all known. (Of what is, a part with nothing but sows would be
+    dropped.)"""
+    bind = primitive.bind
+
+    def bind_or_stay(*args, **params):
+        trace = _compat.current_trace()
+        if not _moves(trace):
+            return bind(*args, **params)
+        known = all(trace.to_jaxpr_tracer(x).is_known() for x in args)
+        if primitive is _compat.shard_map_p and not known:
+            with _moving_inside():
+                return bind(*args, **params)
+        closed = jax.make_jaxpr(lambda *args: list(bind(*args, **params)))(*args)
+        if shows_sow(closed):
+            return _stay(trace, jexc.jaxpr_as_fun(closed), args)
+        return bind(*args, **params)
+
+    primitive.bind = bind_or_stay
+
+
+def _stay(trace: Any, fn: Callable, args: Sequence[Any]) -> Any:
+    """Calls a function in the loop: as one equation, with one more operand, so that not
+    even that of a function of nothing is known."""
+    tracers = [trace.instantiate_const(trace.to_jaxpr_tracer(x)) for x in (0, *args)]
+    call = jax.jit(lambda _, *args: fn(*args))
+    (eqn,) = jax.make_jaxpr(call)(*[x.aval for x in tracers]).eqns
+    return trace.default_process_primitive(eqn.primitive, tracers, eqn.params)
+
+
+def _by_default(primitive, trace, /, *tracers, **params):
+    return trace.default_process_primitive(primitive, tracers, params)
+
+
+for _primitive in (sow_p, *filter(None, rules)):
+    _default = ft.partial(_by_default, _primitive)
+    pe.custom_partial_eval_rules.setdefault(_primitive, _default)
+    if _primitive is not sow_p:
+        _keep_in_loop(_primitive)
+for _primitive in (
+    jexc.primitives.custom_jvp_call_p,
+    jexc.primitives.custom_vjp_call_p,
+    _compat.shard_map_p,
+):
+    _keep_call_in_loop(_primitive)
+
+
+@_wrap(pe.custom_partial_eval_rules, sow_p)
+def _partial_eval_sow(rule, trace, *tracers, site):
+    if _moves(trace):
+        tracers = map(trace.instantiate_const, tracers)
+    return rule(trace, *tracers, site=site)
 
 
 def _explain_while(rule):

@@ -5,7 +5,7 @@ any depth, and in Python functions that equations hold.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -231,24 +231,9 @@ def loops_of(eqns: Iterable[Any]) -> list[Loop]:
     return [loop for loop in map(loop_of, eqns) if loop is not None]
 
 
-def loops_around(
-    site: Site, lengths: Sequence[int | None]
-) -> list[tuple[int, int | None]]:
-    """The loops around a sow that give it an axis, from outside in: how many iterations
-    each has, and which of the axes of the site it is, if JAX moved the sow out of that
-    loop. `lengths` are those of the loops that it is still in, `None` for a
-    `while_loop`.
-
-    In a scan of 3 iterations within one of 2, these are `[(2, None), (3, None)]`. If
-    JAX moved the sow out of the inner one, `[(2, None), (3, 0)]`.
-    """
-    found: list[tuple[int | None, int | None]] = [(n, None) for n in lengths]
-    moved = 0
-    for i, axis in enumerate(site.axes):
-        if not axis.lane and axis.mesh is None:
-            found.insert(len(lengths) - axis.loops + moved, (axis.size, i))
-            moved += 1
-    return [(n, axis) for n, axis in found if n is not None]
+def lengths_of(eqns: Iterable[Any]) -> tuple[int, ...]:
+    """How many iterations the scans among some equations have."""
+    return tuple(x.length for x in loops_of(eqns) if x.length is not None)
 
 
 # --- changing programs ---
