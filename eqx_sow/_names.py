@@ -115,7 +115,11 @@ def _with_index(
             )
             in_range = all(-loops[k] <= i < loops[k] for k, i in given.items())
             if in_range and not is_part and matches(pattern, listed):
-                found[chosen] = _iteration(name, places, given, loops)
+                one = _iteration(name, places, given, loops)
+                # For `h/*/0`, that is `h/0`, which is another one.
+                if "*" in chosen and selected(one.name, name, after, loops) != one:
+                    one = Selected(listed, one.at, (None,) * len(one.after))
+                found[chosen] = one
         if found:
             return tuple(found.values())
     return ()

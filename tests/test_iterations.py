@@ -288,7 +288,7 @@ def test_memory_of_one():
         ("h/4", "h", (), (4,), None),
         ("h/1/0", "h", (), (4, 2), ("h/1/0", (1, 0))),
         ("h/1", "h", (), (4, 2), ("h/1", (1, None))),
-        ("h/*/0", "h", (), (4, 2), ("h/0", (None, 0))),
+        ("h/*/0", "h", (), (4, 2), ("h/*/0", (None, 0))),
         ("b/2/a", "b/a", (1,), (4,), ("b/2/a", (2,))),
         ("b/*/a", "b/a", (1,), (4,), ("b/a", ())),
         ("*/2/a", "m/b/a", (2,), (4,), ("m/b/2/a", (2,))),
@@ -307,6 +307,28 @@ def test_what_a_pattern_selects(pattern, name, after, loops, expected):
     assert (found and found[:2]) == expected
 
 
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.vmap, eqx.filter_jit])
+def test_one_iteration_of_an_inner_loop(wrap):
+    """It is not called as one of the outer loop is."""
+
+    def fn(x):
+        def outer(x, i):
+            inner = lambda x, j: (sow(jnp.sin(x + i * j), "h"), None)
+            return lax.scan(inner, x, jnp.arange(3.0))[0], None
+
+        return lax.scan(outer, x, jnp.arange(3.0))[0]
+
+    fn, x = wrap(fn), jnp.arange(4.0)
+    # The axis of the lanes is the first one.
+    last = lambda x: jnp.moveaxis(x, 0, -1) if wrap is jax.vmap else x
+    whole = last(S(fn)(x)[1]["h"]["primal"])
+    _, got = S(fn, names=["h/0", "h/*/0"])(x)
+    values = {k: last(v["primal"]) for k, v in got.items()}
+    assert_close(values, {"h/0": whole[0], "h/*/0": whole[:, 0]})
+    for name, entry in got.items():
+        assert_close(plant(fn, {name: entry})(x), fn(x))
+
+
 @pytest.mark.parametrize(
     "pattern, name, after, left",
     [
@@ -314,8 +336,9 @@ def test_what_a_pattern_selects(pattern, name, after, loops, expected):
         ("b/a/2/m", "b/a/m", (1, 2), (1,)),
         # A layer goes before other loops, whichever is outside.
         ("b/2", "b", (None, 1), (None,)),
-        ("b/*/2", "b", (None, 1), (1,)),
-        ("b/*/2", "b", (1, None), (1,)),
+        # All layers, of which there is no other name.
+        ("b/*/2", "b", (None, 1), (None,)),
+        ("b/*/2", "b", (1, None), (None,)),
     ],
 )
 def test_where_the_index_of_another_loop_then_stands(pattern, name, after, left):
