@@ -150,17 +150,28 @@ def in_one_line(x: Any) -> str:
 def _on_host(x: Any) -> Summary | None:
     """The summary of all entries, by NumPy, since a callback must not call JAX; in
     float64, in which no square overflows. Of a key there is none."""
-    if not isinstance(x, Summary):
-        if not is_numeric(x):
-            return None
-        is_complex = jnp.issubdtype(x.dtype, jnp.complexfloating)
-        x = (np.abs(x) if is_complex else x).astype(np.float64)
-        # Each entry is what a summary of one says.
-        one, zero = np.ones_like(x), np.zeros_like(x)
-        numbers: Any = one, x, zero, np.abs(x), x, x, x == 0, ~np.isfinite(x)
-        x = Summary(*numbers)
-    x = jtu.tree_map(lambda a: np.asarray(a, np.float64), x)
-    return merged(x, tuple(range(x.size.ndim)), np)
+    if isinstance(x, Summary):
+        x = jtu.tree_map(lambda a: np.asarray(a, np.float64), x)
+        return merged(x, tuple(range(x.size.ndim)), np)
+    if not is_numeric(x):
+        return None
+    is_complex = jnp.issubdtype(x.dtype, jnp.complexfloating)
+    x = (np.abs(x) if is_complex else x).astype(np.float64)
+    finite = x[np.isfinite(x)]
+    not_finite = x.size - finite.size
+    # Without any, the numbers are not shown.
+    finite = finite if finite.size else np.zeros(1)
+    numbers: Any = dict(
+        size=np.float64(x.size),
+        mean=finite.mean(),
+        std=finite.std(),
+        rms=np.linalg.norm(finite) / finite.size**0.5,
+        min=finite.min(),
+        max=finite.max(),
+        zeros=np.sum(x == 0),
+        not_finite=not_finite,
+    )
+    return Summary(**numbers)
 
 
 def _said(x: Any, summary: Summary | None, digits: int) -> dict[str, str]:
