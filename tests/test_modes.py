@@ -23,6 +23,7 @@ from eqx_sow import (
     save_intermediates as S,
     sow,
     SowError,
+    SowTypeError,
     summarize,
     Summary,
     tabulate,
@@ -30,6 +31,7 @@ from eqx_sow import (
 )
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import hijax
+from jaxtyping import Float
 
 from tests.helpers import assert_close, primitives
 
@@ -465,6 +467,13 @@ if NEXT:
             out, got = S(f)(x)
             assert_close((out, got), (2 * jnp.sin(x), {"s": {"primal": jnp.sin(x)}}))
         assert_close(jax.jvp(lambda x: S(fn)(x)[0], (x,), (x,))[1], 5 * x)
+
+        def annotated(x):
+            inside = lambda x: sow(jnp.sin(x), "s", spec=Float[jax.Array, "3 3"])
+            return Double(inside, jax.typeof(x))(x)
+
+        with pytest.raises(SowTypeError, match="cannot be checked: .* `HiPrim`"):
+            S(annotated)(x)
 
 
 @pytest.mark.parametrize(

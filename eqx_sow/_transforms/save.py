@@ -10,7 +10,6 @@ import equinox as eqx
 
 from .._frames import api_boundary
 from .._handlers.collect import Collect
-from .._mark.primitive import sow_p
 from .._mark.static import Const, SameParts
 from .._results.intermediates import Intermediates
 from .._values import spec as _spec
@@ -70,9 +69,7 @@ class _SaveIntermediates(Transformed):
         mode_of = program.wanted(self._call, options.modes, keys, modes)
         program.warn_unmarked(self._call, self._fn, options)
         intermediates = assemble(entries, names, states, collect.reducer, mode_of)
-        # Not in a `HiPrim` of a user's: that equation is the only one there is.
-        is_sow = lambda eqn: eqn.primitive is sow_p
-        annotated = [(site, eqn) for site, eqn in asked if site.spec and is_sow(eqn)]
+        annotated = [(site, eqn) for site, eqn in asked if site.spec]
         _spec.check(annotated, options.spec, intermediates)
         return program.output(outs), intermediates
 

@@ -15,6 +15,7 @@ import jax
 import jaxtyping
 
 from .._errors import SowTypeError
+from .._mark.primitive import sow_p
 from .._mark.site import Site
 from .._mark.static import rebuild
 from .._names import lookup
@@ -30,6 +31,13 @@ def check(
     axis names."""
     if not annotated and not spec:
         return
+    for site, eqn in annotated:
+        if eqn.primitive is not sow_p:
+            raise SowTypeError(
+                f"The annotation of {site.said} cannot be checked: it is in a function "
+                f"that a `HiPrim` holds. Leave it out, and pass `spec={{{site.name!r}: "
+                "...}` to `save_intermediates`."
+            )
 
     def at_sows(values):
         for (site, _), operands in zip(annotated, values):
