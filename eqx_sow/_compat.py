@@ -311,16 +311,6 @@ def unspecified() -> tuple[dict[str, Any], dict[str, Any]]:
     return {k: p[k][0] for k in inputs}, {k: p[k][0] for k in outputs}
 
 
-def call_that_keeps_effects(eqn: Any) -> Any:
-    """A call as an equation of `jax.jit`, if JAX's partial evaluation (up to 0.10)
-    would lose the effects in it."""
-    if eqn.primitive is not _call_p or not _call_p.call_primitive:
-        return eqn
-    fn = jax.jit(jexc.jaxpr_as_fun(eqn.params["call_jaxpr"]))
-    (call,) = jax.make_jaxpr(fn)(*[v.aval for v in eqn.invars]).eqns
-    return eqn.replace(primitive=call.primitive, params=call.params)
-
-
 def _transposed() -> Any:
     # Traced, not run: importing starts no backend.
     negate = lambda x: jax.linear_transpose(jax.lax.neg, x)(x)

@@ -528,7 +528,7 @@ def test_while():
     "axis has it in `vma` or `mat.varying`.",
     "_compat.py",
     "_handlers/tapping.py",
-    "_walk/rules/sharding.py",
+    "_walk/rules/control_flow.py",
 )
 def test_shard_map():
     types_ = []

@@ -21,7 +21,6 @@ import dataclasses as dc
 import functools as ft
 import inspect
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -43,6 +42,8 @@ from .sows import (
     has_sow,
     is_lanewise,
     jaxprs_in,
+    kept_with_jaxpr,
+    map_jaxprs,
     shows_sow,
     without_prints,
 )
@@ -349,42 +350,33 @@ def _checkpoint_while(rule, *args):
         residuals.forbidden = before
 
 
-_returning: weakref.WeakKeyDictionary[Any, dict[int, Any]] = weakref.WeakKeyDictionary()
+@kept_with_jaxpr
+def _returning_operand(jaxpr: Any, i: int) -> Any:
+    """A jaxpr that returns its operand `i` as well."""
+    outvars = [*jaxpr.outvars, jaxpr.invars[i]]
+    return _compat.with_changes(jaxpr, outvars=outvars)
 
 
-def _returning_operand(closed: Any, i: int) -> Any:
-    """A jaxpr that returns its operand `i` as well. It is the same object each time, as
-    JAX's caches go by identity."""
-    made = _returning.setdefault(closed, {})
-    if i not in made:
-        outvars = [*closed.outvars, closed.invars[i]]
-        made[i] = _compat.with_changes(closed, outvars=outvars)
-    return made[i]
-
-
-def _keep_tangents(primitive: jexc.Primitive, name: str, operands: slice) -> None:
+def _keep_tangents(primitive: jexc.Primitive, first: int) -> None:
     """JAX's rule splits an equation in two, and drops the one for the tangents if none
     of its outputs is used. If there is a sow in it, it must stay: so we add an output,
     one of its own operands, and hold on to that."""
 
     @_wrap(pe.custom_partial_eval_rules, primitive)
     def _partial_eval(rule, trace, /, *tracers, **params):
-        unknown = [not t.is_known() for t in tracers[operands]]
-        jaxprs = params[name]
-        several = isinstance(jaxprs, tuple)
-        each = jaxprs if several else (jaxprs,)
-        if not (any(unknown) and any(map(shows_sow, each))):
+        unknown = [not t.is_known() for t in tracers[first:]]
+        if not (any(unknown) and any(map(shows_sow, jaxprs_in(params)))):
             return rule(trace, *tracers, **params)
-        new = tuple(_returning_operand(j, unknown.index(True)) for j in each)
-        params = {**params, name: new if several else new[0]}
+        i = unknown.index(True)
+        params = map_jaxprs(params, lambda jaxpr: _returning_operand(jaxpr, i))
         *outs, tangent = rule(trace, *tracers, **params)
         if shows_sow(tangent.recipe):
             trace.effect_handles.append(tangent)
         return outs
 
 
-_keep_tangents(cond_p, "branches", slice(1, None))
-_keep_tangents(remat_p, "jaxpr", slice(None))
+_keep_tangents(cond_p, first=1)
+_keep_tangents(remat_p, first=0)
 
 
 # --- sows stay in their loops ---
@@ -398,6 +390,10 @@ _keep_tangents(remat_p, "jaxpr", slice(None))
 #       c = sow b               c = sow b
 #       ... c ...               ... c ...
 #     ] w                     ] b
+#
+# So is whatever comes out of an equation with a sow inside, such as a cond. But JAX
+# splits a jitted function or an inner scan into what is known and what is not. There
+# the same is done inside.
 class _Moving(threading.local):
     """While JAX's rule for a scan runs: the trace in which it evaluates what it moves
     out."""
@@ -435,85 +431,67 @@ _wrap(_compat.primitive_linearizations, scan_p)(_moves_to_here)
 _wrap(pe.custom_partial_eval_rules, scan_p)(_moves_to_here)
 
 
+def _as_jit(fn: Callable, avals: Sequence[Any]) -> Any:
+    """A call of a function, as the equation of a jitted one."""
+    (eqn,) = jax.make_jaxpr(jax.jit(lambda *args: fn(*args)))(*avals).eqns
+    return eqn
+
+
 @_wrap(pe.partial_eval_jaxpr_custom_rules, scan_p)
 def _checkpoint_scan(rule, *args):
     with _moving_inside():
         known, *rest = rule(*args)
     if shows_sow(known):
-        known = _compat.call_that_keeps_effects(known)
+        # The call of a jaxpr, in which JAX up to 0.10 would lose the effects.
+        call = jexc.jaxpr_as_fun(known.params["call_jaxpr"])
+        eqn = _as_jit(call, [v.aval for v in known.invars])
+        known = known.replace(primitive=eqn.primitive, params=eqn.params)
     return known, *rest
 
 
-# What JAX itself splits into what is known and what is not.
 _SPLIT = scan_p, jexc.primitives.jit_p, jexc.primitives.closed_call_p
 
 
 def _keep_in_loop(primitive: jexc.Primitive) -> None:
-    """For a primitive that may have a sow inside."""
-
-    @_wrap(pe.custom_partial_eval_rules, primitive)
-    def _partial_eval(rule, trace, /, *tracers, **params):
-        if not (_moves(trace) and any(map(shows_sow, jaxprs_in(params)))):
-            return rule(trace, *tracers, **params)
-        if primitive not in _SPLIT:
-            return _stay(trace, ft.partial(primitive.bind, **params), tracers)
-        with _moving_inside():
-            return rule(trace, *tracers, **params)
-
-
-def _keep_call_in_loop(primitive: jexc.Primitive) -> None:
-    """For a primitive for which JAX's traces have methods, and no table. A `shard_map`
-    is split, if it is not all known. (Of what is, a part with nothing but sows would be
-    dropped.)"""
+    """For a primitive that may have a sow inside. Some of them have no rule for partial
+    evaluation: JAX's traces have methods."""
     bind = primitive.bind
 
-    def bind_or_stay(*args, **params):
+    def bind_in_loop(*args, **params):
         trace = _compat.current_trace()
         if not _moves(trace):
             return bind(*args, **params)
-        known = all(trace.to_jaxpr_tracer(x).is_known() for x in args)
-        if primitive is _compat.shard_map_p and not known:
+        # One more operand, so that not even a function of nothing is known.
+        tracers = list(map(trace.to_jaxpr_tracer, (0, *args)))
+        if primitive is _compat.shard_map_p:
+            # Of what is known, a part with nothing but sows would be dropped.
+            split = not all(x.is_known() for x in tracers)
+        else:
+            split = primitive in _SPLIT
+        if split:
             with _moving_inside():
                 return bind(*args, **params)
-        closed = jax.make_jaxpr(lambda *args: list(bind(*args, **params)))(*args)
-        if shows_sow(closed):
-            return _stay(trace, jexc.jaxpr_as_fun(closed), args)
-        return bind(*args, **params)
+        tracers = list(map(trace.instantiate_const, tracers))
+        call = lambda _, *args: list(bind(*args, **params))
+        eqn = _as_jit(call, [x.aval for x in tracers])
+        if not shows_sow(eqn):
+            return bind(*args, **params)
+        return trace.default_process_primitive(eqn.primitive, tracers, eqn.params)
 
-    primitive.bind = bind_or_stay
-
-
-def _stay(trace: Any, fn: Callable, args: Sequence[Any]) -> Any:
-    """Calls a function in the loop: as one equation, with one more operand, so that not
-    even that of a function of nothing is known."""
-    tracers = [trace.instantiate_const(trace.to_jaxpr_tracer(x)) for x in (0, *args)]
-    call = jax.jit(lambda _, *args: fn(*args))
-    (eqn,) = jax.make_jaxpr(call)(*[x.aval for x in tracers]).eqns
-    return trace.default_process_primitive(eqn.primitive, tracers, eqn.params)
+    primitive.bind = bind_in_loop
 
 
-def _by_default(primitive, trace, /, *tracers, **params):
-    return trace.default_process_primitive(primitive, tracers, params)
+for _primitive in filter(None, rules):
+    _keep_in_loop(_primitive)
 
 
-for _primitive in (sow_p, *filter(None, rules)):
-    _default = ft.partial(_by_default, _primitive)
-    pe.custom_partial_eval_rules.setdefault(_primitive, _default)
-    if _primitive is not sow_p:
-        _keep_in_loop(_primitive)
-for _primitive in (
-    jexc.primitives.custom_jvp_call_p,
-    jexc.primitives.custom_vjp_call_p,
-    _compat.shard_map_p,
-):
-    _keep_call_in_loop(_primitive)
-
-
-@_wrap(pe.custom_partial_eval_rules, sow_p)
-def _partial_eval_sow(rule, trace, *tracers, site):
+def _partial_eval_sow(trace, *tracers, site):
     if _moves(trace):
         tracers = map(trace.instantiate_const, tracers)
-    return rule(trace, *tracers, site=site)
+    return trace.default_process_primitive(sow_p, tracers, dict(site=site))
+
+
+pe.custom_partial_eval_rules[sow_p] = _partial_eval_sow
 
 
 def _explain_while(rule):

@@ -4,6 +4,7 @@ A program is a jaxpr. Its sows may be in jaxprs that are parameters of its equat
 any depth, and in Python functions that equations hold.
 """
 
+import functools as ft
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -22,6 +23,22 @@ from .._mark.site import Site
 # The way to an equation: its index in the program, then the number of a jaxpr among
 # those of that equation, the index of an equation in there, and so on.
 Path = tuple[int, ...]
+
+
+def kept_with_jaxpr(make: Callable) -> Callable:
+    """A decorator of a function of a jaxpr (and of other things that are hashable): it
+    returns the same object each time, for as long as the jaxpr is there. What is made
+    must not hold the jaxpr."""
+    made: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
+
+    @ft.wraps(make)
+    def kept(jaxpr, *args):
+        of_jaxpr = made.setdefault(jaxpr, {})
+        if args not in of_jaxpr:
+            of_jaxpr[args] = make(jaxpr, *args)
+        return of_jaxpr[args]
+
+    return kept
 
 
 # --- jaxprs in equations ---
@@ -108,17 +125,10 @@ def has_sow(x: Any) -> bool:
     )
 
 
-_with_sow: weakref.WeakKeyDictionary[Any, dict[int, Any]] = weakref.WeakKeyDictionary()
-
-
-def with_sow(x: Any) -> dict[int, Any]:
+@kept_with_jaxpr
+def with_sow(jaxpr: Any) -> dict[int, Any]:
     """The equations of a jaxpr that have a sow inside, or are one, by their indices."""
-    jaxpr, _ = _compat.open_jaxpr(x)
-    found = _with_sow.get(jaxpr)
-    if found is None:
-        found = {i: e for i, e in enumerate(jaxpr.eqns) if has_sow(e)}
-        _with_sow[jaxpr] = found
-    return found
+    return {i: e for i, e in enumerate(jaxpr.eqns) if has_sow(e)}
 
 
 class Found(NamedTuple):
@@ -237,27 +247,21 @@ def lengths_of(eqns: Iterable[Any]) -> tuple[int, ...]:
 
 
 # --- changing programs ---
-_with_sites: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = (
-    weakref.WeakKeyDictionary()
-)
-
-
 def with_sites(x: Any, sites: Mapping[Path, Site]) -> Any:
     """A jaxpr in which the sows at these paths have other sites. The same jaxpr each
     time for the same sites, so that what JAX has compiled for it is found."""
-    if not sites:
-        return x
-    made = _with_sites.setdefault(x, {})
-    key = frozenset(sites.items())
-    if key not in made:
-        by_eqn: dict[int, dict[Path, Site]] = {}
-        for (i, *rest), site in sites.items():
-            by_eqn.setdefault(i, {})[tuple(rest)] = site
-        eqns = list(x.eqns)
-        for i, inside in by_eqn.items():
-            eqns[i] = _eqn_with_sites(eqns[i], inside)
-        made[key] = _compat.with_changes(x, eqns=eqns)
-    return made[key]
+    return _with_sites(x, frozenset(sites.items())) if sites else x
+
+
+@kept_with_jaxpr
+def _with_sites(jaxpr, sites):
+    by_eqn: dict[int, dict[Path, Site]] = {}
+    for (i, *rest), site in sites:
+        by_eqn.setdefault(i, {})[tuple(rest)] = site
+    eqns = list(jaxpr.eqns)
+    for i, inside in by_eqn.items():
+        eqns[i] = _eqn_with_sites(eqns[i], inside)
+    return _compat.with_changes(jaxpr, eqns=eqns)
 
 
 def _eqn_with_sites(eqn: Any, sites: Mapping[Path, Site]) -> Any:
@@ -301,11 +305,15 @@ def _effects(xs: Iterable[Any]) -> frozenset[Any]:
     return frozenset().union(*[x.effects for x in xs])
 
 
-def without_sows(x: Any) -> Any:
-    """An equation, or a jaxpr, with no sows in it."""
-    if isinstance(x, jexc.JaxprEqn):
-        effects = frozenset(e for e in x.effects if e != sow_effect)
-        return x.replace(params=map_jaxprs(x.params, without_sows), effects=effects)
+def eqn_without_sows(eqn: Any) -> Any:
+    """An equation with no sows inside."""
+    params = map_jaxprs(eqn.params, without_sows)
+    return eqn.replace(params=params, effects=eqn.effects - {sow_effect})
+
+
+@kept_with_jaxpr
+def without_sows(jaxpr: Any) -> Any:
+    """A jaxpr with no sows in it."""
     # The variables that sows return, each with the atom that it is equal to.
     equal_to: dict[Any, Any] = {}
 
@@ -313,16 +321,13 @@ def without_sows(x: Any) -> Any:
         return v if isinstance(v, jexc.Literal) else equal_to.get(v, v)
 
     eqns = []
-    for e in x.eqns:
+    for e in jaxpr.eqns:
         if e.primitive is sow_p:
             equal_to.update(zip(e.outvars[1:], map(source, e.invars[1:])))
             # The edge that comes out of a sow may be kept for a backward pass.
-            outvars = e.outvars[:1]
-            effects = frozenset()
-            e = e.replace(invars=[], outvars=outvars, params={}, effects=effects)
-            eqns.append(e.replace(primitive=edge_p))
-            continue
+            e = e.replace(primitive=edge_p, invars=[], outvars=e.outvars[:1], params={})
         e = e.replace(invars=list(map(source, e.invars)))
-        eqns.append(without_sows(e) if has_sow(e) else e)
-    outvars = list(map(source, x.outvars))
-    return _compat.with_changes(x, eqns=eqns, outvars=outvars, effects=_effects(eqns))
+        eqns.append(eqn_without_sows(e) if has_sow(e) else e)
+    outvars = list(map(source, jaxpr.outvars))
+    effects = _effects(eqns)
+    return _compat.with_changes(jaxpr, eqns=eqns, outvars=outvars, effects=effects)
