@@ -17,6 +17,7 @@ import equinox as eqx
 import equinox.internal
 import jax
 import jax.core
+import jax.experimental.hijax
 import jax.extend.core as jexc
 import jax.numpy as jnp
 import numpy as np
@@ -381,10 +382,10 @@ def public_nan_errors() -> Iterator[None]:
 
 
 def _hi_primitive() -> jexc.Primitive | None:
-    if _HiPrim is None:
+    if not HiPrim:
         return None
 
-    class Identity(_HiPrim):
+    class Identity(HiPrim):
         def __init__(self, aval):
             self.in_avals, self.out_aval, self.params = (aval,), aval, {}
             super().__init__()
@@ -392,19 +393,9 @@ def _hi_primitive() -> jexc.Primitive | None:
     return _equation(lambda x: Identity(jax.typeof(x))(x)).primitive
 
 
-def _hi_primitive_type() -> type | None:
-    from jax.experimental import hijax
-
-    return getattr(hijax, "HiPrim", None)  # from JAX 0.12 on
-
-
-_HiPrim: Any = find("`HiPrim`", _hi_primitive_type)
-# `None` where there is none.
+# From JAX 0.12 on. Else no object is one, and the primitive is `None`.
+HiPrim: Any = getattr(jax.experimental.hijax, "HiPrim", ())
 hi_p: Any = find("the primitive of `HiPrim`", _hi_primitive)
-
-
-def is_hi_prim(x: Any) -> bool:
-    return _HiPrim is not None and isinstance(x, _HiPrim)
 
 
 def hi_with_params(prim: Any, fn: Callable[[Any], Any]) -> Any:
@@ -433,15 +424,6 @@ def is_users(prim: Any) -> bool:
     """Whether a `HiPrim` is not one of JAX's, which hold jaxprs: it may call a function
     that has never been traced."""
     return not type(prim).__module__.startswith("jax.")
-
-
-def hi_program(prim: Any) -> Callable:
-    """What a `HiPrim` computes, as a function of its operands."""
-
-    def expand(*args):
-        return jax.tree.leaves(prim.expand(*jax.tree.unflatten(prim.in_tree, args)))
-
-    return expand
 
 
 def classic_form(prim: Any) -> tuple[jexc.Primitive, dict[str, Any]] | None:

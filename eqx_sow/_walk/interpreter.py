@@ -8,7 +8,7 @@ knows of the other, and every equation that has no sow in it stays exactly as it
 
 import functools as ft
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -75,71 +75,12 @@ def _new_stages() -> Callable:
 _stages = _new_stages()
 
 
-def _evaluate(interpret, given, jaxpr, *args):
-    opened, consts = _compat.open_jaxpr(jaxpr)
-    handler, stages = interpret.handler, interpret.stages
-    return evaluate(opened, consts, handler, given, args, stages)
-
-
-class Interpret:
-    """`interpret(jaxpr)(given, *args) -> (outs, taken)`."""
-
-    def __init__(self, handler: Handler, stages: Callable = _stages):
-        self.handler = handler
-        self.stages = stages
-
-    def __call__(self, jaxpr: Any) -> Callable:
-        return lambda given, *args: self.run(_evaluate, jaxpr, given, *args)
-
-    def run(self, fn: Callable, held: Any, given: Given, *args) -> Any:
-        """`fn(interpret, given, held, *args)`, of which JAX traces each thing once: see
-        `staged`."""
-        closed, inputs, treedef = self.staged(held, given, *args, fn=fn)
-        return jtu.tree_unflatten(treedef, _compat.inline_or_call(closed, inputs))
-
-    def staged(
-        self, held: Any, given: Given, *args, fn: Callable = _evaluate
-    ) -> tuple[Any, list[Any], Any]:
-        """For rules that keep an equation and put another jaxpr into it: what the
-        handler makes of a jaxpr, without constants; the inputs of that, the last of
-        which are `args`; and the treedef of what `run` would return.
-
-        A jaxpr that occurs many times is walked once by each handler, and what that
-        makes of it is the same jaxpr each time, which JAX compiles once. `held` is the
-        jaxpr, or whatever hashable has jaxprs inside.
-        """
-        by = self.stages(next(jaxprs_in(held)))
-        refs = jax.tree.map(_to_ref, held)
-        closed, treedef = by(self.handler, fn, refs)(given, args)
-        _, consts = _compat.open_jaxpr(closed)
-        inputs = [*consts, *jtu.tree_leaves((given, args))]
-        return consts_as_args(closed), inputs, treedef
-
-
-def consts_as_args(closed: Any) -> Any:
-    """A closed jaxpr of which the constants are the first operands."""
-    jaxpr, consts = _compat.open_jaxpr(closed)
-    return _consts_as_args(jaxpr) if consts else closed
-
-
-@kept_with_jaxpr
-def _consts_as_args(jaxpr):
-    invars = [*jaxpr.constvars, *jaxpr.invars]
-    return jexc.ClosedJaxpr(jaxpr.replace(constvars=[], invars=invars), ())
-
-
 def evaluate(
-    jaxpr: Any,
-    consts: Sequence[Any],
-    handler: Handler,
-    given: Given,
-    args,
-    stages: Callable | None = None,
+    interpret: "Interpret", given: Given, jaxpr: Any, *args
 ) -> tuple[list[Any], Taken]:
-    """Evaluates an open jaxpr, with each sow left to the handler."""
-    if stages is None:
-        kept = handler.cacheable or _compat.is_eager()
-        stages = _stages if kept else _new_stages()
+    """Evaluates a jaxpr, with each sow left to the handler."""
+    handler = interpret.handler
+    jaxpr, consts = _compat.open_jaxpr(jaxpr)
     frame = Frame(jaxpr, [*consts, *args])
     found: list[Any] = []
     begin = 0
@@ -163,9 +104,8 @@ def evaluate(
         values = frame.read(eqn.invars)
         frame.flush_effects()
         with eqn.ctx.manager, in_mesh_of(values):
-            outs, taken = rule(
-                Interpret(handler.for_inside(eqn), stages), given, eqn, *values
-            )
+            inside = Interpret(handler.for_inside(eqn), interpret.stages)
+            outs, taken = rule(inside, given, eqn, *values)
         frame.set(eqn.outvars, outs)
         rest = handler.leave_equation(taken.values, frame)
         found.append(taken._replace(values=rest))
@@ -176,3 +116,50 @@ def evaluate(
     outs = frame.read_arrays(jaxpr.outvars)
     frame.flush_effects()
     return outs, taken
+
+
+class Interpret:
+    """`interpret(jaxpr)(given, *args) -> (outs, taken)`."""
+
+    def __init__(self, handler: Handler, stages: Callable | None = None):
+        self.handler = handler
+        kept = handler.cacheable or _compat.is_eager()
+        self.stages = stages or (_stages if kept else _new_stages())
+
+    def __call__(self, jaxpr: Any) -> Callable:
+        return ft.partial(self.run, evaluate, jaxpr)
+
+    def run(self, fn: Callable, held: Any, given: Given, *args) -> Any:
+        """`fn(interpret, given, held, *args)`, by way of a jaxpr: see `staged`."""
+        closed, inputs, treedef = self.staged(held, given, *args, fn=fn)
+        return jtu.tree_unflatten(treedef, _compat.inline_or_call(closed, inputs))
+
+    def staged(
+        self, held: Any, given: Given, *args, fn: Callable = evaluate
+    ) -> tuple[Any, list[Any], Any]:
+        """For rules that keep an equation and put another jaxpr into it: what the
+        handler makes of a jaxpr, without constants; the inputs of that, the last of
+        which are `args`; and the treedef of what `run` would return.
+
+        A jaxpr that occurs many times is walked once by each handler, and what that
+        makes of it is the same jaxpr each time, which JAX compiles once. `held` is the
+        jaxpr, or for another `fn` whatever is hashable and has jaxprs inside.
+        """
+        by = self.stages(next(jaxprs_in(held)))
+        refs = jax.tree.map(_to_ref, held)
+        closed, treedef = by(self.handler, fn, refs)(given, args)
+        _, consts = _compat.open_jaxpr(closed)
+        inputs = [*consts, *jtu.tree_leaves((given, args))]
+        return consts_as_args(closed), inputs, treedef
+
+
+def consts_as_args(closed: Any) -> Any:
+    """A closed jaxpr of which the constants are the first operands."""
+    jaxpr, consts = _compat.open_jaxpr(closed)
+    return _consts_as_args(jaxpr) if consts else closed
+
+
+@kept_with_jaxpr
+def _consts_as_args(jaxpr):
+    invars = [*jaxpr.constvars, *jaxpr.invars]
+    return jexc.ClosedJaxpr(jaxpr.replace(constvars=[], invars=invars), ())

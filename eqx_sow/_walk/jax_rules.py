@@ -34,7 +34,7 @@ from .. import _compat
 from .._errors import SowError
 from .._mark.listening import around, listening
 from .._mark.noting import listening_as
-from .._mark.primitive import residuals, sow_p
+from .._mark.primitive import sow_p
 from .handler import Given, Handler
 from .interpreter import Interpret, rules
 from .rules import control_flow
@@ -55,12 +55,12 @@ scan_p = jexc.primitives.scan_p
 while_p = jexc.primitives.while_p
 
 
-_wrapped: dict[tuple[int, jexc.Primitive], tuple[dict, Callable]] = {}
+_wrapped: list[tuple[dict, jexc.Primitive, Callable]] = []
 
 
-def _wrap(table: dict, primitive: jexc.Primitive) -> Callable:
-    """A decorator of a function that is called, during a capture, in the place of the
-    rule for this primitive in one of JAX's tables: with that rule, and its
+def _wrap(table: dict, primitive: jexc.Primitive, always: bool = False) -> Callable:
+    """A decorator of a function that is called, during a capture or `always`, in the
+    place of the rule for this primitive in one of JAX's tables: with that rule, and its
     arguments."""
 
     def decorate(wrapper):
@@ -68,12 +68,12 @@ def _wrap(table: dict, primitive: jexc.Primitive) -> Callable:
         rule: Any = _compat.find(what, lambda: table[primitive])
 
         def chosen(*args, **kwargs):
-            if listening.value is None:
+            if listening.value is None and not always:
                 return rule(*args, **kwargs)
             return wrapper(rule, *args, **kwargs)
 
         table[primitive] = chosen
-        _wrapped[id(table), primitive] = table, chosen
+        _wrapped.append((table, primitive, chosen))
         return wrapper
 
     return decorate
@@ -81,12 +81,17 @@ def _wrap(table: dict, primitive: jexc.Primitive) -> Callable:
 
 def check_wrapped() -> None:
     """Raises if another library has put rules in the place of ours."""
-    for (_, primitive), (table, chosen) in _wrapped.items():
+    for table, primitive, chosen in _wrapped:
         if table.get(primitive) is not chosen:
             raise SowError(
                 f"Another library has replaced JAX's rule for `{primitive}`, which "
                 "eqx_sow needs to see. Import eqx_sow after that library."
             )
+
+
+def _listening_with(**changes: Any) -> Any:
+    """A context in which JAX's rules, and its caches, find these in `listening`."""
+    return listening(listening.value._replace(**changes))
 
 
 # --- custom derivative rules ---
@@ -222,7 +227,7 @@ def _batched(rule, axis_data, args, dims, params):
         outs, dims_out[:] = rule(inside, args, dims, **params)
         return outs
 
-    with listening(listening.value._replace(loops=around(inside).loops)):
+    with _listening_with(loops=around(inside).loops):
         closed = jax.make_jaxpr(batched)(*args)
     return closed, dims_out
 
@@ -337,17 +342,14 @@ _compat.primitive_linearizations.setdefault(
 
 @_wrap(_compat.primitive_linearizations, remat_p)
 def _linearize_checkpoint(rule, is_vjp, *args, **params):
-    with listening(listening.value._replace(backward=bool(is_vjp))):
+    with _listening_with(backward=bool(is_vjp)):
         return rule(is_vjp, *args, **params)
 
 
 @_wrap(pe.partial_eval_jaxpr_custom_rules, while_p)
 def _checkpoint_while(rule, *args):
-    before, residuals.forbidden = residuals.forbidden, True
-    try:
+    with _listening_with(in_while=True):
         return rule(*args)
-    finally:
-        residuals.forbidden = before
 
 
 @kept_with_jaxpr
@@ -394,14 +396,10 @@ _keep_tangents(remat_p, first=0)
 # So is whatever comes out of an equation with a sow inside, such as a cond. But JAX
 # splits a jitted function or an inner scan into what is known and what is not. There
 # the same is done inside.
-class _Moving(threading.local):
-    """While JAX's rule for a scan runs: the trace in which it evaluates what it moves
-    out."""
-
-    to: Any = None
-
-
-_moving = _Moving()
+#
+# `to` is the trace in which the rule of a scan evaluates what it moves out, while it
+# runs. Inside what is split, `listening` says it, of all partial evaluations.
+_moving = threading.local()
 
 
 def _moves(trace: Any) -> bool:
@@ -410,17 +408,11 @@ def _moves(trace: Any) -> bool:
     # Only a trace of partial evaluation has the method.
     if here is None or not hasattr(trace, "instantiate_const"):
         return False
-    return here.moving or trace.parent_trace is _moving.to
-
-
-def _moving_inside() -> Any:
-    """Says that of all partial evaluations, as long as this lasts. JAX's caches know
-    that they are other ones."""
-    return listening(listening.value._replace(moving=True))
+    return here.moving or trace.parent_trace is getattr(_moving, "to", None)
 
 
 def _moves_to_here(rule: Callable, *args, **params):
-    before, _moving.to = _moving.to, _compat.current_trace()
+    before, _moving.to = getattr(_moving, "to", None), _compat.current_trace()
     try:
         return rule(*args, **params)
     finally:
@@ -439,7 +431,7 @@ def _as_jit(fn: Callable, avals: Sequence[Any]) -> Any:
 
 @_wrap(pe.partial_eval_jaxpr_custom_rules, scan_p)
 def _checkpoint_scan(rule, *args):
-    with _moving_inside():
+    with _listening_with(moving=True):
         known, *rest = rule(*args)
     if shows_sow(known):
         # The call of a jaxpr, in which JAX up to 0.10 would lose the effects.
@@ -469,7 +461,7 @@ def _keep_in_loop(primitive: jexc.Primitive) -> None:
         else:
             split = primitive in _SPLIT
         if split:
-            with _moving_inside():
+            with _listening_with(moving=True):
                 return bind(*args, **params)
         tracers = list(map(trace.instantiate_const, tracers))
         call = lambda _, *args: list(bind(*args, **params))
@@ -494,20 +486,16 @@ def _partial_eval_sow(trace, *tracers, site):
 pe.custom_partial_eval_rules[sow_p] = _partial_eval_sow
 
 
-def _explain_while(rule):
-    """The one that is called outside a capture, too: what was captured may be
-    differentiated. It only raises."""
-
-    def transpose_while(*args, **params):
-        try:
-            return rule(*args, **params)
-        except ValueError as e:
-            jaxpr, _ = _compat.open_jaxpr(params["body_jaxpr"])
-            if str(control_flow.__file__) in jaxpr.debug_info.func_src_info:
-                e.add_note(_NO_REVERSE_MODE)
-            raise
-
-    return transpose_while
+# Outside a capture, too: what was captured may be differentiated.
+@_wrap(ad.primitive_transposes, while_p, always=True)
+def _transpose_while(rule, *args, **params):
+    try:
+        return rule(*args, **params)
+    except ValueError as e:  # that a `while_loop` has no reverse mode
+        jaxpr, _ = _compat.open_jaxpr(params["body_jaxpr"])
+        if str(control_flow.__file__) in jaxpr.debug_info.func_src_info:
+            e.add_note(_NO_REVERSE_MODE)
+        raise
 
 
 _NO_REVERSE_MODE = (
@@ -517,8 +505,3 @@ _NO_REVERSE_MODE = (
     '`eqx.internal.while_loop(..., kind="bounded")`. Or take the gradient inside, '
     "`save_intermediates(eqx.filter_grad(loss))`."
 )
-_transpose_while: Any = _compat.find(
-    "the rule that says that a `while_loop` has no reverse mode",
-    lambda: ad.primitive_transposes[while_p],
-)
-ad.primitive_transposes[while_p] = _explain_while(_transpose_while)

@@ -49,7 +49,7 @@ def jaxprs_in(x: Any) -> Iterator[Any]:
         yield x
     elif isinstance(x, jax.stages.Traced):
         yield from jaxprs_in(x.jaxpr)
-    elif _compat.is_hi_prim(x):
+    elif isinstance(x, _compat.HiPrim):
         yield from jaxprs_in(x.params)
     elif isinstance(x, tuple | list | dict):
         for v in x.values() if isinstance(x, dict) else x:
@@ -65,7 +65,7 @@ def map_jaxprs(params: dict[str, Any], fn: Callable[[Any], Any]) -> dict[str, An
             return fn(x)
         if isinstance(x, jax.stages.Traced):
             return _compat.traced_with_jaxpr(x, visit(x.jaxpr))
-        if _compat.is_hi_prim(x):
+        if isinstance(x, _compat.HiPrim):
             return _compat.hi_with_params(x, visit)
         if isinstance(x, tuple):
             new = [visit(v) for v in x]
@@ -201,7 +201,11 @@ def _in_functions(eqn: Any) -> list[Site]:
 
 def expanded(eqn: Any) -> Any:
     """What a `HiPrim` computes, as a jaxpr."""
-    program = _compat.hi_program(eqn.params["_prim"])
+    prim = eqn.params["_prim"]
+
+    def program(*args):
+        return jax.tree.leaves(prim.expand(*jax.tree.unflatten(prim.in_tree, args)))
+
     with listening(listening.value or Listening()):
         return jax.make_jaxpr(program)(*[v.aval for v in eqn.invars])
 
@@ -236,14 +240,10 @@ def loop_of(eqn: Any) -> Loop | None:
     return _loops[eqn.primitive](eqn.params) if eqn.primitive in _loops else None
 
 
-def loops_of(eqns: Iterable[Any]) -> list[Loop]:
-    """Those of some equations that are loops."""
-    return [loop for loop in map(loop_of, eqns) if loop is not None]
-
-
 def lengths_of(eqns: Iterable[Any]) -> tuple[int, ...]:
     """How many iterations the scans among some equations have."""
-    return tuple(x.length for x in loops_of(eqns) if x.length is not None)
+    loops = map(loop_of, eqns)
+    return tuple(x.length for x in loops if x is not None and x.length is not None)
 
 
 # --- changing programs ---
