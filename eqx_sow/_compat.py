@@ -121,27 +121,15 @@ _DebugEffect: Any = find(
 ordered_effect = find("the effect of ordered callbacks", lambda: _debug_effect(True))
 
 
-class _Effect(_DebugEffect):
-    """All of one class are equal."""
-
-    def __eq__(self, other):
-        return type(other) is type(self)
-
-    def __hash__(self):
-        return hash(type(self))
-
-    def __repr__(self):
-        return type(self).__name__.removesuffix("Effect")
-
-    __str__ = __repr__
+# All of one class are equal.
+@dc.dataclass(frozen=True)
+class SowEffect(_DebugEffect):
+    __str__ = lambda self: "Sow"
 
 
-class SowEffect(_Effect):
-    pass
-
-
-class TapEffect(_Effect):
-    pass
+@dc.dataclass(frozen=True)
+class TapEffect(_DebugEffect):
+    __str__ = lambda self: "Tap"
 
 
 def open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
@@ -381,10 +369,7 @@ def public_nan_errors() -> Iterator[None]:
 # JAX's own subclasses (`JAX_CUSTOM_VJP3`, `JAX_REMAT3`).
 
 
-def _hi_primitive() -> jexc.Primitive | None:
-    if not HiPrim:
-        return None
-
+def _hi_primitive() -> jexc.Primitive:
     class Identity(HiPrim):
         def __init__(self, aval):
             self.in_avals, self.out_aval, self.params = (aval,), aval, {}
@@ -395,7 +380,7 @@ def _hi_primitive() -> jexc.Primitive | None:
 
 # From JAX 0.12 on. Else no object is one, and the primitive is `None`.
 HiPrim: Any = getattr(jax.experimental.hijax, "HiPrim", ())
-hi_p: Any = find("the primitive of `HiPrim`", _hi_primitive)
+hi_p: Any = find("the primitive of `HiPrim`", _hi_primitive) if HiPrim else None
 
 
 def hi_with_params(prim: Any, fn: Callable[[Any], Any]) -> Any:
@@ -443,12 +428,6 @@ def classic_form(prim: Any) -> tuple[jexc.Primitive, dict[str, Any]] | None:
 remat_rules = find(
     "JAX's table of rematerialization rules", _in_jax("interpreters.remat", "rules"), {}
 )
-
-
-def tell_vmap(around: Any) -> None:
-    """Does what `with_around` does, for the `jax.vmap` that is being traced."""
-    trace = current_trace()
-    trace.axis_data = with_around(trace.axis_data, around)
 
 
 def unmapped(eqn: Any) -> tuple[jexc.Primitive, dict[str, Any]]:

@@ -28,6 +28,7 @@ import jax
 import jax.core
 import jax.extend.core as jexc
 import jax.extend.linear_util as lu
+from jax.extend.core import primitives as prims
 from jax.interpreters import ad, batching, partial_eval as pe
 
 from .. import _compat
@@ -47,12 +48,6 @@ from .sows import (
     shows_sow,
     without_prints,
 )
-
-
-cond_p = jexc.primitives.cond_p
-remat_p = jexc.primitives.remat_p
-scan_p = jexc.primitives.scan_p
-while_p = jexc.primitives.while_p
 
 
 _wrapped: list[tuple[dict, jexc.Primitive, Callable]] = []
@@ -134,8 +129,8 @@ def _keep_listening(primitive: jexc.Primitive, scope: Callable) -> None:
     primitive.bind = bind_listening
 
 
-_keep_listening(jexc.primitives.custom_jvp_call_p, _compat.derivative_rule)
-_keep_listening(jexc.primitives.custom_vjp_call_p, contextlib.nullcontext)
+_keep_listening(prims.custom_jvp_call_p, _compat.derivative_rule)
+_keep_listening(prims.custom_vjp_call_p, contextlib.nullcontext)
 
 
 # --- JAX's next primitives ---
@@ -175,7 +170,8 @@ def _telling_vmap(rule, around_vmap):
     @ft.wraps(rule)
     def call(*args):
         if listening.value is not None:
-            _compat.tell_vmap(around_vmap)
+            trace = _compat.current_trace()
+            trace.axis_data = _compat.with_around(trace.axis_data, around_vmap)
         return rule(*args)
 
     return call
@@ -232,7 +228,7 @@ def _batched(rule, axis_data, args, dims, params):
     return closed, dims_out
 
 
-@_wrap(batching.fancy_primitive_batchers, scan_p)
+@_wrap(batching.fancy_primitive_batchers, prims.scan_p)
 def _batch_scan(rule, axis_data, args, dims, **params):
     if not shows_sow(params["jaxpr"]):
         # There may be some in a custom derivative rule: those cannot be seen yet.
@@ -241,7 +237,7 @@ def _batch_scan(rule, axis_data, args, dims, **params):
     return jexc.jaxpr_as_fun(closed)(*args), dims_out
 
 
-@_wrap(batching.fancy_primitive_batchers, while_p)
+@_wrap(batching.fancy_primitive_batchers, prims.while_p)
 def _batch_while(rule, axis_data, args, dims, **params):
     body, cond = params["body_jaxpr"], params["cond_jaxpr"]
     closed, dims_out = _batched(rule, axis_data, args, dims, params)
@@ -304,7 +300,7 @@ def _guarded(axis_data, args, dims, params):
     return args, [*dims[:m], 0 if mapped else None, *dims[m:]], params
 
 
-@_wrap(batching.fancy_primitive_batchers, cond_p)
+@_wrap(batching.fancy_primitive_batchers, prims.cond_p)
 def _batch_cond(rule, axis_data, args, dims, *, branches, **params):
     if dims[0] is None:
         return rule(axis_data, args, dims, branches=branches, **params)
@@ -336,17 +332,17 @@ def _batch_cond(rule, axis_data, args, dims, *, branches, **params):
 # JAX linearizes a checkpoint by its rule for tangents, and does not tell this rule
 # whether they will be transposed. See `_differentiated` in `_mark/primitive.py`.
 _compat.primitive_linearizations.setdefault(
-    remat_p, ft.partial(_compat.linearize_by_tangents, remat_p)
+    prims.remat_p, ft.partial(_compat.linearize_by_tangents, prims.remat_p)
 )
 
 
-@_wrap(_compat.primitive_linearizations, remat_p)
+@_wrap(_compat.primitive_linearizations, prims.remat_p)
 def _linearize_checkpoint(rule, is_vjp, *args, **params):
     with _listening_with(backward=bool(is_vjp)):
         return rule(is_vjp, *args, **params)
 
 
-@_wrap(pe.partial_eval_jaxpr_custom_rules, while_p)
+@_wrap(pe.partial_eval_jaxpr_custom_rules, prims.while_p)
 def _checkpoint_while(rule, *args):
     with _listening_with(in_while=True):
         return rule(*args)
@@ -377,8 +373,8 @@ def _keep_tangents(primitive: jexc.Primitive, first: int) -> None:
         return outs
 
 
-_keep_tangents(cond_p, first=1)
-_keep_tangents(remat_p, first=0)
+_keep_tangents(prims.cond_p, first=1)
+_keep_tangents(prims.remat_p, first=0)
 
 
 # --- sows stay in their loops ---
@@ -393,12 +389,13 @@ _keep_tangents(remat_p, first=0)
 #       ... c ...               ... c ...
 #     ] w                     ] b
 #
-# So is whatever comes out of an equation with a sow inside, such as a cond. But JAX
-# splits a jitted function or an inner scan into what is known and what is not. There
-# the same is done inside.
+# So is whatever comes out of an equation with a sow inside, such as a cond. Only what
+# JAX splits into a known and an unknown part, such as a jitted function, is split here,
+# too, by the same rules.
 #
-# `to` is the trace in which the rule of a scan evaluates what it moves out, while it
-# runs. Inside what is split, `listening` says it, of all partial evaluations.
+# While the rule of a scan runs, `_moving.to` is the trace to which it moves things, the
+# parent of the trace of partial evaluation. Those with other parents are of derivatives
+# in the body. But inside of what is split, they all move something out.
 _moving = threading.local()
 
 
@@ -419,8 +416,8 @@ def _moves_to_here(rule: Callable, *args, **params):
         _moving.to = before
 
 
-_wrap(_compat.primitive_linearizations, scan_p)(_moves_to_here)
-_wrap(pe.custom_partial_eval_rules, scan_p)(_moves_to_here)
+_wrap(_compat.primitive_linearizations, prims.scan_p)(_moves_to_here)
+_wrap(pe.custom_partial_eval_rules, prims.scan_p)(_moves_to_here)
 
 
 def _as_jit(fn: Callable, avals: Sequence[Any]) -> Any:
@@ -429,7 +426,7 @@ def _as_jit(fn: Callable, avals: Sequence[Any]) -> Any:
     return eqn
 
 
-@_wrap(pe.partial_eval_jaxpr_custom_rules, scan_p)
+@_wrap(pe.partial_eval_jaxpr_custom_rules, prims.scan_p)
 def _checkpoint_scan(rule, *args):
     with _listening_with(moving=True):
         known, *rest = rule(*args)
@@ -441,7 +438,7 @@ def _checkpoint_scan(rule, *args):
     return known, *rest
 
 
-_SPLIT = scan_p, jexc.primitives.jit_p, jexc.primitives.closed_call_p
+_SPLIT = prims.scan_p, prims.jit_p, prims.closed_call_p
 
 
 def _keep_in_loop(primitive: jexc.Primitive) -> None:
@@ -455,12 +452,9 @@ def _keep_in_loop(primitive: jexc.Primitive) -> None:
             return bind(*args, **params)
         # One more operand, so that not even a function of nothing is known.
         tracers = list(map(trace.to_jaxpr_tracer, (0, *args)))
-        if primitive is _compat.shard_map_p:
-            # Of what is known, a part with nothing but sows would be dropped.
-            split = not all(x.is_known() for x in tracers)
-        else:
-            split = primitive in _SPLIT
-        if split:
+        known = all(x.is_known() for x in tracers)
+        # Of a `shard_map` of what is known, a part with only sows would be dropped.
+        if primitive in _SPLIT or (primitive is _compat.shard_map_p and not known):
             with _listening_with(moving=True):
                 return bind(*args, **params)
         tracers = list(map(trace.instantiate_const, tracers))
@@ -487,7 +481,7 @@ pe.custom_partial_eval_rules[sow_p] = _partial_eval_sow
 
 
 # Outside a capture, too: what was captured may be differentiated.
-@_wrap(ad.primitive_transposes, while_p, always=True)
+@_wrap(ad.primitive_transposes, prims.while_p, always=True)
 def _transpose_while(rule, *args, **params):
     try:
         return rule(*args, **params)

@@ -185,12 +185,10 @@ def _in_functions(eqn: Any) -> list[Site]:
     """The sites of Python functions that an equation holds: they are traced once
     more."""
     primitive, params = _compat.unmapped(eqn)
-    if primitive is _compat.noinline_p:
+    noinline = primitive is _compat.noinline_p
+    if noinline or (primitive is _compat.hi_p and _compat.is_users(params["_prim"])):
         with listening(Listening()):
-            return sites(_compat.noinlined(eqn))
-    if primitive is _compat.hi_p and _compat.is_users(params["_prim"]):
-        with listening(Listening()):
-            return sites(expanded(eqn))
+            return sites((_compat.noinlined if noinline else expanded)(eqn))
     found: list[Site] = []
     if {"static", "treedef"} <= params.keys():
         with listening(Listening(found=found.append)):

@@ -12,7 +12,7 @@ what is taken from the sows of an iteration, which the scan stacks.
 
 import functools as ft
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from types import SimpleNamespace
 
 import equinox as eqx
 import jax
@@ -40,14 +40,6 @@ def _split(xs, *sizes):
 
 
 # --- loops and branches that run eagerly ---
-class _Equation(NamedTuple):
-    """What the rules for these read of an equation."""
-
-    primitive: jexc.Primitive
-    params: dict[str, Any]
-    invars: tuple[Any, ...] = ()
-
-
 def staged_if_eager(rule: Callable) -> Callable:
     """For a rule that binds a primitive which JAX compiles when it runs eagerly.
 
@@ -57,8 +49,10 @@ def staged_if_eager(rule: Callable) -> Callable:
     """
 
     def of_params(interpret, given, held, *args):
+        # What a rule reads of an equation.
         primitive, params = held
-        return rule(interpret, given, _Equation(primitive, dict(params)), *args)
+        eqn = SimpleNamespace(primitive=primitive, params=dict(params), invars=())
+        return rule(interpret, given, eqn, *args)
 
     @ft.wraps(rule)
     def staged(interpret, given, eqn, *args):
