@@ -17,6 +17,7 @@ import equinox as eqx
 import equinox.internal
 import jax
 import jax.core
+import jax.experimental.hijax
 import jax.extend.core as jexc
 import jax.numpy as jnp
 import numpy as np
@@ -120,27 +121,15 @@ _DebugEffect: Any = find(
 ordered_effect = find("the effect of ordered callbacks", lambda: _debug_effect(True))
 
 
-class _Effect(_DebugEffect):
-    """All of one class are equal."""
-
-    def __eq__(self, other):
-        return type(other) is type(self)
-
-    def __hash__(self):
-        return hash(type(self))
-
-    def __repr__(self):
-        return type(self).__name__.removesuffix("Effect")
-
-    __str__ = __repr__
+# All of one class are equal.
+@dc.dataclass(frozen=True)
+class SowEffect(_DebugEffect):
+    __str__ = lambda self: "Sow"
 
 
-class SowEffect(_Effect):
-    pass
-
-
-class TapEffect(_Effect):
-    pass
+@dc.dataclass(frozen=True)
+class TapEffect(_DebugEffect):
+    __str__ = lambda self: "Tap"
 
 
 def open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
@@ -311,16 +300,6 @@ def unspecified() -> tuple[dict[str, Any], dict[str, Any]]:
     return {k: p[k][0] for k in inputs}, {k: p[k][0] for k in outputs}
 
 
-def call_that_keeps_effects(eqn: Any) -> Any:
-    """A call as an equation of `jax.jit`, if JAX's partial evaluation (up to 0.10)
-    would lose the effects in it."""
-    if eqn.primitive is not _call_p or not _call_p.call_primitive:
-        return eqn
-    fn = jax.jit(jexc.jaxpr_as_fun(eqn.params["call_jaxpr"]))
-    (call,) = jax.make_jaxpr(fn)(*[v.aval for v in eqn.invars]).eqns
-    return eqn.replace(primitive=call.primitive, params=call.params)
-
-
 def _transposed() -> Any:
     # Traced, not run: importing starts no backend.
     negate = lambda x: jax.linear_transpose(jax.lax.neg, x)(x)
@@ -390,11 +369,8 @@ def public_nan_errors() -> Iterator[None]:
 # JAX's own subclasses (`JAX_CUSTOM_VJP3`, `JAX_REMAT3`).
 
 
-def _hi_primitive() -> jexc.Primitive | None:
-    if _HiPrim is None:
-        return None
-
-    class Identity(_HiPrim):
+def _hi_primitive() -> jexc.Primitive:
+    class Identity(HiPrim):
         def __init__(self, aval):
             self.in_avals, self.out_aval, self.params = (aval,), aval, {}
             super().__init__()
@@ -402,19 +378,9 @@ def _hi_primitive() -> jexc.Primitive | None:
     return _equation(lambda x: Identity(jax.typeof(x))(x)).primitive
 
 
-def _hi_primitive_type() -> type | None:
-    from jax.experimental import hijax
-
-    return getattr(hijax, "HiPrim", None)  # from JAX 0.12 on
-
-
-_HiPrim: Any = find("`HiPrim`", _hi_primitive_type)
-# `None` where there is none.
-hi_p: Any = find("the primitive of `HiPrim`", _hi_primitive)
-
-
-def is_hi_prim(x: Any) -> bool:
-    return _HiPrim is not None and isinstance(x, _HiPrim)
+# From JAX 0.12 on. Else no object is one, and the primitive is `None`.
+HiPrim: Any = getattr(jax.experimental.hijax, "HiPrim", ())
+hi_p: Any = find("the primitive of `HiPrim`", _hi_primitive) if HiPrim else None
 
 
 def hi_with_params(prim: Any, fn: Callable[[Any], Any]) -> Any:
@@ -445,15 +411,6 @@ def is_users(prim: Any) -> bool:
     return not type(prim).__module__.startswith("jax.")
 
 
-def hi_program(prim: Any) -> Callable:
-    """What a `HiPrim` computes, as a function of its operands."""
-
-    def expand(*args):
-        return jax.tree.leaves(prim.expand(*jax.tree.unflatten(prim.in_tree, args)))
-
-    return expand
-
-
 def classic_form(prim: Any) -> tuple[jexc.Primitive, dict[str, Any]] | None:
     """What `jax.checkpoint` and `checkpoint_name` bind without `JAX_REMAT3`, for what
     they bind with it. In the new form JAX evaluates the jaxpr a second time, for the
@@ -471,12 +428,6 @@ def classic_form(prim: Any) -> tuple[jexc.Primitive, dict[str, Any]] | None:
 remat_rules = find(
     "JAX's table of rematerialization rules", _in_jax("interpreters.remat", "rules"), {}
 )
-
-
-def tell_vmap(around: Any) -> None:
-    """Does what `with_around` does, for the `jax.vmap` that is being traced."""
-    trace = current_trace()
-    trace.axis_data = with_around(trace.axis_data, around)
 
 
 def unmapped(eqn: Any) -> tuple[jexc.Primitive, dict[str, Any]]:

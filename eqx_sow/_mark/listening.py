@@ -52,6 +52,8 @@ class Listening(NamedTuple):
     leafwise: bool = False
     # Whether JAX moves something out of a scan, see `_walk/jax_rules.py`.
     moving: bool = False
+    # Whether JAX splits the body of a while loop, which can keep nothing.
+    in_while: bool = False
 
 
 # Not `None` while a program is traced in order to see or change its sows. It is

@@ -20,7 +20,6 @@ not a call of a module has the number 0.0 as its first operand.
 
 import dataclasses as dc
 import functools as ft
-import threading
 from typing import Any
 
 import jax
@@ -271,22 +270,14 @@ def _sow_checkpoint(saveable, unknown, instantiated, eqn):
         return None, eqn, every, every, missing
     again = eqn.replace(primitive=same_p, effects=frozenset())
     edge, *outvars = eqn.outvars
-    if residuals.forbidden or type(edge) is not jexc.Var:
+    here = listening.value
+    if (here is not None and here.in_while) or type(edge) is not jexc.Var:
         return eqn, again, [False] * len(every), every, missing
     # The edge is kept, which costs nothing. So what is computed again is needed for its
     # values only.
     again = again.replace(outvars=[jexc.Var(edge.aval), *outvars])
     instantiated = [False, *every[1:]]
     return eqn, again, [False] * len(every), instantiated, [*missing, edge]
-
-
-class _Residuals(threading.local):
-    """Whether JAX is splitting the body of a while loop, which can keep nothing."""
-
-    forbidden = False
-
-
-residuals = _Residuals()
 
 
 def _same_jvp(primals, tangents, *, site):

@@ -28,7 +28,7 @@ from .._names import check_known, every_selected, in_a_list, matches, Selected
 from .._values.modes import labels
 from .._walk.executions import with_executions
 from .._walk.handler import Given, Handler, is_solver, Taken
-from .._walk.interpreter import evaluate
+from .._walk.interpreter import evaluate, Interpret
 from .._walk.jax_rules import check_wrapped
 from .._walk.sows import Found, lengths_of, recomputed, seen_as, sows
 from .options import Options
@@ -54,7 +54,10 @@ class Program:
 
     def evaluate(self, handler: Handler, given: Given) -> tuple[list, Taken]:
         """The arrays of the output, and what the handler took from the sows."""
-        run = ft.partial(evaluate, *_compat.open_jaxpr(self.closed), handler)
+
+        def run(given, inputs):
+            return evaluate(Interpret(handler), given, self.closed, *inputs)
+
         outer = listening.value
         if outer is None or not outer.scope:
             return run(given, self.inputs)

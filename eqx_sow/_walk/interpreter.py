@@ -8,9 +8,10 @@ knows of the other, and every equation that has no sow in it stays exactly as it
 
 import functools as ft
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.extend.core as jexc
 import jax.tree_util as jtu
 
@@ -20,7 +21,7 @@ from .._mark.primitive import sow_p
 from .._mark.staging import to_jaxpr
 from .frame import Frame, without_donating
 from .handler import Given, Handler, refuse_unknown, Taken
-from .sows import with_sow, without_sows
+from .sows import eqn_without_sows, jaxprs_in, kept_with_jaxpr, with_sow
 
 
 rules: dict[jexc.Primitive, Callable] = {}
@@ -42,80 +43,44 @@ def rule_for(primitive: jexc.Primitive) -> Callable[[Callable], Callable]:
     return register
 
 
-# For each jaxpr, a function of a handler that returns what that makes of it. So a jaxpr
-# that occurs many times is walked once by each handler. The results are kept for as
-# long as the jaxpr is.
-Stages = weakref.WeakKeyDictionary[Any, Callable]
-_stages: Stages = weakref.WeakKeyDictionary()
+def _to_ref(x: Any) -> Any:
+    return weakref.ref(x) if _compat.is_jaxpr(x) else x
 
 
-class Interpret:
-    """`interpret(jaxpr)(given, *args) -> (outs, taken)`."""
-
-    def __init__(self, handler: Handler, stages: Stages = _stages):
-        self.handler = handler
-        self._stages = stages
-
-    def __call__(self, jaxpr: Any) -> Callable:
-        def run(given, *args):
-            closed, inputs, treedef = self.staged(jaxpr, given, *args)
-            out = _compat.inline_or_call(closed, inputs)
-            return jtu.tree_unflatten(treedef, out)
-
-        return run
-
-    def staged(self, jaxpr: Any, given: Given, *args) -> tuple[Any, list[Any], Any]:
-        """For rules that keep an equation and put another jaxpr into it: what the
-        handler makes of a jaxpr, without constants; the inputs of that, the last of
-        which are `args`; and the treedef of what `run` would return."""
-        if jaxpr not in self._stages:
-            self._stages[jaxpr] = _stage(weakref.ref(jaxpr), self._stages)
-        closed, treedef = self._stages[jaxpr](self.handler)(given, args)
-        _, consts = _compat.open_jaxpr(closed)
-        inputs = [*consts, *jtu.tree_leaves((given, args))]
-        return consts_as_args(closed), inputs, treedef
+def _from_ref(x: Any) -> Any:
+    return x() if isinstance(x, weakref.ref) else x
 
 
-def _stage(jaxpr: weakref.ref, stages: Stages) -> Callable:
-    @ft.lru_cache(maxsize=16)
-    def by(handler):
-        def evaluate_jaxpr(given, args):
-            opened, consts = _compat.open_jaxpr(jaxpr())
-            return evaluate(opened, consts, handler, given, args, stages)
+def _new_stages() -> Callable:
+    """What handlers make of jaxprs: see `Interpret.staged`. It is kept for as long as
+    the jaxpr is there, which it does not hold on to."""
 
-        return to_jaxpr(evaluate_jaxpr)
+    @kept_with_jaxpr
+    def of_jaxpr(jaxpr):
+        del jaxpr
 
-    return by
+        @ft.lru_cache(maxsize=16)
+        def by(handler, fn, refs):
+            def run(given, args):
+                held = jax.tree.map(_from_ref, refs)
+                return fn(Interpret(handler, of_jaxpr), given, held, *args)
+
+            return to_jaxpr(run)
+
+        return by
+
+    return of_jaxpr
 
 
-# The same jaxpr each time, so that JAX compiles it once.
-_closed: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-
-
-def consts_as_args(closed: Any) -> Any:
-    """A closed jaxpr of which the constants are the first operands."""
-    jaxpr, consts = _compat.open_jaxpr(closed)
-    if not consts:
-        return closed
-    if jaxpr not in _closed:
-        invars = [*jaxpr.constvars, *jaxpr.invars]
-        opened = jaxpr.replace(constvars=[], invars=invars)
-        _closed[jaxpr] = jexc.ClosedJaxpr(opened, ())
-    return _closed[jaxpr]
+_stages = _new_stages()
 
 
 def evaluate(
-    jaxpr: Any,
-    consts: Sequence[Any],
-    handler: Handler,
-    given: Given,
-    args,
-    stages: Stages | None = None,
+    interpret: "Interpret", given: Given, jaxpr: Any, *args
 ) -> tuple[list[Any], Taken]:
-    """Evaluates an open jaxpr, with each sow left to the handler."""
-    if stages is None:
-        kept = handler.cacheable or _compat.is_eager()
-        stages = _stages if kept else weakref.WeakKeyDictionary()
+    """Evaluates a jaxpr, with each sow left to the handler."""
+    handler = interpret.handler
+    jaxpr, consts = _compat.open_jaxpr(jaxpr)
     frame = Frame(jaxpr, [*consts, *args])
     found: list[Any] = []
     begin = 0
@@ -134,14 +99,13 @@ def evaluate(
         rule = rules.get(eqn.primitive)
         if rule is None:
             refuse_unknown(handler, eqn)
-            frame.defer(eqn if handler.has_outer else without_sows(eqn))
+            frame.defer(eqn if handler.has_outer else eqn_without_sows(eqn))
             continue
         values = frame.read(eqn.invars)
         frame.flush_effects()
         with eqn.ctx.manager, in_mesh_of(values):
-            outs, taken = rule(
-                Interpret(handler.for_inside(eqn), stages), given, eqn, *values
-            )
+            inside = Interpret(handler.for_inside(eqn), interpret.stages)
+            outs, taken = rule(inside, given, eqn, *values)
         frame.set(eqn.outvars, outs)
         rest = handler.leave_equation(taken.values, frame)
         found.append(taken._replace(values=rest))
@@ -152,3 +116,50 @@ def evaluate(
     outs = frame.read_arrays(jaxpr.outvars)
     frame.flush_effects()
     return outs, taken
+
+
+class Interpret:
+    """`interpret(jaxpr)(given, *args) -> (outs, taken)`."""
+
+    def __init__(self, handler: Handler, stages: Callable | None = None):
+        self.handler = handler
+        kept = handler.cacheable or _compat.is_eager()
+        self.stages = stages or (_stages if kept else _new_stages())
+
+    def __call__(self, jaxpr: Any) -> Callable:
+        return ft.partial(self.run, evaluate, jaxpr)
+
+    def run(self, fn: Callable, held: Any, given: Given, *args) -> Any:
+        """`fn(interpret, given, held, *args)`, by way of a jaxpr: see `staged`."""
+        closed, inputs, treedef = self.staged(held, given, *args, fn=fn)
+        return jtu.tree_unflatten(treedef, _compat.inline_or_call(closed, inputs))
+
+    def staged(
+        self, held: Any, given: Given, *args, fn: Callable = evaluate
+    ) -> tuple[Any, list[Any], Any]:
+        """For rules that keep an equation and put another jaxpr into it: what the
+        handler makes of a jaxpr, without constants; the inputs of that, the last of
+        which are `args`; and the treedef of what `run` would return.
+
+        A jaxpr that occurs many times is walked once by each handler, and what that
+        makes of it is the same jaxpr each time, which JAX compiles once. `held` is the
+        jaxpr, or for another `fn` whatever is hashable and has jaxprs inside.
+        """
+        by = self.stages(next(jaxprs_in(held)))
+        refs = jax.tree.map(_to_ref, held)
+        closed, treedef = by(self.handler, fn, refs)(given, args)
+        _, consts = _compat.open_jaxpr(closed)
+        inputs = [*consts, *jtu.tree_leaves((given, args))]
+        return consts_as_args(closed), inputs, treedef
+
+
+def consts_as_args(closed: Any) -> Any:
+    """A closed jaxpr of which the constants are the first operands."""
+    jaxpr, consts = _compat.open_jaxpr(closed)
+    return _consts_as_args(jaxpr) if consts else closed
+
+
+@kept_with_jaxpr
+def _consts_as_args(jaxpr):
+    invars = [*jaxpr.constvars, *jaxpr.invars]
+    return jexc.ClosedJaxpr(jaxpr.replace(constvars=[], invars=invars), ())

@@ -21,7 +21,6 @@ import dataclasses as dc
 import functools as ft
 import inspect
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,13 +28,14 @@ import jax
 import jax.core
 import jax.extend.core as jexc
 import jax.extend.linear_util as lu
+from jax.extend.core import primitives as prims
 from jax.interpreters import ad, batching, partial_eval as pe
 
 from .. import _compat
 from .._errors import SowError
 from .._mark.listening import around, listening
 from .._mark.noting import listening_as
-from .._mark.primitive import residuals, sow_p
+from .._mark.primitive import sow_p
 from .handler import Given, Handler
 from .interpreter import Interpret, rules
 from .rules import control_flow
@@ -43,23 +43,19 @@ from .sows import (
     has_sow,
     is_lanewise,
     jaxprs_in,
+    kept_with_jaxpr,
+    map_jaxprs,
     shows_sow,
     without_prints,
 )
 
 
-cond_p = jexc.primitives.cond_p
-remat_p = jexc.primitives.remat_p
-scan_p = jexc.primitives.scan_p
-while_p = jexc.primitives.while_p
+_wrapped: list[tuple[dict, jexc.Primitive, Callable]] = []
 
 
-_wrapped: dict[tuple[int, jexc.Primitive], tuple[dict, Callable]] = {}
-
-
-def _wrap(table: dict, primitive: jexc.Primitive) -> Callable:
-    """A decorator of a function that is called, during a capture, in the place of the
-    rule for this primitive in one of JAX's tables: with that rule, and its
+def _wrap(table: dict, primitive: jexc.Primitive, always: bool = False) -> Callable:
+    """A decorator of a function that is called, during a capture or `always`, in the
+    place of the rule for this primitive in one of JAX's tables: with that rule, and its
     arguments."""
 
     def decorate(wrapper):
@@ -67,12 +63,12 @@ def _wrap(table: dict, primitive: jexc.Primitive) -> Callable:
         rule: Any = _compat.find(what, lambda: table[primitive])
 
         def chosen(*args, **kwargs):
-            if listening.value is None:
+            if listening.value is None and not always:
                 return rule(*args, **kwargs)
             return wrapper(rule, *args, **kwargs)
 
         table[primitive] = chosen
-        _wrapped[id(table), primitive] = table, chosen
+        _wrapped.append((table, primitive, chosen))
         return wrapper
 
     return decorate
@@ -80,12 +76,17 @@ def _wrap(table: dict, primitive: jexc.Primitive) -> Callable:
 
 def check_wrapped() -> None:
     """Raises if another library has put rules in the place of ours."""
-    for (_, primitive), (table, chosen) in _wrapped.items():
+    for table, primitive, chosen in _wrapped:
         if table.get(primitive) is not chosen:
             raise SowError(
                 f"Another library has replaced JAX's rule for `{primitive}`, which "
                 "eqx_sow needs to see. Import eqx_sow after that library."
             )
+
+
+def _listening_with(**changes: Any) -> Any:
+    """A context in which JAX's rules, and its caches, find these in `listening`."""
+    return listening(listening.value._replace(**changes))
 
 
 # --- custom derivative rules ---
@@ -128,8 +129,8 @@ def _keep_listening(primitive: jexc.Primitive, scope: Callable) -> None:
     primitive.bind = bind_listening
 
 
-_keep_listening(jexc.primitives.custom_jvp_call_p, _compat.derivative_rule)
-_keep_listening(jexc.primitives.custom_vjp_call_p, contextlib.nullcontext)
+_keep_listening(prims.custom_jvp_call_p, _compat.derivative_rule)
+_keep_listening(prims.custom_vjp_call_p, contextlib.nullcontext)
 
 
 # --- JAX's next primitives ---
@@ -169,7 +170,8 @@ def _telling_vmap(rule, around_vmap):
     @ft.wraps(rule)
     def call(*args):
         if listening.value is not None:
-            _compat.tell_vmap(around_vmap)
+            trace = _compat.current_trace()
+            trace.axis_data = _compat.with_around(trace.axis_data, around_vmap)
         return rule(*args)
 
     return call
@@ -221,12 +223,12 @@ def _batched(rule, axis_data, args, dims, params):
         outs, dims_out[:] = rule(inside, args, dims, **params)
         return outs
 
-    with listening(listening.value._replace(loops=around(inside).loops)):
+    with _listening_with(loops=around(inside).loops):
         closed = jax.make_jaxpr(batched)(*args)
     return closed, dims_out
 
 
-@_wrap(batching.fancy_primitive_batchers, scan_p)
+@_wrap(batching.fancy_primitive_batchers, prims.scan_p)
 def _batch_scan(rule, axis_data, args, dims, **params):
     if not shows_sow(params["jaxpr"]):
         # There may be some in a custom derivative rule: those cannot be seen yet.
@@ -235,7 +237,7 @@ def _batch_scan(rule, axis_data, args, dims, **params):
     return jexc.jaxpr_as_fun(closed)(*args), dims_out
 
 
-@_wrap(batching.fancy_primitive_batchers, while_p)
+@_wrap(batching.fancy_primitive_batchers, prims.while_p)
 def _batch_while(rule, axis_data, args, dims, **params):
     body, cond = params["body_jaxpr"], params["cond_jaxpr"]
     closed, dims_out = _batched(rule, axis_data, args, dims, params)
@@ -298,7 +300,7 @@ def _guarded(axis_data, args, dims, params):
     return args, [*dims[:m], 0 if mapped else None, *dims[m:]], params
 
 
-@_wrap(batching.fancy_primitive_batchers, cond_p)
+@_wrap(batching.fancy_primitive_batchers, prims.cond_p)
 def _batch_cond(rule, axis_data, args, dims, *, branches, **params):
     if dims[0] is None:
         return rule(axis_data, args, dims, branches=branches, **params)
@@ -330,61 +332,49 @@ def _batch_cond(rule, axis_data, args, dims, *, branches, **params):
 # JAX linearizes a checkpoint by its rule for tangents, and does not tell this rule
 # whether they will be transposed. See `_differentiated` in `_mark/primitive.py`.
 _compat.primitive_linearizations.setdefault(
-    remat_p, ft.partial(_compat.linearize_by_tangents, remat_p)
+    prims.remat_p, ft.partial(_compat.linearize_by_tangents, prims.remat_p)
 )
 
 
-@_wrap(_compat.primitive_linearizations, remat_p)
+@_wrap(_compat.primitive_linearizations, prims.remat_p)
 def _linearize_checkpoint(rule, is_vjp, *args, **params):
-    with listening(listening.value._replace(backward=bool(is_vjp))):
+    with _listening_with(backward=bool(is_vjp)):
         return rule(is_vjp, *args, **params)
 
 
-@_wrap(pe.partial_eval_jaxpr_custom_rules, while_p)
+@_wrap(pe.partial_eval_jaxpr_custom_rules, prims.while_p)
 def _checkpoint_while(rule, *args):
-    before, residuals.forbidden = residuals.forbidden, True
-    try:
+    with _listening_with(in_while=True):
         return rule(*args)
-    finally:
-        residuals.forbidden = before
 
 
-_returning: weakref.WeakKeyDictionary[Any, dict[int, Any]] = weakref.WeakKeyDictionary()
+@kept_with_jaxpr
+def _returning_operand(jaxpr: Any, i: int) -> Any:
+    """A jaxpr that returns its operand `i` as well."""
+    outvars = [*jaxpr.outvars, jaxpr.invars[i]]
+    return _compat.with_changes(jaxpr, outvars=outvars)
 
 
-def _returning_operand(closed: Any, i: int) -> Any:
-    """A jaxpr that returns its operand `i` as well. It is the same object each time, as
-    JAX's caches go by identity."""
-    made = _returning.setdefault(closed, {})
-    if i not in made:
-        outvars = [*closed.outvars, closed.invars[i]]
-        made[i] = _compat.with_changes(closed, outvars=outvars)
-    return made[i]
-
-
-def _keep_tangents(primitive: jexc.Primitive, name: str, operands: slice) -> None:
+def _keep_tangents(primitive: jexc.Primitive, first: int) -> None:
     """JAX's rule splits an equation in two, and drops the one for the tangents if none
     of its outputs is used. If there is a sow in it, it must stay: so we add an output,
     one of its own operands, and hold on to that."""
 
     @_wrap(pe.custom_partial_eval_rules, primitive)
     def _partial_eval(rule, trace, /, *tracers, **params):
-        unknown = [not t.is_known() for t in tracers[operands]]
-        jaxprs = params[name]
-        several = isinstance(jaxprs, tuple)
-        each = jaxprs if several else (jaxprs,)
-        if not (any(unknown) and any(map(shows_sow, each))):
+        unknown = [not t.is_known() for t in tracers[first:]]
+        if not (any(unknown) and any(map(shows_sow, jaxprs_in(params)))):
             return rule(trace, *tracers, **params)
-        new = tuple(_returning_operand(j, unknown.index(True)) for j in each)
-        params = {**params, name: new if several else new[0]}
+        i = unknown.index(True)
+        params = map_jaxprs(params, lambda jaxpr: _returning_operand(jaxpr, i))
         *outs, tangent = rule(trace, *tracers, **params)
         if shows_sow(tangent.recipe):
             trace.effect_handles.append(tangent)
         return outs
 
 
-_keep_tangents(cond_p, "branches", slice(1, None))
-_keep_tangents(remat_p, "jaxpr", slice(None))
+_keep_tangents(prims.cond_p, first=1)
+_keep_tangents(prims.remat_p, first=0)
 
 
 # --- sows stay in their loops ---
@@ -398,14 +388,15 @@ _keep_tangents(remat_p, "jaxpr", slice(None))
 #       c = sow b               c = sow b
 #       ... c ...               ... c ...
 #     ] w                     ] b
-class _Moving(threading.local):
-    """While JAX's rule for a scan runs: the trace in which it evaluates what it moves
-    out."""
-
-    to: Any = None
-
-
-_moving = _Moving()
+#
+# So is whatever comes out of an equation with a sow inside, such as a cond. Only what
+# JAX splits into a known and an unknown part, such as a jitted function, is split here,
+# too, by the same rules.
+#
+# While the rule of a scan runs, `_moving.to` is the trace to which it moves things, the
+# parent of the trace of partial evaluation. Those with other parents are of derivatives
+# in the body. But inside of what is split, they all move something out.
+_moving = threading.local()
 
 
 def _moves(trace: Any) -> bool:
@@ -414,122 +405,91 @@ def _moves(trace: Any) -> bool:
     # Only a trace of partial evaluation has the method.
     if here is None or not hasattr(trace, "instantiate_const"):
         return False
-    return here.moving or trace.parent_trace is _moving.to
-
-
-def _moving_inside() -> Any:
-    """Says that of all partial evaluations, as long as this lasts. JAX's caches know
-    that they are other ones."""
-    return listening(listening.value._replace(moving=True))
+    return here.moving or trace.parent_trace is getattr(_moving, "to", None)
 
 
 def _moves_to_here(rule: Callable, *args, **params):
-    before, _moving.to = _moving.to, _compat.current_trace()
+    before, _moving.to = getattr(_moving, "to", None), _compat.current_trace()
     try:
         return rule(*args, **params)
     finally:
         _moving.to = before
 
 
-_wrap(_compat.primitive_linearizations, scan_p)(_moves_to_here)
-_wrap(pe.custom_partial_eval_rules, scan_p)(_moves_to_here)
+_wrap(_compat.primitive_linearizations, prims.scan_p)(_moves_to_here)
+_wrap(pe.custom_partial_eval_rules, prims.scan_p)(_moves_to_here)
 
 
-@_wrap(pe.partial_eval_jaxpr_custom_rules, scan_p)
+def _as_jit(fn: Callable, avals: Sequence[Any]) -> Any:
+    """A call of a function, as the equation of a jitted one."""
+    (eqn,) = jax.make_jaxpr(jax.jit(lambda *args: fn(*args)))(*avals).eqns
+    return eqn
+
+
+@_wrap(pe.partial_eval_jaxpr_custom_rules, prims.scan_p)
 def _checkpoint_scan(rule, *args):
-    with _moving_inside():
+    with _listening_with(moving=True):
         known, *rest = rule(*args)
     if shows_sow(known):
-        known = _compat.call_that_keeps_effects(known)
+        # The call of a jaxpr, in which JAX up to 0.10 would lose the effects.
+        call = jexc.jaxpr_as_fun(known.params["call_jaxpr"])
+        eqn = _as_jit(call, [v.aval for v in known.invars])
+        known = known.replace(primitive=eqn.primitive, params=eqn.params)
     return known, *rest
 
 
-# What JAX itself splits into what is known and what is not.
-_SPLIT = scan_p, jexc.primitives.jit_p, jexc.primitives.closed_call_p
+_SPLIT = prims.scan_p, prims.jit_p, prims.closed_call_p
 
 
 def _keep_in_loop(primitive: jexc.Primitive) -> None:
-    """For a primitive that may have a sow inside."""
-
-    @_wrap(pe.custom_partial_eval_rules, primitive)
-    def _partial_eval(rule, trace, /, *tracers, **params):
-        if not (_moves(trace) and any(map(shows_sow, jaxprs_in(params)))):
-            return rule(trace, *tracers, **params)
-        if primitive not in _SPLIT:
-            return _stay(trace, ft.partial(primitive.bind, **params), tracers)
-        with _moving_inside():
-            return rule(trace, *tracers, **params)
-
-
-def _keep_call_in_loop(primitive: jexc.Primitive) -> None:
-    """For a primitive for which JAX's traces have methods, and no table. A `shard_map`
-    is split, if it is not all known. (Of what is, a part with nothing but sows would be
-    dropped.)"""
+    """For a primitive that may have a sow inside. Some of them have no rule for partial
+    evaluation: JAX's traces have methods."""
     bind = primitive.bind
 
-    def bind_or_stay(*args, **params):
+    def bind_in_loop(*args, **params):
         trace = _compat.current_trace()
         if not _moves(trace):
             return bind(*args, **params)
-        known = all(trace.to_jaxpr_tracer(x).is_known() for x in args)
-        if primitive is _compat.shard_map_p and not known:
-            with _moving_inside():
+        # One more operand, so that not even a function of nothing is known.
+        tracers = list(map(trace.to_jaxpr_tracer, (0, *args)))
+        known = all(x.is_known() for x in tracers)
+        # Of a `shard_map` of what is known, a part with only sows would be dropped.
+        if primitive in _SPLIT or (primitive is _compat.shard_map_p and not known):
+            with _listening_with(moving=True):
                 return bind(*args, **params)
-        closed = jax.make_jaxpr(lambda *args: list(bind(*args, **params)))(*args)
-        if shows_sow(closed):
-            return _stay(trace, jexc.jaxpr_as_fun(closed), args)
-        return bind(*args, **params)
+        tracers = list(map(trace.instantiate_const, tracers))
+        call = lambda _, *args: list(bind(*args, **params))
+        eqn = _as_jit(call, [x.aval for x in tracers])
+        if not shows_sow(eqn):
+            return bind(*args, **params)
+        return trace.default_process_primitive(eqn.primitive, tracers, eqn.params)
 
-    primitive.bind = bind_or_stay
-
-
-def _stay(trace: Any, fn: Callable, args: Sequence[Any]) -> Any:
-    """Calls a function in the loop: as one equation, with one more operand, so that not
-    even that of a function of nothing is known."""
-    tracers = [trace.instantiate_const(trace.to_jaxpr_tracer(x)) for x in (0, *args)]
-    call = jax.jit(lambda _, *args: fn(*args))
-    (eqn,) = jax.make_jaxpr(call)(*[x.aval for x in tracers]).eqns
-    return trace.default_process_primitive(eqn.primitive, tracers, eqn.params)
+    primitive.bind = bind_in_loop
 
 
-def _by_default(primitive, trace, /, *tracers, **params):
-    return trace.default_process_primitive(primitive, tracers, params)
+for _primitive in filter(None, rules):
+    _keep_in_loop(_primitive)
 
 
-for _primitive in (sow_p, *filter(None, rules)):
-    _default = ft.partial(_by_default, _primitive)
-    pe.custom_partial_eval_rules.setdefault(_primitive, _default)
-    if _primitive is not sow_p:
-        _keep_in_loop(_primitive)
-for _primitive in (
-    jexc.primitives.custom_jvp_call_p,
-    jexc.primitives.custom_vjp_call_p,
-    _compat.shard_map_p,
-):
-    _keep_call_in_loop(_primitive)
-
-
-@_wrap(pe.custom_partial_eval_rules, sow_p)
-def _partial_eval_sow(rule, trace, *tracers, site):
+def _partial_eval_sow(trace, *tracers, site):
     if _moves(trace):
         tracers = map(trace.instantiate_const, tracers)
-    return rule(trace, *tracers, site=site)
+    return trace.default_process_primitive(sow_p, tracers, dict(site=site))
 
 
-def _explain_while(rule):
-    """The one that is called outside a capture, too: what was captured may be
-    differentiated. It only raises."""
+pe.custom_partial_eval_rules[sow_p] = _partial_eval_sow
 
-    def transpose_while(*args, **params):
-        try:
-            return rule(*args, **params)
-        except ValueError as e:
-            jaxpr, _ = _compat.open_jaxpr(params["body_jaxpr"])
-            if str(control_flow.__file__) in jaxpr.debug_info.func_src_info:
-                e.add_note(_NO_REVERSE_MODE)
-            raise
 
-    return transpose_while
+# Outside a capture, too: what was captured may be differentiated.
+@_wrap(ad.primitive_transposes, prims.while_p, always=True)
+def _transpose_while(rule, *args, **params):
+    try:
+        return rule(*args, **params)
+    except ValueError as e:  # that a `while_loop` has no reverse mode
+        jaxpr, _ = _compat.open_jaxpr(params["body_jaxpr"])
+        if str(control_flow.__file__) in jaxpr.debug_info.func_src_info:
+            e.add_note(_NO_REVERSE_MODE)
+        raise
 
 
 _NO_REVERSE_MODE = (
@@ -539,8 +499,3 @@ _NO_REVERSE_MODE = (
     '`eqx.internal.while_loop(..., kind="bounded")`. Or take the gradient inside, '
     "`save_intermediates(eqx.filter_grad(loss))`."
 )
-_transpose_while: Any = _compat.find(
-    "the rule that says that a `while_loop` has no reverse mode",
-    lambda: ad.primitive_transposes[while_p],
-)
-ad.primitive_transposes[while_p] = _explain_while(_transpose_while)

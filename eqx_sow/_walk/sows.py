@@ -4,6 +4,7 @@ A program is a jaxpr. Its sows may be in jaxprs that are parameters of its equat
 any depth, and in Python functions that equations hold.
 """
 
+import functools as ft
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -24,6 +25,22 @@ from .._mark.site import Site
 Path = tuple[int, ...]
 
 
+def kept_with_jaxpr(make: Callable) -> Callable:
+    """A decorator of a function of a jaxpr (and of other things that are hashable): it
+    returns the same object each time, for as long as the jaxpr is there. What is made
+    must not hold the jaxpr."""
+    made: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
+
+    @ft.wraps(make)
+    def kept(jaxpr, *args):
+        of_jaxpr = made.setdefault(jaxpr, {})
+        if args not in of_jaxpr:
+            of_jaxpr[args] = make(jaxpr, *args)
+        return of_jaxpr[args]
+
+    return kept
+
+
 # --- jaxprs in equations ---
 def jaxprs_in(x: Any) -> Iterator[Any]:
     """The jaxprs in the parameters of an equation, open or closed. Equinox has some in
@@ -32,7 +49,7 @@ def jaxprs_in(x: Any) -> Iterator[Any]:
         yield x
     elif isinstance(x, jax.stages.Traced):
         yield from jaxprs_in(x.jaxpr)
-    elif _compat.is_hi_prim(x):
+    elif isinstance(x, _compat.HiPrim):
         yield from jaxprs_in(x.params)
     elif isinstance(x, tuple | list | dict):
         for v in x.values() if isinstance(x, dict) else x:
@@ -48,7 +65,7 @@ def map_jaxprs(params: dict[str, Any], fn: Callable[[Any], Any]) -> dict[str, An
             return fn(x)
         if isinstance(x, jax.stages.Traced):
             return _compat.traced_with_jaxpr(x, visit(x.jaxpr))
-        if _compat.is_hi_prim(x):
+        if isinstance(x, _compat.HiPrim):
             return _compat.hi_with_params(x, visit)
         if isinstance(x, tuple):
             new = [visit(v) for v in x]
@@ -108,17 +125,10 @@ def has_sow(x: Any) -> bool:
     )
 
 
-_with_sow: weakref.WeakKeyDictionary[Any, dict[int, Any]] = weakref.WeakKeyDictionary()
-
-
-def with_sow(x: Any) -> dict[int, Any]:
+@kept_with_jaxpr
+def with_sow(jaxpr: Any) -> dict[int, Any]:
     """The equations of a jaxpr that have a sow inside, or are one, by their indices."""
-    jaxpr, _ = _compat.open_jaxpr(x)
-    found = _with_sow.get(jaxpr)
-    if found is None:
-        found = {i: e for i, e in enumerate(jaxpr.eqns) if has_sow(e)}
-        _with_sow[jaxpr] = found
-    return found
+    return {i: e for i, e in enumerate(jaxpr.eqns) if has_sow(e)}
 
 
 class Found(NamedTuple):
@@ -175,12 +185,10 @@ def _in_functions(eqn: Any) -> list[Site]:
     """The sites of Python functions that an equation holds: they are traced once
     more."""
     primitive, params = _compat.unmapped(eqn)
-    if primitive is _compat.noinline_p:
+    noinline = primitive is _compat.noinline_p
+    if noinline or (primitive is _compat.hi_p and _compat.is_users(params["_prim"])):
         with listening(Listening()):
-            return sites(_compat.noinlined(eqn))
-    if primitive is _compat.hi_p and _compat.is_users(params["_prim"]):
-        with listening(Listening()):
-            return sites(expanded(eqn))
+            return sites((_compat.noinlined if noinline else expanded)(eqn))
     found: list[Site] = []
     if {"static", "treedef"} <= params.keys():
         with listening(Listening(found=found.append)):
@@ -191,7 +199,11 @@ def _in_functions(eqn: Any) -> list[Site]:
 
 def expanded(eqn: Any) -> Any:
     """What a `HiPrim` computes, as a jaxpr."""
-    program = _compat.hi_program(eqn.params["_prim"])
+    prim = eqn.params["_prim"]
+
+    def program(*args):
+        return jax.tree.leaves(prim.expand(*jax.tree.unflatten(prim.in_tree, args)))
+
     with listening(listening.value or Listening()):
         return jax.make_jaxpr(program)(*[v.aval for v in eqn.invars])
 
@@ -226,38 +238,28 @@ def loop_of(eqn: Any) -> Loop | None:
     return _loops[eqn.primitive](eqn.params) if eqn.primitive in _loops else None
 
 
-def loops_of(eqns: Iterable[Any]) -> list[Loop]:
-    """Those of some equations that are loops."""
-    return [loop for loop in map(loop_of, eqns) if loop is not None]
-
-
 def lengths_of(eqns: Iterable[Any]) -> tuple[int, ...]:
     """How many iterations the scans among some equations have."""
-    return tuple(x.length for x in loops_of(eqns) if x.length is not None)
+    loops = map(loop_of, eqns)
+    return tuple(x.length for x in loops if x is not None and x.length is not None)
 
 
 # --- changing programs ---
-_with_sites: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = (
-    weakref.WeakKeyDictionary()
-)
-
-
 def with_sites(x: Any, sites: Mapping[Path, Site]) -> Any:
     """A jaxpr in which the sows at these paths have other sites. The same jaxpr each
     time for the same sites, so that what JAX has compiled for it is found."""
-    if not sites:
-        return x
-    made = _with_sites.setdefault(x, {})
-    key = frozenset(sites.items())
-    if key not in made:
-        by_eqn: dict[int, dict[Path, Site]] = {}
-        for (i, *rest), site in sites.items():
-            by_eqn.setdefault(i, {})[tuple(rest)] = site
-        eqns = list(x.eqns)
-        for i, inside in by_eqn.items():
-            eqns[i] = _eqn_with_sites(eqns[i], inside)
-        made[key] = _compat.with_changes(x, eqns=eqns)
-    return made[key]
+    return _with_sites(x, frozenset(sites.items())) if sites else x
+
+
+@kept_with_jaxpr
+def _with_sites(jaxpr, sites):
+    by_eqn: dict[int, dict[Path, Site]] = {}
+    for (i, *rest), site in sites:
+        by_eqn.setdefault(i, {})[tuple(rest)] = site
+    eqns = list(jaxpr.eqns)
+    for i, inside in by_eqn.items():
+        eqns[i] = _eqn_with_sites(eqns[i], inside)
+    return _compat.with_changes(jaxpr, eqns=eqns)
 
 
 def _eqn_with_sites(eqn: Any, sites: Mapping[Path, Site]) -> Any:
@@ -301,11 +303,15 @@ def _effects(xs: Iterable[Any]) -> frozenset[Any]:
     return frozenset().union(*[x.effects for x in xs])
 
 
-def without_sows(x: Any) -> Any:
-    """An equation, or a jaxpr, with no sows in it."""
-    if isinstance(x, jexc.JaxprEqn):
-        effects = frozenset(e for e in x.effects if e != sow_effect)
-        return x.replace(params=map_jaxprs(x.params, without_sows), effects=effects)
+def eqn_without_sows(eqn: Any) -> Any:
+    """An equation with no sows inside."""
+    params = map_jaxprs(eqn.params, without_sows)
+    return eqn.replace(params=params, effects=eqn.effects - {sow_effect})
+
+
+@kept_with_jaxpr
+def without_sows(jaxpr: Any) -> Any:
+    """A jaxpr with no sows in it."""
     # The variables that sows return, each with the atom that it is equal to.
     equal_to: dict[Any, Any] = {}
 
@@ -313,16 +319,13 @@ def without_sows(x: Any) -> Any:
         return v if isinstance(v, jexc.Literal) else equal_to.get(v, v)
 
     eqns = []
-    for e in x.eqns:
+    for e in jaxpr.eqns:
         if e.primitive is sow_p:
             equal_to.update(zip(e.outvars[1:], map(source, e.invars[1:])))
             # The edge that comes out of a sow may be kept for a backward pass.
-            outvars = e.outvars[:1]
-            effects = frozenset()
-            e = e.replace(invars=[], outvars=outvars, params={}, effects=effects)
-            eqns.append(e.replace(primitive=edge_p))
-            continue
+            e = e.replace(primitive=edge_p, invars=[], outvars=e.outvars[:1], params={})
         e = e.replace(invars=list(map(source, e.invars)))
-        eqns.append(without_sows(e) if has_sow(e) else e)
-    outvars = list(map(source, x.outvars))
-    return _compat.with_changes(x, eqns=eqns, outvars=outvars, effects=_effects(eqns))
+        eqns.append(eqn_without_sows(e) if has_sow(e) else e)
+    outvars = list(map(source, jaxpr.outvars))
+    effects = _effects(eqns)
+    return _compat.with_changes(jaxpr, eqns=eqns, outvars=outvars, effects=effects)

@@ -10,7 +10,6 @@ is differentiated. If something is planted inside, the rules are those of anothe
 function, and are given up.
 """
 
-import weakref
 from typing import Any
 
 import jax
@@ -25,7 +24,7 @@ from ..._mark.primitive import sow_effect
 from ..._mark.staging import types_of
 from ..handler import refuse
 from ..interpreter import rule_for
-from ..sows import expanded, sites, without_prints, without_sows
+from ..sows import eqn_without_sows, expanded, sites, without_prints, without_sows
 
 
 def bind(eqn, args, **params):
@@ -112,16 +111,11 @@ def _only_the_original(interpret, given, eqn, copy, args):
     return bind(kept, args), seen._replace(carry=given.carry)
 
 
-_stripped: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-
-
 @lu.transformation2
 def _quiet(rule, *zeros):
     jaxpr, *rest = rule(*zeros)
     if listening.value is None:
-        if jaxpr not in _stripped:
-            _stripped[jaxpr] = without_sows(jaxpr)
-        jaxpr = _stripped[jaxpr]
+        jaxpr = without_sows(jaxpr)
     return jaxpr, *rest
 
 
@@ -133,7 +127,7 @@ def _without_sows(eqn):
         for name in ("jvp_jaxpr_fun", "fwd_jaxpr_thunk")
         if name in eqn.params
     }
-    eqn = without_sows(eqn)
+    eqn = eqn_without_sows(eqn)
     return eqn.replace(params={**eqn.params, **rules})
 
 

@@ -1,4 +1,4 @@
-"""Loops and branches, written anew with `jax.lax`.
+"""Loops, branches and `jax.shard_map`, written anew with `jax.lax`.
 
 What a handler passes down (`Given`) and takes back (`Taken`) goes through them like
 this, for a scan with the body `(carry, x) -> (carry, y)`:
@@ -11,24 +11,23 @@ what is taken from the sows of an iteration, which the scan stacks.
 """
 
 import functools as ft
-import weakref
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
 
 import equinox as eqx
 import jax
 import jax.core
 import jax.extend.core as jexc
 import jax.numpy as jnp
-import jax.tree_util as jtu
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 from ... import _compat
-from ..._arrays import select, zeros_like
+from ..._arrays import on_mesh, select, zeros_like
 from ..._mark.staging import to_jaxpr, types_of
 from ..handler import Given, refuse, Taken
-from ..interpreter import consts_as_args, Interpret, rule_for
-from ..sows import jaxprs_in, sites, without_sows
+from ..interpreter import consts_as_args, rule_for
+from ..sows import sites, without_sows
 from .calls import bind
 
 
@@ -41,14 +40,6 @@ def _split(xs, *sizes):
 
 
 # --- loops and branches that run eagerly ---
-def _to_ref(x: Any) -> Any:
-    return weakref.ref(x) if _compat.is_jaxpr(x) else x
-
-
-def _from_ref(x: Any) -> Any:
-    return x() if isinstance(x, weakref.ref) else x
-
-
 def staged_if_eager(rule: Callable) -> Callable:
     """For a rule that binds a primitive which JAX compiles when it runs eagerly.
 
@@ -56,33 +47,20 @@ def staged_if_eager(rule: Callable) -> Callable:
     the functions that they were traced from. So what the rule binds has to be the same
     each time: it is staged once for each handler, and kept with the jaxpr.
     """
-    stages: weakref.WeakKeyDictionary[Any, Callable] = weakref.WeakKeyDictionary()
 
-    def stage(bare):
-        # Neither holds on to a jaxpr, which is to go when JAX is done with it.
-        @ft.lru_cache(maxsize=16)
-        def by(params, handler):
-            def run(given, args):
-                new = jax.tree.map(_from_ref, dict(params))
-                return rule(Interpret(handler), given, bare.replace(params=new), *args)
-
-            return jax.jit(run)
-
-        return by
+    def of_params(interpret, given, held, *args):
+        # What a rule reads of an equation.
+        primitive, params = held
+        eqn = SimpleNamespace(primitive=primitive, params=dict(params), invars=())
+        return rule(interpret, given, eqn, *args)
 
     @ft.wraps(rule)
     def staged(interpret, given, eqn, *args):
         plain = all(isinstance(v.aval, jax.core.ShapedArray) for v in eqn.invars)
         if not (plain and _compat.is_eager()):
             return rule(interpret, given, eqn, *args)
-        by = stages.setdefault(
-            next(jaxprs_in(eqn.params)), stage(eqn.replace(params={}))
-        )
-        params = jax.tree.map(_to_ref, eqn.params)
-        traced = by(tuple(params.items()), interpret.handler).trace(given, args)
-        leaves = jtu.tree_leaves((given, args))
-        out = _compat.inline_or_call(traced.jaxpr, leaves)
-        return jtu.tree_unflatten(jtu.tree_structure(traced.out_info), out)
+        held = eqn.primitive, tuple(eqn.params.items())
+        return interpret.run(of_params, held, given, *args)
 
     return staged
 
@@ -259,3 +237,68 @@ def _while(interpret, given, eqn, *args):
         lambda loop: jnp.any(going(loop[0], kept)), step, start(first)
     )
     return carry, Taken(state, rest)
+
+
+# --- devices ---
+@rule_for(_compat.shard_map_p)
+def _shard_map(interpret, given, eqn, *args):
+    # What is sown on each device gets an axis for the devices, sharded over the mesh.
+    p = eqn.params
+    handler = interpret.handler
+    refuse(
+        handler,
+        eqn,
+        filter(handler.needs_order, sites(eqn)),
+        "a reducer with a state, such as `Last`, needs to know which execution comes "
+        "first, and there is no order of execution over devices",
+        "Capture it without a reducer.",
+    )
+    run = interpret(p["jaxpr"])
+    manual = p["newly_manual_axes"]
+    axes = {a: n for a, n in p["mesh"].shape.items() if a in manual}
+    # What goes in: of a planted array, the part of each device; of a count, its own.
+    sliced, put_back, sliced_specs = handler.slices_for_devices(
+        given.values, p["jaxpr"], [*axes]
+    )
+    carry, carry_back = handler.carry_for_devices(given.carry)
+    on_device, everywhere = P(*axes), P()
+    sliced = jax.tree.map(
+        lambda spec, xs: jax.tree.map(lambda x: on_mesh(x, p["mesh"], spec), xs),
+        sliced_specs,
+        sliced,
+    )
+    specs = None
+
+    def varying(x):
+        return [a for a in axes if not p["check_vma"] or a in _compat.varying(x)]
+
+    # What comes out: on each device, what is sown there gets an axis of size 1 in
+    # front. With 4 devices, `f32[3]` becomes `f32[1, 3]`, and all together `f32[4, 3]`.
+    def body(carry, sliced, index, *args):
+        nonlocal specs
+        carry = jax.tree.map(lambda x: x.reshape(x.shape[len(axes) :]), carry)
+        outs, taken = run(Given(carry, put_back(sliced), index), *args)
+        rest, specs = handler.stack_devices(taken.values, axes, varying)
+        one = (1,) * len(axes)
+        carry = jax.tree.map(lambda x: x.reshape(*one, *x.shape), taken.carry)
+        return list(outs), carry, rest
+
+    def mapped(body, out_specs):
+        return jax.shard_map(
+            body,
+            mesh=p["mesh"],
+            in_specs=(on_device, sliced_specs, everywhere, *p["in_specs"]),
+            out_specs=out_specs,
+            axis_names=set(axes),
+            check_vma=p["check_vma"],
+        )
+
+    def probe(*args):
+        body(*args)
+        return ()
+
+    # First only to learn what varies over which axis: `stack_devices` sets `specs`.
+    jax.eval_shape(mapped(probe, ()), carry, sliced, given.iterations, *args)
+    out_specs = list(p["out_specs"]), on_device, specs
+    outs, carry, rest = mapped(body, out_specs)(carry, sliced, given.iterations, *args)
+    return outs, Taken(carry_back(carry), rest)
