@@ -27,7 +27,7 @@ from .._walk.frame import Frame
 from .._walk.handler import check_guarded, Handler
 from .._walk.rules.control_flow import alike
 from .._walk.sows import lengths_of, sites, sows
-from .asked import leave_to_others, pass_by, reached
+from .asked import leave, reached
 
 
 @dc.dataclass(frozen=True)
@@ -76,10 +76,7 @@ class Replace(Handler):
         is_marked = site.label.depth > 0 and self._is_planted(site)
         still = site.for_all() if is_marked else site
         if not self.wants(site):
-            if still is not site and self.has_outer:
-                leave_to_others(still, frame)
-            else:
-                pass_by(self, atoms, frame)
+            leave(self, still, atoms, frame)
             return given
         check_guarded(site)
         operands = frame.read_arrays(atoms)

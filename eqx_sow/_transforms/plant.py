@@ -9,7 +9,6 @@ import jax.tree_util as jtu
 
 from .._errors import SowError
 from .._frames import api_boundary
-from .._handlers.asked import Asked
 from .._handlers.collect import Collect, EACH_PLACE
 from .._handlers.planting import check_fixed, Planted, prepare, Replace
 from .._mark.listening import listening
@@ -144,7 +143,8 @@ class _Plant(Transformed):
         survey = Collect(
             tag=options.tag,
             modes=(mode,),
-            asked=Asked(patterns, frozenset(patterns)),
+            names=patterns,
+            spelled_out=frozenset(patterns),
             reduce=EACH_PLACE,
             transform=SameParts(None),
             elsewhere=program.names_outside_of_solvers,

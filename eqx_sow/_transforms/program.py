@@ -14,7 +14,6 @@ import jax
 from .. import _compat
 from .._errors import SowError
 from .._frames import warn
-from .._handlers.asked import Asked
 from .._mark.listening import Listening, listening
 from .._mark.noting import listening_as, within
 from .._mark.site import Site
@@ -80,7 +79,8 @@ class Program:
         """What `Collect` and `Tap` have in common, given the option `names`."""
         return dict(
             tag=self.marking.tag,
-            asked=Asked(names, frozenset(s.name for s, *_ in self.found)),
+            names=names,
+            spelled_out=frozenset(s.name for s, *_ in self.found),
             elsewhere=self.names_outside_of_solvers,
             has_outer=listening.value is not None,
         )

@@ -57,7 +57,7 @@ class _SaveIntermediates(Transformed):
         carry = collect.started(program.survey)
         outs, taken = program.evaluate(collect, Given(carry))
         entries = taken.values
-        asked = list(collect.asked.everywhere(program.found, options.tag))
+        asked = list(collect.everywhere(program.found))
         names = dict.fromkeys(site.name for site, _ in asked)
         by_name = dict(
             reduce=self._reduce, transform=self._transform, spec=options.spec
@@ -72,7 +72,7 @@ class _SaveIntermediates(Transformed):
         intermediates = assemble(entries, names, states, collect.reducer, mode_of)
         # Not in a `HiPrim` of a user's: that equation is the only one there is.
         is_sow = lambda eqn: eqn.primitive is sow_p
-        annotated = [(site, eqn) for site, eqn in asked if site.spec and is_sow(eqn)]
+        annotated = [(s, eqns[-1]) for s, eqns in asked if s.spec and is_sow(eqns[-1])]
         _spec.check(annotated, options.spec, intermediates)
         return program.output(outs), intermediates
 
