@@ -76,7 +76,7 @@ def _plan(
         value = value.get(options.mode, value)
     arrays = prepare(value, entry)
     places = [s for s, _ in program.in_loops if s.key == entry.site.key]
-    check_fixed([entry.site, *places], entry, value)
+    check_fixed([entry.site, *places], value, may_be_zero=entry.counted)
     return Planted(entry.site, at), arrays
 
 

@@ -124,11 +124,11 @@ class Handler:
 
     def slices_for_devices(
         self, values: Any, jaxpr: Any, devices: Sequence[Any]
-    ) -> tuple[Any, Callable[[Any], Any], Any]:
-        """For a `shard_map`: those of `Given.values` that go inside, a function that,
-        given what one device has of them, returns the `Given.values` there, and their
-        `PartitionSpec`s. `devices` are the mesh axes."""
-        return (), lambda xs: values, ()
+    ) -> tuple[Any, Any]:
+        """For a `shard_map`: those of `Given.values` that go inside, and their
+        `PartitionSpec`s, of which each is as long as there are leading axes that a
+        device has one entry of. `devices` are the mesh axes."""
+        return values, jax.sharding.PartitionSpec()
 
     def carry_for_devices(self, carry: Any) -> tuple[Any, Callable[[Any], Any]]:
         """For a `shard_map`: what of `Given.carry` goes inside, arrays with a leading
