@@ -293,42 +293,39 @@ def _operands(
 ) -> list[Any]:
     """The arrays of a value that must have the structure of what is sown. Each must
     have the shape and dtype of that in `like`, and gets its sharding."""
-    whose = "what the function returned" if of_function else "the value"
-    value_for = f"`plant`: {whose} for `sow(..., {site.name!r})` at {site.where}"
+    whose, verb = "the value", "Plant"
+    if of_function:
+        whose, verb = "what the function returned", "Return"
+    value_for = f"`plant`: {whose} for {site.said}"
     leaves, treedef = jtu.tree_flatten(value)
+    if of_function and value is None and Const(treedef) != site.treedef:
+        raise SowError(
+            f"`plant`: the function for {site.said} returned None; did it forget "
+            "`return`?"
+        )
     if Const(treedef) != site.treedef:
-        if of_function and value is None:
-            raise SowError(
-                f"`plant`: the function for `sow(..., {site.name!r})` at {site.where} "
-                "returned None; did it forget `return`?"
-            )
         raise SowError(
             f"{value_for} has the structure {treedef}, but {site.treedef.value} is "
-            f"sown there. {'Return' if of_function else 'Plant'} a value of that "
-            "structure."
+            f"sown there. {verb} a value of that structure."
         )
     new = []
     operand = iter(like)
     for leaf, x in zip(site.leaves, leaves):
+        if isinstance(leaf, Const) and leaf != Const(x):
+            raise SowError(
+                f"{value_for} has the static leaf {x!r}, but {leaf.value!r} is sown "
+                "there. Static leaves cannot be changed: plant that one."
+            )
         if leaf is not OPERAND:
-            if isinstance(leaf, Const) and leaf != Const(x):
-                raise SowError(
-                    f"{value_for} has the static leaf {x!r}, but {leaf.value!r} is "
-                    "sown there. Static leaves cannot be changed: plant that one."
-                )
             continue
         old = next(operand)
         x = _as_jax_does(x, old.dtype)
         if not eqx.is_array(x) or (x.shape, x.dtype) != (old.shape, old.dtype):
             got = f"{x.dtype}{list(x.shape)}" if eqx.is_array(x) else repr(x)
-            remedy = (
-                "Return an array of that shape and dtype."
-                if of_function
-                else "Plant an array of that shape and dtype, or a function."
-            )
             raise SowError(
                 f"{value_for} has a leaf {got} where {old.dtype}{list(old.shape)} is "
-                f"sown. {remedy}"
+                f"sown. {verb} an array of that shape and dtype"
+                f"{'' if of_function else ', or a function'}."
             )
         new.append(sharded_like(jnp.asarray(x), old))
     return new

@@ -23,16 +23,16 @@ from .asked import leave, Listens, reached
 from .events import all_lanes, any_lane, only_if, send
 
 
-def first_count(eqns: Sequence[Any]) -> tuple[tuple[str, ...], Any]:
-    """The mesh axes of the `shard_map`s among the equations that lead to a sow, and its
-    count before the first execution: one for each device, which counts for itself."""
+def first_count(site: Site, eqns: Sequence[Any]) -> tuple[Any, Any]:
+    """Of a sow, to which these equations lead: the key of its count, which has the mesh
+    axes of the `shard_map`s around, as each device counts for itself; and the count of
+    each before the first execution."""
     spread = [(a, eqn.params["mesh"]) for eqn in eqns for a in _mesh_axes(eqn)]
-    names = tuple(str(a) for a, _ in spread)
     zeros = np.zeros([mesh.shape[a] for a, mesh in spread], np.int32)
     sharding = sharding_on(spread[0][1], [a for a, _ in spread]) if spread else None
-    if sharding is None:
-        return names, zeros
-    return names, jnp.zeros(zeros.shape, zeros.dtype, out_sharding=sharding)
+    if sharding is not None:
+        zeros = jnp.zeros(zeros.shape, zeros.dtype, out_sharding=sharding)
+    return (site.key, tuple(str(a) for a, _ in spread)), zeros
 
 
 def _mesh_axes(eqn: Any) -> list[Hashable]:

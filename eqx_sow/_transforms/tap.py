@@ -114,11 +114,7 @@ def _walk(self: _Tapped, program: Program, extra: list[Any]) -> list[Any]:
     )
     places = list(handler.everywhere(program.found))
     chosen = program.wanted("tap", options.modes, [site.key for site, _ in places])
-    counts = {}
-    for site, eqns in places:
-        if site.key in chosen:
-            mesh, count = first_count(eqns)
-            counts[site.key, mesh] = count
+    counts = dict(first_count(*p) for p in places if p[0].key in chosen)
     handler = dc.replace(handler, chosen=tuple(chosen.items()))
     outs, _ = program.evaluate(handler, Given(counts, extra))
     return outs
