@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses as dc
 import functools as ft
+import itertools as it
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -246,8 +247,12 @@ def _at_site(
             here = here.any(k, keepdims=True)
         return as_operand(x, in_form)
 
+    # A tangent that is zero is captured like any other, but is no operand of the sow.
+    leaves = zip(site.leaves, form.leaves)
+    is_operand = [own is OPERAND for own, captured in leaves if captured is OPERAND]
     return [
-        without_the_same(x, site.has(len(guards) + i)) for i, x in enumerate(arrays)
+        without_the_same(x, site.has(len(guards) + i))
+        for i, x in enumerate(it.compress(arrays, is_operand))
     ]
 
 
