@@ -58,9 +58,7 @@ class Listens(Handler):
 
     def needs_iterations(self, jaxpr):
         mine = [s for s in sites(jaxpr) if s.tag == self.tag]
-        return self.names is not None and any(
-            x.at for s in mine for x in self.selected(s)
-        )
+        return any(x.at for s in mine for x in self.selected(s))
 
     def for_inside(self, eqn):
         lengths = () if self.names is None else lengths_of([eqn])

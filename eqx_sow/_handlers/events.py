@@ -195,23 +195,11 @@ def send(count: Any, entry: Entry, extra: Value, mode: str, options: Any) -> Non
     value = _sendable(value, printed=options.callback.value is print_event)
     extra = _sendable(extra, printed=False)
     axes = with_has(site.axes, [*value.varies, *varies[n:]])
+    # No more of the site: in another trace of the program all else may differ.
+    sent = Site(site.labels, *value[:2], site.modes, axes=axes, where=site.where)
     devices = jax.sharding.get_abstract_mesh().manual_axes
     delivery = Delivery(
-        options.callback,
-        mode,
-        # No more: in another trace of the program all else may differ.
-        Site(
-            site.labels,
-            value.treedef,
-            value.leaves,
-            site.modes,
-            axes=axes,
-            where=site.where,
-        ),
-        entry.counted,
-        (extra.treedef, extra.leaves),
-        devices,
-        options.ordered,
+        options.callback, mode, sent, entry.counted, extra[:2], devices, options.ordered
     )
     indices = map(jax.lax.axis_index, devices)
     arrays = [*extra.arrays, *value.arrays, *arrays[n:]]

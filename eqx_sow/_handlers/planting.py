@@ -96,22 +96,19 @@ class Replace(Handler):
         inside = (self._planted[s.key] for s in sites(jaxpr) if self.wants(s))
         return any(p.with_index or p.at for planted in inside for p in planted)
 
-    def slices_for_scan(self, values, jaxpr):
+    def sliced_by_scan(self, values, jaxpr):
         n_within = {
             site.key: len(lengths_of(eqns))
             for site, eqns, _ in sows(jaxpr)
             if self.wants(site)
         }
-        is_sliced = {
+        return {
             k: [k in n_within and p.has_axis_of_scan(n_within[k]) for p in planted]
             for k, planted in self.planted
             if k in values
         }
-        # Where there are no slices, all iterations get the same.
-        slices, same = eqx.partition(values, is_sliced)
-        return slices, lambda xs: eqx.combine(xs, same)
 
-    def slices_for_devices(self, values, jaxpr, devices):
+    def values_on_devices(self, values, jaxpr, devices):
         # No others: what a `shard_map` closes over is not sharded inside.
         keys = {s.key for s in sites(jaxpr) if self.wants(s)}
         of = lambda p: PartitionSpec(*[a.mesh for a in p.axes if a.mesh in devices])
@@ -236,10 +233,10 @@ def _at_site(
 
     def without_the_same(x, varies):
         """Without the axes of lanes that an operand does not vary over."""
-        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        in_form = [k is not None and varies[k] for k in own]
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) and not all(in_form):
             data = without_the_same(jax.random.key_data(x), varies)
             return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-        in_form = [k is not None and varies[k] for k in own]
         here = run
         for k in [k for k, v in enumerate(in_form) if not v]:
             if x.shape[k] > 1:

@@ -17,7 +17,7 @@ from .._values.axes import aligned
 from .._values.entry import captured, running, value_of
 from .._values.transform import Batched, transformed, Value
 from .._walk.frame import Frame
-from .._walk.handler import check_guarded
+from .._walk.handler import check_guarded, Given
 from .._walk.sows import sites
 from .asked import leave, Listens, reached
 from .events import all_lanes, any_lane, only_if, send
@@ -81,8 +81,7 @@ class Tap(Listens):
 
     def for_inside(self, eqn):
         inside = super().for_inside(eqn)
-        axes = map(str, _mesh_axes(eqn))
-        mesh = (*self.mesh, *axes)
+        mesh = (*self.mesh, *map(str, _mesh_axes(eqn)))
         return inside if mesh == self.mesh else dc.replace(inside, mesh=mesh)
 
     def carry_for_devices(self, carry):
@@ -101,16 +100,8 @@ class Tap(Listens):
         frame.flush_effects()
         for one, at in self.asked(site, self.loops):
             if one.key in self._modes:
-                slot = one.key, self.mesh
-                count = self._send(
-                    one,
-                    operands,
-                    self.transform_of(site, one),
-                    Value(*self.extra, given.values, [()] * len(given.values)),
-                    reached(at, given.iterations),
-                    given.carry[slot],
-                )
-                given = given._replace(carry={**given.carry, slot: count})
+                transform = self.transform_of(site, one)
+                given = self._send(one, operands, transform, at, given)
         return given
 
     def _send(
@@ -118,12 +109,14 @@ class Tap(Listens):
         site: Site,
         operands: Sequence[Any],
         transform: Any,
-        extra: Value,
-        is_asked: Any,
-        count: Any,
-    ) -> Any:
-        """Sends one execution, if it `is_asked` for, and is due. Returns the count
-        after it."""
+        at: tuple[int | None, ...],
+        given: Given,
+    ) -> Given:
+        """Sends one execution, if it is asked for, and is due, and counts it."""
+        slot = site.key, self.mesh
+        count = given.carry[slot]
+        extra = Value(*self.extra, given.values, [()] * len(given.values))
+        is_asked = reached(at, given.iterations)
         # In which lanes, if a condition differs between these.
         run, _ = running(site, operands)
         executed = is_asked if run is None else any_lane(run) & is_asked
@@ -149,7 +142,8 @@ class Tap(Listens):
         if (every := options.every) > 1:
             due = due & (count % np.int32(min(every, 2**31 - 1)) == 0)
         only_if(due, send_when)
-        return count + executed.astype(np.int32)
+        count = count + executed.astype(np.int32)
+        return given._replace(carry={**given.carry, slot: count})
 
 
 def _single(predicate: Callable, site: Site) -> Callable:

@@ -39,10 +39,7 @@ def _by_iteration(
     """
 
     def fits(pattern: str) -> list[tuple[str, _At]]:
-        found = [(name, part.at) for name, part in program.selected(pattern)]
-        # What looks like an index in the name of a sow is none.
-        is_name = any(name == pattern for name, _ in found)
-        return [(name, at) for name, at in found if not (is_name and at)]
+        return [(name, part.at) for name, part in program.selected(pattern)]
 
     places = {pattern: fits(pattern) for pattern in values}
     missing = [pattern for pattern in values if not places[pattern]]

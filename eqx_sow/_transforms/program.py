@@ -180,11 +180,14 @@ class Program:
         )
 
     def selected(self, pattern: Any) -> list[tuple[str, Selected]]:
-        """What a pattern selects: the name of a sow, and which iterations of it."""
+        """What a pattern selects: the name of a sow, and which iterations of it. What
+        looks like an index in the name of a sow is none."""
+        is_name = any(site.name == pattern for site, _ in self.in_loops)
         return [
             (site.name, one)
             for site, loops in self.in_loops
             for one in every_selected(pattern, site.name, site.label.after, loops)
+            if not (is_name and one.at)
         ]
 
     def check_selected(

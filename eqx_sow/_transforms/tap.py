@@ -104,13 +104,13 @@ def _walk(self: _Tapped, program: Program, extra: list[Any]) -> list[Any]:
     options: Options = self._options.value
     program = program.with_executions(lambda name: False)
     program.check_selected("tap", options.names, dict(transform=self._transform))
-    _, *form = take_apart(self._extra)
+    _, treedef, leaves = take_apart(self._extra)
     handler = Tap(
         **program.listens(options.names),
         options=self._options,
         transform=SameParts(self._transform),
         when=SameParts(self._when),
-        extra=tuple(form),
+        extra=(treedef, leaves),
     )
     places = list(handler.everywhere(program.found))
     chosen = program.wanted("tap", options.modes, [site.key for site, _ in places])

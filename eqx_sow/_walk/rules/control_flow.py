@@ -96,7 +96,8 @@ def _scan(interpret, given, eqn, *args):
     num_consts, num_carry = _compat.scan_arity(p)
     consts, init, xs = _split(args, num_consts, num_carry)
     run = interpret(p["jaxpr"])
-    sliced, put_back = handler.slices_for_scan(given.values, p["jaxpr"])
+    is_sliced = handler.sliced_by_scan(given.values, p["jaxpr"])
+    slices, same = eqx.partition(given.values, is_sliced)
     asked = handler.needs_iterations(p["jaxpr"])
     iterations = [jnp.arange(p["length"], dtype=jnp.int32)] if asked else []
 
@@ -115,8 +116,9 @@ def _scan(interpret, given, eqn, *args):
 
     def body(carry, x):
         state, kept, carry = carry
-        sliced, iteration, x = x
-        here = Given(state, put_back(sliced), (*given.iterations, *iteration))
+        slices, iteration, x = x
+        values = eqx.combine(slices, same)
+        here = Given(state, values, (*given.iterations, *iteration))
         outs, taken = run(here, *consts, *carry, *x)
         carry, y = _split(outs, num_carry)
         rest = taken.values
@@ -130,7 +132,7 @@ def _scan(interpret, given, eqn, *args):
     (state, kept, carry), (ys, rest) = lax.scan(
         body,
         (given.carry, kept, init),
-        (sliced, iterations, xs),
+        (slices, iterations, xs),
         length=p["length"],
         reverse=p["reverse"],
         unroll=p["unroll"],

@@ -27,7 +27,7 @@ def _shard_map(interpret, given, eqn, *args):
     manual = p["newly_manual_axes"]
     axes = {a: n for a, n in p["mesh"].shape.items() if a in manual}
     # What goes in: of a planted array, the part of each device; of a count, its own.
-    values, value_specs = handler.slices_for_devices(given.values, p["jaxpr"], [*axes])
+    values, value_specs = handler.values_on_devices(given.values, p["jaxpr"], [*axes])
     carry, carry_back = handler.carry_for_devices(given.carry)
     on_device, everywhere = PartitionSpec(*axes), PartitionSpec()
 
