@@ -300,12 +300,12 @@ def _operands(
         whose, verb = "what the function returned", "Return"
     value_for = f"`plant`: {whose} for {site.said}"
     leaves, treedef = jtu.tree_flatten(value)
-    if of_function and value is None and Const(treedef) != site.treedef:
-        raise SowError(
-            f"`plant`: the function for {site.said} returned None; did it forget "
-            "`return`?"
-        )
     if Const(treedef) != site.treedef:
+        if of_function and value is None:
+            raise SowError(
+                f"`plant`: the function for {site.said} returned None; did it forget "
+                "`return`?"
+            )
         raise SowError(
             f"{value_for} has the structure {treedef}, but {site.treedef.value} is "
             f"sown there. {verb} a value of that structure."

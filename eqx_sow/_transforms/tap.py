@@ -114,7 +114,7 @@ def _walk(self: _Tapped, program: Program, extra: list[Any]) -> list[Any]:
     )
     places = list(handler.everywhere(program.found))
     chosen = program.wanted("tap", options.modes, [site.key for site, _ in places])
-    counts = dict(first_count(*p) for p in places if p[0].key in chosen)
+    counts = dict(first_count(s, eqns) for s, eqns in places if s.key in chosen)
     handler = dc.replace(handler, chosen=tuple(chosen.items()))
     outs, _ = program.evaluate(handler, Given(counts, extra))
     return outs
