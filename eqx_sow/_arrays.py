@@ -119,8 +119,8 @@ def whole_along(x, axis: int):
 
 
 def one_along(x, axis: int):
-    """One of several along an axis that are all the same."""
-    return jax.lax.index_in_dim(whole_along(x, axis), 0, axis, keepdims=False)
+    """The first along an axis, which stays, for several that are all the same."""
+    return jax.lax.index_in_dim(whole_along(x, axis), 0, axis)
 
 
 @contextlib.contextmanager

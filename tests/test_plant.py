@@ -1026,6 +1026,28 @@ def test_one_value_for_all_lanes_cannot_be_planted_for_each(wrap):
             jax.block_until_ready(plant(f, {"v": wrong})(w, xs))
 
 
+@pytest.mark.parametrize("lanes", [lambda f: f, jax.vmap])
+def test_tangent_beside_one_that_is_zero(call, lanes):
+    """The zero comes first: it is captured, but the program has no such operand."""
+
+    def f(x):
+        _, h = sow((np.ones(3, np.float32), jnp.sin(x)), "h")
+        return jnp.sum(h**2)
+
+    g = lanes(lambda x: jax.jvp(f, (x,), (jnp.ones(3),)))
+    x = XS if lanes is jax.vmap else X
+    _, got = S(g)(x)
+    assert_close(call(plant(g, got, mode="tangent"), x), g(x))
+    zero, tangent = got["h"]["tangent"]
+    planted = {"h": (zero, 2 * tangent)}
+    out, changed = call(plant(g, planted, mode="tangent"), x)
+    assert_close(out, g(x)[0])
+    by_hand = lanes(lambda x: 4 * jnp.sum(jnp.sin(x) * jnp.cos(x)))
+    assert_close(changed, by_hand(x))
+    _, again = S(plant(g, planted, mode="tangent"))(x)
+    assert_close(again["h"]["tangent"], planted["h"])
+
+
 def _model(i):
     return eqx.nn.MLP(2, 2, 4, 1, key=jr.key(i))
 

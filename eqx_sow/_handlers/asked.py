@@ -27,20 +27,48 @@ def reached(at: Iterable[int | None], iterations: Iterable[Any]) -> Any:
     return ft.reduce(operator.and_, matches, np.True_)
 
 
-@dc.dataclass(frozen=True)
-class Asked:
-    """What the option `names` asks for, as it stands in one place of the program."""
+@dc.dataclass(frozen=True, kw_only=True)
+class Listens(Handler):
+    """What `Collect` and `Tap` have in common: they look at the sows of one tag that
+    are asked for, and leave the program as it is."""
 
+    tag: Any
     # The option. `None` asks for everything.
-    names: tuple[Any, ...] | None = None
+    names: tuple[Any, ...] | None
     # The names of all sows. If one of them is asked for as it is written, what looks
     # like an index in it is none.
-    spelled_out: frozenset[str] = frozenset()
-    # How many iterations the scans around this place have, from outside in. It is kept
-    # only if `names` is not `None`.
+    spelled_out: frozenset[str]
+    # The option of that name, which may be a dict.
+    transform: SameParts
+    # See `Handler`.
+    elsewhere: frozenset[str]
+    # Whether another transformation further out may want other sows: if so, these stay
+    # in the program.
+    has_outer: bool
+    # How many iterations the scans around what is walked over have, from outside in. It
+    # is kept only if `names` is not `None`.
     loops: tuple[int, ...] = ()
 
-    def _selected(self, site: Site, loops: tuple[int, ...]) -> Iterable[Selected]:
+    @property
+    def cacheable(self):
+        return self.transform.value is None
+
+    def wants(self, site):
+        return site.tag == self.tag and bool(self.selected(site))
+
+    def needs_iterations(self, jaxpr):
+        mine = [s for s in sites(jaxpr) if s.tag == self.tag]
+        return any(x.at for s in mine for x in self.selected(s))
+
+    def for_inside(self, eqn):
+        lengths = () if self.names is None else lengths_of([eqn])
+        return dc.replace(self, loops=(*self.loops, *lengths)) if lengths else self
+
+    def selected(
+        self, site: Site, loops: tuple[int, ...] = ANY_LOOPS
+    ) -> Iterable[Selected]:
+        """What is asked for of a sow in these loops; or what may be asked for, whatever
+        loops are around it."""
         label = site.label
         if self.names is None:
             return [Selected(label.name, (), label.after)]
@@ -51,76 +79,25 @@ class Asked:
         ]
         return {x.name: x for found in by_pattern for x in found}.values()
 
-    def perhaps(self, site: Site) -> Iterable[Selected]:
-        """What may be asked for of a sow, whatever loops are around it."""
-        return self._selected(site, ANY_LOOPS)
-
-    def of(self, site: Site) -> list[tuple[Site, tuple[int | None, ...]]]:
-        """What is asked for of a sow, each as a site of its own, with `Entry.at`. With
-        `names=("h", "h/3")` that is the whole `h`, and its iteration 3: the same site,
-        but called `h/3`."""
-        if self.names is None:
-            return [(site, ())]
-        sites_at = []
-        for x in self._selected(site, self.loops):
-            one = site
-            if x.at:
-                label = site.label._replace(name=x.name, after=x.after)
-                one = site._replace(labels=(label, *site.labels[1:]))
-            sites_at.append((one, x.at))
-        return sites_at
+    def asked(
+        self, site: Site, loops: tuple[int, ...]
+    ) -> Iterator[tuple[Site, tuple[int | None, ...]]]:
+        """The same, each as a site of its own, with `Entry.at`. With `names=("h",
+        "h/3")` that is the whole `h`, and its iteration 3: the same site, but called
+        `h/3`."""
+        for x in self.selected(site, loops):
+            label = site.label._replace(name=x.name, after=x.after)
+            one = site._replace(labels=(label, *site.labels[1:])) if x.at else site
+            yield one, x.at
 
     def everywhere(
-        self, found: Iterable[Found], tag: Any
-    ) -> Iterator[tuple[Site, Any]]:
-        """What is asked for of these sows, each with its equation."""
+        self, found: Iterable[Found]
+    ) -> Iterator[tuple[Site, tuple[Any, ...]]]:
+        """What is asked for of these sows, each with the equations that lead there."""
         for site, eqns, _ in found:
-            if site.tag == tag:
-                here = dc.replace(self, loops=lengths_of(eqns))
-                for one, _ in here.of(site):
-                    yield one, eqns[-1]
-
-    def iterations_in(self, jaxpr: Any, tag: Any) -> bool:
-        """Whether an iteration of a sow in this jaxpr may be asked for."""
-        return self.names is not None and any(
-            x.at for s in sites(jaxpr) if s.tag == tag for x in self.perhaps(s)
-        )
-
-    def within(self, eqn: Any) -> "Asked":
-        """The same, for what is inside an equation."""
-        if self.names is None:
-            return self
-        return dc.replace(self, loops=(*self.loops, *lengths_of([eqn])))
-
-
-@dc.dataclass(frozen=True, kw_only=True)
-class Listens(Handler):
-    """What `Collect` and `Tap` have in common: they look at the sows of one tag that
-    are asked for, and leave the program as it is."""
-
-    tag: Any
-    asked: Asked
-    # The option of that name, which may be a dict.
-    transform: SameParts
-    # See `Handler`.
-    elsewhere: frozenset[str]
-    # Whether another transformation further out may want other sows: if so, these stay
-    # in the program.
-    has_outer: bool
-
-    @property
-    def cacheable(self):
-        return self.transform.value is None
-
-    def wants(self, site):
-        return site.tag == self.tag and bool(self.asked.perhaps(site))
-
-    def needs_iterations(self, jaxpr):
-        return self.asked.iterations_in(jaxpr, self.tag)
-
-    def for_inside(self, eqn):
-        asked = self.asked.within(eqn)
-        return self if asked == self.asked else dc.replace(self, asked=asked)
+            if site.tag == self.tag:
+                for one, _ in self.asked(site, lengths_of(eqns)):
+                    yield one, eqns
 
     def transform_of(self, whole: Site, one: Site) -> Any:
         """The transform of a sow, or of `one` iteration of the `whole`, such as `h/3`:
@@ -132,19 +109,15 @@ class Listens(Handler):
         return next(filter(None, (lookup(transform, n) for n in names)), None)
 
 
-# --- sows that are left to others ---
-def pass_by(handler: Handler, atoms, frame: Frame) -> None:
-    """Sees to a sow that is none of the handler's: it stays in the program for those
-    further out, if there are any. Otherwise it returns its operands, `atoms`."""
-    if handler.has_outer:
-        frame.defer(frame.eqn)
-    else:
+def leave(
+    handler: Handler, site: Site | None, atoms: Sequence[Any], frame: Frame
+) -> Sequence[Any]:
+    """Sees to a sow with the operands `atoms` whose value stays as it is. For those
+    further out, if there are any, it is still one, as `site`. Returns the variables
+    that the program goes on with: others may plant there."""
+    if site is None or not handler.has_outer:
         frame.alias_outputs(atoms)
-
-
-def leave_to_others(site: Site, frame: Frame) -> Sequence[Any]:
-    """Sees to a sow of the handler's that is also one, as `site`, for those further
-    out. Returns the variables that the program goes on with: others may plant there."""
+        return atoms
     eqn = frame.eqn.replace(params=dict(site=site))
     frame.want(eqn.outvars)
     frame.defer(eqn)

@@ -17,7 +17,7 @@ from .._values.reduce import Reducer, ReducerState
 from .._walk.frame import Frame
 from .._walk.handler import check_guarded, Given, Handler, Taken
 from .._walk.sows import loop_of, sites
-from .asked import leave_to_others, Listens, pass_by, reached
+from .asked import leave, Listens, reached
 
 
 # For a survey of the program: of each place that sows a name there is an entry.
@@ -74,14 +74,10 @@ class Collect(Listens):
 
     def sow(self, found, given, site: Site, atoms, frame: Frame):
         if site.tag != self.tag:
-            pass_by(self, atoms, frame)
+            leave(self, site, atoms, frame)
             return given
-        left = site.without(site.tag)
-        if left is not None and self.has_outer:
-            atoms = leave_to_others(left, frame)
-        else:
-            frame.alias_outputs(atoms)
-        asked = self.asked.of(site)
+        atoms = leave(self, site.without(self.tag), atoms, frame)
+        asked = list(self.asked(site, self.loops))
         if asked:
             check_guarded(site)
         for one, at in () if site.again else asked:

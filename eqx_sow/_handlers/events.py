@@ -4,6 +4,7 @@
 
 import collections
 import dataclasses as dc
+import itertools as it
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -142,17 +143,15 @@ class Delivery:
         """The value, and in which lanes the sow ran."""
         site = self.site
         kept = kept_axes(site)
-        final = [*final_axes(site), kept]
 
-        def full(i, x):
-            x = aligned(x, site.has(i))
-            lead = [a.size if v else 1 for a, v in zip(site.axes, final[i])]
-            x = np.broadcast_to(x, (*lead, *x.shape[len(lead) :]))
-            return as_operand(x, final[i]).copy()
+        def full(i, x, final):
+            x = aligned(x, list(it.compress(site.has(i), final)))
+            lead = [a.size for a in it.compress(site.axes, final)]
+            return np.broadcast_to(x, (*lead, *x.shape[len(lead) :])).copy()
 
-        arrays = [full(i, x) for i, x in enumerate(arrays)]
+        arrays = list(map(full, it.count(), arrays, [*final_axes(site), kept]))
         ran = arrays.pop().astype(bool) if self.counted else None
-        lead = [a.size for a, k in zip(site.axes, kept) if k]
+        lead = [a.size for a in it.compress(site.axes, kept)]
         value = rebuild(site.treedef, site.leaves, arrays, lead)
         return value, ran if lead else None
 
@@ -196,23 +195,11 @@ def send(count: Any, entry: Entry, extra: Value, mode: str, options: Any) -> Non
     value = _sendable(value, printed=options.callback.value is print_event)
     extra = _sendable(extra, printed=False)
     axes = with_has(site.axes, [*value.varies, *varies[n:]])
+    # No more of the site: in another trace of the program all else may differ.
+    sent = Site(site.labels, *value[:2], site.modes, axes=axes, where=site.where)
     devices = jax.sharding.get_abstract_mesh().manual_axes
     delivery = Delivery(
-        options.callback,
-        mode,
-        site._replace(
-            leaves=value.leaves,
-            axes=axes,
-            # In another trace of the program all else is equal.
-            origin=None,
-            fixed=(),
-            of=frozenset(),
-            cases=(),
-        ),
-        entry.counted,
-        (extra.treedef, extra.leaves),
-        devices,
-        options.ordered,
+        options.callback, mode, sent, entry.counted, extra[:2], devices, options.ordered
     )
     indices = map(jax.lax.axis_index, devices)
     arrays = [*extra.arrays, *value.arrays, *arrays[n:]]
@@ -310,34 +297,26 @@ mlir.register_lowering(_send_p, _lowering)
 mlir.register_lowering(_send_p, _lowering, platform="tpu", cacheable=False)
 
 
-# Marks that no more lanes may come: `batched` is about to see all of them.
-_all_lanes_p = jexc.Primitive("all_lanes")
-
-
 def all_lanes(site: Site, operands: Sequence[Any]) -> list[Any]:
+    """The operands, to which no more lanes may come: `batched` is about to see all."""
+
+    @jax.custom_batching.custom_vmap
+    def same(x):
+        return x
+
+    @same.def_vmap
+    def _(*_):
+        raise SowError(
+            f"`transform=batched(...)` was applied to {site.said}, and a `jax.vmap` "
+            "came after that, whose lanes it has not seen: there is one event for all "
+            "lanes. Put the vmap inside: `tap(jax.vmap(fn), ...)`."
+        )
+
+    # What an event says is not differentiated.
     return [
-        x if x.dtype == jax.dtypes.float0 else _all_lanes_p.bind(x, site=site)
+        x if x.dtype == jax.dtypes.float0 else same(jax.lax.stop_gradient(x))
         for x in operands
     ]
-
-
-def _more_lanes(operands, dims, *, site):
-    raise SowError(
-        f"`transform=batched(...)` was applied to `sow(..., {site.name!r})` at "
-        f"{site.where}, and a `jax.vmap` came after that, whose lanes it has not seen: "
-        "there is one event for all lanes. Put the vmap inside: `tap(jax.vmap(fn), "
-        "...)`."
-    )
-
-
-_all_lanes_p.def_impl(lambda x, site: x)
-_all_lanes_p.def_abstract_eval(lambda x, site: x)
-mlir.register_lowering(_all_lanes_p, lambda ctx, x, site: [x])
-batching.primitive_batchers[_all_lanes_p] = _more_lanes
-ad.primitive_jvps[_all_lanes_p] = lambda primals, tangents, site: (
-    _all_lanes_p.bind(*primals, site=site),
-    *tangents,
-)
 
 
 # A `lax.cond` on it stays one under the vmaps to come.

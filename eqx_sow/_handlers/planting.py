@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses as dc
 import functools as ft
+import itertools as it
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,7 +28,7 @@ from .._walk.frame import Frame
 from .._walk.handler import check_guarded, Handler
 from .._walk.rules.control_flow import alike
 from .._walk.sows import lengths_of, sites, sows
-from .asked import leave_to_others, pass_by, reached
+from .asked import leave, reached
 
 
 @dc.dataclass(frozen=True)
@@ -76,10 +77,7 @@ class Replace(Handler):
         is_marked = site.label.depth > 0 and self._is_planted(site)
         still = site.for_all() if is_marked else site
         if not self.wants(site):
-            if still is not site and self.has_outer:
-                leave_to_others(still, frame)
-            else:
-                pass_by(self, atoms, frame)
+            leave(self, still, atoms, frame)
             return given
         check_guarded(site)
         operands = frame.read_arrays(atoms)
@@ -98,42 +96,24 @@ class Replace(Handler):
         inside = (self._planted[s.key] for s in sites(jaxpr) if self.wants(s))
         return any(p.with_index or p.at for planted in inside for p in planted)
 
-    def slices_for_scan(self, values, jaxpr):
-        inside = {}
-        for site, eqns, _ in sows(jaxpr):
-            if not self.wants(site):
-                continue
-            n_scans = len(lengths_of(eqns))
-            inside[site.key] = [
-                arrays if planted.has_axis_of_scan(n_scans) else []
-                for planted, arrays in zip(self._planted[site.key], values[site.key])
-            ]
-
-        def put_back(xs):
-            # Where there are no slices, all iterations get the same.
-            new = {k: [x or y for x, y in zip(xs[k], values[k])] for k in xs}
-            return {**values, **new}
-
-        return inside, put_back
-
-    def slices_for_devices(self, values, jaxpr, devices):
-        # No others: what a `shard_map` closes over is not sharded inside.
-        keys = {s.key for s in sites(jaxpr) if self.wants(s)}
-        specs = {
-            k: [
-                PartitionSpec(*[a.mesh for a in p.axes if a.mesh in devices])
-                for p in self._planted[k]
-            ]
-            for k in keys
+    def sliced_by_scan(self, values, jaxpr):
+        n_within = {
+            site.key: len(lengths_of(eqns))
+            for site, eqns, _ in sows(jaxpr)
+            if self.wants(site)
+        }
+        return {
+            k: [k in n_within and p.has_axis_of_scan(n_within[k]) for p in planted]
+            for k, planted in self.planted
+            if k in values
         }
 
-        def of_one_device(spec, arrays):
-            return [x.squeeze(tuple(range(len(spec)))) for x in arrays]
-
-        def put_back(xs):
-            return {k: list(map(of_one_device, specs[k], xs[k])) for k in xs}
-
-        return {k: values[k] for k in keys}, put_back, specs
+    def values_on_devices(self, values, jaxpr, devices):
+        # No others: what a `shard_map` closes over is not sharded inside.
+        keys = {s.key for s in sites(jaxpr) if self.wants(s)}
+        of = lambda p: PartitionSpec(*[a.mesh for a in p.axes if a.mesh in devices])
+        specs = {k: list(map(of, self._planted[k])) for k in keys}
+        return {k: values[k] for k in keys}, specs
 
 
 @dc.dataclass(frozen=True)
@@ -185,40 +165,46 @@ def _replaced(
 
     if not planted.at:
         return compute()
+    can_change = [x.dtype != jax.dtypes.float0 for x in old]
+    pick = lambda values: eqx.filter(values, can_change)
     # Not `where`: elsewhere a function may have a gradient that is not finite.
-    changes = [
-        i
-        for i, x in enumerate(old)
-        if i not in dict(site.fixed) and x.dtype != jax.dtypes.float0
-    ]
-    pick = lambda values: [values[i] for i in changes]
     new, same = alike([lambda _: pick(compute()), lambda xs: xs], pick(old))
     is_here = reached(planted.at, iterations)
-    chosen = dict(zip(changes, jax.lax.cond(is_here, new, same, pick(old))))
-    return [chosen.get(i, x) for i, x in enumerate(old)]
+    return eqx.combine(jax.lax.cond(is_here, new, same, pick(old)), old)
 
 
-def check_fixed(places: Sequence[Site], entry: Entry, value: Any) -> None:
+def check_fixed(
+    places: Sequence[Site],
+    value: Any,
+    old: Sequence[Any] | None = None,
+    *,
+    may_be_zero: bool = False,
+) -> None:
     """Raises if a NumPy array that is sown at all these places, under one name, shall
-    be replaced by another one, as far as that is known: where it is traced, it is taken
-    to be the one that was captured. `entry` is what is captured there."""
-    operands = _as_given(value, entry.site)
-    for i in set.intersection(*(set(dict(site.fixed)) for site in places)):
-        if not _is_known(operands[i]):
-            continue
-        x = np.asarray(operands[i])
-        allowed = [np.asarray(dict(site.fixed)[i].value) for site in places]
-        # Where the sow did not run, zeros were captured.
-        allowed += [np.zeros_like(allowed[0])] if entry.counted else []
-        core = tuple(range(x.ndim - allowed[0].ndim, x.ndim))
-        if not np.any([_equal(x, y).all(core) for y in allowed], 0).all():
-            raise SowError(_fixed(places[0]))
-
-
-def _as_given(value: Any, site: Site) -> list[Any]:
-    """The leaves of a value that are operands, as the user gave them: under a `jit`,
-    JAX makes a tracer of an array whose numbers are known."""
-    return [x for x, y in zip(jtu.tree_leaves(value), site.leaves) if y is OPERAND]
+    be replaced by another one. `old` are the arrays of what a function was called with.
+    Without them, an array that is traced is taken to be the one that was captured,
+    which is zero where the sow did not run."""
+    # As the user gave them: under a `jit`, JAX makes a tracer of an array whose numbers
+    # are known.
+    leaves = zip(jtu.tree_leaves(value), places[0].leaves)
+    new = [x for x, leaf in leaves if leaf is OPERAND]
+    fixed = [dict(site.fixed) for site in places]
+    for i in set.intersection(*map(set, fixed)):
+        if _is_known(new[i]):
+            x = np.asarray(new[i])
+            allowed = [np.asarray(of_place[i].value, x.dtype) for of_place in fixed]
+            allowed += [np.zeros_like(allowed[0])] * may_be_zero
+            core = tuple(range(x.ndim - allowed[0].ndim, x.ndim))
+            equal = [(x == y) | ((x != x) & (y != y)) for y in allowed]
+            fits = np.any([each.all(core) for each in equal], 0).all()
+        else:
+            fits = old is None or new[i] is old[i]
+        if not fits:
+            raise SowError(
+                f"`plant`: at {places[0].said} there is a NumPy array, with which the "
+                "program goes on whatever is planted. Sow a JAX array, "
+                "`jnp.asarray(...)`, to replace it."
+            )
 
 
 def _is_known(x: Any) -> bool:
@@ -226,28 +212,6 @@ def _is_known(x: Any) -> bool:
     return not isinstance(x, jax.Array) or (
         not isinstance(x, jax.core.Tracer) and x.is_fully_addressable
     )
-
-
-def _equal(x: Any, y: np.ndarray) -> Any:
-    """Where an array is equal to one of NumPy, or both are not a number."""
-    y = y[(None,) * (x.ndim - y.ndim)].astype(x.dtype)
-    return (x == y) | ((x != x) & (y != y))
-
-
-def _fixed(site: Site) -> str:
-    return (
-        f"`plant`: at `sow(..., {site.name!r})` ({site.where}) there is a NumPy array, "
-        "with which the program goes on whatever is planted. Sow a JAX array, "
-        "`jnp.asarray(...)`, to replace it."
-    )
-
-
-def _check_fixed(site: Site, old: Sequence[Any], new: Sequence[Any]) -> None:
-    """Raises if a function replaces a NumPy array by another one."""
-    for i, x in site.fixed:
-        is_equal = _is_known(new[i]) and _equal(np.asarray(new[i]), np.asarray(x.value))
-        if new[i] is not old[i] and not np.all(is_equal):
-            raise SowError(_fixed(site))
 
 
 def _at_site(
@@ -262,57 +226,52 @@ def _at_site(
     own = own_axes(
         [a._replace(loops=0) for a in site.axes], [a for a in form.axes if a.lane]
     )
+    run, _ = running(site, guards)
+    if run is None:
+        run = np.ones((1,) * len(site.axes), bool)
+    run = aligned(run, [k is not None for k in own])
 
-    def in_form(varies):
-        """Which of the axes of the planted arrays an operand varies over."""
-        return [k is not None and varies[k] for k in own]
+    def without_the_same(x, varies):
+        """Without the axes of lanes that an operand does not vary over."""
+        in_form = [k is not None and varies[k] for k in own]
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) and not all(in_form):
+            data = without_the_same(jax.random.key_data(x), varies)
+            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+        here = run
+        for k in [k for k, v in enumerate(in_form) if not v]:
+            if x.shape[k] > 1:
+                x = _one_along(x, here, k, site)
+            here = here.any(k, keepdims=True)
+        return as_operand(x, in_form)
 
-    run, run_varies = running(site, guards)
-    if run is not None:
-        run = aligned(as_operand(run, run_varies), in_form(run_varies))
+    # A tangent that is zero is captured like any other, but is no operand of the sow.
+    leaves = zip(site.leaves, form.leaves)
+    is_operand = [own is OPERAND for own, captured in leaves if captured is OPERAND]
     return [
-        _without_the_same(x, in_form(site.has(len(guards) + i)), run, site)
-        for i, x in enumerate(arrays)
+        without_the_same(x, site.has(len(guards) + i))
+        for i, x in enumerate(it.compress(arrays, is_operand))
     ]
 
 
-def _without_the_same(x: Any, varies: Sequence[bool], run: Any, site: Site) -> Any:
-    """A planted array without the axes that the operand at the sow does not vary over.
-    Along these it must be the same, which is checked while the program runs. `run` says
-    in which lanes the sow runs: in others, what was captured is zero."""
-    gone = [k for k, v in enumerate(varies) if not v]
-    if all(x.shape[k] == 1 for k in gone):
-        return as_operand(x, varies)
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        data = _without_the_same(jax.random.key_data(x), varies, run, site)
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-    if run is None:
-        run = jnp.ones((1,) * len(varies), bool)
-    run = jnp.broadcast_to(run, x.shape[: len(varies)])
-
-    def in_a_row(x):
-        """With the axes that go as one axis in front."""
-        for k in gone:
-            x = whole_along(x, k)
-        x = jnp.moveaxis(x, gone, range(len(gone)))
-        return x.reshape(-1, *x.shape[len(gone) :])
-
-    each, run = in_a_row(x), in_a_row(run)
-    run = leading(run, each.ndim)
-    one = jnp.take_along_axis(each, jnp.argmax(run, 0, keepdims=True), 0)
+def _one_along(x: Any, run: Any, axis: int, site: Site) -> Any:
+    """A planted array, one of those along an axis of lanes. They must be the same,
+    which is checked while the program runs. `run` says in which lanes the sow runs: in
+    others, what was captured is zero."""
+    x, run = whole_along(x, axis), leading(whole_along(run, axis), x.ndim)
+    one = jnp.take_along_axis(x, jnp.argmax(run, axis, keepdims=True), axis)
     if _compat.varying(one):
         # A device that fails alone would leave the others waiting.
         raise SowError(
-            f"`plant`: `sow(..., {site.name!r})` at {site.where} has one value for all "
-            "entries of an axis. Whether a planted value varies along it cannot be "
-            "checked in a `jax.shard_map`. Plant a function."
+            f"`plant`: {site.said} has one value for all entries of an axis. Whether a "
+            "planted value varies along it cannot be checked in a `jax.shard_map`. "
+            "Plant a function."
         )
-    is_other = (each != one) & ~((each != each) & (one != one))
+    is_other = (x != one) & ~((x != x) & (one != one))
     return eqx.error_if(
-        one[0],
+        one,
         jnp.any(run & is_other),
-        f"`plant`: at `sow(..., {site.name!r})` ({site.where}) the program has one "
-        "value for all entries of an axis: the planted value must not vary along it.",
+        f"`plant`: at {site.said} the program has one value for all entries of an "
+        "axis: the planted value must not vary along it.",
     )
 
 
@@ -325,7 +284,7 @@ def _apply(fn: Callable, site: Site, values: Sequence[Any]) -> list[Any]:
         old = rebuild(site.treedef, site.leaves, values)
         value = fn(old)
         new = _operands(value, site, values, of_function=True)
-        _check_fixed(site, values, _as_given(value, site))
+        check_fixed([site], value, values)
         return new
 
     return for_each_lane(apply, site.axes, varies, varies)(*values)
@@ -336,42 +295,39 @@ def _operands(
 ) -> list[Any]:
     """The arrays of a value that must have the structure of what is sown. Each must
     have the shape and dtype of that in `like`, and gets its sharding."""
-    whose = "what the function returned" if of_function else "the value"
-    value_for = f"`plant`: {whose} for `sow(..., {site.name!r})` at {site.where}"
+    whose, verb = "the value", "Plant"
+    if of_function:
+        whose, verb = "what the function returned", "Return"
+    value_for = f"`plant`: {whose} for {site.said}"
     leaves, treedef = jtu.tree_flatten(value)
     if Const(treedef) != site.treedef:
         if of_function and value is None:
             raise SowError(
-                f"`plant`: the function for `sow(..., {site.name!r})` at {site.where} "
-                "returned None; did it forget `return`?"
+                f"`plant`: the function for {site.said} returned None; did it forget "
+                "`return`?"
             )
         raise SowError(
             f"{value_for} has the structure {treedef}, but {site.treedef.value} is "
-            f"sown there. {'Return' if of_function else 'Plant'} a value of that "
-            "structure."
+            f"sown there. {verb} a value of that structure."
         )
     new = []
     operand = iter(like)
     for leaf, x in zip(site.leaves, leaves):
+        if isinstance(leaf, Const) and leaf != Const(x):
+            raise SowError(
+                f"{value_for} has the static leaf {x!r}, but {leaf.value!r} is sown "
+                "there. Static leaves cannot be changed: plant that one."
+            )
         if leaf is not OPERAND:
-            if isinstance(leaf, Const) and leaf != Const(x):
-                raise SowError(
-                    f"{value_for} has the static leaf {x!r}, but {leaf.value!r} is "
-                    "sown there. Static leaves cannot be changed: plant that one."
-                )
             continue
         old = next(operand)
         x = _as_jax_does(x, old.dtype)
         if not eqx.is_array(x) or (x.shape, x.dtype) != (old.shape, old.dtype):
             got = f"{x.dtype}{list(x.shape)}" if eqx.is_array(x) else repr(x)
-            remedy = (
-                "Return an array of that shape and dtype."
-                if of_function
-                else "Plant an array of that shape and dtype, or a function."
-            )
             raise SowError(
                 f"{value_for} has a leaf {got} where {old.dtype}{list(old.shape)} is "
-                f"sown. {remedy}"
+                f"sown. {verb} an array of that shape and dtype"
+                f"{'' if of_function else ', or a function'}."
             )
         new.append(sharded_like(jnp.asarray(x), old))
     return new

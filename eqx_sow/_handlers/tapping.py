@@ -3,11 +3,10 @@
 import dataclasses as dc
 import functools as ft
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
 
 from .. import _compat
 from .._arrays import sharding_on
@@ -18,35 +17,22 @@ from .._values.axes import aligned
 from .._values.entry import captured, running, value_of
 from .._values.transform import Batched, transformed, Value
 from .._walk.frame import Frame
-from .._walk.handler import check_guarded
+from .._walk.handler import check_guarded, Given
 from .._walk.sows import sites
-from .asked import leave_to_others, Listens, pass_by, reached
+from .asked import leave, Listens, reached
 from .events import all_lanes, any_lane, only_if, send
 
 
-class Place(NamedTuple):
-    """A sow of a program, and the equations that lead there, from outside in. `tap`
-    makes it, to know which counts the program has to carry."""
-
-    site: Site
-    eqns: tuple[Any, ...]
-
-    @property
-    def slot(self) -> tuple[Any, tuple[str, ...]]:
-        """The count that goes with it: there is one for each `Site.key` and the mesh
-        axes of the `shard_map`s around, as each device counts for itself."""
-        return self.site.key, tuple(str(a) for e in self.eqns for a in _mesh_axes(e))
-
-    def start(self) -> Any:
-        """The count before the first execution: one for each device."""
-        spread = [(a, eqn.params["mesh"]) for eqn in self.eqns for a in _mesh_axes(eqn)]
-        shape = [mesh.shape[a] for a, mesh in spread]
-        sharding = None
-        if spread:
-            sharding = sharding_on(spread[0][1], [a for a, _ in spread])
-        if sharding is None:
-            return np.zeros(shape, np.int32)
-        return jnp.zeros(shape, jnp.int32, out_sharding=sharding)
+def first_count(site: Site, eqns: Sequence[Any]) -> tuple[Any, Any]:
+    """Of a sow, to which these equations lead: the key of its count, which has the mesh
+    axes of the `shard_map`s around, as each device counts for itself; and the count of
+    each before the first execution."""
+    spread = [(a, eqn.params["mesh"]) for eqn in eqns for a in _mesh_axes(eqn)]
+    zeros = np.zeros([mesh.shape[a] for a, mesh in spread], np.int32)
+    sharding = sharding_on(spread[0][1], [a for a, _ in spread]) if spread else None
+    if sharding is not None:
+        zeros = jnp.zeros(zeros.shape, zeros.dtype, out_sharding=sharding)
+    return (site.key, tuple(str(a) for a, _ in spread)), zeros
 
 
 def _mesh_axes(eqn: Any) -> list[Hashable]:
@@ -59,15 +45,16 @@ def _mesh_axes(eqn: Any) -> list[Hashable]:
 
 @dc.dataclass(frozen=True, kw_only=True)
 class Tap(Listens):
-    """Sends the values of sows to the host. `Given.carry` has the counts by
-    `Place.slot`, and `Given.values` are the arrays of the option `extra`."""
+    """Sends the values of sows to the host. `Given.carry` has the counts: there is one
+    for each `Site.key` and the mesh axes around. `Given.values` are the arrays of the
+    option `extra`."""
 
     options: Const
-    # The `Site.key`s of what is sent, and what their modes are called.
-    chosen: tuple[tuple[Any, str], ...]
     when: SameParts
     # The treedef and the leaves of the option `extra`.
     extra: tuple[Const, tuple[Any, ...]]
+    # The `Site.key`s of what is sent, and what their modes are called.
+    chosen: tuple[tuple[Any, str], ...] = ()
     # The mesh axes around what is walked over.
     mesh: tuple[str, ...] = ()
 
@@ -86,7 +73,7 @@ class Tap(Listens):
     def wants(self, site):
         _, *key = site.key
         return site.tag == self.tag and any(
-            (x.name, *key) in self._modes for x in self.asked.perhaps(site)
+            (x.name, *key) in self._modes for x in self.selected(site)
         )
 
     def keeps_intact(self, eqn):
@@ -94,8 +81,7 @@ class Tap(Listens):
 
     def for_inside(self, eqn):
         inside = super().for_inside(eqn)
-        axes = map(str, _mesh_axes(eqn))
-        mesh = (*self.mesh, *axes)
+        mesh = (*self.mesh, *map(str, _mesh_axes(eqn)))
         return inside if mesh == self.mesh else dc.replace(inside, mesh=mesh)
 
     def carry_for_devices(self, carry):
@@ -103,32 +89,19 @@ class Tap(Listens):
         inside = {slot: x for slot, x in carry.items() if slot[1][:n] == self.mesh}
         return inside, lambda new: {**carry, **new}
 
-    def slices_for_devices(self, values, jaxpr, devices):
-        return values, lambda xs: xs, [PartitionSpec()] * len(values)
-
     def sow(self, found, given, site: Site, atoms, frame: Frame):
+        left = leave(self, site, atoms, frame)
         # A `plant` further out that marked the same module may replace the value.
-        shared = self.has_outer and bool(site.labels[1:])
-        now = leave_to_others(site, frame) if shared else atoms
-        if self.wants(site) and not site.again:
-            check_guarded(site)
-            operands = frame.read_arrays(now)
-            frame.flush_effects()
-            for one, at in self.asked.of(site):
-                if one.key not in self._modes:
-                    continue
-                slot = one.key, self.mesh
-                count = self._send(
-                    one,
-                    operands,
-                    self.transform_of(site, one),
-                    Value(*self.extra, given.values, [()] * len(given.values)),
-                    reached(at, given.iterations),
-                    given.carry[slot],
-                )
-                given = given._replace(carry={**given.carry, slot: count})
-        if not shared:
-            pass_by(self, atoms, frame)
+        now = left if site.labels[1:] else atoms
+        if not self.wants(site) or site.again:
+            return given
+        check_guarded(site)
+        operands = frame.read_arrays(now)
+        frame.flush_effects()
+        for one, at in self.asked(site, self.loops):
+            if one.key in self._modes:
+                transform = self.transform_of(site, one)
+                given = self._send(one, operands, transform, at, given)
         return given
 
     def _send(
@@ -136,12 +109,14 @@ class Tap(Listens):
         site: Site,
         operands: Sequence[Any],
         transform: Any,
-        extra: Value,
-        is_asked: Any,
-        count: Any,
-    ) -> Any:
-        """Sends one execution, if it `is_asked` for, and is due. Returns the count
-        after it."""
+        at: tuple[int | None, ...],
+        given: Given,
+    ) -> Given:
+        """Sends one execution, if it is asked for, and is due, and counts it."""
+        slot = site.key, self.mesh
+        count = given.carry[slot]
+        extra = Value(*self.extra, given.values, [()] * len(given.values))
+        is_asked = reached(at, given.iterations)
         # In which lanes, if a condition differs between these.
         run, _ = running(site, operands)
         executed = is_asked if run is None else any_lane(run) & is_asked
@@ -167,7 +142,8 @@ class Tap(Listens):
         if (every := options.every) > 1:
             due = due & (count % np.int32(min(every, 2**31 - 1)) == 0)
         only_if(due, send_when)
-        return count + executed.astype(np.int32)
+        count = count + executed.astype(np.int32)
+        return given._replace(carry={**given.carry, slot: count})
 
 
 def _single(predicate: Callable, site: Site) -> Callable:

@@ -9,10 +9,10 @@ import jax.tree_util as jtu
 
 from .._errors import SowError
 from .._frames import api_boundary
-from .._handlers.asked import Asked
 from .._handlers.collect import Collect, EACH_PLACE
 from .._handlers.planting import check_fixed, Planted, prepare, Replace
 from .._mark.listening import listening
+from .._mark.site import Site
 from .._mark.static import Const, SameParts
 from .._names import check_known, join
 from .._values import merge as _merge
@@ -39,10 +39,7 @@ def _by_iteration(
     """
 
     def fits(pattern: str) -> list[tuple[str, _At]]:
-        found = [(name, part.at) for name, part in program.selected(pattern)]
-        # What looks like an index in the name of a sow is none.
-        is_name = any(name == pattern for name, _ in found)
-        return [(name, at) for name, at in found if not (is_name and at)]
+        return [(name, part.at) for name, part in program.selected(pattern)]
 
     places = {pattern: fits(pattern) for pattern in values}
     missing = [pattern for pattern in values if not places[pattern]]
@@ -63,11 +60,10 @@ def _by_iteration(
 
 
 def _plan(
-    entries: Sequence[Entry], at: _At, value: Any, options: Options, program: Program
+    entry: Entry, places: Sequence[Site], at: _At, value: Any, options: Options
 ) -> tuple[Planted, list[Any]]:
-    """What to plant at all places of one `Site.key`, and its arrays. There is an entry
-    of each place, with what would be captured there."""
-    entry = entries[0]
+    """What to plant at all places of one `Site.key`, and its arrays. `entry` is what
+    would be captured there, at the only place of a value."""
     if callable(value):
         return Planted(SameParts(value), at, options.with_index), []
     loops = [i for i, a in enumerate(entry.site.axes) if not a.lane and a.mesh is None]
@@ -76,8 +72,7 @@ def _plan(
     if structure != entry.site.treedef and isinstance(value, Mapping):
         value = value.get(options.mode, value)
     arrays = prepare(value, entry)
-    places = [s for s, _ in program.in_loops if s.key == entry.site.key]
-    check_fixed([entry.site, *places], entry, value)
+    check_fixed([entry.site, *places], value, may_be_zero=entry.counted)
     return Planted(entry.site, at), arrays
 
 
@@ -110,18 +105,19 @@ class _Plant(Transformed):
         options: Options = self._options.value
         chosen = _by_iteration(self._values, program)
         entries = type(self)._entries(self, program, tuple(chosen))
-        loops = defaultdict(set)
-        for site, around in program.in_loops:
-            loops[site.key].add(around)
+        sows = defaultdict(list)
+        for site, loops in program.in_loops:
+            sows[site.key].append((site, loops))
         values, planted = {}, {}
         for key, places in entries.items():
             by_iteration = chosen[key[0]]
             if any(at or not callable(x) for at, x in by_iteration.items()):
-                _check_one_place(places, loops[key])
+                _check_one_place(places, {loops for _, loops in sows[key]})
             # What is for fewer iterations goes before what is for more, and so last.
             ats = sorted(by_iteration, key=lambda at: len(at) - at.count(None))
+            sites = [site for site, _ in sows[key]]
             plans = [
-                _plan(places, at, by_iteration[at], options, program) for at in ats
+                _plan(places[0], sites, at, by_iteration[at], options) for at in ats
             ]
             planted[key] = tuple(new for new, _ in plans)
             values[key] = [arrays for _, arrays in plans]
@@ -142,13 +138,10 @@ class _Plant(Transformed):
         options: Options = self._options.value
         mode = options.mode
         survey = Collect(
-            tag=options.tag,
+            **program.listens(patterns),
             modes=(mode,),
-            asked=Asked(patterns, frozenset(patterns)),
             reduce=EACH_PLACE,
             transform=SameParts(None),
-            elsewhere=program.names_outside_of_solvers,
-            has_outer=False,
         )
         found = program.with_executions(lambda name: False).survey(survey)
         names = [site.name for site, _ in program.in_loops]

@@ -14,7 +14,6 @@ import jax
 from .. import _compat
 from .._errors import SowError
 from .._frames import warn
-from .._handlers.asked import Asked
 from .._mark.listening import Listening, listening
 from .._mark.noting import listening_as, within
 from .._mark.site import Site
@@ -83,7 +82,8 @@ class Program:
         """What `Collect` and `Tap` have in common, given the option `names`."""
         return dict(
             tag=self.marking.tag,
-            asked=Asked(names, frozenset(s.name for s, *_ in self.found)),
+            names=names,
+            spelled_out=frozenset(s.name for s, *_ in self.found),
             elsewhere=self.names_outside_of_solvers,
             has_outer=listening.value is not None,
         )
@@ -183,11 +183,14 @@ class Program:
         )
 
     def selected(self, pattern: Any) -> list[tuple[str, Selected]]:
-        """What a pattern selects: the name of a sow, and which iterations of it."""
+        """What a pattern selects: the name of a sow, and which iterations of it. What
+        looks like an index in the name of a sow is none."""
+        is_name = any(site.name == pattern for site, _ in self.in_loops)
         return [
             (site.name, one)
             for site, loops in self.in_loops
             for one in every_selected(pattern, site.name, site.label.after, loops)
+            if not (is_name and one.at)
         ]
 
     def check_selected(

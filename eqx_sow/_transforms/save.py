@@ -56,7 +56,7 @@ class _SaveIntermediates(Transformed):
         carry = collect.started(program.survey)
         outs, taken = program.evaluate(collect, Given(carry))
         entries = taken.values
-        asked = list(collect.asked.everywhere(program.found, options.tag))
+        asked = list(collect.everywhere(program.found))
         names = dict.fromkeys(site.name for site, _ in asked)
         by_name = dict(
             reduce=self._reduce, transform=self._transform, spec=options.spec
@@ -69,7 +69,7 @@ class _SaveIntermediates(Transformed):
         mode_of = program.wanted(self._call, options.modes, keys, modes)
         program.warn_unmarked(self._call, self._fn, options)
         intermediates = assemble(entries, names, states, collect.reducer, mode_of)
-        annotated = [(site, eqn) for site, eqn in asked if site.spec]
+        annotated = [(site, eqns[-1]) for site, eqns in asked if site.spec]
         _spec.check(annotated, options.spec, intermediates)
         return program.output(outs), intermediates
 

@@ -15,12 +15,11 @@ from jax.interpreters import batching
 from .. import _compat
 from .._frames import api_boundary
 from .._handlers.events import failures, TapEvent
-from .._handlers.tapping import Place, Tap
+from .._handlers.tapping import first_count, Tap
 from .._mark.listening import Listening, listening
 from .._mark.static import Const, SameParts, take_apart
 from .._walk.handler import Given
 from .._walk.interpreter import consts_as_args
-from .._walk.sows import lengths_of
 from .options import Options, Tapping
 from .program import Program
 from .transformed import Transformed, wrap
@@ -104,31 +103,19 @@ def _evaluate(self: _Tapped, program: Program, extra: list[Any]) -> list[Any]:
 def _walk(self: _Tapped, program: Program, extra: list[Any]) -> list[Any]:
     options: Options = self._options.value
     program = program.with_executions(lambda name: False)
-    everything = [
-        Place(site, eqns) for site, eqns, _ in program.found if site.tag == options.tag
-    ]
     program.check_selected("tap", options.names, dict(transform=self._transform))
-    listens = program.listens(options.names)
-    # Each place, and what is asked for there: all of the sow, or some iterations.
-    every = [
-        (place, place._replace(site=site))
-        for place in everything
-        for site, _ in dc.replace(listens["asked"], loops=lengths_of(place.eqns)).of(
-            place.site
-        )
-    ]
-    chosen = program.wanted("tap", options.modes, [p.site.key for _, p in every])
-    every = [(place, part) for place, part in every if part.site.key in chosen]
-    counts = {part.slot: part.start() for _, part in every}
     _, treedef, leaves = take_apart(self._extra)
     handler = Tap(
-        **listens,
+        **program.listens(options.names),
         options=self._options,
-        chosen=tuple(chosen.items()),
         transform=SameParts(self._transform),
         when=SameParts(self._when),
         extra=(treedef, leaves),
     )
+    places = list(handler.everywhere(program.found))
+    chosen = program.wanted("tap", options.modes, [site.key for site, _ in places])
+    counts = dict(first_count(s, eqns) for s, eqns in places if s.key in chosen)
+    handler = dc.replace(handler, chosen=tuple(chosen.items()))
     outs, _ = program.evaluate(handler, Given(counts, extra))
     return outs
 

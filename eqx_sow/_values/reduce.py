@@ -23,7 +23,7 @@ from .._errors import calling, SowError
 from .._frames import api_boundary
 from .._mark.site import Axis, Site, with_has
 from .._mark.static import OPERAND, rebuild, take_apart
-from .axes import aligned, broadcast, kept_axes
+from .axes import broadcast, kept_axes
 from .entry import Entry, with_count
 from .merge import unify, with_axes
 
@@ -315,7 +315,8 @@ Reducers = Callable[[str], Any]
 def started(reducer: Reducer, entries: Sequence[Entry]) -> ReducerState:
     """The state before the first execution. `entries` are the shapes of what would be
     captured of the name and mode without a reducer, in each place."""
-    form = unify([_of_one_execution(e) for e in entries])
+    loops = lambda e: [k for k, a in enumerate(e.site.axes) if not a.lane]
+    form = unify([e.without_axes(loops(e)) for e in entries])
     site, lanes = form.site, form.site.axes
     one_lane = form.without_axes(range(len(lanes)))
     *values, count = map(zeros_like, one_lane.arrays)
@@ -354,27 +355,25 @@ def finished(reducer: Reducer, state: ReducerState) -> Entry:
     """What comes back, as an entry. Behind the axes of the lanes, its arrays have those
     of `Reducer.lead`."""
     site, lanes = state.site, state.site.axes
-    n_values = sum(leaf is OPERAND for leaf in site.leaves)
-    varies = [site.has(i) for i in range(n_values)]
+    kept = kept_axes(site)
+    varies = [site.has(i) for i in range(site.leaves.count(OPERAND))]
     result = _in_lanes(reducer.finish, lanes)(state.acc, state.count)
     if not reducer.keeps_structure:
         result, treedef, leaves = take_apart(result)
         site = site._replace(treedef=treedef, leaves=leaves)
-        varies = [kept_axes(state.site)] * len(result)
+        varies = [kept] * len(result)
     counted = state.conditional or reducer.counts
     if counted:
-        result = [*result, state.count]
-        varies = [*varies, kept_axes(state.site)]
+        result, varies = [*result, state.count], [*varies, kept]
 
     def of_one_lane(x, varies):
         """Where all lanes are the same, one of them."""
-        for k in reversed(range(len(lanes))):
-            x = x if varies[k] else one_along(x, k)
-        return aligned(x, varies)
+        for k, v in enumerate(varies):
+            x = x if v else one_along(x, k)
+        return x
 
     arrays = tuple(map(of_one_lane, result, varies))
-    site = site._replace(axes=with_has(lanes, varies))
-    return Entry(arrays, site, counted)
+    return Entry(arrays, site._replace(axes=with_has(lanes, varies)), counted)
 
 
 def _in_lanes(fn: Callable, lanes: Sequence[Axis]) -> Callable:
@@ -386,10 +385,3 @@ def _in_lanes(fn: Callable, lanes: Sequence[Axis]) -> Callable:
 
 def _value(site: Site, values: Sequence[Any]) -> Any:
     return rebuild(site.treedef, site.leaves, values)
-
-
-def _of_one_execution(entry: Entry) -> Entry:
-    """An entry of all iterations as one of a single execution: shapes `f32[10,8,3]` in
-    a loop of 10 and a `vmap` of 8 become `f32[8,3]`."""
-    one = entry.without_axes([k for k, a in enumerate(entry.site.axes) if not a.lane])
-    return one.replace(one.arrays, [a._replace(loops=0) for a in one.site.axes])

@@ -12,12 +12,12 @@ back from them. In `save_intermediates`, `Given.carry` has the states of reducer
 | | `keeps_intact` | an equation with a sow inside: does it stay as it is? |
 | | `for_inside`, `leave_equation` | the same, before its rule and after it |
 | | `end_jaxpr` | the end of a jaxpr: what was found, as one `Taken` |
-| rule for `scan` | `slices_for_scan`, `stack_iterations` | values in, values out |
+| rule for `scan` | `sliced_by_scan`, `stack_iterations` | values in, values out |
 | | `needs_iterations` | does anything inside ask which iteration it is? |
 | | `keeps_iterations`, `only_iterations` | is one iteration all that is kept? |
 | rule for `cond` | `unify_branches` | one form for the values of all branches |
 | rule for `while` | `before_first_iteration`, `after_iteration` | values carried |
-| rule for `shard_map` | `slices_for_devices`, `stack_devices` | values in, values out |
+| rule for `shard_map` | `values_on_devices`, `stack_devices` | values in, values out |
 | | `carry_for_devices`, `needs_order` | the carry; does the order count? |
 | rules for `custom_*` | `changes_inside`, `differentiable` | is the rule still right? |
 | `refuse` | `wants` | a sow that cannot be had: is it an error? |
@@ -114,21 +114,18 @@ class Handler:
         """Whether any sow in the body of a scan asks for `Given.iterations`."""
         return False
 
-    def slices_for_scan(
-        self, values: Any, jaxpr: Any
-    ) -> tuple[Any, Callable[[Any], Any]]:
-        """For a scan: those of `Given.values` that have a leading axis for its
-        iterations, and a function that, given their slices for one iteration, returns
-        the `Given.values` of that."""
-        return (), lambda xs: values
+    def sliced_by_scan(self, values: Any, jaxpr: Any) -> Any:
+        """For a scan: in the place of each of `Given.values`, or of several, whether it
+        has a leading axis for the iterations. The others are the same in all."""
+        return False
 
-    def slices_for_devices(
+    def values_on_devices(
         self, values: Any, jaxpr: Any, devices: Sequence[Any]
-    ) -> tuple[Any, Callable[[Any], Any], Any]:
-        """For a `shard_map`: those of `Given.values` that go inside, a function that,
-        given what one device has of them, returns the `Given.values` there, and their
-        `PartitionSpec`s. `devices` are the mesh axes."""
-        return (), lambda xs: values, ()
+    ) -> tuple[Any, Any]:
+        """For a `shard_map`: those of `Given.values` that go inside, and their
+        `PartitionSpec`s, of which each is as long as there are leading axes that a
+        device has one entry of. `devices` are the mesh axes."""
+        return values, jax.sharding.PartitionSpec()
 
     def carry_for_devices(self, carry: Any) -> tuple[Any, Callable[[Any], Any]]:
         """For a `shard_map`: what of `Given.carry` goes inside, arrays with a leading

@@ -74,7 +74,8 @@ def _scan(interpret, given, eqn, *args):
     num_consts, num_carry = _compat.scan_arity(p)
     consts, init, xs = _split(args, num_consts, num_carry)
     run = interpret(p["jaxpr"])
-    sliced, put_back = handler.slices_for_scan(given.values, p["jaxpr"])
+    is_sliced = handler.sliced_by_scan(given.values, p["jaxpr"])
+    slices, same = eqx.partition(given.values, is_sliced)
     asked = handler.needs_iterations(p["jaxpr"])
     iterations = [jnp.arange(p["length"], dtype=jnp.int32)] if asked else []
 
@@ -93,8 +94,9 @@ def _scan(interpret, given, eqn, *args):
 
     def body(carry, x):
         state, kept, carry = carry
-        sliced, iteration, x = x
-        here = Given(state, put_back(sliced), (*given.iterations, *iteration))
+        slices, iteration, x = x
+        values = eqx.combine(slices, same)
+        here = Given(state, values, (*given.iterations, *iteration))
         outs, taken = run(here, *consts, *carry, *x)
         carry, y = _split(outs, num_carry)
         rest = taken.values
@@ -108,7 +110,7 @@ def _scan(interpret, given, eqn, *args):
     (state, kept, carry), (ys, rest) = lax.scan(
         body,
         (given.carry, kept, init),
-        (sliced, iterations, xs),
+        (slices, iterations, xs),
         length=p["length"],
         reverse=p["reverse"],
         unroll=p["unroll"],
@@ -257,16 +259,15 @@ def _shard_map(interpret, given, eqn, *args):
     manual = p["newly_manual_axes"]
     axes = {a: n for a, n in p["mesh"].shape.items() if a in manual}
     # What goes in: of a planted array, the part of each device; of a count, its own.
-    sliced, put_back, sliced_specs = handler.slices_for_devices(
-        given.values, p["jaxpr"], [*axes]
-    )
+    values, value_specs = handler.values_on_devices(given.values, p["jaxpr"], [*axes])
     carry, carry_back = handler.carry_for_devices(given.carry)
     on_device, everywhere = P(*axes), P()
-    sliced = jax.tree.map(
-        lambda spec, xs: jax.tree.map(lambda x: on_mesh(x, p["mesh"], spec), xs),
-        sliced_specs,
-        sliced,
-    )
+
+    def for_values(fn, values):
+        of = lambda spec, xs: jax.tree.map(lambda x: fn(x, spec), xs)
+        return jax.tree.map(of, value_specs, values)
+
+    values = for_values(lambda x, spec: on_mesh(x, p["mesh"], spec), values)
     specs = None
 
     def varying(x):
@@ -274,10 +275,11 @@ def _shard_map(interpret, given, eqn, *args):
 
     # What comes out: on each device, what is sown there gets an axis of size 1 in
     # front. With 4 devices, `f32[3]` becomes `f32[1, 3]`, and all together `f32[4, 3]`.
-    def body(carry, sliced, index, *args):
+    def body(carry, values, index, *args):
         nonlocal specs
+        values = for_values(lambda x, spec: x.squeeze(range(len(spec))), values)
         carry = jax.tree.map(lambda x: x.reshape(x.shape[len(axes) :]), carry)
-        outs, taken = run(Given(carry, put_back(sliced), index), *args)
+        outs, taken = run(Given(carry, values, index), *args)
         rest, specs = handler.stack_devices(taken.values, axes, varying)
         one = (1,) * len(axes)
         carry = jax.tree.map(lambda x: x.reshape(*one, *x.shape), taken.carry)
@@ -287,7 +289,7 @@ def _shard_map(interpret, given, eqn, *args):
         return jax.shard_map(
             body,
             mesh=p["mesh"],
-            in_specs=(on_device, sliced_specs, everywhere, *p["in_specs"]),
+            in_specs=(on_device, value_specs, everywhere, *p["in_specs"]),
             out_specs=out_specs,
             axis_names=set(axes),
             check_vma=p["check_vma"],
@@ -298,7 +300,7 @@ def _shard_map(interpret, given, eqn, *args):
         return ()
 
     # First only to learn what varies over which axis: `stack_devices` sets `specs`.
-    jax.eval_shape(mapped(probe, ()), carry, sliced, given.iterations, *args)
+    jax.eval_shape(mapped(probe, ()), carry, values, given.iterations, *args)
     out_specs = list(p["out_specs"]), on_device, specs
-    outs, carry, rest = mapped(body, out_specs)(carry, sliced, given.iterations, *args)
+    outs, carry, rest = mapped(body, out_specs)(carry, values, given.iterations, *args)
     return outs, Taken(carry_back(carry), rest)
