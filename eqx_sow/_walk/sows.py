@@ -125,9 +125,13 @@ def has_sow(x: Any) -> bool:
     )
 
 
-@kept_with_jaxpr
-def with_sow(jaxpr: Any) -> dict[int, Any]:
+def with_sow(x: Any) -> dict[int, Any]:
     """The equations of a jaxpr that have a sow inside, or are one, by their indices."""
+    return _with_sow(_compat.open_jaxpr(x)[0])
+
+
+@kept_with_jaxpr
+def _with_sow(jaxpr):
     return {i: e for i, e in enumerate(jaxpr.eqns) if has_sow(e)}
 
 
