@@ -225,9 +225,17 @@ def running(site: Site, operands: Sequence[Any]) -> tuple[Any, tuple[bool, ...]]
         return None, ()
     varies = [site.has(i) for i in range(len(site.guards))]
     each = []
-    for x, v, (_, branch, _) in zip(operands, varies, site.guards):
-        each.append(aligned(x if x.dtype == bool else x == branch, v))
+    for x, v, (_, branch, n_branches) in zip(operands, varies, site.guards):
+        each.append(aligned(x if x.dtype == bool else _is(x, branch, n_branches), v))
     return ft.reduce(operator.and_, each), either(*varies)
+
+
+def _is(index: Any, branch: int, n_branches: int) -> Any:
+    """Whether an index selects this branch. It is compared as JAX does to select the
+    outputs, so that XLA selects values with the same boolean."""
+    if branch == 0:
+        return index < 1
+    return ~(index < branch) if branch == n_branches - 1 else index == branch
 
 
 def _where_it_runs(run: Any, run_varies: tuple[bool, ...], value: Value) -> Value:

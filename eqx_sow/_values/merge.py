@@ -10,7 +10,7 @@ functions make one of them:
 | `conform` | one entry, and a form | the same entry in that form |
 | `zeros` | a form | the entry of what did not run |
 | `latest` | two entries of one form | for each lane, the one that ran last |
-| `merged` | two entries | the same, once both conform |
+| `merged` | two entries in different branches | the one that ran |
 
 For example, `h` is `f32[3]` in one branch. In the other it varies over a `vmap` of 4
 lanes, and is `f32[4,3]`. The form is `f32[4,3]`. The first one conforms: `with_axes`
@@ -86,9 +86,14 @@ def _form(e: Entry) -> Any:
 
 
 def merged(old: Entry, new: Entry) -> Entry:
-    """For two entries: `new` where it ran, otherwise `old`."""
+    """For two entries of which at most one ran in each lane: that one. Where the first
+    did not, it is the second, which is how JAX selects outputs: so XLA has one boolean
+    for both."""
     form = unify([old, new])
-    return latest(conform(old, form), conform(new, form))
+    *values, ran = conform(old, form).arrays
+    *others, other_ran = conform(new, form).arrays
+    values = [select(ran.astype(bool), x, y) for x, y in zip(values, others)]
+    return dc.replace(form, arrays=(*values, ran + other_ran))
 
 
 def _of_all(sites: Sequence[Site]) -> Site:
