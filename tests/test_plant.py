@@ -1188,3 +1188,12 @@ def test_a_name_in_branches_with_other_loops(call):
             call(plant(f, values), X)
     for x in (X, X + 3):
         assert_close(call(plant(f, {"h": jnp.zeros_like}), x), 0 * x)
+
+
+def test_no_lanes():
+    """Of a value that is the same in all lanes, there is none to plant."""
+    fn = lambda x, w: (sow((jnp.sin(x), jnp.cos(w)), "h"), jnp.sum(x))
+    mapped = jax.vmap(fn, in_axes=(0, None), out_axes=((0, None), 0))
+    x, w = jnp.zeros((0, 3)), jnp.ones(3)
+    out, saved = S(mapped)(x, w)
+    assert_close(plant(mapped, saved)(x, w), out)

@@ -161,7 +161,7 @@ def _replaced(
             )
             with calling("planted function", site, hint if more else ""):
                 return _apply(lambda value: fn(value, *more), site, old)
-        return _at_site(site, guards, arrays, planted.new)
+        return _at_site(site, guards, arrays, planted.new, old)
 
     if not planted.at:
         return compute()
@@ -215,9 +215,13 @@ def _is_known(x: Any) -> bool:
 
 
 def _at_site(
-    site: Site, guards: Sequence[Any], arrays: Sequence[Any], form: Site
+    site: Site,
+    guards: Sequence[Any],
+    arrays: Sequence[Any],
+    form: Site,
+    old: Sequence[Any],
 ) -> list[Any]:
-    """The arrays of the value at a sow, from planted ones.
+    """The arrays of the value at a sow, `old`, from planted ones.
 
     These have all lanes of the `form`, that is of what is captured there. The sow
     itself may have fewer: in a vmap of 8 over which it does not vary, a planted
@@ -248,7 +252,8 @@ def _at_site(
     leaves = zip(site.leaves, form.leaves)
     is_operand = [own is OPERAND for own, captured in leaves if captured is OPERAND]
     return [
-        without_the_same(x, site.has(len(guards) + i))
+        # Of no lanes there is nothing to plant.
+        without_the_same(x, site.has(len(guards) + i)) if x.size else old[i]
         for i, x in enumerate(it.compress(arrays, is_operand))
     ]
 
