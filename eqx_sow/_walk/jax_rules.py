@@ -447,8 +447,8 @@ def _keep_in_loop(primitive: jexc.Primitive) -> None:
     bind = primitive.bind
 
     def bind_in_loop(*args, **params):
-        trace = _compat.current_trace()
-        if not _moves(trace):
+        # Outside a capture, this costs as little as it can.
+        if listening.value is None or not _moves(trace := _compat.current_trace()):
             return bind(*args, **params)
         # One more operand, so that not even a function of nothing is known.
         tracers = list(map(trace.to_jaxpr_tracer, (0, *args)))
