@@ -326,3 +326,29 @@ def test_the_order_in_a_loop_that_is_the_same_in_each_iteration():
     for name in ("in/1", "in/1/0"):
         got = plant(grad, {name: jnp.cos})(*args)
         np.testing.assert_allclose(got, jax.grad(plant(loop, {name: jnp.cos}))(*args))
+
+
+def test_a_leaf_of_all_lanes_in_one_branch_and_of_each_in_another():
+    """Of the gradient of a vmap, its cotangent in one branch is the total of the
+    lanes. Of a vmap of gradients it is that of each."""
+
+    def make(mark):
+        def fn(x, p):
+            one = lambda x: jnp.prod(jnp.stack(mark((x, jnp.ones(())))))
+            other = lambda x: jnp.prod(jnp.stack(mark((x, jnp.sin(x)))))
+            return jax.lax.cond(p, one, other, x)
+
+        return fn
+
+    xs, ps = jnp.arange(1.0, 5.0), jnp.array([True, False, True, False])
+    fn = make(lambda value: sow(value, "h"))
+    with pytest.raises(SowError, match="A leaf is the same for all lanes"):
+        S(jax.grad(lambda xs: jnp.sum(jax.vmap(fn)(xs, ps))))(xs)
+    zeros = jnp.zeros(()), jnp.zeros(())
+    by_hand = lambda x, p: jax.grad(
+        lambda z: make(lambda v: (v[0] + z[0], v[1] + z[1]))(x, p)
+    )(zeros)
+    _, got = S(jax.vmap(jax.grad(fn)))(xs, ps)
+    want = jax.vmap(by_hand)(xs, ps)
+    for a, b in zip(got["h"]["cotangent"], want, strict=True):
+        assert jnp.allclose(a, b)

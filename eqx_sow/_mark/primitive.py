@@ -244,7 +244,13 @@ def _sow_batch(axis_data, operands, dims, *, site):
     # Also if nothing varies: so all sows under the same vmaps have the same axes.
     has = tuple(d is not None for d in dims)
     loops, conds = around(axis_data)
-    axis = Axis(axis_data.size, has, loops, spec=axis_data.explicit_mesh_axis)
+    axis = Axis(
+        axis_data.size,
+        has,
+        loops,
+        spec=axis_data.explicit_mesh_axis,
+        after_backward="cotangent" in site.modes,
+    )
     unguarded = any(c not in [g[0] for g in site.guards] for c in conds)
     site = site._replace(axes=(axis, *site.axes), unguarded=site.unguarded or unguarded)
     operands = [_to_front(x, d) if d else x for x, d in zip(operands, dims)]

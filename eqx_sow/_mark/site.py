@@ -29,6 +29,10 @@ class Axis(NamedTuple):
     mesh: Hashable = None
     # Over which explicit mesh axes it is sharded.
     spec: Hashable = None
+    # Whether the vmap came after a backward pass, as in `vmap(grad(f))`. A cotangent
+    # without the axis is then the same in each lane. In `grad(vmap(f))` it is their
+    # total.
+    after_backward: bool = False
 
     @property
     def kind(self) -> Hashable:

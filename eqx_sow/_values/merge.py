@@ -301,7 +301,10 @@ def _check_same(a: Entry, b: Entry) -> None:
 
     mode = a.site.mode
     # The count may vary over other lanes, and so may a value that is no total.
-    lanes = [[x.has[:-1] for x in e.site.axes if x.lane] for e in (a, b)]
+    lanes = [
+        [x.has[:-1] for x in e.site.axes if x.lane and not x.after_backward]
+        for e in (a, b)
+    ]
     if _form(a) != _form(b):
         problem = "in several branches, and their values differ"
         remedy = (
