@@ -62,6 +62,7 @@ _NEXT = "jax_remat3", "jax_custom_vjp3", "jax_custom_jvp3"
 
 
 def _in_jax(module: str, name: str) -> Callable[[], Any]:
+    """A name that is nowhere public: who asks for it says why there is no other way."""
     return lambda: getattr(importlib.import_module(f"jax._src.{module}"), name)
 
 
