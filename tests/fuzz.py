@@ -102,6 +102,7 @@ def documented(error: Exception, the_plan: "Plan") -> str | None:
 
 # --- what a seed stands for ---
 
+# The reducers.
 ORDERED = ("Last", "Fold", "Buffer", "Append")
 
 

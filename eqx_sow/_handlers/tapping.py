@@ -139,7 +139,7 @@ class Tap(Listens):
 
         # First `every`, then `when`, then the transform: what is not due costs nothing.
         due = executed
-        if (every := options.every) > 1:
+        if (every := options.every) > 1:  # of any size, while the count is an int32
             due = due & (count % np.int32(min(every, 2**31 - 1)) == 0)
         only_if(due, send_when)
         count = count + executed.astype(np.int32)

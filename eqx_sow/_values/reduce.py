@@ -33,8 +33,9 @@ class Reducer(eqx.Module):
 
     A reducer says how a state, `acc`, goes through the executions of a sow. It sees
     one lane at a time: `values` are the array leaves of a value as the code at the sow
-    sees it, and `site` says what the others are. `acc` is a PyTree of arrays whose
-    shapes stay as they are, and `count` is how many executions there were before.
+    sees it, of any dtype except float0, and maybe keys; `site` says what the others
+    are. `acc` is a PyTree of arrays whose shapes and dtypes stay as they are. `count`
+    is how many executions there were so far.
     """
 
     # Whether it has a state at all. If not, each place in straight-line code keeps an
@@ -305,7 +306,7 @@ class ReducerState:
     count: Any
     # The sow, of which only the axes of lanes are left. Its last array is the count.
     site: Site = dc.field(metadata=dict(static=True))
-    # Whether any of them may not run, so that the count comes back, too.
+    # Whether any of the executions may not happen, so that the count comes back, too.
     conditional: bool = dc.field(metadata=dict(static=True))
 
 

@@ -80,8 +80,8 @@ class Handler:
     # Whether what is taken at the sows may be differentiated by those further out.
     differentiable: bool = True
 
-    # With `names="h/3"`: whether `only_iterations` can say that of a value in a scan,
-    # one iteration is all that is kept.
+    # With `names="h/3"`: whether `only_iterations` can say of which values in a scan
+    # only one iteration is kept.
     keeps_iterations: bool = False
 
     def wants(self, site: Site) -> bool:

@@ -1,16 +1,16 @@
 """The rules of JAX's that eqx_sow wraps. There are few, and only here.
 
 For a scan, a while or a cond with a sow inside, some of JAX's rules move equations to
-places from which they cannot be told any more where they came from:
+places where it is no longer known where they came from:
 
 - `vmap` of a loop puts the new axis inside the loop's. A sow has to know how many
   loops are around the axis.
-- `vmap` of a cond whose predicate varies runs all branches, and of a while goes on
+- `vmap` of a cond whose predicate varies runs all branches, and `vmap` of a while runs
   until the last lane has finished. A sow has to know whether it really runs.
 - differentiation moves what does not depend on the iteration out of a scan. A sow has
   to stay.
-- differentiation forgets the tangents in a cond or a checkpoint of which none comes
-  out.
+- differentiation drops the tangent part of a cond or a checkpoint if none of its
+  outputs is used.
 
 So these rules prepare the equation, or mend what comes out, and leave the work to JAX's
 rule. Outside a capture they are not even called.

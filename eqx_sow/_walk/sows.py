@@ -230,7 +230,7 @@ class Loop(NamedTuple):
     reverse: bool | None = None
 
 
-# What counts as a loop, for all that has to know.
+# The primitives that are loops.
 _loops: dict[jexc.Primitive, Callable[[dict[str, Any]], Loop]] = {
     jexc.primitives.scan_p: lambda params: Loop(params["length"], params["reverse"]),
     jexc.primitives.while_p: lambda params: Loop(),

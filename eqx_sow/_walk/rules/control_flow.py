@@ -80,7 +80,7 @@ def _scan(interpret, given, eqn, *args):
     iterations = [jnp.arange(p["length"], dtype=jnp.int32)] if asked else []
 
     # With `names="h/3"`, the value of one iteration is carried along, and no stack of
-    # all of them is made. `only` says for each value of which iteration.
+    # all of them is made. `only` says for each value which iteration that is.
     keeps = asked and handler.keeps_iterations
     kept = only = is_kept = None
     if keeps:
