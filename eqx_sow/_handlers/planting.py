@@ -26,7 +26,7 @@ from .._values.entry import Entry, running
 from .._values.merge import own_axes
 from .._walk.frame import Frame
 from .._walk.handler import check_guarded, Handler
-from .._walk.rules.control_flow import alike
+from .._walk.rules import alike
 from .._walk.sows import lengths_of, sites, sows
 from .asked import leave, reached
 
@@ -41,6 +41,8 @@ class Replace(Handler):
     # `Given.values` is a dict with their arrays.
     planted: tuple[tuple[Any, tuple["Planted", ...]], ...]
     has_outer: bool
+
+    replaces = True
 
     @ft.cached_property
     def _planted(self) -> dict[Any, tuple["Planted", ...]]:
@@ -59,22 +61,16 @@ class Replace(Handler):
     def _names(self) -> frozenset[str]:
         return frozenset(name for name, *_ in self._planted)
 
-    def _is_planted(self, site):
-        """Whether this or another mode of the name is planted."""
+    def concerns(self, site):
+        # This or another mode of the name is planted.
         return site.tag == self.tag and site.name in self._names
-
-    def keeps_intact(self, eqn):
-        return self.has_outer and not any(map(self._is_planted, sites(eqn)))
-
-    def changes_inside(self, eqn):
-        return any(map(self.wants, sites(eqn)))
 
     def sow(self, found, given, site: Site, atoms, frame: Frame):
         del found
         n_guards = len(site.guards)
         # A planted sow is still one for those further out, also if it is the mark of a
         # module that was made for this `plant` alone.
-        is_marked = site.label.depth > 0 and self._is_planted(site)
+        is_marked = site.label.depth > 0 and self.concerns(site)
         still = site.for_all() if is_marked else site
         if not self.wants(site):
             leave(self, still, atoms, frame)

@@ -18,7 +18,6 @@ from .._values.entry import captured, running, value_of
 from .._values.transform import Batched, transformed, Value
 from .._walk.frame import Frame
 from .._walk.handler import check_guarded, Given
-from .._walk.sows import sites
 from .asked import leave, Listens, reached
 from .events import all_lanes, any_lane, only_if, send
 
@@ -76,18 +75,17 @@ class Tap(Listens):
             (x.name, *key) in self._modes for x in self.selected(site)
         )
 
-    def keeps_intact(self, eqn):
-        return self.has_outer and not any(map(self.wants, sites(eqn)))
+    def concerns(self, site):
+        return self.wants(site)
 
     def for_inside(self, eqn):
         inside = super().for_inside(eqn)
         mesh = (*self.mesh, *map(str, _mesh_axes(eqn)))
         return inside if mesh == self.mesh else dc.replace(inside, mesh=mesh)
 
-    def carry_for_devices(self, carry):
+    def carry_on_devices(self, carry):
         n = len(self.mesh)
-        inside = {slot: x for slot, x in carry.items() if slot[1][:n] == self.mesh}
-        return inside, lambda new: {**carry, **new}
+        return {slot: x for slot, x in carry.items() if slot[1][:n] == self.mesh}
 
     def sow(self, found, given, site: Site, atoms, frame: Frame):
         left = leave(self, site, atoms, frame)
