@@ -233,6 +233,17 @@ def test_a_value_that_is_the_same_in_each_iteration():
     assert_close(got["h/1"]["primal"], jnp.sin(X))
 
 
+def test_an_option_that_reads_a_traced_array():
+    loop = lambda x: lax.fori_loop(0, 4, lambda i, x: sow(x + i, "h"), x)
+
+    @jax.jit
+    def one(c):
+        return S(loop, names="h/2", transform=lambda v: v * c)(X)[1]["h/2"]["primal"]
+
+    assert_close(one(2.0), 2 * (X + 3))
+    assert_close(jax.grad(lambda c: one(c).sum())(2.0), (X + 3).sum())
+
+
 def test_in_a_while_loop():
     def fn(x):
         def outer(x, i):
