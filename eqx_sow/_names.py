@@ -197,6 +197,7 @@ def check_known(
         names = ", ".join(map(repr, known)) if known else "none at all"
         message += f"The {kind} there are: {names}."
         close = difflib.get_close_matches(str(pattern), known, n=3)
-        if close:
-            message += f" Did you mean {' or '.join(map(repr, close))}?"
-        raise UnknownSowError(message + hint(pattern, close))
+        more = hint(pattern, close)
+        if close and not more:
+            more = f" Did you mean {' or '.join(map(repr, close))}?"
+        raise UnknownSowError(message + more)

@@ -20,7 +20,7 @@ from .._arrays import leading, sharded_like, whole_along
 from .._errors import calling, SowError
 from .._mark.primitive import edge_value, sow_p
 from .._mark.site import Axis, Site
-from .._mark.static import Const, OPERAND, rebuild, SameParts
+from .._mark.static import Const, NoTangent, OPERAND, rebuild, SameParts
 from .._values.axes import aligned, as_operand, final_axes, for_each_lane
 from .._values.entry import Entry, running
 from .._values.merge import own_axes
@@ -203,6 +203,30 @@ def check_fixed(
             )
 
 
+def only_zeros(places: Sequence[Site], value: Any, arrays: list[Any]) -> list[Any]:
+    """`arrays`, those of a derivative that is planted at all these places. It must be
+    zero for each leaf that has none there, as the program would go on without it. What
+    is not known yet is checked while the program runs."""
+    for i, x in enumerate(jtu.tree_leaves(value)):
+        if not all(isinstance(site.leaves[i], NoTangent) for site in places):
+            continue
+        dtype = jnp.result_type(x)
+        if dtype == jax.dtypes.float0:
+            continue
+        is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
+        known = is_key or _is_known(x)
+        wrong = is_key or (np.asarray(x).any() if known else jnp.any(x != 0))
+        problem = (
+            f"`plant`: {places[0].said} has a leaf without a {places[0].mode} (an "
+            "integer, a NumPy array, or what does not depend on what is "
+            "differentiated), so only zeros fit there. Leave it as it was captured."
+        )
+        if wrong if known else _compat.varying(wrong):
+            raise SowError(problem)
+        arrays = arrays if known else eqx.error_if(arrays, wrong, problem)
+    return arrays
+
+
 def _is_known(x: Any) -> bool:
     """Whether the numbers in an array can be had here and now."""
     return not isinstance(x, jax.Array) or (
@@ -286,7 +310,7 @@ def _apply(fn: Callable, site: Site, values: Sequence[Any]) -> list[Any]:
         value = fn(old)
         new = _operands(value, site, values, of_function=True)
         check_fixed([site], value, values)
-        return new
+        return only_zeros([site], value, new)
 
     return for_each_lane(apply, site.axes, varies, varies)(*values)
 

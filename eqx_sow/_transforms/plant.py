@@ -10,7 +10,7 @@ import jax.tree_util as jtu
 from .._errors import SowError
 from .._frames import api_boundary
 from .._handlers.collect import Collect, EACH_PLACE
-from .._handlers.planting import check_fixed, Planted, prepare, Replace
+from .._handlers.planting import check_fixed, only_zeros, Planted, prepare, Replace
 from .._mark.listening import listening
 from .._mark.site import Site
 from .._mark.static import Const, SameParts
@@ -73,7 +73,7 @@ def _plan(
         value = value.get(options.mode, value)
     arrays = prepare(value, entry)
     check_fixed([entry.site, *places], value, may_be_zero=entry.counted)
-    return Planted(entry.site, at), arrays
+    return Planted(entry.site, at), only_zeros(places, value, arrays)
 
 
 def _check_one_place(

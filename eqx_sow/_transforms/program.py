@@ -161,20 +161,31 @@ class Program:
                     f"asks for it: pass `names={pattern!r}`, too."
                 )
             return f" All iterations of {name!r} are one value: write {name!r}."
-        without = lambda name: "/".join(
-            part for part in name.split("/") if not part.lstrip("-").isdecimal()
-        )
-        for site, loops in self.in_loops if without(pattern) != pattern else ():
-            if matches(without(pattern), without(site.name)):
+        is_index = lambda part: part.lstrip("-").isdecimal()
+        without = lambda name: "/".join(x for x in name.split("/") if not is_index(x))
+        alike = [
+            (site, loops)
+            for site, loops in self.in_loops
+            if without(pattern) != pattern
+            and matches(without(pattern), without(site.name))
+        ]
+        for site, loops in alike[:1]:
+            which = f"Of {site.name!r} there is no such iteration"
+            last = ""
+            if loops:
                 places = (*site.label.after, *[None] * len(loops))
                 called = [
-                    repr(in_a_list(site.name, list(zip(places, indices))))
+                    in_a_list(site.name, list(zip(places, indices)))
                     for indices in ([0] * len(loops), [n - 1 for n in loops])
                 ]
-                why = f"they are {' to '.join(called)}"
-                if not loops:
-                    why = "it is in no loop of known length"
-                return f" Of {site.name!r} there is no such iteration: {why}."
+            elif without(site.name) != site.name:
+                which = "In a list each has a name of its own"
+                numbers = lambda name: [int(x) for x in name.split("/") if is_index(x)]
+                called = sorted((s.name for s, _ in alike), key=numbers)
+                last = ", which is the last"
+            else:
+                return f" {which}: it is in no loop of known length."
+            return f" {which}: they are {called[0]!r} to {called[-1]!r}{last}."
         if close or self.marking.capture is not None:
             return ""
         return (
