@@ -15,7 +15,7 @@ from .._mark.static import SameParts
 from .._names import ANY_LOOPS, every_selected, lookup, Selected
 from .._walk.frame import Frame
 from .._walk.handler import Handler
-from .._walk.sows import Found, lengths_of, sites
+from .._walk.sows import Found, lengths_of
 
 
 def reached(at: Iterable[int | None], iterations: Iterable[Any]) -> Any:
@@ -56,9 +56,8 @@ class Listens(Handler):
     def wants(self, site):
         return site.tag == self.tag and bool(self.selected(site))
 
-    def needs_iterations(self, jaxpr):
-        mine = [s for s in sites(jaxpr) if s.tag == self.tag]
-        return any(x.at for s in mine for x in self.selected(s))
+    def needs_iteration(self, site):
+        return site.tag == self.tag and any(x.at for x in self.selected(site))
 
     def for_inside(self, eqn):
         lengths = () if self.names is None else lengths_of([eqn])

@@ -42,8 +42,6 @@ class Replace(Handler):
     planted: tuple[tuple[Any, tuple["Planted", ...]], ...]
     has_outer: bool
 
-    replaces = True
-
     @ft.cached_property
     def _planted(self) -> dict[Any, tuple["Planted", ...]]:
         return dict(self.planted)
@@ -88,9 +86,13 @@ class Replace(Handler):
         frame.set(frame.eqn.outvars, new)
         return given
 
-    def needs_iterations(self, jaxpr):
-        inside = (self._planted[s.key] for s in sites(jaxpr) if self.wants(s))
-        return any(p.with_index or p.at for planted in inside for p in planted)
+    def replaces(self, site):
+        return self.wants(site)
+
+    def needs_iteration(self, site):
+        return self.wants(site) and any(
+            p.with_index or p.at for p in self._planted[site.key]
+        )
 
     def sliced_by_scan(self, values, jaxpr):
         n_within = {

@@ -8,14 +8,15 @@ back from them. In `save_intermediates`, `Given.carry` has the states of reducer
 | called by | method | for |
 |---|---|---|
 | `evaluate` | `sow` | each sow, in order of execution |
-| | `concerns` | a sow in an equation: may that stay as it is? |
+| | `concerns` | a sow inside an equation: may that stay as it is? |
 | | `for_inside` | an equation with a sow inside, before its rule |
 | | `end_jaxpr` | the end of a jaxpr: what was captured in there |
 | rule for `scan` | `sliced_by_scan` | which values have an axis for the iterations |
-| | `needs_iterations` | does anything inside ask which iteration it is? |
+| | `needs_iteration` | a sow: does it matter in which iteration it is? |
 | rule for `shard_map` | `values_on_devices`, `carry_on_devices` | what goes inside |
-| | `needs_order` | does the order of executions count? |
-| rules for `custom_*` | `replaces`, `differentiable` | is the derivative rule right? |
+| | `needs_order` | a sow: does the order of its executions matter? |
+| rules for `custom_*` | `replaces` | a sow: is the derivative rule still right? |
+| | `differentiable` | is what was taken ever differentiated? |
 | `refuse` | `wants` | a sow that cannot be had: is it an error? |
 """
 
@@ -37,7 +38,7 @@ class Given(NamedTuple):
 
     `carry` goes from each execution to the next. `values` are the same for all, save
     that a loop may slice them. `iterations` says which one of each scan around this is,
-    from outside in, for a handler that `needs_iterations`: in a scan over tokens within
+    from outside in, for a handler that `needs_iteration`: in a scan over tokens within
     a scan over layers, `(layer, token)`, both int32.
     """
 
@@ -71,10 +72,6 @@ class Handler:
     # Whether what is taken at the sows may be differentiated by those further out.
     differentiable: bool = True
 
-    # Whether the function in an equation computes something else if the handler wants
-    # a sow inside. Then its derivative rule is no longer right.
-    replaces: bool = False
-
     def sow(self, found: list, given: Given, site: Site, atoms, frame: Frame) -> Given:
         """Sees to the sow `frame.eqn`, with the operands `atoms` after its edge. Tells
         `frame` what its outputs are, and appends to `found` whatever `end_jaxpr` wants
@@ -99,12 +96,17 @@ class Handler:
         """The handler for what is inside an equation."""
         return self
 
+    def replaces(self, site: Site) -> bool:
+        """Whether a function with the sow inside computes something else now, so that
+        its derivative rule is no longer right."""
+        return False
+
     def needs_order(self, site: Site) -> bool:
         """Whether the order of the executions of a sow matters."""
         return False
 
-    def needs_iterations(self, jaxpr: Any) -> bool:
-        """Whether any sow in the body of a scan asks for `Given.iterations`."""
+    def needs_iteration(self, site: Site) -> bool:
+        """Whether a sow asks for `Given.iterations`."""
         return False
 
     def sliced_by_scan(self, values: Any, jaxpr: Any) -> Any:

@@ -106,7 +106,7 @@ def _inside(interpret, given, eqn, jaxpr, args, join=_derivative_of):
     binds the equation too. `join` makes one output from that of the copy and that of
     the equation."""
     handler = interpret.handler
-    if handler.replaces and any(map(handler.wants, sites(eqn))):
+    if any(map(handler.replaces, sites(eqn))):
         return interpret(jaxpr)(given, *args)
     # Both run, and only the original prints.
     copy = without_prints(jaxpr)
@@ -215,7 +215,7 @@ def _scan(interpret, given, eqn, *args):
     run = interpret(p["jaxpr"])
     is_sliced = handler.sliced_by_scan(given.values, p["jaxpr"])
     slices, same = eqx.partition(given.values, is_sliced)
-    asked = handler.needs_iterations(p["jaxpr"])
+    asked = any(map(handler.needs_iteration, sites(p["jaxpr"])))
     iterations = [jnp.arange(p["length"], dtype=jnp.int32)] if asked else []
 
     operands = slices, iterations, xs
