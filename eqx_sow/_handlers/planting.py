@@ -27,7 +27,7 @@ from .._values.merge import own_axes
 from .._walk.frame import Frame
 from .._walk.handler import check_guarded, Handler
 from .._walk.rules import alike
-from .._walk.sows import lengths_of, sites, sows
+from .._walk.sows import sites, sows
 from .asked import leave, reached
 
 
@@ -95,11 +95,8 @@ class Replace(Handler):
         )
 
     def sliced_by_scan(self, values, jaxpr):
-        n_within = {
-            site.key: len(lengths_of(eqns))
-            for site, eqns, _ in sows(jaxpr)
-            if self.wants(site)
-        }
+        inside = [x for x in sows(jaxpr) if self.wants(x.site)]
+        n_within = {x.site.key: len(x.loops) for x in inside}
         return {
             k: [k in n_within and p.has_axis_of_scan(n_within[k]) for p in planted]
             for k, planted in self.planted

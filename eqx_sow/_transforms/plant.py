@@ -106,16 +106,16 @@ class _Plant(Transformed):
         chosen = _by_iteration(self._values, program)
         entries = type(self)._entries(self, program, tuple(chosen))
         sows = defaultdict(list)
-        for site, loops in program.in_loops:
-            sows[site.key].append((site, loops))
+        for x in program.mine:
+            sows[x.site.key].append(x)
         values, planted = {}, {}
         for key, places in entries.items():
             by_iteration = chosen[key[0]]
             if any(at or not callable(x) for at, x in by_iteration.items()):
-                _check_one_place(places, {loops for _, loops in sows[key]})
+                _check_one_place(places, {x.loops for x in sows[key]})
             # What is for fewer iterations goes before what is for more, and so last.
             ats = sorted(by_iteration, key=lambda at: len(at) - at.count(None))
-            sites = [site for site, _ in sows[key]]
+            sites = [x.site for x in sows[key]]
             plans = [
                 _plan(places[0], sites, at, by_iteration[at], options) for at in ats
             ]
@@ -144,7 +144,7 @@ class _Plant(Transformed):
             transform=SameParts(None),
         )
         found = program.with_executions(lambda name: False).survey(survey)
-        names = [site.name for site, _ in program.in_loops]
+        names = [x.site.name for x in program.mine]
         check_known("plant(fn, values)", patterns, names, hint=program.hint)
         mode_of = labels({e.site.key for e in found})
         entries = grouped([e for e in found if mode_of[e.site.key] == mode])

@@ -112,7 +112,7 @@ def _walk(self: _Tapped, program: Program, extra: list[Any]) -> list[Any]:
         when=SameParts(self._when),
         extra=(treedef, leaves),
     )
-    places = list(handler.everywhere(program.found))
+    places = list(handler.everywhere(program.mine))
     chosen = program.wanted("tap", options.modes, [site.key for site, _ in places])
     counts = dict(first_count(s, eqns) for s, eqns in places if s.key in chosen)
     handler = dc.replace(handler, chosen=tuple(chosen.items()))
