@@ -226,7 +226,7 @@ def test_effect_is_kept(outside, inside):
 @assumed(
     "A program with an effect whose type is a subclass of that of `jax.debug.print` "
     "is lowered and runs.",
-    "_handlers/events.py",
+    "_handlers/tapping.py",
 )
 def test_effect_is_lowered():
     mark_p = marker()
@@ -798,7 +798,7 @@ def test_derivative_rules():
     "with `name`, `size` and `spmd_name`.",
     "_mark/primitive.py",
     "_walk/jax_rules.py",
-    "_handlers/events.py",
+    "_handlers/tapping.py",
     "_transforms/tap.py",
 )
 def test_batching_rules():
@@ -1082,7 +1082,7 @@ def test_checkpoint_of_scan(monkeypatch):
     "the one that is run again, which outputs of these are unknown, which are made "
     "again, and the residuals; either equation can be `None`.",
     "_mark/primitive.py",
-    "_handlers/events.py",
+    "_handlers/tapping.py",
 )
 def test_checkpoint_rules():
     mark_p, again_p = marker(), toy("again")
@@ -1130,7 +1130,7 @@ def test_partial_evaluation_of_scan(monkeypatch):
 @assumed(
     "`mlir.lower_fun` makes a lowering of a function, and `mlir.register_lowering` "
     "takes one for a platform, which is not cached if `cacheable=False`.",
-    "_handlers/events.py",
+    "_handlers/tapping.py",
     "_mark/primitive.py",
 )
 def test_lowering():

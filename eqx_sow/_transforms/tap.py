@@ -14,8 +14,7 @@ from jax.interpreters import batching
 
 from .. import _compat
 from .._frames import api_boundary
-from .._handlers.events import failures, TapEvent
-from .._handlers.tapping import first_count, Tap
+from .._handlers.tapping import failures, first_count, Tap, TapEvent
 from .._mark.listening import Listening, listening
 from .._mark.static import Const, SameParts, take_apart
 from .._walk.handler import Given
