@@ -4,7 +4,7 @@ import contextlib
 import dataclasses as dc
 import functools as ft
 import itertools as it
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -168,7 +168,7 @@ def _replaced(
     return eqx.combine(jax.lax.cond(is_here, new, same, pick(old)), old)
 
 
-def check_fixed(
+def _check_fixed(
     places: Sequence[Site],
     value: Any,
     old: Sequence[Any] | None = None,
@@ -202,7 +202,7 @@ def check_fixed(
             )
 
 
-def only_zeros(places: Sequence[Site], value: Any, arrays: list[Any]) -> list[Any]:
+def _only_zeros(places: Sequence[Site], value: Any, arrays: list[Any]) -> list[Any]:
     """`arrays`, those of a derivative that is planted at all these places. It must be
     zero for each leaf that has none there, as the program would go on without it. What
     is not known yet is checked while the program runs."""
@@ -308,8 +308,8 @@ def _apply(fn: Callable, site: Site, values: Sequence[Any]) -> list[Any]:
         old = rebuild(site.treedef, site.leaves, values)
         value = fn(old)
         new = _operands(value, site, values, of_function=True)
-        check_fixed([site], value, values)
-        return only_zeros([site], value, new)
+        _check_fixed([site], value, values)
+        return _only_zeros([site], value, new)
 
     return for_each_lane(apply, site.axes, varies, varies)(*values)
 
@@ -371,15 +371,32 @@ def _as_jax_does(x: Any, dtype: Any) -> Any:
     return x
 
 
-def prepare(value: Any, entry: Entry) -> list[Any]:
-    """The arrays of a planted value, aligned, but with the axes of loops first. `entry`
-    has the shapes of what is captured there."""
+def prepare(
+    entry: Entry,
+    places: Sequence[Site],
+    at: tuple[int | None, ...],
+    value: Any,
+    options: Any,
+) -> tuple[Planted, list[Any]]:
+    """What to plant at all places of one `Site.key`, and its arrays: aligned, but with
+    the axes of loops first. `entry` has the shapes of what would be captured there, at
+    the only place of a value."""
+    if callable(value):
+        return Planted(SameParts(value), at, options.with_index), []
+    loops = [i for i, a in enumerate(entry.site.axes) if not a.lane and a.mesh is None]
+    entry = entry.without_axes([k for k, i in zip(loops, at) if i is not None])
     site, axes = entry.site, entry.site.axes
+    if Const(jtu.tree_structure(value)) != site.treedef and isinstance(value, Mapping):
+        value = value.get(options.mode, value)
     final = final_axes(site)
     like = []
     for i, varies in enumerate(final):
         own = [a for a, v in zip(axes, varies) if v]
         like.append(entry.with_lead(i, [a.size for a in own], [a.spec for a in own]))
-    arrays = map(aligned, _operands(value, site, like), final)
+    arrays = list(map(aligned, _operands(value, site, like), final))
+    _check_fixed(places, value, may_be_zero=entry.counted)
+    arrays = _only_zeros(places, value, arrays)
     loops = [k for k, a in enumerate(axes) if not a.lane]
-    return [jnp.moveaxis(x, loops, range(len(loops))) for x in arrays]
+    return Planted(site, at), [
+        jnp.moveaxis(x, loops, range(len(loops))) for x in arrays
+    ]
