@@ -9,7 +9,7 @@ from ._errors import (
     UnknownSowError as UnknownSowError,
     UnsupportedPrimitiveError as UnsupportedPrimitiveError,
 )
-from ._handlers.events import TapEvent as TapEvent
+from ._handlers.tapping import TapEvent as TapEvent
 from ._mark.listening import scope as scope
 from ._mark.sow import Sow as Sow, sow as sow
 from ._results.intermediates import Intermediates as Intermediates

@@ -63,19 +63,29 @@ def selected(
     and for `blocks/attn` in a loop over layers, with an `after` of `(1,)`,
     `"blocks/2/attn"` is layer 2, and `"blocks/*/attn"` all of it.
     """
-    return next(iter(every_selected(pattern, name, after, loops)), None)
+    return next(iter(every_selected([pattern], name, after, loops)), None)
 
 
 def every_selected(
-    pattern: Any,
+    patterns: Iterable[Any],
     name: str,
     after: tuple[int | None, ...],
     loops: tuple[int, ...] = ANY_LOOPS,
-) -> tuple[Selected, ...]:
-    """The same for a pattern that may select several iterations: `blocks/[12]/attn`."""
-    if matches(pattern, name):
-        return (Selected(name, (), after),)
-    return _with_index(pattern, name, after, loops) if isinstance(pattern, str) else ()
+    names: frozenset[str] = frozenset(),
+) -> list[Selected]:
+    """The same for several patterns, of which each may select several iterations, as
+    `blocks/[12]/attn`. What looks like an index in one of the `names` that sows have is
+    none."""
+    found: dict[str, Selected] = {}
+    for p in patterns:
+        if p != name and p in names:
+            continue
+        if matches(p, name):
+            some: Iterable[Selected] = [Selected(name, (), after)]
+        else:
+            some = _with_index(p, name, after, loops) if isinstance(p, str) else ()
+        found |= {x.name: x for x in some}
+    return list(found.values())
 
 
 # So many iterations are looked at, to find those that a glob fits.
@@ -197,6 +207,7 @@ def check_known(
         names = ", ".join(map(repr, known)) if known else "none at all"
         message += f"The {kind} there are: {names}."
         close = difflib.get_close_matches(str(pattern), known, n=3)
-        if close:
-            message += f" Did you mean {' or '.join(map(repr, close))}?"
-        raise UnknownSowError(message + hint(pattern, close))
+        more = hint(pattern, close)
+        if close and not more:
+            more = f" Did you mean {' or '.join(map(repr, close))}?"
+        raise UnknownSowError(message + more)

@@ -211,6 +211,23 @@ def test_a_name_for_a_model_that_is_passed_in_another_way(name):
     ) == ["model/layers/1"]
 
 
+@pytest.mark.parametrize("index", [12, -1])
+def test_an_index_that_a_list_does_not_have(index):
+    model = eqx.nn.MLP(3, 2, 4, 11, key=jax.random.key(0))
+    name = f"layers/{index}"
+    match = "they are 'layers/0' to 'layers/11', which is the last"
+    known = S(model, names="layers/11", capture=True)(X)[1]
+    assert list(known) == ["layers/11"]
+    for fn in (
+        S(model, names=name, capture=True),
+        tap(model, names=name, capture=True),
+        plant(model, {name: jnp.sin}, capture=True),
+    ):
+        with pytest.raises(UnknownSowError, match=match) as info:
+            fn(X)
+        assert "Did you mean" not in str(info.value)
+
+
 def test_an_iteration_in_names():
     fn = lambda x: lax.map(lambda x: sow(x, "h/a"), x)
     with pytest.raises(UnknownSowError, match="Of 'h/a' there is no such iteration"):

@@ -233,6 +233,31 @@ def test_a_value_that_is_the_same_in_each_iteration():
     assert_close(got["h/1"]["primal"], jnp.sin(X))
 
 
+def test_a_name_with_another_tag_that_looks_like_an_iteration():
+    def fn(x):
+        x, _ = lax.scan(lambda x, _: (sow(x + 1, "h"), None), x, length=3)
+        return sow(x, "h/1", tag="other")
+
+    assert_close(S(fn, names="h/1")(X)[1], {"h/1": {"primal": X + 2}})
+    assert_close(S(fn, names="h/1", tag="other")(X)[1], {"h/1": {"primal": X + 3}})
+    events = []
+    jax.block_until_ready(tap(fn, events.append, names="h/1")(X))
+    jax.effects_barrier()
+    assert_close([jnp.asarray(e.value) for e in events], [X + 2])
+    assert_close(plant(fn, {"h/1": 10 * X})(X), 10 * X + 1)
+
+
+def test_an_option_that_reads_a_traced_array():
+    loop = lambda x: lax.fori_loop(0, 4, lambda i, x: sow(x + i, "h"), x)
+
+    @jax.jit
+    def one(c):
+        return S(loop, names="h/2", transform=lambda v: v * c)(X)[1]["h/2"]["primal"]
+
+    assert_close(one(2.0), 2 * (X + 3))
+    assert_close(jax.grad(lambda c: one(c).sum())(2.0), (X + 3).sum())
+
+
 def test_in_a_while_loop():
     def fn(x):
         def outer(x, i):

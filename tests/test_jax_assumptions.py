@@ -226,7 +226,7 @@ def test_effect_is_kept(outside, inside):
 @assumed(
     "A program with an effect whose type is a subclass of that of `jax.debug.print` "
     "is lowered and runs.",
-    "_handlers/events.py",
+    "_handlers/tapping.py",
 )
 def test_effect_is_lowered():
     mark_p = marker()
@@ -416,12 +416,6 @@ PARAMETERS = {
     "custom_jvp_call_p": (with_jvp(jnp.sin), "call_jaxpr jvp_jaxpr_fun"),
     "custom_vjp_call_p": (with_vjp(jnp.sin), "call_jaxpr fwd_jaxpr_thunk"),
 }
-RULES = {
-    "jit_p": "calls",
-    "remat_p": "calls",
-    "custom_jvp_call_p": "calls",
-    "custom_vjp_call_p": "calls",
-}
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
@@ -431,7 +425,7 @@ def test_parameters(name):
     @assumed(
         f"`jexc.primitives.{name}` is the primitive of its public function, and has "
         f"the parameters {names}.",
-        f"_walk/rules/{RULES.get(name, 'control_flow')}.py",
+        "_walk/rules.py",
     )
     def check():
         (eqn,) = [e for e in jaxpr_of(fn, 1.0).eqns if e.primitive in (primitive(),)]
@@ -447,7 +441,7 @@ def test_parameters(name):
 @assumed(
     "`primitive.get_bind_params(eqn.params)` is a dict, with which `primitive.bind` "
     "makes the equation again.",
-    "_walk/rules/calls.py",
+    "_walk/rules.py",
 )
 def test_binding_again(name):
     fn, _ = PARAMETERS[name]
@@ -465,7 +459,7 @@ def test_binding_again(name):
     'A scan has as operands constants, carries and slices; `"num_consts"` and '
     '`"num_carry"`, or `"ft_in".unpack()`, say how many.',
     "_compat.py",
-    "_walk/rules/control_flow.py",
+    "_walk/rules.py",
 )
 def test_scan():
     k = jnp.ones(2)
@@ -490,7 +484,7 @@ def test_scan():
 @assumed(
     "A cond has its index as first operand, and as many branches as there are, each "
     "a closed jaxpr of the other operands; an index made by a rule can be bound.",
-    "_walk/rules/control_flow.py",
+    "_walk/rules.py",
     "_walk/jax_rules.py",
 )
 def test_cond():
@@ -504,7 +498,7 @@ def test_cond():
 @assumed(
     "A while loop has as operands the constants of its condition, those of its body, "
     "and its carry.",
-    "_walk/rules/control_flow.py",
+    "_walk/rules.py",
     "_walk/jax_rules.py",
 )
 def test_while():
@@ -526,7 +520,7 @@ def test_while():
     "axis has it in `vma` or `mat.varying`.",
     "_compat.py",
     "_handlers/tapping.py",
-    "_walk/rules/control_flow.py",
+    "_walk/rules.py",
 )
 def test_shard_map():
     types_ = []
@@ -561,7 +555,7 @@ def test_manual_axes():
     "A jit has one entry for each input and output in its shardings and layouts, the "
     "same for all that are not specified, and runs with one more of each.",
     "_compat.py",
-    "_walk/rules/calls.py",
+    "_walk/rules.py",
 )
 def test_jit_with_another_output():
     eqn = equation("jit", jax.jit(lambda x: jnp.cos(jnp.sin(x))), 0.5)
@@ -582,7 +576,7 @@ def test_jit_with_another_output():
     "bound (up to JAX 0.10 by `trace.process_primitive`), with the parameter "
     "`call_jaxpr`, and is one equation.",
     "_compat.py",
-    "_walk/rules/calls.py",
+    "_walk/rules.py",
 )
 def test_calls():
     call_p = prims.closed_call_p
@@ -604,7 +598,7 @@ def test_calls():
 @assumed(
     'A `custom_vmap` function is one equation, with its jaxpr in `"call"`.',
     "_compat.py",
-    "_walk/rules/calls.py",
+    "_walk/rules.py",
 )
 def test_custom_vmap():
     (eqn,) = jaxpr_of(with_vmap(lambda x: 2 * x), 1.0).eqns
@@ -647,7 +641,7 @@ def test_binding_a_custom_rule(name, monkeypatch):
 @assumed(
     "The derivative rule in an equation can be wrapped by `lu.wrap_init`, with its "
     "`debug_info`; its `call_wrapped` returns a jaxpr first, and memoizes it.",
-    "_walk/rules/calls.py",
+    "_walk/rules.py",
 )
 def test_memoized_rules(name, rule):
     seen = []
@@ -804,7 +798,7 @@ def test_derivative_rules():
     "with `name`, `size` and `spmd_name`.",
     "_mark/primitive.py",
     "_walk/jax_rules.py",
-    "_handlers/events.py",
+    "_handlers/tapping.py",
     "_transforms/tap.py",
 )
 def test_batching_rules():
@@ -911,7 +905,7 @@ def test_axis_data_reach_derivative_rules(custom, monkeypatch):
     "The batching rule of a while loop binds the loop last. Under a predicate that "
     "varies, its condition returns one for each lane.",
     "_walk/jax_rules.py",
-    "_walk/rules/control_flow.py",
+    "_walk/rules.py",
 )
 def test_batched_while():
     rule = batching.fancy_primitive_batchers[prims.while_p]
@@ -1088,7 +1082,7 @@ def test_checkpoint_of_scan(monkeypatch):
     "the one that is run again, which outputs of these are unknown, which are made "
     "again, and the residuals; either equation can be `None`.",
     "_mark/primitive.py",
-    "_handlers/events.py",
+    "_handlers/tapping.py",
 )
 def test_checkpoint_rules():
     mark_p, again_p = marker(), toy("again")
@@ -1136,7 +1130,7 @@ def test_partial_evaluation_of_scan(monkeypatch):
 @assumed(
     "`mlir.lower_fun` makes a lowering of a function, and `mlir.register_lowering` "
     "takes one for a platform, which is not cached if `cacheable=False`.",
-    "_handlers/events.py",
+    "_handlers/tapping.py",
     "_mark/primitive.py",
 )
 def test_lowering():
@@ -1426,7 +1420,7 @@ if hasattr(hijax, "HiPrim"):
         "_compat.py",
         "_walk/sows.py",
         "_walk/jax_rules.py",
-        "_walk/rules/calls.py",
+        "_walk/rules.py",
     )
     def test_hi_primitives():
         inside = jax.make_jaxpr(jnp.sin)(1.0)

@@ -725,6 +725,69 @@ def test_tangent(call):
     assert_close(plant(f, got, mode="tangent")(X), f(X))
 
 
+def _beside_what_has_no_tangent(x):
+    a, b, c, i = sow((jnp.sin(x), np.full(3, 2.0), jnp.cos(X), jnp.arange(3)), "h")
+    return a * jnp.asarray(b, jnp.float32) * c + i.astype(jnp.float32)
+
+
+def _with_tangent(x):
+    return jax.jvp(_beside_what_has_no_tangent, (x,), (jnp.ones(3),))
+
+
+@pytest.mark.parametrize("leaf", [1, 2, 3])
+@pytest.mark.parametrize("lanes", [lambda f: f, jax.vmap], ids=["one", "vmap"])
+def test_only_zeros_fit_where_there_is_no_tangent(leaf, lanes, call):
+    """A NumPy array, what does not depend on `x`, and integers."""
+    fn, x = lanes(_with_tangent), XS if lanes is jax.vmap else X
+    _, got = S(fn)(x)
+    tangent = got["h"]["tangent"]
+    double = (2 * tangent[0], *tangent[1:])
+    by_hand = lanes(lambda x: 4 * jnp.cos(x) * jnp.cos(X))(x)
+    out = call(plant(fn, {"h": double}, mode="tangent"), x)
+    assert_close(out, (fn(x)[0], by_hand))
+    ones = np.ones(np.shape(tangent[leaf]), np.float32)
+    wrong = (*double[:leaf], ones, *double[leaf + 1 :])
+    same = lambda t: (2 * t[0], jnp.zeros_like(t[1]), *t[2:])
+    assert_close(call(plant(fn, {"h": same}, mode="tangent"), x), out)
+
+    def other(t):
+        return (2 * t[0], *t[1:leaf], np.ones(3, np.float32), *t[leaf + 1 :])
+
+    for value in (wrong, other):
+        with pytest.raises(SowError, match="'h'.* without a tangent .*only zeros fit"):
+            plant(fn, {"h": value}, mode="tangent")(x)
+
+
+def test_only_zeros_fit_where_the_value_is_traced():
+    def planted(value):
+        return plant(_with_tangent, {"h": value}, mode="tangent")(X)
+
+    def by_function(x):
+        fn = lambda t: (t[0], jnp.cos(x), *t[2:])
+        return plant(_with_tangent, {"h": fn}, mode="tangent")(x)
+
+    _, got = S(_with_tangent)(X)
+    tangent = got["h"]["tangent"]
+    arrays = jax.tree.map(jnp.asarray, tangent[:3])
+    assert_close(
+        eqx.filter_jit(planted)((*arrays, tangent[3])),
+        _with_tangent(X),
+    )
+    with pytest.raises(Exception, match="only zeros fit"):
+        jax.block_until_ready(eqx.filter_jit(planted)((*[X] * 3, tangent[3])))
+    with pytest.raises(Exception, match="only zeros fit"):
+        jax.block_until_ready(eqx.filter_jit(by_function)(X))
+
+
+def test_only_zeros_fit_where_there_is_no_cotangent():
+    fn = jax.grad(lambda x: jnp.sum(sow((jnp.sin(x), jnp.arange(3)), "h")[0]))
+    _, got = S(fn)(X)
+    assert_close(plant(fn, got, mode="cotangent")(X), fn(X))
+    ones = (jnp.ones(3), jnp.ones(3))
+    with pytest.raises(SowError, match="without a cotangent"):
+        plant(fn, {"h": ones}, mode="cotangent")(X)
+
+
 def test_a_mode_that_is_not_there():
     with pytest.raises(UnknownSowError, match="cotangent"):
         plant(straight, {"h": X}, mode="cotangent")(X)

@@ -231,6 +231,17 @@ def test_a_name_that_is_there_goes_before_an_iteration():
     assert_close(plant(fn, {"h/0": jnp.zeros_like})(X), 0 * X + 2)
 
 
+def test_an_index_that_is_traced():
+    @jax.jit
+    def without(i):
+        zero = lambda value, index: jnp.where(index[0] == i, jnp.zeros(2), value)
+        return plant(_by_scan, {"h": zero}, with_index=True)(X)
+
+    for i in range(4):
+        expected = plant(_by_scan, {f"h/{i}": jnp.zeros_like})(X)
+        assert_close(without(i), expected)
+
+
 def test_leaves_that_are_no_jax_arrays():
     def fn(x):
         def step(x, i):

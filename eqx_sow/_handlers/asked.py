@@ -15,7 +15,7 @@ from .._mark.static import SameParts
 from .._names import ANY_LOOPS, every_selected, lookup, Selected
 from .._walk.frame import Frame
 from .._walk.handler import Handler
-from .._walk.sows import Found, lengths_of, sites
+from .._walk.sows import Found, lengths_of
 
 
 def reached(at: Iterable[int | None], iterations: Iterable[Any]) -> Any:
@@ -35,8 +35,7 @@ class Listens(Handler):
     tag: Any
     # The option. `None` asks for everything.
     names: tuple[Any, ...] | None
-    # The names of all sows. If one of them is asked for as it is written, what looks
-    # like an index in it is none.
+    # The names of all sows of the tag, see `every_selected`.
     spelled_out: frozenset[str]
     # The option of that name, which may be a dict.
     transform: SameParts
@@ -56,9 +55,8 @@ class Listens(Handler):
     def wants(self, site):
         return site.tag == self.tag and bool(self.selected(site))
 
-    def needs_iterations(self, jaxpr):
-        mine = [s for s in sites(jaxpr) if s.tag == self.tag]
-        return any(x.at for s in mine for x in self.selected(s))
+    def needs_iteration(self, site):
+        return site.tag == self.tag and any(x.at for x in self.selected(site))
 
     def for_inside(self, eqn):
         lengths = () if self.names is None else lengths_of([eqn])
@@ -66,18 +64,15 @@ class Listens(Handler):
 
     def selected(
         self, site: Site, loops: tuple[int, ...] = ANY_LOOPS
-    ) -> Iterable[Selected]:
+    ) -> list[Selected]:
         """What is asked for of a sow in these loops; or what may be asked for, whatever
         loops are around it."""
         label = site.label
         if self.names is None:
             return [Selected(label.name, (), label.after)]
-        by_pattern = [
-            every_selected(p, label.name, label.after, loops)
-            for p in self.names
-            if label.name == p or p not in self.spelled_out
-        ]
-        return {x.name: x for found in by_pattern for x in found}.values()
+        return every_selected(
+            self.names, label.name, label.after, loops, self.spelled_out
+        )
 
     def asked(
         self, site: Site, loops: tuple[int, ...]
@@ -94,10 +89,9 @@ class Listens(Handler):
         self, found: Iterable[Found]
     ) -> Iterator[tuple[Site, tuple[Any, ...]]]:
         """What is asked for of these sows, each with the equations that lead there."""
-        for site, eqns, _ in found:
-            if site.tag == self.tag:
-                for one, _ in self.asked(site, lengths_of(eqns)):
-                    yield one, eqns
+        for x in found:
+            for one, _ in self.asked(x.site, x.loops):
+                yield one, x.eqns
 
     def transform_of(self, whole: Site, one: Site) -> Any:
         """The transform of a sow, or of `one` iteration of the `whole`, such as `h/3`:

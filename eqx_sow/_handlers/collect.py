@@ -10,13 +10,12 @@ import jax.tree_util as jtu
 from .._mark.site import Site
 from .._mark.static import SameParts
 from .._names import lookup
-from .._values import entry as _entry, merge as _merge, reduce as _reduce
-from .._values.merge import Entries, gather, to_one_form
+from .._values import entry as _entry, reduce as _reduce
+from .._values.merge import Entries, gather
 from .._values.modes import without_order
 from .._values.reduce import Reducer, ReducerState
 from .._walk.frame import Frame
-from .._walk.handler import check_guarded, Given, Handler, Taken
-from .._walk.sows import loop_of, sites
+from .._walk.handler import check_guarded, Given, Handler
 from .asked import leave, Listens, reached
 
 
@@ -42,8 +41,6 @@ class Collect(Listens):
     modes: tuple[str, ...] | None
     reduce: SameParts
 
-    keeps_iterations = True
-
     @property
     def cacheable(self):
         return super().cacheable and self.reduce.value is None
@@ -51,9 +48,9 @@ class Collect(Listens):
     def needs_order(self, site):
         return self.folds(site.name)
 
-    def keeps_intact(self, eqn):
+    def concerns(self, site):
         # Those further out do not see sows of this tag, asked for or not.
-        return self.has_outer and all(s.tag != self.tag for s in sites(eqn))
+        return site.tag == self.tag
 
     def reducer(self, name: str) -> Reducer | None:
         return lookup(self.reduce.value, name)
@@ -107,48 +104,14 @@ class Collect(Listens):
             state = jtu.tree_map(lambda x, y: jnp.where(here, x, y), state, old)
         return given._replace(carry={**given.carry, key: state})
 
-    def end_jaxpr(self, found, given, frame: Frame) -> Taken:
-        entries = []
-        for x in found:
-            if isinstance(x, _Sow):
-                entry = _entry.unfinished(x.site, frame.read_arrays(x.operands), x.at)
-                entries.append((entry, x.transform))
-            else:
-                entries += [(entry, _entry.FINISHED) for entry in x.values]
-        keeps_all = lambda name: self.reducer(name) is not None
-        return Taken(given.carry, gather(entries, keeps_all))
+    def end_jaxpr(self, found, frame: Frame) -> Entries:
+        def pair(x):
+            if not isinstance(x, _Sow):
+                return x, _entry.FINISHED
+            operands = frame.read_arrays(x.operands)
+            return _entry.unfinished(x.site, operands, x.at), x.transform
 
-    def leave_equation(self, values: Entries, frame: Frame) -> Entries:
-        loop = loop_of(frame.eqn)
-        step = frame.now, loop.reverse if loop else None
-        return tuple(e.within(step) for e in values)
-
-    def only_iterations(self, values: Entries) -> Entries:
-        def only(e):
-            n = e.at[-1] if _entry.keeps_one(e) else -1
-            return dc.replace(e, arrays=(n,) * len(e.arrays))
-
-        return tuple(map(only, values))
-
-    def stack_iterations(self, values: Entries, length: int) -> Entries:
-        return tuple(_entry.stacked(e, length) for e in values)
-
-    def stack_devices(self, values: Entries, axes, varying):
-        pairs = [_entry.on_device(e, axes, varying) for e in values]
-        return tuple(e for e, _ in pairs), tuple(specs for _, specs in pairs)
-
-    def unify_branches(self, all_values: Sequence[Entries]):
-        return to_one_form(all_values)
-
-    def before_first_iteration(self, values: Entries) -> Entries:
-        forms = (_merge.unify([_entry.left_loop(e)]) for e in values)
-        return tuple(map(_merge.zeros, forms))
-
-    def after_iteration(self, old: Entries, new: Entries) -> Entries:
-        return tuple(
-            _merge.latest(o, _merge.conform(_entry.left_loop(n), o))
-            for o, n in zip(old, new)
-        )
+        return gather(map(pair, found), lambda name: self.reducer(name) is not None)
 
     def started(self, survey: Callable[[Handler], Entries]) -> dict[Any, ReducerState]:
         """The states of all reducers before the first execution. `survey` looks at what

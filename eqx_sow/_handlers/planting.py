@@ -4,7 +4,7 @@ import contextlib
 import dataclasses as dc
 import functools as ft
 import itertools as it
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -20,14 +20,14 @@ from .._arrays import leading, sharded_like, whole_along
 from .._errors import calling, SowError
 from .._mark.primitive import edge_value, sow_p
 from .._mark.site import Axis, Site
-from .._mark.static import Const, OPERAND, rebuild, SameParts
+from .._mark.static import Const, NoTangent, OPERAND, rebuild, SameParts
 from .._values.axes import aligned, as_operand, final_axes, for_each_lane
 from .._values.entry import Entry, running
 from .._values.merge import own_axes
 from .._walk.frame import Frame
 from .._walk.handler import check_guarded, Handler
-from .._walk.rules.control_flow import alike
-from .._walk.sows import lengths_of, sites, sows
+from .._walk.rules import alike
+from .._walk.sows import sites, sows
 from .asked import leave, reached
 
 
@@ -59,22 +59,16 @@ class Replace(Handler):
     def _names(self) -> frozenset[str]:
         return frozenset(name for name, *_ in self._planted)
 
-    def _is_planted(self, site):
-        """Whether this or another mode of the name is planted."""
+    def concerns(self, site):
+        # This or another mode of the name is planted.
         return site.tag == self.tag and site.name in self._names
-
-    def keeps_intact(self, eqn):
-        return self.has_outer and not any(map(self._is_planted, sites(eqn)))
-
-    def changes_inside(self, eqn):
-        return any(map(self.wants, sites(eqn)))
 
     def sow(self, found, given, site: Site, atoms, frame: Frame):
         del found
         n_guards = len(site.guards)
         # A planted sow is still one for those further out, also if it is the mark of a
         # module that was made for this `plant` alone.
-        is_marked = site.label.depth > 0 and self._is_planted(site)
+        is_marked = site.label.depth > 0 and self.concerns(site)
         still = site.for_all() if is_marked else site
         if not self.wants(site):
             leave(self, still, atoms, frame)
@@ -92,16 +86,17 @@ class Replace(Handler):
         frame.set(frame.eqn.outvars, new)
         return given
 
-    def needs_iterations(self, jaxpr):
-        inside = (self._planted[s.key] for s in sites(jaxpr) if self.wants(s))
-        return any(p.with_index or p.at for planted in inside for p in planted)
+    def replaces(self, site):
+        return self.wants(site)
+
+    def needs_iteration(self, site):
+        return self.wants(site) and any(
+            p.with_index or p.at for p in self._planted[site.key]
+        )
 
     def sliced_by_scan(self, values, jaxpr):
-        n_within = {
-            site.key: len(lengths_of(eqns))
-            for site, eqns, _ in sows(jaxpr)
-            if self.wants(site)
-        }
+        inside = [x for x in sows(jaxpr) if self.wants(x.site)]
+        n_within = {x.site.key: len(x.loops) for x in inside}
         return {
             k: [k in n_within and p.has_axis_of_scan(n_within[k]) for p in planted]
             for k, planted in self.planted
@@ -173,7 +168,7 @@ def _replaced(
     return eqx.combine(jax.lax.cond(is_here, new, same, pick(old)), old)
 
 
-def check_fixed(
+def _check_fixed(
     places: Sequence[Site],
     value: Any,
     old: Sequence[Any] | None = None,
@@ -205,6 +200,30 @@ def check_fixed(
                 "program goes on whatever is planted. Sow a JAX array, "
                 "`jnp.asarray(...)`, to replace it."
             )
+
+
+def _only_zeros(places: Sequence[Site], value: Any, arrays: list[Any]) -> list[Any]:
+    """`arrays`, those of a derivative that is planted at all these places. It must be
+    zero for each leaf that has none there, as the program would go on without it. What
+    is not known yet is checked while the program runs."""
+    for i, x in enumerate(jtu.tree_leaves(value)):
+        if not all(isinstance(site.leaves[i], NoTangent) for site in places):
+            continue
+        dtype = jnp.result_type(x)
+        if dtype == jax.dtypes.float0:
+            continue
+        is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
+        known = is_key or _is_known(x)
+        wrong = is_key or (np.asarray(x).any() if known else jnp.any(x != 0))
+        problem = (
+            f"`plant`: {places[0].said} has a leaf without a {places[0].mode} (an "
+            "integer, a NumPy array, or what does not depend on what is "
+            "differentiated), so only zeros fit there. Leave it as it was captured."
+        )
+        if wrong if known else _compat.varying(wrong):
+            raise SowError(problem)
+        arrays = arrays if known else eqx.error_if(arrays, wrong, problem)
+    return arrays
 
 
 def _is_known(x: Any) -> bool:
@@ -289,8 +308,8 @@ def _apply(fn: Callable, site: Site, values: Sequence[Any]) -> list[Any]:
         old = rebuild(site.treedef, site.leaves, values)
         value = fn(old)
         new = _operands(value, site, values, of_function=True)
-        check_fixed([site], value, values)
-        return new
+        _check_fixed([site], value, values)
+        return _only_zeros([site], value, new)
 
     return for_each_lane(apply, site.axes, varies, varies)(*values)
 
@@ -352,15 +371,32 @@ def _as_jax_does(x: Any, dtype: Any) -> Any:
     return x
 
 
-def prepare(value: Any, entry: Entry) -> list[Any]:
-    """The arrays of a planted value, aligned, but with the axes of loops first. `entry`
-    has the shapes of what is captured there."""
+def prepare(
+    entry: Entry,
+    places: Sequence[Site],
+    at: tuple[int | None, ...],
+    value: Any,
+    options: Any,
+) -> tuple[Planted, list[Any]]:
+    """What to plant at all places of one `Site.key`, and its arrays: aligned, but with
+    the axes of loops first. `entry` has the shapes of what would be captured there, at
+    the only place of a value."""
+    if callable(value):
+        return Planted(SameParts(value), at, options.with_index), []
+    loops = [i for i, a in enumerate(entry.site.axes) if not a.lane and a.mesh is None]
+    entry = entry.without_axes([k for k, i in zip(loops, at) if i is not None])
     site, axes = entry.site, entry.site.axes
+    if Const(jtu.tree_structure(value)) != site.treedef and isinstance(value, Mapping):
+        value = value.get(options.mode, value)
     final = final_axes(site)
     like = []
     for i, varies in enumerate(final):
         own = [a for a, v in zip(axes, varies) if v]
         like.append(entry.with_lead(i, [a.size for a in own], [a.spec for a in own]))
-    arrays = map(aligned, _operands(value, site, like), final)
+    arrays = list(map(aligned, _operands(value, site, like), final))
+    _check_fixed(places, value, may_be_zero=entry.counted)
+    arrays = _only_zeros(places, value, arrays)
     loops = [k for k, a in enumerate(axes) if not a.lane]
-    return [jnp.moveaxis(x, loops, range(len(loops))) for x in arrays]
+    return Planted(site, at), [
+        jnp.moveaxis(x, loops, range(len(loops))) for x in arrays
+    ]

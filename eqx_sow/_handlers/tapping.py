@@ -1,28 +1,353 @@
-"""The handler of `tap`."""
+"""`tap`: its handler, and the way to the callback.
 
+`Tap` gives what it sees to `send`, a primitive in the program, and that to a
+`Delivery`, which runs on the host.
+"""
+
+import collections
 import dataclasses as dc
 import functools as ft
+import itertools as it
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
+import jax.core
+import jax.extend.core as jexc
 import jax.numpy as jnp
+import jax.tree_util as jtu
 import numpy as np
+from jax.interpreters import ad, batching, mlir, partial_eval as pe
 
 from .. import _compat
 from .._arrays import sharding_on
 from .._errors import SowError
-from .._mark.site import Site
-from .._mark.static import Const, SameParts
-from .._values.axes import aligned
-from .._values.entry import captured, running, value_of
+from .._mark.site import Axis, Site, with_has
+from .._mark.static import Const, NoTangent, OPERAND, rebuild, SameParts
+from .._results.summarize import Summary
+from .._results.tabulate import in_one_line
+from .._values.axes import aligned, as_operand, final_axes, kept_axes
+from .._values.entry import captured, Entry, running, value_of
 from .._values.transform import Batched, transformed, Value
 from .._walk.frame import Frame
 from .._walk.handler import check_guarded, Given
-from .._walk.sows import sites
+from .._walk.sows import variables
 from .asked import leave, Listens, reached
-from .events import all_lanes, any_lane, only_if, send
 
 
+# --- on the host ---
+class _Fields(NamedTuple):
+    name: str
+    mode: str
+    value: Any
+    count: int  # pyright: ignore[reportIncompatibleMethodOverride]
+    ran: Any
+
+
+class TapEvent(_Fields):
+    """One execution of a sow, as the callback of [`eqx_sow.tap`][] receives it.
+
+    **Attributes:**
+
+    - `name`: the name of the sow.
+    - `mode`: `"primal"`, `"tangent"`, `"cotangent"`, or of second order, such as
+        `"cotangent.tangent"`.
+    - `value`: the PyTree that was sown, after `transform`. Arrays are NumPy arrays,
+        with a leading axis for each `vmap` that the value varies over, and none for
+        loops; a key is its `jax.random.key_data`. All other leaves are what they were.
+    - `count`: how many executions of this name and mode came before it in this call, an
+        `int`. One that was not sent counts too.
+    - `ran`: `None`; or, where a condition differs between the lanes of a `vmap`, a
+        boolean array that says which of them ran, with the axes of the lanes. The value
+        is zero for the others. Each branch that contains the name is an event of its
+        own.
+
+    Two more are no fields, so that there are five to unpack:
+
+    - `device`: in a `jax.shard_map`, a dict from mesh axes to the index of the device
+        along each. Elsewhere `None`.
+    - `extra`: what was passed to `tap` as `extra`, its arrays as NumPy arrays.
+
+    !!! example
+
+        ```python
+        import eqx_sow
+        import jax
+        import jax.numpy as jnp
+
+        events = []
+        fn = eqx_sow.tap(lambda x: eqx_sow.sow(jnp.sin(x), "sin"), events.append)
+        fn(jnp.ones(3))
+        jax.effects_barrier()
+        name, mode, value, count, ran = events[0]  # "sin", "primal", ..., 0, None
+        ```
+    """
+
+    device: dict[Hashable, int] | None = None
+    extra: Any = None
+
+    def __repr__(self):
+        more = dict(device=self.device, extra=self.extra)
+        fields = self._asdict() | {k: v for k, v in more.items() if v is not None}
+        return f"TapEvent({', '.join(f'{k}={v!r}' for k, v in fields.items())})"
+
+
+TapEvent.__module__ = "eqx_sow"
+
+
+# What callbacks raised, until they are raised. JAX reports only the text of it.
+failures: collections.deque[SowError] = collections.deque(maxlen=8)
+
+
+@dc.dataclass(frozen=True)
+class Delivery:
+    """Calls the callback, given the count before an execution, the indices of the
+    device, and arrays: those of `extra`, then those of the value."""
+
+    callback: Const
+    mode: str
+    # Of the value: its form, and the axes of lanes that its arrays have, as operands
+    # have them. With `counted`, the last array says in which lanes the sow ran.
+    site: Site
+    counted: bool
+    # The treedef and the leaves of `extra`.
+    extra: tuple[Const, tuple[Any, ...]]
+    devices: tuple[Hashable, ...]
+    ordered: bool
+
+    def with_lane(self, size: int, varies: Sequence[bool]) -> "Delivery":
+        """After one more vmap, over which these arrays of the value vary."""
+        axes = Axis(size, tuple(varies)), *self.site.axes
+        return dc.replace(self, site=self.site._replace(axes=axes))
+
+    @property
+    def n_extra(self) -> int:
+        return sum(leaf is OPERAND for leaf in self.extra[1])
+
+    def __call__(self, count: Any, *operands: Any) -> None:
+        # Copies: what the callback keeps must not change when a buffer is used again.
+        n, m = len(self.devices), self.n_extra
+        device = dict(zip(self.devices, map(int, operands[:n])))
+        arrays = [np.array(x) for x in operands[n:]]
+        value, ran = self._value(arrays[m:])
+        event = TapEvent(self.site.name, self.mode, value, int(count), ran)
+        event.device = device or None
+        event.extra = rebuild(*self.extra, arrays[:m])
+        try:
+            self.callback.value(event)
+        # Whatever it raises ends the run. Of an interrupt, too, JAX reports only text.
+        except BaseException as e:
+            # In one line, since the last line of JAX's report is what is looked at.
+            raised = " ".join(f"{type(e).__name__}: {e}".split()).rstrip(":")
+            failure = SowError(
+                f"The callback of `tap` raised {raised} (at {self.site.said}, "
+                f"{self.mode}, with {event.count} execution"
+                f"{'s' * (event.count != 1)} before it)."
+            )
+            failures.append(failure)
+            raise failure from e
+
+    def _value(self, arrays: Sequence[Any]) -> tuple[Any, Any]:
+        """The value, and in which lanes the sow ran."""
+        site = self.site
+        kept = kept_axes(site)
+
+        def full(i, x, final):
+            x = aligned(x, list(it.compress(site.has(i), final)))
+            lead = [a.size for a in it.compress(site.axes, final)]
+            return np.broadcast_to(x, (*lead, *x.shape[len(lead) :])).copy()
+
+        arrays = list(map(full, it.count(), arrays, [*final_axes(site), kept]))
+        ran = arrays.pop().astype(bool) if self.counted else None
+        lead = [a.size for a in it.compress(site.axes, kept)]
+        value = rebuild(site.treedef, site.leaves, arrays, lead)
+        return value, ran if lead else None
+
+
+def print_event(event: TapEvent) -> None:
+    """The callback that is there without one."""
+    print(_line(event), flush=True)
+
+
+def _line(event: TapEvent) -> str:
+    parts = [f"{event.name} {event.mode} [{event.count}]"]
+    is_summary = lambda x: isinstance(x, Summary)
+    leaves: Any = jtu.tree_leaves_with_path(event.value, is_leaf=is_summary)
+    values = [(path, x) for path, x in leaves if isinstance(x, _VALUES)]
+    for path, x in values:
+        label = f"{jtu.keystr(path)}: " if len(values) > 1 else ""
+        parts.append(f"{label}{in_one_line(x)}")
+    if event.ran is not None:
+        parts.append(f"ran in {event.ran.sum()} of {event.ran.size} lanes")
+    device: Any = event.device
+    if device is not None:
+        where = ", ".join(f"{axis}={i}" for axis, i in device.items())
+        parts.append(f"on device {where}")
+    for path, x in jtu.tree_leaves_with_path(event.extra):
+        if np.size(x) == 1:
+            parts.append(f"{jtu.keystr(path, simple=True, separator='/')} {x}".strip())
+    return "  ".join(parts)
+
+
+_VALUES = np.ndarray, Summary, jax.ShapeDtypeStruct
+
+
+# --- from the device ---
+def send(count: Any, entry: Entry, extra: Value, mode: str, options: Any) -> None:
+    """Sends an execution to the callback, which is the `count`-th. `extra` is the
+    option of that name, and `options` are all options of `tap`."""
+    site, n = entry.site, len(entry.arrays) - entry.counted
+    varies = [site.has(i) for i in range(len(entry.arrays))]
+    arrays = list(map(as_operand, entry.arrays, varies))
+    value = Value(site.treedef, site.leaves, arrays[:n], varies[:n])
+    value = _sendable(value, printed=options.callback.value is print_event)
+    extra = _sendable(extra, printed=False)
+    axes = with_has(site.axes, [*value.varies, *varies[n:]])
+    # No more of the site: in another trace of the program all else may differ.
+    sent = Site(site.labels, *value[:2], site.modes, axes=axes, where=site.where)
+    devices = jax.sharding.get_abstract_mesh().manual_axes
+    delivery = Delivery(
+        options.callback, mode, sent, entry.counted, extra[:2], devices, options.ordered
+    )
+    indices = map(jax.lax.axis_index, devices)
+    arrays = [*extra.arrays, *value.arrays, *arrays[n:]]
+    _send_p.bind(count, *indices, *arrays, delivery=delivery)
+
+
+def _sendable(value: Value, printed: bool) -> Value:
+    """The value with arrays that NumPy knows, and what is left of the others: of a key,
+    if it is to be `printed`, its type."""
+    leaves, arrays, varies = [], [], []
+    operands = iter(zip(value.arrays, value.varies))
+    for leaf in value.leaves:
+        if leaf is OPERAND:
+            x, v = next(operands)
+            is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+            if x.dtype == jax.dtypes.float0:
+                leaf = NoTangent(x.shape[sum(v) :], x.dtype, x.dtype)
+            elif is_key and printed:
+                leaf = Const(jax.ShapeDtypeStruct(x.shape, x.dtype))
+            else:
+                arrays.append(jax.random.key_data(x) if is_key else x)
+                varies.append(v)
+        leaves.append(leaf)
+    return Value(value.treedef, tuple(leaves), arrays, varies)
+
+
+_effect = _compat.TapEffect()
+
+# Operands: the count, the indices of the device, and the arrays of a `Delivery`.
+_send_p = jexc.Primitive("tap")
+_send_p.multiple_results = True
+
+
+def _send_effects(*avals, delivery):
+    del avals
+    return [], {_compat.ordered_effect if delivery.ordered else _effect}
+
+
+def _send_impl(*operands, delivery):
+    delivery(*operands)
+    return []
+
+
+def _send_lowered(*operands, delivery):
+    jax.debug.callback(delivery, *operands, ordered=delivery.ordered)
+    return []
+
+
+def _send_batch(axis_data, operands, dims, *, delivery):
+    n = 1 + len(delivery.devices)
+    if dims[0] is not None:
+        # So it is inside a loop or a branch with a predicate that has lanes.
+        raise SowError(
+            f"{delivery.site.said} is tapped in a loop or a branch that only some "
+            "lanes of a `jax.vmap` run, and the vmap came after the tap: which lanes "
+            "run cannot be told. Put the vmap inside: `tap(jax.vmap(fn), ...)`."
+        )
+    operands = [
+        x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims)
+    ]
+    varies = [d is not None for d in dims[n + delivery.n_extra :]]
+    _send_p.bind(*operands, delivery=delivery.with_lane(axis_data.size, varies))
+    return [], []
+
+
+def _send_checkpoint(saveable, unknown, instantiated, eqn):
+    del saveable
+    if any(unknown):
+        missing = [x for x, i in zip(eqn.invars, instantiated) if not i]
+        return None, eqn, [], [], variables(missing)
+    # What a backward pass computes again is not told again.
+    return eqn, None, [], [], []
+
+
+def _send_remat(trace, *operands, **params):
+    del trace
+    return _send_p.bind(*operands, **params), (), lambda *_: []
+
+
+_send_p.def_impl(_send_impl)
+_send_p.def_effectful_abstract_eval(_send_effects)
+ad.primitive_jvps[_send_p] = lambda primals, tangents, **params: (
+    _send_p.bind(*primals, **params),
+    [],
+)
+ad.primitive_transposes[_send_p] = lambda cts, *operands, **params: (
+    [None] * len(operands)
+)
+batching.fancy_primitive_batchers[_send_p] = _send_batch
+pe.partial_eval_jaxpr_custom_rules[_send_p] = _send_checkpoint
+_compat.remat_rules[_send_p] = _send_remat
+_lowering = mlir.lower_fun(_send_lowered, multiple_results=True)
+mlir.register_lowering(_send_p, _lowering)
+# As for JAX's own callbacks, which have a channel each there.
+mlir.register_lowering(_send_p, _lowering, platform="tpu", cacheable=False)
+
+
+def all_lanes(site: Site, operands: Sequence[Any]) -> list[Any]:
+    """The operands, to which no more lanes may come: `batched` is about to see all."""
+
+    @jax.custom_batching.custom_vmap
+    def same(x):
+        return x
+
+    @same.def_vmap
+    def _(*_):
+        raise SowError(
+            f"`transform=batched(...)` was applied to {site.said}, and a `jax.vmap` "
+            "came after that, whose lanes it has not seen: there is one event for all "
+            "lanes. Put the vmap inside: `tap(jax.vmap(fn), ...)`."
+        )
+
+    # What an event says is not differentiated.
+    return [
+        x if x.dtype == jax.dtypes.float0 else same(jax.lax.stop_gradient(x))
+        for x in operands
+    ]
+
+
+# A `lax.cond` on it stays one under the vmaps to come.
+@jax.custom_batching.custom_vmap
+def any_lane(x: Any) -> Any:
+    """Whether it is true in any lane."""
+    return jnp.any(x)
+
+
+@any_lane.def_vmap
+def _any_lane_batch(size, batched, x):
+    del size, batched
+    return any_lane(x), False
+
+
+def only_if(predicate: Any, fn: Callable[[], None]) -> None:
+    if isinstance(predicate, jax.core.Tracer):
+        jax.lax.cond(predicate, lambda: fn(), lambda: None)
+    elif predicate:
+        fn()
+
+
+# --- at a sow ---
 def first_count(site: Site, eqns: Sequence[Any]) -> tuple[Any, Any]:
     """Of a sow, to which these equations lead: the key of its count, which has the mesh
     axes of the `shard_map`s around, as each device counts for itself; and the count of
@@ -76,18 +401,17 @@ class Tap(Listens):
             (x.name, *key) in self._modes for x in self.selected(site)
         )
 
-    def keeps_intact(self, eqn):
-        return self.has_outer and not any(map(self.wants, sites(eqn)))
+    def concerns(self, site):
+        return self.wants(site)
 
     def for_inside(self, eqn):
         inside = super().for_inside(eqn)
         mesh = (*self.mesh, *map(str, _mesh_axes(eqn)))
         return inside if mesh == self.mesh else dc.replace(inside, mesh=mesh)
 
-    def carry_for_devices(self, carry):
+    def carry_on_devices(self, carry):
         n = len(self.mesh)
-        inside = {slot: x for slot, x in carry.items() if slot[1][:n] == self.mesh}
-        return inside, lambda new: {**carry, **new}
+        return {slot: x for slot, x in carry.items() if slot[1][:n] == self.mesh}
 
     def sow(self, found, given, site: Site, atoms, frame: Frame):
         left = leave(self, site, atoms, frame)

@@ -38,13 +38,13 @@ def to_jaxpr(fn: Callable) -> Callable[..., tuple[Any, Any]]:
         def call(leaves):
             with _making:
                 closed = jitted.trace(*leaves).jaxpr
-                if len(closed.in_avals) > len(leaves):
-                    # Its constants are among the inputs.
-                    closed = make(*leaves)
                 jaxpr, _ = _compat.open_jaxpr(closed)
                 if new:
                     treedefs[jaxpr] = new[-1]
-                    new.clear()
+                if len(closed.in_avals) > len(leaves):
+                    # Its constants are among the inputs. This is a new jaxpr each time.
+                    closed = make(*leaves)
+                new.clear()
                 return closed, treedefs[jaxpr]
 
         return call

@@ -5,14 +5,12 @@ from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any, ClassVar, ParamSpec, TypeVar
 
 import equinox as eqx
-import jax.tree_util as jtu
 
 from .._errors import SowError
 from .._frames import api_boundary
 from .._handlers.collect import Collect, EACH_PLACE
-from .._handlers.planting import check_fixed, Planted, prepare, Replace
+from .._handlers.planting import prepare, Replace
 from .._mark.listening import listening
-from .._mark.site import Site
 from .._mark.static import Const, SameParts
 from .._names import check_known, join
 from .._values import merge as _merge
@@ -59,23 +57,6 @@ def _by_iteration(
     return chosen
 
 
-def _plan(
-    entry: Entry, places: Sequence[Site], at: _At, value: Any, options: Options
-) -> tuple[Planted, list[Any]]:
-    """What to plant at all places of one `Site.key`, and its arrays. `entry` is what
-    would be captured there, at the only place of a value."""
-    if callable(value):
-        return Planted(SameParts(value), at, options.with_index), []
-    loops = [i for i, a in enumerate(entry.site.axes) if not a.lane and a.mesh is None]
-    entry = entry.without_axes([k for k, i in zip(loops, at) if i is not None])
-    structure = Const(jtu.tree_structure(value))
-    if structure != entry.site.treedef and isinstance(value, Mapping):
-        value = value.get(options.mode, value)
-    arrays = prepare(value, entry)
-    check_fixed([entry.site, *places], value, may_be_zero=entry.counted)
-    return Planted(entry.site, at), arrays
-
-
 def _check_one_place(
     entries: Sequence[Entry], loops: Collection[tuple[int, ...]]
 ) -> None:
@@ -106,18 +87,18 @@ class _Plant(Transformed):
         chosen = _by_iteration(self._values, program)
         entries = type(self)._entries(self, program, tuple(chosen))
         sows = defaultdict(list)
-        for site, loops in program.in_loops:
-            sows[site.key].append((site, loops))
+        for x in program.mine:
+            sows[x.site.key].append(x)
         values, planted = {}, {}
         for key, places in entries.items():
             by_iteration = chosen[key[0]]
             if any(at or not callable(x) for at, x in by_iteration.items()):
-                _check_one_place(places, {loops for _, loops in sows[key]})
+                _check_one_place(places, {x.loops for x in sows[key]})
             # What is for fewer iterations goes before what is for more, and so last.
             ats = sorted(by_iteration, key=lambda at: len(at) - at.count(None))
-            sites = [site for site, _ in sows[key]]
+            sites = [x.site for x in sows[key]]
             plans = [
-                _plan(places[0], sites, at, by_iteration[at], options) for at in ats
+                prepare(places[0], sites, at, by_iteration[at], options) for at in ats
             ]
             planted[key] = tuple(new for new, _ in plans)
             values[key] = [arrays for _, arrays in plans]
@@ -144,7 +125,7 @@ class _Plant(Transformed):
             transform=SameParts(None),
         )
         found = program.with_executions(lambda name: False).survey(survey)
-        names = [site.name for site, _ in program.in_loops]
+        names = [x.site.name for x in program.mine]
         check_known("plant(fn, values)", patterns, names, hint=program.hint)
         mode_of = labels({e.site.key for e in found})
         entries = grouped([e for e in found if mode_of[e.site.key] == mode])

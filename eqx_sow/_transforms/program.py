@@ -29,7 +29,7 @@ from .._walk.executions import with_executions
 from .._walk.handler import Given, Handler, is_solver, Taken
 from .._walk.interpreter import evaluate, Interpret
 from .._walk.jax_rules import check_wrapped
-from .._walk.sows import Found, lengths_of, recomputed, seen_as, sows
+from .._walk.sows import Found, recomputed, seen_as, sows
 from .options import Options
 
 
@@ -83,7 +83,7 @@ class Program:
         return dict(
             tag=self.marking.tag,
             names=names,
-            spelled_out=frozenset(s.name for s, *_ in self.found),
+            spelled_out=self.names,
             elsewhere=self.names_outside_of_solvers,
             has_outer=listening.value is not None,
         )
@@ -129,25 +129,22 @@ class Program:
         """The sows that there are."""
         return list(sows(self.closed))
 
+    @ft.cached_property
+    def mine(self) -> list[Found]:
+        """Those of the tag."""
+        return [x for x in self.found if x.site.tag == self.marking.tag]
+
+    @ft.cached_property
+    def names(self) -> frozenset[str]:
+        return frozenset(x.site.name for x in self.mine)
+
     @property
     def names_outside_of_solvers(self) -> frozenset[str]:
         """The names that also run where a value can be had: a linear solver evaluates
         its function over and over."""
         return frozenset(
-            site.name
-            for site, eqns, _ in self.found
-            if site.tag == self.marking.tag and not any(map(is_solver, eqns))
+            x.site.name for x in self.mine if not any(map(is_solver, x.eqns))
         )
-
-    @ft.cached_property
-    def in_loops(self) -> list[tuple[Site, tuple[int, ...]]]:
-        """The sows that there are, each with the numbers of iterations of the loops
-        around it, from outside in."""
-        return [
-            (site, lengths_of(eqns))
-            for site, eqns, _ in self.found
-            if site.tag == self.marking.tag
-        ]
 
     def hint(self, pattern: Any, close: Sequence[str]) -> str:
         """For `check_known`: what else a pattern may have been meant for, if there are
@@ -161,20 +158,32 @@ class Program:
                     f"asks for it: pass `names={pattern!r}`, too."
                 )
             return f" All iterations of {name!r} are one value: write {name!r}."
-        without = lambda name: "/".join(
-            part for part in name.split("/") if not part.lstrip("-").isdecimal()
-        )
-        for site, loops in self.in_loops if without(pattern) != pattern else ():
-            if matches(without(pattern), without(site.name)):
+        is_index = lambda part: part.lstrip("-").isdecimal()
+        without = lambda name: "/".join(x for x in name.split("/") if not is_index(x))
+        alike = [
+            x
+            for x in self.mine
+            if without(pattern) != pattern
+            and matches(without(pattern), without(x.site.name))
+        ]
+        for x in alike[:1]:
+            site, loops = x.site, x.loops
+            which = f"Of {site.name!r} there is no such iteration"
+            last = ""
+            if loops:
                 places = (*site.label.after, *[None] * len(loops))
                 called = [
-                    repr(in_a_list(site.name, list(zip(places, indices))))
+                    in_a_list(site.name, list(zip(places, indices)))
                     for indices in ([0] * len(loops), [n - 1 for n in loops])
                 ]
-                why = f"they are {' to '.join(called)}"
-                if not loops:
-                    why = "it is in no loop of known length"
-                return f" Of {site.name!r} there is no such iteration: {why}."
+            elif without(site.name) != site.name:
+                which = "In a list each has a name of its own"
+                numbers = lambda name: [int(x) for x in name.split("/") if is_index(x)]
+                called = sorted((x.site.name for x in alike), key=numbers)
+                last = ", which is the last"
+            else:
+                return f" {which}: it is in no loop of known length."
+            return f" {which}: they are {called[0]!r} to {called[-1]!r}{last}."
         if close or self.marking.capture is not None:
             return ""
         return (
@@ -183,14 +192,13 @@ class Program:
         )
 
     def selected(self, pattern: Any) -> list[tuple[str, Selected]]:
-        """What a pattern selects: the name of a sow, and which iterations of it. What
-        looks like an index in the name of a sow is none."""
-        is_name = any(site.name == pattern for site, _ in self.in_loops)
+        """What a pattern selects: the name of a sow, and which iterations of it."""
         return [
-            (site.name, one)
-            for site, loops in self.in_loops
-            for one in every_selected(pattern, site.name, site.label.after, loops)
-            if not (is_name and one.at)
+            (x.site.name, one)
+            for x in self.mine
+            for one in every_selected(
+                [pattern], x.site.name, x.site.label.after, x.loops, self.names
+            )
         ]
 
     def check_selected(
@@ -198,7 +206,7 @@ class Program:
     ) -> None:
         """Raises if anything in the option `names`, or a key of those options that are
         dicts of names, selects no sow, nor an iteration of one."""
-        known = {site.name: None for site, _ in self.in_loops}
+        known = {x.site.name: None for x in self.mine}
         unknown = []
         for pattern in names or ():
             found = self.selected(pattern)
@@ -206,7 +214,7 @@ class Program:
             unknown += [] if found else [pattern]
         options: dict[str, Iterable[Any]] = dict(names=unknown)
         options |= {k: v for k, v in by_name.items() if isinstance(v, Mapping)}
-        of_all = {site.label.of_all for site, _ in self.in_loops}
+        of_all = {x.site.label.of_all for x in self.mine}
         for option, some in options.items():
             if option == "transform":
                 some = [x for x in some if not any(matches(x, name) for name in of_all)]

@@ -56,7 +56,7 @@ class _SaveIntermediates(Transformed):
         carry = collect.started(program.survey)
         outs, taken = program.evaluate(collect, Given(carry))
         entries = taken.values
-        asked = list(collect.everywhere(program.found))
+        asked = list(collect.everywhere(program.mine))
         names = dict.fromkeys(site.name for site, _ in asked)
         by_name = dict(
             reduce=self._reduce, transform=self._transform, spec=options.spec

@@ -14,8 +14,7 @@ from jax.interpreters import batching
 
 from .. import _compat
 from .._frames import api_boundary
-from .._handlers.events import failures, TapEvent
-from .._handlers.tapping import first_count, Tap
+from .._handlers.tapping import failures, first_count, Tap, TapEvent
 from .._mark.listening import Listening, listening
 from .._mark.static import Const, SameParts, take_apart
 from .._walk.handler import Given
@@ -112,7 +111,7 @@ def _walk(self: _Tapped, program: Program, extra: list[Any]) -> list[Any]:
         when=SameParts(self._when),
         extra=(treedef, leaves),
     )
-    places = list(handler.everywhere(program.found))
+    places = list(handler.everywhere(program.mine))
     chosen = program.wanted("tap", options.modes, [site.key for site, _ in places])
     counts = dict(first_count(s, eqns) for s, eqns in places if s.key in chosen)
     handler = dc.replace(handler, chosen=tuple(chosen.items()))

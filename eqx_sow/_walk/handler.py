@@ -1,29 +1,26 @@
 """A handler says what becomes of the sows in a program.
 
-The walk in `interpreter.py`, and its rules, run the program. They ask the handler at
-each sow, and wherever something of the handler's goes into a loop or a branch or comes
-out of it. `Given` is what a handler passes down to the sows, and `Taken` what it gets
+The walk in `interpreter.py`, and its rules, run the program, and ask the handler at
+each sow. `Given` is what a handler passes down to the sows, and `Taken` what it gets
 back from them. In `save_intermediates`, `Given.carry` has the states of reducers, and
 `Taken.values` what was captured.
 
 | called by | method | for |
 |---|---|---|
 | `evaluate` | `sow` | each sow, in order of execution |
-| | `keeps_intact` | an equation with a sow inside: does it stay as it is? |
-| | `for_inside`, `leave_equation` | the same, before its rule and after it |
-| | `end_jaxpr` | the end of a jaxpr: what was found, as one `Taken` |
-| rule for `scan` | `sliced_by_scan`, `stack_iterations` | values in, values out |
-| | `needs_iterations` | does anything inside ask which iteration it is? |
-| | `keeps_iterations`, `only_iterations` | is one iteration all that is kept? |
-| rule for `cond` | `unify_branches` | one form for the values of all branches |
-| rule for `while` | `before_first_iteration`, `after_iteration` | values carried |
-| rule for `shard_map` | `values_on_devices`, `stack_devices` | values in, values out |
-| | `carry_for_devices`, `needs_order` | the carry; does the order count? |
-| rules for `custom_*` | `changes_inside`, `differentiable` | is the rule still right? |
+| | `concerns` | a sow inside an equation: may that stay as it is? |
+| | `for_inside` | an equation with a sow inside, before its rule |
+| | `end_jaxpr` | the end of a jaxpr: what was captured in there |
+| rule for `scan` | `sliced_by_scan` | which values have an axis for the iterations |
+| | `needs_iteration` | a sow: does it matter in which iteration it is? |
+| rule for `shard_map` | `values_on_devices`, `carry_on_devices` | what goes inside |
+| | `needs_order` | a sow: does the order of its executions matter? |
+| rules for `custom_*` | `replaces` | a sow: is the derivative rule still right? |
+| | `differentiable` | is what was taken ever differentiated? |
 | `refuse` | `wants` | a sow that cannot be had: is it an error? |
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -31,6 +28,7 @@ import jax
 from .. import _compat
 from .._errors import SowError, UnsupportedPrimitiveError
 from .._mark.site import Site
+from .._values.merge import Entries
 from .frame import Frame
 from .sows import sites
 
@@ -40,11 +38,11 @@ class Given(NamedTuple):
 
     `carry` goes from each execution to the next. `values` are the same for all, save
     that a loop may slice them. `iterations` says which one of each scan around this is,
-    from outside in, for a handler that `needs_iterations`: in a scan over tokens within
+    from outside in, for a handler that `needs_iteration`: in a scan over tokens within
     a scan over layers, `(layer, token)`, both int32.
     """
 
-    carry: Any = ()
+    carry: dict[Any, Any] = {}
     values: Any = ()
     iterations: tuple[Any, ...] = ()
 
@@ -52,19 +50,13 @@ class Given(NamedTuple):
 class Taken(NamedTuple):
     """What a handler gets back from the sows: a PyTree."""
 
-    carry: Any = ()
-    values: Any = ()
+    carry: dict[Any, Any]
+    values: Entries
 
 
 class Handler:
     """What to do with sows. A handler is hashable and holds no state: whatever it finds
     out leaves the walk in `Taken`. So JAX may cache what it made of a jaxpr."""
-
-    def sow(self, found: list, given: Given, site: Site, atoms, frame: Frame) -> Given:
-        """Sees to the sow `frame.eqn`, with the operands `atoms` after its edge. Tells
-        `frame` what its outputs are, and appends to `found` whatever `end_jaxpr` wants
-        to know. Returns the `Given` of the next sow."""
-        raise NotImplementedError
 
     # Whether another transformation around this one may want the sows that this handler
     # does not want. Then they stay in the program.
@@ -80,38 +72,41 @@ class Handler:
     # Whether what is taken at the sows may be differentiated by those further out.
     differentiable: bool = True
 
-    # With `names="h/3"`: whether `only_iterations` can say of which values in a scan
-    # only one iteration is kept.
-    keeps_iterations: bool = False
+    def sow(self, found: list, given: Given, site: Site, atoms, frame: Frame) -> Given:
+        """Sees to the sow `frame.eqn`, with the operands `atoms` after its edge. Tells
+        `frame` what its outputs are, and appends to `found` whatever `end_jaxpr` wants
+        to know. Returns the `Given` of the next sow."""
+        raise NotImplementedError
+
+    def end_jaxpr(self, found: list, frame: Frame) -> Entries:
+        """What was captured in a jaxpr. In `found` is also each `Entry` that was
+        captured inside one of its equations."""
+        return ()
 
     def wants(self, site: Site) -> bool:
         """Whether a sow must not be lost."""
         return False
 
-    def keeps_intact(self, eqn: Any) -> bool:
-        """Whether an equation stays as it is, as there is no sow inside for this
-        handler."""
-        return False
-
-    def changes_inside(self, eqn: Any) -> bool:
-        """Whether the function in an equation will compute something else, because a
-        value is planted inside. Then its derivative rule is no longer right."""
-        return False
-
-    def end_jaxpr(self, found: list, given: Given, frame: Frame) -> Taken:
-        """One `Taken` from all that `sow` and the rules put into `found`."""
-        return Taken(given.carry)
-
-    def needs_order(self, site: Site) -> bool:
-        """Whether the order of the executions of a sow matters."""
-        return False
+    def concerns(self, site: Site) -> bool:
+        """Whether the handler has anything to do with a sow: if it is not left to those
+        further out as it is."""
+        return True
 
     def for_inside(self, eqn: Any) -> "Handler":
         """The handler for what is inside an equation."""
         return self
 
-    def needs_iterations(self, jaxpr: Any) -> bool:
-        """Whether any sow in the body of a scan asks for `Given.iterations`."""
+    def replaces(self, site: Site) -> bool:
+        """Whether a function with the sow inside computes something else now, so that
+        its derivative rule is no longer right."""
+        return False
+
+    def needs_order(self, site: Site) -> bool:
+        """Whether the order of the executions of a sow matters."""
+        return False
+
+    def needs_iteration(self, site: Site) -> bool:
+        """Whether a sow asks for `Given.iterations`."""
         return False
 
     def sliced_by_scan(self, values: Any, jaxpr: Any) -> Any:
@@ -127,47 +122,10 @@ class Handler:
         device has one entry of. `devices` are the mesh axes."""
         return values, jax.sharding.PartitionSpec()
 
-    def carry_for_devices(self, carry: Any) -> tuple[Any, Callable[[Any], Any]]:
-        """For a `shard_map`: what of `Given.carry` goes inside, arrays with a leading
-        axis for each mesh axis, and a function that puts what comes back into the
-        carry."""
-        return (), lambda new: carry
-
-    def leave_equation(self, values: Any, frame: Frame) -> Any:
-        """`Taken.values` of what is inside an equation: `frame.eqn`."""
-        return values
-
-    def only_iterations(self, values: Any) -> Any:
-        """If it `keeps_iterations`: in the place of each array in the `Taken.values` of
-        the body of a scan, the iteration of which it is kept, or -1 for all."""
-        raise NotImplementedError
-
-    def stack_iterations(self, values: Any, length: int) -> Any:
-        """For a scan: `Taken.values`, in which each array has a new leading axis."""
-        return values
-
-    def stack_devices(
-        self, values: Any, axes: dict[Any, int], varying: Callable
-    ) -> Any:
-        """For one device of a `shard_map`: `Taken.values`, in which each array has an
-        axis of size one for each mesh axis that it is `varying` over, and the matching
-        `PartitionSpec`s."""
-        return values, jax.sharding.PartitionSpec()
-
-    def unify_branches(self, all_values: Sequence[Any]) -> Callable[[Any], Any]:
-        """For the branches of a cond, given the types of their `Taken.values`: a
-        function that brings those of any branch to one common form."""
-        return lambda values: values
-
-    def before_first_iteration(self, values: Any) -> Any:
-        """For a `while_loop`, given the types of the `Taken.values` of its body: what
-        there is before the first iteration, such as zeros."""
-        return values
-
-    def after_iteration(self, old: Any, new: Any) -> Any:
-        """For a `while_loop`: `Taken.values` after one more iteration, which took
-        `new`."""
-        return new
+    def carry_on_devices(self, carry: dict[Any, Any]) -> dict[Any, Any]:
+        """For a `shard_map`: those of `Given.carry` that go inside, arrays with a
+        leading axis for each mesh axis."""
+        return {}
 
 
 # --- sows that a handler cannot see to ---

@@ -21,7 +21,14 @@ from .._mark.primitive import sow_p
 from .._mark.staging import to_jaxpr
 from .frame import Frame, without_donating
 from .handler import Given, Handler, refuse_unknown, Taken
-from .sows import eqn_without_sows, jaxprs_in, kept_with_jaxpr, with_sow
+from .sows import (
+    eqn_without_sows,
+    jaxprs_in,
+    kept_with_jaxpr,
+    loop_of,
+    sites,
+    with_sow,
+)
 
 
 rules: dict[jexc.Primitive, Callable] = {}
@@ -93,7 +100,7 @@ def evaluate(
             given = handler.sow(found, given, eqn.params["site"], atoms, frame)
             continue
         frame.eqn = eqn = without_donating(eqn)
-        if handler.keeps_intact(eqn):
+        if handler.has_outer and not any(map(handler.concerns, sites(eqn))):
             frame.defer(eqn)
             continue
         rule = rules.get(eqn.primitive)
@@ -107,15 +114,16 @@ def evaluate(
             inside = Interpret(handler.for_inside(eqn), interpret.stages)
             outs, taken = rule(inside, given, eqn, *values)
         frame.set(eqn.outvars, outs)
-        rest = handler.leave_equation(taken.values, frame)
-        found.append(taken._replace(values=rest))
+        loop = loop_of(eqn)
+        step = i, loop.reverse if loop else None
+        found += [e.within(step) for e in taken.values]
         given = given._replace(carry=taken.carry)
     frame.defer(*jaxpr.eqns[begin:])
     frame.now = len(jaxpr.eqns)
-    taken = handler.end_jaxpr(found, given, frame)
+    entries = handler.end_jaxpr(found, frame)
     outs = frame.read_arrays(jaxpr.outvars)
     frame.flush_effects()
-    return outs, taken
+    return outs, Taken(given.carry, entries)
 
 
 class Interpret:

@@ -36,9 +36,9 @@ from .._errors import SowError
 from .._mark.listening import around, listening
 from .._mark.noting import listening_as
 from .._mark.primitive import sow_p
+from . import rules as _rules
 from .handler import Given, Handler
 from .interpreter import Interpret, rules
-from .rules import control_flow
 from .sows import (
     has_sow,
     is_lanewise,
@@ -487,7 +487,7 @@ def _transpose_while(rule, *args, **params):
         return rule(*args, **params)
     except ValueError as e:  # that a `while_loop` has no reverse mode
         jaxpr, _ = _compat.open_jaxpr(params["body_jaxpr"])
-        if str(control_flow.__file__) in jaxpr.debug_info.func_src_info:
+        if str(_rules.__file__) in jaxpr.debug_info.func_src_info:
             e.add_note(_NO_REVERSE_MODE)
         raise
 

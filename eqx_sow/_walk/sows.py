@@ -147,6 +147,11 @@ class Found(NamedTuple):
     eqns: tuple[Any, ...]
     path: Path | None
 
+    @property
+    def loops(self) -> tuple[int, ...]:
+        """How many iterations the scans around it have, from outside in."""
+        return lengths_of(self.eqns)
+
 
 def sows(x: Any, eqns: tuple[Any, ...] = (), path: Path = ()) -> Iterator[Found]:
     """The sows in a jaxpr or an equation, to which `eqns` and `path` lead."""

@@ -1,7 +1,17 @@
-"""Loops, branches and `jax.shard_map`, written anew with `jax.lax`.
+"""How to run each higher-order primitive of JAX's with sows inside.
 
-What a handler passes down (`Given`) and takes back (`Taken`) goes through them like
-this, for a scan with the body `(carry, x) -> (carry, y)`:
+**Calls.** The equation of a jitted function or a checkpoint is kept, with a new jaxpr
+in it, so that whatever else it says stays true.
+
+Functions with a derivative or a batching rule of their own are walked like plain ones,
+for the sows. The original equation gives the derivatives of the outputs (or, for a
+batching rule, the outputs themselves), so the rules are kept; XLA removes it unless it
+is differentiated. If something is planted inside, the rules are those of another
+function, and are given up.
+
+**Loops, branches and `jax.shard_map`** are written anew with `jax.lax`. What a handler
+passes down (`Given`) and takes back (`Taken`) goes through them like this, for a scan
+with the body `(carry, x) -> (carry, y)`:
 
     ((state, carry), (ys, values)) = scan(body, (state, carry), (xs, slices))
 
@@ -13,30 +23,151 @@ what is taken from the sows of an iteration, which the scan stacks.
 import functools as ft
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.core
 import jax.extend.core as jexc
+import jax.extend.linear_util as lu
 import jax.numpy as jnp
+import jax.tree_util as jtu
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from ... import _compat
-from ..._arrays import on_mesh, select, zeros_like
-from ..._mark.staging import to_jaxpr, types_of
-from ..handler import Given, refuse, Taken
-from ..interpreter import consts_as_args, rule_for
-from ..sows import sites, without_sows
-from .calls import bind
+from .. import _compat
+from .._arrays import on_mesh, select, zeros_like
+from .._mark.listening import listening
+from .._mark.primitive import sow_effect
+from .._mark.staging import to_jaxpr, types_of
+from .._values import entry as _entry, merge as _merge
+from .handler import Given, refuse, Taken
+from .interpreter import consts_as_args, rule_for
+from .sows import eqn_without_sows, expanded, sites, without_prints, without_sows
 
 
-def _split(xs, *sizes):
-    out = []
-    for n in sizes:
-        out.append(list(xs[:n]))
-        xs = xs[n:]
-    return *out, list(xs)
+# --- calls ---
+def bind(eqn, args, **params):
+    params = eqn.primitive.get_bind_params({**eqn.params, **params})
+    return list(map(_compat.as_array, eqn.primitive.bind(*args, **params)))
+
+
+@rule_for(jexc.primitives.jit_p)
+def _jit(interpret, given, eqn, *args):
+    closed, inputs, treedef = interpret.staged(eqn.params["jaxpr"], given, *args)
+    n = len(inputs) - len(args)
+    extra = treedef.num_leaves - len(eqn.outvars)
+    new_in, new_out = _compat.unspecified()
+    p = eqn.params
+    out = bind(
+        eqn,
+        inputs,
+        jaxpr=closed,
+        **{k: (v,) * n + tuple(p[k]) for k, v in new_in.items()},
+        **{k: tuple(p[k]) + (v,) * extra for k, v in new_out.items()},
+    )
+    return jtu.tree_unflatten(treedef, out)
+
+
+@rule_for(jexc.primitives.remat_p)
+def _checkpoint(interpret, given, eqn, *args):
+    closed, inputs, treedef = interpret.staged(eqn.params["jaxpr"], given, *args)
+    out = bind(eqn, inputs, jaxpr=_compat.open_jaxpr(closed)[0])
+    return jtu.tree_unflatten(treedef, out)
+
+
+@rule_for(jexc.primitives.call_p)
+@rule_for(jexc.primitives.closed_call_p)
+def _call(interpret, given, eqn, *args):
+    return interpret(eqn.params["call_jaxpr"])(given, *args)
+
+
+# --- functions with rules of their own ---
+@jax.custom_jvp
+def _with_derivative_of(x: Any, y: Any) -> Any:
+    del y
+    return x
+
+
+@_with_derivative_of.defjvp
+def _with_derivative_of_jvp(primals, tangents):
+    (_, y), (_, tangent) = primals, tangents
+    # Not `x`: the rule may have another value than the function.
+    return y, tangent
+
+
+def _derivative_of(x, y):
+    inexact = jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+    return _with_derivative_of(x, y) if inexact else x
+
+
+def _inside(interpret, given, eqn, jaxpr, args, join=_derivative_of):
+    """Walks over `jaxpr`, a copy of the function in the equation, for the sows, and
+    binds the equation too. `join` makes one output from that of the copy and that of
+    the equation."""
+    handler = interpret.handler
+    if any(map(handler.replaces, sites(eqn))):
+        return interpret(jaxpr)(given, *args)
+    # Both run, and only the original prints.
+    copy = without_prints(jaxpr)
+    # An effect that cannot be left out, such as an `io_callback` with a result.
+    if any(e != sow_effect for e in copy.effects):
+        return _only_the_original(interpret, given, eqn, copy, args)
+    inputs = args
+    if not handler.differentiable:
+        # What `tap` sends is an effect, so that JAX would keep the derivative of the
+        # copy, which nobody uses.
+        inputs = map(jax.lax.stop_gradient, args)
+    outs, taken = interpret(copy)(given, *inputs)
+    original = bind(_without_sows(eqn), args)
+    return list(map(join, outs, original)), taken
+
+
+def _only_the_original(interpret, given, eqn, copy, args):
+    handler = interpret.handler
+    why = "the function has an effect, as an `io_callback`, that would happen twice"
+    refuse(handler, eqn, sites(eqn), why, "Sow its result outside.")
+    seen = types_of(interpret(copy), given, *args)[1]
+    kept = eqn if handler.has_outer else _without_sows(eqn)
+    return bind(kept, args), seen._replace(carry=given.carry)
+
+
+@lu.transformation2
+def _quiet(rule, *zeros):
+    jaxpr, *rest = rule(*zeros)
+    if listening.value is None:
+        jaxpr = without_sows(jaxpr)
+    return jaxpr, *rest
+
+
+def _without_sows(eqn):
+    """The equation without sows, in its derivative rule too, where JAX would keep them
+    though nothing asks for them."""
+    rules = {
+        name: _quiet(eqn.params[name])
+        for name in ("jvp_jaxpr_fun", "fwd_jaxpr_thunk")
+        if name in eqn.params
+    }
+    eqn = eqn_without_sows(eqn)
+    return eqn.replace(params={**eqn.params, **rules})
+
+
+@rule_for(jexc.primitives.custom_jvp_call_p)
+@rule_for(jexc.primitives.custom_vjp_call_p)
+def _custom(interpret, given, eqn, *args):
+    return _inside(interpret, given, eqn, eqn.params["call_jaxpr"], args)
+
+
+# `None`, which no primitive is, if there is none.
+@rule_for(_compat.hi_p)
+def _custom_hi(interpret, given, eqn, *args):
+    return _inside(interpret, given, eqn, expanded(eqn), args)
+
+
+@rule_for(_compat.custom_vmap_p)
+def _custom_vmap(interpret, given, eqn, *args):
+    of_original = lambda _, out: out
+    return _inside(interpret, given, eqn, eqn.params["call"], args, of_original)
 
 
 # --- loops and branches that run eagerly ---
@@ -65,7 +196,15 @@ def staged_if_eager(rule: Callable) -> Callable:
     return staged
 
 
-# --- rules ---
+# --- loops and branches ---
+def _split(xs, *sizes):
+    out = []
+    for n in sizes:
+        out.append(list(xs[:n]))
+        xs = xs[n:]
+    return *out, list(xs)
+
+
 @rule_for(jexc.primitives.scan_p)
 @staged_if_eager
 def _scan(interpret, given, eqn, *args):
@@ -76,47 +215,51 @@ def _scan(interpret, given, eqn, *args):
     run = interpret(p["jaxpr"])
     is_sliced = handler.sliced_by_scan(given.values, p["jaxpr"])
     slices, same = eqx.partition(given.values, is_sliced)
-    asked = handler.needs_iterations(p["jaxpr"])
+    asked = any(map(handler.needs_iteration, sites(p["jaxpr"])))
     iterations = [jnp.arange(p["length"], dtype=jnp.int32)] if asked else []
 
-    # With `names="h/3"`, the value of one iteration is carried along, and no stack of
-    # all of them is made. `only` says for each value which iteration that is.
-    keeps = asked and handler.keeps_iterations
-    kept = only = is_kept = None
-    if keeps:
-        first = given._replace(iterations=(*given.iterations, jnp.int32(0)))
-        avals = p["jaxpr"].in_avals[num_consts + num_carry :]
-        types = types_of(run, first, *consts, *init, *avals)[1].values
-        only = handler.only_iterations(types)
-        is_kept = jax.tree.map(lambda n: n >= 0, only)
-        only, types = eqx.filter((only, types), (is_kept, is_kept))
-        kept = jax.tree.map(lambda x: _vary(zeros_like(x), _compat.varying(x)), types)
+    operands = slices, iterations, xs
 
-    def body(carry, x):
-        state, kept, carry = carry
+    def step(state, carry, x):
         slices, iteration, x = x
         values = eqx.combine(slices, same)
         here = Given(state, values, (*given.iterations, *iteration))
-        outs, taken = run(here, *consts, *carry, *x)
+        return run(here, *consts, *carry, *x)
+
+    # With `names="h/3"`, the value of one iteration is carried along, and no stack of
+    # all of them is made.
+    kept = []
+    if asked:
+        of_one = lambda x: jexc.mapped_aval(p["length"], 0, jax.typeof(x))
+        first = jax.tree.map(of_one, operands)
+        types = types_of(step, given.carry, init, first)[1].values
+        empty = lambda x: _vary(zeros_like(x), _compat.varying(x))
+        kept = jax.tree.map(empty, list(filter(_entry.keeps_one, types)))
+
+    def keep(iteration, new, old):
+        (i,) = iteration
+        return jax.tree.map(lambda x, y: jnp.where(i == new.at[-1], x, y), new, old)
+
+    def body(carry, x):
+        state, kept, carry = carry
+        outs, taken = step(state, carry, x)
         carry, y = _split(outs, num_carry)
-        rest = taken.values
-        if keeps:
-            new, rest = eqx.partition(rest, is_kept)
-            kept = jax.tree.map(
-                lambda n, x, y: jnp.where(iteration[0] == n, x, y), only, new, kept
-            )
+        _, iteration, _ = x
+        new = filter(_entry.keeps_one, taken.values)
+        kept = [keep(iteration, e, old) for e, old in zip(new, kept)]
+        rest = [e for e in taken.values if not _entry.keeps_one(e)]
         return (taken.carry, kept, carry), (y, rest)
 
     (state, kept, carry), (ys, rest) = lax.scan(
         body,
         (given.carry, kept, init),
-        (slices, iterations, xs),
+        operands,
         length=p["length"],
         reverse=p["reverse"],
         unroll=p["unroll"],
     )
-    rest = eqx.combine(kept, rest) if keeps else rest
-    return [*carry, *ys], Taken(state, handler.stack_iterations(rest, p["length"]))
+    values = tuple(_entry.stacked(e, p["length"]) for e in (*kept, *rest))
+    return [*carry, *ys], Taken(state, values)
 
 
 @rule_for(jexc.primitives.cond_p)
@@ -126,12 +269,12 @@ def _cond(interpret, given, eqn, index, *args):
     # zeros for what only the others sow.
     runs = [interpret(jaxpr) for jaxpr in eqn.params["branches"]]
     types = [types_of(run, given, *args)[1].values for run in runs]
-    to_one_form = interpret.handler.unify_branches(types)
+    bring = _merge.to_one_form(types)
 
     def branch(run):
         def call(given, *args):
             outs, taken = run(given, *args)
-            rest = to_one_form(taken.values)
+            rest = bring(taken.values)
             return outs, taken._replace(values=_varying_like(index, rest))
 
         return call
@@ -225,14 +368,18 @@ def _while(interpret, given, eqn, *args):
             outs = [select(mask, x, y) for x, y in zip(outs, carry)]
             for ref, x in zip(mutable, before):
                 ref[...] = select(mask, ref[...], x)
-        return outs, taken.carry, handler.after_iteration(rest, taken.values)
+        new = map(_entry.left_loop, taken.values)
+        rest = tuple(
+            _merge.latest(old, _merge.conform(e, old)) for e, old in zip(new, rest)
+        )
+        return outs, taken.carry, rest
 
     # Its aval: evaluated once more, the predicate might print.
     (pred,) = jax.make_jaxpr(going)(init).out_avals
     # How often the body runs is not known, so nothing can be stacked: `rest` has what
     # the last iteration sowed, and before the first one zeros.
-    empty = _varying_like(pred, handler.before_first_iteration(types))
-    first = init, given.carry, empty
+    empty = tuple(_merge.zeros(_merge.unify([_entry.left_loop(e)])) for e in types)
+    first = init, given.carry, _varying_like(pred, empty)
     step, start = alike([body, lambda loop: loop], first)
     kept = cond_jaxpr if handler.has_outer else predicate
     carry, state, rest = lax.while_loop(
@@ -260,7 +407,7 @@ def _shard_map(interpret, given, eqn, *args):
     axes = {a: n for a, n in p["mesh"].shape.items() if a in manual}
     # What goes in: of a planted array, the part of each device; of a count, its own.
     values, value_specs = handler.values_on_devices(given.values, p["jaxpr"], [*axes])
-    carry, carry_back = handler.carry_for_devices(given.carry)
+    carry = handler.carry_on_devices(given.carry)
     on_device, everywhere = P(*axes), P()
 
     def for_values(fn, values):
@@ -280,7 +427,8 @@ def _shard_map(interpret, given, eqn, *args):
         values = for_values(lambda x, spec: x.squeeze(range(len(spec))), values)
         carry = jax.tree.map(lambda x: x.reshape(x.shape[len(axes) :]), carry)
         outs, taken = run(Given(carry, values, index), *args)
-        rest, specs = handler.stack_devices(taken.values, axes, varying)
+        pairs = [_entry.on_device(e, axes, varying) for e in taken.values]
+        rest, specs = tuple(e for e, _ in pairs), tuple(s for _, s in pairs)
         one = (1,) * len(axes)
         carry = jax.tree.map(lambda x: x.reshape(*one, *x.shape), taken.carry)
         return list(outs), carry, rest
@@ -299,8 +447,8 @@ def _shard_map(interpret, given, eqn, *args):
         body(*args)
         return ()
 
-    # First only to learn what varies over which axis: `stack_devices` sets `specs`.
+    # First only to learn what varies over which axis: this sets `specs`.
     jax.eval_shape(mapped(probe, ()), carry, values, given.iterations, *args)
     out_specs = list(p["out_specs"]), on_device, specs
     outs, carry, rest = mapped(body, out_specs)(carry, values, given.iterations, *args)
-    return outs, Taken(carry_back(carry), rest)
+    return outs, Taken({**given.carry, **carry}, rest)
