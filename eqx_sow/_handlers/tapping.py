@@ -13,7 +13,7 @@ from .._arrays import sharding_on
 from .._errors import SowError
 from .._mark.site import Site
 from .._mark.static import Const, SameParts
-from .._values.axes import aligned
+from .._values.axes import aligned, in_front
 from .._values.entry import captured, running, value_of
 from .._values.transform import Batched, transformed, Value
 from .._walk.frame import Frame
@@ -96,7 +96,7 @@ class Tap(Listens):
         if not self.wants(site) or site.again:
             return given
         check_guarded(site)
-        operands = frame.read_arrays(now)
+        site, operands = in_front(site, frame.read_arrays(now))
         frame.flush_effects()
         for one, at in self.asked(site, self.loops):
             if one.key in self._modes:

@@ -20,6 +20,7 @@ not a call of a module has the number 0.0 as its first operand.
 
 import dataclasses as dc
 import functools as ft
+import itertools as it
 from typing import Any
 
 import jax
@@ -33,7 +34,7 @@ from jax.interpreters import ad, batching, mlir, partial_eval as pe
 from .. import _compat
 from .._errors import SowError
 from .listening import around, listening
-from .site import Axis, with_has
+from .site import Axis, moved_behind, with_has
 from .static import NoTangent, OPERAND
 
 
@@ -203,6 +204,7 @@ def _sow_tangent(nonzeros, avals, site, edge, *guards, tangents):
         axes=with_has(site.axes, [site.has(i) for i, k in enumerate(kept) if k]),
         spec=None,
         fixed=(),
+        permutations=tuple(it.compress(site.permutations, kept)),
     )
     values = [ad.instantiate_zeros(t) for t, k in zip(tangents, keep) if k]
     _, *sown = sow_p.bind(edge, *guards, *values, site=tangent_site)
@@ -231,11 +233,6 @@ def _sow_transpose(cts, edge, *operands, site):
     ]
 
 
-def _to_front(x, d):
-    # `jnp.moveaxis` would add a jitted function, which has to be traced.
-    return lax.transpose(x, (d, *range(d), *range(d + 1, x.ndim)))
-
-
 def _sow_batch(axis_data, operands, dims, *, site):
     (edge, *operands), (edge_dim, *dims) = operands, dims
     if edge_dim is not None:
@@ -252,10 +249,18 @@ def _sow_batch(axis_data, operands, dims, *, site):
         after_backward="cotangent" in site.modes,
     )
     unguarded = any(c not in [g[0] for g in site.guards] for c in conds)
-    site = site._replace(axes=(axis, *site.axes), unguarded=site.unguarded or unguarded)
-    operands = [_to_front(x, d) if d else x for x, d in zip(operands, dims)]
-    out = sow_p.bind(edge, *operands, site=site)
-    return out, [None, *(0 if h else d for h, d in zip(has, dims))]
+    # The axis stays where it is: who moves it adds equations to the user's program, and
+    # more of them to its derivatives.
+    permutations = tuple(
+        moved_behind(d, site.permutation(i), x.ndim)
+        for i, (x, d) in enumerate(zip(operands, dims))
+    )
+    site = site._replace(
+        axes=(axis, *site.axes),
+        permutations=permutations if any(permutations) else (),
+        unguarded=site.unguarded or unguarded,
+    )
+    return sow_p.bind(edge, *operands, site=site), [None, *dims]
 
 
 # What `jax.checkpoint` recomputes instead of a sow, so that it need not save the value.

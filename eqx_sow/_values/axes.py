@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from .._arrays import broadcast_to
 from .._mark.site import Axis, Site
@@ -30,6 +31,21 @@ Varies = Sequence[bool]
 def either(*varies: Varies) -> tuple[bool, ...]:
     """The axes that at least one of several operands varies over."""
     return tuple(map(any, zip(*varies)))
+
+
+def in_front(site: Site, operands: Sequence[Any]) -> tuple[Site, Sequence[Any]]:
+    """A sow as if it had operands with their leading axes in front."""
+    if not site.permutations:
+        return site, operands
+    pairs = zip(operands, site.permutations)
+    moved = [jax.lax.transpose(x, p) if p else x for x, p in pairs]
+    return site._replace(permutations=()), moved
+
+
+def in_place(site: Site, operands: Sequence[Any]) -> list[Any]:
+    """Operands with their leading axes in front, as the sow has them."""
+    orders = [np.argsort(site.permutation(i)) for i in range(len(operands))]
+    return [jax.lax.transpose(x, p) if p.size else x for x, p in zip(operands, orders)]
 
 
 def aligned(x: Any, varies: Varies) -> Any:

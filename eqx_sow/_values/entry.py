@@ -38,7 +38,7 @@ from .._arrays import select, shape_like, spec_of
 from .._mark.site import Axis, Cases, out_of_loop, Site, with_has
 from .._mark.static import NoTangent, OPERAND
 from .._results.intermediates import Scan
-from .axes import aligned, as_operand, broadcast, either
+from .axes import aligned, as_operand, broadcast, either, in_front
 from .transform import transformed, Value
 
 
@@ -133,6 +133,7 @@ def unfinished(
 ) -> Entry:
     """The entry of one sow before it is `finished`. In the place of a count it has
     booleans that say in which lanes the sow runs. In others, the value is anything."""
+    site, operands = in_front(site, operands)
     value = value_of(site, operands)
     arrays = list(map(aligned, value.arrays, value.varies))
     varies = list(value.varies)

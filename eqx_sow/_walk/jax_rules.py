@@ -191,6 +191,8 @@ class Guard(Handler):
         operands = frame.read(atoms)
         axes = tuple(a._replace(has=(*a.has[:n], False, *a.has[n:])) for a in site.axes)
         site = site._replace(guards=(*site.guards, self.guard), axes=axes)
+        if moved := site.permutations:
+            site = site._replace(permutations=(*moved[:n], (), *moved[n:]))
         (edge,) = frame.read(frame.eqn.invars[:1])
         edge, *outs = sow_p.bind(
             edge, *operands[:n], given.values, *operands[n:], site=site
