@@ -21,15 +21,8 @@ from .._errors import calling, SowError
 from .._mark.primitive import edge_value, sow_p
 from .._mark.site import Axis, Site
 from .._mark.static import Const, OPERAND, rebuild, SameParts
-from .._values.axes import (
-    aligned,
-    as_operand,
-    final_axes,
-    for_each_lane,
-    in_front,
-    in_place,
-)
-from .._values.entry import Entry, running
+from .._values.axes import aligned, as_operand, final_axes, for_each_lane
+from .._values.entry import Entry, in_front, in_place, running
 from .._values.merge import own_axes
 from .._walk.frame import Frame
 from .._walk.handler import check_guarded, Handler

@@ -13,8 +13,8 @@ from .._arrays import sharding_on
 from .._errors import SowError
 from .._mark.site import Site
 from .._mark.static import Const, SameParts
-from .._values.axes import aligned, in_front
-from .._values.entry import captured, running, value_of
+from .._values.axes import aligned
+from .._values.entry import captured, in_front, running, value_of
 from .._values.transform import Batched, transformed, Value
 from .._walk.frame import Frame
 from .._walk.handler import check_guarded, Given

@@ -34,7 +34,7 @@ from jax.interpreters import ad, batching, mlir, partial_eval as pe
 from .. import _compat
 from .._errors import SowError
 from .listening import around, listening
-from .site import Axis, moved_behind, with_has
+from .site import Axis, with_has
 from .static import NoTangent, OPERAND
 
 
@@ -233,6 +233,14 @@ def _sow_transpose(cts, edge, *operands, site):
     ]
 
 
+def _with_axis(permutation, x, d):
+    """That of an operand to which a vmap gave one more axis, as its axis `d`."""
+    if d is None or not (d or permutation):
+        return permutation
+    others = permutation or range(x.ndim - 1)
+    return (d, *(k + (k >= d) for k in others))
+
+
 def _sow_batch(axis_data, operands, dims, *, site):
     (edge, *operands), (edge_dim, *dims) = operands, dims
     if edge_dim is not None:
@@ -249,15 +257,11 @@ def _sow_batch(axis_data, operands, dims, *, site):
         after_backward="cotangent" in site.modes,
     )
     unguarded = any(c not in [g[0] for g in site.guards] for c in conds)
-    # The axis stays where it is: who moves it adds equations to the user's program, and
-    # more of them to its derivatives.
-    permutations = tuple(
-        moved_behind(d, site.permutation(i), x.ndim)
-        for i, (x, d) in enumerate(zip(operands, dims))
-    )
+    # The axis stays where it is. To move it would add equations to the user's program,
+    # and more of them to its derivatives.
     site = site._replace(
         axes=(axis, *site.axes),
-        permutations=permutations if any(permutations) else (),
+        permutations=tuple(map(_with_axis, site.permutations, operands, dims)),
         unguarded=site.unguarded or unguarded,
     )
     return sow_p.bind(edge, *operands, site=site), [None, *dims]

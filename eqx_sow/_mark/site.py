@@ -115,7 +115,7 @@ class Site(NamedTuple):
     # --- where it runs ---
     axes: tuple[Axis, ...] = ()
     # For each operand, the permutation that brings those of the axes that it has to the
-    # front, in their order. `()` for an operand, or for all, if they are there.
+    # front, in their order; `()` if they are there.
     permutations: tuple[tuple[int, ...], ...] = ()
     # Conds and loops around that a vmap made run for all lanes, with results that are
     # thrown away for some of them. For each guard there is one more operand, before
@@ -211,30 +211,15 @@ class Site(NamedTuple):
         """Which of the axes operand `i` has."""
         return tuple(a.has[i] for a in self.axes)
 
-    def permutation(self, i: int) -> tuple[int, ...]:
-        """See `permutations`."""
-        return self.permutations[i] if self.permutations else ()
-
     def shape(self, i: int, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape that the code at the sow sees, from that of operand `i`."""
-        order = self.permutation(i) or range(len(shape))
+        order = self.permutations[i] or range(len(shape))
         return tuple(shape[k] for k in order[sum(self.has(i)) :])
 
 
 def with_has(axes: Sequence[Axis], has: Sequence[Sequence[bool]]) -> tuple[Axis, ...]:
     """The axes, for operands of which each has those that `has` says."""
     return tuple(a._replace(has=tuple(h[i] for h in has)) for i, a in enumerate(axes))
-
-
-def moved_behind(
-    dim: int | None, permutation: tuple[int, ...], ndim: int
-) -> tuple[int, ...]:
-    """The permutation of an operand that has so many axes, of which a vmap added one at
-    `dim`, in front of all others; from that of the operand without it."""
-    if dim is None or not (dim or permutation):
-        return permutation
-    others = permutation or range(ndim - 1)
-    return (dim, *(k + (k >= dim) for k in others))
 
 
 def out_of_loop(

@@ -11,13 +11,15 @@ and `y` over the inner ones,
 | `y` | `(False, True)` | `f32[2]` | `f32[1,2]` | `f32[5,2]` |
 
 In an `Entry` all arrays are aligned: axis `k` of the site is axis `k` of each array.
+
+In the program these axes may stand anywhere in an operand: see `Site.permutations`. Who
+reads operands calls `in_front` first. From there on they are in front, as in the table.
 """
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from .._arrays import broadcast_to
 from .._mark.site import Axis, Site
@@ -31,21 +33,6 @@ Varies = Sequence[bool]
 def either(*varies: Varies) -> tuple[bool, ...]:
     """The axes that at least one of several operands varies over."""
     return tuple(map(any, zip(*varies)))
-
-
-def in_front(site: Site, operands: Sequence[Any]) -> tuple[Site, Sequence[Any]]:
-    """A sow as if it had operands with their leading axes in front."""
-    if not site.permutations:
-        return site, operands
-    pairs = zip(operands, site.permutations)
-    moved = [jax.lax.transpose(x, p) if p else x for x, p in pairs]
-    return site._replace(permutations=()), moved
-
-
-def in_place(site: Site, operands: Sequence[Any]) -> list[Any]:
-    """Operands with their leading axes in front, as the sow has them."""
-    orders = [np.argsort(site.permutation(i)) for i in range(len(operands))]
-    return [jax.lax.transpose(x, p) if p.size else x for x, p in zip(operands, orders)]
 
 
 def aligned(x: Any, varies: Varies) -> Any:
