@@ -1,11 +1,15 @@
 """Values of one name that vary over different vmaps of one size are not mixed up."""
 
+import functools as ft
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from eqx_sow import Append, Fold, Last, plant, save_intermediates as S, sow
+from eqx_sow import Append, Fold, Last, plant, save_intermediates as S, sow, tap
 from jax import lax
+
+from .helpers import assert_close, primitives
 
 
 X = jnp.arange(3.0)
@@ -116,3 +120,75 @@ def test_effects_of_custom_rules_happen_once(wrap, capsys):
             S(wrap(g))(1.0)
             jax.effects_barrier()
             assert capsys.readouterr().out == "f\n"
+
+
+# --- lanes that are not in front ---
+CUBE = jnp.cos(jnp.arange(24.0)).reshape(3, 4, 2)
+
+
+def _cubed(mark, x):
+    def positive(x):
+        return mark(x * x, "positive")
+
+    x = mark({"sin": jnp.sin(x), "n": 3}, "h")["sin"]
+    return jnp.sum(lax.cond(x[0] > 0, positive, lambda x: x**3, x))
+
+
+def _behind(mark, cube):
+    return jax.vmap(jax.vmap(ft.partial(_cubed, mark), in_axes=1), in_axes=2)(cube)
+
+
+def _in_front(mark, cube):
+    return jax.vmap(jax.vmap(ft.partial(_cubed, mark)))(cube.T)
+
+
+BEHIND = {
+    "values": lambda f: S(f),
+    "gradients": lambda f: S(jax.grad(lambda cube: f(cube).sum())),
+    "second derivatives": lambda f: S(
+        lambda cube: jax.jvp(jax.grad(lambda x: f(x).sum()), (cube,), (cube,))[1]
+    ),
+    "reduced": lambda f: S(
+        f, reduce={"h": Fold(0.0, lambda acc, x: acc + jnp.sum(x["sin"]))}
+    ),
+    "transformed": lambda f: S(f, transform={"h": lambda h: h["sin"][0]}),
+    "planted": lambda f: plant(f, {"h": lambda h: {"sin": h["sin"][::-1], "n": 3}}),
+    "planted arrays": lambda f: plant(f, {"h": {"sin": jnp.sin(CUBE + 1).T, "n": 3}}),
+    "planted and seen": lambda f: S(plant(f, {"positive": lambda x: x.at[1].set(9.0)})),
+}
+
+
+@pytest.mark.parametrize("use", BEHIND.values(), ids=BEHIND)
+def test_lanes_that_are_not_in_front(use):
+    got, want = (use(ft.partial(f, sow))(CUBE) for f in (_behind, _in_front))
+    assert_close(got, want)
+
+
+def test_lanes_that_are_not_in_front_by_hand():
+    _, values = S(ft.partial(_behind, sow))(CUBE)
+    sine = np.sin(np.asarray(CUBE)).T
+    ran = sine[..., 0] > 0
+    assert_close(values["h"]["primal"], {"sin": jnp.asarray(sine), "n": 3})
+    assert_close(values["positive"]["count"], jnp.asarray(ran.astype(np.int32)))
+    square = np.where(ran[..., None], sine**2, 0)
+    assert_close(values["positive"]["primal"], jnp.asarray(square))
+
+
+def test_events_of_lanes_that_are_not_in_front():
+    events = []
+    tap(ft.partial(_behind, sow), events.append, names="h")(CUBE)
+    jax.effects_barrier()
+    (event,) = events
+    np.testing.assert_allclose(event.value["sin"], np.sin(CUBE).T, rtol=1e-6)
+
+
+def test_no_lanes_are_moved_but_those_of_what_comes_back():
+    def loss(cube):
+        return jnp.sum(jax.vmap(lambda x: 2 * sow(jnp.sin(x), "h"), 1, 1)(cube))
+
+    def moved(**options):
+        program = jax.make_jaxpr(S(jax.grad(loss), **options))(CUBE)
+        return primitives(program).count("transpose")
+
+    assert moved() == 2
+    assert moved(modes="primal") == 1

@@ -22,7 +22,7 @@ from .._mark.primitive import edge_value, sow_p
 from .._mark.site import Axis, Site
 from .._mark.static import Const, NoTangent, OPERAND, rebuild, SameParts
 from .._values.axes import aligned, as_operand, final_axes, for_each_lane
-from .._values.entry import Entry, running
+from .._values.entry import Entry, in_front, in_place, running
 from .._values.merge import own_axes
 from .._walk.frame import Frame
 from .._walk.handler import check_guarded, Handler
@@ -74,12 +74,12 @@ class Replace(Handler):
             leave(self, still, atoms, frame)
             return given
         check_guarded(site)
-        operands = frame.read_arrays(atoms)
+        at_sow, operands = in_front(site, frame.read_arrays(atoms))
         guards, value = operands[:n_guards], operands[n_guards:]
         for planted, arrays in zip(self._planted[site.key], given.values[site.key]):
-            value = _replaced(planted, arrays, site, guards, value, given.iterations)
+            value = _replaced(planted, arrays, at_sow, guards, value, given.iterations)
         edge_out, *_ = frame.eqn.outvars
-        new = [edge_value(edge_out.aval), *guards, *value]
+        new = [edge_value(edge_out.aval), *in_place(site, [*guards, *value])]
         if self.has_outer:
             (edge,) = frame.read(frame.eqn.invars[:1])
             new = sow_p.bind(edge, *new[1:], site=still)

@@ -27,7 +27,7 @@ from .._mark.static import Const, NoTangent, OPERAND, rebuild, SameParts
 from .._results.summarize import Summary
 from .._results.tabulate import in_one_line
 from .._values.axes import aligned, as_operand, final_axes, kept_axes
-from .._values.entry import captured, Entry, running, value_of
+from .._values.entry import captured, Entry, in_front, running, value_of
 from .._values.transform import Batched, transformed, Value
 from .._walk.frame import Frame
 from .._walk.handler import check_guarded, Given
@@ -420,7 +420,7 @@ class Tap(Listens):
         if not self.wants(site) or site.again:
             return given
         check_guarded(site)
-        operands = frame.read_arrays(now)
+        site, operands = in_front(site, frame.read_arrays(now))
         frame.flush_effects()
         for one, at in self.asked(site, self.loops):
             if one.key in self._modes:

@@ -20,6 +20,7 @@ not a call of a module has the number 0.0 as its first operand.
 
 import dataclasses as dc
 import functools as ft
+import itertools as it
 from typing import Any
 
 import jax
@@ -203,6 +204,7 @@ def _sow_tangent(nonzeros, avals, site, edge, *guards, tangents):
         axes=with_has(site.axes, [site.has(i) for i, k in enumerate(kept) if k]),
         spec=None,
         fixed=(),
+        permutations=tuple(it.compress(site.permutations, kept)),
     )
     values = [ad.instantiate_zeros(t) for t, k in zip(tangents, keep) if k]
     _, *sown = sow_p.bind(edge, *guards, *values, site=tangent_site)
@@ -231,9 +233,12 @@ def _sow_transpose(cts, edge, *operands, site):
     ]
 
 
-def _to_front(x, d):
-    # `jnp.moveaxis` would add a jitted function, which has to be traced.
-    return lax.transpose(x, (d, *range(d), *range(d + 1, x.ndim)))
+def _with_axis(permutation, x, d):
+    """That of an operand to which a vmap gave one more axis, as its axis `d`."""
+    if d is None or not (d or permutation):
+        return permutation
+    others = permutation or range(x.ndim - 1)
+    return (d, *(k + (k >= d) for k in others))
 
 
 def _sow_batch(axis_data, operands, dims, *, site):
@@ -252,10 +257,14 @@ def _sow_batch(axis_data, operands, dims, *, site):
         after_backward="cotangent" in site.modes,
     )
     unguarded = any(c not in [g[0] for g in site.guards] for c in conds)
-    site = site._replace(axes=(axis, *site.axes), unguarded=site.unguarded or unguarded)
-    operands = [_to_front(x, d) if d else x for x, d in zip(operands, dims)]
-    out = sow_p.bind(edge, *operands, site=site)
-    return out, [None, *(0 if h else d for h, d in zip(has, dims))]
+    # The axis stays where it is. To move it would add equations to the user's program,
+    # and more of them to its derivatives.
+    site = site._replace(
+        axes=(axis, *site.axes),
+        permutations=tuple(map(_with_axis, site.permutations, operands, dims)),
+        unguarded=site.unguarded or unguarded,
+    )
+    return sow_p.bind(edge, *operands, site=site), [None, *dims]
 
 
 # What `jax.checkpoint` recomputes instead of a sow, so that it need not save the value.

@@ -114,6 +114,9 @@ class Site(NamedTuple):
 
     # --- where it runs ---
     axes: tuple[Axis, ...] = ()
+    # For each operand, the permutation that brings those of the axes that it has to the
+    # front, in their order; `()` if they are there.
+    permutations: tuple[tuple[int, ...], ...] = ()
     # Conds and loops around that a vmap made run for all lanes, with results that are
     # thrown away for some of them. For each guard there is one more operand, before
     # those of the value: the index of the branch that really runs, or for a loop, a
@@ -210,7 +213,8 @@ class Site(NamedTuple):
 
     def shape(self, i: int, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape that the code at the sow sees, from that of operand `i`."""
-        return tuple(shape[sum(self.has(i)) :])
+        order = self.permutations[i] or range(len(shape))
+        return tuple(shape[k] for k in order[sum(self.has(i)) :])
 
 
 def with_has(axes: Sequence[Axis], has: Sequence[Sequence[bool]]) -> tuple[Axis, ...]:

@@ -102,6 +102,7 @@ def bind(value: Any, labels: tuple[Label, ...], edge: Any = NO_EDGE, **fields) -
         leaves,
         where=user_line(),
         origin=object(),
+        permutations=((),) * len(arrays),
         fixed=fixed,
         **fields,
     )

@@ -11,6 +11,9 @@ and `y` over the inner ones,
 | `y` | `(False, True)` | `f32[2]` | `f32[1,2]` | `f32[5,2]` |
 
 In an `Entry` all arrays are aligned: axis `k` of the site is axis `k` of each array.
+
+In the program these axes may stand anywhere in an operand: see `Site.permutations`. Who
+reads operands calls `in_front` first. From there on they are in front, as in the table.
 """
 
 from collections.abc import Callable, Sequence

@@ -33,6 +33,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
+import numpy as np
 
 from .._arrays import select, shape_like, spec_of
 from .._mark.site import Axis, Cases, out_of_loop, Site, with_has
@@ -117,6 +118,21 @@ def grouped(
 
 
 # --- one sow ---
+def in_front(site: Site, operands: Sequence[Any]) -> tuple[Site, list[Any]]:
+    """A sow as if it had operands with their leading axes in front."""
+    if not any(site.permutations):
+        return site, [*operands]
+    pairs = zip(operands, site.permutations)
+    moved = [jax.lax.transpose(x, p) if p else x for x, p in pairs]
+    return site._replace(permutations=()), moved
+
+
+def in_place(site: Site, operands: Sequence[Any]) -> list[Any]:
+    """Operands with their leading axes in front, as the sow has them."""
+    pairs = zip(operands, map(np.argsort, site.permutations))
+    return [jax.lax.transpose(x, p) if p.size else x for x, p in pairs]
+
+
 def captured(
     site: Site,
     operands: Sequence[Any],
@@ -133,6 +149,7 @@ def unfinished(
 ) -> Entry:
     """The entry of one sow before it is `finished`. In the place of a count it has
     booleans that say in which lanes the sow runs. In others, the value is anything."""
+    site, operands = in_front(site, operands)
     value = value_of(site, operands)
     arrays = list(map(aligned, value.arrays, value.varies))
     varies = list(value.varies)

@@ -255,7 +255,7 @@ class _Numbers(Domain):
         if here.final:
             here = here._replace(around=(*here.around, eqn))
             runs = tuple(x.made for x in operands[: len(site.guards)])
-            value = _value(site, operands)
+            value = self._value_at(site, operands)
             self.sows.append(_Sow(site, here, edge.edges, value, runs))
         return self.new(edge.edges if site.modes else frozenset([here.path]))
 
@@ -263,10 +263,23 @@ class _Numbers(Domain):
         """The edge of a sow that a checkpoint in a `while` computes again, see
         `_mark/primitive.py`: it comes from the sow of the same value."""
         site = eqn.params["site"]
-        value = _value(site, operands[1:])
+        value = self._value_at(site, operands[1:])
         candidates = [x for x in self.sows if x.site.origin is site.origin]
         alike = [x for x in candidates if x.value == value] or candidates
         return self.new(frozenset(x.here.path for x in alike))
+
+    def _value_at(self, site: Site, operands: Sequence[_Value]) -> Hashable:
+        """Equal for two sows of equal values."""
+        branches = tuple(branch for _, branch, _ in site.guards)
+        numbers = [x.number for x in operands]
+        for i, p in enumerate(site.permutations):
+            if p:
+                # It is the value that this would move.
+                n = self._number(
+                    jax.lax.transpose_p, numbers[i : i + 1], dict(permutation=p)
+                )
+                numbers[i] = self._number(("out", 0), (n,))
+        return site.tag, site.key, site.treedef, site.leaves, branches, (*numbers,)
 
     # --- loops ---
     def loop(self, eqn, operands, init, body, here):
@@ -354,13 +367,6 @@ def _is_edge(v: Any) -> bool:
 def _is_users(eqn: Any) -> bool:
     """Whether its program is the user's, which is traced anew each time."""
     return eqn.primitive is _compat.hi_p and _compat.is_users(eqn.params["_prim"])
-
-
-def _value(site: Site, operands: Sequence[_Value]) -> Hashable:
-    """Equal for two sows of equal values."""
-    branches = tuple(branch for _, branch, _ in site.guards)
-    numbers = tuple(x.number for x in operands)
-    return site.tag, site.key, site.treedef, site.leaves, branches, numbers
 
 
 # --- equations that run again ---

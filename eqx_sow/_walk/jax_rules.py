@@ -190,7 +190,9 @@ class Guard(Handler):
         n = len(site.guards)
         operands = frame.read(atoms)
         axes = tuple(a._replace(has=(*a.has[:n], False, *a.has[n:])) for a in site.axes)
-        site = site._replace(guards=(*site.guards, self.guard), axes=axes)
+        permutations = (*site.permutations[:n], (), *site.permutations[n:])
+        guards = *site.guards, self.guard
+        site = site._replace(guards=guards, axes=axes, permutations=permutations)
         (edge,) = frame.read(frame.eqn.invars[:1])
         edge, *outs = sow_p.bind(
             edge, *operands[:n], given.values, *operands[n:], site=site
@@ -396,7 +398,11 @@ _keep_tangents(prims.remat_p, first=0)
 # While the rule of a scan runs, `_moving.to` is the trace to which it moves things, the
 # parent of the trace of partial evaluation. Those with other parents are of derivatives
 # in the body. But inside of what is split, they all move something out.
-_moving = threading.local()
+class _Moving(threading.local):
+    to: Any = None
+
+
+_moving = _Moving()
 
 
 def _moves(trace: Any) -> bool:
@@ -405,11 +411,11 @@ def _moves(trace: Any) -> bool:
     # Only a trace of partial evaluation has the method.
     if here is None or not hasattr(trace, "instantiate_const"):
         return False
-    return here.moving or trace.parent_trace is getattr(_moving, "to", None)
+    return here.moving or trace.parent_trace is _moving.to
 
 
 def _moves_to_here(rule: Callable, *args, **params):
-    before, _moving.to = getattr(_moving, "to", None), _compat.current_trace()
+    before, _moving.to = _moving.to, _compat.current_trace()
     try:
         return rule(*args, **params)
     finally:
@@ -447,8 +453,10 @@ def _keep_in_loop(primitive: jexc.Primitive) -> None:
     bind = primitive.bind
 
     def bind_in_loop(*args, **params):
-        # Outside a capture, this costs as little as it can.
-        if listening.value is None or not _moves(trace := _compat.current_trace()):
+        # Where nothing moves, this costs as little as it can.
+        here = listening.value
+        may_move = here is not None and (here.moving or _moving.to is not None)
+        if not (may_move and _moves(trace := _compat.current_trace())):
             return bind(*args, **params)
         # One more operand, so that not even a function of nothing is known.
         tracers = list(map(trace.to_jaxpr_tracer, (0, *args)))
