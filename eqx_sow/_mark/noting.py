@@ -21,7 +21,6 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.tree_util as jtu
-import numpy as np
 
 from .. import _compat
 from .calls import Call, Note, Path
@@ -30,33 +29,7 @@ from .primitive import edge_p, sow_p
 from .site import Label, Site
 from .sow import bind, Sow
 from .static import Const, SameParts
-
-
-# No `__wrapped__` tells what this is.
-Jacobian: Any = type(eqx.filter_jacrev(lambda: None))
-
-
-def is_wrapper(x: Any) -> bool:
-    """Whether it is a transformed function of Equinox's, a partial, or a method of a
-    module. These are modules, too, but not part of a model."""
-    cls = type(x)
-    return _is_module(x) and (
-        eqx.Partial in cls.__mro__
-        or Jacobian in cls.__mro__
-        or "__self__" in cls.__dataclass_fields__
-        or isinstance(getattr(cls, "__wrapped__", None), property)
-    )
-
-
-def is_part(x: Any) -> bool:
-    """Whether it is a module that is part of a model."""
-    return _is_module(x) and not is_wrapper(x)
-
-
-def _is_module(x: Any) -> bool:
-    # This is asked of every node of a model, and `isinstance` of a class with `abc`'s
-    # metaclass takes five times as long.
-    return eqx.Module in type(x).__mro__
+from .trees import is_module, is_part, keys, walk
 
 
 @ft.cache
@@ -289,7 +262,7 @@ class _Frame:
     def _places(self) -> dict[int, list[Path]]:
         """Where the modules in there are, by their ids."""
         # As long as they are kept, no other module has the id of one.
-        self._parts = list(modules(self._roots()))
+        self._parts = [(path, x) for path, x in walk(self._roots()) if is_part(x)]
         found = defaultdict(list)
         for path, part in self._parts:
             found[id(part)].append(path)
@@ -363,11 +336,13 @@ def _note(module: Any, method: str, plain: Callable, args: tuple, kwargs: dict) 
         out = plain(*args, **kwargs)
     if not chosen:
         return out
+    if isinstance(out, jax.Array):  # as nearly all are
+        return bind(out, _unnamed(chosen), edge, note=note)
     values, parts = _without_parts(out, module)
     if not jtu.tree_leaves(values):
         return out
     values = bind(values, _unnamed(chosen), edge, note=note)
-    return values if parts is None else eqx.combine(values, parts, is_leaf=_is_module)
+    return eqx.combine(values, parts, is_leaf=is_module)
 
 
 _NOTHING = Const(jtu.tree_structure(()))
@@ -386,17 +361,11 @@ def _may_choose(capture: Capture, module: Any, method: str) -> bool:
 
 def _without_parts(out: Any, module: Any) -> tuple[Any, Any]:
     """What a module returned, without modules that are parts of itself, which
-    `eqx.nn.Shared` returns: they are no values. And these, or `None`."""
-    if isinstance(out, jax.Array) or not any(
-        map(_is_module, jtu.tree_leaves(out, is_leaf=_is_module))
-    ):
-        return out, None
-    arrays = lambda x: {
-        id(y) for y in jtu.tree_leaves(x) if isinstance(y, jax.Array | np.ndarray)
-    }
+    `eqx.nn.Shared` returns: they are no values. And these."""
+    arrays = lambda x: {id(y) for y in jtu.tree_leaves(x) if eqx.is_array(y)}
     own = arrays(module)
-    is_value = lambda x: not (_is_module(x) and arrays(x) <= own)
-    return eqx.partition(out, is_value, is_leaf=_is_module)
+    is_value = lambda x: not (is_module(x) and arrays(x) <= own)
+    return eqx.partition(out, is_value, is_leaf=is_module)
 
 
 # So many of the arrays of a module are operands of its edge.
@@ -406,7 +375,7 @@ _WITNESSES = 5
 def _call(module: Any, method: str, outline: bool) -> tuple[Call, list[Any]]:
     """A call, and the operands of its edge."""
     leaves, treedef = jtu.tree_flatten_with_path(module)
-    arrays = [(p, x) for p, x in leaves if eqx.is_array(x)]
+    arrays = [(path, x) for path, x in leaves if eqx.is_array(x)]
     # Some from all over the module, and no scalars if there are others.
     large = [(p, x) for p, x in arrays if x.ndim] or arrays
     n = min(len(large), _WITNESSES)
@@ -415,7 +384,7 @@ def _call(module: Any, method: str, outline: bool) -> tuple[Call, list[Any]]:
         type(module),
         method,
         tuple(keys(path) for path, _ in picked),
-        treedef,
+        Const(treedef),
         _held(module, bool(arrays)),
         _outline(module) if outline else None,
         None if arrays else SameParts(module),
@@ -429,15 +398,15 @@ def _edge(call: Call, arrays: list[Any]) -> Any:
     except Exception:  # whatever another library raises
         # Some of its arrays are no operands of primitives that it does not know, as
         # those of quax that must not be made.
-        pairs = [(p, x) for p, x in zip(call.leaves, arrays) if _is_operand(x)]
+        pairs = [(p, x) for p, x in zip(call.leaves, arrays) if _can_be_bound(x)]
         call.leaves = tuple(p for p, _ in pairs)
         return edge_p.bind(*(x for _, x in pairs), call=call)
 
 
-def _is_operand(x: Any) -> bool:
+def _can_be_bound(x: Any) -> bool:
     try:
         edge_p.bind(x)
-    except Exception:  # as above: it is not an operand
+    except Exception:  # as above
         return False
     return True
 
@@ -445,23 +414,3 @@ def _is_operand(x: Any) -> bool:
 def _outline(module: Any) -> Any:
     shapes = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if eqx.is_array(x) else x
     return jtu.tree_map(shapes, module)
-
-
-def keys(path: Any) -> Path:
-    """The keys of a path in a PyTree, as strings."""
-    if not path:
-        return ()
-    return tuple(jtu.keystr(path, simple=True, separator="\0").split("\0"))
-
-
-def modules(roots: Iterable[tuple[Path, Any]]) -> Iterator[tuple[Path, Any]]:
-    """All modules in PyTrees that are parts of models, and their places."""
-    todo = [*roots][::-1]
-    while todo:
-        path, node = todo.pop()
-        if is_part(node):
-            yield path, node
-        inner = jtu.tree_leaves_with_path(
-            node, is_leaf=lambda x, node=node: x is not node and _is_module(x)
-        )
-        todo += [((*path, *keys(at)), x) for at, x in inner if _is_module(x)][::-1]

@@ -105,7 +105,7 @@ def name(
 def _check_found(closed: Any, places: Places, marking: Marking, naming: Naming) -> None:
     """Raises if the options select nothing, and says what there would have been."""
     shown = f"capture={_shown(marking.capture)}"
-    in_sight = {"/".join(path) or ".": type(x) for path, x in places.modules}
+    in_sight = {"/".join(path) or ".": type(x) for path, x in places.modules.items()}
     classes = marking.classes or (() if marking.functions else (eqx.Module,))
     fits = [c for c in (in_sight | naming.seen).values() if issubclass(c, classes)]
     methods = dict.fromkeys(method for cls in fits for method in own_methods(cls))
