@@ -84,8 +84,8 @@ class Naming(Domain):
         # By the way to a scan, the sources that it takes apart: those that are nearest
         # to the arrays that it goes over.
         self._taken_apart: dict[Way, set[int]] = defaultdict(set)
-        # The modules that are running around a scan.
-        self._around_scan: dict[Way, list[_Visit]] = defaultdict(list)
+        # The calls that are running around a scan.
+        self._around_scan: dict[Way, Sequence[Call]] = {}
         # For each place, how well it fits the call that it fits best.
         self._best: dict[Path, tuple[int, int]] = {}
         # The places of lists whose layers were stacked on the way, and their sources.
@@ -144,8 +144,7 @@ class Naming(Domain):
         nearest = min(value.distances.values(), default=0)
         sources = (s for s, n in value.distances.items() if n == nearest)
         self._taken_apart[here.scans[-1]].update(sources)
-        running = [self._latest[c] for c in here.running if c in self._latest]
-        self._around_scan[here.scans[-1]] = running
+        self._around_scan[here.scans[-1]] = here.running
         return value
 
     def equation(self, eqn, operands, here):
@@ -318,32 +317,26 @@ class Naming(Domain):
 
     def _after(self, sow: _Sow, path: Path) -> list[int | None]:
         """For each scan around a sow, where in its path the index of an iteration
-        stands: behind the tree that the scan takes apart, or where that of the list
-        stood that was stacked before. For an iteration of `model/blocks/attn`, in a
-        scan over the arrays in `blocks`, it is `model/blocks/2/attn`."""
-        within = self._places.sources_in
-        running, root = sow.visits[0].running, len(root_of(path))
-        # A model that has nothing but `blocks` is no stack itself.
-        whole = within[path[:root]]
-        is_all = len(path) > root and within.get(path[: root + 1]) == whole
-
-        def levels(visits):
-            paths = map(self._path, visits)
-            return [len(p) for p in paths if p == path[: len(p)]]
+        stands: behind the highest tree that the scan takes apart as a whole, or where
+        that of a list stood that was stacked before. For an iteration of
+        `model/blocks/attn`, in a scan over the arrays in `blocks`, it is
+        `model/blocks/2/attn`."""
+        visit, ends = sow.visits[0], range(len(root_of(path)), len(path) + 1)
+        within = [self._places.sources_in.get(path[:n], set()) for n in ends]
 
         def of_scan(scan):
-            # A module that is called outside the loop is not what the loop takes apart.
-            # One that is called inside may be, but nothing in it is.
-            outside, apart = self._around_scan[scan], self._taken_apart[scan]
-            inside = [v for v in running if v not in outside]
-            begin = max([root + is_all, *(n + 1 for n in levels(outside))])
-            begin = min([begin, *levels(inside)])
-
-            def is_apart(n):
-                own = within.get(path[:n], ())
-                return (own and own <= apart) or apart & self._stacks[path[:n]]
-
-            return next(filter(is_apart, range(begin, len(path) + 1)), None)
+            apart = self._taken_apart[scan]
+            for n in ends:
+                if not apart.isdisjoint(self._stacks[path[:n]]):
+                    return n
+            whole = next((x for x in within if x and x <= apart), None)
+            # If a model has nothing but `blocks`, both are such trees: it is the one
+            # that the loop calls, or the innermost.
+            same = [n for n, x in zip(ends, within) if x == whole]
+            outside = self._around_scan.get(scan, ())
+            inside = [v for v in (*visit.running, visit) if v.call not in outside]
+            called = [len(p) for p in map(self._path, inside) if p == path[: len(p)]]
+            return next((n for n in same if n in called), same[-1] if same else None)
 
         return list(map(of_scan, sow.scans))
 
