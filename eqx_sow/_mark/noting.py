@@ -11,9 +11,9 @@ import contextlib
 import dataclasses as dc
 import functools as ft
 import inspect
+import itertools as it
 import threading
 import types
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -54,16 +54,9 @@ def own_methods(cls: type) -> tuple[str, ...]:
 def listening_as(here: Listening) -> Iterator[None]:
     """What is traced as long as this lasts is listened to. If calls of modules are to
     be noted, the methods of their classes do so."""
-    with listening(here):
-        if not here.captures or here.captures in _running.noted:
-            yield
-            return
-        with _noted(here.captures):
-            _running.noted.append(here.captures)
-            try:
-                yield
-            finally:
-                _running.noted.remove(here.captures)
+    noted = _noted(here.captures) if here.captures else contextlib.nullcontext()
+    with listening(here), noted:
+        yield
 
 
 # What each trace that is under way, in whatever thread, does to a class of modules. All
@@ -87,9 +80,10 @@ def _noted(captures: tuple[Capture, ...]) -> Iterator[None]:
             method = vars(cls).get(name)
             if isinstance(method, types.FunctionType):
                 _exchange_code(method, ft.partial(_noting_method, name, method))
-            elif method is not None and not hasattr(method, "_eqx_sow_notes"):
+            elif method is not None:
                 # Such as what `eqx.filter_jit` makes of a method.
-                setattr(cls, name, _instead_of(name, method))
+                new = _noting_method(name, method, method)
+                setattr(cls, name, ft.update_wrapper(new, method))
                 _put_back.callback(setattr, cls, name, method)
 
     with _exchanging:
@@ -159,6 +153,7 @@ def _exchange_code(
         code, fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__
     )
     plain.__kwdefaults__ = fn.__kwdefaults__
+    plain.__annotations__ = fn.__annotations__
     note = noting(plain)
     # A function takes the code of one that closes over as many variables.
     fn.__code__ = _CODE.replace(
@@ -168,16 +163,8 @@ def _exchange_code(
     _put_back.callback(setattr, fn, "__code__", code)
     # Libraries, and users' functions, may look at the signature.
     if not (hasattr(fn, "__wrapped__") or hasattr(fn, "__signature__")):
-        if fn not in _signatures:
-            _signatures[fn] = inspect.signature(plain)
-        fn.__signature__ = _signatures[fn]  # pyright: ignore[reportFunctionMemberAccess]
-        _put_back.callback(delattr, fn, "__signature__")
-
-
-# It takes long to make one, and each trace looks at all methods.
-_signatures: weakref.WeakKeyDictionary[types.FunctionType, inspect.Signature] = (
-    weakref.WeakKeyDictionary()
-)
+        fn.__wrapped__ = plain  # pyright: ignore[reportFunctionMemberAccess]
+        _put_back.callback(delattr, fn, "__wrapped__")
 
 
 def _note_instead(*args, **kwargs):
@@ -222,29 +209,16 @@ def _noting_method(name: str, method: Any, plain: Any) -> Callable:
 
     def noting(self, /, *args, **kwargs):
         call = plain.__get__(self, type(self))
+        if not (_wants_notes(listening.value) and is_part(self)):
+            return call(*args, **kwargs)
         # Where a class calls the method of its base class, that is no call of its own.
-        if (
-            _wants_notes(listening.value)
-            and is_part(self)
-            and _where_defined(type(self), name) is method
-        ):
+        classes = (c for c in type(self).__mro__ if name in vars(c))
+        found = vars(next(classes, type(self))).get(name)
+        if found is method or found is noting:
             return _note(self, name, call, args, kwargs)
         return call(*args, **kwargs)
 
     return noting
-
-
-def _instead_of(name: str, method: Any) -> Any:
-    """A method that takes note, to be put into a class."""
-    new: Any = ft.update_wrapper(_noting_method(name, method, method), method)
-    new._eqx_sow_notes = method
-    return new
-
-
-def _where_defined(cls: type, name: str) -> Any:
-    """The method of a class, as it was before it took note."""
-    method = next((vars(c)[name] for c in cls.__mro__ if name in vars(c)), None)
-    return getattr(method, "_eqx_sow_notes", method)
 
 
 # --- what is running ---
@@ -255,35 +229,26 @@ class _Frame:
     def __init__(self, holder: Call | int, roots: Callable[[], Iterable[Any]]):
         self.holder = holder
         self._roots = roots
-        # How often each module was called so far, by their ids.
-        self._called: dict[int, int] = defaultdict(int)
 
     @ft.cached_property
-    def _places(self) -> dict[int, list[Path]]:
-        """Where the modules in there are, by their ids."""
+    def _places(self) -> dict[int, Iterator[Path]]:
+        """Where the modules in there are, by their ids. One that is in several places
+        is called in one after the other."""
         # As long as they are kept, no other module has the id of one.
         self._parts = [(path, x) for path, x in walk(self._roots()) if is_part(x)]
         found = defaultdict(list)
         for path, part in self._parts:
             found[id(part)].append(path)
-        return found
+        return {key: it.cycle(paths) for key, paths in found.items()}
 
     def place_of(self, module: Any) -> Path | None:
-        """One that is in several places is called in one after the other."""
-        places = self._places.get(id(module))
-        if not places:
-            return None
-        self._called[id(module)] += 1
-        return places[(self._called[id(module)] - 1) % len(places)]
+        return next(self._places.get(id(module), iter(())), None)
 
 
 class _Running(threading.local):
-    """`frames`: what is running in a thread, from outside in. `noted`: the captures of
-    which the methods take note already."""
+    """What is running in a thread, from outside in."""
 
-    def __init__(self):
-        self.frames: tuple[_Frame, ...] = ()
-        self.noted: list[tuple[Capture, ...]] = []
+    frames: tuple[_Frame, ...] = ()
 
 
 _running = _Running()
@@ -315,7 +280,8 @@ def _held(module: Any, has_arrays: bool) -> tuple[Call | int, Path] | None:
 # --- taking note ---
 def _note(module: Any, method: str, plain: Callable, args: tuple, kwargs: dict) -> Any:
     here: Any = listening.value
-    chosen = [c for c in here.captures if _may_choose(c, module, method)]
+    captures = [c for c in here.captures if method in c.methods]
+    chosen = [c for c in captures if c.classes is None or isinstance(module, c.classes)]
     call, arrays = _call(module, method, any(c.classes is None for c in chosen))
     edge = _edge(call, arrays)
     note = Note(call, scope=here.scope)
@@ -351,12 +317,6 @@ _NOTHING = Const(jtu.tree_structure(()))
 def _unnamed(captures: Iterable[Capture]) -> tuple[Label, ...]:
     """The labels for these transformations, which have yet to find the name."""
     return tuple(Label(None, c.tag, c.depth) for c in captures)[::-1]
-
-
-def _may_choose(capture: Capture, module: Any, method: str) -> bool:
-    return method in capture.methods and (
-        capture.classes is None or isinstance(module, capture.classes)
-    )
 
 
 def _without_parts(out: Any, module: Any) -> tuple[Any, Any]:

@@ -69,7 +69,10 @@ def children(x: Any) -> list[tuple[str, Any]] | None:
 
 def keys(path: Any) -> Path:
     """The keys of a path in a PyTree, as strings."""
-    return tuple(jtu.keystr((key,), simple=True) for key in path)
+    return tuple(
+        key.name if type(key) is jtu.GetAttrKey else jtu.keystr((key,), simple=True)
+        for key in path
+    )
 
 
 def inside(x: Any) -> list[tuple[str, Any]]:

@@ -33,7 +33,7 @@ from .._mark.primitive import edge_p, same_p, sow_p
 from .._mark.site import Label, Site
 from .._values.modes import without_order
 from .._walk.flow import Domain, Here
-from .places import is_internal, is_like, Places, root_of
+from .places import is_internal, Places, root_of
 from .sources import computed, FAR, in_order, one_of, TRANSPOSED, Value, Way
 
 
@@ -77,6 +77,7 @@ class Naming(Domain):
         self._places = places
         self._depth = depth
         self._marking = marking
+        self._classes, _ = marking.selected
         # By the ways to their equations, the calls, and the sows.
         self._visits: dict[Way, _Visit] = {}
         self._sows: dict[Way, _Sow] = {}
@@ -232,11 +233,7 @@ class Naming(Domain):
                 held = self._alike(call, outer or ())
             return self._unknown(visit) if held is None else held
         is_there = self._is_there(path, call)
-        is_sure = visit.fits[path][0] != TRANSPOSED or (
-            is_like(self._places.module_at(path), call)
-            and not self._is_taken(path, visit)
-        )
-        if not (is_there and is_sure):
+        if not is_there or visit.fits[path][0] == TRANSPOSED:
             # All that it has are tied weights: arrays of another module that were put
             # into this one, whose own arrays no call has.
             around = root_of(path) if outer is None else outer
@@ -261,7 +258,8 @@ class Naming(Domain):
     def _nearest(self, visit: _Visit, held: Path | None) -> Path | None:
         """The place that the arrays say."""
         fits = visit.fits
-        taken = {path for path in fits if self._is_taken(path, visit)}
+        # Another call fits these better.
+        taken = {p for p, fit in fits.items() if self._best[p] < min(fit, (FAR,))}
         # A hypernetwork made some of its arrays, and is no place of it: that is nearer
         # to the call of the hypernetwork.
         places = [path for path in fits if not (visit.is_made and path in taken)]
@@ -283,10 +281,6 @@ class Naming(Domain):
 
     def _is_there(self, path: Path, call: Call) -> bool:
         return type(self._places.module_at(path)) is call.cls
-
-    def _is_taken(self, path: Path, visit: _Visit) -> bool:
-        """Whether another call fits a place better."""
-        return self._best[path] < min(visit.fits[path], (FAR,))
 
     def _alike(self, call: Call, outer: Path) -> Path | None:
         """The place of a module that is like that of a call, and to which the arrays of
@@ -322,10 +316,10 @@ class Naming(Domain):
         `model/blocks/attn`, in a scan over the arrays in `blocks`, it is
         `model/blocks/2/attn`."""
         visit, ends = sow.visits[0], range(len(root_of(path)), len(path) + 1)
-        within = [self._places.sources_in.get(path[:n], set()) for n in ends]
 
         def of_scan(scan):
             apart = self._taken_apart[scan]
+            within = [self._places.sources_in.get(path[:n], set()) for n in ends]
             for n in ends:
                 if not apart.isdisjoint(self._stacks[path[:n]]):
                     return n
@@ -349,10 +343,9 @@ class Naming(Domain):
         paths = list(dict.fromkeys(map(self._path, sow.visits)))
         is_asked_for = modes is None or site.mode in map(without_order, modes)
         if is_asked_for and (len(paths) > 1 or note and not paths):
-            of = f"may be that of {' or '.join(map(repr, map('/'.join, paths)))}"
+            calls = map(repr, map("/".join, paths) if paths else [note and note.call])
             raise SowError(
-                f"A {site.mode} at {site.where} "
-                f"{of if paths else f'is that of a call, {note and note.call!r}'}: "
+                f"A {site.mode} at {site.where} may be that of {' or '.join(calls)}: "
                 "which of them cannot be told, as it has lost the way to its primal. "
                 "Take the gradient of each of them by itself, mark the value with "
                 "`sow`, or leave this mode out, by `modes`."
@@ -382,7 +375,7 @@ class Naming(Domain):
             self.seen.setdefault(name, call.cls)
         if capture is True:
             return self._left_out.isdisjoint(path[:1])
-        if self._marking.classes is not None:
+        if self._classes is not None:
             return True
         try:
             chosen = capture(name, call.outline)

@@ -16,13 +16,12 @@ if the program holds an array that is in none of its arguments.
 import dataclasses as dc
 import dis
 import functools as ft
-import inspect
 import itertools as it
 import sys
 import sysconfig
 import types
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -154,8 +153,6 @@ def roots(fn: Any, args: tuple, kwargs: dict) -> list[tuple[Path, Any]]:
 def reached(roots: Sequence[tuple[Path, Any]]) -> Iterator[tuple[Path, Any]]:
     """The arrays and the modules that one gets to from a function and its arguments,
     and their paths: each begins with the name of the last variable on the way."""
-    modules_of = (getattr(inspect.unwrap(x), "__module__", None) for _, x in roots)
-    packages = {(module or "").split(".")[0] for module in modules_of}
     seen: dict[int, Any] = {}
     todo = [*roots][::-1]
     while todo:
@@ -168,7 +165,7 @@ def reached(roots: Sequence[tuple[Path, Any]]) -> Iterator[tuple[Path, Any]]:
         if id(x) not in seen or is_module(x):
             seen[id(x)] = x
             is_variable = isinstance(x, types.FunctionType) or type(x) is ft.partial
-            for key, y in list(_held(x, packages))[::-1]:
+            for key, y in list(_held(x))[::-1]:
                 longer = (Root(key),) if is_variable else (*path, key)
                 todo.append((longer if key else path, y))
 
@@ -176,11 +173,11 @@ def reached(roots: Sequence[tuple[Path, Any]]) -> Iterator[tuple[Path, Any]]:
 _PLAIN = frozenset((type(None), bool, int, float, complex, str, bytes, np.ndarray))
 
 
-def _held(x: Any, packages: Set[str]) -> Iterable[tuple[str, Any]]:
+def _held(x: Any) -> Iterable[tuple[str, Any]]:
     """What an object holds or reads, one step further, and the key of each, or the name
     of a variable. No key: it is at the same place."""
     if isinstance(x, types.FunctionType):
-        return _variables(x, packages)
+        return _variables(x)
     if isinstance(x, type):
         # Its methods read variables.
         bases = [("", base) for base in x.__bases__]
@@ -209,10 +206,9 @@ def _attributes(x: Any) -> Iterator[tuple[str, Any]]:
             yield key, getattr(x, name)
 
 
-def _variables(fn: types.FunctionType, packages: Set[str]) -> Iterator[tuple[str, Any]]:
+def _variables(fn: types.FunctionType) -> Iterator[tuple[str, Any]]:
     """What a function reads, and what it calls that. Globals are read of users'
-    functions, and of those in these packages: all would be half of what is
-    installed."""
+    functions: all would be half of what is installed."""
     code, space = fn.__code__, fn.__globals__
     of_library = is_library(code.co_filename)
     cells = zip(code.co_freevars, fn.__closure__ or ())
@@ -224,9 +220,7 @@ def _variables(fn: types.FunctionType, packages: Set[str]) -> Iterator[tuple[str
     defaults = fn.__defaults__ or ()
     found += zip(code.co_varnames[code.co_argcount - len(defaults) :], defaults)
     found += (fn.__kwdefaults__ or {}).items()
-    module = space.get("__name__", "")
-    is_read = not _is_installed(module) or module.split(".")[0] in packages
-    if is_read and not of_library:
+    if not (of_library or _is_installed(space.get("__name__", ""))):
         names = _names_in(code, "LOAD_GLOBAL")
         found += ((name, space[name]) for name in names if name in space)
     for name, x in found:
@@ -262,12 +256,7 @@ def _is_installed(module: str) -> bool:
 def is_internal(cls: type) -> bool:
     """Whether a library makes modules of this class for itself, on the way: one that is
     private, as `_Damped` of optimistix, or around a function, as its `OutAsArray`."""
-    names = {f.name for f in dc.fields(cls)}
+    names = {f.name.strip("_") for f in dc.fields(cls)}
     return _is_installed(cls.__module__) and (
-        cls.__name__.startswith("_") or not _AROUND_FUNCTION.isdisjoint(names)
+        cls.__name__.startswith("_") or not names.isdisjoint(("fn", "fun", "func"))
     )
-
-
-_AROUND_FUNCTION = frozenset(
-    "__wrapped__ __self__ __func__ _fn fn func _fun fun _fun_value_and_grad".split()
-)
