@@ -383,6 +383,19 @@ def _call(model, x):
     return model(x)
 
 
+@pytest.mark.parametrize("partial", [False, True])
+def test_one_module_as_two_keywords(partial):
+    """JAX sorts them."""
+    layer = Layer(X, X + 1)
+    fn, layers = (lambda x, *, b, a: a(b(x))), {"b": layer, "a": layer}
+    if partial:
+        fn, layers = eqx.Partial(fn, **layers), {}
+    _, got = S(fn, capture=Layer)(X, **layers)
+    want = {"b": layer(X), "a": layer(layer(X))}
+    assert list(got) == list(want)
+    assert_close(with_mode(got, "primal"), want)
+
+
 class WithShared(eqx.Module):
     shared = Layer(X, X)
     own: Layer

@@ -14,6 +14,7 @@ import inspect
 import itertools as it
 import threading
 import types
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -163,8 +164,16 @@ def _exchange_code(
     _put_back.callback(setattr, fn, "__code__", code)
     # Libraries, and users' functions, may look at the signature.
     if not (hasattr(fn, "__wrapped__") or hasattr(fn, "__signature__")):
-        fn.__wrapped__ = plain  # pyright: ignore[reportFunctionMemberAccess]
-        _put_back.callback(delattr, fn, "__wrapped__")
+        if fn not in _signatures:
+            _signatures[fn] = inspect.signature(plain)
+        fn.__signature__ = _signatures[fn]  # pyright: ignore[reportFunctionMemberAccess]
+        _put_back.callback(delattr, fn, "__signature__")
+
+
+# It takes long to make one, and each trace looks at all methods.
+_signatures: weakref.WeakKeyDictionary[types.FunctionType, inspect.Signature] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def _note_instead(*args, **kwargs):

@@ -81,7 +81,7 @@ def inside(x: Any) -> list[tuple[str, Any]]:
     if not isinstance(x, eqx.Partial | ft.partial):
         return [("", getattr(x, name)) for name in INNER if hasattr(x, name)]
     names = positional_names(x.func, len(x.args))
-    named = [*zip(names, x.args), *x.keywords.items()]
+    named = [*zip(names, x.args), *sorted(x.keywords.items())]
     return [("", x.func), *((Root(name), y) for name, y in named)]
 
 
