@@ -741,7 +741,7 @@ def test_a_call_of_another_method_than_that_of_all_modules():
 
 def test_a_function_that_is_never_called():
     fn = jax.jit(lambda x: jax.nn.silu(x))
-    said = r"`capture=\(relu, softmax\)` selects nothing .*called: silu\. "
+    said = r"`capture=\(relu, softmax\)` selects nothing that is called"
     with pytest.raises(UnknownSowError, match=said) as e:
         S(fn, capture=(jax.nn.relu, jax.nn.softmax))(X)
     assert "modules in sight" not in str(e.value)

@@ -130,6 +130,28 @@ def debug_effect(**options):
     return effect
 
 
+@assumed(
+    "`jax.tree_util.default_registry` tells what one node of a PyTree holds.",
+    "_mark/trees.py",
+)
+def test_one_level_of_a_tree():
+    one_level = jax.tree_util.default_registry.flatten_one_level_with_keys
+    module = eqx.nn.MLP(2, 2, 2, 1, key=jax.random.key(0))
+    for tree in (
+        module,
+        [1, (2, 3)],
+        {"b": 1, "a": [2]},
+        jax.tree_util.Partial(abs, 1),
+    ):
+        want = jax.tree.leaves_with_path(tree, is_leaf=lambda x: x is not tree)
+        assert [(path, id(x)) for path, x in want] == [
+            ((key,), id(x)) for key, x in one_level(tree)[0]
+        ]
+    assert one_level(3.0) is None and not one_level(None)[0]
+    with pytest.raises(ValueError):
+        one_level({1: 1, "a": 2})
+
+
 @assumed("`jax.debug.print` has one effect, and another one if ordered.", "_compat.py")
 def test_effects_of_printing():
     assert isinstance(debug_effect(), jexc.Effect)

@@ -59,6 +59,7 @@ def _facts(net):
         "class": [(list(vars(type(m))), type(m).__subclasses__()) for m in modules],
         "call": [_of_call(type(m).__call__) for m in modules],
         "bound": [_of_call(m.__call__) for m in modules],
+        "with annotations": _of_call(eqx.nn.Lambda.__call__),
         "repr": repr(eqx.filter(net, lambda _: False)),
         "variables": [id(x) for x in (GLOBAL, GLOBAL.layers, *jtu.tree_leaves(GLOBAL))],
     }

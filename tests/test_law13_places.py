@@ -236,6 +236,29 @@ def test_derivatives_of_one_module_that_a_branch_chooses():
     assert_close(got, want)
 
 
+def test_derivatives_of_one_jitted_function_in_two_branches():
+    """In each branch of the backward pass, the edge is that of the same branch."""
+    models = [
+        eqx.nn.Linear(3, 3, key=key) for key in jax.random.split(jax.random.key(0))
+    ]
+    call = eqx.filter_jit(lambda model, x: model(x))
+
+    def grad(mark):
+        def loss(models, x, first):
+            branches = [
+                lambda x, i=i: mark(call(models[i], x), f"models/{i}") for i in (1, 0)
+            ]
+            return jnp.sum(jax.lax.cond(first, *branches[::-1], x) ** 2)
+
+        return eqx.filter_grad(loss)
+
+    for first in (True, False):
+        args = models, X, jnp.array(first)
+        _, want = S(grad(sow))(*args)
+        _, got = S(grad(lambda x, name: x), capture=True)(*args)
+        assert_close(got, want)
+
+
 def test_a_module_that_is_called_in_a_solver_only():
     linear = eqx.nn.Linear(2, 2, use_bias=False, key=jax.random.key(0))
 
@@ -358,6 +381,19 @@ def test_one_layer_at_two_places(closed_over):
 
 def _call(model, x):
     return model(x)
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_one_module_as_two_keywords(partial):
+    """JAX sorts them."""
+    layer = Layer(X, X + 1)
+    fn, layers = (lambda x, *, b, a: a(b(x))), {"b": layer, "a": layer}
+    if partial:
+        fn, layers = eqx.Partial(fn, **layers), {}
+    _, got = S(fn, capture=Layer)(X, **layers)
+    want = {"b": layer(X), "a": layer(layer(X))}
+    assert list(got) == list(want)
+    assert_close(with_mode(got, "primal"), want)
 
 
 class WithShared(eqx.Module):

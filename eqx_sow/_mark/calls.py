@@ -40,7 +40,6 @@ class Call:
     # Where some of the arrays are in the module: those that are the operands of its
     # edge.
     leaves: tuple[Path, ...] = ()
-    # What is static in the module.
     treedef: Any = None
     # What holds the module, and where it is in there: a module whose method is running,
     # as the call of that; or the arguments of a transformation, as its depth.

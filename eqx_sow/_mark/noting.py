@@ -11,6 +11,7 @@ import contextlib
 import dataclasses as dc
 import functools as ft
 import inspect
+import itertools as it
 import threading
 import types
 import weakref
@@ -21,7 +22,6 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.tree_util as jtu
-import numpy as np
 
 from .. import _compat
 from .calls import Call, Note, Path
@@ -30,33 +30,7 @@ from .primitive import edge_p, sow_p
 from .site import Label, Site
 from .sow import bind, Sow
 from .static import Const, SameParts
-
-
-# No `__wrapped__` tells what this is.
-Jacobian: Any = type(eqx.filter_jacrev(lambda: None))
-
-
-def is_wrapper(x: Any) -> bool:
-    """Whether it is a transformed function of Equinox's, a partial, or a method of a
-    module. These are modules, too, but not part of a model."""
-    cls = type(x)
-    return _is_module(x) and (
-        eqx.Partial in cls.__mro__
-        or Jacobian in cls.__mro__
-        or "__self__" in cls.__dataclass_fields__
-        or isinstance(getattr(cls, "__wrapped__", None), property)
-    )
-
-
-def is_part(x: Any) -> bool:
-    """Whether it is a module that is part of a model."""
-    return _is_module(x) and not is_wrapper(x)
-
-
-def _is_module(x: Any) -> bool:
-    # This is asked of every node of a model, and `isinstance` of a class with `abc`'s
-    # metaclass takes five times as long.
-    return eqx.Module in type(x).__mro__
+from .trees import is_module, is_part, keys, walk
 
 
 @ft.cache
@@ -81,16 +55,9 @@ def own_methods(cls: type) -> tuple[str, ...]:
 def listening_as(here: Listening) -> Iterator[None]:
     """What is traced as long as this lasts is listened to. If calls of modules are to
     be noted, the methods of their classes do so."""
-    with listening(here):
-        if not here.captures or here.captures in _running.noted:
-            yield
-            return
-        with _noted(here.captures):
-            _running.noted.append(here.captures)
-            try:
-                yield
-            finally:
-                _running.noted.remove(here.captures)
+    noted = _noted(here.captures) if here.captures else contextlib.nullcontext()
+    with listening(here), noted:
+        yield
 
 
 # What each trace that is under way, in whatever thread, does to a class of modules. All
@@ -114,9 +81,10 @@ def _noted(captures: tuple[Capture, ...]) -> Iterator[None]:
             method = vars(cls).get(name)
             if isinstance(method, types.FunctionType):
                 _exchange_code(method, ft.partial(_noting_method, name, method))
-            elif method is not None and not hasattr(method, "_eqx_sow_notes"):
+            elif method is not None:
                 # Such as what `eqx.filter_jit` makes of a method.
-                setattr(cls, name, _instead_of(name, method))
+                new = _noting_method(name, method, method)
+                setattr(cls, name, ft.update_wrapper(new, method))
                 _put_back.callback(setattr, cls, name, method)
 
     with _exchanging:
@@ -186,6 +154,7 @@ def _exchange_code(
         code, fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__
     )
     plain.__kwdefaults__ = fn.__kwdefaults__
+    plain.__annotations__ = fn.__annotations__
     note = noting(plain)
     # A function takes the code of one that closes over as many variables.
     fn.__code__ = _CODE.replace(
@@ -249,29 +218,16 @@ def _noting_method(name: str, method: Any, plain: Any) -> Callable:
 
     def noting(self, /, *args, **kwargs):
         call = plain.__get__(self, type(self))
+        if not (_wants_notes(listening.value) and is_part(self)):
+            return call(*args, **kwargs)
         # Where a class calls the method of its base class, that is no call of its own.
-        if (
-            _wants_notes(listening.value)
-            and is_part(self)
-            and _where_defined(type(self), name) is method
-        ):
+        classes = (c for c in type(self).__mro__ if name in vars(c))
+        found = vars(next(classes, type(self))).get(name)
+        if found is method or found is noting:
             return _note(self, name, call, args, kwargs)
         return call(*args, **kwargs)
 
     return noting
-
-
-def _instead_of(name: str, method: Any) -> Any:
-    """A method that takes note, to be put into a class."""
-    new: Any = ft.update_wrapper(_noting_method(name, method, method), method)
-    new._eqx_sow_notes = method
-    return new
-
-
-def _where_defined(cls: type, name: str) -> Any:
-    """The method of a class, as it was before it took note."""
-    method = next((vars(c)[name] for c in cls.__mro__ if name in vars(c)), None)
-    return getattr(method, "_eqx_sow_notes", method)
 
 
 # --- what is running ---
@@ -282,35 +238,26 @@ class _Frame:
     def __init__(self, holder: Call | int, roots: Callable[[], Iterable[Any]]):
         self.holder = holder
         self._roots = roots
-        # How often each module was called so far, by their ids.
-        self._called: dict[int, int] = defaultdict(int)
 
     @ft.cached_property
-    def _places(self) -> dict[int, list[Path]]:
-        """Where the modules in there are, by their ids."""
+    def _places(self) -> dict[int, Iterator[Path]]:
+        """Where the modules in there are, by their ids. One that is in several places
+        is called in one after the other."""
         # As long as they are kept, no other module has the id of one.
-        self._parts = list(modules(self._roots()))
+        self._parts = [(path, x) for path, x in walk(self._roots()) if is_part(x)]
         found = defaultdict(list)
         for path, part in self._parts:
             found[id(part)].append(path)
-        return found
+        return {key: it.cycle(paths) for key, paths in found.items()}
 
     def place_of(self, module: Any) -> Path | None:
-        """One that is in several places is called in one after the other."""
-        places = self._places.get(id(module))
-        if not places:
-            return None
-        self._called[id(module)] += 1
-        return places[(self._called[id(module)] - 1) % len(places)]
+        return next(self._places.get(id(module), iter(())), None)
 
 
 class _Running(threading.local):
-    """`frames`: what is running in a thread, from outside in. `noted`: the captures of
-    which the methods take note already."""
+    """What is running in a thread, from outside in."""
 
-    def __init__(self):
-        self.frames: tuple[_Frame, ...] = ()
-        self.noted: list[tuple[Capture, ...]] = []
+    frames: tuple[_Frame, ...] = ()
 
 
 _running = _Running()
@@ -342,7 +289,8 @@ def _held(module: Any, has_arrays: bool) -> tuple[Call | int, Path] | None:
 # --- taking note ---
 def _note(module: Any, method: str, plain: Callable, args: tuple, kwargs: dict) -> Any:
     here: Any = listening.value
-    chosen = [c for c in here.captures if _may_choose(c, module, method)]
+    captures = [c for c in here.captures if method in c.methods]
+    chosen = [c for c in captures if c.classes is None or isinstance(module, c.classes)]
     call, arrays = _call(module, method, any(c.classes is None for c in chosen))
     edge = _edge(call, arrays)
     note = Note(call, scope=here.scope)
@@ -363,11 +311,13 @@ def _note(module: Any, method: str, plain: Callable, args: tuple, kwargs: dict) 
         out = plain(*args, **kwargs)
     if not chosen:
         return out
+    if isinstance(out, jax.Array):  # as nearly all are
+        return bind(out, _unnamed(chosen), edge, note=note)
     values, parts = _without_parts(out, module)
     if not jtu.tree_leaves(values):
         return out
     values = bind(values, _unnamed(chosen), edge, note=note)
-    return values if parts is None else eqx.combine(values, parts, is_leaf=_is_module)
+    return eqx.combine(values, parts, is_leaf=is_module)
 
 
 _NOTHING = Const(jtu.tree_structure(()))
@@ -378,25 +328,13 @@ def _unnamed(captures: Iterable[Capture]) -> tuple[Label, ...]:
     return tuple(Label(None, c.tag, c.depth) for c in captures)[::-1]
 
 
-def _may_choose(capture: Capture, module: Any, method: str) -> bool:
-    return method in capture.methods and (
-        capture.classes is None or isinstance(module, capture.classes)
-    )
-
-
 def _without_parts(out: Any, module: Any) -> tuple[Any, Any]:
     """What a module returned, without modules that are parts of itself, which
-    `eqx.nn.Shared` returns: they are no values. And these, or `None`."""
-    if isinstance(out, jax.Array) or not any(
-        map(_is_module, jtu.tree_leaves(out, is_leaf=_is_module))
-    ):
-        return out, None
-    arrays = lambda x: {
-        id(y) for y in jtu.tree_leaves(x) if isinstance(y, jax.Array | np.ndarray)
-    }
+    `eqx.nn.Shared` returns: they are no values. And these."""
+    arrays = lambda x: {id(y) for y in jtu.tree_leaves(x) if eqx.is_array(y)}
     own = arrays(module)
-    is_value = lambda x: not (_is_module(x) and arrays(x) <= own)
-    return eqx.partition(out, is_value, is_leaf=_is_module)
+    is_value = lambda x: not (is_module(x) and arrays(x) <= own)
+    return eqx.partition(out, is_value, is_leaf=is_module)
 
 
 # So many of the arrays of a module are operands of its edge.
@@ -406,7 +344,7 @@ _WITNESSES = 5
 def _call(module: Any, method: str, outline: bool) -> tuple[Call, list[Any]]:
     """A call, and the operands of its edge."""
     leaves, treedef = jtu.tree_flatten_with_path(module)
-    arrays = [(p, x) for p, x in leaves if eqx.is_array(x)]
+    arrays = [(path, x) for path, x in leaves if eqx.is_array(x)]
     # Some from all over the module, and no scalars if there are others.
     large = [(p, x) for p, x in arrays if x.ndim] or arrays
     n = min(len(large), _WITNESSES)
@@ -415,7 +353,7 @@ def _call(module: Any, method: str, outline: bool) -> tuple[Call, list[Any]]:
         type(module),
         method,
         tuple(keys(path) for path, _ in picked),
-        treedef,
+        Const(treedef),
         _held(module, bool(arrays)),
         _outline(module) if outline else None,
         None if arrays else SameParts(module),
@@ -429,15 +367,15 @@ def _edge(call: Call, arrays: list[Any]) -> Any:
     except Exception:  # whatever another library raises
         # Some of its arrays are no operands of primitives that it does not know, as
         # those of quax that must not be made.
-        pairs = [(p, x) for p, x in zip(call.leaves, arrays) if _is_operand(x)]
+        pairs = [(p, x) for p, x in zip(call.leaves, arrays) if _can_be_bound(x)]
         call.leaves = tuple(p for p, _ in pairs)
         return edge_p.bind(*(x for _, x in pairs), call=call)
 
 
-def _is_operand(x: Any) -> bool:
+def _can_be_bound(x: Any) -> bool:
     try:
         edge_p.bind(x)
-    except Exception:  # as above: it is not an operand
+    except Exception:  # as above
         return False
     return True
 
@@ -445,23 +383,3 @@ def _is_operand(x: Any) -> bool:
 def _outline(module: Any) -> Any:
     shapes = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if eqx.is_array(x) else x
     return jtu.tree_map(shapes, module)
-
-
-def keys(path: Any) -> Path:
-    """The keys of a path in a PyTree, as strings."""
-    if not path:
-        return ()
-    return tuple(jtu.keystr(path, simple=True, separator="\0").split("\0"))
-
-
-def modules(roots: Iterable[tuple[Path, Any]]) -> Iterator[tuple[Path, Any]]:
-    """All modules in PyTrees that are parts of models, and their places."""
-    todo = [*roots][::-1]
-    while todo:
-        path, node = todo.pop()
-        if is_part(node):
-            yield path, node
-        inner = jtu.tree_leaves_with_path(
-            node, is_leaf=lambda x, node=node: x is not node and _is_module(x)
-        )
-        todo += [((*path, *keys(at)), x) for at, x in inner if _is_module(x)][::-1]

@@ -3,11 +3,10 @@ modules get into it, and `naming.py` for what they are called."""
 
 import dataclasses as dc
 import inspect
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from typing import Any
 
 import equinox as eqx
-import jax.extend.core as jexc
 
 from .. import _compat
 from .._errors import UnknownSowError, UnsupportedPrimitiveError
@@ -16,7 +15,7 @@ from .._mark.listening import Capture, Listening
 from .._mark.noting import own_methods
 from .._names import check_known
 from .._walk.flow import Here, run
-from .._walk.sows import Found, jaxprs_of, sites, with_sites
+from .._walk.sows import Found, sites, with_sites
 from .naming import Naming
 from .places import Places
 
@@ -52,36 +51,22 @@ class Marking:
         """What listens to the calls, too, that these options ask for."""
         if self.capture is None and not (self.scope or self.search):
             return here
-        capture = Capture(
-            here.depth,
-            self.tag,
-            () if self.capture is None else self.methods,
-            self.classes,
-            self.functions,
-            self.inputs,
-            self.scope,
-        )
+        methods = () if self.capture is None else self.methods
+        options = methods, *self.selected, self.inputs, self.scope
+        capture = Capture(here.depth, self.tag, *options)
         return here._replace(captures=(*here.captures, capture))
 
     @property
-    def _several(self) -> tuple[Any, ...] | None:
-        """The classes and functions that are selected, or `None` if a predicate
-        selects."""
+    def selected(self) -> tuple[tuple[type, ...] | None, tuple[Any, ...]]:
+        """The classes that are selected, or `None` if a predicate selects; and the
+        functions, as they were before `jax.jit`."""
         capture = eqx.Module if self.capture is True else self.capture
         if isinstance(capture, type) or is_function_to_capture(capture):
-            return (capture,)
-        return capture if isinstance(capture, tuple) else None
-
-    @property
-    def classes(self) -> tuple[type, ...] | None:
-        several = self._several
-        return several and tuple(c for c in several if isinstance(c, type))
-
-    @property
-    def functions(self) -> tuple[Any, ...]:
-        """The functions, as they were before `jax.jit`."""
-        functions = (c for c in self._several or () if not isinstance(c, type))
-        return tuple(map(inspect.unwrap, functions))
+            capture = (capture,)
+        if not isinstance(capture, tuple):
+            return None, ()
+        functions = [inspect.unwrap(c) for c in capture if not isinstance(c, type)]
+        return tuple(c for c in capture if isinstance(c, type)), tuple(functions)
 
 
 def name(
@@ -105,8 +90,9 @@ def name(
 def _check_found(closed: Any, places: Places, marking: Marking, naming: Naming) -> None:
     """Raises if the options select nothing, and says what there would have been."""
     shown = f"capture={_shown(marking.capture)}"
-    in_sight = {"/".join(path) or ".": type(x) for path, x in places.modules}
-    classes = marking.classes or (() if marking.functions else (eqx.Module,))
+    in_sight = {"/".join(path) or ".": type(x) for path, x in places.modules.items()}
+    classes, functions = marking.selected
+    classes = classes or (() if functions else (eqx.Module,))
     fits = [c for c in (in_sight | naming.seen).values() if issubclass(c, classes)]
     methods = dict.fromkeys(method for cls in fits for method in own_methods(cls))
     others = tuple(m for m in methods if m not in marking.methods)
@@ -132,13 +118,10 @@ def _check_found(closed: Any, places: Places, marking: Marking, naming: Naming) 
             "evaluates its function over and over, so that values in there cannot be "
             "captured. Call the module once outside, too."
         )
-    what = "The modules that are called" if naming.seen else "The modules in sight"
     items = (naming.seen or in_sight).items()
     listed = ", ".join(f"{path} ({cls.__name__})" for path, cls in items)
-    said = f"{what} are: {listed or 'none at all'}." if classes else ""
-    called = ", ".join(dict.fromkeys(_called_functions(closed)))
-    if marking.functions and called:
-        said += f" Compiled functions that are called: {called}."
+    said = f"The modules {'that are called' if naming.seen else 'in sight'} are: "
+    said = f"{said}{listed or 'none at all'}." if classes else ""
     raise UnknownSowError(
         f"`{shown}` selects nothing that is called in the program. {said.strip()}{hint}"
         " Is another model called? If a `save_intermediates` inside has captured it, "
@@ -151,13 +134,3 @@ def _shown(capture: Any) -> str:
     if isinstance(capture, tuple):
         return f"({', '.join(map(_shown, capture))})"
     return getattr(capture, "__name__", repr(capture))
-
-
-def _called_functions(jaxpr: Any) -> Iterator[str]:
-    """The names of functions that `jax.jit` made, but for private ones."""
-    for eqn in _compat.open_jaxpr(jaxpr)[0].eqns:
-        name = eqn.params.get("name", "")
-        if eqn.primitive is jexc.primitives.jit_p and not name.startswith(("_", "<")):
-            yield name
-        for inner in jaxprs_of(eqn):
-            yield from _called_functions(inner)

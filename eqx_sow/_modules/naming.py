@@ -15,14 +15,14 @@ once for each of its calls, so each of them gets a name of its own. A derivative
 the edge of its primal, and so its name. At the end, each sow is replaced by one with
 its names (`_walk/sows.py`); from there on they are like those of `sow`.
 
-An array may come from several places. `Naming._chosen` says which of them is preferred,
-and `Naming._found` what a module is called to which no array leads.
+An array may come from several places. `Naming._nearest` says which of them is
+preferred, and `Naming._found` what a module is called to which no array leads.
 """
 
 import dataclasses as dc
 import itertools as it
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -37,36 +37,6 @@ from .places import is_internal, Places, root_of
 from .sources import computed, FAR, in_order, one_of, TRANSPOSED, Value, Way
 
 
-class _Place(NamedTuple):
-    """Where a module is. If that is not known, the first key is the name of a class:
-    `("MLP#1", "layers", "0")`. `is_held`: it is somewhere, or has arrays of its own.
-    `found`: the call whose arrays led there, which may be that of a module around, and
-    where they did."""
-
-    path: Path
-    is_held: bool = True
-    found: "tuple[_Visit, Path] | None" = None
-
-    def inside(self, path: Path) -> "_Place":
-        return self._replace(path=(*self.path, *path))
-
-    @property
-    def name(self) -> str:
-        return "/".join(self.path)
-
-
-class _Candidate(NamedTuple):
-    """A place that a module may have, by one of its arrays, which is at `leaf` in the
-    module and comes from `source`, and how much was computed between. `stacked`: the
-    module was in a list at the place, and where in its path the index stood."""
-
-    path: Path
-    leaf: Path
-    distance: int
-    source: int
-    stacked: int | None = None
-
-
 @dc.dataclass(eq=False)
 class _Visit:
     """A call of a module, each time that the pass over the program comes to it: a
@@ -78,18 +48,15 @@ class _Visit:
     arrays: Sequence[Value]
     # The modules whose methods are running, from outside in.
     running: "list[_Visit]"
-    # The nearest places of each of the arrays. These, and the place that is chosen, are
-    # known once the pass is over.
-    candidates: list[_Candidate] = dc.field(default_factory=list)
-    place: _Place | None = None
-
-    def fits(self) -> dict[Path, tuple[int, int]]:
-        """How well each place fits: better if the value is smaller. The distance, and
-        how many arrays say this place, as a negative number."""
-        found: dict[Path, dict[Path, int]] = {}
-        for c in self.candidates:
-            found.setdefault(c.path, {})[c.leaf] = c.distance
-        return {p: (min(by.values()), -len(by)) for p, by in found.items()}
+    # The rest is known once the pass is over. How well each place fits to which arrays
+    # lead, better if it is smaller: how much was computed between, and how many arrays
+    # lead there, as a negative number.
+    fits: dict[Path, tuple[int, int]] = dc.field(default_factory=dict)
+    # Whether some of the arrays were made of others, rather than changed.
+    is_made: bool = False
+    # Where the module is. If that is not known, the first key is the name of a class:
+    # `("MLP#1", "layers", "0")`.
+    path: Path | None = None
 
 
 class _Sow(NamedTuple):
@@ -110,6 +77,7 @@ class Naming(Domain):
         self._places = places
         self._depth = depth
         self._marking = marking
+        self._classes, _ = marking.selected
         # By the ways to their equations, the calls, and the sows.
         self._visits: dict[Way, _Visit] = {}
         self._sows: dict[Way, _Sow] = {}
@@ -117,15 +85,19 @@ class Naming(Domain):
         # By the way to a scan, the sources that it takes apart: those that are nearest
         # to the arrays that it goes over.
         self._taken_apart: dict[Way, set[int]] = defaultdict(set)
-        # The modules that are running around a scan.
-        self._around_scan: dict[Way, list[_Visit]] = {}
+        # The calls that are running around a scan.
+        self._around_scan: dict[Way, Sequence[Call]] = {}
         # For each place, how well it fits the call that it fits best.
         self._best: dict[Path, tuple[int, int]] = {}
+        # The places of lists whose layers were stacked on the way, and their sources.
+        self._stacks: dict[Path, set[int]] = defaultdict(set)
         # The places of modules that are alike, one after the other.
-        self._alike: dict[tuple[Path, ...], Iterator[Path]] = {}
+        self._turns: dict[tuple[Path, ...], Iterator[Path]] = {}
         # By the name of a class, the modules of it of which no place is known, by their
         # identities, and the number of each: 1 for `MLP#1`.
         self._nowhere: dict[str, dict[Hashable, int]] = defaultdict(dict)
+        # The first keys of those that `capture=True` leaves out.
+        self._left_out: set[str] = set()
         # For messages: the modules that are called, and the arguments and variables
         # that have captured modules in them.
         self.seen: dict[str, type] = {}
@@ -134,12 +106,9 @@ class Naming(Domain):
     def sites(self) -> dict[Way, Site]:
         """The sites that have new names."""
         for visit in self._visits.values():
-            pairs = zip(visit.call.leaves, visit.arrays)
-            visit.candidates = [c for pair in pairs for c in self._candidates(*pair)]
-            for path, fit in visit.fits().items():
-                self._best[path] = min(fit, self._best.get(path, fit))
+            self._fit(visit)
         for visit in self._visits.values():
-            self._place(visit)
+            self._path(visit)
         named = {way: self._named(sow) for way, sow in self._sows.items()}
         return {way: x for way, x in named.items() if x is not self._sows[way].site}
 
@@ -176,8 +145,7 @@ class Naming(Domain):
         nearest = min(value.distances.values(), default=0)
         sources = (s for s, n in value.distances.items() if n == nearest)
         self._taken_apart[here.scans[-1]].update(sources)
-        running = [self._latest[c] for c in here.running if c in self._latest]
-        self._around_scan[here.scans[-1]] = running
+        self._around_scan[here.scans[-1]] = here.running
         return value
 
     def equation(self, eqn, operands, here):
@@ -212,139 +180,159 @@ class Naming(Domain):
         return [self._latest[c] for c in calls if c in self._latest]
 
     # --- the places of modules ---
-    def _candidates(self, leaf: Path, array: Value) -> list[_Candidate]:
-        """The nearest places of a module, given where one of its arrays is in the
-        module, and what that comes from. The first come first."""
-        found = [
-            _Candidate(path[:at], leaf, distance, source)
-            for source, distance in array.distances.items()
-            for path in self._places.paths(source)
-            if (at := _last(leaf, path, len(root_of(path)))) is not None
-        ]
-        nearest = min((c.distance for c in found), default=0)
-        return _as_stacked([c for c in found if c.distance == nearest])
+    def _fit(self, visit: _Visit) -> None:
+        """Finds the nearest places of a module, given where its arrays are in the
+        module, and what they come from. The first come first."""
+        for leaf, array in zip(visit.call.leaves, visit.arrays):
+            found = [
+                (distance, path[:at], source)
+                for source, distance in array.distances.items()
+                for path in self._places.paths(source)
+                if (at := _last(leaf, path, len(root_of(path)))) is not None
+            ]
+            nearest = min((distance for distance, *_ in found), default=0)
+            sources = {p: s for distance, p, s in found if distance == nearest}
+            visit.is_made |= nearest >= FAR
+            for path in self._as_stacked(sources):
+                distance, n = visit.fits.get(path, (nearest, 0))
+                visit.fits[path] = min(distance, nearest), n - 1
+        for path, fit in visit.fits.items():
+            self._best[path] = min(fit, self._best.get(path, fit))
 
-    def _place(self, visit: _Visit) -> _Place:
-        if visit.place is None:
-            visit.place = self._found(visit)
-        return visit.place
+    def _as_stacked(self, sources: dict[Path, int]) -> Iterable[Path]:
+        """If these are the layers of a list, whose arrays were stacked: their path
+        without the index, such as `layers` for `layers/0` and `layers/1`."""
+        columns = list(zip(*sources))
+        differ = [i for i, keys in enumerate(columns) if len(set(keys)) > 1]
+        # One array may also be in several places.
+        is_one = len(set(sources.values())) < len(sources)
+        if is_one or len(differ) != 1 or len(set(map(len, sources))) > 1:
+            return sources
+        (i,) = differ
+        if not all(key.isdigit() for key in columns[i]):
+            return sources
+        path = next(iter(sources))
+        self._stacks[path[:i]].update(sources.values())
+        return [path[:i] + path[i + 1 :]]
 
-    def _found(self, visit: _Visit) -> _Place:
+    def _path(self, visit: _Visit) -> Path:
+        if visit.path is None:
+            visit.path = self._found(visit)
+        return visit.path
+
+    def _found(self, visit: _Visit) -> Path:
         call = visit.call
-        running = self._place(visit.running[-1]) if visit.running else _Place(())
+        outer = self._path(visit.running[-1]) if visit.running else None
         if call.is_function:
-            return running.inside((call.cls.__name__,))
+            return (*(outer or ()), call.cls.__name__)
         held = self._held(visit)
-        path = self._chosen(visit, held and held.path)
+        path = self._nearest(visit, held)
         if path is None:
             # It has no arrays of its own, or they were made on the way.
-            return held or self._copied(visit, running) or self._unknown(visit)
-        found = visit, path
-        is_other = not self._places.is_of_class(path, call.cls)
-        if visit.running and running.path == path and is_other:
-            # A layer makes another one of its own arrays, and calls that.
-            path = (*path, call.cls.__name__)
-        return _Place(path, found=found)
+            if held is None and call.module is not None:
+                held = self._alike(call, outer or ())
+            return self._unknown(visit) if held is None else held
+        is_there = self._is_there(path, call)
+        if not is_there or visit.fits[path][0] == TRANSPOSED:
+            # All that it has are tied weights: arrays of another module that were put
+            # into this one, whose own arrays no call has.
+            around = root_of(path) if outer is None else outer
+            path = self._alike(call, around) or path
+            if path == outer and not is_there:
+                # A layer makes another one of its own arrays, and calls that.
+                path = (*path, call.cls.__name__)
+        return path
 
-    def _held(self, visit: _Visit) -> _Place | None:
+    def _held(self, visit: _Visit) -> Path | None:
         """The place in what holds the very module: one that is running, or the
         arguments."""
         holder, inside = visit.call.holder or (None, ())
         if holder == self._depth:
-            return _Place(inside)
+            return inside
         # The edge of a module without arrays may have been moved out of a loop, to
         # before that of the module around.
         of_holder = (v for v in reversed(visit.running) if v.call is holder)
         around = next(of_holder, self._latest.get(holder))
-        return around and self._place(around).inside(inside)
+        return around and (*self._path(around), *inside)
 
-    def _chosen(self, visit: _Visit, held: Path | None) -> Path | None:
+    def _nearest(self, visit: _Visit, held: Path | None) -> Path | None:
         """The place that the arrays say."""
-        call, fits = visit.call, visit.fits()
-        if any(c.distance >= FAR for c in visit.candidates):
-            # A hypernetwork made some of its arrays, and is no place of it: that is
-            # nearer to the call of the hypernetwork.
-            ok = lambda path, fit: self._best[path] >= min(fit, (FAR,))
-            fits = {path: fit for path, fit in fits.items() if ok(path, fit)}
-        if not fits:
-            return None
-        is_of_class = lambda path: self._places.is_of_class(path, call.cls)
-        is_taken = lambda path: self._best[path] < fits[path]
-        path = min(
-            fits,
+        fits = visit.fits
+        # Another call fits these better.
+        taken = {p for p, fit in fits.items() if self._best[p] < min(fit, (FAR,))}
+        # A hypernetwork made some of its arrays, and is no place of it: that is nearer
+        # to the call of the hypernetwork.
+        places = [path for path in fits if not (visit.is_made and path in taken)]
+        return min(
+            places,
             key=lambda path: (
                 # A tied weight is at two places.
-                not is_of_class(path),
+                not self._is_there(path, visit.call),
                 # What most of the arrays say.
                 fits[path][1],
                 # Of several places that one array has.
                 path != held,
                 # A mean of a student and a teacher is the teacher, if the student is
-                # called: another call fits that better.
-                is_taken(path),
+                # called.
+                path in taken,
             ),
+            default=None,
         )
-        is_like = self._places.is_like(path, call) and not is_taken(path)
-        if is_of_class(path) and (is_like or fits[path][0] != TRANSPOSED):
-            return path
-        # All that it has are tied weights: arrays of another module that were put into
-        # this one, whose own arrays no call has.
-        outer = root_of(path)
-        if visit.running:
-            outer = self._place(visit.running[-1]).path
-        return self._places.unused(call, outer, self._best) or path
 
-    def _after(self, sow: _Sow, place: _Place) -> list[int | None]:
-        """For each scan around a sow, where in its path the index of an iteration
-        stands: behind the tree that the scan takes apart, or where that of the list
-        stood that was stacked before. For an iteration of `model/blocks/attn`, in a
-        scan over the arrays in `blocks`, it is `model/blocks/2/attn`."""
-        if place.found is None:
-            return []
-        visit, path = place.found
-        within = self._places.sources_in
-        mine = [c for c in visit.candidates if c.path == path]
-        root = len(root_of(path))
-        # A model that has nothing but `blocks` is no stack itself.
-        is_all = len(path) > root and within[path[: root + 1]] == within[path[:root]]
+    def _is_there(self, path: Path, call: Call) -> bool:
+        return type(self._places.module_at(path)) is call.cls
 
-        def levels(visits):
-            paths = [self._place(v).path for v in visits]
-            return [len(p) for p in paths if p == path[: len(p)]]
+    def _alike(self, call: Call, outer: Path) -> Path | None:
+        """The place of a module that is like that of a call, and to which the arrays of
+        no call lead: in the tree at `outer`, if there is one."""
+        found = [path for path in self._places.alike(call) if path not in self._best]
+        inside = [path for path in found if path[: len(outer)] == outer]
+        if call.module is None:
+            return inside[0] if len(inside) == 1 else None
+        # Such as a layer without arrays, of which `eqx.filter_checkpoint(layer)` calls
+        # a copy: the first call of several that are alike is that of the first one.
+        places = tuple(inside or found)
+        return next(self._turns.setdefault(places, it.cycle(places)), None)
 
-        def of_scan(scan):
-            taken = [c for c in mine if c.source in self._taken_apart[scan]]
-            if not taken or taken[0].stacked is not None:
-                return taken[0].stacked if taken else None
-            # A module that is called outside the loop is not what the loop takes apart.
-            # One that is called inside may be, but nothing in it is.
-            outside = self._around_scan[scan]
-            inside = [v for v in visit.running if v not in outside]
-            begin = max([root + is_all, *(n + 1 for n in levels(outside))])
-            begin, apart = min([begin, *levels(inside)]), self._taken_apart[scan]
-            ends = range(begin, len(path) + 1)
-            return next((n for n in ends if within[path[:n]] <= apart), None)
-
-        return list(map(of_scan, sow.scans))
-
-    def _copied(self, visit: _Visit, running: _Place) -> _Place | None:
-        """Of a module without arrays, the place of one that is alike. Such as a copy
-        that `eqx.filter_checkpoint(layer)` calls: the first call of several that are
-        alike is that of the first one."""
-        module, n = visit.call.module, len(running.path)
-        found = [] if module is None else self._places.alike(module)
-        found = [path for path in found if path[:n] == running.path] or found
-        alike = self._alike.setdefault(tuple(found), it.cycle(found))
-        return _Place(next(alike)) if found else None
-
-    def _unknown(self, visit: _Visit) -> _Place:
+    def _unknown(self, visit: _Visit) -> Path:
         """The class, with a number if another one of it was called before."""
         call, name = visit.call, visit.call.cls.__name__
-        made = [x.made for x in visit.arrays] or [id(call.module and call.module.value)]
         of_class = self._nowhere[name]
-        n = of_class.setdefault(made[0], len(of_class))
-        is_held = call.module is None and not is_internal(call.cls)
-        return _Place((f"{name}#{n}" if n else name,), is_held)
+        made = (
+            visit.arrays[0].made
+            if visit.arrays
+            else id(call.module and call.module.value)
+        )
+        n = of_class.setdefault(made, len(of_class))
+        name = f"{name}#{n}" if n else name
+        if call.module is not None or is_internal(call.cls):
+            self._left_out.add(name)
+        return (name,)
+
+    def _after(self, sow: _Sow, path: Path) -> list[int | None]:
+        """For each scan around a sow, where in its path the index of an iteration
+        stands: behind the highest tree that the scan takes apart as a whole, or where
+        that of a list stood that was stacked before. For an iteration of
+        `model/blocks/attn`, in a scan over the arrays in `blocks`, it is
+        `model/blocks/2/attn`."""
+        visit, ends = sow.visits[0], range(len(root_of(path)), len(path) + 1)
+
+        def of_scan(scan):
+            apart = self._taken_apart[scan]
+            within = [self._places.sources_in.get(path[:n], set()) for n in ends]
+            for n in ends:
+                if not apart.isdisjoint(self._stacks[path[:n]]):
+                    return n
+            whole = next((x for x in within if x and x <= apart), None)
+            # If a model has nothing but `blocks`, both are such trees: it is the one
+            # that the loop calls, or the innermost.
+            same = [n for n, x in zip(ends, within) if x == whole]
+            outside = self._around_scan.get(scan, ())
+            inside = [v for v in (*visit.running, visit) if v.call not in outside]
+            called = [len(p) for p in map(self._path, inside) if p == path[: len(p)]]
+            return next((n for n in same if n in called), same[-1] if same else None)
+
+        return list(map(of_scan, sow.scans))
 
     # --- the names of sows ---
     def _named(self, sow: _Sow) -> Site:
@@ -352,44 +340,42 @@ class Naming(Domain):
         mine = [x for x in site.labels if x.name is None and x.depth == self._depth]
         if not (mine if note else self._marking.scope and not site.scoped):
             return site
-        places = {(place := self._place(v)).name: place for v in sow.visits}
+        paths = list(dict.fromkeys(map(self._path, sow.visits)))
         is_asked_for = modes is None or site.mode in map(without_order, modes)
-        if is_asked_for and (len(places) > 1 or note and not places):
-            of = f"may be that of {' or '.join(map(repr, places))}"
+        if is_asked_for and (len(paths) > 1 or note and not paths):
+            calls = map(repr, map("/".join, paths) if paths else [note and note.call])
             raise SowError(
-                f"A {site.mode} at {site.where} "
-                f"{of if places else f'is that of a call, {note and note.call!r}'}: "
+                f"A {site.mode} at {site.where} may be that of {' or '.join(calls)}: "
                 "which of them cannot be told, as it has lost the way to its primal. "
                 "Take the gradient of each of them by itself, mark the value with "
                 "`sow`, or leave this mode out, by `modes`."
             )
-        place = next(iter(places.values()), _Place(()))
-        if note is None and not places:
-            return site
+        others = tuple(x for x in site.labels if x not in mine)
+        if not paths:
+            return site if note is None else site._replace(labels=others)
+        path = paths[0]
         segments = lambda path: len("/".join(path).split("/")) if path else 0
-        ends = self._after(sow, place) if places else []
-        after = tuple(n and segments(place.path[:n]) for n in ends)
+        after = tuple(n and segments(path[:n]) for n in self._after(sow, path))
         if note is None:
-            site = site.in_scope(place.name)._replace(scoped=True)
+            site = site.in_scope("/".join(path))._replace(scoped=True)
             labels = tuple(x._replace(after=after) for x in site.labels)
             return site._replace(labels=labels)
-        others = tuple(x for x in site.labels if x not in mine)
         is_unnamed_sow = note.tag is not None
-        if not places or not (is_unnamed_sow or self._chooses(note.call, place)):
+        if not (is_unnamed_sow or self._chooses(note.call, path)):
             return site._replace(labels=others)
         method = () if note.call.method == "__call__" else (note.call.method,)
-        name = ".".join((place.name, *method, *note.what)) or "."
+        name = ".".join(("/".join(path), *method, *note.what)) or "."
         new = Label(name, mine[0].tag, self._depth, after).in_scope(note.scope)
-        self.roots["/".join(root_of(place.path))] = None
+        self.roots["/".join(root_of(path))] = None
         return site._replace(labels=(new, *others))
 
-    def _chooses(self, call: Call, place: _Place) -> bool:
-        capture, name = self._marking.capture, place.name or "."
+    def _chooses(self, call: Call, path: Path) -> bool:
+        capture, name = self._marking.capture, "/".join(path) or "."
         if not call.is_function:
             self.seen.setdefault(name, call.cls)
         if capture is True:
-            return place.is_held
-        if self._marking.classes is not None:
+            return self._left_out.isdisjoint(path[:1])
+        if self._classes is not None:
             return True
         try:
             chosen = capture(name, call.outline)
@@ -412,19 +398,3 @@ def _last(part: Path, path: Path, begin: int) -> int | None:
     n = len(part)
     places = range(len(path) - n, begin - 1, -1)
     return next((i for i in places if path[i : i + n] == part), None)
-
-
-def _as_stacked(candidates: list[_Candidate]) -> list[_Candidate]:
-    """If these are the layers of a list, whose arrays were stacked: their path without
-    the index, such as `layers` for `layers/0` and `layers/1`."""
-    paths = [c.path for c in candidates]
-    # One array may also be in several places.
-    is_one = len({c.source for c in candidates}) < len(candidates)
-    if is_one or len(set(map(len, paths))) > 1:
-        return candidates
-    columns = enumerate(map(set, zip(*paths)))
-    differ = [(i, keys) for i, keys in columns if len(keys) > 1]
-    if len(differ) != 1 or not all(key.isdigit() for key in differ[0][1]):
-        return candidates
-    at, without = differ[0][0], lambda path, i: path[:i] + path[i + 1 :]
-    return [c._replace(path=without(c.path, at), stacked=at) for c in candidates]

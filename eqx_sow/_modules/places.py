@@ -16,13 +16,12 @@ if the program holds an array that is in none of its arguments.
 import dataclasses as dc
 import dis
 import functools as ft
-import inspect
 import itertools as it
 import sys
 import sysconfig
 import types
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -32,12 +31,18 @@ import numpy as np
 
 from .._frames import is_library
 from .._mark.calls import Call, Path
-from .._mark.noting import is_part, is_wrapper, Jacobian, keys, modules
 from .._mark.static import Const, SameParts, take_apart
-
-
-class Root(str):
-    """The name of an argument or a variable, at the beginning of a path."""
+from .._mark.trees import (
+    children,
+    INNER,
+    inside,
+    is_module,
+    is_part,
+    is_wrapper,
+    positional_names,
+    Root,
+    walk,
+)
 
 
 def root_of(path: Path) -> Path:
@@ -54,15 +59,15 @@ class Places:
     """
 
     def __init__(self, fn: Callable, args: tuple, kwargs: dict):
-        self._roots = list(roots(fn, args, kwargs))
-        self.modules = list(modules(self._roots))
-        # By their places, also those in variables, once these have been looked at.
-        self._module_at: dict[Path, Any] = dict(self.modules)
+        self._roots = roots(fn, args, kwargs)
+        self.modules: dict[Path, Any] = {}
         # An array may be in several places, and is then several inputs.
         of_array: dict[int, list[Path]] = defaultdict(list)
-        for path, tree in self._roots:
-            for at, x in jtu.tree_leaves_with_path(tree):
-                of_array[id(x)].append((*path, *keys(at)))
+        for path, x in walk(self._roots):
+            if is_part(x):
+                self.modules[path] = x
+            elif eqx.is_array(x):
+                of_array[id(x)].append(path)
         self._arrays, *_ = take_apart((fn, args, kwargs))
         self.n_inputs = len(self._arrays)
         self._paths: dict[int, list[Path]] = defaultdict(list)
@@ -86,16 +91,19 @@ class Places:
         return self._paths[source]
 
     @ft.cached_property
-    def _outside(self) -> list[tuple[Path, Any]]:
+    def _outside(self) -> dict[Path, Any]:
         """The modules in variables."""
-        found = []
+        found: dict[Path, Any] = {}
         for path, x in reached(self._roots):
             if is_part(x):
-                found.append((path, x))
-                self._module_at.setdefault(path, x)
+                found.setdefault(path, x)
             elif id(x) in self._sources:
                 self._paths[self._sources[id(x)]].append(path)
         return found
+
+    def module_at(self, path: Path) -> Any:
+        outside = vars(self).get("_outside", {})  # if these have been looked at
+        return self.modules.get(path, outside.get(path))
 
     @ft.cached_property
     def sources_in(self) -> dict[Path, set[int]]:
@@ -108,134 +116,99 @@ class Places:
                         found[path[:n]].add(source)
         return found
 
-    def alike(self, module: SameParts) -> list[Path]:
-        """The places of modules without arrays that are like this one."""
-        found = [path for path, x in self.modules if SameParts(x) == module]
-        found = found or [path for path, x in self._outside if SameParts(x) == module]
-        return list(dict.fromkeys(found))
+    def alike(self, call: Call) -> list[Path]:
+        """The places of the modules that are like that of a call."""
 
-    def is_of_class(self, path: Path, cls: type) -> bool:
-        return type(self._module_at.get(path)) is cls
+        def among(modules):
+            return [path for path, module in modules.items() if is_like(module, call)]
 
-    def is_like(self, path: Path, call: Call) -> bool:
-        """Whether the module at a place is like that of a call, in all that is
-        static."""
-        form = jtu.tree_structure(self._module_at.get(path))
-        return self.is_of_class(path, call.cls) and Const(form) == Const(call.treedef)
-
-    def unused(self, call: Call, outer: Path, used: Any) -> Path | None:
-        """The only module like that of a call, in the tree at `outer`, to which the
-        arrays of no call lead, which are `used`. Its own arrays were replaced."""
-        inside = (p for p in self._module_at if p[: len(outer)] == outer)
-        found = [p for p in inside if p not in used and self.is_like(p, call)]
-        return found[0] if len(found) == 1 else None
+        return among(self.modules) or among(self._outside)
 
 
-def roots(fn: Any, args: tuple, kwargs: dict) -> Iterator[tuple[Path, Any]]:
+def is_like(module: Any, call: Call) -> bool:
+    """Whether a module is like that of a call, in all but its arrays."""
+    return (
+        type(module) is call.cls
+        and Const(jtu.tree_structure(module)) == call.treedef
+        and (call.module is None or SameParts(module) == call.module)
+    )
+
+
+def roots(fn: Any, args: tuple, kwargs: dict) -> list[tuple[Path, Any]]:
     """What has a path of its own in a call: the function, and the arguments. A
     transformed function, such as `eqx.filter_grad(loss)`, is what it was made of."""
-    names = positional_names(fn, len(args))
-    todo = [
-        *(((Root(name),), x) for name, x in zip(names, args)),
-        *(((Root(name),), x) for name, x in kwargs.items()),
-    ]
-    todo = [((), fn), *todo][::-1]
+    named = [*zip(positional_names(fn, len(args)), args), *sorted(kwargs.items())]
+    todo = [((), fn), *(((Root(name),), x) for name, x in named)][::-1]
+    found = []
     while todo:
         path, x = todo.pop()
         if is_wrapper(x) or isinstance(x, jtu.Partial):
-            todo += children(x, path)[::-1]
+            parts = inside(x)[::-1]
+            todo += [((*path, key) if key else path, y) for key, y in parts]
         else:
-            yield path, x
-
-
-def positional_names(fn: Any, n: int) -> list[str]:
-    """What a function calls its first `n` arguments."""
-    while isinstance(fn, Jacobian):
-        fn = fn.fun
-    try:
-        arguments = inspect.signature(fn).bind_partial(*range(n)).arguments
-    except (TypeError, ValueError):  # of a builtin
-        arguments = {"args": tuple(range(n))}
-    names = []
-    for name, x in arguments.items():
-        several = isinstance(x, tuple)  # of `*args`
-        names += [f"{name}/{i}" for i in range(len(x))] if several else [name]
-    return names
+            found.append((path, x))
+    return found
 
 
 def reached(roots: Sequence[tuple[Path, Any]]) -> Iterator[tuple[Path, Any]]:
     """The arrays and the modules that one gets to from a function and its arguments,
     and their paths: each begins with the name of the last variable on the way."""
-    modules_of = (getattr(inspect.unwrap(x), "__module__", None) for _, x in roots)
-    packages = {(module or "").split(".")[0] for module in modules_of}
     seen: dict[int, Any] = {}
     todo = [*roots][::-1]
     while todo:
         path, x = todo.pop()
         if type(x) in _PLAIN:
             continue
-        if isinstance(x, eqx.Module) or eqx.is_array_like(x):
+        if is_module(x) or eqx.is_array_like(x):
             yield path, x
         # A module may be in two places, and both count.
-        if id(x) not in seen or isinstance(x, eqx.Module):
+        if id(x) not in seen or is_module(x):
             seen[id(x)] = x
-            todo += children(x, path, packages)[::-1]
+            is_variable = isinstance(x, types.FunctionType) or type(x) is ft.partial
+            for key, y in list(_held(x))[::-1]:
+                longer = (Root(key),) if is_variable else (*path, key)
+                todo.append((longer if key else path, y))
 
 
 _PLAIN = frozenset((type(None), bool, int, float, complex, str, bytes, np.ndarray))
-# Where something that was made of a function, or of a method, holds that. It is at the
-# path of the whole: in `eqx.filter_vmap(model)`, the model is.
-_INNER = "__wrapped__", "__self__", "__func__", "fget"
 
 
-def children(x: Any, path: Path, packages: Set[str] = frozenset()) -> list:
-    """What the object at a path holds or reads, one step further, and the paths of
-    that: with one more key, or the name of a variable."""
-    pairs: Iterable[tuple[Any, Any]] = ()
+def _held(x: Any) -> Iterable[tuple[str, Any]]:
+    """What an object holds or reads, one step further, and the key of each, or the name
+    of a variable. No key: it is at the same place."""
     if isinstance(x, types.FunctionType):
-        pairs = _variables(x, packages)
-    elif isinstance(x, ft.partial | eqx.Partial):
-        names = map(Root, positional_names(x.func, len(x.args)))
-        pairs = [*zip(names, x.args), *x.keywords.items(), ("", x.func)]
-    elif isinstance(x, dict):
-        # JAX sorts the keys, which are not always of one type.
-        pairs = ((str(key), value) for key, value in x.items())
-    elif isinstance(x, type):
-        if not _is_installed(x.__module__):
-            pairs = [*(("", base) for base in x.__bases__), *vars(x).items()]
-    elif is_wrapper(x) or jtu.all_leaves((x,)):
-        pairs = _attributes(x)
-    else:
-        nodes: list = jtu.tree_leaves_with_path(x, is_leaf=lambda y: y is not x)
+        return _variables(x)
+    if isinstance(x, type):
         # Its methods read variables.
-        pairs = [*((keys(at)[0], y) for at, y in nodes), ("", type(x))]
-    if type(x) in (types.FunctionType, ft.partial):
-        return [((Root(name),) if name else path, value) for name, value in pairs]
-    return [((*path, name) if name else path, value) for name, value in pairs]
+        bases = [("", base) for base in x.__bases__]
+        return [] if _is_installed(x.__module__) else [*bases, *vars(x).items()]
+    if is_wrapper(x) or isinstance(x, ft.partial):
+        return inside(x)
+    found = children(x)
+    return _attributes(x) if found is None else [*found, ("", type(x))]
 
 
 def _attributes(x: Any) -> Iterator[tuple[str, Any]]:
     """Of an object that is no PyTree: what it was made of, and if it is of a class of
     the user's, all that it holds, and its class."""
-    module = type(x).__module__
-    held = dict.fromkeys((*_INNER, "fun") if is_wrapper(x) else _INNER, "")
+    module, own = type(x).__module__, getattr(x, "__dict__", {})
+    held = dict.fromkeys(INNER, "")
     if module.startswith("jax.") and callable(x):
         # Such as a `jax.custom_jvp`, which holds the function and its rules.
-        held |= dict.fromkeys(vars(x) if hasattr(x, "__dict__") else (), "")
+        held |= dict.fromkeys(own, "")
     elif type(x) is types.SimpleNamespace or not _is_installed(module):
         yield "", type(x)
         slots = [getattr(c, "__slots__", ()) for c in type(x).__mro__]
-        names = it.chain(getattr(x, "__dict__", ()), *slots)
+        names = it.chain(own, *slots)
         held |= {name: name for name in names if not name.startswith("__")}
-    yield from (
-        (key, getattr(x, name)) for name, key in held.items() if hasattr(x, name)
-    )
+    for name, key in held.items():
+        if hasattr(x, name):
+            yield key, getattr(x, name)
 
 
-def _variables(fn: types.FunctionType, packages: Set[str]) -> Iterator[tuple[str, Any]]:
+def _variables(fn: types.FunctionType) -> Iterator[tuple[str, Any]]:
     """What a function reads, and what it calls that. Globals are read of users'
-    functions, and of those in these packages: all would be half of what is
-    installed."""
+    functions: all would be half of what is installed."""
     code, space = fn.__code__, fn.__globals__
     of_library = is_library(code.co_filename)
     cells = zip(code.co_freevars, fn.__closure__ or ())
@@ -247,9 +220,7 @@ def _variables(fn: types.FunctionType, packages: Set[str]) -> Iterator[tuple[str
     defaults = fn.__defaults__ or ()
     found += zip(code.co_varnames[code.co_argcount - len(defaults) :], defaults)
     found += (fn.__kwdefaults__ or {}).items()
-    module = space.get("__name__", "")
-    is_read = not _is_installed(module) or module.split(".")[0] in packages
-    if is_read and not of_library:
+    if not (of_library or _is_installed(space.get("__name__", ""))):
         names = _names_in(code, "LOAD_GLOBAL")
         found += ((name, space[name]) for name in names if name in space)
     for name, x in found:
@@ -285,12 +256,7 @@ def _is_installed(module: str) -> bool:
 def is_internal(cls: type) -> bool:
     """Whether a library makes modules of this class for itself, on the way: one that is
     private, as `_Damped` of optimistix, or around a function, as its `OutAsArray`."""
-    names = {f.name for f in dc.fields(cls)}
+    names = {f.name.strip("_") for f in dc.fields(cls)}
     return _is_installed(cls.__module__) and (
-        cls.__name__.startswith("_") or not _AROUND_FUNCTION.isdisjoint(names)
+        cls.__name__.startswith("_") or not names.isdisjoint(("fn", "fun", "func"))
     )
-
-
-_AROUND_FUNCTION = frozenset(
-    "__wrapped__ __self__ __func__ _fn fn func _fun fun _fun_value_and_grad".split()
-)

@@ -61,59 +61,6 @@ class Value(NamedTuple):
 Parts = Sequence[tuple[int, Value]]
 
 
-# --- concatenations ---
-def _joined(axis: int, parts: Parts) -> Value:
-    """The value of a concatenation. What is sliced out of it comes from its own part
-    only. `ravel_pytree` concatenates the arrays of a model, and takes them apart again;
-    what was computed in between entry by entry, such as `2 * flat`, has parts, too."""
-    values = [value for _, value in parts]
-    if len(values) < 2:
-        return values[0] if values else Value()
-    return one_of(values, 0, values[0].made)._replace(parts=(axis, parts))
-
-
-def _of_parts(
-    eqn: Any, operands: Sequence[Value], step: int, way: Way
-) -> list[Value] | None:
-    """What comes out of an equation that concatenates, or has a concatenation as an
-    operand, if its parts can be told."""
-    p, name = eqn.params, eqn.primitive.name
-    if name == "concatenate":
-        lengths = [v.aval.shape[p["dimension"]] for v in eqn.invars]
-        return [_joined(p["dimension"], list(zip(lengths, operands)))]
-    known = next((x.parts for x in operands if x.parts is not None), None)
-    if known is None:
-        return None
-    axis, parts = known
-    lengths = [n for n, _ in parts]
-    if name == "slice":
-        cuts = [(p["start_indices"][axis], p["limit_indices"][axis])]
-    elif name == "split" and p["axis"] == axis:
-        ends = list(it.accumulate(p["sizes"]))
-        cuts = list(zip([0, *ends], ends))
-    elif len({v.aval.shape for v in (*eqn.invars, *eqn.outvars)} - {()}) == 1:
-        # Entry by entry. An operand that has other parts is taken as a whole.
-        rows = [_with_lengths(x, axis, lengths) for x in operands]
-        values = [_computed(column, step, way) for column in zip(*rows)]
-        return [_joined(axis, list(zip(lengths, values)))] * len(eqn.outvars)
-    else:
-        return None
-
-    def cut(start, stop):
-        ends = it.accumulate(lengths)
-        sizes = [min(stop, e) - max(start, e - n) for e, n in zip(ends, lengths)]
-        return _joined(axis, [(n, v) for n, (_, v) in zip(sizes, parts) if n > 0])
-
-    return [cut(*bounds) for bounds in cuts]
-
-
-def _with_lengths(x: Value, axis: int, lengths: list[int]) -> list[Value]:
-    """The parts of a concatenation, if they have these lengths."""
-    if x.parts is None or (axis, lengths) != (x.parts[0], [n for n, _ in x.parts[1]]):
-        return [x] * len(lengths)
-    return [value for _, value in x.parts[1]]
-
-
 # --- equations ---
 def one_of(values: Sequence[Value], step: int = 0, made: Hashable = None) -> Value:
     """The value of an equation with these operands, which adds `step` to the distances.
@@ -140,16 +87,65 @@ def in_order(cases: Sequence[Value]) -> Sequence[Value]:
 
 def computed(eqn: Any, operands: Sequence[Value], way: Way) -> list[Value]:
     """What comes out of an equation that is neither a sow nor an edge."""
-    primitive, name = eqn.primitive, eqn.primitive.name
+    name = eqn.primitive.name
     if name == "select_n":
         operands = in_order(operands[1:])
-    step = 0 if name in _MOVES else FAR if primitive in _CONTRACTS else 2
+    step = 0 if name in _MOVES else FAR if eqn.primitive in _CONTRACTS else 2
     step = TRANSPOSED if name == "transpose" else step
-    of_parts = _of_parts(eqn, operands, step, way)
-    if of_parts is not None:
-        return of_parts
-    return [_computed(operands, step, way)] * len(eqn.outvars)
+
+    def value(axis, pieces):
+        parts = [
+            (n, one_of(xs, step, xs[0].made if xs and not step else way))
+            for n, xs in pieces
+        ]
+        if len(parts) == 1:
+            return parts[0][1]
+        whole = one_of([x for _, x in parts], 0, parts[0][1].made if parts else None)
+        return whole._replace(parts=(axis, parts))
+
+    axis, outs = _in_pieces(eqn, operands)
+    return [value(axis, pieces) for pieces in outs]
 
 
-def _computed(operands: Sequence[Value], step: int, way: Way) -> Value:
-    return one_of(operands, step, operands[0].made if operands and not step else way)
+def _in_pieces(eqn: Any, operands: Sequence[Value]) -> tuple[int, list[list]]:
+    """What each output of an equation consists of along an axis: the lengths of the
+    pieces, and the values that each is computed of. Mostly there is one piece.
+
+    `ravel_pytree` concatenates the arrays of a model, and takes them apart again. What
+    was computed in between entry by entry, such as `2 * flat`, has pieces, too; what is
+    sliced out of it comes from its own piece only."""
+    p, name, whole = eqn.params, eqn.primitive.name, [(0, operands)]
+    if name == "concatenate":
+        axis = p["dimension"]
+        lengths = [v.aval.shape[axis] for v in eqn.invars]
+        return axis, [[(n, [x]) for n, x in zip(lengths, operands)]]
+    axis, parts = next((x.parts for x in operands if x.parts), (0, ()))
+    ends = list(it.accumulate(n for n, _ in parts))
+    if name == "slice" and parts:
+        cuts = [(p["start_indices"][axis], p["limit_indices"][axis])]
+    elif name == "split" and parts and p["axis"] == axis:
+        stops = list(it.accumulate(p["sizes"]))
+        cuts = list(zip([0, *stops], stops))
+    else:
+        shapes = {v.aval.shape for v in (*eqn.invars, *eqn.outvars)} - {()}
+        if parts and len(shapes) == 1:
+            # Entry by entry. An operand that has other parts is taken as a whole.
+            lengths = [n for n, _ in parts]
+            rows = [_along(x, axis, lengths) for x in operands]
+            whole = list(zip(lengths, zip(*rows)))
+        return axis, [whole] * len(eqn.outvars)
+    return axis, [
+        [
+            (n, [x])
+            for end, (length, x) in zip(ends, parts)
+            if (n := min(stop, end) - max(start, end - length)) > 0
+        ]
+        for start, stop in cuts
+    ]
+
+
+def _along(x: Value, axis: int, lengths: list[int]) -> list[Value]:
+    """The parts of a value, if they have these lengths."""
+    if x.parts is None or (axis, lengths) != (x.parts[0], [n for n, _ in x.parts[1]]):
+        return [x] * len(lengths)
+    return [part for _, part in x.parts[1]]

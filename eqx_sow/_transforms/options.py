@@ -87,7 +87,7 @@ def checked(call: str, fn: Any, given: Mapping[str, Any]) -> tuple[Options, Any]
     # Its message has the value, and so no need of the name of an option.
     check_tag(call, given["tag"])
     options = {k: _checked(call, k, v) for k, v in given.items() if k != "tag"}
-    of_modules = options["capture"] and Marking(options["capture"]).classes != ()
+    of_modules = options["capture"] and Marking(options["capture"]).selected[0] != ()
     for name in ("inputs", "methods") if not of_modules else ():
         plain = getattr(Options, name)
         if options.get(name, plain) != plain:

@@ -1,0 +1,100 @@
+"""PyTrees with modules in them: what each node holds, and under which key."""
+
+import functools as ft
+import inspect
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import equinox as eqx
+import jax.tree_util as jtu
+
+from .calls import Path
+
+
+class Root(str):
+    """The name of an argument or a variable, at the beginning of a path."""
+
+
+# No `__wrapped__` tells what this is.
+_Jacobian: Any = type(eqx.filter_jacrev(lambda: None))
+# Where something that was made of a function, or of a method, holds that.
+INNER = "__wrapped__", "__self__", "__func__", "fget", "fun"
+
+
+def is_wrapper(x: Any) -> bool:
+    """Whether it is a transformed function of Equinox's, a partial, or a method of a
+    module. These are modules, too, but not part of a model."""
+    return is_module(x) and _is_class_of_wrappers(type(x))
+
+
+@ft.cache
+def _is_class_of_wrappers(cls: type) -> bool:
+    return (
+        issubclass(cls, eqx.Partial | _Jacobian)
+        or "__self__" in cls.__dataclass_fields__
+        or isinstance(getattr(cls, "__wrapped__", None), property)
+    )
+
+
+def is_part(x: Any) -> bool:
+    """Whether it is a module that is part of a model."""
+    return is_module(x) and not is_wrapper(x)
+
+
+def is_module(x: Any) -> bool:
+    # This is asked of every node of a model, and `isinstance` of a class with `abc`'s
+    # metaclass takes five times as long.
+    return eqx.Module in type(x).__mro__
+
+
+def walk(roots: Iterable[tuple[Path, Any]]) -> Iterator[tuple[Path, Any]]:
+    """All that is in these trees, each with its path, in the order of
+    `jax.tree.leaves`."""
+    todo = [*roots][::-1]
+    while todo:
+        path, x = todo.pop()
+        yield path, x
+        todo += [((*path, key), y) for key, y in children(x) or ()][::-1]
+
+
+def children(x: Any) -> list[tuple[str, Any]] | None:
+    """What a node holds, each with its key. `None` if it is a leaf."""
+    try:
+        found = jtu.default_registry.flatten_one_level_with_keys(x)
+    except ValueError:
+        # Of a variable: a dict whose keys cannot be sorted.
+        return [(str(key), y) for key, y in x.items()]
+    return found and [(keys((key,))[0], y) for key, y in found[0]]
+
+
+def keys(path: Any) -> Path:
+    """The keys of a path in a PyTree, as strings."""
+    return tuple(
+        key.name if type(key) is jtu.GetAttrKey else jtu.keystr((key,), simple=True)
+        for key in path
+    )
+
+
+def inside(x: Any) -> list[tuple[str, Any]]:
+    """What a wrapper, or a partial, was made of. The function is at the path of the
+    whole, and has no key of its own; the arguments have their names."""
+    if not isinstance(x, eqx.Partial | ft.partial):
+        return [("", getattr(x, name)) for name in INNER if hasattr(x, name)]
+    names = positional_names(x.func, len(x.args))
+    named = [*zip(names, x.args), *sorted(x.keywords.items())]
+    return [("", x.func), *((Root(name), y) for name, y in named)]
+
+
+def positional_names(fn: Any, n: int) -> list[str]:
+    """What a function calls its first `n` arguments."""
+    while isinstance(fn, _Jacobian):
+        fn = fn.fun
+    try:
+        arguments = inspect.signature(fn).bind_partial(*range(n)).arguments
+    except (TypeError, ValueError):  # of a builtin
+        arguments = {"args": tuple(range(n))}
+    names = []
+    for name, x in arguments.items():
+        several = isinstance(x, tuple)  # of `*args`
+        names += [f"{name}/{i}" for i in range(len(x))] if several else [name]
+    return names
