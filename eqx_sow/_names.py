@@ -177,14 +177,15 @@ def in_a_list(name: str, indices: Iterable[tuple[int | None, Any]]) -> str:
     return "/".join(it.chain.from_iterable(parts))
 
 
-def lookup(option: Any, name: str) -> Any:
-    """What a dict of glob to something (or one thing for all names) says of `name`. A
-    name that is spelled out goes before globs, and these go in their order."""
+def lookup(option: Any, *names: str) -> Any:
+    """What a dict of glob to something (or one thing for all names) says of something
+    with these names. What is spelled out goes before globs, and these go in their
+    order."""
     if option is None or not isinstance(option, Mapping):
         return option
-    if name in option:
-        return option[name]
-    return next((x for p, x in option.items() if matches(p, name)), None)
+    spelled_out = [option[name] for name in names if name in option]
+    fitting = (x for p, x in option.items() if any(matches(p, n) for n in names))
+    return next(it.chain(spelled_out, fitting), None)
 
 
 def check_known(

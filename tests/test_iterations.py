@@ -177,6 +177,11 @@ def test_reducers_and_transforms():
     ):
         _, got = S(train, names=name, **options)(XS)
         assert_close(got[name]["primal"], expected)
+        # A glob for the others, before or after it, changes nothing.
+        if isinstance(transform := options.get("transform"), dict):
+            for both in ({**transform, "*": jnp.max}, {"*": jnp.max, **transform}):
+                _, got = S(train, names=name, **{**options, "transform": both})(XS)
+                assert_close(got[name]["primal"], expected)
     _, got = S(jax.vmap(_stack), names=name, transform=batched(jnp.sum))(XS)
     assert_close(got[name]["primal"], layer.sum())
 

@@ -1260,3 +1260,11 @@ def test_no_lanes():
     x, w = jnp.zeros((0, 3)), jnp.ones(3)
     out, saved = S(mapped)(x, w)
     assert_close(plant(mapped, saved)(x, w), out)
+
+
+def test_a_glob_plants_what_has_a_cotangent():
+    fn = lambda w, x: sow(w, "w") @ sow(x, "input")
+    double = {"*": lambda v: 2 * v}
+    assert_close(plant(jax.grad(fn), double, mode="cotangent")(X, X + 1), 2 * (X + 1))
+    with pytest.raises(UnknownSowError, match="'input' is sown, but has no cotangent"):
+        plant(jax.grad(fn), {"in*": jnp.sin, **double}, mode="cotangent")(X, X)

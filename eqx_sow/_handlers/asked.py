@@ -96,11 +96,8 @@ class Listens(Handler):
     def transform_of(self, whole: Site, one: Site) -> Any:
         """The transform of a sow, or of `one` iteration of the `whole`, such as `h/3`:
         one for that name, or else one for `h`."""
-        transform = self.transform.value
-        if transform is None:
-            return None
         names = one.name, whole.name, whole.label.of_all
-        return next(filter(None, (lookup(transform, n) for n in names)), None)
+        return lookup(self.transform.value, *names)
 
 
 def leave(

@@ -26,11 +26,11 @@ from .transformed import Transformed, wrap
 _At = tuple[int | None, ...]
 
 
-def _by_iteration(
-    values: Mapping[str, Any], program: Program
-) -> dict[str, dict[_At, Any]]:
-    """For each name that is planted, what by iteration: `{"h/3": v}` is `{"h": {(3,):
-    v}}`. A pattern that fits nothing stands for itself.
+def _places(
+    patterns: Collection[str], program: Program
+) -> dict[str, list[tuple[str, _At]]]:
+    """The names and iterations that each pattern fits: of `h/3`, `h` and `(3,)`. A
+    pattern that fits nothing stands for itself.
 
     Patterns that fit no name as they are were captured from the model itself: they are
     paths in the one model in the program that has all of them, if there is only one.
@@ -39,8 +39,8 @@ def _by_iteration(
     def fits(pattern: str) -> list[tuple[str, _At]]:
         return [(name, part.at) for name, part in program.selected(pattern)]
 
-    places = {pattern: fits(pattern) for pattern in values}
-    missing = [pattern for pattern in values if not places[pattern]]
+    places = {pattern: fits(pattern) for pattern in patterns}
+    missing = [pattern for pattern in patterns if not places[pattern]]
     in_models = [
         {p: fits(model if p == "." else join(model, p)) for p in missing}
         for model in program.roots
@@ -48,11 +48,19 @@ def _by_iteration(
     of_models = [inside for inside in in_models if all(inside.values())]
     if len(of_models) == 1:
         places |= of_models[0]
+    return {p: found or [(p, ())] for p, found in places.items()}
+
+
+def _by_iteration(
+    values: Mapping[str, Any], places: Mapping[str, Sequence[tuple[str, _At]]]
+) -> dict[str, dict[_At, Any]]:
+    """For each name that is planted, what by iteration: `{"h/3": v}` is `{"h": {(3,):
+    v}}`."""
     chosen: dict[str, dict[_At, Any]] = {}
     # What is spelled out goes before globs, and these go in their order.
     is_glob = lambda pattern: any(x in pattern for x in "*?[")
     for pattern in sorted(places, key=is_glob):
-        for name, at in places[pattern] or [(pattern, ())]:
+        for name, at in places[pattern]:
             chosen.setdefault(name, {}).setdefault(at, values[pattern])
     return chosen
 
@@ -84,8 +92,10 @@ class _Plant(Transformed):
 
     def _result(self, program: Program) -> Any:
         options: Options = self._options.value
-        chosen = _by_iteration(self._values, program)
-        entries = type(self)._entries(self, program, tuple(chosen))
+        places = _places(self._values, program)
+        chosen = _by_iteration(self._values, places)
+        by_pattern = [{name for name, _ in found} for found in places.values()]
+        entries = type(self)._entries(self, program, tuple(chosen), by_pattern)
         sows = defaultdict(list)
         for x in program.mine:
             sows[x.site.key].append(x)
@@ -113,26 +123,29 @@ class _Plant(Transformed):
         return program.output(outs)
 
     def _entries(
-        self, program: Program, patterns: tuple[str, ...]
+        self, program: Program, chosen: tuple[str, ...], by_pattern: list[set[str]]
     ) -> dict[Any, list[Entry]]:
-        """What would be captured at each place that is planted, as shapes."""
+        """What would be captured at each place that is planted, as shapes. One of the
+        names that a pattern fits has to have a value of the mode."""
         options: Options = self._options.value
         mode = options.mode
         survey = Collect(
-            **program.listens(patterns),
+            **program.listens(chosen),
             modes=(mode,),
             reduce=EACH_PLACE,
             transform=SameParts(None),
         )
         found = program.with_executions(lambda name: False).survey(survey)
         names = [x.site.name for x in program.mine]
-        check_known("plant(fn, values)", patterns, names, hint=program.hint)
+        check_known("plant(fn, values)", chosen, names, hint=program.hint)
         mode_of = labels({e.site.key for e in found})
         entries = grouped([e for e in found if mode_of[e.site.key] == mode])
+        there = dict.fromkeys(name for name, *_ in entries)
+        without = set().union(*(x for x in by_pattern if x.isdisjoint(there)))
         check_known(
             f"plant(fn, values, mode={mode!r})",
-            patterns,
-            [name for name, *_ in entries],
+            [name for name in chosen if name in without],
+            there,
             f"is sown, but has no {mode} here (a cotangent is in "
             "`plant(eqx.filter_grad(fn), ...)`)",
             kind=f"names with a {mode}",
