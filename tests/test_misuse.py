@@ -294,7 +294,11 @@ MISUSES = {
     "capture: a module": Misuse(
         TypeError,
         lambda: S(MODEL, capture=MODEL.layers[0]),
-        ("capture=...)` takes `True`", "`capture=True, names='layers/0'`"),
+        (
+            "capture=...)` takes `True`",
+            "not a module of class `Linear`. To choose by path",
+            "`capture=True, names='layers/0'`",
+        ),
         "`capture`",
     ),
     "capture: a predicate of one argument": Misuse(

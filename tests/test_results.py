@@ -276,7 +276,10 @@ def test_stack_keeps_structure():
     value = got.stack("h*")
     assert value["b"][1] == "text" and value["a"].shape == (3, 3)
     assert isinstance(S(f, transform=summarize)(X)[1].stack("h*")["a"], Summary)
-    with pytest.raises(SowError, match=r"stack\('\*'\)`: the values differ"):
+    kinds = r"'h0' is \{'a': f32\[3\], .*\} and 'k' is f32\[3\]\. Choose"
+    with pytest.raises(
+        SowError, match=rf"(?s)stack\('\*'\)`: the values differ.*{kinds}"
+    ):
         got.stack("*")
     with pytest.raises(UnknownSowError, match="are: 'h0', 'h1', 'h2', 'k'"):
         got.stack("blocks/*")

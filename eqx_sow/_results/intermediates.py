@@ -256,7 +256,7 @@ class Intermediates(dict[str, dict[str, Any]]):
                 leading = self._axes.get((name, mode), ())
                 for layer, value in _layers(name, modes[mode], leading):
                     if matches(pattern, name) or matches(pattern, layer):
-                        values.append(value)
+                        values.append((layer, value))
         if not values:
             there = ", ".join(repr(n) for n, modes in self.items() if mode in modes)
             raise UnknownSowError(
@@ -324,16 +324,20 @@ def _layers(name: str, value: Any, leading: Any) -> Iterator[tuple[str, Any]]:
         yield in_a_list(name, list(zip(places, at))), layer(at)
 
 
-def _stacked(pattern: str, values: Sequence[Any]) -> Any:
+def _stacked(pattern: str, named: Sequence[tuple[str, Any]]) -> Any:
     """The values along a new first axis of their arrays."""
+    values = [value for _, value in named]
     leaves = list(map(jtu.tree_leaves, values))
     treedefs = list(map(jtu.tree_structure, values))
     types = [[(x.shape, x.dtype) for x in xs if is_value(x)] for xs in leaves]
     if any(d != treedefs[0] for d in treedefs) or any(t != types[0] for t in types):
-        shown = " and ".join(dict.fromkeys(map(eqx.tree_pformat, values)))
+        kinds: dict[str, str] = {}
+        for name, value in named:
+            kinds.setdefault(eqx.tree_pformat(value), name)
+        shown = " and ".join(f"{name!r} is {kind}" for kind, name in kinds.items())
         raise SowError(
             f"`Intermediates.stack({pattern!r})`: the values differ in structure, "
-            f"shape or dtype: {shown}. Choose those that are alike."
+            f"shape or dtype: {shown}. Choose those that are alike (`*` fits `/`, too)."
         )
 
     def stacked(xs):

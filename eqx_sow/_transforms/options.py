@@ -178,12 +178,15 @@ def _capture(option: str, capture: Any) -> Any:
     no_predicate = isinstance(capture, eqx.Module) or is_function_to_capture(capture)
     if no_predicate or not callable(capture):
         path = capture if isinstance(capture, str) else "layers/0"
+        shown, inner = repr(capture), inspect.unwrap(capture)
+        if isinstance(inner, eqx.Module):
+            # What a large model prints would hide what to write instead.
+            shown = f"a module of class `{type(inner).__name__}`"
         raise TypeError(
             f"`{option}` takes `True`, a class, a function of JAX's or one that "
             "`jax.jit` or `eqx.filter_jit` made, a tuple of these, or a predicate "
-            f"`(path, module) -> bool`, not {capture!r}. To choose by path, write "
-            f"`capture=True, names={path!r}`. Of a compiled module, give the class. "
-            f"{jit_it}"
+            f"`(path, module) -> bool`, not {shown}. To choose by path, write "
+            f"`capture=True, names={path!r}`. Of a module, give the class. {jit_it}"
         )
     check_arity(option, capture, "(path, module) -> bool", jit_it)
     return capture
