@@ -160,6 +160,14 @@ def test_the_decoder_of_tied_weights_alone():
     _check(fn, (Autoencoder(enc, dec), X), want)
 
 
+def test_a_module_with_its_own_weight_transposed():
+    """It is not the one beside it, which has the same form, and is not called."""
+    models = [_linear(i, use_bias=False) for i in range(2)]
+    turned = lambda m: eqx.tree_at(lambda m: m.weight, m, m.weight.T)
+    fn = lambda models, x: turned(models[0])(x)
+    _check(fn, (models, X), {"models/0": models[0].weight.T @ X})
+
+
 # --- what is not tied ---
 class State(eqx.Module):
     """With a copy of the model that is not called in the step."""

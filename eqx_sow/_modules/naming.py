@@ -33,7 +33,7 @@ from .._mark.primitive import edge_p, same_p, sow_p
 from .._mark.site import Label, Site
 from .._values.modes import without_order
 from .._walk.flow import Domain, Here
-from .places import is_internal, Places, root_of
+from .places import is_internal, is_like, Places, root_of
 from .sources import computed, FAR, in_order, one_of, TRANSPOSED, Value, Way
 
 
@@ -232,8 +232,11 @@ class Naming(Domain):
             if held is None and call.module is not None:
                 held = self._alike(call, outer or ())
             return self._unknown(visit) if held is None else held
-        is_there = self._is_there(path, call)
-        if not is_there or visit.fits[path][0] == TRANSPOSED:
+        is_there, fit = self._is_there(path, call), visit.fits[path]
+        is_sure = fit[0] != TRANSPOSED or (
+            self._best[path] == fit and is_like(self._places.module_at(path), call)
+        )
+        if not (is_there and is_sure):
             # All that it has are tied weights: arrays of another module that were put
             # into this one, whose own arrays no call has.
             around = root_of(path) if outer is None else outer
