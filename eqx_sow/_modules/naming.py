@@ -318,21 +318,24 @@ class Naming(Domain):
         that of a list stood that was stacked before. For an iteration of
         `model/blocks/attn`, in a scan over the arrays in `blocks`, it is
         `model/blocks/2/attn`."""
-        visit, ends = sow.visits[0], range(len(root_of(path)), len(path) + 1)
+        visit, root = sow.visits[0], len(root_of(path))
+        around = [(v.call, self._path(v)) for v in (*visit.running, visit)]
+        levels = [(call, len(p)) for call, p in around if p == path[: len(p)]]
 
         def of_scan(scan):
-            apart = self._taken_apart[scan]
-            within = [self._places.sources_in.get(path[:n], set()) for n in ends]
+            apart, outside = self._taken_apart[scan], self._around_scan.get(scan, ())
+            # A module that is called outside the loop is not what the loop takes apart.
+            begin = max([root, *(n + 1 for call, n in levels if call in outside)])
+            ends = range(begin, len(path) + 1)
             for n in ends:
                 if not apart.isdisjoint(self._stacks[path[:n]]):
                     return n
+            within = [self._places.sources_in.get(path[:n], set()) for n in ends]
             whole = next((x for x in within if x and x <= apart), None)
             # If a model has nothing but `blocks`, both are such trees: it is the one
             # that the loop calls, or the innermost.
             same = [n for n, x in zip(ends, within) if x == whole]
-            outside = self._around_scan.get(scan, ())
-            inside = [v for v in (*visit.running, visit) if v.call not in outside]
-            called = [len(p) for p in map(self._path, inside) if p == path[: len(p)]]
+            called = {n for _, n in levels}
             return next((n for n in same if n in called), same[-1] if same else None)
 
         return list(map(of_scan, sow.scans))
