@@ -160,6 +160,14 @@ def test_the_decoder_of_tied_weights_alone():
     _check(fn, (Autoencoder(enc, dec), X), want)
 
 
+def test_a_module_with_its_own_weight_transposed():
+    """It is not the one beside it, which has the same form, and is not called."""
+    models = [_linear(i, use_bias=False) for i in range(2)]
+    turned = lambda m: eqx.tree_at(lambda m: m.weight, m, m.weight.T)
+    fn = lambda models, x: turned(models[0])(x)
+    _check(fn, (models, X), {"models/0": models[0].weight.T @ X})
+
+
 # --- what is not tied ---
 class State(eqx.Module):
     """With a copy of the model that is not called in the step."""
@@ -458,6 +466,33 @@ def test_a_stack_that_is_an_argument():
     _, got = S(fn, capture=True, names="units/1/lin")(_stacked(units), X)
     value = units[1].lin(units[0](X))
     assert_close(with_mode(got, "primal"), {"units/1/lin": value})
+
+
+class TwoStacks(eqx.Module):
+    first: eqx.nn.Linear
+    second: eqx.nn.Linear
+
+    def __call__(self, x):
+        params, static = eqx.partition((self.first, self.second), eqx.is_array)
+
+        def step(x, params):
+            first, second = eqx.combine(params, static)
+            return second(jnp.tanh(first(x))), None
+
+        return jax.lax.scan(step, x, params)[0]
+
+
+def test_two_stacks_that_one_loop_takes_apart():
+    """The module around has nothing else, but the loop is inside its method."""
+    layers = [[_linear(i + first) for i in range(3)] for first in (0, 3)]
+    h, want = X, {}
+    for i, (first, second) in enumerate(zip(*layers)):
+        want[f"net/first/{i}"] = first(h)
+        h = want[f"net/second/{i}"] = second(jnp.tanh(first(h)))
+    net = TwoStacks(*map(_stacked, layers))
+    for name, value in want.items():
+        _, got = S(lambda net, x: net(x), capture=True, names=name)(net, X)
+        assert_close(with_mode(got, "primal"), {name: value}, atol=1e-6)
 
 
 def test_the_index_behind_a_key_with_a_slash():

@@ -33,7 +33,7 @@ from .._mark.primitive import edge_p, same_p, sow_p
 from .._mark.site import Label, Site
 from .._values.modes import without_order
 from .._walk.flow import Domain, Here
-from .places import is_internal, Places, root_of
+from .places import is_internal, is_like, Places, root_of
 from .sources import computed, FAR, in_order, one_of, TRANSPOSED, Value, Way
 
 
@@ -232,8 +232,11 @@ class Naming(Domain):
             if held is None and call.module is not None:
                 held = self._alike(call, outer or ())
             return self._unknown(visit) if held is None else held
-        is_there = self._is_there(path, call)
-        if not is_there or visit.fits[path][0] == TRANSPOSED:
+        is_there, fit = self._is_there(path, call), visit.fits[path]
+        is_sure = fit[0] != TRANSPOSED or (
+            self._best[path] == fit and is_like(self._places.module_at(path), call)
+        )
+        if not (is_there and is_sure):
             # All that it has are tied weights: arrays of another module that were put
             # into this one, whose own arrays no call has.
             around = root_of(path) if outer is None else outer
@@ -315,21 +318,24 @@ class Naming(Domain):
         that of a list stood that was stacked before. For an iteration of
         `model/blocks/attn`, in a scan over the arrays in `blocks`, it is
         `model/blocks/2/attn`."""
-        visit, ends = sow.visits[0], range(len(root_of(path)), len(path) + 1)
+        visit, root = sow.visits[0], len(root_of(path))
+        around = [(v.call, self._path(v)) for v in (*visit.running, visit)]
+        levels = [(call, len(p)) for call, p in around if p == path[: len(p)]]
 
         def of_scan(scan):
-            apart = self._taken_apart[scan]
-            within = [self._places.sources_in.get(path[:n], set()) for n in ends]
+            apart, outside = self._taken_apart[scan], self._around_scan.get(scan, ())
+            # A module that is called outside the loop is not what the loop takes apart.
+            begin = max([root, *(n + 1 for call, n in levels if call in outside)])
+            ends = range(begin, len(path) + 1)
             for n in ends:
                 if not apart.isdisjoint(self._stacks[path[:n]]):
                     return n
+            within = [self._places.sources_in.get(path[:n], set()) for n in ends]
             whole = next((x for x in within if x and x <= apart), None)
             # If a model has nothing but `blocks`, both are such trees: it is the one
             # that the loop calls, or the innermost.
             same = [n for n, x in zip(ends, within) if x == whole]
-            outside = self._around_scan.get(scan, ())
-            inside = [v for v in (*visit.running, visit) if v.call not in outside]
-            called = [len(p) for p in map(self._path, inside) if p == path[: len(p)]]
+            called = {n for _, n in levels}
             return next((n for n in same if n in called), same[-1] if same else None)
 
         return list(map(of_scan, sow.scans))

@@ -258,5 +258,8 @@ def is_internal(cls: type) -> bool:
     private, as `_Damped` of optimistix, or around a function, as its `OutAsArray`."""
     names = {f.name.strip("_") for f in dc.fields(cls)}
     return _is_installed(cls.__module__) and (
-        cls.__name__.startswith("_") or not names.isdisjoint(("fn", "fun", "func"))
+        cls.__name__.startswith("_") or not names.isdisjoint(_AROUND_FUNCTION)
     )
+
+
+_AROUND_FUNCTION = "fn", "fun", "func", "wrapped"
