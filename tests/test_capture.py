@@ -4,6 +4,7 @@ import abc
 import copy
 import dataclasses as dc
 import functools as ft
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -1172,6 +1173,62 @@ def test_inherited_call_and_super():
         with_mode(got, "primal"), {"linear": model.linear(X), ".": 2 * model.linear(X)}
     )
     assert_close(out, model(X))
+
+
+class Linearly:
+    """A mixin, which is no module, with the methods of those that are."""
+
+    linear: Any
+
+    def __call__(self, x):
+        return self.project(x)
+
+    def project(self, x):
+        return sow(self.linear(x), "h")
+
+
+class Mixed(Linearly, eqx.Module):
+    linear: eqx.nn.Linear
+
+
+@pytest.mark.parametrize("capture", [True, Mixed, Linearly])
+def test_methods_of_a_base_class_that_is_no_module(capture):
+    code = Linearly.__call__.__code__
+    k1, k2 = jr.split(jr.key(0))
+    first, second = (
+        Mixed(eqx.nn.Linear(3, 3, key=k1)),
+        Mixed(eqx.nn.Linear(3, 3, key=k2)),
+    )
+    fn = lambda a, b, x: b(a(x))
+    h = first.linear(X)
+    expected = {"a": h, "a/h": h, "b": second.linear(h), "b/h": second.linear(h)}
+    methods = {"a.project": h, "b.project": second.linear(h)}
+
+    def captured(**options):
+        _, got = S(fn, capture=capture, scope=True, **options)(first, second, X)
+        return {n: x["primal"] for n, x in got.items() if not n.endswith("linear")}
+
+    assert_close(captured(), expected)
+    got = captured(methods=("__call__", "project"))
+    assert_close(got, expected | methods)
+    planted = plant(fn, {"a": jnp.zeros_like}, capture=capture, scope=True)
+    assert_close(planted(first, second, X), second.linear(0 * X))
+    assert Linearly.__call__.__code__ is code
+
+
+def test_a_class_with_a_mixin_that_is_made_while_the_program_is_traced():
+    def fn(x):
+        class Doubles:
+            def __call__(self, x):
+                return 2 * x
+
+        class Here(Doubles, eqx.Module):
+            w: Array
+
+        return Here(x)(x)
+
+    _, got = S(fn, capture=True)(X)
+    assert_close(with_mode(got, "primal"), {"Here": 2 * X})
 
 
 def test_user_made_init_converters_and_properties():

@@ -285,3 +285,17 @@ def test_stack_keeps_structure():
         got.stack("blocks/*")
     with pytest.raises(UnknownSowError, match="are: none at all"):
         got.stack("h*", "cotangent")
+
+
+def test_stack_after_a_reduction_of_the_values():
+    def f(x):
+        layer = lambda x, w: (sow(jnp.sin(w * x), "blocks/h"), None)
+        return lax.scan(layer, x, jnp.arange(3.0))[0]
+
+    got = S(f)(X)[1]
+    rows = jax.tree.map(lambda h: jnp.linalg.norm(h, axis=-1), got)
+    with pytest.raises(UnknownSowError, match="are: 'blocks/h'. Which axis is"):
+        rows.stack("blocks/*/h")
+    for unchanged in (got, S(f, reduce=Append())(X)[1]):
+        with pytest.raises(UnknownSowError, match="are: 'blocks/h'.$"):
+            unchanged.stack("blocks/*/h")

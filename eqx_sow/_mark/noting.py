@@ -8,10 +8,10 @@ that the program makes on the way: all of them call the method of their class.
 """
 
 import contextlib
-import dataclasses as dc
 import functools as ft
 import inspect
 import itertools as it
+import sys
 import threading
 import types
 import weakref
@@ -36,7 +36,7 @@ from .trees import is_module, is_part, keys, walk
 @ft.cache
 def own_methods(cls: type) -> tuple[str, ...]:
     """The methods that a user gave to a class of modules."""
-    fields = {f.name for f in dc.fields(cls)}
+    fields = getattr(cls, "__dataclass_fields__", {})  # a mixin has none
     names = dict.fromkeys(
         n for c in cls.__mro__ if c not in eqx.Module.__mro__ for n in vars(c)
     )
@@ -106,13 +106,24 @@ def _noted(captures: tuple[Capture, ...]) -> Iterator[None]:
 
 
 def _classes() -> Iterator[type]:
-    """All classes of modules that may be part of a model."""
+    """All classes with methods of modules that may be part of a model."""
     found, todo = {eqx.Module}, [eqx.Module]
     while todo:
         new = set(todo.pop().__subclasses__()) - found
         found |= new
         todo += new
-        yield from (c for c in new if not c.__module__.startswith(_NO_MODELS))
+        models = (c for c in new if not c.__module__.startswith(_NO_MODELS))
+        yield from it.chain.from_iterable(map(_owners, models))
+
+
+def _owners(cls: type) -> Iterator[type]:
+    """A class of modules, and those of its bases that are none, such as a mixin that
+    has its `__call__`. Python's own are left alone: `typing.Generic`, `Mapping`."""
+    yield cls
+    for base in cls.__mro__:
+        own = base.__module__.split(".")[0] in sys.stdlib_module_names
+        if not own and eqx.Module not in base.__mro__:
+            yield base
 
 
 _NO_MODELS = "equinox._", "equinox.internal", "eqx_sow._transforms"
@@ -126,8 +137,8 @@ def _note_classes_to_come() -> None:
         super(eqx.Module, cls).__init_subclass__(**kwargs)
         if not cls.__module__.startswith(_NO_MODELS):
             with _exchanging:
-                for note in _noting:
-                    note(cls)
+                for note, owner in it.product(_noting, _owners(cls)):
+                    note(owner)
 
     module: Any = eqx.Module
     before = vars(module).get("__init_subclass__")

@@ -200,11 +200,7 @@ class Intermediates(dict[str, dict[str, Any]]):
             intermediates.axes("h", "primal")  # ("vmap", "loop")
             ```
         """
-        value = self[name][mode]
-        known = self._axes.get((name, mode), ())
-        several = isinstance(known, list)
-        places = list(zip(known, value)) if several else [(known, value)]
-        axes = [_axes_of_value(of, x) for of, x in places]
+        several, axes = self._axes_of_places(name, mode)
         if None in axes:
             raise SowError(
                 f"`Intermediates.axes({name!r}, {mode!r})`: these arrays are not those "
@@ -213,6 +209,15 @@ class Intermediates(dict[str, dict[str, Any]]):
             )
         kinds = [tuple(kind for kind, *_ in of) for of in axes if of is not None]
         return tuple(kinds) if several else kinds[0]
+
+    def _axes_of_places(self, name: str, mode: str) -> tuple[bool, list]:
+        """Whether the values of several places are in a tuple, and the axes at each, or
+        `None` where they are not known."""
+        value = self[name][mode]
+        known = self._axes.get((name, mode), ())
+        several = isinstance(known, list)
+        places = list(zip(known, value)) if several else [(known, value)]
+        return several, [_axes_of_value(of, x) for of, x in places]
 
     @api_boundary
     def stack(self, pattern: str, mode: str = "primal") -> Any:
@@ -258,10 +263,14 @@ class Intermediates(dict[str, dict[str, Any]]):
                     if matches(pattern, name) or matches(pattern, layer):
                         values.append((layer, value))
         if not values:
-            there = ", ".join(repr(n) for n, modes in self.items() if mode in modes)
+            there = [n for n, modes in self.items() if mode in modes]
+            changed = any(None in self._axes_of_places(n, mode)[1] for n in there)
+            hint = " Which axis is that of the layers is not known of what was computed"
+            hint += " from the values since: call `stack` before that."
             raise UnknownSowError(
                 f"`Intermediates.stack({pattern!r}, {mode!r})` fits nothing. The names "
-                f"with this mode are: {there or 'none at all'}."
+                f"with this mode are: {', '.join(map(repr, there)) or 'none at all'}."
+                + (hint if changed else "")
             )
         return _stacked(pattern, values)
 

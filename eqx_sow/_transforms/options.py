@@ -178,7 +178,7 @@ def _capture(option: str, capture: Any) -> Any:
     no_predicate = isinstance(capture, eqx.Module) or is_function_to_capture(capture)
     if no_predicate or not callable(capture):
         path = capture if isinstance(capture, str) else "layers/0"
-        shown, inner = repr(capture), inspect.unwrap(capture)
+        shown, inner = repr(capture), getattr(capture, "__wrapped__", capture)
         if isinstance(inner, eqx.Module):
             # What a large model prints would hide what to write instead.
             shown = f"a module of class `{type(inner).__name__}`"
