@@ -238,6 +238,8 @@ class _Numbers(Domain):
             return [self.chosen(operands[0], operands[1:])]
         if eqn.effects or _is_users(eqn):
             numbers = [next(self._next) for _ in eqn.outvars]
+        elif primitive is jax.lax.transpose_p:
+            numbers = [self._transposed(operands[0], eqn.params["permutation"])]
         else:
             n = self._number(primitive, [x.number for x in operands], eqn.params)
             numbers = [self._number(("out", i), (n,)) for i in range(len(eqn.outvars))]
@@ -267,6 +269,18 @@ class _Numbers(Domain):
         candidates = [x for x in self.sows if x.site.origin is site.origin]
         alike = [x for x in candidates if x.value == value] or candidates
         return self.new(frozenset(x.here.path for x in alike))
+
+    def _transposed(self, value: _Value, permutation: Sequence[int]) -> int:
+        # `vmap` moves the axis of its lanes to the front where a scan ends in another
+        # one, and back where the backward pass takes apart what that has stacked.
+        number = value.number
+        how, operands = self._computed.get(number, (None, ()))
+        if isinstance(how, tuple) and how[0] == "transposed":
+            (number,) = operands
+            permutation = [how[1][i] for i in permutation]
+        if list(permutation) == list(range(len(permutation))):
+            return number
+        return self._number(("transposed", tuple(permutation)), [number])
 
     # --- loops ---
     def loop(self, eqn, operands, init, body, here):
