@@ -811,6 +811,32 @@ def test_nested_loops_that_a_backward_pass_runs_again():
     close(captured["a"]["count"], 4)
 
 
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_lanes_of_nested_loops_that_a_backward_pass_runs_again(depth, call):
+    def forward(c):
+        return jnp.tanh(sow(2 * c, "a"))
+
+    with_rule = jax.custom_vjp(forward)
+    with_rule.defvjp(lambda c: (forward(c), c), lambda c, t: jax.vjp(forward, c)[1](t))
+    loop = with_rule
+    for _ in range(depth):
+        loop = functools.partial(
+            lambda body, c: lax.scan(lambda c, _: (body(c), None), c, length=2)[0],
+            loop,
+        )
+    x = jnp.array([[0.3, -0.8], [0.6, 0.1], [1.0, 0.2]])
+
+    def unrolled(eps, x):
+        for e in eps:
+            x = jnp.tanh(2 * x + e)
+        return x.sum()
+
+    eps = jnp.zeros((2**depth, 2))
+    expected = jax.vmap(jax.grad(unrolled), in_axes=(None, 0))(eps, x)
+    _, got = call(S(jax.vmap(jax.grad(lambda x: loop(x).sum()))), x)
+    close(got["a"]["cotangent"].reshape(expected.shape), expected)
+
+
 # --- beside leaves that are not differentiated ---
 
 

@@ -238,6 +238,8 @@ class _Numbers(Domain):
             return [self.chosen(operands[0], operands[1:])]
         if eqn.effects or _is_users(eqn):
             numbers = [next(self._next) for _ in eqn.outvars]
+        elif primitive is jax.lax.transpose_p:
+            numbers = [self._transposed(operands[0], eqn.params["permutation"])]
         else:
             n = self._number(primitive, [x.number for x in operands], eqn.params)
             numbers = [self._number(("out", i), (n,)) for i in range(len(eqn.outvars))]
@@ -271,15 +273,22 @@ class _Numbers(Domain):
     def _value_at(self, site: Site, operands: Sequence[_Value]) -> Hashable:
         """Equal for two sows of equal values."""
         branches = tuple(branch for _, branch, _ in site.guards)
-        numbers = [x.number for x in operands]
-        for i, p in enumerate(site.permutations):
-            if p:
-                # It is the value that this would move.
-                n = self._number(
-                    jax.lax.transpose_p, numbers[i : i + 1], dict(permutation=p)
-                )
-                numbers[i] = self._number(("out", 0), (n,))
-        return site.tag, site.key, site.treedef, site.leaves, branches, (*numbers,)
+        # The value has its lanes in front, wherever the operand has them.
+        pairs = zip(operands, site.permutations)
+        numbers = tuple(self._transposed(x, p) if p else x.number for x, p in pairs)
+        return site.tag, site.key, site.treedef, site.leaves, branches, numbers
+
+    def _transposed(self, value: _Value, permutation: Sequence[int]) -> int:
+        # `vmap` moves the axis of its lanes to the front where a scan ends in another
+        # one, and back where the backward pass takes apart what that has stacked.
+        number = value.number
+        how, operands = self._computed.get(number, (None, ()))
+        if isinstance(how, tuple) and how[0] == "transposed":
+            (number,) = operands
+            permutation = [how[1][i] for i in permutation]
+        if list(permutation) == list(range(len(permutation))):
+            return number
+        return self._number(("transposed", tuple(permutation)), [number])
 
     # --- loops ---
     def loop(self, eqn, operands, init, body, here):
