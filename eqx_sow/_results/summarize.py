@@ -196,8 +196,8 @@ def summarize(
     """The statistics of each array of a PyTree, without a copy of it.
 
     For `save_intermediates(..., transform=eqx_sow.summarize)`: a scan over layers then
-    stacks statistics, not activations. Two reductions compute them, without writing
-    another array.
+    stacks statistics, not activations. Each array is read a few times, and no other
+    of its size is written.
 
     Entries that are not finite are counted, and left out of everything else. Complex
     numbers count by their magnitude, booleans as 0 and 1. Everything is computed and
@@ -313,9 +313,34 @@ def summary_of(x: jax.Array, edges: tuple[float, ...] | None = None) -> Summary:
     return _summary(_as_real(x), edges)
 
 
+def _as_real(x: jax.Array) -> jax.Array:
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return jnp.abs(x)
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        return x.astype(jnp.float64 if x.dtype.itemsize == 8 else jnp.float32)
+    return x.astype(jnp.result_type(float))
+
+
+def summary_on_host(x: Any) -> Summary | None:
+    """The summary of all entries of an array or a `Summary`, by NumPy, since a callback
+    must not call JAX; in float64. Of a key there is none."""
+    if not isinstance(x, Summary):
+        if not is_numeric(x):
+            return None
+        is_complex = jnp.issubdtype(x.dtype, jnp.complexfloating)
+        x = _of_entries((np.abs(x) if is_complex else x).astype(np.float64), xp=np)
+    x = jtu.tree_map(lambda a: np.asarray(a, np.float64), x)
+    return merged(x, tuple(range(x.size.ndim)), ft.partial(_one_by_one, xp=np), np)
+
+
 @ft.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _summary(x: jax.Array, edges: tuple[float, ...] | None) -> Summary:
-    return Summary(**_statistics(x, edges))
+    there, _ = _in_blocks(jnp.ones_like(x, bool))
+    x, block = _in_blocks(x)
+    entries = _of_entries(x, there)
+    s = merged(entries, tuple(range(x.ndim)), ft.partial(_by_block, block))
+    histogram = None if edges is None else _histogram(x, block, edges)
+    return dc.replace(s, histogram=histogram, edges=edges)
 
 
 # Of the reductions themselves, JAX would keep every partial result.
@@ -355,162 +380,63 @@ def _added(a: Summary, b: Summary) -> Summary:
     return merged(jtu.tree_map(both, a, b), (0,))
 
 
-def merged(s: Summary, axes: tuple[int, ...], xp: Any = jnp) -> Summary:
-    """One summary of those along some axes, by Chan's formula. `xp` computes it: JAX,
-    or NumPy, since a callback must not call JAX."""
-    if not axes:
-        return s
-    n = s.size - s.not_finite
-    some, total = n > 0, xp.sum(n, axes)
-    any_, nan = total > 0, np.array(np.nan, s.mean.dtype)
-    expand = lambda x: xp.expand_dims(x, axes)
-    weights = (n / expand(xp.maximum(total, 1))).astype(s.mean.dtype)
-    low = xp.min(xp.where(some, s.min, np.inf), axes, initial=np.inf)
-    high = xp.max(xp.where(some, s.max, -np.inf), axes, initial=-np.inf)
-
-    # With this scale no square overflows. It is a power of two, so nothing is rounded.
-    scale = _in_range(xp.maximum(xp.abs(low), xp.abs(high)))
-    scale = lax.stop_gradient(scale) if xp is jnp else scale
-    scale = scale / xp.frexp(scale)[0]
-    scaled = lambda x: xp.where(some, x, 0) / expand(scale)
-    average = lambda x: xp.sum(weights * x, axes)
-    # Where it is zero, so is its gradient.
-    root = lambda x: xp.where(x > 0, xp.sqrt(xp.where(x > 0, x, 1)), 0)
-    mean, std = scaled(s.mean), scaled(s.std)
-    about = xp.clip(average(mean), low / scale, high / scale)
-    about = expand(xp.where(any_, about, 0))
-    new_mean = xp.squeeze(about, axes) + average(mean - about)
-    variance = average(std**2 + (mean - expand(new_mean)) ** 2)
-    numbers = dict(
-        mean=new_mean * scale,
-        std=root(variance) * scale,
-        rms=root(variance + new_mean**2) * scale,
-        min=low,
-        max=high,
-    )
+def _of_entries(x: Any, there: Any = True, xp: Any = jnp) -> Summary:
+    """For each entry of an array, the summary of it alone; of none where it is not
+    `there`."""
+    finite = xp.isfinite(x)
+    count = lambda mask: mask.astype(np.uint32)
+    numbers = dict(mean=x, std=xp.zeros_like(x), rms=x, min=x, max=x)
     return Summary(
-        size=xp.sum(s.size, axes),
-        **{k: xp.where(any_, x, nan) for k, x in numbers.items()},
-        zeros=xp.sum(s.zeros, axes),
-        not_finite=xp.sum(s.not_finite, axes),
-        histogram=None if s.histogram is None else xp.sum(s.histogram, axes),
-        edges=s.edges,
+        size=count(finite | there),
+        **numbers,
+        zeros=count(x == 0),
+        not_finite=count(~finite & there),
     )
 
 
-_merged = jax.jit(merged, static_argnums=1)
+# What is reduced, and how: by "sum", "min" or "max".
+_Part = tuple[Any, str]
+_START = {"sum": 0, "min": np.inf, "max": -np.inf}
 
 
-# --- the reductions ---
-# XLA on a CPU computes several reductions of one array in a single pass, without
-# writing another array of its size, if they are one `lax.reduce` of several operands.
-# It uses vector instructions, and is ten times as fast, if exactly one of these is a
-# sum of floating-point numbers and all others are integers. So each pass below has one
-# sum and some counts, and finds the smallest and the largest entry as integers.
-
-# How many entries are added one after another. The sum of a million in float32 would
-# have only two digits.
-_BLOCK = 1024
+def _one_by_one(axes: tuple[int, ...], *parts: _Part, xp: Any = jnp) -> list[Any]:
+    return [getattr(xp, how)(x, axes, initial=_START[how]) for x, how in parts]
 
 
-def _as_real(x: jax.Array) -> jax.Array:
-    if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        return jnp.abs(x)
-    if jnp.issubdtype(x.dtype, jnp.floating):
-        return x.astype(jnp.float64 if x.dtype.itemsize == 8 else jnp.float32)
-    return x.astype(jnp.result_type(float))
+def _by_block(
+    block: tuple[int, ...], axes: tuple[int, ...], *parts: _Part
+) -> Sequence[Any]:
+    """Those of all axes: first those of each block, then of all blocks.
 
-
-def _statistics(x: jax.Array, edges: tuple[float, ...] | None) -> dict[str, Any]:
-    """The fields of a `Summary` of an array of float32 or float64.
-
-    The first pass over the array counts, finds the smallest and the largest entry, and
-    adds all up, which gives about the mean. The second one adds up the deviations from
-    that, so it is known how far it was off. The third one adds up their squares.
+    XLA on a CPU reads an array once for all of these, and writes no other array of its
+    size, if they are one `lax.reduce` of several operands. It uses vector instructions
+    only if at most one of these is of floating-point numbers. So that is the sum, and
+    the smallest and the largest entry are found as integers.
     """
-    size = x.size
-    x, axes = _in_blocks(x)
-    padding = x.size - size
 
-    finite = jnp.isfinite(x)
-    # A sum of so few entries that are so small cannot overflow.
-    small = jnp.array(1 / (4 * _BLOCK), x.dtype)
-    bad, zeros, low, high, total = _reduce(
-        axes,
-        _count(~finite),
-        _count(x == 0),
-        _extremum(x, finite, np.inf, lax.min),
-        _extremum(x, finite, -np.inf, lax.max),
-        _total(x * small, finite),
-    )
-    # As integers, since one in a billion matters. Blocks are padded by NaN.
-    not_finite = jnp.sum(bad, dtype=jnp.uint32) - np.uint32(padding)
-    not_finite = not_finite.astype(jnp.result_type(float))
-    size = jnp.full_like(not_finite, size)
-    entries = jnp.maximum(size - not_finite, 1).astype(x.dtype)
-    low = jnp.min(_as_float(low, x.dtype), initial=jnp.inf)
-    high = jnp.max(_as_float(high, x.dtype), initial=-jnp.inf)
-    about = jnp.clip(jnp.sum(total / entries) / small, low, high)
-    about = jnp.where(low <= high, about, 0)
+    def part(x, how):
+        # JAX has no rule for a batch of reductions that begin with a traced number.
+        start = np.array(_START[how], x.dtype)
+        if how == "sum":
+            return x, start, lax.add
+        integer = jnp.dtype(f"int{x.dtype.itemsize * 8}")
+        bits, start = lax.bitcast_convert_type(x, integer), start.view(integer)
+        fn = lax.min if how == "min" else lax.max
+        return _in_order(bits), _in_order(start)[()], fn
 
-    # Half of a deviation cannot overflow. With the scale, its square cannot either.
-    scale = _in_range(jnp.maximum(jnp.abs(low), jnp.abs(high)))
-    deviation = (x / 2 - about / 2) * (1 / scale)
+    def of_all(x, how):
+        if how != "sum":
+            x = lax.bitcast_convert_type(_in_order(x), f"float{x.dtype.itemsize * 8}")
+        # Of all entries, there may be more than a `uint32` can hold.
+        elif x.dtype == np.uint32:
+            x = x.astype(jnp.result_type(float))
+        return x, how
 
-    def mean(y: jax.Array) -> jax.Array:
-        n, total = _reduce(axes, _count(finite), _total(y, finite))
-        # XLA drops a count that nothing uses.
-        total = jnp.where(n > 0, total, 0)
-        return jnp.sum(total / entries)
-
-    off, squares = mean(deviation), mean(deviation**2)
-    mean_ = jnp.clip(about + 2 * off * scale, low, high)
-    std = 2 * jnp.sqrt(jnp.maximum(squares - off**2, 0)) * scale
-    numbers = dict(mean=mean_, std=std, rms=jnp.hypot(mean_, std), min=low, max=high)
-    some = low <= high
-    return {k: jnp.where(some, v, jnp.nan) for k, v in numbers.items()} | dict(
-        size=size,
-        zeros=_sum_of_counts(zeros),
-        not_finite=not_finite,
-        histogram=None if edges is None else _histogram(x, axes, edges),
-        edges=edges,
-    )
-
-
-def _in_range(scale: Any) -> Any:
-    """A scale so that neither it nor its inverse is flushed to zero or overflows."""
-    least = 4 * float(jnp.finfo(scale.dtype).tiny)
-    return scale.clip(least, 1 / least)
-
-
-# An array, the number where its reduction begins, and how two of its entries are
-# reduced. (JAX has no rule for a batch of reductions that begin with a traced number.)
-_Part = tuple[Any, Any, Callable]
-
-
-def _reduce(axes: tuple[int, ...], *parts: _Part) -> Sequence[Any]:
-    arrays, initial, fns = zip(*parts)
-    step = lambda a, b: tuple(fn(x, y) for fn, x, y in zip(fns, a, b))
-    return lax.reduce(arrays, initial, step, axes)
-
-
-def _count(mask: Any) -> _Part:
-    return mask.astype(jnp.uint32), np.uint32(0), lax.add
-
-
-def _total(x: jax.Array, mask: jax.Array) -> _Part:
-    return jnp.where(mask, x, 0), np.zeros((), x.dtype), lax.add
-
-
-def _extremum(x: jax.Array, mask: jax.Array, nothing: float, fn: Callable) -> _Part:
-    integer = jnp.dtype(f"int{x.dtype.itemsize * 8}")
-    initial = _in_order(np.array(nothing, x.dtype).view(integer))[()]
-    entries = _in_order(lax.bitcast_convert_type(x, integer))
-    return jnp.where(mask, entries, initial), initial, fn
-
-
-def _as_float(bits: jax.Array, dtype: Any) -> jax.Array:
-    return lax.bitcast_convert_type(_in_order(bits), dtype)
+    arrays, starts, fns = zip(*[part(*p) for p in parts])
+    both = lambda a, b: tuple(fn(x, y) for fn, x, y in zip(fns, a, b))
+    of_blocks = lax.reduce(arrays, starts, both, block)
+    of_each = [of_all(x, how) for x, (_, how) in zip(of_blocks, parts)]
+    return _one_by_one(axes[: -len(block) or None], *of_each)
 
 
 def _in_order(bits: Any) -> Any:
@@ -521,8 +447,73 @@ def _in_order(bits: Any) -> Any:
     return bits ^ ((bits >> np.array(info.bits - 1, bits.dtype)) & info.max)
 
 
-def _sum_of_counts(count: jax.Array) -> jax.Array:
-    return jnp.sum(count.astype(jnp.result_type(float)))
+def merged(
+    s: Summary, axes: tuple[int, ...], reduce: Callable = _one_by_one, xp: Any = jnp
+) -> Summary:
+    """One summary of those along some axes, by Chan's formula."""
+    dtype, n = s.mean.dtype, s.size - s.not_finite
+    some, nan = n > 0, np.array(np.nan, dtype)
+    total, zeros, not_finite, low, high = reduce(
+        axes,
+        (n, "sum"),
+        (s.zeros, "sum"),
+        (s.not_finite, "sum"),
+        (xp.where(some, s.min, np.inf), "min"),
+        (xp.where(some, s.max, -np.inf), "max"),
+    )
+    any_ = total > 0
+    expand = lambda x: xp.expand_dims(x, axes)
+    weights = n.astype(dtype) / expand(xp.maximum(total, 1).astype(dtype))
+
+    def average(x):
+        # The sum of `n` makes it several operands, see `_by_block`.
+        total, mean = reduce(axes, (n, "sum"), (weights * x, "sum"))
+        return xp.where(total > 0, mean, 0)
+
+    # With this scale no square overflows. It is a power of two, so nothing is rounded.
+    scale = _in_range(xp.maximum(xp.abs(low), xp.abs(high)))
+    scale = lax.stop_gradient(scale) if xp is jnp else scale
+    mantissa, _ = xp.frexp(scale)
+    scale, inverse = scale / mantissa, mantissa / scale
+    scaled = lambda x: xp.where(some, x, 0) * expand(inverse)
+    # Where it is zero, so is its gradient.
+    root = lambda x: xp.where(x > 0, xp.sqrt(xp.where(x > 0, x, 1)), 0)
+    mean, std = scaled(s.mean), scaled(s.std)
+    about = xp.clip(average(mean), low * inverse, high * inverse)
+    about = xp.where(any_, about, 0)
+    deviation = mean - expand(about)
+    off = average(deviation)
+    new_mean, variance = about + off, average(std**2 + deviation**2) - off**2
+    numbers = dict(
+        mean=new_mean * scale,
+        std=root(variance) * scale,
+        rms=root(variance + new_mean**2) * scale,
+        min=low,
+        max=high,
+    )
+    return Summary(
+        size=total + not_finite,
+        **{k: xp.where(any_, x, nan) for k, x in numbers.items()},
+        zeros=zeros,
+        not_finite=not_finite,
+        histogram=None if s.histogram is None else xp.sum(s.histogram, axes),
+        edges=s.edges,
+    )
+
+
+_merged = jax.jit(merged, static_argnums=1)
+
+
+def _in_range(scale: Any) -> Any:
+    """A scale so that neither it nor its inverse is flushed to zero or overflows."""
+    least = 4 * float(jnp.finfo(scale.dtype).tiny)
+    return scale.clip(least, 1 / least)
+
+
+# --- blocks ---
+# How many entries are added one after another. The sum of a million in float32 would
+# have only two digits.
+_BLOCK = 1024
 
 
 def _in_blocks(x: jax.Array) -> tuple[jax.Array, tuple[int, ...]]:
@@ -542,7 +533,7 @@ def _in_blocks(x: jax.Array) -> tuple[jax.Array, tuple[int, ...]]:
 
 def _split(x: jax.Array, axis: int, most: int) -> jax.Array:
     """Makes two axes of one, the second with at most `most` entries. If the length has
-    no divisor that is large enough, the axis is padded by NaN."""
+    no divisor that is large enough, the axis is padded by NaN, or by `False`."""
     names = spec_of(x)[axis] or ()
     names = names if isinstance(names, tuple) else (names,)
     # The axis of the blocks has to be one that can be sharded as the axis was.
@@ -554,13 +545,14 @@ def _split(x: jax.Array, axis: int, most: int) -> jax.Array:
     k = max(divisors, key=suits, default=None)
     if k is None:
         k = most
+        nothing = False if x.dtype == bool else jnp.nan
         pad = [(0, 0, 0)] * x.ndim
         pad[axis] = (0, -n % (k * shards), 0)
-        x = lax.pad(x, jnp.array(jnp.nan, x.dtype), pad)
+        x = lax.pad(x, jnp.array(nothing, x.dtype), pad)
     return x.reshape(*x.shape[:axis], -1, k, *x.shape[axis + 1 :])
 
 
-def _histogram(x: jax.Array, axes: tuple[int, ...], edges: tuple[float, ...]):
+def _histogram(x: jax.Array, block: tuple[int, ...], edges: tuple[float, ...]):
     exact = np.asarray(edges)
     # For each edge, the smallest number of this dtype to the right of it, so that
     # rounding puts no entry on the other side. Beyond the numbers of the dtype that is
@@ -570,7 +562,7 @@ def _histogram(x: jax.Array, axes: tuple[int, ...], edges: tuple[float, ...]):
         above = np.nextafter(rounded, np.array(np.inf, x.dtype))
     from_edge = np.where(rounded < exact, above, rounded)
     from_edge[-1] = np.where(rounded[-1] <= exact[-1], above[-1], rounded[-1])
-    parts = [_count(jnp.isfinite(x) & (x >= edge)) for edge in from_edge]
-    counts = _reduce(axes, *parts)
-    bins = [_sum_of_counts(a - b) for a, b in zip(counts[:-1], counts[1:])]
-    return jnp.stack(bins)
+    masks = [jnp.isfinite(x) & (x >= edge) for edge in from_edge]
+    counts = [(mask.astype(jnp.uint32), "sum") for mask in masks]
+    right_of = _by_block(block, tuple(range(x.ndim)), *counts)
+    return jnp.stack([a - b for a, b in zip(right_of[:-1], right_of[1:])])

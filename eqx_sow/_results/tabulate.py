@@ -18,7 +18,15 @@ from .._arrays import select
 from .._errors import SowError
 from .._frames import api_boundary
 from .intermediates import axes_in, axes_of, in_order, Intermediates, Leading, Scan
-from .summarize import as_array, is_numeric, is_value, merged, Summary, summary_of
+from .summarize import (
+    as_array,
+    is_numeric,
+    is_value,
+    merged,
+    Summary,
+    summary_of,
+    summary_on_host,
+)
 
 
 _WIDTH = 100
@@ -142,36 +150,9 @@ def _check(intermediates: Any) -> None:
 # --- what is said of an array ---
 def in_one_line(x: Any) -> str:
     """For an event of a `tap` without a callback: an array or a `Summary`."""
-    said = _said(x, _on_host(x), digits=3)
+    said = _said(x, summary_on_host(x), digits=3)
     shape = said.pop("shape")
     return "  ".join([shape, *(f"{k} {v}" for k, v in said.items())])
-
-
-def _on_host(x: Any) -> Summary | None:
-    """The summary of all entries, by NumPy, since a callback must not call JAX; in
-    float64, in which no square overflows. Of a key there is none."""
-    if isinstance(x, Summary):
-        x = jtu.tree_map(lambda a: np.asarray(a, np.float64), x)
-        return merged(x, tuple(range(x.size.ndim)), np)
-    if not is_numeric(x):
-        return None
-    is_complex = jnp.issubdtype(x.dtype, jnp.complexfloating)
-    x = (np.abs(x) if is_complex else x).astype(np.float64)
-    finite = x[np.isfinite(x)]
-    not_finite = x.size - finite.size
-    # Without any, the numbers are not shown.
-    finite = finite if finite.size else np.zeros(1)
-    numbers: Any = dict(
-        size=np.float64(x.size),
-        mean=finite.mean(),
-        std=finite.std(),
-        rms=np.linalg.norm(finite) / finite.size**0.5,
-        min=finite.min(),
-        max=finite.max(),
-        zeros=np.sum(x == 0),
-        not_finite=not_finite,
-    )
-    return Summary(**numbers)
 
 
 def _said(x: Any, summary: Summary | None, digits: int) -> dict[str, str]:
