@@ -1,5 +1,5 @@
-"""`capture=` and models that functions close over, or read from globals: they are
-marked in place while the function is traced, and nothing else changes."""
+"""`capture=` and models that functions close over, read from globals, or hold in
+objects and in functions that were made of them."""
 
 import contextlib
 import dataclasses as dc
@@ -654,3 +654,70 @@ def test_a_static_half_in_an_object():
     hidden = _Plain(static)
     fn = lambda params, x: eqx.combine(params, hidden.net)(x)
     assert list(S(fn, capture=True)(params, X)[1]) == ["params"]
+
+
+# --- Objects that hold a model or were made of one ---
+
+
+class _Jitted(eqx.Module):
+    linear: eqx.nn.Linear
+
+    @eqx.filter_jit
+    def by_equinox(self, x):
+        return self.linear(x)
+
+    @jax.jit
+    def by_jax(self, x):
+        return self.linear(x)
+
+    def plain(self, x):
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("method", ["plain", "by_jax", "by_equinox"])
+def test_a_bound_method_has_the_paths_of_its_model(method):
+    bound = getattr(_Jitted(_linear()), method)
+    assert list(_primals(bound, X, capture=eqx.nn.Linear)) == ["linear"]
+    # It was bound before the capture, to whatever was in the class then.
+    assert list(_primals(bound, X, capture=_Jitted, methods=method)) == [f".{method}"]
+    name = f"model.{method}"
+    got = _primals(
+        lambda model, x: getattr(model, method)(x),
+        _Jitted(_linear()),
+        X,
+        capture=_Jitted,
+        methods=method,
+    )
+    assert list(got) == [name]
+
+
+class _Holder:
+    def __init__(self):
+        self.model = ONE
+
+    def run(self, x):
+        return self.model(x)
+
+
+def test_the_model_in_an_object_before_the_global_that_it_came_from():
+    run = lambda holder, x: holder.run(x)
+    assert list(_primals(run, _Holder(), X)) == ["holder/model"]
+
+
+def test_a_jitted_layer_in_a_list_has_the_path_of_the_list():
+    layers = [
+        eqx.filter_jit(_linear(0)),
+        eqx.filter_jit(eqx.nn.MLP(3, 3, 3, 1, key=jr.key(1))),
+    ]
+    got = _primals(lambda m, x: m[1](m[0](x)), layers, X)
+    assert list(got) == ["m/0", "m/1/layers/0", "m/1/layers/1", "m/1"]
+
+
+class _Nothing(eqx.Module):
+    def __call__(self, x):
+        return None
+
+
+def test_a_layer_that_returns_none():
+    _, got = S(lambda layer, x: layer(x), capture=_Nothing)(_Nothing(), X)
+    assert got == {"layer": {"primal": None}}

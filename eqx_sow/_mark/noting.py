@@ -79,10 +79,14 @@ def _noted(captures: tuple[Capture, ...]) -> Iterator[None]:
     def note(cls):
         for name in (*names, *own_methods(cls)) if scoped else names:
             method = vars(cls).get(name)
-            if isinstance(method, types.FunctionType):
-                _exchange_code(method, ft.partial(_noting_method, name, method))
+            fn = method
+            if isinstance(method, _compat.FilterJit | _compat.Jit):
+                # Somebody may have a bound method already.
+                fn = inspect.unwrap(method)
+            if isinstance(fn, types.FunctionType):
+                _exchange_code(fn, ft.partial(_noting_method, name, method))
             elif method is not None:
-                # Such as what `eqx.filter_jit` makes of a method.
+                # Any other object that can be called.
                 new = _noting_method(name, method, method)
                 setattr(cls, name, ft.update_wrapper(new, method))
                 _put_back.callback(setattr, cls, name, method)
@@ -325,7 +329,7 @@ def _note(module: Any, method: str, plain: Callable, args: tuple, kwargs: dict) 
     if isinstance(out, jax.Array):  # as nearly all are
         return bind(out, _unnamed(chosen), edge, note=note)
     values, parts = _without_parts(out, module)
-    if not jtu.tree_leaves(values):
+    if jtu.tree_leaves(parts) and not jtu.tree_leaves(values):
         return out
     values = bind(values, _unnamed(chosen), edge, note=note)
     return eqx.combine(values, parts, is_leaf=is_module)

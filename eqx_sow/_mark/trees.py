@@ -82,7 +82,11 @@ def inside(x: Any) -> list[tuple[str, Any]]:
         return [("", getattr(x, name)) for name in INNER if hasattr(x, name)]
     names = positional_names(x.func, len(x.args))
     named = [*zip(names, x.args), *sorted(x.keywords.items())]
-    return [("", x.func), *((Root(name), y) for name, y in named)]
+    # The module that a method is bound to has no name.
+    return [
+        ("", x.func),
+        *(("" if name == "self" else Root(name), y) for name, y in named),
+    ]
 
 
 def positional_names(fn: Any, n: int) -> list[str]:

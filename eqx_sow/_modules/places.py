@@ -63,17 +63,28 @@ class Places:
         self.modules: dict[Path, Any] = {}
         # An array may be in several places, and is then several inputs.
         of_array: dict[int, list[Path]] = defaultdict(list)
+        # In the layer of an `eqx.filter_jit(layer)`, it is where it is in that.
+        of_inner: dict[int, list[Path]] = defaultdict(list)
+        inner = []
         for path, x in walk(self._roots):
             if is_part(x):
                 self.modules[path] = x
+            elif is_wrapper(x):
+                inner += [(path, y) for key, y in inside(x) if not key]
             elif eqx.is_array(x):
                 of_array[id(x)].append(path)
+        for path, x in walk(inner):
+            if is_part(x):
+                self.modules.setdefault(path, x)
+            elif eqx.is_array(x):
+                of_inner[id(x)].append(path)
         self._arrays, *_ = take_apart((fn, args, kwargs))
         self.n_inputs = len(self._arrays)
         self._paths: dict[int, list[Path]] = defaultdict(list)
         for i, x in enumerate(self._arrays):
             places = of_array[id(x)] or [("?",)]
-            self._paths[i] = [places.pop(0) if len(places) > 1 else places[0]]
+            place = places.pop(0) if len(places) > 1 else places[0]
+            self._paths[i] = [place, *of_inner[id(x)]]
         self._sources: dict[int, int] = {}
 
     def source(self, array: Any) -> int:
@@ -197,10 +208,10 @@ def _attributes(x: Any) -> Iterator[tuple[str, Any]]:
         # Such as a `jax.custom_jvp`, which holds the function and its rules.
         held |= dict.fromkeys(own, "")
     elif type(x) is types.SimpleNamespace or not _is_installed(module):
-        yield "", type(x)
         slots = [getattr(c, "__slots__", ()) for c in type(x).__mro__]
         names = it.chain(own, *slots)
         held |= {name: name for name in names if not name.startswith("__")}
+        held["__class__"] = ""
     for name, key in held.items():
         if hasattr(x, name):
             yield key, getattr(x, name)
