@@ -2151,6 +2151,8 @@ def test_a_function_of_jax(call):
     layers = [att, eqx.nn.MultiheadAttention(2, 8, key=jr.key(2))]
     _, got = call(S(several, capture=jax.nn.softmax), layers, x)
     assert list(got) == ["layers/0/softmax", "layers/1/softmax"]
+    _, got = call(S(fn, capture=(True, jax.nn.softmax)), att, x)
+    assert {"a/softmax", "a/query_proj", "a"} <= got.keys()
     planted = plant(att, {"softmax": jnp.zeros_like}, capture=jax.nn.softmax)
     assert_close(call(planted, x, x, x), jnp.zeros((5, 8)))
 

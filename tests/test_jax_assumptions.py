@@ -1045,6 +1045,13 @@ def test_concatenations():
     assert tuple(parts.params["sizes"]) == (1, 2) and parts.params["axis"] == 0
 
 
+@assumed("A `transpose` has its `permutation`.", "_walk/executions.py")
+def test_transpositions():
+    (eqn,) = jaxpr_of(lambda x: jax.lax.transpose(x, (1, 0)), jnp.ones((2, 3))).eqns
+    assert eqn.primitive is jax.lax.transpose_p
+    assert tuple(eqn.params["permutation"]) == (1, 0)
+
+
 @assumed(
     "`pe.dce_jaxpr` returns a jaxpr without what is not used, and which inputs are.",
     "_values/transform.py",

@@ -60,13 +60,13 @@ class Marking:
     def selected(self) -> tuple[tuple[type, ...] | None, tuple[Any, ...]]:
         """The classes that are selected, or `None` if a predicate selects; and the
         functions, as they were before `jax.jit`."""
-        capture = eqx.Module if self.capture is True else self.capture
-        if isinstance(capture, type) or is_function_to_capture(capture):
-            capture = (capture,)
-        if not isinstance(capture, tuple):
+        several = self.capture if isinstance(self.capture, tuple) else (self.capture,)
+        several = [eqx.Module if c is True else c for c in several]
+        classes = tuple(c for c in several if isinstance(c, type))
+        functions = [c for c in several if not isinstance(c, type)]
+        if not all(map(is_function_to_capture, functions)):
             return None, ()
-        functions = [inspect.unwrap(c) for c in capture if not isinstance(c, type)]
-        return tuple(c for c in capture if isinstance(c, type)), tuple(functions)
+        return classes, tuple(map(inspect.unwrap, functions))
 
 
 def name(

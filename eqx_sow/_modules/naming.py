@@ -377,9 +377,12 @@ class Naming(Domain):
 
     def _chooses(self, call: Call, path: Path) -> bool:
         capture, name = self._marking.capture, "/".join(path) or "."
-        if not call.is_function:
-            self.seen.setdefault(name, call.cls)
-        if capture is True:
+        if call.is_function:
+            return True
+        self.seen.setdefault(name, call.cls)
+        several = capture if isinstance(capture, tuple) else (capture,)
+        classes = tuple(c for c in several if isinstance(c, type))
+        if True in several and not issubclass(call.cls, classes):
             return self._left_out.isdisjoint(path[:1])
         if self._classes is not None:
             return True

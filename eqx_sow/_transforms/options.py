@@ -172,7 +172,7 @@ def _capture(option: str, capture: Any) -> Any:
     several = capture if isinstance(capture, tuple) else (capture,)
     if capture is None or capture is False:
         return None
-    if capture is True or all(map(_is_class_or_jitted, several)):
+    if all(map(_may_be_one_of_several, several)):
         return capture
     jit_it = "To capture what a function returns, `jax.jit` it, or `sow` there."
     no_predicate = isinstance(capture, eqx.Module) or is_function_to_capture(capture)
@@ -192,10 +192,11 @@ def _capture(option: str, capture: Any) -> Any:
     return capture
 
 
-def _is_class_or_jitted(x: Any) -> bool:
+def _may_be_one_of_several(x: Any) -> bool:
     # A module that was compiled is none: its class is.
     is_function = isinstance(inspect.unwrap(x), types.FunctionType)
-    return isinstance(x, type) or (is_function_to_capture(x) and is_function)
+    is_class = x is True or isinstance(x, type)
+    return is_class or (is_function_to_capture(x) and is_function)
 
 
 def _every(option: str, every: Any) -> int:
