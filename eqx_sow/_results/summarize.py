@@ -504,9 +504,14 @@ def merged(
 _merged = jax.jit(merged, static_argnums=1)
 
 
+# Known here, since NumPy warns where it first learns this in a callback, in a thread
+# that flushes small numbers to zero.
+_LEAST = {np.dtype(x): 4 * float(np.finfo(x).tiny) for x in (np.float32, np.float64)}
+
+
 def _in_range(scale: Any) -> Any:
     """A scale so that neither it nor its inverse is flushed to zero or overflows."""
-    least = 4 * float(jnp.finfo(scale.dtype).tiny)
+    least = _LEAST[scale.dtype]
     return scale.clip(least, 1 / least)
 
 
