@@ -77,11 +77,10 @@ class Entry:
         """Over which mesh axes the axes of `core_shape` are sharded."""
         return spec_of(self.arrays[i])[len(self.site.axes) :]
 
-    def with_lead(
-        self, i: int, sizes: Sequence[int], specs: Sequence[Any]
-    ) -> jax.ShapeDtypeStruct:
-        """The shape of array `i` with other leading axes."""
-        shape = (*sizes, *self.core_shape(i))
+    def shape(self, i: int, axes: Sequence[Axis]) -> jax.ShapeDtypeStruct:
+        """The shape of array `i`, with these leading axes in place of its own."""
+        shape = (*[a.size if a.has[i] else 1 for a in axes], *self.core_shape(i))
+        specs = [a.spec if a.has[i] else None for a in axes]
         return shape_like(self.arrays[i], shape, (*specs, *self.core_spec(i)))
 
     def within(self, step: tuple[int, bool | None]) -> "Entry":
@@ -94,18 +93,10 @@ class Entry:
         site = self.site._replace(axes=tuple(axes))
         return dc.replace(self, arrays=tuple(arrays), site=site)
 
-    def without_axes(self, gone: Sequence[int]) -> "Entry":
-        """An entry of one place along these axes, as shapes."""
-        kept = [k for k in range(len(self.site.axes)) if k not in gone]
-
-        def one(i, x):
-            spec = spec_of(x)
-            return self.with_lead(
-                i, [x.shape[k] for k in kept], [spec[k] for k in kept]
-            )
-
-        arrays = [one(i, x) for i, x in enumerate(self.arrays)]
-        return self.replace(arrays, [self.site.axes[k] for k in kept])
+    def with_only(self, axes: Sequence[Axis]) -> "Entry":
+        """An entry of one place along all but these of its axes, as shapes."""
+        shapes = [self.shape(i, axes) for i in range(len(self.arrays))]
+        return self.replace(shapes, axes)
 
 
 def grouped(

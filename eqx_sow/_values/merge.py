@@ -90,10 +90,7 @@ def merged(old: Entry, new: Entry) -> Entry:
     did not, it is the second, which is how JAX selects outputs: so XLA has one boolean
     for both."""
     form = unify([old, new])
-    *values, ran = conform(old, form).arrays
-    *others, other_ran = conform(new, form).arrays
-    values = [select(ran.astype(bool), x, y) for x, y in zip(values, others)]
-    return dc.replace(form, arrays=(*values, ran + other_ran))
+    return latest(conform(new, form), conform(old, form))
 
 
 def _of_all(sites: Sequence[Site]) -> Site:
@@ -212,16 +209,13 @@ def unify(entries: Sequence[Entry]) -> Entry:
     varies = [either(*[e.site.has(i) for e in entries]) for i in range(n)]
     # Wherever the count varies, the value does too: it may not have run there.
     varies = [either(v, varies[-1]) for v in varies]
+    site = _of_all(sites)._replace(axes=with_has(axes, varies))
 
     def shape(i):
         # A branch may have zeros, say, that are not sharded.
         n_sharded = lambda e: len(e.core_spec(i)) - e.core_spec(i).count(None)
-        most_sharded = max(entries, key=n_sharded)
-        sizes = [a.size if v else 1 for a, v in zip(axes, varies[i])]
-        specs = [a.spec if v else None for a, v in zip(axes, varies[i])]
-        return most_sharded.with_lead(i, sizes, specs)
+        return max(entries, key=n_sharded).shape(i, site.axes)
 
-    site = _of_all(sites)._replace(axes=with_has(axes, varies))
     cases = ()
     if all(e.cases for e in entries):
         cases = tuple(dict.fromkeys(x for e in entries for x in e.cases))
