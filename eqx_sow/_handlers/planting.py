@@ -252,11 +252,12 @@ def _at_site(
     run, _ = running(site, guards)
     if run is None:
         run = np.ones((1,) * len(site.axes), bool)
-    run = aligned(run, [k is not None for k in own])
+    run = aligned(run, own)
 
     def without_the_same(x, varies):
         """Without the axes of lanes that an operand does not vary over."""
-        in_form = [k is not None and varies[k] for k in own]
+        of_own = iter(varies)
+        in_form = [is_own and next(of_own) for is_own in own]
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) and not all(in_form):
             data = without_the_same(jax.random.key_data(x), varies)
             return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))

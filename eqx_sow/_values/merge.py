@@ -148,28 +148,26 @@ def _slots(entries: Sequence[Entry]) -> dict[Any, Entry]:
 
 
 # --- one form for several entries ---
-def own_axes(own: Sequence[Axis], axes: Sequence[Axis]) -> list[int | None]:
-    """Which of its `own` axes each of `axes` is for an entry that has some of them.
-    With its own `[vmap]`, and `axes` of `[loop, vmap]`, it is `[None, 0]`."""
-    places: list[int | None] = []
-    n_found = 0
+def own_axes(own: Sequence[Axis], axes: Sequence[Axis]) -> list[bool]:
+    """Which of `axes` an entry has that has some of them, its `own`. For `[vmap]`, of
+    `[loop, vmap]`, it is `[False, True]`."""
+    left = [a.kind for a in own]
+    found = []
     for a in axes:
-        is_own = n_found < len(own) and own[n_found].kind == a.kind
-        places.append(n_found if is_own else None)
-        n_found += is_own
-    return places
+        found.append(left[:1] == [a.kind])
+        left = left[found[-1] :]
+    return found
 
 
 def with_axes(entry: Entry, axes: Sequence[Axis]) -> Entry:
     """An entry with all of these axes, some of which are its own: with its own `[vmap]`
     and `axes` of `[loop, vmap]`, `f32[4,3]` becomes `f32[1,4,3]`."""
-    own = entry.site.axes
-    places = own_axes(own, axes)
-    if None not in places:
+    is_own = own_axes(entry.site.axes, axes)
+    if all(is_own):
         return entry
     none = (False,) * len(entry.arrays)
-    new = [a._replace(has=none) if k is None else own[k] for a, k in zip(axes, places)]
-    is_own = [k is not None for k in places]
+    own = iter(entry.site.axes)
+    new = [next(own) if o else a._replace(has=none) for a, o in zip(axes, is_own)]
     return entry.replace([aligned(x, is_own) for x in entry.arrays], new)
 
 
@@ -180,12 +178,9 @@ def _common_axes(sites: Sequence[Site]) -> list[Axis]:
     `[vmap, vmap]` and `[vmap]` it is not, if both are of one kind."""
     every = max((s.axes for s in sites), key=len)
     for s in sites:
-        n = len(s.axes)
         found = own_axes(s.axes, every)
         from_inside = own_axes(s.axes[::-1], every[::-1])[::-1]
-        if [None if k is None else n - 1 - k for k in from_inside] != found or (
-            n != len(found) - found.count(None)
-        ):
+        if found != from_inside or sum(found) != len(s.axes):
             raise SowError(
                 f"`{s.name}` is sown in several places that vary over different axes: "
                 f"sizes {[a.size for a in every]} at {sites[0].where} and "
