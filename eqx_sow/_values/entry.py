@@ -70,19 +70,12 @@ class Entry:
     # kept, or `None` for all. Empty if all are kept of all.
     at: tuple[int | None, ...] = dc.field(default=(), metadata=dict(static=True))
 
-    def core_shape(self, i: int) -> tuple[int, ...]:
-        """The shape of array `i` without its leading axes."""
-        return tuple(self.arrays[i].shape[len(self.site.axes) :])
-
-    def core_spec(self, i: int) -> tuple[Any, ...]:
-        """Over which mesh axes the axes of `core_shape` are sharded."""
-        return spec_of(self.arrays[i])[len(self.site.axes) :]
-
     def shape(self, i: int, axes: Sequence[Axis]) -> jax.ShapeDtypeStruct:
         """The shape of array `i`, with these leading axes in place of its own."""
-        shape = (*[a.size if a.has[i] else 1 for a in axes], *self.core_shape(i))
+        x, n = self.arrays[i], len(self.site.axes)
+        shape = (*[a.size if a.has[i] else 1 for a in axes], *x.shape[n:])
         specs = [a.spec if a.has[i] else None for a in axes]
-        return shape_like(self.arrays[i], shape, (*specs, *self.core_spec(i)))
+        return shape_like(x, shape, (*specs, *spec_of(x)[n:]))
 
     def within(self, step: tuple[int, bool | None]) -> "Entry":
         """The same, seen from outside an equation. There are many, and `dc.replace`

@@ -27,9 +27,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import equinox as eqx
-import jax
 
-from .._arrays import select, sharded_like, zeros_like
+from .._arrays import select, sharded_like, spec_of, zeros_like
 from .._errors import DuplicateSowError, SowError
 from .._mark.site import Axis, Cases, Site, with_has
 from .._mark.staging import types_of
@@ -81,7 +80,7 @@ def _one_of(a: WithTransform, b: WithTransform) -> WithTransform:
 
 def _form(e: Entry) -> Any:
     """What entries have in common that can become one."""
-    arrays = [(e.core_shape(i), x.dtype) for i, x in enumerate(e.arrays)]
+    arrays = [(x.shape, x.dtype) for x in e.with_only(()).arrays]
     return e.site.treedef, e.site.leaves, arrays
 
 
@@ -208,7 +207,7 @@ def unify(entries: Sequence[Entry]) -> Entry:
 
     def shape(i):
         # A branch may have zeros, say, that are not sharded.
-        n_sharded = lambda e: len(e.core_spec(i)) - e.core_spec(i).count(None)
+        n_sharded = lambda e: -spec_of(e.shape(i, ())).count(None)
         return max(entries, key=n_sharded).shape(i, site.axes)
 
     cases = ()
@@ -281,10 +280,7 @@ def _check_same(a: Entry, b: Entry) -> None:
     """Raises if two entries cannot become one."""
 
     def describe(e: Entry) -> str:
-        values = [
-            jax.ShapeDtypeStruct(e.core_shape(i), x.dtype)
-            for i, x in enumerate(e.arrays[:-1])
-        ]
+        *values, _ = e.with_only(()).arrays
         value = rebuild(e.site.treedef, e.site.leaves, values)
         return f"{eqx.tree_pformat(value, struct_as_array=True)} at {e.site.where}"
 
