@@ -19,7 +19,7 @@ from .. import _compat
 from .._arrays import leading, sharded_like, whole_along
 from .._errors import calling, SowError
 from .._mark.primitive import edge_value, sow_p
-from .._mark.site import Axis, Site
+from .._mark.site import Axis, Site, with_has
 from .._mark.static import Const, NoTangent, OPERAND, rebuild, SameParts
 from .._values.axes import aligned, as_operand, final_axes, for_each_lane
 from .._values.entry import Entry, in_front, in_place, running
@@ -252,11 +252,12 @@ def _at_site(
     run, _ = running(site, guards)
     if run is None:
         run = np.ones((1,) * len(site.axes), bool)
-    run = aligned(run, [k is not None for k in own])
+    run = aligned(run, own)
 
     def without_the_same(x, varies):
         """Without the axes of lanes that an operand does not vary over."""
-        in_form = [k is not None and varies[k] for k in own]
+        of_own = iter(varies)
+        in_form = [is_own and next(of_own) for is_own in own]
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) and not all(in_form):
             data = without_the_same(jax.random.key_data(x), varies)
             return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
@@ -384,15 +385,15 @@ def prepare(
     if callable(value):
         return Planted(SameParts(value), at, options.with_index), []
     loops = [i for i, a in enumerate(entry.site.axes) if not a.lane and a.mesh is None]
-    entry = entry.without_axes([k for k, i in zip(loops, at) if i is not None])
-    site, axes = entry.site, entry.site.axes
+    gone = [k for k, i in zip(loops, at) if i is not None]
+    axes = [a for k, a in enumerate(entry.site.axes) if k not in gone]
+    entry = entry.with_only(axes)
+    site = entry.site
     if Const(jtu.tree_structure(value)) != site.treedef and isinstance(value, Mapping):
         value = value.get(options.mode, value)
     final = final_axes(site)
-    like = []
-    for i, varies in enumerate(final):
-        own = [a for a, v in zip(axes, varies) if v]
-        like.append(entry.with_lead(i, [a.size for a in own], [a.spec for a in own]))
+    full = with_has(axes, final)
+    like = [entry.shape(i, [a for a in full if a.has[i]]) for i in range(len(final))]
     arrays = list(map(aligned, _operands(value, site, like), final))
     _check_fixed(places, value, may_be_zero=entry.counted)
     arrays = _only_zeros(places, value, arrays)

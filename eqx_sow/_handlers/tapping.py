@@ -198,8 +198,7 @@ def send(count: Any, entry: Entry, extra: Value, mode: str, options: Any) -> Non
     option of that name, and `options` are all options of `tap`."""
     site, n = entry.site, len(entry.arrays) - entry.counted
     varies = [site.has(i) for i in range(len(entry.arrays))]
-    arrays = list(map(as_operand, entry.arrays, varies))
-    value = Value(site.treedef, site.leaves, arrays[:n], varies[:n])
+    value = Value(site.treedef, site.leaves, entry.arrays[:n], varies[:n])
     value = _sendable(value, printed=options.callback.value is print_event)
     extra = _sendable(extra, printed=False)
     axes = with_has(site.axes, [*value.varies, *varies[n:]])
@@ -210,18 +209,20 @@ def send(count: Any, entry: Entry, extra: Value, mode: str, options: Any) -> Non
         options.callback, mode, sent, entry.counted, extra[:2], devices, options.ordered
     )
     indices = map(jax.lax.axis_index, devices)
-    arrays = [*extra.arrays, *value.arrays, *arrays[n:]]
+    ran = map(as_operand, entry.arrays[n:], varies[n:])
+    arrays = [*extra.arrays, *value.arrays, *ran]
     _send_p.bind(count, *indices, *arrays, delivery=delivery)
 
 
 def _sendable(value: Value, printed: bool) -> Value:
-    """The value with arrays that NumPy knows, and what is left of the others: of a key,
-    if it is to be `printed`, its type."""
+    """The value with arrays that NumPy knows, as operands, and what is left of the
+    others: of a key, if it is to be `printed`, its type."""
     leaves, arrays, varies = [], [], []
     operands = iter(zip(value.arrays, value.varies))
     for leaf in value.leaves:
         if leaf is OPERAND:
             x, v = next(operands)
+            x = as_operand(x, v)
             is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
             if x.dtype == jax.dtypes.float0:
                 leaf = NoTangent(x.shape[sum(v) :], x.dtype, x.dtype)
@@ -458,7 +459,7 @@ class Tap(Listens):
                 return send_it()
             value = value_of(site, operands)
             value = transformed(_single(predicate, site), site, value, "when")
-            holds = aligned(value.arrays[0], value.varies[0])
+            (holds,) = value.arrays
             only_if(any_lane(holds if run is None else holds & run), send_it)
 
         # First `every`, then `when`, then the transform: what is not due costs nothing.

@@ -341,26 +341,23 @@ def _time_axes(leading: Leading | None, x: Any) -> dict[int, Scan | None]:
 
 # --- which row was the first with an entry that is not finite ---
 def _mark_first_bad(rows: Sequence[_Row]) -> None:
-    bad = []
-    for i, row in enumerate(rows):
-        if row.bad is not None and row.bad.any():
-            # The iteration of each scan around the first such entry, counted from the
-            # one that ran first.
-            back = (k for k, scan in enumerate(row.scans) if scan and scan[-1][1])
-            at = np.argwhere(np.flip(row.bad, tuple(back)))[0].tolist()
-            bad.append((_in_pass(row.mode, i), [*zip(row.scans, at)], row))
     # All of a scan comes where the first row in it does. Which of two rows in it came
     # first, their iterations say.
-    began: dict[Scan | None, Any] = {}
-    for order, place, _ in bad:
-        for scan, _ in place:
-            began[scan] = min(order, began.get(scan, order))
-    times = [
-        [*((began[scan], i) for scan, i in place), (order, 0)]
-        for order, place, _ in bad
-    ]
+    began: dict[Scan | None, tuple[int, int]] = {}
+    times = []
+    for order, i in sorted((_in_pass(row.mode, i), i) for i, row in enumerate(rows)):
+        bad, scans = rows[i].bad, rows[i].scans
+        if bad is None or not bad.any():
+            continue
+        # The iteration of each scan around the first such entry, counted from the one
+        # that ran first.
+        back = tuple(k for k, scan in enumerate(scans) if scan and scan[-1][1])
+        at = np.argwhere(np.flip(bad, back))[0].tolist()
+        place = [(began.setdefault(scan, order), n) for scan, n in zip(scans, at)]
+        times.append(([*place, (order, 0)], i))
     if times:
-        bad[times.index(min(times))][-1].is_first_bad = True
+        _, first = min(times)
+        rows[first].is_first_bad = True
 
 
 def _in_pass(mode: str, row: int) -> tuple[int, int]:

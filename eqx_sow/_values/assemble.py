@@ -116,12 +116,9 @@ _BUFFER = "buffer", None, None
 def _named_axes(site: Site, route: Scan) -> list[NamedAxis]:
     """What each axis is, in the words of `Intermediates.axes`, where in the name the
     index of a loop stands, see `Label`, and which of the scans on the `route` it is."""
-    if not site.axes:
-        return []
-    scans = [
+    scan = (
         route[: i + 1] for i, (_, reverse) in enumerate(route) if reverse is not None
-    ]
-    scan = iter(scans)
+    )
     place = iter(site.label.after)
 
     def name(axis: Axis) -> NamedAxis:

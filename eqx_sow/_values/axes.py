@@ -92,8 +92,6 @@ def final_axes(site: Site) -> list[tuple[bool, ...]]:
     is their total, and would be wrong in each of them."""
     kept = kept_axes(site)
     n_values = site.leaves.count(OPERAND)
-    if not kept:
-        return [()] * n_values
     total = [is_backward(site.mode) and a.lane for a in site.axes]
     return [
         tuple(k and (v or not t) for k, v, t in zip(kept, site.has(i), total))

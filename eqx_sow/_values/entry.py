@@ -39,7 +39,7 @@ from .._arrays import select, shape_like, spec_of
 from .._mark.site import Axis, Cases, out_of_loop, Site, with_has
 from .._mark.static import NoTangent, OPERAND
 from .._results.intermediates import Scan
-from .axes import aligned, as_operand, broadcast, either
+from .axes import aligned, broadcast, either
 from .transform import transformed, Value
 
 
@@ -56,7 +56,8 @@ class Entry:
     # Each has all axes of `site` in front, in that order: of size one where it does not
     # vary over the axis. The count, if there is one, is the last array.
     arrays: tuple[Any, ...]
-    # That of the sow, without guards. Its `axes` are those that the arrays have now.
+    # That of the sow. Its `axes` are those that the arrays have now, among which there
+    # are no guards.
     site: Site = dc.field(metadata=dict(static=True))
     # Whether there is a count of how many times the sow ran.
     counted: bool = dc.field(default=False, metadata=dict(static=True))
@@ -69,20 +70,12 @@ class Entry:
     # kept, or `None` for all. Empty if all are kept of all.
     at: tuple[int | None, ...] = dc.field(default=(), metadata=dict(static=True))
 
-    def core_shape(self, i: int) -> tuple[int, ...]:
-        """The shape of array `i` without its leading axes."""
-        return tuple(self.arrays[i].shape[len(self.site.axes) :])
-
-    def core_spec(self, i: int) -> tuple[Any, ...]:
-        """Over which mesh axes the axes of `core_shape` are sharded."""
-        return spec_of(self.arrays[i])[len(self.site.axes) :]
-
-    def with_lead(
-        self, i: int, sizes: Sequence[int], specs: Sequence[Any]
-    ) -> jax.ShapeDtypeStruct:
-        """The shape of array `i` with other leading axes."""
-        shape = (*sizes, *self.core_shape(i))
-        return shape_like(self.arrays[i], shape, (*specs, *self.core_spec(i)))
+    def shape(self, i: int, axes: Sequence[Axis]) -> jax.ShapeDtypeStruct:
+        """The shape of array `i`, with these leading axes in place of its own."""
+        x, n = self.arrays[i], len(self.site.axes)
+        shape = (*[a.size if a.has[i] else 1 for a in axes], *x.shape[n:])
+        specs = [a.spec if a.has[i] else None for a in axes]
+        return shape_like(x, shape, (*specs, *spec_of(x)[n:]))
 
     def within(self, step: tuple[int, bool | None]) -> "Entry":
         """The same, seen from outside an equation. There are many, and `dc.replace`
@@ -94,18 +87,10 @@ class Entry:
         site = self.site._replace(axes=tuple(axes))
         return dc.replace(self, arrays=tuple(arrays), site=site)
 
-    def without_axes(self, gone: Sequence[int]) -> "Entry":
-        """An entry of one place along these axes, as shapes."""
-        kept = [k for k in range(len(self.site.axes)) if k not in gone]
-
-        def one(i, x):
-            spec = spec_of(x)
-            return self.with_lead(
-                i, [x.shape[k] for k in kept], [spec[k] for k in kept]
-            )
-
-        arrays = [one(i, x) for i, x in enumerate(self.arrays)]
-        return self.replace(arrays, [self.site.axes[k] for k in kept])
+    def with_only(self, axes: Sequence[Axis]) -> "Entry":
+        """An entry of one place along all but these of its axes, as shapes."""
+        shapes = [self.shape(i, axes) for i in range(len(self.arrays))]
+        return self.replace(shapes, axes)
 
 
 def grouped(
@@ -150,17 +135,26 @@ def unfinished(
     """The entry of one sow before it is `finished`. In the place of a count it has
     booleans that say in which lanes the sow runs. In others, the value is anything."""
     site, operands = in_front(site, operands)
-    value = value_of(site, operands)
-    arrays = list(map(aligned, value.arrays, value.varies))
-    varies = list(value.varies)
-    run, run_varies = running(site, operands)
-    if run is not None:
-        arrays.append(run)
-        varies.append(run_varies)
-    if run is not None or value.leaves != site.leaves:
-        site = site._replace(leaves=value.leaves, axes=with_has(site.axes, varies))
     cases = (site.cases,) if site.cases else ()
-    return Entry(tuple(arrays), site, run is not None, cases, at=at)
+    entry = Entry((), site, cases=cases, at=at)
+    return _of_value(entry, value_of(site, operands), *running(site, operands))
+
+
+def _of_value(
+    entry: Entry, value: Value, count: Any, count_varies: Sequence[bool]
+) -> Entry:
+    """The entry with another value, and this count, or none."""
+    arrays, varies = [*value.arrays], [*value.varies]
+    if count is not None:
+        arrays.append(count)
+        varies.append(count_varies)
+    site = entry.site._replace(
+        treedef=value.treedef,
+        leaves=value.leaves,
+        axes=with_has(entry.site.axes, varies),
+    )
+    counted = count is not None
+    return dc.replace(entry, arrays=tuple(arrays), site=site, counted=counted)
 
 
 # In the place of a transform: there is nothing left to do.
@@ -170,7 +164,7 @@ FINISHED: Any = object()
 def finished(entry: Entry, transform: Callable | None) -> Entry:
     """The entry of one sow, or of several in branches, transformed, with a count and
     with zeros where none of them runs."""
-    if transform is FINISHED:
+    if transform is FINISHED or (transform is None and not entry.counted):
         return entry
     site, arrays = entry.site, list(entry.arrays)
     varies = [site.has(i) for i in range(len(arrays))]
@@ -180,24 +174,16 @@ def finished(entry: Entry, transform: Callable | None) -> Entry:
         run = None if _are_all_branches(entry.cases) else run
     value = Value(site.treedef, site.leaves, arrays, varies)
     if transform is not None:
-        value = value._replace(arrays=list(map(as_operand, arrays, varies)))
-        if run is not None:
-            value = _where_it_runs(run, run_varies, value)
+        # It may have a gradient that is not finite where the sow does not run.
+        value = _where_it_runs(run, run_varies, value)
         value = transformed(transform, site, value)
-        arrays, varies = list(map(aligned, value.arrays, value.varies)), value.varies
     if run is not None:
-        varies = [either(v, run_varies) for v in varies]
-        arrays = [broadcast(x, v, site.axes) for x, v in zip(arrays, varies)]
-        arrays = [select(run, x, jnp.zeros_like(x)) for x in arrays]
-        arrays, varies = [*arrays, run.astype(jnp.int32)], [*varies, run_varies]
-    if transform is not None or run is not None or entry.counted:
-        site = site._replace(
-            treedef=value.treedef,
-            leaves=value.leaves,
-            axes=with_has(site.axes, varies),
-            guards=(),
-        )
-    done = dc.replace(entry, arrays=tuple(arrays), site=site, counted=run is not None)
+        varies = [either(v, run_varies) for v in value.varies]
+        arrays = [broadcast(x, v, site.axes) for x, v in zip(value.arrays, varies)]
+        value = value._replace(arrays=arrays, varies=varies)
+        value = _where_it_runs(run, run_varies, value)
+        run = run.astype(jnp.int32)
+    done = _of_value(entry, value, run, run_varies)
     return with_count(done) if entry.counted else done
 
 
@@ -231,8 +217,8 @@ def value_of(site: Site, operands: Sequence[Any]) -> Value:
         elif leaf is OPERAND:
             pairs.append(next(known))
         leaves.append(OPERAND if is_zero else leaf)
-    arrays, varies = zip(*pairs) if pairs else ((), ())
-    return Value(site.treedef, tuple(leaves), list(arrays), list(varies))
+    arrays = [aligned(x, v) for x, v in pairs]
+    return Value(site.treedef, tuple(leaves), arrays, [v for _, v in pairs])
 
 
 def running(site: Site, operands: Sequence[Any]) -> tuple[Any, tuple[bool, ...]]:
@@ -255,14 +241,13 @@ def _is(index: Any, branch: int, n_branches: int) -> Any:
     return ~(index < branch) if branch == n_branches - 1 else index == branch
 
 
-def _where_it_runs(run: Any, run_varies: tuple[bool, ...], value: Value) -> Value:
-    """The value with zeros where the sow does not run: a transform may have a gradient
-    that is not finite there. What varies over fewer axes stays as it is, so that it is
-    still transformed once."""
+def _where_it_runs(run: Any, run_varies: Sequence[bool], value: Value) -> Value:
+    """The value with zeros where the sow does not run. What varies over fewer axes
+    stays as it is, so that it is still transformed once."""
+    if run is None:
+        return value
     arrays = [
-        select(as_operand(run, v), x, jnp.zeros_like(x))
-        if either(v, run_varies) == v
-        else x
+        select(run, x, jnp.zeros_like(x)) if either(v, run_varies) == v else x
         for x, v in zip(value.arrays, value.varies)
     ]
     return value._replace(arrays=arrays)

@@ -27,9 +27,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import equinox as eqx
-import jax
 
-from .._arrays import select, sharded_like, zeros_like
+from .._arrays import select, sharded_like, spec_of, zeros_like
 from .._errors import DuplicateSowError, SowError
 from .._mark.site import Axis, Cases, Site, with_has
 from .._mark.staging import types_of
@@ -81,7 +80,7 @@ def _one_of(a: WithTransform, b: WithTransform) -> WithTransform:
 
 def _form(e: Entry) -> Any:
     """What entries have in common that can become one."""
-    arrays = [(e.core_shape(i), x.dtype) for i, x in enumerate(e.arrays)]
+    arrays = [(x.shape, x.dtype) for x in e.with_only(()).arrays]
     return e.site.treedef, e.site.leaves, arrays
 
 
@@ -90,10 +89,7 @@ def merged(old: Entry, new: Entry) -> Entry:
     did not, it is the second, which is how JAX selects outputs: so XLA has one boolean
     for both."""
     form = unify([old, new])
-    *values, ran = conform(old, form).arrays
-    *others, other_ran = conform(new, form).arrays
-    values = [select(ran.astype(bool), x, y) for x, y in zip(values, others)]
-    return dc.replace(form, arrays=(*values, ran + other_ran))
+    return latest(conform(new, form), conform(old, form))
 
 
 def _of_all(sites: Sequence[Site]) -> Site:
@@ -151,28 +147,26 @@ def _slots(entries: Sequence[Entry]) -> dict[Any, Entry]:
 
 
 # --- one form for several entries ---
-def own_axes(own: Sequence[Axis], axes: Sequence[Axis]) -> list[int | None]:
-    """Which of its `own` axes each of `axes` is for an entry that has some of them.
-    With its own `[vmap]`, and `axes` of `[loop, vmap]`, it is `[None, 0]`."""
-    places: list[int | None] = []
-    n_found = 0
+def own_axes(own: Sequence[Axis], axes: Sequence[Axis]) -> list[bool]:
+    """Which of `axes` an entry has that has some of them, its `own`. For `[vmap]`, of
+    `[loop, vmap]`, it is `[False, True]`."""
+    left = [a.kind for a in own]
+    found = []
     for a in axes:
-        is_own = n_found < len(own) and own[n_found].kind == a.kind
-        places.append(n_found if is_own else None)
-        n_found += is_own
-    return places
+        found.append(left[:1] == [a.kind])
+        left = left[found[-1] :]
+    return found
 
 
 def with_axes(entry: Entry, axes: Sequence[Axis]) -> Entry:
     """An entry with all of these axes, some of which are its own: with its own `[vmap]`
     and `axes` of `[loop, vmap]`, `f32[4,3]` becomes `f32[1,4,3]`."""
-    own = entry.site.axes
-    places = own_axes(own, axes)
-    if None not in places:
+    is_own = own_axes(entry.site.axes, axes)
+    if all(is_own):
         return entry
     none = (False,) * len(entry.arrays)
-    new = [a._replace(has=none) if k is None else own[k] for a, k in zip(axes, places)]
-    is_own = [k is not None for k in places]
+    own = iter(entry.site.axes)
+    new = [next(own) if o else a._replace(has=none) for a, o in zip(axes, is_own)]
     return entry.replace([aligned(x, is_own) for x in entry.arrays], new)
 
 
@@ -183,12 +177,9 @@ def _common_axes(sites: Sequence[Site]) -> list[Axis]:
     `[vmap, vmap]` and `[vmap]` it is not, if both are of one kind."""
     every = max((s.axes for s in sites), key=len)
     for s in sites:
-        n = len(s.axes)
         found = own_axes(s.axes, every)
         from_inside = own_axes(s.axes[::-1], every[::-1])[::-1]
-        if [None if k is None else n - 1 - k for k in from_inside] != found or (
-            n != len(found) - found.count(None)
-        ):
+        if found != from_inside or sum(found) != len(s.axes):
             raise SowError(
                 f"`{s.name}` is sown in several places that vary over different axes: "
                 f"sizes {[a.size for a in every]} at {sites[0].where} and "
@@ -212,16 +203,13 @@ def unify(entries: Sequence[Entry]) -> Entry:
     varies = [either(*[e.site.has(i) for e in entries]) for i in range(n)]
     # Wherever the count varies, the value does too: it may not have run there.
     varies = [either(v, varies[-1]) for v in varies]
+    site = _of_all(sites)._replace(axes=with_has(axes, varies))
 
     def shape(i):
         # A branch may have zeros, say, that are not sharded.
-        n_sharded = lambda e: len(e.core_spec(i)) - e.core_spec(i).count(None)
-        most_sharded = max(entries, key=n_sharded)
-        sizes = [a.size if v else 1 for a, v in zip(axes, varies[i])]
-        specs = [a.spec if v else None for a, v in zip(axes, varies[i])]
-        return most_sharded.with_lead(i, sizes, specs)
+        n_sharded = lambda e: -spec_of(e.shape(i, ())).count(None)
+        return max(entries, key=n_sharded).shape(i, site.axes)
 
-    site = _of_all(sites)._replace(axes=with_has(axes, varies))
     cases = ()
     if all(e.cases for e in entries):
         cases = tuple(dict.fromkeys(x for e in entries for x in e.cases))
@@ -292,10 +280,7 @@ def _check_same(a: Entry, b: Entry) -> None:
     """Raises if two entries cannot become one."""
 
     def describe(e: Entry) -> str:
-        values = [
-            jax.ShapeDtypeStruct(e.core_shape(i), x.dtype)
-            for i, x in enumerate(e.arrays[:-1])
-        ]
+        *values, _ = e.with_only(()).arrays
         value = rebuild(e.site.treedef, e.site.leaves, values)
         return f"{eqx.tree_pformat(value, struct_as_array=True)} at {e.site.where}"
 

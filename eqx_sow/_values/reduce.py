@@ -316,11 +316,10 @@ Reducers = Callable[[str], Any]
 def started(reducer: Reducer, entries: Sequence[Entry]) -> ReducerState:
     """The state before the first execution. `entries` are the shapes of what would be
     captured of the name and mode without a reducer, in each place."""
-    loops = lambda e: [k for k, a in enumerate(e.site.axes) if not a.lane]
-    form = unify([e.without_axes(loops(e)) for e in entries])
+    lanes_of = lambda e: [a for a in e.site.axes if a.lane]
+    form = unify([e.with_only(lanes_of(e)) for e in entries])
     site, lanes = form.site, form.site.axes
-    one_lane = form.without_axes(range(len(lanes)))
-    *values, count = map(zeros_like, one_lane.arrays)
+    *values, count = map(zeros_like, form.with_only(()).arrays)
     with calling("reducer", site):
         acc = reducer.start(site, values)
     sizes, specs = tuple(a.size for a in lanes), [a.spec for a in lanes]

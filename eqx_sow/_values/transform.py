@@ -1,5 +1,6 @@
 """The option `transform`: applying a function of the user's to what is sown."""
 
+import itertools as it
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -97,8 +98,8 @@ def batched(fn: Callable[[Any], _T]) -> Callable[[Any], _T]:
 
 
 class Value(NamedTuple):
-    """A PyTree, taken apart as `static.take_apart` does it. The arrays are as the
-    operands of a sow are: each has the leading axes that it `varies` over."""
+    """A PyTree, taken apart as `static.take_apart` does it. The arrays are aligned, and
+    `varies` says over which axes."""
 
     treedef: Const
     leaves: tuple[Any, ...]
@@ -131,9 +132,10 @@ def _of_each_lane(fn: Callable, site: Site, value: Value) -> Value:
     if is_backward(site.mode) and any(v != every for v in value.varies):
         varies = _of_inputs_read(apply, value, every)
     of_lanes = for_each_lane(apply, site.axes, value.varies, varies)
-    arrays = of_lanes(*value.arrays)
+    arrays = of_lanes(*map(as_operand, value.arrays, value.varies))
+    varies = varies or [every] * len(arrays)
     treedef, leaves = form
-    return Value(treedef, leaves, arrays, varies or [every] * len(arrays))
+    return Value(treedef, leaves, list(map(aligned, arrays, varies)), varies)
 
 
 def _of_inputs_read(fn: Callable, value: Value, every: Varies) -> list[Varies]:
@@ -143,19 +145,16 @@ def _of_inputs_read(fn: Callable, value: Value, every: Varies) -> list[Varies]:
     is shared by all: the cotangent of `w` is the total of all lanes. Its norm is one
     number, and not one for each lane.
     """
-    shapes = [
-        shape_like(x, x.shape[sum(v) :], spec_of(x)[sum(v) :])
-        for x, v in zip(value.arrays, value.varies)
-    ]
+    n = len(every)
+    shapes = [shape_like(x, x.shape[n:], spec_of(x)[n:]) for x in value.arrays]
     jaxpr, _ = _compat.open_jaxpr(jax.make_jaxpr(fn)(*shapes))
-    n = len(jaxpr.outvars)
-    none = (False,) * len(every)
+    results = range(len(jaxpr.outvars))
 
     def of_result(i):
-        _, read = pe.dce_jaxpr(jaxpr, [k == i for k in range(n)])
-        return either(none, *[v for v, r in zip(value.varies, read) if r])
+        _, read = pe.dce_jaxpr(jaxpr, [k == i for k in results])
+        return either((False,) * n, *it.compress(value.varies, read))
 
-    return list(map(of_result, range(n)))
+    return list(map(of_result, results))
 
 
 def _of_all_lanes(fn: Batched, site: Site, value: Value) -> Value:
@@ -169,14 +168,11 @@ def _of_all_lanes(fn: Batched, site: Site, value: Value) -> Value:
     axes = site.axes
     none = (False,) * len(axes)
     every = either(none, *value.varies)
-    arrays = value.arrays
-    if not is_backward(site.mode):
-        # A cotangent without the axes of the lanes is their total, see `final_axes`.
-        arrays = [
-            as_operand(broadcast(aligned(x, v), every, axes), every)
-            for x, v in zip(arrays, value.varies)
-        ]
+    # A cotangent without the axes of the lanes is their total, see `final_axes`.
+    has = value.varies if is_backward(site.mode) else [every] * len(value.arrays)
+    arrays = [as_operand(broadcast(x, v, axes), v) for x, v in zip(value.arrays, has)]
     lead = [a.size for a, v in zip(axes, every) if v]
     out = fn.fn(rebuild(value.treedef, value.leaves, arrays, lead))
     new, treedef, leaves = take_apart(out)
-    return Value(treedef, leaves, list(map(jnp.asarray, new)), [none] * len(new))
+    arrays = [aligned(jnp.asarray(x), none) for x in new]
+    return Value(treedef, leaves, arrays, [none] * len(new))
