@@ -287,8 +287,8 @@ noinline_p: Any = find(
     "the primitive of `noinline`",
     lambda: _equation(eqx.internal.noinline(lambda x: x)).primitive,
 )
-FilterJit: Any = type(eqx.filter_jit(lambda x: x))
-Jit: Any = type(jax.jit(lambda x: x))
+# What `eqx.filter_jit` and `jax.jit` make.
+Jitted: Any = type(eqx.filter_jit(lambda x: x)) | type(jax.jit(lambda x: x))
 
 
 @ft.cache

@@ -8,6 +8,7 @@ that the program makes on the way: all of them call the method of their class.
 """
 
 import contextlib
+import contextvars
 import functools as ft
 import inspect
 import itertools as it
@@ -45,7 +46,7 @@ def own_methods(cls: type) -> tuple[str, ...]:
         if name.startswith("__") or name in fields:
             return name == "__call__"
         static = inspect.getattr_static(cls, name)
-        return isinstance(static, types.FunctionType | _compat.FilterJit | _compat.Jit)
+        return isinstance(static, types.FunctionType | _compat.Jitted)
 
     return tuple(filter(is_method, names))
 
@@ -79,10 +80,9 @@ def _noted(captures: tuple[Capture, ...]) -> Iterator[None]:
     def note(cls):
         for name in (*names, *own_methods(cls)) if scoped else names:
             method = vars(cls).get(name)
-            fn = method
-            if isinstance(method, _compat.FilterJit | _compat.Jit):
-                # Somebody may have a bound method already.
-                fn = inspect.unwrap(method)
+            # Somebody may have a bound method already.
+            is_jitted = isinstance(method, _compat.Jitted)
+            fn = inspect.unwrap(method) if is_jitted else method
             if isinstance(fn, types.FunctionType):
                 _exchange_code(fn, ft.partial(_noting_method, name, method))
             elif method is not None:
@@ -269,30 +269,25 @@ class _Frame:
         return next(self._places.get(id(module), iter(())), None)
 
 
-class _Running(threading.local):
-    """What is running in a thread, from outside in."""
-
-    frames: tuple[_Frame, ...] = ()
-
-
-_running = _Running()
+# What is running in a thread, from outside in.
+_running: contextvars.ContextVar[tuple[_Frame, ...]]
+_running = contextvars.ContextVar("running", default=())
 
 
 @contextlib.contextmanager
 def within(holder: Call | int, roots: Callable[[], Iterable[tuple[Path, Any]]]):
     """What is called as long as this lasts may be held by this."""
-    before = _running.frames
-    _running.frames = (*before, _Frame(holder, roots))
+    before = _running.set((*_running.get(), _Frame(holder, roots)))
     try:
         yield
     finally:
-        _running.frames = before
+        _running.reset(before)
 
 
 def _held(module: Any, has_arrays: bool) -> tuple[Call | int, Path] | None:
     """`Call.holder`. The arguments are no holder of a module with arrays: where these
     come from says more."""
-    for frame in reversed(_running.frames):
+    for frame in reversed(_running.get()):
         if has_arrays and isinstance(frame.holder, int):
             continue
         place = frame.place_of(module)

@@ -103,8 +103,7 @@ class Program:
 
     def output(self, outs: list[Any]) -> Any:
         """What the function returns, from the arrays in that."""
-        treedef, leaves = self.out
-        return rebuild(treedef, leaves, outs)
+        return rebuild(*self.out, outs)
 
     def check_recomputed(
         self, keys: Iterable[Any], remedy: str, *, planted: bool = False
@@ -156,30 +155,23 @@ class Program:
             return f" All iterations of {name!r} are one value: write {name!r}."
         is_index = lambda part: part.lstrip("-").isdecimal()
         without = lambda name: "/".join(x for x in name.split("/") if not is_index(x))
-        alike = [
-            x
-            for x in self.mine
-            if without(pattern) != pattern
-            and matches(without(pattern), without(x.site.name))
-        ]
-        for x in alike[:1]:
-            site, loops = x.site, x.loops
-            which = f"Of {site.name!r} there is no such iteration"
-            last = ""
-            if loops:
-                places = (*site.label.after, *[None] * len(loops))
-                called = [
-                    in_a_list(site.name, list(zip(places, indices)))
-                    for indices in ([0] * len(loops), [n - 1 for n in loops])
-                ]
-            elif without(site.name) != site.name:
-                which = "In a list each has a name of its own"
+        plain = without(pattern)
+        alike = [x for x in self.mine if matches(plain, without(x.site.name))]
+        if plain != pattern and alike:
+            site, loops = alike[0].site, alike[0].loops
+            if not loops and without(site.name) != site.name:
                 numbers = lambda name: [int(x) for x in name.split("/") if is_index(x)]
-                called = sorted((x.site.name for x in alike), key=numbers)
-                last = ", which is the last"
-            else:
-                return f" {which}: it is in no loop of known length."
-            return f" {which}: they are {called[0]!r} to {called[-1]!r}{last}."
+                names = sorted((x.site.name for x in alike), key=numbers)
+                return (
+                    " In a list each has a name of its own: they are "
+                    f"{names[0]!r} to {names[-1]!r}, which is the last."
+                )
+            places = (*site.label.after, *[None] * len(loops))
+            called = lambda indices: in_a_list(site.name, zip(places, indices))
+            first, last = called([0] * len(loops)), called([n - 1 for n in loops])
+            they = f"they are {first!r} to {last!r}"
+            they = they if loops else "it is in no loop of known length"
+            return f" Of {site.name!r} there is no such iteration: {they}."
         if close or self.options.capture is not None:
             return ""
         return (
@@ -340,4 +332,4 @@ def _trace(fn: Callable, args: tuple, kwargs: dict, options: Options) -> Program
         found = sows(named)
     # What a transformation inside captured for itself is not for this one.
     closed = seen_as(named, found, lambda s: s.seen_from(depth, options.tag))
-    return Program(closed, inputs, tuple(out), model_roots, options, depth)
+    return Program(closed, inputs, out, model_roots, options, depth)

@@ -157,4 +157,4 @@ _jitted = jax.jit(_traced, static_argnums=0)
 def _is_jitted(fn: Any) -> bool:
     if isinstance(fn, eqx.Partial):
         return _is_jitted(fn.func)
-    return isinstance(fn, (_compat.FilterJit, _compat.Jit))
+    return isinstance(fn, _compat.Jitted)
