@@ -268,27 +268,22 @@ def _equation(fn: Callable) -> Any:
     return jax.make_jaxpr(fn)(0).eqns[-1]
 
 
-def _custom_vmap_primitive() -> jexc.Primitive:
-    fn = jax.custom_batching.custom_vmap(lambda x: x)
-    fn.def_vmap(lambda size, batched, x: (x, batched[0]))
-    return _equation(fn).primitive
+def _primitive(name: str, wrap: Callable[[Callable], Callable]) -> Any:
+    """The primitive, which has no public name, that a wrapped function binds."""
+    look = lambda: _equation(wrap(lambda x: x)).primitive
+    return find(f"the primitive of `{name}`", look)
 
 
-def _shard_map_primitive() -> jexc.Primitive:
+def _on_mesh(fn: Callable) -> Callable:
     mesh = jax.sharding.AbstractMesh((1,), ("x",))
-    fn = jax.shard_map(lambda x: x, mesh=mesh, in_specs=P(), out_specs=P())
-    return _equation(fn).primitive
+    return jax.shard_map(fn, mesh=mesh, in_specs=P(), out_specs=P())
 
 
-# These have no public name.
-custom_vmap_p: Any = find("the primitive of `custom_vmap`", _custom_vmap_primitive)
-shard_map_p: Any = find("the primitive of `shard_map`", _shard_map_primitive)
-noinline_p: Any = find(
-    "the primitive of `noinline`",
-    lambda: _equation(eqx.internal.noinline(lambda x: x)).primitive,
-)
-FilterJit: Any = type(eqx.filter_jit(lambda x: x))
-Jit: Any = type(jax.jit(lambda x: x))
+custom_vmap_p = _primitive("custom_vmap", jax.custom_batching.sequential_vmap)
+shard_map_p = _primitive("shard_map", _on_mesh)
+noinline_p = _primitive("noinline", lambda f: eqx.internal.noinline(f))
+# What `eqx.filter_jit` and `jax.jit` make.
+Jitted: Any = type(eqx.filter_jit(lambda x: x)) | type(jax.jit(lambda x: x))
 
 
 @ft.cache

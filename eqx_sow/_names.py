@@ -46,13 +46,14 @@ class Selected(NamedTuple):
 ANY_LOOPS = (2**62,) * 8
 
 
-def selected(
-    pattern: Any,
+def every_selected(
+    patterns: Iterable[Any],
     name: str,
     after: tuple[int | None, ...],
     loops: tuple[int, ...] = ANY_LOOPS,
-) -> Selected | None:
-    """What a pattern selects of a sow called `name` in `loops` of these lengths, from
+    names: frozenset[str] = frozenset(),
+) -> list[Selected]:
+    """What patterns select of a sow called `name` in `loops` of these lengths, from
     outside in. `after` is that of its `Label`. For `h` in a loop of 4 iterations,
 
         "h"     all of it
@@ -61,21 +62,9 @@ def selected(
         "h/4"   nothing
 
     and for `blocks/attn` in a loop over layers, with an `after` of `(1,)`,
-    `"blocks/2/attn"` is layer 2, and `"blocks/*/attn"` all of it.
+    `"blocks/2/attn"` is layer 2, `"blocks/*/attn"` all of it, and `"blocks/[12]/attn"`
+    two layers. What looks like an index in one of the `names` that sows have is none.
     """
-    return next(iter(every_selected([pattern], name, after, loops)), None)
-
-
-def every_selected(
-    patterns: Iterable[Any],
-    name: str,
-    after: tuple[int | None, ...],
-    loops: tuple[int, ...] = ANY_LOOPS,
-    names: frozenset[str] = frozenset(),
-) -> list[Selected]:
-    """The same for several patterns, of which each may select several iterations, as
-    `blocks/[12]/attn`. What looks like an index in one of the `names` that sows have is
-    none."""
     found: dict[str, Selected] = {}
     for p in patterns:
         if p != name and p in names:
@@ -126,9 +115,11 @@ def _with_index(
             in_range = all(-loops[k] <= i < loops[k] for k, i in given.items())
             if in_range and not is_part and matches(pattern, listed):
                 one = _iteration(name, places, given, loops)
-                # For `h/*/0`, that is `h/0`, which is another one.
-                if "*" in chosen and selected(one.name, name, after, loops) != one:
-                    one = Selected(listed, one.at, (None,) * len(one.after))
+                if "*" in chosen:
+                    named_so = every_selected([one.name], name, after, loops)
+                    # For `h/*/0`, that is `h/0`, which is another one.
+                    if named_so != [one]:
+                        one = Selected(listed, one.at, (None,) * len(one.after))
                 found[chosen] = one
         if found:
             return tuple(found.values())

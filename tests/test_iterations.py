@@ -18,7 +18,7 @@ from eqx_sow import (
     tap,
     UnknownSowError,
 )
-from eqx_sow._names import selected
+from eqx_sow._names import every_selected
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
@@ -333,8 +333,8 @@ def test_memory_of_one():
     ],
 )
 def test_what_a_pattern_selects(pattern, name, after, loops, expected):
-    found = selected(pattern, name, after, loops)
-    assert (found and found[:2]) == expected
+    found = every_selected([pattern], name, after, loops)
+    assert [x[:2] for x in found] == ([] if expected is None else [expected])
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.vmap, eqx.filter_jit])
@@ -372,4 +372,5 @@ def test_one_iteration_of_an_inner_loop(wrap):
     ],
 )
 def test_where_the_index_of_another_loop_then_stands(pattern, name, after, left):
-    assert selected(pattern, name, after, (4, 4)).after == left
+    (found,) = every_selected([pattern], name, after, (4, 4))
+    assert found.after == left

@@ -8,6 +8,7 @@ that the program makes on the way: all of them call the method of their class.
 """
 
 import contextlib
+import contextvars
 import functools as ft
 import inspect
 import itertools as it
@@ -45,7 +46,7 @@ def own_methods(cls: type) -> tuple[str, ...]:
         if name.startswith("__") or name in fields:
             return name == "__call__"
         static = inspect.getattr_static(cls, name)
-        return isinstance(static, types.FunctionType | _compat.FilterJit | _compat.Jit)
+        return isinstance(static, types.FunctionType | _compat.Jitted)
 
     return tuple(filter(is_method, names))
 
@@ -79,17 +80,15 @@ def _noted(captures: tuple[Capture, ...]) -> Iterator[None]:
     def note(cls):
         for name in (*names, *own_methods(cls)) if scoped else names:
             method = vars(cls).get(name)
-            fn = method
-            if isinstance(method, _compat.FilterJit | _compat.Jit):
-                # Somebody may have a bound method already.
-                fn = inspect.unwrap(method)
+            # Somebody may have a bound method already.
+            is_jitted = isinstance(method, _compat.Jitted)
+            fn = inspect.unwrap(method) if is_jitted else method
             if isinstance(fn, types.FunctionType):
                 _exchange_code(fn, ft.partial(_noting_method, name, method))
             elif method is not None:
                 # Any other object that can be called.
                 new = _noting_method(name, method, method)
-                setattr(cls, name, ft.update_wrapper(new, method))
-                _put_back.callback(setattr, cls, name, method)
+                _exchange(cls, name, ft.update_wrapper(new, method))
 
     with _exchanging:
         if not _noting:
@@ -144,13 +143,16 @@ def _note_classes_to_come() -> None:
                 for note, owner in it.product(_noting, _owners(cls)):
                     note(owner)
 
-    module: Any = eqx.Module
-    before = vars(module).get("__init_subclass__")
-    module.__init_subclass__ = classmethod(init_subclass)
-    if before is None:
-        _put_back.callback(delattr, module, "__init_subclass__")
+    _exchange(eqx.Module, "__init_subclass__", classmethod(init_subclass))
+
+
+def _exchange(owner: Any, name: str, new: Any) -> None:
+    """Gives a class or a function another attribute."""
+    if name in vars(owner):
+        _put_back.callback(setattr, owner, name, vars(owner)[name])
     else:
-        _put_back.callback(setattr, module, "__init_subclass__", before)
+        _put_back.callback(delattr, owner, name)
+    setattr(owner, name, new)
 
 
 def _exchange_code(
@@ -181,8 +183,7 @@ def _exchange_code(
     if not (hasattr(fn, "__wrapped__") or hasattr(fn, "__signature__")):
         if fn not in _signatures:
             _signatures[fn] = inspect.signature(plain)
-        fn.__signature__ = _signatures[fn]  # pyright: ignore[reportFunctionMemberAccess]
-        _put_back.callback(delattr, fn, "__signature__")
+        _exchange(fn, "__signature__", _signatures[fn])
 
 
 # It takes long to make one, and each trace looks at all methods.
@@ -269,33 +270,27 @@ class _Frame:
         return next(self._places.get(id(module), iter(())), None)
 
 
-class _Running(threading.local):
-    """What is running in a thread, from outside in."""
-
-    frames: tuple[_Frame, ...] = ()
-
-
-_running = _Running()
+# What is running in a thread, from outside in.
+_running: contextvars.ContextVar[tuple[_Frame, ...]]
+_running = contextvars.ContextVar("running", default=())
 
 
 @contextlib.contextmanager
 def within(holder: Call | int, roots: Callable[[], Iterable[tuple[Path, Any]]]):
     """What is called as long as this lasts may be held by this."""
-    before = _running.frames
-    _running.frames = (*before, _Frame(holder, roots))
+    before = _running.set((*_running.get(), _Frame(holder, roots)))
     try:
         yield
     finally:
-        _running.frames = before
+        _running.reset(before)
 
 
 def _held(module: Any, has_arrays: bool) -> tuple[Call | int, Path] | None:
     """`Call.holder`. The arguments are no holder of a module with arrays: where these
     come from says more."""
-    for frame in reversed(_running.frames):
-        if has_arrays and isinstance(frame.holder, int):
-            continue
-        place = frame.place_of(module)
+    for frame in reversed(_running.get()):
+        may_hold = not (has_arrays and isinstance(frame.holder, int))
+        place = frame.place_of(module) if may_hold else None
         if place is not None:
             return frame.holder, place
     return None
@@ -306,8 +301,7 @@ def _note(module: Any, method: str, plain: Callable, args: tuple, kwargs: dict) 
     here: Any = listening.value
     captures = [c for c in here.captures if method in c.methods]
     chosen = [c for c in captures if c.classes is None or isinstance(module, c.classes)]
-    call, arrays = _call(module, method, any(c.classes is None for c in chosen))
-    edge = _edge(call, arrays)
+    call, edge = _call(module, method, any(c.classes is None for c in chosen))
     note = Note(call, scope=here.scope)
     if isinstance(module, Sow) and module.name is None:
         labels = tuple(Label(None, module.tag, d) for d in range(here.depth, 0, -1))
@@ -356,35 +350,34 @@ def _without_parts(out: Any, module: Any) -> tuple[Any, Any]:
 _WITNESSES = 5
 
 
-def _call(module: Any, method: str, outline: bool) -> tuple[Call, list[Any]]:
-    """A call, and the operands of its edge."""
+def _call(module: Any, method: str, outline: bool) -> tuple[Call, Any]:
+    """A call, and its edge."""
     leaves, treedef = jtu.tree_flatten_with_path(module)
     arrays = [(path, x) for path, x in leaves if eqx.is_array(x)]
     # Some from all over the module, and no scalars if there are others.
     large = [(p, x) for p, x in arrays if x.ndim] or arrays
     n = min(len(large), _WITNESSES)
     picked = [large[i * len(large) // n] for i in range(n)]
+    shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if eqx.is_array(x) else x
     call = Call(
         type(module),
         method,
-        tuple(keys(path) for path, _ in picked),
-        Const(treedef),
-        _held(module, bool(arrays)),
-        _outline(module) if outline else None,
-        None if arrays else SameParts(module),
+        treedef=Const(treedef),
+        holder=_held(module, bool(arrays)),
+        outline=jtu.tree_map(shape, module) if outline else None,
+        module=None if arrays else SameParts(module),
     )
-    return call, [x for _, x in picked]
 
+    def edge(operands):
+        call.leaves = tuple(keys(path) for path, _ in operands)
+        return edge_p.bind(*(x for _, x in operands), call=call)
 
-def _edge(call: Call, arrays: list[Any]) -> Any:
     try:
-        return edge_p.bind(*arrays, call=call)
+        return call, edge(picked)
     except Exception:  # whatever another library raises
         # Some of its arrays are no operands of primitives that it does not know, as
         # those of quax that must not be made.
-        pairs = [(p, x) for p, x in zip(call.leaves, arrays) if _can_be_bound(x)]
-        call.leaves = tuple(p for p, _ in pairs)
-        return edge_p.bind(*(x for _, x in pairs), call=call)
+        return call, edge([(path, x) for path, x in picked if _can_be_bound(x)])
 
 
 def _can_be_bound(x: Any) -> bool:
@@ -393,8 +386,3 @@ def _can_be_bound(x: Any) -> bool:
     except Exception:  # as above
         return False
     return True
-
-
-def _outline(module: Any) -> Any:
-    shapes = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if eqx.is_array(x) else x
-    return jtu.tree_map(shapes, module)

@@ -21,6 +21,7 @@ not a call of a module has the number 0.0 as its first operand.
 import dataclasses as dc
 import functools as ft
 import itertools as it
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -36,6 +37,13 @@ from .._errors import SowError
 from .listening import around, listening
 from .site import Axis, with_has
 from .static import NoTangent, OPERAND
+
+
+def _runs_as(primitive: jexc.Primitive, fn: Callable) -> None:
+    """`fn` is what runs, eagerly and compiled."""
+    primitive.def_impl(fn)
+    rule = mlir.lower_fun(fn, multiple_results=primitive.multiple_results)
+    mlir.register_lowering(primitive, rule)
 
 
 # --- edges ---
@@ -76,25 +84,13 @@ def _edge_jvp(primals, tangents, **params):
     return out, _edge_tangent(out)
 
 
-def _edge_linearize(is_vjp, nonzeros, *primals, **params):
-    del is_vjp, nonzeros
-    out = edge_p.bind(*primals, **params)
-    zero = _edge_tangent(out)
-    return _compat.linearization(out, False, [], lambda *, tangents: zero)
-
-
-edge_p.def_impl(lambda *arrays, **params: jnp.asarray(edge_value()))
+_runs_as(edge_p, lambda *arrays, **params: jnp.asarray(edge_value()))
 edge_p.def_abstract_eval(lambda *avals, **params: _edge_aval(*avals))
 ad.primitive_jvps[edge_p] = _edge_jvp
-_compat.primitive_linearizations[edge_p] = _edge_linearize
 # There is one edge for all lanes of a vmap.
 batching.primitive_batchers[edge_p] = lambda arrays, dims, **params: (
     edge_p.bind(*arrays, **params),
     None,
-)
-mlir.register_lowering(
-    edge_p,
-    mlir.lower_fun(lambda *arrays, **params: edge_value(), multiple_results=False),
 )
 
 
@@ -305,21 +301,14 @@ def _same_batch(operands, dims, *, site):
     return same_p.bind(*operands, site=site), [None, *dims[1:]]
 
 
-same_p.def_impl(lambda *operands, site: _sow_off(*operands))
+_runs_as(same_p, lambda *operands, site: _sow_off(*operands))
 same_p.def_abstract_eval(lambda edge, *avals, site: [_edge_aval(edge, *avals), *avals])
-mlir.register_lowering(
-    same_p,
-    mlir.lower_fun(lambda *xs, site: _sow_off(*xs), multiple_results=True),
-)
 ad.primitive_jvps[same_p] = _same_jvp
 batching.primitive_batchers[same_p] = _same_batch
 pe.partial_eval_jaxpr_custom_rules[sow_p] = _sow_checkpoint
-sow_p.def_impl(_sow_impl)
+_runs_as(sow_p, _sow_impl)
 sow_p.def_effectful_abstract_eval(_sow_abstract_eval)
 ad.primitive_jvps[sow_p] = _sow_jvp
 _compat.primitive_linearizations[sow_p] = _sow_linearize
 ad.primitive_transposes[sow_p] = _sow_transpose
 batching.fancy_primitive_batchers[sow_p] = _sow_batch
-mlir.register_lowering(
-    sow_p, mlir.lower_fun(lambda *xs, site: _sow_impl(*xs, site=site), True)
-)

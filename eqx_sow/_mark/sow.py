@@ -74,7 +74,7 @@ def sow(
     here = listening.value
     if here is None:
         return value
-    check_tag("sow", tag, name)
+    check_tag(f"sow(..., {name!r}, tag=...)", tag)
     name = join(here.scope, name)
     spec = None if spec is None else Const(spec)
     return bind(value, (Label(name, tag),), spec=spec)
@@ -179,10 +179,10 @@ class Sow(eqx.Module):
         """
         if name is not None:
             _check_name("Sow(name)", name, '`eqx_sow.Sow("some_name")`')
-        check_tag("Sow", tag, name)
+        first = "" if name is None else f"{name!r}, "
         self.name = name
         self.spec = spec
-        self.tag = tag
+        self.tag = check_tag(f"Sow(..., {first}tag=...)", tag)
 
     @api_boundary
     def __call__(self, x: _T, *, key: Any = None) -> _T:
@@ -219,11 +219,9 @@ def _check_name(call: str, name: Any, instead: str) -> None:
         )
 
 
-def check_tag(call: str, tag: Any, name: str | None = None) -> None:
+def check_tag(option: str, tag: Any) -> Hashable:
     try:
         hash(tag)
     except TypeError as e:
-        first = "" if name is None else f"{name!r}, "
-        raise TypeError(
-            f"`{call}(..., {first}tag=...)` takes a hashable tag, not {tag!r}."
-        ) from e
+        raise TypeError(f"`{option}` takes a hashable tag, not {tag!r}.") from e
+    return tag

@@ -24,7 +24,7 @@ def is_function_to_capture(capture: Any) -> bool:
     """Whether it is a function whose calls are captured, such as `jax.nn.softmax`,
     rather than a predicate: one of JAX's or Equinox's, or one that `jax.jit` or
     `eqx.filter_jit` made."""
-    if isinstance(capture, _compat.Jit | _compat.FilterJit):
+    if isinstance(capture, _compat.Jitted):
         return True
     code = getattr(inspect.unwrap(capture), "__code__", None)
     return code is not None and is_library(code.co_filename)

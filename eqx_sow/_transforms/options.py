@@ -3,8 +3,8 @@
 An option is declared in four places: in the signature of the public function, which
 documents it; in a `TypedDict`, which type checkers see; in `_TAKES` or `_CHECKS`, for
 what it takes; and, if it holds no arrays, as a field of `Options`, which reaches the
-handler as one object. An option that may hold arrays is a field of the function's
-`Transformed` class instead.
+handler as one object. An option that may hold arrays is a field of `Transformed`
+instead.
 """
 
 import dataclasses as dc
@@ -84,9 +84,7 @@ def checked(call: str, fn: Any, given: Mapping[str, Any]) -> tuple[Options, Any]
     and a dict of the others."""
     if not callable(fn):
         raise TypeError(f"`{call}(fn)` takes a function or a model, not {fn!r}.")
-    # Its message has the value, and so no need of the name of an option.
-    check_tag(call, given["tag"])
-    options = {k: _checked(call, k, v) for k, v in given.items() if k != "tag"}
+    options = {k: _checked(call, k, v) for k, v in given.items()}
     of_modules = options["capture"] and Marking(options["capture"]).selected[0] != ()
     for name in ("inputs", "methods") if not of_modules else ():
         plain = getattr(Options, name)
@@ -99,7 +97,7 @@ def checked(call: str, fn: Any, given: Mapping[str, Any]) -> tuple[Options, Any]
     fields = {field.name for field in dc.fields(Options)}
     static = {k: v for k, v in options.items() if k in fields}
     others = {k: v for k, v in options.items() if k not in static}
-    return Options(tag=given["tag"], **static), others
+    return Options(**static), others
 
 
 # What each option takes, for a message; of which type a value is; and of which one a
@@ -219,6 +217,7 @@ def _callback(option: str, callback: Any) -> Const:
 
 
 _CHECKS: dict[str, Callable[[str, Any], Any]] = {
+    "tag": check_tag,
     "names": _names,
     "modes": as_modes,
     "mode": as_mode,

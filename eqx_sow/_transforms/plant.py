@@ -4,20 +4,17 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any, ClassVar, ParamSpec, TypeVar
 
-import equinox as eqx
-
 from .._errors import SowError
 from .._frames import api_boundary
 from .._handlers.collect import Collect, EACH_PLACE
 from .._handlers.planting import prepare, Replace
 from .._mark.listening import listening
-from .._mark.static import Const, SameParts
+from .._mark.static import SameParts
 from .._names import check_known, join
 from .._values import merge as _merge
 from .._values.entry import Entry, grouped
 from .._values.modes import labels, Mode
 from .._walk.handler import Given
-from .options import Options
 from .program import Program
 from .transformed import Transformed, wrap
 
@@ -30,7 +27,8 @@ def _places(
     patterns: Collection[str], program: Program
 ) -> dict[str, list[tuple[str, _At]]]:
     """The names and iterations that each pattern fits: of `h/3`, `h` and `(3,)`. A
-    pattern that fits nothing stands for itself.
+    pattern that fits nothing stands for itself. What is spelled out goes before globs,
+    and these go in their order.
 
     Patterns that fit no name as they are were captured from the model itself: they are
     paths in the one model in the program that has all of them, if there is only one.
@@ -39,8 +37,9 @@ def _places(
     def fits(pattern: str) -> list[tuple[str, _At]]:
         return [(name, part.at) for name, part in program.selected(pattern)]
 
-    places = {pattern: fits(pattern) for pattern in patterns}
-    missing = [pattern for pattern in patterns if not places[pattern]]
+    is_glob = lambda pattern: any(x in pattern for x in "*?[")
+    places = {pattern: fits(pattern) for pattern in sorted(patterns, key=is_glob)}
+    missing = [pattern for pattern, found in places.items() if not found]
     in_models = [
         {p: fits(model if p == "." else join(model, p)) for p in missing}
         for model in program.roots
@@ -51,18 +50,42 @@ def _places(
     return {p: found or [(p, ())] for p, found in places.items()}
 
 
-def _by_iteration(
-    values: Mapping[str, Any], places: Mapping[str, Sequence[tuple[str, _At]]]
-) -> dict[str, dict[_At, Any]]:
-    """For each name that is planted, what by iteration: `{"h/3": v}` is `{"h": {(3,):
-    v}}`."""
-    chosen: dict[str, dict[_At, Any]] = {}
-    # What is spelled out goes before globs, and these go in their order.
-    is_glob = lambda pattern: any(x in pattern for x in "*?[")
-    for pattern in sorted(places, key=is_glob):
-        for name, at in places[pattern]:
-            chosen.setdefault(name, {}).setdefault(at, values[pattern])
-    return chosen
+def _entries(
+    program: Program, places: Mapping[str, Sequence[tuple[str, _At]]]
+) -> dict[Any, list[Entry]]:
+    """What would be captured, as shapes, for each `Site.key` that is planted. One of
+    the names that a pattern fits has to have a value of the mode."""
+    chosen = tuple(
+        dict.fromkeys(name for found in places.values() for name, _ in found)
+    )
+    mode = program.options.mode
+    survey = Collect(
+        **program.listens(chosen),
+        modes=(mode,),
+        reduce=EACH_PLACE,
+        transform=SameParts(None),
+    )
+    found = program.with_executions(lambda name: False).survey(survey)
+    names = [x.site.name for x in program.mine]
+    check_known("plant(fn, values)", chosen, names, hint=program.hint)
+    mode_of = labels({e.site.key for e in found})
+    entries = grouped([e for e in found if mode_of[e.site.key] == mode])
+    there = dict.fromkeys(name for name, *_ in entries)
+    without = [
+        name
+        for found in places.values()
+        if there.keys().isdisjoint(name for name, _ in found)
+        for name, _ in found
+    ]
+    check_known(
+        f"plant(fn, values, mode={mode!r})",
+        without,
+        there,
+        f"is sown, but has no {mode} here (a cotangent is in "
+        "`plant(eqx.filter_grad(fn), ...)`)",
+        kind=f"names with a {mode}",
+    )
+    return entries
 
 
 def _check_one_place(
@@ -86,29 +109,28 @@ def _check_one_place(
 
 class _Plant(Transformed):
     _call: ClassVar[str] = "plant"
-    _fn: Callable
-    _values: Any
-    _options: Const = eqx.field(static=True)
 
     def _result(self, program: Program) -> Any:
-        options: Options = self._options.value
         places = _places(self._values, program)
-        chosen = _by_iteration(self._values, places)
-        by_pattern = [{name for name, _ in found} for found in places.values()]
-        entries = type(self)._entries(self, program, tuple(chosen), by_pattern)
+        # For each name, what by iteration: `{"h/3": v}` is `{"h": {(3,): v}}`.
+        chosen: dict[str, dict[_At, Any]] = defaultdict(dict)
+        for pattern, found in places.items():
+            for name, at in found:
+                chosen[name].setdefault(at, self._values[pattern])
         sows = defaultdict(list)
         for x in program.mine:
             sows[x.site.key].append(x)
         values, planted = {}, {}
-        for key, places in entries.items():
+        for key, entries in _entries(program, places).items():
             by_iteration = chosen[key[0]]
             if any(at or not callable(x) for at, x in by_iteration.items()):
-                _check_one_place(places, {x.loops for x in sows[key]})
+                _check_one_place(entries, {x.loops for x in sows[key]})
             # What is for fewer iterations goes before what is for more, and so last.
             ats = sorted(by_iteration, key=lambda at: len(at) - at.count(None))
             sites = [x.site for x in sows[key]]
             plans = [
-                prepare(places[0], sites, at, by_iteration[at], options) for at in ats
+                prepare(entries[0], sites, at, by_iteration[at], program.options)
+                for at in ats
             ]
             planted[key] = tuple(new for new, _ in plans)
             values[key] = [arrays for _, arrays in plans]
@@ -118,39 +140,9 @@ class _Plant(Transformed):
             planted=True,
         )
         has_outer = listening.value is not None
-        handler = Replace(options.tag, tuple(planted.items()), has_outer)
+        handler = Replace(program.options.tag, tuple(planted.items()), has_outer)
         outs, _ = program.evaluate(handler, Given(values=values))
         return program.output(outs)
-
-    def _entries(
-        self, program: Program, chosen: tuple[str, ...], by_pattern: list[set[str]]
-    ) -> dict[Any, list[Entry]]:
-        """What would be captured at each place that is planted, as shapes. One of the
-        names that a pattern fits has to have a value of the mode."""
-        options: Options = self._options.value
-        mode = options.mode
-        survey = Collect(
-            **program.listens(chosen),
-            modes=(mode,),
-            reduce=EACH_PLACE,
-            transform=SameParts(None),
-        )
-        found = program.with_executions(lambda name: False).survey(survey)
-        names = [x.site.name for x in program.mine]
-        check_known("plant(fn, values)", chosen, names, hint=program.hint)
-        mode_of = labels({e.site.key for e in found})
-        entries = grouped([e for e in found if mode_of[e.site.key] == mode])
-        there = dict.fromkeys(name for name, *_ in entries)
-        without = set().union(*(x for x in by_pattern if x.isdisjoint(there)))
-        check_known(
-            f"plant(fn, values, mode={mode!r})",
-            [name for name in chosen if name in without],
-            there,
-            f"is sown, but has no {mode} here (a cotangent is in "
-            "`plant(eqx.filter_grad(fn), ...)`)",
-            kind=f"names with a {mode}",
-        )
-        return entries
 
 
 _P = ParamSpec("_P")

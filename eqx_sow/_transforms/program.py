@@ -21,7 +21,6 @@ from .._mark.sow import UnnamedSowError
 from .._mark.staging import to_jaxpr, types_of
 from .._mark.static import Const, rebuild, take_apart
 from .._modules import capture as _capture
-from .._modules.capture import Marking
 from .._modules.places import roots
 from .._names import check_known, every_selected, in_a_list, matches, Selected
 from .._values.modes import labels
@@ -48,7 +47,7 @@ class Program:
     inputs: list[Any]
     out: tuple[Const, tuple[Any, ...]]
     roots: tuple[str, ...]
-    marking: Marking
+    options: Options
     depth: int
 
     def evaluate(self, handler: Handler, given: Given) -> tuple[list, Taken]:
@@ -73,18 +72,23 @@ class Program:
         closed = with_executions(
             self.closed,
             self.found,
-            lambda site: site.tag == self.marking.tag,
+            lambda site: site.tag == self.options.tag,
             lambda site: several(site.name),
         )
         return self if closed is self.closed else dc.replace(self, closed=closed)
 
     def listens(self, names: Any) -> dict[str, Any]:
         """What `Collect` and `Tap` have in common, given the option `names`."""
+        # A linear solver evaluates its function over and over, so that no value can be
+        # had there.
+        elsewhere = frozenset(
+            x.site.name for x in self.mine if not any(map(is_solver, x.eqns))
+        )
         return dict(
-            tag=self.marking.tag,
+            tag=self.options.tag,
             names=names,
             spelled_out=self.names,
-            elsewhere=self.names_outside_of_solvers,
+            elsewhere=elsewhere,
             has_outer=listening.value is not None,
         )
 
@@ -99,8 +103,7 @@ class Program:
 
     def output(self, outs: list[Any]) -> Any:
         """What the function returns, from the arrays in that."""
-        treedef, leaves = self.out
-        return rebuild(treedef, leaves, outs)
+        return rebuild(*self.out, outs)
 
     def check_recomputed(
         self, keys: Iterable[Any], remedy: str, *, planted: bool = False
@@ -108,7 +111,7 @@ class Program:
         """Raises if a backward pass of a `jax.checkpoint` computes a value once more,
         past its sow, and one of these `Site.key`s depends on it: what is `planted` at
         the sow, or a derivative that flows backward from there."""
-        keys, tag = list(keys), self.marking.tag
+        keys, tag = list(keys), self.options.tag
         repeated = list(recomputed(self.closed)) if keys else []
         # Of two sows with one name, only one may be in the checkpoint.
         origins = defaultdict(set)
@@ -132,19 +135,11 @@ class Program:
     @ft.cached_property
     def mine(self) -> list[Found]:
         """Those of the tag."""
-        return [x for x in self.found if x.site.tag == self.marking.tag]
+        return [x for x in self.found if x.site.tag == self.options.tag]
 
     @ft.cached_property
     def names(self) -> frozenset[str]:
         return frozenset(x.site.name for x in self.mine)
-
-    @property
-    def names_outside_of_solvers(self) -> frozenset[str]:
-        """The names that also run where a value can be had: a linear solver evaluates
-        its function over and over."""
-        return frozenset(
-            x.site.name for x in self.mine if not any(map(is_solver, x.eqns))
-        )
 
     def hint(self, pattern: Any, close: Sequence[str]) -> str:
         """For `check_known`: what else a pattern may have been meant for, if there are
@@ -160,31 +155,24 @@ class Program:
             return f" All iterations of {name!r} are one value: write {name!r}."
         is_index = lambda part: part.lstrip("-").isdecimal()
         without = lambda name: "/".join(x for x in name.split("/") if not is_index(x))
-        alike = [
-            x
-            for x in self.mine
-            if without(pattern) != pattern
-            and matches(without(pattern), without(x.site.name))
-        ]
-        for x in alike[:1]:
-            site, loops = x.site, x.loops
-            which = f"Of {site.name!r} there is no such iteration"
-            last = ""
-            if loops:
-                places = (*site.label.after, *[None] * len(loops))
-                called = [
-                    in_a_list(site.name, list(zip(places, indices)))
-                    for indices in ([0] * len(loops), [n - 1 for n in loops])
-                ]
-            elif without(site.name) != site.name:
-                which = "In a list each has a name of its own"
+        plain = without(pattern)
+        alike = [x for x in self.mine if matches(plain, without(x.site.name))]
+        if plain != pattern and alike:
+            site, loops = alike[0].site, alike[0].loops
+            if not loops and without(site.name) != site.name:
                 numbers = lambda name: [int(x) for x in name.split("/") if is_index(x)]
-                called = sorted((x.site.name for x in alike), key=numbers)
-                last = ", which is the last"
-            else:
-                return f" {which}: it is in no loop of known length."
-            return f" {which}: they are {called[0]!r} to {called[-1]!r}{last}."
-        if close or self.marking.capture is not None:
+                names = sorted((x.site.name for x in alike), key=numbers)
+                return (
+                    " In a list each has a name of its own: they are "
+                    f"{names[0]!r} to {names[-1]!r}, which is the last."
+                )
+            places = (*site.label.after, *[None] * len(loops))
+            called = lambda indices: in_a_list(site.name, zip(places, indices))
+            first, last = called([0] * len(loops)), called([n - 1 for n in loops])
+            they = f"they are {first!r} to {last!r}"
+            they = they if loops else "it is in no loop of known length"
+            return f" Of {site.name!r} there is no such iteration: {they}."
+        if close or self.options.capture is not None:
             return ""
         return (
             " Did you mean `capture=True`? It marks the output of each module. "
@@ -201,14 +189,12 @@ class Program:
             )
         ]
 
-    def check_selected(
-        self, call: str, names: Sequence[Any] | None, by_name: Mapping[str, Any]
-    ) -> None:
+    def check_selected(self, call: str, **by_name: Any) -> None:
         """Raises if anything in the option `names`, or a key of those options that are
         dicts of names, selects no sow, nor an iteration of one."""
         known = {x.site.name: None for x in self.mine}
         unknown = []
-        for pattern in names or ():
+        for pattern in self.options.names or ():
             found = self.selected(pattern)
             known |= {one.name: None for _, one in found}
             unknown += [] if found else [pattern]
@@ -221,14 +207,11 @@ class Program:
             check_known(f"{call}(..., {option}=...)", some, known, hint=self.hint)
 
     def wanted(
-        self,
-        call: str,
-        modes: Sequence[str] | None,
-        keys: Iterable[Any],
-        others: Iterable[str] = (),
+        self, call: str, keys: Iterable[Any], others: Iterable[str] = ()
     ) -> dict[Any, str]:
         """What the modes are called of those `Site.key`s that the option `modes`
         selects. `others` are names of modes that it may have, too."""
+        modes = self.options.modes
         mode_of = labels(keys)
         check_known(
             f"{call}(..., modes=...)",
@@ -245,9 +228,10 @@ class Program:
         )
         return mode_of
 
-    def warn_unmarked(self, call: str, fn: Any, options: Options) -> None:
+    def warn_unmarked(self, call: str, fn: Any) -> None:
         """Warns if there is nothing that could be selected. What was asked for by name
         is an error before that."""
+        options = self.options
         asked = options.names is not None or options.capture is not None
         # Calls that are only noted have no name, of whatever tag.
         if asked or any(s.label in s.labels for s, *_ in self.found):
@@ -274,17 +258,17 @@ def _goes_past(site: Site, key: Any, planted: bool) -> bool:
     return all(late) if planted else any(late) and "cotangent" in mode.split(".")[n:]
 
 
-def trace(fn: Callable, args: tuple, kwargs: dict, marking: Marking) -> Program:
+def trace(fn: Callable, args: tuple, kwargs: dict, options: Options) -> Program:
     """Traces `fn(*args, **kwargs)` while `sow` marks. Arrays are traced, all else is
     static, as in `eqx.filter_jit`."""
     _compat.check_supported()
     check_wrapped()
     try:
-        return _trace(fn, args, kwargs, marking)
+        return _trace(fn, args, kwargs, options)
     except UnnamedSowError:
-        if marking.search:
+        if options.search:
             raise
-        return _trace(fn, args, kwargs, dc.replace(marking, search=True))
+        return _trace(fn, args, kwargs, dc.replace(options, search=True))
     except _NOT_CONCRETE as e:
         if _TRACED not in getattr(e, "__notes__", ()):
             e.add_note(_TRACED)
@@ -304,7 +288,7 @@ _TRACED = (
 )
 
 
-def _trace(fn: Callable, args: tuple, kwargs: dict, marking: Marking) -> Program:
+def _trace(fn: Callable, args: tuple, kwargs: dict, options: Options) -> Program:
     inputs, treedef, static = take_apart((fn, args, kwargs))
     out: Any = None
 
@@ -326,7 +310,7 @@ def _trace(fn: Callable, args: tuple, kwargs: dict, marking: Marking) -> Program
     # Nothing must be executed in here: in this context, JAX would compile it once more.
     def closed_jaxpr(leafwise):
         new = Listening(captures=outer.captures, depth=depth, leafwise=leafwise)
-        with listening_as(marking.noted(new)):
+        with listening_as(options.noted(new)):
             return jax.make_jaxpr(traced)(inputs)
 
     try:
@@ -343,9 +327,9 @@ def _trace(fn: Callable, args: tuple, kwargs: dict, marking: Marking) -> Program
         if closed is None:
             raise
     called, found = (fn, args, kwargs), list(sows(closed))
-    named, model_roots = _capture.name(closed, found, called, depth, marking)
+    named, model_roots = _capture.name(closed, found, called, depth, options)
     if named is not closed:
         found = sows(named)
     # What a transformation inside captured for itself is not for this one.
-    closed = seen_as(named, found, lambda s: s.seen_from(depth, marking.tag))
-    return Program(closed, inputs, tuple(out), model_roots, marking, depth)
+    closed = seen_as(named, found, lambda s: s.seen_from(depth, options.tag))
+    return Program(closed, inputs, out, model_roots, options, depth)

@@ -6,17 +6,15 @@ import types
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, ClassVar, overload, ParamSpec, TypeVar, Unpack
 
-import equinox as eqx
-
 from .._frames import api_boundary
 from .._handlers.collect import Collect
-from .._mark.static import Const, SameParts
+from .._mark.static import SameParts
 from .._results.intermediates import Intermediates
 from .._values import spec as _spec
 from .._values.assemble import assemble
 from .._values.reduce import Reducer
 from .._walk.handler import Given
-from .options import Options, Saving
+from .options import Saving
 from .program import Program
 from .transformed import Transformed, wrap
 
@@ -29,11 +27,6 @@ def _pair(annotation: Any) -> Any:
 
 class _SaveIntermediates(Transformed):
     _call: ClassVar[str] = "save_intermediates"
-    _fn: Callable
-    # Options that may hold arrays.
-    _reduce: Any
-    _transform: Any
-    _options: Const = eqx.field(static=True)
 
     # For `help`, and for libraries that check types at run time. The class has none.
     @types.DynamicClassAttribute
@@ -43,7 +36,7 @@ class _SaveIntermediates(Transformed):
         return signature.replace(return_annotation=returns)
 
     def _result(self, program: Program) -> tuple[Any, Intermediates]:
-        options: Options = self._options.value
+        options = program.options
         collect = Collect(
             modes=options.modes,
             reduce=SameParts(self._reduce),
@@ -58,16 +51,18 @@ class _SaveIntermediates(Transformed):
         entries = taken.values
         asked = list(collect.everywhere(program.mine))
         names = dict.fromkeys(site.name for site, _ in asked)
-        by_name = dict(
-            reduce=self._reduce, transform=self._transform, spec=options.spec
+        program.check_selected(
+            self._call,
+            reduce=self._reduce,
+            transform=self._transform,
+            spec=options.spec,
         )
-        program.check_selected(self._call, options.names, by_name)
         # In the order of `carry`: JAX has sorted the keys of `taken.carry`.
         states = {key: taken.carry[key] for key in carry}
         keys = [*states, *(e.site.key for e in entries)]
         modes = [site.mode for site, _ in asked]
-        mode_of = program.wanted(self._call, options.modes, keys, modes)
-        program.warn_unmarked(self._call, self._fn, options)
+        mode_of = program.wanted(self._call, keys, modes)
+        program.warn_unmarked(self._call, self._fn)
         intermediates = assemble(entries, names, states, collect.reducer, mode_of)
         annotated = [(site, eqns[-1]) for site, eqns in asked if site.spec]
         _spec.check(annotated, options.spec, intermediates)

@@ -5,7 +5,6 @@ import functools as ft
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, ClassVar, overload, ParamSpec, TypeVar, Unpack
 
-import equinox as eqx
 import jax
 import jax.core
 import jax.extend.core as jexc
@@ -16,10 +15,10 @@ from .. import _compat
 from .._frames import api_boundary
 from .._handlers.tapping import failures, first_count, Tap, TapEvent
 from .._mark.listening import Listening, listening
-from .._mark.static import Const, SameParts, take_apart
+from .._mark.static import SameParts, take_apart
 from .._walk.handler import Given
 from .._walk.interpreter import consts_as_args
-from .options import Options, Tapping
+from .options import Tapping
 from .program import Program
 from .transformed import Transformed, wrap
 
@@ -32,17 +31,11 @@ batching.fancy_primitive_batchers[over_lanes_p] = lambda *args, run: run(*args)
 
 class _Tapped(Transformed):
     _call: ClassVar[str] = "tap"
-    _fn: Callable
-    # Options that may hold arrays.
-    _transform: Any
-    _when: Any
-    _extra: Any
-    _options: Const = eqx.field(static=True)
 
     def _result(self, program: Program) -> Any:
         extra, *_ = take_apart(self._extra)
         outs = _evaluate(self, program, extra)
-        program.warn_unmarked(self._call, self._fn, self._options.value)
+        program.warn_unmarked(self._call, self._fn)
         return program.output(outs)
 
     @api_boundary
@@ -100,19 +93,18 @@ def _evaluate(self: _Tapped, program: Program, extra: list[Any]) -> list[Any]:
 
 
 def _walk(self: _Tapped, program: Program, extra: list[Any]) -> list[Any]:
-    options: Options = self._options.value
     program = program.with_executions(lambda name: False)
-    program.check_selected("tap", options.names, dict(transform=self._transform))
+    program.check_selected("tap", transform=self._transform)
     _, treedef, leaves = take_apart(self._extra)
     handler = Tap(
-        **program.listens(options.names),
+        **program.listens(program.options.names),
         options=self._options,
         transform=SameParts(self._transform),
         when=SameParts(self._when),
         extra=(treedef, leaves),
     )
     places = list(handler.everywhere(program.mine))
-    chosen = program.wanted("tap", options.modes, [site.key for site, _ in places])
+    chosen = program.wanted("tap", [site.key for site, _ in places])
     counts = dict(first_count(s, eqns) for s, eqns in places if s.key in chosen)
     handler = dc.replace(handler, chosen=tuple(chosen.items()))
     outs, _ = program.evaluate(handler, Given(counts, extra))

@@ -25,14 +25,19 @@ class Transformed(eqx.Module):
 
     # What it is a call of, for a user to read.
     _call: eqx.AbstractClassVar[str]
-    _fn: eqx.AbstractVar[Callable]
+    _fn: Callable
+    # Holds the `Options`.
+    _options: Const = eqx.field(static=True)
+    # The options that may hold arrays.
+    _values: Any = None
+    _reduce: Any = None
+    _transform: Any = None
+    _when: Any = None
+    _extra: Any = None
 
     @property
     def __wrapped__(self):
         return self._fn
-
-    # Holds the `Options`.
-    _options: eqx.AbstractVar[Const]
 
     @abstractmethod
     def _result(self, program: Program) -> Any:
@@ -120,8 +125,7 @@ def _unbound(fn: Callable) -> Callable:
 
 
 def wrap(cls: type[Transformed], fn: Any, given: Mapping[str, Any]) -> Any:
-    """`fn`, transformed as the options say that were `given`. Those that may hold
-    arrays have fields of their own."""
+    """`fn`, transformed as the options say that were `given`."""
     static, arrays = checked(cls._call, fn, given)
     fields = {f"_{option}": value for option, value in arrays.items()}
     with warnings.catch_warnings():
@@ -153,4 +157,4 @@ _jitted = jax.jit(_traced, static_argnums=0)
 def _is_jitted(fn: Any) -> bool:
     if isinstance(fn, eqx.Partial):
         return _is_jitted(fn.func)
-    return isinstance(fn, (_compat.FilterJit, _compat.Jit))
+    return isinstance(fn, _compat.Jitted)
