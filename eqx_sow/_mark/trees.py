@@ -59,9 +59,10 @@ def walk(roots: Iterable[tuple[Path, Any]]) -> Iterator[tuple[Path, Any]]:
 
 def children(x: Any) -> list[tuple[str, Any]] | None:
     """What a node holds, each with its key. `None` if it is a leaf."""
-    if isinstance(x, tuple) and hasattr(x, "_fields"):
+    fields = getattr(x, "_fields", None)
+    if fields is not None and isinstance(x, tuple):
         # JAX 0.10 gives all fields of a named tuple the key of the first one.
-        return list(zip(x._fields, x))
+        return list(zip(fields, x))
     try:
         found = jtu.default_registry.flatten_one_level_with_keys(x)
     except ValueError:

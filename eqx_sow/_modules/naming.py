@@ -376,7 +376,8 @@ class Naming(Domain):
         return site._replace(labels=(new, *others))
 
     def _chooses(self, call: Call, path: Path) -> bool:
-        capture, name = self._marking.capture, "/".join(path) or "."
+        capture: Any = self._marking.capture
+        name = "/".join(path) or "."
         if call.is_function:
             return True
         self.seen.setdefault(name, call.cls)

@@ -203,7 +203,7 @@ def _attributes(x: Any) -> Iterator[tuple[str, Any]]:
     """Of an object that is no PyTree: what it was made of, and if it is of a class of
     the user's, all that it holds, and its class."""
     module, own = type(x).__module__, getattr(x, "__dict__", {})
-    held = dict.fromkeys(INNER, "")
+    held: dict[str, str] = dict.fromkeys(INNER, "")
     if module.startswith("jax.") and callable(x):
         # Such as a `jax.custom_jvp`, which holds the function and its rules.
         held |= dict.fromkeys(own, "")

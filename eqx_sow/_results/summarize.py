@@ -506,7 +506,7 @@ _merged = jax.jit(merged, static_argnums=1)
 
 # Known here, since NumPy warns where it first learns this in a callback, in a thread
 # that flushes small numbers to zero.
-_LEAST = {np.dtype(x): 4 * float(np.finfo(x).tiny) for x in (np.float32, np.float64)}
+_LEAST = {np.dtype(x): 4 * float(np.finfo(x).tiny) for x in ("float32", "float64")}
 
 
 def _in_range(scale: Any) -> Any:
