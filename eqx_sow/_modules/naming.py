@@ -376,8 +376,7 @@ class Naming(Domain):
         return site._replace(labels=(new, *others))
 
     def _chooses(self, call: Call, path: Path) -> bool:
-        capture: Any = self._marking.capture
-        name = "/".join(path) or "."
+        capture, name = self._marking.capture, "/".join(path) or "."
         if call.is_function:
             return True
         self.seen.setdefault(name, call.cls)
@@ -388,7 +387,7 @@ class Naming(Domain):
         if self._classes is not None:
             return True
         try:
-            chosen = capture(name, call.outline)
+            chosen = self._marking.capture(name, call.outline)
             if eqx.is_array(chosen):
                 raise TypeError("it returned an array")
             return bool(chosen)
