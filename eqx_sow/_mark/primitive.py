@@ -84,9 +84,19 @@ def _edge_jvp(primals, tangents, **params):
     return out, _edge_tangent(out)
 
 
+def _edge_linearize(is_vjp, nonzeros, *primals, **params):
+    """The same, as JAX's linearization wants it: from the rule above it would take a
+    fifth of the time that a capture adds to tracing a gradient."""
+    del is_vjp, nonzeros
+    out = edge_p.bind(*primals, **params)
+    zero = _edge_tangent(out)
+    return _compat.linearization(out, False, [], lambda *, tangents: zero)
+
+
 _runs_as(edge_p, lambda *arrays, **params: jnp.asarray(edge_value()))
 edge_p.def_abstract_eval(lambda *avals, **params: _edge_aval(*avals))
 ad.primitive_jvps[edge_p] = _edge_jvp
+_compat.primitive_linearizations[edge_p] = _edge_linearize
 # There is one edge for all lanes of a vmap.
 batching.primitive_batchers[edge_p] = lambda arrays, dims, **params: (
     edge_p.bind(*arrays, **params),
