@@ -73,6 +73,7 @@ class Transformed(eqx.Module):
         return wl.bracketed(begin, docs, wl.comma, end, kwargs["indent"])
 
     def __treescope_repr__(self, path, render):
+        # Only treescope calls this. It need not be there for pyright.
         import treescope.rendering_parts as parts  # pyright: ignore
 
         # What is behind the path is what one can copy in a notebook.
