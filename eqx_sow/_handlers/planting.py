@@ -20,7 +20,7 @@ from .._arrays import leading, sharded_like, whole_along
 from .._errors import calling, SowError
 from .._mark.primitive import edge_value, sow_p
 from .._mark.site import Axis, Site, with_has
-from .._mark.static import Const, NoTangent, OPERAND, rebuild, SameParts
+from .._mark.static import Const, NoTangent, OPERAND, SameParts
 from .._values.axes import aligned, as_operand, final_axes, for_each_lane
 from .._values.entry import Entry, in_front, in_place, running
 from .._values.merge import own_axes
@@ -181,7 +181,7 @@ def _check_fixed(
     which is zero where the sow did not run."""
     # As the user gave them: under a `jit`, JAX makes a tracer of an array whose numbers
     # are known.
-    leaves = zip(jtu.tree_leaves(value), places[0].leaves)
+    leaves = zip(jtu.tree_leaves(value), places[0].form.leaves)
     new = [x for x, leaf in leaves if leaf is OPERAND]
     fixed = [dict(site.fixed) for site in places]
     for i in set.intersection(*map(set, fixed)):
@@ -207,7 +207,7 @@ def _only_zeros(places: Sequence[Site], value: Any, arrays: list[Any]) -> list[A
     zero for each leaf that has none there, as the program would go on without it. What
     is not known yet is checked while the program runs."""
     for i, x in enumerate(jtu.tree_leaves(value)):
-        if not all(isinstance(site.leaves[i], NoTangent) for site in places):
+        if not all(isinstance(site.form.leaves[i], NoTangent) for site in places):
             continue
         dtype = jnp.result_type(x)
         if dtype == jax.dtypes.float0:
@@ -237,17 +237,17 @@ def _at_site(
     site: Site,
     guards: Sequence[Any],
     arrays: Sequence[Any],
-    form: Site,
+    captured: Site,
     old: Sequence[Any],
 ) -> list[Any]:
     """The arrays of the value at a sow, `old`, from planted ones.
 
-    These have all lanes of the `form`, that is of what is captured there. The sow
-    itself may have fewer: in a vmap of 8 over which it does not vary, a planted
-    `f32[8,3]` becomes `f32[3]`.
+    These have all lanes of what is `captured` there. The sow itself may
+    have fewer: in a vmap of 8 over which it does not vary, a planted `f32[8,3]` becomes
+    `f32[3]`.
     """
     own = own_axes(
-        [a._replace(loops=0) for a in site.axes], [a for a in form.axes if a.lane]
+        [a._replace(loops=0) for a in site.axes], [a for a in captured.axes if a.lane]
     )
     run, _ = running(site, guards)
     if run is None:
@@ -269,8 +269,8 @@ def _at_site(
         return as_operand(x, in_form)
 
     # A tangent that is zero is captured like any other, but is no operand of the sow.
-    leaves = zip(site.leaves, form.leaves)
-    is_operand = [own is OPERAND for own, captured in leaves if captured is OPERAND]
+    leaves = zip(site.form.leaves, captured.form.leaves)
+    is_operand = [own is OPERAND for own, leaf in leaves if leaf is OPERAND]
     return [
         # Of no lanes there is nothing to plant.
         without_the_same(x, site.has(len(guards) + i)) if x.size else old[i]
@@ -306,7 +306,7 @@ def _apply(fn: Callable, site: Site, values: Sequence[Any]) -> list[Any]:
     varies = [site.has(n_guards + i) for i in range(len(values))]
 
     def apply(*values):
-        old = rebuild(site.treedef, site.leaves, values)
+        old = site.form.with_arrays(values)
         value = fn(old)
         new = _operands(value, site, values, of_function=True)
         _check_fixed([site], value, values)
@@ -324,20 +324,21 @@ def _operands(
     if of_function:
         whose, verb = "what the function returned", "Return"
     value_for = f"`plant`: {whose} for {site.said}"
+    form = site.form
     leaves, treedef = jtu.tree_flatten(value)
-    if Const(treedef) != site.treedef:
+    if Const(treedef) != form.treedef:
         if of_function and value is None:
             raise SowError(
                 f"`plant`: the function for {site.said} returned None; did it forget "
                 "`return`?"
             )
         raise SowError(
-            f"{value_for} has the structure {treedef}, but {site.treedef.value} is "
+            f"{value_for} has the structure {treedef}, but {form.treedef.value} is "
             f"sown there. {verb} a value of that structure."
         )
     new = []
     operand = iter(like)
-    for leaf, x in zip(site.leaves, leaves):
+    for leaf, x in zip(form.leaves, leaves):
         if isinstance(leaf, Const) and leaf != Const(x):
             raise SowError(
                 f"{value_for} has the static leaf {x!r}, but {leaf.value!r} is sown "
@@ -389,7 +390,8 @@ def prepare(
     axes = [a for k, a in enumerate(entry.site.axes) if k not in gone]
     entry = entry.with_only(axes)
     site = entry.site
-    if Const(jtu.tree_structure(value)) != site.treedef and isinstance(value, Mapping):
+    has_form = Const(jtu.tree_structure(value)) == site.form.treedef
+    if isinstance(value, Mapping) and not has_form:
         value = value.get(options.mode, value)
     final = final_axes(site)
     full = with_has(axes, final)

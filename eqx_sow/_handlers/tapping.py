@@ -23,7 +23,7 @@ from .. import _compat
 from .._arrays import sharding_on
 from .._errors import SowError
 from .._mark.site import Axis, Site, with_has
-from .._mark.static import Const, NoTangent, OPERAND, rebuild, SameParts
+from .._mark.static import Const, Form, NoTangent, OPERAND, SameParts
 from .._results.summarize import Summary
 from .._results.tabulate import in_one_line
 from .._values.axes import aligned, as_operand, final_axes, kept_axes
@@ -110,8 +110,8 @@ class Delivery:
     # have them. With `counted`, the last array says in which lanes the sow ran.
     site: Site
     counted: bool
-    # The treedef and the leaves of `extra`.
-    extra: tuple[Const, tuple[Any, ...]]
+    # That of the option `extra`.
+    extra: Form
     devices: tuple[Hashable, ...]
     ordered: bool
 
@@ -120,19 +120,15 @@ class Delivery:
         axes = Axis(size, tuple(varies)), *self.site.axes
         return dc.replace(self, site=self.site._replace(axes=axes))
 
-    @property
-    def n_extra(self) -> int:
-        return sum(leaf is OPERAND for leaf in self.extra[1])
-
     def __call__(self, count: Any, *operands: Any) -> None:
         # Copies: what the callback keeps must not change when a buffer is used again.
-        n, m = len(self.devices), self.n_extra
+        n, m = len(self.devices), self.extra.n_operands
         device = dict(zip(self.devices, map(int, operands[:n])))
         arrays = [np.array(x) for x in operands[n:]]
         value, ran = self._value(arrays[m:])
         event = TapEvent(self.site.name, self.mode, value, int(count), ran)
         event.device = device or None
-        event.extra = rebuild(*self.extra, arrays[:m])
+        event.extra = self.extra.with_arrays(arrays[:m])
         try:
             self.callback.value(event)
         # Whatever it raises ends the run. Of an interrupt, too, JAX reports only text.
@@ -160,7 +156,7 @@ class Delivery:
         arrays = list(map(full, it.count(), arrays, [*final_axes(site), kept]))
         ran = arrays.pop().astype(bool) if self.counted else None
         lead = [a.size for a in it.compress(site.axes, kept)]
-        value = rebuild(site.treedef, site.leaves, arrays, lead)
+        value = site.form.with_arrays(arrays, lead)
         return value, ran if lead else None
 
 
@@ -198,15 +194,21 @@ def send(count: Any, entry: Entry, extra: Value, mode: str, options: Any) -> Non
     option of that name, and `options` are all options of `tap`."""
     site, n = entry.site, len(entry.arrays) - entry.counted
     varies = [site.has(i) for i in range(len(entry.arrays))]
-    value = Value(site.treedef, site.leaves, entry.arrays[:n], varies[:n])
+    value = Value(site.form, entry.arrays[:n], varies[:n])
     value = _sendable(value, printed=options.callback.value is print_event)
     extra = _sendable(extra, printed=False)
     axes = with_has(site.axes, [*value.varies, *varies[n:]])
     # No more of the site: in another trace of the program all else may differ.
-    sent = Site(site.labels, *value[:2], site.modes, axes=axes, where=site.where)
+    sent = Site(site.labels, value.form, site.modes, axes=axes, where=site.where)
     devices = jax.sharding.get_abstract_mesh().manual_axes
     delivery = Delivery(
-        options.callback, mode, sent, entry.counted, extra[:2], devices, options.ordered
+        options.callback,
+        mode,
+        sent,
+        entry.counted,
+        extra.form,
+        devices,
+        options.ordered,
     )
     indices = map(jax.lax.axis_index, devices)
     ran = map(as_operand, entry.arrays[n:], varies[n:])
@@ -219,7 +221,7 @@ def _sendable(value: Value, printed: bool) -> Value:
     others: of a key, if it is to be `printed`, its type."""
     leaves, arrays, varies = [], [], []
     operands = iter(zip(value.arrays, value.varies))
-    for leaf in value.leaves:
+    for leaf in value.form.leaves:
         if leaf is OPERAND:
             x, v = next(operands)
             x = as_operand(x, v)
@@ -232,7 +234,7 @@ def _sendable(value: Value, printed: bool) -> Value:
                 arrays.append(jax.random.key_data(x) if is_key else x)
                 varies.append(v)
         leaves.append(leaf)
-    return Value(value.treedef, tuple(leaves), arrays, varies)
+    return Value(value.form._replace(leaves=tuple(leaves)), arrays, varies)
 
 
 _effect = _compat.TapEffect()
@@ -269,7 +271,7 @@ def _send_batch(axis_data, operands, dims, *, delivery):
     operands = [
         x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims)
     ]
-    varies = [d is not None for d in dims[n + delivery.n_extra :]]
+    varies = [d is not None for d in dims[n + delivery.extra.n_operands :]]
     _send_p.bind(*operands, delivery=delivery.with_lane(axis_data.size, varies))
     return [], []
 
@@ -377,8 +379,8 @@ class Tap(Listens):
 
     options: Const
     when: SameParts
-    # The treedef and the leaves of the option `extra`.
-    extra: tuple[Const, tuple[Any, ...]]
+    # That of the option `extra`.
+    extra: Form
     # The `Site.key`s of what is sent, and what their modes are called.
     chosen: tuple[tuple[Any, str], ...] = ()
     # The mesh axes around what is walked over.
@@ -440,7 +442,7 @@ class Tap(Listens):
         """Sends one execution, if it is asked for, and is due, and counts it."""
         slot = site.key, self.mesh
         count = given.carry[slot]
-        extra = Value(*self.extra, given.values, [()] * len(given.values))
+        extra = Value(self.extra, given.values, [()] * len(given.values))
         is_asked = reached(at, given.iterations)
         # In which lanes, if a condition differs between these.
         run, _ = running(site, operands)

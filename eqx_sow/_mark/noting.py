@@ -30,7 +30,7 @@ from .listening import Capture, Listening, listening
 from .primitive import edge_p, sow_p
 from .site import Label, Site
 from .sow import bind, Sow
-from .static import Const, SameParts
+from .static import Const, SameParts, take_apart
 from .trees import is_module, is_part, keys, walk
 
 
@@ -311,7 +311,7 @@ def _note(module: Any, method: str, plain: Callable, args: tuple, kwargs: dict) 
     if not chosen:
         # The names of what is called inside need this edge. JAX removes what is not
         # used, but no sow, which has an effect.
-        sow_p.bind(edge, site=Site((), _NOTHING, (), note=note))
+        sow_p.bind(edge, site=Site((), _NOTHING, note=note))
     inputs = _unnamed(c for c in chosen if c.inputs)
     if inputs:
         of_inputs = note._replace(what=("inputs",))
@@ -329,7 +329,7 @@ def _note(module: Any, method: str, plain: Callable, args: tuple, kwargs: dict) 
     return eqx.combine(values, parts, is_leaf=is_module)
 
 
-_NOTHING = Const(jtu.tree_structure(()))
+_, _NOTHING = take_apart(())
 
 
 def _unnamed(captures: Iterable[Capture]) -> tuple[Label, ...]:

@@ -195,7 +195,7 @@ def _sow_tangent(nonzeros, avals, site, edge, *guards, tangents):
     avals, keep = avals[n:], nonzeros[n:]
     operand = iter(range(len(keep)))
     leaves = []
-    for leaf in site.leaves:
+    for leaf in site.form.leaves:
         if leaf is OPERAND and not keep[i := next(operand)]:
             shape = site.shape(len(guards) + i, avals[i].shape)
             dtype = jexc.primal_dtype_to_tangent_dtype(avals[i].dtype)
@@ -203,7 +203,7 @@ def _sow_tangent(nonzeros, avals, site, edge, *guards, tangents):
         leaves.append(leaf)
     kept = [True] * len(guards) + keep
     tangent_site = site._replace(
-        leaves=tuple(leaves),
+        form=site.form._replace(leaves=tuple(leaves)),
         modes=(*site.modes, "tangent"),
         orders=(*site.orders, site.differentiated),
         differentiated=0,
@@ -225,13 +225,14 @@ def _sow_transpose(cts, edge, *operands, site):
     cts = cts[1 + n_guards :]
     leaves = tuple(
         dc.replace(x, dtype=jax.dtypes.float0) if isinstance(x, NoTangent) else x
-        for x in site.leaves
+        for x in site.form.leaves
     )
+    form = site.form._replace(leaves=leaves)
     _, *sown = sow_p.bind(
         edge,
         *operands[:n_guards],
         *map(ad.instantiate_zeros, cts),
-        site=site._replace(modes=(*modes, "cotangent"), leaves=leaves, spec=None),
+        site=site._replace(modes=(*modes, "cotangent"), form=form, spec=None),
     )
     return [None] * (1 + n_guards) + [
         None if not ad.is_undefined_primal(x) else ct if type(ct) is ad.Zero else s
@@ -262,7 +263,7 @@ def _sow_batch(axis_data, operands, dims, *, site):
         spec=axis_data.explicit_mesh_axis,
         after_backward="cotangent" in site.modes,
     )
-    unguarded = any(c not in [g[0] for g in site.guards] for c in conds)
+    unguarded = any(c not in [g.cond for g in site.guards] for c in conds)
     # The axis stays where it is. To move it would add equations to the user's program,
     # and more of them to its derivatives.
     site = site._replace(

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from .._names import in_a_list, join
 from .calls import Note
-from .static import Const
+from .static import Const, Form
 
 
 class Axis(NamedTuple):
@@ -39,12 +39,23 @@ class Axis(NamedTuple):
         return self.size, self.loops, self.lane, self.mesh
 
 
-# For each: which cond or loop, in which of its branches the sow is, and how many these
-# are.
-Guards = tuple[tuple[Any, int, int], ...]
-# The same, each with where the value of its operand is made. This tells the runs of a
-# cond apart that is in a function which is called twice.
-Cases = tuple[tuple[Any, int, int, Any], ...]
+class Guard(NamedTuple):
+    """A cond, or a while loop, around a sow that a vmap made run for all lanes, with
+    results that are thrown away for some of them.
+
+    For each guard the sow has one more operand, before those of the value: the index of
+    the branch that really runs, or for a loop, a boolean that says whether the lane
+    still runs.
+    """
+
+    # An object for each cond, `None` for a loop.
+    cond: Any = None
+    # In which of its branches the sow is, and how many these are.
+    branch: int = 1
+    n_branches: int = 1
+    # Where the value of its operand is made. This tells the runs of a cond apart that
+    # is in a function which is called twice. Filled in as `Site.of` is.
+    run: Hashable = None
 
 
 class Label(NamedTuple):
@@ -87,6 +98,9 @@ class Label(NamedTuple):
 _NOT_WANTED = Label("", Const(object()))
 
 
+_NONE: frozenset[tuple[int, ...]] = frozenset()
+
+
 class Site(NamedTuple):
     """The static part of a sow: the single parameter of its equation.
 
@@ -98,10 +112,8 @@ class Site(NamedTuple):
     # What the sow is called, by each transformation around that wants it, from inside
     # out; but first comes the label for the transformation at hand.
     labels: tuple[Label, ...]
-    # The value: its arrays are operands of the equation (`OPERAND` among the leaves),
-    # all other leaves are here.
-    treedef: Const
-    leaves: tuple[Any, ...]
+    # The value without its arrays, which are operands of the equation.
+    form: Form
 
     # --- differentiation ---
     # `()` for a primal, `("tangent",)`, `("cotangent", "tangent")`, ...
@@ -117,11 +129,7 @@ class Site(NamedTuple):
     # For each operand, the permutation that brings those of the axes that it has to the
     # front, in their order; `()` if they are there.
     permutations: tuple[tuple[int, ...], ...] = ()
-    # Conds and loops around that a vmap made run for all lanes, with results that are
-    # thrown away for some of them. For each guard there is one more operand, before
-    # those of the value: the index of the branch that really runs, or for a loop, a
-    # boolean that says whether the lane still runs.
-    guards: Guards = ()
+    guards: tuple[Guard, ...] = ()
     # Whether there should be more guards. The sow came from a derivative rule, which
     # JAX traced after the vmap had changed the cond.
     unguarded: bool = False
@@ -133,17 +141,15 @@ class Site(NamedTuple):
     # --- which execution it is: see `_walk/executions.py` ---
     # An object of its own for each call of `sow`, which its derivatives share.
     origin: Any = None
-    # The next four are filled in for the transformation at hand, if it needs them.
+    # The next three are filled in for the transformation at hand, if it needs them.
     # The executions that the sow is, or is a derivative of, by the ways to their
     # equations. There are several if it is in several branches.
-    of: frozenset[tuple[int, ...]] = frozenset()
+    of: frozenset[tuple[int, ...]] = _NONE
     # Whether it is a repetition of these, which is not an execution of its own. `None`
     # if that cannot be told.
     again: bool | None = False
     # Whether it is a primal in a backward pass.
     backward: bool = False
-    # Its guards, with which run of each cond is meant.
-    cases: Cases = ()
 
     # The arrays that are NumPy's, each with its number, guards aside. The program goes
     # on with these, and not with what comes out of the sow.
@@ -172,8 +178,9 @@ class Site(NamedTuple):
     def seen_from(self, depth: int, tag: Hashable) -> "Site":
         """The sow as a transformation sees it that has this depth and tag, before it
         has asked which executions there are."""
-        if self.of or self.cases:
-            self = self._replace(of=frozenset(), again=False, backward=False, cases=())
+        if self.of:
+            guards = tuple(g._replace(run=None) for g in self.guards)
+            self = self._replace(of=_NONE, again=False, backward=False, guards=guards)
         labels = [x for x in self.labels if x.depth <= depth]
         labels.sort(key=lambda x: (x.name is None, x.tag != tag))
         labels = tuple(labels)

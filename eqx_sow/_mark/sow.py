@@ -15,7 +15,7 @@ from .._names import join
 from .listening import listening
 from .primitive import NO_EDGE, sow_p
 from .site import Label, Site
-from .static import Const, OPERAND, rebuild, take_apart
+from .static import Const, Form, OPERAND, take_apart
 
 
 _T = TypeVar("_T")
@@ -80,17 +80,17 @@ def sow(
     return bind(value, (Label(name, tag),), spec=spec)
 
 
-_ARRAY = Const(jtu.tree_structure(0))
+_ARRAY = Form(Const(jtu.tree_structure(0)), (OPERAND,))
 
 
 def bind(value: Any, labels: tuple[Label, ...], edge: Any = NO_EDGE, **fields) -> Any:
     """Binds the primitive to the array leaves of a value. Names are whole names.
     `fields` are more fields of the `Site`."""
     if isinstance(value, jax.Array):  # as nearly all values are
-        arrays, treedef, leaves, fixed = [value], _ARRAY, (OPERAND,), ()
+        arrays, form, fixed = [value], _ARRAY, ()
     else:
-        arrays, treedef, leaves = take_apart(value)
-        _check_static(leaves, labels)
+        arrays, form = take_apart(value)
+        _check_static(form, labels)
         fixed = tuple(
             (i, Const(x))
             for i, x in enumerate(arrays)
@@ -98,8 +98,7 @@ def bind(value: Any, labels: tuple[Label, ...], edge: Any = NO_EDGE, **fields) -
         )
     site = Site(
         labels,
-        treedef,
-        leaves,
+        form,
         where=user_line(),
         origin=object(),
         permutations=((),) * len(arrays),
@@ -107,16 +106,16 @@ def bind(value: Any, labels: tuple[Label, ...], edge: Any = NO_EDGE, **fields) -
         **fields,
     )
     _, *out = sow_p.bind(edge, *arrays, site=site)
-    if treedef is _ARRAY:
+    if form is _ARRAY:
         return out[0]
     # What is an index or a size in Python has to stay one.
     for i, x in fixed:
         out[i] = x.value
-    return rebuild(treedef, leaves, out)
+    return form.with_arrays(out)
 
 
-def _check_static(leaves: Sequence[Any], labels: Sequence[Label]) -> None:
-    for x in leaves:
+def _check_static(form: Form, labels: Sequence[Label]) -> None:
+    for x in form.leaves:
         if x is not OPERAND and isinstance(x.value, jax.core.Tracer):
             name = labels[0].name
             what = "`capture=`" if name is None else f"`sow(..., {name!r})`"

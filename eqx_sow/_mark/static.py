@@ -4,7 +4,7 @@ them."""
 
 import dataclasses as dc
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -59,8 +59,8 @@ class SameParts:
 
     def __init__(self, value: Any):
         self.value = value
-        arrays, *static = take_apart(value)
-        self._form = (*static, *map(id, arrays))
+        arrays, form = take_apart(value)
+        self._form = (form, *map(id, arrays))
         self._hash = hash(self._form)
 
     def __hash__(self):
@@ -99,26 +99,35 @@ def is_operand(x: Any) -> bool:
     )
 
 
-def take_apart(tree: Any) -> tuple[list[Any], Const, tuple[Any, ...]]:
-    """The arrays of a PyTree, its treedef, and for each leaf `OPERAND` or a `Const`."""
+class Form(NamedTuple):
+    """A PyTree without its arrays. For `(x, 2)` with an array `x`, `leaves` are
+    `(OPERAND, Const(2))`. In a derivative, some may be `NoTangent`s."""
+
+    treedef: Const
+    leaves: tuple[Any, ...]
+
+    @property
+    def n_operands(self) -> int:
+        return self.leaves.count(OPERAND)
+
+    def with_arrays(self, arrays: Sequence[Any], lead: Sequence[int] = ()) -> Any:
+        """The PyTree with these arrays. Leaves that were not differentiated are zeros,
+        with the axes `lead` before their own."""
+        operand = iter(arrays)
+
+        def leaf(x):
+            if x is OPERAND:
+                return next(operand)
+            if not isinstance(x, NoTangent):
+                return x.value
+            return np.zeros((*lead, *x.shape), x.dtype)
+
+        return jtu.tree_unflatten(self.treedef.value, list(map(leaf, self.leaves)))
+
+
+def take_apart(tree: Any) -> tuple[list[Any], Form]:
+    """The arrays of a PyTree, and what else it is."""
     leaves, treedef = jtu.tree_flatten(tree)
     found = list(map(is_operand, leaves))
     static = tuple(OPERAND if d else Const(x) for d, x in zip(found, leaves))
-    return [x for d, x in zip(found, leaves) if d], Const(treedef), static
-
-
-def rebuild(
-    treedef: Const, leaves: Sequence[Any], values: Sequence[Any], lead=()
-) -> Any:
-    """The PyTree that was taken apart, with these values as its arrays. Leaves that
-    were not differentiated are zeros, with the axes `lead` before their own."""
-    operand = iter(values)
-
-    def leaf(x):
-        if x is OPERAND:
-            return next(operand)
-        if not isinstance(x, NoTangent):
-            return x.value
-        return np.zeros((*lead, *x.shape), x.dtype)
-
-    return jtu.tree_unflatten(treedef.value, list(map(leaf, leaves)))
+    return [x for d, x in zip(found, leaves) if d], Form(Const(treedef), static)

@@ -78,7 +78,7 @@ class Places:
                 self.modules.setdefault(path, x)
             elif eqx.is_array(x):
                 of_inner[id(x)].append(path)
-        self._arrays, *_ = take_apart((fn, args, kwargs))
+        self._arrays, _ = take_apart((fn, args, kwargs))
         self.n_inputs = len(self._arrays)
         self._paths: dict[int, list[Path]] = defaultdict(list)
         for i, x in enumerate(self._arrays):

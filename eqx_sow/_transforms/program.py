@@ -19,7 +19,7 @@ from .._mark.noting import listening_as, within
 from .._mark.site import Site
 from .._mark.sow import UnnamedSowError
 from .._mark.staging import to_jaxpr, types_of
-from .._mark.static import Const, rebuild, take_apart
+from .._mark.static import Form, take_apart
 from .._modules import capture as _capture
 from .._modules.places import roots
 from .._names import check_known, every_selected, in_a_list, matches, Selected
@@ -37,15 +37,14 @@ class Program:
     """What `trace` made of one call of a function.
 
     `closed` is the jaxpr, in which the sows have their names, and `inputs` are its
-    arrays. `out` is what to rebuild the output of the function from, beside its arrays:
-    treedef and static leaves. `roots` is where the models of captured calls are, such
-    as `("model",)`. `depth` is how many transformations trace the function, one within
-    the other.
+    arrays. `out` is the output of the function without its arrays. `roots` is where the
+    models of captured calls are, such as `("model",)`. `depth` is how many
+    transformations trace the function, one within the other.
     """
 
     closed: Any
     inputs: list[Any]
-    out: tuple[Const, tuple[Any, ...]]
+    out: Form
     roots: tuple[str, ...]
     options: Options
     depth: int
@@ -103,7 +102,7 @@ class Program:
 
     def output(self, outs: list[Any]) -> Any:
         """What the function returns, from the arrays in that."""
-        return rebuild(*self.out, outs)
+        return self.out.with_arrays(outs)
 
     def check_recomputed(
         self, keys: Iterable[Any], remedy: str, *, planted: bool = False
@@ -289,15 +288,15 @@ _TRACED = (
 
 
 def _trace(fn: Callable, args: tuple, kwargs: dict, options: Options) -> Program:
-    inputs, treedef, static = take_apart((fn, args, kwargs))
+    inputs, form = take_apart((fn, args, kwargs))
     out: Any = None
 
     def traced(inputs):
         nonlocal out
-        called = rebuild(treedef, static, inputs)
+        called = form.with_arrays(inputs)
         with within(depth, lambda: roots(*called)):
             fn, args, kwargs = called
-            outs, *out = take_apart(fn(*args, **kwargs))
+            outs, out = take_apart(fn(*args, **kwargs))
         return outs
 
     # JAX names the traced function in its error messages.

@@ -14,7 +14,7 @@ import jax.tree_util as jtu
 from .. import _compat
 from .._arrays import in_mesh_of
 from .._frames import api_boundary
-from .._mark.static import Const, rebuild, take_apart
+from .._mark.static import Const, Form, take_apart
 from .options import checked
 from .program import Program, trace
 
@@ -49,10 +49,9 @@ class Transformed(eqx.Module):
             return _run(self, args, kwargs)
         # `S(jit(f))` is `jit(S(f))`: so it is traced and compiled when `jit(f)` would
         # be.
-        arrays, *form = take_apart((self, args, kwargs))
-        out = _jitted(tuple(form), *arrays)
-        treedef, leaves = out.form
-        return rebuild(treedef, leaves, out.arrays)
+        arrays, form = take_apart((self, args, kwargs))
+        out = _jitted(form, *arrays)
+        return out.form.with_arrays(out.arrays)
 
     @property
     def _said(self) -> dict[str, Any]:
@@ -142,14 +141,12 @@ class _Output:
     """Any PyTree, as one whose leaves are arrays."""
 
     arrays: list[Any]
-    form: tuple[Const, tuple[Any, ...]] = dc.field(metadata=dict(static=True))
+    form: Form = dc.field(metadata=dict(static=True))
 
 
 def _traced(form, *arrays):
-    treedef, leaves = form
-    self, args, kwargs = rebuild(treedef, leaves, arrays)
-    arrays, treedef, leaves = take_apart(_run(self, args, kwargs))
-    return _Output(arrays, (treedef, leaves))
+    self, args, kwargs = form.with_arrays(arrays)
+    return _Output(*take_apart(_run(self, args, kwargs)))
 
 
 _jitted = jax.jit(_traced, static_argnums=0)

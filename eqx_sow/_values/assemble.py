@@ -10,7 +10,7 @@ import jax.tree_util as jtu
 
 from .._errors import SowError
 from .._mark.site import Axis, Site
-from .._mark.static import NoTangent, OPERAND, rebuild
+from .._mark.static import NoTangent, OPERAND
 from .._results.intermediates import (
     Axis as NamedAxis,
     in_order,
@@ -86,12 +86,12 @@ def _value_of(entry: Entry, buffers: Sequence[int]) -> _Returned:
         for x, varies in zip(entry.arrays, final)
     ]
     lead = [*it.compress([a.size for a in site.axes], kept), *buffers]
-    value = rebuild(site.treedef, site.leaves, arrays, lead)
+    value = site.form.with_arrays(arrays, lead)
 
     names = _named_axes(site, entry.route) + [_BUFFER] * len(buffers)
     of_operand = iter(final)
     axes = []
-    for x, leaf in zip(jtu.tree_leaves(value), site.leaves):
+    for x, leaf in zip(jtu.tree_leaves(value), site.form.leaves):
         # A leaf that is static in the program is what it is.
         own: Iterable[NamedAxis] = ()
         if leaf is OPERAND or isinstance(leaf, NoTangent):

@@ -23,7 +23,6 @@ import jax
 
 from .._arrays import broadcast_to
 from .._mark.site import Axis, Site
-from .._mark.static import OPERAND
 from .modes import is_backward
 
 
@@ -91,9 +90,8 @@ def final_axes(site: Site) -> list[tuple[bool, ...]]:
     a cotangent has its own lanes only: that of a leaf which is the same for all lanes
     is their total, and would be wrong in each of them."""
     kept = kept_axes(site)
-    n_values = site.leaves.count(OPERAND)
     total = [is_backward(site.mode) and a.lane for a in site.axes]
     return [
         tuple(k and (v or not t) for k, v, t in zip(kept, site.has(i), total))
-        for i in range(n_values)
+        for i in range(site.form.n_operands)
     ]

@@ -36,11 +36,14 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .._arrays import select, shape_like, spec_of
-from .._mark.site import Axis, Cases, out_of_loop, Site, with_has
+from .._mark.site import Axis, Guard, out_of_loop, Site, with_has
 from .._mark.static import NoTangent, OPERAND
 from .._results.intermediates import Scan
 from .axes import aligned, broadcast, either
 from .transform import transformed, Value
+
+
+Guards = tuple[Guard, ...]
 
 
 @jtu.register_dataclass
@@ -61,8 +64,8 @@ class Entry:
     site: Site = dc.field(metadata=dict(static=True))
     # Whether there is a count of how many times the sow ran.
     counted: bool = dc.field(default=False, metadata=dict(static=True))
-    # The `Site.cases` of each sow that it was made of.
-    cases: tuple[Cases, ...] = dc.field(default=(), metadata=dict(static=True))
+    # The guards of each sow that it was made of, if any has some.
+    cases: tuple[Guards, ...] = dc.field(default=(), metadata=dict(static=True))
     # The way to the equation of the sow: of each equation around it, from outside in,
     # the index, and whether it is a reversed scan (`None` if it is no scan).
     route: Scan = dc.field(default=(), metadata=dict(static=True))
@@ -135,7 +138,7 @@ def unfinished(
     """The entry of one sow before it is `finished`. In the place of a count it has
     booleans that say in which lanes the sow runs. In others, the value is anything."""
     site, operands = in_front(site, operands)
-    cases = (site.cases,) if site.cases else ()
+    cases = (site.guards,) if site.guards else ()
     entry = Entry((), site, cases=cases, at=at)
     return _of_value(entry, value_of(site, operands), *running(site, operands))
 
@@ -148,11 +151,8 @@ def _of_value(
     if count is not None:
         arrays.append(count)
         varies.append(count_varies)
-    site = entry.site._replace(
-        treedef=value.treedef,
-        leaves=value.leaves,
-        axes=with_has(entry.site.axes, varies),
-    )
+    axes = with_has(entry.site.axes, varies)
+    site = entry.site._replace(form=value.form, axes=axes)
     counted = count is not None
     return dc.replace(entry, arrays=tuple(arrays), site=site, counted=counted)
 
@@ -172,7 +172,7 @@ def finished(entry: Entry, transform: Callable | None) -> Entry:
     if entry.counted:
         run, run_varies = arrays.pop(), varies.pop()
         run = None if _are_all_branches(entry.cases) else run
-    value = Value(site.treedef, site.leaves, arrays, varies)
+    value = Value(site.form, arrays, varies)
     if transform is not None:
         # It may have a gradient that is not finite where the sow does not run.
         value = _where_it_runs(run, run_varies, value)
@@ -187,15 +187,16 @@ def finished(entry: Entry, transform: Callable | None) -> Entry:
     return with_count(done) if entry.counted else done
 
 
-def _are_all_branches(cases: Sequence[Cases]) -> bool:
+def _are_all_branches(cases: Sequence[Guards]) -> bool:
     """Whether in each lane one of several sows runs: they are in all branches of a
     cond, or within a branch in all of another cond, and so on."""
     if () in cases:
         return True
-    by_cond: dict[Any, dict[int, list[Cases]]] = {}
-    for (cond, branch, n_branches, run), *inside in cases:
-        by_branch = by_cond.setdefault((cond, run, n_branches), {})
-        by_branch.setdefault(branch, []).append(tuple(inside))
+    by_cond: dict[Any, dict[int, list[Guards]]] = {}
+    for guard, *inside in cases:
+        of_cond = guard.cond, guard.run, guard.n_branches
+        by_branch = by_cond.setdefault(of_cond, {})
+        by_branch.setdefault(guard.branch, []).append(tuple(inside))
     return any(
         by_branch.keys() == set(range(n))
         and all(map(_are_all_branches, by_branch.values()))
@@ -209,7 +210,7 @@ def value_of(site: Site, operands: Sequence[Any]) -> Value:
     n = len(site.guards)
     known = iter(zip(operands[n:], (site.has(i) for i in range(n, len(operands)))))
     leaves, pairs = [], []
-    for leaf in site.leaves:
+    for leaf in site.form.leaves:
         is_zero = isinstance(leaf, NoTangent) and leaf.dtype != jax.dtypes.float0
         if is_zero:
             zeros = jnp.zeros(leaf.shape, leaf.dtype)
@@ -218,7 +219,8 @@ def value_of(site: Site, operands: Sequence[Any]) -> Value:
             pairs.append(next(known))
         leaves.append(OPERAND if is_zero else leaf)
     arrays = [aligned(x, v) for x, v in pairs]
-    return Value(site.treedef, tuple(leaves), arrays, [v for _, v in pairs])
+    form = site.form._replace(leaves=tuple(leaves))
+    return Value(form, arrays, [v for _, v in pairs])
 
 
 def running(site: Site, operands: Sequence[Any]) -> tuple[Any, tuple[bool, ...]]:
@@ -228,17 +230,19 @@ def running(site: Site, operands: Sequence[Any]) -> tuple[Any, tuple[bool, ...]]
         return None, ()
     varies = [site.has(i) for i in range(len(site.guards))]
     each = []
-    for x, v, (_, branch, n_branches) in zip(operands, varies, site.guards):
-        each.append(aligned(x if x.dtype == bool else _is(x, branch, n_branches), v))
+    for x, v, guard in zip(operands, varies, site.guards):
+        each.append(aligned(x if x.dtype == bool else _is(x, guard), v))
     return ft.reduce(operator.and_, each), either(*varies)
 
 
-def _is(index: Any, branch: int, n_branches: int) -> Any:
-    """Whether an index selects this branch. It is compared as JAX does to select the
-    outputs, so that XLA selects values with the same boolean."""
+def _is(index: Any, guard: Guard) -> Any:
+    """Whether an index selects the branch of a guard. It is compared as JAX does to
+    select the outputs, so that XLA selects values with the same boolean."""
+    branch = guard.branch
     if branch == 0:
         return index < 1
-    return ~(index < branch) if branch == n_branches - 1 else index == branch
+    is_last = branch == guard.n_branches - 1
+    return ~(index < branch) if is_last else index == branch
 
 
 def _where_it_runs(run: Any, run_varies: Sequence[bool], value: Value) -> Value:

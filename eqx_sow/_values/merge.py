@@ -30,11 +30,10 @@ import equinox as eqx
 
 from .._arrays import select, sharded_like, spec_of, zeros_like
 from .._errors import DuplicateSowError, SowError
-from .._mark.site import Axis, Cases, Site, with_has
+from .._mark.site import Axis, Site, with_has
 from .._mark.staging import types_of
-from .._mark.static import rebuild
 from .axes import aligned, broadcast, either
-from .entry import Entry, FINISHED, finished, grouped, with_count
+from .entry import Entry, FINISHED, finished, grouped, Guards, with_count
 from .modes import is_backward
 from .transform import Batched
 
@@ -81,7 +80,7 @@ def _one_of(a: WithTransform, b: WithTransform) -> WithTransform:
 def _form(e: Entry) -> Any:
     """What entries have in common that can become one."""
     arrays = [(x.shape, x.dtype) for x in e.with_only(()).arrays]
-    return e.site.treedef, e.site.leaves, arrays
+    return e.site.form, arrays
 
 
 def merged(old: Entry, new: Entry) -> Entry:
@@ -111,11 +110,9 @@ def _are_exclusive(a: Entry, b: Entry) -> bool:
     """Whether the two are in different branches of one cond: each sow of the one and
     each of the other."""
 
-    def apart(x: Cases, y: Cases) -> bool:
-        branches = {(cond, run): branch for cond, branch, _, run in x}
-        return any(
-            branches.get((cond, run), branch) != branch for cond, branch, _, run in y
-        )
+    def apart(x: Guards, y: Guards) -> bool:
+        branches = {(g.cond, g.run): g.branch for g in x}
+        return any(branches.get((g.cond, g.run), g.branch) != g.branch for g in y)
 
     return all(apart(x, y) for x in a.cases or [()] for y in b.cases or [()])
 
@@ -281,7 +278,7 @@ def _check_same(a: Entry, b: Entry) -> None:
 
     def describe(e: Entry) -> str:
         *values, _ = e.with_only(()).arrays
-        value = rebuild(e.site.treedef, e.site.leaves, values)
+        value = e.site.form.with_arrays(values)
         return f"{eqx.tree_pformat(value, struct_as_array=True)} at {e.site.where}"
 
     mode = a.site.mode

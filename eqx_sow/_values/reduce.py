@@ -22,7 +22,7 @@ from .._arrays import (
 from .._errors import calling, SowError
 from .._frames import api_boundary
 from .._mark.site import Axis, Site, with_has
-from .._mark.static import OPERAND, rebuild, take_apart
+from .._mark.static import take_apart
 from .axes import broadcast, kept_axes
 from .entry import Entry, with_count
 from .merge import unify, with_axes
@@ -192,7 +192,8 @@ class Fold(Reducer):
         # A PyTree that can be called, such as a model, is a value all the same.
         called = callable(self.init) and jtu.all_leaves([self.init])
         first = jtu.tree_map(jnp.asarray, self.init() if called else self.init)
-        new = jax.eval_shape(lambda *xs: self.fn(first, _value(site, xs)), *values)
+        apply = lambda *xs: self.fn(first, site.form.with_arrays(xs))
+        new = jax.eval_shape(apply, *values)
         shapes = lambda tree: jtu.tree_map(jnp.shape, tree)
         if shapes(new) != shapes(first):
             show = ft.partial(eqx.tree_pformat, struct_as_array=True)
@@ -207,7 +208,8 @@ class Fold(Reducer):
 
     def step(self, site, acc, count, values):
         del count
-        return jtu.tree_map(_as_dtype_of, acc, self.fn(acc, _value(site, values)))
+        new = self.fn(acc, site.form.with_arrays(values))
+        return jtu.tree_map(_as_dtype_of, acc, new)
 
 
 class Buffer(Reducer):
@@ -356,11 +358,11 @@ def finished(reducer: Reducer, state: ReducerState) -> Entry:
     of `Reducer.lead`."""
     site, lanes = state.site, state.site.axes
     kept = kept_axes(site)
-    varies = [site.has(i) for i in range(site.leaves.count(OPERAND))]
+    varies = [site.has(i) for i in range(site.form.n_operands)]
     result = _in_lanes(reducer.finish, lanes)(state.acc, state.count)
     if not reducer.keeps_structure:
-        result, treedef, leaves = take_apart(result)
-        site = site._replace(treedef=treedef, leaves=leaves)
+        result, form = take_apart(result)
+        site = site._replace(form=form)
         varies = [kept] * len(result)
     counted = state.conditional or reducer.counts
     if counted:
@@ -381,7 +383,3 @@ def _in_lanes(fn: Callable, lanes: Sequence[Axis]) -> Callable:
     for _ in lanes:
         fn = jax.vmap(fn)
     return fn
-
-
-def _value(site: Site, values: Sequence[Any]) -> Any:
-    return rebuild(site.treedef, site.leaves, values)

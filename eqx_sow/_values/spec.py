@@ -17,7 +17,6 @@ import jaxtyping
 from .._errors import SowTypeError
 from .._mark.primitive import sow_p
 from .._mark.site import Site
-from .._mark.static import rebuild
 from .._names import lookup
 
 
@@ -41,7 +40,7 @@ def check(
 
     def at_sows(values):
         for (site, _), operands in zip(annotated, values):
-            value = rebuild(site.treedef, site.leaves, operands[len(site.guards) :])
+            value = site.form.with_arrays(operands[len(site.guards) :])
             annotation: Any = site.spec
             _check(site.name, f"as sown at {site.where}", annotation.value, value)
 

@@ -14,7 +14,7 @@ from .._arrays import shape_like, spec_of
 from .._errors import calling, SowError
 from .._frames import api_boundary
 from .._mark.site import Site
-from .._mark.static import Const, rebuild, take_apart
+from .._mark.static import Form, take_apart
 from .axes import aligned, as_operand, broadcast, either, for_each_lane, Varies
 from .modes import is_backward
 
@@ -98,11 +98,10 @@ def batched(fn: Callable[[Any], _T]) -> Callable[[Any], _T]:
 
 
 class Value(NamedTuple):
-    """A PyTree, taken apart as `static.take_apart` does it. The arrays are aligned, and
-    `varies` says over which axes."""
+    """A PyTree, taken apart. The arrays are aligned, and `varies` says over which
+    axes."""
 
-    treedef: Const
-    leaves: tuple[Any, ...]
+    form: Form
     arrays: Sequence[Any]
     varies: Sequence[Varies]
 
@@ -119,11 +118,11 @@ def transformed(
 
 
 def _of_each_lane(fn: Callable, site: Site, value: Value) -> Value:
-    form: list[Any] = []
+    form: Any = None
 
     def apply(*arrays):
-        out = fn(rebuild(value.treedef, value.leaves, arrays))
-        new, *form[:] = take_apart(out)
+        nonlocal form
+        new, form = take_apart(fn(value.form.with_arrays(arrays)))
         return list(map(jnp.asarray, new))
 
     none = (False,) * len(site.axes)
@@ -134,8 +133,7 @@ def _of_each_lane(fn: Callable, site: Site, value: Value) -> Value:
     of_lanes = for_each_lane(apply, site.axes, value.varies, varies)
     arrays = of_lanes(*map(as_operand, value.arrays, value.varies))
     varies = varies or [every] * len(arrays)
-    treedef, leaves = form
-    return Value(treedef, leaves, list(map(aligned, arrays, varies)), varies)
+    return Value(form, list(map(aligned, arrays, varies)), varies)
 
 
 def _of_inputs_read(fn: Callable, value: Value, every: Varies) -> list[Varies]:
@@ -172,7 +170,6 @@ def _of_all_lanes(fn: Batched, site: Site, value: Value) -> Value:
     has = value.varies if is_backward(site.mode) else [every] * len(value.arrays)
     arrays = [as_operand(broadcast(x, v, axes), v) for x, v in zip(value.arrays, has)]
     lead = [a.size for a, v in zip(axes, every) if v]
-    out = fn.fn(rebuild(value.treedef, value.leaves, arrays, lead))
-    new, treedef, leaves = take_apart(out)
+    new, form = take_apart(fn.fn(value.form.with_arrays(arrays, lead)))
     arrays = [aligned(jnp.asarray(x), none) for x in new]
-    return Value(treedef, leaves, arrays, [none] * len(new))
+    return Value(form, arrays, [none] * len(new))

@@ -25,7 +25,7 @@ branches only one runs, if they are of one run of the cond: if the index that bo
 as an operand was made in one place. In another call of the function it is made in
 another one.
 
-The answers are written into the sites: `Site.of`, `again`, `backward` and `cases`. In
+The answers are written into the sites: `Site.of`, `again`, `backward` and `guards`. In
 
     y = sow[name=h] x          # equation 0 of the program
     z = jit[... sow[name=h] y] # equation 1, and equation 2 in there
@@ -128,14 +128,14 @@ def _sites(found: Sequence[_Sow]) -> dict[Path, Site]:
         # In a branch of a cond that a vmap made a selection of, a value of the forward
         # pass has no longer the number that it had.
         again: bool | None = path in repeated
-        in_branch = any(cond is not None for cond, _, _ in x.site.guards)
+        in_branch = any(guard.cond is not None for guard in x.site.guards)
         if not again and x.backward and in_branch and x.site.key in ran:
             again = None
         sites[path] = x.site._replace(
             of=frozenset().union(*[repeated.get(p, {p}) for p in of]),
             again=again,
             backward=not x.site.modes and x.backward,
-            cases=tuple((*guard, run) for guard, run in zip(x.site.guards, x.runs)),
+            guards=tuple(g._replace(run=r) for g, r in zip(x.site.guards, x.runs)),
         )
     return sites
 
@@ -272,11 +272,11 @@ class _Numbers(Domain):
 
     def _value_at(self, site: Site, operands: Sequence[_Value]) -> Hashable:
         """Equal for two sows of equal values."""
-        branches = tuple(branch for _, branch, _ in site.guards)
+        branches = tuple(guard.branch for guard in site.guards)
         # The value has its lanes in front, wherever the operand has them.
         pairs = zip(operands, site.permutations)
         numbers = tuple(self._transposed(x, p) if p else x.number for x, p in pairs)
-        return site.tag, site.key, site.treedef, site.leaves, branches, numbers
+        return site.tag, site.key, site.form, branches, numbers
 
     def _transposed(self, value: _Value, permutation: Sequence[int]) -> int:
         # `vmap` moves the axis of its lanes to the front where a scan ends in another

@@ -36,6 +36,7 @@ from .._errors import SowError
 from .._mark.listening import around, listening
 from .._mark.noting import listening_as
 from .._mark.primitive import sow_p
+from .._mark.site import Guard
 from . import rules as _rules
 from .handler import Given, Handler
 from .interpreter import Interpret, rules
@@ -179,11 +180,11 @@ def _telling_vmap(rule, around_vmap):
 
 # --- vmap ---
 @dc.dataclass(frozen=True)
-class Guard(Handler):
+class AddGuard(Handler):
     """Gives each sow one more guard, with the operand `Given.values` that says whether
-    the sow runs. `guard` says the rest: see `Site.guards`."""
+    the sow runs."""
 
-    guard: tuple[Any, int, int]
+    guard: Guard
 
     def sow(self, found, given, site, atoms, frame):
         del found
@@ -265,7 +266,7 @@ def _guarded(axis_data, args, dims, params):
     n = params["cond_nconsts"]
     m = n + params["body_nconsts"]
     going = jexc.jaxpr_as_fun(without_prints(cond))
-    run = Interpret(Guard((None, 1, 1)))(body)
+    run = Interpret(AddGuard(Guard()))(body)
     carried = not cond.effects and is_lanewise(cond)
 
     def guarded(*args):
@@ -314,7 +315,7 @@ def _batch_cond(rule, axis_data, args, dims, *, branches, **params):
     of_one = jexc.mapped_aval(axis_data.size, dims[0], jax.typeof(index))
 
     def guarded(i):
-        run = Interpret(Guard((cond, i, len(branches))))(branches[i])
+        run = Interpret(AddGuard(Guard(cond, i, len(branches))))(branches[i])
 
         def branch(index, *operands):
             return run(Given(values=index), *operands)[0]
