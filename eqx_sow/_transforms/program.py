@@ -194,10 +194,9 @@ class Program:
             unknown += [] if found else [pattern]
         options: dict[str, Iterable[Any]] = dict(names=unknown)
         options |= {k: v for k, v in by_name.items() if isinstance(v, Mapping)}
+        of_all = {x.site.label.of_all for x in self.mine}
         for option, some in options.items():
-            if option == "transform":
-                of_all = {x.site.label.of_all for x in self.mine}
-                some = [x for x in some if not any(matches(x, name) for name in of_all)]
+            some = [x for x in some if not any(matches(x, name) for name in of_all)]
             check_known(f"{call}(..., {option}=...)", some, known, hint=self.hint)
 
     def wanted(
