@@ -168,14 +168,15 @@ def in_a_list(name: str, indices: Iterable[tuple[int | None, Any]]) -> str:
     return "/".join(it.chain.from_iterable(parts))
 
 
-def lookup(option: Any, *names: str) -> Any:
+def lookup(option: Any, *names: str, of_all: str = "") -> Any:
     """What a dict of glob to something (or one thing for all names) says of something
-    with these names. What is spelled out goes before globs, and these go in their
-    order."""
+    with these names, and for globs also the name `Label.of_all`. What is spelled out
+    goes before globs, and these go in their order."""
     if option is None or not isinstance(option, Mapping):
         return option
     spelled_out = [option[name] for name in names if name in option]
-    fitting = (x for p, x in option.items() if any(matches(p, n) for n in names))
+    every = (*names, of_all)
+    fitting = (x for p, x in option.items() if any(matches(p, n) for n in every))
     return next(it.chain(spelled_out, fitting), None)
 
 

@@ -690,6 +690,33 @@ def test_constant_and_value_of_one_name_in_a_checkpoint(x):
         close(got[mode], want[mode])
 
 
+def test_rules_that_share_a_jitted_function_in_a_checkpoint():
+    forward = jax.jit(lambda x: jnp.tanh(sow(2 * x, "a")))
+    f = jax.custom_vjp(forward)
+    bwd = lambda x, ct: jax.vjp(forward, x)[1](ct)
+    f.defvjp(lambda x: (forward(x), x), bwd)
+
+    @jax.checkpoint
+    def looped(x):
+        return lax.scan(lambda x, _: (f(x), None), x, length=2)[0]
+
+    def by_hand(x, eps):
+        values = []
+        for e in eps:
+            values.append(2 * x + e)
+            x = jnp.tanh(values[-1])
+        return x, jnp.stack(values)
+
+    zeros = jnp.zeros(2)
+    (dx, cts), values = jax.grad(by_hand, (0, 1), has_aux=True)(0.3, zeros)
+    out, got = S(jax.grad(looped))(0.3)
+    close(out, dx)
+    close(got["a"]["primal"], values)
+    close(got["a"]["cotangent"], cts)
+    with pytest.raises(SowError, match="past the sow"):
+        plant(jax.grad(looped), {"a": values})(0.3)
+
+
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_gradient_of_a_linearized_checkpoint(name):
     linearized = lambda f: lambda x: jax.linearize(f, x)[1](1.0)

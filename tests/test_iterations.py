@@ -8,12 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from eqx_sow import (
+    Append,
     batched,
     Fold,
     Last,
     plant,
     save_intermediates as S,
     sow,
+    SowTypeError,
     summarize,
     tap,
     UnknownSowError,
@@ -153,14 +155,38 @@ def test_an_iteration_in_other_options():
             _, got = S(_stack, names=pattern, **{option: {pattern: x}})(X)
             shape = () if option == "transform" else (2,)
             assert {modes["primal"].shape for modes in got.values()} == {shape}
-        for fn, name, every in (
-            (_stack, "blocks/attn", "blocks/*/attn"),
-            (LOOPS["scan"][0], "h", "h/*"),
-        ):
-            if option != "transform":
-                with pytest.raises(UnknownSowError) as e:
-                    S(fn, **{option: {every: x}})(X)
-                assert f"are one value: write {name!r}." in str(e.value)
+        with pytest.raises(UnknownSowError, match="are one value: write 'h'"):
+            S(LOOPS["scan"][0], **{option: {"h/*": x}})(X)
+
+
+def test_all_layers_in_options():
+    every = "blocks/*/attn"
+    first = lambda acc, h: jnp.where(jnp.isnan(acc), h, acc)
+    for fn in (_stack, jax.grad(_loss(_stack))):
+        layers = S(fn)(X)[1]["blocks/attn"]
+        for reducer in (Last(), Fold(jnp.zeros(2), jnp.add), Append()):
+            _, got = S(fn, reduce={every: reducer})(X)
+            for mode, x in layers.items():
+                backward = mode == "cotangent"
+                want = {Last: x[0 if backward else -1], Fold: x.sum(0), Append: (x,)}
+                assert_close(got["blocks/attn"][mode], want[type(reducer)])
+    # What is spelled out goes before globs, and these go in their order.
+    fold, last = Fold(jnp.full(2, jnp.nan), first), Last()
+    x = S(_stack)(X)[1]["blocks/attn"]["primal"]
+    for reduce, expected in (
+        ({every: fold, "blocks/attn": last}, x[-1]),
+        ({every: fold, "*": last}, x[0]),
+        ({"*": fold, every: last}, x[0]),
+    ):
+        _, got = S(_stack, reduce=reduce)(X)
+        assert_close(got["blocks/attn"]["primal"], expected)
+    for transform in ({"*": jnp.max, every: jnp.sum}, {every: jnp.sum, "*": jnp.max}):
+        _, got = S(_stack, transform=transform)(X)
+        _, expected = S(_list, transform=transform)(X)
+        assert_close(got["blocks/attn"]["primal"], expected.stack(every))
+    S(_stack, spec={every: Float[Array, "4 2"]})(X)
+    with pytest.raises(SowTypeError, match="blocks/attn"):
+        S(_stack, spec={every: Float[Array, "4 3"]})(X)
 
 
 def test_reducers_and_transforms():

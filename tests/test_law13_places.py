@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import lineax as lx
+import numpy as np
 import optimistix as optx
 import pytest
 from eqx_sow import (
@@ -149,6 +150,17 @@ def test_where_the_model_is(place, form):
     want = _values(GLOBAL, prefix)
     value = out[0] if form == "S(grad)" else out
     assert_close(value, GLOBAL(X).sum() if form == "S(grad)" else GLOBAL(X))
+    assert list(got) == list(want)
+    assert_close(with_mode(got, "primal"), want)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_numpy_weights_in_variables(form):
+    net, other = jtu.tree_map(np.array, (GLOBAL, GLOBAL))
+    layers = {"head": net}
+    fn = lambda x: other(layers["head"](x)) * 1.0
+    out, got = FORMS[form](lambda fn: S(fn, capture=True), fn)(X)
+    want = _values(GLOBAL, "layers/head") | _values(GLOBAL, "other", GLOBAL(X))
     assert list(got) == list(want)
     assert_close(with_mode(got, "primal"), want)
 

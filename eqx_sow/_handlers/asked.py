@@ -96,8 +96,8 @@ class Listens(Handler):
     def transform_of(self, whole: Site, one: Site) -> Any:
         """The transform of a sow, or of `one` iteration of the `whole`, such as `h/3`:
         one for that name, or else one for `h`."""
-        names = one.name, whole.name, whole.label.of_all
-        return lookup(self.transform.value, *names)
+        names = one.name, whole.name
+        return lookup(self.transform.value, *names, of_all=whole.label.of_all)
 
 
 def leave(

@@ -39,7 +39,8 @@ class Collect(Listens):
     """Takes the values of the sows that are asked for."""
 
     modes: tuple[str, ...] | None
-    reduce: SameParts
+    # A reducer for all names, or one for each.
+    reduce: SameParts = SameParts(None)
 
     @property
     def cacheable(self):

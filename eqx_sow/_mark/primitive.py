@@ -290,6 +290,9 @@ def _sow_checkpoint(saveable, unknown, instantiated, eqn):
     every = [True] * len(eqn.outvars)
     if any(unknown):
         return None, eqn, every, every, missing
+    site = eqn.params["site"]
+    site = site._replace(splits=(*site.splits, object()))
+    eqn = eqn.replace(params=dict(site=site))
     again = eqn.replace(primitive=same_p, effects=frozenset())
     edge, *outvars = eqn.outvars
     here = listening.value

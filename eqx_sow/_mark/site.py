@@ -123,6 +123,11 @@ class Site(NamedTuple):
     orders: tuple[int, ...] = ()
     # How many derivatives were taken of this value so far.
     differentiated: int = 0
+    # An object for each time that the derivative of a `jax.checkpoint` split what was
+    # in there, the sow included, into what runs forward and what the backward pass
+    # computes again. That has the same one. Derivatives that were taken before have
+    # none, and those of the sow that are taken later do.
+    splits: tuple[Any, ...] = ()
 
     # --- where it runs ---
     axes: tuple[Axis, ...] = ()

@@ -21,7 +21,7 @@ import sys
 import sysconfig
 import types
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -85,14 +85,15 @@ class Places:
             places = of_array[id(x)] or [("?",)]
             place = places.pop(0) if len(places) > 1 else places[0]
             self._paths[i] = [place, *of_inner[id(x)]]
-        self._sources: dict[int, int] = {}
+        self._sources: dict[Hashable, int] = {}
 
     def source(self, array: Any) -> int:
         """The number of an array that the program holds."""
-        if id(array) not in self._sources:
-            self._sources[id(array)] = len(self._arrays)
+        key = _identity(array)
+        if key not in self._sources:
+            self._sources[key] = len(self._arrays)
             self._arrays.append(array)
-        return self._sources[id(array)]
+        return self._sources[key]
 
     def paths(self, source: int) -> list[Path]:
         """The places of an array. (The first time that it is none of the inputs, all
@@ -108,8 +109,8 @@ class Places:
         for path, x in reached(self._roots):
             if is_part(x):
                 found.setdefault(path, x)
-            elif id(x) in self._sources:
-                self._paths[self._sources[id(x)]].append(path)
+            elif (key := _identity(x)) in self._sources:
+                self._paths[self._sources[key]].append(path)
         return found
 
     def module_at(self, path: Path) -> Any:
@@ -134,6 +135,15 @@ class Places:
             return [path for path, module in modules.items() if is_like(module, call)]
 
         return among(self.modules) or among(self._outside)
+
+
+def _identity(array: Any) -> Hashable:
+    """Tells an array from others. A NumPy array is known by its memory: JAX holds it in
+    an object of another class."""
+    if not isinstance(array, np.ndarray):
+        return id(array)
+    of_memory = np.asarray(array).__array_interface__
+    return of_memory["data"], of_memory["typestr"], array.shape, of_memory["strides"]
 
 
 def is_like(module: Any, call: Call) -> bool:
@@ -181,7 +191,7 @@ def reached(roots: Sequence[tuple[Path, Any]]) -> Iterator[tuple[Path, Any]]:
                 todo.append((longer if key else path, y))
 
 
-_PLAIN = frozenset((type(None), bool, int, float, complex, str, bytes, np.ndarray))
+_PLAIN = frozenset((type(None), bool, int, float, complex, str, bytes))
 
 
 def _held(x: Any) -> Iterable[tuple[str, Any]]:

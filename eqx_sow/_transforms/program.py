@@ -5,7 +5,6 @@ import contextlib
 import dataclasses as dc
 import functools as ft
 import inspect
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +15,6 @@ from .._errors import SowError
 from .._frames import warn
 from .._mark.listening import Listening, listening
 from .._mark.noting import listening_as, within
-from .._mark.site import Site
 from .._mark.sow import UnnamedSowError
 from .._mark.staging import to_jaxpr, types_of
 from .._mark.static import Form, take_apart
@@ -110,20 +108,16 @@ class Program:
         """Raises if a backward pass of a `jax.checkpoint` computes a value once more,
         past its sow, and one of these `Site.key`s depends on it: what is `planted` at
         the sow, or a derivative that flows backward from there."""
-        keys, tag = list(keys), self.options.tag
-        repeated = list(recomputed(self.closed)) if keys else []
-        # Of two sows with one name, only one may be in the checkpoint.
-        origins = defaultdict(set)
-        for site, *_ in self.found if repeated else ():
-            origins[site.key].add(site.origin)
-        for site in repeated:
-            site = site.seen_from(self.depth, tag)
-            mine = [k for k in keys if site.origin in origins.get(k, {site.origin})]
-            if site.tag == tag and any(_goes_past(site, key, planted) for key in mine):
+        keys = set(keys)
+        # How many derivatives the values are that are computed again.
+        depths = {s.splits[-1]: len(s.modes) for s in recomputed(self.closed) if keys}
+        for site, *_ in self.mine:
+            split = [x for x in site.splits if x in depths] if site.key in keys else ()
+            if any(planted or "cotangent" in site.modes[depths[x] :] for x in split):
                 raise SowError(
-                    f"`sow(..., {site.name!r})` at {site.where} is in a "
-                    "`jax.checkpoint` that was differentiated: the backward pass "
-                    f"computes the value once more, past the sow. {remedy}"
+                    f"{site.said} is in a `jax.checkpoint` that was differentiated: "
+                    "the backward pass computes the value once more, past the sow. "
+                    f"{remedy}"
                 )
 
     @ft.cached_property
@@ -199,10 +193,9 @@ class Program:
             unknown += [] if found else [pattern]
         options: dict[str, Iterable[Any]] = dict(names=unknown)
         options |= {k: v for k, v in by_name.items() if isinstance(v, Mapping)}
+        of_all = {x.site.label.of_all for x in self.mine}
         for option, some in options.items():
-            if option == "transform":
-                of_all = {x.site.label.of_all for x in self.mine}
-                some = [x for x in some if not any(matches(x, name) for name in of_all)]
+            some = [x for x in some if not any(matches(x, name) for name in of_all)]
             check_known(f"{call}(..., {option}=...)", some, known, hint=self.hint)
 
     def wanted(
@@ -244,17 +237,6 @@ class Program:
             "these inside `fn`. If a `save_intermediates` inside took those of the tag "
             f"{options.tag!r}, give one of the two another `tag`."
         )
-
-
-def _goes_past(site: Site, key: Any, planted: bool) -> bool:
-    """Whether the value or derivative `key` depends on one that is computed once more,
-    instead of that of `site`. A derivative that was complete before does not."""
-    name, mode, orders = key
-    n = len(site.orders)
-    if (name, orders[:n]) != (site.name, site.orders):
-        return False
-    late = [order >= site.differentiated for order in orders[n : n + 1]]
-    return all(late) if planted else any(late) and "cotangent" in mode.split(".")[n:]
 
 
 def trace(fn: Callable, args: tuple, kwargs: dict, options: Options) -> Program:

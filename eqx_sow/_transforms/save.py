@@ -1,5 +1,6 @@
 """`save_intermediates`."""
 
+import dataclasses as dc
 import functools as ft
 import inspect
 import types
@@ -9,6 +10,7 @@ from typing import Any, ClassVar, overload, ParamSpec, TypeVar, Unpack
 from .._frames import api_boundary
 from .._handlers.collect import Collect
 from .._mark.static import SameParts
+from .._names import lookup
 from .._results.intermediates import Intermediates
 from .._values import spec as _spec
 from .._values.assemble import assemble
@@ -39,17 +41,26 @@ class _SaveIntermediates(Transformed):
         options = program.options
         collect = Collect(
             modes=options.modes,
-            reduce=SameParts(self._reduce),
             transform=SameParts(self._transform),
             **program.listens(options.names),
         )
+        asked = list(collect.everywhere(program.mine))
+
+        def of_each(option):
+            # A stack goes by the name that a list of layers would have, too.
+            if not isinstance(option, Mapping):
+                return option
+            return {
+                x.name: lookup(option, x.name, of_all=x.label.of_all) for x, _ in asked
+            }
+
+        collect = dc.replace(collect, reduce=SameParts(of_each(self._reduce)))
         program = program.with_executions(
             lambda name: collect.reducer(name) is not None
         )
         carry = collect.started(program.survey)
         outs, taken = program.evaluate(collect, Given(carry))
         entries = taken.values
-        asked = list(collect.everywhere(program.mine))
         names = dict.fromkeys(site.name for site, _ in asked)
         program.check_selected(
             self._call,
@@ -65,7 +76,7 @@ class _SaveIntermediates(Transformed):
         program.warn_unmarked(self._call, self._fn)
         intermediates = assemble(entries, names, states, collect.reducer, mode_of)
         annotated = [(site, eqns[-1]) for site, eqns in asked if site.spec]
-        _spec.check(annotated, options.spec, intermediates)
+        _spec.check(annotated, of_each(options.spec), intermediates)
         return program.output(outs), intermediates
 
 
