@@ -138,6 +138,24 @@ def test_unknown_name_of_a_program_without_sows(call):
         call(S(jnp.sin, names="a"), X)
 
 
+def test_a_name_that_has_another_tag(call):
+    def f(x):
+        return sow(sow(x, "h"), "size", tag="metrics")
+
+    asked = (
+        S(f, names="size"),
+        S(f, names="s*e"),
+        plant(f, {"size": X}),
+        tap(f, names="size"),
+    )
+    for fn in asked:
+        with pytest.raises(UnknownSowError, match="has the tag 'metrics'") as info:
+            call(fn, X)
+        assert "capture=True" not in str(info.value)
+    with pytest.raises(UnknownSowError, match=r"`capture=True`"):
+        call(S(f, names="nope"), X)
+
+
 @pytest.mark.parametrize("names", [["head", "nope*"], lambda name: False])
 def test_every_pattern_has_to_select(call, names):
     with pytest.raises(UnknownSowError, match="selects no sow"):

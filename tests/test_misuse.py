@@ -91,6 +91,10 @@ def _branches(x):
     return lax.cond(x[0] > 0, *branches)
 
 
+def _shapes(x):
+    return sow(sow(x, "h")[0], "h")
+
+
 def _condition(x):
     going_on = lambda x: sow(x[0], "h") < 5
     return lax.while_loop(going_on, lambda x: x + 1, x)
@@ -672,9 +676,16 @@ MISUSES = {
     "branches that differ": Misuse(
         SowError,
         lambda: S(_branches)(X),
-        ("`h` is sown in several branches", "f32[3] at", "give the sows different"),
-        "in several branches, and their values differ",
+        ("`h` is sown in several places", "f32[3] at", "give the sows different"),
+        "in several places, and their values differ",
         _branches,
+    ),
+    "a reducer of values that differ": Misuse(
+        SowError,
+        lambda: S(_shapes, reduce=Last())(X),
+        ("`h` is sown in several places", "f32[3] at", "give the sows different"),
+        "in several places, and their values differ",
+        _shapes,
     ),
     "sow in a condition": Misuse(
         UnsupportedPrimitiveError,

@@ -1268,3 +1268,15 @@ def test_a_glob_plants_what_has_a_cotangent():
     assert_close(plant(jax.grad(fn), double, mode="cotangent")(X, X + 1), 2 * (X + 1))
     with pytest.raises(UnknownSowError, match="'input' is sown, but has no cotangent"):
         plant(jax.grad(fn), {"in*": jnp.sin, **double}, mode="cotangent")(X, X)
+
+
+def test_one_that_is_compiled_inside_another_program():
+    # A cache of JAX compares the function with itself there.
+    planted = jax.jit(plant(lambda x: sow(2 * x, "h") + x, {"h": 3 * X}))
+    saved = jax.jit(S(eqx.Partial(lambda w, x: sow(w * x, "h"), X)))
+    for _ in range(2):
+        assert_close(jax.jit(planted)(X), 4 * X)
+        out, found = S(planted)(X)
+        assert_close((out, found["h"]["primal"]), (4 * X, 3 * X))
+        out, found = jax.jit(saved)(X)
+        assert_close((out, found["h"]["primal"]), (X**2, X**2))

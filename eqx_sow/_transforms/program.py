@@ -165,6 +165,9 @@ class Program:
             they = f"they are {first!r} to {last!r}"
             they = they if loops else "it is in no loop of known length"
             return f" Of {site.name!r} there is no such iteration: {they}."
+        for site, *_ in self.found:
+            if site.label in site.labels and matches(pattern, site.name):
+                return f" {site.name!r} has the tag {site.tag!r}: pass it as `tag=`."
         if close or self.options.capture is not None:
             return ""
         return (

@@ -288,7 +288,7 @@ def _check_same(a: Entry, b: Entry) -> None:
         for e in (a, b)
     ]
     if _form(a) != _form(b):
-        problem = "in several branches, and their values differ"
+        problem = "in several places, and their values differ"
         remedy = (
             "Sow values of one structure, shape and dtype, or give the sows different "
             "names."
