@@ -63,7 +63,8 @@ def every_selected(
 
     and for `blocks/attn` in a loop over layers, with an `after` of `(1,)`,
     `"blocks/2/attn"` is layer 2, `"blocks/*/attn"` all of it, and `"blocks/[12]/attn"`
-    two layers. What looks like an index in one of the `names` that sows have is none.
+    two layers. What looks like an index in one of the `names` that sows have is none:
+    if there is a sow `h/0`, no pattern means iteration 0 of `h` by that.
     """
     found: dict[str, Selected] = {}
     for p in patterns:
@@ -73,7 +74,7 @@ def every_selected(
             some: Iterable[Selected] = [Selected(name, (), after)]
         else:
             some = _with_index(p, name, after, loops) if isinstance(p, str) else ()
-        found |= {x.name: x for x in some}
+        found |= {x.name: x for x in some if not x.at or x.name not in names}
     return list(found.values())
 
 

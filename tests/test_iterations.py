@@ -374,3 +374,29 @@ def test_one_iteration_of_an_inner_loop(wrap):
 def test_where_the_index_of_another_loop_then_stands(pattern, name, after, left):
     (found,) = every_selected([pattern], name, after, (4, 4))
     assert found.after == left
+
+
+@pytest.mark.parametrize("pattern", ["*/0", "h/[01]"])
+def test_a_sow_with_the_name_of_an_iteration_goes_before_it(pattern):
+    def f(x):
+        x, _ = lax.scan(lambda c, _: (sow(jnp.sin(c), "h"), None), x, length=3)
+        return sow(2 * x, "h/0")
+
+    one, two = jnp.sin(X), jnp.sin(jnp.sin(X))
+    expected = {"h/0": 2 * jnp.sin(two)} | ({"h/1": two} if pattern != "*/0" else {})
+    _, got = S(f, names=pattern)(X)
+    assert {name: list(modes) for name, modes in got.items()} == {
+        name: ["primal"] for name in expected
+    }
+    for name, value in expected.items():
+        assert_close(got[name]["primal"], value)
+
+    events = []
+    tap(f, events.append, names=pattern)(X)
+    jax.effects_barrier()
+    assert {e.name: e.count for e in events} == dict.fromkeys(expected, 0)
+    assert len(events) == len(expected)
+
+    planted = S(plant(f, {pattern: jnp.zeros_like}))(X)[1]
+    assert_close(planted["h"]["primal"][0], one)
+    assert_close(planted["h/0"]["primal"], jnp.zeros(2))
