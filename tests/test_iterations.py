@@ -8,7 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from eqx_sow import (
+    Append,
     batched,
+    Buffer,
     Fold,
     Last,
     plant,
@@ -448,3 +450,33 @@ def test_methods_and_inputs_of_a_stack_have_the_names_of_a_list():
 
     with pytest.raises(UnknownSowError, match="'blocks/0.encode' to 'blocks/2.encode'"):
         save(of_stack, names="blocks.encode/1")(stack, X)
+
+
+REDUCERS = [Append(), Last(), Buffer(4), Fold(0.0, lambda acc, x: 2 * acc + x.sum())]
+
+
+@pytest.mark.parametrize("pattern", ["h/1", "h*", "h"])
+@pytest.mark.parametrize("reducer", REDUCERS, ids=lambda r: type(r).__name__)
+def test_a_reducer_by_the_name_of_all_or_of_one_iteration(reducer, pattern):
+    def inner(x, i):
+        step = lambda x, j: (sow(jnp.sin(x) + i + j, "h"), None)
+        return lax.scan(step, x, jnp.arange(3.0), reverse=True)
+
+    loop = lambda x: lax.scan(inner, x, jnp.arange(4.0))[0].sum()
+
+    def unrolled(x):
+        for i in range(4):
+            for j in (2.0, 1.0, 0.0):
+                x = jnp.sin(x) + i + j
+                x = sow(x, "h/1") if i == 1 else x
+        return x.sum()
+
+    names = ["h/1", "h"] if pattern == "h" else "h/1"
+    _, got = S(jax.grad(loop), names=names, reduce={pattern: reducer})(X)
+    if isinstance(reducer, Append):  # the inner loop is one place
+        _, each = S(jax.grad(unrolled), reduce=Append())(X)
+        stack = lambda xs: (jnp.stack(xs[::-1]),)
+        assert_close(got["h/1"], {mode: stack(xs) for mode, xs in each["h/1"].items()})
+    else:
+        _, expected = S(jax.grad(unrolled), reduce=reducer)(X)
+        assert_close(got["h/1"], expected["h/1"])

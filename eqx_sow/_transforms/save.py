@@ -42,9 +42,9 @@ class _SaveIntermediates(Transformed):
             reduce=SameParts(self._reduce),
             transform=SameParts(self._transform),
             **program.listens(options.names),
-        )
+        ).with_reducers(program.mine)
         program = program.with_executions(
-            lambda name: collect.reducer(name) is not None
+            lambda site: any(map(collect.reducer, collect.names_of(site)))
         )
         carry = collect.started(program.survey)
         outs, taken = program.evaluate(collect, Given(carry))
