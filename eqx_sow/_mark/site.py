@@ -182,7 +182,7 @@ class Site(NamedTuple):
     def without(self, tag: Hashable) -> "Site | None":
         """What is left to others by a transformation that takes this tag."""
         left = tuple(x for x in self.labels if x.tag != tag)
-        return self._replace(labels=left) if left else None
+        return self._replace(labels=left) if left or self.note else None
 
     def for_all(self) -> "Site":
         """The sow, also seen by those further out that have no label for it."""
