@@ -61,9 +61,10 @@ def every_selected(
         "h/-1"  the same
         "h/4"   nothing
 
-    and for `blocks/attn` in a loop over layers, with an `after` of `(1,)`,
+    and for `blocks/attn` in a loop over layers, with an `after` of `(6,)`,
     `"blocks/2/attn"` is layer 2, `"blocks/*/attn"` all of it, and `"blocks/[12]/attn"`
-    two layers. What looks like an index in one of the `names` that sows have is none.
+    two layers. What looks like an index in one of the `names` that sows have is none:
+    if there is a sow `h/0`, no pattern means iteration 0 of `h` by that.
     """
     found: dict[str, Selected] = {}
     for p in patterns:
@@ -73,7 +74,7 @@ def every_selected(
             some: Iterable[Selected] = [Selected(name, (), after)]
         else:
             some = _with_index(p, name, after, loops) if isinstance(p, str) else ()
-        found |= {x.name: x for x in some}
+        found |= {x.name: x for x in some if not x.at or x.name not in names}
     return list(found.values())
 
 
@@ -83,7 +84,8 @@ _MOST = 1000
 
 def _indices(segment: str, loops: tuple[int, ...]) -> list[str]:
     """Which indices a segment of a pattern may mean: `2`, `-1`, `*` itself, or those
-    that `[12]` or `?` fits."""
+    that `[12]` or `?` fits; or one such as `2.encode` with a method."""
+    segment, *_ = segment.split(".")
     digits = segment.removeprefix("-")
     if segment == "*" or (digits.isascii() and digits.isdecimal()):
         return [segment]
@@ -150,7 +152,9 @@ def _iteration(
     # An index moves those to the right that stand behind it.
     order = [(place is None, place, k) for k, place in enumerate(places)]
     after = tuple(
-        None if place is None else place + sum(order[i] < order[k] for i in given)
+        None
+        if place is None
+        else place + sum(len(f"/{x}") for i, x in given.items() if order[i] < order[k])
         for k, place in enumerate(places)
         if k not in given
     )
@@ -159,13 +163,17 @@ def _iteration(
 
 def in_a_list(name: str, indices: Iterable[tuple[int | None, Any]]) -> str:
     """The name of an iteration. Each index, from outside in, comes with its place:
-    after so many segments of the name, or behind all others (`None`). For `blocks/attn`
-    and `[(1, 2)]` that is `blocks/2/attn`, as it would be called in a list of layers.
+    after so many characters of the name, or behind all others (`None`). For
+    `blocks/attn` and `[(6, 2)]` that is `blocks/2/attn`, as it would be called in a
+    list of layers, and for `blocks.encode` it is `blocks/2.encode`.
     """
-    parts: list[list[str]] = [[], *[[x] for x in name.split("/")]]
-    for place, i in sorted(indices, key=lambda pair: pair[0] is None):
-        parts[-1 if place is None else place].append(str(i))
-    return "/".join(it.chain.from_iterable(parts))
+    end = len(name)
+    in_order = sorted(indices, key=lambda pair: (pair[0] is None, pair[0] or 0))
+    # From the back, so that the other places stay where they are.
+    for place, i in reversed(in_order):
+        at = end if place is None else place
+        name = f"{name[:at]}/{i}{name[at:]}" if at else f"{i}/{name}"
+    return name
 
 
 def lookup(option: Any, *names: str, of_all: str = "") -> Any:

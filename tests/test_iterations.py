@@ -10,6 +10,7 @@ import pytest
 from eqx_sow import (
     Append,
     batched,
+    Buffer,
     Fold,
     Last,
     plant,
@@ -81,7 +82,7 @@ def test_nested_loops(derive):
     assert got.axes("h/1") == ("loop",)
 
 
-def _stack(x, after=(1,)):
+def _stack(x, after=(len("blocks"),)):
     mark = lambda x: sow_in_stack(x, "blocks/attn", after)
     return lax.scan(lambda x, w: (mark(jnp.sin(w * x)), None), x, 1 + jnp.arange(4.0))[
         0
@@ -108,7 +109,7 @@ def test_a_stack_goes_by_the_names_of_a_list(wrap, x):
     assert list(got) == ["blocks/attn"]
     # In a loop over batches all batches have that layer.
     steps = lambda fn: lambda xs: lax.map(wrap(_loss(fn)), xs)
-    of_batch = lambda x: _stack(x, (None, 1))
+    of_batch = lambda x: _stack(x, (None, 6))
     xs = jnp.stack([x, 3 * x, jnp.cos(x)])
     _, got = S(steps(of_batch), names="blocks/-2/attn")(xs)
     _, expected = S(steps(_list), names="blocks/2/attn")(xs)
@@ -127,7 +128,7 @@ def test_a_stack_is_planted_by_the_names_of_a_list():
     expected = plant(_list, {"blocks/3/attn": jnp.exp})
     assert_close(plant(_stack, last)(X), expected(X))
     steps = lambda fn: lambda xs: lax.map(fn, xs)
-    of_batch = lambda x: _stack(x, (None, 1))
+    of_batch = lambda x: _stack(x, (None, 6))
     for value in (jnp.exp, 2 * XS):
         got = plant(steps(of_batch), {"blocks/3/attn": value})(XS)
         assert_close(got, plant(steps(_list), {"blocks/3/attn": value})(XS))
@@ -190,7 +191,7 @@ def test_all_layers_in_options():
 
 
 def test_reducers_and_transforms():
-    train = lambda xs: lax.map(lambda x: _stack(x, (None, 1)), xs)
+    train = lambda xs: lax.map(lambda x: _stack(x, (None, 6)), xs)
     _, layers = S(train)(XS)
     layer = layers["blocks/attn"]["primal"][:, 2]
     name = "blocks/2/attn"
@@ -347,12 +348,12 @@ def test_memory_of_one():
         ("h/*/0", "h", (), (4, 2), ("h/*/0", (None, 0))),
         ("b/2/a", "b/a", (1,), (4,), ("b/2/a", (2,))),
         ("b/*/a", "b/a", (1,), (4,), ("b/a", ())),
-        ("*/2/a", "m/b/a", (2,), (4,), ("m/b/2/a", (2,))),
+        ("*/2/a", "m/b/a", (3,), (4,), ("m/b/2/a", (2,))),
         ("b/a/2", "b/a", (1,), (4,), None),
         ("b/2/a/1", "b/a", (None, 1), (4, 5), ("b/2/a/1", (1, 2))),
         ("b/2/a", "b/a", (None, 1), (4, 5), ("b/2/a", (None, 2))),
-        ("s/1/b/2/m", "s/b/m", (1, 2), (4, 5), ("s/1/b/2/m", (1, 2))),
-        ("s/b/2/m", "s/b/m", (1, 2), (4, 5), ("s/b/2/m", (None, 2))),
+        ("s/1/b/2/m", "s/b/m", (1, 3), (4, 5), ("s/1/b/2/m", (1, 2))),
+        ("s/b/2/m", "s/b/m", (1, 3), (4, 5), ("s/b/2/m", (None, 2))),
         ("b/2", "b", (1,), (4,), ("b/2", (2,))),
         ("b/2", "b", (None, 1), (4, 5), ("b/2", (None, 2))),
         ("b/2/3", "b", (None, 1), (4, 5), ("b/2/3", (3, 2))),
@@ -388,8 +389,8 @@ def test_one_iteration_of_an_inner_loop(wrap):
 @pytest.mark.parametrize(
     "pattern, name, after, left",
     [
-        ("b/2/a/m", "b/a/m", (1, 2), (3,)),
-        ("b/a/2/m", "b/a/m", (1, 2), (1,)),
+        ("b/2/a/m", "b/a/m", (1, 3), (5,)),
+        ("b/a/2/m", "b/a/m", (1, 3), (1,)),
         # A layer goes before other loops, whichever is outside.
         ("b/2", "b", (None, 1), (None,)),
         # All layers, of which there is no other name.
@@ -400,3 +401,107 @@ def test_one_iteration_of_an_inner_loop(wrap):
 def test_where_the_index_of_another_loop_then_stands(pattern, name, after, left):
     (found,) = every_selected([pattern], name, after, (4, 4))
     assert found.after == left
+
+
+@pytest.mark.parametrize("pattern", ["*/0", "h/[01]"])
+def test_a_sow_with_the_name_of_an_iteration_goes_before_it(pattern):
+    def f(x):
+        x, _ = lax.scan(lambda c, _: (sow(jnp.sin(c), "h"), None), x, length=3)
+        return sow(2 * x, "h/0")
+
+    one, two = jnp.sin(X), jnp.sin(jnp.sin(X))
+    expected = {"h/0": 2 * jnp.sin(two)} | ({"h/1": two} if pattern != "*/0" else {})
+    _, got = S(f, names=pattern)(X)
+    assert {name: list(modes) for name, modes in got.items()} == {
+        name: ["primal"] for name in expected
+    }
+    for name, value in expected.items():
+        assert_close(got[name]["primal"], value)
+
+    events = []
+    tap(f, events.append, names=pattern)(X)
+    jax.effects_barrier()
+    assert {e.name: e.count for e in events} == dict.fromkeys(expected, 0)
+    assert len(events) == len(expected)
+
+    planted = S(plant(f, {pattern: jnp.zeros_like}))(X)[1]
+    assert_close(planted["h"]["primal"][0], one)
+    assert_close(planted["h/0"]["primal"], jnp.zeros(2))
+
+
+class _Layer(eqx.Module):
+    weight: jax.Array
+
+    def __call__(self, x):
+        return jnp.sin(self.weight * x)
+
+    def encode(self, x):
+        return jnp.cos(self.weight * x)
+
+
+def test_methods_and_inputs_of_a_stack_have_the_names_of_a_list():
+    blocks = [_Layer(jnp.float32(i + 1)) for i in range(3)]
+    stack = jax.tree.map(lambda *xs: jnp.stack(xs), *blocks)
+
+    def of_list(blocks, x):
+        for block in blocks:
+            x = block(x) + block.encode(x)
+        return x
+
+    def of_stack(blocks, x):
+        return lax.scan(lambda x, b: (b(x) + b.encode(x), None), x, blocks)[0]
+
+    options = dict(capture=_Layer, methods=["__call__", "encode"])
+    save = lambda f, **more: S(f, **options, inputs=True, **more)
+    expected = save(of_list)(blocks, X)[1]
+    names = ["blocks/1.encode", "blocks/-1.inputs", "blocks/[01].encode.inputs"]
+    _, got = save(of_stack, names=names)(stack, X)
+    last = {"blocks/2.inputs": got.pop("blocks/-1.inputs")}
+    names = ["1.encode", "2.inputs", "0.encode.inputs", "1.encode.inputs"]
+    assert_close(
+        dict(got | last), {f"blocks/{n}": expected[f"blocks/{n}"] for n in names}
+    )
+
+    every = save(of_stack, names="blocks/*.encode")(stack, X)[1]
+    assert list(every) == ["blocks.encode"]
+    stacked = expected.stack("blocks/*.encode")
+    assert_close(every["blocks.encode"]["primal"], stacked)
+    assert_close(every.stack("blocks/*.encode"), stacked)
+    assert_close(every.stack("blocks/[12].encode"), stacked[1:])
+
+    value = {"blocks/1.encode": jnp.zeros(2)}
+    planted = lambda f, blocks: plant(f, value, **options)(blocks, X)
+    assert_close(planted(of_stack, stack), planted(of_list, blocks))
+
+    with pytest.raises(UnknownSowError, match="'blocks/0.encode' to 'blocks/2.encode'"):
+        save(of_stack, names="blocks.encode/1")(stack, X)
+
+
+REDUCERS = [Append(), Last(), Buffer(4), Fold(0.0, lambda acc, x: 2 * acc + x.sum())]
+
+
+@pytest.mark.parametrize("pattern", ["h/1", "h*", "h"])
+@pytest.mark.parametrize("reducer", REDUCERS, ids=lambda r: type(r).__name__)
+def test_a_reducer_by_the_name_of_all_or_of_one_iteration(reducer, pattern):
+    def inner(x, i):
+        step = lambda x, j: (sow(jnp.sin(x) + i + j, "h"), None)
+        return lax.scan(step, x, jnp.arange(3.0), reverse=True)
+
+    loop = lambda x: lax.scan(inner, x, jnp.arange(4.0))[0].sum()
+
+    def unrolled(x):
+        for i in range(4):
+            for j in (2.0, 1.0, 0.0):
+                x = jnp.sin(x) + i + j
+                x = sow(x, "h/1") if i == 1 else x
+        return x.sum()
+
+    names = ["h/1", "h"] if pattern == "h" else "h/1"
+    _, got = S(jax.grad(loop), names=names, reduce={pattern: reducer})(X)
+    if isinstance(reducer, Append):  # the inner loop is one place
+        _, each = S(jax.grad(unrolled), reduce=Append())(X)
+        stack = lambda xs: (jnp.stack(xs[::-1]),)
+        assert_close(got["h/1"], {mode: stack(xs) for mode, xs in each["h/1"].items()})
+    else:
+        _, expected = S(jax.grad(unrolled), reduce=reducer)(X)
+        assert_close(got["h/1"], expected["h/1"])

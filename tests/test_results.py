@@ -34,7 +34,7 @@ X = jnp.array([0.3, -1.2, 0.7])
 XS = jnp.stack([X, 2 * X])
 
 
-def sow_in_stack(value, name, after=(1,)):
+def sow_in_stack(value, name, after=(len("blocks"),)):
     """As a captured call in a stack is marked."""
     label = Label(name, "intermediates", after=after)
     return bind(value, (label,), spec=None)
@@ -221,12 +221,12 @@ def test_axes_are_not_known():
 
 # --- stack ---
 WRAPS = {
-    "grad": (jax.grad, X, (1,)),
-    "jit": (lambda f: jax.jit(jax.grad(f)), X, (1,)),
-    "vmap": (lambda f: jax.vmap(jax.grad(f)), XS, (1,)),
-    "checkpoint": (lambda f: jax.grad(jax.checkpoint(f)), X, (1,)),
+    "grad": (jax.grad, X, (6,)),
+    "jit": (lambda f: jax.jit(jax.grad(f)), X, (6,)),
+    "vmap": (lambda f: jax.vmap(jax.grad(f)), XS, (6,)),
+    "checkpoint": (lambda f: jax.grad(jax.checkpoint(f)), X, (6,)),
     # A loop around that of the layers.
-    "map": (lambda f: lambda x: lax.map(jax.grad(f), x), XS, (None, 1)),
+    "map": (lambda f: lambda x: lax.map(jax.grad(f), x), XS, (None, 6)),
 }
 
 
@@ -251,7 +251,7 @@ def test_stack_is_the_same_for_a_list_and_for_a_stack(wrap, x, after, mode):
 
 def test_stack_of_a_stack_of_stacks():
     def stages(x):
-        mark = lambda x, name: sow_in_stack(x, "stages/blocks/mlp", (1, 2))
+        mark = lambda x, name: sow_in_stack(x, "stages/blocks/mlp", (6, 13))
         return lax.map(lambda w: _layers(w * x, mark), jnp.arange(1.0, 3.0)).sum()
 
     def in_lists(x):

@@ -277,3 +277,27 @@ def test_a_module_that_makes_another(options):
     expected = dict.fromkeys(["m/h", "m.go"] if options else ["m/h"], 2 * X * X)
     assert_close(with_mode(got, "primal"), expected)
     assert_close(out, 2 * X * X)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.vmap, jax.jit, jax.checkpoint])
+@pytest.mark.parametrize("inner", ["plant", "capture", "both"])
+def test_what_listens_inside_without_scope_changes_no_name(inner, wrap):
+    net, x = Net(), XS if wrap is jax.vmap else X
+    fn = lambda f: f
+    if inner != "capture":
+        fn = lambda f: plant(f, {"act": lambda h: 2 * h})
+    if inner != "plant":
+        planted = fn
+        fn = lambda f: S(planted(f), tag="other", capture=True)
+    _, got = S(fn(wrap(lambda x: net(x))), scope=True)(x)
+
+    def by_hand(x):
+        factor = 1 if inner == "capture" else 2
+        a = factor * jnp.tanh(net.blocks[0].w * x)
+        b = factor * jnp.tanh(net.blocks[1].w * a)
+        c = factor * jnp.tanh(net.head.w * b)
+        names = "blocks/0/act", "blocks/1/act", "head/act", "out"
+        return {f"net/{name}": y for name, y in zip(names, (a, b, c, c))}
+
+    expected = jax.vmap(by_hand)(x) if wrap is jax.vmap else by_hand(x)
+    assert_close(with_mode(got, "primal"), expected)

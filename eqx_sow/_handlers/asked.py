@@ -74,6 +74,10 @@ class Listens(Handler):
             self.names, label.name, label.after, loops, self.spelled_out
         )
 
+    def names_of(self, site: Site) -> list[str]:
+        """What may come back of a sow: its name, or those of iterations."""
+        return [x.name for x in self.selected(site)]
+
     def asked(
         self, site: Site, loops: tuple[int, ...]
     ) -> Iterator[tuple[Site, tuple[int | None, ...]]]:
@@ -94,10 +98,13 @@ class Listens(Handler):
                 yield one, x.eqns
 
     def transform_of(self, whole: Site, one: Site) -> Any:
-        """The transform of a sow, or of `one` iteration of the `whole`, such as `h/3`:
-        one for that name, or else one for `h`."""
-        names = one.name, whole.name
-        return lookup(self.transform.value, *names, of_all=whole.label.of_all)
+        return of_one(self.transform.value, whole, one)
+
+
+def of_one(option: Any, whole: Site, one: Site) -> Any:
+    """What an option that may be a dict says of a sow, or of `one` iteration of the
+    `whole`, such as `h/3`: what it says of that name, or else of `h`."""
+    return lookup(option, one.name, whole.name, of_all=whole.label.of_all)
 
 
 def leave(

@@ -1,7 +1,7 @@
 """The handler of `save_intermediates`."""
 
 import dataclasses as dc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -9,14 +9,14 @@ import jax.tree_util as jtu
 
 from .._mark.site import Site
 from .._mark.static import SameParts
-from .._names import lookup
 from .._values import entry as _entry, reduce as _reduce
 from .._values.merge import Entries, gather
 from .._values.modes import without_order
 from .._values.reduce import Reducer, ReducerState
 from .._walk.frame import Frame
 from .._walk.handler import check_guarded, Given, Handler
-from .asked import leave, Listens, reached
+from .._walk.sows import Found
+from .asked import leave, Listens, of_one, reached
 
 
 # For a survey of the program: of each place that sows a name there is an entry.
@@ -39,22 +39,35 @@ class Collect(Listens):
     """Takes the values of the sows that are asked for."""
 
     modes: tuple[str, ...] | None
-    # A reducer for all names, or one for each.
-    reduce: SameParts = SameParts(None)
+    # A reducer for all names, or after `with_reducers` one for each.
+    reduce: SameParts
 
     @property
     def cacheable(self):
         return super().cacheable and self.reduce.value is None
 
     def needs_order(self, site):
-        return self.folds(site.name)
+        return any(map(self.folds, self.names_of(site)))
 
     def concerns(self, site):
         # Those further out do not see sows of this tag, asked for or not.
         return site.tag == self.tag
 
+    def with_reducers(self, found: Iterable[Found]) -> "Collect":
+        """The same, with the reducer of each name by itself, if they are in a dict."""
+        reduce = self.reduce.value
+        if not isinstance(reduce, Mapping):
+            return self
+        each = {
+            one.name: of_one(reduce, x.site, one)
+            for x in found
+            for one, _ in self.asked(x.site, x.loops)
+        }
+        return dc.replace(self, reduce=SameParts(each))
+
     def reducer(self, name: str) -> Reducer | None:
-        return lookup(self.reduce.value, name)
+        reduce = self.reduce.value
+        return reduce.get(name) if isinstance(reduce, Mapping) else reduce
 
     def folds(self, name: str) -> bool:
         """Whether a reducer with a state says what becomes of the name. The state goes

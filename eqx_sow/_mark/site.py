@@ -69,10 +69,10 @@ class Label(NamedTuple):
     transformation traces, and shows where the arrays of the module come from.
 
     `after` says, for each loop around the sow from outside in, where in the name the
-    index of an iteration stands: after so many segments, or at the end (`None`, as for
-    loops that `after` does not reach to). A scan over the layers of a stack at `blocks`
-    gives `blocks/attn` an `after` of `(1,)`: its layer 2 is `blocks/2/attn`, as if the
-    layers were a list. Iteration 2 of a loop over `h` is `h/2`.
+    index of an iteration stands: after so many characters, or at the end (`None`, as
+    for loops that `after` does not reach to). A scan over the layers of a stack at
+    `blocks` gives `blocks/attn` an `after` of `(6,)`: its layer 2 is `blocks/2/attn`,
+    as if the layers were a list. Iteration 2 of a loop over `h` is `h/2`.
     """
 
     name: Any
@@ -87,10 +87,10 @@ class Label(NamedTuple):
         return in_a_list(self.name, places)
 
     def in_scope(self, scope: str) -> "Label":
-        if self.name is None:
+        if self.name is None or not scope:
             return self
-        n = len(scope.split("/")) if scope else 0
-        after = tuple(None if k is None else n + k for k in self.after)
+        n = len(scope)
+        after = tuple(None if k is None else n + k + bool(k) for k in self.after)
         return self._replace(name=join(scope, self.name), after=after)
 
 
@@ -194,7 +194,7 @@ class Site(NamedTuple):
     def without(self, tag: Hashable) -> "Site | None":
         """What is left to others by a transformation that takes this tag."""
         left = tuple(x for x in self.labels if x.tag != tag)
-        return self._replace(labels=left) if left else None
+        return self._replace(labels=left) if left or self.note else None
 
     def for_all(self) -> "Site":
         """The sow, also seen by those further out that have no label for it."""

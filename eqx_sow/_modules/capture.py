@@ -121,9 +121,9 @@ def _check_found(closed: Any, places: Places, marking: Marking, naming: Naming) 
     items = (naming.seen or in_sight).items()
     listed = ", ".join(f"{path} ({cls.__name__})" for path, cls in items)
     said = f"The modules {'that are called' if naming.seen else 'in sight'} are: "
-    said = f"{said}{listed or 'none at all'}." if classes else ""
+    said = f" {said}{listed or 'none at all'}." if classes else ""
     raise UnknownSowError(
-        f"`{shown}` selects nothing that is called in the program. {said.strip()}{hint}"
+        f"`{shown}` selects nothing that is called in the program.{said}{hint}"
         " Is another model called? If a `save_intermediates` inside has captured it, "
         "give one of the two another `tag`."
     )

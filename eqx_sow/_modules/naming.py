@@ -360,8 +360,7 @@ class Naming(Domain):
         if not paths:
             return site if note is None else site._replace(labels=others)
         path = paths[0]
-        segments = lambda path: len("/".join(path).split("/")) if path else 0
-        after = tuple(n and segments(path[:n]) for n in self._after(sow, path))
+        after = tuple(n and len("/".join(path[:n])) for n in self._after(sow, path))
         if note is None:
             site = site.in_scope("/".join(path))._replace(scoped=True)
             labels = tuple(x._replace(after=after) for x in site.labels)

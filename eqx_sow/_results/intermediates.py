@@ -24,7 +24,7 @@ from .summarize import is_value
 # its end if it is a scan. See `Entry.route`. These are plain tuples: pickles have them.
 Scan = tuple[tuple[int, bool | None], ...]
 # What an axis is; where its index stands in a name; and its scan, as far as that is
-# known. ("loop", 1, ...) is the loop over the layers of `blocks/attn`, whose layer 2 a
+# known. ("loop", 6, ...) is the loop over the layers of `blocks/attn`, whose layer 2 a
 # list would call `blocks/2/attn`. None for an axis whose index stands at the end, or
 # nowhere.
 Axis = tuple[str, int | None, Scan | None]

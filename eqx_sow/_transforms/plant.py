@@ -65,7 +65,7 @@ def _entries(
         reduce=EACH_PLACE,
         transform=SameParts(None),
     )
-    found = program.with_executions(lambda name: False).survey(survey)
+    found = program.with_executions(lambda site: False).survey(survey)
     names = [x.site.name for x in program.mine]
     check_known("plant(fn, values)", chosen, names, hint=program.hint)
     mode_of = labels({e.site.key for e in found})

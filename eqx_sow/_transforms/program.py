@@ -63,14 +63,14 @@ class Program:
         leaves = _compat.inline_or_call(closed, jax.tree.leaves((given, self.inputs)))
         return jax.tree.unflatten(treedef, leaves)
 
-    def with_executions(self, several: Callable[[str], bool]) -> "Program":
+    def with_executions(self, several: Callable[[Site], bool]) -> "Program":
         """The same program, in which sows know which executions they are, where it
-        matters. `several` says of a name whether it may have more than one."""
+        matters. `several` says of a sow whether its name may have more than one."""
         closed = with_executions(
             self.closed,
             self.found,
             lambda site: site.tag == self.options.tag,
-            lambda site: several(site.name),
+            several,
         )
         return self if closed is self.closed else dc.replace(self, closed=closed)
 

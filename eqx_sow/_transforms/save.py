@@ -1,6 +1,5 @@
 """`save_intermediates`."""
 
-import dataclasses as dc
 import functools as ft
 import inspect
 import types
@@ -8,9 +7,9 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, ClassVar, overload, ParamSpec, TypeVar, Unpack
 
 from .._frames import api_boundary
+from .._handlers.asked import of_one
 from .._handlers.collect import Collect
 from .._mark.static import SameParts
-from .._names import lookup
 from .._results.intermediates import Intermediates
 from .._values import spec as _spec
 from .._values.assemble import assemble
@@ -41,26 +40,17 @@ class _SaveIntermediates(Transformed):
         options = program.options
         collect = Collect(
             modes=options.modes,
+            reduce=SameParts(self._reduce),
             transform=SameParts(self._transform),
             **program.listens(options.names),
-        )
-        asked = list(collect.everywhere(program.mine))
-
-        def of_each(option):
-            # A stack goes by the name that a list of layers would have, too.
-            if not isinstance(option, Mapping):
-                return option
-            return {
-                x.name: lookup(option, x.name, of_all=x.label.of_all) for x, _ in asked
-            }
-
-        collect = dc.replace(collect, reduce=SameParts(of_each(self._reduce)))
+        ).with_reducers(program.mine)
         program = program.with_executions(
-            lambda name: collect.reducer(name) is not None
+            lambda site: any(map(collect.reducer, collect.names_of(site)))
         )
         carry = collect.started(program.survey)
         outs, taken = program.evaluate(collect, Given(carry))
         entries = taken.values
+        asked = list(collect.everywhere(program.mine))
         names = dict.fromkeys(site.name for site, _ in asked)
         program.check_selected(
             self._call,
@@ -76,7 +66,9 @@ class _SaveIntermediates(Transformed):
         program.warn_unmarked(self._call, self._fn)
         intermediates = assemble(entries, names, states, collect.reducer, mode_of)
         annotated = [(site, eqns[-1]) for site, eqns in asked if site.spec]
-        _spec.check(annotated, of_each(options.spec), intermediates)
+        spec = {site.name: of_one(options.spec, site, site) for site, _ in asked}
+        spec = {name: x for name, x in spec.items() if x is not None}
+        _spec.check(annotated, spec, intermediates)
         return program.output(outs), intermediates
 
 

@@ -17,16 +17,15 @@ import jaxtyping
 from .._errors import SowTypeError
 from .._mark.primitive import sow_p
 from .._mark.site import Site
-from .._names import lookup
 
 
 def check(
     annotated: Sequence[tuple[Site, Any]],
-    spec: Mapping[str, Any] | None,
+    spec: Mapping[str, Any],
     intermediates: dict[str, dict[str, Any]],
 ) -> None:
     """Checks the annotations of sows, each with its equation, against what was sown,
-    and those in the option `spec` against what comes back. All of them share one set of
+    and those of names in `spec` against what comes back. All of them share one set of
     axis names."""
     if not annotated and not spec:
         return
@@ -56,11 +55,10 @@ def check(
         # Nothing is computed: the arrays that are checked are tracers.
         jax.eval_shape(at_sows, shapes)
         for name, modes in intermediates.items():
-            annotation = lookup(spec or {}, name)
-            if annotation is not None:
+            if name in spec:
                 mode = next(m for m in modes if m != "count")
                 mode = "primal" if "primal" in modes else mode
-                _check(name, mode, annotation, modes[mode])
+                _check(name, mode, spec[name], modes[mode])
 
 
 def _check(name: str, what: str, annotation: Any, value: Any) -> None:
