@@ -88,8 +88,14 @@ def in_order(cases: Sequence[Value]) -> Sequence[Value]:
 def computed(eqn: Any, operands: Sequence[Value], way: Way) -> list[Value]:
     """What comes out of an equation that is neither a sow nor an edge."""
     name = eqn.primitive.name
+    # An index, or a factor, is not what an array is made of.
     if name == "select_n":
         operands = in_order(operands[1:])
+    elif name == "gather":
+        operands = operands[:1]
+    else:
+        arrays = [x for x, v in zip(operands, eqn.invars) if v.aval.shape]
+        operands = arrays or operands
     step = 0 if name in _MOVES else FAR if eqn.primitive in _CONTRACTS else 2
     step = TRANSPOSED if name == "transpose" else step
 
