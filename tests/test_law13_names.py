@@ -419,6 +419,58 @@ def test_a_stack_of_lists():
     _check(fn, (nets, X), {"nets": values})
 
 
+def test_a_stack_of_which_one_was_changed():
+    def fn(layers, x):
+        half = eqx.tree_at(lambda l: l.weight, layers[0], 0.5 * layers[0].weight)
+        return jax.vmap(lambda layer: layer(x))(_stack([half, layers[1]]))
+
+    layers = [_linear(i, use_bias=False) for i in range(2)]
+    want = jnp.stack([0.5 * layers[0](X), layers[1](X)])
+    _check(fn, (layers, X), {"layers": want})
+
+
+def test_parts_of_a_stack_in_a_loop():
+    """Of the arrays that are concatenated, the loop goes over another axis."""
+    nets = [_stack([_linear(i, use_bias=False) for i in (n, n + 1)]) for n in (0, 2)]
+    layer = _linear(0, use_bias=False)
+    called = lambda w, x: eqx.tree_at(lambda l: l.weight, layer, w)(x)
+
+    def fn(a, b, x):
+        step = lambda x, w: (called(w[3:], called(w[:3], x)), None)
+        return jax.lax.scan(step, x, jnp.concatenate([a.weight, b.weight], 1))[0]
+
+    x, values = X, {"a": [], "b": []}
+    for i in range(2):
+        for name, net in zip("ab", nets):
+            x = net.weight[i] @ x
+            values[name].append(x)
+    want = {name: jnp.stack(value) for name, value in values.items()}
+    _check(fn, (*nets, X), want)
+
+
+def test_iterations_over_what_was_concatenated():
+    """What one iteration takes apart has nothing to do with the parts."""
+
+    def fn(nets, x):
+        weights = jnp.concatenate([net.weight[None] for net in nets])
+        step = lambda x, w: (Scale(w[1], True)(x), None)
+        return jax.lax.scan(step, x, weights)[0]
+
+    class Net(eqx.Module):
+        weight: jax.Array
+
+    class Scale(eqx.Module):
+        weight: jax.Array
+        train: bool
+
+        def __call__(self, x):
+            return self.weight * x
+
+    nets = [Net(jnp.stack([X, X + i])) for i in (2, 3)]
+    values = jnp.stack([X * (X + 2), X * (X + 2) * (X + 3)])
+    _check(fn, (nets, X), {"nets": values})
+
+
 # --- all arrays of a layer are made by others ---
 class Conditioned(eqx.Module):
     norm: eqx.nn.LayerNorm

@@ -146,7 +146,13 @@ class Naming(Domain):
         sources = (s for s, n in value.distances.items() if n == nearest)
         self._taken_apart[here.scans[-1]].update(sources)
         self._around_scan[here.scans[-1]] = here.running
-        return value
+        return value.along(-1)
+
+    def stacked(self, value, here):
+        return value.along(1)
+
+    def shard(self, value, mesh, spec):
+        return value._replace(parts=None)
 
     def equation(self, eqn, operands, here):
         primitive = eqn.primitive
