@@ -362,6 +362,169 @@ def test_the_tree_that_was_changed(fn, expected):
     assert list(got) == [expected]
 
 
+def test_the_target_that_was_updated_twice():
+    """The other one is called, and as near."""
+    mean = lambda online, target: jtu.tree_map(
+        lambda o, t: 0.1 * o + 0.9 * t, online, target
+    )
+
+    def fn(online, target, x):
+        y = online(x) + mean(online, target)(x)
+        grow = lambda model: jtu.tree_map(lambda a: a + 0.1, model)
+        return y + mean(grow(online), grow(target))(x)
+
+    online, target = _linear(0), _linear(1)
+    first = mean(online, target)(X)
+    second = fn(online, target, X) - online(X) - first
+    want = {"online": (online(X),), "target": (first, second)}
+    _check(fn, (online, target, X), want, reduce=Append())
+
+
+# --- layers of a list that are stacked on the way ---
+def _stack(layers):
+    return jtu.tree_map(lambda *xs: jnp.stack(xs), *layers)
+
+
+@pytest.mark.parametrize("n", [2, 12])
+def test_one_of_a_stack_of_changed_layers(n):
+    """Neither the index nor the factor is what its arrays are made of."""
+
+    def fn(layers, i, x):
+        layers = jtu.tree_map(lambda a: 0.9 * a + 0.1, layers)
+        return jtu.tree_map(lambda a: a[i], _stack(layers))(x)
+
+    layers = [eqx.nn.Linear(3, 3, key=k) for k in jax.random.split(KEYS[0], n)]
+    want = (0.9 * layers[1].weight + 0.1) @ X + 0.9 * layers[1].bias + 0.1
+    _check(fn, (layers, jnp.array(1), X), {"layers": want})
+
+
+def test_a_stack_of_averages():
+    def fn(ema, nets, x):
+        means = jtu.tree_map(lambda e, n: 0.9 * e + 0.1 * n, ema, nets)
+        return jax.vmap(lambda net: net(x))(_stack(means))
+
+    ema, nets = ([_linear(i), _linear(i + 1)] for i in (0, 2))
+    values = [0.9 * e(X) + 0.1 * n(X) for e, n in zip(ema, nets)]
+    _check(fn, (ema, nets, X), {"ema": jnp.stack(values)})
+
+
+def test_a_stack_of_lists():
+    nets = [[_linear(0), _linear(1)], [_linear(2), _linear(3)]]
+
+    def fn(nets, x):
+        stacks = _stack([_stack(net) for net in nets])
+        return jax.vmap(jax.vmap(lambda net: net(x)))(stacks)
+
+    values = jnp.stack([jnp.stack([layer(X) for layer in net]) for net in nets])
+    _check(fn, (nets, X), {"nets": values})
+
+
+def test_a_stack_of_which_one_was_changed():
+    def fn(layers, x):
+        half = eqx.tree_at(lambda l: l.weight, layers[0], 0.5 * layers[0].weight)
+        return jax.vmap(lambda layer: layer(x))(_stack([half, layers[1]]))
+
+    layers = [_linear(i, use_bias=False) for i in range(2)]
+    want = jnp.stack([0.5 * layers[0](X), layers[1](X)])
+    _check(fn, (layers, X), {"layers": want})
+
+
+def test_parts_of_a_stack_in_a_loop():
+    """Of the arrays that are concatenated, the loop goes over another axis."""
+    nets = [_stack([_linear(i, use_bias=False) for i in (n, n + 1)]) for n in (0, 2)]
+    layer = _linear(0, use_bias=False)
+    called = lambda w, x: eqx.tree_at(lambda l: l.weight, layer, w)(x)
+
+    def fn(a, b, x):
+        step = lambda x, w: (called(w[3:], called(w[:3], x)), None)
+        return jax.lax.scan(step, x, jnp.concatenate([a.weight, b.weight], 1))[0]
+
+    x, values = X, {"a": [], "b": []}
+    for i in range(2):
+        for name, net in zip("ab", nets):
+            x = net.weight[i] @ x
+            values[name].append(x)
+    want = {name: jnp.stack(value) for name, value in values.items()}
+    _check(fn, (*nets, X), want)
+
+
+def test_iterations_over_what_was_concatenated():
+    """What one iteration takes apart has nothing to do with the parts."""
+
+    def fn(nets, x):
+        weights = jnp.concatenate([net.weight[None] for net in nets])
+        step = lambda x, w: (Scale(w[1], True)(x), None)
+        return jax.lax.scan(step, x, weights)[0]
+
+    class Net(eqx.Module):
+        weight: jax.Array
+
+    class Scale(eqx.Module):
+        weight: jax.Array
+        train: bool
+
+        def __call__(self, x):
+            return self.weight * x
+
+    nets = [Net(jnp.stack([X, X + i])) for i in (2, 3)]
+    values = jnp.stack([X * (X + 2), X * (X + 2) * (X + 3)])
+    _check(fn, (nets, X), {"nets": values})
+
+
+# --- all arrays of a layer are made by others ---
+class Conditioned(eqx.Module):
+    norm: eqx.nn.LayerNorm
+    to_weight: eqx.nn.Linear
+    to_bias: eqx.nn.Linear
+
+    def __call__(self, x):
+        arrays = self.to_weight(x), self.to_bias(x)
+        return eqx.tree_at(lambda n: (n.weight, n.bias), self.norm, arrays)(x)
+
+
+def _conditioned(model, x):
+    arrays = model["to_weight"](x), model["to_bias"](x)
+    return eqx.tree_at(lambda n: (n.weight, n.bias), model["norm"], arrays)(x)
+
+
+@pytest.mark.parametrize("of_function", [False, True])
+def test_a_layer_with_all_its_arrays_made_by_others(of_function):
+    norm, weight, bias = eqx.nn.LayerNorm(3), _linear(0), _linear(1)
+    plain = eqx.nn.LayerNorm(3, use_weight=False, use_bias=False)
+    values = {
+        "model/to_weight": weight(X),
+        "model/to_bias": bias(X),
+        "model/norm": weight(X) * plain(X) + bias(X),
+    }
+    if of_function:
+        fn, model = _conditioned, {"norm": norm, "to_weight": weight, "to_bias": bias}
+    else:
+        fn, model = (lambda model, x: model(x)), Conditioned(norm, weight, bias)
+        values["model"] = values["model/norm"]
+    _check(fn, (model, X), values)
+
+
+class Hyper(eqx.Module):
+    net: eqx.nn.Linear
+    main: eqx.nn.Linear
+
+    def __call__(self, x):
+        weight = self.net(x).reshape(3, 3)
+        return eqx.tree_at(lambda l: l.weight, self.main, weight)(x)
+
+
+def test_what_a_hypernetwork_makes_keeps_its_name_after_an_update():
+    net = eqx.nn.Linear(3, 9, key=KEYS[0])
+    fn = lambda model, x: model(x) + _step(model, x)
+    out, got = S(fn, capture=eqx.nn.Linear, modes="primal", reduce=Append())(
+        Hyper(net, _linear(1)), X
+    )
+    assert list(got) == ["model/net", "model/main"]
+    assert [len(x["primal"]) for x in got.values()] == [4, 4]
+    ends = got["model/main"]["primal"]
+    assert_close(ends[0] + ends[3], out)
+
+
 # --- stacks within modules that have nothing else ---
 class Unit(eqx.Module):
     lin: eqx.nn.Linear

@@ -21,8 +21,8 @@ preferred, and `Naming._found` what a module is called to which no array leads.
 
 import dataclasses as dc
 import itertools as it
-from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Container, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -146,7 +146,13 @@ class Naming(Domain):
         sources = (s for s, n in value.distances.items() if n == nearest)
         self._taken_apart[here.scans[-1]].update(sources)
         self._around_scan[here.scans[-1]] = here.running
-        return value
+        return value.along(-1)
+
+    def stacked(self, value, here):
+        return value.along(1)
+
+    def shard(self, value, mesh, spec):
+        return value._replace(parts=None)
 
     def equation(self, eqn, operands, here):
         primitive = eqn.primitive
@@ -200,20 +206,24 @@ class Naming(Domain):
             self._best[path] = min(fit, self._best.get(path, fit))
 
     def _as_stacked(self, sources: dict[Path, int]) -> Iterable[Path]:
-        """If these are the layers of a list, whose arrays were stacked: their path
-        without the index, such as `layers` for `layers/0` and `layers/1`."""
-        columns = list(zip(*sources))
-        differ = [i for i, keys in enumerate(columns) if len(set(keys)) > 1]
-        # One array may also be in several places.
-        is_one = len(set(sources.values())) < len(sources)
-        if is_one or len(differ) != 1 or len(set(map(len, sources))) > 1:
-            return sources
-        (i,) = differ
-        if not all(key.isdigit() for key in columns[i]):
-            return sources
-        path = next(iter(sources))
-        self._stacks[path[:i]].update(sources.values())
-        return [path[:i] + path[i + 1 :]]
+        """If some of these are the layers of a list, whose arrays were stacked: their
+        path without the index, such as `layers` for `layers/0` and `layers/1`."""
+        found = {path: {source} for path, source in sources.items()}
+        if len(set(sources.values())) < len(sources):
+            # One array may also be in several places.
+            return found
+        for i in reversed(range(max(map(len, found), default=0))):
+            indexed = [path for path in found if path[i:] and path[i].isdigit()]
+            shorter = {path: path[:i] + path[i + 1 :] for path in indexed}
+            layers = Counter(shorter.values())
+            before, found = found, defaultdict(set)
+            for path, of_path in before.items():
+                short = shorter.get(path)
+                if short is not None and layers[short] > 1:
+                    self._stacks[path[:i]] |= of_path
+                    path = short
+                found[path] |= of_path
+        return found
 
     def _path(self, visit: _Visit) -> Path:
         if visit.path is None:
@@ -228,9 +238,11 @@ class Naming(Domain):
         held = self._held(visit)
         path = self._nearest(visit, held)
         if path is None:
-            # It has no arrays of its own, or they were made on the way.
-            if held is None and call.module is not None:
-                held = self._alike(call, outer or ())
+            # It has no arrays of its own, or they were made on the way: by a
+            # hypernetwork, if they lead to places that others have.
+            if held is None and (call.module is not None or visit.fits):
+                around = outer or root_of(next(iter(visit.fits), ()))
+                held = self._alike(call, around, visit.fits)
             return self._unknown(visit) if held is None else held
         is_there, fit = self._is_there(path, call), visit.fits[path]
         is_sure = fit[0] != TRANSPOSED or (
@@ -277,7 +289,7 @@ class Naming(Domain):
                 path != held,
                 # A mean of a student and a teacher is the teacher, if the student is
                 # called.
-                path in taken,
+                path in taken and 1 + fits[path][0] - self._best[path][0],
             ),
             default=None,
         )
@@ -285,10 +297,11 @@ class Naming(Domain):
     def _is_there(self, path: Path, call: Call) -> bool:
         return type(self._places.module_at(path)) is call.cls
 
-    def _alike(self, call: Call, outer: Path) -> Path | None:
+    def _alike(self, call: Call, outer: Path, own: Container[Path] = ()) -> Path | None:
         """The place of a module that is like that of a call, and to which the arrays of
-        no call lead: in the tree at `outer`, if there is one."""
-        found = [path for path in self._places.alike(call) if path not in self._best]
+        no call lead, or its `own`: in the tree at `outer`, if there is one."""
+        alike = self._places.alike(call)
+        found = [path for path in alike if path in own or path not in self._best]
         inside = [path for path in found if path[: len(outer)] == outer]
         if call.module is None:
             return inside[0] if len(inside) == 1 else None

@@ -27,7 +27,7 @@ _MOVES = frozenset(
         "copy_p device_put dynamic_slice dynamic_update_slice edge expand_dims gather "
         "name optimization_barrier pad pbroadcast pcast ppermute pvary "
         "reduce_precision reshape reshard rev select_n sharding_constraint slice "
-        "split squeeze stop_gradient"
+        "split squeeze stack stop_gradient tile unstack"
     ).split()
 )
 # What makes new arrays of several, rather than changing one: it counts as `FAR`.
@@ -55,6 +55,18 @@ class Value(NamedTuple):
     edges: tuple[Way, ...] = ()
     cases: "tuple[Hashable, Sequence[Value]] | None" = None
     parts: "tuple[int, Parts] | None" = None
+
+    def along(self, more: int) -> "Value":
+        """The same with so many more axes in front. With one less, it is a slice, which
+        is not of some of the parts if they are along that axis."""
+        if self.parts is None:
+            return self
+        axis, parts = self.parts
+        if axis + more < 0:
+            return self._replace(parts=None)
+        return self._replace(
+            parts=(axis + more, [(n, x.along(more)) for n, x in parts])
+        )
 
 
 # What an array was concatenated of: the lengths, and what each part is.
@@ -88,8 +100,14 @@ def in_order(cases: Sequence[Value]) -> Sequence[Value]:
 def computed(eqn: Any, operands: Sequence[Value], way: Way) -> list[Value]:
     """What comes out of an equation that is neither a sow nor an edge."""
     name = eqn.primitive.name
+    # An index, or a factor, is not what an array is made of.
     if name == "select_n":
         operands = in_order(operands[1:])
+    elif name == "gather":
+        operands = operands[:1]
+    else:
+        arrays = [x for x, v in zip(operands, eqn.invars) if v.aval.shape]
+        operands = arrays or operands
     step = 0 if name in _MOVES else FAR if eqn.primitive in _CONTRACTS else 2
     step = TRANSPOSED if name == "transpose" else step
 
@@ -100,7 +118,8 @@ def computed(eqn: Any, operands: Sequence[Value], way: Way) -> list[Value]:
         ]
         if len(parts) == 1:
             return parts[0][1]
-        whole = one_of([x for _, x in parts], 0, parts[0][1].made if parts else None)
+        made = parts[0][1].made if parts else None
+        whole = one_of(_equally_near([x for _, x in parts]), 0, made)
         return whole._replace(parts=(axis, parts))
 
     axis, outs = _in_pieces(eqn, operands)
@@ -115,16 +134,16 @@ def _in_pieces(eqn: Any, operands: Sequence[Value]) -> tuple[int, list[list]]:
     was computed in between entry by entry, such as `2 * flat`, has pieces, too; what is
     sliced out of it comes from its own piece only."""
     p, name, whole = eqn.params, eqn.primitive.name, [(0, operands)]
-    if name == "concatenate":
-        axis = p["dimension"]
-        lengths = [v.aval.shape[axis] for v in eqn.invars]
+    if name in ("concatenate", "stack"):
+        axis = p["dimension" if name == "concatenate" else "axis"]
+        lengths = (1 if name == "stack" else v.aval.shape[axis] for v in eqn.invars)
         return axis, [[(n, [x]) for n, x in zip(lengths, operands)]]
     axis, parts = next((x.parts for x in operands if x.parts), (0, ()))
     ends = list(it.accumulate(n for n, _ in parts))
     if name == "slice" and parts:
         cuts = [(p["start_indices"][axis], p["limit_indices"][axis])]
-    elif name == "split" and parts and p["axis"] == axis:
-        stops = list(it.accumulate(p["sizes"]))
+    elif name in ("split", "unstack") and parts and p["axis"] == axis:
+        stops = list(it.accumulate(p.get("sizes", [1] * len(eqn.outvars))))
         cuts = list(zip([0, *stops], stops))
     else:
         shapes = {v.aval.shape for v in (*eqn.invars, *eqn.outvars)} - {()}
@@ -142,6 +161,17 @@ def _in_pieces(eqn: Any, operands: Sequence[Value]) -> tuple[int, list[list]]:
         ]
         for start, stop in cuts
     ]
+
+
+def _equally_near(values: list[Value]) -> list[Value]:
+    """The parts of a stack: each is one, also if less was changed in it."""
+    nearest = [min(x.distances.values(), default=0) for x in values]
+    most = max((n for n in nearest if n < FAR), default=0)
+
+    def moved(x, by):
+        return x._replace(distances={s: n + by for s, n in x.distances.items()})
+
+    return [moved(x, max(most - n, 0)) for x, n in zip(values, nearest)]
 
 
 def _along(x: Value, axis: int, lengths: list[int]) -> list[Value]:
