@@ -15,6 +15,7 @@ from .._errors import SowError
 from .._frames import warn
 from .._mark.listening import Listening, listening
 from .._mark.noting import listening_as, within
+from .._mark.site import Site
 from .._mark.sow import UnnamedSowError
 from .._mark.staging import to_jaxpr, types_of
 from .._mark.static import Form, take_apart
