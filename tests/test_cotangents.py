@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from eqx_sow import (
     Append,
+    batched,
     Buffer,
     DuplicateSowError,
     Fold,
@@ -69,6 +70,43 @@ def test_cotangent_of_a_leaf_that_is_the_same_for_all_lanes_is_the_total(wrap):
     assert [x.shape for x in got["v"]["primal"]] == [(3, 2), (3, 2)]
     _, got = S(grad_batched, reduce=Append())(W, XS)
     assert_close(got["v"]["cotangent"], (WANT,))
+
+
+# The cotangent of the second leaf does not depend on `x`: it is the same in each lane.
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint])
+@pytest.mark.parametrize(
+    "options",
+    [{}, dict(reduce=Last()), dict(transform=lambda v: (v[1], v[0]))],
+    ids=["plain", "last", "transform"],
+)
+def test_cotangent_that_is_the_same_in_each_lane_has_the_axis_of_the_others(
+    wrap, options
+):
+    def f(w, x):
+        a, b = sow((jnp.sin(x * w), x * w), "v")
+        return (a**2 + 3.0 * b).sum()
+
+    def in_loop(w, x):
+        return lax.scan(lambda c, _: (f(c, x) * w, None), w, None, length=2)[0].sum()
+
+    for fn in (f, in_loop):
+        derive = jax.grad(wrap(fn))
+        _, got = S(jax.vmap(derive, (None, 0)), **options)(W, XS)
+        _, want = jax.vmap(S(derive, **options), (None, 0))(W, XS)
+        assert_close(got, want)
+        shapes = [{x.shape for x in v} for v in got["v"].values()]
+        assert len(shapes) == 2 and shapes[0] == shapes[1] and len(shapes[0]) == 1
+
+
+def test_batched_sees_all_lanes_of_a_cotangent_that_is_the_same_in_each():
+    def f(x):
+        a, b = sow((jnp.sin(x), x), "v")
+        return (a**2 + 3.0 * b).sum()
+
+    norms = batched(lambda v: (v[0] ** 2).sum() + (v[1] ** 2).sum())
+    _, got = S(jax.vmap(jax.grad(f)), transform=norms)(XS)
+    a, b = 2 * jnp.sin(XS), jnp.full_like(XS, 3.0)
+    assert_close(got["v"]["cotangent"], (a**2).sum() + (b**2).sum())
 
 
 def test_reducers_of_a_total():

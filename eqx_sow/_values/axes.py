@@ -85,12 +85,19 @@ def kept_axes(site: Site) -> tuple[bool, ...]:
     return tuple(not a.lane or any(a.has) for a in site.axes)
 
 
+def total_over(site: Site) -> list[bool]:
+    """Over which lanes an array that is the same in all of them is a total. In
+    `grad(vmap(f))` that is the cotangent of a leaf that all lanes share: it would be
+    wrong in each of them. In `vmap(grad(f))` it is really the same in each."""
+    backward = is_backward(site.mode)
+    return [backward and a.lane and not a.after_backward for a in site.axes]
+
+
 def final_axes(site: Site) -> list[tuple[bool, ...]]:
-    """Which axes each array of the value has in what comes back: all that are kept. But
-    a cotangent has its own lanes only: that of a leaf which is the same for all lanes
-    is their total, and would be wrong in each of them."""
+    """Which axes each array of the value has in what comes back: all that are kept, but
+    not those over which it is a total."""
     kept = kept_axes(site)
-    total = [is_backward(site.mode) and a.lane for a in site.axes]
+    total = total_over(site)
     return [
         tuple(k and (v or not t) for k, v, t in zip(kept, site.has(i), total))
         for i in range(site.form.n_operands)

@@ -15,7 +15,15 @@ from .._errors import calling, SowError
 from .._frames import api_boundary
 from .._mark.site import Site
 from .._mark.static import Form, take_apart
-from .axes import aligned, as_operand, broadcast, either, for_each_lane, Varies
+from .axes import (
+    aligned,
+    as_operand,
+    broadcast,
+    either,
+    for_each_lane,
+    total_over,
+    Varies,
+)
 from .modes import is_backward
 
 
@@ -166,8 +174,11 @@ def _of_all_lanes(fn: Batched, site: Site, value: Value) -> Value:
     axes = site.axes
     none = (False,) * len(axes)
     every = either(none, *value.varies)
-    # A cotangent without the axes of the lanes is their total, see `final_axes`.
-    has = value.varies if is_backward(site.mode) else [every] * len(value.arrays)
+    total = total_over(site)
+    has = [
+        tuple(e and (own or not t) for own, e, t in zip(v, every, total))
+        for v in value.varies
+    ]
     arrays = [as_operand(broadcast(x, v, axes), v) for x, v in zip(value.arrays, has)]
     lead = [a.size for a, v in zip(axes, every) if v]
     new, form = take_apart(fn.fn(value.form.with_arrays(arrays, lead)))
