@@ -247,9 +247,8 @@ def _at_site(
 ) -> list[Any]:
     """The arrays of the value at a sow, `old`, from planted ones.
 
-    These have all lanes of what is `captured` there. The sow itself may
-    have fewer: in a vmap of 8 over which it does not vary, a planted `f32[8,3]` becomes
-    `f32[3]`.
+    These have all lanes of what is `captured` there. The sow itself may have fewer: in
+    a vmap of 8 over which it does not vary, a planted `f32[8,3]` becomes `f32[3]`.
     """
     own = own_axes(
         [a._replace(loops=0) for a in site.axes], [a for a in captured.axes if a.lane]
