@@ -909,6 +909,77 @@ def test_a_cotangent_that_does_not_depend_on_the_input_has_no_derivative(jit):
     close(got["v"]["cotangent.cotangent"], 2 * jnp.tanh(X) * jnp.cos(X) ** 2)
 
 
+# --- values that are computed again, when there are several executions of one value ---
+def _plain(x):
+    return sow(jnp.sin(x), "h")
+
+
+_again = jax.custom_vjp(_plain)
+_again.defvjp(lambda x: (_plain(x), x), lambda x, ct: jax.vjp(_plain, x)[1](ct))
+
+
+# The cotangents that belong to each call, in order. `None`: it is not differentiated.
+SAME_VALUE = {
+    "after": (lambda x: jax.grad(_again)(x) + _plain(x), (1.0, None)),
+    "before": (lambda x: _plain(x) + jax.grad(_again)(x), (None, 1.0)),
+    "both": (
+        lambda x: _plain(x) + jax.grad(_again)(x) + _plain(x),
+        (None, 1.0, None),
+    ),
+    "two gradients": (
+        lambda x: jax.grad(_again)(x) + jax.grad(lambda x: 2 * _again(x))(x),
+        (1.0, 2.0),
+    ),
+    "two, and one between": (
+        lambda x: (
+            jax.grad(_again)(x)
+            + _plain(x)
+            + jax.grad(lambda x: _again(x) + 3 * _again(x))(x)
+        ),
+        (1.0, None, 1.0, 3.0),
+    ),
+}
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("name", SAME_VALUE)
+def test_what_is_repeated_ran_before(name, wrap):
+    f, want = SAME_VALUE[name]
+    _, got = S(wrap(f), reduce=Append())(0.5)
+    assert [x if x is None else float(x) for x in got["h"]["cotangent"]] == [*want]
+    close(jnp.stack(got["h"]["primal"]), [np.sin(0.5)] * len(want))
+
+
+def test_two_gradients_through_a_solver():
+    # One jaxpr for all three solutions.
+    term = diffrax.ODETerm(lambda t, y, k: sow(-k * y, "f"))
+
+    def solve(k, y):
+        out = diffrax.diffeqsolve(term, diffrax.Euler(), 0.0, 1.0, 0.25, y, args=k)
+        return out.ys.sum()
+
+    def steps(k, y):
+        k = k - jax.grad(solve)(k, y)
+        return k - jax.grad(solve)(k, y), solve(k, y)
+
+    _, got = S(steps, reduce={"f": Append()})(jnp.array(0.5), X)
+    first, second, third = got["f"]["cotangent"]
+
+    # Euler's method by hand, with a zero added to what was sown first: the backward
+    # pass comes to that last.
+    def by_hand(zero, k):
+        y = X
+        for i in range(4):
+            y = y + 0.25 * (-k * y + (zero if i == 0 else 0.0))
+        return y.sum()
+
+    k = jnp.array(0.5)
+    for cotangent in (first, second):
+        assert_close(cotangent, jax.grad(by_hand)(jnp.zeros(2), k))
+        k = k - jax.grad(by_hand, 1)(jnp.zeros(2), k)
+    assert third is None
+
+
 # --- what does not reach the result ---
 def _dead(y):
     sow(jnp.sin(y), "h")

@@ -147,7 +147,7 @@ def _in_order(mine: Sequence[Entry], entries: Sequence[Entry]) -> list[Entry | N
                 f"`{e.site.name}` is sown several times (one is at {e.site.where}), "
                 f"and not each branch has a {mode} of the same: which {mode} belongs "
                 "to which primal differs from branch to branch. Give the values "
-                "different names."
+                f"different names, or leave the {mode} out, by `modes`."
             )
         # It may never have run forward, or a function from `jax.vjp` is called twice.
         if not fits or order[fits[0]] is not None:

@@ -140,6 +140,18 @@ def _sites(found: Sequence[_Sow]) -> dict[Path, Site]:
     return sites
 
 
+def _passes(
+    sows: Sequence[_Sow], is_repetition: Callable[[_Sow], bool]
+) -> Iterator[tuple[list[_Sow], list[_Sow]]]:
+    """For each backward pass, the executions before it, and the repetitions in it."""
+    ran: list[_Sow] = []
+    for is_backward, some in it.groupby(sows, is_repetition):
+        if is_backward:
+            yield ran, list(some)
+        else:
+            ran = [*ran, *some]
+
+
 # --- values that are computed twice ---
 def _repeated_values(alike: Sequence[_Sow]) -> Iterator[tuple[Path, frozenset[Path]]]:
     """Of sows of one value, the repetitions, each with the execution that it repeats.
@@ -148,16 +160,20 @@ def _repeated_values(alike: Sequence[_Sow]) -> Iterator[tuple[Path, frozenset[Pa
     gradient repeats both, then the first repetition is of the second execution. With 2
     executions and 4 repetitions, it is the first two that are of the second one.
     """
-    ran = [x for x in alike if not x.backward]
-    repeated = [x for x in alike if x.backward]
-    for j, x in enumerate(repeated):
-        # Only executions in the branches of cond around the repetition: elsewhere, one
-        # may not have run when the repetition does.
-        executions = [y for y in ran if y.cases <= x.cases]
-        if executions:
-            n = len(executions)
-            execution = executions[n - 1 - j * n // len(repeated)]
-            yield x.here.path, frozenset([execution.here.path])
+    repeated: set[Path] = set()
+    for ran, again in _passes(alike, lambda x: x.backward):
+        found = {}
+        for j, x in enumerate(again):
+            # Only executions in the branches of cond around the repetition: elsewhere,
+            # one may not have run when the repetition does.
+            executions = [y.here.path for y in ran if y.cases <= x.cases]
+            # If the program takes the same gradient twice, each repeats its own.
+            executions = [p for p in executions if p not in repeated] or executions
+            if executions:
+                n = len(executions)
+                found[x.here.path] = executions[n - 1 - j * n // len(again)]
+        yield from ((path, frozenset([of])) for path, of in found.items())
+        repeated.update(found.values())
 
 
 _NONE: frozenset[Path] = frozenset()
@@ -385,17 +401,23 @@ _CUSTOM_VJP = jexc.primitives.custom_vjp_call_p, _compat.hi_p
 def _replayed(primals: Sequence[_Sow]) -> Iterator[tuple[Path, frozenset[Path]]]:
     """The repetitions in a loop of a backward pass, or in a derivative rule, each with
     the executions that it may repeat."""
-    ran = [x for x in primals if _calls_in_loop(x) is None and _rule(x) is None]
-    for x in primals:
-        calls, rule = _calls_in_loop(x), _rule(x)
-        executions = [
-            y.here.path
-            for y in ran
-            if y.site.key == x.site.key and y.site.origin is x.site.origin
-            if _ends_with(_calls(y.here.around[:-1]), calls) or rule in _rules(y)
-        ]
-        if executions:
-            yield x.here.path, frozenset(executions)
+    repeated: set[Path] = set()
+    is_repetition = lambda x: _calls_in_loop(x) is not None or _rule(x) is not None
+    for ran, again in _passes(primals, is_repetition):
+        found = {}
+        for x in again:
+            calls, rule = _calls_in_loop(x), _rule(x)
+            executions = [
+                y.here.path
+                for y in ran
+                if y.site.key == x.site.key and y.site.origin is x.site.origin
+                if _ends_with(_calls(y.here.around[:-1]), calls) or rule in _rules(y)
+            ]
+            executions = [p for p in executions if p not in repeated] or executions
+            if executions:
+                found[x.here.path] = frozenset(executions)
+        yield from found.items()
+        repeated.update(*found.values())
 
 
 def _is_of_unknown_length(eqn: Any) -> bool:
