@@ -429,6 +429,59 @@ def test_a_stack_of_which_one_was_changed():
     _check(fn, (layers, X), {"layers": want})
 
 
+class TiedWithCopy(Tied):
+    act: eqx.nn.Lambda
+
+    def __call__(self, i):
+        return eqx.filter_checkpoint(self.act)(super().__call__(i))
+
+
+@pytest.mark.parametrize("use_bias", [False, True])
+@pytest.mark.parametrize("plain_too", [False, True])
+def test_a_stack_of_tied_models(use_bias, plain_too):
+    """The `l` of the stack is called by its own name, although its arrays are those of
+    `e`, and the copy of `act` as well."""
+    make = lambda i: TiedWithCopy(
+        eqx.nn.Embedding(3, 3, key=KEYS[i]),
+        _linear(i + 2, use_bias=use_bias),
+        eqx.nn.Lambda(jnp.tanh),
+    )
+
+    def fn(nets, i):
+        arrays, static = zip(*[eqx.partition(net, eqx.is_array) for net in nets])
+        call = lambda arrays: eqx.combine(arrays, static[0])(i)
+        out = jax.vmap(call)(_stack(arrays))
+        return (out, nets[0](i)) if plain_too else out
+
+    def by_hand(net):
+        e = net.e.weight[1]
+        l = net.e.weight @ e + (net.l.bias if use_bias else 0.0)
+        return {"/e": e, "/l": l, "/act": jnp.tanh(l), "": jnp.tanh(l)}
+
+    nets = [make(0), make(1)]
+    values = list(map(by_hand, nets))
+    want = {f"nets{k}": jnp.stack([v[k] for v in values]) for k in values[0]}
+    if plain_too:
+        want |= {f"nets/0{k}": v for k, v in values[0].items()}
+    _check(fn, (nets, jnp.array(1)), want)
+
+
+@pytest.mark.parametrize("use_bias", [False, True])
+def test_a_stack_of_hypernetworks(use_bias):
+    def fn(nets, x):
+        return jax.vmap(lambda net: net(x))(_stack(nets))
+
+    make = lambda i: Hyper(
+        eqx.nn.Linear(3, 9, key=KEYS[i]), _linear(i + 2, use_bias=use_bias)
+    )
+    nets = [make(0), make(1)]
+    made = [net.net.weight @ X + net.net.bias for net in nets]
+    bias = [net.main.bias if use_bias else 0.0 for net in nets]
+    out = jnp.stack([w.reshape(3, 3) @ X + b for w, b in zip(made, bias)])
+    want = {"nets/net": jnp.stack(made), "nets/main": out, "nets": out}
+    _check(fn, (nets, X), want)
+
+
 def test_parts_of_a_stack_in_a_loop():
     """Of the arrays that are concatenated, the loop goes over another axis."""
     nets = [_stack([_linear(i, use_bias=False) for i in (n, n + 1)]) for n in (0, 2)]

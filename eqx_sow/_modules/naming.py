@@ -22,7 +22,7 @@ preferred, and `Naming._found` what a module is called to which no array leads.
 import dataclasses as dc
 import itertools as it
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Container, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -219,6 +219,8 @@ class Naming(Domain):
             before, found = found, defaultdict(set)
             for path, of_path in before.items():
                 if path in shorter and layers[shorter[path]] > 1:
+                    if path[:i] not in self._stacks:
+                        self._places.stack(path[:i], path[i])
                     self._stacks[path[:i]] |= of_path
                     path = shorter[path]
                 found[path] |= of_path
@@ -240,8 +242,9 @@ class Naming(Domain):
         if visit.fits or call.module:
             # It has no arrays of its own, or those that lead to it are another
             # module's: tied weights, or made by a hypernetwork.
-            leads_to = root_of(path or next(iter(visit.fits), ()))
-            alike = self._alike(call, leads_to if outer is None else outer)
+            around = root_of(path or next(iter(visit.fits), ()))
+            around = around if outer is None else outer
+            alike = self._alike(call, around, visit.fits if path is None else ())
             if alike is not None:
                 return alike
         if path is None:
@@ -267,10 +270,9 @@ class Naming(Domain):
         call, fits, held = visit.call, visit.fits, self._held(visit)
         # Another call fits these better.
         taken = {p for p, fit in fits.items() if self._best[p] < min(fit, (FAR,))}
-
         # A hypernetwork made some of its arrays, and is no place of it: that is nearer
         # to the call of the hypernetwork.
-        makers = {p for p in taken if visit.is_made and not self._is_like(p, call)}
+        makers = taken if visit.is_made else ()
         return min(
             (path for path in fits if path not in makers),
             key=lambda path: (
@@ -290,9 +292,6 @@ class Naming(Domain):
     def _is_there(self, path: Path, call: Call) -> bool:
         return type(self._places.module_at(path)) is call.cls
 
-    def _is_like(self, path: Path, call: Call) -> bool:
-        return is_like(self._places.module_at(path), call)
-
     def _is_sure(self, path: Path, visit: _Visit) -> bool:
         """Whether the place is that of the module. Otherwise all that it has are tied
         weights: arrays of another module that were put into this one, whose own arrays
@@ -301,20 +300,29 @@ class Naming(Domain):
         if fit is None:
             return True
         if fit[0] == TRANSPOSED:
-            return self._best[path] == fit and self._is_like(path, call)
+            is_best = self._best[path] == fit
+            return is_best and is_like(self._places.module_at(path), call)
         return self._is_there(path, call)
 
-    def _alike(self, call: Call, outer: Path) -> Path | None:
+    def _alike(self, call: Call, outer: Path, own: Container[Path]) -> Path | None:
         """The place of a module that is like that of a call, and to which the arrays of
-        no call lead: in the tree at `outer`, if there is one."""
-        found = [p for p in self._places.alike(call) if p not in self._best]
-        inside = [path for path in found if path[: len(outer)] == outer]
+        no call lead, or its `own`: in the tree at `outer`, if there is one."""
+        alike = self._places.alike(call)
+        found = [path for path in alike if path in own or path not in self._best]
+        inside = [path for path in found if self._is_in(outer, path)]
         if call.module is None:
             return inside[0] if len(inside) == 1 else None
         # Such as a layer without arrays, of which `eqx.filter_checkpoint(layer)` calls
         # a copy: the first call of several that are alike is that of the first one.
         places = tuple(inside or found)
         return next(self._turns.setdefault(places, it.cycle(places)), None)
+
+    def _is_in(self, outer: Path, path: Path) -> bool:
+        """Whether a place is in the tree at `outer`. Of a list whose layers were
+        stacked, that is the place in the stack, and none in one of the layers."""
+        ends = (n for n in range(len(outer), len(path)) if path[n].isdigit())
+        is_layer = any(path[:n] in self._stacks for n in ends)
+        return path[: len(outer)] == outer and not is_layer
 
     def _unknown(self, visit: _Visit) -> Path:
         """The class, with a number if another one of it was called before."""
