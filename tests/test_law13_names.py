@@ -102,6 +102,21 @@ def test_layers_without_arrays(how, inside):
     _check(fn, (model, X), lambdas, capture=eqx.nn.Lambda)
 
 
+def test_a_copy_of_an_argument_without_arrays():
+    """Nothing in the module around is like it."""
+
+    class Net(eqx.Module):
+        linear: eqx.nn.Linear
+
+        def __call__(self, x, act):
+            return eqx.filter_checkpoint(act)(self.linear(x))
+
+    net, act = Net(_linear(0)), eqx.nn.Lambda(jnp.tanh)
+    h = net.linear(X)
+    want = {"net/linear": h, "act": jnp.tanh(h), "net": jnp.tanh(h)}
+    _check(lambda net, act, x: net(x, act), (net, act, X), want)
+
+
 @pytest.mark.parametrize("how", CALLS)
 @pytest.mark.parametrize("derivative", [False, True])
 def test_sows_without_a_name(how, derivative):
@@ -595,6 +610,13 @@ class Stack(eqx.Module):
         return jax.lax.scan(step, x, params)[0]
 
 
+class Block(eqx.Module):
+    inner: eqx.Module
+
+    def __call__(self, x):
+        return self.inner(x)
+
+
 class Listed(eqx.Module):
     layers: list
 
@@ -756,6 +778,24 @@ def test_a_stack_in_another_loop_has_the_names_of_a_list(steps, derive):
             S(run, capture=cls)(net, xs)[1].stack(pattern) for net in (listed, stacked)
         )
         assert_close(got, want, atol=1e-6)
+
+
+@pytest.mark.parametrize("how", ["plain", "checkpoint"])
+def test_an_iteration_of_a_backward_pass_without_the_arrays(how):
+    """The loop backward has no need of the biases, and does not take them apart."""
+
+    class Shift(eqx.Module):
+        bias: jax.Array
+
+        def __call__(self, x):
+            return x + self.bias
+
+    model = Stack(_stacked([Block(Shift(X * i)) for i in range(3)]))
+    fn = eqx.filter_grad(lambda x, net: jnp.sum(CALLS[how](net, x) ** 2))
+    _, got = S(fn, capture=True, names="net/layers/1/inner")(X, model)
+    assert list(got) == ["net/layers/1/inner"]
+    want = {"primal": 2 * X, "cotangent": 2 * 4 * X}
+    assert_close(got["net/layers/1/inner"], want)
 
 
 def test_a_sow_in_a_stack_is_called_as_in_a_list():
