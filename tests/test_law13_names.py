@@ -262,6 +262,20 @@ def test_concatenated_and_split(use_bias):
     _check(model, (X,), {**want, ".": model(X)})
 
 
+@pytest.mark.parametrize("unstack", [list, jnp.unstack])
+def test_stacked_and_unstacked(unstack):
+    def fn(layers, x):
+        weights = 2 * jnp.stack([layer.weight for layer in layers])
+        for layer, w in zip(layers, unstack(weights)):
+            x = eqx.tree_at(lambda l: l.weight, layer, w)(x)
+        return x
+
+    layers, x, want = [_linear(i, use_bias=False) for i in range(3)], X, {}
+    for i, layer in enumerate(layers):
+        x = want[f"layers/{i}"] = 2 * layer.weight @ x
+    _check(fn, (layers, X), want)
+
+
 # --- helpers that a layer makes of its own arrays ---
 class Lora(eqx.Module):
     weight: jax.Array
@@ -702,6 +716,20 @@ def test_a_stack_that_is_an_argument():
         _, got = S(fn, capture=True, names=name)(_stacked(units), X)
         assert_close(with_mode(got, "primal"), {name: value})
     _, got = S(fn, capture=True, names="units/1/lin")(_stacked(units), X)
+    value = units[1].lin(units[0](X))
+    assert_close(with_mode(got, "primal"), {"units/1/lin": value})
+
+
+@pytest.mark.parametrize("n, of", [(2, 3), (12, 12)])
+def test_a_loop_over_layers_that_are_stacked_on_the_way(n, of):
+    """Some of a list, and more than the pass remembers sources of one array."""
+
+    def fn(units, x):
+        return Stack(_stacked(units[:n]))(x)
+
+    keys = jax.random.split(KEYS[0], of)
+    units = [Unit(eqx.nn.Linear(3, 3, key=key)) for key in keys]
+    _, got = S(fn, capture=True, names="units/1/lin")(units, X)
     value = units[1].lin(units[0](X))
     assert_close(with_mode(got, "primal"), {"units/1/lin": value})
 
