@@ -102,6 +102,21 @@ def test_layers_without_arrays(how, inside):
     _check(fn, (model, X), lambdas, capture=eqx.nn.Lambda)
 
 
+def test_a_copy_of_an_argument_without_arrays():
+    """Nothing in the module around is like it."""
+
+    class Net(eqx.Module):
+        linear: eqx.nn.Linear
+
+        def __call__(self, x, act):
+            return eqx.filter_checkpoint(act)(self.linear(x))
+
+    net, act = Net(_linear(0)), eqx.nn.Lambda(jnp.tanh)
+    h = net.linear(X)
+    want = {"net/linear": h, "act": jnp.tanh(h), "net": jnp.tanh(h)}
+    _check(lambda net, act, x: net(x, act), (net, act, X), want)
+
+
 @pytest.mark.parametrize("how", CALLS)
 @pytest.mark.parametrize("derivative", [False, True])
 def test_sows_without_a_name(how, derivative):
@@ -245,6 +260,20 @@ def test_concatenated_and_split(use_bias):
     model = Attention(*[_linear(i, use_bias=use_bias) for i in range(3)])
     want = {name: getattr(model, name)(X) for name in "qkv"}
     _check(model, (X,), {**want, ".": model(X)})
+
+
+@pytest.mark.parametrize("unstack", [list, jnp.unstack])
+def test_stacked_and_unstacked(unstack):
+    def fn(layers, x):
+        weights = 2 * jnp.stack([layer.weight for layer in layers])
+        for layer, w in zip(layers, unstack(weights)):
+            x = eqx.tree_at(lambda l: l.weight, layer, w)(x)
+        return x
+
+    layers, x, want = [_linear(i, use_bias=False) for i in range(3)], X, {}
+    for i, layer in enumerate(layers):
+        x = want[f"layers/{i}"] = 2 * layer.weight @ x
+    _check(fn, (layers, X), want)
 
 
 # --- helpers that a layer makes of its own arrays ---
@@ -429,6 +458,59 @@ def test_a_stack_of_which_one_was_changed():
     _check(fn, (layers, X), {"layers": want})
 
 
+class TiedWithCopy(Tied):
+    act: eqx.nn.Lambda
+
+    def __call__(self, i):
+        return eqx.filter_checkpoint(self.act)(super().__call__(i))
+
+
+@pytest.mark.parametrize("use_bias", [False, True])
+@pytest.mark.parametrize("plain_too", [False, True])
+def test_a_stack_of_tied_models(use_bias, plain_too):
+    """The `l` of the stack is called by its own name, although its arrays are those of
+    `e`, and the copy of `act` as well."""
+    make = lambda i: TiedWithCopy(
+        eqx.nn.Embedding(3, 3, key=KEYS[i]),
+        _linear(i + 2, use_bias=use_bias),
+        eqx.nn.Lambda(jnp.tanh),
+    )
+
+    def fn(nets, i):
+        arrays, static = zip(*[eqx.partition(net, eqx.is_array) for net in nets])
+        call = lambda arrays: eqx.combine(arrays, static[0])(i)
+        out = jax.vmap(call)(_stack(arrays))
+        return (out, nets[0](i)) if plain_too else out
+
+    def by_hand(net):
+        e = net.e.weight[1]
+        l = net.e.weight @ e + (net.l.bias if use_bias else 0.0)
+        return {"/e": e, "/l": l, "/act": jnp.tanh(l), "": jnp.tanh(l)}
+
+    nets = [make(0), make(1)]
+    values = list(map(by_hand, nets))
+    want = {f"nets{k}": jnp.stack([v[k] for v in values]) for k in values[0]}
+    if plain_too:
+        want |= {f"nets/0{k}": v for k, v in values[0].items()}
+    _check(fn, (nets, jnp.array(1)), want)
+
+
+@pytest.mark.parametrize("use_bias", [False, True])
+def test_a_stack_of_hypernetworks(use_bias):
+    def fn(nets, x):
+        return jax.vmap(lambda net: net(x))(_stack(nets))
+
+    make = lambda i: Hyper(
+        eqx.nn.Linear(3, 9, key=KEYS[i]), _linear(i + 2, use_bias=use_bias)
+    )
+    nets = [make(0), make(1)]
+    made = [net.net.weight @ X + net.net.bias for net in nets]
+    bias = [net.main.bias if use_bias else 0.0 for net in nets]
+    out = jnp.stack([w.reshape(3, 3) @ X + b for w, b in zip(made, bias)])
+    want = {"nets/net": jnp.stack(made), "nets/main": out, "nets": out}
+    _check(fn, (nets, X), want)
+
+
 def test_parts_of_a_stack_in_a_loop():
     """Of the arrays that are concatenated, the loop goes over another axis."""
     nets = [_stack([_linear(i, use_bias=False) for i in (n, n + 1)]) for n in (0, 2)]
@@ -542,6 +624,13 @@ class Stack(eqx.Module):
         return jax.lax.scan(step, x, params)[0]
 
 
+class Block(eqx.Module):
+    inner: eqx.Module
+
+    def __call__(self, x):
+        return self.inner(x)
+
+
 class Listed(eqx.Module):
     layers: list
 
@@ -631,6 +720,20 @@ def test_a_stack_that_is_an_argument():
     assert_close(with_mode(got, "primal"), {"units/1/lin": value})
 
 
+@pytest.mark.parametrize("n, of", [(2, 3), (12, 12)])
+def test_a_loop_over_layers_that_are_stacked_on_the_way(n, of):
+    """Some of a list, and more than the pass remembers sources of one array."""
+
+    def fn(units, x):
+        return Stack(_stacked(units[:n]))(x)
+
+    keys = jax.random.split(KEYS[0], of)
+    units = [Unit(eqx.nn.Linear(3, 3, key=key)) for key in keys]
+    _, got = S(fn, capture=True, names="units/1/lin")(units, X)
+    value = units[1].lin(units[0](X))
+    assert_close(with_mode(got, "primal"), {"units/1/lin": value})
+
+
 class TwoStacks(eqx.Module):
     first: eqx.nn.Linear
     second: eqx.nn.Linear
@@ -703,6 +806,24 @@ def test_a_stack_in_another_loop_has_the_names_of_a_list(steps, derive):
             S(run, capture=cls)(net, xs)[1].stack(pattern) for net in (listed, stacked)
         )
         assert_close(got, want, atol=1e-6)
+
+
+@pytest.mark.parametrize("how", ["plain", "checkpoint"])
+def test_an_iteration_of_a_backward_pass_without_the_arrays(how):
+    """The loop backward has no need of the biases, and does not take them apart."""
+
+    class Shift(eqx.Module):
+        bias: jax.Array
+
+        def __call__(self, x):
+            return x + self.bias
+
+    model = Stack(_stacked([Block(Shift(X * i)) for i in range(3)]))
+    fn = eqx.filter_grad(lambda x, net: jnp.sum(CALLS[how](net, x) ** 2))
+    _, got = S(fn, capture=True, names="net/layers/1/inner")(X, model)
+    assert list(got) == ["net/layers/1/inner"]
+    want = {"primal": 2 * X, "cotangent": 2 * 4 * X}
+    assert_close(got["net/layers/1/inner"], want)
 
 
 def test_a_sow_in_a_stack_is_called_as_in_a_list():

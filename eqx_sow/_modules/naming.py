@@ -218,10 +218,11 @@ class Naming(Domain):
             layers = Counter(shorter.values())
             before, found = found, defaultdict(set)
             for path, of_path in before.items():
-                short = shorter.get(path)
-                if short is not None and layers[short] > 1:
+                if path in shorter and layers[shorter[path]] > 1:
+                    if path[:i] not in self._stacks:
+                        self._places.stack(path[:i], path[i])
                     self._stacks[path[:i]] |= of_path
-                    path = short
+                    path = shorter[path]
                 found[path] |= of_path
         return found
 
@@ -235,28 +236,22 @@ class Naming(Domain):
         outer = self._path(visit.running[-1]) if visit.running else None
         if call.is_function:
             return (*(outer or ()), call.cls.__name__)
-        held = self._held(visit)
-        path = self._nearest(visit, held)
+        path = self._nearest(visit)
+        if path is not None and self._is_sure(path, visit):
+            return path
+        if visit.fits or call.module:
+            # It has no arrays of its own, or those that lead to it are another
+            # module's: tied weights, or made by a hypernetwork.
+            around = root_of(path or next(iter(visit.fits), ()))
+            around = around if outer is None else outer
+            alike = self._alike(call, around, visit.fits if path is None else ())
+            if alike is not None:
+                return alike
         if path is None:
-            # It has no arrays of its own, or they were made on the way: by a
-            # hypernetwork, if they lead to places that others have.
-            if held is None and (call.module is not None or visit.fits):
-                around = outer or root_of(next(iter(visit.fits), ()))
-                held = self._alike(call, around, visit.fits)
-            return self._unknown(visit) if held is None else held
-        is_there, fit = self._is_there(path, call), visit.fits[path]
-        is_sure = fit[0] != TRANSPOSED or (
-            self._best[path] == fit and is_like(self._places.module_at(path), call)
-        )
-        if not (is_there and is_sure):
-            # All that it has are tied weights: arrays of another module that were put
-            # into this one, whose own arrays no call has.
-            around = root_of(path) if outer is None else outer
-            path = self._alike(call, around) or path
-            if path == outer and not is_there:
-                # A layer makes another one of its own arrays, and calls that.
-                path = (*path, call.cls.__name__)
-        return path
+            return self._unknown(visit)
+        # A layer may make another one of its own arrays, and call that.
+        is_made_of_outer = path == outer and not self._is_there(path, call)
+        return (*path, call.cls.__name__) if is_made_of_outer else path
 
     def _held(self, visit: _Visit) -> Path | None:
         """The place in what holds the very module: one that is running, or the
@@ -270,19 +265,19 @@ class Naming(Domain):
         around = next(of_holder, self._latest.get(holder))
         return around and (*self._path(around), *inside)
 
-    def _nearest(self, visit: _Visit, held: Path | None) -> Path | None:
-        """The place that the arrays say."""
-        fits = visit.fits
+    def _nearest(self, visit: _Visit) -> Path | None:
+        """The place that the arrays say, or if they do not, what holds the module."""
+        call, fits, held = visit.call, visit.fits, self._held(visit)
         # Another call fits these better.
         taken = {p for p, fit in fits.items() if self._best[p] < min(fit, (FAR,))}
         # A hypernetwork made some of its arrays, and is no place of it: that is nearer
         # to the call of the hypernetwork.
-        places = [path for path in fits if not (visit.is_made and path in taken)]
+        makers = taken if visit.is_made else ()
         return min(
-            places,
+            (path for path in fits if path not in makers),
             key=lambda path: (
                 # A tied weight is at two places.
-                not self._is_there(path, visit.call),
+                not self._is_there(path, call),
                 # What most of the arrays say.
                 fits[path][1],
                 # Of several places that one array has.
@@ -291,24 +286,43 @@ class Naming(Domain):
                 # called.
                 path in taken and 1 + fits[path][0] - self._best[path][0],
             ),
-            default=None,
+            default=held,
         )
 
     def _is_there(self, path: Path, call: Call) -> bool:
         return type(self._places.module_at(path)) is call.cls
 
-    def _alike(self, call: Call, outer: Path, own: Container[Path] = ()) -> Path | None:
+    def _is_sure(self, path: Path, visit: _Visit) -> bool:
+        """Whether the place is that of the module. Otherwise all that it has are tied
+        weights: arrays of another module that were put into this one, whose own arrays
+        no call has."""
+        fit, call = visit.fits.get(path), visit.call
+        if fit is None:
+            return True
+        if fit[0] == TRANSPOSED:
+            is_best = self._best[path] == fit
+            return is_best and is_like(self._places.module_at(path), call)
+        return self._is_there(path, call)
+
+    def _alike(self, call: Call, outer: Path, own: Container[Path]) -> Path | None:
         """The place of a module that is like that of a call, and to which the arrays of
         no call lead, or its `own`: in the tree at `outer`, if there is one."""
         alike = self._places.alike(call)
         found = [path for path in alike if path in own or path not in self._best]
-        inside = [path for path in found if path[: len(outer)] == outer]
+        inside = [path for path in found if self._is_in(outer, path)]
         if call.module is None:
             return inside[0] if len(inside) == 1 else None
         # Such as a layer without arrays, of which `eqx.filter_checkpoint(layer)` calls
         # a copy: the first call of several that are alike is that of the first one.
         places = tuple(inside or found)
         return next(self._turns.setdefault(places, it.cycle(places)), None)
+
+    def _is_in(self, outer: Path, path: Path) -> bool:
+        """Whether a place is in the tree at `outer`. Of a list whose layers were
+        stacked, that is the place in the stack, and none in one of the layers."""
+        ends = (n for n in range(len(outer), len(path)) if path[n].isdigit())
+        is_layer = any(path[:n] in self._stacks for n in ends)
+        return path[: len(outer)] == outer and not is_layer
 
     def _unknown(self, visit: _Visit) -> Path:
         """The class, with a number if another one of it was called before."""

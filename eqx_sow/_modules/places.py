@@ -117,6 +117,15 @@ class Places:
         outside = vars(self).get("_outside", {})  # if these have been looked at
         return self.modules.get(path, outside.get(path))
 
+    def stack(self, layers: Path, index: str) -> None:
+        """What is in a layer of a list that is stacked on the way is in the stack, too,
+        as if it had been stacked before."""
+        layer = *layers, index
+        outside = vars(self).get("_outside", {})
+        for path, x in [*self.modules.items(), *outside.items()]:
+            if path[: len(layer)] == layer:
+                self.modules.setdefault((*layers, *path[len(layer) :]), x)
+
     @ft.cached_property
     def sources_in(self) -> dict[Path, set[int]]:
         """The sources in the tree at each place, as far as they are inexact numbers."""

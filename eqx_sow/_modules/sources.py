@@ -14,27 +14,26 @@ import itertools as it
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
-
 
 # The way to an equation, as `Here.path` has it.
 Way = tuple[int, ...]
 # What moves numbers and leaves them as they are, more or less. (Some edges come out of
 # one branch or another, and go through the primitive for edges once more.)
-_MOVES = frozenset(
-    (
-        "all_gather all_to_all broadcast_in_dim concatenate convert_element_type copy "
-        "copy_p device_put dynamic_slice dynamic_update_slice edge expand_dims gather "
-        "name optimization_barrier pad pbroadcast pcast ppermute pvary "
-        "reduce_precision reshape reshard rev select_n sharding_constraint slice "
-        "split squeeze stack stop_gradient tile unstack"
-    ).split()
+_MOVES = (
+    "all_gather all_to_all broadcast_in_dim concatenate convert_element_type copy "
+    "copy_p device_put dynamic_slice dynamic_update_slice edge expand_dims gather "
+    "name optimization_barrier pad pbroadcast pcast ppermute pvary "
+    "reduce_precision reshape reshard rev select_n sharding_constraint slice "
+    "split squeeze stack stop_gradient tile unstack"
 )
-# What makes new arrays of several, rather than changing one: it counts as `FAR`.
-_CONTRACTS = jax.lax.dot_general_p, jax.lax.conv_general_dilated_p
-FAR = 1 << 16
-# A transposition is half a computation: nothing else has such a distance.
-TRANSPOSED = 1
+# A transposition is half a computation: nothing else has such a distance. What makes a
+# new array of several, rather than changing one, is farther than any number of changes.
+TRANSPOSED, CHANGED, FAR = 1, 2, 1 << 16
+_STEPS = dict.fromkeys(_MOVES.split(), 0) | {
+    "transpose": TRANSPOSED,
+    "dot_general": FAR,
+    "conv_general_dilated": FAR,
+}
 # Of the sources of a value, so many are kept: the nearest.
 _NEAREST = 8
 
@@ -108,8 +107,7 @@ def computed(eqn: Any, operands: Sequence[Value], way: Way) -> list[Value]:
     else:
         arrays = [x for x, v in zip(operands, eqn.invars) if v.aval.shape]
         operands = arrays or operands
-    step = 0 if name in _MOVES else FAR if eqn.primitive in _CONTRACTS else 2
-    step = TRANSPOSED if name == "transpose" else step
+    step = _STEPS.get(name, CHANGED)
 
     def value(axis, pieces):
         parts = [
