@@ -120,7 +120,7 @@ def _with_index(
                 if "*" in chosen:
                     named_so = every_selected([one.name], name, after, loops)
                     # For `h/*/0`, that is `h/0`, which is another one.
-                    if named_so != [one]:
+                    if [x.at for x in named_so] != [one.at]:
                         one = Selected(listed, one.at, (None,) * len(one.after))
                 found[chosen] = one
         if found:

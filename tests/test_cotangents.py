@@ -98,6 +98,31 @@ def test_cotangent_that_is_the_same_in_each_lane_has_the_axis_of_the_others(
         assert len(shapes) == 2 and shapes[0] == shapes[1] and len(shapes[0]) == 1
 
 
+def test_second_cotangent_of_what_is_the_same_for_all_lanes_is_the_total():
+    # The cotangent of `a` is `b`, which all lanes share.
+    def f(w, x, name="v"):
+        a, b = sow((jnp.sin(x * w), jnp.cos(w)), name)
+        return (a * b + b**2).sum()
+
+    def penalty(w, *args):
+        return (jax.grad(f)(w, *args) ** 2).sum()
+
+    mode = "cotangent.cotangent"
+    in_lanes = lambda w: jax.vmap(penalty, (None, 0))(w, XS).sum()
+    written_out = lambda w: sum(penalty(w, x, f"v/{i}") for i, x in enumerate(XS))
+    _, want = S(jax.grad(written_out))(W)
+    a, b = (jnp.stack(x) for x in zip(*(modes[mode] for modes in want.values())))
+    _, got = S(jax.grad(in_lanes))(W)
+    assert_close(got["v"][mode], (a.sum(0), b))
+    _, got = S(jax.grad(in_lanes), transform=lambda v: 2 * v[0])(W)
+    assert_close(got["v"][mode], 2 * a.sum(0))
+    # And with lanes around both derivatives, each has its own.
+    ws = jnp.stack([W, 2 * W])
+    _, got = S(jax.vmap(jax.grad(in_lanes)))(ws)
+    _, want = jax.vmap(S(jax.grad(in_lanes)))(ws)
+    assert_close(got, want)
+
+
 def test_batched_sees_all_lanes_of_a_cotangent_that_is_the_same_in_each():
     def f(x):
         a, b = sow((jnp.sin(x), x), "v")

@@ -256,6 +256,18 @@ def test_tap_of_a_stack_and_of_nested_loops():
         tap(_stack, events.append, names="blocks/attn/2")(X)
 
 
+def test_tap_of_all_iterations():
+    events = []
+    tap(_stack, events.append, names="blocks/*/attn")(X)
+    nested = tap(lambda x: _nested(x, sow), events.append, names=["h/*", "lane/*"])
+    nested(X)
+    jax.effects_barrier()
+    seen = [(e.name, e.count) for e in events]
+    stack = [("blocks/attn", i) for i in range(4)]
+    nested = [("h", i) for i in range(6)] + [("lane", i) for i in range(3)]
+    assert sorted(seen) == sorted(stack + nested)
+
+
 def test_a_value_that_is_the_same_in_each_iteration():
     def fn(x, w):
         step = lambda x, _: (x * sow(jnp.sin(w), "h"), None)

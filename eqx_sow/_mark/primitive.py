@@ -261,7 +261,7 @@ def _sow_batch(axis_data, operands, dims, *, site):
         has,
         loops,
         spec=axis_data.explicit_mesh_axis,
-        after_backward="cotangent" in site.modes,
+        after_backward=site.modes.count("cotangent") % 2 == 1,
     )
     unguarded = any(c not in [g.cond for g in site.guards] for c in conds)
     # The axis stays where it is. To move it would add equations to the user's program,

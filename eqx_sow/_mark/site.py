@@ -29,9 +29,9 @@ class Axis(NamedTuple):
     mesh: Hashable = None
     # Over which explicit mesh axes it is sharded.
     spec: Hashable = None
-    # Whether the vmap came after a backward pass, as in `vmap(grad(f))`. A cotangent
+    # Whether what the vmap came to was a cotangent, as in `vmap(grad(f))`. A cotangent
     # without the axis is then the same in each lane. In `grad(vmap(f))` it is their
-    # total.
+    # total; and in `grad(vmap(grad(f)))`, so is the cotangent of a cotangent.
     after_backward: bool = False
 
     @property

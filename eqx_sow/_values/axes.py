@@ -88,9 +88,10 @@ def kept_axes(site: Site) -> tuple[bool, ...]:
 def total_over(site: Site) -> list[bool]:
     """Over which lanes an array that is the same in all of them is a total. In
     `grad(vmap(f))` that is the cotangent of a leaf that all lanes share: it would be
-    wrong in each of them. In `vmap(grad(f))` it is really the same in each."""
+    wrong in each of them. In `vmap(grad(f))` it is really the same in each. The
+    cotangent of a total is that, too."""
     backward = is_backward(site.mode)
-    return [backward and a.lane and not a.after_backward for a in site.axes]
+    return [a.lane and a.after_backward != backward for a in site.axes]
 
 
 def final_axes(site: Site) -> list[tuple[bool, ...]]:

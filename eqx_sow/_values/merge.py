@@ -32,7 +32,7 @@ from .._arrays import select, sharded_like, spec_of, zeros_like
 from .._errors import DuplicateSowError, SowError
 from .._mark.site import Axis, Site, with_has
 from .._mark.staging import types_of
-from .axes import aligned, broadcast, either
+from .axes import aligned, broadcast, either, total_over
 from .entry import Entry, FINISHED, finished, grouped, Guards, with_count
 from .modes import is_backward
 from .transform import Batched
@@ -284,7 +284,7 @@ def _check_same(a: Entry, b: Entry) -> None:
     mode = a.site.mode
     # The count may vary over other lanes, and so may a value that is no total.
     lanes = [
-        [x.has[:-1] for x in e.site.axes if x.lane and not x.after_backward]
+        [x.has[:-1] for x, is_total in zip(e.site.axes, total_over(e.site)) if is_total]
         for e in (a, b)
     ]
     if _form(a) != _form(b):
@@ -295,7 +295,7 @@ def _check_same(a: Entry, b: Entry) -> None:
         )
         if mode != "primal":
             remedy += f" (A NumPy array has no {mode}, so sow `jnp.asarray(...)`.)"
-    elif is_backward(mode) and lanes[0] != lanes[1]:
+    elif lanes[0] != lanes[1]:
         problem = "in several branches"
         remedy = (
             "A leaf is the same for all lanes of a `jax.vmap` in one of them, where "

@@ -24,7 +24,6 @@ from .axes import (
     total_over,
     Varies,
 )
-from .modes import is_backward
 
 
 _T = TypeVar("_T")
@@ -136,7 +135,7 @@ def _of_each_lane(fn: Callable, site: Site, value: Value) -> Value:
     none = (False,) * len(site.axes)
     every = either(none, *value.varies)
     varies = None
-    if is_backward(site.mode) and any(v != every for v in value.varies):
+    if any(total_over(site)) and any(v != every for v in value.varies):
         varies = _of_inputs_read(apply, value, every)
     of_lanes = for_each_lane(apply, site.axes, value.varies, varies)
     arrays = of_lanes(*map(as_operand, value.arrays, value.varies))
