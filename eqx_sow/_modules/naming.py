@@ -283,7 +283,7 @@ class Naming(Domain):
                 # Of several places that one array has.
                 path != held,
                 # A mean of a student and a teacher is the teacher, if the student is
-                # called.
+                # called: 0, or more the farther this is than from that other call.
                 path in taken and 1 + fits[path][0] - self._best[path][0],
             ),
             default=held,

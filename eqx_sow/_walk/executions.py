@@ -140,16 +140,34 @@ def _sites(found: Sequence[_Sow]) -> dict[Path, Site]:
     return sites
 
 
-def _passes(
-    sows: Sequence[_Sow], is_repetition: Callable[[_Sow], bool]
-) -> Iterator[tuple[list[_Sow], list[_Sow]]]:
-    """For each backward pass, the executions before it, and the repetitions in it."""
+def _repetitions(
+    sows: Iterable[_Sow],
+    is_repetition: Callable[[_Sow], bool],
+    repeats: Callable[[_Sow, _Sow], bool],
+    choose: Callable[[list[Path], int, int], Iterable[Path]],
+) -> Iterator[tuple[Path, frozenset[Path]]]:
+    """Of some sows, in the order of the program, the repetitions, each with the
+    executions that it may repeat.
+
+    In a backward pass there are several repetitions, one after another. They are of
+    executions before it. Of those that it `repeats`, number `i` of `n` repetitions is
+    one of those that `choose(executions, i, n)` returns. If the program takes the same
+    gradient twice, each backward pass repeats its own forward pass.
+    """
     ran: list[_Sow] = []
+    repeated: set[Path] = set()
     for is_backward, some in it.groupby(sows, is_repetition):
-        if is_backward:
-            yield ran, list(some)
-        else:
-            ran = [*ran, *some]
+        if not is_backward:
+            ran += some
+            continue
+        again, found = list(some), {}
+        for i, x in enumerate(again):
+            executions = [y.here.path for y in ran if repeats(x, y)]
+            executions = [p for p in executions if p not in repeated] or executions
+            if executions:
+                found[x.here.path] = frozenset(choose(executions, i, len(again)))
+        yield from found.items()
+        repeated.update(*found.values())
 
 
 # --- values that are computed twice ---
@@ -160,20 +178,14 @@ def _repeated_values(alike: Sequence[_Sow]) -> Iterator[tuple[Path, frozenset[Pa
     gradient repeats both, then the first repetition is of the second execution. With 2
     executions and 4 repetitions, it is the first two that are of the second one.
     """
-    repeated: set[Path] = set()
-    for ran, again in _passes(alike, lambda x: x.backward):
-        found = {}
-        for j, x in enumerate(again):
-            # Only executions in the branches of cond around the repetition: elsewhere,
-            # one may not have run when the repetition does.
-            executions = [y.here.path for y in ran if y.cases <= x.cases]
-            # If the program takes the same gradient twice, each repeats its own.
-            executions = [p for p in executions if p not in repeated] or executions
-            if executions:
-                n = len(executions)
-                found[x.here.path] = executions[n - 1 - j * n // len(again)]
-        yield from ((path, frozenset([of])) for path, of in found.items())
-        repeated.update(found.values())
+    return _repetitions(
+        alike,
+        lambda x: x.backward,
+        # Only executions in the branches of cond around the repetition: elsewhere, one
+        # may not have run when the repetition does.
+        lambda x, y: y.cases <= x.cases,
+        lambda executions, i, n: [executions[-1 - i * len(executions) // n]],
+    )
 
 
 _NONE: frozenset[Path] = frozenset()
@@ -401,23 +413,19 @@ _CUSTOM_VJP = jexc.primitives.custom_vjp_call_p, _compat.hi_p
 def _replayed(primals: Sequence[_Sow]) -> Iterator[tuple[Path, frozenset[Path]]]:
     """The repetitions in a loop of a backward pass, or in a derivative rule, each with
     the executions that it may repeat."""
-    repeated: set[Path] = set()
-    is_repetition = lambda x: _calls_in_loop(x) is not None or _rule(x) is not None
-    for ran, again in _passes(primals, is_repetition):
-        found = {}
-        for x in again:
-            calls, rule = _calls_in_loop(x), _rule(x)
-            executions = [
-                y.here.path
-                for y in ran
-                if y.site.key == x.site.key and y.site.origin is x.site.origin
-                if _ends_with(_calls(y.here.around[:-1]), calls) or rule in _rules(y)
-            ]
-            executions = [p for p in executions if p not in repeated] or executions
-            if executions:
-                found[x.here.path] = frozenset(executions)
-        yield from found.items()
-        repeated.update(*found.values())
+
+    def repeats(x, y):
+        if y.site.key != x.site.key or y.site.origin is not x.site.origin:
+            return False
+        calls = _calls(y.here.around[:-1])
+        return _ends_with(calls, _calls_in_loop(x)) or _rule(x) in _rules(y)
+
+    return _repetitions(
+        primals,
+        lambda x: _calls_in_loop(x) is not None or _rule(x) is not None,
+        repeats,
+        lambda executions, i, n: executions,
+    )
 
 
 def _is_of_unknown_length(eqn: Any) -> bool:
