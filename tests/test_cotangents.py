@@ -32,6 +32,11 @@ from .helpers import assert_close, close
 
 
 X = jnp.array([0.3, 0.7])
+_needs_checkpointed_loop = pytest.mark.xfail(
+    getattr(jax.config, "jax_custom_vjp3", False),
+    reason="Until Equinox's checkpointed loop runs with JAX_CUSTOM_VJP3",
+    raises=AttributeError,
+)
 
 
 # --- a leaf that is the same for all lanes ---
@@ -908,11 +913,7 @@ def test_backsolve_adjoint_evaluates_at_other_states(wrap):
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(
-    getattr(jax.config, "jax_custom_vjp3", False),
-    reason="Until Equinox's checkpointed loop runs with JAX_CUSTOM_VJP3",
-    raises=AttributeError,
-)
+@_needs_checkpointed_loop
 @pytest.mark.parametrize("wrap", [lambda f: f, eqx.filter_jit])
 def test_recursive_checkpoint_adjoint_evaluates_at_the_same_states(wrap):
     replayed = jax.grad(_solve(wrap, diffrax.RecursiveCheckpointAdjoint()))
@@ -975,6 +976,7 @@ def test_what_is_repeated_ran_before(name, wrap):
     close(jnp.stack(got["h"]["primal"]), [np.sin(0.5)] * len(want))
 
 
+@_needs_checkpointed_loop
 def test_two_gradients_through_a_solver():
     # One jaxpr for all three solutions.
     term = diffrax.ODETerm(lambda t, y, k: sow(-k * y, "f"))
