@@ -111,7 +111,6 @@ def test_not_a_duplicate(call):
     one = lambda x: sow(x, "n", tag="one")
     _, got = call(S(lambda x: sow(2 * one(x), "n")), X)
     np.testing.assert_array_equal(got["n"]["primal"], 2 * X)
-    assert call(S(_twice, tag="another"), X)[1] == {}
     _, got = call(S(_twice, reduce=Append()), X)
     np.testing.assert_array_equal(got["name"]["primal"], (X, 2 * X))
     _, got = call(S(_twice, reduce={"name": Last()}), X)
@@ -476,13 +475,25 @@ def test_marks_that_were_taken_inside(call):
 
 
 @pytest.mark.parametrize(
+    "call", [S, functools.partial(tap, callback=lambda event: None)]
+)
+def test_all_marks_have_another_tag(call):
+    fn = lambda x: sow(sow(sow(x, "h"), "i", tag="debug"), "j")
+    said = r"the tag 'debgu' in `<lambda>`.* tags there are: 'intermediates', 'debug'"
+    with pytest.raises(UserWarning, match=said):
+        call(fn, tag="debgu")(X)
+    taken = lambda x: S(fn, tag="debug")(x)[0]
+    with pytest.raises(UserWarning, match=r"tag 'debug' .* are: 'intermediates'\."):
+        call(taken, tag="debug")(X)
+
+
+@pytest.mark.parametrize(
     "run",
     [
         lambda model, fn: S(model, capture=True),
         lambda model, fn: S(lambda x: sow(fn(model, x), "")),
         lambda model, fn: tap(lambda x: sow(fn(model, x), ""), lambda event: None),
         lambda model, fn: S(lambda x: sow(fn(model, x), "h")),
-        lambda model, fn: S(lambda x: sow(fn(model, x), "h"), tag="another"),
         lambda model, fn: S(tap(lambda x: sow(fn(model, x), "h"), lambda event: None)),
         lambda model, fn: S(model, names=[]),
         lambda model, fn: plant(lambda x: sow(model(x), "h"), {"h": jnp.sin}),

@@ -802,6 +802,7 @@ def test_derivative_rules_in_a_loop_that_only_some_lanes_run():
     close(captured["a"]["count"], [0, 2])
 
 
+@pytest.mark.filterwarnings("ignore:.*found no mark")
 @pytest.mark.parametrize("fn", [_in_the_rule, _in_both, _in_the_backward_pass])
 def test_derivative_rules_around_another_handler(fn):
     outer = lambda x: sow(fn(x), "b")

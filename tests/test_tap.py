@@ -926,7 +926,7 @@ def test_two_taps_and_tags():
 def test_nothing_is_left_in_the_program():
     jaxpr = jax.make_jaxpr(tap(jax.grad(scanned), print))(X)
     assert "sow" not in primitives(jaxpr)
-    jaxpr = jax.make_jaxpr(tap(straight, print, tag="other"))(X)
+    jaxpr = jax.make_jaxpr(tap(straight, print, names=[]))(X)
     assert {"sow", "tap"}.isdisjoint(primitives(jaxpr))
 
 

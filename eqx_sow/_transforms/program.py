@@ -228,12 +228,18 @@ class Program:
         """Warns if there is nothing that could be selected. What was asked for by name
         is an error before that."""
         options = self.options
-        asked = options.names is not None or options.capture is not None
-        # Calls that are only noted have no name, of whatever tag.
-        if asked or any(s.label in s.labels for s, *_ in self.found):
+        if self.mine or options.names is not None or options.capture is not None:
             return
         fn = inspect.unwrap(fn)
         name = getattr(fn, "__name__", type(fn).__name__)
+        # Calls that are only noted have no name, of whatever tag.
+        others = {repr(s.tag): None for s, *_ in self.found if s.label in s.labels}
+        if others:
+            warn(
+                f"`{call}` found no mark with the tag {options.tag!r} in `{name}`. The "
+                f"tags there are: {', '.join(others)}. Pass one of these as `tag=`."
+            )
+            return
         warn(
             f"`{call}` found no mark in `{name}`. Pass `capture=True` for the output "
             "of each module, or mark values with `eqx_sow.sow`. A function that was "
