@@ -95,6 +95,7 @@ def _custom_vmap(fn):
     return fn
 
 
+@pytest.mark.filterwarnings("ignore:.*found no mark")
 @pytest.mark.parametrize("wrap", [_custom_jvp, _custom_vjp, _custom_vmap])
 @pytest.mark.parametrize("ordered", [False, True])
 def test_a_callback_that_would_happen_twice(wrap, ordered):

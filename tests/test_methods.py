@@ -182,6 +182,7 @@ def test_mode_that_nothing_has(call):
         call(S(_net, modes="tangent"), X)
 
 
+@pytest.mark.filterwarnings("ignore:.*found no mark")
 def test_tags_are_any_hashable(call):
     f = lambda x: sow(sow(x, "a", tag=("t", 1)) * 2, "b", tag=None)
     assert_close(call(S(f, tag=("t", 1)), X)[1], {"a": {"primal": X}})

@@ -47,6 +47,7 @@ def _wrong_cotangent(value, name, **options):
     )
 
 
+@pytest.mark.filterwarnings("ignore:.*found no mark")
 @pytest.mark.parametrize("mark", [_scaled, _renamed, _lost, _wrong_cotangent])
 def test_a_wrong_value_is_found(mark):
     program = orc.Seq((orc.Op(0, 0.9), orc.Sow("h", "v"), orc.Op(0, 0.7)))

@@ -247,6 +247,7 @@ def _in_condition(x):
     )
 
 
+@pytest.mark.filterwarnings("ignore:.*found no mark")
 @pytest.mark.parametrize("fn", [_in_unknown_primitive, _in_condition])
 def test_only_what_is_asked_for_is_refused(fn):
     out, got = S(fn)(X)
