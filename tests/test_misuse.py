@@ -74,6 +74,11 @@ def _loop(x):
     return lax.scan(lambda x, _: body(x), x, None, length=3)[0]
 
 
+def _batch(x):
+    one = lambda x: sow(jnp.sin(x), "h")
+    return jax.vmap(one)(x)
+
+
 def _pair(x):
     return sow({"a": x, "kind": "static"}, "h")["a"]
 
@@ -809,6 +814,13 @@ MISUSES = {
         (_RETURNED, "Return an array of that shape and dtype"),
         "has a leaf",
         _fn,
+    ),
+    "planted function: of the whole batch": Misuse(
+        SowError,
+        lambda: plant(_batch, _returned(X))(X),
+        (_RETURNED, "float32[3] where float32[] is sown", "the value of one lane"),
+        "has a leaf",
+        _batch,
     ),
     "planted function: another structure": Misuse(
         SowError,
