@@ -190,6 +190,7 @@ _DUPLICATE = (
     "`h` is sown more than once",
     "Give the values different names",
     "Append()",
+    "select others with `names`",
 )
 _PLANTED = "`plant`: the value for `sow(..., 'h')`"
 _RETURNED = "`plant`: what the function returned for `sow(..., 'h')`"
@@ -814,6 +815,12 @@ MISUSES = {
         (_RETURNED, "Return an array of that shape and dtype"),
         "has a leaf",
         _fn,
+    ),
+    "planted inputs": Misuse(
+        UnknownSowError,
+        lambda: plant(MODEL, {"layers/1.inputs": lambda x: x}, capture=True)(X),
+        ("`plant` cannot change them: plant the output of the module before",),
+        "selects no sow",
     ),
     "planted function: of the whole batch": Misuse(
         SowError,
