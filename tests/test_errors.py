@@ -107,6 +107,18 @@ def test_errors_of_a_users_function_say_which_sow(run, what):
     assert "'h'" in note and "test_errors.py" in note
 
 
+def test_an_error_of_a_planted_function_says_that_it_sees_one_lane():
+    fn = lambda x: jax.vmap(lambda x: sow(jnp.sin(x), "h"))(x)
+    with pytest.raises(IndexError) as info:
+        plant(fn, {"h": lambda x: x.at[0].set(0)})(X)
+    (note,) = [n for n in info.value.__notes__ if "planted function" in n]
+    assert note.endswith("so the function gets the value of one lane.")
+    with pytest.raises(IndexError) as info:
+        plant(lambda x: sow(x, "h"), {"h": lambda x: x.at[0, 0].set(0)})(X)
+    (note,) = [n for n in info.value.__notes__ if "planted function" in n]
+    assert "lane" not in note
+
+
 def test_not_a_duplicate(call):
     one = lambda x: sow(x, "n", tag="one")
     _, got = call(S(lambda x: sow(2 * one(x), "n")), X)

@@ -74,6 +74,11 @@ def _loop(x):
     return lax.scan(lambda x, _: body(x), x, None, length=3)[0]
 
 
+def _batch(x):
+    one = lambda x: sow(jnp.sin(x), "h")
+    return jax.vmap(one)(x)
+
+
 def _pair(x):
     return sow({"a": x, "kind": "static"}, "h")["a"]
 
@@ -185,6 +190,7 @@ _DUPLICATE = (
     "`h` is sown more than once",
     "Give the values different names",
     "Append()",
+    "select others with `names`",
 )
 _PLANTED = "`plant`: the value for `sow(..., 'h')`"
 _RETURNED = "`plant`: what the function returned for `sow(..., 'h')`"
@@ -809,6 +815,19 @@ MISUSES = {
         (_RETURNED, "Return an array of that shape and dtype"),
         "has a leaf",
         _fn,
+    ),
+    "planted inputs": Misuse(
+        UnknownSowError,
+        lambda: plant(MODEL, {"layers/1.inputs": lambda x: x}, capture=True)(X),
+        ("`plant` cannot change them: plant the output of the module before",),
+        "selects no sow",
+    ),
+    "planted function: of the whole batch": Misuse(
+        SowError,
+        lambda: plant(_batch, _returned(X))(X),
+        (_RETURNED, "float32[3] where float32[] is sown", "the value of one lane"),
+        "has a leaf",
+        _batch,
     ),
     "planted function: another structure": Misuse(
         SowError,

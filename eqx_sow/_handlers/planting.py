@@ -154,12 +154,13 @@ def _replaced(
         if not isinstance(planted.new, Site):
             fn = planted.new.value
             more = (iterations,) if planted.with_index else ()
-            hint = (
+            index = (
                 " With `with_index=True` it is called with `(value, index)`, and "
                 f"`index` has length {len(iterations)} here: it has an entry for each "
                 "loop around, but for a `while_loop`."
             )
-            with calling("planted function", site, hint if more else ""):
+            hint = _one_lane(site) + (index if more else "")
+            with calling("planted function", site, hint):
                 return _apply(lambda value: fn(value, *more), site, old)
         return _at_site(site, guards, arrays, planted.new, old)
 
@@ -319,6 +320,13 @@ def _apply(fn: Callable, site: Site, values: Sequence[Any]) -> list[Any]:
     return for_each_lane(apply, site.axes, varies, varies)(*values)
 
 
+def _one_lane(site: Site) -> str:
+    """Says that a planted function does not see the batch, where that is so."""
+    if not any(axis.lane for axis in site.axes):
+        return ""
+    return " The sow is under a `vmap`, so the function gets the value of one lane."
+
+
 def _operands(
     value: Any, site: Site, like: Sequence[Any], of_function: bool = False
 ) -> list[Any]:
@@ -357,7 +365,7 @@ def _operands(
             raise SowError(
                 f"{value_for} has a leaf {got} where {old.dtype}{list(old.shape)} is "
                 f"sown. {verb} an array of that shape and dtype"
-                f"{'' if of_function else ', or a function'}."
+                f"{'.' + _one_lane(site) if of_function else ', or a function.'}"
             )
         new.append(sharded_like(jnp.asarray(x), old))
     return new

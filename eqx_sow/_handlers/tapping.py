@@ -62,7 +62,7 @@ class TapEvent(_Fields):
         is zero for the others. Each branch that contains the name is an event of its
         own.
 
-    Two more are no fields, so that there are five to unpack:
+    Two more attributes are not fields, so that an event unpacks into five values:
 
     - `device`: in a `jax.shard_map`, a dict from mesh axes to the index of the device
         along each. Elsewhere `None`.

@@ -48,9 +48,9 @@ class Intermediates(dict[str, dict[str, Any]]):
     but keeps the order of this one under every transformation: `jax.jit`, `jax.vmap`,
     `jax.grad(..., has_aux=True)`, the outputs of a `jax.lax.scan`, `jax.eval_shape`,
     `jax.tree.map`. The modes of a name are in order as well: `"primal"` first,
-    `"count"` last. It is equal to a dict with the same items, and prints as one, with
-    the types of arrays in their place, `{'h': {'primal': f32[3]}}`. In a notebook it
-    is displayed as the table of [`eqx_sow.tabulate`][].
+    `"count"` last. It is equal to a dict with the same items, and prints like one, with
+    types in place of the arrays: `{'h': {'primal': f32[3]}}`. In a notebook it is
+    displayed as the table of [`eqx_sow.tabulate`][].
 
     To JAX it is a PyTree node of its own type. In `jax.tree.map(fn, a, b)`, and as
     results of the branches of a `jax.lax.cond`, two `Intermediates` need the same names
@@ -106,19 +106,20 @@ class Intermediates(dict[str, dict[str, Any]]):
 
     @api_boundary
     def flat(self, sep: str = "/") -> dict[str, Any]:
-        """All arrays in one dict, as loggers and file formats want it.
+        """All arrays in one flat dict, for loggers and file formats.
 
         **Arguments:**
 
-        - `sep`: what stands between a name, its mode, and the path of the array in the
-            value.
+        - `sep`: the separator between a name, its mode, and the path of the array
+            within the value.
 
         **Returns:**
 
         A `dict` with one entry for each array, in order: `"layers/0/primal"`, or
-        `"layers/0/cotangent/rms"` for a field of a [`eqx_sow.Summary`][]. What is no
-        array is left out, and so are an `eqx.nn.State`, which belongs to the model, and
-        cotangents of integers, which hold nothing. A key is its `jax.random.key_data`.
+        `"layers/0/cotangent/rms"` for a field of a [`eqx_sow.Summary`][]. Leaves
+        that are not arrays are left out. So are an `eqx.nn.State`, which belongs to the
+        model, and cotangents of integers, which hold nothing. A key comes back as its
+        `jax.random.key_data`.
 
         **Raises:**
 
@@ -175,13 +176,14 @@ class Intermediates(dict[str, dict[str, Any]]):
         - `"outside"`, for what a transformation around `save_intermediates` has added,
             as in `jax.vmap(save_intermediates(fn))`.
 
-        If some arrays of the value have fewer than others, it is of those with most.
-        With [`eqx_sow.Append`][] it is a tuple of such tuples, one for each place.
+        If the arrays of a value have different numbers of leading axes, the tuple
+        describes those with the most. With [`eqx_sow.Append`][] you get a tuple of such
+        tuples, one for each place.
 
         **Raises:**
 
         `KeyError` if there is no such value; [`eqx_sow.SowError`][] if its arrays are
-        not those that `save_intermediates` returned, so that it is not known.
+        not those that `save_intermediates` returned, so that their axes are not known.
 
         !!! example
 
@@ -225,16 +227,16 @@ class Intermediates(dict[str, dict[str, Any]]):
 
         **Arguments:**
 
-        - `pattern`: a glob, such as `"blocks/*/mlp"`. In a model that stacks its
-            layers, and so has `"blocks/mlp"` with an axis for its loop, each layer goes
-            by the name that a list of layers would have.
-        - `mode`: of which mode.
+        - `pattern`: a glob, such as `"blocks/*/mlp"`. It also works for a model that
+            stacks its layers, whose value is `"blocks/mlp"` with an axis for the loop:
+            each layer has the name that it would have in a list.
+        - `mode`: the mode of the values.
 
         **Returns:**
 
         A PyTree like each of the values, whose arrays have a new first axis, in order
-        of execution. For a model that stacks its layers that is the axis of the loop,
-        put first.
+        of execution. For a model that stacks its layers, this is the axis of the loop,
+        moved to the front.
 
         **Raises:**
 

@@ -175,14 +175,15 @@ def plant(
             leaves, dtypes and shapes, leading axes of loops and vmaps included (in a
             `while_loop`, one value for all iterations), or what `save_intermediates`
             returned under that name, `{mode: value, ...}`; or
-        - a function of the value that is sown there, as the code there sees it.
+        - a function of the value that is sown there, as the code there sees it: in a
+            `vmap` or a loop, that of one lane in one iteration.
 
-        With an index in it, a name is for one iteration of a loop, as in the option
-        `names` of [`eqx_sow.save_intermediates`][]: `"h/3"`, or `"blocks/2/attn"` in a
-        stack of layers. A value then has no axis for that loop. A name that no sow has,
-        but that is the path of a part of the only model in the program that fits, means
-        that part: what `save_intermediates(model)` captured can be planted into a
-        function of `model`.
+        A name with an index means one iteration of a loop, as in the option `names` of
+        [`eqx_sow.save_intermediates`][]: `"h/3"`, or `"blocks/2/attn"` in a stack of
+        layers. A value then has no axis for that loop. You can plant what
+        `save_intermediates(model)` captured into a function of `model`: its names
+        lack the prefix `model/`, but they are understood if only one model in the
+        program fits them.
     - `mode`: what to replace: `"primal"` (the value); or, if `fn` differentiates,
         `"cotangent"` (the gradient that flows back there) or `"tangent"`. Second-order
         modes are joined by a dot.
@@ -191,17 +192,15 @@ def plant(
         model can be planted by their paths.
     - `with_index`: call functions with `(value, index)`. `index` is a tuple of the
         iterations of the loops around the sow, from outside in, traced int32s: in a
-        scan over layers `(layer,)`. So which layer is meant can be an argument of a
-        compiled program. A `while_loop` counts for nothing in it, nor does a
-        `fori_loop` whose bounds are traced. In a reversed scan, iteration `i` is that
-        of `xs[i]`.
+        scan over layers `(layer,)`. So the layer can be an argument of a compiled
+        program. A `while_loop` has no entry in it, nor has a `fori_loop` whose bounds
+        are traced. In a reversed scan, iteration `i` is that of `xs[i]`.
 
     **Returns:**
 
     A function with the signature and the output of `fn`. A planted sow is still a sow:
-    `save_intermediates(plant(fn, values))` captures what was planted. Of the modules
-    that `capture` selects here, others see those that are planted; what they capture
-    themselves is under their own path. Planted arrays may be traced and differentiated.
+    `save_intermediates(plant(fn, values))` captures what was planted, even modules,
+    without a `capture` of its own. Planted arrays may be traced and differentiated.
 
     `plant(eqx.filter_grad(loss), ...)` replaces values within the computation of the
     gradient, but the gradient still flows back through a planted primal.

@@ -169,7 +169,14 @@ class Program:
         for site, *_ in self.found:
             if site.label in site.labels and matches(pattern, site.name):
                 return f" {site.name!r} has the tag {site.tag!r}: pass it as `tag=`."
-        if close or self.options.capture is not None:
+        if self.options.capture is not None:
+            if not pattern.endswith(".inputs") or self.options.inputs:
+                return ""
+            return (
+                " Inputs are captured with `inputs=True`. `plant` cannot change them: "
+                "plant the output of the module before."
+            )
+        if close:
             return ""
         return (
             " Did you mean `capture=True`? It marks the output of each module. "

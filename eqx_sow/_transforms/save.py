@@ -116,21 +116,23 @@ def save_intermediates(
     - `tag`: only sows with this tag, any hashable.
     - `names`: what to capture: a name, a glob, a sequence of them, or a function of the
         name. Nothing else is stored or computed. In a glob, `*` matches any characters.
-        With an index, `"h/3"` is iteration 3 of the loop around `h`, in the memory of
-        one and without an axis for that loop; `"h/-1"` is the last, and `"h/3/0"` goes
-        on with the next loop inside. Where a loop goes over stacked layers, the index
-        stands where a list has it: `"blocks/2/attn"`, and `"blocks/*/attn"` is all.
+        With an index, `"h/3"` is iteration 3 of the loop around `h`: only this one is
+        stored, without an axis for that loop. `"h/-1"` is the last iteration, and
+        `"h/3/0"` has an index for the next loop inside, too. If a loop runs over
+        stacked layers, the index is where a list of layers has it: `"blocks/2/attn"`
+        is layer 2, and `"blocks/*/attn"` is all layers.
     - `modes`: what to capture of each: `"primal"` (the value), `"tangent"`,
         `"cotangent"` (the gradient), or second-order modes joined by a dot
         (`"cotangent.tangent"`); one or a sequence.
     - `capture`: marks the output of submodules, without editing the model: `True` for
         every module with a `__call__`; a class; a function of JAX's such as
         `jax.nn.softmax`, or one that `jax.jit` or `eqx.filter_jit` made; a tuple of
-        these; or a predicate `(path, module) -> bool`, for which the module has shapes
-        in the place of arrays. Whatever runs is captured, wherever the model is. The
-        name is the path of the module in the tree that its arrays come from,
-        `layers/0`. In an argument of a plain function it begins with the name of the
-        parameter, `model/layers/0`. The module that is `fn` itself has the name `.`.
+        these; or a predicate `(path, module) -> bool`, which gets the module with
+        shapes in place of its arrays. Every selected module that runs is captured,
+        wherever the model is. Its name is its path in the tree that its arrays come
+        from, `layers/0`. If the model is an argument of a plain function, the name
+        begins with that of the parameter, `model/layers/0`. The module that is `fn`
+        itself has the name `.`.
     - `methods`: which methods to mark. A method other than `__call__` has a name such
         as `layers/0.encode`.
     - `inputs`: also mark what a module was called with, as a tuple `(args, kwargs)`

@@ -151,8 +151,9 @@ def tap(
 ) -> Callable:
     """Shows what is sown in a function while it runs.
 
-    The law: `tap(fn)` computes what `fn` does, and so do its gradients. The events of
-    one name and mode, sorted by `count`, are what `save_intermediates(fn)` stacks.
+    The law: `tap(fn)` computes what `fn` computes, and has the same gradients. The
+    events of one name and mode, sorted by `count`, are what `save_intermediates(fn)`
+    stacks.
 
     **Arguments:**
 
@@ -181,8 +182,8 @@ def tap(
         sow, as in `jax.lax.scan(..., unroll=3)`. Their `count` is always right: sort by
         it.
     - `extra`: a PyTree of arrays that every event carries as `event.extra`, such as the
-        number of the training step, `{"step": step}`. It may be traced: in a compiled
-        step it is an argument of that. Under `vmap`, it has a leading axis if it is not
+        number of the training step, `{"step": step}`. It may be traced, such as an
+        argument of a compiled step. Under `vmap`, it has a leading axis if it is not
         the same for all lanes.
 
     **Returns:**

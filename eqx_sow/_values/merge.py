@@ -265,7 +265,8 @@ def duplicate(a: Site, b: Site, remedy: str = "") -> DuplicateSowError:
         )
     remedy = remedy or (
         f"or pass `reduce={{{a.name!r}: eqx_sow.Append()}}` for a tuple of all, "
-        "or `eqx_sow.Last()` for the last."
+        "or `eqx_sow.Last()` for the last. If you need none of them, select others "
+        "with `names`."
     )
     return DuplicateSowError(
         f"`{a.name}` is sown more than once ({a.mode}): at {places}. Give the values "
