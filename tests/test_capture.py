@@ -1966,6 +1966,21 @@ def test_jit_in_either_order():
     assert_close(S(eqx.filter_jit(mlp), capture=True)(X), plain)
 
 
+def test_a_dict_of_layers():
+    """JAX sorts the keys."""
+
+    def fn(layers, x):
+        for layer in layers.values():
+            x = layer(x)
+        return x
+
+    layers = {key: eqx.nn.Linear(3, 3, key=jr.key(i)) for i, key in enumerate("ba")}
+    out, got = S(fn, capture=True)(layers, X)
+    assert list(got) == ["layers/a", "layers/b"]
+    assert_close(out, layers["b"](layers["a"](X)))
+    assert_close(out, eqx.filter_jit(fn)(layers, X))
+
+
 def test_vmap_in_either_order():
     mlp = _mlp()
     inside = S(eqx.filter_vmap(mlp), capture=True)(XS)
