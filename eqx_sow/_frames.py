@@ -3,6 +3,7 @@
 import contextlib
 import functools as ft
 import sys
+import sysconfig
 import types
 import warnings
 from collections.abc import Callable
@@ -19,6 +20,9 @@ _folders = {
     for module in (jax, eqx, sys.modules["eqx_sow"])
 }
 _libraries = tuple(_folders.values())
+_installed = tuple(
+    map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib"))
+)
 # JAX hides its own frames. Those of Equinox may be of a layer, or how it calls methods.
 _hidden = (
     _folders["jax"],
@@ -34,6 +38,14 @@ _F = TypeVar("_F", bound=Callable)
 
 def is_library(file: str) -> bool:
     return file.startswith(_libraries)
+
+
+def is_installed(module: str) -> bool:
+    """Whether a module is part of Python or of a package, rather than the user's."""
+    if module == "__main__" or module not in sys.modules:
+        return False
+    file = getattr(sys.modules[module], "__file__", None)
+    return file is None or file.startswith(_installed) or is_library(file)
 
 
 def api_boundary(fn: _F) -> _F:

@@ -4,6 +4,7 @@ import abc
 import copy
 import dataclasses as dc
 import functools as ft
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -524,6 +525,29 @@ def test_names_inside_a_derivative(wrap, prefix):
     inner = lambda e: mlp.layers[1](jax.nn.relu(mlp.layers[0](X) + e))
     cotangent = got[f"{prefix}layers/0"]["cotangent"]
     assert_close(cotangent.reshape(4), jax.grad(lambda e: jnp.sum(inner(e)))(eps))
+
+
+class _Doubled(eqx.Module):
+    """A wrapper as in the documentation of `eqx.module_update_wrapper`."""
+
+    fn: Callable
+
+    @property
+    def __wrapped__(self):
+        return self.fn
+
+    def __call__(self, x):
+        return 2 * self.fn(x)
+
+
+def test_a_wrapper_of_the_users(call):
+    linear = eqx.nn.Linear(3, 3, key=jr.key(0))
+    model = eqx.module_update_wrapper(_Doubled(linear))
+    _, got = call(S(lambda model, x: model(x), capture=True), model, X)
+    want = {"model/fn": linear(X), "model": 2 * linear(X)}
+    assert_close(with_mode(got, "primal"), want)
+    _, got = call(S(model, capture=_Doubled), X)
+    assert_close(with_mode(got, "primal"), {".": 2 * linear(X)})
 
 
 @pytest.mark.parametrize(
@@ -1940,6 +1964,21 @@ def test_jit_in_either_order():
     plain = S(mlp, capture=True)(X)
     assert_close(eqx.filter_jit(S(mlp, capture=True))(X), plain)
     assert_close(S(eqx.filter_jit(mlp), capture=True)(X), plain)
+
+
+def test_a_dict_of_layers():
+    """JAX sorts the keys."""
+
+    def fn(layers, x):
+        for layer in layers.values():
+            x = layer(x)
+        return x
+
+    layers = {key: eqx.nn.Linear(3, 3, key=jr.key(i)) for i, key in enumerate("ba")}
+    out, got = S(fn, capture=True)(layers, X)
+    assert list(got) == ["layers/a", "layers/b"]
+    assert_close(out, layers["b"](layers["a"](X)))
+    assert_close(out, eqx.filter_jit(fn)(layers, X))
 
 
 def test_vmap_in_either_order():

@@ -242,6 +242,55 @@ def test_raveled(depth):
     _check(fn, (model, X), with_mode(want, "primal"))
 
 
+def _over_noise(call, flat):
+    return jax.vmap(lambda e: call(flat + e))(jnp.ones((2, flat.size)))
+
+
+def _over_columns(call, flat):
+    return jax.vmap(call, in_axes=1)(flat[:, None] + jnp.ones((1, 2)))
+
+
+def _one_after_the_other(call, flat):
+    return jax.lax.map(call, jnp.broadcast_to(flat, (2, flat.size)) + 1)
+
+
+def _in_a_loop(call, flat):
+    return jax.lax.scan(lambda p, _: (p + 1, call(p + 1)), flat, length=2)[1]
+
+
+def _after_a_branch(call, flat):
+    return call(jax.lax.cond(flat[0] < 9, lambda p: p + 1, lambda p: p, flat))
+
+
+def _with_an_entry_changed(call, flat):
+    return call((flat + 1).at[-1].add(1).at[-1].add(-1))
+
+
+@pytest.mark.parametrize(
+    "way, more",
+    [
+        (_over_noise, jnp.ones((2, 1))),
+        (_over_columns, jnp.ones((2, 1))),
+        (_one_after_the_other, jnp.ones((2, 1))),
+        (_in_a_loop, jnp.array([[1.0], [2.0]])),
+        (_after_a_branch, jnp.ones(1)),
+        (_with_an_entry_changed, jnp.ones(1)),
+    ],
+)
+def test_raveled_parameters_that_are_changed(way, more):
+    """As evolution strategies, samplers and solvers do. `a` is not called."""
+    model = {"a": _linear(0), "b": _linear(1)}
+
+    def fn(model, x):
+        params, static = eqx.partition(model, eqx.is_array)
+        flat, unravel = ravel_pytree(params)
+        return way(lambda p: eqx.combine(unravel(p), static)["b"](x), flat)
+
+    with jax.numpy_rank_promotion("allow"):
+        value = model["b"](X) + (X.sum() + 1) * more
+    _check(fn, (model, X), {"model/b": value})
+
+
 class Attention(eqx.Module):
     q: eqx.nn.Linear
     k: eqx.nn.Linear

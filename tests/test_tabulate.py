@@ -181,6 +181,25 @@ def test_very_long_names_stay_in_the_columns():
     assert "first" in rows[0] and "second" in rows[1]
 
 
+def test_indices_are_not_cut():
+    """Those of layers, within a word, and of what is in a value."""
+    around = "transformer/encoder/layers/" + "/".join(map(str, range(10, 18)))
+    names = [f"{around}/{last}" for last in ("conv1", "conv2", "cell")]
+
+    def f(x):
+        for name in names[:2]:
+            x = sow(x, name)
+        return sow({"hidden": x, "heavy": [x, 1e-9 * x]}, names[2])
+
+    text = tabulate(S(f)(X)[1])
+    _check_width(text)
+    _, rows = _rows(text)
+    shown = [row.split()[0] for row in rows]
+    assert len(set(shown)) == len(rows) == 5
+    assert all("10/11/12/13/14/15/16/17" in name for name in shown)
+    assert shown[0].endswith("1") and shown[1].endswith("2")
+
+
 def test_stacked_layers():
     layers = eqx.filter_vmap(lambda k: eqx.nn.Linear(3, 3, key=k))(
         jr.split(jr.key(0), 4)

@@ -8,6 +8,7 @@ from typing import Any
 import equinox as eqx
 import jax.tree_util as jtu
 
+from .._frames import is_installed
 from .calls import Path
 
 
@@ -33,6 +34,7 @@ def _is_class_of_wrappers(cls: type) -> bool:
         issubclass(cls, eqx.Partial | _Jacobian)
         or "__self__" in cls.__dataclass_fields__
         or isinstance(getattr(cls, "__wrapped__", None), property)
+        and is_installed(cls.__module__)  # one of the user's is part of a model
     )
 
 

@@ -34,7 +34,7 @@ from .._mark.site import Label, Site
 from .._values.modes import without_order
 from .._walk.flow import Domain, Here
 from .places import is_internal, is_like, Places, root_of
-from .sources import computed, FAR, in_order, one_of, TRANSPOSED, Value, Way
+from .sources import computed, either, FAR, in_order, TRANSPOSED, Value, Way
 
 
 @dc.dataclass(eq=False)
@@ -131,7 +131,7 @@ class Naming(Domain):
         return self._at_source(self._places.source(x))
 
     def either(self, values):
-        return one_of(values, made=values[0].made)
+        return either(values)
 
     def chosen(self, index, cases):
         return self.either(in_order(cases))._replace(cases=(index.made, cases))

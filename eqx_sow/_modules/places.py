@@ -17,8 +17,6 @@ import dataclasses as dc
 import dis
 import functools as ft
 import itertools as it
-import sys
-import sysconfig
 import types
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -29,7 +27,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-from .._frames import is_library
+from .._frames import is_installed, is_library
 from .._mark.calls import Call, Path
 from .._mark.static import Const, SameParts, take_apart
 from .._mark.trees import (
@@ -211,7 +209,7 @@ def _held(x: Any) -> Iterable[tuple[str, Any]]:
     if isinstance(x, type):
         # Its methods read variables.
         bases = [("", base) for base in x.__bases__]
-        return [] if _is_installed(x.__module__) else [*bases, *vars(x).items()]
+        return [] if is_installed(x.__module__) else [*bases, *vars(x).items()]
     if is_wrapper(x) or isinstance(x, ft.partial):
         return inside(x)
     found = children(x)
@@ -226,7 +224,7 @@ def _attributes(x: Any) -> Iterator[tuple[str, Any]]:
     if module.startswith("jax.") and callable(x):
         # Such as a `jax.custom_jvp`, which holds the function and its rules.
         held |= dict.fromkeys(own, "")
-    elif type(x) is types.SimpleNamespace or not _is_installed(module):
+    elif type(x) is types.SimpleNamespace or not is_installed(module):
         slots = [getattr(c, "__slots__", ()) for c in type(x).__mro__]
         names = it.chain(own, *slots)
         held |= {name: name for name in names if not name.startswith("__")}
@@ -250,7 +248,7 @@ def _variables(fn: types.FunctionType) -> Iterator[tuple[str, Any]]:
     defaults = fn.__defaults__ or ()
     found += zip(code.co_varnames[code.co_argcount - len(defaults) :], defaults)
     found += (fn.__kwdefaults__ or {}).items()
-    if not (of_library or _is_installed(space.get("__name__", ""))):
+    if not (of_library or is_installed(space.get("__name__", ""))):
         names = _names_in(code, "LOAD_GLOBAL")
         found += ((name, space[name]) for name in names if name in space)
     for name, x in found:
@@ -270,24 +268,11 @@ def _names_in(code: types.CodeType, *instructions: str) -> dict[str, None]:
     return dict.fromkeys(it.chain(own, *(_names_in(c, *instructions) for c in inner)))
 
 
-_installed = tuple(
-    map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib"))
-)
-
-
-def _is_installed(module: str) -> bool:
-    """Whether a module is part of Python or of a package, rather than the user's."""
-    if module == "__main__" or module not in sys.modules:
-        return False
-    file = getattr(sys.modules[module], "__file__", None)
-    return file is None or file.startswith(_installed) or is_library(file)
-
-
 def is_internal(cls: type) -> bool:
     """Whether a library makes modules of this class for itself, on the way: one that is
     private, as `_Damped` of optimistix, or around a function, as its `OutAsArray`."""
     names = {f.name.strip("_") for f in dc.fields(cls)}
-    return _is_installed(cls.__module__) and (
+    return is_installed(cls.__module__) and (
         cls.__name__.startswith("_") or not names.isdisjoint(_AROUND_FUNCTION)
     )
 

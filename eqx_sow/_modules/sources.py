@@ -91,6 +91,17 @@ def one_of(values: Sequence[Value], step: int = 0, made: Hashable = None) -> Val
     return Value(distances, made, tuple(edges))
 
 
+def either(values: Sequence[Value]) -> Value:
+    """What is one of several values: it is not known which."""
+    value = one_of(values, made=values[0].made)
+    axis, parts = next((x.parts for x in values if x.parts), (0, ()))
+    if not parts:
+        return value
+    lengths = [n for n, _ in parts]
+    rows = zip(*(_along(x, axis, lengths) for x in values))
+    return value._replace(parts=(axis, list(zip(lengths, map(either, rows)))))
+
+
 def in_order(cases: Sequence[Value]) -> Sequence[Value]:
     """Of two cases, as of `jnp.where(p, a, b)`, JAX has the second one first."""
     return cases[::-1] if len(cases) == 2 else cases
@@ -144,12 +155,12 @@ def _in_pieces(eqn: Any, operands: Sequence[Value]) -> tuple[int, list[list]]:
         stops = list(it.accumulate(p.get("sizes", [1] * len(eqn.outvars))))
         cuts = list(zip([0, *stops], stops))
     else:
-        shapes = {v.aval.shape for v in (*eqn.invars, *eqn.outvars)} - {()}
-        if parts and len(shapes) == 1:
-            # Entry by entry. An operand that has other parts is taken as a whole.
+        to = _axis_after(eqn, axis, operands[0]) if parts else None
+        if to is not None:
+            # An operand that has other parts is taken as a whole.
             lengths = [n for n, _ in parts]
             rows = [_along(x, axis, lengths) for x in operands]
-            whole = list(zip(lengths, zip(*rows)))
+            axis, whole = to, list(zip(lengths, zip(*rows)))
         return axis, [whole] * len(eqn.outvars)
     return axis, [
         [
@@ -159,6 +170,22 @@ def _in_pieces(eqn: Any, operands: Sequence[Value]) -> tuple[int, list[list]]:
         ]
         for start, stop in cuts
     ]
+
+
+def _axis_after(eqn: Any, axis: int, first: Value) -> int | None:
+    """Where the axis of parts is in the outputs of an equation that does something to
+    each entry, or to some of them, and leaves them in their order."""
+    p, name = eqn.params, eqn.primitive.name
+    if name == "broadcast_in_dim":
+        return p["broadcast_dimensions"][axis]
+    if name == "transpose":
+        return p["permutation"].index(axis)
+    ins, out = [v.aval.shape for v in eqn.invars], eqn.outvars[0].aval.shape
+    if name.startswith(("scatter", "dynamic_update_slice")):
+        return axis if first.parts else None
+    # `(n,)` and `(m, n)` are `(1, n)` and `(m, n)` by now.
+    fits = lambda s: len(s) == len(out) and all(n in (1, m) for n, m in zip(s, out))
+    return axis if all(map(fits, filter(None, ins))) else None
 
 
 def _equally_near(values: list[Value]) -> list[Value]:

@@ -3,6 +3,8 @@
 import contextlib
 import dataclasses as dc
 import functools as ft
+import itertools as it
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
@@ -435,9 +437,10 @@ def _html(rows: Sequence[_Row]) -> str:
 
 
 def _shorten(text: str, width: int) -> str:
-    """Cuts the words of a path, longest first, so that its indices can be read."""
-    for n in range(len(text), 0, -1):
-        short = "/".join(word[:n] for word in text.split("/"))
+    """Cuts the words of a name, longest first, so that its indices can be read: those
+    of `conv1` as well, unless there is no room."""
+    for words, n in it.product((r"[^\W\d_]+", r"[^\W\d]\w*"), range(len(text), 0, -1)):
+        short = re.sub(words, lambda word: word[0][:n], text)
         if len(short) <= width:
             return short
     return text[: width - 1] + "…" if text else ""
