@@ -343,9 +343,16 @@ def test_an_iteration_of_what_is_the_same_in_each():
 
 
 def test_a_name_in_several_places():
-    def fn(x):
-        step = lambda x, i: (_step(_step(x, i), i), None)
-        return lax.scan(step, x, jnp.arange(3.0))[0]
+    def fn(x, step=_step):
+        body = lambda x, i: (step(step(x, i), i), None)
+        x, _ = lax.scan(body, x, jnp.arange(3.0))
+        return lax.scan(body, x, jnp.arange(3.0))[0]
 
+    def by_hand(x, i):
+        x = jnp.sin(x) + i
+        return jnp.where(i == 1, jnp.cos(x), x)
+
+    # A function is called at each of them, as without an index.
+    assert_close(plant(fn, {"h/1": jnp.cos})(X), fn(X, by_hand))
     with pytest.raises(DuplicateSowError):
-        plant(fn, {"h/1": jnp.cos})(X)
+        plant(fn, {"h/1": jnp.ones(2)})(X)
