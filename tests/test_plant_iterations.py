@@ -126,11 +126,17 @@ def test_values(name):
 
 def test_several_of_one_name(call):
     # All iterations, of which one is another, and all but that.
-    add = lambda x: x + 1
-    values = {"h/0": ROOT, "h": add, "h/2": 5 * X}
-    expected = {"h/0": ROOT, "h/1": add, "h/2": 5 * X, "h/3": add}
-    out = call(plant(_by_scan, values), X + 4)
-    assert_close(out, plant(_unrolled, expected)(X + 4))
+    add, triple = lambda x: x + 1, lambda x: 3 * x
+    values = {"h/0": triple, "h": add, "h/2": 5 * X}
+    expected = {"h/0": triple, "h/1": add, "h/2": 5 * X, "h/3": add}
+    out = call(plant(_by_scan, values), X)
+    assert_close(out, plant(_unrolled, expected)(X))
+    # What is for fewer iterations is not computed where another one counts.
+    fixed = {f"h/{i}": X for i in range(3)}
+    got = jax.value_and_grad(plant(_by_scan, {"h": ROOT, **fixed}))(X)
+    want = jax.value_and_grad(plant(_unrolled, {"h/3": ROOT, **fixed}))(X)
+    assert np.isfinite(want[0])
+    assert_close(got, want)
     # A name that is spelled out goes before a glob.
     out = plant(_by_scan, {"*/2": jnp.zeros_like, "h/2": jnp.ones_like})(X)
     assert_close(out, plant(_unrolled, {"h/2": jnp.ones_like})(X))
@@ -159,8 +165,9 @@ def _nested_unrolled(x, mark):
         ({"h/1": jnp.cos}, {"h/1/0": jnp.cos, "h/1/1": jnp.cos}),
         ({"h/1": XS}, {"h/1/0": XS[0], "h/1/1": XS[1]}),
         ({"h/1/0": X, "h/1": jnp.cos}, {"h/1/0": X, "h/1/1": jnp.cos}),
+        ({"h/1/0": jnp.exp, "h/1": jnp.cos}, {"h/1/0": jnp.exp, "h/1/1": jnp.cos}),
     ],
-    ids=["inner", "outer", "value", "both"],
+    ids=["inner", "outer", "value", "both", "two functions"],
 )
 def test_nested_loops(values, expected):
     loop = lambda x: _nested(x, sow)
