@@ -839,6 +839,75 @@ def test_nested_loops_that_a_backward_pass_runs_again():
     close(captured["a"]["count"], 4)
 
 
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda scan, step: jax.checkpoint(scan(step)),
+        lambda scan, step: scan(jax.checkpoint(step)),
+        lambda scan, step: jax.checkpoint(jax.jit(scan(step))),
+        lambda scan, step: scan(jax.jit(jax.checkpoint(step))),
+    ],
+    ids=["outside", "inside", "jit in it", "in a jit"],
+)
+def test_a_checkpoint_in_a_loop_that_a_backward_pass_runs_again(wrap, call):
+    def scan(step):
+        return lambda x: lax.scan(lambda x, _: (step(x), None), x, length=2)[0]
+
+    body = wrap(scan, lambda x: sow(jnp.sin(x), "a"))
+
+    def f(x):
+        step = lambda c: (c[0] + 1, body(c[1]))
+        return eqxi.while_loop(
+            lambda c: c[0] < 3, step, (0, x), max_steps=3, kind="checkpointed"
+        )[1].sum()
+
+    def unrolled(eps, x):
+        values = []
+        for e in eps:
+            x = jnp.sin(x) + e
+            values.append(x)
+        return x.sum(), values
+
+    eps = jnp.zeros((6, *X.shape))
+    cotangents, values = jax.grad(unrolled, has_aux=True)(eps, X)
+    _, got = call(S(jax.grad(f)), X)
+    close(got["a"]["primal"], values[-2:])
+    close(got["a"]["cotangent"], cotangents[:2])
+    close(got["a"]["count"], [3, 3])
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        lambda f: tap(f, lambda event: None),
+        lambda f: plant(f, {"a": lambda ct: ct}, mode="cotangent"),
+        lambda f: lambda x: S(f, tag="another")(x)[0],
+    ],
+    ids=["tap", "plant", "save_intermediates"],
+)
+def test_a_loop_that_a_backward_pass_runs_again_below_another_handler(inner):
+    def forward(x):
+        sow(x, "b", tag="another")
+        return sow(jnp.sin(x), "a")
+
+    f = jax.custom_vjp(forward)
+    f.defvjp(lambda x: (forward(x), x), lambda x, ct: jax.vjp(forward, x)[1](ct))
+    loop = lambda x: lax.scan(lambda x, _: (f(x), None), x, length=3)[0].sum()
+
+    def unrolled(eps, x):
+        values = []
+        for e in eps:
+            x = jnp.sin(x) + e
+            values.append(x)
+        return x.sum(), values
+
+    eps = jnp.zeros((3, *X.shape))
+    cotangents, values = jax.grad(unrolled, has_aux=True)(eps, X)
+    _, got = S(inner(jax.grad(loop)))(X)
+    close(got["a"]["primal"], values)
+    close(got["a"]["cotangent"], cotangents)
+
+
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_lanes_of_nested_loops_that_a_backward_pass_runs_again(depth, call):
     def forward(c):

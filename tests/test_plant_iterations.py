@@ -126,11 +126,17 @@ def test_values(name):
 
 def test_several_of_one_name(call):
     # All iterations, of which one is another, and all but that.
-    add = lambda x: x + 1
-    values = {"h/0": ROOT, "h": add, "h/2": 5 * X}
-    expected = {"h/0": ROOT, "h/1": add, "h/2": 5 * X, "h/3": add}
-    out = call(plant(_by_scan, values), X + 4)
-    assert_close(out, plant(_unrolled, expected)(X + 4))
+    add, triple = lambda x: x + 1, lambda x: 3 * x
+    values = {"h/0": triple, "h": add, "h/2": 5 * X}
+    expected = {"h/0": triple, "h/1": add, "h/2": 5 * X, "h/3": add}
+    out = call(plant(_by_scan, values), X)
+    assert_close(out, plant(_unrolled, expected)(X))
+    # What is for fewer iterations is not computed where another one counts.
+    fixed = {f"h/{i}": X for i in range(3)}
+    got = jax.value_and_grad(plant(_by_scan, {"h": ROOT, **fixed}))(X)
+    want = jax.value_and_grad(plant(_unrolled, {"h/3": ROOT, **fixed}))(X)
+    assert np.isfinite(want[0])
+    assert_close(got, want)
     # A name that is spelled out goes before a glob.
     out = plant(_by_scan, {"*/2": jnp.zeros_like, "h/2": jnp.ones_like})(X)
     assert_close(out, plant(_unrolled, {"h/2": jnp.ones_like})(X))
@@ -159,8 +165,9 @@ def _nested_unrolled(x, mark):
         ({"h/1": jnp.cos}, {"h/1/0": jnp.cos, "h/1/1": jnp.cos}),
         ({"h/1": XS}, {"h/1/0": XS[0], "h/1/1": XS[1]}),
         ({"h/1/0": X, "h/1": jnp.cos}, {"h/1/0": X, "h/1/1": jnp.cos}),
+        ({"h/1/0": jnp.exp, "h/1": jnp.cos}, {"h/1/0": jnp.exp, "h/1/1": jnp.cos}),
     ],
-    ids=["inner", "outer", "value", "both"],
+    ids=["inner", "outer", "value", "both", "two functions"],
 )
 def test_nested_loops(values, expected):
     loop = lambda x: _nested(x, sow)
@@ -343,9 +350,16 @@ def test_an_iteration_of_what_is_the_same_in_each():
 
 
 def test_a_name_in_several_places():
-    def fn(x):
-        step = lambda x, i: (_step(_step(x, i), i), None)
-        return lax.scan(step, x, jnp.arange(3.0))[0]
+    def fn(x, step=_step):
+        body = lambda x, i: (step(step(x, i), i), None)
+        x, _ = lax.scan(body, x, jnp.arange(3.0))
+        return lax.scan(body, x, jnp.arange(3.0))[0]
 
+    def by_hand(x, i):
+        x = jnp.sin(x) + i
+        return jnp.where(i == 1, jnp.cos(x), x)
+
+    # A function is called at each of them, as without an index.
+    assert_close(plant(fn, {"h/1": jnp.cos})(X), fn(X, by_hand))
     with pytest.raises(DuplicateSowError):
-        plant(fn, {"h/1": jnp.cos})(X)
+        plant(fn, {"h/1": jnp.ones(2)})(X)

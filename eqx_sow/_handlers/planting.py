@@ -77,8 +77,8 @@ class Replace(Handler):
         check_guarded(site)
         at_sow, operands = in_front(site, frame.read_arrays(atoms))
         guards, value = operands[:n_guards], operands[n_guards:]
-        for planted, arrays in zip(self._planted[site.key], given.values[site.key]):
-            value = _replaced(planted, arrays, at_sow, guards, value, given.iterations)
+        planted = [*zip(self._planted[site.key], given.values[site.key])]
+        value = _replaced(planted, at_sow, guards, value, given.iterations)
         edge_out, *_ = frame.eqn.outvars
         new = [edge_value(edge_out.aval), *in_place(site, [*guards, *value])]
         if self.has_outer:
@@ -141,14 +141,15 @@ class Planted:
 
 
 def _replaced(
-    planted: Planted,
-    arrays: Sequence[Any],
+    each: Sequence[tuple[Planted, Sequence[Any]]],
     site: Site,
     guards: Sequence[Any],
     old: list[Any],
     iterations: tuple[Any, ...],
 ) -> list[Any]:
-    """The arrays of the value at a sow, after one more of what is planted there."""
+    """The arrays of the value at a sow, after the last of what is planted there that is
+    for this iteration. `each` is that and its arrays."""
+    *others, (planted, arrays) = each
 
     def compute():
         if not isinstance(planted.new, Site):
@@ -168,10 +169,17 @@ def _replaced(
         return compute()
     can_change = [x.dtype != jax.dtypes.float0 for x in old]
     pick = lambda values: eqx.filter(values, can_change)
+
+    def otherwise(xs):
+        if not others:
+            return xs
+        args = others, site, guards, eqx.combine(xs, old), iterations
+        return pick(_replaced(*args))
+
     # Not `where`: elsewhere a function may have a gradient that is not finite.
-    new, same = alike([lambda _: pick(compute()), lambda xs: xs], pick(old))
+    new, rest = alike([lambda _: pick(compute()), otherwise], pick(old))
     is_here = reached(planted.at, iterations)
-    return eqx.combine(jax.lax.cond(is_here, new, same, pick(old)), old)
+    return eqx.combine(jax.lax.cond(is_here, new, rest, pick(old)), old)
 
 
 def _check_fixed(

@@ -89,7 +89,7 @@ def _entries(
 
 
 def _check_one_place(
-    entries: Sequence[Entry], loops: Collection[tuple[int, ...]]
+    entries: Sequence[Entry], loops: Collection[tuple[int, ...]], has_value: bool
 ) -> None:
     """Raises if a value, or an index, cannot be for all places of a `Site.key`. In
     `loops` are the numbers of iterations around each place."""
@@ -99,10 +99,11 @@ def _check_one_place(
         raise SowError(
             f"`plant`: `sow(..., {site.name!r})` at {site.where} is in several "
             f"branches, in which there are other loops around it: {found} iterations, "
-            "from outside in. No value has the axes of all. Plant a function, or give "
-            "the values different names."
+            "from outside in. No value has the axes of all, and no index is for all. "
+            "Plant a function, under the name without an index, or give the values "
+            "different names."
         )
-    if len(entries) > 1:
+    if len(entries) > 1 and has_value:
         remedy = "or plant a function, which is called at each of them."
         raise _merge.duplicate(site, entries[1].site, remedy)
 
@@ -123,8 +124,10 @@ class _Plant(Transformed):
         values, planted = {}, {}
         for key, entries in _entries(program, places).items():
             by_iteration = chosen[key[0]]
-            if any(at or not callable(x) for at, x in by_iteration.items()):
-                _check_one_place(entries, {x.loops for x in sows[key]})
+            has_value = not all(map(callable, by_iteration.values()))
+            if has_value or any(by_iteration):
+                loops = {x.loops for x in sows[key]}
+                _check_one_place(entries, loops, has_value)
             # What is for fewer iterations goes before what is for more, and so last.
             ats = sorted(by_iteration, key=lambda at: len(at) - at.count(None))
             sites = [x.site for x in sows[key]]

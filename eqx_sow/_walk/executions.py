@@ -417,8 +417,7 @@ def _replayed(primals: Sequence[_Sow]) -> Iterator[tuple[Path, frozenset[Path]]]
     def repeats(x, y):
         if y.site.key != x.site.key or y.site.origin is not x.site.origin:
             return False
-        calls = _calls(y.here.around[:-1])
-        return _ends_with(calls, _calls_in_loop(x)) or _rule(x) in _rules(y)
+        return _has_calls(y, _calls_in_loop(x)) or _rule(x) in _rules(y)
 
     return _repetitions(
         primals,
@@ -455,8 +454,16 @@ def _calls_in_loop(x: _Sow) -> list[Any] | None:
     return None if start is None else _calls(around[start:])
 
 
-def _ends_with(calls: list[Any], last: list[Any] | None) -> bool:
-    return last is not None and calls[len(calls) - len(last) :] == last
+def _has_calls(y: _Sow, last: list[Any] | None) -> bool:
+    """Whether these are the last calls that lead to a sow of the forward pass."""
+    *around, _ = y.here.around
+    calls = _calls(around)
+    if last is None or calls[len(calls) - len(last) :] == last:
+        return last is not None
+    # If a checkpoint is differentiated, its values are computed outside of it. A scan
+    # in it is then called where the checkpoint was.
+    in_checkpoint = any(e.primitive is jexc.primitives.remat_p for e in around)
+    return in_checkpoint and set(last) <= set(calls)
 
 
 def _rules(x: _Sow) -> list[str]:
