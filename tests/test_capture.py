@@ -2204,6 +2204,53 @@ def test_the_cotangent_of_a_function():
     assert_close(got, {"softmax": {"primal": p, "cotangent": 2 * p}})
 
 
+_rounded = jax.custom_vjp(lambda x: jnp.round(x))
+_rounded.defvjp(lambda x: (_jit_rounded(x), None), lambda _, ct: (2 * ct,))
+_jit_rounded = jax.jit(_rounded)
+_relu = lambda x: jnp.maximum(x, 0)
+
+
+@pytest.mark.parametrize(
+    "fn, value, factor",
+    [
+        (jax.nn.relu, _relu, lambda x: jnp.where(x > 0, 1.0, 0.0)),
+        (_jit_rounded, jnp.round, lambda x: 2 + 0 * x),
+    ],
+    ids=["relu", "round"],
+)
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint])
+def test_derivatives_of_a_function_with_a_rule(fn, value, factor, wrap):
+    def run(x, zero=0.0):
+        step = lambda x, zero: (fn(2 * x) + zero, None)
+        return jnp.sum(lax.scan(wrap(step), x, zero * jnp.ones((2, 1)))[0] ** 2)
+
+    values = jnp.stack([value(2 * X), value(2 * value(2 * X))])
+    last = 2 * values[1]
+    first = last * factor(2 * values[0]) * 2
+    cotangents = jnp.stack([first, last])
+    grads, got = wrap(S(jax.grad(run), capture=fn))(X)
+    assert_close(grads, first * factor(2 * X) * 2)
+    (name,) = got
+    assert_close(got, {name: {"primal": values, "cotangent": cotangents}})
+    xs = jnp.stack([X, X])
+    _, got = S(wrap(jax.vmap(jax.grad(run))), capture=fn)(xs)
+    assert_close(got[name]["cotangent"], jnp.stack([cotangents] * 2))
+    stopped = plant(
+        jax.grad(run), {name: lambda ct: 0 * ct}, capture=fn, mode="cotangent"
+    )
+    assert_close(stopped(X), 0 * X)
+    assert_close(plant(run, {name: lambda x: x + 1}, capture=fn)(X), run(X, 1.0))
+
+
+def test_the_tangent_of_a_function_with_a_rule():
+    jvp = lambda x: jax.jvp(lambda x: jax.nn.relu(2 * x), (x,), (x,))
+    _, got = S(jvp, capture=jax.nn.relu)(X)
+    by_hand = {"primal": _relu(2 * X), "tangent": 2 * _relu(X)}
+    assert_close(got, {"relu": by_hand})
+    hvp = lambda x: jax.jvp(jax.grad(lambda x: jnp.sum(jvp(x)[0] ** 3)), (x,), (X,))
+    assert "cotangent.tangent" in S(hvp, capture=jax.nn.relu)(X)[1]["relu"]
+
+
 @pytest.mark.parametrize("jit", [jax.jit, eqx.filter_jit])
 def test_a_function_that_jit_made(jit):
     scaled = jit(lambda x: 2 * x)

@@ -99,7 +99,10 @@ def _noted(captures: tuple[Capture, ...]) -> Iterator[None]:
             for cls in _classes():
                 note(cls)
             for fn in (f for c in captures for f in c.functions):
-                _exchange_code(fn, ft.partial(_noting_function, fn))
+                if isinstance(fn, types.FunctionType):
+                    _exchange_code(fn, ft.partial(_noting_function, fn))
+                else:  # `jax.nn.relu` is a `jax.custom_jvp`
+                    _exchange_code(type(fn).__call__, _noting_rules)
         yield
     finally:
         with _exchanging:
@@ -226,6 +229,40 @@ def _noting_function(fn: types.FunctionType, plain: types.FunctionType) -> Calla
         return bind(out, _unnamed(chosen), edge, note=Note(call, scope=here.scope))
 
     return function
+
+
+def _noting_rules(plain: types.FunctionType) -> Callable:
+    """What is called in the place of `jax.custom_jvp.__call__`. What such a function
+    returns is sown outside of it, where it has derivatives."""
+
+    def call(self, /, *args, **kwargs):
+        captures = getattr(listening.value, "captures", ())
+        if all(self not in c.functions for c in captures):
+            return plain(self, *args, **kwargs)
+        inner = object.__new__(type(self))
+        vars(inner).update(vars(self))
+        for name in {"jvp", "fwd", "bwd"} & vars(self).keys():
+            setattr(inner, name, _unnoted(self, getattr(self, name)))
+        return _noting_function(self, ft.partial(plain, inner))(*args, **kwargs)
+
+    return call
+
+
+def _unnoted(fn: Any, rule: Any) -> Any:
+    """A derivative rule of a function, which calls the function itself, mostly to
+    return its value. That is no call of its own."""
+
+    @ft.wraps(rule)
+    def unnoted(*args, **kwargs):
+        here = listening.value
+        if here is None:
+            return rule(*args, **kwargs)
+        others = lambda c: tuple(f for f in c.functions if f is not fn)
+        captures = tuple(c._replace(functions=others(c)) for c in here.captures)
+        with listening(here._replace(captures=captures)):
+            return rule(*args, **kwargs)
+
+    return unnoted if callable(rule) else rule
 
 
 def _noting_method(name: str, method: Any, plain: Any) -> Callable:

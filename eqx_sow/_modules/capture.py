@@ -7,6 +7,7 @@ from collections.abc import Hashable
 from typing import Any
 
 import equinox as eqx
+import jax
 
 from .. import _compat
 from .._errors import UnknownSowError, UnsupportedPrimitiveError
@@ -66,7 +67,9 @@ class Marking:
         functions = [c for c in several if not isinstance(c, type)]
         if not all(map(is_function_to_capture, functions)):
             return None, ()
-        return classes, tuple(map(inspect.unwrap, functions))
+        # A function with a derivative rule is called as a whole.
+        stop = lambda fn: isinstance(fn, jax.custom_jvp | jax.custom_vjp)
+        return classes, tuple(inspect.unwrap(fn, stop=stop) for fn in functions)
 
 
 def name(
