@@ -304,6 +304,19 @@ class Attention(eqx.Module):
         return sum(at(p, w)(x) for p, w in zip(parts, rows))
 
 
+@pytest.mark.parametrize("start", [9, 100])
+def test_concatenated_and_sliced(start):
+    """A start beyond the end is moved back by JAX."""
+
+    def fn(a, b, x):
+        flat = 2 * jnp.concatenate([a.weight.ravel(), b.weight.ravel()])
+        weight = jax.lax.dynamic_slice_in_dim(flat, start, 9).reshape(3, 3)
+        return eqx.tree_at(lambda b: b.weight, b, weight)(x)
+
+    a, b = (_linear(i, use_bias=False) for i in range(2))
+    _check(fn, (a, b, X), {"b": 2 * b.weight @ X})
+
+
 @pytest.mark.parametrize("use_bias", [False, True])
 def test_concatenated_and_split(use_bias):
     model = Attention(*[_linear(i, use_bias=use_bias) for i in range(3)])

@@ -151,6 +151,11 @@ def _in_pieces(eqn: Any, operands: Sequence[Value]) -> tuple[int, list[list]]:
     ends = list(it.accumulate(n for n, _ in parts))
     if name == "slice" and parts:
         cuts = [(p["start_indices"][axis], p["limit_indices"][axis])]
+    elif name == "dynamic_slice" and parts and hasattr(eqn.invars[1 + axis], "val"):
+        # Where it begins is a number in the equation.
+        n = p["slice_sizes"][axis]
+        start = min(max(int(eqn.invars[1 + axis].val), 0), ends[-1] - n)
+        cuts = [(start, start + n)]
     elif name in ("split", "unstack") and parts and p["axis"] == axis:
         stops = list(it.accumulate(p.get("sizes", [1] * len(eqn.outvars))))
         cuts = list(zip([0, *stops], stops))
