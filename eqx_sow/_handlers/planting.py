@@ -13,7 +13,6 @@ import jax.core
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
-from jax.extend import source_info_util
 from jax.sharding import PartitionSpec
 
 from .. import _compat
@@ -83,10 +82,7 @@ class Replace(Handler):
         new = [edge_value(edge_out.aval), *in_place(site, [*guards, *value])]
         if self.has_outer:
             (edge,) = frame.read(frame.eqn.invars[:1])
-            # The calls around it are in the name stack.
-            stack = source_info_util.current_name_stack()
-            stack += frame.eqn.source_info.name_stack
-            with source_info_util.set_name_stack(stack):
+            with frame.in_scope():
                 new = sow_p.bind(edge, *new[1:], site=still)
         frame.set(frame.eqn.outvars, new)
         return given

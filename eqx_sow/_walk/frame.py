@@ -1,11 +1,13 @@
 """A jaxpr in evaluation."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
 import jax.extend.core as jexc
 import jax.numpy as jnp
+from jax.extend import source_info_util
 
 from .. import _compat
 from .._mark.primitive import edge_p, edge_value
@@ -72,6 +74,13 @@ class Frame:
 
     def set(self, outvars, values) -> None:
         self._env.update(zip(outvars, values))
+
+    def in_scope(self) -> AbstractContextManager[Any]:
+        """What is evaluated in the place of the current equation has its name stack, in
+        which those further out see the calls around, and whether it is part of a
+        backward pass."""
+        stack = source_info_util.current_name_stack() + self.eqn.source_info.name_stack
+        return source_info_util.set_name_stack(stack)
 
     def defer(self, *eqns: Any) -> None:
         """These equations are to be evaluated in the place of the current one."""

@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import jax.extend.core as jexc
 import jax.tree_util as jtu
-from jax.extend import source_info_util
 
 from .. import _compat
 from .._arrays import in_mesh_of
@@ -111,10 +110,7 @@ def evaluate(
             continue
         values = frame.read(eqn.invars)
         frame.flush_effects()
-        # Those further out have to see whether it is part of a backward pass.
-        stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
-        in_scope = source_info_util.set_name_stack(stack)
-        with eqn.ctx.manager, in_scope, in_mesh_of(values):
+        with eqn.ctx.manager, frame.in_scope(), in_mesh_of(values):
             inside = Interpret(handler.for_inside(eqn), interpret.stages)
             outs, taken = rule(inside, given, eqn, *values)
         frame.set(eqn.outvars, outs)
