@@ -1029,7 +1029,9 @@ def test_what_is_moved_out_of_a_scan(monkeypatch):
 
 @assumed(
     "A `concatenate` has its axis as `dimension`; a `slice` has `start_indices` and "
-    "`limit_indices`; a `split` has `sizes` and an `axis`.",
+    "`limit_indices`; a `dynamic_slice` has `slice_sizes`, and of its operands those "
+    "after the first say where it begins, as literals if they are numbers; a `split` "
+    "has `sizes` and an `axis`.",
     "_modules/sources.py",
 )
 def test_concatenations():
@@ -1040,16 +1042,28 @@ def test_concatenations():
     assert part.primitive is jax.lax.slice_p
     assert part.params["start_indices"] == (1,)
     assert part.params["limit_indices"] == (3,)
+    *_, part = jaxpr_of(lambda a: jax.lax.dynamic_slice(a, (1,), (2,)), x).eqns
+    assert part.primitive is jax.lax.dynamic_slice_p
+    assert part.params["slice_sizes"] == (2,) and part.invars[1].val == 1
     (parts,) = jaxpr_of(lambda a: jax.lax.split(a, (1, 2), 0), x).eqns
     assert parts.primitive is jax.lax.split_p
     assert tuple(parts.params["sizes"]) == (1, 2) and parts.params["axis"] == 0
 
 
-@assumed("A `transpose` has its `permutation`.", "_walk/executions.py")
+@assumed(
+    "A `transpose` has its `permutation`, and a `broadcast_in_dim` its "
+    "`broadcast_dimensions`.",
+    "_modules/sources.py",
+    "_walk/executions.py",
+)
 def test_transpositions():
     (eqn,) = jaxpr_of(lambda x: jax.lax.transpose(x, (1, 0)), jnp.ones((2, 3))).eqns
     assert eqn.primitive is jax.lax.transpose_p
     assert tuple(eqn.params["permutation"]) == (1, 0)
+    wider = lambda x: jax.lax.broadcast_in_dim(x, (3, 2), (1,))
+    (eqn,) = jaxpr_of(wider, jnp.ones(2)).eqns
+    assert eqn.primitive is jax.lax.broadcast_in_dim_p
+    assert eqn.params["broadcast_dimensions"] == (1,)
 
 
 @assumed(
