@@ -839,6 +839,19 @@ def test_nested_loops_that_a_backward_pass_runs_again():
     close(captured["a"]["count"], 4)
 
 
+def _repeated_sines(n):
+    """Of `sin(... sin(X))`, the cotangents of all values, and the values."""
+
+    def unrolled(eps, x):
+        values = []
+        for e in eps:
+            x = jnp.sin(x) + e
+            values.append(x)
+        return x.sum(), values
+
+    return jax.grad(unrolled, has_aux=True)(jnp.zeros((n, *X.shape)), X)
+
+
 @pytest.mark.parametrize(
     "wrap",
     [
@@ -861,15 +874,7 @@ def test_a_checkpoint_in_a_loop_that_a_backward_pass_runs_again(wrap, call):
             lambda c: c[0] < 3, step, (0, x), max_steps=3, kind="checkpointed"
         )[1].sum()
 
-    def unrolled(eps, x):
-        values = []
-        for e in eps:
-            x = jnp.sin(x) + e
-            values.append(x)
-        return x.sum(), values
-
-    eps = jnp.zeros((6, *X.shape))
-    cotangents, values = jax.grad(unrolled, has_aux=True)(eps, X)
+    cotangents, values = _repeated_sines(6)
     _, got = call(S(jax.grad(f)), X)
     close(got["a"]["primal"], values[-2:])
     close(got["a"]["cotangent"], cotangents[:2])
@@ -894,15 +899,7 @@ def test_a_loop_that_a_backward_pass_runs_again_below_another_handler(inner):
     f.defvjp(lambda x: (forward(x), x), lambda x, ct: jax.vjp(forward, x)[1](ct))
     loop = lambda x: lax.scan(lambda x, _: (f(x), None), x, length=3)[0].sum()
 
-    def unrolled(eps, x):
-        values = []
-        for e in eps:
-            x = jnp.sin(x) + e
-            values.append(x)
-        return x.sum(), values
-
-    eps = jnp.zeros((3, *X.shape))
-    cotangents, values = jax.grad(unrolled, has_aux=True)(eps, X)
+    cotangents, values = _repeated_sines(3)
     _, got = S(inner(jax.grad(loop)))(X)
     close(got["a"]["primal"], values)
     close(got["a"]["cotangent"], cotangents)
