@@ -616,6 +616,35 @@ def test_a_loop_of_a_bwd_that_calls_the_forward_function(wrap):
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+@pytest.mark.parametrize("inner", [lambda f: f, lambda f: tap(f, lambda event: None)])
+@pytest.mark.parametrize("length", [1, 2])
+def test_a_bwd_that_calls_the_same_jitted_solver(wrap, inner, length):
+    A = jnp.array([[2.0, 0.5], [0.5, 3.0]])
+
+    @jax.jit
+    def solve(b):
+        step = lambda c: (c[0] + 1, sow(c[1] + 0.3 * (b - A @ c[1]), "x"))
+        return lax.while_loop(lambda c: c[0] < 30, step, (0, 0 * b))[1]
+
+    f = jax.custom_vjp(lambda b: solve(b))
+    f.defvjp(lambda b: (solve(b), None), lambda _, ct: (solve(ct),))
+    steps = lambda b: lax.scan(lambda b, _: (f(b), None), b, length=length)[0]
+    g = wrap(inner(jax.grad(lambda b: (f if length == 1 else steps)(b).sum())))
+
+    def solutions(b):
+        found = [b := np.linalg.solve(A, b) for _ in range(length)]
+        return found[0] if length == 1 else np.stack(found)
+
+    forward, backward = S(g, reduce=Append())(X)[1]["x"]["primal"]
+    close(forward, solutions(X), rtol=1e-4)
+    # A backward pass goes from the last iteration to the first.
+    want = solutions(np.ones(2))
+    close(backward, want if length == 1 else want[::-1], rtol=1e-4)
+    with pytest.raises(DuplicateSowError, match="in a backward pass"):
+        S(g)(X)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
 def test_what_is_computed_once_more_from_the_same_is_no_execution(wrap):
     pull = lambda x, ct: jax.vjp(_sine, x)[1](ct)
     g = wrap(_with_rules(_sine, pull))

@@ -417,7 +417,11 @@ def _replayed(primals: Sequence[_Sow]) -> Iterator[tuple[Path, frozenset[Path]]]
     def repeats(x, y):
         if y.site.key != x.site.key or y.site.origin is not x.site.origin:
             return False
-        return _has_calls(y, _calls_in_loop(x)) or _rule(x) in _rules(y)
+        same = any(_is_in(loop, y) for loop in _backward_loops(x)[:1])
+        # A checkpoint runs its loops once more as they are.
+        is_called = same and not _in_checkpoint(x)
+        is_replayed = not is_called and _has_calls(y, _calls_in_loop(x))
+        return is_replayed or _rule(x) in _rules(y)
 
     return _repetitions(
         primals,
@@ -439,19 +443,32 @@ def _calls(eqns: Iterable[Any]) -> list[Any]:
     return [e.source_info.traceback for e in eqns if e.primitive is not cond_p]
 
 
-def _calls_in_loop(x: _Sow) -> list[Any] | None:
-    """If a sow is in a loop of unknown length in a backward pass: the calls between
-    that loop and the sow."""
-    *around, _ = x.here.around
-    backward, start = False, None
-    for i, eqn in enumerate(around):
+def _backward_loops(x: _Sow) -> list[Any]:
+    """The loops of unknown length around a sow that are in a backward pass."""
+    backward, loops = False, []
+    for eqn in x.here.around[:-1]:
         backward = backward or _compat.in_backward_pass(eqn)
         if backward and _is_of_unknown_length(eqn):
-            start = i + 1
-        elif start is None and eqn.primitive in _CUSTOM_VJP:
+            loops.append(eqn)
+        elif not loops and eqn.primitive in _CUSTOM_VJP:
             # Not differentiated, so nothing in there has run before.
             backward = False
-    return None if start is None else _calls(around[start:])
+    return loops
+
+
+def _is_in(loop: Any, x: _Sow) -> bool:
+    """Whether a sow is in the same loop. Of two calls of one jitted solver, the second
+    one, in a `bwd`, is no repetition: it may have another input. The loops that do run
+    a body anew carry cotangents."""
+    like = lambda e: (e.primitive, e.source_info.traceback, [v.aval for v in e.outvars])
+    return like(loop) in map(like, x.here.around)
+
+
+def _calls_in_loop(x: _Sow) -> list[Any] | None:
+    """If a sow is in such a loop: the calls between the innermost one and the sow."""
+    loops, (*around, _) = _backward_loops(x), x.here.around
+    after = it.dropwhile(lambda e: e is not loops[-1], around)
+    return _calls(list(after)[1:]) if loops else None
 
 
 def _has_calls(y: _Sow, last: list[Any] | None) -> bool:
@@ -462,8 +479,11 @@ def _has_calls(y: _Sow, last: list[Any] | None) -> bool:
         return last is not None
     # If a checkpoint is differentiated, its values are computed outside of it. A scan
     # in it is then called where the checkpoint was.
-    in_checkpoint = any(e.primitive is jexc.primitives.remat_p for e in around)
-    return in_checkpoint and set(last) <= set(calls)
+    return _in_checkpoint(y) and set(last) <= set(calls)
+
+
+def _in_checkpoint(x: _Sow) -> bool:
+    return any(e.primitive is jexc.primitives.remat_p for e in x.here.around)
 
 
 def _rules(x: _Sow) -> list[str]:
