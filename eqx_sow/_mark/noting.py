@@ -102,7 +102,8 @@ def _noted(captures: tuple[Capture, ...]) -> Iterator[None]:
                 if isinstance(fn, types.FunctionType):
                     _exchange_code(fn, ft.partial(_noting_function, fn))
                 else:  # `jax.nn.relu` is a `jax.custom_jvp`
-                    _exchange_code(type(fn).__call__, _noting_rules)
+                    call: Any = type(fn).__call__
+                    _exchange_code(call, _noting_rules)
         yield
     finally:
         with _exchanging:
@@ -209,7 +210,7 @@ def _wants_notes(here: Listening | None) -> bool:
     return here is not None and here.found is None and bool(here.captures)
 
 
-def _noting_function(fn: types.FunctionType, plain: types.FunctionType) -> Callable:
+def _noting_function(fn: Callable, plain: Callable) -> Callable:
     """What is called in the place of a function that is captured."""
 
     def function(*args, **kwargs):
@@ -231,7 +232,7 @@ def _noting_function(fn: types.FunctionType, plain: types.FunctionType) -> Calla
     return function
 
 
-def _noting_rules(plain: types.FunctionType) -> Callable:
+def _noting_rules(plain: Callable) -> Callable:
     """What is called in the place of `jax.custom_jvp.__call__`. What such a function
     returns is sown outside of it, where it has derivatives."""
 
