@@ -615,24 +615,43 @@ def test_a_loop_of_a_bwd_that_calls_the_forward_function(wrap):
         S(g)(X)
 
 
+_A = jnp.array([[2.0, 0.5], [0.5, 3.0]])
+
+
+# JAX keeps the jaxpr of a loop whose functions it has seen, so that both of its calls
+# have the same equations inside, as those of a jitted function do.
+def _more(c):
+    return c[0] < 30
+
+
+def _richardson(c):
+    n, x, b = c
+    return n + 1, sow(x + 0.3 * (b - _A @ x), "x"), b
+
+
+def _descent(c):
+    n, x, b = c
+    error = lambda x: x @ _A @ x / 2 - b @ sow(x, "x")
+    return n + 1, x - 0.3 * jax.grad(error)(x), b
+
+
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
 @pytest.mark.parametrize("inner", [lambda f: f, lambda f: tap(f, lambda event: None)])
 @pytest.mark.parametrize("length", [1, 2])
-def test_a_bwd_that_calls_the_same_jitted_solver(wrap, inner, length):
-    A = jnp.array([[2.0, 0.5], [0.5, 3.0]])
-
-    @jax.jit
+@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize("step", [_richardson, _descent])
+def test_a_bwd_that_calls_the_same_solver(wrap, inner, length, jitted, step):
     def solve(b):
-        step = lambda c: (c[0] + 1, sow(c[1] + 0.3 * (b - A @ c[1]), "x"))
-        return lax.while_loop(lambda c: c[0] < 30, step, (0, 0 * b))[1]
+        return lax.while_loop(_more, step, (0, 0 * b, b))[1]
 
+    solve = jax.jit(solve) if jitted else solve
     f = jax.custom_vjp(lambda b: solve(b))
     f.defvjp(lambda b: (solve(b), None), lambda _, ct: (solve(ct),))
     steps = lambda b: lax.scan(lambda b, _: (f(b), None), b, length=length)[0]
     g = wrap(inner(jax.grad(lambda b: (f if length == 1 else steps)(b).sum())))
 
     def solutions(b):
-        found = [b := np.linalg.solve(A, b) for _ in range(length)]
+        found = [b := np.linalg.solve(_A, b) for _ in range(length)]
         return found[0] if length == 1 else np.stack(found)
 
     forward, backward = S(g, reduce=Append())(X)[1]["x"]["primal"]
@@ -642,6 +661,41 @@ def test_a_bwd_that_calls_the_same_jitted_solver(wrap, inner, length):
     close(backward, want if length == 1 else want[::-1], rtol=1e-4)
     with pytest.raises(DuplicateSowError, match="in a backward pass"):
         S(g)(X)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_loop_of_a_bwd_that_evaluates_at_other_points(n):
+    def repeated(x):
+        for_each = lambda c, _: (_sine(c), None)
+        return _sine(x) if n == 1 else lax.scan(for_each, x, length=n)[0]
+
+    def sines(x):
+        found = [x := np.sin(x) for _ in range(n)]
+        return found[0] if n == 1 else np.stack(found)
+
+    once = jax.jit(repeated)
+    checkpointed = jax.checkpoint(once)
+    # JAX takes jaxprs of these from the first program for the second and the third.
+    programs = (
+        (repeated, checkpointed),
+        (checkpointed, once),
+        (checkpointed, checkpointed),
+    )
+    for forward, again in programs:
+
+        def bwd(x, ct):
+            step = lambda c: (c[0] + 1, again(c[1]))
+            return (ct * lax.while_loop(lambda c: c[0] < 3, step, (0, x + 1))[1],)
+
+        g = _with_rules(forward, bwd)
+        first, last = S(g, reduce=Append())(X)[1]["net"]["primal"]
+        close(first, sines(X))
+        begin = X + 1
+        for _ in range(2 * n):
+            begin = np.sin(begin)
+        close(last, sines(begin))
+        with pytest.raises(DuplicateSowError, match="in a backward pass"):
+            S(g)(X)
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])

@@ -11,8 +11,9 @@ are three kinds of it:
   calls `jax.vjp(forward, x)` with the `x` of the forward pass. To tell, every value of
   the program has a number: two have the same one if they are computed alike, from the
   same inputs.
-- In a loop of unknown length, the same equation, called from the same lines: Equinox's
-  checkpointed loops run their body anew in each step of the backward pass.
+- In a loop of unknown length that takes derivatives, the same equation, called from the
+  same lines: Equinox's checkpointed loops run their body anew, and differentiate it, in
+  each step of the backward pass.
 - In the derivative rule of a `jax.custom_jvp` function, the same equation as in that
   function, if the rule calls the function: optimistix solves, and then evaluates the
   function that it solved once more, at the solution.
@@ -48,7 +49,7 @@ from .. import _compat
 from .._mark.primitive import same_p, sow_p
 from .._mark.site import Site
 from .flow import Domain, Here, run
-from .sows import Found, loop_of, Path, with_sites
+from .sows import Found, jaxprs_of, kept_with_jaxpr, loop_of, Path, with_sites
 
 
 def with_executions(
@@ -417,9 +418,7 @@ def _replayed(primals: Sequence[_Sow]) -> Iterator[tuple[Path, frozenset[Path]]]
     def repeats(x, y):
         if y.site.key != x.site.key or y.site.origin is not x.site.origin:
             return False
-        same = any(_is_in(loop, y) for loop in _backward_loops(x)[:1])
-        # A checkpoint runs its loops once more as they are.
-        is_called = same and not _in_checkpoint(x)
+        is_called = any(_is_in(loop, y) for loop in _backward_loops(x)[:1])
         is_replayed = not is_called and _has_calls(y, _calls_in_loop(x))
         return is_replayed or _rule(x) in _rules(y)
 
@@ -444,7 +443,9 @@ def _calls(eqns: Iterable[Any]) -> list[Any]:
 
 
 def _backward_loops(x: _Sow) -> list[Any]:
-    """The loops of unknown length around a sow that are in a backward pass."""
+    """The loops of unknown length around a sow that are in a backward pass, if there
+    is a backward pass in the outermost one, too. A solver that a `bwd` calls may have
+    none: it runs nothing anew."""
     backward, loops = False, []
     for eqn in x.here.around[:-1]:
         backward = backward or _compat.in_backward_pass(eqn)
@@ -453,14 +454,24 @@ def _backward_loops(x: _Sow) -> list[Any]:
         elif not loops and eqn.primitive in _CUSTOM_VJP:
             # Not differentiated, so nothing in there has run before.
             backward = False
-    return loops
+    bodies = [j for loop in loops[:1] for j in jaxprs_of(loop)]
+    return loops if any(map(_has_backward_pass, bodies)) else []
+
+
+@kept_with_jaxpr
+def _has_backward_pass(jaxpr: Any) -> bool:
+    """Whether there is a backward pass in a jaxpr, at any depth."""
+    return any(
+        _compat.in_backward_pass(e) or any(map(_has_backward_pass, jaxprs_of(e)))
+        for e in _compat.open_jaxpr(jaxpr)[0].eqns
+    )
 
 
 def _is_in(loop: Any, x: _Sow) -> bool:
-    """Whether a sow is in the same loop. Of two calls of one jitted solver, the second
-    one, in a `bwd`, is no repetition: it may have another input. The loops that do run
-    a body anew carry cotangents."""
-    like = lambda e: (e.primitive, e.source_info.traceback, [v.aval for v in e.outvars])
+    """Whether a sow is in a loop that carries the same. Of two calls of one solver that
+    takes derivatives, the second one, in a `bwd`, is no repetition: it may have another
+    input. The loops that do run a body anew carry cotangents."""
+    like = lambda e: (e.primitive, [v.aval for v in e.outvars])
     return like(loop) in map(like, x.here.around)
 
 
