@@ -209,7 +209,7 @@ class Naming(Domain):
         """If some of these are the layers of a list, whose arrays were stacked: their
         path without the index, such as `layers` for `layers/0` and `layers/1`."""
         found = {path: {source} for path, source in sources.items()}
-        if len(set(sources.values())) < len(sources):
+        if len(set(sources.values())) < max(len(sources), 2):
             # One array may also be in several places.
             return found
         for i in reversed(range(max(map(len, found), default=0))):
