@@ -53,36 +53,18 @@ class Transformed(eqx.Module):
         out = _jitted(form, *arrays)
         return out.form.with_arrays(out.arrays)
 
-    @property
-    def _said(self) -> dict[str, Any]:
-        """The options that were passed."""
-        others = [f.name for f in dc.fields(self) if f.name not in ("_fn", "_options")]
-        said = {name[1:]: getattr(self, name) for name in others}
-        said = {k: v for k, v in said.items() if v is not None}
-        return said | self._options.value.said
-
-    # Both show how it was made. Who calls one of these has the package.
+    # Shows how it was made. Who calls this has the package.
     def __pdoc__(self, **kwargs):
         import wadler_lindig as wl
 
+        # The first two fields are the function and those options that hold no arrays.
+        said = {f.name[1:]: getattr(self, f.name) for f in dc.fields(self)[2:]}
+        said = {k: v for k, v in said.items() if v is not None}
+        said |= self._options.value.said
         docs = [wl.pdoc(self._fn, **kwargs)]
-        said = self._said.items()
-        docs += [wl.TextDoc(f"{k}=") + wl.pdoc(v, **kwargs) for k, v in said]
+        docs += [wl.TextDoc(f"{k}=") + wl.pdoc(v, **kwargs) for k, v in said.items()]
         begin, end = wl.TextDoc(f"{self._call}("), wl.TextDoc(")")
         return wl.bracketed(begin, docs, wl.comma, end, kwargs["indent"])
-
-    def __treescope_repr__(self, path, render):
-        # Only treescope calls this. It need not be there for pyright.
-        import treescope.rendering_parts as parts  # pyright: ignore
-
-        # What is behind the path is what one can copy in a notebook.
-        docs = [render(self._fn, path and f"{path}.__wrapped__")]
-        said = self._said.items()
-        docs += [parts.siblings_with_annotations(f"{k}=", render(v)) for k, v in said]
-        begin, end = parts.text(f"{self._call}("), parts.text(")")
-        return parts.build_foldable_tree_node_from_children(
-            begin, docs, end, comma_separated=True, path=path
-        )
 
     def __hash__(self):
         # `jax.jit` takes only what is hashable, and dicts are not.
