@@ -227,7 +227,7 @@ def _sendable(value: Value, printed: bool) -> Value:
             x = as_operand(x, v)
             is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
             if x.dtype == jax.dtypes.float0:
-                leaf = NoTangent(x.shape[sum(v) :], x.dtype, x.dtype)
+                leaf = NoTangent(x.shape[sum(v) :], x.dtype)
             elif is_key and printed:
                 leaf = Const(jax.ShapeDtypeStruct(x.shape, x.dtype))
             else:

@@ -199,7 +199,7 @@ def _sow_tangent(nonzeros, avals, site, edge, *guards, tangents):
         if leaf is OPERAND and not keep[i := next(operand)]:
             shape = site.shape(len(guards) + i, avals[i].shape)
             dtype = jexc.primal_dtype_to_tangent_dtype(avals[i].dtype)
-            leaf = NoTangent(shape, dtype, dtype)
+            leaf = NoTangent(shape, dtype)
         leaves.append(leaf)
     kept = [True] * len(guards) + keep
     tangent_site = site._replace(

@@ -76,12 +76,11 @@ class NoTangent:
     a NumPy array, or what JAX refuses to differentiate. There is no operand for it.
 
     Its tangent is zero. Its cotangent is not known: JAX never computes one. Zeros of
-    this `dtype` stand in its place. A tangent of the leaf would have `tangent_dtype`.
+    this `dtype` stand in its place.
     """
 
     shape: tuple[int, ...]
     dtype: Any
-    tangent_dtype: Any
 
 
 # A leaf that is an operand of the equation.

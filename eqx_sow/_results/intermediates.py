@@ -4,7 +4,7 @@ import functools as ft
 import itertools as it
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -320,13 +320,15 @@ def _layers(name: str, value: Any, leading: Any) -> Iterator[tuple[str, Any]]:
         of_arrays = iter(leading)
 
         def one(x):
+            if not is_value(x):
+                return x
             own, indices = axes_of(next(of_arrays), x) or (), iter(at)
             index = [
                 slice(None) if place is None else next(indices) for _, place, _ in own
             ]
             return x[tuple(index)]
 
-        return _each(value, one)
+        return jtu.tree_map(one, value)
 
     # Every array has the axes of all loops.
     own, shape = leading[0]
@@ -337,11 +339,13 @@ def _layers(name: str, value: Any, leading: Any) -> Iterator[tuple[str, Any]]:
 
 def _stacked(pattern: str, named: Sequence[tuple[str, Any]]) -> Any:
     """The values along a new first axis of their arrays."""
+
+    def form(value):
+        arrays = filter(is_value, jtu.tree_leaves(value))
+        return jtu.tree_structure(value), [(x.shape, x.dtype) for x in arrays]
+
     values = [value for _, value in named]
-    leaves = list(map(jtu.tree_leaves, values))
-    treedefs = list(map(jtu.tree_structure, values))
-    types = [[(x.shape, x.dtype) for x in xs if is_value(x)] for xs in leaves]
-    if any(d != treedefs[0] for d in treedefs) or any(t != types[0] for t in types):
+    if any(form(value) != form(values[0]) for value in values):
         kinds: dict[str, str] = {}
         for name, value in named:
             kinds.setdefault(eqx.tree_pformat(value), name)
@@ -351,17 +355,13 @@ def _stacked(pattern: str, named: Sequence[tuple[str, Any]]) -> Any:
             f"shape or dtype: {shown}. Choose those that are alike (`*` fits `/`, too)."
         )
 
-    def stacked(xs):
+    def stacked(*xs):
         if not is_value(xs[0]):
             return xs[0]
         # JAX has no arrays of the dtype `float0`.
         return (jnp if any(isinstance(x, jax.Array) for x in xs) else np).stack(xs)
 
-    return jtu.tree_unflatten(treedefs[0], map(stacked, zip(*leaves)))
-
-
-def _each(value: Any, fn: Callable[[Any], Any]) -> Any:
-    return jtu.tree_map(lambda x: fn(x) if is_value(x) else x, value)
+    return jtu.tree_map(stacked, *values)
 
 
 def with_axes(values: Any, axes: _AllAxes) -> Intermediates:

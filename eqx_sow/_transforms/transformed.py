@@ -102,13 +102,10 @@ _run.__code__ = _run.__code__.replace(co_stacksize=2**15)
 
 
 def _unbound(fn: Callable) -> Callable:
-    """A method that Python bound to a module, as a PyTree that holds the module."""
-    if isinstance(fn, types.MethodType) and isinstance(fn.__self__, eqx.Module):
-        module: Any = fn.__self__
-        if fn.__name__ == "__call__":
-            return module
-        return eqx.Partial(fn.__func__, fn.__self__)
-    return fn
+    """`model` for `model.__call__`, which Equinox leaves to Python: as a PyTree."""
+    module = getattr(fn, "__self__", None)
+    is_call = isinstance(fn, types.MethodType) and isinstance(module, eqx.Module)
+    return module if is_call and fn.__func__ is type(module).__call__ else fn
 
 
 def wrap(cls: type[Transformed], fn: Any, given: Mapping[str, Any]) -> Any:
