@@ -85,6 +85,20 @@ def test_method(call, model, name):
     assert_close(call(method, X, scale=2), (h * 2, {"h": {"primal": h}}))
 
 
+class _Doubled(Model):
+    def __call__(self, x, *, scale=1):
+        out, got = S(super().__call__)(x, scale=scale)
+        return out + got["h"]["primal"]
+
+
+def test_the_method_of_a_base_class(call, model):
+    doubled = _Doubled(model.linear)
+    h = model.linear(X)
+    assert_close(call(doubled, X, scale=2), 3 * h)
+    grads = eqx.filter_grad(lambda m: m(X).sum())(doubled)
+    assert_close(grads.linear.bias, 2 * jnp.ones(2))
+
+
 def test_name_doc_and_signature(model):
     assert _bare.__name__ == "_bare" and _bare.__qualname__ == "_bare"
     assert _bare.__doc__ == "The doc." and _bare.__module__ == __name__

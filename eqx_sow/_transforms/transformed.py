@@ -101,11 +101,14 @@ def _run(self, args, kwargs):
 _run.__code__ = _run.__code__.replace(co_stacksize=2**15)
 
 
-def _unbound(fn: Callable) -> Callable:
-    """`model` for `model.__call__`, which Equinox leaves to Python: as a PyTree."""
+def _unbound(fn: Any) -> Any:
+    """A method that Python bound to a module, as a PyTree that holds the module."""
     module = getattr(fn, "__self__", None)
-    is_call = isinstance(fn, types.MethodType) and isinstance(module, eqx.Module)
-    return module if is_call and fn.__func__ is type(module).__call__ else fn
+    if not (isinstance(fn, types.MethodType) and isinstance(module, eqx.Module)):
+        return fn
+    # That of `super().__call__` is another one.
+    is_own = fn.__func__ is type(module).__call__
+    return module if is_own else eqx.Partial(fn.__func__, module)
 
 
 def wrap(cls: type[Transformed], fn: Any, given: Mapping[str, Any]) -> Any:
