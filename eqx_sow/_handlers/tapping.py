@@ -265,8 +265,9 @@ def _send_batch(axis_data, operands, dims, *, delivery):
         # So it is inside a loop or a branch with a predicate that has lanes.
         raise SowError(
             f"{delivery.site.said} is tapped in a loop or a branch that only some "
-            "lanes of a `jax.vmap` run, and the vmap came after the tap: which lanes "
-            "run cannot be told. Put the vmap inside: `tap(jax.vmap(fn), ...)`."
+            "lanes of a `jax.vmap` run, and the vmap is outside the tap, so eqx_sow "
+            "cannot tell which lanes run. Put the vmap inside: "
+            "`tap(jax.vmap(fn), ...)`."
         )
     operands = [
         x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims)
@@ -318,9 +319,9 @@ def all_lanes(site: Site, operands: Sequence[Any]) -> list[Any]:
     @same.def_vmap
     def _(*_):
         raise SowError(
-            f"`transform=batched(...)` was applied to {site.said}, and a `jax.vmap` "
-            "came after that, whose lanes it has not seen: there is one event for all "
-            "lanes. Put the vmap inside: `tap(jax.vmap(fn), ...)`."
+            f"`transform=batched(...)` has already been applied to {site.said}, so it "
+            "cannot see the lanes of a `jax.vmap` further out, but all lanes are one "
+            "event. Put the vmap inside: `tap(jax.vmap(fn), ...)`."
         )
 
     # What an event says is not differentiated.

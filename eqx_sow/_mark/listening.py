@@ -136,7 +136,7 @@ def scope(name: str) -> "_Scope":
             '`with eqx_sow.scope("some_name"):` or `@eqx_sow.scope("some_name")`.'
         )
     if not name:
-        raise ValueError("`eqx_sow.scope(name)` takes a name that is not empty.")
+        raise ValueError("`eqx_sow.scope(name)` takes a non-empty name.")
     return _Scope(name)
 
 
@@ -162,10 +162,10 @@ class _Scope(threading.local, contextlib.ContextDecorator):
             context.__exit__(kind, error, traceback)
         elif kind is None and None not in (inside, now):
             raise SowError(
-                f"`eqx_sow.scope({self._name!r})` was entered before, and left after, "
-                "what is around the code here, as in a generator that is suspended "
-                "within a scope: names there may have a wrong scope. Leave the scope "
-                "before each `yield` or `await`."
+                f"`eqx_sow.scope({self._name!r})`: scopes were not left in the reverse "
+                "of the order in which they were entered, as when a generator is "
+                "suspended within a scope. So names may have the wrong scope. Leave "
+                "the scope before each `yield` or `await`."
             )
 
     def __call__(self, fn: Fn) -> Fn:

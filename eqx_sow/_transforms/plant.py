@@ -98,10 +98,10 @@ def _check_one_place(
         found = " and ".join(str(list(x)) for x in sorted(loops))
         raise SowError(
             f"`plant`: `sow(..., {site.name!r})` at {site.where} is in several "
-            f"branches, in which there are other loops around it: {found} iterations, "
-            "from outside in. No value has the axes of all, and no index is for all. "
-            "Plant a function, under the name without an index, or give the values "
-            "different names."
+            f"branches, with different loops around it: {found} iterations, outermost "
+            "first. No value has the axes of all, and no index is right for all. Plant "
+            "a function under the name without an index, or give the values different "
+            "names."
         )
     if len(entries) > 1 and has_value:
         remedy = "or plant a function, which is called at each of them."

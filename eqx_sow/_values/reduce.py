@@ -199,8 +199,8 @@ class Fold(Reducer):
             show = ft.partial(eqx.tree_pformat, struct_as_array=True)
             raise SowError(
                 f"`eqx_sow.Fold(init, fn)` for `sow(..., {site.name!r})` at "
-                f"{site.where}: `fn` must return what `acc` looks like. `acc` is "
-                f"{show(first)}, and `fn` returned {show(new)}."
+                f"{site.where}: `fn` must keep the structure and the shapes of "
+                f"`acc`. `acc` is {show(first)}, and `fn` returned {show(new)}."
                 " Reduce the value, `lambda acc, x: acc + x.sum()`, or pass an `init` "
                 "like the result."
             )
