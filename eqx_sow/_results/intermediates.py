@@ -161,7 +161,7 @@ class Intermediates(dict[str, dict[str, Any]]):
     @api_boundary
     def axes(self, name: str, mode: str = "primal") -> tuple[Any, ...]:
         """What the leading axes of a value are: those that come before the axes that it
-        has where it is sown.
+        has where it is marked.
 
         **Arguments:**
 
