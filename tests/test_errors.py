@@ -392,7 +392,7 @@ def test_a_duplicate_in_a_model_tells_what_helps():
         S(lambda x: jax.nn.relu(1 - jax.nn.relu(x)), capture=jax.nn.relu)(X)
     with pytest.raises(DuplicateSowError, match="a `sow` has this name: choose with"):
         S(lambda layer, x: sow(layer(x), "layer"), capture=True)(one, X)
-    with pytest.raises(DuplicateSowError, match="`scope=True` puts the paths"):
+    with pytest.raises(DuplicateSowError, match="`scope=True` begins them"):
         S(lambda x: sow(sow(x, "a/b"), "a/b"))(X)
 
 
