@@ -672,7 +672,7 @@ MISUSES = {
     "one name in two layers": Misuse(
         DuplicateSowError,
         lambda: S(lambda a, b, x: b(a(x)))(_Layer(X), _Layer(X), X),
-        (*_DUPLICATE, "`scope=True` puts the paths"),
+        (*_DUPLICATE, "`scope=True` begins them"),
         "is sown more than once",
         _Layer.__call__,
     ),
