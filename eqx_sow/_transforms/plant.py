@@ -188,6 +188,7 @@ def plant(
         `save_intermediates(model)` captured into a function of `model`: the names
         lack the prefix `model/`, which does not matter if they match only one model
         in the program.
+
     - `mode`: what to replace: `"primal"` (the value); or, if `fn` differentiates,
         `"cotangent"` (the gradient that flows back there) or `"tangent"`. Second-order
         modes are joined by a dot.
