@@ -134,7 +134,7 @@ def _parameter(arg, default):
 def _doc(tree):
     def replaced(found):
         title = found[1] or "Example"
-        return f"**{title}:**\n\n{textwrap.dedent(found[2]).strip()}\n"
+        return f"**{title}:**\n\n{textwrap.dedent(found[2]).strip()}\n\n"
 
     return ADMONITION.sub(replaced, ast.get_docstring(tree) + "\n").strip()
 

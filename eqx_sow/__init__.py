@@ -1,4 +1,15 @@
-"""Read, differentiate and replace intermediate values of Equinox models."""
+"""Read, differentiate and replace intermediate values of Equinox models.
+
+`sow` marks a value, and so does `Sow`, a layer. The option `capture=` marks the outputs
+of modules, without editing the model. Then
+
+- `save_intermediates` makes a function also return the marked values, and under
+  `eqx.filter_grad` the gradients with respect to them,
+- `plant` replaces them, and
+- `tap` shows them while the program runs.
+
+`tabulate` prints a table of what was captured.
+"""
 
 from importlib.metadata import version as _version
 

@@ -11,8 +11,8 @@ class SowError(Exception):
 
 
 class DuplicateSowError(SowError, ValueError):
-    """One name was sown more than once in straight-line code, and no reducer says how
-    to combine the values."""
+    """One name marks several places in straight-line code, and no reducer says how to
+    combine the values."""
 
 
 class UnknownSowError(SowError, ValueError):
@@ -20,13 +20,13 @@ class UnknownSowError(SowError, ValueError):
 
 
 class SowTypeError(SowError, TypeError):
-    """A sown value does not match its jaxtyping annotation."""
+    """A marked value does not match its jaxtyping annotation."""
 
 
 class UnsupportedPrimitiveError(SowError, NotImplementedError):
-    """The value of a sow is not accessible where the sow is: in a primitive without a
-    rule, in a linear solve, in the condition of a `while_loop`, or, with a reducer, in
-    a `shard_map`."""
+    """A marked value cannot be captured where it is: in a primitive without a rule, in
+    a linear solve, in the condition of a `while_loop`, or, with a reducer, in a
+    `shard_map`."""
 
 
 for _error in (SowError, *SowError.__subclasses__()):

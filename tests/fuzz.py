@@ -63,7 +63,7 @@ DOCUMENTED = {
     "a name at two places": r"is sown more than once",
     "rule that only some lanes run": r"derivative rule of a function .* some lanes",
     "differentiated checkpoint": r"is in a `jax.checkpoint` that was differentiated",
-    "lanes that cannot be told": r"which lanes run cannot be told",
+    "lanes that cannot be told": r"cannot tell which lanes run",
     "different vmaps": r"in several places that vary over different axes",
     "total and single cotangents in branches": r"where its cotangent is the total",
     "plant in a shard_map": r"cannot be checked in a `jax.shard_map`",

@@ -313,9 +313,9 @@ def test_tap_sees_the_lanes_of_all_vmaps(derive):
 def test_a_vmap_around_a_compiled_tap_is_an_error():
     f = lambda x: sow(jnp.sin(x), "h").sum()
     tapped = jax.jit(tap(jax.vmap(f), print, transform=batched(jnp.sum)))
-    with pytest.raises(SowError, match=r"whose lanes.* `tap\(jax.vmap\(fn\), ...\)`"):
+    with pytest.raises(SowError, match=r"cannot see the lanes.*tap\(jax.vmap\(fn\)"):
         jax.vmap(tapped)(XS[None])
-    with pytest.raises(SowError, match="whose lanes"):
+    with pytest.raises(SowError, match="cannot see the lanes"):
         jax.vmap(jax.grad(lambda xs: tapped(xs).sum()))(XS[None])
     # Of lanes that the value does not vary over it need not know.
     events = []

@@ -1888,7 +1888,7 @@ def test_what_is_marked_by_both_in_a_checkpoint_is_not_planted_in_part():
     tapped = lambda net, x: tap(net, print, capture=True)(x)
     loss = lambda net, x: jnp.sum(jax.checkpoint(lambda x: tapped(net, x))(x))
     planted = {"net/layers/0": jnp.ones_like}
-    with pytest.raises(SowError, match="computes the value once more"):
+    with pytest.raises(SowError, match="computes the value again"):
         plant(eqx.filter_grad(loss), planted, capture=True)(_mlp(), X)
 
 
@@ -2263,7 +2263,7 @@ def test_a_function_that_jit_made(jit):
         S(lambda x: x, capture=scaled)(X)
     for capture in ((eqx.nn.Linear, len), eqx.filter_jit(eqx.nn.Lambda(jnp.sin))):
         with pytest.raises(
-            TypeError, match="takes `True`, a class(?s:.*)give the class"
+            TypeError, match="takes `True`, a class(?s:.*)give its class"
         ):
             S(fn, capture=capture)
 

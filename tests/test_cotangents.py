@@ -835,7 +835,7 @@ def test_a_recomputing_bwd_is_no_execution(rule, around):
 def test_a_recomputing_bwd_in_lanes_that_take_different_branches(options):
     xs = jnp.stack([X, -X])
     f = _both_branches(_recomputing(_tripled))
-    with pytest.raises(SowError, match="whether it repeats that one cannot be told"):
+    with pytest.raises(SowError, match="cannot tell whether the `bwd` repeats"):
         S(jax.vmap(jax.grad(_summed(f))), **options)(xs)
 
     def renamed(x):

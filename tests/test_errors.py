@@ -244,7 +244,7 @@ def test_a_name_for_a_model_that_is_passed_in_another_way(name):
 def test_an_index_that_a_list_does_not_have(index):
     model = eqx.nn.MLP(3, 2, 4, 11, key=jax.random.key(0))
     name = f"layers/{index}"
-    match = "they are 'layers/0' to 'layers/11', which is the last"
+    match = "from 'layers/0' to 'layers/11', the last one"
     known = S(model, names="layers/11", capture=True)(X)[1]
     assert list(known) == ["layers/11"]
     for fn in (
@@ -259,7 +259,7 @@ def test_an_index_that_a_list_does_not_have(index):
 
 def test_an_iteration_in_names():
     fn = lambda x: lax.map(lambda x: sow(x, "h/a"), x)
-    with pytest.raises(UnknownSowError, match="Of 'h/a' there is no such iteration"):
+    with pytest.raises(UnknownSowError, match="There is no such iteration of 'h/a'"):
         S(fn, names="h/a/9")(X)
     with pytest.raises(UnknownSowError, match="they are 'h/a/0' to 'h/a/2'"):
         plant(fn, {"h/1/a": jnp.sin})(X)
@@ -392,7 +392,7 @@ def test_a_duplicate_in_a_model_tells_what_helps():
         S(lambda x: jax.nn.relu(1 - jax.nn.relu(x)), capture=jax.nn.relu)(X)
     with pytest.raises(DuplicateSowError, match="a `sow` has this name: choose with"):
         S(lambda layer, x: sow(layer(x), "layer"), capture=True)(one, X)
-    with pytest.raises(DuplicateSowError, match="`scope=True` puts the paths"):
+    with pytest.raises(DuplicateSowError, match="`scope=True` begins them"):
         S(lambda x: sow(sow(x, "a/b"), "a/b"))(X)
 
 
@@ -408,7 +408,7 @@ def test_a_gradient_that_may_be_that_of_either_of_two_modules():
     # both of them call there is one derivative.
     batch = jax.vmap(jax.grad(loss, argnums=1), (None, 0))
     xs = jnp.stack([X, -X])
-    message = "'layers/0' or 'layers/1': which of them cannot be told"
+    message = "cannot tell which module .* 'layers/0' or 'layers/1'"
     with pytest.raises(SowError, match=message):
         S(batch, capture=True)(layers, xs)
     _, values = S(batch, capture=True, modes="primal")(layers, xs)

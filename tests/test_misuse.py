@@ -298,7 +298,7 @@ MISUSES = {
     "capture: a list": Misuse(
         TypeError,
         lambda: S(MODEL, capture=[eqx.nn.Linear]),
-        ("capture=...)` takes `True`, a class, a function of JAX's",),
+        ("capture=...)` takes `True`, a class, a JAX function",),
         "`capture`",
     ),
     "capture: a module": Misuse(
@@ -672,7 +672,7 @@ MISUSES = {
     "one name in two layers": Misuse(
         DuplicateSowError,
         lambda: S(lambda a, b, x: b(a(x)))(_Layer(X), _Layer(X), X),
-        (*_DUPLICATE, "`scope=True` puts the paths"),
+        (*_DUPLICATE, "`scope=True` begins them"),
         "is sown more than once",
         _Layer.__call__,
     ),
@@ -805,7 +805,7 @@ MISUSES = {
     "planted function: forgets return": Misuse(
         SowError,
         lambda: plant(_fn, _returned(None))(X),
-        ("function for `sow(..., 'h')`", "returned None; did it forget `return`?"),
+        ("function for `sow(..., 'h')`", "returned None; did you forget `return`?"),
         "has a leaf",
         _fn,
     ),

@@ -364,5 +364,5 @@ def test_what_cannot_be_decorated(fn):
 def test_a_scope_has_a_string_as_name(name):
     with pytest.raises(TypeError, match="takes a string"):
         scope(name)
-    with pytest.raises(ValueError, match="not empty"):
+    with pytest.raises(ValueError, match="non-empty"):
         scope("")

@@ -316,12 +316,12 @@ def test_on_a_mesh(mesh):
         (
             {"h/4": jnp.cos},
             UnknownSowError,
-            "no such iteration: they are 'h/0' to 'h/3'",
+            "no such iteration of 'h': they are 'h/0' to 'h/3'",
         ),
         (
             {"h/1/0": jnp.cos},
             UnknownSowError,
-            "no such iteration: they are 'h/0' to 'h/3'",
+            "no such iteration of 'h': they are 'h/0' to 'h/3'",
         ),
         ({"g/1": jnp.cos}, UnknownSowError, "'g/1' selects no sow"),
         ({"h/x": jnp.cos}, UnknownSowError, "'h/x' selects no sow"),

@@ -276,7 +276,7 @@ def test_stack_keeps_structure():
     value = got.stack("h*")
     assert value["b"][1] == "text" and value["a"].shape == (3, 3)
     assert isinstance(S(f, transform=summarize)(X)[1].stack("h*")["a"], Summary)
-    kinds = r"'h0' is \{'a': f32\[3\], .*\} and 'k' is f32\[3\]\. Choose"
+    kinds = r"'h0' is \{'a': f32\[3\], .*\} and 'k' is f32\[3\]\. Select"
     with pytest.raises(
         SowError, match=rf"(?s)stack\('\*'\)`: the values differ.*{kinds}"
     ):
@@ -294,7 +294,7 @@ def test_stack_after_a_reduction_of_the_values():
 
     got = S(f)(X)[1]
     rows = jax.tree.map(lambda h: jnp.linalg.norm(h, axis=-1), got)
-    with pytest.raises(UnknownSowError, match="are: 'blocks/h'. Which axis is"):
+    with pytest.raises(UnknownSowError, match="are: 'blocks/h'. If you have"):
         rows.stack("blocks/*/h")
     for unchanged in (got, S(f, reduce=Append())(X)[1]):
         with pytest.raises(UnknownSowError, match="are: 'blocks/h'.$"):

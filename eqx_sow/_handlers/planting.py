@@ -153,8 +153,8 @@ def _replaced(
             more = (iterations,) if planted.with_index else ()
             index = (
                 " With `with_index=True` it is called with `(value, index)`, and "
-                f"`index` has length {len(iterations)} here: it has an entry for each "
-                "loop around, but for a `while_loop`."
+                f"`index` has length {len(iterations)} here: one entry for each loop "
+                "around the sow, except for `while_loop`s."
             )
             hint = _one_lane(site) + (index if more else "")
             with calling("planted function", site, hint):
@@ -206,9 +206,9 @@ def _check_fixed(
             fits = old is None or new[i] is old[i]
         if not fits:
             raise SowError(
-                f"`plant`: at {places[0].said} there is a NumPy array, with which the "
-                "program goes on whatever is planted. Sow a JAX array, "
-                "`jnp.asarray(...)`, to replace it."
+                f"`plant`: at {places[0].said} there is a NumPy array, which the "
+                "program uses whatever you plant. To replace it, sow a JAX array: "
+                "`jnp.asarray(...)`."
             )
 
 
@@ -345,7 +345,7 @@ def _operands(
     if Const(treedef) != form.treedef:
         if of_function and value is None:
             raise SowError(
-                f"`plant`: the function for {site.said} returned None; did it forget "
+                f"`plant`: the function for {site.said} returned None; did you forget "
                 "`return`?"
             )
         raise SowError(

@@ -45,24 +45,23 @@ class _Fields(NamedTuple):
 
 
 class TapEvent(_Fields):
-    """One execution of a sow, as the callback of [`eqx_sow.tap`][] receives it.
+    """One execution of a mark, as the callback of [`eqx_sow.tap`][] receives it.
 
     **Attributes:**
 
-    - `name`: the name of the sow.
+    - `name`: the name of the mark.
     - `mode`: `"primal"`, `"tangent"`, `"cotangent"`, or of second order, such as
         `"cotangent.tangent"`.
-    - `value`: the PyTree that was sown, after `transform`. Arrays are NumPy arrays,
+    - `value`: the marked PyTree, after `transform`. Arrays are NumPy arrays,
         with a leading axis for each `vmap` that the value varies over, and none for
         loops; a key is its `jax.random.key_data`. All other leaves are what they were.
     - `count`: how many executions of this name and mode came before it in this call, an
-        `int`. One that was not sent counts too.
-    - `ran`: `None`; or, where a condition differs between the lanes of a `vmap`, a
-        boolean array that says which of them ran, with the axes of the lanes. The value
-        is zero for the others. Each branch that contains the name is an event of its
-        own.
+        `int`. This includes executions that were not sent.
+    - `ran`: `None`; or, if a condition differs between the lanes of a `vmap`, a boolean
+        array with the axes of the lanes, which says which of them ran. The value is
+        zero for the others. Each branch that contains the name has an event of its own.
 
-    Two more attributes are not fields, so that an event unpacks into five values:
+    Two more attributes are not fields of the tuple, so that it has five entries:
 
     - `device`: in a `jax.shard_map`, a dict from mesh axes to the index of the device
         along each. Elsewhere `None`.
@@ -265,8 +264,9 @@ def _send_batch(axis_data, operands, dims, *, delivery):
         # So it is inside a loop or a branch with a predicate that has lanes.
         raise SowError(
             f"{delivery.site.said} is tapped in a loop or a branch that only some "
-            "lanes of a `jax.vmap` run, and the vmap came after the tap: which lanes "
-            "run cannot be told. Put the vmap inside: `tap(jax.vmap(fn), ...)`."
+            "lanes of a `jax.vmap` run, and the vmap is outside the tap, so eqx_sow "
+            "cannot tell which lanes run. Put the vmap inside: "
+            "`tap(jax.vmap(fn), ...)`."
         )
     operands = [
         x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims)
@@ -318,9 +318,9 @@ def all_lanes(site: Site, operands: Sequence[Any]) -> list[Any]:
     @same.def_vmap
     def _(*_):
         raise SowError(
-            f"`transform=batched(...)` was applied to {site.said}, and a `jax.vmap` "
-            "came after that, whose lanes it has not seen: there is one event for all "
-            "lanes. Put the vmap inside: `tap(jax.vmap(fn), ...)`."
+            f"`transform=batched(...)` has already been applied to {site.said}, so it "
+            "cannot see the lanes of a `jax.vmap` further out, but all lanes are one "
+            "event. Put the vmap inside: `tap(jax.vmap(fn), ...)`."
         )
 
     # What an event says is not differentiated.

@@ -77,16 +77,16 @@ def around(axis_data: Any) -> Around:
 
 
 def scope(name: str) -> "_Scope":
-    """Puts `name` and a slash before the names of all sows inside, for a plain function
-    that is called more than once.
+    """Puts `name` and a slash before the names of all marks inside, for a plain
+    function that is called more than once.
 
-    A context manager and a decorator, as `jax.named_scope` is. Outside
+    A context manager and a decorator, like `jax.named_scope`. Outside
     [`eqx_sow.save_intermediates`][], [`eqx_sow.plant`][] and [`eqx_sow.tap`][] it does
     nothing, and adds nothing to the program.
 
-    Scopes nest. The full name of a sow is the path of its module (with `scope=True`),
-    then the scopes from the outside in, then its own name. A module that `capture=`
-    selects has its path as its own name, so the scopes come before the path.
+    Scopes can be nested. The full name of a `sow` is the path of its module (with
+    `scope=True`), then the scopes from the outside in, then its own name. A module that
+    `capture=` selects has its path as its own name, so the scopes come before the path.
 
     A scope applies to everything that is called within it, including compiled
     functions, loops and derivative rules, but not to the names that a
@@ -94,18 +94,18 @@ def scope(name: str) -> "_Scope":
 
     **Arguments:**
 
-    - `name`: a string. It may have slashes inside.
+    - `name`: a string. It may contain slashes.
 
     **Returns:**
 
-    A context manager that can also decorate a function, and can be entered any number
+    A context manager, which can also decorate a function, and can be entered any number
     of times.
 
     **Raises:**
 
     `TypeError` if `name` is not a string, or if what is decorated is a class, a
     generator or a coroutine. `ValueError` if `name` is empty. While capturing,
-    [`eqx_sow.SowError`][] if scopes are not left in the order opposite to that in which
+    [`eqx_sow.SowError`][] if scopes are not left in the reverse of the order in which
     they were entered, as in generators that take turns.
 
     !!! example
@@ -136,7 +136,7 @@ def scope(name: str) -> "_Scope":
             '`with eqx_sow.scope("some_name"):` or `@eqx_sow.scope("some_name")`.'
         )
     if not name:
-        raise ValueError("`eqx_sow.scope(name)` takes a name that is not empty.")
+        raise ValueError("`eqx_sow.scope(name)` takes a non-empty name.")
     return _Scope(name)
 
 
@@ -162,10 +162,10 @@ class _Scope(threading.local, contextlib.ContextDecorator):
             context.__exit__(kind, error, traceback)
         elif kind is None and None not in (inside, now):
             raise SowError(
-                f"`eqx_sow.scope({self._name!r})` was entered before, and left after, "
-                "what is around the code here, as in a generator that is suspended "
-                "within a scope: names there may have a wrong scope. Leave the scope "
-                "before each `yield` or `await`."
+                f"`eqx_sow.scope({self._name!r})`: scopes were not left in the reverse "
+                "of the order in which they were entered, as when a generator is "
+                "suspended within a scope. So names may have the wrong scope. Leave "
+                "the scope before each `yield` or `await`."
             )
 
     def __call__(self, fn: Fn) -> Fn:

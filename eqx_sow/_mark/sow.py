@@ -25,7 +25,7 @@ _T = TypeVar("_T")
 def sow(
     value: _T, name: str, *, tag: Hashable = "intermediates", spec: Any = None
 ) -> _T:
-    """Marks a value and returns it.
+    """Marks a value, that is, gives it a name, and returns it.
 
     Outside [`eqx_sow.save_intermediates`][], [`eqx_sow.plant`][] and [`eqx_sow.tap`][]
     it does nothing, and adds nothing to the program. Replacing `sow(x, name)` by `x`
@@ -38,9 +38,10 @@ def sow(
         NumPy array remains one.
     - `name`: a name for the value. A name marks one place in a program: see
         [`eqx_sow.DuplicateSowError`][].
-    - `tag`: any hashable. `save_intermediates(..., tag=...)` captures one tag.
-    - `spec`: a jaxtyping annotation (or any other that beartype understands) for the
-        value as the code here sees it. Checked when the value is captured.
+    - `tag`: any hashable object. `save_intermediates(..., tag=...)` captures the marks
+        with one tag.
+    - `spec`: a jaxtyping annotation (or any other that beartype understands) of the
+        value as the code here sees it. It is checked when the value is captured.
 
     **Returns:**
 
@@ -49,10 +50,9 @@ def sow(
 
     **Raises:**
 
-    `TypeError` if `name` is not a string. While capturing, also if `tag` is not
-    hashable;
-    [`eqx_sow.SowError`][] if a leaf is traced and not an array, such as a `jax.Ref`;
-    [`eqx_sow.SowTypeError`][] if the captured value does not fit `spec`.
+    `TypeError` if `name` is not a string. While capturing, also `TypeError` if `tag` is
+    not hashable, [`eqx_sow.SowError`][] if a leaf is traced and not an array, such as a
+    `jax.Ref`, and [`eqx_sow.SowTypeError`][] if the value does not match `spec`.
 
     !!! example
 

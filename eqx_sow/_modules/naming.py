@@ -378,10 +378,10 @@ class Naming(Domain):
         if is_asked_for and (len(paths) > 1 or note and not paths):
             calls = map(repr, map("/".join, paths) if paths else [note and note.call])
             raise SowError(
-                f"A {site.mode} at {site.where} may be that of {' or '.join(calls)}: "
-                "which of them cannot be told, as it has lost the way to its primal. "
-                "Take the gradient of each of them by itself, mark the value with "
-                "`sow`, or leave this mode out, by `modes`."
+                f"eqx_sow cannot tell which module a {site.mode} at {site.where} "
+                f"belongs to: it may be that of {' or '.join(calls)}. Differentiate "
+                "each call by itself, mark the value with `sow`, or leave this mode "
+                "out, by `modes`."
             )
         others = tuple(x for x in site.labels if x not in mine)
         if not paths:
@@ -420,9 +420,9 @@ class Naming(Domain):
         except (TypeError, AttributeError) as e:
             raise TypeError(
                 f"`capture={capture!r}` failed for the module at {name!r}: {e}. A "
-                "predicate is asked about a module with shapes in the place of arrays, "
+                "predicate receives the module with shapes in place of its arrays, "
                 "whose values are not known yet. Return a bool: decide by the path, or "
-                "by what is static about the module, such as its type or its shapes. "
+                "by something static in the module, such as its type or its shapes. "
                 "To capture what a function returns, `jax.jit` it, or `sow` there."
             ) from e
 

@@ -161,7 +161,7 @@ class Intermediates(dict[str, dict[str, Any]]):
     @api_boundary
     def axes(self, name: str, mode: str = "primal") -> tuple[Any, ...]:
         """What the leading axes of a value are: those that come before the axes that it
-        has where it is sown.
+        has where it is marked.
 
         **Arguments:**
 
@@ -206,8 +206,8 @@ class Intermediates(dict[str, dict[str, Any]]):
         if None in axes:
             raise SowError(
                 f"`Intermediates.axes({name!r}, {mode!r})`: these arrays are not those "
-                "that `save_intermediates` returned, so it is not known what their "
-                "axes are. Ask it of what came back."
+                "that `save_intermediates` returned, so their axes are not known. Call "
+                "`axes` on what it returned."
             )
         kinds = [tuple(kind for kind, *_ in of) for of in axes if of is not None]
         return tuple(kinds) if several else kinds[0]
@@ -240,7 +240,7 @@ class Intermediates(dict[str, dict[str, Any]]):
 
         **Raises:**
 
-        [`eqx_sow.UnknownSowError`][] if the pattern fits nothing;
+        [`eqx_sow.UnknownSowError`][] if the pattern matches nothing;
         [`eqx_sow.SowError`][] if the values differ in structure, shape or dtype.
 
         !!! example
@@ -267,11 +267,12 @@ class Intermediates(dict[str, dict[str, Any]]):
         if not values:
             there = [n for n, modes in self.items() if mode in modes]
             changed = any(None in self._axes_of_places(n, mode)[1] for n in there)
-            hint = " Which axis is that of the layers is not known of what was computed"
-            hint += " from the values since: call `stack` before that."
+            hint = " If you have computed with the values since, the axis of the layers"
+            hint += " is no longer known: call `stack` before that."
             raise UnknownSowError(
-                f"`Intermediates.stack({pattern!r}, {mode!r})` fits nothing. The names "
-                f"with this mode are: {', '.join(map(repr, there)) or 'none at all'}."
+                f"`Intermediates.stack({pattern!r}, {mode!r})` matches nothing. "
+                "The names with this mode are: "
+                f"{', '.join(map(repr, there)) or 'none at all'}."
                 + (hint if changed else "")
             )
         return _stacked(pattern, values)
@@ -352,7 +353,8 @@ def _stacked(pattern: str, named: Sequence[tuple[str, Any]]) -> Any:
         shown = " and ".join(f"{name!r} is {kind}" for kind, name in kinds.items())
         raise SowError(
             f"`Intermediates.stack({pattern!r})`: the values differ in structure, "
-            f"shape or dtype: {shown}. Choose those that are alike (`*` fits `/`, too)."
+            f"shape or dtype: {shown}. Select values that are alike (`*` also "
+            "matches `/`)."
         )
 
     def stacked(*xs):

@@ -27,7 +27,7 @@ class Summary(eqx.Module):
     """The statistics of an array, from [`eqx_sow.summarize`][].
 
     All of them are arrays of the same shape: `()` for the summary of one array. If
-    summaries are stacked or mapped, as by `jax.lax.scan` or `jax.vmap`, they have
+    summaries are stacked or mapped, as by `jax.lax.scan` or `jax.vmap`, these have
     leading axes. `mean`, `std`, `rms`, `min` and `max` are those of the finite entries,
     and NaN if there are none.
 
@@ -38,8 +38,8 @@ class Summary(eqx.Module):
 
     `+` merges two summaries, and `merge` those along an axis. Up to rounding, the
     result is the summary of all entries together. Adding summaries with different
-    leading axes or different `edges` is an [`eqx_sow.SowError`][]. A summary of zeros,
-    as it stands for a value that did not run, is the summary of no entries.
+    leading axes or different `edges` is an [`eqx_sow.SowError`][]. A summary that is
+    all zeros, as you get it for a mark that did not run, is the summary of no entries.
 
     `mean`, `std`, `rms`, `min` and `max` can be differentiated. The gradient of a
     standard deviation of zero is zero.
@@ -57,34 +57,34 @@ class Summary(eqx.Module):
 
     ??? abstract "How they are merged"
 
-        By the pairwise formula for means and sums of squared deviations, which takes no
-        difference of two large numbers: T. F. Chan, G. H. Golub and R. J. LeVeque,
+        By the pairwise formula for means and sums of squared deviations, in which no
+        large numbers cancel: T. F. Chan, G. H. Golub and R. J. LeVeque,
         "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances",
         Stanford University, technical report STAN-CS-79-773, 1979.
     """
 
     size: jax.Array
-    """How many entries there are, whether finite or not."""
+    """The number of entries, whether finite or not."""
     mean: jax.Array
-    """Their mean."""
+    """The mean of the finite entries."""
     std: jax.Array
-    """Their standard deviation, that of NumPy: the root of the mean squared
+    """Their standard deviation, as in NumPy: the root of the mean squared
     deviation."""
     rms: jax.Array
     """The root of their mean square. The norm is `rms * sqrt(size - not_finite)`."""
     min: jax.Array
-    """The smallest."""
+    """The smallest finite entry."""
     max: jax.Array
-    """The largest."""
+    """The largest finite entry."""
     zeros: jax.Array
-    """How many are zero."""
+    """The number of zeros."""
     not_finite: jax.Array
-    """How many are NaN or infinite."""
+    """The number of entries that are NaN or infinite."""
     histogram: jax.Array | None = None
-    """With `edges`, how many are in each bin, along a last axis of length
-    `len(edges) - 1`; else `None`."""
+    """With `edges`, the number of entries in each bin, along a last axis of length
+    `len(edges) - 1`. Otherwise `None`."""
     edges: tuple[float, ...] | None = eqx.field(static=True, default=None)
-    """What was passed to `summarize`, as a tuple; it is static."""
+    """The `edges` that were passed to `summarize`, as a static tuple."""
 
     @classmethod
     @api_boundary

@@ -181,10 +181,10 @@ def _capture(option: str, capture: Any) -> Any:
             # What a large model prints would hide what to write instead.
             shown = f"a module of class `{type(inner).__name__}`"
         raise TypeError(
-            f"`{option}` takes `True`, a class, a function of JAX's or one that "
-            "`jax.jit` or `eqx.filter_jit` made, a tuple of these, or a predicate "
+            f"`{option}` takes `True`, a class, a JAX function, a function made by "
+            "`jax.jit` or `eqx.filter_jit`, a tuple of these, or a predicate "
             f"`(path, module) -> bool`, not {shown}. To choose by path, write "
-            f"`capture=True, names={path!r}`. Of a module, give the class. {jit_it}"
+            f"`capture=True, names={path!r}`. For a module, give its class. {jit_it}"
         )
     check_arity(option, capture, "(path, module) -> bool", jit_it)
     return capture

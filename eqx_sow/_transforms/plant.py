@@ -98,10 +98,10 @@ def _check_one_place(
         found = " and ".join(str(list(x)) for x in sorted(loops))
         raise SowError(
             f"`plant`: `sow(..., {site.name!r})` at {site.where} is in several "
-            f"branches, in which there are other loops around it: {found} iterations, "
-            "from outside in. No value has the axes of all, and no index is for all. "
-            "Plant a function, under the name without an index, or give the values "
-            "different names."
+            f"branches, with different loops around it: {found} iterations, outermost "
+            "first. No value has the axes of all, and no index is right for all. Plant "
+            "a function under the name without an index, or give the values different "
+            "names."
         )
     if len(entries) > 1 and has_value:
         remedy = "or plant a function, which is called at each of them."
@@ -167,49 +167,52 @@ def plant(
     """Replaces marked values while a function runs.
 
     Planting what [`eqx_sow.save_intermediates`][] captured changes nothing (except in a
-    `while_loop`). Planting another value is the same as editing the program at the sow.
+    `while_loop`). Planting another value is the same as editing the program there.
 
     **Arguments:**
 
     - `fn`: a function, a model, or a transformed function such as
         `eqx.filter_grad(loss)`.
     - `values`: maps names or globs to either
-        - a PyTree like the one that is captured there: the same structure, static
-            leaves, dtypes and shapes, leading axes of loops and vmaps included (in a
-            `while_loop`, one value for all iterations), or what `save_intermediates`
-            returned under that name, `{mode: value, ...}`; or
-        - a function of the value that is sown there, as the code there sees it: in a
-            `vmap` or a loop, that of one lane in one iteration.
+        - a PyTree like the one that is captured there: with the same structure,
+            static leaves, dtypes and shapes, including the leading axes of loops and
+            `vmap`s (in a `while_loop`, one value for all iterations). You can also
+            pass what `save_intermediates` returned under that name,
+            `{mode: value, ...}`; or
+        - a function of the value, as the code at the mark sees it: in a `vmap` or a
+            loop, of one example in one iteration.
 
         A name with an index means one iteration of a loop, as in the option `names` of
         [`eqx_sow.save_intermediates`][]: `"h/3"`, or `"blocks/2/attn"` in a stack of
         layers. A value then has no axis for that loop. You can plant what
-        `save_intermediates(model)` captured into a function of `model`: its names
-        lack the prefix `model/`, but they are understood if only one model in the
-        program fits them.
+        `save_intermediates(model)` captured into a function of `model`: the names
+        lack the prefix `model/`, which does not matter if they match only one model
+        in the program.
+
     - `mode`: what to replace: `"primal"` (the value); or, if `fn` differentiates,
         `"cotangent"` (the gradient that flows back there) or `"tangent"`. Second-order
         modes are joined by a dot.
-    - `tag`: only sows with this tag.
+    - `tag`: replace only marks with this tag.
     - `capture`, `methods`, `scope`: as in `save_intermediates`, so that submodules of a
         model can be planted by their paths.
     - `with_index`: call functions with `(value, index)`. `index` is a tuple of the
-        iterations of the loops around the sow, from outside in, traced int32s: in a
-        scan over layers `(layer,)`. So the layer can be an argument of a compiled
-        program. A `while_loop` has no entry in it, nor has a `fori_loop` whose bounds
-        are traced. In a reversed scan, iteration `i` is that of `xs[i]`.
+        iterations of the loops around the mark, outermost first, as traced int32s: in
+        a scan over layers `(layer,)`. So the layer can be an argument of a compiled
+        program. A `while_loop`, or a `fori_loop` with traced bounds, has no entry in
+        it. In a reversed scan, iteration `i` is that of `xs[i]`.
 
     **Returns:**
 
-    A function with the signature and the output of `fn`. A planted sow is still a sow:
-    `save_intermediates(plant(fn, values))` captures what was planted, even modules,
-    without a `capture` of its own. Planted arrays may be traced and differentiated.
+    A function with the signature of `fn`, and an output of the same structure. What is
+    planted is still marked: `save_intermediates(plant(fn, values))` captures it, and
+    needs no `capture` for planted modules. Planted arrays may be traced and
+    differentiated.
 
     `plant(eqx.filter_grad(loss), ...)` replaces values within the computation of the
     gradient, but the gradient still flows back through a planted primal.
     `eqx.filter_grad(plant(loss, ...))` is the gradient of the edited program, in which
     nothing flows back from a constant. A `custom_jvp` or `custom_vjp` function with a
-    planted sow inside has the derivative of the edited function, not that of its rule.
+    planted value inside has the derivative of the edited function, not of its rule.
 
     **Raises:**
 
@@ -219,10 +222,10 @@ def plant(
       of this mode, or there is no such iteration;
     - [`eqx_sow.SowError`][] if the structure, a shape, a dtype or a static leaf
       differs;
-    - [`eqx_sow.DuplicateSowError`][] if a value, not a function, is planted where a
-      name is sown several times;
-    - [`eqx_sow.UnsupportedPrimitiveError`][] if a value is not accessible where it is
-        sown.
+    - [`eqx_sow.DuplicateSowError`][] if a value, not a function, is planted under a
+      name that marks several places;
+    - [`eqx_sow.UnsupportedPrimitiveError`][] if a value cannot be replaced where it is
+      marked.
 
     !!! example
 

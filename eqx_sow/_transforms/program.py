@@ -117,7 +117,7 @@ class Program:
             if any(planted or "cotangent" in site.modes[depths[x] :] for x in split):
                 raise SowError(
                     f"{site.said} is in a `jax.checkpoint` that was differentiated: "
-                    "the backward pass computes the value once more, past the sow. "
+                    "the backward pass computes the value again, without the sow. "
                     f"{remedy}"
                 )
 
@@ -157,15 +157,15 @@ class Program:
                 numbers = lambda name: [int(x) for x in name.split("/") if is_index(x)]
                 names = sorted((x.site.name for x in alike), key=numbers)
                 return (
-                    " In a list each has a name of its own: they are "
-                    f"{names[0]!r} to {names[-1]!r}, which is the last."
+                    " In a list, each has a name of its own, from "
+                    f"{names[0]!r} to {names[-1]!r}, the last one."
                 )
             places = (*site.label.after, *[None] * len(loops))
             called = lambda indices: in_a_list(site.name, zip(places, indices))
             first, last = called([0] * len(loops)), called([n - 1 for n in loops])
             they = f"they are {first!r} to {last!r}"
             they = they if loops else "it is in no loop of known length"
-            return f" Of {site.name!r} there is no such iteration: {they}."
+            return f" There is no such iteration of {site.name!r}: {they}."
         for site, *_ in self.found:
             if site.label in site.labels and matches(pattern, site.name):
                 return f" {site.name!r} has the tag {site.tag!r}: pass it as `tag=`."
@@ -227,7 +227,7 @@ class Program:
         self.check_recomputed(
             [k for k in mode_of if "cotangent" in k[1]],
             "Leave out the derivative that is taken last: pass the other modes as "
-            "`modes=`. Or take the `jax.checkpoint` away.",
+            "`modes=`. Or remove the `jax.checkpoint`.",
         )
         return mode_of
 

@@ -105,29 +105,30 @@ def save_intermediates(
 ) -> Callable:
     """Makes a function also return the values that are marked in it.
 
-    The function that it returns has two outputs. The first is always the output of
-    `fn`, with the same gradients.
+    A value is marked by `sow`, or, if a module returns it, by the option `capture`. The
+    function that comes back has two outputs. The first is always the output of `fn`,
+    with the same gradients.
 
     **Arguments:**
 
     - `fn`: a function, a model, or a transformed function such as
-        `eqx.filter_grad(loss)` or `eqx.filter_jit(model)`. Without it this returns a
-        decorator.
-    - `tag`: only sows with this tag, any hashable.
+        `eqx.filter_grad(loss)` or `eqx.filter_jit(model)`. If you leave it out, you get
+        a decorator.
+    - `tag`: capture only the marks with this tag, which is any hashable object.
     - `names`: what to capture: a name, a glob, a sequence of them, or a function of the
         name. Nothing else is stored or computed. In a glob, `*` matches any characters.
         With an index, `"h/3"` is iteration 3 of the loop around `h`: only this one is
-        stored, without an axis for that loop. `"h/-1"` is the last iteration, and
-        `"h/3/0"` has an index for the next loop inside, too. If a loop runs over
-        stacked layers, the index is where a list of layers has it: `"blocks/2/attn"`
-        is layer 2, and `"blocks/*/attn"` is all layers.
-    - `modes`: what to capture of each: `"primal"` (the value), `"tangent"`,
-        `"cotangent"` (the gradient), or second-order modes joined by a dot
-        (`"cotangent.tangent"`); one or a sequence.
-    - `capture`: marks the output of submodules, without editing the model: `True` for
-        every module with a `__call__`; a class; a function of JAX's such as
-        `jax.nn.softmax`, or one that `jax.jit` or `eqx.filter_jit` made; a tuple of
-        these; or a predicate `(path, module) -> bool`, which gets the module with
+        stored, without an axis for that loop. `"h/-1"` is the last iteration, and the
+        second index in `"h/3/0"` is that of the loop inside. If a loop runs over
+        stacked layers, the index is where it would be for a list of layers:
+        `"blocks/2/attn"` is layer 2, and `"blocks/*/attn"` is all layers.
+    - `modes`: what to capture of each: `"primal"` (the value), `"cotangent"` (the
+        gradient with respect to it), `"tangent"` (its directional derivative), or
+        second-order modes joined by a dot (`"cotangent.tangent"`); one or a sequence.
+    - `capture`: also mark the outputs of submodules, without editing the model: `True`
+        for every module with a `__call__`; a class; a JAX function such as
+        `jax.nn.softmax`, or a function made by `jax.jit` or `eqx.filter_jit`; a tuple
+        of these; or a predicate `(path, module) -> bool`, which gets the module with
         shapes in place of its arrays. Every selected module that runs is captured,
         wherever the model is. Its name is its path in the tree that its arrays come
         from, `layers/0`. If the model is an argument of a plain function, the name
@@ -137,48 +138,48 @@ def save_intermediates(
         as `layers/0.encode`.
     - `inputs`: also mark what a module was called with, as a tuple `(args, kwargs)`
         under `layers/0.inputs`.
-    - `scope`: put the path of the module around a sow before its name.
-    - `reduce`: how several executions of a name combine: [`eqx_sow.Append`][],
+    - `scope`: begin each name with the path of the module that contains the mark.
+    - `reduce`: how to combine several executions of a name: [`eqx_sow.Append`][],
         [`eqx_sow.Last`][], [`eqx_sow.Fold`][] or [`eqx_sow.Buffer`][], for all names
         or as a dict of names or globs.
     - `transform`: a function of the value, or a dict of names or globs to functions,
-        that is applied where the value is sown, so that a loop stacks only its results.
-        A `sow` inside it is not captured: it is not part of `fn`.
-    - `spec`: a dict from names or globs to jaxtyping annotations of what comes back
-        (the primal, or the first mode if there is none). All annotations in one call
-        share their axis names.
+        that is applied where the value is marked, so that a loop stacks only its
+        results. A `sow` inside it is not captured: it is not part of `fn`.
+    - `spec`: a dict of names or globs to jaxtyping annotations of what comes back (of
+        the primal, or of the first mode if there is no primal). All annotations in one
+        call share their axis names.
 
     **Returns:**
 
-    A function with the signature of `fn`, that returns `(out, intermediates)`.
-    `intermediates[name][mode]` is the value; `intermediates` is an
-    [`eqx_sow.Intermediates`][], whose names are in order of execution. The value is the
-    PyTree that was sown, with its dtypes (a tangent or cotangent has that of the
+    A function with the signature of `fn`, which returns `(out, intermediates)`. The
+    values are at `intermediates[name][mode]`; `intermediates` is an
+    [`eqx_sow.Intermediates`][], whose names are in order of execution. A value is the
+    PyTree that was marked, with its dtypes (a tangent or cotangent has that of the
     primal; for integers, `float0`) and its shapes, and in addition
 
     - in a scan, a `fori_loop` with static bounds or `lax.map`: a leading axis for each
         loop, entry `i` from iteration `i`;
     - under `vmap`: a leading axis for each `vmap` that it varies over, outermost first;
     - in a `cond` or a `while_loop`: `intermediates[name]["count"]`, an int32 that says
-        how often it ran. The value is that of the branch that ran, or of the last
-        iteration; zeros if there was none.
+        how often the mark ran. The value is that of the branch that ran, or of the
+        last iteration; zeros if there was none.
 
-    Like `eqx.filter_vmap`, it returns a PyTree whose leaves are those of `fn`, and it
-    can decorate methods.
+    As with `eqx.filter_vmap`, that function is a PyTree whose leaves are those of `fn`,
+    and methods can be decorated.
 
     **Raises:**
 
     `TypeError` and `ValueError` if an option is not of the kind above. When called:
 
-    - [`eqx_sow.DuplicateSowError`][] if a name is sown more than once, and no reducer
-        says what the values become;
+    - [`eqx_sow.DuplicateSowError`][] if a name marks several places, and no reducer
+        says how to combine the values;
     - [`eqx_sow.UnknownSowError`][] if an option selects nothing;
-    - [`eqx_sow.SowTypeError`][] if a value does not fit its annotation;
-    - [`eqx_sow.UnsupportedPrimitiveError`][] if a value is not accessible where it is
-        sown;
+    - [`eqx_sow.SowTypeError`][] if a value does not match its annotation;
+    - [`eqx_sow.UnsupportedPrimitiveError`][] if a value cannot be captured where it is
+        marked;
     - [`eqx_sow.SowError`][] if values of one name cannot be combined.
 
-    It warns, once for each line that calls it, if nothing is marked in there.
+    You get a warning, once for each line of your code, if nothing in `fn` is marked.
 
     !!! example
 

@@ -149,19 +149,18 @@ def tap(
     ordered: bool = False,
     extra: Any = None,
 ) -> Callable:
-    """Shows what is sown in a function while it runs.
+    """Sends marked values to a callback while a function runs.
 
-    The law: `tap(fn)` computes what `fn` computes, and has the same gradients. The
-    events of one name and mode, sorted by `count`, are what `save_intermediates(fn)`
-    stacks.
+    `tap(fn)` computes what `fn` computes, and has the same gradients. The events of one
+    name and mode, sorted by `count`, are what `save_intermediates(fn)` stacks.
 
     **Arguments:**
 
     - `fn`: a function, a model, or a transformed function such as
-        `eqx.filter_grad(loss)` or `eqx.filter_jit(model)`. Without it this returns a
-        decorator.
+        `eqx.filter_grad(loss)` or `eqx.filter_jit(model)`. If you leave it out, you get
+        a decorator.
     - `callback`: a function of an [`eqx_sow.TapEvent`][], called on the host each time
-        a selected sow runs, while the program goes on. Without one, each event is
+        a selected mark runs, while the program continues. Without one, each event is
         printed as one line: name, mode, count, shape, and the statistics of
         [`eqx_sow.tabulate`][].
     - `tag`, `names`, `modes`, `capture`, `methods`, `inputs`, `scope`: as in
@@ -169,18 +168,18 @@ def tap(
         runs, last iteration first.
     - `transform`: a function of the value, or a dict of names or globs to functions,
         that is applied on the device, so that only its result goes to the host. A `sow`
-        inside it, or inside `when`, is not seen: it is not part of `fn`.
-    - `when`: a function of the value as it is sown, before `transform`, that returns a
-        single boolean. It is evaluated on the device, and where it is false, nothing
-        goes to the host. Under `vmap` it sees one lane (one of the examples mapped
-        over); if it is true for any, the values of all are sent.
+        inside it, or inside `when`, is ignored: it is not part of `fn`.
+    - `when`: a function of the value, before `transform`, that returns a single
+        boolean. It is evaluated on the device, and if it is false, nothing goes to the
+        host. Under `vmap` it receives the value of one lane (one of the examples that
+        `vmap` maps over). If it is true for any lane, the values of all are sent.
     - `every`: send only every `every`-th execution of a name and mode, beginning with
         the first. For the others, `when` is not evaluated either.
     - `ordered`: events arrive in the order of the program, across all names, as with
         `jax.debug.callback(..., ordered=True)`. This has JAX's limits, such as programs
         on a single device. Otherwise events may arrive out of order, even those of one
-        sow, as in `jax.lax.scan(..., unroll=3)`. Their `count` is always right: sort by
-        it.
+        mark, as in `jax.lax.scan(..., unroll=3)`. Their `count` is always right: sort
+        by it.
     - `extra`: a PyTree of arrays that every event carries as `event.extra`, such as the
         number of the training step, `{"step": step}`. It may be traced, such as an
         argument of a compiled step. Under `vmap`, it has a leading axis if it is not
@@ -188,40 +187,40 @@ def tap(
 
     **Returns:**
 
-    A function with the signature and the output of `fn`. A tapped sow is still a sow:
-    `save_intermediates(tap(fn))` captures it, and several taps can see it. `tap` does
-    not see what a `save_intermediates` inside `fn` takes. The modules that `capture`
-    selects are marked for this `tap` alone.
+    A function with the signature and the output of `fn`. What is tapped is still
+    marked: `save_intermediates(tap(fn))` captures it, and several taps can see it. But
+    what a `save_intermediates` inside `fn` captures, a `tap` does not see. The modules
+    that `capture` selects are marked for this `tap` alone.
 
-    Like `eqx.filter_vmap`, it returns a PyTree whose leaves are those of `fn`, and it
-    can decorate methods.
+    As with `eqx.filter_vmap`, that function is a PyTree whose leaves are those of `fn`,
+    and methods can be decorated.
 
-    All lanes of a `vmap` are one event, whether it is `tap(vmap(fn))` or
-    `vmap(tap(fn))`. A sow that a backward pass computes again is not an event; its
-    cotangent is one. In a `jax.shard_map` there is an event for each device, and
-    `event.device` says which. If you call `tap` inside a branch of a `cond`, and a
-    `vmap` further out gives its predicate an axis, the event has all lanes, as with
-    `jax.debug.callback`: tap the whole function instead.
+    All lanes of a `vmap` are one event, for `tap(vmap(fn))` and for `vmap(tap(fn))`. A
+    value that a backward pass computes again is not an event; its cotangent is one. In
+    a `jax.shard_map` there is an event for each device, and `event.device` says which.
+    If you call `tap` inside a branch of a `cond`, and a `vmap` further out gives its
+    predicate an axis, the event has all lanes, as with `jax.debug.callback`: tap the
+    whole function instead.
 
     The callback must be fast, as the program may wait for it, and it must not call JAX,
     which may in turn wait for the program. `jax.effects_barrier()` waits until all
     callbacks have been called.
 
-    An exception in the callback ends the run. What is raised is an
-    [`eqx_sow.SowError`][] that names the sow, with that exception as its cause; or,
-    where it is JAX that notices (under a `jax.jit` around the `tap`, or when you wait
-    for the result), a `jax.errors.JaxRuntimeError` with the same text. If watching a
-    run must never end it, catch exceptions in the callback.
+    An exception in the callback ends the run. It becomes the cause of an
+    [`eqx_sow.SowError`][] that names the mark. If JAX notices it first (under a
+    `jax.jit` around the `tap`, or when you wait for the result), you get a
+    `jax.errors.JaxRuntimeError` with the same text. If watching must never end a run,
+    catch exceptions in the callback.
 
     **Raises:**
 
     `TypeError` and `ValueError` if an option is not of the kind above. When called,
     [`eqx_sow.UnknownSowError`][] if an option selects nothing,
-    [`eqx_sow.UnsupportedPrimitiveError`][] if a value is not accessible where it is
-    sown, and [`eqx_sow.SowError`][] if eqx_sow cannot tell when, or in which lanes, a
-    sow runs.
+    [`eqx_sow.UnsupportedPrimitiveError`][] if a value cannot be sent from where it is
+    marked, and [`eqx_sow.SowError`][] if eqx_sow cannot tell when, or in which lanes, a
+    mark runs.
 
-    It warns, once for each line that calls it, if nothing is marked in there.
+    You get a warning, once for each line of your code, if nothing in `fn` is marked.
 
     !!! example
 

@@ -145,9 +145,9 @@ def _in_order(mine: Sequence[Entry], entries: Sequence[Entry]) -> list[Entry | N
             mode = e.site.mode
             raise SowError(
                 f"`{e.site.name}` is sown several times (one is at {e.site.where}), "
-                f"and which {mode} belongs to which primal cannot be told: one may "
-                "belong to several, as in branches that do not differentiate the same, "
-                "or in a loop that a backward pass runs again. Give the values "
+                f"and eqx_sow cannot tell which {mode} belongs to which primal: one "
+                "may belong to several, as in branches that differentiate different "
+                "values, or in a loop that a backward pass runs again. Give the values "
                 f"different names, or leave the {mode} out, by `modes`."
             )
         # It may never have run forward, or a function from `jax.vjp` is called twice.

@@ -248,8 +248,8 @@ def duplicate(a: Site, b: Site, remedy: str = "") -> DuplicateSowError:
         places += " (also in a backward pass: in the `bwd` of a `jax.custom_vjp`)"
     calls = [site.note.call for site in (a, b) if site.note]
     names = (
-        "`scope=True` puts the paths of modules before them, and `with "
-        'eqx_sow.scope("first"):` around a call puts that'
+        "`scope=True` begins them with the paths of modules, and `with "
+        'eqx_sow.scope("first"):` around a call begins them with `first/`'
     )
     if len(calls) == 2:
         functions = all(call.is_function for call in calls)

@@ -69,13 +69,13 @@ class Reducer(eqx.Module):
 
 
 class Append(Reducer):
-    """A tuple with one entry for each place in straight-line code where the name is
-    sown, in order of execution. The entry of a place in a loop is stacked.
+    """A tuple with one entry for each place in straight-line code that the name marks,
+    in order of execution. The entry of a place in a loop is stacked.
 
-    Cotangents are in the same order, although they are computed backward, and whatever
-    the order in which functions from `jax.vjp` are called: the first entry belongs to
-    the first place, and is `None` if that has no cotangent. Cotangents of sows that
-    never ran forward, as in `jax.linear_transpose`, come last.
+    Cotangents are in the same order, although they are computed backward, and in
+    whatever order you call functions from `jax.vjp`: the first entry belongs to the
+    first place, and is `None` if that has no cotangent. Cotangents of marks that never
+    ran forward, as in `jax.linear_transpose`, come last.
 
     Each entry has the shape and dtype that it would have without a reducer. If an entry
     has a `"count"`, that is a tuple, too.
@@ -104,8 +104,8 @@ class Last(Reducer):
     A reversed scan runs from its end, and so does the backward pass of a scan: there
     the last cotangent is that of the first iteration.
 
-    Shape and dtype are those of the value at the sow, with leading axes for `vmap`s and
-    none for loops. If the sow never ran, it is zeros.
+    The shape and dtype are those of the value at the mark, with leading axes for
+    `vmap`s and none for loops. If the mark never ran, the value is zeros.
 
     !!! example
 
@@ -139,7 +139,7 @@ class Fold(Reducer):
     included, in memory that does not grow with the number of iterations.
 
     Under `vmap` each lane (each of the examples mapped over) has a result of its own,
-    along a leading axis. If the sow never ran, the result is `init`. A `sow` inside
+    along a leading axis. If the mark never ran, the result is `init`. A `sow` inside
     `fn` is not captured.
 
     !!! example
@@ -171,7 +171,7 @@ class Fold(Reducer):
 
         - `init`: the first `acc`, any PyTree of arrays; or a function of no arguments
             that returns it.
-        - `fn`: a function `(acc, value) -> acc` of the value as the code at the sow
+        - `fn`: a function `(acc, value) -> acc` of the value as the code at the mark
             sees it. It must keep the structure and the shapes of `acc`. `init` is
             converted to the dtypes that `fn` returns.
 
@@ -199,8 +199,8 @@ class Fold(Reducer):
             show = ft.partial(eqx.tree_pformat, struct_as_array=True)
             raise SowError(
                 f"`eqx_sow.Fold(init, fn)` for `sow(..., {site.name!r})` at "
-                f"{site.where}: `fn` must return what `acc` looks like. `acc` is "
-                f"{show(first)}, and `fn` returned {show(new)}."
+                f"{site.where}: `fn` must keep the structure and the shapes of "
+                f"`acc`. `acc` is {show(first)}, and `fn` returned {show(new)}."
                 " Reduce the value, `lambda acc, x: acc + x.sum()`, or pass an `init` "
                 "like the result."
             )
@@ -216,10 +216,10 @@ class Buffer(Reducer):
     """The first or the last executions, on a leading axis, oldest first.
 
     Use it for a `while_loop`, whose number of iterations is not known. For a value of
-    shape `shape` at the sow, the result has the shape `(size, *shape)`, after leading
+    shape `shape` at the mark, the result has the shape `(size, *shape)`, after leading
     axes for `vmap`s, and the dtype of the value. It comes with a `"count"`, an int32:
     how many executions there were. If there were fewer than `size`, the rest is zeros.
-    Cotangents are in the opposite order, as the backward pass runs backward:
+    Cotangents are in the opposite order, because the backward pass runs backward:
     `cotangent[:count][::-1]` is in the order of the primals.
 
     !!! example
@@ -251,11 +251,11 @@ class Buffer(Reducer):
         """**Arguments:**
 
         - `size`: how many executions to keep: the length of the leading axis.
-        - `keep`: which of them, if there are more.
+        - `keep`: which ones to keep if there are more, the first or the last.
 
         **Raises:**
 
-        `ValueError` if `size` is not a positive integer, or `keep` is neither.
+        `ValueError` if `size` is not a positive integer, or `keep` is another string.
         """
         length = as_integer(size)
         if length is None or length < 1:

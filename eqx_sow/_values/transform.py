@@ -45,37 +45,38 @@ class Batched(eqx.Module):
 
 @api_boundary
 def batched(fn: Callable[[Any], _T]) -> Callable[[Any], _T]:
-    """For `transform=`: a function that sees all lanes of the `vmap`s around a sow.
+    """Makes a function for `transform=` that receives the whole batch.
 
-    A transform sees the value as the code at the sow does: of a model under `jax.vmap`,
-    that of one example. `batched(fn)` sees the whole batch, and what it returns is one
-    value for it. So a norm over the batch, `x.T @ x / len(x)` or a histogram is one
-    reduction, and nothing of the size of the batch is kept.
+    Without it, a transform receives the value as the code at the mark sees it: for a
+    model under `jax.vmap`, the value of one example. `batched(fn)` receives the values
+    of all *lanes* (the examples that `vmap` maps over), and returns one result for all.
+    So a norm over the batch, `x.T @ x / len(x)` or a histogram is one reduction, and
+    nothing of the size of the batch is kept.
 
     **Arguments:**
 
     - `fn`: a function of the value, in which arrays have a leading axis for each
-        `vmap` that the value varies over, outermost first. Loops give none: each
+        `vmap` that the value varies over, outermost first. Loops add no axis: each
         iteration is transformed by itself. An array that is the same for all lanes has
-        one cotangent, the total, and that comes without an axis.
+        a single cotangent, the sum over the lanes, which has no axis for them.
 
     **Returns:**
 
-    Something to pass as `transform=`, or as a value of the dict there, to
-    [`eqx_sow.save_intermediates`][] or [`eqx_sow.tap`][]. What comes back has no axes
-    for the lanes. A batch that is sharded over a mesh is reduced over its devices; in a
+    An object for the option `transform=` of [`eqx_sow.save_intermediates`][] and
+    [`eqx_sow.tap`][], or for a value in a dict there. What comes back has no axes for
+    the lanes. A batch that is sharded over a mesh is reduced over its devices; in a
     `jax.shard_map`, each device sees its own part.
 
     The batch consists of the lanes of the `vmap`s inside `save_intermediates`. A `vmap`
-    around `save_intermediates` maps it as it does any function: each of its lanes has a
-    batch of its own, so what comes back has an axis for it. For one value of all
-    examples, write `save_intermediates(jax.vmap(f), ...)`. In `tap`, where all lanes
-    are one event, `fn` also sees those of a `vmap` around the `tap`.
+    around `save_intermediates` maps it like any function: each of its lanes has a batch
+    of its own, so what comes back has an axis for it. For one value of all examples,
+    write `save_intermediates(jax.vmap(f), ...)`. In `tap`, where all lanes are one
+    event, `fn` also sees those of a `vmap` around the `tap`.
 
     **Raises:**
 
     `TypeError` if `fn` is not a function. [`eqx_sow.SowError`][], when it is used, if
-    the sow is in a branch or a loop that only some lanes run, or if a `jax.vmap` is
+    the mark is in a branch or a loop that only some lanes run, or if a `jax.vmap` is
     around a compiled `tap`, as in `jax.vmap(jax.jit(tap(f, ...)))`.
 
     !!! example

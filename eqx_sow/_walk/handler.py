@@ -134,15 +134,16 @@ def check_guarded(site: Site) -> None:
     if site.again is None:
         raise SowError(
             f"{site.said} is in the `bwd` of a `jax.custom_vjp` that only some lanes "
-            "of a `jax.vmap` call, and the forward pass has a sow of that name: "
-            "whether it repeats that one cannot be told. Give it another name, with "
-            "`eqx_sow.scope(...)`, or leave it out, by `names` or another `tag`."
+            "of a `jax.vmap` call, and the forward pass has a sow of that name. "
+            "eqx_sow cannot tell whether the `bwd` repeats that one. Give it another "
+            "name, with `eqx_sow.scope(...)`, or leave it out, by `names` or another "
+            "`tag`."
         )
     if site.unguarded:
         raise SowError(
             f"{site.said} is in the derivative rule of a function (`jax.custom_jvp`, "
             "`jax.custom_vjp`) that only some lanes of a `jax.vmap` call, and the vmap "
-            "came first: whether the sow runs cannot be told. Write "
+            "came first, so eqx_sow cannot tell whether the sow runs. Write "
             "`jax.vmap(jax.grad(fn))`, or leave it out, by `names` or another `tag`."
         )
 

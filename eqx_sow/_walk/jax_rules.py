@@ -503,8 +503,8 @@ def _transpose_while(rule, *args, **params):
 
 _NO_REVERSE_MODE = (
     "eqx_sow: there is a sow in this loop. If the loop is diffrax's or Equinox's, its "
-    "rule for gradients is for its result only, not for what is captured or planted "
-    "inside. Write `diffrax.diffeqsolve(..., adjoint=diffrax.DirectAdjoint())`, or "
+    "derivative rule covers only its result, not what is captured or planted inside. "
+    "Write `diffrax.diffeqsolve(..., adjoint=diffrax.DirectAdjoint())`, or "
     '`eqx.internal.while_loop(..., kind="bounded")`. Or take the gradient inside, '
     "`save_intermediates(eqx.filter_grad(loss))`."
 )

@@ -19,16 +19,16 @@ _Rule = TypeVar("_Rule", bound=Callable)
 
 @api_boundary
 def register_rule(primitive: jexc.Primitive) -> Callable[[_Rule], _Rule]:
-    """Teaches eqx_sow to look inside a higher-order primitive.
+    """Registers a rule by which eqx_sow captures inside a higher-order primitive.
 
     This is for authors of primitives that have a jaxpr among their parameters. Without
-    a rule, a sow in that jaxpr raises [`eqx_sow.UnsupportedPrimitiveError`][].
+    a rule, a mark in that jaxpr raises [`eqx_sow.UnsupportedPrimitiveError`][].
 
     While [`eqx_sow.save_intermediates`][] or another transformation traces a program,
-    an equation of this primitive with a sow inside is replaced by the program that the
-    rule is. So reducers, axes, planted values, derivatives and batching work inside it
-    as in any JAX program. Without a sow inside, and outside of eqx_sow, the primitive
-    is left alone.
+    an equation of this primitive with a mark inside is replaced by the program of the
+    rule. So reducers, axes, planted values, derivatives and batching work inside it as
+    in any JAX program. Without a mark inside, and outside eqx_sow, the primitive stays
+    as it is.
 
     **Arguments:**
 
@@ -46,8 +46,8 @@ def register_rule(primitive: jexc.Primitive) -> Callable[[_Rule], _Rule]:
     **Raises:**
 
     `TypeError` if `primitive` is not a `Primitive`, or `rule` not a function.
-    [`eqx_sow.SowError`][], when the rule is used, if it returns something else than the
-    primitive does.
+    [`eqx_sow.SowError`][], when the rule is used, if its outputs differ from those of
+    the primitive in number, shape or dtype.
 
     !!! example
 

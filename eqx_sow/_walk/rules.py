@@ -125,7 +125,7 @@ def _inside(interpret, given, eqn, jaxpr, args, join=_derivative_of):
 
 def _only_the_original(interpret, given, eqn, copy, args):
     handler = interpret.handler
-    why = "the function has an effect, as an `io_callback`, that would happen twice"
+    why = "an effect of the function, such as an `io_callback`, would happen twice"
     refuse(handler, eqn, sites(eqn), why, "Sow its result outside.")
     seen = types_of(interpret(copy), given, *args)[1]
     kept = eqn if handler.has_outer else _without_sows(eqn)
