@@ -123,7 +123,8 @@ def _sites(found: Sequence[_Sow]) -> dict[Path, Site]:
         path, of = x.here.path, [x.here.path]
         if x.site.modes:
             # A derivative may be of one primal or another, if a branch decides. Where
-            # no edge leads to a primal, it is of any from this call of `sow`.
+            # no edge leads to a primal, it is of any from this call of `sow`: from
+            # what a checkpoint in a `while_loop` computes again, there is none.
             any_of = of_call[x.site.origin]
             of = x.edges.intersection(any_of) or any_of
         # In a branch of a cond that a vmap made a selection of, a value of the forward
@@ -260,7 +261,7 @@ class _Numbers(Domain):
         if primitive is sow_p:
             return [self._sow(eqn, operands, here), *operands[1:]]
         if primitive is same_p:
-            return [self._recomputed(eqn, operands), *operands[1:]]
+            return [self.new(), *operands[1:]]
         if primitive in _IDENTITIES:
             return [*operands]
         if primitive is jax.lax.select_n_p:
@@ -289,15 +290,6 @@ class _Numbers(Domain):
             value = self._value_at(site, operands)
             self.sows.append(_Sow(site, here, edge.edges, value, runs))
         return self.new(edge.edges if site.modes else frozenset([here.path]))
-
-    def _recomputed(self, eqn: Any, operands: Sequence[_Value]) -> _Value:
-        """The edge of a sow that a checkpoint in a `while` computes again, see
-        `_mark/primitive.py`: it comes from the sow of the same value."""
-        site = eqn.params["site"]
-        value = self._value_at(site, operands[1:])
-        candidates = [x for x in self.sows if x.site.origin is site.origin]
-        alike = [x for x in candidates if x.value == value] or candidates
-        return self.new(frozenset(x.here.path for x in alike))
 
     def _value_at(self, site: Site, operands: Sequence[_Value]) -> Hashable:
         """Equal for two sows of equal values."""
