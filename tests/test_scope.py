@@ -271,6 +271,21 @@ def test_methods_under_jit():
         assert list(got) == ["m/h"]
 
 
+def test_a_method_that_the_class_gets_later():
+    class Late(eqx.Module):
+        weight: jax.Array
+
+        def __call__(self, x):
+            return sow(x, "h")
+
+    layers = [Late(X), Late(2 * X)]
+    assert list(S(lambda m, x: m[1](x), scope=True)(layers, X)[1]) == ["m/1/h"]
+    Late.scale = lambda self, x: sow(self.weight * x, "h")
+    _, got = S(lambda m, x: m[1].scale(m[0].scale(x)), scope=True)(layers, X)
+    assert_close(got["m/0/h"]["primal"], X * X)
+    assert_close(got["m/1/h"]["primal"], 2 * X * X * X)
+
+
 @pytest.mark.parametrize("options", [{}, {"capture": True, "methods": "go"}])
 def test_a_module_that_makes_another(options):
     out, got = S(lambda m, x: m(x), scope=True, **options)(_Replaced(X), X)

@@ -34,7 +34,6 @@ from .static import Const, SameParts, take_apart
 from .trees import is_module, is_part, keys, walk
 
 
-@ft.cache
 def own_methods(cls: type) -> tuple[str, ...]:
     """The methods that a user gave to a class of modules."""
     fields = getattr(cls, "__dataclass_fields__", {})  # a mixin has none
