@@ -271,6 +271,38 @@ def test_methods_under_jit():
         assert list(got) == ["m/h"]
 
 
+class _Used(eqx.Module):
+    w: Array
+
+    @property
+    def of_property(self):
+        return sow(self.w, "property")
+
+    @staticmethod
+    def static(x):
+        return sow(x, "static")
+
+    @classmethod
+    def of_class(cls, x):
+        return sow(x, "class")
+
+    def generator(self, x):
+        yield sow(self.w * x, "generator")
+
+
+class _User(eqx.Module):
+    used: _Used
+
+    def __call__(self, x):
+        m = self.used
+        return m.of_property + m.static(x) + m.of_class(x) + next(m.generator(x))
+
+
+def test_what_is_no_method_has_the_path_of_who_uses_it():
+    _, got = S(lambda m, x: m(x), scope=True)(_User(_Used(X)), X)
+    assert list(got) == ["m/property", "m/static", "m/class", "m/generator"]
+
+
 def test_a_method_that_the_class_gets_later():
     class Late(eqx.Module):
         weight: jax.Array
