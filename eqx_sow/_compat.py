@@ -237,6 +237,10 @@ def inline_or_call(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
         # Sows of different branches are to be found side by side.
         or any(_call_p.call_primitive or type(e) is SowEffect for e in jaxpr.effects)
         or not all(isinstance(v.aval, jax.core.ShapedArray) for v in atoms)
+        # JAX takes a key that comes out of a call for one that was used.
+        or getattr(jax.config, "jax_debug_key_reuse", False)
+        # In `jax.ensure_compile_time_eval`, nothing is built of what is known.
+        or not any(isinstance(x, jax.core.Tracer) for x in (*consts, *args))
     ):
         return list(map(as_array, jax.core.eval_jaxpr(jaxpr, consts, *args)))
     jaxpr = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])

@@ -25,8 +25,12 @@ from jax import lax
 XS = jnp.array([10.0, 20.0, 30.0])
 
 
+def _sum(c, t):
+    return sow(c + t, "h"), None
+
+
 def _scan(x):
-    return lax.scan(lambda c, t: (sow(c + t, "h"), None), x, XS)[0]
+    return lax.scan(_sum, x, XS)[0]
 
 
 WAYS = {
@@ -49,6 +53,26 @@ def test_reducers_that_hold_arrays(way):
         for fold in folds:
             _, got = WAYS[way](_scan, reduce=fold)(jnp.array(1.0))
             np.testing.assert_allclose(got["h"]["primal"], k + 11 + 31 + 61)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_numpy_arrays_that_change_between_calls(way, shape):
+    by = np.ones(shape, np.float32)
+    scale = eqx.Partial(lambda by, x: jnp.sum(by) * x, by)
+    add = eqx.Partial(lambda by, acc, x: acc + jnp.sum(by) * x, by)
+    steps = np.array([11, 31, 61])
+    # One object, and one that is made anew.
+    of_all = WAYS[way](_scan, transform=scale), WAYS[way](_scan, reduce=Fold(0.0, add))
+    for k in (1, 5, 1):
+        by[...] = k
+        new = np.full(shape, k, np.float32)
+        again = WAYS[way](_scan, transform=eqx.Partial(scale.func, new))
+        for fn in (of_all[0], again):
+            got = fn(jnp.array(1.0))[1]["h"]["primal"]
+            np.testing.assert_allclose(got, k * steps)
+        got = of_all[1](jnp.array(1.0))[1]["h"]["primal"]
+        np.testing.assert_allclose(got, k * steps.sum())
 
 
 @pytest.mark.parametrize("way", WAYS)

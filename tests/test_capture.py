@@ -777,8 +777,28 @@ def test_selected_but_never_called(wrap):
     fn = wrap(lambda x, net: jnp.sum(x * 2))
     saved = S(fn, capture=eqx.nn.MLP)
     for _ in range(2):
-        with pytest.raises(UnknownSowError, match=r"Another model|net \(MLP\)"):
+        with pytest.raises(UnknownSowError, match=r"Another model|net \(MLP\)") as e:
             saved(X, _mlp())
+        assert "defined again" not in str(e.value)
+
+
+def test_a_call_that_is_a_generator():
+    class Layers(eqx.Module):
+        layers: list
+
+        def __call__(self, x):
+            for layer in self.layers:
+                x = layer(x)
+                yield x
+
+    def fn(layers, x):
+        return sum(layers(x))
+
+    linear = eqx.nn.Linear(3, 3, key=jr.key(0))
+    _, got = S(fn, capture=True)(Layers([linear]), X)
+    assert_close(got, {"layers/layers/0": {"primal": linear(X)}})
+    with pytest.raises(UnknownSowError, match="selects nothing that is called"):
+        S(fn, capture=Layers)(Layers([linear]), X)
 
 
 def test_called_once_in_a_cached_jit():

@@ -45,6 +45,11 @@ def _reduce(x):
     return lax.reduce(x, 0.0, lambda a, b: sow(a + b, "a"), (0,))
 
 
+def _scatter(x):
+    # JAX's `scatter` has a function only here.
+    return x.at[0].set(1.0).at[1].apply(lambda x: sow(x * 2, "a"))
+
+
 def _condition_of_a_while(x):
     return lax.while_loop(lambda x: sow(x[1], "a") < 5, lambda x: x + 1, x)
 
@@ -65,6 +70,7 @@ def _only_in_a_linear_solve(x):
         _pallas,
         _custom_partitioning,
         _reduce,
+        _scatter,
         _condition_of_a_while,
         _noinline,
         _only_in_a_linear_solve,

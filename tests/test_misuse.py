@@ -165,6 +165,13 @@ class _Layer(eqx.Module):
         return sow(self.weight * x, "h")
 
 
+def _defined_again():
+    class Again(_Layer):
+        pass
+
+    return Again
+
+
 class _Hides:
     layer = _Layer(X)
 
@@ -327,6 +334,12 @@ MISUSES = {
         UnknownSowError,
         lambda: S(MODEL, capture=eqx.nn.Conv)(X),
         ("capture=", "selects nothing that is called", "layers/0 (Linear)"),
+        "selects nothing that is called",
+    ),
+    "capture: a class that was defined again": Misuse(
+        UnknownSowError,
+        lambda: S(_defined_again()(X), capture=_defined_again())(X),
+        ("in sight are: . (Again)", "Again` was defined again", "make the model again"),
         "selects nothing that is called",
     ),
     "capture: not called": Misuse(

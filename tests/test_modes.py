@@ -400,6 +400,30 @@ def test_a_nan_in_a_jitted_function(how):
             how(fn)(jnp.float32(-1))
 
 
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, eqx.filter_jit])
+@pytest.mark.parametrize(
+    "how",
+    [
+        S,
+        lambda f: S(jax.jit(f)),
+        lambda f: S(f, reduce=Last()),
+        lambda f: plant(f, {"h": jnp.sin}),
+        lambda f: tap(f, lambda event: None),
+    ],
+)
+def test_keys_that_are_used_once(how, wrap):
+    def fn(key, again=False):
+        one, two = jax.random.split(key)
+        x = sow(jax.random.normal(one), "x")
+        step = lambda x, key: (sow(x + jax.random.normal(key), "h"), None)
+        return lax.scan(step, x, jax.random.split(one if again else two, 2))[0]
+
+    with jax.debug_key_reuse(True):
+        jax.block_until_ready(wrap(how(fn))(jax.random.key(0)))
+        with pytest.raises(jax.errors.KeyReuseError):
+            wrap(how(lambda key: fn(key, again=True)))(jax.random.key(1))
+
+
 # In the gradient of a loop with an effect JAX finds a leak of its own, in that of
 # `jax.debug.callback` as well. See also `test_hard_cases.py`.
 @pytest.mark.parametrize("name", ["plain", "scan"])

@@ -602,6 +602,23 @@ def test_lowering_and_compiling_ahead_of_time():
     assert_close(compiled(X)[1], {"h": {"primal": jnp.sin(X)}})
 
 
+@pytest.mark.parametrize("of", [lambda f: f, jax.jit, jax.grad])
+@pytest.mark.parametrize("around", [lambda f: f, jax.jit, S])
+@pytest.mark.filterwarnings("ignore:.*found no mark")
+def test_at_compile_time(of, around):
+    fn = lambda x: jnp.sum(lax.map(lambda x: sow(jnp.sin(x), "h") * 2, x + 1) + 1)
+    got = []
+
+    def outside(x):
+        with jax.ensure_compile_time_eval():
+            got.append(S(of(fn))(X))
+        return x
+
+    around(outside)(X)
+    assert_close(got[0][0], of(fn)(X))
+    assert_close(got[0][1]["h"]["primal"], jnp.sin(X + 1))
+
+
 def test_vmap_of_a_collective_over_two_names(call):
     def f(x):
         return sow(lax.psum(sow(lax.pmax(x, "i"), "max"), ("i", "j")), "sum")

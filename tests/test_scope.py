@@ -271,6 +271,53 @@ def test_methods_under_jit():
         assert list(got) == ["m/h"]
 
 
+class _Used(eqx.Module):
+    w: Array
+
+    @property
+    def of_property(self):
+        return sow(self.w, "property")
+
+    @staticmethod
+    def static(x):
+        return sow(x, "static")
+
+    @classmethod
+    def of_class(cls, x):
+        return sow(x, "class")
+
+    def generator(self, x):
+        yield sow(self.w * x, "generator")
+
+
+class _User(eqx.Module):
+    used: _Used
+
+    def __call__(self, x):
+        m = self.used
+        return m.of_property + m.static(x) + m.of_class(x) + next(m.generator(x))
+
+
+def test_what_is_no_method_has_the_path_of_who_uses_it():
+    _, got = S(lambda m, x: m(x), scope=True)(_User(_Used(X)), X)
+    assert list(got) == ["m/property", "m/static", "m/class", "m/generator"]
+
+
+def test_a_method_that_the_class_gets_later():
+    class Late(eqx.Module):
+        weight: jax.Array
+
+        def __call__(self, x):
+            return sow(x, "h")
+
+    layers = [Late(X), Late(2 * X)]
+    assert list(S(lambda m, x: m[1](x), scope=True)(layers, X)[1]) == ["m/1/h"]
+    Late.scale = lambda self, x: sow(self.weight * x, "h")
+    _, got = S(lambda m, x: m[1].scale(m[0].scale(x)), scope=True)(layers, X)
+    assert_close(got["m/0/h"]["primal"], X * X)
+    assert_close(got["m/1/h"]["primal"], 2 * X * X * X)
+
+
 @pytest.mark.parametrize("options", [{}, {"capture": True, "methods": "go"}])
 def test_a_module_that_makes_another(options):
     out, got = S(lambda m, x: m(x), scope=True, **options)(_Replaced(X), X)

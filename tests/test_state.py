@@ -27,6 +27,7 @@ from eqx_sow import (
     Last,
     plant,
     save_intermediates as S,
+    scope,
     Sow,
     sow,
     summarize,
@@ -494,6 +495,7 @@ def test_copies_of_what_is_transformed(way):
     copied = COPIES[way]
     for fn in (S(_fn), plant(_fn, {"h": X}), S(_fn, reduce=Last(), names="h")):
         assert_close(copied(fn)(X), fn(X))
+    assert list(S(copied(scope("first"))(_fn))(X)[1]) == ["first/h", "first/g"]
     summary = summarize(X, edges=[0, 2, 4])
     assert_close(copied(summary), summary)
 

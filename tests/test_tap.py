@@ -1128,6 +1128,28 @@ def test_whatever_a_callback_raises_is_reported_in_one_line(error, said, jit, ca
         assert e.value.__cause__ is error
 
 
+def test_the_cause_is_what_was_raised_in_this_call(caplog):
+    def failing(error):
+        def callback(event):
+            raise error
+
+        return callback
+
+    def raised(wrap, error):
+        with pytest.raises((eqx_sow.SowError, jax.errors.JaxRuntimeError)) as e:
+            jax.block_until_ready(wrap(failing(error))(X))
+            jax.effects_barrier()
+        return e.value
+
+    mark = lambda x: sow(2 * x, "x")
+    once, outside = Boom("no room"), Boom("no room")
+    raised(lambda cb: tap(mark, cb), once)
+    raised(lambda cb: jax.jit(tap(mark, cb)), outside)
+    for _ in range(2):
+        error = Boom("no room")
+        assert raised(lambda cb: tap(jax.jit(mark), cb), error).__cause__ is error
+
+
 def test_failing_callback_under_jit(caplog):
     log = []
     fn = jax.jit(tap(counted_while, _failing(2, log)))

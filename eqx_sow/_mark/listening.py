@@ -168,6 +168,10 @@ class _Scope(threading.local, contextlib.ContextDecorator):
                 "the scope before each `yield` or `await`."
             )
 
+    def __reduce__(self):
+        # cloudpickle writes functions of a notebook with all that they close over.
+        return scope, (self._name,)
+
     def __call__(self, fn: Fn) -> Fn:
         suspended = (
             inspect.isgeneratorfunction,

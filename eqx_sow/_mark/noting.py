@@ -34,7 +34,6 @@ from .static import Const, SameParts, take_apart
 from .trees import is_module, is_part, keys, walk
 
 
-@ft.cache
 def own_methods(cls: type) -> tuple[str, ...]:
     """The methods that a user gave to a class of modules."""
     fields = getattr(cls, "__dataclass_fields__", {})  # a mixin has none
@@ -169,7 +168,9 @@ def _exchange_code(
     The other code is that of `_note_instead`. Code has no variables of its own to hold
     `noting(plain)`, so that becomes one of the constants in it."""
     code = fn.__code__
-    if code.co_filename == _CODE.co_filename:
+    # What a generator or a coroutine does, it does after the call. And Python wants
+    # to forbid that one gets the code of a plain function.
+    if code.co_filename == _CODE.co_filename or code.co_flags & _SUSPENDED:
         return
     plain = types.FunctionType(
         code, fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__
@@ -201,6 +202,7 @@ def _note_instead(*args, **kwargs):
     return note(*args, **kwargs)
 
 
+_SUSPENDED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 # The code of that, and the constant in whose place comes what takes note.
 _CODE = _note_instead.__code__
 _NOTE = "eqx_sow: what takes note of a call"

@@ -3,7 +3,7 @@ else, which is part of a parameter. JAX compares parameters, and keeps programs 
 them."""
 
 import dataclasses as dc
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -53,14 +53,20 @@ class SameParts:
     """A PyTree, equal to another one if the arrays are the very same objects, and all
     other leaves are equal. For options that users may write anew in each call, such as
     `transform={"h": jnp.mean}`: what is compiled is found again. To compare arrays by
-    their numbers would compute, and add equations to a program that is being traced."""
+    their numbers would compute, and add equations to a program that is being traced.
+
+    A NumPy array is compared by its numbers: a user may change them between two calls.
+    """
 
     __slots__ = ("value", "_form", "_hash")
 
     def __init__(self, value: Any):
-        self.value = value
         arrays, form = take_apart(value)
-        self._form = (form, *map(id, arrays))
+        self.value = value
+        if any(isinstance(x, np.ndarray) for x in arrays):
+            arrays = [x.copy() if isinstance(x, np.ndarray) else x for x in arrays]
+            self.value = form.with_arrays(arrays)
+        self._form = (form, *map(_identity, arrays))
         self._hash = hash(self._form)
 
     def __hash__(self):
@@ -68,6 +74,12 @@ class SameParts:
 
     def __eq__(self, other):
         return type(other) is SameParts and self._form == other._form
+
+
+def _identity(x: Any) -> Hashable:
+    if isinstance(x, np.ndarray):
+        return x.tobytes(), x.dtype, x.shape
+    return id(x)
 
 
 @dc.dataclass(frozen=True)

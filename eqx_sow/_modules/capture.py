@@ -125,6 +125,13 @@ def _check_found(closed: Any, places: Places, marking: Marking, naming: Naming) 
     listed = ", ".join(f"{path} ({cls.__name__})" for path, cls in items)
     said = f"The modules {'that are called' if naming.seen else 'in sight'} are: "
     said = f" {said}{listed or 'none at all'}." if classes else ""
+    full = lambda cls: (cls.__module__, cls.__qualname__)
+    passed_over = {full(cls) for _, cls in items if not issubclass(cls, classes)}
+    for _, cls in passed_over.intersection(map(full, classes)):
+        hint += (
+            f" `{cls}` was defined again after the model was made, as happens in a "
+            "notebook: make the model again."
+        )
     raise UnknownSowError(
         f"`{shown}` selects nothing that is called in the program.{said}{hint}"
         " Is another model called? If a `save_intermediates` inside has captured it, "

@@ -43,7 +43,8 @@ class _Tapped(Transformed):
         try:
             return super().__call__(*args, **kwargs)
         except jax.errors.JaxRuntimeError as e:
-            for failure in list(failures):
+            # The newest first: one that was raised elsewhere may say the same.
+            for failure in list(failures)[::-1]:
                 if str(failure) in str(e):
                     failures.remove(failure)
                     raise failure from failure.__cause__

@@ -76,8 +76,8 @@ def map_jaxprs(params: dict[str, Any], fn: Callable[[Any], Any]) -> dict[str, An
 
 
 _of_jax = {p for p in vars(jexc.primitives).values() if isinstance(p, jexc.Primitive)}
-# Those of JAX's primitives that have no jaxpr among their parameters, and ours. (Of a
-# few, such as `scatter`, some equations have one, which combines two numbers.)
+# Those of JAX's primitives that have no jaxpr among their parameters, and ours. (Some
+# equations of `scatter` have an `update_jaxpr`, and others have `None` in its place.)
 _plain: set[jexc.Primitive] = {edge_p, same_p, sow_p}
 
 
@@ -88,7 +88,8 @@ def jaxprs_of(eqn: Any) -> list[Any]:
     if eqn.primitive is jexc.primitives.jit_p:
         return [eqn.params["jaxpr"]]
     jaxprs = list(jaxprs_in(eqn.params))
-    if not jaxprs and eqn.primitive in _of_jax:
+    may_have = any("jaxpr" in name for name in eqn.params)
+    if not (jaxprs or may_have) and eqn.primitive in _of_jax:
         _plain.add(eqn.primitive)
     return jaxprs
 
