@@ -264,8 +264,9 @@ def with_around(axis_data: Any, around: Any) -> Any:
 
 
 def _equation(fn: Callable) -> Any:
-    """The last equation of a function of one number."""
-    return jax.make_jaxpr(fn)(0).eqns[-1]
+    """The last equation of a function of one number. It is traced, not run: importing
+    eqx_sow starts no backend."""
+    return jax.make_jaxpr(fn)(0.0).eqns[-1]
 
 
 def _primitive(name: str, wrap: Callable[[Callable], Callable]) -> Any:
@@ -297,9 +298,8 @@ def unspecified() -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _transposed() -> Any:
-    # Traced, not run: importing starts no backend.
-    negate = lambda x: jax.linear_transpose(jax.lax.neg, x)(x)
-    return jax.make_jaxpr(negate)(1.0).eqns[-1].source_info.name_stack.stack[0]
+    eqn = _equation(lambda x: jax.linear_transpose(jax.lax.neg, x)(x))
+    return eqn.source_info.name_stack.stack[0]
 
 
 # What transposition writes on a name stack. A user's scope of that name is equal to it,
