@@ -115,7 +115,7 @@ def _debug_effect(ordered: bool) -> Any:
 
 # The type of effect that `jax.debug.print` has is allowed everywhere and is kept by
 # partial evaluation, and so is a subclass of it. It has no public name.
-_DebugEffect: Any = find(
+DebugEffect: Any = find(
     "the effect of `jax.debug.print`", lambda: type(_debug_effect(False)), jexc.Effect
 )
 # That of `jax.debug.callback(..., ordered=True)`, which has no public name either.
@@ -124,13 +124,8 @@ ordered_effect = find("the effect of ordered callbacks", lambda: _debug_effect(T
 
 # All of one class are equal.
 @dc.dataclass(frozen=True)
-class SowEffect(_DebugEffect):
+class SowEffect(DebugEffect):
     __str__ = lambda self: "Sow"
-
-
-@dc.dataclass(frozen=True)
-class TapEffect(_DebugEffect):
-    __str__ = lambda self: "Tap"
 
 
 def open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:

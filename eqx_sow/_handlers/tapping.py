@@ -236,7 +236,7 @@ def _sendable(value: Value, printed: bool) -> Value:
     return Value(value.form._replace(leaves=tuple(leaves)), arrays, varies)
 
 
-_effect = _compat.TapEffect()
+_effect = _compat.DebugEffect()
 
 # Operands: the count, the indices of the device, and the arrays of a `Delivery`.
 _send_p = jexc.Primitive("tap")
