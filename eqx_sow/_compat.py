@@ -211,8 +211,8 @@ def as_array(x: Any) -> Any:
     """JAX keeps a literal as a number or a NumPy array, and returns that where it
     evaluates eagerly what only passes it on: `jax.checkpoint(lambda x: x)(1.0)`."""
     known = isinstance(x, int | float | complex | np.ndarray | np.generic)
-    is_float0 = getattr(x, "dtype", None) == jax.dtypes.float0
-    return jnp.asarray(x) if known and not is_float0 else x
+    known = known and getattr(x, "dtype", None) != jax.dtypes.float0
+    return jnp.asarray(x) if known else x
 
 
 _call_p = jexc.primitives.closed_call_p
@@ -237,7 +237,7 @@ def inline_or_call(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
     jaxpr = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
     params = dict(call_jaxpr=jexc.ClosedJaxpr(jaxpr, ()))
     # NumPy arrays that a function closes over stay what they are in its jaxpr.
-    args = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in (*consts, *args)]
+    args = list(map(as_array, (*consts, *args)))
     if not _call_p.call_primitive:  # JAX 0.11 and later
         return _call_p.bind(*args, **params)
     # Up to JAX 0.10 binding it evaluates the jaxpr once more. The method does not.
