@@ -112,7 +112,7 @@ def _inside(interpret, given, eqn, jaxpr, args, join=_derivative_of):
     copy = without_prints(jaxpr)
     # An effect that cannot be left out, such as an `io_callback` with a result.
     if any(e != sow_effect for e in copy.effects):
-        return _only_the_original(interpret, given, eqn, copy, args)
+        return _only_the_original(handler, given, eqn, args)
     inputs = args
     if not handler.differentiable:
         # What `tap` sends is an effect, so that JAX would keep the derivative of the
@@ -123,13 +123,11 @@ def _inside(interpret, given, eqn, jaxpr, args, join=_derivative_of):
     return list(map(join, outs, original)), taken
 
 
-def _only_the_original(interpret, given, eqn, copy, args):
-    handler = interpret.handler
+def _only_the_original(handler, given, eqn, args):
     why = "the function has an effect, as an `io_callback`, that would happen twice"
     refuse(handler, eqn, sites(eqn), why, "Sow its result outside.")
-    seen = types_of(interpret(copy), given, *args)[1]
     kept = eqn if handler.has_outer else _without_sows(eqn)
-    return bind(kept, args), seen._replace(carry=given.carry)
+    return bind(kept, args), Taken(given.carry, ())
 
 
 @lu.transformation2
