@@ -42,7 +42,7 @@ from .._mark.primitive import sow_effect
 from .._mark.staging import to_jaxpr, types_of
 from .._values import entry as _entry, merge as _merge
 from .handler import Given, refuse, Taken
-from .interpreter import consts_as_args, rule_for
+from .interpreter import rule_for, with_operands
 from .sows import eqn_without_sows, expanded, sites, without_prints, without_sows
 
 
@@ -277,25 +277,16 @@ def _cond(interpret, given, eqn, index, *args):
 
         return call
 
-    # The new equation has all that the branches close over as operands, with one jaxpr
-    # for each branch.
     branches = alike(list(map(branch, runs)), given, *args)
     staged = [to_jaxpr(fn)(given, *args) for fn in branches]
-    consts = [_compat.open_jaxpr(closed)[1] for closed, _ in staged]
-
-    def with_all_consts(i):
-        jaxpr = consts_as_args(staged[i][0])
-
-        def call(consts, *args):
-            return _compat.inline_or_call(jaxpr, [*consts[i], *args])
-
-        return jax.make_jaxpr(call)(consts, *leaves)
-
+    # Each branch takes all that any of them closes over.
+    opened = [_compat.open_jaxpr(closed) for closed, _ in staged]
+    constvars = tuple(v for jaxpr, _ in opened for v in jaxpr.constvars)
+    consts = [x for _, consts in opened for x in consts]
+    new = tuple(with_operands(jaxpr, constvars) for jaxpr, _ in opened)
     # Not `lax.switch`, which would clamp the index once more.
-    leaves = [*jax.tree.leaves(given), *args]
-    new = tuple(map(with_all_consts, range(len(staged))))
-    out = bind(eqn, [index, *jax.tree.leaves(consts), *leaves], branches=new)
-    return jax.tree.unflatten(staged[0][1], out)
+    inputs = [index, *consts, *jax.tree.leaves(given), *args]
+    return jax.tree.unflatten(staged[0][1], bind(eqn, inputs, branches=new))
 
 
 def _vary(x, axes):
