@@ -8,7 +8,7 @@ an array over which mesh axes it is sharded, as in `("data", None)`.
 
 import contextlib
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -123,17 +123,14 @@ def one_along(x, axis: int):
     return jax.lax.index_in_dim(whole_along(x, axis), 0, axis)
 
 
-@contextlib.contextmanager
-def in_mesh_of(arrays: Iterable[Any]) -> Iterator[None]:
+def in_mesh_of(arrays: Iterable[Any]) -> contextlib.AbstractContextManager[Any]:
     """Arrays can be on a mesh with explicit axes of which JAX has not been told by
-    `jax.set_mesh`. To make others there it has to be."""
+    `jax.set_mesh`. To make others there it has to be, as long as this lasts."""
     told = not jax.sharding.get_abstract_mesh().empty
     there = [] if told else [x for x in arrays if _mesh(x) is not None]
     if not there:
-        yield
-    else:
-        mesh: Any = _mesh(there[0])
-        # What runs now has to be told of the devices too.
-        context = _compat.set_mesh_of(there[0])
-        with context or jax.sharding.use_abstract_mesh(mesh):
-            yield
+        return contextlib.nullcontext()
+    # What runs now has to be told of the devices too.
+    context = _compat.set_mesh_of(there[0])
+    mesh: Any = _mesh(there[0])
+    return context or jax.sharding.use_abstract_mesh(mesh)

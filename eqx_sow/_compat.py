@@ -115,7 +115,7 @@ def _debug_effect(ordered: bool) -> Any:
 
 # The type of effect that `jax.debug.print` has is allowed everywhere and is kept by
 # partial evaluation, and so is a subclass of it. It has no public name.
-_DebugEffect: Any = find(
+DebugEffect: Any = find(
     "the effect of `jax.debug.print`", lambda: type(_debug_effect(False)), jexc.Effect
 )
 # That of `jax.debug.callback(..., ordered=True)`, which has no public name either.
@@ -124,13 +124,8 @@ ordered_effect = find("the effect of ordered callbacks", lambda: _debug_effect(T
 
 # All of one class are equal.
 @dc.dataclass(frozen=True)
-class SowEffect(_DebugEffect):
+class SowEffect(DebugEffect):
     __str__ = lambda self: "Sow"
-
-
-@dc.dataclass(frozen=True)
-class TapEffect(_DebugEffect):
-    __str__ = lambda self: "Tap"
 
 
 def open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
@@ -216,8 +211,8 @@ def as_array(x: Any) -> Any:
     """JAX keeps a literal as a number or a NumPy array, and returns that where it
     evaluates eagerly what only passes it on: `jax.checkpoint(lambda x: x)(1.0)`."""
     known = isinstance(x, int | float | complex | np.ndarray | np.generic)
-    is_float0 = getattr(x, "dtype", None) == jax.dtypes.float0
-    return jnp.asarray(x) if known and not is_float0 else x
+    known = known and getattr(x, "dtype", None) != jax.dtypes.float0
+    return jnp.asarray(x) if known else x
 
 
 _call_p = jexc.primitives.closed_call_p
@@ -246,7 +241,7 @@ def inline_or_call(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
     jaxpr = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
     params = dict(call_jaxpr=jexc.ClosedJaxpr(jaxpr, ()))
     # NumPy arrays that a function closes over stay what they are in its jaxpr.
-    args = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in (*consts, *args)]
+    args = list(map(as_array, (*consts, *args)))
     if not _call_p.call_primitive:  # JAX 0.11 and later
         return _call_p.bind(*args, **params)
     # Up to JAX 0.10 binding it evaluates the jaxpr once more. The method does not.
@@ -268,8 +263,9 @@ def with_around(axis_data: Any, around: Any) -> Any:
 
 
 def _equation(fn: Callable) -> Any:
-    """The last equation of a function of one number."""
-    return jax.make_jaxpr(fn)(0).eqns[-1]
+    """The last equation of a function of one number. It is traced, not run: importing
+    eqx_sow starts no backend."""
+    return jax.make_jaxpr(fn)(0.0).eqns[-1]
 
 
 def _primitive(name: str, wrap: Callable[[Callable], Callable]) -> Any:
@@ -301,9 +297,8 @@ def unspecified() -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _transposed() -> Any:
-    # Traced, not run: importing starts no backend.
-    negate = lambda x: jax.linear_transpose(jax.lax.neg, x)(x)
-    return jax.make_jaxpr(negate)(1.0).eqns[-1].source_info.name_stack.stack[0]
+    eqn = _equation(lambda x: jax.linear_transpose(jax.lax.neg, x)(x))
+    return eqn.source_info.name_stack.stack[0]
 
 
 # What transposition writes on a name stack. A user's scope of that name is equal to it,

@@ -36,28 +36,23 @@ class Replace(Handler):
     """Replaces what is sown."""
 
     tag: Any
-    # For each `Site.key`, what is planted there. There may be several, such as one for
-    # all iterations of a loop and one for iteration 3: the last one counts.
+    # A dict: for each `Site.key`, what is `Planted` there. There may be several, such
+    # as one for all iterations of a loop and one for iteration 3: the last one counts.
     # `Given.values` is a dict with their arrays.
-    planted: tuple[tuple[Any, tuple["Planted", ...]], ...]
+    planted: SameParts
     has_outer: bool
-
-    @ft.cached_property
-    def _planted(self) -> dict[Any, tuple["Planted", ...]]:
-        return dict(self.planted)
 
     @property
     def cacheable(self):
-        return not any(
-            isinstance(x.new, SameParts) for _, xs in self.planted for x in xs
-        )
+        every = it.chain.from_iterable(self.planted.value.values())
+        return not any(isinstance(x.new, SameParts) for x in every)
 
     def wants(self, site):
-        return site.tag == self.tag and site.key in self._planted
+        return site.tag == self.tag and site.key in self.planted.value
 
     @ft.cached_property
     def _names(self) -> frozenset[str]:
-        return frozenset(name for name, *_ in self._planted)
+        return frozenset(name for name, *_ in self.planted.value)
 
     def concerns(self, site):
         # This or another mode of the name is planted.
@@ -76,7 +71,7 @@ class Replace(Handler):
         check_guarded(site)
         at_sow, operands = in_front(site, frame.read_arrays(atoms))
         guards, value = operands[:n_guards], operands[n_guards:]
-        planted = [*zip(self._planted[site.key], given.values[site.key])]
+        planted = [*zip(self.planted.value[site.key], given.values[site.key])]
         value = _replaced(planted, at_sow, guards, value, given.iterations)
         edge_out, *_ = frame.eqn.outvars
         new = [edge_value(edge_out.aval), *in_place(site, [*guards, *value])]
@@ -92,7 +87,7 @@ class Replace(Handler):
 
     def needs_iteration(self, site):
         return self.wants(site) and any(
-            p.with_index or p.at for p in self._planted[site.key]
+            p.with_index or p.at for p in self.planted.value[site.key]
         )
 
     def sliced_by_scan(self, values, jaxpr):
@@ -100,7 +95,7 @@ class Replace(Handler):
         n_within = {x.site.key: len(x.loops) for x in inside}
         return {
             k: [k in n_within and p.has_axis_of_scan(n_within[k]) for p in planted]
-            for k, planted in self.planted
+            for k, planted in self.planted.value.items()
             if k in values
         }
 
@@ -108,7 +103,7 @@ class Replace(Handler):
         # No others: what a `shard_map` closes over is not sharded inside.
         keys = {s.key for s in sites(jaxpr) if self.wants(s)}
         of = lambda p: PartitionSpec(*[a.mesh for a in p.axes if a.mesh in devices])
-        specs = {k: list(map(of, self._planted[k])) for k in keys}
+        specs = {k: list(map(of, self.planted.value[k])) for k in keys}
         return {k: values[k] for k in keys}, specs
 
 

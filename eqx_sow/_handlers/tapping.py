@@ -6,7 +6,6 @@
 
 import collections
 import dataclasses as dc
-import functools as ft
 import itertools as it
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
@@ -236,7 +235,7 @@ def _sendable(value: Value, printed: bool) -> Value:
     return Value(value.form._replace(leaves=tuple(leaves)), arrays, varies)
 
 
-_effect = _compat.TapEffect()
+_effect = _compat.DebugEffect()
 
 # Operands: the count, the indices of the device, and the arrays of a `Delivery`.
 _send_p = jexc.Primitive("tap")
@@ -382,17 +381,13 @@ class Tap(Listens):
     # That of the option `extra`.
     extra: Form
     # The `Site.key`s of what is sent, and what their modes are called.
-    chosen: tuple[tuple[Any, str], ...] = ()
+    chosen: SameParts = SameParts({})
     # The mesh axes around what is walked over.
     mesh: tuple[str, ...] = ()
 
     @property
     def differentiable(self):
         return self.has_outer
-
-    @ft.cached_property
-    def _modes(self) -> dict[Any, str]:
-        return dict(self.chosen)
 
     @property
     def cacheable(self):
@@ -401,7 +396,7 @@ class Tap(Listens):
     def wants(self, site):
         _, *key = site.key
         return site.tag == self.tag and any(
-            (x.name, *key) in self._modes for x in self.selected(site)
+            (x.name, *key) in self.chosen.value for x in self.selected(site)
         )
 
     def concerns(self, site):
@@ -426,7 +421,7 @@ class Tap(Listens):
         site, operands = in_front(site, frame.read_arrays(now))
         frame.flush_effects()
         for one, at in self.asked(site, self.loops):
-            if one.key in self._modes:
+            if one.key in self.chosen.value:
                 transform = self.transform_of(site, one)
                 given = self._send(one, operands, transform, at, given)
         return given
@@ -453,7 +448,7 @@ class Tap(Listens):
             whole = isinstance(transform, Batched)
             seen = all_lanes(site, operands) if whole else operands
             entry = captured(site, seen, transform)
-            send(count, entry, extra, self._modes[site.key], options)
+            send(count, entry, extra, self.chosen.value[site.key], options)
 
         def send_when():
             predicate = self.when.value

@@ -143,7 +143,7 @@ class _Plant(Transformed):
             planted=True,
         )
         has_outer = listening.value is not None
-        handler = Replace(program.options.tag, tuple(planted.items()), has_outer)
+        handler = Replace(program.options.tag, SameParts(planted), has_outer)
         outs, _ = program.evaluate(handler, Given(values=values))
         return program.output(outs)
 

@@ -107,7 +107,7 @@ def _walk(self: _Tapped, program: Program, extra: list[Any]) -> list[Any]:
     places = list(handler.everywhere(program.mine))
     chosen = program.wanted("tap", [site.key for site, _ in places])
     counts = dict(first_count(s, eqns) for s, eqns in places if s.key in chosen)
-    handler = dc.replace(handler, chosen=tuple(chosen.items()))
+    handler = dc.replace(handler, chosen=SameParts(chosen))
     outs, _ = program.evaluate(handler, Given(counts, extra))
     return outs
 

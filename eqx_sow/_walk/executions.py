@@ -312,7 +312,7 @@ class _Numbers(Domain):
         return self._number(("transposed", tuple(permutation)), [number])
 
     # --- loops ---
-    def loop(self, eqn, operands, init, body, here):
+    def loop(self, init, body, here):
         # What a scan carries is the same as in another scan, if both begin with the
         # same, and make the same of it in each iteration. To learn that, the body runs
         # first with names in the place of what is carried.
@@ -324,6 +324,7 @@ class _Numbers(Domain):
 
         depth, n = len(here.scans), len(init)
         after = body(carried(depth, init), here._replace(final=False))[:n]
+        eqn = here.around[-1]
         loop = loop_of(eqn), depth, *(x.number for x in (*init, *after))
         if _is_of_unknown_length(eqn):
             loop = (next(self._next),)

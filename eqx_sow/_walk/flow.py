@@ -107,9 +107,7 @@ class Domain:
         """The value of what a scan stacks, given that of one iteration."""
         return value
 
-    def loop(
-        self, eqn: Any, operands: Any, init: Any, body: Callable, here: Here
-    ) -> list[Any]:
+    def loop(self, init: Sequence[Any], body: Callable, here: Here) -> list[Any]:
         """The values of the outputs of a loop: first what it carries at the end, then
         what a scan stacks. `init` are those of what it carries at first. `body(carry,
         here)` returns the values that one iteration makes of these; `here` is in the
@@ -205,7 +203,7 @@ def _scan(domain: Domain, eqn: Any, operands: list[Any], here: Here) -> list[Any
         outs = run(domain, jaxpr, [*consts, *carry, *xs], here)
         return [*outs[:m], *(domain.stacked(y, here) for y in outs[m:])]
 
-    return domain.loop(eqn, operands, init, body, inside)
+    return domain.loop(init, body, inside)
 
 
 def _while(domain: Domain, eqn: Any, operands: list[Any], here: Here) -> list[Any]:
@@ -220,7 +218,7 @@ def _while(domain: Domain, eqn: Any, operands: list[Any], here: Here) -> list[An
         run(domain, p["cond_jaxpr"], [*operands[:n], *carry], at_condition)
         return run(domain, p["body_jaxpr"], [*consts, *carry], here)
 
-    return domain.loop(eqn, operands, init, body, inside)
+    return domain.loop(init, body, inside)
 
 
 def _shard_map(domain: Domain, eqn: Any, operands: list[Any], here: Here) -> list[Any]:

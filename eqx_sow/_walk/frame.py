@@ -4,9 +4,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-import jax
 import jax.extend.core as jexc
-import jax.numpy as jnp
 from jax.extend import source_info_util
 
 from .. import _compat
@@ -94,7 +92,7 @@ class Frame:
         return [v.val if isinstance(v, jexc.Literal) else self._env[v] for v in atoms]
 
     def read_arrays(self, atoms) -> list[Any]:
-        return [_as_array(v, x) for v, x in zip(atoms, self.read(atoms))]
+        return list(map(_compat.as_array, self.read(atoms)))
 
     def flush_effects(self) -> None:
         """Evaluates what waits, if any of it has an effect: a `jax.debug.print` keeps
@@ -134,15 +132,6 @@ class Frame:
             if id(v) in self._same:
                 return eqn.replace(invars=list(map(self._source, eqn.invars)))
         return eqn
-
-
-def _as_array(atom: Any, x: Any) -> Any:
-    """A number or a NumPy array, which JAX keeps where it evaluates nothing, as an
-    array of the type of the variable."""
-    if isinstance(x, jax.Array):
-        return x
-    dtype = None if atom.aval.weak_type else atom.aval.dtype
-    return jnp.asarray(x, dtype)
 
 
 def without_donating(eqn: Any) -> Any:

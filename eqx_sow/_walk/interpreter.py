@@ -164,10 +164,12 @@ class Interpret:
 def consts_as_args(closed: Any) -> Any:
     """A closed jaxpr of which the constants are the first operands."""
     jaxpr, consts = _compat.open_jaxpr(closed)
-    return _consts_as_args(jaxpr) if consts else closed
+    return with_operands(jaxpr, tuple(jaxpr.constvars)) if consts else closed
 
 
 @kept_with_jaxpr
-def _consts_as_args(jaxpr):
-    invars = [*jaxpr.constvars, *jaxpr.invars]
+def with_operands(jaxpr: Any, more: tuple[Any, ...]) -> Any:
+    """An open jaxpr, closed. Its first operands are these variables, among which are
+    those of its constants."""
+    invars = [*more, *jaxpr.invars]
     return jexc.ClosedJaxpr(jaxpr.replace(constvars=[], invars=invars), ())

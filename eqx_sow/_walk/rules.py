@@ -42,7 +42,7 @@ from .._mark.primitive import sow_effect
 from .._mark.staging import to_jaxpr, types_of
 from .._values import entry as _entry, merge as _merge
 from .handler import Given, refuse, Taken
-from .interpreter import consts_as_args, rule_for
+from .interpreter import rule_for, with_operands
 from .sows import eqn_without_sows, expanded, sites, without_prints, without_sows
 
 
@@ -112,7 +112,7 @@ def _inside(interpret, given, eqn, jaxpr, args, join=_derivative_of):
     copy = without_prints(jaxpr)
     # An effect that cannot be left out, such as an `io_callback` with a result.
     if any(e != sow_effect for e in copy.effects):
-        return _only_the_original(interpret, given, eqn, copy, args)
+        return _only_the_original(handler, given, eqn, args)
     inputs = args
     if not handler.differentiable:
         # What `tap` sends is an effect, so that JAX would keep the derivative of the
@@ -123,13 +123,11 @@ def _inside(interpret, given, eqn, jaxpr, args, join=_derivative_of):
     return list(map(join, outs, original)), taken
 
 
-def _only_the_original(interpret, given, eqn, copy, args):
-    handler = interpret.handler
+def _only_the_original(handler, given, eqn, args):
     why = "an effect of the function, such as an `io_callback`, would happen twice"
     refuse(handler, eqn, sites(eqn), why, "Sow its result outside.")
-    seen = types_of(interpret(copy), given, *args)[1]
     kept = eqn if handler.has_outer else _without_sows(eqn)
-    return bind(kept, args), seen._replace(carry=given.carry)
+    return bind(kept, args), Taken(given.carry, ())
 
 
 @lu.transformation2
@@ -279,25 +277,16 @@ def _cond(interpret, given, eqn, index, *args):
 
         return call
 
-    # The new equation has all that the branches close over as operands, with one jaxpr
-    # for each branch.
     branches = alike(list(map(branch, runs)), given, *args)
     staged = [to_jaxpr(fn)(given, *args) for fn in branches]
-    consts = [_compat.open_jaxpr(closed)[1] for closed, _ in staged]
-
-    def with_all_consts(i):
-        jaxpr = consts_as_args(staged[i][0])
-
-        def call(consts, *args):
-            return _compat.inline_or_call(jaxpr, [*consts[i], *args])
-
-        return jax.make_jaxpr(call)(consts, *leaves)
-
+    # Each branch takes all that any of them closes over.
+    opened = [_compat.open_jaxpr(closed) for closed, _ in staged]
+    constvars = tuple(v for jaxpr, _ in opened for v in jaxpr.constvars)
+    consts = [x for _, consts in opened for x in consts]
+    new = tuple(with_operands(jaxpr, constvars) for jaxpr, _ in opened)
     # Not `lax.switch`, which would clamp the index once more.
-    leaves = [*jax.tree.leaves(given), *args]
-    new = tuple(map(with_all_consts, range(len(staged))))
-    out = bind(eqn, [index, *jax.tree.leaves(consts), *leaves], branches=new)
-    return jax.tree.unflatten(staged[0][1], out)
+    inputs = [index, *consts, *jax.tree.leaves(given), *args]
+    return jax.tree.unflatten(staged[0][1], bind(eqn, inputs, branches=new))
 
 
 def _vary(x, axes):
