@@ -663,6 +663,30 @@ def test_a_bwd_that_calls_the_same_solver(wrap, inner, length, jitted, step):
         S(g)(X)
 
 
+def _momentum(c):
+    n, x, v, b = c
+    error = lambda x: x @ _A @ x / 2 - b @ sow(x, "x")
+    v = 0.1 * v - 0.3 * jax.grad(error)(x)
+    return n + 1, x + v, v, b
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+def test_a_bwd_that_calls_the_same_solver_in_a_loop(wrap):
+    solve = wrap(lambda b: lax.while_loop(_more, _momentum, (0, 0 * b, 0 * b, b))[1])
+
+    def bwd(_, ct):
+        again = lambda c: (c[0] + 1, solve(c[1]))
+        return (lax.while_loop(lambda c: c[0] < 2, again, (0, ct))[1],)
+
+    g = _with_rules(lambda b: solve(b), bwd)
+    first, last = S(g, reduce=Append())(X)[1]["x"]["primal"]
+    inverse = np.linalg.inv(_A)
+    close(first, inverse @ X, rtol=1e-4)
+    close(last, inverse @ inverse @ np.ones(2), rtol=1e-4)
+    with pytest.raises(DuplicateSowError, match="in a backward pass"):
+        S(g)(X)
+
+
 @pytest.mark.parametrize("n", [1, 2])
 def test_a_loop_of_a_bwd_that_evaluates_at_other_points(n):
     def repeated(x):
