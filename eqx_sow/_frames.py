@@ -116,3 +116,11 @@ def _user_frame() -> tuple[types.FrameType, int]:
     while is_library(frame.f_code.co_filename) and frame.f_back is not None:
         frame, level = frame.f_back, level + 1
     return frame, level
+
+
+def is_of_equinox(eqn: Any) -> bool:
+    """Whether it is Equinox that calls what an equation computes, as in its loops."""
+    traceback = eqn.source_info.traceback
+    files = [frame.file_name for frame in traceback.frames] if traceback else []
+    callers = [file for file in files if not file.startswith(_hidden)]
+    return bool(callers) and callers[0].startswith(_folders["equinox"])

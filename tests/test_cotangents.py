@@ -663,6 +663,30 @@ def test_a_bwd_that_calls_the_same_solver(wrap, inner, length, jitted, step):
         S(g)(X)
 
 
+def _momentum(c):
+    n, x, v, b = c
+    error = lambda x: x @ _A @ x / 2 - b @ sow(x, "x")
+    v = 0.1 * v - 0.3 * jax.grad(error)(x)
+    return n + 1, x + v, v, b
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+def test_a_bwd_that_calls_the_same_solver_in_a_loop(wrap):
+    solve = wrap(lambda b: lax.while_loop(_more, _momentum, (0, 0 * b, 0 * b, b))[1])
+
+    def bwd(_, ct):
+        again = lambda c: (c[0] + 1, solve(c[1]))
+        return (lax.while_loop(lambda c: c[0] < 2, again, (0, ct))[1],)
+
+    g = _with_rules(lambda b: solve(b), bwd)
+    first, last = S(g, reduce=Append())(X)[1]["x"]["primal"]
+    inverse = np.linalg.inv(_A)
+    close(first, inverse @ X, rtol=1e-4)
+    close(last, inverse @ inverse @ np.ones(2), rtol=1e-4)
+    with pytest.raises(DuplicateSowError, match="in a backward pass"):
+        S(g)(X)
+
+
 @pytest.mark.parametrize("n", [1, 2])
 def test_a_loop_of_a_bwd_that_evaluates_at_other_points(n):
     def repeated(x):
@@ -696,6 +720,52 @@ def test_a_loop_of_a_bwd_that_evaluates_at_other_points(n):
         close(last, sines(begin))
         with pytest.raises(DuplicateSowError, match="in a backward pass"):
             S(g)(X)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+@pytest.mark.parametrize("length", [None, 3])
+def test_a_loop_of_a_bwd_that_differentiates_at_other_points(wrap, length):
+    """What it differentiates is in a checkpoint, which JAX traces once."""
+    sine = jax.checkpoint(_sine)
+
+    def forward(x):
+        if length is None:
+            step = lambda c: (c[0] + 1, sine(c[1]))
+            return lax.while_loop(lambda c: c[0] < 3, step, (0, x))[1]
+        return lax.scan(lambda c, _: (sine(c), None), x, length=length)[0]
+
+    def bwd(x, ct):
+        def step(c):
+            n, x, _ = c
+            return n + 1, x + jax.grad(lambda x: sine(x).sum())(x), x
+
+        return (lax.while_loop(lambda c: c[0] < 2, step, (0, x + 1, x))[1] * ct,)
+
+    g = wrap(_with_rules(forward, bwd))
+    first, last = S(g, reduce=Append())(X)[1]["net"]["primal"]
+    sines = [np.sin(X), np.sin(np.sin(X)), np.sin(np.sin(np.sin(X)))]
+    close(first, np.stack(sines) if length else sines[-1])
+    close(last, np.sin(X + 1 + np.cos(X + 1)))
+    assert S(g, reduce=Buffer(9))(X)[1]["net"]["count"] == 5
+    with pytest.raises(DuplicateSowError, match="in a backward pass"):
+        S(g)(X)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+@pytest.mark.parametrize("policy", ["dots_saveable", "everything_saveable"])
+def test_a_bwd_that_computes_again_what_a_checkpoint_keeps(wrap, policy):
+    policy = getattr(jax.checkpoint_policies, policy)
+
+    def step(c, _):
+        return jnp.tanh(_A @ sow(c, "net")), None
+
+    def f(x):
+        return lax.scan(jax.checkpoint(step, policy=policy), x, length=3)[0]
+
+    g = wrap(_with_rules(f, lambda x, ct: jax.vjp(f, x)[1](ct)))
+    plain = jax.grad(lambda x: lax.scan(step, x, length=3)[0].sum())
+    assert_close(S(g)(X), S(plain)(X))
+    assert len(S(g, reduce=Append())(X)[1]["net"]["primal"]) == 1
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])

@@ -281,6 +281,33 @@ def test_another_call_of_what_a_custom_jvp_function_calls():
     close(got["a"]["primal"][1], np.cos(1.5))
 
 
+def _repeated_sine(x):
+    body = lambda c, _: (jnp.sin(c), sow(jnp.cos(c), "a"))
+    return lax.scan(body, x, length=1)[1][0]
+
+
+@pytest.mark.parametrize(
+    "inner", [jax.jit(lambda x: sow(jnp.cos(x), "a")), jax.jit(_repeated_sine)]
+)
+@pytest.mark.parametrize("shift", [0.0, 0.5])
+def test_a_derivative_rule_that_differentiates_the_function(inner, shift):
+    """At the same point this is a replay, at another one an execution."""
+    own = jax.custom_jvp(lambda x: inner(x))
+    own.defjvp(lambda x, t: (own(*x), jax.jvp(inner, (x[0] + shift,), t)[1]))
+    f = jax.grad(own)
+    _, got = S(f, reduce=Append())(0.5)
+    primals = [np.cos(0.5), np.cos(0.5 + shift)]
+    want = primals if shift else primals[:1]
+    close(np.ravel(got["a"]["primal"]), want)
+    events = []
+    tap(f, events.append, modes="primal")(0.5)
+    jax.effects_barrier()
+    close(np.sort([e.value for e in events]), np.sort(want))
+    if shift:
+        with pytest.raises(DuplicateSowError):
+            S(f)(0.5)
+
+
 def test_least_squares():
     def f(c):
         solver = optx.LevenbergMarquardt(rtol=1e-4, atol=1e-4)

@@ -11,12 +11,13 @@ are three kinds of it:
   calls `jax.vjp(forward, x)` with the `x` of the forward pass. To tell, every value of
   the program has a number: two have the same one if they are computed alike, from the
   same inputs.
-- In a loop of unknown length that takes derivatives, the same equation, called from the
-  same lines: Equinox's checkpointed loops run their body anew, and differentiate it, in
-  each step of the backward pass.
+- In a loop of Equinox that takes derivatives, the same equation, called from the same
+  lines: Equinox's checkpointed loops run their body anew, and differentiate it, in each
+  step of the backward pass.
 - In the derivative rule of a `jax.custom_jvp` function, the same equation as in that
-  function, if the rule calls the function: optimistix solves, and then evaluates the
-  function that it solved once more, at the solution.
+  function, if the rule calls the function: with the same inputs, or after a loop.
+  optimistix solves in a loop, and then evaluates the function that it solved once more,
+  at the solution.
 
 Whatever else a `bwd` sows is an execution of its own. So are the values that
 `diffrax.BacksolveAdjoint` visits: it solves another equation in its backward pass.
@@ -44,8 +45,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.extend.core as jexc
+import jax.numpy as jnp
 
 from .. import _compat
+from .._frames import is_of_equinox
 from .._mark.primitive import same_p, sow_p
 from .._mark.site import Site
 from .flow import Domain, Here, run
@@ -262,7 +265,7 @@ class _Numbers(Domain):
             return [self._sow(eqn, operands, here), *operands[1:]]
         if primitive is same_p:
             return [self.new(), *operands[1:]]
-        if primitive in _IDENTITIES:
+        if _is_identity(eqn):
             return [*operands]
         if primitive is jax.lax.select_n_p:
             return [self.chosen(operands[0], operands[1:])]
@@ -384,6 +387,15 @@ _MOVES = (
 _IDENTITIES = jexc.primitives.name_p, jexc.primitives.stop_gradient_p
 
 
+def _is_identity(eqn: Any) -> bool:
+    if eqn.primitive is jax.lax.reduce_precision_p:
+        # A checkpoint whose policy keeps a value keeps that of all bits.
+        bits = jnp.finfo(eqn.outvars[0].aval.dtype)
+        kept = eqn.params["exponent_bits"], eqn.params["mantissa_bits"]
+        return kept == (bits.nexp, bits.nmant)
+    return eqn.primitive in _IDENTITIES
+
+
 def _equal(x: Any, y: Any) -> bool:
     try:
         return bool(x == y)
@@ -413,7 +425,12 @@ def _replayed(primals: Sequence[_Sow]) -> Iterator[tuple[Path, frozenset[Path]]]
             return False
         is_called = any(_is_in(loop, y) for loop in _backward_loops(x)[:1])
         is_replayed = not is_called and _has_calls(y, _calls_in_loop(x))
-        return is_replayed or _rule(x) in _rules(y)
+        if is_replayed and _loops(x) == _loops(y):
+            return True
+        # The rule may evaluate the function at another point, too. Of what a solver
+        # evaluates in a loop, the last point may be the one, and is not known.
+        is_solved = x.value == y.value or len(_loops(x)) < len(_loops(y))
+        return is_solved and _rule(x) in _rules(y)
 
     return _repetitions(
         primals,
@@ -436,9 +453,9 @@ def _calls(eqns: Iterable[Any]) -> list[Any]:
 
 
 def _backward_loops(x: _Sow) -> list[Any]:
-    """The loops of unknown length around a sow that are in a backward pass, if there
-    is a backward pass in the outermost one, too. A solver that a `bwd` calls may have
-    none: it runs nothing anew."""
+    """The loops of unknown length around a sow that are in a backward pass, if the
+    outermost one is Equinox's and there is a backward pass in it, too. Other loops,
+    such as that of a solver that a `bwd` calls, run nothing anew."""
     backward, loops = False, []
     for eqn in x.here.around[:-1]:
         backward = backward or _compat.in_backward_pass(eqn)
@@ -447,7 +464,7 @@ def _backward_loops(x: _Sow) -> list[Any]:
         elif not loops and eqn.primitive in _CUSTOM_VJP:
             # Not differentiated, so nothing in there has run before.
             backward = False
-    bodies = [j for loop in loops[:1] for j in jaxprs_of(loop)]
+    bodies = [j for loop in loops[:1] if is_of_equinox(loop) for j in jaxprs_of(loop)]
     return loops if any(map(_has_backward_pass, bodies)) else []
 
 
@@ -458,6 +475,14 @@ def _has_backward_pass(jaxpr: Any) -> bool:
         _compat.in_backward_pass(e) or any(map(_has_backward_pass, jaxprs_of(e)))
         for e in _compat.open_jaxpr(jaxpr)[0].eqns
     )
+
+
+def _loops(x: _Sow) -> list[int | None]:
+    """How many iterations the loops around a sow have, from outside in. A loop that
+    runs a body anew stands in the place of the one that ran it first. If a `bwd` calls
+    a solver in a loop of its own, there is one more."""
+    loops = map(loop_of, x.here.around)
+    return [loop.length for loop in loops if loop is not None]
 
 
 def _is_in(loop: Any, x: _Sow) -> bool:
