@@ -669,6 +669,43 @@ def test_what_a_hypernetwork_makes_keeps_its_name_after_an_update():
     assert_close(ends[0] + ends[3], out)
 
 
+class Film(eqx.Module):
+    scale: jax.Array
+    bias: jax.Array
+
+    def __call__(self, x):
+        return self.scale * x + self.bias
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.5])
+@pytest.mark.parametrize("wrap", [lambda fn: fn, eqx.filter_jit])
+def test_a_layer_of_another_form_that_is_made_by_others(factor, wrap):
+    """The `bias` of the one that makes it is only added to what becomes its `bias`."""
+
+    @wrap
+    def fn(net, x):
+        return Film(*jnp.split(factor * net(x), 2))(x)
+
+    net = eqx.nn.Linear(3, 6, key=KEYS[0])
+    made = net.weight @ X + net.bias
+    film = factor * made[:3] * X + factor * made[3:]
+    _check(fn, (net, X), {"net": made, "Film": film})
+
+
+def test_a_layer_of_another_form_after_an_update():
+    """What it is made of has no module of its own."""
+
+    def fn(params, x):
+        loss = lambda p: jnp.sum((jnp.ones((2, 3)) @ Film(p["w"], p["bias"])(x)) ** 2)
+        p = eqx.apply_updates(params, jax.grad(loss)(params))
+        return Film(p["w"], p["bias"])(x)
+
+    saved = S(fn, capture=True, modes="primal", reduce=Append())
+    out, got = saved({"w": X, "bias": X}, X)
+    assert list(got) == ["params"]
+    assert_close(got["params"]["primal"][1], out)
+
+
 # --- stacks within modules that have nothing else ---
 class Unit(eqx.Module):
     lin: eqx.nn.Linear

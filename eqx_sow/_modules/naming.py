@@ -189,6 +189,7 @@ class Naming(Domain):
     def _fit(self, visit: _Visit) -> None:
         """Finds the nearest places of a module, given where its arrays are in the
         module, and what they come from. The first come first."""
+        is_new = False
         for leaf, array in zip(visit.call.leaves, visit.arrays):
             found = [
                 (distance, path[:at], source)
@@ -199,9 +200,13 @@ class Naming(Domain):
             nearest = min((distance for distance, *_ in found), default=0)
             sources = {p: s for distance, p, s in found if distance == nearest}
             visit.is_made |= nearest >= FAR
+            is_new |= not found and max(array.distances.values(), default=0) >= FAR
             for path in self._as_stacked(sources):
                 distance, n = visit.fits.get(path, (nearest, 0))
                 visit.fits[path] = min(distance, nearest), n - 1
+        # If a `Linear` makes the `scale` and the `bias` of a layer, its own `bias` is
+        # only added to the other one. There is no place that has the `scale`.
+        visit.is_made |= is_new and any(map(self._places.module_at, visit.fits))
         for path, fit in visit.fits.items():
             self._best[path] = min(fit, self._best.get(path, fit))
 
@@ -236,7 +241,7 @@ class Naming(Domain):
         outer = self._path(visit.running[-1]) if visit.running else None
         if call.is_function:
             return (*(outer or ()), call.cls.__name__)
-        path = self._nearest(visit)
+        path = self._nearest(visit, outer)
         if path is not None and self._is_sure(path, visit):
             return path
         if visit.fits or call.module:
@@ -265,14 +270,14 @@ class Naming(Domain):
         around = next(of_holder, self._latest.get(holder))
         return around and (*self._path(around), *inside)
 
-    def _nearest(self, visit: _Visit) -> Path | None:
+    def _nearest(self, visit: _Visit, outer: Path | None) -> Path | None:
         """The place that the arrays say, or if they do not, what holds the module."""
         call, fits, held = visit.call, visit.fits, self._held(visit)
         # Another call fits these better.
         taken = {p for p, fit in fits.items() if self._best[p] < min(fit, (FAR,))}
         # A hypernetwork made some of its arrays, and is no place of it: that is nearer
         # to the call of the hypernetwork.
-        makers = taken if visit.is_made else ()
+        makers = taken - {outer} if visit.is_made else ()
         return min(
             (path for path in fits if path not in makers),
             key=lambda path: (
