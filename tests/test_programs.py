@@ -369,6 +369,24 @@ def test_custom_vmap(call):
     assert_close(got, {"rule": {"primal": jnp.sin(XS) * 2}})
 
 
+def test_custom_vmap_in_a_scan(call):
+    """The lanes are outside the scan, although the rule maps over them inside."""
+
+    @jax.custom_batching.custom_vmap
+    def f(x):
+        return sow(jnp.sin(x), "h")
+
+    f.def_vmap(
+        lambda n, batched, xs: (jax.vmap(lambda x: sow(jnp.sin(x), "h"))(xs), True)
+    )
+    scan = lambda x: lax.scan(lambda c, _: (f(c), None), x, length=3)[0]
+    xs = XS
+    sines = [xs := jnp.sin(xs) for _ in range(3)]
+    want = sines[-1], {"h": {"primal": jnp.stack(sines, axis=1)}}
+    assert_close(call(S(jax.vmap(scan)), XS), want)
+    assert_close(call(jax.vmap(S(scan)), XS), want)
+
+
 def test_custom_vmap_is_kept_by_save(call):
     @jax.custom_batching.custom_vmap
     def f(x):
