@@ -96,7 +96,8 @@ def _check_found(closed: Any, places: Places, marking: Marking, naming: Naming) 
     in_sight = {"/".join(path) or ".": type(x) for path, x in places.modules.items()}
     classes, functions = marking.selected
     classes = classes or (() if functions else (eqx.Module,))
-    fits = [c for c in (in_sight | naming.seen).values() if issubclass(c, classes)]
+    every = dict.fromkeys((in_sight | naming.seen).values())
+    fits = [c for c in every if issubclass(c, classes)]
     methods = dict.fromkeys(method for cls in fits for method in own_methods(cls))
     others = tuple(m for m in methods if m not in marking.methods)
     others = others[0] if len(others) == 1 else others
