@@ -1067,6 +1067,34 @@ def test_transpositions():
 
 
 @assumed(
+    "A `checkpoint` that was differentiated says so, and one that was not, does not.",
+    "_walk/executions.py",
+)
+def test_differentiated_checkpoint():
+    fn = jax.checkpoint(lambda x: jnp.sin(jnp.sin(x)))
+    of = lambda fn: [
+        e.params["differentiated"]
+        for e in jaxpr_of(fn, 1.0).eqns
+        if e.primitive is prims.remat_p
+    ]
+    assert of(fn) == [False] and of(jax.grad(fn)) == [True]
+
+
+@assumed(
+    "What a policy of a checkpoint keeps may go through a `reduce_precision` to all "
+    "bits.",
+    "_walk/executions.py",
+)
+def test_what_a_policy_keeps():
+    policy = jax.checkpoint_policies.dots_saveable
+    fn = jax.checkpoint(lambda x: jnp.tanh(jnp.ones((2, 2)) @ x).sum(), policy=policy)
+    every = equations(jaxpr_of(jax.grad(fn), jnp.ones(2)))
+    (kept,) = [e for e in every if e.primitive is jax.lax.reduce_precision_p]
+    assert kept.params["exponent_bits"] == jnp.finfo(jnp.float32).nexp
+    assert kept.params["mantissa_bits"] == jnp.finfo(jnp.float32).nmant
+
+
+@assumed(
     "`pe.dce_jaxpr` returns a jaxpr without what is not used, and which inputs are.",
     "_values/transform.py",
 )

@@ -423,7 +423,8 @@ def _replayed(primals: Sequence[_Sow]) -> Iterator[tuple[Path, frozenset[Path]]]
     def repeats(x, y):
         if y.site.key != x.site.key or y.site.origin is not x.site.origin:
             return False
-        is_called = any(_is_in(loop, y) for loop in _backward_loops(x)[:1])
+        same = any(_is_in(loop, y) for loop in _backward_loops(x)[:1])
+        is_called = same and not _is_recomputed(x)
         is_replayed = not is_called and _has_calls(y, _calls_in_loop(x))
         if is_replayed and _loops(x) == _loops(y):
             return True
@@ -453,9 +454,10 @@ def _calls(eqns: Iterable[Any]) -> list[Any]:
 
 
 def _backward_loops(x: _Sow) -> list[Any]:
-    """The loops of unknown length around a sow that are in a backward pass, if the
-    outermost one is Equinox's and there is a backward pass in it, too. Other loops,
-    such as that of a solver that a `bwd` calls, run nothing anew."""
+    """The loops of unknown length around a sow that are in a backward pass, if they run
+    anew what ran before: the outermost one is Equinox's, and there is a backward pass
+    in it, too; or a checkpoint runs them. Others, such as that of a solver that a `bwd`
+    calls, do not."""
     backward, loops = False, []
     for eqn in x.here.around[:-1]:
         backward = backward or _compat.in_backward_pass(eqn)
@@ -464,6 +466,8 @@ def _backward_loops(x: _Sow) -> list[Any]:
         elif not loops and eqn.primitive in _CUSTOM_VJP:
             # Not differentiated, so nothing in there has run before.
             backward = False
+    if _is_recomputed(x):
+        return loops
     bodies = [j for loop in loops[:1] if is_of_equinox(loop) for j in jaxprs_of(loop)]
     return loops if any(map(_has_backward_pass, bodies)) else []
 
@@ -509,6 +513,13 @@ def _has_calls(y: _Sow, last: list[Any] | None) -> bool:
     # If a checkpoint is differentiated, its values are computed outside of it. A scan
     # in it is then called where the checkpoint was.
     return _in_checkpoint(y) and set(last) <= set(calls)
+
+
+def _is_recomputed(x: _Sow) -> bool:
+    """Whether it is in a checkpoint that was differentiated, which runs its loops once
+    more as they are."""
+    remats = [e for e in x.here.around if e.primitive is jexc.primitives.remat_p]
+    return any(e.params["differentiated"] for e in remats)
 
 
 def _in_checkpoint(x: _Sow) -> bool:
