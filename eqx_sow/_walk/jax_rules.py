@@ -408,10 +408,11 @@ _moving = _Moving()
 
 def _moves(trace: Any) -> bool:
     """Whether what is known in this trace is moved out of a scan."""
+    here = listening.value
     # Only a trace of partial evaluation has the method.
-    if not hasattr(trace, "instantiate_const"):
+    if here is None or not hasattr(trace, "instantiate_const"):
         return False
-    return listening.value.moving or trace.parent_trace is _moving.to
+    return here.moving or trace.parent_trace is _moving.to
 
 
 def _moves_to_here(rule: Callable, *args, **params):
@@ -453,7 +454,10 @@ def _keep_in_loop(primitive: jexc.Primitive) -> None:
     bind = primitive.bind
 
     def bind_in_loop(*args, **params):
-        if listening.value is None or not _moves(trace := _compat.current_trace()):
+        # Where nothing moves, this costs as little as it can.
+        here = listening.value
+        may_move = here is not None and (here.moving or _moving.to is not None)
+        if not (may_move and _moves(trace := _compat.current_trace())):
             return bind(*args, **params)
         # One more operand, so that not even a function of nothing is known.
         tracers = list(map(trace.to_jaxpr_tracer, (0, *args)))
