@@ -22,6 +22,7 @@ from eqx_sow import (
     tap,
 )
 from jax import lax
+from jax.experimental import jet
 from jax.sharding import PartitionSpec as P
 
 from .helpers import assert_close, close, unmarked
@@ -379,6 +380,30 @@ def test_linearize_inside():
     _, captured = S(f)(X)
     close(captured["a"]["primal"], jnp.sin(X))
     close(captured["a"]["tangent"], jnp.cos(X))
+
+
+def test_taylor_series(call):
+    def fn(x, mark):
+        return jnp.cos(mark(2 * jnp.sin(x), "a")) ** 2
+
+    series = jnp.ones(2), jnp.zeros(2)
+    taylor = lambda mark: lambda x: jet.jet(lambda x: fn(x, mark), (x,), (series,))
+    out, captured = call(S(taylor(sow)), X)
+    assert_close(out, taylor(unmarked)(X))
+    assert_close(captured, {"a": {"primal": 2 * jnp.sin(X)}})
+
+    # The series of a weight goes through the call of the layer.
+    linear = eqx.nn.Linear(2, 2, key=jax.random.key(0))
+
+    def of_weight(w):
+        return jnp.tanh(eqx.tree_at(lambda m: m.weight, linear, w)(X))
+
+    series = jnp.ones((2, 2)), jnp.zeros((2, 2))
+    taylor = lambda w: jet.jet(of_weight, (w,), (series,))
+    out, captured = call(S(taylor, capture=True), linear.weight)
+    assert_close(out, taylor(linear.weight))
+    (entry,) = captured.values()
+    assert_close(entry, {"primal": linear(X)})
 
 
 def test_a_checkpoint_in_what_keeps_its_own_rule(call):

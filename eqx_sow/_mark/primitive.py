@@ -30,6 +30,7 @@ import jax.extend.core as jexc
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import jet
 from jax.interpreters import ad, batching, mlir, partial_eval as pe
 
 from .. import _compat
@@ -97,6 +98,11 @@ _runs_as(edge_p, lambda *arrays, **params: jnp.asarray(edge_value()))
 edge_p.def_abstract_eval(lambda *avals, **params: _edge_aval(*avals))
 ad.primitive_jvps[edge_p] = _edge_jvp
 _compat.primitive_linearizations[edge_p] = _edge_linearize
+# The series of an edge is one of zeros, and empty. That of a value stays as it is.
+jet.jet_rules[edge_p] = lambda primals, series, **params: (
+    out := edge_p.bind(*primals, **params),
+    [jnp.zeros_like(out)] * len(series[0]),
+)
 # There is one edge for all lanes of a vmap.
 batching.primitive_batchers[edge_p] = lambda arrays, dims, **params: (
     edge_p.bind(*arrays, **params),
@@ -274,6 +280,11 @@ def _sow_batch(axis_data, operands, dims, *, site):
     return sow_p.bind(edge, *operands, site=site), [None, *dims]
 
 
+def _sow_jet(primals, series, *, site):
+    out = sow_p.bind(*primals, site=site)
+    return out, [[jnp.zeros_like(out[0])] * len(series[0]), *series[1:]]
+
+
 # What `jax.checkpoint` recomputes instead of a sow, so that it need not save the value.
 # The site is that of the sow, as it was then.
 same_p = jexc.Primitive("same")
@@ -323,6 +334,7 @@ pe.partial_eval_jaxpr_custom_rules[sow_p] = _sow_checkpoint
 _runs_as(sow_p, _sow_impl)
 sow_p.def_effectful_abstract_eval(_sow_abstract_eval)
 ad.primitive_jvps[sow_p] = _sow_jvp
+jet.jet_rules[sow_p] = _sow_jet
 _compat.primitive_linearizations[sow_p] = _sow_linearize
 ad.primitive_transposes[sow_p] = _sow_transpose
 batching.fancy_primitive_batchers[sow_p] = _sow_batch
