@@ -868,6 +868,109 @@ def test_derivative_rules_around_another_handler(fn):
         close(got["a"]["primal"], want["a"]["primal"])
 
 
+def _marked(x):
+    sow(x, "b", tag="another")
+    return sow(jnp.sin(x), "a")
+
+
+def _of_its_own(fwd):
+    fn = jax.custom_vjp(_marked)
+    fn.defvjp(lambda x: (fwd(x), x), lambda x, ct: (ct * jnp.cos(x),))
+    return fn
+
+
+def _in_a_loop(fn, x):
+    step = lambda c: (c[0] + 1, fn(c[1]))
+    return eqxi.while_loop(
+        lambda c: c[0] < 2, step, (0, x), max_steps=2, kind="checkpointed"
+    )[1]
+
+
+def _solved(x):
+    term = diffrax.ODETerm(lambda t, y, args: _marked(y))
+    return diffrax.diffeqsolve(term, diffrax.Euler(), 0, 1, 0.25, x).ys
+
+
+@pytest.mark.filterwarnings("ignore:.*found no mark")
+@pytest.mark.parametrize(
+    "inner",
+    [
+        lambda f: tap(f, lambda event: None),
+        lambda f: tap(f, lambda event: None, tag="another"),
+        lambda f: lambda x: S(f, tag="another")(x)[0],
+    ],
+    ids=["tap", "tap of another tag", "save_intermediates"],
+)
+@pytest.mark.parametrize(
+    "fn",
+    [
+        _of_its_own(_marked),
+        _of_its_own(jnp.sin),
+        _of_its_own(_of_its_own(_marked)),
+        lambda x: _in_a_loop(_marked, x),
+        pytest.param(
+            lambda x: _in_a_loop(lambda x: _in_a_loop(_marked, x), x),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            lambda x: _in_a_loop(
+                jax.checkpoint(
+                    lambda x: lax.scan(lambda x, _: (_marked(x), None), x, length=2)[0]
+                ),
+                x,
+            ),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(_solved, marks=pytest.mark.slow),
+    ],
+    ids=[
+        "in the rule",
+        "not in the rule",
+        "in a rule in the rule",
+        "loop",
+        "loop in a loop",
+        "checkpoint in a loop",
+        "diffrax",
+    ],
+)
+def test_a_derivative_rule_around_and_inside_another_handler(fn, inner, call):
+    loss = lambda x: fn(x).sum()
+    want = S(jax.grad(loss))(X)[1]
+    for f in (jax.grad(inner(loss)), inner(jax.grad(loss))):
+        out, got = call(S(f), X)
+        close(out, jax.grad(loss)(X))
+        assert_close(got, want)
+
+
+@pytest.mark.parametrize("fn", [_of_its_own(_marked), lambda x: _in_a_loop(_marked, x)])
+def test_what_is_tapped_inside_a_gradient_is_told_once(fn, call):
+    told = []
+    loss = tap(lambda x: fn(x).sum(), lambda event: told.append(event.value))
+    call(S(jax.grad(loss)), X)
+    jax.effects_barrier()
+    once = []
+    call(
+        jax.grad(tap(lambda x: fn(x).sum(), lambda event: once.append(event.value))), X
+    )
+    jax.effects_barrier()
+    assert_close(told, once)
+
+
+@pytest.mark.filterwarnings("ignore:.*found no mark")
+def test_a_mark_that_is_not_in_the_rule_in_a_branch_of_some_lanes():
+    fn = _of_its_own(jnp.sin)
+    branch = lambda p, x: lax.cond(p, fn, lambda x: x, x)
+    p = jnp.array([True, False])
+    _, captured = S(jax.vmap(branch))(p, X)
+    close(captured["a"]["primal"], [jnp.sin(X[0]), 0.0])
+    # As without the vmap, the rule runs in the place of the function.
+    assert S(jax.grad(lambda x: branch(True, x)))(0.5)[1] == {}
+    assert S(jax.grad(lambda x: jax.vmap(branch)(p, x).sum()))(X)[1] == {}
+    # What was captured can be differentiated all the same.
+    got = jax.grad(lambda x: S(jax.vmap(branch))(p, x)[1]["a"]["primal"].sum())(X)
+    close(got, [jnp.cos(X[0]), 0.0])
+
+
 def test_a_rule_that_has_another_value_than_the_function():
     @jax.custom_jvp
     def rounded(x):

@@ -385,9 +385,7 @@ class Tap(Listens):
     # The mesh axes around what is walked over.
     mesh: tuple[str, ...] = ()
 
-    @property
-    def differentiable(self):
-        return self.has_outer
+    differentiable = False
 
     @property
     def cacheable(self):

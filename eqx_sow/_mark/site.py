@@ -128,6 +128,9 @@ class Site(NamedTuple):
     # computes again. That has the same one. Derivatives that were taken before have
     # none, and those of the sow that are taken later do.
     splits: tuple[Any, ...] = ()
+    # Whether it is in a copy of a function that has a derivative rule. If the function
+    # is differentiated, that rule runs in its place, with the sows in there.
+    copied: bool = False
 
     # --- where it runs ---
     axes: tuple[Axis, ...] = ()

@@ -74,11 +74,12 @@ class Frame:
         self._env.update(zip(outvars, values))
 
     def in_scope(self) -> AbstractContextManager[Any]:
-        """What is evaluated in the place of the current equation has its name stack, in
-        which those further out see the calls around, and whether it is part of a
-        backward pass."""
-        stack = source_info_util.current_name_stack() + self.eqn.source_info.name_stack
-        return source_info_util.set_name_stack(stack)
+        """What is evaluated in the place of the current equation is called from where
+        that was, and has its name stack. So those further out see the calls around,
+        which loops are Equinox's, and what is part of a backward pass."""
+        source = self.eqn.source_info
+        stack = source_info_util.current_name_stack() + source.name_stack
+        return source_info_util.user_context(source.traceback, name_stack=stack)
 
     def defer(self, *eqns: Any) -> None:
         """These equations are to be evaluated in the place of the current one."""

@@ -20,6 +20,7 @@ what is passed down to each iteration, such as its part of a planted array. `val
 what is taken from the sows of an iteration, which the scan stacks.
 """
 
+import dataclasses as dc
 import functools as ft
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -42,8 +43,16 @@ from .._mark.primitive import sow_effect
 from .._mark.staging import to_jaxpr, types_of
 from .._values import entry as _entry, merge as _merge
 from .handler import Given, refuse, Taken
-from .interpreter import rule_for, with_operands
-from .sows import eqn_without_sows, expanded, sites, without_prints, without_sows
+from .interpreter import Interpret, rule_for, with_operands
+from .sows import (
+    eqn_without_sows,
+    expanded,
+    seen_as,
+    sites,
+    sows,
+    without_prints,
+    without_sows,
+)
 
 
 # --- calls ---
@@ -101,7 +110,9 @@ def _derivative_of(x, y):
     return _with_derivative_of(x, y) if inexact else x
 
 
-def _inside(interpret, given, eqn, jaxpr, args, join=_derivative_of):
+def _inside(
+    interpret, given, eqn, jaxpr, args, join=_derivative_of, has_derivative=True
+):
     """Walks over `jaxpr`, a copy of the function in the equation, for the sows, and
     binds the equation too. `join` makes one output from that of the copy and that of
     the equation."""
@@ -118,6 +129,13 @@ def _inside(interpret, given, eqn, jaxpr, args, join=_derivative_of):
         # What `tap` sends is an effect, so that JAX would keep the derivative of the
         # copy, which nobody uses.
         inputs = map(jax.lax.stop_gradient, args)
+        if handler.has_outer:
+            # Those further out find the sows in the equation itself, and in its rule.
+            alone = Interpret(dc.replace(handler, has_outer=False), interpret.stages)
+            _, taken = alone(copy)(given, *inputs)
+            return bind(eqn, args), taken
+    elif handler.has_outer and has_derivative:
+        copy = seen_as(copy, sows(copy), lambda site: site._replace(copied=True))
     outs, taken = interpret(copy)(given, *inputs)
     original = bind(_without_sows(eqn), args)
     return list(map(join, outs, original)), taken
@@ -131,9 +149,9 @@ def _only_the_original(handler, given, eqn, args):
 
 
 @lu.transformation2
-def _quiet(rule, *zeros):
+def _quiet(rule, always, *zeros):
     jaxpr, *rest = rule(*zeros)
-    if listening.value is None:
+    if always or listening.value is None:
         jaxpr = without_sows(jaxpr)
     return jaxpr, *rest
 
@@ -141,8 +159,9 @@ def _quiet(rule, *zeros):
 def _without_sows(eqn):
     """The equation without sows, in its derivative rule too, where JAX would keep them
     though nothing asks for them."""
+    in_copy = any(site.copied for site in sites(eqn))
     rules = {
-        name: _quiet(eqn.params[name])
+        name: _quiet(eqn.params[name], in_copy)
         for name in ("jvp_jaxpr_fun", "fwd_jaxpr_thunk")
         if name in eqn.params
     }
@@ -165,7 +184,7 @@ def _custom_hi(interpret, given, eqn, *args):
 @rule_for(_compat.custom_vmap_p)
 def _custom_vmap(interpret, given, eqn, *args):
     of_original = lambda _, out: out
-    return _inside(interpret, given, eqn, eqn.params["call"], args, of_original)
+    return _inside(interpret, given, eqn, eqn.params["call"], args, of_original, False)
 
 
 # --- loops and branches that run eagerly ---
