@@ -207,6 +207,32 @@ def test_values_of_diffeqsolve_beside_a_gradient():
         assert_close(captured, saved(0.3)[1])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("solver", [diffrax.ImplicitEuler, diffrax.Kvaerno3])
+def test_an_implicit_solver_under_grad(solver):
+    def solve(x, mark):
+        root = diffrax.VeryChord(1e-3, 1e-3)
+        term = diffrax.ODETerm(lambda t, y, args: -mark(jnp.sin(y), "a"))
+        return diffrax.diffeqsolve(
+            term, solver(root_finder=root), 0, 1, 0.25, x, max_steps=4
+        ).ys
+
+    told = []
+
+    def told_of(value, name):
+        jax.debug.callback(told.append, value)
+        return value
+
+    solve(X, told_of)
+    jax.effects_barrier()
+    loss = lambda x: solve(x, sow).sum()
+    # Neither the steps that the backward pass takes again, nor what the derivative
+    # of the root finder evaluates, are executions.
+    _, got = S(jax.grad(loss), reduce=Last(), modes="primal")(X)
+    close(got["a"]["primal"], told[-1])
+    assert got["a"]["count"] == len(told)
+
+
 def test_diffeqsolve_with_direct_adjoint():
     def loss(y0):
         return solve(y0, adjoint=diffrax.DirectAdjoint()).sum()

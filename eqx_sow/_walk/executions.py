@@ -420,18 +420,31 @@ def _replayed(primals: Sequence[_Sow]) -> Iterator[tuple[Path, frozenset[Path]]]
     """The repetitions in a loop of a backward pass, or in a derivative rule, each with
     the executions that it may repeat."""
 
-    def repeats(x, y):
-        if y.site.key != x.site.key or y.site.origin is not x.site.origin:
-            return False
+    of_call = defaultdict(list)
+    for x in primals:
+        of_call[x.site.key, x.site.origin].append(x)
+
+    def runs_anew(x, y):
+        """Whether `x` is in a loop of a backward pass, and `y` is what ran before."""
         same = any(_is_in(loop, y) for loop in _backward_loops(x)[:1])
         is_called = same and not _is_recomputed(x)
         is_replayed = not is_called and _has_calls(y, _calls_in_loop(x))
-        if is_replayed and _loops(x) == _loops(y):
+        return is_replayed and _loops(x) == _loops(y)
+
+    def repeats(x, y):
+        if y.site.key != x.site.key or y.site.origin is not x.site.origin:
+            return False
+        if runs_anew(x, y):
             return True
         # The rule may evaluate the function at another point, too. Of what a solver
-        # evaluates in a loop, the last point may be the one, and is not known.
+        # evaluates in a loop, the last point may be the one, and is not known. In a
+        # loop that runs anew, it is the rule of what is `y` there.
         is_solved = x.value == y.value or len(_loops(x)) < len(_loops(y))
-        return is_solved and _rule(x) in _rules(y)
+        return is_solved and any(
+            _rule(x) in _rules(z)
+            for z in of_call[x.site.key, x.site.origin]
+            if z is y or runs_anew(z, y)
+        )
 
     return _repetitions(
         primals,
