@@ -917,6 +917,35 @@ def _solved(x):
     return diffrax.diffeqsolve(term, diffrax.Euler(), 0, 1, 0.25, x).ys
 
 
+@pytest.mark.parametrize(
+    "fn",
+    [
+        _in_both,
+        _of_its_own(_marked),
+        _of_its_own(_of_its_own(_marked)),
+        _of_its_own(lambda x: jnp.sin(x)),
+    ],
+    ids=["custom_jvp", "custom_vjp", "custom_vjp twice", "not in the rule"],
+)
+def test_rules_in_a_loop_that_a_backward_pass_runs_again(fn, call):
+    loop = lambda x: _in_a_loop(lambda x: 2 * fn(x), x)
+    _, got = call(S(jax.grad(lambda x: loop(x).sum()), reduce=Last()), X)
+    close(got["a"]["primal"], jnp.sin(2 * jnp.sin(X)))
+    close(got["a"]["count"], 2)
+
+
+def test_a_bwd_at_another_point_in_a_loop_that_a_backward_pass_runs_again():
+    fn = jax.custom_vjp(_marked)
+    fn.defvjp(lambda x: (fn(x), x), lambda x, ct: (ct * jnp.cos(fn(x + 1)),))
+    f = jax.grad(lambda x: _in_a_loop(fn, x).sum())
+    with pytest.raises(DuplicateSowError):
+        S(f)(X)
+    _, got = S(f, reduce=Append())(X)
+    first, second = got["a"]["primal"]
+    close(first, jnp.sin(jnp.sin(X)))
+    close(second, jnp.sin(X + 1))
+
+
 @pytest.mark.filterwarnings("ignore:.*found no mark")
 @pytest.mark.parametrize(
     "inner",
@@ -934,6 +963,7 @@ def _solved(x):
         _of_its_own(jnp.sin),
         _of_its_own(_of_its_own(_marked)),
         lambda x: _in_a_loop(_marked, x),
+        lambda x: _in_a_loop(_of_its_own(_marked), x),
         pytest.param(
             lambda x: _in_a_loop(lambda x: _in_a_loop(_marked, x), x),
             marks=pytest.mark.slow,
@@ -954,6 +984,7 @@ def _solved(x):
         "not in the rule",
         "in a rule in the rule",
         "loop",
+        "rule in a loop",
         "loop in a loop",
         "checkpoint in a loop",
         "diffrax",

@@ -17,7 +17,8 @@ are three kinds of it:
 - In the derivative rule of a `jax.custom_jvp` function, the same equation as in that
   function, if the rule calls the function: with the same inputs, or after a loop.
   optimistix solves in a loop, and then evaluates the function that it solved once more,
-  at the solution.
+  at the solution. If such a function is called in a loop of Equinox, only the backward
+  pass runs the rule: see `_in_other_rules`.
 
 Whatever else a `bwd` sows is an execution of its own. So are the values that
 `diffrax.BacksolveAdjoint` visits: it solves another equation in its backward pass.
@@ -116,7 +117,9 @@ def _sites(found: Sequence[_Sow]) -> dict[Path, Site]:
         by_value[x.value].append(x)
     for alike in by_value.values():
         repeated.update(_repeated_values(alike))
-    repeated.update(_replayed([x for x in primals if x.here.path not in repeated]))
+    for kind in (_replayed, _in_other_rules):
+        rest = [x for x in primals if x.here.path not in repeated]
+        repeated.update(kind(rest))
     ran = {x.site.key for x in primals if not x.backward}
     of_call = defaultdict(list)
     for x in primals:
@@ -414,6 +417,7 @@ def _is_users(eqn: Any) -> bool:
 
 # --- equations that run again ---
 _CUSTOM_VJP = jexc.primitives.custom_vjp_call_p, _compat.hi_p
+_CUSTOM = *_CUSTOM_VJP, jexc.primitives.custom_jvp_call_p
 
 
 def _replayed(primals: Sequence[_Sow]) -> Iterator[tuple[Path, frozenset[Path]]]:
@@ -452,6 +456,32 @@ def _replayed(primals: Sequence[_Sow]) -> Iterator[tuple[Path, frozenset[Path]]]
         repeats,
         lambda executions, i, n: executions,
     )
+
+
+def _in_other_rules(primals: Sequence[_Sow]) -> Iterator[tuple[Path, frozenset[Path]]]:
+    """The repetitions in the derivative rules of functions that are called in a loop of
+    Equinox. The forward pass runs the functions, and the backward pass their rules, in
+    which each sow is another one. If there are as many of a name, they are these."""
+    ran, again = defaultdict(list), defaultdict(list)
+    for x in primals:
+        *around, _ = x.here.around
+        loops = filter(_is_of_unknown_length, around)
+        has_rule = x.site.copied or any(e.primitive in _CUSTOM for e in around)
+        if _is_rerun(x):
+            again[x.site.key].append(x.here.path)
+        elif has_rule and not x.backward and any(map(is_of_equinox, loops)):
+            ran[x.site.key].append(x.here.path)
+    for key, paths in again.items():
+        if len(paths) == len(ran[key]):
+            yield from ((path, frozenset(ran[key])) for path in paths)
+
+
+def _is_rerun(x: _Sow) -> bool:
+    """Whether a sow is in such a loop, and not in a backward pass in there: not in the
+    `bwd` of a function that the loop calls."""
+    loops = _backward_loops(x)
+    after = it.dropwhile(lambda e: e is not loops[-1], x.here.around)
+    return bool(loops) and not any(map(_compat.in_backward_pass, list(after)[1:]))
 
 
 def _is_of_unknown_length(eqn: Any) -> bool:
