@@ -263,6 +263,33 @@ def test_count_over_lanes_and_of_a_buffer():
     assert re.search(r"\b10\b", text)
 
 
+@pytest.mark.parametrize("keep", ["first", "last"])
+def test_the_empty_places_of_a_buffer_count_nothing(keep):
+    def f(x):
+        return lax.while_loop(lambda x: x < 50, lambda x: sow(2 * x, "x"), x)
+
+    def numbers(text):
+        return _rows(text)[1][0].split("]", 1)[1].split()
+
+    S_ = lambda g: S(g, reduce=Buffer(8, keep))
+    found = numbers(tabulate(S_(f)(jnp.array(3.0))[1]))
+    ran = np.float32([6, 12, 24, 48, 96])
+    assert found == ["5", *numbers(tabulate({"x": {"primal": ran}}))]
+    # Each lane has places of its own.
+    found = numbers(tabulate(S_(jax.vmap(f))(jnp.array([3.0, 20.0]))[1]))
+    ran = np.float32([6, 12, 24, 48, 96, 40, 80])
+    assert found == ["7", *numbers(tabulate({"x": {"primal": ran}}))]
+    # So does a gradient.
+    loop = lambda x: eqx.internal.while_loop(
+        lambda x: x < 50, lambda x: sow(2 * x, "x"), x, max_steps=16, kind="bounded"
+    )
+    got = S_(jax.grad(loop))(jnp.array(3.0))[1]
+    rows = _rows(tabulate(got))[1]
+    ran = np.float32([1, 2, 4, 8, 16])
+    by_hand = numbers(tabulate({"x": {"primal": ran}}))
+    assert rows[1].split("]", 1)[1].split() == ["5", *by_hand]
+
+
 @pytest.mark.parametrize("shapes", [jax.eval_shape, eqx.filter_eval_shape])
 def test_shapes_only(shapes):
     f = lambda x: sow({"a": jnp.sin(x), "b": x > 0}, "h")["a"]

@@ -246,7 +246,8 @@ def _rows_of_name(intermediates: Mapping[str, Any], name: Any) -> Iterator[_Row]
             # Those of the first array, if it is a summary.
             leading = [*(next(axes, None) for _ in jtu.tree_leaves(x)), None][0]
             time = _time_axes(leading, x)
-            numbers = _computed(_numbers(*time), x, run) if numeric else None
+            of_row = _numbers(*time, in_buffer=_in_buffer(leading, x, run))
+            numbers = _computed(of_row, x, run) if numeric else None
             summary, bad = numbers or (None, None)
             yield _Row(
                 f"{name}{jtu.keystr(path)}" if needs_path else str(name),
@@ -309,11 +310,18 @@ def _compiled(fn: Callable, mesh: Any = None) -> Callable:
 
 
 @ft.lru_cache(maxsize=64)
-def _numbers(*time: int) -> Callable[[Any, Any], tuple[Summary, jax.Array]]:
+def _numbers(
+    *time: int, in_buffer: bool
+) -> Callable[[Any, Any], tuple[Summary, jax.Array]]:
     """What `summarize` would say of all entries of a row; and where there are some that
     are not finite, along these axes."""
 
     def fn(x: Any, runs: Any) -> tuple[Summary, jax.Array]:
+        if in_buffer:
+            # How many are left from each place on: none in those that are empty.
+            shape = x.shape[: runs.ndim + 1]
+            place = jax.lax.broadcasted_iota(runs.dtype, shape, runs.ndim)
+            runs = runs[..., None] - place
         n = max([jnp.ndim(runs) if runs is not None else 0, *[a + 1 for a in time]])
         if not isinstance(x, Summary):
             of_each = summary_of
@@ -328,6 +336,12 @@ def _numbers(*time: int) -> Callable[[Any, Any], tuple[Summary, jax.Array]]:
         return merged(x, tuple(every)), bad
 
     return fn
+
+
+def _in_buffer(leading: Leading | None, x: Any, runs: Any) -> bool:
+    """Whether the axis behind those of `runs` is that of a `Buffer`."""
+    axes = axes_of(leading, x) if leading and runs is not None else None
+    return bool(axes) and [kind for kind, *_ in axes[runs.ndim :]][:1] == ["buffer"]
 
 
 def _time_axes(leading: Leading | None, x: Any) -> dict[int, Scan | None]:
