@@ -229,7 +229,8 @@ class Intermediates(dict[str, dict[str, Any]]):
 
         - `pattern`: a glob, such as `"blocks/*/mlp"`. It also works for a model that
             stacks its layers, whose value is `"blocks/mlp"` with an axis for the loop:
-            each layer has the name that it would have in a list.
+            each layer has the name that it would have in a list. `*` also matches `/`,
+            so for `"blocks/*"` capture the blocks only: `capture=Block`.
         - `mode`: the mode of the values.
 
         **Returns:**
@@ -257,6 +258,11 @@ class Intermediates(dict[str, dict[str, Any]]):
             intermediates.stack("layers/*").shape  # (3, 4)
             ```
         """
+        if not (isinstance(pattern, str) or callable(pattern)):
+            raise TypeError(
+                f"`Intermediates.stack(pattern)` takes a glob, such as "
+                f"`'blocks/*/mlp'`, not {pattern!r}."
+            )
         values = []
         for name, modes in self.items():
             if mode in modes:
@@ -353,8 +359,9 @@ def _stacked(pattern: str, named: Sequence[tuple[str, Any]]) -> Any:
         shown = " and ".join(f"{name!r} is {kind}" for kind, name in kinds.items())
         raise SowError(
             f"`Intermediates.stack({pattern!r})`: the values differ in structure, "
-            f"shape or dtype: {shown}. Select values that are alike (`*` also "
-            "matches `/`)."
+            f"shape or dtype: {shown}. Select values that are alike: `*` also "
+            "matches `/`, so `blocks/*` is also what is inside the blocks. Capture "
+            "only these, by their class or by `names`."
         )
 
     def stacked(*xs):
