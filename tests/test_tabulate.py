@@ -290,6 +290,27 @@ def test_the_empty_places_of_a_buffer_count_nothing(keep):
     assert rows[1].split("]", 1)[1].split() == ["5", *by_hand]
 
 
+def test_a_state_has_no_row():
+    norm, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(3, "batch", mode="batch")
+    xs = jr.normal(jr.key(0), (5, 3))
+
+    def f(norm, xs, state):
+        call = jax.vmap(norm, axis_name="batch", in_axes=(0, None), out_axes=(0, None))
+        out, state = call(sow(xs, "x"), state)
+        return jnp.sum(sow(out, "out") ** 2), state
+
+    grad = eqx.filter_grad(f, has_aux=True)
+    for axis in (None, 0):
+        # Those behind the state have their own axes all the same.
+        fn = eqx.filter_vmap(grad, in_axes=(None, axis, None)) if axis == 0 else grad
+        x = xs if axis is None else jnp.stack([xs, 2 * xs])
+        both = S(fn, capture=True)(norm, x, state)[1]
+        first = lambda v: v[0] if isinstance(v, tuple) else v
+        alone = S(fn, capture=True, transform=first)(norm, x, state)[1]
+        assert tabulate(both) == tabulate(alone)
+    assert "norm " in tabulate(both) and "[" not in _rows(tabulate(both))[1][1][:9]
+
+
 @pytest.mark.parametrize("shapes", [jax.eval_shape, eqx.filter_eval_shape])
 def test_shapes_only(shapes):
     f = lambda x: sow({"a": jnp.sin(x), "b": x > 0}, "h")["a"]

@@ -93,7 +93,7 @@ class Intermediates(dict[str, dict[str, Any]]):
     def __repr__(self) -> str:
         # A `State` prints badly: its keys need not be strings.
         text = eqx.tree_pformat(
-            dict(self), struct_as_array=True, truncate_leaf=_is_state
+            dict(self), struct_as_array=True, truncate_leaf=is_state
         )
         # What NumPy calls the dtype of the cotangent of an integer.
         return re.sub(r"\[\('f(?:loat)?0', 'V'\)\](\S*?)\(numpy\)", r"float0\1", text)
@@ -144,7 +144,7 @@ class Intermediates(dict[str, dict[str, Any]]):
         flat: dict[str, Any] = {}
         for name, modes in self.items():
             for mode, value in modes.items():
-                leaves, _ = jtu.tree_flatten_with_path(value, is_leaf=_is_state)
+                leaves, _ = jtu.tree_flatten_with_path(value, is_leaf=is_state)
                 for path, x in leaves:
                     if not is_value(x) or x.dtype == jax.dtypes.float0:
                         continue
@@ -284,7 +284,7 @@ class Intermediates(dict[str, dict[str, Any]]):
         return _stacked(pattern, values)
 
 
-def _is_state(x: Any) -> bool:
+def is_state(x: Any) -> bool:
     return isinstance(x, eqx.nn.State)
 
 

@@ -19,7 +19,15 @@ from .. import _compat
 from .._arrays import select
 from .._errors import SowError
 from .._frames import api_boundary
-from .intermediates import axes_in, axes_of, in_order, Intermediates, Leading, Scan
+from .intermediates import (
+    axes_in,
+    axes_of,
+    in_order,
+    Intermediates,
+    is_state,
+    Leading,
+    Scan,
+)
 from .summarize import (
     as_array,
     is_numeric,
@@ -54,12 +62,12 @@ def tabulate(intermediates: Mapping[str, Mapping[str, Any]]) -> str:
 
     It has one row for each name and mode (and leaf, if the value has several), in order
     of execution, and at most 100 columns of text. A value without arrays, such as a
-    Python number, has a row without numbers. `count` is the sum over all axes. The
-    statistics are those of the finite entries of executions that took place; complex
-    numbers count by their magnitude. `zeros` is the share of entries that are zero. A
-    [`eqx_sow.Summary`][], with any number of leading axes, is one row. It has the
-    numbers that the row of the values would have, and the number of entries in place of
-    their shape.
+    Python number, has a row without numbers. An `eqx.nn.State`, which belongs to the
+    model, has no row. `count` is the sum over all axes. The statistics are those of the
+    finite entries of executions that took place; complex numbers count by their
+    magnitude. `zeros` is the share of entries that are zero. A [`eqx_sow.Summary`][],
+    with any number of leading axes, is one row. It has the numbers that the row of the
+    values would have, and the number of entries in place of their shape.
 
     An arrow marks the row with the first entry, in order of execution, that is not
     finite. In a loop, that is the row that went wrong in the earliest iteration; a
@@ -245,6 +253,8 @@ def _rows_of_name(intermediates: Mapping[str, Any], name: Any) -> Iterator[_Row]
             run = _runs(count, path, x, primals.get(path, x))
             # Those of the first array, if it is a summary.
             leading = [*(next(axes, None) for _ in jtu.tree_leaves(x)), None][0]
+            if is_state(x):
+                continue
             time = _time_axes(leading, x)
             of_row = _numbers(*time, in_buffer=_in_buffer(leading, x, run))
             numbers = _computed(of_row, x, run) if numeric else None
@@ -261,9 +271,9 @@ def _rows_of_name(intermediates: Mapping[str, Any], name: Any) -> Iterator[_Row]
 
 
 def _leaves(value: Any) -> dict[Any, Any]:
-    is_summary = lambda x: isinstance(x, Summary)
-    leaves, _ = jtu.tree_flatten_with_path(value, is_leaf=is_summary)
-    return {p: x for p, x in leaves if is_summary(x) or is_value(x)}
+    is_whole = lambda x: isinstance(x, Summary) or is_state(x)
+    leaves, _ = jtu.tree_flatten_with_path(value, is_leaf=is_whole)
+    return {p: x for p, x in leaves if is_whole(x) or is_value(x)}
 
 
 def _has_statistics(x: Any) -> bool:
