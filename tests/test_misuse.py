@@ -184,6 +184,11 @@ def _returned(value):
     return {"h": lambda _: value}
 
 
+class _Encoder(eqx.Module):
+    def encode(self, x):
+        return x
+
+
 MODEL = eqx.nn.MLP(3, 2, 4, 1, key=jax.random.key(0))
 TWO = eqx.nn.Sequential([Sow("h"), Sow("h")])
 OFF_BY_ONE = Fold(0.0, lambda acc, x: acc + x)
@@ -214,6 +219,12 @@ MISUSES = {
         TypeError,
         lambda: S(_fn(X)),
         (_TAKES_FUNCTION, "not f32[3]", "returns: `save_intermediates(fn)(x)`"),
+        "`fn`",
+    ),
+    "a model that cannot be called": Misuse(
+        TypeError,
+        lambda: S(_Encoder(), capture=True),  # pyright: ignore
+        (_TAKES_FUNCTION, "not _Encoder(...)", "pass one of its methods"),
         "`fn`",
     ),
     "a list of models": Misuse(
@@ -315,6 +326,12 @@ MISUSES = {
         TypeError,
         lambda: S(MODEL, capture=[eqx.nn.Linear]),
         ("capture=...)` takes `True`, a class, a JAX function",),
+        "`capture`",
+    ),
+    "capture: several modules": Misuse(
+        TypeError,
+        lambda: S(MODEL, capture=MODEL.layers),
+        ("not (Linear(...), Linear(...)). To choose by path",),
         "`capture`",
     ),
     "capture: a module": Misuse(

@@ -83,11 +83,16 @@ def checked(call: str, fn: Any, given: Mapping[str, Any]) -> tuple[Options, Any]
     """The options that were `given` to a `call`, such as `plant`: those for `Options`,
     and a dict of the others."""
     if not callable(fn):
-        is_module = lambda x: isinstance(x, eqx.Module)
-        got = eqx.tree_pformat(fn, struct_as_array=True, truncate_leaf=is_module)
+        instead = (
+            f"The arguments of the function go to what `{call}` returns: "
+            f"`{call}(fn)(x)`."
+        )
+        if isinstance(fn, eqx.Module):
+            instead = (
+                "It has no `__call__`: pass one of its methods, as `model.encode`."
+            )
         raise TypeError(
-            f"`{call}(fn)` takes a function or a model, not {got}. The arguments of "
-            f"the function go to what `{call}` returns: `{call}(fn)(x)`."
+            f"`{call}(fn)` takes a function or a model, not {_in_short(fn)}. {instead}"
         )
     options = {k: _checked(call, k, v) for k, v in given.items()}
     of_modules = options["capture"] and Marking(options["capture"]).selected[0] != ()
@@ -189,9 +194,8 @@ def _capture(option: str, capture: Any) -> Any:
     )
     if no_predicate or not callable(capture):
         path = capture if isinstance(capture, str) else "layers/0"
-        shown, inner = repr(capture), getattr(capture, "__wrapped__", capture)
+        shown, inner = _in_short(capture), getattr(capture, "__wrapped__", capture)
         if isinstance(inner, eqx.Module):
-            # What a large model prints would hide what to write instead.
             shown = f"a module of class `{type(inner).__name__}`"
         if of_module:
             shown = f"a method of one `{type(capture.__self__).__name__}`"
@@ -212,6 +216,12 @@ def _may_be_one_of_several(x: Any) -> bool:
     is_function &= not _is_method_of_module(x)
     is_class = x is True or isinstance(x, type)
     return is_class or (is_function_to_capture(x) and is_function)
+
+
+def _in_short(x: Any) -> str:
+    # What a large model prints would hide what to write instead.
+    is_module = lambda x: isinstance(x, eqx.Module)
+    return eqx.tree_pformat(x, struct_as_array=True, truncate_leaf=is_module)
 
 
 def _is_method_of_module(x: Any) -> bool:
