@@ -803,6 +803,12 @@ MISUSES = {
         ("`plant(fn, values)`: 'x'", _THERE),
         "selects no sow",
     ),
+    "values: a traced number in a name": Misuse(
+        UnknownSowError,
+        lambda: jax.jit(lambda i: plant(_loop, {f"h/{i}": jnp.zeros_like})(X))(1),
+        ("`plant(fn, values)`: 'h/", "A name cannot contain a traced number"),
+        "selects no sow",
+    ),
     "values: another shape": Misuse(
         SowError,
         lambda: plant(_fn, {"h": jnp.ones(4)})(X),

@@ -5,6 +5,7 @@ import contextlib
 import dataclasses as dc
 import functools as ft
 import inspect
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -140,6 +141,13 @@ class Program:
         no `close` matches."""
         if not isinstance(pattern, str):
             return ""
+        # What an f-string makes of a traced number.
+        if re.search(r"Trace[rd]\W", pattern):
+            return (
+                " A name cannot contain a traced number. Select all layers, and use "
+                "the number in the functions that you plant, or to index what comes "
+                "back."
+            )
         for name, one in self.selected(pattern):
             if one.at:
                 return (
