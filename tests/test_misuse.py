@@ -184,6 +184,11 @@ def _returned(value):
     return {"h": lambda _: value}
 
 
+class _Foreign:
+    def __call__(self, x):
+        return x
+
+
 class _Encoder(eqx.Module):
     def encode(self, x):
         return x
@@ -378,6 +383,12 @@ MISUSES = {
         UnknownSowError,
         lambda: S(MODEL, capture=eqx.nn.Conv)(X),
         ("capture=", "selects nothing that is called", "layers/0 (Linear)"),
+        "selects nothing that is called",
+    ),
+    "capture: a model of another library": Misuse(
+        UnknownSowError,
+        lambda: S(lambda x: _Foreign()(x), capture=_Foreign)(X),
+        ("in sight are: none at all", "Only modules of Equinox are captured: `sow`"),
         "selects nothing that is called",
     ),
     "capture: a class that was defined again": Misuse(

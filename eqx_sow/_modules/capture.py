@@ -127,6 +127,8 @@ def _check_found(closed: Any, places: Places, marking: Marking, naming: Naming) 
     listed = ", ".join(f"{path} ({cls.__name__})" for path, cls in items)
     said = f"The modules {'that are called' if naming.seen else 'in sight'} are: "
     said = f" {said}{listed or 'none at all'}." if classes else ""
+    if classes and not items:
+        said += " Only modules of Equinox are captured: `sow` what others return."
     if is_predicate:
         said += " A predicate is called with `(path, module)`, in this order."
     full = lambda cls: (cls.__module__, cls.__qualname__)
