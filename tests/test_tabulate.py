@@ -263,6 +263,17 @@ def test_count_over_lanes_and_of_a_buffer():
     assert re.search(r"\b10\b", text)
 
 
+def test_counts_of_lanes_on_devices():
+    # The counts come to the host, and then go to a mesh with explicit axes again.
+    branch = lambda x: sow(2 * x, "x")
+    f = jax.vmap(lambda x: lax.cond(x[0] > 1, branch, lambda x: x, x))
+    xs = jnp.arange(12.0).reshape(4, 3)
+    mesh = jax.make_mesh((2,), ("d",), devices=jax.devices()[:2])
+    with jax.set_mesh(mesh):
+        got = S(jax.jit(f))(jax.device_put(xs, NamedSharding(mesh, P("d"))))[1]
+        assert tabulate(got) == tabulate(S(f)(xs)[1])
+
+
 @pytest.mark.parametrize("keep", ["first", "last"])
 def test_the_empty_places_of_a_buffer_count_nothing(keep):
     def f(x):
@@ -279,6 +290,11 @@ def test_the_empty_places_of_a_buffer_count_nothing(keep):
     found = numbers(tabulate(S_(jax.vmap(f))(jnp.array([3.0, 20.0]))[1]))
     ran = np.float32([6, 12, 24, 48, 96, 40, 80])
     assert found == ["7", *numbers(tabulate({"x": {"primal": ran}}))]
+    # Also if they are spread over devices.
+    mesh = jax.make_mesh((2,), ("d",), devices=jax.devices()[:2])
+    xs = jax.device_put(jnp.array([3.0, 20.0]), NamedSharding(mesh, P("d")))
+    with jax.set_mesh(mesh):
+        assert numbers(tabulate(S_(jax.vmap(f))(xs)[1])) == found
     # So does a gradient.
     loop = lambda x: eqx.internal.while_loop(
         lambda x: x < 50, lambda x: sow(2 * x, "x"), x, max_steps=16, kind="bounded"

@@ -16,7 +16,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .. import _compat
-from .._arrays import select
+from .._arrays import leading, select, sharded_like
 from .._errors import SowError
 from .._frames import api_boundary
 from .intermediates import (
@@ -329,9 +329,11 @@ def _numbers(
     def fn(x: Any, runs: Any) -> tuple[Summary, jax.Array]:
         if in_buffer:
             # How many are left from each place on: none in those that are empty.
-            shape = x.shape[: runs.ndim + 1]
-            place = jax.lax.broadcasted_iota(runs.dtype, shape, runs.ndim)
-            runs = runs[..., None] - place
+            size, dtype = x.shape[runs.ndim], runs.dtype
+            left = lambda n: n - jnp.arange(size, dtype=dtype)
+            for _ in range(runs.ndim):
+                left = jax.vmap(left)
+            runs = left(runs)
         n = max([jnp.ndim(runs) if runs is not None else 0, *[a + 1 for a in time]])
         if not isinstance(x, Summary):
             of_each = summary_of
@@ -340,7 +342,9 @@ def _numbers(
             x = of_each(x)
         if runs is not None:
             # How often each execution ran. A summary of zeros is one of no entries.
-            x = jtu.tree_map(lambda a: select(runs > 0, a, jnp.zeros_like(a)), x)
+            ran = jnp.broadcast_to(leading(runs > 0, n), x.size.shape)
+            ran = sharded_like(ran, x.size)
+            x = jtu.tree_map(lambda a: select(ran, a, jnp.zeros_like(a)), x)
         every = range(jnp.ndim(x.size))
         bad = jnp.sum(x.not_finite, [a for a in every if a not in time]) > 0
         return merged(x, tuple(every)), bad
