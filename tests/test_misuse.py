@@ -184,6 +184,16 @@ def _returned(value):
     return {"h": lambda _: value}
 
 
+class _Foreign:
+    def __call__(self, x):
+        return x
+
+
+class _Encoder(eqx.Module):
+    def encode(self, x):
+        return x
+
+
 MODEL = eqx.nn.MLP(3, 2, 4, 1, key=jax.random.key(0))
 TWO = eqx.nn.Sequential([Sow("h"), Sow("h")])
 OFF_BY_ONE = Fold(0.0, lambda acc, x: acc + x)
@@ -211,7 +221,22 @@ MISUSES = {
         TypeError, lambda: S(3), ("`save_intermediates(fn)`", _TAKES_FUNCTION), "`fn`"
     ),
     "the output of the function": Misuse(
-        TypeError, lambda: S(_fn(X)), ("save_intermediates", _TAKES_FUNCTION), "`fn`"
+        TypeError,
+        lambda: S(_fn(X)),
+        (_TAKES_FUNCTION, "not f32[3]", "returns: `save_intermediates(fn)(x)`"),
+        "`fn`",
+    ),
+    "a model that cannot be called": Misuse(
+        TypeError,
+        lambda: S(_Encoder(), capture=True),  # pyright: ignore
+        (_TAKES_FUNCTION, "not _Encoder(...)", "pass one of its methods"),
+        "`fn`",
+    ),
+    "a list of models": Misuse(
+        TypeError,
+        lambda: S([MODEL, MODEL]),  # pyright: ignore
+        (_TAKES_FUNCTION, "not [MLP(...), MLP(...)]"),
+        "`fn`",
     ),
     "plant in an array": Misuse(
         TypeError, lambda: plant(X, {}), ("`plant(fn)`", _TAKES_FUNCTION), "`fn`"
@@ -286,7 +311,7 @@ MISUSES = {
     "modes: none has it": Misuse(
         UnknownSowError,
         lambda: S(_fn, modes="cotangent")(X),
-        ("modes=...)`: 'cotangent'", "The modes there are: 'primal'"),
+        ("modes=...)`: 'cotangent'", "The modes there are: 'primal'", "filter_grad("),
         "`modes`",
     ),
     "tag: a list": Misuse(
@@ -308,6 +333,12 @@ MISUSES = {
         ("capture=...)` takes `True`, a class, a JAX function",),
         "`capture`",
     ),
+    "capture: several modules": Misuse(
+        TypeError,
+        lambda: S(MODEL, capture=MODEL.layers),
+        ("not (Linear(...), Linear(...)). To choose by path",),
+        "`capture`",
+    ),
     "capture: a module": Misuse(
         TypeError,
         lambda: S(MODEL, capture=MODEL.layers[0]),
@@ -317,6 +348,24 @@ MISUSES = {
             "`capture=True, names='layers/0'`",
         ),
         "`capture`",
+    ),
+    "capture: a method of a module": Misuse(
+        TypeError,
+        lambda: S(MODEL, capture=MODEL.layers[0].__call__),
+        ("not a method of one `Linear`", "give its class (and `methods=`"),
+        "`capture`",
+    ),
+    "capture: a predicate with its arguments in the wrong order": Misuse(
+        UnknownSowError,
+        lambda: S(MODEL, capture=lambda m, path: isinstance(m, eqx.nn.Linear))(X),
+        ("layers/0 (Linear)", "A predicate is called with `(path, module)`"),
+        "selects nothing that is called",
+    ),
+    "capture: a function that is not called": Misuse(
+        UnknownSowError,
+        lambda: S(MODEL, capture=jax.nn.softmax)(X),
+        ("`capture=softmax` selects nothing", "Is another function called?"),
+        "selects nothing that is called",
     ),
     "capture: a predicate of one argument": Misuse(
         TypeError,
@@ -334,6 +383,12 @@ MISUSES = {
         UnknownSowError,
         lambda: S(MODEL, capture=eqx.nn.Conv)(X),
         ("capture=", "selects nothing that is called", "layers/0 (Linear)"),
+        "selects nothing that is called",
+    ),
+    "capture: a model of another library": Misuse(
+        UnknownSowError,
+        lambda: S(lambda x: _Foreign()(x), capture=_Foreign)(X),
+        ("in sight are: none at all", "Only modules of Equinox are captured: `sow`"),
         "selects nothing that is called",
     ),
     "capture: a class that was defined again": Misuse(
@@ -744,7 +799,7 @@ MISUSES = {
     "values: all that save_intermediates returned": Misuse(
         TypeError,
         lambda: plant(_fn, S(_fn)(X)),
-        ("`plant(..., values=...)` takes a dict", "not (f32[3], "),
+        ("takes a dict", "second output of `save_intermediates(", "not (f32[3], "),
         "`values`",
     ),
     "values: a key that is no name": Misuse(
@@ -757,6 +812,12 @@ MISUSES = {
         UnknownSowError,
         lambda: plant(_fn, {"x": X})(X),
         ("`plant(fn, values)`: 'x'", _THERE),
+        "selects no sow",
+    ),
+    "values: a traced number in a name": Misuse(
+        UnknownSowError,
+        lambda: jax.jit(lambda i: plant(_loop, {f"h/{i}": jnp.zeros_like})(X))(1),
+        ("`plant(fn, values)`: 'h/", "A name cannot contain a traced number"),
         "selects no sow",
     ),
     "values: another shape": Misuse(
@@ -776,7 +837,7 @@ MISUSES = {
     "values: without the axis of the loop": Misuse(
         SowError,
         lambda: plant(_loop, {"h": X})(X),
-        (_PLANTED, "float32[3] where float32[3, 3]", "or a function"),
+        (_PLANTED, "float32[3] where float32[3, 3]", "an axis in front for each loop"),
         "has a leaf",
         _loop,
     ),
@@ -994,6 +1055,12 @@ MISUSES = {
         lambda: summarize(X).merge("batch"),
         ("`Summary.merge(axis='batch')`: there are 0 axes",),
         "`Summary.merge`",
+    ),
+    "stack: a list of names": Misuse(
+        TypeError,
+        lambda: S(_fn)(X)[1].stack(["h"]),  # pyright: ignore
+        ("`Intermediates.stack(pattern)` takes a glob", "not ['h']"),
+        "`Intermediates.stack`",
     ),
     "tabulate: all that save_intermediates returned": Misuse(
         TypeError,

@@ -263,6 +263,70 @@ def test_count_over_lanes_and_of_a_buffer():
     assert re.search(r"\b10\b", text)
 
 
+def test_counts_of_lanes_on_devices():
+    # The counts come to the host, and then go to a mesh with explicit axes again.
+    branch = lambda x: sow(2 * x, "x")
+    f = jax.vmap(lambda x: lax.cond(x[0] > 1, branch, lambda x: x, x))
+    xs = jnp.arange(12.0).reshape(4, 3)
+    mesh = jax.make_mesh((2,), ("d",), devices=jax.devices()[:2])
+    with jax.set_mesh(mesh):
+        got = S(jax.jit(f))(jax.device_put(xs, NamedSharding(mesh, P("d"))))[1]
+        assert tabulate(got) == tabulate(S(f)(xs)[1])
+
+
+@pytest.mark.parametrize("keep", ["first", "last"])
+def test_the_empty_places_of_a_buffer_count_nothing(keep):
+    def f(x):
+        return lax.while_loop(lambda x: x < 50, lambda x: sow(2 * x, "x"), x)
+
+    def numbers(text):
+        return _rows(text)[1][0].split("]", 1)[1].split()
+
+    S_ = lambda g: S(g, reduce=Buffer(8, keep))
+    found = numbers(tabulate(S_(f)(jnp.array(3.0))[1]))
+    ran = np.float32([6, 12, 24, 48, 96])
+    assert found == ["5", *numbers(tabulate({"x": {"primal": ran}}))]
+    # Each lane has places of its own.
+    found = numbers(tabulate(S_(jax.vmap(f))(jnp.array([3.0, 20.0]))[1]))
+    ran = np.float32([6, 12, 24, 48, 96, 40, 80])
+    assert found == ["7", *numbers(tabulate({"x": {"primal": ran}}))]
+    # Also if they are spread over devices.
+    mesh = jax.make_mesh((2,), ("d",), devices=jax.devices()[:2])
+    xs = jax.device_put(jnp.array([3.0, 20.0]), NamedSharding(mesh, P("d")))
+    with jax.set_mesh(mesh):
+        assert numbers(tabulate(S_(jax.vmap(f))(xs)[1])) == found
+    # So does a gradient.
+    loop = lambda x: eqx.internal.while_loop(
+        lambda x: x < 50, lambda x: sow(2 * x, "x"), x, max_steps=16, kind="bounded"
+    )
+    got = S_(jax.grad(loop))(jnp.array(3.0))[1]
+    rows = _rows(tabulate(got))[1]
+    ran = np.float32([1, 2, 4, 8, 16])
+    by_hand = numbers(tabulate({"x": {"primal": ran}}))
+    assert rows[1].split("]", 1)[1].split() == ["5", *by_hand]
+
+
+def test_a_state_has_no_row():
+    norm, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(3, "batch", mode="batch")
+    xs = jr.normal(jr.key(0), (5, 3))
+
+    def f(norm, xs, state):
+        call = jax.vmap(norm, axis_name="batch", in_axes=(0, None), out_axes=(0, None))
+        out, state = call(sow(xs, "x"), state)
+        return jnp.sum(sow(out, "out") ** 2), state
+
+    grad = eqx.filter_grad(f, has_aux=True)
+    for axis in (None, 0):
+        # Those behind the state have their own axes all the same.
+        fn = eqx.filter_vmap(grad, in_axes=(None, axis, None)) if axis == 0 else grad
+        x = xs if axis is None else jnp.stack([xs, 2 * xs])
+        both = S(fn, capture=True)(norm, x, state)[1]
+        first = lambda v: v[0] if isinstance(v, tuple) else v
+        alone = S(fn, capture=True, transform=first)(norm, x, state)[1]
+        assert tabulate(both) == tabulate(alone)
+    assert "norm " in tabulate(both) and "[" not in _rows(tabulate(both))[1][1][:9]
+
+
 @pytest.mark.parametrize("shapes", [jax.eval_shape, eqx.filter_eval_shape])
 def test_shapes_only(shapes):
     f = lambda x: sow({"a": jnp.sin(x), "b": x > 0}, "h")["a"]

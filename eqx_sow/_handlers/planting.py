@@ -326,6 +326,16 @@ def _one_lane(site: Site) -> str:
     return " The sow is under a `vmap`, so the function gets the value of one lane."
 
 
+def _or_a_function(site: Site) -> str:
+    """Says that a planted value is the whole batch, where that is so."""
+    if not site.axes:
+        return ", or a function."
+    return (
+        ", with an axis in front for each loop and `vmap` around the sow. Or plant a "
+        "function, which gets the value of one iteration and one lane."
+    )
+
+
 def _operands(
     value: Any, site: Site, like: Sequence[Any], of_function: bool = False
 ) -> list[Any]:
@@ -364,7 +374,7 @@ def _operands(
             raise SowError(
                 f"{value_for} has a leaf {got} where {old.dtype}{list(old.shape)} is "
                 f"sown. {verb} an array of that shape and dtype"
-                f"{'.' + _one_lane(site) if of_function else ', or a function.'}"
+                f"{'.' + _one_lane(site) if of_function else _or_a_function(site)}"
             )
         new.append(sharded_like(jnp.asarray(x), old))
     return new

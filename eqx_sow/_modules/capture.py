@@ -95,6 +95,7 @@ def _check_found(closed: Any, places: Places, marking: Marking, naming: Naming) 
     shown = f"capture={_shown(marking.capture)}"
     in_sight = {"/".join(path) or ".": type(x) for path, x in places.modules.items()}
     classes, functions = marking.selected
+    is_predicate = classes is None
     classes = classes or (() if functions else (eqx.Module,))
     every = dict.fromkeys((in_sight | naming.seen).values())
     fits = [c for c in every if issubclass(c, classes)]
@@ -126,6 +127,10 @@ def _check_found(closed: Any, places: Places, marking: Marking, naming: Naming) 
     listed = ", ".join(f"{path} ({cls.__name__})" for path, cls in items)
     said = f"The modules {'that are called' if naming.seen else 'in sight'} are: "
     said = f" {said}{listed or 'none at all'}." if classes else ""
+    if classes and not items:
+        said += " Only modules of Equinox are captured: `sow` what others return."
+    if is_predicate:
+        said += " A predicate is called with `(path, module)`, in this order."
     full = lambda cls: (cls.__module__, cls.__qualname__)
     passed_over = {full(cls) for _, cls in items if not issubclass(cls, classes)}
     for _, cls in passed_over.intersection(map(full, classes)):
@@ -135,8 +140,9 @@ def _check_found(closed: Any, places: Places, marking: Marking, naming: Naming) 
         )
     raise UnknownSowError(
         f"`{shown}` selects nothing that is called in the program.{said}{hint}"
-        " Is another model called? If a `save_intermediates` inside has captured it, "
-        "give one of the two another `tag`."
+        f" Is another {'model' if classes else 'function'} called? If a "
+        "`save_intermediates` inside has captured it, give one of the two another "
+        "`tag`."
     )
 
 

@@ -93,7 +93,7 @@ class Intermediates(dict[str, dict[str, Any]]):
     def __repr__(self) -> str:
         # A `State` prints badly: its keys need not be strings.
         text = eqx.tree_pformat(
-            dict(self), struct_as_array=True, truncate_leaf=_is_state
+            dict(self), struct_as_array=True, truncate_leaf=is_state
         )
         # What NumPy calls the dtype of the cotangent of an integer.
         return re.sub(r"\[\('f(?:loat)?0', 'V'\)\](\S*?)\(numpy\)", r"float0\1", text)
@@ -144,7 +144,7 @@ class Intermediates(dict[str, dict[str, Any]]):
         flat: dict[str, Any] = {}
         for name, modes in self.items():
             for mode, value in modes.items():
-                leaves, _ = jtu.tree_flatten_with_path(value, is_leaf=_is_state)
+                leaves, _ = jtu.tree_flatten_with_path(value, is_leaf=is_state)
                 for path, x in leaves:
                     if not is_value(x) or x.dtype == jax.dtypes.float0:
                         continue
@@ -229,7 +229,8 @@ class Intermediates(dict[str, dict[str, Any]]):
 
         - `pattern`: a glob, such as `"blocks/*/mlp"`. It also works for a model that
             stacks its layers, whose value is `"blocks/mlp"` with an axis for the loop:
-            each layer has the name that it would have in a list.
+            each layer has the name that it would have in a list. `*` also matches `/`,
+            so for `"blocks/*"` capture the blocks only: `capture=Block`.
         - `mode`: the mode of the values.
 
         **Returns:**
@@ -257,6 +258,11 @@ class Intermediates(dict[str, dict[str, Any]]):
             intermediates.stack("layers/*").shape  # (3, 4)
             ```
         """
+        if not (isinstance(pattern, str) or callable(pattern)):
+            raise TypeError(
+                f"`Intermediates.stack(pattern)` takes a glob, such as "
+                f"`'blocks/*/mlp'`, not {pattern!r}."
+            )
         values = []
         for name, modes in self.items():
             if mode in modes:
@@ -278,7 +284,7 @@ class Intermediates(dict[str, dict[str, Any]]):
         return _stacked(pattern, values)
 
 
-def _is_state(x: Any) -> bool:
+def is_state(x: Any) -> bool:
     return isinstance(x, eqx.nn.State)
 
 
@@ -353,8 +359,9 @@ def _stacked(pattern: str, named: Sequence[tuple[str, Any]]) -> Any:
         shown = " and ".join(f"{name!r} is {kind}" for kind, name in kinds.items())
         raise SowError(
             f"`Intermediates.stack({pattern!r})`: the values differ in structure, "
-            f"shape or dtype: {shown}. Select values that are alike (`*` also "
-            "matches `/`)."
+            f"shape or dtype: {shown}. Select values that are alike: `*` also "
+            "matches `/`, so `blocks/*` is also what is inside the blocks. Capture "
+            "only these, by their class or by `names`."
         )
 
     def stacked(*xs):

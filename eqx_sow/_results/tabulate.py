@@ -16,10 +16,18 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .. import _compat
-from .._arrays import select
+from .._arrays import leading, select, sharded_like
 from .._errors import SowError
 from .._frames import api_boundary
-from .intermediates import axes_in, axes_of, in_order, Intermediates, Leading, Scan
+from .intermediates import (
+    axes_in,
+    axes_of,
+    in_order,
+    Intermediates,
+    is_state,
+    Leading,
+    Scan,
+)
 from .summarize import (
     as_array,
     is_numeric,
@@ -54,12 +62,12 @@ def tabulate(intermediates: Mapping[str, Mapping[str, Any]]) -> str:
 
     It has one row for each name and mode (and leaf, if the value has several), in order
     of execution, and at most 100 columns of text. A value without arrays, such as a
-    Python number, has a row without numbers. `count` is the sum over all axes. The
-    statistics are those of the finite entries of executions that took place; complex
-    numbers count by their magnitude. `zeros` is the share of entries that are zero. A
-    [`eqx_sow.Summary`][], with any number of leading axes, is one row. It has the
-    numbers that the row of the values would have, and the number of entries in place of
-    their shape.
+    Python number, has a row without numbers. An `eqx.nn.State`, which belongs to the
+    model, has no row. `count` is the sum over all axes. The statistics are those of the
+    finite entries of executions that took place; complex numbers count by their
+    magnitude. `zeros` is the share of entries that are zero. A [`eqx_sow.Summary`][],
+    with any number of leading axes, is one row. It has the numbers that the row of the
+    values would have, and the number of entries in place of their shape.
 
     An arrow marks the row with the first entry, in order of execution, that is not
     finite. In a loop, that is the row that went wrong in the earliest iteration; a
@@ -245,8 +253,11 @@ def _rows_of_name(intermediates: Mapping[str, Any], name: Any) -> Iterator[_Row]
             run = _runs(count, path, x, primals.get(path, x))
             # Those of the first array, if it is a summary.
             leading = [*(next(axes, None) for _ in jtu.tree_leaves(x)), None][0]
+            if is_state(x):
+                continue
             time = _time_axes(leading, x)
-            numbers = _computed(_numbers(*time), x, run) if numeric else None
+            of_row = _numbers(*time, in_buffer=_in_buffer(leading, x, run))
+            numbers = _computed(of_row, x, run) if numeric else None
             summary, bad = numbers or (None, None)
             yield _Row(
                 f"{name}{jtu.keystr(path)}" if needs_path else str(name),
@@ -260,9 +271,9 @@ def _rows_of_name(intermediates: Mapping[str, Any], name: Any) -> Iterator[_Row]
 
 
 def _leaves(value: Any) -> dict[Any, Any]:
-    is_summary = lambda x: isinstance(x, Summary)
-    leaves, _ = jtu.tree_flatten_with_path(value, is_leaf=is_summary)
-    return {p: x for p, x in leaves if is_summary(x) or is_value(x)}
+    is_whole = lambda x: isinstance(x, Summary) or is_state(x)
+    leaves, _ = jtu.tree_flatten_with_path(value, is_leaf=is_whole)
+    return {p: x for p, x in leaves if is_whole(x) or is_value(x)}
 
 
 def _has_statistics(x: Any) -> bool:
@@ -309,11 +320,20 @@ def _compiled(fn: Callable, mesh: Any = None) -> Callable:
 
 
 @ft.lru_cache(maxsize=64)
-def _numbers(*time: int) -> Callable[[Any, Any], tuple[Summary, jax.Array]]:
+def _numbers(
+    *time: int, in_buffer: bool
+) -> Callable[[Any, Any], tuple[Summary, jax.Array]]:
     """What `summarize` would say of all entries of a row; and where there are some that
     are not finite, along these axes."""
 
     def fn(x: Any, runs: Any) -> tuple[Summary, jax.Array]:
+        if in_buffer:
+            # How many are left from each place on: none in those that are empty.
+            size, dtype = x.shape[runs.ndim], runs.dtype
+            left = lambda n: n - jnp.arange(size, dtype=dtype)
+            for _ in range(runs.ndim):
+                left = jax.vmap(left)
+            runs = left(runs)
         n = max([jnp.ndim(runs) if runs is not None else 0, *[a + 1 for a in time]])
         if not isinstance(x, Summary):
             of_each = summary_of
@@ -322,12 +342,20 @@ def _numbers(*time: int) -> Callable[[Any, Any], tuple[Summary, jax.Array]]:
             x = of_each(x)
         if runs is not None:
             # How often each execution ran. A summary of zeros is one of no entries.
-            x = jtu.tree_map(lambda a: select(runs > 0, a, jnp.zeros_like(a)), x)
+            ran = jnp.broadcast_to(leading(runs > 0, n), x.size.shape)
+            ran = sharded_like(ran, x.size)
+            x = jtu.tree_map(lambda a: select(ran, a, jnp.zeros_like(a)), x)
         every = range(jnp.ndim(x.size))
         bad = jnp.sum(x.not_finite, [a for a in every if a not in time]) > 0
         return merged(x, tuple(every)), bad
 
     return fn
+
+
+def _in_buffer(leading: Leading | None, x: Any, runs: Any) -> bool:
+    """Whether the axis behind those of `runs` is that of a `Buffer`."""
+    axes = axes_of(leading, x) if leading and runs is not None else None
+    return bool(axes) and [kind for kind, *_ in axes[runs.ndim :]][:1] == ["buffer"]
 
 
 def _time_axes(leading: Leading | None, x: Any) -> dict[int, Scan | None]:

@@ -83,7 +83,17 @@ def checked(call: str, fn: Any, given: Mapping[str, Any]) -> tuple[Options, Any]
     """The options that were `given` to a `call`, such as `plant`: those for `Options`,
     and a dict of the others."""
     if not callable(fn):
-        raise TypeError(f"`{call}(fn)` takes a function or a model, not {fn!r}.")
+        instead = (
+            f"The arguments of the function go to what `{call}` returns: "
+            f"`{call}(fn)(x)`."
+        )
+        if isinstance(fn, eqx.Module):
+            instead = (
+                "It has no `__call__`: pass one of its methods, as `model.encode`."
+            )
+        raise TypeError(
+            f"`{call}(fn)` takes a function or a model, not {_in_short(fn)}. {instead}"
+        )
     options = {k: _checked(call, k, v) for k, v in given.items()}
     of_modules = options["capture"] and Marking(options["capture"]).selected[0] != ()
     for name in ("inputs", "methods") if not of_modules else ():
@@ -121,7 +131,12 @@ _TAKES: dict[str, tuple[str, Any, Any]] = {
         Mapping,
     ),
     "spec": ("a dict of names to annotations", (Mapping, types.NoneType), ()),
-    "values": ("a dict `{'h': value}` of names to values", Mapping, ()),
+    "values": (
+        "a dict `{'h': value}` of names to values, such as the second output of "
+        "`save_intermediates(fn)(...)`",
+        Mapping,
+        (),
+    ),
     "when": ("a function of the value", (Callable, types.NoneType), ()),
     "callback": ("a function of an event", (Callable, types.NoneType), ()),
     **dict.fromkeys(
@@ -173,28 +188,44 @@ def _capture(option: str, capture: Any) -> Any:
     if all(map(_may_be_one_of_several, several)):
         return capture
     jit_it = "To capture what a function returns, `jax.jit` it, or `sow` there."
-    no_predicate = isinstance(capture, eqx.Module) or is_function_to_capture(capture)
+    of_module = _is_method_of_module(capture)
+    no_predicate = (
+        isinstance(capture, eqx.Module) or of_module or is_function_to_capture(capture)
+    )
     if no_predicate or not callable(capture):
         path = capture if isinstance(capture, str) else "layers/0"
-        shown, inner = repr(capture), getattr(capture, "__wrapped__", capture)
+        shown, inner = _in_short(capture), getattr(capture, "__wrapped__", capture)
         if isinstance(inner, eqx.Module):
-            # What a large model prints would hide what to write instead.
             shown = f"a module of class `{type(inner).__name__}`"
+        if of_module:
+            shown = f"a method of one `{type(capture.__self__).__name__}`"
         raise TypeError(
             f"`{option}` takes `True`, a class, a JAX function, a function made by "
             "`jax.jit` or `eqx.filter_jit`, a tuple of these, or a predicate "
             f"`(path, module) -> bool`, not {shown}. To choose by path, write "
-            f"`capture=True, names={path!r}`. For a module, give its class. {jit_it}"
+            f"`capture=True, names={path!r}`. For a module, give its class "
+            f"(and `methods=` for a method other than `__call__`). {jit_it}"
         )
     check_arity(option, capture, "(path, module) -> bool", jit_it)
     return capture
 
 
 def _may_be_one_of_several(x: Any) -> bool:
-    # A module that was compiled is none: its class is.
+    # A module that was compiled is none: its class is. Nor is a method of one module.
     is_function = isinstance(inspect.unwrap(x), types.FunctionType)
+    is_function &= not _is_method_of_module(x)
     is_class = x is True or isinstance(x, type)
     return is_class or (is_function_to_capture(x) and is_function)
+
+
+def _in_short(x: Any) -> str:
+    # What a large model prints would hide what to write instead.
+    is_module = lambda x: isinstance(x, eqx.Module)
+    return eqx.tree_pformat(x, struct_as_array=True, truncate_leaf=is_module)
+
+
+def _is_method_of_module(x: Any) -> bool:
+    return isinstance(getattr(x, "__self__", None), eqx.Module)
 
 
 def _every(option: str, every: Any) -> int:

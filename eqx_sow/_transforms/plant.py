@@ -198,8 +198,9 @@ def plant(
     - `with_index`: call functions with `(value, index)`. `index` is a tuple of the
         iterations of the loops around the mark, outermost first, as traced int32s: in
         a scan over layers `(layer,)`. So the layer can be an argument of a compiled
-        program. A `while_loop`, or a `fori_loop` with traced bounds, has no entry in
-        it. In a reversed scan, iteration `i` is that of `xs[i]`.
+        program. Compare `index[0]`: the tuple itself equals no number. A
+        `while_loop`, or a `fori_loop` with traced bounds, has no entry in it. In a
+        reversed scan, iteration `i` is that of `xs[i]`.
 
     **Returns:**
 

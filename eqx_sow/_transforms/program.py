@@ -5,6 +5,7 @@ import contextlib
 import dataclasses as dc
 import functools as ft
 import inspect
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -140,6 +141,13 @@ class Program:
         no `close` matches."""
         if not isinstance(pattern, str):
             return ""
+        # What an f-string makes of a traced number.
+        if re.search(r"Trace[rd]\W", pattern):
+            return (
+                " A name cannot contain a traced number. Select all layers, and use "
+                "the number in the functions that you plant, or to index what comes "
+                "back."
+            )
         for name, one in self.selected(pattern):
             if one.at:
                 return (
@@ -222,6 +230,7 @@ class Program:
             [*others, *mode_of.values()],
             "is a mode that no selected sow of this program has",
             kind="modes",
+            hint=lambda mode, close: _DERIVATIVE.get(mode, "") if not close else "",
         )
         mode_of = {k: m for k, m in mode_of.items() if modes is None or m in modes}
         self.check_recomputed(
@@ -254,6 +263,13 @@ class Program:
             "these inside `fn`. If a `save_intermediates` inside took those of the tag "
             f"{options.tag!r}, give one of the two another `tag`."
         )
+
+
+_DERIVATIVE = {
+    "cotangent": " A value has a cotangent if `fn` computes a gradient, such as "
+    "`eqx.filter_grad(loss)`, and the value depends on what is differentiated there.",
+    "tangent": " A value has a tangent if `fn` calls `jax.jvp`.",
+}
 
 
 def trace(fn: Callable, args: tuple, kwargs: dict, options: Options) -> Program:

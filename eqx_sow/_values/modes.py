@@ -59,7 +59,8 @@ def as_mode(option: str, mode: Any) -> str:
     if not (parts == [PRIMAL] or all(p in _DERIVATIVES for p in parts)):
         raise ValueError(
             f"`{option}`: {mode!r} is not a mode. Modes are 'primal', 'tangent' and "
-            "'cotangent', or of second order, such as 'cotangent.tangent'."
+            "'cotangent' (the gradient), or of second order, such as "
+            "'cotangent.tangent'."
         )
     return mode
 
