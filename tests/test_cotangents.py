@@ -833,12 +833,17 @@ def _tripled(x):
     return sow(jnp.sin(x), "net") * 3
 
 
+def _tripled_by_an_array(x):
+    return _tripled(x * np.ones(2, np.float32))  # another array in each trace
+
+
 RULES = {
     "plain": lambda: _recomputing(_tripled),
     "jitted": lambda: _recomputing(jax.jit(_tripled)),
     "jitted in bwd": lambda: _recomputing(_tripled, bwd=jax.jit(_tripled)),
     "jitted in fwd": lambda: _recomputing(_tripled, fwd=jax.jit(_tripled)),
     "fwd calls it": lambda: _recomputing(_tripled, fwd=_recomputing(_tripled)),
+    "with an array of its own": lambda: _recomputing(_tripled_by_an_array),
 }
 
 

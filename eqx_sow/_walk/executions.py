@@ -46,6 +46,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.extend.core as jexc
 import jax.numpy as jnp
+import numpy as np
 
 from .. import _compat
 from .._frames import is_of_equinox
@@ -255,7 +256,8 @@ class _Numbers(Domain):
         return _Value(number, number)
 
     def constant(self, x):
-        number = self._number(("const", id(x)))
+        # Each trace of `x * jnp.array([1.0, 2.0])` makes an array of its own.
+        number = self._number(("const", _content(x)))
         return _Value(number, number)
 
     # --- equations ---
@@ -401,6 +403,18 @@ def _equal(x: Any, y: Any) -> bool:
         return bool(x == y)
     except ValueError:  # arrays
         return False
+
+
+def _content(x: Any) -> Hashable:
+    """Equal for equal arrays, if they are small. Larger ones are not fetched from a
+    device, and are rarely made anew."""
+    is_there = isinstance(x, np.ndarray)
+    if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
+        key = jnp.issubdtype(x.dtype, jax.dtypes.extended)
+        is_there = x.is_fully_addressable and not key
+    if not is_there or x.nbytes > 2**20:
+        return id(x)
+    return x.dtype, x.shape, np.asarray(x).tobytes()
 
 
 def _is_edge(v: Any) -> bool:
