@@ -371,7 +371,15 @@ class _Numbers(Domain):
         return self._together(("stack", len(here.scans)), [value], loop)
 
     def entry(self, value, here):
-        return self._slice(("stack", len(here.scans)), value)
+        # Loops around a pullback, as in `lax.map(pullback, basis)`, need not have been
+        # around the forward pass that stacked the value.
+        depth, scan_p = len(here.scans), jexc.primitives.scan_p
+        forward = _around_backward_pass(here)
+        further_out = depth - sum(e.primitive is scan_p for e in forward)
+        how, _ = self._computed.get(value.number, (None, ()))
+        if further_out and how in [("stack", d) for d in range(further_out, depth)]:
+            return self._slice(how, value)
+        return self._slice(("stack", depth), value)
 
     def unshard(self, value, mesh, spec):
         return self._together(("shards", mesh, spec), [value])
@@ -440,11 +448,12 @@ def _replayed(primals: Sequence[_Sow]) -> Iterator[tuple[Path, frozenset[Path]]]
         same = any(_is_in(loop, y) for loop in _backward_loops(x)[:1])
         is_called = same and not _is_recomputed(x)
         is_replayed = not is_called and _has_calls(y, _calls_in_loop(x))
-        if is_replayed and _loops(x) == _loops(y):
+        loops = _loops(y.here.around)
+        if is_replayed and loops in _loops_of_replayed(x):
             return True
         # The rule may evaluate the function at another point, too. Of what a solver
         # evaluates in a loop, the last point may be the one, and is not known.
-        is_solved = x.value == y.value or len(_loops(x)) < len(_loops(y))
+        is_solved = x.value == y.value or len(_loops(x.here.around)) < len(loops)
         return is_solved and _rule(x) in _rules(y)
 
     return _repetitions(
@@ -453,6 +462,11 @@ def _replayed(primals: Sequence[_Sow]) -> Iterator[tuple[Path, frozenset[Path]]]
         repeats,
         lambda executions, i, n: executions,
     )
+
+
+def _around_backward_pass(here: Here) -> list[Any]:
+    """The equations around a place that are around the backward pass that it is in."""
+    return [*it.takewhile(lambda e: not _compat.in_backward_pass(e), here.around)]
 
 
 def _is_of_unknown_length(eqn: Any) -> bool:
@@ -495,12 +509,18 @@ def _has_backward_pass(jaxpr: Any) -> bool:
     )
 
 
-def _loops(x: _Sow) -> list[int | None]:
-    """How many iterations the loops around a sow have, from outside in. A loop that
+def _loops(around: Iterable[Any]) -> list[int | None]:
+    """How many iterations the loops among these equations have."""
+    return [loop.length for loop in map(loop_of, around) if loop is not None]
+
+
+def _loops_of_replayed(x: _Sow) -> list[list[int | None]]:
+    """The loops that may be around what a sow repeats, from outside in. A loop that
     runs a body anew stands in the place of the one that ran it first. If a `bwd` calls
-    a solver in a loop of its own, there is one more."""
-    loops = map(loop_of, x.here.around)
-    return [loop.length for loop in loops if loop is not None]
+    a solver in a loop of its own, there is one more. Those around a pullback, as in
+    `lax.map(pullback, basis)`, need not be around the forward pass."""
+    loops, n = _loops(x.here.around), len(_loops(_around_backward_pass(x.here)))
+    return [loops[:i] + loops[n:] for i in range(n + 1)]
 
 
 def _is_in(loop: Any, x: _Sow) -> bool:
