@@ -833,12 +833,17 @@ def _tripled(x):
     return sow(jnp.sin(x), "net") * 3
 
 
+def _tripled_by_an_array(x):
+    return _tripled(x * np.ones(2, np.float32))  # another array in each trace
+
+
 RULES = {
     "plain": lambda: _recomputing(_tripled),
     "jitted": lambda: _recomputing(jax.jit(_tripled)),
     "jitted in bwd": lambda: _recomputing(_tripled, bwd=jax.jit(_tripled)),
     "jitted in fwd": lambda: _recomputing(_tripled, fwd=jax.jit(_tripled)),
     "fwd calls it": lambda: _recomputing(_tripled, fwd=_recomputing(_tripled)),
+    "with an array of its own": lambda: _recomputing(_tripled_by_an_array),
 }
 
 
@@ -899,6 +904,28 @@ def test_a_recomputing_bwd_is_no_execution(rule, around):
     _, got = S(g, reduce=Fold(0, lambda n, v: n + 1))(x)
     assert np.all(got["net"]["primal"] == len(values))
     assert np.all(got["net"]["cotangent"] == len(values))
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_recomputing_bwd_whose_pullback_runs_in_a_loop(nested):
+    f = _looped(_recomputing(_tripled))
+    steps, f = (4, _looped(f)) if nested else (2, f)
+
+    def rows(x):
+        _, pullback = jax.vjp(f, x)
+        return lax.map(lambda ct: pullback(ct)[0], jnp.eye(2))
+
+    def by_hand(eps):
+        c = X
+        for e in eps:
+            c = (jnp.sin(c) + e) * 3
+        return c
+
+    _, got = S(rows)(X)
+    values, _ = _expected(steps, X)
+    cotangents = jax.jacrev(by_hand)(jnp.zeros((steps, 2)))
+    close(got["net"]["primal"].reshape(steps, 2), values)
+    close(got["net"]["cotangent"].reshape(2, steps, 2), cotangents)
 
 
 @pytest.mark.parametrize("options", [{}, dict(reduce=Append())])
@@ -1127,6 +1154,33 @@ def test_what_is_repeated_ran_before(name, wrap):
     _, got = S(wrap(f), reduce=Append())(0.5)
     assert [x if x is None else float(x) for x in got["h"]["cotangent"]] == [*want]
     close(jnp.stack(got["h"]["primal"]), [np.sin(0.5)] * len(want))
+
+
+@_needs_checkpointed_loop
+@pytest.mark.parametrize("around", [lambda f: f, _looped], ids=["alone", "in a scan"])
+def test_a_pullback_of_a_solver_in_a_loop(around):
+    term = diffrax.ODETerm(lambda t, y, args: sow(-(y**2), "f"))
+
+    def solve(y):
+        return diffrax.diffeqsolve(term, diffrax.Euler(), 0.0, 1.0, 0.25, y).ys[-1]
+
+    def rows(y):
+        _, pullback = jax.vjp(around(solve), y)
+        return lax.map(lambda ct: pullback(ct)[0], jnp.eye(2))
+
+    # The backward pass of a solution comes last to what was sown first.
+    def by_hand(eps):
+        y = X
+        for zero in eps:
+            for i in range(4):
+                y = y + 0.25 * (-(y**2) + (zero if i == 0 else 0.0))
+        return y
+
+    _, got = S(rows)(X)
+    counts = got["f"]["count"]
+    cotangents = jax.jacrev(by_hand)(jnp.zeros((counts.size, 2)))
+    assert np.all(counts == 4)
+    close(got["f"]["cotangent"].reshape(cotangents.shape), cotangents)
 
 
 @_needs_checkpointed_loop

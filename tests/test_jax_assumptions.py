@@ -1068,7 +1068,7 @@ def test_transpositions():
 
 @assumed(
     "A `checkpoint` that was differentiated says so, and one that was not, does not.",
-    "_walk/executions.py",
+    "_walk/repetitions.py",
 )
 def test_differentiated_checkpoint():
     fn = jax.checkpoint(lambda x: jnp.sin(jnp.sin(x)))
@@ -1220,6 +1220,7 @@ def test_lowering():
     "not that of a scope; no other transformation does.",
     "_compat.py",
     "_walk/executions.py",
+    "_walk/repetitions.py",
 )
 def test_name_stacks():
     def fn(x):
@@ -1252,7 +1253,7 @@ def test_name_stacks():
 @assumed(
     "`eqn.source_info.traceback` is equal for equations of one call, differs for two "
     "calls in one line, and is kept by differentiation.",
-    "_walk/executions.py",
+    "_walk/repetitions.py",
 )
 def test_tracebacks():
     def inner(x):

@@ -251,6 +251,24 @@ def test_counts():
     assert "h" in h
 
 
+@pytest.mark.parametrize("lanes", [False, True])
+@pytest.mark.parametrize("jacobian", [jax.jacfwd, jax.jacrev])
+def test_a_jacobian_of_what_did_not_always_run(jacobian, lanes):
+    def f(x):
+        def step(x, i):
+            run = lambda x: sow(jnp.sin(x), "h")
+            return lax.cond(i > 1, run, lambda x: x, x), None
+
+        return lax.scan(step, x, jnp.arange(5))[0]
+
+    fn, x = jacobian(f), jnp.array([0.3, 0.6])
+    fn, x = (jax.vmap(fn), jnp.stack([x, -x, 2 * x])) if lanes else (fn, x)
+    _, row = _rows(tabulate(S(fn)(x)[1]))[1]
+    _, like = _rows(tabulate(S(fn, transform=summarize)(x)[1]))[1]
+    # All but the shape, or the number of entries.
+    assert row.split()[-6:] == like.split()[-6:]
+
+
 def test_count_over_lanes_and_of_a_buffer():
     def f(x):
         return lax.while_loop(

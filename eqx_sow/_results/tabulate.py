@@ -250,11 +250,15 @@ def _rows_of_name(intermediates: Mapping[str, Any], name: Any) -> Iterator[_Row]
         for path, x in values.items():
             numeric = _has_statistics(x)
             needs_path = several or (len(values) > 1 and not numeric)
-            run = _runs(count, path, x, primals.get(path, x))
             # Those of the first array, if it is a summary.
             leading = [*(next(axes, None) for _ in jtu.tree_leaves(x)), None][0]
             if is_state(x):
                 continue
+            run = _runs(count, path, x, primals.get(path, x))
+            if run is None and is_value(count):
+                run = _aligned(
+                    count, [*axes_in(intermediates, name, "count")], x, leading
+                )
             time = _time_axes(leading, x)
             of_row = _numbers(*time, in_buffer=_in_buffer(leading, x, run))
             numbers = _computed(of_row, x, run) if numeric else None
@@ -292,6 +296,25 @@ def _runs(count: Any, path: Sequence[Any], x: Any, primal: Any) -> Any:
     # A cotangent that is the same for all lanes has no axis for them.
     same = x.shape == primal.shape and count.shape == x.shape[: count.ndim]
     return count if same else None
+
+
+def _aligned(
+    count: Any, of_count: Sequence[Leading], x: Any, of_x: Leading | None
+) -> Any:
+    """How often the entries of a derivative ran that has more axes than the value, as
+    in `jax.jacfwd`: with axes of size one for these, if there is but one way to do so.
+    """
+    own = of_x and is_value(x) and axes_of(of_x, x)
+    have = of_count and axes_of(of_count[0], count)
+    if not own or have is None or isinstance(count, jax.ShapeDtypeStruct):
+        return None
+    # The scans of a backward pass are others, but over as much.
+    own = [(kind, n) for (kind, *_), n in zip(own, x.shape)]
+    have = [(kind, n) for (kind, *_), n in zip(have, count.shape)]
+    every = range(len(own))
+    ways = [w for w in it.combinations(every, len(have)) if [own[i] for i in w] == have]
+    more = [i for way in ways for i in every if i not in way]
+    return jnp.expand_dims(count, more) if len(ways) == 1 else None
 
 
 def _computed(fn: Callable, value: Any, *others: Any) -> Any:

@@ -41,19 +41,25 @@ which is the path of an equation: see `Path`.
 
 import itertools as it
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.extend.core as jexc
 import jax.numpy as jnp
+import numpy as np
 
 from .. import _compat
-from .._frames import is_of_equinox
 from .._mark.primitive import same_p, sow_p
 from .._mark.site import Site
 from .flow import Domain, Here, run
-from .sows import Found, jaxprs_of, kept_with_jaxpr, loop_of, Path, with_sites
+from .repetitions import (
+    around_backward_pass,
+    is_of_unknown_length,
+    repetitions,
+    Sown,
+)
+from .sows import Found, loop_of, Path, with_sites
 
 
 def with_executions(
@@ -85,41 +91,10 @@ def with_executions(
     return with_sites(closed, _sites([x for x in told.sows if wants(x.site)]))
 
 
-class _Sow(NamedTuple):
-    """A sow that the pass came by."""
-
-    site: Site
-    # Its place; the last of the equations around it is its own.
-    here: Here
-    # The paths of the executions that its edge comes from.
-    edges: frozenset[Path]
-    # Equal for two sows of equal values.
-    value: Hashable
-    # For each guard, where its operand was made: tells runs of one cond apart.
-    runs: tuple[Hashable, ...]
-
-    @property
-    def backward(self) -> bool:
-        return any(map(_compat.in_backward_pass, self.here.around))
-
-    @property
-    def cases(self) -> frozenset[tuple[int, int]]:
-        return frozenset((index.number, i) for index, i in self.here.cases)
-
-
-def _sites(found: Sequence[_Sow]) -> dict[Path, Site]:
+def _sites(found: Sequence[Sown]) -> dict[Path, Site]:
     """The sites that have the answers, by the paths of their equations."""
     primals = [x for x in found if not x.site.modes]
-    # For each repetition, the executions that it repeats.
-    repeated: dict[Path, frozenset[Path]] = {}
-    by_value = defaultdict(list)
-    for x in primals:
-        by_value[x.value].append(x)
-    for alike in by_value.values():
-        repeated.update(_repeated_values(alike))
-    for kind in (_replayed, _in_other_rules):
-        rest = [x for x in primals if x.here.path not in repeated]
-        repeated.update(kind(rest))
+    repeated = repetitions(primals)
     ran = {x.site.key for x in primals if not x.backward}
     of_call = defaultdict(list)
     for x in primals:
@@ -146,54 +121,6 @@ def _sites(found: Sequence[_Sow]) -> dict[Path, Site]:
             guards=tuple(g._replace(run=r) for g, r in zip(x.site.guards, x.runs)),
         )
     return sites
-
-
-def _repetitions(
-    sows: Iterable[_Sow],
-    is_repetition: Callable[[_Sow], bool],
-    repeats: Callable[[_Sow, _Sow], bool],
-    choose: Callable[[list[Path], int, int], Iterable[Path]],
-) -> Iterator[tuple[Path, frozenset[Path]]]:
-    """Of some sows, in the order of the program, the repetitions, each with the
-    executions that it may repeat.
-
-    In a backward pass there are several repetitions, one after another. They are of
-    executions before it. Of those that it `repeats`, number `i` of `n` repetitions is
-    one of those that `choose(executions, i, n)` returns. If the program takes the same
-    gradient twice, each backward pass repeats its own forward pass.
-    """
-    ran: list[_Sow] = []
-    repeated: set[Path] = set()
-    for is_backward, some in it.groupby(sows, is_repetition):
-        if not is_backward:
-            ran += some
-            continue
-        again, found = list(some), {}
-        for i, x in enumerate(again):
-            executions = [y.here.path for y in ran if repeats(x, y)]
-            executions = [p for p in executions if p not in repeated] or executions
-            if executions:
-                found[x.here.path] = frozenset(choose(executions, i, len(again)))
-        yield from found.items()
-        repeated.update(*found.values())
-
-
-# --- values that are computed twice ---
-def _repeated_values(alike: Sequence[_Sow]) -> Iterator[tuple[Path, frozenset[Path]]]:
-    """Of sows of one value, the repetitions, each with the execution that it repeats.
-
-    A backward pass goes backward: if `f(x) + f(x) ** 2` runs the sow twice, and its
-    gradient repeats both, then the first repetition is of the second execution. With 2
-    executions and 4 repetitions, it is the first two that are of the second one.
-    """
-    return _repetitions(
-        alike,
-        lambda x: x.backward,
-        # Only executions in the branches of cond around the repetition: elsewhere, one
-        # may not have run when the repetition does.
-        lambda x, y: y.cases <= x.cases,
-        lambda executions, i, n: [executions[-1 - i * len(executions) // n]],
-    )
 
 
 _NONE: frozenset[Path] = frozenset()
@@ -233,7 +160,7 @@ class _Numbers(Domain):
         # By number, how that value is computed.
         self._computed: dict[int, tuple[Hashable, tuple[int, ...]]] = {}
         self._next = it.count()
-        self.sows: list[_Sow] = []
+        self.sows: list[Sown] = []
 
     def new(self, edges: frozenset[Path] = _NONE) -> _Value:
         """A value that is equal to no other one."""
@@ -258,7 +185,8 @@ class _Numbers(Domain):
         return _Value(number, number)
 
     def constant(self, x):
-        number = self._number(("const", id(x)))
+        # Each trace of `x * jnp.array([1.0, 2.0])` makes an array of its own.
+        number = self._number(("const", _content(x)))
         return _Value(number, number)
 
     # --- equations ---
@@ -294,7 +222,7 @@ class _Numbers(Domain):
             here = here._replace(around=(*here.around, eqn))
             runs = tuple(x.made for x in operands[: len(site.guards)])
             value = self._value_at(site, operands)
-            self.sows.append(_Sow(site, here, edge.edges, value, runs))
+            self.sows.append(Sown(site, here, edge.edges, value, runs))
         return self.new(edge.edges if site.modes else frozenset([here.path]))
 
     def _value_at(self, site: Site, operands: Sequence[_Value]) -> Hashable:
@@ -332,7 +260,7 @@ class _Numbers(Domain):
         after = body(carried(depth, init), here._replace(final=False))[:n]
         eqn = here.around[-1]
         loop = loop_of(eqn), depth, *(x.number for x in (*init, *after))
-        if _is_of_unknown_length(eqn):
+        if is_of_unknown_length(eqn):
             loop = (next(self._next),)
         outs = body(carried(("before an iteration", loop), after), here)
         return [*carried(("at the end", loop), outs), *outs[n:]]
@@ -372,7 +300,15 @@ class _Numbers(Domain):
         return self._together(("stack", len(here.scans)), [value], loop)
 
     def entry(self, value, here):
-        return self._slice(("stack", len(here.scans)), value)
+        # Loops around a pullback, as in `lax.map(pullback, basis)`, need not have been
+        # around the forward pass that stacked the value.
+        depth, scan_p = len(here.scans), jexc.primitives.scan_p
+        forward = around_backward_pass(here)
+        further_out = depth - sum(e.primitive is scan_p for e in forward)
+        how, _ = self._computed.get(value.number, (None, ()))
+        if further_out and how in [("stack", d) for d in range(further_out, depth)]:
+            return self._slice(how, value)
+        return self._slice(("stack", depth), value)
 
     def unshard(self, value, mesh, spec):
         return self._together(("shards", mesh, spec), [value])
@@ -406,6 +342,18 @@ def _equal(x: Any, y: Any) -> bool:
         return False
 
 
+def _content(x: Any) -> Hashable:
+    """Equal for equal arrays, if they are small. Larger ones are not fetched from a
+    device, and are rarely made anew."""
+    is_there = isinstance(x, np.ndarray)
+    if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
+        key = jnp.issubdtype(x.dtype, jax.dtypes.extended)
+        is_there = x.is_fully_addressable and not key
+    if not is_there or x.nbytes > 2**20:
+        return id(x)
+    return x.dtype, x.shape, np.asarray(x).tobytes()
+
+
 def _is_edge(v: Any) -> bool:
     return v.aval.shape[-1:] == (0,)
 
@@ -413,173 +361,3 @@ def _is_edge(v: Any) -> bool:
 def _is_users(eqn: Any) -> bool:
     """Whether its program is the user's, which is traced anew each time."""
     return eqn.primitive is _compat.hi_p and _compat.is_users(eqn.params["_prim"])
-
-
-# --- equations that run again ---
-_CUSTOM_VJP = jexc.primitives.custom_vjp_call_p, _compat.hi_p
-_CUSTOM = *_CUSTOM_VJP, jexc.primitives.custom_jvp_call_p
-
-
-def _replayed(primals: Sequence[_Sow]) -> Iterator[tuple[Path, frozenset[Path]]]:
-    """The repetitions in a loop of a backward pass, or in a derivative rule, each with
-    the executions that it may repeat."""
-
-    of_call = defaultdict(list)
-    for x in primals:
-        of_call[x.site.key, x.site.origin].append(x)
-
-    def runs_anew(x, y):
-        """Whether `x` is in a loop of a backward pass, and `y` is what ran before."""
-        same = any(_is_in(loop, y) for loop in _backward_loops(x)[:1])
-        is_called = same and not _is_recomputed(x)
-        is_replayed = not is_called and _has_calls(y, _calls_in_loop(x))
-        return is_replayed and _loops(x) == _loops(y)
-
-    def repeats(x, y):
-        if y.site.key != x.site.key or y.site.origin is not x.site.origin:
-            return False
-        if runs_anew(x, y):
-            return True
-        # The rule may evaluate the function at another point, too. Of what a solver
-        # evaluates in a loop, the last point may be the one, and is not known. In a
-        # loop that runs anew, it is the rule of what is `y` there.
-        is_solved = x.value == y.value or len(_loops(x)) < len(_loops(y))
-        return is_solved and any(
-            _rule(x) in _rules(z)
-            for z in of_call[x.site.key, x.site.origin]
-            if z is y or runs_anew(z, y)
-        )
-
-    return _repetitions(
-        primals,
-        lambda x: _calls_in_loop(x) is not None or _rule(x) is not None,
-        repeats,
-        lambda executions, i, n: executions,
-    )
-
-
-def _in_other_rules(primals: Sequence[_Sow]) -> Iterator[tuple[Path, frozenset[Path]]]:
-    """The repetitions in the derivative rules of functions that are called in a loop of
-    Equinox. The forward pass runs the functions, and the backward pass their rules, in
-    which each sow is another one. If there are as many of a name, they are these."""
-    ran, again = defaultdict(list), defaultdict(list)
-    for x in primals:
-        *around, _ = x.here.around
-        loops = filter(_is_of_unknown_length, around)
-        has_rule = x.site.copied or any(e.primitive in _CUSTOM for e in around)
-        if _is_rerun(x):
-            again[x.site.key].append(x.here.path)
-        elif has_rule and not x.backward and any(map(is_of_equinox, loops)):
-            ran[x.site.key].append(x.here.path)
-    for key, paths in again.items():
-        if len(paths) == len(ran[key]):
-            yield from ((path, frozenset(ran[key])) for path in paths)
-
-
-def _is_rerun(x: _Sow) -> bool:
-    """Whether a sow is in such a loop, and not in a backward pass in there: not in the
-    `bwd` of a function that the loop calls."""
-    loops = _backward_loops(x)
-    after = it.dropwhile(lambda e: e is not loops[-1], x.here.around)
-    return bool(loops) and not any(map(_compat.in_backward_pass, list(after)[1:]))
-
-
-def _is_of_unknown_length(eqn: Any) -> bool:
-    loop = loop_of(eqn)
-    return loop is not None and loop.length is None
-
-
-def _calls(eqns: Iterable[Any]) -> list[Any]:
-    """Where in a user's code these equations were called. Not where a cond was: under a
-    vmap its branches become one."""
-    cond_p = jexc.primitives.cond_p
-    return [e.source_info.traceback for e in eqns if e.primitive is not cond_p]
-
-
-def _backward_loops(x: _Sow) -> list[Any]:
-    """The loops of unknown length around a sow that are in a backward pass, if they run
-    anew what ran before: the outermost one is Equinox's, and there is a backward pass
-    in it, too; or a checkpoint runs them. Others, such as that of a solver that a `bwd`
-    calls, do not."""
-    backward, loops = False, []
-    for eqn in x.here.around[:-1]:
-        backward = backward or _compat.in_backward_pass(eqn)
-        if backward and _is_of_unknown_length(eqn):
-            loops.append(eqn)
-        elif not loops and eqn.primitive in _CUSTOM_VJP:
-            # Not differentiated, so nothing in there has run before.
-            backward = False
-    if _is_recomputed(x):
-        return loops
-    bodies = [j for loop in loops[:1] if is_of_equinox(loop) for j in jaxprs_of(loop)]
-    return loops if any(map(_has_backward_pass, bodies)) else []
-
-
-@kept_with_jaxpr
-def _has_backward_pass(jaxpr: Any) -> bool:
-    """Whether there is a backward pass in a jaxpr, at any depth."""
-    return any(
-        _compat.in_backward_pass(e) or any(map(_has_backward_pass, jaxprs_of(e)))
-        for e in _compat.open_jaxpr(jaxpr)[0].eqns
-    )
-
-
-def _loops(x: _Sow) -> list[int | None]:
-    """How many iterations the loops around a sow have, from outside in. A loop that
-    runs a body anew stands in the place of the one that ran it first. If a `bwd` calls
-    a solver in a loop of its own, there is one more."""
-    loops = map(loop_of, x.here.around)
-    return [loop.length for loop in loops if loop is not None]
-
-
-def _is_in(loop: Any, x: _Sow) -> bool:
-    """Whether a sow is in a loop that carries the same. Of two calls of one solver that
-    takes derivatives, the second one, in a `bwd`, is no repetition: it may have another
-    input. The loops that do run a body anew carry cotangents."""
-    like = lambda e: (e.primitive, [v.aval for v in e.outvars])
-    return like(loop) in map(like, x.here.around)
-
-
-def _calls_in_loop(x: _Sow) -> list[Any] | None:
-    """If a sow is in such a loop: the calls between the innermost one and the sow."""
-    loops, (*around, _) = _backward_loops(x), x.here.around
-    after = it.dropwhile(lambda e: e is not loops[-1], around)
-    return _calls(list(after)[1:]) if loops else None
-
-
-def _has_calls(y: _Sow, last: list[Any] | None) -> bool:
-    """Whether these are the last calls that lead to a sow of the forward pass."""
-    *around, _ = y.here.around
-    calls = _calls(around)
-    if last is None or calls[len(calls) - len(last) :] == last:
-        return last is not None
-    # If a checkpoint is differentiated, its values are computed outside of it. A scan
-    # in it is then called where the checkpoint was.
-    return _in_checkpoint(y) and set(last) <= set(calls)
-
-
-def _is_recomputed(x: _Sow) -> bool:
-    """Whether it is in a checkpoint that was differentiated, which runs its loops once
-    more as they are."""
-    remats = [e for e in x.here.around if e.primitive is jexc.primitives.remat_p]
-    return any(e.params["differentiated"] for e in remats)
-
-
-def _in_checkpoint(x: _Sow) -> bool:
-    return any(e.primitive is jexc.primitives.remat_p for e in x.here.around)
-
-
-def _rules(x: _Sow) -> list[str]:
-    """The derivative rules of `jax.custom_jvp` functions that a sow is in."""
-    return [rule for eqn in x.here.around for rule in _compat.rules_around(eqn)]
-
-
-def _rule(x: _Sow) -> str | None:
-    """The derivative rule that a sow is in, unless it is in a function with such a rule
-    that this one calls."""
-    rule = None
-    for eqn in x.here.around:
-        rule = (rule, *_compat.rules_around(eqn))[-1]
-        if eqn.primitive is jexc.primitives.custom_jvp_call_p:
-            rule = None
-    return rule
