@@ -296,7 +296,7 @@ def _sow_checkpoint(saveable, unknown, instantiated, eqn):
     again = eqn.replace(primitive=same_p, effects=frozenset())
     edge, *outvars = eqn.outvars
     here = listening.value
-    if (here is not None and here.in_while) or type(edge) is not jexc.Var:
+    if here is None or here.in_while or type(edge) is not jexc.Var:
         return eqn, again, [False] * len(every), every, missing
     # The edge is kept, which costs nothing. So what is computed again is needed for its
     # values only.
