@@ -302,6 +302,22 @@ def test_gradient_of_a_capture_around_a_jitted_function_of_a_solver():
     close(jax.grad(captured)(0.5), jax.grad(f)(0.5, unmarked))
 
 
+def test_gradient_of_a_capture_of_what_a_loop_linearizes():
+    """As diffrax's implicit solvers do: an edge is among what a function returns."""
+
+    def f(c, mark=sow):
+        linear = jax.jit(
+            lambda y: jax.linearize(lambda y: mark(jnp.sin(c * y), "a"), y)
+        )
+        body = lambda loop: (linear(loop[0])[1](loop[0]), loop[1] + 1)
+        going = lambda loop: loop[1] < 3
+        return eqxi.while_loop(going, body, (c, 0), max_steps=4, kind="checkpointed")[0]
+
+    c = jnp.array(0.3)
+    grad = jax.grad(lambda c: S(f, modes="primal")(c)[0])(c)
+    close(grad, jax.grad(f)(c, unmarked))
+
+
 def test_another_call_of_what_a_custom_jvp_function_calls():
     """Neither in the rule, nor where the rule does not call the function."""
     inner = jax.jit(lambda x: sow(jnp.sin(x), "a"))

@@ -121,7 +121,8 @@ class _SowPrimitive(jexc.Primitive):
 
 
 def _sow_off(edge, *operands):
-    return [edge_value(), *operands]
+    # Where JAX differentiates a branch, a NumPy array would be an error.
+    return [_compat.as_array(edge_value()), *operands]
 
 
 sow_p = _SowPrimitive("sow")
