@@ -540,6 +540,18 @@ def test_one_of_two_functions_from_vjp(used):
     assert got["d"]["cotangent"] == want
 
 
+def test_a_function_from_vjp_that_is_called_twice():
+    """The first cotangents are those of the primals, in their order."""
+
+    def f(x):
+        pulls = [jax.vjp(_square, x * i)[1] for i in (1, 2)]
+        return pulls[1](5.0)[0] + pulls[0](3.0)[0] + pulls[1](7.0)[0]
+
+    _, got = S(f, reduce=Append())(2.0)
+    assert got["d"]["primal"] == (4.0, 16.0)
+    assert got["d"]["cotangent"] == (3.0, 5.0, 7.0)
+
+
 @pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint, eqx.filter_jit])
 def test_layers_in_a_python_loop_that_share_a_jitted_function(wrap):
     d = wrap(_square)

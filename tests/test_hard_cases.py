@@ -294,6 +294,57 @@ def test_implicit_derivatives_are_no_executions(solve, wrap):
     assert len(events) == plain["a"]["count"]
 
 
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda f: f,
+        lambda f: lambda c: jax.vmap(f)(jnp.stack([c, c + 0.1])).sum(),
+        pytest.param(lambda f: jax.checkpoint(jax.jit(f)), marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("solve", [_newton, _cosine])
+def test_gradient_of_a_capture_with_implicit_derivatives(solve, wrap):
+    """The rule compares the function with one that Equinox has hidden from JAX."""
+    c = jnp.array(0.9)
+    fn = wrap(lambda c, mark=sow: jnp.sin(solve(c, 0.0, mark).value))
+    plain = wrap(lambda c: jnp.sin(solve(c, 0.0, unmarked).value))
+    captured = lambda c: S(fn, modes="primal")(c)
+    grad, got = jax.grad(captured, has_aux=True)(c)
+    close(grad, jax.grad(plain)(c))
+    assert_close(got, captured(c)[1])
+    tapped = tap(fn, lambda event: None, modes="primal")
+    close(jax.grad(tapped)(c), jax.grad(plain)(c))
+
+
+@pytest.mark.slow
+def test_gradient_of_a_capture_around_a_jitted_function_of_a_solver():
+    """The backward pass of the checkpoint splits the loop of the linear solver."""
+
+    def f(c, mark=sow):
+        fn = jax.jit(lambda y, c: mark(y - 0.3 * jnp.tanh(c * y + c), "a"))
+        solver = optx.LevenbergMarquardt(rtol=1e-6, atol=1e-6)
+        return optx.least_squares(fn, solver, jnp.zeros(2), c).value.sum()
+
+    captured = jax.checkpoint(lambda c: S(f, modes="primal")(c)[0])
+    close(jax.grad(captured)(0.5), jax.grad(f)(0.5, unmarked))
+
+
+def test_gradient_of_a_capture_of_what_a_loop_linearizes():
+    """As diffrax's implicit solvers do: an edge is among what a function returns."""
+
+    def f(c, mark=sow):
+        linear = jax.jit(
+            lambda y: jax.linearize(lambda y: mark(jnp.sin(c * y), "a"), y)
+        )
+        body = lambda loop: (linear(loop[0])[1](loop[0]), loop[1] + 1)
+        going = lambda loop: loop[1] < 3
+        return eqxi.while_loop(going, body, (c, 0), max_steps=4, kind="checkpointed")[0]
+
+    c = jnp.array(0.3)
+    grad = jax.grad(lambda c: S(f, modes="primal")(c)[0])(c)
+    close(grad, jax.grad(f)(c, unmarked))
+
+
 def test_another_call_of_what_a_custom_jvp_function_calls():
     """Neither in the rule, nor where the rule does not call the function."""
     inner = jax.jit(lambda x: sow(jnp.sin(x), "a"))

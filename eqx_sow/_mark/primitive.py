@@ -127,7 +127,8 @@ class _SowPrimitive(jexc.Primitive):
 
 
 def _sow_off(edge, *operands):
-    return [edge_value(), *operands]
+    # Where JAX differentiates a branch, a NumPy array would be an error.
+    return [_compat.as_array(edge_value()), *operands]
 
 
 sow_p = _SowPrimitive("sow")
@@ -312,7 +313,7 @@ def _sow_checkpoint(saveable, unknown, instantiated, eqn):
     again = eqn.replace(primitive=same_p, effects=frozenset())
     edge, *outvars = eqn.outvars
     here = listening.value
-    if (here is not None and here.in_while) or type(edge) is not jexc.Var:
+    if here is None or here.in_while or type(edge) is not jexc.Var:
         return eqn, again, [False] * len(every), every, missing
     # The edge is kept, which costs nothing. So what is computed again is needed for its
     # values only.

@@ -74,8 +74,9 @@ class Append(Reducer):
 
     Cotangents are in the same order, although they are computed backward, and in
     whatever order you call functions from `jax.vjp`: the first entry belongs to the
-    first place, and is `None` if that has no cotangent. Cotangents of marks that never
-    ran forward, as in `jax.linear_transpose`, come last.
+    first place, and is `None` if that has no cotangent. Further cotangents of the same
+    value come last, and so do those of marks that never ran forward, as in
+    `jax.linear_transpose`.
 
     Each entry has the shape and dtype that it would have without a reducer. If an entry
     has a `"count"`, that is a tuple, too.
