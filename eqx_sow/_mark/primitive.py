@@ -189,7 +189,7 @@ def _sow_linearized(nonzeros, primals, site, backward):
     avals = list(map(jax.typeof, primals))
     if site.copied and any(nonzeros):
         # The copy is not what is differentiated: its value reaches no result.
-        out = [edge_value(_edge_aval(*avals)), *primals[1:]]
+        out = [_compat.as_array(edge_value(_edge_aval(*avals))), *primals[1:]]
         zero = _edge_tangent(out[0])
         return out, nonzeros, (), lambda *, tangents: [zero, *tangents[1:]]
     nonzeros = _differentiated(nonzeros, avals, site, backward)

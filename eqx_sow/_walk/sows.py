@@ -200,11 +200,16 @@ def _in_functions(eqn: Any) -> list[Site]:
         with listening(Listening()):
             return sites((_compat.noinlined if noinline else expanded)(eqn))
     found: list[Site] = []
-    if {"static", "treedef"} <= params.keys():
+    if _is_filtered(params):
         with listening(Listening(found=found.append)):
             avals = [v.aval for v in eqn.invars]
             eqn.primitive.abstract_eval(*avals, **eqn.params)
     return found
+
+
+def _is_filtered(params: dict[str, Any]) -> bool:
+    """Whether these are of a primitive of Equinox's, which holds Python functions."""
+    return {"static", "treedef"} <= params.keys()
 
 
 def expanded(eqn: Any) -> Any:
@@ -318,9 +323,9 @@ def eqn_without_sows(eqn: Any) -> Any:
     _, params = _compat.unmapped(eqn)
     # Equinox compares these jaxprs with others that it hides from JAX. It evaluates
     # them, so that the sows in there do nothing.
-    is_filtered = {"static", "treedef"} <= params.keys()
-    new = eqn.params if is_filtered else map_jaxprs(eqn.params, without_sows)
-    return eqn.replace(params=new, effects=eqn.effects - {sow_effect})
+    if not _is_filtered(params):
+        eqn = eqn.replace(params=map_jaxprs(eqn.params, without_sows))
+    return eqn.replace(effects=eqn.effects - {sow_effect})
 
 
 @kept_with_jaxpr
