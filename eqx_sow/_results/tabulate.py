@@ -377,8 +377,10 @@ def _numbers(
 
 def _in_buffer(leading: Leading | None, x: Any, runs: Any) -> bool:
     """Whether the axis behind those of `runs` is that of a `Buffer`."""
-    axes = axes_of(leading, x) if leading and runs is not None else None
-    return bool(axes) and [kind for kind, *_ in axes[runs.ndim :]][:1] == ["buffer"]
+    if leading is None or runs is None:
+        return False
+    behind = (axes_of(leading, x) or ())[runs.ndim :]
+    return [kind for kind, *_ in behind][:1] == ["buffer"]
 
 
 def _time_axes(leading: Leading | None, x: Any) -> dict[int, Scan | None]:

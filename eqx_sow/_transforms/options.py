@@ -188,17 +188,14 @@ def _capture(option: str, capture: Any) -> Any:
     if all(map(_may_be_one_of_several, several)):
         return capture
     jit_it = "To capture what a function returns, `jax.jit` it, or `sow` there."
-    of_module = _is_method_of_module(capture)
-    no_predicate = (
-        isinstance(capture, eqx.Module) or of_module or is_function_to_capture(capture)
-    )
+    no_predicate = isinstance(capture, eqx.Module) or is_function_to_capture(capture)
     if no_predicate or not callable(capture):
         path = capture if isinstance(capture, str) else "layers/0"
         shown, inner = _in_short(capture), getattr(capture, "__wrapped__", capture)
         if isinstance(inner, eqx.Module):
             shown = f"a module of class `{type(inner).__name__}`"
-        if of_module:
-            shown = f"a method of one `{type(capture.__self__).__name__}`"
+        if (module := _module_of_method(capture)) is not None:
+            shown = f"a method of one `{type(module).__name__}`"
         raise TypeError(
             f"`{option}` takes `True`, a class, a JAX function, a function made by "
             "`jax.jit` or `eqx.filter_jit`, a tuple of these, or a predicate "
@@ -213,7 +210,7 @@ def _capture(option: str, capture: Any) -> Any:
 def _may_be_one_of_several(x: Any) -> bool:
     # A module that was compiled is none: its class is. Nor is a method of one module.
     is_function = isinstance(inspect.unwrap(x), types.FunctionType)
-    is_function &= not _is_method_of_module(x)
+    is_function &= _module_of_method(x) is None
     is_class = x is True or isinstance(x, type)
     return is_class or (is_function_to_capture(x) and is_function)
 
@@ -224,8 +221,9 @@ def _in_short(x: Any) -> str:
     return eqx.tree_pformat(x, struct_as_array=True, truncate_leaf=is_module)
 
 
-def _is_method_of_module(x: Any) -> bool:
-    return isinstance(getattr(x, "__self__", None), eqx.Module)
+def _module_of_method(x: Any) -> eqx.Module | None:
+    module = getattr(x, "__self__", None)
+    return module if isinstance(module, eqx.Module) else None
 
 
 def _every(option: str, every: Any) -> int:

@@ -45,6 +45,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.core
 import jax.extend.core as jexc
 import jax.numpy as jnp
 import numpy as np
