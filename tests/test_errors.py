@@ -514,3 +514,13 @@ def test_all_marks_have_another_tag(call):
 def test_no_warning(run):
     # Any would be an error.
     run(*_unmarked())(X)
+
+
+@pytest.mark.parametrize("around", [jax.jit, jax.checkpoint, lambda step: step])
+def test_an_error_in_a_loop_is_all_that_is_said(around):
+    def step(x, _):
+        return sow(sow(x, "h") + 1, "h"), None
+
+    with pytest.raises(DuplicateSowError) as error:
+        S(lambda x: lax.scan(around(step), x, None, length=3))(1.0)
+    assert error.value.__cause__ is None

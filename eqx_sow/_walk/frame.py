@@ -1,7 +1,7 @@
 """A jaxpr in evaluation."""
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax.extend.core as jexc
@@ -73,13 +73,20 @@ class Frame:
     def set(self, outvars, values) -> None:
         self._env.update(zip(outvars, values))
 
-    def in_scope(self) -> AbstractContextManager[Any]:
+    @contextlib.contextmanager
+    def in_scope(self) -> Iterator[None]:
         """What is evaluated in the place of the current equation is called from where
         that was, and has its name stack. So those further out see the calls around,
         which loops are Equinox's, and what is part of a backward pass."""
         source = self.eqn.source_info
         stack = source_info_util.current_name_stack() + source.name_stack
-        return source_info_util.user_context(source.traceback, name_stack=stack)
+        context = source_info_util.user_context(source.traceback, name_stack=stack)
+        context.__enter__()
+        try:
+            yield
+        finally:
+            # Without an error, to which JAX would add a traceback. Ours say where.
+            context.__exit__(None, None, None)
 
     def defer(self, *eqns: Any) -> None:
         """These equations are to be evaluated in the place of the current one."""
