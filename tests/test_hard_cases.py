@@ -1064,6 +1064,31 @@ def test_what_is_tapped_inside_a_gradient_is_told_once(fn, call):
     assert_close(told, once)
 
 
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda fn: jax.vmap(lambda x: lax.cond(x > 0, fn, lambda x: x, x)),
+        lambda fn: lambda x: S(fn, tag="another")(x)[0],
+    ],
+    ids=["some lanes", "a capture inside"],
+)
+@pytest.mark.parametrize("value", [lambda a: a**2, jnp.ones(2)])
+def test_plant_beside_a_rule_that_is_kept(wrap, value, call):
+    fn = _of_its_own(_marked)
+    new = value(jnp.sin(X)) if callable(value) else value
+    close(call(plant(wrap(fn), {"a": value}), X), new)
+    # The rule is that of the function without what is planted.
+    with pytest.raises(SowError, match="cannot be differentiated"):
+        call(jax.grad(lambda x: plant(wrap(fn), {"a": value})(x).sum()), X)
+    if callable(value):
+        # Where the rule can be dropped, what is planted has a derivative.
+        inside = jax.vmap(
+            plant(lambda x: lax.cond(x > 0, fn, jnp.abs, x), {"a": value})
+        )
+        got = call(jax.grad(lambda x: inside(x).sum()), X)
+        close(got, 2 * jnp.sin(X) * jnp.cos(X))
+
+
 @pytest.mark.filterwarnings("ignore:.*found no mark")
 def test_a_mark_that_is_not_in_the_rule_in_a_branch_of_some_lanes():
     fn = _of_its_own(jnp.sin)

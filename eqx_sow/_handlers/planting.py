@@ -72,7 +72,10 @@ class Replace(Handler):
         at_sow, operands = in_front(site, frame.read_arrays(atoms))
         guards, value = operands[:n_guards], operands[n_guards:]
         planted = [*zip(self.planted.value[site.key], given.values[site.key])]
+        old = value
         value = _replaced(planted, at_sow, guards, value, given.iterations)
+        if site.copied:
+            value = [_without_derivative(site, x, old) for x in value]
         edge_out, *_ = frame.eqn.outvars
         new = [edge_value(edge_out.aval), *in_place(site, [*guards, *value])]
         if self.has_outer:
@@ -171,6 +174,31 @@ def _replaced(
     new, rest = alike([lambda _: pick(compute()), otherwise], pick(old))
     is_here = reached(planted.at, iterations)
     return eqx.combine(jax.lax.cond(is_here, new, rest, pick(old)), old)
+
+
+def _without_derivative(site: Site, new: Any, old: Sequence[Any]) -> Any:
+    """What is planted in a copy of a function with a derivative rule: see `_inside` in
+    `rules.py`. The rule is that of the original, in which nothing is planted."""
+    is_inexact = lambda x: jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+    if not is_inexact(new):
+        return new
+
+    @jax.custom_jvp
+    def planted(new, old):
+        del old
+        return new
+
+    @planted.defjvp
+    def _(*_):
+        raise SowError(
+            f"`plant`: {site.said} is in a function with a derivative rule of its own, "
+            "which only some lanes of a `jax.vmap` call, or of which another call of "
+            "eqx_sow inside this one captures, too. The rule is not that of what is "
+            "planted, so the function cannot be differentiated. Put the vmap outside, "
+            "`jax.vmap(plant(fn, ...))`, or plant what the function returns."
+        )
+
+    return planted(new, list(filter(is_inexact, old)))
 
 
 def _check_fixed(

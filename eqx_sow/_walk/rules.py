@@ -159,6 +159,7 @@ def _quiet(rule, always, *zeros):
 def _without_sows(eqn):
     """The equation without sows, in its derivative rule too, where JAX would keep them
     though nothing asks for them."""
+    # Of what is in a copy, no rule is ever asked for its sows.
     in_copy = any(site.copied for site in sites(eqn))
     rules = {
         name: _quiet(eqn.params[name], in_copy)
