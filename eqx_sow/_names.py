@@ -204,11 +204,21 @@ def check_known(
         spelled_out = isinstance(pattern, str) and pattern in known
         if spelled_out or any(matches(pattern, name) for name in known):
             continue
-        message = f"`{call}`: {pattern!r} {problem}. "
-        names = ", ".join(map(repr, known)) if known else "none at all"
-        message += f"The {kind} there are: {names}."
-        close = difflib.get_close_matches(str(pattern), known, n=3)
-        more = hint(pattern, close)
-        if close and not more:
-            more = f" Did you mean {' or '.join(map(repr, close))}?"
-        raise UnknownSowError(message + more)
+        said = listed(pattern, known, kind, hint)
+        raise UnknownSowError(f"`{call}`: {pattern!r} {problem}. {said}")
+
+
+def listed(
+    pattern: Any,
+    there: Iterable[str],
+    kind: str = "names",
+    hint: Callable[[Any, Sequence[str]], str] = lambda pattern, close: "",
+) -> str:
+    """What a message about a pattern that selects nothing says of what there is."""
+    there = list(map(str, there))
+    names = ", ".join(map(repr, there)) or "none at all"
+    close = difflib.get_close_matches(str(pattern), there, n=3)
+    more = hint(pattern, close)
+    if close and not more:
+        more = f" Did you mean {' or '.join(map(repr, close))}?"
+    return f"The {kind} there are: {names}.{more}"

@@ -213,6 +213,15 @@ def test_append():
     assert type(got["h"]["primal"]) is tuple
 
 
+def test_a_name_that_is_not_there():
+    got = S(_chain)(X)[1]
+    with pytest.raises(KeyError, match=f"'{NAMES[0]}0' is no name .*Did you mean"):
+        got[f"{NAMES[0]}0"]
+    assert "no" not in got and got.get("no") is None and got.pop("no", 1) == 1
+    with pytest.raises(KeyError, match="none at all"):
+        Intermediates()["h"]
+
+
 def test_in_a_notebook():
     got = S(_chain)(X)[1]
     table = got._repr_html_()

@@ -16,7 +16,7 @@ import numpy as np
 
 from .._errors import SowError, UnknownSowError
 from .._frames import api_boundary
-from .._names import in_a_list, matches
+from .._names import in_a_list, listed, matches
 from .summarize import is_value
 
 
@@ -83,6 +83,9 @@ class Intermediates(dict[str, dict[str, Any]]):
         return with_axes(self, self._axes)
 
     __copy__ = copy
+
+    def __missing__(self, name: Any) -> Any:
+        raise KeyError(f"{name!r} is no name here. {listed(name, self)}")
 
     def __or__(self, other: Any) -> "Intermediates":
         return Intermediates(dict(self) | other)
