@@ -4,6 +4,7 @@ import difflib
 import fnmatch
 import functools as ft
 import itertools as it
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -186,6 +187,11 @@ def lookup(option: Any, *names: str, of_all: str = "") -> Any:
     every = (*names, of_all)
     fitting = (x for p, x in option.items() if any(matches(p, n) for n in every))
     return next(it.chain(spelled_out, fitting), None)
+
+
+def has_traced_number(name: str) -> bool:
+    """Whether an f-string has put one into it, as in `h/JitTracer(int32[])`."""
+    return "Trace" in name and re.search(r"Trace[rd]\W", name) is not None
 
 
 def check_known(

@@ -705,6 +705,12 @@ MISUSES = {
         ("`sow(..., 'h', tag=...)` takes a hashable tag, not [1]",),
         "`tag`",
     ),
+    "sow: a traced number in the name": Misuse(
+        SowError,
+        lambda: S(lambda x: lax.scan(lambda c, i: (sow(c, f"h/{i}"), i), x, X))(1.0),
+        ("`sow(value, 'h/", "cannot contain a traced number", "each iteration is"),
+        "cannot contain a traced number",
+    ),
     "sow: a reference": Misuse(
         SowError,
         lambda: S(_reference)(X),

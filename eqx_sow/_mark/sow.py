@@ -11,7 +11,7 @@ import numpy as np
 
 from .._errors import SowError
 from .._frames import api_boundary, user_line
-from .._names import join
+from .._names import has_traced_number, join
 from .listening import listening
 from .primitive import NO_EDGE, sow_p
 from .site import Label, Site
@@ -51,8 +51,9 @@ def sow(
     **Raises:**
 
     `TypeError` if `name` is not a string. While capturing, also `TypeError` if `tag` is
-    not hashable, [`eqx_sow.SowError`][] if a leaf is traced and not an array, such as a
-    `jax.Ref`, and [`eqx_sow.SowTypeError`][] if the value does not match `spec`.
+    not hashable, [`eqx_sow.SowError`][] if `name` contains a traced number, or if a
+    leaf is traced and not an array, such as a `jax.Ref`, and
+    [`eqx_sow.SowTypeError`][] if the value does not match `spec`.
 
     !!! example
 
@@ -76,6 +77,12 @@ def sow(
         return value
     check_tag(f"sow(..., {name!r}, tag=...)", tag)
     name = join(here.scope, name)
+    if has_traced_number(name):
+        raise SowError(
+            f"`sow(value, {name!r})`: a name is fixed when JAX traces the program, so "
+            "it cannot contain a traced number. In a loop, leave out the number: each "
+            "iteration is an entry of the value, and `names='h/3'` selects one."
+        )
     spec = None if spec is None else Const(spec)
     return bind(value, (Label(name, tag),), spec=spec)
 

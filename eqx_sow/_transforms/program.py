@@ -5,7 +5,6 @@ import contextlib
 import dataclasses as dc
 import functools as ft
 import inspect
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -22,7 +21,14 @@ from .._mark.staging import to_jaxpr, types_of
 from .._mark.static import Form, take_apart
 from .._modules import capture as _capture
 from .._modules.places import roots
-from .._names import check_known, every_selected, in_a_list, matches, Selected
+from .._names import (
+    check_known,
+    every_selected,
+    has_traced_number,
+    in_a_list,
+    matches,
+    Selected,
+)
 from .._values.modes import labels
 from .._walk.executions import with_executions
 from .._walk.handler import Given, Handler, is_solver, Taken
@@ -141,8 +147,7 @@ class Program:
         no `close` matches."""
         if not isinstance(pattern, str):
             return ""
-        # What an f-string makes of a traced number.
-        if re.search(r"Trace[rd]\W", pattern):
+        if has_traced_number(pattern):
             return (
                 " A name cannot contain a traced number. Select all layers, and use "
                 "the number in the functions that you plant, or to index what comes "
