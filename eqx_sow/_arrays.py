@@ -102,11 +102,13 @@ def sharded_like(x, other):
     return jax.sharding.reshard(x, sharding_with(other, spec))
 
 
-def on_mesh(x, mesh: Any, spec: PartitionSpec):
+def on_mesh(x, mesh: Any, spec: Sequence[Any]):
     """Puts an array on a mesh, if that has explicit axes and `x` is on none yet."""
-    if AxisType.Explicit not in mesh.axis_types or _mesh(x) is not None:
+    sharding = sharding_on(mesh, spec)
+    if sharding is None or _mesh(x) is not None:
         return x
-    return jax.sharding.reshard(x, NamedSharding(mesh, spec))
+    # `jnp.zeros(..., out_sharding=)` would need `jax.set_mesh`.
+    return jax.sharding.reshard(x, sharding)
 
 
 def whole_along(x, axis: int):

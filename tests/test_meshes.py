@@ -401,6 +401,26 @@ def test_plant_on_a_mesh_that_only_the_shard_map_knows(call):
     new = jnp.arange(32.0).reshape(8, 1, 4)
     got = call(plant(f, {"a": new}), X)
     np.testing.assert_allclose(got, 2 * new.reshape(8, 4))
+    events = []
+    call(tap(f, events.append), X)
+    jax.effects_barrier()
+    assert {e.device["d"] for e in events} == {*range(8)}
+
+
+def test_plant_where_the_axis_of_the_shard_map_is_automatic(call):
+    types = AxisType.Explicit, AxisType.Auto
+    mesh = jax.make_mesh((2, 4), ("m", "d"), axis_types=types)
+    f = jax.shard_map(
+        lambda x: eqx_sow.sow(jnp.sin(x), "a") * 2,
+        mesh=mesh,
+        in_specs=P("d"),
+        out_specs=P("d"),
+        axis_names={"d"},
+    )
+    new = np.arange(32.0, dtype=np.float32).reshape(4, 2, 4)
+    x = jax.device_put(X, NamedSharding(mesh, P()))
+    got = call(plant(f, {"a": new}), x)
+    np.testing.assert_allclose(got, 2 * new.reshape(8, 4))
 
 
 @pytest.mark.parametrize("checkpointed", ["inside", "outside"])

@@ -19,7 +19,7 @@ import numpy as np
 from jax.interpreters import ad, batching, mlir, partial_eval as pe
 
 from .. import _compat
-from .._arrays import sharding_on
+from .._arrays import on_mesh
 from .._errors import SowError
 from .._mark.site import Axis, Site, with_has
 from .._mark.static import Const, Form, NoTangent, OPERAND, SameParts
@@ -356,9 +356,8 @@ def first_count(site: Site, eqns: Sequence[Any]) -> tuple[Any, Any]:
     each before the first execution."""
     spread = [(a, eqn.params["mesh"]) for eqn in eqns for a in _mesh_axes(eqn)]
     zeros = np.zeros([mesh.shape[a] for a, mesh in spread], np.int32)
-    sharding = sharding_on(spread[0][1], [a for a, _ in spread]) if spread else None
-    if sharding is not None:
-        zeros = jnp.zeros(zeros.shape, zeros.dtype, out_sharding=sharding)
+    if spread:
+        zeros = on_mesh(zeros, spread[0][1], [a for a, _ in spread])
     return (site.key, tuple(str(a) for a, _ in spread)), zeros
 
 
