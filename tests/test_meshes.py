@@ -507,3 +507,23 @@ def test_plant_of_one_value_for_all_lanes_on_a_device(call):
         eqx_sow.SowError, match="cannot be checked in a `jax.shard_map`"
     ):
         call(plant(f, captured), X[:2])
+
+
+def test_cotangent_of_a_leaf_that_all_devices_share(call):
+    mesh = jax.make_mesh((2,), ("d",))
+    f = jax.shard_map(
+        lambda x, w: jnp.add(*eqx_sow.sow((x * w, w), "a")),
+        mesh=mesh,
+        in_specs=(P("d"), P()),
+        out_specs=P("d"),
+    )
+    x = jax.device_put(X[:2], NamedSharding(mesh, P("d")))
+    grad = jax.jit(jax.grad(lambda w: f(x, w).sum()))
+    w = jax.device_put(X[:1], NamedSharding(mesh, P()))
+    _, captured = call(S(grad), w)
+    of_product, of_shared = captured["a"]["cotangent"]
+    np.testing.assert_allclose(of_product, np.ones((2, 1, 4)))
+    # The gradient with respect to a zero that is added to it: the total.
+    np.testing.assert_allclose(of_shared, np.full((1, 4), 2.0))
+    again = call(plant(grad, captured, mode="cotangent"), w)
+    np.testing.assert_allclose(again, grad(w), rtol=1e-6)

@@ -105,9 +105,16 @@ class Replace(Handler):
     def values_on_devices(self, values, jaxpr, devices):
         # No others: what a `shard_map` closes over is not sharded inside.
         keys = {s.key for s in sites(jaxpr) if self.wants(s)}
-        of = lambda p: PartitionSpec(*[a.mesh for a in p.axes if a.mesh in devices])
-        specs = {k: list(map(of, self.planted.value[k])) for k in keys}
-        return {k: values[k] for k in keys}, specs
+        values = {k: values[k] for k in keys}
+
+        def of(planted, arrays):
+            axes = [a for a in planted.axes if a.mesh in devices]
+            over = lambda i: [a.mesh if a.has[i] else None for a in axes]
+            return [PartitionSpec(*over(i)) for i in range(len(arrays))]
+
+        return values, {
+            k: list(map(of, self.planted.value[k], values[k])) for k in keys
+        }
 
 
 @dc.dataclass(frozen=True)
@@ -449,6 +456,6 @@ def prepare(
     _check_fixed(places, value, may_be_zero=entry.counted)
     arrays = _only_zeros(places, value, arrays)
     loops = [k for k, a in enumerate(axes) if not a.lane]
-    return Planted(site, at), [
+    return Planted(site._replace(axes=full), at), [
         jnp.moveaxis(x, loops, range(len(loops))) for x in arrays
     ]

@@ -86,12 +86,16 @@ def kept_axes(site: Site) -> tuple[bool, ...]:
 
 
 def total_over(site: Site) -> list[bool]:
-    """Over which lanes an array that is the same in all of them is a total. In
+    """Over which axes an array that is the same all along them is a total. In
     `grad(vmap(f))` that is the cotangent of a leaf that all lanes share: it would be
     wrong in each of them. In `vmap(grad(f))` it is really the same in each. The
-    cotangent of a total is that, too."""
+    cotangent of a total is that, too. Over the devices of a `shard_map`, the cotangent
+    of a leaf that all share is always a total."""
     backward = is_backward(site.mode)
-    return [a.lane and a.after_backward != backward for a in site.axes]
+    return [
+        a.after_backward != backward if a.lane else a.mesh is not None and backward
+        for a in site.axes
+    ]
 
 
 def final_axes(site: Site) -> list[tuple[bool, ...]]:
