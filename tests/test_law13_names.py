@@ -117,6 +117,60 @@ def test_a_copy_of_an_argument_without_arrays():
     _check(lambda net, act, x: net(x, act), (net, act, X), want)
 
 
+def test_a_copy_in_a_loop_of_a_layer_without_arrays():
+    """Under a gradient, its edge moves out of the loop, and none is running there."""
+
+    class Repeat(eqx.Module):
+        act: eqx.nn.Lambda
+
+        def __call__(self, x):
+            step = lambda x, _: (eqx.filter_checkpoint(self.act)(x), None)
+            return jax.lax.scan(step, x, length=2)[0]
+
+    class Net(eqx.Module):
+        act: eqx.nn.Lambda
+        repeat: Repeat
+
+        def __call__(self, x):
+            return self.repeat(self.act(x))
+
+    act = lambda: eqx.nn.Lambda(jnp.tanh)
+    net = Net(act(), Repeat(act()))
+    h = jnp.tanh(X)
+    twice = jnp.stack([jnp.tanh(h), jnp.tanh(jnp.tanh(h))])
+    want = {"net/act": h, "net/repeat/act": twice}
+    grad = jax.grad(lambda x, net: net(x).sum())
+    _check(lambda net, x: grad(x, net), (net, X), want, capture=eqx.nn.Lambda)
+
+
+def test_a_layer_without_arrays_in_each_of_two_stacks():
+    class Block(eqx.Module):
+        linear: eqx.nn.Linear
+        act: eqx.nn.Lambda
+
+        def __call__(self, x):
+            return self.act(self.linear(x))
+
+    def loss(a, b, x):
+        for blocks in (a, b):
+            arrays, rest = eqx.partition(blocks, eqx.is_array)
+            step = lambda x, y: (eqx.combine(y, rest)(x), None)
+            x, _ = jax.lax.scan(step, x, arrays)
+        return x.sum()
+
+    make = eqx.filter_vmap(lambda key: Block(eqx.nn.Linear(3, 3, key=key), act))
+    act = eqx.nn.Lambda(jnp.tanh)
+    blocks = make(KEYS[:2]), make(KEYS[2:4])
+    x, want = X, {}
+    for name, of in zip(("a/act", "b/act"), blocks):
+        xs = []
+        for i in range(2):
+            x = jnp.tanh(of.linear.weight[i] @ x + of.linear.bias[i])
+            xs.append(x)
+        want[name] = jnp.stack(xs)
+    _check(eqx.filter_grad(loss), (*blocks, X), want, capture=eqx.nn.Lambda)
+
+
 @pytest.mark.parametrize("how", CALLS)
 @pytest.mark.parametrize("derivative", [False, True])
 def test_sows_without_a_name(how, derivative):

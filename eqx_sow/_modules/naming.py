@@ -179,6 +179,10 @@ class Naming(Domain):
             visits = self._running(here, eqn)[-1:]
         else:
             visits = [self._visits[way] for way in edge.edges[:1]]
+            # The edge of a module without arrays may have been moved out of a loop, to
+            # where fewer calls are running, and to before the edges of these.
+            for visit in visits:
+                visit.running = max(self._running(here, eqn), visit.running, key=len)
         self._sows[here.path] = _Sow(site, visits, scans)
 
     def _running(self, here: Here, eqn: Any) -> list[_Visit]:
@@ -264,10 +268,8 @@ class Naming(Domain):
         holder, inside = visit.call.holder or (None, ())
         if holder == self._depth:
             return inside
-        # The edge of a module without arrays may have been moved out of a loop, to
-        # before that of the module around.
         of_holder = (v for v in reversed(visit.running) if v.call is holder)
-        around = next(of_holder, self._latest.get(holder))
+        around = next(of_holder, None)
         return around and (*self._path(around), *inside)
 
     def _nearest(self, visit: _Visit, outer: Path | None) -> Path | None:
