@@ -1069,24 +1069,31 @@ def test_what_is_tapped_inside_a_gradient_is_told_once(fn, call):
     [
         lambda fn: jax.vmap(lambda x: lax.cond(x > 0, fn, lambda x: x, x)),
         lambda fn: lambda x: S(fn, tag="another")(x)[0],
+        lambda fn: tap(fn, lambda event: None),
     ],
-    ids=["some lanes", "a capture inside"],
+    ids=["some lanes", "a capture inside", "a tap inside"],
 )
 @pytest.mark.parametrize("value", [lambda a: a**2, jnp.ones(2)])
-def test_plant_beside_a_rule_that_is_kept(wrap, value, call):
-    fn = _of_its_own(_marked)
-    new = value(jnp.sin(X)) if callable(value) else value
-    close(call(plant(wrap(fn), {"a": value}), X), new)
-    # The rule is that of the function without what is planted.
-    with pytest.raises(SowError, match="cannot be differentiated"):
-        call(jax.grad(lambda x: plant(wrap(fn), {"a": value})(x).sum()), X)
-    if callable(value):
-        # Where the rule can be dropped, what is planted has a derivative.
-        inside = jax.vmap(
-            plant(lambda x: lax.cond(x > 0, fn, jnp.abs, x), {"a": value})
-        )
-        got = call(jax.grad(lambda x: inside(x).sum()), X)
-        close(got, 2 * jnp.sin(X) * jnp.cos(X))
+def test_plant_around_another_handler_drops_the_rule(wrap, value, call):
+    planted = plant(wrap(_of_its_own(_marked)), {"a": value})
+    by_hand = lambda x: value(jnp.sin(x)) if callable(value) else value
+    close(call(planted, X), by_hand(X))
+    got = call(jax.grad(lambda x: planted(x).sum()), X)
+    close(got, jax.grad(lambda x: by_hand(x).sum())(X))
+
+
+def test_what_is_planted_around_a_tap_is_told_in_a_function_with_a_rule(call):
+    layer = eqx.nn.Linear(2, 2, key=jax.random.key(0))
+    fn = jax.custom_vjp(lambda x: layer(x))
+    fn.defvjp(lambda x: (layer(x), None), lambda _, ct: (ct,))
+    told = []
+    tapped = tap(fn, lambda event: told.append(event.value), capture=True)
+    out = call(plant(tapped, {"layer": lambda y: y + 10}, capture=True), X)
+    jax.effects_barrier()
+    assert told
+    for value in told:
+        close(value, layer(X) + 10)
+    close(out, layer(X) + 10)
 
 
 @pytest.mark.filterwarnings("ignore:.*found no mark")

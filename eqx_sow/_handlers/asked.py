@@ -81,9 +81,9 @@ class Listens(Handler):
     def asked(
         self, site: Site, loops: tuple[int, ...]
     ) -> Iterator[tuple[Site, tuple[int | None, ...]]]:
-        """The same, each as a site of its own, with `Entry.at`. With `names=("h",
-        "h/3")` that is the whole `h`, and its iteration 3: the same site, but called
-        `h/3`."""
+        """What `selected` says, each as a site of its own, with `Entry.at`. With
+        `names=("h", "h/3")` that is the whole `h`, and its iteration 3: the same site,
+        but called `h/3`."""
         for x in self.selected(site, loops):
             label = site.label._replace(name=x.name, after=x.after)
             one = site._replace(labels=(label, *site.labels[1:])) if x.at else site

@@ -26,7 +26,7 @@ from .._values.entry import Entry, in_front, in_place, running
 from .._values.merge import own_axes
 from .._walk.frame import Frame
 from .._walk.handler import check_guarded, Handler
-from .._walk.rules import alike
+from .._walk.rules import varying_alike
 from .._walk.sows import sites, sows
 from .asked import leave, reached
 
@@ -72,10 +72,7 @@ class Replace(Handler):
         at_sow, operands = in_front(site, frame.read_arrays(atoms))
         guards, value = operands[:n_guards], operands[n_guards:]
         planted = [*zip(self.planted.value[site.key], given.values[site.key])]
-        old = value
         value = _replaced(planted, at_sow, guards, value, given.iterations)
-        if site.copied:
-            value = [_without_derivative(site, x, old) for x in value]
         edge_out, *_ = frame.eqn.outvars
         new = [edge_value(edge_out.aval), *in_place(site, [*guards, *value])]
         if self.has_outer:
@@ -178,34 +175,9 @@ def _replaced(
         return pick(_replaced(*args))
 
     # Not `where`: elsewhere a function may have a gradient that is not finite.
-    new, rest = alike([lambda _: pick(compute()), otherwise], pick(old))
+    new, rest = varying_alike([lambda _: pick(compute()), otherwise], pick(old))
     is_here = reached(planted.at, iterations)
     return eqx.combine(jax.lax.cond(is_here, new, rest, pick(old)), old)
-
-
-def _without_derivative(site: Site, new: Any, old: Sequence[Any]) -> Any:
-    """What is planted in a copy of a function with a derivative rule: see `_inside` in
-    `rules.py`. The rule is that of the original, in which nothing is planted."""
-    is_inexact = lambda x: jnp.issubdtype(jnp.result_type(x), jnp.inexact)
-    if not is_inexact(new):
-        return new
-
-    @jax.custom_jvp
-    def planted(new, old):
-        del old
-        return new
-
-    @planted.defjvp
-    def _(*_):
-        raise SowError(
-            f"`plant`: {site.said} is in a function with a derivative rule of its own, "
-            "which only some lanes of a `jax.vmap` call, or of which another call of "
-            "eqx_sow inside this one captures, too. The rule is not that of what is "
-            "planted, so the function cannot be differentiated. Put the vmap outside, "
-            "`jax.vmap(plant(fn, ...))`, or plant what the function returns."
-        )
-
-    return planted(new, list(filter(is_inexact, old)))
 
 
 def _check_fixed(
@@ -455,7 +427,8 @@ def prepare(
     arrays = list(map(aligned, _operands(value, site, like), final))
     _check_fixed(places, value, may_be_zero=entry.counted)
     arrays = _only_zeros(places, value, arrays)
-    loops = [k for k, a in enumerate(axes) if not a.lane]
+    # Those of devices, too: both are in front, for `scan` and `shard_map` to slice.
+    to_front = [k for k, a in enumerate(axes) if not a.lane]
     return Planted(site._replace(axes=full), at), [
-        jnp.moveaxis(x, loops, range(len(loops))) for x in arrays
+        jnp.moveaxis(x, to_front, range(len(to_front))) for x in arrays
     ]

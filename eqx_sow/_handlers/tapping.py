@@ -409,13 +409,12 @@ class Tap(Listens):
         return {slot: x for slot, x in carry.items() if slot[1][:n] == self.mesh}
 
     def sow(self, found, given, site: Site, atoms, frame: Frame):
-        left = leave(self, site, atoms, frame)
-        # A `plant` further out that marked the same module may replace the value.
-        now = left if site.labels[1:] else atoms
+        # A `plant` further out may replace the value.
+        atoms = leave(self, site, atoms, frame)
         if not self.wants(site) or site.again:
             return given
         check_guarded(site)
-        site, operands = in_front(site, frame.read_arrays(now))
+        site, operands = in_front(site, frame.read_arrays(atoms))
         frame.flush_effects()
         for one, at in self.asked(site, self.loops):
             if one.key in self.chosen.value:

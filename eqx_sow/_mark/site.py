@@ -54,7 +54,8 @@ class Guard(NamedTuple):
     branch: int = 1
     n_branches: int = 1
     # Where the value of its operand is made. This tells the runs of a cond apart that
-    # is in a function which is called twice. Filled in as `Site.of` is.
+    # is in a function which is called twice. `None` until `_walk/executions.py` fills
+    # it in, as `Site.of`.
     run: Hashable = None
 
 
@@ -128,9 +129,6 @@ class Site(NamedTuple):
     # computes again. That has the same one. Derivatives that were taken before have
     # none, and those of the sow that are taken later do.
     splits: tuple[Any, ...] = ()
-    # Whether it is in a copy of a function that has a derivative rule. If the function
-    # is differentiated, that rule runs in its place, with the sows in there.
-    copied: bool = False
 
     # --- where it runs ---
     axes: tuple[Axis, ...] = ()
@@ -159,8 +157,8 @@ class Site(NamedTuple):
     # Whether it is a primal in a backward pass.
     backward: bool = False
 
-    # The arrays that are NumPy's, each with its number, guards aside. The program goes
-    # on with these, and not with what comes out of the sow.
+    # The NumPy arrays, each with its index among the arrays of the value. The program
+    # goes on with these, and not with what comes out of the sow.
     fixed: tuple[tuple[int, Const], ...] = ()
 
     # --- modules ---

@@ -98,11 +98,11 @@ class Program:
         )
 
     def survey(self, handler: Handler) -> Any:
-        """What the handler would take, `Taken.values`, with types for arrays."""
+        """What the handler would take, `Taken.entries`, with types for arrays."""
 
         def run(inputs):
             program = dc.replace(self, inputs=inputs)
-            return program.evaluate(handler, Given())[1].values
+            return program.evaluate(handler, Given())[1].entries
 
         return types_of(run, self.inputs)
 

@@ -49,7 +49,7 @@ class _SaveIntermediates(Transformed):
         )
         carry = collect.started(program.survey)
         outs, taken = program.evaluate(collect, Given(carry))
-        entries = taken.values
+        entries = taken.entries
         asked = list(collect.everywhere(program.mine))
         names = dict.fromkeys(site.name for site, _ in asked)
         program.check_selected(

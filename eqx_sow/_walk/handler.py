@@ -3,7 +3,7 @@
 The walk in `interpreter.py`, and its rules, run the program, and ask the handler at
 each sow. `Given` is what a handler passes down to the sows, and `Taken` what it gets
 back from them. In `save_intermediates`, `Given.carry` has the states of reducers, and
-`Taken.values` what was captured.
+`Taken.entries` what was captured.
 
 | called by | method | for |
 |---|---|---|
@@ -51,7 +51,7 @@ class Taken(NamedTuple):
     """What a handler gets back from the sows: a PyTree."""
 
     carry: dict[Any, Any]
-    values: Entries
+    entries: Entries
 
 
 class Handler:
@@ -62,7 +62,8 @@ class Handler:
     # does not want. Then they stay in the program.
     has_outer: bool = True
 
-    # The names that also run outside of linear solvers.
+    # The names that are also sown outside of linear solvers. Within one, a sow of such
+    # a name may be left out.
     elsewhere: frozenset[str] = frozenset()
 
     # Whether what the handler makes of a jaxpr may be kept for other calls. Not if it

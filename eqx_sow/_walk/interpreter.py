@@ -116,7 +116,7 @@ def evaluate(
         frame.set(eqn.outvars, outs)
         loop = loop_of(eqn)
         step = i, loop.reverse if loop else None
-        found += [e.within(step) for e in taken.values]
+        found += [e.within(step) for e in taken.entries]
         given = given._replace(carry=taken.carry)
     frame.defer(*jaxpr.eqns[begin:])
     frame.now = len(jaxpr.eqns)

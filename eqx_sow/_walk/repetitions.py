@@ -155,7 +155,7 @@ def _in_other_rules(primals: Sequence[Sown]) -> Repeated:
     for x in primals:
         *around, _ = x.here.around
         loops = filter(is_of_unknown_length, around)
-        has_rule = x.site.copied or any(e.primitive in _CUSTOM for e in around)
+        has_rule = any(e.primitive in _CUSTOM for e in around)
         if _is_rerun(x):
             again[x.site.key].append(x.here.path)
         elif has_rule and not x.backward and any(map(is_of_equinox, loops)):

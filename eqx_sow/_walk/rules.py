@@ -3,11 +3,11 @@
 **Calls.** The equation of a jitted function or a checkpoint is kept, with a new jaxpr
 in it, so that whatever else it says stays true.
 
-Functions with a derivative or a batching rule of their own are walked like plain ones,
-for the sows. The original equation gives the derivatives of the outputs (or, for a
-batching rule, the outputs themselves), so the rules are kept; XLA removes it unless it
-is differentiated. If something is planted inside, the rules are those of another
-function, and are given up.
+Of functions with a derivative or a batching rule of their own, a copy is walked over,
+for the sows. The original equation gives the outputs and their derivatives once these
+are differentiated (or, for a batching rule, the outputs in any case), so the rules are
+kept. XLA removes it if it is not needed. If something is planted inside, the rules are
+those of another function, and are given up.
 
 **Loops, branches and `jax.shard_map`** are written anew with `jax.lax`. What a handler
 passes down (`Given`) and takes back (`Taken`) goes through them like this, for a scan
@@ -20,11 +20,9 @@ what is passed down to each iteration, such as its part of a planted array. `val
 what is taken from the sows of an iteration, which the scan stacks.
 """
 
-import dataclasses as dc
 import functools as ft
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -34,22 +32,21 @@ import jax.extend.linear_util as lu
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 from jax.sharding import PartitionSpec as P
 
 from .. import _compat
 from .._arrays import on_mesh, select, zeros_like
-from .._mark.listening import listening
+from .._mark.listening import Listening, listening
 from .._mark.primitive import sow_effect
 from .._mark.staging import to_jaxpr, types_of
 from .._values import entry as _entry, merge as _merge
 from .handler import Given, refuse, Taken
-from .interpreter import Interpret, rule_for, with_operands
+from .interpreter import rule_for, with_operands
 from .sows import (
     eqn_without_sows,
     expanded,
-    seen_as,
     sites,
-    sows,
     without_prints,
     without_sows,
 )
@@ -92,30 +89,10 @@ def _call(interpret, given, eqn, *args):
 
 
 # --- functions with rules of their own ---
-@jax.custom_jvp
-def _with_derivative_of(x: Any, y: Any) -> Any:
-    del y
-    return x
-
-
-@_with_derivative_of.defjvp
-def _with_derivative_of_jvp(primals, tangents):
-    (_, y), (_, tangent) = primals, tangents
-    # Not `x`: the rule may have another value than the function.
-    return y, tangent
-
-
-def _derivative_of(x, y):
-    inexact = jnp.issubdtype(jnp.result_type(x), jnp.inexact)
-    return _with_derivative_of(x, y) if inexact else x
-
-
-def _inside(
-    interpret, given, eqn, jaxpr, args, join=_derivative_of, has_derivative=True
-):
-    """Walks over `jaxpr`, a copy of the function in the equation, for the sows, and
-    binds the equation too. `join` makes one output from that of the copy and that of
-    the equation."""
+def _inside(interpret, given, eqn, jaxpr, args, join):
+    """Sees to the sows in `jaxpr`, a copy of the function in the equation, which has
+    none of its rules. The equation is bound, too, without its sows, and `join` makes
+    one of the two."""
     handler = interpret.handler
     if any(map(handler.replaces, sites(eqn))):
         return interpret(jaxpr)(given, *args)
@@ -123,46 +100,27 @@ def _inside(
     copy = without_prints(jaxpr)
     # An effect that cannot be left out, such as an `io_callback` with a result.
     if any(e != sow_effect for e in copy.effects):
-        return _only_the_original(handler, given, eqn, args)
-    inputs = args
-    if not handler.differentiable:
-        # What `tap` sends is an effect, so that JAX would keep the derivative of the
-        # copy, which nobody uses.
-        inputs = map(jax.lax.stop_gradient, args)
-        if handler.has_outer:
-            # Those further out find the sows in the equation itself, and in its rule.
-            alone = Interpret(dc.replace(handler, has_outer=False), interpret.stages)
-            _, taken = alone(copy)(given, *inputs)
-            return bind(eqn, args), taken
-    elif handler.has_outer and has_derivative:
-        copy = seen_as(copy, sows(copy), lambda site: site._replace(copied=True))
-    outs, taken = interpret(copy)(given, *inputs)
+        why = "an effect of the function, such as an `io_callback`, would happen twice"
+        refuse(handler, eqn, sites(eqn), why, "Sow its result outside.")
+        kept = eqn if handler.has_outer else _without_sows(eqn)
+        return bind(kept, args), Taken(given.carry, ())
     original = bind(_without_sows(eqn), args)
-    return list(map(join, outs, original)), taken
-
-
-def _only_the_original(handler, given, eqn, args):
-    why = "an effect of the function, such as an `io_callback`, would happen twice"
-    refuse(handler, eqn, sites(eqn), why, "Sow its result outside.")
-    kept = eqn if handler.has_outer else _without_sows(eqn)
-    return bind(kept, args), Taken(given.carry, ())
+    return join(interpret, given, copy, args, original)
 
 
 @lu.transformation2
-def _quiet(rule, always, *zeros):
+def _quiet(rule, *zeros):
     jaxpr, *rest = rule(*zeros)
-    if always or listening.value is None:
-        jaxpr = without_sows(jaxpr)
-    return jaxpr, *rest
+    here = listening.value
+    is_marked = here is not None and here.found is None
+    return (jaxpr if is_marked else without_sows(jaxpr)), *rest
 
 
 def _without_sows(eqn):
     """The equation without sows, in its derivative rule too, where JAX would keep them
     though nothing asks for them."""
-    # Of what is in a copy, no rule is ever asked for its sows.
-    in_copy = any(site.copied for site in sites(eqn))
     rules = {
-        name: _quiet(eqn.params[name], in_copy)
+        name: _quiet(eqn.params[name])
         for name in ("jvp_jaxpr_fun", "fwd_jaxpr_thunk")
         if name in eqn.params
     }
@@ -170,22 +128,61 @@ def _without_sows(eqn):
     return eqn.replace(params={**eqn.params, **rules})
 
 
+# No sow marks anything.
+_SILENT = Listening(found=lambda site: None)
+
+
+def _with_derivative_of(interpret, given, jaxpr, args, original):
+    """What comes out of a walk over `jaxpr`. If it is differentiated, the outputs are
+    the `original` ones, with their derivatives, and what was taken has its plain
+    derivative."""
+    outer, differentiable = listening.value, interpret.handler.differentiable
+    walked, inputs, treedef = interpret.staged(jaxpr, given, *args)
+    # If it is differentiated, those further out see the sows in the rule of the
+    # original, and not those in here.
+    with listening(outer and _SILENT):
+        quiet, same, _ = interpret.staged(jaxpr, given, *args)
+        # Not yet for `tap`: XLA does not remove what is sent.
+        again = _compat.inline_or_call(quiet, same) if differentiable else same
+
+    @jax.custom_jvp
+    def copy(inputs, original, again):
+        del original
+        is_same = differentiable and outer is None
+        return again if is_same else _compat.inline_or_call(walked, inputs)
+
+    @ft.partial(copy.defjvp, symbolic_zeros=True)
+    def _(primals, tangents):
+        (_, original, again), (_, of_original, of_again) = primals, tangents
+        if not differentiable:
+            again = _compat.inline_or_call(quiet, again)
+            of_again = [SymbolicZero(jax.typeof(x).to_tangent_aval()) for x in again]
+        n = len(original)
+        return [*original, *again[n:]], [*of_original, *of_again[n:]]
+
+    return jtu.tree_unflatten(treedef, copy(inputs, original, again))
+
+
 @rule_for(jexc.primitives.custom_jvp_call_p)
 @rule_for(jexc.primitives.custom_vjp_call_p)
 def _custom(interpret, given, eqn, *args):
-    return _inside(interpret, given, eqn, eqn.params["call_jaxpr"], args)
+    jaxpr = eqn.params["call_jaxpr"]
+    return _inside(interpret, given, eqn, jaxpr, args, _with_derivative_of)
 
 
 # `None`, which no primitive is, if there is none.
 @rule_for(_compat.hi_p)
 def _custom_hi(interpret, given, eqn, *args):
-    return _inside(interpret, given, eqn, expanded(eqn), args)
+    return _inside(interpret, given, eqn, expanded(eqn), args, _with_derivative_of)
 
 
 @rule_for(_compat.custom_vmap_p)
 def _custom_vmap(interpret, given, eqn, *args):
-    of_original = lambda _, out: out
-    return _inside(interpret, given, eqn, eqn.params["call"], args, of_original, False)
+    def join(interpret, given, jaxpr, args, original):
+        _, taken = interpret(jaxpr)(given, *args)
+        return original, taken
+
+    return _inside(interpret, given, eqn, eqn.params["call"], args, join)
 
 
 # --- loops and branches that run eagerly ---
@@ -250,7 +247,7 @@ def _scan(interpret, given, eqn, *args):
     if asked:
         of_one = lambda x: jexc.mapped_aval(p["length"], 0, jax.typeof(x))
         first = jax.tree.map(of_one, operands)
-        types = types_of(step, given.carry, init, first)[1].values
+        types = types_of(step, given.carry, init, first)[1].entries
         empty = lambda x: _vary(zeros_like(x), _compat.varying(x))
         kept = jax.tree.map(empty, list(filter(_entry.keeps_one, types)))
 
@@ -263,9 +260,9 @@ def _scan(interpret, given, eqn, *args):
         outs, taken = step(state, carry, x)
         carry, y = _split(outs, num_carry)
         _, iteration, _ = x
-        new = filter(_entry.keeps_one, taken.values)
+        new = filter(_entry.keeps_one, taken.entries)
         kept = [keep(iteration, e, old) for e, old in zip(new, kept)]
-        rest = [e for e in taken.values if not _entry.keeps_one(e)]
+        rest = [e for e in taken.entries if not _entry.keeps_one(e)]
         return (taken.carry, kept, carry), (y, rest)
 
     (state, kept, carry), (ys, rest) = lax.scan(
@@ -286,18 +283,18 @@ def _cond(interpret, given, eqn, index, *args):
     # The branches sow different things, and have to return the same: each fills in
     # zeros for what only the others sow.
     runs = [interpret(jaxpr) for jaxpr in eqn.params["branches"]]
-    types = [types_of(run, given, *args)[1].values for run in runs]
+    types = [types_of(run, given, *args)[1].entries for run in runs]
     bring = _merge.to_one_form(types)
 
     def branch(run):
         def call(given, *args):
             outs, taken = run(given, *args)
-            rest = bring(taken.values)
-            return outs, taken._replace(values=_varying_like(index, rest))
+            rest = bring(taken.entries)
+            return outs, taken._replace(entries=_varying_like(index, rest))
 
         return call
 
-    branches = alike(list(map(branch, runs)), given, *args)
+    branches = varying_alike(list(map(branch, runs)), given, *args)
     staged = [to_jaxpr(fn)(given, *args) for fn in branches]
     # Each branch takes all that any of them closes over.
     opened = [_compat.open_jaxpr(closed) for closed, _ in staged]
@@ -320,7 +317,7 @@ def _varying_like(predicate, tree):
     return jax.tree.map(lambda x: _vary(x, axes), tree) if axes else tree
 
 
-def alike(fns, *args):
+def varying_alike(fns, *args):
     """Inside a `jax.shard_map`: functions whose results vary over the same axes."""
     if not any(map(_compat.varying, jax.tree.leaves(args))):
         return fns
@@ -354,7 +351,7 @@ def _while(interpret, given, eqn, *args):
     cond_jaxpr = p["cond_jaxpr"]
     predicate = without_sows(cond_jaxpr)
     run = interpret(p["body_jaxpr"])
-    types = types_of(run, given, *consts, *init)[1].values
+    types = types_of(run, given, *consts, *init)[1].entries
     # Under vmap: the lanes that have finished stay as they are. Whatever the handler
     # does, `jax_rules.py` has told it which lanes these are.
     lanes = cond_jaxpr.out_avals[0].shape
@@ -377,7 +374,7 @@ def _while(interpret, given, eqn, *args):
             outs = [select(mask, x, y) for x, y in zip(outs, carry)]
             for ref, x in zip(mutable, before):
                 ref[...] = select(mask, ref[...], x)
-        new = map(_entry.left_loop, taken.values)
+        new = map(_entry.left_loop, taken.entries)
         rest = tuple(
             _merge.latest(old, _merge.conform(e, old)) for e, old in zip(new, rest)
         )
@@ -389,7 +386,7 @@ def _while(interpret, given, eqn, *args):
     # the last iteration sowed, and before the first one zeros.
     empty = tuple(_merge.zeros(_merge.unify([_entry.left_loop(e)])) for e in types)
     first = init, given.carry, _varying_like(pred, empty)
-    step, start = alike([body, lambda loop: loop], first)
+    step, start = varying_alike([body, lambda loop: loop], first)
     kept = cond_jaxpr if handler.has_outer else predicate
     carry, state, rest = lax.while_loop(
         lambda loop: jnp.any(going(loop[0], kept)), step, start(first)
@@ -436,7 +433,7 @@ def _shard_map(interpret, given, eqn, *args):
         values = for_values(lambda x, spec: x.squeeze(range(len(spec))), values)
         carry = jax.tree.map(lambda x: x.reshape(x.shape[len(axes) :]), carry)
         outs, taken = run(Given(carry, values, index), *args)
-        pairs = [_entry.on_device(e, axes, varying) for e in taken.values]
+        pairs = [_entry.on_device(e, axes, varying) for e in taken.entries]
         rest, specs = tuple(e for e, _ in pairs), tuple(s for _, s in pairs)
         one = (1,) * len(axes)
         carry = jax.tree.map(lambda x: x.reshape(*one, *x.shape), taken.carry)
