@@ -119,7 +119,7 @@ class Naming(Domain):
     def _at_source(self, source: int) -> Value:
         return Value({source: 0}, ("source", source))
 
-    def asks(self, sow):
+    def needed_operands(self, sow):
         return sow.invars[:1]
 
     def literal(self, literal):

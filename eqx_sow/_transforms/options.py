@@ -245,6 +245,7 @@ def _callback(option: str, callback: Any) -> Const:
     return Const(callback)
 
 
+# Each gets what messages call the option, such as `tap(..., every=...)`, and the value.
 _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "tag": check_tag,
     "names": _names,

@@ -97,11 +97,10 @@ def _check_one_place(
     if len(loops) > 1:
         found = " and ".join(str(list(x)) for x in sorted(loops))
         raise SowError(
-            f"`plant`: `sow(..., {site.name!r})` at {site.where} is in several "
-            f"branches, with different loops around it: {found} iterations, outermost "
-            "first. No value has the axes of all, and no index is right for all. Plant "
-            "a function under the name without an index, or give the values different "
-            "names."
+            f"`plant`: {site.said} is in several branches, with different loops around "
+            f"it: {found} iterations, outermost first. No value has the axes of all, "
+            "and no index is right for all. Plant a function under the name without an "
+            "index, or give the values different names."
         )
     if len(entries) > 1 and has_value:
         remedy = "or plant a function, which is called at each of them."
@@ -206,8 +205,8 @@ def plant(
 
     A function with the signature of `fn`, and an output of the same structure. What is
     planted is still marked: `save_intermediates(plant(fn, values))` captures it, and
-    needs no `capture` for planted modules. Planted arrays may be traced and
-    differentiated.
+    needs no `capture` for planted modules. `tap` sends what is planted, whether it is
+    inside or around. Planted arrays may be traced and differentiated.
 
     `plant(eqx.filter_grad(loss), ...)` replaces values within the computation of the
     gradient, but the gradient still flows back through a planted primal.

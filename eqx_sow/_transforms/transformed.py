@@ -1,4 +1,4 @@
-"""What `save_intermediates` and `plant` return."""
+"""What `save_intermediates`, `plant` and `tap` return."""
 
 import dataclasses as dc
 import types

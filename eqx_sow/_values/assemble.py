@@ -22,7 +22,7 @@ from .._results.intermediates import (
 from .axes import as_operand, broadcast, final_axes, kept_axes
 from .entry import Entry, grouped, with_count
 from .modes import is_backward
-from .reduce import finished, Reducers, ReducerState
+from .reduce import Reducers, ReducerState, result_of
 
 
 def assemble(
@@ -41,7 +41,7 @@ def assemble(
         for key, of_key in grouped(found).items()
     }
     for key, state in states.items():
-        places[key] = [finished(reducers(key[0]), state)]
+        places[key] = [result_of(reducers(key[0]), state)]
     out: dict[str, dict[str, Any]] = {name: {} for name in names}
     counts: dict[str, _Returned] = {}
     axes = {}

@@ -199,11 +199,10 @@ class Fold(Reducer):
         if shapes(new) != shapes(first):
             show = ft.partial(eqx.tree_pformat, struct_as_array=True)
             raise SowError(
-                f"`eqx_sow.Fold(init, fn)` for `sow(..., {site.name!r})` at "
-                f"{site.where}: `fn` must keep the structure and the shapes of "
-                f"`acc`. `acc` is {show(first)}, and `fn` returned {show(new)}."
-                " Reduce the value, `lambda acc, x: acc + x.sum()`, or pass an `init` "
-                "like the result."
+                f"`eqx_sow.Fold(init, fn)` for {site.said}: `fn` must keep the "
+                f"structure and the shapes of `acc`. `acc` is {show(first)}, and `fn` "
+                f"returned {show(new)}. Reduce the value, `lambda acc, x: acc + "
+                "x.sum()`, or pass an `init` like the result."
             )
         return jtu.tree_map(_as_dtype_of, new, first)
 
@@ -298,7 +297,7 @@ class ReducerState:
     """The state of a reducer for one name and mode.
 
     It goes through loops as part of their carry. `started` makes it, `stepped` takes it
-    through one execution, and `finished` makes of it what comes back. For `Buffer(4)`
+    through one execution, and `result_of` makes of it what comes back. For `Buffer(4)`
     of a value `f32[3]` in a `vmap` of 8 lanes and any loops, `acc` is `[f32[8,4,3]]`
     and `count` is `i32[8]`.
     """
@@ -354,7 +353,7 @@ def stepped(reducer: Reducer, state: ReducerState, entry: Entry) -> ReducerState
     return dc.replace(state, acc=acc, count=count)
 
 
-def finished(reducer: Reducer, state: ReducerState) -> Entry:
+def result_of(reducer: Reducer, state: ReducerState) -> Entry:
     """What comes back, as an entry. Behind the axes of the lanes, its arrays have those
     of `Reducer.lead`."""
     site, lanes = state.site, state.site.axes

@@ -166,10 +166,10 @@ def _of_inputs_read(fn: Callable, value: Value, every: Varies) -> list[Varies]:
 def _of_all_lanes(fn: Batched, site: Site, value: Value) -> Value:
     if site.guards:
         raise SowError(
-            f"`transform=batched(...)`: `sow(..., {site.name!r})` at {site.where} is "
-            "in a branch or a loop that only some lanes of a `jax.vmap` run: there is "
-            "no value of all lanes. Leave `batched` out for this name, and reduce what "
-            "comes back where its `count` is not zero."
+            f"`transform=batched(...)`: {site.said} is in a branch or a loop that only "
+            "some lanes of a `jax.vmap` run: there is no value of all lanes. Leave "
+            "`batched` out for this name, and reduce what comes back where its `count` "
+            "is not zero."
         )
     axes = site.axes
     none = (False,) * len(axes)

@@ -301,8 +301,10 @@ class _Numbers(Domain):
         return self._together(("stack", len(here.scans)), [value], loop)
 
     def entry(self, value, here):
-        # Loops around a pullback, as in `lax.map(pullback, basis)`, need not have been
-        # around the forward pass that stacked the value.
+        # A forward pass with one scan stacks at depth 0. In `lax.map(pullback, basis)`
+        # its backward pass is within one scan more, and takes the value apart at depth
+        # 1. So what was stacked at a depth less is taken apart, too, as far as scans
+        # are around the backward pass alone.
         depth, scan_p = len(here.scans), jexc.primitives.scan_p
         forward = around_backward_pass(here)
         further_out = depth - sum(e.primitive is scan_p for e in forward)

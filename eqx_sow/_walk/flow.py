@@ -69,7 +69,7 @@ class Domain:
     what no sow depends on is `None`.
     """
 
-    def asks(self, sow: Any) -> Sequence[Any]:
+    def needed_operands(self, sow: Any) -> Sequence[Any]:
         """The operands of a sow whose values are needed."""
         return sow.invars
 
@@ -158,7 +158,10 @@ def _leading_to_sows(
         eqn = jaxpr.eqns[i]
         if eqn.primitive is sow_p:
             pairs = zip(eqn.outvars[1:], eqn.invars[1:])
-            atoms = [*domain.asks(eqn), *(v for out, v in pairs if out in asked)]
+            atoms = [
+                *domain.needed_operands(eqn),
+                *(v for out, v in pairs if out in asked),
+            ]
         elif (
             i in with_sows
             or eqn.primitive is edge_p
