@@ -294,15 +294,22 @@ def test_implicit_derivatives_are_no_executions(solve, wrap):
     assert len(events) == plain["a"]["count"]
 
 
+def _in_lanes(f):
+    return lambda c: jax.vmap(f)(jnp.stack([c, c + 0.1])).sum()
+
+
 @pytest.mark.parametrize(
-    "wrap",
+    ("solve", "wrap"),
     [
-        lambda f: f,
-        lambda f: lambda c: jax.vmap(f)(jnp.stack([c, c + 0.1])).sum(),
-        pytest.param(lambda f: jax.checkpoint(jax.jit(f)), marks=pytest.mark.slow),
+        (_newton, lambda f: f),
+        (_cosine, _in_lanes),
+        pytest.param(_cosine, lambda f: f, marks=pytest.mark.slow),
+        pytest.param(_newton, _in_lanes, marks=pytest.mark.slow),
+        pytest.param(
+            _newton, lambda f: jax.checkpoint(jax.jit(f)), marks=pytest.mark.slow
+        ),
     ],
 )
-@pytest.mark.parametrize("solve", [_newton, _cosine])
 def test_gradient_of_a_capture_with_implicit_derivatives(solve, wrap):
     """The rule compares the function with one that Equinox has hidden from JAX."""
     c = jnp.array(0.9)
@@ -1013,7 +1020,10 @@ def test_a_bwd_at_another_point_in_a_loop_that_a_backward_pass_runs_again():
         _of_its_own(_marked),
         _of_its_own(jnp.sin),
         _of_its_own(_of_its_own(_marked)),
-        lambda x: _in_a_loop(_marked, x),
+        pytest.param(
+            lambda x: _in_a_loop(_marked, x),
+            marks=pytest.mark.slow,
+        ),
         lambda x: _in_a_loop(_of_its_own(_marked), x),
         pytest.param(
             lambda x: _in_a_loop(lambda x: _in_a_loop(_marked, x), x),
