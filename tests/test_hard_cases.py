@@ -25,7 +25,7 @@ from jax import lax
 from jax.experimental import jet
 from jax.sharding import PartitionSpec as P
 
-from .helpers import assert_close, close, unmarked
+from .helpers import assert_close, close, primitives, unmarked
 
 
 X = jnp.array([0.5, 1.5])
@@ -1104,6 +1104,45 @@ def test_what_is_planted_around_a_tap_is_told_in_a_function_with_a_rule(call):
     for value in told:
         close(value, layer(X) + 10)
     close(out, layer(X) + 10)
+
+
+@pytest.mark.filterwarnings("ignore:.*found no mark")
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        jax.jit,
+        jax.checkpoint,
+        lambda f: lambda x: lax.scan(lambda c, _: (f(c), None), x, length=2)[0],
+        lambda f: lambda x: lax.cond(x > 0, f, lambda x: x, x),
+    ],
+    ids=["jit", "checkpoint", "scan", "cond"],
+)
+def test_a_mark_that_is_not_in_the_rule_around_a_tap(wrap, call):
+    inner = wrap(lambda x: sow(jnp.sin(x), "a"))
+    fn = jax.custom_vjp(lambda x: inner(x) * sow(x, "b", tag="b"))
+    fn.defvjp(lambda x: (jnp.sin(x) * x, None), lambda _, ct: (3 * ct,))
+    tapped = tap(fn, lambda event: None, tag="b")
+    assert list(call(S(tapped), 0.5)[1]) == ["a"]
+    # As without the tap, the rule runs in the place of the function.
+    gradient, captured = call(S(jax.grad(tapped)), 0.5)
+    assert captured == {}
+    close(gradient, 3.0)
+
+
+def test_functions_with_rules_within_each_other_in_nested_captures():
+    def nested(depth):
+        if depth == 0:
+            return lambda x: sow(jnp.sin(x), "a")
+        inner = nested(depth - 1)
+        fn = jax.custom_vjp(lambda x: inner(x) + sow(x, f"b{depth}", tag="b"))
+        fn.defvjp(lambda x: (inner(x), None), lambda _, ct: (ct,))
+        return fn
+
+    def size(depth):
+        return len(primitives(jax.make_jaxpr(S(S(nested(depth)), tag="b"))(1.0).jaxpr))
+
+    # What the walk makes does not double with each function.
+    assert size(8) < 10 * size(4)
 
 
 @pytest.mark.filterwarnings("ignore:.*found no mark")

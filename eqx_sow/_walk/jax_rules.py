@@ -185,6 +185,7 @@ class AddGuard(Handler):
     the sow runs."""
 
     guard: Guard
+    has_outer: bool = True
 
     def sow(self, found, given, site, atoms, frame):
         del found

@@ -20,6 +20,7 @@ what is passed down to each iteration, such as its part of a planted array. `val
 what is taken from the sows of an iteration, which the scan stacks.
 """
 
+import dataclasses as dc
 import functools as ft
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -42,7 +43,7 @@ from .._mark.primitive import sow_effect
 from .._mark.staging import to_jaxpr, types_of
 from .._values import entry as _entry, merge as _merge
 from .handler import Given, refuse, Taken
-from .interpreter import rule_for, with_operands
+from .interpreter import Interpret, rule_for, with_operands
 from .sows import (
     eqn_without_sows,
     expanded,
@@ -136,19 +137,21 @@ def _with_derivative_of(interpret, given, jaxpr, args, original):
     """What comes out of a walk over `jaxpr`. If it is differentiated, the outputs are
     the `original` ones, with their derivatives, and what was taken has its plain
     derivative."""
-    outer, differentiable = listening.value, interpret.handler.differentiable
+    handler = interpret.handler
+    differentiable = handler.differentiable
     walked, inputs, treedef = interpret.staged(jaxpr, given, *args)
     # If it is differentiated, those further out see the sows in the rule of the
-    # original, and not those in here.
-    with listening(outer and _SILENT):
-        quiet, same, _ = interpret.staged(jaxpr, given, *args)
+    # original, and not those in here, in whatever equations these are.
+    alone = Interpret(dc.replace(handler, has_outer=False), interpret.stages)
+    with listening(listening.value and _SILENT):
+        quiet, same, _ = alone.staged(jaxpr, given, *args)
         # Not yet for `tap`: XLA does not remove what is sent.
         again = _compat.inline_or_call(quiet, same) if differentiable else same
 
     @jax.custom_jvp
     def copy(inputs, original, again):
         del original
-        is_same = differentiable and outer is None
+        is_same = differentiable and not handler.has_outer
         return again if is_same else _compat.inline_or_call(walked, inputs)
 
     @ft.partial(copy.defjvp, symbolic_zeros=True)
