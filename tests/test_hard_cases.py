@@ -1092,6 +1092,27 @@ def test_plant_around_another_handler_drops_the_rule(wrap, value, call):
     close(got, jax.grad(lambda x: by_hand(x).sum())(X))
 
 
+@pytest.mark.parametrize(
+    "inner",
+    [
+        lambda f: tap(f, lambda event: None),
+        lambda f: lambda x: S(f, tag="b")(x)[0],
+        lambda f: lambda x: lax.cond(x > 0, f, lambda x: x, x),
+    ],
+    ids=["tap", "save_intermediates", "cond"],
+)
+def test_plant_around_another_handler_drops_a_batching_rule(inner, call):
+    fn = jax.custom_batching.custom_vmap(
+        lambda x: sow(jnp.sin(x), "a") * sow(x, "b", tag="b")
+    )
+    fn.def_vmap(lambda n, batched, x: (jax.vmap(fn.fun)(x), True))
+    planted = lambda f: plant(f, {"a": lambda a: a + 1})
+    want = (jnp.sin(X) + 1) * X
+    close(call(planted(inner(fn)), X[0]), want[0])
+    close(call(planted(jax.vmap(inner(fn))), X), want)
+    close(call(jax.vmap(planted(inner(fn))), X), want)
+
+
 def test_what_is_planted_around_a_tap_is_told_in_a_function_with_a_rule(call):
     layer = eqx.nn.Linear(2, 2, key=jax.random.key(0))
     fn = jax.custom_vjp(lambda x: layer(x))

@@ -97,7 +97,8 @@ def _run(self, args, kwargs):
 
 # Python keeps frames in chunks of 16 kB, and where a call does not fit into the last
 # one, it asks the system for memory, each time. Tracing nests deep enough for that to
-# be up to a third of its time. A frame that is too large gets a chunk with room for more.
+# be up to a third of its time. A frame that is too large gets a chunk with room for
+# more.
 _run.__code__ = _run.__code__.replace(co_stacksize=2**15)
 
 

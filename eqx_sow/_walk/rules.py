@@ -182,8 +182,10 @@ def _custom_hi(interpret, given, eqn, *args):
 @rule_for(_compat.custom_vmap_p)
 def _custom_vmap(interpret, given, eqn, *args):
     def join(interpret, given, jaxpr, args, original):
-        _, taken = interpret(jaxpr)(given, *args)
-        return original, taken
+        outs, taken = interpret(jaxpr)(given, *args)
+        # If there is somebody further out, who may plant something in the copy, the
+        # rule is given up.
+        return outs if interpret.handler.has_outer else original, taken
 
     return _inside(interpret, given, eqn, eqn.params["call"], args, join)
 
