@@ -1181,6 +1181,24 @@ def test_a_mark_that_is_not_in_the_rule_in_a_branch_of_some_lanes():
     close(got, [jnp.cos(X[0]), 0.0])
 
 
+def test_a_function_with_a_rule_that_has_no_derivative_of_its_own():
+    @jax.custom_jvp
+    def sine(x):
+        y = jax.pure_callback(np.sin, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+        return sow(y, "inside")
+
+    sine.defjvp(lambda x, t: (sine(*x), jnp.cos(*x) * t[0]))
+    outside = S(lambda x: sow(sine(x), "outside").sum(), names="outside")
+    gradient, captured = jax.grad(outside, has_aux=True)(X)
+    close(gradient, jnp.cos(X))
+    close(captured["outside"]["primal"], jnp.sin(X))
+    _, captured = S(jax.grad(lambda x: sine(x).sum()))(X)
+    close(captured["inside"]["primal"], jnp.sin(X))
+    # What is captured inside has the derivative of the callback, which has none.
+    with pytest.raises(ValueError, match="callbacks do not support JVP"):
+        jax.grad(lambda x: S(sine)(x)[0].sum())(X)
+
+
 def test_a_rule_that_has_another_value_than_the_function():
     @jax.custom_jvp
     def rounded(x):

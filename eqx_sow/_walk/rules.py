@@ -97,6 +97,8 @@ def _inside(interpret, given, eqn, jaxpr, args, join):
     handler = interpret.handler
     if any(map(handler.replaces, sites(eqn))):
         return interpret(jaxpr)(given, *args)
+    if not handler.has_outer and not any(map(handler.wants, sites(eqn))):
+        return bind(_without_sows(eqn), args), Taken(given.carry, ())
     # Both run, and only the original prints.
     copy = without_prints(jaxpr)
     # An effect that cannot be left out, such as an `io_callback` with a result.
