@@ -182,7 +182,10 @@ def _telling_vmap(rule, around_vmap):
 @dc.dataclass(frozen=True)
 class AddGuard(Handler):
     """Gives each sow one more guard, with the operand `Given.values` that says whether
-    the sow runs."""
+    the sow runs. With the index `i` of a cond, of which a vmap runs both branches:
+
+        b = sow[name=h] e a    ->    _, b = sow[name=h, guards=(Guard(...),)] e i a
+    """
 
     guard: Guard
     has_outer: bool = True
@@ -306,6 +309,11 @@ def _guarded(axis_data, args, dims, params):
 
 @_wrap(batching.fancy_primitive_batchers, prims.cond_p)
 def _batch_cond(rule, axis_data, args, dims, *, branches, **params):
+    # If the index varies, JAX's rule runs all branches, and selects:
+    #
+    #     y = cond[branches=(f, g)] i x    ->    y = select_n i f(x) g(x)
+    #
+    # So each sow in `f` gets the guard that `i` is 0, and each one in `g` that it is 1.
     if dims[0] is None:
         return rule(axis_data, args, dims, branches=branches, **params)
     if not any(map(shows_sow, branches)):
@@ -362,7 +370,13 @@ def _returning_operand(jaxpr: Any, i: int) -> Any:
 def _keep_tangents(primitive: jexc.Primitive, first: int) -> None:
     """JAX's rule splits an equation in two, and drops the one for the tangents if none
     of its outputs is used. If there is a sow in it, it must stay: so we add an output,
-    one of its own operands, and hold on to that."""
+    one of its own operands, and hold on to that. An example is
+
+        best = jax.checkpoint(lambda x: jnp.argmax(sow(jnp.sin(x), "h")))
+
+    An index has no tangent, so what `best` makes of tangents has no output, but there
+    is the sow of the tangent of `h` in it, whose cotangent is zero.
+    """
 
     @_wrap(pe.custom_partial_eval_rules, primitive)
     def _partial_eval(rule, trace, /, *tracers, **params):

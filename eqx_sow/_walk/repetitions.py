@@ -1,5 +1,25 @@
-"""What a backward pass computes once more, which is no execution: see `executions.py`,
-which says what is a repetition, and which of them there are."""
+"""What a backward pass computes once more, which is no execution. `executions.py` says
+why; here is how each of the three kinds is told.
+
+The same value, `_repeated_values`. The `bwd` runs the forward function again, at the
+same point, so both sows have a value of the same number:
+
+    f.defvjp(lambda x: (forward(x), x), lambda x, ct: jax.vjp(forward, x)[1](ct))
+
+The same equation, `_replayed`. Of a loop of Equinox that takes derivatives, JAX makes
+
+    y = while[body={ ... sow[name=h] ... }] x                     # the forward pass
+    dx = while[body={ ... sow[name=h] ...; its derivative }] dy   # the backward pass
+
+where the second one runs the body from a checkpoint, once for each step back. Values in
+there have no numbers that could be compared. But the equation was called from the same
+lines, in a loop of Equinox that has a backward pass in it. The other case is the rule
+of a `jax.custom_jvp` function that calls the function.
+
+Another equation, `_in_other_rules`. If such a loop calls a `jax.custom_jvp` function,
+then its forward pass runs the function, and only the backward pass its rule, with sows
+of its own.
+"""
 
 import itertools as it
 from collections import defaultdict
@@ -192,9 +212,9 @@ def _calls(eqns: Iterable[Any]) -> list[Any]:
 
 def _backward_loops(x: Sown) -> list[Any]:
     """The loops of unknown length around a sow that are in a backward pass, if they run
-    anew what ran before: the outermost one is Equinox's, and there is a backward pass
-    in it, too; or a checkpoint runs them. Others, such as that of a solver that a `bwd`
-    calls, do not."""
+    anew what ran before. That is so if the outermost one is Equinox's, and there is a
+    backward pass in it, too; or if a checkpoint runs them. The loop of a solver that a
+    `bwd` calls is also in a backward pass, but there is none in it."""
     backward, loops = False, []
     for eqn in x.here.around[:-1]:
         backward = backward or _compat.in_backward_pass(eqn)
@@ -224,18 +244,25 @@ def _loops(around: Iterable[Any]) -> list[int | None]:
 
 
 def _loops_of_replayed(x: Sown) -> list[list[int | None]]:
-    """The loops that may be around what a sow repeats, from outside in. A loop that
-    runs a body anew stands in the place of the one that ran it first. If a `bwd` calls
-    a solver in a loop of its own, there is one more. Those around a pullback, as in
-    `lax.map(pullback, basis)`, need not be around the forward pass."""
+    """The loops that may be around what a sow repeats, from outside in, each given by
+    its number of iterations.
+
+    A loop that runs a body anew stands in the place of the one that ran it first. So
+    with a scan of 5 steps in the body, it is `[None, 5]` in both passes. (If a `bwd`
+    calls a solver in a loop of its own, there is one more, so that it repeats nothing.)
+    Loops around a pullback need not be around the forward pass. If a `lax.map` over a
+    basis of 3 is around this one, it is `[3, None, 5]` here, and what ran before may
+    have been in `[None, 5]` or in `[3, None, 5]`."""
     loops, n = _loops(x.here.around), len(_loops(around_backward_pass(x.here)))
     return [loops[:i] + loops[n:] for i in range(n + 1)]
 
 
 def _is_in(loop: Any, x: Sown) -> bool:
-    """Whether a sow is in a loop that carries the same. Of two calls of one solver that
-    takes derivatives, the second one, in a `bwd`, is no repetition: it may have another
-    input. The loops that do run a body anew carry cotangents."""
+    """Whether a sow is in a loop that carries arrays of the same types.
+
+    If a `bwd` calls the solver of the forward pass, which takes derivatives, once more,
+    then the two loops carry the same. That is no repetition: it may have another input.
+    A loop that does run a body anew carries cotangents beside."""
     like = lambda e: (e.primitive, [v.aval for v in e.outvars])
     return like(loop) in map(like, x.here.around)
 
