@@ -5,6 +5,8 @@ from pathlib import Path
 
 import eqx_sow
 import pytest
+from eqx_sow._walk import flow, interpreter, jax_rules, sows
+from jax.interpreters import batching
 
 
 ROOT = Path(eqx_sow.__file__).parent
@@ -83,3 +85,15 @@ def _lines_of_code(source):
 def test_modules_are_short(file):
     """Ruff has the bound for functions, 12 branches."""
     assert _lines_of_code(file.read_text()) <= 350
+
+
+def test_the_tables_of_rules_agree():
+    walk, look = set(interpreter.rules), set(flow.rules)
+    loops = set(sows._loops)
+    assert loops < look < walk
+    wrapped = {(id(table), primitive) for table, primitive, _ in jax_rules._wrapped}
+    batching_rules = id(batching.fancy_primitive_batchers)
+    assert {(batching_rules, loop) for loop in loops} < wrapped
+    # And each of them stays in the loop that it is in, under a derivative.
+    for primitive in filter(None, walk):
+        assert "_keep_in_loop" in primitive.bind.__qualname__
