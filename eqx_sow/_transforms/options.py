@@ -68,16 +68,6 @@ class Options(Marking):
     with_index: bool = False
     callback: Const | None = None
 
-    @property
-    def said(self) -> dict[str, Any]:
-        """Only what was said, for a user to read."""
-        plain = {f.name: f.default for f in dc.fields(self)}
-        said = {k: v for k, v in vars(self).items() if v not in (plain.get(k), _PRINT)}
-        return {k: v.value if isinstance(v, Const) else v for k, v in said.items()}
-
-
-_PRINT = Const(print_event)
-
 
 def checked(call: str, fn: Any, given: Mapping[str, Any]) -> tuple[Options, Any]:
     """The options that were `given` to a `call`, such as `plant`: those for `Options`,

@@ -23,11 +23,11 @@ class Transformed(eqx.Module):
     """A function around `_fn`: a PyTree with the arrays of `_fn`, that can be a
     method."""
 
-    # What it is a call of, for a user to read.
+    # What it is a call of, for messages.
     _call: eqx.AbstractClassVar[str]
     _fn: Callable
     # Holds the `Options`.
-    _options: Const = eqx.field(static=True)
+    _options: Const = eqx.field(static=True, repr=False)
     # The options that may hold arrays.
     _values: Any = None
     _reduce: Any = None
@@ -52,19 +52,6 @@ class Transformed(eqx.Module):
         arrays, form = take_apart((self, args, kwargs))
         out = _jitted(form, *arrays)
         return out.form.with_arrays(out.arrays)
-
-    # Shows how it was made. Who calls this has the package.
-    def __pdoc__(self, **kwargs):
-        import wadler_lindig as wl
-
-        # The first two fields are the function and those options that hold no arrays.
-        said = {f.name[1:]: getattr(self, f.name) for f in dc.fields(self)[2:]}
-        said = {k: v for k, v in said.items() if v is not None}
-        said |= self._options.value.said
-        docs = [wl.pdoc(self._fn, **kwargs)]
-        docs += [wl.TextDoc(f"{k}=") + wl.pdoc(v, **kwargs) for k, v in said.items()]
-        begin, end = wl.TextDoc(f"{self._call}("), wl.TextDoc(")")
-        return wl.bracketed(begin, docs, wl.comma, end, kwargs["indent"])
 
     def __hash__(self):
         # `jax.jit` takes only what is hashable, and dicts are not.
