@@ -110,9 +110,11 @@ def is_operand(x: Any) -> bool:
     )
 
 
+@jtu.register_static
 class Form(NamedTuple):
     """A PyTree without its arrays. For `(x, 2)` with an array `x`, `leaves` are
-    `(OPERAND, Const(2))`. In a derivative, some may be `NoTangent`s."""
+    `(OPERAND, Const(2))`. In a derivative, some may be `NoTangent`s. In a PyTree, as
+    what a jitted function returns, a form is static."""
 
     treedef: Const
     leaves: tuple[Any, ...]

@@ -1,6 +1,6 @@
 """What `save_intermediates`, `plant` and `tap` return."""
 
-import dataclasses as dc
+import functools as ft
 import types
 import warnings
 from abc import abstractmethod
@@ -9,12 +9,11 @@ from typing import Any
 
 import equinox as eqx
 import jax
-import jax.tree_util as jtu
 
 from .. import _compat
 from .._arrays import in_mesh_of
 from .._frames import api_boundary
-from .._mark.static import Const, Form, take_apart
+from .._mark.static import Const, take_apart
 from .options import checked
 from .program import Program, trace
 
@@ -50,8 +49,8 @@ class Transformed(eqx.Module):
         # `S(jit(f))` is `jit(S(f))`: so it is traced and compiled when `jit(f)` would
         # be.
         arrays, form = take_apart((self, args, kwargs))
-        out = _jitted(form, *arrays)
-        return out.form.with_arrays(out.arrays)
+        arrays, form = _jitted(form, *arrays)
+        return form.with_arrays(arrays)
 
     def __hash__(self):
         # `jax.jit` takes only what is hashable, and dicts are not.
@@ -110,21 +109,10 @@ def wrap(cls: type[Transformed], fn: Any, given: Mapping[str, Any]) -> Any:
         return eqx.module_update_wrapper(transformed)
 
 
-@jtu.register_dataclass
-@dc.dataclass(frozen=True)
-class _Output:
-    """Any PyTree, as one whose leaves are arrays."""
-
-    arrays: list[Any]
-    form: Form = dc.field(metadata=dict(static=True))
-
-
-def _traced(form, *arrays):
+@ft.partial(jax.jit, static_argnums=0)
+def _jitted(form, *arrays):
     self, args, kwargs = form.with_arrays(arrays)
-    return _Output(*take_apart(_run(self, args, kwargs)))
-
-
-_jitted = jax.jit(_traced, static_argnums=0)
+    return take_apart(_run(self, args, kwargs))
 
 
 def _is_jitted(fn: Any) -> bool:
