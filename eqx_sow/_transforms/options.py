@@ -3,8 +3,7 @@
 An option is declared in four places: in the signature of the public function, which
 documents it; in a `TypedDict`, which type checkers see; in `_TAKES` or `_CHECKS`, for
 what it takes; and, if it holds no arrays, as a field of `Options`, which reaches the
-handler as one object. An option that may hold arrays is a field of `Transformed`
-instead.
+handler as one object. One that may hold arrays is in `Transformed._others` instead.
 """
 
 import dataclasses as dc

@@ -111,12 +111,13 @@ class _Plant(Transformed):
     _call: ClassVar[str] = "plant"
 
     def _result(self, program: Program) -> Any:
-        places = _places(self._values, program)
+        given = self._others["values"]
+        places = _places(given, program)
         # For each name, what by iteration: `{"h/3": v}` is `{"h": {(3,): v}}`.
         chosen: dict[str, dict[_At, Any]] = defaultdict(dict)
         for pattern, found in places.items():
             for name, at in found:
-                chosen[name].setdefault(at, self._values[pattern])
+                chosen[name].setdefault(at, given[pattern])
         sows = defaultdict(list)
         for x in program.mine:
             sows[x.site.key].append(x)

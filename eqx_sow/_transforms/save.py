@@ -38,10 +38,11 @@ class _SaveIntermediates(Transformed):
 
     def _result(self, program: Program) -> tuple[Any, Intermediates]:
         options = program.options
+        reduce, transform = self._others["reduce"], self._others["transform"]
         collect = Collect(
             modes=options.modes,
-            reduce=SameParts(self._reduce),
-            transform=SameParts(self._transform),
+            reduce=SameParts(reduce),
+            transform=SameParts(transform),
             **program.listens(options.names),
         ).with_reducers(program.mine)
         program = program.with_executions(
@@ -53,10 +54,7 @@ class _SaveIntermediates(Transformed):
         asked = list(collect.everywhere(program.mine))
         names = dict.fromkeys(site.name for site, _ in asked)
         program.check_selected(
-            self._call,
-            reduce=self._reduce,
-            transform=self._transform,
-            spec=options.spec,
+            self._call, reduce=reduce, transform=transform, spec=options.spec
         )
         # In the order of `carry`: JAX has sorted the keys of `taken.carry`.
         states = {key: taken.carry[key] for key in carry}

@@ -33,7 +33,7 @@ class _Tapped(Transformed):
     _call: ClassVar[str] = "tap"
 
     def _result(self, program: Program) -> Any:
-        extra, _ = take_apart(self._extra)
+        extra, _ = take_apart(self._others["extra"])
         outs = _evaluate(self, program, extra)
         program.warn_unmarked(self._call, self._fn)
         return program.output(outs)
@@ -95,13 +95,14 @@ def _evaluate(self: _Tapped, program: Program, extra: list[Any]) -> list[Any]:
 
 def _walk(self: _Tapped, program: Program, extra: list[Any]) -> list[Any]:
     program = program.with_executions(lambda name: False)
-    program.check_selected("tap", transform=self._transform)
-    _, form = take_apart(self._extra)
+    transform = self._others["transform"]
+    program.check_selected("tap", transform=transform)
+    _, form = take_apart(self._others["extra"])
     handler = Tap(
         **program.listens(program.options.names),
         options=self._options,
-        transform=SameParts(self._transform),
-        when=SameParts(self._when),
+        transform=SameParts(transform),
+        when=SameParts(self._others["when"]),
         extra=form,
     )
     places = list(handler.everywhere(program.mine))

@@ -27,12 +27,8 @@ class Transformed(eqx.Module):
     _fn: Callable
     # Holds the `Options`.
     _options: Const = eqx.field(static=True, repr=False)
-    # The options that may hold arrays.
-    _values: Any = None
-    _reduce: Any = None
-    _transform: Any = None
-    _when: Any = None
-    _extra: Any = None
+    # Those options that may hold arrays.
+    _others: dict[str, Any]
 
     @property
     def __wrapped__(self):
@@ -100,12 +96,11 @@ def _unbound(fn: Any) -> Any:
 
 def wrap(cls: type[Transformed], fn: Any, given: Mapping[str, Any]) -> Any:
     """`fn`, transformed as the options say that were `given`."""
-    static, arrays = checked(cls._call, fn, given)
-    fields = {f"_{option}": value for option, value in arrays.items()}
+    static, others = checked(cls._call, fn, given)
     with warnings.catch_warnings():
         # Equinox warns of functions that JAX transformed, as attributes.
         warnings.simplefilter("ignore")
-        transformed = cls(_fn=_unbound(fn), _options=Const(static), **fields)
+        transformed = cls(_unbound(fn), Const(static), others)
         return eqx.module_update_wrapper(transformed)
 
 
