@@ -12,7 +12,7 @@ import numpy as np
 
 from .._mark.site import Site
 from .._mark.static import SameParts
-from .._names import ANY_LOOPS, every_selected, lookup, Selected
+from .._names import ANY_LOOPS, every_selected, lookup
 from .._walk.frame import Frame
 from .._walk.handler import Handler
 from .._walk.sows import Found, lengths_of
@@ -53,41 +53,30 @@ class Listens(Handler):
         return self.transform.value is None
 
     def wants(self, site):
-        return site.tag == self.tag and bool(self.selected(site))
+        return site.tag == self.tag and bool(self.asked(site))
 
     def needs_iteration(self, site):
-        return site.tag == self.tag and any(x.at for x in self.selected(site))
+        return site.tag == self.tag and any(at for _, at in self.asked(site))
 
     def for_inside(self, eqn):
         lengths = () if self.names is None else lengths_of([eqn])
         return dc.replace(self, loops=(*self.loops, *lengths)) if lengths else self
 
-    def selected(
-        self, site: Site, loops: tuple[int, ...] = ANY_LOOPS
-    ) -> list[Selected]:
-        """What is asked for of a sow in these loops; or what may be asked for, whatever
-        loops are around it."""
-        label = site.label
-        if self.names is None:
-            return [Selected(label.name, (), label.after)]
-        return every_selected(
-            self.names, label.name, label.after, loops, self.spelled_out
-        )
-
-    def names_of(self, site: Site) -> list[str]:
-        """What may come back of a sow: its name, or those of iterations."""
-        return [x.name for x in self.selected(site)]
-
     def asked(
-        self, site: Site, loops: tuple[int, ...]
-    ) -> Iterator[tuple[Site, tuple[int | None, ...]]]:
-        """What `selected` says, each as a site of its own, with `Entry.at`. With
+        self, site: Site, loops: tuple[int, ...] = ANY_LOOPS
+    ) -> list[tuple[Site, tuple[int | None, ...]]]:
+        """What is asked for of a sow in these loops; or what may be asked for, whatever
+        loops are around it. Each is a site of its own, with `Entry.at`. With
         `names=("h", "h/3")` that is the whole `h`, and its iteration 3: the same site,
         but called `h/3`."""
-        for x in self.selected(site, loops):
-            label = site.label._replace(name=x.name, after=x.after)
-            one = site._replace(labels=(label, *site.labels[1:])) if x.at else site
-            yield one, x.at
+        if self.names is None:
+            return [(site, ())]
+        label, others = site.label, site.labels[1:]
+        each = every_selected(
+            self.names, label.name, label.after, loops, self.spelled_out
+        )
+        new = [label._replace(name=x.name, after=x.after) for x in each]
+        return [(site._replace(labels=(n, *others)), x.at) for n, x in zip(new, each)]
 
     def everywhere(
         self, found: Iterable[Found]
@@ -96,9 +85,6 @@ class Listens(Handler):
         for x in found:
             for one, _ in self.asked(x.site, x.loops):
                 yield one, x.eqns
-
-    def transform_of(self, whole: Site, one: Site) -> Any:
-        return of_one(self.transform.value, whole, one)
 
 
 def of_one(option: Any, whole: Site, one: Site) -> Any:

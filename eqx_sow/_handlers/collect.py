@@ -47,7 +47,7 @@ class Collect(Listens):
         return super().cacheable and self.reduce.value is None
 
     def needs_order(self, site):
-        return any(map(self.folds, self.names_of(site)))
+        return any(self.folds(one.name) for one, _ in self.asked(site))
 
     def concerns(self, site):
         # Those further out do not see sows of this tag, asked for or not.
@@ -69,6 +69,10 @@ class Collect(Listens):
         reduce = self.reduce.value
         return reduce.get(name) if isinstance(reduce, Mapping) else reduce
 
+    def reduces(self, site: Site) -> bool:
+        """Whether a reducer may say what becomes of several executions."""
+        return any(self.reducer(one.name) for one, _ in self.asked(site))
+
     def folds(self, name: str) -> bool:
         """Whether a reducer with a state says what becomes of the name. The state goes
         through loops as part of `Given.carry`."""
@@ -88,13 +92,13 @@ class Collect(Listens):
             leave(self, site, atoms, frame)
             return given
         atoms = leave(self, site.without(self.tag), atoms, frame)
-        asked = list(self.asked(site, self.loops))
+        asked = self.asked(site, self.loops)
         if asked:
             check_guarded(site)
         for one, at in () if site.again else asked:
             if not self._chooses(one):
                 continue
-            transform = self.transform_of(site, one)
+            transform = of_one(self.transform.value, site, one)
             new = _Sow(one, atoms, transform, at)
             if self.folds(one.name):
                 given = self._fold(given, new, frame)
@@ -127,12 +131,12 @@ class Collect(Listens):
 
         return gather(map(pair, found), lambda name: self.reducer(name) is not None)
 
-    def started(self, survey: Callable[[Handler], Entries]) -> dict[Any, ReducerState]:
-        """The states of all reducers before the first execution. `survey` looks at what
-        a handler finds in the program."""
-        reducers = self.reduce.value
-        reducers = reducers.values() if isinstance(reducers, Mapping) else [reducers]
-        if not any(r is not None and r.has_state for r in reducers):
+    def started(
+        self, found: Iterable[Found], survey: Callable[[Handler], Entries]
+    ) -> dict[Any, ReducerState]:
+        """The states of all reducers before the first execution of the sows that are
+        `found`. `survey` looks at what a handler finds in the program."""
+        if not any(self.needs_order(x.site) for x in found):
             return {}
         by_key = _entry.grouped(survey(dc.replace(self, reduce=EACH_PLACE)))
         states = {}

@@ -31,7 +31,7 @@ from .._values.transform import Batched, transformed, Value
 from .._walk.frame import Frame
 from .._walk.handler import check_guarded, Given
 from .._walk.sows import variables
-from .asked import leave, Listens, reached
+from .asked import leave, Listens, of_one, reached
 
 
 # --- on the host ---
@@ -391,9 +391,8 @@ class Tap(Listens):
         return super().cacheable and self.when.value is None
 
     def wants(self, site):
-        _, *key = site.key
         return site.tag == self.tag and any(
-            (x.name, *key) in self.chosen.value for x in self.selected(site)
+            one.key in self.chosen.value for one, _ in self.asked(site)
         )
 
     def concerns(self, site):
@@ -418,7 +417,7 @@ class Tap(Listens):
         frame.flush_effects()
         for one, at in self.asked(site, self.loops):
             if one.key in self.chosen.value:
-                transform = self.transform_of(site, one)
+                transform = of_one(self.transform.value, site, one)
                 given = self._send(one, operands, transform, at, given)
         return given
 

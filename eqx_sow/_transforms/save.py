@@ -45,10 +45,8 @@ class _SaveIntermediates(Transformed):
             transform=SameParts(transform),
             **program.listens(options.names),
         ).with_reducers(program.mine)
-        program = program.with_executions(
-            lambda site: any(map(collect.reducer, collect.names_of(site)))
-        )
-        carry = collect.started(program.survey)
+        program = program.with_executions(collect.reduces)
+        carry = collect.started(program.mine, program.survey)
         outs, taken = program.evaluate(collect, Given(carry))
         entries = taken.entries
         asked = list(collect.everywhere(program.mine))
