@@ -44,8 +44,7 @@ class Program:
 
     `closed` is the jaxpr, in which the sows have their names, and `inputs` are its
     arrays. `out` is the output of the function without its arrays. `roots` is where the
-    models of captured calls are, such as `("model",)`. `depth` is how many
-    transformations trace the function, one within the other.
+    models of captured calls are, such as `("model",)`.
     """
 
     closed: Any
@@ -53,7 +52,6 @@ class Program:
     out: Form
     roots: tuple[str, ...]
     options: Options
-    depth: int
 
     def evaluate(self, handler: Handler, given: Given) -> tuple[list, Taken]:
         """The arrays of the output, and what the handler took from the sows."""
@@ -351,4 +349,4 @@ def _trace(fn: Callable, args: tuple, kwargs: dict, options: Options) -> Program
         found = sows(named)
     # What a transformation inside captured for itself is not for this one.
     closed = seen_as(named, found, lambda s: s.seen_from(depth, options.tag))
-    return Program(closed, inputs, out, model_roots, options, depth)
+    return Program(closed, inputs, out, model_roots, options)
