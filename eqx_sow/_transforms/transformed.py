@@ -5,7 +5,7 @@ import types
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -23,7 +23,7 @@ class Transformed(eqx.Module):
     method."""
 
     # What it is a call of, for messages.
-    _call: eqx.AbstractClassVar[str]
+    _call: ClassVar[str]
     _fn: Callable
     # Holds the `Options`.
     _options: Const = eqx.field(static=True, repr=False)
@@ -100,7 +100,7 @@ def wrap(cls: type[Transformed], fn: Any, given: Mapping[str, Any]) -> Any:
     with warnings.catch_warnings():
         # Equinox warns of functions that JAX transformed, as attributes.
         warnings.simplefilter("ignore")
-        transformed = cls(_unbound(fn), Const(static), others)
+        transformed = cls(_fn=_unbound(fn), _options=Const(static), _others=others)
         return eqx.module_update_wrapper(transformed)
 
 
