@@ -60,9 +60,9 @@ class Marking:
     @property
     def selected(self) -> tuple[tuple[type, ...] | None, tuple[Any, ...]]:
         """The classes that are selected, or `None` if a predicate selects; and the
-        functions, as they were before `jax.jit`."""
+        functions, as they were before `jax.jit`. `True` selects what is an `object`."""
         several = self.capture if isinstance(self.capture, tuple) else (self.capture,)
-        several = [eqx.Module if c is True else c for c in several]
+        several = [object if c is True else c for c in several]
         classes = tuple(c for c in several if isinstance(c, type))
         functions = [c for c in several if not isinstance(c, type)]
         if not all(map(is_function_to_capture, functions)):

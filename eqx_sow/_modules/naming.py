@@ -96,8 +96,9 @@ class Naming(Domain):
         # By the name of a class, the modules of it of which no place is known, by their
         # identities, and the number of each: 1 for `MLP#1`.
         self._nowhere: dict[str, dict[Hashable, int]] = defaultdict(dict)
-        # The first keys of those that `capture=True` leaves out.
-        self._left_out: set[str] = set()
+        # What `capture=True` leaves out, unless its class is selected, too. Something
+        # in there begins with the same key.
+        self._left_out: set[Path] = set()
         # For messages: the modules that are called, and the arguments and variables
         # that have captured modules in them.
         self.seen: dict[str, type] = {}
@@ -343,7 +344,7 @@ class Naming(Domain):
         n = of_class.setdefault(made, len(of_class))
         name = f"{name}#{n}" if n else name
         if call.module is not None or is_internal(call.cls):
-            self._left_out.add(name)
+            self._left_out.add((name,))
         return (name,)
 
     def _after(self, sow: _Sow, path: Path) -> list[int | None]:
@@ -413,14 +414,11 @@ class Naming(Domain):
         if call.is_function:
             return True
         self.seen.setdefault(name, call.cls)
-        several = capture if isinstance(capture, tuple) else (capture,)
-        classes = tuple(c for c in several if isinstance(c, type))
-        if True in several and not issubclass(call.cls, classes):
-            return self._left_out.isdisjoint(path[:1])
         if self._classes is not None:
-            return True
+            by_class = tuple(c for c in self._classes if c is not object)
+            return issubclass(call.cls, by_class) or path[:1] not in self._left_out
         try:
-            chosen = self._marking.capture(name, call.outline)
+            chosen = capture(name, call.outline)
             if eqx.is_array(chosen):
                 raise TypeError("it returned an array")
             return bool(chosen)
