@@ -20,8 +20,6 @@ from typing import Any, NamedTuple
 
 import jax
 
-from .static import SameParts
-
 
 # Where something is in a tree: the keys, as strings.
 Path = tuple[str, ...]
@@ -40,14 +38,15 @@ class Call:
     # Where some of the arrays are in the module: those that are the operands of its
     # edge.
     leaves: tuple[Path, ...] = ()
-    treedef: Any = None
+    # The module without its arrays, a `Form`.
+    form: Any = None
     # What holds the module, and where it is in there: a module whose method is running,
     # as the call of that; or the arguments of a transformation, as its depth.
     holder: "tuple[Call | int, Path] | None" = None
     # The module with shapes in the place of arrays, if a user's predicate needs it.
     outline: Any = None
     # The module itself, if it has no arrays, which would say where it comes from.
-    module: SameParts | None = None
+    module: Any = None
 
     def __repr__(self):
         return f"{self.cls.__name__}.{self.method}"

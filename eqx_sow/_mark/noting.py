@@ -30,7 +30,7 @@ from .listening import Capture, Listening, listening
 from .primitive import edge_p, sow_p
 from .site import Label, Site
 from .sow import bind, Sow
-from .static import Const, SameParts, take_apart
+from .static import Const, take_apart
 from .trees import is_module, is_part, keys, walk
 
 
@@ -392,7 +392,7 @@ _WITNESSES = 5
 
 def _call(module: Any, method: str, outline: bool) -> tuple[Call, Any]:
     """A call, and its edge."""
-    leaves, treedef = jtu.tree_flatten_with_path(module)
+    leaves = jtu.tree_leaves_with_path(module)
     arrays = [(path, x) for path, x in leaves if eqx.is_array(x)]
     # Some from all over the module, and no scalars if there are others.
     large = [(p, x) for p, x in arrays if x.ndim] or arrays
@@ -402,10 +402,10 @@ def _call(module: Any, method: str, outline: bool) -> tuple[Call, Any]:
     call = Call(
         type(module),
         method,
-        treedef=Const(treedef),
+        form=take_apart(module)[1],
         holder=_held(module, bool(arrays)),
         outline=jtu.tree_map(shape, module) if outline else None,
-        module=None if arrays else SameParts(module),
+        module=None if arrays else module,
     )
 
     def edge(operands):

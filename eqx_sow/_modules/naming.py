@@ -249,7 +249,7 @@ class Naming(Domain):
         path = self._nearest(visit, outer)
         if path is not None and self._is_sure(path, visit):
             return path
-        if visit.fits or call.module:
+        if visit.fits or call.module is not None:
             # It has no arrays of its own, or those that lead to it are another
             # module's: tied weights, or made by a hypernetwork.
             around = root_of(path or next(iter(visit.fits), ()))
@@ -336,11 +336,7 @@ class Naming(Domain):
         """The class, with a number if another one of it was called before."""
         call, name = visit.call, visit.call.cls.__name__
         of_class = self._nowhere[name]
-        made = (
-            visit.arrays[0].made
-            if visit.arrays
-            else id(call.module and call.module.value)
-        )
+        made = visit.arrays[0].made if visit.arrays else id(call.module)
         n = of_class.setdefault(made, len(of_class))
         name = f"{name}#{n}" if n else name
         if call.module is not None or is_internal(call.cls):

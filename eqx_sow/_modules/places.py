@@ -29,7 +29,7 @@ import numpy as np
 
 from .._frames import is_installed, is_library
 from .._mark.calls import Call, Path
-from .._mark.static import Const, SameParts, take_apart
+from .._mark.static import OPERAND, take_apart
 from .._mark.trees import (
     children,
     INNER,
@@ -155,11 +155,12 @@ def _identity(array: Any) -> Hashable:
 
 def is_like(module: Any, call: Call) -> bool:
     """Whether a module is like that of a call, in all but its arrays."""
-    return (
-        type(module) is call.cls
-        and Const(jtu.tree_structure(module)) == call.treedef
-        and (call.module is None or SameParts(module) == call.module)
-    )
+    if type(module) is not call.cls:
+        return False
+    (_, form), called = take_apart(module), call.form
+    pairs = zip(form.leaves, called.leaves)
+    is_same = all(y is OPERAND or x == y for x, y in pairs)
+    return is_same and form.treedef == called.treedef
 
 
 def roots(fn: Any, args: tuple, kwargs: dict) -> list[tuple[Path, Any]]:
