@@ -56,18 +56,15 @@ class Call:
         return not isinstance(self.cls, type)
 
     def running(self) -> contextlib.AbstractContextManager[Any]:
-        return jax.named_scope(_Running(self))
+        name = _Running(self.cls.__name__)
+        name.call = self
+        return jax.named_scope(name)
 
 
 class _Running(str):
     """The name of a scope. It knows of which call."""
 
     call: Call
-
-    def __new__(cls, call: Call):
-        new = super().__new__(cls, call.cls.__name__)
-        new.call = call
-        return new
 
 
 def calls_around(eqn: Any) -> tuple[Call, ...]:

@@ -208,8 +208,9 @@ _CODE = _note_instead.__code__
 _NOTE = "eqx_sow: what takes note of a call"
 
 
-def _wants_notes(here: Listening | None) -> bool:
-    return here is not None and here.found is None and bool(here.captures)
+def _wanted() -> tuple[Capture, ...]:
+    """What wants a note of calls now, in this thread."""
+    return getattr(listening.value, "captures", ())
 
 
 def _noting_function(fn: Callable, plain: Callable) -> Callable:
@@ -217,10 +218,7 @@ def _noting_function(fn: Callable, plain: Callable) -> Callable:
 
     def function(*args, **kwargs):
         out = plain(*args, **kwargs)
-        here: Any = listening.value
-        if not _wants_notes(here):
-            return out
-        chosen = [c for c in here.captures if fn in c.functions]
+        chosen = [c for c in _wanted() if fn in c.functions]
         arrays = [x for x in jtu.tree_leaves(out) if eqx.is_array(x)]
         if not (chosen and arrays):
             return out
@@ -229,7 +227,8 @@ def _noting_function(fn: Callable, plain: Callable) -> Callable:
         # of the loop or the branch that the call is in.
         call = Call(fn)
         edge = edge_p.bind(*arrays, call=call)
-        return bind(out, _unnamed(chosen), edge, note=Note(call, scope=here.scope))
+        note = Note(call, scope=listening.value.scope)
+        return bind(out, _unnamed(chosen), edge, note=note)
 
     return function
 
@@ -239,8 +238,7 @@ def _noting_rules(plain: Callable) -> Callable:
     returns is sown outside of it, where it has derivatives."""
 
     def call(self, /, *args, **kwargs):
-        captures = getattr(listening.value, "captures", ())
-        if all(self not in c.functions for c in captures):
+        if all(self not in c.functions for c in _wanted()):
             return plain(self, *args, **kwargs)
         inner = object.__new__(type(self))
         vars(inner).update(vars(self))
@@ -274,7 +272,7 @@ def _noting_method(name: str, method: Any, plain: Any) -> Callable:
 
     def noting(self, /, *args, **kwargs):
         call = plain.__get__(self, type(self))
-        if not (_wants_notes(listening.value) and is_part(self)):
+        if not (_wanted() and is_part(self)):
             return call(*args, **kwargs)
         # Where a class calls the method of its base class, that is no call of its own.
         classes = (c for c in type(self).__mro__ if name in vars(c))
@@ -381,8 +379,7 @@ def _without_parts(out: Any, module: Any) -> tuple[Any, Any]:
     """What a module returned, without modules that are parts of itself, which
     `eqx.nn.Shared` returns: they are no values. And these."""
     arrays = lambda x: {id(y) for y in jtu.tree_leaves(x) if eqx.is_array(y)}
-    own = arrays(module)
-    is_value = lambda x: not (is_module(x) and arrays(x) <= own)
+    is_value = lambda x: not (is_module(x) and arrays(x) <= arrays(module))
     return eqx.partition(out, is_value, is_leaf=is_module)
 
 
