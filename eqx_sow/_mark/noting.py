@@ -285,52 +285,42 @@ def _noting_method(name: str, method: Any, plain: Any) -> Callable:
 
 
 # --- what is running ---
-class _Frame:
-    """Something in which modules may be that are called: one whose method is running,
-    or the arguments of a transformation. See `Call.holder`."""
-
-    def __init__(self, holder: Call | int, roots: Callable[[], Iterable[Any]]):
-        self.holder = holder
-        self._roots = roots
-
-    @ft.cached_property
-    def _places(self) -> dict[int, Iterator[Path]]:
-        """Where the modules in there are, by their ids. One that is in several places
-        is called in one after the other."""
-        # As long as they are kept, no other module has the id of one.
-        self._parts = [(path, x) for path, x in walk(self._roots()) if is_part(x)]
-        found = defaultdict(list)
-        for path, part in self._parts:
-            found[id(part)].append(path)
-        return {key: it.cycle(paths) for key, paths in found.items()}
-
-    def place_of(self, module: Any) -> Path | None:
-        return next(self._places.get(id(module), iter(())), None)
-
-
-# What is running in a thread, from outside in.
-_running: contextvars.ContextVar[tuple[_Frame, ...]]
+# What may hold the modules that are called in this thread, from outside in: a module
+# whose method is running, or the arguments of a transformation, as `Call.holder` has
+# it; and what tells where the modules in there are.
+_running: contextvars.ContextVar[tuple[tuple[Call | int, Callable], ...]]
 _running = contextvars.ContextVar("running", default=())
 
 
 @contextlib.contextmanager
 def within(holder: Call | int, roots: Callable[[], Iterable[tuple[Path, Any]]]):
     """What is called as long as this lasts may be held by this."""
-    before = _running.set((*_running.get(), _Frame(holder, roots)))
+    places = ft.cache(lambda: _places_in(roots()))
+    before = _running.set((*_running.get(), (holder, places)))
     try:
         yield
     finally:
         _running.reset(before)
 
 
+def _places_in(roots: Iterable[tuple[Path, Any]]) -> tuple[Any, dict[int, Any]]:
+    """The modules in these trees; and the places of each, by its id. One that is in
+    several places is called in one after the other."""
+    # As long as they are kept, no other module has the id of one.
+    parts = [(path, x) for path, x in walk(roots) if is_part(x)]
+    places = defaultdict(list)
+    for path, x in parts:
+        places[id(x)].append(path)
+    return parts, {key: it.cycle(paths) for key, paths in places.items()}
+
+
 def _held(module: Any, has_arrays: bool) -> tuple[Call | int, Path] | None:
     """`Call.holder`. The arguments are no holder of a module with arrays: where these
     come from says more."""
-    for frame in reversed(_running.get()):
-        may_hold = not (has_arrays and isinstance(frame.holder, int))
-        place = frame.place_of(module) if may_hold else None
-        if place is not None:
-            return frame.holder, place
+    for holder, places in reversed(_running.get()):
+        may_hold = not (has_arrays and isinstance(holder, int))
+        if may_hold and (turns := places()[1].get(id(module))):
+            return holder, next(turns)
     return None
 
 
