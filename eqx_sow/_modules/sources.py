@@ -76,17 +76,13 @@ Parts = Sequence[tuple[int, Value]]
 def one_of(values: Sequence[Value], step: int = 0, made: Hashable = None) -> Value:
     """The value of an equation with these operands, which adds `step` to the distances.
     With a step of 0, also what is one of several values, and it is not known which."""
-    known = {id(v.distances): v.distances for v in values if v.distances}
-    if len(known) == 1 and not step:
-        (distances,) = known.values()
-    else:
-        distances = {}
-        for one in known.values():
-            for source, n in one.items():
-                distances[source] = min(n + step, distances.get(source, 1 << 30))
-        if len(distances) > _NEAREST:
-            nearest = sorted(distances.items(), key=lambda item: item[1])
-            distances = dict(nearest[:_NEAREST])
+    distances: dict[int, int] = {}
+    for value in values:
+        for source, n in value.distances.items():
+            distances[source] = min(n + step, distances.get(source, 1 << 30))
+    if len(distances) > _NEAREST:
+        nearest = sorted(distances.items(), key=lambda item: item[1])
+        distances = dict(nearest[:_NEAREST])
     edges = dict.fromkeys(e for v in values for e in v.edges)
     return Value(distances, made, tuple(edges))
 
