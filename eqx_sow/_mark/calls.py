@@ -15,7 +15,6 @@ modules, is found to run in the one and then in the other.
 
 import contextlib
 import dataclasses as dc
-from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import jax
@@ -78,10 +77,10 @@ class Note(NamedTuple):
     """What a sow of a captured call says of that, in its `Site`.
 
     `what` of it: `("inputs",)`, or `()` for the output. `scope`: the user's scopes
-    around the call. For an unnamed `Sow` the `tag` is its own.
+    around the call. `is_sow`: whether it is an unnamed `Sow`, which nobody selects.
     """
 
     call: Call
     what: tuple[str, ...] = ()
     scope: str = ""
-    tag: Hashable = None
+    is_sow: bool = False

@@ -334,7 +334,7 @@ def _note(module: Any, method: str, plain: Callable, args: tuple, kwargs: dict) 
     if isinstance(module, Sow) and module.name is None:
         labels = tuple(Label(None, module.tag, d) for d in range(here.depth, 0, -1))
         spec = None if module.spec is None else Const(module.spec)
-        note = note._replace(tag=Const(module.tag))
+        note = note._replace(is_sow=True)
         return bind(plain(*args, **kwargs), labels, edge, note=note, spec=spec)
     if not chosen:
         # The names of what is called inside need this edge. JAX removes what is not

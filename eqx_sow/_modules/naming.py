@@ -396,8 +396,7 @@ class Naming(Domain):
             site = site.in_scope("/".join(path))._replace(scoped=True)
             labels = tuple(x._replace(after=after) for x in site.labels)
             return site._replace(labels=labels)
-        is_unnamed_sow = note.tag is not None
-        if not (is_unnamed_sow or self._chooses(note.call, path)):
+        if not (note.is_sow or self._chooses(note.call, path)):
             return site._replace(labels=others)
         method = () if note.call.method == "__call__" else (note.call.method,)
         name = ".".join(("/".join(path), *method, *note.what)) or "."
