@@ -19,7 +19,7 @@ from .._results.intermediates import (
     Scan,
     with_axes,
 )
-from .axes import as_operand, broadcast, final_axes, kept_axes
+from .axes import as_operand, broadcast, final_axes, kept_axes, whole
 from .entry import Entry, grouped, with_count
 from .modes import is_backward
 from .reduce import Reducers, ReducerState, result_of
@@ -76,20 +76,11 @@ def _returned(
 
 
 def _value_of(entry: Entry, buffers: Sequence[int]) -> _Returned:
-    """Arrays have axes of size one: what is the same in all lanes is repeated for each.
-    `buffers` are the sizes of `Reducer.lead`, axes that stand between those of the site
-    and those of the value."""
+    """`buffers` are the sizes of `Reducer.lead`."""
     site = entry.site
-    kept, final = kept_axes(site), final_axes(site)
-    arrays = [
-        as_operand(broadcast(x, varies, site.axes), varies) if site.axes else x
-        for x, varies in zip(entry.arrays, final)
-    ]
-    lead = [*it.compress([a.size for a in site.axes], kept), *buffers]
-    value = site.form.with_arrays(arrays, lead)
-
+    value = whole(site, entry.arrays, *buffers)
     names = _named_axes(site, entry.route) + [_BUFFER] * len(buffers)
-    of_operand = iter(final)
+    kept, of_operand = kept_axes(site), iter(final_axes(site))
     axes = []
     for x, leaf in zip(jtu.tree_leaves(value), site.form.leaves):
         # A leaf that is static in the program is what it is.

@@ -16,6 +16,7 @@ In the program these axes may stand anywhere in an operand: see `Site.permutatio
 reads operands calls `in_front` first. From there on they are in front, as in the table.
 """
 
+import itertools as it
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -107,3 +108,13 @@ def final_axes(site: Site) -> list[tuple[bool, ...]]:
         tuple(k and (v or not t) for k, v, t in zip(kept, site.has(i), total))
         for i in range(site.form.n_operands)
     ]
+
+
+def whole(site: Site, arrays: Sequence[Any], *more: int) -> Any:
+    """The value with all of its axes, from aligned arrays: what is the same in all
+    lanes is repeated for each. `more` are the sizes of axes that stand between those of
+    the site and those of the value."""
+    final = final_axes(site)
+    arrays = [as_operand(broadcast(x, v, site.axes), v) for x, v in zip(arrays, final)]
+    lead = it.compress([a.size for a in site.axes], kept_axes(site))
+    return site.form.with_arrays(arrays, [*lead, *more])

@@ -13,16 +13,16 @@ from .. import _compat
 from .._arrays import shape_like, spec_of
 from .._errors import calling, SowError
 from .._frames import api_boundary
-from .._mark.site import Site
+from .._mark.site import Site, with_has
 from .._mark.static import Form, take_apart
 from .axes import (
     aligned,
     as_operand,
-    broadcast,
     either,
     for_each_lane,
     total_over,
     Varies,
+    whole,
 )
 
 
@@ -171,16 +171,8 @@ def _of_all_lanes(fn: Batched, site: Site, value: Value) -> Value:
             "`batched` out for this name, and reduce what comes back where its `count` "
             "is not zero."
         )
-    axes = site.axes
-    none = (False,) * len(axes)
-    every = either(none, *value.varies)
-    total = total_over(site)
-    has = [
-        tuple(e and (own or not t) for own, e, t in zip(v, every, total))
-        for v in value.varies
-    ]
-    arrays = [as_operand(broadcast(x, v, axes), v) for x, v in zip(value.arrays, has)]
-    lead = [a.size for a, v in zip(axes, every) if v]
-    new, form = take_apart(fn.fn(value.form.with_arrays(arrays, lead)))
+    none = (False,) * len(site.axes)
+    site = site._replace(form=value.form, axes=with_has(site.axes, value.varies))
+    new, form = take_apart(fn.fn(whole(site, value.arrays)))
     arrays = [aligned(jnp.asarray(x), none) for x in new]
     return Value(form, arrays, [none] * len(new))
