@@ -4,7 +4,7 @@ import functools as ft
 import itertools as it
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -297,7 +297,7 @@ def _as_data(x: Any) -> Any:
 
 
 # --- axes ---
-def axes_of(known: Leading, x: Any) -> tuple[Axis, ...] | None:
+def _axes_of(known: Leading, x: Any) -> tuple[Axis, ...] | None:
     """The leading axes of an array, if it is what came back. Transformations further
     out may have put more before these."""
     axes, shape = known
@@ -307,11 +307,16 @@ def axes_of(known: Leading, x: Any) -> tuple[Axis, ...] | None:
     return (*[("outside", None, None)] * front, *axes)
 
 
+def _axes_of_each(
+    known: Iterable[Leading], value: Any
+) -> Iterator[tuple[Axis, ...] | None]:
+    return map(_axes_of, known, filter(is_value, jtu.tree_leaves(value)))
+
+
 def _axes_of_value(known: Sequence[Leading], value: Any) -> tuple[Axis, ...] | None:
-    arrays = list(filter(is_value, jtu.tree_leaves(value)))
-    found = [axes_of(of, x) for of, x in zip(known, arrays)]
-    there = [axes for axes in found if axes is not None]
-    if not len(there) == len(arrays) == len(known):
+    n = sum(map(is_value, jtu.tree_leaves(value)))
+    there = [axes for axes in _axes_of_each(known, value) if axes is not None]
+    if not len(there) == n == len(known):
         return None
     return max(there, key=len, default=())
 
@@ -332,7 +337,7 @@ def _layers(name: str, value: Any, leading: Any) -> Iterator[tuple[str, Any]]:
         def one(x):
             if not is_value(x):
                 return x
-            own, indices = axes_of(next(of_arrays), x) or (), iter(at)
+            own, indices = _axes_of(next(of_arrays), x) or (), iter(at)
             index = [
                 slice(None) if place is None else next(indices) for _, place, _ in own
             ]
@@ -385,10 +390,12 @@ def with_axes(values: Any, axes: _AllAxes) -> Intermediates:
 
 def axes_in(
     intermediates: Mapping[str, Any], name: Any, mode: Any
-) -> Iterator[Leading]:
-    """Those of the arrays of a mode, one after another, as far as they are known."""
-    all_ = getattr(intermediates, "_axes", {}).get((name, mode), ())
-    return it.chain.from_iterable(all_) if isinstance(all_, list) else iter(all_)
+) -> Iterator[tuple[Axis, ...] | None]:
+    """The leading axes of the arrays of a mode, one after another, as far as they are
+    known."""
+    known = getattr(intermediates, "_axes", {}).get((name, mode), ())
+    known = it.chain.from_iterable(known) if isinstance(known, list) else known
+    return _axes_of_each(known, intermediates[name][mode])
 
 
 # Pickles are then independent of where this file is.

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.core
+import jax.lax as lax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
@@ -19,15 +20,7 @@ from .. import _compat
 from .._arrays import leading, select, sharded_like
 from .._errors import SowError
 from .._frames import api_boundary
-from .intermediates import (
-    axes_in,
-    axes_of,
-    in_order,
-    Intermediates,
-    is_state,
-    Leading,
-    Scan,
-)
+from .intermediates import axes_in, Axis, in_order, Intermediates, is_state, Scan
 from .summarize import (
     as_array,
     is_numeric,
@@ -250,17 +243,24 @@ def _rows_of_name(intermediates: Mapping[str, Any], name: Any) -> Iterator[_Row]
         for path, x in values.items():
             numeric = _has_statistics(x)
             needs_path = several or (len(values) > 1 and not numeric)
-            # Those of the first array, if it is a summary.
-            leading = [*(next(axes, None) for _ in jtu.tree_leaves(x)), None][0]
+            # Of a summary, those of its first array. None if they are not known.
+            own, *_ = *(next(axes, None) for _ in jtu.tree_leaves(x)), ()
+            own = own or ()
             if is_state(x):
                 continue
             run = _runs(count, path, x, primals.get(path, x))
             if run is None and is_value(count):
-                run = _aligned(
-                    count, [*axes_in(intermediates, name, "count")], x, leading
-                )
-            time = _time_axes(leading, x)
-            of_row = _numbers(*time, in_buffer=_in_buffer(leading, x, run))
+                of_count = next(axes_in(intermediates, name, "count"), None)
+                run = _aligned(count, of_count, x, own)
+            # The axes along which time goes by, and their scans.
+            time = {
+                i: scan
+                for i, (kind, _, scan) in enumerate(own)
+                if scan or kind == "outside"
+            }
+            behind = () if run is None else own[run.ndim :]
+            in_buffer = [kind for kind, *_ in behind][:1] == ["buffer"]
+            of_row = _numbers(*time, in_buffer=in_buffer)
             numbers = _computed(of_row, x, run) if numeric else None
             summary, bad = numbers or (None, None)
             yield _Row(
@@ -299,18 +299,17 @@ def _runs(count: Any, path: Sequence[Any], x: Any, primal: Any) -> Any:
 
 
 def _aligned(
-    count: Any, of_count: Sequence[Leading], x: Any, of_x: Leading | None
+    count: Any, of_count: Sequence[Axis] | None, x: Any, of_x: Sequence[Axis]
 ) -> Any:
     """How often the entries of a derivative ran that has more axes than the value, as
     in `jax.jacfwd`: with axes of size one for these, if there is but one way to do so.
     """
-    own = of_x and is_value(x) and axes_of(of_x, x)
-    have = of_count and axes_of(of_count[0], count)
-    if not own or have is None or isinstance(count, jax.ShapeDtypeStruct):
+    is_shape = isinstance(count, jax.ShapeDtypeStruct)
+    if not of_x or not is_value(x) or of_count is None or is_shape:
         return None
     # The scans of a backward pass are others, but over as much.
-    own = [(kind, n) for (kind, *_), n in zip(own, x.shape)]
-    have = [(kind, n) for (kind, *_), n in zip(have, count.shape)]
+    own = [(kind, n) for (kind, *_), n in zip(of_x, x.shape)]
+    have = [(kind, n) for (kind, *_), n in zip(of_count, count.shape)]
     every = range(len(own))
     ways = [w for w in it.combinations(every, len(have)) if [own[i] for i in w] == have]
     more = [i for way in ways for i in every if i not in way]
@@ -352,11 +351,9 @@ def _numbers(
     def fn(x: Any, runs: Any) -> tuple[Summary, jax.Array]:
         if in_buffer:
             # How many are left from each place on: none in those that are empty.
-            size, dtype = x.shape[runs.ndim], runs.dtype
-            left = lambda n: n - jnp.arange(size, dtype=dtype)
-            for _ in range(runs.ndim):
-                left = jax.vmap(left)
-            runs = left(runs)
+            n = runs.ndim
+            places = lax.broadcasted_iota(runs.dtype, x.shape[: n + 1], n)
+            runs = leading(runs, n + 1) - places
         n = max([jnp.ndim(runs) if runs is not None else 0, *[a + 1 for a in time]])
         if not isinstance(x, Summary):
             of_each = summary_of
@@ -373,25 +370,6 @@ def _numbers(
         return merged(x, tuple(every)), bad
 
     return fn
-
-
-def _in_buffer(leading: Leading | None, x: Any, runs: Any) -> bool:
-    """Whether the axis behind those of `runs` is that of a `Buffer`."""
-    if leading is None or runs is None:
-        return False
-    behind = (axes_of(leading, x) or ())[runs.ndim :]
-    return [kind for kind, *_ in behind][:1] == ["buffer"]
-
-
-def _time_axes(leading: Leading | None, x: Any) -> dict[int, Scan | None]:
-    """The axes along which time goes by, and their scans. None if the array has another
-    shape by now than what came back."""
-    axes = leading and axes_of(leading, x.size if isinstance(x, Summary) else x)
-    return {
-        i: scan
-        for i, (kind, _, scan) in enumerate(axes or ())
-        if scan or kind == "outside"
-    }
 
 
 # --- which row was the first with an entry that is not finite ---
