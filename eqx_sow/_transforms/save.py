@@ -13,7 +13,7 @@ from .._mark.static import SameParts
 from .._results.intermediates import Intermediates
 from .._values import spec as _spec
 from .._values.assemble import assemble
-from .._values.reduce import Reducer
+from .._values.reduce import Reducer, result_of
 from .._walk.handler import Given
 from .options import Saving
 from .program import Program
@@ -48,19 +48,20 @@ class _SaveIntermediates(Transformed):
         program = program.with_executions(collect.reduces)
         carry = collect.started(program.mine, program.survey)
         outs, taken = program.evaluate(collect, Given(carry))
-        entries = taken.entries
+        # In the order of `carry`: JAX has sorted the keys of `taken.carry`.
+        reducer: Any = collect.reducer
+        reduced = [result_of(reducer(key[0]), taken.carry[key]) for key in carry]
+        entries = [*reduced, *taken.entries]
         asked = list(collect.everywhere(program.mine))
         names = dict.fromkeys(site.name for site, _ in asked)
         program.check_selected(
             self._call, reduce=reduce, transform=transform, spec=options.spec
         )
-        # In the order of `carry`: JAX has sorted the keys of `taken.carry`.
-        states = {key: taken.carry[key] for key in carry}
-        keys = [*states, *(e.site.key for e in entries)]
+        keys = [e.site.key for e in entries]
         modes = [site.mode for site, _ in asked]
         mode_of = program.wanted(self._call, keys, modes)
         program.warn_unmarked(self._call, self._fn)
-        intermediates = assemble(entries, names, states, collect.reducer, mode_of)
+        intermediates = assemble(entries, names, reducer, mode_of)
         annotated = [(site, eqns[-1]) for site, eqns in asked if site.spec]
         spec = {site.name: of_one(options.spec, site, site) for site, _ in asked}
         spec = {name: x for name, x in spec.items() if x is not None}

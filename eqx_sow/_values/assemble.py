@@ -22,33 +22,26 @@ from .._results.intermediates import (
 from .axes import as_operand, broadcast, final_axes, kept_axes, whole
 from .entry import Entry, grouped, with_count
 from .modes import is_backward
-from .reduce import Reducers, ReducerState, result_of
+from .reduce import Reducers
 
 
 def assemble(
     found: Sequence[Entry],
     names: Iterable[str],
-    states: Mapping[Any, ReducerState],
     reducers: Reducers,
     wanted: Mapping[Any, str],
 ) -> Intermediates:
-    """`intermediates[name][mode]`, with the names in this order. `states` are those of
-    the reducers that have one. `wanted` says for each `Site.key` that comes back what
-    its mode is called."""
+    """`intermediates[name][mode]`, with the names in this order. `wanted` says for each
+    `Site.key` that comes back what its mode is called."""
     by_name = grouped(found, lambda site: site.name)
-    places: dict[Any, Sequence[Entry | None]] = {
-        key: of_key if reducers(key[0]) is None else _in_order(of_key, by_name[key[0]])
-        for key, of_key in grouped(found).items()
-    }
-    for key, state in states.items():
-        places[key] = [result_of(reducers(key[0]), state)]
     out: dict[str, dict[str, Any]] = {name: {} for name in names}
     counts: dict[str, _Returned] = {}
     axes = {}
-    for key, entries in places.items():
+    for key, of_key in grouped(found).items():
         (name, *_), mode, reducer = key, wanted.get(key), reducers(key[0])
         # `gather` lets no other name have several.
         several = reducer is not None and not reducer.has_state
+        entries = _in_order(of_key, by_name[name]) if several else of_key
         lead = () if reducer is None else reducer.lead
         if mode is not None:
             value = ft.partial(_value_of, buffers=lead)
