@@ -15,6 +15,7 @@ import jax.lax as lax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from .. import _compat
 from .._arrays import leading, select, sharded_like
@@ -326,19 +327,13 @@ def _computed(fn: Callable, value: Any, *others: Any) -> Any:
     local = lambda x: not isinstance(x, jax.Array) or x.is_fully_addressable
     others = jtu.tree_map(lambda x: np.asarray(x) if local(x) else x, others)
     shardings = [x.sharding for x in leaves if isinstance(x, jax.Array)]
-    meshes = [s.mesh for s in shardings if isinstance(s, jax.sharding.NamedSharding)]
+    meshes = [s.mesh for s in shardings if isinstance(s, NamedSharding)]
+    everywhere = NamedSharding(meshes[0], PartitionSpec()) if meshes else None
     # While a function is being traced, numbers are still numbers.
     now = contextlib.nullcontext if _compat.is_eager() else jax.ensure_compile_time_eval
     with now():
-        return _compiled(fn, *meshes[:1])(as_array(value), *others)
-
-
-@ft.lru_cache(maxsize=64)
-def _compiled(fn: Callable, mesh: Any = None) -> Callable:
-    if mesh is None:
-        return jax.jit(fn)
-    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    return jax.jit(fn, out_shardings=everywhere)
+        # JAX finds what it has compiled by the function.
+        return jax.jit(fn, out_shardings=everywhere)(as_array(value), *others)
 
 
 @ft.lru_cache(maxsize=64)
