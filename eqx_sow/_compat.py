@@ -383,6 +383,12 @@ def hi_with_params(prim: Any, fn: Callable[[Any], Any]) -> Any:
     those of the jaxprs in there: JAX's constructors each take something else."""
     new = copy.copy(prim)
     new.params = {name: fn(x) for name, x in prim.params.items()}
+    solver = new.params.get("solve_jaxpr")
+    if solver is not prim.params.get("solve_jaxpr"):
+        # A `lax.custom_root` holds it as a function, too.
+        run = jexc.jaxpr_as_fun(solver)
+        solve = lambda *args: prim.out_tree.unflatten(run(*jax.tree.leaves(args)))
+        new.params["solve"] = solve
     new.__dict__.update(new.params)
     before, after = (
         {e for x in p.params.values() for e in getattr(x, "effects", ())}

@@ -282,6 +282,31 @@ def test_a_module_that_is_called_in_a_solver_only():
         S(fn, capture=True)(linear, X[:2])
 
 
+@pytest.mark.parametrize("transform", [lambda f: f, jax.vmap, jax.checkpoint])
+def test_a_module_that_a_custom_root_calls(transform):
+    linear = eqx.nn.Linear(2, 2, key=jax.random.key(0))
+
+    def root(x):
+        return jax.lax.custom_root(
+            lambda y: y - 0.3 * linear(y) - x,
+            jnp.zeros_like(x),
+            lambda f, y: jax.lax.fori_loop(0, 3, lambda _, y: y - f(y), y),
+            lambda g, y: jnp.linalg.solve(jax.jacobian(g)(y), y),
+        )
+
+    def by_hand(x):
+        y, heard = jnp.zeros_like(x), []
+        for _ in range(3):
+            heard.append(linear(y))
+            y = 0.3 * heard[-1] + x
+        return y, jnp.stack(heard)
+
+    x = jnp.array([[0.3, -0.7], [1.1, 0.2]])
+    x, by_hand = (x, jax.vmap(by_hand)) if transform is jax.vmap else (x[0], by_hand)
+    out, got = S(transform(root), capture=True)(x)
+    assert_close((out, got["linear"]["primal"]), by_hand(x))
+
+
 def _hypernetwork(in_size):
     """A model that makes the weights of another one, and a template for that."""
     k1, k2 = jax.random.split(jax.random.key(0))

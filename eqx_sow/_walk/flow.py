@@ -178,6 +178,9 @@ def _leading_to_sows(
 def _other(domain: Domain, eqn: Any, operands: list[Any], here: Here) -> list[Any]:
     """An equation without a rule. If it holds one jaxpr of so many operands, it is
     taken for a call, such as that of a jitted function."""
+    if eqn.primitive is _compat.hi_p and "solve_jaxpr" in eqn.params["_prim"].params:
+        # Behind the operands of a `custom_root` are those of its derivative.
+        operands = operands[: len(eqn.params["_prim"].solve_jaxpr.invars)]
     inside = [j for j in jaxprs_of(eqn) if len(j.invars) == len(operands)]
     if len(inside) == 1 and len(inside[0].outvars) == len(eqn.outvars):
         k = _number(eqn, inside[0])
