@@ -16,6 +16,7 @@ import pytest
 from eqx_sow import (
     Append,
     Last,
+    plant,
     save_intermediates as S,
     sow,
     UnsupportedPrimitiveError,
@@ -450,3 +451,53 @@ def test_a_module_that_the_class_of_a_module_has(closed_over):
     _, got = S(fn, capture=Layer)(*args, X)
     want = {"net/own": net.own(X), "net/shared": net(X)}
     assert_close(with_mode(got, "primal"), want)
+
+
+_WRAPPERS = (
+    eqx.filter_checkpoint,
+    eqx.filter_jit,
+    eqx.Partial,
+    lambda layer: eqx.filter_checkpoint(eqx.filter_jit(layer)),
+    lambda layer: eqx.filter_vmap(layer, in_axes=None, axis_size=1, out_axes=None),
+)
+
+
+@pytest.mark.parametrize("wrapper", _WRAPPERS)
+@pytest.mark.parametrize("root", ["", "net/"])
+def test_layers_that_are_wrapped_in_a_model(wrapper, root):
+    class Wrapped(eqx.Module):
+        layers: list
+
+        def __call__(self, x):
+            return self.layers["b"](self.layers["a"][0](x))
+
+    linear = eqx.nn.Linear(*X.shape, *X.shape, key=jax.random.key(0))
+    a, b = Layer(X, X + 1), eqx.nn.Sequential([linear, eqx.nn.Identity()])
+    net = Wrapped({"a": [wrapper(a)], "b": wrapper(b)})
+    h, out = a(X), b(a(X))
+    want = {
+        "layers/a/0": h,
+        "layers/b/layers/0": out,
+        "layers/b/layers/1": out,
+        "layers/b": out,
+        "": out,
+    }
+    want = {f"{root}{name}".strip("/") or ".": x for name, x in want.items()}
+    fn = lambda net, x: net(x)
+    calls = {
+        "": [lambda: S(net, capture=True)(X)],
+        "net/": [
+            lambda: S(lambda x: net(x), capture=True)(X),
+            lambda: S(fn, capture=True)(net, X),
+            lambda: eqx.filter_jit(S(fn, capture=True))(net, X),
+        ],
+    }
+    for call in calls[root]:
+        _, got = call()
+        assert list(got) == list(want)
+        assert_close(with_mode(got, "primal"), want)
+    loss = lambda net, x: jnp.sum(net(x))
+    _, got = S(eqx.filter_grad(loss), capture=(Layer, eqx.nn.Linear))(net, X)
+    assert list(got) == ["net/layers/a/0", "net/layers/b/layers/0"]
+    planted = plant(loss, {"net/layers/a/0": jnp.zeros_like}, capture=True)
+    assert_close(planted(net, X), loss(b, jnp.zeros_like(X)))

@@ -31,7 +31,7 @@ from .primitive import edge_p, sow_p
 from .site import Label, Site
 from .sow import bind, Sow
 from .static import Const, take_apart
-from .trees import is_module, is_part, keys, walk
+from .trees import is_module, is_part, leaf_paths, walk
 
 
 def own_methods(cls: type) -> tuple[str, ...]:
@@ -396,7 +396,7 @@ def _call(module: Any, method: str, outline: bool) -> tuple[Call, Any]:
     )
 
     def edge(operands):
-        call.leaves = tuple(keys(path) for path, _ in operands)
+        call.leaves = leaf_paths(module, operands)
         return edge_p.bind(*(x for _, x in operands), call=call)
 
     try:

@@ -51,16 +51,20 @@ def is_module(x: Any) -> bool:
 
 def walk(roots: Iterable[tuple[Path, Any]]) -> Iterator[tuple[Path, Any]]:
     """All that is in these trees, each with its path, in the order of
-    `jax.tree.leaves`."""
+    `jax.tree.leaves`. Wrappers have no keys of their own: the arrays of a `Linear` in
+    `[eqx.filter_checkpoint(linear)]` are at `0/weight` and `0/bias`."""
     todo = [*roots][::-1]
     while todo:
         path, x = todo.pop()
         yield path, x
-        todo += [((*path, key), y) for key, y in children(x) or ()][::-1]
+        held = children(x) or ()
+        todo += [((*path, key) if key else path, y) for key, y in held][::-1]
 
 
 def children(x: Any) -> list[tuple[str, Any]] | None:
     """What a node holds, each with its key. `None` if it is a leaf."""
+    if is_wrapper(x):
+        return inside(x)
     fields = getattr(x, "_fields", None)
     if fields is not None and isinstance(x, tuple):
         # JAX 0.10 gives all fields of a named tuple the key of the first one.
@@ -71,6 +75,30 @@ def children(x: Any) -> list[tuple[str, Any]] | None:
         # Of a variable: a dict whose keys cannot be sorted.
         return [(str(key), y) for key, y in x.items()]
     return found and [(keys((key,))[0], y) for key, y in found[0]]
+
+
+def leaf_paths(x: Any, leaves: Iterable[tuple[Any, Any]]) -> tuple[Path, ...]:
+    """The paths that `walk` has for these leaves of a PyTree, given those of JAX."""
+    leaves = list(leaves)
+    if not any(_leads_into_wrapper(x, path) for path, _ in leaves):
+        return tuple(keys(path) for path, _ in leaves)
+    found = {id(y): path for path, y in walk([((), x)])}
+    return tuple(found.get(id(y), keys(path)) for path, y in leaves)
+
+
+def _leads_into_wrapper(x: Any, path: Any) -> bool:
+    for key in path:
+        if type(key) is jtu.GetAttrKey:
+            x = getattr(x, key.name, None)
+        elif type(key) is jtu.SequenceKey and isinstance(x, list | tuple):
+            x = x[key.idx]
+        elif type(key) is jtu.DictKey and isinstance(x, dict):
+            x = x[key.key]
+        else:
+            return False
+        if is_wrapper(x):
+            return True
+    return False
 
 
 def keys(path: Any) -> Path:

@@ -61,28 +61,17 @@ class Places:
         self.modules: dict[Path, Any] = {}
         # An array may be in several places, and is then several inputs.
         of_array: dict[int, list[Path]] = defaultdict(list)
-        # In the layer of an `eqx.filter_jit(layer)`, it is where it is in that.
-        of_inner: dict[int, list[Path]] = defaultdict(list)
-        inner = []
         for path, x in walk(self._roots):
             if is_part(x):
                 self.modules[path] = x
-            elif is_wrapper(x):
-                inner += [(path, y) for key, y in inside(x) if not key]
             elif eqx.is_array(x):
                 of_array[id(x)].append(path)
-        for path, x in walk(inner):
-            if is_part(x):
-                self.modules.setdefault(path, x)
-            elif eqx.is_array(x):
-                of_inner[id(x)].append(path)
         self._arrays, _ = take_apart((fn, args, kwargs))
         self.n_inputs = len(self._arrays)
         self._paths: dict[int, list[Path]] = defaultdict(list)
         for i, x in enumerate(self._arrays):
             places = of_array[id(x)] or [("?",)]
-            place = places.pop(0) if len(places) > 1 else places[0]
-            self._paths[i] = [place, *of_inner[id(x)]]
+            self._paths[i] = [places.pop(0) if len(places) > 1 else places[0]]
         self._sources: dict[Hashable, int] = {}
 
     def source(self, array: Any) -> int:
@@ -211,7 +200,7 @@ def _held(x: Any) -> Iterable[tuple[str, Any]]:
         # Its methods read variables.
         bases = [("", base) for base in x.__bases__]
         return [] if is_installed(x.__module__) else [*bases, *vars(x).items()]
-    if is_wrapper(x) or isinstance(x, ft.partial):
+    if isinstance(x, ft.partial):
         return inside(x)
     found = children(x)
     return _attributes(x) if found is None else [*found, ("", type(x))]
