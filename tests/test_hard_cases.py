@@ -987,9 +987,11 @@ def _solved(x):
 )
 def test_rules_in_a_loop_that_a_backward_pass_runs_again(fn, call):
     loop = lambda x: _in_a_loop(lambda x: 2 * fn(x), x)
-    _, got = call(S(jax.grad(lambda x: loop(x).sum()), reduce=Last()), X)
-    close(got["a"]["primal"], jnp.sin(2 * jnp.sin(X)))
-    close(got["a"]["count"], 2)
+    grad = jax.grad(lambda x: loop(x).sum())
+    for f, x in ((grad, X), (jax.vmap(grad), X[None])):
+        _, got = call(S(f, reduce=Last()), x)
+        close(jnp.reshape(got["a"]["primal"], X.shape), jnp.sin(2 * jnp.sin(X)))
+        close(jnp.squeeze(got["a"]["count"]), 2)
 
 
 def test_a_bwd_at_another_point_in_a_loop_that_a_backward_pass_runs_again():

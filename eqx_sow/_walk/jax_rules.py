@@ -28,6 +28,7 @@ import jax
 import jax.core
 import jax.extend.core as jexc
 import jax.extend.linear_util as lu
+from jax.extend import source_info_util
 from jax.extend.core import primitives as prims
 from jax.interpreters import ad, batching, partial_eval as pe
 
@@ -225,9 +226,12 @@ def _batched(rule, axis_data, args, dims, params):
     sows in there count one more loop."""
     dims_out = []
     inside = _within(axis_data, loops=1)
+    # Where the loop was called, which a trace of its own does not know.
+    called = source_info_util.current().traceback
 
     def batched(*args):
-        outs, dims_out[:] = rule(inside, args, dims, **params)
+        with source_info_util.user_context(called):
+            outs, dims_out[:] = rule(inside, args, dims, **params)
         return outs
 
     with _listening_with(loops=around(inside).loops):
