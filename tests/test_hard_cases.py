@@ -994,6 +994,32 @@ def test_rules_in_a_loop_that_a_backward_pass_runs_again(fn, call):
         close(jnp.squeeze(got["a"]["count"]), 2)
 
 
+def test_a_module_whose_pullback_a_loop_keeps(call):
+    """Of what its `fwd` calls, Equinox's checkpointed loop has two traces."""
+    linear = eqx.nn.Linear(2, 2, key=jax.random.key(0))
+    fn = jax.custom_vjp(lambda m, x: jnp.tanh(m(x)))
+
+    def fwd(m, x):
+        y, pull = jax.vjp(lambda m, x: m(x), m, x)
+        return jnp.tanh(y), (y, pull)
+
+    fn.defvjp(fwd, lambda res, ct: res[1](ct / jnp.cosh(res[0]) ** 2))
+    x = jnp.array([0.3, -0.7])
+
+    def by_hand(eps):
+        first = linear(x) + eps[0]
+        last = linear(jnp.tanh(first)) + eps[1]
+        return jnp.tanh(last).sum(), (first, last)
+
+    eps = [jnp.zeros(2)] * 2
+    cotangents, values = jax.grad(by_hand, has_aux=True)(eps)
+    f = jax.grad(lambda m: _in_a_loop(lambda x: fn(m, x), x).sum())
+    _, got = call(S(f, capture=True, reduce=Buffer(2)), linear)
+    (entry,) = got.values()
+    close(entry["primal"], values)
+    close(entry["cotangent"], cotangents[::-1])
+
+
 def test_a_bwd_at_another_point_in_a_loop_that_a_backward_pass_runs_again():
     fn = jax.custom_vjp(_marked)
     fn.defvjp(lambda x: (fn(x), x), lambda x, ct: (ct * jnp.cos(fn(x + 1)),))

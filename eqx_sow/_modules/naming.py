@@ -173,7 +173,10 @@ class Naming(Domain):
         if site.modes:
             # Of a derivative, the edge comes out of the sow of its primal.
             primals = [self._sows[way] for way in edge.edges if way in self._sows]
-            primals = [sow for sow in primals if sow.site.origin is site.origin]
+            # Equinox's loops may trace their body twice: then it is the same line.
+            of_call = [sow for sow in primals if sow.site.origin is site.origin]
+            of_line = [sow for sow in primals if sow.site.where == site.where]
+            primals = of_call or of_line
             visits = [v for sow in primals for v in sow.visits]
             scans = primals[0].scans if primals else scans
         elif site.note is None:
