@@ -739,6 +739,25 @@ def test_solver():
 
 
 @assumed(
+    "If the equation of a `jax.lax.custom_root` is a `HiPrim`, then its parameters "
+    '"solve_jaxpr" and "solve" are the jaxpr of its solver, of its first operands, and '
+    "a function that evaluates that.",
+    "_compat.py",
+    "_walk/flow.py",
+)
+def test_root():
+    solve = lambda x: jax.lax.custom_root(
+        lambda y: y - x, x, lambda f, y: y - f(y), lambda g, y: y / g(1.0)
+    )
+    eqn = jaxpr_of(solve, 1.0).eqns[-1]
+    if "_prim" in eqn.params:
+        prim = eqn.params["_prim"]
+        jaxpr, n = prim.params["solve_jaxpr"], len(eqn.invars)
+        assert len(jaxpr.in_avals) <= n and callable(prim.params["solve"])
+        assert prim.solve is prim.params["solve"]
+
+
+@assumed(
     "A `bind` that is set on a primitive is what JAX calls, and `abstract_eval` "
     "returns the types of the outputs and the effects.",
     "_walk/register.py",
