@@ -239,7 +239,13 @@ BATCHES = {
 REDUCERS = {"all": None, "fold": Fold(jnp.zeros(3), jnp.add), "buffer": Buffer(2)}
 
 
-@pytest.mark.parametrize("reduce", REDUCERS.values(), ids=REDUCERS)
+@pytest.mark.parametrize(
+    "reduce",
+    [
+        pytest.param(x, id=k, marks=pytest.mark.slow if k == "buffer" else ())
+        for k, x in REDUCERS.items()
+    ],
+)
 @pytest.mark.parametrize("fn", BATCHES.values(), ids=BATCHES)
 def test_a_vmap_around_has_a_batch_in_each_lane(fn, reduce):
     many = jnp.stack([XS[:2], -XS[:2], jnp.sin(XS[1:3])])

@@ -218,7 +218,10 @@ _SOLVED = {
 @pytest.mark.filterwarnings("default")
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("way", [lambda f: f, eqx.filter_grad, eqx.filter_jit])
-@pytest.mark.parametrize("solve", _SOLVED)
+@pytest.mark.parametrize(
+    "solve",
+    [pytest.param(x, marks=pytest.mark.slow if x == "stiff" else ()) for x in _SOLVED],
+)
 def test_what_libraries_make_on_the_way(solve, way):
     """Their wrappers of functions and operators are no parts of the model."""
     cell = Cell(eqx.nn.Linear(2, 2, key=jax.random.key(0)))

@@ -602,8 +602,11 @@ STACKS = {
 }
 
 
+_SLOW = [pytest.param(x, marks=pytest.mark.slow) for x in ("jit", "a pickle", "copies")]
+
+
 @pytest.mark.parametrize("transform", [None, summarize])
-@pytest.mark.parametrize("stack", STACKS)
+@pytest.mark.parametrize("stack", ["plain", "a tree map", "a vmap", *_SLOW])
 def test_arrow_in_a_loop(stack, transform):
     for seed in range(6):
         bads, reverse = _bads(seed), seed > 3
