@@ -5,9 +5,12 @@ import os
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = (
         os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+        " --xla_cpu_multi_thread_eigen=false"  # the arrays are small
     )
 
+import gc
 import random
+from collections import Counter
 
 import equinox as eqx
 import jax
@@ -18,6 +21,8 @@ import pytest
 from .helpers import is_literal
 
 
+# JAX keeps millions of objects. To look through them was a fifth of the time.
+gc.set_threshold(200_000, 20, 100)
 jax.config.update("jax_platforms", "cpu")
 # Compiling is most of what these tests do, and they are small.
 jax.config.update("jax_disable_most_optimizations", True)
@@ -32,6 +37,20 @@ def pytest_configure(config):
     if config.pluginmanager.hasplugin("cacheprovider"):
         directory = config.cache.mkdir("jax")
         jax.config.update("jax_compilation_cache_dir", str(directory))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Of the cases of a test with the mark `sample(n)`, one in `n` runs by default, and
+    the others with `-m every`. With `n = 2` and the parameters `plain` and `jit`, it is
+    the first of one pair, and the second of the next."""
+    seen = Counter()
+    for item in items:
+        if mark := item.get_closest_marker("sample"):
+            (n,), i = mark.args, seen[item.function]
+            if (i + i // n) % n:
+                item.add_marker(pytest.mark.every)
+            seen[item.function] += 1
 
 
 def _same(x, y):

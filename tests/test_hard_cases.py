@@ -985,6 +985,7 @@ def _solved(x):
     ],
     ids=["custom_jvp", "custom_vjp", "custom_vjp twice", "not in the rule"],
 )
+@pytest.mark.sample(2)
 def test_rules_in_a_loop_that_a_backward_pass_runs_again(fn, call):
     loop = lambda x: _in_a_loop(lambda x: 2 * fn(x), x)
     grad = jax.grad(lambda x: loop(x).sum())
@@ -1079,6 +1080,7 @@ def test_a_bwd_at_another_point_in_a_loop_that_a_backward_pass_runs_again():
         "diffrax",
     ],
 )
+@pytest.mark.sample(2)
 def test_a_derivative_rule_around_and_inside_another_handler(fn, inner, call):
     loss = lambda x: fn(x).sum()
     want = S(jax.grad(loss))(X)[1]
@@ -1273,6 +1275,7 @@ def _repeated_sines(n):
     ],
     ids=["outside", "inside", "jit in it", "in a jit"],
 )
+@pytest.mark.sample(2)
 def test_a_checkpoint_in_a_loop_that_a_backward_pass_runs_again(wrap, call):
     def scan(step):
         return lambda x: lax.scan(lambda x, _: (step(x), None), x, length=2)[0]

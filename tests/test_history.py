@@ -880,6 +880,7 @@ def _wrapped(programs, how):
         *_plan(WITHOUT_RULES, (), sampled=2, seconds=3),
     ],
 )
+@pytest.mark.sample(3)
 def test_what_was_done_before_does_not_matter(name, first, seconds):
     _check(name, first, seconds)
 

@@ -111,6 +111,7 @@ ALL = [pytest.param(n, marks=pytest.mark.every) if n in SLOW else n for n in PRO
 
 
 @pytest.mark.parametrize("name, use", list(_cases()))
+@pytest.mark.sample(2)
 def test_program(name, use):
     program = PROGRAMS[name]
     captured = lambda fn: S(fn, capture=True, **program.options)
@@ -174,6 +175,7 @@ def _names(program):
 
 
 @pytest.mark.parametrize("name", ALL)
+@pytest.mark.sample(2)
 def test_planted(name):
     program = PROGRAMS[name]
     names = _names(program)
@@ -193,6 +195,7 @@ def test_planted(name):
 
 
 @pytest.mark.parametrize("name", ALL)
+@pytest.mark.sample(2)
 def test_tapped(name):
     program = PROGRAMS[name]
     args = program.args()

@@ -62,6 +62,7 @@ QUICK = ("capture", "grad")
     [n if n in QUICK else pytest.param(n, marks=pytest.mark.every) for n in HISTORY],
 )
 @pytest.mark.parametrize("name", KEPT)
+@pytest.mark.sample(2)
 def test_what_was_done_before_does_not_matter(name, first):
     program, fresh = PROGRAMS[name], _fresh(name)
     args = program.args()

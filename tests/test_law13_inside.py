@@ -127,6 +127,7 @@ LISTENERS = {
 @pytest.mark.parametrize("listen", LISTENERS)
 @pytest.mark.parametrize("wrap", WRAPS)
 @pytest.mark.parametrize("where", WATCHED)
+@pytest.mark.sample(2)
 def test_what_is_seen_inside(where, wrap, listen):
     seen = []
     fn, args = WATCHED[where](seen)

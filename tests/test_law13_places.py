@@ -142,6 +142,7 @@ FORMS = {
 @pytest.mark.filterwarnings("ignore:\\s*Possibly assigning")
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("place", PLACES)
+@pytest.mark.sample(2)
 def test_where_the_model_is(place, form):
     build, prefix = PLACES[place]
     fn = build(GLOBAL)

@@ -396,6 +396,7 @@ def test_law_1_gradient_through_it(call, program):
     ids=["jit", "filter_jit", "checkpoint", "filter_checkpoint", "policy"],
 )
 @pytest.mark.parametrize("inner", ["eager", "grad", "vmap"])
+@pytest.mark.sample(2)
 def test_law_2(program, jit, inner):
     case = TRANSFORMS[inner]
     f = case.wrap(ft.partial(PROGRAMS[program][0], sow))
@@ -637,6 +638,7 @@ def _last(wrap, tree):
 
 @pytest.mark.parametrize("wrap", CALLS)
 @pytest.mark.parametrize("kind", ARGUMENTS)
+@pytest.mark.sample(3)
 def test_every_kind_of_argument(call, kind, wrap):
     f, x = CALLS[wrap](ft.partial(_passed_on, sow)), ARGUMENTS[kind]
     # JAX takes them all; what it returns of a literal is one.
@@ -692,6 +694,7 @@ def _smooth(mark, x):
 
 @pytest.mark.parametrize("wrap", ["checkpoint", "policy", "custom_jvp", "nested"])
 @pytest.mark.parametrize("kind", ["float", "numpy-float32", "numpy-array", "weak"])
+@pytest.mark.sample(2)
 def test_every_kind_of_argument_differentiated(call, kind, wrap):
     wrap, x = CALLS[wrap], ARGUMENTS[kind]
     reference = cotangents(_smooth, jnp.asarray(x))

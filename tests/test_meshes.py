@@ -275,6 +275,7 @@ def spec_of(x):
 
 
 @pytest.mark.parametrize("mesh, program, use", list(_cases()))
+@pytest.mark.sample(2)
 def test_program(mesh, program, use):
     mesh, (fn, lead), use_of = MESHES[mesh], PROGRAMS[program], USES[use]
     seen = []

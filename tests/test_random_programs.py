@@ -254,7 +254,7 @@ def test_random_program(seed):
 def test_random_programs_within_a_budget():
     """40 more programs, or as many as there is time for; `FUZZ_SEED` for others."""
     start = int(os.environ.get("FUZZ_SEED", "1000"))
-    end = time.monotonic() + 60
+    end = time.monotonic() + float(os.environ.get("FUZZ_SECONDS", "60"))
     for seed in range(start, start + 40):
         try:
             check_program(seed, everything=True)

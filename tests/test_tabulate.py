@@ -607,6 +607,7 @@ _SLOW = [pytest.param(x, marks=pytest.mark.slow) for x in ("jit", "a pickle", "c
 
 @pytest.mark.parametrize("transform", [None, summarize])
 @pytest.mark.parametrize("stack", ["plain", "a tree map", "a vmap", *_SLOW])
+@pytest.mark.sample(2)
 def test_arrow_in_a_loop(stack, transform):
     for seed in range(6):
         bads, reverse = _bads(seed), seed > 3
