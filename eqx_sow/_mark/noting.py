@@ -369,7 +369,8 @@ def _without_parts(out: Any, module: Any) -> tuple[Any, Any]:
     """What a module returned, without modules that are parts of itself, which
     `eqx.nn.Shared` returns: they are no values. And these."""
     arrays = lambda x: {id(y) for y in jtu.tree_leaves(x) if eqx.is_array(y)}
-    is_value = lambda x: not (is_module(x) and arrays(x) <= arrays(module))
+    own = arrays(module)
+    is_value = lambda x: not (is_module(x) and arrays(x) <= own)
     return eqx.partition(out, is_value, is_leaf=is_module)
 
 
