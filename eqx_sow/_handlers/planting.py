@@ -19,7 +19,7 @@ from .. import _compat
 from .._arrays import leading, sharded_like, whole_along
 from .._errors import calling, SowError
 from .._mark.primitive import edge_value, sow_p
-from .._mark.site import Axis, Site, with_has
+from .._mark.site import Site
 from .._mark.static import Const, NoTangent, OPERAND, SameParts
 from .._values.axes import aligned, as_operand, final_axes, for_each_lane
 from .._values.entry import Entry, in_front, in_place, running
@@ -104,13 +104,17 @@ class Replace(Handler):
         keys = {s.key for s in sites(jaxpr) if self.wants(s)}
         values = {k: values[k] for k in keys}
 
-        def of(planted, arrays):
-            axes = [a for a in planted.axes if a.mesh in devices]
-            over = lambda i: [a.mesh if a.has[i] else None for a in axes]
-            return [PartitionSpec(*over(i)) for i in range(len(arrays))]
+        def specs(new):
+            if not isinstance(new, Site):
+                return []
+            on = [(k, a.mesh) for k, a in enumerate(new.axes) if a.mesh in devices]
+            return [
+                PartitionSpec(*(mesh if v[k] else None for k, mesh in on))
+                for v in new.varies
+            ]
 
         return values, {
-            k: list(map(of, self.planted.value[k], values[k])) for k in keys
+            k: [specs(planted.new) for planted in self.planted.value[k]] for k in keys
         }
 
 
@@ -127,10 +131,6 @@ class Planted:
     at: tuple[int | None, ...] = ()
     # Whether the function is called with the value and `Given.iterations`.
     with_index: bool = False
-
-    @property
-    def axes(self) -> tuple[Axis, ...]:
-        return self.new.axes if isinstance(self.new, Site) else ()
 
     def has_axis_of_scan(self, n_within: int) -> bool:
         """Whether the arrays have an axis for a scan, which has so many others within
@@ -284,8 +284,10 @@ def _at_site(
     is_operand = [own is OPERAND for own, leaf in leaves if leaf is OPERAND]
     return [
         # Of no lanes there is nothing to plant.
-        without_the_same(x, site.has(len(guards) + i)) if x.size else old[i]
-        for i, x in enumerate(it.compress(arrays, is_operand))
+        without_the_same(x, varies) if x.size else other
+        for x, varies, other in zip(
+            it.compress(arrays, is_operand), site.varies[len(guards) :], old
+        )
     ]
 
 
@@ -313,8 +315,7 @@ def _one_along(x: Any, run: Any, axis: int, site: Site) -> Any:
 
 def _apply(fn: Callable, site: Site, values: Sequence[Any]) -> list[Any]:
     """`fn` of the value as the code at the sow sees it, for each lane."""
-    n_guards = len(site.guards)
-    varies = [site.has(n_guards + i) for i in range(len(values))]
+    varies = site.varies[len(site.guards) :]
 
     def apply(*values):
         old = site.form.with_arrays(values)
@@ -415,20 +416,19 @@ def prepare(
         return Planted(SameParts(value), at, options.with_index), []
     loops = [i for i, a in enumerate(entry.site.axes) if not a.lane and a.mesh is None]
     gone = [k for k, i in zip(loops, at) if i is not None]
-    axes = [a for k, a in enumerate(entry.site.axes) if k not in gone]
-    entry = entry.with_only(axes)
+    entry = entry.with_only([k for k in range(len(entry.site.axes)) if k not in gone])
     site = entry.site
     has_form = Const(jtu.tree_structure(value)) == site.form.treedef
     if isinstance(value, Mapping) and not has_form:
         value = value.get(options.mode, value)
     final = final_axes(site)
-    full = with_has(axes, final)
-    like = [entry.shape(i, [a for a in full if a.has[i]]) for i in range(len(final))]
+    own = [[*it.compress(site.axes, varies)] for varies in final]
+    like = [entry.shape(i, axes, it.repeat(True)) for i, axes in enumerate(own)]
     arrays = list(map(aligned, _operands(value, site, like), final))
     _check_fixed(places, value, may_be_zero=entry.counted)
     arrays = _only_zeros(places, value, arrays)
     # Those of devices, too: both are in front, for `scan` and `shard_map` to slice.
-    to_front = [k for k, a in enumerate(axes) if not a.lane]
-    return Planted(site._replace(axes=full), at), [
+    to_front = [k for k, a in enumerate(site.axes) if not a.lane]
+    return Planted(site._replace(varies=tuple(final)), at), [
         jnp.moveaxis(x, to_front, range(len(to_front))) for x in arrays
     ]

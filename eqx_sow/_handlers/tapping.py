@@ -21,7 +21,7 @@ from jax.interpreters import ad, batching, mlir, partial_eval as pe
 from .. import _compat
 from .._arrays import on_mesh
 from .._errors import SowError
-from .._mark.site import Axis, Site, with_has
+from .._mark.site import Axis, Site
 from .._mark.static import Const, Form, NoTangent, OPERAND, SameParts
 from .._results.summarize import Summary
 from .._results.tabulate import in_one_line
@@ -115,8 +115,9 @@ class Delivery:
 
     def with_lane(self, size: int, varies: Sequence[bool]) -> "Delivery":
         """After one more vmap, over which these arrays of the value vary."""
-        axes = Axis(size, tuple(varies)), *self.site.axes
-        return dc.replace(self, site=self.site._replace(axes=axes))
+        axes = Axis(size), *self.site.axes
+        varies = tuple((v, *own) for v, own in zip(varies, self.site.varies))
+        return dc.replace(self, site=self.site._replace(axes=axes, varies=varies))
 
     def __call__(self, count: Any, *operands: Any) -> None:
         # Copies: what the callback keeps must not change when a buffer is used again.
@@ -146,12 +147,12 @@ class Delivery:
         site = self.site
         kept = kept_axes(site)
 
-        def full(i, x, final):
-            x = aligned(x, list(it.compress(site.has(i), final)))
+        def full(x, varies, final):
+            x = aligned(x, list(it.compress(varies, final)))
             lead = [a.size for a in it.compress(site.axes, final)]
             return np.broadcast_to(x, (*lead, *x.shape[len(lead) :])).copy()
 
-        arrays = list(map(full, it.count(), arrays, [*final_axes(site), kept]))
+        arrays = list(map(full, arrays, site.varies, [*final_axes(site), kept]))
         ran = arrays.pop().astype(bool) if self.counted else None
         lead = [a.size for a in it.compress(site.axes, kept)]
         value = site.form.with_arrays(arrays, lead)
@@ -191,13 +192,13 @@ def send(count: Any, entry: Entry, extra: Value, mode: str, options: Any) -> Non
     """Sends an execution to the callback, which is the `count`-th. `extra` is the
     option of that name, and `options` are all options of `tap`."""
     site, n = entry.site, len(entry.arrays) - entry.counted
-    varies = [site.has(i) for i in range(len(entry.arrays))]
-    value = Value(site.form, entry.arrays[:n], varies[:n])
+    value = Value(site.form, entry.arrays[:n], site.varies[:n])
     value = _sendable(value, printed=options.callback.value is print_event)
     extra = _sendable(extra, printed=False)
-    axes = with_has(site.axes, [*value.varies, *varies[n:]])
+    varies = *value.varies, *site.varies[n:]
     # No more of the site: in another trace of the program all else may differ.
-    sent = Site(site.labels, value.form, site.modes, axes=axes, where=site.where)
+    sent = Site(site.labels, value.form, site.modes, where=site.where)
+    sent = sent._replace(axes=site.axes, varies=varies)
     devices = jax.sharding.get_abstract_mesh().manual_axes
     delivery = Delivery(
         options.callback,

@@ -36,7 +36,7 @@ from jax.interpreters import ad, batching, mlir, partial_eval as pe
 from .. import _compat
 from .._errors import SowError
 from .listening import around, listening
-from .site import Axis, with_has
+from .site import Axis
 from .static import NoTangent, OPERAND
 
 
@@ -214,9 +214,9 @@ def _sow_tangent(nonzeros, avals, site, edge, *guards, tangents):
         modes=(*site.modes, "tangent"),
         orders=(*site.orders, site.differentiated),
         differentiated=0,
-        axes=with_has(site.axes, [site.has(i) for i, k in enumerate(kept) if k]),
         spec=None,
         fixed=(),
+        varies=tuple(it.compress(site.varies, kept)),
         permutations=tuple(it.compress(site.permutations, kept)),
     )
     values = [ad.instantiate_zeros(t) for t, k in zip(tangents, keep) if k]
@@ -261,11 +261,10 @@ def _sow_batch(axis_data, operands, dims, *, site):
         # It came out of one branch or another, chosen for each lane.
         edge = edge_p.bind(edge)
     # Also if nothing varies: so all sows under the same vmaps have the same axes.
-    has = tuple(d is not None for d in dims)
+    varies = tuple((d is not None, *v) for d, v in zip(dims, site.varies))
     loops, conds = around(axis_data)
     axis = Axis(
         axis_data.size,
-        has,
         loops,
         spec=axis_data.explicit_mesh_axis,
         after_backward=site.modes.count("cotangent") % 2 == 1,
@@ -275,6 +274,7 @@ def _sow_batch(axis_data, operands, dims, *, site):
     # and more of them to its derivatives.
     site = site._replace(
         axes=(axis, *site.axes),
+        varies=varies,
         permutations=tuple(map(_with_axis, site.permutations, operands, dims)),
         unguarded=site.unguarded or unguarded,
     )

@@ -19,8 +19,6 @@ class Axis(NamedTuple):
     """
 
     size: int
-    # Which operands really have the axis. The others are the same all along it.
-    has: tuple[bool, ...]
     # How many loops run between the vmap and the sow.
     loops: int = 0
     # Whether it is the axis of a vmap.
@@ -132,6 +130,8 @@ class Site(NamedTuple):
 
     # --- where it runs ---
     axes: tuple[Axis, ...] = ()
+    # For each operand, which of these axes it has. It is the same all along the others.
+    varies: tuple[tuple[bool, ...], ...] = ()
     # For each operand, the permutation that brings those of the axes that it has to the
     # front, in their order; `()` if they are there.
     permutations: tuple[tuple[int, ...], ...] = ()
@@ -220,19 +220,10 @@ class Site(NamedTuple):
         """What messages say of it."""
         return f"`sow(..., {self.name!r})` at {self.where}"
 
-    def has(self, i: int) -> tuple[bool, ...]:
-        """Which of the axes operand `i` has."""
-        return tuple(a.has[i] for a in self.axes)
-
     def shape(self, i: int, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape that the code at the sow sees, from that of operand `i`."""
         order = self.permutations[i] or range(len(shape))
-        return tuple(shape[k] for k in order[sum(self.has(i)) :])
-
-
-def with_has(axes: Sequence[Axis], has: Sequence[Sequence[bool]]) -> tuple[Axis, ...]:
-    """The axes, for operands of which each has those that `has` says."""
-    return tuple(a._replace(has=tuple(h[i] for h in has)) for i, a in enumerate(axes))
+        return tuple(shape[k] for k in order[sum(self.varies[i]) :])
 
 
 def out_of_loop(

@@ -103,12 +103,14 @@ def bind(value: Any, labels: tuple[Label, ...], edge: Any = NO_EDGE, **fields) -
             for i, x in enumerate(arrays)
             if isinstance(x, np.ndarray | np.generic)
         )
+    none = ((),) * len(arrays)
     site = Site(
         labels,
         form,
         where=user_line(),
         origin=object(),
-        permutations=((),) * len(arrays),
+        varies=none,
+        permutations=none,
         fixed=fixed,
         **fields,
     )

@@ -1,7 +1,7 @@
 """The leading axes of captured arrays, which vmaps, loops and devices gave them.
 
-An operand of a sow has only the axes that it varies over. `Site.has` says which of
-`Site.axes` these are: a tuple of booleans, here called `varies`. Of a value `(c, y)`
+An operand of a sow has only the axes that it varies over. `Site.varies` says for
+each which of `Site.axes` these are: a tuple of booleans. Of a value `(c, y)`
 in a vmap of 5 lanes and one of 2 lanes within it, where `c` varies over the outer lanes
 and `y` over the inner ones,
 
@@ -83,7 +83,8 @@ def for_each_lane(
 def kept_axes(site: Site) -> tuple[bool, ...]:
     """Which axes there are in what comes back: all but the vmaps that no array of the
     value varies over."""
-    return tuple(not a.lane or any(a.has) for a in site.axes)
+    some = either((False,) * len(site.axes), *site.varies)
+    return tuple(v or not a.lane for a, v in zip(site.axes, some))
 
 
 def total_over(site: Site) -> list[bool]:
@@ -105,8 +106,8 @@ def final_axes(site: Site) -> list[tuple[bool, ...]]:
     kept = kept_axes(site)
     total = total_over(site)
     return [
-        tuple(k and (v or not t) for k, v, t in zip(kept, site.has(i), total))
-        for i in range(site.form.n_operands)
+        tuple(k and (v or not t) for k, v, t in zip(kept, varies, total))
+        for varies in site.varies[: site.form.n_operands]
     ]
 
 

@@ -10,11 +10,12 @@ of 5 lanes,
         return lax.scan(body, x, None, length=3)
 
 where `c` varies over the outer lanes and `y` over the inner ones. As JAX traces it,
-the inner vmap comes first. It gives the sow `Axis(2, has=(False, True), loops=0)`. The
-outer vmap batches the scan, and the sow inside as part of that: its axis, of which
-`loops=1` says that a loop is between it and the sow, goes in front, `Axis(5, has=(True,
-False), loops=1)`. So the axes are (5, 2), and the operands are `c[5]` and `y[2]`: they
-have only the axes that they vary over. `captured` makes an `Entry` of them, in which
+the inner vmap comes first. It gives the sow `Axis(2, loops=0)`, and `c`
+does not vary over it. The outer vmap batches the scan, and the sow inside as part of
+that: its axis, of which `loops=1` says that a loop is between it and the sow, goes in
+front, `Axis(5, loops=1)`. So the axes are (5, 2), and the operands are `c[5]` and
+`y[2]`, since they have only the axes that they vary over: `varies` is `(True, False)`
+for `c`, and `(False, True)` for `y`. `captured` makes an `Entry` of them, in which
 each array has all axes of the site, some of size one: `c[5, 1]` and `y[1, 2]`.
 
 When the walk leaves the scan, each array has a new leading axis: `c[3, 5, 1]`,
@@ -27,7 +28,7 @@ axes of size one: `[5, 3, 2]`.
 import dataclasses as dc
 import functools as ft
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -36,7 +37,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .._arrays import select, shape_like, spec_of
-from .._mark.site import Axis, Guard, out_of_loop, Site, with_has
+from .._mark.site import Axis, Guard, out_of_loop, Site
 from .._mark.static import NoTangent, OPERAND
 from .._results.intermediates import Scan
 from .axes import aligned, broadcast, either
@@ -73,12 +74,12 @@ class Entry:
     # kept, or `None` for all. Empty if all are kept of all.
     at: tuple[int | None, ...] = dc.field(default=(), metadata=dict(static=True))
 
-    def shape(self, i: int, axes: Sequence[Axis]) -> jax.ShapeDtypeStruct:
-        """The shape of array `i`, with these leading axes in place of its own."""
+    def shape(self, i: int, axes: Iterable[Axis], varies: Iterable[bool]) -> Any:
+        """The type of array `i`, if it varied so over these axes instead of its own."""
         x, n = self.arrays[i], len(self.site.axes)
-        shape = (*[a.size if a.has[i] else 1 for a in axes], *x.shape[n:])
-        specs = [a.spec if a.has[i] else None for a in axes]
-        return shape_like(x, shape, (*specs, *spec_of(x)[n:]))
+        lead = [(a.size, a.spec) if v else (1, None) for a, v in zip(axes, varies)]
+        shape = (*[size for size, _ in lead], *x.shape[n:])
+        return shape_like(x, shape, (*[spec for _, spec in lead], *spec_of(x)[n:]))
 
     def within(self, step: tuple[int, bool | None]) -> "Entry":
         """The same, seen from outside an equation. There are many, and `dc.replace`
@@ -86,14 +87,17 @@ class Entry:
         route = (step, *self.route)
         return Entry(self.arrays, self.site, self.counted, self.cases, route, self.at)
 
-    def replace(self, arrays: Sequence[Any], axes: Sequence[Axis]) -> "Entry":
-        site = self.site._replace(axes=tuple(axes))
+    def replace(self, arrays: Sequence[Any], **of_site: Sequence[Any]) -> "Entry":
+        site = self.site._replace(**{k: tuple(v) for k, v in of_site.items()})
         return dc.replace(self, arrays=tuple(arrays), site=site)
 
-    def with_only(self, axes: Sequence[Axis]) -> "Entry":
+    def with_only(self, kept: Sequence[int] = ()) -> "Entry":
         """An entry of one place along all but these of its axes, as shapes."""
-        shapes = [self.shape(i, axes) for i in range(len(self.arrays))]
-        return self.replace(shapes, axes)
+        site = self.site
+        axes = [site.axes[k] for k in kept]
+        varies = [tuple(v[k] for k in kept) for v in site.varies]
+        shapes = [self.shape(i, axes, v) for i, v in enumerate(varies)]
+        return self.replace(shapes, axes=axes, varies=varies)
 
 
 def grouped(
@@ -151,8 +155,7 @@ def _of_value(
     if count is not None:
         arrays.append(count)
         varies.append(count_varies)
-    axes = with_has(entry.site.axes, varies)
-    site = entry.site._replace(form=value.form, axes=axes)
+    site = entry.site._replace(form=value.form, varies=tuple(varies))
     counted = count is not None
     return dc.replace(entry, arrays=tuple(arrays), site=site, counted=counted)
 
@@ -167,7 +170,7 @@ def finished(entry: Entry, transform: Callable | None) -> Entry:
     if transform is FINISHED or (transform is None and not entry.counted):
         return entry
     site, arrays = entry.site, list(entry.arrays)
-    varies = [site.has(i) for i in range(len(arrays))]
+    varies = [*site.varies]
     run, run_varies = None, ()
     if entry.counted:
         run, run_varies = arrays.pop(), varies.pop()
@@ -208,7 +211,7 @@ def value_of(site: Site, operands: Sequence[Any]) -> Value:
     """The value that is sown: what the operands are but for the guards. A tangent that
     is zero, and so no operand, is an array of zeros from here on."""
     n = len(site.guards)
-    known = iter(zip(operands[n:], (site.has(i) for i in range(n, len(operands)))))
+    known = iter(zip(operands[n:], site.varies[n:]))
     leaves, pairs = [], []
     for leaf in site.form.leaves:
         is_zero = isinstance(leaf, NoTangent) and leaf.dtype != jax.dtypes.float0
@@ -228,11 +231,10 @@ def running(site: Site, operands: Sequence[Any]) -> tuple[Any, tuple[bool, ...]]
     varies over. `None` for a sow without guards, which runs in all."""
     if not site.guards:
         return None, ()
-    varies = [site.has(i) for i in range(len(site.guards))]
     each = []
-    for x, v, guard in zip(operands, varies, site.guards):
+    for x, v, guard in zip(operands, site.varies, site.guards):
         each.append(aligned(x if x.dtype == bool else _is(x, guard), v))
-    return ft.reduce(operator.and_, each), either(*varies)
+    return ft.reduce(operator.and_, each), either(*site.varies[: len(site.guards)])
 
 
 def _is(index: Any, guard: Guard) -> Any:
@@ -269,15 +271,16 @@ def stacked(entry: Entry, length: int) -> Entry:
     left = dc.replace(entry, at=entry.at[:-1])
     if keeps_one(entry):
         return left_loop(left)
-    loop = Axis(length, (True,) * len(entry.arrays), lane=False)
-    n_outside, axes = out_of_loop(entry.site.axes, loop)
-    return left.replace([jnp.moveaxis(x, 0, n_outside) for x in entry.arrays], axes)
+    n, axes = out_of_loop(entry.site.axes, Axis(length, lane=False))
+    varies = [(*v[:n], True, *v[n:]) for v in entry.site.varies]
+    arrays = [jnp.moveaxis(x, 0, n) for x in entry.arrays]
+    return left.replace(arrays, axes=axes, varies=varies)
 
 
 def left_loop(entry: Entry) -> Entry:
     """An entry of a loop body that keeps no axis for the loop."""
     _, axes = out_of_loop(entry.site.axes, None)
-    return entry.replace(entry.arrays, axes)
+    return entry.replace(entry.arrays, axes=axes)
 
 
 def on_device(
@@ -289,11 +292,10 @@ def on_device(
     over = [varying(x) for x in entry.arrays]
     names = [a for a in axes if any(a in v for v in over)]
     arrays = [x[(None,) * len(names)] for x in entry.arrays]
-    mesh = [
-        Axis(axes[a], tuple(a in v for v in over), lane=False, mesh=a, spec=a)
-        for a in names
-    ]
-    entry = entry.replace(arrays, (*mesh, *entry.site.axes))
+    mesh = [Axis(axes[a], lane=False, mesh=a, spec=a) for a in names]
+    pairs = zip(over, entry.site.varies)
+    varies = [(*[a in v for a in names], *own) for v, own in pairs]
+    entry = entry.replace(arrays, axes=(*mesh, *entry.site.axes), varies=varies)
     specs = [
         jax.sharding.PartitionSpec(*[a if a in v else None for a in names])
         for v in over
@@ -305,6 +307,7 @@ def with_count(entry: Entry) -> Entry:
     """The entry with a count of one, if it has none yet."""
     if entry.counted:
         return entry
-    one = jnp.ones((1,) * len(entry.site.axes), jnp.int32)
-    axes = [a._replace(has=(*a.has, False)) for a in entry.site.axes]
-    return dc.replace(entry.replace((*entry.arrays, one), axes), counted=True)
+    n = len(entry.site.axes)
+    arrays = *entry.arrays, jnp.ones((1,) * n, jnp.int32)
+    varies = *entry.site.varies, (False,) * n
+    return dc.replace(entry.replace(arrays, varies=varies), counted=True)

@@ -23,6 +23,7 @@ of a `while_loop`, and `reduce.py` asks for the form of a state.
 """
 
 import dataclasses as dc
+import itertools as it
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -30,7 +31,7 @@ import equinox as eqx
 
 from .._arrays import select, sharded_like, spec_of, zeros_like
 from .._errors import DuplicateSowError, SowError
-from .._mark.site import Axis, Site, with_has
+from .._mark.site import Axis, Site
 from .._mark.staging import types_of
 from .axes import aligned, broadcast, either, total_over
 from .entry import Entry, FINISHED, finished, grouped, Guards, with_count
@@ -79,7 +80,7 @@ def _one_of(a: WithTransform, b: WithTransform) -> WithTransform:
 
 def _form(e: Entry) -> Any:
     """What entries have in common that can become one."""
-    arrays = [(x.shape, x.dtype) for x in e.with_only(()).arrays]
+    arrays = [(x.shape, x.dtype) for x in e.with_only().arrays]
     return e.site.form, arrays
 
 
@@ -161,10 +162,16 @@ def with_axes(entry: Entry, axes: Sequence[Axis]) -> Entry:
     is_own = own_axes(entry.site.axes, axes)
     if all(is_own):
         return entry
-    none = (False,) * len(entry.arrays)
-    own = iter(entry.site.axes)
-    new = [next(own) if o else a._replace(has=none) for a, o in zip(axes, is_own)]
-    return entry.replace([aligned(x, is_own) for x in entry.arrays], new)
+
+    def placed(own, others):
+        own = iter(own)
+        return tuple(next(own) if o else x for x, o in zip(others, is_own))
+
+    return entry.replace(
+        [aligned(x, is_own) for x in entry.arrays],
+        axes=placed(entry.site.axes, axes),
+        varies=[placed(v, [False] * len(axes)) for v in entry.site.varies],
+    )
 
 
 def _common_axes(sites: Sequence[Site]) -> list[Axis]:
@@ -197,15 +204,15 @@ def unify(entries: Sequence[Entry]) -> Entry:
     for e in entries[1:]:
         _check_same(entries[0], e)
     n = len(entries[0].arrays)
-    varies = [either(*[e.site.has(i) for e in entries]) for i in range(n)]
+    varies = [either(*[e.site.varies[i] for e in entries]) for i in range(n)]
     # Wherever the count varies, the value does too: it may not have run there.
     varies = [either(v, varies[-1]) for v in varies]
-    site = _of_all(sites)._replace(axes=with_has(axes, varies))
+    site = _of_all(sites)._replace(axes=tuple(axes), varies=tuple(varies))
 
     def shape(i):
         # A branch may have zeros, say, that are not sharded.
-        n_sharded = lambda e: -spec_of(e.shape(i, ())).count(None)
-        return max(entries, key=n_sharded).shape(i, site.axes)
+        n_sharded = lambda e: -spec_of(e.shape(i, (), ())).count(None)
+        return max(entries, key=n_sharded).shape(i, axes, varies[i])
 
     cases = ()
     if all(e.cases for e in entries):
@@ -219,8 +226,8 @@ def conform(entry: Entry, form: Entry) -> Entry:
     axes = form.site.axes
     entry = with_axes(with_count(entry), axes)
     arrays = tuple(
-        sharded_like(broadcast(x, form.site.has(i), axes), like)
-        for i, (x, like) in enumerate(zip(entry.arrays, form.arrays))
+        sharded_like(broadcast(x, v, axes), like)
+        for x, v, like in zip(entry.arrays, form.site.varies, form.arrays)
     )
     return dc.replace(form, arrays=arrays)
 
@@ -278,14 +285,14 @@ def _check_same(a: Entry, b: Entry) -> None:
     """Raises if two entries cannot become one."""
 
     def describe(e: Entry) -> str:
-        *values, _ = e.with_only(()).arrays
+        *values, _ = e.with_only().arrays
         value = e.site.form.with_arrays(values)
         return f"{eqx.tree_pformat(value, struct_as_array=True)} at {e.site.where}"
 
     mode = a.site.mode
     # The count may vary over other lanes, and so may a value that is no total.
     lanes = [
-        [x.has[:-1] for x, is_total in zip(e.site.axes, total_over(e.site)) if is_total]
+        [list(it.compress(v, total_over(e.site))) for v in e.site.varies[:-1]]
         for e in (a, b)
     ]
     if _form(a) != _form(b):

@@ -21,7 +21,7 @@ from .._arrays import (
 )
 from .._errors import calling, SowError
 from .._frames import api_boundary
-from .._mark.site import Axis, Site, with_has
+from .._mark.site import Axis, Site
 from .._mark.static import take_apart
 from .axes import broadcast, kept_axes
 from .entry import Entry, with_count
@@ -318,10 +318,10 @@ Reducers = Callable[[str], Any]
 def started(reducer: Reducer, entries: Sequence[Entry]) -> ReducerState:
     """The state before the first execution. `entries` are the shapes of what would be
     captured of the name and mode without a reducer, in each place."""
-    lanes_of = lambda e: [a for a in e.site.axes if a.lane]
+    lanes_of = lambda e: [k for k, a in enumerate(e.site.axes) if a.lane]
     form = unify([e.with_only(lanes_of(e)) for e in entries])
     site, lanes = form.site, form.site.axes
-    *values, count = map(zeros_like, form.with_only(()).arrays)
+    *values, count = map(zeros_like, form.with_only().arrays)
     with calling("reducer", site):
         acc = reducer.start(site, values)
     sizes, specs = tuple(a.size for a in lanes), [a.spec for a in lanes]
@@ -336,7 +336,7 @@ def stepped(reducer: Reducer, state: ReducerState, entry: Entry) -> ReducerState
     """The state after one more execution."""
     lanes = state.site.axes
     own = [a._replace(loops=0) for a in entry.site.axes]
-    one = with_axes(with_count(entry.replace(entry.arrays, own)), lanes)
+    one = with_axes(with_count(entry.replace(entry.arrays, axes=own)), lanes)
     every = (True,) * len(lanes)
     *values, run = [broadcast(x, every, lanes) for x in one.arrays]
 
@@ -358,7 +358,7 @@ def result_of(reducer: Reducer, state: ReducerState) -> Entry:
     of `Reducer.lead`."""
     site, lanes = state.site, state.site.axes
     kept = kept_axes(site)
-    varies = [site.has(i) for i in range(site.form.n_operands)]
+    varies = site.varies[: site.form.n_operands]
     result = _in_lanes(reducer.finish, lanes)(state.acc, state.count)
     if not reducer.keeps_structure:
         result, form = take_apart(result)
@@ -375,7 +375,7 @@ def result_of(reducer: Reducer, state: ReducerState) -> Entry:
         return x
 
     arrays = tuple(map(of_one_lane, result, varies))
-    return Entry(arrays, site._replace(axes=with_has(lanes, varies)), counted)
+    return Entry(arrays, site._replace(varies=tuple(varies)), counted)
 
 
 def _in_lanes(fn: Callable, lanes: Sequence[Axis]) -> Callable:

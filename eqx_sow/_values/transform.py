@@ -13,7 +13,7 @@ from .. import _compat
 from .._arrays import shape_like, spec_of
 from .._errors import calling, SowError
 from .._frames import api_boundary
-from .._mark.site import Site, with_has
+from .._mark.site import Site
 from .._mark.static import Form, take_apart
 from .axes import (
     aligned,
@@ -172,7 +172,7 @@ def _of_all_lanes(fn: Batched, site: Site, value: Value) -> Value:
             "is not zero."
         )
     none = (False,) * len(site.axes)
-    site = site._replace(form=value.form, axes=with_has(site.axes, value.varies))
+    site = site._replace(form=value.form, varies=tuple(value.varies))
     new, form = take_apart(fn.fn(whole(site, value.arrays)))
     arrays = [aligned(jnp.asarray(x), none) for x in new]
     return Value(form, arrays, [none] * len(new))

@@ -195,10 +195,12 @@ class AddGuard(Handler):
         del found
         n = len(site.guards)
         operands = frame.read(atoms)
-        axes = tuple(a._replace(has=(*a.has[:n], False, *a.has[n:])) for a in site.axes)
-        permutations = (*site.permutations[:n], (), *site.permutations[n:])
-        guards = *site.guards, self.guard
-        site = site._replace(guards=guards, axes=axes, permutations=permutations)
+        none = (False,) * len(site.axes)
+        site = site._replace(
+            guards=(*site.guards, self.guard),
+            varies=(*site.varies[:n], none, *site.varies[n:]),
+            permutations=(*site.permutations[:n], (), *site.permutations[n:]),
+        )
         (edge,) = frame.read(frame.eqn.invars[:1])
         edge, *outs = sow_p.bind(
             edge, *operands[:n], given.values, *operands[n:], site=site
