@@ -397,6 +397,7 @@ def _of_entries(x: Any, there: Any = True, xp: Any = jnp) -> Summary:
 # What is reduced, and how: by "sum", "min" or "max".
 _Part = tuple[Any, str]
 _START = {"sum": 0, "min": np.inf, "max": -np.inf}
+_OF_TWO = {"sum": lax.add, "min": lax.min, "max": lax.max}
 
 
 def _one_by_one(axes: tuple[int, ...], *parts: _Part, xp: Any = jnp) -> list[Any]:
@@ -409,42 +410,17 @@ def _by_block(
     """Those of all axes: first those of each block, then of all blocks.
 
     XLA on a CPU reads an array once for all of these, and writes no other array of its
-    size, if they are one `lax.reduce` of several operands. It uses vector instructions
-    only if at most one of these is of floating-point numbers. So that is the sum, and
-    the smallest and the largest entry are found as integers.
+    size, if they are one `lax.reduce` of several operands.
     """
-
-    def part(x, how):
-        # JAX has no rule for a batch of reductions that begin with a traced number.
-        start = np.array(_START[how], x.dtype)
-        if how == "sum":
-            return x, start, lax.add
-        integer = jnp.dtype(f"int{x.dtype.itemsize * 8}")
-        bits, start = lax.bitcast_convert_type(x, integer), start.view(integer)
-        fn = lax.min if how == "min" else lax.max
-        return _in_order(bits), _in_order(start)[()], fn
-
-    def of_all(x, how):
-        if how != "sum":
-            x = lax.bitcast_convert_type(_in_order(x), f"float{x.dtype.itemsize * 8}")
-        # Of all entries, there may be more than a `uint32` can hold.
-        elif x.dtype == np.uint32:
-            x = x.astype(jnp.result_type(float))
-        return x, how
-
-    arrays, starts, fns = zip(*[part(*p) for p in parts])
+    # JAX has no rule for a batch of reductions that begin with a traced number.
+    starts = [np.array(_START[how], x.dtype) for x, how in parts]
+    fns = [_OF_TWO[how] for _, how in parts]
     both = lambda a, b: tuple(fn(x, y) for fn, x, y in zip(fns, a, b))
-    of_blocks = lax.reduce(arrays, starts, both, block)
-    of_each = [of_all(x, how) for x, (_, how) in zip(of_blocks, parts)]
+    of_blocks = lax.reduce([x for x, _ in parts], starts, both, block)
+    # Of all entries, there may be more than a `uint32` can hold.
+    wide = lambda x: x.astype(jnp.result_type(float)) if x.dtype == np.uint32 else x
+    of_each = [(wide(x), how) for x, (_, how) in zip(of_blocks, parts)]
     return _one_by_one(axes[: -len(block) or None], *of_each)
-
-
-def _in_order(bits: Any) -> Any:
-    """From the bits of floating-point numbers, integers in the order of these; and
-    back. Those of negative numbers are in the opposite order, so all but the sign of
-    them are inverted."""
-    info = np.iinfo(bits.dtype)
-    return bits ^ ((bits >> np.array(info.bits - 1, bits.dtype)) & info.max)
 
 
 def merged(
