@@ -116,8 +116,8 @@ class Delivery:
     def with_lane(self, size: int, varies: Sequence[bool]) -> "Delivery":
         """After one more vmap, over which these arrays of the value vary."""
         axes = Axis(size), *self.site.axes
-        varies = tuple((v, *own) for v, own in zip(varies, self.site.varies))
-        return dc.replace(self, site=self.site._replace(axes=axes, varies=varies))
+        each = tuple((v, *own) for v, own in zip(varies, self.site.varies))
+        return dc.replace(self, site=self.site._replace(axes=axes, varies=each))
 
     def __call__(self, count: Any, *operands: Any) -> None:
         # Copies: what the callback keeps must not change when a buffer is used again.

@@ -27,9 +27,10 @@ Scan = tuple[tuple[int, bool | None], ...]
 # known. ("loop", 6, ...) is the loop over the layers of `blocks/attn`, whose layer 2 a
 # list would call `blocks/2/attn`. None for an axis whose index stands at the end, or
 # nowhere.
-Axis = tuple[str, int | None, Scan | None]
+NamedAxis = tuple[str, int | None, Scan | None]
+NamedAxes = tuple[NamedAxis, ...]
 # The leading axes of an array as it came back, and its shape.
-Leading = tuple[tuple[Axis, ...], tuple[int, ...]]
+Leading = tuple[NamedAxes, tuple[int, ...]]
 # For each array of a value; for several values, with `Append`, a list of that.
 _AllAxes = Mapping[tuple[str, str], tuple[Leading, ...] | list[Any]]
 
@@ -297,7 +298,7 @@ def _as_data(x: Any) -> Any:
 
 
 # --- axes ---
-def _axes_of(known: Leading, x: Any) -> tuple[Axis, ...] | None:
+def _axes_of(known: Leading, x: Any) -> NamedAxes | None:
     """The leading axes of an array, if it is what came back. Transformations further
     out may have put more before these."""
     axes, shape = known
@@ -307,13 +308,11 @@ def _axes_of(known: Leading, x: Any) -> tuple[Axis, ...] | None:
     return (*[("outside", None, None)] * front, *axes)
 
 
-def _axes_of_each(
-    known: Iterable[Leading], value: Any
-) -> Iterator[tuple[Axis, ...] | None]:
+def _axes_of_each(known: Iterable[Leading], value: Any) -> Iterator[NamedAxes | None]:
     return map(_axes_of, known, filter(is_value, jtu.tree_leaves(value)))
 
 
-def _axes_of_value(known: Sequence[Leading], value: Any) -> tuple[Axis, ...] | None:
+def _axes_of_value(known: Sequence[Leading], value: Any) -> NamedAxes | None:
     n = sum(map(is_value, jtu.tree_leaves(value)))
     there = [axes for axes in _axes_of_each(known, value) if axes is not None]
     if not len(there) == n == len(known):
@@ -390,7 +389,7 @@ def with_axes(values: Any, axes: _AllAxes) -> Intermediates:
 
 def axes_in(
     intermediates: Mapping[str, Any], name: Any, mode: Any
-) -> Iterator[tuple[Axis, ...] | None]:
+) -> Iterator[NamedAxes | None]:
     """The leading axes of the arrays of a mode, one after another, as far as they are
     known."""
     known = getattr(intermediates, "_axes", {}).get((name, mode), ())

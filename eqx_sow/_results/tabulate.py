@@ -21,7 +21,7 @@ from .. import _compat
 from .._arrays import leading, select, sharded_like
 from .._errors import SowError
 from .._frames import api_boundary
-from .intermediates import axes_in, Axis, in_order, Intermediates, is_state, Scan
+from .intermediates import axes_in, in_order, Intermediates, is_state, NamedAxes, Scan
 from .summarize import (
     as_array,
     is_numeric,
@@ -299,9 +299,7 @@ def _runs(count: Any, path: Sequence[Any], x: Any, primal: Any) -> Any:
     return count if same else None
 
 
-def _aligned(
-    count: Any, of_count: Sequence[Axis] | None, x: Any, of_x: Sequence[Axis]
-) -> Any:
+def _aligned(count: Any, of_count: NamedAxes | None, x: Any, of_x: NamedAxes) -> Any:
     """How often the entries of a derivative ran that has more axes than the value, as
     in `jax.jacfwd`: with axes of size one for these, if there is but one way to do so.
     """

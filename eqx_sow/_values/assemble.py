@@ -12,10 +12,10 @@ from .._errors import SowError
 from .._mark.site import Axis, Site
 from .._mark.static import NoTangent, OPERAND
 from .._results.intermediates import (
-    Axis as NamedAxis,
     in_order,
     Intermediates,
     Leading,
+    NamedAxis,
     Scan,
     with_axes,
 )
