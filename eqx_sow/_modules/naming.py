@@ -67,7 +67,7 @@ class _Sow(NamedTuple):
 
     site: Site
     visits: list[_Visit]
-    scans: tuple[Way, ...]
+    scans: list[Way]
 
 
 class Naming(Domain):
@@ -123,19 +123,13 @@ class Naming(Domain):
     def needed_operands(self, sow):
         return sow.invars[:1]
 
-    def literal(self, literal):
-        return self.constant(getattr(literal, "val", None))
-
-    def constant(self, x):
+    def constant(self, x, aval):
         if not getattr(x, "shape", None) and not eqx.is_array(x):
             return Value()
         return self._at_source(self._places.source(x))
 
-    def either(self, values):
-        return either(values)
-
     def chosen(self, index, cases):
-        return self.either(in_order(cases))._replace(cases=(index.made, cases))
+        return either(in_order(cases))._replace(cases=(index.made, cases))
 
     def in_case(self, index, i, value):
         if value.cases is not None and value.cases[0] == index.made is not None:
@@ -151,6 +145,9 @@ class Naming(Domain):
 
     def stacked(self, value, here):
         return value.along(1)
+
+    def carried(self, when, init, after, here):
+        return [either(pair) for pair in zip(init, after)]
 
     def shard(self, value, mesh, spec):
         return value._replace(parts=None)
@@ -190,7 +187,7 @@ class Naming(Domain):
         self._sows[here.path] = _Sow(site, visits, scans)
 
     def _running(self, here: Here, eqn: Any) -> list[_Visit]:
-        calls = (*here.running, *calls_around(eqn))
+        calls = [*here.running, *calls_around(eqn)]
         return [self._latest[c] for c in calls if c in self._latest]
 
     # --- the places of modules ---

@@ -89,6 +89,8 @@ def one_of(values: Sequence[Value], step: int = 0, made: Hashable = None) -> Val
 
 def either(values: Sequence[Value]) -> Value:
     """What is one of several values: it is not known which."""
+    if all(x is values[0] for x in values):
+        return values[0]
     value = one_of(values, made=values[0].made)
     axis, parts = next((x.parts for x in values if x.parts), (0, ()))
     if not parts:

@@ -60,7 +60,7 @@ from .repetitions import (
     repetitions,
     Sown,
 )
-from .sows import Found, loop_of, Path, with_sites
+from .sows import Found, lengths_of, loop_of, Path, with_sites
 
 
 def with_executions(
@@ -88,7 +88,7 @@ def with_executions(
     if not any(asks(x.site, x.eqns) for x in wanted):
         return closed
     told = _Numbers()
-    run(told, closed, [told.new() for _ in closed.invars], Here())
+    run(told, closed, [told.unlike_any() for _ in closed.invars], Here())
     return with_sites(closed, _sites([x for x in told.sows if wants(x.site)]))
 
 
@@ -124,25 +124,17 @@ def _sites(found: Sequence[Sown]) -> dict[Path, Site]:
     return sites
 
 
-_NONE: frozenset[Path] = frozenset()
-
-
 class _Value(NamedTuple):
     """What goes through the program, in the place of an array.
 
     `number`: equal for values that are computed alike from the same inputs. `made`:
     the place where the value was made, whatever transposed or reshaped it since. If a
     function is called twice with the same argument, what it computes has one number,
-    but is made in two places. `edges`: of an edge, the executions that it comes from.
+    but is made in two places.
     """
 
     number: int
-    made: Hashable = None
-    edges: frozenset[Path] = _NONE
-
-
-def _edges(values: Sequence[_Value]) -> frozenset[Path]:
-    return _NONE.union(*[x.edges for x in values])
+    made: Hashable
 
 
 class _Numbers(Domain):
@@ -160,13 +152,15 @@ class _Numbers(Domain):
         self._known: dict[Hashable, list[tuple[Any, int]]] = {}
         # By number, how that value is computed.
         self._computed: dict[int, tuple[Hashable, tuple[int, ...]]] = {}
+        # By number, of an edge, the executions that it comes from.
+        self._edges: dict[int, frozenset[Path]] = {}
         self._next = it.count()
         self.sows: list[Sown] = []
 
-    def new(self, edges: frozenset[Path] = _NONE) -> _Value:
+    def unlike_any(self) -> _Value:
         """A value that is equal to no other one."""
-        number = next(self._next)
-        return _Value(number, number, edges)
+        number = self._number(object())
+        return _Value(number, number)
 
     def _number(
         self, how: Hashable, operands: Sequence[int] = (), params: Any = None
@@ -179,15 +173,14 @@ class _Numbers(Domain):
         number = next(self._next)
         candidates.append((params, number))
         self._computed[number] = computed
+        edges = [self._edges[n] for n in operands if n in self._edges]
+        if edges:
+            self._edges[number] = frozenset().union(*edges)
         return number
 
-    def literal(self, literal):
-        number = self._number(("literal", literal.aval), params=literal.val)
-        return _Value(number, number)
-
-    def constant(self, x):
+    def constant(self, x, aval):
         # Each trace of `x * jnp.array([1.0, 2.0])` makes an array of its own.
-        number = self._number(("const", _content(x)))
+        number = self._number(("const", aval, _content(x)))
         return _Value(number, number)
 
     # --- equations ---
@@ -196,25 +189,20 @@ class _Numbers(Domain):
         if primitive is sow_p:
             return [self._sow(eqn, operands, here), *operands[1:]]
         if primitive is same_p:
-            return [self.new(), *operands[1:]]
+            return [self.unlike_any(), *operands[1:]]
         if _is_identity(eqn):
             return [*operands]
         if primitive is jax.lax.select_n_p:
             return [self.chosen(operands[0], operands[1:])]
-        if eqn.effects or _is_users(eqn):
-            numbers = [next(self._next) for _ in eqn.outvars]
-        elif primitive is jax.lax.transpose_p:
+        if primitive is jax.lax.transpose_p:
             numbers = [self._transposed(operands[0], eqn.params["permutation"])]
         else:
-            n = self._number(primitive, [x.number for x in operands], eqn.params)
+            # What has an effect may be something else each time.
+            how = object() if eqn.effects or _is_users(eqn) else primitive
+            n = self._number(how, [x.number for x in operands], eqn.params)
             numbers = [self._number(("out", i), (n,)) for i in range(len(eqn.outvars))]
-        edges = _edges(operands)
         moved = operands[0].made if primitive in _MOVES else None
-        return [
-            # Edges are of size 0, wherever they are stacked or sliced.
-            _Value(n, moved or (here.path, i), edges if _is_edge(v) else _NONE)
-            for i, (n, v) in enumerate(zip(numbers, eqn.outvars))
-        ]
+        return [_Value(n, moved or (here.path, i)) for i, n in enumerate(numbers)]
 
     def _sow(self, eqn: Any, operands: Sequence[_Value], here: Here) -> _Value:
         site: Site = eqn.params["site"]
@@ -223,8 +211,13 @@ class _Numbers(Domain):
             here = here._replace(around=(*here.around, eqn))
             runs = tuple(x.made for x in operands[: len(site.guards)])
             value = self._value_at(site, operands)
-            self.sows.append(Sown(site, here, edge.edges, value, runs))
-        return self.new(edge.edges if site.modes else frozenset([here.path]))
+            edges = self._edges.get(edge.number, frozenset())
+            self.sows.append(Sown(site, here, edges, value, runs))
+        if site.modes:
+            return edge
+        edge = self.unlike_any()
+        self._edges[edge.number] = frozenset([here.path])
+        return edge
 
     def _value_at(self, site: Site, operands: Sequence[_Value]) -> Hashable:
         """Equal for two sows of equal values."""
@@ -247,24 +240,19 @@ class _Numbers(Domain):
         return self._number(("transposed", tuple(permutation)), [number])
 
     # --- loops ---
-    def loop(self, init, body, here):
+    def carried(self, when, init, after, here):
         # What a scan carries is the same as in another scan, if both begin with the
         # same, and make the same of it in each iteration. To learn that, the body runs
         # first with names in the place of what is carried.
-        def carried(when: Hashable, after: Sequence[_Value]) -> list[_Value]:
-            return [
-                _Value(self._number((when, i)), (here.path, when, i), _edges(pair))
-                for i, pair in enumerate(zip(init, after))
-            ]
-
-        depth, n = len(here.scans), len(init)
-        after = body(carried(depth, init), here._replace(final=False))[:n]
-        eqn = here.around[-1]
-        loop = loop_of(eqn), depth, *(x.number for x in (*init, *after))
-        if is_of_unknown_length(eqn):
-            loop = (next(self._next),)
-        outs = body(carried(("before an iteration", loop), after), here)
-        return [*carried(("at the end", loop), outs), *outs[n:]]
+        eqn, depth = here.around[-1], len(here.scans)
+        pairs = [(x.number, y.number) for x, y in zip(init, after)]
+        loop: Hashable = loop_of(eqn), depth, *pairs
+        if when == "at first":
+            loop = depth
+        elif is_of_unknown_length(eqn):
+            loop = object()
+        numbers = (self._number((when, loop, i), pair) for i, pair in enumerate(pairs))
+        return [_Value(n, (here.path, when, i)) for i, n in enumerate(numbers)]
 
     # --- what is put together, and taken apart again ---
     # The cases of a cond, the iterations that a scan stacks, the parts of an array on
@@ -273,7 +261,7 @@ class _Numbers(Domain):
         self, how: Hashable, parts: Sequence[_Value], params: Any = None
     ) -> _Value:
         number = self._number(how, [x.number for x in parts], params)
-        return _Value(number, (how, *[x.made for x in parts]), _edges(parts))
+        return _Value(number, (how, *[x.made for x in parts]))
 
     def _part(self, how: Hashable, whole: _Value, i: int = 0) -> int | None:
         """The number of a part of what was put together so; `None` for other values."""
@@ -284,11 +272,11 @@ class _Numbers(Domain):
         number = self._part(how, whole)
         if number is None:
             number = self._number(("slice", how), (whole.number,))
-        return whole._replace(number=number, made=(how, whole.made))
+        return _Value(number, (how, whole.made))
 
     def chosen(self, index, cases):
         if len({x.number for x in cases}) == 1:
-            return cases[0]._replace(edges=_edges(cases))
+            return cases[0]
         value = self._together(("cases", index.number), cases)
         return value._replace(made=(index.made, value.made))
 
@@ -305,9 +293,8 @@ class _Numbers(Domain):
         # its backward pass is within one scan more, and takes the value apart at depth
         # 1. So what was stacked at a depth less is taken apart, too, as far as scans
         # are around the backward pass alone.
-        depth, scan_p = len(here.scans), jexc.primitives.scan_p
-        forward = around_backward_pass(here)
-        further_out = depth - sum(e.primitive is scan_p for e in forward)
+        depth = len(here.scans)
+        further_out = depth - len(lengths_of(around_backward_pass(here)))
         how, _ = self._computed.get(value.number, (None, ()))
         if further_out and how in [("stack", d) for d in range(further_out, depth)]:
             return self._slice(how, value)
@@ -346,19 +333,15 @@ def _equal(x: Any, y: Any) -> bool:
 
 
 def _content(x: Any) -> Hashable:
-    """Equal for equal arrays, if they are small. Larger ones are not fetched from a
-    device, and are rarely made anew."""
-    is_there = isinstance(x, np.ndarray)
+    """Equal for equal arrays of one type, if they are small. Larger ones are not
+    fetched from a device, and are rarely made anew."""
+    is_there = isinstance(x, np.ndarray | np.generic | int | float | complex)
     if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
         key = jnp.issubdtype(x.dtype, jax.dtypes.extended)
         is_there = x.is_fully_addressable and not key
-    if not is_there or x.nbytes > 2**20:
+    if not is_there or getattr(x, "nbytes", 0) > 2**20:
         return id(x)
-    return x.dtype, x.shape, jax.device_get(x).tobytes()
-
-
-def _is_edge(v: Any) -> bool:
-    return v.aval.shape[-1:] == (0,)
+    return np.asarray(jax.device_get(x)).tobytes()
 
 
 def _is_users(eqn: Any) -> bool:

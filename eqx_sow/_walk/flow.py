@@ -21,7 +21,7 @@ import jax.extend.core as jexc
 from .. import _compat
 from .._mark.calls import calls_around
 from .._mark.primitive import edge_p, sow_p
-from .sows import jaxprs_in, jaxprs_of, Path, variables, with_sow
+from .sows import jaxprs_in, jaxprs_of, lengths_of, Path, variables, with_sow
 
 
 class Here(NamedTuple):
@@ -35,24 +35,26 @@ class Here(NamedTuple):
     path: Path = ()
     # The equations around it.
     around: tuple[Any, ...] = ()
-    # The calls of modules that are running.
-    running: tuple[Any, ...] = ()
-    # The scans around it, by their paths.
-    scans: tuple[Path, ...] = ()
     # For each cond around it: the value of its index, and the number of the branch.
     cases: tuple[tuple[Any, int], ...] = ()
     # False in the first of two runs through the body of a loop, which is there to learn
     # what the loop carries.
     final: bool = True
 
-    def inside(self, eqn: Any, k: int, **changes: Any) -> "Here":
+    def inside(self, eqn: Any, k: int) -> "Here":
         """The place of jaxpr `k` of an equation, if this is that of the equation."""
-        return self._replace(
-            path=(*self.path, k),
-            around=(*self.around, eqn),
-            running=(*self.running, *calls_around(eqn)),
-            **changes,
-        )
+        return self._replace(path=(*self.path, k), around=(*self.around, eqn))
+
+    @property
+    def scans(self) -> list[Path]:
+        """The paths of the scans around it."""
+        ends = (2 * i + 1 for i, e in enumerate(self.around) if lengths_of([e]))
+        return [self.path[:n] for n in ends]
+
+    @property
+    def running(self) -> list[Any]:
+        """The calls of modules that are running."""
+        return [call for eqn in self.around for call in calls_around(eqn)]
 
 
 def _number(eqn: Any, jaxpr: Any) -> int:
@@ -73,26 +75,18 @@ class Domain:
         """The operands of a sow whose values are needed."""
         return sow.invars
 
-    def literal(self, literal: Any) -> Any:
-        """The value of a number in an equation."""
-        raise NotImplementedError
-
-    def constant(self, x: Any) -> Any:
-        """The value of an array that a jaxpr holds."""
+    def constant(self, x: Any, aval: Any) -> Any:
+        """The value of an array that a jaxpr holds, or of a number in an equation."""
         raise NotImplementedError
 
     def equation(self, eqn: Any, operands: Sequence[Any], here: Here) -> list[Any]:
         """The values of the outputs of an equation without a rule in `rules`."""
         raise NotImplementedError
 
-    def either(self, values: Sequence[Any]) -> Any:
-        """The value of what is one of several: it is not known which."""
-        raise NotImplementedError
-
     def chosen(self, index: Any, cases: Sequence[Any]) -> Any:
         """The value of an output of a cond, given the values that the branches have for
         it."""
-        return self.either(cases)
+        raise NotImplementedError
 
     def in_case(self, index: Any, i: int, value: Any) -> Any:
         """The value that an operand of a cond has in branch `i`."""
@@ -107,16 +101,13 @@ class Domain:
         """The value of what a scan stacks, given that of one iteration."""
         return value
 
-    def loop(self, init: Sequence[Any], body: Callable, here: Here) -> list[Any]:
-        """The values of the outputs of a loop: first what it carries at the end, then
-        what a scan stacks. `init` are those of what it carries at first. `body(carry,
-        here)` returns the values that one iteration makes of these; `here` is in the
-        body. What an iteration begins with is `init`, or what the one before left."""
-        n = len(init)
-        after = body(init, here._replace(final=False))
-        carry = [self.either(pair) for pair in zip(init, after[:n])]
-        outs = body(carry, here)
-        return [*(self.either(pair) for pair in zip(init, outs[:n])), *outs[n:]]
+    def carried(
+        self, when: str, init: Sequence[Any], after: Sequence[Any], here: Here
+    ) -> list[Any]:
+        """The values of what a loop carries, `when` an iteration begins or the loop
+        ends. They are `init`, or what the iteration before left, `after`. `here` is in
+        the body."""
+        raise NotImplementedError
 
     def shard(self, value: Any, mesh: Any, spec: Any) -> Any:
         """The value of what one device has of an operand of a `shard_map`."""
@@ -130,11 +121,12 @@ class Domain:
 def run(domain: Domain, jaxpr: Any, args: Sequence[Any], here: Here) -> list[Any]:
     """The values of the outputs of a jaxpr, given those of its inputs."""
     jaxpr, consts = _compat.open_jaxpr(jaxpr)
-    env = {v: domain.constant(x) for v, x in zip(jaxpr.constvars, consts)}
+    env = {v: domain.constant(x, v.aval) for v, x in zip(jaxpr.constvars, consts)}
     env.update(zip(jaxpr.invars, args))
 
     def read(v):
-        return domain.literal(v) if isinstance(v, jexc.Literal) else env.get(v)
+        is_number = isinstance(v, jexc.Literal)
+        return domain.constant(v.val, v.aval) if is_number else env.get(v)
 
     # What comes out of the program itself does not matter.
     outvars = jaxpr.outvars if here.path else []
@@ -193,23 +185,34 @@ def _cond(domain: Domain, eqn: Any, operands: list[Any], here: Here) -> list[Any
     outs = []
     for i, jaxpr in enumerate(eqn.params["branches"]):
         args = [domain.in_case(index, i, x) for x in operands]
-        inside = here.inside(eqn, i, cases=(*here.cases, (index, i)))
+        inside = here.inside(eqn, i)._replace(cases=(*here.cases, (index, i)))
         outs.append(run(domain, jaxpr, args, inside))
     return [domain.chosen(index, cases) for cases in zip(*outs)]
+
+
+def _loop(domain: Domain, init: Sequence[Any], body: Callable, here: Here) -> list[Any]:
+    """The values of the outputs of a loop: first what it carries at the end, then what
+    a scan stacks. `body(carry, here)` returns the values that one iteration makes of
+    what it begins with. It runs twice: what an iteration begins with may be what one
+    has left."""
+    first = domain.carried("at first", init, init, here)
+    after = body(first, here._replace(final=False))
+    outs = body(domain.carried("before an iteration", init, after, here), here)
+    return [*domain.carried("at the end", init, outs, here), *outs[len(init) :]]
 
 
 def _scan(domain: Domain, eqn: Any, operands: list[Any], here: Here) -> list[Any]:
     jaxpr = eqn.params["jaxpr"]
     n, m = _compat.scan_arity(eqn.params)
     consts, init, xs = operands[:n], operands[n : n + m], operands[n + m :]
-    inside = here.inside(eqn, _number(eqn, jaxpr), scans=(*here.scans, here.path))
+    inside = here.inside(eqn, _number(eqn, jaxpr))
     xs = [domain.entry(x, inside) for x in xs]
 
     def body(carry, here):
         outs = run(domain, jaxpr, [*consts, *carry, *xs], here)
         return [*outs[:m], *(domain.stacked(y, here) for y in outs[m:])]
 
-    return domain.loop(init, body, inside)
+    return _loop(domain, init, body, inside)
 
 
 def _while(domain: Domain, eqn: Any, operands: list[Any], here: Here) -> list[Any]:
@@ -224,7 +227,7 @@ def _while(domain: Domain, eqn: Any, operands: list[Any], here: Here) -> list[An
         run(domain, p["cond_jaxpr"], [*operands[:n], *carry], at_condition)
         return run(domain, p["body_jaxpr"], [*consts, *carry], here)
 
-    return domain.loop(init, body, inside)
+    return _loop(domain, init, body, inside)
 
 
 def _shard_map(domain: Domain, eqn: Any, operands: list[Any], here: Here) -> list[Any]:
