@@ -139,9 +139,9 @@ def _replayed(primals: Sequence[Sown]) -> Repeated:
 
     def runs_anew(x, y):
         """Whether `x` is in a loop of a backward pass, and `y` is what ran before."""
-        same = any(_is_in(loop, y) for loop in _backward_loops(x)[:1])
-        is_called = same and not _is_recomputed(x)
-        is_replayed = not is_called and _has_calls(y, _calls_in_loop(x))
+        loops, within = _backward_loops(x)
+        is_called = _is_in(loops[:1], y) and not _is_recomputed(x)
+        is_replayed = loops and not is_called and _has_calls(y, within)
         return is_replayed and _loops(y.here.around) in _loops_of_replayed(x)
 
     def repeats(x, y):
@@ -161,7 +161,7 @@ def _replayed(primals: Sequence[Sown]) -> Repeated:
 
     return _matched(
         primals,
-        lambda x: _calls_in_loop(x) is not None or _rule(x) is not None,
+        lambda x: bool(_backward_loops(x)[0]) or _rule(x) is not None,
         repeats,
         lambda executions, i, n: executions,
     )
@@ -173,9 +173,8 @@ def _in_other_rules(primals: Sequence[Sown]) -> Repeated:
     which each sow is another one. If there are as many of a name, they are these."""
     ran, again = defaultdict(list), defaultdict(list)
     for x in primals:
-        *around, _ = x.here.around
-        loops = filter(is_of_unknown_length, around)
-        has_rule = any(e.primitive in _CUSTOM for e in around)
+        loops = filter(is_of_unknown_length, x.here.around)
+        has_rule = any(e.primitive in _CUSTOM for e in x.here.around)
         if _is_rerun(x):
             again[x.site.key].append(x.here.path)
         elif has_rule and not x.backward and any(map(is_of_equinox, loops)):
@@ -188,9 +187,8 @@ def _in_other_rules(primals: Sequence[Sown]) -> Repeated:
 def _is_rerun(x: Sown) -> bool:
     """Whether a sow is in such a loop, and not in a backward pass in there: not in the
     `bwd` of a function that the loop calls."""
-    loops = _backward_loops(x)
-    after = it.dropwhile(lambda e: e is not loops[-1], x.here.around)
-    return bool(loops) and not any(map(_compat.in_backward_pass, list(after)[1:]))
+    loops, within = _backward_loops(x)
+    return bool(loops) and not any(map(_compat.in_backward_pass, within))
 
 
 def around_backward_pass(here: Here) -> list[Any]:
@@ -210,23 +208,25 @@ def _calls(eqns: Iterable[Any]) -> list[Any]:
     return [e.source_info.traceback for e in eqns if e.primitive is not cond_p]
 
 
-def _backward_loops(x: Sown) -> list[Any]:
+def _backward_loops(x: Sown) -> tuple[list[Any], list[Any]]:
     """The loops of unknown length around a sow that are in a backward pass, if they run
-    anew what ran before. That is so if the outermost one is Equinox's, and there is a
-    backward pass in it, too; or if a checkpoint runs them. The loop of a solver that a
-    `bwd` calls is also in a backward pass, but there is none in it."""
-    backward, loops = False, []
-    for eqn in x.here.around[:-1]:
+    anew what ran before; and the equations from within the innermost one, up to that of
+    the sow. That is so if the outermost one is Equinox's, and there is a backward pass
+    in it, too; or if a checkpoint runs them. The loop of a solver that a `bwd` calls is
+    also in a backward pass, but there is none in it."""
+    backward, loops, within = False, [], []
+    for eqn in x.here.around:
         backward = backward or _compat.in_backward_pass(eqn)
+        within.append(eqn)
         if backward and is_of_unknown_length(eqn):
             loops.append(eqn)
+            within = []
         elif not loops and eqn.primitive in _CUSTOM_VJP:
             # Not differentiated, so nothing in there has run before.
             backward = False
-    if _is_recomputed(x):
-        return loops
     bodies = [j for loop in loops[:1] if is_of_equinox(loop) for j in jaxprs_of(loop)]
-    return loops if any(map(_has_backward_pass, bodies)) else []
+    run_anew = _is_recomputed(x) or any(map(_has_backward_pass, bodies))
+    return (loops, within) if run_anew else ([], [])
 
 
 @kept_with_jaxpr
@@ -257,43 +257,36 @@ def _loops_of_replayed(x: Sown) -> list[list[int | None]]:
     return [loops[:i] + loops[n:] for i in range(n + 1)]
 
 
-def _is_in(loop: Any, x: Sown) -> bool:
-    """Whether a sow is in a loop that carries arrays of the same types.
+def _is_in(loops: Iterable[Any], x: Sown) -> bool:
+    """Whether a sow is in a loop that carries arrays of the same types as one of these.
 
     If a `bwd` calls the solver of the forward pass, which takes derivatives, once more,
     then the two loops carry the same. That is no repetition: it may have another input.
     A loop that does run a body anew carries cotangents beside."""
     like = lambda e: (e.primitive, [v.aval for v in e.outvars])
-    return like(loop) in map(like, x.here.around)
+    around = list(map(like, x.here.around))
+    return any(like(loop) in around for loop in loops)
 
 
-def _calls_in_loop(x: Sown) -> list[Any] | None:
-    """If a sow is in such a loop: the calls between the innermost one and the sow."""
-    loops, (*around, _) = _backward_loops(x), x.here.around
-    after = it.dropwhile(lambda e: e is not loops[-1], around)
-    return _calls(list(after)[1:]) if loops else None
-
-
-def _has_calls(y: Sown, last: list[Any] | None) -> bool:
-    """Whether these are the last calls that lead to a sow of the forward pass."""
-    *around, _ = y.here.around
-    calls = _calls(around)
-    if last is None or calls[len(calls) - len(last) :] == last:
-        return last is not None
+def _has_calls(y: Sown, within: list[Any]) -> bool:
+    """Whether the last calls that lead to a sow of the forward pass are those of these
+    equations."""
+    calls, last = _calls(y.here.around[:-1]), _calls(within[:-1])
     # If a checkpoint is differentiated, its values are computed outside of it. A scan
     # in it is then called where the checkpoint was.
-    return _in_checkpoint(y) and set(last) <= set(calls)
+    return calls[len(calls) - len(last) :] == last or (
+        bool(_checkpoints(y)) and set(last) <= set(calls)
+    )
 
 
 def _is_recomputed(x: Sown) -> bool:
     """Whether it is in a checkpoint that was differentiated, which runs its loops once
     more as they are."""
-    remats = [e for e in x.here.around if e.primitive is jexc.primitives.remat_p]
-    return any(e.params["differentiated"] for e in remats)
+    return any(e.params["differentiated"] for e in _checkpoints(x))
 
 
-def _in_checkpoint(x: Sown) -> bool:
-    return any(e.primitive is jexc.primitives.remat_p for e in x.here.around)
+def _checkpoints(x: Sown) -> list[Any]:
+    return [e for e in x.here.around if e.primitive is jexc.primitives.remat_p]
 
 
 def _rules(x: Sown) -> list[str]:
