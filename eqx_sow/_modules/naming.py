@@ -73,6 +73,8 @@ class _Sow(NamedTuple):
 class Naming(Domain):
     """Names the sows of one program, for the transformation at this depth."""
 
+    n_needed = 1
+
     def __init__(self, places: Places, depth: int, marking: Any):
         self._places = places
         self._depth = depth
@@ -83,10 +85,8 @@ class Naming(Domain):
         self._sows: dict[Way, _Sow] = {}
         self._latest: dict[Any, _Visit] = {}
         # By the way to a scan, the sources that it takes apart: those that are nearest
-        # to the arrays that it goes over.
-        self._taken_apart: dict[Way, set[int]] = defaultdict(set)
-        # The calls that are running around a scan.
-        self._around_scan: dict[Way, Sequence[Call]] = {}
+        # to the arrays that it goes over. And the calls that are running around it.
+        self._scans: dict[Way, tuple[set[int], Sequence[Call]]] = {}
         # For each place, how well it fits the call that it fits best.
         self._best: dict[Path, tuple[int, int]] = {}
         # The places of lists whose layers were stacked on the way, and their sources.
@@ -120,9 +120,6 @@ class Naming(Domain):
     def _at_source(self, source: int) -> Value:
         return Value({source: 0}, ("source", source))
 
-    def needed_operands(self, sow):
-        return sow.invars[:1]
-
     def constant(self, x, aval):
         if not getattr(x, "shape", None) and not eqx.is_array(x):
             return Value()
@@ -139,8 +136,8 @@ class Naming(Domain):
     def entry(self, value, here):
         nearest = min(value.distances.values(), default=0)
         sources = (s for s, n in value.distances.items() if n == nearest)
-        self._taken_apart[here.scans[-1]].update(sources)
-        self._around_scan[here.scans[-1]] = here.running
+        apart, _ = self._scans.setdefault(here.scans[-1], (set(), here.running))
+        apart.update(sources)
         return value.along(-1)
 
     def stacked(self, value, here):
@@ -211,7 +208,7 @@ class Naming(Domain):
                 visit.fits[path] = min(distance, nearest), n - 1
         # If a `Linear` makes the `scale` and the `bias` of a layer, its own `bias` is
         # only added to the other one. There is no place that has the `scale`.
-        visit.is_made |= is_new and any(map(self._places.module_at, visit.fits))
+        visit.is_made |= is_new and any(map(self._places.everywhere.get, visit.fits))
         for path, fit in visit.fits.items():
             self._best[path] = min(fit, self._best.get(path, fit))
 
@@ -298,7 +295,7 @@ class Naming(Domain):
         )
 
     def _is_there(self, path: Path, call: Call) -> bool:
-        return type(self._places.module_at(path)) is call.cls
+        return type(self._places.everywhere.get(path)) is call.cls
 
     def _is_sure(self, path: Path, visit: _Visit) -> bool:
         """Whether the place is that of the module. Otherwise all that it has are tied
@@ -309,7 +306,7 @@ class Naming(Domain):
             return True
         if fit[0] == TRANSPOSED:
             is_best = self._best[path] == fit
-            return is_best and is_like(self._places.module_at(path), call)
+            return is_best and is_like(self._places.everywhere.get(path), call)
         return self._is_there(path, call)
 
     def _alike(self, call: Call, outer: Path, own: Container[Path]) -> Path | None:
@@ -354,7 +351,7 @@ class Naming(Domain):
         levels = [(call, len(p)) for call, p in around if p == path[: len(p)]]
 
         def of_scan(scan):
-            apart, outside = self._taken_apart[scan], self._around_scan.get(scan, ())
+            apart, outside = self._scans.get(scan, (set(), ()))
             # A module that is called outside the loop is not what the loop takes apart.
             begin = max([root, *(n + 1 for call, n in levels if call in outside)])
             ends = range(begin, len(path) + 1)

@@ -18,7 +18,7 @@ import dis
 import functools as ft
 import itertools as it
 import types
-from collections import defaultdict
+from collections import ChainMap, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -58,7 +58,10 @@ class Places:
 
     def __init__(self, fn: Callable, args: tuple, kwargs: dict):
         self._roots = roots(fn, args, kwargs)
+        # The modules in the arguments; and with those in variables, once these have
+        # been looked at.
         self.modules: dict[Path, Any] = {}
+        self.everywhere = ChainMap(self.modules)
         # An array may be in several places, and is then several inputs.
         of_array: dict[int, list[Path]] = defaultdict(list)
         for path, x in walk(self._roots):
@@ -93,6 +96,7 @@ class Places:
     def _outside(self) -> dict[Path, Any]:
         """The modules in variables."""
         found: dict[Path, Any] = {}
+        self.everywhere.maps.append(found)
         for path, x in reached(self._roots):
             if is_part(x):
                 found.setdefault(path, x)
@@ -100,16 +104,11 @@ class Places:
                 self._paths[self._sources[key]].append(path)
         return found
 
-    def module_at(self, path: Path) -> Any:
-        outside = vars(self).get("_outside", {})  # if these have been looked at
-        return self.modules.get(path, outside.get(path))
-
     def stack(self, layers: Path, index: str) -> None:
         """What is in a layer of a list that is stacked on the way is in the stack, too,
         as if it had been stacked before."""
         layer = *layers, index
-        outside = vars(self).get("_outside", {})
-        for path, x in [*self.modules.items(), *outside.items()]:
+        for path, x in list(self.everywhere.items()):
             if path[: len(layer)] == layer:
                 self.modules.setdefault((*layers, *path[len(layer) :]), x)
 

@@ -71,9 +71,8 @@ class Domain:
     what no sow depends on is `None`.
     """
 
-    def needed_operands(self, sow: Any) -> Sequence[Any]:
-        """The operands of a sow whose values are needed."""
-        return sow.invars
+    # How many of the operands of a sow are needed, with the edge first. `None`: all.
+    n_needed: int | None = None
 
     def constant(self, x: Any, aval: Any) -> Any:
         """The value of an array that a jaxpr holds, or of a number in an equation."""
@@ -151,7 +150,7 @@ def _leading_to_sows(
         if eqn.primitive is sow_p:
             pairs = zip(eqn.outvars[1:], eqn.invars[1:])
             atoms = [
-                *domain.needed_operands(eqn),
+                *eqn.invars[: domain.n_needed],
                 *(v for out, v in pairs if out in asked),
             ]
         elif (
