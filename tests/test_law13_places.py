@@ -461,6 +461,7 @@ _WRAPPERS = (
     eqx.filter_checkpoint,
     eqx.filter_jit,
     eqx.Partial,
+    jtu.Partial,
     lambda layer: eqx.filter_checkpoint(eqx.filter_jit(layer)),
     lambda layer: eqx.filter_vmap(layer, in_axes=None, axis_size=1, out_axes=None),
 )

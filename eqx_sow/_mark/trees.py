@@ -23,9 +23,10 @@ INNER = "__wrapped__", "__self__", "__func__", "fget", "fun"
 
 
 def is_wrapper(x: Any) -> bool:
-    """Whether it is a transformed function of Equinox's, a partial, or a method of a
-    module. These are modules, too, but not part of a model."""
-    return is_module(x) and _is_class_of_wrappers(type(x))
+    """Whether it is a transformed function of Equinox's, a partial that is a PyTree, or
+    a method of a module. Most are modules, too, but not part of a model."""
+    is_partial = isinstance(x, jtu.Partial)
+    return is_partial or (is_module(x) and _is_class_of_wrappers(type(x)))
 
 
 @ft.cache

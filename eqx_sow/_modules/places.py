@@ -24,7 +24,6 @@ from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
-import jax.tree_util as jtu
 import numpy as np
 
 from .._frames import is_installed, is_library
@@ -36,7 +35,6 @@ from .._mark.trees import (
     inside,
     is_module,
     is_part,
-    is_wrapper,
     positional_names,
     Root,
     walk,
@@ -152,19 +150,9 @@ def is_like(module: Any, call: Call) -> bool:
 
 
 def roots(fn: Any, args: tuple, kwargs: dict) -> list[tuple[Path, Any]]:
-    """What has a path of its own in a call: the function, and the arguments. A
-    transformed function, such as `eqx.filter_grad(loss)`, is what it was made of."""
+    """What has a path of its own in a call: the function, and the arguments."""
     named = [*zip(positional_names(fn, len(args)), args), *sorted(kwargs.items())]
-    todo = [((), fn), *(((Root(name),), x) for name, x in named)][::-1]
-    found = []
-    while todo:
-        path, x = todo.pop()
-        if is_wrapper(x) or isinstance(x, jtu.Partial):
-            parts = inside(x)[::-1]
-            todo += [((*path, key) if key else path, y) for key, y in parts]
-        else:
-            found.append((path, x))
-    return found
+    return [((), fn), *(((Root(name),), x) for name, x in named)]
 
 
 def reached(roots: Sequence[tuple[Path, Any]]) -> Iterator[tuple[Path, Any]]:
