@@ -89,7 +89,8 @@ def with_executions(
         return closed
     told = _Numbers()
     run(told, closed, [told.unlike_any() for _ in closed.invars], Here())
-    return with_sites(closed, _sites([x for x in told.sows if wants(x.site)]))
+    sows = [x for x in told.sows.values() if wants(x.site)]
+    return with_sites(closed, _sites(sows))
 
 
 def _sites(found: Sequence[Sown]) -> dict[Path, Site]:
@@ -155,7 +156,8 @@ class _Numbers(Domain):
         # By number, of an edge, the executions that it comes from.
         self._edges: dict[int, frozenset[Path]] = {}
         self._next = it.count()
-        self.sows: list[Sown] = []
+        # The sows, by the ways to their equations.
+        self.sows: dict[Path, Sown] = {}
 
     def unlike_any(self) -> _Value:
         """A value that is equal to no other one."""
@@ -207,12 +209,11 @@ class _Numbers(Domain):
     def _sow(self, eqn: Any, operands: Sequence[_Value], here: Here) -> _Value:
         site: Site = eqn.params["site"]
         edge, *operands = operands
-        if here.final:
-            here = here._replace(around=(*here.around, eqn))
-            runs = tuple(x.made for x in operands[: len(site.guards)])
-            value = self._value_at(site, operands)
-            edges = self._edges.get(edge.number, frozenset())
-            self.sows.append(Sown(site, here, edges, value, runs))
+        at = here._replace(around=(*here.around, eqn))
+        edges = self._edges.get(edge.number, frozenset())
+        runs = tuple(x.made for x in operands[: len(site.guards)])
+        value = self._value_at(site, operands)
+        self.sows[here.path] = Sown(site, at, edges, value, runs)
         if site.modes:
             return edge
         edge = self.unlike_any()

@@ -37,9 +37,6 @@ class Here(NamedTuple):
     around: tuple[Any, ...] = ()
     # For each cond around it: the value of its index, and the number of the branch.
     cases: tuple[tuple[Any, int], ...] = ()
-    # False in the first of two runs through the body of a loop, which is there to learn
-    # what the loop carries.
-    final: bool = True
 
     def inside(self, eqn: Any, k: int) -> "Here":
         """The place of jaxpr `k` of an equation, if this is that of the equation."""
@@ -191,12 +188,12 @@ def _cond(domain: Domain, eqn: Any, operands: list[Any], here: Here) -> list[Any
 
 def _loop(domain: Domain, init: Sequence[Any], body: Callable, here: Here) -> list[Any]:
     """The values of the outputs of a loop: first what it carries at the end, then what
-    a scan stacks. `body(carry, here)` returns the values that one iteration makes of
-    what it begins with. It runs twice: what an iteration begins with may be what one
-    has left."""
-    first = domain.carried("at first", init, init, here)
-    after = body(first, here._replace(final=False))
-    outs = body(domain.carried("before an iteration", init, after, here), here)
+    a scan stacks. `body(carry)` returns the values that one iteration makes of what it
+    begins with. It runs twice, since an iteration may begin with what the one before
+    has left. So a domain comes to each place in there twice, and what it has found the
+    second time counts."""
+    after = body(domain.carried("at first", init, init, here))
+    outs = body(domain.carried("before an iteration", init, after, here))
     return [*domain.carried("at the end", init, outs, here), *outs[len(init) :]]
 
 
@@ -207,9 +204,9 @@ def _scan(domain: Domain, eqn: Any, operands: list[Any], here: Here) -> list[Any
     inside = here.inside(eqn, _number(eqn, jaxpr))
     xs = [domain.entry(x, inside) for x in xs]
 
-    def body(carry, here):
-        outs = run(domain, jaxpr, [*consts, *carry, *xs], here)
-        return [*outs[:m], *(domain.stacked(y, here) for y in outs[m:])]
+    def body(carry):
+        outs = run(domain, jaxpr, [*consts, *carry, *xs], inside)
+        return [*outs[:m], *(domain.stacked(y, inside) for y in outs[m:])]
 
     return _loop(domain, init, body, inside)
 
@@ -221,10 +218,9 @@ def _while(domain: Domain, eqn: Any, operands: list[Any], here: Here) -> list[An
     inside = here.inside(eqn, _number(eqn, p["body_jaxpr"]))
     condition = here.inside(eqn, _number(eqn, p["cond_jaxpr"]))
 
-    def body(carry, here):
-        at_condition = condition._replace(final=here.final)
-        run(domain, p["cond_jaxpr"], [*operands[:n], *carry], at_condition)
-        return run(domain, p["body_jaxpr"], [*consts, *carry], here)
+    def body(carry):
+        run(domain, p["cond_jaxpr"], [*operands[:n], *carry], condition)
+        return run(domain, p["body_jaxpr"], [*consts, *carry], inside)
 
     return _loop(domain, init, body, inside)
 
