@@ -91,13 +91,7 @@ def either(values: Sequence[Value]) -> Value:
     """What is one of several values: it is not known which."""
     if all(x is values[0] for x in values):
         return values[0]
-    value = one_of(values, made=values[0].made)
-    axis, parts = next((x.parts for x in values if x.parts), (0, ()))
-    if not parts:
-        return value
-    lengths = [n for n, _ in parts]
-    rows = zip(*(_along(x, axis, lengths) for x in values))
-    return value._replace(parts=(axis, list(zip(lengths, map(either, rows)))))
+    return _of_pieces(*_side_by_side(values))
 
 
 def in_order(cases: Sequence[Value]) -> Sequence[Value]:
@@ -117,30 +111,35 @@ def computed(eqn: Any, operands: Sequence[Value], way: Way) -> list[Value]:
         arrays = [x for x, v in zip(operands, eqn.invars) if v.aval.shape]
         operands = arrays or operands
     step = _STEPS.get(name, CHANGED)
-
-    def value(axis, pieces):
-        parts = [
-            (n, one_of(xs, step, xs[0].made if xs and not step else way))
-            for n, xs in pieces
-        ]
-        if len(parts) == 1:
-            return parts[0][1]
-        made = parts[0][1].made if parts else None
-        whole = one_of(_equally_near([x for _, x in parts]), 0, made)
-        return whole._replace(parts=(axis, parts))
-
     axis, outs = _in_pieces(eqn, operands)
-    return [value(axis, pieces) for pieces in outs]
+    return [_of_pieces(axis, pieces, step, way) for pieces in outs]
 
 
-def _in_pieces(eqn: Any, operands: Sequence[Value]) -> tuple[int, list[list]]:
-    """What each output of an equation consists of along an axis: the lengths of the
-    pieces, and the values that each is computed of. Mostly there is one piece.
+# The lengths of some pieces, and the values that each is computed of.
+_Pieces = Sequence[tuple[int, Sequence[Value]]]
+
+
+def _of_pieces(axis: int, pieces: _Pieces, step: int = 0, way: Way = ()) -> Value:
+    """The value that consists of these pieces along an axis, each of which one equation
+    computes. Mostly there is one piece."""
+    parts = [
+        (n, one_of(xs, step, xs[0].made if xs and not step else way))
+        for n, xs in pieces
+    ]
+    if len(parts) == 1:
+        return parts[0][1]
+    made = parts[0][1].made if parts else None
+    whole = one_of(_equally_near([x for _, x in parts]), 0, made)
+    return whole._replace(parts=(axis, parts))
+
+
+def _in_pieces(eqn: Any, operands: Sequence[Value]) -> tuple[int, list[_Pieces]]:
+    """What each output of an equation consists of along an axis.
 
     `ravel_pytree` concatenates the arrays of a model, and takes them apart again. What
     was computed in between entry by entry, such as `2 * flat`, has pieces, too; what is
     sliced out of it comes from its own piece only."""
-    p, name, whole = eqn.params, eqn.primitive.name, [(0, operands)]
+    p, name = eqn.params, eqn.primitive.name
     if name in ("concatenate", "stack"):
         axis = p["dimension" if name == "concatenate" else "axis"]
         lengths = (1 if name == "stack" else v.aval.shape[axis] for v in eqn.invars)
@@ -159,12 +158,10 @@ def _in_pieces(eqn: Any, operands: Sequence[Value]) -> tuple[int, list[list]]:
         cuts = list(zip([0, *stops], stops))
     else:
         to = _axis_after(eqn, axis, operands[0]) if parts else None
-        if to is not None:
-            # An operand that has other parts is taken as a whole.
-            lengths = [n for n, _ in parts]
-            rows = [_along(x, axis, lengths) for x in operands]
-            axis, whole = to, list(zip(lengths, zip(*rows)))
-        return axis, [whole] * len(eqn.outvars)
+        if to is None:
+            return 0, [[(0, operands)]] * len(eqn.outvars)
+        _, pieces = _side_by_side(operands)
+        return to, [pieces] * len(eqn.outvars)
     return axis, [
         [
             (n, [x])
@@ -202,8 +199,16 @@ def _equally_near(values: list[Value]) -> list[Value]:
     return [moved(x, max(most - n, 0)) for x, n in zip(values, nearest)]
 
 
-def _along(x: Value, axis: int, lengths: list[int]) -> list[Value]:
-    """The parts of a value, if they have these lengths."""
-    if x.parts is None or (axis, lengths) != (x.parts[0], [n for n, _ in x.parts[1]]):
-        return [x] * len(lengths)
-    return [part for _, part in x.parts[1]]
+def _side_by_side(values: Sequence[Value]) -> tuple[int, _Pieces]:
+    """The parts of several values, if any has some. Those that have none, or others,
+    are taken as a whole."""
+    axis, parts = next((x.parts for x in values if x.parts), (0, ()))
+    lengths = [n for n, _ in parts]
+
+    def row(x):
+        own_axis, own = x.parts or (None, ())
+        is_alike = (own_axis, [n for n, _ in own]) == (axis, lengths)
+        return [part for _, part in own] if is_alike else [x] * len(lengths)
+
+    rows = zip(*map(row, values))
+    return axis, list(zip(lengths, rows)) if parts else [(0, values)]
