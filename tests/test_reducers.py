@@ -432,3 +432,21 @@ def test_append_of_branches_of_which_some_have_a_derivative(calls, want):
             assert (got is None) == (value is None)
             if got is not None:
                 close(got, value)
+
+
+def test_a_gradient_inside_a_vmap_that_is_differentiated():
+    def f(w, x):
+        step = lambda w: jnp.sin(sow(w * x, "a"))
+        return step(w - jax.grad(step)(w))
+
+    grad = jax.grad(lambda w: jax.vmap(f, (None, 0))(w, X).sum())
+    first = jnp.cos(0.5 * X)
+    second = jnp.cos((0.5 - X * first) * X)
+    both = jnp.stack([first, second, jnp.zeros(2)], 1)
+    for reduce, want in (
+        (Last(), second),
+        (Buffer(3), both),
+        (Fold(0.0, lambda acc, v: 2 * acc + v), 2 * first + second),
+    ):
+        _, captured = S(grad, modes="cotangent", reduce=reduce)(0.5)
+        close(captured["a"]["cotangent"], want)

@@ -23,7 +23,6 @@ of a `while_loop`, and `reduce.py` asks for the form of a state.
 """
 
 import dataclasses as dc
-import itertools as it
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -292,7 +291,10 @@ def _check_same(a: Entry, b: Entry) -> None:
     mode = a.site.mode
     # The count may vary over other lanes, and so may a value that is no total.
     lanes = [
-        [list(it.compress(v, total_over(e.site))) for v in e.site.varies[:-1]]
+        [
+            [v or not t for v, t in zip(x, total_over(e.site))]
+            for x in e.site.varies[:-1]
+        ]
         for e in (a, b)
     ]
     if _form(a) != _form(b):
@@ -304,7 +306,7 @@ def _check_same(a: Entry, b: Entry) -> None:
         if mode != "primal":
             remedy += f" (A NumPy array has no {mode}, so sow `jnp.asarray(...)`.)"
     elif lanes[0] != lanes[1]:
-        problem = "in several branches"
+        problem = "in several places"
         remedy = (
             "A leaf is the same for all lanes of a `jax.vmap` in one of them, where "
             "its cotangent is the total. They cannot become one value: give the sows "
