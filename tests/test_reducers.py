@@ -450,3 +450,13 @@ def test_a_gradient_inside_a_vmap_that_is_differentiated():
     ):
         _, captured = S(grad, modes="cotangent", reduce=reduce)(0.5)
         close(captured["a"]["cotangent"], want)
+
+
+def test_append_of_gradients_one_after_another_that_are_differentiated():
+    def f(w):
+        step = jax.grad(lambda w, x: jnp.sin(sow(w * x, "a")))
+        return step(w, 1.0) + step(w, 2.0) + 0 * step(w, 3.0)
+
+    _, captured = S(jax.grad(f), reduce=Append())(0.5)
+    # The gradients with respect to the three cotangents.
+    assert captured["a"]["cotangent.cotangent"] == (1.0, 2.0, 0.0)

@@ -21,7 +21,6 @@ from .._results.intermediates import (
 )
 from .axes import as_operand, broadcast, final_axes, kept_axes, whole
 from .entry import Entry, grouped, with_count
-from .modes import is_backward
 from .reduce import Reducers
 
 
@@ -117,9 +116,10 @@ def _named_axes(site: Site, route: Scan) -> list[NamedAxis]:
 
 def _in_order(mine: Sequence[Entry], entries: Sequence[Entry]) -> list[Entry | None]:
     """The entries of one key, given all of its name. Those of a backward pass, which
-    goes first through what ran last, are put in the order of their primals."""
+    goes first through what ran last, are put in the order of their primals. So are
+    those of the backward pass of several of these."""
     primals = [e for e in entries if not e.site.modes]
-    if not is_backward(mine[0].site.mode) or not primals:
+    if "cotangent" not in mine[0].site.mode or not primals:
         return list(mine)
     order: list[Entry | None] = [None] * len(primals)
     others = []
