@@ -1,5 +1,7 @@
 """Rows of `docs/what-comes-back.md`: a primitive, and what becomes of a sow inside."""
 
+from collections.abc import Callable
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -10,13 +12,14 @@ from eqx_sow import (
     Fold,
     plant,
     save_intermediates as S,
+    Sow,
     sow,
     SowError,
     tap,
     UnsupportedPrimitiveError,
 )
 from jax import lax
-from jax.experimental import checkify, io_callback, pallas as pl
+from jax.experimental import checkify, hijax, io_callback, pallas as pl
 from jax.experimental.custom_partitioning import custom_partitioning
 
 
@@ -81,6 +84,58 @@ def test_refused(fn):
         S(fn)(X)
     with pytest.raises(UnsupportedPrimitiveError, match="'a'"):
         eqx.filter_jit(S(fn))(X)
+
+
+class Two(eqx.Module):
+    inner: Callable
+    first: eqx.nn.Linear
+    second: eqx.Module
+
+    def __call__(self, x):
+        return jax.jit(lambda x: self.inner(self.second)(self.first(x)))(x)
+
+
+if hasattr(hijax, "HiPrim"):
+
+    class _Call(hijax.HiPrim):
+        def __init__(self, fn, x):
+            self.in_avals = (jax.typeof(x),)
+            self.out_aval, self.params = jax.typeof(x), dict(fn=fn)
+            super().__init__()
+
+        def expand(self, x):
+            return self.fn(x)
+
+    def _in_hi(fn):
+        weight, bias = np.ones((4, 4)), np.ones(4)
+        if isinstance(fn, eqx.nn.Linear):
+            fn = eqx.tree_at(lambda m: (m.weight, m.bias), fn, (weight, bias))
+        return lambda x: _Call(fn, x)(x)
+
+
+@pytest.mark.filterwarnings("ignore:.*found no mark")
+@pytest.mark.parametrize("inner", ["noinline", "hi"])
+@pytest.mark.parametrize("second", [eqx.nn.Linear, Sow])
+def test_a_hidden_call(inner, second):
+    if inner == "hi" and not hasattr(hijax, "HiPrim"):
+        pytest.skip("This JAX has no `HiPrim`.")
+    key = jax.random.key(0)
+    first = eqx.nn.Linear(4, 4, key=key)
+    last = Sow() if second is Sow else eqx.nn.Linear(4, 4, key=key)
+    model = Two(eqx.internal.noinline if inner == "noinline" else _in_hi, first, last)
+    hidden = f"`{second.__name__}.__call__` at .* is inside"
+    options = [dict(capture=c) for c in (True, eqx.nn.Linear, lambda *_: True)]
+    for option in [{}] if second is Sow else options:
+        for fn in (S(model, **option), S(S(model, tag="b", capture=Two), **option)):
+            with pytest.raises(UnsupportedPrimitiveError, match=hidden):
+                fn(X)
+    if second is not Sow:
+        assert list(S(model, capture=Two)(X)[1]) == ["."]
+        S(model, scope=True)(X)
+    else:
+        # One of another tag is not asked for.
+        last = eqx.tree_at(lambda m: m.second, model, Sow(tag="another"))
+        assert list(S(lambda x: sow(last(x), "out"))(X)[1]) == ["out"]
 
 
 def _custom_jvp(fn):

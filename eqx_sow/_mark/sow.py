@@ -213,7 +213,7 @@ class Sow(eqx.Module):
         if self.name is None:
             # Where calls of modules are noted, the value is sown there.
             here = listening.value
-            if here is not None and not here.captures:
+            if here is not None and here.depth and not here.captures:
                 raise UnnamedSowError
             return x
         return sow(x, self.name, tag=self.tag, spec=self.spec)

@@ -14,8 +14,10 @@ from .._errors import UnknownSowError, UnsupportedPrimitiveError
 from .._frames import is_library
 from .._mark.listening import Capture, Listening
 from .._mark.noting import own_methods
+from .._mark.site import Label
 from .._names import check_known
 from .._walk.flow import Here, run
+from .._walk.handler import is_solver
 from .._walk.sows import Found, sites, with_sites
 from .naming import Naming
 from .places import Places
@@ -81,6 +83,14 @@ def name(
     is_off = marking.capture is None and not marking.scope
     if is_off and all(x.site.note is None for x in found):
         return closed, ()
+    label = Label(None, marking.tag, depth)
+    for site, (*_, eqn), path in found:
+        if label in site.labels and path is None and not is_solver(eqn):
+            raise UnsupportedPrimitiveError(
+                f"`{site.note.call!r}` at {site.where} is inside the primitive "
+                f"`{eqn.primitive}`, where eqx_sow cannot tell which module is called. "
+                "Call it outside, or select other classes with `capture=`."
+            )
     places = Places(*called)
     naming = Naming(places, depth, marking)
     run(naming, closed, naming.inputs(), Here())

@@ -328,22 +328,23 @@ def _trace(fn: Callable, args: tuple, kwargs: dict, options: Options) -> Program
     def closed_jaxpr(leafwise):
         new = Listening(captures=outer.captures, depth=depth, leafwise=leafwise)
         with listening_as(options.noted(new)):
-            return jax.make_jaxpr(traced)(inputs)
+            closed = jax.make_jaxpr(traced)(inputs)
+            return closed, list(sows(closed))
 
     try:
-        closed = closed_jaxpr(outer.leafwise)
+        made = closed_jaxpr(outer.leafwise)
     except (SowError, RecursionError):
         raise
     except _NOT_DIFFERENTIABLE:
         # If a leaf of a value is differentiated, so are all. Perhaps another one comes
         # from a `while_loop`, which cannot be, and would not be without the sow. What
         # is raised may be an error of JAX's, or of a derivative rule of the user's.
-        closed = None
+        made = None
         with contextlib.suppress(Exception):
-            closed = closed_jaxpr(leafwise=True)
-        if closed is None:
+            made = closed_jaxpr(leafwise=True)
+        if made is None:
             raise
-    called, found = (fn, args, kwargs), list(sows(closed))
+    (closed, found), called = made, (fn, args, kwargs)
     named, model_roots = _capture.name(closed, found, called, depth, options)
     if named is not closed:
         found = sows(named)

@@ -192,12 +192,13 @@ def sites(x: Any) -> list[Site]:
 
 
 def _in_functions(eqn: Any) -> list[Site]:
-    """The sites of Python functions that an equation holds: they are traced once
-    more."""
+    """The sites of Python functions that an equation holds: they are traced once more,
+    with a note of the calls that are noted now."""
     primitive, params = _compat.unmapped(eqn)
     noinline = primitive is _compat.noinline_p
     if noinline or (primitive is _compat.hi_p and _compat.is_users(params["_prim"])):
-        with listening(Listening()):
+        here = listening.value or Listening()
+        with listening(Listening(captures=here.captures, depth=here.depth)):
             return sites((_compat.noinlined if noinline else expanded)(eqn))
     found: list[Site] = []
     if _is_filtered(params):
