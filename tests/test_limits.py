@@ -16,6 +16,7 @@ from eqx_sow import (
     sow,
     SowError,
     tap,
+    UnknownSowError,
     UnsupportedPrimitiveError,
 )
 from jax import lax
@@ -154,6 +155,37 @@ def _custom_vmap(fn):
     fn = jax.custom_batching.custom_vmap(fn)
     fn.def_vmap(lambda n, batched, x: (x, batched[0]))
     return fn
+
+
+@pytest.mark.filterwarnings("ignore:.*found no mark")
+@pytest.mark.parametrize("wrap", [lambda fn: fn, _custom_jvp, _custom_vjp])
+def test_a_transform_that_prints_and_sows(wrap):
+    heard = []
+    fn = wrap(lambda x: sow(2 * x, "a"))
+    linear = eqx.nn.Linear("scalar", "scalar", key=jax.random.key(0))
+
+    def transform(x):
+        jax.debug.callback(heard.append, x)
+        return linear(sow(x, "b", tag="outer"))
+
+    def check(use, *want):
+        heard.clear()
+        got = use(jnp.ones(()))
+        jax.effects_barrier()
+        assert heard == list(want)
+        return got
+
+    fold = Fold(0.0, lambda acc, x: acc + sow(x, "c", tag="outer"))
+    saved = S(fn, transform=transform, reduce=fold)
+    tapped = tap(fn, lambda event: None, transform=transform)
+    for run in (lambda x: saved(x)[0], lambda x: saved(x)[1]["a"]["primal"], tapped):
+        for use in (run, jax.grad(run)):
+            check(use, 2)
+            assert check(S(use, tag="outer"), 2)[1] == {}
+            with pytest.raises(UnknownSowError, match="selects nothing"):
+                S(use, capture=True, tag="outer")(jnp.ones(()))
+        check(plant(lambda x: run(sow(x, "p")), {"p": lambda x: 2 * x}), 4)
+    check(plant(tapped, {"a": lambda x: 3 * x}), 6)
 
 
 @pytest.mark.filterwarnings("ignore:.*found no mark")

@@ -21,6 +21,7 @@ from .._arrays import (
 )
 from .._errors import calling, SowError
 from .._frames import api_boundary
+from .._mark.listening import listening
 from .._mark.site import Axis, Site
 from .._mark.static import take_apart
 from .axes import broadcast, kept_axes
@@ -341,7 +342,8 @@ def stepped(reducer: Reducer, state: ReducerState, entry: Entry) -> ReducerState
     *values, run = [broadcast(x, every, lanes) for x in one.arrays]
 
     def in_lane(acc, count, run, values):
-        new = reducer.step(state.site, acc, count, values)
+        with listening(None):  # as in `transformed`
+            new = reducer.step(state.site, acc, count, values)
         new = jtu.tree_map(sharded_like, new, acc)
         if entry.counted:
             new = jtu.tree_map(lambda x, y: jnp.where(run > 0, x, y), new, acc)

@@ -13,6 +13,7 @@ from .. import _compat
 from .._arrays import shape_like, spec_of
 from .._errors import calling, SowError
 from .._frames import api_boundary
+from .._mark.listening import listening
 from .._mark.site import Site
 from .._mark.static import Form, take_apart
 from .axes import (
@@ -118,8 +119,8 @@ def transformed(
     fn: Callable, site: Site, value: Value, option: str = "transform"
 ) -> Value:
     """What `fn` returns for a value as the code at the sow sees it, for each lane; or
-    if `fn` is `batched`, for the value of all lanes at once."""
-    with calling(option, site):
+    if `fn` is `batched`, for the value of all lanes at once. No sow in `fn` marks."""
+    with calling(option, site), listening(None):
         if isinstance(fn, Batched):
             return _of_all_lanes(fn, site, value)
         return _of_each_lane(fn, site, value)

@@ -147,25 +147,29 @@ def _with_derivative_of(interpret, given, jaxpr, args, original):
     alone = Interpret(dc.replace(handler, has_outer=False), interpret.stages)
     with listening(listening.value and _SILENT):
         quiet, same, _ = alone.staged(jaxpr, given, *args)
-        # Not yet for `tap`: XLA does not remove what is sent.
-        again = _compat.inline_or_call(quiet, same) if differentiable else same
+        # What `tap` sends, or a `transform` prints, must not happen twice.
+        pure = without_prints(quiet)
+        again = _compat.inline_or_call(pure, same) if differentiable else []
+    once = not differentiable or pure is not quiet
 
     @jax.custom_jvp
-    def copy(inputs, original, again):
-        del original
-        is_same = differentiable and not handler.has_outer
+    def copy(inputs, original, again, same):
+        del original, same
+        is_same = not (once or handler.has_outer)
         return again if is_same else _compat.inline_or_call(walked, inputs)
 
     @ft.partial(copy.defjvp, symbolic_zeros=True)
     def _(primals, tangents):
-        (_, original, again), (_, of_original, of_again) = primals, tangents
+        (_, original, again, same), (_, of_original, of_again, _) = primals, tangents
+        sent = _compat.inline_or_call(quiet, same) if once else []
         if not differentiable:
-            again = _compat.inline_or_call(quiet, again)
+            again = sent
             of_again = [SymbolicZero(jax.typeof(x).to_tangent_aval()) for x in again]
         n = len(original)
         return [*original, *again[n:]], [*of_original, *of_again[n:]]
 
-    return jtu.tree_unflatten(treedef, copy(inputs, original, again))
+    same = same if once else []
+    return jtu.tree_unflatten(treedef, copy(inputs, original, again, same))
 
 
 @rule_for(jexc.primitives.custom_jvp_call_p)
