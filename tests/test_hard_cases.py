@@ -1,6 +1,7 @@
 """Programs where a sow is hard to see: the right value, or an error; never nothing."""
 
 import functools
+import itertools as it
 
 import diffrax
 import equinox as eqx
@@ -1194,6 +1195,30 @@ def test_functions_with_rules_within_each_other_in_nested_captures():
 
     # What the walk makes does not double with each function.
     assert size(8) < 10 * size(4)
+
+
+@pytest.mark.filterwarnings("ignore:.*found no mark")
+@pytest.mark.parametrize("wrap", [lambda fn: fn, jax.jit, jax.checkpoint])
+@pytest.mark.parametrize("kind", ["custom_jvp", "custom_vjp"])
+def test_a_mark_in_a_rule_that_does_not_run(wrap, kind):
+    if kind == "custom_jvp":
+        inside = jax.custom_jvp(lambda x: x * x)
+        inside.defjvp(lambda x, t: (x[0] ** 2, 2 * sow(x[0], "rule") * t[0]))
+    else:
+        inside = jax.custom_vjp(lambda x: x * x)
+        inside.defvjp(lambda x: (x * x, sow(x, "rule")), lambda x, ct: (2 * x * ct,))
+    fn = jax.custom_jvp(lambda x: sow(jnp.sin(wrap(inside)(x)), "a", tag="inner"))
+    fn.defjvp(lambda x, t: (jnp.cos(x[0]), 3 * t[0]))
+
+    save = lambda fn, tag: lambda x: S(fn, tag=tag)(x)[0]
+    send = lambda fn, tag: tap(fn, lambda event: None, tag=tag)
+    for inner, outer in it.product((save, send), repeat=2):
+        called = inner(fn, "inner")
+        for use in (called, outer(called, "outer")):
+            for run in (jax.grad(use), jax.grad(lambda x: jax.grad(use)(x) ** 2)):
+                assert S(run)(0.5)[1] == {}
+    once = S(jax.grad(save(lambda x: inside(save(fn, "inner")(x)), "outer")))
+    assert list(once(0.5)[1]) == ["rule"]
 
 
 @pytest.mark.filterwarnings("ignore:.*found no mark")

@@ -38,7 +38,7 @@ from jax.sharding import PartitionSpec as P
 
 from .. import _compat
 from .._arrays import on_mesh, select, zeros_like
-from .._mark.listening import Listening, listening
+from .._mark.listening import listening
 from .._mark.primitive import sow_effect
 from .._mark.staging import to_jaxpr, types_of
 from .._values import entry as _entry, merge as _merge
@@ -47,6 +47,9 @@ from .interpreter import Interpret, rule_for, with_operands
 from .sows import (
     eqn_without_sows,
     expanded,
+    jaxprs_of,
+    kept_with_jaxpr,
+    map_jaxprs,
     sites,
     without_prints,
     without_sows,
@@ -112,27 +115,37 @@ def _inside(interpret, given, eqn, jaxpr, args, join):
 
 
 @lu.transformation2
-def _quiet(rule, *zeros):
+def _quiet(rule, always, *zeros):
     jaxpr, *rest = rule(*zeros)
-    here = listening.value
-    is_marked = here is not None and here.found is None
-    return (jaxpr if is_marked else without_sows(jaxpr)), *rest
+    if always or listening.value is None:
+        jaxpr = without_sows(jaxpr)
+    return jaxpr, *rest
 
 
-def _without_sows(eqn):
-    """The equation without sows, in its derivative rule too, where JAX would keep them
+def _with_quiet_rule(eqn, always=False):
+    """The equation with no sows in its derivative rule, where JAX would keep them
     though nothing asks for them."""
     rules = {
-        name: _quiet(eqn.params[name])
+        name: _quiet(eqn.params[name], always)
         for name in ("jvp_jaxpr_fun", "fwd_jaxpr_thunk")
         if name in eqn.params
     }
-    eqn = eqn_without_sows(eqn)
-    return eqn.replace(params={**eqn.params, **rules})
+    return eqn.replace(params={**eqn.params, **rules}) if rules else eqn
 
 
-# No sow marks anything.
-_SILENT = Listening(found=lambda site: None)
+def _without_sows(eqn):
+    return eqn_without_sows(_with_quiet_rule(eqn))
+
+
+@kept_with_jaxpr
+def _with_quiet_rules(jaxpr):
+    """A jaxpr with no sows in any derivative rule."""
+    eqns = []
+    for e in jaxpr.eqns:
+        if any(jaxprs_of(e)):
+            e = e.replace(params=map_jaxprs(e.params, _with_quiet_rules))
+        eqns.append(_with_quiet_rule(e, always=True))
+    return _compat.with_changes(jaxpr, eqns=eqns)
 
 
 def _with_derivative_of(interpret, given, jaxpr, args, original):
@@ -145,11 +158,11 @@ def _with_derivative_of(interpret, given, jaxpr, args, original):
     # If it is differentiated, those further out see the sows in the rule of the
     # original, and not those in here, in whatever equations these are.
     alone = Interpret(dc.replace(handler, has_outer=False), interpret.stages)
-    with listening(listening.value and _SILENT):
-        quiet, same, _ = alone.staged(jaxpr, given, *args)
-        # What `tap` sends, or a `transform` prints, must not happen twice.
-        pure = without_prints(quiet)
-        again = _compat.inline_or_call(pure, same) if differentiable else []
+    quiet, same, _ = alone.staged(jaxpr, given, *args)
+    quiet = without_sows(_with_quiet_rules(quiet))
+    # What `tap` sends, or a `transform` prints, must not happen twice.
+    pure = without_prints(quiet)
+    again = _compat.inline_or_call(pure, same) if differentiable else []
     once = not differentiable or pure is not quiet
 
     @jax.custom_jvp
