@@ -151,7 +151,13 @@ def _with_quiet_rules(jaxpr):
 def _with_derivative_of(interpret, given, jaxpr, args, original):
     """What comes out of a walk over `jaxpr`. If it is differentiated, the outputs are
     the `original` ones, with their derivatives, and what was taken has its plain
-    derivative."""
+    derivative. For `h` inside a `jax.custom_jvp` function `f`:
+
+        S(f)        runs `walked` alone, for the outputs of `f` as well
+        grad(S(f))  runs `f` with its rule for the outputs, and `quiet` for `h`
+
+    `copy` chooses between the two, as JAX calls its rule only if it is differentiated.
+    """
     handler = interpret.handler
     differentiable = handler.differentiable
     walked, inputs, treedef = interpret.staged(jaxpr, given, *args)
@@ -160,7 +166,8 @@ def _with_derivative_of(interpret, given, jaxpr, args, original):
     alone = Interpret(dc.replace(handler, has_outer=False), interpret.stages)
     quiet, same, _ = alone.staged(jaxpr, given, *args)
     quiet = without_sows(_with_quiet_rules(quiet))
-    # What `tap` sends, or a `transform` prints, must not happen twice.
+    # Computed out here, where JAX takes the plain derivative of it. But what `tap`
+    # sends, or a `transform` prints, must happen once, in `copy` or in its rule.
     pure = without_prints(quiet)
     again = _compat.inline_or_call(pure, same) if differentiable else []
     once = not differentiable or pure is not quiet
@@ -168,6 +175,7 @@ def _with_derivative_of(interpret, given, jaxpr, args, original):
     @jax.custom_jvp
     def copy(inputs, original, again, same):
         del original, same
+        # Without anybody further out, `walked` is no other program.
         is_same = not (once or handler.has_outer)
         return again if is_same else _compat.inline_or_call(walked, inputs)
 
