@@ -492,8 +492,8 @@ def _in_range(scale: Any) -> Any:
 
 
 # --- blocks ---
-# How many entries are reduced at once. XLA reduces 64 MB in such blocks in a sixteenth
-# of the time that it takes for one long axis, on a CPU.
+# How many entries are added up at once. XLA on a CPU adds one after the other: of 64
+# million numbers between 10 and 11 in float32, the `std` would be wrong by 0.2 percent.
 _BLOCK = 1024
 
 
