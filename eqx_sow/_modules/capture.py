@@ -84,8 +84,9 @@ def name(
     if is_off and all(x.site.note is None for x in found):
         return closed, ()
     label = Label(None, marking.tag, depth)
-    for site, (*_, eqn), path in found:
-        if label in site.labels and path is None and not is_solver(eqn):
+    for site, (*_, eqn), way in found:
+        hidden = way is None and label in site.labels and not is_solver(eqn)
+        if hidden and site.note is not None:
             raise UnsupportedPrimitiveError(
                 f"`{site.note.call!r}` at {site.where} is inside the primitive "
                 f"`{eqn.primitive}`, where eqx_sow cannot tell which module is called. "

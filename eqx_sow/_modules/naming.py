@@ -33,8 +33,9 @@ from .._mark.primitive import edge_p, same_p, sow_p
 from .._mark.site import Label, Site
 from .._values.modes import without_order
 from .._walk.flow import Domain, Here
+from .._walk.sows import Way
 from .places import is_internal, is_like, Places, root_of
-from .sources import computed, either, FAR, in_order, TRANSPOSED, Value, Way
+from .sources import computed, either, FAR, in_order, TRANSPOSED, Value
 
 
 @dc.dataclass(eq=False)
@@ -153,13 +154,13 @@ class Naming(Domain):
         primitive = eqn.primitive
         if primitive in (sow_p, same_p):
             self._sow(eqn, operands[0], here)
-            return [Value(edges=(here.path,)), *operands[1:]]
+            return [Value(edges=(here.way,)), *operands[1:]]
         if primitive is edge_p and eqn.params:
             call, running = eqn.params["call"], self._running(here, eqn)
             visit = _Visit(call, operands, running)
-            self._visits[here.path] = self._latest[call] = visit
-            return [Value(edges=(here.path,))]
-        return computed(eqn, operands, here.path)
+            self._visits[here.way] = self._latest[call] = visit
+            return [Value(edges=(here.way,))]
+        return computed(eqn, operands, here.way)
 
     def _sow(self, eqn: Any, edge: Value, here: Here) -> None:
         site: Site = eqn.params["site"]
@@ -181,7 +182,7 @@ class Naming(Domain):
             # where fewer calls are running, and to before the edges of these.
             for visit in visits:
                 visit.running = max(self._running(here, eqn), visit.running, key=len)
-        self._sows[here.path] = _Sow(site, visits, scans)
+        self._sows[here.way] = _Sow(site, visits, scans)
 
     def _running(self, here: Here, eqn: Any) -> list[_Visit]:
         calls = [*here.running, *calls_around(eqn)]

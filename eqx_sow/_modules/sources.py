@@ -14,9 +14,9 @@ import itertools as it
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from .._walk.sows import Way
 
-# The way to an equation, as `Here.path` has it.
-Way = tuple[int, ...]
+
 # What moves numbers and leaves them as they are, more or less. (Some edges come out of
 # one branch or another, and go through the primitive for edges once more.)
 _MOVES = (

@@ -36,7 +36,7 @@ The answers are written into the sites: `Site.of`, `again`, `backward` and `guar
     dy = sow[name=h, modes=(cotangent,)] e dz    # `e` comes out of equation 1
 
 the first sow has `of={(0,)}`, and the second one and the cotangent `of={(1, 0, 2)}`,
-which is the path of an equation: see `Path`.
+which is the way to an equation: see `Way`.
 """
 
 import itertools as it
@@ -60,7 +60,7 @@ from .repetitions import (
     repetitions,
     Sown,
 )
-from .sows import Found, lengths_of, loop_of, Path, with_sites
+from .sows import Found, lengths_of, loop_of, Way, with_sites
 
 
 def with_executions(
@@ -93,17 +93,17 @@ def with_executions(
     return with_sites(closed, _sites(sows))
 
 
-def _sites(found: Sequence[Sown]) -> dict[Path, Site]:
-    """The sites that have the answers, by the paths of their equations."""
+def _sites(found: Sequence[Sown]) -> dict[Way, Site]:
+    """The sites that have the answers, by the ways to their equations."""
     primals = [x for x in found if not x.site.modes]
     repeated = repetitions(primals)
     ran = {x.site.key for x in primals if not x.backward}
     of_call = defaultdict(list)
     for x in primals:
-        of_call[x.site.origin].append(x.here.path)
+        of_call[x.site.origin].append(x.here.way)
     sites = {}
     for x in found:
-        path, of = x.here.path, [x.here.path]
+        way, of = x.here.way, [x.here.way]
         if x.site.modes:
             # A derivative may be of one primal or another, if a branch decides. Where
             # no edge leads to a primal, it is of any from this call of `sow`: from
@@ -112,11 +112,11 @@ def _sites(found: Sequence[Sown]) -> dict[Path, Site]:
             of = x.edges.intersection(any_of) or any_of
         # In a branch of a cond that a vmap made a selection of, a value of the forward
         # pass has no longer the number that it had.
-        again: bool | None = path in repeated
+        again: bool | None = way in repeated
         in_branch = any(guard.cond is not None for guard in x.site.guards)
         if not again and x.backward and in_branch and x.site.key in ran:
             again = None
-        sites[path] = x.site._replace(
+        sites[way] = x.site._replace(
             of=frozenset().union(*[repeated.get(p, {p}) for p in of]),
             again=again,
             backward=not x.site.modes and x.backward,
@@ -154,10 +154,10 @@ class _Numbers(Domain):
         # By number, how that value is computed.
         self._computed: dict[int, tuple[Hashable, tuple[int, ...]]] = {}
         # By number, of an edge, the executions that it comes from.
-        self._edges: dict[int, frozenset[Path]] = {}
+        self._edges: dict[int, frozenset[Way]] = {}
         self._next = it.count()
         # The sows, by the ways to their equations.
-        self.sows: dict[Path, Sown] = {}
+        self.sows: dict[Way, Sown] = {}
 
     def unlike_any(self) -> _Value:
         """A value that is equal to no other one."""
@@ -204,7 +204,7 @@ class _Numbers(Domain):
             n = self._number(how, [x.number for x in operands], eqn.params)
             numbers = [self._number(("out", i), (n,)) for i in range(len(eqn.outvars))]
         moved = operands[0].made if primitive in _MOVES else None
-        return [_Value(n, moved or (here.path, i)) for i, n in enumerate(numbers)]
+        return [_Value(n, moved or (here.way, i)) for i, n in enumerate(numbers)]
 
     def _sow(self, eqn: Any, operands: Sequence[_Value], here: Here) -> _Value:
         site: Site = eqn.params["site"]
@@ -213,11 +213,11 @@ class _Numbers(Domain):
         edges = self._edges.get(edge.number, frozenset())
         runs = tuple(x.made for x in operands[: len(site.guards)])
         value = self._value_at(site, operands)
-        self.sows[here.path] = Sown(site, at, edges, value, runs)
+        self.sows[here.way] = Sown(site, at, edges, value, runs)
         if site.modes:
             return edge
         edge = self.unlike_any()
-        self._edges[edge.number] = frozenset([here.path])
+        self._edges[edge.number] = frozenset([here.way])
         return edge
 
     def _value_at(self, site: Site, operands: Sequence[_Value]) -> Hashable:
@@ -253,7 +253,7 @@ class _Numbers(Domain):
         elif is_of_unknown_length(eqn):
             loop = object()
         numbers = (self._number((when, loop, i), pair) for i, pair in enumerate(pairs))
-        return [_Value(n, (here.path, when, i)) for i, n in enumerate(numbers)]
+        return [_Value(n, (here.way, when, i)) for i, n in enumerate(numbers)]
 
     # --- what is put together, and taken apart again ---
     # The cases of a cond, the iterations that a scan stacks, the parts of an array on

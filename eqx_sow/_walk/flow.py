@@ -21,7 +21,7 @@ import jax.extend.core as jexc
 from .. import _compat
 from .._mark.calls import calls_around
 from .._mark.primitive import edge_p, sow_p
-from .sows import jaxprs_in, jaxprs_of, lengths_of, Path, variables, with_sow
+from .sows import jaxprs_in, jaxprs_of, lengths_of, variables, Way, with_sow
 
 
 class Here(NamedTuple):
@@ -32,7 +32,7 @@ class Here(NamedTuple):
     """
 
     # The way there from the outermost jaxpr.
-    path: Path = ()
+    way: Way = ()
     # The equations around it.
     around: tuple[Any, ...] = ()
     # For each cond around it: the value of its index, and the number of the branch.
@@ -40,13 +40,13 @@ class Here(NamedTuple):
 
     def inside(self, eqn: Any, k: int) -> "Here":
         """The place of jaxpr `k` of an equation, if this is that of the equation."""
-        return self._replace(path=(*self.path, k), around=(*self.around, eqn))
+        return self._replace(way=(*self.way, k), around=(*self.around, eqn))
 
     @property
-    def scans(self) -> list[Path]:
-        """The paths of the scans around it."""
+    def scans(self) -> list[Way]:
+        """The ways to the scans around it."""
         ends = (2 * i + 1 for i, e in enumerate(self.around) if lengths_of([e]))
-        return [self.path[:n] for n in ends]
+        return [self.way[:n] for n in ends]
 
     @property
     def running(self) -> list[Any]:
@@ -125,10 +125,10 @@ def run(domain: Domain, jaxpr: Any, args: Sequence[Any], here: Here) -> list[Any
         return domain.constant(v.val, v.aval) if is_number else env.get(v)
 
     # What comes out of the program itself does not matter.
-    outvars = jaxpr.outvars if here.path else []
+    outvars = jaxpr.outvars if here.way else []
     for i, eqn in _leading_to_sows(domain, jaxpr, outvars):
         rule = rules.get(eqn.primitive, _other)
-        at = Here((*here.path, i), *here[1:])
+        at = Here((*here.way, i), *here[1:])
         outs = rule(domain, eqn, list(map(read, eqn.invars)), at)
         env.update(zip(eqn.outvars, outs))
     return list(map(read, outvars))

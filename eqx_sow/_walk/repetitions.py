@@ -32,7 +32,7 @@ from .. import _compat
 from .._frames import is_of_equinox
 from .._mark.site import Site
 from .flow import Here
-from .sows import jaxprs_of, kept_with_jaxpr, loop_of, Path
+from .sows import jaxprs_of, kept_with_jaxpr, loop_of, Way
 
 
 class Sown(NamedTuple):
@@ -41,8 +41,8 @@ class Sown(NamedTuple):
     site: Site
     # Its place; the last of the equations around it is its own.
     here: Here
-    # The paths of the executions that its edge comes from.
-    edges: frozenset[Path]
+    # The ways of the executions that its edge comes from.
+    edges: frozenset[Way]
     # Equal for two sows of equal values.
     value: Hashable
     # For each guard, where its operand was made: tells runs of one cond apart.
@@ -58,20 +58,20 @@ class Sown(NamedTuple):
 
 
 # The repetitions, each with the executions that it may repeat.
-Repeated = Iterator[tuple[Path, frozenset[Path]]]
+Repeated = Iterator[tuple[Way, frozenset[Way]]]
 
 
-def repetitions(primals: Sequence[Sown]) -> dict[Path, frozenset[Path]]:
+def repetitions(primals: Sequence[Sown]) -> dict[Way, frozenset[Way]]:
     """Of the primals of a program, the repetitions, each with the executions that it
     may repeat."""
-    repeated: dict[Path, frozenset[Path]] = {}
+    repeated: dict[Way, frozenset[Way]] = {}
     by_value = defaultdict(list)
     for x in primals:
         by_value[x.value].append(x)
     for alike in by_value.values():
         repeated.update(_repeated_values(alike))
     for kind in (_replayed, _in_other_rules):
-        rest = [x for x in primals if x.here.path not in repeated]
+        rest = [x for x in primals if x.here.way not in repeated]
         repeated.update(kind(rest))
     return repeated
 
@@ -80,7 +80,7 @@ def _matched(
     sows: Iterable[Sown],
     is_repetition: Callable[[Sown], bool],
     repeats: Callable[[Sown, Sown], bool],
-    choose: Callable[[list[Path], int, int], Iterable[Path]],
+    choose: Callable[[list[Way], int, int], Iterable[Way]],
 ) -> Repeated:
     """Of some sows, in the order of the program, the repetitions, each with the
     executions that it may repeat.
@@ -91,17 +91,17 @@ def _matched(
     gradient twice, each backward pass repeats its own forward pass.
     """
     ran: list[Sown] = []
-    repeated: set[Path] = set()
+    repeated: set[Way] = set()
     for is_backward, some in it.groupby(sows, is_repetition):
         if not is_backward:
             ran += some
             continue
         again, found = list(some), {}
         for i, x in enumerate(again):
-            executions = [y.here.path for y in ran if repeats(x, y)]
+            executions = [y.here.way for y in ran if repeats(x, y)]
             executions = [p for p in executions if p not in repeated] or executions
             if executions:
-                found[x.here.path] = frozenset(choose(executions, i, len(again)))
+                found[x.here.way] = frozenset(choose(executions, i, len(again)))
         yield from found.items()
         repeated.update(*found.values())
 
@@ -176,12 +176,12 @@ def _in_other_rules(primals: Sequence[Sown]) -> Repeated:
         loops = filter(is_of_unknown_length, x.here.around)
         has_rule = any(e.primitive in _CUSTOM for e in x.here.around)
         if _is_rerun(x):
-            again[x.site.key].append(x.here.path)
+            again[x.site.key].append(x.here.way)
         elif has_rule and not x.backward and any(map(is_of_equinox, loops)):
-            ran[x.site.key].append(x.here.path)
-    for key, paths in again.items():
-        if len(paths) == len(ran[key]):
-            yield from ((path, frozenset(ran[key])) for path in paths)
+            ran[x.site.key].append(x.here.way)
+    for key, ways in again.items():
+        if len(ways) == len(ran[key]):
+            yield from ((way, frozenset(ran[key])) for way in ways)
 
 
 def _is_rerun(x: Sown) -> bool:

@@ -22,7 +22,7 @@ from .._mark.site import Site
 
 # The way to an equation: its index in the program, then the number of a jaxpr among
 # those of that equation, the index of an equation in there, and so on.
-Path = tuple[int, ...]
+Way = tuple[int, ...]
 
 
 def kept_with_jaxpr(make: Callable) -> Callable:
@@ -138,15 +138,15 @@ def _with_sow(jaxpr):
 
 class Found(NamedTuple):
     """A sow in a program. `eqns`: the equations that lead to it, from outside in; the
-    last one is that of the sow. `path`: the way to that one.
+    last one is that of the sow. `way`: the way to that one.
 
     If the sow is in a Python function, the last equation is the one that holds the
-    function, and there is no path.
+    function, and `way` is `None`.
     """
 
     site: Site
     eqns: tuple[Any, ...]
-    path: Path | None
+    way: Way | None
 
     @property
     def loops(self) -> tuple[int, ...]:
@@ -154,22 +154,22 @@ class Found(NamedTuple):
         return lengths_of(self.eqns)
 
 
-def sows(x: Any, eqns: tuple[Any, ...] = (), path: Path = ()) -> Iterator[Found]:
-    """The sows in a jaxpr or an equation, to which `eqns` and `path` lead."""
+def sows(x: Any, eqns: tuple[Any, ...] = (), way: Way = ()) -> Iterator[Found]:
+    """The sows in a jaxpr or an equation, to which `eqns` and `way` lead."""
     if not isinstance(x, jexc.JaxprEqn):
         for i, eqn in with_sow(x).items():
             if eqn.primitive is sow_p:  # as below, in half of the time
-                yield Found(eqn.params["site"], (*eqns, eqn), (*path, i))
+                yield Found(eqn.params["site"], (*eqns, eqn), (*way, i))
             else:
-                yield from sows(eqn, eqns, (*path, i))
+                yield from sows(eqn, eqns, (*way, i))
         return
     eqns = (*eqns, x)
     if x.primitive is sow_p:
-        yield Found(x.params["site"], eqns, path)
+        yield Found(x.params["site"], eqns, way)
         return
     found: list[Found] = []
     for k, jaxpr in enumerate(jaxprs_of(x)):
-        found += sows(jaxpr, eqns, (*path, k))
+        found += sows(jaxpr, eqns, (*way, k))
     found += [Found(site, eqns, None) for site in _in_functions(x)]
     if shows_sow(x) and not found:
         primitive, params = _compat.unmapped(x)
@@ -261,15 +261,16 @@ def lengths_of(eqns: Iterable[Any]) -> tuple[int, ...]:
 
 
 # --- changing programs ---
-def with_sites(x: Any, sites: Mapping[Path, Site]) -> Any:
-    """A jaxpr in which the sows at these paths have other sites. The same jaxpr each
-    time for the same sites, so that what JAX has compiled for it is found."""
+def with_sites(x: Any, sites: Mapping[Way, Site]) -> Any:
+    """A jaxpr in which the sows that these ways lead to have other sites. The same
+    jaxpr each time for the same sites, so that what JAX has compiled for it is found.
+    """
     return _with_sites(x, frozenset(sites.items())) if sites else x
 
 
 @kept_with_jaxpr
 def _with_sites(jaxpr, sites):
-    by_eqn: dict[int, dict[Path, Site]] = {}
+    by_eqn: dict[int, dict[Way, Site]] = {}
     for (i, *rest), site in sites:
         by_eqn.setdefault(i, {})[tuple(rest)] = site
     eqns = list(jaxpr.eqns)
@@ -278,10 +279,10 @@ def _with_sites(jaxpr, sites):
     return _compat.with_changes(jaxpr, eqns=eqns)
 
 
-def _eqn_with_sites(eqn: Any, sites: Mapping[Path, Site]) -> Any:
+def _eqn_with_sites(eqn: Any, sites: Mapping[Way, Site]) -> Any:
     if eqn.primitive in (sow_p, same_p):
         return eqn.replace(params=dict(site=sites[()]))
-    by_jaxpr: list[dict[Path, Site]] = [{} for _ in jaxprs_in(eqn.params)]
+    by_jaxpr: list[dict[Way, Site]] = [{} for _ in jaxprs_in(eqn.params)]
     for (k, *rest), site in sites.items():
         by_jaxpr[k][tuple(rest)] = site
     inside = iter(by_jaxpr)
@@ -293,10 +294,10 @@ def _eqn_with_sites(eqn: Any, sites: Mapping[Path, Site]) -> Any:
 def seen_as(x: Any, found: Iterable[Found], see: Callable[[Site], Site]) -> Any:
     """A jaxpr with each `Site` that is `found` in it as one sees it."""
     changed = {}
-    for site, _, path in found:
+    for site, _, way in found:
         new = see(site)
-        if path and new is not site:
-            changed[path] = new
+        if way and new is not site:
+            changed[way] = new
     return with_sites(x, changed)
 
 
