@@ -1,9 +1,9 @@
 """The leading axes of captured arrays, which vmaps, loops and devices gave them.
 
-An operand of a sow has only the axes that it varies over. `Site.varies` says for
-each which of `Site.axes` these are: a tuple of booleans. Of a value `(c, y)`
-in a vmap of 5 lanes and one of 2 lanes within it, where `c` varies over the outer lanes
-and `y` over the inner ones,
+An operand of a sow has only the axes that it varies over. `Site.varies` says for each
+which of `Site.axes` these are: a tuple of booleans. Of a value `(c, y)` in a vmap of 5
+lanes and one of 2 lanes within it, where `c` varies over the outer lanes and `y` over
+the inner ones,
 
 | | `varies` | operand | `aligned` | `broadcast` to both axes |
 |---|---|---|---|---|

@@ -10,13 +10,13 @@ of 5 lanes,
         return lax.scan(body, x, None, length=3)
 
 where `c` varies over the outer lanes and `y` over the inner ones. As JAX traces it,
-the inner vmap comes first. It gives the sow `Axis(2, loops=0)`, and `c`
-does not vary over it. The outer vmap batches the scan, and the sow inside as part of
-that: its axis, of which `loops=1` says that a loop is between it and the sow, goes in
-front, `Axis(5, loops=1)`. So the axes are (5, 2), and the operands are `c[5]` and
-`y[2]`, since they have only the axes that they vary over: `varies` is `(True, False)`
-for `c`, and `(False, True)` for `y`. `captured` makes an `Entry` of them, in which
-each array has all axes of the site, some of size one: `c[5, 1]` and `y[1, 2]`.
+the inner vmap comes first. It gives the sow `Axis(2, loops=0)`, and `c` does not vary
+over it. The outer vmap batches the scan, and the sow inside as part of that: its axis,
+of which `loops=1` says that a loop is between it and the sow, goes in front, `Axis(5,
+loops=1)`. So the axes are (5, 2), and the operands are `c[5]` and `y[2]`, since they
+have only the axes that they vary over: `varies` is `(True, False)` for `c`, and
+`(False, True)` for `y`. `captured` makes an `Entry` of them, in which each array has
+all axes of the site, some of size one: `c[5, 1]` and `y[1, 2]`.
 
 When the walk leaves the scan, each array has a new leading axis: `c[3, 5, 1]`,
 `y[3, 1, 2]`. `stacked` moves it inside the axes that are outside of the loop (those
