@@ -24,7 +24,9 @@ def site(tmp_path_factory):
     from mkdocs.commands.build import build
 
     directory = tmp_path_factory.mktemp("site")
-    config = mkdocs_config.load_config(str(ROOT / "mkdocs.yml"), site_dir=str(directory))
+    config = mkdocs_config.load_config(
+        str(ROOT / "mkdocs.yml"), site_dir=str(directory)
+    )
     build(config)
     return directory
 
@@ -32,8 +34,8 @@ def site(tmp_path_factory):
 # --- search ---
 @pytest.fixture(scope="module")
 def found(site):
-    """A function from a query to the pages that a search shows, best first. As the theme
-    does it: titles count most, each word of the query may be the beginning of one, and
+    """A function from a query to the pages that a search shows, best first. As the
+    theme does it: titles count most, each word of the query may be the beginning of one, and
     sections are shown with their page."""
     documents = json.loads((site / "search/search_index.json").read_text())["docs"]
     separator = re.compile(r"[\s\-,:!=\[\]()\"/.`]+")
@@ -43,7 +45,8 @@ def found(site):
         fields=[dict(field_name="title", boost=1000), "text"],
         documents=[
             (
-                {k: split(d[k]) for k in ("title", "text")} | {"location": d["location"]},
+                {k: split(d[k]) for k in ("title", "text")}
+                | {"location": d["location"]},
                 {"boost": d.get("boost", 1)},
             )
             for d in documents
@@ -101,7 +104,9 @@ def browser():
         pytest.skip("Chromium and chromedriver are not installed")
     options = webdriver.ChromeOptions()
     options.binary_location = chromium
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    options.set_capability(
+        "goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"}
+    )
     for argument in (
         "--headless=new --no-sandbox --disable-gpu --disable-quic --no-first-run "
         "--disable-background-networking --disable-component-update --disable-sync"
@@ -177,7 +182,9 @@ def test_links_can_be_read(address, browser):
 
     def luminance(colour):
         rgb = [int(x) / 255 for x in re.findall(r"\d+", colour)[:3]]
-        r, g, b = [x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in rgb]
+        r, g, b = [
+            x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in rgb
+        ]
         return 0.2126 * r + 0.7152 * g + 0.0722 * b
 
     dark, light = sorted(map(luminance, colours))

@@ -1,0 +1,252 @@
+"""Would a test notice? Changes the source in one place at a time, and runs the tests.
+
+    python tests/mutants.py --mutants 300 --seed 0 --workers 2 --out mutants.jsonl
+    python tests/mutants.py --again mutants.jsonl --marks "not slow and not every"
+
+The first run of the tests records which of them execute which line, and how long they
+take. A mutant is then given to the tests that execute its line, the shortest first,
+until one of them fails; if that takes longer than `--seconds`, it has survived. With
+`--again`, the same mutants are given to another selection of the tests, those that an
+earlier run has killed by a test of that selection aside.
+
+Each line of the output is a mutant: the file, the line, what was changed, and the test
+that noticed (or `null`).
+"""
+
+import argparse
+import ast
+import concurrent.futures
+import copy
+import json
+import os
+import pathlib
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ET
+from typing import NamedTuple
+
+
+ROOT = pathlib.Path(__file__).parent.parent
+# What holds the semantics. Messages and tables are left out.
+DEFAULT = "not fuzz and not slow and not types and not every"
+MODULES = "_mark _values _walk _modules _handlers _transforms _names.py"
+
+SWAPPED = {
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
+    ast.And: ast.Or,
+    ast.Or: ast.And,
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.Add,
+    ast.BitOr: ast.BitAnd,
+    ast.BitAnd: ast.BitOr,
+}
+
+
+class Mutant(NamedTuple):
+    file: str
+    line: int
+    # Which node of the file, in the order of `ast.walk`, and which of its changes.
+    node: int
+    change: int
+    said: str
+
+
+# --- mutants ---
+def changes(node):
+    """The nodes that may stand in the place of one, each with what it does."""
+    if isinstance(node, ast.Compare) and type(node.ops[0]) in SWAPPED:
+        new = copy.deepcopy(node)
+        new.ops[0] = SWAPPED[type(node.ops[0])]()
+        yield new
+    elif isinstance(node, ast.BoolOp | ast.BinOp) and type(node.op) in SWAPPED:
+        if not isinstance(node, ast.BinOp) or not _is_string(node):
+            new = copy.deepcopy(node)
+            new.op = SWAPPED[type(node.op)]()
+            yield new
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        yield copy.deepcopy(node.operand)
+    elif isinstance(node, ast.IfExp):
+        yield ast.IfExp(node.test, node.orelse, node.body)
+    elif isinstance(node, ast.Constant) and type(node.value) in (bool, int):
+        value = not node.value if isinstance(node.value, bool) else node.value + 1
+        yield ast.Constant(value)
+    elif isinstance(node, ast.If):
+        for test in (True, False):
+            yield ast.If(ast.Constant(test), node.body, node.orelse)
+    elif isinstance(node, ast.comprehension) and node.ifs:
+        yield ast.comprehension(node.target, node.iter, [], node.is_async)
+
+
+def _is_string(node):
+    return any(
+        isinstance(x, ast.JoinedStr)
+        or (isinstance(x, ast.Constant) and isinstance(x.value, str))
+        for x in ast.walk(node)
+    )
+
+
+def _in_annotations(tree):
+    whole = (
+        annotation
+        for node in ast.walk(tree)
+        for name in ("annotation", "returns")
+        if isinstance(annotation := getattr(node, name, None), ast.AST)
+    )
+    return {node for annotation in whole for node in ast.walk(annotation)}
+
+
+def mutants():
+    for part in MODULES.split():
+        place = ROOT / "eqx_sow" / part
+        for file in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
+            name = str(file.relative_to(ROOT))
+            tree = ast.parse(file.read_text())
+            types = _in_annotations(tree)
+            for i, node in enumerate(ast.walk(tree)):
+                for k, new in enumerate([] if node in types else changes(node)):
+                    at = getattr(node, "iter", node).lineno
+                    short = ast.unparse(new).splitlines()[0]
+                    old = ast.unparse(node).splitlines()[0]
+                    yield Mutant(name, at, i, k, f"{old} -> {short}")
+
+
+def mutated(mutant):
+    """The text of the file with the change."""
+    tree = ast.parse((ROOT / mutant.file).read_text())
+    old = list(ast.walk(tree))[mutant.node]
+    new = list(changes(old))[mutant.change]
+
+    class Replace(ast.NodeTransformer):
+        def visit(self, node):
+            return new if node is old else self.generic_visit(node)
+
+    return ast.unparse(ast.fix_missing_locations(Replace().visit(tree)))
+
+
+# --- tests ---
+def pytest_command(*args):
+    return [sys.executable, "-m", "pytest", "-q", "-p", "no:randomly", *args]
+
+
+def survey(marks, folder):
+    """Which tests execute each line, and how long each test takes."""
+    data, report = folder / "coverage", folder / "report.xml"
+    options = ["--cov=eqx_sow", "--cov-context=test", "--cov-report=", f"-m={marks}"]
+    environment = os.environ | {"COVERAGE_FILE": str(data)}
+    command = pytest_command(*options, f"--junitxml={report}")
+    subprocess.run(command, cwd=ROOT, env=environment, check=True)
+
+    import coverage
+
+    found = coverage.CoverageData(str(data))
+    found.read()
+    by_line = {
+        str(pathlib.Path(file).relative_to(ROOT)): {
+            line: {c.split("|")[0] for c in contexts if c}
+            for line, contexts in found.contexts_by_lineno(file).items()
+        }
+        for file in found.measured_files()
+    }
+    seconds = {}
+    for case in ET.parse(report).iter("testcase"):
+        path = case.get("classname").replace(".", "/") + ".py"
+        seconds[f"{path}::{case.get('name')}"] = float(case.get("time"))
+    return by_line, seconds
+
+
+def give(mutant, tests, limit, marks, folder):
+    """The first of the tests that fails, or `None`."""
+    tree = pathlib.Path(tempfile.mkdtemp(dir=folder))
+    ignore = shutil.ignore_patterns(
+        ".git", ".venv*", "site", "__pycache__", ".pytest_cache"
+    )
+    shutil.copytree(ROOT, tree / "tree", ignore=ignore)
+    tree /= "tree"
+    (tree / mutant.file).write_text(mutated(mutant))
+    chosen = tree / "chosen.txt"
+    chosen.write_text("\n".join(tests))
+    options = ["-x", "-n0", "--no-header", "--tb=no", f"-m={marks}", f"@{chosen}"]
+    cache = f"-ocache_dir={folder / f'cache{os.getpid() % 8}'}"
+    environment = os.environ | {"PYTHONPATH": str(tree)}
+    try:
+        run = subprocess.run(
+            pytest_command(*options, cache),
+            cwd=tree,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=limit,
+        )
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        shutil.rmtree(tree.parent, ignore_errors=True)
+    failed = [x for x in run.stdout.splitlines() if x.startswith(("FAILED", "ERROR"))]
+    if failed:
+        return failed[0].split()[1]
+    return None if run.returncode in (0, 5) else "collection"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--mutants", type=int, default=300)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=120)
+    parser.add_argument(
+        "--marks", default="not fuzz and not slow and not types and not every"
+    )
+    parser.add_argument("--again", type=pathlib.Path)
+    parser.add_argument("--out", type=pathlib.Path, default="mutants.jsonl")
+    given = parser.parse_args()
+
+    folder = pathlib.Path(tempfile.mkdtemp())
+    by_line, seconds = survey(given.marks, folder)
+    if given.again:
+        before = list(map(json.loads, given.again.read_text().splitlines()))
+        chosen = [(Mutant(*x["mutant"]), x["killed by"]) for x in before]
+    else:
+        there = [m for m in mutants() if by_line.get(m.file, {}).get(m.line)]
+        some = random.Random(given.seed).sample(there, given.mutants)
+        chosen = [(m, None) for m in some]
+
+    def tried(pair):
+        mutant, killer = pair
+        tests = by_line.get(mutant.file, {}).get(mutant.line, set())
+        if killer not in seconds:
+            tests = sorted(tests, key=lambda t: seconds.get(t, 1.0))
+            killer = (
+                give(mutant, tests, given.seconds, given.marks, folder)
+                if tests
+                else None
+            )
+        return {"mutant": mutant, "killed by": killer}
+
+    killed = 0
+    with (
+        concurrent.futures.ThreadPoolExecutor(given.workers) as pool,
+        given.out.open("w") as file,
+    ):
+        for i, result in enumerate(pool.map(tried, chosen), 1):
+            killed += result["killed by"] is not None
+            print(json.dumps(result), file=file, flush=True)
+            print(f"{killed} of {i} killed", end="\r", flush=True)
+    print()
+    shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    main()
