@@ -35,8 +35,8 @@ def site(tmp_path_factory):
 @pytest.fixture(scope="module")
 def found(site):
     """A function from a query to the pages that a search shows, best first. As the
-    theme does it: titles count most, each word of the query may be the beginning of one, and
-    sections are shown with their page."""
+    theme does it: titles count most, each word of the query may be the beginning of
+    one, and sections are shown with their page."""
     documents = json.loads((site / "search/search_index.json").read_text())["docs"]
     separator = re.compile(r"[\s\-,:!=\[\]()\"/.`]+")
     split = lambda text: " ".join(separator.split(re.sub("<[^>]*>", " ", text)))
