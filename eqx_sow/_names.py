@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ._errors import UnknownSowError
+from ._errors import shown, UnknownSowError
 
 
 def join(path: str, name: str) -> str:
@@ -222,9 +222,8 @@ def listed(
 ) -> str:
     """What a message about a pattern that selects nothing says of what there is."""
     there = list(map(str, there))
-    names = ", ".join(map(repr, there)) or "none at all"
     close = difflib.get_close_matches(str(pattern), there, n=3)
     more = hint(pattern, close)
     if close and not more:
         more = f" Did you mean {' or '.join(map(repr, close))}?"
-    return f"The {kind} there are: {names}.{more}"
+    return f"The {kind} there are: {shown(there)}.{more}"

@@ -10,7 +10,7 @@ import equinox as eqx
 import jax
 
 from .. import _compat
-from .._errors import UnknownSowError, UnsupportedPrimitiveError
+from .._errors import shown, UnknownSowError, UnsupportedPrimitiveError
 from .._frames import is_library
 from .._mark.listening import Capture, Listening
 from .._mark.noting import own_methods
@@ -135,9 +135,9 @@ def _check_found(closed: Any, places: Places, marking: Marking, naming: Naming) 
             "captured. Call the module once outside, too."
         )
     items = (naming.seen or in_sight).items()
-    listed = ", ".join(f"{path} ({cls.__name__})" for path, cls in items)
+    listed = shown([f"{path} ({cls.__name__})" for path, cls in items], str)
     said = f"The modules {'that are called' if naming.seen else 'in sight'} are: "
-    said = f" {said}{listed or 'none at all'}." if classes else ""
+    said = f" {said}{listed}." if classes else ""
     if classes and not items:
         said += " Only modules of Equinox are captured: `sow` what others return."
     if is_predicate:
