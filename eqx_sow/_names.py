@@ -1,4 +1,9 @@
-"""Names, globs and predicates."""
+"""Names, and the patterns that select some of them.
+
+A pattern is a path, like a name: `*`, `?` and `[...]` stop at a slash, and `**` stands
+for any number of parts, none included. `blocks/*/attn` fits `blocks/0/attn`, and
+`**/attn` also `attn` and `a/b/attn`.
+"""
 
 import difflib
 import fnmatch
@@ -15,23 +20,22 @@ def join(path: str, name: str) -> str:
     return f"{path}/{name}" if path else name
 
 
-def matches(pattern: Any, name: str) -> bool:
-    """Whether a name, a glob or a predicate selects `name`."""
-    if isinstance(pattern, str):
-        return pattern == name or fnmatch.fnmatchcase(name, pattern)
-    selects = pattern(name)
-    try:
-        return bool(selects)
-    except Exception as e:  # of an array, NumPy's or JAX's
-        raise TypeError(
-            f"`names={pattern!r}` returned {selects!r} for {name!r}. Return `True` or "
-            "`False`."
-        ) from e
+class Named(NamedTuple):
+    """What a sow is to patterns: its name, and the loops around it.
+
+    `after` is that of its `Label`. `loops` are the numbers of iterations, from outside
+    in.
+    """
+
+    name: str
+    after: tuple[int | None, ...] = ()
+    loops: tuple[int, ...] = ()
 
 
 class Selected(NamedTuple):
     """What a pattern selects of a sow: all of it, under its own `name`; or, with an
-    index in the pattern, one iteration of a loop, under the name with that index.
+    index in the pattern, one iteration of a loop, under the name with that index. A
+    layer of a list that is counted from the end has that name, too.
 
     `at` has an entry for each loop around the sow, from outside in: which iteration is
     meant, or `None` for all. `after` is `Label.after` for the loops of which all are
@@ -47,15 +51,338 @@ class Selected(NamedTuple):
 ANY_LOOPS = (2**62,) * 8
 
 
-def every_selected(
-    patterns: Iterable[Any],
-    name: str,
-    after: tuple[int | None, ...],
-    loops: tuple[int, ...] = ANY_LOOPS,
-    names: frozenset[str] = frozenset(),
-) -> list[Selected]:
-    """What patterns select of a sow called `name` in `loops` of these lengths, from
-    outside in. `after` is that of its `Label`. For `h` in a loop of 4 iterations,
+# --- patterns, compiled ---
+class _Node:
+    """What may come next, after the parts of some patterns that have been matched."""
+
+    __slots__ = "parts", "indices", "globs", "deep", "is_deep", "ends"
+
+    def __init__(self, is_deep: bool = False):
+        # By what is spelled out, and of these, the indices, each as it is written
+        # without what is behind it: `2.encode` is `2` and `.encode`.
+        self.parts: dict[str, _Node] = {}
+        self.indices: list[tuple[int, str, _Node]] = []
+        self.globs: dict[str, tuple[Callable[[str], Any], _Node]] = {}
+        # Behind a `**`, and whether this is behind one: any part leads back to here.
+        self.deep: _Node | None = None
+        self.is_deep = is_deep
+        # The numbers of the patterns that end here.
+        self.ends: list[int] = []
+
+    def after(self, part: str) -> "_Node":
+        if part == "**":
+            if self.is_deep:
+                return self
+            self.deep = self.deep or _Node(is_deep=True)
+            return self.deep
+        if is_glob(part):
+            if part not in self.globs:
+                fits = re.compile(fnmatch.translate(part)).match
+                self.globs[part] = fits, _Node()
+            return self.globs[part][1]
+        if part not in self.parts:
+            self.parts[part] = node = _Node()
+            head, rest = _head(part)
+            if _is_index(head):
+                self.indices.append((int(head), rest, node))
+        return self.parts[part]
+
+
+def is_glob(pattern: str) -> bool:
+    return any(c in pattern for c in "*?[")
+
+
+def _head(part: str) -> tuple[str, str]:
+    """What is in front of the name of a method, and the rest: `2` and `.encode`."""
+    head, dot, rest = part.partition(".")
+    return head, dot + rest
+
+
+def _is_index(text: str) -> bool:
+    digits = text.removeprefix("-")
+    return digits.isascii() and digits.isdecimal()
+
+
+class _Tree(NamedTuple):
+    root: _Node
+    # How many parts of a pattern may be the index of an iteration.
+    n_indices: int
+
+
+@ft.lru_cache(maxsize=256)
+def _compiled(patterns: tuple[str, ...]) -> _Tree:
+    """Many patterns as one tree, so that a name is matched with all of them at once.
+    What these have in common is matched once."""
+    root, n_indices = _Node(), 0
+    for i, pattern in enumerate(patterns):
+        node = root
+        parts = pattern.split("/")
+        for part in parts:
+            node = node.after(part)
+        node.ends.append(i)
+        may_be = [p != "**" and (is_glob(p) or _is_index(_head(p)[0])) for p in parts]
+        n_indices = max(n_indices, sum(may_be))
+    return _Tree(root, n_indices)
+
+
+# --- names, as patterns see them ---
+class _Part(NamedTuple):
+    """A part of a name; and what else it is called, if it is counted from the end of a
+    list of layers. `start` and `end` are its place in the name."""
+
+    start: int
+    end: int
+    text: str
+    from_end: str | None
+
+
+class _Index(NamedTuple):
+    """Where a name has the index of an iteration, with what is behind it in that part,
+    as for `blocks/2.encode`. `loop`: the number of the loop; `n`: of its iterations."""
+
+    loop: int
+    n: int
+    rest: str
+
+
+# Of the parts that are special, what a pattern made of them: of a loop, an iteration or
+# "*"; of a layer of a list, what it is called if it is counted from the end.
+_Choice = tuple[tuple[_Index | _Part, Any], ...]
+
+
+# So many iterations are looked at, to find those that a glob fits.
+_MOST = 1000
+
+
+def _fitting(
+    root: _Node, name: Sequence[_Part | _Index], whole: bool
+) -> dict[int, list[_Choice]]:
+    """The patterns that fit a name, and how. With `whole`, an index in a name is that
+    of all iterations, and no pattern may choose some."""
+    states: dict[tuple[_Node, _Choice], None] = dict.fromkeys(_with_deep(root, ()))
+    for part in name:
+        of_part = _of_index if isinstance(part, _Index) else _of_text
+        after = [
+            new
+            for node, choice in states
+            for child, more in of_part(node, part, whole)
+            for new in _with_deep(child, choice + more)
+        ]
+        states = dict.fromkeys(after)
+    found: dict[int, list[_Choice]] = {}
+    for node, choice in states:
+        for i in node.ends:
+            found.setdefault(i, []).append(choice)
+    return found
+
+
+def _with_deep(node: _Node, choice: _Choice) -> Iterator[tuple[_Node, _Choice]]:
+    yield node, choice
+    if node.deep is not None:
+        yield node.deep, choice
+
+
+def _of_text(node: _Node, part: Any, whole: bool) -> Iterator[tuple[_Node, _Choice]]:
+    del whole
+    if node.is_deep:
+        yield node, ()
+    if part.text in node.parts:
+        yield node.parts[part.text], ()
+    if part.from_end in node.parts:
+        yield node.parts[part.from_end], ((part, part.from_end),)
+    for fits, child in node.globs.values():
+        if fits(part.text):
+            yield child, ()
+
+
+def _of_index(node: _Node, index: Any, whole: bool) -> Iterator[tuple[_Node, _Choice]]:
+    every = ((index, "*"),)
+    if node.is_deep:
+        yield node, every
+    for glob, (fits, child) in node.globs.items():
+        if _head(glob)[0] == "*":
+            if fits(f"0{index.rest}"):
+                yield child, every
+        elif not whole:
+            for i in range(min(index.n, _MOST)):
+                if fits(f"{i}{index.rest}"):
+                    yield child, ((index, i),)
+    for i, rest, child in () if whole else node.indices:
+        if rest == index.rest and -index.n <= i < index.n:
+            yield child, ((index, i),)
+
+
+def fits(pattern: str, name: str) -> bool:
+    """Whether a pattern fits a name, part by part."""
+    tree = _compiled((pattern,))
+    return pattern == name or bool(_fitting(tree.root, _parts(name, {}), False))
+
+
+def _parts(name: str, lengths: Mapping[str, int]) -> list[_Part]:
+    """A name, taken apart. `lengths`: see `_lengths`."""
+    parts, start = [], 0
+    for text in name.split("/"):
+        head, rest = _head(text)
+        n = lengths.get(name[:start])
+        is_layer = n is not None and head.isascii() and head.isdecimal()
+        from_end = f"{int(head) - n}{rest}" if is_layer and n is not None else None
+        parts.append(_Part(start, start + len(text), text, from_end))
+        start += len(text) + 1
+    return parts
+
+
+def _lengths(names: Iterable[str]) -> dict[str, int]:
+    """By what is in front of their indices, how long lists are: for `blocks/0` to
+    `blocks/5` that is `{"blocks/": 6}`."""
+    lengths: dict[str, int] = {}
+    for name in names:
+        for start, _, text, _ in _parts(name, {}):
+            head, _ = _head(text)
+            if head.isascii() and head.isdecimal():
+                front = name[:start]
+                lengths[front] = max(lengths.get(front, 0), int(head) + 1)
+    return lengths
+
+
+def _with_indices(
+    named: Named, parts: Sequence[_Part], loops: Sequence[int]
+) -> list[_Part | _Index]:
+    """A name, with an index for each of these loops: `blocks/attn` is then
+    `blocks/*/attn`."""
+    name, places = named.name, places_of(named)
+    index = lambda k, rest="": _Index(k, named.loops[k], rest)
+    new: list[_Part | _Index] = [index(k) for k in loops if places[k] == 0]
+    for part in parts:
+        inside = [k for k in loops if part.start < (places[k] or 0) <= part.end]
+        if not inside:
+            new.append(part)
+            continue
+        cut = places[inside[0]]
+        rest = name[cut : part.end]
+        text, from_end = part.text, part.from_end
+        text = text.removesuffix(rest)
+        from_end = from_end and from_end.removesuffix(rest)
+        new.append(_Part(part.start, part.end - len(rest), text, from_end))
+        *others, last = inside
+        new += [*map(index, others), index(last, rest)]
+    return [*new, *[index(k) for k in loops if places[k] is None]]
+
+
+def places_of(named: Named) -> tuple[int | None, ...]:
+    """For each loop, where its index stands, as in `Label.after`."""
+    return (*named.after, *[None] * len(named.loops))[: len(named.loops)]
+
+
+def _forms(
+    places: Sequence[int | None], most: int, whole: bool
+) -> Iterator[tuple[bool, list[int]]]:
+    """Which of the loops around a sow may have their index in a name, those first that
+    a list of layers would have: whether it is one of these, and the loops. Of those
+    with an index at the end, the inner ones need the outer ones. `blocks/2` is a layer,
+    also in a loop over batches: a list has that name. `most`: so many indices, beside
+    those of all iterations."""
+    inside = [k for k, place in enumerate(places) if place is not None]
+    at_end = [k for k, place in enumerate(places) if place is None]
+    at_end = [] if whole else at_end[:most]
+    for m in range(len(at_end) + 1):
+        yield True, [*inside, *at_end[:m]]
+    if whole:
+        yield from [(False, [])] if inside else []
+        return
+    for n in range(most + 1):
+        for m in range(min(n, len(at_end)) + 1):
+            for some in it.combinations(inside, n - m):
+                if len(some) < len(inside):
+                    yield False, [*some, *at_end[:m]]
+
+
+def _of_sow(
+    tree: _Tree, named: Named, lengths: Mapping[str, int], whole: bool = False
+) -> dict[int, tuple[bool, list[Selected]]]:
+    """The patterns that fit a sow, and what each selects of it; also whether it fits
+    the name that a list would have. For the pattern `h/*/0` and `h` in two loops, the
+    names are `h`, `h/*` and `h/*/*`; the first counts that fits."""
+    found: dict[int, tuple[bool, list[Selected]]] = {}
+    parts = _parts(named.name, lengths)
+    for in_list, loops in _forms(places_of(named), tree.n_indices, whole):
+        name = _with_indices(named, parts, loops)
+        for i, choices in _fitting(tree.root, name, whole).items():
+            if i not in found:
+                each = map(dict, choices)
+                some = [_selected(named, x) for x in without_parts(list(each))]
+                found[i] = in_list, some
+    return found
+
+
+def without_parts(each: list[dict[Any, Any]]) -> list[dict[Any, Any]]:
+    """`h/1/0` is part of `h/*/0`."""
+
+    def is_part(x, whole):
+        return x is not whole and all(whole.get(k) in ("*", i) for k, i in x.items())
+
+    return [x for x in each if not any(is_part(x, whole) for whole in each)]
+
+
+# What is written into a name: in which order (from the left), where what is there
+# begins and ends, and the new text.
+_Edit = tuple[tuple[bool, int, int], int, int, str]
+
+
+def _edits(named: Named, choice: Mapping[Any, Any]) -> list[_Edit]:
+    places, last = places_of(named), len(named.name)
+    edits = []
+    for x, new in choice.items():
+        if isinstance(x, _Part):
+            edits.append(((False, x.start, -1), x.start, x.end, new))
+            continue
+        place = places[x.loop]
+        at = last if place is None else place
+        text = f"/{new}" if at else f"{new}/"
+        edits.append(((place is None, at, x.loop), at, at, text))
+    return sorted(edits)
+
+
+def _edited(name: str, edits: Sequence[_Edit]) -> str:
+    for _, start, stop, text in reversed(edits):
+        name = name[:start] + text + name[stop:]
+    return name
+
+
+def _selected(named: Named, choice: Mapping[Any, Any]) -> Selected:
+    """What is selected by such a `_Choice`."""
+    some = {x: i for x, i in choice.items() if i != "*"}
+    given = {x.loop: i for x, i in some.items() if isinstance(x, _Index)}
+    edits = _edits(named, some)
+    # An index moves those to the right that stand behind it.
+    moved = lambda k, place: sum(
+        len(text) - (stop - start)
+        for order, start, stop, text in edits
+        if order < (False, place, k)
+    )
+    after = tuple(
+        None if place is None else place + moved(k, place)
+        for k, place in enumerate(places_of(named))
+        if k not in given
+    )
+    name = _edited(named.name, edits)
+    if not given:
+        return Selected(name, (), after)
+    at = tuple(given[k] % n if k in given else None for k, n in enumerate(named.loops))
+    if len(some) < len(choice):
+        named_so = _of_sow(_compiled((name,)), named, {})
+        if [x.at for _, some in named_so.values() for x in some] != [at]:
+            # For `h/*/0`, that is `h/0`, which is another one.
+            name, after = (
+                _edited(named.name, _edits(named, choice)),
+                (None,) * len(after),
+            )
+    return Selected(name, at, after)
+
+
+# --- what patterns select in a program ---
+class Selection:
+    """What some patterns select of the sows that are `found` in a program. For `h` in a
+    loop of 4 iterations,
 
         "h"     all of it
         "h/3"   iteration 3
@@ -64,102 +391,155 @@ def every_selected(
 
     and for `blocks/attn` in a loop over layers, with an `after` of `(6,)`,
     `"blocks/2/attn"` is layer 2, `"blocks/*/attn"` all of it, and `"blocks/[12]/attn"`
-    two layers. What looks like an index in one of the `names` that sows have is none:
-    if there is a sow `h/0`, no pattern means iteration 0 of `h` by that.
+    two layers: a stack goes by the names of a list. Only where nothing in a stack has
+    such a name that fits, its own names count: `"blocks/*"` is `blocks`, or if that is
+    not there, `blocks/attn`.
+
+    What is the name of a sow means that sow: if there is a sow `h/0`, no pattern means
+    iteration 0 of `h` by that. A pattern that fits nothing may lack the root of a
+    model, one of `roots`, if it fits behind one root only; or, of several patterns, if
+    there is one root behind which all of them fit.
+
+    With `whole`, a pattern selects no iterations, only all of them.
+
+    It is equal to another one that selects the same, whatever the sow.
     """
-    found: dict[str, Selected] = {}
-    for p in patterns:
-        if p != name and p in names:
-            continue
-        if matches(p, name):
-            some: Iterable[Selected] = [Selected(name, (), after)]
-        else:
-            some = _with_index(p, name, after, loops) if isinstance(p, str) else ()
-        found |= {x.name: x for x in some if not x.at or x.name not in names}
-    return list(found.values())
+
+    def __init__(
+        self,
+        patterns: Iterable[Any],
+        found: Iterable[Named],
+        roots: Iterable[str] = (),
+        *,
+        also: Iterable[Named] = (),
+        whole: bool = False,
+    ):
+        """`also`: iterations that are selected, as if they were sows."""
+        self.patterns = tuple(dict.fromkeys(patterns))
+        found = list(found)
+        self._lengths = _lengths(x.name for x in found)
+        self._every = dict.fromkeys((*found, *also))
+        self.names = frozenset(x.name for x in self._every)
+        self._whole = whole
+        # Those that fit behind several roots, and what they are behind each of them.
+        self.ambiguous: dict[str, list[str]] = {}
+        numbered = list(enumerate(self.patterns))
+        self._predicates = {i: p for i, p in numbered if not isinstance(p, str)}
+        paths = {i: p for i, p in numbered if isinstance(p, str)}
+        self._settle(paths)
+        missing = {i: p for i, p in paths.items() if i in self.missing}
+        roots = [root for root in dict.fromkeys(roots) if root]
+        if missing and roots:
+            self._settle(paths | self._behind_a_root(missing, roots))
+
+    def _settle(self, paths: Mapping[int, str]) -> None:
+        """Finds out what the patterns are for, by their numbers."""
+        self._exact = {p: i for i, p in paths.items() if p in self.names}
+        others = {i: p for i, p in paths.items() if p not in self.names}
+        self._numbers, self._tree = list(others), _compiled(tuple(others.values()))
+        # Which patterns fit names that a list would have, and in which stacks.
+        self._in_list: frozenset[tuple[int, tuple[str, ...]]] = frozenset(
+            (self._numbers[n], _stacks(named))
+            for named in self._every
+            if _stacks(named)
+            for n, (in_list, _) in self._fitting(named).items()
+            if in_list
+        )
+        self._kept: dict[Named, dict[int, list[Selected]]] = {}
+        fit = {i for named in self._every for i in self.of(named)}
+        # The numbers of those that select nothing.
+        self.missing = [i for i in range(len(self.patterns)) if i not in fit]
+        of_sows = tuple(paths.items()), self.names, self._in_list
+        self._key = (*self._predicates.items(), *of_sows, self._whole)
+        self._hash = hash(self._key)
+
+    def _behind_a_root(
+        self, missing: Mapping[int, str], roots: Iterable[str]
+    ) -> dict[int, str]:
+        behind = []
+        for root in roots:
+            paths = {i: _behind(root, p) for i, p in missing.items()}
+            these = Selection(paths.values(), self._every, whole=self._whole)
+            unfit = {these.patterns[n] for n in these.missing}
+            behind.append({i: p for i, p in paths.items() if p not in unfit})
+        of_all = [paths for paths in behind if len(paths) == len(missing)]
+        if len(of_all) == 1:
+            return of_all[0]
+        found = {}
+        for i, p in missing.items():
+            several = [paths[i] for paths in behind if i in paths]
+            if len(several) > 1:
+                self.ambiguous[p] = several
+            found |= {i: several[0]} if len(several) == 1 else {}
+        return found
+
+    def _fitting(self, named: Named) -> dict[int, tuple[bool, list[Selected]]]:
+        return _of_sow(self._tree, named, self._lengths, self._whole)
+
+    def of(self, named: Named) -> Mapping[int, list[Selected]]:
+        """What is selected of a sow, by the numbers of the patterns."""
+        if named not in self._kept:
+            self._kept[named] = dict(sorted(self._of(named)))
+        return self._kept[named]
+
+    def all_of(self, named: Named) -> Iterable[Selected]:
+        """What all patterns select of a sow."""
+        return {x.name: x for some in self.of(named).values() for x in some}.values()
+
+    def _of(self, named: Named) -> Iterator[tuple[int, list[Selected]]]:
+        whole = [Selected(named.name, (), named.after)]
+        if named.name in self._exact:
+            yield self._exact[named.name], whole
+        yield from [(i, whole) for i, p in self._predicates.items() if _says(p, named)]
+        for n, (in_list, some) in self._fitting(named).items():
+            i = self._numbers[n]
+            if in_list or (i, _stacks(named)) not in self._in_list:
+                # If there is a sow `h/0`, that is no iteration of `h`.
+                mine = {named.name} | {x.name for x in some} - self.names
+                some = [x for x in some if x.name in mine]
+                if some:
+                    yield i, some
+
+    def order(self, i: int) -> tuple[bool, bool, int]:
+        """What is spelled out goes before globs, and these go in their order."""
+        p = self.patterns[i]
+        return p not in self.names, is_glob(p) and p not in self.names, i
+
+    def first(self, *names: Named) -> int | None:
+        """The number of the pattern that goes before all others which fit one of these:
+        the first that is spelled out, or else the first glob."""
+        fit = {i for named in names for i in self.of(named)}
+        place = {named.name: k for k, named in reversed(list(enumerate(names)))}
+        order = lambda i: (place.get(self.patterns[i], len(names)), *self.order(i))
+        return min(fit, key=order, default=None)
+
+    def __hash__(self):
+        return self._hash
+
+    def __eq__(self, other):
+        return self is other or (type(other) is Selection and self._key == other._key)
 
 
-# So many iterations are looked at, to find those that a glob fits.
-_MOST = 1000
+def _stacks(named: Named) -> tuple[str, ...]:
+    """The stacks that a sow is in."""
+    return tuple(named.name[:n] for n in places_of(named) if n is not None)
 
 
-def _indices(segment: str, loops: tuple[int, ...]) -> list[str]:
-    """Which indices a segment of a pattern may mean: `2`, `-1`, `*` itself, or those
-    that `[12]` or `?` fits; or one such as `2.encode` with a method."""
-    segment, *_ = segment.split(".")
-    digits = segment.removeprefix("-")
-    if segment == "*" or (digits.isascii() and digits.isdecimal()):
-        return [segment]
-    if "?" in segment or "[" in segment:
-        every = map(str, range(min(max(loops, default=0), _MOST)))
-        return [i for i in every if fnmatch.fnmatchcase(i, segment)]
-    return []
+def _behind(root: str, pattern: str) -> str:
+    # `.` is the module that is `fn` itself, and `.encode` a method of it.
+    is_method = pattern.startswith(".")
+    return root + pattern.removesuffix(".") if is_method else join(root, pattern)
 
 
-@ft.lru_cache(maxsize=4096)
-def _with_index(
-    pattern: str, name: str, after: tuple[int | None, ...], loops: tuple[int, ...]
-) -> tuple[Selected, ...]:
-    """Tries all ways to put the indices of the pattern into the name. For the pattern
-    `h/*/0` and `h` in two loops these are `h`, `h/*`, `h/0`, `h/*/*`, `h/*/0`, ..."""
-    segments = [_indices(x, loops) for x in pattern.split("/")]
-    # `*` comes first.
-    indices = sorted({i for of_segment in segments for i in of_segment})
-    places = (*after, *[None] * len(loops))[: len(loops)]
-    for some in _loops_with_index(places, sum(map(bool, segments))):
-        found: dict[tuple[str, ...], Selected] = {}
-        for chosen in it.product(indices, repeat=len(some)):
-            given = {k: int(x) for k, x in zip(some, chosen) if x != "*"}
-            listed = in_a_list(name, [(places[k], x) for k, x in zip(some, chosen)])
-            # `h/1/0` is part of `h/*/0`.
-            is_part = any(
-                all(x in ("*", i) for x, i in zip(whole, chosen)) for whole in found
-            )
-            in_range = all(-loops[k] <= i < loops[k] for k, i in given.items())
-            if in_range and not is_part and matches(pattern, listed):
-                one = _iteration(name, places, given, loops)
-                if "*" in chosen:
-                    named_so = every_selected([one.name], name, after, loops)
-                    # For `h/*/0`, that is `h/0`, which is another one.
-                    if [x.at for x in named_so] != [one.at]:
-                        one = Selected(listed, one.at, (None,) * len(one.after))
-                found[chosen] = one
-        if found:
-            return tuple(found.values())
-    return ()
-
-
-def _loops_with_index(places: Sequence[int | None], most: int) -> Iterator[list[int]]:
-    """Which of the loops around a sow may have their index in a pattern. Of those with
-    an index at the end, the inner ones need the outer ones. `blocks/2` is a layer, also
-    in a loop over batches: a list has that name."""
-    inside = [k for k, place in enumerate(places) if place is not None]
-    at_end = [k for k, place in enumerate(places) if place is None]
-    for n in range(most + 1):
-        for m in range(min(n, len(at_end)) + 1):
-            for some in it.combinations(inside, n - m):
-                yield sorted([*some, *at_end[:m]])
-
-
-def _iteration(
-    name: str,
-    places: Sequence[int | None],
-    given: Mapping[int, int],
-    loops: Sequence[int],
-) -> Selected:
-    """What is selected if the indices of some loops are `given`."""
-    new = in_a_list(name, [(places[k], i) for k, i in given.items()])
-    at = tuple(given[k] % n if k in given else None for k, n in enumerate(loops))
-    # An index moves those to the right that stand behind it.
-    order = [(place is None, place, k) for k, place in enumerate(places)]
-    after = tuple(
-        None
-        if place is None
-        else place + sum(len(f"/{x}") for i, x in given.items() if order[i] < order[k])
-        for k, place in enumerate(places)
-        if k not in given
-    )
-    return Selected(new, at if given else (), after)
+def _says(predicate: Callable[[str], Any], named: Named) -> bool:
+    selects = predicate(named.name)
+    try:
+        return bool(selects)
+    except Exception as e:  # of an array, NumPy's or JAX's
+        raise TypeError(
+            f"`names={predicate!r}` returned {selects!r} for {named.name!r}. Return "
+            "`True` or `False`."
+        ) from e
 
 
 def in_a_list(name: str, indices: Iterable[tuple[int | None, Any]]) -> str:
@@ -177,21 +557,43 @@ def in_a_list(name: str, indices: Iterable[tuple[int | None, Any]]) -> str:
     return name
 
 
-def lookup(option: Any, *names: str, of_all: str = "") -> Any:
-    """What a dict of glob to something (or one thing for all names) says of something
-    with these names, and for globs also the name `Label.of_all`. What is spelled out
-    goes before globs, and these go in their order."""
-    if option is None or not isinstance(option, Mapping):
-        return option
-    spelled_out = [option[name] for name in names if name in option]
-    every = (*names, of_all)
-    fitting = (x for p, x in option.items() if any(matches(p, n) for n in every))
-    return next(it.chain(spelled_out, fitting), None)
-
-
+# --- for messages ---
 def has_traced_number(name: str) -> bool:
     """Whether an f-string has put one into it, as in `h/JitTracer(int32[])`."""
     return "Trace" in name and re.search(r"Trace[rd]\W", name) is not None
+
+
+def across_slashes(pattern: str, names: Iterable[str]) -> str:
+    """Says what to write instead of a pattern that fits nothing, but would fit some
+    names if `*` did not stop at a slash."""
+    there = dict.fromkeys(names)
+    meant = set(filter(re.compile(fnmatch.translate(pattern)).match, there))
+    if not (is_glob(pattern) and meant):
+        return ""
+    each = [_or_more(part) for part in pattern.split("/")[:_MOST_PARTS]]
+    rest = pattern.split("/")[_MOST_PARTS:]
+    longer = ["/".join((*parts, *rest)) for parts in it.product(*each)]
+    fit = {p: {name for name in there if fits(p, name)} for p in longer}
+    right = [p for p in longer if fit[p] == meant]
+    right = right or [p for p in longer if fit[p] > meant]
+    right = sorted(right, key=lambda p: (len(p), p))[:2]
+    what = " or ".join(map(repr, right)) or "`**` for any number of parts"
+    return f" `*` stops at a slash: write {what}."
+
+
+_MOST_PARTS = 4
+
+
+def _or_more(part: str) -> list[str]:
+    """A part of a pattern, and what fits more parts than that."""
+    if part == "*":
+        return [part, "*/*", "**"]
+    front, star, back = part.partition("*")
+    if not star or part == "**":
+        return [part]
+    apart = "/".join(filter(None, (front, "**", back)))
+    ends = "/".join((front + star, "**", star + back))
+    return [part, apart, f"**/{part}", f"{part}/**", ends]
 
 
 def check_known(
@@ -203,12 +605,11 @@ def check_known(
     kind: str = "names",
     hint: Callable[[Any, Sequence[str]], str] = lambda pattern, close: "",
 ) -> None:
-    """Raises if anything in `option` selects nothing of what is `there`. `hint` says
-    more about a pattern, given those names that are close to it."""
+    """Raises if anything in `option` is not `there`. `hint` says more about it, given
+    those names that are close to it."""
     known = dict.fromkeys(there)
     for pattern in option or ():
-        spelled_out = isinstance(pattern, str) and pattern in known
-        if spelled_out or any(matches(pattern, name) for name in known):
+        if isinstance(pattern, str) and pattern in known:
             continue
         said = listed(pattern, known, kind, hint)
         raise UnknownSowError(f"`{call}`: {pattern!r} {problem}. {said}")

@@ -5,14 +5,14 @@
 import dataclasses as dc
 import functools as ft
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from .._mark.site import Site
 from .._mark.static import SameParts
-from .._names import ANY_LOOPS, every_selected, lookup
+from .._names import ANY_LOOPS, Named, Selected, Selection
 from .._walk.frame import Frame
 from .._walk.handler import Handler
 from .._walk.sows import Found, lengths_of
@@ -33,11 +33,9 @@ class Listens(Handler):
     are asked for, and leave the program as it is."""
 
     tag: Any
-    # The option. `None` asks for everything.
-    names: tuple[Any, ...] | None
-    # The names of all sows of the tag, see `every_selected`.
-    spelled_out: frozenset[str]
-    # The option of that name, which may be a dict.
+    # What that option selects. `None` asks for everything.
+    names: Selection | None
+    # The option of that name, or a dict of names to what it says of each.
     transform: SameParts
     # See `Handler`.
     elsewhere: frozenset[str]
@@ -53,10 +51,16 @@ class Listens(Handler):
         return self.transform.value is None
 
     def wants(self, site):
-        return site.tag == self.tag and bool(self.asked(site))
+        return site.tag == self.tag and (
+            self.names is None or bool(self._selected(site, ANY_LOOPS))
+        )
 
     def needs_iteration(self, site):
-        return site.tag == self.tag and any(at for _, at in self.asked(site))
+        return (
+            site.tag == self.tag
+            and self.names is not None
+            and any(x.at for x in self._selected(site, ANY_LOOPS))
+        )
 
     def for_inside(self, eqn):
         lengths = () if self.names is None else lengths_of([eqn])
@@ -72,11 +76,13 @@ class Listens(Handler):
         if self.names is None:
             return [(site, ())]
         label, others = site.label, site.labels[1:]
-        each = every_selected(
-            self.names, label.name, label.after, loops, self.spelled_out
-        )
+        each = self._selected(site, loops)
         new = [label._replace(name=x.name, after=x.after) for x in each]
         return [(site._replace(labels=(n, *others)), x.at) for n, x in zip(new, each)]
+
+    def _selected(self, site: Site, loops: tuple[int, ...]) -> Iterable[Selected]:
+        names: Any = self.names
+        return names.all_of(Named(site.name, site.label.after, loops))
 
     def everywhere(
         self, found: Iterable[Found]
@@ -88,9 +94,11 @@ class Listens(Handler):
 
 
 def of_one(option: Any, whole: Site, one: Site) -> Any:
-    """What an option that may be a dict says of a sow, or of `one` iteration of the
-    `whole`, such as `h/3`: what it says of that name, or else of `h`."""
-    return lookup(option, one.name, whole.name, of_all=whole.label.of_all)
+    """What an option that may be a dict of names says of a sow, or of `one` iteration
+    of the `whole`, such as `h/3`."""
+    if not isinstance(option, Mapping):
+        return option
+    return option.get(one.name, option.get(whole.name))
 
 
 def leave(

@@ -39,7 +39,7 @@ class Collect(Listens):
     """Takes the values of the sows that are asked for."""
 
     modes: tuple[str, ...] | None
-    # A reducer for all names, or after `with_reducers` one for each.
+    # A reducer for all names, or a dict of one for each.
     reduce: SameParts
 
     @property
@@ -52,18 +52,6 @@ class Collect(Listens):
     def concerns(self, site):
         # Those further out do not see sows of this tag, asked for or not.
         return site.tag == self.tag
-
-    def with_reducers(self, found: Iterable[Found]) -> "Collect":
-        """The same, with the reducer of each name by itself, if they are in a dict."""
-        reduce = self.reduce.value
-        if not isinstance(reduce, Mapping):
-            return self
-        each = {
-            one.name: of_one(reduce, x.site, one)
-            for x in found
-            for one, _ in self.asked(x.site, x.loops)
-        }
-        return dc.replace(self, reduce=SameParts(each))
 
     def reducer(self, name: str) -> Reducer | None:
         reduce = self.reduce.value

@@ -16,7 +16,7 @@ import numpy as np
 
 from .._errors import SowError, UnknownSowError
 from .._frames import api_boundary
-from .._names import in_a_list, listed, matches
+from .._names import across_slashes, in_a_list, listed, Named, Selection
 from .summarize import is_value
 
 
@@ -231,10 +231,10 @@ class Intermediates(dict[str, dict[str, Any]]):
 
         **Arguments:**
 
-        - `pattern`: a glob, such as `"blocks/*/mlp"`. It also works for a model that
-            stacks its layers, whose value is `"blocks/mlp"` with an axis for the loop:
-            each layer has the name that it would have in a list. `*` also matches `/`,
-            so for `"blocks/*"` capture the blocks only: `capture=Block`.
+        - `pattern`: a glob, such as `"blocks/*/mlp"`, which means what it means in the
+            option `names` of [`eqx_sow.save_intermediates`][]. It also works for a
+            model that stacks its layers, whose value is `"blocks/mlp"` with an axis for
+            the loop: each layer has the name that it would have in a list.
         - `mode`: the mode of the values.
 
         **Returns:**
@@ -267,23 +267,30 @@ class Intermediates(dict[str, dict[str, Any]]):
                 f"`Intermediates.stack(pattern)` takes a glob, such as "
                 f"`'blocks/*/mlp'`, not {pattern!r}."
             )
-        values = []
-        for name, modes in self.items():
-            if mode in modes:
-                leading = self._axes.get((name, mode), ())
-                for layer, value in _layers(name, modes[mode], leading):
-                    if matches(pattern, name) or matches(pattern, layer):
-                        values.append((layer, value))
+        there = [name for name, modes in self.items() if mode in modes]
+        leading = {name: self._axes.get((name, mode), ()) for name in there}
+        named = {name: _named(name, self[name][mode], leading[name]) for name in there}
+        roots = [name.split("/")[0] for name in there]
+        selection = Selection([pattern], named.values(), roots)
+        call = f"`Intermediates.stack({pattern!r}, {mode!r})`"
+        for several in selection.ambiguous.values():
+            which = " or ".join(map(repr, several))
+            raise UnknownSowError(f"{call} may be {which}. Write which one.")
+        values = [
+            layer
+            for name in there
+            for one in selection.all_of(named[name])
+            for at, *layer in _layers(named[name], self[name][mode], leading[name])
+            if all(i in (None, n) for i, n in zip(one.at, at))
+        ]
         if not values:
-            there = [n for n, modes in self.items() if mode in modes]
             changed = any(None in self._axes_of_places(n, mode)[1] for n in there)
             hint = " If you have computed with the values since, the axis of the layers"
             hint += " is no longer known: call `stack` before that."
+            hint = hint if changed else across_slashes(str(pattern), there)
             raise UnknownSowError(
-                f"`Intermediates.stack({pattern!r}, {mode!r})` matches nothing. "
-                "The names with this mode are: "
-                f"{', '.join(map(repr, there)) or 'none at all'}."
-                + (hint if changed else "")
+                f"{call} matches nothing. The names with this mode are: "
+                f"{', '.join(map(repr, there)) or 'none at all'}.{hint}"
             )
         return _stacked(pattern, values)
 
@@ -320,14 +327,27 @@ def _axes_of_value(known: Sequence[Leading], value: Any) -> NamedAxes | None:
     return max(there, key=len, default=())
 
 
-def _layers(name: str, value: Any, leading: Any) -> Iterator[tuple[str, Any]]:
-    """The parts of a value that a list of layers would have as values of their own, and
-    the names that they have there. For `blocks/attn` of `[4, ...]` in a loop over
-    layers these are `blocks/0/attn` to `blocks/3/attn`; else it is the value itself."""
+def _named(name: str, value: Any, leading: Any) -> Named:
+    """What a name is to patterns: with the loops over layers that its value is from."""
     axes = None if isinstance(leading, list) else _axes_of_value(leading, value)
-    places = [place for _, place, _ in axes or () if place is not None]
-    if axes is None or not places:
-        yield name, value
+    if not any(place is not None for _, place, _ in axes or ()):
+        return Named(name)
+    # Every array has the axes of all loops.
+    own, shape = leading[0]
+    loops = [(place, n) for (_, place, _), n in zip(own, shape) if place is not None]
+    places, sizes = zip(*loops)
+    return Named(name, places, sizes)
+
+
+def _layers(
+    named: Named, value: Any, leading: Any
+) -> Iterator[tuple[tuple[int, ...], str, Any]]:
+    """The parts of a value that a list of layers would have as values of their own: the
+    indices of each, the name that it has there, and the value. For `blocks/attn` of
+    `[4, ...]` in a loop over layers these are `blocks/0/attn` to `blocks/3/attn`; else
+    it is the value itself."""
+    if not named.loops:
+        yield (), named.name, value
         return
 
     def layer(at: Sequence[int]) -> Any:
@@ -344,11 +364,8 @@ def _layers(name: str, value: Any, leading: Any) -> Iterator[tuple[str, Any]]:
 
         return jtu.tree_map(one, value)
 
-    # Every array has the axes of all loops.
-    own, shape = leading[0]
-    sizes = [n for (_, place, _), n in zip(own, shape) if place is not None]
-    for at in it.product(*map(range, sizes)):
-        yield in_a_list(name, list(zip(places, at))), layer(at)
+    for at in it.product(*map(range, named.loops)):
+        yield at, in_a_list(named.name, list(zip(named.after, at))), layer(at)
 
 
 def _stacked(pattern: str, named: Sequence[tuple[str, Any]]) -> Any:
@@ -366,9 +383,8 @@ def _stacked(pattern: str, named: Sequence[tuple[str, Any]]) -> Any:
         shown = " and ".join(f"{name!r} is {kind}" for kind, name in kinds.items())
         raise SowError(
             f"`Intermediates.stack({pattern!r})`: the values differ in structure, "
-            f"shape or dtype: {shown}. Select values that are alike: `*` also "
-            "matches `/`, so `blocks/*` is also what is inside the blocks. Capture "
-            "only these, by their class or by `names`."
+            f"shape or dtype: {shown}. Select values that are alike, by a pattern such "
+            "as `blocks/*/mlp`."
         )
 
     def stacked(*xs):

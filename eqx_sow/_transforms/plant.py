@@ -10,7 +10,7 @@ from .._handlers.collect import Collect, EACH_PLACE
 from .._handlers.planting import prepare, Replace
 from .._mark.listening import listening
 from .._mark.static import SameParts
-from .._names import check_known, join
+from .._names import check_known
 from .._values import merge as _merge
 from .._values.entry import Entry, grouped
 from .._values.modes import labels, Mode
@@ -26,28 +26,17 @@ _At = tuple[int | None, ...]
 def _places(
     patterns: Collection[str], program: Program
 ) -> dict[str, list[tuple[str, _At]]]:
-    """The names and iterations that each pattern fits: of `h/3`, `h` and `(3,)`. A
-    pattern that fits nothing stands for itself. What is spelled out goes before globs,
-    and these go in their order.
-
-    Patterns that fit no name as they are were captured from the model itself: they are
-    paths in the one model in the program that has all of them, if there is only one.
-    """
-
-    def fits(pattern: str) -> list[tuple[str, _At]]:
-        return [(name, part.at) for name, part in program.selected(pattern)]
-
-    is_glob = lambda pattern: any(x in pattern for x in "*?[")
-    places = {pattern: fits(pattern) for pattern in sorted(patterns, key=is_glob)}
-    missing = [pattern for pattern, found in places.items() if not found]
-    in_models = [
-        {p: fits(model if p == "." else join(model, p)) for p in missing}
-        for model in program.roots
-    ]
-    of_models = [inside for inside in in_models if all(inside.values())]
-    if len(of_models) == 1:
-        places |= of_models[0]
-    return {p: found or [(p, ())] for p, found in places.items()}
+    """The names and iterations that each pattern fits: of `h/3`, `h` and `(3,)`. What
+    is spelled out goes before globs, and these go in their order."""
+    selection = program.select(patterns)
+    program.check_selected("plant(fn, values)", selection)
+    every = [(x.site.name, selection.of(named)) for x, named in program.named]
+    return {
+        selection.patterns[i]: [
+            (name, one.at) for name, found in every for one in found.get(i, ())
+        ]
+        for i in sorted(range(len(selection.patterns)), key=selection.order)
+    }
 
 
 def _entries(
@@ -60,14 +49,12 @@ def _entries(
     )
     mode = program.options.mode
     survey = Collect(
-        **program.listens(chosen),
+        **program.listens(program.select(chosen)),
         modes=(mode,),
         reduce=EACH_PLACE,
         transform=SameParts(None),
     )
     found = program.with_executions(lambda site: False).survey(survey)
-    names = [x.site.name for x in program.mine]
-    check_known("plant(fn, values)", chosen, names, hint=program.hint)
     mode_of = labels({e.site.key for e in found})
     entries = grouped([e for e in found if mode_of[e.site.key] == mode])
     there = dict.fromkeys(name for name, *_ in entries)

@@ -5,13 +5,14 @@ import contextlib
 import dataclasses as dc
 import functools as ft
 import inspect
+import itertools as it
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from .. import _compat
-from .._errors import SowError
+from .._errors import SowError, UnknownSowError
 from .._frames import warn
 from .._mark.listening import Listening, listening
 from .._mark.noting import listening_as, within
@@ -22,12 +23,13 @@ from .._mark.static import Form, take_apart
 from .._modules import capture as _capture
 from .._modules.places import roots
 from .._names import (
+    across_slashes,
     check_known,
-    every_selected,
+    fits,
     has_traced_number,
     in_a_list,
-    matches,
-    Selected,
+    Named,
+    Selection,
 )
 from .._values.modes import labels
 from .._walk.executions import with_executions
@@ -80,8 +82,8 @@ class Program:
         )
         return self if closed is self.closed else dc.replace(self, closed=closed)
 
-    def listens(self, names: Any) -> dict[str, Any]:
-        """What `Collect` and `Tap` have in common, given the option `names`."""
+    def listens(self, names: Selection | None) -> dict[str, Any]:
+        """What `Collect` and `Tap` have in common, given what is asked for."""
         # A linear solver evaluates its function over and over, so that no value can be
         # had there.
         elsewhere = frozenset(
@@ -90,7 +92,6 @@ class Program:
         return dict(
             tag=self.options.tag,
             names=names,
-            spelled_out=self.names,
             elsewhere=elsewhere,
             has_outer=listening.value is not None,
         )
@@ -137,8 +138,19 @@ class Program:
         return [x for x in self.found if x.site.tag == self.options.tag]
 
     @ft.cached_property
-    def names(self) -> frozenset[str]:
-        return frozenset(x.site.name for x in self.mine)
+    def named(self) -> list[tuple[Found, Named]]:
+        """The same, each with what it is to patterns."""
+        return [(x, Named(x.site.name, x.site.label.after, x.loops)) for x in self.mine]
+
+    def select(self, patterns: Iterable[Any], **options: Any) -> Selection:
+        found = dict.fromkeys(named for _, named in self.named)
+        return Selection(patterns, found, self.roots, **options)
+
+    @ft.cached_property
+    def asks(self) -> Selection | None:
+        """What the option `names` selects, if there is one."""
+        names = self.options.names
+        return None if names is None else self.select(names)
 
     def hint(self, pattern: Any, close: Sequence[str]) -> str:
         """For `check_known`: what else a pattern may have been meant for, if there are
@@ -151,7 +163,14 @@ class Program:
                 "the number in the functions that you plant, or to index what comes "
                 "back."
             )
-        for name, one in self.selected(pattern):
+        if across := across_slashes(pattern, [x.site.name for x in self.mine]):
+            return across
+        iterations = self.select([pattern])
+        for name, one in [
+            (x.site.name, one)
+            for x, named in self.named
+            for one in iterations.all_of(named)
+        ]:
             if one.at:
                 return (
                     f" One iteration of {name!r} is a value of its own only if `names` "
@@ -161,7 +180,7 @@ class Program:
         is_index = lambda part: part.lstrip("-").isdecimal()
         without = lambda name: "/".join(x for x in name.split("/") if not is_index(x))
         plain = without(pattern)
-        alike = [x for x in self.mine if matches(plain, without(x.site.name))]
+        alike = [x for x in self.mine if fits(plain, without(x.site.name))]
         if plain != pattern and alike:
             site, loops = alike[0].site, alike[0].loops
             if not loops and without(site.name) != site.name:
@@ -178,7 +197,7 @@ class Program:
             they = they if loops else "it is in no loop of known length"
             return f" There is no such iteration of {site.name!r}: {they}."
         for site, *_ in self.found:
-            if site.label in site.labels and matches(pattern, site.name):
+            if site.label in site.labels and fits(pattern, site.name):
                 return f" {site.name!r} has the tag {site.tag!r}: pass it as `tag=`."
         if self.options.capture is not None:
             if not pattern.endswith(".inputs") or self.options.inputs:
@@ -194,31 +213,54 @@ class Program:
             "(`scope=True` puts the path of the module before the name of a sow.)"
         )
 
-    def selected(self, pattern: Any) -> list[tuple[str, Selected]]:
-        """What a pattern selects: the name of a sow, and which iterations of it."""
-        return [
-            (x.site.name, one)
-            for x in self.mine
-            for one in every_selected(
-                [pattern], x.site.name, x.site.label.after, x.loops, self.names
-            )
-        ]
+    def check_selected(
+        self, call: str, selection: Selection, also: Iterable[str] = ()
+    ) -> None:
+        """Raises if any of its patterns selects nothing."""
+        unknown = [selection.patterns[i] for i in selection.missing]
+        for pattern in unknown:
+            if several := selection.ambiguous.get(pattern):
+                raise UnknownSowError(
+                    f"`{call}`: {pattern!r} may be {' or '.join(map(repr, several))}. "
+                    "Write which one."
+                )
+        names = dict.fromkeys((*(x.site.name for x in self.mine), *also))
+        check_known(call, unknown, names, hint=self.hint)
 
-    def check_selected(self, call: str, **by_name: Any) -> None:
-        """Raises if anything in the option `names`, or a key of those options that are
-        dicts of names, selects no sow, nor an iteration of one."""
-        known = {x.site.name: None for x in self.mine}
-        unknown = []
-        for pattern in self.options.names or ():
-            found = self.selected(pattern)
-            known |= {one.name: None for _, one in found}
-            unknown += [] if found else [pattern]
-        options: dict[str, Iterable[Any]] = dict(names=unknown)
-        options |= {k: v for k, v in by_name.items() if isinstance(v, Mapping)}
-        of_all = {x.site.label.of_all for x in self.mine}
-        for option, some in options.items():
-            some = [x for x in some if not any(matches(x, name) for name in of_all)]
-            check_known(f"{call}(..., {option}=...)", some, known, hint=self.hint)
+    def by_name(self, call: str, **options: Any) -> dict[str, Any]:
+        """Options that may be dicts of patterns, each as a dict of the names that are
+        asked for, such as `h`, or for one iteration `h/3`. Raises if anything in them,
+        or in the option `names`, selects nothing."""
+        if self.asks is not None:
+            self.check_selected(f"{call}(..., names=...)", self.asks)
+        pairs = [(named, one) for _, named in self.named for one in self._asked(named)]
+        also = {one for named, one in pairs if one.name != named.name}
+        new = {}
+        for option, value in options.items():
+            if not isinstance(value, Mapping):
+                new[option] = value
+                continue
+            selection = self.select(value, also=also, whole=True)
+            names = [one.name for one in also]
+            self.check_selected(f"{call}(..., {option}=...)", selection, names)
+            found = {one.name: selection.first(one, whole) for whole, one in pairs}
+            new[option] = {
+                name: value[selection.patterns[i]]
+                for name, i in found.items()
+                if i is not None
+            }
+        return new
+
+    def _asked(self, named: Named) -> list[Named]:
+        """What is asked for of a sow, as if each iteration were one."""
+        if self.asks is None:
+            return [named]
+
+        def around(at):
+            return tuple(n for n, i in it.zip_longest(named.loops, at) if i is None)
+
+        each = self.asks.all_of(named)
+        return [Named(one.name, one.after, around(one.at)) for one in each]
 
     def wanted(
         self, call: str, keys: Iterable[Any], others: Iterable[str] = ()

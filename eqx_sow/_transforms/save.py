@@ -7,7 +7,6 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, ClassVar, overload, ParamSpec, TypeVar, Unpack
 
 from .._frames import api_boundary
-from .._handlers.asked import of_one
 from .._handlers.collect import Collect
 from .._mark.static import SameParts
 from .._results.intermediates import Intermediates
@@ -38,13 +37,18 @@ class _SaveIntermediates(Transformed):
 
     def _result(self, program: Program) -> tuple[Any, Intermediates]:
         options = program.options
-        reduce, transform = self._others["reduce"], self._others["transform"]
+        by_name = program.by_name(
+            self._call,
+            reduce=self._others["reduce"],
+            transform=self._others["transform"],
+            spec=options.spec or {},
+        )
         collect = Collect(
             modes=options.modes,
-            reduce=SameParts(reduce),
-            transform=SameParts(transform),
-            **program.listens(options.names),
-        ).with_reducers(program.mine)
+            reduce=SameParts(by_name["reduce"]),
+            transform=SameParts(by_name["transform"]),
+            **program.listens(program.asks),
+        )
         program = program.with_executions(collect.reduces)
         carry = collect.started(program.mine, program.survey)
         outs, taken = program.evaluate(collect, Given(carry))
@@ -54,18 +58,13 @@ class _SaveIntermediates(Transformed):
         entries = [*reduced, *taken.entries]
         asked = list(collect.everywhere(program.mine))
         names = dict.fromkeys(site.name for site, _ in asked)
-        program.check_selected(
-            self._call, reduce=reduce, transform=transform, spec=options.spec
-        )
         keys = [e.site.key for e in entries]
         modes = [site.mode for site, _ in asked]
         mode_of = program.wanted(self._call, keys, modes)
         program.warn_unmarked(self._call, self._fn)
         intermediates = assemble(entries, names, reducer, mode_of)
         annotated = [(site, eqns[-1]) for site, eqns in asked if site.spec]
-        spec = {site.name: of_one(options.spec, site, site) for site, _ in asked}
-        spec = {name: x for name, x in spec.items() if x is not None}
-        _spec.check(annotated, spec, intermediates)
+        _spec.check(annotated, by_name["spec"], intermediates)
         return program.output(outs), intermediates
 
 

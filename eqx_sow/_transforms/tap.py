@@ -95,13 +95,12 @@ def _evaluate(self: _Tapped, program: Program, extra: list[Any]) -> list[Any]:
 
 def _walk(self: _Tapped, program: Program, extra: list[Any]) -> list[Any]:
     program = program.with_executions(lambda name: False)
-    transform = self._others["transform"]
-    program.check_selected("tap", transform=transform)
+    by_name = program.by_name("tap", transform=self._others["transform"])
     _, form = take_apart(self._others["extra"])
     handler = Tap(
-        **program.listens(program.options.names),
+        **program.listens(program.asks),
         options=self._options,
-        transform=SameParts(transform),
+        transform=SameParts(by_name["transform"]),
         when=SameParts(self._others["when"]),
         extra=form,
     )
