@@ -44,9 +44,7 @@ for _error in (SowError, *SowError.__subclasses__()):
 
 
 @contextlib.contextmanager
-def calling(
-    what: str, site: Any, hint: str | Callable[[], str] = ""
-) -> Iterator[None]:
+def calling(what: str, site: Any, hint: str | Callable[[], str] = "") -> Iterator[None]:
     """Errors of a user's function say for which sow it was called: that of a `Site`.
     `hint` says more about that call, or is a function that does."""
     try:

@@ -10,7 +10,7 @@ import equinox as eqx
 import jax
 
 from .. import _compat
-from .._errors import shown, UnknownSowError, UnsupportedPrimitiveError
+from .._errors import UnknownSowError, UnsupportedPrimitiveError
 from .._frames import is_library
 from .._mark.listening import Capture, Listening
 from .._mark.noting import own_methods

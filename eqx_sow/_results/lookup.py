@@ -9,18 +9,29 @@ import jax.export
 import jax.tree_util as jtu
 
 from .._errors import shown, UnknownKeyError
-from .._names import listed
+from .._names import is_glob, listed, Named, no_such_iteration, Selection
 
 
 class Known(dict[tuple[str, str], Any]):
     """What is known of what came back: of each name and mode, the leading axes of the
-    arrays, see `NamedAxes`; and of the call what errors need."""
+    arrays, see `NamedAxes`; and of the program and the call, what else can be looked
+    up, and what errors say."""
 
-    # The names of all marks in the program, those that were left out included.
-    names: frozenset[str] = frozenset()
+    # All marks in the program, those that were left out included.
+    found: tuple[Named, ...] = ()
+    # Where the models are, as in `Program.roots`.
+    roots: tuple[str, ...] = ()
     # The options.
     capture: Any = None
     modes: tuple[str, ...] | None = None
+
+    def __reduce__(self):
+        # Pickles are then independent of our classes.
+        return dict, (dict(self),)
+
+
+def as_known(axes: Mapping[tuple[str, str], Any]) -> Known:
+    return axes if isinstance(axes, Known) else Known(axes)
 
 
 class Modes(dict[str, Any]):
@@ -30,7 +41,7 @@ class Modes(dict[str, Any]):
     What an `Intermediates` holds are plain dicts. To set a mode here sets it there."""
 
     _name: str = ""
-    _known: Known = Known()
+    _known: Mapping[tuple[str, str], Any] = Known()
     # Where it was looked up.
     _held: dict[str, Any] | None = None
 
@@ -54,7 +65,9 @@ class Modes(dict[str, Any]):
         return dict, (dict(self),)
 
 
-def modes_of(name: str, modes: dict[str, Any], known: Known) -> Modes:
+def modes_of(
+    name: str, modes: dict[str, Any], known: Mapping[tuple[str, str], Any]
+) -> Modes:
     made = Modes(modes)
     made._name, made._known, made._held = name, known, modes
     return made
@@ -64,7 +77,7 @@ class _Keys(tuple[str, ...]):
     """The static part of `Modes`. Only the modes count for whether two are equal."""
 
     name: str = ""
-    known: Known = Known()
+    known: Mapping[tuple[str, str], Any] = Known()
 
 
 def _flatten(x: Modes):
@@ -107,7 +120,8 @@ def _why(modes: Modes, mode: Any) -> str:
         if str(mode).lower() in others:
             more = "" if right in modes else _why(modes, right)
             return f" The mode is called {right!r}.{more}"
-    asked = modes._known.modes
+    known = as_known(modes._known)
+    asked = known.modes
     if asked is not None and mode not in (*asked, "count"):
         return f" `modes=` selected {shown(asked)} only."
     *_, kind = str(mode).split(".")
@@ -119,7 +133,7 @@ def _why(modes: Modes, mode: Any) -> str:
             return f" Did you mean {close[0]!r}?"
         first = next(iter(modes), "primal")
         return f" For a part of the value, write `[{first!r}][{mode!r}]`."
-    elsewhere = [name for name, m in modes._known if m == mode]
+    elsewhere = [name for name, m in known if m == mode]
     if kind == "tangent":
         if elsewhere:
             return " The value does not depend on what is differentiated."
@@ -136,40 +150,37 @@ def _why(modes: Modes, mode: Any) -> str:
     )
 
 
-def unknown_name(name: Any, there: Iterable[str], known: Known) -> UnknownKeyError:
-    """The error for a name that is not there."""
+def unknown_name(
+    name: Any, there: Iterable[str], known: Known, selection: Selection | None
+) -> UnknownKeyError:
+    """The error for a name that is not there. `selection` is what the program has
+    under that name."""
 
     def hint(name, close):
-        if not isinstance(name, str):
+        if selection is None:
             return " Write `intermediates[name][mode]`."
-        if name in known.names:
-            return " It is in the program, but `names=` or `modes=` left it out."
-        if any(x in name for x in "*?["):
-            return (
-                " For all names that a pattern fits, write "
-                f"`intermediates.stack({name!r})`."
-            )
+        if is_glob(name):
+            all_of = f"`intermediates.stack({name!r})`"
+            return f" For all names that a pattern fits, write {all_of}."
+        if several := selection.ambiguous.get(name):
+            return f" It may be {' or '.join(map(repr, several))}."
+        some = [(n.name, one) for n in known.found for one in selection.all_of(n)]
+        for whole, one in some:
+            if one.at and whole in there:
+                return (
+                    f" The axis of the loop in {whole!r} is not known: a reducer has "
+                    "combined the iterations, or you have computed with the values. "
+                    f"Capture this iteration with `names={name!r}`."
+                )
+            return " The program has it, but `names=` or `modes=` left it out."
+        if iterations := no_such_iteration(name, known.found):
+            return iterations
         if name.endswith(".inputs") and not close:
             return " Inputs are captured with `inputs=True`."
         if close or known.capture is not None:
             return ""
         return " The outputs of modules are captured with `capture=True`."
 
-    return UnknownKeyError(f"{name!r} is no name here. {listed(name, there, hint=hint)}")
-
-
-def from_the_end(name: str, there: Iterable[str]) -> str:
-    """A name in which negative indices count from the end of a list: `blocks/-1/attn`
-    is `blocks/3/attn` if `blocks/3` is the last one. Where there is no list, they stay
-    as they are."""
-    parts, there = name.split("/"), [x.split("/") for x in there]
-    for k, part in enumerate(parts):
-        digits = part.split(".")[0].removeprefix("-")
-        if not (part.startswith("-") and digits.isdecimal()):
-            continue
-        before, rest = parts[:k], part[1 + len(digits) :]
-        siblings = [x[k].split(".")[0] for x in there if x[:k] == before and x[k:]]
-        n = max((int(x) + 1 for x in siblings if x.isdecimal()), default=0)
-        if int(digits) <= n and int(digits):
-            parts[k] = f"{n - int(digits)}{rest}"
-    return "/".join(parts)
+    return UnknownKeyError(
+        f"{name!r} is no name here. {listed(name, there, hint=hint)}"
+    )
