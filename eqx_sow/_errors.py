@@ -7,6 +7,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import equinox as eqx
+
 
 class SowError(Exception):
     """Base class of all errors of eqx_sow."""
@@ -44,15 +46,29 @@ for _error in (SowError, *SowError.__subclasses__()):
 
 
 @contextlib.contextmanager
-def calling(what: str, site: Any, hint: str | Callable[[], str] = "") -> Iterator[None]:
+def calling(
+    what: str, site: Any, hint: str = ""
+) -> Iterator[Callable[[Callable], Callable]]:
     """Errors of a user's function say for which sow it was called: that of a `Site`.
-    `hint` says more about that call, or is a function that does."""
+    They also say what with, if what it yields is applied to the function: `hint` goes
+    on with that sentence."""
+    seen = []
+
+    def watched(fn):
+        def call(value, *more):
+            seen[:] = [value]
+            return fn(value, *more)
+
+        return call
+
     try:
-        yield
+        yield watched
     except Exception as e:  # whatever it raises, which goes on its way
         if site.where not in str(e):
-            more = hint if isinstance(hint, str) else hint()
-            e.add_note(f"This is from the {what} of {site.said}.{more}")
+            got = (
+                f" It was called with {eqx.tree_pformat(*seen)}{hint}." if seen else ""
+            )
+            e.add_note(f"This is from the {what} of {site.said}.{got}")
         raise
 
 

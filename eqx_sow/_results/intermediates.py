@@ -4,6 +4,7 @@ import functools as ft
 import itertools as it
 import json
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -34,6 +35,15 @@ NamedAxes = tuple[NamedAxis, ...]
 Leading = tuple[NamedAxes, tuple[int, ...]]
 # For each array of a value; for several values, with `Append`, a list of that.
 _AllAxes = Mapping[tuple[str, str], tuple[Leading, ...] | list[Any]]
+
+
+# For whoever takes the gradient of a function that `save_intermediates` returned.
+_NO_LOSS = (
+    "\nThis is the output of `save_intermediates(fn)`, a pair `(out, intermediates)`. "
+    "For the gradients of the marked values, too, put the gradient inside: "
+    "`save_intermediates(eqx.filter_grad(loss))`. Or write "
+    "`eqx.filter_grad(save_intermediates(loss), has_aux=True)`\n"
+)
 
 
 class _Names(tuple[str, ...]):
@@ -130,7 +140,12 @@ class Intermediates(dict[str, dict[str, Any]]):
             dict(self), struct_as_array=True, truncate_leaf=is_state
         )
         # What NumPy calls the dtype of the cotangent of an integer.
-        return re.sub(r"\[\('f(?:loat)?0', 'V'\)\](\S*?)\(numpy\)", r"float0\1", text)
+        text = re.sub(r"\[\('f(?:loat)?0', 'V'\)\](\S*?)\(numpy\)", r"float0\1", text)
+        # `jax.grad` of a function that returns a pair prints the pair while it handles
+        # the error that a pair is no array.
+        handled = sys.exception()
+        is_pair = isinstance(handled, TypeError) and f"{text})" in str(handled)
+        return text + _NO_LOSS if is_pair else text
 
     def _repr_html_(self) -> str | None:
         # Here, as a table asks for the order of what it is given.
