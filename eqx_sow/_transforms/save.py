@@ -17,7 +17,7 @@ from .._values.reduce import Reducer, result_of
 from .._walk.handler import Given
 from .options import Saving
 from .program import Program
-from .transformed import Transformed, wrap
+from .transformed import of_function, Transformed, wrap
 
 
 def _pair(annotation: Any) -> Any:
@@ -90,6 +90,7 @@ def save_intermediates(
 
 
 @api_boundary
+@of_function
 def save_intermediates(
     fn: Any = ...,
     *,
