@@ -36,7 +36,7 @@ from ._values.reduce import (
     Last as Last,
 )
 from ._values.transform import batched as batched
-from ._walk import jax_rules, rules  # noqa: F401
+from ._walk import jax_rules as _jax_rules, rules as _rules  # noqa: F401
 from ._walk.register import register_rule as register_rule
 
 

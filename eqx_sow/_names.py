@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ._errors import UnknownSowError
+from ._errors import shown, UnknownSowError
 
 
 def join(path: str, name: str) -> str:
@@ -596,6 +596,30 @@ def _or_more(part: str) -> list[str]:
     return [part, apart, f"**/{part}", f"{part}/**", ends]
 
 
+def no_such_iteration(pattern: str, found: Iterable[Named]) -> str:
+    """Says which iterations or layers there are, if a pattern fits a name but for its
+    indices."""
+    is_index = lambda part: part.lstrip("-").isdecimal()
+    without = lambda name: "/".join(x for x in name.split("/") if not is_index(x))
+    plain = without(pattern)
+    alike = [x for x in found if fits(plain, without(x.name))]
+    if plain == pattern or not alike:
+        return ""
+    one, loops = alike[0], alike[0].loops
+    if not loops and without(one.name) != one.name:
+        numbers = lambda name: [int(x) for x in name.split("/") if is_index(x)]
+        names = sorted((x.name for x in alike), key=numbers)
+        return (
+            " In a list, each has a name of its own, from "
+            f"{names[0]!r} to {names[-1]!r}, the last one."
+        )
+    called = lambda indices: in_a_list(one.name, zip(places_of(one), indices))
+    first, last = called([0] * len(loops)), called([n - 1 for n in loops])
+    they = f"they are {first!r} to {last!r}"
+    they = they if loops else "it is in no loop of known length"
+    return f" There is no such iteration of {one.name!r}: {they}."
+
+
 def check_known(
     call: str,
     option: Iterable[Any] | None,
@@ -623,9 +647,8 @@ def listed(
 ) -> str:
     """What a message about a pattern that selects nothing says of what there is."""
     there = list(map(str, there))
-    names = ", ".join(map(repr, there)) or "none at all"
     close = difflib.get_close_matches(str(pattern), there, n=3)
     more = hint(pattern, close)
     if close and not more:
         more = f" Did you mean {' or '.join(map(repr, close))}?"
-    return f"The {kind} there are: {names}.{more}"
+    return f"The {kind} there are: {shown(there)}.{more}"

@@ -24,6 +24,7 @@ from .._mark.static import Const, NoTangent, OPERAND, SameParts
 from .._values.axes import aligned, as_operand, final_axes, for_each_lane
 from .._values.entry import Entry, in_front, in_place, running
 from .._values.merge import own_axes
+from .._values.transform import of_one_lane
 from .._walk.frame import Frame
 from .._walk.handler import check_guarded, Handler
 from .._walk.rules import varying_alike
@@ -154,13 +155,14 @@ def _replaced(
             fn = planted.new.value
             more = (iterations,) if planted.with_index else ()
             index = (
-                " With `with_index=True` it is called with `(value, index)`, and "
+                ". With `with_index=True` it is called with `(value, index)`, and "
                 f"`index` has length {len(iterations)} here: one entry for each loop "
-                "around the sow, except for `while_loop`s."
+                "around the sow, except for `while_loop`s"
             )
-            hint = _one_lane(site) + (index if more else "")
-            with calling("planted function", site, hint):
-                return _apply(lambda value: fn(value, *more), site, old)
+            hint = of_one_lane(site) + (index if more else "")
+            with calling("planted function", site, hint) as watched:
+                watched_fn = watched(fn)
+                return _apply(lambda value: watched_fn(value, *more), site, old)
         return _at_site(site, guards, arrays, planted.new, old)
 
     if not planted.at:

@@ -50,6 +50,31 @@ def own_methods(cls: type) -> tuple[str, ...]:
     return tuple(filter(is_method, names))
 
 
+def why_not_noted(cls: type, name: str) -> str:
+    """What an attribute of a class is, if it is no method whose calls are noted."""
+    static = inspect.getattr_static(cls, name, None)
+    for kind, said in _NOT_NOTED.items():
+        if isinstance(static, kind):
+            return said
+    fn = inspect.unwrap(static) if callable(static) else None
+    flags = getattr(getattr(fn, "__code__", None), "co_flags", 0)
+    return next((said for flag, said in _SUSPENDED.items() if flags & flag), "")
+
+
+_NOT_NOTED: dict[type, str] = {
+    property: "a property",
+    ft.cached_property: "a property",
+    classmethod: "a class method",
+    staticmethod: "a static method",
+}
+# What these do, they do after the call.
+_SUSPENDED = {
+    inspect.CO_GENERATOR: "a generator",
+    inspect.CO_COROUTINE: "an async method",
+    inspect.CO_ASYNC_GENERATOR: "an async generator",
+}
+
+
 # --- methods that take note ---
 @contextlib.contextmanager
 def listening_as(here: Listening) -> Iterator[None]:
@@ -84,7 +109,7 @@ def _noted(captures: tuple[Capture, ...]) -> Iterator[None]:
             fn = inspect.unwrap(method) if is_jitted else method
             if isinstance(fn, types.FunctionType):
                 _exchange_code(fn, ft.partial(_noting_method, name, method))
-            elif method is not None:
+            elif callable(method) and not isinstance(method, staticmethod):
                 # Any other object that can be called.
                 new = _noting_method(name, method, method)
                 _exchange(cls, name, ft.update_wrapper(new, method))
@@ -168,9 +193,9 @@ def _exchange_code(
     The other code is that of `_note_instead`. Code has no variables of its own to hold
     `noting(plain)`, so that becomes one of the constants in it."""
     code = fn.__code__
-    # What a generator or a coroutine does, it does after the call. And Python wants
-    # to forbid that one gets the code of a plain function.
-    if code.co_filename == _CODE.co_filename or code.co_flags & _SUSPENDED:
+    # Python wants to forbid that a generator or a coroutine gets the code of a plain
+    # function.
+    if code.co_filename == _CODE.co_filename or code.co_flags & sum(_SUSPENDED):
         return
     plain = types.FunctionType(
         code, fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__
@@ -202,7 +227,6 @@ def _note_instead(*args, **kwargs):
     return note(*args, **kwargs)
 
 
-_SUSPENDED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 # The code of that, and the constant in whose place comes what takes note.
 _CODE = _note_instead.__code__
 _NOTE = "eqx_sow: what takes note of a call"

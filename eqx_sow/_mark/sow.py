@@ -1,5 +1,6 @@
 """`sow`, and the layer `Sow`."""
 
+import typing
 from collections.abc import Hashable, Sequence
 from typing import Any, TypeVar
 
@@ -9,7 +10,7 @@ import jax.core
 import jax.tree_util as jtu
 import numpy as np
 
-from .._errors import SowError
+from .._errors import SowError, SowTypeError
 from .._frames import api_boundary, user_line
 from .._names import has_traced_number, join
 from .listening import listening
@@ -83,7 +84,9 @@ def sow(
             "it cannot contain a traced number. In a loop, leave out the number: each "
             "iteration is an entry of the value, and `names='h/3'` selects one."
         )
-    spec = None if spec is None else Const(spec)
+    if spec is not None:
+        check_spec("sow(..., spec=...)", spec)
+        spec = Const(spec)
     return bind(value, (Label(name, tag),), spec=spec)
 
 
@@ -190,6 +193,7 @@ class Sow(eqx.Module):
         first = "" if name is None else f"{name!r}, "
         self.name = name
         self.spec = spec
+        check_spec("Sow(spec=...)", spec)
         self.tag = check_tag(f"Sow(..., {first}tag=...)", tag)
 
     @api_boundary
@@ -235,3 +239,23 @@ def check_tag(option: str, tag: Any) -> Hashable:
     except TypeError as e:
         raise TypeError(f"`{option}` takes a hashable tag, not {tag!r}.") from e
     return tag
+
+
+def check_spec(option: str, annotation: Any) -> None:
+    """Raises if a part of an annotation would not be checked. beartype looks at the
+    first argument of `Annotated`, and at its own validators among the others."""
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is not typing.Annotated:
+        for arg in args:
+            check_spec(option, arg)
+        return
+    what, *others = args
+    for x in others:
+        if not type(x).__module__.startswith("beartype."):
+            raise SowTypeError(
+                f"`{option}`: {annotation!r} holds {x!r}, which beartype ignores, so "
+                f"only `{getattr(what, '__name__', what)}` would be checked. Write "
+                "what it can check, such as `Float[Array, 'batch dim']`. Of an object "
+                "with named axes, mark the array that it holds."
+            )
+    check_spec(option, what)

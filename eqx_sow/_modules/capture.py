@@ -3,17 +3,17 @@ modules get into it, and `naming.py` for what they are called."""
 
 import dataclasses as dc
 import inspect
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 import equinox as eqx
 import jax
 
 from .. import _compat
-from .._errors import UnknownSowError, UnsupportedPrimitiveError
+from .._errors import shown, UnknownSowError, UnsupportedPrimitiveError
 from .._frames import is_library
 from .._mark.listening import Capture, Listening
-from .._mark.noting import own_methods
+from .._mark.noting import own_methods, why_not_noted
 from .._mark.site import Label
 from .._names import check_known
 from .._walk.flow import Here, run
@@ -104,20 +104,22 @@ def name(
 
 def _check_found(closed: Any, places: Places, marking: Marking, naming: Naming) -> None:
     """Raises if the options select nothing, and says what there would have been."""
-    shown = f"capture={_shown(marking.capture)}"
+    option = f"capture={_shown(marking.capture)}"
     in_sight = {"/".join(path) or ".": type(x) for path, x in places.modules.items()}
     classes, functions = marking.selected
     is_predicate = classes is None
     classes = classes or (() if functions else (eqx.Module,))
     every = dict.fromkeys((in_sight | naming.seen).values())
     fits = [c for c in every if issubclass(c, classes)]
-    methods = dict.fromkeys(method for cls in fits for method in own_methods(cls))
+    own = [(cls, method) for cls in fits for method in own_methods(cls)]
+    methods = dict.fromkeys(name for cls, name in own if not why_not_noted(cls, name))
     others = tuple(m for m in methods if m not in marking.methods)
     others = others[0] if len(others) == 1 else others
     hint = f" Is another method called? Write `methods={others!r}`." if others else ""
     if fits:
+        _check_are_methods(option, marking.methods, fits)
         check_known(
-            f"{shown}, methods={marking.methods!r}",
+            f"{option}, methods={marking.methods!r}",
             marking.methods,
             methods,
             "is a method of no selected module",
@@ -130,15 +132,15 @@ def _check_found(closed: Any, places: Places, marking: Marking, naming: Naming) 
     hidden = next((s.note for s in sites(closed) if s.note and waits(s)), None)
     if hidden is not None and not naming.seen:
         raise UnsupportedPrimitiveError(
-            f"`{shown}` selects calls such as {hidden.call!r}, but "
+            f"`{option}` selects calls such as {hidden.call!r}, but "
             "all are inside a primitive such as `lineax.linear_solve`, which "
             "evaluates its function over and over, so that values in there cannot be "
             "captured. Call the module once outside, too."
         )
     items = (naming.seen or in_sight).items()
-    listed = ", ".join(f"{path} ({cls.__name__})" for path, cls in items)
+    there = shown([f"{path} ({cls.__name__})" for path, cls in items], str)
     said = f"The modules {'that are called' if naming.seen else 'in sight'} are: "
-    said = f" {said}{listed or 'none at all'}." if classes else ""
+    said = f" {said}{there}." if classes else ""
     if classes and not items:
         said += " Only modules of Equinox are captured: `sow` what others return."
     if is_predicate:
@@ -151,11 +153,25 @@ def _check_found(closed: Any, places: Places, marking: Marking, naming: Naming) 
             "notebook: make the model again."
         )
     raise UnknownSowError(
-        f"`{shown}` selects nothing that is called in the program.{said}{hint}"
+        f"`{option}` selects nothing that is called in the program.{said}{hint}"
         f" Is another {'model' if classes else 'function'} called? If a "
         "`save_intermediates` inside has captured it, give one of the two another "
         "`tag`."
     )
+
+
+def _check_are_methods(capture: str, methods: Iterable[str], fits: list[type]) -> None:
+    """Raises if what the option `methods` names is another attribute of all classes
+    that are selected."""
+    for name in methods:
+        there = [cls for cls in fits if hasattr(cls, name)]
+        kinds = [why_not_noted(cls, name) for cls in there]
+        if kinds and all(kinds):
+            raise UnknownSowError(
+                f"`{capture}, methods={name!r}`: `{there[0].__name__}.{name}` is "
+                f"{kinds[0]}. Only methods that return their result are captured: "
+                "`sow` the value in there."
+            )
 
 
 def _shown(capture: Any) -> str:

@@ -4,6 +4,7 @@ import functools as ft
 import itertools as it
 import json
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,9 +15,10 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-from .._errors import SowError, UnknownSowError
+from .._errors import shown, SowError, UnknownSowError
 from .._frames import api_boundary
-from .._names import across_slashes, in_a_list, listed, Named, Selection
+from .._names import across_slashes, in_a_list, is_glob, Named, places_of, Selection
+from .lookup import as_known, Known, modes_of, unknown_name
 from .summarize import is_value
 
 
@@ -35,11 +37,20 @@ Leading = tuple[NamedAxes, tuple[int, ...]]
 _AllAxes = Mapping[tuple[str, str], tuple[Leading, ...] | list[Any]]
 
 
+# For whoever takes the gradient of a function that `save_intermediates` returned.
+_NO_LOSS = (
+    "\nThis is the output of `save_intermediates(fn)`, a pair `(out, intermediates)`. "
+    "For the gradients of the marked values, too, put the gradient inside: "
+    "`save_intermediates(eqx.filter_grad(loss))`. Or write "
+    "`eqx.filter_grad(save_intermediates(loss), has_aux=True)`\n"
+)
+
+
 class _Names(tuple[str, ...]):
     """The names of an `Intermediates`, and what its arrays are. That does not count for
     whether two are of one form: both a loop and a vmap stack values."""
 
-    axes: _AllAxes = {}
+    axes: _AllAxes = Known()
 
 
 class Intermediates(dict[str, dict[str, Any]]):
@@ -78,15 +89,44 @@ class Intermediates(dict[str, dict[str, Any]]):
         ```
     """
 
-    _axes: _AllAxes = {}
+    _axes: _AllAxes = Known()
 
     def copy(self) -> "Intermediates":
         return with_axes(self, self._axes)
 
     __copy__ = copy
 
-    def __missing__(self, name: Any) -> Any:
-        raise KeyError(f"{name!r} is no name here. {listed(name, self)}")
+    def __getitem__(self, name: str) -> dict[str, Any]:
+        modes = self.get(name, self)
+        if modes is self:
+            name, found = self._found(name)
+            modes = found.get(name)
+        # What is put in may be anything.
+        return modes_of(name, modes, self._axes) if type(modes) is dict else modes
+
+    @api_boundary
+    def _found(self, name: Any) -> tuple[str, "Intermediates"]:
+        """What `names=name` would have captured: its name, and an `Intermediates` that
+        has it. If it is no key here, it may be an iteration of a loop, a layer that is
+        counted from the end, or lack its root."""
+        if name in self:
+            return name, self
+        known = as_known(self._axes)
+        if not isinstance(name, str):
+            raise unknown_name(name, self, known, None)
+        found = known.found or [*_all_named(self)]
+        selection = Selection([name], found, known.roots)
+        some = [(whole, one) for whole in found for one in selection.all_of(whole)]
+        for new in [] if is_glob(name) else dict.fromkeys(one.name for _, one in some):
+            if new in self:
+                return new, self
+            at = {whole: one.at for whole, one in some if one.name == new}
+            wholes = {whole.name for whole in at}
+            if len(wholes) == 1 and wholes <= self.keys():
+                layer = _iteration(*wholes, new, self, at)
+                if layer is not None:
+                    return new, layer
+        raise unknown_name(name, self, known, selection)
 
     def __or__(self, other: Any) -> "Intermediates":
         return Intermediates(dict(self) | other)
@@ -100,7 +140,12 @@ class Intermediates(dict[str, dict[str, Any]]):
             dict(self), struct_as_array=True, truncate_leaf=is_state
         )
         # What NumPy calls the dtype of the cotangent of an integer.
-        return re.sub(r"\[\('f(?:loat)?0', 'V'\)\](\S*?)\(numpy\)", r"float0\1", text)
+        text = re.sub(r"\[\('f(?:loat)?0', 'V'\)\](\S*?)\(numpy\)", r"float0\1", text)
+        # `jax.grad` of a function that returns a pair prints the pair while it handles
+        # the error that a pair is no array.
+        handled = sys.exception()
+        is_pair = isinstance(handled, TypeError) and f"{text})" in str(handled)
+        return text + _NO_LOSS if is_pair else text
 
     def _repr_html_(self) -> str | None:
         # Here, as a table asks for the order of what it is given.
@@ -219,8 +264,9 @@ class Intermediates(dict[str, dict[str, Any]]):
     def _axes_of_places(self, name: str, mode: str) -> tuple[bool, list]:
         """Whether the values of several places are in a tuple, and the axes at each, or
         `None` where they are not known."""
-        value = self[name][mode]
-        known = self._axes.get((name, mode), ())
+        name, found = self._found(name)
+        value = found[name][mode]
+        known = found._axes.get((name, mode), ())
         several = isinstance(known, list)
         places = list(zip(known, value)) if several else [(known, value)]
         return several, [_axes_of_value(of, x) for of, x in places]
@@ -290,7 +336,7 @@ class Intermediates(dict[str, dict[str, Any]]):
             hint = hint if changed else across_slashes(str(pattern), there)
             raise UnknownSowError(
                 f"{call} matches nothing. The names with this mode are: "
-                f"{', '.join(map(repr, there)) or 'none at all'}.{hint}"
+                f"{shown(there)}.{hint}"
             )
         return _stacked(pattern, values)
 
@@ -327,6 +373,86 @@ def _axes_of_value(known: Sequence[Leading], value: Any) -> NamedAxes | None:
     return max(there, key=len, default=())
 
 
+def _all_named(intermediates: Intermediates) -> Iterator[Named]:
+    """What the names are to patterns, as far as that is known: with the loops that each
+    is in, wherever in the name their indices stand."""
+    for name, modes in intermediates.items():
+        some: dict[Named, None] = {}
+        for mode in modes:
+            known = intermediates._axes.get((name, mode), ())
+            for leading in known if isinstance(known, list) else [known]:
+                some |= dict.fromkeys(_with_loops(name, leading))
+        yield from some or [Named(name)]
+
+
+def _with_loops(name: str, leading: Sequence[Leading]) -> Iterator[Named]:
+    """What a name is to patterns, at one place. Every array there has the axes of all
+    loops."""
+    for axes, shape in leading[:1]:
+        loops = [(p, n) for (kind, p, _), n in zip(axes, shape) if kind == "loop"]
+        yield Named(name, *zip(*loops)) if loops else Named(name)
+
+
+def _iteration(
+    name: str, new: str, intermediates: Intermediates, at: Mapping[Named, Any]
+) -> Intermediates | None:
+    """Of all modes of a name, the iterations `at`, see `Selected.at`, under the name
+    `new`. `at` has those of each place. `None` if the axes are not known."""
+    of_place = {(x.name, places_of(x), x.loops): one for x, one in at.items()}
+    modes, axes = {}, Known()
+    # With `Append`, which places have them. A derivative may be missing there.
+    having: set[int] = set()
+    for mode, value in intermediates.get(name, {}).items():
+        known = intermediates._axes.get((name, mode))
+        several = isinstance(known, list)
+        parts = {}
+        for k, (x, leading) in enumerate(
+            zip(value, known) if several else [(value, known)]
+        ):
+            named = next(_with_loops(name, leading or ()), Named(name))
+            one = of_place.get((name, places_of(named), named.loops))
+            if one and _axes_of_value(leading, x) is not None:
+                parts[k] = _of_iteration(x, leading, one)
+            elif one or not several:
+                return None
+            elif x is None and k in having:
+                parts[k] = None, ()
+        having |= parts.keys()
+        if parts:
+            values, left = zip(*parts.values())
+            modes[mode] = values if several else values[0]
+            axes[new, mode] = [*left] if several else left[0]
+    return with_axes({new: modes}, axes) if modes else None
+
+
+def _of_iteration(
+    value: Any, leading: Sequence[Leading], at: Sequence[int | None]
+) -> tuple[Any, tuple[Leading, ...]]:
+    """A value in one iteration of some of its loops, and the axes that are left."""
+    of_arrays, left = iter(leading), []
+
+    def one(x):
+        if not is_value(x):
+            return x
+        known = next(of_arrays)
+        own, loops = _axes_of(known, x) or (), iter(at)
+        index = [next(loops, None) if kind == "loop" else None for kind, *_ in own]
+        axes = tuple(axis for axis, i in zip(own, index) if i is None)
+        x = _at(x, index)
+        left.append((axes, x.shape))
+        return x
+
+    return jtu.tree_map(one, value), tuple(left)
+
+
+def _at(x: Any, index: Iterable[int | None]) -> Any:
+    """An array at these indices of its first axes, `None` for all of an axis."""
+    at = tuple(slice(None) if i is None else i for i in index)
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.eval_shape(lambda x: x[at], x)
+    return x[at]
+
+
 def _named(name: str, value: Any, leading: Any) -> Named:
     """What a name is to patterns: with the loops over layers that its value is from."""
     axes = None if isinstance(leading, list) else _axes_of_value(leading, value)
@@ -357,10 +483,7 @@ def _layers(
             if not is_value(x):
                 return x
             own, indices = _axes_of(next(of_arrays), x) or (), iter(at)
-            index = [
-                slice(None) if place is None else next(indices) for _, place, _ in own
-            ]
-            return x[tuple(index)]
+            return _at(x, [None if p is None else next(indices) for _, p, _ in own])
 
         return jtu.tree_map(one, value)
 
@@ -380,16 +503,18 @@ def _stacked(pattern: str, named: Sequence[tuple[str, Any]]) -> Any:
         kinds: dict[str, str] = {}
         for name, value in named:
             kinds.setdefault(eqx.tree_pformat(value), name)
-        shown = " and ".join(f"{name!r} is {kind}" for kind, name in kinds.items())
+        found = " and ".join(f"{name!r} is {kind}" for kind, name in kinds.items())
         raise SowError(
             f"`Intermediates.stack({pattern!r})`: the values differ in structure, "
-            f"shape or dtype: {shown}. Select values that are alike, by a pattern such "
+            f"shape or dtype: {found}. Select values that are alike, by a pattern such "
             "as `blocks/*/mlp`."
         )
 
     def stacked(*xs):
         if not is_value(xs[0]):
             return xs[0]
+        if isinstance(xs[0], jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct((len(xs), *xs[0].shape), xs[0].dtype)
         # JAX has no arrays of the dtype `float0`.
         return (jnp if any(isinstance(x, jax.Array) for x in xs) else np).stack(xs)
 

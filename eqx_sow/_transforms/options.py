@@ -14,11 +14,12 @@ from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from typing import Any, TypedDict
 
 import equinox as eqx
+import jax.numpy as jnp
 
 from .._arrays import as_integer
 from .._errors import check_arity
 from .._handlers.tapping import print_event
-from .._mark.sow import check_tag
+from .._mark.sow import check_spec, check_tag
 from .._mark.static import Const
 from .._modules.capture import is_function_to_capture, Marking
 from .._values.modes import as_mode, as_modes, Mode
@@ -176,6 +177,14 @@ def _capture(option: str, capture: Any) -> Any:
         return None
     if all(map(_may_be_one_of_several, several)):
         return capture
+    for ufunc in several:
+        if isinstance(ufunc, jnp.ufunc):
+            name = ufunc.__name__
+            raise TypeError(
+                f"`{option}`: the calls of `jnp.{name}`, a ufunc, cannot be captured. "
+                f"Put it into a function of your own, decorate that with `jax.jit`, "
+                "and capture that function. Or `sow` the result."
+            )
     jit_it = "To capture what a function returns, `jax.jit` it, or `sow` there."
     no_predicate = isinstance(capture, eqx.Module) or is_function_to_capture(capture)
     if no_predicate or not callable(capture):
@@ -215,6 +224,12 @@ def _module_of_method(x: Any) -> eqx.Module | None:
     return module if isinstance(module, eqx.Module) else None
 
 
+def _spec(option: str, spec: Any) -> Any:
+    for annotation in (spec or {}).values():
+        check_spec(option, annotation)
+    return spec
+
+
 def _every(option: str, every: Any) -> int:
     n = as_integer(every)
     if n is None:
@@ -242,6 +257,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "mode": as_mode,
     "capture": _capture,
     "methods": lambda option, methods: _as_tuple(methods),
+    "spec": _spec,
     "every": _every,
     "callback": _callback,
 }

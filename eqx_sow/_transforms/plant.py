@@ -16,7 +16,7 @@ from .._values.entry import Entry, grouped
 from .._values.modes import labels, Mode
 from .._walk.handler import Given
 from .program import Program
-from .transformed import Transformed, wrap
+from .transformed import of_function, Transformed, wrap
 
 
 # Which iteration of each loop around a sow is planted, or `None` for all of a loop.
@@ -140,6 +140,7 @@ _T = TypeVar("_T")
 
 
 @api_boundary
+@of_function
 def plant(
     fn: Callable[_P, _T],
     values: Mapping[str, Any],

@@ -27,8 +27,8 @@ from .._names import (
     check_known,
     fits,
     has_traced_number,
-    in_a_list,
     Named,
+    no_such_iteration,
     Selection,
 )
 from .._values.modes import labels
@@ -173,25 +173,8 @@ class Program:
                     f"asks for it: pass `names={pattern!r}`, too."
                 )
             return f" All iterations of {name!r} are one value: write {name!r}."
-        is_index = lambda part: part.lstrip("-").isdecimal()
-        without = lambda name: "/".join(x for x in name.split("/") if not is_index(x))
-        plain = without(pattern)
-        alike = [x for x in self.mine if fits(plain, without(x.site.name))]
-        if plain != pattern and alike:
-            site, loops = alike[0].site, alike[0].loops
-            if not loops and without(site.name) != site.name:
-                numbers = lambda name: [int(x) for x in name.split("/") if is_index(x)]
-                names = sorted((x.site.name for x in alike), key=numbers)
-                return (
-                    " In a list, each has a name of its own, from "
-                    f"{names[0]!r} to {names[-1]!r}, the last one."
-                )
-            places = (*site.label.after, *[None] * len(loops))
-            called = lambda indices: in_a_list(site.name, zip(places, indices))
-            first, last = called([0] * len(loops)), called([n - 1 for n in loops])
-            they = f"they are {first!r} to {last!r}"
-            they = they if loops else "it is in no loop of known length"
-            return f" There is no such iteration of {site.name!r}: {they}."
+        if iterations := no_such_iteration(pattern, [n for _, n in self.named]):
+            return iterations
         for site, *_ in self.found:
             if site.label in site.labels and fits(pattern, site.name):
                 return f" {site.name!r} has the tag {site.tag!r}: pass it as `tag=`."

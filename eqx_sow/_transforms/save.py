@@ -10,13 +10,14 @@ from .._frames import api_boundary
 from .._handlers.collect import Collect
 from .._mark.static import SameParts
 from .._results.intermediates import Intermediates
+from .._results.lookup import Known
 from .._values import spec as _spec
 from .._values.assemble import assemble
 from .._values.reduce import Reducer, result_of
 from .._walk.handler import Given
 from .options import Saving
 from .program import Program
-from .transformed import Transformed, wrap
+from .transformed import of_function, Transformed, wrap
 
 
 def _pair(annotation: Any) -> Any:
@@ -62,7 +63,11 @@ class _SaveIntermediates(Transformed):
         modes = [site.mode for site, _ in asked]
         mode_of = program.wanted(self._call, keys, modes)
         program.warn_unmarked(self._call, self._fn)
-        intermediates = assemble(entries, names, reducer, mode_of)
+        known = Known()
+        known.found = tuple(dict.fromkeys(named for _, named in program.named))
+        known.roots, known.modes = program.roots, options.modes
+        known.capture = options.capture
+        intermediates = assemble(entries, names, reducer, mode_of, known)
         annotated = [(site, eqns[-1]) for site, eqns in asked if site.spec]
         _spec.check(annotated, by_name["spec"], intermediates)
         return program.output(outs), intermediates
@@ -85,6 +90,7 @@ def save_intermediates(
 
 
 @api_boundary
+@of_function
 def save_intermediates(
     fn: Any = ...,
     *,

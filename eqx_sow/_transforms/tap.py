@@ -20,7 +20,7 @@ from .._walk.handler import Given
 from .._walk.interpreter import consts_as_args
 from .options import Tapping
 from .program import Program
-from .transformed import Transformed, wrap
+from .transformed import of_function, Transformed, wrap
 
 
 # Binds a tapped program that a vmap is around. It exists for its batching rule alone.
@@ -133,6 +133,7 @@ def tap(
 
 
 @api_boundary
+@of_function
 def tap(
     fn: Any = ...,
     callback: Callable[[TapEvent], Any] | None = None,
@@ -175,7 +176,10 @@ def tap(
         host. Under `vmap` it receives the value of one lane (one of the examples that
         `vmap` maps over). If it is true for any lane, the values of all are sent.
     - `every`: send only every `every`-th execution of a name and mode, beginning with
-        the first. For the others, `when` is not evaluated either.
+        the first. For the others, `when` is not evaluated either. Each call counts from
+        the start. So in a training loop written in Python, where a mark runs once in
+        each step, `every=10` still sends every step: there, call the tapped function in
+        every tenth step only.
     - `ordered`: events arrive in the order of the program, across all names, as with
         `jax.debug.callback(..., ordered=True)`. This has JAX's limits, such as programs
         on a single device. Otherwise events may arrive out of order, even those of one

@@ -1,11 +1,13 @@
 """What `save_intermediates`, `plant` and `tap` return."""
 
+import difflib
 import functools as ft
+import inspect
 import types
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any, cast, ClassVar, TypeVar
 
 import equinox as eqx
 import jax
@@ -16,6 +18,9 @@ from .._frames import api_boundary
 from .._mark.static import Const, take_apart
 from .options import checked
 from .program import Program, trace
+
+
+_F = TypeVar("_F", bound=Callable)
 
 
 class Transformed(eqx.Module):
@@ -92,6 +97,31 @@ def _unbound(fn: Any) -> Any:
     # That of `super().__call__` is another one.
     is_own = fn.__func__ is type(module).__call__
     return module if is_own else eqx.Partial(fn.__func__, module)
+
+
+def of_function(call: _F) -> _F:
+    """For the public functions: says what to write if somebody passes the arguments of
+    `fn` along with it, as in `save_intermediates(model, x)`."""
+    signature = inspect.signature(call)
+
+    @ft.wraps(call)
+    def checked_call(*args, **kwargs):
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as e:
+            name, known = call.__name__, signature.parameters
+            for key in kwargs.keys() - known:
+                if close := difflib.get_close_matches(key, known, n=1):
+                    text = f"`{name}`: {e}. Did you mean `{close[0]}`?"
+                    raise TypeError(text) from None
+            given = "fn, values" if "values" in known else "fn"
+            raise TypeError(
+                f"`{name}`: {e}. The arguments of the function go to what `{name}` "
+                f"returns: write `{name}({given})(x)`."
+            ) from None
+        return call(*args, **kwargs)
+
+    return cast(_F, checked_call)
 
 
 def wrap(cls: type[Transformed], fn: Any, given: Mapping[str, Any]) -> Any:

@@ -19,6 +19,7 @@ from .._results.intermediates import (
     Scan,
     with_axes,
 )
+from .._results.lookup import Known
 from .axes import as_operand, broadcast, final_axes, kept_axes, whole
 from .entry import Entry, grouped, with_count
 from .reduce import Reducers
@@ -29,13 +30,13 @@ def assemble(
     names: Iterable[str],
     reducers: Reducers,
     wanted: Mapping[Any, str],
+    known: Known,
 ) -> Intermediates:
     """`intermediates[name][mode]`, with the names in this order. `wanted` says for each
-    `Site.key` that comes back what its mode is called."""
+    `Site.key` that comes back what its mode is called. `known` gets the axes."""
     by_name = grouped(found, lambda site: site.name)
     out: dict[str, dict[str, Any]] = {name: {} for name in names}
     counts: dict[str, _Returned] = {}
-    axes = {}
     for key, of_key in grouped(found).items():
         (name, *_), mode, reducer = key, wanted.get(key), reducers(key[0])
         # `gather` lets no other name have several.
@@ -44,14 +45,14 @@ def assemble(
         lead = () if reducer is None else reducer.lead
         if mode is not None:
             value = ft.partial(_value_of, buffers=lead)
-            out[name][mode], axes[name, mode] = _returned(value, entries, several)
+            out[name][mode], known[name, mode] = _returned(value, entries, several)
         if any(e.counted for e in entries if e):
             counts.setdefault(name, _returned(_count_of, entries, several))
     for name, (count, of_count) in counts.items():
         if out[name]:
-            out[name]["count"], axes[name, "count"] = count, of_count
+            out[name]["count"], known[name, "count"] = count, of_count
     there = {name: in_order(modes) for name, modes in out.items() if modes}
-    return with_axes(there, axes)
+    return with_axes(there, known)
 
 
 # What comes back, and what the axes of its arrays are, see `Intermediates`.

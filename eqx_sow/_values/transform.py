@@ -120,10 +120,24 @@ def transformed(
 ) -> Value:
     """What `fn` returns for a value as the code at the sow sees it, for each lane; or
     if `fn` is `batched`, for the value of all lanes at once. No sow in `fn` marks."""
-    with calling(option, site), listening(None):
-        if isinstance(fn, Batched):
-            return _of_all_lanes(fn, site, value)
-        return _of_each_lane(fn, site, value)
+    hint = of_one_lane(site) if option == "transform" else ""
+    if isinstance(fn, Batched):
+        with calling(option, site) as watched, listening(None):
+            return _of_all_lanes(watched(fn.fn), site, value)
+    with calling(option, site, hint) as watched, listening(None):
+        return _of_each_lane(watched(fn), site, value)
+
+
+def of_one_lane(site: Site) -> str:
+    """For `calling`: says that a function does not see the batch, where that is so."""
+    if not any(
+        v and a.lane for varies in site.varies for a, v in zip(site.axes, varies)
+    ):
+        return ""
+    return (
+        ", the value of one lane of the `jax.vmap` around (one example of the batch). "
+        "A function that shall see all lanes at once is written `batched(fn)`"
+    )
 
 
 def _of_each_lane(fn: Callable, site: Site, value: Value) -> Value:
@@ -164,7 +178,7 @@ def _of_inputs_read(fn: Callable, value: Value, every: Varies) -> list[Varies]:
     return list(map(of_result, results))
 
 
-def _of_all_lanes(fn: Batched, site: Site, value: Value) -> Value:
+def _of_all_lanes(fn: Callable, site: Site, value: Value) -> Value:
     if site.guards:
         raise SowError(
             f"`transform=batched(...)`: {site.said} is in a branch or a loop that only "
@@ -174,6 +188,6 @@ def _of_all_lanes(fn: Batched, site: Site, value: Value) -> Value:
         )
     none = (False,) * len(site.axes)
     site = site._replace(form=value.form, varies=tuple(value.varies))
-    new, form = take_apart(fn.fn(whole(site, value.arrays)))
+    new, form = take_apart(fn(whole(site, value.arrays)))
     arrays = [aligned(jnp.asarray(x), none) for x in new]
     return Value(form, arrays, [none] * len(new))
