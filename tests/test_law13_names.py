@@ -561,7 +561,7 @@ def test_a_stack_of_lists():
         return jax.vmap(jax.vmap(lambda net: net(x)))(stacks)
 
     values = jnp.stack([jnp.stack([layer(X) for layer in net]) for net in nets])
-    _check(fn, (nets, X), {"nets": values})
+    _check(fn, (nets, X), {"nets/Scale": values})
 
 
 def test_a_stack_of_which_one_was_changed():
@@ -666,7 +666,7 @@ def test_iterations_over_what_was_concatenated():
 
     nets = [Net(jnp.stack([X, X + i])) for i in (2, 3)]
     values = jnp.stack([X * (X + 2), X * (X + 2) * (X + 3)])
-    _check(fn, (nets, X), {"nets": values})
+    _check(fn, (nets, X), {"nets/Scale": values})
 
 
 # --- all arrays of a layer are made by others ---

@@ -19,11 +19,10 @@ An array may come from several places. `Naming._nearest` says which of them is
 preferred, and `Naming._found` what a module is called to which no array leads.
 """
 
-import dataclasses as dc
 import itertools as it
 from collections import Counter, defaultdict
 from collections.abc import Container, Hashable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 
@@ -34,41 +33,10 @@ from .._mark.site import Label, Site
 from .._values.modes import without_order
 from .._walk.flow import Domain, Here
 from .._walk.sows import Way
+from .cuts import closed, in_common, number_of, OF_SHARD
 from .places import is_internal, is_like, Places, root_of
-from .sources import computed, either, FAR, in_order, TRANSPOSED, Value
-
-
-@dc.dataclass(eq=False)
-class _Visit:
-    """A call of a module, each time that the pass over the program comes to it: a
-    jitted function that is called three times has one `Call` inside, with three visits,
-    which may be of three modules."""
-
-    call: Call
-    # The operands of its edge.
-    arrays: Sequence[Value]
-    # The modules whose methods are running, from outside in.
-    running: "list[_Visit]"
-    # The rest is known once the pass is over. How well each place fits to which arrays
-    # lead, better if it is smaller: how much was computed between, and how many arrays
-    # lead there, as a negative number.
-    fits: dict[Path, tuple[int, int]] = dc.field(default_factory=dict)
-    # Whether some of the arrays were made of others, rather than changed.
-    is_made: bool = False
-    # Where the module is. If that is not known, the first key is the name of a class:
-    # `("MLP#1", "layers", "0")`.
-    path: Path | None = None
-
-
-class _Sow(NamedTuple):
-    """A sow, and the calls that it is in, or is the output of. There may be several: if
-    a branch decides of which call a derivative is. `scans`: the ways to the scans
-    around it; for a derivative, around its primal, since a scan of the backward pass
-    need not go over the arrays themselves."""
-
-    site: Site
-    visits: list[_Visit]
-    scans: list[Way]
+from .sources import computed, either, FAR, in_order, Origin, TRANSPOSED
+from .visits import Index, Mark, Visit
 
 
 class Naming(Domain):
@@ -82,9 +50,9 @@ class Naming(Domain):
         self._marking = marking
         self._classes, _ = marking.selected
         # By the ways to their equations, the calls, and the sows.
-        self._visits: dict[Way, _Visit] = {}
-        self._sows: dict[Way, _Sow] = {}
-        self._latest: dict[Any, _Visit] = {}
+        self._visits: dict[Way, Visit] = {}
+        self._sows: dict[Way, Mark] = {}
+        self._latest: dict[Any, Visit] = {}
         # By the way to a scan, the sources that it takes apart: those that are nearest
         # to the arrays that it goes over. And the calls that are running around it.
         self._scans: dict[Way, tuple[set[int], Sequence[Call]]] = {}
@@ -92,6 +60,12 @@ class Naming(Domain):
         self._best: dict[Path, tuple[int, int]] = {}
         # The places of lists whose layers were stacked on the way, and their sources.
         self._stacks: dict[Path, set[int]] = defaultdict(set)
+        # The sources that the modules come from. And by the number of slices before and
+        # the length of the stack, those of which a constant index takes an entry.
+        self._used: set[int] = set()
+        self._cut: dict[tuple[int, int], set[int]] = defaultdict(set)
+        # By their places, the classes of modules; and what is no module, but called.
+        self._class_at: dict[Path, Any] = {}
         # The places of modules that are alike, one after the other.
         self._turns: dict[tuple[Path, ...], Iterator[Path]] = {}
         # By the name of a class, the modules of it of which no place is known, by their
@@ -117,16 +91,17 @@ class Naming(Domain):
         return {way: x for way, x in named.items() if x is not self._sows[way].site}
 
     # --- what goes through the program ---
-    def inputs(self) -> list[Value]:
+    def inputs(self) -> list[Origin]:
         return [self._at_source(i) for i in range(self._places.n_inputs)]
 
-    def _at_source(self, source: int) -> Value:
-        return Value({source: 0}, ("source", source))
+    def _at_source(self, source: int) -> Origin:
+        return Origin({source: 0}, ("source", source), is_whole=True)
 
     def constant(self, x, aval):
         if not getattr(x, "shape", None) and not eqx.is_array(x):
-            return Value()
-        return self._at_source(self._places.source(x))
+            return Origin(number=number_of(x, aval))
+        source = self._at_source(self._places.source(x))
+        return source._replace(number=number_of(x, aval))
 
     def chosen(self, index, cases):
         return either(in_order(cases))._replace(cases=(index.made, cases))
@@ -141,30 +116,32 @@ class Naming(Domain):
         sources = (s for s, n in value.distances.items() if n == nearest)
         apart, _ = self._scans.setdefault(here.scans[-1], (set(), here.running))
         apart.update(sources)
-        return value.along(-1)
+        return value.along(-1).changing()
 
     def stacked(self, value, here):
-        return value.along(1)
+        return value.along(1).changing()
 
     def carried(self, when, init, after, here):
-        return [either(pair) for pair in zip(init, after)]
+        return [either(pair).changing() for pair in zip(init, after)]
 
     def shard(self, value, mesh, spec):
-        return value._replace(parts=None)
+        value = value._replace(parts=None)
+        is_split = spec is not None and len(spec) > 0 and spec[0] is not None
+        return value.cut([OF_SHARD]) if is_split else value
 
     def equation(self, eqn, operands, here):
         primitive = eqn.primitive
         if primitive in (sow_p, same_p):
             self._sow(eqn, operands[0], here)
-            return [Value(edges=(here.way,)), *operands[1:]]
+            return [Origin(edges=(here.way,)), *operands[1:]]
         if primitive is edge_p and eqn.params:
             call, running = eqn.params["call"], self._running(here, eqn)
-            visit = _Visit(call, operands, running)
+            visit = Visit(call, operands, running)
             self._visits[here.way] = self._latest[call] = visit
-            return [Value(edges=(here.way,))]
+            return [Origin(edges=(here.way,))]
         return computed(eqn, operands, here.way)
 
-    def _sow(self, eqn: Any, edge: Value, here: Here) -> None:
+    def _sow(self, eqn: Any, edge: Origin, here: Here) -> None:
         site: Site = eqn.params["site"]
         scans = here.scans
         if site.modes:
@@ -184,14 +161,14 @@ class Naming(Domain):
             # where fewer calls are running, and to before the edges of these.
             for visit in visits:
                 visit.running = max(self._running(here, eqn), visit.running, key=len)
-        self._sows[here.way] = _Sow(site, visits, scans)
+        self._sows[here.way] = Mark(site, visits, scans)
 
-    def _running(self, here: Here, eqn: Any) -> list[_Visit]:
+    def _running(self, here: Here, eqn: Any) -> list[Visit]:
         calls = [*here.running, *calls_around(eqn)]
         return [self._latest[c] for c in calls if c in self._latest]
 
     # --- the places of modules ---
-    def _fit(self, visit: _Visit) -> None:
+    def _fit(self, visit: Visit) -> None:
         """Finds the nearest places of a module, given where its arrays are in the
         module, and what they come from. The first come first."""
         is_new = False
@@ -206,9 +183,14 @@ class Naming(Domain):
             sources = {p: s for distance, p, s in found if distance == nearest}
             visit.is_made |= nearest >= FAR
             is_new |= not found and max(array.distances.values(), default=0) >= FAR
+            self._used.update(array.distances)
             for path in self._as_stacked(sources):
                 distance, n = visit.fits.get(path, (nearest, 0))
                 visit.fits[path] = min(distance, nearest), n - 1
+                cuts = closed(array.cuts.get(sources.get(path, -1), ()))
+                visit.cuts[path] = in_common([cuts, visit.cuts.get(path, cuts)])
+                for i, cut in enumerate(cuts):
+                    self._cut[i, cut.n].add(sources[path])
         # If a `Linear` makes the `scale` and the `bias` of a layer, its own `bias` is
         # only added to the other one. There is no place that has the `scale`.
         visit.is_made |= is_new and any(map(self._places.everywhere.get, visit.fits))
@@ -236,12 +218,14 @@ class Naming(Domain):
                 found[path] |= of_path
         return found
 
-    def _path(self, visit: _Visit) -> Path:
+    def _path(self, visit: Visit) -> Path:
         if visit.path is None:
-            visit.path = self._found(visit)
+            path = self._found(visit)
+            visit.indices = self._indices(visit, path)
+            visit.path = self._of_class(path, visit.call)
         return visit.path
 
-    def _found(self, visit: _Visit) -> Path:
+    def _found(self, visit: Visit) -> Path:
         call = visit.call
         outer = self._path(visit.running[-1]) if visit.running else None
         if call.is_function:
@@ -257,13 +241,40 @@ class Naming(Domain):
             alike = self._alike(call, around, visit.fits if path is None else ())
             if alike is not None:
                 return alike
-        if path is None:
-            return self._unknown(visit)
-        # A layer may make another one of its own arrays, and call that.
-        is_made_of_outer = path == outer and not self._is_there(path, call)
-        return (*path, call.cls.__name__) if is_made_of_outer else path
+        return self._unknown(visit) if path is None else path
 
-    def _held(self, visit: _Visit) -> Path | None:
+    def _of_class(self, path: Path, call: Call) -> Path:
+        """The place itself, if a module of this class is there. One of another class
+        that is made of the arrays there has its class behind that. If nothing is there,
+        the first that is called has the place."""
+        while True:
+            there = self._places.everywhere.get(path)
+            of = call.cls if there is None else type(there)
+            if self._class_at.setdefault(path, of) is call.cls:
+                return path
+            path = (*path, call.cls.__name__)
+
+    def _indices(self, visit: Visit, path: Path) -> tuple[Index, ...]:
+        """Where the index stands of each slice of a stack that a module is: behind the
+        highest tree of which all arrays are sliced so. Something without arrays is in
+        the entries that the module around is."""
+        around = [v for v in visit.running if v.path == path[: len(v.path or ())]]
+        inherited = around[-1].indices if around else ()
+        cuts = visit.cuts.get(path, ())
+        if len(cuts) <= len(inherited):
+            return inherited
+        levels = [(v.call, len(v.path or ())) for v in around]
+        levels.append((visit.call, len(path)))
+        found: list[Index] = []
+        for i, cut in enumerate(cuts):
+            apart = self._cut[i, cut.n] | self._places.of_length(cut.n, self._used)
+            outside = [v.call for v in around if len(v.indices) <= i]
+            at = self._behind(path, levels, apart, outside)
+            before = found[-1].at if found else 0
+            found.append(Index(max(before, len(path) if at is None else at), cut))
+        return tuple(found)
+
+    def _held(self, visit: Visit) -> Path | None:
         """The place in what holds the very module: one that is running, or the
         arguments."""
         holder, inside = visit.call.holder or (None, ())
@@ -273,7 +284,7 @@ class Naming(Domain):
         around = next(of_holder, None)
         return around and (*self._path(around), *inside)
 
-    def _nearest(self, visit: _Visit, outer: Path | None) -> Path | None:
+    def _nearest(self, visit: Visit, outer: Path | None) -> Path | None:
         """The place that the arrays say, or if they do not, what holds the module."""
         call, fits, held = visit.call, visit.fits, self._held(visit)
         # Another call fits these better.
@@ -300,7 +311,7 @@ class Naming(Domain):
     def _is_there(self, path: Path, call: Call) -> bool:
         return type(self._places.everywhere.get(path)) is call.cls
 
-    def _is_sure(self, path: Path, visit: _Visit) -> bool:
+    def _is_sure(self, path: Path, visit: Visit) -> bool:
         """Whether the place is that of the module. Otherwise all that it has are tied
         weights: arrays of another module that were put into this one, whose own arrays
         no call has."""
@@ -332,7 +343,7 @@ class Naming(Domain):
         is_layer = any(path[:n] in self._stacks for n in ends)
         return path[: len(outer)] == outer and not is_layer
 
-    def _unknown(self, visit: _Visit) -> Path:
+    def _unknown(self, visit: Visit) -> Path:
         """The class, with a number if another one of it was called before."""
         call, name = visit.call, visit.call.cls.__name__
         of_class = self._nowhere[name]
@@ -343,41 +354,66 @@ class Naming(Domain):
             self._left_out.add((name,))
         return (name,)
 
-    def _after(self, sow: _Sow, path: Path) -> list[int | None]:
-        """For each scan around a sow, where in its path the index of an iteration
+    def _behind(
+        self,
+        path: Path,
+        called: Sequence[tuple[Call, int]],
+        apart: set[int],
+        outside: Container[Call],
+    ) -> int | None:
+        """How many keys there are up to the highest tree on a path of which all sources
+        are taken `apart`. `called`: the modules on the path, and how many keys there
+        are to each. Those that are called `outside` hold the tree as it was before."""
+        root = len(root_of(path))
+        begin = max([root, *(n + 1 for call, n in called if call in outside)])
+        ends = range(begin, len(path) + 1)
+        for n in ends:
+            if not apart.isdisjoint(self._stacks[path[:n]]):
+                return n
+        within = [self._places.sources_in.get(path[:n], set()) for n in ends]
+        whole = next((x for x in within if x and x <= apart), None)
+        # If a model has nothing but `blocks`, both are such trees: it is the one that
+        # is called, or the innermost.
+        same = [n for n, x in zip(ends, within) if x == whole]
+        of_calls = {n for _, n in called}
+        return next((n for n in same if n in of_calls), same[-1] if same else None)
+
+    def _after(self, sow: Mark) -> list[int | None]:
+        """For each scan around a sow, where in its name the index of an iteration
         stands: behind the highest tree that the scan takes apart as a whole, or where
         that of a list stood that was stacked before. For an iteration of
         `model/blocks/attn`, in a scan over the arrays in `blocks`, it is
         `model/blocks/2/attn`."""
-        visit, root = sow.visits[0], len(root_of(path))
+        visit = sow.visits[0]
+        path = self._path(visit)
         around = [(v.call, self._path(v)) for v in (*visit.running, visit)]
         levels = [(call, len(p)) for call, p in around if p == path[: len(p)]]
 
         def of_scan(scan):
             apart, outside = self._scans.get(scan, (set(), ()))
-            # A module that is called outside the loop is not what the loop takes apart.
-            begin = max([root, *(n + 1 for call, n in levels if call in outside)])
-            ends = range(begin, len(path) + 1)
-            for n in ends:
-                if not apart.isdisjoint(self._stacks[path[:n]]):
-                    return n
-            within = [self._places.sources_in.get(path[:n], set()) for n in ends]
-            whole = next((x for x in within if x and x <= apart), None)
-            # If a model has nothing but `blocks`, both are such trees: it is the one
-            # that the loop calls, or the innermost.
-            same = [n for n, x in zip(ends, within) if x == whole]
-            called = {n for _, n in levels}
-            return next((n for n in same if n in called), same[-1] if same else None)
+            n = self._behind(path, levels, apart, outside)
+            # Of a stack of stacks, the index stands behind those that were there first.
+            before = (
+                i
+                for i in visit.indices
+                if n is not None
+                and (i.at < n or i.at == n and i.cut.way[: len(scan)] != scan)
+            )
+            return n if n is None else n + sum(1 for _ in before)
 
         return list(map(of_scan, sow.scans))
 
     # --- the names of sows ---
-    def _named(self, sow: _Sow) -> Site:
+    def _name(self, visit: Visit) -> Path:
+        self._path(visit)
+        return visit.name
+
+    def _named(self, sow: Mark) -> Site:
         site, note, modes = sow.site, sow.site.note, self._marking.modes
         mine = [x for x in site.labels if x.name is None and x.depth == self._depth]
         if not (mine if note else self._marking.scope and not site.scoped):
             return site
-        paths = list(dict.fromkeys(map(self._path, sow.visits)))
+        paths = list(dict.fromkeys(map(self._name, sow.visits)))
         is_asked_for = modes is None or site.mode in map(without_order, modes)
         if is_asked_for and (len(paths) > 1 or note and not paths):
             calls = map(repr, map("/".join, paths) if paths else [note and note.call])
@@ -391,7 +427,7 @@ class Naming(Domain):
         if not paths:
             return site if note is None else site._replace(labels=others)
         path = paths[0]
-        after = tuple(n and len("/".join(path[:n])) for n in self._after(sow, path))
+        after = tuple(n and len("/".join(path[:n])) for n in self._after(sow))
         if note is None:
             self.roots_of_sows["/".join(root_of(path))] = None
             site = site.in_scope("/".join(path))._replace(scoped=True)

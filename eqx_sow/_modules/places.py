@@ -19,7 +19,7 @@ import functools as ft
 import itertools as it
 import types
 from collections import ChainMap, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -120,6 +120,11 @@ class Places:
                     for n in range(len(path) + 1):
                         found[path[:n]].add(source)
         return found
+
+    def of_length(self, n: int, used: Container[int]) -> set[int]:
+        """The sources that are not `used`, and may be part of a stack of so many."""
+        arrays = enumerate(self._arrays)
+        return {i for i, x in arrays if i not in used and n in x.shape}
 
     def alike(self, call: Call) -> list[Path]:
         """The places of the modules that are like that of a call."""

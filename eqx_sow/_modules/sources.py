@@ -15,21 +15,23 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from .._walk.sows import Way
+from . import cuts as _cuts
+from .cuts import Cut, Cuts
 
 
 # What moves numbers and leaves them as they are, more or less. (Some edges come out of
 # one branch or another, and go through the primitive for edges once more.)
-_MOVES = (
+_MOVES = frozenset(
     "all_gather all_to_all broadcast_in_dim concatenate convert_element_type copy "
     "copy_p device_put dynamic_slice dynamic_update_slice edge expand_dims gather "
     "name optimization_barrier pad pbroadcast pcast ppermute pvary "
     "reduce_precision reshape reshard rev select_n sharding_constraint slice "
-    "split squeeze stack stop_gradient tile unstack"
+    "split squeeze stack stop_gradient tile unstack".split()
 )
 # A transposition is half a computation: nothing else has such a distance. What makes a
 # new array of several, rather than changing one, is farther than any number of changes.
 TRANSPOSED, CHANGED, FAR = 1, 2, 1 << 16
-_STEPS = dict.fromkeys(_MOVES.split(), 0) | {
+_STEPS = dict.fromkeys(_MOVES, 0) | {
     "transpose": TRANSPOSED,
     "dot_general": FAR,
     "conv_general_dilated": FAR,
@@ -38,7 +40,7 @@ _STEPS = dict.fromkeys(_MOVES.split(), 0) | {
 _NEAREST = 8
 
 
-class Value(NamedTuple):
+class Origin(NamedTuple):
     """What goes through the program in the place of an array.
 
     `distances`: how many computations there are between the array and each of its
@@ -46,16 +48,39 @@ class Value(NamedTuple):
     equation computed it, moves aside. `edges`: if it is an edge, the ways to the
     equations that it comes out of. `cases`: if it comes out of a cond, what it is in
     each branch, with what made the index. `parts`: if it is a concatenation, the axis,
-    and what it consists of.
+    and what it consists of. `cuts`: which entries it is of its sources. `number`: its
+    entries, if it is an index that is a constant. `is_whole`: whether it is a source,
+    with all its axes.
     """
 
     distances: Mapping[int, int] = {}
     made: Hashable = None
     edges: tuple[Way, ...] = ()
-    cases: "tuple[Hashable, Sequence[Value]] | None" = None
+    cases: "tuple[Hashable, Sequence[Origin]] | None" = None
     parts: "tuple[int, Parts] | None" = None
+    cuts: Cuts = {}
+    number: tuple[int, ...] | None = None
+    is_whole: bool = False
 
-    def along(self, more: int) -> "Value":
+    def cut(self, more: Sequence[Cut]) -> "Origin":
+        """The same after some slices."""
+        if not more:
+            return self
+        cuts = {s: (*self.cuts.get(s, ()), *more) for s in self.distances}
+        return self._replace(cuts=cuts, is_whole=False)
+
+    def squeezed(self) -> "Origin":
+        """The same without the axes of length 1 that slices have left."""
+        if not self.cuts:
+            return self
+        close = lambda of_source: tuple(c._replace(is_open=False) for c in of_source)
+        return self._replace(cuts={s: close(x) for s, x in self.cuts.items()})
+
+    def changing(self) -> "Origin":
+        """The same in a loop, in which a number is another one each time."""
+        return self if self.number is None else self._replace(number=None)
+
+    def along(self, more: int) -> "Origin":
         """The same with so many more axes in front. With one less, it is a slice, which
         is not of some of the parts if they are along that axis."""
         if self.parts is None:
@@ -69,11 +94,11 @@ class Value(NamedTuple):
 
 
 # What an array was concatenated of: the lengths, and what each part is.
-Parts = Sequence[tuple[int, Value]]
+Parts = Sequence[tuple[int, Origin]]
 
 
 # --- equations ---
-def one_of(values: Sequence[Value], step: int = 0, made: Hashable = None) -> Value:
+def one_of(values: Sequence[Origin], step: int = 0, made: Hashable = None) -> Origin:
     """The value of an equation with these operands, which adds `step` to the distances.
     With a step of 0, also what is one of several values, and it is not known which."""
     distances: dict[int, int] = {}
@@ -84,24 +109,40 @@ def one_of(values: Sequence[Value], step: int = 0, made: Hashable = None) -> Val
         nearest = sorted(distances.items(), key=lambda item: item[1])
         distances = dict(nearest[:_NEAREST])
     edges = dict.fromkeys(e for v in values for e in v.edges)
-    return Value(distances, made, tuple(edges))
+    cuts = _cuts_of(values, distances, step) if any(v.cuts for v in values) else {}
+    return Origin(distances, made, tuple(edges), cuts=cuts)
 
 
-def either(values: Sequence[Value]) -> Value:
+def _cuts_of(
+    values: Sequence[Origin], distances: Mapping[int, int], step: int
+) -> dict[int, tuple[Cut, ...]]:
+    """The slices that are in all of the nearest values from a source."""
+    found = {}
+    for source, n in distances.items():
+        alike = [v for v in values if v.distances.get(source) == n - step]
+        found[source] = _cuts.in_common([v.cuts.get(source, ()) for v in alike])
+    return found
+
+
+def either(values: Sequence[Origin]) -> Origin:
     """What is one of several values: it is not known which."""
     if all(x is values[0] for x in values):
         return values[0]
     return _of_pieces(*_side_by_side(values))
 
 
-def in_order(cases: Sequence[Value]) -> Sequence[Value]:
+def in_order(cases: Sequence[Origin]) -> Sequence[Origin]:
     """Of two cases, as of `jnp.where(p, a, b)`, JAX has the second one first."""
     return cases[::-1] if len(cases) == 2 else cases
 
 
-def computed(eqn: Any, operands: Sequence[Value], way: Way) -> list[Value]:
+def computed(eqn: Any, operands: Sequence[Origin], way: Way) -> list[Origin]:
     """What comes out of an equation that is neither a sow nor an edge."""
-    name = eqn.primitive.name
+    number = _cuts.number(eqn, operands)
+    name, shape = eqn.primitive.name, eqn.outvars[0].aval.shape
+    is_moved = name in _MOVES and bool(operands) and operands[0].is_whole
+    is_whole = is_moved and shape == eqn.invars[0].aval.shape
+    starts, more = _cuts.after(eqn, operands, way)
     # An index, or a factor, is not what an array is made of.
     if name == "select_n":
         operands = in_order(operands[1:])
@@ -111,15 +152,22 @@ def computed(eqn: Any, operands: Sequence[Value], way: Way) -> list[Value]:
         arrays = [x for x, v in zip(operands, eqn.invars) if v.aval.shape]
         operands = arrays or operands
     step = _STEPS.get(name, CHANGED)
-    axis, outs = _in_pieces(eqn, operands)
-    return [_of_pieces(axis, pieces, step, way) for pieces in outs]
+    axis, outs = _in_pieces(eqn, operands, starts)
+    found = [_of_pieces(axis, pieces, step, way) for pieces in outs]
+    if number is not None:
+        return [x._replace(number=number) for x in found]
+    if any(more):
+        found = [x.cut(entries) for x, entries in zip(found, more)]
+    if name in ("squeeze", "reshape"):
+        found = [x.squeezed() for x in found]
+    return [x._replace(is_whole=True) for x in found] if is_whole else found
 
 
 # The lengths of some pieces, and the values that each is computed of.
-_Pieces = Sequence[tuple[int, Sequence[Value]]]
+_Pieces = Sequence[tuple[int, Sequence[Origin]]]
 
 
-def _of_pieces(axis: int, pieces: _Pieces, step: int = 0, way: Way = ()) -> Value:
+def _of_pieces(axis: int, pieces: _Pieces, step: int = 0, way: Way = ()) -> Origin:
     """The value that consists of these pieces along an axis, each of which one equation
     computes. Mostly there is one piece."""
     parts = [
@@ -133,12 +181,14 @@ def _of_pieces(axis: int, pieces: _Pieces, step: int = 0, way: Way = ()) -> Valu
     return whole._replace(parts=(axis, parts))
 
 
-def _in_pieces(eqn: Any, operands: Sequence[Value]) -> tuple[int, list[_Pieces]]:
+def _in_pieces(
+    eqn: Any, operands: Sequence[Origin], starts: Mapping[int, int]
+) -> tuple[int, list[_Pieces]]:
     """What each output of an equation consists of along an axis.
 
     `ravel_pytree` concatenates the arrays of a model, and takes them apart again. What
     was computed in between entry by entry, such as `2 * flat`, has pieces, too; what is
-    sliced out of it comes from its own piece only."""
+    sliced out of it comes from its own piece only. `starts`: where a slice begins."""
     p, name = eqn.params, eqn.primitive.name
     if name in ("concatenate", "stack"):
         axis = p["dimension" if name == "concatenate" else "axis"]
@@ -146,16 +196,12 @@ def _in_pieces(eqn: Any, operands: Sequence[Value]) -> tuple[int, list[_Pieces]]
         return axis, [[(n, [x]) for n, x in zip(lengths, operands)]]
     axis, parts = next((x.parts for x in operands if x.parts), (0, ()))
     ends = list(it.accumulate(n for n, _ in parts))
-    if name == "slice" and parts:
-        cuts = [(p["start_indices"][axis], p["limit_indices"][axis])]
-    elif name == "dynamic_slice" and parts and hasattr(eqn.invars[1 + axis], "val"):
-        # Where it begins is a number in the equation.
-        n = p["slice_sizes"][axis]
-        start = min(max(int(eqn.invars[1 + axis].val), 0), ends[-1] - n)
-        cuts = [(start, start + n)]
+    start = starts.get(axis) if parts else None
+    if start is not None:
+        spans = [(start, start + _cuts.sizes_of(eqn)[axis])]
     elif name in ("split", "unstack") and parts and p["axis"] == axis:
         stops = list(it.accumulate(p.get("sizes", [1] * len(eqn.outvars))))
-        cuts = list(zip([0, *stops], stops))
+        spans = list(zip([0, *stops], stops))
     else:
         to = _axis_after(eqn, axis, operands[0]) if parts else None
         if to is None:
@@ -168,11 +214,11 @@ def _in_pieces(eqn: Any, operands: Sequence[Value]) -> tuple[int, list[_Pieces]]
             for end, (length, x) in zip(ends, parts)
             if (n := min(stop, end) - max(start, end - length)) > 0
         ]
-        for start, stop in cuts
+        for start, stop in spans
     ]
 
 
-def _axis_after(eqn: Any, axis: int, first: Value) -> int | None:
+def _axis_after(eqn: Any, axis: int, first: Origin) -> int | None:
     """Where the axis of parts is in the outputs of an equation that does something to
     each entry, or to some of them, and leaves them in their order."""
     p, name = eqn.params, eqn.primitive.name
@@ -188,7 +234,7 @@ def _axis_after(eqn: Any, axis: int, first: Value) -> int | None:
     return axis if all(map(fits, filter(None, ins))) else None
 
 
-def _equally_near(values: list[Value]) -> list[Value]:
+def _equally_near(values: list[Origin]) -> list[Origin]:
     """The parts of a stack: each is one, also if less was changed in it."""
     nearest = [min(x.distances.values(), default=0) for x in values]
     most = max((n for n in nearest if n < FAR), default=0)
@@ -199,7 +245,7 @@ def _equally_near(values: list[Value]) -> list[Value]:
     return [moved(x, max(most - n, 0)) for x, n in zip(values, nearest)]
 
 
-def _side_by_side(values: Sequence[Value]) -> tuple[int, _Pieces]:
+def _side_by_side(values: Sequence[Origin]) -> tuple[int, _Pieces]:
     """The parts of several values, if any has some. Those that have none, or others,
     are taken as a whole."""
     axis, parts = next((x.parts for x in values if x.parts), (0, ()))

@@ -1,0 +1,149 @@
+"""Slices of an array with a constant index: what one layer of a stack is taken out by.
+
+    jax.tree.map(lambda a: a[1], blocks)     # `blocks` is a stack of 3 layers
+
+    b = slice[start_indices=(1, 0) limit_indices=(2, 4)] weight    # f32[3,4]
+    c = squeeze[dimensions=(0,)] b
+
+`b` is entry 1 of 3, with an axis of length 1 in its place, and `c` is without that. A
+slice that keeps the axis, as `a[1:2]`, is a smaller stack, and no layer.
+
+An index may be a number in the program, too: `jnp.take(a, 1, axis=0)` and
+`jax.lax.dynamic_index_in_dim` compute `1 if 1 >= 0 else 1 + 3` before they use it.
+"""
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from .._walk.sows import Way
+
+
+class Cut(NamedTuple):
+    """Entry `index` of the `n` along an axis. `way` leads to the equation. `is_open`:
+    whether the axis is still there, with a length of 1."""
+
+    n: int
+    index: int
+    way: Way = ()
+    is_open: bool = False
+
+    def is_like(self, other: "Cut") -> bool:
+        return self[:2] == other[:2]
+
+
+# An entry of what one device has of an array: it is not known which of the whole.
+OF_SHARD = Cut(0, 0)
+# By the number of a source, the slices that a value is of it, the first one first.
+Cuts = Mapping[int, tuple[Cut, ...]]
+
+
+def closed(cuts: tuple[Cut, ...]) -> tuple[Cut, ...]:
+    """The slices that have lost their axis, as far as it is known which they are."""
+    return () if OF_SHARD in cuts else tuple(c for c in cuts if not c.is_open)
+
+
+def in_common(several: Sequence[tuple[Cut, ...]]) -> tuple[Cut, ...]:
+    """The slices that several values begin with."""
+    first, *others = several
+    for other in others:
+        alike = [a.is_like(b) for a, b in zip(first, other)]
+        first = first[: [*alike, False].index(False)]
+    return first
+
+
+def after(
+    eqn: Any, operands: Sequence[Any], way: Way
+) -> tuple[dict[int, int], list[Sequence[Cut]]]:
+    """Where a slice begins along those axes where that is a constant. And for each
+    output of an equation, the entries that it takes out of the first operand, other
+    than parts of a concatenation."""
+    p, name, n_outs = eqn.params, eqn.primitive.name, len(eqn.outvars)
+    if name not in _SLICES:
+        return {}, []
+    along, _ = operands[0].parts or (None, ())
+    shape, is_whole = eqn.invars[0].aval.shape, operands[0].is_whole
+    if name == "squeeze":
+        # What JAX makes of entry 0 of 1.
+        return {}, [[Cut(1, 0, way)] * (len(p["dimensions"]) if is_whole else 0)]
+    if name in ("unstack", "split"):
+        n = shape[p["axis"]]
+        is_entry = p["axis"] != along and n == n_outs and (n > 1 or is_whole)
+        every = [Cut(n, i, way, name == "split") for i in range(n_outs)]
+        return {}, [[cut] if is_entry else [] for cut in every]
+    sizes, starts = sizes_of(eqn), _starts(eqn, operands)
+    gone = p["dimension_numbers"].collapsed_slice_dims if name == "gather" else ()
+    found = [
+        Cut(shape[k], start, way, k not in gone)
+        for k, start in sorted(starts.items())
+        if sizes[k] == 1 and k != along and (shape[k] > 1 or is_whole and k in gone)
+    ]
+    return starts, [found]
+
+
+_SLICES = "slice", "dynamic_slice", "gather", "unstack", "split", "squeeze"
+
+
+def sizes_of(eqn: Any) -> Sequence[int]:
+    """The shape of what a slice takes out of an array."""
+    p = eqn.params
+    if eqn.primitive.name == "slice":
+        return [j - i for i, j in zip(p["start_indices"], p["limit_indices"])]
+    return p.get("slice_sizes", ())
+
+
+def _starts(eqn: Any, operands: Sequence[Any]) -> dict[int, int]:
+    p, shape = eqn.params, eqn.invars[0].aval.shape
+    if eqn.primitive.name == "slice":
+        return dict(enumerate(p["start_indices"]))
+    if eqn.primitive.name == "dynamic_slice":
+        axes = range(len(shape))
+        numbers: Sequence[Any] = [x.number and x.number[0] for x in operands[1:]]
+    else:
+        axes = p["dimension_numbers"].start_index_map
+        is_one = eqn.invars[1].aval.shape == (len(axes),)
+        numbers = (is_one and operands[1].number) or [None] * len(axes)
+    most = [n - size for n, size in zip(shape, sizes_of(eqn))]
+    known = ((int(k), i) for k, i in zip(axes, numbers) if i is not None)
+    return {k: min(max(i, 0), most[k]) for k, i in known}
+
+
+_ARITHMETIC: dict[str, Callable[..., int]] = {
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "lt": operator.lt,
+    "select_n": lambda which, *cases: cases[which],
+    "convert_element_type": int,
+    "broadcast_in_dim": int,
+    "reshape": int,
+    "squeeze": int,
+}
+
+
+def number_of(x: Any, aval: Any) -> tuple[int, ...] | None:
+    """The number that a constant is, if it may be an index."""
+    is_integer = not aval.shape and jnp.issubdtype(aval.dtype, jnp.integer)
+    if not is_integer or isinstance(x, jax.core.Tracer):
+        return None
+    is_here = not isinstance(x, jax.Array) or (
+        x.is_fully_addressable and not x.is_deleted()
+    )
+    return (int(x),) if is_here else None
+
+
+def number(eqn: Any, operands: Sequence[Any]) -> tuple[int, ...] | None:
+    """The entries of what an equation computes of indices that are constants."""
+    numbers = [x.number for x in operands]
+    if not numbers or None in numbers:
+        return None
+    if eqn.primitive.name == "concatenate":
+        return sum(numbers, ())
+    compute = _ARITHMETIC.get(eqn.primitive.name)
+    (size,) = {v.aval.size for v in eqn.outvars} if compute else (0,)
+    if compute is None or any(len(x) != size for x in numbers):
+        return None
+    return tuple(compute(*entries) for entries in zip(*numbers))

@@ -1,0 +1,65 @@
+"""What `naming.py` knows of the calls and the sows of a program."""
+
+import dataclasses as dc
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from .._mark.calls import Call, Path
+from .._mark.site import Site
+from .._walk.sows import Way
+from .cuts import Cut
+from .sources import Origin
+
+
+@dc.dataclass(eq=False)
+class Visit:
+    """A call of a module, each time that the pass over the program comes to it: a
+    jitted function that is called three times has one `Call` inside, with three visits,
+    which may be of three modules."""
+
+    call: Call
+    # The operands of its edge.
+    arrays: Sequence[Origin]
+    # The modules whose methods are running, from outside in.
+    running: "list[Visit]"
+    # The rest is known once the pass is over. How well each place fits to which arrays
+    # lead, better if it is smaller: how much was computed between, and how many arrays
+    # lead there, as a negative number.
+    fits: dict[Path, tuple[int, int]] = dc.field(default_factory=dict)
+    # Whether some of the arrays were made of others, rather than changed.
+    is_made: bool = False
+    # For each of these places, the slices of a stack there that the module is.
+    cuts: dict[Path, tuple[Cut, ...]] = dc.field(default_factory=dict)
+    # Where the module is. If that is not known, the first key is the name of a class:
+    # `("MLP#1", "layers", "0")`.
+    path: Path | None = None
+    # Where the indices of slices stand in there, from left to right.
+    indices: "tuple[Index, ...]" = ()
+
+    @property
+    def name(self) -> Path:
+        """The path with the indices: `blocks/2/attn` of `blocks/attn`."""
+        assert self.path is not None
+        name = self.path
+        for index in reversed(self.indices):
+            name = (*name[: index.at], str(index.cut.index), *name[index.at :])
+        return name
+
+
+class Index(NamedTuple):
+    """That a module is an entry of a stack: its index stands in its path `at` so many
+    keys."""
+
+    at: int
+    cut: Cut
+
+
+class Mark(NamedTuple):
+    """A sow, and the calls that it is in, or is the output of. There may be several: if
+    a branch decides of which call a derivative is. `scans`: the ways to the scans
+    around it; for a derivative, around its primal, since a scan of the backward pass
+    need not go over the arrays themselves."""
+
+    site: Site
+    visits: list[Visit]
+    scans: list[Way]
