@@ -64,6 +64,12 @@ def sharding_on(mesh: Any, spec: Sequence[Any]) -> NamedSharding | None:
     is left out."""
     if AxisType.Explicit not in mesh.axis_types:
         return None
+    return with_spec(mesh, spec)
+
+
+def with_spec(mesh: Any, spec: Sequence[Any]) -> NamedSharding:
+    """A sharding over the explicit axes of a mesh. What `spec` says of others is left
+    out."""
     types = dict(zip(mesh.axis_names, mesh.axis_types))
 
     def of_axis(names):
@@ -136,3 +142,23 @@ def in_mesh_of(arrays: Iterable[Any]) -> contextlib.AbstractContextManager[Any]:
     context = _compat.set_mesh_of(there[0])
     mesh: Any = _mesh(there[0])
     return context or jax.sharding.use_abstract_mesh(mesh)
+
+
+# --- meshes within a mesh, see `_walk/meshes.py` ---
+def mesh_inside(eqn: Any) -> AbstractMesh | None:
+    """The mesh of an equation, if its axes have other types than here."""
+    here = jax.sharding.get_abstract_mesh()
+    if here.empty:
+        return None
+    with eqn.ctx.manager:
+        inside = jax.sharding.get_abstract_mesh()
+    same = inside.empty or inside.axis_types == here.axis_types
+    return None if same else inside
+
+
+def onto(x: Any, mesh: Any, spec: Sequence[Any]) -> Any:
+    """An array on a mesh whose axes have other types than the one that it is on."""
+    there: Any = jax.typeof(x).sharding.mesh
+    if there.empty or mesh.empty or there.axis_types == mesh.axis_types:
+        return x
+    return jax.sharding.reshard(x, with_spec(mesh, spec))

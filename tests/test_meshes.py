@@ -4,6 +4,7 @@ and are sharded as the value is where it is sown."""
 
 import contextlib
 import functools as ft
+import re
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -528,3 +529,183 @@ def test_cotangent_of_a_leaf_that_all_devices_share(call):
     np.testing.assert_allclose(of_shared, np.full((1, 4), 2.0))
     again = call(plant(grad, captured, mode="cotangent"), w)
     np.testing.assert_allclose(again, grad(w), rtol=1e-6)
+
+
+# --- meshes within a mesh ---
+def _inside(fn, spec=P("d", "m"), axes=None):
+    return jax.sharding.auto_axes(fn, axes=axes, out_sharding=spec)
+
+
+def _explicit_inside(fn):
+    return jax.sharding.explicit_axes(fn, in_sharding=P("d", "m"))
+
+
+W = jnp.eye(4) + 0.1
+
+
+def _layer(x, sow):
+    return jnp.tanh(sow(jnp.sin(x @ W), "a"))
+
+
+def _product(x, sow):
+    return jnp.tanh(sow(jnp.sin(x) * x, "a"))
+
+
+def _layers(x, sow, one=_layer, around=lambda fn: fn):
+    body = lambda c, i: (around(lambda c: one(c, sow))(c) * i, None)
+    return lax.scan(body, x, jnp.arange(1.0, 4.0))[0]
+
+
+# Each as it is written for meshes, given what changes the mesh; and around which types
+# of axes. The same program without any mesh is one with `around=lambda fn: fn`.
+WITHIN = {
+    "auto": ("E", _inside, lambda x, sow, around: around(lambda x: _layer(x, sow))(x)),
+    "auto over one axis": (
+        "E",
+        ft.partial(_inside, axes="m"),
+        lambda x, sow, around: around(lambda x: _layer(x, sow))(x),
+    ),
+    "scan inside": (
+        "E",
+        _inside,
+        lambda x, sow, around: around(lambda x: _layers(x, sow))(x),
+    ),
+    "inside a scan": (
+        "E",
+        _inside,
+        lambda x, sow, around: _layers(x, sow, around=around),
+    ),
+    "checkpoint in a scan": (
+        "E",
+        _inside,
+        lambda x, sow, around: _layers(
+            x, sow, around=lambda fn: jax.checkpoint(around(fn))
+        ),
+    ),
+    "cond, jit": (
+        "E",
+        _inside,
+        lambda x, sow, around: around(
+            jax.jit(lambda x: lax.cond(x.sum() > 0, lambda x: _layer(x, sow), abs, x))
+        )(x),
+    ),
+    "explicit": (
+        "A",
+        _explicit_inside,
+        lambda x, sow, around: around(lambda x: _layers(x, sow, _product))(x),
+    ),
+    "explicit in auto": (
+        "E",
+        lambda fn: _inside(_explicit_inside(fn)),
+        lambda x, sow, around: around(lambda x: _product(x, sow))(x),
+    ),
+}
+
+
+def _everything(fn, x, sow=eqx_sow.sow):
+    """What all the options make of a function: in one program, as compiling is slow."""
+    f = lambda x: fn(x, sow)
+    total = Fold(jnp.zeros(4), lambda acc, x: acc + x.sum(0))
+    saved = S(f)(x)[1]
+    scaled = lambda x: (x * 2).mean(-1)
+    captured_loss = lambda x: sum(
+        (v**2).sum() for v in jax.tree.leaves(S(f)(x)[1]["a"]["primal"])
+    )
+    return dict(
+        saved=saved["a"]["primal"],
+        later=saved["a"]["primal"].mean(-1) + 1,
+        transform=S(f, transform=scaled)(x)[1]["a"]["primal"],
+        summary=S(f, transform=eqx_sow.summarize)(x)[1]["a"]["primal"].rms,
+        batched=S(f, transform=eqx_sow.batched(jnp.max))(x)[1]["a"]["primal"],
+        last=S(f, reduce=Last())(x)[1]["a"]["primal"],
+        fold=S(f, reduce=total)(x)[1]["a"]["primal"],
+        buffer=S(f, reduce=Buffer(2))(x)[1]["a"]["primal"],
+        centered=plant(f, {"a": lambda a: a - a.mean()})(x),
+        doubled=plant(f, {"a": saved["a"]["primal"] * 2})(x),
+        loss=jax.grad(captured_loss)(x),
+        cotangent=S(_grad(f))(x)[1]["a"]["cotangent"],
+    )
+
+
+@pytest.mark.parametrize("program", WITHIN)
+def test_mesh_within_a_mesh(program):
+    types, around, fn = WITHIN[program]
+    plain = lambda x, sow: fn(x, sow, lambda fn: fn)
+    reference = jax.jit(ft.partial(_everything, plain))(X)
+    mesh = jax.make_mesh((4, 2), ("d", "m"), axis_types=(TYPES[types],) * 2)
+    with jax.set_mesh(mesh):
+        x = jax.device_put(X, NamedSharding(mesh, P("d", "m")))
+        got = jax.jit(ft.partial(_everything, lambda x, sow: fn(x, sow, around)))(x)
+        tapped = _tapped(lambda x: fn(x, eqx_sow.sow, around))(x)[1]["primal"]
+        eager = S(lambda x: fn(x, eqx_sow.sow, around))(x)[1]
+        eqx_sow.tabulate(eager)
+    assert_same(got, reference)
+    values = reference["saved"].reshape(-1, *X.shape)
+    for i, value, _ in tapped:
+        np.testing.assert_allclose(value, values[i], rtol=1e-5)
+    assert len(tapped) == len(values)
+    if types == "E":
+        n = reference["saved"].ndim
+        assert spec_of(got["saved"])[n - 2] == "d"
+        assert spec_of(eager["a"]["primal"])[n - 2] == "d"
+
+
+def test_collectives_of_a_mesh_within_a_mesh():
+    """No more of them than in the program that returns the value by hand."""
+    mesh = jax.make_mesh((4, 2), ("d", "m"))
+
+    def collectives(fn, x):
+        text = jax.jit(fn).lower(x).compile().as_text()
+        names = "all-gather", "all-reduce", "all-to-all", "collective-permute"
+        return {n: len(re.findall(rf" {n}(?:-start)?\(", text)) for n in names}
+
+    def attention(q, sow):
+        scores = sow(jax.nn.softmax(jnp.einsum("bshd,bthd->bhst", q, q)), "a")
+        return jnp.einsum("bhst,bthd->bshd", scores, q)
+
+    over, scores = P("d", None, "m"), P("d", "m")
+
+    def by_hand(q):
+        def inside(q):
+            kept = []
+            out = attention(q, lambda x, _: kept.append(x) or x)
+            return out, *kept
+
+        return jax.sharding.auto_axes(inside, out_sharding=(over, scores))(q)
+
+    def marked(q):
+        inside = lambda q: attention(q, eqx_sow.sow)
+        return jax.sharding.auto_axes(inside, out_sharding=over)(q)
+
+    with jax.set_mesh(mesh):
+        q = jax.sharding.reshard(jnp.ones((4, 3, 2, 5)), over)
+        saved = lambda q: S(marked)(q)[1]["a"]["primal"]
+        assert collectives(saved, q) == collectives(lambda q: by_hand(q)[1], q)
+        np.testing.assert_allclose(jax.jit(saved)(q), by_hand(q)[1], rtol=1e-6)
+        # Of a loss as well, and its gradient.
+        loss = lambda fn: lambda q: (fn(q) ** 2).sum()
+        assert collectives(jax.grad(loss(saved)), q) == collectives(
+            jax.grad(loss(lambda q: by_hand(q)[1])), q
+        )
+
+
+def test_mesh_within_a_shard_map_over_one_axis():
+    mesh = jax.make_mesh((4, 2), ("d", "m"))
+
+    def f(x):
+        inside = _inside(lambda x: _product(x, eqx_sow.sow), P(None, "m"), "m")
+        specs = dict(in_specs=P("d", None), out_specs=P("d", None))
+        return jax.shard_map(inside, axis_names={"d"}, **specs)(x)
+
+    def run(x):
+        saved = S(f)(x)[1]["a"]["primal"]
+        means = S(f, transform=lambda x: x.mean())(x)[1]["a"]["primal"]
+        return saved, means, plant(f, {"a": lambda a: a * 2})(x)
+
+    with jax.set_mesh(mesh):
+        x = jax.device_put(X, NamedSharding(mesh, P("d", None)))
+        saved, means, doubled = jax.jit(run)(x)
+    want = jnp.sin(X) * X
+    np.testing.assert_allclose(saved, want.reshape(4, 2, 4), rtol=1e-5)
+    np.testing.assert_allclose(means, want.reshape(4, -1).mean(1), rtol=1e-5)
+    np.testing.assert_allclose(doubled, jnp.tanh(2 * want), rtol=1e-5)

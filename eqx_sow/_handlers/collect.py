@@ -120,16 +120,17 @@ class Collect(Listens):
         return gather(map(pair, found), lambda name: self.reducer(name) is not None)
 
     def started(
-        self, found: Iterable[Found], survey: Callable[[Handler], Entries]
+        self, found: Sequence[Found], survey: Callable[[Handler], Entries]
     ) -> dict[Any, ReducerState]:
         """The states of all reducers before the first execution of the sows that are
         `found`. `survey` looks at what a handler finds in the program."""
         if not any(self.needs_order(x.site) for x in found):
             return {}
         by_key = _entry.grouped(survey(dc.replace(self, reduce=EACH_PLACE)))
+        eqns = {x.site.name: x.eqns[-1] for x in reversed(found)}
         states = {}
         for key, entries in by_key.items():
             reducer: Any = self.reducer(key[0])
             if self.folds(key[0]) and self._chooses(entries[0].site):
-                states[key] = _reduce.started(reducer, entries)
+                states[key] = _reduce.started(reducer, entries, eqns[key[0]])
         return states

@@ -286,7 +286,7 @@ def _at_site(
     is_operand = [own is OPERAND for own, leaf in leaves if leaf is OPERAND]
     return [
         # Of no lanes there is nothing to plant.
-        without_the_same(x, varies) if x.size else other
+        sharded_like(without_the_same(x, varies), other) if x.size else other
         for x, varies, other in zip(
             it.compress(arrays, is_operand), site.varies[len(guards) :], old
         )

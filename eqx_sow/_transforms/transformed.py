@@ -5,6 +5,7 @@ import functools as ft
 import inspect
 import types
 import warnings
+import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, cast, ClassVar, TypeVar
@@ -15,7 +16,7 @@ import jax
 from .. import _compat
 from .._arrays import in_mesh_of
 from .._frames import api_boundary
-from .._mark.static import Const, take_apart
+from .._mark.static import Const, Form, take_apart
 from .options import checked
 from .program import Program, trace
 
@@ -45,12 +46,13 @@ class Transformed(eqx.Module):
 
     @api_boundary
     def __call__(self, /, *args, **kwargs):
-        if not (_is_jitted(self._fn) and _compat.is_eager()):
+        jitted = _jitted_in(self._fn)
+        if jitted is None or not _compat.is_eager():
             return _run(self, args, kwargs)
         # `S(jit(f))` is `jit(S(f))`: so it is traced and compiled when `jit(f)` would
         # be.
         arrays, form = take_apart((self, args, kwargs))
-        arrays, form = _jitted(form, *arrays)
+        arrays, form = _compiled_of(jitted)(_map_static(_to_ref, form))(*arrays)
         return form.with_arrays(arrays)
 
     def __hash__(self):
@@ -134,13 +136,57 @@ def wrap(cls: type[Transformed], fn: Any, given: Mapping[str, Any]) -> Any:
         return eqx.module_update_wrapper(transformed)
 
 
-@ft.partial(jax.jit, static_argnums=0)
-def _jitted(form, *arrays):
-    self, args, kwargs = form.with_arrays(arrays)
-    return take_apart(_run(self, args, kwargs))
-
-
-def _is_jitted(fn: Any) -> bool:
+def _jitted_in(fn: Any) -> Any:
+    """The function made by `jax.jit` or `eqx.filter_jit` that `fn` is, if it is one."""
     if isinstance(fn, eqx.Partial):
-        return _is_jitted(fn.func)
-    return isinstance(fn, _compat.Jitted)
+        return _jitted_in(fn.func)
+    return fn if isinstance(fn, _compat.Jitted) else None
+
+
+# --- what was compiled for a jitted function ---
+class _Ref(weakref.ref):
+    """Stands for a function made by `jax.jit` in a static leaf."""
+
+
+def _to_ref(x: Any) -> Any:
+    return _Ref(x) if isinstance(x, _compat.Jitted) else x
+
+
+def _from_ref(x: Any) -> Any:
+    return x() if isinstance(x, _Ref) else x
+
+
+def _map_static(fn: Callable[[Any], Any], form: Form) -> Form:
+    leaves = (Const(fn(x.value)) if type(x) is Const else x for x in form.leaves)
+    return form._replace(leaves=tuple(leaves))
+
+
+def _new_compiled() -> Callable[[Form], Callable]:
+    # A user may write the options anew in each call, and with a function that is made
+    # anew each time, every program is another one. So there is a bound.
+    @ft.lru_cache(maxsize=64)
+    def compiled(form):
+        @jax.jit
+        def run(*arrays):
+            self, args, kwargs = _map_static(_from_ref, form).with_arrays(arrays)
+            return take_apart(_run(self, args, kwargs))
+
+        return run
+
+    return compiled
+
+
+# For each function made by `jax.jit`, for as long as that is there. Nothing in here
+# holds on to it: then it is freed when its owner lets go, as are all the arrays that it
+# closes over. Equinox itself keeps what `eqx.filter_jit` is given.
+_compiled: weakref.WeakKeyDictionary[Any, Callable] = weakref.WeakKeyDictionary()
+_compiled_of_equinox = _new_compiled()
+
+
+def _compiled_of(jitted: Any) -> Callable[[Form], Callable]:
+    """What was compiled for this function: a jitted function for each `Form`."""
+    if isinstance(jitted, eqx.Module):
+        return _compiled_of_equinox
+    if jitted not in _compiled:
+        _compiled.setdefault(jitted, _new_compiled())
+    return _compiled[jitted]

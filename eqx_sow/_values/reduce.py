@@ -13,7 +13,9 @@ import jax.tree_util as jtu
 from .._arrays import (
     as_integer,
     broadcast_to,
+    mesh_inside,
     one_along,
+    onto,
     sharded_like,
     sharding_with,
     spec_of,
@@ -193,7 +195,11 @@ class Fold(Reducer):
     def start(self, site, values):
         # A PyTree that can be called, such as a model, is a value all the same.
         called = callable(self.init) and jtu.all_leaves([self.init])
-        first = jtu.tree_map(jnp.asarray, self.init() if called else self.init)
+        mesh = jax.sharding.get_abstract_mesh()
+        first = jtu.tree_map(
+            lambda x: onto(jnp.asarray(x), mesh, ()),
+            self.init() if called else self.init,
+        )
         apply = lambda *xs: self.fn(first, site.form.with_arrays(xs))
         new = jax.eval_shape(apply, *values)
         shapes = lambda tree: jtu.tree_map(jnp.shape, tree)
@@ -316,21 +322,33 @@ class ReducerState:
 Reducers = Callable[[str], Any]
 
 
-def started(reducer: Reducer, entries: Sequence[Entry]) -> ReducerState:
+def started(reducer: Reducer, entries: Sequence[Entry], eqn: Any) -> ReducerState:
     """The state before the first execution. `entries` are the shapes of what would be
-    captured of the name and mode without a reducer, in each place."""
+    captured of the name and mode without a reducer, in each place, and `eqn` is the
+    equation of the first one."""
     lanes_of = lambda e: [k for k, a in enumerate(e.site.axes) if a.lane]
     form = unify([e.with_only(lanes_of(e)) for e in entries])
     site, lanes = form.site, form.site.axes
     *values, count = map(zeros_like, form.with_only().arrays)
     with calling("reducer", site):
-        acc = reducer.start(site, values)
+        acc = _on_mesh_of(eqn, reducer, site, values)
     sizes, specs = tuple(a.size for a in lanes), [a.spec for a in lanes]
     acc, count = jtu.tree_map(
         lambda x: broadcast_to(x, (*sizes, *x.shape), specs), (acc, count)
     )
     conditional = any(e.counted for e in entries)
     return ReducerState(acc, count, site, conditional)
+
+
+def _on_mesh_of(eqn: Any, reducer: Reducer, site: Site, values: list[Any]) -> Any:
+    """`reducer.start`, which may call a function of the user's, on the mesh of the sow.
+    The state is on the mesh here."""
+    here, mesh = jax.sharding.get_abstract_mesh(), mesh_inside(eqn)
+    if mesh is None or reducer.keeps_structure:
+        return reducer.start(site, values)
+    with eqn.ctx.manager:
+        acc = reducer.start(site, [onto(x, mesh, spec_of(x)) for x in values])
+    return jtu.tree_map(lambda x: onto(x, here, ()), acc)
 
 
 def stepped(reducer: Reducer, state: ReducerState, entry: Entry) -> ReducerState:

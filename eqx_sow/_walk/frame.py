@@ -39,7 +39,7 @@ class Frame:
     """
 
     def __init__(self, jaxpr: Any, values: Sequence[Any]):
-        self._jaxpr = jaxpr
+        self.jaxpr = jaxpr
         self._env = dict(zip((*jaxpr.constvars, *jaxpr.invars), values))
         self._same: dict[Any, Any] = {}
         self._pending: list[Any] = []
@@ -53,7 +53,7 @@ class Frame:
 
     def want(self, atoms) -> None:
         """These are read when the walk is over."""
-        at_end = len(self._jaxpr.eqns)
+        at_end = len(self.jaxpr.eqns)
         self._last_read.update((id(self._source(v)), at_end) for v in atoms)
 
     def _source(self, v: Any) -> Any:
@@ -123,13 +123,13 @@ class Frame:
         ]
         invars = [v for v in inputs if v in self._env]
         outvars = [v for e in eqns for v in e.outvars if last.get(id(v), -1) >= now]
-        segment = self._jaxpr.replace(
+        segment = self.jaxpr.replace(
             constvars=[],
             invars=invars,
             outvars=outvars,
             eqns=eqns,
             effects=frozenset().union(*[e.effects for e in eqns]),
-            debug_info=self._jaxpr.debug_info.with_unknown_names(),
+            debug_info=self.jaxpr.debug_info.with_unknown_names(),
         )
         out = _compat.inline_or_call(segment, [self._env[v] for v in invars])
         self.set(outvars, out)

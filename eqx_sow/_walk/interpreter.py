@@ -16,11 +16,12 @@ import jax.extend.core as jexc
 import jax.tree_util as jtu
 
 from .. import _compat
-from .._arrays import in_mesh_of
+from .._arrays import in_mesh_of, mesh_inside
 from .._mark.primitive import sow_p
 from .._mark.staging import to_jaxpr
 from .frame import Frame, without_donating
 from .handler import Given, Handler, refuse_unknown, Taken
+from .meshes import carry_outside, entries_outside, given_inside
 from .sows import (
     eqn_without_sows,
     jaxprs_in,
@@ -96,8 +97,7 @@ def evaluate(
         begin = i + 1
         frame.now, frame.eqn = i, eqn
         if eqn.primitive is sow_p:
-            _, *atoms = eqn.invars
-            given = handler.sow(found, given, eqn.params["site"], atoms, frame)
+            given = _sow(handler, found, given, frame)
             continue
         frame.eqn = eqn = without_donating(eqn)
         if handler.has_outer and not any(map(handler.concerns, sites(eqn))):
@@ -110,9 +110,13 @@ def evaluate(
             continue
         values = frame.read(eqn.invars)
         frame.flush_effects()
+        mesh = mesh_inside(eqn)
         with eqn.ctx.manager, frame.in_scope(), in_mesh_of(values):
             inside = Interpret(handler.for_inside(eqn), interpret.stages)
-            outs, taken = rule(inside, given, eqn, *values)
+            passed = given if mesh is None else given_inside(given, mesh)
+            outs, taken = rule(inside, passed, eqn, *values)
+        if mesh is not None:
+            taken = _outside(taken, given, frame)
         frame.set(eqn.outvars, outs)
         loop = loop_of(eqn)
         step = i, loop.reverse if loop else None
@@ -124,6 +128,31 @@ def evaluate(
     outs = frame.read_arrays(jaxpr.outvars)
     frame.flush_effects()
     return outs, Taken(given.carry, entries)
+
+
+def _sow(handler: Handler, found: list[Any], given: Given, frame: Frame) -> Given:
+    """Leaves the sow `frame.eqn` to the handler, on the mesh of the sow."""
+    eqn = frame.eqn
+    _, *atoms = eqn.invars
+    site, mesh = eqn.params["site"], mesh_inside(eqn)
+    if mesh is None:
+        return handler.sow(found, given, site, atoms, frame)
+    frame.read(atoms)
+    new: list[Any] = []
+    with eqn.ctx.manager:
+        after = handler.sow(new, given_inside(given, mesh), site, atoms, frame)
+        taken = Taken(after.carry, handler.end_jaxpr(new, frame))
+    taken = _outside(taken, given, frame)
+    found += taken.entries
+    return given._replace(carry=taken.carry)
+
+
+def _outside(taken: Taken, given: Given, frame: Frame) -> Taken:
+    """What came out of the equation `frame.eqn`, on the mesh around."""
+    return Taken(
+        carry_outside(taken.carry, given.carry),
+        entries_outside(taken.entries, frame.jaxpr, frame.eqn),
+    )
 
 
 class Interpret:
