@@ -1,6 +1,7 @@
 """The handler of `save_intermediates`."""
 
 import dataclasses as dc
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from .asked import leave, Listens, of_one, reached
 
 # For a survey of the program: of each place that sows a name there is an entry.
 EACH_PLACE = SameParts(_reduce.Append())
+_IF_SEVERAL = _reduce.IfSeveral()
 
 
 class _Sow(NamedTuple):
@@ -44,7 +46,9 @@ class Collect(Listens):
 
     @property
     def cacheable(self):
-        return super().cacheable and self.reduce.value is None
+        reduce = self.reduce.value
+        every = reduce.values() if isinstance(reduce, Mapping) else (reduce,)
+        return super().cacheable and not any(r and r.has_state for r in every)
 
     def needs_order(self, site):
         return any(self.folds(one.name) for one, _ in self.asked(site))
@@ -54,15 +58,20 @@ class Collect(Listens):
         return site.tag == self.tag
 
     def with_reducers(self, found: Iterable[Found]) -> "Collect":
-        """The same, with the reducer of each name by itself, if they are in a dict."""
+        """The same, with the reducer of each name by itself: the one that is given, or
+        for a captured name that several equations mark, `IfSeveral`. Captured names are
+        not chosen by the user, so that they need not differ."""
         reduce = self.reduce.value
-        if not isinstance(reduce, Mapping):
+        if isinstance(reduce, Reducer):
             return self
-        each = {
-            one.name: of_one(reduce, x.site, one)
-            for x in found
-            for one, _ in self.asked(x.site, x.loops)
-        }
+        pairs = [(x.site, one) for x in found for one, _ in self.asked(x.site, x.loops)]
+        each = {one.name: of_one(reduce, site, one) for site, one in pairs}
+        by_user = {one.name for site, one in pairs if site.note is None}
+        for (name, *_), n in Counter(one.key for _, one in pairs).items():
+            if n > 1 and each[name] is None and name not in by_user:
+                each[name] = _IF_SEVERAL
+        if reduce is None and not any(each.values()):
+            return self
         return dc.replace(self, reduce=SameParts(each))
 
     def reducer(self, name: str) -> Reducer | None:

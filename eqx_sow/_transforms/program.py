@@ -69,14 +69,18 @@ class Program:
         leaves = _compat.inline_or_call(closed, jax.tree.leaves((given, self.inputs)))
         return jax.tree.unflatten(treedef, leaves)
 
-    def with_executions(self, several: Callable[[Site], bool]) -> "Program":
+    def with_executions(
+        self, several: Callable[[Site], bool], always: bool = False
+    ) -> "Program":
         """The same program, in which sows know which executions they are, where it
-        matters. `several` says of a sow whether its name may have more than one."""
+        matters, or `always`. `several` says of a sow whether its name may have more
+        than one."""
         closed = with_executions(
             self.closed,
             self.found,
             lambda site: site.tag == self.options.tag,
             several,
+            always,
         )
         return self if closed is self.closed else dc.replace(self, closed=closed)
 

@@ -68,13 +68,15 @@ def with_executions(
     found: Iterable[Found],
     wants: Callable[[Site], bool],
     several: Callable[[Site], bool],
+    always: bool = False,
 ) -> Any:
     """A program in which the sites that are wanted, of those that are `found` in it,
     say which executions they are. `several` says of a site whether its name may have
     more than one, as with `Append`.
 
-    It is the same program if that is obvious: there is no primal in a backward pass,
-    and no name has derivatives, or is in branches, and also has more than one sow."""
+    Unless `always` is true, it is the same program if that is obvious: there is no
+    primal in a backward pass, and no name has derivatives, or is in branches, and also
+    has more than one sow."""
     wanted = [x for x in found if wants(x.site)]
     n = Counter(x.site.key for x in wanted)
 
@@ -85,7 +87,7 @@ def with_executions(
             return several(site) or n[site.name, "primal", ()] > 1
         return any(map(_compat.in_backward_pass, eqns))
 
-    if not any(asks(x.site, x.eqns) for x in wanted):
+    if not always and not any(asks(x.site, x.eqns) for x in wanted):
         return closed
     told = _Numbers()
     run(told, closed, [told.unlike_any() for _ in closed.invars], Here())
