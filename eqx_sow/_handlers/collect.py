@@ -11,6 +11,7 @@ import jax.tree_util as jtu
 from .._mark.site import Site
 from .._mark.static import SameParts
 from .._values import entry as _entry, reduce as _reduce
+from .._values.entry import Entry, grouped
 from .._values.merge import Entries, gather
 from .._values.modes import without_order
 from .._values.reduce import Reducer, ReducerState
@@ -81,6 +82,26 @@ class Collect(Listens):
     def reduces(self, site: Site) -> bool:
         """Whether a reducer may say what becomes of several executions."""
         return any(self.reducer(one.name) for one, _ in self.asked(site))
+
+    def keeps_order(self, found: Iterable[Found]) -> bool:
+        """Whether the values of each name are taken in the order of its sows. Of a
+        single iteration, they leave a loop before those that are stacked."""
+        return not any(at for x in found for _, at in self.asked(x.site, x.loops))
+
+    def with_executions(
+        self, entries: Sequence[Entry], found: Iterable[Found], of: Iterable[Any]
+    ) -> list[Entry]:
+        """The entries with `Site.of`, which is given for each of the sows that are
+        `found`. Each of these is an execution, so that it has an entry of its own."""
+        by_key: dict[Any, list[Any]] = {}
+        for x, executions in zip(found, of):
+            for one, _ in self.asked(x.site, x.loops):
+                by_key.setdefault(one.key, []).append(executions)
+        return [
+            dc.replace(e, site=e.site._replace(of=executions))
+            for key, group in grouped(entries).items()
+            for e, executions in zip(group, by_key[key], strict=True)
+        ]
 
     def folds(self, name: str) -> bool:
         """Whether a reducer with a state says what becomes of the name. The state goes

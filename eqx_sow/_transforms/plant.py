@@ -215,7 +215,8 @@ class _Plant(Transformed):
             for (name, *_), k in n.items()
             if k > 1 and (has_value.get(name) or any(chosen.get(name, ())))
         }
-        program = program.with_executions(lambda x: x.name in several, bool(several))
+        if several:
+            program = program.with_executions()
         of_key, of_name = _entries(program, places)
         found = defaultdict(list)
         for x in program.mine:

@@ -45,13 +45,19 @@ class _SaveIntermediates(Transformed):
             transform=SameParts(transform),
             **program.listens(options.names),
         ).with_reducers(program.mine)
-        program = program.with_executions(collect.reduces)
+        in_order = collect.keeps_order(program.mine)
+        of = program.executions(collect.reduces) if in_order else None
+        if of is None:
+            program = program.with_executions(collect.reduces)
         carry = collect.started(program.mine, program.survey)
         outs, taken = program.evaluate(collect, Given(carry))
         # In the order of `carry`: JAX has sorted the keys of `taken.carry`.
         reducer: Any = collect.reducer
         reduced = [result_of(reducer(key[0]), taken.carry[key]) for key in carry]
-        entries = [*reduced, *taken.entries]
+        entries = taken.entries
+        if of is not None:
+            entries = collect.with_executions(entries, program.mine, of)
+        entries = [*reduced, *entries]
         asked = list(collect.everywhere(program.mine))
         names = dict.fromkeys(site.name for site, _ in asked)
         program.check_selected(
