@@ -36,6 +36,7 @@ source_info_util.register_exclusion(_folders["eqx_sow"])
 _F = TypeVar("_F", bound=Callable)
 
 
+@ft.cache
 def is_library(file: str) -> bool:
     return file.startswith(_libraries)
 
@@ -84,6 +85,40 @@ def user_line() -> str:
     Equinox's."""
     frame, _ = _user_frame()
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+class Origin:
+    """A call of `sow`: the calls in a user's code around it, from inside out, each as
+    its code and the index of an instruction; and the `Sow` that made it, if one did. No
+    two are equal."""
+
+    __slots__ = ("calls", "layer")
+
+    def __init__(self, layer: Any = None):
+        self.layer = layer
+        self.calls: list[tuple[types.CodeType, int]] = []
+        frame = sys._getframe(1)
+        while frame is not None:
+            if not is_library(frame.f_code.co_filename):
+                self.calls.append((frame.f_code, frame.f_lasti))
+            frame = frame.f_back
+
+
+def _line_in(code: types.CodeType, instruction: int) -> str:
+    line, *_ = list(code.co_positions())[instruction // 2]
+    return f"{code.co_filename}:{line}"
+
+
+def parting(a: Origin, b: Origin) -> tuple[str, str, bool] | None:
+    """Where the calls that led to two calls of `sow` part: the lines in a user's code,
+    and whether these are the calls of `sow` themselves. `None` if they never do, as
+    those in a Python loop."""
+    xs, ys = a.calls[::-1], b.calls[::-1]
+    for i, (x, y) in enumerate(zip(xs, ys)):
+        if x != y:
+            is_last = len(xs) == len(ys) == i + 1
+            return _line_in(*x), _line_in(*y), is_last
+    return None
 
 
 def line_of(eqn: Any) -> str:

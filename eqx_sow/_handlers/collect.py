@@ -1,6 +1,7 @@
 """The handler of `save_intermediates`."""
 
 import dataclasses as dc
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ import jax.tree_util as jtu
 from .._mark.site import Site
 from .._mark.static import SameParts
 from .._values import entry as _entry, reduce as _reduce
+from .._values.entry import Entry, grouped
 from .._values.merge import Entries, gather
 from .._values.modes import without_order
 from .._values.reduce import Reducer, ReducerState
@@ -21,6 +23,7 @@ from .asked import leave, Listens, of_one, reached
 
 # For a survey of the program: of each place that sows a name there is an entry.
 EACH_PLACE = SameParts(_reduce.Append())
+_IF_SEVERAL = _reduce.IfSeveral()
 
 
 class _Sow(NamedTuple):
@@ -44,7 +47,9 @@ class Collect(Listens):
 
     @property
     def cacheable(self):
-        return super().cacheable and self.reduce.value is None
+        reduce = self.reduce.value
+        every = reduce.values() if isinstance(reduce, Mapping) else (reduce,)
+        return super().cacheable and not any(r and r.has_state for r in every)
 
     def needs_order(self, site):
         return any(self.folds(one.name) for one, _ in self.asked(site))
@@ -53,6 +58,21 @@ class Collect(Listens):
         # Those further out do not see sows of this tag, asked for or not.
         return site.tag == self.tag
 
+    def with_reducers(self, found: Iterable[Found]) -> "Collect":
+        """The same, in which a captured name that several equations mark, and that no
+        reducer is given for, has `IfSeveral`. Captured names are not chosen by the
+        user, so that they need not differ."""
+        reduce = self.reduce.value
+        if isinstance(reduce, Reducer):
+            return self
+        pairs = [(x.site, one) for x in found for one, _ in self.asked(x.site, x.loops)]
+        by_user = {one.name for site, one in pairs if site.note is None}
+        each = dict(reduce or {})
+        for (name, *_), n in Counter(one.key for _, one in pairs).items():
+            if n > 1 and name not in by_user:
+                each.setdefault(name, _IF_SEVERAL)
+        return dc.replace(self, reduce=SameParts(each)) if each else self
+
     def reducer(self, name: str) -> Reducer | None:
         reduce = self.reduce.value
         return reduce.get(name) if isinstance(reduce, Mapping) else reduce
@@ -60,6 +80,26 @@ class Collect(Listens):
     def reduces(self, site: Site) -> bool:
         """Whether a reducer may say what becomes of several executions."""
         return any(self.reducer(one.name) for one, _ in self.asked(site))
+
+    def keeps_order(self, found: Iterable[Found]) -> bool:
+        """Whether the values of each name are taken in the order of its sows. Of a
+        single iteration, they leave a loop before those that are stacked."""
+        return not any(at for x in found for _, at in self.asked(x.site, x.loops))
+
+    def with_executions(
+        self, entries: Sequence[Entry], found: Iterable[Found], of: Iterable[Any]
+    ) -> list[Entry]:
+        """The entries with `Site.of`, which is given for each of the sows that are
+        `found`. Each of these is an execution, so that it has an entry of its own."""
+        by_key: dict[Any, list[Any]] = {}
+        for x, executions in zip(found, of):
+            for one, _ in self.asked(x.site, x.loops):
+                by_key.setdefault(one.key, []).append(executions)
+        return [
+            dc.replace(e, site=e.site._replace(of=executions))
+            for key, group in grouped(entries).items()
+            for e, executions in zip(group, by_key[key], strict=True)
+        ]
 
     def folds(self, name: str) -> bool:
         """Whether a reducer with a state says what becomes of the name. The state goes

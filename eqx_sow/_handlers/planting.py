@@ -32,15 +32,23 @@ from .._walk.sows import sites, sows
 from .asked import leave, reached
 
 
+def slot_of(key: Any, run: int | None) -> Any:
+    """The key of what is planted at one run of a `Site.key`, or at all."""
+    return key if run is None else (*key, run)
+
+
 @dc.dataclass(frozen=True)
 class Replace(Handler):
     """Replaces what is sown."""
 
     tag: Any
-    # A dict: for each `Site.key`, what is `Planted` there. There may be several, such
-    # as one for all iterations of a loop and one for iteration 3: the last one counts.
+    # A dict: for each `_slot`, what is `Planted` there. There may be several, such as
+    # one for all iterations of a loop and one for iteration 3: the last one counts.
     # `Given.values` is a dict with their arrays.
     planted: SameParts
+    # A dict: for each `Site.key` of which each run has a slot of its own, `Site.of` of
+    # these runs, in order.
+    runs: SameParts
     has_outer: bool
 
     @property
@@ -49,7 +57,22 @@ class Replace(Handler):
         return not any(isinstance(x.new, SameParts) for x in every)
 
     def wants(self, site):
-        return site.tag == self.tag and site.key in self.planted.value
+        return site.tag == self.tag and self._slot(site) in self.planted.value
+
+    def _slot(self, site: Site) -> Any:
+        """The key of a sow in `planted`: that of the site, or of one of its runs."""
+        runs = self.runs.value.get(site.key)
+        if runs is None:
+            return site.key
+        mine = [i for i, of in enumerate(runs) if not of.isdisjoint(site.of)]
+        if len(mine) == 1:
+            return slot_of(site.key, mine[0])
+        raise SowError(
+            f"`plant`: {site.name!r} runs {len(runs)} times, and eqx_sow cannot tell "
+            f"which of these runs a {site.mode} at {site.where} belongs to, as in a "
+            "backward pass that computes values again. Plant a function, which is "
+            "called at each."
+        )
 
     @ft.cached_property
     def _names(self) -> frozenset[str]:
@@ -72,7 +95,8 @@ class Replace(Handler):
         check_guarded(site)
         at_sow, operands = in_front(site, frame.read_arrays(atoms))
         guards, value = operands[:n_guards], operands[n_guards:]
-        planted = [*zip(self.planted.value[site.key], given.values[site.key])]
+        slot = self._slot(site)
+        planted = [*zip(self.planted.value[slot], given.values[slot])]
         value = _replaced(planted, at_sow, guards, value, given.iterations)
         edge_out, *_ = frame.eqn.outvars
         new = [edge_value(edge_out.aval), *in_place(site, [*guards, *value])]
@@ -88,12 +112,12 @@ class Replace(Handler):
 
     def needs_iteration(self, site):
         return self.wants(site) and any(
-            p.with_index or p.at for p in self.planted.value[site.key]
+            p.with_index or p.at for p in self.planted.value[self._slot(site)]
         )
 
     def sliced_by_scan(self, values, jaxpr):
         inside = [x for x in sows(jaxpr) if self.wants(x.site)]
-        n_within = {x.site.key: len(x.loops) for x in inside}
+        n_within = {self._slot(x.site): len(x.loops) for x in inside}
         return {
             k: [k in n_within and p.has_axis_of_scan(n_within[k]) for p in planted]
             for k, planted in self.planted.value.items()
@@ -102,7 +126,7 @@ class Replace(Handler):
 
     def values_on_devices(self, values, jaxpr, devices):
         # No others: what a `shard_map` closes over is not sharded inside.
-        keys = {s.key for s in sites(jaxpr) if self.wants(s)}
+        keys = {self._slot(s) for s in sites(jaxpr) if self.wants(s)}
         values = {k: values[k] for k in keys}
 
         def specs(new):

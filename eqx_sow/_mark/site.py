@@ -145,7 +145,7 @@ class Site(NamedTuple):
     where: str = ""
 
     # --- which execution it is: see `_walk/executions.py` ---
-    # An object of its own for each call of `sow`, which its derivatives share.
+    # The call of `sow`, which its derivatives share: an `Origin`.
     origin: Any = None
     # The next three are filled in for the transformation at hand, if it needs them.
     # The executions that the sow is, or is a derivative of, by the ways to their

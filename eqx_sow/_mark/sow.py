@@ -11,9 +11,9 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .._errors import SowError, SowTypeError
-from .._frames import api_boundary, user_line
+from .._frames import api_boundary, Origin, user_line
 from .._names import has_traced_number, join
-from .listening import listening
+from .listening import Listening, listening
 from .primitive import NO_EDGE, sow_p
 from .site import Label, Site
 from .static import Const, Form, OPERAND, take_apart
@@ -74,8 +74,13 @@ def sow(
     if type(name) is not str:
         _check_name("sow(value, name)", name, '`eqx_sow.sow(value, "some_name")`')
     here = listening.value
-    if here is None:
-        return value
+    return value if here is None else _sow(value, name, tag, spec, here)
+
+
+def _sow(
+    value: Any, name: str, tag: Hashable, spec: Any, here: Listening, layer: Any = None
+) -> Any:
+    """`layer` is the `Sow` that is called, if one is."""
     check_tag(f"sow(..., {name!r}, tag=...)", tag)
     name = join(here.scope, name)
     if has_traced_number(name):
@@ -87,13 +92,19 @@ def sow(
     if spec is not None:
         check_spec("sow(..., spec=...)", spec)
         spec = Const(spec)
-    return bind(value, (Label(name, tag),), spec=spec)
+    return bind(value, (Label(name, tag),), origin=Origin(layer), spec=spec)
 
 
 _ARRAY = Form(Const(jtu.tree_structure(0)), (OPERAND,))
 
 
-def bind(value: Any, labels: tuple[Label, ...], edge: Any = NO_EDGE, **fields) -> Any:
+def bind(
+    value: Any,
+    labels: tuple[Label, ...],
+    edge: Any = NO_EDGE,
+    origin: Origin | None = None,
+    **fields,
+) -> Any:
     """Binds the primitive to the array leaves of a value. Names are whole names.
     `fields` are more fields of the `Site`."""
     if isinstance(value, jax.Array):  # as nearly all values are
@@ -111,7 +122,7 @@ def bind(value: Any, labels: tuple[Label, ...], edge: Any = NO_EDGE, **fields) -
         labels,
         form,
         where=user_line(),
-        origin=object(),
+        origin=origin or Origin(),
         varies=none,
         permutations=none,
         fixed=fixed,
@@ -222,7 +233,10 @@ class Sow(eqx.Module):
             if here is not None and here.depth and not here.captures:
                 raise UnnamedSowError
             return x
-        return sow(x, self.name, tag=self.tag, spec=self.spec)
+        here = listening.value
+        if here is None:
+            return x
+        return _sow(x, self.name, self.tag, self.spec, here, layer=self)
 
 
 def _check_name(call: str, name: Any, instead: str) -> None:

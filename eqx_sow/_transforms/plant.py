@@ -1,20 +1,24 @@
 """`plant`."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from typing import Any, ClassVar, ParamSpec, TypeVar
+from typing import Any, ClassVar, NamedTuple, ParamSpec, TypeVar
 
-from .._errors import SowError
+import jax.tree_util as jtu
+
+from .._errors import DuplicateSowError, SowError
 from .._frames import api_boundary
 from .._handlers.collect import Collect, EACH_PLACE
-from .._handlers.planting import prepare, Replace
+from .._handlers.planting import prepare, Replace, slot_of
 from .._mark.listening import listening
-from .._mark.static import SameParts
+from .._mark.site import Site
+from .._mark.static import Const, SameParts
 from .._names import check_known
-from .._values import merge as _merge
+from .._values.assemble import by_run, runs_several_times
 from .._values.entry import Entry, grouped
 from .._values.modes import labels, Mode
 from .._walk.handler import Given
+from .._walk.sows import Found
 from .program import Program
 from .transformed import of_function, Transformed, wrap
 
@@ -41,9 +45,10 @@ def _places(
 
 def _entries(
     program: Program, places: Mapping[str, Sequence[tuple[str, _At]]]
-) -> dict[Any, list[Entry]]:
-    """What would be captured, as shapes, for each `Site.key` that is planted. One of
-    the names that a pattern fits has to have a value of the mode."""
+) -> tuple[dict[Any, list[Entry]], dict[str, list[Entry]]]:
+    """What would be captured, as shapes, for each `Site.key` that is planted; and for
+    each name, with its primals. One of the names that a pattern fits has to have a
+    value of the mode."""
     chosen = tuple(
         dict.fromkeys(name for found in places.values() for name, _ in found)
     )
@@ -54,7 +59,7 @@ def _entries(
         reduce=EACH_PLACE,
         transform=SameParts(None),
     )
-    found = program.with_executions(lambda site: False).survey(survey)
+    found = program.survey(survey)
     mode_of = labels({e.site.key for e in found})
     entries = grouped([e for e in found if mode_of[e.site.key] == mode])
     there = dict.fromkeys(name for name, *_ in entries)
@@ -72,15 +77,23 @@ def _entries(
         "`plant(eqx.filter_grad(fn), ...)`)",
         kind=f"names with a {mode}",
     )
-    return entries
+    return entries, grouped(found, lambda site: site.name)
 
 
-def _check_one_place(
-    entries: Sequence[Entry], loops: Collection[tuple[int, ...]], has_value: bool
-) -> None:
-    """Raises if a value, or an index, cannot be for all places of a `Site.key`. In
-    `loops` are the numbers of iterations around each place."""
-    site = entries[0].site
+class _Run(NamedTuple):
+    """Where something is planted: at one run of a `Site.key`, number `run`, or at all
+    (`None`). `entry` is what would be captured there, `found` the sows, and `values`
+    what is planted in which iterations."""
+
+    run: int | None
+    entry: Entry
+    found: list[Found]
+    values: dict[_At, Any]
+
+
+def _check_one_place(site: Site, loops: Collection[tuple[int, ...]]) -> None:
+    """Raises if a value, or an index, cannot be for all places of a run. In `loops` are
+    the numbers of iterations around each place."""
     if len(loops) > 1:
         found = " and ".join(str(list(x)) for x in sorted(loops))
         raise SowError(
@@ -89,9 +102,86 @@ def _check_one_place(
             "and no index is right for all. Plant a function under the name without an "
             "index, or give the values different names."
         )
-    if len(entries) > 1 and has_value:
-        remedy = "or plant a function, which is called at each of them."
-        raise _merge.duplicate(site, entries[1].site, remedy)
+
+
+def _has(loops: Sequence[int], at: _At) -> bool:
+    """Whether what is in these loops has the iteration."""
+    return not at or (
+        len(at) == len(loops) and all(i is None or i < n for i, n in zip(at, loops))
+    )
+
+
+def _runs(
+    mine: list[Entry],
+    entries: list[Entry],
+    found: list[Found],
+    values: dict[_At, Any],
+    mode: str,
+) -> tuple[list[_Run], Sequence[frozenset] | None]:
+    """Where a `Site.key` is planted, given its entries, and those of its name, with all
+    sows of that name; and `Site.of` of each run, if they are planted one by one. Of
+    each iteration, those runs are planted that have it."""
+    key = mine[0].site.key
+    of_key = [x for x in found if x.site.key == key]
+    functions = all(map(callable, values.values()))
+    alike = len({x.loops for x in of_key}) == 1
+    if not runs_several_times(mine, entries) or (
+        functions and (alike or not any(values))
+    ):
+        return [_Run(None, mine[0], of_key, values)], None
+    primals = [e for e in entries if not e.site.modes]
+    runs = by_run(mine, entries)
+    ofs = [(e or primals[i]).site.of for i, e in enumerate(runs)]
+    sows = [[x for x in of_key if not x.site.of.isdisjoint(of)] for of in ofs]
+    around = [
+        xs or [x for x in found if not x.site.of.isdisjoint(of)]
+        for xs, of in zip(sows, ofs)
+    ]
+    given: list[dict[_At, Any]] = [{} for _ in runs]
+    for at, value in values.items():
+        fits = [i for i, xs in enumerate(around) if any(_has(x.loops, at) for x in xs)]
+        where = [around[i][0].site for i in fits]
+        for i, x in zip(fits, _one_by_one(value, mine[0].site, where, mode)):
+            if x is None:
+                continue
+            if runs[i] is None and not callable(x):
+                raise SowError(
+                    f"`plant`: run {i} of {key[0]!r}, at {where[0].where}, has no "
+                    f"{mode}. Leave None there, as it was captured."
+                )
+            given[i][at] = x
+    return [
+        _Run(i, e, xs, of_run)
+        for i, (e, xs, of_run) in enumerate(zip(runs, sows, given))
+        if e is not None and of_run
+    ], ofs
+
+
+def _one_by_one(
+    value: Any, site: Site, runs: Sequence[Site], mode: str
+) -> Sequence[Any]:
+    """What is planted in each of these runs: of a tuple, the entries."""
+    form = site.form.treedef
+    has_form = lambda x: Const(jtu.tree_structure(x)) == form
+    if callable(value):
+        return [value] * len(runs)
+    if isinstance(value, Mapping) and not has_form(value):
+        value = value.get(mode, value)
+    if len(runs) == 1:
+        return [value]
+    if type(value) in (tuple, list) and len(value) == len(runs):
+        # The value of a single run may also be a tuple.
+        single = has_form(value) and not any(x is None or has_form(x) for x in value)
+        if not single:
+            return value
+    n = len(runs)
+    where = " and at ".join(dict.fromkeys(x.where for x in runs))
+    raise DuplicateSowError(
+        f"`plant`: {site.name!r} runs {n} times: at {where}. Plant a tuple of {n} "
+        "values, one for each run in order of execution, as `save_intermediates` "
+        "returns it (None leaves a run as it is); or plant a function, which is called "
+        "at each of them."
+    )
 
 
 class _Plant(Transformed):
@@ -105,32 +195,50 @@ class _Plant(Transformed):
         for pattern, found in places.items():
             for name, at in found:
                 chosen[name].setdefault(at, given[pattern])
-        sows = defaultdict(list)
+        n = Counter(x.site.key for x in program.mine)
+        has_value = {k: not all(map(callable, v.values())) for k, v in chosen.items()}
+        several = {
+            name
+            for (name, *_), k in n.items()
+            if k > 1 and (has_value.get(name) or any(chosen.get(name, ())))
+        }
+        if several:
+            program = program.with_executions()
+        of_key, of_name = _entries(program, places)
+        found = defaultdict(list)
         for x in program.mine:
-            sows[x.site.key].append(x)
-        values, planted = {}, {}
-        for key, entries in _entries(program, places).items():
-            by_iteration = chosen[key[0]]
-            has_value = not all(map(callable, by_iteration.values()))
-            if has_value or any(by_iteration):
-                loops = {x.loops for x in sows[key]}
-                _check_one_place(entries, loops, has_value)
-            # What is for fewer iterations goes before what is for more, and so last.
-            ats = sorted(by_iteration, key=lambda at: len(at) - at.count(None))
-            sites = [x.site for x in sows[key]]
-            plans = [
-                prepare(entries[0], sites, at, by_iteration[at], program.options)
-                for at in ats
-            ]
-            planted[key] = tuple(new for new, _ in plans)
-            values[key] = [arrays for _, arrays in plans]
+            found[x.site.name].append(x)
+        values, planted, runs = {}, {}, {}
+        for key, entries in of_key.items():
+            name, *_ = key
+            each, ofs = _runs(
+                entries, of_name[name], found[name], chosen[name], program.options.mode
+            )
+            if ofs is not None:
+                runs[key] = tuple(ofs)
+            for run in each:
+                if any(run.values) or not all(map(callable, run.values.values())):
+                    _check_one_place(run.entry.site, {x.loops for x in run.found})
+                # What is for fewer iterations goes before what is for more, and so
+                # last.
+                ats = sorted(run.values, key=lambda at: len(at) - at.count(None))
+                sites = [x.site for x in run.found]
+                plans = [
+                    prepare(run.entry, sites, at, run.values[at], program.options)
+                    for at in ats
+                ]
+                slot = slot_of(key, run.run)
+                planted[slot] = tuple(new for new, _ in plans)
+                values[slot] = [arrays for _, arrays in plans]
         program.check_recomputed(
-            planted,
+            of_key,
             "Plant before you differentiate: `eqx.filter_grad(plant(fn, ...))`.",
             planted=True,
         )
         has_outer = listening.value is not None
-        handler = Replace(program.options.tag, SameParts(planted), has_outer)
+        handler = Replace(
+            program.options.tag, SameParts(planted), SameParts(runs), has_outer
+        )
         outs, _ = program.evaluate(handler, Given(values=values))
         return program.output(outs)
 

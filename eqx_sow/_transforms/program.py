@@ -32,7 +32,8 @@ from .._names import (
     Selection,
 )
 from .._values.modes import labels
-from .._walk.executions import with_executions
+from .._walk.edges import by_edges
+from .._walk.executions import needs_executions, with_executions
 from .._walk.handler import Given, Handler, is_solver, Taken
 from .._walk.interpreter import evaluate, Interpret
 from .._walk.jax_rules import check_wrapped
@@ -73,16 +74,24 @@ class Program:
         leaves = _compat.inline_or_call(closed, jax.tree.leaves((given, self.inputs)))
         return jax.tree.unflatten(treedef, leaves)
 
-    def with_executions(self, several: Callable[[Site], bool]) -> "Program":
-        """The same program, in which sows know which executions they are, where it
-        matters. `several` says of a sow whether its name may have more than one."""
-        closed = with_executions(
-            self.closed,
-            self.found,
-            lambda site: site.tag == self.options.tag,
-            several,
-        )
-        return self if closed is self.closed else dc.replace(self, closed=closed)
+    def with_executions(
+        self, several: Callable[[Site], bool] | None = None
+    ) -> "Program":
+        """The same program, in which sows know which executions they are; only where it
+        matters, if `several` says of a sow whether its name may have more than one."""
+        if several is not None and not needs_executions(self.mine, several):
+            return self
+        tag = self.options.tag
+        closed = with_executions(self.closed, lambda site: site.tag == tag)
+        return dc.replace(self, closed=closed)
+
+    def executions(self, several: Callable[[Site], bool]) -> list[Any] | None:
+        """`Site.of` for each of `mine`, if it matters, and can be told without changing
+        the program."""
+        if not needs_executions(self.mine, several):
+            return None
+        of = by_edges(self.closed, self.mine)
+        return None if of is None else [of[x.way] for x in self.mine]
 
     def listens(self, names: Selection | None) -> dict[str, Any]:
         """What `Collect` and `Tap` have in common, given what is asked for."""

@@ -49,14 +49,20 @@ class _SaveIntermediates(Transformed):
             reduce=SameParts(by_name["reduce"]),
             transform=SameParts(by_name["transform"]),
             **program.listens(program.asks),
-        )
-        program = program.with_executions(collect.reduces)
+        ).with_reducers(program.mine)
+        in_order = collect.keeps_order(program.mine)
+        of = program.executions(collect.reduces) if in_order else None
+        if of is None:
+            program = program.with_executions(collect.reduces)
         carry = collect.started(program.mine, program.survey)
         outs, taken = program.evaluate(collect, Given(carry))
         # In the order of `carry`: JAX has sorted the keys of `taken.carry`.
         reducer: Any = collect.reducer
         reduced = [result_of(reducer(key[0]), taken.carry[key]) for key in carry]
-        entries = [*reduced, *taken.entries]
+        entries = taken.entries
+        if of is not None:
+            entries = collect.with_executions(entries, program.mine, of)
+        entries = [*reduced, *entries]
         asked = list(collect.everywhere(program.mine))
         names = dict.fromkeys(site.name for site, _ in asked)
         keys = [e.site.key for e in entries]

@@ -41,7 +41,9 @@ def assemble(
         (name, *_), mode, reducer = key, wanted.get(key), reducers(key[0])
         # `gather` lets no other name have several.
         several = reducer is not None and not reducer.has_state
-        entries = _in_order(of_key, by_name[name]) if several else of_key
+        if several and reducer.bare_if_one:
+            several = runs_several_times(of_key, by_name[name])
+        entries = by_run(of_key, by_name[name]) if several else of_key
         lead = () if reducer is None else reducer.lead
         if mode is not None:
             value = ft.partial(_value_of, buffers=lead)
@@ -115,21 +117,29 @@ def _named_axes(site: Site, route: Scan) -> list[NamedAxis]:
     return list(map(name, site.axes))
 
 
-def _in_order(mine: Sequence[Entry], entries: Sequence[Entry]) -> list[Entry | None]:
-    """The entries of one key, given all of its name. Those of a backward pass, which
-    goes first through what ran last, are put in the order of their primals. So are
-    those of the backward pass of several of these."""
+def runs_several_times(mine: Sequence[Entry], entries: Sequence[Entry]) -> bool:
+    """Whether there is a tuple for the entries of one key, given all of its name."""
+    return len(mine) > 1 or sum(not e.site.modes for e in entries) > 1
+
+
+def by_run(mine: Sequence[Entry], entries: Sequence[Entry]) -> list[Entry | None]:
+    """The entries of one key, given all of its name. Derivatives are in the order of
+    their primals: a backward pass goes first through what ran last, and not every run
+    need have one. So are those of the backward pass of several of these."""
     primals = [e for e in entries if not e.site.modes]
-    if "cotangent" not in mine[0].site.mode or not primals:
+    mode = mine[0].site.mode
+    backward = "cotangent" in mode
+    if not mine[0].site.modes or not primals:
+        return list(mine)
+    if not backward and len(mine) == len(primals):
         return list(mine)
     order: list[Entry | None] = [None] * len(primals)
     others = []
     for e in mine:
         fits = [i for i, p in enumerate(primals) if not p.site.of.isdisjoint(e.site.of)]
         if len(fits) > 1:
-            mode = e.site.mode
             raise SowError(
-                f"`{e.site.name}` is sown several times (one is at {e.site.where}), "
+                f"`{e.site.name}` runs several times (one is at {e.site.where}), "
                 f"and eqx_sow cannot tell which {mode} belongs to which primal: one "
                 "may belong to several, as in branches that differentiate different "
                 "values, or in a loop that a backward pass runs again. Give the values "

@@ -30,6 +30,7 @@ import equinox as eqx
 
 from .._arrays import select, sharded_like, spec_of, zeros_like
 from .._errors import DuplicateSowError, SowError
+from .._frames import parting
 from .._mark.site import Axis, Site
 from .._mark.staging import types_of
 from .axes import aligned, broadcast, either, total_over
@@ -246,38 +247,55 @@ def latest(old: Entry, new: Entry) -> Entry:
 
 
 # --- errors ---
-def duplicate(a: Site, b: Site, remedy: str = "") -> DuplicateSowError:
-    places = f"{a.where} and at {b.where}"
-    if a.where == b.where:
-        places = f"{a.where}, which runs more than once"
+def duplicate(a: Site, b: Site) -> DuplicateSowError:
+    places, names = _places(a, b)
     if b.backward and not a.backward:
         places += " (also in a backward pass: in the `bwd` of a `jax.custom_vjp`)"
-    calls = [site.note.call for site in (a, b) if site.note]
-    names = (
-        "`scope=True` begins them with the paths of modules, and `with "
-        'eqx_sow.scope("first"):` around a call begins them with `first/`'
-    )
-    if len(calls) == 2:
-        functions = all(call.is_function for call in calls)
-        names = (
-            f"this is the {'name of a function' if functions else 'path of a module'}, "
-            'which is called more than once: put `with eqx_sow.scope("first"):` around '
-            "one of the calls"
-        )
-    elif calls:
+    if bool(a.note) != bool(b.note):
         names = (
             "a module has this path, and a `sow` has this name: choose with "
             '`capture=lambda path, module: path != "..."`'
         )
-    remedy = remedy or (
-        f"or pass `reduce={{{a.name!r}: eqx_sow.Append()}}` for a tuple of all, "
-        "or `eqx_sow.Last()` for the last. If you need none of them, select others "
-        "with `names`."
-    )
     return DuplicateSowError(
-        f"`{a.name}` is sown more than once ({a.mode}): at {places}. Give the values "
-        f"different names ({names}), {remedy}"
+        f"`{a.name}` is sown more than once ({a.mode}): {places}. Give the values "
+        f"different names ({names}), or pass `reduce={{{a.name!r}: "
+        "eqx_sow.Append()}` for a tuple of all, or `eqx_sow.Last()` for the last. If "
+        "you need none of them, select others with `names`."
     )
+
+
+def _places(a: Site, b: Site) -> tuple[str, str]:
+    """Where two marks of one name are, and how to give them different names."""
+    names = (
+        "`scope=True` begins them with the paths of modules, and `with "
+        'eqx_sow.scope("first"):` around a call begins them with `first/`'
+    )
+    if a.where != b.where:
+        return f"at {a.where} and at {b.where}", names
+    layers = {id(x.origin.layer): x.origin.layer for x in (a, b)}
+    if len(layers) == 2 and None not in layers.values():
+        return (
+            f"by two layers `Sow({layers[id(a.origin.layer)].name!r})`, which "
+            f"{a.where} calls",
+            "give each `Sow` a name of its own, or none: it then has that of its place "
+            "in the model",
+        )
+    again = f"at {a.where}, which runs more than once"
+    if a.origin is b.origin:
+        return again, names
+    parts = parting(a.origin, b.origin)
+    if parts is None:
+        return again, (
+            "`scope=True` begins them with the paths of modules; and in a Python loop, "
+            '`with eqx_sow.scope(f"step{i}"):` around the body begins them with '
+            "`step0/`, `step1/` and so on"
+        )
+    first, second, is_sow = parts
+    if is_sow:
+        return f"twice in the line {a.where}", names
+    if first != second:
+        return f"at {a.where}, which {first} and {second} call", names
+    return again, names
 
 
 def _check_same(a: Entry, b: Entry) -> None:

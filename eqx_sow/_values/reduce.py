@@ -49,6 +49,8 @@ class Reducer(eqx.Module):
     keeps_structure: ClassVar[bool] = True
     # Whether the count of executions is part of the result.
     counts: ClassVar[bool] = False
+    # Whether a name with one execution comes back as it would without a reducer.
+    bare_if_one: ClassVar[bool] = False
 
     @property
     def lead(self) -> tuple[int, ...]:
@@ -100,6 +102,13 @@ class Append(Reducer):
     """
 
     has_state = False
+
+
+class IfSeveral(Append):
+    """What a captured name has that may run several times, if no other reducer is
+    given: a tuple where it does, and the value alone where it runs once."""
+
+    bare_if_one = True
 
 
 class Last(Reducer):

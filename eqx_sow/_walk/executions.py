@@ -41,7 +41,7 @@ which is the way to an equation: see `Way`.
 
 import itertools as it
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -63,20 +63,13 @@ from .repetitions import (
 from .sows import Found, lengths_of, loop_of, Way, with_sites
 
 
-def with_executions(
-    closed: Any,
-    found: Iterable[Found],
-    wants: Callable[[Site], bool],
-    several: Callable[[Site], bool],
-) -> Any:
-    """A program in which the sites that are wanted, of those that are `found` in it,
-    say which executions they are. `several` says of a site whether its name may have
-    more than one, as with `Append`.
+def needs_executions(found: Sequence[Found], several: Callable[[Site], bool]) -> bool:
+    """Whether it matters which executions these sows are. `several` says of a site
+    whether its name may have more than one, as with `Append`.
 
-    It is the same program if that is obvious: there is no primal in a backward pass,
-    and no name has derivatives, or is in branches, and also has more than one sow."""
-    wanted = [x for x in found if wants(x.site)]
-    n = Counter(x.site.key for x in wanted)
+    It does not if there is no primal in a backward pass, and no name has derivatives,
+    or is in branches, and also has more than one sow."""
+    n = Counter(x.site.key for x in found)
 
     def asks(site: Site, eqns: Sequence[Any]) -> bool:
         if n[site.key] > 1 and (site.modes or site.guards):
@@ -85,8 +78,11 @@ def with_executions(
             return several(site) or n[site.name, "primal", ()] > 1
         return any(map(_compat.in_backward_pass, eqns))
 
-    if not any(asks(x.site, x.eqns) for x in wanted):
-        return closed
+    return any(asks(x.site, x.eqns) for x in found)
+
+
+def with_executions(closed: Any, wants: Callable[[Site], bool]) -> Any:
+    """A program in which the sites that are wanted say which executions they are."""
     told = _Numbers()
     run(told, closed, [told.unlike_any() for _ in closed.invars], Here())
     sows = [x for x in told.sows.values() if wants(x.site)]
