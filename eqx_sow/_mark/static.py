@@ -3,6 +3,7 @@ else, which is part of a parameter. JAX compares parameters, and keeps programs 
 them."""
 
 import dataclasses as dc
+import sys
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -14,8 +15,7 @@ import numpy as np
 
 
 class Const:
-    """A static leaf, compared so that two leaves are equal only if no program could
-    tell them apart: `1`, `1.0` and `True` differ, and so do `0.0` and `-0.0`."""
+    """A static leaf, or a treedef, compared by `same`."""
 
     __slots__ = ("value", "_hash")
 
@@ -24,29 +24,112 @@ class Const:
 
     def __hash__(self):
         if not hasattr(self, "_hash"):
-            try:
-                self._hash = hash((type(self.value), self.value))
-            except Exception:  # A user's `__hash__` may raise anything.
-                self._hash = id(self.value)
+            found = _hash(self.value)
+            self._hash = id(self.value) if found is None else found
         return self._hash
 
     def __eq__(self, other):
-        if type(other) is not Const:
-            return False
-        a, b = self.value, other.value
-        if a is b:
-            return True
-        if type(a) is not type(b):
-            return False
-        if isinstance(a, float | complex):
-            return repr(a) == repr(b)
-        try:
-            return bool(a == b)
-        except Exception:  # A user's `__eq__` may, and NumPy's `__bool__` does.
-            return False
+        return type(other) is Const and same(self.value, other.value)
 
     def __repr__(self):
         return repr(self.value)
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two static objects are equal, so that no program could tell them apart:
+    `1`, `1.0` and `True` differ, and so do `0.0` and `-0.0`.
+
+    No `==` of a user's class is called: it may return anything, such as an array of
+    booleans. Objects of such a class are equal if all that they hold is."""
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, _TreeDef):
+        return _same_structure(a, b)
+    if isinstance(a, float | complex):
+        return repr(a) == repr(b)
+    if isinstance(a, np.ndarray):
+        return _identity(a) == _identity(b)
+    if isinstance(a, dict):
+        return same([*a.items()], [*b.items()])
+    if isinstance(a, tuple | list):
+        return len(a) == len(b) and all(map(same, a, b))
+    equality = next(c for c in type(a).__mro__ if "__eq__" in vars(c))
+    if equality is object:
+        return False
+    try:
+        if _is_library(equality):
+            return bool(a == b)
+        return _hash(a) == _hash(b) and same(state_of(a), state_of(b))
+    except Exception:  # as JAX's `__bool__`, or a cycle
+        return False
+
+
+_TreeDef = type(jtu.tree_structure(0))
+
+
+def _same_structure(a: Any, b: Any) -> bool:
+    if (a.num_nodes, a.num_leaves) != (b.num_nodes, b.num_leaves):
+        return False
+    try:
+        # At C++ speed. JAX compares what is static in a node, if it is not the very
+        # same object.
+        if a == b:
+            return True
+    except Exception:  # as above
+        pass
+    node, other = a.node_data(), b.node_data()
+    if node is None or other is None:  # a leaf, or `None`
+        return node is other and a.num_leaves == b.num_leaves
+    mine, others = a.children(), b.children()
+    return (
+        node[0] is other[0]
+        and same(node[1], other[1])
+        and len(mine) == len(others)
+        and all(map(_same_structure, mine, others))
+    )
+
+
+def _hash(x: Any) -> Any:
+    try:
+        return hash((type(x), x))
+    except Exception:  # A user's `__hash__` may raise anything.
+        return None
+
+
+def _is_library(cls: type) -> bool:
+    """Whether `==` of this class is known to tell whether two objects are equal."""
+    root = cls.__module__.split(".")[0]
+    is_known = root in sys.stdlib_module_names or root in _LIBRARIES
+    return is_known and not dc.is_dataclass(cls)
+
+
+_LIBRARIES = "jax", "jaxlib", "numpy", "ml_dtypes", "equinox", "jaxtyping", "eqx_sow"
+
+
+def state_of(x: Any) -> dict[str, Any]:
+    """The attributes that an object holds, without calling a property of it."""
+    held = {}
+    for cls in type(x).__mro__:
+        for name, descriptor in vars(cls).items():
+            if type(descriptor) is _Slot:
+                try:
+                    held[name] = descriptor.__get__(x)
+                except AttributeError:  # it is empty
+                    continue
+    try:
+        held |= object.__getattribute__(x, "__dict__")
+    except (AttributeError, TypeError):
+        pass
+    return held
+
+
+class _Slotted:
+    __slots__ = ("slot",)
+
+
+_Slot = type(vars(_Slotted)["slot"])
 
 
 class SameParts:
