@@ -216,6 +216,7 @@ def _sow_tangent(nonzeros, avals, site, edge, *guards, tangents):
         differentiated=0,
         spec=None,
         fixed=(),
+        taken=(),
         varies=tuple(it.compress(site.varies, kept)),
         permutations=tuple(it.compress(site.permutations, kept)),
     )
@@ -239,7 +240,9 @@ def _sow_transpose(cts, edge, *operands, site):
         edge,
         *operands[:n_guards],
         *map(ad.instantiate_zeros, cts),
-        site=site._replace(modes=(*modes, "cotangent"), form=form, spec=None),
+        site=site._replace(
+            modes=(*modes, "cotangent"), form=form, spec=None, taken=()
+        ),
     )
     return [None] * (1 + n_guards) + [
         None if not ad.is_undefined_primal(x) else ct if type(ct) is ad.Zero else s

@@ -114,6 +114,10 @@ class Site(NamedTuple):
     # The value without its arrays, which are operands of the equation.
     form: Form
 
+    # The tags of which a transformation further in has taken this value, and left its
+    # derivatives to others.
+    taken: tuple[Hashable, ...] = ()
+
     # --- differentiation ---
     # `()` for a primal, `("tangent",)`, `("cotangent", "tangent")`, ...
     modes: tuple[str, ...] = ()
@@ -170,8 +174,9 @@ class Site(NamedTuple):
     @property
     def label(self) -> Label:
         """What it is called by the transformation at hand."""
-        is_known = self.labels and self.labels[0].name is not None
-        return self.labels[0] if is_known else _NOT_WANTED
+        first, *_ = self.labels or (_NOT_WANTED,)
+        there = first.name is not None and first.tag not in self.taken
+        return first if there else _NOT_WANTED
 
     @property
     def name(self) -> str:
@@ -196,6 +201,10 @@ class Site(NamedTuple):
         """What is left to others by a transformation that takes this tag."""
         left = tuple(x for x in self.labels if x.tag != tag)
         return self._replace(labels=left) if left or self.note else None
+
+    def without_this_mode(self, tag: Hashable) -> "Site":
+        """The same, where only what comes of it by a derivative is left."""
+        return self._replace(taken=(*self.taken, tag))
 
     def for_all(self) -> "Site":
         """The sow, also seen by those further out that have no label for it."""

@@ -263,8 +263,8 @@ class Program:
             f"`{call}` found no mark in `{name}`. Pass `capture=True` for the output "
             "of each module, or mark values with `eqx_sow.sow`. A function that was "
             "traced before, by `jax.vjp` or `jax.linearize`, has lost its marks: call "
-            "these inside `fn`. If a `save_intermediates` inside took those of the tag "
-            f"{options.tag!r}, give one of the two another `tag`."
+            "these inside `fn`. A `save_intermediates` inside `fn` takes the marks that "
+            "it returns: by `names=` or `modes=` there, it leaves others to this one."
         )
 
 
