@@ -13,6 +13,7 @@ from .._errors import SowError
 from .._frames import api_boundary, user_line
 from .._names import has_traced_number, join
 from .listening import listening
+from .objects import holder
 from .primitive import NO_EDGE, sow_p
 from .site import Label, Site
 from .static import Const, Form, OPERAND, take_apart
@@ -94,10 +95,10 @@ def bind(value: Any, labels: tuple[Label, ...], edge: Any = NO_EDGE, **fields) -
     """Binds the primitive to the array leaves of a value. Names are whole names.
     `fields` are more fields of the `Site`."""
     if isinstance(value, jax.Array):  # as nearly all values are
-        arrays, form, fixed = [value], _ARRAY, ()
+        arrays, form, fixed, seen = [value], _ARRAY, (), _ARRAY
     else:
         arrays, form = take_apart(value)
-        _check_static(form, labels)
+        seen = _without_holders(value, form, labels)
         fixed = tuple(
             (i, Const(x))
             for i, x in enumerate(arrays)
@@ -106,7 +107,7 @@ def bind(value: Any, labels: tuple[Label, ...], edge: Any = NO_EDGE, **fields) -
     none = ((),) * len(arrays)
     site = Site(
         labels,
-        form,
+        seen,
         where=user_line(),
         origin=object(),
         varies=none,
@@ -123,9 +124,14 @@ def bind(value: Any, labels: tuple[Label, ...], edge: Any = NO_EDGE, **fields) -
     return form.with_arrays(out)
 
 
-def _check_static(form: Form, labels: Sequence[Label]) -> None:
-    for x in form.leaves:
-        if x is not OPERAND and isinstance(x.value, jax.core.Tracer):
+def _without_holders(value: Any, form: Form, labels: Sequence[Label]) -> Form:
+    """The form of a value as others see it: with a `Holder` in the place of an object
+    that holds traced arrays. It is an error where somebody wants the value."""
+    changed = {}
+    for i, x in enumerate(form.leaves):
+        if x is OPERAND:
+            continue
+        if isinstance(x.value, jax.core.Tracer):
             name = labels[0].name
             what = "`capture=`" if name is None else f"`sow(..., {name!r})`"
             raise SowError(
@@ -133,6 +139,12 @@ def _check_static(form: Form, labels: Sequence[Label]) -> None:
                 f"{jax.typeof(x.value)}: only arrays can be captured. Sow the value "
                 "that it holds."
             )
+        if (found := holder(value, i, x.value)) is not None:
+            changed[i] = Const(found)
+    if not changed:
+        return form
+    leaves = [changed.get(i, x) for i, x in enumerate(form.leaves)]
+    return form._replace(leaves=tuple(leaves))
 
 
 class UnnamedSowError(Exception):

@@ -113,7 +113,8 @@ def state_of(x: Any) -> dict[str, Any]:
     held = {}
     for cls in type(x).__mro__:
         for name, descriptor in vars(cls).items():
-            if type(descriptor) is _Slot:
+            # Python's own functions have some, such as `__globals__`.
+            if type(descriptor) is _Slot and not name.startswith("__"):
                 try:
                     held[name] = descriptor.__get__(x)
                 except AttributeError:  # it is empty
@@ -186,11 +187,13 @@ def is_operand(x: Any) -> bool:
     """Whether a leaf is an array that JAX can hold: NumPy has arrays of strings. Or a
     number with a dtype, which JAX makes of a Python number: the rule of a
     `jax.custom_vjp` function may be called with one."""
+    if isinstance(x, jax.Array):
+        return True
+    # An attribute of any other object may be a property of a user's.
+    if not (eqx.is_array(x) or isinstance(x, int | float | complex)):
+        return False
     dtype = getattr(x, "dtype", np.dtype(object))
-    return isinstance(x, jax.Array) or (
-        (eqx.is_array(x) or isinstance(x, int | float | complex))
-        and (jnp.issubdtype(dtype, np.number) or jnp.issubdtype(dtype, np.bool_))
-    )
+    return jnp.issubdtype(dtype, np.number) or jnp.issubdtype(dtype, np.bool_)
 
 
 @jtu.register_static
