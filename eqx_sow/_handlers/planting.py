@@ -20,7 +20,7 @@ from .._arrays import leading, sharded_like, whole_along
 from .._errors import calling, SowError
 from .._mark.primitive import edge_value, sow_p
 from .._mark.site import Site
-from .._mark.static import Const, NoTangent, OPERAND, SameParts
+from .._mark.static import Const, NoTangent, numbers_in, OPERAND, SameParts
 from .._values.axes import aligned, as_operand, final_axes, for_each_lane
 from .._values.entry import Entry, in_front, in_place, running
 from .._values.merge import own_axes
@@ -180,38 +180,45 @@ def _replaced(
     return eqx.combine(jax.lax.cond(is_here, new, rest, pick(old)), old)
 
 
+class NotFixed(Exception):
+    """Something else is planted in the place of these arrays of NumPy's. The program
+    has to be traced again, where they are arrays of JAX's."""
+
+    def __init__(self, found: Mapping[Any, str], traced: bool):
+        # For each `Fixed.mark`, what messages say of the sow.
+        self.found = found
+        # Whether that may be because the numbers in a planted value are not known.
+        self.traced = traced
+
+
 def _check_fixed(
-    places: Sequence[Site],
-    value: Any,
-    old: Sequence[Any] | None = None,
-    *,
-    may_be_zero: bool = False,
+    places: Sequence[Site], value: Any, old: Sequence[Any] | None = None
 ) -> None:
-    """Raises if a NumPy array that is sown at all these places, under one name, shall
-    be replaced by another one. `old` are the arrays of what a function was called with.
-    Without them, an array that is traced is taken to be the one that was captured,
-    which is zero where the sow did not run."""
+    """Raises if an array of NumPy's that is sown at any of these places, under one
+    name, is not what is planted there. `old` are the arrays of what a function was
+    called with."""
     # As the user gave them: under a `jit`, JAX makes a tracer of an array whose numbers
     # are known.
     leaves = zip(jtu.tree_leaves(value), places[0].form.leaves)
     new = [x for x, leaf in leaves if leaf is OPERAND]
-    fixed = [dict(site.fixed) for site in places]
-    for i in set.intersection(*map(set, fixed)):
-        if _is_known(new[i]):
-            x = np.asarray(new[i])
-            allowed = [np.asarray(of_place[i].value, x.dtype) for of_place in fixed]
-            allowed += [np.zeros_like(allowed[0])] * may_be_zero
-            core = tuple(range(x.ndim - allowed[0].ndim, x.ndim))
-            equal = [(x == y) | ((x != x) & (y != y)) for y in allowed]
-            fits = np.any([each.all(core) for each in equal], 0).all()
-        else:
-            fits = old is None or new[i] is old[i]
-        if not fits:
-            raise SowError(
-                f"`plant`: at {places[0].said} there is a NumPy array, which the "
-                "program uses whatever you plant. To replace it, sow a JAX array: "
-                "`jnp.asarray(...)`."
-            )
+    found, traced = {}, False
+    for site in places:
+        for i, array, mark in site.fixed:
+            if old is not None and new[i] is old[i]:
+                continue
+            numbers = numbers_in(new[i])
+            if numbers is None or not _is_repeated(array.value, numbers):
+                found[mark] = site.said
+                traced = traced or (numbers is None and old is None)
+    if found:
+        raise NotFixed(found, traced)
+
+
+def _is_repeated(one: Any, every: Any) -> bool:
+    """Whether an array is another one, which may be repeated along more axes in front.
+    Bit by bit: `0.0` and `-0.0` differ, and NaN is equal to itself."""
+    one = np.broadcast_to(np.asarray(one).astype(every.dtype), every.shape)
+    return one.tobytes() == every.tobytes()
 
 
 def _only_zeros(places: Sequence[Site], value: Any, arrays: list[Any]) -> list[Any]:
@@ -225,8 +232,9 @@ def _only_zeros(places: Sequence[Site], value: Any, arrays: list[Any]) -> list[A
         if dtype == jax.dtypes.float0:
             continue
         is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
-        known = is_key or _is_known(x)
-        wrong = is_key or (np.asarray(x).any() if known else jnp.any(x != 0))
+        numbers = None if is_key else numbers_in(x)
+        known = is_key or numbers is not None
+        wrong = is_key or (jnp.any(x != 0) if numbers is None else numbers.any())
         problem = (
             f"`plant`: {places[0].said} has a leaf without a {places[0].mode} (an "
             "integer, a NumPy array, or what does not depend on what is "
@@ -236,13 +244,6 @@ def _only_zeros(places: Sequence[Site], value: Any, arrays: list[Any]) -> list[A
             raise SowError(problem)
         arrays = arrays if known else eqx.error_if(arrays, wrong, problem)
     return arrays
-
-
-def _is_known(x: Any) -> bool:
-    """Whether the numbers in an array can be had here and now."""
-    return not isinstance(x, jax.Array) or (
-        not isinstance(x, jax.core.Tracer) and x.is_fully_addressable
-    )
 
 
 def _at_site(
@@ -425,7 +426,7 @@ def prepare(
     own = [[*it.compress(site.axes, varies)] for varies in final]
     like = [entry.shape(i, axes, it.repeat(True)) for i, axes in enumerate(own)]
     arrays = list(map(aligned, _operands(value, site, like), final))
-    _check_fixed(places, value, may_be_zero=entry.counted)
+    _check_fixed(places, value)
     arrays = _only_zeros(places, value, arrays)
     # Those of devices, too: both are in front, for `scan` and `shard_map` to slice.
     to_front = [k for k, a in enumerate(site.axes) if not a.lane]

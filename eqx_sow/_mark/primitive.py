@@ -160,11 +160,12 @@ def _differentiated(nonzeros, avals, site, backward: bool) -> list[bool]:
     be computed with: `jnp.sqrt(y)` at 0 has the derivative `inf`, and `0 * inf` is NaN.
     """
     first = 1 + len(site.guards)
+    fixed = {first + x.index for x in site.fixed}
     whole = backward and listening.value is not None and not listening.value.leafwise
 
     def is_inexact(i):
         dtype = jexc.primal_dtype_to_tangent_dtype(avals[i].dtype)
-        return dtype != jax.dtypes.float0 and i - first not in dict(site.fixed)
+        return dtype != jax.dtypes.float0 and i not in fixed
 
     return [
         i >= first and (nz or (whole and is_inexact(i)))

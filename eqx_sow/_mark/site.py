@@ -97,6 +97,19 @@ class Label(NamedTuple):
 _NOT_WANTED = Label("", Const(object()))
 
 
+class Fixed(NamedTuple):
+    """An array of NumPy's among those that are sown. The program goes on with it, and
+    not with what comes out of the sow, so that an index or a size in Python stays one.
+    """
+
+    # Which array of the value it is.
+    index: int
+    array: Const
+    # What tells it from others, if the program is traced once more: the labels and the
+    # line of the sow, and the index. See `Listening.replaced`.
+    mark: tuple[Any, ...]
+
+
 _NONE: frozenset[tuple[int, ...]] = frozenset()
 
 
@@ -161,9 +174,7 @@ class Site(NamedTuple):
     # Whether it is a primal in a backward pass.
     backward: bool = False
 
-    # The NumPy arrays, each with its index among the arrays of the value. The program
-    # goes on with these, and not with what comes out of the sow.
-    fixed: tuple[tuple[int, Const], ...] = ()
+    fixed: tuple[Fixed, ...] = ()
 
     # --- modules ---
     # Which call it is, if `capture=` marked it.

@@ -12,10 +12,10 @@ import numpy as np
 from .._errors import SowError
 from .._frames import api_boundary, user_line
 from .._names import has_traced_number, join
-from .listening import listening
+from .listening import Listening, listening
 from .objects import holder
 from .primitive import NO_EDGE, sow_p
-from .site import Label, Site
+from .site import Fixed, Label, Site
 from .static import Const, Form, OPERAND, take_apart
 
 
@@ -96,19 +96,24 @@ def bind(value: Any, labels: tuple[Label, ...], edge: Any = NO_EDGE, **fields) -
     `fields` are more fields of the `Site`."""
     if isinstance(value, jax.Array):  # as nearly all values are
         arrays, form, fixed, seen = [value], _ARRAY, (), _ARRAY
+        where = user_line()
     else:
         arrays, form = take_apart(value)
         seen = _without_holders(value, form, labels)
+        where = user_line()
+        replaced = (listening.value or Listening()).replaced
+        every = [Fixed(i, Const(x), (labels, where, i)) for i, x in enumerate(arrays)]
         fixed = tuple(
-            (i, Const(x))
-            for i, x in enumerate(arrays)
-            if isinstance(x, np.ndarray | np.generic)
+            x
+            for x in every
+            if isinstance(x.array.value, np.ndarray | np.generic)
+            and x.mark not in replaced
         )
     none = ((),) * len(arrays)
     site = Site(
         labels,
         seen,
-        where=user_line(),
+        where=where,
         origin=object(),
         varies=none,
         permutations=none,
@@ -118,9 +123,8 @@ def bind(value: Any, labels: tuple[Label, ...], edge: Any = NO_EDGE, **fields) -
     _, *out = sow_p.bind(edge, *arrays, site=site)
     if form is _ARRAY:
         return out[0]
-    # What is an index or a size in Python has to stay one.
-    for i, x in fixed:
-        out[i] = x.value
+    for x in fixed:
+        out[x.index] = x.array.value
     return form.with_arrays(out)
 
 

@@ -2,6 +2,8 @@
 else, which is part of a parameter. JAX compares parameters, and keeps programs by
 them."""
 
+import contextlib
+import contextvars
 import dataclasses as dc
 import sys
 from collections.abc import Hashable, Sequence
@@ -9,6 +11,7 @@ from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
+import jax.core
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
@@ -177,6 +180,36 @@ class NoTangent:
 
     shape: tuple[int, ...]
     dtype: Any
+
+
+# For what is being traced in this thread: the inputs, by their ids, and the arrays that
+# these stand for.
+_inputs: contextvars.ContextVar[dict[int, tuple[Any, Any]]]
+_inputs = contextvars.ContextVar("inputs", default={})
+
+
+@contextlib.contextmanager
+def numbers_known(inputs: Sequence[Any], arrays: Sequence[Any]):
+    """As long as this lasts, the numbers in these traced arrays are known, if those in
+    the arrays are that they stand for. In `save_intermediates(plant(fn, values))` the
+    planted values are inputs of what is traced."""
+    new = {id(x): (x, y) for x, y in zip(inputs, arrays) if x is not y}
+    before = _inputs.set({**_inputs.get(), **new})
+    try:
+        yield
+    finally:
+        _inputs.reset(before)
+
+
+def numbers_in(x: Any) -> Any:
+    """The array with the numbers in `x`, if they can be had here and now, or `None`."""
+    inputs = _inputs.get()
+    while id(x) in inputs:
+        _, x = inputs[id(x)]
+    is_known = not isinstance(x, jax.Array) or (
+        not isinstance(x, jax.core.Tracer) and x.is_fully_addressable
+    )
+    return np.asarray(x) if is_known else None
 
 
 # A leaf that is an operand of the equation.

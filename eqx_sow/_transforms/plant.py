@@ -7,7 +7,7 @@ from typing import Any, ClassVar, ParamSpec, TypeVar
 from .._errors import SowError
 from .._frames import api_boundary
 from .._handlers.collect import Collect, EACH_PLACE
-from .._handlers.planting import prepare, Replace
+from .._handlers.planting import NotFixed, prepare, Replace
 from .._mark.listening import listening
 from .._mark.static import SameParts
 from .._names import check_known, join
@@ -111,6 +111,33 @@ class _Plant(Transformed):
     _call: ClassVar[str] = "plant"
 
     def _result(self, program: Program) -> Any:
+        try:
+            return type(self)._planted(self, program)
+        except NotFixed as e:
+            if e.traced and program.compiled:
+                raise
+            found = e.found
+        said = " and ".join(dict.fromkeys(found.values()))
+        if program.replaced.issuperset(found):
+            raise SowError(
+                f"`plant`: at {said} there is a NumPy array, in a function that "
+                "eqx_sow cannot trace again, so it would be used whatever you plant. "
+                "Mark a JAX array there: `jnp.asarray(...)`."
+            )
+        try:
+            again = program.again(frozenset(found))
+        except Exception as e:  # whatever the program raises
+            if not isinstance(e, SowError):
+                e.add_note(
+                    f"Something else is planted for the NumPy array of {said}, so it "
+                    "is a JAX array now. Where the program needs its numbers while it "
+                    "is traced, as an index or a shape, plant the NumPy array that is "
+                    "marked there, outside of `jax.jit`."
+                )
+            raise
+        return type(self)._result(self, again)
+
+    def _planted(self, program: Program) -> Any:
         given = self._others["values"]
         places = _places(given, program)
         # For each name, what by iteration: `{"h/3": v}` is `{"h": {(3,): v}}`.
