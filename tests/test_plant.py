@@ -1231,6 +1231,7 @@ def test_another_array_in_the_place_of_a_numpy_array_that_is_traced(name):
 
     f = around(lambda x: one(x, table))
     xs = jnp.arange(6.0).reshape(3, 2)
+    xs = xs[None] if name == "vmap of scan" else xs
     out, got = S(f)(xs)
     want = around(lambda x: one(x, 5 * table))(xs)
     five = plant(f, {"v": lambda v: {**v, "table": 5 * v["table"]}})
@@ -1270,15 +1271,39 @@ def _indexing(x):
     return value["x"][np.asarray(value["at"])]
 
 
-@pytest.mark.parametrize("name", ["jit", "checkpoint", "grad", "scan", "vmap of scan"])
-def test_what_was_captured_in_a_program_that_indexes_with_it(name):
-    f = _AROUND[name](_indexing)
-    x = {"scan": X[None], "vmap of scan": X[None, None]}.get(name, X)
+_MIXED = jnp.array([[1.0, 2.0, 3.0], [0.0, -1.0, 1.0]])
+
+
+@pytest.mark.parametrize(
+    "around, x",
+    [
+        (jax.jit, X),
+        (_AROUND["grad"], X),
+        (_AROUND["vmap of scan"], X[None, None]),
+        (_AROUND["cond"], X),  # where it does not run
+        (_AROUND["vmap of cond"], _MIXED),
+        (lambda f: _AROUND["scan"](jax.jit(_where_it_is_large(f))), _MIXED),
+        (lambda f: jax.vmap(_AROUND["grad"](_where_it_is_large(f))), _MIXED),
+    ],
+)
+def test_what_was_captured_in_a_program_that_indexes_with_it(around, x):
+    f = around(_indexing)
     out, got = S(f)(x)
     assert_close(plant(f, got)(x), out)
     assert_close(jax.jit(plant(f, got))(x), out)
-    again, twice = S(plant(f, got))(x)
-    assert_close((again, twice), (out, got))
+    assert_close(S(plant(f, got))(x), (out, got))
+
+
+def test_an_index_where_it_did_not_run():
+    """The zeros there are not planted in silence where it runs."""
+    f = _where_it_is_large(_indexing)
+    _, got = S(f)(X)
+    with pytest.raises(RuntimeError, match="zeros are planted"):
+        plant(f, got)(X + 3)
+    mapped = jax.vmap(f)
+    _, got = S(mapped)(_MIXED)
+    with pytest.raises(RuntimeError, match="zeros are planted|must not vary"):
+        plant(mapped, got)(_MIXED + 9)
 
 
 @pytest.mark.parametrize("nested", [False, True])

@@ -50,8 +50,8 @@ class Listening(NamedTuple):
     # Whether, of a value, only those leaves are differentiated that the program itself
     # differentiates, instead of all. This is a second try, after an error of JAX's.
     leafwise: bool = False
-    # The `Fixed.mark`s of arrays of NumPy's in whose place something else is planted. The
-    # program goes on with arrays of JAX's there.
+    # The `Fixed.mark`s of NumPy arrays in whose place something else is planted. The
+    # program goes on with JAX arrays there.
     replaced: frozenset[Any] = frozenset()
     # Whether JAX moves something out of a scan, see `_walk/jax_rules.py`.
     moving: bool = False

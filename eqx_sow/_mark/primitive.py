@@ -241,9 +241,7 @@ def _sow_transpose(cts, edge, *operands, site):
         edge,
         *operands[:n_guards],
         *map(ad.instantiate_zeros, cts),
-        site=site._replace(
-            modes=(*modes, "cotangent"), form=form, spec=None, taken=()
-        ),
+        site=site._replace(modes=(*modes, "cotangent"), form=form, spec=None, taken=()),
     )
     return [None] * (1 + n_guards) + [
         None if not ad.is_undefined_primal(x) else ct if type(ct) is ad.Zero else s

@@ -6,7 +6,8 @@ import contextlib
 import contextvars
 import dataclasses as dc
 import sys
-from collections.abc import Hashable, Sequence
+import types
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -184,8 +185,8 @@ class NoTangent:
 
 # For what is being traced in this thread: the inputs, by their ids, and the arrays that
 # these stand for.
-_inputs: contextvars.ContextVar[dict[int, tuple[Any, Any]]]
-_inputs = contextvars.ContextVar("inputs", default={})
+_inputs: contextvars.ContextVar[Mapping[int, tuple[Any, Any]]]
+_inputs = contextvars.ContextVar("inputs", default=types.MappingProxyType({}))
 
 
 @contextlib.contextmanager

@@ -1,13 +1,17 @@
 """`plant`."""
 
+import dataclasses as dc
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any, ClassVar, ParamSpec, TypeVar
 
+import equinox as eqx
+import numpy as np
+
 from .._errors import SowError
 from .._frames import api_boundary
 from .._handlers.collect import Collect, EACH_PLACE
-from .._handlers.planting import NotFixed, prepare, Replace
+from .._handlers.planting import NOT_PLANTED, NotFixed, prepare, Replace
 from .._mark.listening import listening
 from .._mark.static import SameParts
 from .._names import check_known, join
@@ -107,6 +111,34 @@ def _check_one_place(
         raise _merge.duplicate(site, entries[1].site, remedy)
 
 
+def _traced_again(program: Program, found: NotFixed) -> Program:
+    """The program, in which arrays of NumPy's can be replaced that are not what is
+    planted there."""
+    every = frozenset(found.found)
+    said = " and ".join(dict.fromkeys(found.found.values()))
+    if every <= program.replaced:
+        raise SowError(
+            f"`plant`: at {said} there is a NumPy array, in a function that eqx_sow "
+            "cannot trace again, so it would be used whatever you plant. Mark a JAX "
+            "array there: `jnp.asarray(...)`."
+        )
+    try:
+        return program.again(every)
+    except SowError:
+        raise
+    except Exception as e:  # whatever the program raises
+        left = program.left | found.captured
+        if every <= left:
+            return dc.replace(program, left=left)
+        e.add_note(
+            f"Something else is planted for the NumPy array of {said}, or it is "
+            "traced, so it is a JAX array now. Where the program needs its numbers "
+            "while it is traced, as an index or a shape, plant the NumPy array that is "
+            "marked there, outside of `jax.jit`."
+        )
+        raise
+
+
 class _Plant(Transformed):
     _call: ClassVar[str] = "plant"
 
@@ -116,26 +148,8 @@ class _Plant(Transformed):
         except NotFixed as e:
             if e.traced and program.compiled:
                 raise
-            found = e.found
-        said = " and ".join(dict.fromkeys(found.values()))
-        if program.replaced.issuperset(found):
-            raise SowError(
-                f"`plant`: at {said} there is a NumPy array, in a function that "
-                "eqx_sow cannot trace again, so it would be used whatever you plant. "
-                "Mark a JAX array there: `jnp.asarray(...)`."
-            )
-        try:
-            again = program.again(frozenset(found))
-        except Exception as e:  # whatever the program raises
-            if not isinstance(e, SowError):
-                e.add_note(
-                    f"Something else is planted for the NumPy array of {said}, so it "
-                    "is a JAX array now. Where the program needs its numbers while it "
-                    "is traced, as an index or a shape, plant the NumPy array that is "
-                    "marked there, outside of `jax.jit`."
-                )
-            raise
-        return type(self)._result(self, again)
+            found = e
+        return type(self)._result(self, _traced_again(program, found))
 
     def _planted(self, program: Program) -> Any:
         given = self._others["values"]
@@ -148,7 +162,7 @@ class _Plant(Transformed):
         sows = defaultdict(list)
         for x in program.mine:
             sows[x.site.key].append(x)
-        values, planted = {}, {}
+        values, planted, not_fixed = {}, {}, NotFixed()
         for key, entries in _entries(program, places).items():
             by_iteration = chosen[key[0]]
             has_value = not all(map(callable, by_iteration.values()))
@@ -159,7 +173,9 @@ class _Plant(Transformed):
             ats = sorted(by_iteration, key=lambda at: len(at) - at.count(None))
             sites = [x.site for x in sows[key]]
             plans = [
-                prepare(entries[0], sites, at, by_iteration[at], program.options)
+                prepare(
+                    entries[0], sites, at, by_iteration[at], program.options, not_fixed
+                )
                 for at in ats
             ]
             planted[key] = tuple(new for new, _ in plans)
@@ -170,8 +186,19 @@ class _Plant(Transformed):
             planted=True,
         )
         has_outer = listening.value is not None
-        handler = Replace(program.options.tag, SameParts(planted), has_outer)
-        outs, _ = program.evaluate(handler, Given(values=values))
+        left = program.left
+        not_fixed.check(left)
+        handler = Replace(program.options.tag, SameParts(planted), has_outer, left)
+        carry = {NOT_PLANTED: np.False_} if left else {}
+        outs, taken = program.evaluate(handler, Given(carry, values))
+        if left:
+            outs = eqx.error_if(
+                outs,
+                taken.carry[NOT_PLANTED],
+                "`plant`: zeros are planted in the place of a NumPy array that the "
+                "program needs while it is traced, and the mark, which did not run "
+                "where they were captured, ran.",
+            )
         return program.output(outs)
 
 

@@ -58,6 +58,8 @@ class Program:
     replaced: frozenset[Any]
     # Whether it is being compiled, for any numbers in the arrays of the options.
     compiled: bool = False
+    # Of `plant`: see `Replace`.
+    left: frozenset[Any] = frozenset()
 
     def evaluate(self, handler: Handler, given: Given) -> tuple[list, Taken]:
         """The arrays of the output, and what the handler took from the sows."""
@@ -269,8 +271,9 @@ class Program:
             f"`{call}` found no mark in `{name}`. Pass `capture=True` for the output "
             "of each module, or mark values with `eqx_sow.sow`. A function that was "
             "traced before, by `jax.vjp` or `jax.linearize`, has lost its marks: call "
-            "these inside `fn`. A `save_intermediates` inside `fn` takes the marks that "
-            "it returns: by `names=` or `modes=` there, it leaves others to this one."
+            "these inside `fn`. A `save_intermediates` inside `fn` takes the marks "
+            "that it returns. With `names=` or `modes=` it leaves the others to this "
+            "one."
         )
 
 
