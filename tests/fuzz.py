@@ -775,7 +775,31 @@ def nested(run):
     check_out(out, run.ref.out, "out of two")
     check_saved(mine, run.ref)
     check_saved(others, other)
+    names = list(run.ref.sites)[::2]
+    check_pair(run, names, run.pick(["all", "primal"]))
     return True
+
+
+def check_pair(run, names, mode):
+    """Of two with one tag, the inner one takes what it returns, and the outer one all
+    else. The outer one captures no module."""
+    if not names:
+        return
+    modes = None if mode == "all" else mode
+    inner = run.save(run.stack(), names=names, modes=modes)
+    (out, mine), rest = run.run(run.outer(save_intermediates(inner)))
+    check_out(out, run.ref.out, "out of a pair")
+    both = {}
+    for name, entry in (*mine.items(), *rest.items()):
+        of_name = both.setdefault(name, {})
+        if twice := (of_name.keys() & entry.keys()) - {"count"}:
+            raise Wrong(f"{name} {twice}: taken by both")
+        of_name.update(entry)
+    at_least = {n for n in run.ref.sites if n in names or f"{orc.CAPTURED}/" not in n}
+    if modes:  # of modules, nobody takes the derivatives
+        at_least -= {n for n in at_least if f"{orc.CAPTURED}/" in n}
+        both = {n: entry for n, entry in both.items() if n in at_least}
+    check_saved(both, run.ref, names=at_least)
 
 
 def _has_grad(run):

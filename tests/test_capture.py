@@ -1742,6 +1742,10 @@ def test_captured_inside_captured():
     assert list(S(inner, capture=True)(mlp, X)[1]) == ["net"]
     with pytest.raises(UnknownSowError, match="another `tag`"):
         S(inner, capture=eqx.nn.Linear)(mlp, X)
+    first = lambda net, x: S(net, capture=eqx.nn.Linear, names="layers/0")(x)
+    (_, inside), outside = S(first, capture=eqx.nn.Linear)(mlp, X)
+    assert list(inside) == ["layers/0"]
+    assert list(outside) == ["net/layers/1", "net/layers/2"]
     both = lambda net, x: (inner(net, x), net(x))
     ((out, inside), again), outside = S(both, capture=eqx.nn.Linear)(mlp, X)
     assert {f"layers/{i}" for i in range(3)} <= set(inside)

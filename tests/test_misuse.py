@@ -83,10 +83,6 @@ def _pair(x):
     return sow({"a": x, "kind": "static"}, "h")["a"]
 
 
-def _numpy(x):
-    return x + sow(np.ones(3, "float32"), "h")
-
-
 def _reference(x):
     return sow(jax.new_ref(x), "h")[...]
 
@@ -874,13 +870,6 @@ MISUSES = {
         ("`h` is sown more than once", "or plant a function"),
         "is sown more than once",
         _twice,
-    ),
-    "values: in the place of a NumPy array": Misuse(
-        SowError,
-        lambda: plant(_numpy, {"h": jnp.zeros(3)})(X),
-        ("`plant`: at `sow(..., 'h')`", "NumPy array", "`jnp.asarray(...)`"),
-        "has a leaf",
-        _numpy,
     ),
     "planted function: forgets return": Misuse(
         SowError,

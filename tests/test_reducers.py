@@ -11,13 +11,14 @@ from eqx_sow import (
     DuplicateSowError,
     Fold,
     Last,
+    plant,
     save_intermediates as S,
     sow,
     SowError,
 )
 from jax import lax
 
-from .helpers import close
+from .helpers import assert_close, close
 
 
 X = jnp.array([0.5, 1.5])
@@ -460,3 +461,73 @@ def test_append_of_gradients_one_after_another_that_are_differentiated():
     _, captured = S(jax.grad(f), reduce=Append())(0.5)
     # The gradients with respect to the three cotangents.
     assert captured["a"]["cotangent.cotangent"] == (1.0, 2.0, 0.0)
+
+
+# --- structures ---
+def _registered(equality, static):
+    """A class of PyTrees. `==` of it is not to be called, nor that of what is static in
+    it, of which there is a new object each time."""
+
+    def refuse(self, other):
+        raise AssertionError
+
+    class Config:
+        def __init__(self):
+            self.sizes = np.arange(3)
+
+        __hash__ = lambda self: 3
+        __eq__ = refuse if equality == "refused" else lambda a, b: a.sizes == b.sizes
+
+    class Q:
+        def __init__(self, a, config=None):
+            self.a = a
+            self.config = Config() if static and config is None else config
+
+    if equality == "elementwise":
+        Q.__eq__ = lambda self, other: self.a == other.a
+    elif equality == "refused":
+        Q.__eq__, Q.__hash__ = refuse, None
+    make = lambda config, children: Q(*children, config)
+    jax.tree_util.register_pytree_node(Q, lambda q: ((q.a,), q.config), make)
+    return Q
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("equality", [None, "elementwise", "refused"])
+def test_classes_without_an_equality_of_structures(equality, static):
+    Q = _registered(equality, static)
+
+    def f(x):
+        def body(x, i):
+            branches = [lambda x: sow(Q(x + 1), "h").a, lambda x: sow(Q(2 * x), "h").a]
+            return lax.switch(i % 2, branches, x), x
+
+        x, _ = lax.scan(body, x, jnp.arange(3))
+        return lax.while_loop(lambda x: x < 99, lambda x: sow(Q(3 * x), "w").a, x)
+
+    values = [2.0, 4.0, 5.0]
+    fold = lambda acc, q: Q(acc.a + q.a)
+    for init in (Q(jnp.float32(0)), lambda: Q(jnp.float32(0))):
+        for wrap in (lambda f: f, jax.jit, _mapped):
+            saved = S(wrap(f), names="h", reduce=Fold(init, fold))
+            got = saved(jnp.float32(1))[1]["h"]["primal"]
+            assert type(got) is Q
+            assert_close(np.ravel(got.a)[0], np.float32(sum(values)))
+    reduced = [
+        (Last(), values[-1]),
+        (Buffer(2), values[-2:]),
+        (None, values),
+    ]
+    for reduce, want in reduced:
+        _, got = S(f, reduce=reduce)(jnp.float32(1))
+        assert_close(got["h"]["primal"].a, jnp.float32(want))
+        assert_close(jnp.ravel(got["w"]["primal"].a)[-1], jnp.float32(135))
+    assert_close(plant(f, {"h": lambda q: Q(q.a)})(jnp.float32(1)), jnp.float32(135))
+    (both,) = S(lambda x: sow(Q(x), "h").a, reduce=Append())(X)[1]["h"]["primal"]
+    assert_close(both.a, X)
+    with pytest.raises(SowError, match="must keep the structure"):
+        S(f, names="h", reduce=Fold(Q(jnp.float32(0)), lambda acc, q: q.a))(1.0)
+
+
+def _mapped(f):
+    return jax.vmap(f, in_axes=None, axis_size=2)

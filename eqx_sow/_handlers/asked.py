@@ -27,6 +27,11 @@ def reached(at: Iterable[int | None], iterations: Iterable[Any]) -> Any:
     return ft.reduce(operator.and_, matches, np.True_)
 
 
+def is_some(at: Iterable[int | None]) -> bool:
+    """Whether not all iterations are asked for."""
+    return any(n is not None for n in at)
+
+
 @dc.dataclass(frozen=True, kw_only=True)
 class Listens(Handler):
     """What `Collect` and `Tap` have in common: they look at the sows of one tag that

@@ -18,7 +18,7 @@ from .._values.reduce import Reducer, ReducerState
 from .._walk.frame import Frame
 from .._walk.handler import check_guarded, Given, Handler
 from .._walk.sows import Found
-from .asked import leave, Listens, of_one, reached
+from .asked import is_some, leave, Listens, of_one, reached
 
 
 # For a survey of the program: of each place that sows a name there is an entry.
@@ -44,6 +44,8 @@ class Collect(Listens):
     modes: tuple[str, ...] | None
     # A reducer for all names, or a dict of one for each.
     reduce: SameParts
+    # The `Site.key`s of what is returned, which those further out do not see.
+    returned: frozenset[Any] = frozenset()
 
     @property
     def cacheable(self):
@@ -55,8 +57,20 @@ class Collect(Listens):
         return any(self.folds(one.name) for one, _ in self.asked(site))
 
     def concerns(self, site):
-        # Those further out do not see sows of this tag, asked for or not.
-        return site.tag == self.tag
+        return site.tag == self.tag and any(
+            one.key in self.returned or self._chooses(one)
+            for one, _ in self.asked(site)
+        )
+
+    def _left(self, site: Site) -> Site | None:
+        """What is left of a sow for those further out. One of which only some
+        iterations are returned is left as it is."""
+        here = [one for one, at in self.asked(site, self.loops) if not is_some(at)]
+        if all(one.key not in self.returned for one in here):
+            return site
+        if self.modes is None:
+            return site.without(self.tag)
+        return site.without_this_mode(self.tag)
 
     def with_reducers(self, found: Iterable[Found]) -> "Collect":
         """The same, in which a captured name that several equations mark, and that no
@@ -119,7 +133,7 @@ class Collect(Listens):
         if site.tag != self.tag:
             leave(self, site, atoms, frame)
             return given
-        atoms = leave(self, site.without(self.tag), atoms, frame)
+        atoms = leave(self, self._left(site), atoms, frame)
         asked = self.asked(site, self.loops)
         if asked:
             check_guarded(site)

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses as dc
 import functools as ft
 import itertools as it
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -20,16 +20,19 @@ from .._arrays import leading, sharded_like, whole_along
 from .._errors import calling, SowError
 from .._mark.primitive import edge_value, sow_p
 from .._mark.site import Site
-from .._mark.static import Const, NoTangent, OPERAND, SameParts
+from .._mark.static import Const, NoTangent, numbers_in, OPERAND, SameParts
 from .._values.axes import aligned, as_operand, final_axes, for_each_lane
 from .._values.entry import Entry, in_front, in_place, running
 from .._values.merge import own_axes
 from .._values.transform import of_one_lane
 from .._walk.frame import Frame
-from .._walk.handler import check_guarded, Handler
+from .._walk.handler import check_guarded, Given, Handler
 from .._walk.rules import varying_alike
 from .._walk.sows import sites, sows
 from .asked import leave, reached
+
+
+NOT_PLANTED = "not planted"
 
 
 def slot_of(key: Any, run: int | None) -> Any:
@@ -50,6 +53,9 @@ class Replace(Handler):
     # these runs, in order.
     runs: SameParts
     has_outer: bool
+    # The `Fixed.mark`s of arrays of NumPy's that stay although something else may be
+    # planted there. `Given.carry` has a boolean, `NOT_PLANTED`: whether that was so.
+    left: frozenset[Any] = frozenset()
 
     @property
     def cacheable(self):
@@ -98,6 +104,7 @@ class Replace(Handler):
         slot = self._slot(site)
         planted = [*zip(self.planted.value[slot], given.values[slot])]
         value = _replaced(planted, at_sow, guards, value, given.iterations)
+        given = self._checked(given, at_sow, guards, value)
         edge_out, *_ = frame.eqn.outvars
         new = [edge_value(edge_out.aval), *in_place(site, [*guards, *value])]
         if self.has_outer:
@@ -106,6 +113,30 @@ class Replace(Handler):
                 new = sow_p.bind(edge, *new[1:], site=still)
         frame.set(frame.eqn.outvars, new)
         return given
+
+    def _checked(self, given: Given, site: Site, guards, value) -> Given:
+        """Notes in `Given.carry` whether what is `left` of a value that runs should be
+        something else."""
+        if not self.left:
+            return given
+        if NOT_PLANTED not in given.carry:
+            raise SowError(
+                f"`plant`: {site.said} has a NumPy array that the program needs while "
+                "it is traced. It did not run where the planted zeros were captured, "
+                "and whether it runs now cannot be checked in a `jax.shard_map`. Plant "
+                "the NumPy array that is marked there."
+            )
+        wrong, n = given.carry[NOT_PLANTED], len(site.axes)
+        run, _ = running(site, guards)
+        for i, array, mark in site.fixed:
+            if mark in self.left:
+                x = aligned(value[i], site.varies[len(guards) + i])
+                one = jnp.asarray(array.value)
+                one = one.reshape((1,) * n + one.shape)
+                differs = (x != one) & ~((x != x) & (one != one))
+                differs = differs.any(range(n, x.ndim))
+                wrong |= jnp.any(differs if run is None else differs & run)
+        return given._replace(carry={**given.carry, NOT_PLANTED: wrong})
 
     def replaces(self, site):
         return self.wants(site)
@@ -206,38 +237,60 @@ def _replaced(
     return eqx.combine(jax.lax.cond(is_here, new, rest, pick(old)), old)
 
 
-def _check_fixed(
-    places: Sequence[Site],
-    value: Any,
-    old: Sequence[Any] | None = None,
-    *,
-    may_be_zero: bool = False,
-) -> None:
-    """Raises if a NumPy array that is sown at all these places, under one name, shall
-    be replaced by another one. `old` are the arrays of what a function was called with.
-    Without them, an array that is traced is taken to be the one that was captured,
-    which is zero where the sow did not run."""
-    # As the user gave them: under a `jit`, JAX makes a tracer of an array whose numbers
-    # are known.
-    leaves = zip(jtu.tree_leaves(value), places[0].form.leaves)
-    new = [x for x, leaf in leaves if leaf is OPERAND]
-    fixed = [dict(site.fixed) for site in places]
-    for i in set.intersection(*map(set, fixed)):
-        if _is_known(new[i]):
-            x = np.asarray(new[i])
-            allowed = [np.asarray(of_place[i].value, x.dtype) for of_place in fixed]
-            allowed += [np.zeros_like(allowed[0])] * may_be_zero
-            core = tuple(range(x.ndim - allowed[0].ndim, x.ndim))
-            equal = [(x == y) | ((x != x) & (y != y)) for y in allowed]
-            fits = np.any([each.all(core) for each in equal], 0).all()
-        else:
-            fits = old is None or new[i] is old[i]
-        if not fits:
-            raise SowError(
-                f"`plant`: at {places[0].said} there is a NumPy array, which the "
-                "program uses whatever you plant. To replace it, sow a JAX array: "
-                "`jnp.asarray(...)`."
-            )
+class NotFixed(Exception):
+    """Something else is planted in the place of these arrays of NumPy's. The program
+    has to be traced again, where they are arrays of JAX's."""
+
+    def __init__(self):
+        # For each `Fixed.mark`, what messages say of the sow.
+        self.found: dict[Any, str] = {}
+        # Those of which the planted value is what was captured, if the sow runs only
+        # where that is not zero.
+        self.captured: set[Any] = set()
+        # Whether that may be because the numbers in a planted value are not known.
+        self.traced = False
+
+    def check(self, left: Collection[Any] = ()) -> None:
+        """Raises, unless it is all `left` as it is."""
+        if not self.found.keys() <= set(left):
+            raise self
+
+    def add(
+        self,
+        places: Sequence[Site],
+        value: Any,
+        old: Sequence[Any] | None = None,
+        *,
+        counted: bool = False,
+    ) -> "NotFixed":
+        """With those at these places, of one name, that are not what is in `value`,
+        which is planted there. `old` are the arrays of what a function was called with,
+        that returned it. With `counted`, the sow may not have run."""
+        # As the user gave them: under a `jit`, JAX makes a tracer of an array whose
+        # numbers are known.
+        leaves = zip(jtu.tree_leaves(value), places[0].form.leaves)
+        new = [x for x, leaf in leaves if leaf is OPERAND]
+        for site, (i, array, mark) in ((s, x) for s in places for x in s.fixed):
+            if old is not None and new[i] is old[i]:
+                continue
+            numbers = numbers_in(new[i])
+            self.traced |= numbers is None and old is None
+            if numbers is not None:
+                one = np.asarray(array.value).astype(numbers.dtype)
+                if _consists_of(numbers, [one]):
+                    continue
+                if counted and _consists_of(numbers, [one, np.zeros_like(one)]):
+                    self.captured.add(mark)
+            self.found[mark] = site.said
+        return self
+
+
+def _consists_of(x: Any, several: Sequence[Any]) -> bool:
+    """Whether an array is one of several, or has these along more axes in front. Bit by
+    bit: `0.0` and `-0.0` differ, and NaN is equal to itself."""
+    size = several[0].size
+    each = {row.tobytes() for row in x.reshape(-1, size)} if x.size else set()
+    return each <= {one.tobytes() for one in several}
 
 
 def _only_zeros(places: Sequence[Site], value: Any, arrays: list[Any]) -> list[Any]:
@@ -251,8 +304,9 @@ def _only_zeros(places: Sequence[Site], value: Any, arrays: list[Any]) -> list[A
         if dtype == jax.dtypes.float0:
             continue
         is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
-        known = is_key or _is_known(x)
-        wrong = is_key or (np.asarray(x).any() if known else jnp.any(x != 0))
+        numbers = None if is_key else numbers_in(x)
+        known = is_key or numbers is not None
+        wrong = is_key or (jnp.any(x != 0) if numbers is None else numbers.any())
         problem = (
             f"`plant`: {places[0].said} has a leaf without a {places[0].mode} (an "
             "integer, a NumPy array, or what does not depend on what is "
@@ -262,13 +316,6 @@ def _only_zeros(places: Sequence[Site], value: Any, arrays: list[Any]) -> list[A
             raise SowError(problem)
         arrays = arrays if known else eqx.error_if(arrays, wrong, problem)
     return arrays
-
-
-def _is_known(x: Any) -> bool:
-    """Whether the numbers in an array can be had here and now."""
-    return not isinstance(x, jax.Array) or (
-        not isinstance(x, jax.core.Tracer) and x.is_fully_addressable
-    )
 
 
 def _at_site(
@@ -347,7 +394,7 @@ def _apply(fn: Callable, site: Site, values: Sequence[Any]) -> list[Any]:
         old = site.form.with_arrays(values)
         value = fn(old)
         new = _operands(value, site, values, of_function=True)
-        _check_fixed([site], value, values)
+        NotFixed().add([site], value, values).check()
         return _only_zeros([site], value, new)
 
     return for_each_lane(apply, site.axes, varies, varies)(*values)
@@ -434,10 +481,11 @@ def prepare(
     at: tuple[int | None, ...],
     value: Any,
     options: Any,
+    not_fixed: NotFixed,
 ) -> tuple[Planted, list[Any]]:
     """What to plant at all places of one `Site.key`, and its arrays: aligned, but with
     the axes of loops first. `entry` has the shapes of what would be captured there, at
-    the only place of a value."""
+    the only place of a value. `not_fixed` is told what it replaces."""
     if callable(value):
         return Planted(SameParts(value), at, options.with_index), []
     loops = [i for i, a in enumerate(entry.site.axes) if not a.lane and a.mesh is None]
@@ -451,7 +499,7 @@ def prepare(
     own = [[*it.compress(site.axes, varies)] for varies in final]
     like = [entry.shape(i, axes, it.repeat(True)) for i, axes in enumerate(own)]
     arrays = list(map(aligned, _operands(value, site, like), final))
-    _check_fixed(places, value, may_be_zero=entry.counted)
+    not_fixed.add(places, value, counted=entry.counted)
     arrays = _only_zeros(places, value, arrays)
     # Those of devices, too: both are in front, for `scan` and `shard_map` to slice.
     to_front = [k for k, a in enumerate(site.axes) if not a.lane]

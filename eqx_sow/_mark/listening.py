@@ -50,6 +50,9 @@ class Listening(NamedTuple):
     # Whether, of a value, only those leaves are differentiated that the program itself
     # differentiates, instead of all. This is a second try, after an error of JAX's.
     leafwise: bool = False
+    # The `Fixed.mark`s of NumPy arrays in whose place something else is planted. The
+    # program goes on with JAX arrays there.
+    replaced: frozenset[Any] = frozenset()
     # Whether JAX moves something out of a scan, see `_walk/jax_rules.py`.
     moving: bool = False
     # Whether JAX splits the body of a while loop, which can keep nothing.

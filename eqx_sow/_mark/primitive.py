@@ -160,11 +160,12 @@ def _differentiated(nonzeros, avals, site, backward: bool) -> list[bool]:
     be computed with: `jnp.sqrt(y)` at 0 has the derivative `inf`, and `0 * inf` is NaN.
     """
     first = 1 + len(site.guards)
+    fixed = {first + x.index for x in site.fixed}
     whole = backward and listening.value is not None and not listening.value.leafwise
 
     def is_inexact(i):
         dtype = jexc.primal_dtype_to_tangent_dtype(avals[i].dtype)
-        return dtype != jax.dtypes.float0 and i - first not in dict(site.fixed)
+        return dtype != jax.dtypes.float0 and i not in fixed
 
     return [
         i >= first and (nz or (whole and is_inexact(i)))
@@ -216,6 +217,7 @@ def _sow_tangent(nonzeros, avals, site, edge, *guards, tangents):
         differentiated=0,
         spec=None,
         fixed=(),
+        taken=(),
         varies=tuple(it.compress(site.varies, kept)),
         permutations=tuple(it.compress(site.permutations, kept)),
     )
@@ -239,7 +241,7 @@ def _sow_transpose(cts, edge, *operands, site):
         edge,
         *operands[:n_guards],
         *map(ad.instantiate_zeros, cts),
-        site=site._replace(modes=(*modes, "cotangent"), form=form, spec=None),
+        site=site._replace(modes=(*modes, "cotangent"), form=form, spec=None, taken=()),
     )
     return [None] * (1 + n_guards) + [
         None if not ad.is_undefined_primal(x) else ct if type(ct) is ad.Zero else s

@@ -97,6 +97,19 @@ class Label(NamedTuple):
 _NOT_WANTED = Label("", Const(object()))
 
 
+class Fixed(NamedTuple):
+    """An array of NumPy's among those that are sown. The program goes on with it, and
+    not with what comes out of the sow, so that an index or a size in Python stays one.
+    """
+
+    # Which array of the value it is.
+    index: int
+    array: Const
+    # What tells it from others, if the program is traced once more: the labels and the
+    # line of the sow, and the index. See `Listening.replaced`.
+    mark: tuple[Any, ...]
+
+
 _NONE: frozenset[tuple[int, ...]] = frozenset()
 
 
@@ -113,6 +126,10 @@ class Site(NamedTuple):
     labels: tuple[Label, ...]
     # The value without its arrays, which are operands of the equation.
     form: Form
+
+    # The tags of which a transformation further in has taken this value, and left its
+    # derivatives to others.
+    taken: tuple[Hashable, ...] = ()
 
     # --- differentiation ---
     # `()` for a primal, `("tangent",)`, `("cotangent", "tangent")`, ...
@@ -157,9 +174,7 @@ class Site(NamedTuple):
     # Whether it is a primal in a backward pass.
     backward: bool = False
 
-    # The NumPy arrays, each with its index among the arrays of the value. The program
-    # goes on with these, and not with what comes out of the sow.
-    fixed: tuple[tuple[int, Const], ...] = ()
+    fixed: tuple[Fixed, ...] = ()
 
     # --- modules ---
     # Which call it is, if `capture=` marked it.
@@ -170,8 +185,9 @@ class Site(NamedTuple):
     @property
     def label(self) -> Label:
         """What it is called by the transformation at hand."""
-        is_known = self.labels and self.labels[0].name is not None
-        return self.labels[0] if is_known else _NOT_WANTED
+        first, *_ = self.labels or (_NOT_WANTED,)
+        there = first.name is not None and first.tag not in self.taken
+        return first if there else _NOT_WANTED
 
     @property
     def name(self) -> str:
@@ -196,6 +212,10 @@ class Site(NamedTuple):
         """What is left to others by a transformation that takes this tag."""
         left = tuple(x for x in self.labels if x.tag != tag)
         return self._replace(labels=left) if left or self.note else None
+
+    def without_this_mode(self, tag: Hashable) -> "Site":
+        """The same, where only what comes of it by a derivative is left."""
+        return self._replace(taken=(*self.taken, tag))
 
     def for_all(self) -> "Site":
         """The sow, also seen by those further out that have no label for it."""

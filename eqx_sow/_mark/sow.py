@@ -14,8 +14,9 @@ from .._errors import SowError, SowTypeError
 from .._frames import api_boundary, Origin, user_line
 from .._names import has_traced_number, join
 from .listening import Listening, listening
+from .objects import holder
 from .primitive import NO_EDGE, sow_p
-from .site import Label, Site
+from .site import Fixed, Label, Site
 from .static import Const, Form, OPERAND, take_apart
 
 
@@ -108,20 +109,25 @@ def bind(
     """Binds the primitive to the array leaves of a value. Names are whole names.
     `fields` are more fields of the `Site`."""
     if isinstance(value, jax.Array):  # as nearly all values are
-        arrays, form, fixed = [value], _ARRAY, ()
+        arrays, form, fixed, seen = [value], _ARRAY, (), _ARRAY
+        where = user_line()
     else:
         arrays, form = take_apart(value)
-        _check_static(form, labels)
+        seen = _without_holders(value, form, labels)
+        where = user_line()
+        replaced = (listening.value or Listening()).replaced
+        every = [Fixed(i, Const(x), (labels, where, i)) for i, x in enumerate(arrays)]
         fixed = tuple(
-            (i, Const(x))
-            for i, x in enumerate(arrays)
-            if isinstance(x, np.ndarray | np.generic)
+            x
+            for x in every
+            if isinstance(x.array.value, np.ndarray | np.generic)
+            and x.mark not in replaced
         )
     none = ((),) * len(arrays)
     site = Site(
         labels,
-        form,
-        where=user_line(),
+        seen,
+        where=where,
         origin=origin or Origin(),
         varies=none,
         permutations=none,
@@ -131,15 +137,19 @@ def bind(
     _, *out = sow_p.bind(edge, *arrays, site=site)
     if form is _ARRAY:
         return out[0]
-    # What is an index or a size in Python has to stay one.
-    for i, x in fixed:
-        out[i] = x.value
+    for x in fixed:
+        out[x.index] = x.array.value
     return form.with_arrays(out)
 
 
-def _check_static(form: Form, labels: Sequence[Label]) -> None:
-    for x in form.leaves:
-        if x is not OPERAND and isinstance(x.value, jax.core.Tracer):
+def _without_holders(value: Any, form: Form, labels: Sequence[Label]) -> Form:
+    """The form of a value as others see it: with a `Holder` in the place of an object
+    that holds traced arrays. It is an error where somebody wants the value."""
+    changed = {}
+    for i, x in enumerate(form.leaves):
+        if x is OPERAND:
+            continue
+        if isinstance(x.value, jax.core.Tracer):
             name = labels[0].name
             what = "`capture=`" if name is None else f"`sow(..., {name!r})`"
             raise SowError(
@@ -147,6 +157,12 @@ def _check_static(form: Form, labels: Sequence[Label]) -> None:
                 f"{jax.typeof(x.value)}: only arrays can be captured. Sow the value "
                 "that it holds."
             )
+        if (found := holder(value, i, x.value)) is not None:
+            changed[i] = Const(found)
+    if not changed:
+        return form
+    leaves = [changed.get(i, x) for i, x in enumerate(form.leaves)]
+    return form._replace(leaves=tuple(leaves))
 
 
 class UnnamedSowError(Exception):

@@ -2,20 +2,24 @@
 else, which is part of a parameter. JAX compares parameters, and keeps programs by
 them."""
 
+import contextlib
+import contextvars
 import dataclasses as dc
-from collections.abc import Hashable, Sequence
+import sys
+import types
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
+import jax.core
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
 
 class Const:
-    """A static leaf, compared so that two leaves are equal only if no program could
-    tell them apart: `1`, `1.0` and `True` differ, and so do `0.0` and `-0.0`."""
+    """A static leaf, or a treedef, compared by `same`."""
 
     __slots__ = ("value", "_hash")
 
@@ -24,29 +28,113 @@ class Const:
 
     def __hash__(self):
         if not hasattr(self, "_hash"):
-            try:
-                self._hash = hash((type(self.value), self.value))
-            except Exception:  # A user's `__hash__` may raise anything.
-                self._hash = id(self.value)
+            found = _hash(self.value)
+            self._hash = id(self.value) if found is None else found
         return self._hash
 
     def __eq__(self, other):
-        if type(other) is not Const:
-            return False
-        a, b = self.value, other.value
-        if a is b:
-            return True
-        if type(a) is not type(b):
-            return False
-        if isinstance(a, float | complex):
-            return repr(a) == repr(b)
-        try:
-            return bool(a == b)
-        except Exception:  # A user's `__eq__` may, and NumPy's `__bool__` does.
-            return False
+        return type(other) is Const and same(self.value, other.value)
 
     def __repr__(self):
         return repr(self.value)
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two static objects are equal, so that no program could tell them apart:
+    `1`, `1.0` and `True` differ, and so do `0.0` and `-0.0`.
+
+    No `==` of a user's class is called: it may return anything, such as an array of
+    booleans. Objects of such a class are equal if all that they hold is."""
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, _TreeDef):
+        return _same_structure(a, b)
+    if isinstance(a, float | complex):
+        return repr(a) == repr(b)
+    if isinstance(a, np.ndarray):
+        return _identity(a) == _identity(b)
+    if isinstance(a, dict):
+        return same([*a.items()], [*b.items()])
+    if isinstance(a, tuple | list):
+        return len(a) == len(b) and all(map(same, a, b))
+    equality = next(c for c in type(a).__mro__ if "__eq__" in vars(c))
+    if equality is object:
+        return False
+    try:
+        if _is_library(equality):
+            return bool(a == b)
+        return _hash(a) == _hash(b) and same(state_of(a), state_of(b))
+    except Exception:  # as JAX's `__bool__`, or a cycle
+        return False
+
+
+_TreeDef = type(jtu.tree_structure(0))
+
+
+def _same_structure(a: Any, b: Any) -> bool:
+    if (a.num_nodes, a.num_leaves) != (b.num_nodes, b.num_leaves):
+        return False
+    try:
+        # At C++ speed. JAX compares what is static in a node, if it is not the very
+        # same object.
+        if a == b:
+            return True
+    except Exception:  # as above
+        pass
+    node, other = a.node_data(), b.node_data()
+    if node is None or other is None:  # a leaf, or `None`
+        return node is other and a.num_leaves == b.num_leaves
+    mine, others = a.children(), b.children()
+    return (
+        node[0] is other[0]
+        and same(node[1], other[1])
+        and len(mine) == len(others)
+        and all(map(_same_structure, mine, others))
+    )
+
+
+def _hash(x: Any) -> Any:
+    try:
+        return hash((type(x), x))
+    except Exception:  # A user's `__hash__` may raise anything.
+        return None
+
+
+def _is_library(cls: type) -> bool:
+    """Whether `==` of this class is known to tell whether two objects are equal."""
+    root = cls.__module__.split(".")[0]
+    is_known = root in sys.stdlib_module_names or root in _LIBRARIES
+    return is_known and not dc.is_dataclass(cls)
+
+
+_LIBRARIES = "jax", "jaxlib", "numpy", "ml_dtypes", "equinox", "jaxtyping", "eqx_sow"
+
+
+def state_of(x: Any) -> dict[str, Any]:
+    """The attributes that an object holds, without calling a property of it."""
+    held = {}
+    for cls in type(x).__mro__:
+        for name, descriptor in vars(cls).items():
+            # Python's own functions have some, such as `__globals__`.
+            if type(descriptor) is _Slot and not name.startswith("__"):
+                try:
+                    held[name] = descriptor.__get__(x)
+                except AttributeError:  # it is empty
+                    continue
+    try:
+        held |= object.__getattribute__(x, "__dict__")
+    except (AttributeError, TypeError):
+        pass
+    return held
+
+
+class _Slotted:
+    __slots__ = ("slot",)
+
+
+_Slot = type(vars(_Slotted)["slot"])
 
 
 class SameParts:
@@ -95,6 +183,36 @@ class NoTangent:
     dtype: Any
 
 
+# For what is being traced in this thread: the inputs, by their ids, and the arrays that
+# these stand for.
+_inputs: contextvars.ContextVar[Mapping[int, tuple[Any, Any]]]
+_inputs = contextvars.ContextVar("inputs", default=types.MappingProxyType({}))
+
+
+@contextlib.contextmanager
+def numbers_known(inputs: Sequence[Any], arrays: Sequence[Any]):
+    """As long as this lasts, the numbers in these traced arrays are known, if those in
+    the arrays are that they stand for. In `save_intermediates(plant(fn, values))` the
+    planted values are inputs of what is traced."""
+    new = {id(x): (x, y) for x, y in zip(inputs, arrays) if x is not y}
+    before = _inputs.set({**_inputs.get(), **new})
+    try:
+        yield
+    finally:
+        _inputs.reset(before)
+
+
+def numbers_in(x: Any) -> Any:
+    """The array with the numbers in `x`, if they can be had here and now, or `None`."""
+    inputs = _inputs.get()
+    while id(x) in inputs:
+        _, x = inputs[id(x)]
+    is_known = not isinstance(x, jax.Array) or (
+        not isinstance(x, jax.core.Tracer) and x.is_fully_addressable
+    )
+    return np.asarray(x) if is_known else None
+
+
 # A leaf that is an operand of the equation.
 OPERAND = object()
 
@@ -103,11 +221,13 @@ def is_operand(x: Any) -> bool:
     """Whether a leaf is an array that JAX can hold: NumPy has arrays of strings. Or a
     number with a dtype, which JAX makes of a Python number: the rule of a
     `jax.custom_vjp` function may be called with one."""
+    if isinstance(x, jax.Array):
+        return True
+    # An attribute of any other object may be a property of a user's.
+    if not (eqx.is_array(x) or isinstance(x, int | float | complex)):
+        return False
     dtype = getattr(x, "dtype", np.dtype(object))
-    return isinstance(x, jax.Array) or (
-        (eqx.is_array(x) or isinstance(x, int | float | complex))
-        and (jnp.issubdtype(dtype, np.number) or jnp.issubdtype(dtype, np.bool_))
-    )
+    return jnp.issubdtype(dtype, np.number) or jnp.issubdtype(dtype, np.bool_)
 
 
 @jtu.register_static

@@ -1,15 +1,18 @@
 """`plant`."""
 
+import dataclasses as dc
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, ParamSpec, TypeVar
 
+import equinox as eqx
 import jax.tree_util as jtu
+import numpy as np
 
 from .._errors import DuplicateSowError, SowError
 from .._frames import api_boundary
 from .._handlers.collect import Collect, EACH_PLACE
-from .._handlers.planting import prepare, Replace, slot_of
+from .._handlers.planting import NOT_PLANTED, NotFixed, prepare, Replace, slot_of
 from .._mark.listening import listening
 from .._mark.site import Site
 from .._mark.static import Const, SameParts
@@ -184,10 +187,47 @@ def _one_by_one(
     )
 
 
+def _traced_again(program: Program, found: NotFixed) -> Program:
+    """The program, in which arrays of NumPy's can be replaced that are not what is
+    planted there."""
+    every = frozenset(found.found)
+    said = " and ".join(dict.fromkeys(found.found.values()))
+    if every <= program.replaced:
+        raise SowError(
+            f"`plant`: at {said} there is a NumPy array, in a function that eqx_sow "
+            "cannot trace again, so it would be used whatever you plant. Mark a JAX "
+            "array there: `jnp.asarray(...)`."
+        )
+    try:
+        return program.again(every)
+    except SowError:
+        raise
+    except Exception as e:  # whatever the program raises
+        left = program.left | found.captured
+        if every <= left:
+            return dc.replace(program, left=left)
+        e.add_note(
+            f"Something else is planted for the NumPy array of {said}, or it is "
+            "traced, so it is a JAX array now. Where the program needs its numbers "
+            "while it is traced, as an index or a shape, plant the NumPy array that is "
+            "marked there, outside of `jax.jit`."
+        )
+        raise
+
+
 class _Plant(Transformed):
     _call: ClassVar[str] = "plant"
 
     def _result(self, program: Program) -> Any:
+        try:
+            return type(self)._planted(self, program)
+        except NotFixed as e:
+            if e.traced and program.compiled:
+                raise
+            found = e
+        return type(self)._result(self, _traced_again(program, found))
+
+    def _planted(self, program: Program) -> Any:
         given = self._others["values"]
         places = _places(given, program)
         # For each name, what by iteration: `{"h/3": v}` is `{"h": {(3,): v}}`.
@@ -208,7 +248,7 @@ class _Plant(Transformed):
         found = defaultdict(list)
         for x in program.mine:
             found[x.site.name].append(x)
-        values, planted, runs = {}, {}, {}
+        values, planted, runs, not_fixed = {}, {}, {}, NotFixed()
         for key, entries in of_key.items():
             name, *_ = key
             each, ofs = _runs(
@@ -222,10 +262,9 @@ class _Plant(Transformed):
                 # What is for fewer iterations goes before what is for more, and so
                 # last.
                 ats = sorted(run.values, key=lambda at: len(at) - at.count(None))
-                sites = [x.site for x in run.found]
+                sites, more = [x.site for x in run.found], (program.options, not_fixed)
                 plans = [
-                    prepare(run.entry, sites, at, run.values[at], program.options)
-                    for at in ats
+                    prepare(run.entry, sites, at, run.values[at], *more) for at in ats
                 ]
                 slot = slot_of(key, run.run)
                 planted[slot] = tuple(new for new, _ in plans)
@@ -236,10 +275,21 @@ class _Plant(Transformed):
             planted=True,
         )
         has_outer = listening.value is not None
+        left = program.left
+        not_fixed.check(left)
         handler = Replace(
-            program.options.tag, SameParts(planted), SameParts(runs), has_outer
+            program.options.tag, SameParts(planted), SameParts(runs), has_outer, left
         )
-        outs, _ = program.evaluate(handler, Given(values=values))
+        carry = {NOT_PLANTED: np.False_} if left else {}
+        outs, taken = program.evaluate(handler, Given(carry, values))
+        if left:
+            outs = eqx.error_if(
+                outs,
+                taken.carry[NOT_PLANTED],
+                "`plant`: zeros are planted in the place of a NumPy array that the "
+                "program needs while it is traced, and the mark, which did not run "
+                "where they were captured, ran.",
+            )
         return program.output(outs)
 
 

@@ -19,7 +19,7 @@ from .._mark.noting import listening_as, within
 from .._mark.site import Site
 from .._mark.sow import UnnamedSowError
 from .._mark.staging import to_jaxpr, types_of
-from .._mark.static import Form, take_apart
+from .._mark.static import Form, numbers_known, take_apart
 from .._modules import capture as _capture
 from .._modules.places import roots
 from .._names import (
@@ -56,7 +56,15 @@ class Program:
     out: Form
     roots: tuple[str, ...]
     options: Options
+    # The same call, traced once more, with more in `Listening.replaced`; and what is
+    # there now.
+    again: Callable[[frozenset[Any]], "Program"]
+    replaced: frozenset[Any]
     asks: Selection | None = None
+    # Whether it is being compiled, for any numbers in the arrays of the options.
+    compiled: bool = False
+    # Of `plant`: see `Replace`.
+    left: frozenset[Any] = frozenset()
 
     def evaluate(self, handler: Handler, given: Given) -> tuple[list, Taken]:
         """The arrays of the output, and what the handler took from the sows."""
@@ -293,8 +301,9 @@ class Program:
             f"`{call}` found no mark in `{name}`. Pass `capture=True` for the output "
             "of each module, or mark values with `eqx_sow.sow`. A function that was "
             "traced before, by `jax.vjp` or `jax.linearize`, has lost its marks: call "
-            "these inside `fn`. If a `save_intermediates` inside took those of the tag "
-            f"{options.tag!r}, give one of the two another `tag`."
+            "these inside `fn`. A `save_intermediates` inside `fn` takes the marks "
+            "that it returns. With `names=` or `modes=` it leaves the others to this "
+            "one."
         )
 
 
@@ -305,17 +314,24 @@ _DERIVATIVE = {
 }
 
 
-def trace(fn: Callable, args: tuple, kwargs: dict, options: Options) -> Program:
+def trace(
+    fn: Callable,
+    args: tuple,
+    kwargs: dict,
+    options: Options,
+    replaced: frozenset[Any] = frozenset(),
+) -> Program:
     """Traces `fn(*args, **kwargs)` while `sow` marks. Arrays are traced, all else is
-    static, as in `eqx.filter_jit`."""
+    static, as in `eqx.filter_jit`. `replaced`: see `Listening`."""
     _compat.check_supported()
     check_wrapped()
     try:
-        return _trace(fn, args, kwargs, options)
+        return _trace(fn, args, kwargs, options, replaced)
     except UnnamedSowError:
         if options.search:
             raise
-        return _trace(fn, args, kwargs, dc.replace(options, search=True))
+        options = dc.replace(options, search=True)
+        return _trace(fn, args, kwargs, options, replaced)
     except _NOT_CONCRETE as e:
         if _TRACED not in getattr(e, "__notes__", ()):
             e.add_note(_TRACED)
@@ -335,14 +351,21 @@ _TRACED = (
 )
 
 
-def _trace(fn: Callable, args: tuple, kwargs: dict, options: Options) -> Program:
+def _trace(
+    fn: Callable,
+    args: tuple,
+    kwargs: dict,
+    options: Options,
+    replaced: frozenset[Any],
+) -> Program:
     inputs, form = take_apart((fn, args, kwargs))
+    concrete = inputs
     out: Any = None
 
     def traced(inputs):
         nonlocal out
         called = form.with_arrays(inputs)
-        with within(depth, lambda: roots(*called)):
+        with numbers_known(inputs, concrete), within(depth, lambda: roots(*called)):
             fn, args, kwargs = called
             outs, out = take_apart(fn(*args, **kwargs))
         return outs
@@ -356,7 +379,12 @@ def _trace(fn: Callable, args: tuple, kwargs: dict, options: Options) -> Program
 
     # Nothing must be executed in here: in this context, JAX would compile it once more.
     def closed_jaxpr(leafwise):
-        new = Listening(captures=outer.captures, depth=depth, leafwise=leafwise)
+        new = Listening(
+            captures=outer.captures,
+            depth=depth,
+            leafwise=leafwise,
+            replaced=outer.replaced | replaced,
+        )
         with listening_as(options.noted(new)):
             closed = jax.make_jaxpr(traced)(inputs)
             return closed, list(sows(closed))
@@ -380,7 +408,11 @@ def _trace(fn: Callable, args: tuple, kwargs: dict, options: Options) -> Program
         found = sows(named)
     # What a transformation inside captured for itself is not for this one.
     closed = seen_as(named, found, lambda s: s.seen_from(depth, options.tag))
-    program = Program(closed, inputs, out, model_roots, options)
+
+    def again(more):
+        return trace(fn, args, kwargs, options, replaced | more)
+
+    program = Program(closed, inputs, out, model_roots, options, again, replaced)
     if options.names is None:
         return program
     return dc.replace(program, asks=program.select(options.names))

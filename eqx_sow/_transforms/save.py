@@ -1,18 +1,21 @@
 """`save_intermediates`."""
 
+import dataclasses as dc
 import functools as ft
 import inspect
 import types
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, overload, ParamSpec, TypeVar, Unpack
 
 from .._frames import api_boundary
 from .._handlers.collect import Collect
+from .._mark.site import Site
 from .._mark.static import SameParts
 from .._results.intermediates import Intermediates
 from .._results.lookup import Known
 from .._values import spec as _spec
 from .._values.assemble import assemble
+from .._values.modes import labels
 from .._values.reduce import Reducer, result_of
 from .._walk.handler import Given
 from .options import Saving
@@ -24,6 +27,14 @@ def _pair(annotation: Any) -> Any:
     """The annotation of what comes back, from that of what the function returns."""
     known = annotation is not inspect.Signature.empty
     return tuple[annotation if known else Any, Intermediates]
+
+
+def _returned(
+    asked: Iterable[tuple[Site, Any]], modes: Sequence[str] | None
+) -> frozenset[Any]:
+    """The `Site.key`s of what comes back."""
+    mode_of = labels(site.key for site, _ in asked)
+    return frozenset(k for k, m in mode_of.items() if modes is None or m in modes)
 
 
 class _SaveIntermediates(Transformed):
@@ -54,6 +65,8 @@ class _SaveIntermediates(Transformed):
         of = program.executions(collect.reduces) if in_order else None
         if of is None:
             program = program.with_executions(collect.reduces)
+        asked = list(collect.everywhere(program.mine))
+        collect = dc.replace(collect, returned=_returned(asked, options.modes))
         carry = collect.started(program.mine, program.survey)
         outs, taken = program.evaluate(collect, Given(carry))
         # In the order of `carry`: JAX has sorted the keys of `taken.carry`.
@@ -63,7 +76,6 @@ class _SaveIntermediates(Transformed):
         if of is not None:
             entries = collect.with_executions(entries, program.mine, of)
         entries = [*reduced, *entries]
-        asked = list(collect.everywhere(program.mine))
         names = dict.fromkeys(site.name for site, _ in asked)
         keys = [e.site.key for e in entries]
         modes = [site.mode for site, _ in asked]

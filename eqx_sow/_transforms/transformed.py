@@ -1,5 +1,6 @@
 """What `save_intermediates`, `plant` and `tap` return."""
 
+import dataclasses as dc
 import difflib
 import functools as ft
 import inspect
@@ -16,6 +17,7 @@ import jax
 from .. import _compat
 from .._arrays import in_mesh_of
 from .._frames import api_boundary
+from .._handlers.planting import NotFixed
 from .._mark.static import Const, Form, take_apart
 from .options import checked
 from .program import Program, trace
@@ -52,7 +54,10 @@ class Transformed(eqx.Module):
         # `S(jit(f))` is `jit(S(f))`: so it is traced and compiled when `jit(f)` would
         # be.
         arrays, form = take_apart((self, args, kwargs))
-        arrays, form = _compiled_of(jitted)(_map_static(_to_ref, form))(*arrays)
+        try:
+            arrays, form = _compiled_of(jitted)(_map_static(_to_ref, form))(*arrays)
+        except NotFixed:
+            return _run(self, args, kwargs)
         return form.with_arrays(arrays)
 
     def __hash__(self):
@@ -72,11 +77,12 @@ class Transformed(eqx.Module):
         return self if instance is None else eqx.Partial(self, instance)
 
 
-def _run(self, args, kwargs):
+def _run(self, args, kwargs, compiled=False):
     # A program is traced, and a loop in it is to be seen as one. So `jax.disable_jit`
     # has nothing to show in here.
     with jax.disable_jit(False), _compat.public_nan_errors():
         program = trace(self._fn, args, kwargs, self._options.value)
+        program = dc.replace(program, compiled=compiled)
         # Where new arrays are made, they can be put beside the inputs. Not
         # `self._result`: for a method, Equinox makes a module that holds `self`, and
         # warns if JAX transformed what is in there.
@@ -169,7 +175,7 @@ def _new_compiled() -> Callable[[Form], Callable]:
         @jax.jit
         def run(*arrays):
             self, args, kwargs = _map_static(_from_ref, form).with_arrays(arrays)
-            return take_apart(_run(self, args, kwargs))
+            return take_apart(_run(self, args, kwargs, compiled=True))
 
         return run
 

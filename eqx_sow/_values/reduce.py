@@ -25,7 +25,7 @@ from .._errors import calling, SowError
 from .._frames import api_boundary
 from .._mark.listening import listening
 from .._mark.site import Axis, Site
-from .._mark.static import take_apart
+from .._mark.static import Const, Form, OPERAND, same
 from .axes import broadcast, kept_axes
 from .entry import Entry, with_count
 from .merge import unify, with_axes
@@ -209,10 +209,19 @@ class Fold(Reducer):
             lambda x: onto(jnp.asarray(x), mesh, ()),
             self.init() if called else self.init,
         )
-        apply = lambda *xs: self.fn(first, site.form.with_arrays(xs))
+        leaves, structure = jtu.tree_flatten(first)
+        returned: Any = None
+
+        def apply(*xs):
+            # JAX is not told of the structure, which it would compare with others.
+            nonlocal returned
+            new, returned = jtu.tree_flatten(self.fn(first, site.form.with_arrays(xs)))
+            return new
+
         new = jax.eval_shape(apply, *values)
-        shapes = lambda tree: jtu.tree_map(jnp.shape, tree)
-        if shapes(new) != shapes(first):
+        shapes = lambda xs: list(map(jnp.shape, xs))
+        if not same(returned, structure) or shapes(new) != shapes(leaves):
+            new = jtu.tree_unflatten(returned, new)
             show = ft.partial(eqx.tree_pformat, struct_as_array=True)
             raise SowError(
                 f"`eqx_sow.Fold(init, fn)` for {site.said}: `fn` must keep the "
@@ -220,12 +229,14 @@ class Fold(Reducer):
                 f"returned {show(new)}. Reduce the value, `lambda acc, x: acc + "
                 "x.sum()`, or pass an `init` like the result."
             )
-        return jtu.tree_map(_as_dtype_of, new, first)
+        return jtu.tree_unflatten(structure, map(_as_dtype_of, new, leaves))
 
     def step(self, site, acc, count, values):
         del count
         new = self.fn(acc, site.form.with_arrays(values))
-        return jtu.tree_map(_as_dtype_of, acc, new)
+        leaves, structure = jtu.tree_flatten(acc)
+        new = map(_as_dtype_of, leaves, jtu.tree_leaves(new))
+        return jtu.tree_unflatten(structure, new)
 
 
 class Buffer(Reducer):
@@ -319,13 +330,17 @@ class ReducerState:
     """
 
     # What the reducer returned last, for each lane: leading axes for those of `site`.
-    acc: Any
+    # Only its leaves, so that JAX never compares what is static in there, for which it
+    # would call `==` of users' classes.
+    acc: list[Any]
     # How many executions there were, for each lane.
     count: Any
     # The sow, of which only the axes of lanes are left. Its last array is the count.
     site: Site = dc.field(metadata=dict(static=True))
     # Whether any of the executions may not happen, so that the count comes back, too.
     conditional: bool = dc.field(metadata=dict(static=True))
+    # The treedef of `acc`.
+    structure: Const = dc.field(metadata=dict(static=True))
 
 
 Reducers = Callable[[str], Any]
@@ -341,12 +356,13 @@ def started(reducer: Reducer, entries: Sequence[Entry], eqn: Any) -> ReducerStat
     *values, count = map(zeros_like, form.with_only().arrays)
     with calling("reducer", site):
         acc = _on_mesh_of(eqn, reducer, site, values)
+        acc, structure = jtu.tree_flatten(acc)
     sizes, specs = tuple(a.size for a in lanes), [a.spec for a in lanes]
     acc, count = jtu.tree_map(
         lambda x: broadcast_to(x, (*sizes, *x.shape), specs), (acc, count)
     )
     conditional = any(e.counted for e in entries)
-    return ReducerState(acc, count, site, conditional)
+    return ReducerState(acc, count, site, conditional, Const(structure))
 
 
 def _on_mesh_of(eqn: Any, reducer: Reducer, site: Site, values: list[Any]) -> Any:
@@ -370,15 +386,16 @@ def stepped(reducer: Reducer, state: ReducerState, entry: Entry) -> ReducerState
 
     def in_lane(acc, count, run, values):
         with listening(None):  # as in `transformed`
-            new = reducer.step(state.site, acc, count, values)
-        new = jtu.tree_map(sharded_like, new, acc)
+            tree = jtu.tree_unflatten(state.structure.value, acc)
+            new = jtu.tree_leaves(reducer.step(state.site, tree, count, values))
+        new = list(map(sharded_like, new, acc))
         if entry.counted:
-            new = jtu.tree_map(lambda x, y: jnp.where(run > 0, x, y), new, acc)
+            new = [jnp.where(run > 0, x, y) for x, y in zip(new, acc)]
         return new, count + run
 
     acc, count = _in_lanes(in_lane, lanes)(state.acc, state.count, run, values)
     # A value that is the same in all lanes comes back unsharded.
-    acc = jtu.tree_map(sharded_like, acc, state.acc)
+    acc = list(map(sharded_like, acc, state.acc))
     return dc.replace(state, acc=acc, count=count)
 
 
@@ -388,9 +405,9 @@ def result_of(reducer: Reducer, state: ReducerState) -> Entry:
     site, lanes = state.site, state.site.axes
     kept = kept_axes(site)
     varies = site.varies[: site.form.n_operands]
-    result = _in_lanes(reducer.finish, lanes)(state.acc, state.count)
+    result, form = state.acc, Form(state.structure, (OPERAND,) * len(state.acc))
+    result = _in_lanes(reducer.finish, lanes)(result, state.count)
     if not reducer.keeps_structure:
-        result, form = take_apart(result)
         site = site._replace(form=form)
         varies = [kept] * len(result)
     counted = state.conditional or reducer.counts

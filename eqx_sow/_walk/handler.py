@@ -26,8 +26,10 @@ from typing import Any, NamedTuple
 import jax
 
 from .. import _compat
-from .._errors import SowError, UnsupportedPrimitiveError
+from .._errors import SowError, SowTypeError, UnsupportedPrimitiveError
+from .._mark.objects import Holder
 from .._mark.site import Site
+from .._mark.static import Const
 from .._values.merge import Entries
 from .frame import Frame
 from .sows import sites
@@ -131,7 +133,19 @@ class Handler:
 
 # --- sows that a handler cannot see to ---
 def check_guarded(site: Site) -> None:
-    """Raises if it cannot be told whether a sow runs, or only runs again."""
+    """Raises if it cannot be told whether a sow runs, or only runs again; or if what it
+    marks is no PyTree."""
+    for x in site.form.leaves:
+        if isinstance(x, Const) and isinstance(x.value, Holder):
+            what, leaf, where = x.value
+            raise SowTypeError(
+                f"{site.said}: {f'the leaf `{leaf}` of the value' if leaf else 'it'} "
+                f"is {what}, which is no PyTree, and holds a traced array: "
+                f"`{where}`. So JAX does not see that array, and it cannot be captured "
+                "or planted. Register the class as a PyTree (`eqx.Module`, "
+                "`jax.tree_util.register_dataclass`; for a function with its "
+                "arguments, `jax.tree_util.Partial`), or mark the arrays."
+            )
     if site.again is None:
         raise SowError(
             f"{site.said} is in the `bwd` of a `jax.custom_vjp` that only some lanes "

@@ -198,7 +198,10 @@ def _in_functions(eqn: Any) -> list[Site]:
     noinline = primitive is _compat.noinline_p
     if noinline or (primitive is _compat.hi_p and _compat.is_users(params["_prim"])):
         here = listening.value or Listening()
-        with listening(Listening(captures=here.captures, depth=here.depth)):
+        new = Listening(
+            captures=here.captures, depth=here.depth, replaced=here.replaced
+        )
+        with listening(new):
             return sites((_compat.noinlined if noinline else expanded)(eqn))
     found: list[Site] = []
     if _is_filtered(params):
