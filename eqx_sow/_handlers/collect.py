@@ -181,7 +181,7 @@ class Collect(Listens):
         if not any(self.needs_order(x.site) for x in found):
             return {}
         by_key = _entry.grouped(survey(dc.replace(self, reduce=EACH_PLACE)))
-        eqns = {x.site.name: x.eqns[-1] for x in reversed(found)}
+        eqns = {one.name: eqns[-1] for one, eqns in self.everywhere(found)}
         states = {}
         for key, entries in by_key.items():
             reducer: Any = self.reducer(key[0])
