@@ -47,7 +47,8 @@ class Selected(NamedTuple):
     after: tuple[int | None, ...] = ()
 
 
-# Loops that have any iteration one may ask for.
+# Loops that have any iteration one may ask for, around a sow that a rule of a user's
+# makes.
 ANY_LOOPS = (2**62,) * 8
 
 
@@ -62,7 +63,8 @@ class _Node:
         # without what is behind it: `2.encode` is `2` and `.encode`.
         self.parts: dict[str, _Node] = {}
         self.indices: list[tuple[int, str, _Node]] = []
-        self.globs: dict[str, tuple[Callable[[str], Any], _Node]] = {}
+        # By what a part begins with that fits; then by what is written.
+        self.globs: dict[str, dict[str, tuple[Callable[[str], Any], _Node]]] = {}
         # Behind a `**`, and whether this is behind one: any part leads back to here.
         self.deep: _Node | None = None
         self.is_deep = is_deep
@@ -76,10 +78,10 @@ class _Node:
             self.deep = self.deep or _Node(is_deep=True)
             return self.deep
         if is_glob(part):
-            if part not in self.globs:
-                fits = re.compile(fnmatch.translate(part)).match
-                self.globs[part] = fits, _Node()
-            return self.globs[part][1]
+            globs = self.globs.setdefault(re.split(r"[*?[]", part)[0], {})
+            if part not in globs:
+                globs[part] = re.compile(fnmatch.translate(part)).match, _Node()
+            return globs[part][1]
         if part not in self.parts:
             self.parts[part] = node = _Node()
             head, rest = _head(part)
@@ -190,16 +192,18 @@ def _of_text(node: _Node, part: Any, whole: bool) -> Iterator[tuple[_Node, _Choi
         yield node.parts[part.text], ()
     if part.from_end in node.parts:
         yield node.parts[part.from_end], ((part, part.from_end),)
-    for fits, child in node.globs.values():
-        if fits(part.text):
-            yield child, ()
+    for n in range(len(part.text) + 1 if node.globs else 0):
+        for fits, child in node.globs.get(part.text[:n], {}).values():
+            if fits(part.text):
+                yield child, ()
 
 
 def _of_index(node: _Node, index: Any, whole: bool) -> Iterator[tuple[_Node, _Choice]]:
     every = ((index, "*"),)
     if node.is_deep:
         yield node, every
-    for glob, (fits, child) in node.globs.items():
+    globs = it.chain.from_iterable(x.items() for x in node.globs.values())
+    for glob, (fits, child) in globs:
         if _head(glob)[0] == "*":
             if fits(f"0{index.rest}"):
                 yield child, every
@@ -420,6 +424,9 @@ class Selection:
         self._lengths = _lengths(x.name for x in found)
         self._every = dict.fromkeys((*found, *also))
         self.names = frozenset(x.name for x in self._every)
+        self._loops: dict[Any, list[tuple[int, ...]]] = {}
+        for name, after, loops in self._every:
+            self._loops.setdefault((name, after), []).append(loops)
         self._whole = whole
         # Those that fit behind several roots, and what they are behind each of them.
         self.ambiguous: dict[str, list[str]] = {}
@@ -485,6 +492,14 @@ class Selection:
     def all_of(self, named: Named) -> Iterable[Selected]:
         """What all patterns select of a sow."""
         return {x.name: x for some in self.of(named).values() for x in some}.values()
+
+    def in_any_loops(
+        self, name: str, after: tuple[int | None, ...]
+    ) -> Iterable[Selected]:
+        """What they may select of it, whatever loops it is in."""
+        known = self._loops.get((name, after), (ANY_LOOPS,))
+        each = [self.all_of(Named(name, after, loops)) for loops in known]
+        return dict.fromkeys(it.chain(*each))
 
     def _of(self, named: Named) -> Iterator[tuple[int, list[Selected]]]:
         whole = [Selected(named.name, (), named.after)]
