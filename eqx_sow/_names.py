@@ -395,8 +395,8 @@ class Selection:
 
     and for `blocks/attn` in a loop over layers, with an `after` of `(6,)`,
     `"blocks/2/attn"` is layer 2, `"blocks/*/attn"` all of it, and `"blocks/[12]/attn"`
-    two layers: a stack goes by the names of a list. Only where nothing in a stack has
-    such a name that fits, its own names count: `"blocks/*"` is `blocks`, or if that is
+    two layers: a stack goes by the names of a list. Only where a pattern fits none of
+    these, the names of the stack itself count: `"blocks/*"` is `blocks`, or if that is
     not there, `blocks/attn`.
 
     What is the name of a sow means that sow: if there is a sow `h/0`, no pattern means
@@ -444,11 +444,11 @@ class Selection:
         self._exact = {p: i for i, p in paths.items() if p in self.names}
         others = {i: p for i, p in paths.items() if p not in self.names}
         self._numbers, self._tree = list(others), _compiled(tuple(others.values()))
-        # Which patterns fit names that a list would have, and in which stacks.
-        self._in_list: frozenset[tuple[int, tuple[str, ...]]] = frozenset(
-            (self._numbers[n], _stacks(named))
-            for named in self._every
-            if _stacks(named)
+        # Which of these fit names that a list would have.
+        has_stacks = any(place is not None for x in self._every for place in x.after)
+        self._in_list = frozenset(
+            n
+            for named in (self._every if has_stacks else ())
             for n, (in_list, _) in self._fitting(named).items()
             if in_list
         )
@@ -507,13 +507,12 @@ class Selection:
             yield self._exact[named.name], whole
         yield from [(i, whole) for i, p in self._predicates.items() if _says(p, named)]
         for n, (in_list, some) in self._fitting(named).items():
-            i = self._numbers[n]
-            if in_list or (i, _stacks(named)) not in self._in_list:
+            if in_list or n not in self._in_list:
                 # If there is a sow `h/0`, that is no iteration of `h`.
                 mine = {named.name} | {x.name for x in some} - self.names
                 some = [x for x in some if x.name in mine]
                 if some:
-                    yield i, some
+                    yield self._numbers[n], some
 
     def order(self, i: int) -> tuple[bool, bool, int]:
         """What is spelled out goes before globs, and these go in their order."""
@@ -533,11 +532,6 @@ class Selection:
 
     def __eq__(self, other):
         return self is other or (type(other) is Selection and self._key == other._key)
-
-
-def _stacks(named: Named) -> tuple[str, ...]:
-    """The stacks that a sow is in."""
-    return tuple(named.name[:n] for n in places_of(named) if n is not None)
 
 
 def _behind(root: str, pattern: str) -> str:
@@ -606,9 +600,9 @@ def _or_more(part: str) -> list[str]:
     front, star, back = part.partition("*")
     if not star or part == "**":
         return [part]
-    apart = "/".join(filter(None, (front, "**", back)))
-    ends = "/".join((front + star, "**", star + back))
-    return [part, apart, f"**/{part}", f"{part}/**", ends]
+    apart = ["/".join(filter(None, (front, x, back))) for x in ("*", "**")]
+    ends = [x.join((f"{front}*", f"*{back}")) for x in ("/", "/**/")]
+    return [part, *apart, f"**/{part}", f"{part}/**", *ends]
 
 
 def check_known(
