@@ -47,7 +47,8 @@ class Selected(NamedTuple):
     after: tuple[int | None, ...] = ()
 
 
-# Loops that have any iteration one may ask for.
+# Loops that have any iteration one may ask for, around a sow that a rule of a user's
+# makes.
 ANY_LOOPS = (2**62,) * 8
 
 
@@ -62,7 +63,8 @@ class _Node:
         # without what is behind it: `2.encode` is `2` and `.encode`.
         self.parts: dict[str, _Node] = {}
         self.indices: list[tuple[int, str, _Node]] = []
-        self.globs: dict[str, tuple[Callable[[str], Any], _Node]] = {}
+        # By what a part begins with that fits; then by what is written.
+        self.globs: dict[str, dict[str, tuple[Callable[[str], Any], _Node]]] = {}
         # Behind a `**`, and whether this is behind one: any part leads back to here.
         self.deep: _Node | None = None
         self.is_deep = is_deep
@@ -76,10 +78,10 @@ class _Node:
             self.deep = self.deep or _Node(is_deep=True)
             return self.deep
         if is_glob(part):
-            if part not in self.globs:
-                fits = re.compile(fnmatch.translate(part)).match
-                self.globs[part] = fits, _Node()
-            return self.globs[part][1]
+            globs = self.globs.setdefault(re.split(r"[*?[]", part)[0], {})
+            if part not in globs:
+                globs[part] = re.compile(fnmatch.translate(part)).match, _Node()
+            return globs[part][1]
         if part not in self.parts:
             self.parts[part] = node = _Node()
             head, rest = _head(part)
@@ -190,16 +192,18 @@ def _of_text(node: _Node, part: Any, whole: bool) -> Iterator[tuple[_Node, _Choi
         yield node.parts[part.text], ()
     if part.from_end in node.parts:
         yield node.parts[part.from_end], ((part, part.from_end),)
-    for fits, child in node.globs.values():
-        if fits(part.text):
-            yield child, ()
+    for n in range(len(part.text) + 1 if node.globs else 0):
+        for fits, child in node.globs.get(part.text[:n], {}).values():
+            if fits(part.text):
+                yield child, ()
 
 
 def _of_index(node: _Node, index: Any, whole: bool) -> Iterator[tuple[_Node, _Choice]]:
     every = ((index, "*"),)
     if node.is_deep:
         yield node, every
-    for glob, (fits, child) in node.globs.items():
+    globs = it.chain.from_iterable(x.items() for x in node.globs.values())
+    for glob, (fits, child) in globs:
         if _head(glob)[0] == "*":
             if fits(f"0{index.rest}"):
                 yield child, every
@@ -391,8 +395,8 @@ class Selection:
 
     and for `blocks/attn` in a loop over layers, with an `after` of `(6,)`,
     `"blocks/2/attn"` is layer 2, `"blocks/*/attn"` all of it, and `"blocks/[12]/attn"`
-    two layers: a stack goes by the names of a list. Only where nothing in a stack has
-    such a name that fits, its own names count: `"blocks/*"` is `blocks`, or if that is
+    two layers: a stack goes by the names of a list. Only where a pattern fits none of
+    these, the names of the stack itself count: `"blocks/*"` is `blocks`, or if that is
     not there, `blocks/attn`.
 
     What is the name of a sow means that sow: if there is a sow `h/0`, no pattern means
@@ -420,6 +424,9 @@ class Selection:
         self._lengths = _lengths(x.name for x in found)
         self._every = dict.fromkeys((*found, *also))
         self.names = frozenset(x.name for x in self._every)
+        self._loops: dict[Any, list[tuple[int, ...]]] = {}
+        for name, after, loops in self._every:
+            self._loops.setdefault((name, after), []).append(loops)
         self._whole = whole
         # Those that fit behind several roots, and what they are behind each of them.
         self.ambiguous: dict[str, list[str]] = {}
@@ -437,11 +444,11 @@ class Selection:
         self._exact = {p: i for i, p in paths.items() if p in self.names}
         others = {i: p for i, p in paths.items() if p not in self.names}
         self._numbers, self._tree = list(others), _compiled(tuple(others.values()))
-        # Which patterns fit names that a list would have, and in which stacks.
-        self._in_list: frozenset[tuple[int, tuple[str, ...]]] = frozenset(
-            (self._numbers[n], _stacks(named))
-            for named in self._every
-            if _stacks(named)
+        # Which of these fit names that a list would have.
+        has_stacks = any(place is not None for x in self._every for place in x.after)
+        self._in_list = frozenset(
+            n
+            for named in (self._every if has_stacks else ())
             for n, (in_list, _) in self._fitting(named).items()
             if in_list
         )
@@ -486,19 +493,26 @@ class Selection:
         """What all patterns select of a sow."""
         return {x.name: x for some in self.of(named).values() for x in some}.values()
 
+    def in_any_loops(
+        self, name: str, after: tuple[int | None, ...]
+    ) -> Iterable[Selected]:
+        """What they may select of it, whatever loops it is in."""
+        known = self._loops.get((name, after), (ANY_LOOPS,))
+        each = [self.all_of(Named(name, after, loops)) for loops in known]
+        return dict.fromkeys(it.chain(*each))
+
     def _of(self, named: Named) -> Iterator[tuple[int, list[Selected]]]:
         whole = [Selected(named.name, (), named.after)]
         if named.name in self._exact:
             yield self._exact[named.name], whole
         yield from [(i, whole) for i, p in self._predicates.items() if _says(p, named)]
         for n, (in_list, some) in self._fitting(named).items():
-            i = self._numbers[n]
-            if in_list or (i, _stacks(named)) not in self._in_list:
+            if in_list or n not in self._in_list:
                 # If there is a sow `h/0`, that is no iteration of `h`.
                 mine = {named.name} | {x.name for x in some} - self.names
                 some = [x for x in some if x.name in mine]
                 if some:
-                    yield i, some
+                    yield self._numbers[n], some
 
     def order(self, i: int) -> tuple[bool, bool, int]:
         """What is spelled out goes before globs, and these go in their order."""
@@ -518,11 +532,6 @@ class Selection:
 
     def __eq__(self, other):
         return self is other or (type(other) is Selection and self._key == other._key)
-
-
-def _stacks(named: Named) -> tuple[str, ...]:
-    """The stacks that a sow is in."""
-    return tuple(named.name[:n] for n in places_of(named) if n is not None)
 
 
 def _behind(root: str, pattern: str) -> str:
@@ -591,9 +600,9 @@ def _or_more(part: str) -> list[str]:
     front, star, back = part.partition("*")
     if not star or part == "**":
         return [part]
-    apart = "/".join(filter(None, (front, "**", back)))
-    ends = "/".join((front + star, "**", star + back))
-    return [part, apart, f"**/{part}", f"{part}/**", ends]
+    apart = ["/".join(filter(None, (front, x, back))) for x in ("*", "**")]
+    ends = [x.join((f"{front}*", f"*{back}")) for x in ("/", "/**/")]
+    return [part, *apart, f"**/{part}", f"{part}/**", *ends]
 
 
 def no_such_iteration(pattern: str, found: Iterable[Named]) -> str:
