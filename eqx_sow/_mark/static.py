@@ -3,7 +3,7 @@ else, which is part of a parameter. JAX compares parameters, and keeps programs 
 them."""
 
 import dataclasses as dc
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -138,7 +138,9 @@ class Form(NamedTuple):
         return jtu.tree_unflatten(self.treedef.value, list(map(leaf, self.leaves)))
 
 
-def take_apart(tree: Any) -> tuple[list[Any], Form]:
+def take_apart(
+    tree: Any, is_operand: Callable[[Any], bool] = is_operand
+) -> tuple[list[Any], Form]:
     """The arrays of a PyTree, and what else it is."""
     leaves, treedef = jtu.tree_flatten(tree)
     found = list(map(is_operand, leaves))
