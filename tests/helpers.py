@@ -14,7 +14,6 @@ import jax.extend.core as jexc
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
-from eqx_sow import Intermediates
 
 
 def unmarked(value, name):
@@ -122,10 +121,9 @@ def _leaf_equal(x, y, rtol, atol, weak):
 
 
 def _as_dicts(tree):
-    is_intermediates = lambda x: isinstance(x, Intermediates)
-    return jtu.tree_map(
-        lambda x: dict(x) if is_intermediates(x) else x, tree, is_leaf=is_intermediates
-    )
+    # Those of `Intermediates`, and of its entries.
+    is_ours = lambda x: isinstance(x, dict) and type(x) is not dict
+    return jtu.tree_map(lambda x: dict(x) if is_ours(x) else x, tree, is_leaf=is_ours)
 
 
 def tree_allclose(x, y, *, rtol=1e-5, atol=1e-5, weak=False):

@@ -7,7 +7,7 @@ import contextvars
 import dataclasses as dc
 import sys
 import types
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -258,7 +258,9 @@ class Form(NamedTuple):
         return jtu.tree_unflatten(self.treedef.value, list(map(leaf, self.leaves)))
 
 
-def take_apart(tree: Any) -> tuple[list[Any], Form]:
+def take_apart(
+    tree: Any, is_operand: Callable[[Any], bool] = is_operand
+) -> tuple[list[Any], Form]:
     """The arrays of a PyTree, and what else it is."""
     leaves, treedef = jtu.tree_flatten(tree)
     found = list(map(is_operand, leaves))

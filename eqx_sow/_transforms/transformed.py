@@ -18,7 +18,7 @@ from .. import _compat
 from .._arrays import in_mesh_of
 from .._frames import api_boundary
 from .._handlers.planting import NotFixed
-from .._mark.static import Const, Form, take_apart
+from .._mark.static import Const, Form, is_operand, take_apart
 from .options import checked
 from .program import Program, trace
 
@@ -60,6 +60,34 @@ class Transformed(eqx.Module):
             return _run(self, args, kwargs)
         return form.with_arrays(arrays)
 
+    @api_boundary
+    def eval_shape(self, /, *args, **kwargs):
+        """What a call would return, with a `jax.ShapeDtypeStruct` for each array.
+        Nothing is computed, compiled or sent to a callback. The arguments are those of
+        a call, or `jax.ShapeDtypeStruct`s in place of arrays."""
+        return eqx.filter_eval_shape(self, *args, **kwargs)
+
+    @api_boundary
+    def lower(self, /, *args, **kwargs):
+        """The lowered program of a call, if the function is jitted, as from
+        `jax.jit(...).lower`: `.as_text()` prints it, and `.compile()(...)` runs it. The
+        arguments are as for `eval_shape`."""
+        return self.trace(*args, **kwargs).lower()
+
+    @api_boundary
+    def trace(self, /, *args, **kwargs):
+        """The same, before it is lowered: `.jaxpr` is the program."""
+        jitted = _jitted_in(self._fn)
+        if jitted is None:
+            call = f"{self._call}(fn, ...)"
+            raise TypeError(
+                f"`{call}`: `lower` and `trace` are there if `fn` is jitted. Write "
+                f"`{self._call}(eqx.filter_jit(fn), ...)`, or `jax.jit({call})`."
+            )
+        arrays, form = take_apart((self, args, kwargs), _is_array_or_shape)
+        compiled = _compiled_of(jitted)(_map_static(_to_ref, form))
+        return Stage(compiled.trace(*arrays), self, form)
+
     def __hash__(self):
         # `jax.jit` takes only what is hashable, and dicts are not.
         try:
@@ -74,7 +102,61 @@ class Transformed(eqx.Module):
 
     def __get__(self, instance, owner):
         del owner
-        return self if instance is None else eqx.Partial(self, instance)
+        return self if instance is None else _Method(self, instance)
+
+
+class _Method(eqx.Partial):
+    """A `Transformed` that is a method of a module, bound to one."""
+
+    # What it holds is of that class, which a type checker does not know.
+    def eval_shape(self, /, *args, **kwargs):
+        fn: Any = self.func
+        return fn.eval_shape(*self.args, *args, **kwargs)
+
+    def lower(self, /, *args, **kwargs):
+        return self.trace(*args, **kwargs).lower()
+
+    def trace(self, /, *args, **kwargs):
+        fn: Any = self.func
+        return fn.trace(*self.args, *args, **kwargs).bound_to(*self.args)
+
+
+def _is_array_or_shape(x: Any) -> bool:
+    return is_operand(x) or isinstance(x, jax.ShapeDtypeStruct)
+
+
+class Stage:
+    """One of `jax.stages`: a program that was traced, lowered or compiled for certain
+    arguments. It is called with arguments like these."""
+
+    def __init__(self, stage: Any, fn: Any, form: Form, bound: tuple = ()):
+        self._stage, self._fn, self._form, self._bound = stage, fn, form, bound
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stage, name)
+
+    def _next(self, stage: Any) -> "Stage":
+        return Stage(stage, self._fn, self._form, self._bound)
+
+    def bound_to(self, *args: Any) -> "Stage":
+        return Stage(self._stage, self._fn, self._form, args)
+
+    def lower(self, **options: Any) -> "Stage":
+        return self._next(self._stage.lower(**options))
+
+    def compile(self, *args: Any, **options: Any) -> "Stage":
+        return self._next(self._stage.compile(*args, **options))
+
+    @api_boundary
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        arrays, form = take_apart((self._fn, (*self._bound, *args), kwargs))
+        if form != self._form:
+            raise TypeError(
+                "This program was compiled for arguments of another structure, or with "
+                "other values of those that are not arrays. Lower it again."
+            )
+        arrays, form = self._stage(*arrays)
+        return form.with_arrays(arrays)
 
 
 def _run(self, args, kwargs, compiled=False):
