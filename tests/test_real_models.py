@@ -642,3 +642,39 @@ def test_quax_hides_the_weights(capture, bias):
     assert got.keys() == {root + name[1:] for name in want}
     for name in want:
         assert_close(got[root + name[1:]]["primal"], want[name]["primal"])
+
+
+# --- the first hour with a model ---
+def _esm2():
+    model = esm2quinox.ESM2(2, 8, 2, token_dropout=True, key=jr.key(0))
+    tokens = jnp.asarray(esm2quinox.tokenise(["SP"])[0])
+    return model, tokens, lambda m, tokens: m(tokens)
+
+
+def _vit():
+    image = jr.normal(jr.key(1), (3, 8, 8))
+    return _equimo_vit(), image, lambda m, x: m(x, key=jr.key(2))
+
+
+@pytest.mark.parametrize(
+    "make", [_esm2, _vit, lambda: (*_flow(), lambda m, x: m.log_prob(x))]
+)
+def test_each_name_is_one_module(make):
+    """Captures a model as it is, and plants at each of the names."""
+    model, x, run = make()
+    out, got = S(run, capture=True, reduce=Append())(model, x)
+    assert_close(out, run(model, x))
+    shapes = lambda value: jtu.tree_map(lambda a: a.shape, value)
+    once = {}
+    for name, entry in got.items():
+        seen = []
+        spy = lambda value, seen=seen: (seen.append(shapes(value)), value)[1]
+        planted = plant(run, {name: spy}, capture=True)
+        eqx.filter_eval_shape(planted, model, x)
+        # The functions see one iteration, what comes back is stacked.
+        assert seen and all(s == seen[0] for s in seen)
+        if len(entry["primal"]) == 1:
+            once[name] = {**entry, "primal": entry["primal"][0]}
+    assert len(once) >= len(got) - 1
+    again = plant(run, once, capture=True)(model, x)
+    assert_close(again, out, rtol=1e-4, atol=1e-4)

@@ -122,9 +122,10 @@ class Places:
         return found
 
     def of_length(self, n: int, used: Container[int]) -> set[int]:
-        """The sources that are not `used`, and may be part of a stack of so many."""
+        """The sources that are not `used`, and may be part of a stack of so many,
+        perhaps behind the axis of a vmap."""
         arrays = enumerate(self._arrays)
-        return {i for i, x in arrays if i not in used and n in x.shape}
+        return {i for i, x in arrays if i not in used and n in x.shape[:2]}
 
     def alike(self, call: Call) -> list[Path]:
         """The places of the modules that are like that of a call."""

@@ -1,0 +1,398 @@
+"""Names of captured modules say which module it is: laws over random models."""
+
+import functools
+import random
+from collections.abc import Callable
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import pytest
+from eqx_sow import plant, save_intermediates as S
+
+from .helpers import assert_close, cotangents, primals, with_mode
+
+
+X = jnp.array([0.3, -1.2, 0.7])
+
+
+# --- two modules of different classes never share a name ---
+class Layer(eqx.Module):
+    weight: jax.Array
+
+
+class Up(Layer):
+    def __call__(self, x):
+        return jnp.tanh(self.weight @ x)
+
+
+class Down(Layer):
+    def __call__(self, x):
+        return self.weight @ x - 1
+
+
+class Side(Layer):
+    bias: jax.Array
+
+    def __call__(self, x):
+        return self.weight @ x + self.bias
+
+
+@eqx.filter_jit
+def _make(cls, module, *more):
+    """A module of another class, in a function that JAX traces once."""
+    return cls(module.weight, *more)
+
+
+class Plain(eqx.Module):
+    up: Up
+    down: Down
+
+    def __call__(self, x):
+        return self.down(self.up(x))
+
+    def by_hand(self, x, mark):
+        x = mark(jnp.tanh(self.up.weight @ x), "/up")
+        return mark(self.down.weight @ x - 1, "/down")
+
+
+class ByProperty(eqx.Module):
+    up: Up
+
+    @property
+    def made(self):
+        return Down(self.up.weight)
+
+    def __call__(self, x):
+        return self.made(self.up(x))
+
+    def by_hand(self, x, mark):
+        x = mark(jnp.tanh(self.up.weight @ x), "/up")
+        return mark(self.up.weight @ x - 1, "/up/Down")
+
+
+class MadeAlone(eqx.Module):
+    up: Up
+
+    def __call__(self, x):
+        return Down(self.up.weight.T)(x)
+
+    def by_hand(self, x, mark):
+        return mark(self.up.weight.T @ x - 1, "/up/Down")
+
+
+class ByFunction(eqx.Module):
+    down: Down
+
+    def __call__(self, x):
+        x = _make(Side, self.down, x)(x)
+        return self.down(_make(Up, self.down)(x))
+
+    def by_hand(self, x, mark):
+        x = mark(self.down.weight @ x + x, "/down/Side")
+        x = mark(jnp.tanh(self.down.weight @ x), "/down/Up")
+        return mark(self.down.weight @ x - 1, "/down")
+
+
+class Replaced(eqx.Module):
+    inner: Plain
+
+    def __call__(self, x):
+        other = lambda up: Side(up.weight, jnp.ones(3))
+        return eqx.tree_at(lambda m: m.inner.up, self, replace_fn=other).inner(x)
+
+    def by_hand(self, x, mark):
+        x = mark(self.inner.up.weight @ x + 1, "/inner/up/Side")
+        x = mark(self.inner.down.weight @ x - 1, "/inner/down")
+        return mark(x, "/inner")
+
+
+class Tied(Plain):
+    turned: bool = False
+
+    def __call__(self, x):
+        weight = self.up.weight.T if self.turned else self.up.weight
+        return eqx.tree_at(lambda d: d.weight, self.down, weight)(self.up(x))
+
+    def by_hand(self, x, mark):
+        weight = self.up.weight.T if self.turned else self.up.weight
+        x = mark(jnp.tanh(self.up.weight @ x), "/up")
+        return mark(weight @ x - 1, "/down")
+
+
+class Shared(eqx.Module):
+    shared: eqx.nn.Shared
+    weight: jax.Array
+
+    def __init__(self, up, down):
+        self.weight = up.weight
+        at = lambda pair: pair[1].weight, lambda pair: pair[0].weight
+        self.shared = eqx.nn.Shared((up, down), *at)
+
+    def __call__(self, x):
+        up, down = self.shared()
+        return down(up(x))
+
+    def by_hand(self, x, mark):
+        x = mark(jnp.tanh(self.weight @ x), "/shared/pytree/0")
+        return mark(self.weight @ x - 1, "/shared/pytree/1")
+
+
+class Packed(eqx.Module):
+    """One array that is the weights of three modules."""
+
+    packed: Side
+
+    def __call__(self, x):
+        q, k = (jax.tree.map(lambda a: a[i], self.packed) for i in range(2))
+        return Up(self.packed.weight[1])(q(x) + k(x))
+
+    def by_hand(self, x, mark):
+        w, b = self.packed.weight, self.packed.bias
+        q = mark(w[0] @ x + b[0], "/packed/0")
+        k = mark(w[1] @ x + b[1], "/packed/1")
+        return mark(jnp.tanh(w[1] @ (q + k)), "/packed/1/Up")
+
+
+class Unrolled(eqx.Module):
+    """A stack, taken apart in a Python loop."""
+
+    blocks: ByProperty
+
+    def __call__(self, x):
+        for i in range(2):
+            x = jax.tree.map(lambda a: a[i], self.blocks)(x)
+        return x
+
+    def by_hand(self, x, mark):
+        for i in range(2):
+            w = self.blocks.up.weight[i]
+            x = mark(jnp.tanh(w @ x), f"/blocks/{i}/up")
+            x = mark(w @ x - 1, f"/blocks/{i}/up/Down")
+            x = mark(x, f"/blocks/{i}")
+        return x
+
+
+def _pair(rng, cls=Plain):
+    weights = [jnp.array([[rng.gauss(0, 0.7)] * 3] * 3) for _ in range(2)]
+    noise = jr.normal(jr.key(rng.randrange(1 << 30)), (2, 3, 3)) / 2
+    return cls(Up(weights[0] + noise[0]), Down(weights[1] + noise[1]))
+
+
+def _stacked(modules):
+    stack = lambda *xs: jnp.stack(xs) if eqx.is_array(xs[0]) else xs[0]
+    return jax.tree.map(stack, *modules)
+
+
+def _packed(rng):
+    pair = _pair(rng)
+    return Packed(_stacked([Side(m.weight, X) for m in (pair.up, pair.down)]))
+
+
+KINDS = [
+    _pair,
+    lambda rng: ByProperty(_pair(rng).up),
+    lambda rng: MadeAlone(_pair(rng).up),
+    lambda rng: ByFunction(_pair(rng).down),
+    lambda rng: Replaced(_pair(rng)),
+    lambda rng: _pair(rng, lambda *pair: Tied(*pair, turned=rng.random() < 0.5)),
+    lambda rng: _pair(rng, Shared),
+    _packed,
+    lambda rng: Unrolled(_stacked([ByProperty(_pair(rng).up) for _ in range(2)])),
+]
+
+
+class Model(eqx.Module):
+    parts: list
+
+    def __call__(self, x):
+        for part in self.parts:
+            x = part(x)
+        return x
+
+    def by_hand(self, mark, x):
+        for i, part in enumerate(self.parts):
+            inside = lambda value, name, i=i: mark(value, f"parts/{i}{name}")
+            x = inside(part.by_hand(x, inside), "")
+        return x
+
+
+WAYS = [
+    lambda f: f,
+    eqx.filter_jit,
+    eqx.filter_checkpoint,
+    lambda f: lambda m, x: jax.vmap(f, (None, 0))(m, x[None])[0],
+]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_names_of_random_models(seed):
+    rng = random.Random(seed)
+    kinds = rng.sample(KINDS, 3) + [KINDS[seed % len(KINDS)]]
+    model = Model([kind(rng) for kind in kinds])
+    way = WAYS[seed % len(WAYS)]
+    run = way(lambda m, x: m(x))
+    lane = (lambda v: v[0]) if way is WAYS[3] else (lambda v: v)
+    of_mode = lambda got, mode: {n: lane(v) for n, v in with_mode(got, mode).items()}
+
+    def program(mark, x):
+        inside = lambda value, name: mark(value, f"m/{name}")
+        return mark(model.by_hand(inside, x), "m")
+
+    _, got = S(run, capture=True)(model, X)
+    want = primals(program, X)
+    assert list(got) == list(want)
+    assert_close(of_mode(got, "primal"), want, atol=1e-5)
+    # What is planted at one name changes that module alone.
+    factor = {name: 1 + 0.1 * i for i, name in enumerate(want)}
+    by_name = {n: (lambda v, n=n: factor[n] * v) for n in want}
+    by_hand = program(lambda value, name: factor[name] * value, X)
+    assert_close(plant(run, by_name, capture=True)(model, X), by_hand, atol=1e-5)
+    # And in the backward pass.
+    loss = lambda m, x: jnp.sum(run(m, x))
+    graded = S(eqx.filter_grad(loss), capture=True)(model, X)[1]
+    cts = cotangents(lambda mark, x: jnp.sum(program(mark, x)), X)
+    assert_close(of_mode(graded, "cotangent"), cts, atol=1e-5)
+
+
+# --- a slice of a stack with a constant index is that layer ---
+class Attention(eqx.Module):
+    linear: eqx.nn.Linear
+    dropout: eqx.nn.Dropout
+
+    def __call__(self, x):
+        return self.dropout(jnp.tanh(self.linear(x)), inference=True)
+
+
+class Block(eqx.Module):
+    attn: Attention
+    norm: eqx.nn.LayerNorm
+
+    def __call__(self, x):
+        return x + self.attn(self.norm(x))
+
+
+def _blocks(n):
+    linears = [eqx.nn.Linear(3, 3, key=key) for key in jr.split(jr.key(0), n)]
+    attns = [Attention(linear, eqx.nn.Dropout(0.1)) for linear in linears]
+    return [Block(attn, eqx.nn.LayerNorm(3)) for attn in attns]
+
+
+def _entries(stack, take):
+    """Calls layer after layer, which `take(array)` gives for each array of a stack."""
+    arrays, static = eqx.partition(stack, eqx.is_array)
+    leaves, treedef = jax.tree.flatten(arrays)
+    for entry in zip(*map(take, leaves)):
+        yield eqx.combine(jax.tree.unflatten(treedef, entry), static)
+
+
+def _in_a_scan(stack, x):
+    arrays, static = eqx.partition(stack, eqx.is_array)
+    step = lambda x, layer: (eqx.combine(layer, static)(x), None)
+    return jax.lax.scan(step, x, arrays)[0]
+
+
+def _one_by_one(take):
+    def call(stack, x):
+        for layer in _entries(stack, take):
+            x = layer(x)
+        return x
+
+    return call
+
+
+at_each = lambda index: lambda a: [index(a, i) for i in range(len(a))]
+SLICES = {
+    "index": at_each(lambda a, i: a[i]),
+    "from the end": at_each(lambda a, i: a[i - len(a)]),
+    "take": at_each(lambda a, i: jnp.take(a, i, axis=0)),
+    "dynamic": at_each(lambda a, i: jax.lax.dynamic_index_in_dim(a, i, keepdims=False)),
+    "slice": at_each(
+        lambda a, i: jax.lax.slice_in_dim(a, i, i + 1).reshape(a.shape[1:])
+    ),
+    "unstack": jnp.unstack,
+    "iterate": list,
+    "split": lambda a: [x.squeeze(0) for x in jnp.split(a, len(a))],
+}
+
+
+class Encoder(eqx.Module):
+    blocks: list | Block
+    norm: eqx.nn.LayerNorm
+    call: Callable = eqx.field(static=True)
+
+    def __call__(self, x):
+        return self.norm(self.call(self.blocks, x))
+
+
+def _encoder(n, call):
+    """With a list of `n` blocks, or with a stack of them if `call` takes one."""
+    blocks, norm = _blocks(n), eqx.nn.LayerNorm(3)
+    is_list = call is _in_a_list
+    return Encoder(blocks if is_list else _stacked(blocks), norm, call)
+
+
+def _in_a_list(blocks, x):
+    for block in blocks:
+        x = block(x)
+    return x
+
+
+def _loss(m, x):
+    return jnp.sum(m(x) ** 2)
+
+
+def _ensemble(m, x):
+    """Of two, so that all arrays have one more axis in front."""
+    axes = jax.tree.map(lambda a: 0 if eqx.is_array(a) else None, m)
+    return eqx.filter_vmap(lambda m, x: m(x), in_axes=(axes, None))(m, x)
+
+
+@functools.cache
+def _of_a_list(in_ensemble):
+    model = _encoder(2, _in_a_list)
+    if in_ensemble:
+        return S(_ensemble, capture=True)(_stacked([model, model]), X)[1]
+    return S(eqx.filter_grad(_loss), capture=True)(model, X)[1]
+
+
+@pytest.mark.parametrize("i", range(len(SLICES)), ids=SLICES)
+def test_an_unrolled_loop_over_a_stack(i):
+    """Names, values and gradients are those of a list."""
+    model = _encoder(2, _one_by_one([*SLICES.values()][i]))
+    wrap = (lambda f: f, eqx.filter_checkpoint, eqx.filter_jit)[i % 3]
+    got = S(eqx.filter_grad(wrap(_loss)), capture=True)(model, X)[1]
+    assert list(got) == list(_of_a_list(False))
+    assert_close(got, _of_a_list(False))
+    got = S(_ensemble, capture=True)(_stacked([model, model]), X)[1]
+    assert list(got) == list(_of_a_list(True))
+    assert_close(got, _of_a_list(True))
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_list_scan_and_unrolled_loop_have_the_same_names(n):
+    calls = _in_a_list, _one_by_one(SLICES["index"]), _in_a_scan
+    listed, unrolled, scanned = (_encoder(n, call) for call in calls)
+    fn = eqx.filter_grad(_loss)
+    _, want = S(fn, capture=True)(listed, X)
+    names = [name for name in want if "blocks" in name]
+    last = f"m/blocks/{n - 1}/attn/linear"
+    assert {"m/blocks/0", last, "m/blocks/0/attn/dropout"} <= set(names)
+    for model in (listed, unrolled, scanned):
+        _, got = S(fn, capture=True, names=names)(model, X)
+        assert_close({name: got[name] for name in names}, {n: want[n] for n in names})
+        _, every = S(fn, capture=True)(model, X)
+        pattern = "m/blocks/*/attn"
+        assert_close(every.stack(pattern), want.stack(pattern))
+        without = {last: jnp.zeros_like, "m/blocks/0/attn": jnp.cos}
+        out = plant(lambda m, x: m(x), without, capture=True)(model, X)
+        assert_close(out, _planted_by_hand(listed, X))
+
+
+def _planted_by_hand(model, x):
+    for i, block in enumerate(model.blocks):
+        is_last = block is model.blocks[-1]
+        h = 0 * x if is_last else jnp.tanh(block.attn.linear(block.norm(x)))
+        x = x + (jnp.cos(h) if i == 0 else h)
+    return model.norm(x)
