@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ._errors import UnknownSowError
+from ._errors import SowError, UnknownSowError
 
 
 def join(path: str, name: str) -> str:
@@ -74,7 +74,7 @@ def every_selected(
         if matches(p, name):
             some: Iterable[Selected] = [Selected(name, (), after)]
         else:
-            some = _with_index(p, name, after, loops) if isinstance(p, str) else ()
+            some = _in_range(p, name, after, loops) if isinstance(p, str) else ()
         found |= {x.name: x for x in some if not x.at or x.name not in names}
     return list(found.values())
 
@@ -94,6 +94,23 @@ def _indices(segment: str, loops: tuple[int, ...]) -> list[str]:
         every = map(str, range(min(max(loops, default=0), _MOST)))
         return [i for i in every if fnmatch.fnmatchcase(i, segment)]
     return []
+
+
+def _in_range(
+    pattern: str, name: str, after: tuple[int | None, ...], loops: tuple[int, ...]
+) -> tuple[Selected, ...]:
+    try:
+        return _with_index(pattern, name, after, loops)
+    except Exception:  # JAX has no public name for what it raises
+        length = next((n for n in loops if not isinstance(n, int)), None)
+        if length is None:
+            raise
+        raise SowError(
+            f"`names={pattern!r}`: {name!r} is in a loop of the symbolic length "
+            f"{length}, so it is not known whether there is such an iteration. Say "
+            f"how long it is at least: `jax.export.symbolic_shape({str(length)!r}, "
+            f"constraints=['{length} >= 8'])`."
+        ) from None
 
 
 @ft.lru_cache(maxsize=4096)
