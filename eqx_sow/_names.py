@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ._errors import shown, UnknownSowError
+from ._errors import shown, SowError, UnknownSowError
 
 
 def join(path: str, name: str) -> str:
@@ -208,12 +208,28 @@ def _of_index(node: _Node, index: Any, whole: bool) -> Iterator[tuple[_Node, _Ch
             if fits(f"0{index.rest}"):
                 yield child, every
         elif not whole:
-            for i in range(min(index.n, _MOST)):
-                if fits(f"{i}{index.rest}"):
+            most = min(index.n, _MOST) if isinstance(index.n, int) else _MOST
+            for i in range(most):
+                if fits(f"{i}{index.rest}") and _has(index.n, i):
                     yield child, ((index, i),)
     for i, rest, child in () if whole else node.indices:
-        if rest == index.rest and -index.n <= i < index.n:
+        if rest == index.rest and _has(index.n, i):
             yield child, ((index, i),)
+
+
+def _has(n: Any, i: int) -> bool:
+    """Whether a loop of `n` iterations, which may be symbolic, has number `i`."""
+    try:
+        return -n <= i < n
+    except Exception:  # JAX has no public name for what it raises
+        if isinstance(n, int):
+            raise
+        raise SowError(
+            f"A name asks for iteration {i} of a loop of the symbolic length {n}, so "
+            "it is not known whether there is such an iteration. Say how long it is "
+            f"at least: `jax.export.symbolic_shape({str(n)!r}, constraints=['{n} >= "
+            "8'])`."
+        ) from None
 
 
 def fits(pattern: str, name: str) -> bool:

@@ -500,12 +500,14 @@ _BLOCK = 1024
 def _in_blocks(x: jax.Array) -> tuple[jax.Array, tuple[int, ...]]:
     """Splits an axis, so that some of the last axes have about `_BLOCK` entries. Also
     says which axes these are: for `[8, 4096]`, `[8, 4, 1024]` and `(2,)`."""
-    if x.size <= 4 * _BLOCK:
+    # `jax.export` has symbolic sizes, which cannot be compared.
+    if isinstance(x.size, int) and x.size <= 4 * _BLOCK:
         return x, tuple(range(x.ndim))
     entries, axis = 1, x.ndim
     while axis > 0 and entries < _BLOCK // 4:
         axis -= 1
-        if entries * x.shape[axis] > _BLOCK:
+        n = x.shape[axis]
+        if not isinstance(n, int) or entries * n > _BLOCK:
             x = _split(x, axis, _BLOCK // entries)
             axis += 1
         entries *= max(x.shape[axis], 1)
@@ -522,15 +524,17 @@ def _split(x: jax.Array, axis: int, most: int) -> jax.Array:
     n = x.shape[axis]
     # Where the type does not say that it is sharded, most meshes have powers of two.
     suits = lambda k: (math.gcd(n // k, 64), k)
-    divisors = (k for k in range(most, most // 4, -1) if n % (k * shards) == 0)
+    each = range(most, most // 4, -1) if isinstance(n, int) else ()
+    divisors = (k for k in each if n % (k * shards) == 0)
     k = max(divisors, key=suits, default=None)
     if k is None:
         k = most
         nothing = False if x.dtype == bool else jnp.nan
         pad = [(0, 0, 0)] * x.ndim
-        pad[axis] = (0, -n % (k * shards), 0)
+        whole = k * shards
+        pad[axis] = (0, (n + whole - 1) // whole * whole - n, 0)
         x = lax.pad(x, jnp.array(nothing, x.dtype), pad)
-    return x.reshape(*x.shape[:axis], -1, k, *x.shape[axis + 1 :])
+    return x.reshape(*x.shape[:axis], x.shape[axis] // k, k, *x.shape[axis + 1 :])
 
 
 def _histogram(x: jax.Array, block: tuple[int, ...], edges: tuple[float, ...]):

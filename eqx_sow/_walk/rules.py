@@ -301,7 +301,8 @@ def _scan(interpret, given, eqn, *args):
         body,
         (given.carry, kept, init),
         operands,
-        length=p["length"],
+        # A symbolic length is only taken from what is scanned over.
+        length=None if jax.tree.leaves(operands) else p["length"],
         reverse=p["reverse"],
         unroll=p["unroll"],
     )
