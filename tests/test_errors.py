@@ -18,6 +18,7 @@ from eqx_sow import (
     Last,
     plant,
     save_intermediates as S,
+    Sow,
     sow,
     SowError,
     tap,
@@ -376,24 +377,36 @@ def test_the_gradient_of_a_loss_and_what_was_captured(gradient):
     assert "{'h': {'primal': f32[3]}}" in str(info.value)
 
 
-def test_a_duplicate_in_a_model_tells_what_helps():
-    one = eqx.nn.Lambda(jnp.sin)
-    for options, helps in (
-        (dict(capture=True), "path of a module, which is called more than once"),
+def _once(x):
+    return sow(x, "h")
+
+
+def _on_two_lines(x):
+    x = _once(x)
+    return _once(x)
+
+
+def test_a_duplicate_tells_where_and_what_helps():
+    one, inner, first = eqx.nn.Lambda(jnp.sin), jax.jit(_once), _once.__code__
+    line, calls = first.co_firstlineno + 1, _on_two_lines.__code__.co_firstlineno
+    in_a_loop = lambda x: [_once(x) for _ in range(3)]
+    for fn, says, says_not in (
         (
-            dict(capture=True, inputs=True, names="*inputs"),
-            "which is called more than once",
+            _on_two_lines,
+            f":{line}, which .*:{calls + 1} and .*:{calls + 2} call",
+            "line",
         ),
+        (in_a_loop, f":{line}, which runs more than once(?s:.*)step{{i}}", " call. "),
+        (lambda x: inner(inner(x)), f":{line}, which runs more than once", "step"),
+        (lambda x: sow(sow(x, "h"), "h"), "twice in the line", "more than once,"),
+        (eqx.nn.Sequential([Sow("h"), Sow("h")]), "by two layers `Sow", "step"),
+        (lambda x: sow(sow(x, "a/b"), "a/b"), "`scope=True` begins them", "step"),
     ):
-        with pytest.raises(DuplicateSowError, match=helps) as info:
-            S(lambda layer, x: layer(layer(x)), **options)(one, X)
-        assert "scope=True" not in str(info.value)
-    with pytest.raises(DuplicateSowError, match="name of a function, which is called"):
-        S(lambda x: jax.nn.relu(1 - jax.nn.relu(x)), capture=jax.nn.relu)(X)
+        with pytest.raises(DuplicateSowError, match=says) as info:
+            S(fn)(X)
+        assert says_not not in str(info.value)
     with pytest.raises(DuplicateSowError, match="a `sow` has this name: choose with"):
         S(lambda layer, x: sow(layer(x), "layer"), capture=True)(one, X)
-    with pytest.raises(DuplicateSowError, match="`scope=True` begins them"):
-        S(lambda x: sow(sow(x, "a/b"), "a/b"))(X)
 
 
 def test_a_gradient_that_may_be_that_of_either_of_two_modules():

@@ -735,7 +735,7 @@ MISUSES = {
     "one name in a Python loop": Misuse(
         DuplicateSowError,
         lambda: S(lambda x: [_fn(x) for _ in range(3)])(X),
-        (*_DUPLICATE, "which runs more than once"),
+        (*_DUPLICATE, "which runs more than once", '`with eqx_sow.scope(f"step{i}"):`'),
         "is sown more than once",
         _fn,
     ),
@@ -747,7 +747,10 @@ MISUSES = {
         _Layer.__call__,
     ),
     "one name for two layers Sow": Misuse(
-        DuplicateSowError, lambda: S(TWO)(X), _DUPLICATE, "is sown more than once"
+        DuplicateSowError,
+        lambda: S(TWO)(X),
+        (*_DUPLICATE, "by two layers `Sow('h')`, which", "a name of its own, or none"),
+        "is sown more than once",
     ),
     "branches that differ": Misuse(
         SowError,
@@ -867,7 +870,7 @@ MISUSES = {
     "values: one for two places": Misuse(
         DuplicateSowError,
         lambda: plant(_twice, {"h": X})(X),
-        ("`h` is sown more than once", "or plant a function"),
+        ("'h' runs 2 times: at", "Plant a tuple of 2", "or plant a function"),
         "is sown more than once",
         _twice,
     ),

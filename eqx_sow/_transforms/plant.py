@@ -131,7 +131,12 @@ def _runs(
     if not runs_several_times(mine, entries) or (
         functions and (alike or not any(values))
     ):
-        return [_Run(None, mine[0], of_key, values)], None
+        first = [mine[0].site]
+        only = {
+            at: x if callable(x) else _one_by_one(x, *first, first, mode)[0]
+            for at, x in values.items()
+        }
+        return [_Run(None, mine[0], of_key, only)], None
     primals = [e for e in entries if not e.site.modes]
     runs = by_run(mine, entries)
     ofs = [(e or primals[i]).site.of for i, e in enumerate(runs)]
@@ -160,6 +165,10 @@ def _runs(
     ], ofs
 
 
+def _is_tuple(value: Any, n: int) -> bool:
+    return type(value) in (tuple, list) and len(value) == n
+
+
 def _one_by_one(
     value: Any, site: Site, runs: Sequence[Site], mode: str
 ) -> Sequence[Any]:
@@ -171,8 +180,9 @@ def _one_by_one(
     if isinstance(value, Mapping) and not has_form(value):
         value = value.get(mode, value)
     if len(runs) == 1:
-        return [value]
-    if type(value) in (tuple, list) and len(value) == len(runs):
+        # `Append` makes a tuple even of one.
+        return [value] if has_form(value) or not _is_tuple(value, 1) else value
+    if _is_tuple(value, len(runs)):
         # The value of a single run may also be a tuple.
         single = has_form(value) and not any(x is None or has_form(x) for x in value)
         if not single:

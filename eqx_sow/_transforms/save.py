@@ -61,8 +61,9 @@ class _SaveIntermediates(Transformed):
             transform=SameParts(by_name["transform"]),
             **program.listens(program.asks),
         ).with_reducers(program.mine)
-        in_order = collect.keeps_order(program.mine)
-        of = program.executions(collect.reduces) if in_order else None
+        of = program.executions(collect.reduces)
+        if of is not None and not collect.keeps_order(program.mine):
+            of = None
         if of is None:
             program = program.with_executions(collect.reduces)
         asked = list(collect.everywhere(program.mine))
