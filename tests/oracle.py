@@ -148,6 +148,8 @@ VECTOR_KINDS = ("v", "unused", "outer", "outer_unused", "const")
 KINDS = (*VECTOR_KINDS, "dict", "mixed")
 # Leaves that vary, leaves that do not, and static ones.
 BESIDE = "beside"
+# A NumPy array beside a leaf that varies. It stays one, in the program under test, too.
+NUMPY = "numpy"
 
 
 def _sown(xp, kind, v, o):
@@ -162,6 +164,8 @@ def _sown(xp, kind, v, o):
     if kind == BESIDE:
         const = xp.asarray(np.array([1.5, -0.5], np.float32))
         return {"const": const, "n": 3, "outer": o, "text": "static", "vec": v}
+    if kind == NUMPY:
+        return {"const": np.array([1.5, -0.5], np.float32), "vec": v}
     return {"vec": v, "int": xp.asarray(np.array([3, 4], np.int32))}
 
 
@@ -176,6 +180,8 @@ def _after_sow(kind, v, sown):
         return sown["vec"]
     if kind == BESIDE:
         return sown["vec"] + np.float32(0.1) * sown["outer"]
+    if kind == NUMPY:
+        return sown["vec"] * sown["const"]
     return v
 
 
@@ -788,7 +794,7 @@ class Generator:
     def sow(self, name=None, kinds=KINDS):
         if not self.features or name:
             return Sow(name or self.name(), self.pick(*kinds))
-        kind = self.pick(*kinds, BESIDE, BESIDE)
+        kind = self.pick(*kinds, BESIDE, BESIDE, NUMPY)
         tag = self.pick("intermediates", "intermediates", "intermediates", "other")
         return Sow(self.name(), kind, tag, bool(self.rng.random() < 0.2))
 

@@ -100,7 +100,9 @@ def _edit(value, name, kind, extra, edits):
     # There is a zero for each float.
     eps = iter(extra.get((name, "eps"), ()))
     zeros = [next(eps, None) if is_float(x) else None for x in new]
-    fixed = is_constant(kind)
+    # A NumPy array in whose place something is planted is a JAX array.
+    planted = [kind == orc.NUMPY and n is not o for n, o in zip(new, old)]
+    fixed = [f and not p for f, p in zip(is_constant(kind), planted)]
     new = [x if f or e is None else x + e for x, e, f in zip(new, zeros, fixed)]
     if name in edits.cotangent:
         bar = _bar(edits.cotangent[name])
