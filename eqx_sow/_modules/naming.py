@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import equinox as eqx
 
 from .._errors import SowError
-from .._mark.calls import Call, calls_around, Path
+from .._mark.calls import calls_around, NotedCall, Path
 from .._mark.primitive import edge_p, same_p, sow_p
 from .._mark.site import Label, Site
 from .._values.modes import without_order
@@ -41,10 +41,10 @@ from .sources import computed, either, FAR, in_order, TRANSPOSED, Value
 @dc.dataclass(eq=False)
 class _Visit:
     """A call of a module, each time that the pass over the program comes to it: a
-    jitted function that is called three times has one `Call` inside, with three visits,
-    which may be of three modules."""
+    jitted function that is called three times has one `NotedCall` inside, with three
+    visits, which may be of three modules."""
 
-    call: Call
+    call: NotedCall
     # The operands of its edge.
     arrays: Sequence[Value]
     # The modules whose methods are running, from outside in.
@@ -87,7 +87,7 @@ class Naming(Domain):
         self._latest: dict[Any, _Visit] = {}
         # By the way to a scan, the sources that it takes apart: those that are nearest
         # to the arrays that it goes over. And the calls that are running around it.
-        self._scans: dict[Way, tuple[set[int], Sequence[Call]]] = {}
+        self._scans: dict[Way, tuple[set[int], Sequence[NotedCall]]] = {}
         # For each place, how well it fits the call that it fits best.
         self._best: dict[Path, tuple[int, int]] = {}
         # The places of lists whose layers were stacked on the way, and their sources.
@@ -295,7 +295,7 @@ class Naming(Domain):
             default=held,
         )
 
-    def _is_there(self, path: Path, call: Call) -> bool:
+    def _is_there(self, path: Path, call: NotedCall) -> bool:
         return type(self._places.everywhere.get(path)) is call.cls
 
     def _is_sure(self, path: Path, visit: _Visit) -> bool:
@@ -310,7 +310,7 @@ class Naming(Domain):
             return is_best and is_like(self._places.everywhere.get(path), call)
         return self._is_there(path, call)
 
-    def _alike(self, call: Call, outer: Path, own: Container[Path]) -> Path | None:
+    def _alike(self, call: NotedCall, outer: Path, own: Container[Path]) -> Path | None:
         """The place of a module that is like that of a call, and to which the arrays of
         no call lead, or its `own`: in the tree at `outer`, if there is one."""
         alike = self._places.alike(call)
@@ -402,7 +402,7 @@ class Naming(Domain):
         self.roots["/".join(root_of(path))] = None
         return site._replace(labels=(new, *others))
 
-    def _chooses(self, call: Call, path: Path) -> bool:
+    def _chooses(self, call: NotedCall, path: Path) -> bool:
         capture, name = self._marking.capture, "/".join(path) or "."
         if call.is_function:
             return True
