@@ -182,7 +182,8 @@ def plant(
             pass what `save_intermediates` returned under that name,
             `{mode: value, ...}`; or
         - a function of the value, as the code at the mark sees it: in a `vmap` or a
-            loop, of one example in one iteration.
+            loop, of one example in one iteration. With [`eqx_sow.batched`][] around it,
+            it receives, and returns, the value of all examples, as leading axes.
 
         A name with an index means one iteration of a loop, as in the option `names` of
         [`eqx_sow.save_intermediates`][]: `"h/3"`, or `"blocks/2/attn"` in a stack of
