@@ -21,6 +21,7 @@ from ._errors import (
     UnsupportedPrimitiveError as UnsupportedPrimitiveError,
 )
 from ._handlers.tapping import TapEvent as TapEvent
+from ._mark.calls import Call as Call
 from ._mark.listening import scope as scope
 from ._mark.sow import Sow as Sow, sow as sow
 from ._results.intermediates import Intermediates as Intermediates

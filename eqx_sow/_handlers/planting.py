@@ -21,10 +21,10 @@ from .._errors import calling, SowError
 from .._mark.primitive import edge_value, sow_p
 from .._mark.site import Site
 from .._mark.static import Const, NoTangent, numbers_in, OPERAND, SameParts
-from .._values.axes import aligned, as_operand, final_axes, for_each_lane
+from .._values.axes import aligned, as_operand, final_axes, for_each_lane, whole
 from .._values.entry import Entry, in_front, in_place, running
 from .._values.merge import own_axes
-from .._values.transform import of_one_lane
+from .._values.transform import Batched, check_all_lanes, of_one_lane
 from .._walk.frame import Frame
 from .._walk.handler import check_guarded, Given, Handler
 from .._walk.rules import varying_alike
@@ -214,10 +214,13 @@ def _replaced(
                 f"`index` has length {len(iterations)} here: one entry for each loop "
                 "around the sow, except for `while_loop`s"
             )
-            hint = of_one_lane(site) + (index if more else "")
+            sees_all = isinstance(fn, Batched)
+            apply, called = (_of_all_lanes, fn.fn) if sees_all else (_apply, fn)
+            hint = "" if sees_all else of_one_lane(site)
+            hint += index if more else ""
             with calling("planted function", site, hint) as watched:
-                watched_fn = watched(fn)
-                return _apply(lambda value: watched_fn(value, *more), site, old)
+                watched_fn = watched(called)
+                return apply(lambda value: watched_fn(value, *more), site, old)
         return _at_site(site, guards, arrays, planted.new, old)
 
     if not planted.at:
@@ -400,11 +403,42 @@ def _apply(fn: Callable, site: Site, values: Sequence[Any]) -> list[Any]:
     return for_each_lane(apply, site.axes, varies, varies)(*values)
 
 
-def _one_lane(site: Site) -> str:
-    """Says that a planted function does not see the batch, where that is so."""
+def _of_all_lanes(fn: Callable, site: Site, old: list[Any]) -> list[Any]:
+    """`fn` of the value of all lanes at once, which it returns so, too."""
+    check_all_lanes(
+        site,
+        "plant(fn, {...: batched(...)})",
+        "Without `batched`, the function gets the value of one lane.",
+    )
+    # No loop is between the sow and what is planted.
+    site = site._replace(axes=tuple(a._replace(loops=0) for a in site.axes))
+    value = whole(site, list(map(aligned, old, site.varies)))
+    seen = _operand_leaves(value, site)
+    new = fn(value)
+    arrays = _operands(new, site, seen, of_function=True, sees_all=True)
+    NotFixed().add([site], new, seen).check()
+    arrays = _only_zeros([site], new, arrays)
+    # What the function leaves as it is needs no check that it does not vary.
+    left = [x is y for x, y in zip(_operand_leaves(new, site), seen)]
+    arrays = list(map(aligned, arrays, final_axes(site)))
+    arrays = _at_site(site, (), arrays, site, old)
+    return [x if same else y for x, y, same in zip(old, arrays, left)]
+
+
+def _operand_leaves(value: Any, site: Site) -> list[Any]:
+    """The leaves of a value in the places where arrays are sown."""
+    leaves = zip(jtu.tree_leaves(value), site.form.leaves)
+    return [x for x, leaf in leaves if leaf is OPERAND]
+
+
+def _lanes_seen(site: Site, sees_all: bool) -> str:
+    """Says what a planted function sees of a batch, where there is one."""
     if not any(axis.lane for axis in site.axes):
         return ""
-    return " The sow is under a `vmap`, so the function gets the value of one lane."
+    what = "one lane"
+    if sees_all:
+        what = "all lanes, as leading axes, and returns it so"
+    return f" The sow is under a `vmap`, so the function gets the value of {what}."
 
 
 def _or_a_function(site: Site) -> str:
@@ -418,13 +452,19 @@ def _or_a_function(site: Site) -> str:
 
 
 def _operands(
-    value: Any, site: Site, like: Sequence[Any], of_function: bool = False
+    value: Any,
+    site: Site,
+    like: Sequence[Any],
+    *,
+    of_function: bool = False,
+    sees_all: bool = False,
 ) -> list[Any]:
     """The arrays of a value that must have the structure of what is sown. Each must
     have the shape and dtype of that in `like`, and gets its sharding."""
-    whose, verb = "the value", "Plant"
+    whose, verb, instead = "the value", "Plant", _or_a_function(site)
     if of_function:
         whose, verb = "what the function returned", "Return"
+        instead = "." + _lanes_seen(site, sees_all)
     value_for = f"`plant`: {whose} for {site.said}"
     form = site.form
     leaves, treedef = jtu.tree_flatten(value)
@@ -455,7 +495,7 @@ def _operands(
             raise SowError(
                 f"{value_for} has a leaf {got} where {old.dtype}{list(old.shape)} is "
                 f"sown. {verb} an array of that shape and dtype"
-                f"{'.' + _one_lane(site) if of_function else _or_a_function(site)}"
+                f"{instead}"
             )
         new.append(sharded_like(jnp.asarray(x), old))
     return new

@@ -25,7 +25,7 @@ Path = tuple[str, ...]
 
 
 @dc.dataclass(eq=False, repr=False)
-class Call:
+class NotedCall:
     """A method of a module that is called, or a function. No two calls are equal.
 
     `_note` in `noting.py` makes it, and `_modules/naming.py` finds the name for it.
@@ -41,7 +41,7 @@ class Call:
     form: Any = None
     # What holds the module, and where it is in there: a module whose method is running,
     # as the call of that; or the arguments of a transformation, as its depth.
-    holder: "tuple[Call | int, Path] | None" = None
+    holder: "tuple[NotedCall | int, Path] | None" = None
     # The module with shapes in the place of arrays, if a user's predicate needs it.
     outline: Any = None
     # The module itself, if it has no arrays, which would say where it comes from.
@@ -63,24 +63,81 @@ class Call:
 class _Running(str):
     """The name of a scope. It knows of which call."""
 
-    call: Call
+    call: NotedCall
 
 
-def calls_around(eqn: Any) -> tuple[Call, ...]:
+def calls_around(eqn: Any) -> tuple[NotedCall, ...]:
     """The calls in which an equation was made, from outside in, as far as they began in
     the same jaxpr."""
     names = [getattr(x, "name", None) for x in eqn.source_info.name_stack.stack]
     return tuple(x.call for x in names if isinstance(x, _Running))
 
 
+class Call(NamedTuple):
+    """A call of a captured module or function as one value: what went in, and what came
+    out. The option `calls=True` of [`eqx_sow.save_intermediates`][],
+    [`eqx_sow.plant`][] and [`eqx_sow.tap`][] marks one under the name `layers/0.call`,
+    after the call has run.
+
+    **Attributes:**
+
+    - `args`: the positional arguments, a tuple, as they were before the call.
+    - `kwargs`: the keyword arguments, a dict.
+    - `out`: the output.
+
+    As with every mark, arrays have the shapes that the code there sees, and leading
+    axes in what comes back. The program continues with `out` alone. So if you plant a
+    `Call`, its `out` replaces the output, and its `args` change nothing; and the
+    cotangents of `args` and `kwargs` are zeros. The gradient that leaves the call
+    through its arguments is the cotangent of `layers/0.inputs`, with `inputs=True`.
+
+    !!! example
+
+        ```python
+        import equinox as eqx
+        import eqx_sow
+        import jax
+        import jax.numpy as jnp
+
+        model = eqx.nn.MLP(4, 4, 4, 2, key=jax.random.key(0))
+        x = jnp.ones(4)
+
+        # How much longer is the output of each layer than its input?
+        def growth(call):
+            return jnp.linalg.norm(call.out) / jnp.linalg.norm(call.args[0])
+
+        _, intermediates = eqx_sow.save_intermediates(
+            model,
+            capture=eqx.nn.Linear,
+            calls=True,
+            names="*.call",
+            transform=growth,
+        )(x)
+        intermediates["layers/0.call"]["primal"].shape  # ()
+
+        # Skip a layer:
+        skip = {"layers/1.call": lambda call: call._replace(out=call.args[0])}
+        eqx_sow.plant(model, skip, capture=True, calls=True)(x)
+        ```
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    out: Any
+
+
+Call.__module__ = "eqx_sow"
+
+
 class Note(NamedTuple):
     """What a sow of a captured call says of that, in its `Site`.
 
-    `what` of it: `("inputs",)`, or `()` for the output. `scope`: the user's scopes
-    around the call. `is_sow`: whether it is an unnamed `Sow`, which nobody selects.
+    `what` of it: a tuple of one of `Capture.kinds`, or `()` for the output. `scope`:
+    the user's scopes around the call. `is_sow`: whether it is an unnamed `Sow`, which
+    nobody selects.
     """
 
-    call: Call
+    call: NotedCall
     what: tuple[str, ...] = ()
     scope: str = ""
     is_sow: bool = False

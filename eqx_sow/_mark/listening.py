@@ -19,7 +19,7 @@ Fn = TypeVar("Fn", bound=Callable)
 
 class Capture(NamedTuple):
     """The calls that a transformation wants a note of, from its options `capture`,
-    `methods`, `inputs` and `scope`."""
+    `methods`, `inputs`, `calls` and `scope`."""
 
     # How many transformations there are around the program, this one included.
     depth: int
@@ -28,7 +28,8 @@ class Capture(NamedTuple):
     # Of modules of these classes, or of all, of which a predicate will choose (`None`).
     classes: tuple[type, ...] | None = None
     functions: tuple[Any, ...] = ()
-    inputs: bool = False
+    # What is marked beside the output: `"inputs"`, `"call"`.
+    kinds: frozenset[str] = frozenset()
     scope: bool = False
 
 

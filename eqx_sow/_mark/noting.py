@@ -17,15 +17,15 @@ import threading
 import types
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.tree_util as jtu
 
 from .. import _compat
-from .calls import Call, Note, Path
+from .calls import Call, Note, NotedCall, Path
 from .listening import Capture, Listening, listening
 from .primitive import edge_p, sow_p
 from .site import Label, Site
@@ -241,18 +241,23 @@ def _noting_function(fn: Callable, plain: Callable) -> Callable:
     """What is called in the place of a function that is captured."""
 
     def function(*args, **kwargs):
-        out = plain(*args, **kwargs)
         chosen = [c for c in _wanted() if fn in c.functions]
-        arrays = [x for x in jtu.tree_leaves(out) if eqx.is_array(x)]
-        if not (chosen and arrays):
-            return out
+        if not chosen:
+            return plain(*args, **kwargs)
+        call = NotedCall(fn)
+
         # A function has no arrays of its own: it is called by the module around. What
-        # it returned is the operand of the edge, so that JAX does not move the edge out
+        # is marked is the operand of the edge, so that JAX does not move the edge out
         # of the loop or the branch that the call is in.
-        call = Call(fn)
-        edge = edge_p.bind(*arrays, call=call)
-        note = Note(call, scope=listening.value.scope)
-        return bind(out, _unnamed(chosen), edge, note=note)
+        def edge(value):
+            arrays = filter(eqx.is_array, jtu.tree_leaves(value))
+            return edge_p.bind(*arrays, call=call)
+
+        marks = _Marks(Note(call, scope=listening.value.scope), chosen, edge)
+        args, kwargs, went_in = marks.before(args, kwargs)
+        out = plain(*args, **kwargs)
+        has_arrays = any(map(eqx.is_array, jtu.tree_leaves(out)))
+        return marks.after(went_in, out) if has_arrays else out
 
     return function
 
@@ -310,14 +315,14 @@ def _noting_method(name: str, method: Any, plain: Any) -> Callable:
 
 # --- what is running ---
 # What may hold the modules that are called in this thread, from outside in: a module
-# whose method is running, or the arguments of a transformation, as `Call.holder` has
-# it; and what tells where the modules in there are.
-_running: contextvars.ContextVar[tuple[tuple[Call | int, Callable], ...]]
+# whose method is running, or the arguments of a transformation, as `NotedCall.holder`
+# has it; and what tells where the modules in there are.
+_running: contextvars.ContextVar[tuple[tuple[NotedCall | int, Callable], ...]]
 _running = contextvars.ContextVar("running", default=())
 
 
 @contextlib.contextmanager
-def within(holder: Call | int, roots: Callable[[], Iterable[tuple[Path, Any]]]):
+def within(holder: NotedCall | int, roots: Callable[[], Iterable[tuple[Path, Any]]]):
     """What is called as long as this lasts may be held by this."""
     places = ft.cache(lambda: _places_in(roots()))
     before = _running.set((*_running.get(), (holder, places)))
@@ -338,9 +343,9 @@ def _places_in(roots: Iterable[tuple[Path, Any]]) -> tuple[Any, dict[int, Any]]:
     return parts, {key: it.cycle(paths) for key, paths in places.items()}
 
 
-def _held(module: Any, has_arrays: bool) -> tuple[Call | int, Path] | None:
-    """`Call.holder`. The arguments are no holder of a module with arrays: where these
-    come from says more."""
+def _held(module: Any, has_arrays: bool) -> tuple[NotedCall | int, Path] | None:
+    """`NotedCall.holder`. The arguments are no holder of a module with arrays: where
+    these come from says more."""
     for holder, places in reversed(_running.get()):
         may_hold = not (has_arrays and isinstance(holder, int))
         if may_hold and (turns := places()[1].get(id(module))):
@@ -364,24 +369,54 @@ def _note(module: Any, method: str, plain: Callable, args: tuple, kwargs: dict) 
         # The names of what is called inside need this edge. JAX removes what is not
         # used, but no sow, which has an effect.
         sow_p.bind(edge, site=Site((), _NOTHING, note=note))
-    inputs = _unnamed(c for c in chosen if c.inputs)
-    if inputs:
-        of_inputs = note._replace(what=("inputs",))
-        args, kwargs = bind((args, kwargs), inputs, edge, note=of_inputs)
+    marks = _Marks(note, chosen, lambda value: edge)
+    args, kwargs, went_in = marks.before(args, kwargs)
     with within(call, lambda: [((), module)]), call.running():
         out = plain(*args, **kwargs)
     if not chosen:
         return out
     if isinstance(out, jax.Array):  # as nearly all are
-        return bind(out, _unnamed(chosen), edge, note=note)
+        return marks.after(went_in, out)
     values, parts = _without_parts(out, module)
     if jtu.tree_leaves(parts) and not jtu.tree_leaves(values):
         return out
-    values = bind(values, _unnamed(chosen), edge, note=note)
-    return eqx.combine(values, parts, is_leaf=is_module)
+    return eqx.combine(marks.after(went_in, values), parts, is_leaf=is_module)
 
 
 _, _NOTHING = take_apart(())
+
+
+class _Marks(NamedTuple):
+    """What is marked of one call, for the transformations that are `chosen`: what it
+    returned, and of what else there is (`Capture.kinds`) that which they want."""
+
+    note: Note
+    chosen: Sequence[Capture]
+    # The edge of a value that is marked.
+    edge: Callable[[Any], Any]
+
+    def mark(self, value: Any, *kind: str) -> Any:
+        labels = _unnamed(c for c in self.chosen if c.kinds.issuperset(kind))
+        if not labels:
+            return value
+        note = self.note._replace(what=kind)
+        return bind(value, labels, self.edge(value), note=note)
+
+    def before(self, args: tuple, kwargs: dict) -> tuple[tuple, dict, Any]:
+        """The arguments that the program goes on with; and what `after` wants to know
+        of them. That is taken apart now: the call may change a list among them, and it
+        uses up an `eqx.nn.State`."""
+        args, kwargs = self.mark((args, kwargs), "inputs")
+        is_whole = any("call" in c.kinds for c in self.chosen)
+        return args, kwargs, take_apart((args, kwargs)) if is_whole else None
+
+    def after(self, went_in: Any, out: Any) -> Any:
+        """What the program goes on with in the place of what the call returned."""
+        out = self.mark(out)
+        if went_in is None:
+            return out
+        arrays, form = went_in
+        return self.mark(Call(*form.with_arrays(arrays), out), "call").out
 
 
 def _unnamed(captures: Iterable[Capture]) -> tuple[Label, ...]:
@@ -402,7 +437,7 @@ def _without_parts(out: Any, module: Any) -> tuple[Any, Any]:
 _WITNESSES = 5
 
 
-def _call(module: Any, method: str, outline: bool) -> tuple[Call, Any]:
+def _call(module: Any, method: str, outline: bool) -> tuple[NotedCall, Any]:
     """A call, and its edge."""
     leaves = jtu.tree_leaves_with_path(module)
     arrays = [(path, x) for path, x in leaves if eqx.is_array(x)]
@@ -411,7 +446,7 @@ def _call(module: Any, method: str, outline: bool) -> tuple[Call, Any]:
     n = min(len(large), _WITNESSES)
     picked = [large[i * len(large) // n] for i in range(n)]
     shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if eqx.is_array(x) else x
-    call = Call(
+    call = NotedCall(
         type(module),
         method,
         form=take_apart(module)[1],

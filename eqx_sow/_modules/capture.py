@@ -46,6 +46,7 @@ class Marking:
     tag: Hashable = "intermediates"
     methods: tuple[str, ...] = ("__call__",)
     inputs: bool = False
+    calls: bool = False
     scope: bool = False
     search: bool = False
     modes: tuple[str, ...] | None = None
@@ -55,7 +56,12 @@ class Marking:
         if self.capture is None and not (self.scope or self.search):
             return here
         methods = () if self.capture is None else self.methods
-        options = methods, *self.selected, self.inputs, self.scope
+        kinds = frozenset(
+            kind
+            for kind, on in {"inputs": self.inputs, "call": self.calls}.items()
+            if on
+        )
+        options = methods, *self.selected, kinds, self.scope
         capture = Capture(here.depth, self.tag, *options)
         return here._replace(captures=(*here.captures, capture))
 

@@ -27,7 +27,7 @@ from typing import Any
 import equinox as eqx
 
 from .._errors import SowError
-from .._mark.calls import Call, calls_around, Path
+from .._mark.calls import calls_around, NotedCall, Path
 from .._mark.primitive import edge_p, same_p, sow_p
 from .._mark.site import Label, Site
 from .._values.modes import without_order
@@ -55,7 +55,7 @@ class Naming(Domain):
         self._latest: dict[Any, Visit] = {}
         # By the way to a scan, the sources that it takes apart: those that are nearest
         # to the arrays that it goes over. And the calls that are running around it.
-        self._scans: dict[Way, tuple[set[int], Sequence[Call]]] = {}
+        self._scans: dict[Way, tuple[set[int], Sequence[NotedCall]]] = {}
         # For each place, how well it fits the call that it fits best.
         self._best: dict[Path, tuple[int, int]] = {}
         # The places of lists whose layers were stacked on the way, and their sources.
@@ -243,7 +243,7 @@ class Naming(Domain):
                 return alike
         return self._unknown(visit) if path is None else path
 
-    def _of_class(self, path: Path, call: Call) -> Path:
+    def _of_class(self, path: Path, call: NotedCall) -> Path:
         """The place itself, if a module of this class is there. One of another class
         that is made of the arrays there has its class behind that. If nothing is there,
         the first that is called has the place."""
@@ -308,7 +308,7 @@ class Naming(Domain):
             default=held,
         )
 
-    def _is_there(self, path: Path, call: Call) -> bool:
+    def _is_there(self, path: Path, call: NotedCall) -> bool:
         return type(self._places.everywhere.get(path)) is call.cls
 
     def _is_sure(self, path: Path, visit: Visit) -> bool:
@@ -323,7 +323,7 @@ class Naming(Domain):
             return is_best and is_like(self._places.everywhere.get(path), call)
         return self._is_there(path, call)
 
-    def _alike(self, call: Call, outer: Path, own: Container[Path]) -> Path | None:
+    def _alike(self, call: NotedCall, outer: Path, own: Container[Path]) -> Path | None:
         """The place of a module that is like that of a call, and to which the arrays of
         no call lead, or its `own`: in the tree at `outer`, if there is one."""
         alike = self._places.alike(call)
@@ -357,9 +357,9 @@ class Naming(Domain):
     def _behind(
         self,
         path: Path,
-        called: Sequence[tuple[Call, int]],
+        called: Sequence[tuple[NotedCall, int]],
         apart: set[int],
-        outside: Container[Call],
+        outside: Container[NotedCall],
     ) -> int | None:
         """How many keys there are up to the highest tree on a path of which all sources
         are taken `apart`. `called`: the modules on the path, and how many keys there
@@ -441,7 +441,7 @@ class Naming(Domain):
         self.roots["/".join(filter(None, (note.scope, *root_of(path))))] = None
         return site._replace(labels=(new, *others))
 
-    def _chooses(self, call: Call, path: Path) -> bool:
+    def _chooses(self, call: NotedCall, path: Path) -> bool:
         capture, name = self._marking.capture, "/".join(path) or "."
         if call.is_function:
             return True

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._frames import is_installed, is_library
-from .._mark.calls import Call, Path
+from .._mark.calls import NotedCall, Path
 from .._mark.static import OPERAND, take_apart
 from .._mark.trees import (
     children,
@@ -127,7 +127,7 @@ class Places:
         arrays = enumerate(self._arrays)
         return {i for i, x in arrays if i not in used and n in x.shape[:2]}
 
-    def alike(self, call: Call) -> list[Path]:
+    def alike(self, call: NotedCall) -> list[Path]:
         """The places of the modules that are like that of a call."""
 
         def among(modules):
@@ -145,7 +145,7 @@ def _identity(array: Any) -> Hashable:
     return of_memory["data"], of_memory["typestr"], array.shape, of_memory["strides"]
 
 
-def is_like(module: Any, call: Call) -> bool:
+def is_like(module: Any, call: NotedCall) -> bool:
     """Whether a module is like that of a call, in all but its arrays."""
     if type(module) is not call.cls:
         return False

@@ -4,7 +4,7 @@ import dataclasses as dc
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .._mark.calls import Call, Path
+from .._mark.calls import NotedCall, Path
 from .._mark.site import Site
 from .._walk.sows import Way
 from .cuts import Cut
@@ -14,10 +14,10 @@ from .sources import Origin
 @dc.dataclass(eq=False)
 class Visit:
     """A call of a module, each time that the pass over the program comes to it: a
-    jitted function that is called three times has one `Call` inside, with three visits,
-    which may be of three modules."""
+    jitted function that is called three times has one `NotedCall` inside, with three
+    visits, which may be of three modules."""
 
-    call: Call
+    call: NotedCall
     # The operands of its edge.
     arrays: Sequence[Origin]
     # The modules whose methods are running, from outside in.

@@ -36,6 +36,7 @@ class Selecting(TypedDict, total=False):
     capture: bool | type | tuple[Any, ...] | Callable[..., Any] | None
     methods: str | Sequence[str]
     inputs: bool
+    calls: bool
     scope: bool
     transform: Callable[[Any], Any] | Mapping[str, Callable[[Any], Any]] | None
 
@@ -85,19 +86,29 @@ def checked(call: str, fn: Any, given: Mapping[str, Any]) -> tuple[Options, Any]
             f"`{call}(fn)` takes a function or a model, not {_in_short(fn)}. {instead}"
         )
     options = {k: _checked(call, k, v) for k, v in given.items()}
-    of_modules = options["capture"] and Marking(options["capture"]).selected[0] != ()
-    for name in ("inputs", "methods") if not of_modules else ():
-        plain = getattr(Options, name)
-        if options.get(name, plain) != plain:
-            raise ValueError(
-                f"`{call}(..., {name}={options[name]!r})` is about modules, and "
-                "`capture` selects none. Leave it out, or write `capture=True` for "
-                "every module."
-            )
+    _check_capture(call, options)
     fields = {field.name for field in dc.fields(Options)}
     static = {k: v for k, v in options.items() if k in fields}
     others = {k: v for k, v in options.items() if k not in static}
     return Options(**static), others
+
+
+def _check_capture(call: str, options: Mapping[str, Any]) -> None:
+    """Raises if an option is about captured calls, and there are none of that kind."""
+    capture = options["capture"]
+    of_modules = capture and Marking(capture).selected[0] != ()
+    what = {
+        "inputs": ("calls", capture),
+        "calls": ("calls", capture),
+        "methods": ("modules", of_modules),
+    }
+    for name, (kind, is_fine) in what.items():
+        if not is_fine and options[name] != getattr(Options, name):
+            raise ValueError(
+                f"`{call}(..., {name}={options[name]!r})` is about {kind}, and "
+                "`capture` selects none. Leave it out, or write `capture=True` for "
+                "every module."
+            )
 
 
 # What each option takes, for a message; of which type a value is; and of which one a
@@ -130,7 +141,8 @@ _TAKES: dict[str, tuple[str, Any, Any]] = {
     "when": ("a function of the value", (Callable, types.NoneType), ()),
     "callback": ("a function of an event", (Callable, types.NoneType), ()),
     **dict.fromkeys(
-        ("inputs", "scope", "ordered", "with_index"), ("`True` or `False`", bool, ())
+        ("inputs", "calls", "scope", "ordered", "with_index"),
+        ("`True` or `False`", bool, ()),
     ),
 }
 

@@ -317,6 +317,8 @@ def plant(
     tag: Hashable = "intermediates",
     capture: bool | type | tuple[Any, ...] | Callable[..., Any] | None = None,
     methods: str | Sequence[str] = ("__call__",),
+    inputs: bool = False,
+    calls: bool = False,
     scope: bool = False,
     with_index: bool = False,
 ) -> Callable[_P, _T]:
@@ -336,7 +338,8 @@ def plant(
             pass what `save_intermediates` returned under that name,
             `{mode: value, ...}`; or
         - a function of the value, as the code at the mark sees it: in a `vmap` or a
-            loop, of one example in one iteration.
+            loop, of one example in one iteration. With [`eqx_sow.batched`][] around it,
+            it receives, and returns, the value of all examples, as leading axes.
 
         Globs mean what they mean in the option `names` of
         [`eqx_sow.save_intermediates`][]: `"blocks/*"` is the blocks, and not what is in
@@ -354,8 +357,12 @@ def plant(
         `"cotangent"` (the gradient that flows back there) or `"tangent"`. Second-order
         modes are joined by a dot.
     - `tag`: replace only marks with this tag.
-    - `capture`, `methods`, `scope`: as in `save_intermediates`, so that submodules of a
-        model can be planted by their paths.
+    - `capture`, `methods`, `inputs`, `calls`, `scope`: as in `save_intermediates`, so
+        that submodules of a model can be planted by their paths. What is planted under
+        `"layers/1.inputs"`, a tuple `(args, kwargs)`, is what the module is called
+        with. Of what is planted under `"layers/1.call"`, an [`eqx_sow.Call`][], the
+        program continues with `out`: `lambda c: c._replace(out=c.args[0])` skips a
+        layer.
     - `with_index`: call functions with `(value, index)`. `index` is a tuple of the
         iterations of the loops around the mark, outermost first, as traced int32s: in
         a scan over layers `(layer,)`. So the layer can be an argument of a compiled

@@ -196,12 +196,11 @@ class Program:
             if site.label in site.labels and fits(pattern, site.name):
                 return f" {site.name!r} has the tag {site.tag!r}: pass it as `tag=`."
         if self.options.capture is not None:
-            if not pattern.endswith(".inputs") or self.options.inputs:
-                return ""
-            return (
-                " Inputs are captured with `inputs=True`. `plant` cannot change them: "
-                "plant the output of the module before."
-            )
+            if pattern.endswith(".inputs") and not self.options.inputs:
+                return " Inputs are marked with `inputs=True`."
+            if pattern.endswith(".call") and not self.options.calls:
+                return " Whole calls are marked with `calls=True`."
+            return ""
         if close:
             return ""
         return (

@@ -119,6 +119,7 @@ def save_intermediates(
     capture: bool | type | tuple[Any, ...] | Callable[..., Any] | None = None,
     methods: str | Sequence[str] = ("__call__",),
     inputs: bool = False,
+    calls: bool = False,
     scope: bool = False,
     reduce: Reducer | Mapping[str, Reducer] | None = None,
     transform: Callable | Mapping[str, Callable] | None = None,
@@ -163,8 +164,11 @@ def save_intermediates(
         itself has the name `.`.
     - `methods`: which methods to mark. A method other than `__call__` has a name such
         as `layers/0.encode`.
-    - `inputs`: also mark what a module was called with, as a tuple `(args, kwargs)`
-        under `layers/0.inputs`.
+    - `inputs`: also mark what a captured module or function was called with, as a
+        tuple `(args, kwargs)` under `layers/0.inputs`.
+    - `calls`: also mark each captured call as a whole, as an [`eqx_sow.Call`][]
+        `(args, kwargs, out)` under `layers/0.call`, after it has run. So one
+        `transform` sees what went in and what came out.
     - `scope`: begin each name with the path of the module that contains the mark.
     - `reduce`: how to combine several executions of a name: [`eqx_sow.Append`][],
         [`eqx_sow.Last`][], [`eqx_sow.Fold`][] or [`eqx_sow.Buffer`][], for all names

@@ -144,6 +144,7 @@ def tap(
     capture: bool | type | tuple[Any, ...] | Callable[..., Any] | None = None,
     methods: str | Sequence[str] = ("__call__",),
     inputs: bool = False,
+    calls: bool = False,
     scope: bool = False,
     transform: Callable | Mapping[str, Callable] | None = None,
     when: Callable[[Any], Any] | None = None,
@@ -165,7 +166,7 @@ def tap(
         a selected mark runs, while the program continues. Without one, each event is
         printed as one line: name, mode, count, shape, and the statistics of
         [`eqx_sow.tabulate`][].
-    - `tag`, `names`, `modes`, `capture`, `methods`, `inputs`, `scope`: as in
+    - `tag`, `names`, `modes`, `capture`, `methods`, `inputs`, `calls`, `scope`: as in
         [`eqx_sow.save_intermediates`][]. Cotangents arrive while the backward pass
         runs, last iteration first.
     - `transform`: a function of the value, or a dict of names or globs to functions,

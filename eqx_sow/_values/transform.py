@@ -1,8 +1,9 @@
-"""The option `transform`: applying a function of the user's to what is sown."""
+"""The option `transform`: applying a function of the user's to what is sown. And
+`batched`, which `plant` takes, too."""
 
 import itertools as it
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import equinox as eqx
 import jax
@@ -27,32 +28,38 @@ from .axes import (
 )
 
 
+_P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
 class Batched(eqx.Module):
     """What `batched` returns. `transformed` knows it, and calls `fn` itself."""
 
-    fn: Callable[[Any], Any]
+    fn: Callable[..., Any]
 
     @api_boundary
-    def __call__(self, value: Any) -> Any:
+    def __call__(self, *args: Any) -> Any:
         raise TypeError(
             "What `eqx_sow.batched(fn)` returns cannot be called: it is for "
-            "`transform=`, alone or in a dict of names. To compute several things, put "
-            "it around all: `batched(lambda x: {'norm': ..., 'mean': ...})`."
+            "`transform=`, alone or in a dict of names, and for a value of `plant`. To "
+            "compute several things, put it around all: `batched(lambda x: {'norm': "
+            "..., 'mean': ...})`."
         )
 
 
 @api_boundary
-def batched(fn: Callable[[Any], _T]) -> Callable[[Any], _T]:
-    """Makes a function for `transform=` that receives the whole batch.
+def batched(fn: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Makes a function for `transform=` or `plant` that receives the whole batch.
 
-    Without it, a transform receives the value as the code at the mark sees it: for a
+    Without it, a function receives the value as the code at the mark sees it: for a
     model under `jax.vmap`, the value of one example. `batched(fn)` receives the values
-    of all *lanes* (the examples that `vmap` maps over), and returns one result for all.
-    So a norm over the batch, `x.T @ x / len(x)` or a histogram is one reduction, and
-    nothing of the size of the batch is kept.
+    of all *lanes* (the examples that `vmap` maps over).
+
+    As a transform, it returns one result for all. So a norm over the batch, `x.T @ x /
+    len(x)` or a histogram is one reduction, and nothing of the size of the batch is
+    kept. In [`eqx_sow.plant`][], it returns the value of all lanes. So it can change
+    one head of an attention layer that maps over its heads, or give an example what
+    another one in the batch has.
 
     **Arguments:**
 
@@ -64,8 +71,15 @@ def batched(fn: Callable[[Any], _T]) -> Callable[[Any], _T]:
     **Returns:**
 
     An object for the option `transform=` of [`eqx_sow.save_intermediates`][] and
-    [`eqx_sow.tap`][], or for a value in a dict there. What comes back has no axes for
-    the lanes. A batch that is sharded over a mesh is reduced over its devices; in a
+    [`eqx_sow.tap`][], or for a value in a dict there; and for a value in the dict of
+    [`eqx_sow.plant`][], with `(value, index)` as arguments under `with_index=True`.
+
+    What comes back of a transform has no axes for the lanes. A planted function returns
+    arrays of the shapes that it was given. If the program has one array for all lanes,
+    in the place of one for each, what is planted there must be the same for all. That
+    is checked while the program runs.
+
+    A batch that is sharded over a mesh is reduced over its devices; in a
     `jax.shard_map`, each device sees its own part.
 
     The batch consists of the lanes of the `vmap`s inside `save_intermediates`. A `vmap`
@@ -96,6 +110,11 @@ def batched(fn: Callable[[Any], _T]) -> Callable[[Any], _T]:
         )
         _, intermediates = norms(jnp.ones((16, 2)))
         intermediates["layers/0"]["primal"].shape  # ()
+
+        # Give each example what the next one has in the first layer:
+        roll = eqx_sow.batched(lambda x: jnp.roll(x, -1, axis=0))
+        rolled = eqx_sow.plant(jax.vmap(model), {"layers/0": roll}, capture=True)
+        rolled(jnp.ones((16, 2))).shape  # (16, 1)
         ```
     """
     if not callable(fn):
@@ -179,15 +198,23 @@ def _of_inputs_read(fn: Callable, value: Value, every: Varies) -> list[Varies]:
 
 
 def _of_all_lanes(fn: Callable, site: Site, value: Value) -> Value:
-    if site.guards:
-        raise SowError(
-            f"`transform=batched(...)`: {site.said} is in a branch or a loop that only "
-            "some lanes of a `jax.vmap` run: there is no value of all lanes. Leave "
-            "`batched` out for this name, and reduce what comes back where its `count` "
-            "is not zero."
-        )
+    check_all_lanes(
+        site,
+        "transform=batched(...)",
+        "Leave `batched` out for this name, and reduce what comes back where its "
+        "`count` is not zero.",
+    )
     none = (False,) * len(site.axes)
     site = site._replace(form=value.form, varies=tuple(value.varies))
     new, form = take_apart(fn(whole(site, value.arrays)))
     arrays = [aligned(jnp.asarray(x), none) for x in new]
     return Value(form, arrays, [none] * len(new))
+
+
+def check_all_lanes(site: Site, option: str, remedy: str) -> None:
+    """Raises if only some lanes run a sow."""
+    if site.guards:
+        raise SowError(
+            f"`{option}`: {site.said} is in a branch or a loop that only some lanes of "
+            f"a `jax.vmap` run: there is no value of all lanes. {remedy}"
+        )
