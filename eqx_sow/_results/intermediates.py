@@ -4,7 +4,7 @@ import functools as ft
 import itertools as it
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -16,30 +16,24 @@ import numpy as np
 
 from .._errors import SowError, UnknownSowError
 from .._frames import api_boundary
-from .._names import in_a_list, listed, matches
+from .._names import listed, matches
+from .layers import (
+    AllAxes,
+    axes_of_each,
+    axes_of_value,
+    layers_of,
+    NamedAxes,
+    runs_of,
+    unstacked,
+)
 from .summarize import is_value
-
-
-# A scan: of each equation around it and of its own, the index, and whether it runs from
-# its end if it is a scan. See `Entry.route`. These are plain tuples: pickles have them.
-Scan = tuple[tuple[int, bool | None], ...]
-# What an axis is; where its index stands in a name; and its scan, as far as that is
-# known. ("loop", 6, ...) is the loop over the layers of `blocks/attn`, whose layer 2 a
-# list would call `blocks/2/attn`. None for an axis whose index stands at the end, or
-# nowhere.
-NamedAxis = tuple[str, int | None, Scan | None]
-NamedAxes = tuple[NamedAxis, ...]
-# The leading axes of an array as it came back, and its shape.
-Leading = tuple[NamedAxes, tuple[int, ...]]
-# For each array of a value; for several values, with `Append`, a list of that.
-_AllAxes = Mapping[tuple[str, str], tuple[Leading, ...] | list[Any]]
 
 
 class _Names(tuple[str, ...]):
     """The names of an `Intermediates`, and what its arrays are. That does not count for
     whether two are of one form: both a loop and a vmap stack values."""
 
-    axes: _AllAxes = {}
+    axes: AllAxes = {}
 
 
 class Intermediates(dict[str, dict[str, Any]]):
@@ -78,7 +72,7 @@ class Intermediates(dict[str, dict[str, Any]]):
         ```
     """
 
-    _axes: _AllAxes = {}
+    _axes: AllAxes = {}
 
     def copy(self) -> "Intermediates":
         return with_axes(self, self._axes)
@@ -221,9 +215,8 @@ class Intermediates(dict[str, dict[str, Any]]):
         `None` where they are not known."""
         value = self[name][mode]
         known = self._axes.get((name, mode), ())
-        several = isinstance(known, list)
-        places = list(zip(known, value)) if several else [(known, value)]
-        return several, [_axes_of_value(of, x) for of, x in places]
+        axes = [axes_of_value(of_run, x) for of_run, x in runs_of(known, value)]
+        return isinstance(known, list), axes
 
     @api_boundary
     def stack(self, pattern: str, mode: str = "primal") -> Any:
@@ -270,8 +263,8 @@ class Intermediates(dict[str, dict[str, Any]]):
         values = []
         for name, modes in self.items():
             if mode in modes:
-                leading = self._axes.get((name, mode), ())
-                for layer, value in _layers(name, modes[mode], leading):
+                known = self._axes.get((name, mode), ())
+                for _, layer, _, value in layers_of(name, known, modes[mode]):
                     if matches(pattern, name) or matches(pattern, layer):
                         values.append((layer, value))
         if not values:
@@ -287,6 +280,52 @@ class Intermediates(dict[str, dict[str, Any]]):
             )
         return _stacked(pattern, values)
 
+    @api_boundary
+    def unstack(self) -> "Intermediates":
+        """The same values, as if each stack of layers were a list.
+
+        Of a scan over a stack of 12 blocks, `"blocks/attn"` is one value with an axis
+        for the loop. Here it is `"blocks/0/attn"` to `"blocks/11/attn"`, as the same
+        blocks give it in a list: for tables, loggers, and to compare the two.
+
+        **Returns:**
+
+        An `Intermediates` in order of execution: all of layer 0, then all of layer 1,
+        and so on. Other axes stay where they are: those of `jax.vmap`, and those of
+        loops that do not take their slices from a stack. The value of a name that runs
+        several times is a tuple for each layer. What `jax.eval_shape` returns can be
+        unstacked, too.
+
+        **Raises:**
+
+        [`eqx_sow.SowError`][] if the values have other shapes than those that
+        `save_intermediates` returned, so that the axis of the layers is no longer
+        known; or if two values would have the same name.
+
+        !!! example
+
+            ```python
+            import equinox as eqx
+            import eqx_sow
+            import jax
+            import jax.numpy as jnp
+
+            class Model(eqx.Module):
+                blocks: eqx.nn.Linear  # four of them, stacked
+
+                def __call__(self, x):
+                    return jax.lax.scan(lambda x, f: (f(x), None), x, self.blocks)[0]
+
+            make = eqx.filter_vmap(lambda key: eqx.nn.Linear(3, 3, key=key))
+            model = Model(make(jax.random.split(jax.random.key(0), 4)))
+            saved = eqx_sow.save_intermediates(model, capture=eqx.nn.Linear)
+            out, intermediates = saved(jnp.ones(3))
+            list(intermediates)  # ["blocks"]
+            list(intermediates.unstack())  # ["blocks/0", "blocks/1", ...]
+            ```
+        """
+        return with_axes(*unstacked(self, self._axes))
+
 
 def is_state(x: Any) -> bool:
     return isinstance(x, eqx.nn.State)
@@ -297,60 +336,7 @@ def _as_data(x: Any) -> Any:
     return jax.random.key_data(x) if is_key and isinstance(x, jax.Array) else x
 
 
-# --- axes ---
-def _axes_of(known: Leading, x: Any) -> NamedAxes | None:
-    """The leading axes of an array, if it is what came back. Transformations further
-    out may have put more before these."""
-    axes, shape = known
-    front = np.ndim(x) - len(shape)
-    if front < 0 or np.shape(x)[front:] != shape:
-        return None
-    return (*[("outside", None, None)] * front, *axes)
-
-
-def _axes_of_each(known: Iterable[Leading], value: Any) -> Iterator[NamedAxes | None]:
-    return map(_axes_of, known, filter(is_value, jtu.tree_leaves(value)))
-
-
-def _axes_of_value(known: Sequence[Leading], value: Any) -> NamedAxes | None:
-    n = sum(map(is_value, jtu.tree_leaves(value)))
-    there = [axes for axes in _axes_of_each(known, value) if axes is not None]
-    if not len(there) == n == len(known):
-        return None
-    return max(there, key=len, default=())
-
-
-def _layers(name: str, value: Any, leading: Any) -> Iterator[tuple[str, Any]]:
-    """The parts of a value that a list of layers would have as values of their own, and
-    the names that they have there. For `blocks/attn` of `[4, ...]` in a loop over
-    layers these are `blocks/0/attn` to `blocks/3/attn`; else it is the value itself."""
-    axes = None if isinstance(leading, list) else _axes_of_value(leading, value)
-    places = [place for _, place, _ in axes or () if place is not None]
-    if axes is None or not places:
-        yield name, value
-        return
-
-    def layer(at: Sequence[int]) -> Any:
-        of_arrays = iter(leading)
-
-        def one(x):
-            if not is_value(x):
-                return x
-            own, indices = _axes_of(next(of_arrays), x) or (), iter(at)
-            index = [
-                slice(None) if place is None else next(indices) for _, place, _ in own
-            ]
-            return x[tuple(index)]
-
-        return jtu.tree_map(one, value)
-
-    # Every array has the axes of all loops.
-    own, shape = leading[0]
-    sizes = [n for (_, place, _), n in zip(own, shape) if place is not None]
-    for at in it.product(*map(range, sizes)):
-        yield in_a_list(name, list(zip(places, at))), layer(at)
-
-
+# --- stacks ---
 def _stacked(pattern: str, named: Sequence[tuple[str, Any]]) -> Any:
     """The values along a new first axis of their arrays."""
 
@@ -380,7 +366,7 @@ def _stacked(pattern: str, named: Sequence[tuple[str, Any]]) -> Any:
     return jtu.tree_map(stacked, *values)
 
 
-def with_axes(values: Any, axes: _AllAxes) -> Intermediates:
+def with_axes(values: Any, axes: AllAxes) -> Intermediates:
     """`Intermediates` of which it is known what the arrays are."""
     made = Intermediates(values)
     made._axes = axes
@@ -394,7 +380,7 @@ def axes_in(
     known."""
     known = getattr(intermediates, "_axes", {}).get((name, mode), ())
     known = it.chain.from_iterable(known) if isinstance(known, list) else known
-    return _axes_of_each(known, intermediates[name][mode])
+    return axes_of_each(known, intermediates[name][mode])
 
 
 # Pickles are then independent of where this file is.

@@ -21,7 +21,8 @@ from .. import _compat
 from .._arrays import leading, select, sharded_like
 from .._errors import SowError
 from .._frames import api_boundary
-from .intermediates import axes_in, in_order, Intermediates, is_state, NamedAxes, Scan
+from .intermediates import axes_in, in_order, Intermediates, is_state
+from .layers import NamedAxes, Scan
 from .summarize import (
     as_array,
     is_numeric,
