@@ -17,6 +17,7 @@ import numpy as np
 from .._errors import SowError, UnknownSowError
 from .._frames import api_boundary
 from .._names import listed, matches
+from .at_hand import is_at_hand
 from .layers import (
     AllAxes,
     axes_of_each,
@@ -26,7 +27,7 @@ from .layers import (
     runs_of,
     unstacked,
 )
-from .summarize import is_value
+from .summarize import is_numeric, is_value, Summary
 
 
 class _Names(tuple[str, ...]):
@@ -44,8 +45,10 @@ class Intermediates(dict[str, dict[str, Any]]):
     `jax.grad(..., has_aux=True)`, the outputs of a `jax.lax.scan`, `jax.eval_shape`,
     `jax.tree.map`. The modes of a name are in order as well: `"primal"` first,
     `"count"` last. It is equal to a dict with the same items, and prints like one, with
-    types in place of the arrays: `{'h': {'primal': f32[3]}}`. In a notebook it is
-    displayed as the table of [`eqx_sow.tabulate`][].
+    types in place of the arrays, except for scalars: `{'h': {'primal': f32[3]}}`. In a
+    notebook it is displayed as the table of [`eqx_sow.tabulate`][].
+
+    `primals`, `tangents` and `cotangents` are plain dicts `{name: value}` of one mode.
 
     To JAX it is a PyTree node of its own type. In `jax.tree.map(fn, a, b)`, and as
     results of the branches of a `jax.lax.cond`, two `Intermediates` need the same names
@@ -88,11 +91,29 @@ class Intermediates(dict[str, dict[str, Any]]):
     def __ror__(self, other: Any) -> "Intermediates":
         return Intermediates(other | dict(self))
 
+    @property
+    def primals(self) -> dict[str, Any]:
+        """`{name: value}` of the mode `"primal"`: of the values themselves. Names
+        without this mode are left out."""
+        return self._of_mode("primal")
+
+    @property
+    def tangents(self) -> dict[str, Any]:
+        """`{name: value}` of the mode `"tangent"`, as `primals`."""
+        return self._of_mode("tangent")
+
+    @property
+    def cotangents(self) -> dict[str, Any]:
+        """`{name: value}` of the mode `"cotangent"`, as `primals`."""
+        return self._of_mode("cotangent")
+
+    def _of_mode(self, mode: str) -> dict[str, Any]:
+        return {name: modes[mode] for name, modes in self.items() if mode in modes}
+
     def __repr__(self) -> str:
+        shown = dict(jtu.tree_map(_number, self, is_leaf=is_state))
         # A `State` prints badly: its keys need not be strings.
-        text = eqx.tree_pformat(
-            dict(self), struct_as_array=True, truncate_leaf=is_state
-        )
+        text = eqx.tree_pformat(shown, struct_as_array=True, truncate_leaf=is_state)
         # What NumPy calls the dtype of the cotangent of an integer.
         return re.sub(r"\[\('f(?:loat)?0', 'V'\)\](\S*?)\(numpy\)", r"float0\1", text)
 
@@ -114,10 +135,12 @@ class Intermediates(dict[str, dict[str, Any]]):
         **Returns:**
 
         A `dict` with one entry for each array, in order: `"layers/0/primal"`, or
-        `"layers/0/cotangent/rms"` for a field of a [`eqx_sow.Summary`][]. Leaves
-        that are not arrays are left out. So are an `eqx.nn.State`, which belongs to the
-        model, and cotangents of integers, which hold nothing. A key comes back as its
-        `jax.random.key_data`.
+        `"layers/0/cotangent/rms"` for a field of a [`eqx_sow.Summary`][]. Beside the
+        counts of a histogram, `".../histogram"`, there are its `".../edges"`. Scalars
+        are NumPy's, so that `pandas.Series(flat)` has numbers in it; those that are
+        being traced stay as they are. Leaves that are not arrays are left out. So are
+        an `eqx.nn.State`, which belongs to the model, and cotangents of integers, which
+        hold nothing. A key comes back as its `jax.random.key_data`.
 
         **Raises:**
 
@@ -142,10 +165,7 @@ class Intermediates(dict[str, dict[str, Any]]):
         flat: dict[str, Any] = {}
         for name, modes in self.items():
             for mode, value in modes.items():
-                leaves, _ = jtu.tree_flatten_with_path(value, is_leaf=is_state)
-                for path, x in leaves:
-                    if not is_value(x) or x.dtype == jax.dtypes.float0:
-                        continue
+                for path, x in _arrays_in(value):
                     inside = jtu.keystr(path, simple=True, separator=sep)
                     key = sep.join(filter(None, (name, mode, inside)))
                     if key in flat:
@@ -153,8 +173,10 @@ class Intermediates(dict[str, dict[str, Any]]):
                             f"`Intermediates.flat(sep={sep!r})`: two arrays would have "
                             f"the key {key!r}. Choose another `sep`."
                         )
-                    flat[key] = _as_data(x)
-        return flat
+                    flat[key] = x
+        # All at once, since each would be waited for.
+        scalars = jax.device_get({k: x for k, x in flat.items() if _is_number(x)})
+        return flat | {k: np.asarray(x)[()] for k, x in scalars.items()}
 
     @api_boundary
     def axes(self, name: str, mode: str = "primal") -> tuple[Any, ...]:
@@ -331,9 +353,41 @@ def is_state(x: Any) -> bool:
     return isinstance(x, eqx.nn.State)
 
 
+def _arrays_in(value: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """What `flat` has of a value, with the path of each."""
+    is_leaf = lambda x: is_state(x) or isinstance(x, Summary)
+    for path, x in jtu.tree_leaves_with_path(value, is_leaf=is_leaf):
+        if isinstance(x, Summary):
+            yield from ((path + p, y) for p, y in jtu.tree_leaves_with_path(x))
+            if x.edges is not None:
+                yield (*path, jtu.GetAttrKey("edges")), np.asarray(x.edges)
+        elif is_value(x) and x.dtype != jax.dtypes.float0:
+            yield path, _as_data(x)
+
+
 def _as_data(x: Any) -> Any:
     is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
     return jax.random.key_data(x) if is_key and isinstance(x, jax.Array) else x
+
+
+def _is_number(x: Any) -> bool:
+    """Whether it is a scalar that can be shown as a number."""
+    if not is_numeric(x) or x.shape or isinstance(x, jax.ShapeDtypeStruct):
+        return False
+    return not isinstance(x, jax.Array) or is_at_hand(x)
+
+
+class _Number:
+    def __init__(self, text: str):
+        self.text = text
+
+    def __repr__(self):
+        return self.text
+
+
+def _number(x: Any) -> Any:
+    """A leaf as `print` shows it."""
+    return _Number(str(np.asarray(x)[()])) if _is_number(x) else x
 
 
 # --- stacks ---
