@@ -95,7 +95,8 @@ def at_iteration(
 
     The places of those loops that stay are still those in the old name.
     """
-    of_arrays, new = iter(known), []
+    of_arrays = iter(known)
+    new: list[Leading] = []
 
     def one(x):
         if not is_value(x):
@@ -108,7 +109,8 @@ def at_iteration(
         front = [None] * (np.ndim(x) - len(shape))
         return _indexed(x, [*front, *index])
 
-    return tuple(new), jtu.tree_map(one, value)
+    value = jtu.tree_map(one, value)
+    return tuple(new), value
 
 
 def _indexed(x: Any, index: Sequence[int | None]) -> Any:
