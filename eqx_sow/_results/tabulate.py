@@ -241,7 +241,7 @@ def _rows(intermediates: Mapping[str, Any]) -> list[_Row]:
 def _rows_of_name(intermediates: Mapping[str, Any], name: Any) -> Iterator[_Row]:
     modes = in_order(intermediates[name])
     count = modes.pop("count", None)
-    counts = [on_host(c) for c in jtu.treeleaves_in(count)]
+    counts = [on_host(c) for c in jtu.tree_leaves(count)]
     # What has no arrays ran all the same.
     leaves = {mode: leaves_in(value) or {(): None} for mode, value in modes.items()}
     primals = leaves.get("primal", {})
@@ -253,7 +253,7 @@ def _rows_of_name(intermediates: Mapping[str, Any], name: Any) -> Iterator[_Row]
         for path, x in values.items():
             needs_path = several or (len(values) > 1 and not _has_statistics(x))
             # Of a summary, those of its first array. None if they are not known.
-            own, *_ = *(next(axes, None) for _ in jtu.treeleaves_in(x)), ()
+            own, *_ = *(next(axes, None) for _ in jtu.tree_leaves(x)), ()
             own = own or ()
             if is_state(x):
                 continue
