@@ -24,6 +24,7 @@ from ._handlers.tapping import TapEvent as TapEvent
 from ._mark.calls import Call as Call
 from ._mark.listening import scope as scope
 from ._mark.sow import Sow as Sow, sow as sow
+from ._results.compare import compare as compare, Comparison as Comparison
 from ._results.intermediates import Intermediates as Intermediates
 from ._results.summarize import summarize as summarize, Summary as Summary
 from ._results.tabulate import tabulate as tabulate

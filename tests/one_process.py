@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from eqx_sow import (
     Buffer,
+    compare,
     Fold,
     Last,
     plant,
@@ -118,6 +119,13 @@ def blocks(xs):
 
 same["first"] = tabulate(eqx.filter_jit(S(blocks))(xs)[1])
 assert same["first"].splitlines()[-1].endswith("<- first"), same["first"]
+
+# A comparison of values on all processes with those of one.
+close = compare(intermediates, {"model/first": h})
+assert close.first is None, close
+same["comparison"] = compare(intermediates, {"model/first": h + (h > 0)})
+assert same["comparison"].first == ("model/first", "primal")
+same["summaries compared"] = compare(summaries, summaries)
 
 # What is planted.
 planted = plant(loss, {"model/first": jnp.zeros_like}, capture=eqx.nn.Linear)

@@ -102,9 +102,7 @@ def test_is_a_dict():
     got = S(lambda x: sow(x, "h") + sow({"a": x}, "g")["a"])(2.0 * X[0])[1]
     assert isinstance(got, dict)
     assert (
-        repr(got)
-        == str(got)
-        == "{'h': {'primal': f32[]}, 'g': {'primal': {'a': f32[]}}}"
+        repr(got) == str(got) == "{'h': {'primal': 0.6}, 'g': {'primal': {'a': 0.6}}}"
     )
     plain = {"h": {"primal": 1}}
     assert Intermediates(plain) == plain and plain == Intermediates(plain)
@@ -225,7 +223,7 @@ def test_a_name_that_is_not_there():
 def test_in_a_notebook():
     got = S(_chain)(X)[1]
     table = got._repr_html_()
-    assert table.startswith("<table>")
+    assert "<table>" in table
     at = [table.index(f">{name}<") for name in NAMES]
     assert at == sorted(at)
     assert "mean" in table

@@ -34,11 +34,12 @@ PUBLIC = {
     "Buffer": "(size, keep='last')",
     "summarize": "(value, *, edges=None)",
     "tabulate": "(intermediates)",
+    "compare": "(intermediates, reference, *, rtol=0.001, atol=1e-06)",
     "batched": "(fn)",
     "register_rule": "(primitive)",
 }
 # Made by the library, and rarely by a user.
-RESULTS = ["Intermediates", "Summary"]
+RESULTS = ["Intermediates", "Summary", "Comparison"]
 ERRORS = [
     "SowError",
     "DuplicateSowError",

@@ -71,7 +71,8 @@ def test_flat():
         *[f"layers/1/cotangent/{field}" for field in fields],
     ]
     assert_close(flat["layers/0/primal/a/0"], 2 * X)
-    assert flat["layers/1/primal/rms"] is got["layers/1"]["primal"].rms
+    rms = flat["layers/1/primal/rms"]
+    assert type(rms) is np.float32 and rms == got["layers/1"]["primal"].rms
     dotted = got.flat(sep=".")
     assert "layers/1.cotangent.rms" in dotted and len(dotted) == len(flat)
 
@@ -264,6 +265,121 @@ def test_stack_of_a_stack_of_stacks():
     a, b = S(stages)(X)[1], S(in_lists)(X)[1]
     for pattern in ("**", "stages/*/blocks/*/mlp", "stages/1/**", "**/3/mlp"):
         assert_close(a.stack(pattern), b.stack(pattern))
+
+
+# --- unstack ---
+def _two_in_stack(x, after=(6,), reverse=False):
+    mark = lambda x, name: sow_in_stack(x, f"blocks/{name}", after)
+
+    def step(x, w):
+        x = mark({"a": jnp.sin(w * x), "s": "text"}, "attn")["a"]
+        x = lax.cond(x[0] > 0, lambda x: mark(2 * x, "in"), lambda x: x, x)
+        return mark(jnp.cos(x), "mlp"), None
+
+    x = lax.scan(step, sow(x, "x"), jnp.arange(1.0, 4.0), reverse=reverse)[0]
+    return jnp.sum(sow(x, "end") ** 2)
+
+
+def _two_in_list(x, reverse=False):
+    x = sow(x, "x")
+    for i in (2, 1, 0) if reverse else (0, 1, 2):
+        x = sow({"a": jnp.sin((i + 1.0) * x), "s": "text"}, f"blocks/{i}/attn")["a"]
+        go = lambda x, i=i: sow(2 * x, f"blocks/{i}/in")
+        x = sow(jnp.cos(lax.cond(x[0] > 0, go, lambda x: x, x)), f"blocks/{i}/mlp")
+    return jnp.sum(sow(x, "end") ** 2)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("wrap, x, after", WRAPS.values(), ids=WRAPS)
+def test_unstacked_is_what_a_list_gives(wrap, x, after, reverse):
+    in_list = S(wrap(lambda x: _two_in_list(x, reverse)))(x)[1]
+    in_stack = S(wrap(lambda x: _two_in_stack(x, after, reverse)))(x)[1]
+    got = in_stack.unstack()
+    # With the names, and modes, in the same order.
+    assert list(got) == list(in_list)
+    assert {n: list(m) for n, m in got.items()} == {
+        n: list(m) for n, m in in_list.items()
+    }
+    assert_close(got, in_list)
+    for name, modes in got.items():
+        for mode in modes:
+            assert got.axes(name, mode) == in_list.axes(name, mode)
+    assert list(got.unstack()) == list(got) == list(in_list.unstack())
+    # Of shapes, traced, and with an axis in front.
+    shapes = eqx.filter_eval_shape(lambda: in_stack).unstack()
+    shape = lambda tree: eqx.filter_eval_shape(lambda: tree)
+    assert shape(dict(shapes)) == shape(dict(got))
+    assert_close(eqx.filter_jit(lambda i: i.unstack())(in_stack), got)
+    twice = jax.tree.map(lambda x: jnp.stack([x, 2 * x]) if eqx.is_array(x) else x, got)
+    both = lambda x: jnp.stack([x, 2 * x]) if eqx.is_array(x) else x
+    assert_close(jax.tree.map(both, in_stack).unstack(), twice)
+
+
+def test_unstack_of_several_runs_and_loops():
+    def once(x, after=(6,), name="blocks/mlp"):
+        step = lambda x, w: (sow_in_stack(jnp.sin(w * x), name, after), None)
+        return lax.scan(step, x, jnp.arange(1.0, 4.0))[0]
+
+    def f(x):
+        # The second time in a loop that is none over layers.
+        return lax.map(lambda x: once(x, (None, 6)), once(x)[None] * jnp.ones((2, 1)))
+
+    got = S(f, reduce=Append())(X)[1]
+    first, second = got["blocks/mlp"]["primal"]
+    unstacked = got.unstack()
+    assert list(unstacked) == [f"blocks/{i}/mlp" for i in range(3)]
+    for i, modes in enumerate(unstacked.values()):
+        assert_close(modes["primal"], (first[i], second[:, i]))
+    # Of stacks of stacks.
+    name = "stages/blocks/mlp"
+    stages = lambda x: lax.map(lambda w: once(w * x, (6, 13), name), jnp.ones(2))
+    names = [f"stages/{i}/blocks/{j}/mlp" for i in range(2) for j in range(3)]
+    got = S(stages)(X)[1]
+    assert list(got.unstack()) == names
+    assert_close(got.unstack()[names[4]]["primal"], got[name]["primal"][1, 1])
+
+
+def test_unstack_of_what_has_changed():
+    _, got = S(_layers)(X)
+    norms = jax.tree.map(lambda h: jnp.linalg.norm(h, axis=-1), got)
+    with pytest.raises(SowError, match="values of 'blocks/mlp' have other shapes"):
+        norms.unstack()
+    norms = jax.tree.map(jnp.linalg.norm, got.unstack())
+    assert norms["blocks/2/mlp"]["primal"] == jnp.linalg.norm(
+        got["blocks/mlp"]["primal"][2]
+    )
+    f = lambda x: _layers(sow(x, "blocks/2/mlp"))
+    with pytest.raises(SowError, match="would be called 'blocks/2/mlp', and so is"):
+        S(f)(X)[1].unstack()
+
+
+def test_views():
+    got = S(jax.grad(_layers))(X)[1] | {"z": {"tangent": X}}
+    assert got.primals == {"blocks/mlp": got["blocks/mlp"]["primal"]}
+    assert list(got.cotangents) == ["blocks/mlp"] and list(got.tangents) == ["z"]
+    assert type(got.primals) is dict
+
+
+def test_scalars_are_numbers():
+    f = lambda x: sow(x.astype(jnp.bfloat16)[0], "b").astype(float) + sow(3, "n")
+    got = S(f, transform={"b": lambda x: {"z": x, "a": x > 0, "k": jr.key(0)}})(X)[1]
+    shown = repr(got)
+    assert "'z': 0.300781" in shown and "'a': True" in shown and "key<fry>[]" in shown
+    flat = got.flat()
+    assert isinstance(flat["b/primal/a"], np.bool_) and flat["b/primal/z"].ndim == 0
+    assert "f32[]" in repr(jax.eval_shape(S(lambda x: sow(x[0], "h")), X)[1])
+    shown = []
+    jax.jit(lambda x: shown.append(repr(S(lambda x: sow(x[0], "h"))(x)[1])) or x)(X)
+    assert "f32[]" in shown[0]
+
+
+def test_flat_has_the_edges_of_histograms():
+    edges = (-1.0, 0.0, 2.0)
+    stats = lambda x: {"s": summarize(x, edges=edges)}
+    flat = S(lambda x: sow(x, "h"), transform=stats)(X)[1].flat()
+    assert list(flat)[-2:] == ["h/primal/s/histogram", "h/primal/s/edges"]
+    assert flat["h/primal/s/edges"].tolist() == list(edges)
+    assert_close(flat["h/primal/s/histogram"], jnp.array([0.0, 2.0]))
 
 
 def test_stack_keeps_structure():

@@ -171,33 +171,22 @@ def test_transformer_of_twelve_blocks(bad):
     assert len(set(shown)) == len(got)
 
 
-def test_very_long_names_stay_in_the_columns():
-    long = "/".join(["a_rather_long_name_of_a_field"] * 6)
-    got = S(lambda x: sow(sow(x, long + "/first"), long + "/second"))(X)[1]
-    text = tabulate(got)
-    _check_width(text)
-    _, rows = _rows(text)
-    assert len(set(rows)) == 2
-    assert "first" in rows[0] and "second" in rows[1]
-
-
-def test_indices_are_not_cut():
-    """Those of layers, within a word, and of what is in a value."""
-    around = "transformer/encoder/layers/" + "/".join(map(str, range(10, 18)))
-    names = [f"{around}/{last}" for last in ("conv1", "conv2", "cell")]
+def test_names_are_whole():
+    """So that they can be copied, however long they are."""
+    around = "transformer/encoder/layers/" + "/".join(map(str, range(10, 40)))
+    names = [f"{around}/post_attention_layernorm/{last}" for last in ("conv1", "cell")]
 
     def f(x):
-        for name in names[:2]:
-            x = sow(x, name)
-        return sow({"hidden": x, "heavy": [x, 1e-9 * x]}, names[2])
+        x = sow(x, names[0])
+        return sow({"hidden": x / 0, "heavy": [x, 1.23456e-9 * x]}, names[1])
 
     text = tabulate(S(f)(X)[1])
-    _check_width(text)
     _, rows = _rows(text)
-    shown = [row.split()[0] for row in rows]
-    assert len(set(shown)) == len(rows) == 5
-    assert all("10/11/12/13/14/15/16/17" in name for name in shown)
-    assert shown[0].endswith("1") and shown[1].endswith("2")
+    paths = ("['heavy'][0]", "['heavy'][1]", "['hidden']")
+    want = [names[0], *(names[1] + path for path in paths)]
+    assert [row.split()[0] for row in rows] == want
+    # A column more takes no digits from the others.
+    assert "not finite" in text and "-1.48e-09" in rows[2]
 
 
 def test_stacked_layers():
@@ -378,8 +367,9 @@ def test_empty():
     text = tabulate({})
     assert isinstance(text, str)
     _check_width(text)
-    assert _rows(text)[1] == []
+    assert "Nothing was captured" in text and "capture=True" in text
     assert tabulate(S(lambda x: x)(X)[1]) == text
+    assert "<p>Nothing" in text._repr_html_() and "`modes=`" in text._repr_html_()
 
 
 @pytest.mark.parametrize(
@@ -789,14 +779,55 @@ def test_no_numbers_of_the_host():
     assert "1.1e+12" in tabulate(big)
 
 
-def test_one_compilation_for_a_shape(caplog):
-    f = lambda x: sow(sow(sow(x, "a"), "b"), "c")
-    x = jnp.ones((3, 17, 2))
-    tabulate(S(f)(x)[1])
-    got = S(f)(x + 1)[1]
+def _compilations(caplog, fn):
+    caplog.clear()
     with jax.log_compiles(), caplog.at_level("WARNING"):
-        tabulate(got)
-    assert not [r for r in caplog.records if "compilation" in r.message]
+        fn()
+    return [r.message for r in caplog.records if "Finished XLA" in r.message]
+
+
+def test_no_compilation_for_each_shape(caplog):
+    def values(n):
+        shapes = [(n + i, i, 2) for i in range(1, 8)]
+        return {str(s): {"primal": jnp.asarray(np.ones(s, "f"))} for s in shapes}
+
+    first, second, x = values(3), values(23), jnp.asarray(np.ones((2, 9)))
+    tabulate(first)
+    assert _compilations(caplog, lambda: summarize(x))
+    assert not _compilations(caplog, lambda: tabulate(second))
+
+
+def test_statistics_of_each_kind_of_array():
+    """Of several that share a row, of those that have many, and of all dtypes."""
+    rng = np.random.default_rng(0)
+    big = rng.normal(size=(2 * 2048 * 1024 + 5,)).astype("f")
+    big[7], big[-1], big[5] = np.nan, 12, 0
+    arrays = dict(
+        a=big,
+        b=jnp.asarray(rng.normal(size=(3, 1025)) > 0.3),
+        c=jnp.asarray(rng.normal(size=1024), jnp.bfloat16),
+        d=rng.normal(size=(2, 3)) + 1j * rng.normal(size=(2, 3)),
+        e=rng.integers(-5, 5, (700, 700)),
+        f=np.zeros((0, 3)),
+        g=jax.device_put(
+            rng.normal(size=(8, 999)).astype("f"),
+            NamedSharding(jax.make_mesh((4, 2), ("d", "e")), P("d")),
+        ),
+        h=np.float32(3),
+    )
+    _, rows = _rows(tabulate({k: {"primal": v} for k, v in arrays.items()}))
+    for row, x in zip(rows, arrays.values(), strict=True):
+        x = np.asarray(x)
+        x = (np.abs(x) if np.iscomplexobj(x) else x).astype(np.float64)
+        x = x[np.isfinite(x)]
+        if not x.size:
+            assert row.split()[1:] == ["primal", "f64[0,3]"]
+            continue
+        want = x.mean(), x.std(), x.min(), x.max(), np.linalg.norm(x)
+        got = [float(n) for n in row.split()[3:8]]
+        assert got == pytest.approx(want, rel=6e-3, abs=1e-6)
+        assert row.split()[8] == f"{(x == 0).mean():.0%}"
+    assert "1/4194309" in rows[0]
 
 
 def test_of_numbers_under_jit():

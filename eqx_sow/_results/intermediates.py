@@ -5,7 +5,7 @@ import itertools as it
 import json
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -17,24 +17,22 @@ import numpy as np
 
 from .._errors import shown, SowError, UnknownSowError
 from .._frames import api_boundary
-from .._names import across_slashes, in_a_list, is_glob, Named, places_of, Selection
+from .._names import across_slashes, is_glob, Named, places_of, Selection
+from .at_hand import is_at_hand
+from .layers import (
+    AllAxes,
+    at_iteration,
+    axes_of_each,
+    axes_of_value,
+    layers_of,
+    Leading,
+    loops_over_layers,
+    NamedAxes,
+    runs_of,
+    unstacked,
+)
 from .lookup import as_known, Known, modes_of, unknown_name
-from .summarize import is_value
-
-
-# A scan: of each equation around it and of its own, the index, and whether it runs from
-# its end if it is a scan. See `Entry.route`. These are plain tuples: pickles have them.
-Scan = tuple[tuple[int, bool | None], ...]
-# What an axis is; where its index stands in a name; and its scan, as far as that is
-# known. ("loop", 6, ...) is the loop over the layers of `blocks/attn`, whose layer 2 a
-# list would call `blocks/2/attn`. None for an axis whose index stands at the end, or
-# nowhere.
-NamedAxis = tuple[str, int | None, Scan | None]
-NamedAxes = tuple[NamedAxis, ...]
-# The leading axes of an array as it came back, and its shape.
-Leading = tuple[NamedAxes, tuple[int, ...]]
-# For each array of a value; for several values, with `Append`, a list of that.
-_AllAxes = Mapping[tuple[str, str], tuple[Leading, ...] | list[Any]]
+from .summarize import is_numeric, is_value, Summary
 
 
 # For whoever takes the gradient of a function that `save_intermediates` returned.
@@ -50,7 +48,7 @@ class _Names(tuple[str, ...]):
     """The names of an `Intermediates`, and what its arrays are. That does not count for
     whether two are of one form: both a loop and a vmap stack values."""
 
-    axes: _AllAxes = Known()
+    axes: AllAxes = Known()
 
 
 class Intermediates(dict[str, dict[str, Any]]):
@@ -61,8 +59,10 @@ class Intermediates(dict[str, dict[str, Any]]):
     `jax.grad(..., has_aux=True)`, the outputs of a `jax.lax.scan`, `jax.eval_shape`,
     `jax.tree.map`. The modes of a name are in order as well: `"primal"` first,
     `"count"` last. It is equal to a dict with the same items, and prints like one, with
-    types in place of the arrays: `{'h': {'primal': f32[3]}}`. In a notebook it is
-    displayed as the table of [`eqx_sow.tabulate`][].
+    types in place of the arrays, except for scalars: `{'h': {'primal': f32[3]}}`. In a
+    notebook it is displayed as the table of [`eqx_sow.tabulate`][].
+
+    `primals`, `tangents` and `cotangents` are plain dicts `{name: value}` of one mode.
 
     To JAX it is a PyTree node of its own type. In `jax.tree.map(fn, a, b)`, and as
     results of the branches of a `jax.lax.cond`, two `Intermediates` need the same names
@@ -89,7 +89,7 @@ class Intermediates(dict[str, dict[str, Any]]):
         ```
     """
 
-    _axes: _AllAxes = Known()
+    _axes: AllAxes = Known()
 
     def copy(self) -> "Intermediates":
         return with_axes(self, self._axes)
@@ -134,11 +134,29 @@ class Intermediates(dict[str, dict[str, Any]]):
     def __ror__(self, other: Any) -> "Intermediates":
         return Intermediates(other | dict(self))
 
+    @property
+    def primals(self) -> dict[str, Any]:
+        """`{name: value}` of the mode `"primal"`: of the values themselves. Names
+        without this mode are left out."""
+        return self._of_mode("primal")
+
+    @property
+    def tangents(self) -> dict[str, Any]:
+        """`{name: value}` of the mode `"tangent"`, as `primals`."""
+        return self._of_mode("tangent")
+
+    @property
+    def cotangents(self) -> dict[str, Any]:
+        """`{name: value}` of the mode `"cotangent"`, as `primals`."""
+        return self._of_mode("cotangent")
+
+    def _of_mode(self, mode: str) -> dict[str, Any]:
+        return {name: modes[mode] for name, modes in self.items() if mode in modes}
+
     def __repr__(self) -> str:
+        shown = dict(jtu.tree_map(_number, self, is_leaf=is_state))
         # A `State` prints badly: its keys need not be strings.
-        text = eqx.tree_pformat(
-            dict(self), struct_as_array=True, truncate_leaf=is_state
-        )
+        text = eqx.tree_pformat(shown, struct_as_array=True, truncate_leaf=is_state)
         # What NumPy calls the dtype of the cotangent of an integer.
         text = re.sub(r"\[\('f(?:loat)?0', 'V'\)\](\S*?)\(numpy\)", r"float0\1", text)
         # `jax.grad` of a function that returns a pair prints the pair while it handles
@@ -165,10 +183,12 @@ class Intermediates(dict[str, dict[str, Any]]):
         **Returns:**
 
         A `dict` with one entry for each array, in order: `"layers/0/primal"`, or
-        `"layers/0/cotangent/rms"` for a field of a [`eqx_sow.Summary`][]. Leaves
-        that are not arrays are left out. So are an `eqx.nn.State`, which belongs to the
-        model, and cotangents of integers, which hold nothing. A key comes back as its
-        `jax.random.key_data`.
+        `"layers/0/cotangent/rms"` for a field of a [`eqx_sow.Summary`][]. Beside the
+        counts of a histogram, `".../histogram"`, there are its `".../edges"`. Scalars
+        are NumPy's, so that `pandas.Series(flat)` has numbers in it; those that are
+        being traced stay as they are. Leaves that are not arrays are left out. So are
+        an `eqx.nn.State`, which belongs to the model, and cotangents of integers, which
+        hold nothing. A key comes back as its `jax.random.key_data`.
 
         **Raises:**
 
@@ -193,10 +213,7 @@ class Intermediates(dict[str, dict[str, Any]]):
         flat: dict[str, Any] = {}
         for name, modes in self.items():
             for mode, value in modes.items():
-                leaves, _ = jtu.tree_flatten_with_path(value, is_leaf=is_state)
-                for path, x in leaves:
-                    if not is_value(x) or x.dtype == jax.dtypes.float0:
-                        continue
+                for path, x in _arrays_in(value):
                     inside = jtu.keystr(path, simple=True, separator=sep)
                     key = sep.join(filter(None, (name, mode, inside)))
                     if key in flat:
@@ -204,8 +221,10 @@ class Intermediates(dict[str, dict[str, Any]]):
                             f"`Intermediates.flat(sep={sep!r})`: two arrays would have "
                             f"the key {key!r}. Choose another `sep`."
                         )
-                    flat[key] = _as_data(x)
-        return flat
+                    flat[key] = x
+        # All at once, since each would be waited for.
+        scalars = jax.device_get({k: x for k, x in flat.items() if _is_number(x)})
+        return flat | {k: np.asarray(x)[()] for k, x in scalars.items()}
 
     @api_boundary
     def axes(self, name: str, mode: str = "primal") -> tuple[Any, ...]:
@@ -267,9 +286,8 @@ class Intermediates(dict[str, dict[str, Any]]):
         name, found = self._found(name)
         value = found[name][mode]
         known = found._axes.get((name, mode), ())
-        several = isinstance(known, list)
-        places = list(zip(known, value)) if several else [(known, value)]
-        return several, [_axes_of_value(of, x) for of, x in places]
+        axes = [axes_of_value(of_run, x) for of_run, x in runs_of(known, value)]
+        return isinstance(known, list), axes
 
     @api_boundary
     def stack(self, pattern: str, mode: str = "primal") -> Any:
@@ -314,8 +332,8 @@ class Intermediates(dict[str, dict[str, Any]]):
                 f"`'blocks/*/mlp'`, not {pattern!r}."
             )
         there = [name for name, modes in self.items() if mode in modes]
-        leading = {name: self._axes.get((name, mode), ()) for name in there}
-        named = {name: _named(name, self[name][mode], leading[name]) for name in there}
+        known = {name: self._axes.get((name, mode), ()) for name in there}
+        named = {name: _named(name, known[name], self[name][mode]) for name in there}
         roots = [name.split("/")[0] for name in there]
         selection = Selection([pattern], named.values(), roots)
         call = f"`Intermediates.stack({pattern!r}, {mode!r})`"
@@ -323,10 +341,10 @@ class Intermediates(dict[str, dict[str, Any]]):
             which = " or ".join(map(repr, several))
             raise UnknownSowError(f"{call} may be {which}. Write which one.")
         values = [
-            layer
+            (layer, value)
             for name in there
             for one in selection.all_of(named[name])
-            for at, *layer in _layers(named[name], self[name][mode], leading[name])
+            for at, layer, _, value in layers_of(name, known[name], self[name][mode])
             if all(i in (None, n) for i, n in zip(one.at, at))
         ]
         if not values:
@@ -340,9 +358,67 @@ class Intermediates(dict[str, dict[str, Any]]):
             )
         return _stacked(pattern, values)
 
+    @api_boundary
+    def unstack(self) -> "Intermediates":
+        """The same values, as if each stack of layers were a list.
+
+        Of a scan over a stack of 12 blocks, `"blocks/attn"` is one value with an axis
+        for the loop. Here it is `"blocks/0/attn"` to `"blocks/11/attn"`, as the same
+        blocks give it in a list: for tables, loggers, and to compare the two.
+
+        **Returns:**
+
+        An `Intermediates` in order of execution: all of layer 0, then all of layer 1,
+        and so on. Other axes stay where they are: those of `jax.vmap`, and those of
+        loops that do not take their slices from a stack. The value of a name that runs
+        several times is a tuple for each layer. What `jax.eval_shape` returns can be
+        unstacked, too.
+
+        **Raises:**
+
+        [`eqx_sow.SowError`][] if the values have other shapes than those that
+        `save_intermediates` returned, so that the axis of the layers is no longer
+        known; or if two values would have the same name.
+
+        !!! example
+
+            ```python
+            import equinox as eqx
+            import eqx_sow
+            import jax
+            import jax.numpy as jnp
+
+            class Model(eqx.Module):
+                blocks: eqx.nn.Linear  # four of them, stacked
+
+                def __call__(self, x):
+                    return jax.lax.scan(lambda x, f: (f(x), None), x, self.blocks)[0]
+
+            make = eqx.filter_vmap(lambda key: eqx.nn.Linear(3, 3, key=key))
+            model = Model(make(jax.random.split(jax.random.key(0), 4)))
+            saved = eqx_sow.save_intermediates(model, capture=eqx.nn.Linear)
+            out, intermediates = saved(jnp.ones(3))
+            list(intermediates)  # ["blocks"]
+            list(intermediates.unstack())  # ["blocks/0", "blocks/1", ...]
+            ```
+        """
+        return with_axes(*unstacked(self, self._axes))
+
 
 def is_state(x: Any) -> bool:
     return isinstance(x, eqx.nn.State)
+
+
+def _arrays_in(value: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """What `flat` has of a value, with the path of each."""
+    is_leaf = lambda x: is_state(x) or isinstance(x, Summary)
+    for path, x in jtu.tree_leaves_with_path(value, is_leaf=is_leaf):
+        if isinstance(x, Summary):
+            yield from ((path + p, y) for p, y in jtu.tree_leaves_with_path(x))
+            if x.edges is not None:
+                yield (*path, jtu.GetAttrKey("edges")), np.asarray(x.edges)
+        elif is_value(x) and x.dtype != jax.dtypes.float0:
+            yield path, _as_data(x)
 
 
 def _as_data(x: Any) -> Any:
@@ -350,38 +426,36 @@ def _as_data(x: Any) -> Any:
     return jax.random.key_data(x) if is_key and isinstance(x, jax.Array) else x
 
 
-# --- axes ---
-def _axes_of(known: Leading, x: Any) -> NamedAxes | None:
-    """The leading axes of an array, if it is what came back. Transformations further
-    out may have put more before these."""
-    axes, shape = known
-    front = np.ndim(x) - len(shape)
-    if front < 0 or np.shape(x)[front:] != shape:
-        return None
-    return (*[("outside", None, None)] * front, *axes)
+def _is_number(x: Any) -> bool:
+    """Whether it is a scalar that can be shown as a number."""
+    if not is_numeric(x) or x.shape or isinstance(x, jax.ShapeDtypeStruct):
+        return False
+    return not isinstance(x, jax.Array) or is_at_hand(x)
 
 
-def _axes_of_each(known: Iterable[Leading], value: Any) -> Iterator[NamedAxes | None]:
-    return map(_axes_of, known, filter(is_value, jtu.tree_leaves(value)))
+class _Number:
+    def __init__(self, text: str):
+        self.text = text
+
+    def __repr__(self):
+        return self.text
 
 
-def _axes_of_value(known: Sequence[Leading], value: Any) -> NamedAxes | None:
-    n = sum(map(is_value, jtu.tree_leaves(value)))
-    there = [axes for axes in _axes_of_each(known, value) if axes is not None]
-    if not len(there) == n == len(known):
-        return None
-    return max(there, key=len, default=())
+def _number(x: Any) -> Any:
+    """A leaf as `print` shows it."""
+    return _Number(str(np.asarray(x)[()])) if _is_number(x) else x
 
 
+# --- iterations ---
 def _all_named(intermediates: Intermediates) -> Iterator[Named]:
     """What the names are to patterns, as far as that is known: with the loops that each
     is in, wherever in the name their indices stand."""
     for name, modes in intermediates.items():
         some: dict[Named, None] = {}
-        for mode in modes:
+        for mode, value in modes.items():
             known = intermediates._axes.get((name, mode), ())
-            for leading in known if isinstance(known, list) else [known]:
-                some |= dict.fromkeys(_with_loops(name, leading))
+            for of_run, _ in runs_of(known, value):
+                some |= dict.fromkeys(_with_loops(name, of_run))
         yield from some or [Named(name)]
 
 
@@ -393,6 +467,12 @@ def _with_loops(name: str, leading: Sequence[Leading]) -> Iterator[Named]:
         yield Named(name, *zip(*loops)) if loops else Named(name)
 
 
+def _named(name: str, known: Any, value: Any) -> Named:
+    """What a name is to patterns: with the loops over layers that its value is from."""
+    loops = loops_over_layers(known, value)
+    return Named(name, tuple(x.place for x in loops), tuple(x.length for x in loops))
+
+
 def _iteration(
     name: str, new: str, intermediates: Intermediates, at: Mapping[Named, Any]
 ) -> Intermediates | None:
@@ -400,97 +480,30 @@ def _iteration(
     `new`. `at` has those of each place. `None` if the axes are not known."""
     of_place = {(x.name, places_of(x), x.loops): one for x, one in at.items()}
     modes, axes = {}, Known()
-    # With `Append`, which places have them. A derivative may be missing there.
+    # Of several runs, which ones have them. A derivative may be missing there.
     having: set[int] = set()
     for mode, value in intermediates.get(name, {}).items():
-        known = intermediates._axes.get((name, mode))
+        known = intermediates._axes.get((name, mode), ())
         several = isinstance(known, list)
         parts = {}
-        for k, (x, leading) in enumerate(
-            zip(value, known) if several else [(value, known)]
-        ):
-            named = next(_with_loops(name, leading or ()), Named(name))
+        for k, (of_run, x) in enumerate(runs_of(known, value)):
+            named = next(_with_loops(name, of_run), Named(name))
             one = of_place.get((name, places_of(named), named.loops))
-            if one and _axes_of_value(leading, x) is not None:
-                parts[k] = _of_iteration(x, leading, one)
+            if one and axes_of_value(of_run, x) is not None:
+                parts[k] = at_iteration(of_run, x, one)
             elif one or not several:
                 return None
             elif x is None and k in having:
-                parts[k] = None, ()
+                parts[k] = (), None
         having |= parts.keys()
         if parts:
-            values, left = zip(*parts.values())
+            left, values = zip(*parts.values())
             modes[mode] = values if several else values[0]
             axes[new, mode] = [*left] if several else left[0]
     return with_axes({new: modes}, axes) if modes else None
 
 
-def _of_iteration(
-    value: Any, leading: Sequence[Leading], at: Sequence[int | None]
-) -> tuple[Any, tuple[Leading, ...]]:
-    """A value in one iteration of some of its loops, and the axes that are left."""
-    of_arrays, left = iter(leading), []
-
-    def one(x):
-        if not is_value(x):
-            return x
-        known = next(of_arrays)
-        own, loops = _axes_of(known, x) or (), iter(at)
-        index = [next(loops, None) if kind == "loop" else None for kind, *_ in own]
-        axes = tuple(axis for axis, i in zip(own, index) if i is None)
-        x = _at(x, index)
-        left.append((axes, x.shape))
-        return x
-
-    return jtu.tree_map(one, value), tuple(left)
-
-
-def _at(x: Any, index: Iterable[int | None]) -> Any:
-    """An array at these indices of its first axes, `None` for all of an axis."""
-    at = tuple(slice(None) if i is None else i for i in index)
-    if isinstance(x, jax.ShapeDtypeStruct):
-        return jax.eval_shape(lambda x: x[at], x)
-    return x[at]
-
-
-def _named(name: str, value: Any, leading: Any) -> Named:
-    """What a name is to patterns: with the loops over layers that its value is from."""
-    axes = None if isinstance(leading, list) else _axes_of_value(leading, value)
-    if not any(place is not None for _, place, _ in axes or ()):
-        return Named(name)
-    # Every array has the axes of all loops.
-    own, shape = leading[0]
-    loops = [(place, n) for (_, place, _), n in zip(own, shape) if place is not None]
-    places, sizes = zip(*loops)
-    return Named(name, places, sizes)
-
-
-def _layers(
-    named: Named, value: Any, leading: Any
-) -> Iterator[tuple[tuple[int, ...], str, Any]]:
-    """The parts of a value that a list of layers would have as values of their own: the
-    indices of each, the name that it has there, and the value. For `blocks/attn` of
-    `[4, ...]` in a loop over layers these are `blocks/0/attn` to `blocks/3/attn`; else
-    it is the value itself."""
-    if not named.loops:
-        yield (), named.name, value
-        return
-
-    def layer(at: Sequence[int]) -> Any:
-        of_arrays = iter(leading)
-
-        def one(x):
-            if not is_value(x):
-                return x
-            own, indices = _axes_of(next(of_arrays), x) or (), iter(at)
-            return _at(x, [None if p is None else next(indices) for _, p, _ in own])
-
-        return jtu.tree_map(one, value)
-
-    for at in it.product(*map(range, named.loops)):
-        yield at, in_a_list(named.name, list(zip(named.after, at))), layer(at)
-
-
+# --- stacks ---
 def _stacked(pattern: str, named: Sequence[tuple[str, Any]]) -> Any:
     """The values along a new first axis of their arrays."""
 
@@ -521,7 +534,7 @@ def _stacked(pattern: str, named: Sequence[tuple[str, Any]]) -> Any:
     return jtu.tree_map(stacked, *values)
 
 
-def with_axes(values: Any, axes: _AllAxes) -> Intermediates:
+def with_axes(values: Any, axes: AllAxes) -> Intermediates:
     """`Intermediates` of which it is known what the arrays are."""
     made = Intermediates(values)
     made._axes = axes
@@ -535,7 +548,7 @@ def axes_in(
     known."""
     known = getattr(intermediates, "_axes", {}).get((name, mode), ())
     known = it.chain.from_iterable(known) if isinstance(known, list) else known
-    return _axes_of_each(known, intermediates[name][mode])
+    return axes_of_each(known, intermediates[name][mode])
 
 
 # Pickles are then independent of where this file is.

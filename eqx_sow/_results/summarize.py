@@ -329,14 +329,26 @@ def summary_on_host(x: Any) -> Summary | None:
             return None
         is_complex = jnp.issubdtype(x.dtype, jnp.complexfloating)
         x = _of_entries((np.abs(x) if is_complex else x).astype(np.float64), xp=np)
-    x = jtu.tree_map(lambda a: np.asarray(a, np.float64), x)
-    return merged(x, tuple(range(x.size.ndim)), ft.partial(_one_by_one, xp=np), np)
+    return merged_on_host(x)
+
+
+def merged_on_host(s: Summary, axes: tuple[int, ...] | None = None) -> Summary:
+    """By NumPy, in float64, along all leading axes or some."""
+    s = jtu.tree_map(lambda a: np.asarray(a, np.float64), s)
+    axes = tuple(range(s.size.ndim)) if axes is None else axes
+    return merged(s, axes, ft.partial(_one_by_one, xp=np), np)
+
+
+@jax.jit
+def summary_of_rows(x: jax.Array) -> Summary:
+    """That of each row of a matrix."""
+    return merged(_of_entries(x), (1,), ft.partial(_by_block, (1,)))
 
 
 @ft.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _summary(x: jax.Array, edges: tuple[float, ...] | None) -> Summary:
-    there, _ = _in_blocks(jnp.ones_like(x, bool))
-    x, block = _in_blocks(x)
+    there, _ = in_blocks(jnp.ones_like(x, bool))
+    x, block = in_blocks(x)
     entries = _of_entries(x, there)
     s = merged(entries, tuple(range(x.ndim)), ft.partial(_by_block, block))
     histogram = None if edges is None else _histogram(x, block, edges)
@@ -497,7 +509,7 @@ def _in_range(scale: Any) -> Any:
 _BLOCK = 1024
 
 
-def _in_blocks(x: jax.Array) -> tuple[jax.Array, tuple[int, ...]]:
+def in_blocks(x: jax.Array) -> tuple[jax.Array, tuple[int, ...]]:
     """Splits an axis, so that some of the last axes have about `_BLOCK` entries. Also
     says which axes these are: for `[8, 4096]`, `[8, 4, 1024]` and `(2,)`."""
     # `jax.export` has symbolic sizes, which cannot be compared.

@@ -1,12 +1,10 @@
 """`tabulate`, and what a line of text says of an array."""
 
-import contextlib
 import dataclasses as dc
 import functools as ft
 import itertools as it
-import re
+import operator as op
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from html import escape
 from typing import Any
 
 import jax
@@ -15,15 +13,16 @@ import jax.lax as lax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
-from .. import _compat
 from .._arrays import leading, select, sharded_like
 from .._errors import SowError
 from .._frames import api_boundary
-from .intermediates import axes_in, in_order, Intermediates, is_state, NamedAxes, Scan
+from .at_hand import can_be_read, executed, is_at_hand, not_finite, summaries
+from .first import FIRST, First, mark_first, time_in
+from .intermediates import axes_in, in_order, Intermediates, is_state
+from .layers import NamedAxes
+from .on_device import computed, on_host
 from .summarize import (
-    as_array,
     is_numeric,
     is_value,
     merged,
@@ -31,23 +30,17 @@ from .summarize import (
     summary_of,
     summary_on_host,
 )
+from .table import Table
 
 
-_WIDTH = 100
 _STATISTICS = ("mean", "std", "min", "max", "norm", "zeros")
 _COLUMNS = ("name", "mode", "shape", "count", *_STATISTICS, "not finite")
-_TEXT = ("name", "mode", "shape", "not finite")
-_FIRST = " <- first"
-
-
-class _Table(str):
-    """Text that a notebook shows as a table, and a prompt without quotes."""
-
-    html: str
-    __repr__ = str.__str__
-
-    def _repr_html_(self):
-        return self.html
+_ALWAYS = ("name", "mode", "shape")
+_TEXT = (*_ALWAYS, "not finite")
+_EMPTY = """\
+Nothing was captured. Either the program has no mark: call `eqx_sow.sow` in it, or pass
+`capture=True` to `save_intermediates`, which marks the output of each module. Or the
+option `modes=` asks for what is not there, such as cotangents without a gradient."""
 
 
 @api_boundary
@@ -55,7 +48,8 @@ def tabulate(intermediates: Mapping[str, Mapping[str, Any]]) -> str:
     """A table of what [`eqx_sow.save_intermediates`][] captured, as text.
 
     It has one row for each name and mode (and leaf, if the value has several), in order
-    of execution, and at most 100 columns of text. A value without arrays, such as a
+    of execution. Names are whole, however long they are, so that you can copy them into
+    `names=` or `plant`. A value without arrays, such as a
     Python number, has a row without numbers. An `eqx.nn.State`, which belongs to the
     model, has no row. `count` is the sum over all axes. The statistics are those of the
     finite entries of executions that took place; complex numbers count by their
@@ -73,10 +67,11 @@ def tabulate(intermediates: Mapping[str, Mapping[str, Any]]) -> str:
     always that of execution; `jax.jit` sorts the names of a plain dict, and the table
     of one has no arrow.
 
-    The statistics are computed on the device, by [`eqx_sow.summarize`][], which is
-    compiled once for each shape; only these numbers come to the host. Values may be
-    spread over several processes: then all of them must call `tabulate`, and all get
-    the same table. Without `jax_enable_x64`, NumPy's float64 and int64 arrays are
+    The statistics are those of [`eqx_sow.summarize`][]. They are computed where the
+    values are: arrays on a CPU are read in place, by a program that is compiled once
+    for all shapes; of others, only these numbers come to the host. Values may be spread
+    over several processes: then all of them must call `tabulate`, and all get the same
+    table. Without `jax_enable_x64`, NumPy's float64 and int64 arrays are
     converted to float32 first.
 
     **Arguments:**
@@ -86,7 +81,8 @@ def tabulate(intermediates: Mapping[str, Mapping[str, Any]]) -> str:
 
     **Returns:**
 
-    A string. In a notebook it is displayed as an HTML table, with unabbreviated names.
+    A string. In a notebook it is displayed as an HTML table, which scrolls if it is
+    wide.
 
     **Raises:**
 
@@ -105,17 +101,8 @@ def tabulate(intermediates: Mapping[str, Mapping[str, Any]]) -> str:
         ```
     """
     _check(intermediates)
-    for name, modes in intermediates.items():
-        if any(isinstance(x, jax.core.Tracer) for x in jtu.tree_leaves(modes)):
-            raise SowError(
-                f"`tabulate`: the value of {name!r} is a tracer, which has no numbers "
-                "yet. Return the intermediates from the transformed function, and call "
-                "`tabulate` on what comes back."
-            )
-    rows = _rows(intermediates)
-    table = _Table(_text(rows))
-    table.html = _html(rows)
-    return table
+    check_no_tracers("tabulate", intermediates)
+    return _table(intermediates)
 
 
 def html(intermediates: Any) -> str | None:
@@ -126,14 +113,30 @@ def html(intermediates: Any) -> str | None:
     except TypeError:
         return None
 
-    def at_hand(x):
-        is_there = not isinstance(x, jax.core.Tracer) and (
-            x.is_fully_addressable and not x.is_deleted()
-        )
-        return x if is_there else jax.ShapeDtypeStruct(x.shape, x.dtype)
+    def only_at_hand(x):
+        if not isinstance(x, jax.Array) or is_at_hand(x):
+            return x
+        return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
-    only_at_hand = lambda x: at_hand(x) if isinstance(x, jax.Array) else x
-    return _html(_rows(jtu.tree_map(only_at_hand, intermediates)))
+    return _table(jtu.tree_map(only_at_hand, intermediates)).html
+
+
+def check_no_tracers(call: str, values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        if any(isinstance(x, jax.core.Tracer) for x in jtu.tree_leaves(value)):
+            raise SowError(
+                f"`{call}`: the value of {name!r} is a tracer, which has no numbers "
+                "yet. Return the intermediates from the transformed function, and call "
+                f"`{call}` on what comes back."
+            )
+
+
+def _table(intermediates: Mapping[str, Any]) -> Table:
+    cells = [row.cells() for row in _rows(intermediates)]
+    if not cells:
+        return Table.of_text(_EMPTY)
+    columns = [c for c in _COLUMNS if c in _ALWAYS or any(x[c] for x in cells)]
+    return Table.of(columns, _TEXT, cells)
 
 
 def _check(intermediates: Any) -> None:
@@ -154,29 +157,29 @@ def _check(intermediates: Any) -> None:
 # --- what is said of an array ---
 def in_one_line(x: Any) -> str:
     """For an event of a `tap` without a callback: an array or a `Summary`."""
-    said = _said(x, summary_on_host(x), digits=3)
+    said = _said(x, summary_on_host(x))
     shape = said.pop("shape")
     return "  ".join([shape, *(f"{k} {v}" for k, v in said.items())])
 
 
-def _said(x: Any, summary: Summary | None, digits: int) -> dict[str, str]:
+def _said(x: Any, summary: Summary | None) -> dict[str, str]:
     """What the columns say of an array, a shape or a `Summary`, if the `summary` of all
     its entries is that. There are no statistics if no entry is finite."""
     if summary is None:
-        return {"shape": "summary" if isinstance(x, Summary) else _type_of(x)}
+        return {"shape": "summary" if isinstance(x, Summary) else type_of(x)}
     size, bad = round(float(summary.size)), round(float(summary.not_finite))
-    said = {"shape": _type_of(x)}
+    said = {"shape": type_of(x)}
     if isinstance(x, Summary):
         said["shape"] = f"{size} {'entry' if size == 1 else 'entries'}"
     if (entries := float(summary.size - summary.not_finite)) > 0:
         numbers = {c: getattr(summary, c) for c in _STATISTICS[:4]}
         numbers["norm"] = float(summary.rms) * entries**0.5
-        said |= {c: f"{float(n):.{digits}g}" for c, n in numbers.items()}
+        said |= {c: f"{float(n):.3g}" for c, n in numbers.items()}
         said["zeros"] = f"{summary.zeros / entries:.0%}"
     return said | ({"not finite": f"{bad}/{size}"} if bad else {})
 
 
-def _type_of(x: Any) -> str:
+def type_of(x: Any) -> str:
     """Such as `f32[3]`."""
     if not is_value(x):
         return ""
@@ -184,57 +187,63 @@ def _type_of(x: Any) -> str:
 
 
 # --- rows ---
-_itself: Callable[[Any], Any] = lambda x: x
-
-
 @dc.dataclass
-class _Row:
+class _Row(First):
     """What the table says of a leaf `x` of a value: an array, its shape, a `Summary`,
     or `None` if the value has no arrays.
 
     `counts` are the arrays that say how often it ran. `summary` is that of all entries
-    that ran, if there are numbers. `bad` says where some are not finite, along the axes
-    along which time goes by. `scans` are what these are: `None` for what a
-    transformation further out has put before the others.
+    that ran, if there are numbers, and `bad` says where some of them are not finite.
+    Both are computed of `run`, how often each execution ran; `in_buffer` says whether
+    these are in a buffer. `time` says along which axes time goes by.
     """
 
     name: str
-    mode: str
     x: Any
-    scans: Sequence[Scan | None]
     counts: list[Any]
-    summary: Summary | None
-    bad: Any
-    is_first_bad: bool = False
+    run: Any
+    in_buffer: bool
+    time: tuple[int, ...]
+    summary: Summary | None = None
 
-    def cells(self, digits: int) -> dict[str, str]:
-        cells = dict.fromkeys(_COLUMNS, "") | _said(self.x, self.summary, digits)
+    def cells(self) -> dict[str, str]:
+        cells = dict.fromkeys(_COLUMNS, "") | _said(self.x, self.summary)
         # In 64 bits, since the sum of many int32 may be larger.
         counts = [int(np.sum(c, dtype=np.int64)) for c in self.counts if c is not None]
         cells |= {"name": self.name, "mode": self.mode}
         cells |= {"count": str(sum(counts))} if counts else {}
-        cells["not finite"] += _FIRST if self.is_first_bad else ""
+        cells["not finite"] += FIRST if self.is_first else ""
         return cells
 
 
 def _rows(intermediates: Mapping[str, Any]) -> list[_Row]:
     rows = [row for name in intermediates for row in _rows_of_name(intermediates, name)]
+    numeric = [row for row in rows if _has_statistics(row.x)]
+    here = [can_be_read((row.x, row.run)) for row in numeric]
+    for row in it.compress(numeric, map(op.not_, here)):
+        of_row = _numbers(*row.time, in_buffer=row.in_buffer)
+        row.summary, row.bad = computed(of_row, row.x, row.run) or (None, None)
+    read = [*it.compress(numeric, here)]
+    ran = [executed(row.x, row.run, row.in_buffer) for row in read]
+    for row, mask, s in zip(read, ran, summaries([row.x for row in read], ran)):
+        row.summary = s
+        row.bad = not_finite(row.x, mask, row.time) if s.not_finite else None
     # Only now, when all are being computed, are the first ones awaited.
     numbers = jax.device_get([(row.counts, row.summary, row.bad) for row in rows])
     for row, (counts, summary, bad) in zip(rows, numbers):
         row.counts, row.summary, row.bad = counts, summary, bad
     # JAX may have sorted the names of a plain dict.
     if isinstance(intermediates, Intermediates):
-        _mark_first_bad(rows)
+        mark_first(rows)
     return rows
 
 
 def _rows_of_name(intermediates: Mapping[str, Any], name: Any) -> Iterator[_Row]:
     modes = in_order(intermediates[name])
     count = modes.pop("count", None)
-    counts = [_computed(_itself, c) for c in jtu.tree_leaves(count)]
+    counts = [on_host(c) for c in jtu.tree_leaves(count)]
     # What has no arrays ran all the same.
-    leaves = {mode: _leaves(value) or {(): None} for mode, value in modes.items()}
+    leaves = {mode: leaves_in(value) or {(): None} for mode, value in modes.items()}
     primals = leaves.get("primal", {})
     # Only leaves with statistics decide whether rows need a path, as there are no
     # summaries of keys, and both tables have the same names.
@@ -242,8 +251,7 @@ def _rows_of_name(intermediates: Mapping[str, Any], name: Any) -> Iterator[_Row]
     for mode, values in leaves.items():
         axes = axes_in(intermediates, name, mode)
         for path, x in values.items():
-            numeric = _has_statistics(x)
-            needs_path = several or (len(values) > 1 and not numeric)
+            needs_path = several or (len(values) > 1 and not _has_statistics(x))
             # Of a summary, those of its first array. None if they are not known.
             own, *_ = *(next(axes, None) for _ in jtu.tree_leaves(x)), ()
             own = own or ()
@@ -253,29 +261,21 @@ def _rows_of_name(intermediates: Mapping[str, Any], name: Any) -> Iterator[_Row]
             if run is None and is_value(count):
                 of_count = next(axes_in(intermediates, name, "count"), None)
                 run = _aligned(count, of_count, x, own)
-            # The axes along which time goes by, and their scans.
-            time = {
-                i: scan
-                for i, (kind, _, scan) in enumerate(own)
-                if scan or kind == "outside"
-            }
+            time = time_in(own)
             behind = () if run is None else own[run.ndim :]
-            in_buffer = [kind for kind, *_ in behind][:1] == ["buffer"]
-            of_row = _numbers(*time, in_buffer=in_buffer)
-            numbers = _computed(of_row, x, run) if numeric else None
-            summary, bad = numbers or (None, None)
             yield _Row(
-                f"{name}{jtu.keystr(path)}" if needs_path else str(name),
                 mode,
-                x,
                 [*time.values()],
-                counts,
-                summary,
-                bad,
+                name=f"{name}{jtu.keystr(path)}" if needs_path else str(name),
+                x=x,
+                counts=counts,
+                run=run,
+                in_buffer=[kind for kind, *_ in behind][:1] == ["buffer"],
+                time=(*time,),
             )
 
 
-def _leaves(value: Any) -> dict[Any, Any]:
+def leaves_in(value: Any) -> dict[Any, Any]:
     is_whole = lambda x: isinstance(x, Summary) or is_state(x)
     leaves, _ = jtu.tree_flatten_with_path(value, is_leaf=is_whole)
     return {p: x for p, x in leaves if is_whole(x) or is_value(x)}
@@ -312,26 +312,8 @@ def _aligned(count: Any, of_count: NamedAxes | None, x: Any, of_x: NamedAxes) ->
     every = range(len(own))
     ways = [w for w in it.combinations(every, len(have)) if [own[i] for i in w] == have]
     more = [i for way in ways for i in every if i not in way]
-    return jnp.expand_dims(count, more) if len(ways) == 1 else None
-
-
-def _computed(fn: Callable, value: Any, *others: Any) -> Any:
-    """Starts to compute on the device. `None` if there are only shapes. Each process
-    gets all of the result."""
-    leaves = jtu.tree_leaves((value, others))
-    if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
-        return None
-    # Host arrays go to wherever the others are.
-    local = lambda x: not isinstance(x, jax.Array) or x.is_fully_addressable
-    others = jtu.tree_map(lambda x: np.asarray(x) if local(x) else x, others)
-    shardings = [x.sharding for x in leaves if isinstance(x, jax.Array)]
-    meshes = [s.mesh for s in shardings if isinstance(s, NamedSharding)]
-    everywhere = NamedSharding(meshes[0], PartitionSpec()) if meshes else None
-    # While a function is being traced, numbers are still numbers.
-    now = contextlib.nullcontext if _compat.is_eager() else jax.ensure_compile_time_eval
-    with now():
-        # JAX finds what it has compiled by the function.
-        return jax.jit(fn, out_shardings=everywhere)(as_array(value), *others)
+    xp = np if can_be_read(count) else jnp
+    return xp.expand_dims(count, more) if len(ways) == 1 else None
 
 
 @ft.lru_cache(maxsize=64)
@@ -363,108 +345,3 @@ def _numbers(
         return merged(x, tuple(every)), bad
 
     return fn
-
-
-# --- which row was the first with an entry that is not finite ---
-def _mark_first_bad(rows: Sequence[_Row]) -> None:
-    # All of a scan comes where the first row in it does. Which of two rows in it came
-    # first, their iterations say.
-    began: dict[Scan | None, tuple[int, int]] = {}
-    times = []
-    for order, i in sorted((_in_pass(row.mode, i), i) for i, row in enumerate(rows)):
-        bad, scans = rows[i].bad, rows[i].scans
-        if bad is None or not bad.any():
-            continue
-        # The iteration of each scan around the first such entry, counted from the one
-        # that ran first.
-        back = tuple(k for k, scan in enumerate(scans) if scan and scan[-1][1])
-        at = np.argwhere(np.flip(bad, back))[0].tolist()
-        place = [(began.setdefault(scan, order), n) for scan, n in zip(scans, at)]
-        times.append(([*place, (order, 0)], i))
-    if times:
-        _, first = min(times)
-        rows[first].is_first_bad = True
-
-
-def _in_pass(mode: str, row: int) -> tuple[int, int]:
-    """In which pass a row was computed, and where in that.
-
-    Each `grad` runs what was there, and then all of it backward. So the first one makes
-    two passes of one, and one around it four of these two. The cotangent of what runs
-    in pass `i` of `n` runs in pass `2 * n - 1 - i`:
-
-        primal, cotangent | cotangent.cotangent, ...
-           0        1     |          2            3
-    """
-    pass_, passes, sign = 0, 1, 1
-    for part in str(mode).split("."):
-        if part == "cotangent":
-            pass_, sign = 2 * passes - 1 - pass_, -sign
-        if part != "tangent":
-            passes *= 2
-    return pass_, sign * row
-
-
-# --- text and HTML ---
-def _cells(rows: Sequence[_Row], digits: int) -> list[dict[str, str]]:
-    """The titles of those columns that there are, and the cells of each row, which has
-    no name if it is that of the row above."""
-    every = [row.cells(digits) for row in rows]
-    columns = [
-        c for c in _COLUMNS if c in _TEXT[:3] or any(cells[c] for cells in every)
-    ]
-    names = [None, *(row.name for row in rows)]
-    for cells, above in zip(every, names):
-        cells["name"] = "" if cells["name"] == above else cells["name"]
-    return [
-        {c: cells[c] for c in columns} for cells in ({c: c for c in columns}, *every)
-    ]
-
-
-def _text(rows: Sequence[_Row]) -> str:
-    for digits, gap in ((3, 2), (2, 1)):
-        cells = _cells(rows, digits)
-        widths = {c: max(len(row[c]) for row in cells) for c in cells[0]}
-        over = sum(widths.values()) + gap * (len(widths) - 1) - _WIDTH
-        if over <= 0:
-            break
-    for c, least in (("name", 20), ("shape", 12), ("name", 8)):
-        cut = min(max(over, 0), max(widths[c] - least, 0))
-        widths[c] -= cut
-        over -= cut
-
-    def line(row):
-        text = {
-            c: _shorten(row[c], n).ljust(n) for c, n in widths.items() if c in _TEXT
-        }
-        number = {c: row[c].rjust(n) for c, n in widths.items()}
-        return (" " * gap).join((number | text).values()).rstrip()
-
-    head, *body = map(line, cells)
-    return "\n".join([head, "-" * (_WIDTH + over), *body])
-
-
-def _html(rows: Sequence[_Row]) -> str:
-    def line(cells, tag):
-        text = "".join(
-            f'<{tag} style="text-align: {"left" if c in _TEXT else "right"}">'
-            f"{escape(cell)}</{tag}>"
-            for c, cell in cells.items()
-        )
-        is_first = _FIRST in cells.get("not finite", "")
-        bold = ' style="font-weight: bold"' if is_first else ""
-        return f"<tr{bold}>{text}</tr>"
-
-    head, *body = _cells(rows, digits=3)
-    lines = "".join(line(cells, "td") for cells in body)
-    return f"<table><thead>{line(head, 'th')}</thead><tbody>{lines}</tbody></table>"
-
-
-def _shorten(text: str, width: int) -> str:
-    """Cuts the words of a name, longest first, so that its indices can be read: those
-    of `conv1` as well, unless there is no room."""
-    for words, n in it.product((r"[^\W\d_]+", r"[^\W\d]\w*"), range(len(text), 0, -1)):
-        short = re.sub(words, lambda word: word[0][:n], text)
-        if len(short) <= width:
-            return short
-    return text[: width - 1] + "…" if text else ""

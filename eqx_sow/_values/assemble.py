@@ -11,14 +11,8 @@ import jax.tree_util as jtu
 from .._errors import SowError
 from .._mark.site import Axis, Site
 from .._mark.static import NoTangent, OPERAND
-from .._results.intermediates import (
-    in_order,
-    Intermediates,
-    Leading,
-    NamedAxis,
-    Scan,
-    with_axes,
-)
+from .._results.intermediates import in_order, Intermediates, with_axes
+from .._results.layers import Leading, NamedAxis, Scan
 from .._results.lookup import Known
 from .axes import as_operand, broadcast, final_axes, kept_axes, whole
 from .entry import Entry, grouped, with_count

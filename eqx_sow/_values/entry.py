@@ -39,7 +39,7 @@ import numpy as np
 from .._arrays import select, shape_like, spec_of
 from .._mark.site import Axis, Guard, out_of_loop, Site
 from .._mark.static import NoTangent, OPERAND
-from .._results.intermediates import Scan
+from .._results.layers import Scan
 from .axes import aligned, broadcast, either
 from .transform import transformed, Value
 

@@ -5,7 +5,7 @@ import equinox as eqx
 import eqx_sow
 import jax
 import jax.numpy as jnp
-from eqx_sow import plant, save_intermediates, sow, tabulate, tap
+from eqx_sow import compare, plant, save_intermediates, sow, tabulate, tap
 from jax import Array
 from jaxtyping import Float
 
@@ -41,6 +41,9 @@ pair = saved(x)
 pair["h"]  # error
 tabulate(pair)  # error
 tabulate(pair[0])  # error
+compare(pair, pair[1])  # error
+compare(pair[1], pair[1], 0.1)  # error
+compare(pair[1])  # error
 pair[1].h  # error
 pair[1]["h"].primal  # error
 pair[1][0]  # error

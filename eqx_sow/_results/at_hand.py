@@ -1,0 +1,229 @@
+"""Statistics of arrays that are in the memory of this process.
+
+An array on a CPU can be read in place. So its entries go in rows of one length through
+a program that is compiled once, whatever the shapes of the arrays are. To compile a
+reduction for each shape takes a third of a second for each.
+"""
+
+import contextlib
+import dataclasses as dc
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+
+from .. import _compat
+from .summarize import as_array, merged_on_host, Summary, summary_of_rows
+
+
+_ROW = 1024
+# How many rows the program takes at once: many of a large array, or a few.
+_MANY, _FEW = 2048, 64
+
+
+def is_at_hand(x: jax.Array) -> bool:
+    """Whether its numbers are in this process."""
+    is_tracer = isinstance(x, jax.core.Tracer)
+    return not is_tracer and x.is_fully_addressable and not x.is_deleted()
+
+
+def can_be_read(value: Any) -> bool:
+    """Whether all arrays are in the memory of the host, too."""
+    return all(
+        not isinstance(x, jax.ShapeDtypeStruct)
+        and (not isinstance(x, jax.Array) or is_at_hand(x) and _is_on_cpu(x))
+        for x in jtu.tree_leaves(value)
+    )
+
+
+def _is_on_cpu(x: jax.Array) -> bool:
+    return all(d.platform == "cpu" for d in x.devices())
+
+
+def pieces(x: Any) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
+    """The shards of an array, and the place of each in it: views, not copies."""
+    if not isinstance(x, jax.Array):
+        yield (slice(None),) * np.ndim(x), np.asarray(x)
+        return
+    for shard in x.addressable_shards:
+        if shard.replica_id == 0:
+            yield shard.index, np.asarray(shard.data)
+
+
+def computing() -> contextlib.AbstractContextManager[Any]:
+    """While a function is being traced, numbers are still numbers."""
+    if _compat.is_eager():
+        return contextlib.nullcontext()
+    return jax.ensure_compile_time_eval()
+
+
+# --- what ran ---
+def executed(x: Any, runs: Any, in_buffer: bool) -> np.ndarray | None:
+    """Which entries along the first axes of `x` ran, if it is not all. In a buffer,
+    `runs` says how many do, from its first place on."""
+    if runs is None:
+        return None
+    runs = np.asarray(runs)
+    if in_buffer:
+        runs = runs[..., None] - np.arange(np.shape(x)[runs.ndim], dtype=runs.dtype)
+    if np.all(runs > 0):
+        return None
+    shape = np.shape(x.size if isinstance(x, Summary) else x)
+    return np.broadcast_to(runs > 0, shape[: runs.ndim])
+
+
+def leading(x: np.ndarray, ndim: int) -> np.ndarray:
+    return x.reshape(x.shape + (1,) * (ndim - x.ndim))
+
+
+def _part(mask: np.ndarray, index: Sequence[slice], data: np.ndarray) -> np.ndarray:
+    mask = mask[tuple(index[: mask.ndim])]
+    return np.broadcast_to(mask, data.shape[: mask.ndim])
+
+
+# --- statistics ---
+def summaries(values: Sequence[Any], ran: Sequence[np.ndarray | None]) -> list[Summary]:
+    """What `summarize` says of all entries of each array or `Summary` that ran, see
+    `executed`."""
+    rows = _Rows()
+    for i, (x, mask) in enumerate(zip(values, ran)):
+        if not isinstance(x, Summary):
+            rows.add(i, x, mask)
+    of_rows = rows.of_each(len(values))
+    return [
+        merged_on_host(_ran(x, mask)) if isinstance(x, Summary) else of_rows[i]
+        for i, (x, mask) in enumerate(zip(values, ran))
+    ]
+
+
+def not_finite(x: Any, mask: np.ndarray | None, kept: Sequence[int]) -> np.ndarray:
+    """Where some entries that ran are not finite, along the `kept` axes."""
+    if isinstance(x, Summary):
+        return any_along(_ran(x, mask).not_finite > 0, kept)
+    out = np.zeros([x.shape[k] for k in kept], bool)
+    for index, data in pieces(x):
+        bad = ~np.isfinite(data)
+        if mask is not None:
+            bad &= leading(_part(mask, index, data), bad.ndim)
+        out[tuple(index[k] for k in kept)] |= any_along(bad, kept)
+    return out
+
+
+def any_along(x: np.ndarray, kept: Sequence[int]) -> np.ndarray:
+    return x.any(tuple(a for a in range(x.ndim) if a not in kept))
+
+
+def _ran(x: Summary, mask: np.ndarray | None) -> Summary:
+    if mask is None:
+        return jtu.tree_map(np.asarray, x)
+    mask = np.broadcast_to(leading(mask, x.size.ndim), x.size.shape)
+    # A summary of zeros is one of no entries.
+    return jtu.tree_map(lambda a: np.where(leading(mask, a.ndim), a, 0), x)
+
+
+class _Rows:
+    """Puts the entries of arrays into rows, and starts to compute where there are many.
+    Those that fill up the last row of an array are NaN, and are taken off at the end.
+    """
+
+    def __init__(self):
+        # Of each dtype, the rows that wait for others, and the array they belong to.
+        self.waiting: dict[Any, list[tuple[int, np.ndarray]]] = {}
+        self.started: list[tuple[list[tuple[int, int]], list[Summary]]] = []
+        self.filled: dict[int, int] = {}
+
+    def add(self, i: int, x: Any, mask: np.ndarray | None) -> None:
+        n = _MANY * _ROW
+        for index, data in pieces(x):
+            some = data if mask is None else data[_part(mask, index, data)]
+            flat = some.reshape(-1)
+            for start in range(0, flat.size, n):
+                entries = _as_real(flat[start : start + n])
+                if fill := -entries.size % _ROW:
+                    entries = np.pad(entries, (0, fill), constant_values=np.nan)
+                    self.filled[i] = self.filled.get(i, 0) + fill
+                self._take(i, entries.reshape(-1, _ROW))
+
+    def _take(self, i: int, rows: np.ndarray) -> None:
+        if len(rows) == _MANY:
+            self._start([(i, rows)], _MANY)
+            return
+        waiting = self.waiting.setdefault(rows.dtype, [])
+        waiting.append((i, rows))
+        if sum(len(x) for _, x in waiting) >= _MANY:
+            self._start(self.waiting.pop(rows.dtype), _MANY)
+
+    def _start(self, owned: Sequence[tuple[int, np.ndarray]], size: int) -> None:
+        rows = owned[0][1] if len(owned) == 1 else np.concatenate([x for _, x in owned])
+        results = []
+        # NaN is what the rest of a row is made of, not what `jax_debug_nans` looks for.
+        with computing(), jax.debug_nans(False):
+            for start in range(0, len(rows), size):
+                part = rows[start : start + size]
+                part = np.pad(part, ((0, size - len(part)), (0, 0)))
+                results.append(summary_of_rows(_on_cpu(part)))
+        self.started.append(([(i, len(x)) for i, x in owned], results))
+
+    def of_each(self, n: int) -> list[Summary]:
+        """The summary of each array, given how many there are."""
+        for waiting in self.waiting.values():
+            is_large = sum(len(x) for _, x in waiting) > _MANY // 2
+            self._start(waiting, _MANY if is_large else _FEW)
+        found: list[list[Summary]] = [[] for _ in range(n)]
+        for owners, results in jax.device_get(self.started):
+            rows, start = _concatenated(results), 0
+            for i, length in owners:
+                found[i].append(_slice(rows, start, start + length))
+                start += length
+        merged = _merged_each([_concatenated([_NOTHING, *x]) for x in found])
+        return [self._without_filled(i, x) for i, x in enumerate(merged)]
+
+    def _without_filled(self, i: int, x: Summary) -> Summary:
+        n = self.filled.get(i, 0)
+        return dc.replace(x, size=x.size - n, not_finite=x.not_finite - n)
+
+
+# One row, so that there is always one. A summary of zeros is one of no entries.
+_NOTHING = Summary(*[np.zeros(1)] * 8)
+
+
+def _concatenated(parts: Sequence[Summary]) -> Summary:
+    return jtu.tree_map(lambda *x: np.concatenate(x), *parts)
+
+
+def _slice(rows: Summary, start: int, stop: int) -> Summary:
+    return jtu.tree_map(lambda x: x[start:stop], rows)
+
+
+def _merged_each(each: Sequence[Summary]) -> list[Summary]:
+    """Those of about as many rows at once, which NumPy does as fast as one alone."""
+    lengths = [(len(x.size) - 1).bit_length() for x in each]
+    out: dict[int, Summary] = {}
+    for length in set(lengths):
+        some = [i for i, n in enumerate(lengths) if n == length]
+        pad = lambda x: np.pad(x, (0, 2**length - len(x)))
+        rows = [jtu.tree_map(pad, each[i]) for i in some]
+        merged = merged_on_host(jtu.tree_map(lambda *x: np.stack(x), *rows), (1,))
+        out |= {i: jtu.tree_map(lambda x: x[k], merged) for k, i in enumerate(some)}
+    return [out[i] for i in range(len(each))]
+
+
+def _on_cpu(x: np.ndarray) -> Any:
+    # Inside `jax.set_mesh`, JAX takes arrays on that mesh, and puts NumPy's there.
+    if not jax.sharding.get_abstract_mesh().empty:
+        return x
+    try:
+        cpu = jax.local_devices(backend="cpu")[0]
+    except RuntimeError:  # JAX was told to use an accelerator only
+        return x
+    return jax.device_put(x, cpu)
+
+
+def _as_real(x: np.ndarray) -> np.ndarray:
+    """The numbers that `summarize` would take."""
+    x = as_array(np.abs(x) if np.iscomplexobj(x) else x)
+    is_wide = x.dtype.itemsize == 8 or not jnp.issubdtype(x.dtype, jnp.floating)
+    return x.astype(jnp.result_type(float) if is_wide else np.float32, copy=False)

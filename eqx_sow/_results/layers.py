@@ -1,0 +1,234 @@
+"""What the leading axes of captured arrays are, and one iteration of loops among them.
+
+`Intermediates._axes` knows the axes of each array as it came back. What a user has done
+to the arrays since shows in their shapes: other axes in front are from transformations
+further out, and of anything else nothing is known.
+"""
+
+import itertools as it
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.tree_util as jtu
+import numpy as np
+
+from .._errors import SowError
+from .._names import in_a_list
+from .summarize import is_value
+
+
+# A scan: of each equation around it and of its own, the index, and whether it runs from
+# its end if it is a scan. See `Entry.route`. These are plain tuples: pickles have them.
+Scan = tuple[tuple[int, bool | None], ...]
+# What an axis is; where its index stands in a name; and its scan, as far as that is
+# known. ("loop", 6, ...) is the loop over the layers of `blocks/attn`, whose layer 2 a
+# list would call `blocks/2/attn`. None for an axis whose index stands at the end, or
+# nowhere.
+NamedAxis = tuple[str, int | None, Scan | None]
+NamedAxes = tuple[NamedAxis, ...]
+# The leading axes of an array as it came back, and its shape.
+Leading = tuple[NamedAxes, tuple[int, ...]]
+# For each array of a value.
+OfValue = tuple[Leading, ...]
+# For several runs of one name, whose values are in a tuple, a list of that.
+OfRuns = list[OfValue]
+AllAxes = Mapping[tuple[str, str], OfValue | OfRuns]
+
+
+# --- axes ---
+def _axes_of(known: Leading, x: Any) -> NamedAxes | None:
+    """The leading axes of an array, if it is what came back. Transformations further
+    out may have put more before these."""
+    axes, shape = known
+    front = np.ndim(x) - len(shape)
+    if front < 0 or np.shape(x)[front:] != shape:
+        return None
+    return (*[("outside", None, None)] * front, *axes)
+
+
+def axes_of_each(known: Iterable[Leading], value: Any) -> Iterator[NamedAxes | None]:
+    return map(_axes_of, known, filter(is_value, jtu.tree_leaves(value)))
+
+
+def axes_of_value(known: Sequence[Leading], value: Any) -> NamedAxes | None:
+    n = sum(map(is_value, jtu.tree_leaves(value)))
+    there = [axes for axes in axes_of_each(known, value) if axes is not None]
+    if not len(there) == n == len(known):
+        return None
+    return max(there, key=len, default=())
+
+
+def runs_of(known: OfValue | OfRuns, value: Any) -> list[tuple[OfValue, Any]]:
+    """The values of all runs of a name, each with what is known of its axes."""
+    return [*zip(known, value)] if isinstance(known, list) else [(known, value)]
+
+
+# --- iterations ---
+class Loop(NamedTuple):
+    """A loop that stacked a value: where in the name the index of an iteration stands,
+    as in `NamedAxis`; how many iterations it has; and which scan it is."""
+
+    place: int | None
+    length: int
+    scan: Scan | None
+
+
+def loops_of(known: OfValue, value: Any) -> list[Loop] | None:
+    """The loops that stacked a value, from outside in, given the value of one run.
+    `None` if it is not what came back, so that its axes are not known."""
+    if axes_of_value(known, value) is None:
+        return None
+    # Every array has the axes of all loops.
+    own, shape = known[0] if known else ((), ())
+    axes = zip(own, shape)
+    return [Loop(place, n, scan) for (k, place, scan), n in axes if k == "loop"]
+
+
+def at_iteration(
+    known: OfValue, value: Any, at: Sequence[int | None]
+) -> tuple[OfValue, Any]:
+    """The value of one run at some iterations, and what is then known of its axes. `at`
+    says for each of `loops_of`, from outside in, which iteration is meant, or `None`
+    for all of it. For `h` of `[5, 4, 3]` with the axes `("vmap", "loop")` and an `at`
+    of `(2,)` that is `h[:, 2]`.
+
+    The places of those loops that stay are still those in the old name.
+    """
+    of_arrays = iter(known)
+    new: list[Leading] = []
+
+    def one(x):
+        if not is_value(x):
+            return x
+        axes, shape = next(of_arrays)
+        of_loops = iter(at)
+        index = [next(of_loops) if kind == "loop" else None for kind, *_ in axes]
+        kept = [i is None for i in index] + [True] * (len(shape) - len(axes))
+        new.append((tuple(it.compress(axes, kept)), tuple(it.compress(shape, kept))))
+        front = [None] * (np.ndim(x) - len(shape))
+        return _indexed(x, [*front, *index])
+
+    value = jtu.tree_map(one, value)
+    return tuple(new), value
+
+
+def _indexed(x: Any, index: Sequence[int | None]) -> Any:
+    """An array at an index for each of its first axes, `None` for all of it."""
+    if all(i is None for i in index):
+        return x
+    if isinstance(x, jax.ShapeDtypeStruct):
+        kept = [i is None for i in index] + [True] * (x.ndim - len(index))
+        return jax.ShapeDtypeStruct(tuple(it.compress(x.shape, kept)), x.dtype)
+    # With the dots, what NumPy returns is an array, also if no axis is left.
+    return x[(*[slice(None) if i is None else i for i in index], ...)]
+
+
+# --- layers ---
+def loops_over_layers(known: OfValue | OfRuns, value: Any) -> list[Loop]:
+    """The loops over layers that stacked a value: those whose index has a place in the
+    name. None if they are not known, or several runs of the name had different ones."""
+    each = [loops_of(of_run, x) for of_run, x in runs_of(known, value) if of_run]
+    found = [[x for x in loops or () if x.place is not None] for loops in each]
+    alike = {tuple((x.place, x.length) for x in loops) for loops in found}
+    return found[0] if len(alike) == 1 else []
+
+
+def was_stacked(known: OfValue | OfRuns, value: Any) -> bool:
+    """Whether a value had the axis of layers, of which nothing is known any more."""
+    return any(
+        loops_of(of_run, x) is None and any(place is not None for _, place, _ in axes)
+        for of_run, x in runs_of(known, value)
+        for axes, _ in of_run
+    )
+
+
+def layers_of(
+    name: str, known: OfValue | OfRuns, value: Any
+) -> Iterator[tuple[tuple[int, ...], str, OfValue | OfRuns, Any]]:
+    """The parts of a value that a list of layers would have as values of their own:
+    the index of each, the name that it has there, and what is known of it. For
+    `blocks/attn` of `[4, ...]` in a loop over layers these are `blocks/0/attn` to
+    `blocks/3/attn`. If there is no such loop, it is the value itself."""
+    loops = loops_over_layers(known, value)
+    if not loops:
+        yield (), name, known, value
+        return
+    for at in it.product(*[range(x.length) for x in loops]):
+        runs = [_layer(of_run, x, at) for of_run, x in runs_of(known, value)]
+        of_layer, layer = map(list, zip(*runs))
+        layer_name = in_a_list(name, [(x.place, i) for x, i in zip(loops, at)])
+        if isinstance(known, list):
+            yield at, layer_name, of_layer, tuple(layer)
+        else:
+            yield at, layer_name, of_layer[0], layer[0]
+
+
+def _layer(known: OfValue, value: Any, at: Sequence[int]) -> tuple[OfValue, Any]:
+    if not known:
+        return known, value
+    indices = iter(at)
+    loops = loops_of(known, value) or ()
+    of_loops = [None if x.place is None else next(indices) for x in loops]
+    return at_iteration(known, value, of_loops)
+
+
+def unstacked(
+    values: Mapping[str, Mapping[str, Any]], axes: AllAxes
+) -> tuple[dict[str, dict[str, Any]], AllAxes]:
+    """The values as if each stack of layers were a list, in order of execution, and
+    their axes."""
+    began: dict[Any, int] = {}
+    when: dict[str, tuple[int, ...]] = {}
+    out: dict[str, dict[str, Any]] = {}
+    new: dict[tuple[str, str], OfValue | OfRuns] = {}
+    for position, (name, modes) in enumerate(values.items()):
+        for mode, value in modes.items():
+            known = axes.get((name, mode), ())
+            if was_stacked(known, value):
+                raise SowError(
+                    f"`Intermediates.unstack()`: the values of {name!r} have other "
+                    "shapes than those that `save_intermediates` returned, so the axis "
+                    "of the layers is no longer known. Call `unstack` before you "
+                    "compute with the values."
+                )
+            for at, layer, of_layer, part in layers_of(name, known, value):
+                if mode in out.setdefault(layer, {}):
+                    raise SowError(
+                        f"`Intermediates.unstack()`: a layer of {name!r} would be "
+                        f"called {layer!r}, and so is another value. Choose other "
+                        "names for `sow`, or unstack only some of the names."
+                    )
+                out[layer][mode], new[layer, mode] = part, of_layer
+                if layer not in when:
+                    loops = _around(known, value)
+                    backward = mode.count("cotangent") % 2 == 1
+                    when[layer] = _when(position, loops, at, backward, began)
+    order = sorted(out, key=lambda layer: when[layer])
+    return {layer: out[layer] for layer in order}, new
+
+
+def _around(known: OfValue | OfRuns, value: Any) -> list[Loop]:
+    """The loops around the first run of which they are known."""
+    each = (loops_of(of_run, x) for of_run, x in runs_of(known, value) if of_run)
+    return next(filter(None, each), [])
+
+
+def _when(
+    position: int,
+    loops: Sequence[Loop],
+    at: Sequence[int],
+    backward: bool,
+    began: dict[Any, int],
+) -> tuple[int, ...]:
+    """Sorts layers by when they ran, given the position of the whole value among all.
+    For each loop around: where the first value in it stands, and which iteration this
+    is. Of loops of which there are all iterations, the first counts."""
+    indices, key = iter(at), []
+    for depth, x in enumerate(loops):
+        i = 0 if x.place is None else next(indices)
+        # A backward pass goes through the iterations the other way round.
+        from_end = x.scan is not None and bool(x.scan[-1][1]) != backward
+        key += [began.setdefault(x.scan or (position, depth), position)]
+        key += [x.length - 1 - i if from_end and x.place is not None else i]
+    return (*key, position)

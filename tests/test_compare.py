@@ -1,0 +1,301 @@
+"""`compare`."""
+
+import copy
+import pickle
+
+import equinox as eqx
+import jax
+import jax.lax as lax
+import jax.numpy as jnp
+import jax.random as jr
+import jax.tree_util as jtu
+import numpy as np
+import pytest
+from eqx_sow import (
+    Append,
+    compare,
+    Comparison,
+    Intermediates,
+    save_intermediates as S,
+    sow,
+    SowError,
+    summarize,
+    UnknownSowError,
+)
+from eqx_sow._results import compare as module
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+
+X = jnp.array([0.3, -1.2, 0.7])
+
+
+class Block(eqx.Module):
+    attn: eqx.nn.Linear
+    mlp: eqx.nn.Linear
+
+    def __init__(self, key):
+        a, b = jr.split(key)
+        self.attn, self.mlp = eqx.nn.Linear(3, 3, key=a), eqx.nn.Linear(3, 3, key=b)
+
+    def __call__(self, x):
+        return jnp.sin(self.mlp(jnp.tanh(self.attn(x))))
+
+
+class Stack(eqx.Module):
+    blocks: Block
+
+    def __call__(self, x):
+        arrays, static = eqx.partition(self.blocks, eqx.is_array)
+        step = lambda x, block: (eqx.combine(block, static)(x), None)
+        return lax.scan(step, x, arrays)[0].sum()
+
+
+class List(eqx.Module):
+    blocks: list[Block]
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x.sum()
+
+
+BLOCKS = eqx.filter_vmap(Block)(jr.split(jr.key(0), 4))
+# The third of four layers has another bias.
+WRONG = eqx.tree_at(lambda b: b.mlp.bias, BLOCKS, replace_fn=lambda b: b.at[2].add(1))
+
+
+def _in_list(blocks):
+    at = lambda i: jax.tree.map(lambda a: a[i] if eqx.is_array(a) else a, blocks)
+    return List([at(i) for i in range(4)])
+
+
+def _save(model, transform=None, **options):
+    saved = S(eqx.filter_grad(lambda m, x: m(x)), capture=eqx.nn.Linear, **options)
+    return (transform or (lambda f: f))(saved)(model, X)[1]
+
+
+@pytest.mark.parametrize("transform", [None, eqx.filter_jit])
+def test_finds_the_layer_in_a_list_and_in_a_stack(transform):
+    lists = _save(_in_list(WRONG), transform), _save(_in_list(BLOCKS), transform)
+    stacks = _save(Stack(WRONG), transform), _save(Stack(BLOCKS), transform)
+    layer = "m/blocks/2/mlp", "primal"
+    table = compare(*lists)
+    assert table.first == layer
+    assert compare(lists[0], stacks[1]).first == layer
+    assert (
+        compare(stacks[0], lists[1]) == table == compare(*[x.unstack() for x in stacks])
+    )
+    # It is the first in time, though `attn` of the next layer stands above.
+    assert compare(*stacks).first == ("m/blocks/mlp", "primal")
+    for right in (lists[1], stacks[1]):
+        assert compare(stacks[1], right).first is None
+
+
+def test_cotangents_go_backward():
+    def f(scale, x):
+        for i in range(4):
+            x = sow(jnp.sin(x * (scale if i == 2 else 1)), f"h{i}")
+        return x.sum()
+
+    save = lambda scale, **o: S(jax.grad(f, 1), **o)(scale, X)[1]
+    assert compare(save(1.1), save(1.0)).first == ("h2", "primal")
+    only = [save(scale, modes="cotangent") for scale in (1.1, 1.0)]
+    assert compare(*only).first == ("h2", "cotangent")
+    # The last that is the same is the last layer.
+    assert compare(only[0], only[0]).first is None
+
+
+def _rows(table):
+    lines = table.split("\n\n")[0].splitlines()[2:]
+    return [line.split() for line in lines]
+
+
+def _by_hand(x, y, rtol, atol):
+    x, y = (np.asarray(z).astype(np.complex128) for z in (x, y))
+    both = np.isfinite(x) & np.isfinite(y)
+    beyond = ~both & ~((x == y) | (np.isnan(x) & np.isnan(y)))
+    x, y = x[both], y[both]
+    far = abs(x - y) > atol + rtol * abs(y)
+    norms = np.linalg.norm(x), np.linalg.norm(y)
+    return (
+        abs(x - y).max(),
+        norms[0] / norms[1] - 1,
+        np.vdot(y, x).real / norms[0] / norms[1],
+        beyond.sum() + far.sum(),
+    )
+
+
+def _near(x, scale=0.01):
+    return x * (1 + scale * np.random.default_rng(1).normal(size=x.shape))
+
+
+N = np.random.default_rng(0).normal(size=(8, 700))
+PAIRS = {
+    "float32": (_near(N).astype("f"), N.astype("f")),
+    "float64 of the host": (_near(N).astype("f"), N),
+    "bfloat16": (jnp.asarray(N, jnp.bfloat16), jnp.asarray(N, jnp.float32)),
+    "complex": ((_near(N) + 1j * N).astype("F"), (N + 1j * N).astype("F")),
+    "integers": (np.arange(9) * 100, np.arange(9) * 100 + (np.arange(9) == 4)),
+    "booleans": (N > 0, N > 0.1),
+    "not finite": (
+        np.where(N > 1, np.nan, np.where(N < -2, np.inf, N)).astype("f"),
+        np.where(N > 1.1, np.nan, np.where(N < -2, np.inf, N)).astype("f"),
+    ),
+    "another infinity": (
+        np.float32([1, np.inf, -np.inf]),
+        np.float32([1, np.inf, np.inf]),
+    ),
+    "huge": (_near(3e37 * N).astype("f"), (3e37 * N).astype("f")),
+}
+
+
+@pytest.mark.parametrize("where", ["host", "device"])
+@pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
+def test_numbers_are_right(pair, where, monkeypatch):
+    if where == "device":
+        # As if it were not one that can be read.
+        monkeypatch.setattr(module, "can_be_read", lambda x: False)
+        monkeypatch.setattr(module, "_beside", lambda x, other: jnp.asarray(x))
+        pair = tuple(map(jnp.asarray, pair))
+    a, b = pair
+    table = compare({"h": a}, {"h": b}, rtol=0.01, atol=1e-4)
+    largest, norm, cosine, beyond = _by_hand(a, b, 0.01, 1e-4)
+    (row,) = table.splitlines()[2:]
+    numbers = row.split("]")[-1].split()
+    assert float(numbers[0]) == pytest.approx(largest, rel=6e-3)
+    assert float(numbers[1]) == pytest.approx(norm, rel=0.06, abs=2e-7)
+    assert float(numbers[2]) == pytest.approx(cosine, abs=6e-6)
+    assert (numbers[3] == f"{beyond}/{a.size}") if beyond else len(numbers) == 3
+    assert table.first == (("h", "primal") if beyond else None)
+    if a.dtype != b.dtype:
+        assert " / " in row
+
+
+@pytest.mark.parametrize("type_", ["Auto", "Explicit"])
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_sharded(type_, which, monkeypatch):
+    """In one of the two, or in both in other ways; read in place, or where it is."""
+    types = (getattr(jax.sharding.AxisType, type_),)
+    mesh = jax.make_mesh((4,), ("d",), axis_types=types, devices=jax.devices()[:4])
+    a, b = map(jnp.asarray, PAIRS["not finite"])
+    want = compare({"h": a}, {"h": b})
+    if which in (0, 2):
+        a = jax.device_put(a, NamedSharding(mesh, P("d")))
+    if which in (1, 2):
+        b = jax.device_put(b, NamedSharding(mesh, P(None, "d")))
+    assert compare({"h": a}, {"h": b}) == want
+    sharded = lambda x: len(getattr(x, "devices", set)()) > 1
+    one = lambda pair: not any(map(sharded, jtu.tree_leaves(pair)))
+    monkeypatch.setattr(module, "can_be_read", one)
+    assert compare({"h": a}, {"h": b}) == want
+
+
+def _values(x, static="text"):
+    sow(jr.key(0), "key")
+    h = sow({"a": x, "b": (x[:2], static), "n": jnp.arange(3)}, "tree")["a"]
+    h = lax.cond(h[0] > 0, lambda h: sow(h * 2, "branch"), lambda h: h, h)
+    for i in range(3):
+        h = sow(h * i, "several")
+    return sow(h, "end")
+
+
+def _saved(x=X, fn=_values, **options):
+    return S(fn, reduce={"several": Append()}, **options)(x)[1]
+
+
+def test_values_of_any_kind():
+    same = compare(_saved(), _saved(fn=lambda x: _values(x, "other text")))
+    assert same.first is None and "first" not in same.lower()
+    names = [line.split()[0] for line in same.splitlines()[2:]]
+    assert names[:4] == ["key", "tree['a']", "tree['b'][0]", "tree['n']"]
+    assert names[4:6] == ["branch", "count"] and names[6:9] == [
+        f"several[{i}]" for i in range(3)
+    ]
+    changed = compare(_saved(-X), _saved())
+    assert changed.first == ("tree", "primal")
+    (count,) = [row for row in _rows(changed) if row[0] == "count"]
+    assert count[-1] == "1/1"
+    other = _saved()
+    other["key"]["primal"] = jr.key(1)
+    assert compare(_saved(), other, atol=10, rtol=10).first == ("key", "primal")
+    del other["key"]
+    other["several"]["primal"] = other["several"]["primal"][:2]
+    other["end"]["primal"] = jnp.ones((3, 1))
+    table = compare(_saved(), other)
+    assert table.first == ("several", "primal") and "f32[3] / nothing" in table
+    assert "f32[3] / f32[3,1]" in table and "Only in the first: key (primal)" in table
+
+
+def test_summaries():
+    edges = [-1.0, 0.0, 1.0]
+    save = lambda x: S(
+        lambda x: sow(sow(x, "a") * x, "b"),
+        transform=lambda v: summarize(v, edges=edges),
+    )(x)[1]
+    assert compare(save(X), save(X)).first is None
+    # The mean and the rms differ only in what follows.
+    assert compare(save(X[::-1]), save(X)).first is None
+    assert compare(save(2 * X), save(X)).first == ("a", "primal")
+    nothing = jtu.tree_map(lambda x: x * jnp.nan, X)
+    assert compare(save(nothing), save(nothing)).first is None
+    plain = S(lambda x: sow(x, "a"))(X)[1]
+    assert compare(save(X), plain).first == ("a", "primal")
+
+
+class Tensor:
+    """What NumPy can read, as a tensor of PyTorch."""
+
+    dtype = "torch.float32"
+
+    def __init__(self, x):
+        self.x = np.asarray(x)
+
+    def __array__(self, dtype=None, copy=None):
+        return self.x
+
+
+def test_plain_mappings():
+    got = _save(_in_list(WRONG))
+    right = _save(_in_list(BLOCKS)).primals
+    for make in (np.asarray, Tensor, lambda x: (Tensor(x),)):
+        reference = {name: make(x) for name, x in right.items()}
+        table = compare(got, reference)
+        assert table.first == ("m/blocks/2/mlp", "primal")
+        assert "Only in the first: m/blocks/0/attn (cotangent)" in table
+        assert compare(reference, right).first is None
+    # A dict may have been sorted: the order is that of the other one.
+    assert compare(dict(sorted(got.items())), Intermediates(got)).first is None
+    stacked = {
+        n: np.stack([right[f"m/blocks/{i}/{n}"] for i in range(4)]) for n in ("mlp",)
+    }
+    assert compare({"m/blocks/mlp": stacked["mlp"]}, _save(Stack(BLOCKS))).first is None
+
+
+def test_shapes_only():
+    saved = S(_in_list(BLOCKS), capture=eqx.nn.Linear)
+    shapes = eqx.filter_eval_shape(saved, X)[1]
+    table = compare(shapes, saved(X)[1])
+    assert table.first is None and "0.0" not in table
+    shapes["blocks/1/mlp"]["primal"] = jax.ShapeDtypeStruct((4,), jnp.float32)
+    assert compare(shapes, saved(X)[1]).first == ("blocks/1/mlp", "primal")
+
+
+def test_is_a_string():
+    table = compare(_save(_in_list(WRONG)), _save(_in_list(BLOCKS)))
+    assert isinstance(table, str) and type(table) is Comparison
+    assert repr(table) == str(table) and "&lt;- first" in table._repr_html_()
+    for again in (copy.deepcopy(table), pickle.loads(pickle.dumps(table))):
+        assert again == table and again.first == table.first
+
+
+def test_nothing_to_compare():
+    with pytest.raises(UnknownSowError, match="no name and mode is in both.*'a'.*'b'"):
+        compare({"a": X}, {"b": X})
+    assert compare({}, {}).first is None
+    for wrong in ((X, {}), ({}, (X, {}))):
+        with pytest.raises(
+            TypeError, match=r"`compare\(intermediates, reference\)`: `"
+        ):
+            compare(*wrong)
+    with pytest.raises(SowError, match="`compare`: the value of 'a' is a tracer"):
+        jax.jit(lambda x: compare({"a": x}, {"a": x}))(X)
