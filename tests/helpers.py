@@ -123,7 +123,8 @@ def _leaf_equal(x, y, rtol, atol, weak):
 def _as_dicts(tree):
     # Those of `Intermediates`, and of its entries.
     is_ours = lambda x: isinstance(x, dict) and type(x) is not dict
-    return jtu.tree_map(lambda x: dict(x) if is_ours(x) else x, tree, is_leaf=is_ours)
+    plain = lambda x: {k: _as_dicts(v) for k, v in x.items()} if is_ours(x) else x
+    return jtu.tree_map(plain, tree, is_leaf=is_ours)
 
 
 def tree_allclose(x, y, *, rtol=1e-5, atol=1e-5, weak=False):

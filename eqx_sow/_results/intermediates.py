@@ -31,7 +31,7 @@ from .layers import (
     runs_of,
     unstacked,
 )
-from .lookup import as_known, Known, modes_of, unknown_name
+from .lookup import as_known, Known, Modes, modes_of, unknown_name
 from .summarize import is_numeric, is_value, Summary
 
 
@@ -100,9 +100,8 @@ class Intermediates(dict[str, dict[str, Any]]):
         modes = self.get(name, self)
         if modes is self:
             name, found = self._found(name)
-            modes = found.get(name)
-        # What is put in may be anything.
-        return modes_of(name, modes, self._axes) if type(modes) is dict else modes
+            modes = found[name]
+        return modes
 
     @api_boundary
     def _found(self, name: Any) -> tuple[str, "Intermediates"]:
@@ -536,7 +535,11 @@ def _stacked(pattern: str, named: Sequence[tuple[str, Any]]) -> Any:
 
 def with_axes(values: Any, axes: AllAxes) -> Intermediates:
     """`Intermediates` of which it is known what the arrays are."""
-    made = Intermediates(values)
+    items = values.items() if isinstance(values, Mapping) else values
+    # What a user or JAX puts in may be anything.
+    made = Intermediates(
+        (name, modes_of(name, x, axes) if type(x) is dict else x) for name, x in items
+    )
     made._axes = axes
     return made
 
@@ -574,11 +577,17 @@ def _names(x: Intermediates) -> _Names:
 
 
 def _flatten(x: Intermediates):
-    return tuple(x.values()), _names(x)
+    return tuple(map(_plain, x.values())), _names(x)
 
 
 def _flatten_with_keys(x: Intermediates):
-    return tuple((jtu.DictKey(name), modes) for name, modes in x.items()), _names(x)
+    children = ((jtu.DictKey(name), _plain(modes)) for name, modes in x.items())
+    return tuple(children), _names(x)
+
+
+def _plain(modes: Any) -> Any:
+    """What JAX sees of the modes of a name: it knows how to combine plain dicts."""
+    return dict(modes) if type(modes) is Modes else modes
 
 
 def _unflatten(names, children) -> Intermediates:

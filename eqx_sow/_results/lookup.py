@@ -36,30 +36,17 @@ def as_known(axes: Mapping[tuple[str, str], Any]) -> Known:
 
 class Modes(dict[str, Any]):
     """The modes of one name, as `intermediates[name]` returns them: a dict that says
-    what it means that a mode is not there.
-
-    What an `Intermediates` holds are plain dicts. To set a mode here sets it there."""
+    what it means that a mode is not there. To JAX, the children of an `Intermediates`
+    are plain dicts."""
 
     _name: str = ""
     _known: Mapping[tuple[str, str], Any] = Known()
-    # Where it was looked up.
-    _held: dict[str, Any] | None = None
 
     def __missing__(self, mode: Any) -> NoReturn:
         raise UnknownKeyError(
             f"{self._name!r} has no mode {mode!r}. Its modes are: {shown(self)}."
             f"{_why(self, mode)}"
         )
-
-    def __setitem__(self, mode: str, value: Any) -> None:
-        super().__setitem__(mode, value)
-        if self._held is not None:
-            self._held[mode] = value
-
-    def __delitem__(self, mode: str) -> None:
-        super().__delitem__(mode)
-        if self._held is not None:
-            del self._held[mode]
 
     def __reduce__(self):
         return dict, (dict(self),)
@@ -69,7 +56,7 @@ def modes_of(
     name: str, modes: dict[str, Any], known: Mapping[tuple[str, str], Any]
 ) -> Modes:
     made = Modes(modes)
-    made._name, made._known, made._held = name, known, modes
+    made._name, made._known = name, known
     return made
 
 
