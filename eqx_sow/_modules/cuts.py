@@ -31,8 +31,9 @@ class Cut(NamedTuple):
     way: Way = ()
     is_open: bool = False
 
-    def is_like(self, other: "Cut") -> bool:
-        return self[:2] == other[:2]
+    @property
+    def entry(self) -> tuple[int, int]:
+        return self[:2]
 
 
 # An entry of what one device has of an array: it is not known which of the whole.
@@ -50,7 +51,7 @@ def in_common(several: Sequence[tuple[Cut, ...]]) -> tuple[Cut, ...]:
     """The slices that several values begin with."""
     first, *others = several
     for other in others:
-        alike = [a.is_like(b) for a, b in zip(first, other)]
+        alike = [a.entry == b.entry for a, b in zip(first, other)]
         first = first[: [*alike, False].index(False)]
     return first
 
