@@ -17,17 +17,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.core
 import jax.numpy as jnp
 
 from .._walk.sows import Way
 
 
 class Cut(NamedTuple):
-    """Entry `index` of the `n` along an axis. `way` leads to the equation. `is_open`:
+    """Entry `i` of the `n` along an axis. `way` leads to the equation. `is_open`:
     whether the axis is still there, with a length of 1."""
 
     n: int
-    index: int
+    i: int
     way: Way = ()
     is_open: bool = False
 

@@ -41,7 +41,7 @@ class Visit:
         assert self.path is not None
         name = self.path
         for index in reversed(self.indices):
-            name = (*name[: index.at], str(index.cut.index), *name[index.at :])
+            name = (*name[: index.at], str(index.cut.i), *name[index.at :])
         return name
 
 
