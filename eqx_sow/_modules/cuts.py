@@ -17,22 +17,24 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.core
 import jax.numpy as jnp
 
 from .._walk.sows import Way
 
 
 class Cut(NamedTuple):
-    """Entry `index` of the `n` along an axis. `way` leads to the equation. `is_open`:
+    """Entry `i` of the `n` along an axis. `way` leads to the equation. `is_open`:
     whether the axis is still there, with a length of 1."""
 
     n: int
-    index: int
+    i: int
     way: Way = ()
     is_open: bool = False
 
-    def is_like(self, other: "Cut") -> bool:
-        return self[:2] == other[:2]
+    @property
+    def entry(self) -> tuple[int, int]:
+        return self[:2]
 
 
 # An entry of what one device has of an array: it is not known which of the whole.
@@ -50,7 +52,7 @@ def in_common(several: Sequence[tuple[Cut, ...]]) -> tuple[Cut, ...]:
     """The slices that several values begin with."""
     first, *others = several
     for other in others:
-        alike = [a.is_like(b) for a, b in zip(first, other)]
+        alike = [a.entry == b.entry for a, b in zip(first, other)]
         first = first[: [*alike, False].index(False)]
     return first
 

@@ -35,7 +35,7 @@ from .._walk.flow import Domain, Here
 from .._walk.sows import Way
 from .cuts import closed, in_common, number_of, OF_SHARD
 from .places import is_internal, is_like, Places, root_of
-from .sources import computed, either, FAR, in_order, Origin, TRANSPOSED
+from .sources import computed, FAR, in_order, Origin, TRANSPOSED, undecided
 from .visits import Index, Mark, Visit
 
 
@@ -104,7 +104,7 @@ class Naming(Domain):
         return source._replace(number=number_of(x, aval))
 
     def chosen(self, index, cases):
-        return either(in_order(cases))._replace(cases=(index.made, cases))
+        return undecided(in_order(cases))._replace(cases=(index.made, cases))
 
     def in_case(self, index, i, value):
         if value.cases is not None and value.cases[0] == index.made is not None:
@@ -122,7 +122,7 @@ class Naming(Domain):
         return value.along(1).changing()
 
     def carried(self, when, init, after, here):
-        return [either(pair).changing() for pair in zip(init, after)]
+        return [undecided(pair).changing() for pair in zip(init, after)]
 
     def shard(self, value, mesh, spec):
         value = value._replace(parts=None)
@@ -301,8 +301,9 @@ class Naming(Domain):
                 fits[path][1],
                 # Of several places that one array has.
                 path != held,
-                # A mean of a student and a teacher is the teacher, if the student is
-                # called: 0, or more the farther this is than from that other call.
+                # If another call fits this place better, prefer it less, by how much
+                # better: a mean of a student and a teacher is the teacher, if the
+                # student is called, too.
                 path in taken and 1 + fits[path][0] - self._best[path][0],
             ),
             default=held,

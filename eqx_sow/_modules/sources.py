@@ -67,7 +67,8 @@ class Origin(NamedTuple):
         if not more:
             return self
         cuts = {s: (*self.cuts.get(s, ()), *more) for s in self.distances}
-        return self._replace(cuts=cuts, is_whole=False)
+        made = (self.made, *(cut.entry for cut in more))
+        return self._replace(cuts=cuts, made=made, is_whole=False)
 
     def squeezed(self) -> "Origin":
         """The same without the axes of length 1 that slices have left."""
@@ -124,7 +125,7 @@ def _cuts_of(
     return found
 
 
-def either(values: Sequence[Origin]) -> Origin:
+def undecided(values: Sequence[Origin]) -> Origin:
     """What is one of several values: it is not known which."""
     if all(x is values[0] for x in values):
         return values[0]

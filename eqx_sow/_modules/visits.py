@@ -22,18 +22,17 @@ class Visit:
     arrays: Sequence[Origin]
     # The modules whose methods are running, from outside in.
     running: "list[Visit]"
-    # The rest is known once the pass is over. How well each place fits to which arrays
-    # lead, better if it is smaller: how much was computed between, and how many arrays
-    # lead there, as a negative number.
+    # The rest is known once the pass is over. For each place to which arrays lead, how
+    # well it fits: (computations between, -arrays that lead there). Smaller is better.
     fits: dict[Path, tuple[int, int]] = dc.field(default_factory=dict)
     # Whether some of the arrays were made of others, rather than changed.
     is_made: bool = False
-    # For each of these places, the slices of a stack there that the module is.
+    # For each of these places, the constant indices that the module was taken out by.
     cuts: dict[Path, tuple[Cut, ...]] = dc.field(default_factory=dict)
     # Where the module is. If that is not known, the first key is the name of a class:
     # `("MLP#1", "layers", "0")`.
     path: Path | None = None
-    # Where the indices of slices stand in there, from left to right.
+    # Which entries of stacks the module is in, from left to right in the path.
     indices: "tuple[Index, ...]" = ()
 
     @property
@@ -42,13 +41,12 @@ class Visit:
         assert self.path is not None
         name = self.path
         for index in reversed(self.indices):
-            name = (*name[: index.at], str(index.cut.index), *name[index.at :])
+            name = (*name[: index.at], str(index.cut.i), *name[index.at :])
         return name
 
 
 class Index(NamedTuple):
-    """That a module is an entry of a stack: its index stands in its path `at` so many
-    keys."""
+    """An entry of a stack: its index stands behind `at` keys of the path."""
 
     at: int
     cut: Cut
