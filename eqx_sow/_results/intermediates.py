@@ -277,10 +277,12 @@ class Intermediates(dict[str, dict[str, Any]]):
             which = " or ".join(map(repr, several))
             raise UnknownSowError(f"{call} may be {which}. Write which one.")
         values = [
-            layer
+            (layer, value)
             for name in there
             for one in selection.all_of(named[name])
-            for at, *layer in _layers(named[name], self[name][mode], leading[name])
+            for at, layer, value in _layers(
+                named[name], self[name][mode], leading[name]
+            )
             if all(i in (None, n) for i, n in zip(one.at, at))
         ]
         if not values:
