@@ -19,7 +19,8 @@ from eqx_sow import (
     tap,
     UnknownSowError,
 )
-from eqx_sow._names import fits, Named, Selection
+from eqx_sow._globs import fits
+from eqx_sow._names import Named, Selection
 from jaxtyping import Array, Float
 
 from .helpers import assert_close

@@ -14,6 +14,7 @@ import jax
 from .. import _compat
 from .._errors import SowError, UnknownSowError
 from .._frames import warn
+from .._globs import fits
 from .._mark.listening import Listening, listening
 from .._mark.noting import listening_as, within
 from .._mark.site import Site
@@ -25,7 +26,6 @@ from .._modules.places import roots
 from .._names import (
     across_slashes,
     check_known,
-    fits,
     has_traced_number,
     Named,
     no_such_iteration,
