@@ -11,7 +11,8 @@ import numpy as np
 from .._errors import SowError
 from .._frames import api_boundary
 from .._handlers.collect import Collect, EACH_PLACE
-from .._handlers.planting import NOT_PLANTED, NotFixed, prepare, Replace
+from .._handlers.fixed import NOT_PLANTED, NotFixed
+from .._handlers.planting import prepare, Replace
 from .._mark.listening import listening
 from .._mark.static import SameParts
 from .._names import check_known, join
@@ -190,7 +191,12 @@ class _Plant(Transformed):
         not_fixed.check(left)
         handler = Replace(program.options.tag, SameParts(planted), has_outer, left)
         carry = {NOT_PLANTED: np.False_} if left else {}
-        outs, taken = program.evaluate(handler, Given(carry, values))
+        given = Given(carry, values)
+        if any(x.site.fixed for key in planted for x in sows[key]):
+            # A function may return another array. By now, no part of the program has
+            # been evaluated, with marks and prints for those further out.
+            program.survey(handler, given)
+        outs, taken = program.evaluate(handler, given)
         if left:
             outs = eqx.error_if(
                 outs,
