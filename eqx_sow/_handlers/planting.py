@@ -80,6 +80,8 @@ class Replace(Handler):
         edge_out, *_ = frame.eqn.outvars
         new = [edge_value(edge_out.aval), *in_place(site, [*guards, *value])]
         if self.has_outer:
+            # Marks before this one that wait come first.
+            frame.flush_effects()
             (edge,) = frame.read(frame.eqn.invars[:1])
             with frame.in_scope():
                 new = sow_p.bind(edge, *new[1:], site=still)

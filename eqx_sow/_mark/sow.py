@@ -124,7 +124,7 @@ def bind(value: Any, labels: tuple[Label, ...], edge: Any = NO_EDGE, **fields) -
     if form is _ARRAY:
         return out[0]
     for x in fixed:
-        out[x.index] = x.array.value
+        out[x.i] = x.array.value
     return form.with_arrays(out)
 
 
