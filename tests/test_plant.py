@@ -1384,3 +1384,20 @@ def test_one_that_is_compiled_inside_another_program():
         assert_close((out, found["h"]["primal"]), (4 * X, 3 * X))
         out, found = jax.jit(saved)(X)
         assert_close((out, found["h"]["primal"]), (X**2, X**2))
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, eqx.filter_jit])
+def test_a_function_that_replaces_a_numpy_array_evaluates_nothing_twice(wrap, capfd):
+    """It is found out before the program around has any mark or print of this one."""
+
+    def f(x):
+        x = sow(x + 1, "a")
+        jax.debug.print("once")
+        return x * sow(np.array([1.0, 2.0, 3.0], np.float32), "c")
+
+    out, got = wrap(S(plant(f, {"c": lambda c: c - 1})))(X)
+    jax.effects_barrier()
+    assert capfd.readouterr().out.count("once") == 1
+    assert_close(out, (X + 1) * jnp.arange(3.0))
+    assert list(got) == ["a", "c"]
+    assert_close(got["c"]["primal"], jnp.arange(3.0))

@@ -239,12 +239,10 @@ def test_numpy_arrays_under_vmap_and_in_a_loop():
     assert_close(got["k"]["primal"], jnp.stack([jnp.arange(3.0)] * 2))
 
 
-def test_numpy_arrays_cannot_be_replaced():
+def test_what_is_planted_in_the_place_of_a_numpy_array():
     fn = lambda x: x * sow({"k": np.arange(3.0, dtype=np.float32), "x": x}, "v")["k"]
     captured = S(fn)(X)[1]
     assert_close(plant(fn, captured)(X), fn(X))
     assert_close(plant(fn, {"v": lambda v: {**v, "x": -v["x"]}})(X), fn(X))
-    with pytest.raises(SowError, match="'v'.*NumPy array.*jnp.asarray"):
-        plant(fn, {"v": lambda v: {**v, "k": 2 * v["k"]}})(X)
-    with pytest.raises(SowError, match="'v'.*NumPy array"):
-        plant(fn, {"v": {"k": jnp.ones(3), "x": X}})(X)
+    assert_close(plant(fn, {"v": lambda v: {**v, "k": 2 * v["k"]}})(X), 2 * fn(X))
+    assert_close(plant(fn, {"v": {"k": jnp.ones(3), "x": X}})(X), X)

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses as dc
 import functools as ft
 import itertools as it
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -26,13 +26,11 @@ from .._values.entry import Entry, in_front, in_place, running
 from .._values.merge import own_axes
 from .._values.transform import Batched, check_all_lanes, of_one_lane
 from .._walk.frame import Frame
-from .._walk.handler import check_guarded, Given, Handler
+from .._walk.handler import check_guarded, Handler
 from .._walk.rules import varying_alike
 from .._walk.sows import sites, sows
 from .asked import leave, reached
-
-
-NOT_PLANTED = "not planted"
+from .fixed import NotFixed, with_left
 
 
 def slot_of(key: Any, run: int | None) -> Any:
@@ -53,8 +51,7 @@ class Replace(Handler):
     # these runs, in order.
     runs: SameParts
     has_outer: bool
-    # The `Fixed.mark`s of arrays of NumPy's that stay although something else may be
-    # planted there. `Given.carry` has a boolean, `NOT_PLANTED`: whether that was so.
+    # See `with_left`.
     left: frozenset[Any] = frozenset()
 
     @property
@@ -104,39 +101,17 @@ class Replace(Handler):
         slot = self._slot(site)
         planted = [*zip(self.planted.value[slot], given.values[slot])]
         value = _replaced(planted, at_sow, guards, value, given.iterations)
-        given = self._checked(given, at_sow, guards, value)
+        given = with_left(self.left, given, at_sow, guards, value)
         edge_out, *_ = frame.eqn.outvars
         new = [edge_value(edge_out.aval), *in_place(site, [*guards, *value])]
         if self.has_outer:
+            # Marks before this one that wait come first.
+            frame.flush_effects()
             (edge,) = frame.read(frame.eqn.invars[:1])
             with frame.in_scope():
                 new = sow_p.bind(edge, *new[1:], site=still)
         frame.set(frame.eqn.outvars, new)
         return given
-
-    def _checked(self, given: Given, site: Site, guards, value) -> Given:
-        """Notes in `Given.carry` whether what is `left` of a value that runs should be
-        something else."""
-        if not self.left:
-            return given
-        if NOT_PLANTED not in given.carry:
-            raise SowError(
-                f"`plant`: {site.said} has a NumPy array that the program needs while "
-                "it is traced. It did not run where the planted zeros were captured, "
-                "and whether it runs now cannot be checked in a `jax.shard_map`. Plant "
-                "the NumPy array that is marked there."
-            )
-        wrong, n = given.carry[NOT_PLANTED], len(site.axes)
-        run, _ = running(site, guards)
-        for i, array, mark in site.fixed:
-            if mark in self.left:
-                x = aligned(value[i], site.varies[len(guards) + i])
-                one = jnp.asarray(array.value)
-                one = one.reshape((1,) * n + one.shape)
-                differs = (x != one) & ~((x != x) & (one != one))
-                differs = differs.any(range(n, x.ndim))
-                wrong |= jnp.any(differs if run is None else differs & run)
-        return given._replace(carry={**given.carry, NOT_PLANTED: wrong})
 
     def replaces(self, site):
         return self.wants(site)
@@ -238,62 +213,6 @@ def _replaced(
     new, rest = varying_alike([lambda _: pick(compute()), otherwise], pick(old))
     is_here = reached(planted.at, iterations)
     return eqx.combine(jax.lax.cond(is_here, new, rest, pick(old)), old)
-
-
-class NotFixed(Exception):
-    """Something else is planted in the place of these arrays of NumPy's. The program
-    has to be traced again, where they are arrays of JAX's."""
-
-    def __init__(self):
-        # For each `Fixed.mark`, what messages say of the sow.
-        self.found: dict[Any, str] = {}
-        # Those of which the planted value is what was captured, if the sow runs only
-        # where that is not zero.
-        self.captured: set[Any] = set()
-        # Whether that may be because the numbers in a planted value are not known.
-        self.traced = False
-
-    def check(self, left: Collection[Any] = ()) -> None:
-        """Raises, unless it is all `left` as it is."""
-        if not self.found.keys() <= set(left):
-            raise self
-
-    def add(
-        self,
-        places: Sequence[Site],
-        value: Any,
-        old: Sequence[Any] | None = None,
-        *,
-        counted: bool = False,
-    ) -> "NotFixed":
-        """With those at these places, of one name, that are not what is in `value`,
-        which is planted there. `old` are the arrays of what a function was called with,
-        that returned it. With `counted`, the sow may not have run."""
-        # As the user gave them: under a `jit`, JAX makes a tracer of an array whose
-        # numbers are known.
-        leaves = zip(jtu.tree_leaves(value), places[0].form.leaves)
-        new = [x for x, leaf in leaves if leaf is OPERAND]
-        for site, (i, array, mark) in ((s, x) for s in places for x in s.fixed):
-            if old is not None and new[i] is old[i]:
-                continue
-            numbers = numbers_in(new[i])
-            self.traced |= numbers is None and old is None
-            if numbers is not None:
-                one = np.asarray(array.value).astype(numbers.dtype)
-                if _consists_of(numbers, [one]):
-                    continue
-                if counted and _consists_of(numbers, [one, np.zeros_like(one)]):
-                    self.captured.add(mark)
-            self.found[mark] = site.said
-        return self
-
-
-def _consists_of(x: Any, several: Sequence[Any]) -> bool:
-    """Whether an array is one of several, or has these along more axes in front. Bit by
-    bit: `0.0` and `-0.0` differ, and NaN is equal to itself."""
-    size = several[0].size
-    each = {row.tobytes() for row in x.reshape(-1, size)} if x.size else set()
-    return each <= {one.tobytes() for one in several}
 
 
 def _only_zeros(places: Sequence[Site], value: Any, arrays: list[Any]) -> list[Any]:

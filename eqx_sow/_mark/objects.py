@@ -1,11 +1,13 @@
 """Objects that are not PyTrees: whether they hold traced arrays."""
 
 import contextlib
+import inspect
 import types
 from collections import deque
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import jax
 import jax.core
 import jax.tree_util as jtu
 import numpy as np
@@ -16,7 +18,8 @@ from .static import state_of
 # What holds nothing that is traced, or nothing that anybody put there.
 _PLAIN = (
     *(str, bytes, int, float, complex, type, types.NoneType, types.ModuleType),
-    *(types.CodeType, np.dtype, np.generic, np.ufunc),
+    *(types.CodeType, np.dtype, np.generic, np.ufunc, inspect.Signature),
+    *(jax.Array, type(jtu.tree_structure(0))),
 )
 _SEQUENCES: tuple[Any, ...] = list, tuple, set, frozenset, deque
 # So many objects are looked at, in one: enough for all that a person would write.

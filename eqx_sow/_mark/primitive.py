@@ -160,7 +160,7 @@ def _differentiated(nonzeros, avals, site, backward: bool) -> list[bool]:
     be computed with: `jnp.sqrt(y)` at 0 has the derivative `inf`, and `0 * inf` is NaN.
     """
     first = 1 + len(site.guards)
-    fixed = {first + x.index for x in site.fixed}
+    fixed = {first + x.i for x in site.fixed}
     whole = backward and listening.value is not None and not listening.value.leafwise
 
     def is_inexact(i):

@@ -103,7 +103,7 @@ class Fixed(NamedTuple):
     """
 
     # Which array of the value it is.
-    index: int
+    i: int
     array: Const
     # What tells it from others, if the program is traced once more: the labels and the
     # line of the sow, and the index. See `Listening.replaced`.

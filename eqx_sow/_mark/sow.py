@@ -138,7 +138,7 @@ def bind(
     if form is _ARRAY:
         return out[0]
     for x in fixed:
-        out[x.index] = x.array.value
+        out[x.i] = x.array.value
     return form.with_arrays(out)
 
 

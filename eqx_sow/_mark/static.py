@@ -7,6 +7,7 @@ import contextvars
 import dataclasses as dc
 import sys
 import types
+import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -115,19 +116,27 @@ _LIBRARIES = "jax", "jaxlib", "numpy", "ml_dtypes", "equinox", "jaxtyping", "eqx
 def state_of(x: Any) -> dict[str, Any]:
     """The attributes that an object holds, without calling a property of it."""
     held = {}
-    for cls in type(x).__mro__:
-        for name, descriptor in vars(cls).items():
-            # Python's own functions have some, such as `__globals__`.
-            if type(descriptor) is _Slot and not name.startswith("__"):
-                try:
-                    held[name] = descriptor.__get__(x)
-                except AttributeError:  # it is empty
-                    continue
-    try:
+    for name, slot in _slots(type(x)):
+        with contextlib.suppress(AttributeError):  # it is empty
+            held[name] = slot.__get__(x)
+    with contextlib.suppress(AttributeError, TypeError):
         held |= object.__getattribute__(x, "__dict__")
-    except (AttributeError, TypeError):
-        pass
     return held
+
+
+def _slots(cls: type) -> list[tuple[str, Any]]:
+    if cls not in _slots_of:
+        _slots_of[cls] = [
+            (name, x)
+            for c in cls.__mro__
+            for name, x in vars(c).items()
+            # Python's own functions have some, such as `__globals__`.
+            if type(x) is _Slot and not name.startswith("__")
+        ]
+    return _slots_of[cls]
+
+
+_slots_of: weakref.WeakKeyDictionary[type, list] = weakref.WeakKeyDictionary()
 
 
 class _Slotted:

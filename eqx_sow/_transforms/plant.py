@@ -12,7 +12,8 @@ import numpy as np
 from .._errors import DuplicateSowError, SowError
 from .._frames import api_boundary
 from .._handlers.collect import Collect, EACH_PLACE
-from .._handlers.planting import NOT_PLANTED, NotFixed, prepare, Replace, slot_of
+from .._handlers.fixed import NOT_PLANTED, NotFixed
+from .._handlers.planting import prepare, Replace, slot_of
 from .._mark.listening import listening
 from .._mark.site import Site
 from .._mark.static import Const, SameParts
@@ -291,7 +292,12 @@ class _Plant(Transformed):
             program.options.tag, SameParts(planted), SameParts(runs), has_outer, left
         )
         carry = {NOT_PLANTED: np.False_} if left else {}
-        outs, taken = program.evaluate(handler, Given(carry, values))
+        given = Given(carry, values)
+        if any(x.site.fixed for x in program.mine if x.site.key in of_key):
+            # A function may return another array. By now, no part of the program has
+            # been evaluated, with marks and prints for those further out.
+            program.survey(handler, given)
+        outs, taken = program.evaluate(handler, given)
         if left:
             outs = eqx.error_if(
                 outs,

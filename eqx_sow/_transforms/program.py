@@ -115,14 +115,14 @@ class Program:
             has_outer=listening.value is not None,
         )
 
-    def survey(self, handler: Handler) -> Any:
+    def survey(self, handler: Handler, given: Given = Given()) -> Any:
         """What the handler would take, `Taken.entries`, with types for arrays."""
 
-        def run(inputs):
+        def run(inputs, given):
             program = dc.replace(self, inputs=inputs)
-            return program.evaluate(handler, Given())[1].entries
+            return program.evaluate(handler, given)[1].entries
 
-        return types_of(run, self.inputs)
+        return types_of(run, self.inputs, given)
 
     def output(self, outs: list[Any]) -> Any:
         """What the function returns, from the arrays in that."""

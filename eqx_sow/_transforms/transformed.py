@@ -17,7 +17,7 @@ import jax
 from .. import _compat
 from .._arrays import in_mesh_of
 from .._frames import api_boundary
-from .._handlers.planting import NotFixed
+from .._handlers.fixed import NotFixed
 from .._mark.static import Const, Form, is_operand, take_apart
 from .options import checked
 from .program import Program, trace
