@@ -123,6 +123,8 @@ class Intermediates(dict[str, dict[str, Any]]):
             at = {whole: one.at for whole, one in some if one.name == new}
             wholes = {whole.name for whole in at}
             if len(wholes) == 1 and wholes <= self.keys():
+                if not any(at.values()):
+                    return wholes.pop(), self
                 layer = _iteration(*wholes, new, self, at)
                 if layer is not None:
                     return new, layer
