@@ -1,19 +1,24 @@
-"""Names, and the patterns that select some of them.
-
-A pattern is a path, like a name: `*`, `?` and `[...]` stop at a slash, and `**` stands
-for any number of parts, none included. `blocks/*/attn` fits `blocks/0/attn`, and
-`**/attn` also `attn` and `a/b/attn`.
-"""
+"""Names, and what patterns select among them."""
 
 import difflib
 import fnmatch
-import functools as ft
 import itertools as it
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ._errors import shown, UnknownSowError
+from ._globs import (
+    compiled,
+    fits,
+    fitting,
+    Index,
+    is_glob,
+    lengths_of_lists,
+    Part,
+    parts_of,
+    Tree,
+)
 
 
 def join(path: str, name: str) -> str:
@@ -47,211 +52,19 @@ class Selected(NamedTuple):
     after: tuple[int | None, ...] = ()
 
 
-# Loops that have any iteration one may ask for.
+# Loops that have any iteration one may ask for, around a sow that a rule of a user's
+# makes.
 ANY_LOOPS = (2**62,) * 8
 
 
-# --- patterns, compiled ---
-class _Node:
-    """What may come next, after the parts of some patterns that have been matched."""
-
-    __slots__ = "parts", "indices", "globs", "deep", "is_deep", "ends"
-
-    def __init__(self, is_deep: bool = False):
-        # By what is spelled out, and of these, the indices, each as it is written
-        # without what is behind it: `2.encode` is `2` and `.encode`.
-        self.parts: dict[str, _Node] = {}
-        self.indices: list[tuple[int, str, _Node]] = []
-        self.globs: dict[str, tuple[Callable[[str], Any], _Node]] = {}
-        # Behind a `**`, and whether this is behind one: any part leads back to here.
-        self.deep: _Node | None = None
-        self.is_deep = is_deep
-        # The numbers of the patterns that end here.
-        self.ends: list[int] = []
-
-    def after(self, part: str) -> "_Node":
-        if part == "**":
-            if self.is_deep:
-                return self
-            self.deep = self.deep or _Node(is_deep=True)
-            return self.deep
-        if is_glob(part):
-            if part not in self.globs:
-                fits = re.compile(fnmatch.translate(part)).match
-                self.globs[part] = fits, _Node()
-            return self.globs[part][1]
-        if part not in self.parts:
-            self.parts[part] = node = _Node()
-            head, rest = _head(part)
-            if _is_index(head):
-                self.indices.append((int(head), rest, node))
-        return self.parts[part]
-
-
-def is_glob(pattern: str) -> bool:
-    return any(c in pattern for c in "*?[")
-
-
-def _head(part: str) -> tuple[str, str]:
-    """What is in front of the name of a method, and the rest: `2` and `.encode`."""
-    head, dot, rest = part.partition(".")
-    return head, dot + rest
-
-
-def _is_index(text: str) -> bool:
-    digits = text.removeprefix("-")
-    return digits.isascii() and digits.isdecimal()
-
-
-class _Tree(NamedTuple):
-    root: _Node
-    # How many parts of a pattern may be the index of an iteration.
-    n_indices: int
-
-
-@ft.lru_cache(maxsize=256)
-def _compiled(patterns: tuple[str, ...]) -> _Tree:
-    """Many patterns as one tree, so that a name is matched with all of them at once.
-    What these have in common is matched once."""
-    root, n_indices = _Node(), 0
-    for i, pattern in enumerate(patterns):
-        node = root
-        parts = pattern.split("/")
-        for part in parts:
-            node = node.after(part)
-        node.ends.append(i)
-        may_be = [p != "**" and (is_glob(p) or _is_index(_head(p)[0])) for p in parts]
-        n_indices = max(n_indices, sum(may_be))
-    return _Tree(root, n_indices)
-
-
-# --- names, as patterns see them ---
-class _Part(NamedTuple):
-    """A part of a name; and what else it is called, if it is counted from the end of a
-    list of layers. `start` and `end` are its place in the name."""
-
-    start: int
-    end: int
-    text: str
-    from_end: str | None
-
-
-class _Index(NamedTuple):
-    """Where a name has the index of an iteration, with what is behind it in that part,
-    as for `blocks/2.encode`. `loop`: the number of the loop; `n`: of its iterations."""
-
-    loop: int
-    n: int
-    rest: str
-
-
-# Of the parts that are special, what a pattern made of them: of a loop, an iteration or
-# "*"; of a layer of a list, what it is called if it is counted from the end.
-_Choice = tuple[tuple[_Index | _Part, Any], ...]
-
-
-# So many iterations are looked at, to find those that a glob fits.
-_MOST = 1000
-
-
-def _fitting(
-    root: _Node, name: Sequence[_Part | _Index], whole: bool
-) -> dict[int, list[_Choice]]:
-    """The patterns that fit a name, and how. With `whole`, an index in a name is that
-    of all iterations, and no pattern may choose some."""
-    states: dict[tuple[_Node, _Choice], None] = dict.fromkeys(_with_deep(root, ()))
-    for part in name:
-        of_part = _of_index if isinstance(part, _Index) else _of_text
-        after = [
-            new
-            for node, choice in states
-            for child, more in of_part(node, part, whole)
-            for new in _with_deep(child, choice + more)
-        ]
-        states = dict.fromkeys(after)
-    found: dict[int, list[_Choice]] = {}
-    for node, choice in states:
-        for i in node.ends:
-            found.setdefault(i, []).append(choice)
-    return found
-
-
-def _with_deep(node: _Node, choice: _Choice) -> Iterator[tuple[_Node, _Choice]]:
-    yield node, choice
-    if node.deep is not None:
-        yield node.deep, choice
-
-
-def _of_text(node: _Node, part: Any, whole: bool) -> Iterator[tuple[_Node, _Choice]]:
-    del whole
-    if node.is_deep:
-        yield node, ()
-    if part.text in node.parts:
-        yield node.parts[part.text], ()
-    if part.from_end in node.parts:
-        yield node.parts[part.from_end], ((part, part.from_end),)
-    for fits, child in node.globs.values():
-        if fits(part.text):
-            yield child, ()
-
-
-def _of_index(node: _Node, index: Any, whole: bool) -> Iterator[tuple[_Node, _Choice]]:
-    every = ((index, "*"),)
-    if node.is_deep:
-        yield node, every
-    for glob, (fits, child) in node.globs.items():
-        if _head(glob)[0] == "*":
-            if fits(f"0{index.rest}"):
-                yield child, every
-        elif not whole:
-            for i in range(min(index.n, _MOST)):
-                if fits(f"{i}{index.rest}"):
-                    yield child, ((index, i),)
-    for i, rest, child in () if whole else node.indices:
-        if rest == index.rest and -index.n <= i < index.n:
-            yield child, ((index, i),)
-
-
-def fits(pattern: str, name: str) -> bool:
-    """Whether a pattern fits a name, part by part."""
-    tree = _compiled((pattern,))
-    return pattern == name or bool(_fitting(tree.root, _parts(name, {}), False))
-
-
-def _parts(name: str, lengths: Mapping[str, int]) -> list[_Part]:
-    """A name, taken apart. `lengths`: see `_lengths`."""
-    parts, start = [], 0
-    for text in name.split("/"):
-        head, rest = _head(text)
-        n = lengths.get(name[:start])
-        is_layer = n is not None and head.isascii() and head.isdecimal()
-        from_end = f"{int(head) - n}{rest}" if is_layer and n is not None else None
-        parts.append(_Part(start, start + len(text), text, from_end))
-        start += len(text) + 1
-    return parts
-
-
-def _lengths(names: Iterable[str]) -> dict[str, int]:
-    """By what is in front of their indices, how long lists are: for `blocks/0` to
-    `blocks/5` that is `{"blocks/": 6}`."""
-    lengths: dict[str, int] = {}
-    for name in names:
-        for start, _, text, _ in _parts(name, {}):
-            head, _ = _head(text)
-            if head.isascii() and head.isdecimal():
-                front = name[:start]
-                lengths[front] = max(lengths.get(front, 0), int(head) + 1)
-    return lengths
-
-
 def _with_indices(
-    named: Named, parts: Sequence[_Part], loops: Sequence[int]
-) -> list[_Part | _Index]:
+    named: Named, parts: Sequence[Part], loops: Sequence[int]
+) -> list[Part | Index]:
     """A name, with an index for each of these loops: `blocks/attn` is then
     `blocks/*/attn`."""
     name, places = named.name, places_of(named)
-    index = lambda k, rest="": _Index(k, named.loops[k], rest)
-    new: list[_Part | _Index] = [index(k) for k in loops if places[k] == 0]
+    index = lambda k, rest="": Index(k, named.loops[k], rest)
+    new: list[Part | Index] = [index(k) for k in loops if places[k] == 0]
     for part in parts:
         inside = [k for k in loops if part.start < (places[k] or 0) <= part.end]
         if not inside:
@@ -262,7 +75,7 @@ def _with_indices(
         text, from_end = part.text, part.from_end
         text = text.removesuffix(rest)
         from_end = from_end and from_end.removesuffix(rest)
-        new.append(_Part(part.start, part.end - len(rest), text, from_end))
+        new.append(Part(part.start, part.end - len(rest), text, from_end))
         *others, last = inside
         new += [*map(index, others), index(last, rest)]
     return [*new, *[index(k) for k in loops if places[k] is None]]
@@ -297,24 +110,24 @@ def _forms(
 
 
 def _of_sow(
-    tree: _Tree, named: Named, lengths: Mapping[str, int], whole: bool = False
+    tree: Tree, named: Named, lengths: Mapping[str, int], whole: bool = False
 ) -> dict[int, tuple[bool, list[Selected]]]:
     """The patterns that fit a sow, and what each selects of it; also whether it fits
     the name that a list would have. For the pattern `h/*/0` and `h` in two loops, the
     names are `h`, `h/*` and `h/*/*`; the first counts that fits."""
     found: dict[int, tuple[bool, list[Selected]]] = {}
-    parts = _parts(named.name, lengths)
+    parts = parts_of(named.name, lengths)
     for in_list, loops in _forms(places_of(named), tree.n_indices, whole):
         name = _with_indices(named, parts, loops)
-        for i, choices in _fitting(tree.root, name, whole).items():
+        for i, choices in fitting(tree.root, name, whole).items():
             if i not in found:
                 each = map(dict, choices)
-                some = [_selected(named, x) for x in without_parts(list(each))]
+                some = [_selected(named, x) for x in _without_parts(list(each))]
                 found[i] = in_list, some
     return found
 
 
-def without_parts(each: list[dict[Any, Any]]) -> list[dict[Any, Any]]:
+def _without_parts(each: list[dict[Any, Any]]) -> list[dict[Any, Any]]:
     """`h/1/0` is part of `h/*/0`."""
 
     def is_part(x, whole):
@@ -332,7 +145,7 @@ def _edits(named: Named, choice: Mapping[Any, Any]) -> list[_Edit]:
     places, last = places_of(named), len(named.name)
     edits = []
     for x, new in choice.items():
-        if isinstance(x, _Part):
+        if isinstance(x, Part):
             edits.append(((False, x.start, -1), x.start, x.end, new))
             continue
         place = places[x.loop]
@@ -349,9 +162,9 @@ def _edited(name: str, edits: Sequence[_Edit]) -> str:
 
 
 def _selected(named: Named, choice: Mapping[Any, Any]) -> Selected:
-    """What is selected by such a `_Choice`."""
+    """What is selected by such a `Choice`."""
     some = {x: i for x, i in choice.items() if i != "*"}
-    given = {x.loop: i for x, i in some.items() if isinstance(x, _Index)}
+    given = {x.loop: i for x, i in some.items() if isinstance(x, Index)}
     edits = _edits(named, some)
     # An index moves those to the right that stand behind it.
     moved = lambda k, place: sum(
@@ -369,7 +182,7 @@ def _selected(named: Named, choice: Mapping[Any, Any]) -> Selected:
         return Selected(name, (), after)
     at = tuple(given[k] % n if k in given else None for k, n in enumerate(named.loops))
     if len(some) < len(choice):
-        named_so = _of_sow(_compiled((name,)), named, {})
+        named_so = _of_sow(compiled((name,)), named, {})
         if [x.at for _, some in named_so.values() for x in some] != [at]:
             # For `h/*/0`, that is `h/0`, which is another one.
             name, after = (
@@ -391,8 +204,8 @@ class Selection:
 
     and for `blocks/attn` in a loop over layers, with an `after` of `(6,)`,
     `"blocks/2/attn"` is layer 2, `"blocks/*/attn"` all of it, and `"blocks/[12]/attn"`
-    two layers: a stack goes by the names of a list. Only where nothing in a stack has
-    such a name that fits, its own names count: `"blocks/*"` is `blocks`, or if that is
+    two layers: a stack goes by the names of a list. Only where a pattern fits none of
+    these, the names of the stack itself count: `"blocks/*"` is `blocks`, or if that is
     not there, `blocks/attn`.
 
     What is the name of a sow means that sow: if there is a sow `h/0`, no pattern means
@@ -417,9 +230,12 @@ class Selection:
         """`also`: iterations that are selected, as if they were sows."""
         self.patterns = tuple(dict.fromkeys(patterns))
         found = list(found)
-        self._lengths = _lengths(x.name for x in found)
+        self._lengths = lengths_of_lists(x.name for x in found)
         self._every = dict.fromkeys((*found, *also))
         self.names = frozenset(x.name for x in self._every)
+        self._loops: dict[Any, list[tuple[int, ...]]] = {}
+        for name, after, loops in self._every:
+            self._loops.setdefault((name, after), []).append(loops)
         self._whole = whole
         # Those that fit behind several roots, and what they are behind each of them.
         self.ambiguous: dict[str, list[str]] = {}
@@ -436,12 +252,12 @@ class Selection:
         """Finds out what the patterns are for, by their numbers."""
         self._exact = {p: i for i, p in paths.items() if p in self.names}
         others = {i: p for i, p in paths.items() if p not in self.names}
-        self._numbers, self._tree = list(others), _compiled(tuple(others.values()))
-        # Which patterns fit names that a list would have, and in which stacks.
-        self._in_list: frozenset[tuple[int, tuple[str, ...]]] = frozenset(
-            (self._numbers[n], _stacks(named))
-            for named in self._every
-            if _stacks(named)
+        self._numbers, self._tree = list(others), compiled(tuple(others.values()))
+        # Which of these fit names that a list would have.
+        has_stacks = any(place is not None for x in self._every for place in x.after)
+        self._in_list = frozenset(
+            n
+            for named in (self._every if has_stacks else ())
             for n, (in_list, _) in self._fitting(named).items()
             if in_list
         )
@@ -486,19 +302,26 @@ class Selection:
         """What all patterns select of a sow."""
         return {x.name: x for some in self.of(named).values() for x in some}.values()
 
+    def in_any_loops(
+        self, name: str, after: tuple[int | None, ...]
+    ) -> Iterable[Selected]:
+        """What they may select of it, whatever loops it is in."""
+        known = self._loops.get((name, after), (ANY_LOOPS,))
+        each = [self.all_of(Named(name, after, loops)) for loops in known]
+        return dict.fromkeys(it.chain(*each))
+
     def _of(self, named: Named) -> Iterator[tuple[int, list[Selected]]]:
         whole = [Selected(named.name, (), named.after)]
         if named.name in self._exact:
             yield self._exact[named.name], whole
         yield from [(i, whole) for i, p in self._predicates.items() if _says(p, named)]
         for n, (in_list, some) in self._fitting(named).items():
-            i = self._numbers[n]
-            if in_list or (i, _stacks(named)) not in self._in_list:
+            if in_list or n not in self._in_list:
                 # If there is a sow `h/0`, that is no iteration of `h`.
                 mine = {named.name} | {x.name for x in some} - self.names
                 some = [x for x in some if x.name in mine]
                 if some:
-                    yield i, some
+                    yield self._numbers[n], some
 
     def order(self, i: int) -> tuple[bool, bool, int]:
         """What is spelled out goes before globs, and these go in their order."""
@@ -518,11 +341,6 @@ class Selection:
 
     def __eq__(self, other):
         return self is other or (type(other) is Selection and self._key == other._key)
-
-
-def _stacks(named: Named) -> tuple[str, ...]:
-    """The stacks that a sow is in."""
-    return tuple(named.name[:n] for n in places_of(named) if n is not None)
 
 
 def _behind(root: str, pattern: str) -> str:
@@ -591,9 +409,9 @@ def _or_more(part: str) -> list[str]:
     front, star, back = part.partition("*")
     if not star or part == "**":
         return [part]
-    apart = "/".join(filter(None, (front, "**", back)))
-    ends = "/".join((front + star, "**", star + back))
-    return [part, apart, f"**/{part}", f"{part}/**", ends]
+    apart = ["/".join(filter(None, (front, x, back))) for x in ("*", "**")]
+    ends = [x.join((f"{front}*", f"*{back}")) for x in ("/", "/**/")]
+    return [part, *apart, f"**/{part}", f"{part}/**", *ends]
 
 
 def no_such_iteration(pattern: str, found: Iterable[Named]) -> str:

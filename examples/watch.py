@@ -272,7 +272,7 @@ def watch_run(model, state):
         log.append(event.count)
         print(f"  step {event.count}, loss {event.value:.2f}")
 
-    layers = ("model/blocks*",)
+    layers = ("model/blocks/**",)
     fn = tap(
         run,
         alarm,

@@ -14,7 +14,7 @@ ROOT = Path(eqx_sow.__file__).parent
 # row do not know of each other.
 LAYERS = [
     {"_errors"},
-    {"_compat", "_frames"},
+    {"_compat", "_frames", "_globs"},
     {"_arrays", "_names"},
     {"_mark", "_results"},
     {"_values"},

@@ -1766,7 +1766,7 @@ def _inside(how, seen):
 
     def transformed(fn):
         if how == "plant":
-            return plant(fn, {"*layers/1": _edited}, capture=True)
+            return plant(fn, {"**/layers/1": _edited}, capture=True)
         if how == "tap":
             return tap(fn, lambda event: seen.append(event.name), capture=True)
 

@@ -21,7 +21,7 @@ from eqx_sow import (
     tap,
     UnknownSowError,
 )
-from eqx_sow._names import every_selected
+from eqx_sow._names import Named, Selection
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
@@ -102,7 +102,12 @@ def _loss(fn):
 
 @pytest.mark.parametrize("wrap, x", WRAPS.values(), ids=WRAPS)
 def test_a_stack_goes_by_the_names_of_a_list(wrap, x):
-    for pattern in ("blocks/2/attn", ["blocks/0/attn", "blocks/3/attn"], "*/1/*"):
+    for pattern in (
+        "blocks/2/attn",
+        ["blocks/0/attn", "blocks/3/attn"],
+        "*/1/*",
+        "**/1/**",
+    ):
         _, got = S(wrap(_loss(_stack)), names=pattern)(x)
         _, expected = S(wrap(_loss(_list)), names=pattern)(x)
         assert_close(dict(got), dict(expected))
@@ -177,12 +182,12 @@ def test_all_layers_in_options():
     x = S(_stack)(X)[1]["blocks/attn"]["primal"]
     for reduce, expected in (
         ({every: fold, "blocks/attn": last}, x[-1]),
-        ({every: fold, "*": last}, x[0]),
-        ({"*": fold, every: last}, x[0]),
+        ({every: fold, "**": last}, x[0]),
+        ({"**": fold, every: last}, x[0]),
     ):
         _, got = S(_stack, reduce=reduce)(X)
         assert_close(got["blocks/attn"]["primal"], expected)
-    for transform in ({"*": jnp.max, every: jnp.sum}, {every: jnp.sum, "*": jnp.max}):
+    for transform in ({"**": jnp.max, every: jnp.sum}, {every: jnp.sum, "**": jnp.max}):
         _, got = S(_stack, transform=transform)(X)
         _, expected = S(_list, transform=transform)(X)
         assert_close(got["blocks/attn"]["primal"], expected.stack(every))
@@ -207,7 +212,7 @@ def test_reducers_and_transforms():
         assert_close(got[name]["primal"], expected)
         # A glob for the others, before or after it, changes nothing.
         if isinstance(transform := options.get("transform"), dict):
-            for both in ({**transform, "*": jnp.max}, {"*": jnp.max, **transform}):
+            for both in ({**transform, "**": jnp.max}, {"**": jnp.max, **transform}):
                 _, got = S(train, names=name, **{**options, "transform": both})(XS)
                 assert_close(got[name]["primal"], expected)
     _, got = S(jax.vmap(_stack), names=name, transform=batched(jnp.sum))(XS)
@@ -350,6 +355,11 @@ def test_memory_of_one():
     assert one <= 1.05 * size(by_hand) + 8192 and 50 * one < size(S(fn))
 
 
+def _selected(pattern, *of_sow):
+    named = Named(*of_sow)
+    return list(Selection([pattern], [named]).all_of(named))
+
+
 @pytest.mark.parametrize(
     "pattern, name, after, loops, expected",
     [
@@ -362,7 +372,7 @@ def test_memory_of_one():
         ("h/*/0", "h", (), (4, 2), ("h/*/0", (None, 0))),
         ("b/2/a", "b/a", (1,), (4,), ("b/2/a", (2,))),
         ("b/*/a", "b/a", (1,), (4,), ("b/a", ())),
-        ("*/2/a", "m/b/a", (3,), (4,), ("m/b/2/a", (2,))),
+        ("**/2/a", "m/b/a", (3,), (4,), ("m/b/2/a", (2,))),
         ("b/a/2", "b/a", (1,), (4,), None),
         ("b/2/a/1", "b/a", (None, 1), (4, 5), ("b/2/a/1", (1, 2))),
         ("b/2/a", "b/a", (None, 1), (4, 5), ("b/2/a", (None, 2))),
@@ -374,7 +384,7 @@ def test_memory_of_one():
     ],
 )
 def test_what_a_pattern_selects(pattern, name, after, loops, expected):
-    found = every_selected([pattern], name, after, loops)
+    found = _selected(pattern, name, after, loops)
     assert [x[:2] for x in found] == ([] if expected is None else [expected])
 
 
@@ -413,7 +423,7 @@ def test_one_iteration_of_an_inner_loop(wrap):
     ],
 )
 def test_where_the_index_of_another_loop_then_stands(pattern, name, after, left):
-    (found,) = every_selected([pattern], name, after, (4, 4))
+    (found,) = _selected(pattern, name, after, (4, 4))
     assert found.after == left
 
 

@@ -35,7 +35,7 @@ HISTORY = {
     "grad": lambda fn, args: S(eqx.filter_grad(loss_of(fn)), capture=True)(*args),
     "vmap": lambda fn, args: _over_lanes(fn, args),
     "plain": lambda fn, args: fn(*args),
-    "plant": lambda fn, args: plant(fn, {"*layers/1": edit}, capture=True)(*args),
+    "plant": lambda fn, args: plant(fn, {"**/layers/1": edit}, capture=True)(*args),
     "tap": lambda fn, args: events_of(fn, args, capture=True),
 }
 KEPT = (

@@ -118,7 +118,7 @@ LISTENERS = {
     "a class": lambda fn: S(fn, capture=Layer),
     "a predicate": lambda fn: S(fn, capture=lambda path, m: type(m) is Layer),
     "scope": lambda fn: S(fn, capture=True, scope=True, inputs=True),
-    "plant": lambda fn: plant(fn, {"*layers/1": lambda h: 2 * h}, capture=True),
+    "plant": lambda fn: plant(fn, {"**/layers/1": lambda h: 2 * h}, capture=True),
     "tap": lambda fn: tap(fn, lambda event: None, capture=True),
     "two": lambda fn: S(S(fn, capture=Layer, tag="a"), capture=True),
 }

@@ -56,7 +56,7 @@ OPTIONS = {
     "a tag": ({"capture": True}, {"tag": "other"}, lambda name, of: True),
     "a transform": (
         {"capture": True},
-        {"transform": {"*layers*": jnp.mean}},
+        {"transform": {"**/layers/**": jnp.mean}},
         lambda name, of: True,
     ),
 }
@@ -171,7 +171,7 @@ def test_two_tags(name):
 def test_plant_inside_save_inside_tap(name):
     program = PROGRAMS[name]
     args = program.args()
-    values = {"*layers/1": edit}
+    values = {"**/layers/1": edit}
     inside = plant(program.make(Run()), values, capture=True)
     saved = S(inside, capture=True, **program.options)
     (out, got), events = events_of(saved, args, capture=True, tag="other")

@@ -214,9 +214,9 @@ def test_with_modules():
     h, named = "model/{}/call/h", "model/marks/0/{}/call/named"
     assert names(scope=True) == expected(h, named, unnamed)
     # The path is the name of what is captured.
-    got = names(capture=Layer, names="*model")
+    got = names(capture=Layer, names="*/model")
     assert got == expected("{}/model")
-    got = names(capture=Layer, inputs=True, names="*model.inputs")
+    got = names(capture=Layer, inputs=True, names="*/model.inputs")
     assert got == expected("{}/model.inputs")
 
 

@@ -223,7 +223,7 @@ def test_a_stack_is_planted_like_a_list():
     out = plant(stacked, values, capture=Block)(X)
     assert_close(out, plant(listed, values, capture=Block)(X))
     loss = lambda model, x: jnp.sum(model(x) ** 2)
-    values = {"*blocks/2": lambda g: 5 * g}
+    values = {"**/blocks/2": lambda g: 5 * g}
     planted = plant(eqx.filter_grad(loss), values, capture=Block, mode="cotangent")
     expected = [b.linear.weight for b in planted(listed, X).blocks]
     assert_close(planted(stacked, X).blocks.linear.weight, jnp.stack(expected))

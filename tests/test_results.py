@@ -238,15 +238,15 @@ def test_stack_is_the_same_for_a_list_and_for_a_stack(wrap, x, after, mode):
     in_stack = S(wrap(lambda x: _layers(x, mark)))(x)[1]
     expected = jnp.stack([in_list[f"blocks/{i}/mlp"][mode] for i in range(4)])
     for got in (in_list, in_stack):
-        for pattern in ("blocks/*/mlp", "*/mlp", "*"):
+        for pattern in ("blocks/*/mlp", "*/*/mlp", "**/mlp", "blocks/**", "**"):
             assert_close(got.stack(pattern, mode), expected)
         assert_close(got.stack("blocks/[13]/mlp", mode), expected[1::2])
         assert_close(got.stack("blocks/2/mlp", mode), expected[2:3])
     assert_close(in_stack.stack("blocks/mlp", mode), expected)
     # Traced, and with axes of transformations around.
-    assert_close(jax.jit(lambda i: i.stack("*", mode))(in_stack), expected)
+    assert_close(jax.jit(lambda i: i.stack("**", mode))(in_stack), expected)
     twice = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), in_stack)
-    assert_close(twice.stack("*", mode), jnp.stack([expected, 2 * expected], 1))
+    assert_close(twice.stack("**", mode), jnp.stack([expected, 2 * expected], 1))
 
 
 def test_stack_of_a_stack_of_stacks():
@@ -262,7 +262,7 @@ def test_stack_of_a_stack_of_stacks():
         return y
 
     a, b = S(stages)(X)[1], S(in_lists)(X)[1]
-    for pattern in ("*", "stages/*/blocks/*/mlp", "stages/1/*", "*/3/mlp"):
+    for pattern in ("**", "stages/*/blocks/*/mlp", "stages/1/**", "**/3/mlp"):
         assert_close(a.stack(pattern), b.stack(pattern))
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from .._mark.site import Site
 from .._mark.static import SameParts
-from .._names import ANY_LOOPS, Named, Selected, Selection
+from .._names import Named, Selected, Selection
 from .._walk.frame import Frame
 from .._walk.handler import Handler
 from .._walk.sows import Found, lengths_of
@@ -52,14 +52,14 @@ class Listens(Handler):
 
     def wants(self, site):
         return site.tag == self.tag and (
-            self.names is None or bool(self._selected(site, ANY_LOOPS))
+            self.names is None or bool(self._selected(site, None))
         )
 
     def needs_iteration(self, site):
         return (
             site.tag == self.tag
             and self.names is not None
-            and any(x.at for x in self._selected(site, ANY_LOOPS))
+            and any(x.at for x in self._selected(site, None))
         )
 
     def for_inside(self, eqn):
@@ -67,7 +67,7 @@ class Listens(Handler):
         return dc.replace(self, loops=(*self.loops, *lengths)) if lengths else self
 
     def asked(
-        self, site: Site, loops: tuple[int, ...] = ANY_LOOPS
+        self, site: Site, loops: tuple[int, ...] | None = None
     ) -> list[tuple[Site, tuple[int | None, ...]]]:
         """What is asked for of a sow in these loops; or what may be asked for, whatever
         loops are around it. Each is a site of its own, with `Entry.at`. With
@@ -80,8 +80,12 @@ class Listens(Handler):
         new = [label._replace(name=x.name, after=x.after) for x in each]
         return [(site._replace(labels=(n, *others)), x.at) for n, x in zip(new, each)]
 
-    def _selected(self, site: Site, loops: tuple[int, ...]) -> Iterable[Selected]:
+    def _selected(
+        self, site: Site, loops: tuple[int, ...] | None
+    ) -> Iterable[Selected]:
         names: Any = self.names
+        if loops is None:
+            return names.in_any_loops(site.name, site.label.after)
         return names.all_of(Named(site.name, site.label.after, loops))
 
     def everywhere(

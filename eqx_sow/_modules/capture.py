@@ -78,8 +78,8 @@ def name(
     closed: Any, found: list[Found], called: tuple, depth: int, marking: Marking
 ) -> tuple[Any, tuple[str, ...]]:
     """A program, `called` with `(fn, args, kwargs)`, in which the sows have names that
-    are `found` in it; and with what those of captured calls begin, where the models
-    are."""
+    are `found` in it; and with what those begin that are paths of modules, where the
+    models are."""
     is_off = marking.capture is None and not marking.scope
     if is_off and all(x.site.note is None for x in found):
         return closed, ()
@@ -98,7 +98,8 @@ def name(
     named = naming.sites()
     if marking.capture is not None:
         _check_found(closed, places, marking, naming)
-    return with_sites(closed, named), tuple(naming.roots)
+    roots = dict.fromkeys((*naming.roots, *naming.roots_of_sows))
+    return with_sites(closed, named), tuple(roots)
 
 
 def _check_found(closed: Any, places: Places, marking: Marking, naming: Naming) -> None:

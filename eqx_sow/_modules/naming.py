@@ -100,10 +100,12 @@ class Naming(Domain):
         # What `capture=True` leaves out, unless its class is selected, too. Something
         # in there begins with the same key.
         self._left_out: set[Path] = set()
-        # For messages: the modules that are called, and the arguments and variables
-        # that have captured modules in them.
+        # For messages: the modules that are called.
         self.seen: dict[str, type] = {}
+        # The arguments and variables that have captured modules in them; and with
+        # `scope=True`, those with modules in which there are sows.
         self.roots: dict[str, None] = {}
+        self.roots_of_sows: dict[str, None] = {}
 
     def sites(self) -> dict[Way, Site]:
         """The sites that have new names."""
@@ -391,6 +393,7 @@ class Naming(Domain):
         path = paths[0]
         after = tuple(n and len("/".join(path[:n])) for n in self._after(sow, path))
         if note is None:
+            self.roots_of_sows["/".join(root_of(path))] = None
             site = site.in_scope("/".join(path))._replace(scoped=True)
             labels = tuple(x._replace(after=after) for x in site.labels)
             return site._replace(labels=labels)
@@ -399,7 +402,7 @@ class Naming(Domain):
         method = () if note.call.method == "__call__" else (note.call.method,)
         name = ".".join(("/".join(path), *method, *note.what)) or "."
         new = Label(name, mine[0].tag, self._depth, after).in_scope(note.scope)
-        self.roots["/".join(root_of(path))] = None
+        self.roots["/".join(filter(None, (note.scope, *root_of(path))))] = None
         return site._replace(labels=(new, *others))
 
     def _chooses(self, call: Call, path: Path) -> bool:

@@ -17,7 +17,8 @@ import numpy as np
 
 from .._errors import shown, SowError, UnknownSowError
 from .._frames import api_boundary
-from .._names import across_slashes, in_a_list, is_glob, Named, places_of, Selection
+from .._globs import is_glob
+from .._names import across_slashes, in_a_list, Named, places_of, Selection
 from .lookup import as_known, Known, modes_of, unknown_name
 from .summarize import is_value
 
@@ -325,10 +326,12 @@ class Intermediates(dict[str, dict[str, Any]]):
             which = " or ".join(map(repr, several))
             raise UnknownSowError(f"{call} may be {which}. Write which one.")
         values = [
-            layer
+            (layer, value)
             for name in there
             for one in selection.all_of(named[name])
-            for at, *layer in _layers(named[name], self[name][mode], leading[name])
+            for at, layer, value in _layers(
+                named[name], self[name][mode], leading[name]
+            )
             if all(i in (None, n) for i, n in zip(one.at, at))
         ]
         if not values:

@@ -171,6 +171,11 @@ def plant(
         - a function of the value, as the code at the mark sees it: in a `vmap` or a
             loop, of one example in one iteration.
 
+        Globs mean what they mean in the option `names` of
+        [`eqx_sow.save_intermediates`][]: `"blocks/*"` is the blocks, and not what is in
+        them. Where several keys match a mark, a name goes before globs, and these go in
+        their order. A function under a glob is called at each mark that matches.
+
         A name with an index means one iteration of a loop, as in the option `names` of
         [`eqx_sow.save_intermediates`][]: `"h/3"`, or `"blocks/2/attn"` in a stack of
         layers. A value then has no axis for that loop. You can plant what

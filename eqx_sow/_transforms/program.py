@@ -14,6 +14,7 @@ import jax
 from .. import _compat
 from .._errors import SowError, UnknownSowError
 from .._frames import warn
+from .._globs import fits
 from .._mark.listening import Listening, listening
 from .._mark.noting import listening_as, within
 from .._mark.site import Site
@@ -25,7 +26,6 @@ from .._modules.places import roots
 from .._names import (
     across_slashes,
     check_known,
-    fits,
     has_traced_number,
     Named,
     no_such_iteration,
@@ -46,7 +46,8 @@ class Program:
 
     `closed` is the jaxpr, in which the sows have their names, and `inputs` are its
     arrays. `out` is the output of the function without its arrays. `roots` is where the
-    models of captured calls are, such as `("model",)`.
+    models are whose paths are in names, such as `("model",)`. `asks` is what the option
+    `names` selects, if it was given.
     """
 
     closed: Any
@@ -54,6 +55,7 @@ class Program:
     out: Form
     roots: tuple[str, ...]
     options: Options
+    asks: Selection | None = None
 
     def evaluate(self, handler: Handler, given: Given) -> tuple[list, Taken]:
         """The arrays of the output, and what the handler took from the sows."""
@@ -145,12 +147,6 @@ class Program:
     def select(self, patterns: Iterable[Any], **options: Any) -> Selection:
         found = dict.fromkeys(named for _, named in self.named)
         return Selection(patterns, found, self.roots, **options)
-
-    @ft.cached_property
-    def asks(self) -> Selection | None:
-        """What the option `names` selects, if there is one."""
-        names = self.options.names
-        return None if names is None else self.select(names)
 
     def hint(self, pattern: Any, close: Sequence[str]) -> str:
         """For `check_known`: what else a pattern may have been meant for, if there are
@@ -375,4 +371,7 @@ def _trace(fn: Callable, args: tuple, kwargs: dict, options: Options) -> Program
         found = sows(named)
     # What a transformation inside captured for itself is not for this one.
     closed = seen_as(named, found, lambda s: s.seen_from(depth, options.tag))
-    return Program(closed, inputs, out, model_roots, options)
+    program = Program(closed, inputs, out, model_roots, options)
+    if options.names is None:
+        return program
+    return dc.replace(program, asks=program.select(options.names))

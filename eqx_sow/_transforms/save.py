@@ -125,12 +125,18 @@ def save_intermediates(
         a decorator.
     - `tag`: capture only the marks with this tag, which is any hashable object.
     - `names`: what to capture: a name, a glob, a sequence of them, or a function of the
-        name. Nothing else is stored or computed. In a glob, `*` matches any characters.
-        With an index, `"h/3"` is iteration 3 of the loop around `h`: only this one is
-        stored, without an axis for that loop. `"h/-1"` is the last iteration, and the
-        second index in `"h/3/0"` is that of the loop inside. If a loop runs over
-        stacked layers, the index is where it would be for a list of layers:
-        `"blocks/2/attn"` is layer 2, and `"blocks/*/attn"` is all layers.
+        name. Nothing else is stored or computed. A glob is a path, like a name: `*`,
+        `?` and `[...]` stop at a slash, and `**` stands for any number of parts, or
+        none. So `"blocks/*"` is the blocks, `"blocks/*/attn"` is their attentions,
+        `"**/attn"` is those at any depth, and `"blocks/**"` is the blocks with all that
+        is in them. You can leave out where the model is (`"layers/0"` for
+        `"model/layers/0"`), if there is only one such name. A negative index counts
+        from the end: `"layers/-1"` is the last layer, and comes back under that name.
+        With the index of an iteration, `"h/3"` is iteration 3 of the loop around `h`:
+        only this one is stored, without an axis for that loop. `"h/-1"` is the last
+        iteration, and the second index in `"h/3/0"` is that of the loop inside. If a
+        loop runs over stacked layers, the index is where it would be for a list of
+        layers: `"blocks/2/attn"` is layer 2, and `"blocks/*/attn"` is all layers.
     - `modes`: what to capture of each: `"primal"` (the value), `"cotangent"` (the
         gradient with respect to it), `"tangent"` (its directional derivative), or
         second-order modes joined by a dot (`"cotangent.tangent"`); one or a sequence.

@@ -1,0 +1,409 @@
+"""Patterns are paths: `*` stops at a slash, `**` does not. In all options alike."""
+
+import fnmatch
+import itertools as it
+import random
+
+import equinox as eqx
+import jax
+import jax.lax as lax
+import jax.numpy as jnp
+import jax.random as jr
+import pytest
+from eqx_sow import (
+    Append,
+    plant,
+    save_intermediates as S,
+    sow,
+    SowError,
+    tap,
+    UnknownSowError,
+)
+from eqx_sow._globs import fits
+from eqx_sow._names import Named, Selection
+from jaxtyping import Array, Float
+
+from .helpers import assert_close
+
+
+X = jnp.array([0.3, 0.5])
+
+
+# --- the matcher, against an obvious one ---
+def _obvious(pattern, name):
+    """Whether the parts of a pattern fit those of a name."""
+    if not pattern or not name:
+        return all(p == "**" for p in pattern) and not name
+    first, *rest = pattern
+    if first == "**":
+        return _obvious(rest, name) or _obvious(pattern, name[1:])
+    return fnmatch.fnmatchcase(name[0], first) and _obvious(rest, name[1:])
+
+
+PARTS = ["a", "b", "ab", "0", "1", "12", "0.call", "a.inputs", "-1"]
+GLOBS = ["*", "*", "**", "**", "?", "a*", "*b", "[ab]", "[!a]", "[01]*", "*.call", "1?"]
+
+
+def _random(rng, parts, most=4):
+    return "/".join(rng.choice(parts) for _ in range(rng.randint(1, most)))
+
+
+def test_matches_are_those_of_an_obvious_matcher():
+    rng = random.Random(0)
+    n_fit = 0
+    for _ in range(20_000):
+        name = _random(rng, PARTS)
+        pattern = _random(rng, PARTS + GLOBS)
+        expected = pattern == name or _obvious(pattern.split("/"), name.split("/"))
+        assert fits(pattern, name) == expected, (pattern, name)
+        n_fit += expected
+    assert n_fit > 500
+
+
+def test_many_patterns_at_once_are_each_by_itself():
+    rng = random.Random(1)
+    for _ in range(200):
+        names = {_random(rng, PARTS) for _ in range(12)}
+        patterns = list({_random(rng, PARTS + GLOBS) for _ in range(12)})
+        named = [Named(name) for name in names]
+        # Without lists, so that no index is counted from the end.
+        selection = Selection(patterns, named)
+        for x in named:
+            got = {patterns[i] for i in selection.of(x)}
+            want = {
+                p
+                for p in patterns
+                if p == x.name
+                or p not in names
+                and _obvious(p.split("/"), x.name.split("/"))
+            }
+            from_end = {p for p in got - want if "-1" in p}
+            assert got - from_end == want
+
+
+@pytest.mark.parametrize(
+    "pattern, name, fit",
+    [
+        ("**/attn", "attn", True),
+        ("**/attn", "a/b/attn", True),
+        ("blocks/**", "blocks", True),
+        ("blocks/**", "blocks/0/attn", True),
+        ("blocks/**/attn", "blocks/attn", True),
+        ("**", ".", True),
+        ("layers/*", "layers/0.encode", True),
+        ("layers/*.inputs", "layers/0.inputs", True),
+        ("layers/*", "layers/0/linear", False),
+        ("*layers/0", "model/layers/0", False),
+        ("layers/?0", "layers/10", True),
+        ("layers?0", "layers/0", False),
+        ("a[/]b", "a/b", False),
+    ],
+)
+def test_what_fits(pattern, name, fit):
+    assert fits(pattern, name) == fit
+
+
+def _listed(named):
+    """The names that lists would have instead of stacks, with the indices of each."""
+    for at in it.product(*map(range, named.loops)):
+        name = named.name
+        for place, i in sorted(zip(named.after, at), reverse=True):
+            name = f"{name[:place]}/{i}{name[place:]}"
+        yield at, name
+
+
+def test_a_stack_goes_by_the_names_of_a_list():
+    """Whatever selects something in lists selects the same in stacks."""
+    rng = random.Random(2)
+    places = [
+        Named("net/head"),
+        Named("net/blocks", (10,), (3,)),
+        Named("net/blocks.call", (10,), (3,)),
+        Named("net/blocks/attn", (10,), (3,)),
+        Named("net/blocks/mlp/layers/0", (10,), (3,)),
+        Named("net/blocks/mlp/layers/1", (10,), (3,)),
+        Named("net/stages/blocks/mlp", (10, 17), (2, 2)),
+        Named("net/stages", (10,), (2,)),
+    ]
+    globs = ["*", "**", "?", "[01]", "*.call", "-1", "2", "*a*"]
+    n_fit = 0
+    for _ in range(2000):
+        stacks = rng.sample(places, rng.randint(1, 5))
+        _, name = rng.choice(list(_listed(rng.choice(stacks))))
+        parts = [rng.choice([x, x, rng.choice(globs)]) for x in name.split("/")]
+        pattern = "/".join(x for x in parts if x != "**" or rng.random() < 0.9)
+        lists = {
+            name: (x.name, at, Named(name)) for x in stacks for at, name in _listed(x)
+        }
+        of_list = Selection([pattern], [x for *_, x in lists.values()])
+        want = {(name, at) for name, at, x in lists.values() if of_list.of(x)}
+        if not want:
+            continue
+        n_fit += 1
+        of_stack = Selection([pattern], stacks)
+        got = {
+            (x.name, at)
+            for x in stacks
+            for one in of_stack.all_of(x)
+            for at, _ in _listed(x)
+            if all(i in (None, n) for i, n in zip(one.at, at))
+        }
+        assert got == want, (pattern, stacks)
+    assert n_fit > 300
+
+
+# --- in all options ---
+class Block(eqx.Module):
+    attn: eqx.nn.Linear
+    mlp: eqx.nn.Linear
+
+    def __init__(self, key):
+        self.attn, self.mlp = (eqx.nn.Linear(2, 2, key=k) for k in jr.split(key))
+
+    def __call__(self, x):
+        return x + self.mlp(jnp.tanh(self.attn(x)))
+
+
+class Model(eqx.Module):
+    blocks: list[Block] | Block
+    head: eqx.nn.Linear
+
+    def __call__(self, x):
+        if isinstance(self.blocks, Block):
+            arrays, static = eqx.partition(self.blocks, eqx.is_array)
+            step = lambda x, layer: (eqx.combine(layer, static)(x), None)
+            x, _ = lax.scan(step, x, arrays)
+        else:
+            for block in self.blocks:
+                x = block(x)
+        return self.head(x)
+
+
+def _models():
+    blocks = [Block(jr.key(i)) for i in range(3)]
+    stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *blocks)
+    head = eqx.nn.Linear(2, 2, key=jr.key(9))
+    return Model(blocks, head), Model(stacked, head)
+
+
+def _by_hand(model, x, at_block, at_attn):
+    """The model, with functions applied to the outputs of its blocks and attentions."""
+    for i, block in enumerate(model.blocks):
+        attn = at_attn(i, block.attn(x))
+        x = at_block(i, x + block.mlp(jnp.tanh(attn)))
+    return model.head(x)
+
+
+_same = lambda i, x: x
+_double = lambda x: 2 * x
+EDITS = {
+    # Not what is inside the blocks, which was doubled, too.
+    "blocks/*": (lambda i, x: 2 * x, _same),
+    "blocks/*/attn": (_same, lambda i, x: 2 * x),
+    "**/attn": (_same, lambda i, x: 2 * x),
+    "blocks/-1": (lambda i, x: 2 * x if i == 2 else x, _same),
+    "model/blocks/-2/a*": (_same, lambda i, x: 2 * x if i == 1 else x),
+    "blocks/[01]/attn": (_same, lambda i, x: 2 * x if i < 2 else x),
+}
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, eqx.filter_jit, eqx.filter_grad])
+@pytest.mark.parametrize("pattern, edit", EDITS.items(), ids=EDITS)
+def test_plant_is_the_edited_model(pattern, edit, wrap):
+    listed, stacked = _models()
+    loss = lambda model, x: jnp.sum(model(x) ** 2)
+    by_hand = wrap(lambda model, x: jnp.sum(_by_hand(model, x, *edit) ** 2))
+    want = by_hand(listed, X)
+    planted = wrap(plant(loss, {pattern: _double}, capture=True))
+    assert_close(planted(listed, X), want)
+    got = planted(stacked, X)
+    if isinstance(want, Model):
+        want = eqx.tree_at(
+            lambda m: m.blocks,
+            want,
+            jax.tree.map(lambda *x: jnp.stack(x), *want.blocks),
+        )
+    assert_close(got, want)
+
+
+def _events(fn, *args, **options):
+    events = []
+    tap(fn, events.append, **options)(*args)
+    jax.effects_barrier()
+    return [event.path if hasattr(event, "path") else event.name for event in events]
+
+
+def test_names_are_the_same_for_a_list_and_a_stack():
+    listed, stacked = _models()
+    run = lambda model, x: model(x)
+    for names in ("blocks/-1/attn", "model/blocks/-1", ["*/blocks/2/*", "head"]):
+        each = [S(run, capture=True, names=names)(m, X)[1] for m in (listed, stacked)]
+        assert_close(dict(each[1]), dict(each[0]))
+        assert _events(run, listed, X, capture=True, names=names) == list(each[0])
+        # What was captured can be planted, under these names.
+        assert_close(plant(run, each[0], capture=True)(listed, X), listed(X))
+    assert list(each[0]) == ["model/blocks/2/attn", "model/blocks/2/mlp", "model/head"]
+    _, last = S(run, capture=True, names="blocks/-1")(listed, X)
+    _, every = S(run, capture=True)(listed, X)
+    assert list(last) == ["model/blocks/-1"]
+    assert_close(last["model/blocks/-1"], every["model/blocks/2"])
+
+
+def test_dicts_of_patterns():
+    listed, stacked = _models()
+    run = lambda model, x: model(x)
+    _, want = S(listed, capture=True)(X)
+    for model in (listed, stacked):
+        options = dict(
+            transform={"blocks/*": jnp.max, "*/head": jnp.min, "**/attn": jnp.sum},
+            reduce={"blocks/*": Append()},
+            spec={"blocks/*/mlp": Float[Array, "*layers 2"], "head": Float[Array, ""]},
+        )
+        _, got = S(run, capture=True, **options)(model, X)
+        top = ("model/head", "model")
+        for i in range(3) if model is listed else ():
+            of = {"": (jnp.max,), "/attn": jnp.sum, "/mlp": lambda x: x}
+            for end, fn in of.items():
+                value = want[f"blocks/{i}{end}"]["primal"]
+                value = (fn[0](value),) if end == "" else fn(value)
+                assert_close(got[f"model/blocks/{i}{end}"]["primal"], value)
+        if model is stacked:
+            each = lambda end: want.stack(f"blocks/*{end}")
+            assert_close(got["model/blocks"]["primal"], (each("").max(-1),))
+            assert_close(got["model/blocks/attn"]["primal"], each("/attn").sum(-1))
+            assert_close(got["model/blocks/mlp"]["primal"], each("/mlp"))
+        assert_close(got[top[0]]["primal"], want["head"]["primal"].min())
+        assert_close(got[top[1]]["primal"], want["."]["primal"])
+    # The last layer of a list, also by its index from the end.
+    _, got = S(run, capture=True, transform={"blocks/-1": jnp.max})(listed, X)
+    assert got["model/blocks/2"]["primal"].shape == ()
+    assert got["model/blocks/1"]["primal"].shape == (2,)
+
+
+def test_stack():
+    for model in _models():
+        _, got = S(lambda model, x: model(x), capture=True)(model, X)
+        want = jnp.stack(
+            [S(m, capture=True)(X)[1].stack("blocks/*/mlp") for m in _models()]
+        )
+        assert_close(want[0], want[1])
+        for pattern in ("model/blocks/*/mlp", "blocks/*/mlp", "**/mlp"):
+            assert_close(got.stack(pattern), want[0])
+        assert_close(got.stack("blocks/-1/mlp"), want[0, 2:])
+        assert got.stack("blocks/*").shape == got.stack("*/blocks/*").shape == (3, 2)
+
+
+def _three(x):
+    for i in range(3):
+        x = sow(sow(x + i, f"blocks/{i}/attn") * 2, f"blocks/{i}/mlp")
+    return sow(x, "top/head")
+
+
+OPTIONS = {
+    "names": lambda p: S(_three, names=p),
+    "tap": lambda p: tap(_three, names=["top/head", p]),
+    "plant": lambda p: plant(_three, {p: jnp.sin}),
+    "reduce": lambda p: S(_three, reduce={p: Append()}),
+    "transform": lambda p: S(_three, transform={p: jnp.sum}),
+    "spec": lambda p: S(_three, spec={p: Float[Array, "2"]}),
+    "stack": lambda p: lambda x: S(_three)(x)[1].stack(p),
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize(
+    "pattern, instead",
+    [
+        ("blocks/*", ["blocks/**", "blocks/*/*"]),
+        ("*attn", ["**/attn", "**/*attn"]),
+        ("blocks*mlp", ["blocks/*/mlp", "blocks/**/mlp"]),
+        ("t*head", ["t*/*head", "t*/**/*head"]),
+    ],
+)
+def test_what_would_fit_across_a_slash(option, pattern, instead):
+    with pytest.raises(UnknownSowError) as e:
+        option(pattern)(X)
+    _, said = str(e.value).split("`*` stops at a slash: write ")
+    shown = said.removesuffix(".").split(" or ")
+    assert set(shown) == set(map(repr, instead))
+    for right in instead:
+        option(right)(X)
+
+
+def test_several_roots():
+    model, _ = _models()
+    fn = lambda a, b, x: b(a(x))
+    for listen in (
+        lambda p: S(fn, capture=True, names=p),
+        lambda p: tap(fn, lambda event: None, capture=True, names=p),
+        lambda p: plant(fn, {p: jnp.sin}, capture=True),
+        lambda p: S(fn, capture=True, transform={p: jnp.sum}),
+        lambda p: lambda *args: S(fn, capture=True)(*args)[1].stack(p),
+    ):
+        with pytest.raises(UnknownSowError, match=r"may be 'a/head' or 'b/head'\."):
+            listen("head")(model, model, X)
+        listen("b/head")(model, model, X)
+    # What is there goes before what is behind a root.
+    marked = lambda a, x: sow(a(x), "head")
+    assert list(S(marked, capture=True, names="head")(model, X)[1]) == ["head"]
+    # The model itself, and a method of it.
+    _, got = S(lambda a, x: a(x), capture=True, names=[".", "head"])(model, X)
+    assert set(got) == {"a", "a/head"}
+    # The names of sows with the path of a module have roots, too.
+
+    class Marked(eqx.Module):
+        def __call__(self, x):
+            return sow(x, "h")
+
+    run = lambda net, x: net[0](x)
+    _, got = S(run, scope=True, names="0/h")([Marked()], X)
+    assert list(got) == ["net/0/h"]
+
+
+def test_lists_are_counted_from_the_end():
+    _, every = S(_three)(X)
+    for i in range(3):
+        name = f"blocks/{i - 3}/mlp"
+        _, got = S(_three, names=name)(X)
+        assert_close(dict(got), {name: every[f"blocks/{i}/mlp"]})
+        planted = plant(_three, {name: jnp.cos})(X)
+        assert_close(planted, plant(_three, {f"blocks/{i}/mlp": jnp.cos})(X))
+    for name in ("blocks/-4/mlp", "blocks/mlp/-1"):
+        with pytest.raises(UnknownSowError, match="'blocks/0/mlp' to 'blocks/2/mlp'"):
+            S(_three, names=name)(X)
+    # A sow that is called so is that one.
+    fn = lambda x: sow(sow(x, "h/0") + 1, "h/-1")
+    assert_close(dict(S(fn, names="h/-1")(X)[1]), {"h/-1": {"primal": X + 1}})
+    assert_close(plant(fn, {"h/-1": jnp.zeros_like})(X), 0 * X)
+
+
+def test_each_name_is_looked_at_once():
+    looked_at = []
+
+    def by_predicate(name):
+        looked_at.append(name)
+        return name.endswith("attn")
+
+    _, got = S(jax.grad(lambda x: _three(x).sum()), names=by_predicate)(X)
+    assert len(got) == 3
+    assert len(looked_at) == len(set(looked_at)) == 7
+
+
+def test_what_goes_wrong_in_a_planted_function_names_the_mark():
+    model, _ = _models()
+    fn = plant(
+        model, {"**": lambda v: v @ jnp.ones((2, 2)) if v.ndim else v, "head": 0}
+    )
+    with pytest.raises(UnknownSowError):
+        fn(X)
+
+    def wide(x):
+        return sow(sow(x, "blocks/0/h").sum(), "blocks/1/h")
+
+    fn = plant(wide, {"blocks/*/h": lambda v: v @ jnp.ones((2, 2))})
+    with pytest.raises(Exception) as e:
+        fn(X)
+    assert any("'blocks/1/h'" in note for note in e.value.__notes__)
+    for wrong in (lambda v: None, lambda v: jnp.ones(2), lambda v: (v, v)):
+        with pytest.raises(SowError, match="'blocks/1/h'"):
+            plant(wide, {"blocks/*/h": wrong, "blocks/0/h": X})(X)
