@@ -19,7 +19,7 @@ from .._errors import shown, SowError, UnknownSowError
 from .._frames import api_boundary
 from .._globs import is_glob
 from .._names import across_slashes, in_a_list, Named, places_of, Selection
-from .lookup import as_known, Known, modes_of, unknown_name
+from .lookup import as_known, Known, Modes, modes_of, unknown_name
 from .summarize import is_value
 
 
@@ -566,7 +566,11 @@ def in_order(modes: Mapping[str, Any]) -> dict[str, Any]:
 def _flatten(x: Intermediates):
     names = _Names(x)
     names.axes = x._axes
-    return tuple(x.values()), names
+    children = tuple(x.values())
+    # An entry of another `Intermediates` that was put in.
+    if Modes in map(type, children):
+        children = tuple(dict(m) if type(m) is Modes else m for m in children)
+    return children, names
 
 
 def _flatten_with_keys(x: Intermediates):
