@@ -1,6 +1,7 @@
 """What errors say."""
 
 import functools
+import re
 import warnings
 
 import equinox as eqx
@@ -13,6 +14,7 @@ import pytest
 from eqx_sow import (
     _frames,
     Append,
+    batched,
     DuplicateSowError,
     Fold,
     Last,
@@ -26,6 +28,8 @@ from eqx_sow import (
     UnsupportedPrimitiveError,
 )
 from jax import lax
+
+from .helpers import Encoder
 
 
 X = jnp.ones(3)
@@ -108,12 +112,27 @@ def test_errors_of_a_users_function_say_which_sow(run, what):
     assert "'h'" in note and "test_errors.py" in note
 
 
+def test_an_error_of_a_transform_says_what_it_gets():
+    fn = lambda x: jax.vmap(lambda x: sow(jnp.sin(x), "h"))(x)
+    for transform, got in (
+        (lambda x: x.mean(axis=1), "f32[3], the value of one lane"),
+        (batched(lambda x: x.mean(axis=2)), "f32[2,3]."),
+    ):
+        with pytest.raises(IndexError) as info:
+            S(fn, transform=transform)(jnp.ones((2, 3)))
+        (note,) = [n for n in info.value.__notes__ if "from the transform" in n]
+        assert f"It was called with {got}" in note
+        assert ("`batched(fn)`" in note) == ("lane" in got)
+
+
 def test_an_error_of_a_planted_function_says_that_it_sees_one_lane():
     fn = lambda x: jax.vmap(lambda x: sow(jnp.sin(x), "h"))(x)
     with pytest.raises(IndexError) as info:
         plant(fn, {"h": lambda x: x.at[0].set(0)})(X)
     (note,) = [n for n in info.value.__notes__ if "planted function" in n]
-    assert note.endswith("so the function gets the value of one lane.")
+    assert (
+        "called with f32[], the value of one lane" in note and "`batched(fn)`" in note
+    )
     with pytest.raises(IndexError) as info:
         plant(lambda x: sow(x, "h"), {"h": lambda x: x.at[0, 0].set(0)})(X)
     (note,) = [n for n in info.value.__notes__ if "planted function" in n]
@@ -373,8 +392,87 @@ def test_the_gradient_of_a_loss_and_what_was_captured(gradient):
 
     with pytest.raises(TypeError, match="scalar-output") as info:
         gradient(S(loss))(X)
-    # What the pair holds can be read in JAX's message; the docs tell what to write.
-    assert "{'h': {'primal': f32[3]}}" in str(info.value)
+    message = str(info.value)
+    assert "{'h': {'primal': f32[3]}}\nThis is the output of `save_inter" in message
+    # Both of what it says to write are right.
+    inside, outside = re.findall("`([^`]*loss[^`]*)`", message)
+    names = dict(eqx=eqx, save_intermediates=S, loss=loss)
+    for code in (inside, outside):
+        grads, intermediates = eval(code, names)(X)
+        np.testing.assert_allclose(grads, np.cos(X), rtol=1e-6)
+        assert "This is" not in repr(intermediates)
+
+
+def test_other_errors_do_not_speak_of_gradients():
+    try:
+        jax.grad(lambda x: (x, x))(1.0)
+    except TypeError:
+        assert "This is" not in repr(S(lambda x: sow(x, "h"))(X)[1])
+
+
+@pytest.mark.parametrize(
+    "call, says",
+    [
+        (lambda: S(_layers, X), "write `save_intermediates(fn)(x)`"),
+        (lambda: S(_layers, x=X), "write `save_intermediates(fn)(x)`"),
+        (lambda: plant(_layers, {}, X), r"write `plant(fn, values)(x)`"),
+        (lambda: tap(_layers, print, X), r"write `tap(fn)(x)`"),
+        (lambda: S(_layers, captrue=True), "Did you mean `capture`?"),
+        (lambda: S(_layers, capture=jnp.add), "`jnp.add`, a ufunc, cannot be captured"),
+        (lambda: S(_layers, capture=(eqx.Module, jnp.add)), "decorate that with `jax."),
+    ],
+)
+def test_a_wrong_call(call, says):
+    with pytest.raises(TypeError) as info:
+        call()
+    assert says in str(info.value)
+
+
+class _Methods(eqx.Module):
+    w: jax.Array
+
+    def __call__(self, x):
+        return self.w * x + self.double
+
+    @property
+    def double(self):
+        return 2 * self.w
+
+    async def later(self, x):
+        return x
+
+    def each(self, x):
+        yield x
+
+    @staticmethod
+    def static(x):
+        return x
+
+    @classmethod
+    def of_class(cls, x):
+        return x
+
+
+@pytest.mark.parametrize(
+    "method, what",
+    [
+        ("double", "a property"),
+        ("later", "an async method"),
+        ("each", "a generator"),
+        ("static", "a static method"),
+        ("of_class", "a class method"),
+    ],
+)
+def test_what_is_no_method_that_can_be_captured(method, what):
+    fn = lambda m, x: m(x) + m.static(next(m.each(x))) + _Methods.static(m.of_class(x))
+    with pytest.raises(UnknownSowError, match=f"`_Methods.{method}` is {what}"):
+        S(fn, capture=_Methods, methods=method)(_Methods(X), X)
+    # A module of another class may have a method of that name.
+    both = lambda m, e, x: fn(m, x) + e.encode(x)
+    got = S(both, capture=True, methods=("encode", "__call__"))(
+        _Methods(X), Encoder(X), X
+    )
+    assert list(got[1]) == ["m", "e.encode"]
 
 
 def _once(x):

@@ -1,12 +1,14 @@
 """Jaxtyping annotations."""
 
 from collections import Counter
+from typing import Annotated
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
 import pytest
+from beartype.vale import Is
 from eqx_sow import save_intermediates as S, Sow, sow, SowTypeError
 from jaxtyping import Array, Float, Int, Key, PyTree
 
@@ -184,3 +186,24 @@ def test_a_name_goes_before_globs(call):
     assert got["a"]["primal"].shape == (3,)
     with pytest.raises(SowTypeError, match="`a` "):
         S(program, spec={"*": Float[Array, "a b"]})(jnp.ones(3))
+
+
+class _Named(eqx.Module):
+    array: jax.Array
+
+
+def test_what_beartype_ignores():
+    ignored = Annotated[_Named, "batch dim"]
+    wanted = "holds 'batch dim', which beartype ignores"
+    with pytest.raises(SowTypeError, match=wanted):
+        Sow("a", ignored)
+    for annotation in (ignored, dict[str, ignored], ignored | None):
+        with pytest.raises(SowTypeError, match=wanted):
+            S(lambda x: sow(x, "a"), spec={"a": annotation})
+        with pytest.raises(SowTypeError, match=wanted):
+            S(lambda x: sow(_Named(x), "a", spec=annotation))(X)
+    checked = Annotated[object, Is[lambda x: x.shape == (3,)]]
+    fn = lambda x: sow(x, "a", spec=checked)
+    S(fn)(X)
+    with pytest.raises(SowTypeError, match="does not match"):
+        S(fn)(XS)

@@ -17,7 +17,8 @@ import numpy as np
 
 from .._errors import shown, SowError, UnknownSowError
 from .._frames import api_boundary
-from .._names import across_slashes, is_glob, Named, places_of, Selection
+from .._globs import is_glob
+from .._names import across_slashes, Named, places_of, Selection
 from .at_hand import is_at_hand
 from .layers import (
     AllAxes,
@@ -122,6 +123,8 @@ class Intermediates(dict[str, dict[str, Any]]):
             at = {whole: one.at for whole, one in some if one.name == new}
             wholes = {whole.name for whole in at}
             if len(wholes) == 1 and wholes <= self.keys():
+                if not any(at.values()):
+                    return wholes.pop(), self
                 layer = _iteration(*wholes, new, self, at)
                 if layer is not None:
                     return new, layer
@@ -558,46 +561,46 @@ def axes_in(
 Intermediates.__module__ = "eqx_sow"
 
 
-@ft.cache
 def _rank(mode: str) -> tuple[Any, ...]:
     order = {"primal": 0, "tangent": 1, "cotangent": 2}
     parts = [order.get(part, 3) for part in mode.split(".")]
     return mode == "count", len(parts), parts, mode
 
 
+@ft.lru_cache(maxsize=4096)
+def _ordered(modes: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(sorted(modes, key=lambda mode: _rank(str(mode))))
+
+
 def in_order(modes: Mapping[str, Any]) -> dict[str, Any]:
     """The modes of one name: `"primal"` first, `"count"` last."""
-    return {mode: modes[mode] for mode in sorted(modes, key=lambda m: _rank(str(m)))}
-
-
-def _names(x: Intermediates) -> _Names:
-    names = _Names(x)
-    names.axes = x._axes
-    return names
+    return {mode: modes[mode] for mode in _ordered(tuple(modes))}
 
 
 def _flatten(x: Intermediates):
-    return tuple(map(_plain, x.values())), _names(x)
+    # To JAX, the modes of a name are a plain dict: it knows how to combine these.
+    children = tuple(dict(m) if type(m) is Modes else m for m in x.values())
+    names = _Names(x)
+    names.axes = x._axes
+    return children, names
 
 
 def _flatten_with_keys(x: Intermediates):
-    children = ((jtu.DictKey(name), _plain(modes)) for name, modes in x.items())
-    return tuple(children), _names(x)
-
-
-def _plain(modes: Any) -> Any:
-    """What JAX sees of the modes of a name: it knows how to combine plain dicts."""
-    return dict(modes) if type(modes) is Modes else modes
+    children, names = _flatten(x)
+    return tuple(zip(map(jtu.DictKey, names), children)), names
 
 
 def _unflatten(names, children) -> Intermediates:
-    # JAX rebuilds its own dicts with their keys sorted; and it puts anything in the
-    # place of a child.
-    values = (
-        (name, in_order(x) if type(x) is dict and len(x) > 1 else x)
-        for name, x in zip(names, children)
-    )
-    return with_axes(values, names.axes)
+    # This is most of what a call of a compiled function costs more than one that
+    # returns a plain dict, so it does no more than it has to.
+    made = Intermediates(zip(names, children))
+    made._axes = names.axes
+    for name, x in zip(names, children):
+        # JAX rebuilds its own dicts with their keys sorted; and it puts anything in the
+        # place of a child.
+        if type(x) is dict and len(x) > 1:
+            made[name] = in_order(x)
+    return made
 
 
 jtu.register_pytree_with_keys(Intermediates, _flatten_with_keys, _unflatten, _flatten)

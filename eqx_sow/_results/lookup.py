@@ -9,7 +9,8 @@ import jax.export
 import jax.tree_util as jtu
 
 from .._errors import shown, UnknownKeyError
-from .._names import is_glob, listed, Named, no_such_iteration, Selection
+from .._globs import is_glob
+from .._names import listed, Named, no_such_iteration, Selection
 
 
 class Known(dict[tuple[str, str], Any]):

@@ -25,6 +25,7 @@ from .._walk.handler import Given
 from .._walk.sows import Found
 from .program import Program
 from .transformed import of_function, Transformed, wrap
+from .typed import Function
 
 
 # Which iteration of each loop around a sow is planted, or `None` for all of a loop.
@@ -327,7 +328,7 @@ def plant(
     calls: bool = False,
     scope: bool = False,
     with_index: bool = False,
-) -> Callable[_P, _T]:
+) -> Function[_P, _T]:
     """Replaces marked values while a function runs.
 
     Planting what [`eqx_sow.save_intermediates`][] captured changes nothing (except in a

@@ -5,7 +5,7 @@ import functools as ft
 import inspect
 import types
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, overload, ParamSpec, TypeVar, Unpack
+from typing import Any, ClassVar, overload, ParamSpec, Protocol, TypeVar, Unpack
 
 from .._frames import api_boundary
 from .._handlers.collect import Collect
@@ -21,6 +21,7 @@ from .._walk.handler import Given
 from .options import Saving
 from .program import Program
 from .transformed import of_function, Transformed, wrap
+from .typed import Function
 
 
 def _pair(annotation: Any) -> Any:
@@ -96,16 +97,22 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
+class _Decorator(Protocol):
+    def __call__(
+        self, fn: Callable[_P, _T], /
+    ) -> Function[_P, tuple[_T, Intermediates]]: ...
+
+
 @overload
 def save_intermediates(
     fn: Callable[_P, _T], **options: Unpack[Saving]
-) -> Callable[_P, tuple[_T, Intermediates]]: ...
+) -> Function[_P, tuple[_T, Intermediates]]: ...
 
 
 @overload
 def save_intermediates(
     **options: Unpack[Saving],
-) -> Callable[[Callable[_P, _T]], Callable[_P, tuple[_T, Intermediates]]]: ...
+) -> _Decorator: ...
 
 
 @api_boundary

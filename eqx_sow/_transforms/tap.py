@@ -3,7 +3,7 @@
 import dataclasses as dc
 import functools as ft
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, ClassVar, overload, ParamSpec, TypeVar, Unpack
+from typing import Any, ClassVar, overload, ParamSpec, Protocol, TypeVar, Unpack
 
 import jax
 import jax.core
@@ -21,6 +21,7 @@ from .._walk.interpreter import consts_as_args
 from .options import Tapping
 from .program import Program
 from .transformed import of_function, Transformed, wrap
+from .typed import Function
 
 
 # Binds a tapped program that a vmap is around. It exists for its batching rule alone.
@@ -116,12 +117,16 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
+class _Decorator(Protocol):
+    def __call__(self, fn: Callable[_P, _T], /) -> Function[_P, _T]: ...
+
+
 @overload
 def tap(
     fn: Callable[_P, _T],
     callback: Callable[[TapEvent], Any] | None = ...,
     **options: Unpack[Tapping],
-) -> Callable[_P, _T]: ...
+) -> Function[_P, _T]: ...
 
 
 @overload
@@ -129,7 +134,7 @@ def tap(
     *,
     callback: Callable[[TapEvent], Any] | None = ...,
     **options: Unpack[Tapping],
-) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]: ...
+) -> _Decorator: ...
 
 
 @api_boundary

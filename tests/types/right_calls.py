@@ -98,7 +98,17 @@ assert_type(Model.loss(model, x, power=3), tuple[Array, Intermediates])
 assert_type(model.watched(x), Array)
 assert_type(save_intermediates(model.plain)(x), tuple[Array, Intermediates])
 assert_type(save_intermediates(Model.plain)(model, x), tuple[Array, Intermediates])
-assert_type(save_intermediates(model)(x)[0], tuple[Array, Intermediates])
+assert_type(save_intermediates(model.__call__)(x)[0], tuple[Array, Intermediates])
+
+# Before running.
+shape = jax.ShapeDtypeStruct((3,), jnp.float32)
+assert_type(saved.eval_shape(shape), tuple[Array, Intermediates])
+assert_type(model.loss.eval_shape(shape, power=3)[1], Intermediates)
+assert_type(tap(f).eval_shape(x), Array)
+assert_type(plant(f, {"h": x}).eval_shape(x), Array)
+save_intermediates(eqx.filter_jit(f)).lower(shape).compile()(x)
+tap(jax.jit(f)).lower(x).as_text()
+print(plant(jax.jit(f), {"h": x}).trace(x).jaxpr)
 
 
 # Modules, and functions that JAX and Equinox transformed.

@@ -1,0 +1,275 @@
+"""`intermediates[name]` for what is no key: what `names=name` would have captured, or
+an error that says why there is nothing."""
+
+import copy
+import pickle
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import pytest
+from eqx_sow import (
+    Append,
+    Intermediates,
+    Last,
+    plant,
+    save_intermediates as S,
+    sow,
+    SowError,
+    UnknownSowError,
+)
+from jax import lax
+
+from .helpers import assert_close
+
+
+X = jnp.array([0.3, -1.2, 0.7])
+A = jnp.array([0.5, -2.0])
+XS = jnp.stack([X, 2 * X])
+
+
+class Block(eqx.Module):
+    mlp: eqx.nn.Linear
+
+    def __call__(self, x):
+        return jnp.tanh(self.mlp(x))
+
+
+def _block(key):
+    return Block(eqx.nn.Linear(3, 3, key=key))
+
+
+class Stack(eqx.Module):
+    blocks: Block
+
+    def __call__(self, x):
+        arrays, static = eqx.partition(self.blocks, eqx.is_array)
+        body = lambda x, one: (eqx.combine(one, static)(x), None)
+        return lax.scan(body, x, arrays)[0]
+
+
+class List(eqx.Module):
+    blocks: list[Block]
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+KEYS = jax.random.split(jax.random.key(0), 4)
+STACK = Stack(eqx.filter_vmap(_block)(KEYS))
+LIST = List([_block(key) for key in KEYS])
+
+
+def _scanned(m, x):
+    return lax.scan(lambda c, a: (c + m(a * x).sum(), None), 0.0, A)[0]
+
+
+def _branches(m, x):
+    return lax.cond(x[0] > 0, lambda x: m(x), lambda x: x, x).sum()
+
+
+# With what a loop around and a vmap do to the axes, also outside of the call.
+PROGRAMS = {
+    "once": lambda m, x: m(x).sum(),
+    "vmap": lambda m, x: jax.vmap(lambda a: m(a * x))(A).sum(),
+    "scan": _scanned,
+    "cond": _branches,
+    "vmap of cond": lambda m, x: jax.vmap(lambda a: _branches(m, a * x))(A).sum(),
+}
+CALLS = {
+    "plain": lambda fn, m: fn(m, X),
+    "jit": lambda fn, m: eqx.filter_jit(fn)(m, X),
+    "vmap outside": lambda fn, m: jax.vmap(lambda x: fn(m, x))(XS),
+}
+
+
+@pytest.mark.parametrize(
+    "model, program, call",
+    [
+        (STACK, "once", "jit"),
+        (STACK, "vmap", "plain"),
+        (STACK, "scan", "plain"),
+        (STACK, "cond", "vmap outside"),
+        (STACK, "vmap of cond", "jit"),
+        (LIST, "vmap of cond", "plain"),
+    ],
+)
+def test_it_is_what_names_returns(model, program, call):
+    fn, run = eqx.filter_grad(PROGRAMS[program]), CALLS[call]
+    _, whole = run(S(fn, capture=True), model)
+    for name in ("m/blocks/2/mlp", "blocks/-1"):
+        _, alone = run(S(fn, capture=True, names=name), model)
+        (wanted,) = dict(alone).values()
+        got = whole[name]
+        assert list(got) == list(wanted)
+        assert_close(got, wanted)
+        for mode in got if call != "vmap outside" else ():
+            assert whole.axes(name, mode) == alone.axes(*alone, mode)
+
+
+@pytest.mark.parametrize("name", ["h/1", "h/-1", "h/1/2", "h/-2/-1"])
+def test_iterations_of_two_loops(name):
+    def fn(x):
+        inner = lambda c, y: (c, sow({"a": c * y, "kind": "static"}, "h")["a"])
+        return lax.scan(lambda c, y: lax.scan(inner, c * y, X), x, A)[1].sum()
+
+    _, whole = S(jax.grad(fn))(1.0)
+    (wanted,) = S(jax.grad(fn), names=name)(1.0)[1].values()
+    assert_close(whole[name], wanted)
+    # The reference knows nothing of names.
+    at = tuple(map(int, name.split("/")[1:]))
+    hand = jnp.outer(jnp.cumprod(A), X)
+    assert_close(whole["h"]["primal"]["a"], hand)
+    assert_close(whole[name]["primal"], {"a": hand[at], "kind": "static"})
+
+
+def test_iterations_with_append():
+    def fn(x):
+        x = lax.scan(lambda c, y: (sow(c * y, "h"), None), x, X)[0]
+        x = lax.scan(lambda c, y: (sow(c + y, "h"), None), x, A)[0]
+        return sow(x, "h")
+
+    _, whole = S(jax.grad(fn), reduce=Append())(1.0)
+    for name in ("h/1", "h/2", "h/-1"):
+        (wanted,) = S(jax.grad(fn), names=name, reduce=Append())(1.0)[1].values()
+        assert_close(whole[name], wanted)
+    assert [len(whole[name]["primal"]) for name in ("h", "h/1", "h/2")] == [3, 2, 1]
+
+
+def test_shapes_and_tracers():
+    _, shapes = S(STACK, capture=True).eval_shape(X)
+    assert shapes["blocks/2"]["primal"].shape == (3,)
+    assert shapes.stack("blocks/*").shape == (4, 3)
+    _, whole = S(STACK, capture=True)(X)
+    traced = jax.jit(lambda i: (i["blocks/-1"], i["blocks"]))(whole)
+    for got, name in zip(traced, ("blocks/-1", "blocks")):
+        assert_close(got, whole[name])
+
+
+@pytest.mark.parametrize(
+    "again", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))]
+)
+def test_copies(again):
+    _, whole = S(STACK, capture=True)(X)
+    assert_close(again(whole)["blocks/2/mlp"], whole["blocks/2/mlp"])
+    entry = again(whole["blocks"])
+    assert type(entry) is dict
+    assert_close(entry, whole["blocks"])
+
+
+def test_an_entry_is_a_dict_and_a_pytree():
+    _, got = S(lambda x: sow(x, "h"))(X)
+    entry = got["h"]
+    assert isinstance(entry, dict) and repr(entry) == repr({"primal": X})
+    assert jax.tree.map(jnp.sin, entry).keys() == {"primal"}
+    path, _ = jtu.tree_leaves_with_path(entry)[0]
+    assert path == (jtu.DictKey("primal"),)
+    # Its modes stay in order, and it still says what is not there.
+    again = jax.jit(lambda e: e)(S(jax.grad(lambda x: sow(x, "h").sum()))(X)[1]["h"])
+    assert list(again) == ["primal", "cotangent"]
+    with pytest.raises(KeyError, match="'h' has no mode 'tangent'"):
+        again["tangent"]
+    # What is set there is set in the whole, whose form is that of plain dicts.
+    got["h"]["twice"] = 2 * X
+    del got["h"]["primal"]
+    assert list(got["h"]) == list(dict(got)["h"]) == ["twice"]
+    plain = Intermediates({"h": {"twice": X}})
+    assert jtu.tree_structure(got) == jtu.tree_structure(plain)
+    plain["h"] = got["h"]
+    assert jtu.tree_structure(got) == jtu.tree_structure(plain)
+    # It keeps no other value alive.
+    assert not any(isinstance(x, Intermediates) for x in vars(entry).values())
+
+
+def _grad(x):
+    loss = lambda x: sow(x * sow(X, "fixed"), "h").sum()
+    return jax.grad(loss)(x)
+
+
+@pytest.mark.parametrize(
+    "fn, name, mode, says",
+    [
+        (_grad, "fixed", "cotangent", ("'primal'.", "does not depend", "one: 'h'")),
+        (jnp.sin, "h", "cotangent", ("write `save_intermediates(eqx.filter_grad(",)),
+        (jnp.sin, "h", "grad", ("called 'cotangent'. No value has one",)),
+        (_grad, "h", "gradient", ("called 'cotangent'.",)),
+        (_grad, "h", "value", ("called 'primal'.",)),
+        (jnp.sin, "h", "tangent", ("`jax.jvp`",)),
+        (_grad, "h", "count", ("under a condition",)),
+        (_grad, "h", "primals", ("Did you mean 'primal'?",)),
+        (_grad, "h", "rms", ("write `['primal']['rms']`",)),
+        (_grad, "h", 0, ("write `['primal'][0]`",)),
+    ],
+)
+def test_a_mode_that_is_not_there(fn, name, mode, says):
+    fn = fn if fn is _grad else lambda x: jnp.sin(sow(x, "h"))
+    _, got = eqx.filter_jit(S(fn))(X)
+    with pytest.raises(KeyError, match=f"{name!r} has no mode {mode!r}") as info:
+        got[name][mode]
+    assert isinstance(info.value, UnknownSowError) and isinstance(info.value, SowError)
+    for part in ("Its modes are: 'primal'", *says):
+        assert part in str(info.value)
+    assert got[name].get(mode) is None and mode not in got[name]
+
+
+def test_a_mode_that_was_left_out():
+    _, got = S(_grad, modes="primal")(X)
+    with pytest.raises(KeyError, match="`modes=` selected 'primal' only"):
+        got["h"]["cotangent"]
+
+
+def _two(x):
+    return lax.scan(lambda c, y: (sow(c * y, "h"), sow(y, "y")), x, X)[0]
+
+
+@pytest.mark.parametrize(
+    "options, name, says",
+    [
+        ({}, "h/3", "no such iteration of 'h': they are 'h/0' to 'h/2'"),
+        ({}, "hh", "Did you mean 'h'"),
+        ({}, "layers/0", "captured with `capture=True`"),
+        ({}, "layers/0.inputs", "captured with `inputs=True`"),
+        ({}, "*", r"`intermediates.stack\('\*'\)`"),
+        ({}, 0, r"`intermediates\[name\]\[mode\]`"),
+        (dict(names="y"), "h", "`names=` or `modes=` left it out"),
+        (dict(names="y"), "h/1", "`names=` or `modes=` left it out"),
+        (dict(reduce=Last()), "h/1", "with `names='h/1'`"),
+    ],
+)
+def test_a_name_that_is_not_there(options, name, says):
+    _, got = S(_two, **options)(1.0)
+    with pytest.raises(KeyError, match=says) as info:
+        got[name]
+    assert f"{name!r} is no name here. The names there are: " in str(info.value)
+
+
+@pytest.mark.filterwarnings("ignore:.*found no mark")
+def test_capture_was_forgotten():
+    _, got = S(LIST)(X)
+    with pytest.raises(KeyError, match="none at all.*`capture=True`"):
+        got["blocks/0"]
+
+
+def test_what_was_computed_with_has_no_iterations():
+    got = jax.tree.map(lambda x: x.sum(), S(_two)(1.0)[1])
+    with pytest.raises(KeyError, match="you have computed with the values"):
+        got["h/1"]
+
+
+def test_names_in_messages_are_few():
+    model = eqx.nn.MLP(3, 3, 4, 15, key=jax.random.key(0))
+    _, got = S(lambda m, x: m(x), capture=eqx.nn.Linear)(model, X)
+    for ask in (
+        lambda: got["nothing"],
+        lambda: S(model, capture=eqx.nn.Linear, names="nothing")(X),
+        lambda: plant(model, {"nothing": X}, capture=eqx.nn.Linear)(X),
+        lambda: S(model, capture=eqx.nn.Conv)(X),
+    ):
+        with pytest.raises(UnknownSowError, match=r"layers/\{0\.\.15\}") as info:
+            ask()
+        assert "layers/3" not in str(info.value)
+    with pytest.raises(KeyError, match="'n0', .*'n11', and 18 more"):
+        Intermediates({f"n{i}": {} for i in range(30)})["x"]
