@@ -455,6 +455,63 @@ def tracing(table: Table, repeats: int):
     )
 
 
+# --- Patterns -------------------------------------------------------------------------
+
+
+def _layers(n, x):
+    for i in range(n):
+        x = sow(jnp.sin(x), f"layers/{i}/h")
+    return x.sum()
+
+
+def patterns(table: Table, repeats: int):
+    table.section(
+        "Tracing with patterns, against as many names",
+        *("at most", "ratio", "itself", "time"),
+    )
+    kinds = ("layers/{}/h", "layers/{}/*", "**/{}/h", "l*s/{}/h*")
+
+    def save(fn, some):
+        return S(fn, names=some)
+
+    def save_gradient(fn, some):
+        return S(jax.grad(fn), names=some)
+
+    def planted(fn, some):
+        return plant(fn, dict.fromkeys(some, jnp.cos))
+
+    def transformed(fn, some):
+        return S(fn, transform=dict.fromkeys(some, jnp.sum))
+
+    ways = {
+        "`names=`": save,
+        "`names=`, the gradient": save_gradient,
+        "`plant`": planted,
+        "`transform=`": transformed,
+    }
+    for n in (150, 400):
+        for what, way in ways.items():
+
+            def trace(kind):
+                some = [kind.format(i) for i in range(n)]
+                # A new function each time: JAX keeps what it traced.
+                fn = way(lambda x: _layers(n, x), some)
+                jax.make_jaxpr(lambda x: fn(x))(jnp.ones(3))
+
+            some = kinds if n < 400 else (kinds[0], kinds[2])
+            names, *others = [ft.partial(trace, kind) for kind in some]
+            for kind, fn in zip(some[1:], others):
+                table.times(
+                    f"{what}, {n} such as `{kind.format(7)}`",
+                    "1.2",
+                    fn,
+                    names,
+                    repeats,
+                    sample=0.02,
+                    collect=True,
+                )
+
+
 # --- Memory ---------------------------------------------------------------------------
 
 
@@ -998,6 +1055,7 @@ SECTIONS = {
     "off": off,
     "dispatch": dispatch,
     "tracing": tracing,
+    "patterns": patterns,
     "memory": memory,
     "storing": storing,
     "sweeps": sweeps,
