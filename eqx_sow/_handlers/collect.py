@@ -49,9 +49,12 @@ class Collect(Listens):
 
     @property
     def cacheable(self):
+        return super().cacheable and not any(r and r.has_state for r in self._reducers)
+
+    @property
+    def _reducers(self) -> Iterable[Reducer | None]:
         reduce = self.reduce.value
-        every = reduce.values() if isinstance(reduce, Mapping) else (reduce,)
-        return super().cacheable and not any(r and r.has_state for r in every)
+        return reduce.values() if isinstance(reduce, Mapping) else (reduce,)
 
     def needs_order(self, site):
         return any(self.folds(one.name) for one, _ in self.asked(site))
@@ -178,7 +181,8 @@ class Collect(Listens):
     ) -> dict[Any, ReducerState]:
         """The states of all reducers before the first execution of the sows that are
         `found`. `survey` looks at what a handler finds in the program."""
-        if not any(self.needs_order(x.site) for x in found):
+        have_state = any(r and r.has_state for r in self._reducers)
+        if not have_state or not any(self.needs_order(x.site) for x in found):
             return {}
         by_key = _entry.grouped(survey(dc.replace(self, reduce=EACH_PLACE)))
         eqns = {one.name: eqns[-1] for one, eqns in self.everywhere(found)}

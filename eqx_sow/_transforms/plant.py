@@ -133,9 +133,9 @@ def _runs(
     if not runs_several_times(mine, entries) or (
         functions and (alike or not any(values))
     ):
-        first = [mine[0].site]
+        first = mine[0].site
         only = {
-            at: x if callable(x) else _one_by_one(x, *first, first, mode)[0]
+            at: x if callable(x) else _one_by_one(x, first, [first], mode)[0]
             for at, x in values.items()
         }
         return [_Run(None, mine[0], of_key, only)], None
@@ -172,11 +172,12 @@ def _is_tuple(value: Any, n: int) -> bool:
 
 
 def _one_by_one(
-    value: Any, site: Site, runs: Sequence[Site], mode: str
+    given: Any, site: Site, runs: Sequence[Site], mode: str
 ) -> Sequence[Any]:
     """What is planted in each of these runs: of a tuple, the entries."""
     form = site.form.treedef
     has_form = lambda x: Const(jtu.tree_structure(x)) == form
+    value: Any = given
     if callable(value):
         return [value] * len(runs)
     if isinstance(value, Mapping) and not has_form(value):

@@ -99,7 +99,7 @@ class Program:
         if not needs_executions(self.mine, several):
             return None
         of = by_edges(self.closed, self.mine)
-        return None if of is None else [of[x.way] for x in self.mine]
+        return None if of is None else [of[way] for *_, way in self.mine if way]
 
     def listens(self, names: Selection | None) -> dict[str, Any]:
         """What `Collect` and `Tap` have in common, given what is asked for."""

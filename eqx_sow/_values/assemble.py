@@ -32,7 +32,8 @@ def assemble(
     out: dict[str, dict[str, Any]] = {name: {} for name in names}
     counts: dict[str, _Returned] = {}
     for key, of_key in grouped(found).items():
-        (name, *_), mode, reducer = key, wanted.get(key), reducers(key[0])
+        (name, *_), mode = key, wanted.get(key)
+        reducer: Any = reducers(name)
         # `gather` lets no other name have several.
         several = reducer is not None and not reducer.has_state
         if several and reducer.bare_if_one:
@@ -67,6 +68,10 @@ def _returned(
 def _value_of(entry: Entry, buffers: Sequence[int]) -> _Returned:
     """`buffers` are the sizes of `Reducer.lead`."""
     site = entry.site
+    if not site.axes and not buffers and site.form.leaves == (OPERAND,):
+        # As nearly all values are that are not in a loop.
+        x = entry.arrays[0]
+        return site.form.with_arrays([x]), (((), x.shape),)
     value = whole(site, entry.arrays, *buffers)
     names = _named_axes(site, entry.route) + [_BUFFER] * len(buffers)
     kept, of_operand = kept_axes(site), iter(final_axes(site))
