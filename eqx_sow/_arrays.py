@@ -136,3 +136,17 @@ def in_mesh_of(arrays: Iterable[Any]) -> contextlib.AbstractContextManager[Any]:
     context = _compat.set_mesh_of(there[0])
     mesh: Any = _mesh(there[0])
     return context or jax.sharding.use_abstract_mesh(mesh)
+
+
+def as_jax_does(x: Any, dtype: Any) -> Any:
+    """A NumPy array or a Python number as an array, if it can be one of the dtype.
+    Anything else comes back as it is."""
+    # JAX refuses strings, a number that is too large, and any number for a key.
+    with contextlib.suppress(TypeError, OverflowError):
+        if isinstance(x, np.ndarray | np.generic):
+            return jnp.asarray(x)
+        if isinstance(x, bool | int | float | complex):
+            with jax.numpy_dtype_promotion("standard"):
+                if jnp.result_type(x, dtype) == dtype:
+                    return jnp.asarray(x, dtype)
+    return x
