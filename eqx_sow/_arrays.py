@@ -162,3 +162,17 @@ def onto(x: Any, mesh: Any, spec: Sequence[Any]) -> Any:
     if there.empty or mesh.empty or there.axis_types == mesh.axis_types:
         return x
     return jax.sharding.reshard(x, with_spec(mesh, spec))
+
+
+def as_jax_does(x: Any, dtype: Any) -> Any:
+    """A NumPy array or a Python number as an array, if it can be one of the dtype.
+    Anything else comes back as it is."""
+    # JAX refuses strings, a number that is too large, and any number for a key.
+    with contextlib.suppress(TypeError, OverflowError):
+        if isinstance(x, np.ndarray | np.generic):
+            return jnp.asarray(x)
+        if isinstance(x, bool | int | float | complex):
+            with jax.numpy_dtype_promotion("standard"):
+                if jnp.result_type(x, dtype) == dtype:
+                    return jnp.asarray(x, dtype)
+    return x

@@ -386,3 +386,92 @@ def test_it_costs_what_it_costs_by_hand():
 
 def test_is_public():
     assert eqx_sow.batched is batched
+
+
+# --- `plant` ---
+
+
+def _center(x):
+    return x - x.mean(0, keepdims=True)
+
+
+def _pair_in_a_loop(mark):
+    """Under a vmap over `x`: a value of which one leaf is the same for all lanes."""
+
+    def fn(x, w):
+        def body(x, i):
+            x, v = mark((jnp.sin(x) + i, w))
+            return x, x * v.sum()
+
+        return lax.scan(body, x, jnp.arange(3.0))
+
+    return fn
+
+
+@pytest.mark.parametrize("wrap", RUNS.values(), ids=RUNS)
+def test_plant_all_lanes(wrap):
+    w = jnp.array([1.0, 2.0])
+    fn = jax.vmap(_pair_in_a_loop(lambda v: sow(v, "h")), (0, None))
+    by_hand = _pair_in_a_loop(lambda v: (_center(v[0]), 3 * v[1]))
+
+    def whole(xs, w):
+        x, ys = by_hand(xs, w)
+        return x, jnp.moveaxis(ys, 1, 0)
+
+    # Returned as `fn` sees it: `w` has lanes beside `x`, and stays the same for all.
+    new = batched(lambda v: (_center(v[0]), 3 * v[1]))
+    planted = wrap(plant(fn, {"h": new}))
+    assert_close(planted(XS, w), whole(XS, w))
+    loss = lambda f: lambda xs: jnp.sum(f(xs, w)[1] ** 2)
+    assert_close(jax.grad(loss(planted))(XS), jax.grad(loss(whole))(XS))
+    if wrap is RUNS["jit"]:
+        other = batched(lambda v: (v[0], v[1] * jnp.arange(4.0)[:, None]))
+        with pytest.raises(Exception, match="must not vary along it"):
+            eqx.filter_jit(plant(fn, {"h": other}))(XS, w)[1].block_until_ready()
+
+
+def test_plant_all_lanes_by_iteration():
+    fn = jax.vmap(_pair_in_a_loop(lambda v: sow(v, "h")), (0, None))
+    one = plant(fn, {"h/1": batched(lambda v: (_center(v[0]), v[1]))})
+    at = lambda v, i: (jnp.where(i[0] == 1, _center(v[0]), v[0]), v[1])
+    index = plant(fn, {"h": batched(at)}, with_index=True)
+    w = jnp.ones(2)
+    assert_close(one(XS, w), index(XS, w))
+    x = XS
+    for i in range(3):
+        x = jnp.sin(x) + i
+        x = _center(x) if i == 1 else x
+    assert_close(one(XS, w)[0], x)
+
+
+def test_plant_one_head():
+    mha = eqx.nn.MultiheadAttention(2, 4, key=jr.key(0))
+    x = jr.normal(jr.key(1), (3, 4))
+    kill = {"*softmax": batched(lambda p: p.at[1].set(0))}
+    got = plant(lambda x: mha(x, x, x), kill, capture=jax.nn.softmax)(x)
+    split = lambda f: jax.vmap(f)(x).reshape(3, 2, 2)
+    q, k, v = map(split, (mha.query_proj, mha.key_proj, mha.value_proj))
+    p = jax.nn.softmax(jnp.einsum("shd,thd->hst", q / jnp.sqrt(2), k), axis=-1)
+    heads = jnp.einsum("hst,thd->shd", p.at[1].set(0), v).reshape(3, 4)
+    assert_close(got, jax.vmap(mha.output_proj)(heads))
+
+
+def test_plant_cotangents_of_all_lanes():
+    loss = lambda xs: jnp.sum(jax.vmap(lambda x: sow(jnp.sin(x), "h"))(xs) ** 2)
+    got = plant(jax.grad(loss), {"h": batched(_center)}, mode="cotangent")(XS)
+    assert_close(got, _center(2 * jnp.sin(XS)) * jnp.cos(XS))
+
+
+def test_plant_lanes_that_differ():
+    some = lambda x: lax.cond(x[0] > 0, lambda x: sow(x, "h"), lambda x: x, x)
+    with pytest.raises(SowError, match="only some lanes.*Without `batched`"):
+        plant(jax.vmap(some), {"h": batched(_center)})(XS)
+    every = jax.vmap(lambda x: sow(x, "h"))
+    with pytest.raises(SowError, match="all lanes, as leading axes, and returns it so"):
+        plant(every, {"h": batched(lambda x: x[0])})(XS)
+    # A branch that all lanes run.
+    same = lambda p, xs: lax.cond(p, every, lambda xs: xs, xs)
+    assert_close(plant(same, {"h": batched(_center)})(True, XS), _center(XS))
+    # A `vmap` around `plant` maps it.
+    around = jax.vmap(plant(lambda x: sow(x, "h"), {"h": batched(_center)}))
+    assert_close(around(XS), jax.vmap(_center)(XS))

@@ -439,10 +439,10 @@ MISUSES = {
         ("inputs=...)` takes `True` or `False`",),
         "`inputs`",
     ),
-    "inputs: of functions": Misuse(
+    "calls: without capture": Misuse(
         ValueError,
-        lambda: S(_fn, capture=jax.nn.relu, inputs=True),
-        ("inputs=True)` is about modules", "Leave it out, or write `capture=True`"),
+        lambda: plant(_fn, {}, calls=True),
+        ("calls=True)` is about calls", "Leave it out, or write `capture=True`"),
         "`inputs`",
     ),
     "methods: of functions": Misuse(
@@ -454,7 +454,7 @@ MISUSES = {
     "inputs: without capture": Misuse(
         ValueError,
         lambda: S(_fn, inputs=True),
-        ("inputs=True)` is about modules", "or write `capture=True`"),
+        ("inputs=True)` is about calls", "or write `capture=True`"),
         "`inputs`",
     ),
     "scope: a number": Misuse(
@@ -891,7 +891,7 @@ MISUSES = {
     "planted inputs": Misuse(
         UnknownSowError,
         lambda: plant(MODEL, {"layers/1.inputs": lambda x: x}, capture=True)(X),
-        ("`plant` cannot change them: plant the output of the module before",),
+        ("Inputs are marked with `inputs=True`",),
         "selects no sow",
     ),
     "planted function: of the whole batch": Misuse(

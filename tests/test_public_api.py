@@ -15,18 +15,20 @@ PUBLIC = {
     "Sow": "(name=None, spec=None, *, tag='intermediates')",
     "save_intermediates": (
         "(fn, *, tag='intermediates', names=None, modes=None, capture=None, "
-        "methods=('__call__',), inputs=False, scope=False, reduce=None, "
-        "transform=None, spec=None)"
+        "methods=('__call__',), inputs=False, calls=False, scope=False, "
+        "reduce=None, transform=None, spec=None)"
     ),
     "plant": (
         "(fn, values, *, mode='primal', tag='intermediates', capture=None, "
-        "methods=('__call__',), scope=False, with_index=False)"
+        "methods=('__call__',), inputs=False, calls=False, scope=False, "
+        "with_index=False)"
     ),
     "tap": (
         "(fn, callback=None, *, tag='intermediates', names=None, modes=None, "
-        "capture=None, methods=('__call__',), inputs=False, scope=False, "
-        "transform=None, when=None, every=1, ordered=False, extra=None)"
+        "capture=None, methods=('__call__',), inputs=False, calls=False, "
+        "scope=False, transform=None, when=None, every=1, ordered=False, extra=None)"
     ),
+    "Call": "(args, kwargs, out)",
     "TapEvent": "(name, mode, value, count, ran)",
     "Append": "()",
     "Last": "()",

@@ -156,3 +156,115 @@ def test_keys_and_several_taps():
     assert_close(mine[0].extra, np.asarray(jr.key_data(jr.key(3))))
     assert_close(other[0].extra, np.asarray(2 * X))
     assert len(mine) == len(other) == 2 == int(got["h"]["count"].sum())
+
+
+def test_when_reads_it(capfd):
+    f = lambda x: sow(2 * x, "h")
+    events = []
+    when = lambda value, extra: (extra["step"] % 2 == 0) & (value > 0)
+
+    @jax.jit
+    def step(i, x):
+        return tap(f, events.append, when=when, extra={"step": i})(x)
+
+    for i in range(5):
+        step(i, jnp.float32(1 - i // 4))
+    jax.effects_barrier()
+    assert [int(e.extra["step"]) for e in events] == [0, 2]
+
+
+# --- Iterations ---
+
+
+class Stack(eqx.Module):
+    blocks: eqx.nn.Linear
+
+    def __call__(self, x):
+        step = lambda x, block: (jnp.tanh(block(x)), None)
+        return lax.scan(step, x, self.blocks)[0].sum()
+
+
+def _told(fn, *args, **options):
+    events = []
+    tap(fn, events.append, **options)(*args)
+    jax.effects_barrier()
+    events.sort(key=lambda e: (e.mode, e.count))
+    return [(e.name, e.mode, e.iterations, e.path) for e in events]
+
+
+@pytest.mark.parametrize("wrap", RUNS.values(), ids=RUNS)
+def test_iterations_of_layers(wrap):
+    keys = jr.split(jr.key(0), 3)
+    model = Stack(eqx.filter_vmap(lambda k: eqx.nn.Linear(3, 3, key=k))(keys))
+    wrap = eqx.filter_checkpoint if wrap is jax.checkpoint else wrap
+    fn = wrap(eqx.filter_grad(lambda m, x: m(x)))
+    said = lambda mode, i: ("m/blocks", mode, (i,), f"m/blocks/{i}")
+    want = [said("cotangent", i) for i in (2, 1, 0)]
+    want += [said("primal", i) for i in range(3)]
+    assert _told(fn, model, X, capture=eqx.nn.Linear) == want
+    one = _told(fn, model, X, capture=eqx.nn.Linear, names="m/blocks/1")
+    path = "m/blocks/1"
+    assert one == [(path, mode, (1,), path) for mode in ("cotangent", "primal")]
+
+
+def _nested(x):
+    """A scan in a `while_loop` of three iterations."""
+    inner = lambda x: lax.fori_loop(0, 2, lambda i, x: sow(x + i, "h"), x)
+    return lax.while_loop(lambda x: x < 3, inner, x)
+
+
+def _moved(x):
+    """JAX moves the sine out of the loop, under `grad`."""
+    body = lambda c, y: (c * y * sow(jnp.sin(x), "h"), None)
+    return lax.scan(body, 1.0, jnp.arange(1.0, 4.0), reverse=True)[0]
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_iterations_of_other_loops(wrap):
+    each = [(i, j) for i in range(3) for j in range(2)]
+    want = [("h", "primal", ij, "h/{}/{}".format(*ij)) for ij in each]
+    assert _told(wrap(_nested), 0.0) == want
+    # Lanes that have finished are told beside those that run.
+    assert _told(wrap(jax.vmap(_nested)), jnp.array([2.0, 0.0])) == want
+    every = [("h/1", "primal", ij, "h/{}/{}".format(*ij)) for ij in each if ij[1]]
+    assert _told(wrap(_nested), 0.0, names="h/1") == every
+    said = lambda mode, i: ("h", mode, (i,), f"h/{i}")
+    want = [said("cotangent", i) for i in range(3)]
+    want += [said("primal", i) for i in (2, 1, 0)]
+    assert _told(wrap(jax.grad(_moved)), 0.5) == want
+    assert _told(lambda x: sow(x, "h"), 0.5) == [("h", "primal", (), "h")]
+
+
+def test_the_line_has_the_path(capfd):
+    tap(_nested, names="h")(2.0)
+    jax.effects_barrier()
+    assert capfd.readouterr().out.startswith("h/0/0 primal [0]  f32[]")
+
+
+def test_cost_of_iterations():
+    """The program is that of `jax.debug.callback`, told the same."""
+
+    def loop(mark):
+        def body(carry, i):
+            x, n = carry
+            x = mark(jnp.sin(x), n, i)
+            return (x, n + 1), None
+
+        init = X, jnp.int32(0)
+        return lambda x: lax.scan(body, (x, init[1]), jnp.arange(9, dtype=jnp.int32))
+
+    told = lambda n, i, x: None
+
+    def by_hand(x, n, i):
+        jax.debug.callback(told, n, i, x)
+        return x
+
+    def plain(x):
+        return lax.fori_loop(0, 9, lambda i, x: sow(jnp.sin(x), "h"), x)
+
+    compiled = lambda f: jax.jit(f).lower(X).compile()
+    mine, hand = compiled(tap(plain, told)), compiled(loop(by_hand))
+    size = lambda c: c.memory_analysis().temp_size_in_bytes
+    lines = lambda c: c.as_text().count(" = ")
+    assert size(mine) <= 1.01 * size(hand)
+    assert lines(mine) <= 1.01 * lines(hand) + 2

@@ -1,6 +1,5 @@
 """The handler of `plant`, and the arrays that it holds."""
 
-import contextlib
 import dataclasses as dc
 import functools as ft
 import itertools as it
@@ -16,7 +15,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from .. import _compat
-from .._arrays import leading, sharded_like, whole_along
+from .._arrays import as_jax_does, leading, sharded_like, whole_along
 from .._errors import calling, SowError
 from .._mark.primitive import edge_value, sow_p
 from .._mark.site import Site
@@ -408,7 +407,7 @@ def _operands(
         if leaf is not OPERAND:
             continue
         old = next(operand)
-        x = _as_jax_does(x, old.dtype)
+        x = as_jax_does(x, old.dtype)
         if not eqx.is_array(x) or (x.shape, x.dtype) != (old.shape, old.dtype):
             got = f"{x.dtype}{list(x.shape)}" if eqx.is_array(x) else repr(x)
             raise SowError(
@@ -418,20 +417,6 @@ def _operands(
             )
         new.append(sharded_like(jnp.asarray(x), old))
     return new
-
-
-def _as_jax_does(x: Any, dtype: Any) -> Any:
-    """A NumPy array or a Python number as an array, if it can be one of the dtype.
-    Anything else comes back as it is."""
-    # JAX refuses strings, a number that is too large, and any number for a key.
-    with contextlib.suppress(TypeError, OverflowError):
-        if isinstance(x, np.ndarray | np.generic):
-            return jnp.asarray(x)
-        if isinstance(x, bool | int | float | complex):
-            with jax.numpy_dtype_promotion("standard"):
-                if jnp.result_type(x, dtype) == dtype:
-                    return jnp.asarray(x, dtype)
-    return x
 
 
 def prepare(

@@ -6,6 +6,7 @@
 
 import collections
 import dataclasses as dc
+import inspect
 import itertools as it
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from .._arrays import on_mesh
 from .._errors import SowError
 from .._mark.site import Axis, Site
 from .._mark.static import Const, Form, NoTangent, OPERAND, SameParts
+from .._names import in_a_list
 from .._results.summarize import Summary
 from .._results.tabulate import in_one_line
 from .._values.axes import aligned, as_operand, final_axes, kept_axes
@@ -30,7 +32,7 @@ from .._values.entry import captured, Entry, in_front, running, value_of
 from .._values.transform import Batched, transformed, Value
 from .._walk.frame import Frame
 from .._walk.handler import check_guarded, Given
-from .._walk.sows import variables
+from .._walk.sows import loop_of, variables
 from .asked import leave, Listens, of_one, reached
 
 
@@ -60,8 +62,14 @@ class TapEvent(_Fields):
         array with the axes of the lanes, which says which of them ran. The value is
         zero for the others. Each branch that contains the name has an event of its own.
 
-    Two more attributes are not fields of the tuple, so that it has five entries:
+    More attributes are not fields of the tuple, so that it has five entries:
 
+    - `iterations`: the iteration of each loop around the mark, outermost first, a tuple
+        of `int`s. In a reversed scan, iteration `i` is that of `xs[i]`. A cotangent has
+        the iteration of its primal in a scan.
+    - `path`: the name with the iterations in it, as if the loops were lists:
+        `"blocks/3/attn"` in a scan over stacked blocks, `"h/17"` in any other loop.
+        Outside loops it is the name.
     - `device`: in a `jax.shard_map`, a dict from mesh axes to the index of the device
         along each. Elsewhere `None`.
     - `extra`: what was passed to `tap` as `extra`, its arrays as NumPy arrays.
@@ -83,9 +91,17 @@ class TapEvent(_Fields):
 
     device: dict[Hashable, int] | None = None
     extra: Any = None
+    iterations: tuple[int, ...] = ()
+    _path: str = ""
+
+    @property
+    def path(self) -> str:
+        return self._path or self.name
 
     def __repr__(self):
         more = dict(device=self.device, extra=self.extra)
+        if self.iterations:
+            more |= dict(iterations=self.iterations, path=self.path)
         fields = self._asdict() | {k: v for k, v in more.items() if v is not None}
         return f"TapEvent({', '.join(f'{k}={v!r}' for k, v in fields.items())})"
 
@@ -99,8 +115,9 @@ failures: collections.deque[SowError] = collections.deque(maxlen=8)
 
 @dc.dataclass(frozen=True)
 class Delivery:
-    """Calls the callback, given the count before an execution, the indices of the
-    device, and arrays: those of `extra`, then those of the value."""
+    """Calls the callback, given the count before an execution, the iterations of the
+    loops around, the indices of the device, and arrays: those of `extra`, then those of
+    the value."""
 
     callback: Const
     mode: str
@@ -112,6 +129,10 @@ class Delivery:
     extra: Form
     devices: tuple[Hashable, ...]
     ordered: bool
+    # What the mark is called, all iterations of it; and where in that name the index of
+    # each loop stands, as in `Label.after`.
+    whole: str
+    places: tuple[int | None, ...]
 
     def with_lane(self, size: int, varies: Sequence[bool]) -> "Delivery":
         """After one more vmap, over which these arrays of the value vary."""
@@ -121,13 +142,16 @@ class Delivery:
 
     def __call__(self, count: Any, *operands: Any) -> None:
         # Copies: what the callback keeps must not change when a buffer is used again.
-        n, m = len(self.devices), self.extra.n_operands
+        k, n, m = len(self.places), len(self.devices), self.extra.n_operands
+        iterations, operands = tuple(map(int, operands[:k])), operands[k:]
         device = dict(zip(self.devices, map(int, operands[:n])))
         arrays = [np.array(x) for x in operands[n:]]
         value, ran = self._value(arrays[m:])
         event = TapEvent(self.site.name, self.mode, value, int(count), ran)
         event.device = device or None
         event.extra = self.extra.with_arrays(arrays[:m])
+        event.iterations = iterations
+        event._path = in_a_list(self.whole, zip(self.places, iterations))
         try:
             self.callback.value(event)
         # Whatever it raises ends the run. Of an interrupt, too, JAX reports only text.
@@ -165,7 +189,7 @@ def print_event(event: TapEvent) -> None:
 
 
 def _line(event: TapEvent) -> str:
-    parts = [f"{event.name} {event.mode} [{event.count}]"]
+    parts = [f"{event.path} {event.mode} [{event.count}]"]
     is_summary = lambda x: isinstance(x, Summary)
     leaves: Any = jtu.tree_leaves_with_path(event.value, is_leaf=is_summary)
     values = [(path, x) for path, x in leaves if isinstance(x, _VALUES)]
@@ -188,9 +212,26 @@ _VALUES = np.ndarray, Summary, jax.ShapeDtypeStruct
 
 
 # --- from the device ---
-def send(count: Any, entry: Entry, extra: Value, mode: str, options: Any) -> None:
-    """Sends an execution to the callback, which is the `count`-th. `extra` is the
-    option of that name, and `options` are all options of `tap`."""
+class Loops(NamedTuple):
+    """The loops around a sow, from outside in: what the sow is called, all iterations
+    of it; where in that name the index of each loop stands, as in `Label.after`; and
+    which iterations run now."""
+
+    name: str
+    places: tuple[int | None, ...]
+    iterations: Sequence[Any]
+
+
+def send(
+    count: Any,
+    loops: Loops,
+    entry: Entry,
+    extra: Value,
+    mode: str,
+    options: Any,
+) -> None:
+    """Sends an execution to the callback, which is the `count`-th, in these `loops`.
+    `extra` is the option of that name, and `options` are all options of `tap`."""
     site, n = entry.site, len(entry.arrays) - entry.counted
     value = Value(site.form, entry.arrays[:n], site.varies[:n])
     value = _sendable(value, printed=options.callback.value is print_event)
@@ -208,11 +249,14 @@ def send(count: Any, entry: Entry, extra: Value, mode: str, options: Any) -> Non
         extra.form,
         devices,
         options.ordered,
+        loops.name,
+        loops.places,
     )
     indices = map(jax.lax.axis_index, devices)
     ran = map(as_operand, entry.arrays[n:], varies[n:])
     arrays = [*extra.arrays, *value.arrays, *ran]
-    _send_p.bind(count, *indices, *arrays, delivery=delivery)
+    operands = count, *loops.iterations, *indices, *arrays
+    _send_p.bind(*operands, delivery=delivery)
 
 
 def _sendable(value: Value, printed: bool) -> Value:
@@ -238,7 +282,7 @@ def _sendable(value: Value, printed: bool) -> Value:
 
 _effect = _compat.DebugEffect()
 
-# Operands: the count, the indices of the device, and the arrays of a `Delivery`.
+# Operands: those of a `Delivery`.
 _send_p = jexc.Primitive("tap")
 _send_p.multiple_results = True
 
@@ -259,8 +303,9 @@ def _send_lowered(*operands, delivery):
 
 
 def _send_batch(axis_data, operands, dims, *, delivery):
-    n = 1 + len(delivery.devices)
-    if dims[0] is not None:
+    k = 1 + len(delivery.places)
+    n = k + len(delivery.devices)
+    if any(d is not None for d in dims[:k]):
         # So it is inside a loop or a branch with a predicate that has lanes.
         raise SowError(
             f"{delivery.site.said} is tapped in a loop or a branch that only some "
@@ -384,7 +429,10 @@ class Tap(Listens):
     chosen: SameParts = SameParts({})
     # The mesh axes around what is walked over.
     mesh: tuple[str, ...] = ()
+    # Of each loop around it, from outside in, whether its length is known.
+    known: tuple[bool, ...] = ()
 
+    counts_whiles = True
     differentiable = False
 
     @property
@@ -399,10 +447,15 @@ class Tap(Listens):
     def concerns(self, site):
         return self.wants(site)
 
+    def needs_iteration(self, site):
+        return self.wants(site)
+
     def for_inside(self, eqn):
-        inside = super().for_inside(eqn)
+        inside, loop = super().for_inside(eqn), loop_of(eqn)
         mesh = (*self.mesh, *map(str, _mesh_axes(eqn)))
-        return inside if mesh == self.mesh else dc.replace(inside, mesh=mesh)
+        known = self.known if loop is None else (*self.known, loop.length is not None)
+        is_same = (mesh, known) == (self.mesh, self.known)
+        return inside if is_same else dc.replace(inside, mesh=mesh, known=known)
 
     def carry_on_devices(self, carry):
         n = len(self.mesh)
@@ -416,10 +469,14 @@ class Tap(Listens):
         check_guarded(site)
         site, operands = in_front(site, frame.read_arrays(atoms))
         frame.flush_effects()
+        # Those of a `while_loop` stand at the end.
+        after = it.chain(site.label.after, it.repeat(None))
+        places = tuple(next(after) if known else None for known in self.known)
+        loops = Loops(site.name, places, given.iterations)
         for one, at in self.asked(site, self.loops):
             if one.key in self.chosen.value:
                 transform = of_one(self.transform.value, site, one)
-                given = self._send(one, operands, transform, at, given)
+                given = self._send(one, operands, transform, at, loops, given)
         return given
 
     def _send(
@@ -428,13 +485,14 @@ class Tap(Listens):
         operands: Sequence[Any],
         transform: Any,
         at: tuple[int | None, ...],
+        loops: Loops,
         given: Given,
     ) -> Given:
         """Sends one execution, if it is asked for, and is due, and counts it."""
         slot = site.key, self.mesh
         count = given.carry[slot]
         extra = Value(self.extra, given.values, [()] * len(given.values))
-        is_asked = reached(at, given.iterations)
+        is_asked = reached(at, it.compress(given.iterations, self.known))
         # In which lanes, if a condition differs between these.
         run, _ = running(site, operands)
         executed = is_asked if run is None else any_lane(run) & is_asked
@@ -444,14 +502,15 @@ class Tap(Listens):
             whole = isinstance(transform, Batched)
             seen = all_lanes(site, operands) if whole else operands
             entry = captured(site, seen, transform)
-            send(count, entry, extra, self.chosen.value[site.key], options)
+            send(count, loops, entry, extra, self.chosen.value[site.key], options)
 
         def send_when():
             predicate = self.when.value
             if predicate is None:
                 return send_it()
             value = value_of(site, operands)
-            value = transformed(_single(predicate, site), site, value, "when")
+            holds = _single(predicate, site, self.extra.with_arrays(given.values))
+            value = transformed(holds, site, value, "when")
             (holds,) = value.arrays
             only_if(any_lane(holds if run is None else holds & run), send_it)
 
@@ -464,11 +523,12 @@ class Tap(Listens):
         return given._replace(carry={**given.carry, slot: count})
 
 
-def _single(predicate: Callable, site: Site) -> Callable:
+def _single(predicate: Callable, site: Site, extra: Any) -> Callable:
     """The predicate, which must return a single boolean."""
+    more = (extra,) if _takes_two(predicate) else ()
 
     def holds(value):
-        out = predicate(value)
+        out = predicate(value, *more)
         if isinstance(out, bool):
             out = np.bool_(out)
         if getattr(out, "shape", None) != () or out.dtype != bool:
@@ -479,3 +539,16 @@ def _single(predicate: Callable, site: Site) -> Callable:
         return out
 
     return holds
+
+
+def _takes_two(fn: Callable) -> bool:
+    """Whether a function cannot be called with one argument, but with two."""
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):  # of a builtin
+        return False
+    kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    needed = [
+        p.default is p.empty for p in signature.parameters.values() if p.kind in kinds
+    ]
+    return sum(needed) == 2

@@ -51,7 +51,7 @@ class Saving(Selecting, total=False):
 class Tapping(Selecting, total=False):
     """Of `tap`."""
 
-    when: Callable[[Any], Any] | None
+    when: Callable[[Any], Any] | Callable[[Any, Any], Any] | None
     every: int
     ordered: bool
     extra: Any

@@ -152,7 +152,7 @@ def tap(
     calls: bool = False,
     scope: bool = False,
     transform: Callable | Mapping[str, Callable] | None = None,
-    when: Callable[[Any], Any] | None = None,
+    when: Callable[..., Any] | None = None,
     every: int = 1,
     ordered: bool = False,
     extra: Any = None,
@@ -179,8 +179,11 @@ def tap(
         inside it, or inside `when`, is ignored: it is not part of `fn`.
     - `when`: a function of the value, before `transform`, that returns a single
         boolean. It is evaluated on the device, and if it is false, nothing goes to the
-        host. Under `vmap` it receives the value of one lane (one of the examples that
-        `vmap` maps over). If it is true for any lane, the values of all are sent.
+        host. A function of two arguments also receives `extra`: `lambda value, extra:
+        extra["step"] % 10 == 0` sends every tenth step of a training loop. (`every`
+        cannot: it counts anew in each call.) Under `vmap` it receives the value of one
+        lane (one of the examples that `vmap` maps over), and the whole `extra`. If it
+        is true for any lane, the values of all are sent.
     - `every`: send only every `every`-th execution of a name and mode, beginning with
         the first. For the others, `when` is not evaluated either. Each call counts from
         the start. So in a training loop written in Python, where a mark runs once in
@@ -246,7 +249,7 @@ def tap(
             return jax.lax.fori_loop(0, 100, body, x)
 
         def progress(event):
-            print(f"{event.name} is {event.value} after {event.count} iterations")
+            print(f"{event.path} is {event.value}")  # "x/20 is ..."
 
         out = eqx_sow.tap(fn, progress, every=20)(1.0)
 

@@ -41,7 +41,7 @@ class Given(NamedTuple):
     `carry` goes from each execution to the next. `values` are the same for all, save
     that a loop may slice them. `iterations` says which one of each scan around this is,
     from outside in, for a handler that `needs_iteration`: in a scan over tokens within
-    a scan over layers, `(layer, token)`, both int32.
+    a scan over layers, `(layer, token)`, both int32. See also `counts_whiles`.
     """
 
     carry: dict[Any, Any] = {}
@@ -71,6 +71,9 @@ class Handler:
     # Whether what the handler makes of a jaxpr may be kept for other calls. Not if it
     # holds functions of a user's, which might hold tracers.
     cacheable: bool = True
+
+    # Whether `Given.iterations` has an entry for each `while_loop`, too.
+    counts_whiles: bool = False
 
     # Whether what is taken at the sows may be differentiated by those further out.
     differentiable: bool = True

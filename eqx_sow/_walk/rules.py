@@ -384,7 +384,10 @@ def _while(interpret, given, eqn, *args):
     cond_jaxpr = p["cond_jaxpr"]
     predicate = without_sows(cond_jaxpr)
     run = interpret(p["body_jaxpr"])
-    types = types_of(run, given, *consts, *init)[1].entries
+    inside = sites(p["body_jaxpr"]) if handler.counts_whiles else ()
+    index = [jnp.int32(0)] if any(map(handler.needs_iteration, inside)) else []
+    at = lambda index: given._replace(iterations=(*given.iterations, *index))
+    types = types_of(run, at(index), *consts, *init)[1].entries
     # Under vmap: the lanes that have finished stay as they are. Whatever the handler
     # does, `jax_rules.py` has told it which lanes these are.
     lanes = cond_jaxpr.out_avals[0].shape
@@ -399,9 +402,9 @@ def _while(interpret, given, eqn, *args):
         return out
 
     def body(loop):
-        carry, state, rest = loop
+        carry, state, rest, index = loop
         before = [ref[...] for ref in mutable]
-        outs, taken = run(given._replace(carry=state), *consts, *carry)
+        outs, taken = run(at(index)._replace(carry=state), *consts, *carry)
         if lanes:
             mask = going(carry)
             outs = [select(mask, x, y) for x, y in zip(outs, carry)]
@@ -411,17 +414,17 @@ def _while(interpret, given, eqn, *args):
         rest = tuple(
             _merge.latest(old, _merge.conform(e, old)) for e, old in zip(new, rest)
         )
-        return outs, taken.carry, rest
+        return outs, taken.carry, rest, [i + 1 for i in index]
 
     # Its aval: evaluated once more, the predicate might print.
     (pred,) = jax.make_jaxpr(going)(init).out_avals
     # How often the body runs is not known, so nothing can be stacked: `rest` has what
     # the last iteration sowed, and before the first one zeros.
     empty = tuple(_merge.zeros(_merge.unify([_entry.left_loop(e)])) for e in types)
-    first = init, given.carry, _varying_like(pred, empty)
+    first = init, given.carry, _varying_like(pred, empty), index
     step, start = varying_alike([body, lambda loop: loop], first)
     kept = cond_jaxpr if handler.has_outer else predicate
-    carry, state, rest = lax.while_loop(
+    carry, state, rest, _ = lax.while_loop(
         lambda loop: jnp.any(going(loop[0], kept)), step, start(first)
     )
     return carry, Taken(state, rest)

@@ -175,7 +175,16 @@ plant(jax.grad(lambda x: f(x).sum()), {"h": 2 * x}, mode="cotangent")(x)
 plant(f, {"*": lambda x: x}, tag="mine", capture=(linear,), methods="encode")
 plant(mlp, {"layers/0": jnp.zeros_like}, capture=True)(x)
 plant(f, {"h": lambda value, index: value}, with_index=True)(x)
+plant(mlp, {"layers/1.inputs": lambda v: v}, capture=True, inputs=True)(x)
+skip = {"layers/1.call": lambda c: c._replace(out=c.args[0])}
+plant(mlp, skip, capture=True, calls=True)(x)
+call = eqx_sow.Call((x,), {}, x)
+assert_type(call.args, tuple[Any, ...])
+save_intermediates(mlp, capture=True, calls=True, transform=lambda c: c.out)(x)
+plant(jax.vmap(f), {"h": eqx_sow.batched(lambda h: h - h.mean(0))})(jnp.ones((2, 3)))
+index: Callable[[Any, Any], Array] = eqx_sow.batched(lambda value, index: value)
 tap(f, print, extra={"step": jnp.int32(3)})(x)
+tap(f, print, extra=x, when=lambda value, extra: extra.sum() > 0, calls=False)(x)
 
 # --- batched ---
 
@@ -198,6 +207,7 @@ def show(event: eqx_sow.TapEvent) -> None:
 
 
 assert_type(tap(f)(x, scale=2.0), Array)
+tap(f, lambda event: print(event.path, event.iterations))(x)
 assert_type(tap(f, show, every=10, ordered=True)(x), Array)
 assert_type(tap(f, print, when=lambda x: x.sum() > 0, transform=jnp.mean)(x), Array)
 assert_type(save_intermediates(tap(f, show))(x), tuple[Array, Intermediates])

@@ -138,7 +138,7 @@ plant(f, {0: x})  # error
 plant(f, {"h": x}, mode="cotangnet")  # error
 plant(f, {"h": x}, modes="primal")  # error
 plant(f, {"h": x}, capture="Linear")  # error
-plant(f, {"h": x}, inputs=True)  # error
+plant(f, {"h": x}, calls="yes")  # error
 plant(f, {"h": x})("x")  # error
 plant(f, {"h": x})(x).no_method()  # error
 
