@@ -298,6 +298,8 @@ def plant(
             `vmap`s (in a `while_loop`, one value for all iterations). You can also
             pass what `save_intermediates` returned under that name,
             `{mode: value, ...}`; or
+        - for a name that runs several times, a tuple with one of these for each run, in
+            order of execution, or None to leave that run as it is; or
         - a function of the value, as the code at the mark sees it: in a `vmap` or a
             loop, of one example in one iteration.
 
