@@ -15,8 +15,8 @@ class SowError(Exception):
 
 
 class DuplicateSowError(SowError, ValueError):
-    """One name marks several places in straight-line code, and no reducer says how to
-    combine the values."""
+    """A `sow` marks several places in straight-line code with one name, and no reducer
+    says how to combine the values; or one value is planted in several places."""
 
 
 class UnknownSowError(SowError, ValueError):

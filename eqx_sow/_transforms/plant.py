@@ -133,12 +133,7 @@ def _runs(
     if not runs_several_times(mine, entries) or (
         functions and (alike or not any(values))
     ):
-        first = mine[0].site
-        only = {
-            at: x if callable(x) else _one_by_one(x, first, [first], mode)[0]
-            for at, x in values.items()
-        }
-        return [_Run(None, mine[0], of_key, only)], None
+        return [_Run(None, mine[0], of_key, values)], None
     primals = [e for e in entries if not e.site.modes]
     runs = by_run(mine, entries)
     ofs = [(e or primals[i]).site.of for i, e in enumerate(runs)]
@@ -167,13 +162,7 @@ def _runs(
     ], ofs
 
 
-def _is_tuple(value: Any, n: int) -> bool:
-    return type(value) in (tuple, list) and len(value) == n
-
-
-def _one_by_one(
-    given: Any, site: Site, runs: Sequence[Site], mode: str
-) -> Sequence[Any]:
+def _one_by_one(given: Any, site: Site, runs: Sequence[Site], mode: str) -> Any:
     """What is planted in each of these runs: of a tuple, the entries."""
     form = site.form.treedef
     has_form = lambda x: Const(jtu.tree_structure(x)) == form
@@ -183,9 +172,8 @@ def _one_by_one(
     if isinstance(value, Mapping) and not has_form(value):
         value = value.get(mode, value)
     if len(runs) == 1:
-        # `Append` makes a tuple even of one.
-        return [value] if has_form(value) or not _is_tuple(value, 1) else value
-    if _is_tuple(value, len(runs)):
+        return [value]
+    if type(value) in (tuple, list) and len(value) == len(runs):
         # The value of a single run may also be a tuple.
         single = has_form(value) and not any(x is None or has_form(x) for x in value)
         if not single:
@@ -345,6 +333,8 @@ def plant(
             `vmap`s (in a `while_loop`, one value for all iterations). You can also
             pass what `save_intermediates` returned under that name,
             `{mode: value, ...}`; or
+        - for a name that runs several times, a tuple with one of these for each run, in
+            order of execution, or None to leave that run as it is; or
         - a function of the value, as the code at the mark sees it: in a `vmap` or a
             loop, of one example in one iteration. With [`eqx_sow.batched`][] around it,
             it receives, and returns, the value of all examples, as leading axes.
@@ -399,8 +389,8 @@ def plant(
       of this mode, or there is no such iteration;
     - [`eqx_sow.SowError`][] if the structure, a shape, a dtype or a static leaf
       differs;
-    - [`eqx_sow.DuplicateSowError`][] if a value, not a function, is planted under a
-      name that marks several places;
+    - [`eqx_sow.DuplicateSowError`][] if a value, neither a tuple nor a function, is
+      planted under a name that runs several times;
     - [`eqx_sow.UnsupportedPrimitiveError`][] if a value cannot be replaced where it is
       marked.
 

@@ -179,7 +179,8 @@ def save_intermediates(
     - `scope`: begin each name with the path of the module that contains the mark.
     - `reduce`: how to combine several executions of a name: [`eqx_sow.Append`][],
         [`eqx_sow.Last`][], [`eqx_sow.Fold`][] or [`eqx_sow.Buffer`][], for all names
-        or as a dict of names or globs.
+        or as a dict of names or globs. Without one, a captured module or function that
+        runs several times is a tuple, as with `Append`; one that runs once is not.
     - `transform`: a function of the value, or a dict of names or globs to functions,
         that is applied where the value is marked, so that a loop stacks only its
         results. A `sow` inside it is not captured: it is not part of `fn`.
@@ -209,8 +210,8 @@ def save_intermediates(
 
     `TypeError` and `ValueError` if an option is not of the kind above. When called:
 
-    - [`eqx_sow.DuplicateSowError`][] if a name marks several places, and no reducer
-        says how to combine the values;
+    - [`eqx_sow.DuplicateSowError`][] if a name of `sow` marks several places, and no
+        reducer says how to combine the values;
     - [`eqx_sow.UnknownSowError`][] if an option selects nothing;
     - [`eqx_sow.SowTypeError`][] if a value does not match its annotation;
     - [`eqx_sow.UnsupportedPrimitiveError`][] if a value cannot be captured where it is

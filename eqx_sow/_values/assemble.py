@@ -36,7 +36,7 @@ def assemble(
         reducer: Any = reducers(name)
         # `gather` lets no other name have several.
         several = reducer is not None and not reducer.has_state
-        if several and reducer.bare_if_one:
+        if reducer is not None and reducer.bare_if_one:
             several = runs_several_times(of_key, by_name[name])
         entries = by_run(of_key, by_name[name]) if several else of_key
         lead = () if reducer is None else reducer.lead
