@@ -26,6 +26,20 @@ from jax.sharding import PartitionSpec as P
 from ._errors import SowError
 
 
+NEWEST_TESTED = "0.12.0.1"
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """`(0, 13, 0)`, of `0.13.0.dev20270101` as well."""
+    parts = it.takewhile(str.isdecimal, version.split("."))
+    return tuple(map(int, parts))
+
+
+def is_untested() -> bool:
+    """Whether JAX is newer than all that were tested."""
+    return _numbers(jax.__version__) > _numbers(NEWEST_TESTED)
+
+
 # What was not found where it was. Importing never fails for it: `check_supported` does.
 _moved: list[str] = []
 
@@ -216,6 +230,18 @@ def as_array(x: Any) -> Any:
 
 
 _call_p = jexc.primitives.closed_call_p
+
+
+def as_call(fn: Callable) -> Callable:
+    """`fn`, as one equation that calls its jaxpr. No public function makes one."""
+
+    def call(x):
+        jaxpr = jax.make_jaxpr(fn)(x)
+        if _call_p.call_primitive:  # up to JAX 0.10
+            return fn(x)
+        return _call_p.bind(x, call_jaxpr=jaxpr)[0]
+
+    return call
 
 
 def inline_or_call(jaxpr: Any, args: Sequence[Any]) -> list[Any]:

@@ -363,3 +363,49 @@ _outlives = jax.jit(lambda x: sow(jnp.sin(x), "h"))
 def test_no_cache_keeps_a_tracer(way, wrap):
     with jax.checking_leaks():
         wrap(lambda x, y: way(y)(x))(XS, 2 * XS)
+
+
+def _log(held, event):
+    del held
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        lambda f, held: S(f),
+        lambda f, held: S(f, capture=True, transform=lambda v: jnp.sum(v) * held[0]),
+        lambda f, held: S(f, names=lambda name: held.shape == (3,)),
+        lambda f, held: S(f, reduce=Fold(held[0], lambda acc, v: acc + v.sum())),
+        lambda f, held: plant(f, {"h": held}),
+        lambda f, held: plant(f, {"h": lambda h: h * held}),
+        lambda f, held: tap(f, eqx.Partial(_log, held), when=lambda v: v[0] > held[0]),
+        lambda f, held: S(plant(f, {"h": lambda h: h * held})),
+    ],
+)
+def test_a_jitted_function_is_freed_when_its_owner_lets_go(way):
+    def trial():
+        model = eqx.nn.Linear(3, 3, key=jax.random.key(0))
+        held = jnp.ones(3)
+        f = jax.jit(lambda x: jnp.sum(sow(model(x), "h")))
+        fn = way(f, held)
+        jax.block_until_ready(jax.tree.leaves([fn(XS), way(f, held)(2 * XS)]))
+        jax.effects_barrier()
+        return [weakref.ref(x) for x in (model, model.weight, held, f, fn)]
+
+    alive = [ref for _ in range(2) for ref in trial()]
+    gc.collect()
+    assert [ref() for ref in alive] == [None] * len(alive)
+
+
+@pytest.mark.slow
+def test_what_was_compiled_for_a_jitted_function_is_bounded():
+    """If the function itself lives on, and what it is captured with is made anew."""
+    f = jax.jit(lambda x: sow(x * 2, "h"))
+    alive = []
+    for k in range(70):
+        held = jnp.full(3, float(k))
+        S(f, transform=lambda v, held=held: v + held)(XS)
+        alive.append(weakref.ref(held))
+    del held
+    gc.collect()
+    assert sum(ref() is not None for ref in alive) <= 64

@@ -71,6 +71,11 @@ def _run(self, args, kwargs):
     # A program is traced, and a loop in it is to be seen as one. So `jax.disable_jit`
     # has nothing to show in here.
     with jax.disable_jit(False), _compat.public_nan_errors():
+        if _compat.is_untested():
+            # It uses `save_intermediates`, which uses this.
+            from .canaries import check
+
+            check()
         program = trace(self._fn, args, kwargs, self._options.value)
         # Where new arrays are made, they can be put beside the inputs. Not
         # `self._result`: for a method, Equinox makes a module that holds `self`, and
