@@ -322,6 +322,28 @@ def unspecified() -> tuple[dict[str, Any], dict[str, Any]]:
     return {k: p[k][0] for k in inputs}, {k: p[k][0] for k in outputs}
 
 
+def compiler_options(jitted: Any) -> dict[str, Any]:
+    """The option of that name that a function was given by `jax.jit`, which says of its
+    options nowhere else."""
+    info = getattr(jitted, "_jit_info", None)
+    return dict(getattr(info, "compiler_options_kvs", ()))
+
+
+def without_compiler_options(jitted: Any) -> Any:
+    """The same function made by `jax.jit`, which refuses these in a program around."""
+    if not compiler_options(jitted):
+        return jitted
+    info, nothing = jitted._jit_info, unspecified()[1]["out_shardings"]
+    same = "static_argnums", "static_argnames", "keep_unused", "inline"
+    options = {name: getattr(info, name) for name in same}
+    for name in ("in_shardings", "out_shardings"):
+        leaves = getattr(info, f"{name}_leaves")
+        if any(x is not nothing for x in leaves):
+            treedef = getattr(info, f"{name}_treedef")
+            options[name] = jax.tree.unflatten(treedef, leaves)
+    return jax.jit(jitted.__wrapped__, **options)
+
+
 def _transposed() -> Any:
     eqn = _equation(lambda x: jax.linear_transpose(jax.lax.neg, x)(x))
     return eqn.source_info.name_stack.stack[0]

@@ -47,7 +47,11 @@ class Transformed(eqx.Module):
         # `S(jit(f))` is `jit(S(f))`: so it is traced and compiled when `jit(f)` would
         # be.
         arrays, form = take_apart((self, args, kwargs))
-        arrays, form = _compiled_of(jitted)(_map_static(_to_ref, form))(*arrays)
+        options = _compat.compiler_options(jitted)
+        compiled = _compiled_of(jitted)
+        # Those of `jit(f)`, which no program around it can have.
+        run = compiled(_map_static(_to_ref, form), tuple(options.items()))
+        arrays, form = run(*arrays)
         return form.with_arrays(arrays)
 
     def __hash__(self):
@@ -128,7 +132,7 @@ def _to_ref(x: Any) -> Any:
 
 
 def _from_ref(x: Any) -> Any:
-    return x() if isinstance(x, _Ref) else x
+    return _compat.without_compiler_options(x()) if isinstance(x, _Ref) else x
 
 
 def _map_static(fn: Callable[[Any], Any], form: Form) -> Form:
@@ -136,12 +140,12 @@ def _map_static(fn: Callable[[Any], Any], form: Form) -> Form:
     return form._replace(leaves=tuple(leaves))
 
 
-def _new_compiled() -> Callable[[Form], Callable]:
+def _new_compiled() -> Callable[[Form, Any], Callable]:
     # A user may write the options anew in each call, and with a function that is made
     # anew each time, every program is another one. So there is a bound.
     @ft.lru_cache(maxsize=64)
-    def compiled(form):
-        @jax.jit
+    def compiled(form, options):
+        @ft.partial(jax.jit, compiler_options=dict(options) or None)
         def run(*arrays):
             self, args, kwargs = _map_static(_from_ref, form).with_arrays(arrays)
             return take_apart(_run(self, args, kwargs))
@@ -158,7 +162,7 @@ _compiled: weakref.WeakKeyDictionary[Any, Callable] = weakref.WeakKeyDictionary(
 _compiled_of_equinox = _new_compiled()
 
 
-def _compiled_of(jitted: Any) -> Callable[[Form], Callable]:
+def _compiled_of(jitted: Any) -> Callable[[Form, Any], Callable]:
     """What was compiled for this function: a jitted function for each `Form`."""
     if isinstance(jitted, eqx.Module):
         return _compiled_of_equinox
