@@ -26,6 +26,20 @@ from jax.sharding import PartitionSpec as P
 from ._errors import SowError
 
 
+NEWEST_TESTED = "0.12.0.1"
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """`(0, 13, 0)`, of `0.13.0.dev20270101` as well."""
+    parts = it.takewhile(str.isdecimal, version.split("."))
+    return tuple(map(int, parts))
+
+
+def is_untested() -> bool:
+    """Whether JAX is newer than all that were tested."""
+    return _numbers(jax.__version__) > _numbers(NEWEST_TESTED)
+
+
 # What was not found where it was. Importing never fails for it: `check_supported` does.
 _moved: list[str] = []
 
@@ -218,6 +232,18 @@ def as_array(x: Any) -> Any:
 _call_p = jexc.primitives.closed_call_p
 
 
+def as_call(fn: Callable) -> Callable:
+    """`fn`, as one equation that calls its jaxpr. No public function makes one."""
+
+    def call(x):
+        jaxpr = jax.make_jaxpr(fn)(x)
+        if _call_p.call_primitive:  # up to JAX 0.10
+            return fn(x)
+        return _call_p.bind(x, call_jaxpr=jaxpr)[0]
+
+    return call
+
+
 def inline_or_call(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
     """Evaluates a jaxpr, open or closed. While another is being built, that is one
     equation: to bind each of its equations again would double the time that tracing
@@ -294,6 +320,28 @@ def unspecified() -> tuple[dict[str, Any], dict[str, Any]]:
     inputs = ("in_shardings", "in_layouts", "donated_invars")
     outputs = ("out_shardings", "out_layouts")
     return {k: p[k][0] for k in inputs}, {k: p[k][0] for k in outputs}
+
+
+def compiler_options(jitted: Any) -> dict[str, Any]:
+    """The option of that name that a function was given by `jax.jit`, which says of its
+    options nowhere else."""
+    info = getattr(jitted, "_jit_info", None)
+    return dict(getattr(info, "compiler_options_kvs", ()))
+
+
+def without_compiler_options(jitted: Any) -> Any:
+    """The same function made by `jax.jit`, which refuses these in a program around."""
+    if not compiler_options(jitted):
+        return jitted
+    info, nothing = jitted._jit_info, unspecified()[1]["out_shardings"]
+    same = "static_argnums", "static_argnames", "keep_unused", "inline"
+    options = {name: getattr(info, name) for name in same}
+    for name in ("in_shardings", "out_shardings"):
+        leaves = getattr(info, f"{name}_leaves")
+        if any(x is not nothing for x in leaves):
+            treedef = getattr(info, f"{name}_treedef")
+            options[name] = jax.tree.unflatten(treedef, leaves)
+    return jax.jit(jitted.__wrapped__, **options)
 
 
 def _transposed() -> Any:

@@ -363,3 +363,100 @@ _outlives = jax.jit(lambda x: sow(jnp.sin(x), "h"))
 def test_no_cache_keeps_a_tracer(way, wrap):
     with jax.checking_leaks():
         wrap(lambda x, y: way(y)(x))(XS, 2 * XS)
+
+
+def _log(held, event):
+    del held
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        lambda f, held: S(f),
+        lambda f, held: S(f, capture=True, transform=lambda v: jnp.sum(v) * held[0]),
+        lambda f, held: S(f, names=lambda name: held.shape == (3,)),
+        lambda f, held: S(f, reduce=Fold(held[0], lambda acc, v: acc + v.sum())),
+        lambda f, held: plant(f, {"h": held}),
+        lambda f, held: plant(f, {"h": lambda h: h * held}),
+        lambda f, held: tap(f, eqx.Partial(_log, held), when=lambda v: v[0] > held[0]),
+        lambda f, held: S(plant(f, {"h": lambda h: h * held})),
+    ],
+)
+def test_a_jitted_function_is_freed_when_its_owner_lets_go(way):
+    def trial():
+        model = eqx.nn.Linear(3, 3, key=jax.random.key(0))
+        held = jnp.ones(3)
+        f = jax.jit(lambda x: jnp.sum(sow(model(x), "h")))
+        fn = way(f, held)
+        jax.block_until_ready(jax.tree.leaves([fn(XS), way(f, held)(2 * XS)]))
+        jax.effects_barrier()
+        return [weakref.ref(x) for x in (model, model.weight, held, f, fn)]
+
+    alive = [ref for _ in range(2) for ref in trial()]
+    gc.collect()
+    assert [ref() for ref in alive] == [None] * len(alive)
+
+
+@pytest.mark.slow
+def test_what_was_compiled_for_a_jitted_function_is_bounded():
+    """If the function itself lives on, and what it is captured with is made anew."""
+    f = jax.jit(lambda x: sow(x * 2, "h"))
+    alive = []
+    for k in range(70):
+        held = jnp.full(3, float(k))
+        S(f, transform=lambda v, held=held: v + held)(XS)
+        alive.append(weakref.ref(held))
+    del held
+    gc.collect()
+    assert sum(ref() is not None for ref in alive) <= 64
+
+
+def test_errors_of_the_users_are_raised_in_the_first_trace(monkeypatch):
+    monkeypatch.setattr("eqx_sow._mark.primitive.widened.once", False)
+    traces = []
+
+    def fn(x):
+        traces.append(x)
+        sow(jnp.sin(x), "h")
+        raise ValueError("of the user's")
+
+    for f in (fn, jax.grad(fn)):
+        traces.clear()
+        with pytest.raises(ValueError, match="of the user's"):
+            S(f)(1.0)
+        assert len(traces) == 1
+
+
+def test_a_value_that_was_widened_in_a_trace_that_jax_kept(monkeypatch):
+    """Of a pair, one leaf comes from a loop that has no gradient, and needs none."""
+    monkeypatch.setattr("eqx_sow._mark.primitive.widened.once", False)
+    inner = jax.jit(lambda x, y: sow((jnp.sin(x), y), "h")[0])
+
+    def fn(x, z):
+        y = lax.while_loop(lambda y: y < 3, lambda y: 2 * y, z)
+        return inner(x, y)
+
+    for _ in range(2):
+        _, got = S(jax.grad(fn))(1.0, 1.0)
+        np.testing.assert_allclose(got["h"]["cotangent"][0], 1)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, dict(static_argnames="n"), dict(keep_unused=True, donate_argnums=0)]
+)
+def test_compiler_options_are_those_of_the_program_that_runs(options):
+    given = {"xla_embed_ir_in_executable": True}
+    jitted = jax.jit(
+        lambda x, n=2: n * sow(jnp.sin(x), "h"), compiler_options=given, **options
+    )
+    more = {"n": 3} if "static_argnames" in options else {}
+    out, got = S(jitted)(jnp.array(1.0), **more)
+    np.testing.assert_allclose(out, more.get("n", 2) * got["h"]["primal"])
+    out = plant(jitted, {"h": jnp.array(5.0)})(jnp.array(1.0), **more)
+    assert out == 5 * more.get("n", 2)
+    wrong = jax.jit(lambda x: sow(x, "h"), compiler_options={"no_such_option": True})
+    with pytest.raises(jax.errors.JaxRuntimeError, match="no_such_option"):
+        S(wrong)(1.0)
+    with pytest.raises(ValueError, match="can only be passed to top-level") as caught:
+        S(lambda x: jitted(x))(1.0)
+    assert any("outermost `jax.jit`" in note for note in caught.value.__notes__)

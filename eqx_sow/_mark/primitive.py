@@ -149,6 +149,15 @@ def _sow_abstract_eval(edge, *avals, site):
     return [_edge_aval(edge, *avals), *avals], {sow_effect}
 
 
+class _Widened:
+    once = False
+
+
+# Whether a leaf has got a tangent that it would not have without its sow. JAX may keep
+# what came of that, and not call the rule again. So it stays `True`.
+widened = _Widened()
+
+
 def _differentiated(nonzeros, avals, site, backward: bool) -> list[bool]:
     """Which operands have a tangent.
 
@@ -167,10 +176,12 @@ def _differentiated(nonzeros, avals, site, backward: bool) -> list[bool]:
         dtype = jexc.primal_dtype_to_tangent_dtype(avals[i].dtype)
         return dtype != jax.dtypes.float0 and i not in fixed
 
-    return [
+    new = [
         i >= first and (nz or (whole and is_inexact(i)))
         for i, nz in enumerate(nonzeros)
     ]
+    widened.once = widened.once or any(x and not nz for x, nz in zip(new, nonzeros))
+    return new
 
 
 def _sow_jvp(primals, tangents, *, site):

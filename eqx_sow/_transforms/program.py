@@ -17,6 +17,7 @@ from .._frames import warn
 from .._globs import fits
 from .._mark.listening import Listening, listening
 from .._mark.noting import listening_as, within
+from .._mark.primitive import widened
 from .._mark.site import Site
 from .._mark.sow import UnnamedSowError
 from .._mark.staging import to_jaxpr, types_of
@@ -350,6 +351,13 @@ _TRACED = (
 )
 
 
+_TOP_LEVEL = (
+    "eqx_sow traces the function that it is given, as `jax.jit` does. Give the options "
+    "to the outermost `jax.jit`, and that to eqx_sow: `save_intermediates(jax.jit(fn, "
+    "compiler_options=...))`."
+)
+
+
 def _trace(
     fn: Callable,
     args: tuple,
@@ -392,7 +400,11 @@ def _trace(
         made = closed_jaxpr(outer.leafwise)
     except (SowError, RecursionError):
         raise
-    except _NOT_DIFFERENTIABLE:
+    except _NOT_DIFFERENTIABLE as e:
+        if "`compiler_options` can only" in str(e):
+            e.add_note(_TOP_LEVEL)
+        if not widened.once:
+            raise
         # If a leaf of a value is differentiated, so are all. Perhaps another one comes
         # from a `while_loop`, which cannot be, and would not be without the sow. What
         # is raised may be an error of JAX's, or of a derivative rule of the user's.

@@ -55,7 +55,7 @@ class Transformed(eqx.Module):
         # be.
         arrays, form = take_apart((self, args, kwargs))
         try:
-            arrays, form = _compiled_of(jitted)(_map_static(_to_ref, form))(*arrays)
+            arrays, form = _compiled_of(jitted, form)(*arrays)
         except NotFixed:
             return _run(self, args, kwargs)
         return form.with_arrays(arrays)
@@ -85,8 +85,7 @@ class Transformed(eqx.Module):
                 f"`{self._call}(eqx.filter_jit(fn), ...)`, or `jax.jit({call})`."
             )
         arrays, form = take_apart((self, args, kwargs), _is_array_or_shape)
-        compiled = _compiled_of(jitted)(_map_static(_to_ref, form))
-        return Stage(compiled.trace(*arrays), self, form)
+        return Stage(_compiled_of(jitted, form).trace(*arrays), self, form)
 
     def __hash__(self):
         # `jax.jit` takes only what is hashable, and dicts are not.
@@ -163,6 +162,11 @@ def _run(self, args, kwargs, compiled=False):
     # A program is traced, and a loop in it is to be seen as one. So `jax.disable_jit`
     # has nothing to show in here.
     with jax.disable_jit(False), _compat.public_nan_errors():
+        if _compat.is_untested():
+            # It uses `save_intermediates`, which uses this.
+            from .canaries import check
+
+            check()
         program = trace(self._fn, args, kwargs, self._options.value)
         program = dc.replace(program, compiled=compiled)
         # Where new arrays are made, they can be put beside the inputs. Not
@@ -241,7 +245,7 @@ def _to_ref(x: Any) -> Any:
 
 
 def _from_ref(x: Any) -> Any:
-    return x() if isinstance(x, _Ref) else x
+    return _compat.without_compiler_options(x()) if isinstance(x, _Ref) else x
 
 
 def _map_static(fn: Callable[[Any], Any], form: Form) -> Form:
@@ -249,12 +253,12 @@ def _map_static(fn: Callable[[Any], Any], form: Form) -> Form:
     return form._replace(leaves=tuple(leaves))
 
 
-def _new_compiled() -> Callable[[Form], Callable]:
+def _new_compiled() -> Callable[[Form, Any], Callable]:
     # A user may write the options anew in each call, and with a function that is made
     # anew each time, every program is another one. So there is a bound.
     @ft.lru_cache(maxsize=64)
-    def compiled(form):
-        @jax.jit
+    def compiled(form, options):
+        @ft.partial(jax.jit, compiler_options=dict(options) or None)
         def run(*arrays):
             self, args, kwargs = _map_static(_from_ref, form).with_arrays(arrays)
             return take_apart(_run(self, args, kwargs, compiled=True))
@@ -271,10 +275,14 @@ _compiled: weakref.WeakKeyDictionary[Any, Callable] = weakref.WeakKeyDictionary(
 _compiled_of_equinox = _new_compiled()
 
 
-def _compiled_of(jitted: Any) -> Callable[[Form], Callable]:
-    """What was compiled for this function: a jitted function for each `Form`."""
+def _compiled_of(jitted: Any, form: Form) -> Any:
+    """What was compiled for this function and `Form`: a jitted function of arrays."""
     if isinstance(jitted, eqx.Module):
-        return _compiled_of_equinox
-    if jitted not in _compiled:
-        _compiled.setdefault(jitted, _new_compiled())
-    return _compiled[jitted]
+        compiled = _compiled_of_equinox
+    else:
+        if jitted not in _compiled:
+            _compiled.setdefault(jitted, _new_compiled())
+        compiled = _compiled[jitted]
+    # The compiler options of `jit(f)`, which no program around it can have.
+    options = tuple(_compat.compiler_options(jitted).items())
+    return compiled(_map_static(_to_ref, form), options)

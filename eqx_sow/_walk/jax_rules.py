@@ -69,6 +69,7 @@ def _wrap(table: dict, primitive: jexc.Primitive, always: bool = False) -> Calla
                 return rule(*args, **kwargs)
             return wrapper(rule, *args, **kwargs)
 
+        chosen.__wrapped__ = rule
         table[primitive] = chosen
         _wrapped.append((table, primitive, chosen))
         return wrapper

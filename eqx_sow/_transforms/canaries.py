@@ -1,0 +1,319 @@
+"""Small programs that show whether a JAX that was not tested behaves as eqx_sow needs.
+
+Names that moved are found by `_compat.py`. But JAX may also batch a branch on another
+way, or move a value out of its loop: then what comes back would be wrong, and nobody
+would be told. So before the first capture under a JAX that is newer than all that were
+tested, these programs are traced, with types for values: nothing is compiled or run.
+What comes back must have the shapes that are written here.
+
+For each rule of JAX's that `_walk/jax_rules.py` wraps there is a program that would
+come out differently without it.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .. import _compat
+from .._errors import SowError
+from .._mark.listening import listening, scope
+from .._mark.sow import sow
+from .._values.transform import batched
+from .save import save_intermediates as S
+
+
+# --- the programs ---
+def _h(x: Any) -> Any:
+    return sow(jnp.sin(x), "h")
+
+
+def _grad(fn: Callable) -> Callable:
+    return jax.grad(lambda x: jnp.sum(fn(x)))
+
+
+def _twice(step: Callable) -> Callable:
+    """A scan of two iterations."""
+    return lambda x: lax.scan(lambda c, _: (step(c, x), None), x, length=2)[0]
+
+
+def _branch(x):
+    return lax.cond(x > 0, _h, lambda x: x, x)
+
+
+def _until(x):
+    return lax.while_loop(lambda x: x < 9, lambda x: sow(2 * x, "h"), x)
+
+
+# In a branch that does not run, a loop runs for no lane.
+def _rarely(x):
+    return lax.cond(x > 0, _until, lambda x: x, x)
+
+
+_product = _twice(lambda c, x: c * _h(x))
+
+
+def _times_index(index: Callable) -> Callable:
+    return lambda x: x * index(x).astype(x.dtype)
+
+
+_best = _times_index(jax.checkpoint(lambda x: jnp.argmax(_h(x))))
+_best_of_some = _times_index(
+    jax.checkpoint(
+        lambda x: lax.cond(x[0] > 0, lambda x: jnp.argmax(_h(x)), lambda x: 0, x)
+    )
+)
+
+
+def _pair(x):
+    x, y = sow((jnp.sin(x), jnp.float32(2)), "h")
+    return x * y
+
+
+def _counted(x):
+    body = lambda c: (c[0] + 1, sow(2 * c[1], "h"))
+    _, n = lax.while_loop(lambda c: c[0] < 3, body, (0, jnp.float32(1)))
+    return n * jnp.sin(x)
+
+
+def _with_rules() -> Callable:
+    """A function whose derivative rules mark values, called in a scope that is left
+    when JAX calls the rules."""
+
+    @jax.custom_jvp
+    def with_jvp(x):
+        return jnp.sin(x)
+
+    @with_jvp.defjvp
+    def _(primals, tangents):
+        return jnp.sin(*primals), tangents[0] * sow(jnp.cos(*primals), "jvp")
+
+    @jax.custom_vjp
+    def with_vjp(x):
+        return jnp.sin(x)
+
+    def bwd(cos, g):
+        return (sow(g * cos, "bwd"),)
+
+    with_vjp.defvjp(lambda x: (jnp.sin(x), sow(jnp.cos(x), "fwd")), bwd)
+
+    def call(x):
+        with scope("s"):
+            return with_jvp(x) + with_vjp(x)
+
+    return call
+
+
+def _one_device(fn: Callable) -> Callable:
+    mesh = jax.sharding.AbstractMesh((1,), ("d",))
+    p = jax.sharding.PartitionSpec()
+    return jax.shard_map(fn, mesh=mesh, in_specs=p, out_specs=p)
+
+
+def _without_gradient(hold: Callable) -> Callable:
+    return lambda fn: lambda x: hold(fn)(lax.stop_gradient(x))
+
+
+def _custom_jvp(fn: Callable) -> Callable:
+    fn = jax.custom_jvp(fn)
+    fn.defjvps(lambda t, y, x: t)
+    return fn
+
+
+def _custom_vjp(fn: Callable) -> Callable:
+    new = jax.custom_vjp(fn)
+    new.defvjp(lambda x: (fn(x), None), lambda _, g: (g,))
+    return new
+
+
+# Everything that may have a mark inside, and that JAX could move out of a loop.
+_HOLDERS: dict[str, Callable] = {
+    "jit": _without_gradient(jax.jit),
+    "checkpoint": _without_gradient(jax.checkpoint),
+    "cond": _without_gradient(
+        lambda fn: lambda x: lax.cond(x[0] > 0, fn, lambda x: x, x)
+    ),
+    "scan": _without_gradient(lambda fn: _twice(lambda c, x: fn(x))),
+    "while": _without_gradient(
+        lambda fn: lambda x: lax.while_loop(lambda x: x[0] < 0, fn, x)
+    ),
+    "custom_jvp": _without_gradient(_custom_jvp),
+    "custom_vjp": _without_gradient(_custom_vjp),
+    "custom_vmap": _without_gradient(jax.custom_batching.sequential_vmap),
+    "shard_map": _without_gradient(_one_device),
+    "call": _without_gradient(_compat.as_call),
+}
+
+
+def _named(name: str) -> Callable:
+    return lambda x: sow(jnp.sin(x), name) + 1
+
+
+def _held(x):
+    def step(c, _):
+        for name, hold in _HOLDERS.items():
+            c = c * hold(_named(name))(x)
+        return c, None
+
+    return lax.scan(step, x, length=2)[0]
+
+
+def _layers(x):
+    new = lambda: eqx.nn.Linear(3, 3, dtype=jnp.float32, key=jax.random.key(0))
+    return S(eqx.nn.Sequential([new(), new()]), capture=eqx.nn.Linear)(x)
+
+
+def _refused(x):
+    """Whether it is known that a loop under a vmap runs for some lanes only."""
+    try:
+        S(jax.vmap(_until), transform=batched(jnp.sum))(x)
+    except SowError:
+        return x, {"error": {"there": x}}
+    return x, {}
+
+
+def _explained(x):
+    """Whether the error of a loop that eqx_sow made is explained."""
+    try:
+        jax.grad(lambda x: S(_until)(x)[0])(x[0])
+    except ValueError as e:
+        if any("eqx_sow" in note for note in getattr(e, "__notes__", ())):
+            return x, {"error": {"there": x}}
+    return x, {}
+
+
+_ONE, _TWO = "float32[3]", "float32[2, 3]"
+_BOTH = {"h primal": _ONE, "h cotangent": _ONE}
+# What each is called in the message; a function of three numbers; and what comes back.
+CANARIES: list[tuple[str, Callable, dict[str, str]]] = [
+    (
+        "cond under vmap",
+        S(jax.vmap(_branch)),
+        {"h primal": _ONE, "h count": "int32[3]"},
+    ),
+    (
+        "while_loop under vmap",
+        S(jax.vmap(_until)),
+        {"h primal": _ONE, "h count": "int32[3]"},
+    ),
+    ("while_loop under vmap, transformed", _refused, {"error there": _ONE}),
+    (
+        "scan under vmap",
+        S(jax.vmap(_twice(lambda c, x: _h(c)))),
+        {"h primal": "float32[3, 2]"},
+    ),
+    (
+        "gradient of a scan",
+        S(_grad(_product)),
+        {"h primal": _TWO, "h cotangent": _TWO},
+    ),
+    (
+        "gradient of a scan in a scan",
+        S(_grad(_twice(lambda c, x: c * _product(x)))),
+        {"h primal": "float32[2, 2, 3]", "h cotangent": "float32[2, 2, 3]"},
+    ),
+    (
+        "gradient of a scan in a cond",
+        S(_grad(lambda x: lax.cond(x[0] > 0, _product, lambda x: x, x))),
+        {"h primal": _TWO, "h cotangent": _TWO, "h count": "int32[2]"},
+    ),
+    (
+        "gradient of a checkpointed scan",
+        S(_grad(jax.checkpoint(_product))),
+        {"h primal": _TWO, "h cotangent": _TWO},
+    ),
+    ("gradient of a checkpointed argmax", S(_grad(_best)), _BOTH),
+    (
+        "gradient of an argmax in a cond",
+        S(_grad(_best_of_some)),
+        {**_BOTH, "h count": "int32[]"},
+    ),
+    (
+        "gradient of a checkpointed pair",
+        S(_grad(jax.checkpoint(_pair))),
+        {
+            "h primal": f"{_ONE}, float32[]",
+            "h cotangent": f"{_ONE}, float32[]",
+        },
+    ),
+    (
+        "gradient of a checkpointed while_loop",
+        S(_grad(jax.checkpoint(_counted))),
+        {"h primal": "float32[]", "h count": "int32[]"},
+    ),
+    (
+        "functions with derivative rules",
+        S(_grad(jax.jit(_with_rules()))),
+        {f"s/{name} primal": _ONE for name in ("jvp", "fwd", "bwd")},
+    ),
+    (
+        "derivative rules under vmap",
+        S(jax.vmap(jax.grad(_twice(lambda c, x: _with_rules()(c))))),
+        {f"s/{name} primal": "float32[3, 2]" for name in ("jvp", "fwd", "bwd")},
+    ),
+    (
+        "what a scan could move out",
+        S(_grad(_held)),
+        {
+            **{f"{name} primal": _TWO for name in _HOLDERS},
+            "scan primal": "float32[2, 2, 3]",
+            "cond count": "int32[2]",
+            "while count": "int32[2]",
+        },
+    ),
+    ("captured layers", _layers, {f"layers/{i} primal": _ONE for i in (0, 1)}),
+    ("gradient of a captured while_loop", _explained, {"error there": _ONE}),
+]
+
+
+# --- what comes back ---
+def found(fn: Callable) -> dict[str, str]:
+    """For each name and mode, the types of the arrays that come back."""
+    x = jax.ShapeDtypeStruct((3,), "float32")
+    with listening(None):
+        there = jax.eval_shape(lambda x: fn(x)[1], x)
+    return {
+        f"{name} {mode}": ", ".join(
+            f"{x.dtype}{list(x.shape)}" for x in jax.tree.leaves(value)
+        )
+        for name, modes in there.items()
+        for mode, value in modes.items()
+    }
+
+
+def differences() -> Iterator[str]:
+    """What does not come back as it has to."""
+    for name, fn, want in CANARIES:
+        try:
+            got = found(fn)
+        except Exception as e:  # whatever comes of another version of JAX
+            yield f"{name}: {type(e).__name__}: {str(e)[:200]}"
+            continue
+        for k in {**want, **got}:
+            is_there, must_be = (x.get(k, "missing") for x in (got, want))
+            if is_there != must_be:
+                yield f"{name}: {k!r} is {is_there}, and must be {must_be}"
+
+
+_checking = threading.RLock()
+# What was found, once that is known. While it is not, the programs above are traced.
+_found: list[list[str]] = []
+
+
+def check() -> None:
+    """Raises if this JAX does not behave as those that were tested."""
+    with _checking:
+        if not _found:
+            _found.append([])
+            _found[0] = list(differences())
+    if _found[0]:
+        raise SowError(
+            f"eqx_sow was tested up to JAX {_compat.NEWEST_TESTED}, and JAX "
+            f"{jax.__version__} behaves differently, so values that come back could be "
+            f"wrong. In small programs of eqx_sow's own: {'; '.join(_found[0][:3])}. "
+            f"Install a newer eqx_sow, or JAX {_compat.NEWEST_TESTED}."
+        )

@@ -1,0 +1,131 @@
+"""On a JAX that is newer than all that were tested, small programs are traced first."""
+
+import inspect
+import time
+
+import eqx_sow
+import jax
+import jax.numpy as jnp
+import pytest
+from eqx_sow import _compat, save_intermediates as S, sow, SowError
+from eqx_sow._mark.primitive import sow_p
+from eqx_sow._transforms import canaries, program
+from eqx_sow._walk import interpreter, jax_rules
+from jax.interpreters import partial_eval as pe
+
+
+@pytest.fixture
+def untested(monkeypatch):
+    monkeypatch.setattr(_compat, "NEWEST_TESTED", "0.1")
+    monkeypatch.setattr(canaries, "_found", [])
+
+
+def _saved():
+    return S(lambda x: sow(jnp.sin(x), "h"))(1.0)[1]
+
+
+def test_versions(monkeypatch):
+    for version, want in {
+        "0.10.2": False,
+        "0.12.0.1": False,
+        "0.12.1": True,
+        "0.13.0.dev20270101": True,
+        "1.0": True,
+    }.items():
+        monkeypatch.setattr(jax, "__version__", version)
+        assert _compat.is_untested() is want
+
+
+def test_nothing_happens_on_a_tested_version(monkeypatch):
+    assert not _compat.is_untested()
+    monkeypatch.setattr(canaries, "check", lambda: 1 / 0)
+    assert set(_saved()) == {"h"}
+
+
+def test_once_in_a_process(untested, monkeypatch):
+    runs = []
+    found = canaries.found
+    monkeypatch.setattr(canaries, "found", lambda fn: runs.append(fn) or found(fn))
+    begin = time.perf_counter()
+    assert set(_saved()) == {"h"}
+    print(f"canaries: {time.perf_counter() - begin:.2f} s")
+    assert len(runs) == len(canaries.CANARIES)
+    eqx_sow.plant(lambda x: sow(x, "h"), {"h": jnp.ones(())})(jnp.zeros(()))
+    assert len(runs) == len(canaries.CANARIES)
+
+
+def test_inside_of_other_transformations(untested):
+    with jax.numpy_dtype_promotion("standard"), jax.enable_x64(True):
+        jax.jit(jax.vmap(S(jax.grad(lambda x: sow(jnp.sin(x), "h")))))(jnp.ones(2))
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_the_message(untested, monkeypatch, again):
+    monkeypatch.setattr(program, "check_wrapped", lambda: None)
+    _break_a_table(monkeypatch, *jax_rules._wrapped[-1])
+    for _ in range(1 + again):
+        with pytest.raises(SowError) as caught:
+            _saved()
+    message = str(caught.value)
+    assert f"tested up to JAX 0.1, and JAX {jax.__version__} behaves" in message
+    assert "'error there' is missing, and must be float32[3]" in message
+    assert "Install a newer eqx_sow, or JAX 0.1." in message
+
+
+def _break_a_table(monkeypatch, table, primitive, chosen):
+    monkeypatch.setitem(table, primitive, chosen.__wrapped__)
+
+
+def _break_bind(monkeypatch, primitive, bind):
+    monkeypatch.setattr(primitive, "bind", bind)
+
+
+def _binds():
+    """The functions that were put before the `bind` of primitives."""
+    for primitive in filter(None, interpreter.rules):
+        bind = primitive.bind
+        while "bind" in (inside := inspect.getclosurevars(bind).nonlocals):
+            bind = inside["bind"]
+            yield pytest.param(primitive, bind, id=f"{primitive}-{bind.__qualname__}")
+
+
+# Only what JAX will bind one day has this primitive. Which of the programs die without
+# these is seen with its flags, in `tests/test_modes.py`.
+_NEXT = _compat.hi_p
+
+
+def _first_difference(monkeypatch):
+    monkeypatch.setattr(program, "check_wrapped", lambda: None)
+    jax.clear_caches()
+    return next(canaries.differences(), None)
+
+
+def test_all_live(monkeypatch):
+    assert _first_difference(monkeypatch) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("i", range(len(jax_rules._wrapped)))
+def test_a_canary_dies_without_each_rule(monkeypatch, i):
+    table, primitive, chosen = jax_rules._wrapped[i]
+    if primitive is _NEXT:
+        pytest.skip("JAX binds this primitive only with its flags")
+    if table is pe.custom_partial_eval_rules and primitive.name == "scan":
+        pytest.skip("JAX calls this rule only without its direct linearization")
+    _break_a_table(monkeypatch, table, primitive, chosen)
+    assert _first_difference(monkeypatch) is not None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("primitive, bind", list(_binds()))
+def test_a_canary_dies_without_each_bind(monkeypatch, primitive, bind):
+    if primitive is _NEXT or (primitive.name == "core_call"):
+        pytest.skip("JAX binds this primitive only with its flags, or on old versions")
+    _break_bind(monkeypatch, primitive, bind)
+    assert _first_difference(monkeypatch) is not None
+
+
+@pytest.mark.slow
+def test_a_canary_dies_if_sows_move_out_of_loops(monkeypatch):
+    monkeypatch.delitem(pe.custom_partial_eval_rules, sow_p)
+    assert _first_difference(monkeypatch) is not None
