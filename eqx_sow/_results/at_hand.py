@@ -180,7 +180,7 @@ class _Rows:
             for i, length in owners:
                 found[i].append(_at(rows, slice(start, start + length)))
                 start += length
-        merged = _merged_each([_concatenated([_NOTHING, *x]) for x in found])
+        merged = _merged_each([_concatenated(x or [_NOTHING]) for x in found])
         return [self._without_filled(i, x) for i, x in enumerate(merged)]
 
     def _without_filled(self, i: int, x: Summary) -> Summary:
@@ -188,7 +188,7 @@ class _Rows:
         return dc.replace(x, size=x.size - n, not_finite=x.not_finite - n)
 
 
-# One row, so that there is always one. A summary of zeros is one of no entries.
+# A summary of zeros is one of no entries.
 _NO: Any = np.zeros(1)
 _NOTHING = Summary(*[_NO] * 8)
 
