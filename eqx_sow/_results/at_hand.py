@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
@@ -21,7 +22,7 @@ from .summarize import as_array, merged_on_host, Summary, summary_of_rows
 
 _ROW = 1024
 # How many rows the program takes at once: many of a large array, or a few.
-_MANY, _FEW = 2048, 64
+_MANY, _FEW = 1024, 64
 
 
 def is_at_hand(x: jax.Array) -> bool:
@@ -112,7 +113,7 @@ def not_finite(x: Any, mask: np.ndarray | None, kept: Sequence[int]) -> np.ndarr
     return out
 
 
-def any_along(x: np.ndarray, kept: Sequence[int]) -> np.ndarray:
+def any_along(x: Any, kept: Sequence[int]) -> np.ndarray:
     return x.any(tuple(a for a in range(x.ndim) if a not in kept))
 
 
@@ -163,7 +164,8 @@ class _Rows:
         with computing(), jax.debug_nans(False):
             for start in range(0, len(rows), size):
                 part = rows[start : start + size]
-                part = np.pad(part, ((0, size - len(part)), (0, 0)))
+                if len(part) < size:
+                    part = np.pad(part, ((0, size - len(part)), (0, 0)))
                 results.append(summary_of_rows(_on_cpu(part)))
         self.started.append(([(i, len(x)) for i, x in owned], results))
 
@@ -176,9 +178,9 @@ class _Rows:
         for owners, results in jax.device_get(self.started):
             rows, start = _concatenated(results), 0
             for i, length in owners:
-                found[i].append(_slice(rows, start, start + length))
+                found[i].append(_at(rows, slice(start, start + length)))
                 start += length
-        merged = _merged_each([_concatenated([_NOTHING, *x]) for x in found])
+        merged = _merged_each([_concatenated(x or [_NOTHING]) for x in found])
         return [self._without_filled(i, x) for i, x in enumerate(merged)]
 
     def _without_filled(self, i: int, x: Summary) -> Summary:
@@ -186,16 +188,17 @@ class _Rows:
         return dc.replace(x, size=x.size - n, not_finite=x.not_finite - n)
 
 
-# One row, so that there is always one. A summary of zeros is one of no entries.
-_NOTHING = Summary(*[np.zeros(1)] * 8)
+# A summary of zeros is one of no entries.
+_NO: Any = np.zeros(1)
+_NOTHING = Summary(*[_NO] * 8)
 
 
 def _concatenated(parts: Sequence[Summary]) -> Summary:
     return jtu.tree_map(lambda *x: np.concatenate(x), *parts)
 
 
-def _slice(rows: Summary, start: int, stop: int) -> Summary:
-    return jtu.tree_map(lambda x: x[start:stop], rows)
+def _at(rows: Summary, index: int | slice) -> Summary:
+    return jtu.tree_map(lambda x: x[index], rows)
 
 
 def _merged_each(each: Sequence[Summary]) -> list[Summary]:
@@ -207,7 +210,7 @@ def _merged_each(each: Sequence[Summary]) -> list[Summary]:
         pad = lambda x: np.pad(x, (0, 2**length - len(x)))
         rows = [jtu.tree_map(pad, each[i]) for i in some]
         merged = merged_on_host(jtu.tree_map(lambda *x: np.stack(x), *rows), (1,))
-        out |= {i: jtu.tree_map(lambda x: x[k], merged) for k, i in enumerate(some)}
+        out |= {i: _at(merged, k) for k, i in enumerate(some)}
     return [out[i] for i in range(len(each))]
 
 

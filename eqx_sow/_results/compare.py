@@ -137,7 +137,7 @@ def compare(
     lead = a if isinstance(intermediates, Intermediates) else b
     ordered = [(n, m) for n in lead for m in lead[n] if (n, m) in both]
     rows = [row for key in ordered for row in _rows(a, b, *key)]
-    _fill(rows, rtol, atol)
+    _fill(rows, (rtol, atol))
     mark_first(rows)
     below = [_only_in(x, both, of) for x, of in ((a, "first"), (b, "second"))]
     table = Comparison.of(
@@ -227,8 +227,8 @@ class _Row(First):
         return cells
 
     def _of_numbers(self) -> dict[str, str]:
-        largest, *squares, of_both, beyond, _ = self.numbers
-        of_a, of_b = (x**0.5 for x in squares)
+        largest, (of_a, of_b, of_both), beyond, _ = self.numbers
+        of_a, of_b = of_a**0.5, of_b**0.5
         cells = {"beyond": f"{beyond}/{_size(self.a)}"} if beyond else {}
         if _is_key(self.a) or not _size(self.a):
             return cells
@@ -305,18 +305,19 @@ def _parts(x: Any) -> list[Any]:
 # --- numbers ---
 class _Numbers(NamedTuple):
     """Of the entries that are finite in both: the largest difference, and the sums of
-    products that make norms and the cosine, of entries divided by `scale`. And how many
-    entries are beyond."""
+    `abs(a)**2`, `abs(b)**2` and `a * conj(b)`, of entries divided by `scale`, of which
+    norms and the cosine are made. And how many entries are beyond."""
 
     largest: Any = 0.0
-    of_a: Any = 0.0
-    of_b: Any = 0.0
-    of_both: Any = 0.0
+    sums: tuple[Any, Any, Any] = (0.0, 0.0, 0.0)
     beyond: Any = 0
     scale: Any = 1.0
 
 
-def _fill(rows: Sequence[_Row], *tolerance: float) -> None:
+_Tolerance = tuple[Any, Any]
+
+
+def _fill(rows: Sequence[_Row], tolerance: _Tolerance) -> None:
     started = []
     for row in rows:
         if row.differ:
@@ -324,34 +325,41 @@ def _fill(rows: Sequence[_Row], *tolerance: float) -> None:
             continue
         if not row.has_numbers:
             continue
-        for pair in zip(_parts(row.a), _parts(row.b)):
-            of_pair = _read if can_be_read(pair) else _on_device
-            started.append((row, of_pair(*pair, *tolerance, row.time)))
+        for a, b in zip(_parts(row.a), _parts(row.b)):
+            of_pair = _read if can_be_read((a, b)) else _on_device
+            started.append((row, of_pair(a, b, tolerance, row.time)))
     # Only now, when all are being computed, are the first ones awaited.
     done = jax.device_get([numbers for _, numbers in started])
     for (row, _), (numbers, bad) in zip(started, done):
-        row.numbers = _together([*([row.numbers] if row.numbers else []), numbers])
+        row.numbers = _together([row.numbers or _Numbers(), numbers])
         row.bad = bad if row.bad is None else row.bad | bad
 
 
 def _together(parts: Sequence[_Numbers]) -> _Numbers:
-    sums = [
-        sum(float(x) * float(p.scale) ** 2 for x, p in zip(of, parts))
-        for of in [*zip(*parts)][1:4]
-    ]
+    scales = [float(p.scale) ** 2 for p in parts]
+    total = lambda k: sum(float(p.sums[k]) * s for p, s in zip(parts, scales))
     largest = max(float(p.largest) for p in parts)
-    return _Numbers(largest, *sums, sum(int(p.beyond) for p in parts))
+    sums = total(0), total(1), total(2)
+    return _Numbers(largest, sums, sum(int(p.beyond) for p in parts))
 
 
-def _products(x: Any, y: Any, rtol: Any, atol: Any, scale: Any, xp: Any) -> list[Any]:
-    """Of each entry, what `_Numbers` is made of."""
+def _beyond(x: Any, y: Any, tolerance: _Tolerance, xp: Any) -> Any:
+    """Which entries are. Those that are not finite in both are, unless they are the
+    same."""
+    rtol, atol = tolerance
     both = xp.isfinite(x) & xp.isfinite(y)
     same = (x == y) | (xp.isnan(x) & xp.isnan(y))
     x, y = xp.where(both, x, 0), xp.where(both, y, 0)
+    return xp.where(both, xp.abs(x - y) > atol + rtol * xp.abs(y), ~same)
+
+
+def _of_entries(x: Any, y: Any, scale: Any, xp: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Of each entry, the difference, and what is summed."""
+    both = xp.isfinite(x) & xp.isfinite(y)
+    x, y = xp.where(both, x, 0), xp.where(both, y, 0)
     off = xp.abs(x - y)
-    far = xp.where(both, off > atol + rtol * xp.abs(y), ~same)
     x, y = x / scale, y / scale
-    return [off, xp.abs(x) ** 2, xp.abs(y) ** 2, (x * xp.conj(y)).real, far]
+    return off, (xp.abs(x) ** 2, xp.abs(y) ** 2, (x * xp.conj(y)).real)
 
 
 def _keys(x: Any, y: Any, xp: Any) -> tuple[Any, Any]:
@@ -366,23 +374,22 @@ _AT_ONCE = 2**16
 
 
 def _read(
-    a: Any, b: Any, rtol: float, atol: float, time: tuple[int, ...]
-) -> tuple[_Numbers, np.ndarray]:
+    a: Any, b: Any, tolerance: _Tolerance, time: tuple[int, ...]
+) -> tuple[_Numbers, Any]:
     """Of arrays in the memory of the host, in float64; and where some entries are
     beyond, along these axes."""
     a, b = _keys(a, b, np) if _is_key(a) else (a, b)
     bad = np.zeros([np.shape(a)[k] for k in time], bool)
     whole, parts = np.asarray(b), [_Numbers()]
     for index, mine in pieces(a):
-        other, beyond = whole[index].reshape(-1), []
-        flat = mine.reshape(-1)
+        flat, other, beyond = mine.reshape(-1), whole[index].reshape(-1), []
         for start in range(0, flat.size, _AT_ONCE):
             here = slice(start, start + _AT_ONCE)
             x, y = _wide(flat[here]), _wide(other[here])
-            off, *products, far = _products(x, y, rtol, atol, 1.0, np)
-            sums = [float(np.sum(p)) for p in products]
-            parts.append(_Numbers(float(off.max()), *sums, int(far.sum())))
-            beyond.append(far)
+            off, (xx, yy, xy) = _of_entries(x, y, 1.0, np)
+            beyond.append(_beyond(x, y, tolerance, np))
+            sums = np.sum(xx), np.sum(yy), np.sum(xy)
+            parts.append(_Numbers(np.max(off), sums, np.sum(beyond[-1])))
         far = np.concatenate([np.zeros(0, bool), *beyond]).reshape(mine.shape)
         bad[tuple(index[k] for k in time)] |= any_along(far, time)
     return _together(parts), bad
@@ -393,13 +400,14 @@ def _wide(x: np.ndarray) -> np.ndarray:
 
 
 def _on_device(
-    a: Any, b: Any, rtol: float, atol: float, time: tuple[int, ...]
+    a: Any, b: Any, tolerance: _Tolerance, time: tuple[int, ...]
 ) -> tuple[_Numbers, Any]:
     """The same of arrays that are spread over processes, or on an accelerator."""
     goes_to_b = isinstance(b, jax.Array) and can_be_read(a)
     a, b = (_beside(a, b), b) if goes_to_b else (a, _beside(b, a))
+    rtol, atol = map(np.float32, tolerance)
     with jax.debug_nans(False):
-        return computed(_difference(time), (a, b), np.float32(rtol), np.float32(atol))
+        return computed(_difference(time), (a, b), rtol, atol)
 
 
 def _beside(x: Any, other: jax.Array) -> jax.Array:
@@ -417,25 +425,26 @@ def _beside(x: Any, other: jax.Array) -> jax.Array:
 
 @ft.lru_cache(maxsize=64)
 def _difference(time: tuple[int, ...]) -> Callable[..., tuple[_Numbers, jax.Array]]:
-    def fn(pair: Any, rtol: Any, atol: Any) -> tuple[_Numbers, jax.Array]:
-        a, b = _keys(*pair, jnp) if _is_key(pair[0]) else pair
+    def fn(pair: tuple[Any, Any], rtol: Any, atol: Any) -> tuple[_Numbers, jax.Array]:
+        a, b = pair
+        a, b = _keys(a, b, jnp) if _is_key(a) else (a, b)
         x, y = (_as_float(z) for z in (a, b))
         with jax.numpy_dtype_promotion("standard"):
             dtype = jnp.promote_types(x.dtype, y.dtype)
         x, y = x.astype(dtype), y.astype(dtype)
-        rtol, atol = (z.astype(x.real.dtype) for z in (rtol, atol))
-        size = jnp.maximum(*(jnp.where(jnp.isfinite(z), jnp.abs(z), 0) for z in (x, y)))
+        tolerance = rtol.astype(x.real.dtype), atol.astype(x.real.dtype)
+        size = [jnp.where(jnp.isfinite(z), jnp.abs(z), 0) for z in (x, y)]
         # So that no square overflows.
-        scale = jnp.max(size, initial=0)
+        scale = jnp.max(jnp.maximum(size[0], size[1]), initial=0)
         scale = jnp.where(scale > 0, scale, 1)
-        by = scale.astype(dtype)
-        far = _products(x, y, rtol, atol, by, jnp)[-1]
+        far = _beyond(x, y, tolerance, jnp)
         bad = jnp.any(far, [k for k in range(far.ndim) if k not in time])
         (x, block), (y, _) = in_blocks(x), in_blocks(y)
-        off, *products, far = _products(x, y, rtol, atol, by, jnp)
-        sums = [jnp.sum(jnp.sum(p, block)) for p in products]
-        largest = jnp.max(off, initial=0)
-        return _Numbers(largest, *sums, jnp.sum(far, dtype=np.uint32), scale), bad
+        off, (xx, yy, xy) = _of_entries(x, y, scale.astype(dtype), jnp)
+        total = lambda z: jnp.sum(jnp.sum(z, block))
+        sums = total(xx), total(yy), total(xy)
+        beyond = jnp.sum(far, dtype=np.uint32)
+        return _Numbers(jnp.max(off, initial=0), sums, beyond, scale), bad
 
     return fn
 
