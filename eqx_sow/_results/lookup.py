@@ -1,8 +1,9 @@
 """Looking up what is not a key of an `Intermediates`: what the errors say."""
 
 import difflib
+import functools as ft
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
 import jax.export
@@ -39,7 +40,8 @@ class Modes(dict[str, Any]):
     """The modes of one name, as `intermediates[name]` returns them: a dict that says
     what it means that a mode is not there.
 
-    What an `Intermediates` holds are plain dicts. To set a mode here sets it there."""
+    What an `Intermediates` holds are plain dicts. What changes this one changes that,
+    too."""
 
     _name: str = ""
     _known: Mapping[tuple[str, str], Any] = Known()
@@ -52,18 +54,26 @@ class Modes(dict[str, Any]):
             f"{_why(self, mode)}"
         )
 
-    def __setitem__(self, mode: str, value: Any) -> None:
-        super().__setitem__(mode, value)
-        if self._held is not None:
-            self._held[mode] = value
-
-    def __delitem__(self, mode: str) -> None:
-        super().__delitem__(mode)
-        if self._held is not None:
-            del self._held[mode]
-
     def __reduce__(self):
         return dict, (dict(self),)
+
+
+def _in_both(change: str) -> Callable:
+    """A method of a dict that changes it, for `Modes`."""
+
+    def method(self, *args, **kwargs):
+        if self._held is not None:
+            getattr(self._held, change)(*args, **kwargs)
+        return getattr(dict, change)(self, *args, **kwargs)
+
+    return ft.update_wrapper(method, getattr(dict, change))
+
+
+for _change in (
+    *("__setitem__", "__delitem__", "__ior__", "clear", "pop", "popitem"),
+    *("setdefault", "update"),
+):
+    setattr(Modes, _change, _in_both(_change))
 
 
 def modes_of(
