@@ -37,6 +37,9 @@ def _nothing_runs():
         compiled.extend([event] * ("backend_compile" in event))
 
     monitoring.register_event_duration_secs_listener(listen)
+    jax.jit(lambda x: x)(X)
+    assert compiled
+    compiled.clear()
     EVENTS.clear()
     yield
     jax.effects_barrier()
