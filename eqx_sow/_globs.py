@@ -163,6 +163,8 @@ def _of_text(node: Node, part: Any, whole: bool) -> Iterator[tuple[Node, Choice]
 
 def _of_index(node: Node, index: Any, whole: bool) -> Iterator[tuple[Node, Choice]]:
     every = ((index, "*"),)
+    # With a symbolic length, there may be any iteration.
+    is_known = isinstance(index.n, int)
     if node.is_deep:
         yield node, every
     globs = it.chain.from_iterable(x.items() for x in node.globs.values())
@@ -171,11 +173,11 @@ def _of_index(node: Node, index: Any, whole: bool) -> Iterator[tuple[Node, Choic
             if fits(f"0{index.rest}"):
                 yield child, every
         elif not whole:
-            for i in range(min(index.n, MOST)):
+            for i in range(min(index.n, MOST) if is_known else MOST):
                 if fits(f"{i}{index.rest}"):
                     yield child, ((index, i),)
     for i, rest, child in () if whole else node.indices:
-        if rest == index.rest and -index.n <= i < index.n:
+        if rest == index.rest and (not is_known or -index.n <= i < index.n):
             yield child, ((index, i),)
 
 
