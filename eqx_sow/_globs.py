@@ -14,8 +14,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ._errors import SowError
-
 
 # --- patterns, compiled ---
 class Node:
@@ -165,6 +163,8 @@ def _of_text(node: Node, part: Any, whole: bool) -> Iterator[tuple[Node, Choice]
 
 def _of_index(node: Node, index: Any, whole: bool) -> Iterator[tuple[Node, Choice]]:
     every = ((index, "*"),)
+    # With a symbolic length, there may be any iteration.
+    is_known = isinstance(index.n, int)
     if node.is_deep:
         yield node, every
     globs = it.chain.from_iterable(x.items() for x in node.globs.values())
@@ -173,28 +173,12 @@ def _of_index(node: Node, index: Any, whole: bool) -> Iterator[tuple[Node, Choic
             if fits(f"0{index.rest}"):
                 yield child, every
         elif not whole:
-            most = min(index.n, MOST) if isinstance(index.n, int) else MOST
-            for i in range(most):
-                if fits(f"{i}{index.rest}") and _has(index.n, i):
+            for i in range(min(index.n, MOST) if is_known else MOST):
+                if fits(f"{i}{index.rest}"):
                     yield child, ((index, i),)
     for i, rest, child in () if whole else node.indices:
-        if rest == index.rest and _has(index.n, i):
+        if rest == index.rest and (not is_known or -index.n <= i < index.n):
             yield child, ((index, i),)
-
-
-def _has(n: Any, i: int) -> bool:
-    """Whether a loop of `n` iterations, which may be symbolic, has number `i`."""
-    try:
-        return -n <= i < n
-    except Exception:  # JAX has no public name for what it raises
-        if isinstance(n, int):
-            raise
-        raise SowError(
-            f"A name asks for iteration {i} of a loop of the symbolic length {n}, so "
-            "it is not known whether there is such an iteration. Say how long it is "
-            f"at least: `jax.export.symbolic_shape({str(n)!r}, constraints=['{n} >= "
-            "8'])`."
-        ) from None
 
 
 def fits(pattern: str, name: str) -> bool:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ._errors import shown, UnknownSowError
+from ._errors import shown, SowError, UnknownSowError
 from ._globs import (
     compiled,
     fits,
@@ -121,10 +121,29 @@ def _of_sow(
         name = _with_indices(named, parts, loops)
         for i, choices in fitting(tree.root, name, whole).items():
             if i not in found:
-                each = map(dict, choices)
-                some = [_selected(named, x) for x in _without_parts(list(each))]
-                found[i] = in_list, some
+                each = [x for x in map(dict, choices) if _is_there(named, x)]
+                if each:
+                    some = [_selected(named, x) for x in _without_parts(each)]
+                    found[i] = in_list, some
     return found
+
+
+def _is_there(named: Named, choice: Mapping[Any, Any]) -> bool:
+    """Whether a loop has the iterations that are chosen, if its length is symbolic."""
+    for x, i in choice.items():
+        if not isinstance(x, Index) or i == "*" or isinstance(x.n, int):
+            continue
+        try:
+            if not -x.n <= i < x.n:
+                return False
+        except Exception:  # JAX has no public name for what it raises
+            raise SowError(
+                f"{named.name!r} is in a loop of the symbolic length {x.n}, so it is "
+                f"not known whether there is an iteration {i}. Say how long it is at "
+                f"least: `jax.export.symbolic_shape({str(x.n)!r}, "
+                f"constraints=['{x.n} >= 8'])`."
+            ) from None
+    return True
 
 
 def _without_parts(each: list[dict[Any, Any]]) -> list[dict[Any, Any]]:
@@ -180,7 +199,12 @@ def _selected(named: Named, choice: Mapping[Any, Any]) -> Selected:
     name = _edited(named.name, edits)
     if not given:
         return Selected(name, (), after)
-    at = tuple(given[k] % n if k in given else None for k, n in enumerate(named.loops))
+    # Not `%`: the length may be symbolic.
+    from_start = lambda i, n: i if i >= 0 else n + i
+    at = tuple(
+        from_start(given[k], n) if k in given else None
+        for k, n in enumerate(named.loops)
+    )
     if len(some) < len(choice):
         named_so = _of_sow(compiled((name,)), named, {})
         if [x.at for _, some in named_so.values() for x in some] != [at]:

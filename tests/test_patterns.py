@@ -343,6 +343,17 @@ def test_several_roots():
         with pytest.raises(UnknownSowError, match=r"may be 'a/head' or 'b/head'\."):
             listen("head")(model, model, X)
         listen("b/head")(model, model, X)
+
+    # Of several names, those that one model has: what it captured can be planted.
+    class Head(eqx.Module):
+        head: eqx.nn.Linear
+
+        def __call__(self, x):
+            return self.head(x)
+
+    other = Head(eqx.nn.Linear(2, 2, key=jr.key(8)))
+    _, got = S(fn, capture=True, names=["head", "blocks/0"])(model, other, X)
+    assert set(got) == {"a/head", "a/blocks/0"}
     # What is there goes before what is behind a root.
     marked = lambda a, x: sow(a(x), "head")
     assert list(S(marked, capture=True, names="head")(model, X)[1]) == ["head"]

@@ -4,7 +4,7 @@ import itertools as it
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
-from .._names import in_a_list, join
+from .._names import join
 from .calls import Note
 from .static import Const, Form
 
@@ -78,12 +78,6 @@ class Label(NamedTuple):
     tag: Hashable
     depth: int = 0
     after: tuple[int | None, ...] = ()
-
-    @property
-    def of_all(self) -> str:
-        """What a list of layers calls all of them: `blocks/*/attn`."""
-        places = [(n, "*") for n in self.after if n is not None]
-        return in_a_list(self.name, places)
 
     def in_scope(self, scope: str) -> "Label":
         if self.name is None or not scope:
