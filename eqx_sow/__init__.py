@@ -8,7 +8,7 @@ of modules, without editing the model. Then
 - `plant` replaces them, and
 - `tap` shows them while the program runs.
 
-`tabulate` prints a table of what was captured.
+`tabulate` prints a table of what was captured, and `compare` shows where two runs part.
 """
 
 from importlib.metadata import version as _version
