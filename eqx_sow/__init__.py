@@ -20,7 +20,7 @@ from ._errors import (
     UnknownSowError as UnknownSowError,
     UnsupportedPrimitiveError as UnsupportedPrimitiveError,
 )
-from ._handlers.tapping import TapEvent as TapEvent
+from ._handlers.delivery import TapEvent as TapEvent
 from ._mark.calls import Call as Call
 from ._mark.listening import scope as scope
 from ._mark.sow import Sow as Sow, sow as sow

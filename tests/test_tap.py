@@ -1300,14 +1300,19 @@ def _ignore(*args):
     del args
 
 
+def _indices(ws):
+    """`event.iterations` needs them, by hand or not."""
+    return jnp.arange(len(ws), dtype=jnp.int32)
+
+
 def _by_hand(ws, x):
     def body(c, w):
-        i, x = c
+        (i, x), (k, w) = c, w
         x = jnp.tanh(x @ w)
-        jax.debug.callback(_ignore, i, x)
+        jax.debug.callback(_ignore, i, k, x)
         return (i + 1, x), None
 
-    (_, x), _ = lax.scan(body, (0, x), ws)
+    (_, x), _ = lax.scan(body, (0, x), (_indices(ws), ws))
     jax.debug.callback(_ignore, np.int32(0), x)
     return x.sum()
 
@@ -1321,24 +1326,26 @@ def _tapped(ws, x):
 
 def _every_by_hand(ws, x):
     def body(c, w):
-        i, x = c
+        (i, x), (k, w) = c, w
         x = jnp.tanh(x @ w)
-        lax.cond(i % 10 == 0, lambda: jax.debug.callback(_ignore, i, x), lambda: None)
+        lax.cond(
+            i % 10 == 0, lambda: jax.debug.callback(_ignore, i, k, x), lambda: None
+        )
         return (i + 1, x), None
 
-    (_, x), _ = lax.scan(body, (0, x), ws)
+    (_, x), _ = lax.scan(body, (0, x), (_indices(ws), ws))
     return x.sum()
 
 
 def _when_by_hand(ws, x):
     def body(c, w):
-        i, x = c
+        (i, x), (k, w) = c, w
         x = jnp.tanh(x @ w)
         alarm = ~jnp.isfinite(x).all()
-        lax.cond(alarm, lambda: jax.debug.callback(_ignore, i, x), lambda: None)
+        lax.cond(alarm, lambda: jax.debug.callback(_ignore, i, k, x), lambda: None)
         return (i + 1, x), None
 
-    (_, x), _ = lax.scan(body, (0, x), ws)
+    (_, x), _ = lax.scan(body, (0, x), (_indices(ws), ws))
     return x.sum()
 
 

@@ -239,32 +239,3 @@ def test_the_line_has_the_path(capfd):
     tap(_nested, names="h")(2.0)
     jax.effects_barrier()
     assert capfd.readouterr().out.startswith("h/0/0 primal [0]  f32[]")
-
-
-def test_cost_of_iterations():
-    """The program is that of `jax.debug.callback`, told the same."""
-
-    def loop(mark):
-        def body(carry, i):
-            x, n = carry
-            x = mark(jnp.sin(x), n, i)
-            return (x, n + 1), None
-
-        init = X, jnp.int32(0)
-        return lambda x: lax.scan(body, (x, init[1]), jnp.arange(9, dtype=jnp.int32))
-
-    told = lambda n, i, x: None
-
-    def by_hand(x, n, i):
-        jax.debug.callback(told, n, i, x)
-        return x
-
-    def plain(x):
-        return lax.fori_loop(0, 9, lambda i, x: sow(jnp.sin(x), "h"), x)
-
-    compiled = lambda f: jax.jit(f).lower(X).compile()
-    mine, hand = compiled(tap(plain, told)), compiled(loop(by_hand))
-    size = lambda c: c.memory_analysis().temp_size_in_bytes
-    lines = lambda c: c.as_text().count(" = ")
-    assert size(mine) <= 1.01 * size(hand)
-    assert lines(mine) <= 1.01 * lines(hand) + 2

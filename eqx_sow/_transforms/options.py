@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from .._arrays import as_integer
 from .._errors import check_arity
-from .._handlers.tapping import print_event
+from .._handlers.delivery import print_event
 from .._mark.sow import check_spec, check_tag
 from .._mark.static import Const
 from .._modules.capture import is_function_to_capture, Marking

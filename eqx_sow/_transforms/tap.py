@@ -13,7 +13,8 @@ from jax.interpreters import batching
 
 from .. import _compat
 from .._frames import api_boundary
-from .._handlers.tapping import failures, first_count, Tap, TapEvent
+from .._handlers.delivery import failures, TapEvent
+from .._handlers.tapping import first_count, Tap
 from .._mark.listening import Listening, listening
 from .._mark.static import SameParts, take_apart
 from .._walk.handler import Given
