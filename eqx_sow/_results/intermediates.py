@@ -98,7 +98,7 @@ class Intermediates(dict[str, dict[str, Any]]):
     __copy__ = copy
 
     def __getitem__(self, name: str) -> dict[str, Any]:
-        modes = self.get(name, self)
+        modes: Any = self.get(name, self)
         if modes is self:
             name, found = self._found(name)
             modes = found.get(name)
@@ -126,7 +126,7 @@ class Intermediates(dict[str, dict[str, Any]]):
             if len(wholes) == 1 and wholes <= self.keys():
                 if not any(at.values()):
                     return wholes.pop(), self
-                layer = _iteration(*wholes, new, self, at)
+                layer = _iteration(wholes.pop(), new, self, at)
                 if layer is not None:
                     return new, layer
         raise unknown_name(name, self, known, selection)
@@ -408,13 +408,12 @@ def _iteration(
     # With `Append`, which places have them. A derivative may be missing there.
     having: set[int] = set()
     for mode, value in intermediates.get(name, {}).items():
-        known = intermediates._axes.get((name, mode))
+        known: Any = intermediates._axes.get((name, mode), ())
         several = isinstance(known, list)
+        places = zip(value, known) if several else [(value, known)]
         parts = {}
-        for k, (x, leading) in enumerate(
-            zip(value, known) if several else [(value, known)]
-        ):
-            named = next(_with_loops(name, leading or ()), Named(name))
+        for k, (x, leading) in enumerate(places):
+            named = next(_with_loops(name, leading), Named(name))
             one = of_place.get((name, places_of(named), named.loops))
             if one and _axes_of_value(leading, x) is not None:
                 parts[k] = _of_iteration(x, leading, one)
