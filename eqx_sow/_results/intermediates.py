@@ -98,7 +98,7 @@ class Intermediates(dict[str, dict[str, Any]]):
     __copy__ = copy
 
     def __getitem__(self, name: str) -> dict[str, Any]:
-        modes = self.get(name, self)
+        modes: Any = self.get(name, self)
         if modes is self:
             name, found = self._found(name)
             modes = found[name]
@@ -125,7 +125,7 @@ class Intermediates(dict[str, dict[str, Any]]):
             if len(wholes) == 1 and wholes <= self.keys():
                 if not any(at.values()):
                     return wholes.pop(), self
-                layer = _iteration(*wholes, new, self, at)
+                layer = _iteration(wholes.pop(), new, self, at)
                 if layer is not None:
                     return new, layer
         raise unknown_name(name, self, known, selection)
@@ -485,7 +485,7 @@ def _iteration(
     # Of several runs, which ones have them. A derivative may be missing there.
     having: set[int] = set()
     for mode, value in intermediates.get(name, {}).items():
-        known = intermediates._axes.get((name, mode), ())
+        known: Any = intermediates._axes.get((name, mode), ())
         several = isinstance(known, list)
         parts = {}
         for k, (of_run, x) in enumerate(runs_of(known, value)):

@@ -191,7 +191,7 @@ def _capture(option: str, capture: Any) -> Any:
         return capture
     for ufunc in several:
         if isinstance(ufunc, jnp.ufunc):
-            name = ufunc.__name__
+            name = getattr(ufunc, "__name__", "ufunc")
             raise TypeError(
                 f"`{option}`: the calls of `jnp.{name}`, a ufunc, cannot be captured. "
                 f"Put it into a function of your own, decorate that with `jax.jit`, "

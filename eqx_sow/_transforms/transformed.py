@@ -101,7 +101,8 @@ class Transformed(eqx.Module):
 
     def __get__(self, instance, owner):
         del owner
-        return self if instance is None else _Method(self, instance)
+        method: Any = _Method
+        return self if instance is None else method(self, instance)
 
 
 class _Method(eqx.Partial):
