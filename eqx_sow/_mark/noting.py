@@ -416,7 +416,8 @@ class _Marks(NamedTuple):
         if went_in is None:
             return out
         arrays, form = went_in
-        return self.mark(Call(*form.with_arrays(arrays), out), "call").out
+        args, kwargs = form.with_arrays(arrays)
+        return self.mark(Call(args, kwargs, out), "call").out
 
 
 def _unnamed(captures: Iterable[Capture]) -> tuple[Label, ...]:

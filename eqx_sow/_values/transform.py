@@ -38,7 +38,7 @@ class Batched(eqx.Module):
     fn: Callable[..., Any]
 
     @api_boundary
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise TypeError(
             "What `eqx_sow.batched(fn)` returns cannot be called: it is for "
             "`transform=`, alone or in a dict of names, and for a value of `plant`. To "
