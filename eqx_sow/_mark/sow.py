@@ -154,7 +154,7 @@ def _without_holders(value: Any, form: Form, labels: Sequence[Label]) -> Form:
             what = "`capture=`" if name is None else f"`sow(..., {name!r})`"
             raise SowError(
                 f"{what} cannot mark a leaf of type "
-                f"{jax.typeof(x.value)}: only arrays can be captured. Sow the value "
+                f"{jax.typeof(x.value)}: only arrays can be captured. Mark the value "
                 "that it holds."
             )
         if (found := holder(value, i, x.value)) is not None:

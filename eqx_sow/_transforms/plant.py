@@ -78,7 +78,7 @@ def _entries(
         f"plant(fn, values, mode={mode!r})",
         without,
         there,
-        f"is sown, but has no {mode} here (a cotangent is in "
+        f"is marked, but has no {mode} here (a cotangent is in "
         "`plant(eqx.filter_grad(fn), ...)`)",
         kind=f"names with a {mode}",
     )
