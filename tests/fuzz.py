@@ -58,7 +58,7 @@ class Refused(Exception):
     """JAX refuses the program itself, without a capture."""
 
 
-# What docs/messages.md says, by what it says of it.
+# What docs/api/errors.md says, by what it says of it.
 DOCUMENTED = {
     "a name at two places": r"marks more than one value",
     "rule that only some lanes run": r"derivative rule of a function .* some lanes",

@@ -1,8 +1,8 @@
 """A catalogue of misuses: what is raised, and what it says.
 
-Each message names the sow or the option, the line of the sow if there is one, and what
-to write instead. The last frame of the traceback is the user's. `docs/messages.md` and
-`docs/api/errors.md` have the cause and the remedy, under what `page` says.
+Each message names the mark or the option, the line of the mark if there is one, and
+what to write instead. The last frame of the traceback is the user's.
+`docs/api/errors.md` has the cause and the remedy, under what `page` says.
 """
 
 import pathlib
@@ -47,8 +47,8 @@ X = jnp.ones(3)
 
 class Misuse(NamedTuple):
     """`says` is in the message, or its notes; and so is the second line of the function
-    `at`, where the sow is. `page` is in the heading of `docs/messages.md`, or begins
-    the row of `docs/api/errors.md`, that tells the remedy."""
+    `at`, where the mark is. `page` is in the heading of `docs/api/errors.md`, or
+    begins the row there, that tells the remedy."""
 
     error: type
     do: Callable[[], Any]
@@ -57,7 +57,7 @@ class Misuse(NamedTuple):
     at: Callable | None = None
 
 
-# --- what the user wrote: a sow is in the second line of its function ---
+# --- what the user wrote: a mark is in the second line of its function ---
 
 
 def _fn(x):
@@ -1191,9 +1191,9 @@ def test_errors_of_layers_keep_their_frame():
     assert _files(info.value)[-1].startswith(_EQUINOX)
 
 
-DOCS = pathlib.Path(__file__).parent.parent / "docs"
-HEADINGS = re.findall(r"^### (.*)$", (DOCS / "messages.md").read_text(), re.MULTILINE)
-ROWS = re.findall(r"^\| (`.*?|an.*?) \|", (DOCS / "api/errors.md").read_text(), re.M)
+ERRORS = (pathlib.Path(__file__).parent.parent / "docs/api/errors.md").read_text()
+HEADINGS = re.findall(r"^### (.*)$", ERRORS, re.MULTILINE)
+ROWS = re.findall(r"^\| (`.*?|an.*?) \|", ERRORS, re.MULTILINE)
 
 
 @pytest.mark.parametrize("name", MISUSES)
