@@ -113,7 +113,7 @@ class Call(NamedTuple):
             model,
             capture=eqx.nn.Linear,
             calls=True,
-            names="*.call",
+            names="**/*.call",
             transform=growth,
         )(x)
         intermediates["layers/0.call"]["primal"].shape  # ()
