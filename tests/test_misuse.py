@@ -775,7 +775,7 @@ MISUSES = {
         UnsupportedPrimitiveError,
         lambda: S(_condition)(X),
         ("`sow(..., 'h')`", "in the condition of a", "Mark the value in the body"),
-        "in the condition of a `while_loop`",
+        "the condition of a `while_loop`",
         _condition,
     ),
     "sow in a primitive without a rule": Misuse(
