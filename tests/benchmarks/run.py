@@ -69,7 +69,7 @@ from jax import lax
 
 from tests.benchmarks import peers, timing
 from tests.benchmarks.timing import compare, costs, interleaved, ratio
-from tests.benchmarks.zoo import Block, cases, transformer, zoo
+from tests.benchmarks.zoo import Block, cases, zoo
 from tests.helpers import assert_close, thread, unmarked
 
 
