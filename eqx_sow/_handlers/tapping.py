@@ -59,7 +59,7 @@ def send(
     extra = _sendable(extra, printed=False)
     varies = *value.varies, *site.varies[n:]
     # No more of the site: in another trace of the program all else may differ.
-    sent = Site(site.labels, value.form, site.modes, where=site.where)
+    sent = Site(site.labels, value.form, modes=site.modes, where=site.where)
     sent = sent._replace(axes=site.axes, varies=varies)
     devices = jax.sharding.get_abstract_mesh().manual_axes
     delivery = Delivery(
