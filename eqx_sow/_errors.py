@@ -51,7 +51,7 @@ for _error in (SowError, *SowError.__subclasses__()):
 def calling(
     what: str, site: Any, hint: str = ""
 ) -> Iterator[Callable[[Callable], Callable]]:
-    """Errors of a user's function say for which sow it was called: that of a `Site`.
+    """Errors of a user's function say for which mark it was called: that of a `Site`.
     They also say what with, if what it yields is applied to the function: `hint` goes
     on with that sentence."""
     seen = []

@@ -26,7 +26,7 @@ def join(path: str, name: str) -> str:
 
 
 class Named(NamedTuple):
-    """What a sow is to patterns: its name, and the loops around it.
+    """What a mark is to patterns: its name, and the loops around it.
 
     `after` is that of its `Label`. `loops` are the numbers of iterations, from outside
     in.
@@ -38,11 +38,11 @@ class Named(NamedTuple):
 
 
 class Selected(NamedTuple):
-    """What a pattern selects of a sow: all of it, under its own `name`; or, with an
+    """What a pattern selects of a mark: all of it, under its own `name`; or, with an
     index in the pattern, one iteration of a loop, under the name with that index. A
     layer of a list that is counted from the end has that name, too.
 
-    `at` has an entry for each loop around the sow, from outside in: which iteration is
+    `at` has an entry for each loop around the mark, from outside in: which iteration is
     meant, or `None` for all. `after` is `Label.after` for the loops of which all are
     meant, in the new name.
     """
@@ -52,7 +52,7 @@ class Selected(NamedTuple):
     after: tuple[int | None, ...] = ()
 
 
-# Loops that have any iteration one may ask for, around a sow that a rule of a user's
+# Loops that have any iteration one may ask for, around a mark that a rule of a user's
 # makes.
 ANY_LOOPS = (2**62,) * 8
 
@@ -89,7 +89,7 @@ def places_of(named: Named) -> tuple[int | None, ...]:
 def _forms(
     places: Sequence[int | None], most: int, whole: bool
 ) -> Iterator[tuple[bool, list[int]]]:
-    """Which of the loops around a sow may have their index in a name, those first that
+    """Which of the loops around a mark may have their index in a name, those first that
     a list of layers would have: whether it is one of these, and the loops. Of those
     with an index at the end, the inner ones need the outer ones. `blocks/2` is a layer,
     also in a loop over batches: a list has that name. `most`: so many indices, beside
@@ -112,7 +112,7 @@ def _forms(
 def _of_sow(
     tree: Tree, named: Named, lengths: Mapping[str, int], whole: bool = False
 ) -> dict[int, tuple[bool, list[Selected]]]:
-    """The patterns that fit a sow, and what each selects of it; also whether it fits
+    """The patterns that fit a mark, and what each selects of it; also whether it fits
     the name that a list would have. For the pattern `h/*/0` and `h` in two loops, the
     names are `h`, `h/*` and `h/*/*`; the first counts that fits."""
     found: dict[int, tuple[bool, list[Selected]]] = {}
@@ -218,8 +218,8 @@ def _selected(named: Named, choice: Mapping[Any, Any]) -> Selected:
 
 # --- what patterns select in a program ---
 class Selection:
-    """What some patterns select of the sows that are `found` in a program. For `h` in a
-    loop of 4 iterations,
+    """What some patterns select of the marks that are `found` in a program. For `h` in
+    a loop of 4 iterations,
 
         "h"     all of it
         "h/3"   iteration 3
@@ -232,14 +232,14 @@ class Selection:
     these, the names of the stack itself count: `"blocks/*"` is `blocks`, or if that is
     not there, `blocks/attn`.
 
-    What is the name of a sow means that sow: if there is a sow `h/0`, no pattern means
-    iteration 0 of `h` by that. A pattern that fits nothing may lack the root of a
+    What is the name of a mark means that mark: if there is a mark `h/0`, no pattern
+    means iteration 0 of `h` by that. A pattern that fits nothing may lack the root of a
     model, one of `roots`, if it fits behind one root only; or, of several patterns, if
     there is one root behind which all of them fit.
 
     With `whole`, a pattern selects no iterations, only all of them.
 
-    It is equal to another one that selects the same, whatever the sow.
+    It is equal to another one that selects the same, whatever the mark.
     """
 
     def __init__(
@@ -251,7 +251,7 @@ class Selection:
         also: Iterable[Named] = (),
         whole: bool = False,
     ):
-        """`also`: iterations that are selected, as if they were sows."""
+        """`also`: iterations that are selected, as if they were marks."""
         self.patterns = tuple(dict.fromkeys(patterns))
         found = list(found)
         self._lengths = lengths_of_lists(x.name for x in found)
@@ -317,13 +317,13 @@ class Selection:
         return _of_sow(self._tree, named, self._lengths, self._whole)
 
     def of(self, named: Named) -> Mapping[int, list[Selected]]:
-        """What is selected of a sow, by the numbers of the patterns."""
+        """What is selected of a mark, by the numbers of the patterns."""
         if named not in self._kept:
             self._kept[named] = dict(sorted(self._of(named)))
         return self._kept[named]
 
     def all_of(self, named: Named) -> Iterable[Selected]:
-        """What all patterns select of a sow."""
+        """What all patterns select of a mark."""
         return {x.name: x for some in self.of(named).values() for x in some}.values()
 
     def in_any_loops(
@@ -341,7 +341,7 @@ class Selection:
         yield from [(i, whole) for i, p in self._predicates.items() if _says(p, named)]
         for n, (in_list, some) in self._fitting(named).items():
             if in_list or n not in self._in_list:
-                # If there is a sow `h/0`, that is no iteration of `h`.
+                # If there is a mark `h/0`, that is no iteration of `h`.
                 mine = {named.name} | {x.name for x in some} - self.names
                 some = [x for x in some if x.name in mine]
                 if some:

@@ -1,1 +1,1 @@
-"""What is done at a sow: capture, replace, or send."""
+"""What is done at a mark: capture, replace, or send."""

@@ -1,5 +1,5 @@
-"""What handlers have in common: which sows, and which iterations of them, the option
-`names` asks for, and what becomes of other sows.
+"""What handlers have in common: which marks, and which iterations of them, the option
+`names` asks for, and what becomes of other marks.
 """
 
 import dataclasses as dc
@@ -34,7 +34,7 @@ def is_some(at: Iterable[int | None]) -> bool:
 
 @dc.dataclass(frozen=True, kw_only=True)
 class Listens(Handler):
-    """What `Collect` and `Tap` have in common: they look at the sows of one tag that
+    """What `Collect` and `Tap` have in common: they look at the marks of one tag that
     are asked for, and leave the program as it is."""
 
     tag: Any
@@ -44,7 +44,7 @@ class Listens(Handler):
     transform: SameParts
     # See `Handler`.
     elsewhere: frozenset[str]
-    # Whether another transformation further out may want other sows: if so, these stay
+    # Whether another transformation further out may want other marks: if so, these stay
     # in the program.
     has_outer: bool
     # How many iterations the scans around what is walked over have, from outside in. It
@@ -74,8 +74,8 @@ class Listens(Handler):
     def asked(
         self, site: Site, loops: tuple[int, ...] | None = None
     ) -> list[tuple[Site, tuple[int | None, ...]]]:
-        """What is asked for of a sow in these loops; or what may be asked for, whatever
-        loops are around it. Each is a site of its own, with `Entry.at`. With
+        """What is asked for of a mark in these loops; or what may be asked for,
+        whatever loops are around it. Each is a site of its own, with `Entry.at`. With
         `names=("h", "h/3")` that is the whole `h`, and its iteration 3: the same site,
         but called `h/3`."""
         if self.names is None:
@@ -96,14 +96,14 @@ class Listens(Handler):
     def everywhere(
         self, found: Iterable[Found]
     ) -> Iterator[tuple[Site, tuple[Any, ...]]]:
-        """What is asked for of these sows, each with the equations that lead there."""
+        """What is asked for of these marks, each with the equations that lead there."""
         for x in found:
             for one, _ in self.asked(x.site, x.loops):
                 yield one, x.eqns
 
 
 def of_one(option: Any, whole: Site, one: Site) -> Any:
-    """What an option that may be a dict of names says of a sow, or of `one` iteration
+    """What an option that may be a dict of names says of a mark, or of `one` iteration
     of the `whole`, such as `h/3`."""
     if not isinstance(option, Mapping):
         return option
@@ -113,7 +113,7 @@ def of_one(option: Any, whole: Site, one: Site) -> Any:
 def leave(
     handler: Handler, site: Site | None, atoms: Sequence[Any], frame: Frame
 ) -> Sequence[Any]:
-    """Sees to a sow with the operands `atoms` whose value stays as it is. For those
+    """Sees to a mark with the operands `atoms` whose value stays as it is. For those
     further out, if there are any, it is still one, as `site`. Returns the variables
     that the program goes on with: others may plant there."""
     if site is None or not handler.has_outer:

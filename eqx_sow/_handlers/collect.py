@@ -21,13 +21,13 @@ from .._walk.sows import Found
 from .asked import is_some, leave, Listens, of_one, reached
 
 
-# For a survey of the program: of each place that sows a name there is an entry.
+# For a survey of the program: of each place that marks a name there is an entry.
 EACH_PLACE = SameParts(_reduce.Append())
 _IF_SEVERAL = _reduce.IfSeveral()
 
 
 class _Sow(NamedTuple):
-    """A sow that `Collect` came by. Its operands are variables of the jaxpr, which are
+    """A mark that `Collect` came by. Its operands are variables of the jaxpr, which are
     read all at once when that has been walked."""
 
     site: Site
@@ -39,7 +39,7 @@ class _Sow(NamedTuple):
 
 @dc.dataclass(frozen=True, kw_only=True)
 class Collect(Listens):
-    """Takes the values of the sows that are asked for."""
+    """Takes the values of the marks that are asked for."""
 
     modes: tuple[str, ...] | None
     # A reducer for all names, or a dict of one for each.
@@ -66,7 +66,7 @@ class Collect(Listens):
         )
 
     def _left(self, site: Site) -> Site | None:
-        """What is left of a sow for those further out. One of which only some
+        """What is left of a mark for those further out. One of which only some
         iterations are returned is left as it is."""
         here = [one for one, at in self.asked(site, self.loops) if not is_some(at)]
         if all(one.key not in self.returned for one in here):
@@ -99,14 +99,14 @@ class Collect(Listens):
         return any(self.reducer(one.name) for one, _ in self.asked(site))
 
     def keeps_order(self, found: Iterable[Found]) -> bool:
-        """Whether the values of each name are taken in the order of its sows. Of a
+        """Whether the values of each name are taken in the order of its marks. Of a
         single iteration, they leave a loop before those that are stacked."""
         return not any(at for x in found for _, at in self.asked(x.site, x.loops))
 
     def with_executions(
         self, entries: Sequence[Entry], found: Iterable[Found], of: Iterable[Any]
     ) -> list[Entry]:
-        """The entries with `Site.of`, which is given for each of the sows that are
+        """The entries with `Site.of`, which is given for each of the marks that are
         `found`. Each of these is an execution, so that it has an entry of its own."""
         by_key: dict[Any, list[Any]] = {}
         for x, executions in zip(found, of):
@@ -125,7 +125,7 @@ class Collect(Listens):
         return reducer is not None and reducer.has_state
 
     def _chooses(self, site: Site) -> bool:
-        """Whether the mode of a sow is asked for."""
+        """Whether the mode of a mark is asked for."""
         if self.modes is None or site.mode in map(without_order, self.modes):
             return True
         # `Append` needs the primals too: cotangents are put in their order.
@@ -179,7 +179,7 @@ class Collect(Listens):
     def started(
         self, found: Sequence[Found], survey: Callable[[Handler], Entries]
     ) -> dict[Any, ReducerState]:
-        """The states of all reducers before the first execution of the sows that are
+        """The states of all reducers before the first execution of the marks that are
         `found`. `survey` looks at what a handler finds in the program."""
         have_state = any(r and r.has_state for r in self._reducers)
         if not have_state or not any(self.needs_order(x.site) for x in found):

@@ -104,7 +104,7 @@ class Delivery:
     callback: Const
     mode: str
     # Of the value: its form, and the axes of lanes that its arrays have, as operands
-    # have them. With `counted`, the last array says in which lanes the sow ran.
+    # have them. With `counted`, the last array says in which lanes the mark ran.
     site: Site
     counted: bool
     # That of the option `extra`.
@@ -149,7 +149,7 @@ class Delivery:
             raise failure from e
 
     def _value(self, arrays: Sequence[Any]) -> tuple[Any, Any]:
-        """The value, and in which lanes the sow ran."""
+        """The value, and in which lanes the mark ran."""
         site = self.site
         kept = kept_axes(site)
 

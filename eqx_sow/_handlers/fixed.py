@@ -1,4 +1,4 @@
-"""NumPy arrays in what is sown, and what is planted in their place.
+"""NumPy arrays in what is marked, and what is planted in their place.
 
 The program goes on with a NumPy array as it is, so that an index or a size in Python
 stays one. If that array is planted there, nothing is to be done. If anything else is,
@@ -26,9 +26,9 @@ class NotFixed(Exception):
     has to be traced again, where they are arrays of JAX's."""
 
     def __init__(self):
-        # For each `Fixed.mark`, what messages say of the sow.
+        # For each `Fixed.mark`, what messages say of the mark.
         self.found: dict[Any, str] = {}
-        # Those of which the planted value is what was captured, if the sow runs only
+        # Those of which the planted value is what was captured, if the mark runs only
         # where that is not zero.
         self.captured: set[Any] = set()
         # Whether that may be because the numbers in a planted value are not known.
@@ -49,7 +49,7 @@ class NotFixed(Exception):
     ) -> "NotFixed":
         """With those at these places, of one name, that are not what is in `value`,
         which is planted there. `old` are the arrays of what a function was called with,
-        that returned it. With `counted`, the sow may not have run."""
+        that returned it. With `counted`, the mark may not have run."""
         # As the user gave them: under a `jit`, JAX makes a tracer of an array whose
         # numbers are known.
         leaves = zip(jtu.tree_leaves(value), places[0].form.leaves)
@@ -87,9 +87,9 @@ def with_left(
     guards: Sequence[Any],
     value: Sequence[Any],
 ) -> Given:
-    """For a sow with this planted value. `left` are the `Fixed.mark`s of NumPy arrays
+    """For a mark with this planted value. `left` are the `Fixed.mark`s of NumPy arrays
     that the program keeps although zeros may be planted there, which were captured
-    where the sow did not run. `Given.carry` says whether it runs, as `NOT_PLANTED`."""
+    where the mark did not run. `Given.carry` says whether it runs, as `NOT_PLANTED`."""
     if not left:
         return given
     if NOT_PLANTED not in given.carry:

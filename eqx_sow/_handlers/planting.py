@@ -39,7 +39,7 @@ def slot_of(key: Any, run: int | None) -> Any:
 
 @dc.dataclass(frozen=True)
 class Replace(Handler):
-    """Replaces what is sown."""
+    """Replaces what is marked."""
 
     tag: Any
     # A dict: for each `_slot`, what is `Planted` there. There may be several, such as
@@ -62,7 +62,7 @@ class Replace(Handler):
         return site.tag == self.tag and self._slot(site) in self.planted.value
 
     def _slot(self, site: Site) -> Any:
-        """The key of a sow in `planted`: that of the site, or of one of its runs."""
+        """The key of a mark in `planted`: that of the site, or of one of its runs."""
         runs = self.runs.value.get(site.key)
         if runs is None:
             return site.key
@@ -87,7 +87,7 @@ class Replace(Handler):
     def sow(self, found, given, site: Site, atoms, frame: Frame):
         del found
         n_guards = len(site.guards)
-        # A planted sow is still one for those further out, also if it is the mark of a
+        # A planted mark is still one for those further out, also if it is the mark of a
         # module that was made for this `plant` alone.
         is_marked = site.label.depth > 0 and self.concerns(site)
         still = site.for_all() if is_marked else site
@@ -164,7 +164,7 @@ class Planted:
 
     def has_axis_of_scan(self, n_within: int) -> bool:
         """Whether the arrays have an axis for a scan, which has so many others within
-        it around the sow."""
+        it around the mark."""
         return not self.at or self.at[-1 - n_within] is None
 
 
@@ -175,8 +175,8 @@ def _replaced(
     old: list[Any],
     iterations: tuple[Any, ...],
 ) -> list[Any]:
-    """The arrays of the value at a sow, after the last of what is planted there that is
-    for this iteration. `each` is that and its arrays."""
+    """The arrays of the value at a mark, after the last of what is planted there that
+    is for this iteration. `each` is that and its arrays."""
     *others, (planted, arrays) = each
 
     def compute():
@@ -246,9 +246,9 @@ def _at_site(
     captured: Site,
     old: Sequence[Any],
 ) -> list[Any]:
-    """The arrays of the value at a sow, `old`, from planted ones.
+    """The arrays of the value at a mark, `old`, from planted ones.
 
-    These have all lanes of what is `captured` there. The sow itself may have fewer: in
+    These have all lanes of what is `captured` there. The mark itself may have fewer: in
     a vmap of 8 over which it does not vary, a planted `f32[8,3]` becomes `f32[3]`.
     """
     own = own_axes(
@@ -273,7 +273,7 @@ def _at_site(
             here = here.any(k, keepdims=True)
         return as_operand(x, in_form)
 
-    # A tangent that is zero is captured like any other, but is no operand of the sow.
+    # A tangent that is zero is captured like any other, but is no operand of the mark.
     leaves = zip(site.form.leaves, captured.form.leaves)
     is_operand = [own is OPERAND for own, leaf in leaves if leaf is OPERAND]
     return [
@@ -287,7 +287,7 @@ def _at_site(
 
 def _one_along(x: Any, run: Any, axis: int, site: Site) -> Any:
     """A planted array, one of those along an axis of lanes. They must be the same,
-    which is checked while the program runs. `run` says in which lanes the sow runs: in
+    which is checked while the program runs. `run` says in which lanes the mark runs: in
     others, what was captured is zero."""
     x, run = whole_along(x, axis), leading(whole_along(run, axis), x.ndim)
     one = jnp.take_along_axis(x, jnp.argmax(run, axis, keepdims=True), axis)
@@ -308,7 +308,7 @@ def _one_along(x: Any, run: Any, axis: int, site: Site) -> Any:
 
 
 def _apply(fn: Callable, site: Site, values: Sequence[Any]) -> list[Any]:
-    """`fn` of the value as the code at the sow sees it, for each lane."""
+    """`fn` of the value as the code at the mark sees it, for each lane."""
     varies = site.varies[len(site.guards) :]
 
     def apply(*values):
@@ -328,7 +328,7 @@ def _of_all_lanes(fn: Callable, site: Site, old: list[Any]) -> list[Any]:
         "plant(fn, {...: batched(...)})",
         "Without `batched`, the function gets the value of one lane.",
     )
-    # No loop is between the sow and what is planted.
+    # No loop is between the mark and what is planted.
     site = site._replace(axes=tuple(a._replace(loops=0) for a in site.axes))
     value = whole(site, list(map(aligned, old, site.varies)))
     seen = _operand_leaves(value, site)
@@ -344,7 +344,7 @@ def _of_all_lanes(fn: Callable, site: Site, old: list[Any]) -> list[Any]:
 
 
 def _operand_leaves(value: Any, site: Site) -> list[Any]:
-    """The leaves of a value in the places where arrays are sown."""
+    """The leaves of a value in the places where arrays are marked."""
     leaves = zip(jtu.tree_leaves(value), site.form.leaves)
     return [x for x, leaf in leaves if leaf is OPERAND]
 
@@ -377,7 +377,7 @@ def _operands(
     of_function: bool = False,
     sees_all: bool = False,
 ) -> list[Any]:
-    """The arrays of a value that must have the structure of what is sown. Each must
+    """The arrays of a value that must have the structure of what is marked. Each must
     have the shape and dtype of that in `like`, and gets its sharding."""
     whose, verb, instead = "the value", "Plant", _or_a_function(site)
     if of_function:

@@ -133,7 +133,7 @@ Call.__module__ = "eqx_sow"
 
 
 class Note(NamedTuple):
-    """What a sow of a captured call says of that, in its `Site`.
+    """What a mark of a captured call says of that, in its `Site`.
 
     `what` of it: a tuple of one of `Capture.kinds`, or `()` for the output. `scope`:
     the user's scopes around the call. `is_sow`: whether it is an unnamed `Sow`, which

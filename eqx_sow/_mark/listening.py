@@ -1,4 +1,4 @@
-"""Whether sows are marked now, and what is around the code that is being traced; and
+"""Whether `sow` marks now, and what is around the code that is being traced; and
 `scope`, with which a user says more of that."""
 
 import contextlib
@@ -34,13 +34,13 @@ class Capture(NamedTuple):
 
 
 class Listening(NamedTuple):
-    """What sows have to know of the transformations that trace the program."""
+    """What marks have to know of the transformations that trace the program."""
 
     # How many loops are around whatever is being vmapped right now.
     loops: int = 0
     # The user's scopes, as `"outer/inner"`.
     scope: str = ""
-    # If it is not `None`, a sow does nothing but tell it of its `Site`.
+    # If it is not `None`, a mark does nothing but tell it of its `Site`.
     found: Callable[[Any], None] | None = None
     # The calls of modules to take note of, for all the transformations.
     captures: tuple[Capture, ...] = ()
@@ -60,7 +60,7 @@ class Listening(NamedTuple):
     in_while: bool = False
 
 
-# Not `None` while a program is traced in order to see or change its sows. It is
+# Not `None` while a program is traced in order to see or change its marks. It is
 # part of the key of every cache of JAX's, so a jitted function is traced once for each
 # value.
 listening = jax.make_user_context(None)

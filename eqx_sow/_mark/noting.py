@@ -1,7 +1,7 @@
 """Takes note of the calls of modules, while a program is traced.
 
 Nothing of the user's is changed but the methods of the classes, and these for as long
-as the trace takes: `Linear.__call__` calls what it was before, and sows what that
+as the trace takes: `Linear.__call__` calls what it was before, and marks what that
 returned. It does so only where `Listening.captures` asks for it, which is in this
 thread. A module that is an argument, in a variable, in an object that is no PyTree, or
 that the program makes on the way: all of them call the method of their class.
@@ -264,7 +264,7 @@ def _noting_function(fn: Callable, plain: Callable) -> Callable:
 
 def _noting_rules(plain: Callable) -> Callable:
     """What is called in the place of `jax.custom_jvp.__call__`. What such a function
-    returns is sown outside of it, where it has derivatives."""
+    returns is marked outside of it, where it has derivatives."""
 
     def call(self, /, *args, **kwargs):
         if all(self not in c.functions for c in _wanted()):
@@ -367,7 +367,7 @@ def _note(module: Any, method: str, plain: Callable, args: tuple, kwargs: dict) 
         return bind(plain(*args, **kwargs), labels, edge, note=note, spec=spec)
     if not chosen:
         # The names of what is called inside need this edge. JAX removes what is not
-        # used, but no sow, which has an effect.
+        # used, but no mark, which has an effect.
         sow_p.bind(edge, site=Site((), _NOTHING, note=note))
     marks = _Marks(note, chosen, lambda value: edge)
     args, kwargs, went_in = marks.before(args, kwargs)

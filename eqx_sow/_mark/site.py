@@ -1,4 +1,4 @@
-"""What is static about a sow: its names, its leaves, its axes, and more."""
+"""What is static about a mark: its names, its leaves, its axes, and more."""
 
 import itertools as it
 from collections.abc import Hashable, Sequence
@@ -10,16 +10,16 @@ from .static import Const, Form
 
 
 class Axis(NamedTuple):
-    """A leading axis of a sow, which a vmap or a loop gave to it. In
+    """A leading axis of a mark, which a vmap or a loop gave to it. In
 
         jax.vmap(lambda x: lax.scan(lambda c, y: (c, sow(c + y, "h")), x, ys))(xs)
 
-    the sow has an axis of the vmap, with one loop between. So in what comes back, the
+    the mark has an axis of the vmap, with one loop between. So in what comes back, the
     axis of the vmap stands before that of the scan.
     """
 
     size: int
-    # How many loops run between the vmap and the sow.
+    # How many loops run between the vmap and the mark.
     loops: int = 0
     # Whether it is the axis of a vmap.
     lane: bool = True
@@ -38,17 +38,17 @@ class Axis(NamedTuple):
 
 
 class Guard(NamedTuple):
-    """A cond, or a while loop, around a sow that a vmap made run for all lanes, with
+    """A cond, or a while loop, around a mark that a vmap made run for all lanes, with
     results that are thrown away for some of them.
 
-    For each guard the sow has one more operand, before those of the value: the index of
-    the branch that really runs, or for a loop, a boolean that says whether the lane
+    For each guard the mark has one more operand, before those of the value: the index
+    of the branch that really runs, or for a loop, a boolean that says whether the lane
     still runs.
     """
 
     # An object for each cond, `None` for a loop.
     cond: Any = None
-    # In which of its branches the sow is, and how many these are.
+    # In which of its branches the mark is, and how many these are.
     branch: int = 1
     n_branches: int = 1
     # Where the value of its operand is made. This tells the runs of a cond apart that
@@ -58,7 +58,7 @@ class Guard(NamedTuple):
 
 
 class Label(NamedTuple):
-    """What a sow is called by one of the transformations around it.
+    """What a mark is called by one of the transformations around it.
 
     Of a call of `sow`, there is one label for all of them. A captured module gets a
     label from each transformation that captures it, which has a number of its own, its
@@ -67,7 +67,7 @@ class Label(NamedTuple):
     `name` is not known, and `None`, until the whole program is there that this
     transformation traces, and shows where the arrays of the module come from.
 
-    `after` says, for each loop around the sow from outside in, where in the name the
+    `after` says, for each loop around the mark from outside in, where in the name the
     index of an iteration stands: after so many characters, or at the end (`None`, as
     for loops that `after` does not reach to). A scan over the layers of a stack at
     `blocks` gives `blocks/attn` an `after` of `(6,)`: its layer 2 is `blocks/2/attn`,
@@ -92,15 +92,15 @@ _NOT_WANTED = Label("", Const(object()))
 
 
 class Fixed(NamedTuple):
-    """An array of NumPy's among those that are sown. The program goes on with it, and
-    not with what comes out of the sow, so that an index or a size in Python stays one.
+    """An array of NumPy's among those that are marked. The program goes on with it, and
+    not with what comes out of the mark, so that an index or a size in Python stays one.
     """
 
     # Which array of the value it is.
     i: int
     array: Const
     # What tells it from others, if the program is traced once more: the labels and the
-    # line of the sow, and the index. See `Listening.replaced`.
+    # line of the mark, and the index. See `Listening.replaced`.
     mark: tuple[Any, ...]
 
 
@@ -108,14 +108,14 @@ _NONE: frozenset[tuple[int, ...]] = frozenset()
 
 
 class Site(NamedTuple):
-    """The static part of a sow: the single parameter of its equation.
+    """The static part of a mark: the single parameter of its equation.
 
     `bind` in `sow.py` makes it. Differentiation, batching and the rules for loops and
     branches rewrite it. Handlers read it.
     """
 
-    # --- what was sown, and for whom ---
-    # What the sow is called, by each transformation around that wants it, from inside
+    # --- what was marked, and for whom ---
+    # What the mark is called, by each transformation around that wants it, from inside
     # out; but first comes the label for the transformation at hand.
     labels: tuple[Label, ...]
     # The value without its arrays, which are operands of the equation.
@@ -134,9 +134,9 @@ class Site(NamedTuple):
     # How many derivatives were taken of this value so far.
     differentiated: int = 0
     # An object for each time that the derivative of a `jax.checkpoint` split what was
-    # in there, the sow included, into what runs forward and what the backward pass
+    # in there, the mark included, into what runs forward and what the backward pass
     # computes again. That has the same one. Derivatives that were taken before have
-    # none, and those of the sow that are taken later do.
+    # none, and those of the mark that are taken later do.
     splits: tuple[Any, ...] = ()
 
     # --- where it runs ---
@@ -147,7 +147,7 @@ class Site(NamedTuple):
     # front, in their order; `()` if they are there.
     permutations: tuple[tuple[int, ...], ...] = ()
     guards: tuple[Guard, ...] = ()
-    # Whether there should be more guards. The sow came from a derivative rule, which
+    # Whether there should be more guards. The mark came from a derivative rule, which
     # JAX traced after the vmap had changed the cond.
     unguarded: bool = False
 
@@ -159,7 +159,7 @@ class Site(NamedTuple):
     # The call of `sow`, which its derivatives share: an `Origin`.
     origin: Any = None
     # The next three are filled in for the transformation at hand, if it needs them.
-    # The executions that the sow is, or is a derivative of, by the ways to their
+    # The executions that the mark is, or is a derivative of, by the ways to their
     # equations. There are several if it is in several branches.
     of: frozenset[tuple[int, ...]] = _NONE
     # Whether it is a repetition of these, which is not an execution of its own. `None`
@@ -192,7 +192,7 @@ class Site(NamedTuple):
         return self.label.tag
 
     def seen_from(self, depth: int, tag: Hashable) -> "Site":
-        """The sow as a transformation sees it that has this depth and tag, before it
+        """The mark as a transformation sees it that has this depth and tag, before it
         has asked which executions there are."""
         if self.of:
             guards = tuple(g._replace(run=None) for g in self.guards)
@@ -212,7 +212,7 @@ class Site(NamedTuple):
         return self._replace(taken=(*self.taken, tag))
 
     def for_all(self) -> "Site":
-        """The sow, also seen by those further out that have no label for it."""
+        """The mark, also seen by those further out that have no label for it."""
         return self._replace(labels=(*self.labels, Label(self.name, self.tag)))
 
     def in_scope(self, scope: str) -> "Site":
@@ -235,7 +235,7 @@ class Site(NamedTuple):
         return f"`sow(..., {self.name!r})` at {self.where}"
 
     def shape(self, i: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape that the code at the sow sees, from that of operand `i`."""
+        """The shape that the code at the mark sees, from that of operand `i`."""
         order = self.permutations[i] or range(len(shape))
         return tuple(shape[k] for k in order[sum(self.varies[i]) :])
 
@@ -243,7 +243,7 @@ class Site(NamedTuple):
 def out_of_loop(
     axes: Sequence[Axis], loop: Axis | None
 ) -> tuple[int, tuple[Axis, ...]]:
-    """The axes of what was sown in a loop as seen from outside of it: first those of
+    """The axes of what was marked in a loop as seen from outside of it: first those of
     the vmaps around the loop, then the axis that the `loop` adds, if it does, then the
     rest. Also how many come first."""
     around = [

@@ -243,8 +243,8 @@ class Sow(eqx.Module):
         """
         del key
         if self.name is None:
-            # Where calls of modules are noted, the value is sown there. At a depth of 0
-            # no transformation traces this: `_walk/sows.py` looks once more into a
+            # Where calls of modules are noted, the value is marked there. At a depth of
+            # 0 no transformation traces this: `_walk/sows.py` looks once more into a
             # function that an equation holds.
             here = listening.value
             if here is not None and here.depth and not here.captures:

@@ -181,8 +181,9 @@ def _identity(x: Any) -> Hashable:
 
 @dc.dataclass(frozen=True)
 class NoTangent:
-    """A leaf, in a derivative of a sow, that was not differentiated: an integer, a key,
-    a NumPy array, or what JAX refuses to differentiate. There is no operand for it.
+    """A leaf, in a derivative of a mark, that was not differentiated: an integer, a
+    key, a NumPy array, or what JAX refuses to differentiate. There is no operand for
+    it.
 
     Its tangent is zero. Its cotangent is not known: JAX never computes one. Zeros of
     this `dtype` stand in its place.

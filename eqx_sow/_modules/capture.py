@@ -83,7 +83,7 @@ class Marking:
 def name(
     closed: Any, found: list[Found], called: tuple, depth: int, marking: Marking
 ) -> tuple[Any, tuple[str, ...]]:
-    """A program, `called` with `(fn, args, kwargs)`, in which the sows have names that
+    """A program, `called` with `(fn, args, kwargs)`, in which the marks have names that
     are `found` in it; and with what those begin that are paths of modules, where the
     models are."""
     is_off = marking.capture is None and not marking.scope

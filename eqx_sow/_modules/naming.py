@@ -12,7 +12,7 @@ path of the first one in the `Linear` is `weight`, so what is left is the name:
 One pass over the program (`_walk/flow.py`) tells of each variable the inputs that it
 comes from, and how much was computed between. It goes into a function that was traced
 once for each of its calls, so each of them gets a name of its own. A derivative takes
-the edge of its primal, and so its name. At the end, each sow is replaced by one with
+the edge of its primal, and so its name. At the end, each mark is replaced by one with
 its names (`_walk/sows.py`); from there on they are like those of `sow`.
 
 An array may come from several places. `Naming._nearest` says which of them is
@@ -40,7 +40,7 @@ from .visits import Index, Mark, Visit
 
 
 class Naming(Domain):
-    """Names the sows of one program, for the transformation at this depth."""
+    """Names the marks of one program, for the transformation at this depth."""
 
     n_needed = 1
 
@@ -49,7 +49,7 @@ class Naming(Domain):
         self._depth = depth
         self._marking = marking
         self._classes, _ = marking.selected
-        # By the ways to their equations, the calls, and the sows.
+        # By the ways to their equations, the calls, and the marks.
         self._visits: dict[Way, Visit] = {}
         self._sows: dict[Way, Mark] = {}
         self._latest: dict[Any, Visit] = {}
@@ -77,7 +77,7 @@ class Naming(Domain):
         # For messages: the modules that are called.
         self.seen: dict[str, type] = {}
         # The arguments and variables that have captured modules in them; and with
-        # `scope=True`, those with modules in which there are sows.
+        # `scope=True`, those with modules in which there are marks.
         self.roots: dict[str, None] = {}
         self.roots_of_sows: dict[str, None] = {}
 
@@ -145,7 +145,7 @@ class Naming(Domain):
         site: Site = eqn.params["site"]
         scans = here.scans
         if site.modes:
-            # Of a derivative, the edge comes out of the sow of its primal.
+            # Of a derivative, the edge comes out of the mark of its primal.
             primals = [self._sows[way] for way in edge.edges if way in self._sows]
             # Equinox's loops may trace their body twice: then it is the same line.
             of_call = [sow for sow in primals if sow.site.origin is site.origin]
@@ -380,7 +380,7 @@ class Naming(Domain):
         return next((n for n in same if n in of_calls), same[-1] if same else None)
 
     def _after(self, sow: Mark) -> list[int | None]:
-        """For each scan around a sow, where in its name the index of an iteration
+        """For each scan around a mark, where in its name the index of an iteration
         stands: behind the highest tree that the scan takes apart as a whole, or where
         that of a list stood that was stacked before. For an iteration of
         `model/blocks/attn`, in a scan over the arrays in `blocks`, it is
@@ -404,7 +404,7 @@ class Naming(Domain):
 
         return list(map(of_scan, sow.scans))
 
-    # --- the names of sows ---
+    # --- the names of marks ---
     def _name(self, visit: Visit) -> Path:
         self._path(visit)
         return visit.name

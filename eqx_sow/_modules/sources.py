@@ -138,7 +138,7 @@ def in_order(cases: Sequence[Origin]) -> Sequence[Origin]:
 
 
 def computed(eqn: Any, operands: Sequence[Origin], way: Way) -> list[Origin]:
-    """What comes out of an equation that is neither a sow nor an edge."""
+    """What comes out of an equation that is neither a mark nor an edge."""
     number = _cuts.number(eqn, operands)
     name, shape = eqn.primitive.name, eqn.outvars[0].aval.shape
     is_moved = name in _MOVES and bool(operands) and operands[0].is_whole

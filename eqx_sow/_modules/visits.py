@@ -1,4 +1,4 @@
-"""What `naming.py` knows of the calls and the sows of a program."""
+"""What `naming.py` knows of the calls and the marks of a program."""
 
 import dataclasses as dc
 from collections.abc import Sequence
@@ -53,8 +53,8 @@ class Index(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """A sow, and the calls that it is in, or is the output of. There may be several: if
-    a branch decides of which call a derivative is. `scans`: the ways to the scans
+    """A mark, and the calls that it is in, or is the output of. There may be several:
+    if a branch decides of which call a derivative is. `scans`: the ways to the scans
     around it; for a derivative, around its primal, since a scan of the backward pass
     need not go over the arrays themselves."""
 

@@ -56,7 +56,7 @@ class _Tapped(Transformed):
 def _evaluate(self: _Tapped, program: Program, extra: list[Any]) -> list[Any]:
     """The outputs of the program. `extra` are the arrays of that option.
 
-    Under a `jax.vmap` around the tap, the program is first batched, so that a sow in
+    Under a `jax.vmap` around the tap, the program is first batched, so that a mark in
     there sees all lanes, and then walked over, as for a `tap` around the `vmap`.
     """
     jaxpr = consts_as_args(program.closed)

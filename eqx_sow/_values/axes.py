@@ -1,6 +1,6 @@
 """The leading axes of captured arrays, which vmaps, loops and devices gave them.
 
-An operand of a sow has only the axes that it varies over. `Site.varies` says for each
+An operand of a mark has only the axes that it varies over. `Site.varies` says for each
 which of `Site.axes` these are: a tuple of booleans. Of a value `(c, y)` in a vmap of 5
 lanes and one of 2 lanes within it, where `c` varies over the outer lanes and `y` over
 the inner ones,
@@ -64,9 +64,9 @@ def for_each_lane(
     varies: Sequence[Varies],
     out_varies: Sequence[Varies] | None = None,
 ) -> Callable:
-    """A function of values as the code at the sow sees them, as a function of operands.
-    `out_varies` is for its results; without it they vary over all axes that any operand
-    varies over."""
+    """A function of values as the code at the mark sees them, as a function of
+    operands. `out_varies` is for its results; without it they vary over all axes that
+    any operand varies over."""
     for k in reversed(range(len(axes))):
         if any(v[k] for v in varies):
             fn = jax.vmap(

@@ -10,9 +10,9 @@ of 5 lanes,
         return lax.scan(body, x, None, length=3)
 
 where `c` varies over the outer lanes and `y` over the inner ones. As JAX traces it,
-the inner vmap comes first. It gives the sow `Axis(2, loops=0)`, and `c` does not vary
-over it. The outer vmap batches the scan, and the sow inside as part of that: its axis,
-of which `loops=1` says that a loop is between it and the sow, goes in front, `Axis(5,
+the inner vmap comes first. It gives the mark `Axis(2, loops=0)`, and `c` does not vary
+over it. The outer vmap batches the scan, and the mark inside as part of that: its axis,
+of which `loops=1` says that a loop is between it and the mark, goes in front, `Axis(5,
 loops=1)`. So the axes are (5, 2), and the operands are `c[5]` and `y[2]`, since they
 have only the axes that they vary over: `varies` is `(True, False)` for `c`, and
 `(False, True)` for `y`. `captured` makes an `Entry` of them, in which each array has
@@ -50,24 +50,24 @@ Guards = tuple[Guard, ...]
 @jtu.register_dataclass
 @dc.dataclass(frozen=True)
 class Entry:
-    """What was captured of a name and mode: by one sow, or by several in branches.
+    """What was captured of a name and mode: by one mark, or by several in branches.
 
-    `captured` makes it of a sow. `stacked`, `on_device` and the functions in `merge.py`
-    take it out of loops, devices and branches, and `assemble.py` makes of it what comes
-    back.
+    `captured` makes it of a mark. `stacked`, `on_device` and the functions in
+    `merge.py` take it out of loops, devices and branches, and `assemble.py` makes of it
+    what comes back.
     """
 
     # Each has all axes of `site` in front, in that order: of size one where it does not
     # vary over the axis. The count, if there is one, is the last array.
     arrays: tuple[Any, ...]
-    # That of the sow. Its `axes` are those that the arrays have now, among which there
+    # That of the mark. Its `axes` are those that the arrays have now, among which there
     # are no guards.
     site: Site = dc.field(metadata=dict(static=True))
-    # Whether there is a count of how many times the sow ran.
+    # Whether there is a count of how many times the mark ran.
     counted: bool = dc.field(default=False, metadata=dict(static=True))
-    # The guards of each sow that it was made of, if any has some.
+    # The guards of each mark that it was made of, if any has some.
     cases: tuple[Guards, ...] = dc.field(default=(), metadata=dict(static=True))
-    # The way to the equation of the sow: of each equation around it, from outside in,
+    # The way to the equation of the mark: of each equation around it, from outside in,
     # the index, and whether it is a reversed scan (`None` if it is no scan).
     route: Scan = dc.field(default=(), metadata=dict(static=True))
     # Of each scan that is still around it, from outside in, which iteration alone is
@@ -109,9 +109,9 @@ def grouped(
     return groups
 
 
-# --- one sow ---
+# --- one mark ---
 def in_front(site: Site, operands: Sequence[Any]) -> tuple[Site, list[Any]]:
-    """A sow as if it had operands with their leading axes in front."""
+    """A mark as if it had operands with their leading axes in front."""
     if not any(site.permutations):
         return site, [*operands]
     pairs = zip(operands, site.permutations)
@@ -120,7 +120,7 @@ def in_front(site: Site, operands: Sequence[Any]) -> tuple[Site, list[Any]]:
 
 
 def in_place(site: Site, operands: Sequence[Any]) -> list[Any]:
-    """Operands with their leading axes in front, as the sow has them."""
+    """Operands with their leading axes in front, as the mark has them."""
     pairs = zip(operands, map(np.argsort, site.permutations))
     return [jax.lax.transpose(x, p) if p.size else x for x, p in pairs]
 
@@ -131,16 +131,16 @@ def captured(
     transform: Callable | None,
     at: tuple[int | None, ...] = (),
 ) -> Entry:
-    """The entry of one sow: its value, transformed, and a count in the place of guards.
-    Lanes in which the sow does not run are zeros."""
+    """The entry of one mark: its value, transformed, and a count in the place of
+    guards. Lanes in which the mark does not run are zeros."""
     return finished(unfinished(site, operands, at), transform)
 
 
 def unfinished(
     site: Site, operands: Sequence[Any], at: tuple[int | None, ...] = ()
 ) -> Entry:
-    """The entry of one sow before it is `finished`. In the place of a count it has
-    booleans that say in which lanes the sow runs. In others, the value is anything."""
+    """The entry of one mark before it is `finished`. In the place of a count it has
+    booleans that say in which lanes the mark runs. In others, the value is anything."""
     site, operands = in_front(site, operands)
     cases = (site.guards,) if site.guards else ()
     entry = Entry((), site, cases=cases, at=at)
@@ -165,7 +165,7 @@ FINISHED: Any = object()
 
 
 def finished(entry: Entry, transform: Callable | None) -> Entry:
-    """The entry of one sow, or of several in branches, transformed, with a count and
+    """The entry of one mark, or of several in branches, transformed, with a count and
     with zeros where none of them runs."""
     if transform is FINISHED or (transform is None and not entry.counted):
         return entry
@@ -177,7 +177,7 @@ def finished(entry: Entry, transform: Callable | None) -> Entry:
         run = None if _are_all_branches(entry.cases) else run
     value = Value(site.form, arrays, varies)
     if transform is not None:
-        # It may have a gradient that is not finite where the sow does not run.
+        # It may have a gradient that is not finite where the mark does not run.
         value = _where_it_runs(run, run_varies, value)
         value = transformed(transform, site, value)
     if run is not None:
@@ -191,7 +191,7 @@ def finished(entry: Entry, transform: Callable | None) -> Entry:
 
 
 def _are_all_branches(cases: Sequence[Guards]) -> bool:
-    """Whether in each lane one of several sows runs: they are in all branches of a
+    """Whether in each lane one of several marks runs: they are in all branches of a
     cond, or within a branch in all of another cond, and so on."""
     if () in cases:
         return True
@@ -208,8 +208,8 @@ def _are_all_branches(cases: Sequence[Guards]) -> bool:
 
 
 def value_of(site: Site, operands: Sequence[Any]) -> Value:
-    """The value that is sown: what the operands are but for the guards. A tangent that
-    is zero, and so no operand, is an array of zeros from here on."""
+    """The value that is marked: what the operands are but for the guards. A tangent
+    that is zero, and so no operand, is an array of zeros from here on."""
     n = len(site.guards)
     known = iter(zip(operands[n:], site.varies[n:]))
     leaves, pairs = [], []
@@ -227,8 +227,8 @@ def value_of(site: Site, operands: Sequence[Any]) -> Value:
 
 
 def running(site: Site, operands: Sequence[Any]) -> tuple[Any, tuple[bool, ...]]:
-    """In which lanes a sow with guards runs, an aligned boolean, and which axes that
-    varies over. `None` for a sow without guards, which runs in all."""
+    """In which lanes a mark with guards runs, an aligned boolean, and which axes that
+    varies over. `None` for a mark without guards, which runs in all."""
     if not site.guards:
         return None, ()
     each = []
@@ -248,7 +248,7 @@ def _is(index: Any, guard: Guard) -> Any:
 
 
 def _where_it_runs(run: Any, run_varies: Sequence[bool], value: Value) -> Value:
-    """The value with zeros where the sow does not run. What varies over fewer axes
+    """The value with zeros where the mark does not run. What varies over fewer axes
     stays as it is, so that it is still transformed once."""
     if run is None:
         return value

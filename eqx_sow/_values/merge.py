@@ -18,7 +18,7 @@ makes it `f32[1,3]`, which is then repeated along the lanes.
 
 A branch of a `jax.lax.cond` returns each name of the other ones as zeros, with a count
 of zero (`to_one_form`). Under a `vmap` all branches run, each for the lanes that take
-it, and `gather` merges what they sow. The handler calls `latest` after each iteration
+it, and `gather` merges what they mark. The handler calls `latest` after each iteration
 of a `while_loop`, and `reduce.py` asks for the form of a state.
 """
 
@@ -108,7 +108,7 @@ def _of_primal(entry: Entry) -> Any:
 
 
 def _are_exclusive(a: Entry, b: Entry) -> bool:
-    """Whether the two are in different branches of one cond: each sow of the one and
+    """Whether the two are in different branches of one cond: each mark of the one and
     each of the other."""
 
     def apart(x: Guards, y: Guards) -> bool:

@@ -34,8 +34,8 @@ from .merge import unify, with_axes
 class Reducer(eqx.Module):
     """For `save_intermediates(..., reduce=...)`.
 
-    A reducer says how a state, `acc`, goes through the executions of a sow. It sees
-    one lane at a time: `values` are the array leaves of a value as the code at the sow
+    A reducer says how a state, `acc`, goes through the executions of a mark. It sees
+    one lane at a time: `values` are the array leaves of a value as the code at the mark
     sees it, of any dtype except float0, and maybe keys; `site` says what the others
     are. `acc` is a PyTree of arrays whose shapes and dtypes stay as they are. `count`
     is how many executions there were so far.
@@ -336,7 +336,7 @@ class ReducerState:
     acc: list[Any]
     # How many executions there were, for each lane.
     count: Any
-    # The sow, of which only the axes of lanes are left. Its last array is the count.
+    # The mark, of which only the axes of lanes are left. Its last array is the count.
     site: Site = dc.field(metadata=dict(static=True))
     # Whether any of the executions may not happen, so that the count comes back, too.
     conditional: bool = dc.field(metadata=dict(static=True))
@@ -367,8 +367,8 @@ def started(reducer: Reducer, entries: Sequence[Entry], eqn: Any) -> ReducerStat
 
 
 def _on_mesh_of(eqn: Any, reducer: Reducer, site: Site, values: list[Any]) -> Any:
-    """`reducer.start`, which may call a function of the user's, on the mesh of the sow.
-    The state is on the mesh here."""
+    """`reducer.start`, which may call a function of the user's, on the mesh of the
+    mark. The state is on the mesh here."""
     here, mesh = jax.sharding.get_abstract_mesh(), mesh_inside(eqn)
     if mesh is None or reducer.keeps_structure:
         return reducer.start(site, values)

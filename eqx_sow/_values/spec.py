@@ -24,7 +24,7 @@ def check(
     spec: Mapping[str, Any],
     intermediates: dict[str, dict[str, Any]],
 ) -> None:
-    """Checks the annotations of sows, each with its equation, against what was sown,
+    """Checks the annotations of marks, each with its equation, against what was marked,
     and those of names in `spec` against what comes back. All of them share one set of
     axis names."""
     if not annotated and not spec:

@@ -1,4 +1,4 @@
-"""The option `transform`: applying a function of the user's to what is sown. And
+"""The option `transform`: applying a function of the user's to what is marked. And
 `batched`, which `plant` takes, too."""
 
 import itertools as it
@@ -136,8 +136,8 @@ class Value(NamedTuple):
 def transformed(
     fn: Callable, site: Site, value: Value, option: str = "transform"
 ) -> Value:
-    """What `fn` returns for a value as the code at the sow sees it, for each lane; or
-    if `fn` is `batched`, for the value of all lanes at once. No sow in `fn` marks."""
+    """What `fn` returns for a value as the code at the mark sees it, for each lane; or
+    if `fn` is `batched`, for the value of all lanes at once. No `sow` in `fn` marks."""
     hint = of_one_lane(site) if option == "transform" else ""
     if isinstance(fn, Batched):
         with calling(option, site) as watched, listening(None):
@@ -211,7 +211,7 @@ def _of_all_lanes(fn: Callable, site: Site, value: Value) -> Value:
 
 
 def check_all_lanes(site: Site, option: str, remedy: str) -> None:
-    """Raises if only some lanes run a sow."""
+    """Raises if only some lanes run a mark."""
     if site.guards:
         raise SowError(
             f"`{option}`: {site.said} is in a branch or a loop that only some lanes of "

@@ -4,7 +4,7 @@
 Of
 
     for _ in range(100):
-        x = block(x)               # a jitted function with a sow
+        x = block(x)               # a jitted function with a mark
 
 under `jax.grad`, this looks once at the jaxpr of `block`, and once at that of its
 backward pass. What it finds out, it says by the inputs of the jaxpr: the edge comes out
@@ -27,7 +27,7 @@ from .._mark.primitive import sow_p
 from .sows import Found, jaxprs_in, jaxprs_of, kept_with_jaxpr, Way, with_sow
 
 
-# Where an edge comes from: the number of an input, or the way to a sow.
+# Where an edge comes from: the number of an input, or the way to a mark.
 _Sources = frozenset[int | Way]
 _NONE: _Sources = frozenset()
 
@@ -57,8 +57,8 @@ _CALLS = {jexc.primitives.jit_p, jexc.primitives.remat_p}
 
 
 def by_edges(closed: Any, found: Sequence[Found]) -> dict[Way, frozenset[Way]] | None:
-    """`Site.of` for these sows of a program, by the ways to them, if all are executions
-    or derivatives of one."""
+    """`Site.of` for these marks of a program, by the ways to them, if all are
+    executions or derivatives of one."""
     for x in found:
         around = x.eqns[:-1]
         rules_or_backward = not x.site.modes and any(

@@ -1,6 +1,6 @@
-"""Which sows of a program are executions, and to which of them a derivative belongs.
+"""Which marks of a program are executions, and to which of them a derivative belongs.
 
-A sow in the forward pass is an execution. A derivative belongs to one: the edge that
+A mark in the forward pass is an execution. A derivative belongs to one: the edge that
 is its first operand comes out of the equation of its primal (`_mark/primitive.py`),
 through whatever calls, loops, branches and checkpoints there are between.
 
@@ -20,10 +20,10 @@ are three kinds of it:
   at the solution. If such a function is called in a loop of Equinox, only the backward
   pass runs the rule: see `_in_other_rules`.
 
-Whatever else a `bwd` sows is an execution of its own. So are the values that
+Whatever else a `bwd` marks is an execution of its own. So are the values that
 `diffrax.BacksolveAdjoint` visits: it solves another equation in its backward pass.
 
-A third question is about conds of which a `vmap` runs all branches. Of two sows in two
+A third question is about conds of which a `vmap` runs all branches. Of two marks in two
 branches only one runs, if they are of one run of the cond: if the index that both have
 as an operand was made in one place. In another call of the function it is made in
 another one.
@@ -35,7 +35,7 @@ The answers are written into the sites: `Site.of`, `again`, `backward` and `guar
     ...
     dy = sow[name=h, modes=(cotangent,)] e dz    # `e` comes out of equation 1
 
-the first sow has `of={(0,)}`, and the second one and the cotangent `of={(1, 0, 2)}`,
+the first mark has `of={(0,)}`, and the second one and the cotangent `of={(1, 0, 2)}`,
 which is the way to an equation: see `Way`.
 """
 
@@ -64,11 +64,11 @@ from .sows import Found, lengths_of, loop_of, Way, with_sites
 
 
 def needs_executions(found: Sequence[Found], several: Callable[[Site], bool]) -> bool:
-    """Whether it matters which executions these sows are. `several` says of a site
+    """Whether it matters which executions these marks are. `several` says of a site
     whether its name may have more than one, as with `Append`.
 
     It does not if there is no primal in a backward pass, and no name has derivatives,
-    or is in branches, and also has more than one sow."""
+    or is in branches, and also has more than one mark."""
     n = Counter(x.site.key for x in found)
     # In many calls of one function, these are the same equations.
     backward: dict[int, bool] = {}
@@ -159,7 +159,7 @@ class _Numbers(Domain):
         # By number, of an edge, the executions that it comes from.
         self._edges: dict[int, frozenset[Way]] = {}
         self._next = it.count()
-        # The sows, by the ways to their equations.
+        # The marks, by the ways to their equations.
         self.sows: dict[Way, Sown] = {}
 
     def unlike_any(self) -> _Value:
@@ -224,7 +224,7 @@ class _Numbers(Domain):
         return edge
 
     def _value_at(self, site: Site, operands: Sequence[_Value]) -> Hashable:
-        """Equal for two sows of equal values."""
+        """Equal for two marks of equal values."""
         branches = tuple(guard.branch for guard in site.guards)
         # The value has its lanes in front, wherever the operand has them.
         pairs = zip(operands, site.permutations)

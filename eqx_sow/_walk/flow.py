@@ -64,11 +64,11 @@ class Domain:
     of equation makes of them. There are two: `Naming` in `_modules/naming.py`, and the
     numbers in `executions.py`.
 
-    Only equations that have a sow inside, or lead to one, are looked at. The value of
-    what no sow depends on is `None`.
+    Only equations that have a mark inside, or lead to one, are looked at. The value of
+    what no mark depends on is `None`.
     """
 
-    # How many of the operands of a sow are needed, with the edge first. `None`: all.
+    # How many of the operands of a mark are needed, with the edge first. `None`: all.
     n_needed: int | None = None
 
     def constant(self, x: Any, aval: Any) -> Any:
@@ -137,7 +137,7 @@ def run(domain: Domain, jaxpr: Any, args: Sequence[Any], here: Here) -> list[Any
 def _leading_to_sows(
     domain: Domain, jaxpr: Any, outvars: Sequence[Any]
 ) -> list[tuple[int, Any]]:
-    """The equations that have a sow inside, or on which one depends, with their
+    """The equations that have a mark inside, or on which one depends, with their
     indices: found backward, as what they depend on comes before."""
     with_sows = with_sow(jaxpr)
     asked = set(variables(outvars))

@@ -15,7 +15,7 @@ from .sows import variables
 class Frame:
     """A jaxpr in evaluation.
 
-    Equations without a sow wait until something needs their results, and are then
+    Equations without a mark wait until something needs their results, and are then
     evaluated all at once, as one call. Of
 
         b = sin a
@@ -23,7 +23,7 @@ class Frame:
         d = sow[name=h] c
         e = mul d 2.0
 
-    (without the edges of the sow) the walk defers the first two. At the sow, the
+    (without the edges of the mark) the walk defers the first two. At the mark, the
     handler says that `d` is `c` (`alias_outputs`), and that it wants `c` at the end of
     the walk (`want`), or reads it now (`read`). The last equation waits, too. When the
     outputs are read, all that waits is evaluated, and of what it computes only that
@@ -34,8 +34,8 @@ class Frame:
     - `_last_read`: for each variable, by its `id`, the index of the last equation that
       reads it, or the number of equations if it is read at the end: an output, or what
       a handler wants.
-    - `_same`: for each variable that a sow returns, by its `id`, the one that it stands
-      for. (Numbers are among the operands of equations, and not hashable.)
+    - `_same`: for each variable that a mark returns, by its `id`, the one that it
+      stands for. (Numbers are among the operands of equations, and not hashable.)
     """
 
     def __init__(self, jaxpr: Any, values: Sequence[Any]):
@@ -57,11 +57,12 @@ class Frame:
         self._last_read.update((id(self._source(v)), at_end) for v in atoms)
 
     def _source(self, v: Any) -> Any:
-        """The variable that this one stands for: itself, but for what a sow returns."""
+        """The variable that this one stands for: itself, but for what a mark
+        returns."""
         return self._same.get(id(v), v)
 
     def alias_outputs(self, atoms) -> None:
-        """The values that come out of the current sow are these."""
+        """The values that come out of the current mark are these."""
         edge, *outvars = self.eqn.outvars
         last = self._last_read
         if id(edge) in last:
@@ -114,7 +115,7 @@ class Frame:
         self._pending, self._effects_wait = [], False
         inputs = dict.fromkeys(variables(v for e in eqns for v in e.invars))
         last, now = self._last_read, self.now
-        # An edge that only a sow needed is gone with that.
+        # An edge that only a mark needed is gone with that.
         eqns = [
             e
             for e in eqns
@@ -135,7 +136,7 @@ class Frame:
         self.set(outvars, out)
 
     def _with_sources(self, eqn: Any) -> Any:
-        """The equation, without variables that a sow returns."""
+        """The equation, without variables that a mark returns."""
         for v in eqn.invars:
             if id(v) in self._same:
                 return eqn.replace(invars=list(map(self._source, eqn.invars)))

@@ -1,23 +1,23 @@
-"""A handler says what becomes of the sows in a program.
+"""A handler says what becomes of the marks in a program.
 
 The walk in `interpreter.py`, and its rules, run the program, and ask the handler at
-each sow. `Given` is what a handler passes down to the sows, and `Taken` what it gets
+each mark. `Given` is what a handler passes down to the marks, and `Taken` what it gets
 back from them. In `save_intermediates`, `Given.carry` has the states of reducers, and
 `Taken.entries` what was captured.
 
 | called by | method | for |
 |---|---|---|
-| `evaluate` | `sow` | each sow, in order of execution |
-| | `concerns` | a sow inside an equation: may that stay as it is? |
-| | `for_inside` | an equation with a sow inside, before its rule |
+| `evaluate` | `sow` | each mark, in order of execution |
+| | `concerns` | a mark inside an equation: may that stay as it is? |
+| | `for_inside` | an equation with a mark inside, before its rule |
 | | `end_jaxpr` | the end of a jaxpr: what was captured in there |
 | rule for `scan` | `sliced_by_scan` | which values have an axis for the iterations |
-| | `needs_iteration` | a sow: does it matter in which iteration it is? |
+| | `needs_iteration` | a mark: does it matter in which iteration it is? |
 | rule for `shard_map` | `values_on_devices`, `carry_on_devices` | what goes inside |
-| | `needs_order` | a sow: does the order of its executions matter? |
-| rules for `custom_*` | `replaces` | a sow: is the derivative rule still right? |
+| | `needs_order` | a mark: does the order of its executions matter? |
+| rules for `custom_*` | `replaces` | a mark: is the derivative rule still right? |
 | | `differentiable` | is what was taken ever differentiated? |
-| `refuse` | `wants` | a sow that cannot be had: is it an error? |
+| `refuse` | `wants` | a mark that cannot be had: is it an error? |
 """
 
 from collections.abc import Iterable, Sequence
@@ -36,7 +36,7 @@ from .sows import sites
 
 
 class Given(NamedTuple):
-    """What a handler passes down to the sows: a PyTree.
+    """What a handler passes down to the marks: a PyTree.
 
     `carry` goes from each execution to the next. `values` are the same for all, save
     that a loop may slice them. `iterations` says which one of each scan around this is,
@@ -50,22 +50,22 @@ class Given(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """What a handler gets back from the sows: a PyTree."""
+    """What a handler gets back from the marks: a PyTree."""
 
     carry: dict[Any, Any]
     entries: Entries
 
 
 class Handler:
-    """What to do with sows. A handler is hashable and holds no state: whatever it finds
-    out leaves the walk in `Taken`. So JAX may cache what it made of a jaxpr."""
+    """What to do with marks. A handler is hashable and holds no state: whatever it
+    finds out leaves the walk in `Taken`. So JAX may cache what it made of a jaxpr."""
 
-    # Whether another transformation around this one may want the sows that this handler
-    # does not want. Then they stay in the program.
+    # Whether another transformation around this one may want the marks that this
+    # handler does not want. Then they stay in the program.
     has_outer: bool = True
 
-    # The names that are also sown outside of linear solvers. Within one, a sow of such
-    # a name may be left out.
+    # The names that are also marked outside of linear solvers. Within one, a mark of
+    # such a name may be left out.
     elsewhere: frozenset[str] = frozenset()
 
     # Whether what the handler makes of a jaxpr may be kept for other calls. Not if it
@@ -75,13 +75,13 @@ class Handler:
     # Whether `Given.iterations` has an entry for each `while_loop`, too.
     counts_whiles: bool = False
 
-    # Whether what is taken at the sows may be differentiated by those further out.
+    # Whether what is taken at the marks may be differentiated by those further out.
     differentiable: bool = True
 
     def sow(self, found: list, given: Given, site: Site, atoms, frame: Frame) -> Given:
-        """Sees to the sow `frame.eqn`, with the operands `atoms` after its edge. Tells
+        """Sees to the mark `frame.eqn`, with the operands `atoms` after its edge. Tells
         `frame` what its outputs are, and appends to `found` whatever `end_jaxpr` wants
-        to know. Returns the `Given` of the next sow."""
+        to know. Returns the `Given` of the next mark."""
         raise NotImplementedError
 
     def end_jaxpr(self, found: list, frame: Frame) -> Entries:
@@ -90,12 +90,12 @@ class Handler:
         return ()
 
     def wants(self, site: Site) -> bool:
-        """Whether a sow must not be lost."""
+        """Whether a mark must not be lost."""
         return False
 
     def concerns(self, site: Site) -> bool:
-        """Whether the handler has anything to do with a sow: if it is not left to those
-        further out as it is."""
+        """Whether the handler has anything to do with a mark: if it is not left to
+        those further out as it is."""
         return True
 
     def for_inside(self, eqn: Any) -> "Handler":
@@ -103,16 +103,16 @@ class Handler:
         return self
 
     def replaces(self, site: Site) -> bool:
-        """Whether a function with the sow inside computes something else now, so that
+        """Whether a function with the mark inside computes something else now, so that
         its derivative rule is no longer right."""
         return False
 
     def needs_order(self, site: Site) -> bool:
-        """Whether the order of the executions of a sow matters."""
+        """Whether the order of the executions of a mark matters."""
         return False
 
     def needs_iteration(self, site: Site) -> bool:
-        """Whether a sow asks for `Given.iterations`."""
+        """Whether a mark asks for `Given.iterations`."""
         return False
 
     def sliced_by_scan(self, values: Any, jaxpr: Any) -> Any:
@@ -134,10 +134,10 @@ class Handler:
         return {}
 
 
-# --- sows that a handler cannot see to ---
+# --- marks that a handler cannot see to ---
 def check_guarded(site: Site) -> None:
-    """Raises if it cannot be told whether a sow runs, or only runs again; or if what it
-    marks is no PyTree."""
+    """Raises if it cannot be told whether a mark runs, or only runs again; or if what
+    it marks is no PyTree."""
     for x in site.form.leaves:
         if isinstance(x, Const) and isinstance(x.value, Holder):
             what, leaf, where = x.value
@@ -174,9 +174,9 @@ def is_solver(eqn: Any) -> bool:
 
 
 def refuse_unknown(handler: Handler, eqn: Any) -> None:
-    """Raises if the handler wants any of the sows in an equation without a rule. Who
+    """Raises if the handler wants any of the marks in an equation without a rule. Who
     calls a linear solver usually evaluates the same function elsewhere, too, where the
-    sows are seen."""
+    marks are seen."""
     inside, remedy = sites(eqn), "Move the mark out of it."
     if is_solver(eqn):
         why = "it evaluates its function over and over"
@@ -193,7 +193,7 @@ def refuse_unknown(handler: Handler, eqn: Any) -> None:
 def refuse(
     handler: Handler, eqn: Any, inside: Iterable[Site], why: str, remedy: str
 ) -> None:
-    """Raises if the handler wants any of the sows inside an equation."""
+    """Raises if the handler wants any of the marks inside an equation."""
     for site in filter(handler.wants, inside):
         primitive, _ = _compat.unmapped(eqn)
         raise UnsupportedPrimitiveError(

@@ -1,9 +1,9 @@
 """The one walk over a jaxpr.
 
-A `Handler` says what becomes of a sow: `save_intermediates` takes its value, `plant`
+A `Handler` says what becomes of a mark: `save_intermediates` takes its value, `plant`
 replaces it, the rules in `jax_rules.py` guard it. The table `rules` says, for
 each higher-order primitive, how to run its jaxprs with the handler inside. Neither
-knows of the other, and every equation that has no sow in it stays exactly as it was.
+knows of the other, and every equation that has no mark in it stays exactly as it was.
 """
 
 import functools as ft
@@ -39,7 +39,7 @@ def rule_for(primitive: jexc.Primitive) -> Callable[[Callable], Callable]:
     """A decorator for a rule `rule(interpret, given, eqn, *args) -> (outs, taken)`.
 
     `interpret(jaxpr)` is a function `run(given, *args) -> (outs, taken)` that runs the
-    jaxpr, while the handler sees to the sows in there. The rule writes the loop or the
+    jaxpr, while the handler sees to the marks in there. The rule writes the loop or the
     branches of the equation anew, with `run` in the place of the jaxpr, and passes on
     what `run` returns.
     """
@@ -86,7 +86,7 @@ _stages = _new_stages()
 def evaluate(
     interpret: "Interpret", given: Given, jaxpr: Any, *args
 ) -> tuple[list[Any], Taken]:
-    """Evaluates a jaxpr, with each sow left to the handler."""
+    """Evaluates a jaxpr, with each mark left to the handler."""
     handler = interpret.handler
     jaxpr, consts = _compat.open_jaxpr(jaxpr)
     frame = Frame(jaxpr, [*consts, *args])
@@ -131,7 +131,7 @@ def evaluate(
 
 
 def _sow(handler: Handler, found: list[Any], given: Given, frame: Frame) -> Given:
-    """Leaves the sow `frame.eqn` to the handler, on the mesh of the sow."""
+    """Leaves the mark `frame.eqn` to the handler, on the mesh of the mark."""
     eqn = frame.eqn
     _, *atoms = eqn.invars
     site, mesh = eqn.params["site"], mesh_inside(eqn)

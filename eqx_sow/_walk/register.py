@@ -94,7 +94,7 @@ def register_rule(primitive: jexc.Primitive) -> Callable[[_Rule], _Rule]:
             )
 
         # Before JAX batches or differentiates it: afterwards it could not be told how
-        # many loops are around a sow in there.
+        # many loops are around a mark in there.
         @ft.wraps(bind)
         def bind_or_run(*args, **params):
             if listening.value is None or not any(map(has_sow, jaxprs_in(params))):

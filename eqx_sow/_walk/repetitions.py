@@ -2,7 +2,7 @@
 why; here is how each of the three kinds is told.
 
 The same value, `_repeated_values`. The `bwd` runs the forward function again, at the
-same point, so both sows have a value of the same number:
+same point, so both marks have a value of the same number:
 
     f.defvjp(lambda x: (forward(x), x), lambda x, ct: jax.vjp(forward, x)[1](ct))
 
@@ -17,7 +17,7 @@ lines, in a loop of Equinox that has a backward pass in it. The other case is th
 of a `jax.custom_jvp` function that calls the function.
 
 Another equation, `_in_other_rules`. If such a loop calls a `jax.custom_jvp` function,
-then its forward pass runs the function, and only the backward pass its rule, with sows
+then its forward pass runs the function, and only the backward pass its rule, with marks
 of its own.
 """
 
@@ -36,14 +36,14 @@ from .sows import jaxprs_of, kept_with_jaxpr, loop_of, Way
 
 
 class Sown(NamedTuple):
-    """A sow that the pass came by."""
+    """A mark that the pass came by."""
 
     site: Site
     # Its place; the last of the equations around it is its own.
     here: Here
     # The ways of the executions that its edge comes from.
     edges: frozenset[Way]
-    # Equal for two sows of equal values.
+    # Equal for two marks of equal values.
     value: Hashable
     # For each guard, where its operand was made: tells runs of one cond apart.
     runs: tuple[Hashable, ...]
@@ -82,7 +82,7 @@ def _matched(
     repeats: Callable[[Sown, Sown], bool],
     choose: Callable[[list[Way], int, int], Iterable[Way]],
 ) -> Repeated:
-    """Of some sows, in the order of the program, the repetitions, each with the
+    """Of some marks, in the order of the program, the repetitions, each with the
     executions that it may repeat.
 
     In a backward pass there are several repetitions, one after another. They are of
@@ -108,9 +108,9 @@ def _matched(
 
 # --- values that are computed twice ---
 def _repeated_values(alike: Sequence[Sown]) -> Repeated:
-    """Of sows of one value, the repetitions, each with the execution that it repeats.
+    """Of marks of one value, the repetitions, each with the execution that it repeats.
 
-    A backward pass goes backward: if `f(x) + f(x) ** 2` runs the sow twice, and its
+    A backward pass goes backward: if `f(x) + f(x) ** 2` runs the mark twice, and its
     gradient repeats both, then the first repetition is of the second execution. With 2
     executions and 4 repetitions, it is the first two that are of the second one.
     """
@@ -170,7 +170,7 @@ def _replayed(primals: Sequence[Sown]) -> Repeated:
 def _in_other_rules(primals: Sequence[Sown]) -> Repeated:
     """The repetitions in the derivative rules of functions that are called in a loop of
     Equinox. The forward pass runs the functions, and the backward pass their rules, in
-    which each sow is another one. If there are as many of a name, they are these."""
+    which each mark is another one. If there are as many of a name, they are these."""
     ran, again = defaultdict(list), defaultdict(list)
     for x in primals:
         loops = filter(is_of_unknown_length, x.here.around)
@@ -185,7 +185,7 @@ def _in_other_rules(primals: Sequence[Sown]) -> Repeated:
 
 
 def _is_rerun(x: Sown) -> bool:
-    """Whether a sow is in such a loop, and not in a backward pass in there: not in the
+    """Whether a mark is in such a loop, and not in a backward pass in there: not in the
     `bwd` of a function that the loop calls."""
     loops, within = _backward_loops(x)
     return bool(loops) and not any(map(_compat.in_backward_pass, within))
@@ -209,11 +209,11 @@ def _calls(eqns: Iterable[Any]) -> list[Any]:
 
 
 def _backward_loops(x: Sown) -> tuple[list[Any], list[Any]]:
-    """The loops of unknown length around a sow that are in a backward pass, if they run
-    anew what ran before; and the equations from within the innermost one, up to that of
-    the sow. That is so if the outermost one is Equinox's, and there is a backward pass
-    in it, too; or if a checkpoint runs them. The loop of a solver that a `bwd` calls is
-    also in a backward pass, but there is none in it."""
+    """The loops of unknown length around a mark that are in a backward pass, if they
+    run anew what ran before; and the equations from within the innermost one, up to
+    that of the mark. That is so if the outermost one is Equinox's, and there is a
+    backward pass in it, too; or if a checkpoint runs them. The loop of a solver that a
+    `bwd` calls is also in a backward pass, but there is none in it."""
     backward, loops, within = False, [], []
     for eqn in x.here.around:
         backward = backward or _compat.in_backward_pass(eqn)
@@ -244,7 +244,7 @@ def _loops(around: Iterable[Any]) -> list[int | None]:
 
 
 def _loops_of_replayed(x: Sown) -> list[list[int | None]]:
-    """The loops that may be around what a sow repeats, from outside in, each given by
+    """The loops that may be around what a mark repeats, from outside in, each given by
     its number of iterations.
 
     A loop that runs a body anew stands in the place of the one that ran it first. So
@@ -258,7 +258,8 @@ def _loops_of_replayed(x: Sown) -> list[list[int | None]]:
 
 
 def _is_in(loops: Iterable[Any], x: Sown) -> bool:
-    """Whether a sow is in a loop that carries arrays of the same types as one of these.
+    """Whether a mark is in a loop that carries arrays of the same types as one of
+    these.
 
     If a `bwd` calls the solver of the forward pass, which takes derivatives, once more,
     then the two loops carry the same. That is no repetition: it may have another input.
@@ -269,7 +270,7 @@ def _is_in(loops: Iterable[Any], x: Sown) -> bool:
 
 
 def _has_calls(y: Sown, within: list[Any]) -> bool:
-    """Whether the last calls that lead to a sow of the forward pass are those of these
+    """Whether the last calls that lead to a mark of the forward pass are those of these
     equations."""
     calls, last = _calls(y.here.around[:-1]), _calls(within[:-1])
     # If a checkpoint is differentiated, its values are computed outside of it. A scan
@@ -290,13 +291,13 @@ def _checkpoints(x: Sown) -> list[Any]:
 
 
 def _rules(x: Sown) -> list[str]:
-    """The derivative rules of `jax.custom_jvp` functions that a sow is in."""
+    """The derivative rules of `jax.custom_jvp` functions that a mark is in."""
     return [rule for eqn in x.here.around for rule in _compat.rules_around(eqn)]
 
 
 def _rule(x: Sown) -> str | None:
-    """The derivative rule that a sow is in, unless it is in a function with such a rule
-    that this one calls."""
+    """The derivative rule that a mark is in, unless it is in a function with such a
+    rule that this one calls."""
     rule = None
     for eqn in x.here.around:
         rule = (rule, *_compat.rules_around(eqn))[-1]

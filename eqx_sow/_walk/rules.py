@@ -1,10 +1,10 @@
-"""How to run each higher-order primitive of JAX's with sows inside.
+"""How to run each higher-order primitive of JAX's with marks inside.
 
 **Calls.** The equation of a jitted function or a checkpoint is kept, with a new jaxpr
 in it, so that whatever else it says stays true.
 
 Of functions with a derivative or a batching rule of their own, a copy is walked over,
-for the sows. The original equation gives the outputs and their derivatives once these
+for the marks. The original equation gives the outputs and their derivatives once these
 are differentiated (or, for a batching rule, the outputs in any case), so the rules are
 kept. XLA removes it if it is not needed. If something is planted inside, the rules are
 those of another function, and are given up.
@@ -17,7 +17,7 @@ with the body `(carry, x) -> (carry, y)`:
 
 The `state` of a reducer, or a count, goes from iteration to iteration. `slices` are
 what is passed down to each iteration, such as its part of a planted array. `values` is
-what is taken from the sows of an iteration, which the scan stacks.
+what is taken from the marks of an iteration, which the scan stacks.
 """
 
 import dataclasses as dc
@@ -94,8 +94,8 @@ def _call(interpret, given, eqn, *args):
 
 # --- functions with rules of their own ---
 def _inside(interpret, given, eqn, jaxpr, args, join):
-    """Sees to the sows in `jaxpr`, a copy of the function in the equation, which has
-    none of its rules. The equation is bound, too, without its sows, and `join` makes
+    """Sees to the marks in `jaxpr`, a copy of the function in the equation, which has
+    none of its rules. The equation is bound, too, without its marks, and `join` makes
     one of the two."""
     handler = interpret.handler
     if any(map(handler.replaces, sites(eqn))):
@@ -123,7 +123,7 @@ def _quiet(rule, always, *zeros):
 
 
 def _with_quiet_rule(eqn, always=False):
-    """The equation with no sows in its derivative rule, where JAX would keep them
+    """The equation with no marks in its derivative rule, where JAX would keep them
     though nothing asks for them."""
     rules = {
         name: _quiet(eqn.params[name], always)
@@ -139,7 +139,7 @@ def _without_sows(eqn):
 
 @kept_with_jaxpr
 def _with_quiet_rules(jaxpr):
-    """A jaxpr with no sows in any derivative rule."""
+    """A jaxpr with no marks in any derivative rule."""
     eqns = []
     for e in jaxpr.eqns:
         if any(jaxprs_of(e)):
@@ -161,7 +161,7 @@ def _with_derivative_of(interpret, given, jaxpr, args, original):
     handler = interpret.handler
     differentiable = handler.differentiable
     walked, inputs, treedef = interpret.staged(jaxpr, given, *args)
-    # If it is differentiated, those further out see the sows in the rule of the
+    # If it is differentiated, those further out see the marks in the rule of the
     # original, and not those in here, in whatever equations these are.
     alone = Interpret(dc.replace(handler, has_outer=False), interpret.stages)
     quiet, same, _ = alone.staged(jaxpr, given, *args)
@@ -313,8 +313,8 @@ def _scan(interpret, given, eqn, *args):
 @rule_for(jexc.primitives.cond_p)
 @staged_if_eager
 def _cond(interpret, given, eqn, index, *args):
-    # The branches sow different things, and have to return the same: each fills in
-    # zeros for what only the others sow.
+    # The branches mark different things, and have to return the same: each fills in
+    # zeros for what only the others mark.
     runs = [interpret(jaxpr) for jaxpr in eqn.params["branches"]]
     types = [types_of(run, given, *args)[1].entries for run in runs]
     bring = _merge.to_one_form(types)
@@ -433,7 +433,7 @@ def _while(interpret, given, eqn, *args):
 # --- devices ---
 @rule_for(_compat.shard_map_p)
 def _shard_map(interpret, given, eqn, *args):
-    # What is sown on each device gets an axis for the devices, sharded over the mesh.
+    # What is marked on each device gets an axis for the devices, sharded over the mesh.
     p = eqn.params
     handler = interpret.handler
     refuse(
@@ -462,7 +462,7 @@ def _shard_map(interpret, given, eqn, *args):
     def varying(x):
         return [a for a in axes if not p["check_vma"] or a in _compat.varying(x)]
 
-    # What comes out: on each device, what is sown there gets an axis of size 1 in
+    # What comes out: on each device, what is marked there gets an axis of size 1 in
     # front. With 4 devices, `f32[3]` becomes `f32[1, 3]`, and all together `f32[4, 3]`.
     def body(carry, values, index, *args):
         nonlocal specs

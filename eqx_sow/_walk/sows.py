@@ -1,7 +1,7 @@
-"""The sows in a program: where they are, and the program with other ones.
+"""The marks in a program: where they are, and the program with other ones.
 
-A program is a jaxpr. Its sows may be in jaxprs that are parameters of its equations, at
-any depth, and in Python functions that equations hold.
+A program is a jaxpr. Its marks may be in jaxprs that are parameters of its equations,
+at any depth, and in Python functions that equations hold.
 """
 
 import functools as ft
@@ -108,14 +108,14 @@ def is_lanewise(jaxpr: Any) -> bool:
     )
 
 
-# --- finding sows ---
+# --- finding marks ---
 def shows_sow(x: Any) -> bool:
-    """Whether the effects of an equation or a jaxpr tell of a sow inside."""
+    """Whether the effects of an equation or a jaxpr tell of a mark inside."""
     return bool(x.effects) and sow_effect in x.effects
 
 
 def has_sow(x: Any) -> bool:
-    """Whether an equation or a jaxpr has a sow inside, at any depth: some primitives
+    """Whether an equation or a jaxpr has a mark inside, at any depth: some primitives
     hide the effects of what is in there."""
     if shows_sow(x):
         return True
@@ -127,7 +127,8 @@ def has_sow(x: Any) -> bool:
 
 
 def with_sow(x: Any) -> dict[int, Any]:
-    """The equations of a jaxpr that have a sow inside, or are one, by their indices."""
+    """The equations of a jaxpr that have a mark inside, or are one, by their
+    indices."""
     return _with_sow(_compat.open_jaxpr(x)[0])
 
 
@@ -137,10 +138,10 @@ def _with_sow(jaxpr):
 
 
 class Found(NamedTuple):
-    """A sow in a program. `eqns`: the equations that lead to it, from outside in; the
-    last one is that of the sow. `way`: the way to that one.
+    """A mark in a program. `eqns`: the equations that lead to it, from outside in; the
+    last one is that of the mark. `way`: the way to that one.
 
-    If the sow is in a Python function, the last equation is the one that holds the
+    If the mark is in a Python function, the last equation is the one that holds the
     function, and `way` is `None`.
     """
 
@@ -155,7 +156,7 @@ class Found(NamedTuple):
 
 
 def sows(x: Any, eqns: tuple[Any, ...] = (), way: Way = ()) -> Iterator[Found]:
-    """The sows in a jaxpr or an equation, to which `eqns` and `way` lead."""
+    """The marks in a jaxpr or an equation, to which `eqns` and `way` lead."""
     if not isinstance(x, jexc.JaxprEqn):
         for i, eqn in with_sow(x).items():
             if eqn.primitive is sow_p:  # as below, in half of the time
@@ -265,7 +266,7 @@ def lengths_of(eqns: Iterable[Any]) -> tuple[int, ...]:
 
 # --- changing programs ---
 def with_sites(x: Any, sites: Mapping[Way, Site]) -> Any:
-    """A jaxpr in which the sows that these ways lead to have other sites. The same
+    """A jaxpr in which the marks that these ways lead to have other sites. The same
     jaxpr each time for the same sites, so that what JAX has compiled for it is found.
     """
     return _with_sites(x, frozenset(sites.items())) if sites else x
@@ -305,7 +306,7 @@ def seen_as(x: Any, found: Iterable[Found], see: Callable[[Site], Site]) -> Any:
 
 
 def without_prints(jaxpr: Any) -> Any:
-    """A jaxpr without the equations that only have an effect, sows aside."""
+    """A jaxpr without the equations that only have an effect, marks aside."""
     if all(e == sow_effect for e in jaxpr.effects):
         return jaxpr
     eqns = []
@@ -324,10 +325,10 @@ def _effects(xs: Iterable[Any]) -> frozenset[Any]:
 
 
 def eqn_without_sows(eqn: Any) -> Any:
-    """An equation with no sows inside."""
+    """An equation with no marks inside."""
     _, params = _compat.unmapped(eqn)
     # Equinox compares these jaxprs with others that it hides from JAX. It evaluates
-    # them, so that the sows in there do nothing.
+    # them, so that the marks in there do nothing.
     if not _is_filtered(params):
         eqn = eqn.replace(params=map_jaxprs(eqn.params, without_sows))
     return eqn.replace(effects=eqn.effects - {sow_effect})
@@ -335,8 +336,8 @@ def eqn_without_sows(eqn: Any) -> Any:
 
 @kept_with_jaxpr
 def without_sows(jaxpr: Any) -> Any:
-    """A jaxpr with no sows in it."""
-    # The variables that sows return, each with the atom that it is equal to.
+    """A jaxpr with no marks in it."""
+    # The variables that marks return, each with the atom that it is equal to.
     equal_to: dict[Any, Any] = {}
 
     def source(v):
@@ -346,7 +347,7 @@ def without_sows(jaxpr: Any) -> Any:
     for e in jaxpr.eqns:
         if e.primitive is sow_p:
             equal_to.update(zip(e.outvars[1:], map(source, e.invars[1:])))
-            # The edge that comes out of a sow may be kept for a backward pass.
+            # The edge that comes out of a mark may be kept for a backward pass.
             e = e.replace(primitive=edge_p, invars=[], outvars=e.outvars[:1], params={})
         e = e.replace(invars=list(map(source, e.invars)))
         eqns.append(eqn_without_sows(e) if has_sow(e) else e)
