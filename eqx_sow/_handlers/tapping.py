@@ -185,7 +185,7 @@ def all_lanes(site: Site, operands: Sequence[Any]) -> list[Any]:
     def _(*_):
         raise SowError(
             f"`transform=batched(...)` has already been applied to {site.said}, so it "
-            "cannot see the lanes of a `jax.vmap` further out, but all lanes are one "
+            "cannot see the lanes of an outer `jax.vmap`, but all lanes are one "
             "event. Put the vmap inside: `tap(jax.vmap(fn), ...)`."
         )
 

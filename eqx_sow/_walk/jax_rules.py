@@ -524,7 +524,7 @@ def _transpose_while(rule, *args, **params):
 
 
 _NO_REVERSE_MODE = (
-    "eqx_sow: there is a sow in this loop. If the loop is diffrax's or Equinox's, its "
+    "eqx_sow: there is a mark in this loop. If the loop is diffrax's or Equinox's, its "
     "derivative rule covers only its result, not what is captured or planted inside. "
     "Write `diffrax.diffeqsolve(..., adjoint=diffrax.DirectAdjoint())`, or "
     '`eqx.internal.while_loop(..., kind="bounded")`. Or take the gradient inside, '
