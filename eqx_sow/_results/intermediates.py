@@ -604,8 +604,8 @@ def _unflatten(names, children) -> Intermediates:
     for name, x in zip(names, children):
         # JAX rebuilds its own dicts with their keys sorted; and it puts anything in the
         # place of a child.
-        if type(x) is dict:
-            made[name] = modes_of(name, in_order(x) if len(x) > 1 else x, names.axes)
+        if type(x) is dict and len(x) > 1:
+            made[name] = in_order(x)
     return made
 
 
