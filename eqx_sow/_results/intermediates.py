@@ -109,8 +109,9 @@ class Intermediates(dict[str, dict[str, Any]]):
         modes: Any = self.get(name, self)
         if modes is self:
             name, found = self._found(name)
-            modes = found[name]
-        return modes
+            modes = found.get(name)
+        # What is put in may be anything.
+        return modes_of(name, modes, self._axes) if type(modes) is dict else modes
 
     @api_boundary
     def _found(self, name: Any) -> tuple[str, "Intermediates"]:
@@ -545,11 +546,7 @@ def _stacked(pattern: str, named: Sequence[tuple[str, Any]]) -> Any:
 
 def with_axes(values: Any, axes: AllAxes) -> Intermediates:
     """`Intermediates` of which it is known what the arrays are."""
-    items = values.items() if isinstance(values, Mapping) else values
-    # What a user or JAX puts in may be anything.
-    made = Intermediates(
-        (name, modes_of(name, x, axes) if type(x) is dict else x) for name, x in items
-    )
+    made = Intermediates(values)
     made._axes = axes
     return made
 
@@ -585,10 +582,12 @@ def in_order(modes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _flatten(x: Intermediates):
-    # To JAX, the modes of a name are a plain dict: it knows how to combine these.
-    children = tuple(dict(m) if type(m) is Modes else m for m in x.values())
     names = _Names(x)
     names.axes = x._axes
+    children = tuple(x.values())
+    # An entry of another `Intermediates` that was put in.
+    if Modes in map(type, children):
+        children = tuple(dict(m) if type(m) is Modes else m for m in children)
     return children, names
 
 
@@ -605,8 +604,8 @@ def _unflatten(names, children) -> Intermediates:
     for name, x in zip(names, children):
         # JAX rebuilds its own dicts with their keys sorted; and it puts anything in the
         # place of a child.
-        if type(x) is dict:
-            made[name] = modes_of(name, in_order(x) if len(x) > 1 else x, names.axes)
+        if type(x) is dict and len(x) > 1:
+            made[name] = in_order(x)
     return made
 
 
