@@ -447,7 +447,7 @@ def hi_with_params(prim: Any, fn: Callable[[Any], Any]) -> Any:
 
 
 @ft.cache
-def _hi_within(cls: type) -> type:
+def _hi_within(cls: Any) -> type:
     def method(name):
         def call(self, *args):
             with self._within():
