@@ -446,6 +446,50 @@ def hi_with_params(prim: Any, fn: Callable[[Any], Any]) -> Any:
     return new
 
 
+@ft.cache
+def _hi_within(cls: Any) -> type:
+    def method(name):
+        def call(self, *args):
+            with self._within():
+                return getattr(super(new, self), name)(*args)
+
+        return call
+
+    # What is not overridden stays so: JAX looks.
+    names = [n for n in _HI_METHODS if getattr(cls, n, None) is not getattr(HiPrim, n)]
+    body = {
+        **{name: method(name) for name in names},
+        "__module__": cls.__module__,
+        # A jaxpr that JAX keeps for one of them has the names of its scope.
+        "__eq__": lambda self, other: (
+            cls.__eq__(self, other) and self._within == other._within
+        ),
+        "__hash__": cls.__hash__,
+        "_within": contextlib.nullcontext,
+    }
+    new: Any = type(cls.__name__, (cls,), body)
+    return new
+
+
+# Those that call functions of the user's.
+_HI_METHODS = [
+    *("expand", "batch", "transpose", "remat", "jvp", "lin", "linearized"),
+    *("vjp_fwd", "vjp_bwd", "vjp_bwd_retval", "vjp_bwd_retval_logs"),
+]
+
+
+def hi_within(prim: Any, context: Callable[[], Any]) -> Any:
+    """The same `HiPrim`, whose methods are called in the context that `context`, which
+    is compared, returns. What is such a one already stays as it is."""
+    if hasattr(prim, "_within"):
+        return prim
+    new = copy.copy(prim)
+    new.__class__ = _hi_within(type(prim))
+    # No parameter: a user's `batch` may pass those on to the class.
+    new._within = context
+    return new
+
+
 def traced_with_jaxpr(traced: Any, jaxpr: Any) -> Any:
     """The same `jax.stages.Traced`, of another jaxpr, for which it has no method."""
     new = copy.copy(traced)

@@ -1,4 +1,4 @@
-"""What goes wrong with a sow."""
+"""What goes wrong with a mark."""
 
 import contextlib
 import inspect
@@ -15,8 +15,9 @@ class SowError(Exception):
 
 
 class DuplicateSowError(SowError, ValueError):
-    """A `sow` marks several places in straight-line code with one name, and no reducer
-    says how to combine the values; or one value is planted in several places."""
+    """A name of `sow` or `Sow` marks several values in straight-line code, and no
+    reducer says how to combine them. Or one value is planted under a captured name that
+    runs several times."""
 
 
 class UnknownSowError(SowError, ValueError):
@@ -32,7 +33,8 @@ class UnknownKeyError(UnknownSowError, KeyError):
 
 
 class SowTypeError(SowError, TypeError):
-    """A marked value does not match its jaxtyping annotation."""
+    """A marked value does not match its jaxtyping annotation, or contains an object
+    that is no PyTree and holds traced arrays, which JAX does not see."""
 
 
 class UnsupportedPrimitiveError(SowError, NotImplementedError):

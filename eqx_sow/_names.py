@@ -466,7 +466,7 @@ def check_known(
     call: str,
     option: Iterable[Any] | None,
     there: Iterable[str],
-    problem: str = "selects no sow of this program",
+    problem: str = "selects no mark of this program",
     *,
     kind: str = "names",
     hint: Callable[[Any, Sequence[str]], str] = lambda pattern, close: "",

@@ -58,9 +58,9 @@ class Refused(Exception):
     """JAX refuses the program itself, without a capture."""
 
 
-# What docs/messages.md says, by what it says of it.
+# What docs/api/errors.md says, by what it says of it.
 DOCUMENTED = {
-    "a name at two places": r"is sown more than once",
+    "a name at two places": r"marks more than one value",
     "rule that only some lanes run": r"derivative rule of a function .* some lanes",
     "differentiated checkpoint": r"is in a `jax.checkpoint` that was differentiated",
     "lanes that cannot be told": r"cannot tell which lanes run",

@@ -6,6 +6,7 @@ marked values outputs, and `perturb` adds a zero at each of them.
 """
 
 import collections
+import contextlib
 import re
 
 import equinox as eqx
@@ -14,6 +15,7 @@ import jax.extend.core as jexc
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
+from jax.experimental import hijax
 
 
 def unmarked(value, name):
@@ -183,3 +185,23 @@ class Encoder(eqx.Module):
 
     def __call__(self, x):
         return self.encode(x) + 1
+
+
+# What a later release of JAX does by itself. Before JAX 0.12 it is not complete.
+NEXT = (
+    ("jax_remat3", "jax_custom_vjp3", "jax_custom_jvp3")
+    if hasattr(hijax, "HiPrim")
+    else ()
+)
+
+
+@contextlib.contextmanager
+def next_release():
+    before = {name: getattr(jax.config, name) for name in NEXT}
+    for name in NEXT:
+        jax.config.update(name, True)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)

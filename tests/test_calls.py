@@ -172,7 +172,7 @@ def test_arguments_are_as_they_were_before_the_call():
 def test_what_is_wrong():
     options = dict(capture=eqx.nn.Linear, calls=True)
     wrong = {"model/blocks.call": lambda c: c._replace(out=c.args[0][:2])}
-    with pytest.raises(SowError, match=r"float32\[2\] where float32\[3\] is sown"):
+    with pytest.raises(SowError, match=r"float32\[2\] where float32\[3\] is marked"):
         plant(run, wrong, **options)(MODEL, X)
     with pytest.raises(UnknownSowError, match="Whole calls are marked with `calls"):
         plant(run, {"model/blocks.call": X}, capture=True)(MODEL, X)

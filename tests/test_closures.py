@@ -628,9 +628,9 @@ def test_modules_of_all_kinds():
     child = _Child(X)
     _, got = S(lambda m, x: m(x), capture=_Base)(child, X)
     assert_close(got, {"m": {"primal": 2 * X * X}})
-    # Made within the function, or without arrays of its own.
+    # Made within the function, of another one's arrays, or without arrays of its own.
     made = lambda m, n, x: _Base(2 * n.w)(x) + m(x)
-    assert list(S(made, capture=True)(child, child, X)[1]) == ["n", "m"]
+    assert list(S(made, capture=True)(child, child, X)[1]) == ["n/_Base", "m"]
     new = lambda m, x: eqx.nn.Linear(3, 3, key=jr.key(0))(m(x))
     assert list(S(new, capture=True)(child, X)[1]) == ["m", "Linear"]
     lambdas = _Plain(eqx.nn.Lambda(jnp.sin))

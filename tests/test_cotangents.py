@@ -183,7 +183,7 @@ def test_a_total_can_be_planted():
     doubled = jax.tree.map(lambda x: 2 * x, got["v"]["cotangent"])
     close(plant(grad_batched, {"v": doubled}, mode="cotangent")(W, XS), 2 * out)
     wrong = (jnp.ones((3, 2)), doubled[1])
-    with pytest.raises(SowError, match=r"float32\[3, 2\] where float32\[2\] is sown"):
+    with pytest.raises(SowError, match=r"float32\[3, 2\] where float32\[2\] is marked"):
         plant(grad_batched, {"v": wrong}, mode="cotangent")(W, XS)
     assert "f32[2]" in tabulate(got) and "f32[3,2]" in tabulate(got)
 

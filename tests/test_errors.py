@@ -92,7 +92,7 @@ def test_a_scope_does_not_look_like_a_backward_pass():
 
 def test_duplicate_by_a_function_called_twice(call):
     inner = jax.jit(lambda x: sow(x * 2, "h"))
-    with pytest.raises(DuplicateSowError, match="`h` is sown more than once"):
+    with pytest.raises(DuplicateSowError, match="`h` marks more than one value"):
         call(S(lambda x: inner(inner(x))), X)
 
 
@@ -189,7 +189,7 @@ def test_a_name_that_has_another_tag(call):
 
 @pytest.mark.parametrize("names", [["head", "nope*"], lambda name: False])
 def test_every_pattern_has_to_select(call, names):
-    with pytest.raises(UnknownSowError, match="selects no sow"):
+    with pytest.raises(UnknownSowError, match="selects no mark"):
         call(S(_layers, names=names), X)
 
 
@@ -204,7 +204,7 @@ def test_every_pattern_has_to_select(call, names):
     ],
 )
 def test_mode_that_no_name_has(transform, fn, modes, there):
-    match = f"modes=.*no selected sow of this program has. The modes there are: {there}"
+    match = f"modes=.*no selected mark of this program has. The modes .*: {there}"
     with pytest.raises(UnknownSowError, match=match):
         transform(fn, modes=modes)(X)
 

@@ -727,7 +727,7 @@ def test_one_cond_that_runs_twice(wrap):
     _, got = S(jax.grad(lambda x: f(x).sum()), reduce=Append())(x)
     close(got["a"]["cotangent"][0], [1.0, 0.0])
     close(got["a"]["cotangent"][1], [0.0, 1.0])
-    with pytest.raises(SowError, match="`a` is sown more than once"):
+    with pytest.raises(SowError, match="`a` marks more than one value"):
         S(df, modes="tangent")(x)
 
 
@@ -796,7 +796,7 @@ def test_plant_in_a_checkpoint(name, value):
     want = jax.value_and_grad(plant(_sin_of_sin, {"a": lambda a: 2.0 + 0 * a}))(0.5)
     got = jax.value_and_grad(plant(f, values))(0.5)
     close(jnp.stack(got), jnp.stack(want))
-    with pytest.raises(SowError, match="again, without the sow"):
+    with pytest.raises(SowError, match="again, without the mark"):
         plant(jax.value_and_grad(f), values)(0.5)
     close(plant(f, values)(0.5), want[0])
     double = lambda ct: 2 * ct
@@ -807,7 +807,7 @@ def test_plant_in_a_checkpoint(name, value):
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_second_derivatives_of_a_checkpoint(name):
     f = CHECKPOINTS[name]()
-    with pytest.raises(SowError, match="again, without the sow"):
+    with pytest.raises(SowError, match="again, without the mark"):
         S(jax.grad(jax.grad(f)))(0.5)
     want = S(jax.grad(jax.grad(_sin_of_sin)))(0.5)[1]["a"]
     got = S(jax.grad(jax.grad(f)), modes=("primal", "cotangent"))(0.5)[1]["a"]
@@ -850,7 +850,7 @@ def test_rules_that_share_a_jitted_function_in_a_checkpoint():
     close(out, dx)
     close(got["a"]["primal"], values)
     close(got["a"]["cotangent"], cts)
-    with pytest.raises(SowError, match="again, without the sow"):
+    with pytest.raises(SowError, match="again, without the mark"):
         plant(jax.grad(looped), {"a": values})(0.3)
 
 
@@ -859,7 +859,7 @@ def test_gradient_of_a_linearized_checkpoint(name):
     linearized = lambda f: lambda x: jax.linearize(f, x)[1](1.0)
     f = linearized(CHECKPOINTS[name]())
     # The way that leads through the value goes past the sow.
-    with pytest.raises(SowError, match="again, without the sow"):
+    with pytest.raises(SowError, match="again, without the mark"):
         S(jax.grad(f))(0.5)
     kept = ("primal", "tangent", "tangent.cotangent")
     got = S(jax.grad(f), modes=kept)(0.5)[1]["a"]

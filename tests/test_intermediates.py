@@ -82,7 +82,7 @@ def test_order_of_modes():
 
     for run in (S(jax.grad(f)), jax.jit(S(jax.grad(f))), both):
         (modes,) = run(X)[1].values()
-        assert type(modes) is dict
+        assert isinstance(modes, dict)
         assert list(modes) == ["primal", "cotangent", "count"]
     forward = lambda x: jax.jvp(jax.grad(f), (x,), (x,))
     for run in (S(forward), jax.jit(S(forward))):

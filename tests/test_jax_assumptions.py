@@ -1070,6 +1070,22 @@ def test_concatenations():
 
 
 @assumed(
+    "A `squeeze` has the `dimensions` that go. A `gather` has `slice_sizes`, and its "
+    "`dimension_numbers` say along which axes it begins at its second operand, and "
+    "which axes go.",
+    "_modules/cuts.py",
+)
+def test_entries_of_an_array():
+    x = jnp.ones((1, 3))
+    (out,) = jaxpr_of(lambda a: jax.lax.squeeze(a, (0,)), x).eqns
+    assert out.primitive is jax.lax.squeeze_p and out.params["dimensions"] == (0,)
+    gather = equation("gather", lambda a: a[:, jnp.array([1])], x)
+    numbers = gather.params["dimension_numbers"]
+    assert numbers.start_index_map == (1,) and numbers.collapsed_slice_dims == (1,)
+    assert gather.params["slice_sizes"] == (1, 1)
+
+
+@assumed(
     "A `transpose` has its `permutation`, and a `broadcast_in_dim` its "
     "`broadcast_dimensions`.",
     "_modules/sources.py",

@@ -273,3 +273,14 @@ def test_names_in_messages_are_few():
         assert "layers/3" not in str(info.value)
     with pytest.raises(KeyError, match="'n0', .*'n11', and 18 more"):
         Intermediates({f"n{i}": {} for i in range(30)})["x"]
+
+
+def test_entries_are_alike_whatever_made_them():
+    eager = S(_grad)(X)[1]
+    others = [jax.jit(S(_grad))(X)[1], jax.tree.map(jnp.copy, eager)]
+    for other in [*others, copy.deepcopy(eager), pickle.loads(pickle.dumps(eager))]:
+        for a, b in [(eager["h"], other["h"]), (dict(eager), dict(other))]:
+            assert jtu.tree_structure(a) == jtu.tree_structure(b)
+            assert_close(a, b)
+        with pytest.raises(KeyError, match="'h' has no mode 'tangent'"):
+            other["h"]["tangent"]

@@ -1,8 +1,8 @@
 """A catalogue of misuses: what is raised, and what it says.
 
-Each message names the sow or the option, the line of the sow if there is one, and what
-to write instead. The last frame of the traceback is the user's. `docs/messages.md` and
-`docs/api/errors.md` have the cause and the remedy, under what `page` says.
+Each message names the mark or the option, the line of the mark if there is one, and
+what to write instead. The last frame of the traceback is the user's.
+`docs/api/errors.md` has the cause and the remedy, under what `page` says.
 """
 
 import pathlib
@@ -47,8 +47,8 @@ X = jnp.ones(3)
 
 class Misuse(NamedTuple):
     """`says` is in the message, or its notes; and so is the second line of the function
-    `at`, where the sow is. `page` is in the heading of `docs/messages.md`, or begins
-    the row of `docs/api/errors.md`, that tells the remedy."""
+    `at`, where the mark is. `page` is in the heading of `docs/api/errors.md`, or
+    begins the row there, that tells the remedy."""
 
     error: type
     do: Callable[[], Any]
@@ -57,7 +57,7 @@ class Misuse(NamedTuple):
     at: Callable | None = None
 
 
-# --- what the user wrote: a sow is in the second line of its function ---
+# --- what the user wrote: a mark is in the second line of its function ---
 
 
 def _fn(x):
@@ -200,7 +200,7 @@ _REDUCERS = "takes `eqx_sow.Append()`, `eqx_sow.Last()`, `eqx_sow.Fold(init, fn)
 _PREDICATE = "Write `lambda path, module: ...`"
 _KEYS = "takes a dict whose keys are names or globs, and 0 is neither"
 _DUPLICATE = (
-    "`h` is sown more than once",
+    "`h` marks more than one value",
     "Give the values different names",
     "Append()",
     "select others with `names`",
@@ -275,13 +275,13 @@ MISUSES = {
         UnknownSowError,
         lambda: S(lambda x: sow(x, "layers/0"), names="layer/0")(X),
         ("names=...)`: 'layer/0'", "names there are", "Did you mean 'layers/0'?"),
-        "selects no sow",
+        "selects no mark",
     ),
     "names: of layers, without capture": Misuse(
         UnknownSowError,
         lambda: S(MODEL, names="layers/0")(X),
-        ("'layers/0' selects no sow", "Did you mean `capture=True`?"),
-        "selects no sow",
+        ("'layers/0' selects no mark", "Did you mean `capture=True`?"),
+        "selects no mark",
     ),
     "modes: a number": Misuse(
         ValueError, lambda: S(_fn, modes=3), ("modes=...)`: 3", _MODES), "`modes`"
@@ -399,15 +399,15 @@ MISUSES = {
         ("`capture=True` selects nothing", "in sight are: m (_Layer)", "`tag`"),
         "selects nothing that is called",
     ),
-    "capture: a sow has the name of a module": Misuse(
+    "capture: a mark has the name of a module": Misuse(
         DuplicateSowError,
         lambda: S(lambda m, x: sow(m(x), "m"), capture=True)(_Layer(X), X),
         (
-            "`m` is sown more than once",
+            "`m` marks more than one value",
             "Give the values different names",
             "_misuse.py:",
         ),
-        "is sown more than once",
+        "marks more than one value",
     ),
     "methods: a number": Misuse(
         TypeError,
@@ -489,7 +489,7 @@ MISUSES = {
         UnknownSowError,
         lambda: S(_fn, reduce={"x": Last()})(X),
         ("reduce=...)`: 'x'", _THERE),
-        "selects no sow",
+        "selects no mark",
     ),
     "Fold of a number": Misuse(
         TypeError,
@@ -602,7 +602,7 @@ MISUSES = {
         UnknownSowError,
         lambda: S(_fn, transform={"x": jnp.sum})(X),
         ("transform=...)`: 'x'", _THERE),
-        "selects no sow",
+        "selects no mark",
     ),
     "transform: of two arguments": Misuse(
         TypeError,
@@ -638,7 +638,7 @@ MISUSES = {
         UnknownSowError,
         lambda: S(_fn, spec={"x": int})(X),
         ("spec=...)`: 'x'", _THERE),
-        "selects no sow",
+        "selects no mark",
     ),
     "spec: a number": Misuse(
         SowTypeError,
@@ -646,10 +646,10 @@ MISUSES = {
         ("`h` (primal): beartype does not understand the annotation 3", "Write a type"),
         "`spec`",
     ),
-    "spec of a sow: a number": Misuse(
+    "spec of a mark: a number": Misuse(
         SowTypeError,
         lambda: S(lambda x: sow(x, "h", spec=3))(X),
-        ("`h` (as sown at", "test_misuse.py:", "beartype does not understand"),
+        ("`h` (as marked at", "test_misuse.py:", "beartype does not understand"),
         "`spec`",
     ),
     "spec: another type": Misuse(
@@ -658,16 +658,21 @@ MISUSES = {
         ("`h` (primal) does not match its annotation", "Expected int, got f32[3]"),
         "does not match its annotation",
     ),
-    "spec of a sow: a size of nothing": Misuse(
+    "spec of a mark: a size of nothing": Misuse(
         SowTypeError,
         lambda: S(lambda x: sow(x, "h", spec=Float[Array, "{n}"]))(X),
-        ("`h` (as sown at", "test_misuse.py:", "cannot be checked", "Write a name, a"),
+        (
+            "`h` (as marked at",
+            "test_misuse.py:",
+            "cannot be checked",
+            "Write a name, a",
+        ),
         "does not match its annotation",
     ),
-    "spec of a sow: another type": Misuse(
+    "spec of a mark: another type": Misuse(
         SowTypeError,
         lambda: S(eqx.nn.Sequential([Sow("h", spec=int)]))(X),
-        ("`h` (as sown at", "test_misuse.py:", "Expected int, got f32[3]"),
+        ("`h` (as marked at", "test_misuse.py:", "Expected int, got f32[3]"),
         "does not match its annotation",
     ),
     # --- sow ---
@@ -710,7 +715,7 @@ MISUSES = {
     "sow: a reference": Misuse(
         SowError,
         lambda: S(_reference)(X),
-        ("`sow(..., 'h')` cannot mark a leaf of type", "Sow the value that it holds"),
+        ("`sow(..., 'h')` cannot mark a leaf of type", "Mark the value that it holds"),
         "cannot mark a leaf",
     ),
     "Sow: a number as name": Misuse(
@@ -729,48 +734,48 @@ MISUSES = {
         DuplicateSowError,
         lambda: S(_twice)(X),
         _DUPLICATE,
-        "is sown more than once",
+        "marks more than one value",
         _twice,
     ),
     "one name in a Python loop": Misuse(
         DuplicateSowError,
         lambda: S(lambda x: [_fn(x) for _ in range(3)])(X),
         (*_DUPLICATE, "which runs more than once", '`with eqx_sow.scope(f"step{i}"):`'),
-        "is sown more than once",
+        "marks more than one value",
         _fn,
     ),
     "one name in two layers": Misuse(
         DuplicateSowError,
         lambda: S(lambda a, b, x: b(a(x)))(_Layer(X), _Layer(X), X),
         (*_DUPLICATE, "`scope=True` begins them"),
-        "is sown more than once",
+        "marks more than one value",
         _Layer.__call__,
     ),
     "one name for two layers Sow": Misuse(
         DuplicateSowError,
         lambda: S(TWO)(X),
         (*_DUPLICATE, "by two layers `Sow('h')`, which", "a name of its own, or none"),
-        "is sown more than once",
+        "marks more than one value",
     ),
     "branches that differ": Misuse(
         SowError,
         lambda: S(_branches)(X),
-        ("`h` is sown in several places", "f32[3] at", "give the sows different"),
+        ("`h` is marked in several places", "f32[3] at", "give the marks different"),
         "in several places, and their values differ",
         _branches,
     ),
     "a reducer of values that differ": Misuse(
         SowError,
         lambda: S(_shapes, reduce=Last())(X),
-        ("`h` is sown in several places", "f32[3] at", "give the sows different"),
+        ("`h` is marked in several places", "f32[3] at", "give the marks different"),
         "in several places, and their values differ",
         _shapes,
     ),
     "sow in a condition": Misuse(
         UnsupportedPrimitiveError,
         lambda: S(_condition)(X),
-        ("`sow(..., 'h')`", "in the condition of a", "Sow the value in the body"),
-        "in the condition of a `while_loop`",
+        ("`sow(..., 'h')`", "in the condition of a", "Mark the value in the body"),
+        "the condition of a `while_loop`",
         _condition,
     ),
     "sow in a primitive without a rule": Misuse(
@@ -783,14 +788,14 @@ MISUSES = {
     "sow in a reduction": Misuse(
         UnsupportedPrimitiveError,
         lambda: S(_in_a_kernel)(X),
-        ("`sow(..., 'h')`", "primitive `reduce`", "Move the sow out of it"),
+        ("`sow(..., 'h')`", "primitive `reduce`", "Move the mark out of it"),
         "is inside the primitive",
         _in_a_kernel,
     ),
     "sow that runs while the program is traced": Misuse(
         SowError,
         lambda: S(_at_compile_time)(X),
-        ("`sow(..., 'h')`", "only being traced", "Move the sow out of that part"),
+        ("`sow(..., 'h')`", "only being traced", "Move the mark out of that part"),
         "was executed while",
         _at_compile_time,
     ),
@@ -817,13 +822,13 @@ MISUSES = {
         UnknownSowError,
         lambda: plant(_fn, {"x": X})(X),
         ("`plant(fn, values)`: 'x'", _THERE),
-        "selects no sow",
+        "selects no mark",
     ),
     "values: a traced number in a name": Misuse(
         UnknownSowError,
         lambda: jax.jit(lambda i: plant(_loop, {f"h/{i}": jnp.zeros_like})(X))(1),
         ("`plant(fn, values)`: 'h/", "A name cannot contain a traced number"),
-        "selects no sow",
+        "selects no mark",
     ),
     "values: another shape": Misuse(
         SowError,
@@ -856,7 +861,7 @@ MISUSES = {
     "values: another static leaf": Misuse(
         SowError,
         lambda: plant(_pair, {"h": {"a": X, "kind": "else"}})(X),
-        (_PLANTED, "'else', but 'static' is sown there", "plant that one"),
+        (_PLANTED, "'else', but 'static' is marked there", "plant that one"),
         "has a leaf",
         _pair,
     ),
@@ -871,7 +876,7 @@ MISUSES = {
         DuplicateSowError,
         lambda: plant(_twice, {"h": X})(X),
         ("'h' runs 2 times: at", "Plant a tuple of 2", "or plant a function"),
-        "is sown more than once",
+        "marks more than one value",
         _twice,
     ),
     "planted function: forgets return": Misuse(
@@ -892,12 +897,12 @@ MISUSES = {
         UnknownSowError,
         lambda: plant(MODEL, {"layers/1.inputs": lambda x: x}, capture=True)(X),
         ("Inputs are marked with `inputs=True`",),
-        "selects no sow",
+        "selects no mark",
     ),
     "planted function: of the whole batch": Misuse(
         SowError,
         lambda: plant(_batch, _returned(X))(X),
-        (_RETURNED, "float32[3] where float32[] is sown", "the value of one lane"),
+        (_RETURNED, "float32[3] where float32[] is marked", "the value of one lane"),
         "has a leaf",
         _batch,
     ),
@@ -930,7 +935,7 @@ MISUSES = {
     "mode: a cotangent where there is none": Misuse(
         UnknownSowError,
         lambda: plant(_fn, {"h": X}, mode="cotangent")(X),
-        ("'h' is sown, but has no cotangent", "plant(eqx.filter_grad(fn), ...)"),
+        ("'h' is marked, but has no cotangent", "plant(eqx.filter_grad(fn), ...)"),
         "`mode`",
     ),
     "plant in the gradient of a checkpoint": Misuse(
@@ -996,8 +1001,8 @@ MISUSES = {
     "tap: no such name": Misuse(
         UnknownSowError,
         lambda: tap(_fn, names="x")(X),
-        ("'x' selects no sow", _THERE),
-        "selects no sow",
+        ("'x' selects no mark", _THERE),
+        "selects no mark",
     ),
     "tap: no such mode": Misuse(
         UnknownSowError,
@@ -1186,9 +1191,9 @@ def test_errors_of_layers_keep_their_frame():
     assert _files(info.value)[-1].startswith(_EQUINOX)
 
 
-DOCS = pathlib.Path(__file__).parent.parent / "docs"
-HEADINGS = re.findall(r"^### (.*)$", (DOCS / "messages.md").read_text(), re.MULTILINE)
-ROWS = re.findall(r"^\| (`.*?|an.*?) \|", (DOCS / "api/errors.md").read_text(), re.M)
+ERRORS = (pathlib.Path(__file__).parent.parent / "docs/api/errors.md").read_text()
+HEADINGS = re.findall(r"^### (.*)$", ERRORS, re.MULTILINE)
+ROWS = re.findall(r"^\| (`.*?|an.*?) \|", ERRORS, re.MULTILINE)
 
 
 @pytest.mark.parametrize("name", MISUSES)

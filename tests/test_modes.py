@@ -21,6 +21,7 @@ from eqx_sow import (
     Last,
     plant,
     save_intermediates as S,
+    scope,
     sow,
     SowError,
     SowTypeError,
@@ -33,27 +34,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import hijax
 from jaxtyping import Float
 
-from tests.helpers import assert_close, primitives
-
-
-# What a later release of JAX does by itself. Before JAX 0.12 it is not complete.
-NEXT = (
-    ("jax_remat3", "jax_custom_vjp3", "jax_custom_jvp3")
-    if hasattr(hijax, "HiPrim")
-    else ()
-)
-
-
-@contextlib.contextmanager
-def _next():
-    before = {name: getattr(jax.config, name) for name in NEXT}
-    for name in NEXT:
-        jax.config.update(name, True)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            jax.config.update(name, value)
+from tests.helpers import assert_close, NEXT, next_release, primitives
 
 
 @contextlib.contextmanager
@@ -68,7 +49,7 @@ MODES = {
     "checks": lambda: jax.enable_checks(True),
     "debug_nans": lambda: jax.debug_nans(True),
     "disable_jit": jax.disable_jit,
-    **({"next": _next} if NEXT else {}),
+    **({"next": next_release} if NEXT else {}),
 }
 
 
@@ -462,7 +443,7 @@ if NEXT:
         policy = jax.checkpoint_policies.save_only_these_names(*names)
         grad = jax.grad(jax.checkpoint(fn, policy=policy))
         want = primitives(jax.make_jaxpr(grad)(jnp.asarray(X))).count("sin")
-        with _next():
+        with next_release():
             got = primitives(jax.make_jaxpr(S(grad))(jnp.asarray(X))).count("sin")
         assert got == want
 
@@ -486,10 +467,20 @@ if NEXT:
         def fn(x):
             return Double(lambda x: sow(jnp.sin(x), "s"), jax.typeof(x))(x)
 
+        def in_scope(x):
+            with scope("a"):
+                once = jax.jit(fn)(x)
+            with scope("b"):
+                return fn(x) + once
+
         x = jnp.asarray(X)
         for f in (fn, jax.jit(fn), jax.vmap(fn)):
             out, got = S(f)(x)
             assert_close((out, got), (2 * jnp.sin(x), {"s": {"primal": jnp.sin(x)}}))
+        for f in (in_scope, jax.jit(in_scope), jax.vmap(in_scope)):
+            out, got = S(f)(x)
+            value = {"primal": jnp.sin(x)}
+            assert_close((out, got), (4 * jnp.sin(x), {"a/s": value, "b/s": value}))
         assert_close(jax.jvp(lambda x: S(fn)(x)[0], (x,), (x,))[1], 5 * x)
 
         def annotated(x):

@@ -349,7 +349,7 @@ def test_numpy_arrays_of_64_bits():
     with jax.enable_x64(True):
         out = plant(f, {"h": np.arange(3.0)})(jnp.zeros(3))
         assert_close(np.asarray(out), np.arange(3.0))
-        match = r"a leaf float64\[3\] where float32\[3\] is sown"
+        match = r"a leaf float64\[3\] where float32\[3\] is marked"
         with pytest.raises(SowError, match=match):
             plant(f, {"h": np.arange(3.0)})(jnp.zeros(3, jnp.float32))
 
@@ -366,13 +366,13 @@ def test_numpy_arrays_of_64_bits():
     ],
 )
 def test_numpy_arrays_that_do_not_fit(value, match):
-    match = rf"a leaf {match} where int32\[3\] is sown"
+    match = rf"a leaf {match} where int32\[3\] is marked"
     with pytest.raises(SowError, match=match):
         plant(lambda x: sow(x, "h"), {"h": value})(jnp.arange(3))
 
 
 def test_a_numpy_number_is_no_python_number():
-    match = r"a leaf float32\[\] where int32\[\] is sown"
+    match = r"a leaf float32\[\] where int32\[\] is marked"
     with pytest.raises(SowError, match=match):
         plant(lambda x: sow(x, "h"), {"h": np.float64(3.5)})(jnp.int32(3))
 
@@ -1340,7 +1340,7 @@ def test_only_the_numpy_array_that_is_planted():
 
 def test_no_name_has_a_cotangent():
     f = lambda x: sow(sow(2 * x, "h"), "g").sum()
-    said = "'h' is sown, but has no cotangent .* names with a cotangent .* none at all"
+    said = "'h' is marked, but has no cotangent .* with a cotangent .* none at all"
     with pytest.raises(UnknownSowError, match=said):
         plant(f, {"h": jnp.sin}, mode="cotangent")(X)
 
@@ -1370,7 +1370,7 @@ def test_a_glob_plants_what_has_a_cotangent():
     fn = lambda w, x: sow(w, "w") @ sow(x, "input")
     double = {"*": lambda v: 2 * v}
     assert_close(plant(jax.grad(fn), double, mode="cotangent")(X, X + 1), 2 * (X + 1))
-    with pytest.raises(UnknownSowError, match="'input' is sown, but has no cotangent"):
+    with pytest.raises(UnknownSowError, match="'input' is marked, but has no"):
         plant(jax.grad(fn), {"in*": jnp.sin, **double}, mode="cotangent")(X, X)
 
 

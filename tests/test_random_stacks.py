@@ -59,7 +59,7 @@ def test_a_wrong_value_is_found(mark):
 
 def test_an_undocumented_exception_is_a_failure(monkeypatch):
     def fail(the_plan):
-        raise ValueError("is sown more than once")
+        raise ValueError("marks more than one value")
 
     monkeypatch.setattr(fuzz, "check", fail)
     report = fuzz.Report()

@@ -147,7 +147,7 @@ def test_off_it_is_not_checked():
 
 
 def test_not_an_annotation(call):
-    match = r"`a` \(as sown at .*test_spec.*\): beartype does not understand"
+    match = r"`a` \(as marked at .*test_spec.*\): beartype does not understand"
     with pytest.raises(SowTypeError, match=match) as e:
         call(S(lambda x: sow(x, "a", spec=3.5)), X)
     assert "not a string" not in str(e.value)

@@ -28,7 +28,7 @@ class _Fields(NamedTuple):
 
 
 class TapEvent(_Fields):
-    """One execution of a mark, as the callback of [`eqx_sow.tap`][] receives it.
+    """Describes one execution of a mark, for the callback of [`eqx_sow.tap`][].
 
     **Attributes:**
 
@@ -44,7 +44,7 @@ class TapEvent(_Fields):
         array with the axes of the lanes, which says which of them ran. The value is
         zero for the others. Each branch that contains the name has an event of its own.
 
-    More attributes are not fields of the tuple, so that it has five entries:
+    Also available as attributes, but not when you unpack the tuple:
 
     - `iterations`: the iteration of each loop around the mark, outermost first, a tuple
         of `int`s. In a reversed scan, iteration `i` is that of `xs[i]`. A cotangent has

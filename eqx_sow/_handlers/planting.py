@@ -186,7 +186,7 @@ def _replaced(
             index = (
                 ". With `with_index=True` it is called with `(value, index)`, and "
                 f"`index` has length {len(iterations)} here: one entry for each loop "
-                "around the sow, except for `while_loop`s"
+                "around the mark, except for `while_loop`s"
             )
             sees_all = isinstance(fn, Batched)
             apply, called = (_of_all_lanes, fn.fn) if sees_all else (_apply, fn)
@@ -356,7 +356,7 @@ def _lanes_seen(site: Site, sees_all: bool) -> str:
     what = "one lane"
     if sees_all:
         what = "all lanes, as leading axes, and returns it so"
-    return f" The sow is under a `vmap`, so the function gets the value of {what}."
+    return f" The mark is under a `vmap`, so the function gets the value of {what}."
 
 
 def _or_a_function(site: Site) -> str:
@@ -364,7 +364,7 @@ def _or_a_function(site: Site) -> str:
     if not site.axes:
         return ", or a function."
     return (
-        ", with an axis in front for each loop and `vmap` around the sow. Or plant a "
+        ", with an axis in front for each loop and `vmap` around the mark. Or plant a "
         "function, which gets the value of one iteration and one lane."
     )
 
@@ -394,14 +394,14 @@ def _operands(
             )
         raise SowError(
             f"{value_for} has the structure {treedef}, but {form.treedef.value} is "
-            f"sown there. {verb} a value of that structure."
+            f"marked there. {verb} a value of that structure."
         )
     new = []
     operand = iter(like)
     for leaf, x in zip(form.leaves, leaves):
         if isinstance(leaf, Const) and leaf != Const(x):
             raise SowError(
-                f"{value_for} has the static leaf {x!r}, but {leaf.value!r} is sown "
+                f"{value_for} has the static leaf {x!r}, but {leaf.value!r} is marked "
                 "there. Static leaves cannot be changed: plant that one."
             )
         if leaf is not OPERAND:
@@ -412,7 +412,7 @@ def _operands(
             got = f"{x.dtype}{list(x.shape)}" if eqx.is_array(x) else repr(x)
             raise SowError(
                 f"{value_for} has a leaf {got} where {old.dtype}{list(old.shape)} is "
-                f"sown. {verb} an array of that shape and dtype"
+                f"marked. {verb} an array of that shape and dtype"
                 f"{instead}"
             )
         new.append(sharded_like(jnp.asarray(x), old))

@@ -59,7 +59,7 @@ def send(
     extra = _sendable(extra, printed=False)
     varies = *value.varies, *site.varies[n:]
     # No more of the site: in another trace of the program all else may differ.
-    sent = Site(site.labels, value.form, site.modes, where=site.where)
+    sent = Site(site.labels, value.form, modes=site.modes, where=site.where)
     sent = sent._replace(axes=site.axes, varies=varies)
     devices = jax.sharding.get_abstract_mesh().manual_axes
     delivery = Delivery(
@@ -185,7 +185,7 @@ def all_lanes(site: Site, operands: Sequence[Any]) -> list[Any]:
     def _(*_):
         raise SowError(
             f"`transform=batched(...)` has already been applied to {site.said}, so it "
-            "cannot see the lanes of a `jax.vmap` further out, but all lanes are one "
+            "cannot see the lanes of an outer `jax.vmap`, but all lanes are one "
             "event. Put the vmap inside: `tap(jax.vmap(fn), ...)`."
         )
 

@@ -74,10 +74,11 @@ def calls_around(eqn: Any) -> tuple[NotedCall, ...]:
 
 
 class Call(NamedTuple):
-    """A call of a captured module or function as one value: what went in, and what came
-    out. The option `calls=True` of [`eqx_sow.save_intermediates`][],
-    [`eqx_sow.plant`][] and [`eqx_sow.tap`][] marks one under the name `layers/0.call`,
-    after the call has run.
+    """Holds what went into a call of a module or function, and what came out.
+
+    With `calls=True`, [`eqx_sow.save_intermediates`][], [`eqx_sow.plant`][] and
+    [`eqx_sow.tap`][] mark one for each captured call, after the call has run, under the
+    name `layers/0.call`.
 
     **Attributes:**
 
@@ -85,11 +86,13 @@ class Call(NamedTuple):
     - `kwargs`: the keyword arguments, a dict.
     - `out`: the output.
 
-    As with every mark, arrays have the shapes that the code there sees, and leading
-    axes in what comes back. The program continues with `out` alone. So if you plant a
-    `Call`, its `out` replaces the output, and its `args` change nothing; and the
-    cotangents of `args` and `kwargs` are zeros. The gradient that leaves the call
-    through its arguments is the cotangent of `layers/0.inputs`, with `inputs=True`.
+    In `transform`, `plant` and `tap`, arrays have the shapes that the code there sees;
+    what comes back has leading axes for loops and `vmap`s, as for every mark.
+
+    The program continues with `out` alone. So if you plant a `Call`, its `out` replaces
+    the output, and its `args` change nothing. Likewise the cotangents of `args` and
+    `kwargs` are zeros: for the gradient with respect to the arguments, capture
+    `layers/0.inputs` with `inputs=True`.
 
     !!! example
 
@@ -110,7 +113,7 @@ class Call(NamedTuple):
             model,
             capture=eqx.nn.Linear,
             calls=True,
-            names="*.call",
+            names="**/*.call",
             transform=growth,
         )(x)
         intermediates["layers/0.call"]["primal"].shape  # ()

@@ -81,14 +81,13 @@ def around(axis_data: Any) -> Around:
 
 
 def scope(name: str) -> "_Scope":
-    """Puts `name` and a slash before the names of all marks inside, for a plain
-    function that is called more than once.
+    """Prefixes every name inside with `name/`. Use it to call one function twice.
 
     A context manager and a decorator, like `jax.named_scope`. Outside
     [`eqx_sow.save_intermediates`][], [`eqx_sow.plant`][] and [`eqx_sow.tap`][] it does
     nothing, and adds nothing to the program.
 
-    Scopes can be nested. The full name of a `sow` is the path of its module (with
+    Scopes can be nested. The full name of a mark is the path of its module (with
     `scope=True`), then the scopes from the outside in, then its own name. A module that
     `capture=` selects has its path as its own name, so the scopes come before the path.
 

@@ -141,7 +141,7 @@ def _sow_impl(edge, *operands, site) -> Any:
     raise SowError(
         f"{site.said} was executed while the program around it was only being traced "
         "(by `jax.ensure_compile_time_eval`, or in a function that was compiled ahead "
-        "of time): its value cannot be captured. Move the sow out of that part."
+        "of time): its value cannot be captured. Move the mark out of that part."
     )
 
 

@@ -27,19 +27,19 @@ _T = TypeVar("_T")
 def sow(
     value: _T, name: str, *, tag: Hashable = "intermediates", spec: Any = None
 ) -> _T:
-    """Marks a value, that is, gives it a name, and returns it.
+    """Marks a value: gives it a name, and returns it unchanged.
 
-    Outside [`eqx_sow.save_intermediates`][], [`eqx_sow.plant`][] and [`eqx_sow.tap`][]
-    it does nothing, and adds nothing to the program. Replacing `sow(x, name)` by `x`
+    `sow` is free: outside [`eqx_sow.save_intermediates`][], [`eqx_sow.plant`][] and
+    [`eqx_sow.tap`][] it adds nothing to the program. Replacing `sow(x, name)` by `x`
     never changes what a program computes.
 
     **Arguments:**
 
     - `value`: any PyTree. Its JAX and NumPy arrays are captured, under every
         transformation; all other leaves come back as they are. In the program itself a
-        NumPy array remains one.
-    - `name`: a name for the value. A name marks one place in a program: see
-        [`eqx_sow.DuplicateSowError`][].
+        NumPy array remains one. Objects that hold arrays must be PyTrees.
+    - `name`: a name for the value. It marks one place in a program: for a function that
+        you call twice, use [`eqx_sow.scope`][] or the option `reduce`.
     - `tag`: any hashable object. `save_intermediates(..., tag=...)` captures the marks
         with one tag.
     - `spec`: a jaxtyping annotation (or any other that beartype understands) of the
@@ -55,7 +55,8 @@ def sow(
     `TypeError` if `name` is not a string. While capturing, also `TypeError` if `tag` is
     not hashable, [`eqx_sow.SowError`][] if `name` contains a traced number, or if a
     leaf is traced and not an array, such as a `jax.Ref`, and
-    [`eqx_sow.SowTypeError`][] if the value does not match `spec`.
+    [`eqx_sow.SowTypeError`][] if the value does not match `spec`, or contains an object
+    that is no PyTree and holds traced arrays.
 
     !!! example
 
@@ -154,7 +155,7 @@ def _without_holders(value: Any, form: Form, labels: Sequence[Label]) -> Form:
             what = "`capture=`" if name is None else f"`sow(..., {name!r})`"
             raise SowError(
                 f"{what} cannot mark a leaf of type "
-                f"{jax.typeof(x.value)}: only arrays can be captured. Sow the value "
+                f"{jax.typeof(x.value)}: only arrays can be captured. Mark the value "
                 "that it holds."
             )
         if (found := holder(value, i, x.value)) is not None:
@@ -171,7 +172,7 @@ class UnnamedSowError(Exception):
 
 
 class Sow(eqx.Module):
-    """[`eqx_sow.sow`][] as a layer, for `eqx.nn.Sequential` and the like.
+    """Marks its input, as [`eqx_sow.sow`][] does: a layer for `eqx.nn.Sequential`.
 
     !!! example
 
@@ -207,7 +208,7 @@ class Sow(eqx.Module):
         """**Arguments:**
 
         - `name`: a name for the value. Without one, it is the layer's path in the
-            model.
+            model, and a layer that runs several times gives a tuple.
         - `spec`: a jaxtyping annotation for the value, as in [`eqx_sow.sow`][].
         - `tag`: as in [`eqx_sow.sow`][].
 
@@ -225,7 +226,7 @@ class Sow(eqx.Module):
 
     @api_boundary
     def __call__(self, x: _T, *, key: Any = None) -> _T:
-        """Sows `x` (any PyTree) and returns it.
+        """Marks `x` (any PyTree) and returns it.
 
         **Arguments:**
 

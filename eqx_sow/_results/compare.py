@@ -29,7 +29,23 @@ _TEXT = ("name", "mode", "shape", "beyond")
 
 class Comparison(Table):
     """The table that [`eqx_sow.compare`][] returns: a `str`, which a notebook shows as
-    an HTML table."""
+    an HTML table.
+
+    !!! example
+
+        ```python
+        import eqx_sow
+        import jax.numpy as jnp
+
+        f = lambda x: eqx_sow.sow(jnp.sin(x), "sin")
+        g = lambda x: eqx_sow.sow(x - x**3 / 6, "sin")
+        _, exact = eqx_sow.save_intermediates(f)(jnp.arange(3.0))
+        _, approximate = eqx_sow.save_intermediates(g)(jnp.arange(3.0))
+        comparison = eqx_sow.compare(approximate, exact)
+        comparison.first  # ("sin", "primal")
+        assert eqx_sow.compare(exact, exact).first is None
+        ```
+    """
 
     first: tuple[str, str] | None
     """The name and mode of the first row beyond tolerance, in order of execution, or
@@ -47,8 +63,10 @@ def compare(
     rtol: float = 1e-3,
     atol: float = 1e-6,
 ) -> Comparison:
-    """Shows where two runs part: a port and the original, bfloat16 and float32, before
-    and after an upgrade, one device and four.
+    """Compares two captures, and shows where they first differ.
+
+    Use it for a port and its original, bfloat16 and float32, before and after an
+    upgrade, or one device and four.
 
     The table has one row for each name and mode that both have (and leaf, if the value
     has several), in order of execution:
@@ -64,8 +82,9 @@ def compare(
         beyond.
 
     An arrow marks the row with the first entry beyond the tolerance, in order of
-    execution, as in [`eqx_sow.tabulate`][]: in a loop, that of the earliest iteration;
-    for cotangents, backward. What only one of the two has is listed below.
+    execution, as in [`eqx_sow.tabulate`][]: in a loop, of the earliest iteration; for
+    cotangents, from the bottom row upwards. Names that only one of the two has are
+    listed below.
 
     Entries that are not finite are left out of `largest`, `norm` and `cosine`. Leaves
     that are not arrays are ignored. A [`eqx_sow.Summary`][] is compared by its
@@ -82,14 +101,14 @@ def compare(
         `numpy.asarray` takes, such as PyTorch's detached tensors. If one of the two
         has a stack of layers (`"blocks/attn"`) where the other has a list
         (`"blocks/0/attn"`), the stack is taken apart, by
-        [`eqx_sow.Intermediates.unstack`][].
+        [`eqx_sow.Intermediates`][]`.unstack()`.
     - `rtol`, `atol`: the tolerance.
 
     **Returns:**
 
-    A `Comparison`: a string, with the attribute `first`, which is the `(name, mode)` of
-    the row with the arrow, or `None`. In a test, write
-    `assert eqx_sow.compare(a, b).first is None`.
+    A [`eqx_sow.Comparison`][]: a string, with the attribute `first`, which is the
+    `(name, mode)` of the row with the arrow, or `None`. In a test, write `assert
+    eqx_sow.compare(a, b).first is None`.
 
     **Raises:**
 

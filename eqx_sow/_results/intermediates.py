@@ -53,7 +53,8 @@ class _Names(tuple[str, ...]):
 
 
 class Intermediates(dict[str, dict[str, Any]]):
-    """What [`eqx_sow.save_intermediates`][] captured: `intermediates[name][mode]`.
+    """Holds what [`eqx_sow.save_intermediates`][] captured:
+    `intermediates[name][mode]`.
 
     A `dict` whose names are in order of execution. JAX sorts the keys of a plain dict,
     but keeps the order of this one under every transformation: `jax.jit`, `jax.vmap`,
@@ -63,7 +64,12 @@ class Intermediates(dict[str, dict[str, Any]]):
     types in place of the arrays, except for scalars: `{'h': {'primal': f32[3]}}`. In a
     notebook it is displayed as the table of [`eqx_sow.tabulate`][].
 
-    `primals`, `tangents` and `cotangents` are plain dicts `{name: value}` of one mode.
+    Look up an iteration as if the loop were a list: `intermediates["blocks/2/attn"]` of
+    a stack captured as `"blocks/attn"`, `intermediates["h/3"]`,
+    `intermediates["h/-1"]`. You can leave out where the model is, as in the option
+    `names`. Only the names that were captured are in `list(intermediates)`. A name or a
+    mode that is not there is an [`eqx_sow.UnknownSowError`][], which is a `KeyError` as
+    well, and says why.
 
     To JAX it is a PyTree node of its own type. In `jax.tree.map(fn, a, b)`, and as
     results of the branches of a `jax.lax.cond`, two `Intermediates` need the same names
@@ -87,6 +93,8 @@ class Intermediates(dict[str, dict[str, Any]]):
 
         out, intermediates = jax.jit(eqx_sow.save_intermediates(f))(jnp.ones(3))
         list(intermediates)  # ["sin", "double"]
+        intermediates["sin"]["primal"]  # of shape (3,)
+        intermediates.primals["sin"]  # the same
         ```
     """
 
@@ -101,8 +109,9 @@ class Intermediates(dict[str, dict[str, Any]]):
         modes: Any = self.get(name, self)
         if modes is self:
             name, found = self._found(name)
-            modes = found[name]
-        return modes
+            modes = found.get(name)
+        # What is put in may be anything.
+        return modes_of(name, modes, self._axes) if type(modes) is dict else modes
 
     @api_boundary
     def _found(self, name: Any) -> tuple[str, "Intermediates"]:
@@ -138,18 +147,18 @@ class Intermediates(dict[str, dict[str, Any]]):
 
     @property
     def primals(self) -> dict[str, Any]:
-        """`{name: value}` of the mode `"primal"`: of the values themselves. Names
-        without this mode are left out."""
+        """A plain dict `{name: value}` of the mode `"primal"`, the values themselves.
+        Names without this mode are left out."""
         return self._of_mode("primal")
 
     @property
     def tangents(self) -> dict[str, Any]:
-        """`{name: value}` of the mode `"tangent"`, as `primals`."""
+        """A plain dict of the mode `"tangent"`, like `primals`."""
         return self._of_mode("tangent")
 
     @property
     def cotangents(self) -> dict[str, Any]:
-        """`{name: value}` of the mode `"cotangent"`, as `primals`."""
+        """A plain dict of the mode `"cotangent"`, like `primals`."""
         return self._of_mode("cotangent")
 
     def _of_mode(self, mode: str) -> dict[str, Any]:
@@ -175,7 +184,7 @@ class Intermediates(dict[str, dict[str, Any]]):
 
     @api_boundary
     def flat(self, sep: str = "/") -> dict[str, Any]:
-        """All arrays in one flat dict, for loggers and file formats.
+        """Puts all arrays into one flat dict, for loggers and file formats.
 
         **Arguments:**
 
@@ -230,8 +239,7 @@ class Intermediates(dict[str, dict[str, Any]]):
 
     @api_boundary
     def axes(self, name: str, mode: str = "primal") -> tuple[Any, ...]:
-        """What the leading axes of a value are: those that come before the axes that it
-        has where it is marked.
+        """Describes the leading axes that loops and `vmap`s added to a value.
 
         **Arguments:**
 
@@ -293,7 +301,7 @@ class Intermediates(dict[str, dict[str, Any]]):
 
     @api_boundary
     def stack(self, pattern: str, mode: str = "primal") -> Any:
-        """The values of several names, stacked: all layers along one axis.
+        """Stacks the values of several names: all layers along one axis.
 
         **Arguments:**
 
@@ -362,7 +370,7 @@ class Intermediates(dict[str, dict[str, Any]]):
 
     @api_boundary
     def unstack(self) -> "Intermediates":
-        """The same values, as if each stack of layers were a list.
+        """Takes stacks of layers apart, as if each were a list.
 
         Of a scan over a stack of 12 blocks, `"blocks/attn"` is one value with an axis
         for the loop. Here it is `"blocks/0/attn"` to `"blocks/11/attn"`, as the same
@@ -538,11 +546,7 @@ def _stacked(pattern: str, named: Sequence[tuple[str, Any]]) -> Any:
 
 def with_axes(values: Any, axes: AllAxes) -> Intermediates:
     """`Intermediates` of which it is known what the arrays are."""
-    items = values.items() if isinstance(values, Mapping) else values
-    # What a user or JAX puts in may be anything.
-    made = Intermediates(
-        (name, modes_of(name, x, axes) if type(x) is dict else x) for name, x in items
-    )
+    made = Intermediates(values)
     made._axes = axes
     return made
 
@@ -578,10 +582,12 @@ def in_order(modes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _flatten(x: Intermediates):
-    # To JAX, the modes of a name are a plain dict: it knows how to combine these.
-    children = tuple(dict(m) if type(m) is Modes else m for m in x.values())
     names = _Names(x)
     names.axes = x._axes
+    children = tuple(x.values())
+    # An entry of another `Intermediates` that was put in.
+    if Modes in map(type, children):
+        children = tuple(dict(m) if type(m) is Modes else m for m in children)
     return children, names
 
 

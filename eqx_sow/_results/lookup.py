@@ -1,8 +1,9 @@
 """Looking up what is not a key of an `Intermediates`: what the errors say."""
 
 import difflib
+import functools as ft
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
 import jax.export
@@ -37,11 +38,15 @@ def as_known(axes: Mapping[tuple[str, str], Any]) -> Known:
 
 class Modes(dict[str, Any]):
     """The modes of one name, as `intermediates[name]` returns them: a dict that says
-    what it means that a mode is not there. To JAX, the children of an `Intermediates`
-    are plain dicts."""
+    what it means that a mode is not there.
+
+    What an `Intermediates` holds are plain dicts. What changes this one changes that,
+    too."""
 
     _name: str = ""
     _known: Mapping[tuple[str, str], Any] = Known()
+    # Where it was looked up.
+    _held: dict[str, Any] | None = None
 
     def __missing__(self, mode: Any) -> NoReturn:
         raise UnknownKeyError(
@@ -53,11 +58,29 @@ class Modes(dict[str, Any]):
         return dict, (dict(self),)
 
 
+def _in_both(change: str) -> Callable:
+    """A method of a dict that changes it, for `Modes`."""
+
+    def method(self, *args, **kwargs):
+        if self._held is not None:
+            getattr(self._held, change)(*args, **kwargs)
+        return getattr(dict, change)(self, *args, **kwargs)
+
+    return ft.update_wrapper(method, getattr(dict, change))
+
+
+for _change in (
+    *("__setitem__", "__delitem__", "__ior__", "clear", "pop", "popitem"),
+    *("setdefault", "update"),
+):
+    setattr(Modes, _change, _in_both(_change))
+
+
 def modes_of(
     name: str, modes: dict[str, Any], known: Mapping[tuple[str, str], Any]
 ) -> Modes:
     made = Modes(modes)
-    made._name, made._known = name, known
+    made._name, made._known, made._held = name, known, modes
     return made
 
 

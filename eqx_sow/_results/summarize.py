@@ -89,7 +89,7 @@ class Summary(eqx.Module):
     @classmethod
     @api_boundary
     def empty(cls, shape: Sequence[int] = (), *, edges: Edges = None) -> "Summary":
-        """The summary of no entries, to which others can be added.
+        """Makes a summary of no entries, to which others can be added.
 
         **Arguments:**
 
@@ -117,7 +117,7 @@ class Summary(eqx.Module):
 
     @api_boundary
     def merge(self, axis: int | Sequence[int] | None = None) -> "Summary":
-        """The summary of all entries along some of the leading axes.
+        """Merges leading axes: the summary of all entries along them.
 
         **Arguments:**
 
@@ -193,11 +193,11 @@ def summarize(value: Any, *, edges: Edges = ...) -> Any: ...
 def summarize(
     value: Any, *, edges: Sequence[float] | np.ndarray | jax.Array | None = None
 ) -> Any:
-    """The statistics of each array of a PyTree, without a copy of it.
+    """Computes statistics of each array in a PyTree, without copying the array.
 
     For `save_intermediates(..., transform=eqx_sow.summarize)`: a scan over layers then
-    stacks statistics, not activations. Each array is read a few times, and no other
-    of its size is written.
+    stacks statistics, not activations. It reads each array a few times and allocates
+    nothing of that size.
 
     Entries that are not finite are counted, and left out of everything else. Complex
     numbers count by their magnitude, booleans as 0 and 1. Everything is computed and

@@ -45,27 +45,24 @@ option `modes=` asks for what is not there, such as cotangents without a gradien
 
 @api_boundary
 def tabulate(intermediates: Mapping[str, Mapping[str, Any]]) -> str:
-    """A table of what [`eqx_sow.save_intermediates`][] captured, as text.
+    """Makes a table of what [`eqx_sow.save_intermediates`][] captured, as text.
 
     It has one row for each name and mode (and leaf, if the value has several), in order
     of execution. Names are whole, however long they are, so that you can copy them into
-    `names=` or `plant`. A value without arrays, such as a
-    Python number, has a row without numbers. An `eqx.nn.State`, which belongs to the
-    model, has no row. `count` is the sum over all axes. The statistics are those of the
-    finite entries of executions that took place; complex numbers count by their
-    magnitude. `zeros` is the share of entries that are zero. A [`eqx_sow.Summary`][],
-    with any number of leading axes, is one row. It has the numbers that the row of the
-    values would have, and the number of entries in place of their shape.
+    `names=` or `plant`. A value without arrays, such as a Python number, has a row
+    without numbers. An `eqx.nn.State`, which belongs to the model, has no row. `count`
+    is the sum over all axes. The statistics are those of the finite entries of
+    executions that took place; complex numbers count by their magnitude. `zeros` is the
+    share of entries that are zero. A [`eqx_sow.Summary`][], with any number of leading
+    axes, is one row. It has the numbers that the row of the values would have, and the
+    number of entries in place of their shape.
 
     An arrow marks the row with the first entry, in order of execution, that is not
-    finite. In a loop, that is the row that went wrong in the earliest iteration; a
-    backward pass goes through the rows from the last to the first. A leading axis from
-    a `jax.vmap` or a loop around `save_intermediates` counts as time, too. Of what a
-    reducer has combined, only such axes and the order of the rows count; where the
-    shape of a value has been changed, only the order of the rows. What
-    `save_intermediates` returns is an [`eqx_sow.Intermediates`][], whose order is
-    always that of execution; `jax.jit` sorts the names of a plain dict, and the table
-    of one has no arrow.
+    finite. In a loop, this is the row that went wrong in the earliest iteration.
+    Cotangents are read from the bottom row upwards. A leading axis from a `jax.vmap` or
+    a loop around `save_intermediates` counts as time, too. After a reducer or a change
+    of shape the iterations can no longer be compared, so the arrow points at the first
+    bad row. The table of a plain dict has no arrow, as `jax.jit` sorts its names.
 
     The statistics are those of [`eqx_sow.summarize`][]. They are computed where the
     values are: arrays on a CPU are read in place, by a program that is compiled once
@@ -77,7 +74,7 @@ def tabulate(intermediates: Mapping[str, Mapping[str, Any]]) -> str:
     **Arguments:**
 
     - `intermediates`: what `save_intermediates` returned, with values, summaries or
-        both; or its shapes, as `eqx.filter_eval_shape` returns them.
+        both; or its shapes, as `.eval_shape` returns them.
 
     **Returns:**
 

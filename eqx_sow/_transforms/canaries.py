@@ -28,12 +28,16 @@ from .save import save_intermediates as S
 
 
 # --- the programs ---
-def _h(x: Any) -> Any:
-    return sow(jnp.sin(x), "h")
+def _sin(x: Any, name: str = "h") -> Any:
+    return sow(lax.sin(x), name)
+
+
+def _named(name: str) -> Callable:
+    return lambda x: _sin(x, name)
 
 
 def _grad(fn: Callable) -> Callable:
-    return jax.grad(lambda x: jnp.sum(fn(x)))
+    return jax.grad(lambda x: lax.reduce_sum(fn(x), axes=(0,)))
 
 
 def _twice(step: Callable) -> Callable:
@@ -41,65 +45,37 @@ def _twice(step: Callable) -> Callable:
     return lambda x: lax.scan(lambda c, _: (step(c, x), None), x, length=2)[0]
 
 
-def _branch(x):
-    return lax.cond(x > 0, _h, lambda x: x, x)
+def _if(fn: Callable) -> Callable:
+    return lambda x: lax.cond(x[0] > 0, fn, lambda x: x, x)
 
 
 def _until(x):
-    return lax.while_loop(lambda x: x < 9, lambda x: sow(2 * x, "h"), x)
-
-
-# In a branch that does not run, a loop runs for no lane.
-def _rarely(x):
-    return lax.cond(x > 0, _until, lambda x: x, x)
-
-
-_product = _twice(lambda c, x: c * _h(x))
-
-
-def _times_index(index: Callable) -> Callable:
-    return lambda x: x * index(x).astype(x.dtype)
-
-
-_best = _times_index(jax.checkpoint(lambda x: jnp.argmax(_h(x))))
-_best_of_some = _times_index(
-    jax.checkpoint(
-        lambda x: lax.cond(x[0] > 0, lambda x: jnp.argmax(_h(x)), lambda x: 0, x)
-    )
-)
-
-
-def _pair(x):
-    x, y = sow((jnp.sin(x), jnp.float32(2)), "h")
-    return x * y
-
-
-def _counted(x):
-    body = lambda c: (c[0] + 1, sow(2 * c[1], "h"))
-    _, n = lax.while_loop(lambda c: c[0] < 3, body, (0, jnp.float32(1)))
-    return n * jnp.sin(x)
+    return lax.while_loop(lambda x: x < 9, lambda x: sow(2 * x, "while"), x)
 
 
 def _with_rules() -> Callable:
     """A function whose derivative rules mark values, called in a scope that is left
-    when JAX calls the rules."""
+    when JAX calls the rules. There is a loop in one, of which JAX moves out what is
+    known, by its rule for partial evaluation."""
 
     @jax.custom_jvp
     def with_jvp(x):
-        return jnp.sin(x)
+        return lax.sin(x)
 
     @with_jvp.defjvp
     def _(primals, tangents):
-        return jnp.sin(*primals), tangents[0] * sow(jnp.cos(*primals), "jvp")
+        (x,), (t,) = primals, tangents
+        loop = lax.scan(lambda t, _: (t * _sin(x, "jvp"), None), t, length=2)
+        return lax.sin(x), loop[0]
 
     @jax.custom_vjp
     def with_vjp(x):
-        return jnp.sin(x)
+        return lax.sin(x)
 
     def bwd(cos, g):
         return (sow(g * cos, "bwd"),)
 
-    with_vjp.defvjp(lambda x: (jnp.sin(x), sow(jnp.cos(x), "fwd")), bwd)
+    with_vjp.defvjp(lambda x: (lax.sin(x), _sin(x, "fwd")), bwd)
 
     def call(x):
         with scope("s"):
@@ -108,14 +84,43 @@ def _with_rules() -> Callable:
     return call
 
 
+def _mapped(x):
+    y = lax.cond(x > 0, lambda x: _sin(x, "cond"), lambda x: x, x) + _until(x)
+    z = _twice(lambda c, x: _sin(c, "scan"))(x)
+    return y + z
+
+
+def _pair(x):
+    x, y = sow((lax.sin(x), jnp.float32(2)), "pair")
+    return x * y
+
+
+def _counted(x):
+    body = lambda c: (c[0] + 1, sow(2 * c[1], "while"))
+    _, n = lax.while_loop(lambda c: c[0] < 3, body, (0, jnp.float32(1)))
+    return n * lax.sin(x)
+
+
+def _best(name: str) -> Callable:
+    return lambda x: lax.argmax(_sin(x, name), 0, "int32")
+
+
+def _checkpointed(x):
+    indices = (
+        _best("argmax"),
+        lambda x: lax.cond(x[0] > 0, _best("if"), lambda x: jnp.int32(0), x),
+    )
+    indices = [jax.checkpoint(fn)(x).astype("float32") for fn in indices]
+    scan = _twice(lambda c, x: c * _sin(x, "scan"))
+    return jax.checkpoint(scan)(jax.checkpoint(_pair)(x)) * (
+        indices[0] * indices[1]
+    ) + jax.checkpoint(_counted)(x)
+
+
 def _one_device(fn: Callable) -> Callable:
     mesh = jax.sharding.AbstractMesh((1,), ("d",))
     p = jax.sharding.PartitionSpec()
     return jax.shard_map(fn, mesh=mesh, in_specs=p, out_specs=p)
-
-
-def _without_gradient(hold: Callable) -> Callable:
-    return lambda fn: lambda x: hold(fn)(lax.stop_gradient(x))
 
 
 def _custom_jvp(fn: Callable) -> Callable:
@@ -132,34 +137,29 @@ def _custom_vjp(fn: Callable) -> Callable:
 
 # Everything that may have a mark inside, and that JAX could move out of a loop.
 _HOLDERS: dict[str, Callable] = {
-    "jit": _without_gradient(jax.jit),
-    "checkpoint": _without_gradient(jax.checkpoint),
-    "cond": _without_gradient(
-        lambda fn: lambda x: lax.cond(x[0] > 0, fn, lambda x: x, x)
-    ),
-    "scan": _without_gradient(lambda fn: _twice(lambda c, x: fn(x))),
-    "while": _without_gradient(
-        lambda fn: lambda x: lax.while_loop(lambda x: x[0] < 0, fn, x)
-    ),
-    "custom_jvp": _without_gradient(_custom_jvp),
-    "custom_vjp": _without_gradient(_custom_vjp),
-    "custom_vmap": _without_gradient(jax.custom_batching.sequential_vmap),
-    "shard_map": _without_gradient(_one_device),
-    "call": _without_gradient(_compat.as_call),
+    "jit": jax.jit,
+    "checkpoint": jax.checkpoint,
+    "cond": _if,
+    "scan": lambda fn: _twice(lambda c, x: fn(x)),
+    "while": lambda fn: lambda x: lax.while_loop(lambda x: x[0] < 0, fn, x),
+    "custom_jvp": _custom_jvp,
+    "custom_vjp": _custom_vjp,
+    "custom_vmap": jax.custom_batching.sequential_vmap,
+    "shard_map": _one_device,
+    "call": _compat.as_call,
 }
 
 
-def _named(name: str) -> Callable:
-    return lambda x: sow(jnp.sin(x), name) + 1
+def _differentiated(x):
+    constant = lax.stop_gradient(x)
 
-
-def _held(x):
-    def step(c, _):
+    def step(c, x):
         for name, hold in _HOLDERS.items():
-            c = c * hold(_named(name))(x)
-        return c, None
+            c = c * hold(_named(name))(constant)
+        return c * _sin(x)
 
-    return lax.scan(step, x, length=2)[0]
+    in_lanes = jax.vmap(_twice(lambda c, x: _with_rules()(c)))
+    return _twice(step)(x) + in_lanes(x)
 
 
 def _layers(x):
@@ -187,82 +187,45 @@ def _explained(x):
 
 
 _ONE, _TWO = "float32[3]", "float32[2, 3]"
-_BOTH = {"h primal": _ONE, "h cotangent": _ONE}
+_MODES = "primal", "cotangent"
 # What each is called in the message; a function of three numbers; and what comes back.
 CANARIES: list[tuple[str, Callable, dict[str, str]]] = [
     (
-        "cond under vmap",
-        S(jax.vmap(_branch)),
-        {"h primal": _ONE, "h count": "int32[3]"},
-    ),
-    (
-        "while_loop under vmap",
-        S(jax.vmap(_until)),
-        {"h primal": _ONE, "h count": "int32[3]"},
-    ),
-    ("while_loop under vmap, transformed", _refused, {"error there": _ONE}),
-    (
-        "scan under vmap",
-        S(jax.vmap(_twice(lambda c, x: _h(c)))),
-        {"h primal": "float32[3, 2]"},
-    ),
-    (
-        "gradient of a scan",
-        S(_grad(_product)),
-        {"h primal": _TWO, "h cotangent": _TWO},
-    ),
-    (
-        "gradient of a scan in a scan",
-        S(_grad(_twice(lambda c, x: c * _product(x)))),
-        {"h primal": "float32[2, 2, 3]", "h cotangent": "float32[2, 2, 3]"},
-    ),
-    (
-        "gradient of a scan in a cond",
-        S(_grad(lambda x: lax.cond(x[0] > 0, _product, lambda x: x, x))),
-        {"h primal": _TWO, "h cotangent": _TWO, "h count": "int32[2]"},
-    ),
-    (
-        "gradient of a checkpointed scan",
-        S(_grad(jax.checkpoint(_product))),
-        {"h primal": _TWO, "h cotangent": _TWO},
-    ),
-    ("gradient of a checkpointed argmax", S(_grad(_best)), _BOTH),
-    (
-        "gradient of an argmax in a cond",
-        S(_grad(_best_of_some)),
-        {**_BOTH, "h count": "int32[]"},
-    ),
-    (
-        "gradient of a checkpointed pair",
-        S(_grad(jax.checkpoint(_pair))),
+        "vmap of a cond and of loops",
+        S(jax.vmap(_mapped)),
         {
-            "h primal": f"{_ONE}, float32[]",
-            "h cotangent": f"{_ONE}, float32[]",
+            "cond primal": _ONE,
+            "cond count": "int32[3]",
+            "while primal": _ONE,
+            "while count": "int32[3]",
+            "scan primal": "float32[3, 2]",
+        },
+    ),
+    ("vmap of a while_loop, transformed", _refused, {"error there": _ONE}),
+    (
+        "gradients of checkpoints",
+        S(_grad(_checkpointed)),
+        {
+            **{f"{name} {m}": _ONE for name in ("argmax", "if") for m in _MODES},
+            "if count": "int32[]",
+            **{f"pair {m}": f"{_ONE}, float32[]" for m in _MODES},
+            **{f"scan {m}": _TWO for m in _MODES},
+            "while primal": "float32[]",
+            "while count": "int32[]",
         },
     ),
     (
-        "gradient of a checkpointed while_loop",
-        S(_grad(jax.checkpoint(_counted))),
-        {"h primal": "float32[]", "h count": "int32[]"},
-    ),
-    (
-        "functions with derivative rules",
-        S(_grad(jax.jit(_with_rules()))),
-        {f"s/{name} primal": _ONE for name in ("jvp", "fwd", "bwd")},
-    ),
-    (
-        "derivative rules under vmap",
-        S(jax.vmap(jax.grad(_twice(lambda c, x: _with_rules()(c))))),
-        {f"s/{name} primal": "float32[3, 2]" for name in ("jvp", "fwd", "bwd")},
-    ),
-    (
-        "what a scan could move out",
-        S(_grad(_held)),
+        "gradient of loops",
+        S(_grad(_differentiated)),
         {
             **{f"{name} primal": _TWO for name in _HOLDERS},
             "scan primal": "float32[2, 2, 3]",
             "cond count": "int32[2]",
             "while count": "int32[2]",
+            **{f"h {m}": _TWO for m in _MODES},
+            "s/jvp primal": "float32[3, 2, 2]",
+            "s/fwd primal": "float32[3, 2]",
+            "s/bwd primal": "float32[3, 2]",
         },
     ),
     ("captured layers", _layers, {f"layers/{i} primal": _ONE for i in (0, 1)}),

@@ -78,7 +78,7 @@ def _entries(
         f"plant(fn, values, mode={mode!r})",
         without,
         there,
-        f"is sown, but has no {mode} here (a cotangent is in "
+        f"is marked, but has no {mode} here (a cotangent is in "
         "`plant(eqx.filter_grad(fn), ...)`)",
         kind=f"names with a {mode}",
     )
@@ -320,8 +320,9 @@ def plant(
 ) -> Function[_P, _T]:
     """Replaces marked values while a function runs.
 
-    Planting what [`eqx_sow.save_intermediates`][] captured changes nothing (except in a
-    `while_loop`). Planting another value is the same as editing the program there.
+    Planting a value is the same as editing the program there. Planting what
+    [`eqx_sow.save_intermediates`][] captured changes nothing (except in a
+    `while_loop`).
 
     **Arguments:**
 
@@ -330,26 +331,24 @@ def plant(
     - `values`: maps names or globs to either
         - a PyTree like the one that is captured there: with the same structure,
             static leaves, dtypes and shapes, including the leading axes of loops and
-            `vmap`s (in a `while_loop`, one value for all iterations). You can also
-            pass what `save_intermediates` returned under that name,
-            `{mode: value, ...}`; or
+            `vmap`s (in a `while_loop`, one value for all iterations). You can pass an
+            entry of `intermediates`, `{mode: value, ...}`, directly; or
         - for a name that runs several times, a tuple with one of these for each run, in
             order of execution, or None to leave that run as it is; or
         - a function of the value, as the code at the mark sees it: in a `vmap` or a
-            loop, of one example in one iteration. With [`eqx_sow.batched`][] around it,
-            it receives, and returns, the value of all examples, as leading axes.
+            loop, of one example in one iteration. [`eqx_sow.batched`][] around it
+            passes all examples, as leading axes, and it returns them.
 
-        Globs mean what they mean in the option `names` of
-        [`eqx_sow.save_intermediates`][]: `"blocks/*"` is the blocks, and not what is in
-        them. Where several keys match a mark, a name goes before globs, and these go in
-        their order. A function under a glob is called at each mark that matches.
+        Names and globs mean what they mean in the option `names` of
+        [`eqx_sow.save_intermediates`][]: `"blocks/*"` is the blocks, without what is in
+        them, and `"h/3"`, or `"blocks/2/attn"` in a stack of layers, is one iteration
+        of a loop, whose value has no axis for that loop. A function under a glob is
+        called at each mark that matches. If several keys match a mark, a name takes
+        precedence over globs, and an earlier glob over a later one.
 
-        A name with an index means one iteration of a loop, as in the option `names` of
-        [`eqx_sow.save_intermediates`][]: `"h/3"`, or `"blocks/2/attn"` in a stack of
-        layers. A value then has no axis for that loop. You can plant what
-        `save_intermediates(model)` captured into a function of `model`: the names
-        lack the prefix `model/`, which does not matter if they match only one model
-        in the program.
+        You can plant what `save_intermediates(model)` captured into a function of
+        `model`: the names lack the prefix `model/`, which does not matter as long as
+        only one model in the function matches.
 
     - `mode`: what to replace: `"primal"` (the value); or, if `fn` differentiates,
         `"cotangent"` (the gradient that flows back there) or `"tangent"`. Second-order
@@ -358,9 +357,8 @@ def plant(
     - `capture`, `methods`, `inputs`, `calls`, `scope`: as in `save_intermediates`, so
         that submodules of a model can be planted by their paths. What is planted under
         `"layers/1.inputs"`, a tuple `(args, kwargs)`, is what the module is called
-        with. Of what is planted under `"layers/1.call"`, an [`eqx_sow.Call`][], the
-        program continues with `out`: `lambda c: c._replace(out=c.args[0])` skips a
-        layer.
+        with. Under `"layers/1.call"` you plant an [`eqx_sow.Call`][], and the program
+        continues with its `out`: `lambda c: c._replace(out=c.args[0])` skips a layer.
     - `with_index`: call functions with `(value, index)`. `index` is a tuple of the
         iterations of the loops around the mark, outermost first, as traced int32s: in
         a scan over layers `(layer,)`. So the layer can be an argument of a compiled
@@ -373,7 +371,13 @@ def plant(
     A function with the signature of `fn`, and an output of the same structure. What is
     planted is still marked: `save_intermediates(plant(fn, values))` captures it, and
     needs no `capture` for planted modules. `tap` sends what is planted, whether it is
-    inside or around. Planted arrays may be traced and differentiated.
+    inside or around. Planted arrays may be traced and differentiated. The function has
+    the methods `.eval_shape`, `.lower` and `.trace`, as that of
+    [`eqx_sow.save_intermediates`][].
+
+    You can plant other values for a marked NumPy array, too: it is then a JAX array in
+    the program. If the program needs its numbers while it is traced, as an index or a
+    shape, JAX raises an error.
 
     `plant(eqx.filter_grad(loss), ...)` replaces values within the computation of the
     gradient, but the gradient still flows back through a planted primal.

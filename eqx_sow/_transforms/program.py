@@ -143,7 +143,7 @@ class Program:
             if any(planted or "cotangent" in site.modes[depths[x] :] for x in split):
                 raise SowError(
                     f"{site.said} is in a `jax.checkpoint` that was differentiated: "
-                    "the backward pass computes the value again, without the sow. "
+                    "the backward pass computes the value again, without the mark. "
                     f"{remedy}"
                 )
 
@@ -206,7 +206,7 @@ class Program:
             return ""
         return (
             " Did you mean `capture=True`? It marks the output of each module. "
-            "(`scope=True` puts the path of the module before the name of a sow.)"
+            "(`scope=True` puts the path of the module before the name of a mark.)"
         )
 
     def check_selected(
@@ -269,7 +269,7 @@ class Program:
             f"{call}(..., modes=...)",
             modes,
             [*others, *mode_of.values()],
-            "is a mode that no selected sow of this program has",
+            "is a mode that no selected mark of this program has",
             kind="modes",
             hint=lambda mode, close: _DERIVATIVE.get(mode, "") if not close else "",
         )

@@ -134,9 +134,9 @@ def save_intermediates(
 ) -> Callable:
     """Makes a function also return the values that are marked in it.
 
-    A value is marked by `sow`, or, if a module returns it, by the option `capture`. The
-    function that comes back has two outputs. The first is always the output of `fn`,
-    with the same gradients.
+    Mark values with [`eqx_sow.sow`][], or the outputs of modules with `capture`. The
+    returned function gives `(out, intermediates)`: the output of `fn`, with the same
+    gradients, and the marked values.
 
     **Arguments:**
 
@@ -147,15 +147,15 @@ def save_intermediates(
     - `names`: what to capture: a name, a glob, a sequence of them, or a function of the
         name. Nothing else is stored or computed. A glob is a path, like a name: `*`,
         `?` and `[...]` stop at a slash, and `**` stands for any number of parts, or
-        none. So `"blocks/*"` is the blocks, `"blocks/*/attn"` is their attentions,
-        `"**/attn"` is those at any depth, and `"blocks/**"` is the blocks with all that
-        is in them. You can leave out where the model is (`"layers/0"` for
-        `"model/layers/0"`), if there is only one such name. A negative index counts
-        from the end: `"layers/-1"` is the last layer, and comes back under that name.
-        With the index of an iteration, `"h/3"` is iteration 3 of the loop around `h`:
-        only this one is stored, without an axis for that loop. `"h/-1"` is the last
-        iteration, and the second index in `"h/3/0"` is that of the loop inside. If a
-        loop runs over stacked layers, the index is where it would be for a list of
+        none. So `"blocks/*"` is the blocks, `"blocks/*/attn"` is the attention of each
+        block, `"**/attn"` is every attention at any depth, and `"blocks/**"` is the
+        blocks with everything in them. You can leave out where the model is
+        (`"layers/0"` for `"model/layers/0"`), if only one model fits. A negative index
+        counts from the end: `"layers/-1"` is the last layer, and comes back under that
+        name. With the index of an iteration, `"h/3"` is iteration 3 of the loop around
+        `h`: only this one is stored, without an axis for that loop. `"h/-1"` is the
+        last iteration, and the second index in `"h/3/0"` is that of the loop inside. If
+        a loop runs over stacked layers, the index is where it would be for a list of
         layers: `"blocks/2/attn"` is layer 2, and `"blocks/*/attn"` is all layers.
     - `modes`: what to capture of each: `"primal"` (the value), `"cotangent"` (the
         gradient with respect to it), `"tangent"` (its directional derivative), or
@@ -180,10 +180,11 @@ def save_intermediates(
     - `reduce`: how to combine several executions of a name: [`eqx_sow.Append`][],
         [`eqx_sow.Last`][], [`eqx_sow.Fold`][] or [`eqx_sow.Buffer`][], for all names
         or as a dict of names or globs. Without one, a captured module or function that
-        runs several times is a tuple, as with `Append`; one that runs once is not.
+        runs several times gives a tuple, as with `Append`.
     - `transform`: a function of the value, or a dict of names or globs to functions,
         that is applied where the value is marked, so that a loop stacks only its
-        results. A `sow` inside it is not captured: it is not part of `fn`.
+        results. Under `vmap` it receives the value of one example; around it,
+        [`eqx_sow.batched`][] passes the whole batch. A `sow` inside it is not captured.
     - `spec`: a dict of names or globs to jaxtyping annotations of what comes back (of
         the primal, or of the first mode if there is no primal). All annotations in one
         call share their axis names.
@@ -193,7 +194,7 @@ def save_intermediates(
     A function with the signature of `fn`, which returns `(out, intermediates)`. The
     values are at `intermediates[name][mode]`; `intermediates` is an
     [`eqx_sow.Intermediates`][], whose names are in order of execution. A value is the
-    PyTree that was marked, with its dtypes (a tangent or cotangent has that of the
+    PyTree that was marked, with its dtypes (a tangent or cotangent has the dtype of the
     primal; for integers, `float0`) and its shapes, and in addition
 
     - in a scan, a `fori_loop` with static bounds or `lax.map`: a leading axis for each
@@ -201,10 +202,20 @@ def save_intermediates(
     - under `vmap`: a leading axis for each `vmap` that it varies over, outermost first;
     - in a `cond` or a `while_loop`: `intermediates[name]["count"]`, an int32 that says
         how often the mark ran. The value is that of the branch that ran, or of the
-        last iteration; zeros if there was none.
+        last iteration; zeros if there was none;
+    - for a captured module or function that runs several times: a tuple with one entry
+        for each run, in order of execution.
 
-    As with `eqx.filter_vmap`, that function is a PyTree whose leaves are those of `fn`,
-    and methods can be decorated.
+    The function also has three methods, with the same arguments or
+    `jax.ShapeDtypeStruct`s in place of arrays:
+
+    - `.eval_shape(...)` returns the shapes of `(out, intermediates)` without compiling
+        or running anything: `list(...)` of the second shows which names there are;
+    - `.lower(...)` and `.trace(...)` do what those of `jax.jit` do, if `fn` is made by
+        `jax.jit` or `eqx.filter_jit`.
+
+    Like the result of `eqx.filter_vmap`, the function is a PyTree with the leaves of
+    `fn`. You can decorate methods with `save_intermediates`.
 
     **Raises:**
 
@@ -213,7 +224,8 @@ def save_intermediates(
     - [`eqx_sow.DuplicateSowError`][] if a name of `sow` marks several places, and no
         reducer says how to combine the values;
     - [`eqx_sow.UnknownSowError`][] if an option selects nothing;
-    - [`eqx_sow.SowTypeError`][] if a value does not match its annotation;
+    - [`eqx_sow.SowTypeError`][] if a value does not match its annotation, or contains
+        an object that is no PyTree and holds traced arrays;
     - [`eqx_sow.UnsupportedPrimitiveError`][] if a value cannot be captured where it is
         marked;
     - [`eqx_sow.SowError`][] if values of one name cannot be combined.
@@ -238,6 +250,10 @@ def save_intermediates(
         grads, intermediates = saved(model, jnp.ones(2))
         intermediates["model/layers/0"]["primal"].shape  # (8,)
         intermediates["model/layers/0"]["cotangent"].shape  # (8,)
+
+        # Which names are there? Nothing is computed for this.
+        out, shapes = saved.eval_shape(model, jnp.ones(2))
+        list(shapes)  # ["model/layers/0", "model/layers/1", "model/layers/2"]
         ```
     """
     options = {k: v for k, v in locals().items() if k != "fn"}

@@ -181,15 +181,13 @@ def tap(
     - `when`: a function of the value, before `transform`, that returns a single
         boolean. It is evaluated on the device, and if it is false, nothing goes to the
         host. A function of two arguments also receives `extra`: `lambda value, extra:
-        extra["step"] % 10 == 0` sends every tenth step of a training loop. (`every`
-        cannot: it counts anew in each call.) Under `vmap` it receives the value of one
-        lane (one of the examples that `vmap` maps over), and the whole `extra`. If it
-        is true for any lane, the values of all are sent.
+        extra["step"] % 10 == 0` sends every tenth step of a training loop. Under `vmap`
+        it receives the value of one lane (one of the examples that `vmap` maps over),
+        and the whole `extra`. If it is true for any lane, the values of all are sent.
     - `every`: send only every `every`-th execution of a name and mode, beginning with
         the first. For the others, `when` is not evaluated either. Each call counts from
-        the start. So in a training loop written in Python, where a mark runs once in
-        each step, `every=10` still sends every step: there, call the tapped function in
-        every tenth step only.
+        the start. So for every tenth step of a training loop written in Python, use
+        `when` and `extra`.
     - `ordered`: events arrive in the order of the program, across all names, as with
         `jax.debug.callback(..., ordered=True)`. This has JAX's limits, such as programs
         on a single device. Otherwise events may arrive out of order, even those of one
@@ -203,19 +201,18 @@ def tap(
     **Returns:**
 
     A function with the signature and the output of `fn`. What is tapped is still
-    marked: `save_intermediates(tap(fn))` captures it, and several taps can see it. But
-    what a `save_intermediates` inside `fn` captures, a `tap` does not see. The modules
-    that `capture` selects are marked for this `tap` alone.
-
-    As with `eqx.filter_vmap`, that function is a PyTree whose leaves are those of `fn`,
-    and methods can be decorated.
+    marked: `save_intermediates(tap(fn))` captures it, and several taps can see it. A
+    `tap` does not see values already captured by a `save_intermediates` inside `fn`.
+    The modules that `capture` selects are marked for this `tap` alone. The function has
+    the methods `.eval_shape`, `.lower` and `.trace`, as that of
+    [`eqx_sow.save_intermediates`][]; methods can be decorated.
 
     All lanes of a `vmap` are one event, for `tap(vmap(fn))` and for `vmap(tap(fn))`. A
     value that a backward pass computes again is not an event; its cotangent is one. In
     a `jax.shard_map` there is an event for each device, and `event.device` says which.
-    If you call `tap` inside a branch of a `cond`, and a `vmap` further out gives its
-    predicate an axis, the event has all lanes, as with `jax.debug.callback`: tap the
-    whole function instead.
+    If you `tap` inside a branch of a batched `cond`, you get every lane, including
+    those that did not take the branch, as with `jax.debug.callback`: tap the whole
+    function instead.
 
     The callback must be fast, as the program may wait for it, and it must not call JAX,
     which may in turn wait for the program. `jax.effects_barrier()` waits until all

@@ -185,8 +185,8 @@ def _common_axes(sites: Sequence[Site]) -> list[Axis]:
         from_inside = own_axes(s.axes[::-1], every[::-1])[::-1]
         if found != from_inside or sum(found) != len(s.axes):
             raise SowError(
-                f"`{s.name}` is sown in several places that vary over different axes: "
-                f"sizes {[a.size for a in every]} at {sites[0].where} and "
+                f"`{s.name}` is marked in several places that vary over different "
+                f"axes: sizes {[a.size for a in every]} at {sites[0].where} and "
                 f"{[a.size for a in s.axes]} at {s.where}. Give them different names."
             )
     return list(every)
@@ -257,7 +257,7 @@ def duplicate(a: Site, b: Site) -> DuplicateSowError:
             '`capture=lambda path, module: path != "..."`'
         )
     return DuplicateSowError(
-        f"`{a.name}` is sown more than once ({a.mode}): {places}. Give the values "
+        f"`{a.name}` marks more than one value ({a.mode}): {places}. Give the values "
         f"different names ({names}), or pass `reduce={{{a.name!r}: "
         "eqx_sow.Append()}` for a tuple of all, or `eqx_sow.Last()` for the last. If "
         "you need none of them, select others with `names`."
@@ -318,20 +318,21 @@ def _check_same(a: Entry, b: Entry) -> None:
     if _form(a) != _form(b):
         problem = "in several places, and their values differ"
         remedy = (
-            "Sow values of one structure, shape and dtype, or give the sows different "
-            "names."
+            "Mark values of one structure, shape and dtype, or give the marks "
+            "different names."
         )
         if mode != "primal":
-            remedy += f" (A NumPy array has no {mode}, so sow `jnp.asarray(...)`.)"
+            remedy += f" (A NumPy array has no {mode}, so mark `jnp.asarray(...)`.)"
     elif lanes[0] != lanes[1]:
         problem = "in several places"
         remedy = (
             "A leaf is the same for all lanes of a `jax.vmap` in one of them, where "
-            "its cotangent is the total. They cannot become one value: give the sows "
+            "its cotangent is the total. They cannot become one value: give the marks "
             "different names."
         )
     else:
         return
     raise SowError(
-        f"`{a.site.name}` is sown {problem}: {describe(a)}, but {describe(b)}. {remedy}"
+        f"`{a.site.name}` is marked {problem}: {describe(a)}, but {describe(b)}. "
+        f"{remedy}"
     )

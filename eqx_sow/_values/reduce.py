@@ -74,8 +74,9 @@ class Reducer(eqx.Module):
 
 
 class Append(Reducer):
-    """A tuple with one entry for each place in straight-line code that the name marks,
-    in order of execution. The entry of a place in a loop is stacked.
+    """Returns a tuple with one entry for each place in straight-line code that the name
+    marks, in order of execution. The entry of a place in a loop is stacked. For
+    captured modules and functions that run several times this is the default.
 
     Cotangents are in the same order, although they are computed backward, and in
     whatever order you call functions from `jax.vjp`: the first entry belongs to the
@@ -112,10 +113,10 @@ class IfSeveral(Append):
 
 
 class Last(Reducer):
-    """The last execution, in order of execution.
+    """Keeps the last execution, in order of execution.
 
-    A reversed scan runs from its end, and so does the backward pass of a scan: there
-    the last cotangent is that of the first iteration.
+    A reversed scan runs from its end, and so does the backward pass of a scan: `Last`
+    of a cotangent therefore gives iteration 0.
 
     The shape and dtype are those of the value at the mark, with leading axes for
     `vmap`s and none for loops. If the mark never ran, the value is zeros.
@@ -148,8 +149,8 @@ def _as_dtype_of(x: Any, y: Any) -> Any:
 
 
 class Fold(Reducer):
-    """The result of `acc = fn(acc, value)` over all executions in order, loops
-    included, in memory that does not grow with the number of iterations.
+    """Accumulates `acc = fn(acc, value)` over all executions in order, loops included,
+    in memory that does not grow with the number of iterations.
 
     Under `vmap` each lane (each of the examples mapped over) has a result of its own,
     along a leading axis. If the mark never ran, the result is `init`. A `sow` inside
@@ -240,7 +241,7 @@ class Fold(Reducer):
 
 
 class Buffer(Reducer):
-    """The first or the last executions, on a leading axis, oldest first.
+    """Keeps the first or the last executions, on a leading axis, oldest first.
 
     Use it for a `while_loop`, whose number of iterations is not known. For a value of
     shape `shape` at the mark, the result has the shape `(size, *shape)`, after leading

@@ -41,7 +41,7 @@ def check(
         for (site, _), operands in zip(annotated, values):
             value = site.form.with_arrays(operands[len(site.guards) :])
             annotation: Any = site.spec
-            _check(site.name, f"as sown at {site.where}", annotation.value, value)
+            _check(site.name, f"as marked at {site.where}", annotation.value, value)
 
     shapes = [
         [

@@ -55,11 +55,11 @@ def batched(fn: Callable[_P, _T]) -> Callable[_P, _T]:
     model under `jax.vmap`, the value of one example. `batched(fn)` receives the values
     of all *lanes* (the examples that `vmap` maps over).
 
-    As a transform, it returns one result for all. So a norm over the batch, `x.T @ x /
-    len(x)` or a histogram is one reduction, and nothing of the size of the batch is
-    kept. In [`eqx_sow.plant`][], it returns the value of all lanes. So it can change
-    one head of an attention layer that maps over its heads, or give an example what
-    another one in the batch has.
+    As a transform, `fn` returns one result for all. So a norm over the batch, `x.T @ x
+    / len(x)` or a histogram is one reduction, and nothing of the size of the batch is
+    kept. In [`eqx_sow.plant`][], `fn` returns the value of all lanes. So it can change
+    one head of an attention layer that maps over its heads, or give an example the
+    value of another one in the batch.
 
     **Arguments:**
 
@@ -74,19 +74,18 @@ def batched(fn: Callable[_P, _T]) -> Callable[_P, _T]:
     [`eqx_sow.tap`][], or for a value in a dict there; and for a value in the dict of
     [`eqx_sow.plant`][], with `(value, index)` as arguments under `with_index=True`.
 
-    What comes back of a transform has no axes for the lanes. A planted function returns
-    arrays of the shapes that it was given. If the program has one array for all lanes,
-    in the place of one for each, what is planted there must be the same for all. That
-    is checked while the program runs.
+    The result of a transform has no axes for the lanes. A planted function returns
+    arrays of the shapes that it was given. If the program has a single array for all
+    lanes, the planted entries must all be equal. That is checked while the program
+    runs.
 
     A batch that is sharded over a mesh is reduced over its devices; in a
     `jax.shard_map`, each device sees its own part.
 
-    The batch consists of the lanes of the `vmap`s inside `save_intermediates`. A `vmap`
-    around `save_intermediates` maps it like any function: each of its lanes has a batch
-    of its own, so what comes back has an axis for it. For one value of all examples,
-    write `save_intermediates(jax.vmap(f), ...)`. In `tap`, where all lanes are one
-    event, `fn` also sees those of a `vmap` around the `tap`.
+    An outer `vmap` adds an axis as usual: `batched` only sees `vmap`s inside
+    `save_intermediates`. For one value of all examples, write
+    `save_intermediates(jax.vmap(f), ...)`. In `tap`, where all lanes are one event,
+    `fn` also sees those of a `vmap` around the `tap`.
 
     **Raises:**
 

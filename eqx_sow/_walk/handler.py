@@ -152,7 +152,7 @@ def check_guarded(site: Site) -> None:
     if site.again is None:
         raise SowError(
             f"{site.said} is in the `bwd` of a `jax.custom_vjp` that only some lanes "
-            "of a `jax.vmap` call, and the forward pass has a sow of that name. "
+            "of a `jax.vmap` call, and the forward pass has a mark of that name. "
             "eqx_sow cannot tell whether the `bwd` repeats that one. Give it another "
             "name, with `eqx_sow.scope(...)`, or leave it out, by `names` or another "
             "`tag`."
@@ -161,7 +161,7 @@ def check_guarded(site: Site) -> None:
         raise SowError(
             f"{site.said} is in the derivative rule of a function (`jax.custom_jvp`, "
             "`jax.custom_vjp`) that only some lanes of a `jax.vmap` call, and the vmap "
-            "came first, so eqx_sow cannot tell whether the sow runs. Write "
+            "came first, so eqx_sow cannot tell whether the mark runs. Write "
             "`jax.vmap(jax.grad(fn))`, or leave it out, by `names` or another `tag`."
         )
 
@@ -177,7 +177,7 @@ def refuse_unknown(handler: Handler, eqn: Any) -> None:
     """Raises if the handler wants any of the sows in an equation without a rule. Who
     calls a linear solver usually evaluates the same function elsewhere, too, where the
     sows are seen."""
-    inside, remedy = sites(eqn), "Move the sow out of it."
+    inside, remedy = sites(eqn), "Move the mark out of it."
     if is_solver(eqn):
         why = "it evaluates its function over and over"
         inside = [site for site in inside if site.name not in handler.elsewhere]

@@ -137,14 +137,29 @@ _keep_listening(prims.custom_vjp_call_p, contextlib.nullcontext)
 
 
 # --- JAX's next primitives ---
+@dc.dataclass(frozen=True)
+class _InScope:
+    scope: str
+
+    def __call__(self):
+        now = listening.value
+        if now is None:
+            return contextlib.nullcontext()
+        return listening(now._replace(scope=self.scope))
+
+
 if _compat.hi_p is not None:
     _bind_hi = _compat.hi_p.bind
 
     def _bind_classic(*args, _prim):
         """A checkpoint that was traced while listening is what it is without
-        `JAX_REMAT3`: bound so before JAX batches or differentiates it."""
-        classic = None if listening.value is None else _compat.classic_form(_prim)
+        `JAX_REMAT3`: bound so before JAX batches or differentiates it. All others call
+        their rules later, and take the names from here."""
+        here = listening.value
+        classic = None if here is None else _compat.classic_form(_prim)
         if classic is None:
+            if here is not None and here.scope:
+                _prim = _compat.hi_within(_prim, _InScope(here.scope))
             return _bind_hi(*args, _prim=_prim)
         primitive, params = classic
         outs = primitive.bind(*args, **params)
@@ -524,7 +539,7 @@ def _transpose_while(rule, *args, **params):
 
 
 _NO_REVERSE_MODE = (
-    "eqx_sow: there is a sow in this loop. If the loop is diffrax's or Equinox's, its "
+    "eqx_sow: there is a mark in this loop. If the loop is diffrax's or Equinox's, its "
     "derivative rule covers only its result, not what is captured or planted inside. "
     "Write `diffrax.diffeqsolve(..., adjoint=diffrax.DirectAdjoint())`, or "
     '`eqx.internal.while_loop(..., kind="bounded")`. Or take the gradient inside, '

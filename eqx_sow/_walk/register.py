@@ -19,7 +19,7 @@ _Rule = TypeVar("_Rule", bound=Callable)
 
 @api_boundary
 def register_rule(primitive: jexc.Primitive) -> Callable[[_Rule], _Rule]:
-    """Registers a rule by which eqx_sow captures inside a higher-order primitive.
+    """Teaches eqx_sow to capture inside your own higher-order primitive.
 
     This is for authors of primitives that have a jaxpr among their parameters. Without
     a rule, a mark in that jaxpr raises [`eqx_sow.UnsupportedPrimitiveError`][].

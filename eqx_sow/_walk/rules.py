@@ -107,7 +107,7 @@ def _inside(interpret, given, eqn, jaxpr, args, join):
     # An effect that cannot be left out, such as an `io_callback` with a result.
     if any(e != sow_effect for e in copy.effects):
         why = "an effect of the function, such as an `io_callback`, would happen twice"
-        refuse(handler, eqn, sites(eqn), why, "Sow its result outside.")
+        refuse(handler, eqn, sites(eqn), why, "Mark its result outside.")
         kept = eqn if handler.has_outer else _without_sows(eqn)
         return bind(kept, args), Taken(given.carry, ())
     original = bind(_without_sows(eqn), args)
@@ -376,9 +376,9 @@ def _while(interpret, given, eqn, *args):
         handler,
         eqn,
         sites(p["cond_jaxpr"]),
-        "a sow in the condition of a `while_loop` runs before each iteration and once "
+        "a mark in the condition of a `while_loop` runs before each iteration and once "
         "more, which fits no iteration",
-        "Sow the value in the body.",
+        "Mark the value in the body.",
     )
     cond_consts, consts, init = _split(args, p["cond_nconsts"], p["body_nconsts"])
     cond_jaxpr = p["cond_jaxpr"]

@@ -178,10 +178,10 @@ def sows(x: Any, eqns: tuple[Any, ...] = (), way: Way = ()) -> Iterator[Found]:
         what = primitive if prim is None else type(prim).__name__.strip("_")
         where = line_of(x)
         raise UnsupportedPrimitiveError(
-            f"There is a sow inside the primitive `{what}`"
+            f"There is a mark inside the primitive `{what}`"
             f"{where and f', which {where} calls'}, where eqx_sow cannot look, so its "
-            "value cannot be captured or planted. Move the sow out of it: sow what it "
-            "returns, or compute the value once more outside and sow that."
+            "value cannot be captured or planted. Move the mark out of it: mark what "
+            "it returns, or compute the value once more outside and mark that."
         )
     yield from found
 

@@ -14,8 +14,11 @@ Other libraries are measured if they are installed; `peers.py` says how.
 
 import argparse
 import contextlib
+import datetime
 import os
 import pathlib
+import platform
+import subprocess
 import sys
 
 
@@ -38,7 +41,8 @@ if "--all-cores" not in sys.argv:
         os.environ.get("XLA_FLAGS", "") + " --xla_cpu_multi_thread_eigen=false"
     )
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
+ROOT = pathlib.Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
 
 import functools as ft
 import itertools as it
@@ -65,7 +69,7 @@ from jax import lax
 
 from tests.benchmarks import peers, timing
 from tests.benchmarks.timing import compare, costs, interleaved, ratio
-from tests.benchmarks.zoo import Block, cases, transformer, zoo
+from tests.benchmarks.zoo import Block, cases, zoo
 from tests.helpers import assert_close, thread, unmarked
 
 
@@ -436,23 +440,69 @@ def tracing(table: Table, repeats: int):
             trace(lambda: _shared(n, unmarked)),
         )
 
-    model = eqx.nn.Sequential([eqx.nn.Linear(4, 4, key=jr.key(0)) for _ in range(100)])
-    saved = S(lambda model, x: model(x), capture=True)
-    row(
-        "`capture=True`, 101 modules",
-        "2.3",
-        trace(lambda: ft.partial(saved, model), jnp.ones(4)),
-        trace(lambda: lambda x: model(x), jnp.ones(4)),
+
+# --- The first result -----------------------------------------------------------------
+
+
+class _Deep(eqx.Module):
+    layers: list[eqx.nn.Linear]
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = jnp.tanh(layer(x))
+        return x
+
+
+def _deep_by_hand(model, x, zeros):
+    values = []
+    for layer, zero in zip(model.layers, zeros):
+        x = layer(x) + zero
+        values.append(x)
+        x = jnp.tanh(x)
+    return x, [*values, x]
+
+
+def first(table: Table, repeats: int):
+    table.section(
+        "Time to the first result of `capture=True`, 100 layers (trace, lower, "
+        "compile), against a program by hand that returns the same",
+        *("at most", "ratio", "itself", "time"),
     )
-    blocks = [Block(32, key) for key in jr.split(jr.key(0), 12)]
-    loss = lambda blocks: transformer(unmarked, blocks, jnp.ones((8, 32)))
-    gradient = lambda: jax.grad(lambda blocks: loss(blocks))
-    row(
-        "`capture=True`, the gradient of a transformer of 12 blocks",
-        "1.15",
-        trace(lambda: S(gradient(), capture=True), blocks),
-        trace(gradient, blocks),
-    )
+    keys = jr.split(jr.key(0), 100)
+    model, x = _Deep([eqx.nn.Linear(32, 32, key=key) for key in keys]), jnp.ones(32)
+    zeros = [jnp.zeros(32)] * 100
+
+    def loss(model, x):
+        return model(x).sum()
+
+    def loss_by_hand(model, zeros, x):
+        out, values = _deep_by_hand(model, x, zeros)
+        return out.sum(), values
+
+    def compiled(make, *args):
+        # A new function each time: JAX keeps what it compiled.
+        def call():
+            fn = make()
+            jax.jit(lambda *args: fn(*args)).lower(*args).compile()
+
+        return call
+
+    saved = lambda fn: S(lambda model, x: fn(model, x), capture=True)
+    forward = lambda model, x: _deep_by_hand(model, x, [0.0] * 100)
+    gradient = jax.grad(loss_by_hand, argnums=(0, 1), has_aux=True)
+    for what, ours, by_hand in (
+        (
+            "forward",
+            compiled(lambda: saved(lambda model, x: model(x)), model, x),
+            compiled(lambda: forward, model, x),
+        ),
+        (
+            "gradient",
+            compiled(lambda: saved(jax.grad(loss)), model, x),
+            compiled(lambda: gradient, model, zeros, x),
+        ),
+    ):
+        table.times(what, "1.10", ours, by_hand, repeats, sample=0.1, collect=True)
 
 
 # --- Patterns -------------------------------------------------------------------------
@@ -786,6 +836,15 @@ def tables(table: Table, repeats: int):
                 against=against,
             )
 
+    shapes = {f"h{i}": {"primal": jr.normal(jr.key(i), (4, 20 + i))} for i in range(40)}
+    start = time.process_time()
+    tabulate(shapes)
+    table.row(
+        "40 shapes, the first table",
+        at_most="2 s",
+        time=seconds(time.process_time() - start),
+    )
+
 
 # --- Watching while it runs -----------------------------------------------------------
 
@@ -1055,6 +1114,7 @@ SECTIONS = {
     "off": off,
     "dispatch": dispatch,
     "tracing": tracing,
+    "first": first,
     "patterns": patterns,
     "memory": memory,
     "storing": storing,
@@ -1065,6 +1125,23 @@ SECTIONS = {
     "summaries": summaries,
     "peers": other,
 }
+
+
+def _where() -> str:
+    """Everything that a table has to say of where it was measured."""
+    git = ["git", "rev-parse", "--short", "HEAD"]
+    run = subprocess.run(git, capture_output=True, text=True, cwd=ROOT)
+    return ", ".join(
+        [
+            f"{datetime.date.today()}",
+            f"commit {run.stdout.strip() or 'unknown'}",
+            f"Python {platform.python_version()}",
+            f"JAX {jax.__version__}",
+            f"Equinox {eqx.__version__}",
+            f"{os.cpu_count()} cores, {platform.machine()}",
+            jax.devices()[0].device_kind,
+        ]
+    )
 
 
 def main():
@@ -1079,8 +1156,7 @@ def main():
     args = parser.parse_args()
     timing.clock = "wall" if args.all_cores else args.clock
     start = time.perf_counter()
-    versions = f"JAX {jax.__version__}, Equinox {eqx.__version__}"
-    print(f"{versions}, {jax.devices()[0].device_kind}, {args.repeats} rounds")
+    print(_where(), f"{args.repeats} rounds", sep=", ")
     table = Table(args.markdown)
     for name in args.only:
         SECTIONS[name](table, args.repeats)
