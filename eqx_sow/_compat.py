@@ -167,6 +167,13 @@ def scan_arity(params: dict[str, Any]) -> tuple[int, int]:
     return len(consts), len(carry)
 
 
+def is_exported(lowering: Any) -> bool:
+    """Whether the context of a lowering rule is that of a `jax.export`, which says so
+    in an attribute without documentation."""
+    parameters = getattr(lowering.module_context, "lowering_parameters", None)
+    return getattr(parameters, "for_export", False)
+
+
 def current_trace() -> Any:
     with jexc.take_current_trace() as trace:
         return trace

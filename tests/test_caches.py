@@ -411,8 +411,7 @@ def test_what_was_compiled_for_a_jitted_function_is_bounded():
     assert sum(ref() is not None for ref in alive) <= 64
 
 
-def test_errors_of_the_users_are_raised_in_the_first_trace(monkeypatch):
-    monkeypatch.setattr("eqx_sow._mark.primitive.widened.once", False)
+def test_errors_of_the_users_are_raised_in_the_first_trace():
     traces = []
 
     def fn(x):
@@ -427,18 +426,55 @@ def test_errors_of_the_users_are_raised_in_the_first_trace(monkeypatch):
         assert len(traces) == 1
 
 
-def test_a_value_that_was_widened_in_a_trace_that_jax_kept(monkeypatch):
-    """Of a pair, one leaf comes from a loop that has no gradient, and needs none."""
-    monkeypatch.setattr("eqx_sow._mark.primitive.widened.once", False)
-    inner = jax.jit(lambda x, y: sow((jnp.sin(x), y), "h")[0])
+def _widening(inside):
+    """Of a pair, one leaf goes into a loop that has no gradient, and needs none."""
+    inner = inside(lambda x, y: sow((jnp.sin(x), y), "h"))
 
     def fn(x, z):
-        y = lax.while_loop(lambda y: y < 3, lambda y: 2 * y, z)
-        return inner(x, y)
+        x, y = inner(x, z)
+        return x * lax.while_loop(lambda y: y < 3, lambda y: 2 * y, y)
 
-    for _ in range(2):
-        _, got = S(jax.grad(fn))(1.0, 1.0)
-        np.testing.assert_allclose(got["h"]["cotangent"][0], 1)
+    return fn
+
+
+_KEEPERS = {
+    "jit": jax.jit,
+    "jit in jit": lambda fn: jax.jit(lambda *xs: jax.jit(fn)(*xs)),
+    "checkpoint": jax.checkpoint,
+    "scan": lambda fn: jax.jit(
+        lambda *xs: lax.scan(lambda c, _: (fn(*c), None), xs, length=2)[0]
+    ),
+    "cond": lambda fn: jax.jit(
+        lambda *xs: lax.cond(xs[1] > 0, fn, lambda *xs: xs, *xs)
+    ),
+}
+
+
+@pytest.mark.parametrize("inside", _KEEPERS.values(), ids=_KEEPERS)
+def test_a_value_that_was_widened_in_a_trace_that_jax_kept(inside):
+    fn = _widening(inside)
+    want = jax.grad(fn)(0.5, 1.0)
+    for f in (fn, fn, lambda x, z: 2 * fn(x, z)):
+        out, got = S(jax.grad(f))(0.5, 1.0)
+        np.testing.assert_allclose(out, want if f is fn else 2 * want, rtol=1e-5)
+        assert {"primal", "cotangent"} <= set(got["h"])
+
+
+def test_a_value_that_was_widened_in_another_program():
+    """An error of the user is raised in the first trace, whatever there was before."""
+    before, traces = _widening(jax.jit), []
+    S(jax.grad(before))(0.5, 1.0)
+
+    def wrong(x, z):
+        traces.append(x)
+        raise ValueError(f"of the user's: {before(x, 1.0) if z else x}")
+
+    # What it calls before the error may be why there is one.
+    for z, n in ((0, 1), (1, 2)):
+        traces.clear()
+        with pytest.raises(ValueError, match="of the user's"):
+            S(jax.grad(lambda x, z=z: wrong(x, z)))(1.0)
+        assert len(traces) == n
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from eqx_sow import (
     sow,
     SowError,
     summarize,
+    tap,
 )
 from jax import lax
 
@@ -114,3 +115,14 @@ def test_iteration_that_there_may_not_be(pattern):
     shape = jax.ShapeDtypeStruct((n, 2), "float32")
     with pytest.raises(SowError, match="loop of the symbolic length n, so it is not"):
         jax.export.export(jax.jit(S(_scan, names=pattern)))(shape)
+
+
+@pytest.mark.parametrize("symbolic", [False, True])
+@pytest.mark.parametrize("callback", [None, lambda event: None])
+def test_a_tap_cannot_be_exported(symbolic, callback):
+    """With symbolic sizes, JAX raises a `std::bad_cast` for its own callbacks."""
+    n, *_ = jax.export.symbolic_shape("n") if symbolic else (3,)
+    fn = jax.jit(tap(lambda x: sow(jnp.sin(x), "h") * 2, callback))
+    with pytest.raises(SowError, match="'h'.* a `tap` cannot be exported, since"):
+        jax.export.export(fn)(jax.ShapeDtypeStruct((n,), "float32"))
+    assert fn.lower(jax.ShapeDtypeStruct((3,), "float32"))

@@ -168,7 +168,20 @@ ad.primitive_transposes[_send_p] = lambda cts, *operands, **params: (
 batching.fancy_primitive_batchers[_send_p] = _send_batch
 pe.partial_eval_jaxpr_custom_rules[_send_p] = _send_checkpoint
 _compat.remat_rules[_send_p] = _send_remat
-_lowering = mlir.lower_fun(_send_lowered, multiple_results=True)
+
+
+def _lowering(ctx, *operands, delivery):
+    if _compat.is_exported(ctx):
+        raise SowError(
+            f"{delivery.site.said}: a function with a `tap` cannot be exported, since "
+            "`jax.export` writes no callbacks into a program. Return the values, as "
+            "`save_intermediates` does, and export that: "
+            "`jax.export.export(jax.jit(save_intermediates(fn)))`."
+        )
+    return _lower(ctx, *operands, delivery=delivery)
+
+
+_lower = mlir.lower_fun(_send_lowered, multiple_results=True)
 mlir.register_lowering(_send_p, _lowering)
 # As for JAX's own callbacks, which have a channel each there.
 mlir.register_lowering(_send_p, _lowering, platform="tpu", cacheable=False)

@@ -18,10 +18,13 @@ through calls, loops, branches and checkpoints, as those of any array do. A sow 
 not a call of a module has the number 0.0 as its first operand.
 """
 
+import contextlib
 import dataclasses as dc
 import functools as ft
 import itertools as it
-from collections.abc import Callable
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -149,12 +152,36 @@ def _sow_abstract_eval(edge, *avals, site):
     return [_edge_aval(edge, *avals), *avals], {sow_effect}
 
 
-class _Widened:
-    once = False
+class _Widened(threading.local):
+    here = False
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """Within this, `here` is whether it happened within this."""
+        before, self.here = self.here, False
+        try:
+            yield
+        finally:
+            self.here = before or self.here
+
+    @contextlib.contextmanager
+    def of(self, jaxprs: Iterable[Any]) -> Iterator[None]:
+        """What happens within this is due to these jaxprs. JAX keeps what it makes of
+        them when it differentiates, and does not call the rule of a sow again: so it
+        is taken to happen each time, if it happened once."""
+        with self.apart():
+            try:
+                yield
+            finally:
+                of = [_compat.open_jaxpr(jaxpr)[0] for jaxpr in jaxprs]
+                if self.here:
+                    _widening.update(of)
+                self.here = self.here or not _widening.isdisjoint(of)
 
 
-# Whether a leaf has got a tangent that it would not have without its sow. JAX may keep
-# what came of that, and not call the rule again. So it stays `True`.
+_widening: weakref.WeakSet[Any] = weakref.WeakSet()
+# Whether, in this trace, a leaf has got a tangent that it would not have without its
+# sow.
 widened = _Widened()
 
 
@@ -180,7 +207,7 @@ def _differentiated(nonzeros, avals, site, backward: bool) -> list[bool]:
         i >= first and (nz or (whole and is_inexact(i)))
         for i, nz in enumerate(nonzeros)
     ]
-    widened.once = widened.once or any(x and not nz for x, nz in zip(new, nonzeros))
+    widened.here = widened.here or any(x and not nz for x, nz in zip(new, nonzeros))
     return new
 
 

@@ -358,6 +358,25 @@ _TOP_LEVEL = (
 )
 
 
+def _or_leafwise(closed_jaxpr: Callable[[bool], Any], leafwise: bool) -> Any:
+    """If a leaf of a value is differentiated, so are all. Perhaps another one comes
+    from a `while_loop`, which cannot be, and would not be without the sow. Then there
+    is a second try. What is raised may be an error of JAX's, or of a derivative rule of
+    the user's. If there was no such leaf, it is raised in the first try: the program of
+    the user runs once."""
+    try:
+        return closed_jaxpr(leafwise)
+    except (SowError, RecursionError):
+        raise
+    except _NOT_DIFFERENTIABLE as e:
+        if "`compiler_options` can only" in str(e):
+            e.add_note(_TOP_LEVEL)
+        if widened.here:
+            with contextlib.suppress(Exception):
+                return closed_jaxpr(True)
+        raise
+
+
 def _trace(
     fn: Callable,
     args: tuple,
@@ -396,24 +415,9 @@ def _trace(
             closed = jax.make_jaxpr(traced)(inputs)
             return closed, list(sows(closed))
 
-    try:
-        made = closed_jaxpr(outer.leafwise)
-    except (SowError, RecursionError):
-        raise
-    except _NOT_DIFFERENTIABLE as e:
-        if "`compiler_options` can only" in str(e):
-            e.add_note(_TOP_LEVEL)
-        if not widened.once:
-            raise
-        # If a leaf of a value is differentiated, so are all. Perhaps another one comes
-        # from a `while_loop`, which cannot be, and would not be without the sow. What
-        # is raised may be an error of JAX's, or of a derivative rule of the user's.
-        made = None
-        with contextlib.suppress(Exception):
-            made = closed_jaxpr(leafwise=True)
-        if made is None:
-            raise
-    (closed, found), called = made, (fn, args, kwargs)
+    with widened.apart():
+        closed, found = _or_leafwise(closed_jaxpr, outer.leafwise)
+    called = fn, args, kwargs
     named, model_roots = _capture.name(closed, found, called, depth, options)
     if named is not closed:
         found = sows(named)

@@ -36,7 +36,7 @@ from .. import _compat
 from .._errors import SowError
 from .._mark.listening import around, listening
 from .._mark.noting import listening_as
-from .._mark.primitive import sow_p
+from .._mark.primitive import sow_p, widened
 from .._mark.site import Guard
 from . import rules as _rules
 from .handler import Given, Handler
@@ -493,7 +493,13 @@ def _keep_in_loop(primitive: jexc.Primitive) -> None:
     def bind_in_loop(*args, **params):
         # Where nothing moves, this costs as little as it can.
         here = listening.value
-        may_move = here is not None and (here.moving or _moving.to is not None)
+        if here is None:
+            return bind(*args, **params)
+        with widened.of(jaxprs_in(params)):
+            return in_loop(here, *args, **params)
+
+    def in_loop(here, *args, **params):
+        may_move = here.moving or _moving.to is not None
         if not (may_move and _moves(trace := _compat.current_trace())):
             return bind(*args, **params)
         # One more operand, so that not even a function of nothing is known.
