@@ -158,7 +158,8 @@ def compare(
     rows = [row for key in ordered for row in _rows(a, b, *key)]
     _fill(rows, (rtol, atol))
     mark_first(rows)
-    below = [_only_in(x, both, of) for x, of in ((a, "first"), (b, "second"))]
+    ways = ((a, b, "first"), (b, a, "second"))
+    below = [_only_in(x, other, both, of) for x, other, of in ways]
     table = Comparison.of(
         _COLUMNS, _TEXT, [x.cells() for x in rows], "\n".join(filter(None, below))
     )
@@ -202,10 +203,24 @@ def _alike(a: Intermediates, b: Intermediates) -> tuple[Intermediates, Intermedi
     return min(ways, key=lambda way: len(way[0].keys() ^ way[1].keys()))
 
 
-def _only_in(x: Intermediates, both: set[tuple[str, str]], which: str) -> str:
+def _only_in(
+    x: Intermediates, other: Intermediates, both: set[tuple[str, str]], which: str
+) -> str:
     more = {n: [m for m in modes if (n, m) not in both] for n, modes in x.items()}
+    for name, mode in [(n, m) for n in x for m in x[n] if (n, m) in both]:
+        for i in _runs_only_in(x[name][mode], other[name][mode], mode):
+            more.setdefault(f"{name}[{i}]", []).append(mode)
     names = [f"{n} ({', '.join(modes)})" for n, modes in more.items() if modes]
     return f"Only in the {which}: {', '.join(names)}" if names else ""
+
+
+def _runs_only_in(x: Any, other: Any, mode: str) -> list[int]:
+    """Of several runs of a name, those of which only `x` has a derivative. Whether
+    there is one depends on what else is in the loop, as for a name that runs once."""
+    if mode in ("primal", "count") or not type(x) is type(other) is tuple:
+        return []
+    pairs = enumerate(zip(x, other))
+    return [i for i, (mine, its) in pairs if mine is not None and its is None]
 
 
 # --- rows ---
@@ -271,6 +286,12 @@ def _rows(
     if len(mine) == len(others) == 1:
         # `(x,)` is compared with `x`.
         others = dict(zip(mine, others.values()))
+    ways = ((a, b), (b, a))
+    lacking = {
+        jtu.SequenceKey(i)
+        for x, y in ways
+        for i in _runs_only_in(x[name][mode], y[name][mode], mode)
+    }
     every = {**mine, **others}
     axes = [axes_in(x, name, mode) for x in (a, b)]
     # Those of the first array of a summary.
@@ -279,7 +300,7 @@ def _rows(
         for of, leaves in zip(axes, (mine, others))
     ]
     for path, x in every.items():
-        if is_state(x):
+        if is_state(x) or {*path[:1]} & lacking:
             continue
         known = [own[0] for of in of_leaf for own in [of.get(path)] if own and own[0]]
         time = time_in(known[0] if known else ())

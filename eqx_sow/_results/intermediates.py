@@ -412,7 +412,8 @@ class Intermediates(dict[str, dict[str, Any]]):
             list(intermediates.unstack())  # ["blocks/0", "blocks/1", ...]
             ```
         """
-        return with_axes(*unstacked(self, self._axes))
+        values, axes = unstacked(self, self._axes)
+        return with_axes(values, as_known(self._axes).of_layers(axes))
 
 
 def is_state(x: Any) -> bool:
@@ -510,6 +511,11 @@ def _iteration(
             left, values = zip(*parts.values())
             modes[mode] = values if several else values[0]
             axes[new, mode] = [*left] if several else left[0]
+    if len(having) == 1 and name not in as_known(intermediates._axes).appended:
+        # Of the runs, one alone is in such a loop.
+        for mode in modes:
+            if isinstance(axes[new, mode], list):
+                modes[mode], axes[new, mode] = modes[mode][0], axes[new, mode][0]
     return with_axes({new: modes}, axes) if modes else None
 
 

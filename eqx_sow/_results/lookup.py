@@ -26,6 +26,14 @@ class Known(dict[tuple[str, str], Any]):
     # The options.
     capture: Any = None
     modes: tuple[str, ...] | None = None
+    # Those that the user's `Append` has put into a tuple, also if there is one alone.
+    appended: frozenset[str] = frozenset()
+
+    def of_layers(self, axes: Mapping[tuple[str, str], Any]) -> "Known":
+        """What is known if stacks are taken apart. The names are others then."""
+        made = Known(axes)
+        made.roots, made.capture, made.modes = self.roots, self.capture, self.modes
+        return made
 
     def __reduce__(self):
         # Pickles are then independent of our classes.

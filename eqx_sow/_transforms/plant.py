@@ -2,7 +2,14 @@
 
 import dataclasses as dc
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Hashable,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from typing import Any, ClassVar, NamedTuple, ParamSpec, TypeVar
 
 import equinox as eqx
@@ -116,16 +123,25 @@ def _has(loops: Sequence[int], at: _At) -> bool:
     )
 
 
+def _that_has(run: Iterable[Found], ats: Iterable[_At]) -> list[_At]:
+    """Those of the iterations that a run has."""
+    loops = {x.loops for x in run}
+    return [at for at in ats if any(_has(x, at) for x in loops)]
+
+
 def _runs(
     mine: list[Entry],
     entries: list[Entry],
     found: list[Found],
     values: dict[_At, Any],
+    together: Iterable[Sequence[_At]],
     mode: str,
 ) -> tuple[list[_Run], Sequence[frozenset] | None]:
     """Where a `Site.key` is planted, given its entries, and those of its name, with all
     sows of that name; and `Site.of` of each run, if they are planted one by one. Of
-    each iteration, those runs are planted that have it."""
+    each iteration, those runs are planted that have it. `together` are the iterations
+    of one pattern: layer 2 is `(2,)` for a run in a loop over layers, and `(None, 2)`
+    for another one, around which there is a loop over steps."""
     key = mine[0].site.key
     of_key = [x for x in found if x.site.key == key]
     functions = all(map(callable, values.values()))
@@ -143,10 +159,12 @@ def _runs(
         for xs, of in zip(sows, ofs)
     ]
     given: list[dict[_At, Any]] = [{} for _ in runs]
-    for at, value in values.items():
-        fits = [i for i, xs in enumerate(around) if any(_has(x.loops, at) for x in xs)]
+    for ats in together:
+        fits = {i: _that_has(xs, ats) for i, xs in enumerate(around)}
+        fits = {i: here for i, here in fits.items() if here}
         where = [around[i][0].site for i in fits]
-        for i, x in zip(fits, _one_by_one(value, mine[0].site, where, mode)):
+        each = _one_by_one(values[ats[0]], mine[0].site, where, mode)
+        for (i, here), x in zip(fits.items(), each):
             if x is None:
                 continue
             if runs[i] is None and not callable(x):
@@ -154,7 +172,7 @@ def _runs(
                     f"`plant`: run {i} of {key[0]!r}, at {where[0].where}, has no "
                     f"{mode}. Leave None there, as it was captured."
                 )
-            given[i][at] = x
+            given[i] |= dict.fromkeys(here, x)
     return [
         _Run(i, e, xs, of_run)
         for i, (e, xs, of_run) in enumerate(zip(runs, sows, given))
@@ -233,9 +251,12 @@ class _Plant(Transformed):
         places = _places(given, program)
         # For each name, what by iteration: `{"h/3": v}` is `{"h": {(3,): v}}`.
         chosen: dict[str, dict[_At, Any]] = defaultdict(dict)
+        together: dict[str, dict[str, list[_At]]] = defaultdict(dict)
         for pattern, found in places.items():
             for name, at in found:
-                chosen[name].setdefault(at, given[pattern])
+                if at not in chosen[name]:
+                    chosen[name][at] = given[pattern]
+                    together[name].setdefault(pattern, []).append(at)
         n = Counter(x.site.key for x in program.mine)
         has_value = {k: not all(map(callable, v.values())) for k, v in chosen.items()}
         several = {
@@ -253,7 +274,12 @@ class _Plant(Transformed):
         for key, entries in of_key.items():
             name, *_ = key
             each, ofs = _runs(
-                entries, of_name[name], found[name], chosen[name], program.options.mode
+                entries,
+                of_name[name],
+                found[name],
+                chosen[name],
+                together[name].values(),
+                program.options.mode,
             )
             if ofs is not None:
                 runs[key] = tuple(ofs)

@@ -26,6 +26,18 @@ from .program import Program, trace
 _F = TypeVar("_F", bound=Callable)
 
 
+class _partial:
+    """Decorates a method of a module that holds what JAX transformed. Of a plain
+    method, Equinox makes a module that holds `self`, and warns of what is in there."""
+
+    def __init__(self, fn: Callable):
+        self.fn = fn
+        ft.update_wrapper(self, fn)
+
+    def __get__(self, instance: Any, owner: Any) -> Any:
+        return self.fn if instance is None else eqx.Partial(self.fn, instance)
+
+
 class Transformed(eqx.Module):
     """A function around `_fn`: a PyTree with the arrays of `_fn`, that can be a
     method."""
@@ -60,6 +72,7 @@ class Transformed(eqx.Module):
             return _run(self, args, kwargs)
         return form.with_arrays(arrays)
 
+    @_partial
     @api_boundary
     def eval_shape(self, /, *args, **kwargs):
         """What a call would return, with a `jax.ShapeDtypeStruct` for each array.
@@ -67,6 +80,7 @@ class Transformed(eqx.Module):
         a call, or `jax.ShapeDtypeStruct`s in place of arrays."""
         return eqx.filter_eval_shape(self, *args, **kwargs)
 
+    @_partial
     @api_boundary
     def lower(self, /, *args, **kwargs):
         """The lowered program of a call, if the function is jitted, as from
@@ -74,6 +88,7 @@ class Transformed(eqx.Module):
         arguments are as for `eval_shape`."""
         return self.trace(*args, **kwargs).lower()
 
+    @_partial
     @api_boundary
     def trace(self, /, *args, **kwargs):
         """The same, before it is lowered: `.jaxpr` is the program."""

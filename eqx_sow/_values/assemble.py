@@ -38,6 +38,8 @@ def assemble(
         several = reducer is not None and not reducer.has_state
         if reducer is not None and reducer.bare_if_one:
             several = runs_several_times(of_key, by_name[name])
+        elif several:
+            known.appended |= {name}
         entries = by_run(of_key, by_name[name]) if several else of_key
         lead = () if reducer is None else reducer.lead
         if mode is not None:
