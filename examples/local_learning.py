@@ -57,17 +57,14 @@ def weights(model):
     return [x for layer in linears(model) for x in (layer.weight, layer.bias)]
 
 
-# Returns the logits, and the inputs and outputs of each linear layer. They are at
-# "primal", JAX's word for a value itself; a gradient is at "cotangent".
-look = save_intermediates(predict, capture=eqx.nn.Linear, inputs=True)
+# Returns the logits, and what each linear layer was called with and returned.
+look = save_intermediates(predict, capture=eqx.nn.Linear, calls=True, names="**/*.call")
 
 
 def inputs_and_outputs(intermediates):
-    """Those of each layer. Inputs are a pair of positional and keyword arguments."""
-    for name, modes in intermediates.items():
-        if not name.endswith(".inputs"):
-            (x,), _ = intermediates[f"{name}.inputs"]["primal"]
-            yield x, modes["primal"]
+    """Of each layer."""
+    for call in intermediates.primals.values():
+        yield call.args[0], call.out
 
 
 def local_rule(
@@ -167,7 +164,7 @@ def check_no_gradient(model, images, labels):
     _, intermediates = save_intermediates(
         eqx.filter_grad(loss), capture=eqx.nn.Linear, modes="cotangent"
     )(model, images, labels)
-    arrives = [bool(jnp.any(x["cotangent"])) for x in intermediates.values()]
+    arrives = [bool(jnp.any(x)) for x in intermediates.cotangents.values()]
     assert arrives == [False] * DEPTH + [True]
 
 

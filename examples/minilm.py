@@ -340,7 +340,7 @@ def main():
     assert sorted(intermediates) == sorted(HIDDEN + PATTERNS)
 
     check_against_pytorch(embeddings, intermediates, ids, mask)
-    patterns = np.stack([intermediates[name]["primal"] for name in PATTERNS], axis=1)
+    patterns = np.stack([intermediates.primals[name] for name in PATTERNS], axis=1)
     assert np.allclose(patterns.sum(-1), 1, atol=1e-5)
     assert not np.where(mask[:, None, None, None], 0, patterns).any()
 
