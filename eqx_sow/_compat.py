@@ -10,6 +10,7 @@ import dataclasses as dc
 import functools as ft
 import importlib
 import itertools as it
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -453,8 +454,14 @@ def hi_with_params(prim: Any, fn: Callable[[Any], Any]) -> Any:
     return new
 
 
-@ft.cache
-def _hi_within(cls: Any) -> type:
+# Weak, so that a class which a function makes is freed.
+_within: weakref.WeakValueDictionary[type, Any] = weakref.WeakValueDictionary()
+
+
+def _hi_within(cls: Any) -> Any:
+    if cls in _within or cls in _within.values():
+        return _within.get(cls, cls)
+
     def method(name):
         def call(self, *args):
             with self._within():
@@ -475,6 +482,7 @@ def _hi_within(cls: Any) -> type:
         "_within": contextlib.nullcontext,
     }
     new: Any = type(cls.__name__, (cls,), body)
+    _within[cls] = new
     return new
 
 
@@ -488,7 +496,7 @@ _HI_METHODS = [
 def hi_within(prim: Any, context: Callable[[], Any]) -> Any:
     """The same `HiPrim`, whose methods are called in the context that `context`, which
     is compared, returns. What is such a one already stays as it is."""
-    if hasattr(prim, "_within"):
+    if "_within" in vars(prim):
         return prim
     new = copy.copy(prim)
     new.__class__ = _hi_within(type(prim))

@@ -10,12 +10,15 @@ import numpy as np
 import pytest
 from eqx_sow import (
     Append,
+    batched,
     Buffer,
+    compare,
     Fold,
     Last,
     plant,
     save_intermediates as S,
     sow,
+    summarize,
     tap,
     UnknownSowError,
 )
@@ -380,6 +383,12 @@ def _log(held, event):
         lambda f, held: plant(f, {"h": lambda h: h * held}),
         lambda f, held: tap(f, eqx.Partial(_log, held), when=lambda v: v[0] > held[0]),
         lambda f, held: S(plant(f, {"h": lambda h: h * held})),
+        lambda f, held: S(f, transform=batched(lambda v: v.sum() + held[0])),
+        lambda f, held: S(f, transform=lambda v: summarize(v * held)),
+        lambda f, held: lambda x: str(compare(S(f)(x)[1], S(f)(2 * x)[1])),
+        lambda f, held: lambda x: S(f).eval_shape(x),
+        lambda f, held: lambda x: S(f).lower(x).compile()(x * held),
+        lambda f, held: lambda x: S(jax.vmap(jax.grad(f)))(jnp.stack((x, x))),
     ],
 )
 def test_a_jitted_function_is_freed_when_its_owner_lets_go(way):

@@ -709,3 +709,124 @@ def test_mesh_within_a_shard_map_over_one_axis():
     np.testing.assert_allclose(saved, want.reshape(4, 2, 4), rtol=1e-5)
     np.testing.assert_allclose(means, want.reshape(4, -1).mean(1), rtol=1e-5)
     np.testing.assert_allclose(doubled, jnp.tanh(2 * want), rtol=1e-5)
+
+
+# --- the same uses on each kind of mesh ---
+_FOUR = P("d")
+
+
+def _by_device(fn):
+    mesh = jax.make_mesh((4,), ("d",))
+    return jax.shard_map(fn, mesh=mesh, in_specs=_FOUR, out_specs=_FOUR)
+
+
+KINDS = {
+    "explicit": lambda fn: fn,
+    "auto": lambda fn: _inside(fn, _FOUR),
+    "shard_map": _by_device,
+}
+KIND = pytest.mark.parametrize("kind", KINDS)
+
+
+@contextlib.contextmanager
+def _on_four():
+    """Gives the rows of `X`, of which each of four devices has two."""
+    mesh = jax.make_mesh((4,), ("d",))
+    with jax.set_mesh(mesh):
+        yield jax.device_put(X, NamedSharding(mesh, _FOUR))
+
+
+def _parts(x, kind):
+    return np.reshape(x, (4, 2, 4)) if kind == "shard_map" else np.asarray(x)
+
+
+def _rows(x):
+    return jax.vmap(lambda x: 2 * eqx_sow.sow(jnp.sin(x), "s"))(x)
+
+
+def _steps(x):
+    step = lambda x, i: (eqx_sow.sow(jnp.sin(x) + i, "s"), None)
+    return lax.scan(step, x, jnp.arange(3.0))[0]
+
+
+@KIND
+def test_planting_what_is_computed_from_all_lanes(kind):
+    plan = {"s": eqx_sow.batched(lambda s: s / (1 + jnp.sum(s)))}
+    fn = KINDS[kind](_rows)
+    with _on_four() as x:
+        got = jax.jit(plant(fn, plan))(x)
+        grad = jax.jit(jax.grad(lambda x: jnp.sum(plant(fn, plan)(x))))(x)
+    # The lanes are those of one device in a `shard_map`.
+    sums = jnp.sin(_parts(X, kind)).sum(axis=(-2, -1), keepdims=True)
+    np.testing.assert_allclose(
+        _parts(got, kind), 2 * jnp.sin(_parts(X, kind)) / (1 + sums), rtol=1e-5
+    )
+    want = 2 * jnp.cos(_parts(X, kind)) / (1 + sums) ** 2
+    np.testing.assert_allclose(_parts(grad, kind), want, rtol=1e-4)
+
+
+@KIND
+def test_iterations_of_events(kind):
+    events = []
+    with _on_four() as x:
+        tap(KINDS[kind](_steps), events.append)(x)
+        jax.effects_barrier()
+    assert {(e.path, e.iterations) for e in events} == {
+        (f"s/{i}", (i,)) for i in range(3)
+    }
+    x = X
+    for i in range(3):
+        x = jnp.sin(x) + i
+        got = sorted(e.value.tolist() for e in events if e.iterations == (i,))
+        want = _parts(x, kind) if kind == "shard_map" else [x]
+        np.testing.assert_allclose(got, sorted(np.asarray(want).tolist()), rtol=1e-5)
+
+
+class _Sin(eqx.Module):
+    def __call__(self, x):
+        return jnp.sin(x)
+
+
+@KIND
+def test_several_runs_of_a_layer(kind):
+    layer = _Sin()
+    fn = KINDS[kind](lambda x: layer(layer(x) + 1))
+    grad = jax.grad(lambda x: jnp.sum(fn(x)))
+    events = []
+    with _on_four() as x:
+        (got,) = jax.jit(S(grad, capture=_Sin))(x)[1].values()
+        planted = jax.jit(plant(fn, {"**": lambda y: 2 * y}, capture=_Sin))(x)
+        jax.jit(tap(fn, events.append, capture=_Sin))(x)
+        jax.effects_barrier()
+    first, g = jnp.sin(X), jnp.cos(jnp.sin(X) + 1)
+    for mode, want in {
+        "primal": (first, jnp.sin(first + 1)),
+        "cotangent": (g, jnp.ones_like(X)),
+    }.items():
+        for a, b in zip(got[mode], want, strict=True):
+            np.testing.assert_allclose(a, _parts(b, kind), rtol=1e-5)
+    np.testing.assert_allclose(planted, 2 * jnp.sin(2 * first + 1), rtol=1e-5)
+    assert len(events) == (8 if kind == "shard_map" else 2)
+
+
+@KIND
+def test_tables_and_what_is_tapped_only_sometimes(kind):
+    fn = KINDS[kind](_rows)
+    want = {"s": {"primal": _parts(jnp.sin(X), kind)}}
+    for least in (0.5, 9.0):
+        events = []
+        with _on_four() as x:
+            _, got = jax.jit(S(fn))(x)
+            when = lambda s, least=least: jnp.max(s) > least
+            jax.jit(tap(fn, events.append, when=when))(x)
+            jax.effects_barrier()
+            assert eqx_sow.tabulate(got) == eqx_sow.tabulate(want)
+            assert eqx_sow.compare(got, want).first is None
+            wrong = {"s": {"primal": want["s"]["primal"] + 1}}
+            assert eqx_sow.compare(got, wrong).first == ("s", "primal")
+        # For each device, if any of its lanes is wanted.
+        ran = _parts(jnp.sin(X), kind).reshape(-1, 2 if kind == "shard_map" else 8, 4)
+        ran = [values for values in ran if values.max() > least]
+        by_max = lambda values: values.max()
+        got = sorted((e.value for e in events), key=by_max)
+        np.testing.assert_allclose(got, sorted(ran, key=by_max), rtol=1e-6)

@@ -462,7 +462,7 @@ if NEXT:
 
             def batch(self, axis_data, args, dims):
                 del axis_data
-                return Double(self.fn, jax.typeof(args[0]))(*args), dims[0]
+                return type(self)(self.fn, jax.typeof(args[0]))(*args), dims[0]
 
         def fn(x):
             return Double(lambda x: sow(jnp.sin(x), "s"), jax.typeof(x))(x)
