@@ -203,3 +203,29 @@ def test_the_search_has_an_end():
     _, got = S(lambda x: sow((x, held), "n")[0])(X)
     assert got["n"]["primal"][1] is held
     assert time.perf_counter() - start < 5
+
+
+class Mapped(eqx.Module):
+    def __call__(self, x):
+        return self.map(lambda y: y * x)
+
+    class Map(eqx.Module):
+        def __call__(self, fn):
+            return fn(OTHER)
+
+    map: Any = Map()
+
+
+def test_the_code_of_others():
+    """An argument that cannot be captured can be left out."""
+    options = dict(capture=True, inputs=True)
+    with pytest.raises(
+        SowTypeError, match="write `names=(lambda .*'map.inputs')`"
+    ) as e:
+        S(Mapped(), **options)(X)
+    names = eval(str(e.value).split("`names=")[1].split("`")[0])
+    assert list(S(Mapped(), names=names, **options)(X)[1]) == [
+        ".inputs",
+        "map",
+        ".",
+    ]

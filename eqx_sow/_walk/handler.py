@@ -141,13 +141,18 @@ def check_guarded(site: Site) -> None:
     for x in site.form.leaves:
         if isinstance(x, Const) and isinstance(x.value, Holder):
             what, leaf, where = x.value
+            # The code that is called so may not be the user's.
+            or_leave_out = (
+                f". To leave it out, write `names=lambda name: name != {site.name!r}`."
+            )
             raise SowTypeError(
                 f"{site.said}: {f'the leaf `{leaf}` of the value' if leaf else 'it'} "
                 f"is {what}, which is no PyTree, and holds a traced array: "
                 f"`{where}`. So JAX does not see that array, and it cannot be captured "
                 "or planted. Register the class as a PyTree (`eqx.Module`, "
                 "`jax.tree_util.register_dataclass`; for a function with its "
-                "arguments, `jax.tree_util.Partial`), or mark the arrays."
+                "arguments, `jax.tree_util.Partial`), or mark the arrays"
+                f"{or_leave_out if site.note else '.'}"
             )
     if site.again is None:
         raise SowError(
