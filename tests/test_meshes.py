@@ -709,3 +709,37 @@ def test_mesh_within_a_shard_map_over_one_axis():
     np.testing.assert_allclose(saved, want.reshape(4, 2, 4), rtol=1e-5)
     np.testing.assert_allclose(means, want.reshape(4, -1).mean(1), rtol=1e-5)
     np.testing.assert_allclose(doubled, jnp.tanh(2 * want), rtol=1e-5)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_while_of_lanes_on_devices(check_vma):
+    """Each lane stops by itself, so the counter varies over the devices, of which the
+    program does not know. What walks it once more is to find that."""
+
+    def lane(v):
+        def body(s):
+            h = eqx_sow.sow(s[1] * 1.5, "h")
+            return s[0] + 1, eqx_sow.sow(h, "b", tag="other")
+
+        go_on = lambda s: (s[0] < 4) & (s[1].sum() < 2)
+        return lax.while_loop(go_on, body, (0, v))[1]
+
+    def fn(x):
+        types = (AxisType.Auto,)
+        mesh = jax.make_mesh((2,), ("d",), types, devices=jax.devices()[:2])
+        lanes = ft.partial(jax.shard_map, in_specs=P("d"), out_specs=P("d"))
+        return lanes(jax.vmap(lane), mesh=mesh, check_vma=check_vma)(x)
+
+    def by_hand(v, factor):
+        n = 0
+        while n < 4 and v.sum() < 2:
+            v, n = v * np.float32(factor), n + 1
+        return v
+
+    x = np.asarray([[0.1, 0.2], [0.4, 0.6], [0.9, 0.9], [0.2, 0.4]], np.float32)
+    for f, factor in (fn, 1.5), (plant(fn, {"h": lambda h: h * 1.2}), 1.8):
+        want = np.stack([by_hand(v, factor) for v in x])
+        (out, got), other = S(S(f), tag="other")(x)
+        for last in out, got["h"]["primal"], other["b"]["primal"]:
+            last = np.asarray(last).reshape(want.shape)
+            np.testing.assert_allclose(last, want, rtol=1e-5)
