@@ -68,6 +68,7 @@ DOCUMENTED = {
     "total and single cotangents in branches": r"where its cotangent is the total",
     "plant in a shard_map": r"cannot be checked in a `jax.shard_map`",
     "which cotangent": r"which cotangent belongs to which primal",
+    "one value planted for several runs": r"runs \d+ times: .* Plant a tuple",
 }
 
 
