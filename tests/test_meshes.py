@@ -743,3 +743,29 @@ def test_a_while_of_lanes_on_devices(check_vma):
         for last in out, got["h"]["primal"], other["b"]["primal"]:
             last = np.asarray(last).reshape(want.shape)
             np.testing.assert_allclose(last, want, rtol=1e-5)
+
+
+def _twice(w):
+    return eqx_sow.sow(w, "w") * 2 + 1
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        _twice,
+        lambda w: jax.jit(_twice)(w) * 3,
+        lambda w: jax.checkpoint(_twice)(w) * 3,
+        lambda w: jax.grad(lambda w: (_twice(w) ** 2).sum())(w),
+    ],
+    ids=["straight", "jit", "checkpoint", "grad"],
+)
+def test_planting_on_devices_what_varies_where_the_mark_does_not(around):
+    fn = lambda v: around(jnp.ones((1, 4))) * v
+    planted = lambda v: plant(fn, {"w": lambda _: v})(v)
+    mesh = jax.make_mesh((2,), ("d",), (AxisType.Auto,), devices=jax.devices()[:2])
+    on_device = ft.partial(jax.shard_map, in_specs=P("d"), out_specs=P("d"))
+    got = on_device(planted, mesh=mesh)
+    want = lambda x: jnp.concatenate([planted(x[:1]), planted(x[1:])])
+    grad = lambda f: jax.grad(lambda x: (f(x) ** 2).sum())
+    for one, other in (got, want), (grad(got), grad(want)):
+        np.testing.assert_allclose(one(X[:2]), other(X[:2]), rtol=1e-5)
