@@ -22,6 +22,7 @@ import jax.experimental.hijax
 import jax.extend.core as jexc
 import jax.numpy as jnp
 import numpy as np
+from jax.extend import source_info_util
 from jax.sharding import PartitionSpec as P
 
 from ._errors import SowError
@@ -258,6 +259,8 @@ def inline_or_call(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
     takes."""
     trace = current_trace()
     jaxpr, consts = open_jaxpr(jaxpr)
+    if _vary_more(jaxpr, args):
+        return _evaluate_varying(jaxpr, consts, args)
     atoms = (*jaxpr.invars, *jaxpr.outvars)
     if (
         type(trace) is not _StagingTrace
@@ -552,6 +555,56 @@ def varying(x: Any) -> frozenset[Any]:
     over."""
     aval: Any = x if isinstance(x, jax.core.AbstractValue) else jax.typeof(x)
     return aval.mat.varying
+
+
+def vary(x: Any, axes: frozenset[Any]) -> Any:
+    """Inside a `jax.shard_map`: `x`, varying over these axes, too."""
+    missing = tuple(axes - varying(x))
+    return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+
+def _vary_more(jaxpr: Any, args: Sequence[Any]) -> bool:
+    """Whether operands vary over mesh axes over which the jaxpr says they do not."""
+    given = ((v.aval, x) for v, x in zip(jaxpr.invars, args, strict=True))
+    return any(
+        isinstance(x, jax.core.Tracer) and varying(x) and varying(x) - varying(aval)
+        for aval, x in given
+        if isinstance(aval, jax.core.ShapedArray)
+    )
+
+
+def _evaluate_varying(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list:
+    """Evaluates a jaxpr of which operands vary over more mesh axes than where it was
+    traced. Such an operand is the counter of a loop under a vmap: on each device it
+    stops when the lanes there have finished. So in `add i 1`, the `1` has to vary."""
+    env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+
+    def read(atoms):
+        return [
+            as_array(v.val if isinstance(v, jexc.Literal) else env[v]) for v in atoms
+        ]
+
+    for eqn in jaxpr.eqns:
+        source = eqn.source_info
+        stack = source_info_util.current_name_stack() + source.name_stack
+        context = source_info_util.user_context(source.traceback, name_stack=stack)
+        with context, eqn.ctx.manager:
+            outs = _bind_varying(eqn, read(eqn.invars))
+        env.update(zip(eqn.outvars, outs, strict=True))
+    return read(jaxpr.outvars)
+
+
+def _bind_varying(eqn: Any, args: Sequence[Any]) -> Sequence[Any]:
+    inner = eqn.params.get("call_jaxpr", eqn.params.get("jaxpr"))
+    if eqn.primitive in (_call_p, jexc.primitives.jit_p):
+        return inline_or_call(inner, args)
+    if eqn.primitive.name == "pvary":  # it refuses what varies already
+        return [vary(x, frozenset(eqn.params["axes"])) for x in args]
+    if not any(map(is_jaxpr, jax.tree.leaves(list(eqn.params.values())))):
+        axes = frozenset().union(*map(varying, args))
+        args = [vary(x, axes) for x in args]
+    outs = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(eqn.params))
+    return outs if eqn.primitive.multiple_results else [outs]
 
 
 def varying_like(avals: Sequence[Any], shape, dtype) -> jax.core.ShapedArray:

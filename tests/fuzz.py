@@ -68,6 +68,7 @@ DOCUMENTED = {
     "total and single cotangents in branches": r"where its cotangent is the total",
     "plant in a shard_map": r"cannot be checked in a `jax.shard_map`",
     "which cotangent": r"which cotangent belongs to which primal",
+    "one value planted for several runs": r"runs \d+ times: .* Plant a tuple",
 }
 
 
@@ -91,10 +92,6 @@ def documented(error: Exception, the_plan: "Plan") -> str | None:
         return "ValueError: vmap of a shard_map with a constant in a branch"
     twice = sum(w in thr.FORWARD + thr.REVERSE for w in the_plan.words) > 1
     old = jax.__version_info__ < (0, 11)
-    if isinstance(error, ValueError) and "requires varying manual axes" in text:
-        inside = old and the_plan.feature == "plant inside"
-        inside = inside and orc.has_while(the_plan.program)
-        return "ValueError: plant in a while of lanes on devices" if inside else None
     if isinstance(error, ValueError) and "Expected cotangent type" in text:
         return "ValueError: second derivative of a scan" if old and twice else None
     return None

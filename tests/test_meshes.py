@@ -830,3 +830,63 @@ def test_tables_and_what_is_tapped_only_sometimes(kind):
         by_max = lambda values: values.max()
         got = sorted((e.value for e in events), key=by_max)
         np.testing.assert_allclose(got, sorted(ran, key=by_max), rtol=1e-6)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_while_of_lanes_on_devices(check_vma):
+    """Each lane stops by itself, so the counter varies over the devices, of which the
+    program does not know. What walks it once more is to find that."""
+
+    def lane(v):
+        def body(s):
+            h = eqx_sow.sow(s[1] * 1.5, "h")
+            return s[0] + 1, eqx_sow.sow(h, "b", tag="other")
+
+        go_on = lambda s: (s[0] < 4) & (s[1].sum() < 2)
+        return lax.while_loop(go_on, body, (0, v))[1]
+
+    def fn(x):
+        types = (AxisType.Auto,)
+        mesh = jax.make_mesh((2,), ("d",), types, devices=jax.devices()[:2])
+        lanes = ft.partial(jax.shard_map, in_specs=P("d"), out_specs=P("d"))
+        return lanes(jax.vmap(lane), mesh=mesh, check_vma=check_vma)(x)
+
+    def by_hand(v, factor):
+        n = 0
+        while n < 4 and v.sum() < 2:
+            v, n = v * np.float32(factor), n + 1
+        return v
+
+    x = np.asarray([[0.1, 0.2], [0.4, 0.6], [0.9, 0.9], [0.2, 0.4]], np.float32)
+    for f, factor in (fn, 1.5), (plant(fn, {"h": lambda h: h * 1.2}), 1.8):
+        want = np.stack([by_hand(v, factor) for v in x])
+        (out, got), other = S(S(f), tag="other")(x)
+        for last in out, got["h"]["primal"], other["b"]["primal"]:
+            last = np.asarray(last).reshape(want.shape)
+            np.testing.assert_allclose(last, want, rtol=1e-5)
+
+
+def _twice(w):
+    return eqx_sow.sow(w, "w") * 2 + 1
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        _twice,
+        lambda w: jax.jit(_twice)(w) * 3,
+        lambda w: jax.checkpoint(_twice)(w) * 3,
+        lambda w: jax.grad(lambda w: (_twice(w) ** 2).sum())(w),
+    ],
+    ids=["straight", "jit", "checkpoint", "grad"],
+)
+def test_planting_on_devices_what_varies_where_the_mark_does_not(around):
+    fn = lambda v: around(jnp.ones((1, 4))) * v
+    planted = lambda v: plant(fn, {"w": lambda _: v})(v)
+    mesh = jax.make_mesh((2,), ("d",), (AxisType.Auto,), devices=jax.devices()[:2])
+    on_device = ft.partial(jax.shard_map, in_specs=P("d"), out_specs=P("d"))
+    got = on_device(planted, mesh=mesh)
+    want = lambda x: jnp.concatenate([planted(x[:1]), planted(x[1:])])
+    grad = lambda f: jax.grad(lambda x: (f(x) ** 2).sum())
+    for one, other in (got, want), (grad(got), grad(want)):
+        np.testing.assert_allclose(one(X[:2]), other(X[:2]), rtol=1e-5)

@@ -280,7 +280,7 @@ def _scan(interpret, given, eqn, *args):
         of_one = lambda x: jexc.mapped_aval(p["length"], 0, jax.typeof(x))
         first = jax.tree.map(of_one, operands)
         types = types_of(step, given.carry, init, first)[1].entries
-        empty = lambda x: _vary(zeros_like(x), _compat.varying(x))
+        empty = lambda x: _compat.vary(zeros_like(x), _compat.varying(x))
         kept = jax.tree.map(empty, list(filter(_entry.keeps_one, types)))
 
     def keep(iteration, new, old):
@@ -339,15 +339,10 @@ def _cond(interpret, given, eqn, index, *args):
     return jax.tree.unflatten(staged[0][1], bind(eqn, inputs, branches=new))
 
 
-def _vary(x, axes):
-    missing = tuple(axes - _compat.varying(x))
-    return lax.pcast(x, missing, to="varying") if missing else x
-
-
 def _varying_like(predicate, tree):
     """Inside a `jax.shard_map`: what depends on a predicate varies where it does."""
     axes = _compat.varying(predicate)
-    return jax.tree.map(lambda x: _vary(x, axes), tree) if axes else tree
+    return jax.tree.map(lambda x: _compat.vary(x, axes), tree) if axes else tree
 
 
 def varying_alike(fns, *args):
@@ -360,7 +355,7 @@ def varying_alike(fns, *args):
     def wrap(fn):
         def call(*args):
             leaves, treedef = jax.tree.flatten(fn(*args))
-            return jax.tree.unflatten(treedef, list(map(_vary, leaves, axes)))
+            return jax.tree.unflatten(treedef, list(map(_compat.vary, leaves, axes)))
 
         return call
 
