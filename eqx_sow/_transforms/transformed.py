@@ -32,7 +32,6 @@ class _partial:
 
     def __init__(self, fn: Callable):
         self.fn = fn
-        ft.update_wrapper(self, fn)
 
     def __get__(self, instance: Any, owner: Any) -> Any:
         return self.fn if instance is None else eqx.Partial(self.fn, instance)
