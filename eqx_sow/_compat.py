@@ -10,7 +10,6 @@ import dataclasses as dc
 import functools as ft
 import importlib
 import itertools as it
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -18,7 +17,6 @@ import equinox as eqx
 import equinox.internal
 import jax
 import jax.core
-import jax.experimental.hijax
 import jax.extend.core as jexc
 import jax.numpy as jnp
 import numpy as np
@@ -64,17 +62,6 @@ def check_supported() -> None:
             f"Equinox {eqx.__version__}. It needs, and does not find: "
             f"{'; '.join(_moved)}. Install a newer eqx_sow, or an older JAX."
         )
-    early = [f for f in _NEXT if hi_p is None and getattr(jax.config, f, False)]
-    if early:
-        raise SowError(
-            f"With JAX {jax.__version__}, eqx_sow cannot see what `{early[0].upper()}` "
-            "makes of `jax.checkpoint` and custom derivative rules. Leave it off, or "
-            "use JAX 0.12 or later."
-        )
-
-
-# What JAX will do one day, and can be asked to do now.
-_NEXT = "jax_remat3", "jax_custom_vjp3", "jax_custom_jvp3"
 
 
 def _in_jax(module: str, name: str) -> Callable[[], Any]:
@@ -299,7 +286,7 @@ def with_around(axis_data: Any, around: Any) -> Any:
     return cls(**{**fields, "around": around})
 
 
-def _equation(fn: Callable) -> Any:
+def equation(fn: Callable) -> Any:
     """The last equation of a function of one number. It is traced, not run: importing
     eqx_sow starts no backend."""
     return jax.make_jaxpr(fn)(0.0).eqns[-1]
@@ -307,7 +294,7 @@ def _equation(fn: Callable) -> Any:
 
 def _primitive(name: str, wrap: Callable[[Callable], Callable]) -> Any:
     """The primitive, which has no public name, that a wrapped function binds."""
-    look = lambda: _equation(wrap(lambda x: x)).primitive
+    look = lambda: equation(wrap(lambda x: x)).primitive
     return find(f"the primitive of `{name}`", look)
 
 
@@ -327,7 +314,7 @@ Jitted: Any = type(eqx.filter_jit(lambda x: x)) | type(jax.jit(lambda x: x))
 def unspecified() -> tuple[dict[str, Any], dict[str, Any]]:
     """What `jax.jit` puts for each input, and for each output, that has
     no specified sharding or layout."""
-    p = _equation(jax.jit(lambda x: x)).params
+    p = equation(jax.jit(lambda x: x)).params
     inputs = ("in_shardings", "in_layouts", "donated_invars")
     outputs = ("out_shardings", "out_layouts")
     return {k: p[k][0] for k in inputs}, {k: p[k][0] for k in outputs}
@@ -356,7 +343,7 @@ def without_compiler_options(jitted: Any) -> Any:
 
 
 def _transposed() -> Any:
-    eqn = _equation(lambda x: jax.linear_transpose(jax.lax.neg, x)(x))
+    eqn = equation(lambda x: jax.linear_transpose(jax.lax.neg, x)(x))
     return eqn.source_info.name_stack.stack[0]
 
 
@@ -417,121 +404,12 @@ def public_nan_errors() -> Iterator[None]:
         raise FloatingPointError(f"invalid value ({kind}) encountered in {name}") from e
 
 
-# --- primitives that are objects with methods ---
-#
-# `jax.experimental.hijax.HiPrim` is public. The primitive underneath is not, nor are
-# JAX's own subclasses (`JAX_CUSTOM_VJP3`, `JAX_REMAT3`).
-
-
-def _hi_primitive() -> jexc.Primitive:
-    class Identity(HiPrim):
-        def __init__(self, aval):
-            self.in_avals, self.out_aval, self.params = (aval,), aval, {}
-            super().__init__()
-
-    return _equation(lambda x: Identity(jax.typeof(x))(x)).primitive
-
-
-# From JAX 0.12 on. Else no object is one, and the primitive is `None`.
-HiPrim: Any = getattr(jax.experimental.hijax, "HiPrim", ())
-hi_p: Any = find("the primitive of `HiPrim`", _hi_primitive) if HiPrim else None
-
-
-def hi_with_params(prim: Any, fn: Callable[[Any], Any]) -> Any:
-    """The same `HiPrim`, with `fn` applied to each of its parameters. Its effects are
-    those of the jaxprs in there: JAX's constructors each take something else."""
-    new = copy.copy(prim)
-    new.params = {name: fn(x) for name, x in prim.params.items()}
-    solver = new.params.get("solve_jaxpr")
-    if solver is not prim.params.get("solve_jaxpr"):
-        # A `lax.custom_root` holds it as a function, too.
-        run = jexc.jaxpr_as_fun(solver)
-        solve = lambda *args: prim.out_tree.unflatten(run(*jax.tree.leaves(args)))
-        new.params["solve"] = solve
-    new.__dict__.update(new.params)
-    before, after = (
-        {e for x in p.params.values() for e in getattr(x, "effects", ())}
-        for p in (prim, new)
-    )
-    new.effects = frozenset(prim.effects - (before - after) | (after - before))
-    return new
-
-
-# Weak, so that a class which a function makes is freed.
-_within: weakref.WeakValueDictionary[type, Any] = weakref.WeakValueDictionary()
-
-
-def _hi_within(cls: Any) -> Any:
-    if cls in _within or cls in _within.values():
-        return _within.get(cls, cls)
-
-    def method(name):
-        def call(self, *args):
-            with self._within():
-                return getattr(super(new, self), name)(*args)
-
-        return call
-
-    # What is not overridden stays so: JAX looks.
-    names = [n for n in _HI_METHODS if getattr(cls, n, None) is not getattr(HiPrim, n)]
-    body = {
-        **{name: method(name) for name in names},
-        "__module__": cls.__module__,
-        # A jaxpr that JAX keeps for one of them has the names of its scope.
-        "__eq__": lambda self, other: (
-            cls.__eq__(self, other) and self._within == other._within
-        ),
-        "__hash__": cls.__hash__,
-        "_within": contextlib.nullcontext,
-    }
-    new: Any = type(cls.__name__, (cls,), body)
-    _within[cls] = new
-    return new
-
-
-# Those that call functions of the user's.
-_HI_METHODS = [
-    *("expand", "batch", "transpose", "remat", "jvp", "lin", "linearized"),
-    *("vjp_fwd", "vjp_bwd", "vjp_bwd_retval", "vjp_bwd_retval_logs"),
-]
-
-
-def hi_within(prim: Any, context: Callable[[], Any]) -> Any:
-    """The same `HiPrim`, whose methods are called in the context that `context`, which
-    is compared, returns. What is such a one already stays as it is."""
-    if "_within" in vars(prim):
-        return prim
-    new = copy.copy(prim)
-    new.__class__ = _hi_within(type(prim))
-    # No parameter: a user's `batch` may pass those on to the class.
-    new._within = context
-    return new
-
-
 def traced_with_jaxpr(traced: Any, jaxpr: Any) -> Any:
     """The same `jax.stages.Traced`, of another jaxpr, for which it has no method."""
     new = copy.copy(traced)
     new._params = {**traced._params, "jaxpr": jaxpr}
     new._lojax = new._closure_converted = None
     return new
-
-
-def is_users(prim: Any) -> bool:
-    """Whether a `HiPrim` is not one of JAX's, which hold jaxprs: it may call a function
-    that has never been traced."""
-    return not type(prim).__module__.startswith("jax.")
-
-
-def classic_form(prim: Any) -> tuple[jexc.Primitive, dict[str, Any]] | None:
-    """What `jax.checkpoint` and `checkpoint_name` bind without `JAX_REMAT3`, for what
-    they bind with it. In the new form JAX evaluates the jaxpr a second time, for the
-    backward pass, and only a private table could tell that from the first."""
-    kind, params = type(prim).__name__, prim.params
-    if params.keys() == {"jaxpr", "policy", "prevent_cse"}:
-        return jexc.primitives.remat_p, {**params, "differentiated": False}
-    if kind == "CheckpointName" and params.keys() == {"name"}:
-        return jexc.primitives.name_p, params
-    return None
 
 
 # With `JAX_REMAT3`, what a backward pass computes again instead of a primitive. There

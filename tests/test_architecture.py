@@ -15,7 +15,7 @@ ROOT = Path(eqx_sow.__file__).parent
 LAYERS = [
     {"_errors"},
     {"_compat", "_frames", "_globs"},
-    {"_arrays", "_names"},
+    {"_arrays", "_hijax", "_names"},
     {"_mark", "_results"},
     {"_values"},
     {"_walk"},

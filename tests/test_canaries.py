@@ -8,7 +8,7 @@ import eqx_sow
 import jax
 import jax.numpy as jnp
 import pytest
-from eqx_sow import _compat, save_intermediates as S, sow, SowError
+from eqx_sow import _compat, _hijax, save_intermediates as S, sow, SowError
 from eqx_sow._mark.primitive import sow_p
 from eqx_sow._transforms import canaries, program
 from eqx_sow._walk import interpreter, jax_rules
@@ -18,7 +18,7 @@ from tests.helpers import next_release
 
 
 # What JAX binds one day, and can be asked to bind now.
-_NEXT = _compat.hi_p
+_NEXT = _hijax.hi_p
 
 
 @pytest.fixture

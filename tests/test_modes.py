@@ -495,7 +495,7 @@ if NEXT:
     "flag", [f for f in ("jax_remat3", "jax_custom_vjp3") if hasattr(jax.config, f)]
 )
 def test_the_next_release_before_jax_has_it_all(flag, monkeypatch):
-    monkeypatch.setattr("eqx_sow._compat.hi_p", None)
+    monkeypatch.setattr("eqx_sow._hijax.hi_p", None)
     before = getattr(jax.config, flag)
     jax.config.update(flag, True)
     try:

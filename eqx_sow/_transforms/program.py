@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from .. import _compat
+from .. import _compat, _hijax
 from .._errors import SowError, UnknownSowError
 from .._frames import warn
 from .._globs import fits
@@ -324,6 +324,7 @@ def trace(
     """Traces `fn(*args, **kwargs)` while `sow` marks. Arrays are traced, all else is
     static, as in `eqx.filter_jit`. `replaced`: see `Listening`."""
     _compat.check_supported()
+    _hijax.check_supported()
     check_wrapped()
     try:
         return _trace(fn, args, kwargs, options, replaced)

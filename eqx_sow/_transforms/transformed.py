@@ -32,8 +32,6 @@ class _partial:
 
     def __init__(self, fn: Callable):
         self.fn = fn
-        wrapper: Any = self
-        ft.update_wrapper(wrapper, fn)
 
     def __get__(self, instance: Any, owner: Any) -> Any:
         return self.fn if instance is None else eqx.Partial(self.fn, instance)

@@ -50,7 +50,7 @@ import jax.extend.core as jexc
 import jax.numpy as jnp
 import numpy as np
 
-from .. import _compat
+from .. import _compat, _hijax
 from .._mark.primitive import same_p, sow_p
 from .._mark.site import Site
 from .flow import Domain, Here, run
@@ -350,4 +350,4 @@ def _content(x: Any) -> Hashable:
 
 def _is_users(eqn: Any) -> bool:
     """Whether its program is the user's, which is traced anew each time."""
-    return eqn.primitive is _compat.hi_p and _compat.is_users(eqn.params["_prim"])
+    return eqn.primitive is _hijax.hi_p and _hijax.is_users(eqn.params["_prim"])

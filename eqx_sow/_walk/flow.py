@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import jax.extend.core as jexc
 
-from .. import _compat
+from .. import _compat, _hijax
 from .._mark.calls import calls_around
 from .._mark.primitive import edge_p, sow_p
 from .sows import jaxprs_in, jaxprs_of, lengths_of, variables, Way, with_sow
@@ -166,7 +166,7 @@ def _leading_to_sows(
 def _other(domain: Domain, eqn: Any, operands: list[Any], here: Here) -> list[Any]:
     """An equation without a rule. If it holds one jaxpr of so many operands, it is
     taken for a call, such as that of a jitted function."""
-    if eqn.primitive is _compat.hi_p and "solve_jaxpr" in eqn.params["_prim"].params:
+    if eqn.primitive is _hijax.hi_p and "solve_jaxpr" in eqn.params["_prim"].params:
         # Behind the operands of a `custom_root` are those of its derivative.
         operands = operands[: len(eqn.params["_prim"].solve_jaxpr.invars)]
     inside = [j for j in jaxprs_of(eqn) if len(j.invars) == len(operands)]

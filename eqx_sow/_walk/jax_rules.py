@@ -32,7 +32,7 @@ from jax.extend import source_info_util
 from jax.extend.core import primitives as prims
 from jax.interpreters import ad, batching, partial_eval as pe
 
-from .. import _compat
+from .. import _compat, _hijax
 from .._errors import SowError
 from .._mark.listening import around, listening
 from .._mark.noting import listening_as
@@ -148,28 +148,28 @@ class _InScope:
         return listening(now._replace(scope=self.scope))
 
 
-if _compat.hi_p is not None:
-    _bind_hi = _compat.hi_p.bind
+if _hijax.hi_p is not None:
+    _bind_hi = _hijax.hi_p.bind
 
     def _bind_classic(*args, _prim):
         """A checkpoint that was traced while listening is what it is without
         `JAX_REMAT3`: bound so before JAX batches or differentiates it. All others call
         their rules later, and take the names from here."""
         here = listening.value
-        classic = None if here is None else _compat.classic_form(_prim)
+        classic = None if here is None else _hijax.classic_form(_prim)
         if classic is None:
             if here is not None and here.scope:
-                _prim = _compat.hi_within(_prim, _InScope(here.scope))
+                _prim = _hijax.hi_within(_prim, _InScope(here.scope))
             return _bind_hi(*args, _prim=_prim)
         primitive, params = classic
         outs = primitive.bind(*args, **params)
         return outs if primitive.multiple_results else [outs]
 
-    _compat.hi_p.bind = _bind_classic
+    _hijax.hi_p.bind = _bind_classic
 
-    @_wrap(batching.fancy_primitive_batchers, _compat.hi_p)
+    @_wrap(batching.fancy_primitive_batchers, _hijax.hi_p)
     def _batch_hi(rule, axis_data, args, dims, *, _prim):
-        if _compat.is_users(_prim):
+        if _hijax.is_users(_prim):
             return rule(axis_data, args, dims, _prim=_prim)
         # JAX batches the derivative rules among the parameters when they are called,
         # with a `jax.vmap` of its own. That has to know what is around this one.
@@ -180,7 +180,7 @@ if _compat.hi_p is not None:
                 return tuple(map(telling, x))
             return _telling_vmap(x, around_vmap) if inspect.isfunction(x) else x
 
-        _prim = _compat.hi_with_params(_prim, telling)
+        _prim = _hijax.hi_with_params(_prim, telling)
         return rule(axis_data, args, dims, _prim=_prim)
 
 

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 import jax.extend.core as jexc
 
-from .. import _compat
+from .. import _compat, _hijax
 from .._frames import is_of_equinox
 from .._mark.site import Site
 from .flow import Here
@@ -125,7 +125,7 @@ def _repeated_values(alike: Sequence[Sown]) -> Repeated:
 
 
 # --- equations that run again ---
-_CUSTOM_VJP = jexc.primitives.custom_vjp_call_p, _compat.hi_p
+_CUSTOM_VJP = jexc.primitives.custom_vjp_call_p, _hijax.hi_p
 _CUSTOM = *_CUSTOM_VJP, jexc.primitives.custom_jvp_call_p
 
 

@@ -36,7 +36,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import PartitionSpec as P
 
-from .. import _compat
+from .. import _compat, _hijax
 from .._arrays import on_mesh, select, zeros_like
 from .._mark.listening import listening
 from .._mark.primitive import sow_effect
@@ -201,7 +201,7 @@ def _custom(interpret, given, eqn, *args):
 
 
 # `None`, which no primitive is, if there is none.
-@rule_for(_compat.hi_p)
+@rule_for(_hijax.hi_p)
 def _custom_hi(interpret, given, eqn, *args):
     return _inside(interpret, given, eqn, expanded(eqn), args, _with_derivative_of)
 

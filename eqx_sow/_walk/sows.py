@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.extend.core as jexc
 
-from .. import _compat
+from .. import _compat, _hijax
 from .._errors import UnsupportedPrimitiveError
 from .._frames import line_of
 from .._mark.listening import Listening, listening
@@ -49,7 +49,7 @@ def jaxprs_in(x: Any) -> Iterator[Any]:
         yield x
     elif isinstance(x, jax.stages.Traced):
         yield from jaxprs_in(x.jaxpr)
-    elif isinstance(x, _compat.HiPrim):
+    elif isinstance(x, _hijax.HiPrim):
         yield from jaxprs_in(x.params)
     elif isinstance(x, tuple | list | dict):
         for v in x.values() if isinstance(x, dict) else x:
@@ -65,8 +65,8 @@ def map_jaxprs(params: dict[str, Any], fn: Callable[[Any], Any]) -> dict[str, An
             return fn(x)
         if isinstance(x, jax.stages.Traced):
             return _compat.traced_with_jaxpr(x, visit(x.jaxpr))
-        if isinstance(x, _compat.HiPrim):
-            return _compat.hi_with_params(x, visit)
+        if isinstance(x, _hijax.HiPrim):
+            return _hijax.hi_with_params(x, visit)
         if isinstance(x, tuple):
             new = [visit(v) for v in x]
             return type(x)(*new) if hasattr(x, "_fields") else tuple(new)
@@ -197,7 +197,7 @@ def _in_functions(eqn: Any) -> list[Site]:
     with a note of the calls that are noted now."""
     primitive, params = _compat.unmapped(eqn)
     noinline = primitive is _compat.noinline_p
-    if noinline or (primitive is _compat.hi_p and _compat.is_users(params["_prim"])):
+    if noinline or (primitive is _hijax.hi_p and _hijax.is_users(params["_prim"])):
         here = listening.value or Listening()
         new = Listening(
             captures=here.captures, depth=here.depth, replaced=here.replaced
