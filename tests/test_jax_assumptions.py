@@ -561,6 +561,12 @@ def test_shard_map():
     assert varying == {"d"}
 
 
+@assumed("What makes a value vary is a `pvary`, which has the `axes`.", "_compat.py")
+def test_what_makes_a_value_vary():
+    fn = devices(lambda x: x + jax.lax.pcast(1.0, "d", to="varying"))
+    assert set(equation("pvary", fn, jnp.ones(1)).params["axes"]) == {"d"}
+
+
 @assumed(
     "In a `shard_map`, the mesh of `jax.sharding.get_abstract_mesh()` has its axes in "
     "`manual_axes`.",
