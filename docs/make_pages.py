@@ -68,7 +68,9 @@ def link(name, page):
 
 def _with_links(text, page):
     def replaced(found):
-        return f"[`eqx_sow.{found[1]}`]({link(found[1], page)})"
+        # A page needs no link to itself.
+        there = link(found[1], page)
+        return f"[`eqx_sow.{found[1]}`]({there})" if there else f"`eqx_sow.{found[1]}`"
 
     return REFERENCE.sub(replaced, text)
 

@@ -102,7 +102,8 @@ def compare(
         has a stack of layers (`"blocks/attn"`) where the other has a list
         (`"blocks/0/attn"`), the stack is taken apart, by
         [`eqx_sow.Intermediates`][]`.unstack()`.
-    - `rtol`, `atol`: the tolerance.
+    - `rtol`, `atol`: the tolerance. For bfloat16, whose numbers are 0.4 % apart, a
+        `rtol` of `2e-2` and an `atol` of 1 % of the largest value are a start.
 
     **Returns:**
 

@@ -170,8 +170,8 @@ def tap(
         a decorator.
     - `callback`: a function of an [`eqx_sow.TapEvent`][], called on the host each time
         a selected mark runs, while the program continues. Without one, each event is
-        printed as one line: name, mode, count, shape, and the statistics of
-        [`eqx_sow.tabulate`][].
+        printed as one line: path, mode, count, shape, the statistics of
+        [`eqx_sow.tabulate`][], and `extra`.
     - `tag`, `names`, `modes`, `capture`, `methods`, `inputs`, `calls`, `scope`: as in
         [`eqx_sow.save_intermediates`][]. Cotangents arrive while the backward pass
         runs, last iteration first.
