@@ -11,6 +11,8 @@ import sys
 import eqx_sow
 import pytest
 
+from tests.documented import DOCUMENTED
+
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -130,13 +132,19 @@ def test_links_lead_somewhere(page):
         assert not anchor or anchor in set(_anchors(there)), f"{file}#{anchor}"
 
 
-@pytest.mark.parametrize("page", ["limits", "api/errors", "background/laws"])
-def test_pages_name_tests_that_exist(page):
-    text = (ROOT / f"docs/{page}.md").read_text()
-    named = re.findall(r"\b(test_\w+\.py)::(test_\w+)", text)
-    assert named
-    for file, name in named:
+@pytest.mark.parametrize("page", DOCUMENTED)
+def test_what_pages_say_has_tests(page):
+    text = FENCED.sub("", (ROOT / f"docs/{page}.md").read_text())
+    assert set(DOCUMENTED[page]) <= set(re.findall("^#+ (.*)$", text, re.M))
+    named = [name for tests in DOCUMENTED[page].values() for name in tests]
+    named += re.findall(r"\btest_\w+\.py::test_\w+", text)
+    for file, name in (x.split("::") for x in named):
         assert f"def {name}(" in (ROOT / "tests" / file).read_text(), (file, name)
+
+
+def test_every_message_has_tests():
+    text = (ROOT / "docs/api/errors.md").read_text()
+    assert set(re.findall("^### (.*)$", text, re.M)) == set(DOCUMENTED["api/errors"])
 
 
 def _strings():
