@@ -147,9 +147,9 @@ def save_intermediates(
     - `names`: what to capture: a name, a glob, a sequence of them, or a function of the
         name. Nothing else is stored or computed. A glob is a path, like a name: `*`,
         `?` and `[...]` stop at a slash, and `**`, as a part of its own, stands for any
-        number of parts, or none. So `"blocks/*"` is the blocks, `"blocks/*/attn"` is the attention of each
-        block, `"**/attn"` is every attention at any depth, and `"blocks/**"` is the
-        blocks with everything in them. You can leave out where the model is
+        number of parts, or none. So `"blocks/*"` is the blocks, `"blocks/*/attn"` is
+        the attention of each block, `"**/attn"` is every attention at any depth, and
+        `"blocks/**"` is the blocks with everything in them. You can leave out where the model is
         (`"layers/0"` for `"model/layers/0"`), if only one model fits. A negative index
         counts from the end: `"layers/-1"` is the last layer, and comes back under that
         name. With the index of an iteration, `"h/3"` is iteration 3 of the loop around
