@@ -149,9 +149,9 @@ def save_intermediates(
         `?` and `[...]` stop at a slash, and `**`, as a part of its own, stands for any
         number of parts, or none. So `"blocks/*"` is the blocks, `"blocks/*/attn"` is
         the attention of each block, `"**/attn"` is every attention at any depth, and
-        `"blocks/**"` is the blocks with everything in them. You can leave out where the model is
-        (`"layers/0"` for `"model/layers/0"`), if only one model fits. A negative index
-        counts from the end: `"layers/-1"` is the last layer, and comes back under that
+        `"blocks/**"` is the blocks with everything in them. You can leave out where the
+        model is (`"layers/0"` for `"model/layers/0"`), if only one model fits. A
+        negative index counts from the end: `"layers/-1"` is the last layer, and comes back under that
         name. With the index of an iteration, `"h/3"` is iteration 3 of the loop around
         `h`: only this one is stored, without an axis for that loop. `"h/-1"` is the
         last iteration, and the second index in `"h/3/0"` is that of the loop inside. If
