@@ -151,12 +151,13 @@ def save_intermediates(
         the attention of each block, `"**/attn"` is every attention at any depth, and
         `"blocks/**"` is the blocks with everything in them. You can leave out where the
         model is (`"layers/0"` for `"model/layers/0"`), if only one model fits. A
-        negative index counts from the end: `"layers/-1"` is the last layer, and comes back under that
-        name. With the index of an iteration, `"h/3"` is iteration 3 of the loop around
-        `h`: only this one is stored, without an axis for that loop. `"h/-1"` is the
-        last iteration, and the second index in `"h/3/0"` is that of the loop inside. If
-        a loop runs over stacked layers, the index is where it would be for a list of
-        layers: `"blocks/2/attn"` is layer 2, and `"blocks/*/attn"` is all layers.
+        negative index counts from the end: `"layers/-1"` is the last layer, and comes
+        back under that name. With the index of an iteration, `"h/3"` is iteration 3 of
+        the loop around `h`: only this one is stored, without an axis for that loop.
+        `"h/-1"` is the last iteration, and the second index in `"h/3/0"` is that of the
+        loop inside. If a loop runs over stacked layers, the index is where it would be
+        for a list of layers: `"blocks/2/attn"` is layer 2, and `"blocks/*/attn"` is all
+        layers.
     - `modes`: what to capture of each: `"primal"` (the value), `"cotangent"` (the
         gradient with respect to it), `"tangent"` (its directional derivative), or
         second-order modes joined by a dot (`"cotangent.tangent"`); one or a sequence.
