@@ -230,7 +230,7 @@ def _events(fn, *args, **options):
     events = []
     tap(fn, events.append, **options)(*args)
     jax.effects_barrier()
-    return [event.path if hasattr(event, "path") else event.name for event in events]
+    return [event.name for event in events]
 
 
 def test_names_are_the_same_for_a_list_and_a_stack():
