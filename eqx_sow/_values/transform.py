@@ -3,7 +3,7 @@
 
 import itertools as it
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, cast, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
@@ -28,8 +28,7 @@ from .axes import (
 )
 
 
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
+_Fn = TypeVar("_Fn", bound=Callable[..., Any])
 
 
 class Batched(eqx.Module):
@@ -48,7 +47,7 @@ class Batched(eqx.Module):
 
 
 @api_boundary
-def batched(fn: Callable[_P, _T]) -> Callable[_P, _T]:
+def batched(fn: _Fn) -> _Fn:
     """Makes a function for `transform=` or `plant` that receives the whole batch.
 
     Without it, a function receives the value as the code at the mark sees it: for a
@@ -121,7 +120,7 @@ def batched(fn: Callable[_P, _T]) -> Callable[_P, _T]:
             f"`eqx_sow.batched(fn)` takes a function of the value, not {fn!r}. Write "
             "`eqx_sow.batched(jnp.linalg.norm)`."
         )
-    return Batched(fn)
+    return cast(_Fn, Batched(fn))
 
 
 class Value(NamedTuple):
