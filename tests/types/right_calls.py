@@ -180,7 +180,9 @@ skip = {"layers/1.call": lambda c: c._replace(out=c.args[0])}
 plant(mlp, skip, capture=True, calls=True)(x)
 call = eqx_sow.Call((x,), {}, x)
 assert_type(call.args, tuple[Any, ...])
-save_intermediates(mlp, capture=True, calls=True, transform=lambda c: c.out)(x)
+save_intermediates(
+    mlp, capture=True, calls=True, transform={"layers/1.call": lambda c: c.out}
+)(x)
 plant(jax.vmap(f), {"h": eqx_sow.batched(lambda h: h - h.mean(0))})(jnp.ones((2, 3)))
 index: Callable[[Any, Any], Array] = eqx_sow.batched(lambda value, index: value)
 tap(f, print, extra={"step": jnp.int32(3)})(x)
