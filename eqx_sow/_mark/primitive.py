@@ -173,10 +173,13 @@ class _Widened(threading.local):
             try:
                 yield
             finally:
-                of = [_compat.open_jaxpr(jaxpr)[0] for jaxpr in jaxprs]
-                if self.here:
-                    _widening.update(of)
-                self.here = self.here or not _widening.isdisjoint(of)
+                # Looked for only if it can matter: each call of a jitted function,
+                # such as `jnp.sin`, comes here while it is traced.
+                if self.here or _widening:
+                    of = [_compat.open_jaxpr(jaxpr)[0] for jaxpr in jaxprs]
+                    if self.here:
+                        _widening.update(of)
+                    self.here = self.here or not _widening.isdisjoint(of)
 
 
 _widening: weakref.WeakSet[Any] = weakref.WeakSet()
