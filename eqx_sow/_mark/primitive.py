@@ -164,22 +164,18 @@ class _Widened(threading.local):
         finally:
             self.here = before or self.here
 
-    @contextlib.contextmanager
-    def of(self, jaxprs: Iterable[Any]) -> Iterator[None]:
-        """What happens within this is due to these jaxprs. JAX keeps what it makes of
-        them when it differentiates, and does not call the rule of a sow again: so it
-        is taken to happen each time, if it happened once."""
-        with self.apart():
-            try:
-                yield
-            finally:
-                # Looked for only if it can matter: each call of a jitted function,
-                # such as `jnp.sin`, comes here while it is traced.
-                if self.here or _widening:
-                    of = [_compat.open_jaxpr(jaxpr)[0] for jaxpr in jaxprs]
-                    if self.here:
-                        _widening.update(of)
-                    self.here = self.here or not _widening.isdisjoint(of)
+    def since(self, before: bool, jaxprs: Iterable[Any]) -> None:
+        """What happened since `here` was `before`, and then `False`, is due to these
+        jaxprs. JAX keeps what it makes of them when it differentiates, and does not
+        call the rule of a sow again: so it is taken to happen each time, if it happened
+        once. (No context manager: each call of a jitted function, such as `jnp.sin`,
+        comes here while it is traced. So jaxprs are looked for only if it matters.)"""
+        if self.here or _widening:
+            of = [_compat.open_jaxpr(jaxpr)[0] for jaxpr in jaxprs]
+            if self.here:
+                _widening.update(of)
+            self.here = self.here or not _widening.isdisjoint(of)
+        self.here = before or self.here
 
 
 _widening: weakref.WeakSet[Any] = weakref.WeakSet()

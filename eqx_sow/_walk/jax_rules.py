@@ -495,8 +495,11 @@ def _keep_in_loop(primitive: jexc.Primitive) -> None:
         here = listening.value
         if here is None:
             return bind(*args, **params)
-        with widened.of(jaxprs_in(params)):
+        before, widened.here = widened.here, False
+        try:
             return in_loop(here, *args, **params)
+        finally:
+            widened.since(before, jaxprs_in(params))
 
     def in_loop(here, *args, **params):
         may_move = here.moving or _moving.to is not None
