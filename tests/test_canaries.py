@@ -123,7 +123,7 @@ def test_a_canary_dies_without_each_rule(monkeypatch, i):
 @pytest.mark.parametrize("primitive, bind", list(_binds()))
 def test_a_canary_dies_without_each_bind(monkeypatch, primitive, bind):
     if primitive.call_primitive:
-        pytest.skip("Up to JAX 0.10, nothing binds a call with a sow inside")
+        pytest.skip("Until JAX 0.10, which binds no call with a sow inside, is dropped")
     _break_bind(monkeypatch, primitive, bind)
     assert _first_difference(monkeypatch, primitive) is not None
 

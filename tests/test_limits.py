@@ -119,7 +119,7 @@ if hasattr(hijax, "HiPrim"):
 @pytest.mark.parametrize("second", [eqx.nn.Linear, Sow])
 def test_a_hidden_call(inner, second):
     if inner == "hi" and not hasattr(hijax, "HiPrim"):
-        pytest.skip("`HiPrim` comes with JAX 0.12.")
+        pytest.skip("Until JAX before 0.12, which has no `HiPrim`, is dropped")
     key = jax.random.key(0)
     first = eqx.nn.Linear(4, 4, key=key)
     last = Sow() if second is Sow else eqx.nn.Linear(4, 4, key=key)

@@ -122,7 +122,7 @@ def browser():
     webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium")
     chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
     if not (chromium and driver):
-        pytest.skip("Chromium and chromedriver are not installed")
+        pytest.skip("Until Chromium and chromedriver are installed")
     options = webdriver.ChromeOptions()
     options.binary_location = chromium
     options.set_capability(
