@@ -314,6 +314,8 @@ class Selection:
         return found
 
     def _fitting(self, named: Named) -> dict[int, tuple[bool, list[Selected]]]:
+        if not self._numbers:
+            return {}
         return _of_sow(self._tree, named, self._lengths, self._whole)
 
     def of(self, named: Named) -> Mapping[int, list[Selected]]:

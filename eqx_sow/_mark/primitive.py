@@ -153,7 +153,14 @@ def _sow_abstract_eval(edge, *avals, site):
 
 
 class _Widened(threading.local):
+    # In this trace.
     here = False
+    # Anywhere, so far. Where nothing widens, each call of a jitted function, such as
+    # `jnp.sin`, asks for this alone.
+    ever = False
+
+    def happens(self) -> None:
+        self.here = _Widened.ever = True
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
@@ -168,14 +175,11 @@ class _Widened(threading.local):
         """What happened since `here` was `before`, and then `False`, is due to these
         jaxprs. JAX keeps what it makes of them when it differentiates, and does not
         call the rule of a sow again: so it is taken to happen each time, if it happened
-        once. (No context manager: each call of a jitted function, such as `jnp.sin`,
-        comes here while it is traced. So jaxprs are looked for only if it matters.)"""
-        if self.here or _widening:
-            of = [_compat.open_jaxpr(jaxpr)[0] for jaxpr in jaxprs]
-            if self.here:
-                _widening.update(of)
-            self.here = self.here or not _widening.isdisjoint(of)
-        self.here = before or self.here
+        once."""
+        of = [_compat.open_jaxpr(jaxpr)[0] for jaxpr in jaxprs]
+        if self.here:
+            _widening.update(of)
+        self.here = before or self.here or not _widening.isdisjoint(of)
 
 
 _widening: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -206,7 +210,8 @@ def _differentiated(nonzeros, avals, site, backward: bool) -> list[bool]:
         i >= first and (nz or (whole and is_inexact(i)))
         for i, nz in enumerate(nonzeros)
     ]
-    widened.here = widened.here or any(x and not nz for x, nz in zip(new, nonzeros))
+    if any(x and not nz for x, nz in zip(new, nonzeros)):
+        widened.happens()
     return new
 
 

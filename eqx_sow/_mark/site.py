@@ -179,7 +179,7 @@ class Site(NamedTuple):
     @property
     def label(self) -> Label:
         """What it is called by the transformation at hand."""
-        first, *_ = self.labels or (_NOT_WANTED,)
+        first = self.labels[0] if self.labels else _NOT_WANTED
         there = first.name is not None and first.tag not in self.taken
         return first if there else _NOT_WANTED
 

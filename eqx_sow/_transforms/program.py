@@ -229,13 +229,13 @@ class Program:
         or in the option `names`, selects nothing."""
         if self.asks is not None:
             self.check_selected(f"{call}(..., names=...)", self.asks)
+        by_pattern = {k: v for k, v in options.items() if isinstance(v, Mapping) and v}
+        if not by_pattern:
+            return options
         pairs = [(named, one) for _, named in self.named for one in self._asked(named)]
         also = {one for named, one in pairs if one.name != named.name}
-        new = {}
-        for option, value in options.items():
-            if not isinstance(value, Mapping):
-                new[option] = value
-                continue
+        new = dict(options)
+        for option, value in by_pattern.items():
             selection = self.select(value, also=also, whole=True)
             names = [one.name for one in also]
             self.check_selected(f"{call}(..., {option}=...)", selection, names)

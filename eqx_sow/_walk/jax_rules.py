@@ -497,13 +497,15 @@ def _keep_in_loop(primitive: jexc.Primitive) -> None:
             return bind(*args, **params)
         before, widened.here = widened.here, False
         try:
-            return in_loop(here, *args, **params)
+            if here.moving or _moving.to is not None:
+                return in_loop(*args, **params)
+            return bind(*args, **params)
         finally:
-            widened.since(before, jaxprs_in(params))
+            if widened.ever:
+                widened.since(before, jaxprs_in(params))
 
-    def in_loop(here, *args, **params):
-        may_move = here.moving or _moving.to is not None
-        if not (may_move and _moves(trace := _compat.current_trace())):
+    def in_loop(*args, **params):
+        if not _moves(trace := _compat.current_trace()):
             return bind(*args, **params)
         # One more operand, so that not even a function of nothing is known.
         tracers = list(map(trace.to_jaxpr_tracer, (0, *args)))
