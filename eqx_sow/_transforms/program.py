@@ -136,10 +136,12 @@ class Program:
         past its sow, and one of these `Site.key`s depends on it: what is `planted` at
         the sow, or a derivative that flows backward from there."""
         keys = set(keys)
+        may_be = [x.site for x in self.mine if x.site.splits and x.site.key in keys]
         # How many derivatives the values are that are computed again.
-        depths = {s.splits[-1]: len(s.modes) for s in recomputed(self.closed) if keys}
-        for site, *_ in self.mine:
-            split = [x for x in site.splits if x in depths] if site.key in keys else ()
+        again = recomputed(self.closed) if may_be else ()
+        depths = {s.splits[-1]: len(s.modes) for s in again}
+        for site in may_be:
+            split = [x for x in site.splits if x in depths]
             if any(planted or "cotangent" in site.modes[depths[x] :] for x in split):
                 raise SowError(
                     f"{site.said} is in a `jax.checkpoint` that was differentiated: "
