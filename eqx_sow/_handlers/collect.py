@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
-from .._mark.site import Site
+from .._mark.site import Execution, Site
 from .._mark.static import SameParts
 from .._values import entry as _entry, reduce as _reduce
 from .._values.entry import Entry, grouped
@@ -106,14 +106,15 @@ class Collect(Listens):
     def with_executions(
         self, entries: Sequence[Entry], found: Iterable[Found], of: Iterable[Any]
     ) -> list[Entry]:
-        """The entries with `Site.of`, which is given for each of the marks that are
-        `found`. Each of these is an execution, so that it has an entry of its own."""
+        """The entries with `Execution.of`, which is given for each of the marks that
+        are `found`. Each of these is an execution, so that it has an entry of its own.
+        """
         by_key: dict[Any, list[Any]] = {}
         for x, executions in zip(found, of):
             for one, _ in self.asked(x.site, x.loops):
                 by_key.setdefault(one.key, []).append(executions)
         return [
-            dc.replace(e, site=e.site._replace(of=executions))
+            dc.replace(e, site=e.site._replace(execution=Execution(executions)))
             for key, group in grouped(entries).items()
             for e, executions in zip(group, by_key[key], strict=True)
         ]
@@ -140,7 +141,7 @@ class Collect(Listens):
         asked = self.asked(site, self.loops)
         if asked:
             check_guarded(site)
-        for one, at in () if site.again else asked:
+        for one, at in () if site.execution.again else asked:
             if not self._chooses(one):
                 continue
             transform = of_one(self.transform.value, site, one)

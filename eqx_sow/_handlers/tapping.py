@@ -298,7 +298,7 @@ class Tap(Listens):
     def sow(self, found, given, site: Site, atoms, frame: Frame):
         # A `plant` further out may replace the value.
         atoms = leave(self, site, atoms, frame)
-        if not self.wants(site) or site.again:
+        if not self.wants(site) or site.execution.again:
             return given
         check_guarded(site)
         site, operands = in_front(site, frame.read_arrays(atoms))

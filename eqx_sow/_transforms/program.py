@@ -95,8 +95,8 @@ class Program:
         return dc.replace(self, closed=closed)
 
     def executions(self, several: Callable[[Site], bool]) -> list[Any] | None:
-        """`Site.of` for each of `mine`, if it matters, and can be told without changing
-        the program."""
+        """`Execution.of` for each of `mine`, if it matters, and can be told without
+        changing the program."""
         if not needs_executions(self.mine, several):
             return None
         of = by_edges(self.closed, self.mine)

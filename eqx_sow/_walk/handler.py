@@ -154,7 +154,7 @@ def check_guarded(site: Site) -> None:
                 "arguments, `jax.tree_util.Partial`), or mark the arrays"
                 f"{or_leave_out if site.note else '.'}"
             )
-    if site.again is None:
+    if site.execution.again is None:
         raise SowError(
             f"{site.said} is in the `bwd` of a `jax.custom_vjp` that only some lanes "
             "of a `jax.vmap` call, and the forward pass has a mark of that name. "
