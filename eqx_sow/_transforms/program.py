@@ -38,7 +38,8 @@ from .._walk.executions import needs_executions, with_executions
 from .._walk.handler import Given, Handler, is_solver, Taken
 from .._walk.interpreter import evaluate, Interpret
 from .._walk.jax_rules import check_wrapped
-from .._walk.sows import Found, recomputed, seen_as, sows
+from .._walk.rewrite import seen_as
+from .._walk.sows import Found, recomputed, sows
 from .options import Options
 
 

@@ -60,7 +60,8 @@ from .repetitions import (
     repetitions,
     Sown,
 )
-from .sows import Found, lengths_of, loop_of, Way, with_sites
+from .rewrite import with_sites
+from .sows import Found, lengths_of, loop_of, Way
 
 
 def needs_executions(found: Sequence[Found], several: Callable[[Site], bool]) -> bool:
