@@ -87,7 +87,7 @@ class Replace(Handler):
     def sow(self, found, given, site: Site, atoms, frame: Frame):
         del found
         n_guards = len(site.guards)
-        # A planted mark is still one for those further out, also if it is the mark of a
+        # A planted mark is still one for outer transformations, also if it is that of a
         # module that was made for this `plant` alone.
         is_marked = site.label.depth > 0 and self.concerns(site)
         still = site.for_all() if is_marked else site

@@ -59,7 +59,7 @@ class Label(NamedTuple):
     Of a call of `sow`, there is one label for all of them. A captured module gets a
     label from each transformation that captures it, which has a number of its own, its
     `depth`: how many transformations there are around the program that it traces,
-    itself included. Those further out see such a label, those further in do not. The
+    itself included. Outer transformations see such a label, inner ones do not. The
     `name` is not known, and `None`, until the whole program is there that this
     transformation traces, and shows where the arrays of the module come from.
 
@@ -135,7 +135,7 @@ class Site(NamedTuple):
     # The value without its arrays, which are operands of the equation.
     form: Form
 
-    # The tags of which a transformation further in has taken this value, and left its
+    # The tags of which an inner transformation has taken this value, and left its
     # derivatives to others.
     taken: tuple[Hashable, ...] = ()
 
@@ -215,7 +215,7 @@ class Site(NamedTuple):
         return self._replace(taken=(*self.taken, tag))
 
     def for_all(self) -> "Site":
-        """The mark, also seen by those further out that have no label for it."""
+        """The mark, also seen by outer transformations that have no label for it."""
         return self._replace(labels=(*self.labels, Label(self.name, self.tag)))
 
     def in_scope(self, scope: str) -> "Site":

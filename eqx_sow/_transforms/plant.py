@@ -311,7 +311,7 @@ class _Plant(Transformed):
         given = Given(carry, values)
         if any(x.site.fixed for x in program.mine if x.site.key in of_key):
             # A function may return another array. By now, no part of the program has
-            # been evaluated, with marks and prints for those further out.
+            # been evaluated, with marks and prints for outer transformations.
             program.survey(handler, given)
         outs, taken = program.evaluate(handler, given)
         if left:
