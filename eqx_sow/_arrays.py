@@ -102,7 +102,7 @@ def sharded_like(x, other):
     spec = spec_of(other)
     if spec_of(x) == spec or sharding_with(other, spec) is None:
         return x
-    # Only a `shard_map` further in knows the mesh.
+    # Only an inner `shard_map` knows the mesh.
     if jax.sharding.get_abstract_mesh().empty:
         return x
     return jax.sharding.reshard(x, sharding_with(other, spec))
@@ -132,8 +132,7 @@ def one_along(x, axis: int):
 
 
 def in_mesh_of(arrays: Iterable[Any]) -> contextlib.AbstractContextManager[Any]:
-    """Arrays can be on a mesh with explicit axes of which JAX has not been told by
-    `jax.set_mesh`. To make others there it has to be, as long as this lasts."""
+    """Sets the mesh of these arrays if the user did not call `jax.set_mesh`."""
     told = not jax.sharding.get_abstract_mesh().empty
     there = [] if told else [x for x in arrays if _mesh(x) is not None]
     if not there:

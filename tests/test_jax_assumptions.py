@@ -292,7 +292,7 @@ def test_closed_jaxprs():
     "`jaxpr.replace` takes the variables, equations, effects and debug info, of which "
     "`with_unknown_names()` fits other variables.",
     "_walk/frame.py",
-    "_walk/sows.py",
+    "_walk/rewrite.py",
     "_walk/interpreter.py",
     "_compat.py",
 )
@@ -312,7 +312,7 @@ def test_changing_a_jaxpr():
 @assumed(
     "`eqn.replace` takes the primitive, parameters, inputs and effects; `eqn.ctx."
     "manager` is a context manager; a `jexc.Literal` has its value in `val`.",
-    "_walk/sows.py",
+    "_walk/rewrite.py",
     "_walk/frame.py",
     "_walk/interpreter.py",
     "_compat.py",
@@ -669,7 +669,7 @@ def test_binding_a_custom_rule(name, monkeypatch):
 @assumed(
     "The derivative rule in an equation can be wrapped by `lu.wrap_init`, with its "
     "`debug_info`; its `call_wrapped` returns a jaxpr first, and memoizes it.",
-    "_walk/rules.py",
+    "_walk/rewrite.py",
 )
 def test_memoized_rules(name, rule):
     seen = []

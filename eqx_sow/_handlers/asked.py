@@ -12,7 +12,7 @@ import numpy as np
 
 from .._mark.site import Site
 from .._mark.static import SameParts
-from .._names import Named, Selected, Selection
+from .._names import Named, Selection
 from .._walk.frame import Frame
 from .._walk.handler import Handler
 from .._walk.sows import Found, lengths_of
@@ -27,13 +27,17 @@ def reached(at: Iterable[int | None], iterations: Iterable[Any]) -> Any:
     return ft.reduce(operator.and_, matches, np.True_)
 
 
+# A site for each thing that is asked for of a mark, with `Entry.at`.
+Asked = tuple[Site, tuple[int | None, ...]]
+
+
 def is_some(at: Iterable[int | None]) -> bool:
     """Whether not all iterations are asked for."""
     return any(n is not None for n in at)
 
 
 @dc.dataclass(frozen=True, kw_only=True)
-class Listens(Handler):
+class Selector(Handler):
     """What `Collect` and `Tap` have in common: they look at the marks of one tag that
     are asked for, and leave the program as it is."""
 
@@ -44,8 +48,8 @@ class Listens(Handler):
     transform: SameParts
     # See `Handler`.
     elsewhere: frozenset[str]
-    # Whether another transformation further out may want other marks: if so, these stay
-    # in the program.
+    # Whether an outer transformation may want other marks: if so, these stay in the
+    # program.
     has_outer: bool
     # How many iterations the scans around what is walked over have, from outside in. It
     # is kept only if `names` is not `None`.
@@ -56,42 +60,32 @@ class Listens(Handler):
         return self.transform.value is None
 
     def wants(self, site):
-        return site.tag == self.tag and (
-            self.names is None or bool(self._selected(site, None))
-        )
+        return site.tag == self.tag and bool(self.wanted(site))
 
     def needs_iteration(self, site):
-        return (
-            site.tag == self.tag
-            and self.names is not None
-            and any(x.at for x in self._selected(site, None))
-        )
+        return site.tag == self.tag and any(at for _, at in self.wanted(site))
 
     def for_inside(self, eqn):
         lengths = () if self.names is None else lengths_of([eqn])
         return dc.replace(self, loops=(*self.loops, *lengths)) if lengths else self
 
-    def asked(
-        self, site: Site, loops: tuple[int, ...] | None = None
-    ) -> list[tuple[Site, tuple[int | None, ...]]]:
-        """What is asked for of a mark in these loops; or what may be asked for,
-        whatever loops are around it. Each is a site of its own, with `Entry.at`. With
-        `names=("h", "h/3")` that is the whole `h`, and its iteration 3: the same site,
-        but called `h/3`."""
+    def asked(self, site: Site, loops: tuple[int, ...] | None = None) -> list[Asked]:
+        """What `names` asks for of a mark in these loops; or what it may ask for,
+        whatever loops are around it. With `names=("h", "h/3")` that is the whole `h`,
+        and its iteration 3: the same site, but called `h/3`."""
         if self.names is None:
             return [(site, ())]
         label, others = site.label, site.labels[1:]
-        each = self._selected(site, loops)
+        if loops is None:
+            each = self.names.in_any_loops(label.name, label.after)
+        else:
+            each = self.names.all_of(Named(label.name, label.after, loops))
         new = [label._replace(name=x.name, after=x.after) for x in each]
         return [(site._replace(labels=(n, *others)), x.at) for n, x in zip(new, each)]
 
-    def _selected(
-        self, site: Site, loops: tuple[int, ...] | None
-    ) -> Iterable[Selected]:
-        names: Any = self.names
-        if loops is None:
-            return names.in_any_loops(site.name, site.label.after)
-        return names.all_of(Named(site.name, site.label.after, loops))
+    def wanted(self, site: Site, loops: tuple[int, ...] | None = None) -> list[Asked]:
+        """The same, without what `modes` leaves out."""
+        raise NotImplementedError
 
     def everywhere(
         self, found: Iterable[Found]
@@ -113,8 +107,8 @@ def of_one(option: Any, whole: Site, one: Site) -> Any:
 def leave(
     handler: Handler, site: Site | None, atoms: Sequence[Any], frame: Frame
 ) -> Sequence[Any]:
-    """Sees to a mark with the operands `atoms` whose value stays as it is. For those
-    further out, if there are any, it is still one, as `site`. Returns the variables
+    """Sees to a mark with the operands `atoms` whose value stays as it is. For outer
+    transformations, if there are any, it is still one, as `site`. Returns the variables
     that the program goes on with: others may plant there."""
     if site is None or not handler.has_outer:
         frame.alias_outputs(atoms)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
-from .._mark.site import Site
+from .._mark.site import Execution, Site
 from .._mark.static import SameParts
 from .._values import entry as _entry, reduce as _reduce
 from .._values.entry import Entry, grouped
@@ -18,7 +18,7 @@ from .._values.reduce import Reducer, ReducerState
 from .._walk.frame import Frame
 from .._walk.handler import check_guarded, Given, Handler
 from .._walk.sows import Found
-from .asked import is_some, leave, Listens, of_one, reached
+from .asked import is_some, leave, of_one, reached, Selector
 
 
 # For a survey of the program: of each place that marks a name there is an entry.
@@ -26,7 +26,7 @@ EACH_PLACE = SameParts(_reduce.Append())
 _IF_SEVERAL = _reduce.IfSeveral()
 
 
-class _Sow(NamedTuple):
+class _Marked(NamedTuple):
     """A mark that `Collect` came by. Its operands are variables of the jaxpr, which are
     read all at once when that has been walked."""
 
@@ -38,13 +38,13 @@ class _Sow(NamedTuple):
 
 
 @dc.dataclass(frozen=True, kw_only=True)
-class Collect(Listens):
+class Collect(Selector):
     """Takes the values of the marks that are asked for."""
 
     modes: tuple[str, ...] | None
     # A reducer for all names, or a dict of one for each.
     reduce: SameParts
-    # The `Site.key`s of what is returned, which those further out do not see.
+    # The `Site.key`s of what is returned, which outer transformations do not see.
     returned: frozenset[Any] = frozenset()
 
     @property
@@ -57,16 +57,21 @@ class Collect(Listens):
         return reduce.values() if isinstance(reduce, Mapping) else (reduce,)
 
     def needs_order(self, site):
-        return any(self.folds(one.name) for one, _ in self.asked(site))
+        return any(self.folds(one.name) for one, _ in self.wanted(site))
 
-    def concerns(self, site):
-        return site.tag == self.tag and any(
-            one.key in self.returned or self._chooses(one)
-            for one, _ in self.asked(site)
-        )
+    def wanted(self, site, loops=None):
+        return [x for x in self.asked(site, loops) if self._has_mode(x[0])]
+
+    def _has_mode(self, site: Site) -> bool:
+        """Whether `modes` asks for the mode of a mark."""
+        if self.modes is None or site.mode in map(without_order, self.modes):
+            return True
+        # `Append` needs the primals too: cotangents are put in their order.
+        reducer = self.reducer(site.name)
+        return not site.modes and reducer is not None and not reducer.has_state
 
     def _left(self, site: Site) -> Site | None:
-        """What is left of a mark for those further out. One of which only some
+        """What is left of a mark for outer transformations. One of which only some
         iterations are returned is left as it is."""
         here = [one for one, at in self.asked(site, self.loops) if not is_some(at)]
         if all(one.key not in self.returned for one in here):
@@ -106,14 +111,15 @@ class Collect(Listens):
     def with_executions(
         self, entries: Sequence[Entry], found: Iterable[Found], of: Iterable[Any]
     ) -> list[Entry]:
-        """The entries with `Site.of`, which is given for each of the marks that are
-        `found`. Each of these is an execution, so that it has an entry of its own."""
+        """The entries with `Execution.of`, which is given for each of the marks that
+        are `found`. Each of these is an execution, so that it has an entry of its own.
+        """
         by_key: dict[Any, list[Any]] = {}
         for x, executions in zip(found, of):
             for one, _ in self.asked(x.site, x.loops):
                 by_key.setdefault(one.key, []).append(executions)
         return [
-            dc.replace(e, site=e.site._replace(of=executions))
+            dc.replace(e, site=e.site._replace(execution=Execution(executions)))
             for key, group in grouped(entries).items()
             for e, executions in zip(group, by_key[key], strict=True)
         ]
@@ -124,27 +130,17 @@ class Collect(Listens):
         reducer = self.reducer(name)
         return reducer is not None and reducer.has_state
 
-    def _chooses(self, site: Site) -> bool:
-        """Whether the mode of a mark is asked for."""
-        if self.modes is None or site.mode in map(without_order, self.modes):
-            return True
-        # `Append` needs the primals too: cotangents are put in their order.
-        reducer = self.reducer(site.name)
-        return not site.modes and reducer is not None and not reducer.has_state
-
     def sow(self, found, given, site: Site, atoms, frame: Frame):
         if site.tag != self.tag:
             leave(self, site, atoms, frame)
             return given
         atoms = leave(self, self._left(site), atoms, frame)
-        asked = self.asked(site, self.loops)
-        if asked:
+        wanted = self.wanted(site, self.loops)
+        if wanted:
             check_guarded(site)
-        for one, at in () if site.again else asked:
-            if not self._chooses(one):
-                continue
+        for one, at in () if site.execution.again else wanted:
             transform = of_one(self.transform.value, site, one)
-            new = _Sow(one, atoms, transform, at)
+            new = _Marked(one, atoms, transform, at)
             if self.folds(one.name):
                 given = self._fold(given, new, frame)
             else:
@@ -152,7 +148,7 @@ class Collect(Listens):
                 frame.want(atoms)
         return given
 
-    def _fold(self, given: Given, new: _Sow, frame: Frame) -> Given:
+    def _fold(self, given: Given, new: _Marked, frame: Frame) -> Given:
         """One more execution for a reducer, whose state goes through the loops
         around."""
         key = new.site.key
@@ -169,7 +165,7 @@ class Collect(Listens):
 
     def end_jaxpr(self, found, frame: Frame) -> Entries:
         def pair(x):
-            if not isinstance(x, _Sow):
+            if not isinstance(x, _Marked):
                 return x, _entry.FINISHED
             operands = frame.read_arrays(x.operands)
             return _entry.unfinished(x.site, operands, x.at), x.transform
@@ -189,6 +185,6 @@ class Collect(Listens):
         states = {}
         for key, entries in by_key.items():
             reducer: Any = self.reducer(key[0])
-            if self.folds(key[0]) and self._chooses(entries[0].site):
+            if self.folds(key[0]) and self._has_mode(entries[0].site):
                 states[key] = _reduce.started(reducer, entries, eqns[key[0]])
         return states

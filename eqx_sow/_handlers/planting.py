@@ -46,8 +46,8 @@ class Replace(Handler):
     # one for all iterations of a loop and one for iteration 3: the last one counts.
     # `Given.values` is a dict with their arrays.
     planted: SameParts
-    # A dict: for each `Site.key` of which each run has a slot of its own, `Site.of` of
-    # these runs, in order.
+    # A dict: for each `Site.key` of which each run has a slot of its own, the
+    # `Execution.of` of these runs, in order.
     runs: SameParts
     has_outer: bool
     # See `with_left`.
@@ -66,7 +66,7 @@ class Replace(Handler):
         runs = self.runs.value.get(site.key)
         if runs is None:
             return site.key
-        mine = [i for i, of in enumerate(runs) if not of.isdisjoint(site.of)]
+        mine = [i for i, of in enumerate(runs) if not of.isdisjoint(site.execution.of)]
         if len(mine) == 1:
             return slot_of(site.key, mine[0])
         raise SowError(
@@ -87,7 +87,7 @@ class Replace(Handler):
     def sow(self, found, given, site: Site, atoms, frame: Frame):
         del found
         n_guards = len(site.guards)
-        # A planted mark is still one for those further out, also if it is the mark of a
+        # A planted mark is still one for outer transformations, also if it is that of a
         # module that was made for this `plant` alone.
         is_marked = site.label.depth > 0 and self.concerns(site)
         still = site.for_all() if is_marked else site

@@ -28,7 +28,7 @@ from .._values.transform import Batched, transformed, Value
 from .._walk.frame import Frame
 from .._walk.handler import check_guarded, Given
 from .._walk.sows import loop_of, variables
-from .asked import leave, Listens, of_one, reached
+from .asked import leave, of_one, reached, Selector
 from .delivery import Delivery, print_event
 
 
@@ -250,7 +250,7 @@ def _mesh_axes(eqn: Any) -> list[Hashable]:
 
 
 @dc.dataclass(frozen=True, kw_only=True)
-class Tap(Listens):
+class Tap(Selector):
     """Sends the values of sows to the host. `Given.carry` has the counts: there is one
     for each `Site.key` and the mesh axes around. `Given.values` are the arrays of the
     option `extra`."""
@@ -260,7 +260,7 @@ class Tap(Listens):
     # That of the option `extra`.
     extra: Form
     # The `Site.key`s of what is sent, and what their modes are called.
-    chosen: SameParts = SameParts({})
+    mode_of: SameParts = SameParts({})
     # The mesh axes around what is walked over.
     mesh: tuple[str, ...] = ()
     # Of each loop around it, from outside in, whether its length is known.
@@ -273,13 +273,8 @@ class Tap(Listens):
     def cacheable(self):
         return super().cacheable and self.when.value is None
 
-    def wants(self, site):
-        return site.tag == self.tag and any(
-            one.key in self.chosen.value for one, _ in self.asked(site)
-        )
-
-    def concerns(self, site):
-        return self.wants(site)
+    def wanted(self, site, loops=None):
+        return [x for x in self.asked(site, loops) if x[0].key in self.mode_of.value]
 
     def needs_iteration(self, site):
         return self.wants(site)
@@ -296,9 +291,9 @@ class Tap(Listens):
         return {slot: x for slot, x in carry.items() if slot[1][:n] == self.mesh}
 
     def sow(self, found, given, site: Site, atoms, frame: Frame):
-        # A `plant` further out may replace the value.
+        # An outer `plant` may replace the value.
         atoms = leave(self, site, atoms, frame)
-        if not self.wants(site) or site.again:
+        if not self.wants(site) or site.execution.again:
             return given
         check_guarded(site)
         site, operands = in_front(site, frame.read_arrays(atoms))
@@ -307,10 +302,9 @@ class Tap(Listens):
         after = it.chain(site.label.after, it.repeat(None))
         places = tuple(next(after) if known else None for known in self.known)
         loops = Loops(site.name, places, given.iterations)
-        for one, at in self.asked(site, self.loops):
-            if one.key in self.chosen.value:
-                transform = of_one(self.transform.value, site, one)
-                given = self._send(one, operands, transform, at, loops, given)
+        for one, at in self.wanted(site, self.loops):
+            transform = of_one(self.transform.value, site, one)
+            given = self._send(one, operands, transform, at, loops, given)
         return given
 
     def _send(
@@ -336,7 +330,7 @@ class Tap(Listens):
             whole = isinstance(transform, Batched)
             seen = all_lanes(site, operands) if whole else operands
             entry = captured(site, seen, transform)
-            send(count, loops, entry, extra, self.chosen.value[site.key], options)
+            send(count, loops, entry, extra, self.mode_of.value[site.key], options)
 
         def send_when():
             predicate = self.when.value

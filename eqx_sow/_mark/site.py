@@ -51,10 +51,6 @@ class Guard(NamedTuple):
     # In which of its branches the mark is, and how many these are.
     branch: int = 1
     n_branches: int = 1
-    # Where the value of its operand is made. This tells the runs of a cond apart that
-    # is in a function which is called twice. `None` until `_walk/executions.py` fills
-    # it in, as `Site.of`.
-    run: Hashable = None
 
 
 class Label(NamedTuple):
@@ -63,7 +59,7 @@ class Label(NamedTuple):
     Of a call of `sow`, there is one label for all of them. A captured module gets a
     label from each transformation that captures it, which has a number of its own, its
     `depth`: how many transformations there are around the program that it traces,
-    itself included. Those further out see such a label, those further in do not. The
+    itself included. Outer transformations see such a label, inner ones do not. The
     `name` is not known, and `None`, until the whole program is there that this
     transformation traces, and shows where the arrays of the module come from.
 
@@ -104,7 +100,25 @@ class Fixed(NamedTuple):
     mark: tuple[Any, ...]
 
 
-_NONE: frozenset[tuple[int, ...]] = frozenset()
+class Execution(NamedTuple):
+    """Which execution a mark is. `_walk/executions.py` finds it out, for the
+    transformation at hand, if that needs it."""
+
+    # The executions that the mark is, or is a derivative of, by the ways to their
+    # equations. There are several if it is in several branches. Empty if it is not
+    # known.
+    of: frozenset[tuple[int, ...]] = frozenset()
+    # Whether it is a repetition of these, which is not an execution of its own. `None`
+    # if that cannot be told.
+    again: bool | None = False
+    # Whether it is a primal in a backward pass.
+    backward: bool = False
+    # For each guard, where the value of its operand is made. This tells the runs of a
+    # cond apart that is in a function which is called twice.
+    runs: tuple[Hashable, ...] = ()
+
+
+_UNKNOWN = Execution()
 
 
 class Site(NamedTuple):
@@ -121,7 +135,7 @@ class Site(NamedTuple):
     # The value without its arrays, which are operands of the equation.
     form: Form
 
-    # The tags of which a transformation further in has taken this value, and left its
+    # The tags of which an inner transformation has taken this value, and left its
     # derivatives to others.
     taken: tuple[Hashable, ...] = ()
 
@@ -133,10 +147,8 @@ class Site(NamedTuple):
     orders: tuple[int, ...] = ()
     # How many derivatives were taken of this value so far.
     differentiated: int = 0
-    # An object for each time that the derivative of a `jax.checkpoint` split what was
-    # in there, the mark included, into what runs forward and what the backward pass
-    # computes again. That has the same one. Derivatives that were taken before have
-    # none, and those of the mark that are taken later do.
+    # One object per `jax.checkpoint` that was differentiated with the mark inside. The
+    # recomputed copy shares it. Derivatives taken earlier do not carry it.
     splits: tuple[Any, ...] = ()
 
     # --- where it runs ---
@@ -155,18 +167,10 @@ class Site(NamedTuple):
     spec: Const | None = None
     where: str = ""
 
-    # --- which execution it is: see `_walk/executions.py` ---
+    # --- which execution it is ---
     # The call of `sow`, which its derivatives share: an `Origin`.
     origin: Any = None
-    # The next three are filled in for the transformation at hand, if it needs them.
-    # The executions that the mark is, or is a derivative of, by the ways to their
-    # equations. There are several if it is in several branches.
-    of: frozenset[tuple[int, ...]] = _NONE
-    # Whether it is a repetition of these, which is not an execution of its own. `None`
-    # if that cannot be told.
-    again: bool | None = False
-    # Whether it is a primal in a backward pass.
-    backward: bool = False
+    execution: Execution = _UNKNOWN
 
     fixed: tuple[Fixed, ...] = ()
 
@@ -194,9 +198,8 @@ class Site(NamedTuple):
     def seen_from(self, depth: int, tag: Hashable) -> "Site":
         """The mark as a transformation sees it that has this depth and tag, before it
         has asked which executions there are."""
-        if self.of:
-            guards = tuple(g._replace(run=None) for g in self.guards)
-            self = self._replace(of=_NONE, again=False, backward=False, guards=guards)
+        if self.execution is not _UNKNOWN:
+            self = self._replace(execution=_UNKNOWN)
         labels = [x for x in self.labels if x.depth <= depth]
         labels.sort(key=lambda x: (x.name is None, x.tag != tag))
         labels = tuple(labels)
@@ -212,7 +215,7 @@ class Site(NamedTuple):
         return self._replace(taken=(*self.taken, tag))
 
     def for_all(self) -> "Site":
-        """The mark, also seen by those further out that have no label for it."""
+        """The mark, also seen by outer transformations that have no label for it."""
         return self._replace(labels=(*self.labels, Label(self.name, self.tag)))
 
     def in_scope(self, scope: str) -> "Site":

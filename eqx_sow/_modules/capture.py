@@ -18,7 +18,8 @@ from .._mark.site import Label
 from .._names import check_known
 from .._walk.flow import Here, run
 from .._walk.handler import is_solver
-from .._walk.sows import Found, sites, with_sites
+from .._walk.rewrite import with_sites
+from .._walk.sows import Found, sites
 from .naming import Naming
 from .places import Places
 

@@ -152,10 +152,10 @@ def _runs(
         return [_Run(None, mine[0], of_key, values)], None
     primals = [e for e in entries if not e.site.modes]
     runs = by_run(mine, entries)
-    ofs = [(e or primals[i]).site.of for i, e in enumerate(runs)]
-    sows = [[x for x in of_key if not x.site.of.isdisjoint(of)] for of in ofs]
+    ofs = [(e or primals[i]).site.execution.of for i, e in enumerate(runs)]
+    sows = [[x for x in of_key if not x.site.execution.of.isdisjoint(of)] for of in ofs]
     around = [
-        xs or [x for x in found if not x.site.of.isdisjoint(of)]
+        xs or [x for x in found if not x.site.execution.of.isdisjoint(of)]
         for xs, of in zip(sows, ofs)
     ]
     given: list[dict[_At, Any]] = [{} for _ in runs]
@@ -311,7 +311,7 @@ class _Plant(Transformed):
         given = Given(carry, values)
         if any(x.site.fixed for x in program.mine if x.site.key in of_key):
             # A function may return another array. By now, no part of the program has
-            # been evaluated, with marks and prints for those further out.
+            # been evaluated, with marks and prints for outer transformations.
             program.survey(handler, given)
         outs, taken = program.evaluate(handler, given)
         if left:

@@ -38,7 +38,8 @@ from .._walk.executions import needs_executions, with_executions
 from .._walk.handler import Given, Handler, is_solver, Taken
 from .._walk.interpreter import evaluate, Interpret
 from .._walk.jax_rules import check_wrapped
-from .._walk.sows import Found, recomputed, seen_as, sows
+from .._walk.rewrite import seen_as
+from .._walk.sows import Found, recomputed, sows
 from .options import Options
 
 
@@ -95,8 +96,8 @@ class Program:
         return dc.replace(self, closed=closed)
 
     def executions(self, several: Callable[[Site], bool]) -> list[Any] | None:
-        """`Site.of` for each of `mine`, if it matters, and can be told without changing
-        the program."""
+        """`Execution.of` for each of `mine`, if it matters, and can be told without
+        changing the program."""
         if not needs_executions(self.mine, several):
             return None
         of = by_edges(self.closed, self.mine)

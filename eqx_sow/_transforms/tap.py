@@ -107,9 +107,9 @@ def _walk(self: _Tapped, program: Program, extra: list[Any]) -> list[Any]:
         extra=form,
     )
     places = list(handler.everywhere(program.mine))
-    chosen = program.wanted("tap", [site.key for site, _ in places])
-    counts = dict(first_count(s, eqns) for s, eqns in places if s.key in chosen)
-    handler = dc.replace(handler, chosen=SameParts(chosen))
+    mode_of = program.wanted("tap", [site.key for site, _ in places])
+    counts = dict(first_count(s, eqns) for s, eqns in places if s.key in mode_of)
+    handler = dc.replace(handler, mode_of=SameParts(mode_of))
     outs, _ = program.evaluate(handler, Given(counts, extra))
     return outs
 

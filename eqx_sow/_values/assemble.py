@@ -137,7 +137,9 @@ def by_run(mine: Sequence[Entry], entries: Sequence[Entry]) -> list[Entry | None
     order: list[Entry | None] = [None] * len(primals)
     others = []
     for e in mine:
-        fits = [i for i, p in enumerate(primals) if not p.site.of.isdisjoint(e.site.of)]
+        of = e.site.execution.of
+        pairs = enumerate(primals)
+        fits = [i for i, p in pairs if not p.site.execution.of.isdisjoint(of)]
         if len(fits) > 1:
             raise SowError(
                 f"`{e.site.name}` runs several times (one is at {e.site.where}), "

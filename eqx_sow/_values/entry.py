@@ -27,8 +27,9 @@ axes of size one: `[5, 3, 2]`.
 
 import dataclasses as dc
 import functools as ft
+import itertools as it
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -44,7 +45,8 @@ from .axes import aligned, broadcast, either
 from .transform import transformed, Value
 
 
-Guards = tuple[Guard, ...]
+# The guards of a mark, each with its run: see `Execution.runs`.
+Guards = tuple[tuple[Guard, Hashable], ...]
 
 
 @jtu.register_dataclass
@@ -142,8 +144,8 @@ def unfinished(
     """The entry of one mark before it is `finished`. In the place of a count it has
     booleans that say in which lanes the mark runs. In others, the value is anything."""
     site, operands = in_front(site, operands)
-    cases = (site.guards,) if site.guards else ()
-    entry = Entry((), site, cases=cases, at=at)
+    case = tuple(it.zip_longest(site.guards, site.execution.runs))
+    entry = Entry((), site, cases=(case,) if case else (), at=at)
     return _of_value(entry, value_of(site, operands), *running(site, operands))
 
 
@@ -196,8 +198,8 @@ def _are_all_branches(cases: Sequence[Guards]) -> bool:
     if () in cases:
         return True
     by_cond: dict[Any, dict[int, list[Guards]]] = {}
-    for guard, *inside in cases:
-        of_cond = guard.cond, guard.run, guard.n_branches
+    for (guard, run), *inside in cases:
+        of_cond = guard.cond, run, guard.n_branches
         by_branch = by_cond.setdefault(of_cond, {})
         by_branch.setdefault(guard.branch, []).append(tuple(inside))
     return any(

@@ -94,16 +94,16 @@ def merged(old: Entry, new: Entry) -> Entry:
 
 def _of_all(sites: Sequence[Site]) -> Site:
     """The first site, with the lines and the executions of all of them."""
-    return sites[0]._replace(
-        where=" or ".join(dict.fromkeys(s.where for s in sites)),
-        of=frozenset().union(*[s.of for s in sites]),
-    )
+    where = " or ".join(dict.fromkeys(s.where for s in sites))
+    of = frozenset().union(*[s.execution.of for s in sites])
+    execution = sites[0].execution._replace(of=of)
+    return sites[0]._replace(where=where, execution=execution)
 
 
 def _of_primal(entry: Entry) -> Any:
     """A key to sort what a backward pass, which runs backward, has found by its
     primals."""
-    of = entry.site.of if is_backward(entry.site.mode) else ()
+    of = entry.site.execution.of if is_backward(entry.site.mode) else ()
     return min(of, default=())
 
 
@@ -112,8 +112,8 @@ def _are_exclusive(a: Entry, b: Entry) -> bool:
     each of the other."""
 
     def apart(x: Guards, y: Guards) -> bool:
-        branches = {(g.cond, g.run): g.branch for g in x}
-        return any(branches.get((g.cond, g.run), g.branch) != g.branch for g in y)
+        branches = {(g.cond, run): g.branch for g, run in x}
+        return any(branches.get((g.cond, run), g.branch) != g.branch for g, run in y)
 
     return all(apart(x, y) for x in a.cases or [()] for y in b.cases or [()])
 
@@ -249,7 +249,7 @@ def latest(old: Entry, new: Entry) -> Entry:
 # --- errors ---
 def duplicate(a: Site, b: Site) -> DuplicateSowError:
     places, names = _places(a, b)
-    if b.backward and not a.backward:
+    if b.execution.backward and not a.execution.backward:
         places += " (also in a backward pass: in the `bwd` of a `jax.custom_vjp`)"
     if bool(a.note) != bool(b.note):
         names = (

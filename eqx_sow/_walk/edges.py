@@ -57,7 +57,7 @@ _CALLS = {jexc.primitives.jit_p, jexc.primitives.remat_p}
 
 
 def by_edges(closed: Any, found: Sequence[Found]) -> dict[Way, frozenset[Way]] | None:
-    """`Site.of` for these marks of a program, by the ways to them, if all are
+    """`Execution.of` for these marks of a program, by the ways to them, if all are
     executions or derivatives of one."""
     for x in found:
         around = x.eqns[:-1]

@@ -28,7 +28,7 @@ branches only one runs, if they are of one run of the cond: if the index that bo
 as an operand was made in one place. In another call of the function it is made in
 another one.
 
-The answers are written into the sites: `Site.of`, `again`, `backward` and `guards`. In
+The answers are written into the sites, as `Site.execution`. In
 
     y = sow[name=h] x          # equation 0 of the program
     z = jit[... sow[name=h] y] # equation 1, and equation 2 in there
@@ -52,7 +52,7 @@ import numpy as np
 
 from .. import _compat, _hijax
 from .._mark.primitive import same_p, sow_p
-from .._mark.site import Site
+from .._mark.site import Execution, Site
 from .flow import Domain, Here, run
 from .repetitions import (
     around_backward_pass,
@@ -60,7 +60,8 @@ from .repetitions import (
     repetitions,
     Sown,
 )
-from .sows import Found, lengths_of, loop_of, Way, with_sites
+from .rewrite import with_sites
+from .sows import Found, lengths_of, loop_of, Way
 
 
 def needs_executions(found: Sequence[Found], several: Callable[[Site], bool]) -> bool:
@@ -119,12 +120,13 @@ def _sites(found: Sequence[Sown]) -> dict[Way, Site]:
         in_branch = any(guard.cond is not None for guard in x.site.guards)
         if not again and x.backward and in_branch and x.site.key in ran:
             again = None
-        sites[way] = x.site._replace(
+        execution = Execution(
             of=frozenset().union(*[repeated.get(p, {p}) for p in of]),
             again=again,
             backward=not x.site.modes and x.backward,
-            guards=tuple(g._replace(run=r) for g, r in zip(x.site.guards, x.runs)),
+            runs=x.runs,
         )
+        sites[way] = x.site._replace(execution=execution)
     return sites
 
 

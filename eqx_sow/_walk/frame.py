@@ -77,7 +77,7 @@ class Frame:
     @contextlib.contextmanager
     def in_scope(self) -> Iterator[None]:
         """What is evaluated in the place of the current equation is called from where
-        that was, and has its name stack. So those further out see the calls around,
+        that was, and has its name stack. So outer transformations see the calls around,
         which loops are Equinox's, and what is part of a backward pass."""
         source = self.eqn.source_info
         stack = source_info_util.current_name_stack() + source.name_stack

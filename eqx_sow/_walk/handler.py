@@ -75,7 +75,7 @@ class Handler:
     # Whether `Given.iterations` has an entry for each `while_loop`, too.
     counts_whiles: bool = False
 
-    # Whether what is taken at the marks may be differentiated by those further out.
+    # Whether what is taken at the marks may be differentiated further.
     differentiable: bool = True
 
     def sow(self, found: list, given: Given, site: Site, atoms, frame: Frame) -> Given:
@@ -94,9 +94,9 @@ class Handler:
         return False
 
     def concerns(self, site: Site) -> bool:
-        """Whether the handler has anything to do with a mark: if it is not left to
-        those further out as it is."""
-        return True
+        """Whether the handler has anything to do with a mark: if that is not left to
+        outer transformations as it is."""
+        return self.wants(site)
 
     def for_inside(self, eqn: Any) -> "Handler":
         """The handler for what is inside an equation."""
@@ -154,7 +154,7 @@ def check_guarded(site: Site) -> None:
                 "arguments, `jax.tree_util.Partial`), or mark the arrays"
                 f"{or_leave_out if site.note else '.'}"
             )
-    if site.again is None:
+    if site.execution.again is None:
         raise SowError(
             f"{site.said} is in the `bwd` of a `jax.custom_vjp` that only some lanes "
             "of a `jax.vmap` call, and the forward pass has a mark of that name. "

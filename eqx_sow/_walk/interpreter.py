@@ -22,8 +22,8 @@ from .._mark.staging import to_jaxpr
 from .frame import Frame, without_donating
 from .handler import Given, Handler, refuse_unknown, Taken
 from .meshes import carry_outside, entries_outside, given_inside
+from .rewrite import MARKS, without
 from .sows import (
-    eqn_without_sows,
     jaxprs_in,
     kept_with_jaxpr,
     loop_of,
@@ -106,7 +106,7 @@ def evaluate(
         rule = rules.get(eqn.primitive)
         if rule is None:
             refuse_unknown(handler, eqn)
-            frame.defer(eqn if handler.has_outer else eqn_without_sows(eqn))
+            frame.defer(eqn if handler.has_outer else without(eqn, MARKS))
             continue
         values = frame.read(eqn.invars)
         frame.flush_effects()
@@ -164,9 +164,9 @@ class Interpret:
         self.stages = stages or (_stages if kept else _new_stages())
 
     def __call__(self, jaxpr: Any) -> Callable:
-        return ft.partial(self.run, evaluate, jaxpr)
+        return ft.partial(self.apply, evaluate, jaxpr)
 
-    def run(self, fn: Callable, held: Any, given: Given, *args) -> Any:
+    def apply(self, fn: Callable, held: Any, given: Given, *args) -> Any:
         """`fn(interpret, given, held, *args)`, by way of a jaxpr: see `staged`."""
         closed, inputs, treedef = self.staged(held, given, *args, fn=fn)
         return jtu.tree_unflatten(treedef, _compat.inline_or_call(closed, inputs))
@@ -176,7 +176,7 @@ class Interpret:
     ) -> tuple[Any, list[Any], Any]:
         """For rules that keep an equation and put another jaxpr into it: what the
         handler makes of a jaxpr, without constants; the inputs of that, the last of
-        which are `args`; and the treedef of what `run` would return.
+        which are `args`; and the treedef of what `apply` would return.
 
         A jaxpr that occurs many times is walked once by each handler, and what that
         makes of it is the same jaxpr each time, which JAX compiles once. `held` is the

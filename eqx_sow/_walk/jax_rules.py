@@ -41,6 +41,7 @@ from .._mark.site import Guard
 from . import rules as _rules
 from .handler import Given, Handler
 from .interpreter import Interpret, rules
+from .rewrite import PRINTS, without
 from .sows import (
     has_sow,
     is_lanewise,
@@ -48,7 +49,6 @@ from .sows import (
     kept_with_jaxpr,
     map_jaxprs,
     shows_sow,
-    without_prints,
 )
 
 
@@ -207,6 +207,9 @@ class AddGuard(Handler):
     guard: Guard
     has_outer: bool = True
 
+    def concerns(self, site):
+        return True
+
     def sow(self, found, given, site, atoms, frame):
         del found
         n = len(site.guards)
@@ -291,7 +294,7 @@ def _guarded(axis_data, args, dims, params):
     cond, body = params["cond_jaxpr"], params["body_jaxpr"]
     n = params["cond_nconsts"]
     m = n + params["body_nconsts"]
-    going = jexc.jaxpr_as_fun(without_prints(cond))
+    going = jexc.jaxpr_as_fun(without(cond, PRINTS))
     run = Interpret(AddGuard(Guard()))(body)
     carried = not cond.effects and is_lanewise(cond)
 

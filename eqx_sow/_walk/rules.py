@@ -29,7 +29,6 @@ import equinox as eqx
 import jax
 import jax.core
 import jax.extend.core as jexc
-import jax.extend.linear_util as lu
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax import lax
@@ -38,22 +37,13 @@ from jax.sharding import PartitionSpec as P
 
 from .. import _compat, _hijax
 from .._arrays import on_mesh, select, zeros_like
-from .._mark.listening import listening
 from .._mark.primitive import sow_effect
 from .._mark.staging import to_jaxpr, types_of
 from .._values import entry as _entry, merge as _merge
 from .handler import Given, refuse, Taken
 from .interpreter import Interpret, rule_for, with_operands
-from .sows import (
-    eqn_without_sows,
-    expanded,
-    jaxprs_of,
-    kept_with_jaxpr,
-    map_jaxprs,
-    sites,
-    without_prints,
-    without_sows,
-)
+from .rewrite import MARKS, PRINTS, without
+from .sows import expanded, sites
 
 
 # --- calls ---
@@ -101,51 +91,17 @@ def _inside(interpret, given, eqn, jaxpr, args, join):
     if any(map(handler.replaces, sites(eqn))):
         return interpret(jaxpr)(given, *args)
     if not handler.has_outer and not any(map(handler.wants, sites(eqn))):
-        return bind(_without_sows(eqn), args), Taken(given.carry, ())
+        return bind(without(eqn, MARKS), args), Taken(given.carry, ())
     # Both run, and only the original prints.
-    copy = without_prints(jaxpr)
+    copy = without(jaxpr, PRINTS)
     # An effect that cannot be left out, such as an `io_callback` with a result.
     if any(e != sow_effect for e in copy.effects):
         why = "an effect of the function, such as an `io_callback`, would happen twice"
         refuse(handler, eqn, sites(eqn), why, "Mark its result outside.")
-        kept = eqn if handler.has_outer else _without_sows(eqn)
+        kept = eqn if handler.has_outer else without(eqn, MARKS)
         return bind(kept, args), Taken(given.carry, ())
-    original = bind(_without_sows(eqn), args)
+    original = bind(without(eqn, MARKS), args)
     return join(interpret, given, copy, args, original)
-
-
-@lu.transformation2
-def _quiet(rule, always, *zeros):
-    jaxpr, *rest = rule(*zeros)
-    if always or listening.value is None:
-        jaxpr = without_sows(jaxpr)
-    return jaxpr, *rest
-
-
-def _with_quiet_rule(eqn, always=False):
-    """The equation with no marks in its derivative rule, where JAX would keep them
-    though nothing asks for them."""
-    rules = {
-        name: _quiet(eqn.params[name], always)
-        for name in ("jvp_jaxpr_fun", "fwd_jaxpr_thunk")
-        if name in eqn.params
-    }
-    return eqn.replace(params={**eqn.params, **rules}) if rules else eqn
-
-
-def _without_sows(eqn):
-    return eqn_without_sows(_with_quiet_rule(eqn))
-
-
-@kept_with_jaxpr
-def _with_quiet_rules(jaxpr):
-    """A jaxpr with no marks in any derivative rule."""
-    eqns = []
-    for e in jaxpr.eqns:
-        if any(jaxprs_of(e)):
-            e = e.replace(params=map_jaxprs(e.params, _with_quiet_rules))
-        eqns.append(_with_quiet_rule(e, always=True))
-    return _compat.with_changes(jaxpr, eqns=eqns)
 
 
 def _with_derivative_of(interpret, given, jaxpr, args, original):
@@ -161,21 +117,21 @@ def _with_derivative_of(interpret, given, jaxpr, args, original):
     handler = interpret.handler
     differentiable = handler.differentiable
     walked, inputs, treedef = interpret.staged(jaxpr, given, *args)
-    # If it is differentiated, those further out see the marks in the rule of the
+    # If it is differentiated, outer transformations see the marks in the rule of the
     # original, and not those in here, in whatever equations these are.
     alone = Interpret(dc.replace(handler, has_outer=False), interpret.stages)
     quiet, same, _ = alone.staged(jaxpr, given, *args)
-    quiet = without_sows(_with_quiet_rules(quiet))
+    quiet = without(quiet, MARKS, in_rules=True)
     # Computed out here, where JAX takes the plain derivative of it. But what `tap`
     # sends, or a `transform` prints, must happen once, in `copy` or in its rule.
-    pure = without_prints(quiet)
+    pure = without(quiet, PRINTS)
     again = _compat.inline_or_call(pure, same) if differentiable else []
     once = not differentiable or pure is not quiet
 
     @jax.custom_jvp
     def copy(inputs, original, again, same):
         del original, same
-        # Without anybody further out, `walked` is no other program.
+        # Without an outer transformation, `walked` is no other program.
         is_same = not (once or handler.has_outer)
         return again if is_same else _compat.inline_or_call(walked, inputs)
 
@@ -210,8 +166,8 @@ def _custom_hi(interpret, given, eqn, *args):
 def _custom_vmap(interpret, given, eqn, *args):
     def join(interpret, given, jaxpr, args, original):
         outs, taken = interpret(jaxpr)(given, *args)
-        # If there is somebody further out, who may plant something in the copy, the
-        # rule is given up.
+        # If there is an outer transformation, which may plant something in the copy,
+        # the rule is given up.
         return outs if interpret.handler.has_outer else original, taken
 
     return _inside(interpret, given, eqn, eqn.params["call"], args, join)
@@ -238,7 +194,7 @@ def staged_if_eager(rule: Callable) -> Callable:
         if not (plain and _compat.is_eager()):
             return rule(interpret, given, eqn, *args)
         held = eqn.primitive, tuple(eqn.params.items())
-        return interpret.run(of_params, held, given, *args)
+        return interpret.apply(of_params, held, given, *args)
 
     return staged
 
@@ -377,7 +333,7 @@ def _while(interpret, given, eqn, *args):
     )
     cond_consts, consts, init = _split(args, p["cond_nconsts"], p["body_nconsts"])
     cond_jaxpr = p["cond_jaxpr"]
-    predicate = without_sows(cond_jaxpr)
+    predicate = without(cond_jaxpr, MARKS)
     run = interpret(p["body_jaxpr"])
     inside = sites(p["body_jaxpr"]) if handler.counts_whiles else ()
     index = [jnp.int32(0)] if any(map(handler.needs_iteration, inside)) else []

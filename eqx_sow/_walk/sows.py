@@ -1,4 +1,4 @@
-"""The marks in a program: where they are, and the program with other ones.
+"""The marks in a program: where they are.
 
 A program is a jaxpr. Its marks may be in jaxprs that are parameters of its equations,
 at any depth, and in Python functions that equations hold.
@@ -6,7 +6,7 @@ at any depth, and in Python functions that equations hold.
 
 import functools as ft
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -205,14 +205,14 @@ def _in_functions(eqn: Any) -> list[Site]:
         with listening(new):
             return sites((_compat.noinlined if noinline else expanded)(eqn))
     found: list[Site] = []
-    if _is_filtered(params):
+    if is_filtered(params):
         with listening(Listening(found=found.append)):
             avals = [v.aval for v in eqn.invars]
             eqn.primitive.abstract_eval(*avals, **eqn.params)
     return found
 
 
-def _is_filtered(params: dict[str, Any]) -> bool:
+def is_filtered(params: dict[str, Any]) -> bool:
     """Whether these are of a primitive of Equinox's, which holds Python functions."""
     return {"static", "treedef"} <= params.keys()
 
@@ -262,95 +262,3 @@ def lengths_of(eqns: Iterable[Any]) -> tuple[int, ...]:
     """How many iterations the scans among some equations have."""
     loops = map(loop_of, eqns)
     return tuple(x.length for x in loops if x is not None and x.length is not None)
-
-
-# --- changing programs ---
-def with_sites(x: Any, sites: Mapping[Way, Site]) -> Any:
-    """A jaxpr in which the marks that these ways lead to have other sites. The same
-    jaxpr each time for the same sites, so that what JAX has compiled for it is found.
-    """
-    return _with_sites(x, frozenset(sites.items())) if sites else x
-
-
-@kept_with_jaxpr
-def _with_sites(jaxpr, sites):
-    by_eqn: dict[int, dict[Way, Site]] = {}
-    for (i, *rest), site in sites:
-        by_eqn.setdefault(i, {})[tuple(rest)] = site
-    eqns = list(jaxpr.eqns)
-    for i, inside in by_eqn.items():
-        eqns[i] = _eqn_with_sites(eqns[i], inside)
-    return _compat.with_changes(jaxpr, eqns=eqns)
-
-
-def _eqn_with_sites(eqn: Any, sites: Mapping[Way, Site]) -> Any:
-    if eqn.primitive in (sow_p, same_p):
-        return eqn.replace(params=dict(site=sites[()]))
-    by_jaxpr: list[dict[Way, Site]] = [{} for _ in jaxprs_in(eqn.params)]
-    for (k, *rest), site in sites.items():
-        by_jaxpr[k][tuple(rest)] = site
-    inside = iter(by_jaxpr)
-    return eqn.replace(
-        params=map_jaxprs(eqn.params, lambda jaxpr: with_sites(jaxpr, next(inside)))
-    )
-
-
-def seen_as(x: Any, found: Iterable[Found], see: Callable[[Site], Site]) -> Any:
-    """A jaxpr with each `Site` that is `found` in it as one sees it."""
-    changed = {}
-    for site, _, way in found:
-        new = see(site)
-        if way and new is not site:
-            changed[way] = new
-    return with_sites(x, changed)
-
-
-def without_prints(jaxpr: Any) -> Any:
-    """A jaxpr without the equations that only have an effect, marks aside."""
-    if all(e == sow_effect for e in jaxpr.effects):
-        return jaxpr
-    eqns = []
-    for e in jaxpr.eqns:
-        if e.effects and jaxprs_of(e):
-            params = map_jaxprs(e.params, without_prints)
-            e = e.replace(params=params, effects=_effects(jaxprs_in(params)))
-        elif e.effects and not e.outvars:
-            continue
-        eqns.append(e)
-    return _compat.with_changes(jaxpr, eqns=eqns, effects=_effects(eqns))
-
-
-def _effects(xs: Iterable[Any]) -> frozenset[Any]:
-    return frozenset().union(*[x.effects for x in xs])
-
-
-def eqn_without_sows(eqn: Any) -> Any:
-    """An equation with no marks inside."""
-    _, params = _compat.unmapped(eqn)
-    # Equinox compares these jaxprs with others that it hides from JAX. It evaluates
-    # them, so that the marks in there do nothing.
-    if not _is_filtered(params):
-        eqn = eqn.replace(params=map_jaxprs(eqn.params, without_sows))
-    return eqn.replace(effects=eqn.effects - {sow_effect})
-
-
-@kept_with_jaxpr
-def without_sows(jaxpr: Any) -> Any:
-    """A jaxpr with no marks in it."""
-    # The variables that marks return, each with the atom that it is equal to.
-    equal_to: dict[Any, Any] = {}
-
-    def source(v):
-        return v if isinstance(v, jexc.Literal) else equal_to.get(v, v)
-
-    eqns = []
-    for e in jaxpr.eqns:
-        if e.primitive is sow_p:
-            equal_to.update(zip(e.outvars[1:], map(source, e.invars[1:])))
-            # The edge that comes out of a mark may be kept for a backward pass.
-            e = e.replace(primitive=edge_p, invars=[], outvars=e.outvars[:1], params={})
-        e = e.replace(invars=list(map(source, e.invars)))
-        eqns.append(eqn_without_sows(e) if has_sow(e) else e)
-    outvars = list(map(source, jaxpr.outvars))
-    effects = _effects(eqns)
-    return _compat.with_changes(jaxpr, eqns=eqns, outvars=outvars, effects=effects)
