@@ -37,7 +37,14 @@ from jax.custom_derivatives import SymbolicZero
 from jax.sharding import PartitionSpec as P
 
 from .. import _compat, _hijax
-from .._arrays import on_mesh, select, zeros_like
+from .._arrays import (
+    on_mesh,
+    select,
+    shape_like,
+    sharded_like,
+    spec_of,
+    zeros_like,
+)
 from .._mark.listening import listening
 from .._mark.primitive import sow_effect
 from .._mark.staging import to_jaxpr, types_of
@@ -426,6 +433,17 @@ def _while(interpret, given, eqn, *args):
 
 
 # --- devices ---
+@kept_with_jaxpr
+def _forgets(jaxpr):
+    """Whether in a jaxpr JAX forgets over which mesh axes values vary: where a
+    `shard_map` in it has `check_vma=False`, and after that."""
+    jaxpr = _compat.open_jaxpr(jaxpr)[0]
+    return any(
+        not eqn.params.get("check_vma", True) or any(map(_forgets, jaxprs_of(eqn)))
+        for eqn in jaxpr.eqns
+    )
+
+
 @rule_for(_compat.shard_map_p)
 def _shard_map(interpret, given, eqn, *args):
     # What is marked on each device gets an axis for the devices, sharded over the mesh.
@@ -451,11 +469,20 @@ def _shard_map(interpret, given, eqn, *args):
         of = lambda spec, xs: jax.tree.map(lambda x: fn(x, spec), xs)
         return jax.tree.map(of, value_specs, values)
 
-    values = for_values(lambda x, spec: on_mesh(x, p["mesh"], spec), values)
+    def cut(x, spec):
+        x = on_mesh(x, p["mesh"], spec)
+        # From a mesh around where the axis is not explicit, it comes in one piece.
+        spec = (*spec, *spec_of(x)[len(spec) :])
+        return sharded_like(x, shape_like(x, x.shape, spec))
+
+    values = for_values(cut, values)
+    carry = jax.tree.map(lambda x: cut(x, on_device), carry)
     specs = None
 
+    known = p["check_vma"] and not _forgets(p["jaxpr"])
+
     def varying(x):
-        return [a for a in axes if not p["check_vma"] or a in _compat.varying(x)]
+        return [a for a in axes if not known or a in _compat.varying(x)]
 
     # What comes out: on each device, what is marked there gets an axis of size 1 in
     # front. With 4 devices, `f32[3]` becomes `f32[1, 3]`, and all together `f32[4, 3]`.
