@@ -16,7 +16,7 @@ from .._arrays import (
     mesh_inside,
     one_along,
     onto,
-    shape_like,
+    sharded_along,
     sharded_like,
     sharding_with,
     spec_of,
@@ -395,12 +395,9 @@ def stepped(reducer: Reducer, state: ReducerState, entry: Entry) -> ReducerState
             new = [jnp.where(run > 0, x, y) for x, y in zip(new, acc)]
         return new, count + run
 
-    def on_lanes(x):
-        spec = (*[a.spec for a in lanes], *spec_of(x)[len(lanes) :])
-        return sharded_like(x, shape_like(x, x.shape, spec))
-
     # On the mesh of the mark, other axes can be explicit than on the one around.
-    acc, count = list(map(on_lanes, state.acc)), on_lanes(state.count)
+    specs = [a.spec for a in lanes]
+    *acc, count = [sharded_along(x, specs) for x in (*state.acc, state.count)]
     acc, count = _in_lanes(in_lane, lanes)(acc, count, run, values)
     count = sharded_like(count, state.count)
     # A value that is the same in all lanes comes back unsharded.

@@ -37,20 +37,14 @@ from jax.custom_derivatives import SymbolicZero
 from jax.sharding import PartitionSpec as P
 
 from .. import _compat, _hijax
-from .._arrays import (
-    on_mesh,
-    select,
-    shape_like,
-    sharded_like,
-    spec_of,
-    zeros_like,
-)
+from .._arrays import on_mesh, select, sharded_along, zeros_like
 from .._mark.listening import listening
 from .._mark.primitive import sow_effect
 from .._mark.staging import to_jaxpr, types_of
 from .._values import entry as _entry, merge as _merge
 from .handler import Given, refuse, Taken
 from .interpreter import Interpret, rule_for, with_operands
+from .meshes import forgets
 from .sows import (
     eqn_without_sows,
     expanded,
@@ -433,17 +427,6 @@ def _while(interpret, given, eqn, *args):
 
 
 # --- devices ---
-@kept_with_jaxpr
-def _forgets(jaxpr):
-    """Whether in a jaxpr JAX forgets over which mesh axes values vary: where a
-    `shard_map` in it has `check_vma=False`, and after that."""
-    jaxpr = _compat.open_jaxpr(jaxpr)[0]
-    return any(
-        not eqn.params.get("check_vma", True) or any(map(_forgets, jaxprs_of(eqn)))
-        for eqn in jaxpr.eqns
-    )
-
-
 @rule_for(_compat.shard_map_p)
 def _shard_map(interpret, given, eqn, *args):
     # What is marked on each device gets an axis for the devices, sharded over the mesh.
@@ -470,16 +453,14 @@ def _shard_map(interpret, given, eqn, *args):
         return jax.tree.map(of, value_specs, values)
 
     def cut(x, spec):
-        x = on_mesh(x, p["mesh"], spec)
         # From a mesh around where the axis is not explicit, it comes in one piece.
-        spec = (*spec, *spec_of(x)[len(spec) :])
-        return sharded_like(x, shape_like(x, x.shape, spec))
+        return sharded_along(on_mesh(x, p["mesh"], spec), spec)
 
     values = for_values(cut, values)
     carry = jax.tree.map(lambda x: cut(x, on_device), carry)
     specs = None
 
-    known = p["check_vma"] and not _forgets(p["jaxpr"])
+    known = p["check_vma"] and not forgets(p["jaxpr"])
 
     def varying(x):
         return [a for a in axes if not known or a in _compat.varying(x)]
