@@ -108,6 +108,12 @@ def sharded_like(x, other):
     return jax.sharding.reshard(x, sharding_with(other, spec))
 
 
+def sharded_along(x, spec: Sequence[Any]):
+    """`x` with its leading axes sharded so."""
+    spec = (*spec, *spec_of(x)[len(spec) :])
+    return sharded_like(x, shape_like(x, x.shape, spec))
+
+
 def on_mesh(x, mesh: Any, spec: Sequence[Any]):
     """Puts an array on a mesh, if that has explicit axes and `x` is on none yet."""
     sharding = sharding_on(mesh, spec)

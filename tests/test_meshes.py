@@ -594,6 +594,11 @@ WITHIN = {
         _explicit_inside,
         lambda x, sow, around: around(lambda x: _layers(x, sow, _product))(x),
     ),
+    "vmap in explicit": (
+        "A",
+        _explicit_inside,
+        lambda x, sow, around: around(jax.vmap(lambda x: _product(x, sow)))(x),
+    ),
     "explicit in auto": (
         "E",
         lambda fn: _inside(_explicit_inside(fn)),
@@ -709,6 +714,57 @@ def test_mesh_within_a_shard_map_over_one_axis():
     np.testing.assert_allclose(saved, want.reshape(4, 2, 4), rtol=1e-5)
     np.testing.assert_allclose(means, want.reshape(4, -1).mean(1), rtol=1e-5)
     np.testing.assert_allclose(doubled, jnp.tanh(2 * want), rtol=1e-5)
+
+
+def test_a_shard_map_over_an_axis_that_is_explicit_only_inside():
+    """What goes in comes from a mesh where it is not known to be sharded."""
+    mesh = jax.make_mesh((4,), ("d",), (AxisType.Auto,))
+
+    def f(x):
+        inside = lambda x: 2 * eqx_sow.sow(jnp.sin(x), "a")
+        inside = jax.shard_map(inside, in_specs=P("d"), out_specs=P("d"))
+        return jax.sharding.explicit_axes(inside, in_sharding=P("d"))(x)
+
+    events = []
+    with jax.set_mesh(mesh):
+        again = jax.jit(lambda x: plant(f, S(f)(x)[1])(x))(X)
+        out = jax.jit(tap(f, events.append))(X)
+        jax.effects_barrier()
+    for got in again, out:
+        np.testing.assert_allclose(got, 2 * jnp.sin(X), rtol=1e-6)
+    want = np.split(np.sin(X), 4)
+    for e in events:
+        np.testing.assert_allclose(e.value, want[e.device["d"]], rtol=1e-6)
+    assert len(events) == 4
+
+
+def test_a_shard_map_that_checks_nothing_in_one_that_does():
+    """After the inner one JAX forgets what varies over the axis of the outer one."""
+    mesh = jax.make_mesh((4, 2), ("d", "m"))
+
+    def inside(x):
+        return 2 * eqx_sow.sow(x * x, "inside")
+
+    def on_columns(x):
+        inner = jax.shard_map(
+            inside, in_specs=P("d"), out_specs=P("d"), axis_names={"d"}, check_vma=False
+        )
+        return eqx_sow.sow(inner(x), "after")
+
+    def f(x):
+        over = P(None, "m")
+        return jax.shard_map(
+            on_columns, in_specs=over, out_specs=over, axis_names={"m"}
+        )(x)
+
+    with jax.set_mesh(mesh):
+        x = jax.device_put(X, NamedSharding(mesh, P("d", "m")))
+        got = jax.jit(S(f))(x)[1]
+    assert got.axes("inside", "primal") == ("device:m", "device:d")
+    columns = np.split(np.asarray(X * X), 2, 1)
+    rows = [np.split(column, 4) for column in columns]
+    np.testing.assert_allclose(got["inside"]["primal"], rows, rtol=1e-6)
+    np.testing.assert_allclose(got["after"]["primal"], 2 * np.stack(columns), 1e-6)
 
 
 # --- the same uses on each kind of mesh ---

@@ -16,6 +16,7 @@ from .._arrays import (
     mesh_inside,
     one_along,
     onto,
+    sharded_along,
     sharded_like,
     sharding_with,
     spec_of,
@@ -394,7 +395,11 @@ def stepped(reducer: Reducer, state: ReducerState, entry: Entry) -> ReducerState
             new = [jnp.where(run > 0, x, y) for x, y in zip(new, acc)]
         return new, count + run
 
-    acc, count = _in_lanes(in_lane, lanes)(state.acc, state.count, run, values)
+    # On the mesh of the mark, other axes can be explicit than on the one around.
+    specs = [a.spec for a in lanes]
+    *acc, count = [sharded_along(x, specs) for x in (*state.acc, state.count)]
+    acc, count = _in_lanes(in_lane, lanes)(acc, count, run, values)
+    count = sharded_like(count, state.count)
     # A value that is the same in all lanes comes back unsharded.
     acc = list(map(sharded_like, acc, state.acc))
     return dc.replace(state, acc=acc, count=count)

@@ -163,3 +163,14 @@ def _spec_of_body(eqn: Any, mesh: Any, given: Sequence[Any]) -> list[Any] | None
     specs = _propagated(body, mesh, [*[None] * len(body.constvars), *given])
     out = [None if isinstance(v, jexc.Literal) else specs.get(v) for v in body.outvars]
     return [*out[:n_carry], *[s if s is None else (None, *s) for s in out[n_carry:]]]
+
+
+@kept_with_jaxpr
+def forgets(jaxpr: Any) -> bool:
+    """Whether JAX forgets over which mesh axes the values of a jaxpr vary: in a
+    `shard_map` with `check_vma=False`, and after it."""
+    jaxpr, _ = _compat.open_jaxpr(jaxpr)
+    return any(
+        not eqn.params.get("check_vma", True) or any(map(forgets, jaxprs_of(eqn)))
+        for eqn in jaxpr.eqns
+    )

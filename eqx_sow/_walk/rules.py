@@ -36,12 +36,13 @@ from jax.custom_derivatives import SymbolicZero
 from jax.sharding import PartitionSpec as P
 
 from .. import _compat, _hijax
-from .._arrays import on_mesh, select, zeros_like
+from .._arrays import on_mesh, select, sharded_along, zeros_like
 from .._mark.primitive import sow_effect
 from .._mark.staging import to_jaxpr, types_of
 from .._values import entry as _entry, merge as _merge
 from .handler import Given, refuse, Taken
 from .interpreter import Interpret, rule_for, with_operands
+from .meshes import forgets
 from .rewrite import MARKS, PRINTS, without
 from .sows import expanded, sites
 
@@ -407,11 +408,18 @@ def _shard_map(interpret, given, eqn, *args):
         of = lambda spec, xs: jax.tree.map(lambda x: fn(x, spec), xs)
         return jax.tree.map(of, value_specs, values)
 
-    values = for_values(lambda x, spec: on_mesh(x, p["mesh"], spec), values)
+    def cut(x, spec):
+        # From a mesh around where the axis is not explicit, it comes in one piece.
+        return sharded_along(on_mesh(x, p["mesh"], spec), spec)
+
+    values = for_values(cut, values)
+    carry = jax.tree.map(lambda x: cut(x, on_device), carry)
     specs = None
 
+    known = p["check_vma"] and not forgets(p["jaxpr"])
+
     def varying(x):
-        return [a for a in axes if not p["check_vma"] or a in _compat.varying(x)]
+        return [a for a in axes if not known or a in _compat.varying(x)]
 
     # What comes out: on each device, what is marked there gets an axis of size 1 in
     # front. With 4 devices, `f32[3]` becomes `f32[1, 3]`, and all together `f32[4, 3]`.
