@@ -42,7 +42,7 @@ class TapEvent(_Fields):
         `int`. This includes executions that were not sent.
     - `ran`: `None`; or, if a condition differs between the lanes of a `vmap`, a boolean
         array with the axes of the lanes, which says which of them ran. The value is
-        zero for the others. Each branch that contains the name has an event of its own.
+        zero for the others. Each branch that contains the name has its own event.
 
     Also available as attributes, but not when you unpack the tuple:
 

@@ -65,9 +65,6 @@ def compare(
 ) -> Comparison:
     """Compares two captures, and shows where they first differ.
 
-    Use it for a port and its original, bfloat16 and float32, before and after an
-    upgrade, or one device and four.
-
     The table has one row for each name and mode that both have (and leaf, if the value
     has several), in order of execution:
 
@@ -77,9 +74,9 @@ def compare(
         is half as large,
     - `cosine`: of the angle between the two,
     - `beyond`: how many entries differ by more than `atol + rtol * abs(reference)`, if
-        any. What is not finite in one alone is beyond, as are all entries if the shapes
-        differ. What is NaN in both, or the same infinity, is not. Keys are equal or
-        beyond.
+        any. Entries that are not finite in only one of the two are beyond, as are all
+        entries if the shapes differ. Entries that are NaN in both, or the same
+        infinity, are not. Keys are equal or beyond.
 
     An arrow marks the row with the first entry beyond the tolerance, in order of
     execution, as in [`eqx_sow.tabulate`][]: in a loop, of the earliest iteration; for
