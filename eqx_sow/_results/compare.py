@@ -70,8 +70,7 @@ def compare(
 
     - `shape`: also of the reference, if shapes or dtypes differ,
     - `largest`: the largest absolute difference,
-    - `norm`: how much the norm differs, relative to that of the reference: `-0.5` if it
-        is half as large,
+    - `norm`: the relative difference of the norms: `-0.5` if the norm is half as large,
     - `cosine`: of the angle between the two,
     - `beyond`: how many entries differ by more than `atol + rtol * abs(reference)`, if
         any. Entries that are not finite in only one of the two are beyond, as are all

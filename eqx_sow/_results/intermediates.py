@@ -375,9 +375,9 @@ class Intermediates(dict[str, dict[str, Any]]):
         **Returns:**
 
         An `Intermediates` in order of execution: all of layer 0, then all of layer 1,
-        and so on. Other axes stay where they are: those of `jax.vmap`, and those of
-        loops that do not take their slices from a stack. A name that runs several times
-        has a tuple for each layer. Shapes from `eval_shape` can be unstacked, too.
+        and so on. Other axes stay where they are: `vmap`s, and loops that do not slice
+        a stack. A name that runs several times has a tuple for each layer. Shapes from
+        `eval_shape` can be unstacked, too.
 
         **Raises:**
 

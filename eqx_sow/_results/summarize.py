@@ -28,7 +28,7 @@ class Summary(eqx.Module):
 
     All of them are arrays of the same shape: `()` for the summary of one array, and
     with leading axes under `jax.lax.scan` or `jax.vmap`. `mean`, `std`, `rms`, `min`
-    and `max` are those of the finite entries, and NaN if there are none.
+    and `max` are over the finite entries, and NaN if there are none.
 
     Counts are floating-point numbers, since an int32 would overflow: in float32 they
     are exact up to `2**24`, and correct to seven digits beyond that. (With
@@ -91,8 +91,8 @@ class Summary(eqx.Module):
         **Arguments:**
 
         - `shape`: its leading axes.
-        - `edges`: as in [`eqx_sow.summarize`][]: the same as those of the summaries to
-            be added.
+        - `edges`: as in [`eqx_sow.summarize`][], and the same as in the summaries to be
+            added.
 
         **Returns:**
 

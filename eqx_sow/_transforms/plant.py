@@ -379,25 +379,24 @@ def plant(
         `"cotangent"` (the gradient that flows back there) or `"tangent"`. Second-order
         modes are joined by a dot.
     - `tag`: replace only marks with this tag.
-    - `capture`, `methods`, `inputs`, `calls`, `scope`: as in `save_intermediates`. What
-        is planted under `"layers/1.inputs"`, a tuple `(args, kwargs)`, is what the
-        module is called with. Under `"layers/1.call"` you plant an [`eqx_sow.Call`][],
-        and the program continues with its `out`: `lambda c: c._replace(out=c.args[0])`
-        skips a layer.
+    - `capture`, `methods`, `inputs`, `calls`, `scope`: as in `save_intermediates`.
+        Under `"layers/1.inputs"` you plant the arguments of the module, a tuple `(args,
+        kwargs)`. Under `"layers/1.call"` you plant an [`eqx_sow.Call`][], and the
+        program continues with its `out`: `lambda c: c._replace(out=c.args[0])` skips a
+        layer.
     - `with_index`: call functions with `(value, index)`. `index` is a tuple of the
         iterations of the loops around the mark, outermost first, as traced int32s: in a
         scan over layers, `index[0]` is the layer. So the layer can be an argument of a
         compiled program. A `while_loop`, or a `fori_loop` with traced bounds, has no
-        entry in it. In a reversed scan, iteration `i` is that of `xs[i]`.
+        entry in it. In a reversed scan, iteration `i` has `xs[i]`.
 
     **Returns:**
 
-    A function with the signature of `fn`, and an output of the same structure. What is
-    planted is still marked: `save_intermediates(plant(fn, values))` captures it, and
-    needs no `capture` for planted modules. `tap` sends what is planted, whether it is
-    inside or around. Planted arrays may be traced and differentiated. The function has
-    the methods `.eval_shape`, `.lower` and `.trace`, as that of
-    [`eqx_sow.save_intermediates`][].
+    A function with the signature of `fn`, and an output of the same structure. The
+    planted value is still marked: `save_intermediates(plant(fn, values))` captures it,
+    and needs no `capture` for planted modules. A `tap`, inside or around, sends the
+    planted value. Planted arrays may be traced and differentiated. The function has the
+    methods `.eval_shape`, `.lower` and `.trace` of [`eqx_sow.save_intermediates`][].
 
     You can plant other values for a marked NumPy array, too: it is then a JAX array in
     the program. If the program needs its numbers while it is traced, as an index or a

@@ -163,7 +163,7 @@ def save_intermediates(
         `jax.nn.softmax`, or a function made by `jax.jit` or `eqx.filter_jit`; a tuple
         of these; or a predicate `(path, module) -> bool`, which gets the module with
         shapes in place of its arrays. The name of a module is its path, `layers/0`; if
-        the model is an argument of a plain function, it begins with that of the
+        the model is an argument of a plain function, the path begins with the
         parameter, `model/layers/0`. The module that is `fn` itself has the name `.`.
     - `methods`: which methods to mark. A method other than `__call__` has a name such
         as `layers/0.encode`.
@@ -195,7 +195,7 @@ def save_intermediates(
         loop, entry `i` from iteration `i`;
     - under `vmap`: a leading axis for each `vmap` that it varies over, outermost first;
     - in a `cond` or a `while_loop`: `intermediates[name]["count"]`, an int32 that says
-        how often the mark ran. The value is that of the branch that ran, or of the
+        how often the mark ran. The value comes from the branch that ran, or from the
         last iteration; zeros if there was none;
     - for a captured module or function that runs several times: a tuple with one entry
         for each run.
@@ -205,8 +205,8 @@ def save_intermediates(
 
     - `.eval_shape(...)` returns the shapes of `(out, intermediates)` without compiling
         or running anything;
-    - `.lower(...)` and `.trace(...)` do what those of `jax.jit` do, if `fn` is made by
-        `jax.jit` or `eqx.filter_jit`.
+    - `.lower(...)` and `.trace(...)` are as for `jax.jit`, if `fn` is made by `jax.jit`
+        or `eqx.filter_jit`.
 
     Like the result of `eqx.filter_vmap`, the function is a PyTree with the leaves of
     `fn`. You can decorate methods with `save_intermediates`.

@@ -202,8 +202,8 @@ def tap(
     marked: `save_intermediates(tap(fn))` captures it, and several taps can see it. A
     `tap` does not see values already captured by a `save_intermediates` inside `fn`.
     The modules that `capture` selects are marked for this `tap` alone. The function has
-    the methods `.eval_shape`, `.lower` and `.trace`, as that of
-    [`eqx_sow.save_intermediates`][]; methods can be decorated.
+    the methods `.eval_shape`, `.lower` and `.trace` of
+    [`eqx_sow.save_intermediates`][], and you can decorate methods.
 
     All lanes of a `vmap` are one event, for `tap(vmap(fn))` and for `vmap(tap(fn))`. A
     value that a backward pass computes again is not an event; its cotangent is one. In

@@ -116,8 +116,8 @@ class Last(Reducer):
     The backward pass of a scan runs from its end, so `Last` of a cotangent gives
     iteration 0.
 
-    The shape and dtype are those of the value at the mark, with leading axes for
-    `vmap`s and none for loops. If the mark never ran, the value is zeros.
+    The shape and dtype are as at the mark, with leading axes for `vmap`s and none for
+    loops. If the mark never ran, the value is zeros.
 
     !!! example
 

@@ -82,7 +82,7 @@ def batched(fn: _Fn) -> _Fn:
     An outer `vmap` adds an axis as usual: `batched` only sees `vmap`s inside
     `save_intermediates`. For one value of all examples, write
     `save_intermediates(jax.vmap(f), ...)`. In `tap`, where all lanes are one event,
-    `fn` also sees those of a `vmap` around the `tap`.
+    `fn` also sees the lanes of a `vmap` around the `tap`.
 
     **Raises:**
 

@@ -28,8 +28,8 @@ def register_rule(primitive: jexc.Primitive) -> Callable[[_Rule], _Rule]:
     an equation of this primitive with a mark inside is replaced by the program of the
     rule. So reducers, axes, planted values, derivatives and batching work inside it as
     in any JAX program. JAX's own rules for the primitive are not used: if its
-    derivative is not that of the program, give the program a `jax.custom_jvp` or
-    `jax.custom_vjp` rule. Without a mark inside, and outside eqx_sow, the primitive
+    derivative is not the derivative of the program, give the program a `jax.custom_jvp`
+    or `jax.custom_vjp` rule. Without a mark inside, and outside eqx_sow, the primitive
     stays as it is.
 
     **Arguments:**
