@@ -114,12 +114,6 @@ grads, intermediates = save_intermediates(grad)(model, images, labels)
 print(tabulate(intermediates))
 
 # %% [markdown]
-# In a notebook, as the last line of a cell, the table is shown in HTML:
-
-# %%
-tabulate(intermediates)
-
-# %% [markdown]
 # ## Is it right?
 #
 # Compare with the same values computed by hand.

@@ -54,16 +54,16 @@ def batched(fn: _Fn) -> _Fn:
     model under `jax.vmap`, the value of one example.
 
     As a transform, `fn` returns one result for all. So a norm over the batch is one
-    reduction, and nothing of the size of the batch is kept. In [`eqx_sow.plant`][],
+    reduction, and no value of the size of the batch is kept. In [`eqx_sow.plant`][],
     `fn` returns the value of all lanes (examples). So it can change one head of an
     attention layer that maps over its heads.
 
     **Arguments:**
 
-    - `fn`: a function of the value, in which arrays have a leading axis for each
-        `vmap` that the value varies over, outermost first. Loops add no axis: each
-        iteration is transformed by itself. An array that is the same for all lanes has
-        a single cotangent, the sum over the lanes, which has no axis for them.
+    - `fn`: a function of the value, in which arrays have a leading axis for each `vmap`
+        that the value varies over, outermost first. Loops add no axis: each iteration
+        is transformed separately. An array that is the same for all lanes has a single
+        cotangent, the sum over the lanes, which has no axis for them.
 
     **Returns:**
 
