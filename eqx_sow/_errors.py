@@ -34,7 +34,7 @@ class UnknownKeyError(UnknownSowError, KeyError):
 
 class SowTypeError(SowError, TypeError):
     """A marked value does not match its jaxtyping annotation, or contains an object
-    that is no PyTree and holds traced arrays, which JAX does not see."""
+    that is not a PyTree but holds traced arrays, which JAX does not see."""
 
 
 class UnsupportedPrimitiveError(SowError, NotImplementedError):

@@ -310,18 +310,15 @@ figure = plot(results)
 if sys.argv[1:] and sys.argv[1].endswith(".png"):
     figure.savefig(sys.argv[1], dpi=280)
 
-# %%
-print(
-    """What to notice:
-- Neither the model nor the training step was changed to see this. The step that is
-  watched is the step that trains, and both end with the same weights (checked).
-- Without normalisation each layer passes on less than half of its input. The activation
-  fades on its way up, the gradient on its way down, and almost no gradient reaches the
-  first layer: after 600 steps its weights have hardly moved.
-- `transform=` saw one image at a time, inside `jax.vmap`. Of 24 activations of 64 by 64
-  numbers, 24 by 64 numbers left the program.
-- The last column comes from a second run, a single `lax.scan` over all steps. `Fold`
-  kept the largest gradient so far, and did not store a history.
-- All of it was compared with activations taken one layer at a time, and with gradients
-  with respect to a zero added after each layer."""
-)
+# %% [markdown]
+# What to notice:
+#
+# - Neither the model nor the training step was changed. The step that is watched is the
+#   step that trains, and both end with the same weights (checked).
+# - Without normalisation each layer passes on less than half of its input. The
+#   activation fades on its way up, the gradient on its way down, and almost no gradient
+#   reaches the first layer: after 600 steps its weights have hardly moved.
+# - `transform=` saw one image at a time, inside `jax.vmap`. Of 24 activations of 64 by
+#   64 numbers, 24 by 64 numbers left the program.
+# - The last column comes from a second run, a single `lax.scan` over all steps. `Fold`
+#   kept the largest gradient so far, and did not store a history.

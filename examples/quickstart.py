@@ -114,12 +114,6 @@ grads, intermediates = save_intermediates(grad)(model, images, labels)
 print(tabulate(intermediates))
 
 # %% [markdown]
-# In a notebook, as the last line of a cell, the table is shown in HTML:
-
-# %%
-tabulate(intermediates)
-
-# %% [markdown]
 # ## Is it right?
 #
 # Compare with the same values computed by hand.
@@ -154,16 +148,11 @@ logits = intermediates["logits"]["primal"]
 error = (jax.nn.softmax(logits) - jax.nn.one_hot(labels, 10)) / len(images)
 assert np.allclose(intermediates["logits"]["cotangent"], error, atol=1e-6)
 
-# %%
-print(
-    """
-What to notice:
-- Every marked layer has its activation ("primal") and the gradient of the loss with
-  respect to it ("cotangent"). Neither the training step nor the loss knows about it.
-- All shapes begin with the 32 images of the batch. The annotations in the model do not:
-  they are for one image, as the code inside `jax.vmap` sees it. They were checked.
-- The share of zeros shows what ReLU switched off. The gradient is dense there all the
-  same: the `Sow` comes after the ReLU, and the gradient has not gone through it yet.
-- The gradient agrees with one worked out by hand: add a zero to the layer, and
-  differentiate with respect to the zero."""
-)
+# %% [markdown]
+# What to notice:
+#
+# - Neither the training step nor the loss knows that it is watched.
+# - All shapes begin with the 32 images of the batch. The annotations in the model,
+#   which were checked, are for one image, as the code inside `jax.vmap` sees it.
+# - The share of zeros shows what ReLU switched off. The gradient is dense there all the
+#   same: the `Sow` comes after the ReLU, and the gradient has not gone through it yet.

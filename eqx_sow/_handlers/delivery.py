@@ -42,13 +42,13 @@ class TapEvent(_Fields):
         `int`. This includes executions that were not sent.
     - `ran`: `None`; or, if a condition differs between the lanes of a `vmap`, a boolean
         array with the axes of the lanes, which says which of them ran. The value is
-        zero for the others. Each branch that contains the name has an event of its own.
+        zero for the others. Each branch that contains the name has its own event.
 
     Also available as attributes, but not when you unpack the tuple:
 
     - `iterations`: the iteration of each loop around the mark, outermost first, a tuple
-        of `int`s. In a reversed scan, iteration `i` is that of `xs[i]`. A cotangent has
-        the iteration of its primal in a scan.
+        of `int`s. In a reversed scan, iteration `i` has `xs[i]`. In a scan, a cotangent
+        has the iteration of its primal.
     - `path`: the name with the iterations in it, as if the loops were lists:
         `"blocks/3/attn"` in a scan over stacked blocks, `"h/17"` in any other loop.
         Outside loops it is the name.

@@ -86,13 +86,9 @@ class Call(NamedTuple):
     - `kwargs`: the keyword arguments, a dict.
     - `out`: the output.
 
-    In `transform`, `plant` and `tap`, arrays have the shapes that the code there sees;
-    what comes back has leading axes for loops and `vmap`s, as for every mark.
-
-    The program continues with `out` alone. So if you plant a `Call`, its `out` replaces
-    the output, and its `args` change nothing. Likewise the cotangents of `args` and
-    `kwargs` are zeros: for the gradient with respect to the arguments, capture
-    `layers/0.inputs` with `inputs=True`.
+    The program continues with `out` alone. So if you plant a `Call`, its `args` change
+    nothing, and the cotangents of `args` and `kwargs` are zeros: for the gradient with
+    respect to the arguments, capture `layers/0.inputs` with `inputs=True`.
 
     !!! example
 

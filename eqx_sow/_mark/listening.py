@@ -106,10 +106,10 @@ def scope(name: str) -> "_Scope":
 
     **Raises:**
 
-    `TypeError` if `name` is not a string, or if what is decorated is a class, a
-    generator or a coroutine. `ValueError` if `name` is empty. While capturing,
-    [`eqx_sow.SowError`][] if scopes are not left in the reverse of the order in which
-    they were entered, as in generators that take turns.
+    `TypeError` if `name` is not a string, or if it decorates a class, a generator or a
+    coroutine. `ValueError` if `name` is empty. While capturing, [`eqx_sow.SowError`][]
+    if scopes are not left in the reverse of the order in which they were entered, as in
+    generators that take turns.
 
     !!! example
 

@@ -30,14 +30,13 @@ def sow(
     """Marks a value: gives it a name, and returns it unchanged.
 
     `sow` is free: outside [`eqx_sow.save_intermediates`][], [`eqx_sow.plant`][] and
-    [`eqx_sow.tap`][] it adds nothing to the program. Replacing `sow(x, name)` by `x`
-    never changes what a program computes.
+    [`eqx_sow.tap`][] it adds nothing to the program.
 
     **Arguments:**
 
     - `value`: any PyTree. Its JAX and NumPy arrays are captured, under every
-        transformation; all other leaves come back as they are. In the program itself a
-        NumPy array remains one. Objects that hold arrays must be PyTrees.
+        transformation; all other leaves come back as they are. In the program itself,
+        NumPy arrays stay NumPy arrays. Objects that hold arrays must be PyTrees.
     - `name`: a name for the value. It marks one place in a program: for a function that
         you call twice, use [`eqx_sow.scope`][] or the option `reduce`.
     - `tag`: any hashable object. `save_intermediates(..., tag=...)` captures the marks
@@ -54,9 +53,9 @@ def sow(
 
     `TypeError` if `name` is not a string. While capturing, also `TypeError` if `tag` is
     not hashable, [`eqx_sow.SowError`][] if `name` contains a traced number, or if a
-    leaf is traced and not an array, such as a `jax.Ref`, and
-    [`eqx_sow.SowTypeError`][] if the value does not match `spec`, or contains an object
-    that is no PyTree and holds traced arrays.
+    leaf is traced and not an array, such as a `jax.Ref`, and [`eqx_sow.SowTypeError`][]
+    if the value does not match `spec`, or contains an object that is not a PyTree but
+    holds traced arrays.
 
     !!! example
 

@@ -65,21 +65,17 @@ def compare(
 ) -> Comparison:
     """Compares two captures, and shows where they first differ.
 
-    Use it for a port and its original, bfloat16 and float32, before and after an
-    upgrade, or one device and four.
-
     The table has one row for each name and mode that both have (and leaf, if the value
     has several), in order of execution:
 
     - `shape`: also of the reference, if shapes or dtypes differ,
     - `largest`: the largest absolute difference,
-    - `norm`: how much the norm differs, relative to that of the reference: `-0.5` if it
-        is half as large,
+    - `norm`: the relative difference of the norms: `-0.5` if the norm is half as large,
     - `cosine`: of the angle between the two,
     - `beyond`: how many entries differ by more than `atol + rtol * abs(reference)`, if
-        any. What is not finite in one alone is beyond, as are all entries if the shapes
-        differ. What is NaN in both, or the same infinity, is not. Keys are equal or
-        beyond.
+        any. Entries that are not finite in only one of the two are beyond, as are all
+        entries if the shapes differ. Entries that are NaN in both, or the same
+        infinity, are not. Keys are equal or beyond.
 
     An arrow marks the row with the first entry beyond the tolerance, in order of
     execution, as in [`eqx_sow.tabulate`][]: in a loop, of the earliest iteration; for

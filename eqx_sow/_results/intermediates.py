@@ -61,21 +61,19 @@ class Intermediates(dict[str, dict[str, Any]]):
     `jax.grad(..., has_aux=True)`, the outputs of a `jax.lax.scan`, `jax.eval_shape`,
     `jax.tree.map`. The modes of a name are in order as well: `"primal"` first,
     `"count"` last. It is equal to a dict with the same items, and prints like one, with
-    types in place of the arrays, except for scalars: `{'h': {'primal': f32[3]}}`. In a
-    notebook it is displayed as the table of [`eqx_sow.tabulate`][].
+    types in place of the arrays, except for scalars. In a notebook it is displayed as
+    the table of [`eqx_sow.tabulate`][].
 
     Look up an iteration as if the loop were a list: `intermediates["blocks/2/attn"]` of
     a stack captured as `"blocks/attn"`, `intermediates["h/3"]`,
     `intermediates["h/-1"]`. You can leave out where the model is, as in the option
-    `names`. Only the names that were captured are in `list(intermediates)`. A name or a
-    mode that is not there is an [`eqx_sow.UnknownSowError`][], which is a `KeyError` as
-    well, and says why.
+    `names`. A name or a mode that is not there is an [`eqx_sow.UnknownSowError`][],
+    which is a `KeyError` as well, and says why.
 
     To JAX it is a PyTree node of its own type. In `jax.tree.map(fn, a, b)`, and as
     results of the branches of a `jax.lax.cond`, two `Intermediates` need the same names
     in the same order. To combine one with a plain dict, write `dict(intermediates)` or
-    `Intermediates(plain)`. Its paths consist of `jax.tree_util.DictKey`s, like those of
-    a dict.
+    `Intermediates(plain)`. Its paths consist of `jax.tree_util.DictKey`s.
 
     **Arguments:**
 
@@ -194,12 +192,11 @@ class Intermediates(dict[str, dict[str, Any]]):
         **Returns:**
 
         A `dict` with one entry for each array, in order: `"layers/0/primal"`, or
-        `"layers/0/cotangent/rms"` for a field of a [`eqx_sow.Summary`][]. Beside the
-        counts of a histogram, `".../histogram"`, there are its `".../edges"`. Scalars
-        are NumPy's, so that `pandas.Series(flat)` has numbers in it; those that are
-        being traced stay as they are. Leaves that are not arrays are left out. So are
-        an `eqx.nn.State`, which belongs to the model, and cotangents of integers, which
-        hold nothing. A key comes back as its `jax.random.key_data`.
+        `"layers/0/cotangent/rms"` for a field of a [`eqx_sow.Summary`][]. A histogram
+        comes with its `".../edges"`. Scalars are NumPy's, so that `pandas.Series(flat)`
+        has numbers in it; traced ones stay as they are. Leaves that are not arrays, an
+        `eqx.nn.State` and the cotangents of integers are left out. A key comes back as
+        its `jax.random.key_data`.
 
         **Raises:**
 
@@ -305,10 +302,9 @@ class Intermediates(dict[str, dict[str, Any]]):
 
         **Arguments:**
 
-        - `pattern`: a glob, such as `"blocks/*/mlp"`, which means what it means in the
-            option `names` of [`eqx_sow.save_intermediates`][]. It also works for a
-            model that stacks its layers, whose value is `"blocks/mlp"` with an axis for
-            the loop: each layer has the name that it would have in a list.
+        - `pattern`: a glob, such as `"blocks/*/mlp"`, as in the option `names` of
+            [`eqx_sow.save_intermediates`][]. It also works for a model that stacks its
+            layers, whose value is `"blocks/mlp"` with an axis for the loop.
         - `mode`: the mode of the values.
 
         **Returns:**
@@ -372,17 +368,16 @@ class Intermediates(dict[str, dict[str, Any]]):
     def unstack(self) -> "Intermediates":
         """Takes stacks of layers apart, as if each were a list.
 
-        Of a scan over a stack of 12 blocks, `"blocks/attn"` is one value with an axis
-        for the loop. Here it is `"blocks/0/attn"` to `"blocks/11/attn"`, as the same
-        blocks give it in a list: for tables, loggers, and to compare the two.
+        In a scan over 12 stacked blocks, `"blocks/attn"` is one value with an axis for
+        the loop. Here it becomes `"blocks/0/attn"` to `"blocks/11/attn"`, for tables
+        and loggers.
 
         **Returns:**
 
         An `Intermediates` in order of execution: all of layer 0, then all of layer 1,
-        and so on. Other axes stay where they are: those of `jax.vmap`, and those of
-        loops that do not take their slices from a stack. The value of a name that runs
-        several times is a tuple for each layer. What `jax.eval_shape` returns can be
-        unstacked, too.
+        and so on. Other axes stay where they are: `vmap`s, and loops that do not slice
+        a stack. A name that runs several times has a tuple for each layer. Shapes from
+        `eval_shape` can be unstacked, too.
 
         **Raises:**
 

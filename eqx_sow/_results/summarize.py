@@ -26,20 +26,18 @@ Edges = Sequence[float] | np.ndarray | jax.Array | None
 class Summary(eqx.Module):
     """The statistics of an array, from [`eqx_sow.summarize`][].
 
-    All of them are arrays of the same shape: `()` for the summary of one array. If
-    summaries are stacked or mapped, as by `jax.lax.scan` or `jax.vmap`, these have
-    leading axes. `mean`, `std`, `rms`, `min` and `max` are those of the finite entries,
-    and NaN if there are none.
+    All of them are arrays of the same shape: `()` for the summary of one array, and
+    with leading axes under `jax.lax.scan` or `jax.vmap`. `mean`, `std`, `rms`, `min`
+    and `max` are over the finite entries, and NaN if there are none.
 
-    Counts are floating-point numbers, since an int32 would overflow: one layer of a
-    large model, over a few hundred steps, has more than `2**31` entries. In float32
-    they are exact up to `2**24`, and correct to seven digits beyond that. (With
-    `jax_enable_x64` they are float64, and exact up to `2**53`.)
+    Counts are floating-point numbers, since an int32 would overflow: in float32 they
+    are exact up to `2**24`, and correct to seven digits beyond that. (With
+    `jax_enable_x64` they are float64.)
 
     `+` merges two summaries, and `merge` those along an axis. Up to rounding, the
     result is the summary of all entries together. Adding summaries with different
     leading axes or different `edges` is an [`eqx_sow.SowError`][]. A summary that is
-    all zeros, as you get it for a mark that did not run, is the summary of no entries.
+    all zeros, as for a mark that did not run, has no entries.
 
     `mean`, `std`, `rms`, `min` and `max` can be differentiated. The gradient of a
     standard deviation of zero is zero.
@@ -57,10 +55,9 @@ class Summary(eqx.Module):
 
     ??? abstract "How they are merged"
 
-        By the pairwise formula for means and sums of squared deviations, in which no
-        large numbers cancel: T. F. Chan, G. H. Golub and R. J. LeVeque,
-        "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances",
-        Stanford University, technical report STAN-CS-79-773, 1979.
+        By the pairwise formula of T. F. Chan, G. H. Golub and R. J. LeVeque, "Updating
+        Formulae and a Pairwise Algorithm for Computing Sample Variances", Stanford
+        University, technical report STAN-CS-79-773, 1979.
     """
 
     size: jax.Array
@@ -94,8 +91,8 @@ class Summary(eqx.Module):
         **Arguments:**
 
         - `shape`: its leading axes.
-        - `edges`: as in [`eqx_sow.summarize`][]: the same as those of the summaries to
-            be added.
+        - `edges`: as in [`eqx_sow.summarize`][], and the same as in the summaries to be
+            added.
 
         **Returns:**
 
@@ -121,8 +118,8 @@ class Summary(eqx.Module):
 
         **Arguments:**
 
-        - `axis`: which, an int or several: of the axes of `size`, counted from the end
-            if negative. All of them by default.
+        - `axis`: an axis of `size`, or several, counted from the end if negative. All
+            by default.
 
         **Returns:**
 
@@ -196,16 +193,14 @@ def summarize(
     """Computes statistics of each array in a PyTree, without copying the array.
 
     For `save_intermediates(..., transform=eqx_sow.summarize)`: a scan over layers then
-    stacks statistics, not activations. It reads each array a few times and allocates
-    nothing of that size.
+    stacks statistics, not activations.
 
     Entries that are not finite are counted, and left out of everything else. Complex
     numbers count by their magnitude, booleans as 0 and 1. Everything is computed and
     returned in float32; with `jax_enable_x64`, float64 arrays and integers in float64.
     Without it, NumPy's float64 and int64 arrays are converted to float32 first, as in
-    JAX: 1e300 then counts as infinite, and digits after the seventh are lost. The
-    standard deviation is computed from deviations, not as a difference of squares, and
-    neither large nor small numbers overflow on the way.
+    JAX: 1e300 then counts as infinite. Neither large nor small numbers overflow on the
+    way.
 
     **Arguments:**
 

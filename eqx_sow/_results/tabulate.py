@@ -48,28 +48,27 @@ def tabulate(intermediates: Mapping[str, Mapping[str, Any]]) -> str:
     """Makes a table of what [`eqx_sow.save_intermediates`][] captured, as text.
 
     It has one row for each name and mode (and leaf, if the value has several), in order
-    of execution. Names are whole, however long they are, so that you can copy them into
-    `names=` or `plant`. A value without arrays, such as a Python number, has a row
-    without numbers. An `eqx.nn.State`, which belongs to the model, has no row. `count`
-    is the sum over all axes. The statistics are those of the finite entries of
-    executions that took place; complex numbers count by their magnitude. `zeros` is the
-    share of entries that are zero. A [`eqx_sow.Summary`][], with any number of leading
-    axes, is one row. It has the numbers that the row of the values would have, and the
-    number of entries in place of their shape.
+    of execution. Names are not shortened, so that you can copy them into `names=` or
+    `plant`. A value without arrays has a row without numbers, and an `eqx.nn.State` has
+    no row. `count` is the sum over all axes. The statistics are over the finite entries
+    of executions that took place; complex numbers count by their magnitude. `zeros` is
+    the share of entries that are zero. A [`eqx_sow.Summary`][], with any number of
+    leading axes, is one row. It has the numbers of the values, and the number of
+    entries in place of their shape.
 
     An arrow marks the row with the first entry, in order of execution, that is not
     finite. In a loop, this is the row that went wrong in the earliest iteration.
-    Cotangents are read from the bottom row upwards. A leading axis from a `jax.vmap` or
-    a loop around `save_intermediates` counts as time, too. After a reducer or a change
-    of shape the iterations can no longer be compared, so the arrow points at the first
-    bad row. The table of a plain dict has no arrow, as `jax.jit` sorts its names.
+    Cotangents are read from the bottom row upwards. Entries that a `jax.vmap` or a loop
+    around `save_intermediates` has stacked count as iterations, too. After a reducer or
+    a change of shape the iterations can no longer be compared, so the arrow points at
+    the first bad row. The table of a plain dict has no arrow, as `jax.jit` sorts its
+    names.
 
-    The statistics are those of [`eqx_sow.summarize`][]. They are computed where the
-    values are: arrays on a CPU are read in place, by a program that is compiled once
-    for all shapes; of others, only these numbers come to the host. Values may be spread
+    The statistics are computed as by [`eqx_sow.summarize`][], where the values are:
+    arrays on a CPU are read in place, and others on their device. Values may be spread
     over several processes: then all of them must call `tabulate`, and all get the same
-    table. Without `jax_enable_x64`, NumPy's float64 and int64 arrays are
-    converted to float32 first.
+    table. Without `jax_enable_x64`, NumPy's float64 and int64 arrays are converted to
+    float32 first.
 
     **Arguments:**
 

@@ -365,41 +365,38 @@ def plant(
             loop, of one example in one iteration. [`eqx_sow.batched`][] around it
             passes all examples, as leading axes, and it returns them.
 
-        Names and globs mean what they mean in the option `names` of
+        Names and globs are those of the option `names` of
         [`eqx_sow.save_intermediates`][]: `"blocks/*"` is the blocks, without what is in
-        them, and `"h/3"`, or `"blocks/2/attn"` in a stack of layers, is one iteration
-        of a loop, whose value has no axis for that loop. A function under a glob is
-        called at each mark that matches. If several keys match a mark, a name takes
-        precedence over globs, and an earlier glob over a later one.
+        them, and `"h/3"` is one iteration of a loop, whose value has no axis for that
+        loop. If several keys match a mark, a name takes precedence over globs, and an
+        earlier glob over a later one.
 
         You can plant what `save_intermediates(model)` captured into a function of
-        `model`: the names lack the prefix `model/`, which does not matter as long as
-        only one model in the function matches.
+        `model`, although the names lack the prefix `model/`, as long as only one model
+        in the function matches.
 
     - `mode`: what to replace: `"primal"` (the value); or, if `fn` differentiates,
         `"cotangent"` (the gradient that flows back there) or `"tangent"`. Second-order
         modes are joined by a dot.
     - `tag`: replace only marks with this tag.
-    - `capture`, `methods`, `inputs`, `calls`, `scope`: as in `save_intermediates`, so
-        that submodules of a model can be planted by their paths. What is planted under
-        `"layers/1.inputs"`, a tuple `(args, kwargs)`, is what the module is called
-        with. Under `"layers/1.call"` you plant an [`eqx_sow.Call`][], and the program
-        continues with its `out`: `lambda c: c._replace(out=c.args[0])` skips a layer.
+    - `capture`, `methods`, `inputs`, `calls`, `scope`: as in `save_intermediates`.
+        Under `"layers/1.inputs"` you plant the arguments of the module, a tuple `(args,
+        kwargs)`. Under `"layers/1.call"` you plant an [`eqx_sow.Call`][], and the
+        program continues with its `out`: `lambda c: c._replace(out=c.args[0])` skips a
+        layer.
     - `with_index`: call functions with `(value, index)`. `index` is a tuple of the
-        iterations of the loops around the mark, outermost first, as traced int32s: in
-        a scan over layers `(layer,)`. So the layer can be an argument of a compiled
-        program. Compare `index[0]`: the tuple itself equals no number. A
-        `while_loop`, or a `fori_loop` with traced bounds, has no entry in it. In a
-        reversed scan, iteration `i` is that of `xs[i]`.
+        iterations of the loops around the mark, outermost first, as traced int32s: in a
+        scan over layers, `index[0]` is the layer. So the layer can be an argument of a
+        compiled program. A `while_loop`, or a `fori_loop` with traced bounds, has no
+        entry in it. In a reversed scan, iteration `i` has `xs[i]`.
 
     **Returns:**
 
-    A function with the signature of `fn`, and an output of the same structure. What is
-    planted is still marked: `save_intermediates(plant(fn, values))` captures it, and
-    needs no `capture` for planted modules. `tap` sends what is planted, whether it is
-    inside or around. Planted arrays may be traced and differentiated. The function has
-    the methods `.eval_shape`, `.lower` and `.trace`, as that of
-    [`eqx_sow.save_intermediates`][].
+    A function with the signature of `fn`, and an output of the same structure. The
+    planted value is still marked: `save_intermediates(plant(fn, values))` captures it,
+    and needs no `capture` for planted modules. A `tap`, inside or around, sends the
+    planted value. Planted arrays may be traced and differentiated. The function has the
+    methods `.eval_shape`, `.lower` and `.trace` of [`eqx_sow.save_intermediates`][].
 
     You can plant other values for a marked NumPy array, too: it is then a JAX array in
     the program. If the program needs its numbers while it is traced, as an index or a
@@ -415,8 +412,8 @@ def plant(
 
     `TypeError` and `ValueError` if an option is not of the kind above. When called:
 
-    - [`eqx_sow.UnknownSowError`][] if a name or a glob matches nothing, or has nothing
-      of this mode, or there is no such iteration;
+    - [`eqx_sow.UnknownSowError`][] if a name or a glob matches nothing, or does not
+      have this mode, or there is no such iteration;
     - [`eqx_sow.SowError`][] if the structure, a shape, a dtype or a static leaf
       differs;
     - [`eqx_sow.DuplicateSowError`][] if a value, neither a tuple nor a function, is

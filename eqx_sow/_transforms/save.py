@@ -145,19 +145,16 @@ def save_intermediates(
         a decorator.
     - `tag`: capture only the marks with this tag, which is any hashable object.
     - `names`: what to capture: a name, a glob, a sequence of them, or a function of the
-        name. Nothing else is stored or computed. A glob is a path, like a name: `*`,
-        `?` and `[...]` stop at a slash, and `**`, as a part of its own, stands for any
-        number of parts, or none. So `"blocks/*"` is the blocks, `"blocks/*/attn"` is
-        the attention of each block, `"**/attn"` is every attention at any depth, and
-        `"blocks/**"` is the blocks with everything in them. You can leave out where the
-        model is (`"layers/0"` for `"model/layers/0"`), if only one model fits. A
-        negative index counts from the end: `"layers/-1"` is the last layer, and comes
-        back under that name. With the index of an iteration, `"h/3"` is iteration 3 of
-        the loop around `h`: only this one is stored, without an axis for that loop.
-        `"h/-1"` is the last iteration, and the second index in `"h/3/0"` is that of the
-        loop inside. If a loop runs over stacked layers, the index is where it would be
-        for a list of layers: `"blocks/2/attn"` is layer 2, and `"blocks/*/attn"` is all
-        layers.
+        name. Nothing else is stored or computed. In a glob, `*`, `?` and `[...]` stop
+        at a slash, and a part `**` stands for any number of parts, or none:
+        `"blocks/*"` is the blocks, `"blocks/*/attn"` the attention of each, `"**/attn"`
+        every attention at any depth, and `"blocks/**"` the blocks with everything in
+        them. You can leave out where the model is (`"layers/0"` for `"model/layers/0"`)
+        if only one model fits. `"layers/-1"` is the last layer, and comes back under
+        that name. `"h/3"` is iteration 3 of the loop around `h`, without an axis for
+        that loop, and `"h/3/0"` is iteration 0 of the loop inside. In a stack of
+        layers, the index is where it would be in a list: `"blocks/2/attn"` is layer 2,
+        and `"blocks/*/attn"` all layers.
     - `modes`: what to capture of each: `"primal"` (the value), `"cotangent"` (the
         gradient with respect to it), `"tangent"` (its directional derivative), or
         second-order modes joined by a dot (`"cotangent.tangent"`); one or a sequence.
@@ -165,23 +162,19 @@ def save_intermediates(
         for every module with a `__call__`; a class; a JAX function such as
         `jax.nn.softmax`, or a function made by `jax.jit` or `eqx.filter_jit`; a tuple
         of these; or a predicate `(path, module) -> bool`, which gets the module with
-        shapes in place of its arrays. Every selected module that runs is captured,
-        wherever the model is. Its name is its path in the tree that its arrays come
-        from, `layers/0`. If the model is an argument of a plain function, the name
-        begins with that of the parameter, `model/layers/0`. The module that is `fn`
-        itself has the name `.`.
+        shapes in place of its arrays. The name of a module is its path, `layers/0`; if
+        the model is an argument of a plain function, the path begins with the
+        parameter, `model/layers/0`. The module that is `fn` itself has the name `.`.
     - `methods`: which methods to mark. A method other than `__call__` has a name such
         as `layers/0.encode`.
     - `inputs`: also mark what a captured module or function was called with, as a
         tuple `(args, kwargs)` under `layers/0.inputs`.
-    - `calls`: also mark each captured call as a whole, as an [`eqx_sow.Call`][]
-        `(args, kwargs, out)` under `layers/0.call`, after it has run. So one
-        `transform` sees what went in and what came out.
+    - `calls`: also mark each captured call as a whole, after it has run, as an
+        [`eqx_sow.Call`][] `(args, kwargs, out)` under `layers/0.call`.
     - `scope`: begin each name with the path of the module that contains the mark.
     - `reduce`: how to combine several executions of a name: [`eqx_sow.Append`][],
-        [`eqx_sow.Last`][], [`eqx_sow.Fold`][] or [`eqx_sow.Buffer`][], for all names
-        or as a dict of names or globs. Without one, a captured module or function that
-        runs several times gives a tuple, as with `Append`.
+        [`eqx_sow.Last`][], [`eqx_sow.Fold`][] or [`eqx_sow.Buffer`][], for all names or
+        as a dict of names or globs.
     - `transform`: a function of the value, or a dict of names or globs to functions,
         that is applied where the value is marked, so that a loop stacks only its
         results. Under `vmap` it receives the value of one example; around it,
@@ -202,18 +195,18 @@ def save_intermediates(
         loop, entry `i` from iteration `i`;
     - under `vmap`: a leading axis for each `vmap` that it varies over, outermost first;
     - in a `cond` or a `while_loop`: `intermediates[name]["count"]`, an int32 that says
-        how often the mark ran. The value is that of the branch that ran, or of the
+        how often the mark ran. The value comes from the branch that ran, or from the
         last iteration; zeros if there was none;
     - for a captured module or function that runs several times: a tuple with one entry
-        for each run, in order of execution.
+        for each run.
 
     The function also has three methods, with the same arguments or
     `jax.ShapeDtypeStruct`s in place of arrays:
 
     - `.eval_shape(...)` returns the shapes of `(out, intermediates)` without compiling
-        or running anything: `list(...)` of the second shows which names there are;
-    - `.lower(...)` and `.trace(...)` do what those of `jax.jit` do, if `fn` is made by
-        `jax.jit` or `eqx.filter_jit`.
+        or running anything;
+    - `.lower(...)` and `.trace(...)` are as for `jax.jit`, if `fn` is made by `jax.jit`
+        or `eqx.filter_jit`.
 
     Like the result of `eqx.filter_vmap`, the function is a PyTree with the leaves of
     `fn`. You can decorate methods with `save_intermediates`.
@@ -226,7 +219,7 @@ def save_intermediates(
         reducer says how to combine the values;
     - [`eqx_sow.UnknownSowError`][] if an option selects nothing;
     - [`eqx_sow.SowTypeError`][] if a value does not match its annotation, or contains
-        an object that is no PyTree and holds traced arrays;
+        an object that is not a PyTree but holds traced arrays;
     - [`eqx_sow.UnsupportedPrimitiveError`][] if a value cannot be captured where it is
         marked;
     - [`eqx_sow.SowError`][] if values of one name cannot be combined.

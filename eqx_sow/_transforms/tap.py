@@ -179,20 +179,18 @@ def tap(
         that is applied on the device, so that only its result goes to the host. A `sow`
         inside it, or inside `when`, is ignored: it is not part of `fn`.
     - `when`: a function of the value, before `transform`, that returns a single
-        boolean. It is evaluated on the device, and if it is false, nothing goes to the
-        host. A function of two arguments also receives `extra`: `lambda value, extra:
+        boolean. It is evaluated on the device, and if it is false, nothing is sent. A
+        function of two arguments also receives `extra`: `lambda value, extra:
         extra["step"] % 10 == 0` sends every tenth step of a training loop. Under `vmap`
-        it receives the value of one lane (one of the examples that `vmap` maps over),
-        and the whole `extra`. If it is true for any lane, the values of all are sent.
+        it receives the value of one lane (one example), and the whole `extra`. If it is
+        true for any lane, the values of all are sent.
     - `every`: send only every `every`-th execution of a name and mode, beginning with
         the first. For the others, `when` is not evaluated either. Each call counts from
-        the start. So for every tenth step of a training loop written in Python, use
-        `when` and `extra`.
-    - `ordered`: events arrive in the order of the program, across all names, as with
-        `jax.debug.callback(..., ordered=True)`. This has JAX's limits, such as programs
-        on a single device. Otherwise events may arrive out of order, even those of one
-        mark, as in `jax.lax.scan(..., unroll=3)`. Their `count` is always right: sort
-        by it.
+        the start: for every tenth step of a loop written in Python, use `when` and
+        `extra`.
+    - `ordered`: events arrive in the order of the program, across all names, with the
+        limits of JAX's ordered effects, such as programs on a single device. Otherwise
+        events may arrive out of order, even those of one mark: sort them by `count`.
     - `extra`: a PyTree of arrays that every event carries as `event.extra`, such as the
         number of the training step, `{"step": step}`. It may be traced, such as an
         argument of a compiled step. Under `vmap`, it has a leading axis if it is not
@@ -204,25 +202,23 @@ def tap(
     marked: `save_intermediates(tap(fn))` captures it, and several taps can see it. A
     `tap` does not see values already captured by a `save_intermediates` inside `fn`.
     The modules that `capture` selects are marked for this `tap` alone. The function has
-    the methods `.eval_shape`, `.lower` and `.trace`, as that of
-    [`eqx_sow.save_intermediates`][]; methods can be decorated.
+    the methods `.eval_shape`, `.lower` and `.trace` of
+    [`eqx_sow.save_intermediates`][], and you can decorate methods.
 
     All lanes of a `vmap` are one event, for `tap(vmap(fn))` and for `vmap(tap(fn))`. A
     value that a backward pass computes again is not an event; its cotangent is one. In
     a `jax.shard_map` there is an event for each device, and `event.device` says which.
     If you `tap` inside a branch of a batched `cond`, you get every lane, including
-    those that did not take the branch, as with `jax.debug.callback`: tap the whole
-    function instead.
+    those that did not take the branch: tap the whole function instead.
 
     The callback must be fast, as the program may wait for it, and it must not call JAX,
     which may in turn wait for the program. `jax.effects_barrier()` waits until all
     callbacks have been called.
 
-    An exception in the callback ends the run. It becomes the cause of an
-    [`eqx_sow.SowError`][] that names the mark. If JAX notices it first (under a
-    `jax.jit` around the `tap`, or when you wait for the result), you get a
-    `jax.errors.JaxRuntimeError` with the same text. If watching must never end a run,
-    catch exceptions in the callback.
+    An exception in the callback ends the run. You get it as the cause of an
+    [`eqx_sow.SowError`][] that names the mark, or, if JAX notices it first (under a
+    `jax.jit` around the `tap`, or when you wait for the result), as a
+    `jax.errors.JaxRuntimeError` with the same text.
 
     **Raises:**
 

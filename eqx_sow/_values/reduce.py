@@ -79,11 +79,9 @@ class Append(Reducer):
     marks, in order of execution. The entry of a place in a loop is stacked. For
     captured modules and functions that run several times this is the default.
 
-    Cotangents are in the same order, although they are computed backward, and in
-    whatever order you call functions from `jax.vjp`: the first entry belongs to the
-    first place, and is `None` if that has no cotangent. Further cotangents of the same
-    value come last, and so do those of marks that never ran forward, as in
-    `jax.linear_transpose`.
+    Cotangents are in the same order: the first entry belongs to the first place, and is
+    `None` if that has no cotangent. Further cotangents of the same value come last, and
+    so do those of marks that never ran forward, as in `jax.linear_transpose`.
 
     Each entry has the shape and dtype that it would have without a reducer. If an entry
     has a `"count"`, that is a tuple, too.
@@ -116,11 +114,11 @@ class IfSeveral(Append):
 class Last(Reducer):
     """Keeps the last execution, in order of execution.
 
-    A reversed scan runs from its end, and so does the backward pass of a scan: `Last`
-    of a cotangent therefore gives iteration 0.
+    The backward pass of a scan runs from its end, so `Last` of a cotangent gives
+    iteration 0.
 
-    The shape and dtype are those of the value at the mark, with leading axes for
-    `vmap`s and none for loops. If the mark never ran, the value is zeros.
+    The shape and dtype are as at the mark, with leading axes for `vmap`s and none for
+    loops. If the mark never ran, the value is zeros.
 
     !!! example
 
@@ -153,9 +151,8 @@ class Fold(Reducer):
     """Accumulates `acc = fn(acc, value)` over all executions in order, loops included,
     in memory that does not grow with the number of iterations.
 
-    Under `vmap` each lane (each of the examples mapped over) has a result of its own,
-    along a leading axis. If the mark never ran, the result is `init`. A `sow` inside
-    `fn` is not captured.
+    Under `vmap` each lane (each example) has its own result, along a leading axis. If
+    the mark never ran, the result is `init`. A `sow` inside `fn` is not captured.
 
     !!! example
 
@@ -248,8 +245,8 @@ class Buffer(Reducer):
     shape `shape` at the mark, the result has the shape `(size, *shape)`, after leading
     axes for `vmap`s, and the dtype of the value. It comes with a `"count"`, an int32:
     how many executions there were. If there were fewer than `size`, the rest is zeros.
-    Cotangents are in the opposite order, because the backward pass runs backward:
-    `cotangent[:count][::-1]` is in the order of the primals.
+    The backward pass runs backward, so `cotangent[:count][::-1]` is in the order of the
+    primals.
 
     !!! example
 

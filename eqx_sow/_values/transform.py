@@ -51,31 +51,29 @@ def batched(fn: _Fn) -> _Fn:
     """Makes a function for `transform=` or `plant` that receives the whole batch.
 
     Without it, a function receives the value as the code at the mark sees it: for a
-    model under `jax.vmap`, the value of one example. `batched(fn)` receives the values
-    of all *lanes* (the examples that `vmap` maps over).
+    model under `jax.vmap`, the value of one example.
 
-    As a transform, `fn` returns one result for all. So a norm over the batch, `x.T @ x
-    / len(x)` or a histogram is one reduction, and nothing of the size of the batch is
-    kept. In [`eqx_sow.plant`][], `fn` returns the value of all lanes. So it can change
-    one head of an attention layer that maps over its heads, or give an example the
-    value of another one in the batch.
+    As a transform, `fn` returns one result for all. So a norm over the batch is one
+    reduction, and no value of the size of the batch is kept. In [`eqx_sow.plant`][],
+    `fn` returns the value of all lanes (examples). So it can change one head of an
+    attention layer that maps over its heads.
 
     **Arguments:**
 
-    - `fn`: a function of the value, in which arrays have a leading axis for each
-        `vmap` that the value varies over, outermost first. Loops add no axis: each
-        iteration is transformed by itself. An array that is the same for all lanes has
-        a single cotangent, the sum over the lanes, which has no axis for them.
+    - `fn`: a function of the value, in which arrays have a leading axis for each `vmap`
+        that the value varies over, outermost first. Loops add no axis: each iteration
+        is transformed separately. An array that is the same for all lanes has a single
+        cotangent, the sum over the lanes, which has no axis for them.
 
     **Returns:**
 
-    An object for the option `transform=` of [`eqx_sow.save_intermediates`][] and
-    [`eqx_sow.tap`][], or for a value in a dict there; and for a value in the dict of
-    [`eqx_sow.plant`][], with `(value, index)` as arguments under `with_index=True`.
+    A function for `transform=` of [`eqx_sow.save_intermediates`][] and
+    [`eqx_sow.tap`][], and for the values of [`eqx_sow.plant`][], where `fn` takes
+    `(value, index)` under `with_index=True`.
 
     The result of a transform has no axes for the lanes. A planted function returns
     arrays of the shapes that it was given. If the program has a single array for all
-    lanes, the planted entries must all be equal. That is checked while the program
+    lanes, the planted entries must all be equal, which is checked while the program
     runs.
 
     A batch that is sharded over a mesh is reduced over its devices; in a
@@ -84,7 +82,7 @@ def batched(fn: _Fn) -> _Fn:
     An outer `vmap` adds an axis as usual: `batched` only sees `vmap`s inside
     `save_intermediates`. For one value of all examples, write
     `save_intermediates(jax.vmap(f), ...)`. In `tap`, where all lanes are one event,
-    `fn` also sees those of a `vmap` around the `tap`.
+    `fn` also sees the lanes of a `vmap` around the `tap`.
 
     **Raises:**
 

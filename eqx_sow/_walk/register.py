@@ -21,15 +21,15 @@ _Rule = TypeVar("_Rule", bound=Callable)
 def register_rule(primitive: jexc.Primitive) -> Callable[[_Rule], _Rule]:
     """Teaches eqx_sow to capture inside your own higher-order primitive.
 
-    This is for authors of primitives that have a jaxpr among their parameters. Without
-    a rule, a mark in that jaxpr raises [`eqx_sow.UnsupportedPrimitiveError`][].
+    Without a rule, a mark in a jaxpr among the parameters of the primitive raises
+    [`eqx_sow.UnsupportedPrimitiveError`][].
 
     While [`eqx_sow.save_intermediates`][] or another transformation traces a program,
     an equation of this primitive with a mark inside is replaced by the program of the
     rule. So reducers, axes, planted values, derivatives and batching work inside it as
     in any JAX program. JAX's own rules for the primitive are not used: if its
-    derivative is not that of the program, give the program a `jax.custom_jvp` or
-    `jax.custom_vjp` rule. Without a mark inside, and outside eqx_sow, the primitive
+    derivative is not the derivative of the program, give the program a `jax.custom_jvp`
+    or `jax.custom_vjp` rule. Without a mark inside, and outside eqx_sow, the primitive
     stays as it is.
 
     **Arguments:**
