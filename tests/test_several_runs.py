@@ -323,7 +323,7 @@ MODELS = {
 def test_the_first_call_and_each_name_planted(make):
     model, args, several = make()
     out, got = S(model, capture=True)(*args)
-    tuples = {name for name, axes in got._axes.items() if isinstance(axes, list)}
+    tuples = {name for name, axes in got._known.axes.items() if isinstance(axes, list)}
     assert {name for name, _ in tuples} >= set(several)
     assert_close(out, model(*args))
     for name in got:

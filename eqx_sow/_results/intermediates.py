@@ -1,38 +1,25 @@
 """What `save_intermediates` returns beside the output."""
 
-import functools as ft
+import dataclasses as dc
 import itertools as it
-import json
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import equinox as eqx
 import jax
-import jax.export
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-from .._errors import shown, SowError, UnknownSowError
+from .._errors import SowError
 from .._frames import api_boundary
-from .._globs import is_glob
-from .._names import across_slashes, Named, places_of, Selection
 from .at_hand import is_at_hand
-from .layers import (
-    AllAxes,
-    at_iteration,
-    axes_of_each,
-    axes_of_value,
-    layers_of,
-    Leading,
-    loops_over_layers,
-    NamedAxes,
-    runs_of,
-    unstacked,
-)
-from .lookup import as_known, Known, Modes, modes_of, unknown_name
+from .layers import axes_of_each, axes_of_runs, NamedAxes
+from .lookup import find, Known
+from .nodes import in_order, Keys, modes_of, register
+from .stacks import stacked, unstacked
 from .summarize import is_numeric, is_value, Summary
 
 
@@ -43,13 +30,6 @@ _NO_LOSS = (
     "`save_intermediates(eqx.filter_grad(loss))`. Or write "
     "`eqx.filter_grad(save_intermediates(loss), has_aux=True)`\n"
 )
-
-
-class _Names(tuple[str, ...]):
-    """The names of an `Intermediates`, and what its arrays are. That does not count for
-    whether two are of one form: both a loop and a vmap stack values."""
-
-    axes: AllAxes = Known()
 
 
 class Intermediates(dict[str, dict[str, Any]]):
@@ -96,46 +76,30 @@ class Intermediates(dict[str, dict[str, Any]]):
         ```
     """
 
-    _axes: AllAxes = Known()
+    _known: Known = Known()
 
     def copy(self) -> "Intermediates":
-        return with_axes(self, self._axes)
+        return with_known(self, self._known)
 
     __copy__ = copy
+
+    # Pickles are then independent of our classes.
+    def __getstate__(self):
+        return {"axes": self._known.axes}
+
+    def __setstate__(self, state):
+        self._known = Known(**state)
 
     def __getitem__(self, name: str) -> dict[str, Any]:
         modes: Any = self.get(name, self)
         if modes is self:
-            name, found = self._found(name)
-            modes = found.get(name)
+            name, modes, _ = self._found(name)
         # What is put in may be anything.
-        return modes_of(name, modes, self._axes) if type(modes) is dict else modes
+        return modes_of(name, modes, self._known) if type(modes) is dict else modes
 
     @api_boundary
-    def _found(self, name: Any) -> tuple[str, "Intermediates"]:
-        """What `names=name` would have captured: its name, and an `Intermediates` that
-        has it. If it is no key here, it may be an iteration of a loop, a layer that is
-        counted from the end, or lack its root."""
-        if name in self:
-            return name, self
-        known = as_known(self._axes)
-        if not isinstance(name, str):
-            raise unknown_name(name, self, known, None)
-        found = known.found or [*_all_named(self)]
-        selection = Selection([name], found, known.roots)
-        some = [(whole, one) for whole in found for one in selection.all_of(whole)]
-        for new in [] if is_glob(name) else dict.fromkeys(one.name for _, one in some):
-            if new in self:
-                return new, self
-            at = {whole: one.at for whole, one in some if one.name == new}
-            wholes = {whole.name for whole in at}
-            if len(wholes) == 1 and wholes <= self.keys():
-                if not any(at.values()):
-                    return wholes.pop(), self
-                layer = _iteration(wholes.pop(), new, self, at)
-                if layer is not None:
-                    return new, layer
-        raise unknown_name(name, self, known, selection)
+    def _found(self, name: Any) -> tuple[str, Any, Known]:
+        return find(name, self, self._known)
 
     def __or__(self, other: Any) -> "Intermediates":
         return Intermediates(dict(self) | other)
@@ -277,24 +241,16 @@ class Intermediates(dict[str, dict[str, Any]]):
             intermediates.axes("h", "primal")  # ("vmap", "loop")
             ```
         """
-        several, axes = self._axes_of_places(name, mode)
-        if None in axes:
+        name, modes, known = self._found(name)
+        runs = axes_of_runs(known.of(name, mode), modes_of(name, modes, known)[mode])
+        if None in runs:
             raise SowError(
                 f"`Intermediates.axes({name!r}, {mode!r})`: these arrays are not those "
                 "that `save_intermediates` returned, so their axes are not known. Call "
                 "`axes` on what it returned."
             )
-        kinds = [tuple(kind for kind, *_ in of) for of in axes if of is not None]
-        return tuple(kinds) if several else kinds[0]
-
-    def _axes_of_places(self, name: str, mode: str) -> tuple[bool, list]:
-        """Whether the values of several places are in a tuple, and the axes at each, or
-        `None` where they are not known."""
-        name, found = self._found(name)
-        value = found[name][mode]
-        known = found._axes.get((name, mode), ())
-        axes = [axes_of_value(of_run, x) for of_run, x in runs_of(known, value)]
-        return isinstance(known, list), axes
+        kinds = [tuple(kind for kind, *_ in axes or ()) for axes in runs]
+        return tuple(kinds) if isinstance(known.of(name, mode), list) else kinds[0]
 
     @api_boundary
     def stack(self, pattern: str, mode: str = "primal") -> Any:
@@ -337,32 +293,7 @@ class Intermediates(dict[str, dict[str, Any]]):
                 f"`Intermediates.stack(pattern)` takes a glob, such as "
                 f"`'blocks/*/mlp'`, not {pattern!r}."
             )
-        there = [name for name, modes in self.items() if mode in modes]
-        known = {name: self._axes.get((name, mode), ()) for name in there}
-        named = {name: _named(name, known[name], self[name][mode]) for name in there}
-        roots = [name.split("/")[0] for name in there]
-        selection = Selection([pattern], named.values(), roots)
-        call = f"`Intermediates.stack({pattern!r}, {mode!r})`"
-        for several in selection.ambiguous.values():
-            which = " or ".join(map(repr, several))
-            raise UnknownSowError(f"{call} may be {which}. Write which one.")
-        values = [
-            (layer, value)
-            for name in there
-            for one in selection.all_of(named[name])
-            for at, layer, _, value in layers_of(name, known[name], self[name][mode])
-            if all(i in (None, n) for i, n in zip(one.at, at))
-        ]
-        if not values:
-            changed = any(None in self._axes_of_places(n, mode)[1] for n in there)
-            hint = " If you have computed with the values since, the axis of the layers"
-            hint += " is no longer known: call `stack` before that."
-            hint = hint if changed else across_slashes(str(pattern), there)
-            raise UnknownSowError(
-                f"{call} matches nothing. The names with this mode are: "
-                f"{shown(there)}.{hint}"
-            )
-        return _stacked(pattern, values)
+        return stacked(pattern, mode, self, self._known)
 
     @api_boundary
     def unstack(self) -> "Intermediates":
@@ -407,8 +338,10 @@ class Intermediates(dict[str, dict[str, Any]]):
             list(intermediates.unstack())  # ["blocks/0", "blocks/1", ...]
             ```
         """
-        values, axes = unstacked(self, self._axes)
-        return with_axes(values, as_known(self._axes).of_layers(axes))
+        values, axes = unstacked(self, self._known)
+        # The names are others now.
+        known = dc.replace(self._known, axes=axes, found=(), appended=frozenset())
+        return with_known(values, known)
 
 
 def is_state(x: Any) -> bool:
@@ -452,103 +385,10 @@ def _number(x: Any) -> Any:
     return _Number(str(np.asarray(x)[()])) if _is_number(x) else x
 
 
-# --- iterations ---
-def _all_named(intermediates: Intermediates) -> Iterator[Named]:
-    """What the names are to patterns, as far as that is known: with the loops that each
-    is in, wherever in the name their indices stand."""
-    for name, modes in intermediates.items():
-        some: dict[Named, None] = {}
-        for mode, value in modes.items():
-            known = intermediates._axes.get((name, mode), ())
-            for of_run, _ in runs_of(known, value):
-                some |= dict.fromkeys(_with_loops(name, of_run))
-        yield from some or [Named(name)]
-
-
-def _with_loops(name: str, leading: Sequence[Leading]) -> Iterator[Named]:
-    """What a name is to patterns, at one place. Every array there has the axes of all
-    loops."""
-    for axes, shape in leading[:1]:
-        loops = [(p, n) for (kind, p, _), n in zip(axes, shape) if kind == "loop"]
-        yield Named(name, *zip(*loops)) if loops else Named(name)
-
-
-def _named(name: str, known: Any, value: Any) -> Named:
-    """What a name is to patterns: with the loops over layers that its value is from."""
-    loops = loops_over_layers(known, value)
-    return Named(name, tuple(x.place for x in loops), tuple(x.length for x in loops))
-
-
-def _iteration(
-    name: str, new: str, intermediates: Intermediates, at: Mapping[Named, Any]
-) -> Intermediates | None:
-    """Of all modes of a name, the iterations `at`, see `Selected.at`, under the name
-    `new`. `at` has those of each place. `None` if the axes are not known."""
-    of_place = {(x.name, places_of(x), x.loops): one for x, one in at.items()}
-    modes, axes = {}, Known()
-    # Of several runs, which ones have them. A derivative may be missing there.
-    having: set[int] = set()
-    for mode, value in intermediates.get(name, {}).items():
-        known: Any = intermediates._axes.get((name, mode), ())
-        several = isinstance(known, list)
-        parts = {}
-        for k, (of_run, x) in enumerate(runs_of(known, value)):
-            named = next(_with_loops(name, of_run), Named(name))
-            one = of_place.get((name, places_of(named), named.loops))
-            if one and axes_of_value(of_run, x) is not None:
-                parts[k] = at_iteration(of_run, x, one)
-            elif one or not several:
-                return None
-            elif x is None and k in having:
-                parts[k] = (), None
-        having |= parts.keys()
-        if parts:
-            left, values = zip(*parts.values())
-            modes[mode] = values if several else values[0]
-            axes[new, mode] = [*left] if several else left[0]
-    if len(having) == 1 and name not in as_known(intermediates._axes).appended:
-        # Of the runs, one alone is in such a loop.
-        for mode in modes:
-            if isinstance(axes[new, mode], list):
-                modes[mode], axes[new, mode] = modes[mode][0], axes[new, mode][0]
-    return with_axes({new: modes}, axes) if modes else None
-
-
-# --- stacks ---
-def _stacked(pattern: str, named: Sequence[tuple[str, Any]]) -> Any:
-    """The values along a new first axis of their arrays."""
-
-    def form(value):
-        arrays = filter(is_value, jtu.tree_leaves(value))
-        return jtu.tree_structure(value), [(x.shape, x.dtype) for x in arrays]
-
-    values = [value for _, value in named]
-    if any(form(value) != form(values[0]) for value in values):
-        kinds: dict[str, str] = {}
-        for name, value in named:
-            kinds.setdefault(eqx.tree_pformat(value), name)
-        found = " and ".join(f"{name!r} is {kind}" for kind, name in kinds.items())
-        raise SowError(
-            f"`Intermediates.stack({pattern!r})`: the values differ in structure, "
-            f"shape or dtype: {found}. Select values that are alike, by a pattern such "
-            "as `blocks/*/mlp`."
-        )
-
-    def stacked(*xs):
-        if not is_value(xs[0]):
-            return xs[0]
-        if isinstance(xs[0], jax.ShapeDtypeStruct):
-            return jax.ShapeDtypeStruct((len(xs), *xs[0].shape), xs[0].dtype)
-        # JAX has no arrays of the dtype `float0`.
-        return (jnp if any(isinstance(x, jax.Array) for x in xs) else np).stack(xs)
-
-    return jtu.tree_map(stacked, *values)
-
-
-def with_axes(values: Any, axes: AllAxes) -> Intermediates:
-    """`Intermediates` of which it is known what the arrays are."""
+def with_known(values: Any, known: Known) -> Intermediates:
+    """`Intermediates` of which this is known."""
     made = Intermediates(values)
-    made._axes = axes
+    made._known = known
     return made
 
 
@@ -557,7 +397,7 @@ def axes_in(
 ) -> Iterator[NamedAxes | None]:
     """The leading axes of the arrays of a mode, one after another, as far as they are
     known."""
-    known = getattr(intermediates, "_axes", {}).get((name, mode), ())
+    known = getattr(intermediates, "_known", Known()).of(name, mode)
     known = it.chain.from_iterable(known) if isinstance(known, list) else known
     return axes_of_each(known, intermediates[name][mode])
 
@@ -566,54 +406,13 @@ def axes_in(
 Intermediates.__module__ = "eqx_sow"
 
 
-def _rank(mode: str) -> tuple[Any, ...]:
-    order = {"primal": 0, "tangent": 1, "cotangent": 2}
-    parts = [order.get(part, 3) for part in mode.split(".")]
-    return mode == "count", len(parts), parts, mode
-
-
-@ft.lru_cache(maxsize=4096)
-def _ordered(modes: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(sorted(modes, key=lambda mode: _rank(str(mode))))
-
-
-def in_order(modes: Mapping[str, Any]) -> dict[str, Any]:
-    """The modes of one name: `"primal"` first, `"count"` last."""
-    return {mode: modes[mode] for mode in _ordered(tuple(modes))}
-
-
-def _flatten(x: Intermediates):
-    names = _Names(x)
-    names.axes = x._axes
-    children = tuple(x.values())
-    # An entry of another `Intermediates` that was put in.
-    if Modes in map(type, children):
-        children = tuple(dict(m) if type(m) is Modes else m for m in children)
-    return children, names
-
-
-def _flatten_with_keys(x: Intermediates):
-    children, names = _flatten(x)
-    return tuple(zip(map(jtu.DictKey, names), children)), names
-
-
-def _unflatten(names, children) -> Intermediates:
-    # This is most of what a call of a compiled function costs more than one that
-    # returns a plain dict, so it does no more than it has to.
-    made = Intermediates(zip(names, children))
-    made._axes = names.axes
+def _unflatten(names: Keys, children: Any) -> Intermediates:
+    made = Intermediates()
+    made._known = names.known
     for name, x in zip(names, children):
-        # JAX rebuilds its own dicts with their keys sorted; and it puts anything in the
-        # place of a child.
-        if type(x) is dict and len(x) > 1:
-            made[name] = in_order(x)
+        # JAX has sorted the modes. And it puts anything in the place of a child.
+        made[name] = in_order(x) if type(x) is dict and len(x) > 1 else x
     return made
 
 
-jtu.register_pytree_with_keys(Intermediates, _flatten_with_keys, _unflatten, _flatten)
-jax.export.register_pytree_node_serialization(
-    Intermediates,
-    serialized_name="eqx_sow.Intermediates",
-    serialize_auxdata=lambda names: json.dumps(names).encode(),
-    deserialize_auxdata=lambda names: _Names(json.loads(names)),
-)
+register(Intermediates, _unflatten)

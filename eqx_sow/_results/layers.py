@@ -1,19 +1,18 @@
 """What the leading axes of captured arrays are, and one iteration of loops among them.
 
-`Intermediates._axes` knows the axes of each array as it came back. What a user has done
-to the arrays since shows in their shapes: other axes in front are from transformations
-further out, and of anything else nothing is known.
+`Known.axes` has the axes of each array as it came back. What a user has done to the
+arrays since shows in their shapes: other axes in front are from a transformation around
+`save_intermediates`, and of anything else nothing is known.
 """
 
 import itertools as it
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.tree_util as jtu
 import numpy as np
 
-from .._errors import SowError
 from .._names import in_a_list
 from .summarize import is_value
 
@@ -33,13 +32,12 @@ Leading = tuple[NamedAxes, tuple[int, ...]]
 OfValue = tuple[Leading, ...]
 # For several runs of one name, whose values are in a tuple, a list of that.
 OfRuns = list[OfValue]
-AllAxes = Mapping[tuple[str, str], OfValue | OfRuns]
 
 
 # --- axes ---
 def _axes_of(known: Leading, x: Any) -> NamedAxes | None:
-    """The leading axes of an array, if it is what came back. Transformations further
-    out may have put more before these."""
+    """The leading axes of an array, if it is what came back. An outer transformation
+    may have put more before these."""
     axes, shape = known
     front = np.ndim(x) - len(shape)
     if front < 0 or np.shape(x)[front:] != shape:
@@ -62,6 +60,10 @@ def axes_of_value(known: Sequence[Leading], value: Any) -> NamedAxes | None:
 def runs_of(known: OfValue | OfRuns, value: Any) -> list[tuple[OfValue, Any]]:
     """The values of all runs of a name, each with what is known of its axes."""
     return [*zip(known, value)] if isinstance(known, list) else [(known, value)]
+
+
+def axes_of_runs(known: OfValue | OfRuns, value: Any) -> list[NamedAxes | None]:
+    return [axes_of_value(of_run, x) for of_run, x in runs_of(known, value)]
 
 
 # --- iterations ---
@@ -134,15 +136,6 @@ def loops_over_layers(known: OfValue | OfRuns, value: Any) -> list[Loop]:
     return found[0] if len(alike) == 1 else []
 
 
-def was_stacked(known: OfValue | OfRuns, value: Any) -> bool:
-    """Whether a value had the axis of layers, of which nothing is known any more."""
-    return any(
-        loops_of(of_run, x) is None and any(place is not None for _, place, _ in axes)
-        for of_run, x in runs_of(known, value)
-        for axes, _ in of_run
-    )
-
-
 def layers_of(
     name: str, known: OfValue | OfRuns, value: Any
 ) -> Iterator[tuple[tuple[int, ...], str, OfValue | OfRuns, Any]]:
@@ -171,64 +164,3 @@ def _layer(known: OfValue, value: Any, at: Sequence[int]) -> tuple[OfValue, Any]
     loops = loops_of(known, value) or ()
     of_loops = [None if x.place is None else next(indices) for x in loops]
     return at_iteration(known, value, of_loops)
-
-
-def unstacked(
-    values: Mapping[str, Mapping[str, Any]], axes: AllAxes
-) -> tuple[dict[str, dict[str, Any]], AllAxes]:
-    """The values as if each stack of layers were a list, in order of execution, and
-    their axes."""
-    began: dict[Any, int] = {}
-    when: dict[str, tuple[int, ...]] = {}
-    out: dict[str, dict[str, Any]] = {}
-    new: dict[tuple[str, str], OfValue | OfRuns] = {}
-    for position, (name, modes) in enumerate(values.items()):
-        for mode, value in modes.items():
-            known = axes.get((name, mode), ())
-            if was_stacked(known, value):
-                raise SowError(
-                    f"`Intermediates.unstack()`: the values of {name!r} have other "
-                    "shapes than those that `save_intermediates` returned, so the axis "
-                    "of the layers is no longer known. Call `unstack` before you "
-                    "compute with the values."
-                )
-            for at, layer, of_layer, part in layers_of(name, known, value):
-                if mode in out.setdefault(layer, {}):
-                    raise SowError(
-                        f"`Intermediates.unstack()`: a layer of {name!r} would be "
-                        f"called {layer!r}, and so is another value. Choose other "
-                        "names for `sow`, or unstack only some of the names."
-                    )
-                out[layer][mode], new[layer, mode] = part, of_layer
-                if layer not in when:
-                    loops = _around(known, value)
-                    backward = mode.count("cotangent") % 2 == 1
-                    when[layer] = _when(position, loops, at, backward, began)
-    order = sorted(out, key=lambda layer: when[layer])
-    return {layer: out[layer] for layer in order}, new
-
-
-def _around(known: OfValue | OfRuns, value: Any) -> list[Loop]:
-    """The loops around the first run of which they are known."""
-    each = (loops_of(of_run, x) for of_run, x in runs_of(known, value) if of_run)
-    return next(filter(None, each), [])
-
-
-def _when(
-    position: int,
-    loops: Sequence[Loop],
-    at: Sequence[int],
-    backward: bool,
-    began: dict[Any, int],
-) -> tuple[int, ...]:
-    """Sorts layers by when they ran, given the position of the whole value among all.
-    For each loop around: where the first value in it stands, and which iteration this
-    is. Of loops of which there are all iterations, the first counts."""
-    indices, key = iter(at), []
-    for depth, x in enumerate(loops):
-        i = 0 if x.place is None else next(indices)
-        # A backward pass goes through the iterations the other way round.
-        from_end = x.scan is not None and bool(x.scan[-1][1]) != backward
-        key += [began.setdefault(x.scan or (position, depth), position)]
-        key += [x.length - 1 - i if from_end and x.place is not None else i]
-    return (*key, position)

@@ -1,128 +1,125 @@
-"""Looking up what is not a key of an `Intermediates`: what the errors say."""
+"""Looking up what is not a key of an `Intermediates`: what `names=` would have captured
+under that name, or an error that says why there is nothing."""
 
+import dataclasses as dc
 import difflib
-import functools as ft
-import json
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NoReturn
-
-import jax.export
-import jax.tree_util as jtu
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from .._errors import shown, UnknownKeyError
 from .._globs import is_glob
-from .._names import listed, Named, no_such_iteration, Selection
+from .._names import listed, Named, no_such_iteration, places_of, Selection
+from .layers import at_iteration, axes_of_value, Leading, OfRuns, OfValue, runs_of
 
 
-class Known(dict[tuple[str, str], Any]):
-    """What is known of what came back: of each name and mode, the leading axes of the
-    arrays, see `NamedAxes`; and of the program and the call, what else can be looked
-    up, and what errors say."""
+# The modes of each name.
+Values = Mapping[str, Mapping[str, Any]]
 
-    # All marks in the program, those that were left out included.
+
+@dc.dataclass(frozen=True)
+class Known:
+    """What is known of what came back.
+
+    `axes` are the leading axes of the arrays of each name and mode, see `NamedAxes`.
+    All else is for looking up, and for what errors say: `found` are all marks in the
+    program, those that were left out included; `roots` is where the models are, as in
+    `Program.roots`; `capture` and `modes` are the options; `appended` are the names
+    that the user's `Append` has put into a tuple, also if there is one value alone.
+    """
+
+    axes: Mapping[tuple[str, str], OfValue | OfRuns] = dc.field(default_factory=dict)
     found: tuple[Named, ...] = ()
-    # Where the models are, as in `Program.roots`.
     roots: tuple[str, ...] = ()
-    # The options.
     capture: Any = None
     modes: tuple[str, ...] | None = None
-    # Those that the user's `Append` has put into a tuple, also if there is one alone.
     appended: frozenset[str] = frozenset()
 
-    def of_layers(self, axes: Mapping[tuple[str, str], Any]) -> "Known":
-        """What is known if stacks are taken apart. The names are others then."""
-        made = Known(axes)
-        made.roots, made.capture, made.modes = self.roots, self.capture, self.modes
-        return made
-
-    def __reduce__(self):
-        # Pickles are then independent of our classes.
-        return dict, (dict(self),)
+    def of(self, name: Any, mode: Any) -> OfValue | OfRuns:
+        """The leading axes of the arrays of one value."""
+        return self.axes.get((name, mode), ())
 
 
-def as_known(axes: Mapping[tuple[str, str], Any]) -> Known:
-    return axes if isinstance(axes, Known) else Known(axes)
+def find(name: Any, values: Values, known: Known) -> tuple[str, Any, Known]:
+    """What `names=name` would have captured: its name, its modes, and what is known of
+    these. It may be an iteration of a loop, a layer that is counted from the end, or
+    lack its root."""
+    if name in values:
+        return name, values.get(name), known
+    if not isinstance(name, str):
+        raise unknown_name(name, values, known, None)
+    found = known.found or [*_all_named(values, known)]
+    selection = Selection([name], found, known.roots)
+    some = [(whole, one) for whole in found for one in selection.all_of(whole)]
+    for new in [] if is_glob(name) else dict.fromkeys(one.name for _, one in some):
+        if new in values:
+            return new, values.get(new), known
+        at = {whole: one.at for whole, one in some if one.name == new}
+        wholes = {whole.name for whole in at}
+        if len(wholes) == 1 and wholes <= values.keys():
+            (whole,) = wholes
+            if not any(at.values()):
+                return whole, values.get(whole), known
+            modes, axes = _iteration(whole, values, known, at)
+            if modes:
+                of_new = {(new, mode): x for mode, x in axes.items()}
+                return new, modes, dc.replace(known, axes={**known.axes, **of_new})
+    raise unknown_name(name, values, known, selection)
 
 
-class Modes(dict[str, Any]):
-    """The modes of one name, as `intermediates[name]` returns them: a dict that says
-    what it means that a mode is not there.
-
-    What an `Intermediates` holds are plain dicts. What changes this one changes that,
-    too."""
-
-    _name: str = ""
-    _known: Mapping[tuple[str, str], Any] = Known()
-    # Where it was looked up.
-    _held: dict[str, Any] | None = None
-
-    def __missing__(self, mode: Any) -> NoReturn:
-        raise UnknownKeyError(
-            f"{self._name!r} has no mode {mode!r}. Its modes are: {shown(self)}."
-            f"{_why(self, mode)}"
-        )
-
-    def __reduce__(self):
-        return dict, (dict(self),)
+# --- iterations ---
+def _all_named(values: Values, known: Known) -> Iterator[Named]:
+    """What the names are to patterns, as far as that is known: with the loops that each
+    is in, wherever in the name their indices stand."""
+    for name, modes in values.items():
+        some: dict[Named, None] = {}
+        for mode, value in modes.items():
+            for of_run, _ in runs_of(known.of(name, mode), value):
+                some |= dict.fromkeys(_with_loops(name, of_run))
+        yield from some or [Named(name)]
 
 
-def _in_both(change: str) -> Callable:
-    """A method of a dict that changes it, for `Modes`."""
-
-    def method(self, *args, **kwargs):
-        if self._held is not None:
-            getattr(self._held, change)(*args, **kwargs)
-        return getattr(dict, change)(self, *args, **kwargs)
-
-    return ft.update_wrapper(method, getattr(dict, change))
+def _with_loops(name: str, leading: Sequence[Leading]) -> Iterator[Named]:
+    """What a name is to patterns, at one place. Every array there has the axes of all
+    loops."""
+    for axes, shape in leading[:1]:
+        loops = [(p, n) for (kind, p, _), n in zip(axes, shape) if kind == "loop"]
+        yield Named(name, *zip(*loops)) if loops else Named(name)
 
 
-for _change in (
-    *("__setitem__", "__delitem__", "__ior__", "clear", "pop", "popitem"),
-    *("setdefault", "update"),
-):
-    setattr(Modes, _change, _in_both(_change))
-
-
-def modes_of(
-    name: str, modes: dict[str, Any], known: Mapping[tuple[str, str], Any]
-) -> Modes:
-    made = Modes(modes)
-    made._name, made._known, made._held = name, known, modes
-    return made
-
-
-class _Keys(tuple[str, ...]):
-    """The static part of `Modes`. Only the modes count for whether two are equal."""
-
-    name: str = ""
-    known: Mapping[tuple[str, str], Any] = Known()
-
-
-def _flatten(x: Modes):
-    keys = _Keys(x)
-    keys.name, keys.known = x._name, x._known
-    return tuple(x.values()), keys
-
-
-def _flatten_with_keys(x: Modes):
-    values, keys = _flatten(x)
-    return tuple(zip(map(jtu.DictKey, keys), values)), keys
-
-
-def _unflatten(keys, children) -> Modes:
-    made = Modes(zip(keys, children))
-    made._name, made._known = keys.name, keys.known
-    return made
-
-
-jtu.register_pytree_with_keys(Modes, _flatten_with_keys, _unflatten, _flatten)
-jax.export.register_pytree_node_serialization(
-    Modes,
-    serialized_name="eqx_sow.Modes",
-    serialize_auxdata=lambda keys: json.dumps(keys).encode(),
-    deserialize_auxdata=lambda keys: _Keys(json.loads(keys)),
-)
+def _iteration(
+    name: str, values: Values, known: Known, at: Mapping[Named, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Of each mode of a name, the iterations `at`, see `Selected.at`, and the axes of
+    that. `at` has those of each place. There is none if the axes are not known."""
+    of_place = {(x.name, places_of(x), x.loops): one for x, one in at.items()}
+    modes: dict[str, Any] = {}
+    axes: dict[str, Any] = {}
+    # Of several runs, which ones have them. A derivative may be missing there.
+    having: set[int] = set()
+    for mode, value in values.get(name, {}).items():
+        of_mode = known.of(name, mode)
+        several = isinstance(of_mode, list)
+        parts = {}
+        for k, (of_run, x) in enumerate(runs_of(of_mode, value)):
+            named = next(_with_loops(name, of_run), Named(name))
+            one = of_place.get((name, places_of(named), named.loops))
+            if one and axes_of_value(of_run, x) is not None:
+                parts[k] = at_iteration(of_run, x, one)
+            elif one or not several:
+                return {}, {}
+            elif x is None and k in having:
+                parts[k] = (), None
+        having |= parts.keys()
+        if parts:
+            left, each = zip(*parts.values())
+            modes[mode] = each if several else each[0]
+            axes[mode] = [*left] if several else left[0]
+    if len(having) == 1 and name not in known.appended:
+        # Of the runs, one alone is in such a loop.
+        for mode in modes:
+            if isinstance(axes[mode], list):
+                modes[mode], axes[mode] = modes[mode][0], axes[mode][0]
+    return modes, axes
 
 
 # --- why it is not there ---
@@ -134,12 +131,21 @@ _CALLED = {
 }
 
 
-def _why(modes: Modes, mode: Any) -> str:
+def unknown_mode(
+    mode: Any, there: Collection[str], name: str, known: Known
+) -> UnknownKeyError:
+    """The error for a mode of a name that is not there."""
+    return UnknownKeyError(
+        f"{name!r} has no mode {mode!r}. Its modes are: {shown(there)}."
+        f"{_why(mode, there, known)}"
+    )
+
+
+def _why(mode: Any, there: Collection[str], known: Known) -> str:
     for right, others in _CALLED.items():
         if str(mode).lower() in others:
-            more = "" if right in modes else _why(modes, right)
+            more = "" if right in there else _why(right, there, known)
             return f" The mode is called {right!r}.{more}"
-    known = as_known(modes._known)
     asked = known.modes
     if asked is not None and mode not in (*asked, "count"):
         return f" `modes=` selected {shown(asked)} only."
@@ -150,9 +156,9 @@ def _why(modes: Modes, mode: Any) -> str:
         close = difflib.get_close_matches(str(mode), _CALLED, n=1)
         if close:
             return f" Did you mean {close[0]!r}?"
-        first = next(iter(modes), "primal")
+        first = next(iter(there), "primal")
         return f" For a part of the value, write `[{first!r}][{mode!r}]`."
-    elsewhere = [name for name, m in known if m == mode]
+    elsewhere = [name for name, m in known.axes if m == mode]
     if kind == "tangent":
         if elsewhere:
             return " The value does not depend on what is differentiated."

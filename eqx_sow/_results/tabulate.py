@@ -19,8 +19,9 @@ from .._errors import SowError
 from .._frames import api_boundary
 from .at_hand import can_be_read, executed, is_at_hand, not_finite, summaries
 from .first import FIRST, First, mark_first, time_in
-from .intermediates import axes_in, in_order, Intermediates, is_state
+from .intermediates import axes_in, Intermediates, is_state
 from .layers import NamedAxes
+from .nodes import in_order
 from .on_device import computed, on_host
 from .summarize import (
     is_numeric,

@@ -83,10 +83,12 @@ class _SaveIntermediates(Transformed):
         modes = [site.mode for site, _ in asked]
         mode_of = program.wanted(self._call, keys, modes)
         program.warn_unmarked(self._call, self._fn)
-        known = Known()
-        known.found = tuple(dict.fromkeys(named for _, named in program.named))
-        known.roots, known.modes = program.roots, options.modes
-        known.capture = options.capture
+        known = Known(
+            found=tuple(dict.fromkeys(named for _, named in program.named)),
+            roots=program.roots,
+            capture=options.capture,
+            modes=options.modes,
+        )
         intermediates = assemble(entries, names, reducer, mode_of, known)
         annotated = [(site, eqns[-1]) for site, eqns in asked if site.spec]
         _spec.check(annotated, by_name["spec"], intermediates)

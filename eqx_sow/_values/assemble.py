@@ -1,5 +1,6 @@
 """From what was captured to `intermediates[name][mode]`."""
 
+import dataclasses as dc
 import functools as ft
 import itertools as it
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,9 +12,10 @@ import jax.tree_util as jtu
 from .._errors import SowError
 from .._mark.site import Axis, Site
 from .._mark.static import NoTangent, OPERAND
-from .._results.intermediates import in_order, Intermediates, with_axes
+from .._results.intermediates import Intermediates, with_known
 from .._results.layers import Leading, NamedAxis, Scan
 from .._results.lookup import Known
+from .._results.nodes import in_order
 from .axes import as_operand, broadcast, final_axes, kept_axes, whole
 from .entry import Entry, grouped, with_count
 from .reduce import Reducers
@@ -27,10 +29,13 @@ def assemble(
     known: Known,
 ) -> Intermediates:
     """`intermediates[name][mode]`, with the names in this order. `wanted` says for each
-    `Site.key` that comes back what its mode is called. `known` gets the axes."""
+    `Site.key` that comes back what its mode is called. `known` is all that is known
+    beside the axes."""
     by_name = grouped(found, lambda site: site.name)
     out: dict[str, dict[str, Any]] = {name: {} for name in names}
     counts: dict[str, _Returned] = {}
+    axes: dict[tuple[str, str], Any] = {}
+    appended = set()
     for key, of_key in grouped(found).items():
         (name, *_), mode = key, wanted.get(key)
         reducer: Any = reducers(name)
@@ -39,19 +44,20 @@ def assemble(
         if reducer is not None and reducer.bare_if_one:
             several = runs_several_times(of_key, by_name[name])
         elif several:
-            known.appended |= {name}
+            appended.add(name)
         entries = by_run(of_key, by_name[name]) if several else of_key
         lead = () if reducer is None else reducer.lead
         if mode is not None:
             value = ft.partial(_value_of, buffers=lead)
-            out[name][mode], known[name, mode] = _returned(value, entries, several)
+            out[name][mode], axes[name, mode] = _returned(value, entries, several)
         if any(e.counted for e in entries if e):
             counts.setdefault(name, _returned(_count_of, entries, several))
     for name, (count, of_count) in counts.items():
         if out[name]:
-            out[name]["count"], known[name, "count"] = count, of_count
+            out[name]["count"], axes[name, "count"] = count, of_count
     there = {name: in_order(modes) for name, modes in out.items() if modes}
-    return with_axes(there, known)
+    known = dc.replace(known, axes=axes, appended=frozenset(appended))
+    return with_known(there, known)
 
 
 # What comes back, and what the axes of its arrays are, see `Intermediates`.

@@ -1,0 +1,126 @@
+"""The dicts that come back: of all names, and of the modes of one name.
+
+To JAX each is a PyTree node of its own type, since JAX sorts the keys of a plain dict.
+"""
+
+import functools as ft
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+import jax.export
+import jax.tree_util as jtu
+
+from .lookup import Known, unknown_mode
+
+
+class Keys(tuple[str, ...]):
+    """The static part of such a dict: its keys, and what is known of it. That does not
+    count for whether two are of one form: both a loop and a vmap stack values."""
+
+    known: Any
+
+
+class Modes(dict[str, Any]):
+    """The modes of one name, as `intermediates[name]` returns them: a dict that says
+    what it means that a mode is not there.
+
+    What an `Intermediates` holds are plain dicts. What changes this one changes that,
+    too."""
+
+    # The name, and what is known of all that came back.
+    _known: tuple[str, Known] = "", Known()
+    # Where it was looked up.
+    _held: dict[str, Any] | None = None
+
+    def __missing__(self, mode: Any) -> NoReturn:
+        raise unknown_mode(mode, self, *self._known)
+
+    def __reduce__(self):
+        return dict, (dict(self),)
+
+
+def _in_both(change: str) -> Callable:
+    """A method of a dict that changes it, for `Modes`."""
+
+    def method(self, *args, **kwargs):
+        if self._held is not None:
+            getattr(self._held, change)(*args, **kwargs)
+        return getattr(dict, change)(self, *args, **kwargs)
+
+    return ft.update_wrapper(method, getattr(dict, change))
+
+
+for _change in (
+    *("__setitem__", "__delitem__", "__ior__", "clear", "pop", "popitem"),
+    *("setdefault", "update"),
+):
+    setattr(Modes, _change, _in_both(_change))
+
+
+def modes_of(name: str, held: dict[str, Any], known: Known) -> Modes:
+    made = Modes(held)
+    made._known, made._held = (name, known), held
+    return made
+
+
+# --- in order ---
+def _rank(mode: str) -> tuple[Any, ...]:
+    order = {"primal": 0, "tangent": 1, "cotangent": 2}
+    parts = [order.get(part, 3) for part in mode.split(".")]
+    return mode == "count", len(parts), parts, mode
+
+
+@ft.lru_cache(maxsize=4096)
+def _ordered(modes: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(sorted(modes, key=lambda mode: _rank(str(mode))))
+
+
+def in_order(modes: Mapping[str, Any]) -> dict[str, Any]:
+    """The modes of one name: `"primal"` first, `"count"` last."""
+    return {mode: modes[mode] for mode in _ordered(tuple(modes))}
+
+
+# --- as PyTrees ---
+# To flatten and unflatten an `Intermediates` is most of what a call of a compiled
+# function costs more than one that returns a plain dict. So neither does more than it
+# has to.
+def _flatten(x: Any) -> tuple[tuple[Any, ...], Keys]:
+    keys = Keys(x)
+    keys.known = x._known
+    children = tuple(x.values())
+    for modes in children:
+        # An entry of an `Intermediates` that was put into this one.
+        if type(modes) is Modes:
+            return tuple(dict(m) if type(m) is Modes else m for m in children), keys
+    return children, keys
+
+
+def _flatten_with_keys(x: Any) -> tuple[tuple[Any, ...], Keys]:
+    children, keys = _flatten(x)
+    return tuple(zip(map(jtu.DictKey, keys), children)), keys
+
+
+def register(cls: Any, unflatten: Callable[[Keys, Any], Any]) -> None:
+    """Makes a class of dicts, with an attribute `_known`, a PyTree."""
+
+    def deserialized(text: bytes) -> Keys:
+        _, keys = _flatten(cls(dict.fromkeys(json.loads(text))))
+        return keys
+
+    jtu.register_pytree_with_keys(cls, _flatten_with_keys, unflatten, _flatten)
+    jax.export.register_pytree_node_serialization(
+        cls,
+        serialized_name=f"eqx_sow.{cls.__name__}",
+        serialize_auxdata=lambda keys: json.dumps(keys).encode(),
+        deserialize_auxdata=deserialized,
+    )
+
+
+def _unflatten(keys: Keys, children: Any) -> Modes:
+    made = Modes(zip(keys, children))
+    made._known = keys.known
+    return made
+
+
+register(Modes, _unflatten)

@@ -1,0 +1,163 @@
+"""Stacks of layers: taken apart, as if each were a list, and layers put together."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+
+from .._errors import shown, SowError, UnknownSowError
+from .._names import across_slashes, Named, Selection
+from .layers import (
+    axes_of_runs,
+    layers_of,
+    Loop,
+    loops_of,
+    loops_over_layers,
+    OfRuns,
+    OfValue,
+    runs_of,
+)
+from .lookup import Known, Values
+from .summarize import is_value
+
+
+# --- taken apart ---
+def unstacked(
+    values: Values, known: Known
+) -> tuple[dict[str, dict[str, Any]], dict[tuple[str, str], OfValue | OfRuns]]:
+    """The values as if each stack of layers were a list, in order of execution, and
+    their axes."""
+    began: dict[Any, int] = {}
+    when: dict[str, tuple[int, ...]] = {}
+    out: dict[str, dict[str, Any]] = {}
+    new: dict[tuple[str, str], OfValue | OfRuns] = {}
+    for position, (name, modes) in enumerate(values.items()):
+        for mode, value in modes.items():
+            axes = known.of(name, mode)
+            if _was_stacked(axes, value):
+                raise SowError(
+                    f"`Intermediates.unstack()`: the values of {name!r} have other "
+                    "shapes than those that `save_intermediates` returned, so the axis "
+                    "of the layers is no longer known. Call `unstack` before you "
+                    "compute with the values."
+                )
+            for at, layer, of_layer, part in layers_of(name, axes, value):
+                if mode in out.setdefault(layer, {}):
+                    raise SowError(
+                        f"`Intermediates.unstack()`: a layer of {name!r} would be "
+                        f"called {layer!r}, and so is another value. Choose other "
+                        "names for `sow`, or unstack only some of the names."
+                    )
+                out[layer][mode], new[layer, mode] = part, of_layer
+                if layer not in when:
+                    loops = _around(axes, value)
+                    backward = mode.count("cotangent") % 2 == 1
+                    when[layer] = _when(position, loops, at, backward, began)
+    order = sorted(out, key=lambda layer: when[layer])
+    return {layer: out[layer] for layer in order}, new
+
+
+def _was_stacked(axes: OfValue | OfRuns, value: Any) -> bool:
+    """Whether a value had the axis of layers, of which nothing is known any more."""
+    return any(
+        loops_of(of_run, x) is None and any(place is not None for _, place, _ in own)
+        for of_run, x in runs_of(axes, value)
+        for own, _ in of_run
+    )
+
+
+def _around(axes: OfValue | OfRuns, value: Any) -> list[Loop]:
+    """The loops around the first run of which they are known."""
+    each = (loops_of(of_run, x) for of_run, x in runs_of(axes, value) if of_run)
+    return next(filter(None, each), [])
+
+
+def _when(
+    position: int,
+    loops: Sequence[Loop],
+    at: Sequence[int],
+    backward: bool,
+    began: dict[Any, int],
+) -> tuple[int, ...]:
+    """Sorts layers by when they ran, given the position of the whole value among all.
+    For each loop around: where the first value in it stands, and which iteration this
+    is. Of loops of which there are all iterations, the first counts."""
+    indices, key = iter(at), []
+    for depth, x in enumerate(loops):
+        i = 0 if x.place is None else next(indices)
+        # A backward pass goes through the iterations the other way round.
+        from_end = x.scan is not None and bool(x.scan[-1][1]) != backward
+        key += [began.setdefault(x.scan or (position, depth), position)]
+        key += [x.length - 1 - i if from_end and x.place is not None else i]
+    return (*key, position)
+
+
+# --- put together ---
+def stacked(pattern: str, mode: str, values: Values, known: Known) -> Any:
+    """The layers that a pattern fits, along a new first axis of their arrays."""
+    there = {name: modes[mode] for name, modes in values.items() if mode in modes}
+    axes = {name: known.of(name, mode) for name in there}
+    named = {name: _named(name, axes[name], x) for name, x in there.items()}
+    roots = [name.split("/")[0] for name in there]
+    selection = Selection([pattern], named.values(), roots)
+    call = f"`Intermediates.stack({pattern!r}, {mode!r})`"
+    for several in selection.ambiguous.values():
+        which = " or ".join(map(repr, several))
+        raise UnknownSowError(f"{call} may be {which}. Write which one.")
+    layers = [
+        (layer, value)
+        for name, x in there.items()
+        for one in selection.all_of(named[name])
+        for at, layer, _, value in layers_of(name, axes[name], x)
+        if all(i in (None, n) for i, n in zip(one.at, at))
+    ]
+    if not layers:
+        changed = any(None in axes_of_runs(axes[name], x) for name, x in there.items())
+        hint = " If you have computed with the values since, the axis of the layers"
+        hint += " is no longer known: call `stack` before that."
+        hint = hint if changed else across_slashes(str(pattern), there)
+        raise UnknownSowError(
+            f"{call} matches nothing. The names with this mode are: "
+            f"{shown(there)}.{hint}"
+        )
+    return _along_a_new_axis(pattern, layers)
+
+
+def _named(name: str, axes: OfValue | OfRuns, value: Any) -> Named:
+    """What a name is to patterns: with the loops over layers that its value is from."""
+    loops = loops_over_layers(axes, value)
+    return Named(name, tuple(x.place for x in loops), tuple(x.length for x in loops))
+
+
+def _along_a_new_axis(pattern: str, named: Sequence[tuple[str, Any]]) -> Any:
+    """Values, each with its name, as one."""
+
+    def form(value):
+        arrays = filter(is_value, jtu.tree_leaves(value))
+        return jtu.tree_structure(value), [(x.shape, x.dtype) for x in arrays]
+
+    values = [value for _, value in named]
+    if any(form(value) != form(values[0]) for value in values):
+        kinds: dict[str, str] = {}
+        for name, value in named:
+            kinds.setdefault(eqx.tree_pformat(value), name)
+        found = " and ".join(f"{name!r} is {kind}" for kind, name in kinds.items())
+        raise SowError(
+            f"`Intermediates.stack({pattern!r})`: the values differ in structure, "
+            f"shape or dtype: {found}. Select values that are alike, by a pattern such "
+            "as `blocks/*/mlp`."
+        )
+
+    def stacked(*xs):
+        if not is_value(xs[0]):
+            return xs[0]
+        if isinstance(xs[0], jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct((len(xs), *xs[0].shape), xs[0].dtype)
+        # JAX has no arrays of the dtype `float0`.
+        return (jnp if any(isinstance(x, jax.Array) for x in xs) else np).stack(xs)
+
+    return jtu.tree_map(stacked, *values)
