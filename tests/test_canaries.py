@@ -106,6 +106,12 @@ def _first_difference(monkeypatch, primitive=None):
         return next(canaries.differences(), None)
 
 
+def _all_differences(monkeypatch):
+    monkeypatch.setattr(program, "check_wrapped", lambda: None)
+    jax.clear_caches()
+    return list(canaries.differences())
+
+
 @pytest.mark.parametrize("primitive", [None, _NEXT] if _NEXT else [None], ids=str)
 def test_all_live(monkeypatch, primitive):
     assert _first_difference(monkeypatch, primitive) is None
@@ -117,6 +123,22 @@ def test_a_canary_dies_without_each_rule(monkeypatch, i):
     table, primitive, chosen = jax_rules._wrapped[i]
     _break_a_table(monkeypatch, table, primitive, chosen)
     assert _first_difference(monkeypatch, primitive) is not None
+
+
+def test_a_canary_dies_if_a_cond_without_marks_tells_nothing(monkeypatch):
+    # Of the marks in a derivative rule, the rule for the cond sees none. If it says
+    # nothing of the cond, all other canaries live.
+    within = jax_rules._within
+
+    def without(axis_data, *conds, **changes):
+        conds = [cond for cond in conds if cond is not jax_rules._NO_COND]
+        return within(axis_data, *conds, **changes)
+
+    monkeypatch.setattr(jax_rules, "_within", without)
+    name = "gradient of a cond under a vmap"
+    assert _all_differences(monkeypatch) == [
+        f"{name}: 'error there' is missing, and must be float32[3]"
+    ]
 
 
 @pytest.mark.slow

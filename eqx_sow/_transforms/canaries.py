@@ -176,6 +176,17 @@ def _refused(x):
     return x, {}
 
 
+def _not_told(x):
+    """Whether it is known that a branch under a vmap runs for some lanes only, if its
+    one mark is in a derivative rule, where the rule for the cond cannot see it."""
+    branch = lambda x: lax.cond(x > 0, _with_rules(), lambda x: x, x)
+    try:
+        S(_grad(jax.vmap(branch)))(x)
+    except SowError:
+        return x, {"error": {"there": x}}
+    return x, {}
+
+
 def _explained(x):
     """Whether the error of a loop that eqx_sow made is explained."""
     try:
@@ -202,6 +213,7 @@ CANARIES: list[tuple[str, Callable, dict[str, str]]] = [
         },
     ),
     ("vmap of a while_loop, transformed", _refused, {"error there": _ONE}),
+    ("gradient of a cond under a vmap", _not_told, {"error there": _ONE}),
     (
         "gradients of checkpoints",
         S(_grad(_checkpointed)),
