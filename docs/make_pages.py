@@ -100,7 +100,8 @@ def _body(file):
 def _signature(called, tree):
     """As in the source, with one parameter on each line if they do not fit on one."""
     if any(getattr(x, "id", None) == "property" for x in tree.decorator_list):
-        return f"```py\n{called}: {ast.unparse(tree.returns)}\n```"
+        returns = ast.unparse(tree.returns).strip("'")
+        return f"```py\n{called}: {returns}\n```"
     args = tree.args
     positional = args.posonlyargs + args.args
     defaults = [None] * (len(positional) - len(args.defaults)) + args.defaults
