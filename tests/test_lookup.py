@@ -232,6 +232,7 @@ def _two(x):
         ({}, "hh", "Did you mean 'h'"),
         ({}, "layers/0", "captured with `capture=True`"),
         ({}, "layers/0.inputs", "captured with `inputs=True`"),
+        ({}, "layers/0.call", "captured with `calls=True`"),
         ({}, "*", r"`intermediates.stack\('\*'\)`"),
         ({}, 0, r"`intermediates\[name\]\[mode\]`"),
         (dict(names="y"), "h", "`names=` or `modes=` left it out"),

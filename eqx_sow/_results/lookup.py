@@ -200,8 +200,9 @@ def unknown_name(
             return " The program has it, but `names=` or `modes=` left it out."
         if iterations := no_such_iteration(name, known.found):
             return iterations
-        if name.endswith(".inputs") and not close:
-            return " Inputs are captured with `inputs=True`."
+        for suffix, said in _OPTIONAL.items():
+            if name.endswith(suffix) and not any(x.endswith(suffix) for x in there):
+                return f" {said}"
         if close or known.capture is not None:
             return ""
         return " The outputs of modules are captured with `capture=True`."
@@ -209,3 +210,10 @@ def unknown_name(
     return UnknownKeyError(
         f"{name!r} is no name here. {listed(name, there, hint=hint)}"
     )
+
+
+# What a captured call is marked with if an option asks for it.
+_OPTIONAL = {
+    ".inputs": "Inputs are captured with `inputs=True`.",
+    ".call": "Whole calls are captured with `calls=True`.",
+}
