@@ -1,5 +1,6 @@
 """What is static about a mark: its names, its leaves, its axes, and more."""
 
+import functools as ft
 import itertools as it
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
@@ -121,13 +122,7 @@ class Execution(NamedTuple):
 _UNKNOWN = Execution()
 
 
-class Site(NamedTuple):
-    """The static part of a mark: the single parameter of its equation.
-
-    `bind` in `sow.py` makes it. Differentiation, batching and the rules for loops and
-    branches rewrite it. Handlers read it.
-    """
-
+class _Fields(NamedTuple):
     # --- what was marked, and for whom ---
     # What the mark is called, by each transformation around that wants it, from inside
     # out; but first comes the label for the transformation at hand.
@@ -180,14 +175,24 @@ class Site(NamedTuple):
     # Whether, with `scope=True`, the names begin with the path of the module around.
     scoped: bool = False
 
-    @property
+
+class Site(_Fields):
+    """The static part of a mark: the single parameter of its equation.
+
+    `bind` in `sow.py` makes it. Differentiation, batching and the rules for loops and
+    branches rewrite it. Handlers read it.
+    """
+
+    # What follows is asked for many times, if one function is called many times. So it
+    # is a class of its own: a `NamedTuple` has no place to keep it.
+    @ft.cached_property
     def label(self) -> Label:
         """What it is called by the transformation at hand."""
         first = self.labels[0] if self.labels else _NOT_WANTED
         there = first.name is not None and first.tag not in self.taken
         return first if there else _NOT_WANTED
 
-    @property
+    @ft.cached_property
     def name(self) -> str:
         return self.label.name
 
@@ -221,11 +226,11 @@ class Site(NamedTuple):
     def in_scope(self, scope: str) -> "Site":
         return self._replace(labels=tuple(x.in_scope(scope) for x in self.labels))
 
-    @property
+    @ft.cached_property
     def mode(self) -> str:
         return ".".join(self.modes) if self.modes else "primal"
 
-    @property
+    @ft.cached_property
     def key(self) -> tuple[str, str, tuple[int, ...]]:
         return self.name, self.mode, self.orders
 

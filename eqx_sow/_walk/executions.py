@@ -71,22 +71,17 @@ def needs_executions(found: Sequence[Found], several: Callable[[Site], bool]) ->
     It does not if there is no primal in a backward pass, and no name has derivatives,
     or is in branches, and also has more than one mark."""
     n = Counter(x.site.key for x in found)
-    # In many calls of one function, these are the same equations.
-    backward: dict[int, bool] = {}
 
-    def in_backward_pass(eqn: Any) -> bool:
-        if id(eqn) not in backward:
-            backward[id(eqn)] = _compat.in_backward_pass(eqn)
-        return backward[id(eqn)]
-
-    def asks(site: Site, eqns: Sequence[Any]) -> bool:
+    def asks(site: Site) -> bool:
         if n[site.key] > 1 and (site.modes or site.guards):
             return True
-        if site.modes:
-            return several(site) or n[site.name, "primal", ()] > 1
-        return any(map(in_backward_pass, eqns))
+        return bool(site.modes) and (several(site) or n[site.name, "primal", ()] > 1)
 
-    return any(asks(x.site, x.eqns) for x in found)
+    # In many calls of one function, the marks and the equations around are the same.
+    if any(map(asks, {id(x.site): x.site for x in found}.values())):
+        return True
+    around = {id(eqn): eqn for x in found if not x.site.modes for eqn in x.eqns}
+    return any(map(_compat.in_backward_pass, around.values()))
 
 
 def with_executions(closed: Any, wants: Callable[[Site], bool]) -> Any:
