@@ -18,8 +18,8 @@ preferred, and `Naming._locate` what a module is called to which no array leads.
 """
 
 import itertools as it
-from collections import Counter, defaultdict
-from collections.abc import Container, Hashable, Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Container, Hashable, Iterator
 from typing import Any
 
 import equinox as eqx
@@ -29,7 +29,7 @@ from .._mark.calls import NotedCall, Path
 from .._mark.site import Label, Site
 from .._values.modes import without_order
 from .._walk.sows import Way
-from .cuts import closed, in_common
+from .fits import Fits
 from .places import is_internal, is_like, Places, root_of
 from .sources import FAR, TRANSPOSED
 from .visits import Index, Mark, Visit, Visits
@@ -44,14 +44,7 @@ class Naming:
         self._depth = depth
         self._marking = marking
         self._classes, _ = marking.selected
-        # For each place, how well it fits the call that it fits best.
-        self._best: dict[Path, tuple[int, int]] = {}
-        # The places of lists whose layers were stacked on the way, and their sources.
-        self._stacks: dict[Path, set[int]] = defaultdict(set)
-        # The sources that the modules come from. And by the number of slices before and
-        # the length of the stack, those of which a constant index takes an entry.
-        self._used: set[int] = set()
-        self._cut: dict[tuple[int, int], set[int]] = defaultdict(set)
+        self._fits = Fits(places, seen.visits.values())
         # By their places, the classes of modules; and what is no module, but called.
         self._class_at: dict[Path, Any] = {}
         # The places of modules that are alike, one after the other.
@@ -71,68 +64,13 @@ class Naming:
 
     def sites(self) -> dict[Way, Site]:
         """The sites that have new names."""
-        visits, marks = self._seen.visits.values(), self._seen.marks
-        for visit in visits:
-            self._fit(visit)
-        for visit in visits:
+        marks = self._seen.marks
+        for visit in self._seen.visits.values():
             self._path(visit)
         named = {way: self._named(mark) for way, mark in marks.items()}
         return {way: x for way, x in named.items() if x is not marks[way].site}
 
     # --- the places of modules ---
-    def _fit(self, visit: Visit) -> None:
-        """Finds the places that a module may have, and how well each fits.
-
-        If the `weight` of a `Linear` comes from `model/layers/0/weight`, that is
-        `model/layers/0`. Of each array, the nearest sources count. The first come
-        first."""
-        is_new = False
-        for leaf, array in zip(visit.call.leaves, visit.arrays):
-            found = [
-                (distance, path[:at], source)
-                for source, distance in array.distances.items()
-                for path in self._places.paths(source)
-                if (at := _last(leaf, path, len(root_of(path)))) is not None
-            ]
-            nearest = min((distance for distance, *_ in found), default=0)
-            sources = {p: s for distance, p, s in found if distance == nearest}
-            visit.is_made |= nearest >= FAR
-            is_new |= not found and max(array.distances.values(), default=0) >= FAR
-            self._used.update(array.distances)
-            for path in self._as_stacked(sources):
-                distance, n = visit.fits.get(path, (nearest, 0))
-                visit.fits[path] = min(distance, nearest), n - 1
-                cuts = closed(array.cuts.get(sources.get(path, -1), ()))
-                visit.cuts[path] = in_common([cuts, visit.cuts.get(path, cuts)])
-                for i, cut in enumerate(cuts):
-                    self._cut[i, cut.n].add(sources[path])
-        # If a `Linear` makes the `scale` and the `bias` of a layer, its own `bias` is
-        # only added to the other one. There is no place that has the `scale`.
-        visit.is_made |= is_new and any(map(self._places.everywhere.get, visit.fits))
-        for path, fit in visit.fits.items():
-            self._best[path] = min(fit, self._best.get(path, fit))
-
-    def _as_stacked(self, sources: dict[Path, int]) -> Iterable[Path]:
-        """If some of these are the layers of a list, whose arrays were stacked: their
-        path without the index, such as `layers` for `layers/0` and `layers/1`."""
-        found = {path: {source} for path, source in sources.items()}
-        if len(set(sources.values())) < max(len(sources), 2):
-            # One array may also be in several places.
-            return found
-        for i in reversed(range(max(map(len, found), default=0))):
-            indexed = [path for path in found if path[i:] and path[i].isdigit()]
-            shorter = {path: path[:i] + path[i + 1 :] for path in indexed}
-            layers = Counter(shorter.values())
-            before, found = found, defaultdict(set)
-            for path, of_path in before.items():
-                if path in shorter and layers[shorter[path]] > 1:
-                    if path[:i] not in self._stacks:
-                        self._places.stack(path[:i], path[i])
-                    self._stacks[path[:i]] |= of_path
-                    path = shorter[path]
-                found[path] |= of_path
-        return found
-
     def _path(self, visit: Visit) -> Path:
         if visit.path is None:
             path = self._locate(visit)
@@ -185,9 +123,9 @@ class Naming:
         levels.append((visit.call, len(path)))
         found: list[Index] = []
         for i, cut in enumerate(cuts):
-            apart = self._cut[i, cut.n] | self._places.of_length(cut.n, self._used)
             outside = [v.call for v in around if len(v.indices) <= i]
-            at = self._to_stack(path, levels, apart, outside)
+            apart = self._fits.sliced(i, cut)
+            at = self._fits.keys_to_stack(path, levels, apart, outside)
             before = found[-1].at if found else 0
             found.append(Index(max(before, len(path) if at is None else at), cut))
         return tuple(found)
@@ -214,7 +152,7 @@ class Naming:
         """
         call, fits, held = visit.call, visit.fits, self._held(visit)
         # Another call fits these better.
-        taken = {p for p, fit in fits.items() if self._best[p] < min(fit, (FAR,))}
+        taken = {p for p, fit in fits.items() if self._fits.best[p] < min(fit, (FAR,))}
         # A hypernetwork made some of its arrays, and is no place of it: that is nearer
         # to the call of the hypernetwork.
         makers = taken - {outer} if visit.is_made else ()
@@ -229,7 +167,7 @@ class Naming:
                 path != held,
                 # If another call fits this place better, prefer it less, by how much
                 # better.
-                path in taken and 1 + fits[path][0] - self._best[path][0],
+                path in taken and 1 + fits[path][0] - self._fits.best[path][0],
             ),
             default=held,
         )
@@ -245,7 +183,7 @@ class Naming:
         if fit is None:
             return True
         if fit[0] == TRANSPOSED:
-            is_best = self._best[path] == fit
+            is_best = self._fits.best[path] == fit
             return is_best and is_like(self._places.everywhere.get(path), call)
         return self._is_there(path, call)
 
@@ -253,7 +191,7 @@ class Naming:
         """The place of a module that is like that of a call, and to which the arrays of
         no call lead, or its `own`: in the tree at `outer`, if there is one."""
         alike = self._places.alike(call)
-        found = [path for path in alike if path in own or path not in self._best]
+        found = [path for path in alike if path in own or path not in self._fits.best]
         inside = [path for path in found if self._is_in(outer, path)]
         if call.module is None:
             return inside[0] if len(inside) == 1 else None
@@ -266,7 +204,7 @@ class Naming:
         """Whether a place is in the tree at `outer`. Of a list whose layers were
         stacked, that is the place in the stack, and none in one of the layers."""
         ends = (n for n in range(len(outer), len(path)) if path[n].isdigit())
-        is_layer = any(path[:n] in self._stacks for n in ends)
+        is_layer = any(path[:n] in self._fits.stacks for n in ends)
         return path[: len(outer)] == outer and not is_layer
 
     def _unknown(self, visit: Visit) -> Path:
@@ -280,41 +218,10 @@ class Naming:
             self._left_out.add((name,))
         return (name,)
 
-    def _to_stack(
-        self,
-        path: Path,
-        called: Sequence[tuple[NotedCall, int]],
-        apart: set[int],
-        outside: Container[NotedCall],
-    ) -> int | None:
-        """How many keys of a path lead to the stack that is taken `apart`, given by its
-        sources: to the highest tree that has no others. In
-
-            lax.scan(lambda x, block: (block.attn(x), None), x, model.blocks)
-
-        the path of the call is `model/blocks/attn`, and two keys lead to
-        `model/blocks`: all that is in there is taken apart, and in `model` there is
-        more. `called`: the modules on the path, and how many keys there are to each.
-        Those that are called `outside` hold the tree as it was before.
-        """
-        root = len(root_of(path))
-        begin = max([root, *(n + 1 for call, n in called if call in outside)])
-        ends = range(begin, len(path) + 1)
-        for n in ends:
-            if not apart.isdisjoint(self._stacks[path[:n]]):
-                return n
-        within = [self._places.sources_in.get(path[:n], set()) for n in ends]
-        whole = next((x for x in within if x and x <= apart), None)
-        # If a model has nothing but `blocks`, both are such trees: it is the one that
-        # is called, or the innermost.
-        same = [n for n, x in zip(ends, within) if x == whole]
-        of_calls = {n for _, n in called}
-        return next((n for n in same if n in of_calls), same[-1] if same else None)
-
     def _index_places(self, mark: Mark) -> list[int | None]:
         """For each scan around a mark, after how many keys of its name the index of an
-        iteration stands; `None` is at the end. In the scan of `_to_stack`, that is 2:
-        iteration 3 is `model/blocks/3/attn`."""
+        iteration stands; `None` is at the end. In the scan of `Fits.keys_to_stack` that
+        is 2: iteration 3 is `model/blocks/3/attn`."""
         visit = mark.visits[0]
         path = self._path(visit)
         around = [(v.call, self._path(v)) for v in (*visit.running, visit)]
@@ -322,7 +229,7 @@ class Naming:
 
         def place(way: Way) -> int | None:
             scan = self._seen.scans.get(way)
-            n = self._to_stack(path, levels, *(scan or (set(), ())))
+            n = self._fits.keys_to_stack(path, levels, *(scan or (set(), ())))
             if n is None:
                 return None
             # Of a stack of stacks, the index stands behind those that were there first.
@@ -395,11 +302,3 @@ class Naming:
                 "by something static in the module, such as its type or its shapes. "
                 "To capture what a function returns, `jax.jit` it, or `sow` there."
             ) from e
-
-
-def _last(part: Path, path: Path, begin: int) -> int | None:
-    """Where a path is in another one, behind its beginning, and as far to the end as it
-    can be."""
-    n = len(part)
-    places = range(len(path) - n, begin - 1, -1)
-    return next((i for i in places if path[i : i + n] == part), None)

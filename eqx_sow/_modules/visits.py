@@ -79,7 +79,7 @@ class Mark(NamedTuple):
     scans: list[Way]
 
 
-class Scan(NamedTuple):
+class ScanSources(NamedTuple):
     """A scan, given by the sources that it takes apart: those that are nearest to the
     arrays that it goes over. And the calls that are running around it."""
 
@@ -97,7 +97,7 @@ class Visits(Domain):
         self._places = places
         self.visits: dict[Way, Visit] = {}
         self.marks: dict[Way, Mark] = {}
-        self.scans: dict[Way, Scan] = {}
+        self.scans: dict[Way, ScanSources] = {}
         # Of each call, the visit that the pass is in, or was in last.
         self._latest: dict[NotedCall, Visit] = {}
 
@@ -124,7 +124,7 @@ class Visits(Domain):
     def entry(self, value, here):
         nearest = min(value.distances.values(), default=0)
         sources = (s for s, n in value.distances.items() if n == nearest)
-        scan = self.scans.setdefault(here.scans[-1], Scan(set(), here.running))
+        scan = self.scans.setdefault(here.scans[-1], ScanSources(set(), here.running))
         scan.sources.update(sources)
         return value.along(-1).changing()
 
