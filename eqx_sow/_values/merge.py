@@ -35,7 +35,6 @@ from .._mark.site import Axis, Site
 from .._mark.staging import types_of
 from .axes import aligned, broadcast, either, total_over
 from .entry import Entry, FINISHED, finished, grouped, Guards, with_count
-from .modes import is_backward
 from .transform import Batched
 
 
@@ -103,7 +102,7 @@ def _of_all(sites: Sequence[Site]) -> Site:
 def _of_primal(entry: Entry) -> Any:
     """A key to sort what a backward pass, which runs backward, has found by its
     primals."""
-    of = entry.site.of if is_backward(entry.site.mode) else ()
+    of = entry.site.of if entry.site.flows_backward else ()
     return min(of, default=())
 
 
