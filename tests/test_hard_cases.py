@@ -1034,6 +1034,64 @@ def test_a_bwd_at_another_point_in_a_loop_that_a_backward_pass_runs_again():
     close(second, jnp.sin(X + 1))
 
 
+_jitted = jax.jit(_marked)
+_descent = jax.jit(
+    lambda x: _in_a_loop(lambda x: x - jax.grad(lambda x: _jitted(x).sum())(x), x)
+)
+
+
+def _with_rules(fn, fwd, bwd):
+    with_rules = jax.custom_vjp(lambda x: fn(x))
+    with_rules.defvjp(fwd, bwd)
+    return with_rules
+
+
+@pytest.mark.parametrize(
+    "f, n",
+    [
+        (
+            lambda x: _in_a_loop(
+                _with_rules(
+                    _jitted,
+                    lambda x: (_jitted(x), _jitted(x + 1)),
+                    lambda res, ct: (res * ct,),
+                ),
+                x,
+            ),
+            3,
+        ),
+        (
+            lambda x: _in_a_loop(
+                _with_rules(
+                    _jitted,
+                    lambda x: (_jitted(x), x),
+                    lambda x, ct: (ct * _jitted(x + 1),),
+                ),
+                x,
+            ),
+            2,
+        ),
+        (
+            _with_rules(
+                _descent,
+                lambda x: (_descent(x), x),
+                lambda x, ct: (ct * _descent(x + 1),),
+            ),
+            2,
+        ),
+        (lambda x: _in_a_loop(_jitted, _jitted(x)), 2),
+    ],
+    ids=["fwd", "bwd", "a solver in bwd", "before the loop"],
+)
+def test_one_equation_at_another_point_is_no_repetition(f, n):
+    """A jitted function has one jaxpr, wherever it is called."""
+    grad = jax.grad(lambda x: f(x).sum())
+    with pytest.raises(DuplicateSowError):
+        S(grad).eval_shape(X)
+    _, got = S(grad, reduce=Append()).eval_shape(X)
+    assert len(got["a"]["primal"]) == n
+
+
 @pytest.mark.filterwarnings("ignore:.*found no mark")
 @pytest.mark.parametrize(
     "inner",

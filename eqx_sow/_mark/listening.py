@@ -47,7 +47,7 @@ class Listening(NamedTuple):
     # How many transformations there are, one within the other.
     depth: int = 0
     # Whether JAX makes the tangents of a `jax.checkpoint` that it will transpose.
-    backward: bool = False
+    is_vjp: bool = False
     # Whether, of a value, only those leaves are differentiated that the program itself
     # differentiates, instead of all. This is a second try, after an error of JAX's.
     leafwise: bool = False

@@ -188,10 +188,10 @@ _widening: weakref.WeakSet[Any] = weakref.WeakSet()
 widened = _Widened()
 
 
-def _differentiated(nonzeros, avals, site, backward: bool) -> list[bool]:
+def _differentiated(nonzeros, avals, site, is_vjp: bool) -> list[bool]:
     """Which operands have a tangent.
 
-    If the tangents are to be transposed (`backward`) and any leaf of the value has one,
+    If the tangents are to be transposed (`is_vjp`) and any leaf of the value has one,
     all leaves get one: under `grad` with respect to `x` alone, `sow((x, y), "pair")`
     has the cotangents of both. NumPy arrays stay as they are.
 
@@ -200,7 +200,7 @@ def _differentiated(nonzeros, avals, site, backward: bool) -> list[bool]:
     """
     first = 1 + len(site.guards)
     fixed = {first + x.i for x in site.fixed}
-    whole = backward and listening.value is not None and not listening.value.leafwise
+    whole = is_vjp and listening.value is not None and not listening.value.leafwise
 
     def is_inexact(i):
         dtype = jexc.primal_dtype_to_tangent_dtype(avals[i].dtype)
@@ -217,8 +217,8 @@ def _differentiated(nonzeros, avals, site, backward: bool) -> list[bool]:
 
 def _sow_jvp(primals, tangents, *, site):
     nonzeros = [type(t) is not ad.Zero for t in tangents]
-    backward = listening.value is not None and listening.value.backward
-    out, _, residuals, tangent = _sow_linearized(nonzeros, primals, site, backward)
+    is_vjp = listening.value is not None and listening.value.is_vjp
+    out, _, residuals, tangent = _sow_linearized(nonzeros, primals, site, is_vjp)
     return out, tangent(*residuals, tangents=tangents)
 
 
@@ -228,9 +228,9 @@ def _sow_linearize(is_vjp, nonzeros, *primals, site):
     return _compat.linearization(*_sow_linearized(nonzeros, primals, site, is_vjp))
 
 
-def _sow_linearized(nonzeros, primals, site, backward):
+def _sow_linearized(nonzeros, primals, site, is_vjp):
     avals = list(map(jax.typeof, primals))
-    nonzeros = _differentiated(nonzeros, avals, site, backward)
+    nonzeros = _differentiated(nonzeros, avals, site, is_vjp)
     n = site.differentiated
     out = sow_p.bind(*primals, site=site._replace(differentiated=n + 1))
     residuals = out[0], *primals[1 : 1 + len(site.guards)]
@@ -311,7 +311,7 @@ def _sow_batch(axis_data, operands, dims, *, site):
         axis_data.size,
         loops,
         spec=axis_data.explicit_mesh_axis,
-        after_backward=site.modes.count("cotangent") % 2 == 1,
+        flows_backward=site.flows_backward,
     )
     unguarded = any(c not in [g.cond for g in site.guards] for c in conds)
     # The axis stays where it is. To move it would add equations to the user's program,

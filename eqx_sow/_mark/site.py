@@ -1,4 +1,11 @@
-"""What is static about a mark: its names, its leaves, its axes, and more."""
+"""What is static about a mark: its names, its leaves, its axes, and more.
+
+What has to do with a backward pass goes by one of three words. `in_backward_pass`: an
+equation, or the mark of a primal, is part of one, by what JAX writes on name stacks.
+`flows_backward`: a value runs through loops from their end, and is a total over lanes
+that share it, as a cotangent does; the cotangent of a cotangent does not. `is_vjp`:
+JAX makes tangents that it will transpose, in its own word.
+"""
 
 import functools as ft
 import itertools as it
@@ -31,7 +38,7 @@ class Axis(NamedTuple):
     # Whether what the vmap came to was a cotangent, as in `vmap(grad(f))`. A cotangent
     # without the axis is then the same in each lane. In `grad(vmap(f))` it is their
     # total; and in `grad(vmap(grad(f)))`, so is the cotangent of a cotangent.
-    after_backward: bool = False
+    flows_backward: bool = False
 
     @property
     def kind(self) -> Hashable:
@@ -113,7 +120,7 @@ class Execution(NamedTuple):
     # if that cannot be told.
     again: bool | None = False
     # Whether it is a primal in a backward pass.
-    backward: bool = False
+    in_backward_pass: bool = False
     # For each guard, where the value of its operand is made. This tells the runs of a
     # cond apart that is in a function which is called twice.
     runs: tuple[Hashable, ...] = ()
@@ -229,6 +236,12 @@ class Site(_Fields):
     @ft.cached_property
     def mode(self) -> str:
         return ".".join(self.modes) if self.modes else "primal"
+
+    @property
+    def flows_backward(self) -> bool:
+        """Whether values of this mode are computed in the order opposite to that of the
+        primals."""
+        return self.modes.count("cotangent") % 2 == 1
 
     @ft.cached_property
     def key(self) -> tuple[str, str, tuple[int, ...]]:

@@ -22,6 +22,7 @@ from .._walk.rewrite import with_sites
 from .._walk.sows import Found, sites
 from .naming import Naming
 from .places import Places
+from .visits import Visits
 
 
 def is_function_to_capture(capture: Any) -> bool:
@@ -100,8 +101,9 @@ def name(
                 "Call it outside, or select other classes with `capture=`."
             )
     places = Places(*called)
-    naming = Naming(places, depth, marking)
-    run(naming, closed, naming.inputs(), Here())
+    seen = Visits(places)
+    run(seen, closed, seen.inputs(), Here())
+    naming = Naming(seen, places, depth, marking)
     named = naming.sites()
     if marking.capture is not None:
         _check_found(closed, places, marking, naming)

@@ -1,14 +1,30 @@
-"""What `naming.py` knows of the calls and the marks of a program."""
+"""Which modules a program calls, and which of its marks belong to each call.
+
+    @jax.jit
+    def run(linear, x):          # traced once, so there is one `NotedCall` in there
+        return linear(x)
+
+    run(a, x) + run(b, x)        # two visits of it: the arrays come from `a`, or `b`
+
+The pass in `Visits` tells of each variable the inputs that it comes from, and how much
+was computed between. It goes into a function that was traced once for each of its
+calls. A derivative takes the edge of its primal, and so belongs to the same visit.
+"""
 
 import dataclasses as dc
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from .._mark.calls import NotedCall, Path
+import equinox as eqx
+
+from .._mark.calls import calls_around, NotedCall, Path
+from .._mark.primitive import edge_p, same_p, sow_p
 from .._mark.site import Site
+from .._walk.flow import Domain, Here
 from .._walk.sows import Way
-from .cuts import Cut
-from .sources import Origin
+from .cuts import Cut, number_of, OF_SHARD
+from .places import Places
+from .sources import computed, in_order, Origin, undecided
 
 
 @dc.dataclass(eq=False)
@@ -22,7 +38,7 @@ class Visit:
     arrays: Sequence[Origin]
     # The modules whose methods are running, from outside in.
     running: "list[Visit]"
-    # The rest is known once the pass is over. For each place to which arrays lead, how
+    # The rest is filled in by `naming.py`. For each place to which arrays lead, how
     # well it fits: (computations between, -arrays that lead there). Smaller is better.
     fits: dict[Path, tuple[int, int]] = dc.field(default_factory=dict)
     # Whether some of the arrays were made of others, rather than changed.
@@ -53,7 +69,7 @@ class Index(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """A mark, and the calls that it is in, or is the output of. There may be several:
+    """A mark, and the visits that it is in, or is the output of. There may be several:
     if a branch decides of which call a derivative is. `scans`: the ways to the scans
     around it; for a derivative, around its primal, since a scan of the backward pass
     need not go over the arrays themselves."""
@@ -61,3 +77,102 @@ class Mark(NamedTuple):
     site: Site
     visits: list[Visit]
     scans: list[Way]
+
+
+class ScanSources(NamedTuple):
+    """A scan, given by the sources that it takes apart: those that are nearest to the
+    arrays that it goes over. And the calls that are running around it."""
+
+    sources: set[int]
+    around: Sequence[NotedCall]
+
+
+class Visits(Domain):
+    """Finds the visits, the marks and the scans of a program, by the ways to their
+    equations."""
+
+    n_needed = 1
+
+    def __init__(self, places: Places):
+        self._places = places
+        self.visits: dict[Way, Visit] = {}
+        self.marks: dict[Way, Mark] = {}
+        self.scans: dict[Way, ScanSources] = {}
+        # Of each call, the visit that the pass is in, or was in last.
+        self._latest: dict[NotedCall, Visit] = {}
+
+    def inputs(self) -> list[Origin]:
+        return [self._at_source(i) for i in range(self._places.n_inputs)]
+
+    def _at_source(self, source: int) -> Origin:
+        return Origin({source: 0}, ("source", source), is_whole=True)
+
+    def constant(self, x, aval):
+        if not getattr(x, "shape", None) and not eqx.is_array(x):
+            return Origin(number=number_of(x, aval))
+        source = self._at_source(self._places.source(x))
+        return source._replace(number=number_of(x, aval))
+
+    def chosen(self, index, cases):
+        return undecided(in_order(cases))._replace(cases=(index.made, cases))
+
+    def in_case(self, index, i, value):
+        if value.cases is not None and value.cases[0] == index.made is not None:
+            return value.cases[1][i]
+        return value
+
+    def entry(self, value, here):
+        nearest = min(value.distances.values(), default=0)
+        sources = (s for s, n in value.distances.items() if n == nearest)
+        scan = self.scans.setdefault(here.scans[-1], ScanSources(set(), here.running))
+        scan.sources.update(sources)
+        return value.along(-1).changing()
+
+    def stacked(self, value, here):
+        return value.along(1).changing()
+
+    def carried(self, when, init, after, here):
+        return [undecided(pair).changing() for pair in zip(init, after)]
+
+    def shard(self, value, mesh, spec):
+        value = value._replace(parts=None)
+        is_split = spec is not None and len(spec) > 0 and spec[0] is not None
+        return value.cut([OF_SHARD]) if is_split else value
+
+    def equation(self, eqn, operands, here):
+        primitive = eqn.primitive
+        if primitive in (sow_p, same_p):
+            self.marks[here.way] = self._mark(eqn, operands[0], here)
+            return [Origin(edges=(here.way,)), *operands[1:]]
+        if primitive is edge_p and eqn.params:
+            call = eqn.params["call"]
+            visit = Visit(call, operands, self._running(eqn, here))
+            self.visits[here.way] = self._latest[call] = visit
+            return [Origin(edges=(here.way,))]
+        return computed(eqn, operands, here.way)
+
+    def _mark(self, eqn: Any, edge: Origin, here: Here) -> Mark:
+        site: Site = eqn.params["site"]
+        if site.modes:
+            # Of a derivative, the edge comes out of the mark of its primal.
+            primals = [self.marks[way] for way in edge.edges if way in self.marks]
+            # Equinox's loops may trace their body twice: then it is the same line.
+            of_call = [mark for mark in primals if mark.site.origin is site.origin]
+            of_line = [mark for mark in primals if mark.site.where == site.where]
+            primals = of_call or of_line
+            visits = [v for mark in primals for v in mark.visits]
+            return Mark(site, visits, primals[0].scans if primals else here.scans)
+        running = self._running(eqn, here)
+        if site.note is None:
+            return Mark(site, running[-1:], here.scans)
+        visits = [self.visits[way] for way in edge.edges[:1]]
+        # The edge of a module without arrays may have been moved out of a loop, to
+        # where fewer calls are running, and to before the edges of these.
+        for visit in visits:
+            visit.running = max(running, visit.running, key=len)
+        return Mark(site, visits, here.scans)
+
+    def _running(self, eqn: Any, here: Here) -> list[Visit]:
+        """The visits in which an equation runs, from outside in."""
+        calls = [*here.running, *calls_around(eqn)]
+        return [self._latest[c] for c in calls if c in self._latest]

@@ -135,10 +135,8 @@ def by_run(mine: Sequence[Entry], entries: Sequence[Entry]) -> list[Entry | None
     need have one. So are those of the backward pass of several of these."""
     primals = [e for e in entries if not e.site.modes]
     mode = mine[0].site.mode
-    backward = "cotangent" in mode
-    if not mine[0].site.modes or not primals:
-        return list(mine)
-    if not backward and len(mine) == len(primals):
+    as_primals = "cotangent" not in mode and len(mine) == len(primals)
+    if as_primals or not primals or not mine[0].site.modes:
         return list(mine)
     order: list[Entry | None] = [None] * len(primals)
     others = []

@@ -24,7 +24,6 @@ import jax
 
 from .._arrays import broadcast_to
 from .._mark.site import Axis, Site
-from .modes import is_backward
 
 
 Varies = Sequence[bool]
@@ -93,9 +92,9 @@ def total_over(site: Site) -> list[bool]:
     wrong in each of them. In `vmap(grad(f))` it is really the same in each. The
     cotangent of a total is that, too. Over the devices of a `shard_map`, the cotangent
     of a leaf that all share is always a total."""
-    backward = is_backward(site.mode)
+    back = site.flows_backward
     return [
-        a.after_backward != backward if a.lane else a.mesh is not None and backward
+        a.flows_backward != back if a.lane else a.mesh is not None and back
         for a in site.axes
     ]
 

@@ -35,7 +35,6 @@ from .._mark.site import Axis, Site
 from .._mark.staging import types_of
 from .axes import aligned, broadcast, either, total_over
 from .entry import Entry, FINISHED, finished, grouped, Guards, with_count
-from .modes import is_backward
 from .transform import Batched
 
 
@@ -103,7 +102,7 @@ def _of_all(sites: Sequence[Site]) -> Site:
 def _of_primal(entry: Entry) -> Any:
     """A key to sort what a backward pass, which runs backward, has found by its
     primals."""
-    of = entry.site.execution.of if is_backward(entry.site.mode) else ()
+    of = entry.site.execution.of if entry.site.flows_backward else ()
     return min(of, default=())
 
 
@@ -249,7 +248,7 @@ def latest(old: Entry, new: Entry) -> Entry:
 # --- errors ---
 def duplicate(a: Site, b: Site) -> DuplicateSowError:
     places, names = _places(a, b)
-    if b.execution.backward and not a.execution.backward:
+    if b.execution.in_backward_pass and not a.execution.in_backward_pass:
         places += " (also in a backward pass: in the `bwd` of a `jax.custom_vjp`)"
     if bool(a.note) != bool(b.note):
         names = (

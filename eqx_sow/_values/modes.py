@@ -28,11 +28,6 @@ PRIMAL = "primal"
 _DERIVATIVES = ("tangent", "cotangent")
 
 
-def is_backward(mode: str) -> bool:
-    """Whether values of this mode are computed in the order opposite to the primals."""
-    return mode.count("cotangent") % 2 == 1
-
-
 def without_order(label: str) -> str:
     """What `Site.mode` is for a label: which of two equal derivatives it is shows only
     once all are known."""

@@ -14,6 +14,10 @@ place. The sites stay as they are, so that the jaxpr is also walked once for all
 It gives up, and returns `None`, where a value may be computed again, or may not run: if
 a primal is in a backward pass or in a derivative rule, if there are branches, or loops
 of unknown length.
+
+Edges are also followed in `_modules/visits.py`, before marks have names, and in
+`executions.py`, each beside what it is there for. In all three, a derivative is of
+those marks at the other end of its edge that are of the same call of `sow`.
 """
 
 from collections import defaultdict

@@ -86,7 +86,7 @@ def needs_executions(found: Sequence[Found], several: Callable[[Site], bool]) ->
 
 def with_executions(closed: Any, wants: Callable[[Site], bool]) -> Any:
     """A program in which the sites that are wanted say which executions they are."""
-    told = _Numbers()
+    told = _Numbering()
     run(told, closed, [told.unlike_any() for _ in closed.invars], Here())
     sows = [x for x in told.sows.values() if wants(x.site)]
     return with_sites(closed, _sites(sows))
@@ -96,7 +96,7 @@ def _sites(found: Sequence[Sown]) -> dict[Way, Site]:
     """The sites that have the answers, by the ways to their equations."""
     primals = [x for x in found if not x.site.modes]
     repeated = repetitions(primals)
-    ran = {x.site.key for x in primals if not x.backward}
+    ran = {x.site.key for x in primals if not x.in_backward_pass}
     of_call = defaultdict(list)
     for x in primals:
         of_call[x.site.origin].append(x.here.way)
@@ -113,19 +113,19 @@ def _sites(found: Sequence[Sown]) -> dict[Way, Site]:
         # pass has no longer the number that it had.
         again: bool | None = way in repeated
         in_branch = any(guard.cond is not None for guard in x.site.guards)
-        if not again and x.backward and in_branch and x.site.key in ran:
+        if not again and x.in_backward_pass and in_branch and x.site.key in ran:
             again = None
         execution = Execution(
             of=frozenset().union(*[repeated.get(p, {p}) for p in of]),
             again=again,
-            backward=not x.site.modes and x.backward,
+            in_backward_pass=not x.site.modes and x.in_backward_pass,
             runs=x.runs,
         )
         sites[way] = x.site._replace(execution=execution)
     return sites
 
 
-class _Value(NamedTuple):
+class _Numbered(NamedTuple):
     """What goes through the program, in the place of an array.
 
     `number`: equal for values that are computed alike from the same inputs. `made`:
@@ -138,7 +138,7 @@ class _Value(NamedTuple):
     made: Hashable
 
 
-class _Numbers(Domain):
+class _Numbering(Domain):
     """Gives numbers to values: those that are computed alike have the same number.
 
     What is said of a value in a scan holds for each iteration by itself. So a residual
@@ -159,10 +159,10 @@ class _Numbers(Domain):
         # The marks, by the ways to their equations.
         self.sows: dict[Way, Sown] = {}
 
-    def unlike_any(self) -> _Value:
+    def unlike_any(self) -> _Numbered:
         """A value that is equal to no other one."""
         number = self._number(object())
-        return _Value(number, number)
+        return _Numbered(number, number)
 
     def _number(
         self, how: Hashable, operands: Sequence[int] = (), params: Any = None
@@ -183,7 +183,7 @@ class _Numbers(Domain):
     def constant(self, x, aval):
         # Each trace of `x * jnp.array([1.0, 2.0])` makes an array of its own.
         number = self._number(("const", aval, _content(x)))
-        return _Value(number, number)
+        return _Numbered(number, number)
 
     # --- equations ---
     def equation(self, eqn, operands, here):
@@ -204,9 +204,9 @@ class _Numbers(Domain):
             n = self._number(how, [x.number for x in operands], eqn.params)
             numbers = [self._number(("out", i), (n,)) for i in range(len(eqn.outvars))]
         moved = operands[0].made if primitive in _MOVES else None
-        return [_Value(n, moved or (here.way, i)) for i, n in enumerate(numbers)]
+        return [_Numbered(n, moved or (here.way, i)) for i, n in enumerate(numbers)]
 
-    def _sow(self, eqn: Any, operands: Sequence[_Value], here: Here) -> _Value:
+    def _sow(self, eqn: Any, operands: Sequence[_Numbered], here: Here) -> _Numbered:
         site: Site = eqn.params["site"]
         edge, *operands = operands
         at = here._replace(around=(*here.around, eqn))
@@ -220,7 +220,7 @@ class _Numbers(Domain):
         self._edges[edge.number] = frozenset([here.way])
         return edge
 
-    def _value_at(self, site: Site, operands: Sequence[_Value]) -> Hashable:
+    def _value_at(self, site: Site, operands: Sequence[_Numbered]) -> Hashable:
         """Equal for two marks of equal values."""
         branches = tuple(guard.branch for guard in site.guards)
         # The value has its lanes in front, wherever the operand has them.
@@ -228,7 +228,7 @@ class _Numbers(Domain):
         numbers = tuple(self._transposed(x, p) if p else x.number for x, p in pairs)
         return site.tag, site.key, site.form, branches, numbers
 
-    def _transposed(self, value: _Value, permutation: Sequence[int]) -> int:
+    def _transposed(self, value: _Numbered, permutation: Sequence[int]) -> int:
         # `vmap` moves the axis of its lanes to the front where a scan ends in another
         # one, and back where the backward pass takes apart what that has stacked.
         number = value.number
@@ -253,27 +253,27 @@ class _Numbers(Domain):
         elif is_of_unknown_length(eqn):
             loop = object()
         numbers = (self._number((when, loop, i), pair) for i, pair in enumerate(pairs))
-        return [_Value(n, (here.way, when, i)) for i, n in enumerate(numbers)]
+        return [_Numbered(n, (here.way, when, i)) for i, n in enumerate(numbers)]
 
     # --- what is put together, and taken apart again ---
     # The cases of a cond, the iterations that a scan stacks, the parts of an array on
     # the devices of a mesh. `how` is the same for both ways.
     def _together(
-        self, how: Hashable, parts: Sequence[_Value], params: Any = None
-    ) -> _Value:
+        self, how: Hashable, parts: Sequence[_Numbered], params: Any = None
+    ) -> _Numbered:
         number = self._number(how, [x.number for x in parts], params)
-        return _Value(number, (how, *[x.made for x in parts]))
+        return _Numbered(number, (how, *[x.made for x in parts]))
 
-    def _part(self, how: Hashable, whole: _Value, i: int = 0) -> int | None:
+    def _part(self, how: Hashable, whole: _Numbered, i: int = 0) -> int | None:
         """The number of a part of what was put together so; `None` for other values."""
         its_how, parts = self._computed.get(whole.number, (None, ()))
         return parts[i] if its_how == how else None
 
-    def _slice(self, how: Hashable, whole: _Value) -> _Value:
+    def _slice(self, how: Hashable, whole: _Numbered) -> _Numbered:
         number = self._part(how, whole)
         if number is None:
             number = self._number(("slice", how), (whole.number,))
-        return _Value(number, (how, whole.made))
+        return _Numbered(number, (how, whole.made))
 
     def chosen(self, index, cases):
         if len({x.number for x in cases}) == 1:
@@ -290,14 +290,14 @@ class _Numbers(Domain):
         return self._together(("stack", len(here.scans)), [value], loop)
 
     def entry(self, value, here):
-        # A forward pass with one scan stacks at depth 0. In `lax.map(pullback, basis)`
+        # A forward pass with one scan stacks at depth 1. In `lax.map(pullback, basis)`
         # its backward pass is within one scan more, and takes the value apart at depth
-        # 1. So what was stacked at a depth less is taken apart, too, as far as scans
+        # 2. So what was stacked at a depth less is taken apart, too, as far as scans
         # are around the backward pass alone.
         depth = len(here.scans)
-        further_out = depth - len(lengths_of(around_backward_pass(here)))
+        least = depth - len(lengths_of(around_backward_pass(here)))
         how, _ = self._computed.get(value.number, (None, ()))
-        if further_out and how in [("stack", d) for d in range(further_out, depth)]:
+        if least and how in [("stack", d) for d in range(least, depth)]:
             return self._slice(how, value)
         return self._slice(("stack", depth), value)
 

@@ -1,8 +1,8 @@
 """One way to go through a program with something other than numbers.
 
 `evaluate` in `interpreter.py` computes a program. Here it is only looked at: what goes
-from equation to equation in the place of numbers is up to a `Domain`, such as the names
-of the inputs that a value comes from (`_modules/naming.py`). How it goes into calls,
+from equation to equation in the place of numbers is up to a `Domain`, such as the
+inputs that a value comes from (`_modules/visits.py`). How it goes into calls,
 loops and branches, and comes out of them, is written down once, in the table `rules`.
 
 An example, with "which inputs does it come from" in the place of numbers:
@@ -61,7 +61,7 @@ def _number(eqn: Any, jaxpr: Any) -> int:
 
 class Domain:
     """What goes through a program: the values that stand for arrays, and what each kind
-    of equation makes of them. There are two: `Naming` in `_modules/naming.py`, and the
+    of equation makes of them. There are two: `Visits` in `_modules/visits.py`, and the
     numbers in `executions.py`.
 
     Only equations that have a mark inside, or lead to one, are looked at. The value of

@@ -375,7 +375,7 @@ _compat.primitive_linearizations.setdefault(
 
 @_wrap(_compat.primitive_linearizations, prims.remat_p)
 def _linearize_checkpoint(rule, is_vjp, *args, **params):
-    with _listening_with(backward=bool(is_vjp)):
+    with _listening_with(is_vjp=bool(is_vjp)):
         return rule(is_vjp, *args, **params)
 
 

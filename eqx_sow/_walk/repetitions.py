@@ -1,12 +1,13 @@
 """What a backward pass computes once more, which is no execution. `executions.py` says
 why; here is how each of the three kinds is told.
 
-The same value, `_repeated_values`. The `bwd` runs the forward function again, at the
-same point, so both marks have a value of the same number:
+The same value, `_same_values`. The `bwd` runs the forward function again, at the same
+point, so both marks have a value of the same number:
 
     f.defvjp(lambda x: (forward(x), x), lambda x, ct: jax.vjp(forward, x)[1](ct))
 
-The same equation, `_replayed`. Of a loop of Equinox that takes derivatives, JAX makes
+The same equation, `_same_equations`. Of a loop of Equinox that takes derivatives, JAX
+makes
 
     y = while[body={ ... sow[name=h] ... }] x                     # the forward pass
     dx = while[body={ ... sow[name=h] ...; its derivative }] dy   # the backward pass
@@ -16,9 +17,13 @@ there have no numbers that could be compared. But the equation was called from t
 lines, in a loop of Equinox that has a backward pass in it. The other case is the rule
 of a `jax.custom_jvp` function that calls the function.
 
-Another equation, `_in_other_rules`. If such a loop calls a `jax.custom_jvp` function,
+Another equation, `_other_equations`. If such a loop calls a `jax.custom_jvp` function,
 then its forward pass runs the function, and only the backward pass its rule, with marks
 of its own.
+
+In doubt a mark is an execution: then it is an error, or one more entry of a tuple. One
+that is taken for a repetition has no value at all. Most of what is asked below is there
+because a mark that was computed at another point would else be missing.
 """
 
 import itertools as it
@@ -49,7 +54,7 @@ class Sown(NamedTuple):
     runs: tuple[Hashable, ...]
 
     @property
-    def backward(self) -> bool:
+    def in_backward_pass(self) -> bool:
         return any(map(_compat.in_backward_pass, self.here.around))
 
     @property
@@ -69,8 +74,8 @@ def repetitions(primals: Sequence[Sown]) -> dict[Way, frozenset[Way]]:
     for x in primals:
         by_value[x.value].append(x)
     for alike in by_value.values():
-        repeated.update(_repeated_values(alike))
-    for kind in (_replayed, _in_other_rules):
+        repeated.update(_same_values(alike))
+    for kind in (_same_equations, _other_equations):
         rest = [x for x in primals if x.here.way not in repeated]
         repeated.update(kind(rest))
     return repeated
@@ -78,36 +83,35 @@ def repetitions(primals: Sequence[Sown]) -> dict[Way, frozenset[Way]]:
 
 def _matched(
     sows: Iterable[Sown],
-    is_repetition: Callable[[Sown], bool],
+    may_repeat: Callable[[Sown], bool],
     repeats: Callable[[Sown, Sown], bool],
     choose: Callable[[list[Way], int, int], Iterable[Way]],
 ) -> Repeated:
-    """Of some marks, in the order of the program, the repetitions, each with the
-    executions that it may repeat.
+    """Goes over some marks in the order of the program, and matches those that
+    `may_repeat` others with executions before them that they `repeat`.
 
-    In a backward pass there are several repetitions, one after another. They are of
-    executions before it. Of those that it `repeats`, number `i` of `n` repetitions is
-    one of those that `choose(executions, i, n)` returns. If the program takes the same
-    gradient twice, each backward pass repeats its own forward pass.
+    `choose(executions, i, n)` picks, for the i-th of n repetitions in a row, which
+    executions it may repeat. If the program takes the same gradient twice, each
+    backward pass repeats its own forward pass: what was repeated before comes last.
     """
     ran: list[Sown] = []
     repeated: set[Way] = set()
-    for is_backward, some in it.groupby(sows, is_repetition):
-        if not is_backward:
+    for again, some in it.groupby(sows, may_repeat):
+        if not again:
             ran += some
             continue
-        again, found = list(some), {}
-        for i, x in enumerate(again):
+        row, found = list(some), {}
+        for i, x in enumerate(row):
             executions = [y.here.way for y in ran if repeats(x, y)]
             executions = [p for p in executions if p not in repeated] or executions
             if executions:
-                found[x.here.way] = frozenset(choose(executions, i, len(again)))
+                found[x.here.way] = frozenset(choose(executions, i, len(row)))
         yield from found.items()
         repeated.update(*found.values())
 
 
 # --- values that are computed twice ---
-def _repeated_values(alike: Sequence[Sown]) -> Repeated:
+def _same_values(alike: Sequence[Sown]) -> Repeated:
     """Of marks of one value, the repetitions, each with the execution that it repeats.
 
     A backward pass goes backward: if `f(x) + f(x) ** 2` runs the mark twice, and its
@@ -116,7 +120,7 @@ def _repeated_values(alike: Sequence[Sown]) -> Repeated:
     """
     return _matched(
         alike,
-        lambda x: x.backward,
+        lambda x: x.in_backward_pass,
         # Only executions in the branches of cond around the repetition: elsewhere, one
         # may not have run when the repetition does.
         lambda x, y: y.cases <= x.cases,
@@ -129,45 +133,36 @@ _CUSTOM_VJP = jexc.primitives.custom_vjp_call_p, _hijax.hi_p
 _CUSTOM = *_CUSTOM_VJP, jexc.primitives.custom_jvp_call_p
 
 
-def _replayed(primals: Sequence[Sown]) -> Repeated:
-    """The repetitions in a loop of a backward pass, or in a derivative rule, each with
-    the executions that it may repeat."""
-
+def _same_equations(primals: Sequence[Sown]) -> Repeated:
+    """The repetitions in a loop that runs again, or in a derivative rule, each with the
+    executions that it may repeat: they come from the same call of `sow`."""
     of_call = defaultdict(list)
     for x in primals:
         of_call[x.site.key, x.site.origin].append(x)
 
-    def runs_anew(x, y):
-        """Whether `x` is in a loop of a backward pass, and `y` is what ran before."""
-        loops, within = _backward_loops(x)
-        is_called = _is_in(loops[:1], y) and not _is_recomputed(x)
-        is_replayed = loops and not is_called and _has_calls(y, within)
-        return is_replayed and _loops(y.here.around) in _loops_of_replayed(x)
-
     def repeats(x, y):
-        if y.site.key != x.site.key or y.site.origin is not x.site.origin:
+        mine = x.site.key, x.site.origin
+        if mine != (y.site.key, y.site.origin):
             return False
-        if runs_anew(x, y):
+        if _runs_anew(x, y):
             return True
         # The rule may evaluate the function at another point, too. Of what a solver
         # evaluates in a loop, the last point may be the one, and is not known. In a
         # loop that runs anew, it is the rule of what is `y` there.
-        fewer = len(_loops(x.here.around)) < len(_loops(y.here.around))
+        fewer = len(_lengths(x.here.around)) < len(_lengths(y.here.around))
         return (fewer or x.value == y.value) and any(
-            _rule(x) in _rules(z)
-            for z in of_call[x.site.key, x.site.origin]
-            if z is y or runs_anew(z, y)
+            _rule(x) in _rules(z) for z in of_call[mine] if z is y or _runs_anew(z, y)
         )
 
     return _matched(
         primals,
-        lambda x: bool(_backward_loops(x)[0]) or _rule(x) is not None,
+        lambda x: bool(_rerun_loops(x)[0]) or _rule(x) is not None,
         repeats,
         lambda executions, i, n: executions,
     )
 
 
-def _in_other_rules(primals: Sequence[Sown]) -> Repeated:
+def _other_equations(primals: Sequence[Sown]) -> Repeated:
     """The repetitions in the derivative rules of functions that are called in a loop of
     Equinox. The forward pass runs the functions, and the backward pass their rules, in
     which each mark is another one. If there are as many of a name, they are these."""
@@ -175,20 +170,15 @@ def _in_other_rules(primals: Sequence[Sown]) -> Repeated:
     for x in primals:
         loops = filter(is_of_unknown_length, x.here.around)
         has_rule = any(e.primitive in _CUSTOM for e in x.here.around)
-        if _is_rerun(x):
+        rerun, within = _rerun_loops(x)
+        # Not in the `bwd` of a function that the loop calls.
+        if rerun and not any(map(_compat.in_backward_pass, within)):
             again[x.site.key].append(x.here.way)
-        elif has_rule and not x.backward and any(map(is_of_equinox, loops)):
+        elif has_rule and not x.in_backward_pass and any(map(is_of_equinox, loops)):
             ran[x.site.key].append(x.here.way)
     for key, ways in again.items():
         if len(ways) == len(ran[key]):
             yield from ((way, frozenset(ran[key])) for way in ways)
-
-
-def _is_rerun(x: Sown) -> bool:
-    """Whether a mark is in such a loop, and not in a backward pass in there: not in the
-    `bwd` of a function that the loop calls."""
-    loops, within = _backward_loops(x)
-    return bool(loops) and not any(map(_compat.in_backward_pass, within))
 
 
 def around_backward_pass(here: Here) -> list[Any]:
@@ -201,19 +191,15 @@ def is_of_unknown_length(eqn: Any) -> bool:
     return loop is not None and loop.length is None
 
 
-def _calls(eqns: Iterable[Any]) -> list[Any]:
-    """Where in a user's code these equations were called. Not where a cond was: under a
-    vmap its branches become one."""
-    cond_p = jexc.primitives.cond_p
-    return [e.source_info.traceback for e in eqns if e.primitive is not cond_p]
-
-
-def _backward_loops(x: Sown) -> tuple[list[Any], list[Any]]:
+# --- loops that a backward pass runs again ---
+def _rerun_loops(x: Sown) -> tuple[list[Any], list[Any]]:
     """The loops of unknown length around a mark that are in a backward pass, if they
     run anew what ran before; and the equations from within the innermost one, up to
-    that of the mark. That is so if the outermost one is Equinox's, and there is a
-    backward pass in it, too; or if a checkpoint runs them. The loop of a solver that a
-    `bwd` calls is also in a backward pass, but there is none in it."""
+    that of the mark.
+
+    That is so if the outermost one is Equinox's, and there is a backward pass in it,
+    too; or if a checkpoint runs them. The loop of a solver that a `bwd` calls is also
+    in a backward pass, but there is none in it."""
     backward, loops, within = False, [], []
     for eqn in x.here.around:
         backward = backward or _compat.in_backward_pass(eqn)
@@ -225,8 +211,8 @@ def _backward_loops(x: Sown) -> tuple[list[Any], list[Any]]:
             # Not differentiated, so nothing in there has run before.
             backward = False
     bodies = [j for loop in loops[:1] if is_of_equinox(loop) for j in jaxprs_of(loop)]
-    run_anew = _is_recomputed(x) or any(map(_has_backward_pass, bodies))
-    return (loops, within) if run_anew else ([], [])
+    rerun = _is_recomputed(x) or any(map(_has_backward_pass, bodies))
+    return (loops, within) if rerun else ([], [])
 
 
 @kept_with_jaxpr
@@ -238,40 +224,28 @@ def _has_backward_pass(jaxpr: Any) -> bool:
     )
 
 
-def _loops(around: Iterable[Any]) -> list[int | None]:
-    """How many iterations the loops among these equations have."""
-    return [loop.length for loop in map(loop_of, around) if loop is not None]
+def _runs_anew(x: Sown, y: Sown) -> bool:
+    """Whether `x` is what a backward pass makes of `y`, in a loop that it runs again:
+    called from the same lines, with the same loops around."""
+    loops, within = _rerun_loops(x)
+    if not loops or not _is_called_alike(y, within):
+        return False
+    # If a `bwd` calls the solver of the forward pass, which takes derivatives, once
+    # more, then the two loops carry the same. That is no repetition: it may have
+    # another input. A loop that does run a body anew carries cotangents beside.
+    is_new = _is_in_loop_like(loops[0], y) and not _is_recomputed(x)
+    return not is_new and _lengths(y.here.around) in _lengths_before(x)
 
 
-def _loops_of_replayed(x: Sown) -> list[list[int | None]]:
-    """The loops that may be around what a mark repeats, from outside in, each given by
-    its number of iterations.
-
-    A loop that runs a body anew stands in the place of the one that ran it first. So
-    with a scan of 5 steps in the body, it is `[None, 5]` in both passes. (If a `bwd`
-    calls a solver in a loop of its own, there is one more, so that it repeats nothing.)
-    Loops around a pullback need not be around the forward pass. If a `lax.map` over a
-    basis of 3 is around this one, it is `[3, None, 5]` here, and what ran before may
-    have been in `[None, 5]` or in `[3, None, 5]`."""
-    loops, n = _loops(x.here.around), len(_loops(around_backward_pass(x.here)))
-    return [loops[:i] + loops[n:] for i in range(n + 1)]
-
-
-def _is_in(loops: Iterable[Any], x: Sown) -> bool:
-    """Whether a mark is in a loop that carries arrays of the same types as one of
-    these.
-
-    If a `bwd` calls the solver of the forward pass, which takes derivatives, once more,
-    then the two loops carry the same. That is no repetition: it may have another input.
-    A loop that does run a body anew carries cotangents beside."""
-    like = lambda e: (e.primitive, [v.aval for v in e.outvars])
-    around = list(map(like, x.here.around))
-    return any(like(loop) in around for loop in loops)
-
-
-def _has_calls(y: Sown, within: list[Any]) -> bool:
+def _is_called_alike(y: Sown, within: list[Any]) -> bool:
     """Whether the last calls that lead to a mark of the forward pass are those of these
-    equations."""
+    equations. With
+
+        f = jax.custom_vjp(lambda x: g(x))           # `g` is jitted, with a mark
+        f.defvjp(lambda x: (g(x), g(x + 1)), bwd)
+
+    a loop over `f` calls `g` once in each iteration, and in each step back twice, from
+    another line, and at another point: these are no repetitions."""
     calls, last = _calls(y.here.around[:-1]), _calls(within[:-1])
     # If a checkpoint is differentiated, its values are computed outside of it. A scan
     # in it is then called where the checkpoint was.
@@ -280,6 +254,38 @@ def _has_calls(y: Sown, within: list[Any]) -> bool:
     )
 
 
+def _calls(eqns: Iterable[Any]) -> list[Any]:
+    """Where in a user's code these equations were called. Not where a cond was: under a
+    vmap its branches become one."""
+    cond_p = jexc.primitives.cond_p
+    return [e.source_info.traceback for e in eqns if e.primitive is not cond_p]
+
+
+def _is_in_loop_like(loop: Any, y: Sown) -> bool:
+    """Whether a mark is in a loop that carries arrays of the same types."""
+    like = lambda e: (e.primitive, [v.aval for v in e.outvars])
+    return like(loop) in map(like, y.here.around)
+
+
+def _lengths(around: Iterable[Any]) -> list[int | None]:
+    """How many iterations the loops among these equations have."""
+    return [loop.length for loop in map(loop_of, around) if loop is not None]
+
+
+def _lengths_before(x: Sown) -> list[list[int | None]]:
+    """The lengths of the loops that may be around what a mark repeats, from outside in.
+
+    A loop that runs a body anew stands in the place of the one that ran it first. So
+    with a scan of 5 steps in the body, it is `[None, 5]` in both passes. (If a `bwd`
+    calls a solver in a loop of its own, there is one more, so that it repeats nothing.)
+    Loops around a pullback need not be around the forward pass. If a `lax.map` over a
+    basis of 3 is around this one, it is `[3, None, 5]` here, and what ran before may
+    have been in `[None, 5]` or in `[3, None, 5]`."""
+    lengths, n = _lengths(x.here.around), len(_lengths(around_backward_pass(x.here)))
+    return [lengths[:i] + lengths[n:] for i in range(n + 1)]
+
+
+# --- checkpoints and derivative rules ---
 def _is_recomputed(x: Sown) -> bool:
     """Whether it is in a checkpoint that was differentiated, which runs its loops once
     more as they are."""
