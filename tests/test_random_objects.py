@@ -92,7 +92,7 @@ USES = {
     "save": S,
     "transform": lambda f: S(f, transform=lambda value: value),
     "plant": lambda f: S(plant(f, {"n": lambda value: value})),
-    "tap": lambda f: tap(S(f), lambda event: None),
+    "tap": lambda f: S(tap(f, lambda event: None)),
     "jit of save": lambda f: eqx.filter_jit(S(f)),
 }
 

@@ -167,7 +167,7 @@ def check(seed):
     return trees.check(_plan(seed), FEATURES)
 
 
-_DEFAULT = (4, 12, 22)
+_DEFAULT = (10, 12, 22)
 _SLOW = [pytest.param(s, marks=pytest.mark.slow) for s in range(8)]
 
 
