@@ -32,7 +32,7 @@ from typing import NamedTuple
 ROOT = pathlib.Path(__file__).parent.parent
 DEFAULT = "not fuzz and not slow and not types and not every"
 # What holds the semantics. Messages and tables are left out.
-MODULES = "_mark _values _walk _modules _handlers _transforms _names.py"
+MODULES = "_mark _values _walk _modules _handlers _transforms _names.py _selection.py"
 
 SWAPPED = {
     ast.Eq: ast.NotEq,

@@ -16,6 +16,7 @@ LAYERS = [
     {"_errors"},
     {"_compat", "_frames", "_globs"},
     {"_arrays", "_hijax", "_names"},
+    {"_selection", "_unknown"},
     {"_mark", "_results"},
     {"_values"},
     {"_walk"},

@@ -22,7 +22,7 @@ from eqx_sow import (
     summarize,
     UnknownSowError,
 )
-from eqx_sow._results import compare as module
+from eqx_sow._results import difference as module
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 

@@ -21,7 +21,8 @@ from eqx_sow import (
     tap,
     UnknownSowError,
 )
-from eqx_sow._names import Named, Selection
+from eqx_sow._names import Named
+from eqx_sow._selection import Selection
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 

@@ -784,7 +784,7 @@ def test_replacing_bind(monkeypatch):
 @assumed(
     "`str_short` writes a type as `f32[2]` or `float32[2]`.",
     "_walk/register.py",
-    "_results/tabulate.py",
+    "_results/leaves.py",
 )
 def test_names_of_types():
     aval = jax.typeof(jnp.ones(2))

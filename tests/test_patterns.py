@@ -20,7 +20,8 @@ from eqx_sow import (
     UnknownSowError,
 )
 from eqx_sow._globs import fits
-from eqx_sow._names import Named, Selection
+from eqx_sow._names import Named
+from eqx_sow._selection import Selection
 from jaxtyping import Array, Float
 
 from .helpers import assert_close

@@ -12,7 +12,8 @@ import numpy as np
 
 from .._mark.site import Site
 from .._mark.static import SameParts
-from .._names import Named, Selection
+from .._names import Named
+from .._selection import Selection
 from .._walk.frame import Frame
 from .._walk.handler import Handler
 from .._walk.sows import Found, lengths_of

@@ -15,7 +15,7 @@ from .._frames import is_library
 from .._mark.listening import Capture, Listening
 from .._mark.noting import own_methods, why_not_noted
 from .._mark.site import Label
-from .._names import check_known
+from .._unknown import check_known
 from .._walk.flow import Here, run
 from .._walk.handler import is_solver
 from .._walk.rewrite import with_sites

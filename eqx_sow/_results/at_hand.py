@@ -17,7 +17,8 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .. import _compat
-from .summarize import as_array, merged_on_host, Summary, summary_of_rows
+from .leaves import as_array
+from .summarize import merged_on_host, Summary, summary_of_rows
 
 
 _ROW = 1024

@@ -2,29 +2,24 @@
 
 import contextlib
 import dataclasses as dc
-import functools as ft
-import itertools as it
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
 from .._errors import SowError, UnknownSowError
 from .._frames import api_boundary
-from .at_hand import any_along, can_be_read, pieces
-from .first import FIRST, First, mark_first, time_in
-from .intermediates import axes_in, Intermediates, is_state
-from .on_device import computed
-from .summarize import in_blocks, is_numeric, Summary
+from .difference import difference, is_key, Numbers, together, Tolerance
+from .intermediates import Intermediates
+from .leaves import is_numeric, is_state, type_of
+from .rows import check_no_tracers, Leaf, leaves_of, mark_first, Row
+from .summarize import Summary
 from .table import Table
-from .tabulate import check_no_tracers, leaves_in, type_of
 
 
 _COLUMNS = ("name", "mode", "shape", "largest", "norm", "cosine", "beyond")
-_TEXT = ("name", "mode", "shape", "beyond")
 
 
 class Comparison(Table):
@@ -157,9 +152,8 @@ def compare(
     mark_first(rows)
     ways = ((a, b, "first"), (b, a, "second"))
     below = [_only_in(x, other, both, of) for x, other, of in ways]
-    table = Comparison.of(
-        _COLUMNS, _TEXT, [x.cells() for x in rows], "\n".join(filter(None, below))
-    )
+    cells = [row.cells() for row in rows]
+    table = Comparison.of(_COLUMNS, cells, "\n".join(filter(None, below)))
     table.first = next(((x.of, x.mode) for x in rows if x.is_first), None)
     return table
 
@@ -222,16 +216,14 @@ def _runs_only_in(x: Any, other: Any, mode: str) -> list[int]:
 
 # --- rows ---
 @dc.dataclass
-class _Row(First):
+class _Row(Row):
     """What is said of a leaf `a` and the leaf `b` of the reference; `None` if it has no
-    such leaf. `of` is the name of the value, `name` that of the leaf. `time` says along
-    which axes time goes by."""
+    such leaf. `of` is the name of the value, `name` that of the leaf."""
 
+    columns = _COLUMNS
     of: str
-    name: str
     a: Any
     b: Any
-    time: tuple[int, ...]
     numbers: Any = None
 
     @property
@@ -244,24 +236,20 @@ class _Row(First):
         """Whether there are any to compare."""
         parts = [*_parts(self.a), *_parts(self.b)]
         of_shapes = any(isinstance(x, jax.ShapeDtypeStruct) for x in parts)
-        return not of_shapes and all(is_numeric(x) or _is_key(x) for x in parts)
+        return not of_shapes and all(is_numeric(x) or is_key(x) for x in parts)
 
-    def cells(self) -> dict[str, str]:
+    def said(self) -> dict[str, str]:
         types = [_said(self.a), _said(self.b)]
-        cells = dict.fromkeys(_COLUMNS, "") | dict(name=self.name, mode=self.mode)
-        cells["shape"] = " / ".join(dict.fromkeys(types))
+        said = {"shape": " / ".join(dict.fromkeys(types))}
         if self.differ:
-            cells["beyond"] = "differs"
-        if self.numbers is not None:
-            cells |= self._of_numbers()
-        cells["beyond"] += FIRST if self.is_first else ""
-        return cells
+            said["beyond"] = "differs"
+        return said if self.numbers is None else said | self._of_numbers()
 
     def _of_numbers(self) -> dict[str, str]:
         largest, (of_a, of_b, of_both), beyond, _ = self.numbers
         of_a, of_b = of_a**0.5, of_b**0.5
         cells = {"beyond": f"{beyond}/{_size(self.a)}"} if beyond else {}
-        if _is_key(self.a) or not _size(self.a):
+        if is_key(self.a) or not _size(self.a):
             return cells
         cells["largest"] = f"{largest:.3g}"
         if of_a == of_b:
@@ -273,13 +261,8 @@ class _Row(First):
         return cells
 
 
-def _rows(
-    a: Intermediates,
-    b: Intermediates,
-    name: str,
-    mode: str,
-) -> Iterator[_Row]:
-    mine, others = leaves_in(a[name][mode]), leaves_in(b[name][mode])
+def _rows(a: Intermediates, b: Intermediates, name: str, mode: str) -> Iterator[_Row]:
+    mine, others = leaves_of(a, name, mode), leaves_of(b, name, mode)
     if len(mine) == len(others) == 1:
         # `(x,)` is compared with `x`.
         others = dict(zip(mine, others.values()))
@@ -290,37 +273,42 @@ def _rows(
         for i in _runs_only_in(x[name][mode], y[name][mode], mode)
     }
     every = {**mine, **others}
-    axes = [axes_in(x, name, mode) for x in (a, b)]
-    # Those of the first array of a summary.
-    of_leaf = [
-        {p: [*it.islice(of, len(jtu.tree_leaves(x)))][:1] for p, x in leaves.items()}
-        for of, leaves in zip(axes, (mine, others))
-    ]
-    for path, x in every.items():
-        if is_state(x) or {*path[:1]} & lacking:
+    for path, leaf in every.items():
+        if is_state(leaf.x) or {*path[:1]} & lacking:
             continue
-        known = [own[0] for of in of_leaf for own in [of.get(path)] if own and own[0]]
-        time = time_in(known[0] if known else ())
+        x, y = (leaves.get(path, Leaf(None, None)) for leaves in (mine, others))
         yield _Row(
             mode,
-            [*time.values()],
+            f"{name}{jtu.keystr(path)}" if len(every) > 1 else str(name),
+            x.axes or y.axes or (),
             of=name,
-            name=f"{name}{jtu.keystr(path)}" if len(every) > 1 else str(name),
-            a=mine.get(path),
-            b=others.get(path),
-            time=(*time,),
+            a=x.x,
+            b=y.x,
         )
 
 
-def _is_key(x: Any) -> bool:
-    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+def _fill(rows: Sequence[_Row], tolerance: Tolerance) -> None:
+    started = []
+    for row in rows:
+        if row.differ:
+            row.bad = np.ones([1] * len(row.time), bool)
+            continue
+        if not row.has_numbers:
+            continue
+        for a, b in zip(_parts(row.a), _parts(row.b)):
+            started.append((row, difference(a, b, tolerance, row.time)))
+    # Only now, when all are being computed, are the first ones awaited.
+    done = jax.device_get([numbers for _, numbers in started])
+    for (row, _), (numbers, bad) in zip(started, done):
+        row.numbers = together([row.numbers or Numbers(), numbers])
+        row.bad = bad if row.bad is None else row.bad | bad
 
 
 def _form(x: Any) -> Any:
     """What two must have in common to be compared."""
     if isinstance(x, Summary):
         return Summary, np.shape(x.size), x.edges
-    return is_numeric(x), np.shape(x), x.dtype if _is_key(x) else None
+    return is_numeric(x), np.shape(x), x.dtype if is_key(x) else None
 
 
 def _said(x: Any) -> str:
@@ -337,156 +325,3 @@ def _parts(x: Any) -> list[Any]:
     """The arrays that are compared. Those of a summary have different numbers of axes
     if there is a histogram."""
     return jtu.tree_leaves(x) if isinstance(x, Summary) else [x]
-
-
-# --- numbers ---
-class _Numbers(NamedTuple):
-    """Of the entries that are finite in both: the largest difference, and the sums of
-    `abs(a)**2`, `abs(b)**2` and `a * conj(b)`, of entries divided by `scale`, of which
-    norms and the cosine are made. And how many entries are beyond."""
-
-    largest: Any = 0.0
-    sums: tuple[Any, Any, Any] = (0.0, 0.0, 0.0)
-    beyond: Any = 0
-    scale: Any = 1.0
-
-
-_Tolerance = tuple[Any, Any]
-
-
-def _fill(rows: Sequence[_Row], tolerance: _Tolerance) -> None:
-    started = []
-    for row in rows:
-        if row.differ:
-            row.bad = np.ones([1] * len(row.time), bool)
-            continue
-        if not row.has_numbers:
-            continue
-        for a, b in zip(_parts(row.a), _parts(row.b)):
-            of_pair = _read if can_be_read((a, b)) else _on_device
-            started.append((row, of_pair(a, b, tolerance, row.time)))
-    # Only now, when all are being computed, are the first ones awaited.
-    done = jax.device_get([numbers for _, numbers in started])
-    for (row, _), (numbers, bad) in zip(started, done):
-        row.numbers = _together([row.numbers or _Numbers(), numbers])
-        row.bad = bad if row.bad is None else row.bad | bad
-
-
-def _together(parts: Sequence[_Numbers]) -> _Numbers:
-    scales = [float(p.scale) ** 2 for p in parts]
-    total = lambda k: sum(float(p.sums[k]) * s for p, s in zip(parts, scales))
-    largest = max(float(p.largest) for p in parts)
-    sums = total(0), total(1), total(2)
-    return _Numbers(largest, sums, sum(int(p.beyond) for p in parts))
-
-
-def _beyond(x: Any, y: Any, tolerance: _Tolerance, xp: Any) -> Any:
-    """Which entries are. Those that are not finite in both are, unless they are the
-    same."""
-    rtol, atol = tolerance
-    both = xp.isfinite(x) & xp.isfinite(y)
-    same = (x == y) | (xp.isnan(x) & xp.isnan(y))
-    x, y = xp.where(both, x, 0), xp.where(both, y, 0)
-    return xp.where(both, xp.abs(x - y) > atol + rtol * xp.abs(y), ~same)
-
-
-def _of_entries(x: Any, y: Any, scale: Any, xp: Any) -> tuple[Any, tuple[Any, ...]]:
-    """Of each entry, the difference, and what is summed."""
-    both = xp.isfinite(x) & xp.isfinite(y)
-    x, y = xp.where(both, x, 0), xp.where(both, y, 0)
-    off = xp.abs(x - y)
-    x, y = x / scale, y / scale
-    return off, (xp.abs(x) ** 2, xp.abs(y) ** 2, (x * xp.conj(y)).real)
-
-
-def _keys(x: Any, y: Any, xp: Any) -> tuple[Any, Any]:
-    """Keys that differ as numbers that do, whatever the tolerance is."""
-    a, b = (xp.asarray(jax.random.key_data(k)) for k in (x, y))
-    off = xp.any(a != b, tuple(range(x.ndim, a.ndim)))
-    return xp.where(off, np.float32(np.nan), 0), xp.zeros(x.shape, np.float32)
-
-
-# How many entries NumPy takes at once, so that they stay in the cache.
-_AT_ONCE = 2**16
-
-
-def _read(
-    a: Any, b: Any, tolerance: _Tolerance, time: tuple[int, ...]
-) -> tuple[_Numbers, Any]:
-    """Of arrays in the memory of the host, in float64; and where some entries are
-    beyond, along these axes."""
-    a, b = _keys(a, b, np) if _is_key(a) else (a, b)
-    bad = np.zeros([np.shape(a)[k] for k in time], bool)
-    whole, parts = np.asarray(b), [_Numbers()]
-    for index, mine in pieces(a):
-        flat, other, beyond = mine.reshape(-1), whole[index].reshape(-1), []
-        for start in range(0, flat.size, _AT_ONCE):
-            here = slice(start, start + _AT_ONCE)
-            x, y = _wide(flat[here]), _wide(other[here])
-            off, (xx, yy, xy) = _of_entries(x, y, 1.0, np)
-            beyond.append(_beyond(x, y, tolerance, np))
-            sums = np.sum(xx), np.sum(yy), np.sum(xy)
-            parts.append(_Numbers(np.max(off), sums, np.sum(beyond[-1])))
-        far = np.concatenate([np.zeros(0, bool), *beyond]).reshape(mine.shape)
-        bad[tuple(index[k] for k in time)] |= any_along(far, time)
-    return _together(parts), bad
-
-
-def _wide(x: np.ndarray) -> np.ndarray:
-    return x.astype(np.complex128 if np.iscomplexobj(x) else np.float64)
-
-
-def _on_device(
-    a: Any, b: Any, tolerance: _Tolerance, time: tuple[int, ...]
-) -> tuple[_Numbers, Any]:
-    """The same of arrays that are spread over processes, or on an accelerator."""
-    goes_to_b = isinstance(b, jax.Array) and can_be_read(a)
-    a, b = (_beside(a, b), b) if goes_to_b else (a, _beside(b, a))
-    rtol, atol = map(np.float32, tolerance)
-    with jax.debug_nans(False):
-        return computed(_difference(time), (a, b), rtol, atol)
-
-
-def _beside(x: Any, other: jax.Array) -> jax.Array:
-    """An array on the devices of another one of its shape, and sharded like that."""
-    if isinstance(x, jax.Array) and x.sharding == other.sharding:
-        return x
-    if can_be_read(x) and not _is_key(x):
-        # Each process puts its part there.
-        whole = np.asarray(x)
-        return jax.make_array_from_callback(
-            whole.shape, other.sharding, lambda index: whole[index]
-        )
-    return jax.device_put(x, other.sharding)
-
-
-@ft.lru_cache(maxsize=64)
-def _difference(time: tuple[int, ...]) -> Callable[..., tuple[_Numbers, jax.Array]]:
-    def fn(pair: tuple[Any, Any], rtol: Any, atol: Any) -> tuple[_Numbers, jax.Array]:
-        a, b = pair
-        a, b = _keys(a, b, jnp) if _is_key(a) else (a, b)
-        x, y = (_as_float(z) for z in (a, b))
-        with jax.numpy_dtype_promotion("standard"):
-            dtype = jnp.promote_types(x.dtype, y.dtype)
-        x, y = x.astype(dtype), y.astype(dtype)
-        tolerance = rtol.astype(x.real.dtype), atol.astype(x.real.dtype)
-        size = [jnp.where(jnp.isfinite(z), jnp.abs(z), 0) for z in (x, y)]
-        # So that no square overflows.
-        scale = jnp.max(jnp.maximum(size[0], size[1]), initial=0)
-        scale = jnp.where(scale > 0, scale, 1)
-        far = _beyond(x, y, tolerance, jnp)
-        bad = jnp.any(far, [k for k in range(far.ndim) if k not in time])
-        (x, block), (y, _) = in_blocks(x), in_blocks(y)
-        off, (xx, yy, xy) = _of_entries(x, y, scale.astype(dtype), jnp)
-        total = lambda z: jnp.sum(jnp.sum(z, block))
-        sums = total(xx), total(yy), total(xy)
-        beyond = jnp.sum(far, dtype=np.uint32)
-        return _Numbers(jnp.max(off, initial=0), sums, beyond, scale), bad
-
-    return fn
-
-
-def _as_float(x: jax.Array) -> jax.Array:
-    if jnp.issubdtype(x.dtype, jnp.complexfloating) or x.dtype.itemsize > 4:
-        return x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(float)
-    return x.astype(jnp.float32)

@@ -1,10 +1,9 @@
 """What `save_intermediates` returns beside the output."""
 
 import dataclasses as dc
-import itertools as it
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import equinox as eqx
@@ -16,11 +15,12 @@ import numpy as np
 from .._errors import SowError
 from .._frames import api_boundary
 from .at_hand import is_at_hand
-from .layers import axes_of_each, axes_of_runs, NamedAxes
+from .layers import axes_of_runs
+from .leaves import is_numeric, is_state, is_value
 from .lookup import find, Known
 from .nodes import in_order, Keys, modes_of, register
 from .stacks import stacked, unstacked
-from .summarize import is_numeric, is_value, Summary
+from .summarize import Summary
 
 
 # For whoever takes the gradient of a function that `save_intermediates` returned.
@@ -344,10 +344,6 @@ class Intermediates(dict[str, dict[str, Any]]):
         return with_known(values, known)
 
 
-def is_state(x: Any) -> bool:
-    return isinstance(x, eqx.nn.State)
-
-
 def _arrays_in(value: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
     """What `flat` has of a value, with the path of each."""
     is_leaf = lambda x: is_state(x) or isinstance(x, Summary)
@@ -390,16 +386,6 @@ def with_known(values: Any, known: Known) -> Intermediates:
     made = Intermediates(values)
     made._known = known
     return made
-
-
-def axes_in(
-    intermediates: Mapping[str, Any], name: Any, mode: Any
-) -> Iterator[NamedAxes | None]:
-    """The leading axes of the arrays of a mode, one after another, as far as they are
-    known."""
-    known = getattr(intermediates, "_known", Known()).of(name, mode)
-    known = it.chain.from_iterable(known) if isinstance(known, list) else known
-    return axes_of_each(known, intermediates[name][mode])
 
 
 # Pickles are then independent of where this file is.

@@ -14,7 +14,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .._names import in_a_list
-from .summarize import is_value
+from .leaves import is_value
 
 
 # A scan: of each equation around it and of its own, the index, and whether it runs from

@@ -8,7 +8,9 @@ from typing import Any
 
 from .._errors import shown, UnknownKeyError
 from .._globs import is_glob
-from .._names import listed, Named, no_such_iteration, places_of, Selection
+from .._names import Named, places_of
+from .._selection import Selection
+from .._unknown import listed, no_such_iteration
 from .layers import at_iteration, axes_of_value, Leading, OfRuns, OfValue, runs_of
 
 

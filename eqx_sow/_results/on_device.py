@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .at_hand import can_be_read, computing, is_at_hand
-from .summarize import as_array
+from .leaves import as_array
 
 
 def computed(fn: Callable, value: Any, *others: Any) -> Any:

@@ -10,7 +10,9 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .._errors import shown, SowError, UnknownSowError
-from .._names import across_slashes, Named, Selection
+from .._names import Named
+from .._selection import Selection
+from .._unknown import across_slashes
 from .layers import (
     axes_of_runs,
     layers_of,
@@ -21,8 +23,8 @@ from .layers import (
     OfValue,
     runs_of,
 )
+from .leaves import is_value
 from .lookup import Known, Values
-from .summarize import is_value
 
 
 # --- taken apart ---

@@ -4,7 +4,10 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Self
 
-from .first import FIRST
+
+# The arrow, and the columns that begin at the left.
+FIRST = " <- first"
+_TEXT = "name", "mode", "shape", "not finite", "beyond"
 
 
 class Table(str):
@@ -26,28 +29,25 @@ class Table(str):
     def of(
         cls,
         columns: Sequence[str],
-        as_text: Sequence[str],
         rows: Sequence[Mapping[str, str]],
         below: str = "",
     ) -> Self:
-        """Of the cells of each row. The columns `as_text` begin at the left. What has
-        the name of the row above shows none. Text may follow `below`."""
+        """Of the cells of each row. What has the name of the row above shows none. Text
+        may follow `below`."""
         names = [None, *(row["name"] for row in rows)]
         above = zip(rows, names)
         rows = [{**x, "name": x["name"] * (x["name"] != name)} for x, name in above]
-        table = cls(_text(columns, as_text, rows) + (f"\n\n{below}" if below else ""))
-        table.html = _html(columns, as_text, rows, below)
+        table = cls(_text(columns, rows) + (f"\n\n{below}" if below else ""))
+        table.html = _html(columns, rows, below)
         return table
 
 
-def _text(
-    columns: Sequence[str], as_text: Sequence[str], rows: Sequence[Mapping[str, str]]
-) -> str:
+def _text(columns: Sequence[str], rows: Sequence[Mapping[str, str]]) -> str:
     every = [dict(zip(columns, columns)), *rows]
     widths = {c: max(len(row[c]) for row in every) for c in columns}
 
     def line(row):
-        pad = lambda c: str.ljust if c in as_text else str.rjust
+        pad = lambda c: str.ljust if c in _TEXT else str.rjust
         return "  ".join(pad(c)(row[c], n) for c, n in widths.items()).rstrip()
 
     head, *body = map(line, every)
@@ -55,15 +55,10 @@ def _text(
     return "\n".join([head, rule, *body])
 
 
-def _html(
-    columns: Sequence[str],
-    as_text: Sequence[str],
-    rows: Sequence[Mapping[str, str]],
-    below: str,
-) -> str:
+def _html(columns: Sequence[str], rows: Sequence[Mapping[str, str]], below: str) -> str:
     def line(row, tag):
         text = "".join(
-            f'<{tag} style="text-align: {"left" if c in as_text else "right"}; '
+            f'<{tag} style="text-align: {"left" if c in _TEXT else "right"}; '
             f'white-space: nowrap">{escape(row[c])}</{tag}>'
             for c in columns
         )

@@ -15,29 +15,22 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .._arrays import leading, select, sharded_like
-from .._errors import SowError
 from .._frames import api_boundary
 from .at_hand import can_be_read, executed, is_at_hand, not_finite, summaries
-from .first import FIRST, First, mark_first, time_in
-from .intermediates import axes_in, Intermediates, is_state
+from .intermediates import Intermediates
 from .layers import NamedAxes
+from .leaves import is_numeric, is_state, is_value, type_of
+from .merging import merged
 from .nodes import in_order
 from .on_device import computed, on_host
-from .summarize import (
-    is_numeric,
-    is_value,
-    merged,
-    Summary,
-    summary_of,
-    summary_on_host,
-)
+from .rows import check_no_tracers, Leaf, leaves_of, mark_first, Row
+from .summarize import Summary, summary_of, summary_on_host
 from .table import Table
 
 
 _STATISTICS = ("mean", "std", "min", "max", "norm", "zeros")
 _COLUMNS = ("name", "mode", "shape", "count", *_STATISTICS, "not finite")
 _ALWAYS = ("name", "mode", "shape")
-_TEXT = (*_ALWAYS, "not finite")
 _EMPTY = """\
 Nothing was captured. Either the program has no mark: call `eqx_sow.sow` in it, or pass
 `capture=True` to `save_intermediates`, which marks the output of each module. Or the
@@ -118,22 +111,12 @@ def html(intermediates: Any) -> str | None:
     return _table(jtu.tree_map(only_at_hand, intermediates)).html
 
 
-def check_no_tracers(call: str, values: Mapping[str, Any]) -> None:
-    for name, value in values.items():
-        if any(isinstance(x, jax.core.Tracer) for x in jtu.tree_leaves(value)):
-            raise SowError(
-                f"`{call}`: the value of {name!r} is a tracer, which has no numbers "
-                "yet. Return the intermediates from the transformed function, and call "
-                f"`{call}` on what comes back."
-            )
-
-
 def _table(intermediates: Mapping[str, Any]) -> Table:
     cells = [row.cells() for row in _rows(intermediates)]
     if not cells:
         return Table.of_text(_EMPTY)
     columns = [c for c in _COLUMNS if c in _ALWAYS or any(x[c] for x in cells)]
-    return Table.of(columns, _TEXT, cells)
+    return Table.of(columns, cells)
 
 
 def _check(intermediates: Any) -> None:
@@ -176,41 +159,30 @@ def _said(x: Any, summary: Summary | None) -> dict[str, str]:
     return said | ({"not finite": f"{bad}/{size}"} if bad else {})
 
 
-def type_of(x: Any) -> str:
-    """Such as `f32[3]`."""
-    if not is_value(x):
-        return ""
-    return jax.core.ShapedArray(x.shape, x.dtype).str_short(short_dtypes=True)
-
-
 # --- rows ---
 @dc.dataclass
-class _Row(First):
+class _Row(Row):
     """What the table says of a leaf `x` of a value: an array, its shape, a `Summary`,
     or `None` if the value has no arrays.
 
     `counts` are the arrays that say how often it ran. `summary` is that of all entries
     that ran, if there are numbers, and `bad` says where some of them are not finite.
     Both are computed of `run`, how often each execution ran; `in_buffer` says whether
-    these are in a buffer. `time` says along which axes time goes by.
+    these are in a buffer.
     """
 
-    name: str
+    columns = _COLUMNS
     x: Any
     counts: list[Any]
     run: Any
     in_buffer: bool
-    time: tuple[int, ...]
     summary: Summary | None = None
 
-    def cells(self) -> dict[str, str]:
-        cells = dict.fromkeys(_COLUMNS, "") | _said(self.x, self.summary)
+    def said(self) -> dict[str, str]:
         # In 64 bits, since the sum of many int32 may be larger.
         counts = [int(np.sum(c, dtype=np.int64)) for c in self.counts if c is not None]
-        cells |= {"name": self.name, "mode": self.mode}
-        cells |= {"count": str(sum(counts))} if counts else {}
-        cells["not finite"] += FIRST if self.is_first else ""
-        return cells
+        count = {"count": str(sum(counts))} if counts else {}
+        return _said(self.x, self.summary) | count
 
 
 def _rows(intermediates: Mapping[str, Any]) -> list[_Row]:
@@ -240,42 +212,34 @@ def _rows_of_name(intermediates: Mapping[str, Any], name: Any) -> Iterator[_Row]
     count = modes.pop("count", None)
     counts = [on_host(c) for c in jtu.tree_leaves(count)]
     # What has no arrays ran all the same.
-    leaves = {mode: leaves_in(value) or {(): None} for mode, value in modes.items()}
+    nothing = {(): Leaf(None, ())}
+    leaves = {mode: leaves_of(intermediates, name, mode) or nothing for mode in modes}
     primals = leaves.get("primal", {})
     # Only leaves with statistics decide whether rows need a path, as there are no
     # summaries of keys, and both tables have the same names.
-    several = any(sum(map(_has_statistics, x.values())) > 1 for x in leaves.values())
+    with_path = lambda values: sum(_has_statistics(x) for x, _ in values.values()) > 1
+    several = any(map(with_path, leaves.values()))
     for mode, values in leaves.items():
-        axes = axes_in(intermediates, name, mode)
-        for path, x in values.items():
-            needs_path = several or (len(values) > 1 and not _has_statistics(x))
-            # Of a summary, those of its first array. None if they are not known.
-            own, *_ = *(next(axes, None) for _ in jtu.tree_leaves(x)), ()
-            own = own or ()
+        for path, (x, axes) in values.items():
             if is_state(x):
                 continue
-            run = _runs(count, path, x, primals.get(path, x))
+            own = axes or ()
+            needs_path = several or (len(values) > 1 and not _has_statistics(x))
+            primal = primals[path].x if path in primals else x
+            run = _runs(count, path, x, primal)
             if run is None and is_value(count):
-                of_count = next(axes_in(intermediates, name, "count"), None)
+                of_count = leaves_of(intermediates, name, "count")[()].axes
                 run = _aligned(count, of_count, x, own)
-            time = time_in(own)
             behind = () if run is None else own[run.ndim :]
             yield _Row(
                 mode,
-                [*time.values()],
-                name=f"{name}{jtu.keystr(path)}" if needs_path else str(name),
+                f"{name}{jtu.keystr(path)}" if needs_path else str(name),
+                own,
                 x=x,
                 counts=counts,
                 run=run,
                 in_buffer=[kind for kind, *_ in behind][:1] == ["buffer"],
-                time=(*time,),
             )
-
-
-def leaves_in(value: Any) -> dict[Any, Any]:
-    is_whole = lambda x: isinstance(x, Summary) or is_state(x)
-    leaves, _ = jtu.tree_flatten_with_path(value, is_leaf=is_whole)
-    return {p: x for p, x in leaves if is_whole(x) or is_value(x)}
 
 
 def _has_statistics(x: Any) -> bool:

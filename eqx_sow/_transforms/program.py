@@ -24,14 +24,9 @@ from .._mark.staging import to_jaxpr, types_of
 from .._mark.static import Form, numbers_known, take_apart
 from .._modules import capture as _capture
 from .._modules.places import roots
-from .._names import (
-    across_slashes,
-    check_known,
-    has_traced_number,
-    Named,
-    no_such_iteration,
-    Selection,
-)
+from .._names import has_traced_number, Named
+from .._selection import Selection
+from .._unknown import across_slashes, check_known, no_such_iteration
 from .._values.modes import labels
 from .._walk.edges import by_edges
 from .._walk.executions import needs_executions, with_executions

@@ -1,0 +1,132 @@
+"""The rows of a table: one for each leaf of a value, and which of them went wrong
+first."""
+
+import dataclasses as dc
+import itertools as it
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import jax.core
+import jax.tree_util as jtu
+import numpy as np
+
+from .._errors import SowError
+from .layers import axes_of_each, NamedAxes, Scan
+from .leaves import is_state, is_value
+from .lookup import Known
+from .summarize import Summary
+from .table import FIRST
+
+
+class Leaf(NamedTuple):
+    """An array of a value, a `Summary` or an `eqx.nn.State`; and its leading axes, if
+    they are known."""
+
+    x: Any
+    axes: NamedAxes | None
+
+
+def leaves_of(
+    intermediates: Mapping[str, Any], name: Any, mode: str
+) -> dict[Any, Leaf]:
+    """Those of a value, by their paths."""
+    is_whole = lambda x: isinstance(x, Summary) or is_state(x)
+    value = intermediates[name][mode]
+    known: Any = getattr(intermediates, "_known", Known()).of(name, mode)
+    known = it.chain(*known) if isinstance(known, list) else known
+    axes = axes_of_each(known, value)
+    leaves = {}
+    for path, x in jtu.tree_leaves_with_path(value, is_leaf=is_whole):
+        if is_whole(x) or is_value(x):
+            # Of a summary, those of its first array.
+            own = [*it.islice(axes, len(jtu.tree_leaves(x)))]
+            leaves[path] = Leaf(x, own[0] if own else None)
+    return leaves
+
+
+def check_no_tracers(call: str, values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        if any(isinstance(x, jax.core.Tracer) for x in jtu.tree_leaves(value)):
+            raise SowError(
+                f"`{call}`: the value of {name!r} is a tracer, which has no numbers "
+                "yet. Return the intermediates from the transformed function, and call "
+                f"`{call}` on what comes back."
+            )
+
+
+@dc.dataclass
+class Row:
+    """One of several in order of execution. `bad` says where something went wrong,
+    along the axes along which time goes by, or is `None` if it did not."""
+
+    # The last one has the arrow.
+    columns: ClassVar[Sequence[str]]
+
+    mode: str
+    name: str
+    axes: NamedAxes
+    bad: Any = dc.field(default=None, kw_only=True)
+    is_first: bool = dc.field(default=False, kw_only=True)
+
+    @property
+    def scans(self) -> dict[int, Scan | None]:
+        """The axes along which time goes by, and their scans: `None` for what an outer
+        transformation has put before the others."""
+        return {
+            i: scan
+            for i, (kind, _, scan) in enumerate(self.axes)
+            if scan or kind == "outside"
+        }
+
+    @property
+    def time(self) -> tuple[int, ...]:
+        return (*self.scans,)
+
+    def said(self) -> dict[str, str]:
+        """What some of the columns say."""
+        raise NotImplementedError
+
+    def cells(self) -> dict[str, str]:
+        own = {"name": self.name, "mode": self.mode}
+        cells = dict.fromkeys(self.columns, "") | own | self.said()
+        cells[self.columns[-1]] += FIRST if self.is_first else ""
+        return cells
+
+
+def mark_first(rows: Sequence[Row]) -> None:
+    # All of a scan comes where the first row in it does. Which of two rows in it came
+    # first, their iterations say.
+    began: dict[Scan | None, tuple[int, int]] = {}
+    times = []
+    for order, i in sorted((_in_pass(row.mode, i), i) for i, row in enumerate(rows)):
+        bad, scans = rows[i].bad, [*rows[i].scans.values()]
+        if bad is None or not bad.any():
+            continue
+        # The iteration of each scan around the first such entry, counted from the one
+        # that ran first.
+        back = tuple(k for k, scan in enumerate(scans) if scan and scan[-1][1])
+        at = np.argwhere(np.flip(bad, back))[0].tolist()
+        place = [(began.setdefault(scan, order), n) for scan, n in zip(scans, at)]
+        times.append(([*place, (order, 0)], i))
+    if times:
+        _, first = min(times)
+        rows[first].is_first = True
+
+
+def _in_pass(mode: str, row: int) -> tuple[int, int]:
+    """In which pass a row was computed, and where in that.
+
+    Each `grad` runs what was there, and then all of it backward. So the first one makes
+    two passes of one, and one around it four of these two. The cotangent of what runs
+    in pass `i` of `n` runs in pass `2 * n - 1 - i`:
+
+        primal, cotangent | cotangent.cotangent, ...
+           0        1     |          2            3
+    """
+    pass_, passes, sign = 0, 1, 1
+    for part in str(mode).split("."):
+        if part == "cotangent":
+            pass_, sign = 2 * passes - 1 - pass_, -sign
+        if part != "tangent":
+            passes *= 2
+    return pass_, sign * row

@@ -1,0 +1,182 @@
+"""What the patterns of an option select among the marks of a program."""
+
+import itertools as it
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from ._globs import compiled, is_glob, lengths_of_lists
+from ._names import join, Named, Selected, selected
+
+
+# Loops that have any iteration one may ask for, around a mark that a rule of a user's
+# makes.
+_ANY_LOOPS = (2**62,) * 8
+
+
+class Selection:
+    """What some patterns select of the marks that are `found` in a program. For `h` in
+    a loop of 4 iterations,
+
+        "h"     all of it
+        "h/3"   iteration 3
+        "h/-1"  the same
+        "h/4"   nothing
+
+    and for `blocks/attn` in a loop over layers, with an `after` of `(6,)`,
+    `"blocks/2/attn"` is layer 2, `"blocks/*/attn"` all of it, and `"blocks/[12]/attn"`
+    two layers: a stack goes by the names of a list. Only where a pattern fits none of
+    these, the names of the stack itself count: `"blocks/*"` is `blocks`, or if that is
+    not there, `blocks/attn`.
+
+    What is the name of a mark means that mark: if there is a mark `h/0`, no pattern
+    means iteration 0 of `h` by that. A pattern that fits nothing may lack the root of a
+    model, one of `roots`, if it fits behind one root only; or, of several patterns, if
+    there is one root behind which all of them fit.
+
+    With `whole`, a pattern selects no iterations, only all of them.
+
+    It is equal to another one that selects the same, whatever the mark.
+    """
+
+    def __init__(
+        self,
+        patterns: Iterable[Any],
+        found: Iterable[Named],
+        roots: Iterable[str] = (),
+        *,
+        also: Iterable[Named] = (),
+        whole: bool = False,
+    ):
+        """`also`: iterations that are selected, as if they were marks."""
+        self.patterns = tuple(dict.fromkeys(patterns))
+        found = list(found)
+        self._lengths = lengths_of_lists(x.name for x in found)
+        self._every = dict.fromkeys((*found, *also))
+        self.names = frozenset(x.name for x in self._every)
+        self._loops: dict[Any, list[tuple[int, ...]]] = {}
+        for name, after, loops in self._every:
+            self._loops.setdefault((name, after), []).append(loops)
+        self._whole = whole
+        # Those that fit behind several roots, and what they are behind each of them.
+        self.ambiguous: dict[str, list[str]] = {}
+        numbered = list(enumerate(self.patterns))
+        self._predicates = {i: p for i, p in numbered if not isinstance(p, str)}
+        paths = {i: p for i, p in numbered if isinstance(p, str)}
+        self._settle(paths)
+        missing = {i: p for i, p in paths.items() if i in self.missing}
+        roots = [root for root in dict.fromkeys(roots) if root]
+        if missing and roots:
+            self._settle(paths | self._behind_a_root(missing, roots))
+
+    def _settle(self, paths: Mapping[int, str]) -> None:
+        """Finds out what the patterns are for, by their numbers."""
+        self._exact = {p: i for i, p in paths.items() if p in self.names}
+        others = {i: p for i, p in paths.items() if p not in self.names}
+        self._numbers, self._tree = list(others), compiled(tuple(others.values()))
+        # Which of these fit names that a list would have.
+        has_stacks = any(place is not None for x in self._every for place in x.after)
+        self._in_list = frozenset(
+            n
+            for named in (self._every if has_stacks else ())
+            for n, (in_list, _) in self._fitting(named).items()
+            if in_list
+        )
+        self._kept: dict[Named, dict[int, list[Selected]]] = {}
+        fit = {i for named in self._every for i in self.of(named)}
+        # The numbers of those that select nothing.
+        self.missing = [i for i in range(len(self.patterns)) if i not in fit]
+        of_sows = tuple(paths.items()), self.names, self._in_list
+        self._key = (*self._predicates.items(), *of_sows, self._whole)
+        self._hash = hash(self._key)
+
+    def _behind_a_root(
+        self, missing: Mapping[int, str], roots: Iterable[str]
+    ) -> dict[int, str]:
+        behind = []
+        for root in roots:
+            paths = {i: _behind(root, p) for i, p in missing.items()}
+            these = Selection(paths.values(), self._every, whole=self._whole)
+            unfit = {these.patterns[n] for n in these.missing}
+            behind.append({i: p for i, p in paths.items() if p not in unfit})
+        of_all = [paths for paths in behind if len(paths) == len(missing)]
+        if len(of_all) == 1:
+            return of_all[0]
+        found = {}
+        for i, p in missing.items():
+            several = [paths[i] for paths in behind if i in paths]
+            if len(several) > 1:
+                self.ambiguous[p] = several
+            found |= {i: several[0]} if len(several) == 1 else {}
+        return found
+
+    def _fitting(self, named: Named) -> dict[int, tuple[bool, list[Selected]]]:
+        if not self._numbers:
+            return {}
+        return selected(self._tree, named, self._lengths, self._whole)
+
+    def of(self, named: Named) -> Mapping[int, list[Selected]]:
+        """What is selected of a mark, by the numbers of the patterns."""
+        if named not in self._kept:
+            self._kept[named] = dict(sorted(self._of(named)))
+        return self._kept[named]
+
+    def all_of(self, named: Named) -> Iterable[Selected]:
+        """What all patterns select of a mark."""
+        return {x.name: x for some in self.of(named).values() for x in some}.values()
+
+    def in_any_loops(
+        self, name: str, after: tuple[int | None, ...]
+    ) -> Iterable[Selected]:
+        """What they may select of it, whatever loops it is in."""
+        known = self._loops.get((name, after), (_ANY_LOOPS,))
+        each = [self.all_of(Named(name, after, loops)) for loops in known]
+        return dict.fromkeys(it.chain(*each))
+
+    def _of(self, named: Named) -> Iterator[tuple[int, list[Selected]]]:
+        whole = [Selected(named.name, (), named.after)]
+        if named.name in self._exact:
+            yield self._exact[named.name], whole
+        yield from [(i, whole) for i, p in self._predicates.items() if _says(p, named)]
+        for n, (in_list, some) in self._fitting(named).items():
+            if in_list or n not in self._in_list:
+                # If there is a mark `h/0`, that is no iteration of `h`.
+                mine = {named.name} | {x.name for x in some} - self.names
+                some = [x for x in some if x.name in mine]
+                if some:
+                    yield self._numbers[n], some
+
+    def order(self, i: int) -> tuple[bool, bool, int]:
+        """What is spelled out goes before globs, and these go in their order."""
+        p = self.patterns[i]
+        return p not in self.names, is_glob(p) and p not in self.names, i
+
+    def first(self, *names: Named) -> int | None:
+        """The number of the pattern that goes before all others which fit one of these:
+        the first that is spelled out, or else the first glob."""
+        fit = {i for named in names for i in self.of(named)}
+        place = {named.name: k for k, named in reversed(list(enumerate(names)))}
+        order = lambda i: (place.get(self.patterns[i], len(names)), *self.order(i))
+        return min(fit, key=order, default=None)
+
+    def __hash__(self):
+        return self._hash
+
+    def __eq__(self, other):
+        return self is other or (type(other) is Selection and self._key == other._key)
+
+
+def _behind(root: str, pattern: str) -> str:
+    # `.` is the module that is `fn` itself, and `.encode` a method of it.
+    is_method = pattern.startswith(".")
+    return root + pattern.removesuffix(".") if is_method else join(root, pattern)
+
+
+def _says(predicate: Callable[[str], Any], named: Named) -> bool:
+    selects = predicate(named.name)
+    try:
+        return bool(selects)
+    except Exception as e:  # of an array, NumPy's or JAX's
+        raise TypeError(
+            f"`names={predicate!r}` returned {selects!r} for {named.name!r}. Return "
+            "`True` or `False`."
+        ) from e
