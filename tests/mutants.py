@@ -1,13 +1,13 @@
 """Would a test notice? Changes the source in one place at a time, and runs the tests.
 
-    python tests/mutants.py --mutants 300 --seed 0 --workers 2 --out mutants.jsonl
-    python tests/mutants.py --again mutants.jsonl --marks "not slow and not every"
+    python tests/mutants.py --mutants 100 --seed 0 --out mutants.jsonl
+    python tests/mutants.py --again mutants.jsonl --marks rest --out again.jsonl
 
-The first run of the tests records which of them execute which line, and how long they
-take. A mutant is then given to the tests that execute its line, the shortest first,
-until one of them fails; if that takes longer than `--seconds`, it has survived. With
-`--again`, the same mutants are given to another selection of the tests, those that an
-earlier run has killed by a test of that selection aside.
+A first run of the tests records which of them execute which line, and how long they
+take; `--survey FILE` keeps that. A mutant is then given to the tests that execute its
+line, file by file, until one of them fails; if that takes longer than `--seconds`, it
+has survived. With `--again`, mutants that have survived are given to other cases of the
+same tests.
 
 Each line of the output is a mutant: the file, the line, what was changed, and the test
 that noticed (or `null`).
@@ -15,6 +15,7 @@ that noticed (or `null`).
 
 import argparse
 import ast
+import collections
 import concurrent.futures
 import copy
 import json
@@ -30,7 +31,7 @@ from typing import NamedTuple
 
 
 ROOT = pathlib.Path(__file__).parent.parent
-DEFAULT = "not fuzz and not slow and not types and not every"
+DEFAULT = "not (fuzz or slow or types or every or rest)"
 # What holds the semantics. Messages and tables are left out.
 MODULES = "_mark _values _walk _modules _handlers _transforms _names.py"
 
@@ -147,24 +148,44 @@ def survey(marks, folder):
     options = ["--cov=eqx_sow", "--cov-context=test", "--cov-report=", f"-m={marks}"]
     environment = os.environ | {"COVERAGE_FILE": str(data)}
     command = pytest_command(*options, f"--junitxml={report}")
-    subprocess.run(command, cwd=ROOT, env=environment, check=True)
+    subprocess.run(command, cwd=ROOT, env=environment)
 
     import coverage
 
+    seconds = {}
+    for case in ET.parse(report).iter("testcase"):
+        path = case.get("classname").replace(".", "/") + ".py"
+        # What fails or is skipped by itself says nothing.
+        if not len(case):
+            seconds[f"{path}::{case.get('name')}"] = float(case.get("time"))
     found = coverage.CoverageData(str(data))
     found.read()
     by_line = {
         str(pathlib.Path(file).relative_to(ROOT)): {
-            line: {c.split("|")[0] for c in contexts if c}
+            str(line): sorted({c.split("|")[0] for c in contexts} & set(seconds))
             for line, contexts in found.contexts_by_lineno(file).items()
         }
         for file in found.measured_files()
     }
-    seconds = {}
-    for case in ET.parse(report).iter("testcase"):
-        path = case.get("classname").replace(".", "/") + ".py"
-        seconds[f"{path}::{case.get('name')}"] = float(case.get("time"))
     return by_line, seconds
+
+
+def collected(marks):
+    command = pytest_command("-n0", "--collect-only", f"-m={marks}")
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    return [line for line in run.stdout.splitlines() if "::" in line]
+
+
+def function(test):
+    return test.split("[")[0]
+
+
+def in_order(tests, seconds):
+    """File by file, as JAX's caches are cleared after each, the quickest ones first."""
+    of_file = collections.Counter()
+    for test in tests:
+        of_file[test.split("::")[0]] += seconds.get(test, 1.0)
+    return sorted(tests, key=lambda t: (of_file[t.split("::")[0]], t.split("::")[0]))
 
 
 def give(mutant, tests, limit, marks, folder):
@@ -206,33 +227,38 @@ def main():
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=120)
-    parser.add_argument(
-        "--marks", default="not fuzz and not slow and not types and not every"
-    )
+    parser.add_argument("--marks", default=DEFAULT)
     parser.add_argument("--again", type=pathlib.Path)
+    parser.add_argument("--survey", type=pathlib.Path)
     parser.add_argument("--out", type=pathlib.Path, default="mutants.jsonl")
     given = parser.parse_args()
 
     folder = pathlib.Path(tempfile.mkdtemp())
-    by_line, seconds = survey(given.marks, folder)
+    if given.survey and given.survey.exists():
+        by_line, seconds = json.loads(given.survey.read_text())
+    else:
+        by_line, seconds = survey(DEFAULT, folder)
+        if given.survey:
+            given.survey.write_text(json.dumps([by_line, seconds]))
+    those = lambda m: by_line.get(m.file, {}).get(str(m.line), [])
     if given.again:
         before = list(map(json.loads, given.again.read_text().splitlines()))
         chosen = [(Mutant(*x["mutant"]), x["killed by"]) for x in before]
     else:
-        there = [m for m in mutants() if by_line.get(m.file, {}).get(m.line)]
+        there = [m for m in mutants() if those(m)]
         some = random.Random(given.seed).sample(there, given.mutants)
         chosen = [(m, None) for m in some]
+    others = collected(given.marks) if given.again else []
 
     def tried(pair):
         mutant, killer = pair
-        tests = by_line.get(mutant.file, {}).get(mutant.line, set())
-        if killer not in seconds:
-            tests = sorted(tests, key=lambda t: seconds.get(t, 1.0))
-            killer = (
-                give(mutant, tests, given.seconds, given.marks, folder)
-                if tests
-                else None
-            )
+        tests = those(mutant)
+        if given.again:
+            functions = set(map(function, tests))
+            tests = [t for t in others if function(t) in functions]
+        if killer is None and tests:
+            tests = in_order(tests, seconds)
+            killer = give(mutant, tests, given.seconds, given.marks, folder)
         return {"mutant": mutant, "killed by": killer}
 
     killed = 0

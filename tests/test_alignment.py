@@ -12,6 +12,9 @@ from jax import lax
 from .helpers import assert_close, primitives
 
 
+pytestmark = pytest.mark.sample(1)
+
+
 X = jnp.arange(3.0)
 Y = 10 * jnp.arange(3.0)
 

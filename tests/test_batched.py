@@ -247,7 +247,6 @@ REDUCERS = {"all": None, "fold": Fold(jnp.zeros(3), jnp.add), "buffer": Buffer(2
     ],
 )
 @pytest.mark.parametrize("fn", BATCHES.values(), ids=BATCHES)
-@pytest.mark.sample(2)
 def test_a_vmap_around_has_a_batch_in_each_lane(fn, reduce):
     many = jnp.stack([XS[:2], -XS[:2], jnp.sin(XS[1:3])])
     of_batch = batched(lambda h: jnp.cumsum(h.reshape(-1, 3), 0)[-1])

@@ -372,6 +372,7 @@ def _log(held, event):
     del held
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize(
     "way",
     [

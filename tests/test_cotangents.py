@@ -407,7 +407,6 @@ def _in_scan(f):
     ],
     ids=["grad", "jvp", "linearize", "hessian", "grad of jvp"],
 )
-@pytest.mark.sample(3)
 def test_a_leaf_that_the_program_does_not_differentiate_changes_nothing(
     f, wrap, derivative
 ):
@@ -485,7 +484,6 @@ def test_pullbacks_of_unrelated_calls_that_need_each_other():
 @pytest.mark.parametrize(
     "order", [(2, 1, 0), (0, 1, 2), (1, 0, 2), (2, 0, 1), (0, 1), (1,)]
 )
-@pytest.mark.sample(2)
 def test_pullbacks_of_a_function_called_on_its_own_result(fn, around, order):
     d = jax.jit(lambda x: sow(fn(x), "d"))
 
@@ -654,7 +652,6 @@ def _descent(c):
 @pytest.mark.parametrize("length", [1, 2])
 @pytest.mark.parametrize("jitted", [False, True])
 @pytest.mark.parametrize("step", [_richardson, _descent])
-@pytest.mark.sample(2)
 def test_a_bwd_that_calls_the_same_solver(wrap, inner, length, jitted, step):
     def solve(b):
         return lax.while_loop(_more, step, (0, 0 * b, b))[1]
@@ -899,7 +896,6 @@ def _run_around(rule, around):
         if r == "plain" or a in ("grad(jit)", "grad(scan)")
     ],
 )
-@pytest.mark.sample(2)
 def test_a_recomputing_bwd_is_no_execution(rule, around):
     g, x, values, cotangents = _run_around(rule, around)
     one = (lambda v: v) if len(values) > 1 else (lambda v: v[0])
@@ -1172,6 +1168,7 @@ def test_what_is_repeated_ran_before(name, wrap):
     close(jnp.stack(got["h"]["primal"]), [np.sin(0.5)] * len(want))
 
 
+@pytest.mark.slow
 @_needs_checkpointed_loop
 @pytest.mark.parametrize("around", [lambda f: f, _looped], ids=["alone", "in a scan"])
 def test_a_pullback_of_a_solver_in_a_loop(around):
@@ -1199,6 +1196,7 @@ def test_a_pullback_of_a_solver_in_a_loop(around):
     close(got["f"]["cotangent"].reshape(cotangents.shape), cotangents)
 
 
+@pytest.mark.slow
 @_needs_checkpointed_loop
 def test_two_gradients_through_a_solver():
     # One jaxpr for all three solutions.
@@ -1282,7 +1280,6 @@ _everything = ft.partial(
         if (f in (_branch, _index) and ck is jax.checkpoint) or place == "checkpoint"
     ],
 )
-@pytest.mark.sample(2)
 def test_what_does_not_reach_the_result_has_zeros_in_a_checkpoint(f, place, ck):
     def grad(ck):
         fn = _PLACES[place](ck, f)

@@ -18,6 +18,9 @@ from eqx_sow import (
 from .helpers import assert_close
 
 
+pytestmark = pytest.mark.sample(1)
+
+
 X = jnp.array([0.3, -1.2, 0.7])
 MODEL = eqx.nn.MLP(3, 2, 5, 1, key=jr.key(0))
 

@@ -180,6 +180,7 @@ def test_diffeqsolve():
     assert entry["count"] == 4
 
 
+@pytest.mark.slow
 def test_diffeqsolve_under_grad():
     def loss(y0):
         return solve(y0).sum()
@@ -986,7 +987,6 @@ def _solved(x):
     ],
     ids=["custom_jvp", "custom_vjp", "custom_vjp twice", "not in the rule"],
 )
-@pytest.mark.sample(2)
 def test_rules_in_a_loop_that_a_backward_pass_runs_again(fn, call):
     loop = lambda x: _in_a_loop(lambda x: 2 * fn(x), x)
     grad = jax.grad(lambda x: loop(x).sum())
@@ -1081,7 +1081,6 @@ def test_a_bwd_at_another_point_in_a_loop_that_a_backward_pass_runs_again():
         "diffrax",
     ],
 )
-@pytest.mark.sample(2)
 def test_a_derivative_rule_around_and_inside_another_handler(fn, inner, call):
     loss = lambda x: fn(x).sum()
     want = S(jax.grad(loss))(X)[1]
@@ -1300,7 +1299,6 @@ def _repeated_sines(n):
     ],
     ids=["outside", "inside", "jit in it", "in a jit"],
 )
-@pytest.mark.sample(2)
 def test_a_checkpoint_in_a_loop_that_a_backward_pass_runs_again(wrap, call):
     def scan(step):
         return lambda x: lax.scan(lambda x, _: (step(x), None), x, length=2)[0]
@@ -1450,6 +1448,7 @@ def _scanned(x):
 
 # JAX finds a leak of its own in the gradient of a loop with an effect, save in a
 # `jax.checkpoint`.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fn", [_scanned, jax.jit(_scanned), jax.grad(jax.checkpoint(_scanned))]
 )

@@ -19,6 +19,9 @@ from jax.flatten_util import ravel_pytree
 from tests.helpers import assert_close, with_mode
 
 
+pytestmark = pytest.mark.sample(5)
+
+
 X = jnp.linspace(-1.0, 1.0, 3)
 KEYS = jax.random.split(jax.random.key(0), 8)
 
@@ -830,7 +833,6 @@ MODELS = {
 
 @pytest.mark.parametrize("where", MODELS)
 @pytest.mark.parametrize("as_argument", [False, True])
-@pytest.mark.sample(2)
 def test_a_stack_has_the_names_of_a_list(where, as_argument):
     listed = MODELS[where](lambda first: Listed(_units(first=first)))
     stacked = MODELS[where](lambda first: Stack(_stacked(_units(first=first))))
@@ -943,7 +945,6 @@ _STEPS = {
 
 @pytest.mark.parametrize("derive", [False, True])
 @pytest.mark.parametrize("steps", _STEPS.values(), ids=_STEPS)
-@pytest.mark.sample(2)
 def test_a_stack_in_another_loop_has_the_names_of_a_list(steps, derive):
     xs = jnp.stack([X, 2 * X, jnp.cos(X), -X])
     loss = lambda net, xs: jnp.sum(jnp.sin(steps(net, xs)))

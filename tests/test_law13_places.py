@@ -27,6 +27,9 @@ from tests.helpers import assert_close, with_mode
 from tests.meeting import at, Layer, make_net, Run, X
 
 
+pytestmark = pytest.mark.sample(5)
+
+
 GLOBAL = make_net(5)
 STRUCTURE = jtu.tree_structure(GLOBAL)
 
@@ -142,7 +145,6 @@ FORMS = {
 @pytest.mark.filterwarnings("ignore:\\s*Possibly assigning")
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.sample(2)
 def test_where_the_model_is(place, form):
     build, prefix = PLACES[place]
     fn = build(GLOBAL)

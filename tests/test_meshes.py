@@ -18,6 +18,9 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 
+pytestmark = pytest.mark.sample(5)
+
+
 X = jnp.arange(32.0).reshape(8, 4) / 32 + 0.1
 
 
@@ -276,7 +279,6 @@ def spec_of(x):
 
 
 @pytest.mark.parametrize("mesh, program, use", list(_cases()))
-@pytest.mark.sample(2)
 def test_program(mesh, program, use):
     mesh, (fn, lead), use_of = MESHES[mesh], PROGRAMS[program], USES[use]
     seen = []

@@ -235,7 +235,6 @@ def _primal(got):
 
 @program
 @pytest.mark.parametrize("sign", [1, -1])
-@pytest.mark.sample(3)
 def test_round_trip(f, sign, call):
     expected = f(sign * X)
     out, got = S(f)(sign * X)
@@ -245,7 +244,6 @@ def test_round_trip(f, sign, call):
 
 
 @program
-@pytest.mark.sample(2)
 def test_round_trip_under_jit(f):
     _, got = S(jax.jit(f))(X)
     assert_close(plant(jax.jit(f), got)(X), f(X))
@@ -546,7 +544,6 @@ def test_function_sees_what_the_code_there_sees(call):
 
 
 @program
-@pytest.mark.sample(2)
 def test_the_identity_function_changes_nothing(f, call):
     assert_close(call(plant(f, {"*": lambda value: value}), X), f(X))
 
@@ -828,7 +825,6 @@ def test_gradient_for_a_planted_value_is_the_cotangent_there(f, call):
         vmapped_cond,
     ],
 )
-@pytest.mark.sample(2)
 def test_gradient_for_planted_values_is_the_cotangent_in_the_planted_program(f, call):
     """A value planted in a later iteration cuts what an earlier one has to say."""
     values = _primal(S(f)(X)[1])
@@ -907,7 +903,6 @@ def test_the_outer_plant_sees_what_the_inner_planted():
 
 
 @program
-@pytest.mark.sample(2)
 def test_what_was_planted_is_captured(f, call):
     _, got = S(f)(X)
     inexact = lambda v: eqx.is_inexact_array(v)

@@ -156,7 +156,6 @@ WRAPS = {
 
 @pytest.mark.parametrize("hide", HIDE)
 @pytest.mark.parametrize("wrap", WRAPS)
-@pytest.mark.sample(3)
 def test_hidden_at_any_depth(hide, wrap):
     with pytest.raises(UnsupportedPrimitiveError, match="'a'.*inside the primitive"):
         S(WRAPS[wrap](hide))(X)

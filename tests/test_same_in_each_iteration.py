@@ -112,7 +112,6 @@ _CASES = [
 
 
 @pytest.mark.parametrize("place, run, use", dict.fromkeys(_CASES))
-@pytest.mark.sample(3)
 def test_it_runs_in_each(place, run, use):
     f = _loop(place, use)
     want, fn = _RUNS[run](f)(X, W), _RUNS[run](f)

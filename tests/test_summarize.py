@@ -106,7 +106,6 @@ ARRAYS = {
 
 
 @pytest.mark.parametrize("name", ARRAYS)
-@pytest.mark.sample(3)
 def test_against_numpy(name):
     x = ARRAYS[name]()
     fn = ft.partial(summarize, edges=EDGES)
@@ -361,7 +360,6 @@ SPECS = [P("d"), P(None, "d"), P("d", None, "e"), P(("d", "e")), P()]
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 @pytest.mark.parametrize("type_", ["Auto", "Explicit"])
 @pytest.mark.parametrize("shape", [(16, 8, 64), (16, 2000, 4)])
-@pytest.mark.sample(3)
 def test_sharded(spec, type_, shape):
     types = (getattr(jax.sharding.AxisType, type_),) * 2
     mesh = jax.make_mesh((4, 2), ("d", "e"), axis_types=types)
@@ -496,7 +494,6 @@ def _table(text):
 @pytest.mark.parametrize(
     "jit", [pytest.param(False, marks=pytest.mark.slow), True], ids=["eager", "jit"]
 )
-@pytest.mark.sample(3)
 def test_law_11(name, jit):
     f = PROGRAMS[name]
     run = eqx.filter_jit if jit else lambda f: f

@@ -598,7 +598,6 @@ _SLOW = [pytest.param(x, marks=pytest.mark.slow) for x in ("jit", "a pickle", "c
 
 @pytest.mark.parametrize("transform", [None, summarize])
 @pytest.mark.parametrize("stack", ["plain", "a tree map", "a vmap", *_SLOW])
-@pytest.mark.sample(2)
 def test_arrow_in_a_loop(stack, transform):
     for seed in range(6):
         bads, reverse = _bads(seed), seed > 3
@@ -885,6 +884,7 @@ for transform in (None, eqx_sow.summarize):
 """
 
 
+@pytest.mark.slow
 def test_spread_over_processes():
     with socket.socket() as s:
         s.bind(("localhost", 0))

@@ -1373,6 +1373,7 @@ def test_same_program_as_by_hand(optimised, options, by_hand):
     assert got.instructions <= 1.01 * want.instructions
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow():
     def rss():
         with open("/proc/self/statm") as f:

@@ -51,7 +51,6 @@ RUNS = {
     ],
     ids=["loop", "grad", "checkpoint", "while", "vmap", "vmap-while", "vmap-grad"],
 )
-@pytest.mark.sample(2)
 def test_every_event_has_it(fn, x, wrap):
     events, plain = [], []
 
