@@ -239,6 +239,7 @@ BATCHES = {
 REDUCERS = {"all": None, "fold": Fold(jnp.zeros(3), jnp.add), "buffer": Buffer(2)}
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(
     "reduce",
     [

@@ -647,6 +647,7 @@ def _descent(c):
     return n + 1, x - 0.3 * jax.grad(error)(x), b
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
 @pytest.mark.parametrize("inner", [lambda f: f, lambda f: tap(f, lambda event: None)])
 @pytest.mark.parametrize("length", [1, 2])
@@ -1058,6 +1059,7 @@ def test_a_loop_where_another_branch_has_a_value(wrap):
         assert_close(S(g, reduce=Append())(x), S(plain, reduce=Append())(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
 def test_steps_of_a_checkpointed_loop_are_replayed(wrap):
     sine = wrap(_sine)
@@ -1321,6 +1323,7 @@ def test_derivatives_of_zeros_in_a_checkpoint():
         assert modes(jax.checkpoint, derive) == plain > {"primal", "count"}
 
 
+@pytest.mark.slow
 def test_zeros_that_do_not_leave_a_shard_map():
     mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
     spec = PartitionSpec()

@@ -55,6 +55,7 @@ def test_treescope():
     assert "Sow(name='h'" in treescope.render_to_text(Sow("h"))
 
 
+@pytest.mark.slow
 def test_orbax(tmp_path):
     ocp = pytest.importorskip("orbax.checkpoint")
     got = _captured(X)

@@ -100,6 +100,7 @@ def test_equinox_while_loop_under_grad(kind):
         close(captured["a"]["primal"], [2 * X, 4 * X, 8 * X, 0 * X])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["bounded", "checkpointed"])
 def test_values_of_an_equinox_while_loop_beside_a_gradient(kind):
     def loss(x):
@@ -264,6 +265,7 @@ def _cosine(c, eps=0.0, mark=sow):
     return optx.fixed_point(fn, solver, jnp.array(1.0), (c, eps), throw=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("solve", "wrap"),
     [
@@ -300,6 +302,7 @@ def _in_lanes(f):
     return lambda c: jax.vmap(f)(jnp.stack([c, c + 0.1])).sum()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("solve", "wrap"),
     [
@@ -1057,7 +1060,7 @@ def test_a_bwd_at_another_point_in_a_loop_that_a_backward_pass_runs_again():
         lambda x: _in_a_loop(_of_its_own(_marked), x),
         pytest.param(
             lambda x: _in_a_loop(lambda x: _in_a_loop(_marked, x), x),
-            marks=pytest.mark.slow,
+            marks=pytest.mark.every,
         ),
         pytest.param(
             lambda x: _in_a_loop(
@@ -1090,6 +1093,7 @@ def test_a_derivative_rule_around_and_inside_another_handler(fn, inner, call):
         assert_close(got, want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fn", [_of_its_own(_marked), lambda x: _in_a_loop(_marked, x)])
 def test_what_is_tapped_inside_a_gradient_is_told_once(fn, call):
     told = []

@@ -831,6 +831,7 @@ MODELS = {
 }
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("where", MODELS)
 @pytest.mark.parametrize("as_argument", [False, True])
 def test_a_stack_has_the_names_of_a_list(where, as_argument):
@@ -943,6 +944,7 @@ _STEPS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("derive", [False, True])
 @pytest.mark.parametrize("steps", _STEPS.values(), ids=_STEPS)
 def test_a_stack_in_another_loop_has_the_names_of_a_list(steps, derive):

@@ -234,6 +234,7 @@ def test_what_libraries_make_on_the_way(solve, way):
     assert got.keys() == {"c/linear", "c"}
 
 
+@pytest.mark.slow
 def test_derivatives_of_one_module_that_a_branch_chooses():
     """Of the residuals of the last step that was accepted, or of those before."""
     mlp = eqx.nn.MLP(1, 1, 4, 1, key=jax.random.key(0))

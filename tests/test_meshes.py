@@ -364,6 +364,7 @@ def test_shard_map_over_one_axis(types, told, program, use):
 
 
 # --- a model ---
+@pytest.mark.slow
 @pytest.mark.parametrize("told", [True, False])
 def test_capture(told):
     mesh = jax.make_mesh((8,), ("d",))
@@ -393,6 +394,7 @@ def test_nothing_is_gathered():
         assert "all-gather" not in text, fn
 
 
+@pytest.mark.slow
 def test_plant_on_a_mesh_that_only_the_shard_map_knows(call):
     mesh = jax.make_mesh((8,), ("d",))
 
@@ -488,6 +490,7 @@ def _on_two_devices(fn):
     return f
 
 
+@pytest.mark.slow
 def test_plant_of_a_value_for_each_iteration_on_a_device(call):
     def on_device(x):
         body = lambda c, _: (c * eqx_sow.sow(jnp.sin(x), "a"), None)

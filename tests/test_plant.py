@@ -233,6 +233,7 @@ def _primal(got):
     return with_mode(got, "primal")
 
 
+@pytest.mark.sample(9)
 @program
 @pytest.mark.parametrize("sign", [1, -1])
 def test_round_trip(f, sign, call):
@@ -268,6 +269,7 @@ def test_round_trip_in_a_scan(f):
     assert_close(plant(g, got)(XS), g(XS))
 
 
+@pytest.mark.sample(6)
 @program
 def test_each_entry_matters(f):
     """What is planted is what the program goes on with: values of another input give
@@ -796,6 +798,7 @@ def test_a_mode_that_is_not_there():
 # --- Derivatives ---
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(
     "f", [straight, cond, jitted, checkpointed, vmapped, mapped_loop, filtered]
 )
@@ -1173,6 +1176,7 @@ def _with_numpy_in_a_loop(x):
     return lax.scan(lambda c, _: (_with_numpy(c), None), x, length=3)[0]
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("f", [_with_numpy, _with_numpy_in_a_loop])
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint, jax.vmap])
 def test_what_was_captured_beside_a_numpy_array_can_be_planted(call, f, wrap):
@@ -1214,6 +1218,7 @@ _AROUND = {
 }
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", _AROUND)
 def test_another_array_in_the_place_of_a_numpy_array_that_is_traced(name):
     """Law 6. Lanes in which it did not run have zeros, and one number is none."""

@@ -164,6 +164,7 @@ def test_lanes_inside_a_loop_keep_their_axis():
     close(S(f, reduce=ordered())(xs)[1]["a"]["primal"], want)
 
 
+@pytest.mark.slow
 def test_cotangents_run_backward():
     def f(x):
         def body(c, w):
@@ -490,6 +491,7 @@ def _registered(equality, static):
     return Q
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("equality", [None, "elementwise", "refused"])
 def test_classes_without_an_equality_of_structures(equality, static):

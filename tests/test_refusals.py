@@ -154,6 +154,7 @@ WRAPS = {
 }
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("hide", HIDE)
 @pytest.mark.parametrize("wrap", WRAPS)
 def test_hidden_at_any_depth(hide, wrap):

@@ -133,6 +133,7 @@ USES = {
 }
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
 @pytest.mark.parametrize("program", [loops, branches, calls, in_each_other])
 def test_as_the_program_that_the_rule_is(program, use):

@@ -136,6 +136,7 @@ USES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jitted", [jax.jit, eqx.filter_jit])
 def test_eight_threads_on_one_jitted_function(jitted):
     start = threading.Barrier(len(USES))

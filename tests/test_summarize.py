@@ -105,6 +105,7 @@ ARRAYS = {
 }
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("name", ARRAYS)
 def test_against_numpy(name):
     x = ARRAYS[name]()
@@ -337,6 +338,7 @@ def test_a_loss_is_not_disturbed():
         assert aux["h"]["primal"].mean.shape == (3,)
 
 
+@pytest.mark.slow
 def test_fold():
     x = _normal(8)
 
@@ -357,6 +359,7 @@ def test_fold():
 SPECS = [P("d"), P(None, "d"), P("d", None, "e"), P(("d", "e")), P()]
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 @pytest.mark.parametrize("type_", ["Auto", "Explicit"])
 @pytest.mark.parametrize("shape", [(16, 8, 64), (16, 2000, 4)])
@@ -375,6 +378,7 @@ def test_sharded(spec, type_, shape):
     assert all(math.prod(map(int, g.split(","))) < x.size / 8 for g in gathered)
 
 
+@pytest.mark.slow
 def test_a_long_sharded_vector():
     mesh = jax.make_mesh((8,), ("d",))
     for n in (8 * 5000, 8 * 4999):

@@ -80,6 +80,7 @@ class Transformer(eqx.Module):
         return xs
 
 
+@pytest.mark.slow
 def test_mlp():
     mlp = eqx.nn.MLP(3, 2, 4, 2, key=jr.key(0))
     loss = lambda model, x: jnp.sum(model(x) ** 2)
@@ -596,6 +597,7 @@ STACKS = {
 _SLOW = [pytest.param(x, marks=pytest.mark.slow) for x in ("jit", "a pickle", "copies")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transform", [None, summarize])
 @pytest.mark.parametrize("stack", ["plain", "a tree map", "a vmap", *_SLOW])
 def test_arrow_in_a_loop(stack, transform):
@@ -607,6 +609,7 @@ def test_arrow_in_a_loop(stack, transform):
         assert _first(tabulate(got)) == _first(tabulate(want)), seed
 
 
+@pytest.mark.slow
 def test_arrow_in_loops_in_loops():
     def body(x, bads):
         return lax.scan(lambda x, bad: (_two(x, bad), None), x, bads)[0]
