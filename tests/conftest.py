@@ -46,8 +46,8 @@ _APART = "every", "fuzz", "slow", "types"
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """By default, one in three of the cases of each test runs, and at least one. The
-    others have the mark `rest`. `pytest.mark.sample(n)`, at a test or for a file, makes
-    it one in `n`.
+    other two have the mark `rest`. With `pytest.mark.sample(n)`, at a test or for a
+    file, one in `n` runs, two are the `rest`, and the others have the mark `every`.
 
     Which it is of the first `n` cases depends on how long the name of the test is, and
     it is the next one in the next `n`. So both of `plain` and `jit` run, of one test or
@@ -60,8 +60,8 @@ def pytest_collection_modifyitems(items):
         mark = cases[0].get_closest_marker("sample")
         n = min(mark.args[0] if mark else 3, len(cases))
         for i, case in enumerate(cases):
-            if (i + i // n + len(test.__name__)) % n:
-                case.add_marker(pytest.mark.rest)
+            if place := (i + i // n + len(test.__name__)) % n:
+                case.add_marker("rest" if place < 3 else "every")
 
 
 def _same(x, y):

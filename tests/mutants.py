@@ -188,7 +188,7 @@ def in_order(tests, seconds):
     return sorted(tests, key=lambda t: (of_file[t.split("::")[0]], t.split("::")[0]))
 
 
-def give(mutant, tests, limit, marks, folder):
+def give(mutant, tests, limit, folder):
     """The first of the tests that fails, or `None`."""
     tree = pathlib.Path(tempfile.mkdtemp(dir=folder))
     ignore = shutil.ignore_patterns(
@@ -199,7 +199,7 @@ def give(mutant, tests, limit, marks, folder):
     (tree / mutant.file).write_text(mutated(mutant))
     chosen = tree / "chosen.txt"
     chosen.write_text("\n".join(tests))
-    options = ["-x", "-n0", "--no-header", "--tb=no", f"-m={marks}", f"@{chosen}"]
+    options = ["-x", "-n0", "--no-header", "--tb=no", "-m=", f"@{chosen}"]
     cache = f"-ocache_dir={folder / f'cache{os.getpid() % 8}'}"
     environment = os.environ | {"PYTHONPATH": str(tree)}
     try:
@@ -258,7 +258,7 @@ def main():
             tests = [t for t in others if function(t) in functions]
         if killer is None and tests:
             tests = in_order(tests, seconds)
-            killer = give(mutant, tests, given.seconds, given.marks, folder)
+            killer = give(mutant, tests, given.seconds, folder)
         return {"mutant": mutant, "killed by": killer}
 
     killed = 0

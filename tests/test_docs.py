@@ -14,7 +14,7 @@ import pytest
 from tests.documented import DOCUMENTED
 
 
-pytestmark = [pytest.mark.sample(5), pytest.mark.usefixtures("standard_promotion")]
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 ROOT = pathlib.Path(__file__).parent.parent
 BLOCK = re.compile(

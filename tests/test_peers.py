@@ -29,9 +29,6 @@ from tests.helpers import (
 )
 
 
-pytestmark = pytest.mark.sample(5)
-
-
 X = jnp.array([0.3, -1.2, 0.7])
 V = jnp.array([1.0, 0.5, -2.0])
 XS = jnp.stack([X, 2 * X])

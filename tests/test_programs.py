@@ -15,9 +15,6 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from tests.helpers import assert_close, modes_of, primitives, with_mode
 
 
-pytestmark = pytest.mark.sample(5)
-
-
 X = jnp.array([0.3, -1.2, 0.7])
 XS = jnp.stack([X, 2 * X])
 
