@@ -26,6 +26,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import xml.etree.ElementTree as ET
 from typing import NamedTuple
 
@@ -188,36 +189,46 @@ def in_order(tests, seconds):
     return sorted(tests, key=lambda t: (of_file[t.split("::")[0]], t.split("::")[0]))
 
 
-def give(mutant, tests, limit, folder):
+def give(mutant, tests, seconds, limit, folder):
     """The first of the tests that fails, or `None`."""
     tree = pathlib.Path(tempfile.mkdtemp(dir=folder))
     ignore = shutil.ignore_patterns(
         ".git", ".venv*", "site", "__pycache__", ".pytest_cache"
     )
-    shutil.copytree(ROOT, tree / "tree", ignore=ignore)
-    tree /= "tree"
+    shutil.copytree(ROOT, tree, ignore=ignore, dirs_exist_ok=True)
     (tree / mutant.file).write_text(mutated(mutant))
+    end = time.monotonic() + limit
+    # First a few, since to collect all of them takes longer than most mutants live.
+    few, passed = [], 0.0
+    for test in tests:
+        passed += seconds.get(test, 1.0)
+        if passed < limit / 8:
+            few.append(test)
+    try:
+        for some in (few, tests[len(few) :]):
+            if some and (killer := fails(tree, some, end, folder)):
+                return killer
+    except subprocess.TimeoutExpired:
+        pass
+    finally:
+        shutil.rmtree(tree, ignore_errors=True)
+
+
+def fails(tree, tests, end, folder):
     chosen = tree / "chosen.txt"
     chosen.write_text("\n".join(tests))
-    options = ["-x", "-n0", "--no-header", "--tb=no", "-m=", f"@{chosen}"]
-    cache = f"-ocache_dir={folder / f'cache{os.getpid() % 8}'}"
-    environment = os.environ | {"PYTHONPATH": str(tree)}
-    try:
-        run = subprocess.run(
-            pytest_command(*options, cache),
-            cwd=tree,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=limit,
-        )
-    except subprocess.TimeoutExpired:
-        return None
-    finally:
-        shutil.rmtree(tree.parent, ignore_errors=True)
+    options = ["-x", "-n0", "--no-header", "--tb=no", "--assert=plain", "-m="]
+    run = subprocess.run(
+        pytest_command(*options, f"-ocache_dir={folder / 'cache'}", f"@{chosen}"),
+        cwd=tree,
+        env=os.environ | {"PYTHONPATH": str(tree)},
+        capture_output=True,
+        text=True,
+        timeout=max(end - time.monotonic(), 1),
+    )
     failed = [x for x in run.stdout.splitlines() if x.startswith(("FAILED", "ERROR"))]
     if failed:
-        return failed[0].split()[1]
+        return failed[0].split(" ", 1)[1].split(" - ")[0]
     return None if run.returncode in (0, 5) else "collection"
 
 
@@ -258,7 +269,7 @@ def main():
             tests = [t for t in others if function(t) in functions]
         if killer is None and tests:
             tests = in_order(tests, seconds)
-            killer = give(mutant, tests, given.seconds, folder)
+            killer = give(mutant, tests, seconds, given.seconds, folder)
         return {"mutant": mutant, "killed by": killer}
 
     killed = 0
