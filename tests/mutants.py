@@ -18,6 +18,7 @@ import ast
 import collections
 import concurrent.futures
 import copy
+import gc
 import json
 import os
 import pathlib
@@ -27,7 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
-import xml.etree.ElementTree as ET
+import types
 from typing import NamedTuple
 
 
@@ -116,9 +117,9 @@ def mutants():
         for file in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
             name = str(file.relative_to(ROOT))
             tree = ast.parse(file.read_text())
-            types = _in_annotations(tree)
+            annotations = _in_annotations(tree)
             for i, node in enumerate(ast.walk(tree)):
-                for k, new in enumerate([] if node in types else changes(node)):
+                for k, new in enumerate([] if node in annotations else changes(node)):
                     at = getattr(node, "iter", node).lineno
                     short = ast.unparse(new).splitlines()[0]
                     old = ast.unparse(node).splitlines()[0]
@@ -139,40 +140,75 @@ def mutated(mutant):
 
 
 # --- tests ---
-def pytest_command(*args):
+def run_of_pytest(*args):
     return [sys.executable, "-m", "pytest", "-q", "-p", "no:randomly", *args]
+
+
+class Record:
+    """A plugin of pytest: which lines each test executes, and how long it takes."""
+
+    def __init__(self, file):
+        self.file, self.lines, self.tests = file, set(), {}
+
+    def watch(self):
+        """Once for each line, until `restart_events`. Coverage costs as much as the
+        tests themselves."""
+        monitoring = sys.monitoring
+        monitoring.use_tool_id(monitoring.COVERAGE_ID, "mutants")
+
+        def at(code, line):
+            self.lines.add(f"{pathlib.Path(code.co_filename).relative_to(ROOT)}:{line}")
+            return monitoring.DISABLE
+
+        monitoring.register_callback(monitoring.COVERAGE_ID, monitoring.events.LINE, at)
+        todo = [f.__code__ for f in gc.get_objects() if type(f) is types.FunctionType]
+        source = str(ROOT / "eqx_sow")
+        while todo:
+            code = todo.pop()
+            if code.co_filename.startswith(source):
+                events = monitoring.events.LINE
+                monitoring.set_local_events(monitoring.COVERAGE_ID, code, events)
+                todo += [x for x in code.co_consts if type(x) is types.CodeType]
+
+    def pytest_collection_finish(self):
+        self.watch()
+
+    def pytest_runtest_setup(self):
+        self.lines.clear()
+        sys.monitoring.restart_events()
+
+    def pytest_runtest_logreport(self, report):
+        # What fails or is skipped by itself says nothing.
+        if report.when == "call" and report.passed:
+            self.tests[report.nodeid] = report.duration, sorted(self.lines)
+
+    def pytest_sessionfinish(self):
+        self.file.write_text(json.dumps(self.tests))
+
+
+def pytest_configure(config):
+    worker = os.environ.get("PYTEST_XDIST_WORKER")
+    if worker and "MUTANTS_RECORD" in os.environ:
+        file = pathlib.Path(os.environ["MUTANTS_RECORD"], f"{worker}.json")
+        config.pluginmanager.register(Record(file))
 
 
 def survey(marks, folder):
     """Which tests execute each line, and how long each test takes."""
-    data, report = folder / "coverage", folder / "report.xml"
-    options = ["--cov=eqx_sow", "--cov-context=test", "--cov-report=", f"-m={marks}"]
-    environment = os.environ | {"COVERAGE_FILE": str(data)}
-    command = pytest_command(*options, f"--junitxml={report}")
+    command = run_of_pytest("-p", "tests.mutants", f"-m={marks}")
+    environment = os.environ | {"MUTANTS_RECORD": str(folder)}
     subprocess.run(command, cwd=ROOT, env=environment)
-
-    import coverage
-
-    seconds = {}
-    for case in ET.parse(report).iter("testcase"):
-        path = case.get("classname").replace(".", "/") + ".py"
-        # What fails or is skipped by itself says nothing.
-        if not len(case):
-            seconds[f"{path}::{case.get('name')}"] = float(case.get("time"))
-    found = coverage.CoverageData(str(data))
-    found.read()
-    by_line = {
-        str(pathlib.Path(file).relative_to(ROOT)): {
-            str(line): sorted({c.split("|")[0] for c in contexts} & set(seconds))
-            for line, contexts in found.contexts_by_lineno(file).items()
-        }
-        for file in found.measured_files()
-    }
+    by_line, seconds = collections.defaultdict(list), {}
+    for file in folder.glob("gw*.json"):
+        for test, (took, lines) in json.loads(file.read_text()).items():
+            seconds[test] = took
+            for line in lines:
+                by_line[line].append(test)
     return by_line, seconds
 
 
 def collected(marks):
-    command = pytest_command("-n0", "--collect-only", f"-m={marks}")
+    command = run_of_pytest("-n0", "--collect-only", f"-m={marks}")
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     return [line for line in run.stdout.splitlines() if "::" in line]
 
@@ -219,7 +255,7 @@ def fails(tree, tests, end, folder):
     chosen.write_text("\n".join(tests))
     options = ["-x", "-n0", "--no-header", "--tb=no", "--assert=plain", "-m="]
     run = subprocess.run(
-        pytest_command(*options, f"-ocache_dir={folder / 'cache'}", f"@{chosen}"),
+        run_of_pytest(*options, f"-ocache_dir={folder / 'cache'}", f"@{chosen}"),
         cwd=tree,
         env=os.environ | {"PYTHONPATH": str(tree)},
         capture_output=True,
@@ -251,7 +287,7 @@ def main():
         by_line, seconds = survey(DEFAULT, folder)
         if given.survey:
             given.survey.write_text(json.dumps([by_line, seconds]))
-    those = lambda m: by_line.get(m.file, {}).get(str(m.line), [])
+    those = lambda m: by_line.get(f"{m.file}:{m.line}", [])
     if given.again:
         before = list(map(json.loads, given.again.read_text().splitlines()))
         chosen = [(Mutant(*x["mutant"]), x["killed by"]) for x in before]
