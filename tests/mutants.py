@@ -218,11 +218,15 @@ def function(test):
 
 
 def in_order(tests, seconds):
-    """File by file, as JAX's caches are cleared after each, the quickest ones first."""
-    of_file = collections.Counter()
+    """File by file, as JAX's caches are cleared after each. First those of which most
+    tests execute the line, and the quick ones of these."""
+    file = lambda test: test.split("::")[0]
+    here, all_tests = (collections.Counter(map(file, x)) for x in (tests, seconds))
+    took = collections.Counter()
     for test in tests:
-        of_file[test.split("::")[0]] += seconds.get(test, 1.0)
-    return sorted(tests, key=lambda t: (of_file[t.split("::")[0]], t.split("::")[0]))
+        took[file(test)] += seconds.get(test, 1.0)
+    share = {f: round(here[f] / max(all_tests[f], here[f]), 1) for f in here}
+    return sorted(tests, key=lambda t: (-share[file(t)], took[file(t)], file(t)))
 
 
 def give(mutant, tests, seconds, limit, folder):
