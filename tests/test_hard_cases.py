@@ -171,6 +171,7 @@ def solve(y0, **kwargs):
     return solution.ys[-1]
 
 
+@pytest.mark.slow
 def test_diffeqsolve():
     out, captured = S(solve)(X)
     close(out, solve(X))
@@ -341,6 +342,7 @@ def test_gradient_of_a_capture_around_a_jitted_function_of_a_solver():
     close(jax.grad(captured)(0.5), jax.grad(f)(0.5, unmarked))
 
 
+@pytest.mark.slow
 def test_gradient_of_a_capture_of_what_a_loop_linearizes():
     """As diffrax's implicit solvers do: an edge is among what a function returns."""
 
@@ -471,6 +473,7 @@ def test_linearize_inside():
     close(captured["a"]["tangent"], jnp.cos(X))
 
 
+@pytest.mark.slow
 def test_taylor_series(call):
     def fn(x, mark):
         return jnp.cos(mark(2 * jnp.sin(x), "a")) ** 2

@@ -159,6 +159,7 @@ def _in(name):
     return "net" if name == "." else f"net/{name}"
 
 
+@pytest.mark.slow
 def test_another_thread_sees_nothing():
     net, traced = make_net(0), []
     plain = str(jax.make_jaxpr(lambda x: net(x))(X))

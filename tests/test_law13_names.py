@@ -1003,6 +1003,7 @@ def test_a_sow_in_a_stack_is_called_as_in_a_list():
         S(run, scope=True, names="net/layers/h/1")(stacked, X)
 
 
+@pytest.mark.slow
 def test_globs_of_a_stack():
     stacked, listed = Stack(_stacked(_units())), Listed(_units())
     for pattern in ("layers/[12]/lin", "layers/?/lin", "layers/*/lin"):

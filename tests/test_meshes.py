@@ -837,6 +837,7 @@ def test_tables_and_what_is_tapped_only_sometimes(kind):
         np.testing.assert_allclose(got, sorted(ran, key=by_max), rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_a_while_of_lanes_on_devices(check_vma):
     """Each lane stops by itself, so the counter varies over the devices, of which the

@@ -1118,6 +1118,7 @@ def _model(i):
     return eqx.nn.MLP(2, 2, 4, 1, key=jr.key(i))
 
 
+@pytest.mark.slow
 def test_what_a_model_captured_in_a_function_of_it(call):
     model, x, y = _model(0), jnp.ones(2), jnp.array([1.0, -1.0])
     _, got = S(model, capture=True)(x)
@@ -1249,6 +1250,7 @@ def test_another_array_in_the_place_of_a_numpy_array_that_is_traced(name):
     assert_close(S(lambda: other(5 * value["table"]))()[0], want)
 
 
+@pytest.mark.slow
 def test_a_planted_numpy_array_has_derivatives(call):
     """What is planted there is an input of the program like any other."""
     table = np.array([1.0, 2.0], np.float32)
@@ -1386,6 +1388,7 @@ def test_one_that_is_compiled_inside_another_program():
         assert_close((out, found["h"]["primal"]), (X**2, X**2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrap", [lambda f: f, eqx.filter_jit])
 def test_a_function_that_replaces_a_numpy_array_evaluates_nothing_twice(wrap, capfd):
     """It is found out before the program around has any mark or print of this one."""

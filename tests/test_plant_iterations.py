@@ -214,6 +214,7 @@ class Listed(eqx.Module):
         return x
 
 
+@pytest.mark.slow
 def test_a_stack_is_planted_like_a_list():
     keys = jr.split(jr.key(0), 4)
     stacked = Stacked(eqx.filter_vmap(Block)(keys))

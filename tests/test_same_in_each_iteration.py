@@ -176,6 +176,7 @@ def test_what_is_before_the_sow_is_computed_once():
     assert jax.lax.sin_p in outside and " sin " not in inside
 
 
+@pytest.mark.slow
 def test_in_one_branch_of_a_cond():
     def f(x, w):
         def body(c, _):

@@ -386,6 +386,7 @@ def test_a_long_sharded_vector():
         _check(summarize(jax.device_put(x, NamedSharding(mesh, P("d")))), x)
 
 
+@pytest.mark.slow
 def test_in_shard_map():
     mesh = jax.make_mesh((8,), ("d",))
     x = _normal(16, 3)

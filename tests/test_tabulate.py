@@ -315,6 +315,7 @@ def test_the_empty_places_of_a_buffer_count_nothing(keep):
     assert rows[1].split("]", 1)[1].split() == ["5", *by_hand]
 
 
+@pytest.mark.slow
 def test_a_state_has_no_row():
     norm, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(3, "batch", mode="batch")
     xs = jr.normal(jr.key(0), (5, 3))
