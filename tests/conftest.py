@@ -10,7 +10,7 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
 
 import gc
 import random
-from collections import Counter
+from collections import defaultdict
 
 import equinox as eqx
 import jax
@@ -39,18 +39,29 @@ def pytest_configure(config):
         jax.config.update("jax_compilation_cache_dir", str(directory))
 
 
+# What `-m` of the default run leaves out in any case.
+_APART = "every", "fuzz", "slow", "types"
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Of the cases of a test with the mark `sample(n)`, one in `n` runs by default, and
-    the others with `-m every`. With `n = 2` and the parameters `plain` and `jit`, it is
-    the first of one pair, and the second of the next."""
-    seen = Counter()
+    """By default, one in three of the cases of each test runs, and at least one. The
+    other two have the mark `rest`. With `pytest.mark.sample(n)`, at a test or for a
+    file, one in `n` runs, two are the `rest`, and the others have the mark `every`.
+
+    Which it is of the first `n` cases depends on how long the name of the test is, and
+    it is the next one in the next `n`. So both of `plain` and `jit` run, of one test or
+    of another. A case that is chosen by its whole name is the only one, and runs."""
+    tests = defaultdict(list)
     for item in items:
-        if mark := item.get_closest_marker("sample"):
-            (n,), i = mark.args, seen[item.function]
-            if (i + i // n) % n:
-                item.add_marker(pytest.mark.every)
-            seen[item.function] += 1
+        if not any(map(item.get_closest_marker, _APART)):
+            tests[item.function].append(item)
+    for test, cases in tests.items():
+        mark = cases[0].get_closest_marker("sample")
+        n = min(mark.args[0] if mark else 3, len(cases))
+        for i, case in enumerate(cases):
+            if place := (i + i // n + len(test.__name__)) % n:
+                case.add_marker("rest" if place < 3 else "every")
 
 
 def _same(x, y):

@@ -12,6 +12,9 @@ from jax import lax
 from .helpers import assert_close, primitives
 
 
+pytestmark = pytest.mark.sample(1)
+
+
 X = jnp.arange(3.0)
 Y = 10 * jnp.arange(3.0)
 
@@ -78,6 +81,7 @@ def _loops_in_a_branch(x):
     return jnp.sum(lax.cond(x[0] > 0, loops, lambda x: x, x))
 
 
+@pytest.mark.slow
 def test_moved_out_of_two_loops_in_a_branch():
     xs = jnp.array([[1.0, 2.0], [-1.0, 2.0]])
     mapped = jax.vmap(_loops_in_a_branch)

@@ -9,6 +9,9 @@ from eqx_sow._walk import flow, interpreter, jax_rules, sows
 from jax.interpreters import batching
 
 
+pytestmark = pytest.mark.sample(1)
+
+
 ROOT = Path(eqx_sow.__file__).parent
 # A part may import from those of the rows above its own, and from itself. Parts of one
 # row do not know of each other.

@@ -69,6 +69,7 @@ def test_activations_and_gradients_of_a_batch(wrap, inside):
     assert got.axes("model/layers/0", "cotangent") == ()
 
 
+@pytest.mark.slow
 def test_it_is_differentiated():
     def total(fn, xs):
         _, got = S(jax.vmap(fn), transform={"h": batched(_moment)})(xs)
@@ -239,6 +240,7 @@ BATCHES = {
 REDUCERS = {"all": None, "fold": Fold(jnp.zeros(3), jnp.add), "buffer": Buffer(2)}
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(
     "reduce",
     [
@@ -247,7 +249,6 @@ REDUCERS = {"all": None, "fold": Fold(jnp.zeros(3), jnp.add), "buffer": Buffer(2
     ],
 )
 @pytest.mark.parametrize("fn", BATCHES.values(), ids=BATCHES)
-@pytest.mark.sample(2)
 def test_a_vmap_around_has_a_batch_in_each_lane(fn, reduce):
     many = jnp.stack([XS[:2], -XS[:2], jnp.sin(XS[1:3])])
     of_batch = batched(lambda h: jnp.cumsum(h.reshape(-1, 3), 0)[-1])
@@ -462,6 +463,7 @@ def test_plant_cotangents_of_all_lanes():
     assert_close(got, _center(2 * jnp.sin(XS)) * jnp.cos(XS))
 
 
+@pytest.mark.slow
 def test_plant_lanes_that_differ():
     some = lambda x: lax.cond(x[0] > 0, lambda x: sow(x, "h"), lambda x: x, x)
     with pytest.raises(SowError, match="only some lanes.*Without `batched`"):

@@ -325,6 +325,7 @@ def test_eager_calls_compile_once(way):
     assert compiled == []
 
 
+@pytest.mark.slow
 def test_other_options_of_functions_that_jax_knows():
     """What is kept of an eager loop belongs to the options it was made for."""
     once = np.sin(1 + 10.0)
@@ -372,6 +373,7 @@ def _log(held, event):
     del held
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize(
     "way",
     [

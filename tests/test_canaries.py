@@ -17,6 +17,9 @@ from jax.interpreters import partial_eval as pe
 from tests.helpers import next_release
 
 
+pytestmark = pytest.mark.sample(1)
+
+
 # What JAX binds one day, and can be asked to bind now.
 _NEXT = _hijax.hi_p
 

@@ -1008,6 +1008,7 @@ def test_batch_norm_with_state(call):
     assert_close(got["model/layers/2"]["primal"], expected)
 
 
+@pytest.mark.slow
 def test_batch_norm_under_grad(call):
     make = lambda key: eqx.nn.Sequential(
         [eqx.nn.Linear(3, 4, key=key), eqx.nn.BatchNorm(4, "batch", mode="ema")]
@@ -1053,6 +1054,7 @@ def test_attention(call):
     assert_close(got["output_proj"]["primal"], out)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cell", [eqx.nn.GRUCell, eqx.nn.LSTMCell])
 def test_cells_in_a_scan(cell, call):
     cell = cell(3, 4, key=jr.key(0))
@@ -2188,6 +2190,7 @@ def _attention_by_hand(att, x):
     return jax.nn.softmax(logits)
 
 
+@pytest.mark.slow
 def test_a_function_of_jax(call):
     att = eqx.nn.MultiheadAttention(2, 8, key=jr.key(0))
     x = jr.normal(jr.key(1), (5, 8))
@@ -2264,6 +2267,7 @@ def test_the_tangent_of_a_function_with_a_rule():
     assert "cotangent.tangent" in S(hvp, capture=jax.nn.relu)(X)[1]["relu"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jit", [jax.jit, eqx.filter_jit])
 def test_a_function_that_jit_made(jit):
     scaled = jit(lambda x: 2 * x)

@@ -425,6 +425,7 @@ def test_after_a_rule_that_reads_a_container(hold):
 _ruled = jax.jit(_custom_jvp(ONE))
 
 
+@pytest.mark.slow
 def test_a_rule_keeps_only_what_it_reads():
     def run():
         other = _linear()

@@ -26,6 +26,9 @@ from eqx_sow._results import difference as module
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 
+pytestmark = pytest.mark.sample(1)
+
+
 X = jnp.array([0.3, -1.2, 0.7])
 
 

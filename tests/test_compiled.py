@@ -241,15 +241,28 @@ MORE = {
 }
 
 
-@pytest.mark.parametrize(
-    "name, case",
-    [
-        pytest.param(program.name, case, id=f"{program.name}-{case.name}")
-        for program in zoo()
-        for case in cases(program)
-    ],
-)
-def test_models(name, case):
+MODELS = [
+    "MLP",
+    "CNN",
+    "transformer, 6 blocks",
+    "the same, checkpointed scan",
+    "GRU, scan over 50 steps",
+    "cond, two experts",
+    "while, to a fixed point",
+]
+
+
+@pytest.fixture(scope="module")
+def models():
+    found = {program.name: list(cases(program)) for program in zoo()}
+    assert list(found) == MODELS
+    return found
+
+
+@pytest.mark.parametrize("case", range(4))
+@pytest.mark.parametrize("name", MODELS)
+def test_models(models, name, case):
+    case = models[name][case]
     captured, by_hand = (
         costs(jax.jit(fn).lower(*case.args).compile())._asdict()
         for fn in (case.saved, case.by_hand)

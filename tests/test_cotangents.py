@@ -407,7 +407,6 @@ def _in_scan(f):
     ],
     ids=["grad", "jvp", "linearize", "hessian", "grad of jvp"],
 )
-@pytest.mark.sample(3)
 def test_a_leaf_that_the_program_does_not_differentiate_changes_nothing(
     f, wrap, derivative
 ):
@@ -485,7 +484,6 @@ def test_pullbacks_of_unrelated_calls_that_need_each_other():
 @pytest.mark.parametrize(
     "order", [(2, 1, 0), (0, 1, 2), (1, 0, 2), (2, 0, 1), (0, 1), (1,)]
 )
-@pytest.mark.sample(2)
 def test_pullbacks_of_a_function_called_on_its_own_result(fn, around, order):
     d = jax.jit(lambda x: sow(fn(x), "d"))
 
@@ -649,12 +647,12 @@ def _descent(c):
     return n + 1, x - 0.3 * jax.grad(error)(x), b
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
 @pytest.mark.parametrize("inner", [lambda f: f, lambda f: tap(f, lambda event: None)])
 @pytest.mark.parametrize("length", [1, 2])
 @pytest.mark.parametrize("jitted", [False, True])
 @pytest.mark.parametrize("step", [_richardson, _descent])
-@pytest.mark.sample(2)
 def test_a_bwd_that_calls_the_same_solver(wrap, inner, length, jitted, step):
     def solve(b):
         return lax.while_loop(_more, step, (0, 0 * b, b))[1]
@@ -899,7 +897,6 @@ def _run_around(rule, around):
         if r == "plain" or a in ("grad(jit)", "grad(scan)")
     ],
 )
-@pytest.mark.sample(2)
 def test_a_recomputing_bwd_is_no_execution(rule, around):
     g, x, values, cotangents = _run_around(rule, around)
     one = (lambda v: v) if len(values) > 1 else (lambda v: v[0])
@@ -1062,6 +1059,7 @@ def test_a_loop_where_another_branch_has_a_value(wrap):
         assert_close(S(g, reduce=Append())(x), S(plain, reduce=Append())(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
 def test_steps_of_a_checkpointed_loop_are_replayed(wrap):
     sine = wrap(_sine)
@@ -1172,6 +1170,7 @@ def test_what_is_repeated_ran_before(name, wrap):
     close(jnp.stack(got["h"]["primal"]), [np.sin(0.5)] * len(want))
 
 
+@pytest.mark.slow
 @_needs_checkpointed_loop
 @pytest.mark.parametrize("around", [lambda f: f, _looped], ids=["alone", "in a scan"])
 def test_a_pullback_of_a_solver_in_a_loop(around):
@@ -1199,6 +1198,7 @@ def test_a_pullback_of_a_solver_in_a_loop(around):
     close(got["f"]["cotangent"].reshape(cotangents.shape), cotangents)
 
 
+@pytest.mark.slow
 @_needs_checkpointed_loop
 def test_two_gradients_through_a_solver():
     # One jaxpr for all three solutions.
@@ -1282,7 +1282,6 @@ _everything = ft.partial(
         if (f in (_branch, _index) and ck is jax.checkpoint) or place == "checkpoint"
     ],
 )
-@pytest.mark.sample(2)
 def test_what_does_not_reach_the_result_has_zeros_in_a_checkpoint(f, place, ck):
     def grad(ck):
         fn = _PLACES[place](ck, f)
@@ -1324,6 +1323,7 @@ def test_derivatives_of_zeros_in_a_checkpoint():
         assert modes(jax.checkpoint, derive) == plain > {"primal", "count"}
 
 
+@pytest.mark.slow
 def test_zeros_that_do_not_leave_a_shard_map():
     mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
     spec = PartitionSpec()

@@ -18,6 +18,9 @@ from eqx_sow import (
 from .helpers import assert_close
 
 
+pytestmark = pytest.mark.sample(1)
+
+
 X = jnp.array([0.3, -1.2, 0.7])
 MODEL = eqx.nn.MLP(3, 2, 5, 1, key=jr.key(0))
 
@@ -52,6 +55,7 @@ def test_treescope():
     assert "Sow(name='h'" in treescope.render_to_text(Sow("h"))
 
 
+@pytest.mark.slow
 def test_orbax(tmp_path):
     ocp = pytest.importorskip("orbax.checkpoint")
     got = _captured(X)

@@ -32,6 +32,9 @@ from jax import lax
 from .helpers import Encoder
 
 
+pytestmark = pytest.mark.sample(1)
+
+
 X = jnp.ones(3)
 
 

@@ -85,6 +85,7 @@ SELDOM = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SELDOM)
 def test_export_with_symbolic_sizes(name):
     fn = lambda x: _everything(name, PROGRAMS[name], x)

@@ -93,6 +93,7 @@ def _prompt_and_steps(model, x):
     return lax.scan(step, model(x), length=2)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["list", "stack"])
 def test_runs_in_different_loops(way):
     model = LIST if way == "list" else Model(STACK, way)

@@ -141,6 +141,7 @@ def test_linen_capture_everything(ours, params, call):
     assert_close(with_mode(got, "primal"), expected)
 
 
+@pytest.mark.slow
 def test_linen_perturb(ours, params, call):
     variables = Linen().init(jr.key(0), X)
     zeros = variables["perturbations"]

@@ -100,6 +100,7 @@ def test_equinox_while_loop_under_grad(kind):
         close(captured["a"]["primal"], [2 * X, 4 * X, 8 * X, 0 * X])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["bounded", "checkpointed"])
 def test_values_of_an_equinox_while_loop_beside_a_gradient(kind):
     def loss(x):
@@ -170,6 +171,7 @@ def solve(y0, **kwargs):
     return solution.ys[-1]
 
 
+@pytest.mark.slow
 def test_diffeqsolve():
     out, captured = S(solve)(X)
     close(out, solve(X))
@@ -180,6 +182,7 @@ def test_diffeqsolve():
     assert entry["count"] == 4
 
 
+@pytest.mark.slow
 def test_diffeqsolve_under_grad():
     def loss(y0):
         return solve(y0).sum()
@@ -263,6 +266,7 @@ def _cosine(c, eps=0.0, mark=sow):
     return optx.fixed_point(fn, solver, jnp.array(1.0), (c, eps), throw=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("solve", "wrap"),
     [
@@ -299,6 +303,7 @@ def _in_lanes(f):
     return lambda c: jax.vmap(f)(jnp.stack([c, c + 0.1])).sum()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("solve", "wrap"),
     [
@@ -337,6 +342,7 @@ def test_gradient_of_a_capture_around_a_jitted_function_of_a_solver():
     close(jax.grad(captured)(0.5), jax.grad(f)(0.5, unmarked))
 
 
+@pytest.mark.slow
 def test_gradient_of_a_capture_of_what_a_loop_linearizes():
     """As diffrax's implicit solvers do: an edge is among what a function returns."""
 
@@ -467,6 +473,7 @@ def test_linearize_inside():
     close(captured["a"]["tangent"], jnp.cos(X))
 
 
+@pytest.mark.slow
 def test_taylor_series(call):
     def fn(x, mark):
         return jnp.cos(mark(2 * jnp.sin(x), "a")) ** 2
@@ -986,7 +993,6 @@ def _solved(x):
     ],
     ids=["custom_jvp", "custom_vjp", "custom_vjp twice", "not in the rule"],
 )
-@pytest.mark.sample(2)
 def test_rules_in_a_loop_that_a_backward_pass_runs_again(fn, call):
     loop = lambda x: _in_a_loop(lambda x: 2 * fn(x), x)
     grad = jax.grad(lambda x: loop(x).sum())
@@ -1115,7 +1121,7 @@ def test_one_equation_at_another_point_is_no_repetition(f, n):
         lambda x: _in_a_loop(_of_its_own(_marked), x),
         pytest.param(
             lambda x: _in_a_loop(lambda x: _in_a_loop(_marked, x), x),
-            marks=pytest.mark.slow,
+            marks=pytest.mark.every,
         ),
         pytest.param(
             lambda x: _in_a_loop(
@@ -1139,7 +1145,6 @@ def test_one_equation_at_another_point_is_no_repetition(f, n):
         "diffrax",
     ],
 )
-@pytest.mark.sample(2)
 def test_a_derivative_rule_around_and_inside_another_handler(fn, inner, call):
     loss = lambda x: fn(x).sum()
     want = S(jax.grad(loss))(X)[1]
@@ -1149,6 +1154,7 @@ def test_a_derivative_rule_around_and_inside_another_handler(fn, inner, call):
         assert_close(got, want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fn", [_of_its_own(_marked), lambda x: _in_a_loop(_marked, x)])
 def test_what_is_tapped_inside_a_gradient_is_told_once(fn, call):
     told = []
@@ -1358,7 +1364,6 @@ def _repeated_sines(n):
     ],
     ids=["outside", "inside", "jit in it", "in a jit"],
 )
-@pytest.mark.sample(2)
 def test_a_checkpoint_in_a_loop_that_a_backward_pass_runs_again(wrap, call):
     def scan(step):
         return lambda x: lax.scan(lambda x, _: (step(x), None), x, length=2)[0]
@@ -1508,6 +1513,7 @@ def _scanned(x):
 
 # JAX finds a leak of its own in the gradient of a loop with an effect, save in a
 # `jax.checkpoint`.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fn", [_scanned, jax.jit(_scanned), jax.grad(jax.checkpoint(_scanned))]
 )

@@ -27,7 +27,10 @@ from tests.helpers import tree_allclose
 eqxi = eqx.internal
 
 # Some derivative rules have no sow.
-pytestmark = pytest.mark.filterwarnings("ignore:.*found no mark")
+pytestmark = [
+    pytest.mark.sample(5),
+    pytest.mark.filterwarnings("ignore:.*found no mark"),
+]
 
 X = jnp.array([0.3, 0.7])
 V = jnp.array([1.0, -0.5])
@@ -880,7 +883,6 @@ def _wrapped(programs, how):
         *_plan(WITHOUT_RULES, (), sampled=2, seconds=3),
     ],
 )
-@pytest.mark.sample(3)
 def test_what_was_done_before_does_not_matter(name, first, seconds):
     _check(name, first, seconds)
 

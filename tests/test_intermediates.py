@@ -15,6 +15,9 @@ from eqx_sow import Append, Intermediates, plant, save_intermediates as S, sow
 from .helpers import assert_close
 
 
+pytestmark = pytest.mark.sample(1)
+
+
 X = jnp.array([0.3, -1.2, 0.7])
 # Twelve, so that sorted as strings the order would be another.
 NAMES = [f"h{i}" for i in (2, 10, 1, 0, 3, 11, 4, 5, 9, 6, 8, 7)]

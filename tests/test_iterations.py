@@ -45,7 +45,6 @@ WRAPS = {
 @pytest.mark.parametrize("wrap, x", WRAPS.values(), ids=WRAPS)
 @pytest.mark.parametrize("loop, unrolled", LOOPS.values(), ids=LOOPS)
 @pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["eager", "jitted"])
-@pytest.mark.sample(2)
 def test_as_if_the_loop_were_written_out(loop, unrolled, wrap, x, jit):
     names = ["h/2", "h/1"]
     out, got = jit(S(wrap(loop), names=names))(x)
@@ -222,7 +221,6 @@ def test_reducers_and_transforms():
 
 @pytest.mark.parametrize("wrap, x", WRAPS.values(), ids=WRAPS)
 @pytest.mark.parametrize("loop", [f for f, _ in LOOPS.values()], ids=LOOPS)
-@pytest.mark.sample(2)
 def test_tap(loop, wrap, x):
     events = []
     names = ["h/1", "h/-1"]

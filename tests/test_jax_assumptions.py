@@ -28,6 +28,9 @@ from jax.interpreters import ad, batching, mlir, partial_eval as pe
 from jax.sharding import PartitionSpec as P
 
 
+pytestmark = pytest.mark.sample(1)
+
+
 SOURCE = Path(__file__).parent.parent / "eqx_sow"
 prims = jexc.primitives
 

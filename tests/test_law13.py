@@ -27,6 +27,9 @@ from tests.meeting import (
 )
 
 
+pytestmark = pytest.mark.sample(5)
+
+
 XS = jnp.stack([X, -X])
 BY_HAND = Run(lambda value, name, of: sow(value, name))
 
@@ -111,7 +114,6 @@ ALL = [pytest.param(n, marks=pytest.mark.every) if n in SLOW else n for n in PRO
 
 
 @pytest.mark.parametrize("name, use", list(_cases()))
-@pytest.mark.sample(2)
 def test_program(name, use):
     program = PROGRAMS[name]
     captured = lambda fn: S(fn, capture=True, **program.options)
@@ -175,7 +177,6 @@ def _names(program):
 
 
 @pytest.mark.parametrize("name", ALL)
-@pytest.mark.sample(2)
 def test_planted(name):
     program = PROGRAMS[name]
     names = _names(program)
@@ -195,7 +196,6 @@ def test_planted(name):
 
 
 @pytest.mark.parametrize("name", ALL)
-@pytest.mark.sample(2)
 def test_tapped(name):
     program = PROGRAMS[name]
     args = program.args()

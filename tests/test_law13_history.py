@@ -23,6 +23,9 @@ from tests.meeting import (
 )
 
 
+pytestmark = pytest.mark.sample(5)
+
+
 def _over_lanes(fn, args):
     fn, args = over_data(fn, args)
     return S(fn, capture=True)(*args)
@@ -62,7 +65,6 @@ QUICK = ("capture", "grad")
     [n if n in QUICK else pytest.param(n, marks=pytest.mark.every) for n in HISTORY],
 )
 @pytest.mark.parametrize("name", KEPT)
-@pytest.mark.sample(2)
 def test_what_was_done_before_does_not_matter(name, first):
     program, fresh = PROGRAMS[name], _fresh(name)
     args = program.args()
@@ -157,6 +159,7 @@ def _in(name):
     return "net" if name == "." else f"net/{name}"
 
 
+@pytest.mark.slow
 def test_another_thread_sees_nothing():
     net, traced = make_net(0), []
     plain = str(jax.make_jaxpr(lambda x: net(x))(X))

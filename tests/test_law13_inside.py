@@ -15,6 +15,9 @@ from tests.helpers import assert_close
 from tests.meeting import Act, Layer, make_net, mapped, Net, Run, X
 
 
+pytestmark = pytest.mark.sample(5)
+
+
 GLOBAL = make_net(5)
 STRUCTURE = jtu.tree_structure(GLOBAL)
 REGISTRY = {Net: "net", Layer: "layer", Act: "act"}
@@ -127,7 +130,6 @@ LISTENERS = {
 @pytest.mark.parametrize("listen", LISTENERS)
 @pytest.mark.parametrize("wrap", WRAPS)
 @pytest.mark.parametrize("where", WATCHED)
-@pytest.mark.sample(2)
 def test_what_is_seen_inside(where, wrap, listen):
     seen = []
     fn, args = WATCHED[where](seen)
@@ -163,6 +165,7 @@ def _count_of_classes():
     return sum(eqx.Module in type.mro(o) for o in kinds if o is not type)
 
 
+@pytest.mark.slow
 def test_no_class_is_made():
     counts = []
 

@@ -19,6 +19,9 @@ from jax.flatten_util import ravel_pytree
 from tests.helpers import assert_close, with_mode
 
 
+pytestmark = pytest.mark.sample(5)
+
+
 X = jnp.linspace(-1.0, 1.0, 3)
 KEYS = jax.random.split(jax.random.key(0), 8)
 
@@ -828,9 +831,9 @@ MODELS = {
 }
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("where", MODELS)
 @pytest.mark.parametrize("as_argument", [False, True])
-@pytest.mark.sample(2)
 def test_a_stack_has_the_names_of_a_list(where, as_argument):
     listed = MODELS[where](lambda first: Listed(_units(first=first)))
     stacked = MODELS[where](lambda first: Stack(_stacked(_units(first=first))))
@@ -941,9 +944,9 @@ _STEPS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("derive", [False, True])
 @pytest.mark.parametrize("steps", _STEPS.values(), ids=_STEPS)
-@pytest.mark.sample(2)
 def test_a_stack_in_another_loop_has_the_names_of_a_list(steps, derive):
     xs = jnp.stack([X, 2 * X, jnp.cos(X), -X])
     loss = lambda net, xs: jnp.sum(jnp.sin(steps(net, xs)))
@@ -1000,6 +1003,7 @@ def test_a_sow_in_a_stack_is_called_as_in_a_list():
         S(run, scope=True, names="net/layers/h/1")(stacked, X)
 
 
+@pytest.mark.slow
 def test_globs_of_a_stack():
     stacked, listed = Stack(_stacked(_units())), Listed(_units())
     for pattern in ("layers/[12]/lin", "layers/?/lin", "layers/*/lin"):

@@ -22,6 +22,9 @@ from tests.meeting import (
 )
 
 
+pytestmark = pytest.mark.sample(5)
+
+
 # --- Options, and several of them ---
 
 

@@ -27,6 +27,9 @@ from tests.helpers import assert_close, with_mode
 from tests.meeting import at, Layer, make_net, Run, X
 
 
+pytestmark = pytest.mark.sample(5)
+
+
 GLOBAL = make_net(5)
 STRUCTURE = jtu.tree_structure(GLOBAL)
 
@@ -142,7 +145,6 @@ FORMS = {
 @pytest.mark.filterwarnings("ignore:\\s*Possibly assigning")
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.sample(2)
 def test_where_the_model_is(place, form):
     build, prefix = PLACES[place]
     fn = build(GLOBAL)
@@ -232,6 +234,7 @@ def test_what_libraries_make_on_the_way(solve, way):
     assert got.keys() == {"c/linear", "c"}
 
 
+@pytest.mark.slow
 def test_derivatives_of_one_module_that_a_branch_chooses():
     """Of the residuals of the last step that was accepted, or of those before."""
     mlp = eqx.nn.MLP(1, 1, 4, 1, key=jax.random.key(0))

@@ -29,6 +29,9 @@ from tests.helpers import (
 )
 
 
+pytestmark = pytest.mark.sample(5)
+
+
 W = jnp.array([[0.5, -0.2, 0.1], [0.3, 0.8, -0.4], [-0.6, 0.2, 0.7]])
 C = jnp.array([1.0, -0.5])
 X = jnp.array([0.3, -1.2, 0.7])
@@ -396,7 +399,6 @@ def test_law_1_gradient_through_it(call, program):
     ids=["jit", "filter_jit", "checkpoint", "filter_checkpoint", "policy"],
 )
 @pytest.mark.parametrize("inner", ["eager", "grad", "vmap"])
-@pytest.mark.sample(2)
 def test_law_2(program, jit, inner):
     case = TRANSFORMS[inner]
     f = case.wrap(ft.partial(PROGRAMS[program][0], sow))
@@ -638,7 +640,6 @@ def _last(wrap, tree):
 
 @pytest.mark.parametrize("wrap", CALLS)
 @pytest.mark.parametrize("kind", ARGUMENTS)
-@pytest.mark.sample(3)
 def test_every_kind_of_argument(call, kind, wrap):
     f, x = CALLS[wrap](ft.partial(_passed_on, sow)), ARGUMENTS[kind]
     # JAX takes them all; what it returns of a literal is one.
@@ -694,7 +695,6 @@ def _smooth(mark, x):
 
 @pytest.mark.parametrize("wrap", ["checkpoint", "policy", "custom_jvp", "nested"])
 @pytest.mark.parametrize("kind", ["float", "numpy-float32", "numpy-array", "weak"])
-@pytest.mark.sample(2)
 def test_every_kind_of_argument_differentiated(call, kind, wrap):
     wrap, x = CALLS[wrap], ARGUMENTS[kind]
     reference = cotangents(_smooth, jnp.asarray(x))

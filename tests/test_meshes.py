@@ -18,6 +18,9 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 
+pytestmark = pytest.mark.sample(5)
+
+
 X = jnp.arange(32.0).reshape(8, 4) / 32 + 0.1
 
 
@@ -276,7 +279,6 @@ def spec_of(x):
 
 
 @pytest.mark.parametrize("mesh, program, use", list(_cases()))
-@pytest.mark.sample(2)
 def test_program(mesh, program, use):
     mesh, (fn, lead), use_of = MESHES[mesh], PROGRAMS[program], USES[use]
     seen = []
@@ -362,6 +364,7 @@ def test_shard_map_over_one_axis(types, told, program, use):
 
 
 # --- a model ---
+@pytest.mark.slow
 @pytest.mark.parametrize("told", [True, False])
 def test_capture(told):
     mesh = jax.make_mesh((8,), ("d",))
@@ -391,6 +394,7 @@ def test_nothing_is_gathered():
         assert "all-gather" not in text, fn
 
 
+@pytest.mark.slow
 def test_plant_on_a_mesh_that_only_the_shard_map_knows(call):
     mesh = jax.make_mesh((8,), ("d",))
 
@@ -486,6 +490,7 @@ def _on_two_devices(fn):
     return f
 
 
+@pytest.mark.slow
 def test_plant_of_a_value_for_each_iteration_on_a_device(call):
     def on_device(x):
         body = lambda c, _: (c * eqx_sow.sow(jnp.sin(x), "a"), None)
@@ -888,6 +893,7 @@ def test_tables_and_what_is_tapped_only_sometimes(kind):
         np.testing.assert_allclose(got, sorted(ran, key=by_max), rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_a_while_of_lanes_on_devices(check_vma):
     """Each lane stops by itself, so the counter varies over the devices, of which the

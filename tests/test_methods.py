@@ -14,6 +14,9 @@ from eqx_sow import Append, Last, save_intermediates as S, sow, UnknownSowError
 from tests.helpers import assert_close, modes_of, with_mode
 
 
+pytestmark = pytest.mark.sample(1)
+
+
 X = jnp.array([0.5, -1.0, 2.0])
 
 

@@ -42,6 +42,9 @@ from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array, Float
 
 
+pytestmark = pytest.mark.sample(1)
+
+
 X = jnp.ones(3)
 
 

@@ -109,6 +109,7 @@ def test_names_are_as_if_written_out(call, wrap, x):
     assert_close(out, expected_out)
 
 
+@pytest.mark.slow
 def test_a_loop_that_a_backward_pass_replays():
     def loop(x, name):
         grow = lambda x: sow(jnp.sin(x) + 1, name)

@@ -164,6 +164,7 @@ def test_orders(order, derive):
     assert names == ({"a", "b", "c"} if tap_sees_b else {"a", "c"})
 
 
+@pytest.mark.slow
 def test_modules():
     mlp = eqx.nn.MLP(2, 2, 4, 2, key=jax.random.key(0))
     loss = lambda net, x: jnp.sum(net(x) ** 2)

@@ -199,6 +199,7 @@ def test_a_new_model_is_not_a_new_trace():
     assert len(traces) == 1
 
 
+@pytest.mark.slow
 def test_importing_starts_no_backend():
     """What has to be said to JAX before it starts can be said after the import."""
     program = (

@@ -49,6 +49,7 @@ def _random(rng, parts, most=4):
     return "/".join(rng.choice(parts) for _ in range(rng.randint(1, most)))
 
 
+@pytest.mark.slow
 def test_matches_are_those_of_an_obvious_matcher():
     rng = random.Random(0)
     n_fit = 0
@@ -113,6 +114,7 @@ def _listed(named):
         yield at, name
 
 
+@pytest.mark.slow
 def test_a_stack_goes_by_the_names_of_a_list():
     """Whatever selects something in lists selects the same in stacks."""
     rng = random.Random(2)
@@ -208,6 +210,7 @@ EDITS = {
 }
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("wrap", [lambda f: f, eqx.filter_jit, eqx.filter_grad])
 @pytest.mark.parametrize("pattern, edit", EDITS.items(), ids=EDITS)
 def test_plant_is_the_edited_model(pattern, edit, wrap):

@@ -233,9 +233,9 @@ def _primal(got):
     return with_mode(got, "primal")
 
 
+@pytest.mark.sample(9)
 @program
 @pytest.mark.parametrize("sign", [1, -1])
-@pytest.mark.sample(3)
 def test_round_trip(f, sign, call):
     expected = f(sign * X)
     out, got = S(f)(sign * X)
@@ -245,7 +245,6 @@ def test_round_trip(f, sign, call):
 
 
 @program
-@pytest.mark.sample(2)
 def test_round_trip_under_jit(f):
     _, got = S(jax.jit(f))(X)
     assert_close(plant(jax.jit(f), got)(X), f(X))
@@ -270,6 +269,7 @@ def test_round_trip_in_a_scan(f):
     assert_close(plant(g, got)(XS), g(XS))
 
 
+@pytest.mark.sample(6)
 @program
 def test_each_entry_matters(f):
     """What is planted is what the program goes on with: values of another input give
@@ -546,7 +546,6 @@ def test_function_sees_what_the_code_there_sees(call):
 
 
 @program
-@pytest.mark.sample(2)
 def test_the_identity_function_changes_nothing(f, call):
     assert_close(call(plant(f, {"*": lambda value: value}), X), f(X))
 
@@ -799,6 +798,7 @@ def test_a_mode_that_is_not_there():
 # --- Derivatives ---
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(
     "f", [straight, cond, jitted, checkpointed, vmapped, mapped_loop, filtered]
 )
@@ -828,7 +828,6 @@ def test_gradient_for_a_planted_value_is_the_cotangent_there(f, call):
         vmapped_cond,
     ],
 )
-@pytest.mark.sample(2)
 def test_gradient_for_planted_values_is_the_cotangent_in_the_planted_program(f, call):
     """A value planted in a later iteration cuts what an earlier one has to say."""
     values = _primal(S(f)(X)[1])
@@ -907,7 +906,6 @@ def test_the_outer_plant_sees_what_the_inner_planted():
 
 
 @program
-@pytest.mark.sample(2)
 def test_what_was_planted_is_captured(f, call):
     _, got = S(f)(X)
     inexact = lambda v: eqx.is_inexact_array(v)
@@ -1120,6 +1118,7 @@ def _model(i):
     return eqx.nn.MLP(2, 2, 4, 1, key=jr.key(i))
 
 
+@pytest.mark.slow
 def test_what_a_model_captured_in_a_function_of_it(call):
     model, x, y = _model(0), jnp.ones(2), jnp.array([1.0, -1.0])
     _, got = S(model, capture=True)(x)
@@ -1178,6 +1177,7 @@ def _with_numpy_in_a_loop(x):
     return lax.scan(lambda c, _: (_with_numpy(c), None), x, length=3)[0]
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("f", [_with_numpy, _with_numpy_in_a_loop])
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint, jax.vmap])
 def test_what_was_captured_beside_a_numpy_array_can_be_planted(call, f, wrap):
@@ -1219,6 +1219,7 @@ _AROUND = {
 }
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", _AROUND)
 def test_another_array_in_the_place_of_a_numpy_array_that_is_traced(name):
     """Law 6. Lanes in which it did not run have zeros, and one number is none."""
@@ -1249,6 +1250,7 @@ def test_another_array_in_the_place_of_a_numpy_array_that_is_traced(name):
     assert_close(S(lambda: other(5 * value["table"]))()[0], want)
 
 
+@pytest.mark.slow
 def test_a_planted_numpy_array_has_derivatives(call):
     """What is planted there is an input of the program like any other."""
     table = np.array([1.0, 2.0], np.float32)
@@ -1386,6 +1388,7 @@ def test_one_that_is_compiled_inside_another_program():
         assert_close((out, found["h"]["primal"]), (X**2, X**2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrap", [lambda f: f, eqx.filter_jit])
 def test_a_function_that_replaces_a_numpy_array_evaluates_nothing_twice(wrap, capfd):
     """It is found out before the program around has any mark or print of this one."""

@@ -47,7 +47,6 @@ NAMES = [f"h/{i}" for i in range(4)]
     ids=["plain", "grad-checkpoint", "jit-vmap-grad", "jacfwd"],
 )
 @pytest.mark.parametrize("loop, unrolled", LOOPS.values(), ids=LOOPS)
-@pytest.mark.sample(2)
 def test_as_if_the_loop_were_written_out(loop, unrolled, wrap, x):
     out = wrap(plant(loop, {"h": _scale}, with_index=True))(x)
     assert_close(out, wrap(plant(unrolled, _written_out(NAMES)))(x))
@@ -59,7 +58,6 @@ def test_as_if_the_loop_were_written_out(loop, unrolled, wrap, x):
     + [(n, "primal") for n in LOOPS if n != "checkpoint"],
 )
 @pytest.mark.parametrize("grad", [jax.grad, lambda f: jax.vmap(jax.grad(f))])
-@pytest.mark.sample(2)
 def test_in_a_gradient_computation(name, mode, grad):
     loop, unrolled = LOOPS[name]
     x = X if grad is jax.grad else XS

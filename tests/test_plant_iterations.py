@@ -91,7 +91,6 @@ ROOT = lambda x: jnp.sqrt(x - 2.5) * 3
     ids=["plain", "grad-checkpoint", "jit-vmap-grad"],
 )
 @pytest.mark.parametrize("loop, unrolled", LOOPS.values(), ids=LOOPS)
-@pytest.mark.sample(2)
 def test_as_if_the_loop_were_written_out(loop, unrolled, wrap, x):
     fn = ROOT if unrolled is _unrolled else jnp.cos
     out = wrap(plant(loop, {"h/2": fn}))(x)
@@ -215,6 +214,7 @@ class Listed(eqx.Module):
         return x
 
 
+@pytest.mark.slow
 def test_a_stack_is_planted_like_a_list():
     keys = jr.split(jr.key(0), 4)
     stacked = Stacked(eqx.filter_vmap(Block)(keys))

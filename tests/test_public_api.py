@@ -9,6 +9,9 @@ import eqx_sow
 import pytest
 
 
+pytestmark = pytest.mark.sample(1)
+
+
 PUBLIC = {
     "sow": "(value, name, *, tag='intermediates', spec=None)",
     "scope": "(name)",
@@ -75,6 +78,7 @@ def test_documented(name):
     assert inspect.getdoc(getattr(eqx_sow, name))
 
 
+@pytest.mark.slow
 def test_import_brings_no_other_library():
     code = """
 import sys
@@ -88,6 +92,7 @@ print(*libraries() - before - sys.stdlib_module_names)
     assert run.stdout.split() == ["eqx_sow"], run.stderr
 
 
+@pytest.mark.slow
 def test_imported_by_a_function_that_is_being_traced():
     code = """
 import jax

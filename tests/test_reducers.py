@@ -112,7 +112,6 @@ def test_fold(f, wrap):
 @wraps
 @pytest.mark.parametrize("keep", ["first", "last"])
 @pytest.mark.parametrize("size", [2, 6])
-@pytest.mark.sample(2)
 def test_buffer(f, wrap, keep, size):
     _, captured = wrap(f, reduce=Buffer(size, keep=keep))(X)
     values = RUNS[f][:size] if keep == "first" else RUNS[f][-size:]
@@ -144,7 +143,6 @@ def test_append_of_a_loop_and_of_a_while():
 
 @every
 @pytest.mark.parametrize("make", [Last, ordered, lambda: Buffer(2)])
-@pytest.mark.sample(2)
 def test_lanes_are_reduced_apart(f, make):
     xs = jnp.array([[0.5, 1.5], [-2.0, 7.0], [20.0, 1.0]])
     _, got = S(jax.vmap(f), reduce=make())(xs)
@@ -166,6 +164,7 @@ def test_lanes_inside_a_loop_keep_their_axis():
     close(S(f, reduce=ordered())(xs)[1]["a"]["primal"], want)
 
 
+@pytest.mark.slow
 def test_cotangents_run_backward():
     def f(x):
         def body(c, w):
@@ -492,6 +491,7 @@ def _registered(equality, static):
     return Q
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("equality", [None, "elementwise", "refused"])
 def test_classes_without_an_equality_of_structures(equality, static):

@@ -154,9 +154,9 @@ WRAPS = {
 }
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("hide", HIDE)
 @pytest.mark.parametrize("wrap", WRAPS)
-@pytest.mark.sample(3)
 def test_hidden_at_any_depth(hide, wrap):
     with pytest.raises(UnsupportedPrimitiveError, match="'a'.*inside the primitive"):
         S(WRAPS[wrap](hide))(X)
@@ -330,6 +330,7 @@ def test_the_order_in_a_loop_that_is_the_same_in_each_iteration():
         np.testing.assert_allclose(got, jax.grad(plant(loop, {name: jnp.cos}))(*args))
 
 
+@pytest.mark.slow
 def test_a_leaf_of_all_lanes_in_one_branch_and_of_each_in_another():
     """Of the gradient of a vmap, its cotangent in one branch is the total of the
     lanes. Of a vmap of gradients it is that of each."""

@@ -133,9 +133,9 @@ USES = {
 }
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
 @pytest.mark.parametrize("program", [loops, branches, calls, in_each_other])
-@pytest.mark.sample(2)
 def test_as_the_program_that_the_rule_is(program, use):
     """A primitive with a rule is as good as the loops and branches of JAX."""
     got = use(lambda x: program(sow, x, own=True))

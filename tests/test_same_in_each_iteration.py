@@ -112,7 +112,6 @@ _CASES = [
 
 
 @pytest.mark.parametrize("place, run, use", dict.fromkeys(_CASES))
-@pytest.mark.sample(3)
 def test_it_runs_in_each(place, run, use):
     f = _loop(place, use)
     want, fn = _RUNS[run](f)(X, W), _RUNS[run](f)
@@ -177,6 +176,7 @@ def test_what_is_before_the_sow_is_computed_once():
     assert jax.lax.sin_p in outside and " sin " not in inside
 
 
+@pytest.mark.slow
 def test_in_one_branch_of_a_cond():
     def f(x, w):
         def body(c, _):

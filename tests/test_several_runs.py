@@ -113,6 +113,7 @@ def test_each_run_is_an_entry_and_can_be_planted(how):
         assert_close(other, grads)
 
 
+@pytest.mark.slow
 def test_other_values_are_as_if_the_program_were_edited():
     values = S(NET, capture=eqx.nn.Linear)(X)[1]["shared"]["primal"]
     new = (None, 2 * values[1], -values[2])
@@ -187,6 +188,7 @@ def test_branches_and_loops_of_unknown_length(call):
         assert_close(plant(fn, {"<lambda>": planted}, capture=relu)(x), out)
 
 
+@pytest.mark.slow
 def test_options():
     both = lambda net, x: (net(x), net.shared(x))
     run = lambda **kw: S(both, capture=eqx.nn.Linear, **kw)(NET, X)[1]["net/shared"]
@@ -357,6 +359,7 @@ def test_many_calls_of_one_function_are_traced_once(wrap):
     assert n_programs(9) == n_programs(3)
 
 
+@pytest.mark.slow
 def test_cotangents_of_many_calls_are_in_order():
     """In nested calls, in a scan, and where the functions from `jax.vjp` are called in
     another order than the primals."""

@@ -71,7 +71,6 @@ CASES = [
 
 
 @pytest.mark.parametrize("transform, value, used", CASES)
-@pytest.mark.sample(3)
 def test_values(transform, value, used):
     make, (wrap, axis) = VALUES[value], TRANSFORMS[transform]
 

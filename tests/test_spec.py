@@ -15,6 +15,9 @@ from jaxtyping import Array, Float, Int, Key, PyTree
 from tests.helpers import assert_close
 
 
+pytestmark = pytest.mark.sample(1)
+
+
 X = jnp.ones(3)
 XS = jnp.ones((2, 3))
 

@@ -105,8 +105,8 @@ ARRAYS = {
 }
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("name", ARRAYS)
-@pytest.mark.sample(3)
 def test_against_numpy(name):
     x = ARRAYS[name]()
     fn = ft.partial(summarize, edges=EDGES)
@@ -338,6 +338,7 @@ def test_a_loss_is_not_disturbed():
         assert aux["h"]["primal"].mean.shape == (3,)
 
 
+@pytest.mark.slow
 def test_fold():
     x = _normal(8)
 
@@ -358,10 +359,10 @@ def test_fold():
 SPECS = [P("d"), P(None, "d"), P("d", None, "e"), P(("d", "e")), P()]
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 @pytest.mark.parametrize("type_", ["Auto", "Explicit"])
 @pytest.mark.parametrize("shape", [(16, 8, 64), (16, 2000, 4)])
-@pytest.mark.sample(3)
 def test_sharded(spec, type_, shape):
     types = (getattr(jax.sharding.AxisType, type_),) * 2
     mesh = jax.make_mesh((4, 2), ("d", "e"), axis_types=types)
@@ -377,6 +378,7 @@ def test_sharded(spec, type_, shape):
     assert all(math.prod(map(int, g.split(","))) < x.size / 8 for g in gathered)
 
 
+@pytest.mark.slow
 def test_a_long_sharded_vector():
     mesh = jax.make_mesh((8,), ("d",))
     for n in (8 * 5000, 8 * 4999):
@@ -384,6 +386,7 @@ def test_a_long_sharded_vector():
         _check(summarize(jax.device_put(x, NamedSharding(mesh, P("d")))), x)
 
 
+@pytest.mark.slow
 def test_in_shard_map():
     mesh = jax.make_mesh((8,), ("d",))
     x = _normal(16, 3)
@@ -496,7 +499,6 @@ def _table(text):
 @pytest.mark.parametrize(
     "jit", [pytest.param(False, marks=pytest.mark.slow), True], ids=["eager", "jit"]
 )
-@pytest.mark.sample(3)
 def test_law_11(name, jit):
     f = PROGRAMS[name]
     run = eqx.filter_jit if jit else lambda f: f

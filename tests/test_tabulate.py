@@ -80,6 +80,7 @@ class Transformer(eqx.Module):
         return xs
 
 
+@pytest.mark.slow
 def test_mlp():
     mlp = eqx.nn.MLP(3, 2, 4, 2, key=jr.key(0))
     loss = lambda model, x: jnp.sum(model(x) ** 2)
@@ -314,6 +315,7 @@ def test_the_empty_places_of_a_buffer_count_nothing(keep):
     assert rows[1].split("]", 1)[1].split() == ["5", *by_hand]
 
 
+@pytest.mark.slow
 def test_a_state_has_no_row():
     norm, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(3, "batch", mode="batch")
     xs = jr.normal(jr.key(0), (5, 3))
@@ -596,9 +598,9 @@ STACKS = {
 _SLOW = [pytest.param(x, marks=pytest.mark.slow) for x in ("jit", "a pickle", "copies")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transform", [None, summarize])
 @pytest.mark.parametrize("stack", ["plain", "a tree map", "a vmap", *_SLOW])
-@pytest.mark.sample(2)
 def test_arrow_in_a_loop(stack, transform):
     for seed in range(6):
         bads, reverse = _bads(seed), seed > 3
@@ -608,6 +610,7 @@ def test_arrow_in_a_loop(stack, transform):
         assert _first(tabulate(got)) == _first(tabulate(want)), seed
 
 
+@pytest.mark.slow
 def test_arrow_in_loops_in_loops():
     def body(x, bads):
         return lax.scan(lambda x, bad: (_two(x, bad), None), x, bads)[0]
@@ -885,6 +888,7 @@ for transform in (None, eqx_sow.summarize):
 """
 
 
+@pytest.mark.slow
 def test_spread_over_processes():
     with socket.socket() as s:
         s.bind(("localhost", 0))

@@ -839,6 +839,7 @@ def test_the_order_of_a_value_that_is_the_same_in_each_iteration():
         assert_close(values(events, "x"), want)
 
 
+@pytest.mark.slow
 def test_the_order_of_branches_that_are_the_same_in_each_iteration():
     def fn(x, first="y", second="z"):
         def body(c, i):
@@ -1255,6 +1256,7 @@ def test_event_of_a_device():
     assert TapEvent("x", "primal", value, 0, None).device is None
 
 
+@pytest.mark.slow
 def test_gradient_in_shard_map():
     mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
 
@@ -1273,6 +1275,7 @@ def test_gradient_in_shard_map():
     assert_close([cts[i] for i in range(8)], [float(y) for y in 2 * jnp.sin(x)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", MESHES, ids=str)
 def test_sharded_values_are_one_event(kind):
     mesh = jax.make_mesh((8,), ("d",), axis_types=(kind,))
@@ -1373,6 +1376,7 @@ def test_same_program_as_by_hand(optimised, options, by_hand):
     assert got.instructions <= 1.01 * want.instructions
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow():
     def rss():
         with open("/proc/self/statm") as f:

@@ -37,6 +37,7 @@ RUNS = {
 }
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("wrap", RUNS.values(), ids=RUNS)
 @pytest.mark.parametrize(
     "fn, x",
@@ -51,7 +52,6 @@ RUNS = {
     ],
     ids=["loop", "grad", "checkpoint", "while", "vmap", "vmap-while", "vmap-grad"],
 )
-@pytest.mark.sample(2)
 def test_every_event_has_it(fn, x, wrap):
     events, plain = [], []
 
@@ -106,6 +106,7 @@ def test_one_compilation_in_a_training_loop():
     assert {int(e.extra["step"]) for e in events} == {3, 4}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fn", [_program, jax.grad(_program)])
 def test_vmap_of_both_or_of_one(fn):
     steps = jnp.arange(2)

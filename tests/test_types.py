@@ -20,6 +20,9 @@ from eqx_sow._values.modes import as_mode, Mode
 from jaxtyping import Array, Float, jaxtyped
 
 
+pytestmark = pytest.mark.sample(1)
+
+
 CALLS = Path(__file__).parent / "types"
 RIGHT, WRONG = CALLS / "right_calls.py", CALLS / "wrong_calls.py"
 CHECKERS = {
