@@ -82,6 +82,28 @@ linearize_by_tangents: Any = find(
 )
 
 
+# JAX keeps the parameters of the latest 2,048 equations, to find their types again. In
+# those of a mark is whatever is static in the value, for which that is too long; and no
+# two calls of `sow` have the same. No primitive of others can be without that.
+_staging_rules = find(
+    "JAX's table of staging rules",
+    _in_jax("interpreters.partial_eval", "custom_staging_rules"),
+    {},
+)
+
+
+def stage_without_cache(primitive: jexc.Primitive) -> None:
+    """Nothing but its equations keeps the parameters of a primitive."""
+
+    def stage(trace, source_info, *tracers, **params):
+        avals, effects = primitive.abstract_eval(*[x.aval for x in tracers], **params)
+        avals = avals if primitive.multiple_results else [avals]
+        outs = trace.emit_eqn(tracers, avals, primitive, params, effects, source_info)
+        return outs if primitive.multiple_results else outs[0]
+
+    _staging_rules[primitive] = stage
+
+
 def _seen(look: Callable, *args: Any, trace: Callable = lambda fn: fn) -> Any:
     """What `look` finds in a function that is being traced. Nothing runs: importing
     eqx_sow starts no backend."""

@@ -408,6 +408,71 @@ def test_a_jitted_function_is_freed_when_its_owner_lets_go(way):
     assert [ref() for ref in alive] == [None] * len(alive)
 
 
+@pytest.mark.parametrize(
+    "way",
+    [
+        lambda f: S(f),
+        lambda f: jax.jit(lambda x: S(f)(x)[0]),
+        lambda f: S(f, reduce=Last()),
+        lambda f: S(jax.grad(f)),
+        lambda f: S(jax.grad(jax.checkpoint(f))),
+        lambda f: S(lambda x: lax.map(f, x[None])),
+        lambda f: lambda x: S(jax.vmap(f))(x[None]),
+        lambda f: S(lambda x: lax.cond(x[0] > 0, f, lambda x: jnp.sum(x), x)),
+        lambda f: plant(f, {"h": lambda h: h}),
+        lambda f: tap(f, lambda event: None),
+    ],
+)
+def test_what_is_static_in_a_value_is_freed(way):
+    def trial():
+        held = jnp.ones(3)
+        act = lambda x: x * held
+        f = lambda x: jnp.sum(sow((act, act(x)), "h")[1])
+        way(f)(XS)
+        jax.effects_barrier()
+        return [weakref.ref(x) for x in (act, held)]
+
+    alive = [ref for _ in range(2) for ref in trial()]
+    gc.collect()
+    assert [ref() for ref in alive] == [None] * len(alive)
+
+
+_TRIALS = {
+    "save": lambda f, held: S(jax.jit(f)),
+    "jit of save": lambda f, held: jax.jit(S(f)),
+    "capture": lambda f, held: S(jax.jit(f), capture=True),
+    "grad": lambda f, held: S(jax.jit(jax.grad(f)), transform=lambda h: h * held),
+    "plant": lambda f, held: plant(jax.jit(f), {"h": held}),
+    "plant a function": lambda f, held: jax.jit(plant(f, {"h": lambda h: h * held})),
+    "tap": lambda f, held: tap(jax.jit(f), lambda event: held),
+}
+
+
+@pytest.mark.slow
+def test_trials_in_a_loop_hold_what_those_of_jit_hold():
+    """Each has a model, a function and a wrapper of its own. No cache is cleared."""
+
+    def trial(i, way):
+        model, held = eqx.nn.Linear(3, 3, key=jax.random.key(i)), jnp.full(3, float(i))
+        fn = way(lambda x: jnp.sum(sow(model(x), "h") * held), held)
+        jax.block_until_ready(jax.tree.leaves(fn(XS)))
+        return [weakref.ref(x) for x in (model, model.weight, held, fn)]
+
+    def kept(*ways):
+        def trials(numbers):
+            alive = [ref for i in numbers for ref in trial(i, ways[i % len(ways)])]
+            jax.effects_barrier()
+            gc.collect()
+            assert not any(ref() is not None for ref in alive)
+            return len(gc.get_objects())
+
+        before = trials(range(21))
+        return trials(range(21, 321)) - before
+
+    plain = kept(lambda f, held: jax.jit(f))
+    assert kept(*_TRIALS.values()) < plain + 300
+
+
 @pytest.mark.slow
 def test_what_was_compiled_for_a_jitted_function_is_bounded():
     """If the function itself lives on, and what it is captured with is made anew."""

@@ -48,6 +48,7 @@ def _runs_as(primitive: jexc.Primitive, fn: Callable) -> None:
     primitive.def_impl(fn)
     rule = mlir.lower_fun(fn, multiple_results=primitive.multiple_results)
     mlir.register_lowering(primitive, rule)
+    _compat.stage_without_cache(primitive)
 
 
 # --- edges ---
