@@ -9,8 +9,8 @@ line, file by file, until one of them fails; if that takes longer than `--second
 has survived. With `--again`, mutants that have survived are given to other cases of the
 same tests.
 
-Each line of the output is a mutant: the file, the line, what was changed, and the test
-that noticed (or `null`).
+Each line of the output is a mutant: the file, the line, what was changed, the test that
+noticed (or `null`), and whether there was time for all of them.
 """
 
 import argparse
@@ -230,7 +230,7 @@ def in_order(tests, seconds):
 
 
 def give(mutant, tests, seconds, limit, folder):
-    """The first of the tests that fails, or `None`."""
+    """The first of the tests that fails, or `None`, and whether there was time."""
     tree = pathlib.Path(tempfile.mkdtemp(dir=folder))
     ignore = shutil.ignore_patterns(
         ".git", ".venv*", "site", "__pycache__", ".pytest_cache"
@@ -247,9 +247,10 @@ def give(mutant, tests, seconds, limit, folder):
     try:
         for some in (few, tests[len(few) :]):
             if some and (killer := fails(tree, some, end, folder)):
-                return killer
+                return killer, True
+        return None, True
     except subprocess.TimeoutExpired:
-        pass
+        return None, False
     finally:
         shutil.rmtree(tree, ignore_errors=True)
 
@@ -303,14 +304,14 @@ def main():
 
     def tried(pair):
         mutant, killer = pair
-        tests = those(mutant)
+        tests, in_time = those(mutant), True
         if given.again:
             functions = set(map(function, tests))
             tests = [t for t in others if function(t) in functions]
         if killer is None and tests:
             tests = in_order(tests, seconds)
-            killer = give(mutant, tests, seconds, given.seconds, folder)
-        return {"mutant": mutant, "killed by": killer}
+            killer, in_time = give(mutant, tests, seconds, given.seconds, folder)
+        return {"mutant": mutant, "killed by": killer, "in time": in_time}
 
     killed = 0
     with (
