@@ -706,7 +706,7 @@ def test_table_of_primitives():
 
 @assumed(
     "A vmap selects the operands of a branch by `select_n(runs, stop_gradient(x), x)`.",
-    "_walk/executions.py",
+    "_walk/numbering.py",
 )
 def test_operands_of_batched_branches():
     jaxpr = jaxpr_of(jax.vmap(branch(jnp.sin)), jnp.ones(3))
@@ -723,7 +723,7 @@ def test_operands_of_batched_branches():
 @assumed(
     "Moving an array is one of the primitives broadcast_in_dim, transpose, reshape "
     "and squeeze, with the array as first operand.",
-    "_walk/executions.py",
+    "_walk/numbering.py",
 )
 def test_movements():
     x = jnp.ones((1, 2))
@@ -1098,7 +1098,7 @@ def test_entries_of_an_array():
     "A `transpose` has its `permutation`, and a `broadcast_in_dim` its "
     "`broadcast_dimensions`.",
     "_modules/sources.py",
-    "_walk/executions.py",
+    "_walk/numbering.py",
 )
 def test_transpositions():
     (eqn,) = jaxpr_of(lambda x: jax.lax.transpose(x, (1, 0)), jnp.ones((2, 3))).eqns
@@ -1127,7 +1127,7 @@ def test_differentiated_checkpoint():
 @assumed(
     "What a policy of a checkpoint keeps may go through a `reduce_precision` to all "
     "bits.",
-    "_walk/executions.py",
+    "_walk/numbering.py",
 )
 def test_what_a_policy_keeps():
     policy = jax.checkpoint_policies.dots_saveable
@@ -1502,7 +1502,7 @@ def test_failing_callbacks():
     "`stop_gradient` of a traced value is a primitive of that name; and a `cond` whose "
     "index is batched becomes `select_n`, of the index with the axes of the value "
     "behind its own.",
-    "_walk/executions.py",
+    "_walk/numbering.py",
 )
 def test_what_a_batched_cond_selects_by():
     (eqn,) = jaxpr_of(jax.lax.stop_gradient, 1.0).eqns

@@ -9,8 +9,7 @@ are three kinds of it:
 
 - A value that is computed as in the forward pass, from the same inputs: a `bwd` that
   calls `jax.vjp(forward, x)` with the `x` of the forward pass. To tell, every value of
-  the program has a number: two have the same one if they are computed alike, from the
-  same inputs.
+  the program has a number (`numbering.py`).
 - In a loop of Equinox that takes derivatives, the same equation, called from the same
   lines: Equinox's checkpointed loops run their body anew, and differentiate it, in each
   step of the backward pass.
@@ -39,29 +38,17 @@ the first mark has `of={(0,)}`, and the second one and the cotangent `of={(1, 0,
 which is the way to an equation: see `Way`.
 """
 
-import itertools as it
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
-import jax
-import jax.core
-import jax.extend.core as jexc
-import jax.numpy as jnp
-import numpy as np
-
-from .. import _compat, _hijax
-from .._mark.primitive import same_p, sow_p
+from .. import _compat
 from .._mark.site import Execution, Site
-from .flow import Domain, Here, run
-from .repetitions import (
-    around_backward_pass,
-    is_of_unknown_length,
-    repetitions,
-    Sown,
-)
+from .flow import Here, run
+from .numbering import Numbering
+from .repetitions import repetitions, Sown
 from .rewrite import with_sites
-from .sows import Found, lengths_of, loop_of, Way
+from .sows import Found, Way
 
 
 def needs_executions(found: Sequence[Found], several: Callable[[Site], bool]) -> bool:
@@ -86,7 +73,7 @@ def needs_executions(found: Sequence[Found], several: Callable[[Site], bool]) ->
 
 def with_executions(closed: Any, wants: Callable[[Site], bool]) -> Any:
     """A program in which the sites that are wanted say which executions they are."""
-    told = _Numbering()
+    told = Numbering()
     run(told, closed, [told.unlike_any() for _ in closed.invars], Here())
     sows = [x for x in told.sows.values() if wants(x.site)]
     return with_sites(closed, _sites(sows))
@@ -123,228 +110,3 @@ def _sites(found: Sequence[Sown]) -> dict[Way, Site]:
         )
         sites[way] = x.site._replace(execution=execution)
     return sites
-
-
-class _Numbered(NamedTuple):
-    """What goes through the program, in the place of an array.
-
-    `number`: equal for values that are computed alike from the same inputs. `made`:
-    the place where the value was made, whatever transposed or reshaped it since. If a
-    function is called twice with the same argument, what it computes has one number,
-    but is made in two places.
-    """
-
-    number: int
-    made: Hashable
-
-
-class _Numbering(Domain):
-    """Gives numbers to values: those that are computed alike have the same number.
-
-    What is said of a value in a scan holds for each iteration by itself. So a residual
-    that one scan stacks, and another one takes apart, has the number that it had in the
-    first. The same goes for the branches of one index, and for the devices of a mesh.
-    """
-
-    def __init__(self):
-        # How a value is computed: by what, and from the values with which numbers. For
-        # each, the parameters of such equations, and the number of the result. These
-        # need not be hashable.
-        self._known: dict[Hashable, list[tuple[Any, int]]] = {}
-        # By number, how that value is computed.
-        self._computed: dict[int, tuple[Hashable, tuple[int, ...]]] = {}
-        # By number, of an edge, the executions that it comes from.
-        self._edges: dict[int, frozenset[Way]] = {}
-        self._next = it.count()
-        # The marks, by the ways to their equations.
-        self.sows: dict[Way, Sown] = {}
-
-    def unlike_any(self) -> _Numbered:
-        """A value that is equal to no other one."""
-        number = self._number(object())
-        return _Numbered(number, number)
-
-    def _number(
-        self, how: Hashable, operands: Sequence[int] = (), params: Any = None
-    ) -> int:
-        computed = how, tuple(operands)
-        candidates = self._known.setdefault(computed, [])
-        for x, number in candidates:
-            if x is params or _equal(x, params):
-                return number
-        number = next(self._next)
-        candidates.append((params, number))
-        self._computed[number] = computed
-        edges = [self._edges[n] for n in operands if n in self._edges]
-        if edges:
-            self._edges[number] = frozenset().union(*edges)
-        return number
-
-    def constant(self, x, aval):
-        # Each trace of `x * jnp.array([1.0, 2.0])` makes an array of its own.
-        number = self._number(("const", aval, _content(x)))
-        return _Numbered(number, number)
-
-    # --- equations ---
-    def equation(self, eqn, operands, here):
-        primitive = eqn.primitive
-        if primitive is sow_p:
-            return [self._sow(eqn, operands, here), *operands[1:]]
-        if primitive is same_p:
-            return [self.unlike_any(), *operands[1:]]
-        if _is_identity(eqn):
-            return [*operands]
-        if primitive is jax.lax.select_n_p:
-            return [self.chosen(operands[0], operands[1:])]
-        if primitive is jax.lax.transpose_p:
-            numbers = [self._transposed(operands[0], eqn.params["permutation"])]
-        else:
-            # What has an effect may be something else each time.
-            how = object() if eqn.effects or _is_users(eqn) else primitive
-            n = self._number(how, [x.number for x in operands], eqn.params)
-            numbers = [self._number(("out", i), (n,)) for i in range(len(eqn.outvars))]
-        moved = operands[0].made if primitive in _MOVES else None
-        return [_Numbered(n, moved or (here.way, i)) for i, n in enumerate(numbers)]
-
-    def _sow(self, eqn: Any, operands: Sequence[_Numbered], here: Here) -> _Numbered:
-        site: Site = eqn.params["site"]
-        edge, *operands = operands
-        at = here._replace(around=(*here.around, eqn))
-        edges = self._edges.get(edge.number, frozenset())
-        runs = tuple(x.made for x in operands[: len(site.guards)])
-        value = self._value_at(site, operands)
-        self.sows[here.way] = Sown(site, at, edges, value, runs)
-        if site.modes:
-            return edge
-        edge = self.unlike_any()
-        self._edges[edge.number] = frozenset([here.way])
-        return edge
-
-    def _value_at(self, site: Site, operands: Sequence[_Numbered]) -> Hashable:
-        """Equal for two marks of equal values."""
-        branches = tuple(guard.branch for guard in site.guards)
-        # The value has its lanes in front, wherever the operand has them.
-        pairs = zip(operands, site.permutations)
-        numbers = tuple(self._transposed(x, p) if p else x.number for x, p in pairs)
-        return site.tag, site.key, site.form, branches, numbers
-
-    def _transposed(self, value: _Numbered, permutation: Sequence[int]) -> int:
-        # `vmap` moves the axis of its lanes to the front where a scan ends in another
-        # one, and back where the backward pass takes apart what that has stacked.
-        number = value.number
-        how, operands = self._computed.get(number, (None, ()))
-        if isinstance(how, tuple) and how[0] == "transposed":
-            (number,) = operands
-            permutation = [how[1][i] for i in permutation]
-        if list(permutation) == list(range(len(permutation))):
-            return number
-        return self._number(("transposed", tuple(permutation)), [number])
-
-    # --- loops ---
-    def carried(self, when, init, after, here):
-        # What a scan carries is the same as in another scan, if both begin with the
-        # same, and make the same of it in each iteration. To learn that, the body runs
-        # first with names in the place of what is carried.
-        eqn, depth = here.around[-1], len(here.scans)
-        pairs = [(x.number, y.number) for x, y in zip(init, after)]
-        loop: Hashable = loop_of(eqn), depth, *pairs
-        if when == "at first":
-            loop = depth
-        elif is_of_unknown_length(eqn):
-            loop = object()
-        numbers = (self._number((when, loop, i), pair) for i, pair in enumerate(pairs))
-        return [_Numbered(n, (here.way, when, i)) for i, n in enumerate(numbers)]
-
-    # --- what is put together, and taken apart again ---
-    # The cases of a cond, the iterations that a scan stacks, the parts of an array on
-    # the devices of a mesh. `how` is the same for both ways.
-    def _together(
-        self, how: Hashable, parts: Sequence[_Numbered], params: Any = None
-    ) -> _Numbered:
-        number = self._number(how, [x.number for x in parts], params)
-        return _Numbered(number, (how, *[x.made for x in parts]))
-
-    def _part(self, how: Hashable, whole: _Numbered, i: int = 0) -> int | None:
-        """The number of a part of what was put together so; `None` for other values."""
-        its_how, parts = self._computed.get(whole.number, (None, ()))
-        return parts[i] if its_how == how else None
-
-    def _slice(self, how: Hashable, whole: _Numbered) -> _Numbered:
-        number = self._part(how, whole)
-        if number is None:
-            number = self._number(("slice", how), (whole.number,))
-        return _Numbered(number, (how, whole.made))
-
-    def chosen(self, index, cases):
-        if len({x.number for x in cases}) == 1:
-            return cases[0]
-        value = self._together(("cases", index.number), cases)
-        return value._replace(made=(index.made, value.made))
-
-    def in_case(self, index, i, value):
-        number = self._part(("cases", index.number), value, i)
-        return value if number is None else value._replace(number=number)
-
-    def stacked(self, value, here):
-        loop = loop_of(here.around[-1])
-        return self._together(("stack", len(here.scans)), [value], loop)
-
-    def entry(self, value, here):
-        # A forward pass with one scan stacks at depth 1. In `lax.map(pullback, basis)`
-        # its backward pass is within one scan more, and takes the value apart at depth
-        # 2. So what was stacked at a depth less is taken apart, too, as far as scans
-        # are around the backward pass alone.
-        depth = len(here.scans)
-        least = depth - len(lengths_of(around_backward_pass(here)))
-        how, _ = self._computed.get(value.number, (None, ()))
-        if least and how in [("stack", d) for d in range(least, depth)]:
-            return self._slice(how, value)
-        return self._slice(("stack", depth), value)
-
-    def unshard(self, value, mesh, spec):
-        return self._together(("shards", mesh, spec), [value])
-
-    def shard(self, value, mesh, spec):
-        return self._slice(("shards", mesh, spec), value)
-
-
-_MOVES = (
-    jax.lax.broadcast_in_dim_p,
-    jax.lax.transpose_p,
-    jax.lax.reshape_p,
-    jax.lax.squeeze_p,
-)
-_IDENTITIES = jexc.primitives.name_p, jexc.primitives.stop_gradient_p
-
-
-def _is_identity(eqn: Any) -> bool:
-    if eqn.primitive is jax.lax.reduce_precision_p:
-        # A checkpoint whose policy keeps a value keeps that of all bits.
-        bits = jnp.finfo(eqn.outvars[0].aval.dtype)
-        kept = eqn.params["exponent_bits"], eqn.params["mantissa_bits"]
-        return kept == (bits.nexp, bits.nmant)
-    return eqn.primitive in _IDENTITIES
-
-
-def _equal(x: Any, y: Any) -> bool:
-    try:
-        return bool(x == y)
-    except ValueError:  # arrays
-        return False
-
-
-def _content(x: Any) -> Hashable:
-    """Equal for equal arrays of one type, if they are small. Larger ones are not
-    fetched from a device, and are rarely made anew."""
-    is_there = isinstance(x, np.ndarray | np.generic | int | float | complex)
-    if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
-        key = jnp.issubdtype(x.dtype, jax.dtypes.extended)
-        is_there = x.is_fully_addressable and not key
-    if not is_there or getattr(x, "nbytes", 0) > 2**20:
-        return id(x)
-    return np.asarray(jax.device_get(x)).tobytes()
-
-
-def _is_users(eqn: Any) -> bool:
-    """Whether its program is the user's, which is traced anew each time."""
-    return eqn.primitive is _hijax.hi_p and _hijax.is_users(eqn.params["_prim"])

@@ -61,8 +61,8 @@ def _number(eqn: Any, jaxpr: Any) -> int:
 
 class Domain:
     """What goes through a program: the values that stand for arrays, and what each kind
-    of equation makes of them. There are two: `Visits` in `_modules/visits.py`, and the
-    numbers in `executions.py`.
+    of equation makes of them. There are two: `Visits` in `_modules/visits.py`, and
+    `Numbering` in `numbering.py`.
 
     Only equations that have a mark inside, or lead to one, are looked at. The value of
     what no mark depends on is `None`.
