@@ -263,6 +263,22 @@ def test_only_what_is_asked_for_is_refused(fn):
         S(S(fn), tag="theirs")(X)
 
 
+def test_a_mode_that_is_not_asked_for_is_not_refused():
+    def fn(x):
+        x = lax.while_loop(lambda x: sow(x.sum(), "h") < 20, lambda x: 2 * x, x)
+        return jax.grad(lambda x: sow(jnp.sin(x), "h").sum())(x)
+
+    _, got = S(fn, modes="cotangent")(X)
+    assert got == {"h": {"cotangent": got["h"]["cotangent"]}}
+    assert jnp.array_equal(got["h"]["cotangent"], jnp.ones(3))
+    events = []
+    tap(fn, events.append, modes="cotangent")(X)
+    jax.effects_barrier()
+    assert [e.mode for e in events] == ["cotangent"]
+    with pytest.raises(UnsupportedPrimitiveError, match="'h'.*condition"):
+        S(fn)(X)
+
+
 def test_order_counts_only_inside_a_shard_map(mesh):
     def fn(x):
         spec = P("d")

@@ -19,6 +19,10 @@ from .._walk.handler import Handler
 from .._walk.sows import Found, lengths_of
 
 
+# The site of what is asked for of a mark, with `Entry.at`.
+Asked = tuple[Site, tuple[int | None, ...]]
+
+
 def reached(at: Iterable[int | None], iterations: Iterable[Any]) -> Any:
     """Whether the walk is in the iteration that is asked for. `at` has an entry for
     each scan around it, from outside in: which iteration, or `None` for all. In a scan
@@ -26,10 +30,6 @@ def reached(at: Iterable[int | None], iterations: Iterable[Any]) -> Any:
     `Given.iterations` says which ones run now."""
     matches = [i == n for i, n in zip(iterations, at) if n is not None]
     return ft.reduce(operator.and_, matches, np.True_)
-
-
-# A site for each thing that is asked for of a mark, with `Entry.at`.
-Asked = tuple[Site, tuple[int | None, ...]]
 
 
 def is_some(at: Iterable[int | None]) -> bool:

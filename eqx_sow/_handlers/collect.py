@@ -10,11 +10,11 @@ import jax.tree_util as jtu
 
 from .._mark.site import Execution, Site
 from .._mark.static import SameParts
-from .._values import entry as _entry, reduce as _reduce
+from .._values import entry as _entry, state as _state
 from .._values.entry import Entry, grouped
 from .._values.merge import Entries, gather
 from .._values.modes import without_order
-from .._values.reduce import Reducer, ReducerState
+from .._values.reduce import Append, IfSeveral, Reducer
 from .._walk.frame import Frame
 from .._walk.handler import check_guarded, Given, Handler
 from .._walk.sows import Found
@@ -22,8 +22,8 @@ from .asked import is_some, leave, of_one, reached, Selector
 
 
 # For a survey of the program: of each place that marks a name there is an entry.
-EACH_PLACE = SameParts(_reduce.Append())
-_IF_SEVERAL = _reduce.IfSeveral()
+EACH_PLACE = SameParts(Append())
+_IF_SEVERAL = IfSeveral()
 
 
 class _Marked(NamedTuple):
@@ -156,7 +156,7 @@ class Collect(Selector):
         old = given.carry[key]
         operands = frame.read_arrays(new.operands)
         entry = _entry.captured(new.site, operands, new.transform, new.at)
-        state = _reduce.stepped(reducer, old, entry)
+        state = _state.stepped(reducer, old, entry)
         # With `names="h/3"`, only if it is that iteration.
         if new.at:
             here = reached(new.at, given.iterations)
@@ -174,7 +174,7 @@ class Collect(Selector):
 
     def started(
         self, found: Sequence[Found], survey: Callable[[Handler], Entries]
-    ) -> dict[Any, ReducerState]:
+    ) -> dict[Any, _state.ReducerState]:
         """The states of all reducers before the first execution of the marks that are
         `found`. `survey` looks at what a handler finds in the program."""
         have_state = any(r and r.has_state for r in self._reducers)
@@ -186,5 +186,5 @@ class Collect(Selector):
         for key, entries in by_key.items():
             reducer: Any = self.reducer(key[0])
             if self.folds(key[0]) and self._has_mode(entries[0].site):
-                states[key] = _reduce.started(reducer, entries, eqns[key[0]])
+                states[key] = _state.started(reducer, entries, eqns[key[0]])
         return states

@@ -11,7 +11,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .._errors import SowError
-from .._mark.site import Axis, Site
+from .._mark.site import Axis, Label, Site
 from .._mark.static import Const, Form
 from .._names import in_a_list
 from .._results.summarize import Summary
@@ -111,10 +111,8 @@ class Delivery:
     extra: Form
     devices: tuple[Hashable, ...]
     ordered: bool
-    # What the mark is called, all iterations of it; and where in that name the index of
-    # each loop stands, as in `Label.after`.
-    whole: str
-    places: tuple[int | None, ...]
+    # What all iterations of the mark are called. `after` has an entry for each loop.
+    whole: Label
 
     def with_lane(self, size: int, varies: Sequence[bool]) -> "Delivery":
         """After one more vmap, over which these arrays of the value vary."""
@@ -124,7 +122,8 @@ class Delivery:
 
     def __call__(self, count: Any, *operands: Any) -> None:
         # Copies: what the callback keeps must not change when a buffer is used again.
-        k, n, m = len(self.places), len(self.devices), self.extra.n_operands
+        name, after = self.whole.name, self.whole.after
+        k, n, m = len(after), len(self.devices), self.extra.n_operands
         iterations, operands = tuple(map(int, operands[:k])), operands[k:]
         device = dict(zip(self.devices, map(int, operands[:n])))
         arrays = [np.array(x) for x in operands[n:]]
@@ -133,7 +132,7 @@ class Delivery:
         event.device = device or None
         event.extra = self.extra.with_arrays(arrays[:m])
         event.iterations = iterations
-        event._path = in_a_list(self.whole, zip(self.places, iterations))
+        event._path = in_a_list(name, zip(after, iterations))
         try:
             self.callback.value(event)
         # Whatever it raises ends the run. Of an interrupt, too, JAX reports only text.

@@ -8,7 +8,7 @@ import dataclasses as dc
 import inspect
 import itertools as it
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.core
@@ -20,7 +20,7 @@ from jax.interpreters import ad, batching, mlir, partial_eval as pe
 from .. import _compat
 from .._arrays import on_mesh
 from .._errors import SowError
-from .._mark.site import Site
+from .._mark.site import Label, Site
 from .._mark.static import Const, Form, NoTangent, OPERAND, SameParts
 from .._values.axes import as_operand
 from .._values.entry import captured, Entry, in_front, running, value_of
@@ -33,26 +33,18 @@ from .delivery import Delivery, print_event
 
 
 # --- from the device ---
-class Loops(NamedTuple):
-    """The loops around a sow, from outside in: what the sow is called, all iterations
-    of it; where in that name the index of each loop stands, as in `Label.after`; and
-    which iterations run now."""
-
-    name: str
-    places: tuple[int | None, ...]
-    iterations: Sequence[Any]
-
-
 def send(
     count: Any,
-    loops: Loops,
+    whole: Label,
+    iterations: Sequence[Any],
     entry: Entry,
     extra: Value,
     mode: str,
     options: Any,
 ) -> None:
-    """Sends an execution to the callback, which is the `count`-th, in these `loops`.
-    `extra` is the option of that name, and `options` are all options of `tap`."""
+    """Sends an execution to the callback, which is the `count`-th, in these iterations
+    of the loops around. `whole` is what all iterations of the mark are called. `extra`
+    is the option of that name, and `options` are all options of `tap`."""
     site, n = entry.site, len(entry.arrays) - entry.counted
     value = Value(site.form, entry.arrays[:n], site.varies[:n])
     value = _sendable(value, printed=options.callback.value is print_event)
@@ -70,13 +62,12 @@ def send(
         extra.form,
         devices,
         options.ordered,
-        loops.name,
-        loops.places,
+        whole,
     )
     indices = map(jax.lax.axis_index, devices)
     ran = map(as_operand, entry.arrays[n:], varies[n:])
     arrays = [*extra.arrays, *value.arrays, *ran]
-    operands = count, *loops.iterations, *indices, *arrays
+    operands = count, *iterations, *indices, *arrays
     _send_p.bind(*operands, delivery=delivery)
 
 
@@ -124,7 +115,7 @@ def _send_lowered(*operands, delivery):
 
 
 def _send_batch(axis_data, operands, dims, *, delivery):
-    k = 1 + len(delivery.places)
+    k = 1 + len(delivery.whole.after)
     n = k + len(delivery.devices)
     if any(d is not None for d in dims[:k]):
         # So it is inside a loop or a branch with a predicate that has lanes.
@@ -299,12 +290,12 @@ class Tap(Selector):
         site, operands = in_front(site, frame.read_arrays(atoms))
         frame.flush_effects()
         # Those of a `while_loop` stand at the end.
-        after = it.chain(site.label.after, it.repeat(None))
-        places = tuple(next(after) if known else None for known in self.known)
-        loops = Loops(site.name, places, given.iterations)
+        places = it.chain(site.label.after, it.repeat(None))
+        after = tuple(next(places) if known else None for known in self.known)
+        whole = site.label._replace(after=after)
         for one, at in self.wanted(site, self.loops):
             transform = of_one(self.transform.value, site, one)
-            given = self._send(one, operands, transform, at, loops, given)
+            given = self._send(one, operands, transform, at, whole, given)
         return given
 
     def _send(
@@ -313,7 +304,7 @@ class Tap(Selector):
         operands: Sequence[Any],
         transform: Any,
         at: tuple[int | None, ...],
-        loops: Loops,
+        whole: Label,
         given: Given,
     ) -> Given:
         """Sends one execution, if it is asked for, and is due, and counts it."""
@@ -327,10 +318,11 @@ class Tap(Selector):
         options = self.options.value
 
         def send_it():
-            whole = isinstance(transform, Batched)
-            seen = all_lanes(site, operands) if whole else operands
+            sees_all = isinstance(transform, Batched)
+            seen = all_lanes(site, operands) if sees_all else operands
             entry = captured(site, seen, transform)
-            send(count, loops, entry, extra, self.mode_of.value[site.key], options)
+            mode = self.mode_of.value[site.key]
+            send(count, whole, given.iterations, entry, extra, mode, options)
 
         def send_when():
             predicate = self.when.value

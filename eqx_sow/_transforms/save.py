@@ -16,7 +16,8 @@ from .._results.lookup import Known
 from .._values import spec as _spec
 from .._values.assemble import assemble
 from .._values.modes import labels
-from .._values.reduce import Reducer, result_of
+from .._values.reduce import Reducer
+from .._values.state import result_of
 from .._walk.handler import Given
 from .options import Saving
 from .program import Program

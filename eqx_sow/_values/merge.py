@@ -19,7 +19,7 @@ makes it `f32[1,3]`, which is then repeated along the lanes.
 A branch of a `jax.lax.cond` returns each name of the other ones as zeros, with a count
 of zero (`to_one_form`). Under a `vmap` all branches run, each for the lanes that take
 it, and `gather` merges what they mark. The handler calls `latest` after each iteration
-of a `while_loop`, and `reduce.py` asks for the form of a state.
+of a `while_loop`, and `state.py` asks for the form of a state.
 """
 
 import dataclasses as dc

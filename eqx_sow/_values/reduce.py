@@ -1,6 +1,5 @@
-"""How several executions of one name become one value."""
+"""Reducers: how several executions of one name become one value."""
 
-import dataclasses as dc
 import functools as ft
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal
@@ -10,26 +9,11 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
-from .._arrays import (
-    as_integer,
-    broadcast_to,
-    mesh_inside,
-    one_along,
-    onto,
-    sharded_along,
-    sharded_like,
-    sharding_with,
-    spec_of,
-    zeros_like,
-)
-from .._errors import calling, SowError
+from .._arrays import as_integer, broadcast_to, onto, sharding_with, spec_of
+from .._errors import SowError
 from .._frames import api_boundary
-from .._mark.listening import listening
-from .._mark.site import Axis, Site
-from .._mark.static import Const, Form, OPERAND, same
-from .axes import broadcast, kept_axes
-from .entry import Entry, with_count
-from .merge import unify, with_axes
+from .._mark.site import Site
+from .._mark.static import same
 
 
 class Reducer(eqx.Module):
@@ -317,118 +301,4 @@ class Buffer(Reducer):
         return [jnp.roll(a, shift, axis=0) for a in acc]
 
 
-@jtu.register_dataclass
-@dc.dataclass(frozen=True)
-class ReducerState:
-    """The state of a reducer for one name and mode.
-
-    It goes through loops as part of their carry. `started` makes it, `stepped` takes it
-    through one execution, and `result_of` makes of it what comes back. For `Buffer(4)`
-    of a value `f32[3]` in a `vmap` of 8 lanes and any loops, `acc` is `[f32[8,4,3]]`
-    and `count` is `i32[8]`.
-    """
-
-    # What the reducer returned last, for each lane: leading axes for those of `site`.
-    # Only its leaves, so that JAX never compares what is static in there, for which it
-    # would call `==` of users' classes.
-    acc: list[Any]
-    # How many executions there were, for each lane.
-    count: Any
-    # The mark, of which only the axes of lanes are left. Its last array is the count.
-    site: Site = dc.field(metadata=dict(static=True))
-    # Whether any of the executions may not happen, so that the count comes back, too.
-    conditional: bool = dc.field(metadata=dict(static=True))
-    # The treedef of `acc`.
-    structure: Const = dc.field(metadata=dict(static=True))
-
-
 Reducers = Callable[[str], Any]
-
-
-def started(reducer: Reducer, entries: Sequence[Entry], eqn: Any) -> ReducerState:
-    """The state before the first execution. `entries` are the shapes of what would be
-    captured of the name and mode without a reducer, in each place, and `eqn` is the
-    equation of the first one."""
-    lanes_of = lambda e: [k for k, a in enumerate(e.site.axes) if a.lane]
-    form = unify([e.with_only(lanes_of(e)) for e in entries])
-    site, lanes = form.site, form.site.axes
-    *values, count = map(zeros_like, form.with_only().arrays)
-    with calling("reducer", site):
-        acc = _on_mesh_of(eqn, reducer, site, values)
-        acc, structure = jtu.tree_flatten(acc)
-    sizes, specs = tuple(a.size for a in lanes), [a.spec for a in lanes]
-    acc, count = jtu.tree_map(
-        lambda x: broadcast_to(x, (*sizes, *x.shape), specs), (acc, count)
-    )
-    conditional = any(e.counted for e in entries)
-    return ReducerState(acc, count, site, conditional, Const(structure))
-
-
-def _on_mesh_of(eqn: Any, reducer: Reducer, site: Site, values: list[Any]) -> Any:
-    """`reducer.start`, which may call a function of the user's, on the mesh of the
-    mark. The state is on the mesh here."""
-    here, mesh = jax.sharding.get_abstract_mesh(), mesh_inside(eqn)
-    if mesh is None or reducer.keeps_structure:
-        return reducer.start(site, values)
-    with eqn.ctx.manager:
-        acc = reducer.start(site, [onto(x, mesh, spec_of(x)) for x in values])
-    return jtu.tree_map(lambda x: onto(x, here, ()), acc)
-
-
-def stepped(reducer: Reducer, state: ReducerState, entry: Entry) -> ReducerState:
-    """The state after one more execution."""
-    lanes = state.site.axes
-    own = [a._replace(loops=0) for a in entry.site.axes]
-    one = with_axes(with_count(entry.replace(entry.arrays, axes=own)), lanes)
-    every = (True,) * len(lanes)
-    *values, run = [broadcast(x, every, lanes) for x in one.arrays]
-
-    def in_lane(acc, count, run, values):
-        with listening(None):  # as in `transformed`
-            tree = jtu.tree_unflatten(state.structure.value, acc)
-            new = jtu.tree_leaves(reducer.step(state.site, tree, count, values))
-        new = list(map(sharded_like, new, acc))
-        if entry.counted:
-            new = [jnp.where(run > 0, x, y) for x, y in zip(new, acc)]
-        return new, count + run
-
-    # On the mesh of the mark, other axes can be explicit than on the one around.
-    specs = [a.spec for a in lanes]
-    *acc, count = [sharded_along(x, specs) for x in (*state.acc, state.count)]
-    acc, count = _in_lanes(in_lane, lanes)(acc, count, run, values)
-    count = sharded_like(count, state.count)
-    # A value that is the same in all lanes comes back unsharded.
-    acc = list(map(sharded_like, acc, state.acc))
-    return dc.replace(state, acc=acc, count=count)
-
-
-def result_of(reducer: Reducer, state: ReducerState) -> Entry:
-    """What comes back, as an entry. Behind the axes of the lanes, its arrays have those
-    of `Reducer.lead`."""
-    site, lanes = state.site, state.site.axes
-    kept = kept_axes(site)
-    varies = site.varies[: site.form.n_operands]
-    result, form = state.acc, Form(state.structure, (OPERAND,) * len(state.acc))
-    result = _in_lanes(reducer.finish, lanes)(result, state.count)
-    if not reducer.keeps_structure:
-        site = site._replace(form=form)
-        varies = [kept] * len(result)
-    counted = state.conditional or reducer.counts
-    if counted:
-        result, varies = [*result, state.count], [*varies, kept]
-
-    def of_one_lane(x, varies):
-        """Where all lanes are the same, one of them."""
-        for k, v in enumerate(varies):
-            x = x if v else one_along(x, k)
-        return x
-
-    arrays = tuple(map(of_one_lane, result, varies))
-    return Entry(arrays, site._replace(varies=tuple(varies)), counted)
-
-
-def _in_lanes(fn: Callable, lanes: Sequence[Axis]) -> Callable:
-    """`fn` of one lane, as a function of arrays that have all lanes in front."""
-    for _ in lanes:
-        fn = jax.vmap(fn)
-    return fn
