@@ -255,7 +255,7 @@ class Tap(Selector):
     for each `Site.key` and the mesh axes around. `Given.values` are the arrays of the
     option `extra`."""
 
-    options: Const
+    options: Any
     when: SameParts
     # That of the option `extra`.
     extra: Form
@@ -324,7 +324,7 @@ class Tap(Selector):
         # In which lanes, if a condition differs between these.
         run, _ = running(site, operands)
         executed = is_asked if run is None else any_lane(run) & is_asked
-        options = self.options.value
+        options = self.options
 
         def send_it():
             whole = isinstance(transform, Batched)
