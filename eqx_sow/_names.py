@@ -63,21 +63,6 @@ def places_of(named: Named) -> tuple[int | None, ...]:
     return (*named.after, *[None] * len(named.loops))[: len(named.loops)]
 
 
-def in_a_list(name: str, indices: Iterable[tuple[int | None, Any]]) -> str:
-    """The name of an iteration. Each index, from outside in, comes with its place:
-    after so many characters of the name, or behind all others (`None`). For
-    `blocks/attn` and `[(6, 2)]` that is `blocks/2/attn`, as it would be called in a
-    list of layers, and for `blocks.encode` it is `blocks/2.encode`.
-    """
-    end = len(name)
-    in_order = sorted(indices, key=lambda pair: (pair[0] is None, pair[0] or 0))
-    # From the back, so that the other places stay where they are.
-    for place, i in reversed(in_order):
-        at = end if place is None else place
-        name = f"{name[:at]}/{i}{name[at:]}" if at else f"{i}/{name}"
-    return name
-
-
 # --- names with indices, to be matched ---
 def _parts_with_indices(
     named: Named, parts: Sequence[Part], loops: Sequence[int]
@@ -184,24 +169,38 @@ def _without_parts(each: list[dict[Any, Any]]) -> list[dict[Any, Any]]:
 _Edit = tuple[tuple[bool, int, int], int, int, str]
 
 
-def _edits(named: Named, choice: Mapping[Any, Any]) -> list[_Edit]:
-    places, last = places_of(named), len(named.name)
-    edits = []
-    for x, new in choice.items():
-        if isinstance(x, Part):
-            edits.append(((False, x.start, -1), x.start, x.end, new))
-            continue
-        place = places[x.loop]
-        at = last if place is None else place
-        text = f"/{new}" if at else f"{new}/"
-        edits.append(((place is None, at, x.loop), at, at, text))
-    return sorted(edits)
-
-
-def _edited(name: str, edits: Sequence[_Edit]) -> str:
-    for _, start, stop, text in reversed(edits):
+def _edited(name: str, edits: Iterable[_Edit]) -> str:
+    # From the back, so that the other places stay where they are.
+    for _, start, stop, text in sorted(edits, reverse=True):
         name = name[:start] + text + name[stop:]
     return name
+
+
+def _with_index(name: str, loop: int, place: int | None, index: Any) -> _Edit:
+    """Writes the index of a loop to its place. Loops are counted from outside in."""
+    at = len(name) if place is None else place
+    text = f"/{index}" if at else f"{index}/"
+    return (place is None, at, loop), at, at, text
+
+
+def in_a_list(name: str, indices: Iterable[tuple[int | None, Any]]) -> str:
+    """The name of an iteration. Each index, from outside in, comes with its place, as
+    in `Named.after`. For `blocks/attn` and `[(6, 2)]` that is `blocks/2/attn`, as it
+    would be called in a list of layers, and for `blocks.encode` it is
+    `blocks/2.encode`.
+    """
+    each = enumerate(indices)
+    return _edited(name, [_with_index(name, k, place, i) for k, (place, i) in each])
+
+
+def _edits(named: Named, choice: Mapping[Any, Any]) -> list[_Edit]:
+    places = places_of(named)
+    return [
+        ((False, x.start, -1), x.start, x.end, new)
+        if isinstance(x, Part)
+        else _with_index(named.name, x.loop, places[x.loop], new)
+        for x, new in choice.items()
+    ]
 
 
 def _as_selected(named: Named, choice: Mapping[Any, Any]) -> Selected:

@@ -246,7 +246,7 @@ class Tap(Selector):
     for each `Site.key` and the mesh axes around. `Given.values` are the arrays of the
     option `extra`."""
 
-    options: Const
+    options: Any
     when: SameParts
     # That of the option `extra`.
     extra: Form
@@ -315,7 +315,7 @@ class Tap(Selector):
         # In which lanes, if a condition differs between these.
         run, _ = running(site, operands)
         executed = is_asked if run is None else any_lane(run) & is_asked
-        options = self.options.value
+        options = self.options
 
         def send_it():
             sees_all = isinstance(transform, Batched)

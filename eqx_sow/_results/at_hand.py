@@ -7,7 +7,7 @@ reduction for each shape takes a third of a second for each.
 
 import contextlib
 import dataclasses as dc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -90,14 +90,23 @@ def _part(mask: np.ndarray, index: Sequence[slice], data: np.ndarray) -> np.ndar
 def summaries(values: Sequence[Any], ran: Sequence[np.ndarray | None]) -> list[Summary]:
     """What `summarize` says of all entries of each array or `Summary` that ran, see
     `executed`."""
-    rows = _Rows()
-    for i, (x, mask) in enumerate(zip(values, ran)):
-        if not isinstance(x, Summary):
-            rows.add(i, x, mask)
-    of_rows = rows.of_each(len(values))
+    given = [*zip(values, ran)]
+    n_filled = [0] * len(given)
+    rows = _rows([(i, *x) for i, x in enumerate(given)], n_filled)
+    started = [
+        ([(i, len(x)) for i, x in some], _summaries_of_rows(some, size))
+        for some, size in _batches(rows)
+    ]
+    found: list[list[Summary]] = [[] for _ in given]
+    for owners, results in jax.device_get(started):
+        every, start = _concatenated(results), 0
+        for i, n in owners:
+            found[i].append(_at(every, slice(start, start + n)))
+            start += n
+    merged = _merged_each([_concatenated(x or [_NOTHING]) for x in found])
     return [
-        merged_on_host(_ran(x, mask)) if isinstance(x, Summary) else of_rows[i]
-        for i, (x, mask) in enumerate(zip(values, ran))
+        merged_on_host(_ran(x, mask)) if isinstance(x, Summary) else _without(s, n)
+        for (x, mask), s, n in zip(given, merged, n_filled)
     ]
 
 
@@ -126,67 +135,58 @@ def _ran(x: Summary, mask: np.ndarray | None) -> Summary:
     return jtu.tree_map(lambda a: np.where(leading(mask, a.ndim), a, 0), x)
 
 
-class _Rows:
-    """Puts the entries of arrays into rows, and starts to compute where there are many.
-    Those that fill up the last row of an array are NaN, and are taken off at the end.
-    """
+# Some rows, and the number of the array that they are of.
+_Owned = tuple[int, np.ndarray]
 
-    def __init__(self):
-        # Of each dtype, the rows that wait for others, and the array they belong to.
-        self.waiting: dict[Any, list[tuple[int, np.ndarray]]] = {}
-        self.started: list[tuple[list[tuple[int, int]], list[Summary]]] = []
-        self.filled: dict[int, int] = {}
 
-    def add(self, i: int, x: Any, mask: np.ndarray | None) -> None:
-        n = _MANY * _ROW
-        for index, data in pieces(x):
+def _rows(
+    given: Iterable[tuple[int, Any, np.ndarray | None]], n_filled: list[int]
+) -> Iterator[_Owned]:
+    """Puts the entries of arrays that ran into rows, up to `_MANY` at once. Those that
+    fill up the last row are NaN, and counted."""
+    n = _MANY * _ROW
+    for i, x, mask in given:
+        for index, data in () if isinstance(x, Summary) else pieces(x):
             some = data if mask is None else data[_part(mask, index, data)]
             flat = some.reshape(-1)
             for start in range(0, flat.size, n):
                 entries = _as_real(flat[start : start + n])
                 if fill := -entries.size % _ROW:
                     entries = np.pad(entries, (0, fill), constant_values=np.nan)
-                    self.filled[i] = self.filled.get(i, 0) + fill
-                self._take(i, entries.reshape(-1, _ROW))
+                    n_filled[i] += fill
+                yield i, entries.reshape(-1, _ROW)
 
-    def _take(self, i: int, rows: np.ndarray) -> None:
-        if len(rows) == _MANY:
-            self._start([(i, rows)], _MANY)
-            return
-        waiting = self.waiting.setdefault(rows.dtype, [])
-        waiting.append((i, rows))
-        if sum(len(x) for _, x in waiting) >= _MANY:
-            self._start(self.waiting.pop(rows.dtype), _MANY)
 
-    def _start(self, owned: Sequence[tuple[int, np.ndarray]], size: int) -> None:
-        rows = owned[0][1] if len(owned) == 1 else np.concatenate([x for _, x in owned])
-        results = []
-        # NaN is what the rest of a row is made of, not what `jax_debug_nans` looks for.
-        with computing(), jax.debug_nans(False):
-            for start in range(0, len(rows), size):
-                part = rows[start : start + size]
-                if len(part) < size:
-                    part = np.pad(part, ((0, size - len(part)), (0, 0)))
-                results.append(summary_of_rows(_on_cpu(part)))
-        self.started.append(([(i, len(x)) for i, x in owned], results))
+def _batches(rows: Iterable[_Owned]) -> Iterator[tuple[list[_Owned], int]]:
+    """Those of one dtype together, as soon as they are enough; and how many the program
+    is to take at once."""
+    waiting: dict[Any, list[_Owned]] = {}
+    n_rows = lambda some: sum(len(x) for _, x in some)
+    for i, x in rows:
+        some = [] if len(x) == _MANY else waiting.setdefault(x.dtype, [])
+        some.append((i, x))
+        if n_rows(some) >= _MANY:
+            yield some if len(x) == _MANY else waiting.pop(x.dtype), _MANY
+    for some in waiting.values():
+        yield some, _MANY if n_rows(some) > _MANY // 2 else _FEW
 
-    def of_each(self, n: int) -> list[Summary]:
-        """The summary of each array, given how many there are."""
-        for waiting in self.waiting.values():
-            is_large = sum(len(x) for _, x in waiting) > _MANY // 2
-            self._start(waiting, _MANY if is_large else _FEW)
-        found: list[list[Summary]] = [[] for _ in range(n)]
-        for owners, results in jax.device_get(self.started):
-            rows, start = _concatenated(results), 0
-            for i, length in owners:
-                found[i].append(_at(rows, slice(start, start + length)))
-                start += length
-        merged = _merged_each([_concatenated(x or [_NOTHING]) for x in found])
-        return [self._without_filled(i, x) for i, x in enumerate(merged)]
 
-    def _without_filled(self, i: int, x: Summary) -> Summary:
-        n = self.filled.get(i, 0)
-        return dc.replace(x, size=x.size - n, not_finite=x.not_finite - n)
+def _summaries_of_rows(some: Sequence[_Owned], size: int) -> list[Summary]:
+    """Starts to compute them."""
+    rows = some[0][1] if len(some) == 1 else np.concatenate([x for _, x in some])
+    results = []
+    # NaN is what the rest of a row is made of, not what `jax_debug_nans` looks for.
+    with computing(), jax.debug_nans(False):
+        for start in range(0, len(rows), size):
+            part = rows[start : start + size]
+            if len(part) < size:
+                part = np.pad(part, ((0, size - len(part)), (0, 0)))
+            results.append(summary_of_rows(_on_cpu(part)))
+    return results
+
+
+def _without(x: Summary, n_filled: int) -> Summary:
+    return dc.replace(x, size=x.size - n_filled, not_finite=x.not_finite - n_filled)
 
 
 # A summary of zeros is one of no entries.

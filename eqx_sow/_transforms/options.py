@@ -7,6 +7,7 @@ handler as one object. One that may hold arrays is in `Transformed._others` inst
 """
 
 import dataclasses as dc
+import functools as ft
 import inspect
 import types
 from collections import OrderedDict
@@ -57,9 +58,14 @@ class Tapping(Selecting, total=False):
     extra: Any
 
 
-@dc.dataclass(frozen=True)
+@dc.dataclass(frozen=True, eq=False)
 class Options(Marking):
-    """The options of one call that hold no arrays, checked: these, and `Marking`."""
+    """The options of one call that hold no arrays, checked: these, and `Marking`.
+
+    Two are equal if no program could tell them apart, as for a `Const`. What was
+    compiled for a user who writes them anew in each call is then found again. It is
+    asked in each of these calls.
+    """
 
     names: tuple[Any, ...] | None = None
     mode: str = "primal"
@@ -68,6 +74,20 @@ class Options(Marking):
     ordered: bool = False
     with_index: bool = False
     callback: Const | None = None
+
+    @ft.cached_property
+    def _parts(self) -> tuple[Const, ...]:
+        return tuple(Const(getattr(self, field.name)) for field in dc.fields(self))
+
+    @ft.cached_property
+    def _hash(self) -> int:
+        return hash(self._parts)
+
+    def __hash__(self):
+        return self._hash
+
+    def __eq__(self, other):
+        return type(other) is Options and self._parts == other._parts
 
 
 def checked(call: str, fn: Any, given: Mapping[str, Any]) -> tuple[Options, Any]:

@@ -19,7 +19,7 @@ from .._arrays import in_mesh_of
 from .._frames import api_boundary
 from .._handlers.fixed import NotFixed
 from .._mark.static import Const, Form, is_operand, take_apart
-from .options import checked
+from .options import checked, Options
 from .program import Program, trace
 
 
@@ -44,8 +44,7 @@ class Transformed(eqx.Module):
     # What it is a call of, for messages.
     _call: ClassVar[str]
     _fn: Callable
-    # Holds the `Options`.
-    _options: Const = eqx.field(static=True, repr=False)
+    _options: Options = eqx.field(static=True, repr=False)
     # Those options that may hold arrays.
     _others: dict[str, Any]
 
@@ -182,7 +181,7 @@ def _run(self, args, kwargs, compiled=False):
             from .canaries import check
 
             check()
-        program = trace(self._fn, args, kwargs, self._options.value)
+        program = trace(self._fn, args, kwargs, self._options)
         program = dc.replace(program, compiled=compiled)
         # Where new arrays are made, they can be put beside the inputs. Not
         # `self._result`: for a method, Equinox makes a module that holds `self`, and
@@ -239,7 +238,7 @@ def wrap(cls: type[Transformed], fn: Any, given: Mapping[str, Any]) -> Any:
     with warnings.catch_warnings():
         # Equinox warns of functions that JAX transformed, as attributes.
         warnings.simplefilter("ignore")
-        transformed = cls(_fn=_unbound(fn), _options=Const(static), _others=others)
+        transformed = cls(_fn=_unbound(fn), _options=static, _others=others)
         return eqx.module_update_wrapper(transformed)
 
 
