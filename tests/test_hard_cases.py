@@ -1154,6 +1154,15 @@ def test_a_derivative_rule_around_and_inside_another_handler(fn, inner, call):
         assert_close(got, want)
 
 
+def test_a_rule_in_a_loop_inside_another_handler():
+    # One case of the test above that finds what others of it do not.
+    loss = lambda x: _in_a_loop(_of_its_own(_marked), x).sum()
+    inner = lambda f: lambda x: S(f, tag="another")(x)[0]
+    want = S(jax.grad(loss))(X)[1]
+    assert_close(S(jax.grad(inner(loss)))(X)[1], want)
+    assert_close(S(inner(jax.grad(loss)))(X)[1], want)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("fn", [_of_its_own(_marked), lambda x: _in_a_loop(_marked, x)])
 def test_what_is_tapped_inside_a_gradient_is_told_once(fn, call):
