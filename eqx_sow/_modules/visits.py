@@ -20,6 +20,7 @@ import equinox as eqx
 from .._mark.calls import calls_around, NotedCall, Path
 from .._mark.primitive import edge_p, same_p, sow_p
 from .._mark.site import Site
+from .._walk.edges import primals_of
 from .._walk.flow import Domain, Here
 from .._walk.sows import Way
 from .cuts import Cut, number_of, OF_SHARD
@@ -155,11 +156,11 @@ class Visits(Domain):
         site: Site = eqn.params["site"]
         if site.modes:
             # Of a derivative, the edge comes out of the mark of its primal.
-            primals = [self.marks[way] for way in edge.edges if way in self.marks]
+            there = {w: self.marks[w].site for w in edge.edges if w in self.marks}
             # Equinox's loops may trace their body twice: then it is the same line.
-            of_call = [mark for mark in primals if mark.site.origin is site.origin]
-            of_line = [mark for mark in primals if mark.site.where == site.where]
-            primals = of_call or of_line
+            of_line = [w for w, x in there.items() if x.where == site.where]
+            of = primals_of(site, there, there) or of_line
+            primals = [self.marks[way] for way in of]
             visits = [v for mark in primals for v in mark.visits]
             return Mark(site, visits, primals[0].scans if primals else here.scans)
         running = self._running(eqn, here)

@@ -16,18 +16,18 @@ a primal is in a backward pass or in a derivative rule, if there are branches, o
 of unknown length.
 
 Edges are also followed in `_modules/visits.py`, before marks have names, and in
-`executions.py`, each beside what it is there for. In all three, a derivative is of
-those marks at the other end of its edge that are of the same call of `sow`.
+`numbering.py`, each beside what it is there for. Which primals the edge of a derivative
+leads to, all three ask `primals_of`.
 """
 
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.extend.core as jexc
 
 from .. import _compat
 from .._mark.primitive import sow_p
+from .._mark.site import Site
 from .sows import Found, jaxprs_in, jaxprs_of, kept_with_jaxpr, Way, with_sow
 
 
@@ -57,6 +57,12 @@ class _Edges(NamedTuple):
         return _Edges(sows, tuple(map(place, self.outs)))
 
 
+def primals_of(site: Site, edge: Iterable[Way], sites: Mapping[Way, Site]) -> list[Way]:
+    """The marks that a derivative may be of: those at the other end of its edge that
+    are of the same call of `sow`, of the ones that are given by the ways to them."""
+    return [way for way in edge if way in sites and sites[way].origin is site.origin]
+
+
 _CALLS = {jexc.primitives.jit_p, jexc.primitives.remat_p}
 
 
@@ -78,19 +84,17 @@ def by_edges(closed: Any, found: Sequence[Found]) -> dict[Way, frozenset[Way]] |
     if edges is None:
         return None
     sources = dict(edges.sows)
-    of_call = defaultdict(set)
-    for x in found:
-        if not x.site.modes:
-            of_call[x.site.origin].add(x.way)
+    primals: dict[Any, Site] = {x.way: x.site for x in found if not x.site.modes}
+    calls = {site.origin for site in primals.values()}
     of: dict[Way, frozenset[Way]] = {}
     for x in found:
         way: Any = x.way
-        any_of = of_call[x.site.origin]
         of[way] = frozenset([way])
         if x.site.modes:
-            of[way] = frozenset(any_of & sources.get(way, _NONE))
+            edge: Any = sources.get(way, _NONE)
+            of[way] = frozenset(primals_of(x.site, edge, primals))
             # Something on the way is no call: it is looked at more closely.
-            if any_of and not of[way]:
+            if not of[way] and x.site.origin in calls:
                 return None
     return of
 

@@ -44,6 +44,7 @@ from typing import Any
 
 from .. import _compat
 from .._mark.site import Execution, Site
+from .edges import primals_of
 from .flow import Here, run
 from .numbering import Numbering
 from .repetitions import repetitions, Sown
@@ -84,9 +85,10 @@ def _sites(found: Sequence[Sown]) -> dict[Way, Site]:
     primals = [x for x in found if not x.site.modes]
     repeated = repetitions(primals)
     ran = {x.site.key for x in primals if not x.in_backward_pass}
+    by_way = {x.here.way: x.site for x in primals}
     of_call = defaultdict(list)
-    for x in primals:
-        of_call[x.site.origin].append(x.here.way)
+    for way, site in by_way.items():
+        of_call[site.origin].append(way)
     sites = {}
     for x in found:
         way, of = x.here.way, [x.here.way]
@@ -94,8 +96,7 @@ def _sites(found: Sequence[Sown]) -> dict[Way, Site]:
             # A derivative may be of one primal or another, if a branch decides. Where
             # no edge leads to a primal, it is of any from this call of `sow`: from
             # what a checkpoint in a `while_loop` computes again, there is none.
-            any_of = of_call[x.site.origin]
-            of = x.edges.intersection(any_of) or any_of
+            of = primals_of(x.site, x.edges, by_way) or of_call[x.site.origin]
         # In a branch of a cond that a vmap made a selection of, a value of the forward
         # pass has no longer the number that it had.
         again: bool | None = way in repeated
