@@ -1,6 +1,7 @@
 """The rows of "what comes back" that speak of loops, branches and vmap."""
 
 import functools
+import itertools
 
 import equinox as eqx
 import equinox.internal as eqxi
@@ -708,3 +709,35 @@ def test_conds_in_branches_under_a_vmap_for_each_predicate(inner):
         want = (2 if q else 0) * x if p else 5 * x
         assert captured["n"]["count"][i, j] == int(q or not p)
         assert jnp.array_equal(captured["n"]["primal"][i, j], want)
+
+
+@pytest.mark.parametrize("by", ["jvp", "vjp"])
+def test_loops_around_a_mark_in_a_rule_count_for_its_lanes(by):
+    """The inner loop is batched before the mark can be seen."""
+
+    def rule(x):
+        return sow(jnp.cos(x), "h")
+
+    if by == "jvp":
+        fn = jax.custom_jvp(jnp.sin)
+        fn.defjvp(lambda x, t: (jnp.sin(*x), t[0] * rule(*x)))
+    else:
+        fn = jax.custom_vjp(jnp.sin)
+        fn.defvjp(lambda x: (jnp.sin(x), rule(x)), lambda cos, g: (g * cos,))
+
+    def inner(x):
+        return lax.scan(lambda c, y: (fn(c * y), None), x, jnp.array([0.5, 2.0]))[0]
+
+    def outer(xs):
+        return lax.scan(lambda c, _: (jax.vmap(inner)(c), None), xs, length=3)[0]
+
+    xs = jnp.linspace(0.1, 0.9, 8).reshape(4, 2)
+    got = S(jax.grad(lambda xs: jax.vmap(outer)(xs).sum()))(xs)[1]
+    assert got.axes("h", "primal") == ("vmap", "loop", "vmap", "loop")
+    want = np.zeros((4, 3, 2, 2))
+    for i, k in itertools.product(range(4), range(2)):
+        x = xs[i, k]
+        for j, m in itertools.product(range(3), range(2)):
+            want[i, j, k, m] = jnp.cos(x * (0.5, 2.0)[m])
+            x = jnp.sin(x * (0.5, 2.0)[m])
+    np.testing.assert_allclose(got["h"]["primal"], want, rtol=1e-5)
