@@ -20,6 +20,8 @@ pytest.importorskip("lunr.builder")
 pytest.importorskip("lunr.stop_word_filter")
 mkdocs_config = pytest.importorskip("mkdocs.config", reason="needs the extra `docs`")
 
+pytestmark = pytest.mark.sample(1)
+
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
