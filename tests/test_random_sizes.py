@@ -42,12 +42,15 @@ class ScanRows(Node):
 
 @dc.dataclass(frozen=True)
 class WhileRows(Node):
-    """As many iterations as there are rows: a `fori_loop` of symbolic length."""
+    """As many iterations as there are rows. (A `fori_loop` would be a scan where that
+    number is known, as that of columns is for `n, 3`.)"""
 
     body: Any
 
     def run(self, x, mark):
-        return lax.fori_loop(0, x.shape[0], lambda i, x: self.body.run(x, mark), x)
+        n = jnp.asarray(x.shape[0], jnp.int32)
+        step = lambda s: (s[0] + 1, self.body.run(s[1], mark))
+        return lax.while_loop(lambda s: s[0] < n, step, (jnp.int32(0), x))[1]
 
     def by_hand(self, x, mark, here):
         return While(self.body, len(x)).by_hand(x, mark, here)
