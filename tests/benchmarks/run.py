@@ -1148,7 +1148,7 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--repeats", type=int, default=30, help="rounds")
+    parser.add_argument("--repeats", type=int, default=10, help="rounds")
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     parser.add_argument("--markdown", action="store_true", help="tables for the docs")
     parser.add_argument("--clock", choices=timing.CLOCKS, default=timing.clock)
