@@ -87,7 +87,7 @@ def user_line() -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-class Origin:
+class SowCall:
     """A call of `sow`: the calls in a user's code around it, from inside out, each as
     its code and the index of an instruction; and the `Sow` that made it, if one did. No
     two are equal."""
@@ -109,7 +109,7 @@ def _line_in(code: types.CodeType, instruction: int) -> str:
     return f"{code.co_filename}:{line}"
 
 
-def parting(a: Origin, b: Origin) -> tuple[str, str, bool] | None:
+def parting(a: SowCall, b: SowCall) -> tuple[str, str, bool] | None:
     """Where the calls that led to two calls of `sow` part: the lines in a user's code,
     and whether these are the calls of `sow` themselves. `None` if they never do, as
     those in a Python loop."""

@@ -24,7 +24,7 @@ from eqx_sow import (
     UnknownSowError,
 )
 from eqx_sow._mark.site import Label
-from eqx_sow._mark.sow import bind
+from eqx_sow._mark.sow import bind_sow
 from jax.sharding import PartitionSpec as P
 
 from .helpers import assert_close
@@ -37,7 +37,7 @@ XS = jnp.stack([X, 2 * X])
 def sow_in_stack(value, name, after=(len("blocks"),)):
     """As a captured call in a stack is marked."""
     label = Label(name, "intermediates", after=after)
-    return bind(value, (label,), spec=None)
+    return bind_sow(value, (label,), spec=None)
 
 
 def _layers(x, mark=sow_in_stack):

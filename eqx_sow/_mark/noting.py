@@ -29,7 +29,7 @@ from .calls import Call, Note, NotedCall, Path
 from .listening import Capture, Listening, listening
 from .primitive import edge_p, sow_p
 from .site import Label, Site
-from .sow import bind, Sow
+from .sow import bind_sow, Sow
 from .static import Const, take_apart
 from .trees import is_module, is_part, leaf_paths, walk
 
@@ -364,7 +364,7 @@ def _note(module: Any, method: str, plain: Callable, args: tuple, kwargs: dict) 
         labels = tuple(Label(None, module.tag, d) for d in range(here.depth, 0, -1))
         spec = None if module.spec is None else Const(module.spec)
         note = note._replace(is_sow=True)
-        return bind(plain(*args, **kwargs), labels, edge, note=note, spec=spec)
+        return bind_sow(plain(*args, **kwargs), labels, edge, note=note, spec=spec)
     if not chosen:
         # The names of what is called inside need this edge. JAX removes what is not
         # used, but no mark, which has an effect.
@@ -400,7 +400,7 @@ class _Marks(NamedTuple):
         if not labels:
             return value
         note = self.note._replace(what=kind)
-        return bind(value, labels, self.edge(value), note=note)
+        return bind_sow(value, labels, self.edge(value), note=note)
 
     def before(self, args: tuple, kwargs: dict) -> tuple[tuple, dict, Any]:
         """The arguments that the program goes on with; and what `after` wants to know

@@ -170,7 +170,7 @@ class _Fields(NamedTuple):
     where: str = ""
 
     # --- which execution it is ---
-    # The call of `sow`, which its derivatives share: an `Origin`.
+    # The call of `sow`, which its derivatives share: a `SowCall`.
     origin: Any = None
     execution: Execution = _UNKNOWN
 
@@ -186,8 +186,8 @@ class _Fields(NamedTuple):
 class Site(_Fields):
     """The static part of a mark: the single parameter of its equation.
 
-    `bind` in `sow.py` makes it. Differentiation, batching and the rules for loops and
-    branches rewrite it. Handlers read it.
+    `bind_sow` in `sow.py` makes it. Differentiation, batching and the rules for loops
+    and branches rewrite it. Handlers read it.
     """
 
     # What follows is asked for many times, if one function is called many times. So it

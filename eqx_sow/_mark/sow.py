@@ -11,7 +11,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .._errors import SowError, SowTypeError
-from .._frames import api_boundary, Origin, user_line
+from .._frames import api_boundary, SowCall, user_line
 from .._names import has_traced_number, join
 from .listening import Listening, listening
 from .objects import holder
@@ -93,17 +93,17 @@ def _sow(
     if spec is not None:
         check_spec("sow(..., spec=...)", spec)
         spec = Const(spec)
-    return bind(value, (Label(name, tag),), origin=Origin(layer), spec=spec)
+    return bind_sow(value, (Label(name, tag),), origin=SowCall(layer), spec=spec)
 
 
 _ARRAY = Form(Const(jtu.tree_structure(0)), (OPERAND,))
 
 
-def bind(
+def bind_sow(
     value: Any,
     labels: tuple[Label, ...],
     edge: Any = NO_EDGE,
-    origin: Origin | None = None,
+    origin: SowCall | None = None,
     **fields,
 ) -> Any:
     """Binds the primitive to the array leaves of a value. Names are whole names.
@@ -128,7 +128,7 @@ def bind(
         labels,
         seen,
         where=where,
-        origin=origin or Origin(),
+        origin=origin or SowCall(),
         varies=none,
         permutations=none,
         fixed=fixed,

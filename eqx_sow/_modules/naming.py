@@ -32,7 +32,7 @@ from .._walk.sows import Way
 from .fits import Fits
 from .places import is_internal, is_like, Places, root_of
 from .sources import FAR, TRANSPOSED
-from .visits import Index, Mark, Visit, Visits
+from .visits import Mark, StackIndex, Visit, Visits
 
 
 class Naming:
@@ -110,7 +110,7 @@ class Naming:
                 return path
             path = (*path, call.cls.__name__)
 
-    def _indices(self, visit: Visit, path: Path) -> tuple[Index, ...]:
+    def _indices(self, visit: Visit, path: Path) -> tuple[StackIndex, ...]:
         """Where the index stands of each slice of a stack that a module is: behind the
         highest tree of which all arrays are sliced so. Something without arrays is in
         the entries that the module around is."""
@@ -121,13 +121,13 @@ class Naming:
             return inherited
         levels = [(v.call, len(v.path or ())) for v in around]
         levels.append((visit.call, len(path)))
-        found: list[Index] = []
+        found: list[StackIndex] = []
         for i, cut in enumerate(cuts):
             outside = [v.call for v in around if len(v.indices) <= i]
             apart = self._fits.sliced(i, cut)
             at = self._fits.keys_to_stack(path, levels, apart, outside)
             before = found[-1].at if found else 0
-            found.append(Index(max(before, len(path) if at is None else at), cut))
+            found.append(StackIndex(max(before, len(path) if at is None else at), cut))
         return tuple(found)
 
     def _held(self, visit: Visit) -> Path | None:

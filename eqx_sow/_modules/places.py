@@ -95,7 +95,7 @@ class Places:
         """The modules in variables."""
         found: dict[Path, Any] = {}
         self.everywhere.maps.append(found)
-        for path, x in reached(self._roots):
+        for path, x in reachable(self._roots):
             if is_part(x):
                 found.setdefault(path, x)
             elif (key := _identity(x)) in self._sources:
@@ -161,7 +161,7 @@ def roots(fn: Any, args: tuple, kwargs: dict) -> list[tuple[Path, Any]]:
     return [((), fn), *(((Root(name),), x) for name, x in named)]
 
 
-def reached(roots: Sequence[tuple[Path, Any]]) -> Iterator[tuple[Path, Any]]:
+def reachable(roots: Sequence[tuple[Path, Any]]) -> Iterator[tuple[Path, Any]]:
     """The arrays and the modules that one gets to from a function and its arguments,
     and their paths: each begins with the name of the last variable on the way."""
     seen: dict[int, Any] = {}

@@ -137,7 +137,7 @@ def in_order(cases: Sequence[Origin]) -> Sequence[Origin]:
     return cases[::-1] if len(cases) == 2 else cases
 
 
-def computed(eqn: Any, operands: Sequence[Origin], way: Way) -> list[Origin]:
+def outputs_of(eqn: Any, operands: Sequence[Origin], way: Way) -> list[Origin]:
     """What comes out of an equation that is neither a mark nor an edge."""
     number = _cuts.number(eqn, operands)
     name, shape = eqn.primitive.name, eqn.outvars[0].aval.shape

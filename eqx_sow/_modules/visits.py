@@ -25,7 +25,7 @@ from .._walk.flow import Domain, Here
 from .._walk.sows import Way
 from .cuts import Cut, number_of, OF_SHARD
 from .places import Places
-from .sources import computed, in_order, Origin, undecided
+from .sources import in_order, Origin, outputs_of, undecided
 
 
 @dc.dataclass(eq=False)
@@ -50,7 +50,7 @@ class Visit:
     # `("MLP#1", "layers", "0")`.
     path: Path | None = None
     # Which entries of stacks the module is in, from left to right in the path.
-    indices: "tuple[Index, ...]" = ()
+    indices: "tuple[StackIndex, ...]" = ()
 
     @property
     def name(self) -> Path:
@@ -62,7 +62,7 @@ class Visit:
         return name
 
 
-class Index(NamedTuple):
+class StackIndex(NamedTuple):
     """An entry of a stack: its index stands behind `at` keys of the path."""
 
     at: int
@@ -150,7 +150,7 @@ class Visits(Domain):
             visit = Visit(call, operands, self._running(eqn, here))
             self.visits[here.way] = self._latest[call] = visit
             return [Origin(edges=(here.way,))]
-        return computed(eqn, operands, here.way)
+        return outputs_of(eqn, operands, here.way)
 
     def _mark(self, eqn: Any, edge: Origin, here: Here) -> Mark:
         site: Site = eqn.params["site"]

@@ -17,7 +17,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .. import _compat
-from .leaves import as_array
+from .leaves import long_as_float
 from .summarize import merged_on_host, Summary, summary_of_rows
 
 
@@ -228,6 +228,6 @@ def _on_cpu(x: np.ndarray) -> Any:
 
 def _as_real(x: np.ndarray) -> np.ndarray:
     """The numbers that `summarize` would take."""
-    x = as_array(np.abs(x) if np.iscomplexobj(x) else x)
+    x = long_as_float(np.abs(x) if np.iscomplexobj(x) else x)
     is_wide = x.dtype.itemsize == 8 or not jnp.issubdtype(x.dtype, jnp.floating)
     return x.astype(jnp.result_type(float) if is_wide else np.float32, copy=False)

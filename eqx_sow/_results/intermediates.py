@@ -18,7 +18,7 @@ from .at_hand import is_at_hand
 from .layers import axes_of_runs
 from .leaves import is_numeric, is_state, is_value
 from .lookup import find, Known
-from .nodes import in_order, Keys, modes_of, register
+from .nodes import Keys, modes_in_order, modes_of, register
 from .stacks import stacked, unstacked
 from .summarize import Summary
 
@@ -397,7 +397,7 @@ def _unflatten(names: Keys, children: Any) -> Intermediates:
     made._known = names.known
     for name, x in zip(names, children):
         # JAX has sorted the modes. And it puts anything in the place of a child.
-        made[name] = in_order(x) if type(x) is dict and len(x) > 1 else x
+        made[name] = modes_in_order(x) if type(x) is dict and len(x) > 1 else x
     return made
 
 

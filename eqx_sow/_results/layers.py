@@ -67,7 +67,7 @@ def axes_of_runs(known: OfValue | OfRuns, value: Any) -> list[NamedAxes | None]:
 
 
 # --- iterations ---
-class Loop(NamedTuple):
+class LoopAxis(NamedTuple):
     """A loop that stacked a value: where in the name the index of an iteration stands,
     as in `NamedAxis`; how many iterations it has; and which scan it is."""
 
@@ -76,7 +76,7 @@ class Loop(NamedTuple):
     scan: Scan | None
 
 
-def loops_of(known: OfValue, value: Any) -> list[Loop] | None:
+def loops_of(known: OfValue, value: Any) -> list[LoopAxis] | None:
     """The loops that stacked a value, from outside in, given the value of one run.
     `None` if it is not what came back, so that its axes are not known."""
     if axes_of_value(known, value) is None:
@@ -84,7 +84,7 @@ def loops_of(known: OfValue, value: Any) -> list[Loop] | None:
     # Every array has the axes of all loops.
     own, shape = known[0] if known else ((), ())
     axes = zip(own, shape)
-    return [Loop(place, n, scan) for (k, place, scan), n in axes if k == "loop"]
+    return [LoopAxis(place, n, scan) for (k, place, scan), n in axes if k == "loop"]
 
 
 def at_iteration(
@@ -127,7 +127,7 @@ def _indexed(x: Any, index: Sequence[int | None]) -> Any:
 
 
 # --- layers ---
-def loops_over_layers(known: OfValue | OfRuns, value: Any) -> list[Loop]:
+def loops_over_layers(known: OfValue | OfRuns, value: Any) -> list[LoopAxis]:
     """The loops over layers that stacked a value: those whose index has a place in the
     name. None if they are not known, or several runs of the name had different ones."""
     each = [loops_of(of_run, x) for of_run, x in runs_of(known, value) if of_run]

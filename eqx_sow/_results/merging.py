@@ -25,10 +25,10 @@ def added(a: _Summary, b: _Summary) -> _Summary:
             dtype = jnp.promote_types(jnp.result_type(x), jnp.result_type(y))
         return jnp.stack([jnp.asarray(x, dtype), jnp.asarray(y, dtype)])
 
-    return merged(jtu.tree_map(both, a, b), (0,))
+    return merged_summary(jtu.tree_map(both, a, b), (0,))
 
 
-def merged(
+def merged_summary(
     s: _Summary, axes: tuple[int, ...], reduce: Callable = one_by_one, xp: Any = jnp
 ) -> _Summary:
     """One summary of those along some axes, by Chan's formula."""
@@ -82,7 +82,7 @@ def merged(
     )
 
 
-merged_jit = jax.jit(merged, static_argnums=1)
+merged_jit = jax.jit(merged_summary, static_argnums=1)
 
 
 # Known here, since NumPy warns where it first learns this in a callback, in a thread

@@ -76,7 +76,7 @@ def _ordered(modes: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(sorted(modes, key=lambda mode: _rank(str(mode))))
 
 
-def in_order(modes: Mapping[str, Any]) -> dict[str, Any]:
+def modes_in_order(modes: Mapping[str, Any]) -> dict[str, Any]:
     """The modes of one name: `"primal"` first, `"count"` last."""
     return {mode: modes[mode] for mode in _ordered(tuple(modes))}
 

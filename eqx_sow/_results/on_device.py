@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .at_hand import can_be_read, computing, is_at_hand
-from .leaves import as_array
+from .leaves import long_as_float
 
 
 def computed(fn: Callable, value: Any, *others: Any) -> Any:
@@ -26,7 +26,7 @@ def computed(fn: Callable, value: Any, *others: Any) -> Any:
     everywhere = NamedSharding(meshes[0], PartitionSpec()) if meshes else None
     with computing():
         # JAX finds what it has compiled by the function.
-        return jax.jit(fn, out_shardings=everywhere)(as_array(value), *others)
+        return jax.jit(fn, out_shardings=everywhere)(long_as_float(value), *others)
 
 
 def on_host(x: Any) -> Any:

@@ -16,7 +16,7 @@ from .._unknown import across_slashes
 from .layers import (
     axes_of_runs,
     layers_of,
-    Loop,
+    LoopAxis,
     loops_of,
     loops_over_layers,
     OfRuns,
@@ -72,7 +72,7 @@ def _was_stacked(axes: OfValue | OfRuns, value: Any) -> bool:
     )
 
 
-def _around(axes: OfValue | OfRuns, value: Any) -> list[Loop]:
+def _around(axes: OfValue | OfRuns, value: Any) -> list[LoopAxis]:
     """The loops around the first run of which they are known."""
     each = (loops_of(of_run, x) for of_run, x in runs_of(axes, value) if of_run)
     return next(filter(None, each), [])
@@ -80,7 +80,7 @@ def _around(axes: OfValue | OfRuns, value: Any) -> list[Loop]:
 
 def _when(
     position: int,
-    loops: Sequence[Loop],
+    loops: Sequence[LoopAxis],
     at: Sequence[int],
     backward: bool,
     began: dict[Any, int],

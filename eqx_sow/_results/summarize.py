@@ -17,8 +17,8 @@ from .._arrays import as_integer
 from .._errors import SowError
 from .._frames import api_boundary
 from .blocks import by_block, counts_in_bins, in_blocks, one_by_one
-from .leaves import as_array, is_numeric
-from .merging import added, merged, merged_jit
+from .leaves import is_numeric, long_as_float
+from .merging import added, merged_jit, merged_summary
 
 
 Edges = Sequence[float] | np.ndarray | jax.Array | None
@@ -262,7 +262,7 @@ def summarize(
     def one(x):
         if not is_numeric(x):
             return None
-        return summary_of(jnp.asarray(as_array(x)), edges)
+        return summary_of(jnp.asarray(long_as_float(x)), edges)
 
     return jtu.tree_map(one, value)
 
@@ -314,13 +314,13 @@ def merged_on_host(s: Summary, axes: tuple[int, ...] | None = None) -> Summary:
     """By NumPy, in float64, along all leading axes or some."""
     s = jtu.tree_map(lambda a: np.asarray(a, np.float64), s)
     axes = tuple(range(s.size.ndim)) if axes is None else axes
-    return merged(s, axes, ft.partial(one_by_one, xp=np), np)
+    return merged_summary(s, axes, ft.partial(one_by_one, xp=np), np)
 
 
 @jax.jit
 def summary_of_rows(x: jax.Array) -> Summary:
     """That of each row of a matrix."""
-    return merged(_of_entries(x), (1,), ft.partial(by_block, (1,)))
+    return merged_summary(_of_entries(x), (1,), ft.partial(by_block, (1,)))
 
 
 @ft.partial(jax.custom_jvp, nondiff_argnums=(1,))
@@ -328,7 +328,7 @@ def _summary(x: jax.Array, edges: tuple[float, ...] | None) -> Summary:
     there, _ = in_blocks(jnp.ones_like(x, bool))
     x, block = in_blocks(x)
     entries = _of_entries(x, there)
-    s = merged(entries, tuple(range(x.ndim)), ft.partial(by_block, block))
+    s = merged_summary(entries, tuple(range(x.ndim)), ft.partial(by_block, block))
     histogram = None if edges is None else counts_in_bins(x, block, edges)
     return dc.replace(s, histogram=histogram, edges=edges)
 

@@ -20,8 +20,8 @@ from .at_hand import can_be_read, executed, is_at_hand, not_finite, summaries
 from .intermediates import Intermediates
 from .layers import NamedAxes
 from .leaves import is_numeric, is_state, is_value, type_of
-from .merging import merged
-from .nodes import in_order
+from .merging import merged_summary
+from .nodes import modes_in_order
 from .on_device import computed, on_host
 from .rows import check_no_tracers, Leaf, leaves_of, mark_first, Row
 from .summarize import Summary, summary_of, summary_on_host
@@ -208,7 +208,7 @@ def _rows(intermediates: Mapping[str, Any]) -> list[_Row]:
 
 
 def _rows_of_name(intermediates: Mapping[str, Any], name: Any) -> Iterator[_Row]:
-    modes = in_order(intermediates[name])
+    modes = modes_in_order(intermediates[name])
     count = modes.pop("count", None)
     counts = [on_host(c) for c in jtu.tree_leaves(count)]
     # What has no arrays ran all the same.
@@ -303,6 +303,6 @@ def _numbers(
             x = jtu.tree_map(lambda a: select(ran, a, jnp.zeros_like(a)), x)
         every = range(jnp.ndim(x.size))
         bad = jnp.sum(x.not_finite, [a for a in every if a not in time]) > 0
-        return merged(x, tuple(every)), bad
+        return merged_summary(x, tuple(every)), bad
 
     return fn

@@ -15,7 +15,7 @@ from .._mark.static import NoTangent, OPERAND
 from .._results.intermediates import Intermediates, with_known
 from .._results.layers import Leading, NamedAxis, Scan
 from .._results.lookup import Known
-from .._results.nodes import in_order
+from .._results.nodes import modes_in_order
 from .axes import as_operand, broadcast, final_axes, kept_axes, whole
 from .entry import Entry, grouped, with_count
 from .reduce import Reducers
@@ -55,7 +55,7 @@ def assemble(
     for name, (count, of_count) in counts.items():
         if out[name]:
             out[name]["count"], axes[name, "count"] = count, of_count
-    there = {name: in_order(modes) for name, modes in out.items() if modes}
+    there = {name: modes_in_order(modes) for name, modes in out.items() if modes}
     known = dc.replace(known, axes=axes, appended=frozenset(appended))
     return with_known(there, known)
 

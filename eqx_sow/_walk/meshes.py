@@ -29,7 +29,7 @@ from .sows import jaxprs_of, kept_with_jaxpr, loop_of
 
 Spec = tuple[Any, ...]
 # The shape of an array, and how it is sharded.
-Known = tuple[Sequence[int], Spec]
+KnownSpec = tuple[Sequence[int], Spec]
 
 
 def given_inside(given: Given, mesh: Any) -> Given:
@@ -66,7 +66,7 @@ def _spec_in(x: Any) -> Spec | None:
     return (*spec, *[None] * (x.ndim - len(spec)))
 
 
-def _spec_like(shape: Sequence[int], known: Iterable[Known]) -> Spec:
+def _spec_like(shape: Sequence[int], known: Iterable[KnownSpec]) -> Spec:
     """How an array of this shape is sharded, if it is sharded as one of those that are
     `known`: the one that has the most sharded axes in common with it."""
 

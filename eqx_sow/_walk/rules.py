@@ -48,7 +48,7 @@ from .sows import expanded, sites
 
 
 # --- calls ---
-def bind(eqn, args, **params):
+def rebind(eqn, args, **params):
     params = eqn.primitive.get_bind_params({**eqn.params, **params})
     return list(map(_compat.as_array, eqn.primitive.bind(*args, **params)))
 
@@ -60,7 +60,7 @@ def _jit(interpret, given, eqn, *args):
     extra = treedef.num_leaves - len(eqn.outvars)
     new_in, new_out = _compat.unspecified()
     p = eqn.params
-    out = bind(
+    out = rebind(
         eqn,
         inputs,
         jaxpr=closed,
@@ -73,7 +73,7 @@ def _jit(interpret, given, eqn, *args):
 @rule_for(jexc.primitives.remat_p)
 def _checkpoint(interpret, given, eqn, *args):
     closed, inputs, treedef = interpret.staged(eqn.params["jaxpr"], given, *args)
-    out = bind(eqn, inputs, jaxpr=_compat.open_jaxpr(closed)[0])
+    out = rebind(eqn, inputs, jaxpr=_compat.open_jaxpr(closed)[0])
     return jtu.tree_unflatten(treedef, out)
 
 
@@ -92,7 +92,7 @@ def _inside(interpret, given, eqn, jaxpr, args, join):
     if any(map(handler.replaces, sites(eqn))):
         return interpret(jaxpr)(given, *args)
     if not handler.has_outer and not any(map(handler.wants, sites(eqn))):
-        return bind(without(eqn, MARKS), args), Taken(given.carry, ())
+        return rebind(without(eqn, MARKS), args), Taken(given.carry, ())
     # Both run, and only the original prints.
     copy = without(jaxpr, PRINTS)
     # An effect that cannot be left out, such as an `io_callback` with a result.
@@ -100,8 +100,8 @@ def _inside(interpret, given, eqn, jaxpr, args, join):
         why = "an effect of the function, such as an `io_callback`, would happen twice"
         refuse(handler, eqn, sites(eqn), why, "Mark its result outside.")
         kept = eqn if handler.has_outer else without(eqn, MARKS)
-        return bind(kept, args), Taken(given.carry, ())
-    original = bind(without(eqn, MARKS), args)
+        return rebind(kept, args), Taken(given.carry, ())
+    original = rebind(without(eqn, MARKS), args)
     return join(interpret, given, copy, args, original)
 
 
@@ -293,7 +293,7 @@ def _cond(interpret, given, eqn, index, *args):
     new = tuple(with_operands(jaxpr, constvars) for jaxpr, _ in opened)
     # Not `lax.switch`, which would clamp the index once more.
     inputs = [index, *consts, *jax.tree.leaves(given), *args]
-    return jax.tree.unflatten(staged[0][1], bind(eqn, inputs, branches=new))
+    return jax.tree.unflatten(staged[0][1], rebind(eqn, inputs, branches=new))
 
 
 def _varying_like(predicate, tree):
