@@ -714,6 +714,28 @@ class Hyper(eqx.Module):
         return eqx.tree_at(lambda l: l.weight, self.main, weight)(x)
 
 
+def test_a_layer_beside_one_that_is_called():
+    """Of two that are alike, what others make is the one that nothing else leads to."""
+
+    def fn(model, x):
+        arrays = model["to_weight"](x).reshape(3, 3), model["to_bias"](x)
+        made = eqx.tree_at(lambda l: (l.weight, l.bias), model["b"], arrays)
+        return made(model["a"](x))
+
+    to_weight = eqx.nn.Linear(3, 9, key=KEYS[0])
+    to_bias = _linear(1, use_bias=False)
+    model = {"a": _linear(2), "b": _linear(3)}
+    model |= {"to_weight": to_weight, "to_bias": to_bias}
+    values = {
+        "model/to_weight": to_weight(X),
+        "model/to_bias": to_bias(X),
+        "model/a": model["a"](X),
+    }
+    made = values["model/to_weight"].reshape(3, 3) @ values["model/a"]
+    values["model/b"] = made + values["model/to_bias"]
+    _check(fn, (model, X), values)
+
+
 def test_what_a_hypernetwork_makes_keeps_its_name_after_an_update():
     net = eqx.nn.Linear(3, 9, key=KEYS[0])
     fn = lambda model, x: model(x) + _step(model, x)
