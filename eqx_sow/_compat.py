@@ -500,7 +500,9 @@ def _bind_varying(eqn: Any, args: Sequence[Any]) -> Sequence[Any]:
         return inline_or_call(inner, args)
     if eqn.primitive.name == "pvary":  # it refuses what varies already
         return [vary(x, frozenset(eqn.params["axes"])) for x in args]
-    if not any(map(is_jaxpr, jax.tree.leaves(list(eqn.params.values())))):
+    # A mark may have the cotangent of one device beside the total of all of them.
+    is_computed = not eqn.effects
+    if is_computed and not any(map(is_jaxpr, jax.tree.leaves([*eqn.params.values()]))):
         axes = frozenset().union(*map(varying, args))
         args = [vary(x, axes) for x in args]
     outs = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(eqn.params))

@@ -62,6 +62,9 @@ DOCUMENTED = {
             "test_misuse.py::test_misuse",
             "test_refusals.py::test_order_counts_only_inside_a_shard_map",
         ],
+        '"would wait for the others"': [
+            "test_meshes.py::test_a_total_in_a_branch_of_some_devices",
+        ],
         '"does not match its annotation"': [
             "test_spec.py::test_does_not_fit",
             "test_spec.py::test_message",

@@ -536,6 +536,68 @@ def test_cotangent_of_a_leaf_that_all_devices_share(call):
     np.testing.assert_allclose(again, grad(w), rtol=1e-6)
 
 
+def _grad_on_two_devices(loss):
+    mesh = jax.make_mesh((2,), ("d",), (AxisType.Auto,), devices=jax.devices()[:2])
+    grad = lambda x: jax.grad(loss)(x[0])[None]
+    return jax.shard_map(grad, mesh=mesh, in_specs=P("d"), out_specs=P("d"))
+
+
+@pytest.mark.parametrize("shared", [jnp.ones(4), np.ones(4, np.float32)])
+def test_cotangent_of_a_leaf_that_all_devices_share_and_others_plant(call, shared):
+    """It is still one for all of them: the program does not know what is planted."""
+
+    def loss(x):
+        h, c = eqx_sow.sow((x * 2, shared), "a")
+        return (jnp.sin(h) * c).sum()
+
+    h, c = X[:2] + 1, X[2:4]
+    planted = plant(_grad_on_two_devices(loss), {"a": (h, c)})
+    out, captured = call(S(planted), X[:2])
+    np.testing.assert_allclose(out, 2 * jnp.cos(h) * c, rtol=1e-6)
+    for got, want in zip(captured["a"]["primal"], (h, c)):
+        np.testing.assert_array_equal(got, want)
+    of_h, of_shared = captured["a"]["cotangent"]
+    np.testing.assert_allclose(of_h, jnp.cos(h) * c, rtol=1e-6)
+    np.testing.assert_allclose(of_shared, jnp.sin(h).sum(0), rtol=1e-6)
+
+
+@pytest.mark.parametrize("planted", [False, True])
+def test_a_total_in_a_branch_of_some_devices(planted):
+    """JAX would let the devices there wait for the others, for ever."""
+
+    def make(vary):
+        def branch(x):
+            c = jnp.full(4, 3.0)
+            c = lax.pcast(c, "d", to="varying") if vary else c
+            h, c = eqx_sow.sow((x * 2, c), "a")
+            return (jnp.sin(h) * c).sum()
+
+        f = _grad_on_two_devices(lambda x: lax.cond(x[0] > 0, branch, jnp.sum, x))
+        return plant(f, {"a": lambda a: (a[0], a[1] / 2)}) if planted else f
+
+    x = jnp.stack([X[0], X[0].at[0].set(-1.0)])
+    where = r"The cotangent of .*'a'.* along the mesh axis 'd'.* would wait"
+    for wrap in S, ft.partial(plant, values={"a": lambda a: a}, mode="cotangent"):
+        with pytest.raises(eqx_sow.UnsupportedPrimitiveError, match=where):
+            wrap(make(False))(x)
+    factor = 1.5 if planted else 3.0
+    want = np.stack([2 * factor * np.cos(2 * x[0]), np.ones(4)])
+    for vary, modes in (False, "primal"), (True, None):
+        out, captured = S(make(vary), modes=modes)(x)
+        np.testing.assert_allclose(out, want, rtol=1e-5)
+        assert captured["a"]["count"].tolist() == [1, 0]
+        h, c = captured["a"]["primal"]
+        np.testing.assert_allclose(h[0], 2 * x[0])
+        np.testing.assert_allclose(c[0], np.full(4, factor))
+    of_h, of_c = captured["a"]["cotangent"]
+    np.testing.assert_allclose(
+        of_h, [factor * np.cos(2 * x[0]), np.zeros(4)], rtol=1e-5
+    )
+    # What is planted takes part in the derivative, as a function of what was there.
+    total = np.sin(2 * x[0])
+    np.testing.assert_allclose(of_c, [total, np.zeros(4)], rtol=1e-5)
+
+
 # --- meshes within a mesh ---
 def _inside(fn, spec=P("d", "m"), axes=None):
     return jax.sharding.auto_axes(fn, axes=axes, out_sharding=spec)

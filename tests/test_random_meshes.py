@@ -206,6 +206,7 @@ def _fetched(tree):
 # What docs/api/errors.md says.
 DOCUMENTED = {
     "rule that only some lanes run": r"derivative rule of a function .* some lanes",
+    "total in a branch of some devices": r"run this branch or iteration would wait",
     "plant in a shard_map": r"cannot be checked in a `jax.shard_map`",
     "tap in a shard_map of explicit axes": r"Closing over inputs to shard_map",
 }

@@ -174,3 +174,14 @@ def forgets(jaxpr: Any) -> bool:
         not eqn.params.get("check_vma", True) or any(map(forgets, jaxprs_of(eqn)))
         for eqn in jaxpr.eqns
     )
+
+
+def adds_up(jaxpr: Any, axes: frozenset[Any]) -> bool:
+    """Whether a jaxpr has a sum over any of these mesh axes. Transposition puts one
+    where an array that does not vary over them meets one that does."""
+    return any(
+        any(adds_up(inner, axes) for inner in jaxprs_of(eqn))
+        or eqn.primitive.name.startswith("psum")
+        and not axes.isdisjoint(eqn.params["axes"])
+        for eqn in _compat.open_jaxpr(jaxpr)[0].eqns
+    )

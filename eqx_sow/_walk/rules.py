@@ -37,14 +37,15 @@ from jax.sharding import PartitionSpec as P
 
 from .. import _compat, _hijax
 from .._arrays import on_mesh, select, sharded_along, zeros_like
+from .._errors import UnsupportedPrimitiveError
 from .._mark.primitive import sow_effect
 from .._mark.staging import to_jaxpr, types_of
 from .._values import entry as _entry, merge as _merge
 from .handler import Given, refuse, Taken
 from .interpreter import Interpret, rule_for, with_operands
-from .meshes import forgets
+from .meshes import adds_up, forgets
 from .rewrite import MARKS, PRINTS, without
-from .sows import expanded, sites
+from .sows import expanded, sites, sows
 
 
 # --- calls ---
@@ -273,6 +274,8 @@ def _cond(interpret, given, eqn, index, *args):
     # The branches mark different things, and have to return the same: each fills in
     # zeros for what only the others mark.
     runs = [interpret(jaxpr) for jaxpr in eqn.params["branches"]]
+    for jaxpr in eqn.params["branches"]:
+        _refuse_totals(interpret.handler, jaxpr, index)
     types = [types_of(run, given, *args)[1].entries for run in runs]
     bring = _merge.to_one_form(types)
 
@@ -300,6 +303,37 @@ def _varying_like(predicate, tree):
     """Inside a `jax.shard_map`: what depends on a predicate varies where it does."""
     axes = _compat.varying(predicate)
     return jax.tree.map(lambda x: _compat.vary(x, axes), tree) if axes else tree
+
+
+def _refuse_totals(handler, jaxpr, predicate):
+    """Raises if what only some devices run has a total over all of them. In a gradient,
+    in a `jax.shard_map`, of
+
+        branch = lambda x: sow((x, c), "h")[0] * c  # all devices have the same `c`
+        lax.cond(x > 0, branch, jnp.sin, x)
+
+    the cotangent of that `c` is a `psum` in the branch: a device that is there waits
+    for the others. So it does in a gradient with respect to `c`, without any mark.
+    """
+    axes = _compat.varying(predicate)
+    if not axes or not adds_up(jaxpr, axes):
+        return
+    for site, eqns, _ in sows(jaxpr):
+        if not site.flows_backward or not handler.wants(site):
+            continue
+        dtype = lambda aval: getattr(aval, "dtype", bool)  # a HiPrim takes others
+        avals = [v.aval for v in eqns[-1].invars[1:]]
+        floats = [x for x in avals if jnp.issubdtype(dtype(x), jnp.inexact)]
+        shared = sorted(frozenset().union(*[axes - _compat.varying(x) for x in floats]))
+        if shared:
+            axis = shared[0]
+            raise UnsupportedPrimitiveError(
+                f"The cotangent of {site.said} cannot be captured or planted: an array "
+                f"there is the same along the mesh axis {axis!r}, so its cotangent is "
+                "the sum over that, and the devices that run this branch or iteration "
+                f"would wait for the others. Let it vary, by `jax.lax.pcast(x, {axis!r}"
+                ", to='varying')`, or leave cotangents out, by `modes`."
+            )
 
 
 def varying_alike(fns, *args):
@@ -370,6 +404,7 @@ def _while(interpret, given, eqn, *args):
 
     # Its aval: evaluated once more, the predicate might print.
     (pred,) = jax.make_jaxpr(going)(init).out_avals
+    _refuse_totals(handler, p["body_jaxpr"], pred)
     # How often the body runs is not known, so nothing can be stacked: `rest` has what
     # the last iteration sowed, and before the first one zeros.
     empty = tuple(_merge.zeros(_merge.unify([_entry.left_loop(e)])) for e in types)
