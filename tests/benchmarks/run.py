@@ -5,9 +5,11 @@
 A ratio is the median over rounds in which the two run one after the other, in an order
 that changes; behind it are the first and the last decile. The column "itself" is the
 baseline against itself, measured in the same way: what differs less than that from 1
-cannot be told apart from 1 on this machine. Times are those of one core, in seconds
-of the CPU (`--clock wall` for those on the wall). `--all-cores` uses all of them, and
-the clock on the wall. Nothing but the values is asserted.
+cannot be told apart from 1 on this machine. The column "rounds" counts them: there are
+`--repeats`, or, after the second, as many as fit into 0.3 seconds for each. Times are
+those of one core, in seconds of the CPU (`--clock wall` for those on the wall).
+`--all-cores` uses all of them, and the clock on the wall. Nothing but the values is
+asserted.
 
 Other libraries are measured if they are installed; `peers.py` says how.
 """
@@ -73,9 +75,9 @@ from tests.benchmarks.zoo import Block, cases, zoo
 from tests.helpers import assert_close, thread, unmarked
 
 
-WIDTHS = {"what": 62, "time": 10, "at most": 8} | dict.fromkeys(
-    ("FLOPs", "bytes", "temporaries", "instructions"), 12
-)
+TIMES = "at most", "ratio", "itself", "time", "rounds"
+COSTS = "FLOPs", "bytes", "temporaries", "instructions"
+WIDTHS = {"what": 62, "time": 10, "at most": 8, "rounds": 6} | dict.fromkeys(COSTS, 12)
 
 
 class Table:
@@ -103,22 +105,31 @@ class Table:
         aim: str,
         fn: Callable,
         baseline: Callable,
-        *how,
-        temporaries: str = "",
-        against: str = "",
-        **more,
+        repeats: int,
+        sample: float = 4e-3,
+        collect: bool = False,
+        **cells,
     ):
-        """A row for how long two functions take; the rest is for `compare`."""
-        cells = {"temporaries": temporaries, "against": against}
-        result = compare(fn, baseline, *how, **more)
+        """A row for how long two functions take, with more `cells`."""
+        result = compare(fn, baseline, repeats, sample, collect)
         self.row(
             what,
             at_most=aim,
             ratio=result.ratio,
             itself=result.itself,
             time=seconds(result.seconds),
-            **{k: cell for k, cell in cells.items() if cell},
+            rounds=result.rounds,
+            **cells,
         )
+
+    def programs(
+        self, what: str, aim: str, fn: Callable, baseline: Callable, args: tuple, *how
+    ):
+        """A row for two compiled programs: how long they take, and what XLA says."""
+        figures = zip(costs(fn), costs(baseline))
+        flops, read, temporaries, _, instructions = (over(*f) for f in figures)
+        cells = dict(zip(COSTS, (flops, read, temporaries, instructions)))
+        self.times(what, aim, lambda: fn(*args), lambda: baseline(*args), *how, **cells)
 
     def say(self, text: str):
         print(f"\n{text}", flush=True)
@@ -155,8 +166,8 @@ def compiled(fn: Callable, *args):
 def same(table: Table, repeats: int):
     table.section(
         "`jit(S(f))` against the program that returns the same values by hand",
-        *("at most", "run time", "itself", "time"),
-        *("FLOPs", "bytes", "temporaries", "instructions"),
+        *TIMES,
+        *COSTS,
     )
     for program in zoo():
         for case in cases(program):
@@ -166,33 +177,7 @@ def same(table: Table, repeats: int):
             got, want = saved(*case.args), by_hand(*case.args)
             assert_close(got, want, rtol=1e-3, atol=1e-4)
             what = f"{program.name}: {case.name}"
-            _costs(table, what, case.aim, saved, by_hand, case.args, repeats)
-
-
-def _costs(
-    table: Table,
-    what: str,
-    aim: str,
-    fn: Callable,
-    baseline: Callable,
-    args: tuple,
-    repeats: int,
-):
-    """A row for two compiled programs: how long they take, and what XLA says."""
-    result = compare(lambda: fn(*args), lambda: baseline(*args), repeats)
-    figures = zip(costs(fn), costs(baseline))
-    flops, read, temporaries, _, instructions = (over(*f) for f in figures)
-    table.row(
-        what,
-        at_most=aim,
-        run_time=result.ratio,
-        itself=result.itself,
-        time=seconds(result.seconds),
-        FLOPs=flops,
-        bytes=read,
-        temporaries=temporaries,
-        instructions=instructions,
-    )
+            table.programs(what, case.aim, saved, by_hand, case.args, repeats)
 
 
 # --- Off ------------------------------------------------------------------------------
@@ -255,7 +240,7 @@ def _by_hand(model, x):
 def dispatch(table: Table, repeats: int):
     table.section(
         "A call of a small MLP (3 layers, 128 wide, batch of 32)",
-        *("at most", "ratio", "itself", "time"),
+        *TIMES,
     )
     model, x = Net(128), jnp.ones((32, 128))
     by_hand = eqx.filter_jit(_by_hand)
@@ -386,7 +371,7 @@ def _shared(n, mark):
 def tracing(table: Table, repeats: int):
     table.section(
         "Tracing `jit(S(f))` against tracing `jit(f)`",
-        *("at most", "ratio", "itself", "time"),
+        *TIMES,
     )
 
     def trace(make, x=jnp.ones(3)):
@@ -414,18 +399,12 @@ def tracing(table: Table, repeats: int):
         trace(lambda: thread(lambda mark, x: _chain(500, mark)(x))),
     )
     row(
-        "`S(f)`, 10,000 equations against 5,000",
-        "2",
-        trace(lambda: S(_chain(1000, sow))),
-        trace(lambda: S(_chain(500, sow))),
-    )
-    row(
         "5,000 equations, 500 sows, the gradient",
         "",
         trace(lambda: S(jax.grad(lambda x: _chain(500, sow)(x).sum()))),
         trace(lambda: jax.grad(lambda x: _chain(500, unmarked)(x).sum())),
     )
-    for depth in range(1, 7):
+    for depth in (1, 3, 6):
         row(
             f"100 equations, 10 sows, nested {depth} deep (scan, `jit`, ...)",
             "",
@@ -466,7 +445,7 @@ def first(table: Table, repeats: int):
     table.section(
         "Time to the first result of `capture=True`, 100 layers (trace, lower, "
         "compile), against a program by hand that returns the same",
-        *("at most", "ratio", "itself", "time"),
+        *TIMES,
     )
     keys = jr.split(jr.key(0), 100)
     model, x = _Deep([eqx.nn.Linear(32, 32, key=key) for key in keys]), jnp.ones(32)
@@ -517,9 +496,8 @@ def _layers(n, x):
 def patterns(table: Table, repeats: int):
     table.section(
         "Tracing with patterns, against as many names",
-        *("at most", "ratio", "itself", "time"),
+        *TIMES,
     )
-    kinds = ("layers/{}/h", "layers/{}/*", "**/{}/h", "l*s/{}/h*")
 
     def save(fn, some):
         return S(fn, names=some)
@@ -533,33 +511,32 @@ def patterns(table: Table, repeats: int):
     def transformed(fn, some):
         return S(fn, transform=dict.fromkeys(some, jnp.sum))
 
-    ways = {
-        "`names=`": save,
-        "`names=`, the gradient": save_gradient,
-        "`plant`": planted,
-        "`transform=`": transformed,
-    }
-    for n in (150, 400):
-        for what, way in ways.items():
+    any_layer = "layers/{}/*", "**/{}/h", "l*s/{}/h*"
+    n = 150
+    for what, way, kinds in (
+        ("`names=`", save, any_layer),
+        ("`names=`, the gradient", save_gradient, any_layer[1:2]),
+        ("`plant`", planted, any_layer[1:2]),
+        ("`transform=`", transformed, any_layer[1:2]),
+    ):
 
-            def trace(kind):
-                some = [kind.format(i) for i in range(n)]
-                # A new function each time: JAX keeps what it traced.
-                fn = way(lambda x: _layers(n, x), some)
-                jax.make_jaxpr(lambda x: fn(x))(jnp.ones(3))
+        def trace(kind):
+            some = [kind.format(i) for i in range(n)]
+            # A new function each time: JAX keeps what it traced.
+            fn = way(lambda x: _layers(n, x), some)
+            jax.make_jaxpr(lambda x: fn(x))(jnp.ones(3))
 
-            some = kinds if n < 400 else (kinds[0], kinds[2])
-            names, *others = [ft.partial(trace, kind) for kind in some]
-            for kind, fn in zip(some[1:], others):
-                table.times(
-                    f"{what}, {n} such as `{kind.format(7)}`",
-                    "1.2",
-                    fn,
-                    names,
-                    repeats,
-                    sample=0.02,
-                    collect=True,
-                )
+        names = ft.partial(trace, "layers/{}/h")
+        for kind in kinds:
+            table.times(
+                f"{what}, {n} such as `{kind.format(7)}`",
+                "1.2",
+                ft.partial(trace, kind),
+                names,
+                repeats,
+                sample=0.02,
+                collect=True,
+            )
 
 
 # --- Memory ---------------------------------------------------------------------------
@@ -627,43 +604,29 @@ def memory(table: Table, repeats: int):
 def storing(table: Table, repeats: int):
     table.section(
         "`jit(S(f))` against `jit(f)`: what it costs to return values at all",
-        *("run time", "itself", "time", "bytes", "memory"),
+        *TIMES,
+        *COSTS,
     )
-    programs = {p.name: p for p in zoo()}
+    (program,) = (p for p in zoo() if p.name.startswith("GRU"))
+    args = program.params, program.xs
     everything = "all", {}
     means = "means, by `transform`", {"transform": jnp.mean}
     cotangents = "cotangents, by `modes`", {"modes": "cotangent"}
-    block = "one block, by `names`", {"names": "blocks/0/*"}
     fold = "sum, by `Fold`", {"reduce": Fold(0.0, lambda acc, x: acc + jnp.sum(x))}
-    tokens, scanned = "transformer, 6 blocks", "GRU, scan over 50 steps"
-    for name, gradient, variants in (
-        (tokens, False, (everything, block, means)),
-        (tokens, True, (everything, cotangents, block, means)),
-        (scanned, False, (everything, means, fold)),
-        (scanned, True, (everything, cotangents, means, fold)),
+
+    def batch(mark):
+        over = jax.vmap(ft.partial(program.fn, mark), (None, 0))
+        return lambda params, xs: jnp.mean(over(params, xs))
+
+    for form, derive, variants in (
+        ("forward", lambda fn: fn, (everything, means, fold)),
+        ("gradient", jax.grad, (everything, cotangents, fold)),
     ):
-        program = programs[name]
-        args = program.params, program.xs
-        form = "gradient" if gradient else "forward"
-
-        def batch(mark):
-            over = jax.vmap(ft.partial(program.fn, mark), (None, 0))
-            fn = lambda params, xs: jnp.mean(over(params, xs))
-            return jax.grad(fn) if gradient else fn
-
-        plain = compiled(batch(unmarked), *args)
+        plain = compiled(derive(batch(unmarked)), *args)
         for what, options in variants:
-            saved = compiled(S(batch(sow), **options), *args)
-            result = compare(lambda: saved(*args), lambda: plain(*args), repeats)
-            got, want = costs(saved), costs(plain)
-            table.row(
-                f"{name}: {form}, {what}",
-                run_time=result.ratio,
-                itself=result.itself,
-                time=seconds(result.seconds),
-                bytes=over(got.bytes, want.bytes),
-                memory=f"{over(got.memory, want.memory)} ({size(got.memory)})",
-            )
+            saved = compiled(S(derive(batch(sow)), **options), *args)
+            what = f"{program.name}: {form}, {what}"
+            table.programs(what, "", saved, plain, args, repeats)
 
 
 # --- Sweeps ---------------------------------------------------------------------------
@@ -715,8 +678,8 @@ def _edited(layer, head, blocks, new, x):
 def sweeps(table: Table, repeats: int):
     table.section(
         "A head replaced, `plant(..., with_index=True)`, against the edited program",
-        *("at most", "run time", "itself", "time"),
-        *("FLOPs", "bytes", "temporaries", "instructions"),
+        *TIMES,
+        *COSTS,
     )
     width, layers, heads = 64, 12, 8
     keys = jr.split(jr.key(0), layers)
@@ -740,13 +703,13 @@ def sweeps(table: Table, repeats: int):
         args = *at, blocks, new, x
         planted, edited = (compiled(wrap(f), *args) for f in (_planted, _edited))
         assert_close(planted(*args), edited(*args), rtol=1e-4)
-        _costs(table, what, "1.05", planted, edited, args, repeats)
+        table.programs(what, "1.05", planted, edited, args, repeats)
     jitted = jax.jit(lambda *args: _planted(*args))
     with _compilations() as compilations:
         for at in it.product(*every):
             jitted(*at, blocks, new, x)
         count = len(compilations)
-    table.row("compilations for all of them, one by one", at_most="1", run_time=count)
+    table.row("compilations for all of them, one by one", at_most="1", ratio=count)
 
 
 # --- Whole batches --------------------------------------------------------------------
@@ -760,8 +723,8 @@ def batches(table: Table, repeats: int):
     table.section(
         "`transform=batched(lambda x: x.T @ x / len(x))` of every `Linear`, against "
         "the same by hand",
-        *("at most", "run time", "itself", "time"),
-        *("FLOPs", "bytes", "temporaries", "instructions"),
+        *TIMES,
+        *COSTS,
     )
     model, xs = Net(128, depth=6), jr.normal(jr.key(1), (256, 128))
     names = [f"model/layers/{i}" for i in range(len(model.layers))]
@@ -797,7 +760,7 @@ def batches(table: Table, repeats: int):
         programs = compiled(saved, model, xs), compiled(by_hand, model, xs)
         got, want = (program(model, xs) for program in programs)
         assert_close(got, want, rtol=1e-3, atol=1e-6)
-        _costs(table, what, "1.05", *programs, (model, xs), repeats)
+        table.programs(what, "1.05", *programs, (model, xs), repeats)
 
 
 # --- Tables of what was captured ------------------------------------------------------
@@ -809,32 +772,14 @@ def _by_numpy(x):
     return x.mean(), x.std(), x.min(), x.max(), np.linalg.norm(x), zeros, not_finite
 
 
-def _finite_by_numpy(x):
-    x = np.asarray(x)
-    return _by_numpy(x[np.isfinite(x)])
-
-
 def tables(table: Table, repeats: int):
-    table.section(
-        "`tabulate` of 1 GB against the same numbers by NumPy",
-        *("against", "at most", "ratio", "itself", "time"),
-    )
+    table.section("`tabulate` of 1 GB against the same numbers by NumPy", *TIMES)
     for what, n in (("one array", 1), ("64 arrays", 64)):
-        keys = jr.split(jr.key(0), n)
-        arrays = [jr.normal(key, (2**28 // n // 1024, 1024)) for key in keys]
+        one = jnp.linspace(-1.0, 1.0, 2**28 // n).reshape(-1, 1024)
+        arrays = [one + i for i in range(n)]
         captured = {f"h{i}": {"primal": x} for i, x in enumerate(arrays)}
-        for against, by_numpy in (
-            ("of all entries", _by_numpy),
-            ("of the finite ones", _finite_by_numpy),
-        ):
-            table.times(
-                what,
-                "1",
-                lambda: tabulate(captured),
-                lambda by_numpy=by_numpy: list(map(by_numpy, arrays)),
-                repeats,
-                against=against,
-            )
+        by_numpy = lambda: list(map(_by_numpy, arrays))
+        table.times(what, "1", lambda: tabulate(captured), by_numpy, repeats)
 
     shapes = {f"h{i}": {"primal": jr.normal(jr.key(i), (4, 20 + i))} for i in range(40)}
     start = time.process_time()
@@ -891,44 +836,26 @@ def _callback(state, i, x):
 def watching(table: Table, repeats: int):
     table.section(
         "`jit(tap(f))` of a scan, with a callback that does nothing",
-        *("against", "at most", "run time", "itself", "time"),
-        *("temporaries", "instructions"),
+        *TIMES,
+        *COSTS,
     )
-    by_hand = "`jax.debug.callback` by hand"
     # As a carried state: XLA does not compute what is not used.
     predicate = lambda bad, i, x: bad | _not_finite(x)
     every, alarm = {"every": 1000}, {"when": _not_finite}
-    for n, size_ in ((100_000, 100), (100_000, 10_000), (2_000, 250_000)):
+    for n, size_ in ((100_000, 100), (1_000, 50_000)):
         x = jnp.linspace(-1.0, 1.0, size_)
-        few = n // 100
-        for what, length, options, baseline, against, aim in (
-            ("each", few, {}, _loop_by_hand(few, _callback), by_hand, ""),
-            ("every 1,000th", n, every, _loop(n, unmarked), "`f`", "1.05"),
-            ("`when`, never true", n, alarm, _loop(n, unmarked), "`f`", ""),
-            (
-                "`when`, never true",
-                n,
-                alarm,
-                _loop_by_hand(n, predicate, jnp.array(False)),
-                "`f`, with the predicate",
-                "1.10",
-            ),
+        few, plain = n // 100, _loop(n, unmarked)
+        asked = _loop_by_hand(n, predicate, jnp.array(False))
+        for what, length, options, baseline, aim in (
+            ("each, by hand", few, {}, _loop_by_hand(few, _callback), ""),
+            ("every 1,000th, `f`", n, every, plain, "1.05"),
+            ("`when`, never true, `f`", n, alarm, plain, ""),
+            ("`when`, `f` with the predicate", n, alarm, asked, "1.10"),
         ):
             tapped = compiled(tap(_loop(length, sow), _ignore, **options), x)
-            plain = compiled(baseline, x)
-            result = compare(lambda: tapped(x), lambda: plain(x), repeats)
+            what = f"{length:,} times {size(4 * size_)}: {what}"
+            table.programs(what, aim, tapped, compiled(baseline, x), (x,), repeats)
             jax.effects_barrier()
-            got, want = costs(tapped), costs(plain)
-            table.row(
-                f"{length:,} iterations, {size(4 * size_)}: {what}",
-                against=against,
-                at_most=aim,
-                run_time=result.ratio,
-                itself=result.itself,
-                time=seconds(result.seconds),
-                temporaries=over(got.temporaries, want.temporaries),
-                instructions=over(got.instructions, want.instructions),
-            )
 
 
 # --- Statistics of a model that is trained --------------------------------------------
@@ -997,9 +924,10 @@ def _on_batch(block, mark, xs):
 def summaries(table: Table, repeats: int):
     table.section(
         "A training step with `transform=summarize`: activations and gradients",
-        *("at most", "ratio", "itself", "time", "temporaries"),
+        *TIMES,
+        *COSTS,
     )
-    layers, width, batch = 8, 128, (8, 128)
+    layers, width, batch = 8, 128, (2, 128)
     blocks = _blocks(layers, width)
     xs = jr.normal(jr.key(1), (*batch, width), jnp.bfloat16)
 
@@ -1030,15 +958,7 @@ def summaries(table: Table, repeats: int):
         ("against the same statistics by hand", hand, "1.05"),
         ("against the step without", plain, ""),
     ):
-        temporaries = costs(summed).temporaries, costs(baseline).temporaries
-        table.times(
-            what,
-            aim,
-            lambda: summed(*args),
-            lambda: baseline(*args),
-            repeats,
-            temporaries=f"{over(*temporaries)} ({size(temporaries[0])})",
-        )
+        table.programs(what, aim, summed, baseline, args, repeats)
 
 
 # --- Other libraries ------------------------------------------------------------------
@@ -1105,6 +1025,7 @@ def _trace(way, form):
 
 def _compare(cells, column, ways, calls, repeats, **kwargs):
     baseline, *times = interleaved(calls, repeats, **kwargs)
+    cells.setdefault("rounds", {})[column] = len(baseline)
     for way, t in zip(list(ways)[1:], times):
         cells.setdefault(way, {})[column] = ratio(t, baseline)
 
@@ -1148,19 +1069,20 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--repeats", type=int, default=10, help="rounds")
+    parser.add_argument("--repeats", type=int, default=10, help="rounds, at most")
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     parser.add_argument("--markdown", action="store_true", help="tables for the docs")
     parser.add_argument("--clock", choices=timing.CLOCKS, default=timing.clock)
     parser.add_argument("--all-cores", action="store_true", help="not just one")
     args = parser.parse_args()
     timing.clock = "wall" if args.all_cores else args.clock
-    start = time.perf_counter()
-    print(_where(), f"{args.repeats} rounds", sep=", ")
+    print(_where(), f"up to {args.repeats} rounds", sep=", ")
     table = Table(args.markdown)
     for name in args.only:
+        start = time.process_time()
         SECTIONS[name](table, args.repeats)
-    table.say(f"Took {(time.perf_counter() - start) / 60:.0f} minutes.")
+        table.say(f"Took {time.process_time() - start:.0f} s of the CPU.")
+    table.say(f"All of it: {time.process_time() / 60:.1f} minutes of the CPU.")
 
 
 if __name__ == "__main__":

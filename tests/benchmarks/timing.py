@@ -25,6 +25,7 @@ class Ratio(NamedTuple):
 # Of all threads of this process: what else runs on the machine does not count.
 CLOCKS = {"cpu": time.process_time, "wall": time.perf_counter}
 clock = "cpu"
+LIMIT = 0.3  # seconds that a round may take, on average
 
 
 def _seconds(fn: Callable, calls: int) -> float:
@@ -38,32 +39,30 @@ def _seconds(fn: Callable, calls: int) -> float:
 
 
 def interleaved(
-    fns: Sequence[Callable],
-    repeats: int,
-    sample: float = 4e-3,
-    collect: bool = False,
-    limit: float = 20.0,
+    fns: Sequence[Callable], repeats: int, sample: float = 4e-3, collect: bool = False
 ) -> list[list[float]]:
     """For each function, the seconds of a call in each round. A round runs all of them,
-    in an order that changes, and each as often as fills `sample` seconds. No round
-    begins after `limit` seconds. Without garbage collection, as in `timeit`; `collect`
-    cleans up between the rounds."""
+    in an order that changes, and each as often as fills `sample` seconds. After two
+    rounds, none begins when they took `LIMIT` for each of `repeats`. Without garbage
+    collection, as in `timeit`; `collect` cleans up between the rounds."""
     fns = list(fns)
-    for fn in fns:
-        _seconds(fn, 2)
-    calls = max(1, round(sample / min(_seconds(fns[-1], 2) for _ in range(3))))
+    for fn in dict.fromkeys(fns):
+        once = _seconds(fn, 1)
+    if once < sample:
+        once = min(_seconds(fn, 2) for _ in range(3))
+    calls = max(1, round(sample / once))
     times = [[] for _ in fns]
     gc.collect()
     gc.disable()
-    start = time.perf_counter()
+    start = CLOCKS[clock]()
     for i in range(repeats):
+        if i >= 2 and CLOCKS[clock]() - start > LIMIT * repeats:
+            break
         order = [(i + k) % len(fns) for k in range(len(fns))]
         for k in order[:: 1 if i // len(fns) % 2 else -1]:
             times[k].append(_seconds(fns[k], calls))
         if collect:
             gc.collect()
-        if time.perf_counter() - start > limit:
-            break
     gc.enable()
     return times
 
@@ -79,15 +78,17 @@ class Comparison(NamedTuple):
     ratio: Ratio
     itself: Ratio  # the baseline to itself: what this machine can tell apart
     seconds: float
+    rounds: int
 
 
-def compare(fn: Callable, baseline: Callable, repeats: int, **kwargs) -> Comparison:
+def compare(fn: Callable, baseline: Callable, *how) -> Comparison:
     # Whatever runs twice in a row finds its data in the processor's cache.
     fns = [fn, baseline, fn, baseline]
-    a, b, c, d = interleaved(fns, repeats, **kwargs)
+    a, b, c, d = interleaved(fns, *how)
     both = [statistics.mean(pair) for pair in zip(a, c)]
     baselines = [statistics.mean(pair) for pair in zip(b, d)]
-    return Comparison(ratio(both, baselines), ratio(d, b), statistics.median(both))
+    seconds = statistics.median(both)
+    return Comparison(ratio(both, baselines), ratio(d, b), seconds, len(both))
 
 
 class Costs(NamedTuple):
