@@ -47,7 +47,8 @@ def interleaved(
     collection, as in `timeit`; `collect` cleans up between the rounds."""
     fns = list(fns)
     for fn in dict.fromkeys(fns):
-        once = _seconds(fn, 1)
+        _seconds(fn, 1)  # compiles it
+    once = _seconds(fns[-1], 1)
     if once < sample:
         once = min(_seconds(fn, 2) for _ in range(3))
     calls = max(1, round(sample / once))
