@@ -557,7 +557,8 @@ def plant_saved(run):
 
     if not run.ref.sites:
         return False
-    check_out(run.run(again), run.ref.out, "out with what was saved planted")
+    out = run.run(run.outer(again))
+    check_out(out, run.ref.out, "out with what was saved planted")
     return True
 
 

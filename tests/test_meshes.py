@@ -783,6 +783,33 @@ def test_mesh_within_a_shard_map_over_one_axis():
     np.testing.assert_allclose(doubled, jnp.tanh(2 * want), rtol=1e-5)
 
 
+@pytest.mark.parametrize("around", [jax.checkpoint, jax.jit, lambda fn: fn])
+def test_counts_after_a_branch_on_a_mesh_within_a_mesh(call, around):
+    """An eager checkpoint leaves a count on the mesh inside, if nothing else does."""
+    mark = eqx_sow.sow
+
+    def inner(x):
+        return lax.cond(x.sum() > 0, lambda x: mark(x * 2, "a"), lambda x: x, x)
+
+    def f(x):
+        auto = jax.sharding.auto_axes(inner, axes="d", out_sharding=P("d", "m"))
+        x = around(lambda x: auto(x))(x)
+        return mark(mark(x, "a", tag="other") + 1, "b")
+
+    events = []
+    add = Fold(0.0, lambda acc, x: acc + x.sum())
+    mesh = jax.make_mesh((4, 2), ("d", "m"), (AxisType.Explicit,) * 2)
+    x = np.arange(32, dtype=np.float32).reshape(8, 4)
+    with jax.set_mesh(mesh):
+        on_mesh = jax.device_put(x, NamedSharding(mesh, P("d", "m")))
+        call(tap(f, lambda e: events.append((e.name, e.count))), on_mesh)
+        jax.effects_barrier()
+        _, got = call(S(f, reduce=add), on_mesh)
+    assert set(events) == {("a", 0), ("b", 0)}
+    assert float(got["a"]["primal"]) == 2 * x.sum()
+    assert float(got["b"]["primal"]) == (2 * x + 1).sum()
+
+
 def test_a_shard_map_over_an_axis_that_is_explicit_only_inside():
     """What goes in comes from a mesh where it is not known to be sharded."""
     mesh = jax.make_mesh((4,), ("d",), (AxisType.Auto,))

@@ -117,6 +117,9 @@ def evaluate(
             outs, taken = rule(inside, passed, eqn, *values)
         if mesh is not None:
             taken = _outside(taken, given, frame)
+        elif taken.carry:
+            # A compiled equation may leave a count on the mesh of a part of it.
+            taken = taken._replace(carry=carry_outside(taken.carry, given.carry))
         frame.set(eqn.outvars, outs)
         loop = loop_of(eqn)
         step = i, loop.reverse if loop else None
