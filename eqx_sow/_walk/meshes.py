@@ -12,6 +12,7 @@ explicit there too: from what is computed of what. Where JAX has no answer, an a
 sharded along the axes that have the sizes of sharded axes of what it is computed from.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -51,9 +52,15 @@ def entries_outside(
     specs = _specs(jaxpr, mesh)
     known = [(v.aval.shape, specs(v)) for v in eqn.invars if hasattr(v.aval, "shape")]
 
+    def divides(axes, n):
+        names = axes if isinstance(axes, tuple) else (axes,)
+        return n % math.prod(mesh.shape[name] for name in names) == 0
+
     def outside(x):
         spec = _spec_in(x) or _spec_like(x.shape, known)
-        return onto(x, mesh, spec)
+        # What is known may be of a part of an array, inside a `shard_map`.
+        fit = (s if s and divides(s, n) else None for s, n in zip(spec, x.shape))
+        return onto(x, mesh, tuple(fit))
 
     return tuple(e.replace(list(map(outside, e.arrays))) for e in entries)
 
