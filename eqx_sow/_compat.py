@@ -500,9 +500,10 @@ def _bind_varying(eqn: Any, args: Sequence[Any]) -> Sequence[Any]:
         return inline_or_call(inner, args)
     if eqn.primitive.name == "pvary":  # it refuses what varies already
         return [vary(x, frozenset(eqn.params["axes"])) for x in args]
-    # A mark may have the cotangent of one device beside the total of all of them.
-    is_computed = not eqn.effects
-    if is_computed and not any(map(is_jaxpr, jax.tree.leaves([*eqn.params.values()]))):
+    # What computes takes operands that vary alike. A mark, which has an effect, takes
+    # the cotangent of each device beside the total of all of them.
+    has_jaxpr = any(map(is_jaxpr, jax.tree.leaves(list(eqn.params.values()))))
+    if not has_jaxpr and not eqn.effects:
         axes = frozenset().union(*map(varying, args))
         args = [vary(x, axes) for x in args]
     outs = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(eqn.params))
