@@ -795,7 +795,8 @@ def check_pair(run, names, mode):
         of_name = both.setdefault(name, {})
         if twice := (of_name.keys() & entry.keys()) - {"count"}:
             raise Wrong(f"{name} {twice}: taken by both")
-        of_name.update(entry)
+        # Of two counts, that of the primals: a constant in a branch has no cotangent.
+        both[name] = {**entry, **of_name}
     at_least = {n for n in run.ref.sites if n in names or f"{orc.CAPTURED}/" not in n}
     if modes:  # of modules, nobody takes the derivatives
         at_least -= {n for n in at_least if f"{orc.CAPTURED}/" in n}

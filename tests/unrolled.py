@@ -115,7 +115,11 @@ def _select(eqn, which, *cases):
 
 
 def _numpy(fn):
-    return lambda eqn, *ins: [np.asarray(fn(*map(np.asarray, ins), eqn.params))]
+    def rule(eqn, *ins):
+        with np.errstate(all="ignore"):  # infinite here as in JAX, which says nothing
+            return [np.asarray(fn(*map(np.asarray, ins), eqn.params))]
+
+    return rule
 
 
 _CALLS = (
