@@ -1,16 +1,20 @@
 """Would a test notice? Changes the source in one place at a time, and runs the tests.
 
-    python tests/mutants.py --mutants 100 --seed 0 --out mutants.jsonl
-    python tests/mutants.py --again mutants.jsonl --marks rest --out again.jsonl
+    python tests/mutants.py --mutants 300 --seed 0 --out mutants.jsonl
 
-A first run of the tests records which of them execute which line, and how long they
-take; `--survey FILE` keeps that. A mutant is then given to the tests that execute its
-line, file by file, until one of them fails; if that takes longer than `--seconds`, it
-has survived. With `--again`, mutants that have survived are given to other cases of the
-same tests.
+All mutants are in one copy of the source, each behind a switch: `a < b` becomes
+`(a <= b if on(17) else a < b)`. A first run of the default tests, with all switches
+off, records which of them ask which switch, and how long they take. Then
 
-Each line of the output is a mutant: the file, the line, what was changed, the test that
-noticed (or `null`), and whether there was time for all of them.
+1. each mutant alone is given to the tests that ask its switch, the most promising
+   first, for `--seconds`, until one of them fails;
+2. what is left is switched on together, in one run of the default tests. Each of these
+   mutants is then given, alone, to those tests that failed. This is repeated with those
+   that are still left, until no test fails;
+3. the same with `-m "rest or slow"`, the cases that the default tests leave out.
+
+The output has a line for each mutant that a test has noticed, with that test and the
+step, and in the end one for each that none has.
 """
 
 import argparse
@@ -18,25 +22,32 @@ import ast
 import collections
 import concurrent.futures
 import copy
-import gc
 import json
 import os
 import pathlib
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
-import time
-import types
 from typing import NamedTuple
 
 
 ROOT = pathlib.Path(__file__).parent.parent
 DEFAULT = "not (fuzz or slow or types or every or rest)"
+REST = "rest or slow"
 # What holds the semantics. Messages and tables are left out.
 MODULES = "_mark _values _walk _modules _handlers _transforms _names.py _selection.py"
-
+# The switches. In the copy only.
+SWITCHES = """
+import os
+ON = frozenset(map(int, os.environ.get("MUTANTS_ON", "").split()))
+ASKED = set()
+def on(i):
+    ASKED.add(i)
+    return i in ON
+"""
 SWAPPED = {
     ast.Eq: ast.NotEq,
     ast.NotEq: ast.Eq,
@@ -101,14 +112,16 @@ def _is_string(node):
     )
 
 
-def _in_annotations(tree):
+def _fixed(tree):
+    """Annotations, patterns of `match` and f-strings, where no switch can stand."""
     whole = (
-        annotation
+        part
         for node in ast.walk(tree)
-        for name in ("annotation", "returns")
-        if isinstance(annotation := getattr(node, name, None), ast.AST)
+        for name in ("annotation", "returns", "pattern")
+        if isinstance(part := getattr(node, name, None), ast.AST)
     )
-    return {node for annotation in whole for node in ast.walk(annotation)}
+    strings = (node for node in ast.walk(tree) if isinstance(node, ast.JoinedStr))
+    return {x for part in (*whole, *strings) for x in ast.walk(part)}
 
 
 def mutants():
@@ -117,160 +130,180 @@ def mutants():
         for file in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
             name = str(file.relative_to(ROOT))
             tree = ast.parse(file.read_text())
-            annotations = _in_annotations(tree)
+            fixed = _fixed(tree)
             for i, node in enumerate(ast.walk(tree)):
-                for k, new in enumerate([] if node in annotations else changes(node)):
+                for k, new in enumerate([] if node in fixed else changes(node)):
                     at = getattr(node, "iter", node).lineno
                     short = ast.unparse(new).splitlines()[0]
                     old = ast.unparse(node).splitlines()[0]
                     yield Mutant(name, at, i, k, f"{old} -> {short}")
 
 
-def mutated(mutant):
-    """The text of the file with the change."""
-    tree = ast.parse((ROOT / mutant.file).read_text())
-    old = list(ast.walk(tree))[mutant.node]
-    new = list(changes(old))[mutant.change]
+def switched(text, chosen):
+    """The source with some of its mutants, by number, each behind a switch."""
+    tree = ast.parse(text)
+    at = collections.defaultdict(list)
+    numbers = {node: i for i, node in enumerate(ast.walk(tree))}
+    for i, mutant in chosen.items():
+        at[mutant.node].append((i, mutant.change))
 
-    class Replace(ast.NodeTransformer):
+    class Switch(ast.NodeTransformer):
         def visit(self, node):
-            return new if node is old else self.generic_visit(node)
+            here = at[numbers[node]]
+            old = self.generic_visit(node)
+            possible = list(changes(old)) if here else []
+            for i, change in here:
+                old = either(i, possible[change], old)
+            return old
 
-    return ast.unparse(ast.fix_missing_locations(Replace().visit(tree)))
+    tree = Switch().visit(tree)
+    last = max(i for i, x in enumerate(tree.body) if i == 0 or _is_future(x))
+    tree.body.insert(
+        last + 1, ast.parse("from eqx_sow._switches import on as _on").body[0]
+    )
+    return ast.unparse(ast.fix_missing_locations(tree))
 
 
-# --- tests ---
-def run_of_pytest(*args):
-    return [sys.executable, "-m", "pytest", "-q", "-p", "no:randomly", *args]
+def _is_future(statement):
+    return isinstance(statement, ast.ImportFrom) and statement.module == "__future__"
 
 
+def either(i, new, old):
+    on = ast.Call(ast.Name("_on"), [ast.Constant(i)], [])
+    if isinstance(old, ast.If):
+        return ast.If(ast.IfExp(on, new.test, old.test), old.body, old.orelse)
+    if isinstance(old, ast.comprehension):
+        all_of = ast.BoolOp(ast.And(), old.ifs) if len(old.ifs) > 1 else old.ifs[0]
+        one = ast.BoolOp(ast.Or(), [on, all_of])
+        return ast.comprehension(old.target, old.iter, [one], old.is_async)
+    return ast.IfExp(on, new, old)
+
+
+def write(drawn, tree):
+    """A copy of the project with all mutants, each switched off."""
+    ignore = shutil.ignore_patterns(
+        ".git", ".venv*", "site", "__pycache__", ".pytest_cache"
+    )
+    shutil.copytree(ROOT, tree, ignore=ignore)
+    (tree / "eqx_sow/_switches.py").write_text(SWITCHES)
+    for name in {m.file for m in drawn}:
+        file = tree / name
+        here = {i: m for i, m in enumerate(drawn) if m.file == name}
+        file.write_text(switched(file.read_text(), here))
+
+
+# --- tests: what runs in pytest ---
 class Record:
-    """A plugin of pytest: which lines each test executes, and how long it takes."""
+    """Which switches each test asks, and how long it takes."""
 
-    def __init__(self, file):
-        self.file, self.lines, self.tests = file, set(), {}
-
-    def watch(self):
-        """Once for each line, until `restart_events`. Coverage costs as much as the
-        tests themselves."""
-        monitoring = sys.monitoring
-        monitoring.use_tool_id(monitoring.COVERAGE_ID, "mutants")
-
-        def at(code, line):
-            self.lines.add(f"{pathlib.Path(code.co_filename).relative_to(ROOT)}:{line}")
-            return monitoring.DISABLE
-
-        monitoring.register_callback(monitoring.COVERAGE_ID, monitoring.events.LINE, at)
-        todo = [f.__code__ for f in gc.get_objects() if type(f) is types.FunctionType]
-        source = str(ROOT / "eqx_sow")
-        while todo:
-            code = todo.pop()
-            if code.co_filename.startswith(source):
-                events = monitoring.events.LINE
-                monitoring.set_local_events(monitoring.COVERAGE_ID, code, events)
-                todo += [x for x in code.co_consts if type(x) is types.CodeType]
-
-    def pytest_collection_finish(self):
-        self.watch()
+    def __init__(self, file, asked):
+        self.file, self.asked, self.tests = file, asked, {}
 
     def pytest_runtest_setup(self):
-        self.lines.clear()
-        sys.monitoring.restart_events()
+        self.asked.clear()
 
     def pytest_runtest_logreport(self, report):
         # What fails or is skipped by itself says nothing.
         if report.when == "call" and report.passed:
-            self.tests[report.nodeid] = report.duration, sorted(self.lines)
+            self.tests[report.nodeid] = report.duration, sorted(self.asked)
 
     def pytest_sessionfinish(self):
         self.file.write_text(json.dumps(self.tests))
 
 
+def _too_long(signal_number, frame):
+    raise TimeoutError("a loop without an end")
+
+
+def pytest_runtest_setup():
+    signal.signal(signal.SIGALRM, _too_long)
+    signal.alarm(120)
+
+
 def pytest_configure(config):
     worker = os.environ.get("PYTEST_XDIST_WORKER")
     if worker and "MUTANTS_RECORD" in os.environ:
+        from eqx_sow import _switches  # pyright: ignore[reportAttributeAccessIssue]
+
         file = pathlib.Path(os.environ["MUTANTS_RECORD"], f"{worker}.json")
-        config.pluginmanager.register(Record(file))
+        config.pluginmanager.register(Record(file, _switches.ASKED))
 
 
-def survey(marks, folder):
-    """Which tests execute each line, and how long each test takes."""
-    command = run_of_pytest("-p", "tests.mutants", f"-m={marks}")
-    environment = os.environ | {"MUTANTS_RECORD": str(folder)}
-    subprocess.run(command, cwd=ROOT, env=environment)
-    by_line, seconds = collections.defaultdict(list), {}
-    for file in folder.glob("gw*.json"):
-        for test, (took, lines) in json.loads(file.read_text()).items():
+# --- tests: what starts pytest ---
+def run_pytest(tree, *args, on=(), seconds=None, **environment):
+    command = [sys.executable, "-m", "pytest", "-q", "--no-header", "--tb=no"]
+    command += [
+        "-p",
+        "tests.mutants",
+        "--assert=plain",
+        f"-ocache_dir={tree / '.cache'}",
+    ]
+    run = subprocess.run(
+        [*command, *args],
+        cwd=tree,
+        env=os.environ
+        | {"PYTHONPATH": str(tree), "MUTANTS_ON": " ".join(map(str, on))}
+        | environment,
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+    )
+    found = [x for x in run.stdout.splitlines() if x.startswith(("FAILED", "ERROR"))]
+    failed = [x.split(" ", 1)[1].split(" - ")[0] for x in found]
+    if not failed and run.returncode not in (0, 5):
+        failed = ["collection"]
+    return failed
+
+
+def survey(tree):
+    """Which tests ask each switch, and how long each test takes."""
+    run_pytest(tree, f"-m={DEFAULT}", MUTANTS_RECORD=str(tree))
+    asked_by, seconds = collections.defaultdict(list), {}
+    for file in tree.glob("gw*.json"):
+        for test, (took, asked) in json.loads(file.read_text()).items():
             seconds[test] = took
-            for line in lines:
-                by_line[line].append(test)
-    return by_line, seconds
+            for i in asked:
+                asked_by[i].append(test)
+    return asked_by, seconds
 
 
-def collected(marks):
-    command = run_of_pytest("-n0", "--collect-only", f"-m={marks}")
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    return [line for line in run.stdout.splitlines() if "::" in line]
-
-
-def function(test):
-    return test.split("[")[0]
-
-
-def in_order(tests, seconds):
-    """File by file, as JAX's caches are cleared after each. First those of which most
-    tests execute the line, and the quick ones of these."""
+def in_order(tests, seconds, kills):
+    """File by file, as JAX's caches are cleared after each. First the files that have
+    noticed most mutants, and of which most tests ask the switch, for the time that they
+    take; five seconds are what it takes to start."""
     file = lambda test: test.split("::")[0]
     here, all_tests = (collections.Counter(map(file, x)) for x in (tests, seconds))
     took = collections.Counter()
     for test in tests:
         took[file(test)] += seconds.get(test, 1.0)
-    share = {f: round(here[f] / max(all_tests[f], here[f]), 1) for f in here}
-    return sorted(tests, key=lambda t: (-share[file(t)], took[file(t)], file(t)))
+    worth = {
+        f: (1 + kills[f]) * (0.1 + n / max(all_tests[f], n)) / (5 + took[f])
+        for f, n in here.items()
+    }
+    return sorted(tests, key=lambda t: (-worth[file(t)], file(t)))
 
 
-def give(mutant, tests, seconds, limit, folder):
-    """The first of the tests that fails, or `None`, and whether there was time."""
-    tree = pathlib.Path(tempfile.mkdtemp(dir=folder))
-    ignore = shutil.ignore_patterns(
-        ".git", ".venv*", "site", "__pycache__", ".pytest_cache"
-    )
-    shutil.copytree(ROOT, tree, ignore=ignore, dirs_exist_ok=True)
-    (tree / mutant.file).write_text(mutated(mutant))
-    end = time.monotonic() + limit
-    # First a few, since to collect all of them takes longer than most mutants live.
-    few, passed = [], 0.0
+def first_of(tests, seconds, limit):
+    """As many as take no longer than `limit` seconds."""
+    passed, some = 0.0, []
     for test in tests:
         passed += seconds.get(test, 1.0)
-        if passed < limit / 8:
-            few.append(test)
-    try:
-        for some in (few, tests[len(few) :]):
-            if some and (killer := fails(tree, some, end, folder)):
-                return killer, True
-        return None, True
-    except subprocess.TimeoutExpired:
-        return None, False
-    finally:
-        shutil.rmtree(tree, ignore_errors=True)
+        if some and passed > limit:
+            break
+        some.append(test)
+    return some
 
 
-def fails(tree, tests, end, folder):
-    chosen = tree / "chosen.txt"
+def failing(tree, tests, on, *args, seconds=None):
+    """Which of the tests fail, or `[]` if that takes too long."""
+    if not tests:
+        return []
+    chosen = pathlib.Path(tempfile.mkstemp(dir=tree, suffix=".txt")[1])
     chosen.write_text("\n".join(tests))
-    options = ["-x", "-n0", "--no-header", "--tb=no", "--assert=plain", "-m="]
-    run = subprocess.run(
-        run_of_pytest(*options, f"-ocache_dir={folder / 'cache'}", f"@{chosen}"),
-        cwd=tree,
-        env=os.environ | {"PYTHONPATH": str(tree)},
-        capture_output=True,
-        text=True,
-        timeout=max(end - time.monotonic(), 1),
-    )
-    failed = [x for x in run.stdout.splitlines() if x.startswith(("FAILED", "ERROR"))]
-    if failed:
-        return failed[0].split(" ", 1)[1].split(" - ")[0]
-    return None if run.returncode in (0, 5) else "collection"
+    try:
+        return run_pytest(tree, "-m=", *args, f"@{chosen}", on=on, seconds=seconds)
+    except subprocess.TimeoutExpired:
+        return []
 
 
 def main():
@@ -278,51 +311,52 @@ def main():
     parser.add_argument("--mutants", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=120)
-    parser.add_argument("--marks", default=DEFAULT)
-    parser.add_argument("--again", type=pathlib.Path)
-    parser.add_argument("--survey", type=pathlib.Path)
+    parser.add_argument("--seconds", type=float, default=15)
     parser.add_argument("--out", type=pathlib.Path, default="mutants.jsonl")
     given = parser.parse_args()
 
+    drawn = random.Random(given.seed).sample(list(mutants()), given.mutants)
     folder = pathlib.Path(tempfile.mkdtemp())
-    if given.survey and given.survey.exists():
-        by_line, seconds = json.loads(given.survey.read_text())
-    else:
-        by_line, seconds = survey(DEFAULT, folder)
-        if given.survey:
-            given.survey.write_text(json.dumps([by_line, seconds]))
-    those = lambda m: by_line.get(f"{m.file}:{m.line}", [])
-    if given.again:
-        before = list(map(json.loads, given.again.read_text().splitlines()))
-        chosen = [(Mutant(*x["mutant"]), x["killed by"]) for x in before]
-    else:
-        there = [m for m in mutants() if those(m)]
-        some = random.Random(given.seed).sample(there, given.mutants)
-        chosen = [(m, None) for m in some]
-    others = collected(given.marks) if given.again else []
+    tree = folder / "tree"
+    write(drawn, tree)
+    asked_by, seconds = survey(tree)
+    asks = {i: set(tests) for i, tests in asked_by.items()}
+    kills, left = collections.Counter(), set(range(len(drawn)))
+    out = given.out.open("w")
 
-    def tried(pair):
-        mutant, killer = pair
-        tests, in_time = those(mutant), True
-        if given.again:
-            functions = set(map(function, tests))
-            tests = [t for t in others if function(t) in functions]
-        if killer is None and tests:
-            tests = in_order(tests, seconds)
-            killer, in_time = give(mutant, tests, seconds, given.seconds, folder)
-        return {"mutant": mutant, "killed by": killer, "in time": in_time}
+    def say(i, step, test):
+        result = {"step": step, "mutant": drawn[i], "noticed by": test}
+        print(json.dumps(result), file=out, flush=True)
 
-    killed = 0
-    with (
-        concurrent.futures.ThreadPoolExecutor(given.workers) as pool,
-        given.out.open("w") as file,
-    ):
-        for i, result in enumerate(pool.map(tried, chosen), 1):
-            killed += result["killed by"] is not None
-            print(json.dumps(result), file=file, flush=True)
-            print(f"{killed} of {i} killed", end="\r", flush=True)
-    print()
+    def alone(i, step, tests, limit):
+        some = first_of(in_order(tests, seconds, kills), seconds, limit)
+        for test in failing(tree, some, [i], "-x", "-n0", seconds=20 + 5 * limit)[:1]:
+            say(i, step, test)
+            left.discard(i)
+            kills[test.split("::")[0]] += 1
+            print(f"{step}: {len(left)} of {len(drawn)} left", flush=True)
+
+    def each(step, tests_of, limit):
+        with concurrent.futures.ThreadPoolExecutor(given.workers) as pool:
+            list(pool.map(lambda i: alone(i, step, tests_of(i), limit), sorted(left)))
+
+    def together(step, marks, pass_by_themselves, tests_of):
+        before = None
+        while left and len(left) != before:
+            before = len(left)
+            failed = pass_by_themselves(run_pytest(tree, f"-m={marks}", on=left))
+            print(f"{step}: {len(failed)} tests fail with {before} mutants", flush=True)
+            each(step, lambda i: tests_of(i, failed), 60)
+
+    asked = lambda i, tests: [t for t in tests if t in asks.get(i, ())]
+    each("alone", lambda i: asked_by[i], given.seconds)
+    together(
+        "default", DEFAULT, lambda tests: [t for t in tests if t in seconds], asked
+    )
+    others = lambda tests: set(tests) - set(failing(tree, tests, []))
+    together("rest", REST, lambda tests: sorted(others(tests)), lambda i, tests: tests)
+    for i in sorted(left):
+        say(i, "none", None)
     shutil.rmtree(folder)
 
 
