@@ -78,7 +78,7 @@ def _may_run_twice(the_plan: "Plan") -> bool:
     nodes = list(orc.walk(the_plan.program))
     names = [n.name for n in nodes if isinstance(n, orc.Sow)]
     twice = orc.has_while(the_plan.program) and "linearize" in the_plan.words
-    return twice or len(names) > len(set(names))
+    return twice
 
 
 def documented(error: Exception, the_plan: "Plan") -> str | None:

@@ -711,6 +711,42 @@ def test_conds_in_branches_under_a_vmap_for_each_predicate(inner):
         assert jnp.array_equal(captured["n"]["primal"][i, j], want)
 
 
+_if = lambda f: lambda x, z, o: lax.cond(o > 0, f, lambda x, z, o: 2 * x, x, z, o)
+_loop = lambda f: lambda x, zs, o: lax.scan(lambda c, z: (f(c, z, o), None), x, zs)[0]
+_AROUND = {
+    "cond": _if,
+    "cond, cond": lambda f: _if(_if(f)),
+    "cond, checkpoint": lambda f: _if(jax.checkpoint(f)),
+    "cond, jit": lambda f: _if(jax.jit(f)),
+    "scan, cond": lambda f: _loop(_if(f)),
+    "cond, scan": lambda f: _if(_loop(f)),
+    "cond, scan, cond": lambda f: _if(_loop(_if(f))),
+}
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("around", _AROUND)
+def test_derivatives_of_a_name_in_branches_within_a_branch(around):
+    """A `vmap` makes a selection of the innermost cond. What the branch around it keeps
+    for the backward pass, the other branch has as well, without a mark."""
+
+    def loss(x, zeros, o, mark):
+        def choose(x, z, o):
+            first = lambda x: jnp.sin(mark(2 * x, z)) * o
+            return lax.cond(x.sum() > 0, first, lambda x: mark(x - o, z) ** 2 / 4, x)
+
+        lane = lambda x, z: _AROUND[around](choose)(x, z, o)
+        return jax.vmap(lane)(x, zeros).sum()
+
+    x, o = jnp.array([[1.0, 2.0, 3.0], [-1.0, -2.0, 0.5]]), jnp.array(0.7)
+    zeros = jnp.zeros((2, 4, 3) if "scan" in around else (2, 3))
+    marked = lambda x, o: loss(x, zeros, o, lambda y, z: sow(y, "h"))
+    _, captured = S(jax.grad(marked, (0, 1)))(x, o)
+    want = jax.grad(lambda z: loss(x, z, o, jnp.add))(zeros)
+    close(captured["h"]["cotangent"], want)
+    assert np.all(captured["h"]["count"] == 1)
+
+
 @pytest.mark.parametrize("by", ["jvp", "vjp"])
 def test_loops_around_a_mark_in_a_rule_count_for_its_lanes(by):
     """The inner loop is batched before the mark can be seen."""

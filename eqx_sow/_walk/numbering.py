@@ -166,33 +166,38 @@ class Numbering(Domain):
 
     # --- what is put together, and taken apart again ---
     # The cases of a cond, the iterations that a scan stacks, the parts of an array on
-    # the devices of a mesh. `how` is the same for both ways.
+    # the devices of a mesh. `how` is the same for both ways. A part is again the value
+    # that it was, made where that was made.
     def _together(
         self, how: Hashable, parts: Sequence[Numbered], params: Any = None
     ) -> Numbered:
         number = self._number(how, [x.number for x in parts], params)
         return Numbered(number, (how, *[x.made for x in parts]))
 
-    def _part(self, how: Hashable, whole: Numbered, i: int = 0) -> int | None:
-        """The number of a part of what was put together so; `None` for other values."""
+    def _part(self, how: Hashable, whole: Numbered, i: int = 0) -> Numbered | None:
+        """A part of what was put together so; `None` for other values."""
         its_how, parts = self._computed.get(whole.number, (None, ()))
-        return parts[i] if its_how == how else None
+        if its_how != how:
+            return None
+        made = whole.made
+        is_whole = isinstance(made, tuple) and made[0] == how
+        return Numbered(parts[i], made[1 + i] if is_whole else made)
 
     def _slice(self, how: Hashable, whole: Numbered) -> Numbered:
-        number = self._part(how, whole)
-        if number is None:
-            number = self._number(("slice", how), (whole.number,))
+        if (part := self._part(how, whole)) is not None:
+            return part
+        number = self._number(("slice", how), (whole.number,))
         return Numbered(number, (how, whole.made))
 
     def chosen(self, index, cases):
         if len({x.number for x in cases}) == 1:
             return cases[0]
         value = self._together(("cases", index.number), cases)
-        return value._replace(made=(index.made, value.made))
+        # Of two conds that choose between the same values, which one it is.
+        return value._replace(made=(*value.made, index.made))
 
     def in_case(self, index, i, value):
-        number = self._part(("cases", index.number), value, i)
-        return value if number is None else value._replace(number=number)
+        return self._part(("cases", index.number), value, i) or value
 
     def stacked(self, value, here):
         loop = loop_of(here.around[-1])
