@@ -139,7 +139,7 @@ class Selection:
         yield from [(i, whole) for i, p in self._predicates.items() if _says(p, named)]
         for n, (in_list, some) in self._fitting(named).items():
             if in_list or n not in self._in_list:
-                # If there is a mark `h/0`, that is no iteration of `h`.
+                # If there is a mark `h/0`, that is not an iteration of `h`.
                 mine = {named.name} | {x.name for x in some} - self.names
                 some = [x for x in some if x.name in mine]
                 if some:

@@ -23,7 +23,7 @@ DOCUMENTED = {
         '"only if `names` asks for it", "All iterations … are one value"': [
             "test_iterations.py::test_an_iteration_in_other_options"
         ],
-        '"is no name here", "has no mode" (`intermediates[name][mode]`)': [
+        '"is not a name here", "has no mode" (`intermediates[name][mode]`)': [
             "test_lookup.py::test_a_name_that_is_not_there",
             "test_lookup.py::test_a_mode_that_is_not_there",
             "test_lookup.py::test_what_was_computed_with_has_no_iterations",
@@ -70,7 +70,7 @@ DOCUMENTED = {
             "test_spec.py::test_message",
         ],
         '"which beartype ignores"': ["test_spec.py::test_what_beartype_ignores"],
-        '"which is no PyTree, and holds a traced array"': [
+        '"which is not a PyTree, and holds a traced array"': [
             "test_objects.py::test_where_the_array_is",
             "test_objects.py::test_every_way",
         ],

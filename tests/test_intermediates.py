@@ -216,7 +216,7 @@ def test_append():
 
 def test_a_name_that_is_not_there():
     got = S(_chain)(X)[1]
-    with pytest.raises(KeyError, match=f"'{NAMES[0]}0' is no name .*Did you mean"):
+    with pytest.raises(KeyError, match=f"'{NAMES[0]}0' is not a name .*Did you mean"):
         got[f"{NAMES[0]}0"]
     assert "no" not in got and got.get("no") is None and got.pop("no", 1) == 1
     with pytest.raises(KeyError, match="none at all"):

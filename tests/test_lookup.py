@@ -244,7 +244,7 @@ def test_a_name_that_is_not_there(options, name, says):
     _, got = S(_two, **options)(1.0)
     with pytest.raises(KeyError, match=says) as info:
         got[name]
-    assert f"{name!r} is no name here. The names there are: " in str(info.value)
+    assert f"{name!r} is not a name here. The names there are: " in str(info.value)
 
 
 @pytest.mark.filterwarnings("ignore:.*found no mark")

@@ -273,7 +273,8 @@ def _at_site(
             here = here.any(k, keepdims=True)
         return as_operand(x, in_form)
 
-    # A tangent that is zero is captured like any other, but is no operand of the mark.
+    # A tangent that is zero is captured like any other, but the mark has no operand
+    # for it.
     leaves = zip(site.form.leaves, captured.form.leaves)
     is_operand = [own is OPERAND for own, leaf in leaves if leaf is OPERAND]
     return [

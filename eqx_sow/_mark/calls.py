@@ -133,7 +133,7 @@ class Note(NamedTuple):
 
     `what` of it: a tuple of one of `Capture.kinds`, or `()` for the output. `scope`:
     the user's scopes around the call. `is_sow`: whether it is an unnamed `Sow`, which
-    nobody selects.
+    cannot be selected.
     """
 
     call: NotedCall

@@ -3,8 +3,8 @@
 Nothing of the user's is changed but the methods of the classes, and these for as long
 as the trace takes: `Linear.__call__` calls what it was before, and marks what that
 returned. It does so only where `Listening.captures` asks for it, which is in this
-thread. A module that is an argument, in a variable, in an object that is no PyTree, or
-that the program makes on the way: all of them call the method of their class.
+thread. A module that is an argument, in a variable, in an object that is not a PyTree,
+or that the program makes on the way: all of them call the method of their class.
 """
 
 import contextlib
@@ -51,7 +51,7 @@ def own_methods(cls: type) -> tuple[str, ...]:
 
 
 def why_not_noted(cls: type, name: str) -> str:
-    """What an attribute of a class is, if it is no method whose calls are noted."""
+    """What an attribute of a class is, if it is not a method whose calls are noted."""
     static = inspect.getattr_static(cls, name, None)
     for kind, said in _NOT_NOTED.items():
         if isinstance(static, kind):
@@ -280,7 +280,7 @@ def _noting_rules(plain: Callable) -> Callable:
 
 def _unnoted(fn: Any, rule: Any) -> Any:
     """A derivative rule of a function, which calls the function itself, mostly to
-    return its value. That is no call of its own."""
+    return its value. That is not a call of its own."""
 
     @ft.wraps(rule)
     def unnoted(*args, **kwargs):
@@ -303,7 +303,7 @@ def _noting_method(name: str, method: Any, plain: Any) -> Callable:
         call = plain.__get__(self, type(self))
         if not (_wanted() and is_part(self)):
             return call(*args, **kwargs)
-        # Where a class calls the method of its base class, that is no call of its own.
+        # A class that calls the method of its base class makes no further call.
         classes = (c for c in type(self).__mro__ if name in vars(c))
         found = vars(next(classes, type(self))).get(name)
         if found is method or found is noting:
@@ -344,8 +344,8 @@ def _places_in(roots: Iterable[tuple[Path, Any]]) -> tuple[Any, dict[int, Any]]:
 
 
 def _held(module: Any, has_arrays: bool) -> tuple[NotedCall | int, Path] | None:
-    """`NotedCall.holder`. The arguments are no holder of a module with arrays: where
-    these come from says more."""
+    """`NotedCall.holder`. The arguments do not hold a module with arrays: where these
+    come from says more."""
     for holder, places in reversed(_running.get()):
         may_hold = not (has_arrays and isinstance(holder, int))
         if may_hold and (turns := places()[1].get(id(module))):
@@ -427,7 +427,7 @@ def _unnamed(captures: Iterable[Capture]) -> tuple[Label, ...]:
 
 def _without_parts(out: Any, module: Any) -> tuple[Any, Any]:
     """What a module returned, without modules that are parts of itself, which
-    `eqx.nn.Shared` returns: they are no values. And these."""
+    `eqx.nn.Shared` returns: they are not values. And these."""
     arrays = lambda x: {id(y) for y in jtu.tree_leaves(x) if eqx.is_array(y)}
     own = arrays(module)
     is_value = lambda x: not (is_module(x) and arrays(x) <= own)
@@ -463,7 +463,7 @@ def _call(module: Any, method: str, outline: bool) -> tuple[NotedCall, Any]:
     try:
         return call, edge(picked)
     except Exception:  # whatever another library raises
-        # Some of its arrays are no operands of primitives that it does not know, as
+        # Some of its arrays are not operands of primitives that it does not know, as
         # those of quax that must not be made.
         return call, edge([(path, x) for path, x in picked if _can_be_bound(x)])
 

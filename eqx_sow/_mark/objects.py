@@ -27,7 +27,7 @@ _MOST = 2000
 
 
 class Holder(NamedTuple):
-    """What a `Site` knows of a leaf that is no PyTree and holds a traced array: the
+    """What a `Site` knows of a leaf that is not a PyTree and holds a traced array: the
     leaf itself must not outlive the trace."""
 
     # What the leaf is, where it is in the value, and where in it the array is.

@@ -116,7 +116,7 @@ batching.primitive_batchers[edge_p] = lambda arrays, dims, **params: (
 
 # --- sows ---
 class _SowPrimitive(jexc.Primitive):
-    """Adds no equation if nobody is listening. That happens where a derivative rule
+    """Adds no equation outside a capture. That happens where a derivative rule
     kept a jaxpr with sows, and JAX evaluates it after the capture is over."""
 
     multiple_results = True

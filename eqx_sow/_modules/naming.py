@@ -45,7 +45,7 @@ class Naming:
         self._marking = marking
         self._classes, _ = marking.selected
         self._fits = Fits(places, seen.visits.values())
-        # By their places, the classes of modules; and what is no module, but called.
+        # By their places, the classes of modules, and functions that are captured.
         self._class_at: dict[Path, Any] = {}
         # The places of modules that are alike, one after the other.
         self._turns: dict[tuple[Path, ...], Iterator[Path]] = {}
@@ -153,8 +153,8 @@ class Naming:
         call, fits, held = visit.call, visit.fits, self._held(visit)
         # Another call fits these better.
         taken = {p for p, fit in fits.items() if self._fits.best[p] < min(fit, (FAR,))}
-        # A hypernetwork made some of its arrays, and is no place of it: that is nearer
-        # to the call of the hypernetwork.
+        # A hypernetwork made some of its arrays, but does not hold it: the call of the
+        # hypernetwork is nearer.
         makers = taken - {outer} if visit.is_made else ()
         return min(
             (path for path in fits if path not in makers),

@@ -200,8 +200,8 @@ def _held(x: Any) -> Iterable[tuple[str, Any]]:
 
 
 def _attributes(x: Any) -> Iterator[tuple[str, Any]]:
-    """Of an object that is no PyTree: what it was made of, and if it is of a class of
-    the user's, all that it holds, and its class."""
+    """Of an object that is not a PyTree: what it was made of, and if it is of a class
+    of the user's, all that it holds, and its class."""
     module, own = type(x).__module__, getattr(x, "__dict__", {})
     held: dict[str, str] = dict.fromkeys(INNER, "")
     if module.startswith("jax.") and callable(x):

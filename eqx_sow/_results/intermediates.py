@@ -133,7 +133,7 @@ class Intermediates(dict[str, dict[str, Any]]):
         # What NumPy calls the dtype of the cotangent of an integer.
         text = re.sub(r"\[\('f(?:loat)?0', 'V'\)\](\S*?)\(numpy\)", r"float0\1", text)
         # `jax.grad` of a function that returns a pair prints the pair while it handles
-        # the error that a pair is no array.
+        # the error that a pair is not an array.
         handled = sys.exception()
         is_pair = isinstance(handled, TypeError) and f"{text})" in str(handled)
         return text + _NO_LOSS if is_pair else text

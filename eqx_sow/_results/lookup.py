@@ -210,7 +210,7 @@ def unknown_name(
         return " The outputs of modules are captured with `capture=True`."
 
     return UnknownKeyError(
-        f"{name!r} is no name here. {listed(name, there, hint=hint)}"
+        f"{name!r} is not a name here. {listed(name, there, hint=hint)}"
     )
 
 

@@ -271,7 +271,7 @@ def _as_edges(call: str, edges: Any) -> tuple[float, ...] | None:
     if edges is None:
         return None
     given = edges
-    with contextlib.suppress(TypeError, ValueError):  # what is no number
+    with contextlib.suppress(TypeError, ValueError):  # not a number
         edges = np.asarray(edges, np.float64)
         if edges.ndim == 1 and edges.size > 1 and np.all(edges[1:] > edges[:-1]):
             return tuple(edges.tolist())

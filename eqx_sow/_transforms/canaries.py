@@ -1,8 +1,8 @@
 """Small programs that show whether a JAX that was not tested behaves as eqx_sow needs.
 
 Names that moved are found by `_compat.py`. But JAX may also batch a branch on another
-way, or move a value out of its loop: then what comes back would be wrong, and nobody
-would be told. So before the first capture under a JAX that is newer than all that were
+way, or move a value out of its loop: then what comes back would be wrong, without a
+word. So before the first capture under a JAX that is newer than all that were
 tested, these programs are traced, with types for values: nothing is compiled or run.
 What comes back must have the shapes that are written here.
 

@@ -63,14 +63,14 @@ class Entry:
     # vary over the axis. The count, if there is one, is the last array.
     arrays: tuple[Any, ...]
     # That of the mark. Its `axes` are those that the arrays have now, among which there
-    # are no guards.
+    # are not guards.
     site: Site = dc.field(metadata=dict(static=True))
     # Whether there is a count of how many times the mark ran.
     counted: bool = dc.field(default=False, metadata=dict(static=True))
     # The guards of each mark that it was made of, if any has some.
     cases: tuple[Guards, ...] = dc.field(default=(), metadata=dict(static=True))
     # The way to the equation of the mark: of each equation around it, from outside in,
-    # the index, and whether it is a reversed scan (`None` if it is no scan).
+    # the index, and whether it is a reversed scan (`None` if it is not a scan).
     route: Scan = dc.field(default=(), metadata=dict(static=True))
     # Of each scan that is still around it, from outside in, which iteration alone is
     # kept, or `None` for all. Empty if all are kept of all.

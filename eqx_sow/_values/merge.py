@@ -306,7 +306,7 @@ def _check_same(a: Entry, b: Entry) -> None:
         return f"{eqx.tree_pformat(value, struct_as_array=True)} at {e.site.where}"
 
     mode = a.site.mode
-    # The count may vary over other lanes, and so may a value that is no total.
+    # The count may vary over other lanes, and so may a value that is not a total.
     lanes = [
         [
             [v or not t for v, t in zip(x, total_over(e.site))]

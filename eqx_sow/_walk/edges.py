@@ -93,7 +93,7 @@ def by_edges(closed: Any, found: Sequence[Found]) -> dict[Way, frozenset[Way]] |
         if x.site.modes:
             edge: Any = sources.get(way, _NONE)
             of[way] = frozenset(primals_of(x.site, edge, primals))
-            # Something on the way is no call: it is looked at more closely.
+            # Something on the way is not a call: it is looked at more closely.
             if not of[way] and x.site.origin in calls:
                 return None
     return of

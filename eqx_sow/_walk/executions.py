@@ -4,8 +4,8 @@ A mark in the forward pass is an execution. A derivative belongs to one: the edg
 is its first operand comes out of the equation of its primal (`_mark/primitive.py`),
 through whatever calls, loops, branches and checkpoints there are between.
 
-What a backward pass computes once more is a repetition, which is no execution. There
-are three kinds of it:
+What a backward pass computes once more is a repetition, not an execution. There are
+three kinds of it:
 
 - A value that is computed as in the forward pass, from the same inputs: a `bwd` that
   calls `jax.vjp(forward, x)` with the `x` of the forward pass. To tell, every value of

@@ -137,7 +137,7 @@ class Handler:
 # --- marks that a handler cannot see to ---
 def check_guarded(site: Site) -> None:
     """Raises if it cannot be told whether a mark runs, or only runs again; or if what
-    it marks is no PyTree."""
+    it marks is not a PyTree."""
     for x in site.form.leaves:
         if isinstance(x, Const) and isinstance(x.value, Holder):
             what, leaf, where = x.value
@@ -147,7 +147,7 @@ def check_guarded(site: Site) -> None:
             )
             raise SowTypeError(
                 f"{site.said}: {f'the leaf `{leaf}` of the value' if leaf else 'it'} "
-                f"is {what}, which is no PyTree, and holds a traced array: "
+                f"is {what}, which is not a PyTree, and holds a traced array: "
                 f"`{where}`. So JAX does not see that array, and it cannot be captured "
                 "or planted. Register the class as a PyTree (`eqx.Module`, "
                 "`jax.tree_util.register_dataclass`; for a function with its "

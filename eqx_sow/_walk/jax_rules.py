@@ -438,7 +438,7 @@ _keep_tangents(prims.remat_p, first=0)
 #
 # While the rule of a scan runs, `_moving.to` is the trace to which it moves things, the
 # parent of the trace of partial evaluation. Those with other parents are of derivatives
-# in the body. But inside of what is split, they all move something out.
+# in the body. But inside what is split, they all move something out.
 class _Moving(threading.local):
     to: Any = None
 

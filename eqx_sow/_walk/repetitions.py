@@ -1,5 +1,5 @@
-"""What a backward pass computes once more, which is no execution. `executions.py` says
-why; here is how each of the three kinds is told.
+"""What a backward pass computes once more, and is not an execution. `executions.py`
+says why; here is how each of the three kinds is told.
 
 The same value, `_same_values`. The `bwd` runs the forward function again, at the same
 point, so both marks have a value of the same number:
@@ -231,7 +231,7 @@ def _runs_anew(x: Sown, y: Sown) -> bool:
     if not loops or not _is_called_alike(y, within):
         return False
     # If a `bwd` calls the solver of the forward pass, which takes derivatives, once
-    # more, then the two loops carry the same. That is no repetition: it may have
+    # more, then the two loops carry the same. That is not a repetition: it may have
     # another input. A loop that does run a body anew carries cotangents beside.
     is_new = _is_in_loop_like(loops[0], y) and not _is_recomputed(x)
     return not is_new and _lengths(y.here.around) in _lengths_before(x)
@@ -245,7 +245,7 @@ def _is_called_alike(y: Sown, within: list[Any]) -> bool:
         f.defvjp(lambda x: (g(x), g(x + 1)), bwd)
 
     a loop over `f` calls `g` once in each iteration, and in each step back twice, from
-    another line, and at another point: these are no repetitions."""
+    another line, and at another point: these are not repetitions."""
     calls, last = _calls(y.here.around[:-1]), _calls(within[:-1])
     # If a checkpoint is differentiated, its values are computed outside of it. A scan
     # in it is then called where the checkpoint was.

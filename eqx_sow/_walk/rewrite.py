@@ -85,8 +85,8 @@ def without(x: Any, gone: Equations, in_rules: bool = False) -> Any:
     """A jaxpr or an equation, without the equations of this kind that are inside it. In
     the place of what a mark returns, the program has what is marked.
 
-    Without marks, there are none in a derivative rule either that is traced when nobody
-    listens, or with `in_rules` in any: JAX would keep them though nothing asks for
+    Without marks, there are none in a derivative rule either that is traced outside a
+    capture, or with `in_rules` in any: JAX would keep them though nothing asks for
     them."""
     is_eqn = isinstance(x, jexc.JaxprEqn)
     has_rules = in_rules and (not is_eqn or jaxprs_of(x))
