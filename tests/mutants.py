@@ -199,6 +199,9 @@ class Record:
     def __init__(self, file, asked):
         self.file, self.asked, self.tests = file, asked, {}
 
+    def pytest_collection_finish(self):
+        self.at_import = sorted(self.asked)
+
     def pytest_runtest_setup(self):
         self.asked.clear()
 
@@ -208,7 +211,7 @@ class Record:
             self.tests[report.nodeid] = report.duration, sorted(self.asked)
 
     def pytest_sessionfinish(self):
-        self.file.write_text(json.dumps(self.tests))
+        self.file.write_text(json.dumps([self.at_import, self.tests]))
 
 
 def _too_long(signal_number, frame):
@@ -231,13 +234,8 @@ def pytest_configure(config):
 
 # --- tests: what starts pytest ---
 def run_pytest(tree, *args, on=(), seconds=None, **environment):
-    command = [sys.executable, "-m", "pytest", "-q", "--no-header", "--tb=no"]
-    command += [
-        "-p",
-        "tests.mutants",
-        "--assert=plain",
-        f"-ocache_dir={tree / '.cache'}",
-    ]
+    command = [sys.executable, *"-m pytest -q --no-header --tb=no".split()]
+    command += *"-p tests.mutants --assert=plain".split(), f"-ocache_dir={tree}/.cache"
     run = subprocess.run(
         [*command, *args],
         cwd=tree,
@@ -258,52 +256,58 @@ def run_pytest(tree, *args, on=(), seconds=None, **environment):
 def survey(tree):
     """Which tests ask each switch, and how long each test takes."""
     run_pytest(tree, f"-m={DEFAULT}", MUTANTS_RECORD=str(tree))
-    asked_by, seconds = collections.defaultdict(list), {}
+    asked_by, seconds, at_import = collections.defaultdict(list), {}, set()
     for file in tree.glob("gw*.json"):
-        for test, (took, asked) in json.loads(file.read_text()).items():
+        imported, tests = json.loads(file.read_text())
+        at_import.update(imported)
+        for test, (took, asked) in tests.items():
             seconds[test] = took
             for i in asked:
                 asked_by[i].append(test)
-    return asked_by, seconds
+    return asked_by | dict.fromkeys(at_import, list(seconds)), seconds
 
 
-def in_order(tests, seconds, kills):
-    """File by file, as JAX's caches are cleared after each. First the files that have
-    noticed most mutants, and of which most tests ask the switch, for the time that they
-    take; five seconds are what it takes to start."""
+def first_of(tests, seconds, kills, limit):
+    """The most promising tests that take no longer than `limit` seconds: five of each
+    file, then five more. First the files that have noticed most mutants, and of which
+    most tests ask the switch, for the time that they take. They are returned file by
+    file, as JAX's caches are cleared after each."""
     file = lambda test: test.split("::")[0]
-    here, all_tests = (collections.Counter(map(file, x)) for x in (tests, seconds))
-    took = collections.Counter()
-    for test in tests:
-        took[file(test)] += seconds.get(test, 1.0)
-    worth = {
-        f: (1 + kills[f]) * (0.1 + n / max(all_tests[f], n)) / (5 + took[f])
-        for f, n in here.items()
-    }
-    return sorted(tests, key=lambda t: (-worth[file(t)], file(t)))
+    of_file, all_tests = collections.defaultdict(list), collections.Counter()
+    for test in seconds:
+        all_tests[file(test)] += 1
+    for test in sorted(tests, key=lambda t: (-kills[t], seconds.get(t, 1.0))):
+        of_file[file(test)].append(test)
 
+    def worth(f):
+        here = of_file[f]
+        took = sum(seconds.get(t, 1.0) for t in here)
+        share = len(here) / max(all_tests[f], len(here))
+        return (1 + kills[f]) * (0.1 + share) / (5 + took)
 
-def first_of(tests, seconds, limit):
-    """As many as take no longer than `limit` seconds."""
-    passed, some = 0.0, []
-    for test in tests:
-        passed += seconds.get(test, 1.0)
-        if some and passed > limit:
-            break
-        some.append(test)
-    return some
+    best = sorted(of_file, key=worth, reverse=True)
+    left, chosen = limit, collections.defaultdict(list)
+    for i in range(0, max(map(len, of_file.values()), default=0), 5):
+        for f in best:
+            for test in of_file[f][i : i + 5]:
+                left -= seconds.get(test, 1.0)
+                if left > 0 or not chosen:
+                    chosen[f].append(test)
+    return [test for f in best for test in chosen[f]]
 
 
 def failing(tree, tests, on, *args, seconds=None):
     """Which of the tests fail, or `[]` if that takes too long."""
     if not tests:
         return []
-    chosen = pathlib.Path(tempfile.mkstemp(dir=tree, suffix=".txt")[1])
-    chosen.write_text("\n".join(tests))
-    try:
-        return run_pytest(tree, "-m=", *args, f"@{chosen}", on=on, seconds=seconds)
-    except subprocess.TimeoutExpired:
-        return []
+    with tempfile.NamedTemporaryFile("w", dir=tree, suffix=".txt") as chosen:
+        chosen.write("\n".join(tests))
+        chosen.flush()
+        args = "-m=", *args, f"@{chosen.name}"
+        try:
+            return run_pytest(tree, *args, on=on, seconds=seconds)
+        except subprocess.TimeoutExpired:
+            return []
 
 
 def main():
@@ -329,11 +333,11 @@ def main():
         print(json.dumps(result), file=out, flush=True)
 
     def alone(i, step, tests, limit):
-        some = first_of(in_order(tests, seconds, kills), seconds, limit)
+        some = first_of(tests, seconds, kills, limit)
         for test in failing(tree, some, [i], "-x", "-n0", seconds=20 + 5 * limit)[:1]:
             say(i, step, test)
             left.discard(i)
-            kills[test.split("::")[0]] += 1
+            kills.update([test, test.split("::")[0]])
             print(f"{step}: {len(left)} of {len(drawn)} left", flush=True)
 
     def each(step, tests_of, limit):
@@ -349,7 +353,7 @@ def main():
             each(step, lambda i: tests_of(i, failed), 60)
 
     asked = lambda i, tests: [t for t in tests if t in asks.get(i, ())]
-    each("alone", lambda i: asked_by[i], given.seconds)
+    each("alone", lambda i: asked_by.get(i, []), given.seconds)
     together(
         "default", DEFAULT, lambda tests: [t for t in tests if t in seconds], asked
     )
