@@ -171,12 +171,16 @@ class Numbering(Domain):
     # --- what is put together, and taken apart again ---
     # The cases of a cond, the iterations that a scan stacks, the parts of an array on
     # the devices of a mesh. `how` is the same for both ways. A part is again the value
-    # that it was, made where that was made.
+    # that it was, made where that was made. `also` tells two apart with the same parts.
     def _together(
-        self, how: Hashable, parts: Sequence[Numbered], params: Any = None
+        self,
+        how: Hashable,
+        parts: Sequence[Numbered],
+        params: Any = None,
+        also: Hashable = None,
     ) -> Numbered:
         number = self._number(how, [x.number for x in parts], params)
-        return Numbered(number, (how, *[x.made for x in parts]))
+        return Numbered(number, (how, *[x.made for x in parts], also))
 
     def _part(self, how: Hashable, whole: Numbered, i: int = 0) -> Numbered | None:
         """A part of what was put together so; `None` for other values."""
@@ -184,8 +188,9 @@ class Numbering(Domain):
         if its_how != how:
             return None
         made = whole.made
-        is_whole = isinstance(made, tuple) and made[0] == how
-        return Numbered(parts[i], made[1 + i] if is_whole else made)
+        if isinstance(made, tuple) and made[0] == how:
+            made = made[1 + i]
+        return Numbered(parts[i], made)
 
     def _slice(self, how: Hashable, whole: Numbered) -> Numbered:
         if (part := self._part(how, whole)) is not None:
@@ -196,9 +201,7 @@ class Numbering(Domain):
     def chosen(self, index, cases):
         if len({x.number for x in cases}) == 1:
             return cases[0]
-        value = self._together(("cases", index.number), cases)
-        # Of two conds that choose between the same values, which one it is.
-        return value._replace(made=(*value.made, index.made))
+        return self._together(("cases", index.number), cases, also=index.made)
 
     def in_case(self, index, i, value):
         return self._part(("cases", index.number), value, i) or value
