@@ -2,7 +2,6 @@
 
 import contextlib
 import inspect
-import time
 
 import eqx_sow
 import jax
@@ -56,10 +55,7 @@ def test_once_in_a_process(untested, monkeypatch):
     runs = []
     found = canaries.found
     monkeypatch.setattr(canaries, "found", lambda fn: runs.append(fn) or found(fn))
-    begin = time.process_time()
     assert set(_saved()) == {"h"}
-    # 0.2 s where nothing else runs.
-    assert time.process_time() - begin < 1
     assert len(runs) == len(canaries.CANARIES)
     eqx_sow.plant(lambda x: sow(x, "h"), {"h": jnp.ones(())})(jnp.zeros(()))
     assert len(runs) == len(canaries.CANARIES)
