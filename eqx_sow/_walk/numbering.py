@@ -40,8 +40,7 @@ class Numbered(NamedTuple):
     `number`: equal for values that are computed alike from the same inputs. `made`:
     the place where the value was made, whatever transposed or reshaped it since. If a
     function is called twice with the same argument, what it computes has one number,
-    but is made in two places. What is computed from constants alone has no place: each
-    branch of a cond fills in zeros of its own for what only the others keep.
+    but is made in two places.
     """
 
     number: int
@@ -93,7 +92,7 @@ class Numbering(Domain):
     def constant(self, x, aval):
         # Each trace of `x * jnp.array([1.0, 2.0])` makes an array of its own.
         number = self._number(("const", aval, _content(x)))
-        return Numbered(number, (_CONSTANT, number))
+        return Numbered(number, number)
 
     # --- equations ---
     def equation(self, eqn, operands, here):
@@ -115,8 +114,6 @@ class Numbering(Domain):
             numbers = [self._number(("out", i), (n,)) for i in range(len(eqn.outvars))]
         if primitive in _MOVES:
             return [Numbered(n, operands[0].made) for n in numbers]
-        if not eqn.effects and all(_is_constant(x) for x in operands):
-            return [Numbered(n, (_CONSTANT, n)) for n in numbers]
         return [Numbered(n, (here.way, i)) for i, n in enumerate(numbers)]
 
     def _sow(self, eqn: Any, operands: Sequence[Numbered], here: Here) -> Numbered:
@@ -227,14 +224,6 @@ class Numbering(Domain):
 
     def shard(self, value, mesh, spec):
         return self._slice(("shards", mesh, spec), value)
-
-
-# In the place of where a value was made.
-_CONSTANT = "constant"
-
-
-def _is_constant(x: Numbered) -> bool:
-    return isinstance(x.made, tuple) and x.made[0] == _CONSTANT
 
 
 _MOVES = (
