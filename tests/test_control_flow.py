@@ -725,12 +725,10 @@ _AROUND = {
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("each", [False])
 @pytest.mark.parametrize("around", _AROUND)
-def test_derivatives_of_a_name_in_branches_within_a_branch(around, each):
-    """A `vmap` makes a selection of the innermost cond, and with `each` another one of
-    the conds around it. What the branch around it keeps for the backward pass, the
-    other branch has as well, without a mark."""
+def test_derivatives_of_a_name_in_branches_within_a_branch(around):
+    """A `vmap` makes a selection of the innermost cond. What the branch around it keeps
+    for the backward pass, the other branch has as well, without a mark."""
 
     def loss(x, zeros, o, mark):
         def choose(x, z, o):
@@ -743,15 +741,10 @@ def test_derivatives_of_a_name_in_branches_within_a_branch(around, each):
     x, o = jnp.array([[1.0, 2.0, 3.0], [-1.0, -2.0, 0.5]]), jnp.array(0.7)
     zeros = jnp.zeros((2, 4, 3) if "scan" in around else (2, 3))
     marked = lambda x, o: loss(x, zeros, o, lambda y, z: sow(y, "h"))
-    fn = jax.grad(marked, (0, 1))
-    want = lambda x, o: jax.grad(lambda z: loss(x, z, o, jnp.add))(zeros)
-    if each:
-        fn, want = jax.vmap(fn), jax.vmap(want)
-        x, o = jnp.stack([x, x + 1, -x]), jnp.array([0.7, -0.7, 0.3])
-    _, captured = S(fn)(x, o)
-    close(captured["h"]["cotangent"], want(x, o))
-    # Where the branch does not run that has the mark, `want` and the count are zero.
-    assert np.array_equal(np.all(want(x, o) == 0, axis=-1), captured["h"]["count"] == 0)
+    _, captured = S(jax.grad(marked, (0, 1)))(x, o)
+    want = jax.grad(lambda z: loss(x, z, o, jnp.add))(zeros)
+    close(captured["h"]["cotangent"], want)
+    assert np.all(captured["h"]["count"] == 1)
 
 
 @pytest.mark.parametrize("by", ["jvp", "vjp"])
