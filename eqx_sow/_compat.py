@@ -65,7 +65,7 @@ def check_supported() -> None:
 
 
 def _in_jax(module: str, name: str) -> Callable[[], Any]:
-    """A name that is nowhere public: who asks for it says why there is no other way."""
+    """A private name. Each use has a comment that says why no public one will do."""
     return lambda: getattr(importlib.import_module(f"jax._src.{module}"), name)
 
 

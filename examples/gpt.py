@@ -289,8 +289,8 @@ figure.savefig(folder / "log.png", dpi=150)
 #
 # The alarm was silent. Does it work? Here is a batch with a mistake in it: a number
 # that stands for no word. (`jnp.take` returns NaN there. An index in brackets would
-# return the last word, and nobody would notice.) The loss alone would say that
-# something is wrong. The first line of the alarm says where it begins: not in a block,
+# return the last word, without an error.) The loss alone would say that something is
+# wrong. The first line of the alarm says where it begins: not in a block,
 # and not in a gradient, but in the embedding, so in the data.
 
 # %%

@@ -113,7 +113,7 @@ def inactive(x):
 
 
 def when(watch, metric):
-    """`metric`, or 0 on the steps on which nobody looks."""
+    """`metric` on the steps that `watch` selects, and 0 on the others."""
     return lambda x: jax.lax.cond(watch, metric, lambda x: jnp.zeros(()), x)
 
 

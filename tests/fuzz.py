@@ -817,7 +817,7 @@ def check_pair(run, names, mode):
         # Of two counts, that of the primals: a constant in a branch has no cotangent.
         both[name] = {**entry, **of_name}
     at_least = {n for n in run.ref.sites if n in names or f"{orc.CAPTURED}/" not in n}
-    if modes:  # of modules, nobody takes the derivatives
+    if modes:  # which neither of the two takes of modules
         at_least -= {n for n in at_least if f"{orc.CAPTURED}/" in n}
         both = {n: entry for n, entry in both.items() if n in at_least}
     check_saved(both, run.ref, names=at_least)

@@ -218,9 +218,11 @@ def _too_long(signal_number, frame):
     raise TimeoutError("a loop without an end")
 
 
-def pytest_runtest_setup():
+def pytest_runtest_setup(item):
+    # All but the slow ones take less than a second. What is given to one mutant ends
+    # after a minute and a half, and this must come before.
     signal.signal(signal.SIGALRM, _too_long)
-    signal.alarm(120)
+    signal.alarm(120 if item.get_closest_marker("slow") else 30)
 
 
 def pytest_configure(config):
