@@ -90,8 +90,8 @@ def documented(error: Exception, the_plan: "Plan") -> str | None:
     sharded = any(w in thr.SHARDED for w in the_plan.words)
     pvary = "pvary is a invariant->variant" in text
     pvary |= sharded and old and "requires varying manual axes to match" in text
-    if isinstance(error, ValueError) and pvary:
-        return "ValueError: vmap of a shard_map with a constant in a branch"
+    if (isinstance(error, ValueError) and pvary) or type(error).__name__ == "_RepError":
+        return "JAX's error: vmap of a shard_map with a constant in a branch"
     # `squeeze` of an empty array, op by op: what comes out cannot be read.
     if isinstance(error, ValueError) and "could not broadcast input array" in text:
         return "ValueError: an empty array with explicit axes" if old else None

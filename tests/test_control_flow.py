@@ -713,6 +713,10 @@ def test_conds_in_branches_under_a_vmap_for_each_predicate(inner):
 
 _if = lambda f: lambda x, z, o: lax.cond(o > 0, f, lambda x, z, o: 2 * x, x, z, o)
 _loop = lambda f: lambda x, zs, o: lax.scan(lambda c, z: (f(c, z, o), None), x, zs)[0]
+_MESH = jax.make_mesh(
+    (2,), ("d",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:2]
+)
+_mesh = lambda f: jax.shard_map(f, mesh=_MESH, in_specs=jax.P(), out_specs=jax.P())
 _AROUND = {
     "cond": _if,
     "cond, cond": lambda f: _if(_if(f)),
@@ -721,14 +725,17 @@ _AROUND = {
     "scan, cond": lambda f: _loop(_if(f)),
     "cond, scan": lambda f: _if(_loop(f)),
     "cond, scan, cond": lambda f: _if(_loop(_if(f))),
+    "mesh, cond": lambda f: _mesh(_if(f)),
 }
 
 
 @pytest.mark.sample(1)
+@pytest.mark.parametrize("each", [False, True])
 @pytest.mark.parametrize("around", _AROUND)
-def test_derivatives_of_a_name_in_branches_within_a_branch(around):
-    """A `vmap` makes a selection of the innermost cond. What the branch around it keeps
-    for the backward pass, the other branch has as well, without a mark."""
+def test_derivatives_of_a_name_in_branches_within_a_branch(around, each):
+    """A `vmap` makes a selection of the innermost cond, and with `each` another one of
+    the conds around it. What the branch around it keeps for the backward pass, the
+    other branch has as well, without a mark."""
 
     def loss(x, zeros, o, mark):
         def choose(x, z, o):
@@ -741,10 +748,34 @@ def test_derivatives_of_a_name_in_branches_within_a_branch(around):
     x, o = jnp.array([[1.0, 2.0, 3.0], [-1.0, -2.0, 0.5]]), jnp.array(0.7)
     zeros = jnp.zeros((2, 4, 3) if "scan" in around else (2, 3))
     marked = lambda x, o: loss(x, zeros, o, lambda y, z: sow(y, "h"))
-    _, captured = S(jax.grad(marked, (0, 1)))(x, o)
-    want = jax.grad(lambda z: loss(x, z, o, jnp.add))(zeros)
-    close(captured["h"]["cotangent"], want)
-    assert np.all(captured["h"]["count"] == 1)
+    fn = jax.grad(marked, (0, 1))
+    want = lambda x, o: jax.grad(lambda z: loss(x, z, o, jnp.add))(zeros)
+    if each:
+        fn, want = jax.vmap(fn), jax.vmap(want)
+        x, o = jnp.stack([x, x + 1, -x]), jnp.array([0.7, -0.7, 0.3])
+    _, captured = S(fn)(x, o)
+    close(captured["h"]["cotangent"], want(x, o))
+    # Where the branch does not run that has the mark, `want` and the count are zero.
+    assert np.array_equal(np.all(want(x, o) == 0, axis=-1), captured["h"]["count"] == 0)
+
+
+def test_a_constant_predicate_within_a_branch():
+    """What both branches keep for the backward pass is then made of constants alone."""
+
+    def loss(x, zeros, o, mark):
+        def lane(p, x, z):
+            first = lambda x: jnp.sin(mark(2 * x, z))
+            inner = lambda x: lax.cond(p, first, lambda x: mark(x - 1, z) ** 2, x)
+            return lax.cond(o > 0, inner, lambda x: 2 * x, x)
+
+        return jax.vmap(lane)(jnp.array([True, False]), x, zeros).sum()
+
+    xs, zeros = jnp.linspace(0.1, 1.3, 6).reshape(3, 2), jnp.zeros(2)
+    o = jnp.array([0.7, -0.7, 0.3])
+    marked = lambda x, o: loss(x, zeros, o, lambda y, _: sow(y, "h"))
+    _, captured = S(jax.vmap(jax.grad(marked)))(xs, o)
+    want = lambda x, o: jax.grad(lambda z: loss(x, z, o, jnp.add))(zeros)
+    close(captured["h"]["cotangent"], jax.vmap(want)(xs, o))
 
 
 @pytest.mark.parametrize("by", ["jvp", "vjp"])

@@ -40,11 +40,13 @@ class Numbered(NamedTuple):
     `number`: equal for values that are computed alike from the same inputs. `made`:
     the place where the value was made, whatever transposed or reshaped it since. If a
     function is called twice with the same argument, what it computes has one number,
-    but is made in two places.
+    but is made in two places. `filled`: whether it is computed from numbers in the
+    source alone, such as an array of zeros.
     """
 
     number: int
     made: Hashable
+    filled: bool = False
 
 
 class Numbering(Domain):
@@ -92,7 +94,7 @@ class Numbering(Domain):
     def constant(self, x, aval):
         # Each trace of `x * jnp.array([1.0, 2.0])` makes an array of its own.
         number = self._number(("const", aval, _content(x)))
-        return Numbered(number, number)
+        return Numbered(number, number, filled=not aval.shape)
 
     # --- equations ---
     def equation(self, eqn, operands, here):
@@ -105,16 +107,28 @@ class Numbering(Domain):
             return [*operands]
         if primitive is jax.lax.select_n_p:
             return [self.chosen(operands[0], operands[1:])]
-        if primitive is jax.lax.transpose_p:
-            numbers = [self._transposed(operands[0], eqn.params["permutation"])]
-        else:
-            # What has an effect may be something else each time.
-            how = object() if eqn.effects or _is_users(eqn) else primitive
-            n = self._number(how, [x.number for x in operands], eqn.params)
-            numbers = [self._number(("out", i), (n,)) for i in range(len(eqn.outvars))]
         if primitive in _MOVES:
-            return [Numbered(n, operands[0].made) for n in numbers]
-        return [Numbered(n, (here.way, i)) for i, n in enumerate(numbers)]
+            return [operands[0]._replace(number=self._moved(eqn, operands))]
+        # What has an effect may be something else each time.
+        how = object() if eqn.effects or _is_users(eqn) else primitive
+        n = self._number(how, [x.number for x in operands], eqn.params)
+        numbers = [self._number(("out", i), (n,)) for i in range(len(eqn.outvars))]
+        filled = bool(operands) and all(x.filled for x in operands) and not eqn.effects
+        filled |= primitive.name in _EMPTY
+        return [Numbered(n, (here.way, i), filled) for i, n in enumerate(numbers)]
+
+    def _moved(self, eqn: Any, operands: Sequence[Numbered]) -> int:
+        if eqn.primitive is jax.lax.transpose_p:
+            return self._transposed(operands[0], eqn.params["permutation"])
+        # A scalar that leaves a mesh for its backward pass, such as the index of a
+        # cond, gets an axis for the devices, and loses it again in there.
+        if eqn.primitive is jax.lax.squeeze_p and not eqn.outvars[0].aval.shape:
+            how, of = self._computed.get(operands[0].number, (None, ()))
+            if how == "of a scalar":
+                return of[0]
+        is_scalar = not eqn.invars[0].aval.shape
+        how = "of a scalar" if is_scalar else eqn.primitive
+        return self._number(how, [x.number for x in operands], eqn.params)
 
     def _sow(self, eqn: Any, operands: Sequence[Numbered], here: Here) -> Numbered:
         site: Site = eqn.params["site"]
@@ -169,6 +183,9 @@ class Numbering(Domain):
     # The cases of a cond, the iterations that a scan stacks, the parts of an array on
     # the devices of a mesh. `how` is the same for both ways. A part is again the value
     # that it was, made where that was made. `also` tells two apart with the same parts.
+    #
+    # What one branch keeps for its backward pass, the others have as well: each fills
+    # in zeros of its own. Where they are made says nothing beside the value kept.
     def _together(
         self,
         how: Hashable,
@@ -177,7 +194,9 @@ class Numbering(Domain):
         also: Hashable = None,
     ) -> Numbered:
         number = self._number(how, [x.number for x in parts], params)
-        return Numbered(number, (how, *[x.made for x in parts], also))
+        filled = all(x.filled for x in parts)
+        made = [x.made if filled or not x.filled else None for x in parts]
+        return Numbered(number, (how, *made, also), filled)
 
     def _part(self, how: Hashable, whole: Numbered, i: int = 0) -> Numbered | None:
         """A part of what was put together so; `None` for other values."""
@@ -187,13 +206,13 @@ class Numbering(Domain):
         made = whole.made
         if isinstance(made, tuple) and made[0] == how:
             made = made[1 + i]
-        return Numbered(parts[i], made)
+        return whole._replace(number=parts[i], made=made)
 
     def _slice(self, how: Hashable, whole: Numbered) -> Numbered:
         if (part := self._part(how, whole)) is not None:
             return part
         number = self._number(("slice", how), (whole.number,))
-        return Numbered(number, (how, whole.made))
+        return whole._replace(number=number, made=(how, whole.made))
 
     def chosen(self, index, cases):
         if len({x.number for x in cases}) == 1:
@@ -232,6 +251,8 @@ _MOVES = (
     jax.lax.reshape_p,
     jax.lax.squeeze_p,
 )
+# Arrays of JAX's in the place of zeros.
+_EMPTY = "empty", "empty2"
 _IDENTITIES = jexc.primitives.name_p, jexc.primitives.stop_gradient_p
 
 

@@ -133,8 +133,8 @@ def _with_derivative_of(interpret, given, jaxpr, args, original):
     @jax.custom_jvp
     def copy(inputs, original, again, same):
         del original, same
-        # Without an outer transformation, `walked` and `quiet` are the same program, and
-        # `again` is what `quiet` has computed.
+        # Without an outer transformation, `walked` and `quiet` are the same program,
+        # and `again` is what `quiet` has computed.
         is_same = not (once or handler.has_outer)
         return again if is_same else _compat.inline_or_call(walked, inputs)
 
