@@ -251,7 +251,7 @@ _MOVES = (
     jax.lax.reshape_p,
     jax.lax.squeeze_p,
 )
-# Arrays of JAX's in the place of zeros.
+# What JAX fills in where any array will do.
 _EMPTY = "empty", "empty2"
 _IDENTITIES = jexc.primitives.name_p, jexc.primitives.stop_gradient_p
 
