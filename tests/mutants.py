@@ -8,9 +8,10 @@ off, records which of them ask which switch, and how long they take. Then
 
 1. each mutant alone is given to the tests that ask its switch, the most promising
    first, for `--seconds`, until one of them fails;
-2. what is left is switched on together, in one run of the default tests. Each of these
-   mutants is then given, alone, to those tests that failed. This is repeated with those
-   that are still left, until no test fails;
+2. what is left is switched on together, in three runs of the default tests, so that
+   mutants of one file do not hide each other. Each of these mutants is then given,
+   alone, to those tests that failed. This is repeated with those that are still left,
+   until none is noticed;
 3. the same with `-m "rest or slow"`, the cases that the default tests leave out.
 
 The output has a line for each mutant that a test has noticed, with that test and the
@@ -342,23 +343,26 @@ def main():
             kills.update([test, test.split("::")[0]])
             print(f"{step}: {len(left)} of {len(drawn)} left", flush=True)
 
-    def each(step, tests_of, limit):
+    def each(step, some, tests_of, limit):
         with concurrent.futures.ThreadPoolExecutor(given.workers) as pool:
-            list(pool.map(lambda i: alone(i, step, tests_of(i), limit), sorted(left)))
+            list(pool.map(lambda i: alone(i, step, tests_of(i), limit), some))
 
     def together(step, marks, pass_by_themselves, tests_of):
         before = None
         while left and len(left) != before:
             before = len(left)
-            failed = pass_by_themselves(run_pytest(tree, f"-m={marks}", on=left))
-            print(f"{step}: {len(failed)} tests fail with {before} mutants", flush=True)
-            each(step, lambda i: tests_of(i, failed), 60)
+            in_files = sorted(left, key=lambda i: drawn[i])
+            for some in (in_files[k::3] for k in range(3)):
+                failed = pass_by_themselves(run_pytest(tree, f"-m={marks}", on=some))
+                print(f"{step}: {len(failed)} fail with {len(some)}", flush=True)
+                each(step, some, lambda i: tests_of(i, failed), 10)
 
-    asked = lambda i, tests: [t for t in tests if t in asks.get(i, ())]
-    each("alone", lambda i: asked_by.get(i, []), given.seconds)
-    together(
-        "default", DEFAULT, lambda tests: [t for t in tests if t in seconds], asked
-    )
+    # A file that cannot be imported fails as a whole.
+    is_file = lambda test: test.endswith(".py")
+    asked = lambda i, tests: [t for t in tests if is_file(t) or t in asks.get(i, ())]
+    known = lambda tests: [t for t in tests if is_file(t) or t in seconds]
+    each("alone", sorted(left), lambda i: asked_by.get(i, []), given.seconds)
+    together("default", DEFAULT, known, asked)
     others = lambda tests: set(tests) - set(failing(tree, tests, []))
     together("rest", REST, lambda tests: sorted(others(tests)), lambda i, tests: tests)
     for i in sorted(left):
