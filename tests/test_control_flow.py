@@ -778,6 +778,32 @@ def test_a_constant_predicate_within_a_branch():
     close(captured["h"]["cotangent"], jax.vmap(want)(xs, o))
 
 
+def test_a_function_with_branches_that_runs_twice_within_a_branch():
+    """With one predicate. Each of its branches is differentiated in one of the calls."""
+    c = jnp.array([[5.0], [7.0]])
+
+    def loss(x, zeros, o, mark):
+        @jax.jit
+        def choose(p, x, y, z):
+            first = lambda: jnp.sin(mark(2 * x, z))
+            return lax.cond(p, first, lambda: mark(3 * y, z) ** 2)
+
+        def lane(p, x, c, z):
+            twice = lambda x, z: choose(p, x, c, z[0]) + choose(p, c, x, z[1])
+            return lax.cond(o > 0, twice, lambda x, z: 2 * x, x, z)
+
+        return jax.vmap(lane)(jnp.array([True, False]), x, c, zeros).sum()
+
+    x, zeros = jnp.linspace(-0.9, 1.3, 6).reshape(3, 2, 1), jnp.zeros((2, 2, 1))
+    o = jnp.array([0.7, -0.7, 0.3])
+    marked = lambda x, o: loss(x, zeros, o, lambda y, _: sow(y, "h"))
+    _, captured = S(jax.vmap(jax.grad(marked)), reduce=Append())(x, o)
+    want = lambda x, o: jax.grad(lambda z: loss(x, z, o, jnp.add))(zeros)
+    # What is made of `c` alone has no cotangent: zeros.
+    want = jax.vmap(want)(x, o) * jnp.eye(2)[None, ..., None]
+    close(jnp.stack(captured["h"]["cotangent"], axis=2), want)
+
+
 @pytest.mark.parametrize("by", ["jvp", "vjp"])
 def test_loops_around_a_mark_in_a_rule_count_for_its_lanes(by):
     """The inner loop is batched before the mark can be seen."""
