@@ -779,7 +779,7 @@ def test_a_constant_predicate_within_a_branch():
 
 
 def test_a_function_with_branches_that_runs_twice_within_a_branch():
-    """With one predicate. Each of its branches is differentiated in one of the calls."""
+    """With one predicate. Each branch is differentiated in one of the calls."""
     c = jnp.array([[5.0], [7.0]])
 
     def loss(x, zeros, o, mark):
