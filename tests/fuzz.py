@@ -90,7 +90,9 @@ def documented(error: Exception, the_plan: "Plan") -> str | None:
     sharded = any(w in thr.SHARDED for w in the_plan.words)
     pvary = "pvary is a invariant->variant" in text
     pvary |= sharded and old and "requires varying manual axes to match" in text
-    if (isinstance(error, ValueError) and pvary) or type(error).__name__ == "_RepError":
+    lanes = sharded and "vmap" in the_plan.words
+    of_type = lanes and type(error).__name__ == "_RepError"
+    if (isinstance(error, ValueError) and pvary) or of_type:
         return "JAX's error: vmap of a shard_map with a constant in a branch"
     # `squeeze` of an empty array, op by op: what comes out cannot be read.
     if isinstance(error, ValueError) and "could not broadcast input array" in text:
