@@ -1170,6 +1170,57 @@ def test_what_is_repeated_ran_before(name, wrap):
     close(jnp.stack(got["h"]["primal"]), [np.sin(0.5)] * len(want))
 
 
+def _scanned(x, n):
+    return lax.fori_loop(0, n, lambda i, x: 1.1 * jnp.sin(x), x)
+
+
+def _while(x, n):
+    step = lambda c: (c[0] + 1, 1.1 * jnp.sin(c[1]))
+    return lax.while_loop(lambda c: c[0] < n, step, (0, x))[1]
+
+
+@pytest.mark.parametrize("loop, n", [(_scanned, 4), (_while, 3), (_while, 4)])
+def test_a_backward_pass_with_a_loop_of_another_length(loop, n):
+    """Only a scan of the same length computes the same. How long a `while_loop` runs
+    is not known."""
+    mark = lambda x, n: sow(loop(x, n), "h")
+    f = jax.custom_vjp(lambda x: mark(x, 3))
+    f.defvjp(lambda x: (mark(x, 3), x), lambda x, ct: (ct * mark(x, n),))
+    _, got = S(jax.grad(f), reduce=Append())(0.5)
+    close(jnp.stack(got["h"]["primal"]), [loop(0.5, 3), loop(0.5, n)])
+    with pytest.raises(DuplicateSowError, match="also in a backward pass"):
+        S(jax.grad(f))(0.5)
+
+
+def test_a_backward_pass_that_repeats_a_scan():
+    mark = lambda x: sow(_scanned(x, 3), "h")
+    f = jax.custom_vjp(mark)
+    f.defvjp(lambda x: (mark(x), x), lambda x, ct: (ct * mark(x),))
+    _, got = S(jax.grad(f))(0.5)
+    close(got["h"]["primal"], _scanned(0.5, 3))
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_a_backward_pass_in_a_branch_of_some_lanes(again):
+    """What it computes as in the forward pass is not one more execution. Of anything
+    else, it cannot be told; nor with JAX 0.10, where the `x` of the backward pass is
+    one that was selected among the branches."""
+    forward = lambda x: sow(jnp.cos(x), "h") * x
+    backward = forward if again else lambda x: sow(jnp.sin(x), "h") * x
+    f = jax.custom_vjp(forward)
+    f.defvjp(lambda x: (forward(x), x), lambda x, ct: jax.vjp(backward, x)[1](ct))
+    fn = jax.vmap(jax.grad(lambda x, p: lax.cond(p, f, jnp.negative, x)))
+    xs, p = jnp.array([0.3, 0.5, 0.7]), jnp.array([True, False, True])
+    if not again or jax.__version_info__ < (0, 11):
+        with pytest.raises(SowError, match="forward pass has a mark of that name"):
+            S(fn)(xs, p)
+        return
+    _, got = S(fn)(xs, p)
+    close(got["h"]["count"], [1, 0, 1])
+    close(got["h"]["primal"], jnp.where(p, jnp.cos(xs), 0))
+    close(got["h"]["cotangent"], jnp.where(p, xs, 0))
+
+
 @pytest.mark.slow
 @_needs_checkpointed_loop
 @pytest.mark.parametrize("around", [lambda f: f, _looped], ids=["alone", "in a scan"])

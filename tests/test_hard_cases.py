@@ -26,7 +26,7 @@ from jax import lax
 from jax.experimental import jet
 from jax.sharding import PartitionSpec as P
 
-from .helpers import assert_close, close, primitives, unmarked
+from .helpers import assert_close, close, primitives, unmarked, with_mode
 
 
 X = jnp.array([0.5, 1.5])
@@ -496,6 +496,20 @@ def test_taylor_series(call):
     assert_close(out, taylor(linear.weight))
     (entry,) = captured.values()
     assert_close(entry, {"primal": linear(X)})
+
+    # The name comes from the arrays, all of which have a series here.
+    keys = jax.random.split(jax.random.key(1))
+    model = [eqx.nn.Linear(2, 2, use_bias=False, key=k) for k in keys]
+
+    def of_weights(*weights):
+        new = [eqx.tree_at(lambda m: m.weight, model[0], w) for w in weights]
+        return new[1](new[0](X))
+
+    taylor = lambda model: jet.jet(of_weights, [m.weight for m in model], [series] * 2)
+    out, captured = call(S(taylor, capture=True), model)
+    assert_close(out, taylor(model))
+    hidden = model[0](X)
+    assert_close(with_mode(captured, "primal"), {"model/0": hidden, "model/1": out[0]})
 
 
 def test_a_checkpoint_in_what_keeps_its_own_rule(call):

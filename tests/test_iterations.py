@@ -426,6 +426,23 @@ def test_where_the_index_of_another_loop_then_stands(pattern, name, after, left)
     assert found.after == left
 
 
+def test_an_iteration_of_a_loop_around_a_stack():
+    """`blocks/attn/2` is iteration 2 of the outer loop, for all layers at once."""
+    train = lambda xs: lax.map(lambda x: _stack(x, (None, 6)), xs)
+    xs = jnp.stack([X, 2 * X, 3 * X])
+    whole = S(train)(xs)[1]["blocks/attn"]["primal"]
+    assert whole.shape == (3, 4, 2)
+    for pattern, name, value in (
+        ("blocks/attn/2", "blocks/attn/2", whole[2]),
+        ("blocks/*/attn/2", "blocks/attn/2", whole[2]),
+        ("blocks/1/attn", "blocks/1/attn", whole[:, 1]),
+        ("blocks/1/attn/2", "blocks/1/attn/2", whole[2, 1]),
+    ):
+        _, got = S(train, names=pattern)(xs)
+        assert list(got) == [name]
+        assert_close(got[name]["primal"], value)
+
+
 @pytest.mark.parametrize("pattern", ["*/0", "h/[01]"])
 def test_a_sow_with_the_name_of_an_iteration_goes_before_it(pattern):
     def f(x):

@@ -348,6 +348,21 @@ def test_raveled_parameters_that_are_changed(way, more):
     _check(fn, (model, X), {"model/b": value})
 
 
+def test_raveled_parameters_that_a_matrix_mixes():
+    """Then each array is made of those of all layers, and belongs to none of them."""
+    model = [_linear(0), _linear(1)]
+    flat, unravel = ravel_pytree(model)
+    subspaces = jax.random.normal(KEYS[2], (2, flat.size, flat.size))
+
+    def fn(model, x):
+        flat, _ = ravel_pytree(model)
+        rows = subspaces @ flat
+        return jax.lax.map(lambda p: unravel(p)[1](x), rows)
+
+    value = jnp.stack([unravel(s @ flat)[1](X) for s in subspaces])
+    _check(fn, (model, X), {"model": value})
+
+
 class Attention(eqx.Module):
     q: eqx.nn.Linear
     k: eqx.nn.Linear

@@ -810,6 +810,19 @@ def test_counts_after_a_branch_on_a_mesh_within_a_mesh(call, around):
     assert float(got["b"]["primal"]) == (2 * x + 1).sum()
 
 
+@pytest.mark.parametrize("init", [jnp.zeros((4, 4)), lambda: jnp.zeros((4, 4))])
+def test_a_fold_of_what_the_mesh_around_could_not_compute(init):
+    """On an explicit mesh, JAX asks how a product over a sharded axis is sharded."""
+    mesh = jax.make_mesh((4, 2), ("d", "m"), (AxisType.Explicit,) * 2)
+    fold = Fold(init, lambda acc, x: acc + x.T @ x)
+    over = P("d", "m")
+    f = jax.sharding.auto_axes(lambda x: eqx_sow.sow(2 * x, "a"), out_sharding=over)
+    x = np.arange(32, dtype=np.float32).reshape(8, 4)
+    with jax.set_mesh(mesh):
+        _, got = S(f, reduce=fold)(jax.device_put(x, NamedSharding(mesh, over)))
+    np.testing.assert_allclose(got["a"]["primal"], 4 * x.T @ x)
+
+
 def test_a_shard_map_over_an_axis_that_is_explicit_only_inside():
     """What goes in comes from a mesh where it is not known to be sharded."""
     mesh = jax.make_mesh((4,), ("d",), (AxisType.Auto,))

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import jax.random as jr
 import pytest
 from eqx_sow import plant, save_intermediates as S
+from jax.sharding import AxisType, PartitionSpec as P
 
 from .helpers import assert_close, cotangents, primals, with_mode
 
@@ -368,6 +369,37 @@ def test_an_unrolled_loop_over_a_stack(i):
     got = S(_ensemble, capture=True)(_stacked([model, model]), X)[1]
     assert list(got) == list(_of_a_list(True))
     assert_close(got, _of_a_list(True))
+
+
+def test_a_part_of_a_layer_of_a_stack():
+    """Called by itself, so that only some arrays of the layer are taken out."""
+    blocks = _blocks(2)
+    _, want = S(lambda m, x: m[1].attn.linear(x), capture=True)(blocks, X)
+
+    def fn(m, x):
+        return jax.tree.map(lambda a: a[1] if eqx.is_array(a) else a, m).attn.linear(x)
+
+    _, got = S(fn, capture=True)(_stacked(blocks), X)
+    assert list(got) == list(want) == ["m/1/attn/linear"]
+    assert_close(got, want)
+
+
+def test_a_layer_of_a_stack_that_is_whole_on_each_device():
+    model = _encoder(2, _one_by_one(SLICES["index"]))
+    arrays, static = eqx.partition(model, eqx.is_array)
+    mesh = jax.make_mesh((4,), ("d",), (AxisType.Auto,))
+    run = lambda arrays, x: eqx.combine(arrays, static)(x)
+
+    def fn(arrays, x):
+        specs = dict(in_specs=(P(), P("d")), out_specs=P("d"))
+        over_rows = lambda arrays, x: jax.vmap(lambda x: run(arrays, x))(x)
+        return jax.shard_map(over_rows, mesh=mesh, **specs)(arrays, x)
+
+    _, got = S(fn, capture=True)(arrays, jnp.tile(X, (4, 1)))
+    _, want = S(lambda arrays, x: run(arrays, x), capture=True)(arrays, X)
+    assert list(got) == list(want)
+    for name, value in with_mode(want, "primal").items():
+        assert_close(got[name]["primal"], jnp.tile(value, (4, 1, 1)))
 
 
 @pytest.mark.parametrize("n", [1, 3])

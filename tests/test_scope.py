@@ -13,6 +13,7 @@ from eqx_sow import (
     DuplicateSowError,
     plant,
     save_intermediates as S,
+    scope,
     Sow,
     sow,
     UnknownSowError,
@@ -200,6 +201,21 @@ def test_plant_by_scoped_name():
 
 
 @pytest.mark.filterwarnings("ignore:.*found no mark")
+def test_the_index_of_a_layer_behind_the_scope_of_a_user():
+    keys = jr.split(jr.key(0), 3)
+    stack = eqx.filter_vmap(lambda key: eqx.nn.Linear(3, 3, key=key))(keys)
+    arrays, static = eqx.partition(stack, eqx.is_array)
+
+    def fn(arrays, x):
+        with scope("first"):
+            step = lambda x, layer: (eqx.combine(layer, static)(x), None)
+            return jax.lax.scan(step, x, arrays)[0]
+
+    _, got = S(fn, capture=True, names="first/arrays/1")(arrays, X)
+    one = lambda i: eqx.combine(jax.tree.map(lambda a: a[i], arrays), static)
+    assert_close(dict(got), {"first/arrays/1": {"primal": one(1)(one(0)(X))}})
+
+
 def test_scope_of_a_model_without_sows():
     assert S(eqx.nn.Linear(3, 3, key=jr.key(0)), scope=True)(X)[1] == {}
 
