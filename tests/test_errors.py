@@ -530,6 +530,13 @@ def test_a_gradient_that_may_be_that_of_either_of_two_modules():
     assert "cotangent" in S(jax.grad(loss), capture=True)(layers, X)[1]["layers/0"]
 
 
+def test_a_cotangent_of_a_module_that_never_ran_forward():
+    linear = eqx.nn.Linear(3, 3, use_bias=False, key=jax.random.key(0))
+    transposed = lambda m, x: jax.linear_transpose(m, x)(x)
+    with pytest.raises(SowError, match="cannot tell .* that of Linear.__call__. Diff"):
+        S(transposed, capture=True)(linear, X)
+
+
 # --- warnings ---
 
 
