@@ -156,18 +156,15 @@ class Found(NamedTuple):
 
 
 def sows(x: Any, eqns: tuple[Any, ...] = (), way: Way = ()) -> Iterator[Found]:
-    """The marks in a jaxpr or an equation, to which `eqns` and `way` lead."""
+    """The marks in a jaxpr, or within an equation, to which `eqns` and `way` lead."""
     if not isinstance(x, jexc.JaxprEqn):
         for i, eqn in with_sow(x).items():
-            if eqn.primitive is sow_p:  # as below, in half of the time
+            if eqn.primitive is sow_p:
                 yield Found(eqn.params["site"], (*eqns, eqn), (*way, i))
             else:
                 yield from sows(eqn, eqns, (*way, i))
         return
     eqns = (*eqns, x)
-    if x.primitive is sow_p:
-        yield Found(x.params["site"], eqns, way)
-        return
     found: list[Found] = []
     for k, jaxpr in enumerate(jaxprs_of(x)):
         found += sows(jaxpr, eqns, (*way, k))
