@@ -23,7 +23,7 @@ from eqx_sow import (
     tap,
 )
 from jax import lax
-from jax.experimental import jet
+from jax.experimental import jet, sparse
 from jax.sharding import PartitionSpec as P
 
 from .helpers import assert_close, close, primitives, unmarked, with_mode
@@ -510,6 +510,22 @@ def test_taylor_series(call):
     assert_close(out, taylor(model))
     hidden = model[0](X)
     assert_close(with_mode(captured, "primal"), {"model/0": hidden, "model/1": out[0]})
+
+
+def test_a_layer_with_a_sparse_weight():
+    """The other arrays say which layer it is."""
+    linear = eqx.nn.Linear(2, 2, key=jax.random.key(0))
+    weight = sparse.BCOO.fromdense(linear.weight)
+
+    def f(use_tracer, weight, model, x):
+        run = lambda w, m, x: eqx.tree_at(lambda m: m.weight, m, w)(x)
+        return sparse.sparsify(run, use_tracer=use_tracer)(weight, model, x)
+
+    out, got = S(functools.partial(f, True), capture=True)(weight, linear, X)
+    assert_close(out, linear(X))
+    assert_close(dict(got), {"model": {"primal": linear(X)}})
+    with pytest.raises(NotImplementedError, match="rule for edge is not implemented"):
+        S(functools.partial(f, False), capture=True)(weight, linear, X)
 
 
 def test_a_checkpoint_in_what_keeps_its_own_rule(call):

@@ -491,7 +491,7 @@ def _registered(equality, static):
     return Q
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("equality", [None, "elementwise", "refused"])
 def test_classes_without_an_equality_of_structures(equality, static):
