@@ -823,6 +823,35 @@ def test_a_fold_of_what_the_mesh_around_could_not_compute(init):
     np.testing.assert_allclose(got["a"]["primal"], 4 * x.T @ x)
 
 
+def test_counts_of_devices_after_a_scan_on_a_mesh_within_a_mesh(call):
+    """The count of `b` is on the mesh around before the scan, as after it."""
+    mesh = jax.make_mesh((4, 2), ("d", "m"), (AxisType.Explicit,) * 2)
+    over = P("d", "m")
+
+    def f(x):
+        inside = lambda x: eqx_sow.sow(jnp.sin(x), "a")
+        inside = jax.sharding.auto_axes(inside, out_sharding=over)
+        x, _ = lax.scan(lambda x, _: (inside(x), None), x, length=2)
+        on_devices = lambda x: eqx_sow.sow(2 * x, "b")
+        on_devices = jax.shard_map(on_devices, in_specs=over, out_specs=over)
+        return jax.sharding.auto_axes(on_devices, axes="d", out_sharding=over)(x)
+
+    events = []
+    x = np.arange(32, dtype=np.float32).reshape(8, 4)
+    with jax.set_mesh(mesh):
+        out = call(tap(f, events.append), jax.device_put(x, NamedSharding(mesh, over)))
+        jax.block_until_ready(out)
+        jax.effects_barrier()
+    want = 2 * np.sin(np.sin(x))
+    np.testing.assert_allclose(out, want, rtol=1e-5)
+    assert {(e.name, e.count) for e in events} == {("a", 0), ("a", 1), ("b", 0)}
+    parts = [np.split(rows, 2, axis=1) for rows in np.split(want, 4)]
+    for e in events:
+        if e.name == "b":
+            part = parts[e.device["d"]][e.device["m"]]
+            np.testing.assert_allclose(e.value, part, rtol=1e-5)
+
+
 def test_a_shard_map_over_an_axis_that_is_explicit_only_inside():
     """What goes in comes from a mesh where it is not known to be sharded."""
     mesh = jax.make_mesh((4,), ("d",), (AxisType.Auto,))

@@ -228,7 +228,11 @@ def first_count(site: Site, eqns: Sequence[Any]) -> tuple[Any, Any]:
     spread = [(a, eqn.params["mesh"]) for eqn in eqns for a in _mesh_axes(eqn)]
     zeros = np.zeros([mesh.shape[a] for a, mesh in spread], np.int32)
     if spread:
-        zeros = on_mesh(zeros, spread[0][1], [a for a, _ in spread])
+        # The mesh of the `shard_map` may have other types of axes than the one where
+        # the count begins, and comes back to after each part of the program.
+        around = jax.sharding.get_abstract_mesh()
+        mesh = spread[0][1] if around.empty else around
+        zeros = on_mesh(zeros, mesh, [a for a, _ in spread])
     return (site.key, tuple(str(a) for a, _ in spread)), zeros
 
 
