@@ -8,6 +8,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
+import numpy as np
 import pytest
 from eqx_sow import plant, save_intermediates as S
 from jax.sharding import AxisType, PartitionSpec as P
@@ -400,6 +401,42 @@ def test_a_layer_of_a_stack_that_is_whole_on_each_device():
     assert list(got) == list(want)
     for name, value in with_mode(want, "primal").items():
         assert_close(got[name]["primal"], jnp.tile(value, (4, 1, 1)))
+
+
+PERMUTED = {
+    "reversed": lambda a: a[::-1],
+    "flipped": lambda a: jnp.flip(a, 0),
+    "the first ones": lambda a: a[:2],
+    "the last ones": lambda a: a[2:],
+    "every other": lambda a: a[::2],
+    "by indices": lambda a: a[jnp.array([2, 0])],
+    "by a mask": lambda a: a[np.array([True, False, True, True])],
+    "a half": lambda a: jnp.split(a, 2)[1],
+    "some": lambda a: jax.lax.dynamic_slice_in_dim(a, 1, 2),
+    "padded": lambda a: jnp.pad(a, [(1, 0)] + [(0, 0)] * (a.ndim - 1)),
+    "rolled": lambda a: jnp.roll(a, -2, 0),
+    "repeated": lambda a: jnp.repeat(a, 2, 0)[1:3],
+    "in two rows": lambda a: a.reshape(2, 2, *a.shape[1:])[:, 0],
+}
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("permuted", PERMUTED.values(), ids=PERMUTED)
+def test_an_entry_of_a_part_of_a_stack_is_not_the_layer_with_that_index(permuted):
+    linears = [eqx.nn.Linear(3, 3, key=key) for key in jr.split(jr.key(0), 4)]
+    stack = _stacked(linears)
+
+    def fn(stack, x):
+        first = next(_entries(stack, lambda a: [a[1]]))(x)
+        entries = _entries(jax.tree.map(permuted, stack), lambda a: [a[0], a[1]])
+        return first, [entry(x) for entry in entries]
+
+    out, got = S(fn, capture=True)(stack, X)
+    assert list(got) == ["stack/1", "stack"]
+    assert_close(got["stack/1"]["primal"], linears[1](X))
+    assert_close(list(got["stack"]["primal"]), out[1])
+    planted = plant(fn, {"stack/1": jnp.zeros_like}, capture=True)(stack, X)
+    assert_close(planted, (jnp.zeros(3), out[1]))
 
 
 @pytest.mark.parametrize("n", [1, 3])

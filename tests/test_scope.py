@@ -200,7 +200,6 @@ def test_plant_by_scoped_name():
     assert_close(planted(X), jnp.zeros(3))
 
 
-@pytest.mark.filterwarnings("ignore:.*found no mark")
 def test_the_index_of_a_layer_behind_the_scope_of_a_user():
     keys = jr.split(jr.key(0), 3)
     stack = eqx.filter_vmap(lambda key: eqx.nn.Linear(3, 3, key=key))(keys)
@@ -216,6 +215,7 @@ def test_the_index_of_a_layer_behind_the_scope_of_a_user():
     assert_close(dict(got), {"first/arrays/1": {"primal": one(1)(one(0)(X))}})
 
 
+@pytest.mark.filterwarnings("ignore:.*found no mark")
 def test_scope_of_a_model_without_sows():
     assert S(eqx.nn.Linear(3, 3, key=jr.key(0)), scope=True)(X)[1] == {}
 

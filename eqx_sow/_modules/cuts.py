@@ -6,12 +6,14 @@
     c = squeeze[dimensions=(0,)] b
 
 `b` is entry 1 of 3, with an axis of length 1 in its place, and `c` is without that. A
-slice that keeps the axis, as `a[1:2]`, is a smaller stack, and no layer.
+slice that keeps the axis, as `a[1:2]`, is a smaller stack, and no layer. It is not
+known which layers of the whole are in `a[::-1]`, `a[1:]` or `a[jnp.array([2, 0])]`.
 
 An index may be a number in the program, too: `jnp.take(a, 1, axis=0)` and
 `jax.lax.dynamic_index_in_dim` compute `1 if 1 >= 0 else 1 + 3` before they use it.
 """
 
+import itertools as it
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -37,15 +39,17 @@ class Cut(NamedTuple):
         return self[:2]
 
 
-# An entry of what one device has of an array: it is not known which of the whole.
-OF_SHARD = Cut(0, 0)
+# What has some entries of an array, or all in another order: an entry of it is one of
+# the whole, and it is not known which. So is an entry of what one device has.
+OTHER_ENTRIES = Cut(0, 0)
 # By the number of a source, the slices that a value is of it, the first one first.
 Cuts = Mapping[int, tuple[Cut, ...]]
 
 
 def closed(cuts: tuple[Cut, ...]) -> tuple[Cut, ...]:
     """The slices that have lost their axis, as far as it is known which they are."""
-    return () if OF_SHARD in cuts else tuple(c for c in cuts if not c.is_open)
+    known = it.takewhile(lambda c: c != OTHER_ENTRIES, cuts)
+    return tuple(c for c in known if not c.is_open)
 
 
 def in_common(several: Sequence[tuple[Cut, ...]]) -> tuple[Cut, ...]:
@@ -64,6 +68,8 @@ def after(
     output of an equation, the entries that it takes out of the first operand, other
     than parts of a concatenation."""
     p, name, n_outs = eqn.params, eqn.primitive.name, len(eqn.outvars)
+    if name in _REORDERS:
+        return {}, [[OTHER_ENTRIES]] * n_outs
     if name not in _SLICES:
         return {}, []
     along, _ = operands[0].parts or (None, ())
@@ -75,7 +81,8 @@ def after(
         n = shape[p["axis"]]
         is_entry = p["axis"] != along and n == n_outs and (n > 1 or is_whole)
         every = [Cut(n, i, way, name == "split") for i in range(n_outs)]
-        return {}, [[cut] if is_entry else [] for cut in every]
+        others = [] if p["axis"] == along else [OTHER_ENTRIES]
+        return {}, [[cut] if is_entry else others for cut in every]
     sizes, starts = sizes_of(eqn), _starts(eqn, operands)
     gone = p["dimension_numbers"].collapsed_slice_dims if name == "gather" else ()
     found = [
@@ -83,10 +90,22 @@ def after(
         for k, start in sorted(starts.items())
         if sizes[k] == 1 and k != along and (shape[k] > 1 or is_whole and k in gone)
     ]
+    if _has_several(eqn, along):
+        found.append(OTHER_ENTRIES)
     return starts, [found]
 
 
 _SLICES = "slice", "dynamic_slice", "gather", "unstack", "split", "squeeze"
+_REORDERS = "rev", "pad", "sort"
+
+
+def _has_several(eqn: Any, along: int | None) -> bool:
+    """Whether a slice has several entries of an axis, other than one of parts, and not
+    all of them in their order."""
+    of, sizes = eqn.invars[0].aval.shape, sizes_of(eqn)
+    if eqn.primitive.name == "gather" and eqn.invars[1].aval.ndim > 1:
+        return True
+    return any(1 < n < m for k, (n, m) in enumerate(zip(sizes, of)) if k != along)
 
 
 def sizes_of(eqn: Any) -> Sequence[int]:

@@ -54,7 +54,8 @@ class Fits:
             for path in self._as_stacked(sources):
                 distance, n = visit.fits.get(path, (nearest, 0))
                 visit.fits[path] = min(distance, nearest), n - 1
-                cuts = closed(array.cuts.get(sources.get(path, -1), ()))
+                source = sources.get(path, -1)
+                cuts = self._places.slices(source, closed(array.cuts.get(source, ())))
                 visit.cuts[path] = in_common([cuts, visit.cuts.get(path, cuts)])
                 for i, cut in enumerate(cuts):
                     self._sliced[i, cut.n].add(sources[path])

@@ -39,6 +39,7 @@ from .._mark.trees import (
     Root,
     walk,
 )
+from .cuts import Cut
 
 
 def root_of(path: Path) -> Path:
@@ -126,6 +127,12 @@ class Places:
         perhaps behind the axis of a vmap."""
         arrays = enumerate(self._arrays)
         return {i for i, x in arrays if i not in used and n in x.shape[:2]}
+
+    def slices(self, source: int, cuts: Sequence[Cut]) -> tuple[Cut, ...]:
+        """Those slices that may be of the source itself, and not of what it was
+        reshaped or repeated to: that has axes of other lengths."""
+        shape = self._arrays[source].shape if cuts else ()
+        return tuple(it.takewhile(lambda cut: cut.n in shape, cuts))
 
     def alike(self, call: NotedCall) -> list[Path]:
         """The places of the modules that are like that of a call."""

@@ -23,7 +23,7 @@ from .._mark.site import Site
 from .._walk.edges import primals_of
 from .._walk.flow import Domain, Here
 from .._walk.sows import Way
-from .cuts import Cut, number_of, OF_SHARD
+from .cuts import Cut, number_of, OTHER_ENTRIES
 from .places import Places
 from .sources import in_order, Origin, outputs_of, undecided
 
@@ -138,7 +138,7 @@ class Visits(Domain):
     def shard(self, value, mesh, spec):
         value = value._replace(parts=None)
         is_split = spec is not None and len(spec) > 0 and spec[0] is not None
-        return value.cut([OF_SHARD]) if is_split else value
+        return value.cut([OTHER_ENTRIES]) if is_split else value
 
     def equation(self, eqn, operands, here):
         primitive = eqn.primitive
