@@ -489,6 +489,29 @@ def test_functions_in_globals_that_hold_a_model():
     assert list(got) == ["COMPILED", "KEPT", "OVER_LANES"]
 
 
+def _calling(model):
+    return lambda x: model(x)
+
+
+@pytest.mark.parametrize("wrap", [lambda fn: fn, jax.jit])
+def test_two_variables_of_one_name(wrap):
+    student, teacher, other = map(_linear, range(3))
+    of_teacher, again, of_other = map(_calling, (teacher, teacher, other))
+    of_teacher = wrap(of_teacher)
+
+    def loss(model, x):
+        return model(x) - of_teacher(x) + again(x) * of_other(x)
+
+    values = student(X), teacher(X), other(X)
+    want = {"model": values[0], "model#1": (values[1],) * 2, "model#2": values[2]}
+    _check(loss, (student, X), want)
+    out = plant(loss, {"model": jnp.zeros_like}, capture=True)(student, X)
+    assert_close(out, loss(student, X) - values[0])
+    # An argument that is in a variable, too, is one tree.
+    fn = lambda model, x: model(x) - of_teacher(x)
+    _check(fn, (teacher, X), {"model": (values[1],) * 2})
+
+
 def test_models_of_classes():
     class First:
         net = _linear(0)

@@ -170,22 +170,36 @@ def roots(fn: Any, args: tuple, kwargs: dict) -> list[tuple[Path, Any]]:
 
 def reachable(roots: Sequence[tuple[Path, Any]]) -> Iterator[tuple[Path, Any]]:
     """The arrays and the modules that one gets to from a function and its arguments,
-    and their paths: each begins with the name of the last variable on the way."""
+    and their paths: each begins with the name of the last variable on the way. If
+    there is something else of that name, as in
+
+        teacher = (lambda model: lambda x: model(x))(MLP(...))
+        loss = lambda model, x: model(x) - teacher(x)
+
+    it has a number: the variable of `teacher` is `model#1`."""
     seen: dict[int, Any] = {}
-    todo = [*roots][::-1]
+    # What has each name, by its `id`, in the order in which it was found.
+    of_name: dict[str, dict[int, int]] = defaultdict(dict)
+    for path, x in roots:
+        of_name["".join(path)][id(x)] = 0
+    todo = [(path, id(x), x) for path, x in roots][::-1]
     while todo:
-        path, x = todo.pop()
+        path, variable, x = todo.pop()
         if type(x) in _PLAIN:
             continue
         if is_module(x) or eqx.is_array_like(x):
-            yield path, x
+            root = "".join(root_of(path))
+            n = of_name[root].setdefault(variable, len(of_name[root]))
+            yield (Root(f"{root}#{n}"), *path[1:]) if root and n else path, x
         # A module may be in two places, and both count.
         if id(x) not in seen or is_module(x):
             seen[id(x)] = x
             is_variable = isinstance(x, types.FunctionType) or type(x) is ft.partial
             for key, y in list(_held(x))[::-1]:
-                longer = (Root(key),) if is_variable else (*path, key)
-                todo.append((longer if key else path, y))
+                if key and is_variable:
+                    todo.append(((Root(key),), id(y), y))
+                else:
+                    todo.append(((*path, key) if key else path, variable, y))
 
 
 _PLAIN = frozenset((type(None), bool, int, float, complex, str, bytes))
