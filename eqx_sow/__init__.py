@@ -8,7 +8,8 @@ of modules, without editing the model. Then
 - `plant` replaces them, and
 - `tap` shows them while the program runs.
 
-`tabulate` prints a table of what was captured, and `compare` shows where two runs part.
+`tabulate` prints a table of what was captured, and `compare` shows where two runs first
+differ.
 """
 
 from importlib.metadata import version as _version

@@ -38,6 +38,10 @@ DOCUMENTED = {
             "test_capture.py::test_modules_that_have_another_method_only",
             "test_errors.py::test_what_is_no_method_that_can_be_captured",
         ],
+        '"is marked, but has no" (`plant`)': [
+            "test_plant.py::test_no_name_has_a_cotangent",
+            "test_plant.py::test_a_glob_plants_what_has_a_cotangent",
+        ],
         '"there is nothing to compare" (`compare`)': [
             "test_compare.py::test_nothing_to_compare"
         ],
@@ -121,7 +125,8 @@ DOCUMENTED = {
         '"cannot tell which module"': [
             "test_errors.py::test_a_gradient_that_may_be_that_of_either_of_two_modules"
         ],
-        '"has a leaf … where … is marked" (`plant`)': [
+        '"has a leaf … where … is marked", "has the structure" (`plant`)': [
+            "test_misuse.py::test_misuse",
             "test_plant.py::test_a_value_that_does_not_fit",
             "test_plant.py::test_a_function_whose_result_does_not_fit",
         ],

@@ -85,6 +85,7 @@ def test_every_line_of_the_cheat_sheet_runs():
     scope = {}
     exec(BLOCK.findall(text)[0][1], scope)
     scope["intermediates"] = scope["save_intermediates"](scope["model"])(scope["x"])[1]
+    scope["reference"] = scope["intermediates"]
     rows = re.findall(r"^\| [^|`]*(?:`[^`]*`[^|`]*)* \| `([^`]+)`", text, re.MULTILINE)
     for code in rows:
         exec(code, dict(scope))

@@ -102,9 +102,9 @@ def test_duplicate_by_a_function_called_twice(call):
 @pytest.mark.parametrize(
     "run, what",
     [
-        (lambda f: S(f, transform=lambda x: x.nothing)(X), "transform"),
-        (lambda f: S(f, reduce=Fold(0.0, lambda acc, x: x.nothing))(X), "reducer"),
-        (lambda f: plant(f, {"h": lambda x: x.nothing})(X), "planted function"),
+        (lambda f: S(f, transform=lambda x: x.nothing)(X), "as `transform`"),
+        (lambda f: S(f, reduce=Fold(0.0, lambda acc, x: x.nothing))(X), "as `reduce`"),
+        (lambda f: plant(f, {"h": lambda x: x.nothing})(X), "you planted"),
     ],
 )
 def test_errors_of_a_users_function_say_which_sow(run, what):
@@ -123,7 +123,7 @@ def test_an_error_of_a_transform_says_what_it_gets():
     ):
         with pytest.raises(IndexError) as info:
             S(fn, transform=transform)(jnp.ones((2, 3)))
-        (note,) = [n for n in info.value.__notes__ if "from the transform" in n]
+        (note,) = [n for n in info.value.__notes__ if "as `transform`" in n]
         assert f"It was called with {got}" in note
         assert ("`batched(fn)`" in note) == ("lane" in got)
 
@@ -132,13 +132,13 @@ def test_an_error_of_a_planted_function_says_that_it_sees_one_lane():
     fn = lambda x: jax.vmap(lambda x: sow(jnp.sin(x), "h"))(x)
     with pytest.raises(IndexError) as info:
         plant(fn, {"h": lambda x: x.at[0].set(0)})(X)
-    (note,) = [n for n in info.value.__notes__ if "planted function" in n]
+    (note,) = [n for n in info.value.__notes__ if "you planted" in n]
     assert (
         "called with f32[], the value of one lane" in note and "`batched(fn)`" in note
     )
     with pytest.raises(IndexError) as info:
         plant(lambda x: sow(x, "h"), {"h": lambda x: x.at[0, 0].set(0)})(X)
-    (note,) = [n for n in info.value.__notes__ if "planted function" in n]
+    (note,) = [n for n in info.value.__notes__ if "you planted" in n]
     assert "lane" not in note
 
 

@@ -516,7 +516,7 @@ MISUSES = {
     "Fold of a function of one argument": Misuse(
         TypeError,
         lambda: S(_fn, reduce=Fold(0.0, lambda x: x))(X),
-        ("takes 1 positional argument", "the reducer of `sow(..., 'h')`"),
+        ("takes 1 positional argument", "as `reduce`, for `sow(..., 'h')`"),
         "`Fold`",
         _fn,
     ),
@@ -548,7 +548,7 @@ MISUSES = {
     "Fold that starts with text": Misuse(
         TypeError,
         lambda: S(_fn, reduce=Fold("zero", lambda acc, x: acc))(X),
-        ("not a valid JAX", "the reducer of `sow(..., 'h')`"),
+        ("not a valid JAX", "as `reduce`, for `sow(..., 'h')`"),
         "`Fold`",
         _fn,
     ),
@@ -617,21 +617,21 @@ MISUSES = {
     "transform: of two arguments": Misuse(
         TypeError,
         lambda: S(_loop, transform=lambda a, b: a)(X),
-        ("missing 1 required positional", "from the transform of `sow(..., 'h')`"),
+        ("missing 1 required positional", "passed as `transform`, for `sow(..., 'h')`"),
         "`transform`",
         _loop,
     ),
     "transform: raises": Misuse(
         AttributeError,
         lambda: S(_loop, transform=lambda x: x.nothing)(X),
-        ("nothing", "from the transform of `sow(..., 'h')`"),
+        ("nothing", "passed as `transform`, for `sow(..., 'h')`"),
         "`transform`",
         _loop,
     ),
     "transform: asks for numbers": Misuse(
         jax.errors.ConcretizationTypeError,
         lambda: S(_loop, transform=lambda x: float(x[0]))(X),
-        ("`float` function", "from the transform of `sow(..., 'h')`"),
+        ("`float` function", "passed as `transform`, for `sow(..., 'h')`"),
         "`transform`",
         _loop,
     ),
@@ -926,7 +926,7 @@ MISUSES = {
     "planted function: of no arguments": Misuse(
         TypeError,
         lambda: plant(_loop, {"h": lambda: X})(X),
-        ("takes 0 positional arguments", "the planted function of `sow(..., 'h')`"),
+        ("takes 0 positional arguments", "that you planted, for `sow(..., 'h')`"),
         "`values`",
         _loop,
     ),

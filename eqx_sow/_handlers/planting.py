@@ -192,7 +192,7 @@ def _replaced(
             apply, called = (_of_all_lanes, fn.fn) if sees_all else (_apply, fn)
             hint = "" if sees_all else of_one_lane(site)
             hint += index if more else ""
-            with calling("planted function", site, hint) as watched:
+            with calling("function that you planted", site, hint) as watched:
                 watched_fn = watched(called)
                 return apply(lambda value: watched_fn(value, *more), site, old)
         return _at_site(site, guards, arrays, planted.new, old)

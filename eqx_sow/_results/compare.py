@@ -66,7 +66,7 @@ def compare(
     - `shape`: also of the reference, if shapes or dtypes differ,
     - `largest`: the largest absolute difference,
     - `norm`: the relative difference of the norms: `-0.5` if the norm is half as large,
-    - `cosine`: of the angle between the two,
+    - `cosine`: the cosine of the angle between the two values,
     - `beyond`: how many entries differ by more than `atol + rtol * abs(reference)`, if
         any. Entries that are not finite in only one of the two are beyond, as are all
         entries if the shapes differ. Entries that are NaN in both, or the same

@@ -47,8 +47,9 @@ class Intermediates(dict[str, dict[str, Any]]):
     Look up an iteration as if the loop were a list: `intermediates["blocks/2/attn"]` of
     a stack captured as `"blocks/attn"`, `intermediates["h/3"]`,
     `intermediates["h/-1"]`. You can leave out where the model is, as in the option
-    `names`. A name or a mode that is not there is an [`eqx_sow.UnknownSowError`][],
-    which is a `KeyError` as well, and says why.
+    `names`. This holds for `intermediates[...]` and patterns only: `in`, `.get` and
+    `.primals[...]` need the whole name. A name or a mode that is not there is an
+    [`eqx_sow.UnknownSowError`][], which is a `KeyError` as well, and says why.
 
     To JAX it is a PyTree node of its own type. In `jax.tree.map(fn, a, b)`, and as
     results of the branches of a `jax.lax.cond`, two `Intermediates` need the same names

@@ -40,8 +40,8 @@ class Summary(eqx.Module):
     leading axes or different `edges` is an [`eqx_sow.SowError`][]. A summary that is
     all zeros, as for a mark that did not run, has no entries.
 
-    `mean`, `std`, `rms`, `min` and `max` can be differentiated. The gradient of a
-    standard deviation of zero is zero.
+    `mean`, `std`, `rms`, `min` and `max` can be differentiated. Where the standard
+    deviation is zero, its gradient is zero.
 
     !!! example
 
@@ -200,8 +200,8 @@ def summarize(
     numbers count by their magnitude, booleans as 0 and 1. Everything is computed and
     returned in float32; with `jax_enable_x64`, float64 arrays and integers in float64.
     Without it, NumPy's float64 and int64 arrays are converted to float32 first, as in
-    JAX: 1e300 then counts as infinite. Neither large nor small numbers overflow on the
-    way.
+    JAX: 1e300 then counts as infinite. Intermediate results neither overflow nor
+    underflow.
 
     **Arguments:**
 

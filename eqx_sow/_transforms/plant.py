@@ -182,8 +182,11 @@ def plant(
         - for a name that runs several times, a tuple with one of these for each run, in
             order of execution, or None to leave that run as it is; or
         - a function of the value, as the code at the mark sees it: in a `vmap` or a
-            loop, of one example in one iteration. [`eqx_sow.batched`][] around it
-            passes all examples, as leading axes, and it returns them.
+            loop, of one example in one iteration. The function may receive fewer axes
+            than the captured value has: `eqx.nn.MultiheadAttention` runs under a `vmap`
+            over heads, so a function planted at its `softmax` receives one head, of
+            shape `(query, key)`. [`eqx_sow.batched`][] around the function passes all
+            heads or examples, as leading axes, and it returns them.
 
         Names and globs are those of the option `names` of
         [`eqx_sow.save_intermediates`][]: `"blocks/*"` is the blocks, without what is in

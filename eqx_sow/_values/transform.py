@@ -136,10 +136,11 @@ def transformed(
     """What `fn` returns for a value as the code at the mark sees it, for each lane; or
     if `fn` is `batched`, for the value of all lanes at once. No `sow` in `fn` marks."""
     hint = of_one_lane(site) if option == "transform" else ""
+    what = f"function that you passed as `{option}`"
     if isinstance(fn, Batched):
-        with calling(option, site) as watched, listening(None):
+        with calling(what, site) as watched, listening(None):
             return _of_all_lanes(watched(fn.fn), site, value)
-    with calling(option, site, hint) as watched, listening(None):
+    with calling(what, site, hint) as watched, listening(None):
         return _of_each_lane(watched(fn), site, value)
 
 
@@ -151,7 +152,7 @@ def of_one_lane(site: Site) -> str:
         return ""
     return (
         ", the value of one lane of the `jax.vmap` around (one example of the batch). "
-        "A function that shall see all lanes at once is written `batched(fn)`"
+        "To pass all lanes to the function at once, write `batched(fn)`"
     )
 
 
