@@ -1170,7 +1170,33 @@ def test_what_is_repeated_ran_before(name, wrap):
     close(jnp.stack(got["h"]["primal"]), [np.sin(0.5)] * len(want))
 
 
-def _scanned(x, n):
+def _pulled_in_a_branch(p, x):
+    y, pull = jax.vjp(lambda x: sow(jnp.sin(x), "h") * x, x)
+    return y, lax.cond(p, lambda ct: pull(ct)[0], jnp.zeros_like, y)
+
+
+def _pulled_in_a_loop(p, x):
+    y, pull = jax.vjp(lambda x: sow(jnp.sin(x), "h") * x, x)
+    step = lambda c: (c[0] + 1, pull(c[1])[0])
+    return y, lax.while_loop(lambda c: c[0] < 3, step, (0, y))
+
+
+@pytest.mark.parametrize("fn", [_pulled_in_a_branch, _pulled_in_a_loop])
+@pytest.mark.parametrize("p", [True, False])
+def test_a_backward_pass_in_a_branch_that_the_value_is_not_in(fn, p):
+    """The count of a name is that of its value, which ran once."""
+    x = jnp.array([0.3, jnp.nan])
+    _, got = S(fn)(p, x)
+    assert list(got["h"]) == ["primal", "cotangent"]
+    assert "1/2 <- first" in tabulate(got)
+    _, got = S(fn, modes="cotangent")(p, x)
+    ran = int(p) if fn is _pulled_in_a_branch else 3
+    assert int(got["h"]["count"]) == ran
+    _, got = S(jax.vmap(fn))(jnp.array([p, not p]), X)
+    assert "count" not in got["h"]
+
+
+def _fori(x, n):
     return lax.fori_loop(0, n, lambda i, x: 1.1 * jnp.sin(x), x)
 
 
@@ -1179,7 +1205,7 @@ def _while(x, n):
     return lax.while_loop(lambda c: c[0] < n, step, (0, x))[1]
 
 
-@pytest.mark.parametrize("loop, n", [(_scanned, 4), (_while, 3), (_while, 4)])
+@pytest.mark.parametrize("loop, n", [(_fori, 4), (_while, 3), (_while, 4)])
 def test_a_backward_pass_with_a_loop_of_another_length(loop, n):
     """Only a scan of the same length computes the same. How long a `while_loop` runs
     is not known."""
@@ -1193,11 +1219,11 @@ def test_a_backward_pass_with_a_loop_of_another_length(loop, n):
 
 
 def test_a_backward_pass_that_repeats_a_scan():
-    mark = lambda x: sow(_scanned(x, 3), "h")
+    mark = lambda x: sow(_fori(x, 3), "h")
     f = jax.custom_vjp(mark)
     f.defvjp(lambda x: (mark(x), x), lambda x, ct: (ct * mark(x),))
     _, got = S(jax.grad(f))(0.5)
-    close(got["h"]["primal"], _scanned(0.5, 3))
+    close(got["h"]["primal"], _fori(0.5, 3))
 
 
 @pytest.mark.parametrize("again", [True, False])

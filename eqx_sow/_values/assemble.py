@@ -50,7 +50,12 @@ def assemble(
         if mode is not None:
             value = ft.partial(_value_of, buffers=lead)
             out[name][mode], axes[name, mode] = _returned(value, entries, several)
-        if any(e.counted for e in entries if e):
+        # A backward pass may be in a branch or a loop that the value is not in: how
+        # often that ran is not how often the value did.
+        counts_here = not of_key[0].site.modes or all(
+            e.site.modes for e in by_name[name]
+        )
+        if counts_here and any(e.counted for e in entries if e):
             counts.setdefault(name, _returned(_count_of, entries, several))
     for name, (count, of_count) in counts.items():
         if out[name]:
