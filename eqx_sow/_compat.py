@@ -82,6 +82,17 @@ linearize_by_tangents: Any = find(
 )
 
 
+# The rule that JAX 0.10 transposes a scan by is in no public table. It takes zeros for
+# all iterations, of an output that does not matter, for those of one.
+fancy_transposes: dict[Any, Any] = {}
+if jax.__version_info__ < (0, 11):
+    fancy_transposes = find(
+        "JAX's table of transpositions",
+        _in_jax("interpreters.ad", "fancy_transposes"),
+        {},
+    )
+
+
 # JAX keeps the parameters of the latest 2,048 equations, to find their types again. In
 # those of a mark is whatever is static in the value, for which that is too long; and no
 # two calls of `sow` have the same. No primitive of others can be without that.

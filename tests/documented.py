@@ -192,8 +192,8 @@ DOCUMENTED = {
             "test_state.py::test_export_of_a_summary"
         ],
         '"Refusing to materialise" (quax)': ["test_real_models.py::test_quax"],
-        "AssertionError, or ValueError about the type of a cotangent": [
-            "test_limits.py::test_second_derivative_through_a_scan"
+        "AssertionError, and other errors from JAX itself": [
+            "test_random_meshes.py::test_random_program_on_meshes"
         ],
     },
     "limits": {

@@ -97,9 +97,6 @@ def documented(error: Exception, the_plan: "Plan") -> str | None:
     # `squeeze` of an empty array, op by op: what comes out cannot be read.
     if isinstance(error, ValueError) and "could not broadcast input array" in text:
         return "ValueError: an empty array with explicit axes" if old else None
-    twice = sum(w in thr.FORWARD + thr.REVERSE for w in the_plan.words) > 1
-    if isinstance(error, ValueError) and "Expected cotangent type" in text:
-        return "ValueError: second derivative of a scan" if old and twice else None
     return None
 
 

@@ -1129,6 +1129,35 @@ def test_a_cotangent_that_does_not_depend_on_the_input_has_no_derivative(jit):
     close(got["v"]["cotangent.cotangent"], 2 * jnp.tanh(X) * jnp.cos(X) ** 2)
 
 
+def test_a_scan_whose_outputs_do_not_matter(call):
+    """As of an RNN that returns all its states, for a loss on the last one."""
+
+    def loss(w):
+        last, states = lax.scan(lambda c, _: (w * c, c), jnp.ones(2), length=4)
+        sow(states, "states")
+        return sow(last, "last").sum()
+
+    out, got = call(S(jax.grad(loss)), X)
+    close(out, 4 * X**3)
+    states = jnp.stack([X**i for i in range(4)])
+    values = {"primal": states, "cotangent": jnp.zeros((4, 2))}
+    assert_close(got["states"], values)
+    assert_close(got["last"], {"primal": X**4, "cotangent": jnp.ones(2)})
+
+
+def test_second_derivative_through_a_scan():
+    def fn(x):
+        ys = lax.map(lambda y: jnp.tanh(y + x), jnp.stack([x, 2 * x]))
+        return sow(ys.sum(0), "a")
+
+    def pushed(x):
+        return jax.linearize(fn, x)[1](jnp.ones_like(x)).sum()
+
+    out, got = S(jax.grad(pushed))(X)
+    assert jnp.allclose(out, jax.grad(pushed)(X))
+    assert jnp.allclose(got["a"]["primal"], fn(X))
+
+
 # --- values that are computed again, when there are several executions of one value ---
 def _plain(x):
     return sow(jnp.sin(x), "h")

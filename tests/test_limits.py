@@ -323,23 +323,6 @@ def test_custom_vjp_that_optimizes_remat():
         np.testing.assert_allclose(got["fwd"]["primal"], jnp.sin(X))
 
 
-def test_second_derivative_through_a_scan():
-    def fn(x):
-        ys = lax.map(lambda y: jnp.tanh(y + x), jnp.stack([x, 2 * x]))
-        return sow(ys.sum(0), "a")
-
-    def pushed(x):
-        return jax.linearize(fn, x)[1](jnp.ones_like(x)).sum()
-
-    if jax.__version_info__ < (0, 11):
-        with pytest.raises(ValueError, match="Expected cotangent type"):
-            S(jax.grad(pushed))(X)
-    else:
-        out, got = S(jax.grad(pushed))(X)
-        assert jnp.allclose(out, jax.grad(pushed)(X))
-        assert jnp.allclose(got["a"]["primal"], fn(X))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_loops_and_branches_in_shard_map(check_vma):

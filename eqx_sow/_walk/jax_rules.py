@@ -540,6 +540,13 @@ def _partial_eval_sow(trace, *tracers, site):
 pe.custom_partial_eval_rules[sow_p] = _partial_eval_sow
 
 
+if _compat.fancy_transposes:
+
+    @_wrap(_compat.fancy_transposes, prims.scan_p)
+    def _transpose_scan(rule, cts, *args, **params):
+        return rule(list(map(ad.instantiate_zeros, cts)), *args, **params)
+
+
 # Outside a capture, too: what was captured may be differentiated.
 @_wrap(ad.primitive_transposes, prims.while_p, always=True)
 def _transpose_while(rule, *args, **params):
