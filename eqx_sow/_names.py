@@ -193,6 +193,16 @@ def in_a_list(name: str, indices: Iterable[tuple[int | None, Any]]) -> str:
     return _edited(name, [_with_index(name, k, place, i) for k, (place, i) in each])
 
 
+def last_in_lists(named: Named) -> list[str]:
+    """What the last iteration would be called in a list: `blocks/3/attn` for
+    `blocks/attn` in a loop over 4 layers. Nothing if that has no known length."""
+    pairs = zip(places_of(named), named.loops)
+    inside = [(place, n) for place, n in pairs if place is not None]
+    if not inside or not all(isinstance(n, int) for _, n in inside):
+        return []
+    return [in_a_list(named.name, [(place, n - 1) for place, n in inside])]
+
+
 def _edits(named: Named, choice: Mapping[Any, Any]) -> list[_Edit]:
     places = places_of(named)
     return [

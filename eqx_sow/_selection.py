@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from ._globs import compiled, is_glob, lengths_of_lists
-from ._names import join, Named, Selected, selected
+from ._names import join, last_in_lists, Named, Selected, selected
 
 
 # Loops that have any iteration one may ask for, around a mark that a rule of a user's
@@ -50,7 +50,10 @@ class Selection:
         """`also`: iterations that are selected, as if they were marks."""
         self.patterns = tuple(dict.fromkeys(patterns))
         found = list(found)
-        self._lengths = lengths_of_lists(x.name for x in found)
+        # One layer of a stack may be called by itself, and all of them in a loop.
+        self._lengths = lengths_of_lists(
+            name for x in found for name in (x.name, *last_in_lists(x))
+        )
         self._every = dict.fromkeys((*found, *also))
         self.names = frozenset(x.name for x in self._every)
         self._loops: dict[Any, list[tuple[int, ...]]] = {}

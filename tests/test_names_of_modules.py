@@ -439,6 +439,21 @@ def test_an_entry_of_a_part_of_a_stack_is_not_the_layer_with_that_index(permuted
     assert_close(planted, (jnp.zeros(3), out[1]))
 
 
+def test_a_layer_from_the_end_of_a_stack_of_which_one_is_called_by_itself():
+    linears = [eqx.nn.Linear(3, 3, key=key) for key in jr.split(jr.key(0), 4)]
+
+    def fn(stack, x):
+        one = next(_entries(stack, lambda a: [a[1]]))(x)
+        return one, _in_a_scan(stack, x)
+
+    _, got = S(fn, capture=True, names="stack/-1")(_stacked(linears), X)
+    (value,) = with_mode(got, "primal").values()
+    assert_close(value, _in_a_list(linears, X))
+    _, got = S(fn, capture=True, names="stack/-3")(_stacked(linears), X)
+    runs = with_mode(got, "primal")["stack/-3"]
+    assert_close(runs, (linears[1](X), _in_a_list(linears[:2], X)))
+
+
 @pytest.mark.parametrize("n", [1, 3])
 def test_list_scan_and_unrolled_loop_have_the_same_names(n):
     calls = _in_a_list, _one_by_one(SLICES["index"]), _in_a_scan
