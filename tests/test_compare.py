@@ -274,6 +274,32 @@ def test_plain_mappings():
     assert compare({"m/blocks/mlp": stacked["mlp"]}, _save(Stack(BLOCKS))).first is None
 
 
+def test_plain_dicts_of_more_than_ten_layers():
+    """JAX would have `layers/10` before `layers/2`."""
+    right = eqx.nn.MLP(2, 2, 4, 11, key=jax.random.key(0))
+    bias = lambda m: m.layers[2].bias
+    wrong = eqx.tree_at(bias, right, replace_fn=lambda b: b + 1)
+    loss = lambda m, x: jnp.sum(m(x) ** 2)
+    saved = S(eqx.filter_grad(loss), capture=eqx.nn.Linear)
+    got, want = (saved(m, jnp.ones(2))[1] for m in (wrong, right))
+    for make in (
+        dict,
+        lambda i: i.primals,
+        lambda i: {k: dict(v) for k, v in i.items()},
+    ):
+        assert compare(make(got), make(want)).first == ("m/layers/2", "primal")
+    # As in a file. Then cotangents are what they are, too.
+    for a, b in [(got.flat(), want.flat()), (got, want.flat()), (got.flat(), want)]:
+        assert compare(a, b) == compare(got, want)
+        assert (
+            compare(a, b).first == compare(got, want).first == ("m/layers/2", "primal")
+        )
+    several = S(lambda x: sow((x, 2 * x), "h"))(X)[1].flat()
+    other = several | {"h/primal/1": X}
+    assert compare(several, several).first is None
+    assert compare(other, several).first == ("h", "primal")
+
+
 def test_shapes_only():
     saved = S(_in_list(BLOCKS), capture=eqx.nn.Linear)
     shapes = eqx.filter_eval_shape(saved, X)[1]

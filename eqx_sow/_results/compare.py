@@ -14,6 +14,7 @@ from .._frames import api_boundary
 from .difference import difference, is_key, Numbers, together, Tolerance
 from .intermediates import Intermediates
 from .leaves import is_numeric, is_state, type_of
+from .nodes import modes_in_order
 from .rows import check_no_tracers, Leaf, leaves_of, mark_first, Row
 from .summarize import Summary
 from .table import Table
@@ -86,9 +87,10 @@ def compare(
     **Arguments:**
 
     - `intermediates`: what [`eqx_sow.save_intermediates`][] returned, or any
-        `{name: array}`.
+        `{name: array}`. If both are plain dicts, the order is that of the first.
     - `reference`: what another capture returned; or a mapping `{name: array}`, which
-        is compared with the primals. Arrays may be NumPy's, or anything that
+        is compared with the primals. Keys may be those of `flat()`, as in a file:
+        `"layers/0/cotangent"`. Arrays may be NumPy's, or anything that
         `numpy.asarray` takes, such as PyTorch's detached tensors. If one of the two
         has a stack of layers (`"blocks/attn"`) where the other has a list
         (`"blocks/0/attn"`), the stack is taken apart, by
@@ -145,7 +147,8 @@ def compare(
             "`{new: reference[old] for old, new in names.items()}`."
         )
     # JAX may have sorted the names of a plain dict.
-    lead = a if isinstance(intermediates, Intermediates) else b
+    is_sorted = [not isinstance(x, Intermediates) for x in (intermediates, reference)]
+    lead = b if is_sorted == [True, False] else a
     ordered = [(n, m) for n in lead for m in lead[n] if (n, m) in both]
     rows = [row for key in ordered for row in _rows(a, b, *key)]
     _fill(rows, (rtol, atol))
@@ -164,8 +167,31 @@ def _by_mode(given: Mapping[str, Any]) -> Intermediates:
     if isinstance(given, Intermediates):
         return given
     is_modes = lambda x: isinstance(x, Mapping) and x and all(map(_is_mode, x))
-    by_mode = {k: x if is_modes(x) else {"primal": x} for k, x in given.items()}
-    return Intermediates(jtu.tree_map(_as_array, by_mode, is_leaf=is_state))
+    flat = {k: _taken_apart(k) for k in given}
+    by_mode: dict[str, dict[str, Any]] = {}
+    for k, x in given.items():
+        # One by one: JAX sorts the keys of a dict.
+        x = jtu.tree_map(_as_array, x, is_leaf=is_state)
+        if all(flat.values()):
+            name, mode, inside = flat[k]
+            of_mode = by_mode.setdefault(name, {})
+            if inside:
+                of_mode.setdefault(mode, {})[inside] = x
+            else:
+                of_mode[mode] = x
+        else:
+            by_mode[k] = modes_in_order(x) if is_modes(x) else {"primal": x}
+    return Intermediates(by_mode)
+
+
+def _taken_apart(key: Any) -> tuple[str, str, str] | None:
+    """Name, mode and path of a key of `Intermediates.flat()`, if it may be one:
+    `layers/0/cotangent/rms` is `rms` of the cotangent of `layers/0`."""
+    parts = key.split("/") if isinstance(key, str) else []
+    at = next((i for i, part in enumerate(parts) if i and _is_mode(part)), None)
+    if at is None:
+        return None
+    return "/".join(parts[:at]), parts[at], "/".join(parts[at + 1 :])
 
 
 def _is_mode(key: Any) -> bool:
