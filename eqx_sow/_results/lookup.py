@@ -200,7 +200,7 @@ def unknown_name(
                     f"Capture this iteration with `names={name!r}`."
                 )
             return " The program has it, but `names=` or `modes=` left it out."
-        if iterations := no_such_iteration(name, known.found):
+        if iterations := no_such_iteration(name, known.found, known.roots):
             return iterations
         for suffix, said in _OPTIONAL.items():
             if name.endswith(suffix) and not any(x.endswith(suffix) for x in there):
@@ -209,9 +209,8 @@ def unknown_name(
             return ""
         return " The outputs of modules are captured with `capture=True`."
 
-    return UnknownKeyError(
-        f"{name!r} is not a name here. {listed(name, there, hint=hint)}"
-    )
+    said = listed(name, there, hint=hint, found=known.found)
+    return UnknownKeyError(f"{name!r} is not a name here. {said}")
 
 
 # What a captured call is marked with if an option asks for it.

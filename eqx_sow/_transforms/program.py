@@ -189,7 +189,8 @@ class Program:
                     f"asks for it: pass `names={pattern!r}`, too."
                 )
             return f" All iterations of {name!r} are one value: write {name!r}."
-        if iterations := no_such_iteration(pattern, [n for _, n in self.named]):
+        every = [named for _, named in self.named]
+        if iterations := no_such_iteration(pattern, every, self.roots):
             return iterations
         for site, *_ in self.found:
             if site.label in site.labels and fits(pattern, site.name):
@@ -219,7 +220,8 @@ class Program:
                     "Write which one."
                 )
         names = dict.fromkeys((*(x.site.name for x in self.mine), *also))
-        check_known(call, unknown, names, hint=self.hint)
+        found = [named for _, named in self.named]
+        check_known(call, unknown, names, hint=self.hint, found=found)
 
     def by_name(self, call: str, **options: Any) -> dict[str, Any]:
         """Options that may be dicts of patterns, each as a dict of the names that are
