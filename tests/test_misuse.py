@@ -370,7 +370,7 @@ MISUSES = {
     "capture: a function that is not called": Misuse(
         UnknownSowError,
         lambda: S(MODEL, capture=jax.nn.softmax)(X),
-        ("`capture=softmax` selects nothing", "Is another function called?"),
+        ("`capture=softmax` selects nothing", "calls this function."),
         "selects nothing that is called",
     ),
     "capture: a predicate of one argument": Misuse(
@@ -394,19 +394,24 @@ MISUSES = {
     "capture: a model of another library": Misuse(
         UnknownSowError,
         lambda: S(lambda x: _Foreign()(x), capture=_Foreign)(X),
-        ("in sight are: none at all", "Only modules of Equinox are captured: `sow`"),
+        ("No module is in the", "Only modules of Equinox are captured: `sow`"),
         "selects nothing that is called",
     ),
     "capture: a class that was defined again": Misuse(
         UnknownSowError,
         lambda: S(_defined_again()(X), capture=_defined_again())(X),
-        ("in sight are: . (Again)", "Again` was defined again", "make the model again"),
+        ("are: . (Again)", "Again` was defined again", "make the model again"),
         "selects nothing that is called",
     ),
     "capture: not called": Misuse(
         UnknownSowError,
         lambda: S(lambda m, x: x, capture=True)(_Layer(X), X),
-        ("`capture=True` selects nothing", "in sight are: m (_Layer)", "`tag`"),
+        (
+            "`capture=True` selects nothing",
+            "in the arguments and variables are: m (_Layer)",
+            "Check that the program calls this model.",
+            "`tag`",
+        ),
         "selects nothing that is called",
     ),
     "capture: a mark has the name of a module": Misuse(
