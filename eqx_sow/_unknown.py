@@ -80,10 +80,32 @@ def no_such_iteration(
         )
     said = f" There is no such iteration of {one.name!r}"
     if not loops:
-        return f"{said}: it is in no loop of known length."
+        return (
+            f"{said}, which is not in a loop of known length. If it runs several times "
+            "in straight-line code, its value is a tuple: write "
+            f"`intermediates[{one.name!r}]['primal'][{indices[-1]}]`. To give each run "
+            'a name of its own, write `with eqx_sow.scope(f"step{i}"):` around it.'
+        )
     called = lambda indices: in_a_list(one.name, zip(places_of(one), indices))
     first, last = called([0] * len(loops)), called([n - 1 for n in loops])
     return f"{said}: they are {first!r} to {last!r}."
+
+
+def entry_of_value(pattern: str, names: Iterable[str], roots: Iterable[str]) -> str:
+    """Says what to write instead of the name of a row in a table, such as `h[0]` for
+    what is in the tuple `h`. It may lack the root of a model, one of `roots`."""
+    key = r"\[(?:\d+|'[^']*')\]"
+    row = re.fullmatch(rf"([^\[]+)({key}(?:{key}|\.\w+)*)", pattern)
+    if row is None:
+        return ""
+    there, (name, path) = set(names), row.groups()
+    for full in (name, *[join(root, name) for root in roots]):
+        if full in there:
+            return (
+                f" {pattern!r} is the entry `{path}` of the value of {full!r}: write "
+                f"`intermediates[{full!r}]['primal']{path}`."
+            )
+    return ""
 
 
 def _close(pattern: str, there: Iterable[str], found: Iterable[Named]) -> list[str]:

@@ -10,7 +10,7 @@ from .._errors import shown, UnknownKeyError
 from .._globs import is_glob
 from .._names import Named, places_of
 from .._selection import Selection
-from .._unknown import listed, no_such_iteration
+from .._unknown import entry_of_value, listed, no_such_iteration
 from .layers import at_iteration, axes_of_value, Leading, OfRuns, OfValue, runs_of
 
 
@@ -186,6 +186,8 @@ def unknown_name(
     def hint(name, close):
         if selection is None:
             return " Write `intermediates[name][mode]`."
+        if entry := entry_of_value(name, there, known.roots):
+            return entry
         if is_glob(name):
             all_of = f"`intermediates.stack({name!r})`"
             return f" For all names that a pattern fits, write {all_of}."

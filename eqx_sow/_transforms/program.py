@@ -26,7 +26,7 @@ from .._modules import capture as _capture
 from .._modules.places import roots
 from .._names import has_traced_number, Named
 from .._selection import Selection
-from .._unknown import across_slashes, check_known, no_such_iteration
+from .._unknown import across_slashes, check_known, entry_of_value, no_such_iteration
 from .._values.modes import labels
 from .._walk.edges import by_edges
 from .._walk.executions import needs_executions, with_executions
@@ -175,7 +175,14 @@ class Program:
                 "the number in the functions that you plant, or to index what comes "
                 "back."
             )
-        if across := across_slashes(pattern, [x.site.name for x in self.mine]):
+        names = [x.site.name for x in self.mine]
+        if entry := entry_of_value(pattern, names, self.roots):
+            return (
+                f"{entry} Options select values as a whole. If a name runs several "
+                "times, `plant` takes a tuple for it, with `None` for each run that "
+                "stays as it is."
+            )
+        if across := across_slashes(pattern, names):
             return across
         iterations = self.select([pattern])
         for name, one in [
