@@ -91,9 +91,12 @@ def no_such_iteration(
     return f"{said}: they are {first!r} to {last!r}."
 
 
-def entry_of_value(pattern: str, names: Iterable[str], roots: Iterable[str]) -> str:
+def entry_of_value(
+    pattern: str, names: Iterable[str], roots: Iterable[str], more: str = ""
+) -> str:
     """Says what to write instead of the name of a row in a table, such as `h[0]` for
-    what is in the tuple `h`. It may lack the root of a model, one of `roots`."""
+    what is in the tuple `h`, and `more`. It may lack the root of a model, one of
+    `roots`."""
     key = r"\[(?:\d+|'[^']*')\]"
     row = re.fullmatch(rf"([^\[]+)({key}(?:{key}|\.\w+)*)", pattern)
     if row is None:
@@ -103,7 +106,7 @@ def entry_of_value(pattern: str, names: Iterable[str], roots: Iterable[str]) -> 
         if full in there:
             return (
                 f" {pattern!r} is the entry `{path}` of the value of {full!r}: write "
-                f"`intermediates[{full!r}]['primal']{path}`."
+                f"`intermediates[{full!r}]['primal']{path}`.{more}"
             )
     return ""
 

@@ -161,9 +161,9 @@ def test_a_when_of_two_arguments_without_extra():
     assert any(note in n for n in info.value.__notes__)
     tap(fn, lambda event: None, when=when, extra={"step": 1})(X)
     # Not if the predicate does not ask for it, or it is there.
-    for when, extra in ((lambda x: x["step"], None), (when, {})):
+    for predicate, extra in ((lambda x: x["step"], None), (when, {})):
         with pytest.raises((TypeError, KeyError, IndexError)) as info:
-            tap(fn, lambda event: None, when=when, extra=extra)(X)
+            tap(fn, lambda event: None, when=predicate, extra=extra)(X)
         assert not any(note in n for n in info.value.__notes__)
 
 

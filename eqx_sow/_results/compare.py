@@ -128,8 +128,8 @@ def compare(
     for of, given in (("intermediates", intermediates), ("reference", reference)):
         if not isinstance(given, Mapping):
             raise TypeError(
-                f"`compare(intermediates, reference)`: `{of}` is to be what "
-                "`save_intermediates` returned beside the output, or a mapping "
+                f"`compare(intermediates, reference)`: `{of}` must be the "
+                "second output of `save_intermediates`, or a mapping "
                 f"`{{name: array}}`, not {type(given).__name__}."
             )
         check_no_tracers("compare", given)
@@ -138,11 +138,16 @@ def compare(
     both = there(a) & there(b)
     if not both and (a or b):
         names = [", ".join(map(repr, x)) or "none" for x in (a, b)]
+        instead = ""
+        if a.keys() & b.keys():
+            instead = " Capture the same modes in both."
+        elif a and b:
+            pair = f"{{{next(iter(a))!r}: reference[{next(iter(b))!r}]}}"
+            instead = f" Give one of the two the names of the other: `{pair}`."
         raise UnknownSowError(
             "`compare(intermediates, reference)`: there is nothing to compare, as no "
             f"name and mode is in both. Names in the first: {names[0]}. Names in the "
-            f"second: {names[1]}. Rename one of them: "
-            "`{new: reference[old] for old, new in names.items()}`."
+            f"second: {names[1]}.{instead}"
         )
     # JAX may have sorted the names of a plain dict.
     lead = a if isinstance(intermediates, Intermediates) else b

@@ -137,16 +137,19 @@ def unknown_mode(
     mode: Any, there: Collection[str], name: str, known: Known
 ) -> UnknownKeyError:
     """The error for a mode of a name that is not there."""
+    first = next(iter(there), "primal")
+    part = f" For a part of the value, write `[{first!r}][{mode!r}]`."
     return UnknownKeyError(
         f"{name!r} has no mode {mode!r}. Its modes are: {shown(there)}."
-        f"{_why(mode, there, known)}"
+        f"{why_no_mode(mode, there, known) or part}"
     )
 
 
-def _why(mode: Any, there: Collection[str], known: Known) -> str:
+def why_no_mode(mode: Any, there: Collection[str], known: Known) -> str:
+    """Says why a mode is not `there`, if it is one, or is like one."""
     for right, others in _CALLED.items():
         if str(mode).lower() in others:
-            more = "" if right in there else _why(right, there, known)
+            more = "" if right in there else why_no_mode(right, there, known)
             return f" The mode is called {right!r}.{more}"
     asked = known.modes
     if asked is not None and mode not in (*asked, "count"):
@@ -156,10 +159,7 @@ def _why(mode: Any, there: Collection[str], known: Known) -> str:
         return " It is there for a name under a condition or in a `while_loop` only."
     if kind not in ("cotangent", "tangent"):
         close = difflib.get_close_matches(str(mode), _CALLED, n=1)
-        if close:
-            return f" Did you mean {close[0]!r}?"
-        first = next(iter(there), "primal")
-        return f" For a part of the value, write `[{first!r}][{mode!r}]`."
+        return f" Did you mean {close[0]!r}?" if close else ""
     elsewhere = [name for name, m in known.axes if m == mode]
     if kind == "tangent":
         if elsewhere:

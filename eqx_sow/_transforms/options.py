@@ -221,8 +221,10 @@ def _capture(option: str, capture: Any) -> Any:
     jit_it = "To capture what a function returns, `jax.jit` it, or `sow` there."
     no_predicate = isinstance(capture, eqx.Module) or is_function_to_capture(capture)
     if no_predicate or not callable(capture):
-        is_class = isinstance(capture, str) and _is_name_of_class(capture)
-        path = capture if isinstance(capture, str) and not is_class else "layers/0"
+        name = capture if isinstance(capture, str) else ""
+        # The fields that paths consist of are written in lower case.
+        is_class = name.isidentifier() and name[0].isupper()
+        path = "layers/0" if is_class else name or "layers/0"
         shown, inner = _in_short(capture), getattr(capture, "__wrapped__", capture)
         if isinstance(inner, eqx.Module):
             shown = f"a module of class `{type(inner).__name__}`"
@@ -230,7 +232,7 @@ def _capture(option: str, capture: Any) -> Any:
             shown = f"a method of one `{type(module).__name__}`"
         instead = ""
         if is_class:
-            cls = f"eqx.nn.{capture}" if hasattr(eqx.nn, capture) else capture
+            cls = f"eqx.nn.{name}" if hasattr(eqx.nn, name) else name
             instead = f" Write `capture={cls}`, the class itself, not its name."
         several = capture if isinstance(capture, list) else []
         if several and all(map(_may_be_one_of_several, several)):
@@ -260,11 +262,6 @@ def _may_be_one_of_several(x: Any) -> bool:
     is_function &= _module_of_method(x) is None
     is_class = x is True or isinstance(x, type)
     return is_class or (is_function_to_capture(x) and is_function)
-
-
-def _is_name_of_class(text: str) -> bool:
-    # Fields, which paths consist of, are written in lower case.
-    return text.isidentifier() and text[0].isupper()
 
 
 def _class_of_method(x: Any) -> type | None:

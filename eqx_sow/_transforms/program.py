@@ -176,14 +176,9 @@ class Program:
                 "back."
             )
         names = [x.site.name for x in self.mine]
-        if entry := entry_of_value(pattern, names, self.roots):
-            return (
-                f"{entry} Options select values as a whole. If a name runs several "
-                "times, `plant` takes a tuple for it, with `None` for each run that "
-                "stays as it is."
-            )
-        if across := across_slashes(pattern, names):
-            return across
+        entry = entry_of_value(pattern, names, self.roots, _AS_A_WHOLE)
+        if said := entry or across_slashes(pattern, names):
+            return said
         iterations = self.select([pattern])
         for name, one in [
             (x.site.name, one)
@@ -314,6 +309,10 @@ class Program:
         )
 
 
+_AS_A_WHOLE = (
+    " Options select values as a whole. If a name runs several times, `plant` takes a "
+    "tuple for it, with `None` for each run that stays as it is."
+)
 _DERIVATIVE = {
     "cotangent": " A value has a cotangent if `fn` computes a gradient, such as "
     "`eqx.filter_grad(loss)`, and the value depends on what is differentiated there.",
