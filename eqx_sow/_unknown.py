@@ -128,18 +128,18 @@ def _close(pattern: str, there: Iterable[str], found: Iterable[Named]) -> list[s
 
 
 def _with_indices(named: Named, indices: Sequence[int]) -> Iterator[str]:
-    """What a mark in loops is called with any of these indices: those of all layers,
-    and of none or more of the other loops, from outside in."""
-    loops = [
-        (place, [i for i in indices if isinstance(n, int) and -n <= i < n])
-        for place, n in zip(places_of(named), named.loops)
-    ]
-    inside = [x for x in loops if x[0] is not None]
+    """What a mark in loops is called with some of these indices, in their order: with
+    those of all layers, and of none or more of the other loops, from outside in."""
+    loops = [*zip(places_of(named), named.loops)]
+    inside = sorted((x for x in loops if x[0] is not None), key=lambda x: x[0] or 0)
     at_end = [x for x in loops if x[0] is None]
+    has = lambda n, i: isinstance(n, int) and -n <= i < n
     for m in range(len(at_end) + 1):
-        places, each = zip(*inside, *at_end[:m]) if inside or m else ((), ())
-        for some in it.product(*each):
-            yield in_a_list(named.name, zip(places, some))
+        around = [*inside, *at_end[:m]]
+        for some in it.combinations(indices, len(around)):
+            if all(has(n, i) for (_, n), i in zip(around, some)):
+                places = [place for place, _ in around]
+                yield in_a_list(named.name, zip(places, some))
 
 
 def check_known(
