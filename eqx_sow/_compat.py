@@ -21,6 +21,7 @@ import jax.extend.core as jexc
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import source_info_util
+from jax.interpreters import ad
 from jax.sharding import PartitionSpec as P
 
 from ._errors import SowError
@@ -91,6 +92,11 @@ if jax.__version_info__ < (0, 11):
         _in_jax("interpreters.ad", "fancy_transposes"),
         {},
     )
+
+
+def with_zeros(rule: Callable, cts: Sequence[Any], *args: Any, **params: Any) -> Any:
+    """A rule of that table, given all zeros as arrays."""
+    return rule([*map(ad.instantiate_zeros, cts)], *args, **params)
 
 
 # JAX keeps the parameters of the latest 2,048 equations, to find their types again. In

@@ -134,3 +134,16 @@ def check_arity(option: str, fn: Callable, form: str, *hints: str) -> None:
         what = f"`{option}` takes a function `{form}`, but {fn!r} takes {signature}."
         instead = f"Write `lambda {names}: ...`."
         raise TypeError(" ".join((what, instead, *hints))) from e
+
+
+def takes_two(fn: Callable) -> bool:
+    """Whether a function cannot be called with one argument, but with two."""
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):  # of a builtin
+        return False
+    kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    needed = [
+        p.default is p.empty for p in signature.parameters.values() if p.kind in kinds
+    ]
+    return sum(needed) == 2

@@ -4,12 +4,12 @@ import difflib
 import fnmatch
 import itertools as it
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from ._errors import shown, UnknownSowError
-from ._globs import fits, is_glob
-from ._names import in_a_list, Named, places_of
+from ._globs import fits, head_of, is_glob, is_index
+from ._names import in_a_list, join, Named, places_of
 
 
 def across_slashes(pattern: str, names: Iterable[str]) -> str:
@@ -45,28 +45,101 @@ def _or_more(part: str) -> list[str]:
     return [part, *apart, f"**/{part}", f"{part}/**", *ends]
 
 
-def no_such_iteration(pattern: str, found: Iterable[Named]) -> str:
+def _without_indices(name: str) -> tuple[str, list[int]]:
+    """A name without the indices in it, and these: of `blocks/2.encode`, what a mark in
+    a loop over layers is called, `blocks.encode`."""
+    parts: list[str] = []
+    indices = []
+    for head, rest in map(head_of, name.split("/")):
+        if not is_index(head):
+            parts.append(head + rest)
+            continue
+        indices.append(int(head))
+        if rest:
+            parts[-1:] = [parts[-1] + rest if parts else rest]
+    return "/".join(parts), indices
+
+
+def no_such_iteration(
+    pattern: str, found: Iterable[Named], roots: Iterable[str] = ()
+) -> str:
     """Says which iterations or layers there are, if a pattern fits a name but for its
-    indices."""
-    is_index = lambda part: part.lstrip("-").isdecimal()
-    without = lambda name: "/".join(x for x in name.split("/") if not is_index(x))
-    plain = without(pattern)
-    alike = [x for x in found if fits(plain, without(x.name))]
-    if plain == pattern or not alike:
+    indices. It may lack the root of a model, one of `roots`."""
+    without = lambda name: _without_indices(name)[0]
+    plain, indices = _without_indices(pattern)
+    plains = [plain, *[join(root, plain) for root in roots if plain]]
+    alike = [x for x in found if any(fits(p, without(x.name)) for p in plains)]
+    if not indices or not alike:
         return ""
     one, loops = alike[0], alike[0].loops
     if not loops and without(one.name) != one.name:
-        numbers = lambda name: [int(x) for x in name.split("/") if is_index(x)]
-        names = sorted((x.name for x in alike), key=numbers)
+        names = sorted((x.name for x in alike), key=lambda x: _without_indices(x)[1])
         return (
             " In a list, each has a name of its own, from "
             f"{names[0]!r} to {names[-1]!r}, the last one."
         )
+    said = f" There is no such iteration of {one.name!r}"
+    if not loops:
+        return (
+            f"{said}, which is not in a loop of known length. If it runs several times "
+            "in straight-line code, its value is a tuple: write "
+            f"`intermediates[{one.name!r}]['primal'][{indices[-1]}]`. To give each run "
+            'a name of its own, write `with eqx_sow.scope(f"step{i}"):` around it.'
+        )
     called = lambda indices: in_a_list(one.name, zip(places_of(one), indices))
     first, last = called([0] * len(loops)), called([n - 1 for n in loops])
-    they = f"they are {first!r} to {last!r}"
-    they = they if loops else "it is in no loop of known length"
-    return f" There is no such iteration of {one.name!r}: {they}."
+    return f"{said}: they are {first!r} to {last!r}."
+
+
+def entry_of_value(
+    pattern: str, names: Iterable[str], roots: Iterable[str], more: str = ""
+) -> str:
+    """Says what to write instead of the name of a row in a table, such as `h[0]` for
+    what is in the tuple `h`, and `more`. It may lack the root of a model, one of
+    `roots`."""
+    key = r"\[(?:\d+|'[^']*')\]"
+    row = re.fullmatch(rf"([^\[]+)({key}(?:{key}|\.\w+)*)", pattern)
+    if row is None:
+        return ""
+    there, (name, path) = set(names), row.groups()
+    for full in (name, *[join(root, name) for root in roots]):
+        if full in there:
+            return (
+                f" {pattern!r} is the entry `{path}` of the value of {full!r}: write "
+                f"`intermediates[{full!r}]['primal']{path}`.{more}"
+            )
+    return ""
+
+
+def _close(pattern: str, there: Iterable[str], found: Iterable[Named]) -> list[str]:
+    """The names that are close to a pattern. If it has an index, so do they: what is
+    close to `blocks/3/atn` is layer 3 of `blocks/attn`, not all layers of it."""
+    n_indices = lambda name: len(_without_indices(name)[1])
+    _, indices = _without_indices(pattern)
+    there = dict.fromkeys(there)
+    if not indices:
+        return difflib.get_close_matches(pattern, there, n=3)
+    stacks = [x for x in found if x.loops and x.name in there]
+    parts = it.chain(*[_with_indices(x, indices) for x in stacks])
+    others = there.keys() - {x.name for x in stacks}
+    alike = [x for x in (*there, *parts) if n_indices(x) >= len(indices)]
+    first = difflib.get_close_matches(pattern, dict.fromkeys(alike), n=3)
+    return first or difflib.get_close_matches(pattern, sorted(others), n=3)
+
+
+def _with_indices(named: Named, indices: Sequence[int]) -> Iterator[str]:
+    """What a mark in loops is called with some of these indices, in their order: with
+    those of all layers, and of none or more of the other loops, from outside in."""
+    loops = [*zip(places_of(named), named.loops)]
+    inside = sorted((x for x in loops if x[0] is not None), key=lambda x: x[0] or 0)
+    at_end = [x for x in loops if x[0] is None]
+    has = lambda n, i: isinstance(n, int) and -n <= i < n
+    for m in range(len(at_end) + 1):
+        around = [*inside, *at_end[:m]]
+        for some in it.combinations(indices, len(around)):
+            if all(has(n, i) for (_, n), i in zip(around, some)):
+                places = [place for place, _ in around]
+                yield in_a_list(named.name, zip(places, some))
 
 
 def check_known(
@@ -77,14 +150,15 @@ def check_known(
     *,
     kind: str = "names",
     hint: Callable[[Any, Sequence[str]], str] = lambda pattern, close: "",
+    found: Iterable[Named] = (),
 ) -> None:
     """Raises if anything in `option` is not `there`. `hint` says more about it, given
-    those names that are close to it."""
+    those names that are close to it. `found`: see `listed`."""
     known = dict.fromkeys(there)
     for pattern in option or ():
         if isinstance(pattern, str) and pattern in known:
             continue
-        said = listed(pattern, known, kind, hint)
+        said = listed(pattern, known, kind, hint, found)
         raise UnknownSowError(f"`{call}`: {pattern!r} {problem}. {said}")
 
 
@@ -93,10 +167,12 @@ def listed(
     there: Iterable[str],
     kind: str = "names",
     hint: Callable[[Any, Sequence[str]], str] = lambda pattern, close: "",
+    found: Iterable[Named] = (),
 ) -> str:
-    """What a message about a pattern that selects nothing says of what there is."""
+    """What a message about a pattern that selects nothing says of what there is. Those
+    that are `found` in loops have iterations, too."""
     there = list(map(str, there))
-    close = difflib.get_close_matches(str(pattern), there, n=3)
+    close = _close(str(pattern), there, found)
     more = hint(pattern, close)
     if close and not more:
         more = f" Did you mean {' or '.join(map(repr, close))}?"

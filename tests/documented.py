@@ -19,6 +19,8 @@ DOCUMENTED = {
             "test_plant_iterations.py::test_errors",
             "test_iterations.py::test_the_index_stands_where_a_list_has_it",
             "test_lookup.py::test_a_name_that_is_not_there",
+            "test_lookup.py::test_an_index_that_selects_no_layer_of_a_stack",
+            "test_several_runs.py::test_an_iteration_of_a_python_loop",
         ],
         '"only if `names` asks for it", "All iterations … are one value"': [
             "test_iterations.py::test_an_iteration_in_other_options"
@@ -30,6 +32,7 @@ DOCUMENTED = {
         ],
         '"selects nothing that is called"': [
             "test_capture.py::test_nothing_found_tells_what_to_do",
+            "test_capture.py::test_nothing_found_lists_the_modules_in_variables",
             "test_capture.py::test_selected_but_never_called",
             "test_capture.py::test_captured_inside_captured",
         ],

@@ -693,10 +693,31 @@ def test_nothing_found_tells_what_to_do():
     mlp = _mlp()
     with pytest.raises(UnknownSowError, match=r"layers/0 \(Linear\)"):
         S(mlp, capture=eqx.nn.Conv2d)(X)
-    with pytest.raises(UnknownSowError, match="none at all"):
+    with pytest.raises(UnknownSowError, match="No module is in .* variables. Only"):
         S(lambda x: x, capture=True)(X)
     with pytest.raises(UnknownSowError, match="layers/0"):
         S(mlp, capture=lambda path, module: False)(X)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [jax.vmap, lambda m: jax.jit(lambda xs: m(xs[0])), lambda m: lambda xs: m(xs[0])],
+)
+def test_nothing_found_lists_the_modules_in_variables(wrap):
+    fn = wrap(_mlp())
+    said = r"modules in the arguments and variables are: .*layers/0 \(Linear\)"
+    with pytest.raises(UnknownSowError, match=said) as e:
+        S(fn, capture=eqx.nn.Lambda)(XS)
+    assert "Only modules of Equinox" not in str(e.value)
+    assert "layers/0" in ",".join(S(fn, capture=True)(XS)[1])
+
+
+def test_nothing_found_where_a_model_is_made_inside():
+    fn = lambda x: _mlp()(x)
+    remedy = "Pass `capture=True` to see which are made and called inside"
+    with pytest.raises(UnknownSowError, match=remedy):
+        S(fn, capture=eqx.nn.Lambda)(X)
+    assert len(S(fn, capture=True)(X)[1]) > 1
 
 
 def test_what_capture_takes():
@@ -768,7 +789,7 @@ def test_a_function_that_is_never_called():
     said = r"`capture=\(relu, softmax\)` selects nothing that is called"
     with pytest.raises(UnknownSowError, match=said) as e:
         S(fn, capture=(jax.nn.relu, jax.nn.softmax))(X)
-    assert "modules in sight" not in str(e.value)
+    assert "The modules" not in str(e.value)
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, eqx.filter_jit, eqx.filter_grad])

@@ -321,9 +321,21 @@ def test_nothing_to_compare():
     with pytest.raises(UnknownSowError, match="no name and mode is in both.*'a'.*'b'"):
         compare({"a": X}, {"b": X})
     assert compare({}, {}).first is None
+    for a, b, says in (
+        (
+            {"a": X, "c": X},
+            {"m/a": X, "z": X},
+            "of the other: `{'a': reference['m/a']}`.",
+        ),
+        ({"a": {"primal": X}}, {"a": {"cotangent": X}}, "the same modes in both."),
+        ({"a": X}, {}, "Names in the second: none."),
+    ):
+        with pytest.raises(UnknownSowError) as e:
+            compare(a, b)
+        assert str(e.value).endswith(says)
     for wrong in ((X, {}), ({}, (X, {}))):
         with pytest.raises(
-            TypeError, match=r"`compare\(intermediates, reference\)`: `"
+            TypeError, match="must be the second output of `save_intermediates`"
         ):
             compare(*wrong)
     with pytest.raises(SowError, match="`compare`: the value of 'a' is a tracer"):

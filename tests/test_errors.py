@@ -142,6 +142,31 @@ def test_an_error_of_a_planted_function_says_that_it_sees_one_lane():
     assert "lane" not in note
 
 
+def test_a_planted_function_of_two_arguments_without_with_index():
+    fn = lambda x: lax.map(lambda x: sow(x, "h"), x)
+    late = lambda v, i: jnp.where(i[0] > 0, v, jnp.zeros_like(v))
+    for planted in (late, batched(late)):
+        with pytest.raises(TypeError) as info:
+            plant(fn, {"h": planted})(X)
+        (note,) = [n for n in info.value.__notes__ if "that you planted" in n]
+        assert note.endswith("Pass `with_index=True` to call it with `(value, index)`.")
+        plant(fn, {"h": planted}, with_index=True)(X)
+
+
+def test_a_when_of_two_arguments_without_extra():
+    fn, note = lambda x: sow(x, "h"), "`extra` is None, as no `extra=` was passed"
+    when = lambda x, extra: extra["step"] > 0
+    with pytest.raises(TypeError) as info:
+        tap(fn, lambda event: None, when=when)(X)
+    assert any(note in n for n in info.value.__notes__)
+    tap(fn, lambda event: None, when=when, extra={"step": 1})(X)
+    # Not if the predicate does not ask for it, or it is there.
+    for predicate, extra in ((lambda x: x["step"], None), (when, {})):
+        with pytest.raises((TypeError, KeyError, IndexError)) as info:
+            tap(fn, lambda event: None, when=predicate, extra=extra)(X)
+        assert not any(note in n for n in info.value.__notes__)
+
+
 def test_not_a_duplicate(call):
     one = lambda x: sow(x, "n", tag="one")
     _, got = call(S(lambda x: sow(2 * one(x), "n")), X)

@@ -320,7 +320,7 @@ def test_in_a_while_loop():
     for mode in ("primal", "count"):
         assert_close(got["h/1"][mode], whole["h"][mode][1])
     only = lambda x: lax.while_loop(lambda x: x.sum() < 9, lambda x: sow(x + 1, "h"), x)
-    with pytest.raises(UnknownSowError, match="in no loop of known length"):
+    with pytest.raises(UnknownSowError, match="not in a loop of known length"):
         S(only, names="h/1")(X)
 
 

@@ -247,6 +247,43 @@ def test_a_name_that_is_not_there(options, name, says):
     assert f"{name!r} is not a name here. The names there are: " in str(info.value)
 
 
+# What is not layer 7 of 4, and what has a typo behind the index. No suggestion may be
+# that of all layers.
+@pytest.mark.parametrize(
+    "name, says",
+    [
+        ("blocks/7", "'m/blocks': they are 'm/blocks/0' to 'm/blocks/3'."),
+        ("blocks/-5/mlp", "they are 'm/blocks/0/mlp' to 'm/blocks/3/mlp'."),
+        ("m/blocks/mlp/2", "they are 'm/blocks/0/mlp' to 'm/blocks/3/mlp'."),
+        ("blocks/2/mpl", "Did you mean 'm/blocks/2/mlp' or 'm/blocks/2'?"),
+        ("m/blocks/-1/mp", "Did you mean 'm/blocks/-1/mlp' or 'm/blocks/-1'?"),
+        ("m/blocks/7/mpl", "The names there are: 'm/blocks/mlp', 'm/blocks', 'm'."),
+    ],
+)
+def test_an_index_that_selects_no_layer_of_a_stack(name, says):
+    fn = lambda m, x: m(x)
+    _, got = S(fn, capture=True)(STACK, X)
+    for ask in (
+        lambda: got[name],
+        lambda: S(fn, capture=True, names=name)(STACK, X),
+        lambda: plant(fn, {name: jnp.zeros_like}, capture=True)(STACK, X),
+    ):
+        with pytest.raises(UnknownSowError) as info:
+            ask()
+        assert str(info.value).endswith(says)
+
+
+@pytest.mark.parametrize(
+    "name, close",
+    [("hh/1", "'h/1'"), ("hh/1/-2", "'h/1/-2'"), ("hh", "'h'")],
+)
+def test_a_typo_before_the_indices_of_two_loops(name, close):
+    inner = lambda x, i: lax.scan(lambda x, j: (sow(x + i, "h"), None), x, XS)
+    fn = lambda x: lax.scan(lambda x, i: inner(x, i), x, jnp.arange(2.0))[0]
+    with pytest.raises(UnknownSowError, match=rf"Did you mean {close}\?"):
+        S(fn, names=name)(X)
+
+
 @pytest.mark.filterwarnings("ignore:.*found no mark")
 def test_capture_was_forgotten():
     _, got = S(LIST)(X)

@@ -259,6 +259,18 @@ MISUSES = {
         ("unexpected keyword argument 'name'",),
         "another name",
     ),
+    "an option that is like none": Misuse(
+        TypeError,
+        lambda: S(_fn, filter="h"),  # pyright: ignore
+        ("keyword argument 'filter'. The options are: `tag`, `names`, `modes`",),
+        "another name",
+    ),
+    "names in plant": Misuse(
+        TypeError,
+        lambda: plant(_fn, {"h": X}, names="h"),  # pyright: ignore
+        ("argument 'names'. The keys of `values` select: `plant(fn, {'h'",),
+        "another name",
+    ),
     # --- names, tags and modes ---
     "names: a number": Misuse(
         TypeError, lambda: S(_fn, names=3), ("names=...)` takes a name, a",), "`names`"
@@ -336,7 +348,28 @@ MISUSES = {
     "capture: a list": Misuse(
         TypeError,
         lambda: S(MODEL, capture=[eqx.nn.Linear]),
-        ("capture=...)` takes `True`, a class, a JAX function",),
+        (
+            "capture=...)` takes `True`, a class, a JAX function",
+            "Write the tuple `(Linear,)`.",
+        ),
+        "`capture`",
+    ),
+    "capture: a list of two": Misuse(
+        TypeError,
+        lambda: S(MODEL, capture=[eqx.nn.Linear, jax.nn.relu]),
+        ("Write the tuple `(Linear, relu)`.",),
+        "`capture`",
+    ),
+    "capture: the name of a class": Misuse(
+        TypeError,
+        lambda: S(MODEL, capture="Linear"),
+        ("Write `capture=eqx.nn.Linear`, the class itself", "names='layers/0'`"),
+        "`capture`",
+    ),
+    "capture: the name of a class of the user's": Misuse(
+        TypeError,
+        lambda: S(MODEL, capture="Encoder"),
+        ("Write `capture=Encoder`, the class itself", "names='layers/0'`"),
         "`capture`",
     ),
     "capture: several modules": Misuse(
@@ -361,6 +394,21 @@ MISUSES = {
         ("not a method of one `Linear`", "give its class (and `methods=`"),
         "`capture`",
     ),
+    "capture: a method of a class": Misuse(
+        TypeError,
+        lambda: S(lambda m, x: m.encode(x), capture=_Encoder.encode)(_Encoder(), X),
+        (
+            "`_Encoder.encode` is a method of modules, not a predicate",
+            "Write `capture=_Encoder, methods='encode'`.",
+        ),
+        "`capture`",
+    ),
+    "capture: the `__call__` of a class": Misuse(
+        TypeError,
+        lambda: S(_Layer(X), capture=_Layer.__call__),
+        ("`_Layer.__call__` is a method", "Write `capture=_Layer`."),
+        "`capture`",
+    ),
     "capture: a predicate with its arguments in the wrong order": Misuse(
         UnknownSowError,
         lambda: S(MODEL, capture=lambda m, path: isinstance(m, eqx.nn.Linear))(X),
@@ -370,7 +418,7 @@ MISUSES = {
     "capture: a function that is not called": Misuse(
         UnknownSowError,
         lambda: S(MODEL, capture=jax.nn.softmax)(X),
-        ("`capture=softmax` selects nothing", "Is another function called?"),
+        ("`capture=softmax` selects nothing", "calls this function."),
         "selects nothing that is called",
     ),
     "capture: a predicate of one argument": Misuse(
@@ -394,19 +442,24 @@ MISUSES = {
     "capture: a model of another library": Misuse(
         UnknownSowError,
         lambda: S(lambda x: _Foreign()(x), capture=_Foreign)(X),
-        ("in sight are: none at all", "Only modules of Equinox are captured: `sow`"),
+        ("No module is in the", "Only modules of Equinox are captured: `sow`"),
         "selects nothing that is called",
     ),
     "capture: a class that was defined again": Misuse(
         UnknownSowError,
         lambda: S(_defined_again()(X), capture=_defined_again())(X),
-        ("in sight are: . (Again)", "Again` was defined again", "make the model again"),
+        ("are: . (Again)", "Again` was defined again", "make the model again"),
         "selects nothing that is called",
     ),
     "capture: not called": Misuse(
         UnknownSowError,
         lambda: S(lambda m, x: x, capture=True)(_Layer(X), X),
-        ("`capture=True` selects nothing", "in sight are: m (_Layer)", "`tag`"),
+        (
+            "`capture=True` selects nothing",
+            "in the arguments and variables are: m (_Layer)",
+            "Check that the program calls this model.",
+            "`tag`",
+        ),
         "selects nothing that is called",
     ),
     "capture: a mark has the name of a module": Misuse(

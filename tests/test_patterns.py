@@ -297,6 +297,26 @@ def test_stack():
         assert got.stack("blocks/*").shape == got.stack("*/blocks/*").shape == (3, 2)
 
 
+@pytest.mark.parametrize(
+    "mode, says",
+    [
+        ("grad", "The mode is called 'cotangent'. No value has one, as nothing was"),
+        ("cotangent", "No value has one, as nothing was differentiated"),
+        ("activations", "The mode is called 'primal'."),
+        ("primals", "Did you mean 'primal'?"),
+        ("x", "The modes there are: 'primal'."),
+    ],
+)
+def test_stack_of_a_mode_that_no_name_has(mode, says):
+    model, _ = _models()
+    _, got = S(model, capture=True)(X)
+    with pytest.raises(UnknownSowError) as e:
+        got.stack("blocks/*", mode)
+    said = f"no name has the mode {mode!r}. The modes there are: 'primal'."
+    assert said in str(e.value) and says in str(e.value)
+    assert "For a part of the value" not in str(e.value)
+
+
 def _three(x):
     for i in range(3):
         x = sow(sow(x + i, f"blocks/{i}/attn") * 2, f"blocks/{i}/mlp")

@@ -291,7 +291,7 @@ def test_in_a_while_loop_inside_or_outside(call):
     assert_close(call(plant(inside, {"h/1": lambda x: 2 * x}), X), by_hand(X))
     fn = lambda x: lax.while_loop(lambda x: x.sum() < 9, lambda x: sow(x + 1, "h"), x)
     with pytest.raises(
-        UnknownSowError, match="no such iteration.* in no loop of known"
+        UnknownSowError, match="no such iteration.* not in a loop of known"
     ):
         plant(fn, {"h/1": jnp.cos})(X)
 

@@ -399,7 +399,7 @@ def test_stack_keeps_structure():
         got.stack("*")
     with pytest.raises(UnknownSowError, match="are: 'h0', 'h1', 'h2', 'k'"):
         got.stack("blocks/*")
-    with pytest.raises(UnknownSowError, match="are: none at all"):
+    with pytest.raises(UnknownSowError, match="no name has the mode .cotangent"):
         got.stack("h*", "cotangent")
 
 

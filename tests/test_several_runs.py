@@ -1,5 +1,7 @@
 """A captured module or function that runs several times: a tuple, in order."""
 
+import contextlib
+
 import equinox as eqx
 import jax
 import jax.extend.core as jexc
@@ -13,11 +15,14 @@ from eqx_sow import (
     Last,
     plant,
     save_intermediates as S,
+    scope,
     Sow,
     sow,
     SowError,
     SowTypeError,
+    tabulate,
     tap,
+    UnknownSowError,
 )
 from jax import lax
 from jaxtyping import Array, Float
@@ -233,6 +238,69 @@ def test_unnamed_layers_and_planted_names():
     _, got = S(doubled)(layer, X)
     want = 2 * jnp.sin(X), 2 * jnp.sin(2 * jnp.sin(X))
     assert_close(got["layer"]["primal"], want)
+
+
+class _Steps(eqx.Module):
+    cell: eqx.nn.Linear
+    scoped: bool = False
+
+    def __call__(self, x):
+        for i in range(3):
+            with scope(f"step{i}") if self.scoped else contextlib.nullcontext():
+                x = jnp.tanh(self.cell(x))
+        return x
+
+
+def _asked(fn, name, *args):
+    """Each way to ask for a name."""
+    return (
+        lambda: S(fn, capture=True)(*args)[1][name],
+        lambda: S(fn, capture=True, names=name)(*args),
+        lambda: plant(fn, {name: jnp.sin}, capture=True)(*args),
+    )
+
+
+@pytest.mark.parametrize("name", ["cell[1]", "m/cell[1]"])
+def test_a_row_of_a_table_is_not_a_name(name):
+    fn, args = lambda m, x: m(x), (_Steps(NET.once), X)
+    got = S(fn, capture=True)(*args)[1]
+    assert "m/cell[1]" in tabulate(got)
+    lookup, *options = _asked(fn, name, *args)
+    remedy = "of the value of 'm/cell': write `intermediates['m/cell']['primal'][1]`."
+    with pytest.raises(UnknownSowError) as e:
+        lookup()
+    assert str(e.value).endswith(f"{name!r} is the entry `[1]` {remedy}")
+    for ask in options:
+        with pytest.raises(UnknownSowError) as e:
+            ask()
+        assert f"{remedy} Options select values as a whole." in str(e.value)
+    # The remedies.
+    second = got["m/cell"]["primal"][1]
+    planted = plant(fn, {"m/cell": (None, second, None)}, capture=True)
+    assert_close(planted(*args), fn(*args))
+
+
+def test_an_iteration_of_a_python_loop():
+    net = _Steps(NET.once)
+    for ask in _asked(net, "cell/2", X):
+        with pytest.raises(UnknownSowError) as e:
+            ask()
+        assert "'cell', which is not in a loop of known length." in str(e.value)
+        assert "write `intermediates['cell']['primal'][2]`." in str(e.value)
+        assert 'write `with eqx_sow.scope(f"step{i}"):`' in str(e.value)
+    # The remedies.
+    _, got = S(net, capture=True)(X)
+    _, apart = S(_Steps(NET.once, scoped=True), capture=True)(X)
+    assert_close(apart["step2/cell"]["primal"], got["cell"]["primal"][2])
+
+
+def test_an_entry_of_a_value_that_is_a_tree():
+    fn = lambda x: sow({"a": (x, 2 * x)}, "h")["a"][0]
+    _, got = S(fn)(X)
+    with pytest.raises(UnknownSowError, match="primal") as e:
+        got["h['a'][1]"]
+    assert str(e.value).endswith("write `intermediates['h']['primal']['a'][1]`.")
+    assert_close(got["h"]["primal"]["a"][1], 2 * X)
 
 
 def test_what_cannot_be_planted():

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 
 from .. import _compat
 from .._arrays import as_jax_does, leading, sharded_like, whole_along
-from .._errors import calling, SowError
+from .._errors import calling, SowError, takes_two
 from .._mark.primitive import edge_value, sow_p
 from .._mark.site import Site
 from .._mark.static import Const, NoTangent, numbers_in, OPERAND, SameParts
@@ -191,7 +191,10 @@ def _replaced(
             sees_all = isinstance(fn, Batched)
             apply, called = (_of_all_lanes, fn.fn) if sees_all else (_apply, fn)
             hint = "" if sees_all else of_one_lane(site)
-            hint += index if more else ""
+            if more:
+                hint += index
+            elif takes_two(called):
+                hint += ". Pass `with_index=True` to call it with `(value, index)`"
             with calling("function that you planted", site, hint) as watched:
                 watched_fn = watched(called)
                 return apply(lambda value: watched_fn(value, *more), site, old)

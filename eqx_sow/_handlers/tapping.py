@@ -5,7 +5,6 @@
 """
 
 import dataclasses as dc
-import inspect
 import itertools as it
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -19,7 +18,7 @@ from jax.interpreters import ad, batching, mlir, partial_eval as pe
 
 from .. import _compat
 from .._arrays import on_mesh
-from .._errors import SowError
+from .._errors import SowError, takes_two
 from .._mark.site import Label, Site
 from .._mark.static import Const, Form, NoTangent, OPERAND, SameParts
 from .._values.axes import as_operand
@@ -349,10 +348,15 @@ class Tap(Selector):
 
 def _single(predicate: Callable, site: Site, extra: Any) -> Callable:
     """The predicate, which must return a single boolean."""
-    more = (extra,) if _takes_two(predicate) else ()
+    more = (extra,) if takes_two(predicate) else ()
 
     def holds(value):
-        out = predicate(value, *more)
+        try:
+            out = predicate(value, *more)
+        except Exception as e:  # whatever it raises, which goes on its way
+            if more and extra is None:
+                e.add_note("`extra` is None, as no `extra=` was passed to `tap`.")
+            raise
         if isinstance(out, bool):
             out = np.bool_(out)
         if getattr(out, "shape", None) != () or out.dtype != bool:
@@ -363,16 +367,3 @@ def _single(predicate: Callable, site: Site, extra: Any) -> Callable:
         return out
 
     return holds
-
-
-def _takes_two(fn: Callable) -> bool:
-    """Whether a function cannot be called with one argument, but with two."""
-    try:
-        signature = inspect.signature(fn)
-    except (TypeError, ValueError):  # of a builtin
-        return False
-    kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
-    needed = [
-        p.default is p.empty for p in signature.parameters.values() if p.kind in kinds
-    ]
-    return sum(needed) == 2

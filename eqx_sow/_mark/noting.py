@@ -120,7 +120,7 @@ def _noted(captures: tuple[Capture, ...]) -> Iterator[None]:
         _noting.append(note)
     try:
         with _exchanging:
-            for cls in _classes():
+            for cls in classes():
                 note(cls)
             for fn in (f for c in captures for f in c.functions):
                 if isinstance(fn, types.FunctionType):
@@ -136,7 +136,7 @@ def _noted(captures: tuple[Capture, ...]) -> Iterator[None]:
                 _put_back.close()
 
 
-def _classes() -> Iterator[type]:
+def classes() -> Iterator[type]:
     """All classes with methods of modules that may be part of a model."""
     found, todo = {eqx.Module}, [eqx.Module]
     while todo:

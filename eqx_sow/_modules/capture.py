@@ -15,13 +15,14 @@ from .._frames import is_library
 from .._mark.listening import Capture, Listening
 from .._mark.noting import own_methods, why_not_noted
 from .._mark.site import Label
+from .._mark.trees import is_part
 from .._unknown import check_known
 from .._walk.flow import Here, run
 from .._walk.handler import is_solver
 from .._walk.rewrite import with_sites
 from .._walk.sows import Found, sites
 from .naming import Naming
-from .places import Places
+from .places import Places, reachable, roots
 from .visits import Visits
 
 
@@ -106,12 +107,14 @@ def name(
     naming = Naming(seen, places, depth, marking)
     named = naming.sites()
     if marking.capture is not None:
-        _check_found(closed, places, marking, naming)
-    roots = dict.fromkeys((*naming.roots, *naming.roots_of_sows))
-    return with_sites(closed, named), tuple(roots)
+        _check_found(closed, called, places, marking, naming)
+    all_roots = dict.fromkeys((*naming.roots, *naming.roots_of_sows))
+    return with_sites(closed, named), tuple(all_roots)
 
 
-def _check_found(closed: Any, places: Places, marking: Marking, naming: Naming) -> None:
+def _check_found(
+    closed: Any, called: tuple, places: Places, marking: Marking, naming: Naming
+) -> None:
     """Raises if the options select nothing, and says what there would have been."""
     option = f"capture={_shown(marking.capture)}"
     in_sight = {"/".join(path) or ".": type(x) for path, x in places.modules.items()}
@@ -146,11 +149,20 @@ def _check_found(closed: Any, places: Places, marking: Marking, naming: Naming) 
             "evaluates its function over and over, so that values in there cannot be "
             "captured. Call the module once outside, too."
         )
-    items = (naming.seen or in_sight).items()
+    # In `jax.vmap(model)`, the model is in a variable.
+    in_variables = {
+        "/".join(path) or ".": type(x)
+        for path, x in reachable(roots(*called))
+        if is_part(x)
+    }
+    items = (naming.seen or in_variables | in_sight).items()
     there = shown([f"{path} ({cls.__name__})" for path, cls in items], str)
-    said = f"The modules {'that are called' if naming.seen else 'in sight'} are: "
-    said = f" {said}{there}." if classes else ""
+    where = "that are called" if naming.seen else "in the arguments and variables"
+    said = f" The modules {where} are: {there}." if classes else ""
     if classes and not items:
+        said = " No module is in the arguments or variables."
+        if object not in classes:
+            said += " Pass `capture=True` to see which are made and called inside."
         said += " Only modules of Equinox are captured: `sow` what others return."
     if is_predicate:
         said += " A predicate is called with `(path, module)`, in this order."
@@ -163,8 +175,8 @@ def _check_found(closed: Any, places: Places, marking: Marking, naming: Naming) 
         )
     raise UnknownSowError(
         f"`{option}` selects nothing that is called in the program.{said}{hint}"
-        f" Is another {'model' if classes else 'function'} called? If a "
-        "`save_intermediates` inside has captured it, give one of the two another "
+        f" Check that the program calls this {'model' if classes else 'function'}. If "
+        "a `save_intermediates` inside has captured it, give one of the two another "
         "`tag`."
     )
 

@@ -130,8 +130,8 @@ def compare(
     for of, given in (("intermediates", intermediates), ("reference", reference)):
         if not isinstance(given, Mapping):
             raise TypeError(
-                f"`compare(intermediates, reference)`: `{of}` is to be what "
-                "`save_intermediates` returned beside the output, or a mapping "
+                f"`compare(intermediates, reference)`: `{of}` must be the "
+                "second output of `save_intermediates`, or a mapping "
                 f"`{{name: array}}`, not {type(given).__name__}."
             )
         check_no_tracers("compare", given)
@@ -140,11 +140,16 @@ def compare(
     both = there(a) & there(b)
     if not both and (a or b):
         names = [", ".join(map(repr, x)) or "none" for x in (a, b)]
+        instead = ""
+        if a.keys() & b.keys():
+            instead = " Capture the same modes in both."
+        elif a and b:
+            pair = f"{{{next(iter(a))!r}: reference[{next(iter(b))!r}]}}"
+            instead = f" Give one of the two the names of the other: `{pair}`."
         raise UnknownSowError(
             "`compare(intermediates, reference)`: there is nothing to compare, as no "
             f"name and mode is in both. Names in the first: {names[0]}. Names in the "
-            f"second: {names[1]}. Rename one of them: "
-            "`{new: reference[old] for old, new in names.items()}`."
+            f"second: {names[1]}.{instead}"
         )
     # JAX may have sorted the names of a plain dict.
     is_sorted = [not isinstance(x, Intermediates) for x in (intermediates, reference)]
@@ -167,20 +172,20 @@ def _by_mode(given: Mapping[str, Any]) -> Intermediates:
     if isinstance(given, Intermediates):
         return given
     is_modes = lambda x: isinstance(x, Mapping) and x and all(map(_is_mode, x))
-    flat = {k: _taken_apart(k) for k in given}
+    flat = [_taken_apart(k) for k in given]
     by_mode: dict[str, dict[str, Any]] = {}
-    for k, x in given.items():
+    for (k, x), key in zip(given.items(), flat):
         # One by one: JAX sorts the keys of a dict.
         x = jtu.tree_map(_as_array, x, is_leaf=is_state)
-        if all(flat.values()):
-            name, mode, inside = flat[k]
-            of_mode = by_mode.setdefault(name, {})
-            if inside:
-                of_mode.setdefault(mode, {})[inside] = x
-            else:
-                of_mode[mode] = x
-        else:
+        if None in flat or key is None:
             by_mode[k] = modes_in_order(x) if is_modes(x) else {"primal": x}
+            continue
+        name, mode, inside = key
+        of_mode = by_mode.setdefault(name, {})
+        if inside:
+            of_mode.setdefault(mode, {})[inside] = x
+        else:
+            of_mode[mode] = x
     return Intermediates(by_mode)
 
 

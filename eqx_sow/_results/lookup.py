@@ -10,7 +10,7 @@ from .._errors import shown, UnknownKeyError
 from .._globs import is_glob
 from .._names import Named, places_of
 from .._selection import Selection
-from .._unknown import listed, no_such_iteration
+from .._unknown import entry_of_value, listed, no_such_iteration
 from .layers import at_iteration, axes_of_value, Leading, OfRuns, OfValue, runs_of
 
 
@@ -137,16 +137,19 @@ def unknown_mode(
     mode: Any, there: Collection[str], name: str, known: Known
 ) -> UnknownKeyError:
     """The error for a mode of a name that is not there."""
+    first = next(iter(there), "primal")
+    part = f" For a part of the value, write `[{first!r}][{mode!r}]`."
     return UnknownKeyError(
         f"{name!r} has no mode {mode!r}. Its modes are: {shown(there)}."
-        f"{_why(mode, there, known)}"
+        f"{why_no_mode(mode, there, known) or part}"
     )
 
 
-def _why(mode: Any, there: Collection[str], known: Known) -> str:
+def why_no_mode(mode: Any, there: Collection[str], known: Known) -> str:
+    """Says why a mode is not `there`, if it is one, or is like one."""
     for right, others in _CALLED.items():
         if str(mode).lower() in others:
-            more = "" if right in there else _why(right, there, known)
+            more = "" if right in there else why_no_mode(right, there, known)
             return f" The mode is called {right!r}.{more}"
     asked = known.modes
     if asked is not None and mode not in (*asked, "count"):
@@ -156,10 +159,7 @@ def _why(mode: Any, there: Collection[str], known: Known) -> str:
         return " It is there for a name under a condition or in a `while_loop` only."
     if kind not in ("cotangent", "tangent"):
         close = difflib.get_close_matches(str(mode), _CALLED, n=1)
-        if close:
-            return f" Did you mean {close[0]!r}?"
-        first = next(iter(there), "primal")
-        return f" For a part of the value, write `[{first!r}][{mode!r}]`."
+        return f" Did you mean {close[0]!r}?" if close else ""
     elsewhere = [name for name, m in known.axes if m == mode]
     if kind == "tangent":
         if elsewhere:
@@ -186,6 +186,8 @@ def unknown_name(
     def hint(name, close):
         if selection is None:
             return " Write `intermediates[name][mode]`."
+        if entry := entry_of_value(name, there, known.roots):
+            return entry
         if is_glob(name):
             all_of = f"`intermediates.stack({name!r})`"
             return f" For all names that a pattern fits, write {all_of}."
@@ -200,7 +202,7 @@ def unknown_name(
                     f"Capture this iteration with `names={name!r}`."
                 )
             return " The program has it, but `names=` or `modes=` left it out."
-        if iterations := no_such_iteration(name, known.found):
+        if iterations := no_such_iteration(name, known.found, known.roots):
             return iterations
         for suffix, said in _OPTIONAL.items():
             if name.endswith(suffix) and not any(x.endswith(suffix) for x in there):
@@ -209,9 +211,8 @@ def unknown_name(
             return ""
         return " The outputs of modules are captured with `capture=True`."
 
-    return UnknownKeyError(
-        f"{name!r} is not a name here. {listed(name, there, hint=hint)}"
-    )
+    said = listed(name, there, hint=hint, found=known.found)
+    return UnknownKeyError(f"{name!r} is not a name here. {said}")
 
 
 # What a captured call is marked with if an option asks for it.

@@ -24,7 +24,7 @@ from .layers import (
     runs_of,
 )
 from .leaves import is_value
-from .lookup import Known, Values
+from .lookup import Known, Values, why_no_mode
 
 
 # --- taken apart ---
@@ -102,11 +102,17 @@ def _when(
 def stacked(pattern: str, mode: str, values: Values, known: Known) -> Any:
     """The layers that a pattern fits, along a new first axis of their arrays."""
     there = {name: modes[mode] for name, modes in values.items() if mode in modes}
+    call = f"`Intermediates.stack({pattern!r}, {mode!r})`"
+    if values and not there:
+        modes = dict.fromkeys(m for modes_of in values.values() for m in modes_of)
+        raise UnknownSowError(
+            f"{call}: no name has the mode {mode!r}. The modes there are: "
+            f"{shown(modes)}.{why_no_mode(mode, modes, known)}"
+        )
     axes = {name: known.of(name, mode) for name in there}
     named = {name: _named(name, axes[name], x) for name, x in there.items()}
     roots = [name.split("/")[0] for name in there]
     selection = Selection([pattern], named.values(), roots)
-    call = f"`Intermediates.stack({pattern!r}, {mode!r})`"
     for several in selection.ambiguous.values():
         which = " or ".join(map(repr, several))
         raise UnknownSowError(f"{call} may be {which}. Write which one.")

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from .._arrays import as_integer
 from .._errors import check_arity
 from .._handlers.delivery import print_event
+from .._mark.noting import classes
 from .._mark.sow import check_spec, check_tag
 from .._mark.static import Const
 from .._modules.capture import is_function_to_capture, Marking
@@ -220,18 +221,36 @@ def _capture(option: str, capture: Any) -> Any:
     jit_it = "To capture what a function returns, `jax.jit` it, or `sow` there."
     no_predicate = isinstance(capture, eqx.Module) or is_function_to_capture(capture)
     if no_predicate or not callable(capture):
-        path = capture if isinstance(capture, str) else "layers/0"
+        name = capture if isinstance(capture, str) else ""
+        # The fields that paths consist of are written in lower case.
+        is_class = name.isidentifier() and name[0].isupper()
+        path = "layers/0" if is_class else name or "layers/0"
         shown, inner = _in_short(capture), getattr(capture, "__wrapped__", capture)
         if isinstance(inner, eqx.Module):
             shown = f"a module of class `{type(inner).__name__}`"
         if (module := _module_of_method(capture)) is not None:
             shown = f"a method of one `{type(module).__name__}`"
+        instead = ""
+        if is_class:
+            cls = f"eqx.nn.{name}" if hasattr(eqx.nn, name) else name
+            instead = f" Write `capture={cls}`, the class itself, not its name."
+        several = capture if isinstance(capture, list) else []
+        if several and all(map(_may_be_one_of_several, several)):
+            parts = ", ".join(getattr(x, "__name__", repr(x)) for x in several)
+            instead = f" Write the tuple `({parts}{',' * (len(several) == 1)})`."
         raise TypeError(
             f"`{option}` takes `True`, a class, a JAX function, a function made by "
             "`jax.jit` or `eqx.filter_jit`, a tuple of these, or a predicate "
-            f"`(path, module) -> bool`, not {shown}. To choose by path, write "
+            f"`(path, module) -> bool`, not {shown}.{instead} To choose by path, write "
             f"`capture=True, names={path!r}`. For a module, give its class "
             f"(and `methods=` for a method other than `__call__`). {jit_it}"
+        )
+    if (cls := _class_of_method(capture)) is not None:
+        what, name = cls.__name__, capture.__name__
+        methods = f", methods={name!r}" * (name != "__call__")
+        raise TypeError(
+            f"`{option}`: `{what}.{name}` is a method of modules, not a predicate "
+            f"`(path, module) -> bool`. Write `capture={what}{methods}`."
         )
     check_arity(option, capture, "(path, module) -> bool", jit_it)
     return capture
@@ -243,6 +262,13 @@ def _may_be_one_of_several(x: Any) -> bool:
     is_function &= _module_of_method(x) is None
     is_class = x is True or isinstance(x, type)
     return is_class or (is_function_to_capture(x) and is_function)
+
+
+def _class_of_method(x: Any) -> type | None:
+    """The class of modules that a function is a method of, if it is one."""
+    if not isinstance(x, types.FunctionType) or x.__code__.co_varnames[:1] != ("self",):
+        return None
+    return next((cls for cls in classes() if vars(cls).get(x.__name__) is x), None)
 
 
 def _in_short(x: Any) -> str:

@@ -26,7 +26,7 @@ from .._modules import capture as _capture
 from .._modules.places import roots
 from .._names import has_traced_number, Named
 from .._selection import Selection
-from .._unknown import across_slashes, check_known, no_such_iteration
+from .._unknown import across_slashes, check_known, entry_of_value, no_such_iteration
 from .._values.modes import labels
 from .._walk.edges import by_edges
 from .._walk.executions import needs_executions, with_executions
@@ -175,8 +175,10 @@ class Program:
                 "the number in the functions that you plant, or to index what comes "
                 "back."
             )
-        if across := across_slashes(pattern, [x.site.name for x in self.mine]):
-            return across
+        names = [x.site.name for x in self.mine]
+        entry = entry_of_value(pattern, names, self.roots, _AS_A_WHOLE)
+        if said := entry or across_slashes(pattern, names):
+            return said
         iterations = self.select([pattern])
         for name, one in [
             (x.site.name, one)
@@ -189,7 +191,8 @@ class Program:
                     f"asks for it: pass `names={pattern!r}`, too."
                 )
             return f" All iterations of {name!r} are one value: write {name!r}."
-        if iterations := no_such_iteration(pattern, [n for _, n in self.named]):
+        every = [named for _, named in self.named]
+        if iterations := no_such_iteration(pattern, every, self.roots):
             return iterations
         for site, *_ in self.found:
             if site.label in site.labels and fits(pattern, site.name):
@@ -219,7 +222,8 @@ class Program:
                     "Write which one."
                 )
         names = dict.fromkeys((*(x.site.name for x in self.mine), *also))
-        check_known(call, unknown, names, hint=self.hint)
+        found = [named for _, named in self.named]
+        check_known(call, unknown, names, hint=self.hint, found=found)
 
     def by_name(self, call: str, **options: Any) -> dict[str, Any]:
         """Options that may be dicts of patterns, each as a dict of the names that are
@@ -305,6 +309,10 @@ class Program:
         )
 
 
+_AS_A_WHOLE = (
+    " Options select values as a whole. If a name runs several times, `plant` takes a "
+    "tuple for it, with `None` for each run that stays as it is."
+)
 _DERIVATIVE = {
     "cotangent": " A value has a cotangent if `fn` computes a gradient, such as "
     "`eqx.filter_grad(loss)`, and the value depends on what is differentiated there.",

@@ -218,14 +218,21 @@ def of_function(call: _F) -> _F:
             signature.bind(*args, **kwargs)
         except TypeError as e:
             name, known = call.__name__, signature.parameters
-            for key in kwargs.keys() - known:
+            unknown = [key for key in kwargs if key not in known]
+            said = ""
+            for key in unknown:
+                if key == "names" and "values" in known:
+                    text = "The keys of `values` select: `plant(fn, {'h': value})`."
+                    raise TypeError(f"`{name}`: {e}. {text}") from None
                 if close := difflib.get_close_matches(key, known, n=1):
                     text = f"`{name}`: {e}. Did you mean `{close[0]}`?"
                     raise TypeError(text) from None
+                options = [k for k, p in known.items() if p.kind is p.KEYWORD_ONLY]
+                said = f" The options are: {', '.join(f'`{k}`' for k in options)}."
             given = "fn, values" if "values" in known else "fn"
             raise TypeError(
-                f"`{name}`: {e}. The arguments of the function go to what `{name}` "
-                f"returns: write `{name}({given})(x)`."
+                f"`{name}`: {e}.{said} The arguments of the function go to what "
+                f"`{name}` returns: write `{name}({given})(x)`."
             ) from None
         return call(*args, **kwargs)
 

@@ -24,7 +24,6 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.core
 import jax.extend.core as jexc
 import jax.extend.linear_util as lu
@@ -541,10 +540,7 @@ pe.custom_partial_eval_rules[sow_p] = _partial_eval_sow
 
 
 if _compat.fancy_transposes:
-
-    @_wrap(_compat.fancy_transposes, prims.scan_p)
-    def _transpose_scan(rule, cts, *args, **params):
-        return rule(list(map(ad.instantiate_zeros, cts)), *args, **params)
+    _wrap(_compat.fancy_transposes, prims.scan_p)(_compat.with_zeros)
 
 
 # Outside a capture, too: what was captured may be differentiated.
