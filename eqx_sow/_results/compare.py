@@ -172,20 +172,19 @@ def _by_mode(given: Mapping[str, Any]) -> Intermediates:
     if isinstance(given, Intermediates):
         return given
     is_modes = lambda x: isinstance(x, Mapping) and x and all(map(_is_mode, x))
-    flat = [_taken_apart(k) for k in given]
+    # One by one: JAX sorts the keys of a dict.
+    arrays = [jtu.tree_map(_as_array, x, is_leaf=is_state) for x in given.values()]
+    flat = [key for k in given if (key := _taken_apart(k)) is not None]
+    if len(flat) < len(arrays):
+        each = (modes_in_order(x) if is_modes(x) else {"primal": x} for x in arrays)
+        return Intermediates(zip(given, each))
     by_mode: dict[str, dict[str, Any]] = {}
-    for (k, x), key in zip(given.items(), flat):
-        # One by one: JAX sorts the keys of a dict.
-        x = jtu.tree_map(_as_array, x, is_leaf=is_state)
-        if None in flat or key is None:
-            by_mode[k] = modes_in_order(x) if is_modes(x) else {"primal": x}
-            continue
-        name, mode, inside = key
-        of_mode = by_mode.setdefault(name, {})
+    for (name, mode, inside), x in zip(flat, arrays):
+        modes = by_mode.setdefault(name, {})
         if inside:
-            of_mode.setdefault(mode, {})[inside] = x
+            modes.setdefault(mode, {})[inside] = x
         else:
-            of_mode[mode] = x
+            modes[mode] = x
     return Intermediates(by_mode)
 
 
