@@ -116,6 +116,9 @@ DOCUMENTED = {
             "test_reducers.py::test_append_of_branches_that_differentiate_unlike_sows",
             "test_several_runs.py::test_what_cannot_be_planted",
         ],
+        '"would not be of the same executions" (`Buffer`)': [
+            "test_reducers.py::test_rows_of_a_buffer_that_do_not_belong_together"
+        ],
         '"so it is not known whether there is an iteration" (`jax.export`)': [
             "test_export.py::test_iteration_that_there_may_not_be"
         ],

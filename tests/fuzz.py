@@ -68,6 +68,7 @@ DOCUMENTED = {
     "total and single cotangents in branches": r"where its cotangent is the total",
     "plant in a shard_map": r"cannot be checked in a `jax.shard_map`",
     "total in a branch of some devices": r"run this branch or iteration would wait",
+    "derivatives of some rows": r"would not be of the same executions",
     "which cotangent": r"which cotangent belongs to which primal",
     "one value planted for several runs": r"runs \d+ times: .* Plant a tuple",
 }

@@ -432,6 +432,96 @@ def test_count_has_the_axes_of_the_value():
     assert captured["inner"]["primal"].shape == (3, 2, 2)
 
 
+def marked_by_one_of_three(i, x):
+    """The sine of `x` in branch 0, a constant in branch 1, and nothing in branch 2."""
+    branches = (
+        lambda x: x * sow(jnp.sin(x), "a"),
+        lambda x: x * sow(jnp.full(2, 2.0), "a"),
+        lambda x: x + 1,
+    )
+    return lax.switch(i, branches, x)
+
+
+# Which branch each iteration runs: the value is that of the last one that has it.
+RUNS = [(0, 1), (1, 0), (0, 1, 2), (0, 2), (1, 2), (2, 2), (0, 1, 0), (1, 2, 0, 1, 2)]
+
+
+def looped(body):
+    def f(runs, x):
+        state = 0, x
+        return lax.while_loop(
+            lambda s: runs[s[0]] >= 0,
+            lambda s: (s[0] + 1, body(runs[s[0]], s[1])),
+            state,
+        )[1]
+
+    return f
+
+
+def runs_of(which):
+    return jnp.array([*which, *[-1] * (6 - len(which))])
+
+
+@pytest.mark.parametrize("way", ["alone", "vmap of jvp", "jvp of vmap", "in a while"])
+def test_a_tangent_in_a_while_is_of_the_iteration_that_the_value_is_of(way):
+    def in_a_while(runs, x):
+        inner = looped(marked_by_one_of_three)
+        return looped(lambda _, x: inner(runs, x))(runs_of([0]), x)
+
+    f = in_a_while if way == "in a while" else looped(marked_by_one_of_three)
+    every, t = jnp.stack(list(map(runs_of, RUNS))), jnp.array([1.0, -0.5])
+    along = lambda f, runs: lambda x, t: jax.jvp(lambda x: f(runs, x), (x,), (t,))
+    if way == "vmap of jvp":
+        got = S(jax.vmap(lambda runs: along(f, runs)(X, t)))(every)[1]["a"]
+    elif way == "jvp of vmap":
+        xs, ts = jnp.tile(X, (len(RUNS), 1)), jnp.tile(t, (len(RUNS), 1))
+        got = S(along(jax.vmap(f), every))(xs, ts)[1]["a"]
+    else:
+        each = [S(along(f, runs))(X, t)[1]["a"] for runs in every]
+        got = jax.tree.map(lambda *xs: jnp.stack(xs), *each)
+
+    # By hand: the value of the last iteration that has one, threaded through the loop.
+    def last(which, x):
+        value = jnp.zeros(2)
+        for i in which:
+            value = [jnp.sin(x), jnp.full(2, 2.0), value][i]
+            x = [x * jnp.sin(x), 2 * x, x + 1][i]
+        return value
+
+    for k, which in enumerate(RUNS):
+        value, tangent = jax.jvp(lambda x: last(which, x), (X,), (t,))
+        close(got["primal"][k], value)
+        close(got["tangent"][k], tangent)
+        assert got["count"][k] == sum(i < 2 for i in which)
+
+
+@pytest.mark.parametrize("way", ["alone", "vmap", "jacrev"])
+def test_a_cotangent_in_a_while_is_of_the_iteration_that_the_value_is_of(way):
+    def step(i, x):
+        if way == "jacrev":
+            return x - 0.1 * jax.jacrev(marked_by_one_of_three, 1)(i, x).sum(0)
+        return x - 0.1 * jax.grad(lambda x: marked_by_one_of_three(i, x).sum())(x)
+
+    every = jnp.stack(list(map(runs_of, RUNS)))
+    f = lambda runs: looped(step)(runs, X)
+    if way == "vmap":
+        got = S(jax.vmap(f))(every)[1]["a"]
+    else:
+        each = [S(f)(runs)[1]["a"] for runs in every]
+        got = jax.tree.map(lambda *xs: jnp.stack(xs), *each)
+    for k, which in enumerate(RUNS):
+        x, value, cotangent = X, jnp.zeros(2), jnp.zeros(2)
+        for i in which:
+            if i < 2:
+                value = [jnp.sin(x), jnp.full(2, 2.0)][i]
+                # The value is multiplied by `x`; the constant has no cotangent.
+                cotangent = [x, jnp.zeros(2)][i]
+            x = step(i, x)
+        close(got["primal"][k], value)
+        want = jnp.diag(cotangent) if way == "jacrev" else cotangent
+        close(got["cotangent"][k], want)
+
+
 def test_scan_in_a_while_keeps_its_axis_and_counts_each_entry():
     def f(x):
         def body(c):

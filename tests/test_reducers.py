@@ -121,6 +121,45 @@ def test_buffer(f, wrap, keep, size):
     assert captured["a"]["count"] == len(RUNS[f])
 
 
+def constant_in_one_branch(x, runs):
+    def body(x, i):
+        branches = lambda x: sow(jnp.sin(x), "a") * x, lambda x: x * sow(0 * X, "a")
+        return lax.switch(i, branches, x), None
+
+    return lax.scan(body, x, runs)[0]
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint])
+def test_rows_of_a_buffer_that_do_not_belong_together(wrap):
+    runs = jnp.array([1, 0, 1])
+    f = wrap(lambda x: constant_in_one_branch(x, runs))
+    forward = lambda x: jax.jvp(f, (x,), (x,))
+    backward = jax.grad(lambda x: f(x).sum())
+    for fn, mode in ((forward, "tangent"), (backward, "cotangent")):
+        said = f"`a` is kept in a `Buffer`. .* but it has a {mode} only at"
+        with pytest.raises(SowError, match=said):
+            S(fn, reduce=Buffer(3))(X)
+        # One of the two alone has rows of its own.
+        rows = S(fn, reduce=Buffer(3), modes=mode)(X)[1]["a"][mode]
+        close(rows[1:], np.zeros((2, 2)))
+        rows = S(fn, reduce=Buffer(3), modes="primal")(X)[1]["a"]["primal"]
+        close(rows[::2], np.zeros((2, 2)))
+
+
+def test_rows_of_a_buffer_with_a_derivative_in_each_branch():
+    def f(x):
+        def body(x, i):
+            branches = lambda x: sow(jnp.sin(x), "a") * x, lambda x: sow(x + 1, "a")
+            return lax.switch(i, branches, x), None
+
+        return lax.scan(body, x, jnp.array([1, 0, 1]))[0]
+
+    stack = S(jax.grad(lambda x: f(x).sum()))(X)[1]["a"]
+    buffer = S(jax.grad(lambda x: f(x).sum()), reduce=Buffer(3))(X)[1]["a"]
+    close(buffer["primal"], stack["primal"])
+    close(buffer["cotangent"][::-1], stack["cotangent"])
+
+
 @wraps
 def test_append_has_one_entry_for_each_place(wrap):
     _, captured = wrap(line, reduce=Append())(X)

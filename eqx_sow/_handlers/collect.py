@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
+from .._errors import SowError
 from .._mark.site import Execution, Site
 from .._mark.static import SameParts
 from .._values import entry as _entry, state as _state
@@ -181,6 +182,12 @@ class Collect(Selector):
         if not have_state or not any(self.needs_order(x.site) for x in found):
             return {}
         by_key = _entry.grouped(survey(dc.replace(self, reduce=EACH_PLACE)))
+        for (name, *_), derivatives in by_key.items():
+            reducer = self.reducer(name)
+            values = by_key.get((name, "primal", ()), [])
+            if reducer is not None and reducer.lead and values:
+                if self._has_mode(values[0].site):
+                    _check_side_by_side(values, derivatives)
         eqns = {one.name: eqns[-1] for one, eqns in self.everywhere(found)}
         states = {}
         for key, entries in by_key.items():
@@ -188,3 +195,20 @@ class Collect(Selector):
             if self.folds(key[0]) and self._has_mode(entries[0].site):
                 states[key] = _state.started(reducer, entries, eqns[key[0]])
         return states
+
+
+def _check_side_by_side(values: Sequence[Entry], derivatives: Sequence[Entry]) -> None:
+    """Raises if a value that is marked in several branches has a derivative in some of
+    them only: in a `Buffer`, that would be in the row of another value."""
+    have = frozenset().union(*[e.site.execution.of for e in derivatives])
+    derivative = derivatives[0].site
+    for site in [e.site for e in values]:
+        if not (site.execution.of <= have or site.execution.of.isdisjoint(have)):
+            raise SowError(
+                f"`{site.name}` is kept in a `Buffer`. Several branches mark it, at "
+                f"{site.where}, but it has a {derivative.mode} only at "
+                f"{derivative.where}: elsewhere it does not depend on what is "
+                "differentiated. So the rows of the two would not be of the same "
+                "executions. Give the marks different names, or leave the "
+                f"{derivative.mode} out, by `modes`."
+            )

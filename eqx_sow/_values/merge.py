@@ -11,6 +11,7 @@ functions make one of them:
 | `zeros` | a form | the entry of what did not run |
 | `latest` | two entries of one form | for each lane, the one that ran last |
 | `merged` | two entries in different branches | the one that ran |
+| `with_values` | all of an iteration | the same: a derivative runs if its value does |
 
 For example, `h` is `f32[3]` in one branch. In the other it varies over a `vmap` of 4
 lanes, and is `f32[4,3]`. The form is `f32[4,3]`. The first one conforms: `with_axes`
@@ -27,6 +28,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import equinox as eqx
+import jax.numpy as jnp
 
 from .._arrays import select, sharded_like, spec_of, zeros_like
 from .._errors import DuplicateSowError, SowError
@@ -243,6 +245,43 @@ def latest(old: Entry, new: Entry) -> Entry:
     ran = new_count.astype(bool)
     values = [select(ran, x, y) for x, y in zip(new_values, old_values)]
     return dc.replace(new, arrays=(*values, old_count + new_count))
+
+
+def with_values(entries: Entries) -> Entries:
+    """What is marked in an iteration of a `while_loop`, of which the last one that ran
+    comes back. In
+
+        lax.cond(i == 1, lambda x: sow(jnp.sin(x), "h"), lambda x: sow(y, "h"), x)
+
+    there is no tangent of `y`, but iteration 2 returns its value. So that the tangent
+    is not that of iteration 1, it runs wherever the value does, and is zero there."""
+    values = grouped([e for e in entries if not e.site.modes], lambda s: s.name)
+
+    def with_value(e: Entry) -> Entry:
+        if not (e.counted and e.site.modes):
+            return e
+        of = [v for v in values.get(e.site.name, ()) if _may_be_of(e, v)]
+        return _running_with(e, of[0]) if len(of) == 1 else e
+
+    return tuple(map(with_value, entries))
+
+
+def _may_be_of(derivative: Entry, value: Entry) -> bool:
+    """Whether it may be of this value: by the executions, where these are known, and by
+    the axes. A derivative may have more of them, as in `jax.jacrev`."""
+    of, by = (e.site.execution.of for e in (value, derivative))
+    n = sum(own_axes(value.site.axes, derivative.site.axes))
+    return n == len(value.site.axes) and not (of and by and of.isdisjoint(by))
+
+
+def _running_with(derivative: Entry, value: Entry) -> Entry:
+    site, axes = derivative.site, derivative.site.axes
+    *arrays, count = derivative.arrays
+    *varies, of_count = site.varies
+    value = with_axes(with_count(value), axes)
+    varies.append(either(of_count, value.site.varies[-1]))
+    arrays.append(jnp.maximum(count, value.arrays[-1]))
+    return derivative.replace(arrays, varies=varies)
 
 
 # --- errors ---

@@ -370,7 +370,12 @@ def _while(interpret, given, eqn, *args):
     cond_consts, consts, init = _split(args, p["cond_nconsts"], p["body_nconsts"])
     cond_jaxpr = p["cond_jaxpr"]
     predicate = without(cond_jaxpr, MARKS)
-    run = interpret(p["body_jaxpr"])
+    run_body = interpret(p["body_jaxpr"])
+
+    def run(given, *args):
+        outs, taken = run_body(given, *args)
+        return outs, taken._replace(entries=_merge.with_values(taken.entries))
+
     inside = sites(p["body_jaxpr"]) if handler.counts_whiles else ()
     index = [jnp.int32(0)] if any(map(handler.needs_iteration, inside)) else []
     at = lambda index: given._replace(iterations=(*given.iterations, *index))
