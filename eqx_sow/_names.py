@@ -1,10 +1,10 @@
 """Names of marks, and of the iterations of the loops around them.
 
 A mark in a loop has one name, and each iteration has one as well, in which the index is
-written. `Named("blocks/attn", after=(6,), loops=(4,))` is a mark in a loop over four
+written. `Named("blocks/attn", (Iterations(6, 4),))` is a mark in a loop over four
 layers: behind six characters stands the index, so its iterations are `blocks/0/attn` to
-`blocks/3/attn`, as in a list of layers. The iterations of `Named("h", loops=(4,))`, in
-a loop over nothing that has a name, are `h/0` to `h/3`.
+`blocks/3/attn`, as in a list of layers. Those of `Named("h", (Iterations(None, 4),))`,
+in a loop over nothing that has a name, are `h/0` to `h/3`.
 
 To find what a pattern selects, `selected` lets `_globs` match it with names that have
 an `Index` in place of any number: with `blocks`, an index and `attn` for the first of
@@ -30,17 +30,25 @@ def has_traced_number(name: str) -> bool:
     return "Trace" in name and re.search(r"Trace[rd]\W", name) is not None
 
 
-class Named(NamedTuple):
-    """What a mark is to patterns: its name, and the loops around it, from outside in.
+class Iterations(NamedTuple):
+    """Those of a loop around a mark: where the index of one stands in the name, behind
+    so many characters or at the end (`None`), and how many there are."""
 
-    `after` says where the index of each loop stands in the name: behind so many
-    characters, or at the end (`None`). It is that of its `Label`. `loops` are the
-    numbers of iterations.
-    """
+    place: int | None
+    length: int
+
+
+class Named(NamedTuple):
+    """What a mark is to patterns: its name, and the loops around, from outside in."""
 
     name: str
-    after: tuple[int | None, ...] = ()
-    loops: tuple[int, ...] = ()
+    loops: tuple[Iterations, ...] = ()
+
+
+def in_loops(name: str, after: Iterable[int | None], lengths: Iterable[int]) -> Named:
+    """A mark in loops of these lengths. `after` is that of its `Label`."""
+    places = it.chain(after, it.repeat(None))
+    return Named(name, tuple(Iterations(next(places), n) for n in lengths))
 
 
 class Selected(NamedTuple):
@@ -49,18 +57,13 @@ class Selected(NamedTuple):
     layer of a list that is counted from the end has that name, too.
 
     `at` has an entry for each loop around the mark, from outside in: which iteration is
-    meant, or `None` for all. `after` is `Named.after` for the loops of which all are
-    meant, in the new name.
+    meant, or `None` for all. `after` is where in the new name the indices of the loops
+    stand of which all are meant.
     """
 
     name: str
     at: tuple[int | None, ...] = ()
     after: tuple[int | None, ...] = ()
-
-
-def places_of(named: Named) -> tuple[int | None, ...]:
-    """`Named.after`, with an entry for each loop. It may lack those at the end."""
-    return (*named.after, *[None] * len(named.loops))[: len(named.loops)]
 
 
 # --- names with indices, to be matched ---
@@ -71,8 +74,8 @@ def _parts_with_indices(
     a loop over layers that is `blocks`, the index, `attn`; and for `blocks.encode`,
     since a list has `blocks/2.encode`, it is `blocks`, and the index with `.encode`
     behind it."""
-    places = places_of(named)
-    index = lambda k, rest="": Index(k, named.loops[k], rest)
+    places = [x.place for x in named.loops]
+    index = lambda k, rest="": Index(k, named.loops[k].length, rest)
     new: list[Part | Index] = [index(k) for k in loops if places[k] == 0]
     for part in parts:
         inside = [k for k in loops if part.start < (places[k] or 0) <= part.end]
@@ -125,7 +128,8 @@ def selected(
     `lengths_of_lists`."""
     found: dict[int, tuple[bool, list[Selected]]] = {}
     parts = parts_of(named.name, lengths)
-    for in_list, loops in _which_loops(places_of(named), tree.n_indices, whole):
+    places = [x.place for x in named.loops]
+    for in_list, loops in _which_loops(places, tree.n_indices, whole):
         name = _parts_with_indices(named, parts, loops)
         for i, choices in fitting(tree.root, name, whole).items():
             if i not in found:
@@ -185,7 +189,7 @@ def _with_index(name: str, loop: int, place: int | None, index: Any) -> _Edit:
 
 def in_a_list(name: str, indices: Iterable[tuple[int | None, Any]]) -> str:
     """The name of an iteration. Each index, from outside in, comes with its place, as
-    in `Named.after`. For `blocks/attn` and `[(6, 2)]` that is `blocks/2/attn`, as it
+    in `Iterations`. For `blocks/attn` and `[(6, 2)]` that is `blocks/2/attn`, as it
     would be called in a list of layers, and for `blocks.encode` it is
     `blocks/2.encode`.
     """
@@ -196,19 +200,17 @@ def in_a_list(name: str, indices: Iterable[tuple[int | None, Any]]) -> str:
 def last_in_lists(named: Named) -> list[str]:
     """What the last iteration would be called in a list: `blocks/3/attn` for
     `blocks/attn` in a loop over 4 layers. Nothing if that has no known length."""
-    pairs = zip(places_of(named), named.loops)
-    inside = [(place, n) for place, n in pairs if place is not None]
-    if not inside or not all(isinstance(n, int) for _, n in inside):
+    layers = [x for x in named.loops if x.place is not None]
+    if not layers or not all(isinstance(x.length, int) for x in layers):
         return []
-    return [in_a_list(named.name, [(place, n - 1) for place, n in inside])]
+    return [in_a_list(named.name, [(x.place, x.length - 1) for x in layers])]
 
 
 def _edits(named: Named, choice: Mapping[Any, Any]) -> list[_Edit]:
-    places = places_of(named)
     return [
         ((False, x.start, -1), x.start, x.end, new)
         if isinstance(x, Part)
-        else _with_index(named.name, x.loop, places[x.loop], new)
+        else _with_index(named.name, x.loop, named.loops[x.loop].place, new)
         for x, new in choice.items()
     ]
 
@@ -227,7 +229,7 @@ def _as_selected(named: Named, choice: Mapping[Any, Any]) -> Selected:
     )
     after = tuple(
         None if place is None else place + moved(k, place)
-        for k, place in enumerate(places_of(named))
+        for k, (place, _) in enumerate(named.loops)
         if k not in given
     )
     name = _edited(named.name, edits)
@@ -237,7 +239,7 @@ def _as_selected(named: Named, choice: Mapping[Any, Any]) -> Selected:
     from_start = lambda i, n: i if i >= 0 else n + i
     at = tuple(
         from_start(given[k], n) if k in given else None
-        for k, n in enumerate(named.loops)
+        for k, (_, n) in enumerate(named.loops)
     )
     if len(some) < len(choice):
         # The name has no `*` for the loops of which all are meant, unless it would mean

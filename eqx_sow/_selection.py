@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from ._globs import compiled, is_glob, lengths_of_lists
-from ._names import join, last_in_lists, Named, Selected, selected
+from ._names import in_loops, join, last_in_lists, Named, Selected, selected
 
 
 # Loops that have any iteration one may ask for, around a mark that a rule of a user's
@@ -22,7 +22,7 @@ class Selection:
         "h/-1"  the same
         "h/4"   nothing
 
-    and for `blocks/attn` in a loop over layers, with an `after` of `(6,)`,
+    and for `blocks/attn` in a loop over layers, with the index behind `blocks`,
     `"blocks/2/attn"` is layer 2, `"blocks/*/attn"` all of it, and `"blocks/[12]/attn"`
     two layers: a stack goes by the names of a list. Only where a pattern fits none of
     these, the names of the stack itself count: `"blocks/*"` is `blocks`, or if that is
@@ -56,9 +56,9 @@ class Selection:
         )
         self._every = dict.fromkeys((*found, *also))
         self.names = frozenset(x.name for x in self._every)
-        self._loops: dict[Any, list[tuple[int, ...]]] = {}
-        for name, after, loops in self._every:
-            self._loops.setdefault((name, after), []).append(loops)
+        self._of_name: dict[str, list[Named]] = {}
+        for named in self._every:
+            self._of_name.setdefault(named.name, []).append(named)
         self._whole = whole
         # Those that fit behind several roots, and what they are behind each of them.
         self.ambiguous: dict[str, list[str]] = {}
@@ -77,7 +77,9 @@ class Selection:
         others = {i: p for i, p in paths.items() if p not in self.names}
         self._numbers, self._tree = list(others), compiled(tuple(others.values()))
         # Which of these fit names that a list would have.
-        has_stacks = any(place is not None for x in self._every for place in x.after)
+        has_stacks = any(
+            x.place is not None for named in self._every for x in named.loops
+        )
         self._in_list = frozenset(
             n
             for named in (self._every if has_stacks else ())
@@ -131,12 +133,13 @@ class Selection:
         self, name: str, after: tuple[int | None, ...]
     ) -> Iterable[Selected]:
         """What they may select of it, whatever loops it is in."""
-        known = self._loops.get((name, after), (_ANY_LOOPS,))
-        each = [self.all_of(Named(name, after, loops)) for loops in known]
+        known = self._of_name.get(name, ())
+        same = [x for x in known if x == in_loops(name, after, [n for _, n in x.loops])]
+        each = map(self.all_of, same or [in_loops(name, after, _ANY_LOOPS)])
         return dict.fromkeys(it.chain(*each))
 
     def _of(self, named: Named) -> Iterator[tuple[int, list[Selected]]]:
-        whole = [Selected(named.name, (), named.after)]
+        whole = [Selected(named.name, (), tuple(x.place for x in named.loops))]
         if named.name in self._exact:
             yield self._exact[named.name], whole
         yield from [(i, whole) for i, p in self._predicates.items() if _says(p, named)]

@@ -9,7 +9,7 @@ from typing import Any
 
 from ._errors import shown, UnknownSowError
 from ._globs import fits, head_of, is_glob, is_index
-from ._names import in_a_list, join, Named, places_of
+from ._names import in_a_list, join, Named
 
 
 def across_slashes(pattern: str, names: Iterable[str]) -> str:
@@ -86,8 +86,8 @@ def no_such_iteration(
             f"`intermediates[{one.name!r}]['primal'][{indices[-1]}]`. To give each run "
             'a name of its own, write `with eqx_sow.scope(f"step{i}"):` around it.'
         )
-    called = lambda indices: in_a_list(one.name, zip(places_of(one), indices))
-    first, last = called([0] * len(loops)), called([n - 1 for n in loops])
+    first = in_a_list(one.name, [(place, 0) for place, _ in loops])
+    last = in_a_list(one.name, [(place, n - 1) for place, n in loops])
     return f"{said}: they are {first!r} to {last!r}."
 
 
@@ -130,9 +130,9 @@ def _close(pattern: str, there: Iterable[str], found: Iterable[Named]) -> list[s
 def _with_indices(named: Named, indices: Sequence[int]) -> Iterator[str]:
     """What a mark in loops is called with some of these indices, in their order: with
     those of all layers, and of none or more of the other loops, from outside in."""
-    loops = [*zip(places_of(named), named.loops)]
-    inside = sorted((x for x in loops if x[0] is not None), key=lambda x: x[0] or 0)
-    at_end = [x for x in loops if x[0] is None]
+    inside = [x for x in named.loops if x.place is not None]
+    inside.sort(key=lambda x: x.place or 0)
+    at_end = [x for x in named.loops if x.place is None]
     has = lambda n, i: isinstance(n, int) and -n <= i < n
     for m in range(len(at_end) + 1):
         around = [*inside, *at_end[:m]]

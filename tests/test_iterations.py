@@ -21,7 +21,7 @@ from eqx_sow import (
     tap,
     UnknownSowError,
 )
-from eqx_sow._names import Named
+from eqx_sow._names import in_loops
 from eqx_sow._selection import Selection
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
@@ -355,7 +355,7 @@ def test_memory_of_one():
 
 
 def _selected(pattern, *of_sow):
-    named = Named(*of_sow)
+    named = in_loops(*of_sow)
     return list(Selection([pattern], [named]).all_of(named))
 
 

@@ -20,7 +20,7 @@ from eqx_sow import (
     UnknownSowError,
 )
 from eqx_sow._globs import fits
-from eqx_sow._names import Named
+from eqx_sow._names import in_loops, Named
 from eqx_sow._selection import Selection
 from jaxtyping import Array, Float
 
@@ -107,9 +107,10 @@ def test_what_fits(pattern, name, fit):
 
 def _listed(named):
     """The names that lists would have instead of stacks, with the indices of each."""
-    for at in it.product(*map(range, named.loops)):
+    places = [place for place, _ in named.loops]
+    for at in it.product(*[range(n) for _, n in named.loops]):
         name = named.name
-        for place, i in sorted(zip(named.after, at), reverse=True):
+        for place, i in sorted(zip(places, at), reverse=True):
             name = f"{name[:place]}/{i}{name[place:]}"
         yield at, name
 
@@ -120,13 +121,13 @@ def test_a_stack_goes_by_the_names_of_a_list():
     rng = random.Random(2)
     places = [
         Named("net/head"),
-        Named("net/blocks", (10,), (3,)),
-        Named("net/blocks.call", (10,), (3,)),
-        Named("net/blocks/attn", (10,), (3,)),
-        Named("net/blocks/mlp/layers/0", (10,), (3,)),
-        Named("net/blocks/mlp/layers/1", (10,), (3,)),
-        Named("net/stages/blocks/mlp", (10, 17), (2, 2)),
-        Named("net/stages", (10,), (2,)),
+        in_loops("net/blocks", (10,), (3,)),
+        in_loops("net/blocks.call", (10,), (3,)),
+        in_loops("net/blocks/attn", (10,), (3,)),
+        in_loops("net/blocks/mlp/layers/0", (10,), (3,)),
+        in_loops("net/blocks/mlp/layers/1", (10,), (3,)),
+        in_loops("net/stages/blocks/mlp", (10, 17), (2, 2)),
+        in_loops("net/stages", (10,), (2,)),
     ]
     globs = ["*", "**", "?", "[01]", "*.call", "-1", "2", "*a*"]
     n_fit = 0

@@ -12,7 +12,7 @@ import numpy as np
 
 from .._mark.site import Site
 from .._mark.static import SameParts
-from .._names import Named
+from .._names import in_loops
 from .._selection import Selection
 from .._walk.frame import Frame
 from .._walk.handler import Handler
@@ -80,7 +80,7 @@ class Selector(Handler):
         if loops is None:
             each = self.names.in_any_loops(label.name, label.after)
         else:
-            each = self.names.all_of(Named(label.name, label.after, loops))
+            each = self.names.all_of(in_loops(label.name, label.after, loops))
         new = [label._replace(name=x.name, after=x.after) for x in each]
         return [(site._replace(labels=(n, *others)), x.at) for n, x in zip(new, each)]
 

@@ -255,7 +255,7 @@ def _at_site(
     a vmap of 8 over which it does not vary, a planted `f32[8,3]` becomes `f32[3]`.
     """
     own = own_axes(
-        [a._replace(loops=0) for a in site.axes], [a for a in captured.axes if a.lane]
+        [a._replace(n_loops=0) for a in site.axes], [a for a in captured.axes if a.lane]
     )
     run, _ = running(site, guards)
     if run is None:
@@ -333,7 +333,7 @@ def _of_all_lanes(fn: Callable, site: Site, old: list[Any]) -> list[Any]:
         "Without `batched`, the function gets the value of one lane.",
     )
     # No loop is between the mark and what is planted.
-    site = site._replace(axes=tuple(a._replace(loops=0) for a in site.axes))
+    site = site._replace(axes=tuple(a._replace(n_loops=0) for a in site.axes))
     value = whole(site, list(map(aligned, old, site.varies)))
     seen = _operand_leaves(value, site)
     new = fn(value)

@@ -37,7 +37,7 @@ class Listening(NamedTuple):
     """What marks have to know of the transformations that trace the program."""
 
     # How many loops are around whatever is being vmapped right now.
-    loops: int = 0
+    n_loops: int = 0
     # The user's scopes, as `"outer/inner"`.
     scope: str = ""
     # If it is not `None`, a mark does nothing but tell it of its `Site`.
@@ -70,14 +70,14 @@ class Around(NamedTuple):
     """What is between a vmap and the equation that it batches now: how many loops, and
     which conds and loops that run for some lanes only, as `Site.guards` has them."""
 
-    loops: int = 0
+    n_loops: int = 0
     conds: tuple[Any, ...] = ()
 
 
 def around(axis_data: Any) -> Around:
     # Some rules of JAX's, as that of `shard_map`, make other axis data.
     here = listening.value or Listening()
-    return getattr(axis_data, "around", Around(here.loops))
+    return getattr(axis_data, "around", Around(here.n_loops))
 
 
 def scope(name: str) -> "_Scope":

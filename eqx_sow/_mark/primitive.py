@@ -307,10 +307,10 @@ def _sow_batch(axis_data, operands, dims, *, site):
         edge = edge_p.bind(edge)
     # Also if nothing varies: so all sows under the same vmaps have the same axes.
     varies = tuple((d is not None, *v) for d, v in zip(dims, site.varies))
-    loops, conds = around(axis_data)
+    n_loops, conds = around(axis_data)
     axis = Axis(
         axis_data.size,
-        loops,
+        n_loops,
         spec=axis_data.explicit_mesh_axis,
         flows_backward=site.flows_backward,
     )

@@ -28,7 +28,7 @@ class Axis(NamedTuple):
 
     size: int
     # How many loops run between the vmap and the mark.
-    loops: int = 0
+    n_loops: int = 0
     # Whether it is the axis of a vmap.
     lane: bool = True
     # The name of the mesh axis, if it is the axis of a `shard_map`.
@@ -42,7 +42,7 @@ class Axis(NamedTuple):
 
     @property
     def kind(self) -> Hashable:
-        return self.size, self.loops, self.lane, self.mesh
+        return self.size, self.n_loops, self.lane, self.mesh
 
 
 class Guard(NamedTuple):
@@ -268,7 +268,8 @@ def out_of_loop(
     the vmaps around the loop, then the axis that the `loop` adds, if it does, then the
     rest. Also how many come first."""
     around = [
-        a._replace(loops=a.loops - 1) for a in it.takewhile(lambda a: a.loops > 0, axes)
+        a._replace(n_loops=a.n_loops - 1)
+        for a in it.takewhile(lambda a: a.n_loops > 0, axes)
     ]
     n = len(around)
     return n, (*around, *([] if loop is None else [loop]), *axes[n:])

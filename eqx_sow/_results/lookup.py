@@ -8,7 +8,7 @@ from typing import Any
 
 from .._errors import shown, UnknownKeyError
 from .._globs import is_glob
-from .._names import Named, places_of
+from .._names import Iterations, Named
 from .._selection import Selection
 from .._unknown import entry_of_value, listed, no_such_iteration
 from .layers import at_iteration, axes_of_value, Leading, OfRuns, OfValue, runs_of
@@ -84,8 +84,9 @@ def _with_loops(name: str, leading: Sequence[Leading]) -> Iterator[Named]:
     """What a name is to patterns, at one place. Every array there has the axes of all
     loops."""
     for axes, shape in leading[:1]:
-        loops = [(p, n) for (kind, p, _), n in zip(axes, shape) if kind == "loop"]
-        yield Named(name, *zip(*loops)) if loops else Named(name)
+        pairs = zip(axes, shape)
+        loops = [Iterations(p, n) for (kind, p, _), n in pairs if kind == "loop"]
+        yield Named(name, tuple(loops))
 
 
 def _iteration(
@@ -93,7 +94,6 @@ def _iteration(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Of each mode of a name, the iterations `at`, see `Selected.at`, and the axes of
     that. `at` has those of each place. There is none if the axes are not known."""
-    of_place = {(x.name, places_of(x), x.loops): one for x, one in at.items()}
     modes: dict[str, Any] = {}
     axes: dict[str, Any] = {}
     # Of several runs, which ones have them. A derivative may be missing there.
@@ -104,7 +104,7 @@ def _iteration(
         parts = {}
         for k, (of_run, x) in enumerate(runs_of(of_mode, value)):
             named = next(_with_loops(name, of_run), Named(name))
-            one = of_place.get((name, places_of(named), named.loops))
+            one = at.get(named)
             if one and axes_of_value(of_run, x) is not None:
                 parts[k] = at_iteration(of_run, x, one)
             elif one or not several:

@@ -10,7 +10,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .._errors import shown, SowError, UnknownSowError
-from .._names import Named
+from .._names import Iterations, Named
 from .._selection import Selection
 from .._unknown import across_slashes
 from .layers import (
@@ -138,7 +138,7 @@ def stacked(pattern: str, mode: str, values: Values, known: Known) -> Any:
 def _named(name: str, axes: OfValue | OfRuns, value: Any) -> Named:
     """What a name is to patterns: with the loops over layers that its value is from."""
     loops = loops_over_layers(axes, value)
-    return Named(name, tuple(x.place for x in loops), tuple(x.length for x in loops))
+    return Named(name, tuple(Iterations(x.place, x.length) for x in loops))
 
 
 def _along_a_new_axis(pattern: str, named: Sequence[tuple[str, Any]]) -> Any:

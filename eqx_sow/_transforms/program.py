@@ -24,7 +24,7 @@ from .._mark.staging import to_jaxpr, types_of
 from .._mark.static import Form, numbers_known, take_apart
 from .._modules import capture as _capture
 from .._modules.places import roots
-from .._names import has_traced_number, Named
+from .._names import has_traced_number, in_loops, Named
 from .._selection import Selection
 from .._unknown import across_slashes, check_known, entry_of_value, no_such_iteration
 from .._values.modes import labels
@@ -158,7 +158,9 @@ class Program:
     @ft.cached_property
     def named(self) -> list[tuple[Found, Named]]:
         """The same, each with what it is to patterns."""
-        return [(x, Named(x.site.name, x.site.label.after, x.loops)) for x in self.mine]
+        return [
+            (x, in_loops(x.site.name, x.site.label.after, x.loops)) for x in self.mine
+        ]
 
     def select(self, patterns: Iterable[Any], **options: Any) -> Selection:
         found = dict.fromkeys(named for _, named in self.named)
@@ -254,11 +256,12 @@ class Program:
         if self.asks is None:
             return [named]
 
-        def around(at):
-            return tuple(n for n, i in it.zip_longest(named.loops, at) if i is None)
+        def left(at):
+            pairs = it.zip_longest(named.loops, at)
+            return [x.length for x, i in pairs if i is None]
 
         each = self.asks.all_of(named)
-        return [Named(one.name, one.after, around(one.at)) for one in each]
+        return [in_loops(one.name, one.after, left(one.at)) for one in each]
 
     def wanted(
         self, call: str, keys: Iterable[Any], others: Iterable[str] = ()

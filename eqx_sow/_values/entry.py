@@ -9,19 +9,19 @@ of 5 lanes,
             return jnp.sin(c), None
         return lax.scan(body, x, None, length=3)
 
-where `c` varies over the outer lanes and `y` over the inner ones. As JAX traces it,
-the inner vmap comes first. It gives the mark `Axis(2, loops=0)`, and `c` does not vary
+where `c` varies over the outer lanes and `y` over the inner ones. As JAX traces it, the
+inner vmap comes first. It gives the mark `Axis(2, n_loops=0)`, and `c` does not vary
 over it. The outer vmap batches the scan, and the mark inside as part of that: its axis,
-of which `loops=1` says that a loop is between it and the mark, goes in front, `Axis(5,
-loops=1)`. So the axes are (5, 2), and the operands are `c[5]` and `y[2]`, since they
-have only the axes that they vary over: `varies` is `(True, False)` for `c`, and
-`(False, True)` for `y`. `captured` makes an `Entry` of them, in which each array has
-all axes of the site, some of size one: `c[5, 1]` and `y[1, 2]`.
+of which `n_loops=1` says that a loop is between it and the mark, goes in front,
+`Axis(5, n_loops=1)`. So the axes are (5, 2), and the operands are `c[5]` and `y[2]`,
+since they have only the axes that they vary over: `varies` is `(True, False)` for `c`,
+and `(False, True)` for `y`. `captured` makes an `Entry` of them, in which each array
+has all axes of the site, some of size one: `c[5, 1]` and `y[1, 2]`.
 
-When the walk leaves the scan, each array has a new leading axis: `c[3, 5, 1]`,
-`y[3, 1, 2]`. `stacked` moves it inside the axes that are outside of the loop (those
-with `loops > 0`, which count one less now): `c[5, 3, 1]`, `y[1, 3, 2]`, and the axes
-are (5, 3, 2), as the program is nested. At the end `assemble.py` repeats both along the
+When the walk leaves the scan, each array has a new leading axis: `c[3, 5, 1]`, `y[3, 1,
+2]`. `stacked` moves it inside the axes that are outside of the loop (those with
+`n_loops > 0`, which count one less now): `c[5, 3, 1]`, `y[1, 3, 2]`, and the axes are
+(5, 3, 2), as the program is nested. At the end `assemble.py` repeats both along the
 axes of size one: `[5, 3, 2]`.
 """
 

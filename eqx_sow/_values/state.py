@@ -86,7 +86,7 @@ def _on_mesh_of(eqn: Any, reducer: Reducer, site: Site, values: list[Any]) -> An
 def stepped(reducer: Reducer, state: ReducerState, entry: Entry) -> ReducerState:
     """The state after one more execution."""
     lanes = state.site.axes
-    own = [a._replace(loops=0) for a in entry.site.axes]
+    own = [a._replace(n_loops=0) for a in entry.site.axes]
     one = with_axes(with_count(entry.replace(entry.arrays, axes=own)), lanes)
     every = (True,) * len(lanes)
     *values, run = [broadcast(x, every, lanes) for x in one.arrays]

@@ -121,7 +121,7 @@ def _keep_listening(primitive: jexc.Primitive, scope: Callable) -> None:
         at_call = listening.value
         if at_call is not None:
             fn, rule, *bwd = params["subfuns"]
-            here = at_call._replace(loops=0, moving=False)
+            here = at_call._replace(n_loops=0, moving=False)
             rule = _listening_as_at_call(rule, here, scope)
             if at_call.scope:
                 bwd = [_named_as_at_call(f, at_call) for f in bwd]
@@ -227,12 +227,12 @@ class AddGuard(Handler):
         return given
 
 
-def _within(axis_data, *conds, loops=0):
+def _within(axis_data, *conds, n_loops=0):
     """What JAX's rules are told of a mapped axis, with more conds and loops between the
     vmap and what they batch."""
     outside = around(axis_data)
     inside = outside._replace(
-        loops=outside.loops + loops, conds=(*outside.conds, *conds)
+        n_loops=outside.n_loops + n_loops, conds=(*outside.conds, *conds)
     )
     return _compat.with_around(axis_data, inside)
 
@@ -245,7 +245,7 @@ def _batched(rule, axis_data, args, dims, params):
     """What JAX's batching rule for a loop binds, as a jaxpr, and where the axes are;
     sows in there count one more loop."""
     dims_out = []
-    inside = _within(axis_data, loops=1)
+    inside = _within(axis_data, n_loops=1)
     # Where the loop was called, which a trace of its own does not know.
     called = source_info_util.current().traceback
 
@@ -254,7 +254,7 @@ def _batched(rule, axis_data, args, dims, params):
             outs, dims_out[:] = rule(inside, args, dims, **params)
         return outs
 
-    with _listening_with(loops=around(inside).loops):
+    with _listening_with(n_loops=around(inside).n_loops):
         closed = jax.make_jaxpr(batched)(*args)
     return closed, dims_out
 
@@ -263,7 +263,7 @@ def _batched(rule, axis_data, args, dims, params):
 def _batch_scan(rule, axis_data, args, dims, **params):
     if not shows_sow(params["jaxpr"]):
         # There may be some in a custom derivative rule: those cannot be seen yet.
-        return rule(_within(axis_data, loops=1), args, dims, **params)
+        return rule(_within(axis_data, n_loops=1), args, dims, **params)
     closed, dims_out = _batched(rule, axis_data, args, dims, params)
     return jexc.jaxpr_as_fun(closed)(*args), dims_out
 
