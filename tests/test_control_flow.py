@@ -843,10 +843,12 @@ def test_derivatives_of_a_name_in_branches_within_a_branch(around, each):
     if each:
         fn, want = jax.vmap(fn), jax.vmap(want)
         x, o = jnp.stack([x, x + 1, -x]), jnp.array([0.7, -0.7, 0.3])
-    _, captured = S(fn)(x, o)
-    close(captured["h"]["cotangent"], want(x, o))
+    # Op by op, JAX compiles a thousand programs for the mesh.
+    run = jax.jit if "mesh" in around else lambda f: f
+    (_, captured), want = run(S(fn))(x, o), run(want)(x, o)
+    close(captured["h"]["cotangent"], want)
     # Where the branch does not run that has the mark, `want` and the count are zero.
-    assert np.array_equal(np.all(want(x, o) == 0, axis=-1), captured["h"]["count"] == 0)
+    assert np.array_equal(np.all(want == 0, axis=-1), captured["h"]["count"] == 0)
 
 
 def test_a_constant_predicate_within_a_branch():
