@@ -148,6 +148,9 @@ DOCUMENTED = {
         '"No value has the axes of all" (`plant`)': [
             "test_plant.py::test_a_name_in_branches_with_other_loops"
         ],
+        '"`index` was compared with" (`plant`)': [
+            "test_plant_index.py::test_an_index_that_is_compared_as_if_it_were_a_number"
+        ],
         '"cannot be checked in a `jax.shard_map`" (`plant`)': [
             "test_meshes.py::test_plant_of_one_value_for_all_lanes_on_a_device"
         ],

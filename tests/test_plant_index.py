@@ -7,7 +7,7 @@ import jax.lax as lax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from eqx_sow import plant, save_intermediates as S, sow
+from eqx_sow import plant, save_intermediates as S, sow, SowError
 from jax.sharding import PartitionSpec as P
 
 from .helpers import assert_close
@@ -34,6 +34,31 @@ def _written_out(names, values=_scale):
 
 
 NAMES = [f"h/{i}" for i in range(4)]
+
+
+@pytest.mark.parametrize(
+    "compare", [lambda i: i == 2, lambda i: i != 2, lambda i: jnp.int32(2) == i]
+)
+def test_an_index_that_is_compared_as_if_it_were_a_number(compare):
+    loop, _ = LOOPS["scan"]
+    patch = lambda x, index: jnp.where(compare(index), 0, x)
+    with pytest.raises(SowError, match=r"it is a tuple .* Write `index\[0\] == "):
+        plant(loop, {"h": patch}, with_index=True)(X)
+
+
+def test_an_index_is_a_tuple():
+    seen = []
+
+    def patch(x, index):
+        assert isinstance(index, tuple) and index == tuple(index)
+        ((i,), (j,)) = index, jax.jit(lambda index: index)(index)
+        seen.append(jax.tree.map(jnp.shape, index))
+        return jnp.where((i == 2) & (j == 2), 0 * x, x)
+
+    loop, unrolled = LOOPS["scan"]
+    got = plant(loop, {"h": patch}, with_index=True)(X)
+    assert_close(got, plant(unrolled, {"h/2": jnp.zeros_like})(X))
+    assert seen[0] == ((),)
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,10 @@ import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax.tree_util as jtu
 import numpy as np
 
+from .._errors import SowError
 from .._mark.site import Site
 from .._mark.static import SameParts
 from .._names import in_loops
@@ -35,6 +37,30 @@ def reached(at: Iterable[int | None], iterations: Iterable[Any]) -> Any:
 def is_some(at: Iterable[int | None]) -> bool:
     """Whether not all iterations are asked for."""
     return any(n is not None for n in at)
+
+
+class Indices(tuple):
+    """What functions get with `with_index=True`. Of any other tuple, `index == 2` is
+    false: what is planted for iteration 2 would be planted in none."""
+
+    def __eq__(self, other: Any) -> bool:
+        if isinstance(other, tuple):
+            return super().__eq__(other)
+        raise SowError(
+            f"`index` was compared with {other!r}, but with `with_index=True` it is a "
+            "tuple with the iteration of each loop around the mark. Write `index[0] == "
+            "...`, or `index[-1]` for the innermost loop."
+        )
+
+    def __ne__(self, other: Any) -> bool:
+        return not self == other
+
+    __hash__ = tuple.__hash__
+
+
+jtu.register_pytree_node(
+    Indices, lambda x: (tuple(x), None), lambda _, entries: Indices(entries)
+)
 
 
 @dc.dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,7 @@ from .._walk.frame import Frame
 from .._walk.handler import check_guarded, Handler
 from .._walk.rules import varying_alike
 from .._walk.sows import sites, sows
-from .asked import leave, reached
+from .asked import Indices, leave, reached
 from .fixed import NotFixed, with_left
 
 
@@ -182,7 +182,7 @@ def _replaced(
     def compute():
         if not isinstance(planted.new, Site):
             fn = planted.new.value
-            more = (iterations,) if planted.with_index else ()
+            more = (Indices(iterations),) if planted.with_index else ()
             index = (
                 ". With `with_index=True` it is called with `(value, index)`, and "
                 f"`index` has length {len(iterations)} here: one entry for each loop "
