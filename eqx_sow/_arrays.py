@@ -38,6 +38,15 @@ def select(mask, x, y):
     return jnp.where(leading(mask, jnp.ndim(x)), x, y)
 
 
+def differentiable_where(mask, x):
+    """The same array, with derivatives only where the mask says so: for a function
+    whose result counts only there. Elsewhere, as that of a logarithm at zero, its
+    derivative may be infinite, and zero times that is NaN."""
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        return x
+    return select(mask, x, jax.lax.stop_gradient(x))
+
+
 def _sharding(x) -> NamedSharding:
     return (x if isinstance(x, jax.core.ShapedArray) else jax.typeof(x)).sharding
 

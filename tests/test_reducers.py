@@ -570,3 +570,52 @@ def test_classes_without_an_equality_of_structures(equality, static):
 
 def _mapped(f):
     return jax.vmap(f, in_axes=None, axis_size=2)
+
+
+def only_some_run(x, limits=(1.0, 3.0, 4.0)):
+    def body(c, limit):
+        return lax.cond(c > limit, lambda c: sow(c, "h") * 2, lambda c: c + 1, c), None
+
+    return lax.scan(body, x, jnp.array(limits))[0]
+
+
+def test_a_fold_has_no_derivative_where_a_lane_does_not_run():
+    """The logarithm, or its derivative, is not finite at the zeros that stand there."""
+    reduce = Fold(1.0, lambda acc, x: acc * jnp.log(x))
+
+    def by_hand(x, limits=(1.0, 3.0, 4.0)):
+        acc = jnp.array(1.0)
+        for limit in limits:
+            ran = x > limit
+            acc = acc * jnp.log(x) if ran else acc
+            x = 2 * x if ran else x + 1
+        return acc
+
+    value = lambda fn: lambda x: S(fn, reduce=reduce)(x)[1]["h"]["primal"].sum()
+    xs = jnp.array([1.5, 2.5, 0.0])
+    want = np.stack([jax.grad(by_hand)(x) for x in xs])
+    close(jax.grad(value(jax.vmap(only_some_run)))(xs), want)
+    close(jax.grad(lambda xs: jax.vmap(value(only_some_run))(xs).sum())(xs), want)
+    tangents = jax.jacfwd(value(jax.vmap(only_some_run)))(xs)
+    close(tangents, want)
+
+
+@pytest.mark.parametrize("at", ["h/1", "h/-1", ("h/1", "h/2")])
+@pytest.mark.parametrize("reduce", [None, "fold"])
+def test_one_iteration_has_the_derivatives_of_that_one(at, reduce):
+    """The derivative of a square root is not finite in the first iteration."""
+    f = lambda x: lax.scan(lambda c, _: (sow(c, "h") + 1, None), x, length=3)[0]
+    ats = (at,) if isinstance(at, str) else at
+    options: dict = {"names": at}
+    if reduce == "fold":
+        options["reduce"] = Fold(1.0, lambda acc, x: acc * jnp.sqrt(x))
+    else:
+        options["transform"] = jnp.sqrt
+
+    def total(x):
+        _, captured = S(f, **options)(x)
+        return sum(captured[name]["primal"] for name in ats)
+
+    want = lambda x: sum(jnp.sqrt(x + {"h/-1": 2, "h/1": 1, "h/2": 2}[n]) for n in ats)
+    for derive in (jax.grad, jax.jacfwd):
+        close(derive(total)(0.0), derive(want)(0.0))

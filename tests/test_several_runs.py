@@ -446,3 +446,75 @@ def test_cotangents_of_many_calls_are_in_order():
         cotangents = got["h"]["cotangent"]
         assert [float(ct) for ct in cotangents[:3]] == [2.0, 1.0, 100.0]
         np.testing.assert_allclose(cotangents[3], [70.0, 10.0])
+
+
+def _tangents_of(f, g, x, ts):
+    """Some tangents of `f`, and of `g` behind it, in the order of `ts`."""
+    y, of_f = jax.linearize(f, x)
+    _, of_g = jax.linearize(g, y)
+    return [{"f": of_f, "g": of_g}[which](t) for which, t in ts]
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("called", ["gf", "fg", "gg", "g", "ggf"])
+def test_tangents_in_another_order_than_the_values(called, jit):
+    layer, module = NET.shared, lambda x: jnp.tanh(NET.shared(x))
+    t = {"g": jnp.array([1.0, 0.0, 2.0]), "f": jnp.array([0.0, 1.0, -1.0])}
+    ts = [(which, (k + 1) * t[which]) for k, which in enumerate(called)]
+
+    def program(net, x):
+        f = lambda x: jnp.tanh(net.shared(x))
+        return _tangents_of(f, f, x, ts)
+
+    fn = eqx.filter_jit(program) if jit else program
+    _, got = S(fn, capture=eqx.nn.Linear)(NET, X)
+    # The layer is linear: a tangent is multiplied by its weight.
+    first = {which: layer.weight @ t for which, t in reversed(ts)}
+    want = [first.get("f"), first.get("g")]
+    seen: set[str] = set()
+    for which, t in ts:
+        want += [layer.weight @ t] if which in seen else []
+        seen.add(which)
+    entry = got["net/shared"]
+    assert_close(entry["primal"], (layer(X), layer(module(X))))
+    assert_close(entry["tangent"], tuple(want))
+
+
+def _swapped_runs(net, x):
+    return jnp.sum(jnp.tanh(net.shared(jnp.sin(net.shared(x)))) ** 2)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, eqx.filter_jit])
+def test_cotangents_of_values_that_an_inner_capture_takes(wrap):
+    def inner(net, x):
+        value, taken = S(_swapped_runs, modes="primal", capture=eqx.nn.Linear)(net, x)
+        return value, taken["net/shared"]["primal"]
+
+    fn = wrap(eqx.filter_grad(inner, has_aux=True))
+    (grads, primals), got = S(fn, capture=eqx.nn.Linear)(NET, X)
+    want = S(eqx.filter_grad(_swapped_runs), capture=eqx.nn.Linear)(NET, X)[1]
+    assert_close(primals, want["net/shared"]["primal"])
+    assert_close(got["net/shared"]["cotangent"], want["net/shared"]["cotangent"])
+    # One of the two planted: by hand, the layer whose gradient is not wanted is frozen.
+    planted = {"net/shared": (lambda ct: 0 * ct, None)}
+    grads, _ = plant(fn, planted, mode="cotangent", capture=eqx.nn.Linear)(NET, X)
+
+    def frozen(net, x):
+        inside = jax.lax.stop_gradient(net.shared)(x)
+        return jnp.sum(
+            jnp.tanh(net.shared(jax.lax.stop_gradient(jnp.sin(inside)))) ** 2
+        )
+
+    assert_close(grads.shared.weight, eqx.filter_grad(frozen)(NET, X).shared.weight)
+
+
+def test_cotangents_of_values_that_an_inner_append_takes():
+    def runs(w):
+        return sow(jnp.sin(sow(w * 2, "h")) * w, "h").sum()
+
+    reduce = {"h": Append()}
+    inner = lambda w: S(runs, modes="primal", reduce=reduce)(w)[0]
+    got = S(jax.grad(inner), reduce=reduce)(X)[1]["h"]["cotangent"]
+    want = S(jax.grad(runs), reduce=reduce)(X)[1]["h"]["cotangent"]
+    assert_close(got, want)
+    assert not np.allclose(want[0], want[1])

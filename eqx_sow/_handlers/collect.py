@@ -5,9 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
-import jax.tree_util as jtu
-
+from .._arrays import differentiable_where
 from .._errors import SowError
 from .._mark.site import Execution, Site
 from .._mark.static import SameParts
@@ -36,6 +34,14 @@ class _Marked(NamedTuple):
     transform: Any
     # See `Entry.at`.
     at: tuple[int | None, ...]
+    # Whether the walk is in that iteration, if not in all.
+    here: Any = None
+
+    def read(self, frame: Frame) -> Sequence[Any]:
+        operands = frame.read_arrays(self.operands)
+        if self.here is None or self.transform is None:
+            return operands
+        return [differentiable_where(self.here, x) for x in operands]
 
 
 @dc.dataclass(frozen=True, kw_only=True)
@@ -141,7 +147,8 @@ class Collect(Selector):
             check_guarded(site)
         for one, at in () if site.execution.again else wanted:
             transform = of_one(self.transform.value, site, one)
-            new = _Marked(one, atoms, transform, at)
+            here = reached(at, given.iterations) if is_some(at) else None
+            new = _Marked(one, atoms, transform, at, here)
             if self.folds(one.name):
                 given = self._fold(given, new, frame)
             else:
@@ -155,21 +162,15 @@ class Collect(Selector):
         key = new.site.key
         reducer: Any = self.reducer(new.site.name)
         old = given.carry[key]
-        operands = frame.read_arrays(new.operands)
-        entry = _entry.captured(new.site, operands, new.transform, new.at)
-        state = _state.stepped(reducer, old, entry)
-        # With `names="h/3"`, only if it is that iteration.
-        if new.at:
-            here = reached(new.at, given.iterations)
-            state = jtu.tree_map(lambda x, y: jnp.where(here, x, y), state, old)
+        entry = _entry.captured(new.site, new.read(frame), new.transform, new.at)
+        state = _state.stepped(reducer, old, entry, new.here)
         return given._replace(carry={**given.carry, key: state})
 
     def end_jaxpr(self, found, frame: Frame) -> Entries:
         def pair(x):
             if not isinstance(x, _Marked):
                 return x, _entry.FINISHED
-            operands = frame.read_arrays(x.operands)
-            return _entry.unfinished(x.site, operands, x.at), x.transform
+            return _entry.unfinished(x.site, x.read(frame), x.at), x.transform
 
         return gather(map(pair, found), lambda name: self.reducer(name) is not None)
 

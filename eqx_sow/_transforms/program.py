@@ -86,17 +86,20 @@ class Program:
         matters, if `several` says of a sow whether its name may have more than one."""
         if several is not None and not needs_executions(self.mine, several):
             return self
-        tag = self.options.tag
-        closed = with_executions(self.closed, lambda site: site.tag == tag)
-        return dc.replace(self, closed=closed)
+        return dc.replace(self, closed=with_executions(self.closed, self._is_mine))
 
     def executions(self, several: Callable[[Site], bool]) -> list[Any] | None:
         """`Execution.of` for each of `mine`, if it matters, and can be told without
         changing the program."""
         if not needs_executions(self.mine, several):
             return None
-        of = by_edges(self.closed, self.mine)
+        of = by_edges(self.closed, [x for x in self.found if self._is_mine(x.site)])
         return None if of is None else [of[way] for *_, way in self.mine if way]
+
+    def _is_mine(self, site: Site) -> bool:
+        """Whether it is of the tag, or was before an inner transformation took it: its
+        derivatives are."""
+        return self.options.tag in (site.tag, *site.taken)
 
     def listens(self, names: Selection | None) -> dict[str, Any]:
         """What `Collect` and `Tap` have in common, given what is asked for."""

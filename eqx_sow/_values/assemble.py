@@ -18,6 +18,7 @@ from .._results.lookup import Known
 from .._results.nodes import modes_in_order
 from .axes import as_operand, broadcast, final_axes, kept_axes, whole
 from .entry import Entry, grouped, with_count
+from .merge import of_primal
 from .reduce import Reducers
 
 
@@ -140,15 +141,19 @@ def by_run(mine: Sequence[Entry], entries: Sequence[Entry]) -> list[Entry | None
     need have one. So are those of the backward pass of several of these."""
     primals = [e for e in entries if not e.site.modes]
     mode = mine[0].site.mode
-    as_primals = "cotangent" not in mode and len(mine) == len(primals)
-    if as_primals or not primals or not mine[0].site.modes:
+    if not mine[0].site.modes:
         return list(mine)
+    if not primals:
+        # An inner `save_intermediates` has taken them.
+        return [*sorted(mine, key=of_primal)]
     order: list[Entry | None] = [None] * len(primals)
     others = []
     for e in mine:
         of = e.site.execution.of
         pairs = enumerate(primals)
         fits = [i for i, p in pairs if not p.site.execution.of.isdisjoint(of)]
+        if len(fits) != 1 and "cotangent" not in mode and len(mine) == len(primals):
+            return list(mine)
         if len(fits) > 1:
             raise SowError(
                 f"`{e.site.name}` runs several times (one is at {e.site.where}), "

@@ -51,7 +51,7 @@ def gather(found: Iterable[WithTransform], keeps_all: Callable[[str], bool]) -> 
     branches of one cond. `keeps_all` says of a name whether it may have several."""
     gathered: list[WithTransform] = []
     indices: dict[Any, list[int]] = {}
-    for new, transform in sorted(found, key=lambda pair: _of_primal(pair[0])):
+    for new, transform in sorted(found, key=lambda pair: of_primal(pair[0])):
         before = indices.setdefault(new.site.key, [])
         for i in before if new.cases else ():
             if _are_exclusive(gathered[i][0], new):
@@ -101,11 +101,10 @@ def _of_all(sites: Sequence[Site]) -> Site:
     return sites[0]._replace(where=where, execution=execution)
 
 
-def _of_primal(entry: Entry) -> Any:
-    """A key to sort what a backward pass, which runs backward, has found by its
-    primals."""
-    of = entry.site.execution.of if entry.site.flows_backward else ()
-    return min(of, default=())
+def of_primal(entry: Entry) -> Any:
+    """A key to sort derivatives by their primals: a backward pass runs backward, and
+    functions from `jax.linearize` run in any order."""
+    return min(entry.site.execution.of if entry.site.modes else (), default=())
 
 
 def _are_exclusive(a: Entry, b: Entry) -> bool:

@@ -1,6 +1,7 @@
 """The state of a reducer on its way through a program."""
 
 import dataclasses as dc
+import functools as ft
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import jax.tree_util as jtu
 
 from .._arrays import (
     broadcast_to,
+    differentiable_where,
     mesh_inside,
     one_along,
     onto,
@@ -83,21 +85,31 @@ def _on_mesh_of(eqn: Any, reducer: Reducer, site: Site, values: list[Any]) -> An
     return jtu.tree_map(lambda x: onto(x, here, ()), acc)
 
 
-def stepped(reducer: Reducer, state: ReducerState, entry: Entry) -> ReducerState:
-    """The state after one more execution."""
+def stepped(
+    reducer: Reducer, state: ReducerState, entry: Entry, here: Any = None
+) -> ReducerState:
+    """The state after one more execution, or if `here` is false, the same state."""
     lanes = state.site.axes
+    if here is not None:
+        entry = with_count(entry)
+        *arrays, count = entry.arrays
+        entry = entry.replace([*arrays, jnp.where(here, count, 0)])
     own = [a._replace(n_loops=0) for a in entry.site.axes]
     one = with_axes(with_count(entry.replace(entry.arrays, axes=own)), lanes)
     every = (True,) * len(lanes)
     *values, run = [broadcast(x, every, lanes) for x in one.arrays]
 
     def in_lane(acc, count, run, values):
+        before = acc
+        if entry.counted:
+            only_here = ft.partial(differentiable_where, run > 0)
+            acc, values = jtu.tree_map(only_here, (acc, values))
         with listening(None):  # as in `transformed`
             tree = jtu.tree_unflatten(state.structure.value, acc)
             new = jtu.tree_leaves(reducer.step(state.site, tree, count, values))
-        new = list(map(sharded_like, new, acc))
+        new = list(map(sharded_like, new, before))
         if entry.counted:
-            new = [jnp.where(run > 0, x, y) for x, y in zip(new, acc)]
+            new = [jnp.where(run > 0, x, y) for x, y in zip(new, before)]
         return new, count + run
 
     # On the mesh of the mark, other axes can be explicit than on the one around.
