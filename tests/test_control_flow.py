@@ -844,7 +844,7 @@ def test_derivatives_of_a_name_in_branches_within_a_branch(around, each):
         fn, want = jax.vmap(fn), jax.vmap(want)
         x, o = jnp.stack([x, x + 1, -x]), jnp.array([0.7, -0.7, 0.3])
     # Op by op, JAX compiles a thousand programs for the mesh.
-    run = jax.jit if "mesh" in around else lambda f: f
+    run = jax.jit if each or "mesh" in around else lambda f: f
     (_, captured), want = run(S(fn))(x, o), run(want)(x, o)
     close(captured["h"]["cotangent"], want)
     # Where the branch does not run that has the mark, `want` and the count are zero.
@@ -889,10 +889,10 @@ def test_a_function_with_branches_that_runs_twice_within_a_branch():
     x, zeros = jnp.linspace(-0.9, 1.3, 6).reshape(3, 2, 1), jnp.zeros((2, 2, 1))
     o = jnp.array([0.7, -0.7, 0.3])
     marked = lambda x, o: loss(x, zeros, o, lambda y, _: sow(y, "h"))
-    _, captured = S(jax.vmap(jax.grad(marked)), reduce=Append())(x, o)
+    _, captured = jax.jit(S(jax.vmap(jax.grad(marked)), reduce=Append()))(x, o)
     want = lambda x, o: jax.grad(lambda z: loss(x, z, o, jnp.add))(zeros)
     # What is made of `c` alone has no cotangent: zeros.
-    want = jax.vmap(want)(x, o) * jnp.eye(2)[None, ..., None]
+    want = jax.jit(jax.vmap(want))(x, o) * jnp.eye(2)[None, ..., None]
     close(jnp.stack(captured["h"]["cotangent"], axis=2), want)
 
 
