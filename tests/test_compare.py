@@ -16,10 +16,12 @@ from eqx_sow import (
     compare,
     Comparison,
     Intermediates,
+    plant,
     save_intermediates as S,
     sow,
     SowError,
     summarize,
+    tabulate,
     UnknownSowError,
 )
 from eqx_sow._results import difference as module
@@ -340,3 +342,33 @@ def test_nothing_to_compare():
             compare(*wrong)
     with pytest.raises(SowError, match="`compare`: the value of 'a' is a tracer"):
         jax.jit(lambda x: compare({"a": x}, {"a": x}))(X)
+
+
+def _two_cells(first, second, xs):
+    a = b = jnp.zeros(3)
+    for x in xs:
+        a = jnp.tanh(first(x + a))
+        b = jnp.tanh(second(a))
+        a = a + b
+    return b.sum()
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("mode", ["primal", "cotangent"])
+@pytest.mark.parametrize("cell", ["first", "second"])
+@pytest.mark.parametrize("run", range(3))
+def test_the_first_of_runs_that_take_turns(run, cell, mode):
+    """All runs of a name are in rows that follow one another."""
+    cells = [eqx.nn.Linear(3, 3, key=key) for key in jr.split(jr.key(0))]
+    xs = jr.normal(jr.key(1), (3, 3))
+    fn = eqx.filter_grad(_two_cells) if mode == "cotangent" else _two_cells
+    change = lambda by: tuple(by if i == run else None for i in range(3))
+    saved = lambda fn: S(fn, capture=True)(*cells, xs)[1]
+    planted = lambda by: plant(fn, {cell: change(by)}, capture=True, mode=mode)
+    table = compare(saved(planted(lambda h: h + 1)), saved(fn))
+    assert table.first == (cell, mode)
+    (row,) = [line for line in str(table).splitlines() if "<- first" in line]
+    assert row.startswith(f"{cell}[{run}]")
+    table = tabulate(saved(planted(lambda h: h * jnp.nan)))
+    (row,) = [line for line in str(table).splitlines() if "<- first" in line]
+    assert row.startswith(f"{cell}[{run}] ") and f" {mode} " in row

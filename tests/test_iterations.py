@@ -545,3 +545,23 @@ def test_a_reducer_by_the_name_of_all_or_of_one_iteration(reducer, pattern):
     else:
         _, expected = S(jax.grad(unrolled), reduce=reducer)(X)
         assert_close(got["h/1"], expected["h/1"])
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_iterations_are_in_the_order_in_which_they_run(reverse):
+    def fn(x):
+        def body(x, i):
+            x = sow(jnp.sin(x + i), "a")
+            x = lax.scan(lambda x, i: (sow(x + i, "b"), None), x, jnp.arange(2.0))[0]
+            return sow(x * i, "c"), None
+
+        return lax.scan(body, x, jnp.arange(3.0), reverse=reverse)[0]
+
+    each = [[f"a/{i}", f"b/{i}/0", f"b/{i}/1", f"c/{i}"] for i in range(3)]
+    ran = sum(each[::-1] if reverse else each, [])
+    for names in (ran, ran[::-1], ran[::3], ["c/0", "a/2"], ["c/2", "b/1/1", "a/1"]):
+        got = S(fn, names=names)(jnp.ones(2))[1]
+        assert list(got) == [name for name in ran if name in names]
+    # Of all iterations, the first one counts.
+    got = S(fn, names=["c/1", "b", "a/1", "a"])(jnp.ones(2))[1]
+    assert list(got) == ["a", "b", "a/1", "c/1"]

@@ -4,8 +4,9 @@
 
 import dataclasses as dc
 import functools as ft
+import math
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax.tree_util as jtu
@@ -18,7 +19,7 @@ from .._names import in_loops
 from .._selection import Selection
 from .._walk.frame import Frame
 from .._walk.handler import Handler
-from .._walk.sows import Found, lengths_of
+from .._walk.sows import Found, lengths_of, loop_of
 
 
 # The site of what is asked for of a mark, with `Entry.at`.
@@ -114,13 +115,30 @@ class Selector(Handler):
         """The same, without what `modes` leaves out."""
         raise NotImplementedError
 
-    def everywhere(
-        self, found: Iterable[Found]
-    ) -> Iterator[tuple[Site, tuple[Any, ...]]]:
-        """What is asked for of these marks, each with the equations that lead there."""
-        for x in found:
-            for one, _ in self.asked(x.site, x.loops):
-                yield one, x.eqns
+    def everywhere(self, found: Iterable[Found]) -> list[tuple[Site, tuple[Any, ...]]]:
+        """What is asked for of these marks, each with the equations that lead there, in
+        order of execution. That of iterations is not that of the marks: `h/0` and `k/1`
+        run before `h/2`."""
+        each = [(x, *one) for x in found for one in self.asked(x.site, x.loops)]
+        if all(x.way for x, *_ in each):
+            each.sort(key=lambda found: _when(found[0], found[2]))
+        return [(one, x.eqns) for x, one, _ in each]
+
+
+def _when(found: Found, at: Iterable[int | None]) -> list[float]:
+    """Sorts iterations `at` of marks by when they run: the way to a mark, with the
+    iteration behind each equation. If all are asked for, the first one counts."""
+    way: Any = found.way
+    iterations = iter(at)
+    key: list[float] = []
+    for k, eqn in enumerate(found.eqns[:-1]):
+        loop, iteration = loop_of(eqn), None
+        if loop is not None and loop.length is not None:
+            iteration = next(iterations, None)
+        backward = loop is not None and loop.reverse
+        step = -math.inf if iteration is None else iteration * (-1 if backward else 1)
+        key += [way[2 * k], step, way[2 * k + 1]]
+    return [*key, way[-1]]
 
 
 def of_one(option: Any, whole: Site, one: Site) -> Any:

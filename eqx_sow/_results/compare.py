@@ -155,7 +155,7 @@ def compare(
     is_sorted = [not isinstance(x, Intermediates) for x in (intermediates, reference)]
     lead = b if is_sorted == [True, False] else a
     ordered = [(n, m) for n in lead for m in lead[n] if (n, m) in both]
-    rows = [row for key in ordered for row in _rows(a, b, *key)]
+    rows = [row for key in ordered for row in _rows(a, b, *key, of_first=lead is a)]
     _fill(rows, (rtol, atol))
     mark_first(rows)
     ways = ((a, b, "first"), (b, a, "second"))
@@ -291,7 +291,10 @@ class _Row(Row):
         return cells
 
 
-def _rows(a: Intermediates, b: Intermediates, name: str, mode: str) -> Iterator[_Row]:
+def _rows(
+    a: Intermediates, b: Intermediates, name: str, mode: str, of_first: bool
+) -> Iterator[_Row]:
+    """`of_first`: whether the order of execution is that of the first of the two."""
     mine, others = leaves_of(a, name, mode), leaves_of(b, name, mode)
     if len(mine) == len(others) == 1:
         # `(x,)` is compared with `x`.
@@ -311,6 +314,7 @@ def _rows(a: Intermediates, b: Intermediates, name: str, mode: str) -> Iterator[
             mode,
             f"{name}{jtu.keystr(path)}" if len(every) > 1 else str(name),
             x.axes or y.axes or (),
+            x.when if of_first else y.when,
             of=name,
             a=x.x,
             b=y.x,

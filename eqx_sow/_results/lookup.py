@@ -27,6 +27,7 @@ class Known:
     program, those that were left out included; `roots` is where the models are, as in
     `Program.roots`; `capture` and `modes` are the options; `appended` are the names
     that the user's `Append` has put into a tuple, also if there is one value alone.
+    `order` says of the runs of each name where among those of all names they were.
     """
 
     axes: Mapping[tuple[str, str], OfValue | OfRuns] = dc.field(default_factory=dict)
@@ -35,6 +36,7 @@ class Known:
     capture: Any = None
     modes: tuple[str, ...] | None = None
     appended: frozenset[str] = frozenset()
+    order: Mapping[str, Sequence[int]] = dc.field(default_factory=dict)
 
     def of(self, name: Any, mode: Any) -> OfValue | OfRuns:
         """The leading axes of the arrays of one value."""

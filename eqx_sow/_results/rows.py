@@ -19,11 +19,12 @@ from .table import FIRST
 
 
 class Leaf(NamedTuple):
-    """An array of a value, a `Summary` or an `eqx.nn.State`; and its leading axes, if
-    they are known."""
+    """An array of a value, a `Summary` or an `eqx.nn.State`; and if they are known, its
+    leading axes, and where among all runs the one was that it is of."""
 
     x: Any
     axes: NamedAxes | None
+    when: int | None = None
 
 
 def leaves_of(
@@ -32,15 +33,19 @@ def leaves_of(
     """Those of a value, by their paths."""
     is_whole = lambda x: isinstance(x, Summary) or is_state(x)
     value = intermediates[name][mode]
-    known: Any = getattr(intermediates, "_known", Known()).of(name, mode)
-    known = it.chain(*known) if isinstance(known, list) else known
+    everything: Known = getattr(intermediates, "_known", Known())
+    known: Any = everything.of(name, mode)
+    order, several = everything.order.get(name, ()), isinstance(known, list)
+    known = it.chain(*known) if several else known
     axes = axes_of_each(known, value)
     leaves = {}
     for path, x in jtu.tree_leaves_with_path(value, is_leaf=is_whole):
         if is_whole(x) or is_value(x):
             # Of a summary, those of its first array.
             own = [*it.islice(axes, len(jtu.tree_leaves(x)))]
-            leaves[path] = Leaf(x, own[0] if own else None)
+            run = path[0].idx if several and len(order) > 1 else 0
+            when = order[min(run, len(order) - 1)] if order else None
+            leaves[path] = Leaf(x, own[0] if own else None, when)
     return leaves
 
 
@@ -65,6 +70,8 @@ class Row:
     mode: str
     name: str
     axes: NamedAxes
+    # See `Leaf.when`.
+    when: int | None
     bad: Any = dc.field(default=None, kw_only=True)
     is_first: bool = dc.field(default=False, kw_only=True)
 
@@ -98,7 +105,12 @@ def mark_first(rows: Sequence[Row]) -> None:
     # first, their iterations say.
     began: dict[Scan | None, tuple[int, int]] = {}
     times = []
-    for order, i in sorted((_in_pass(row.mode, i), i) for i, row in enumerate(rows)):
+    # Several runs of a name have rows that follow one another. If nothing is known of
+    # when they were, the order is that of the rows.
+    when = [row.when for row in rows if row.when is not None]
+    when = when if len(when) == len(rows) else range(len(rows))
+    each = enumerate(zip(rows, when))
+    for order, i in sorted((_in_pass(row.mode, n), i) for i, (row, n) in each):
         bad, scans = rows[i].bad, [*rows[i].scans.values()]
         if bad is None or not bad.any():
             continue

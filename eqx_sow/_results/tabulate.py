@@ -217,10 +217,10 @@ def _rows_of_name(intermediates: Mapping[str, Any], name: Any) -> Iterator[_Row]
     primals = leaves.get("primal", {})
     # Only leaves with statistics decide whether rows need a path, as there are no
     # summaries of keys, and both tables have the same names.
-    with_path = lambda values: sum(_has_statistics(x) for x, _ in values.values()) > 1
+    with_path = lambda values: sum(_has_statistics(x.x) for x in values.values()) > 1
     several = any(map(with_path, leaves.values()))
     for mode, values in leaves.items():
-        for path, (x, axes) in values.items():
+        for path, (x, axes, when) in values.items():
             if is_state(x):
                 continue
             own = axes or ()
@@ -235,6 +235,7 @@ def _rows_of_name(intermediates: Mapping[str, Any], name: Any) -> Iterator[_Row]
                 mode,
                 f"{name}{jtu.keystr(path)}" if needs_path else str(name),
                 own,
+                when,
                 x=x,
                 counts=counts,
                 run=run,

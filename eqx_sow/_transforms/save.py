@@ -68,7 +68,7 @@ class _SaveIntermediates(Transformed):
             of = None
         if of is None:
             program = program.with_executions(collect.reduces)
-        asked = list(collect.everywhere(program.mine))
+        asked = collect.everywhere(program.mine)
         collect = dc.replace(collect, returned=_returned(asked, options.modes))
         carry = collect.started(program.mine, program.survey)
         outs, taken = program.evaluate(collect, Given(carry))
@@ -79,7 +79,10 @@ class _SaveIntermediates(Transformed):
         if of is not None:
             entries = collect.with_executions(entries, program.mine, of)
         entries = [*reduced, *entries]
-        names = dict.fromkeys(site.name for site, _ in asked)
+        when: dict[str, list[int]] = {}
+        for i, (site, _) in enumerate(asked):
+            of_name = when.setdefault(site.name, [])
+            of_name += [] if site.modes or site.execution.again else [i]
         keys = [e.site.key for e in entries]
         modes = [site.mode for site, _ in asked]
         mode_of = program.wanted(self._call, keys, modes)
@@ -90,7 +93,7 @@ class _SaveIntermediates(Transformed):
             capture=options.capture,
             modes=options.modes,
         )
-        intermediates = assemble(entries, names, reducer, mode_of, known)
+        intermediates = assemble(entries, when, reducer, mode_of, known)
         annotated = [(site, eqns[-1]) for site, eqns in asked if site.spec]
         _spec.check(annotated, by_name["spec"], intermediates)
         return program.output(outs), intermediates

@@ -106,7 +106,7 @@ def _walk(self: _Tapped, program: Program, extra: list[Any]) -> list[Any]:
         when=SameParts(self._others["when"]),
         extra=form,
     )
-    places = list(handler.everywhere(program.mine))
+    places = handler.everywhere(program.mine)
     mode_of = program.wanted("tap", [site.key for site, _ in places])
     counts = dict(first_count(s, eqns) for s, eqns in places if s.key in mode_of)
     handler = dc.replace(handler, mode_of=SameParts(mode_of))

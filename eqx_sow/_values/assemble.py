@@ -24,16 +24,17 @@ from .reduce import Reducers
 
 def assemble(
     found: Sequence[Entry],
-    names: Iterable[str],
+    when: Mapping[str, Sequence[int]],
     reducers: Reducers,
     wanted: Mapping[Any, str],
     known: Known,
 ) -> Intermediates:
-    """`intermediates[name][mode]`, with the names in this order. `wanted` says for each
-    `Site.key` that comes back what its mode is called. `known` is all that is known
-    beside the axes."""
+    """`intermediates[name][mode]`. `when` has the names, in order of execution, and
+    says where in that order the marks of each are. `wanted` says for each `Site.key`
+    that comes back what its mode is called. `known` is all that is known beside the
+    axes."""
     by_name = grouped(found, lambda site: site.name)
-    out: dict[str, dict[str, Any]] = {name: {} for name in names}
+    out: dict[str, dict[str, Any]] = {name: {} for name in when}
     counts: dict[str, _Returned] = {}
     axes: dict[tuple[str, str], Any] = {}
     appended = set()
@@ -62,7 +63,13 @@ def assemble(
         if out[name]:
             out[name]["count"], axes[name, "count"] = count, of_count
     there = {name: modes_in_order(modes) for name, modes in out.items() if modes}
-    known = dc.replace(known, axes=axes, appended=frozenset(appended))
+    # Of several marks in branches that make one run, the first counts.
+    n_runs = {name: sum(not e.site.modes for e in by_name[name]) for name in there}
+    order = {
+        name: tuple(when[name][:n] if len(when[name]) == n else when[name][:1])
+        for name, n in n_runs.items()
+    }
+    known = dc.replace(known, axes=axes, appended=frozenset(appended), order=order)
     return with_known(there, known)
 
 
