@@ -480,3 +480,32 @@ def _planted_by_hand(model, x):
         h = 0 * x if is_last else jnp.tanh(block.attn.linear(block.norm(x)))
         x = x + (jnp.cos(h) if i == 0 else h)
     return model.norm(x)
+
+
+class Distance(eqx.Module):
+    net: eqx.nn.Linear
+
+    def __call__(self, net, x):
+        return self.net(x) - net(x)
+
+    def of_other(self, net, x):
+        return self(net, x)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, eqx.filter_jit])
+@pytest.mark.parametrize("method", [False, True])
+def test_an_argument_that_is_called_like_a_field(method, wrap):
+    mine, other = (eqx.nn.Linear(3, 3, key=key) for key in jr.split(jr.key(0)))
+    module, x = Distance(mine), jnp.arange(3.0)
+    fn = wrap(module.of_other if method else module)
+    _, got = S(fn, capture=eqx.nn.Linear)(other, x)
+    assert list(got) == ["net", "net#1"]
+    assert_close(got["net"]["primal"], mine(x))
+    assert_close(got["net#1"]["primal"], other(x))
+    zeroed = lambda name: plant(fn, {name: jnp.zeros_like}, capture=True)(other, x)
+    assert_close(zeroed("net"), -other(x))
+    assert_close(zeroed("net#1"), mine(x))
+    # A variable of that name is yet another one.
+    net = eqx.nn.Linear(3, 3, key=jr.key(7))
+    _, got = S(lambda x: module(other, x) + net(x), capture=eqx.nn.Linear)(x)
+    assert_close(got["net"]["primal"], net(x))

@@ -518,3 +518,28 @@ def test_cotangents_of_values_that_an_inner_append_takes():
     want = S(jax.grad(runs), reduce=reduce)(X)[1]["h"]["cotangent"]
     assert_close(got, want)
     assert not np.allclose(want[0], want[1])
+
+
+class Numbered(eqx.Module):
+    fc: eqx.nn.Linear
+    fc1: eqx.nn.Linear
+    fc12: eqx.nn.Linear
+
+    def __call__(self, x):
+        return self.fc12(self.fc1(self.fc(self.fc(x))))
+
+
+def test_a_row_of_a_table_that_fits_another_name_as_a_glob():
+    model = Numbered(*[eqx.nn.Linear(3, 3, key=key) for key in jr.split(jr.key(0), 3)])
+    within = lambda model, x: model(x)
+    said = r"'fc\[1\]' is the entry `\[1\]` of the value of '(model/)?fc': write"
+    for fn, args in ((model, (X,)), (within, (model, X))):
+        with pytest.raises(UnknownSowError, match=said):
+            S(fn, capture=True, names="fc[1]")(*args)
+        with pytest.raises(UnknownSowError, match=said):
+            plant(fn, {"fc[1]": jnp.zeros_like}, capture=True)(*args)
+    # `fc` has no such entries.
+    assert list(S(model, capture=True, names="fc[12]")(X)[1]) == ["fc1"]
+    # And what runs once has none at all.
+    fn = lambda x: sow(sow(x, "h1") + 1, "h")
+    assert list(S(fn, names="h[1]")(X)[1]) == ["h1"]

@@ -163,9 +163,25 @@ def is_like(module: Any, call: NotedCall) -> bool:
 
 
 def roots(fn: Any, args: tuple, kwargs: dict) -> list[tuple[Path, Any]]:
-    """What has a path of its own in a call: the function, and the arguments."""
+    """What has a path of its own in a call: the function, and the arguments. One that
+    is called like a field, as in `def distance(self, net, x): return self.net(x) -
+    net(x)`, is at `net#1`."""
     named = [*zip(positional_names(fn, len(args)), args), *sorted(kwargs.items())]
-    return [((), fn), *(((Root(name),), x) for name, x in named)]
+    own = _own_keys(fn)
+    root = lambda name: Root(f"{name}#1" if name in own else name)
+    return [((), fn), *(((root(name),), x) for name, x in named)]
+
+
+def _own_keys(fn: Any) -> set[str]:
+    """The keys of what is in a function, if it is a module or one of its methods."""
+    found, todo = set(), [fn]
+    while todo:
+        for key, x in children(todo.pop()) or ():
+            if key:
+                found.add(key)
+            else:
+                todo.append(x)
+    return found
 
 
 def reachable(roots: Sequence[tuple[Path, Any]]) -> Iterator[tuple[Path, Any]]:
@@ -181,7 +197,9 @@ def reachable(roots: Sequence[tuple[Path, Any]]) -> Iterator[tuple[Path, Any]]:
     # What has each name, by its `id`, in the order in which it was found.
     of_name: dict[str, dict[int, int]] = defaultdict(dict)
     for path, x in roots:
-        of_name["".join(path)][id(x)] = 0
+        for key in path or _own_keys(x):
+            name, _, n = key.partition("#")
+            of_name[name][id(x)] = int(n or 0)
     todo = [(path, id(x), x) for path, x in roots][::-1]
     while todo:
         path, variable, x = todo.pop()

@@ -6,6 +6,8 @@ import dataclasses as dc
 import functools as ft
 import inspect
 import itertools as it
+import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -24,7 +26,7 @@ from .._mark.staging import to_jaxpr, types_of
 from .._mark.static import Form, numbers_known, take_apart
 from .._modules import capture as _capture
 from .._modules.places import roots
-from .._names import has_traced_number, in_loops, Named
+from .._names import has_traced_number, in_loops, join, Named
 from .._selection import Selection
 from .._unknown import across_slashes, check_known, entry_of_value, no_such_iteration
 from .._values.modes import labels
@@ -226,9 +228,21 @@ class Program:
                     f"`{call}`: {pattern!r} may be {' or '.join(map(repr, several))}. "
                     "Write which one."
                 )
+        self._check_no_entry(call, selection)
         names = dict.fromkeys((*(x.site.name for x in self.mine), *also))
         found = [named for _, named in self.named]
         check_known(call, unknown, names, hint=self.hint, found=found)
+
+    def _check_no_entry(self, call: str, selection: Selection) -> None:
+        """Raises if a pattern such as `h[1]`, which as a glob is `h1`, is a row of a
+        table: an entry of the tuple `h`."""
+        n_runs = Counter(x.site.name for x in self.mine if not x.site.modes)
+        for pattern in selection.patterns:
+            row = isinstance(pattern, str) and re.fullmatch(r"(.*)\[(\d+)\]", pattern)
+            of = [row[1], *[join(root, row[1]) for root in self.roots]] if row else []
+            if row and any(n_runs[name] > max(int(row[2]), 1) for name in of):
+                entry = entry_of_value(pattern, n_runs, self.roots, _AS_A_WHOLE)
+                raise UnknownSowError(f"`{call}`:{entry}")
 
     def by_name(self, call: str, **options: Any) -> dict[str, Any]:
         """Options that may be dicts of patterns, each as a dict of the names that are
