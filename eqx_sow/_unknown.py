@@ -4,7 +4,14 @@ import difflib
 import fnmatch
 import itertools as it
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from typing import Any
 
 from ._errors import shown, UnknownSowError
@@ -109,6 +116,23 @@ def entry_of_value(
                 f"`intermediates[{full!r}]['primal']{path}`.{more}"
             )
     return ""
+
+
+def check_no_entry(
+    call: str,
+    patterns: Iterable[Any],
+    n_runs: Mapping[str, int],
+    roots: Collection[str],
+    more: str,
+) -> None:
+    """Raises if a pattern such as `h[1]`, which as a glob is `h1`, is a row of a table:
+    an entry of the tuple `h`. `n_runs`: how often each name runs."""
+    for pattern in patterns:
+        row = isinstance(pattern, str) and re.fullmatch(r"(.*)\[(\d+)\]", pattern)
+        of = [row[1], *[join(root, row[1]) for root in roots]] if row else []
+        if row and any(n_runs.get(name, 0) > max(int(row[2]), 1) for name in of):
+            entry = entry_of_value(pattern, n_runs, roots, more)
+            raise UnknownSowError(f"`{call}`:{entry}")
 
 
 def _close(pattern: str, there: Iterable[str], found: Iterable[Named]) -> list[str]:

@@ -509,3 +509,48 @@ def test_an_argument_that_is_called_like_a_field(method, wrap):
     net = eqx.nn.Linear(3, 3, key=jr.key(7))
     _, got = S(lambda x: module(other, x) + net(x), capture=eqx.nn.Linear)(x)
     assert_close(got["net"]["primal"], net(x))
+
+
+class Part(eqx.Module):
+    drop: eqx.nn.Dropout
+    linear: eqx.nn.Linear
+    act: eqx.nn.Lambda
+
+
+def _parts():
+    """Two models that are alike in all but the arrays of `linear`."""
+    linear = [eqx.nn.Linear(3, 3, key=key) for key in jr.split(jr.key(0))]
+    new = lambda x: Part(eqx.nn.Dropout(inference=True), x, eqx.nn.Lambda(jnp.tanh))
+    return list(map(new, linear))
+
+
+_CALLED = {
+    "the second": ["second/linear", "second/act"],
+    "in turn": [f"{x}/{y}" for x in ("first", "second") for y in ("drop", "linear")],
+    "the other way round": [
+        f"{x}/{y}" for x in ("second", "first") for y in ("linear", "drop", "act")
+    ],
+    "some of both": ["first/linear", "first/drop", "second/linear", "second/act"],
+}
+
+
+@pytest.mark.parametrize("called", _CALLED)
+@pytest.mark.parametrize(
+    "how", ["argument", "jit", "grad", "closure", "jit of closure"]
+)
+def test_layers_without_arrays_of_models_that_are_alike(how, called):
+    def run(first, second, x):
+        parts = {"first": first, "second": second}
+        for name in _CALLED[called]:
+            part, layer = name.split("/")
+            x = getattr(parts[part], layer)(x)
+        return x.sum()
+
+    first, second = _parts()
+    if "closure" in how:
+        closed = lambda x: run(first, second, x)
+        fn, args = (jax.jit(closed) if "jit" in how else closed), (jnp.ones(3),)
+    else:
+        wrap = {"jit": eqx.filter_jit, "grad": eqx.filter_grad}.get(how, lambda f: f)
+        fn, args = wrap(run), (first, second, jnp.ones(3))
+    assert list(S(fn, capture=True)(*args)[1]) == _CALLED[called]

@@ -315,16 +315,16 @@ def _noting_method(name: str, method: Any, plain: Any) -> Callable:
 
 # --- what is running ---
 # What may hold the modules that are called in this thread, from outside in: a module
-# whose method is running, or the arguments of a transformation, as `NotedCall.holder`
-# has it; and what tells where the modules in there are.
+# whose method is running, or the variables and the arguments of a transformation, as
+# `NotedCall.holder` has it; and what tells where the modules in there are.
 _running: contextvars.ContextVar[tuple[tuple[NotedCall | int, Callable], ...]]
 _running = contextvars.ContextVar("running", default=())
 
 
 @contextlib.contextmanager
-def within(holder: NotedCall | int, roots: Callable[[], Iterable[tuple[Path, Any]]]):
+def within(holder: NotedCall | int, held: Callable[[], Iterable[tuple[Path, Any]]]):
     """What is called as long as this lasts may be held by this."""
-    places = ft.cache(lambda: _places_in(roots()))
+    places = ft.cache(lambda: _places_of(held()))
     before = _running.set((*_running.get(), (holder, places)))
     try:
         yield
@@ -332,11 +332,11 @@ def within(holder: NotedCall | int, roots: Callable[[], Iterable[tuple[Path, Any
         _running.reset(before)
 
 
-def _places_in(roots: Iterable[tuple[Path, Any]]) -> tuple[Any, dict[int, Any]]:
-    """The modules in these trees; and the places of each, by its id. One that is in
+def _places_of(held: Iterable[tuple[Path, Any]]) -> tuple[Any, dict[int, Any]]:
+    """The modules among these; and the places of each, by its id. One that is in
     several places is called in one after the other."""
     # As long as they are kept, no other module has the id of one.
-    parts = [(path, x) for path, x in walk(roots) if is_part(x)]
+    parts = [(path, x) for path, x in held if is_part(x)]
     places = defaultdict(list)
     for path, x in parts:
         places[id(x)].append(path)
@@ -371,7 +371,7 @@ def _note(module: Any, method: str, plain: Callable, args: tuple, kwargs: dict) 
         sow_p.bind(edge, site=Site((), _NOTHING, note=note))
     marks = _Marks(note, chosen, lambda value: edge)
     args, kwargs, went_in = marks.before(args, kwargs)
-    with within(call, lambda: [((), module)]), call.running():
+    with within(call, lambda: walk([((), module)])), call.running():
         out = plain(*args, **kwargs)
     if not chosen:
         return out

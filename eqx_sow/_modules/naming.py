@@ -17,9 +17,8 @@ An array may come from several places. `Naming._best_fit` says which of them is
 preferred, and `Naming._locate` what a module is called to which no array leads.
 """
 
-import itertools as it
-from collections import defaultdict
-from collections.abc import Container, Hashable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Container, Hashable
 from typing import Any
 
 import equinox as eqx
@@ -47,8 +46,10 @@ class Naming:
         self._fits = Fits(places, seen.visits.values())
         # By their places, the classes of modules, and functions that are captured.
         self._class_at: dict[Path, Any] = {}
-        # The places of modules that are alike, one after the other.
-        self._turns: dict[tuple[Path, ...], Iterator[Path]] = {}
+        # The place of the last call of a module with arrays; and how often each place
+        # was taken for one of several modules that are alike.
+        self._previous: Path = ()
+        self._n_calls: Counter[Path | None] = Counter()
         # By the name of a class, the modules of it of which no place is known, by their
         # identities, and the number of each: 1 for `MLP#1`.
         self._nowhere: dict[str, dict[Hashable, int]] = defaultdict(dict)
@@ -76,6 +77,8 @@ class Naming:
             path = self._locate(visit)
             visit.indices = self._indices(visit, path)
             visit.path = self._of_class(path, visit.call)
+            if visit.fits:
+                self._previous = visit.path
         return visit.path
 
     def _locate(self, visit: Visit) -> Path:
@@ -196,9 +199,13 @@ class Naming:
         if call.module is None:
             return inside[0] if len(inside) == 1 else None
         # Such as a layer without arrays, of which `eqx.filter_checkpoint(layer)` calls
-        # a copy: the first call of several that are alike is that of the first one.
-        places = tuple(inside or found)
-        return next(self._turns.setdefault(places, it.cycle(places)), None)
+        # a copy. Of several that are alike, one that was not called yet; then the one
+        # that is nearest to where the arrays before came from: behind `decoder/linear`,
+        # `decoder/dropout` and not `encoder/dropout`.
+        order = lambda path: (self._n_calls[path], -_n_shared(path, self._previous))
+        path = min(inside or found, key=order, default=None)
+        self._n_calls[path] += 1
+        return path
 
     def _is_in(self, outer: Path, path: Path) -> bool:
         """Whether a place is in the tree at `outer`. Of a list whose layers were
@@ -302,3 +309,9 @@ class Naming:
                 "by something static in the module, such as its type or its shapes. "
                 "To capture what a function returns, `jax.jit` it, or `sow` there."
             ) from e
+
+
+def _n_shared(a: Path, b: Path) -> int:
+    """How many keys two paths begin with that are the same."""
+    different = (i for i, (x, y) in enumerate(zip(a, b)) if x != y)
+    return next(different, min(len(a), len(b)))

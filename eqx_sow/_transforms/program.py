@@ -6,14 +6,13 @@ import dataclasses as dc
 import functools as ft
 import inspect
 import itertools as it
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 
-from .. import _compat, _hijax
+from .. import _compat, _hijax, _unknown
 from .._errors import SowError, UnknownSowError
 from .._frames import warn
 from .._globs import fits
@@ -24,11 +23,11 @@ from .._mark.site import Site
 from .._mark.sow import UnnamedSowError
 from .._mark.staging import to_jaxpr, types_of
 from .._mark.static import Form, numbers_known, take_apart
+from .._mark.trees import walk
 from .._modules import capture as _capture
-from .._modules.places import roots
-from .._names import has_traced_number, in_loops, join, Named
+from .._modules.places import reachable, roots
+from .._names import has_traced_number, in_loops, Named
 from .._selection import Selection
-from .._unknown import across_slashes, check_known, entry_of_value, no_such_iteration
 from .._values.modes import labels
 from .._walk.edges import by_edges
 from .._walk.executions import needs_executions, with_executions
@@ -183,8 +182,8 @@ class Program:
                 "back."
             )
         names = [x.site.name for x in self.mine]
-        entry = entry_of_value(pattern, names, self.roots, _AS_A_WHOLE)
-        if said := entry or across_slashes(pattern, names):
+        entry = _unknown.entry_of_value(pattern, names, self.roots, _AS_A_WHOLE)
+        if said := entry or _unknown.across_slashes(pattern, names):
             return said
         iterations = self.select([pattern])
         for name, one in [
@@ -199,7 +198,7 @@ class Program:
                 )
             return f" All iterations of {name!r} are one value: write {name!r}."
         every = [named for _, named in self.named]
-        if iterations := no_such_iteration(pattern, every, self.roots):
+        if iterations := _unknown.no_such_iteration(pattern, every, self.roots):
             return iterations
         for site, *_ in self.found:
             if site.label in site.labels and fits(pattern, site.name):
@@ -228,21 +227,13 @@ class Program:
                     f"`{call}`: {pattern!r} may be {' or '.join(map(repr, several))}. "
                     "Write which one."
                 )
-        self._check_no_entry(call, selection)
+        n_runs = Counter(x.site.name for x in self.mine if not x.site.modes)
+        _unknown.check_no_entry(
+            call, selection.patterns, n_runs, self.roots, _AS_A_WHOLE
+        )
         names = dict.fromkeys((*(x.site.name for x in self.mine), *also))
         found = [named for _, named in self.named]
-        check_known(call, unknown, names, hint=self.hint, found=found)
-
-    def _check_no_entry(self, call: str, selection: Selection) -> None:
-        """Raises if a pattern such as `h[1]`, which as a glob is `h1`, is a row of a
-        table: an entry of the tuple `h`."""
-        n_runs = Counter(x.site.name for x in self.mine if not x.site.modes)
-        for pattern in selection.patterns:
-            row = isinstance(pattern, str) and re.fullmatch(r"(.*)\[(\d+)\]", pattern)
-            of = [row[1], *[join(root, row[1]) for root in self.roots]] if row else []
-            if row and any(n_runs[name] > max(int(row[2]), 1) for name in of):
-                entry = entry_of_value(pattern, n_runs, self.roots, _AS_A_WHOLE)
-                raise UnknownSowError(f"`{call}`:{entry}")
+        _unknown.check_known(call, unknown, names, hint=self.hint, found=found)
 
     def by_name(self, call: str, **options: Any) -> dict[str, Any]:
         """Options that may be dicts of patterns, each as a dict of the names that are
@@ -287,7 +278,7 @@ class Program:
         selects. `others` are names of modes that it may have, too."""
         modes = self.options.modes
         mode_of = labels(keys)
-        check_known(
+        _unknown.check_known(
             f"{call}(..., modes=...)",
             modes,
             [*others, *mode_of.values()],
@@ -417,9 +408,12 @@ def _trace(
 
     def traced(inputs):
         nonlocal out
-        called = form.with_arrays(inputs)
-        with numbers_known(inputs, concrete), within(depth, lambda: roots(*called)):
-            fn, args, kwargs = called
+        fn, args, kwargs = called = form.with_arrays(inputs)
+        with (
+            numbers_known(inputs, concrete),
+            within(depth, lambda: reachable(roots(*called))),
+            within(depth, lambda: walk(roots(*called))),
+        ):
             outs, out = take_apart(fn(*args, **kwargs))
         return outs
 
