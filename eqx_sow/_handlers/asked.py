@@ -120,7 +120,7 @@ class Selector(Handler):
         order of execution. That of iterations is not that of the marks: `h/0` and `k/1`
         run before `h/2`."""
         each = [(x, *one) for x in found for one in self.asked(x.site, x.loops)]
-        if all(x.way for x, *_ in each):
+        if any(at for *_, at in each) and all(x.way for x, *_ in each):
             each.sort(key=lambda found: _when(found[0], found[2]))
         return [(one, x.eqns) for x, one, _ in each]
 

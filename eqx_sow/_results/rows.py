@@ -43,7 +43,7 @@ def leaves_of(
         if is_whole(x) or is_value(x):
             # Of a summary, those of its first array.
             own = [*it.islice(axes, len(jtu.tree_leaves(x)))]
-            run = path[0].idx if several and len(order) > 1 else 0
+            run = getattr(path[0], "idx", 0) if several and path else 0
             when = order[min(run, len(order) - 1)] if order else None
             leaves[path] = Leaf(x, own[0] if own else None, when)
     return leaves
