@@ -63,40 +63,33 @@ def head_of(part: str) -> tuple[str, str]:
     return head, dot + rest
 
 
+def is_number(text: str) -> bool:
+    return text.isascii() and text.isdecimal()
+
+
 def is_index(text: str) -> bool:
-    digits = text.removeprefix("-")
-    return digits.isascii() and digits.isdecimal()
-
-
-class Tree(NamedTuple):
-    root: Node
-    # How many parts of a pattern may be the index of an iteration.
-    n_indices: int
+    return is_number(text.removeprefix("-"))
 
 
 @ft.lru_cache(maxsize=256)
-def compiled(patterns: tuple[str, ...]) -> Tree:
-    """Many patterns as one tree, so that a name is matched with all of them at once.
-    What these have in common is matched once."""
-    root, n_indices = Node(), 0
+def compiled(patterns: tuple[str, ...]) -> Node:
+    """Many patterns as one tree, of which this is the root, so that a name is matched
+    with all of them at once. What these have in common is matched once."""
+    root = Node()
     for i, pattern in enumerate(patterns):
         node = root
-        parts = pattern.split("/")
-        for part in parts:
+        for part in pattern.split("/"):
             node = node.after(part)
         node.ends.append(i)
-        may_be = [p != "**" and (is_glob(p) or is_index(head_of(p)[0])) for p in parts]
-        n_indices = max(n_indices, sum(may_be))
-    return Tree(root, n_indices)
+    return root
 
 
 # --- names, as patterns see them ---
 class Part(NamedTuple):
-    """A part of a name; and what else it is called, if it is counted from the end of a
-    list of layers. `start` and `end` are its place in the name."""
+    """A part of a name, which is counted from 0; and what else it is called, if it is
+    counted from the end of a list of layers."""
 
-    start: int
-    end: int
+    number: int
     text: str
     from_end: str | None
 
@@ -183,19 +176,18 @@ def _of_index(node: Node, index: Any, whole: bool) -> Iterator[tuple[Node, Choic
 
 def fits(pattern: str, name: str) -> bool:
     """Whether a pattern fits a name, part by part."""
-    tree = compiled((pattern,))
-    return pattern == name or bool(fitting(tree.root, parts_of(name, {}), False))
+    root = compiled((pattern,))
+    return pattern == name or bool(fitting(root, parts_of(name, {}), False))
 
 
 def parts_of(name: str, lengths: Mapping[str, int]) -> list[Part]:
     """A name, taken apart. `lengths`: see `lengths_of_lists`."""
     parts, start = [], 0
-    for text in name.split("/"):
+    for number, text in enumerate(name.split("/")):
         head, rest = head_of(text)
-        n = lengths.get(name[:start])
-        is_layer = n is not None and head.isascii() and head.isdecimal()
-        from_end = f"{int(head) - n}{rest}" if is_layer and n is not None else None
-        parts.append(Part(start, start + len(text), text, from_end))
+        n = lengths.get(name[:start]) if is_number(head) else None
+        from_end = None if n is None else f"{int(head) - n}{rest}"
+        parts.append(Part(number, text, from_end))
         start += len(text) + 1
     return parts
 
@@ -205,9 +197,11 @@ def lengths_of_lists(names: Iterable[str]) -> dict[str, int]:
     `blocks/5` that is `{"blocks/": 6}`."""
     lengths: dict[str, int] = {}
     for name in names:
-        for start, _, text, _ in parts_of(name, {}):
+        start = 0
+        for text in name.split("/"):
             head, _ = head_of(text)
-            if head.isascii() and head.isdecimal():
+            if is_number(head):
                 front = name[:start]
                 lengths[front] = max(lengths.get(front, 0), int(head) + 1)
+            start += len(text) + 1
     return lengths

@@ -1,10 +1,11 @@
 """Names of marks, and of the iterations of the loops around them.
 
-A mark in a loop has one name, and each iteration has one as well, in which the index is
-written. `Named("blocks/attn", (Iterations(6, 4),))` is a mark in a loop over four
-layers: behind six characters stands the index, so its iterations are `blocks/0/attn` to
-`blocks/3/attn`, as in a list of layers. Those of `Named("h", (Iterations(None, 4),))`,
-in a loop over nothing that has a name, are `h/0` to `h/3`.
+A name is a path. A loop over the layers of a stack is a part of it, written `*`: what
+runs in a scan over the layers of a stack at `blocks` is `blocks/*/attn`, as all layers
+of a list are called together. `Named("blocks/*/attn", (Iterations(1, 4),))` is a mark
+in a loop over four layers: part 1 is the index, so its iterations are `blocks/0/attn`
+to `blocks/3/attn`. Any other loop does not show, and has its index at the end: the
+iterations of `Named("h", (Iterations(None, 4),))` are `h/0` to `h/3`.
 
 To find what a pattern selects, `selected` lets `_globs` match it with names that have
 an `Index` in place of any number: with `blocks`, an index and `attn` for the first of
@@ -14,11 +15,11 @@ selected, and the iterations that it has.
 
 import itertools as it
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ._errors import SowError
-from ._globs import compiled, fitting, Index, Part, parts_of, Tree
+from ._globs import fitting, Index, Node, Part, parts_of
 
 
 def join(path: str, name: str) -> str:
@@ -31,8 +32,8 @@ def has_traced_number(name: str) -> bool:
 
 
 class Iterations(NamedTuple):
-    """Those of a loop around a mark: where the index of one stands in the name, behind
-    so many characters or at the end (`None`), and how many there are."""
+    """Those of a loop around a mark: which part of the name is the index of one (`None`
+    for one that stands at the end), and how many there are."""
 
     place: int | None
     length: int
@@ -45,10 +46,48 @@ class Named(NamedTuple):
     loops: tuple[Iterations, ...] = ()
 
 
-def in_loops(name: str, after: Iterable[int | None], lengths: Iterable[int]) -> Named:
-    """A mark in loops of these lengths. `after` is that of its `Label`."""
-    places = it.chain(after, it.repeat(None))
+def in_loops(name: str, places: Iterable[int | None], lengths: Iterable[int]) -> Named:
+    """A mark in loops of these lengths. `places` are those of its `Label`."""
+    places = it.chain(places, it.repeat(None))
     return Named(name, tuple(Iterations(next(places), n) for n in lengths))
+
+
+def with_stars(
+    path: Sequence[str], n_keys: Sequence[int | None]
+) -> tuple[tuple[str, ...], tuple[int | None, ...]]:
+    """A path with a `*` for each loop over a stack that has `n_keys` of it, and which
+    part that is. For `("blocks", "attn")` in a loop over time, and one over the layers
+    of a stack at `blocks`, `(None, 1)`, that is `("blocks", "*", "attn")`, and again
+    `(None, 1)`."""
+    over_stacks = [(n, k) for k, n in enumerate(n_keys) if n is not None]
+    new, places = list(path), list(n_keys)
+    for before, (n, k) in enumerate(sorted(over_stacks)):
+        places[k] = n + before
+        new.insert(n + before, "*")
+    return tuple(new), tuple(places)
+
+
+def with_indices(name: str, indices: Iterable[tuple[int | None, Any]]) -> str:
+    """The name of an iteration. Each index, from outside in, comes with its place, as
+    in `Iterations`. For `blocks/*.encode` and `[(1, 2)]` that is `blocks/2.encode`, as
+    it is called in a list of layers."""
+    parts = name.split("/")
+    n = len(parts)
+    for place, i in indices:
+        if place is None:
+            parts.append(str(i))
+        elif place < n:
+            parts[place] = f"{i}{parts[place].removeprefix('*')}"
+    return "/".join(parts)
+
+
+def last_in_lists(named: Named) -> list[str]:
+    """What the last iteration would be called in a list: `blocks/3/attn` for
+    `blocks/*/attn` in a loop over 4 layers. Nothing if that has no known length."""
+    layers = [x for x in named.loops if x.place is not None]
+    if not layers or not all(isinstance(x.length, int) for x in layers):
+        return []
+    return [with_indices(named.name, [(x.place, x.length - 1) for x in layers])]
 
 
 class Selected(NamedTuple):
@@ -57,86 +96,51 @@ class Selected(NamedTuple):
     layer of a list that is counted from the end has that name, too.
 
     `at` has an entry for each loop around the mark, from outside in: which iteration is
-    meant, or `None` for all. `after` is where in the new name the indices of the loops
-    stand of which all are meant.
+    meant, or `None` for all. `places` is which part of the new name is the index, for
+    those loops of which all are meant.
     """
 
     name: str
     at: tuple[int | None, ...] = ()
-    after: tuple[int | None, ...] = ()
+    places: tuple[int | None, ...] = ()
 
 
-# --- names with indices, to be matched ---
+def whole(named: Named) -> Selected:
+    return Selected(named.name, (), tuple(x.place for x in named.loops))
+
+
+# --- what patterns select ---
 def _parts_with_indices(
-    named: Named, parts: Sequence[Part], loops: Sequence[int]
+    named: Named, parts: Sequence[Part], n_at_end: int
 ) -> list[Part | Index]:
-    """The parts of a name, with an index for each of these loops. For `blocks/attn` in
-    a loop over layers that is `blocks`, the index, `attn`; and for `blocks.encode`,
-    since a list has `blocks/2.encode`, it is `blocks`, and the index with `.encode`
-    behind it."""
-    places = [x.place for x in named.loops]
+    """The parts of a name, with an index for each loop over layers, and at the end for
+    so many others, from outside in."""
+    loop_at = {x.place: k for k, x in enumerate(named.loops) if x.place is not None}
     index = lambda k, rest="": Index(k, named.loops[k].length, rest)
-    new: list[Part | Index] = [index(k) for k in loops if places[k] == 0]
-    for part in parts:
-        inside = [k for k in loops if part.start < (places[k] or 0) <= part.end]
-        if not inside:
-            new.append(part)
-            continue
-        rest = named.name[places[inside[0]] : part.end]
-        text, from_end = part.text.removesuffix(rest), part.from_end
-        from_end = from_end and from_end.removesuffix(rest)
-        new.append(Part(part.start, part.end - len(rest), text, from_end))
-        *others, last = inside
-        new += [*map(index, others), index(last, rest)]
-    return [*new, *[index(k) for k in loops if places[k] is None]]
-
-
-def _which_loops(
-    places: Sequence[int | None], most: int, whole: bool
-) -> Iterator[tuple[bool, list[int]]]:
-    """The names that a mark may be called by have indices of different loops: for `h`
-    in two loops they are `h`, `h/0` and `h/0/0`. For each such name, these are the
-    loops whose index it has, and whether a list of layers would have the name, too.
-    Those that a list would have come first.
-
-    An index at the end needs those of all outer loops that have theirs there. `most`:
-    how many indices a pattern can have, beside those that stand for all iterations.
-    With `whole`, it has no others.
-    """
-    inside = [k for k, place in enumerate(places) if place is not None]
-    at_end = [k for k, place in enumerate(places) if place is None]
-    at_end = [] if whole else at_end[:most]
-    # `blocks/2` is a layer, also in a loop over batches: a list has that name.
-    for m in range(len(at_end) + 1):
-        yield True, [*inside, *at_end[:m]]
-    if whole:
-        yield from [(False, [])] if inside else []
-        return
-    for n in range(most + 1):
-        for m in range(min(n, len(at_end)) + 1):
-            for some in it.combinations(inside, n - m):
-                if len(some) < len(inside):
-                    yield False, [*some, *at_end[:m]]
+    at_end = [k for k, x in enumerate(named.loops) if x.place is None][:n_at_end]
+    return [
+        index(loop_at[x.number], x.text.removeprefix("*")) if x.number in loop_at else x
+        for x in parts
+    ] + list(map(index, at_end))
 
 
 def selected(
-    tree: Tree, named: Named, lengths: Mapping[str, int], whole: bool = False
-) -> dict[int, tuple[bool, list[Selected]]]:
-    """The patterns of a tree that fit a mark, by their numbers: whether each fits the
-    name that a list would have, and what it selects. For the pattern `h/*/0`, and `h`
-    in two loops, the first of `h`, `h/*` and `h/*/*` counts that fits. `lengths`: see
-    `lengths_of_lists`."""
-    found: dict[int, tuple[bool, list[Selected]]] = {}
+    root: Node, named: Named, lengths: Mapping[str, int], whole: bool = False
+) -> dict[int, list[Selected]]:
+    """What the patterns of a tree, given by its root, select of a mark, by the numbers
+    of those that fit. For the pattern `h/*/0`, and `h` in two loops, the first of `h`,
+    `h/*` and `h/*/*` counts that fits. `lengths`: see `lengths_of_lists`. With `whole`,
+    a pattern selects all iterations or none."""
+    found: dict[int, list[Selected]] = {}
     parts = parts_of(named.name, lengths)
-    places = [x.place for x in named.loops]
-    for in_list, loops in _which_loops(places, tree.n_indices, whole):
-        name = _parts_with_indices(named, parts, loops)
-        for i, choices in fitting(tree.root, name, whole).items():
+    n_at_end = 0 if whole else sum(x.place is None for x in named.loops)
+    for n in range(n_at_end + 1):
+        name = _parts_with_indices(named, parts, n)
+        for i, choices in fitting(root, name, whole).items():
             if i not in found:
                 each = [x for x in map(dict, choices) if _is_there(named, x)]
                 if each:
-                    some = [_as_selected(named, x) for x in _without_parts(each)]
-                    found[i] = in_list, some
+                    found[i] = [_as_selected(named, x) for x in _without_parts(each)]
     return found
 
 
@@ -167,85 +171,30 @@ def _without_parts(each: list[dict[Any, Any]]) -> list[dict[Any, Any]]:
     return [x for x in each if not any(is_part(x, whole) for whole in each)]
 
 
-# --- what is selected ---
-# What is written into a name: in which order (from the left), where what is there
-# begins and ends, and the new text.
-_Edit = tuple[tuple[bool, int, int], int, int, str]
-
-
-def _edited(name: str, edits: Iterable[_Edit]) -> str:
-    # From the back, so that the other places stay where they are.
-    for _, start, stop, text in sorted(edits, reverse=True):
-        name = name[:start] + text + name[stop:]
-    return name
-
-
-def _with_index(name: str, loop: int, place: int | None, index: Any) -> _Edit:
-    """Writes the index of a loop to its place. Loops are counted from outside in."""
-    at = len(name) if place is None else place
-    text = f"/{index}" if at else f"{index}/"
-    return (place is None, at, loop), at, at, text
-
-
-def in_a_list(name: str, indices: Iterable[tuple[int | None, Any]]) -> str:
-    """The name of an iteration. Each index, from outside in, comes with its place, as
-    in `Iterations`. For `blocks/attn` and `[(6, 2)]` that is `blocks/2/attn`, as it
-    would be called in a list of layers, and for `blocks.encode` it is
-    `blocks/2.encode`.
-    """
-    each = enumerate(indices)
-    return _edited(name, [_with_index(name, k, place, i) for k, (place, i) in each])
-
-
-def last_in_lists(named: Named) -> list[str]:
-    """What the last iteration would be called in a list: `blocks/3/attn` for
-    `blocks/attn` in a loop over 4 layers. Nothing if that has no known length."""
-    layers = [x for x in named.loops if x.place is not None]
-    if not layers or not all(isinstance(x.length, int) for x in layers):
-        return []
-    return [in_a_list(named.name, [(x.place, x.length - 1) for x in layers])]
-
-
-def _edits(named: Named, choice: Mapping[Any, Any]) -> list[_Edit]:
-    return [
-        ((False, x.start, -1), x.start, x.end, new)
-        if isinstance(x, Part)
-        else _with_index(named.name, x.loop, named.loops[x.loop].place, new)
-        for x, new in choice.items()
-    ]
-
-
 def _as_selected(named: Named, choice: Mapping[Any, Any]) -> Selected:
-    """What is selected by a `Choice`: for `blocks/attn` in a loop over layers, and an
-    index of -1, that is `Selected("blocks/-1/attn", at=(3,))`."""
-    some = {x: i for x, i in choice.items() if i != "*"}
-    given = {x.loop: i for x, i in some.items() if isinstance(x, Index)}
-    edits = _edits(named, some)
-    # An index moves those to the right that stand behind it.
-    moved = lambda k, place: sum(
-        len(text) - (stop - start)
-        for order, start, stop, text in edits
-        if order < (False, place, k)
-    )
-    after = tuple(
-        None if place is None else place + moved(k, place)
-        for k, (place, _) in enumerate(named.loops)
-        if k not in given
-    )
-    name = _edited(named.name, edits)
+    """What is selected by a `Choice`: for `blocks/*/attn` in a loop over 4 layers, and
+    an index of -1, that is `Selected("blocks/-1/attn", at=(3,))`."""
+    parts, loops = named.name.split("/"), named.loops
+    for x, text in choice.items():
+        if isinstance(x, Part):
+            parts[x.number] = text
+    chosen = {x.loop: i for x, i in choice.items() if isinstance(x, Index)}
+    given = {k: i for k, i in chosen.items() if i != "*"}
+    inside = [(loops[k].place, i) for k, i in given.items()]
+    name = with_indices("/".join(parts), [x for x in inside if x[0] is not None])
+    # The name has no `*` for a loop that does not show, unless it would mean something
+    # else without: `h/*/0` is not `h/0`.
+    at_end = [str(chosen[k]) for k in sorted(chosen) if loops[k].place is None]
+    while at_end[-1:] == ["*"]:
+        at_end.pop()
+    name = "/".join((name, *at_end))
+    places = tuple(x.place for k, x in enumerate(loops) if k not in given)
     if not given:
-        return Selected(name, (), after)
+        return Selected(name, (), places)
     # Not `%`: the length may be symbolic.
     from_start = lambda i, n: i if i >= 0 else n + i
-    at = tuple(
+    at = (
         from_start(given[k], n) if k in given else None
-        for k, (_, n) in enumerate(named.loops)
+        for k, (_, n) in enumerate(loops)
     )
-    if len(some) < len(choice):
-        # The name has no `*` for the loops of which all are meant, unless it would mean
-        # something else without: `h/*/0` is not `h/0`.
-        alone = selected(compiled((name,)), named, {})
-        if [x.at for _, some in alone.values() for x in some] != [at]:
-            name = _edited(named.name, _edits(named, choice))
-            after = (None,) * len(after)
-    return Selected(name, at, after)
+    return Selected(name, tuple(at), places)

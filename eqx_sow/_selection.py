@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from ._globs import compiled, is_glob, lengths_of_lists
-from ._names import in_loops, join, last_in_lists, Named, Selected, selected
+from ._names import in_loops, join, last_in_lists, Named, Selected, selected, whole
 
 
 # Loops that have any iteration one may ask for, around a mark that a rule of a user's
@@ -22,16 +22,14 @@ class Selection:
         "h/-1"  the same
         "h/4"   nothing
 
-    and for `blocks/attn` in a loop over layers, with the index behind `blocks`,
-    `"blocks/2/attn"` is layer 2, `"blocks/*/attn"` all of it, and `"blocks/[12]/attn"`
-    two layers: a stack goes by the names of a list. Only where a pattern fits none of
-    these, the names of the stack itself count: `"blocks/*"` is `blocks`, or if that is
-    not there, `blocks/attn`.
+    and for `blocks/*/attn` in a loop over layers, `"blocks/2/attn"` is layer 2,
+    `"blocks/*/attn"` all of it, and `"blocks/[12]/attn"` two layers: a stack goes by
+    the names of a list.
 
     What is the name of a mark means that mark: if there is a mark `h/0`, no pattern
     means iteration 0 of `h` by that. A pattern that fits nothing may lack the root of a
-    model, one of `roots`, if it fits behind one root only; or, of several patterns, if
-    there is one root behind which all of them fit.
+    model, one of `roots`, if it fits behind one root only. What a pattern selects does
+    not depend on the others.
 
     With `whole`, a pattern selects no iterations, only all of them.
 
@@ -56,6 +54,10 @@ class Selection:
         )
         self._every = dict.fromkeys((*found, *also))
         self.names = frozenset(x.name for x in self._every)
+        # A `*` for the layers of a stack is one in a pattern, too, which fits lists.
+        self._exact_names = frozenset(
+            x.name for x in self._every if all(n.place is None for n in x.loops)
+        )
         self._of_name: dict[str, list[Named]] = {}
         for named in self._every:
             self._of_name.setdefault(named.name, []).append(named)
@@ -73,51 +75,33 @@ class Selection:
 
     def _settle(self, paths: Mapping[int, str]) -> None:
         """Finds out what the patterns are for, by their numbers."""
-        self._exact = {p: i for i, p in paths.items() if p in self.names}
-        others = {i: p for i, p in paths.items() if p not in self.names}
-        self._numbers, self._tree = list(others), compiled(tuple(others.values()))
-        # Which of these fit names that a list would have.
-        has_stacks = any(
-            x.place is not None for named in self._every for x in named.loops
-        )
-        self._in_list = frozenset(
-            n
-            for named in (self._every if has_stacks else ())
-            for n, (in_list, _) in self._fitting(named).items()
-            if in_list
-        )
+        self._exact: dict[str, list[int]] = {}
+        others: dict[int, str] = {}
+        for i, p in paths.items():
+            if p in self._exact_names:
+                self._exact.setdefault(p, []).append(i)
+            else:
+                others[i] = p
+        self._numbers, self._root = list(others), compiled(tuple(others.values()))
         self._kept: dict[Named, dict[int, list[Selected]]] = {}
         fit = {i for named in self._every for i in self.of(named)}
         # The numbers of those that select nothing.
         self.missing = [i for i in range(len(self.patterns)) if i not in fit]
-        of_sows = tuple(paths.items()), self.names, self._in_list
-        self._key = (*self._predicates.items(), *of_sows, self._whole)
+        self._key = (*self._predicates.items(), *paths.items(), self.names, self._whole)
         self._hash = hash(self._key)
 
     def _behind_a_root(
         self, missing: Mapping[int, str], roots: Iterable[str]
     ) -> dict[int, str]:
-        behind = []
+        several: dict[int, list[str]] = {i: [] for i in missing}
         for root in roots:
             paths = {i: _behind(root, p) for i, p in missing.items()}
             these = Selection(paths.values(), self._every, whole=self._whole)
             unfit = {these.patterns[n] for n in these.missing}
-            behind.append({i: p for i, p in paths.items() if p not in unfit})
-        of_all = [paths for paths in behind if len(paths) == len(missing)]
-        if len(of_all) == 1:
-            return of_all[0]
-        found = {}
-        for i, p in missing.items():
-            several = [paths[i] for paths in behind if i in paths]
-            if len(several) > 1:
-                self.ambiguous[p] = several
-            found |= {i: several[0]} if len(several) == 1 else {}
-        return found
-
-    def _fitting(self, named: Named) -> dict[int, tuple[bool, list[Selected]]]:
-        if not self._numbers:
-            return {}
-        return selected(self._tree, named, self._lengths, self._whole)
+            for i, p in paths.items():
+                several[i] += [] if p in unfit else [p]
+        self.ambiguous = {missing[i]: x for i, x in several.items() if len(x) > 1}
+        return {i: x[0] for i, x in several.items() if len(x) == 1}
 
     def of(self, named: Named) -> Mapping[int, list[Selected]]:
         """What is selected of a mark, by the numbers of the patterns."""
@@ -130,37 +114,40 @@ class Selection:
         return {x.name: x for some in self.of(named).values() for x in some}.values()
 
     def in_any_loops(
-        self, name: str, after: tuple[int | None, ...]
+        self, name: str, places: tuple[int | None, ...]
     ) -> Iterable[Selected]:
         """What they may select of it, whatever loops it is in."""
         known = self._of_name.get(name, ())
-        same = [x for x in known if x == in_loops(name, after, [n for _, n in x.loops])]
-        each = map(self.all_of, same or [in_loops(name, after, _ANY_LOOPS)])
+        same = [
+            x for x in known if x == in_loops(name, places, [n for _, n in x.loops])
+        ]
+        each = map(self.all_of, same or [in_loops(name, places, _ANY_LOOPS)])
         return dict.fromkeys(it.chain(*each))
 
     def _of(self, named: Named) -> Iterator[tuple[int, list[Selected]]]:
-        whole = [Selected(named.name, (), tuple(x.place for x in named.loops))]
-        if named.name in self._exact:
-            yield self._exact[named.name], whole
-        yield from [(i, whole) for i, p in self._predicates.items() if _says(p, named)]
-        for n, (in_list, some) in self._fitting(named).items():
-            if in_list or n not in self._in_list:
-                # If there is a mark `h/0`, that is not an iteration of `h`.
-                mine = {named.name} | {x.name for x in some} - self.names
-                some = [x for x in some if x.name in mine]
-                if some:
-                    yield self._numbers[n], some
+        said = (i for i, p in self._predicates.items() if _says(p, named))
+        for i in (*self._exact.get(named.name, ()), *said):
+            yield i, [whole(named)]
+        if not self._numbers:
+            return
+        # If there is a mark `h/0`, that is not an iteration of `h`.
+        others = self.names - {named.name}
+        found = selected(self._root, named, self._lengths, self._whole)
+        for n, some in found.items():
+            if some := [x for x in some if x.name not in others]:
+                yield self._numbers[n], some
 
     def order(self, i: int) -> tuple[bool, bool, int]:
         """What is spelled out goes before globs, and these go in their order."""
         p = self.patterns[i]
-        return p not in self.names, is_glob(p) and p not in self.names, i
+        return p not in self._exact_names, is_glob(p) and p not in self._exact_names, i
 
     def first(self, *names: Named) -> int | None:
         """The number of the pattern that goes before all others which fit one of these:
         the first that is spelled out, or else the first glob."""
         fit = {i for named in names for i in self.of(named)}
-        place = {named.name: k for k, named in reversed(list(enumerate(names)))}
+        there = reversed(list(enumerate(names)))
+        place = {x.name: k for k, x in there if x.name in self._exact_names}
         order = lambda i: (place.get(self.patterns[i], len(names)), *self.order(i))
         return min(fit, key=order, default=None)
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from ._errors import shown, UnknownSowError
 from ._globs import fits, head_of, is_glob, is_index
-from ._names import in_a_list, join, Named
+from ._names import join, Named, with_indices
 
 
 def across_slashes(pattern: str, names: Iterable[str]) -> str:
@@ -52,19 +52,28 @@ def _or_more(part: str) -> list[str]:
     return [part, *apart, f"**/{part}", f"{part}/**", *ends]
 
 
-def _without_indices(name: str) -> tuple[str, list[int]]:
-    """A name without the indices in it, and these: of `blocks/2.encode`, what a mark in
-    a loop over layers is called, `blocks.encode`."""
-    parts: list[str] = []
-    indices = []
-    for head, rest in map(head_of, name.split("/")):
-        if not is_index(head):
-            parts.append(head + rest)
-            continue
-        indices.append(int(head))
-        if rest:
-            parts[-1:] = [parts[-1] + rest if parts else rest]
-    return "/".join(parts), indices
+def _indices(name: str) -> list[int]:
+    """The indices in a name."""
+    heads = (head_of(part)[0] for part in name.split("/"))
+    return [int(head) for head in heads if is_index(head)]
+
+
+def of_all_layers(name: str) -> str:
+    """What all layers are called, of which a name is one: of `blocks/2.encode` that is
+    `blocks/*.encode`."""
+    parts = map(head_of, name.split("/"))
+    return "/".join(("*" if is_index(head) else head) + rest for head, rest in parts)
+
+
+def _without_index_at_end(pattern: str) -> list[str]:
+    """What all iterations are called, of which a pattern is one, from the longest:
+    of `b/2/h/3` these are `b/*/h/*` and `b/*/h`."""
+    names = [of_all_layers(pattern)]
+    parts = pattern.split("/")
+    while len(parts) > 1 and is_index(parts[-1]):
+        parts.pop()
+        names.append(of_all_layers("/".join(parts)))
+    return names
 
 
 def no_such_iteration(
@@ -72,15 +81,18 @@ def no_such_iteration(
 ) -> str:
     """Says which iterations or layers there are, if a pattern fits a name but for its
     indices. It may lack the root of a model, one of `roots`."""
-    without = lambda name: _without_indices(name)[0]
-    plain, indices = _without_indices(pattern)
-    plains = [plain, *[join(root, plain) for root in roots if plain]]
-    alike = [x for x in found if any(fits(p, without(x.name)) for p in plains)]
-    if not indices or not alike:
+    found, indices = list(found), _indices(pattern)
+    if not indices:
+        return ""
+    each = _without_index_at_end(pattern)
+    each = [path for p in each for path in (p, *[join(root, p) for root in roots])]
+    alike = [[x for x in found if fits(p, x.name)] for p in each]
+    alike = next(filter(None, alike), None)
+    if alike is None:
         return ""
     one, loops = alike[0], alike[0].loops
-    if not loops and without(one.name) != one.name:
-        names = sorted((x.name for x in alike), key=lambda x: _without_indices(x)[1])
+    if not loops and _indices(one.name):
+        names = sorted((x.name for x in alike), key=_indices)
         return (
             " In a list, each has a name of its own, from "
             f"{names[0]!r} to {names[-1]!r}, the last one."
@@ -93,8 +105,8 @@ def no_such_iteration(
             f"`intermediates[{one.name!r}]['primal'][{indices[-1]}]`. To give each run "
             'a name of its own, write `with eqx_sow.scope(f"step{i}"):` around it.'
         )
-    first = in_a_list(one.name, [(place, 0) for place, _ in loops])
-    last = in_a_list(one.name, [(place, n - 1) for place, n in loops])
+    first = with_indices(one.name, [(place, 0) for place, _ in loops])
+    last = with_indices(one.name, [(place, n - 1) for place, n in loops])
     return f"{said}: they are {first!r} to {last!r}."
 
 
@@ -138,8 +150,8 @@ def check_no_entry(
 def _close(pattern: str, there: Iterable[str], found: Iterable[Named]) -> list[str]:
     """The names that are close to a pattern. If it has an index, so do they: what is
     close to `blocks/3/atn` is layer 3 of `blocks/attn`, not all layers of it."""
-    n_indices = lambda name: len(_without_indices(name)[1])
-    _, indices = _without_indices(pattern)
+    n_indices = lambda name: len(_indices(name))
+    indices = _indices(pattern)
     there = dict.fromkeys(there)
     if not indices:
         return difflib.get_close_matches(pattern, there, n=3)
@@ -163,7 +175,7 @@ def _with_indices(named: Named, indices: Sequence[int]) -> Iterator[str]:
         for some in it.combinations(indices, len(around)):
             if all(has(n, i) for (_, n), i in zip(around, some)):
                 places = [place for place, _ in around]
-                yield in_a_list(named.name, zip(places, some))
+                yield with_indices(named.name, zip(places, some))
 
 
 def check_known(

@@ -105,10 +105,10 @@ class Selector(Handler):
             return [(site, ())]
         label, others = site.label, site.labels[1:]
         if loops is None:
-            each = self.names.in_any_loops(label.name, label.after)
+            each = self.names.in_any_loops(label.name, label.places)
         else:
-            each = self.names.all_of(in_loops(label.name, label.after, loops))
-        new = [label._replace(name=x.name, after=x.after) for x in each]
+            each = self.names.all_of(in_loops(label.name, label.places, loops))
+        new = [label._replace(name=x.name, places=x.places) for x in each]
         return [(site._replace(labels=(n, *others)), x.at) for n, x in zip(new, each)]
 
     def wanted(self, site: Site, loops: tuple[int, ...] | None = None) -> list[Asked]:

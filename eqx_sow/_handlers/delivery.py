@@ -13,7 +13,7 @@ import numpy as np
 from .._errors import SowError
 from .._mark.site import Axis, Label, Site
 from .._mark.static import Const, Form
-from .._names import in_a_list
+from .._names import with_indices
 from .._results.summarize import Summary
 from .._results.tabulate import in_one_line
 from .._values.axes import aligned, final_axes, kept_axes
@@ -111,7 +111,7 @@ class Delivery:
     extra: Form
     devices: tuple[Hashable, ...]
     ordered: bool
-    # What all iterations of the mark are called. `after` has an entry for each loop.
+    # What all iterations of the mark are called. `places` has an entry for each loop.
     whole: Label
 
     def with_lane(self, size: int, varies: Sequence[bool]) -> "Delivery":
@@ -122,8 +122,8 @@ class Delivery:
 
     def __call__(self, count: Any, *operands: Any) -> None:
         # Copies: what the callback keeps must not change when a buffer is used again.
-        name, after = self.whole.name, self.whole.after
-        k, n, m = len(after), len(self.devices), self.extra.n_operands
+        name, places = self.whole.name, self.whole.places
+        k, n, m = len(places), len(self.devices), self.extra.n_operands
         iterations, operands = tuple(map(int, operands[:k])), operands[k:]
         device = dict(zip(self.devices, map(int, operands[:n])))
         arrays = [np.array(x) for x in operands[n:]]
@@ -132,7 +132,7 @@ class Delivery:
         event.device = device or None
         event.extra = self.extra.with_arrays(arrays[:m])
         event.iterations = iterations
-        event._path = in_a_list(name, zip(after, iterations))
+        event._path = with_indices(name, zip(places, iterations))
         try:
             self.callback.value(event)
         # Whatever it raises ends the run. Of an interrupt, too, JAX reports only text.

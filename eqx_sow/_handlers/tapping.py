@@ -114,7 +114,7 @@ def _send_lowered(*operands, delivery):
 
 
 def _send_batch(axis_data, operands, dims, *, delivery):
-    k = 1 + len(delivery.whole.after)
+    k = 1 + len(delivery.whole.places)
     n = k + len(delivery.devices)
     if any(d is not None for d in dims[:k]):
         # So it is inside a loop or a branch with a predicate that has lanes.
@@ -293,9 +293,9 @@ class Tap(Selector):
         site, operands = in_front(site, frame.read_arrays(atoms))
         frame.flush_effects()
         # Those of a `while_loop` stand at the end.
-        places = it.chain(site.label.after, it.repeat(None))
-        after = tuple(next(places) if known else None for known in self.known)
-        whole = site.label._replace(after=after)
+        of_scans = it.chain(site.label.places, it.repeat(None))
+        places = tuple(next(of_scans) if known else None for known in self.known)
+        whole = site.label._replace(places=places)
         for one, at in self.wanted(site, self.loops):
             transform = of_one(self.transform.value, site, one)
             given = self._send(one, operands, transform, at, whole, given)

@@ -71,24 +71,24 @@ class Label(NamedTuple):
     `name` is not known, and `None`, until the whole program is there that this
     transformation traces, and shows where the arrays of the module come from.
 
-    `after` says, for each loop around the mark from outside in, where in the name the
-    index of an iteration stands: after so many characters, or at the end (`None`, as
-    for loops that `after` does not reach to). A scan over the layers of a stack at
-    `blocks` gives `blocks/attn` an `after` of `(6,)`: its layer 2 is `blocks/2/attn`,
-    as if the layers were a list. Iteration 2 of a loop over `h` is `h/2`.
+    `places` says, for each loop around the mark from outside in, which part of the name
+    is the index of an iteration; or `None`, as for loops that `places` does not reach
+    to, if that stands at the end. A scan over the layers of a stack at `blocks` gives
+    `blocks/*/attn` the `places` `(1,)`: its layer 2 is `blocks/2/attn`, as if the
+    layers were a list. Iteration 2 of a loop over `h` is `h/2`.
     """
 
     name: Any
     tag: Hashable
     depth: int = 0
-    after: tuple[int | None, ...] = ()
+    places: tuple[int | None, ...] = ()
 
     def in_scope(self, scope: str) -> "Label":
         if self.name is None or not scope:
             return self
-        n = len(scope)
-        after = tuple(None if k is None else n + k + bool(k) for k in self.after)
-        return self._replace(name=join(scope, self.name), after=after)
+        n = scope.count("/") + 1
+        places = tuple(None if k is None else n + k for k in self.places)
+        return self._replace(name=join(scope, self.name), places=places)
 
 
 # With a tag that no transformation asks for.

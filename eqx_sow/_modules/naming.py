@@ -26,6 +26,7 @@ import equinox as eqx
 from .._errors import SowError
 from .._mark.calls import NotedCall, Path
 from .._mark.site import Label, Site
+from .._names import with_stars
 from .._values.modes import without_order
 from .._walk.sows import Way
 from .fits import Fits
@@ -225,10 +226,10 @@ class Naming:
             self._left_out.add((name,))
         return (name,)
 
-    def _index_places(self, mark: Mark) -> list[int | None]:
-        """For each scan around a mark, after how many keys of its name the index of an
-        iteration stands; `None` is at the end. In the scan of `Fits.keys_to_stack` that
-        is 2: iteration 3 is `model/blocks/3/attn`."""
+    def _keys_to_stacks(self, mark: Mark) -> list[int | None]:
+        """For each scan around a mark, how many keys of its name lead to the stack that
+        it goes over, or `None` if that is not in the name. In the scan of
+        `Fits.keys_to_stack` that is 2: the name is `model/blocks/*/attn`."""
         visit = mark.visits[0]
         path = self._path(visit)
         around = [(v.call, self._path(v)) for v in (*visit.running, visit)]
@@ -272,19 +273,17 @@ class Naming:
         others = tuple(x for x in site.labels if x not in mine)
         if not paths:
             return site if note is None else site._replace(labels=others)
-        path = paths[0]
-        places = self._index_places(mark)
-        after = tuple(n and len("/".join(path[:n])) for n in places)
+        path, places = with_stars(paths[0], self._keys_to_stacks(mark))
         if note is None:
             self.roots_of_sows["/".join(root_of(path))] = None
             site = site.in_scope("/".join(path))._replace(scoped=True)
-            labels = tuple(x._replace(after=after) for x in site.labels)
+            labels = tuple(x._replace(places=places) for x in site.labels)
             return site._replace(labels=labels)
         if not (note.is_sow or self._chooses(note.call, path)):
             return site._replace(labels=others)
         method = () if note.call.method == "__call__" else (note.call.method,)
         name = ".".join(("/".join(path), *method, *note.what)) or "."
-        new = Label(name, mine[0].tag, self._depth, after).in_scope(note.scope)
+        new = Label(name, mine[0].tag, self._depth, places).in_scope(note.scope)
         self.roots["/".join(filter(None, (note.scope, *root_of(path))))] = None
         return site._replace(labels=(new, *others))
 

@@ -13,7 +13,7 @@ import jax
 import jax.tree_util as jtu
 import numpy as np
 
-from .._names import in_a_list
+from .._names import with_indices
 from .leaves import is_value
 
 
@@ -150,7 +150,7 @@ def layers_of(
     for at in it.product(*[range(x.length) for x in loops]):
         runs = [_layer(of_run, x, at) for of_run, x in runs_of(known, value)]
         of_layer, layer = map(list, zip(*runs))
-        layer_name = in_a_list(name, [(x.place, i) for x, i in zip(loops, at)])
+        layer_name = with_indices(name, [(x.place, i) for x, i in zip(loops, at)])
         if isinstance(known, list):
             yield at, layer_name, of_layer, tuple(layer)
         else:

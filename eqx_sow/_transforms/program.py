@@ -163,7 +163,7 @@ class Program:
     def named(self) -> list[tuple[Found, Named]]:
         """The same, each with what it is to patterns."""
         return [
-            (x, in_loops(x.site.name, x.site.label.after, x.loops)) for x in self.mine
+            (x, in_loops(x.site.name, x.site.label.places, x.loops)) for x in self.mine
         ]
 
     def select(self, patterns: Iterable[Any], **options: Any) -> Selection:
@@ -269,7 +269,7 @@ class Program:
             return [x.length for x, i in pairs if i is None]
 
         each = self.asks.all_of(named)
-        return [in_loops(one.name, one.after, left(one.at)) for one in each]
+        return [in_loops(one.name, one.places, left(one.at)) for one in each]
 
     def wanted(
         self, call: str, keys: Iterable[Any], others: Iterable[str] = ()

@@ -125,7 +125,7 @@ def _named_axes(site: Site, route: Scan) -> list[NamedAxis]:
     scan = (
         route[: i + 1] for i, (_, reverse) in enumerate(route) if reverse is not None
     )
-    place = iter(site.label.after)
+    place = iter(site.label.places)
 
     def name(axis: Axis) -> NamedAxis:
         if axis.mesh is not None:
