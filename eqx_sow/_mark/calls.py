@@ -34,6 +34,8 @@ class NotedCall:
     # The class of the module, or the function.
     cls: Any
     method: str = "__call__"
+    # What `checkpoint_name(x, name)` calls its value, which other functions do not.
+    value_name: str | None = None
     # Where some of the arrays are in the module: those that are the operands of its
     # edge.
     leaves: tuple[Path, ...] = ()
@@ -53,6 +55,10 @@ class NotedCall:
     @property
     def is_function(self) -> bool:
         return not isinstance(self.cls, type)
+
+    @property
+    def name_of_function(self) -> str:
+        return self.value_name or self.cls.__name__
 
     def running(self) -> contextlib.AbstractContextManager[Any]:
         name = _Running(self.cls.__name__)

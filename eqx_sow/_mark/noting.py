@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import jax.tree_util as jtu
+from jax.ad_checkpoint import checkpoint_name
 
 from .. import _compat
 from .calls import Call, Note, NotedCall, Path
@@ -123,7 +124,9 @@ def _noted(captures: tuple[Capture, ...]) -> Iterator[None]:
             for cls in classes():
                 note(cls)
             for fn in (f for c in captures for f in c.functions):
-                if isinstance(fn, types.FunctionType):
+                if fn is checkpoint_name:
+                    _exchange_code(fn, _noting_names)
+                elif isinstance(fn, types.FunctionType):
                     _exchange_code(fn, ft.partial(_noting_function, fn))
                 else:  # `jax.nn.relu` is a `jax.custom_jvp`
                     call: Any = type(fn).__call__
@@ -237,14 +240,16 @@ def _wanted() -> tuple[Capture, ...]:
     return getattr(listening.value, "captures", ())
 
 
-def _noting_function(fn: Callable, plain: Callable) -> Callable:
+def _noting_function(
+    fn: Callable, plain: Callable, value_name: str | None = None
+) -> Callable:
     """What is called in the place of a function that is captured."""
 
     def function(*args, **kwargs):
         chosen = [c for c in _wanted() if fn in c.functions]
         if not chosen:
             return plain(*args, **kwargs)
-        call = NotedCall(fn)
+        call = NotedCall(fn, value_name=value_name)
 
         # A function has no arrays of its own: it is called by the module around. What
         # is marked is the operand of the edge, so that JAX does not move the edge out
@@ -260,6 +265,17 @@ def _noting_function(fn: Callable, plain: Callable) -> Callable:
         return marks.after(went_in, out) if has_arrays else out
 
     return function
+
+
+def _noting_names(plain: Callable) -> Callable:
+    """What is called in the place of `checkpoint_name`. The value is marked under its
+    name, and before JAX gives it that: what a policy saves is then what is planted."""
+
+    def named(x, name):
+        mark = _noting_function(checkpoint_name, lambda x: x, name)
+        return plain(mark(x), name)
+
+    return named
 
 
 def _noting_rules(plain: Callable) -> Callable:

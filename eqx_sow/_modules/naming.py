@@ -89,7 +89,7 @@ class Naming:
         call = visit.call
         outer = self._path(visit.running[-1]) if visit.running else None
         if call.is_function:
-            return (*(outer or ()), call.cls.__name__)
+            return (*(outer or ()), call.name_of_function)
         path = self._best_fit(visit, outer)
         if path is not None and self._is_sure(path, visit):
             return path
