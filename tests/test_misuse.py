@@ -1073,6 +1073,19 @@ MISUSES = {
         ("`tap(..., modes=...)`: 'tangent'", "The modes there are: 'primal'"),
         "`modes`",
     ),
+    # --- what comes back ---
+    "an entry: as an array": Misuse(
+        TypeError,
+        lambda: S(_fn)(X)[1]["h"] * 2.0,
+        ("`intermediates['h']`", "has the mode 'primal': write", "['h']['primal']`."),
+        '`intermediates["h"]`',
+    ),
+    "an entry: its shape": Misuse(
+        AttributeError,
+        lambda: S(_fn)(X)[1]["h"].shape,  # pyright: ignore
+        ("`intermediates['h'].shape`", "write `intermediates['h']['primal'].shape`."),
+        '`intermediates["h"]`',
+    ),
     # --- statistics ---
     "edges: a number": Misuse(
         ValueError,

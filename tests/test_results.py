@@ -357,7 +357,10 @@ def test_views():
     got = S(jax.grad(_layers))(X)[1] | {"z": {"tangent": X}}
     assert got.primals == {"blocks/mlp": got["blocks/mlp"]["primal"]}
     assert list(got.cotangents) == ["blocks/mlp"] and list(got.tangents) == ["z"]
-    assert type(got.primals) is dict
+    # A PyTree in the same order, of any transformation.
+    assert jax.tree.map(jnp.sin, got.primals).keys() == {"blocks/mlp"}
+    two = S(lambda x: sow(sow(x, "z") * 2, "a"))(X)[1]
+    assert list(jax.jit(lambda i: i.primals)(two)) == ["z", "a"]
 
 
 def test_scalars_are_numbers():

@@ -146,3 +146,17 @@ class Note(NamedTuple):
     what: tuple[str, ...] = ()
     scope: str = ""
     is_sow: bool = False
+
+    def said(self, name: str, where: str) -> str:
+        """What messages say of the mark, given its name, if it has one yet, and the
+        line of the call."""
+        (what,) = self.what or ("output",)
+        cls = self.call.cls.__name__
+        article = "the function" if self.call.is_function else "a"
+        article += "n" * (article == "a" and cls[0] in "AEIOU")
+        callee, name = f"{article} `{cls}`", name.removesuffix(f".{what}")
+        if self.is_sow and name:
+            return f"the layer `Sow()` at `{name}` (called at {where})"
+        if not name:
+            return f"the {what} of {callee} (called at {where})"
+        return f"the {what} of `{name}` ({callee}, called at {where})"

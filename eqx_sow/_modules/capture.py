@@ -97,7 +97,7 @@ def name(
         hidden = way is None and label in site.labels and not is_solver(eqn)
         if hidden and site.note is not None:
             raise UnsupportedPrimitiveError(
-                f"`{site.note.call!r}` at {site.where} is inside the primitive "
+                f"{site.said_first} is inside the primitive "
                 f"`{eqn.primitive}`, where eqx_sow cannot tell which module is called. "
                 "Call it outside, or select other classes with `capture=`."
             )

@@ -144,8 +144,9 @@ class Program:
             split = [x for x in site.splits if x in depths]
             if any(planted or "cotangent" in site.modes[depths[x] :] for x in split):
                 raise SowError(
-                    f"{site.said} is in a `jax.checkpoint` that was differentiated: "
-                    "the backward pass computes the value again, without the mark. "
+                    f"{site.said_first} is in a `jax.checkpoint` that was "
+                    "differentiated: the backward pass computes the value again, "
+                    "without the mark. "
                     f"{remedy}"
                 )
 
