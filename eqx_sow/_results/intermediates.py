@@ -15,11 +15,11 @@ import numpy as np
 from .._errors import SowError
 from .._frames import api_boundary
 from .at_hand import is_at_hand
-from .layers import axes_of_runs
+from .layers import axes_of_runs, Known
 from .leaves import is_numeric, is_state, is_value
-from .lookup import find, Known, unknown_name
+from .lookup import find, is_there, unknown_name
 from .nodes import Keys, modes_in_order, modes_of, of_mode, register
-from .stacks import stacked, unstacked
+from .stacks import unstacked
 from .summarize import Summary
 
 
@@ -102,9 +102,7 @@ class Intermediates(dict[str, dict[str, Any]]):
         return self[name] if name in self else default
 
     def __contains__(self, name: Any) -> bool:
-        if super().__contains__(name):
-            return True
-        return find(name, dict(self), self._known, shapes=True) is not None
+        return super().__contains__(name) or is_there(name, dict(self), self._known)
 
     @api_boundary
     def _found(self, name: Any) -> tuple[str, Any, Known]:
@@ -264,49 +262,6 @@ class Intermediates(dict[str, dict[str, Any]]):
             )
         kinds = [tuple(kind for kind, *_ in axes or ()) for axes in runs]
         return tuple(kinds) if isinstance(known.of(name, mode), list) else kinds[0]
-
-    @api_boundary
-    def stack(self, pattern: str, mode: str = "primal") -> Any:
-        """Stacks the values of several names: all layers along one axis.
-
-        **Arguments:**
-
-        - `pattern`: a glob, such as `"blocks/*/mlp"`, as in the option `names` of
-            [`eqx_sow.save_intermediates`][]. It also works for a model that stacks its
-            layers, whose value is `"blocks/mlp"` with an axis for the loop.
-        - `mode`: the mode of the values.
-
-        **Returns:**
-
-        A PyTree like each of the values, whose arrays have a new first axis, in order
-        of execution. For a model that stacks its layers, this is the axis of the loop,
-        moved to the front.
-
-        **Raises:**
-
-        [`eqx_sow.UnknownSowError`][] if the pattern matches nothing;
-        [`eqx_sow.SowError`][] if the values differ in structure, shape or dtype.
-
-        !!! example
-
-            ```python
-            import equinox as eqx
-            import eqx_sow
-            import jax
-            import jax.numpy as jnp
-
-            model = eqx.nn.MLP(4, 4, 4, 2, key=jax.random.key(0))
-            saved = eqx_sow.save_intermediates(model, capture=eqx.nn.Linear)
-            out, intermediates = saved(jnp.ones(4))
-            intermediates.stack("layers/*").shape  # (3, 4)
-            ```
-        """
-        if not (isinstance(pattern, str) or callable(pattern)):
-            raise TypeError(
-                f"`Intermediates.stack(pattern)` takes a glob, such as "
-                f"`'blocks/*/mlp'`, not {pattern!r}."
-            )
-        return stacked(pattern, mode, self, self._known)
 
     @api_boundary
     def unstack(self) -> "Intermediates":

@@ -5,15 +5,16 @@ arrays since shows in their shapes: other axes in front are from a transformatio
 `save_intermediates`, and of anything else nothing is known.
 """
 
+import dataclasses as dc
 import itertools as it
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.tree_util as jtu
 import numpy as np
 
-from .._names import with_indices
+from .._names import Named, with_indices
 from .leaves import is_value
 
 
@@ -32,6 +33,35 @@ Leading = tuple[NamedAxes, tuple[int, ...]]
 OfValue = tuple[Leading, ...]
 # For several runs of one name, whose values are in a tuple, a list of that.
 OfRuns = list[OfValue]
+
+
+# The modes of each name.
+Values = Mapping[str, Mapping[str, Any]]
+
+
+@dc.dataclass(frozen=True)
+class Known:
+    """What is known of what came back.
+
+    `axes` are the leading axes of the arrays of each name and mode, see `NamedAxes`.
+    All else is for looking up, and for what errors say: `found` are all marks in the
+    program, those that were left out included; `roots` is where the models are, as in
+    `Program.roots`; `capture` and `modes` are the options; `appended` are the names
+    that the user's `Append` has put into a tuple, also if there is one value alone.
+    `order` says of the runs of each name where among those of all names they were.
+    """
+
+    axes: Mapping[tuple[str, str], OfValue | OfRuns] = dc.field(default_factory=dict)
+    found: tuple[Named, ...] = ()
+    roots: tuple[str, ...] = ()
+    capture: Any = None
+    modes: tuple[str, ...] | None = None
+    appended: frozenset[str] = frozenset()
+    order: Mapping[str, Sequence[int]] = dc.field(default_factory=dict)
+
+    def of(self, name: Any, mode: Any) -> OfValue | OfRuns:
+        """The leading axes of the arrays of one value."""
+        return self.axes.get((name, mode), ())
 
 
 # --- axes ---

@@ -9,42 +9,14 @@ from typing import Any
 import equinox as eqx
 import jax.tree_util as jtu
 
-from .._errors import shown, UnknownKeyError
+from .._errors import shown, SowError, UnknownKeyError
 from .._globs import is_glob
-from .._names import Iterations, Named
+from .._names import Iterations, Named, Selected
 from .._selection import Selection
-from .._unknown import entry_of_value, listed, no_such_iteration
-from .layers import at_iteration, axes_of_value, Leading, OfRuns, OfValue, runs_of
+from .._unknown import across_slashes, entry_of_value, listed, no_such_iteration
+from .layers import at_iteration, axes_of_value, Known, Leading, runs_of, Values
 from .leaves import shape_of
-
-
-# The modes of each name.
-Values = Mapping[str, Mapping[str, Any]]
-
-
-@dc.dataclass(frozen=True)
-class Known:
-    """What is known of what came back.
-
-    `axes` are the leading axes of the arrays of each name and mode, see `NamedAxes`.
-    All else is for looking up, and for what errors say: `found` are all marks in the
-    program, those that were left out included; `roots` is where the models are, as in
-    `Program.roots`; `capture` and `modes` are the options; `appended` are the names
-    that the user's `Append` has put into a tuple, also if there is one value alone.
-    `order` says of the runs of each name where among those of all names they were.
-    """
-
-    axes: Mapping[tuple[str, str], OfValue | OfRuns] = dc.field(default_factory=dict)
-    found: tuple[Named, ...] = ()
-    roots: tuple[str, ...] = ()
-    capture: Any = None
-    modes: tuple[str, ...] | None = None
-    appended: frozenset[str] = frozenset()
-    order: Mapping[str, Sequence[int]] = dc.field(default_factory=dict)
-
-    def of(self, name: Any, mode: Any) -> OfValue | OfRuns:
-        """The leading axes of the arrays of one value."""
-        return self.axes.get((name, mode), ())
+from .stacks import stacked, unstacked
 
 
 def find(
@@ -52,30 +24,62 @@ def find(
 ) -> tuple[str, Any, Known] | None:
     """What `names=name` would have captured: its name, its modes, and what is known of
     these; or `None` if it is not here. It may be an iteration of a loop, a layer that
-    is counted from the end, or lack its root. With `shapes`, nothing is computed."""
+    is counted from the end, or lack its root. What several names have that a pattern
+    fits is stacked. With `shapes`, nothing is computed."""
     if name in values:
         return name, values.get(name), known
-    if not isinstance(name, str) or is_glob(name):
+    if not isinstance(name, str):
         return None
-    found = known.found or [*_all_named(values, known)]
+    # What is here are also iterations: `names=("h/1", "h/2")` leaves no `h`.
+    found = [] if is_glob(name) else known.found
+    found = found or [*_all_named(values, known)]
     selection = Selection([name], found, known.roots)
     some = [(whole, one) for whole in found for one in selection.all_of(whole)]
-    for new in dict.fromkeys(one.name for _, one in some):
-        if new in values:
-            return new, values.get(new), known
-        at = {whole: one.at for whole, one in some if one.name == new}
-        wholes = {whole.name for whole in at}
-        if len(wholes) == 1 and wholes <= values.keys():
-            (whole,) = wholes
-            if not any(at.values()):
-                return whole, values.get(whole), known
-            held = values[whole]
-            modes = jtu.tree_map(shape_of, held) if shapes else held
-            modes, axes = _iteration(whole, modes, known, at)
-            if modes:
-                of_new = {(new, mode): x for mode, x in axes.items()}
-                return new, modes, dc.replace(known, axes={**known.axes, **of_new})
-    return None
+    each = {one.name: one for _, one in some}
+    there = [x for new in each if (x := _one(new, some, values, known, shapes))]
+    if not there or not is_glob(name):
+        return there[0] if there else None
+    if len(there) == 1 and any(n is not None for n in each[there[0][0]].places):
+        return there[0]
+    parts = {new: modes for new, modes, _ in there}
+    axes = {(n, m): of.of(n, m) for n, modes, of in there for m in modes}
+    layers, _ = unstacked(parts, dc.replace(known, axes=axes))
+    return name, stacked(name, layers), known
+
+
+def is_there(name: Any, values: Values, known: Known) -> bool:
+    """Whether a name can be looked up. Nothing is computed for that."""
+    try:
+        return find(name, values, known, shapes=True) is not None
+    except SowError:  # it cannot be stacked
+        return False
+
+
+def _one(
+    new: str,
+    some: Sequence[tuple[Named, Selected]],
+    values: Values,
+    known: Known,
+    shapes: bool,
+) -> tuple[str, Any, Known] | None:
+    """What a pattern selects under one name, given all that it selects of each mark:
+    the name, its modes, and what is known of these, if it is here."""
+    held = lambda name: (
+        jtu.tree_map(shape_of, values[name]) if shapes else values[name]
+    )
+    if new in values:
+        return new, held(new), known
+    at = {whole: one.at for whole, one in some if one.name == new}
+    wholes = {whole.name for whole in at}
+    if len(wholes) > 1 or not wholes <= values.keys():
+        return None
+    (whole,) = wholes
+    if not any(at.values()):
+        return whole, held(whole), known
+    modes, axes = _iteration(whole, held(whole), known, at)
+    of_new = {(new, mode): x for mode, x in axes.items()}
+    known = dc.replace(known, axes={**known.axes, **of_new})
+    return (new, modes, known) if modes else None
 
 
 # --- iterations ---
@@ -213,9 +217,8 @@ def unknown_name(name: Any, there: Values, known: Known) -> UnknownKeyError:
             return " Write `intermediates[name][mode]`."
         if entry := entry_of_value(name, there, known.roots):
             return entry
-        if is_glob(name):
-            all_of = f"`intermediates.stack({name!r})`"
-            return f" For all names that a pattern fits, write {all_of}."
+        if said := across_slashes(name, there):
+            return said
         # What the program has under that name.
         found = known.found or [*_all_named(there, known)]
         selection = Selection([name], found, known.roots)

@@ -12,7 +12,8 @@ import jax.export
 import jax.tree_util as jtu
 
 from .._frames import api_boundary
-from .lookup import find, Known, no_array, unknown_mode, unknown_name
+from .layers import Known, Values
+from .lookup import find, is_there, no_array, unknown_mode, unknown_name
 
 
 class Keys(tuple[str, ...]):
@@ -100,15 +101,15 @@ class OfMode(dict[str, Any]):
     # The mode, and what is known of all that came back.
     _known: tuple[str, Known] = "primal", Known()
 
-    def _find(self, name: Any, shapes: bool = False) -> Any:
-        mode, known = self._known
-        modes = {name: {mode: value} for name, value in self.items()}
-        return find(name, modes, known, shapes)
+    @property
+    def _values(self) -> Values:
+        mode, _ = self._known
+        return {name: {mode: value} for name, value in self.items()}
 
     @api_boundary
     def __missing__(self, name: Any) -> Any:
         mode, known = self._known
-        if (there := self._find(name)) is not None:
+        if (there := find(name, self._values, known)) is not None:
             return there[1][mode]
         if others := [m for n, m in known.axes if n == name]:
             raise unknown_mode(mode, others, name, known)
@@ -118,7 +119,8 @@ class OfMode(dict[str, Any]):
         return self[name] if name in self else default
 
     def __contains__(self, name: Any) -> bool:
-        return super().__contains__(name) or self._find(name, shapes=True) is not None
+        _, known = self._known
+        return super().__contains__(name) or is_there(name, self._values, known)
 
     def __reduce__(self):
         return dict, (dict(self),)

@@ -11,9 +11,8 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .._errors import SowError
-from .layers import axes_of_each, NamedAxes, Scan
+from .layers import axes_of_each, Known, NamedAxes, Scan
 from .leaves import is_state, is_value
-from .lookup import Known
 from .summarize import Summary
 from .table import FIRST
 

@@ -1,5 +1,6 @@
 """Stacks of layers: taken apart, as if each were a list, and layers put together."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,22 +10,20 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-from .._errors import shown, SowError, UnknownSowError
-from .._names import Iterations, Named
-from .._selection import Selection
-from .._unknown import across_slashes
+from .._errors import SowError
+from .._globs import head_of, is_index
+from .._unknown import of_all_layers
 from .layers import (
-    axes_of_runs,
+    Known,
     layers_of,
     LoopAxis,
     loops_of,
-    loops_over_layers,
     OfRuns,
     OfValue,
     runs_of,
+    Values,
 )
 from .leaves import is_value
-from .lookup import Known, Values, why_no_mode
 
 
 # --- taken apart ---
@@ -99,73 +98,67 @@ def _when(
 
 
 # --- put together ---
-def stacked(pattern: str, mode: str, values: Values, known: Known) -> Any:
-    """The layers that a pattern fits, along a new first axis of their arrays."""
-    there = {name: modes[mode] for name, modes in values.items() if mode in modes}
-    call = f"`Intermediates.stack({pattern!r}, {mode!r})`"
-    if values and not there:
-        modes = dict.fromkeys(m for modes_of in values.values() for m in modes_of)
-        raise UnknownSowError(
-            f"{call}: no name has the mode {mode!r}. The modes there are: "
-            f"{shown(modes)}.{why_no_mode(mode, modes, known)}"
-        )
-    axes = {name: known.of(name, mode) for name in there}
-    named = {name: _named(name, axes[name], x) for name, x in there.items()}
-    roots = [name.split("/")[0] for name in there]
-    selection = Selection([pattern], named.values(), roots)
-    for several in selection.ambiguous.values():
-        which = " or ".join(map(repr, several))
-        raise UnknownSowError(f"{call} may be {which}. Write which one.")
-    layers = [
-        (layer, value)
-        for name, x in there.items()
-        for one in selection.all_of(named[name])
-        for at, layer, _, value in layers_of(name, axes[name], x)
-        if all(i in (None, n) for i, n in zip(one.at, at))
+def stacked(pattern: str, layers: Values) -> dict[str, Any]:
+    """The modes that all of these layers have, which a pattern fits, as one value each,
+    whose arrays have new axes in front. Nested lists have one axis for each: those of
+    `blocks/0/layers/0` to `blocks/1/layers/3` are `(2, 4)`. Other names are along one
+    axis, in order of execution."""
+    names, sizes = _grid(pattern, list(layers))
+    modes = [m for m in layers[names[0]] if all(m in layers[name] for name in names)]
+    return {m: _along_new_axes(pattern, m, layers, names, sizes) for m in modes}
+
+
+def _grid(pattern: str, names: list[str]) -> tuple[list[str], list[int]]:
+    """Names in the order of the layers of their lists, and how many there are along
+    each axis."""
+    if len({of_all_layers(name) for name in names}) > 1:
+        return names, [len(names)]
+    parts = [name.split("/") for name in names]
+    given = pattern.split("/")
+    axes = [
+        k
+        for k, part in enumerate(parts[0])
+        if is_index(head_of(part)[0]) and part not in given
     ]
-    if not layers:
-        changed = any(None in axes_of_runs(axes[name], x) for name, x in there.items())
-        hint = " If you have computed with the values since, the axis of the layers"
-        hint += " is no longer known: call `stack` before that."
-        hint = hint if changed else across_slashes(str(pattern), there)
-        raise UnknownSowError(
-            f"{call} matches nothing. The names with this mode are: "
-            f"{shown(there)}.{hint}"
+    index = lambda split: [int(head_of(split[k])[0]) for k in axes]
+    found = sorted((index(split), name) for split, name in zip(parts, names))
+    sizes = [len({i[k] for i, _ in found}) for k in range(len(axes))]
+    if math.prod(sizes) != len(names):
+        raise SowError(
+            f"`intermediates[{pattern!r}]`: there are lists of different lengths, from "
+            f"{found[0][1]!r} to {found[-1][1]!r}, which cannot be stacked. Stack each "
+            "by a pattern of its own."
         )
-    return _along_a_new_axis(pattern, layers)
+    return [name for _, name in found], sizes or [1]
 
 
-def _named(name: str, axes: OfValue | OfRuns, value: Any) -> Named:
-    """What a name is to patterns: with the loops over layers that its value is from."""
-    loops = loops_over_layers(axes, value)
-    return Named(name, tuple(Iterations(x.place, x.length) for x in loops))
-
-
-def _along_a_new_axis(pattern: str, named: Sequence[tuple[str, Any]]) -> Any:
-    """Values, each with its name, as one."""
-
+def _along_new_axes(
+    pattern: str, mode: str, layers: Values, names: Sequence[str], sizes: Sequence[int]
+) -> Any:
     def form(value):
         arrays = filter(is_value, jtu.tree_leaves(value))
         return jtu.tree_structure(value), [(x.shape, x.dtype) for x in arrays]
 
-    values = [value for _, value in named]
+    values = [layers[name][mode] for name in names]
     if any(form(value) != form(values[0]) for value in values):
         kinds: dict[str, str] = {}
-        for name, value in named:
+        for name, value in zip(names, values):
             kinds.setdefault(eqx.tree_pformat(value), name)
         found = " and ".join(f"{name!r} is {kind}" for kind, name in kinds.items())
         raise SowError(
-            f"`Intermediates.stack({pattern!r})`: the values differ in structure, "
-            f"shape or dtype: {found}. Select values that are alike, by a pattern such "
-            "as `blocks/*/mlp`."
+            f"`intermediates[{pattern!r}]`: the values differ in structure, shape or "
+            f"dtype: the {mode} of {found}. Select values that are alike, by a pattern "
+            "such as `blocks/*/mlp`."
         )
 
-    def stacked(*xs):
+    def stack(*xs):
         if not is_value(xs[0]):
             return xs[0]
+        shape = (*sizes, *xs[0].shape)
         if isinstance(xs[0], jax.ShapeDtypeStruct):
-            return jax.ShapeDtypeStruct((len(xs), *xs[0].shape), xs[0].dtype)
+            return jax.ShapeDtypeStruct(shape, xs[0].dtype)
         # JAX has no arrays of the dtype `float0`.
-        return (jnp if any(isinstance(x, jax.Array) for x in xs) else np).stack(xs)
+        x = (jnp if any(isinstance(x, jax.Array) for x in xs) else np).stack(xs)
+        return x if len(sizes) == 1 else x.reshape(shape)
 
-    return jtu.tree_map(stacked, *values)
+    return jtu.tree_map(stack, *values)

@@ -12,7 +12,7 @@ from .._handlers.collect import Collect
 from .._mark.site import Site
 from .._mark.static import SameParts
 from .._results.intermediates import Intermediates
-from .._results.lookup import Known
+from .._results.layers import Known
 from .._values import spec as _spec
 from .._values.assemble import assemble
 from .._values.modes import labels

@@ -13,8 +13,7 @@ from .._errors import SowError
 from .._mark.site import Axis, Site
 from .._mark.static import NoTangent, OPERAND
 from .._results.intermediates import Intermediates, with_known
-from .._results.layers import Leading, NamedAxis, Scan
-from .._results.lookup import Known
+from .._results.layers import Known, Leading, NamedAxis, Scan
 from .._results.nodes import modes_in_order
 from .axes import as_operand, broadcast, final_axes, kept_axes, whole
 from .entry import Entry, grouped, with_count
