@@ -149,7 +149,7 @@ def check_no_entry(
 
 def _close(pattern: str, there: Iterable[str], found: Iterable[Named]) -> list[str]:
     """The names that are close to a pattern. If it has an index, so do they: what is
-    close to `blocks/3/atn` is layer 3 of `blocks/attn`, not all layers of it."""
+    close to `blocks/3/atn` is layer 3 of `blocks/*/attn`, not all layers of it."""
     n_indices = lambda name: len(_indices(name))
     indices = _indices(pattern)
     there = dict.fromkeys(there)

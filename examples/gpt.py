@@ -232,7 +232,7 @@ watched_step = eqx.filter_jit(
 # ## Train
 #
 # The log is a file with one JSON object on each line. In the dict of
-# `Intermediates.flat`, the entry `model/blocks/cotangent/rms`, for example, has one
+# `Intermediates.flat`, the entry `model/blocks/*/cotangent/rms`, for example, has one
 # number for each block.
 
 # %%
@@ -261,7 +261,7 @@ log = [json.loads(line) for line in log_file.read_text().splitlines()]
 first, last = log[0]["loss"], log[-1]["loss"]
 print(f"{STEPS} steps in {seconds:.0f} s, loss {first:.2f} -> {last:.2f}")
 print(len(log), "lines in the log, each with", len(log[0]), "entries, such as")
-for name in ("model/blocks/primal/rms", "model/blocks/cotangent/rms"):
+for name in ("model/blocks/*/primal/rms", "model/blocks/*/cotangent/rms"):
     print(f"  {name}: {log[-1][name]}")
 
 # %% [markdown]
@@ -275,7 +275,7 @@ axes[0].set(title="loss", xlabel="step")
 for axis, mode, title in zip(
     axes[1:], ("primal", "cotangent"), ("activations", "gradients")
 ):
-    rms = np.array([line[f"model/blocks/{mode}/rms"] for line in log])
+    rms = np.array([line[f"model/blocks/*/{mode}/rms"] for line in log])
     for block, colour in enumerate(
         plt.get_cmap("viridis")(np.linspace(0, 0.9, LAYERS))
     ):
@@ -315,7 +315,7 @@ assert at.tolist() == [[5, 12]]
 _, found = eqx.filter_jit(save_intermediates(model, capture=(Embedding, Block)))(
     wrong[5, :-1]
 )
-rows = [found["embedding"]["primal"], *found["blocks"]["primal"]]
+rows = [found["embedding"]["primal"], *found["blocks/*"]["primal"]]
 image = np.stack([~np.isfinite(x).all(axis=-1) for x in rows])
 figure, axis = plt.subplots(figsize=(9, 1.8), layout="constrained")
 axis.imshow(image, cmap="Reds", vmax=1.3, aspect="auto", origin="lower")
@@ -378,8 +378,8 @@ def batch(model, tokens):
 def hidden(model, tokens):
     """After the embedding and after each block: [places, batch, length, width]."""
     _, found = save_intermediates(batch, capture=(Embedding, Block))(model, tokens)
-    blocks = found["model/blocks"]["primal"]
-    assert found.axes("model/blocks", "primal") == ("vmap", "loop")
+    blocks = found["model/blocks/*"]["primal"]
+    assert found.axes("model/blocks/*", "primal") == ("vmap", "loop")
     first = found["model/embedding"]["primal"][None]
     return jnp.concatenate([first, blocks.swapaxes(0, 1)]).astype(jnp.float32)
 
@@ -431,9 +431,9 @@ figure.savefig(folder / "probe.png", dpi=150)
 
 # %%
 PARTS = {
-    "blocks": "what a block puts out",
-    "blocks/attention": "what its attention adds",
-    "blocks/mlp": "what its MLP adds",
+    "blocks/*": "what a block puts out",
+    "blocks/*/attention": "what its attention adds",
+    "blocks/*/mlp": "what its MLP adds",
 }
 parts = (Block, Attention, MLP)
 
@@ -521,10 +521,10 @@ def by_hand(model, prompt, other, fathers, layer, word):
 for layer, word in np.ndindex(LAYERS, 5):
     place = jnp.array(layer), jnp.array(word)
     share = by_hand(average, prompts[ours[0]], prompts[others[0]], both[0], *place)
-    assert np.allclose(maps["blocks"][0, layer, word], share, atol=0.05)
+    assert np.allclose(maps["blocks/*"][0, layer, word], share, atol=0.05)
 
 # From block to block the fact moves from the name to the last word.
-name, last = maps["blocks"].mean(axis=0)[:, [1, 4]].T
+name, last = maps["blocks/*"].mean(axis=0)[:, [1, 4]].T
 assert (np.diff(name) < 0).all() and (np.diff(last) > 0).all() and last[-1] > 0.99
 
 # %% [markdown]
@@ -582,4 +582,4 @@ figure.savefig(folder / "attribution.png", dpi=150)
 # - One backward pass finds the same places as the sweep. It underestimates large
 #   effects, because a gradient describes small changes.
 # - Statistics, the alarm, the probe and the patches were put around the model and the
-#   training step, and use the same names: `blocks`, `blocks/attention`, `blocks/mlp`.
+#   training step, and use the same names: `blocks/*`, `blocks/*/attention`, `blocks/*/mlp`.

@@ -127,13 +127,13 @@ def first_argument(metric):
 
 def step(watch, model, tokens):
     metrics = {
-        "blocks": rms,
-        "blocks/attention": rms,
-        "blocks/attention.inputs": first_argument(rms),
-        "blocks/attention/softmax.inputs": first_argument(jnp.max),
-        "blocks/mlp": rms,
-        "blocks/mlp.inputs": first_argument(rms),
-        "blocks/mlp/relu": inactive,
+        "blocks/*": rms,
+        "blocks/*/attention": rms,
+        "blocks/*/attention.inputs": first_argument(rms),
+        "blocks/*/attention/softmax.inputs": first_argument(jnp.max),
+        "blocks/*/mlp": rms,
+        "blocks/*/mlp.inputs": first_argument(rms),
+        "blocks/*/mlp/relu": inactive,
     }
     grad = save_intermediates(
         eqx.filter_value_and_grad(loss),
@@ -151,14 +151,14 @@ def step(watch, model, tokens):
 # --- the same by hand: a second version of each class, and of the loss ---
 def attention_by_hand(self, x, see):
     logits, v = self.logits(x)
-    see("blocks/attention/softmax.inputs", jnp.max, logits)
+    see("blocks/*/attention/softmax.inputs", jnp.max, logits)
     pattern = jax.nn.softmax(logits)
     return jnp.einsum("bhts,bshe,hed->btd", pattern, v, self.out)
 
 
 def mlp_by_hand(self, x, see):
     hidden = jax.nn.relu(x @ self.up)
-    see("blocks/mlp/relu", inactive, hidden)
+    see("blocks/*/mlp/relu", inactive, hidden)
     return hidden @ self.down
 
 
@@ -169,16 +169,16 @@ def block_by_hand(self, x, watch):
         found[name] = when(watch, metric)(x)
 
     h = norm(x)
-    see("blocks/attention.inputs", rms, h)
+    see("blocks/*/attention.inputs", rms, h)
     h = attention_by_hand(self.attention, h, see)
-    see("blocks/attention", rms, h)
+    see("blocks/*/attention", rms, h)
     x = x + h
     h = norm(x)
-    see("blocks/mlp.inputs", rms, h)
+    see("blocks/*/mlp.inputs", rms, h)
     h = mlp_by_hand(self.mlp, h, see)
-    see("blocks/mlp", rms, h)
+    see("blocks/*/mlp", rms, h)
     x = x + h
-    see("blocks", rms, x)
+    see("blocks/*", rms, x)
     return x, found
 
 

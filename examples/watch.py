@@ -148,7 +148,7 @@ def train(plain_step, watched_step):
         else:
             (model, state, value), found = watched_step(model, state, text)
             # There is a summary for each example and layer. Merge over the examples.
-            found = {m: s.merge(axis=0) for m, s in found["model/blocks"].items()}
+            found = {m: s.merge(axis=0) for m, s in found["model/blocks/*"].items()}
             history.append(jax.tree.map(np.asarray, found))
         losses.append(value)
     # For each mode, a summary whose arrays have an axis for the steps and then an axis
@@ -290,13 +290,13 @@ def watch_run(model, state):
     name, mode, i, block = alarms[0]
     # The alarm came at once, and the run continued.
     assert 0 < log.index("alarm") < len(log) - 1 and log[-1] == 15
-    assert (name, mode) == ("model/blocks/attention/query_proj", "cotangent")
+    assert (name, mode) == ("model/blocks/*/attention/query_proj", "cotangent")
     assert block == FADING
     # The second alarm is the gradient that this block passes to the block before it.
-    assert alarms[1] == ("model/blocks", "cotangent", i, FADING - 1)
+    assert alarms[1] == ("model/blocks/*", "cotangent", i, FADING - 1)
     # Merge over examples and positions: one summary for each step and block.
     gradients = {
-        "output": found["model/blocks"]["cotangent"].merge(axis=1),
+        "output": found["model/blocks/*"]["cotangent"].merge(axis=1),
         "queries": found[name]["cotangent"].merge(axis=(1, 3)),
     }
     gradients = jax.tree.map(np.asarray, gradients)

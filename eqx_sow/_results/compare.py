@@ -92,7 +92,7 @@ def compare(
         is compared with the primals. Keys may be those of `flat()`, as in a file:
         `"layers/0/cotangent"`. Arrays may be NumPy's, or anything that
         `numpy.asarray` takes, such as PyTorch's detached tensors. If one of the two
-        has a stack of layers (`"blocks/attn"`) where the other has a list
+        has a stack of layers (`"blocks/*/attn"`) where the other has a list
         (`"blocks/0/attn"`), the stack is taken apart, by
         [`eqx_sow.Intermediates`][]`.unstack()`.
     - `rtol`, `atol`: the tolerance. For bfloat16, whose numbers are 0.4 % apart, a

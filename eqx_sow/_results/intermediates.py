@@ -44,10 +44,13 @@ class Intermediates(dict[str, dict[str, Any]]):
     types in place of the arrays, except for scalars. In a notebook it is displayed as
     the table of [`eqx_sow.tabulate`][].
 
-    Look up an iteration as if the loop were a list: `intermediates["blocks/2/attn"]` of
-    a stack captured as `"blocks/attn"`, `intermediates["h/3"]`,
-    `intermediates["h/-1"]`. You can leave out where the model is, as in the option
-    `names`. `in`, `.get` and `.primals[...]` agree with that. A name or a mode that is
+    Look up what `names=` would select: one layer, `intermediates["blocks/2/attn"]`, of
+    a list or a stack of layers; one iteration of another loop, `intermediates["h/3"]`
+    or `["h/-1"]`. You can leave out where the model is. For a pattern, you get the
+    values of all names that it fits, stacked: `intermediates["blocks/*/attn"]` has a
+    first axis for the layers. (Nested lists give one axis for each list. Other names
+    are in order of execution. If the values cannot be stacked, it is a `SowError`.)
+    `in`, `.get` and `.primals[...]` agree with that. A name or a mode that is
     not there is an [`eqx_sow.UnknownSowError`][], which is a `KeyError` as well, and
     says why.
 
@@ -267,8 +270,8 @@ class Intermediates(dict[str, dict[str, Any]]):
     def unstack(self) -> "Intermediates":
         """Takes stacks of layers apart, as if each were a list.
 
-        In a scan over 12 stacked blocks, `"blocks/attn"` is one value with an axis for
-        the loop. Here it becomes `"blocks/0/attn"` to `"blocks/11/attn"`, for tables
+        In a scan over 12 stacked blocks, `"blocks/*/attn"` is one value with an axis
+        for the loop. Here it becomes `"blocks/0/attn"` to `"blocks/11/attn"`, for tables
         and loggers.
 
         **Returns:**
@@ -302,7 +305,7 @@ class Intermediates(dict[str, dict[str, Any]]):
             model = Model(make(jax.random.split(jax.random.key(0), 4)))
             saved = eqx_sow.save_intermediates(model, capture=eqx.nn.Linear)
             out, intermediates = saved(jnp.ones(3))
-            list(intermediates)  # ["blocks"]
+            list(intermediates)  # ["blocks/*"]
             list(intermediates.unstack())  # ["blocks/0", "blocks/1", ...]
             ```
         """

@@ -22,7 +22,7 @@ from .leaves import is_value
 # its end if it is a scan. See `Entry.route`. These are plain tuples: pickles have them.
 Scan = tuple[tuple[int, bool | None], ...]
 # What an axis is; where its index stands in a name; and its scan, as far as that is
-# known. ("loop", 6, ...) is the loop over the layers of `blocks/attn`, whose layer 2 a
+# known. ("loop", 1, ...) is the loop over the layers of `blocks/*/attn`, whose layer 2 a
 # list would call `blocks/2/attn`. None for an axis whose index stands at the end, or
 # nowhere.
 NamedAxis = tuple[str, int | None, Scan | None]
@@ -171,7 +171,7 @@ def layers_of(
 ) -> Iterator[tuple[tuple[int, ...], str, OfValue | OfRuns, Any]]:
     """The parts of a value that a list of layers would have as values of their own:
     the index of each, the name that it has there, and what is known of it. For
-    `blocks/attn` of `[4, ...]` in a loop over layers these are `blocks/0/attn` to
+    `blocks/*/attn` of `[4, ...]`, in a loop over layers, these are `blocks/0/attn` to
     `blocks/3/attn`. If there is no such loop, it is the value itself."""
     loops = loops_over_layers(known, value)
     if not loops:

@@ -158,9 +158,9 @@ def save_intermediates(
         them. You can leave out where the model is (`"layers/0"` for `"model/layers/0"`)
         if only one model fits. `"layers/-1"` is the last layer, and comes back under
         that name. `"h/3"` is iteration 3 of the loop around `h`, without an axis for
-        that loop, and `"h/3/0"` is iteration 0 of the loop inside. In a stack of
-        layers, the index is where it would be in a list: `"blocks/2/attn"` is layer 2,
-        and `"blocks/*/attn"` all layers.
+        that loop, and `"h/3/0"` is iteration 0 of the loop inside. A scan over a stack
+        of layers has the names of a list: `"blocks/2/attn"` is layer 2, and
+        `"blocks/*/attn"` is all of them, in one value with a leading axis.
     - `modes`: what to capture of each: `"primal"` (the value), `"cotangent"` (the
         gradient with respect to it), `"tangent"` (its directional derivative), or
         second-order modes joined by a dot (`"cotangent.tangent"`); one or a sequence.
