@@ -173,7 +173,7 @@ def test_axes(fn, x, options, axes, jit):
     assert got.axes("blocks/mlp", "primal") == axes
     assert pickle.loads(pickle.dumps(got)).axes("blocks/mlp") == axes
     inside = (("outside", *axes[0]),) if axes[:1] == (("vmap", "loop"),) else None
-    _, got = jax.vmap(S(fn, **options))(x[None])
+    _, got = jax.vmap(S(fn, **options))(jnp.stack([x] * 7))
     assert got.axes("blocks/mlp", "primal") == (inside or ("outside", *axes))
 
 

@@ -14,7 +14,7 @@ from .._globs import is_glob
 from .._names import Iterations, Named
 from .._selection import Selection
 from .._unknown import entry_of_value, listed, no_such_iteration
-from .layers import at_iteration, axes_of_value, Leading, OfRuns, OfValue, runs_of
+from .layers import at_iteration, Leading, LoopAxis, loops_of, OfRuns, OfValue, runs_of
 from .leaves import shape_of
 
 
@@ -116,7 +116,8 @@ def _iteration(
         for k, (of_run, x) in enumerate(runs_of(of_mode, value)):
             named = next(_with_loops(name, of_run), Named(name))
             one = at.get(named)
-            if one and axes_of_value(of_run, x) is not None:
+            loops = loops_of(of_run, x)
+            if one and loops is not None and _are_known(loops, one):
                 parts[k] = at_iteration(of_run, x, one)
             elif one or not several:
                 return {}, {}
@@ -133,6 +134,10 @@ def _iteration(
             if isinstance(axes[mode], list):
                 modes[mode], axes[mode] = modes[mode][0], axes[mode][0]
     return modes, axes
+
+
+def _are_known(loops: Sequence[LoopAxis], at: Sequence[int | None]) -> bool:
+    return all(x.is_known for x, i in zip(loops, at) if i is not None)
 
 
 # --- why it is not there ---
@@ -226,7 +231,8 @@ def unknown_name(name: Any, there: Values, known: Known) -> UnknownKeyError:
             if one.at and whole in there:
                 return (
                     f" The axis of the loop in {whole!r} is not known: a reducer has "
-                    "combined the iterations, or you have computed with the values. "
+                    "combined the iterations, or you have computed with the values, or "
+                    "a transformation around has added an axis of the same length. "
                     f"Capture this iteration with `names={name!r}`."
                 )
             return " The program has it, but `names=` or `modes=` left it out."
