@@ -374,6 +374,25 @@ def test_what_was_computed_with_has_no_iterations():
         got["h/1"]
 
 
+@pytest.mark.parametrize("jacobian", [jax.jacfwd, jax.jacrev])
+@pytest.mark.parametrize("n", [2, 3])
+def test_an_iteration_in_a_jacobian(jacobian, n):
+    def f(x):
+        return lax.scan(lambda c, y: (sow(c * y + x.sum(), "h"), None), 1.0, X)[0]
+
+    x = jnp.arange(1.0, 1.0 + n)
+    jac = jacobian(lambda x: S(f)(x)[1])(x)
+    assert jac["h"]["primal"].shape == (3, n)
+    if n == 2:
+        (alone,) = jacobian(lambda x: S(f, names="h/1")(x)[1])(x).primals.values()
+        assert_close(jac["h/1"]["primal"], alone)
+        return
+    # As many iterations as inputs: which of the two axes is which?
+    assert "h/1" not in jac and jac.primals.get("h/1") is None
+    with pytest.raises(KeyError, match="The axis of the loop in 'h' is not known"):
+        jac["h/1"]
+
+
 def test_names_in_messages_are_few():
     model = eqx.nn.MLP(3, 3, 4, 15, key=jax.random.key(0))
     _, got = S(lambda m, x: m(x), capture=eqx.nn.Linear)(model, X)

@@ -273,7 +273,9 @@ class Intermediates(dict[str, dict[str, Any]]):
 
         - `pattern`: a glob, such as `"blocks/*/mlp"`, as in the option `names` of
             [`eqx_sow.save_intermediates`][]. It also works for a model that stacks its
-            layers, whose value is `"blocks/mlp"` with an axis for the loop.
+            layers, whose value is `"blocks/mlp"` with an axis for the loop. If stacks
+            hold stacks, `"stages/*"` leaves the axis of the inner loop where it is, and
+            `"stages/*/*"` has all layers of all stages.
         - `mode`: the mode of the values.
 
         **Returns:**
@@ -285,7 +287,8 @@ class Intermediates(dict[str, dict[str, Any]]):
         **Raises:**
 
         [`eqx_sow.UnknownSowError`][] if the pattern matches nothing;
-        [`eqx_sow.SowError`][] if the values differ in structure, shape or dtype.
+        [`eqx_sow.SowError`][] if the values differ in structure, shape or dtype, or the
+        axis of the layers is no longer known.
 
         !!! example
 
