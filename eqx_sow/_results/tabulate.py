@@ -55,7 +55,7 @@ def tabulate(intermediates: Mapping[str, Mapping[str, Any]]) -> str:
     Cotangents are read from the bottom row upwards. Entries that a `jax.vmap` or a loop
     around `save_intermediates` has stacked count as iterations, too. After a reducer or
     a change of shape the iterations can no longer be compared, so the arrow points at
-    the first bad row of all. The table of a plain dict has no arrow, as `jax.jit` sorts its
+    the first bad row. The table of a plain dict has no arrow, as `jax.jit` sorts its
     names.
 
     The statistics are computed as by [`eqx_sow.summarize`][], where the values are:
