@@ -13,7 +13,7 @@ from .._errors import shown, UnknownKeyError
 from .._globs import is_glob
 from .._names import Iterations, Named
 from .._selection import Selection
-from .._unknown import entry_of_value, listed, no_such_iteration
+from .._unknown import entry_of_value, listed, no_such_iteration, without_option
 from .layers import at_iteration, Leading, LoopAxis, loops_of, OfRuns, OfValue, runs_of
 from .leaves import shape_of
 
@@ -238,19 +238,11 @@ def unknown_name(name: Any, there: Values, known: Known) -> UnknownKeyError:
             return " The program has it, but `names=` or `modes=` left it out."
         if iterations := no_such_iteration(name, known.found, known.roots):
             return iterations
-        for suffix, said in _OPTIONAL.items():
-            if name.endswith(suffix) and not any(x.endswith(suffix) for x in there):
-                return f" {said}"
+        if said := without_option(name, there):
+            return said
         if close or known.capture is not None:
             return ""
         return " The outputs of modules are captured with `capture=True`."
 
     said = listed(name, there, hint=hint, found=known.found)
     return UnknownKeyError(f"{name!r} is not a name here. {said}")
-
-
-# What a captured call is marked with if an option asks for it.
-_OPTIONAL = {
-    ".inputs": "Inputs are captured with `inputs=True`.",
-    ".call": "Whole calls are captured with `calls=True`.",
-}
