@@ -308,8 +308,8 @@ def _two(x):
         ({}, "h/3", "no such iteration of 'h': they are 'h/0' to 'h/2'"),
         ({}, "hh", "Did you mean 'h'"),
         ({}, "layers/0", "captured with `capture=True`"),
-        ({}, "layers/0.inputs", "captured with `inputs=True`"),
-        ({}, "layers/0.call", "captured with `calls=True`"),
+        ({}, "layers/0.inputs", "marked with `inputs=True`"),
+        ({}, "layers/0.call", "marked with `calls=True`"),
         ({}, "*", r"`intermediates.stack\('\*'\)`"),
         ({}, 0, r"`intermediates\[name\]\[mode\]`"),
         (dict(names="y"), "h", "`names=` or `modes=` left it out"),
@@ -372,6 +372,25 @@ def test_what_was_computed_with_has_no_iterations():
     got = jax.tree.map(lambda x: x.sum(), S(_two)(1.0)[1])
     with pytest.raises(KeyError, match="you have computed with the values"):
         got["h/1"]
+
+
+@pytest.mark.parametrize("jacobian", [jax.jacfwd, jax.jacrev])
+@pytest.mark.parametrize("n", [2, 3])
+def test_an_iteration_in_a_jacobian(jacobian, n):
+    def f(x):
+        return lax.scan(lambda c, y: (sow(c * y + x.sum(), "h"), None), 1.0, X)[0]
+
+    x = jnp.arange(1.0, 1.0 + n)
+    jac = jacobian(lambda x: S(f)(x)[1])(x)
+    assert jac["h"]["primal"].shape == (3, n)
+    if n == 2:
+        (alone,) = jacobian(lambda x: S(f, names="h/1")(x)[1])(x).primals.values()
+        assert_close(jac["h/1"]["primal"], alone)
+        return
+    # As many iterations as inputs: which of the two axes is which?
+    assert "h/1" not in jac and jac.primals.get("h/1") is None
+    with pytest.raises(KeyError, match="The axis of the loop in 'h' is not known"):
+        jac["h/1"]
 
 
 def test_names_in_messages_are_few():

@@ -398,7 +398,7 @@ def _operands(
             )
         raise SowError(
             f"{value_for} has the structure {treedef}, but {form.treedef.value} is "
-            f"marked there. {verb} a value of that structure."
+            f"marked there. {verb} a value of that structure.{site.form_said}"
         )
     new = []
     operand = iter(like)

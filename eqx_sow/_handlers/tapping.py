@@ -50,9 +50,8 @@ def send(
     extra = _sendable(extra, printed=False)
     varies = *value.varies, *site.varies[n:]
     # No more of the site: in another trace of the program all else may differ.
-    sent = Site(
-        site.labels, value.form, modes=site.modes, axes=site.axes, varies=varies
-    )
+    sent = Site(site.labels, value.form, modes=site.modes)
+    sent = sent._replace(axes=site.axes, varies=varies)
     devices = jax.sharding.get_abstract_mesh().manual_axes
     delivery = Delivery(
         options.callback,

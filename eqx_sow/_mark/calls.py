@@ -147,6 +147,11 @@ class Note(NamedTuple):
     scope: str = ""
     is_sow: bool = False
 
+    @property
+    def form_said(self) -> str:
+        """What messages say of the form of such values, if it is not the user's."""
+        return _FORMS.get(self.what, "")
+
     def said(self, name: str, where: str) -> str:
         """What messages say of the mark, given its name, if it has one yet, and the
         line of the call."""
@@ -160,3 +165,9 @@ class Note(NamedTuple):
         if not name:
             return f"the {what} of {callee} (called at {where})"
         return f"the {what} of `{name}` ({callee}, called at {where})"
+
+
+_FORMS: dict[tuple[str, ...], str] = {
+    ("inputs",): " Inputs are a pair `(args, kwargs)`, also of a single argument.",
+    ("call",): " A call is a `Call(args, kwargs, out)`.",
+}

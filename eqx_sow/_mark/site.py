@@ -258,6 +258,11 @@ class Site(_Fields):
         return f"`sow(..., {self.name!r})` at {self.where}"
 
     @property
+    def form_said(self) -> str:
+        """A sentence about the form of the value, if that is ours."""
+        return self.note.form_said if self.note is not None else ""
+
+    @property
     def said_first(self) -> str:
         """The same, at the beginning of a sentence."""
         return self.said[0].upper() + self.said[1:]

@@ -309,11 +309,11 @@ def _rows(
     for path, leaf in every.items():
         if is_state(leaf.x) or {*path[:1]} & lacking:
             continue
-        x, y = (leaves.get(path, Leaf(None, None)) for leaves in (mine, others))
+        x, y = (leaves.get(path, Leaf(None)) for leaves in (mine, others))
         yield _Row(
             mode,
             f"{name}{jtu.keystr(path)}" if len(every) > 1 else str(name),
-            x.axes or y.axes or (),
+            x.axes or y.axes or x.axes,
             x.when if of_first else y.when,
             of=name,
             a=x.x,

@@ -271,8 +271,8 @@ class Intermediates(dict[str, dict[str, Any]]):
         """Takes stacks of layers apart, as if each were a list.
 
         In a scan over 12 stacked blocks, `"blocks/*/attn"` is one value with an axis
-        for the loop. Here it becomes `"blocks/0/attn"` to `"blocks/11/attn"`, for tables
-        and loggers.
+        for the loop. Here it becomes `"blocks/0/attn"` to `"blocks/11/attn"`, for
+        tables and loggers.
 
         **Returns:**
 

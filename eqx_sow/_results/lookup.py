@@ -13,8 +13,22 @@ from .._errors import shown, SowError, UnknownKeyError
 from .._globs import is_glob
 from .._names import Iterations, Named, Selected
 from .._selection import Selection
-from .._unknown import across_slashes, entry_of_value, listed, no_such_iteration
-from .layers import at_iteration, axes_of_value, Known, Leading, runs_of, Values
+from .._unknown import (
+    across_slashes,
+    entry_of_value,
+    listed,
+    no_such_iteration,
+    without_option,
+)
+from .layers import (
+    at_iteration,
+    Known,
+    Leading,
+    LoopAxis,
+    loops_of,
+    runs_of,
+    Values,
+)
 from .leaves import shape_of
 from .stacks import stacked, unstacked
 
@@ -43,7 +57,8 @@ def find(
         return there[0]
     parts = {new: modes for new, modes, _ in there}
     axes = {(n, m): of.of(n, m) for n, modes, of in there for m in modes}
-    layers, _ = unstacked(parts, dc.replace(known, axes=axes))
+    call = f"intermediates[{name!r}]"
+    layers, _ = unstacked(parts, dc.replace(known, axes=axes), call)
     return name, stacked(name, layers), known
 
 
@@ -64,9 +79,7 @@ def _one(
 ) -> tuple[str, Any, Known] | None:
     """What a pattern selects under one name, given all that it selects of each mark:
     the name, its modes, and what is known of these, if it is here."""
-    held = lambda name: (
-        jtu.tree_map(shape_of, values[name]) if shapes else values[name]
-    )
+    held = lambda name: jtu.tree_map(shape_of, values[name]) if shapes else values[name]
     if new in values:
         return new, held(new), known
     at = {whole: one.at for whole, one in some if one.name == new}
@@ -120,7 +133,8 @@ def _iteration(
         for k, (of_run, x) in enumerate(runs_of(of_mode, value)):
             named = next(_with_loops(name, of_run), Named(name))
             one = at.get(named)
-            if one and axes_of_value(of_run, x) is not None:
+            loops = loops_of(of_run, x)
+            if one and loops is not None and _are_known(loops, one):
                 parts[k] = at_iteration(of_run, x, one)
             elif one or not several:
                 return {}, {}
@@ -137,6 +151,10 @@ def _iteration(
             if isinstance(axes[mode], list):
                 modes[mode], axes[mode] = modes[mode][0], axes[mode][0]
     return modes, axes
+
+
+def _are_known(loops: Sequence[LoopAxis], at: Sequence[int | None]) -> bool:
+    return all(x.is_known for x, i in zip(loops, at) if i is not None)
 
 
 # --- why it is not there ---
@@ -229,25 +247,18 @@ def unknown_name(name: Any, there: Values, known: Known) -> UnknownKeyError:
             if one.at and whole in there:
                 return (
                     f" The axis of the loop in {whole!r} is not known: a reducer has "
-                    "combined the iterations, or you have computed with the values. "
+                    "combined the iterations, or you have computed with the values, or "
+                    "a transformation around has added an axis of the same length. "
                     f"Capture this iteration with `names={name!r}`."
                 )
             return " The program has it, but `names=` or `modes=` left it out."
         if iterations := no_such_iteration(name, known.found, known.roots):
             return iterations
-        for suffix, said in _OPTIONAL.items():
-            if name.endswith(suffix) and not any(x.endswith(suffix) for x in there):
-                return f" {said}"
+        if said := without_option(name, there):
+            return said
         if close or known.capture is not None:
             return ""
         return " The outputs of modules are captured with `capture=True`."
 
     said = listed(name, there, hint=hint, found=known.found)
     return UnknownKeyError(f"{name!r} is not a name here. {said}")
-
-
-# What a captured call is marked with if an option asks for it.
-_OPTIONAL = {
-    ".inputs": "Inputs are captured with `inputs=True`.",
-    ".call": "Whole calls are captured with `calls=True`.",
-}

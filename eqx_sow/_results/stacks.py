@@ -15,9 +15,11 @@ from .._globs import head_of, is_index
 from .._unknown import of_all_layers
 from .layers import (
     Known,
-    layers_of,
+    layer_of,
     LoopAxis,
     loops_of,
+    loops_over_layers,
+    names_of_layers,
     OfRuns,
     OfValue,
     runs_of,
@@ -28,10 +30,10 @@ from .leaves import is_value
 
 # --- taken apart ---
 def unstacked(
-    values: Values, known: Known
+    values: Values, known: Known, call: str = "Intermediates.unstack()"
 ) -> tuple[dict[str, dict[str, Any]], dict[tuple[str, str], OfValue | OfRuns]]:
     """The values as if each stack of layers were a list, in order of execution, and
-    their axes."""
+    their axes. `call`: for messages, what needs that."""
     began: dict[Any, int] = {}
     when: dict[str, tuple[int, ...]] = {}
     out: dict[str, dict[str, Any]] = {}
@@ -40,16 +42,13 @@ def unstacked(
         for mode, value in modes.items():
             axes = known.of(name, mode)
             if _was_stacked(axes, value):
-                raise SowError(
-                    f"`Intermediates.unstack()`: the values of {name!r} have other "
-                    "shapes than those that `save_intermediates` returned, so the axis "
-                    "of the layers is no longer known. Call `unstack` before you "
-                    "compute with the values."
-                )
-            for at, layer, of_layer, part in layers_of(name, axes, value):
+                raise _changed(call, name)
+            over = loops_over_layers(axes, value)
+            for layer, at in names_of_layers(name, over):
+                of_layer, part = layer_of(axes, value, at)
                 if mode in out.setdefault(layer, {}):
                     raise SowError(
-                        f"`Intermediates.unstack()`: a layer of {name!r} would be "
+                        f"`{call}`: a layer of {name!r} would be "
                         f"called {layer!r}, and so is another value. Choose other "
                         "names for `sow`, or unstack only some of the names."
                     )
@@ -63,11 +62,24 @@ def unstacked(
 
 
 def _was_stacked(axes: OfValue | OfRuns, value: Any) -> bool:
-    """Whether a value had the axis of layers, of which nothing is known any more."""
-    return any(
-        loops_of(of_run, x) is None and any(place is not None for _, place, _ in own)
-        for of_run, x in runs_of(axes, value)
-        for own, _ in of_run
+    """Whether a value had an axis of layers of which it is not known where it is."""
+    for of_run, x in runs_of(axes, value):
+        loops = loops_of(of_run, x)
+        if loops is None and any(p is not None for own, _ in of_run for _, p, _ in own):
+            return True
+        if any(x.place is not None and not x.is_known for x in loops or ()):
+            return True
+    return False
+
+
+def _changed(call: str, name: str) -> SowError:
+    return SowError(
+        f"`{call}`: the values of {name!r} have other shapes than those that "
+        "`save_intermediates` returned, so the axis of the layers is no longer known. "
+        f"Write `{call}` before you compute with the values. If a "
+        "`jax.vmap` around `save_intermediates` has added the axis of a batch that is "
+        "as long as there are layers, put it inside: "
+        "`save_intermediates(jax.vmap(fn))`."
     )
 
 
@@ -80,7 +92,7 @@ def _around(axes: OfValue | OfRuns, value: Any) -> list[LoopAxis]:
 def _when(
     position: int,
     loops: Sequence[LoopAxis],
-    at: Sequence[int],
+    at: Sequence[Any],
     backward: bool,
     began: dict[Any, int],
 ) -> tuple[int, ...]:

@@ -157,7 +157,7 @@ def plant(
     *,
     mode: Mode = "primal",
     tag: Hashable = "intermediates",
-    capture: bool | type | tuple[Any, ...] | Callable[..., Any] | None = None,
+    capture: bool | type | Sequence[Any] | Callable[..., Any] | None = None,
     methods: str | Sequence[str] = ("__call__",),
     inputs: bool = False,
     calls: bool = False,
