@@ -91,7 +91,7 @@ def test_finds_the_layer_in_a_list_and_in_a_stack(transform):
         compare(stacks[0], lists[1]) == table == compare(*[x.unstack() for x in stacks])
     )
     # It is the first in time, though `attn` of the next layer stands above.
-    assert compare(*stacks).first == ("m/blocks/mlp", "primal")
+    assert compare(*stacks).first == ("m/blocks/*/mlp", "primal")
     for right in (lists[1], stacks[1]):
         assert compare(stacks[1], right).first is None
 
@@ -273,7 +273,7 @@ def test_plain_mappings():
     stacked = {
         n: np.stack([right[f"m/blocks/{i}/{n}"] for i in range(4)]) for n in ("mlp",)
     }
-    assert compare({"m/blocks/mlp": stacked["mlp"]}, _save(Stack(BLOCKS))).first is None
+    assert compare({"m/blocks/*/mlp": stacked["mlp"]}, _save(Stack(BLOCKS))).first is None
 
 
 def test_plain_dicts_of_more_than_ten_layers():

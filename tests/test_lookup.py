@@ -331,10 +331,10 @@ def test_a_name_that_is_not_there(options, name, says):
     [
         ("blocks/7", "'m/blocks': they are 'm/blocks/0' to 'm/blocks/3'."),
         ("blocks/-5/mlp", "they are 'm/blocks/0/mlp' to 'm/blocks/3/mlp'."),
-        ("m/blocks/mlp/2", "they are 'm/blocks/0/mlp' to 'm/blocks/3/mlp'."),
+        ("m/blocks/*/mlp/2", "they are 'm/blocks/0/mlp' to 'm/blocks/3/mlp'."),
         ("blocks/2/mpl", "Did you mean 'm/blocks/2/mlp' or 'm/blocks/2'?"),
         ("m/blocks/-1/mp", "Did you mean 'm/blocks/-1/mlp' or 'm/blocks/-1'?"),
-        ("m/blocks/7/mpl", "The names there are: 'm/blocks/mlp', 'm/blocks', 'm'."),
+        ("m/blocks/7/mpl", "The names there are: 'm/blocks/*/mlp', 'm/blocks', 'm'."),
     ],
 )
 def test_an_index_that_selects_no_layer_of_a_stack(name, says):
