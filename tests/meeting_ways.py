@@ -147,7 +147,7 @@ def one_jitted_gradient(run):
 def stacked_inside(run):
     def fn(m, x):
         stack = mapped(lambda *p: jnp.stack(p), *m.layers)
-        step = lambda x, layer: (jnp.tanh(run(layer, x, "m/layers")), None)
+        step = lambda x, layer: (jnp.tanh(run(layer, x, "m/layers/*")), None)
         return lax.scan(step, x, stack)[0]
 
     return fn
@@ -157,7 +157,7 @@ def stacked_inside(run):
 def nets_stacked_inside(run):
     def fn(nets, x):
         stack = mapped(lambda *p: jnp.stack(p), *nets)
-        return lax.scan(lambda x, net: (run(net, x, "nets"), None), x, stack)[0]
+        return lax.scan(lambda x, net: (run(net, x, "nets/*"), None), x, stack)[0]
 
     return fn
 
@@ -165,7 +165,7 @@ def nets_stacked_inside(run):
 @program(lambda: mapped(lambda *p: jnp.stack(p), make_net(0), make_net(1), make_net(2)))
 def stacked_before(run):
     def fn(nets, x):
-        step = jax.checkpoint(lambda x, net: (run(net, x, "nets"), None))
+        step = jax.checkpoint(lambda x, net: (run(net, x, "nets/*"), None))
         return lax.scan(step, x, nets)[0]
 
     return fn

@@ -62,13 +62,13 @@ def test_what_went_in_and_what_came_out(wrap):
     out, got = S(wrap(run), **CAPTURE)(MODEL, x)
     want, (ins, outs), last = wrap(by_hand)(MODEL, x)
     assert_close(out, want)
-    names = ["model/blocks.inputs", "model/blocks", "model/blocks.call"]
+    names = ["model/blocks/*.inputs", "model/blocks/*", "model/blocks/*.call"]
     names += ["model/softmax.inputs", "model/softmax", "model/softmax.call"]
     assert list(got) == names
-    whole = got["model/blocks.call"]["primal"]
+    whole = got["model/blocks/*.call"]["primal"]
     assert type(whole) is Call
     assert_close(whole, Call((ins,), {}, outs))
-    assert_close(got["model/blocks.inputs"]["primal"], ((ins,), {}))
+    assert_close(got["model/blocks/*.inputs"]["primal"], ((ins,), {}))
     assert_close(got["model/softmax.call"]["primal"], Call((last,), {"axis": -1}, want))
     assert_close(got["model/softmax.inputs"]["primal"], ((last,), {"axis": -1}))
 
@@ -80,12 +80,12 @@ def test_cotangents_of_the_parts(checkpoint):
     _, got = jax.jit(S(jax.grad(loss), **CAPTURE))(MODEL, X)
     zeros = (jnp.zeros((4, 3)),) * 2
     of_hand = jax.grad(lambda zeros: by_hand(MODEL, X, zeros)[0][0])(zeros)
-    ct = got["m/blocks.call"]["cotangent"]
+    ct = got["m/blocks/*.call"]["cotangent"]
     # The program goes on with the output alone.
     assert_close(ct, Call((0 * of_hand[0],), {}, of_hand[1]))
-    assert_close(got["m/blocks.inputs"]["cotangent"], ((of_hand[0],), {}))
+    assert_close(got["m/blocks/*.inputs"]["cotangent"], ((of_hand[0],), {}))
     # A loss on a captured part.
-    part = lambda x: S(run, **CAPTURE)(MODEL, x)[1]["model/blocks.call"]["primal"]
+    part = lambda x: S(run, **CAPTURE)(MODEL, x)[1]["model/blocks/*.call"]["primal"]
     of_part = jax.grad(lambda x: (part(x).args[0] * part(x).out).sum())(X)
     hand = lambda x: by_hand(MODEL, x)[1]
     assert_close(of_part, jax.grad(lambda x: (hand(x)[0] * hand(x)[1]).sum())(X))
@@ -103,7 +103,7 @@ def test_a_layer_is_skipped(wrap):
     assert_close(grad, jax.grad(lambda x: wrap(by)(MODEL, x).ravel()[0])(x))
     # It is still a mark, and what was captured fits.
     out, got = S(skipped)(MODEL, x)
-    assert_close(got["model/blocks.call"]["primal"], Call((ins,), {}, outs))
+    assert_close(got["model/blocks/*.call"]["primal"], Call((ins,), {}, outs))
     _, got = S(wrap(run), **CAPTURE)(MODEL, x)
     assert_close(plant(wrap(run), got, **CAPTURE)(MODEL, x), wrap(run)(MODEL, x))
 
@@ -129,11 +129,11 @@ def test_planted_inputs():
 def test_one_transform_sees_both():
     norm = jnp.linalg.norm
     growth = lambda c: norm(c.out) / norm(c.args[0])
-    options = dict(CAPTURE, names="*blocks.call", transform=growth)
+    options = dict(CAPTURE, names="*/blocks/*.call", transform=growth)
     _, got = S(run, **options)(MODEL, X)
     _, (ins, outs), _ = by_hand(MODEL, X)
     want = norm(outs, axis=-1) / norm(ins, axis=-1)
-    assert_close(got["model/blocks.call"]["primal"], want)
+    assert_close(got["model/blocks/*.call"]["primal"], want)
     events = []
     tap(run, events.append, **options)(MODEL, X)
     jax.effects_barrier()
@@ -171,8 +171,8 @@ def test_arguments_are_as_they_were_before_the_call():
 
 def test_what_is_wrong():
     options = dict(capture=eqx.nn.Linear, calls=True)
-    wrong = {"model/blocks.call": lambda c: c._replace(out=c.args[0][:2])}
+    wrong = {"model/blocks/*.call": lambda c: c._replace(out=c.args[0][:2])}
     with pytest.raises(SowError, match=r"float32\[2\] where float32\[3\] is marked"):
         plant(run, wrong, **options)(MODEL, X)
     with pytest.raises(UnknownSowError, match="Whole calls are marked with `calls"):
-        plant(run, {"model/blocks.call": X}, capture=True)(MODEL, X)
+        plant(run, {"model/blocks/*.call": X}, capture=True)(MODEL, X)

@@ -273,7 +273,8 @@ def test_plain_mappings():
     stacked = {
         n: np.stack([right[f"m/blocks/{i}/{n}"] for i in range(4)]) for n in ("mlp",)
     }
-    assert compare({"m/blocks/*/mlp": stacked["mlp"]}, _save(Stack(BLOCKS))).first is None
+    table = compare({"m/blocks/*/mlp": stacked["mlp"]}, _save(Stack(BLOCKS)))
+    assert table.first is None
 
 
 def test_plain_dicts_of_more_than_ten_layers():

@@ -177,10 +177,10 @@ def test_iterations_with_append():
 def test_shapes_and_tracers():
     _, shapes = S(STACK, capture=True).eval_shape(X)
     assert shapes["blocks/2"]["primal"].shape == (3,)
-    assert shapes.stack("blocks/*").shape == (4, 3)
+    assert shapes["blocks/*"]["primal"].shape == (4, 3)
     _, whole = S(STACK, capture=True)(X)
-    traced = jax.jit(lambda i: (i["blocks/-1"], i["blocks"]))(whole)
-    for got, name in zip(traced, ("blocks/-1", "blocks")):
+    traced = jax.jit(lambda i: (i["blocks/-1"], i["blocks/*"]))(whole)
+    for got, name in zip(traced, ("blocks/-1", "blocks/*")):
         assert_close(got, whole[name])
 
 
@@ -190,9 +190,9 @@ def test_shapes_and_tracers():
 def test_copies(again):
     _, whole = S(STACK, capture=True)(X)
     assert_close(again(whole)["blocks/2/mlp"], whole["blocks/2/mlp"])
-    entry = again(whole["blocks"])
+    entry = again(whole["blocks/*"])
     assert type(entry) is dict
-    assert_close(entry, whole["blocks"])
+    assert_close(entry, whole["blocks/*"])
 
 
 def test_an_entry_is_a_dict_and_a_pytree():
@@ -310,7 +310,7 @@ def _two(x):
         ({}, "layers/0", "captured with `capture=True`"),
         ({}, "layers/0.inputs", "marked with `inputs=True`"),
         ({}, "layers/0.call", "marked with `calls=True`"),
-        ({}, "*", r"`intermediates.stack\('\*'\)`"),
+        ({}, "z*", "The names there are: 'h', 'y'"),
         ({}, 0, r"`intermediates\[name\]\[mode\]`"),
         (dict(names="y"), "h", "`names=` or `modes=` left it out"),
         (dict(names="y"), "h/1", "`names=` or `modes=` left it out"),
@@ -329,12 +329,12 @@ def test_a_name_that_is_not_there(options, name, says):
 @pytest.mark.parametrize(
     "name, says",
     [
-        ("blocks/7", "'m/blocks': they are 'm/blocks/0' to 'm/blocks/3'."),
+        ("blocks/7", "'m/blocks/*': they are 'm/blocks/0' to 'm/blocks/3'."),
         ("blocks/-5/mlp", "they are 'm/blocks/0/mlp' to 'm/blocks/3/mlp'."),
         ("m/blocks/*/mlp/2", "they are 'm/blocks/0/mlp' to 'm/blocks/3/mlp'."),
         ("blocks/2/mpl", "Did you mean 'm/blocks/2/mlp' or 'm/blocks/2'?"),
         ("m/blocks/-1/mp", "Did you mean 'm/blocks/-1/mlp' or 'm/blocks/-1'?"),
-        ("m/blocks/7/mpl", "The names there are: 'm/blocks/*/mlp', 'm/blocks', 'm'."),
+        ("m/blocks/7/mpl", "The names there are: 'm/blocks/*/mlp', 'm/blocks/*', 'm'."),
     ],
 )
 def test_an_index_that_selects_no_layer_of_a_stack(name, says):

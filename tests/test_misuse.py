@@ -1213,12 +1213,6 @@ MISUSES = {
         ("`Summary.merge(axis='batch')`: there are 0 axes",),
         "`Summary.merge`",
     ),
-    "stack: a list of names": Misuse(
-        TypeError,
-        lambda: S(_fn)(X)[1].stack(["h"]),  # pyright: ignore
-        ("`Intermediates.stack(pattern)` takes a glob", "not ['h']"),
-        "`Intermediates.stack`",
-    ),
     "tabulate: all that save_intermediates returned": Misuse(
         TypeError,
         lambda: tabulate(S(_fn)(X)),  # pyright: ignore

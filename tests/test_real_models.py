@@ -584,7 +584,7 @@ def test_esm2():
     tokens = jnp.asarray(esm2quinox.tokenise(["SP#DERM#N", "FOO"]))
     loss = lambda m, tokens: jnp.sum(jax.vmap(m)(tokens).logits ** 2)
     block = type(model.layers)
-    got = _check_grad(loss, model, tokens, capture=block)["m/layers"]
+    got = _check_grad(loss, model, tokens, capture=block)["m/layers/*"]
     by_hand = jax.vmap(lambda t, nudges: _esm2_by_hand(model, t, nudges))
     nudges = jnp.zeros((2, 3, tokens.shape[1], 8))
     summed = lambda nudges: jnp.sum(by_hand(tokens, nudges)[0])
@@ -592,7 +592,7 @@ def test_esm2():
     assert_close(got["primal"], by_hand(tokens, nudges)[1], **near)
     assert_close(got["cotangent"], jax.grad(summed)(nudges), **near)
 
-    again = plant(loss, {"m/layers": got}, capture=block)
+    again = plant(loss, {"m/layers/*": got}, capture=block)
     assert_close(again(model, tokens), loss(model, tokens), **near)
     without = plant(loss, {"m/layers/1": jnp.zeros_like}, capture=block)
     without_too = nudges.at[:, 1].set(-got["primal"][:, 1])

@@ -1,4 +1,5 @@
-"""What `Intermediates` is good for once it is there: `flat`, `axes`, `stack`."""
+"""What `Intermediates` is good for once it is there: `flat`, `axes`, look-ups by
+patterns, `unstack`."""
 
 import io
 import pickle
@@ -220,39 +221,51 @@ def test_axes_are_not_known():
     assert got.copy().axes("blocks/*/mlp") == ("vmap", "loop")
 
 
-# --- stack ---
+# --- patterns ---
 WRAPS = {
-    "grad": (jax.grad, X, (6,)),
-    "jit": (lambda f: jax.jit(jax.grad(f)), X, (6,)),
-    "vmap": (lambda f: jax.vmap(jax.grad(f)), XS, (6,)),
-    "checkpoint": (lambda f: jax.grad(jax.checkpoint(f)), X, (6,)),
+    "grad": (jax.grad, X, (1,)),
+    "jit": (lambda f: jax.jit(jax.grad(f)), X, (1,)),
+    "vmap": (lambda f: jax.vmap(jax.grad(f)), XS, (1,)),
+    "checkpoint": (lambda f: jax.grad(jax.checkpoint(f)), X, (1,)),
     # A loop around that of the layers.
-    "map": (lambda f: lambda x: lax.map(jax.grad(f), x), XS, (None, 6)),
+    "map": (lambda f: lambda x: lax.map(jax.grad(f), x), XS, (None, 1)),
 }
 
 
+OTHER_AXIS_IN_FRONT = WRAPS["vmap"][0], WRAPS["map"][0]
+
+
 @pytest.mark.parametrize("mode", ["primal", "cotangent"])
-@pytest.mark.parametrize("wrap, x, after", WRAPS.values(), ids=WRAPS)
-def test_stack_is_the_same_for_a_list_and_for_a_stack(wrap, x, after, mode):
-    mark = lambda x, name: sow_in_stack(x, name, after)
+@pytest.mark.parametrize("wrap, x, places", WRAPS.values(), ids=WRAPS)
+def test_a_pattern_is_the_same_for_a_list_and_for_a_stack(wrap, x, places, mode):
+    mark = lambda x, name: sow_in_stack(x, name, places)
     in_list = S(wrap(_list))(x)[1]
     in_stack = S(wrap(lambda x: _layers(x, mark)))(x)[1]
     expected = jnp.stack([in_list[f"blocks/{i}/mlp"][mode] for i in range(4)])
+    # Of a whole stack it is the value as it is, with the lanes in front.
+    stored = in_stack["blocks/*/mlp"][mode]
+    layer = 1 if wrap in OTHER_AXIS_IN_FRONT else 0
+    assert stored is dict(in_stack)["blocks/*/mlp"][mode]
+    assert_close(jnp.moveaxis(stored, layer, 0), expected)
+    for pattern in ("blocks/*/mlp", "*/*/mlp", "**/mlp", "blocks/**", "**"):
+        assert_close(in_list[pattern][mode], expected)
+        assert_close(in_stack[pattern][mode], stored)
     for got in (in_list, in_stack):
-        for pattern in ("blocks/*/mlp", "*/*/mlp", "**/mlp", "blocks/**", "**"):
-            assert_close(got.stack(pattern, mode), expected)
-        assert_close(got.stack("blocks/[13]/mlp", mode), expected[1::2])
-        assert_close(got.stack("blocks/2/mlp", mode), expected[2:3])
-    assert_close(in_stack.stack("blocks/*/mlp", mode), expected)
+        assert_close(got["blocks/[13]/mlp"][mode], expected[1::2])
+        assert_close(got["blocks/2/mlp"][mode], expected[2])
     # Traced, and with axes of transformations around.
-    assert_close(jax.jit(lambda i: i.stack("**", mode))(in_stack), expected)
-    twice = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), in_stack)
-    assert_close(twice.stack("**", mode), jnp.stack([expected, 2 * expected], 1))
+    assert_close(jax.jit(lambda i: i["blocks/[13]/*"][mode])(in_stack), expected[1::2])
+    both = lambda x: jnp.stack([x, 2 * x])
+    for got in (in_list, in_stack):
+        twice = jax.tree.map(both, got)["blocks/[13]/mlp"][mode]
+        assert_close(twice, jnp.moveaxis(both(expected[1::2]), 0, 1))
 
 
-def test_stack_of_a_stack_of_stacks():
+def test_patterns_of_a_stack_of_stacks():
+    name = "stages/*/blocks/*/mlp"
+
     def stages(x):
-        mark = lambda x, name: sow_in_stack(x, "stages/blocks/*/mlp", (6, 13))
+        mark = lambda x, _: sow_in_stack(x, name, (1, 3))
         return lax.map(lambda w: _layers(w * x, mark), jnp.arange(1.0, 3.0)).sum()
 
     def in_lists(x):
@@ -263,16 +276,19 @@ def test_stack_of_a_stack_of_stacks():
         return y
 
     a, b = S(stages)(X)[1], S(in_lists)(X)[1]
-    for pattern in ("**", "stages/*/blocks/*/mlp", "stages/1/**", "**/3/mlp"):
-        assert_close(a.stack(pattern), b.stack(pattern))
+    shapes = {"**": (2, 4), name: (2, 4), "stages/1/**": (4,), "**/3/mlp": (2,)}
+    shapes |= {"stages/-1/*/1/mlp": (), "stages/*/blocks/[02]/mlp": (2, 2)}
+    for pattern, shape in shapes.items():
+        value = b[pattern]["primal"]
+        assert value.shape == (*shape, 3)
+        assert_close(a[pattern]["primal"], value)
+        assert_close(a.primals[pattern], value)
 
 
-@pytest.mark.parametrize("nested", [(1, 1), (6, 6)], ids=["b", "stages"])
-def test_a_star_is_one_axis_of_a_stack_of_stacks(nested):
-    name = "b" if nested == (1, 1) else "stages"
-
+def test_a_star_is_one_axis_of_a_stack_of_stacks():
     def f(x):
-        layer = lambda x, w: (sow_in_stack(jnp.sin(w * x), name, nested), None)
+        mark = lambda x: sow_in_stack(x, "b/*/*", (1, 2))
+        layer = lambda x, w: (mark(jnp.sin(w * x)), None)
         step = lambda x, ws: lax.scan(layer, x, ws)
         return lax.scan(step, x, jnp.arange(1.0, 9.0).reshape(2, 4))[0]
 
@@ -282,16 +298,19 @@ def test_a_star_is_one_axis_of_a_stack_of_stacks(nested):
         hand.append(x := jnp.sin(w * x))
     hand = jnp.stack(hand)
     by_stage = hand.reshape(2, 4, 3)
-    # As for a list of two stacks of four, and for a list of two lists.
-    assert_close(got.stack(f"{name}/*"), by_stage)
-    assert_close(got.stack(f"{name}/-1"), by_stage[1:])
-    assert_close(got.stack(f"{name}/*/*"), hand)
-    assert_close(got.stack(f"{name}/*/2"), by_stage[:, 2])
-    assert_close(got.stack(f"{name}/**"), hand)
-    stages = Intermediates(
-        {f"{name}/{i}": {"primal": x} for i, x in enumerate(by_stage)}
-    )
-    assert_close(got.stack(f"{name}/*"), stages.stack(f"{name}/*"))
+    # As for a list of two lists of four.
+    names = [f"b/{i}/{j}" for i in range(2) for j in range(4)]
+    lists = Intermediates({n: {"primal": x} for n, x in zip(names, hand)})
+    for one in (got, lists):
+        assert_close(one["b/*/*"]["primal"], by_stage)
+        assert_close(one["b/**"]["primal"], by_stage)
+        assert_close(one["b/*/2"]["primal"], by_stage[:, 2])
+        assert_close(one["b/-1/*"]["primal"], by_stage[1])
+        assert_close(one["b/-1/-2"]["primal"], by_stage[1, 2])
+        assert "b/*" not in one and "b/1" not in one
+    # A list of two stacks of four, and a stack of two whose layers are called twice.
+    one = Intermediates({f"b/{i}": {"primal": x} for i, x in enumerate(by_stage)})
+    assert_close(one["b/*"]["primal"], by_stage)
 
 
 # --- axes that others have added, or taken away ---
@@ -336,8 +355,7 @@ def test_an_axis_that_was_added_outside_is_known_or_an_error(how, n):
             lambda: got[f"blocks/{i}/mlp"]["primal"],
             lambda: got.primals[f"blocks/{i - 4}/mlp"],
             lambda: got.unstack()[f"blocks/{i}/mlp"]["primal"],
-            lambda: got.stack("blocks/*/mlp")[i],
-            lambda: got.stack(f"blocks/{i}/mlp")[0],
+            lambda: got[f"blocks/[{i}]/mlp"]["primal"][0],
         )
         is_known = axes != "" and not (n == 4 and how in NOT_KNOWN_OF_FOUR)
         assert (f"blocks/{i}/mlp" in got) == is_known
@@ -358,7 +376,7 @@ def test_an_axis_that_was_added_outside_is_known_or_an_error(how, n):
 
 # --- unstack ---
 def _two_in_stack(x, places=(1,), reverse=False):
-    mark = lambda x, name: sow_in_stack(x, f"blocks/{name}", after)
+    mark = lambda x, name: sow_in_stack(x, f"blocks/*/{name}", places)
 
     def step(x, w):
         x = mark({"a": jnp.sin(w * x), "s": "text"}, "attn")["a"]
@@ -379,10 +397,10 @@ def _two_in_list(x, reverse=False):
 
 
 @pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("wrap, x, after", WRAPS.values(), ids=WRAPS)
-def test_unstacked_is_what_a_list_gives(wrap, x, after, reverse):
+@pytest.mark.parametrize("wrap, x, places", WRAPS.values(), ids=WRAPS)
+def test_unstacked_is_what_a_list_gives(wrap, x, places, reverse):
     in_list = S(wrap(lambda x: _two_in_list(x, reverse)))(x)[1]
-    in_stack = S(wrap(lambda x: _two_in_stack(x, after, reverse)))(x)[1]
+    in_stack = S(wrap(lambda x: _two_in_stack(x, places, reverse)))(x)[1]
     got = in_stack.unstack()
     # With the names, and modes, in the same order.
     assert list(got) == list(in_list)
@@ -406,12 +424,12 @@ def test_unstacked_is_what_a_list_gives(wrap, x, after, reverse):
 
 def test_unstack_of_several_runs_and_loops():
     def once(x, places=(1,), name="blocks/*/mlp"):
-        step = lambda x, w: (sow_in_stack(jnp.sin(w * x), name, after), None)
+        step = lambda x, w: (sow_in_stack(jnp.sin(w * x), name, places), None)
         return lax.scan(step, x, jnp.arange(1.0, 4.0))[0]
 
     def f(x):
         # The second time in a loop that is none over layers.
-        return lax.map(lambda x: once(x, (None, 6)), once(x)[None] * jnp.ones((2, 1)))
+        return lax.map(lambda x: once(x, (None, 1)), once(x)[None] * jnp.ones((2, 1)))
 
     got = S(f, reduce=Append())(X)[1]
     first, second = got["blocks/*/mlp"]["primal"]
@@ -420,8 +438,8 @@ def test_unstack_of_several_runs_and_loops():
     for i, modes in enumerate(unstacked.values()):
         assert_close(modes["primal"], (first[i], second[:, i]))
     # Of stacks of stacks.
-    name = "stages/blocks/*/mlp"
-    stages = lambda x: lax.map(lambda w: once(w * x, (6, 13), name), jnp.ones(2))
+    name = "stages/*/blocks/*/mlp"
+    stages = lambda x: lax.map(lambda w: once(w * x, (1, 3), name), jnp.ones(2))
     names = [f"stages/{i}/blocks/{j}/mlp" for i in range(2) for j in range(3)]
     got = S(stages)(X)[1]
     assert list(got.unstack()) == names
@@ -474,36 +492,36 @@ def test_flat_has_the_edges_of_histograms():
     assert_close(flat["h/primal/s/histogram"], jnp.array([0.0, 2.0]))
 
 
-def test_stack_keeps_structure():
+def test_a_pattern_keeps_structure():
     def f(x):
         for i in range(3):
             x = sow({"a": x * i, "b": (2 * x, "text")}, f"h{i}")["a"]
         return sow(x, "k")
 
     got = S(f, transform={"h1": lambda x: x})(X)[1]
-    value = got.stack("h*")
+    value = got["h*"]["primal"]
     assert value["b"][1] == "text" and value["a"].shape == (3, 3)
-    assert isinstance(S(f, transform=summarize)(X)[1].stack("h*")["a"], Summary)
+    summaries = S(f, transform=summarize)(X)[1]["h*"]["primal"]
+    assert isinstance(summaries["a"], Summary)
     kinds = r"'h0' is \{'a': f32\[3\], .*\} and 'k' is f32\[3\]\. Select"
-    with pytest.raises(
-        SowError, match=rf"(?s)stack\('\*'\)`: the values differ.*{kinds}"
-    ):
-        got.stack("*")
+    with pytest.raises(SowError, match=rf"(?s)\['\*'\]`: the values differ.*{kinds}"):
+        got["*"]
+    assert "*" not in got and "*" not in got.primals and got.get("*") is None
     with pytest.raises(UnknownSowError, match="are: 'h0', 'h1', 'h2', 'k'"):
-        got.stack("blocks/*")
-    with pytest.raises(UnknownSowError, match="no name has the mode .cotangent"):
-        got.stack("h*", "cotangent")
+        got["blocks/*"]
+    with pytest.raises(UnknownSowError, match="'h.*' has no mode 'cotangent'"):
+        got["h*"]["cotangent"]
 
 
-def test_stack_after_a_reduction_of_the_values():
-    def f(x):
-        layer = lambda x, w: (sow(jnp.sin(w * x), "blocks/h"), None)
-        return lax.scan(layer, x, jnp.arange(3.0))[0]
-
-    got = S(f)(X)[1]
+def test_patterns_after_a_reduction_of_the_values():
+    got = S(_layers)(X)[1]
     rows = jax.tree.map(lambda h: jnp.linalg.norm(h, axis=-1), got)
-    with pytest.raises(UnknownSowError, match="are: 'blocks/h'. If you have"):
-        rows.stack("blocks/*/h")
-    for unchanged in (got, S(f, reduce=Append())(X)[1]):
-        with pytest.raises(UnknownSowError, match="are: 'blocks/h'.$"):
-            unchanged.stack("blocks/*/h")
+    # The whole stack is what is there; of a part of it, the axis is not known.
+    assert_close(rows["blocks/*/mlp"], dict(rows)["blocks/*/mlp"])
+    for pattern in ("blocks/[12]/mlp", "blocks/2/mlp"):
+        assert pattern in got and pattern not in rows
+        with pytest.raises(UnknownSowError, match="The axis of the loop .* not known"):
+            rows[pattern]
+    appended = S(_layers, reduce=Append())(X)[1]
+    for pattern in ("blocks/[12]/mlp", "blocks/2/mlp", "**/mlp"):
+        assert_close(appended[pattern]["primal"], (got[pattern]["primal"],))

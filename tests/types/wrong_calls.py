@@ -49,7 +49,7 @@ pair[1]["h"].primal  # error
 pair[1][0]  # error
 pair[1].flat(sep=1)  # error
 pair[1].axes(0)  # error
-pair[1].stack()  # error
+pair[1].stack("h*")  # error
 plant(f, pair)  # error
 
 # Options.

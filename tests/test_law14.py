@@ -1,0 +1,398 @@
+"""Law 14: a list and a stack are one. The same layers in a list, in a scan over their
+stack, in a checkpointed one, and in an unrolled loop over slices of the stack give the
+same results for the same strings.
+
+The models are random: lists of lists of layers, in which each level is in one of these
+forms, with some kind of block, and perhaps a loop over time around. What the lists give
+is the reference; that this is right is what the other tests are about."""
+
+import dataclasses as dc
+import itertools as it
+import random
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.lax as lax
+import jax.numpy as jnp
+import jax.random as jr
+import pytest
+from eqx_sow import (
+    Append,
+    compare,
+    Fold,
+    Last,
+    plant,
+    save_intermediates as S,
+    SowTypeError,
+    tap,
+)
+from jax.sharding import AxisType, PartitionSpec as P
+from jaxtyping import Array, Float
+
+from .helpers import assert_close
+
+
+X = jnp.array([0.3, -0.7])
+XS = jnp.stack([X, 2 * X, -X, jnp.cos(X)])
+NEAR = dict(rtol=1e-4, atol=1e-5)
+
+
+# --- models ---
+class Block(eqx.Module):
+    attn: eqx.nn.Linear
+    layers: list[eqx.nn.Linear]
+    act: eqx.nn.Lambda
+    kind: str = eqx.field(static=True)
+
+    def __init__(self, key, kind):
+        keys = jr.split(key, 3)
+        self.attn, *self.layers = (eqx.nn.Linear(2, 2, key=k) for k in keys)
+        self.act, self.kind = eqx.nn.Lambda(jnp.tanh), kind
+
+    def __call__(self, x):
+        match self.kind:
+            case "layers":
+                return self.layers[1](self.act(self.layers[0](x)))
+            case "twice":
+                return self.attn(jnp.sin(self.attn(x)))
+            case "time inside":
+                step = lambda x, _: (jnp.tanh(self.attn(x)), None)
+                return x + lax.scan(step, x, length=2)[0]
+            case _:
+                return x + self.layers[0](self.act(self.attn(x)))
+
+
+class Stage(eqx.Module):
+    blocks: Any
+    form: str = eqx.field(static=True)
+
+    def __call__(self, x):
+        return run_layers(self.blocks, x, self.form)
+
+
+class Net(eqx.Module):
+    stages: Any
+    head: eqx.nn.Linear
+    form: str = eqx.field(static=True)
+
+    def __call__(self, x):
+        return self.head(run_layers(self.stages, x, self.form))
+
+
+def run_layers(layers, x, form):
+    if form == "list":
+        for layer in layers:
+            x = layer(x)
+        return x
+    arrays, static = eqx.partition(layers, eqx.is_array)
+    step = lambda x, one: (eqx.combine(one, static)(x), None)
+    if form == "unrolled":
+        for i in range(len(jax.tree.leaves(arrays)[0])):
+            x, _ = step(x, jax.tree.map(lambda a: a[i], arrays))
+        return x
+    return lax.scan(jax.checkpoint(step) if form == "checkpoint" else step, x, arrays)[
+        0
+    ]
+
+
+def stacked(layers):
+    return jax.tree.map(
+        lambda *xs: jnp.stack(xs) if eqx.is_array(xs[0]) else xs[0], *layers
+    )
+
+
+@dc.dataclass(frozen=True)
+class Plan:
+    """`sizes`: how many stages (none for a list of blocks), and blocks in each."""
+
+    sizes: tuple[int, ...]
+    kind: str
+    time_around: bool = False
+
+    def net(self, *forms):
+        """Each level in one of the forms, from outside in."""
+        keys = iter(jr.split(jr.key(0), 20))
+
+        def layers(sizes, forms):
+            n, form = sizes[0], forms[0]
+            if len(sizes) > 1:
+                new = [Stage(layers(sizes[1:], forms[1:]), forms[1]) for _ in range(n)]
+            elif self.kind == "linear":
+                new = [eqx.nn.Linear(2, 2, key=next(keys)) for _ in range(n)]
+            else:
+                new = [Block(next(keys), self.kind) for _ in range(n)]
+            return new if form == "list" else stacked(new)
+
+        head = eqx.nn.Linear(2, 2, key=jr.key(1))
+        return Net(layers(self.sizes, forms), head, forms[0])
+
+    @property
+    def lists(self):
+        return self.net(*["list"] * len(self.sizes))
+
+    def __call__(self, m, x):
+        if not self.time_around:
+            return m(x)
+        steps = jnp.array([0.5, -1.0, 2.0])
+        return lax.scan(lambda x, t: (jnp.sin(m(t * x)), None), x, steps)[0]
+
+
+def of_form(value, depth=0):
+    """The arrays of such a tree, stacked whatever its form."""
+    if isinstance(value, Net):
+        return of_form(value.stages), jax.tree.leaves(value.head)
+    if isinstance(value, Stage):
+        return of_form(value.blocks, depth)
+    if isinstance(value, list) and value and isinstance(value[0], eqx.Module):
+        each = [of_form(x, depth) for x in value]
+        return jax.tree.map(lambda *xs: jnp.stack(xs, depth), *each)
+    if isinstance(value, eqx.Module):
+        if isinstance(value, Block | eqx.nn.Linear):
+            return jax.tree.leaves(value)
+    return value
+
+
+# --- the programs ---
+def plain(plan):
+    return lambda m, x: plan(m, x)
+
+
+def grad(plan):
+    return eqx.filter_grad(lambda m, x: jnp.sum(plan(m, x) ** 2))
+
+
+def jit(plan):
+    return eqx.filter_jit(grad(plan))
+
+
+def vmap(plan):
+    def fn(m, x):
+        return jax.vmap(lambda x: plan(m, x))(x)
+
+    return fn
+
+
+def grad_of_vmap(plan):
+    return eqx.filter_grad(lambda m, x: jnp.sum(vmap(plan)(m, x) ** 2))
+
+
+def on_a_mesh(plan):
+    mesh = jax.make_mesh((2,), ("d",), (AxisType.Auto,))
+
+    def fn(m, x):
+        arrays, static = eqx.partition(m, eqx.is_array)
+        rows = lambda arrays, x: vmap(plan)(eqx.combine(arrays, static), x)
+        specs = dict(in_specs=(P(), P("d")), out_specs=P("d"))
+        return jax.shard_map(rows, mesh=mesh, **specs)(arrays, x)
+
+    return fn
+
+
+# With how many axes that come before those of the layers.
+WRAPS = {
+    "plain": (plain, X, 0),
+    "grad": (grad, X, 0),
+    "jit": (jit, X, 0),
+    "vmap": (vmap, XS, 1),
+    "grad of vmap": (grad_of_vmap, XS, 1),
+    "mesh": (on_a_mesh, XS, 2),
+}
+KINDS = ["linear", "two", "layers", "twice", "time inside"]
+FORMS = ["scan", "checkpoint", "unrolled"]
+
+
+@dc.dataclass
+class Case:
+    """A plan, and what is drawn for it: the forms of its levels, and strings."""
+
+    seed: int
+    wrap: str
+
+    def __post_init__(self):
+        rng = self.rng = random.Random(f"{self.seed} {self.wrap}")
+        nested = rng.random() < 0.4
+        sizes = (rng.choice([1, 2]), rng.choice([1, 2])) if nested else ()
+        sizes = sizes or (rng.choice([1, 2, 3, 3]),)
+        self.plan = Plan(sizes, rng.choice(KINDS), rng.random() < 0.3)
+        forms = [rng.choice(["list", *FORMS]) for _ in sizes]
+        if {*forms} == {"list"}:
+            forms[rng.randrange(len(forms))] = rng.choice(FORMS)
+        self.forms = tuple(forms)
+        make, self.x, n = WRAPS[self.wrap]
+        self.fn = make(self.plan)
+        self.n_in_front = n + self.plan.time_around
+        self.lists, self.net = self.plan.lists, self.plan.net(*forms)
+
+    def both(self, run):
+        """What `run` gives for the lists, and for the other form."""
+        return run(self.lists), run(self.net)
+
+    def save(self, model, **options):
+        return S(self.fn, capture=True, **options)(model, self.x)[1]
+
+    def strings(self, names, n):
+        """Names of layers as lists have them, and globs that fit some of them."""
+        names = [name for name in names if "stages" in name]
+        for k in range(n):
+            parts = self.rng.choice(names).split("/")
+            if k:
+                parts = [self._changed(part, k, n) for part in parts]
+            start = 0 if parts[0] != "m" else self.rng.choice([0, 1])
+            yield "/".join(parts[start:])
+
+    def _changed(self, part, k, n):
+        if not part.isdigit():
+            return part
+        size = max(self.plan.sizes)
+        some = ["*", f"[0{size - 1}]", "*", part, "?"]
+        return "*" if k == n - 1 else self.rng.choice(some)
+
+    def with_layers_first(self, pattern, entry, names):
+        """An entry as lists have it. Of a whole stack it is the value as it is, with
+        the axes that come from outside in front."""
+        n_stars = names[0].count("*") if len(names) == 1 and "*" in pattern else 0
+        places = [self.n_in_front + i for i in range(n_stars)]
+        first = lambda a: jnp.moveaxis(a, places, range(n_stars))
+        return {mode: jax.tree.map(first, x) for mode, x in entry.items()}
+
+    def __str__(self):
+        return f"{self.plan}, {self.forms}, {self.wrap}"
+
+
+def _cases(n, every=1, wraps=WRAPS):
+    return [
+        pytest.param(Case(seed, wrap), id=f"{wrap}-{seed}")
+        for seed, wrap in it.product(range(n), wraps)
+    ][::every]
+
+
+# --- the laws ---
+@pytest.mark.parametrize("case", _cases(6))
+def test_look_ups(case):
+    want, got = case.both(case.save)
+    assert list(got.unstack()) == list(want)
+    assert compare(got, want).first is None and compare(want, got).first is None
+    assert compare(got.unstack(), want).first is None
+    for name, modes in want.items():
+        assert list(got[name]) == list(modes)
+        assert_close(got[name], modes, **NEAR)
+    for pattern in (*case.strings(want, 4), "stages/**", "**/attn"):
+        assert (pattern in got) == (pattern in want), (pattern, case)
+        if pattern not in want:
+            assert got.get(pattern) is None and pattern not in got.primals
+            continue
+        of_list = want[pattern]
+        names = [*case.save(case.net, names=pattern)]
+        entry = case.with_layers_first(pattern, got[pattern], names)
+        assert list(entry) == list(of_list)
+        assert_close(entry, dict(of_list), **NEAR)
+        assert_close(got.get(pattern), dict(got[pattern]))
+        assert_close(got.primals[pattern], got[pattern]["primal"])
+        if "cotangent" in of_list:
+            assert_close(got.cotangents[pattern], got[pattern]["cotangent"])
+
+
+@pytest.mark.parametrize("case", _cases(5))
+def test_names(case):
+    names = [*case.save(case.lists)]
+    for pattern in case.strings(names, 3):
+        want, got = case.both(lambda m: case.save(m, names=pattern))
+        assert list(got.unstack()) == list(want), (pattern, case)
+        for name, modes in want.items():
+            assert_close(got[name], modes, **NEAR)
+    # Several at once.
+    some = [*case.strings(names, 2)]
+    want, got = case.both(lambda m: case.save(m, names=some))
+    for name, modes in want.items():
+        assert_close(got[name], modes, **NEAR)
+
+
+def _halved(value):
+    return jax.tree.map(lambda a: a / 2, value)
+
+
+@pytest.mark.parametrize("case", _cases(5))
+def test_planted(case):
+    saved = case.save(case.lists)
+
+    def check(values, **options):
+        planted = plant(case.fn, values, capture=True, **options)
+        want, got = case.both(lambda m: of_form(planted(m, case.x)))
+        assert_close(got, want, **NEAR)
+
+    for k, pattern in enumerate(case.strings(saved, 3)):
+        check({pattern: _halved})
+        if k == 0:
+            check({pattern: _halved(saved[pattern]["primal"])})
+        if "cotangent" in saved[pattern]:
+            check({pattern: _halved}, mode="cotangent")
+    # One iteration of a loop that is none over layers.
+    if case.plan.time_around:
+        check({f"{pattern}/1": _halved})
+        check({f"{pattern}/-1": _halved})
+    # What one of them has captured fits into the other.
+    for values in case.both(case.save):
+        check(values)
+
+
+@pytest.mark.parametrize("case", _cases(3))
+def test_transform_and_spec(case):
+    saved = case.save(case.lists)
+    norm = lambda value: jax.tree.map(jnp.linalg.norm, value)
+    for pattern in case.strings(saved, 2):
+        transform = {pattern: norm, "**": lambda value: jax.tree.map(jnp.sum, value)}
+        want, got = case.both(
+            lambda m: case.save(m, names=pattern, transform=transform)
+        )
+        for name, modes in want.items():
+            assert_close(got[name], modes, **NEAR)
+        right, wrong = ({pattern: Float[Array, f"*any {n}"]} for n in (2, 3))
+        is_tuple = isinstance(
+            jax.tree.leaves(saved, is_leaf=lambda x: isinstance(x, tuple))[0], tuple
+        )
+        if is_tuple:
+            continue
+        case.both(lambda m: case.save(m, names=pattern, spec=right))
+        for model in (case.lists, case.net):
+            with pytest.raises(SowTypeError):
+                case.save(model, names=pattern, spec=wrong)
+
+
+REDUCERS = [
+    Last(),
+    Append(),
+    Fold(jnp.zeros(2), jnp.add),
+    Fold(jnp.zeros_like, lambda acc, x: 2 * acc + x),
+]
+
+
+@pytest.mark.parametrize("case", _cases(4, wraps=["plain", "grad", "vmap"]))
+def test_reduce(case):
+    """Over the executions of each layer, that is asked for by itself."""
+    names = [*case.strings(case.save(case.lists), 1)]
+    if case.plan.kind == "twice":
+        names = [name for name in names if not name.endswith("attn")]
+    for name, reducer in it.product(names, REDUCERS):
+        options = dict(names=name, reduce={name: reducer})
+        want, got = case.both(lambda m: case.save(m, **options))
+        assert_close(dict(got), dict(want), **NEAR)
+
+
+@pytest.mark.parametrize("case", _cases(4))
+def test_events(case):
+    def events_of(model, **options):
+        events = []
+        tap(case.fn, events.append, capture=True, **options)(model, case.x)
+        jax.effects_barrier()
+        found: dict[Any, Any] = {}
+        for event in sorted(events, key=lambda e: (e.count, str(e.device))):
+            found.setdefault((event.path, event.mode), []).append(event.value)
+        return dict(sorted(found.items()))
+
+    names = [*case.save(case.lists)]
+    *_, pattern = case.strings(names, 2)
+    for options in ({}, dict(names=pattern), dict(names="**/stages/**", every=2)):
+        want, got = case.both(lambda m: events_of(m, **options))
+        assert list(got) == list(want), (options, case)
+        assert_close(got, want, **NEAR)
