@@ -1,6 +1,10 @@
 """`compare`."""
 
 import copy
+import enum
+import functools as ft
+import io
+import json
 import pickle
 
 import equinox as eqx
@@ -13,6 +17,7 @@ import numpy as np
 import pytest
 from eqx_sow import (
     Append,
+    Call,
     compare,
     Comparison,
     Intermediates,
@@ -374,3 +379,143 @@ def test_the_first_of_runs_that_take_turns(run, cell, mode):
     table = tabulate(saved(planted(lambda h: h * jnp.nan)))
     (row,) = [line for line in str(table).splitlines() if "<- first" in line]
     assert row.startswith(f"{cell}[{run}] ") and f" {mode} " in row
+
+
+# --- every kind of value ---
+class Odd:
+    """What must not be compared."""
+
+    def __init__(self, n=0):
+        self.n = n
+
+    def __eq__(self, other):
+        raise RuntimeError("do not compare")
+
+    __hash__ = None
+
+
+class Colour(enum.Enum):
+    RED, BLUE = 1, 2
+
+
+class Pair(eqx.Module):
+    x: object
+    y: object
+
+
+def _far(x):
+    """With another last entry."""
+    x = np.array(x)
+    x.reshape(-1)[-1] = x.reshape(-1)[-1] + 1
+    return x
+
+
+F = np.float32([[0.5, -1.0, np.nan], [np.inf, 2.0, 3.0]])
+# Each with another one.
+LEAVES = {
+    "float32": (jnp.asarray(F), jnp.asarray(_far(F))),
+    "float64": (F.astype(float), _far(F.astype(float))),
+    "bfloat16": (jnp.bfloat16([1, 2]), jnp.bfloat16([1, 3])),
+    "float8": (jnp.float8_e4m3fn([1, 2]), jnp.float8_e4m3fn([1, 3])),
+    "complex": (jnp.complex64([1j, 2]), jnp.complex64([-1j, 2])),
+    "a scalar": (np.float32(0.5), np.float32(0.6)),
+    "int64": (np.int64([2**53, -1]), np.int64([2**53 + 1, -1])),
+    "uint64": (np.uint64([2**64 - 1]), np.uint64([2**64 - 2])),
+    "int8": (jnp.int8([-128, 127]), jnp.int8([127, 127])),
+    "uint32": (jnp.uint32([2**32 - 1]), jnp.uint32([2**32 - 2])),
+    "bool": (jnp.array([True, False]), jnp.array([True, True])),
+    "of no entries": (np.zeros((0, 3), "f"), np.zeros((3, 0), "f")),
+    "a key": (jr.key(0), jr.key(1)),
+    "keys": (jr.split(jr.key(0), 3), jr.split(jr.key(1), 3)),
+    "summary": (summarize(X), summarize(2 * X)),
+    "histogram": [summarize(x, edges=(-9.0, 0.0, 9.0)) for x in (X, -X)],
+    "number": (3.0, 3.1),
+    "integer": (2**53, 2**53 + 1),
+    "a long integer": (2**80, 2**80 + 1),
+    "list": ([1.0, 2.0], [1.0, 3.0]),
+    "list of integers": ([2**63, 1], [2**63, 2]),
+    "list of lists": ([[1, 2], [3, 4]], [[1, 2], [3, 5]]),
+    "string": ("text", "other text"),
+    "bytes": (b"a", b"b"),
+    "strings": (np.array(["a", "b"]), np.array(["a", "c"])),
+    "dates": [np.array([x], "M8[s]") for x in (1, 2)],
+    "objects": [np.array([Odd(), x], object) for x in ("a", "b")],
+    "function": (jnp.tanh, jax.nn.relu),
+    "partial": (ft.partial(jnp.tanh), ft.partial(jnp.sin)),
+    "class": (Odd, Colour),
+    "enum": (Colour.RED, Colour.BLUE),
+    "object": (Odd(1), Append()),
+    "dtype": (np.dtype("f4"), np.dtype("f8")),
+    "float0": [np.zeros(n, jax.dtypes.float0) for n in (2, 3)],
+}
+IN = {
+    "alone": lambda x: x,
+    "tuple": lambda x: (X, x),
+    "list": lambda x: [x, (X,)],
+    "dict": lambda x: {"b": x, "a/b": {"c": X}, "a": {"b/c": 2 * X}},
+    "module": lambda x: Pair((x,), X),
+    "call": lambda x: Call((x,), {"k": X}, X),
+}
+
+
+def _of(value):
+    return Intermediates({"h": {"primal": X}, "v": {"primal": value}})
+
+
+@pytest.mark.parametrize("inside", IN.values(), ids=IN)
+@pytest.mark.parametrize("pair", LEAVES.values(), ids=LEAVES)
+def test_another_value_is_found(pair, inside):
+    x, other = pair
+    again = pickle.loads(pickle.dumps(x)) if eqx.is_array_like(x) else x
+    assert compare(_of(inside(x)), _of(inside(again))).first is None
+    here = _of(inside(x))
+    for wrong in (other, None, (x, x), {"x": x}, X[:1], "else"):
+        table = compare(here, _of(inside(wrong)))
+        assert table.first == ("v", "primal"), table
+        assert compare(_of(inside(wrong)), here).first == ("v", "primal")
+    # Other containers are not other values.
+    if inside is IN["tuple"]:
+        assert compare(here, _of([X, x])).first is None
+    assert compare(here.primals, _of(inside(other)).primals).first == ("v", "primal")
+    assert compare(here.primals, here).first is compare(here, dict(here)).first is None
+
+
+def _npz(flat):
+    file = io.BytesIO()
+    np.savez(file, **flat)
+    file.seek(0)
+    return np.load(file)
+
+
+def _json(flat):
+    def as_list(x):
+        x = np.asarray(x)
+        return (x if x.dtype.kind in "biu" else x.astype(float)).tolist()
+
+    return json.loads(json.dumps({key: as_list(x) for key, x in flat.items()}))
+
+
+FILES = {"flat": dict, "npz": _npz, "json": _json}
+# What has no numbers is in no file.
+NUMBERS = [*LEAVES][: [*LEAVES].index("number")]
+
+
+@pytest.mark.parametrize("file", FILES.values(), ids=FILES)
+@pytest.mark.parametrize("inside", IN.values(), ids=IN)
+@pytest.mark.parametrize("kind", LEAVES)
+def test_a_file_of_it_is_the_same(kind, inside, file):
+    if (
+        file is not dict
+        and kind not in NUMBERS
+        or (file is _json and kind == "complex")
+    ):
+        return
+    if inside is IN["dict"]:
+        inside = lambda x: {"b": x, "a/b": {"c": X}}
+    here, wrong = (_of(inside(x)) for x in LEAVES[kind])
+    flat = file(here.flat())
+    for a, b in ((here, flat), (flat, here), (flat, flat), (dict(here), flat)):
+        assert compare(a, b).first is None, compare(a, b)
+    if kind in NUMBERS:
+        for a, b in ((wrong, flat), (flat, wrong), (wrong.flat(), flat)):
+            assert compare(a, b).first == ("v", "primal"), compare(a, b)

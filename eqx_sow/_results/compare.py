@@ -209,7 +209,7 @@ class _Side:
 
     def lacks(self, x: Any) -> bool:
         """Whether it has no such leaf, whatever ran."""
-        return (self.is_flat or not self.is_ours) and is_left_out(x, self.is_flat)
+        return not self.is_ours and is_left_out(x, self.is_flat)
 
 
 def _held(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -235,7 +235,7 @@ def _by_mode(given: Mapping[str, Any], other: Mapping[str, Any]) -> _Side:
             name: {mode: ordered(parts) for mode, parts in modes.items()}
             for name, modes in by_name(given, places)
         }
-        return _Side(Intermediates(by_mode), is_flat=True)
+        return _Side(Intermediates(by_mode), is_flat=True, is_ours=False)
     each = {
         k: modes_in_order(x) if k in have_modes else {"primal": x}
         for k, x in given.items()
@@ -354,7 +354,8 @@ def _rows(
     """`without` are runs that are left out. `of_first`: whether the order of execution
     is that of the first of the two."""
     rows = []
-    for place, label, p, q in pairs(x.leaves(name, mode), y.leaves(name, mode)):
+    both = x.leaves(name, mode), y.leaves(name, mode)
+    for place, label, p, q in pairs(*both, are_ours=x.is_ours and y.is_ours):
         if place.split("/")[0] in without:
             continue
         if p.x is None and x.lacks(q.x) or q.x is None and y.lacks(p.x):

@@ -39,10 +39,14 @@ Leaves = dict[str, Found]
 
 
 # --- in pairs ---
-def pairs(a: Leaves, b: Leaves) -> Iterator[tuple[str, str, Leaf, Leaf]]:
+def pairs(
+    a: Leaves, b: Leaves, are_ours: bool
+) -> Iterator[tuple[str, str, Leaf, Leaf]]:
     """The place of each leaf, what it is called, the leaf of `a` and that of `b`, whose
-    `x` is `None` where only the other has one."""
-    a, b = _bare(a, b), _bare(b, a)
+    `x` is `None` where only the other has one. `are_ours`: whether both are what was
+    captured, and so have the same structure."""
+    if not are_ours:
+        a, b = _bare(a, b), _bare(b, a)
     a, b = _opened(a, b), _opened(b, a)
     nothing = Found("", Leaf(None, None))
     for place in {**a, **b}:
@@ -71,18 +75,18 @@ def is_left_out(x: Any, is_flat: bool) -> bool:
 
 
 def _bare(own: Leaves, other: Leaves) -> Leaves:
-    """`(x,)` as `x`, if that is compared with an array."""
-    if [*other] != [""] or "" in own:
+    """What is alone in tuples as `other` has it: the inputs `((x,), {})` as `x`."""
+    mine, its = ([*filter(_is_number, leaves.items())] for leaves in (own, other))
+    if not len(mine) == len(its) == 1:
         return own
-    (whole,) = other.values()
-    numbers = [x for x in own.values() if _is_number(x.leaf.x)]
-    if len(numbers) != 1 or not _is_number(whole.leaf.x):
+    ((place, one),), ((whole, x),) = mine, its
+    parts = {*place.split("/"), *whole.split("/")}
+    if len(place) <= len(whole) or not parts <= {"0", ""}:
         return own
-    (one,) = numbers
-    is_list = isinstance(whole.leaf.x, list)
-    if is_list and np.shape(whole.leaf.x) != np.shape(one.leaf.x):
+    is_list = isinstance(x.leaf.x, list)
+    if is_list and np.shape(x.leaf.x) != np.shape(one.leaf.x):
         return own
-    return {"": one}
+    return {whole: one}
 
 
 def _opened(own: Leaves, other: Leaves) -> Leaves:
@@ -147,21 +151,25 @@ def _gathered(x: Any, found: list[Any]) -> bool:
     return isinstance(x, bool | int | float | complex) and not is_value(x)
 
 
-def _is_number(x: Any) -> bool:
+def _is_number(found: tuple[str, Found]) -> bool:
     """Whether it has numbers or keys, once it is an array."""
-    x, _ = as_compared(x, None)
+    x, _ = as_compared(found[1].leaf.x, None)
     return isinstance(x, Summary) or is_numeric(x) or is_key(x)
 
 
 def as_compared(x: Any, y: Any) -> tuple[Any, Any]:
     """Two leaves as arrays if they have numbers, and else as `Static`."""
-    # A list has the shape of an empty array no more.
-    is_list = isinstance(x, list), isinstance(y, list)
-    x, y = _array_of(x), _array_of(y)
-    x, y = _read_as(x, y), _read_as(y, x)
-    if any(is_list) and np.size(x) == np.size(y) == 0:
-        x, y = (y, y) if is_list[0] else (x, x)
-    return x, y
+    p, q = _array_of(x), _array_of(y)
+    p, q = _read_as(p, q), _read_as(q, p)
+    if is_value(p) and is_value(q):
+        # A file has `[]` for an array of `[0, 3]`.
+        p = q if isinstance(x, list) and _is_start(p, q) else p
+        q = p if isinstance(y, list) and _is_start(q, p) else q
+    return p, q
+
+
+def _is_start(x: Any, y: Any) -> bool:
+    return x.size == 0 and x.shape == y.shape[: x.ndim]
 
 
 def _array_of(x: Any) -> Any:
