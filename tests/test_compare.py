@@ -183,6 +183,56 @@ def test_numbers_are_right(pair, where, monkeypatch):
         assert " / " in row
 
 
+# Two that are not the same, though in float32 or in float64 they would be.
+CLOSE = {
+    "int32": (jnp.int32([2**24 + 1, 1]), jnp.int32([2**24, 1])),
+    "uint32": (jnp.uint32([2**32 - 1]), jnp.uint32([2**32 - 2])),
+    "two signs": (jnp.int32([-1]), jnp.uint32([2**32 - 1])),
+    "int8": (jnp.int8([-1]), jnp.uint8([255])),
+    "int64 of the host": (jnp.int32([1, 5]), np.int64([2**32 + 1, 5])),
+    "int64": (np.int64([2**53 + 1]), np.int64([2**53])),
+    "uint64": (np.uint64([2**64 - 1]), np.int64([-1])),
+    "a Python number": (2**53 + 1, 2**53),
+    "booleans": (jnp.array([True, False]), jnp.array([True, True])),
+    "integers and floats": (jnp.int32([2**24 + 1]), jnp.float32([2**24])),
+    "float64 of the host": (jnp.float32([0.1]), np.float64([0.1])),
+    "larger than any": (jnp.float32([np.inf]), np.float64([1e300])),
+}
+
+
+def _not_readable(monkeypatch):
+    """JAX's arrays, as on an accelerator."""
+    is_ours = lambda x: isinstance(x, jax.Array)
+    one = lambda value: not any(map(is_ours, jtu.tree_leaves(value)))
+    monkeypatch.setattr(module, "can_be_read", one)
+
+
+@pytest.mark.parametrize("where", ["host", "device"])
+@pytest.mark.parametrize("pair", CLOSE.values(), ids=CLOSE)
+def test_nothing_is_rounded(pair, where, monkeypatch):
+    if where == "device":
+        _not_readable(monkeypatch)
+    exact = {"rtol": 0, "atol": 0}
+    for a, b in (pair, pair[::-1]):
+        table = compare({"h": a}, {"h": b}, **exact)
+        (row,) = table.splitlines()[2:]
+        assert table.first == ("h", "primal") and f" 1/{np.size(a)}" in row
+        assert (
+            float(row.split("]")[-1].split()[0]) > 0 or pair is CLOSE["larger than any"]
+        )
+        for x in (a, b):
+            assert compare({"h": x}, {"h": x}, **exact).first is None
+            same = (
+                np.asarray(x).astype({"i": "i8", "f": "f8"}.get(x.dtype.kind))
+                if (hasattr(x, "dtype") and x.dtype.kind in "if")
+                else x
+            )
+            assert compare({"h": x}, {"h": same}, **exact).first is None
+    # Of integers, tolerances mean nothing.
+    if not any(jnp.issubdtype(np.asarray(x).dtype, jnp.floating) for x in pair):
+        assert compare({"h": a}, {"h": b}, rtol=10, atol=1e6).first is not None
+
+
 @pytest.mark.parametrize("type_", ["Auto", "Explicit"])
 @pytest.mark.parametrize("which", [0, 1, 2])
 def test_sharded(type_, which, monkeypatch):
@@ -462,6 +512,7 @@ def _of(value):
     return Intermediates({"h": {"primal": X}, "v": {"primal": value}})
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("inside", IN.values(), ids=IN)
 @pytest.mark.parametrize("pair", LEAVES.values(), ids=LEAVES)
 def test_another_value_is_found(pair, inside):
@@ -500,6 +551,7 @@ FILES = {"flat": dict, "npz": _npz, "json": _json}
 NUMBERS = [*LEAVES][: [*LEAVES].index("number")]
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("file", FILES.values(), ids=FILES)
 @pytest.mark.parametrize("inside", IN.values(), ids=IN)
 @pytest.mark.parametrize("kind", LEAVES)
@@ -519,3 +571,88 @@ def test_a_file_of_it_is_the_same(kind, inside, file):
     if kind in NUMBERS:
         for a, b in ((wrong, flat), (flat, wrong), (wrong.flat(), flat)):
             assert compare(a, b).first == ("v", "primal"), compare(a, b)
+
+
+def test_python_numbers():
+    saved = lambda x: S(lambda x: sow(2 * x, "h"))(x)[1]
+    assert compare(saved(2.0), saved(3.0)).first == ("h", "primal")
+    assert compare(saved(2.0), saved(2.0)).first is None
+    for a, b in (
+        ({"a": [1.0, 2.0]}, {"a": [3.0, 4.0]}),
+        ({"a": [1.0, 2.0]}, {"a": [1.0, 4.0]}),
+        ({"a": [1.0, 2.0]}, {"a": [1.0]}),
+        ({"a": [1.0]}, {"a": []}),
+        ({"a": jnp.ones(2)}, {"a": [1.0, 2.0]}),
+        ({"a": (jnp.ones(2), jnp.ones(2))}, {"a": [[1.0, 1.0], [1.0, 2.0]]}),
+        ({"a": jnp.ones(())}, {"a": 2}),
+        ({"a": True}, {"a": False}),
+    ):
+        assert compare(a, b).first == compare(b, a).first == ("a", "primal")
+        assert compare(a, a).first is compare(b, b).first is None
+    for x in ([1.0, 1.0], (1, 1), [1, 1], np.ones(2), Tensor(np.ones(2))):
+        is_array = not isinstance(x, tuple)
+        first = compare({"a": jnp.ones(2)}, {"a": x}).first
+        assert (first is None) == is_array
+        assert compare({"a": [1.0, 1.0]}, {"a": x}).first is None
+
+
+def _of_many_kinds(x):
+    """Names that contain names of modes, and values with parts that are called so."""
+    a = sow((x, 2 * x), "a/tangent")[0]
+    b = sow({"count": jnp.sin(a), "y": (a, "text")}, "x")["count"]
+    b = sow(b, "x/cotangent/y")
+    b = sow([b, {"rms": (b,)}], "a/primal")[0]
+    sow(b.sum(), "model/count")
+    sow(Call((b,), {"k": b}, jnp.arange(3)), "x/primal.call")
+    sow((summarize(b), b), "cotangent/summary")
+    b = lax.cond(b[0] > 0, lambda b: sow(b * 2, "cond/count"), lambda b: b, b)
+    for i in range(3):
+        b = sow(b * (i + 1), "several/count")
+    step = lambda c, _: (sow(jnp.sin(c), "tangent/steps"), None)
+    return lax.scan(step, b, length=3)[0].sum()
+
+
+WAYS = {
+    "primal": lambda f, x: S(f)(x)[1],
+    "grad": lambda f, x: S(jax.grad(f))(x)[1],
+    "jvp": lambda f, x: S(lambda x: jax.jvp(f, (x,), (x,)))(x)[1],
+    "second": lambda f, x: S(jax.grad(lambda x: jax.grad(f)(x).sum()))(x)[1],
+    "cotangent": lambda f, x: S(jax.grad(f), modes="cotangent")(x)[1],
+}
+
+
+@ft.cache
+def _captured(way):
+    def saved(f, **options):
+        return S(f, reduce={"several/count": Append()}, **options)
+
+    import sys
+
+    own = sys.modules[__name__]
+    old, own.S = own.S, saved
+    try:
+        return WAYS[way](_of_many_kinds, jnp.abs(X))
+    finally:
+        own.S = old
+
+
+@pytest.mark.parametrize("file", FILES.values(), ids=FILES)
+@pytest.mark.parametrize("way", WAYS)
+def test_each_entry_of_a_file_counts(way, file):
+    got = _captured(way)
+    want = file(got.flat())
+    assert compare(got, want).first is compare(got.flat(), want).first is None
+    assert "Only" not in compare(got, want) + compare(want, got.flat())
+    for name, modes in got.items():
+        for mode, value in modes.items():
+            one = {"n": {"primal": value}}
+            for inside in [k[len("n/primal") :] for k in Intermediates(one).flat()]:
+                key = f"{name}/{mode}{inside}"
+                wrong = dict(got.flat())
+                wrong[key] = _far(wrong[key])
+                for a, b in ((got, wrong), (wrong, got), (wrong, want), (want, wrong)):
+                    assert compare(a, b).first == (name, mode), (key, compare(a, b))
+                del wrong[key]
+                if mode == "primal" and inside:
+                    table = compare(got, wrong)
+                    assert table.first == (name, mode) and "/ nothing" in table

@@ -29,10 +29,12 @@ Tolerance = tuple[Any, Any]
 
 
 def together(parts: Sequence[Numbers]) -> Numbers:
-    scales = [float(p.scale) ** 2 for p in parts]
-    total = lambda k: sum(float(p.sums[k]) * s for p, s in zip(parts, scales))
+    # The norm of numbers near the largest ones is infinite: the table has none.
+    with np.errstate(over="ignore"):
+        scales = [np.float64(p.scale) ** 2 for p in parts]
+        total = lambda k: sum(float(p.sums[k]) * s for p, s in zip(parts, scales))
+        sums = total(0), total(1), total(2)
     largest = max(float(p.largest) for p in parts)
-    sums = total(0), total(1), total(2)
     return Numbers(largest, sums, sum(int(p.beyond) for p in parts))
 
 
@@ -142,13 +144,14 @@ def _read(
         for start in range(0, flat.size, _AT_ONCE):
             here = slice(start, start + _AT_ONCE)
             x, y = _wide(flat[here]), _wide(other[here])
-            if are_integers:
-                wide = np.int64, np.uint64, np.float64
-                off, far = _of_integers(flat[here], other[here], wide, np)
-            else:
-                off, far = _off(x, y, np), _beyond(x, y, tolerance, np)
+            with np.errstate(over="ignore"):
+                if are_integers:
+                    wide = np.int64, np.uint64, np.float64
+                    off, far = _of_integers(flat[here], other[here], wide, np)
+                else:
+                    off, far = _off(x, y, np), _beyond(x, y, tolerance, np)
+                xx, yy, xy = map(np.sum, _summed(x, y, 1.0, np))
             beyond.append(far)
-            xx, yy, xy = map(np.sum, _summed(x, y, 1.0, np))
             parts.append(Numbers(np.max(off), (xx, yy, xy), np.sum(far)))
         far = np.concatenate([np.zeros(0, bool), *beyond]).reshape(mine.shape)
         bad[tuple(index[k] for k in time)] |= any_along(far, time)
