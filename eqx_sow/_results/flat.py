@@ -58,34 +58,41 @@ def places_of(
     """What the keys of a mapping say, if it is a flat dict. `others` is what it is
     compared with: if that is not flat itself, it tells names and modes apart.
 
-    Without it, in `x/cotangent/y/primal`, the cotangent of `x` would have a part
-    `y/primal`. A cotangent has the parts of the primal. So it is that if there also is
-    `x/primal/y/primal`, and else the primal of `x/cotangent/y`."""
+    Without it, `x/cotangent/y/primal` may be the primal of `x/cotangent/y`, or a part
+    of the cotangent of `x`. It is the latter only if there is an `x/primal/y/primal`,
+    as a cotangent has the parts of the primal; and names that contain modes go first.
+    """
     known = {} if are_flat else {key: place for key, place, _ in flattened(others)}
     if not are_flat and all(key in others for key in keys):
         return None
     every = {*keys, *(others if are_flat else known)}
-    places = {k: known.get(k) or _taken_apart(k, every) for k in keys}
+    named = {(name, mode) for key in every for name, mode, _ in _ways(key)}
+    places = {k: known.get(k) or _taken_apart(k, every, named) for k in keys}
     if any(key in known for key in keys) or all(places.values()):
         return {key: place or (key, "primal", "") for key, place in places.items()}
     return None
 
 
-def _taken_apart(key: Any, every: Collection[Any]) -> Place | None:
+def _ways(key: Any) -> list[Place]:
+    """All ways to take it apart."""
     parts = key.split("/") if isinstance(key, str) else []
     modes = [i for i, part in enumerate(parts) if i and is_mode(part)]
-    ways = [("/".join(parts[:i]), parts[i], "/".join(parts[i + 1 :])) for i in modes]
-    return next(
-        (way for way in ways if _may_be(way, every)), ways[-1] if ways else None
-    )
+    return [("/".join(parts[:i]), parts[i], "/".join(parts[i + 1 :])) for i in modes]
 
 
-def _may_be(place: Place, every: Collection[Any]) -> bool:
-    name, mode, inside = place
-    if mode == "count":
-        # One number for each run.
-        return not inside or inside.isdigit()
-    return "/".join(filter(None, (name, "primal", inside))) in every
+def _taken_apart(
+    key: Any, every: Collection[Any], named: Collection[tuple[str, str]]
+) -> Place | None:
+    def may_be(name, mode, inside):
+        if mode == "count":
+            # One number for each run of a name.
+            modes = ("primal", "tangent", "cotangent")
+            is_number = not inside or inside.isdigit()
+            return is_number and any((name, m) in named for m in modes)
+        return "/".join(filter(None, (name, "primal", inside))) in every
+
+    ways = _ways(key)[::-1]
+    return next((way for way in ways if may_be(*way)), ways[0] if ways else None)
 
 
 def is_mode(key: Any) -> bool:
