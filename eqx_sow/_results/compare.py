@@ -74,26 +74,34 @@ def compare(
     - `beyond`: how many entries differ by more than `atol + rtol * abs(reference)`, if
         any. Entries that are not finite in only one of the two are beyond, as are all
         entries if the shapes differ. Entries that are NaN in both, or the same
-        infinity, are not. Keys are equal or beyond.
+        infinity, are not. Integers, booleans and keys are beyond if they are not equal.
 
     An arrow marks the row with the first entry beyond the tolerance, in order of
     execution, as in [`eqx_sow.tabulate`][]: in a loop, of the earliest iteration; for
-    cotangents, from the bottom row upwards. Names that only one of the two has are
-    listed below.
+    cotangents, from the bottom row upwards. Names and modes that only one of the two
+    has are listed below, without an arrow. If both should have the same, also write
+    `assert a.flat().keys() == b.flat().keys()`.
 
-    Entries that are not finite are left out of `largest`, `norm` and `cosine`. Leaves
-    that are not arrays are ignored. A [`eqx_sow.Summary`][] is compared by its
-    statistics. The numbers are computed where the values are: values on a CPU are read
-    in place, others on their device. Values may be spread over several processes: then
-    all of them must call `compare`.
+    Entries that are not finite are left out of `largest`, `norm` and `cosine`. Python
+    numbers, and lists of them, are compared as arrays. Other leaves have a row if they
+    differ: strings that are not equal, functions and classes of different names,
+    objects of different classes. So has a leaf that only one of the two values has.
+    Whether it is in a tuple or in a list does not count. A [`eqx_sow.Summary`][] is
+    compared by its statistics.
+
+    The numbers are computed where the values are: values on a CPU are read in place,
+    others on their device. 64-bit NumPy arrays that would be rounded there are compared
+    on the host. Values may be spread over several processes: then all of them must call
+    `compare`.
 
     **Arguments:**
 
     - `intermediates`: what [`eqx_sow.save_intermediates`][] returned, or any
         `{name: array}`. If both are plain dicts, the order is that of the first.
     - `reference`: what another capture returned; or a mapping `{name: array}`, which
-        is compared with the primals. Keys may be those of `flat()`, as in a file:
-        `"layers/0/cotangent"`. Arrays may be NumPy's, or anything that
+        is compared with the primals. Keys may be those of `flat()`, as in a file
+        (`numpy.savez`, safetensors, JSON): `"layers/0/cotangent"`. Leaves that `flat()`
+        leaves out are not compared then. Arrays may be NumPy's, or anything that
         `numpy.asarray` takes, such as PyTorch's detached tensors. If one of the two
         has a stack of layers (`"blocks/attn"`) where the other has a list
         (`"blocks/0/attn"`), the stack is taken apart, by
