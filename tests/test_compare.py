@@ -650,3 +650,58 @@ def test_each_entry_of_a_file_counts(way, file):
         if mode == "primal" and inside:
             table = compare(got, wrong)
             assert table.first == (name, mode) and "/ nothing" in table
+
+
+@pytest.mark.parametrize("of", [(0,), (1,), (0, 1)], ids=str)
+def test_order_in_files(of):
+    def f(scale, x):
+        for name in "zyxw":
+            x = sow(jnp.sin(x * (scale if name == "y" else 1)), name)
+        return x.sum()
+
+    # Going backward, `w` has a gradient of ones, and `x` has one of another value.
+    for mode, first in (("primal", "y"), ("cotangent", "x")):
+        saved = lambda scale: S(jax.grad(f, 1), modes=mode)(scale, X)[1]
+        pair = [saved(1.1), saved(1.0)]
+        for i in of:
+            # Where the other one has an order, that of a file does not count.
+            flat = pair[i].flat()
+            pair[i] = flat if len(of) == 2 else dict(sorted(flat.items()))
+        assert compare(*pair).first == compare(*pair[::-1]).first == (first, mode)
+
+
+def test_stacks_in_files():
+    right, wrong = _save(Stack(BLOCKS)), _save(Stack(WRONG))
+    in_list = _save(_in_list(BLOCKS))
+    layer = "m/blocks/2/mlp", "primal"
+    for want in (right.unstack().flat(), in_list.flat(), right.unstack()):
+        for got in (wrong, wrong.unstack(), wrong.unstack().flat()):
+            assert compare(got, want).first == compare(want, got).first == layer
+        assert compare(right, want).first is compare(want, right).first is None
+    assert compare(wrong, right.flat()).first == ("m/blocks/mlp", "primal")
+
+
+def test_states():
+    norm, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(3, "batch", mode="batch")
+    axes = {"axis_name": "batch", "in_axes": (0, None), "out_axes": (0, None)}
+    f = lambda x: jax.vmap(norm, **axes)(x, state)[0]
+    got = S(f, capture=True)(jnp.ones((4, 3)))[1]
+    out, held = got["norm"]["primal"]
+    other = {"norm": {"primal": (out, jax.tree.map(lambda x: x + 1, held))}}
+    assert compare(got, other).first == compare(other, got).first == ("norm", "primal")
+    # Other libraries have none, and no file has.
+    for reference in (got.flat(), {"norm": out}, {"norm": (out,)}):
+        assert compare(got, reference).first is compare(reference, got).first is None
+    assert compare(got, {"norm": {"primal": (out,)}}).first == ("norm", "primal")
+
+
+def test_values_that_look_like_modes():
+    for value in ({"count": X}, {"primal": X, "cotangent": X}, {"tangent": (X, X)}):
+        got = Intermediates({"h": {"primal": value}, "k": {"primal": X}})
+        for same in (got.primals, dict(got), got.flat(), got):
+            assert compare(got, same).first is compare(same, got).first is None
+            assert "Only" not in compare(got, same)
+    same = Intermediates({"h": X})
+    assert compare(same, {"h": X}).first is None
+    assert compare(same, {"h": 2 * X}).first == ("h", "primal")
+    assert compare(got, got.flat() | {"step": 3}).first is None

@@ -402,11 +402,9 @@ def _form(x: Any) -> Any:
         return Static, x.key
     if isinstance(x, Summary):
         return Summary, np.shape(x.size), x.edges
-    return (
-        type(x) if is_whole(x) or x is None else None,
-        np.shape(x),
-        is_key(x) and x.dtype,
-    )
+    if x is None or is_whole(x):
+        return type(x), None
+    return np.shape(x), x.dtype if is_key(x) else None
 
 
 def _said(x: Any) -> str:

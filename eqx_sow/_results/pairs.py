@@ -238,14 +238,14 @@ def _static(x: Any) -> Static:
     if isinstance(x, ft.partial):
         key, shown = _static(x.func)
         return Static((ft.partial, key), f"partial({shown})")
-    name = None
+    name = ""
     if callable(x):
         with contextlib.suppress(Exception):
             name = _name(x)
     shown = name or _name(type(x))
-    return Static((name is None, shown), shown)
+    return Static((bool(name), shown), shown)
 
 
-def _name(x: Any) -> str | None:
+def _name(x: Any) -> str:
     parts = getattr(x, "__module__", None), getattr(x, "__qualname__", None)
-    return ".".join(parts) if all(isinstance(p, str) for p in parts) else None
+    return ".".join(p for p in parts if isinstance(p, str)) if parts[1] else ""
