@@ -236,11 +236,15 @@ def test_nothing_is_rounded(pair, where, monkeypatch):
 
 @pytest.mark.parametrize("type_", ["Auto", "Explicit"])
 @pytest.mark.parametrize("which", [0, 1, 2])
-def test_sharded(type_, which, monkeypatch):
+@pytest.mark.parametrize("pair", ["not finite", "booleans"])
+def test_sharded(pair, type_, which, monkeypatch):
     """In one of the two, or in both in other ways; read in place, or where it is."""
     types = (getattr(jax.sharding.AxisType, type_),)
     mesh = jax.make_mesh((4,), ("d",), axis_types=types, devices=jax.devices()[:4])
-    a, b = map(jnp.asarray, PAIRS["not finite"])
+    a, b = map(jnp.asarray, PAIRS[pair])
+    if pair == "booleans":
+        # Of two signs, so that no type of 32 bits has both.
+        a, b = a.astype(jnp.int32) - 1, b.astype(jnp.uint32)
     want = compare({"h": a}, {"h": b})
     if which in (0, 2):
         a = jax.device_put(a, NamedSharding(mesh, P("d")))
@@ -530,6 +534,51 @@ def test_another_value_is_found(pair, inside):
         assert compare(here, _of([X, x])).first is None
     assert compare(here.primals, _of(inside(other)).primals).first == ("v", "primal")
     assert compare(here.primals, here).first is compare(here, dict(here)).first is None
+
+
+def _random(rng, depth=0):
+    """A value, whose leaves are keys of `LEAVES`."""
+    kind = rng.choice(
+        ["leaf", "tuple", "list", "dict", "module"] if depth < 3 else ["leaf"]
+    )
+    if kind == "leaf" and depth:
+        return rng.choice([*LEAVES])
+    parts = [_random(rng, depth + 1) for _ in range(rng.randint(1, 3))]
+    match kind:
+        case "dict":
+            return {
+                rng.choice(["a", "a/0", "primal", "1"]) + str(i): x
+                for i, x in enumerate(parts)
+            }
+        case "module":
+            return Pair(tuple(parts), rng.choice([*LEAVES]))
+        case "list":
+            return parts
+        case _:
+            return tuple(parts)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_what_differs_is_named(seed):
+    """One leaf of random values is another one, is missing, or holds more."""
+    rng = random.Random(seed)
+    names = ["x/primal", "y", "y/count", "z"]
+    kinds = Intermediates({name: {"primal": _random(rng)} for name in names})
+    paths = jtu.tree_leaves_with_path(kinds)
+    chosen, kind = rng.choice(paths)
+    right = jax.tree.map(lambda kind: LEAVES[kind][0], kinds)
+    new = rng.choice([LEAVES[kind][1], None, {"deeper": LEAVES[kind][0]}, Odd()])
+    if kind == "object" and isinstance(new, Odd):
+        new = None
+    replaced = [new if path == chosen else LEAVES[k][0] for path, k in paths]
+    wrong = jtu.tree_structure(kinds).unflatten(replaced)
+    assert compare(right, right).first is None
+    for a, b in ((wrong, right), (right, wrong)):
+        table = compare(a, b)
+        assert table.first == (chosen[0].key, "primal"), (chosen, new)
+        (row,) = [line for line in table.splitlines() if "<- first" in line]
+        label = chosen[0].key + jtu.keystr(chosen[2:])
+        assert row.startswith(label) or row.split()[0] == chosen[0].key, row
 
 
 def _npz(flat):
