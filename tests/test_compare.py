@@ -639,7 +639,8 @@ def test_python_numbers():
     ):
         assert compare(a, b).first == compare(b, a).first == ("a", "primal")
         assert compare(a, a).first is compare(b, b).first is None
-    for x in ([1.0, 1.0], (1, 1), [1, 1], np.ones(2), Tensor(np.ones(2))):
+    one = np.float32(1)
+    for x in ([1.0, 1.0], (1, 1), [1, one], [one, one], np.ones(2), Tensor(np.ones(2))):
         is_array = not isinstance(x, tuple)
         first = compare({"a": jnp.ones(2)}, {"a": x}).first
         assert (first is None) == is_array

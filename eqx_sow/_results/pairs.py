@@ -94,25 +94,26 @@ def _opened(own: Leaves, other: Leaves) -> Leaves:
     has parts, too."""
     opened: Leaves = {}
     for place, (label, leaf) in own.items():
-        x, is_there = leaf.x, place in other
-        is_split = any(not place or p.startswith(f"{place}/") for p in other)
-        if is_state(x):
-            do = is_there and is_state(other[place].leaf.x)
-        elif isinstance(x, list):
-            do = not is_there and (is_split or not x)
-        else:
-            do = isinstance(x, Summary) and not is_there and is_split
-        if not do:
+        if not _is_opened(place, leaf.x, other):
             opened[place] = Found(label, leaf)
             continue
         parts = {
             "/".join(filter(None, (place, inside_of(path)))): Found(
                 label + jtu.keystr(path), leaf._replace(x=part)
             )
-            for path, part in _parts(x)
+            for path, part in _parts(leaf.x)
         }
         opened |= _opened(parts, other)
     return opened
+
+
+def _is_opened(place: str, x: Any, other: Leaves) -> bool:
+    if place in other:
+        return is_state(x) and is_state(other[place].leaf.x)
+    if isinstance(x, list) and not x:
+        return True
+    has_parts = isinstance(x, list | Summary)
+    return has_parts and any(not place or p.startswith(f"{place}/") for p in other)
 
 
 def _parts(x: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
@@ -137,8 +138,9 @@ def as_numbers(x: Any) -> np.ndarray | None:
         array = np.asarray(x)
         is_long = any(isinstance(i, int) and int.__abs__(i) > 2**53 for i in found)
         if array.dtype.kind not in "biu" and is_long:
-            are_ints = all(isinstance(i, int) for i in found)
-            return np.asarray(x, np.uint64) if are_ints else None
+            if not all(isinstance(i, int) for i in found):
+                return None
+            return np.array(found, np.uint64).reshape(array.shape)
     except (ValueError, OverflowError):  # of different lengths; too long
         return None
     return array
@@ -146,9 +148,12 @@ def as_numbers(x: Any) -> np.ndarray | None:
 
 def _gathered(x: Any, found: list[Any]) -> bool:
     if type(x) is list:
-        return all([_gathered(y, found) for y in x])
+        return all(_gathered(y, found) for y in x)
+    if isinstance(x, np.generic):
+        found.append(x.item())
+        return is_numeric(x)
     found.append(x)
-    return isinstance(x, bool | int | float | complex) and not is_value(x)
+    return isinstance(x, bool | int | float | complex)
 
 
 def _is_number(found: tuple[str, Found]) -> bool:
