@@ -20,7 +20,7 @@ def flattened(
 ) -> Iterator[tuple[str, Place, Any]]:
     """Each array with its key, and with the place where it was found."""
     for name, modes in values.items():
-        for mode, value in modes.items() if isinstance(modes, Mapping) else ():
+        for mode, value in modes.items():
             for path, x in _arrays_in(value):
                 place = str(name), str(mode), inside_of(path, sep)
                 yield sep.join(filter(None, place)), place, x
@@ -62,12 +62,13 @@ def places_of(
     of the cotangent of `x`. It is the latter only if there is an `x/primal/y/primal`,
     as a cotangent has the parts of the primal; and names that contain modes go first.
     """
-    known = {} if are_flat else {key: place for key, place, _ in flattened(others)}
+    named = {k: x for k, x in others.items() if isinstance(x, Mapping) and not are_flat}
+    known = {key: place for key, place, _ in flattened(named)}
     if not are_flat and all(key in others for key in keys):
         return None
     every = {*keys, *(others if are_flat else known)}
-    named = {(name, mode) for key in every for name, mode, _ in _ways(key)}
-    places = {k: known.get(k) or _taken_apart(k, every, named) for k in keys}
+    begun = {(name, mode) for key in every for name, mode, _ in _ways(key)}
+    places = {k: known.get(k) or _taken_apart(k, every, begun) for k in keys}
     if any(key in known for key in keys) or all(places.values()):
         return {key: place or (key, "primal", "") for key, place in places.items()}
     return None
@@ -81,14 +82,14 @@ def _ways(key: Any) -> list[Place]:
 
 
 def _taken_apart(
-    key: Any, every: Collection[Any], named: Collection[tuple[str, str]]
+    key: Any, every: Collection[Any], begun: Collection[tuple[str, str]]
 ) -> Place | None:
     def may_be(name, mode, inside):
         if mode == "count":
             # One number for each run of a name.
             modes = ("primal", "tangent", "cotangent")
             is_number = not inside or inside.isdigit()
-            return is_number and any((name, m) in named for m in modes)
+            return is_number and any((name, m) in begun for m in modes)
         return "/".join(filter(None, (name, "primal", inside))) in every
 
     ways = _ways(key)[::-1]
