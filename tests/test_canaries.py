@@ -54,7 +54,7 @@ def test_nothing_happens_on_a_tested_version(monkeypatch):
 def test_once_in_a_process(untested, monkeypatch):
     runs = []
     found = canaries.found
-    monkeypatch.setattr(canaries, "found", lambda fn: runs.append(fn) or found(fn))
+    monkeypatch.setattr(canaries, "found", lambda *a: runs.append(a) or found(*a))
     assert set(_saved()) == {"h"}
     assert len(runs) == len(canaries.CANARIES)
     eqx_sow.plant(lambda x: sow(x, "h"), {"h": jnp.ones(())})(jnp.zeros(()))
