@@ -83,7 +83,7 @@ def test_the_message(untested, monkeypatch, again):
             _saved()
     message = str(caught.value)
     assert f"tested up to JAX 0.1, and JAX {jax.__version__} behaves" in message
-    assert "'error there' is missing, and must be float32[3]" in message
+    assert "'error' is missing, and must be raised f32[3]" in message
     assert "Install a newer eqx_sow, or JAX 0.1." in message
 
 
@@ -144,7 +144,7 @@ def test_a_canary_dies_if_a_cond_without_marks_tells_nothing(monkeypatch):
     monkeypatch.setattr(jax_rules, "_within", without)
     name = "gradient of a cond under a vmap"
     assert _all_differences(monkeypatch) == [
-        f"{name}: 'error there' is missing, and must be float32[3]"
+        f"{name}: 'error' is missing, and must be raised f32[3]"
     ]
 
 

@@ -27,6 +27,7 @@ from .. import _compat
 from .._errors import SowError
 from .._mark.listening import scope
 from .._mark.sow import sow
+from .._results.leaves import type_of
 from .._values.transform import batched
 from .save import save_intermediates as S
 
@@ -161,23 +162,20 @@ def _differentiated(x):
     return _twice(step)(x) + in_lanes(x)
 
 
-_PAIRS = "jit", "checkpoint", "scan", "cond"
-
-
 def _pairs(x):
     """In each holder a value, of which one leaf alone depends on `x`."""
 
     def pair(name):
-        return lambda x: lax.mul(*sow((lax.sin(x), jnp.ones(3, jnp.float32)), name))
+        return lambda x: lax.mul(*sow((lax.sin(x), jnp.ones(3, "float32")), name))
 
-    for name in _PAIRS:
+    for name in ("jit", "checkpoint", "scan", "cond"):
         x = _HOLDERS[name](pair(name))(x)
     return x
 
 
 def _rerun(x):
     """A loop whose backward pass runs its body again."""
-    body = lambda x: sow(2 * x, "loop")
+    body = lambda x: sow(2 * x, "while")
     return _compat.checkpointed_loop(lambda x: x[0] < 3, body, x)
 
 
@@ -196,7 +194,7 @@ def _traced_before(x):
     return S(fn)(x)
 
 
-def _numbers(x):
+def _products(x):
     factors = np.array([2, 3], "float32")
 
     def product(name, **options):
@@ -211,12 +209,15 @@ def _layers(x):
     return S(eqx.nn.Sequential([new(), new()]), capture=eqx.nn.Linear)(x)
 
 
+_RAISED = {"error": "raised f32[3]"}
+
+
 def _refused(x):
     """Whether it is known that a loop under a vmap runs for some lanes only."""
     try:
         S(jax.vmap(_until), transform=batched(jnp.sum))(x)
     except SowError:
-        return x, {"error": {"there": x}}
+        return x, {"error": {"raised": x}}
     return x, {}
 
 
@@ -227,7 +228,7 @@ def _not_told(x):
     try:
         S(_grad(jax.vmap(branch)))(x)
     except SowError:
-        return x, {"error": {"there": x}}
+        return x, {"error": {"raised": x}}
     return x, {}
 
 
@@ -237,130 +238,127 @@ def _explained(x):
         jax.grad(lambda x: S(_until)(x)[0])(x[0])
     except ValueError as e:
         if any("eqx_sow" in note for note in getattr(e, "__notes__", ())):
-            return x, {"error": {"there": x}}
+            return x, {"error": {"raised": x}}
     return x, {}
 
 
-def _values(fn: Callable, x: Any) -> Any:
-    """What a function returns. Of all devices, a CPU takes the least time to compile
-    for."""
+def _numbers(fn: Callable, x: Any) -> Any:
+    """What a function returns. A CPU takes the least time to compile for."""
     try:
         device, *_ = jax.local_devices(backend="cpu")
     except RuntimeError:  # there is none
         device = None
-    contexts = jax.default_device(device), jax.transfer_guard("allow")
-    with contexts[0], contexts[1], jax.disable_jit(False):
-        return jax.jit(fn)(x)
+    with jax.default_device(device), jax.transfer_guard("allow"):
+        with jax.disable_jit(False):
+            return jax.jit(fn)(x)
 
 
-_ONE, _TWO = "float32[3]", "float32[2, 3]"
-_MODES = "primal", "cotangent"
-_IN_HOLDERS = {
-    f"{name} {mode}": "int32[2]" if mode == "count" else _TWO
-    for name in _HOLDERS
-    for mode in ("primal", "count")
-    if mode == "primal" or name in ("cond", "while")
-} | {"scan primal": "float32[2, 2, 3]"}
-_SHAPES = jax.eval_shape
 # What each is called in the message; whether it is only traced; a function of three
 # ones; and what comes back, in this order.
+_TYPES = jax.eval_shape
 CANARIES: list[tuple[str, Callable, Callable, dict[str, str]]] = [
     (
         "vmap of a cond and of loops",
-        _SHAPES,
+        _TYPES,
         S(jax.vmap(_mapped)),
         {
-            "cond primal": _ONE,
-            "cond count": "int32[3]",
-            "while primal": _ONE,
-            "while count": "int32[3]",
-            "scan primal": "float32[3, 2]",
+            "cond": "primal f32[3], count i32[3]",
+            "while": "primal f32[3], count i32[3]",
+            "scan": "primal f32[3,2]",
         },
     ),
-    ("vmap of a while_loop, transformed", _SHAPES, _refused, {"error there": _ONE}),
-    ("gradient of a cond under a vmap", _SHAPES, _not_told, {"error there": _ONE}),
+    ("vmap of a while_loop, transformed", _TYPES, _refused, _RAISED),
+    ("gradient of a cond under a vmap", _TYPES, _not_told, _RAISED),
     (
         "gradients of checkpoints",
-        _SHAPES,
+        _TYPES,
         S(_grad(_checkpointed)),
         {
-            **{f"{name} {m}": _ONE for name in ("argmax", "if") for m in _MODES},
-            "if count": "int32[]",
-            **{f"scan {m}": _TWO for m in _MODES},
-            "while primal": "float32[]",
-            "while count": "int32[]",
+            "argmax": "primal f32[3], cotangent f32[3]",
+            "if": "primal f32[3], cotangent f32[3], count i32[]",
+            "scan": "primal f32[2,3], cotangent f32[2,3]",
+            "while": "primal f32[], count i32[]",
         },
     ),
     (
         "gradients of pairs",
-        _SHAPES,
+        _TYPES,
         S(_grad(_pairs)),
         {
-            **{f"{name} {m}": f"{_ONE}, {_ONE}" for name in _PAIRS for m in _MODES},
-            **{f"scan {m}": f"{_TWO}, {_TWO}" for m in _MODES},
-            **{f"cond {m}": f"{_ONE}, {_ONE}" for m in _MODES},
-            "cond count": "int32[]",
+            "jit": "primal f32[3] f32[3], cotangent f32[3] f32[3]",
+            "checkpoint": "primal f32[3] f32[3], cotangent f32[3] f32[3]",
+            "scan": "primal f32[2,3] f32[2,3], cotangent f32[2,3] f32[2,3]",
+            "cond": "primal f32[3] f32[3], cotangent f32[3] f32[3], count i32[]",
         },
     ),
     (
         "gradient of loops",
-        _SHAPES,
+        _TYPES,
         S(_grad(_differentiated)),
-        {
-            **_IN_HOLDERS,
-            **{f"h {m}": _TWO for m in _MODES},
-            "s/jvp primal": "float32[3, 2, 2]",
-            "s/fwd primal": "float32[3, 2]",
-            "s/bwd primal": "float32[3, 2]",
+        {name: "primal f32[2,3]" for name in _HOLDERS}
+        | {
+            "cond": "primal f32[2,3], count i32[2]",
+            "scan": "primal f32[2,2,3]",
+            "while": "primal f32[2,3], count i32[2]",
+            "h": "primal f32[2,3], cotangent f32[2,3]",
+            "s/jvp": "primal f32[3,2,2]",
+            "s/fwd": "primal f32[3,2]",
+            "s/bwd": "primal f32[3,2]",
         },
     ),
     (
         "gradient of a checkpointed while_loop of Equinox",
-        _SHAPES,
+        _TYPES,
         S(_grad(_rerun)),
-        {"loop primal": _ONE, "loop cotangent": _ONE, "loop count": "int32[]"},
+        {"while": "primal f32[3], cotangent f32[3], count i32[]"},
     ),
     (
-        "gradient of a function that was traced before",
-        _SHAPES,
+        "gradient of what was traced before",
+        _TYPES,
         _traced_before,
         {
-            **{f"{name} {m}": _ONE for name in ("jit", "checkpoint") for m in _MODES},
-            "s/jvp primal": _TWO,
-            "s/fwd primal": _ONE,
-            **{f"scan {m}": _TWO for m in _MODES},
-            "s/bwd primal": _ONE,
+            "jit": "primal f32[3], cotangent f32[3]",
+            "checkpoint": "primal f32[3], cotangent f32[3]",
+            "s/jvp": "primal f32[2,3]",
+            "s/fwd": "primal f32[3]",
+            "scan": "primal f32[2,3], cotangent f32[2,3]",
+            "s/bwd": "primal f32[3]",
         },
     ),
     (
         "gradient of scans",
-        _values,
-        S(jax.grad(_numbers)),
+        _numbers,
+        S(jax.grad(_products)),
         {
-            "forward primal": "[2.0, 6.0]",
-            "forward cotangent": "[3.0, 1.0]",
-            "reverse primal": "[6.0, 3.0]",
-            "reverse cotangent": "[1.0, 2.0]",
+            "forward": "primal [2.0, 6.0], cotangent [3.0, 1.0]",
+            "reverse": "primal [6.0, 3.0], cotangent [1.0, 2.0]",
         },
     ),
-    ("captured layers", _SHAPES, _layers, {f"layers/{i} primal": _ONE for i in (0, 1)}),
-    ("gradient of a captured while_loop", _SHAPES, _explained, {"error there": _ONE}),
+    (
+        "captured layers",
+        _TYPES,
+        _layers,
+        {"layers/0": "primal f32[3]", "layers/1": "primal f32[3]"},
+    ),
+    ("gradient of a captured while_loop", _TYPES, _explained, _RAISED),
 ]
 
 
 # --- what comes back ---
 def _described(x: Any) -> str:
-    is_type = isinstance(x, jax.ShapeDtypeStruct)
-    return f"{x.dtype}{list(x.shape)}" if is_type else str(x.tolist())
+    return type_of(x) if isinstance(x, jax.ShapeDtypeStruct) else str(x.tolist())
 
 
 def found(look: Callable, fn: Callable) -> dict[str, str]:
-    """For each name and mode, the types of the arrays that come back, or the arrays."""
+    """For each name, the modes, with the types of the arrays that come back, or the
+    numbers in them."""
     there = look(lambda x: fn(x)[1], np.ones(3, "float32"))
     return {
-        f"{name} {mode}": ", ".join(map(_described, jax.tree.leaves(value)))
+        name: ", ".join(
+            " ".join([mode, *map(_described, jax.tree.leaves(value))])
+            for mode, value in modes.items()
+        )
         for name, modes in there.items()
-        for mode, value in modes.items()
     }
 
 
