@@ -1,9 +1,10 @@
-"""On a JAX that is newer than all that were tested, small programs are traced first."""
+"""On a JAX that is newer than all that were tested, small programs are tried first."""
 
 import contextlib
 import importlib
 import inspect
 import types
+from concurrent.futures import ThreadPoolExecutor
 
 import equinox as eqx
 import eqx_sow
@@ -69,9 +70,48 @@ def test_once_in_a_process(untested, monkeypatch):
     assert len(runs) == len(canaries.CANARIES)
 
 
-def test_inside_of_other_transformations(untested):
-    with jax.numpy_dtype_promotion("standard"), jax.enable_x64(True):
-        jax.jit(jax.vmap(S(jax.grad(lambda x: sow(jnp.sin(x), "h")))))(jnp.ones(2))
+@pytest.mark.parametrize(
+    "contexts",
+    [
+        (lambda: jax.numpy_dtype_promotion("standard"), lambda: jax.enable_x64(True)),
+        (lambda: jax.set_mesh(jax.make_mesh((1,), ("x",))), jax.checking_leaks),
+        (jax.disable_jit, lambda: jax.transfer_guard("disallow_explicit")),
+    ],
+)
+def test_inside_of_other_transformations(untested, contexts):
+    x = jnp.ones(2)
+    fn = jax.vmap(S(jax.grad(lambda x: sow(jnp.sin(x), "h"))))
+    with contextlib.ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context())
+        jax.eval_shape(jax.jit(fn), x)
+    assert canaries._found == [[]]
+
+
+@pytest.mark.slow
+def test_what_the_user_set_for_the_process(untested):
+    options = {
+        "jax_transfer_guard": "disallow_explicit",
+        "jax_enable_x64": True,
+        "jax_disable_jit": True,
+        "jax_debug_nans": True,
+        "jax_default_matmul_precision": "highest",
+    }
+    before = {name: getattr(jax.config, name) for name in options}
+    try:
+        for name, value in options.items():
+            jax.config.update(name, value)
+        canaries.check()
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+
+
+def test_two_threads_that_capture_first(untested):
+    with ThreadPoolExecutor(2) as threads:
+        results = [threads.submit(_saved) for _ in range(2)]
+        assert [set(x.result()) for x in results] == [{"h"}, {"h"}]
+    assert canaries._found == [[]]
 
 
 @pytest.mark.parametrize("again", [False, True])
@@ -128,6 +168,8 @@ def test_all_live(monkeypatch, primitive):
 @pytest.mark.parametrize("i", range(len(jax_rules._wrapped)))
 def test_a_canary_dies_without_each_rule(monkeypatch, i):
     table, primitive, chosen = jax_rules._wrapped[i]
+    if table is _compat.fancy_transposes:
+        pytest.skip("It is wrapped until JAX 0.10, which was tested")
     _break_a_table(monkeypatch, table, primitive, chosen)
     assert _first_difference(monkeypatch, primitive) is not None
 
