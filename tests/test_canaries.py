@@ -236,6 +236,11 @@ def _product(x):
     return lax.scan(lambda c, k: (sow(c * k, "h"), None), x, jnp.array([2.0, 3.0]))[0]
 
 
+def _reverse_product(x):
+    step = lambda c, k: (sow(c * k, "h"), None)
+    return lax.scan(step, x, jnp.array([2.0, 3.0]), reverse=True)[0]
+
+
 def _cond(x):
     return lax.cond(x[0] > 0, _sin, lambda x: x, x)
 
@@ -335,7 +340,7 @@ def _flip_reverse_scans(change):
 
 
 def _hide_vjp_in_jaxprs(change):
-    ad = _compat._in_jax("interpreters", "ad")()
+    ad = _private("interpreters", "ad")
     linearize = ad.linearize_jaxpr
     change.setattr(
         ad,
@@ -430,6 +435,7 @@ _jitted = jax.jit(_sin)
 
 CHANGES = {
     "backward scans run over flipped arrays": (_flip_backward_scans, _grad(_product)),
+    "reverse scans run over flipped arrays": (_flip_reverse_scans, _reverse_product),
     "pairs in a jit": (_hide_vjp_in_jaxprs, _grad(jax.jit(_pair))),
     "pairs in a cond": (
         _hide_vjp_in_jaxprs,
@@ -511,7 +517,7 @@ def changed(monkeypatch):
 
 
 # Those that no rule or table of JAX tells of. The others are slow together.
-_QUICK = list(CHANGES)[:11]
+_QUICK = list(CHANGES)[:12]
 
 
 @pytest.mark.parametrize(
@@ -533,3 +539,5 @@ def test_a_change_that_nobody_would_notice(changed, name):
     assert list(got) != list(want) or not tree_allclose(got, want)
     with pytest.raises(SowError, match="behaves differently"):
         canaries.check()
+    if apply is _reorder:
+        assert any("the order is" in said for said in canaries._found[0])
