@@ -250,8 +250,8 @@ def _numbers(fn: Callable, x: Any) -> Any:
             return jax.jit(fn)(x)
 
 
-# What each is called in the message; whether it is only traced; a function of three
-# ones; and what comes back, in this order.
+# What each is called in the message; what to look at, types or numbers; a function of
+# three ones; and what comes back, in this order.
 _TYPES = jax.eval_shape
 CANARIES: list[tuple[str, Callable, Callable, dict[str, str]]] = [
     (
