@@ -191,14 +191,14 @@ def _traced_before(x):
     return S(fn)(x)
 
 
+def _product(x: Any, name: str, **options: Any) -> Any:
+    step = lambda c, factor: (sow(c * factor, name), None)
+    return lax.scan(step, x[0], np.array([2, 3], "float32"), **options)[0]
+
+
 def _products(x):
-    factors = np.array([2, 3], "float32")
-
-    def product(name, **options):
-        step = lambda c, factor: (sow(c * factor, name), None)
-        return lax.scan(step, x[0], factors, **options)[0]
-
-    return product("forward") + product("reverse", reverse=True)
+    grad = jax.grad(lambda x: _product(x, "forward"))(x)
+    return grad, _product(x, "reverse", reverse=True)
 
 
 def _layers(x):
@@ -320,12 +320,12 @@ CANARIES: list[tuple[str, Callable, Callable, dict[str, str]]] = [
         },
     ),
     (
-        "gradient of scans",
+        "scans, and a gradient of one",
         _numbers,
-        S(jax.grad(_products)),
+        S(_products),
         {
             "forward": "primal [2.0, 6.0], cotangent [3.0, 1.0]",
-            "reverse": "primal [6.0, 3.0], cotangent [1.0, 2.0]",
+            "reverse": "primal [6.0, 3.0]",
         },
     ),
     (
