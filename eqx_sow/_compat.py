@@ -345,6 +345,11 @@ def _on_mesh(fn: Callable) -> Callable:
 custom_vmap_p = _primitive("custom_vmap", jax.custom_batching.sequential_vmap)
 shard_map_p = _primitive("shard_map", _on_mesh)
 noinline_p = _primitive("noinline", lambda f: eqx.internal.noinline(f))
+# A loop of Equinox that can be differentiated, and runs its body again for that.
+checkpointed_loop: Any = find(
+    "the `while_loop` of Equinox",
+    lambda: ft.partial(eqx.internal.while_loop, kind="checkpointed", checkpoints=1),
+)
 # What `eqx.filter_jit` and `jax.jit` make.
 Jitted: Any = type(eqx.filter_jit(lambda x: x)) | type(jax.jit(lambda x: x))
 
