@@ -212,8 +212,8 @@ class Program:
         if close:
             return ""
         return (
-            f"{_CAPTURE} (`scope=True` puts the path of the module before the name of a "
-            "mark.)"
+            f"{_CAPTURE} (`scope=True` puts the path of the module before the name of "
+            "a mark.)"
         )
 
     def check_selected(
