@@ -161,7 +161,7 @@ class Note(NamedTuple):
         return f"the {what} of `{name}` ({callee}, called at {where})"
 
 
-_FORMS = {
+_FORMS: dict[tuple[str, ...], str] = {
     ("inputs",): " Inputs are a pair `(args, kwargs)`, also of a single argument.",
     ("call",): " A call is a `Call(args, kwargs, out)`.",
 }
