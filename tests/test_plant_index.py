@@ -315,7 +315,7 @@ def test_several_runs_in_a_list():
 
 def test_all_lanes_of_a_layer_in_a_list():
     lanes = lambda blocks, xs: jax.vmap(lambda x: _one_by_one(blocks, x))(xs)
-    center = lambda v, index: v - v.mean(0, keepdims=True) * index[0]
+    center = lambda v, index: v - v.mean(0, keepdims=True) * jnp.float32(index[0])
     by_hand = XS
     for i, block in enumerate(BLOCKS):
         by_hand = block(by_hand)
