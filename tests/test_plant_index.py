@@ -358,3 +358,12 @@ def test_a_list_of_one_layer_in_a_loop():
     fn = _in_time(_one_by_one)
     with pytest.raises(SowError, match="'blocks/0' is the only layer of its list"):
         plant(fn, {"blocks/*": _scale}, capture=True, with_index=True)(BLOCKS[:1], X)
+
+
+def test_a_list_in_different_loops():
+    fn = lambda blocks, x: _in_time(_one_by_one)(blocks, _one_by_one(blocks, x))
+    with pytest.raises(SowError, match="different loops around the list of layers"):
+        plant(fn, {"blocks/*": _scale}, capture=True, with_index=True)(BLOCKS, X)
+    # What is one function for each name gets the loops alone.
+    each = {f"blocks/{i}": _scale for i in range(3)}
+    plant(fn, each, capture=True, with_index=True)(BLOCKS, X)

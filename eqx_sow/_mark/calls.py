@@ -154,8 +154,9 @@ class Note(NamedTuple):
         article = "the function" if self.call.is_function else "a"
         article += "n" * (article == "a" and cls[0] in "AEIOU")
         callee, name = f"{article} `{cls}`", name.removesuffix(f".{what}")
-        if self.is_sow and name:
-            return f"the layer `Sow()` at `{name}` (called at {where})"
+        if self.is_sow:
+            at = f" at `{name}`" if name else ""
+            return f"the layer `Sow()`{at} (called at {where})"
         if not name:
             return f"the {what} of {callee} (called at {where})"
         return f"the {what} of `{name}` ({callee}, called at {where})"
