@@ -11,7 +11,7 @@ import functools as ft
 import inspect
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence, Set
 from typing import Any, TypedDict
 
 import equinox as eqx
@@ -40,7 +40,7 @@ class Selecting(TypedDict, total=False):
     tag: Hashable
     names: str | Sequence[str] | Callable[[str], bool] | None
     modes: Mode | Sequence[Mode] | None
-    capture: bool | type | Sequence[Any] | Callable[..., Any] | None
+    capture: bool | type | Collection[type | Callable] | Callable | None
     methods: str | Sequence[str]
     inputs: bool
     calls: bool

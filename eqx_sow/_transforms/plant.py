@@ -2,7 +2,7 @@
 
 import dataclasses as dc
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any, ClassVar, ParamSpec, TypeVar
 
 import equinox as eqx
@@ -157,7 +157,7 @@ def plant(
     *,
     mode: Mode = "primal",
     tag: Hashable = "intermediates",
-    capture: bool | type | Sequence[Any] | Callable[..., Any] | None = None,
+    capture: bool | type | Collection[type | Callable] | Callable | None = None,
     methods: str | Sequence[str] = ("__call__",),
     inputs: bool = False,
     calls: bool = False,

@@ -2,7 +2,7 @@
 
 import dataclasses as dc
 import functools as ft
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any, ClassVar, overload, ParamSpec, Protocol, TypeVar, Unpack
 
 import equinox as eqx
@@ -148,7 +148,7 @@ def tap(
     tag: Hashable = "intermediates",
     names: str | Sequence[str] | Callable[[str], bool] | None = None,
     modes: str | Sequence[str] | None = None,
-    capture: bool | type | Sequence[Any] | Callable[..., Any] | None = None,
+    capture: bool | type | Collection[type | Callable] | Callable | None = None,
     methods: str | Sequence[str] = ("__call__",),
     inputs: bool = False,
     calls: bool = False,
