@@ -367,3 +367,14 @@ def test_a_list_in_different_loops():
     # What is one function for each name gets the loops alone.
     each = {f"blocks/{i}": _scale for i in range(3)}
     plant(fn, each, capture=True, with_index=True)(BLOCKS, X)
+
+
+def test_tuples_in_a_list():
+    # Of one for each run, and a value with a function in it.
+    twice = lambda blocks, x: _one_by_one(blocks, _one_by_one(blocks, x))
+    each = {"blocks/*": (_scale, None)}
+    got = plant(twice, each, capture=True, with_index=True)(BLOCKS, X)
+    first = plant(_one_by_one, {"blocks/*": _scale}, capture=True, with_index=True)
+    assert_close(got, _one_by_one(BLOCKS, first(BLOCKS, X)))
+    fn = lambda x: sow((x, jnp.tanh), "h/0")[0]
+    assert_close(plant(fn, {"h/*": (XS[1], jnp.tanh)}, with_index=True)(X), XS[1])

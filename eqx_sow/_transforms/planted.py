@@ -69,9 +69,12 @@ def by_iteration(
 def _in_lists(value: Any, pattern: str, name: str, program: Program) -> Any:
     """What is planted under a name, with the numbers of layers that the globs in the
     pattern stand for."""
-    if type(value) in (tuple, list):
-        return type(value)(_in_lists(x, pattern, name, program) for x in value)
     mine = [pair for pair in program.named if pair[0].site.name == name]
+    if type(value) in (tuple, list):
+        # One for each run, or a value, in which functions are static leaves.
+        if len({x.way for x, _ in mine if not x.site.modes}) < 2:
+            return value
+        return type(value)(_in_lists(x, pattern, name, program) for x in value)
     ways = {_layers(pattern, *pair, program) for pair in mine if callable(value)}
     if len(ways) > 1:
         raise SowError(
