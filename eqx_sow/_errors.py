@@ -70,7 +70,7 @@ def calling(
             got = (
                 f" It was called with {eqx.tree_pformat(*seen)}{hint}." if seen else ""
             )
-            e.add_note(f"Raised by the {what}, for {site.said}.{got}")
+            e.add_note(f"Raised by the {what}, for {site.said}.{got}{site.form_said}")
         raise
 
 

@@ -119,6 +119,12 @@ class Selection:
             return {}
         return selected(self._tree, named, self._lengths, self._whole)
 
+    @property
+    def is_of_a_list(self) -> bool:
+        """Whether any pattern fits a name that a list of layers would have, too, or is
+        the name of a mark."""
+        return bool(self._exact or self._in_list)
+
     def of(self, named: Named) -> Mapping[int, list[Selected]]:
         """What is selected of a mark, by the numbers of the patterns."""
         if named not in self._kept:

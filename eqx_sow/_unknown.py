@@ -15,8 +15,8 @@ from collections.abc import (
 from typing import Any
 
 from ._errors import shown, UnknownSowError
-from ._globs import fits, head_of, is_glob, is_index
-from ._names import in_a_list, join, Named
+from ._globs import compiled, fits, head_of, is_glob, is_index
+from ._names import in_a_list, join, Named, selected
 
 
 def across_slashes(pattern: str, names: Iterable[str]) -> str:
@@ -81,6 +81,10 @@ def no_such_iteration(
     one, loops = alike[0], alike[0].loops
     if not loops and without(one.name) != one.name:
         names = sorted((x.name for x in alike), key=lambda x: _without_indices(x)[1])
+        if len(names) == 1:
+            return (
+                f" In a list, each has a name of its own. There is {one.name!r} only."
+            )
         return (
             " In a list, each has a name of its own, from "
             f"{names[0]!r} to {names[-1]!r}, the last one."
@@ -118,6 +122,21 @@ def entry_of_value(
     return ""
 
 
+# What a captured call is marked with if an option asks for it.
+_OPTIONAL = {
+    ".inputs": " Inputs are marked with `inputs=True`.",
+    ".call": " Whole calls are marked with `calls=True`.",
+}
+
+
+def without_option(pattern: str, there: Iterable[str]) -> str:
+    """Says which option is missing if a name is that of inputs or of a whole call."""
+    for suffix, said in _OPTIONAL.items():
+        if pattern.endswith(suffix) and not any(x.endswith(suffix) for x in there):
+            return said
+    return ""
+
+
 def check_no_entry(
     call: str,
     patterns: Iterable[Any],
@@ -141,6 +160,8 @@ def _close(pattern: str, there: Iterable[str], found: Iterable[Named]) -> list[s
     n_indices = lambda name: len(_without_indices(name)[1])
     _, indices = _without_indices(pattern)
     there = dict.fromkeys(there)
+    if is_glob(pattern) and (globs := _close_globs(pattern, there, found)):
+        return globs
     if not indices:
         return difflib.get_close_matches(pattern, there, n=3)
     stacks = [x for x in found if x.loops and x.name in there]
@@ -149,6 +170,23 @@ def _close(pattern: str, there: Iterable[str], found: Iterable[Named]) -> list[s
     alike = [x for x in (*there, *parts) if n_indices(x) >= len(indices)]
     first = difflib.get_close_matches(pattern, dict.fromkeys(alike), n=3)
     return first or difflib.get_close_matches(pattern, sorted(others), n=3)
+
+
+def _close_globs(
+    pattern: str, there: Iterable[str], found: Iterable[Named]
+) -> list[str]:
+    """The same pattern without a typo, if there are names that it fits: `blocks/*` for
+    `block/*`. And globs where somebody has written regular expressions."""
+    named = [*found] or [*map(Named, there)]
+    words = {part for x in named for part in x.name.split("/")}
+    right = lambda part: difflib.get_close_matches(part, words, n=1) or [part]
+    parts = re.sub(r"\.[*+]", "*", pattern).split("/")
+    new = [p if is_glob(p) or p in words or is_index(p) else right(p)[0] for p in parts]
+    ways = dict.fromkeys(["/".join(parts), "/".join(new)])
+    # Where the model is may be left out.
+    ways = [way for p in ways if p != pattern for way in (p, f"**/{p}")]
+    fit = (p for p in ways if any(selected(compiled((p,)), x, {}) for x in named))
+    return [*it.islice(fit, 1)]
 
 
 def _with_indices(named: Named, indices: Sequence[int]) -> Iterator[str]:

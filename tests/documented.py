@@ -151,6 +151,10 @@ DOCUMENTED = {
         '"`index` was compared with" (`plant`)': [
             "test_plant_index.py::test_an_index_that_is_compared_as_if_it_were_a_number"
         ],
+        '"is the only layer of its list", "with different loops around the list of layers" (`plant`)': [
+            "test_plant_index.py::test_a_list_of_one_layer_in_a_loop",
+            "test_plant_index.py::test_a_list_in_different_loops",
+        ],
         '"cannot be checked in a `jax.shard_map`" (`plant`)': [
             "test_meshes.py::test_plant_of_one_value_for_all_lanes_on_a_device"
         ],
@@ -163,8 +167,8 @@ DOCUMENTED = {
         '"the value of … is a tracer" (`tabulate`, `compare`)': [
             "test_tabulate.py::test_tracers"
         ],
-        '"so the axis of the layers is no longer known", "these arrays are not those" (`unstack`, `axes`)': [
-            "test_intermediates.py::test_a_name_that_is_not_there"
+        '"so the axis of the layers is no longer known", "these arrays are not those" (`unstack`, `stack`, `axes`)': [
+            "test_results.py::test_an_axis_that_was_added_outside_is_known_or_an_error"
         ],
         '"cannot tell which lanes run" (`tap`)': [
             "test_tap.py::test_lanes_that_cannot_be_told_are_an_error"

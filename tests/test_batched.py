@@ -477,3 +477,14 @@ def test_plant_lanes_that_differ():
     # A `vmap` around `plant` maps it.
     around = jax.vmap(plant(lambda x: sow(x, "h"), {"h": batched(_center)}))
     assert_close(around(XS), jax.vmap(_center)(XS))
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_model_that_is_mapped_over_all_lanes_needs_no_warning():
+    # Equinox warns of a field that JAX transformed.
+    layer = eqx.nn.Linear(3, 3, key=jr.key(0))
+    f = jax.vmap(lambda x: sow(jnp.sin(x), "h"))
+    want = jax.vmap(layer)(jnp.sin(XS))
+    assert_close(plant(f, {"h": batched(jax.vmap(layer))})(XS), want)
+    got = S(f, transform=batched(jax.vmap(layer)))(XS)[1]
+    assert_close(got["h"]["primal"], want)

@@ -167,6 +167,67 @@ def test_a_when_of_two_arguments_without_extra():
         assert not any(note in n for n in info.value.__notes__)
 
 
+class _Scale(eqx.Module):
+    weight: jax.Array
+    sow: Sow = Sow()
+
+    def __call__(self, x):
+        return self.weight * x
+
+    def half(self, x):
+        return self.sow(self.weight * x / 2)
+
+
+@jax.jit
+def double(x):
+    return x * 2
+
+
+def _raises(*_):
+    raise ValueError("no")
+
+
+@pytest.mark.parametrize(
+    "raising, says",
+    [
+        (lambda fn, name, **k: plant(fn, {name: X[:1]}, **k), "the value for "),
+        (lambda fn, name, **k: plant(fn, {name: _raises}, **k), "planted, for "),
+        (lambda fn, name, **k: plant(fn, {name: lambda _: None}, **k), "function for "),
+        (lambda fn, name, **k: S(fn, transform={name: _raises}, **k), "form`, for "),
+        (
+            lambda fn, name, **k: S(fn, reduce={name: Fold(1.0, _raises)}, **k),
+            "as `reduce`, for ",
+        ),
+        (lambda fn, name, **k: tap(fn, names=name, when=jnp.isnan, **k), "for "),
+        (lambda fn, name, **k: tap(fn, _raises, names=name, **k), "ror: no, for "),
+    ],
+)
+@pytest.mark.parametrize(
+    "fn, name, options, said",
+    [
+        (lambda m, x: m(x), "m", {}, "output of `m` (a `_Scale`, called at "),
+        (lambda m, x: m(x), "m.inputs", dict(inputs=True), "inputs of `m` (a `_Sca"),
+        (lambda m, x: m(x), "m.call", dict(calls=True), "call of `m` (a `_Scale`, "),
+        (lambda m, x: m.half(x), "m.half", dict(methods="half"), "output of `m.half` "),
+        (lambda m, x: double(x), "double", dict(capture=double), "(the function `dou"),
+        (lambda m, x: m.half(x), "m/sow", {}, "layer `Sow()` at `m/sow` (cal"),
+    ],
+)
+def test_what_nobody_sowed_is_not_called_that(raising, says, fn, name, options, said):
+    with pytest.raises(Exception) as info:
+        call = raising(fn, name, **dict(capture=_Scale) | options)
+        jax.block_until_ready(call(_Scale(X), X))
+    text = "\n".join([str(info.value), *getattr(info.value, "__notes__", ())])
+    assert re.search(rf"{re.escape(says)}the .*?{re.escape(said)}.*test_errors", text)
+    assert "sow(..." not in text
+
+
+def test_it_begins_a_sentence():
+    fn = lambda m, x: lax.reduce(x, 0.0, lambda a, b: double(a) + b, (0,))
+    with pytest.raises(UnsupportedPrimitiveError, match="^The output of `double` .the"):
+        S(fn, capture=double)(_Scale(X), X)
+
+
 def test_not_a_duplicate(call):
     one = lambda x: sow(x, "n", tag="one")
     _, got = call(S(lambda x: sow(2 * one(x), "n")), X)

@@ -8,6 +8,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
+import numpy as np
 import pytest
 from eqx_sow import (
     Append,
@@ -110,6 +111,40 @@ def test_it_is_what_names_returns(model, program, call):
             assert whole.axes(name, mode) == alone.axes(*alone, mode)
 
 
+@pytest.mark.parametrize("model", [STACK, LIST])
+def test_all_ways_to_look_up_agree(model):
+    _, got = S(eqx.filter_grad(PROGRAMS["vmap"]), capture=True)(model, X)
+    there = ("m", "blocks/2/mlp", "m/blocks/-1", "blocks/-4/mlp")
+    others = ("blocks/4", "m/blocks/9/mlp", "blocks", "*", "", 0, None)
+    for name in (*got, *there, *others):
+        views = (got, got.primals, got.cotangents)
+        is_there = name in got
+        assert is_there or name not in there
+        # Nothing is computed to know that.
+        found = []
+        jaxpr = jax.make_jaxpr(lambda i: found.extend(name in v for v in views))(got)
+        assert not jaxpr.eqns and found == [is_there] * 3
+        for view in views:
+            assert (view.get(name, view) is not view) == is_there
+        if is_there:
+            for mode, view in zip(("primal", "cotangent"), views[1:]):
+                assert_close(view[name], got[name][mode])
+                assert_close(view.get(name), got.get(name)[mode])
+        else:
+            for view in views:
+                with pytest.raises(UnknownSowError, match="is not a name here"):
+                    view[name]
+    # What changes the dict is about its own keys.
+    assert got.pop("blocks/0", None) is None and list(got | {}) == list(got)
+
+
+def test_a_view_of_a_mode_that_a_name_does_not_have():
+    _, got = S(_grad)(X)
+    assert "fixed" not in got.cotangents and got.cotangents.get("fixed") is None
+    with pytest.raises(KeyError, match="'fixed' has no mode 'cotangent'.*one: 'h'"):
+        got.cotangents["fixed"]
+
+
 @pytest.mark.parametrize("name", ["h/1", "h/-1", "h/1/2", "h/-2/-1"])
 def test_iterations_of_two_loops(name):
     def fn(x):
@@ -184,6 +219,48 @@ def test_an_entry_is_a_dict_and_a_pytree():
     assert not any(isinstance(x, Intermediates) for x in vars(entry).values())
 
 
+# What is done with an array. The value is not the entry, but in it.
+USES = [
+    *(lambda e: e.shape, lambda e: e.T, lambda e: e.sum(), lambda e: e.reshape(3, 1)),
+    *(lambda e: e + 1, lambda e: 2 * e, lambda e: X * e, lambda e: np.ones(3) - e),
+    *(lambda e: e / X, lambda e: e @ X, lambda e: X @ e, lambda e: e**2, lambda e: -e),
+    *(abs, lambda e: e > 0, lambda e: X < e, float, int, round, np.asarray),
+    *(jnp.asarray, jnp.sum, jnp.sin, jnp.linalg.norm, jax.nn.relu),
+    *(np.mean, np.sin, np.linalg.norm),
+    lambda e: np.testing.assert_allclose(e, X),
+]
+INDICES = (0, slice(1), (slice(None), 0), ..., None, X, X > 0, np.arange(2))
+
+
+@pytest.mark.parametrize("use", USES)
+def test_an_entry_that_is_used_as_an_array(use):
+    _, got = S(_grad)(X)
+    says = (
+        r"`intermediates\['h'\].*modes 'primal' and 'cotangent': write `.*\['primal'\]"
+    )
+    for entry in (got["h"], jax.tree.map(lambda x: x, got["h"])):
+        with pytest.raises((TypeError, AttributeError), match=says):
+            use(entry)
+
+
+@pytest.mark.parametrize("index", INDICES, ids=repr)
+def test_an_entry_that_is_indexed_as_an_array(index):
+    _, got = S(_grad)(X)
+    with pytest.raises(KeyError, match="no mode .*For a part of .*`\\['primal'\\]"):
+        got["h"][index]
+
+
+def test_an_attribute_that_is_a_mode():
+    entry = S(_grad)(X)[1]["h"]
+    for name, mode in (("cotangent", "cotangent"), ("grad", "cotangent")):
+        says = (
+            rf"`intermediates\['h'\].{name}`.*write `intermediates\['h'\]\['{mode}'\]`"
+        )
+        with pytest.raises(AttributeError, match=says):
+            getattr(entry, name)
+    assert not hasattr(entry, "shape") and "shape" not in dir(entry)
+
+
 def _grad(x):
     loss = lambda x: sow(x * sow(X, "fixed"), "h").sum()
     return jax.grad(loss)(x)
@@ -231,8 +308,8 @@ def _two(x):
         ({}, "h/3", "no such iteration of 'h': they are 'h/0' to 'h/2'"),
         ({}, "hh", "Did you mean 'h'"),
         ({}, "layers/0", "captured with `capture=True`"),
-        ({}, "layers/0.inputs", "captured with `inputs=True`"),
-        ({}, "layers/0.call", "captured with `calls=True`"),
+        ({}, "layers/0.inputs", "marked with `inputs=True`"),
+        ({}, "layers/0.call", "marked with `calls=True`"),
         ({}, "*", r"`intermediates.stack\('\*'\)`"),
         ({}, 0, r"`intermediates\[name\]\[mode\]`"),
         (dict(names="y"), "h", "`names=` or `modes=` left it out"),
@@ -295,6 +372,25 @@ def test_what_was_computed_with_has_no_iterations():
     got = jax.tree.map(lambda x: x.sum(), S(_two)(1.0)[1])
     with pytest.raises(KeyError, match="you have computed with the values"):
         got["h/1"]
+
+
+@pytest.mark.parametrize("jacobian", [jax.jacfwd, jax.jacrev])
+@pytest.mark.parametrize("n", [2, 3])
+def test_an_iteration_in_a_jacobian(jacobian, n):
+    def f(x):
+        return lax.scan(lambda c, y: (sow(c * y + x.sum(), "h"), None), 1.0, X)[0]
+
+    x = jnp.arange(1.0, 1.0 + n)
+    jac = jacobian(lambda x: S(f)(x)[1])(x)
+    assert jac["h"]["primal"].shape == (3, n)
+    if n == 2:
+        (alone,) = jacobian(lambda x: S(f, names="h/1")(x)[1])(x).primals.values()
+        assert_close(jac["h/1"]["primal"], alone)
+        return
+    # As many iterations as inputs: which of the two axes is which?
+    assert "h/1" not in jac and jac.primals.get("h/1") is None
+    with pytest.raises(KeyError, match="The axis of the loop in 'h' is not known"):
+        jac["h/1"]
 
 
 def test_names_in_messages_are_few():

@@ -200,6 +200,29 @@ class _Encoder(eqx.Module):
         return x
 
 
+def _model(m, x):
+    return m(x)
+
+
+_INPUTS = dict(capture=True, inputs=True)
+
+
+def _times(params, x):
+    return params * x
+
+
+def _sum(x):
+    return x.sum()
+
+
+def _never(params, x):
+    return False
+
+
+def _in_a_function(m, x):
+    return _times(2.0, m(x))
+
+
 MODEL = eqx.nn.MLP(3, 2, 4, 1, key=jax.random.key(0))
 TWO = eqx.nn.Sequential([Sow("h"), Sow("h")])
 OFF_BY_ONE = Fold(0.0, lambda acc, x: acc + x)
@@ -299,6 +322,18 @@ MISUSES = {
         ("names=...)`: 'layer/0'", "names there are", "Did you mean 'layers/0'?"),
         "selects no mark",
     ),
+    "names: a typo in a glob": Misuse(
+        UnknownSowError,
+        lambda: S(lambda x: sow(x, "layers/0"), names="layer/*")(X),
+        ("Did you mean 'layers/*'?",),
+        "selects no mark",
+    ),
+    "names: a regular expression": Misuse(
+        UnknownSowError,
+        lambda: S(lambda x: sow(x, "layers/0/h"), names="layers/.*/h")(X),
+        ("Did you mean 'layers/*/h'?",),
+        "selects no mark",
+    ),
     "names: of layers, without capture": Misuse(
         UnknownSowError,
         lambda: S(MODEL, names="layers/0")(X),
@@ -345,20 +380,29 @@ MISUSES = {
         ("capture=...)` takes `True`", "`capture=True, names='layers/0'`"),
         "`capture`",
     ),
-    "capture: a list": Misuse(
+    "capture: a list with a path": Misuse(
         TypeError,
-        lambda: S(MODEL, capture=[eqx.nn.Linear]),
-        (
-            "capture=...)` takes `True`, a class, a JAX function",
-            "Write the tuple `(Linear,)`.",
-        ),
+        lambda: S(MODEL, capture=[eqx.nn.Linear, "layers/0"]),
+        ("`jax.jit` or `eqx.filter_jit`, several of these, or a predicate",),
         "`capture`",
     ),
-    "capture: a list of two": Misuse(
+    "capture: a plain function": Misuse(
         TypeError,
-        lambda: S(MODEL, capture=[eqx.nn.Linear, jax.nn.relu]),
-        ("Write the tuple `(Linear, relu)`.",),
+        lambda: S(_in_a_function, capture=_times)(MODEL, X),
+        ("_times", "failed for the module", "decorate it with `jax.jit` where it is"),
         "`capture`",
+    ),
+    "capture: a plain function of other arguments": Misuse(
+        TypeError,
+        lambda: S(_in_a_function, capture=_sum)(MODEL, X),
+        (_PREDICATE, "To capture the calls of a function, decorate it with `jax.jit`"),
+        "`capture`",
+    ),
+    "capture: a plain function that is false of all": Misuse(
+        UnknownSowError,
+        lambda: S(_in_a_function, capture=_never)(MODEL, X),
+        ("selects nothing", "decorate it with `jax.jit` where it is defined"),
+        "selects nothing that is called",
     ),
     "capture: the name of a class": Misuse(
         TypeError,
@@ -1008,7 +1052,41 @@ MISUSES = {
         "that was differentiated",
         _checkpointed,
     ),
+    "planted inputs: a function of the argument": Misuse(
+        SowError,
+        lambda: plant(_model, {"m.inputs": lambda x: 2 * x}, **_INPUTS)(MODEL, X),
+        ("for the inputs of `m` (a `MLP`", "Inputs are a pair `(args, kwargs)`"),
+        "has a leaf",
+        _model,
+    ),
+    "planted inputs: a function that fails": Misuse(
+        TypeError,
+        lambda: plant(_model, {"m.inputs": jnp.sin}, **_INPUTS)(MODEL, X),
+        ("for the inputs of `m` (a `MLP`", "Inputs are a pair `(args, kwargs)`"),
+        "has a leaf",
+        _model,
+    ),
+    "capture: forgotten around a plant": Misuse(
+        UnknownSowError,
+        lambda: S(plant(MODEL, {"layers/0": jnp.sin}, capture=True), names="layers/1")(
+            X
+        ),
+        ("that are planted inside. Did you mean `capture=True`",),
+        "selects no mark",
+    ),
     # --- tap ---
+    "tap: the callback first": Misuse(
+        TypeError,
+        lambda: tap(print, MODEL),
+        ("`tap(fn, callback)`", "not MLP", "write `tap(model, print)`"),
+        "`callback`",
+    ),
+    "tap: the callback first, before a function that was jitted": Misuse(
+        TypeError,
+        lambda: tap(print, jax.jit(_fn)),
+        ("a function made by `jax.jit`", "write `tap(model, print)`"),
+        "`callback`",
+    ),
     "tap: a number as callback": Misuse(
         TypeError,
         lambda: tap(_fn, 3),
@@ -1072,6 +1150,19 @@ MISUSES = {
         lambda: tap(_fn, modes="tangent")(X),
         ("`tap(..., modes=...)`: 'tangent'", "The modes there are: 'primal'"),
         "`modes`",
+    ),
+    # --- what comes back ---
+    "an entry: as an array": Misuse(
+        TypeError,
+        lambda: S(_fn)(X)[1]["h"] * 2.0,
+        ("`intermediates['h']`", "has the mode 'primal': write", "['h']['primal']`."),
+        '`intermediates["h"]`',
+    ),
+    "an entry: its shape": Misuse(
+        AttributeError,
+        lambda: S(_fn)(X)[1]["h"].shape,  # pyright: ignore
+        ("`intermediates['h'].shape`", "write `intermediates['h']['primal'].shape`."),
+        '`intermediates["h"]`',
     ),
     # --- statistics ---
     "edges: a number": Misuse(

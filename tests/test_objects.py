@@ -154,10 +154,10 @@ def test_modules():
     loss = lambda layer, x: head(layer(x))
     step = eqx.filter_grad(loss)
     for options in (dict(capture=Layer), dict(capture=True)):
-        with pytest.raises(SowTypeError, match=r"(?s)'layer'.*`Output`"):
+        with pytest.raises(SowTypeError, match=r"(?s)of `layer`.*`Output`"):
             S(step, **options)(layer, X)
     with pytest.raises(
-        SowTypeError, match=r"(?s)'head.inputs'.*`\[0\]\[0\]`.*`Output`"
+        SowTypeError, match=r"(?s)inputs of `head`.*`\[0\]\[0\]`.*`Output`"
     ):
         S(step, capture=Head, inputs=True)(layer, X)
     _, got = S(step, capture=True, names="layer/linear")(layer, X)

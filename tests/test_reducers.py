@@ -619,3 +619,23 @@ def test_one_iteration_has_the_derivatives_of_that_one(at, reduce):
     want = lambda x: sum(jnp.sqrt(x + {"h/-1": 2, "h/1": 1, "h/2": 2}[n]) for n in ats)
     for derive in (jax.grad, jax.jacfwd):
         close(derive(total)(0.0), derive(want)(0.0))
+
+
+@pytest.mark.parametrize("reduce", [Buffer(4), Fold(0.0, jnp.add)])
+def test_a_transform_gives_values_of_several_shapes_one(reduce):
+    """As of a prompt, and then of one token after another."""
+
+    def generate(xs):
+        h = sow(jnp.sin(xs), "h")[-1]
+        return lax.scan(lambda h, _: (sow(jnp.sin(h), "h"), None), h, None, length=3)[0]
+
+    xs = jnp.arange(8.0).reshape(4, 2)
+    with pytest.raises(SowError, match="pass a `transform` to one shape"):
+        S(generate, reduce=reduce)(xs)
+    _, got = S(generate, reduce=reduce, transform=jnp.mean)(xs)
+    hand = [jnp.sin(xs)]
+    for _ in range(3):
+        hand.append(jnp.sin(hand[-1] if hand[-1].ndim == 1 else hand[-1][-1]))
+    means = jnp.stack([h.mean() for h in hand])
+    want = means if isinstance(reduce, Buffer) else means.sum()
+    assert_close(got["h"]["primal"], want)

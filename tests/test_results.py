@@ -173,7 +173,7 @@ def test_axes(fn, x, options, axes, jit):
     assert got.axes("blocks/mlp", "primal") == axes
     assert pickle.loads(pickle.dumps(got)).axes("blocks/mlp") == axes
     inside = (("outside", *axes[0]),) if axes[:1] == (("vmap", "loop"),) else None
-    _, got = jax.vmap(S(fn, **options))(x[None])
+    _, got = jax.vmap(S(fn, **options))(jnp.stack([x] * 7))
     assert got.axes("blocks/mlp", "primal") == (inside or ("outside", *axes))
 
 
@@ -267,6 +267,95 @@ def test_stack_of_a_stack_of_stacks():
         assert_close(a.stack(pattern), b.stack(pattern))
 
 
+@pytest.mark.parametrize("nested", [(1, 1), (6, 6)], ids=["b", "stages"])
+def test_a_star_is_one_axis_of_a_stack_of_stacks(nested):
+    name = "b" if nested == (1, 1) else "stages"
+
+    def f(x):
+        layer = lambda x, w: (sow_in_stack(jnp.sin(w * x), name, nested), None)
+        step = lambda x, ws: lax.scan(layer, x, ws)
+        return lax.scan(step, x, jnp.arange(1.0, 9.0).reshape(2, 4))[0]
+
+    _, got = S(f)(X)
+    hand, x = [], X
+    for w in range(1, 9):
+        hand.append(x := jnp.sin(w * x))
+    hand = jnp.stack(hand)
+    by_stage = hand.reshape(2, 4, 3)
+    # As for a list of two stacks of four, and for a list of two lists.
+    assert_close(got.stack(f"{name}/*"), by_stage)
+    assert_close(got.stack(f"{name}/-1"), by_stage[1:])
+    assert_close(got.stack(f"{name}/*/*"), hand)
+    assert_close(got.stack(f"{name}/*/2"), by_stage[:, 2])
+    assert_close(got.stack(f"{name}/**"), hand)
+    stages = Intermediates(
+        {f"{name}/{i}": {"primal": x} for i, x in enumerate(by_stage)}
+    )
+    assert_close(got.stack(f"{name}/*"), stages.stack(f"{name}/*"))
+
+
+# --- axes that others have added, or taken away ---
+def _mapped(fn):
+    return lambda f, xs: jax.tree.map(fn, f(xs[0]))
+
+
+def _sum(h):
+    return h.sum(-1)
+
+
+# What was done with `h` of `[layers, width]`; and what the leading axes are then, if
+# that can be known: of a batch as long as there are layers, it cannot.
+OUTSIDE = {
+    "arithmetic": (_mapped(jnp.sin), "loop"),
+    "vmap": (lambda f, xs: jax.vmap(f)(xs), "outside loop"),
+    "out_axes=1": (lambda f, xs: jax.vmap(f, out_axes=1)(xs), "loop outside"),
+    "out_axes=-1": (lambda f, xs: jax.vmap(f, out_axes=-1)(xs), "loop"),
+    "scan": (lambda f, xs: lax.map(f, xs), "outside loop"),
+    "jacfwd": (lambda f, xs: jax.jacfwd(lambda w: f(w @ xs))(xs[:, 0]), "loop"),
+    "jacrev": (lambda f, xs: jax.jacrev(lambda w: f(w @ xs))(xs[:, 0]), "loop"),
+    "a new axis": (_mapped(lambda h: h[..., None]), "loop"),
+    "sum": (_mapped(_sum), ""),
+    "part": (_mapped(lambda h: h[:2]), ""),
+    "flat": (_mapped(jnp.ravel), ""),
+    "transposed": (_mapped(jnp.transpose), ""),
+    "lanes": (lambda f, xs: _mapped(_sum)(jax.vmap(f), [xs]), ""),
+}
+NOT_KNOWN_OF_FOUR = "vmap", "out_axes=1", "scan"
+
+
+@pytest.mark.parametrize("n", [3, 4, 5])
+@pytest.mark.parametrize("how", OUTSIDE)
+def test_an_axis_that_was_added_outside_is_known_or_an_error(how, n):
+    """With as many lanes, or inputs, as there are features, or layers, or neither."""
+    run, axes = OUTSIDE[how]
+    xs = jnp.cos(jnp.arange(n * 3.0)).reshape(n, 3)
+    got = run(lambda x: S(_layers)(x)[1], xs)
+    h = got["blocks/mlp"]["primal"]
+    for i in range(4):
+        views = (
+            lambda: got[f"blocks/{i}/mlp"]["primal"],
+            lambda: got.primals[f"blocks/{i - 4}/mlp"],
+            lambda: got.unstack()[f"blocks/{i}/mlp"]["primal"],
+            lambda: got.stack("blocks/*/mlp")[i],
+            lambda: got.stack(f"blocks/{i}/mlp")[0],
+        )
+        is_known = axes != "" and not (n == 4 and how in NOT_KNOWN_OF_FOUR)
+        assert (f"blocks/{i}/mlp" in got) == is_known
+        for view in views:
+            if is_known:
+                assert_close(view(), jnp.take(h, i, axes.split().index("loop")))
+            else:
+                with pytest.raises(SowError, match="no.* known"):
+                    view()
+    # What else has come before the features may be one of these.
+    others = ("out_axes=1", "out_axes=-1", "jacfwd", "jacrev")
+    if not is_known or n == 3 and how in others:
+        with pytest.raises(SowError, match="their axes are not known"):
+            got.axes("blocks/mlp")
+    else:
+        assert got.axes("blocks/mlp") == tuple(axes.split())
+
+
 # --- unstack ---
 def _two_in_stack(x, after=(6,), reverse=False):
     mark = lambda x, name: sow_in_stack(x, f"blocks/{name}", after)
@@ -357,7 +446,10 @@ def test_views():
     got = S(jax.grad(_layers))(X)[1] | {"z": {"tangent": X}}
     assert got.primals == {"blocks/mlp": got["blocks/mlp"]["primal"]}
     assert list(got.cotangents) == ["blocks/mlp"] and list(got.tangents) == ["z"]
-    assert type(got.primals) is dict
+    # A PyTree in the same order, of any transformation.
+    assert jax.tree.map(jnp.sin, got.primals).keys() == {"blocks/mlp"}
+    two = S(lambda x: sow(sow(x, "z") * 2, "a"))(X)[1]
+    assert list(jax.jit(lambda i: i.primals)(two)) == ["z", "a"]
 
 
 def test_scalars_are_numbers():

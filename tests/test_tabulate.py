@@ -695,6 +695,23 @@ def test_arrow_where_an_axis_has_gone():
     assert len(_marked(tabulate(got))) == 1
 
 
+@pytest.mark.parametrize("lanes", [3, 5])
+def test_arrow_where_a_vmap_outside_has_added_an_axis(lanes):
+    def f(x, bad):
+        def step(x, bad):
+            x = sow(jnp.where(bad[0], jnp.nan, x), "a")
+            return sow(jnp.where(bad[1], jnp.nan, x), "b") * 0 + 1, None
+
+        return lax.scan(step, x, bad)[0]
+
+    # `a` in the second iteration of the first lane, `b` in the first of the second one.
+    bads = jnp.zeros((lanes, 3, 2), bool).at[0, 1, 0].set(True).at[1, 0, 1].set(True)
+    save = lambda bad: S(f)(jnp.ones(7), bad)[1]
+    got = jax.vmap(save, out_axes=1)(bads)
+    # Of three lanes it is not known which axis is that of the three iterations.
+    assert _marked(tabulate(got)) == [("a" if lanes == 3 else "b", "primal")]
+
+
 def test_modes_of_a_sorted_dict():
     f = lambda x: sow(jnp.sin(x), "h").sum()
     got = jax.jit(lambda x: dict(S(jax.grad(f))(x)[1]))(X)

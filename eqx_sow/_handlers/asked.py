@@ -6,9 +6,10 @@ import dataclasses as dc
 import functools as ft
 import math
 import operator
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
@@ -62,6 +63,22 @@ class Indices(tuple):
 jtu.register_pytree_node(
     Indices, lambda x: (tuple(x), None), lambda _, entries: Indices(entries)
 )
+
+
+class InList(NamedTuple):
+    """A function of `(value, index)` for a mark in a list of layers. It gets the index
+    that it would get if the layers were a stack: `layers` has the number of each list
+    around, and how many of the loops are around that. It is a PyTree, as the function
+    may be."""
+
+    fn: Callable[[Any, Any], Any]
+    layers: tuple[tuple[int, int], ...]
+
+    def __call__(self, value: Any, index: tuple[Any, ...]) -> Any:
+        new = list(index)
+        for k, (n_loops, number) in enumerate(self.layers):
+            new.insert(n_loops + k, jnp.int32(number))
+        return self.fn(value, Indices(new))
 
 
 @dc.dataclass(frozen=True, kw_only=True)

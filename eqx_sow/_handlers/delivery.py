@@ -113,6 +113,8 @@ class Delivery:
     ordered: bool
     # What all iterations of the mark are called. `after` has an entry for each loop.
     whole: Label
+    # What messages say of the mark.
+    said: str
 
     def with_lane(self, size: int, varies: Sequence[bool]) -> "Delivery":
         """After one more vmap, over which these arrays of the value vary."""
@@ -140,9 +142,8 @@ class Delivery:
             # In one line, since the last line of JAX's report is what is looked at.
             raised = " ".join(f"{type(e).__name__}: {e}".split()).rstrip(":")
             failure = SowError(
-                f"The callback of `tap` raised {raised} (at {self.site.said}, "
-                f"{self.mode}, with {event.count} execution"
-                f"{'s' * (event.count != 1)} before it)."
+                f"The callback of `tap` raised {raised}, for {self.said}: {self.mode}, "
+                f"with {event.count} execution{'s' * (event.count != 1)} before it."
             )
             failures.append(failure)
             raise failure from e

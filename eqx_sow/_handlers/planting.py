@@ -28,7 +28,7 @@ from .._walk.frame import Frame
 from .._walk.handler import check_guarded, Handler
 from .._walk.rules import varying_alike
 from .._walk.sows import sites, sows
-from .asked import Indices, leave, reached
+from .asked import Indices, InList, leave, reached
 from .fixed import NotFixed, with_left
 
 
@@ -183,13 +183,15 @@ def _replaced(
         if not isinstance(planted.new, Site):
             fn = planted.new.value
             more = (Indices(iterations),) if planted.with_index else ()
-            index = (
-                ". With `with_index=True` it is called with `(value, index)`, and "
-                f"`index` has length {len(iterations)} here: one entry for each loop "
-                "around the mark, except for `while_loop`s"
-            )
             sees_all = isinstance(fn, Batched)
             apply, called = (_of_all_lanes, fn.fn) if sees_all else (_apply, fn)
+            n = len(called.layers) if isinstance(called, InList) else 0
+            index = (
+                ". With `with_index=True` it is called with `(value, index)`, and "
+                f"`index` has length {len(iterations) + n} here: one entry for each "
+                "loop around the mark, except for `while_loop`s, and one for each "
+                "list of layers, under a glob such as `blocks/*`"
+            )
             hint = "" if sees_all else of_one_lane(site)
             if more:
                 hint += index
@@ -398,7 +400,7 @@ def _operands(
             )
         raise SowError(
             f"{value_for} has the structure {treedef}, but {form.treedef.value} is "
-            f"marked there. {verb} a value of that structure."
+            f"marked there. {verb} a value of that structure.{site.form_said}"
         )
     new = []
     operand = iter(like)

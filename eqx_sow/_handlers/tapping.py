@@ -50,7 +50,7 @@ def send(
     extra = _sendable(extra, printed=False)
     varies = *value.varies, *site.varies[n:]
     # No more of the site: in another trace of the program all else may differ.
-    sent = Site(site.labels, value.form, modes=site.modes, where=site.where)
+    sent = Site(site.labels, value.form, modes=site.modes)
     sent = sent._replace(axes=site.axes, varies=varies)
     devices = jax.sharding.get_abstract_mesh().manual_axes
     delivery = Delivery(
@@ -62,6 +62,7 @@ def send(
         devices,
         options.ordered,
         whole,
+        site.said,
     )
     indices = map(jax.lax.axis_index, devices)
     ran = map(as_operand, entry.arrays[n:], varies[n:])
@@ -119,10 +120,9 @@ def _send_batch(axis_data, operands, dims, *, delivery):
     if any(d is not None for d in dims[:k]):
         # So it is inside a loop or a branch with a predicate that has lanes.
         raise SowError(
-            f"{delivery.site.said} is tapped in a loop or a branch that only some "
-            "lanes of a `jax.vmap` run, and the vmap is outside the tap, so eqx_sow "
-            "cannot tell which lanes run. Put the vmap inside: "
-            "`tap(jax.vmap(fn), ...)`."
+            f"`tap`: {delivery.said} is in a loop or a branch that only some lanes of "
+            "a `jax.vmap` run, and the vmap is outside the tap, so eqx_sow cannot tell "
+            "which lanes run. Put the vmap inside: `tap(jax.vmap(fn), ...)`."
         )
     operands = [
         x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims)
@@ -163,9 +163,9 @@ _compat.remat_rules[_send_p] = _send_remat
 def _lowering(ctx, *operands, delivery):
     if _compat.is_exported(ctx):
         raise SowError(
-            f"{delivery.site.said}: a function with a `tap` cannot be exported, since "
-            "`jax.export` writes no callbacks into a program. Return the values, as "
-            "`save_intermediates` does, and export that: "
+            f"A function with a `tap`, here of {delivery.said}, cannot be exported, "
+            "since `jax.export` writes no callbacks into a program. Return the values, "
+            "as `save_intermediates` does, and export that: "
             "`jax.export.export(jax.jit(save_intermediates(fn)))`."
         )
     return _lower(ctx, *operands, delivery=delivery)

@@ -140,3 +140,29 @@ class Note(NamedTuple):
     what: tuple[str, ...] = ()
     scope: str = ""
     is_sow: bool = False
+
+    @property
+    def form_said(self) -> str:
+        """What messages say of the form of such values, if it is not the user's."""
+        return _FORMS.get(self.what, "")
+
+    def said(self, name: str, where: str) -> str:
+        """What messages say of the mark, given its name, if it has one yet, and the
+        line of the call."""
+        (what,) = self.what or ("output",)
+        cls = self.call.cls.__name__
+        article = "the function" if self.call.is_function else "a"
+        article += "n" * (article == "a" and cls[0] in "AEIOU")
+        callee, name = f"{article} `{cls}`", name.removesuffix(f".{what}")
+        if self.is_sow:
+            at = f" at `{name}`" if name else ""
+            return f"the layer `Sow()`{at} (called at {where})"
+        if not name:
+            return f"the {what} of {callee} (called at {where})"
+        return f"the {what} of `{name}` ({callee}, called at {where})"
+
+
+_FORMS: dict[tuple[str, ...], str] = {
+    ("inputs",): " Inputs are a pair `(args, kwargs)`, also of a single argument.",
+    ("call",): " A call is a `Call(args, kwargs, out)`.",
+}

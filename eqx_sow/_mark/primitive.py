@@ -143,9 +143,9 @@ def _sow_impl(edge, *operands, site) -> Any:
     if listening.value is None:
         return _sow_off(edge, *operands)
     raise SowError(
-        f"{site.said} was executed while the program around it was only being traced "
-        "(by `jax.ensure_compile_time_eval`, or in a function that was compiled ahead "
-        "of time): its value cannot be captured. Move the mark out of that part."
+        f"{site.said_first} was executed while the program around it was only being "
+        "traced (by `jax.ensure_compile_time_eval`, or in a function that was compiled "
+        "ahead of time): its value cannot be captured. Move the mark out of that part."
     )
 
 

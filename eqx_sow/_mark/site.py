@@ -252,8 +252,20 @@ class Site(_Fields):
 
     @property
     def said(self) -> str:
-        """What messages say of it."""
+        """What messages say of it, in a sentence."""
+        if self.note is not None:
+            return self.note.said(self.name, self.where)
         return f"`sow(..., {self.name!r})` at {self.where}"
+
+    @property
+    def form_said(self) -> str:
+        """A sentence about the form of the value, if that is ours."""
+        return self.note.form_said if self.note is not None else ""
+
+    @property
+    def said_first(self) -> str:
+        """The same, at the beginning of a sentence."""
+        return self.said[0].upper() + self.said[1:]
 
     def shape(self, i: int, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape that the code at the mark sees, from that of operand `i`."""

@@ -21,16 +21,19 @@ from .._walk.flow import Here, run
 from .._walk.handler import is_solver
 from .._walk.rewrite import with_sites
 from .._walk.sows import Found, sites
-from .naming import Naming
+from .naming import Naming, TO_CAPTURE_CALLS
 from .places import Places, reachable, roots
 from .visits import Visits
 
 
+WITH_RULES = jax.custom_jvp, jax.custom_vjp
+
+
 def is_function_to_capture(capture: Any) -> bool:
     """Whether it is a function whose calls are captured, such as `jax.nn.softmax`,
-    rather than a predicate: one of JAX's or Equinox's, or one that `jax.jit` or
-    `eqx.filter_jit` made."""
-    if isinstance(capture, _compat.Jitted):
+    rather than a predicate: one of JAX's or Equinox's, one that `jax.jit` or
+    `eqx.filter_jit` made, or one with a derivative rule."""
+    if isinstance(capture, (_compat.Jitted, *WITH_RULES)):
         return True
     code = getattr(inspect.unwrap(capture), "__code__", None)
     return code is not None and is_library(code.co_filename)
@@ -79,7 +82,7 @@ class Marking:
         if not all(map(is_function_to_capture, functions)):
             return None, ()
         # A function with a derivative rule is called as a whole.
-        stop = lambda fn: isinstance(fn, jax.custom_jvp | jax.custom_vjp)
+        stop = lambda fn: isinstance(fn, WITH_RULES)
         return classes, tuple(inspect.unwrap(fn, stop=stop) for fn in functions)
 
 
@@ -97,7 +100,7 @@ def name(
         hidden = way is None and label in site.labels and not is_solver(eqn)
         if hidden and site.note is not None:
             raise UnsupportedPrimitiveError(
-                f"`{site.note.call!r}` at {site.where} is inside the primitive "
+                f"{site.said_first} is inside the primitive "
                 f"`{eqn.primitive}`, where eqx_sow cannot tell which module is called. "
                 "Call it outside, or select other classes with `capture=`."
             )
@@ -166,6 +169,7 @@ def _check_found(
         said += " Only modules of Equinox are captured: `sow` what others return."
     if is_predicate:
         said += " A predicate is called with `(path, module)`, in this order."
+        said += f" {TO_CAPTURE_CALLS}"
     full = lambda cls: (cls.__module__, cls.__qualname__)
     passed_over = {full(cls) for _, cls in items if not issubclass(cls, classes)}
     for _, cls in passed_over.intersection(map(full, classes)):

@@ -34,6 +34,13 @@ from .sources import FAR, TRANSPOSED
 from .visits import Mark, StackIndex, Visit, Visits
 
 
+# For a plain function, which would be taken for a predicate.
+TO_CAPTURE_CALLS = (
+    "To capture the calls of a function, decorate it with `jax.jit` where it is "
+    "defined, or `sow` what it returns."
+)
+
+
 class Naming:
     """Names the marks of one program, for the transformation at this depth."""
 
@@ -301,13 +308,13 @@ class Naming:
             if eqx.is_array(chosen):
                 raise TypeError("it returned an array")
             return bool(chosen)
-        except (TypeError, AttributeError) as e:
+        except (TypeError, AttributeError, ValueError, LookupError) as e:
             raise TypeError(
                 f"`capture={capture!r}` failed for the module at {name!r}: {e}. A "
                 "predicate receives the module with shapes in place of its arrays, "
                 "whose values are not known yet. Return a bool: decide by the path, or "
                 "by something static in the module, such as its type or its shapes. "
-                "To capture what a function returns, `jax.jit` it, or `sow` there."
+                f"{TO_CAPTURE_CALLS}"
             ) from e
 
 

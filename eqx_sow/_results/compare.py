@@ -372,7 +372,8 @@ def _rows(
         if isinstance(a, Static) and isinstance(b, Static) and a.key == b.key:
             continue
         when = p.when if of_first else q.when
-        axes = p.axes or q.axes or ()
+        # `None`: they are not known any more.
+        axes = p.axes or q.axes or p.axes
         rows.append(_Row(mode, f"{name}{label}", axes, when, of=name, a=a, b=b))
     if len(rows) == 1 and not without:
         rows[0].name = str(name)

@@ -16,8 +16,8 @@ from .at_hand import is_at_hand
 from .flat import as_data, flattened
 from .layers import axes_of_runs
 from .leaves import is_numeric, is_state
-from .lookup import find, Known
-from .nodes import Keys, modes_in_order, modes_of, register
+from .lookup import find, Known, unknown_name
+from .nodes import Keys, modes_in_order, modes_of, of_mode, register
 from .stacks import stacked, unstacked
 
 
@@ -45,9 +45,9 @@ class Intermediates(dict[str, dict[str, Any]]):
     Look up an iteration as if the loop were a list: `intermediates["blocks/2/attn"]` of
     a stack captured as `"blocks/attn"`, `intermediates["h/3"]`,
     `intermediates["h/-1"]`. You can leave out where the model is, as in the option
-    `names`. This holds for `intermediates[...]` and patterns only: `in`, `.get` and
-    `.primals[...]` need the whole name. A name or a mode that is not there is an
-    [`eqx_sow.UnknownSowError`][], which is a `KeyError` as well, and says why.
+    `names`. `in`, `.get` and `.primals[...]` agree with that. A name or a mode that is
+    not there is an [`eqx_sow.UnknownSowError`][], which is a `KeyError` as well, and
+    says why.
 
     To JAX it is a PyTree node of its own type. In `jax.tree.map(fn, a, b)`, and as
     results of the branches of a `jax.lax.cond`, two `Intermediates` need the same names
@@ -90,15 +90,26 @@ class Intermediates(dict[str, dict[str, Any]]):
         self._known = Known(**state)
 
     def __getitem__(self, name: str) -> dict[str, Any]:
-        modes: Any = self.get(name, self)
+        modes: Any = super().get(name, self)
         if modes is self:
             name, modes, _ = self._found(name)
         # What is put in may be anything.
         return modes_of(name, modes, self._known) if type(modes) is dict else modes
 
+    def get(self, name: Any, default: Any = None) -> Any:
+        return self[name] if name in self else default
+
+    def __contains__(self, name: Any) -> bool:
+        if super().__contains__(name):
+            return True
+        return find(name, dict(self), self._known, shapes=True) is not None
+
     @api_boundary
     def _found(self, name: Any) -> tuple[str, Any, Known]:
-        return find(name, self, self._known)
+        there = find(name, dict(self), self._known)
+        if there is None:
+            raise unknown_name(name, dict(self), self._known)
+        return there
 
     def __or__(self, other: Any) -> "Intermediates":
         return Intermediates(dict(self) | other)
@@ -108,22 +119,23 @@ class Intermediates(dict[str, dict[str, Any]]):
 
     @property
     def primals(self) -> dict[str, Any]:
-        """A plain dict `{name: value}` of the mode `"primal"`, the values themselves.
-        Names without this mode are left out."""
+        """A dict `{name: value}` of the mode `"primal"`, the values themselves. Names
+        without this mode are left out. Names are looked up as in `intermediates`."""
         return self._of_mode("primal")
 
     @property
     def tangents(self) -> dict[str, Any]:
-        """A plain dict of the mode `"tangent"`, like `primals`."""
+        """A dict of the mode `"tangent"`, like `primals`."""
         return self._of_mode("tangent")
 
     @property
     def cotangents(self) -> dict[str, Any]:
-        """A plain dict of the mode `"cotangent"`, like `primals`."""
+        """A dict of the mode `"cotangent"`, like `primals`."""
         return self._of_mode("cotangent")
 
     def _of_mode(self, mode: str) -> dict[str, Any]:
-        return {name: modes[mode] for name, modes in self.items() if mode in modes}
+        values = {name: modes[mode] for name, modes in self.items() if mode in modes}
+        return of_mode(mode, values, self._known)
 
     def __repr__(self) -> str:
         shown = dict(jtu.tree_map(_number, self, is_leaf=is_state))
@@ -255,7 +267,9 @@ class Intermediates(dict[str, dict[str, Any]]):
 
         - `pattern`: a glob, such as `"blocks/*/mlp"`, as in the option `names` of
             [`eqx_sow.save_intermediates`][]. It also works for a model that stacks its
-            layers, whose value is `"blocks/mlp"` with an axis for the loop.
+            layers, whose value is `"blocks/mlp"` with an axis for the loop. If stacks
+            hold stacks, `"stages/*"` leaves the axis of the inner loop where it is, and
+            `"stages/*/*"` has all layers of all stages.
         - `mode`: the mode of the values.
 
         **Returns:**
@@ -267,7 +281,8 @@ class Intermediates(dict[str, dict[str, Any]]):
         **Raises:**
 
         [`eqx_sow.UnknownSowError`][] if the pattern matches nothing;
-        [`eqx_sow.SowError`][] if the values differ in structure, shape or dtype.
+        [`eqx_sow.SowError`][] if the values differ in structure, shape or dtype, or the
+        axis of the layers is no longer known.
 
         !!! example
 

@@ -14,6 +14,11 @@ def is_value(x: Any) -> bool:
     return eqx.is_array(x) or isinstance(x, jax.ShapeDtypeStruct)
 
 
+def shape_of(x: Any) -> Any:
+    """An array without its numbers; any other leaf as it is."""
+    return jax.ShapeDtypeStruct(x.shape, x.dtype) if is_value(x) else x
+
+
 def is_numeric(x: Any) -> bool:
     """Whether it has statistics."""
     # A `float0` is a number to none of these.

@@ -3,15 +3,19 @@ under that name, or an error that says why there is nothing."""
 
 import dataclasses as dc
 import difflib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
+
+import equinox as eqx
+import jax.tree_util as jtu
 
 from .._errors import shown, UnknownKeyError
 from .._globs import is_glob
 from .._names import Iterations, Named
 from .._selection import Selection
-from .._unknown import entry_of_value, listed, no_such_iteration
-from .layers import at_iteration, axes_of_value, Leading, OfRuns, OfValue, runs_of
+from .._unknown import entry_of_value, listed, no_such_iteration, without_option
+from .layers import at_iteration, Leading, LoopAxis, loops_of, OfRuns, OfValue, runs_of
+from .leaves import shape_of
 
 
 # The modes of each name.
@@ -43,18 +47,20 @@ class Known:
         return self.axes.get((name, mode), ())
 
 
-def find(name: Any, values: Values, known: Known) -> tuple[str, Any, Known]:
+def find(
+    name: Any, values: Values, known: Known, shapes: bool = False
+) -> tuple[str, Any, Known] | None:
     """What `names=name` would have captured: its name, its modes, and what is known of
-    these. It may be an iteration of a loop, a layer that is counted from the end, or
-    lack its root."""
+    these; or `None` if it is not here. It may be an iteration of a loop, a layer that
+    is counted from the end, or lack its root. With `shapes`, nothing is computed."""
     if name in values:
         return name, values.get(name), known
-    if not isinstance(name, str):
-        raise unknown_name(name, values, known, None)
+    if not isinstance(name, str) or is_glob(name):
+        return None
     found = known.found or [*_all_named(values, known)]
     selection = Selection([name], found, known.roots)
     some = [(whole, one) for whole in found for one in selection.all_of(whole)]
-    for new in [] if is_glob(name) else dict.fromkeys(one.name for _, one in some):
+    for new in dict.fromkeys(one.name for _, one in some):
         if new in values:
             return new, values.get(new), known
         at = {whole: one.at for whole, one in some if one.name == new}
@@ -63,11 +69,13 @@ def find(name: Any, values: Values, known: Known) -> tuple[str, Any, Known]:
             (whole,) = wholes
             if not any(at.values()):
                 return whole, values.get(whole), known
-            modes, axes = _iteration(whole, values, known, at)
+            held = values[whole]
+            modes = jtu.tree_map(shape_of, held) if shapes else held
+            modes, axes = _iteration(whole, modes, known, at)
             if modes:
                 of_new = {(new, mode): x for mode, x in axes.items()}
                 return new, modes, dc.replace(known, axes={**known.axes, **of_new})
-    raise unknown_name(name, values, known, selection)
+    return None
 
 
 # --- iterations ---
@@ -92,22 +100,24 @@ def _with_loops(name: str, leading: Sequence[Leading]) -> Iterator[Named]:
 
 
 def _iteration(
-    name: str, values: Values, known: Known, at: Mapping[Named, Any]
+    name: str, held: Mapping[str, Any], known: Known, at: Mapping[Named, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Of each mode of a name, the iterations `at`, see `Selected.at`, and the axes of
-    that. `at` has those of each place. There is none if the axes are not known."""
+    """Of each mode that is `held` of a name, the iterations `at`, see `Selected.at`,
+    and the axes of that. `at` has those of each place. There is none if the axes are
+    not known."""
     modes: dict[str, Any] = {}
     axes: dict[str, Any] = {}
     # Of several runs, which ones have them. A derivative may be missing there.
     having: set[int] = set()
-    for mode, value in values.get(name, {}).items():
+    for mode, value in held.items():
         of_mode = known.of(name, mode)
         several = isinstance(of_mode, list)
         parts = {}
         for k, (of_run, x) in enumerate(runs_of(of_mode, value)):
             named = next(_with_loops(name, of_run), Named(name))
             one = at.get(named)
-            if one and axes_of_value(of_run, x) is not None:
+            loops = loops_of(of_run, x)
+            if one and loops is not None and _are_known(loops, one):
                 parts[k] = at_iteration(of_run, x, one)
             elif one or not several:
                 return {}, {}
@@ -126,6 +136,10 @@ def _iteration(
     return modes, axes
 
 
+def _are_known(loops: Sequence[LoopAxis], at: Sequence[int | None]) -> bool:
+    return all(x.is_known for x, i in zip(loops, at) if i is not None)
+
+
 # --- why it is not there ---
 _CALLED = {
     "primal": ("value", "values", "activation", "activations", "out", "output"),
@@ -140,10 +154,27 @@ def unknown_mode(
 ) -> UnknownKeyError:
     """The error for a mode of a name that is not there."""
     first = next(iter(there), "primal")
-    part = f" For a part of the value, write `[{first!r}][{mode!r}]`."
+    key = eqx.tree_pformat(mode)
+    index = key if isinstance(mode, str | int) else "..."
+    part = f" For a part of the value, write `[{first!r}][{index}]`."
     return UnknownKeyError(
-        f"{name!r} has no mode {mode!r}. Its modes are: {shown(there)}."
+        f"{name!r} has no mode {key}. Its modes are: {shown(there)}."
         f"{why_no_mode(mode, there, known) or part}"
+    )
+
+
+def no_array(there: Collection[str], name: str, attribute: str = "") -> str:
+    """What to say if the modes of a name are used as if they were an array, perhaps
+    by such an attribute of one."""
+    called = (m for m, others in _CALLED.items() if attribute.lower() in (m, *others))
+    mode = next((m for m in called if m in there), None)
+    first, dot = next(iter(there), "primal"), attribute and f".{attribute}"
+    part = f"[{first!r}]{dot}" if mode is None else f"[{mode!r}]"
+    entry = f"intermediates[{name!r}]"
+    return (
+        f"`{entry}{dot}`: this is a dict, not an array. It has the "
+        f"mode{'s' * (len(there) != 1)} {' and '.join(map(repr, there)) or None}: "
+        f"write `{entry}{part}`."
     )
 
 
@@ -179,20 +210,20 @@ def why_no_mode(mode: Any, there: Collection[str], known: Known) -> str:
     )
 
 
-def unknown_name(
-    name: Any, there: Iterable[str], known: Known, selection: Selection | None
-) -> UnknownKeyError:
-    """The error for a name that is not there. `selection` is what the program has
-    under that name."""
+def unknown_name(name: Any, there: Values, known: Known) -> UnknownKeyError:
+    """The error for a name that is not there."""
 
     def hint(name, close):
-        if selection is None:
+        if not isinstance(name, str):
             return " Write `intermediates[name][mode]`."
         if entry := entry_of_value(name, there, known.roots):
             return entry
         if is_glob(name):
             all_of = f"`intermediates.stack({name!r})`"
             return f" For all names that a pattern fits, write {all_of}."
+        # What the program has under that name.
+        found = known.found or [*_all_named(there, known)]
+        selection = Selection([name], found, known.roots)
         if several := selection.ambiguous.get(name):
             return f" It may be {' or '.join(map(repr, several))}."
         some = [(n.name, one) for n in known.found for one in selection.all_of(n)]
@@ -200,25 +231,18 @@ def unknown_name(
             if one.at and whole in there:
                 return (
                     f" The axis of the loop in {whole!r} is not known: a reducer has "
-                    "combined the iterations, or you have computed with the values. "
+                    "combined the iterations, or you have computed with the values, or "
+                    "a transformation around has added an axis of the same length. "
                     f"Capture this iteration with `names={name!r}`."
                 )
             return " The program has it, but `names=` or `modes=` left it out."
         if iterations := no_such_iteration(name, known.found, known.roots):
             return iterations
-        for suffix, said in _OPTIONAL.items():
-            if name.endswith(suffix) and not any(x.endswith(suffix) for x in there):
-                return f" {said}"
+        if said := without_option(name, there):
+            return said
         if close or known.capture is not None:
             return ""
         return " The outputs of modules are captured with `capture=True`."
 
     said = listed(name, there, hint=hint, found=known.found)
     return UnknownKeyError(f"{name!r} is not a name here. {said}")
-
-
-# What a captured call is marked with if an option asks for it.
-_OPTIONAL = {
-    ".inputs": "Inputs are captured with `inputs=True`.",
-    ".call": "Whole calls are captured with `calls=True`.",
-}

@@ -11,7 +11,8 @@ from typing import Any, NoReturn
 import jax.export
 import jax.tree_util as jtu
 
-from .lookup import Known, unknown_mode
+from .._frames import api_boundary
+from .lookup import find, Known, no_array, unknown_mode, unknown_name
 
 
 class Keys(tuple[str, ...]):
@@ -33,11 +34,38 @@ class Modes(dict[str, Any]):
     # Where it was looked up.
     _held: dict[str, Any] | None = None
 
+    @api_boundary
+    def __getitem__(self, mode: Any) -> Any:
+        try:
+            return super().__getitem__(mode)
+        except TypeError:  # of a slice or an array, which cannot be a key
+            return self.__missing__(mode)
+
     def __missing__(self, mode: Any) -> NoReturn:
         raise unknown_mode(mode, self, *self._known)
 
+    @api_boundary
+    def __getattr__(self, attribute: str) -> NoReturn:
+        raise AttributeError(no_array(self, self._known[0], attribute))
+
     def __reduce__(self):
         return dict, (dict(self),)
+
+
+@api_boundary
+def _as_array(self: Modes, *args: Any, **kwargs: Any) -> NoReturn:
+    raise TypeError(no_array(self, self._known[0]))
+
+
+# What is done with arrays. The value is not this dict, but in it. (Dicts have `|`.)
+_BINARY = "add sub mul truediv floordiv mod divmod pow matmul".split()
+for _does in (
+    *("__array__", "__array_ufunc__", "__jax_array__"),
+    *(f"__{_side}{_op}__" for _op in _BINARY for _side in ("", "r")),
+    *(f"__{_op}__" for _op in "neg pos abs invert lt le gt ge".split()),
+    *(f"__{_type}__" for _type in "int float complex round".split()),
+):
+    setattr(Modes, _does, _as_array)
 
 
 def _in_both(change: str) -> Callable:
@@ -61,6 +89,44 @@ for _change in (
 def modes_of(name: str, held: dict[str, Any], known: Known) -> Modes:
     made = Modes(held)
     made._known, made._held = (name, known), held
+    return made
+
+
+# --- the values of one mode ---
+class OfMode(dict[str, Any]):
+    """The values of one mode, by their names, which are looked up as in an
+    `Intermediates`."""
+
+    # The mode, and what is known of all that came back.
+    _known: tuple[str, Known] = "primal", Known()
+
+    def _find(self, name: Any, shapes: bool = False) -> Any:
+        mode, known = self._known
+        modes = {name: {mode: value} for name, value in self.items()}
+        return find(name, modes, known, shapes)
+
+    @api_boundary
+    def __missing__(self, name: Any) -> Any:
+        mode, known = self._known
+        if (there := self._find(name)) is not None:
+            return there[1][mode]
+        if others := [m for n, m in known.axes if n == name]:
+            raise unknown_mode(mode, others, name, known)
+        raise unknown_name(name, self, known)
+
+    def get(self, name: Any, default: Any = None) -> Any:
+        return self[name] if name in self else default
+
+    def __contains__(self, name: Any) -> bool:
+        return super().__contains__(name) or self._find(name, shapes=True) is not None
+
+    def __reduce__(self):
+        return dict, (dict(self),)
+
+
+def of_mode(mode: str, values: Mapping[str, Any], known: Known) -> OfMode:
+    made = OfMode(values)
+    made._known = mode, known
     return made
 
 
@@ -117,10 +183,11 @@ def register(cls: Any, unflatten: Callable[[Keys, Any], Any]) -> None:
     )
 
 
-def _unflatten(keys: Keys, children: Any) -> Modes:
-    made = Modes(zip(keys, children))
+def _unflatten(cls: Any, keys: Keys, children: Any) -> Any:
+    made = cls(zip(keys, children))
     made._known = keys.known
     return made
 
 
-register(Modes, _unflatten)
+for _cls in (Modes, OfMode):
+    register(_cls, ft.partial(_unflatten, _cls))

@@ -48,7 +48,7 @@ def pairs(
     if not are_ours:
         a, b = _bare(a, b), _bare(b, a)
     a, b = _opened(a, b), _opened(b, a)
-    nothing = Found("", Leaf(None, None))
+    nothing = Found("", Leaf(None))
     for place in {**a, **b}:
         (one, x), (other, y) = a.get(place, nothing), b.get(place, nothing)
         yield place, one or other, x, y

@@ -19,11 +19,12 @@ from .table import FIRST
 
 
 class Leaf(NamedTuple):
-    """A leaf of a value, a `Summary` or an `eqx.nn.State`; and if they are known, its
-    leading axes, and where among all runs the one was that it is of."""
+    """A leaf of a value, a `Summary` or an `eqx.nn.State`; its leading axes, `None` if
+    they are not known any more; and if that is known, where among all runs the one was
+    that it is of."""
 
     x: Any
-    axes: NamedAxes | None
+    axes: NamedAxes | None = ()
     when: int | None = None
 
 
@@ -56,7 +57,7 @@ def leaves_of(
         if selected(x):
             run = getattr(path[0], "idx", 0) if several and path else 0
             when = order[min(run, len(order) - 1)] if order else None
-            leaves[path] = Leaf(x, own[0] if own else None, when)
+            leaves[path] = Leaf(x, own[0] if own else (), when)
     return leaves
 
 
@@ -80,7 +81,7 @@ class Row:
 
     mode: str
     name: str
-    axes: NamedAxes
+    axes: NamedAxes | None
     # See `Leaf.when`.
     when: int | None
     bad: Any = dc.field(default=None, kw_only=True)
@@ -92,7 +93,7 @@ class Row:
         transformation has put before the others."""
         return {
             i: scan
-            for i, (kind, _, scan) in enumerate(self.axes)
+            for i, (kind, _, scan) in enumerate(self.axes or ())
             if scan or kind == "outside"
         }
 
@@ -121,10 +122,14 @@ def mark_first(rows: Sequence[Row]) -> None:
     when = [row.when for row in rows if row.when is not None]
     when = when if len(when) == len(rows) else range(len(rows))
     each = enumerate(zip(rows, when))
+    # If the iterations of some are not known, those of others cannot be compared.
+    is_wrong = [row.bad is not None and bool(row.bad.any()) for row in rows]
+    in_loops = all(row.axes is not None for row in it.compress(rows, is_wrong))
     for order, i in sorted((_in_pass(row.mode, n), i) for i, (row, n) in each):
-        bad, scans = rows[i].bad, [*rows[i].scans.values()]
-        if bad is None or not bad.any():
+        if not is_wrong[i]:
             continue
+        bad = rows[i].bad if in_loops else np.array(True)
+        scans = [*rows[i].scans.values()] if in_loops else []
         # The iteration of each scan around the first such entry, counted from the one
         # that ran first.
         back = tuple(k for k, scan in enumerate(scans) if scan and scan[-1][1])

@@ -1,6 +1,6 @@
 """Stacks of layers: taken apart, as if each were a list, and layers put together."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -10,15 +10,17 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .._errors import shown, SowError, UnknownSowError
+from .._globs import is_glob
 from .._names import Iterations, Named
 from .._selection import Selection
 from .._unknown import across_slashes
 from .layers import (
     axes_of_runs,
-    layers_of,
+    layer_of,
     LoopAxis,
     loops_of,
     loops_over_layers,
+    names_of_layers,
     OfRuns,
     OfValue,
     runs_of,
@@ -41,13 +43,10 @@ def unstacked(
         for mode, value in modes.items():
             axes = known.of(name, mode)
             if _was_stacked(axes, value):
-                raise SowError(
-                    f"`Intermediates.unstack()`: the values of {name!r} have other "
-                    "shapes than those that `save_intermediates` returned, so the axis "
-                    "of the layers is no longer known. Call `unstack` before you "
-                    "compute with the values."
-                )
-            for at, layer, of_layer, part in layers_of(name, axes, value):
+                raise _changed("unstack", name)
+            over = loops_over_layers(axes, value)
+            for layer, at in names_of_layers(name, over, range(len(over))):
+                of_layer, part = layer_of(axes, value, at)
                 if mode in out.setdefault(layer, {}):
                     raise SowError(
                         f"`Intermediates.unstack()`: a layer of {name!r} would be "
@@ -64,11 +63,24 @@ def unstacked(
 
 
 def _was_stacked(axes: OfValue | OfRuns, value: Any) -> bool:
-    """Whether a value had the axis of layers, of which nothing is known any more."""
-    return any(
-        loops_of(of_run, x) is None and any(place is not None for _, place, _ in own)
-        for of_run, x in runs_of(axes, value)
-        for own, _ in of_run
+    """Whether a value had an axis of layers of which it is not known where it is."""
+    for of_run, x in runs_of(axes, value):
+        loops = loops_of(of_run, x)
+        if loops is None and any(p is not None for own, _ in of_run for _, p, _ in own):
+            return True
+        if any(x.place is not None and not x.is_known for x in loops or ()):
+            return True
+    return False
+
+
+def _changed(method: str, name: str) -> SowError:
+    return SowError(
+        f"`Intermediates.{method}()`: the values of {name!r} have other shapes than "
+        "those that `save_intermediates` returned, so the axis of the layers is no "
+        f"longer known. Call `{method}` before you compute with the values. If a "
+        "`jax.vmap` around `save_intermediates` has added the axis of a batch that is "
+        "as long as there are layers, put it inside: "
+        "`save_intermediates(jax.vmap(fn))`."
     )
 
 
@@ -81,7 +93,7 @@ def _around(axes: OfValue | OfRuns, value: Any) -> list[LoopAxis]:
 def _when(
     position: int,
     loops: Sequence[LoopAxis],
-    at: Sequence[int],
+    at: Sequence[Any],
     backward: bool,
     began: dict[Any, int],
 ) -> tuple[int, ...]:
@@ -110,20 +122,11 @@ def stacked(pattern: str, mode: str, values: Values, known: Known) -> Any:
             f"{shown(modes)}.{why_no_mode(mode, modes, known)}"
         )
     axes = {name: known.of(name, mode) for name in there}
-    named = {name: _named(name, axes[name], x) for name, x in there.items()}
-    roots = [name.split("/")[0] for name in there]
-    selection = Selection([pattern], named.values(), roots)
+    selection, parts = _selected(pattern, there, axes)
     for several in selection.ambiguous.values():
         which = " or ".join(map(repr, several))
         raise UnknownSowError(f"{call} may be {which}. Write which one.")
-    layers = [
-        (layer, value)
-        for name, x in there.items()
-        for one in selection.all_of(named[name])
-        for at, layer, _, value in layers_of(name, axes[name], x)
-        if all(i in (None, n) for i, n in zip(one.at, at))
-    ]
-    if not layers:
+    if not parts:
         changed = any(None in axes_of_runs(axes[name], x) for name, x in there.items())
         hint = " If you have computed with the values since, the axis of the layers"
         hint += " is no longer known: call `stack` before that."
@@ -132,13 +135,45 @@ def stacked(pattern: str, mode: str, values: Values, known: Known) -> Any:
             f"{call} matches nothing. The names with this mode are: "
             f"{shown(there)}.{hint}"
         )
+    for name, *_ in parts:
+        if _was_stacked(axes[name], there[name]):
+            raise _changed("stack", name)
+    layers = [
+        (layer, layer_of(axes[name], there[name], at)[1]) for name, layer, at in parts
+    ]
     return _along_a_new_axis(pattern, layers)
 
 
-def _named(name: str, axes: OfValue | OfRuns, value: Any) -> Named:
-    """What a name is to patterns: with the loops over layers that its value is from."""
-    loops = loops_over_layers(axes, value)
-    return Named(name, tuple(Iterations(x.place, x.length) for x in loops))
+def _selected(
+    pattern: str, values: Mapping[str, Any], axes: Mapping[str, OfValue | OfRuns]
+) -> tuple[Selection, list[tuple[str, str, tuple[int | None, ...]]]]:
+    """What a pattern selects, as if each stack were a list: the name of a value, that
+    of the layer, and its indices. Of `b` in a loop of 2, in which there is one of 4,
+    `"b/*/*"` has all of `b/0/0` to `b/1/3`. If it fits no such name, the inner loops
+    stay: `"b/*"` has `b/0` and `b/1`, each with an axis of 4. The name of a stack
+    means all layers of it.
+    """
+    roots = [name.split("/")[0] for name in values]
+    loops = {name: loops_over_layers(axes[name], x) for name, x in values.items()}
+    n = max(map(len, loops.values()), default=0)
+    while True:
+        named = {
+            name: Named(name, tuple(Iterations(x.place, x.length) for x in some[:n]))
+            for name, some in loops.items()
+        }
+        selection = Selection([pattern], named.values(), roots)
+        if n == 0 or selection.is_of_a_list or selection.ambiguous:
+            break
+        n -= 1
+    parts = []
+    for name, one in [
+        (k, one) for k, x in named.items() for one in selection.all_of(x)
+    ]:
+        which = range(n if n or is_glob(pattern) else len(loops[name]))
+        for layer, at in names_of_layers(name, loops[name], which):
+            if all(i in (None, j) for i, j in zip(one.at, at)):
+                parts.append((name, layer, at))
+    return selection, parts
 
 
 def _along_a_new_axis(pattern: str, named: Sequence[tuple[str, Any]]) -> Any:

@@ -234,7 +234,7 @@ def _rows_of_name(intermediates: Mapping[str, Any], name: Any) -> Iterator[_Row]
             yield _Row(
                 mode,
                 f"{name}{jtu.keystr(path)}" if needs_path else str(name),
-                own,
+                axes,
                 when,
                 x=x,
                 counts=counts,

@@ -11,7 +11,7 @@ import functools as ft
 import inspect
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence, Set
 from typing import Any, TypedDict
 
 import equinox as eqx
@@ -23,7 +23,12 @@ from .._handlers.delivery import print_event
 from .._mark.noting import classes
 from .._mark.sow import check_spec, check_tag
 from .._mark.static import Const
-from .._modules.capture import is_function_to_capture, Marking
+from .._modules.capture import (
+    is_function_to_capture,
+    Marking,
+    WITH_RULES,
+)
+from .._modules.naming import TO_CAPTURE_CALLS
 from .._values.modes import as_mode, as_modes, Mode
 from .._values.reduce import Reducer
 
@@ -35,7 +40,7 @@ class Selecting(TypedDict, total=False):
     tag: Hashable
     names: str | Sequence[str] | Callable[[str], bool] | None
     modes: Mode | Sequence[Mode] | None
-    capture: bool | type | tuple[Any, ...] | Callable[..., Any] | None
+    capture: bool | type | Collection[type | Callable] | Callable | None
     methods: str | Sequence[str]
     inputs: bool
     calls: bool
@@ -205,6 +210,7 @@ def _names(option: str, names: Any) -> tuple[Any, ...] | None:
 
 def _capture(option: str, capture: Any) -> Any:
     """`None` for no capture."""
+    capture = tuple(capture) if isinstance(capture, list | Set) else capture
     several = capture if isinstance(capture, tuple) else (capture,)
     if capture is None or capture is False:
         return None
@@ -218,7 +224,6 @@ def _capture(option: str, capture: Any) -> Any:
                 f"Put it into a function of your own, decorate that with `jax.jit`, "
                 "and capture that function. Or `sow` the result."
             )
-    jit_it = "To capture what a function returns, `jax.jit` it, or `sow` there."
     no_predicate = isinstance(capture, eqx.Module) or is_function_to_capture(capture)
     if no_predicate or not callable(capture):
         name = capture if isinstance(capture, str) else ""
@@ -234,16 +239,12 @@ def _capture(option: str, capture: Any) -> Any:
         if is_class:
             cls = f"eqx.nn.{name}" if hasattr(eqx.nn, name) else name
             instead = f" Write `capture={cls}`, the class itself, not its name."
-        several = capture if isinstance(capture, list) else []
-        if several and all(map(_may_be_one_of_several, several)):
-            parts = ", ".join(getattr(x, "__name__", repr(x)) for x in several)
-            instead = f" Write the tuple `({parts}{',' * (len(several) == 1)})`."
         raise TypeError(
             f"`{option}` takes `True`, a class, a JAX function, a function made by "
-            "`jax.jit` or `eqx.filter_jit`, a tuple of these, or a predicate "
+            "`jax.jit` or `eqx.filter_jit`, several of these, or a predicate "
             f"`(path, module) -> bool`, not {shown}.{instead} To choose by path, write "
             f"`capture=True, names={path!r}`. For a module, give its class "
-            f"(and `methods=` for a method other than `__call__`). {jit_it}"
+            f"(and `methods=` for a method other than `__call__`). {TO_CAPTURE_CALLS}"
         )
     if (cls := _class_of_method(capture)) is not None:
         what, name = cls.__name__, capture.__name__
@@ -252,13 +253,14 @@ def _capture(option: str, capture: Any) -> Any:
             f"`{option}`: `{what}.{name}` is a method of modules, not a predicate "
             f"`(path, module) -> bool`. Write `capture={what}{methods}`."
         )
-    check_arity(option, capture, "(path, module) -> bool", jit_it)
+    check_arity(option, capture, "(path, module) -> bool", TO_CAPTURE_CALLS)
     return capture
 
 
 def _may_be_one_of_several(x: Any) -> bool:
     # A module that was compiled is none: its class is. Nor is a method of one module.
     is_function = isinstance(inspect.unwrap(x), types.FunctionType)
+    is_function |= isinstance(x, WITH_RULES)
     is_function &= _module_of_method(x) is None
     is_class = x is True or isinstance(x, type)
     return is_class or (is_function_to_capture(x) and is_function)

@@ -144,8 +144,9 @@ class Program:
             split = [x for x in site.splits if x in depths]
             if any(planted or "cotangent" in site.modes[depths[x] :] for x in split):
                 raise SowError(
-                    f"{site.said} is in a `jax.checkpoint` that was differentiated: "
-                    "the backward pass computes the value again, without the mark. "
+                    f"{site.said_first} is in a `jax.checkpoint` that was "
+                    "differentiated: the backward pass computes the value again, "
+                    "without the mark. "
                     f"{remedy}"
                 )
 
@@ -198,22 +199,21 @@ class Program:
                 )
             return f" All iterations of {name!r} are one value: write {name!r}."
         every = [named for _, named in self.named]
+        is_planted = any(x.site.note and not x.site.note.is_sow for x in self.mine)
+        if is_planted and self.options.capture is None:
+            return f" The modules here are those that are planted inside.{_CAPTURE}"
         if iterations := _unknown.no_such_iteration(pattern, every, self.roots):
             return iterations
         for site, *_ in self.found:
             if site.label in site.labels and fits(pattern, site.name):
                 return f" {site.name!r} has the tag {site.tag!r}: pass it as `tag=`."
         if self.options.capture is not None:
-            if pattern.endswith(".inputs") and not self.options.inputs:
-                return " Inputs are marked with `inputs=True`."
-            if pattern.endswith(".call") and not self.options.calls:
-                return " Whole calls are marked with `calls=True`."
-            return ""
+            return _unknown.without_option(pattern, names)
         if close:
             return ""
         return (
-            " Did you mean `capture=True`? It marks the output of each module. "
-            "(`scope=True` puts the path of the module before the name of a mark.)"
+            f"{_CAPTURE} (`scope=True` puts the path of the module before the name of "
+            "a mark.)"
         )
 
     def check_selected(
@@ -320,6 +320,7 @@ class Program:
         )
 
 
+_CAPTURE = " Did you mean `capture=True`? It marks the output of each module."
 _AS_A_WHOLE = (
     " Options select values as a whole. If a name runs several times, `plant` takes a "
     "tuple for it, with `None` for each run that stays as it is."

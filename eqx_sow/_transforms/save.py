@@ -4,7 +4,7 @@ import dataclasses as dc
 import functools as ft
 import inspect
 import types
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, overload, ParamSpec, Protocol, TypeVar, Unpack
 
 from .._frames import api_boundary
@@ -129,7 +129,7 @@ def save_intermediates(
     tag: Hashable = "intermediates",
     names: str | Sequence[str] | Callable[[str], bool] | None = None,
     modes: str | Sequence[str] | None = None,
-    capture: bool | type | tuple[Any, ...] | Callable[..., Any] | None = None,
+    capture: bool | type | Collection[type | Callable] | Callable | None = None,
     methods: str | Sequence[str] = ("__call__",),
     inputs: bool = False,
     calls: bool = False,
@@ -166,11 +166,12 @@ def save_intermediates(
         second-order modes joined by a dot (`"cotangent.tangent"`); one or a sequence.
     - `capture`: also mark the outputs of submodules, without editing the model: `True`
         for every module with a `__call__`; a class; a JAX function such as
-        `jax.nn.softmax`, or a function made by `jax.jit` or `eqx.filter_jit`; a tuple
-        of these; or a predicate `(path, module) -> bool`, which gets the module with
-        shapes in place of its arrays. The name of a module is its path, `layers/0`; if
-        the model is an argument of a plain function, the path begins with the
-        parameter, `model/layers/0`. The module that is `fn` itself has the name `.`.
+        `jax.nn.softmax`, a function made by `jax.jit` or `eqx.filter_jit`, or one with
+        a custom derivative rule; a sequence of these; or a predicate `(path, module) ->
+        bool`, which gets the module with shapes in place of its arrays. The name of a
+        module is its path, `layers/0`; if the model is an argument of a plain function,
+        the path begins with the parameter, `model/layers/0`. The module that is `fn`
+        itself has the name `.`.
     - `methods`: which methods to mark. A method other than `__call__` has a name such
         as `layers/0.encode`.
     - `inputs`: also mark what a captured module or function was called with, as a

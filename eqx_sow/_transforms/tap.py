@@ -2,9 +2,10 @@
 
 import dataclasses as dc
 import functools as ft
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any, ClassVar, overload, ParamSpec, Protocol, TypeVar, Unpack
 
+import equinox as eqx
 import jax
 import jax.core
 import jax.extend.core as jexc
@@ -147,7 +148,7 @@ def tap(
     tag: Hashable = "intermediates",
     names: str | Sequence[str] | Callable[[str], bool] | None = None,
     modes: str | Sequence[str] | None = None,
-    capture: bool | type | tuple[Any, ...] | Callable[..., Any] | None = None,
+    capture: bool | type | Collection[type | Callable] | Callable | None = None,
     methods: str | Sequence[str] = ("__call__",),
     inputs: bool = False,
     calls: bool = False,
@@ -255,4 +256,19 @@ def tap(
     options = {k: v for k, v in locals().items() if k != "fn"}
     if fn is ...:
         return ft.partial(tap, **options)
+    _check_order(fn, callback)
     return wrap(_Tapped, fn, options)
+
+
+def _check_order(fn: Any, callback: Any) -> None:
+    """Raises if the callback stands first, and then what is to be tapped."""
+    is_model = lambda x: isinstance(x, eqx.Module | _compat.Jitted)
+    if is_model(callback) and not is_model(fn):
+        name = getattr(fn, "__name__", "callback")
+        what = type(callback).__name__
+        if not isinstance(callback, eqx.Module):
+            what = "a function made by `jax.jit`"
+        raise TypeError(
+            f"`tap(fn, callback)` takes a function of an event as its second argument, "
+            f"not {what}. First comes what is tapped: write `tap(model, {name})`."
+        )

@@ -355,8 +355,8 @@ def _check_same(a: Entry, b: Entry) -> None:
     if _form(a) != _form(b):
         problem = "in several places, and their values differ"
         remedy = (
-            "Mark values of one structure, shape and dtype, or give the marks "
-            "different names."
+            "Mark values of one structure, shape and dtype, pass a `transform` to one "
+            "shape, such as `lambda x: x.mean()`, or give the marks different names."
         )
         if mode != "primal":
             remedy += f" (A NumPy array has no {mode}, so mark `jnp.asarray(...)`.)"

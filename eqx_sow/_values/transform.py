@@ -2,6 +2,7 @@
 `batched`, which `plant` takes, too."""
 
 import itertools as it
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, cast, NamedTuple, TypeVar
 
@@ -118,7 +119,10 @@ def batched(fn: _Fn) -> _Fn:
             f"`eqx_sow.batched(fn)` takes a function of the value, not {fn!r}. Write "
             "`eqx_sow.batched(jnp.linalg.norm)`."
         )
-    return cast(_Fn, Batched(fn))
+    with warnings.catch_warnings():
+        # Equinox warns of functions that JAX transformed, as attributes.
+        warnings.simplefilter("ignore")
+        return cast(_Fn, Batched(fn))
 
 
 class Value(NamedTuple):

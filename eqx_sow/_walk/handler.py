@@ -146,28 +146,30 @@ def check_guarded(site: Site) -> None:
                 f". To leave it out, write `names=lambda name: name != {site.name!r}`."
             )
             raise SowTypeError(
-                f"{site.said}: {f'the leaf `{leaf}` of the value' if leaf else 'it'} "
-                f"is {what}, which is not a PyTree, and holds a traced array: "
-                f"`{where}`. So JAX does not see that array, and it cannot be captured "
-                "or planted. Register the class as a PyTree (`eqx.Module`, "
+                f"{site.said_first}: "
+                f"{f'the leaf `{leaf}` of the value' if leaf else 'it'} is {what}, "
+                f"which is not a PyTree, and holds a traced array: `{where}`. So JAX "
+                "does not see that array, and it cannot be captured or planted. "
+                "Register the class as a PyTree (`eqx.Module`, "
                 "`jax.tree_util.register_dataclass`; for a function with its "
                 "arguments, `jax.tree_util.Partial`), or mark the arrays"
                 f"{or_leave_out if site.note else '.'}"
             )
     if site.execution.again is None:
         raise SowError(
-            f"{site.said} is in the `bwd` of a `jax.custom_vjp` that only some lanes "
-            "of a `jax.vmap` call, and the forward pass has a mark of that name. "
+            f"{site.said_first} is in the `bwd` of a `jax.custom_vjp` that only some "
+            "lanes of a `jax.vmap` call, and the forward pass has a mark of that name. "
             "eqx_sow cannot tell whether the `bwd` repeats that one. Give it another "
             "name, with `eqx_sow.scope(...)`, or leave it out, by `names` or another "
             "`tag`."
         )
     if site.unguarded:
         raise SowError(
-            f"{site.said} is in the derivative rule of a function (`jax.custom_jvp`, "
-            "`jax.custom_vjp`) that only some lanes of a `jax.vmap` call, and the vmap "
-            "came first, so eqx_sow cannot tell whether the mark runs. Write "
-            "`jax.vmap(jax.grad(fn))`, or leave it out, by `names` or another `tag`."
+            f"{site.said_first} is in the derivative rule of a function "
+            "(`jax.custom_jvp`, `jax.custom_vjp`) that only some lanes of a `jax.vmap` "
+            "call, and the vmap came first, so eqx_sow cannot tell whether the mark "
+            "runs. Write `jax.vmap(jax.grad(fn))`, or leave it out, by `names` or "
+            "another `tag`."
         )
 
 
@@ -202,7 +204,7 @@ def refuse(
     for site in filter(handler.wants, inside):
         primitive, _ = _compat.unmapped(eqn)
         raise UnsupportedPrimitiveError(
-            f"{site.said} is inside the primitive `{primitive}`: {why}, so the value "
-            f"cannot be captured or planted. {remedy} Or leave it out, by `names` or "
-            "another `tag`."
+            f"{site.said_first} is inside the primitive `{primitive}`: {why}, so the "
+            f"value cannot be captured or planted. {remedy} Or leave it out, by "
+            "`names` or another `tag`."
         )
