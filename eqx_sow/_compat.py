@@ -11,7 +11,7 @@ import functools as ft
 import importlib
 import itertools as it
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import equinox as eqx
 import equinox.internal
@@ -28,6 +28,7 @@ from ._errors import SowError
 
 
 NEWEST_TESTED = "0.12.0.1"
+_T = TypeVar("_T")
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -39,6 +40,21 @@ def _numbers(version: str) -> tuple[int, ...]:
 def is_untested() -> bool:
     """Whether JAX is newer than all that were tested."""
     return _numbers(jax.__version__) > _numbers(NEWEST_TESTED)
+
+
+class cached_property(Generic[_T]):
+    """That of Python 3.12. In Python 3.11, that of `functools` holds a lock for all
+    objects while it computes, which may be to trace functions of the user's: if these
+    wait for another thread, that must not wait for the lock."""
+
+    def __init__(self, fn: Callable[[Any], _T]):
+        self._fn = fn
+
+    def __set_name__(self, owner: Any, name: str):
+        self._name = name
+
+    def __get__(self, instance: Any, owner: Any) -> _T:
+        return instance.__dict__.setdefault(self._name, self._fn(instance))
 
 
 # What was not found where it was. Importing never fails for it: `check_supported` does.
