@@ -360,6 +360,39 @@ def _on_mesh(fn: Callable) -> Callable:
 
 custom_vmap_p = _primitive("custom_vmap", jax.custom_batching.sequential_vmap)
 shard_map_p = _primitive("shard_map", _on_mesh)
+
+
+def _annotation(name: str, wrap: Callable[[Any, Callable], Callable]) -> Any:
+    """The primitive of a call that only says something about a function, which has no
+    public name either. `None`, if this JAX has none.
+
+    Some of them hide the effects of the jaxpr that they call. JAX would drop the
+    equation, and with it the marks, if nothing is done with what it returns."""
+    module, name = name.rsplit(".", 1)
+    try:
+        fn = getattr(importlib.import_module(module), name)
+        primitive: Any = equation(wrap(fn, lambda x: x)).primitive
+    except Exception:
+        return None
+    plain = primitive.abstract_eval
+
+    @primitive.def_effectful_abstract_eval
+    def _(*avals, **params):
+        outs, effects = plain(*avals, **params)
+        hidden = (e for x in params.values() if is_jaxpr(x) for e in x.effects)
+        return outs, {*effects, *(e for e in hidden if type(e) is SowEffect)}
+
+    return primitive
+
+
+composite_p = _annotation("jax.lax.composite", lambda call, f: call(f, "eqx_sow"))
+# It is that of `xla_metadata_call`, too.
+metadata_p = _annotation(
+    "jax.experimental.scheduling_groups.scheduling_group", lambda call, f: call("")(f)
+)
+program_order_p = _annotation(
+    "jax.experimental.overlap.program_order", lambda call, f: call(f, enforce=False)
+)
 noinline_p = _primitive("noinline", lambda f: eqx.internal.noinline(f))
 # What `eqx.filter_jit` and `jax.jit` make.
 Jitted: Any = type(eqx.filter_jit(lambda x: x)) | type(jax.jit(lambda x: x))

@@ -47,6 +47,8 @@ def to_jaxpr(fn: Callable) -> Callable[..., tuple[Any, Any]]:
             if len(closed.in_avals) > len(leaves):
                 # Its constants are among the inputs. This is a new jaxpr each time.
                 closed = make(*leaves)
+            # It holds what is static in the values.
+            _here.treedef = None
             return closed, treedefs[jaxpr]
 
         return call
