@@ -545,8 +545,8 @@ _NO_RULE = {
     "`jax.pure_callback`": "pure_callback io_callback debug_callback buffer_callback "
     "inspect_sharding",
     "forward rule of a `custom_vjp` with `optimize_remat=True`": "remat_opt",
-    # What a derivative leaves for the backward pass, which has the marks by then.
-    "": "custom_lin call_hi_primitive_linearized call_hi_primitive",
+    # What JAX makes of functions that it has traced before.
+    "": "custom_lin call_hi_primitive_linearized call_hi_primitive eval_jaxpr",
 }
 
 
