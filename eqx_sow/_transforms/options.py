@@ -7,7 +7,6 @@ handler as one object. One that may hold arrays is in `Transformed._others` inst
 """
 
 import dataclasses as dc
-import functools as ft
 import inspect
 import types
 from collections import OrderedDict
@@ -17,6 +16,7 @@ from typing import Any, TypedDict
 import equinox as eqx
 import jax.numpy as jnp
 
+from .. import _compat
 from .._arrays import as_integer
 from .._errors import check_arity
 from .._handlers.delivery import print_event
@@ -81,11 +81,11 @@ class Options(Marking):
     with_index: bool = False
     callback: Const | None = None
 
-    @ft.cached_property
+    @_compat.cached_property
     def _parts(self) -> tuple[Const, ...]:
         return tuple(Const(getattr(self, field.name)) for field in dc.fields(self))
 
-    @ft.cached_property
+    @_compat.cached_property
     def _hash(self) -> int:
         return hash(self._parts)
 

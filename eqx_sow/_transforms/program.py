@@ -3,7 +3,6 @@ options select something, and that it can be captured."""
 
 import contextlib
 import dataclasses as dc
-import functools as ft
 import inspect
 import itertools as it
 from collections import Counter
@@ -150,17 +149,17 @@ class Program:
                     f"{remedy}"
                 )
 
-    @ft.cached_property
+    @_compat.cached_property
     def found(self) -> list[Found]:
         """The sows that there are."""
         return list(sows(self.closed))
 
-    @ft.cached_property
+    @_compat.cached_property
     def mine(self) -> list[Found]:
         """Those of the tag."""
         return [x for x in self.found if x.site.tag == self.options.tag]
 
-    @ft.cached_property
+    @_compat.cached_property
     def named(self) -> list[tuple[Found, Named]]:
         """The same, each with what it is to patterns."""
         return [
