@@ -256,6 +256,23 @@ def has_lanes(xs: Sequence[Any]) -> bool:
     return any(isinstance(x, _BatchTracer) and x._trace is trace for x in xs)
 
 
+# What JAX calls the axis of a `jax.vmap` without an `axis_name`: an object that is in
+# no public module.
+_no_name = find(
+    "the name of an axis without a name",
+    lambda: _seen(
+        lambda _: current_trace().axis_data.name,
+        jax.ShapeDtypeStruct((1,), "float32"),
+        trace=jax.vmap,
+    ),
+)
+
+
+def name_of(axis_data: Any) -> Any:
+    """The `axis_name` of a `jax.vmap`, or `None`."""
+    return None if axis_data.name is _no_name else axis_data.name
+
+
 def as_array(x: Any) -> Any:
     """JAX keeps a literal as a number or a NumPy array, and returns that where it
     evaluates eagerly what only passes it on: `jax.checkpoint(lambda x: x)(1.0)`."""

@@ -20,10 +20,24 @@ from .._errors import calling, SowError, takes_two
 from .._mark.primitive import edge_value, sow_p
 from .._mark.site import Site
 from .._mark.static import Const, NoTangent, numbers_in, OPERAND, SameParts
-from .._values.axes import aligned, as_operand, final_axes, for_each_lane, whole
+from .._values.axes import (
+    aligned,
+    as_operand,
+    either,
+    final_axes,
+    for_each_lane,
+    whole,
+    with_known_names,
+)
 from .._values.entry import Entry, in_front, in_place, running
 from .._values.merge import own_axes
-from .._values.transform import Batched, check_all_lanes, of_one_lane
+from .._values.transform import (
+    AT_ONCE,
+    Batched,
+    check_all_lanes,
+    NOT_ALL_RUN,
+    of_one_lane,
+)
 from .._walk.frame import Frame
 from .._walk.handler import check_guarded, Handler
 from .._walk.rules import varying_alike
@@ -195,7 +209,9 @@ def _replaced(
                 hint += index
             elif takes_two(called):
                 hint += ". Pass `with_index=True` to call it with `(value, index)`"
-            with calling("function that you planted", site, hint) as watched:
+            no_name = AT_ONCE if sees_all else NOT_ALL_RUN
+            what = "function that you planted"
+            with calling(what, site, hint, no_name) as watched:
                 watched_fn = watched(called)
                 return apply(lambda value: watched_fn(value, *more), site, old)
         return _at_site(site, guards, arrays, planted.new, old)
@@ -322,7 +338,23 @@ def _apply(fn: Callable, site: Site, values: Sequence[Any]) -> list[Any]:
         NotFixed().add([site], value, values).check()
         return _only_zeros([site], value, new)
 
-    return for_each_lane(apply, site.axes, varies, varies)(*values)
+    def checked(k, fn):
+        def call(*values):
+            new = fn(*values)
+            if any(not v[k] and _compat.has_lanes([x]) for x, v in zip(new, varies)):
+                raise SowError(
+                    f"`plant`: at {site.said} the program has one value for all lanes "
+                    "of a `jax.vmap`, but the function that you planted returned one "
+                    "for each. Return what is the same for all lanes: with `batched`, "
+                    "or an `axis_name`, the function can reduce over them."
+                )
+            return new
+
+        return call
+
+    n = len(site.guards)
+    axes = with_known_names(site.axes, either(*site.varies[:n]) if n else ())
+    return for_each_lane(apply, axes, varies, varies, checked)(*values)
 
 
 def _of_all_lanes(fn: Callable, site: Site, old: list[Any]) -> list[Any]:

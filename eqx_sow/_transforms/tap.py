@@ -14,7 +14,7 @@ from jax.interpreters import batching
 from .. import _compat
 from .._frames import api_boundary
 from .._handlers.delivery import failures, TapEvent
-from .._handlers.tapping import first_count, Tap
+from .._handlers.tapping import first_counts, Tap
 from .._mark.listening import Listening, listening
 from .._mark.static import SameParts, take_apart
 from .._walk.handler import Given
@@ -108,7 +108,8 @@ def _walk(self: _Tapped, program: Program, extra: list[Any]) -> list[Any]:
     )
     places = handler.everywhere(program.mine)
     mode_of = program.wanted("tap", [site.key for site, _ in places])
-    counts = dict(first_count(s, eqns) for s, eqns in places if s.key in mode_of)
+    sent = [(site, found) for site, found in places if site.key in mode_of]
+    counts = first_counts(sent, self._options.every)
     handler = dc.replace(handler, mode_of=SameParts(mode_of))
     outs, _ = program.evaluate(handler, Given(counts, extra))
     return outs

@@ -1,17 +1,12 @@
 """The option `transform`: applying a function of the user's to what is marked. And
 `batched`, which `plant` takes, too."""
 
-import itertools as it
 from collections.abc import Callable, Sequence
 from typing import Any, cast, NamedTuple, TypeVar
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
-from jax.interpreters import partial_eval as pe
 
-from .. import _compat
-from .._arrays import shape_like, spec_of
 from .._errors import calling, SowError
 from .._frames import api_boundary
 from .._mark.listening import listening
@@ -22,9 +17,11 @@ from .axes import (
     as_operand,
     either,
     for_each_lane,
+    results_vary,
     total_over,
     Varies,
     whole,
+    with_known_names,
 )
 
 
@@ -131,17 +128,35 @@ class Value(NamedTuple):
 
 
 def transformed(
-    fn: Callable, site: Site, value: Value, option: str = "transform"
+    fn: Callable,
+    site: Site,
+    value: Value,
+    run_varies: Varies = (),
+    option: str = "transform",
 ) -> Value:
     """What `fn` returns for a value as the code at the mark sees it, for each lane; or
-    if `fn` is `batched`, for the value of all lanes at once. No `sow` in `fn` marks."""
+    if `fn` is `batched`, for the value of all lanes at once. No `sow` in `fn` marks.
+    `run_varies`: the axes along which only some lanes run the mark."""
     hint = of_one_lane(site) if option == "transform" else ""
     what = f"function that you passed as `{option}`"
     if isinstance(fn, Batched):
-        with calling(what, site) as watched, listening(None):
+        with calling(what, site, no_name=AT_ONCE) as watched, listening(None):
             return _of_all_lanes(watched(fn.fn), site, value)
-    with calling(what, site, hint) as watched, listening(None):
-        return _of_each_lane(watched(fn), site, value)
+    with calling(what, site, hint, NOT_ALL_RUN) as watched, listening(None):
+        axes = with_known_names(site.axes, run_varies)
+        return _of_each_lane(watched(fn), site._replace(axes=axes), value)
+
+
+# Why a function does not know the name of a vmap.
+AT_ONCE = (
+    "The function sees all lanes of that `jax.vmap` at once, as a leading axis of the "
+    "value: reduce that axis, as in `x.max(axis=0)`. Or leave `batched` out: a "
+    "function that sees one lane knows the name."
+)
+NOT_ALL_RUN = (
+    "The mark is in a branch or a loop that only some lanes of that `jax.vmap` run: "
+    "there is no value of all lanes. Mark a value outside of it."
+)
 
 
 def of_one_lane(site: Site) -> str:
@@ -164,34 +179,18 @@ def _of_each_lane(fn: Callable, site: Site, value: Value) -> Value:
         new, form = take_apart(fn(value.form.with_arrays(arrays)))
         return list(map(jnp.asarray, new))
 
-    none = (False,) * len(site.axes)
-    every = either(none, *value.varies)
+    axes = site.axes
+    every = either((False,) * len(axes), *value.varies)
+    operands = list(map(as_operand, value.arrays, value.varies))
     varies = None
-    if any(total_over(site)) and any(v != every for v in value.varies):
-        varies = _of_inputs_read(apply, value, every)
-    of_lanes = for_each_lane(apply, site.axes, value.varies, varies)
-    arrays = of_lanes(*map(as_operand, value.arrays, value.varies))
+    # In `grad(vmap(f))`, the cotangent of `w` in a value `(x, w)` is the total of all
+    # lanes, if these share it. So its norm is one number, and not one for each lane.
+    totals = any(total_over(site)) and any(v != every for v in value.varies)
+    if totals or any(a.name is not None for a in axes):
+        varies = results_vary(apply, axes, value.varies, operands)
+    arrays = for_each_lane(apply, axes, value.varies, varies)(*operands)
     varies = varies or [every] * len(arrays)
     return Value(form, list(map(aligned, arrays, varies)), varies)
-
-
-def _of_inputs_read(fn: Callable, value: Value, every: Varies) -> list[Varies]:
-    """For each result of `fn`, the axes of those arrays that it depends on.
-
-    This is for cotangents of a value such as `(x, w)`, where `x` is of one lane and `w`
-    is shared by all: the cotangent of `w` is the total of all lanes. Its norm is one
-    number, and not one for each lane.
-    """
-    n = len(every)
-    shapes = [shape_like(x, x.shape[n:], spec_of(x)[n:]) for x in value.arrays]
-    jaxpr, _ = _compat.open_jaxpr(jax.make_jaxpr(fn)(*shapes))
-    results = range(len(jaxpr.outvars))
-
-    def of_result(i):
-        _, read = pe.dce_jaxpr(jaxpr, [k == i for k in results])
-        return either((False,) * n, *it.compress(value.varies, read))
-
-    return list(map(of_result, results))
 
 
 def _of_all_lanes(fn: Callable, site: Site, value: Value) -> Value:
