@@ -164,6 +164,16 @@ DebugEffect: Any = find(
 ordered_effect = find("the effect of ordered callbacks", lambda: _debug_effect(True))
 
 
+def _axis_effect() -> Any:
+    summed = lambda x: jax.lax.psum(x, "i")
+    (effect,) = jax.make_jaxpr(summed, axis_env=[("i", 1)])(0.0).effects
+    return type(effect)
+
+
+# What an equation has that uses the name of a vmapped axis. It is no effect on anything.
+AxisEffect: Any = find("the effect of the name of an axis", _axis_effect, ())
+
+
 # All of one class are equal.
 @dc.dataclass(frozen=True)
 class SowEffect(DebugEffect):
