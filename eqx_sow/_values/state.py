@@ -87,7 +87,9 @@ def _on_mesh_of(eqn: Any, reducer: Reducer, site: Site, values: list[Any]) -> An
         return reducer.start(site, values)
     with eqn.ctx.manager:
         acc = reducer.start(site, [onto(x, mesh, spec_of(x)) for x in values])
-    return jtu.tree_map(lambda x: onto(x, here, ()), acc)
+    # Inside, zeros like a value do not say how that is sharded here.
+    specs = {x.shape: spec_of(x) for x in values}
+    return jtu.tree_map(lambda x: onto(x, here, specs.get(x.shape, ())), acc)
 
 
 def stepped(
