@@ -170,7 +170,7 @@ def _axis_effect() -> Any:
     return type(effect)
 
 
-# What an equation has that uses the name of a vmapped axis. It is no effect on anything.
+# What an equation has that uses the name of a vmapped axis. Nothing happens by it.
 AxisEffect: Any = find("the effect of the name of an axis", _axis_effect, ())
 
 

@@ -16,28 +16,14 @@ from jax.sharding import PartitionSpec
 
 from .. import _compat
 from .._arrays import as_jax_does, leading, sharded_like, whole_along
-from .._errors import calling, SowError, takes_two
+from .._errors import SowError, takes_two
 from .._mark.primitive import edge_value, sow_p
 from .._mark.site import Site
 from .._mark.static import Const, NoTangent, numbers_in, OPERAND, SameParts
-from .._values.axes import (
-    aligned,
-    as_operand,
-    either,
-    final_axes,
-    for_each_lane,
-    whole,
-    with_known_names,
-)
+from .._values.axes import aligned, as_operand, final_axes, whole
 from .._values.entry import Entry, in_front, in_place, running
 from .._values.merge import own_axes
-from .._values.transform import (
-    AT_ONCE,
-    Batched,
-    check_all_lanes,
-    NOT_ALL_RUN,
-    of_one_lane,
-)
+from .._values.transform import Batched, calling_at, check_all_lanes, keeping_lanes
 from .._walk.frame import Frame
 from .._walk.handler import check_guarded, Handler
 from .._walk.rules import varying_alike
@@ -204,14 +190,10 @@ def _replaced(
             )
             sees_all = isinstance(fn, Batched)
             apply, called = (_of_all_lanes, fn.fn) if sees_all else (_apply, fn)
-            hint = "" if sees_all else of_one_lane(site)
-            if more:
-                hint += index
-            elif takes_two(called):
-                hint += ". Pass `with_index=True` to call it with `(value, index)`"
-            no_name = AT_ONCE if sees_all else NOT_ALL_RUN
-            what = "function that you planted"
-            with calling(what, site, hint, no_name) as watched:
+            hint = index if more else ""
+            if not more and takes_two(called):
+                hint = ". Pass `with_index=True` to call it with `(value, index)`"
+            with calling_at("function that you planted", site, fn, hint) as watched:
                 watched_fn = watched(called)
                 return apply(lambda value: watched_fn(value, *more), site, old)
         return _at_site(site, guards, arrays, planted.new, old)
@@ -329,7 +311,6 @@ def _one_along(x: Any, run: Any, axis: int, site: Site) -> Any:
 
 def _apply(fn: Callable, site: Site, values: Sequence[Any]) -> list[Any]:
     """`fn` of the value as the code at the mark sees it, for each lane."""
-    varies = site.varies[len(site.guards) :]
 
     def apply(*values):
         old = site.form.with_arrays(values)
@@ -338,23 +319,7 @@ def _apply(fn: Callable, site: Site, values: Sequence[Any]) -> list[Any]:
         NotFixed().add([site], value, values).check()
         return _only_zeros([site], value, new)
 
-    def checked(k, fn):
-        def call(*values):
-            new = fn(*values)
-            if any(not v[k] and _compat.has_lanes([x]) for x, v in zip(new, varies)):
-                raise SowError(
-                    f"`plant`: at {site.said} the program has one value for all lanes "
-                    "of a `jax.vmap`, but the function that you planted returned one "
-                    "for each. Return what is the same for all lanes: with `batched`, "
-                    "or an `axis_name`, the function can reduce over them."
-                )
-            return new
-
-        return call
-
-    n = len(site.guards)
-    axes = with_known_names(site.axes, either(*site.varies[:n]) if n else ())
-    return for_each_lane(apply, axes, varies, varies, checked)(*values)
+    return keeping_lanes(apply, site)(*values)
 
 
 def _of_all_lanes(fn: Callable, site: Site, old: list[Any]) -> list[Any]:

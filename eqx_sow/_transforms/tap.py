@@ -186,9 +186,9 @@ def tap(
         it receives the value of one lane (one example), and the whole `extra`. If it is
         true for any lane, the values of all are sent.
     - `every`: send only every `every`-th execution of a name and mode, beginning with
-        the first. For the others, `when` is not evaluated either. Each call counts from
-        the start: for every tenth step of a loop written in Python, use `when` and
-        `extra`.
+        the first; of a stack of layers, every `every`-th of each layer, as in a list.
+        For the others, `when` is not evaluated either. Each call counts from the start:
+        for every tenth step of a loop written in Python, use `when` and `extra`.
     - `ordered`: events arrive in the order of the program, across all names, with the
         limits of JAX's ordered effects, such as programs on a single device. Otherwise
         events may arrive out of order, even those of one mark: sort them by `count`.

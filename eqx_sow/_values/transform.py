@@ -7,6 +7,7 @@ from typing import Any, cast, NamedTuple, TypeVar
 import equinox as eqx
 import jax.numpy as jnp
 
+from .. import _compat
 from .._errors import calling, SowError
 from .._frames import api_boundary
 from .._mark.listening import listening
@@ -73,6 +74,10 @@ def batched(fn: _Fn) -> _Fn:
     lanes, the planted entries must all be equal, which is checked while the program
     runs.
 
+    The lanes are axes of the value here, so `fn` does not know the `axis_name` of their
+    `vmap`. Reducers such as [`eqx_sow.Fold`][] combine its results, even if one batch
+    is larger than another.
+
     A batch that is sharded over a mesh is reduced over its devices; in a
     `jax.shard_map`, each device sees its own part.
 
@@ -84,7 +89,8 @@ def batched(fn: _Fn) -> _Fn:
     **Raises:**
 
     `TypeError` if `fn` is not a function. [`eqx_sow.SowError`][], when it is used, if
-    the mark is in a branch or a loop that only some lanes run, or if a `jax.vmap` is
+    the mark is in a branch or a loop that only some lanes run, if `fn` uses the name of
+    a vmapped axis, or if a `jax.vmap` is
     around a compiled `tap`, as in `jax.vmap(jax.jit(tap(f, ...)))`.
 
     !!! example
@@ -137,29 +143,42 @@ def transformed(
     """What `fn` returns for a value as the code at the mark sees it, for each lane; or
     if `fn` is `batched`, for the value of all lanes at once. No `sow` in `fn` marks.
     `run_varies`: the axes along which only some lanes run the mark."""
-    hint = of_one_lane(site) if option == "transform" else ""
     what = f"function that you passed as `{option}`"
     if isinstance(fn, Batched):
-        with calling(what, site, no_name=AT_ONCE) as watched, listening(None):
+        with calling_at(what, site, fn) as watched, listening(None):
             return _of_all_lanes(watched(fn.fn), site, value)
-    with calling(what, site, hint, NOT_ALL_RUN) as watched, listening(None):
+    # No `when` is `batched`.
+    is_transform = option == "transform"
+    at_mark = (
+        calling_at(what, site, fn)
+        if is_transform
+        else calling(what, site, "", _NOT_ALL_RUN)
+    )
+    with at_mark as watched, listening(None):
         axes = with_known_names(site.axes, run_varies)
         return _of_each_lane(watched(fn), site._replace(axes=axes), value)
 
 
 # Why a function does not know the name of a vmap.
-AT_ONCE = (
+_AT_ONCE = (
     "The function sees all lanes of that `jax.vmap` at once, as a leading axis of the "
     "value: reduce that axis, as in `x.max(axis=0)`. Or leave `batched` out: a "
     "function that sees one lane knows the name."
 )
-NOT_ALL_RUN = (
+_NOT_ALL_RUN = (
     "The mark is in a branch or a loop that only some lanes of that `jax.vmap` run: "
     "there is no value of all lanes. Mark a value outside of it."
 )
 
 
-def of_one_lane(site: Site) -> str:
+def calling_at(what: str, site: Site, fn: Callable, hint: str = "") -> Any:
+    """`calling`, for a function that may be `batched`."""
+    if isinstance(fn, Batched):
+        return calling(what, site, hint, _AT_ONCE)
+    return calling(what, site, _of_one_lane(site) + hint, _NOT_ALL_RUN)
+
+
+def _of_one_lane(site: Site) -> str:
     """For `calling`: says that a function does not see the batch, where that is so."""
     if not any(
         v and a.lane for varies in site.varies for a, v in zip(site.axes, varies)
@@ -191,6 +210,30 @@ def _of_each_lane(fn: Callable, site: Site, value: Value) -> Value:
     arrays = for_each_lane(apply, axes, value.varies, varies)(*operands)
     varies = varies or [every] * len(arrays)
     return Value(form, list(map(aligned, arrays, varies)), varies)
+
+
+def keeping_lanes(fn: Callable, site: Site) -> Callable:
+    """A function of the value as the code at the mark sees it, as a function of
+    operands. Its results must vary over the lanes that the operands vary over."""
+    n = len(site.guards)
+    guards, varies = site.varies[:n], site.varies[n:]
+
+    def checked(k, fn):
+        def call(*values):
+            new = fn(*values)
+            if any(not v[k] and _compat.has_lanes([x]) for x, v in zip(new, varies)):
+                raise SowError(
+                    f"`plant`: at {site.said} the program has one value for all lanes "
+                    "of a `jax.vmap`, but the function that you planted returned one "
+                    "for each. Return what is the same for all lanes: with `batched`, "
+                    "or an `axis_name`, the function can reduce over them."
+                )
+            return new
+
+        return call
+
+    axes = with_known_names(site.axes, either(*guards) if guards else ())
+    return for_each_lane(fn, axes, varies, varies, checked)
 
 
 def _of_all_lanes(fn: Callable, site: Site, value: Value) -> Value:
