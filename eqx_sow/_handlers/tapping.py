@@ -330,7 +330,7 @@ class Tap(Selector):
         given: Given,
     ) -> Given:
         """Sends one execution, if it is asked for, and is due, and counts it."""
-        slot = site.key, self.mesh, ()
+        slot: Slot = site.key, self.mesh, ()
         count = given.carry[slot]
         extra = Value(self.extra, given.values, [()] * len(given.values))
         is_asked = reached(at, it.compress(given.iterations, self.known))
@@ -358,7 +358,7 @@ class Tap(Selector):
 
         # First `every`, then `when`, then the transform: what is not due costs nothing.
         due, one = executed, executed.astype(np.int32)
-        counts = {slot: count + one}
+        counts: dict[Slot, Any] = {slot: count + one}
         if (every := options.every) > 1:  # of any size, while the count is an int32
             pairs = zip(whole.after, given.iterations)
             layers = [(k, i) for k, i in pairs if k is not None]

@@ -62,7 +62,8 @@ def with_known_names(axes: Sequence[Axis], run_varies: Varies) -> tuple[Axis, ..
     """The axes, without the names of those along which only some lanes run a mark:
     there is no value of all lanes for `lax.pmax` to see. An empty `run_varies` says
     that all run."""
-    pairs = it.zip_longest(axes, run_varies, fillvalue=False)
+    none = (False,) * len(axes)
+    pairs = zip(axes, run_varies or none)
     return tuple(a._replace(name=None) if v else a for a, v in pairs)
 
 

@@ -167,7 +167,7 @@ def without_lanes(entry: Entry, kept: Container[Any]) -> Entry:
     return entry.replace(
         [as_operand(x, is_kept) for x in entry.arrays],
         axes=only(entry.site.axes),
-        varies=map(only, entry.site.varies),
+        varies=list(map(only, entry.site.varies)),
     )
 
 
