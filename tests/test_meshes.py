@@ -1171,3 +1171,20 @@ def test_every_counts_for_each_layer(on_devices, told):
         jax.effects_barrier()
     expected = [(i, k) for i in (0, 3) for k in range(3)] * (4 if on_devices else 1)
     assert sorted(e.iterations for e in events) == sorted(expected)
+
+
+@pytest.mark.sample(1)
+def test_spmd_axis_name_in_a_transform():
+    """A constraint there is one of all lanes, as at the mark."""
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
+    whole = lambda h: lax.with_sharding_constraint(h, P(None))
+    over = lambda mark: jax.vmap(lambda x: mark(jnp.sin(x)), spmd_axis_name="d")
+
+    def specs(fn):
+        eqns = jax.make_jaxpr(fn)(X).eqns
+        found = [e for e in eqns if e.primitive.name == "sharding_constraint"]
+        return [tuple(e.params["sharding"].spec) for e in found]
+
+    with jax.set_mesh(mesh):
+        saved = S(over(lambda h: eqx_sow.sow(h, "a")), transform=whole)
+        assert specs(saved) == specs(over(whole)) != []
