@@ -126,9 +126,10 @@ DOCUMENTED = {
         '"no value of all lanes" (`batched`)': [
             "test_batched.py::test_a_condition_that_they_do_not_share_is_an_error"
         ],
-        '"uses the axis name" (`transform`, `when`, `plant`)': [
+        '"uses the axis name" (`transform`, `when`, `plant`, `Fold`)': [
             "test_batched.py::test_names_of_axes_where_only_some_lanes_run",
             "test_batched.py::test_batched_knows_no_names",
+            "test_batched.py::test_a_fold_knows_no_names",
         ],
         '"has one value for all lanes of a `jax.vmap`" (`plant`)': [
             "test_batched.py::test_plant_of_what_differs_between_lanes_for_one_value"

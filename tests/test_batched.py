@@ -761,3 +761,38 @@ def test_plant_of_what_differs_between_lanes_for_one_value(fn):
     reduced = lambda p: (lax.pmean(fn(p)[0], "i"), p[1])
     expected = jax.vmap(lambda x: _product(reduced((X, x))), axis_name="i")(XS)
     assert_close(plant(f, {"p": reduced})(XS), expected)
+
+
+def test_a_fold_knows_no_names():
+    f = jax.vmap(lambda x: sow(jnp.sin(x), "h"), axis_name="i")
+    largest = Fold(0.0, lambda acc, h: jnp.maximum(acc, lax.pmax(h.max(), "i")))
+    with pytest.raises(SowError, match="is not known there. A reducer sees one lane."):
+        S(f, reduce=largest)(XS)
+
+
+def test_names_of_axes_in_when():
+    """All lanes are one event, which some of them may ask for, or all together."""
+
+    def sent(when):
+        f = jax.vmap(lambda x: sow(jnp.sin(x), "h"), axis_name="i")
+        events = []
+        tap(f, events.append, when=when)(XS)
+        jax.effects_barrier()
+        return len(events)
+
+    total = jnp.sin(XS).sum()
+    for least in (total - 0.1, total + 0.1):
+        above = lambda h, least=least: lax.psum(h.sum(), "i") > least
+        assert sent(above) == int(total > least)
+
+
+def test_one_function_under_several_names():
+    """Nothing that is kept from one call counts in the next."""
+    f = jax.jit(lambda x: sow(jnp.sin(x), "h"))
+    h = jnp.sin(XS)
+    for _ in range(2):
+        for name in ("i", "j", None, "i"):
+            largest = lambda h, name=name: lax.pmax(h, name) if name else -h
+            mapped = jax.vmap(f, axis_name=name)
+            _, got = S(mapped, transform=largest)(XS)
+            assert_close(got["h"]["primal"], h.max(0) if name else -h)

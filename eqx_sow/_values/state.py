@@ -68,7 +68,9 @@ def started(reducer: Reducer, entries: Sequence[Entry], eqn: Any) -> ReducerStat
     form = unify([e.with_only(lanes_of(e)) for e in entries])
     site, lanes = form.site, form.site.axes
     *values, count = map(zeros_like, form.with_only().arrays)
-    with calling("reducer that you passed as `reduce`", site):
+    named = site._replace(axes=entries[0].site.axes)
+    no_name = "A reducer sees one lane. Reduce over all in a `transform`, before it."
+    with calling("reducer that you passed as `reduce`", named, no_name=no_name):
         acc = _on_mesh_of(eqn, reducer, site, values)
         acc, structure = jtu.tree_flatten(acc)
     sizes, specs = tuple(a.size for a in lanes), [a.spec for a in lanes]
