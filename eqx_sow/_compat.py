@@ -180,6 +180,16 @@ DebugEffect: Any = find(
 ordered_effect = find("the effect of ordered callbacks", lambda: _debug_effect(True))
 
 
+def _axis_effect() -> Any:
+    summed = lambda x: jax.lax.psum(x, "i")
+    (effect,) = jax.make_jaxpr(summed, axis_env=[("i", 1)])(0.0).effects
+    return type(effect)
+
+
+# What an equation has that uses the name of a vmapped axis. Nothing happens by it.
+AxisEffect: Any = find("the effect of the name of an axis", _axis_effect, ())
+
+
 # All of one class are equal.
 @dc.dataclass(frozen=True)
 class SowEffect(DebugEffect):
@@ -270,6 +280,23 @@ def has_lanes(xs: Sequence[Any]) -> bool:
     over it. There is no public way to ask."""
     trace = current_trace()
     return any(isinstance(x, _BatchTracer) and x._trace is trace for x in xs)
+
+
+# What JAX calls the axis of a `jax.vmap` without an `axis_name`: an object that is in
+# no public module.
+_no_name = find(
+    "the name of an axis without a name",
+    lambda: _seen(
+        lambda _: current_trace().axis_data.name,
+        jax.ShapeDtypeStruct((1,), "float32"),
+        trace=jax.vmap,
+    ),
+)
+
+
+def name_of(axis_data: Any) -> Any:
+    """The `axis_name` of a `jax.vmap`, or `None`."""
+    return None if axis_data.name is _no_name else axis_data.name
 
 
 def as_array(x: Any) -> Any:

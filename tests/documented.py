@@ -107,7 +107,8 @@ DOCUMENTED = {
             "test_cotangents.py::test_a_numpy_array_in_one_branch_is_an_error",
         ],
         '"in several places that vary over different axes"': [
-            "test_refusals.py::test_branches_with_different_vmaps_inside"
+            "test_refusals.py::test_branches_with_different_vmaps_inside",
+            "test_batched.py::test_batches_of_different_sizes_that_are_not_reduced",
         ],
         '"They cannot become one value"': [
             "test_cotangents.py::test_a_total_beside_values_of_each_lane_in_branches"
@@ -124,6 +125,14 @@ DOCUMENTED = {
         ],
         '"no value of all lanes" (`batched`)': [
             "test_batched.py::test_a_condition_that_they_do_not_share_is_an_error"
+        ],
+        '"uses the axis name" (`transform`, `when`, `plant`, `Fold`)': [
+            "test_batched.py::test_names_of_axes_where_only_some_lanes_run",
+            "test_batched.py::test_batched_knows_no_names",
+            "test_batched.py::test_a_fold_knows_no_names",
+        ],
+        '"has one value for all lanes of a `jax.vmap`" (`plant`)': [
+            "test_batched.py::test_plant_of_what_differs_between_lanes_for_one_value"
         ],
         '"cannot see the lanes of an outer `jax.vmap`" (`tap` with `batched`)': [
             "test_batched.py::test_a_vmap_around_a_compiled_tap_is_an_error"

@@ -604,6 +604,12 @@ MISUSES = {
         ("Fold(init, fn)` takes a function `(acc, value) -> acc`, not 3", "Write `"),
         "`Fold`",
     ),
+    "Fold of an init of two arguments": Misuse(
+        TypeError,
+        lambda: Fold(lambda acc, x: acc, lambda acc, x: acc),
+        ("`init` is a value, or a function", "Fold(jnp.zeros_like, fn)`"),
+        "`Fold`",
+    ),
     "Fold with its arguments in another order": Misuse(
         TypeError,
         lambda: Fold(lambda acc, x: acc, 0.0),  # pyright: ignore

@@ -312,6 +312,8 @@ def _sow_batch(axis_data, operands, dims, *, site):
         axis_data.size,
         n_loops,
         spec=axis_data.explicit_mesh_axis,
+        name=_compat.name_of(axis_data),
+        spmd_name=axis_data.spmd_name,
         flows_backward=site.flows_backward,
     )
     unguarded = any(c not in [g.cond for g in site.guards] for c in conds)

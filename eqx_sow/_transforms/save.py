@@ -94,7 +94,7 @@ class _SaveIntermediates(Transformed):
             modes=options.modes,
         )
         intermediates = assemble(entries, when, reducer, mode_of, known)
-        annotated = [(site, eqns[-1]) for site, eqns in asked if site.spec]
+        annotated = [(site, x.eqns[-1]) for site, x in asked if site.spec]
         _spec.check(annotated, by_name["spec"], intermediates)
         return program.output(outs), intermediates
 

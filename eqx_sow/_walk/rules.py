@@ -115,7 +115,8 @@ def _inside(interpret, given, eqn, jaxpr, args, join):
     # Both run, and only the original prints.
     copy = without(jaxpr, PRINTS)
     # An effect that cannot be left out, such as an `io_callback` with a result.
-    if any(e != sow_effect for e in copy.effects):
+    effects = [e for e in copy.effects if not isinstance(e, _compat.AxisEffect)]
+    if any(e != sow_effect for e in effects):
         why = "an effect of the function, such as an `io_callback`, would happen twice"
         refuse(handler, eqn, sites(eqn), why, "Mark its result outside.")
         kept = eqn if handler.has_outer else without(eqn, MARKS)
