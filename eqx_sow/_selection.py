@@ -73,7 +73,11 @@ class Selection:
 
     def _settle(self, paths: Mapping[int, str]) -> None:
         """Finds out what the patterns are for, by their numbers."""
-        self._exact = {p: i for i, p in paths.items() if p in self.names}
+        # With and without its root, a name is two patterns.
+        self._exact: dict[str, list[int]] = {}
+        for i, p in paths.items():
+            if p in self.names:
+                self._exact.setdefault(p, []).append(i)
         others = {i: p for i, p in paths.items() if p not in self.names}
         self._numbers, self._tree = list(others), compiled(tuple(others.values()))
         # Which of these fit names that a list would have.
@@ -140,8 +144,7 @@ class Selection:
 
     def _of(self, named: Named) -> Iterator[tuple[int, list[Selected]]]:
         whole = [Selected(named.name, (), tuple(x.place for x in named.loops))]
-        if named.name in self._exact:
-            yield self._exact[named.name], whole
+        yield from [(i, whole) for i in self._exact.get(named.name, ())]
         yield from [(i, whole) for i, p in self._predicates.items() if _says(p, named)]
         for n, (in_list, some) in self._fitting(named).items():
             if in_list or n not in self._in_list:
@@ -154,7 +157,23 @@ class Selection:
     def order(self, i: int) -> tuple[bool, bool, int]:
         """What is spelled out goes before globs, and these go in their order."""
         p = self.patterns[i]
-        return p not in self.names, is_glob(p) and p not in self.names, i
+        return p not in self.names, self._is_spread(i), i
+
+    def _is_spread(self, i: int) -> bool:
+        p = self.patterns[i]
+        return p not in self.names and is_glob(p)
+
+    def same(self) -> Iterator[tuple[str, list[Any]]]:
+        """The names that several patterns spell out, each in its own way, as `-1` and
+        `3`, or with and without the root."""
+        for named in self._every:
+            of: dict[tuple[int | None, ...], list[tuple[str, Any]]] = {}
+            for i, some in self.of(named).items():
+                for x in () if self._is_spread(i) else some:
+                    of.setdefault(x.at, []).append((x.name, self.patterns[i]))
+            for found in of.values():
+                if len(found) > 1:
+                    yield found[0][0], [p for _, p in found]
 
     def first(self, *names: Named) -> int | None:
         """The number of the pattern that goes before all others which fit one of these:

@@ -52,15 +52,6 @@ class Visit:
     # Which entries of stacks the module is in, from left to right in the path.
     indices: "tuple[StackIndex, ...]" = ()
 
-    @property
-    def name(self) -> Path:
-        """The path with the indices: `blocks/2/attn` of `blocks/attn`."""
-        assert self.path is not None
-        name = self.path
-        for index in reversed(self.indices):
-            name = (*name[: index.at], str(index.cut.i), *name[index.at :])
-        return name
-
 
 class StackIndex(NamedTuple):
     """An entry of a stack: its index stands behind `at` keys of the path."""
