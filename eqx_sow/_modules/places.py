@@ -39,7 +39,6 @@ from .._mark.trees import (
     Root,
     walk,
 )
-from .cuts import Cut
 
 
 def root_of(path: Path) -> Path:
@@ -128,11 +127,15 @@ class Places:
         arrays = enumerate(self._arrays)
         return {i for i, x in arrays if i not in used and n in x.shape[:2]}
 
-    def slices(self, source: int, cuts: Sequence[Cut]) -> tuple[Cut, ...]:
-        """Those slices that may be of the source itself, and not of what it was
-        reshaped or repeated to: that has axes of other lengths."""
-        shape = self._arrays[source].shape if cuts else ()
-        return tuple(it.takewhile(lambda cut: cut.n in shape, cuts))
+    def array(self, source: int) -> Any:
+        return self._arrays[source]
+
+    def sizes(self, source: int) -> set[Any]:
+        """The numbers in static fields of the module that has an array, and 1."""
+        modules = (self.everywhere.get(path[:-1]) for path in self.paths(source))
+        fields = [x for m in modules if m is not None for x in vars(m).values()]
+        each = (x if type(x) is tuple else (x,) for x in fields)
+        return {1, *(n for n in it.chain(*each) if type(n) is int)}
 
     def alike(self, call: NotedCall) -> list[Path]:
         """The places of the modules that are like that of a call."""

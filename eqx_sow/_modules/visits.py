@@ -23,7 +23,7 @@ from .._mark.site import Site
 from .._walk.edges import primals_of
 from .._walk.flow import Domain, Here
 from .._walk.sows import Way
-from .cuts import Cut, number_of, OTHER_ENTRIES
+from .cuts import axes_of_source, Cut, number_of, OTHER_ENTRIES
 from .places import Places
 from .sources import in_order, Origin, outputs_of, undecided
 
@@ -97,7 +97,8 @@ class Visits(Domain):
         return [self._at_source(i) for i in range(self._places.n_inputs)]
 
     def _at_source(self, source: int) -> Origin:
-        return Origin({source: 0}, ("source", source), is_whole=True)
+        axes = axes_of_source(self._places.array(source))
+        return Origin({source: 0}, ("source", source), is_whole=True, axes=axes)
 
     def constant(self, x, aval):
         if not getattr(x, "shape", None) and not eqx.is_array(x):
