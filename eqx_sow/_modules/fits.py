@@ -90,7 +90,9 @@ class Fits:
             return is_along or len(before) <= n_lanes
 
         known = it.takewhile(lambda cut: cut.axis is not None, cuts)
-        return tuple(it.takewhile(is_layer, sorted(known, key=lambda cut: cut.axis)))
+        layers = it.takewhile(is_layer, sorted(known, key=lambda cut: cut.axis))
+        # Of another array of the module, it may be another axis.
+        return tuple(cut._replace(axis=None) for cut in layers)
 
     def _is_along(self, visit: Visit) -> bool:
         """Whether what a module was taken out of is a stack along another axis than the
