@@ -4,6 +4,7 @@ import itertools as it
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from ._errors import SowError
 from ._globs import compiled, is_glob, lengths_of_lists
 from ._names import in_loops, join, last_in_lists, Named, Selected, selected
 
@@ -163,17 +164,20 @@ class Selection:
         p = self.patterns[i]
         return p not in self.names and is_glob(p)
 
-    def same(self) -> Iterator[tuple[str, list[Any]]]:
-        """The names that several patterns spell out, each in its own way, as `-1` and
-        `3`, or with and without the root."""
+    def check_values(self, call: str, values: Mapping[str, Any]) -> None:
+        """Raises if several keys of a dict spell out the same, as `h/3` and `h/-1` do,
+        or a name with and without its root, but have different values."""
         for named in self._every:
-            of: dict[tuple[int | None, ...], list[tuple[str, Any]]] = {}
+            found: dict[tuple[int | None, ...], str] = {}
             for i, some in self.of(named).items():
+                key = self.patterns[i]
                 for x in () if self._is_spread(i) else some:
-                    of.setdefault(x.at, []).append((x.name, self.patterns[i]))
-            for found in of.values():
-                if len(found) > 1:
-                    yield found[0][0], [p for _, p in found]
+                    first = found.setdefault(x.at, key)
+                    if values[first] is not values[key]:
+                        raise SowError(
+                            f"`{call}`: {first!r} and {key!r} both mean {x.name!r}, "
+                            "with different values. Leave one of them out."
+                        )
 
     def first(self, *names: Named) -> int | None:
         """The number of the pattern that goes before all others which fit one of these:

@@ -199,9 +199,9 @@ def same_axes(several: Sequence[Axes], ndim: int) -> Axes:
 def axes_after(eqn: Any, axes: Axes) -> Axes:
     """The axes of what an equation makes of an operand, given those of that."""
     p, name, shape = eqn.params, eqn.primitive.name, eqn.outvars[0].aval.shape
-    before = eqn.invars[0].aval.shape
     if name not in _MOVES_AXES:
         return axes if len(axes) == len(shape) else ((),) * len(shape)
+    before = eqn.invars[0].aval.shape
     if len(axes) != len(before):
         return ((),) * len(shape)
     if name == "transpose":

@@ -30,15 +30,18 @@ from .._frames import is_installed, is_library
 from .._mark.calls import NotedCall, Path
 from .._mark.static import OPERAND, take_apart
 from .._mark.trees import (
+    beside,
     children,
     INNER,
     inside,
     is_module,
     is_part,
+    own_keys,
     positional_names,
     Root,
     walk,
 )
+from .spelling import numbered
 
 
 def root_of(path: Path) -> Path:
@@ -170,21 +173,7 @@ def roots(fn: Any, args: tuple, kwargs: dict) -> list[tuple[Path, Any]]:
     is called like a field, as in `def distance(self, net, x): return self.net(x) -
     net(x)`, is at `net#1`."""
     named = [*zip(positional_names(fn, len(args)), args), *sorted(kwargs.items())]
-    own = _own_keys(fn)
-    root = lambda name: Root(f"{name}#1" if name in own else name)
-    return [((), fn), *(((root(name),), x) for name, x in named)]
-
-
-def _own_keys(fn: Any) -> set[str]:
-    """The keys of what is in a function, if it is a module or one of its methods."""
-    found, todo = set(), [fn]
-    while todo:
-        for key, x in children(todo.pop()) or ():
-            if key:
-                found.add(key)
-            else:
-                todo.append(x)
-    return found
+    return [((), fn), *(((name,), x) for name, x in beside(fn, named))]
 
 
 def reachable(roots: Sequence[tuple[Path, Any]]) -> Iterator[tuple[Path, Any]]:
@@ -200,9 +189,10 @@ def reachable(roots: Sequence[tuple[Path, Any]]) -> Iterator[tuple[Path, Any]]:
     # What has each name, by its `id`, in the order in which it was found.
     of_name: dict[str, dict[int, int]] = defaultdict(dict)
     for path, x in roots:
-        for key in path or _own_keys(x):
+        for key in path or own_keys(x):
             name, _, n = key.partition("#")
             of_name[name][id(x)] = int(n or 0)
+    of_key: dict[Path, dict[int, int]] = defaultdict(dict)
     todo = [(path, id(x), x) for path, x in roots][::-1]
     while todo:
         path, variable, x = todo.pop()
@@ -216,11 +206,18 @@ def reachable(roots: Sequence[tuple[Path, Any]]) -> Iterator[tuple[Path, Any]]:
         if id(x) not in seen or is_module(x):
             seen[id(x)] = x
             is_variable = isinstance(x, types.FunctionType) or type(x) is ft.partial
-            for key, y in list(_held(x))[::-1]:
-                if key and is_variable:
-                    todo.append(((Root(key),), id(y), y))
+            found = []
+            for key, y in _held(x):
+                if not key:
+                    found.append((path, variable, y))
+                elif is_variable:
+                    found.append(((Root(key),), id(y), y))
                 else:
-                    todo.append(((*path, key) if key else path, variable, y))
+                    # An object and its class may have different attributes of one name.
+                    alike = of_key[*path, key]
+                    n = alike.setdefault(id(y), len(alike))
+                    found.append((numbered((*path, key), n), variable, y))
+            todo += found[::-1]
 
 
 _PLAIN = frozenset((type(None), bool, int, float, complex, str, bytes))

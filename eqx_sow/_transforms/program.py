@@ -27,7 +27,6 @@ from .._mark.trees import walk
 from .._modules import capture as _capture
 from .._modules.places import reachable, roots
 from .._names import has_traced_number, in_loops, Named
-from .._results.intermediates import Intermediates
 from .._selection import Selection
 from .._values.modes import labels
 from .._walk.edges import by_edges
@@ -218,14 +217,9 @@ class Program:
         )
 
     def check_selected(
-        self,
-        call: str,
-        selection: Selection,
-        also: Iterable[str] = (),
-        values: Mapping[str, Any] | None = None,
+        self, call: str, selection: Selection, also: Iterable[str] = ()
     ) -> None:
-        """Raises if any of its patterns selects nothing; or if two that are keys of
-        `values` mean the same, but have different ones."""
+        """Raises if any of its patterns selects nothing."""
         unknown = [selection.patterns[i] for i in selection.missing]
         for pattern in unknown:
             if several := selection.ambiguous.get(pattern):
@@ -240,14 +234,6 @@ class Program:
         names = dict.fromkeys((*(x.site.name for x in self.mine), *also))
         found = [named for _, named in self.named]
         _unknown.check_known(call, unknown, names, hint=self.hint, found=found)
-        # What was captured together belongs together.
-        is_given = values is not None and not isinstance(values, Intermediates)
-        for name, keys in selection.same() if is_given else ():
-            if any(values[key] is not values[keys[0]] for key in keys):
-                raise SowError(
-                    f"`{call}`: {' and '.join(map(repr, keys))} both mean {name!r}, "
-                    "with different values. Leave one of them out."
-                )
 
     def by_name(self, call: str, **options: Any) -> dict[str, Any]:
         """Options that may be dicts of patterns, each as a dict of the names that are
@@ -264,8 +250,8 @@ class Program:
         for option, value in by_pattern.items():
             selection = self.select(value, also=also, whole=True)
             names = [one.name for one in also]
-            said = f"{call}(..., {option}=...)"
-            self.check_selected(said, selection, names, value)
+            self.check_selected(f"{call}(..., {option}=...)", selection, names)
+            selection.check_values(f"{call}(..., {option}=...)", value)
             found = {one.name: selection.first(one, whole) for whole, one in pairs}
             new[option] = {
                 name: value[selection.patterns[i]]
