@@ -2,6 +2,7 @@
 
 import functools
 import random
+from collections import Counter
 from collections.abc import Callable
 
 import equinox as eqx
@@ -554,3 +555,134 @@ def test_layers_without_arrays_of_models_that_are_alike(how, called):
         wrap = {"jit": eqx.filter_jit, "grad": eqx.filter_grad}.get(how, lambda f: f)
         fn, args = wrap(run), (first, second, jnp.ones(3))
     assert list(S(fn, capture=True)(*args)[1]) == _CALLED[called]
+
+
+# --- no two things share a name, whatever the keys are ---
+class Scale(eqx.Module):
+    """Its weight may be that of another one, too."""
+
+    weight: jax.Array
+    bias: jax.Array
+
+    def __call__(self, x):
+        return self.weight.sum() * x + self.bias.mean()
+
+    def enc(self, x):
+        return self.weight.sum() * x - self.bias.mean()
+
+
+def _functions_of_one_name():
+    def make(n):
+        @jax.jit
+        def forward(x):
+            return n * x
+
+        return forward
+
+    return make(5.0), make(7.0)
+
+
+_KEYS = ["a", "b", "a/b", "b/a", "a/b/a", "a.enc", "b.inputs", "a/b.enc", "0", "2"]
+_KEYS += ["a/2", "", "''", "a#1", "a.0", "a/forward", "forward", "Scale"]
+_TWO_FUNCTIONS = _functions_of_one_name()
+
+
+def _tree(rng, weights, depth=2):
+    """With layers at its leaves, some of them tied, or stacks of two."""
+    if depth and rng.random() < 0.8:
+        keys = rng.sample(_KEYS, rng.randint(2, 5))
+        return {key: _tree(rng, weights, depth - 1) for key in keys}
+    array = lambda: jnp.array([rng.gauss(0, 1) for _ in range(3)])
+    if rng.random() < 0.4:
+        return _stacked([Scale(array(), array()) for _ in range(2)])
+    weights.append(rng.choice([array(), *weights]))
+    return Scale(weights[-1], array())
+
+
+def _leaves(tree, path=()):
+    for key in sorted(tree):
+        x = tree[key]
+        yield from _leaves(x, (*path, key)) if type(x) is dict else [((*path, key), x)]
+
+
+def _calls(rng, tree):
+    """Where each call is, the layer, and how it is called."""
+    for path, x in _leaves(tree):
+        if x.weight.ndim == 1:
+            yield path, lambda x: x, "__call__"
+            yield path, lambda x: x, "enc"
+            continue
+        for i in range(2):
+            cut = lambda a, i=i: a[i]
+            yield path, lambda x, c=cut: jax.tree.map(c, x), f"/{i}"
+        rows = lambda a, i=rng.randrange(3): a[:, i]
+        yield path, lambda x, c=rows: jax.tree.map(c, x), "rows"
+    for i in range(2):
+        yield (), None, i
+
+
+def _run(calls, tree, mark=lambda i, y: y):
+    """Each call with an input of its own, and marked by hand."""
+    total = 0.0
+    for i, (path, take, how) in calls:
+        x = X + i / 10
+        if take is None:
+            y = _TWO_FUNCTIONS[how](x)
+        else:
+            layer = tree
+            for key in path:
+                layer = layer[key]
+            layer = take(layer)
+            y = layer.enc(x) if how == "enc" else layer(x)
+        total = total + jnp.sin(mark(i, y)).sum()
+    return total
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_no_two_things_share_a_name(seed):
+    rng = random.Random(seed)
+    tree, weights = {}, []
+    while not 3 < sum(1 for _ in _leaves(tree)) < 16:
+        tree = {key: _tree(rng, weights) for key in rng.sample(_KEYS, 3)}
+    calls = list(enumerate(_calls(rng, tree)))
+    rng.shuffle(calls)
+    options = dict(capture=(True, *_TWO_FUNCTIONS), methods=("__call__", "enc"))
+    options |= dict(inputs=seed % 2 == 0)
+    run = lambda tree, chosen=calls: _run(chosen, tree)
+    outs = {}
+    _run(calls, tree, lambda i, y: outs.setdefault(i, y))
+    wrap = (eqx.filter_jit, eqx.filter_checkpoint, lambda f: f)[seed % 3]
+    _, got = S(wrap(run), **options)(tree)
+
+    # There is a name for each call, and it has the value of that.
+    names, of_inputs = {}, {}
+    for name, value in with_mode(got, "primal").items():
+        if isinstance(value, tuple) and isinstance(value[1], dict):
+            of_inputs[round(10 * float(value[0][0][0] - X[0]))] = name
+        else:
+            (i,) = [i for i, y in outs.items() if jnp.allclose(y, value, atol=1e-6)]
+            names[i] = name
+    assert names.keys() == outs.keys()
+    assert of_inputs.keys() == (outs.keys() if options["inputs"] else set())
+    assert len(got) == len(names) + len(of_inputs)
+
+    # It does not depend on what else is called, or before.
+    is_layer = lambda call: str(call[1][2])[0] == "/"
+    some = [c for c in calls if is_layer(c) or rng.random() < 0.3]
+    _, fewer = S(lambda tree: run(tree, some), **options)(tree)
+    assert {names[i] for i, _ in some} == fewer.keys() - set(of_inputs.values())
+
+    # What is planted there changes that call alone.
+    factor = {i: 1 + 0.1 * i for i in names}
+    values = {name: (lambda y, i=i: factor[i] * y) for i, name in names.items()}
+    planted = plant(run, values, **options)(tree)
+    assert_close(planted, _run(calls, tree, lambda i, y: factor[i] * y), atol=1e-3)
+
+    # It is the path, unless something else reads like a part of that.
+    nodes = {path[:n] for path, _ in _leaves(tree) for n in range(len(path) + 1)}
+    reads = Counter("/".join(key or "''" for key in ("tree", *node)) for node in nodes)
+    for i, (path, _, how) in calls:
+        keys = ["tree", *(key or "''" for key in path)]
+        parts = ["/".join(keys[: n + 1]) for n in range(len(keys))]
+        if how == "__call__" and all(reads[part] == 1 for part in parts):
+            assert names[i] == parts[-1]
