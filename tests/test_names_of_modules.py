@@ -686,3 +686,116 @@ def test_no_two_things_share_a_name(seed):
         parts = ["/".join(keys[: n + 1]) for n in range(len(keys))]
         if how == "__call__" and all(reads[part] == 1 for part in parts):
             assert names[i] == parts[-1]
+
+
+# --- which entries are layers ---
+class Any(eqx.Module):
+    """Runs whatever shape it has."""
+
+    w: jax.Array
+
+    def __call__(self):
+        return jnp.sum(self.w)
+
+
+def _view(rng, ndim):
+    """A random way to look at an array, which NumPy has, too."""
+    kind = rng.choice(["entry", "entry", "move", "swap", "flat", "times", "cast"])
+    axis, other, i = rng.randrange(ndim), rng.randrange(ndim), rng.randrange(2)
+    if kind == "entry" and ndim > 1:
+        index = (*[slice(None)] * axis, i)
+        if rng.random() < 0.5:
+            return lambda np, a: a[index]
+        return lambda np, a: np.take(a, i, axis=axis)
+    if kind == "move":
+        return lambda np, a: np.moveaxis(a, axis, other)
+    if kind == "swap":
+        return lambda np, a: np.swapaxes(a, axis, other)
+    if kind == "flat":
+        return lambda np, a: a.reshape(-1).reshape(a.shape)
+    if kind == "cast":
+        return lambda np, a: a.astype("float16").astype("float32")
+    return lambda np, a: a * np.ones((), "float32")
+
+
+def _layer_of(views, shape):
+    """The indices along the first axes at which all entries are that are left."""
+    tags = np.stack(np.indices(shape), -1).reshape(-1, len(shape))
+    left = np.arange(len(tags), dtype="float32").reshape(shape)
+    for view in views:
+        left = view(np, left)
+    there = tags[left.astype(int).reshape(-1)]
+    same = [len(set(axis)) == 1 for axis in there.T]
+    return tuple(map(int, there[0][: [*same, False].index(False)]))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_layer_is_an_entry_along_the_first_axes(seed):
+    """Also of a cube, whose shape says nothing; and in a vmap, over any axis."""
+    rng = random.Random(seed)
+    for _ in range(6):
+        shape = rng.choice([(3, 3, 3), (2, 3, 2), (3, 2), (2, 2, 3, 3)])
+        views, ndim = [], len(shape)
+        for _ in range(rng.randint(1, 5)):
+            views.append(_view(rng, ndim))
+            ndim = views[-1](np, np.zeros((3,) * ndim)).ndim
+        lanes = rng.choice([None, None, *range(len(shape) + 1)])
+
+        def run(b, views=views):
+            w = b.w
+            for view in views:
+                w = view(jnp, w)
+            return eqx.tree_at(lambda b: b.w, b, w)()
+
+        way = (lambda f: f, jax.jit, jax.checkpoint, jax.grad)[rng.randrange(4)]
+        w = jr.normal(jr.key(seed), shape)
+        fn = way(run)
+        if lanes is not None:
+            fn, w = jax.vmap(fn, lanes), jnp.stack([w, w], lanes)
+        _, got = S(fn, capture=True)(Any(w))
+        expected = "/".join(map(str, ("b", *_layer_of(views, shape))))
+        assert list(got) == [expected], (shape, lanes)
+
+
+def _taken(cut):
+    def fn(b, x):
+        return jax.tree.map(lambda a: cut(a) if eqx.is_array(a) else a, b)(x)
+
+    return fn
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, eqx.filter_jit, eqx.filter_checkpoint])
+def test_a_stack_along_another_axis(wrap):
+    """Static fields say which axis it is, or else it is not known."""
+    make = lambda key: eqx.nn.Linear(3, 5, key=key)
+    keys = jr.split(jr.key(0), 4)
+    for axis in (0, 1, -1):
+        stack = eqx.filter_vmap(make, out_axes=axis)(keys)
+        fn = wrap(_taken(lambda a, axis=axis: jnp.take(a, 2, axis=axis)))
+        _, got = S(fn, capture=True)(stack, X)
+        assert list(got) == ["b/2"]
+        assert_close(got["b/2"]["primal"], make(keys[2])(X))
+        fn = wrap(_taken(lambda a, axis=axis: jnp.moveaxis(a, axis, 0)[2]))
+        assert list(S(fn, capture=True)(stack, X)[1]) == ["b/2"]
+    # Row 2 of each layer of a stack.
+    stack = eqx.filter_vmap(make)(keys)
+    for row in (lambda a: a[:, 2], lambda a: jnp.swapaxes(a, 0, 1)[2]):
+        assert list(S(wrap(_taken(row)), capture=True)(stack, X)[1]) == ["b"]
+    # Of as many layers as each has inputs and outputs.
+    square = lambda key: eqx.nn.Linear(3, 3, key=key)
+    for axis in (0, 1):
+        stack = eqx.filter_vmap(square, out_axes=axis)(keys[:3])
+        for cut, name in ((lambda a: a[2], "b/2"), (lambda a: a[:, 2], "b")):
+            assert list(S(wrap(_taken(cut)), capture=True)(stack, X)[1]) == [name]
+
+
+def test_a_block_of_a_matrix_is_no_layer():
+    """As of tensor parallelism: there are four blocks of rows, and four columns."""
+    linear = eqx.nn.Linear(4, 8, key=jr.key(0))
+
+    def fn(m, x):
+        split = lambda a: a.reshape(4, 2, *a.shape[1:])[1]
+        return jax.tree.map(split, m)(x)
+
+    _, got = S(fn, capture=True)(linear, jnp.ones(4))
+    assert_close(dict(got), {"m": {"primal": linear(jnp.ones(4))[2:4]}})

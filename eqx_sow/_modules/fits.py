@@ -39,9 +39,9 @@ class Fits:
         If the `weight` of a `Linear` comes from `model/layers/0/weight`, that is
         `model/layers/0`. Of each array, the nearest sources count. The first come
         first."""
-        is_new, call = False, visit.call
-        is_along = self._is_along(visit)
-        for leaf, shape, array in zip(call.leaves, call.shapes, visit.arrays):
+        is_new, is_along = False, self._is_along(visit)
+        arrays = zip(visit.call.leaves, visit.arrays, visit.lanes)
+        for leaf, array, lanes in arrays:
             found = [
                 (distance, path[:at], source)
                 for source, distance in array.distances.items()
@@ -57,7 +57,7 @@ class Fits:
                 distance, n = visit.fits.get(path, (nearest, 0))
                 visit.fits[path] = min(distance, nearest), n - 1
                 source = sources.get(path, -1)
-                cuts = self._layers(array, source, len(shape), is_along)
+                cuts = self._layers(array, source, lanes, is_along)
                 visit.cuts[path] = in_common([cuts, visit.cuts.get(path, cuts)])
                 for i, cut in enumerate(cuts):
                     self._sliced[i, cut.n].add(sources[path])
@@ -68,26 +68,25 @@ class Fits:
             self.best[path] = min(fit, self.best.get(path, fit))
 
     def _layers(
-        self, array: Origin, source: int, ndim: int, is_along: bool
+        self, array: Origin, source: int, lanes: Container[int], is_along: bool
     ) -> tuple[Cut, ...]:
         """The slices that are layers of a stack. The axes of that are in front of those
-        that an array has in the module, `ndim`, if it was not stacked along another one
+        that the module has itself, if it was not stacked along another one
         (`is_along`). In
 
             one = jax.tree.map(lambda a: a[:, 2], blocks)
 
         there is an axis of `blocks` in front of the one that the slice is along: that
-        is no layer. Axes of vmaps do not count. What an array was reshaped or repeated
-        to has axes of other lengths."""
+        is no layer. The axes of vmaps, `lanes`, do not count. What an array was
+        reshaped or repeated to has axes of other lengths."""
         shape = self._places.array(source).shape
         cuts = closed(array.cuts.get(source, ()))
-        n_lanes = len(array.axes) - ndim
+        own = [k for i, of in enumerate(array.axes) if i not in lanes for k in of]
 
         def is_layer(cut):
             if cut.axis is None or shape[cut.axis] != cut.n:
                 return False
-            before = [of for of in array.axes if any(k <= cut.axis for k in of)]
-            return is_along or len(before) <= n_lanes
+            return is_along or all(k > cut.axis for k in own)
 
         known = it.takewhile(lambda cut: cut.axis is not None, cuts)
         layers = it.takewhile(is_layer, sorted(known, key=lambda cut: cut.axis))

@@ -37,6 +37,8 @@ class Visit:
     call: NotedCall
     # The operands of its edge.
     arrays: Sequence[Origin]
+    # For each of them, which axes are those of vmaps.
+    lanes: Sequence[tuple[int, ...]]
     # The modules whose methods are running, from outside in.
     running: "list[Visit]"
     # The rest is filled in by `naming.py`. For each place to which arrays lead, how
@@ -139,7 +141,8 @@ class Visits(Domain):
             return [Origin(edges=(here.way,)), *operands[1:]]
         if primitive is edge_p and eqn.params:
             call = eqn.params["call"]
-            visit = Visit(call, operands, self._running(eqn, here))
+            lanes = eqn.params.get("lanes", [()] * len(operands))
+            visit = Visit(call, operands, lanes, self._running(eqn, here))
             self.visits[here.way] = self._latest[call] = visit
             return [Origin(edges=(here.way,))]
         return outputs_of(eqn, operands, here.way)
