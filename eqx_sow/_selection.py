@@ -166,14 +166,17 @@ class Selection:
 
     def check_values(self, call: str, values: Mapping[str, Any]) -> None:
         """Raises if several keys of a dict spell out the same, as `h/3` and `h/-1` do,
-        or a name with and without its root, but have different values."""
+        or a name with and without its root, but have different values. (Under `h/3` and
+        `h/-1` there may be one value that was captured under both.)"""
         for named in self._every:
-            found: dict[tuple[int | None, ...], str] = {}
+            found: dict[tuple[int | None, ...], tuple[str, str]] = {}
             for i, some in self.of(named).items():
                 key = self.patterns[i]
                 for x in () if self._is_spread(i) else some:
-                    first = found.setdefault(x.at, key)
-                    if values[first] is not values[key]:
+                    name, first = found.setdefault(x.at, (x.name, key))
+                    both = values[first], values[key]
+                    captured = all(isinstance(v, Mapping) for v in both)
+                    if both[0] is not both[1] and not (captured and name != x.name):
                         raise SowError(
                             f"`{call}`: {first!r} and {key!r} both mean {x.name!r}, "
                             "with different values. Leave one of them out."

@@ -11,7 +11,6 @@ from .._errors import DuplicateSowError, SowError
 from .._handlers.collect import Collect, EACH_PLACE
 from .._mark.site import Site
 from .._mark.static import Const, SameParts
-from .._results.intermediates import Intermediates
 from .._unknown import check_known
 from .._values.assemble import by_run, runs_several_times
 from .._values.entry import Entry, grouped
@@ -31,9 +30,7 @@ def marks_for(
     What is spelled out goes before globs, and these go in their order."""
     selection = program.select(values)
     program.check_selected("plant(fn, values)", selection)
-    # What was captured together belongs together.
-    if not isinstance(values, Intermediates):
-        selection.check_values("plant(fn, values)", values)
+    selection.check_values("plant(fn, values)", values)
     every = [(x.site.name, selection.of(named)) for x, named in program.named]
     return {
         selection.patterns[i]: [
