@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 import pytest
-from eqx_sow import plant, save_intermediates as S
+from eqx_sow import plant, save_intermediates as S, sow
 from jax.sharding import AxisType, PartitionSpec as P
 
 from .helpers import assert_close, cotangents, primals, with_mode
@@ -791,7 +791,7 @@ def test_a_stack_along_another_axis(wrap):
 
 def test_a_block_of_a_matrix_is_no_layer():
     """As of tensor parallelism: there are four blocks of rows, and four columns."""
-    linear = eqx.nn.Linear(4, 8, key=jr.key(0))
+    linear = eqx.nn.Linear(4, 8, use_bias=False, key=jr.key(0))
 
     def fn(m, x):
         split = lambda a: a.reshape(4, 2, *a.shape[1:])[1]
@@ -799,3 +799,127 @@ def test_a_block_of_a_matrix_is_no_layer():
 
     _, got = S(fn, capture=True)(linear, jnp.ones(4))
     assert_close(dict(got), {"m": {"primal": linear(jnp.ones(4))[2:4]}})
+
+
+# --- what reads alike, in places that no tree has ---
+class Net(eqx.Module):
+    net: Scale
+
+    def __call__(self, net, x):
+        return self.net(net(x))
+
+
+class Holder:
+    net = Scale(jnp.ones(3), jnp.zeros(3))
+
+    def __init__(self):
+        self.net = Scale(2 * jnp.ones(3), jnp.zeros(3))
+
+
+class Inputs(eqx.Module):
+    scale: Scale
+
+    def inputs(self, x):
+        return self.scale(x)
+
+    def __call__(self, x):
+        return self.inputs(x)
+
+
+class Outer(eqx.Module):
+    Scale: Scale
+
+    def __call__(self, x):
+        return Scale(jnp.arange(3.0), jnp.ones(3))(self.Scale(x))
+
+
+def _scales(n=4):
+    return [Scale(jr.normal(jr.key(i), (3,)), jnp.ones(3)) for i in range(n)]
+
+
+_UNSORTED = dict(zip((1, "1"), _scales()))
+_HOLDER = Holder()
+_FORWARD, _OTHER = _TWO_FUNCTIONS
+READ_ALIKE = {
+    "keys of a variable": (
+        lambda x: _UNSORTED["1"](_UNSORTED[1](x)),
+        (X,),
+        {},
+        ["_UNSORTED/1", "_UNSORTED/1#1"],
+    ),
+    "arguments of a partial": (
+        lambda p, x: p(x),
+        (eqx.Partial(Net(_scales()[0]), _scales()[1]), X),
+        {},
+        ["p/net#1", "p/net", "p"],
+    ),
+    "an attribute of the class": (
+        lambda x: _HOLDER.net(type(_HOLDER).net(x)),
+        (X,),
+        {},
+        ["_HOLDER/net#1", "_HOLDER/net"],
+    ),
+    "a method, and what went in": (
+        Inputs(_scales()[0]),
+        (X,),
+        dict(methods=("__call__", "inputs"), inputs=True, names=".inputs*"),
+        [".inputs", ".inputs.inputs", ".inputs#1"],
+    ),
+    "a class, and a field": (
+        Outer(_scales()[0]),
+        (X,),
+        {},
+        ["Scale", "Scale#1", "."],
+    ),
+    "functions, the second first": (
+        lambda x: _FORWARD(_OTHER(x)),
+        (X,),
+        dict(capture=_TWO_FUNCTIONS),
+        ["forward#1", "forward"],
+    ),
+    "functions, the other way round": (
+        lambda x: _FORWARD(_OTHER(x)),
+        (X,),
+        dict(capture=_TWO_FUNCTIONS[::-1]),
+        ["forward", "forward#1"],
+    ),
+    "a function, and a module": (
+        lambda forward, x: _FORWARD(forward(x)),
+        (_scales()[0], X),
+        dict(capture=(Scale, _FORWARD)),
+        ["forward", "forward#1"],
+    ),
+}
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, eqx.filter_jit])
+@pytest.mark.parametrize("case", READ_ALIKE.values(), ids=READ_ALIKE)
+def test_what_reads_alike(case, wrap):
+    fn, args, options, expected = case
+    options = {"capture": True, **options}
+    assert list(S(wrap(fn), **options)(*args)[1]) == expected
+
+
+def test_what_is_in_a_place_that_reads_alike():
+    """Its name begins with that: as of layers of a stack, and of marks in modules."""
+    trees = {"a": {"b": _stacked(_scales(3))}, "a/b": _stacked(_scales(3)[::-1])}
+
+    def fn(m, x):
+        step = lambda x, layer: (layer(x), None)
+        x, _ = jax.lax.scan(step, x, m["a/b"])
+        return jax.lax.scan(step, x, m["a"]["b"])[0]
+
+    names = ["m/a/b#1/1", "m/a/b/1", "m/a/b#1"]
+    _, got = S(fn, capture=True, names=names)(trees, X)
+    assert set(got) == set(names)
+    x = _scales(3)[2](X)
+    assert_close(got["m/a/b#1/1"]["primal"], _scales(3)[1](x))
+    _, got = S(lambda m, x: m["a"]["b"](m["a/b"](x)), scope=True)(
+        {"a": {"b": Marked()}, "a/b": Marked()}, X
+    )
+    assert list(got) == ["m/a/b#1/h", "m/a/b/h"]
+
+
+class Marked(eqx.Module):
+    def __call__(self, x):
+        return sow(x + 1, "h")

@@ -172,7 +172,7 @@ def test_what_a_pattern_selects_depends_on_that_alone(seed, whole):
     rng = random.Random(seed)
     more = ["h", "m", "n", "-1", "1?", "**"]
     n_fit = n_missing = 0
-    for _ in range(80):
+    for _ in range(25):
         marks = list(dict.fromkeys(_random_mark(rng) for _ in range(rng.randint(1, 5))))
         patterns = [_random(rng, PARTS + GLOBS + more, 3) for _ in range(8)]
         # A name, with and without its root.
@@ -191,7 +191,7 @@ def test_what_a_pattern_selects_depends_on_that_alone(seed, whole):
                 assert got[0] == got[1], (p, patterns, mark)
                 n_fit += got[1] is not None
             n_missing += bool(alone.missing)
-    assert n_fit > 100 and n_missing > 100
+    assert n_fit > 40 and n_missing > 40
 
 
 def test_a_neighbour_with_more_indices():
