@@ -83,10 +83,14 @@ class Naming:
         marks = self._seen.marks
         for visit in self._seen.visits.values():
             self._path(visit)
-        for mark in marks.values():
-            if mark.visits and mark.site.note and self._mine(mark.site):
-                self._spelling.add(*self._thing(mark))
-        named = {way: self._named(mark) for way, mark in marks.items()}
+        things = {
+            way: self._thing(mark)
+            for way, mark in marks.items()
+            if mark.visits and mark.site.note and self._mine(mark.site)
+        }
+        for name, thing in things.values():
+            self._spelling.add(name, thing)
+        named = {way: self._named(mark, things.get(way)) for way, mark in marks.items()}
         return {way: x for way, x in named.items() if x is not marks[way].site}
 
     # --- the places of modules ---
@@ -282,10 +286,12 @@ class Naming:
     def _keys(self, visit: Visit) -> Path:
         """The path of a module with the indices, as it is written: `blocks/2/attn` for
         `blocks/attn`."""
-        keys = self._spelling.keys(self._path(visit))
-        for index in reversed(visit.indices):
-            keys = (*keys[: index.at], str(index.cut.i), *keys[index.at :])
-        return keys
+        if visit.keys is None:
+            keys = self._spelling.keys(self._path(visit))
+            for index in reversed(visit.indices):
+                keys = (*keys[: index.at], str(index.cut.i), *keys[index.at :])
+            visit.keys = keys
+        return visit.keys
 
     def _thing(self, mark: Mark) -> tuple[str, Thing]:
         """What a mark of a call is of, and the name that it would have."""
@@ -301,8 +307,8 @@ class Naming:
         """The labels that wait for a name."""
         return [x for x in site.labels if x.name is None and x.depth == self._depth]
 
-    def _named(self, mark: Mark) -> Site:
-        """The site of a mark, with its names."""
+    def _named(self, mark: Mark, thing: tuple[str, Thing] | None) -> Site:
+        """The site of a mark, with its names. `thing` is what one of a call is of."""
         site, note, modes = mark.site, mark.site.note, self._marking.modes
         mine = self._mine(site)
         if not (mine if note else self._marking.scope and not site.scoped):
@@ -331,7 +337,8 @@ class Naming:
         if not (note.is_sow or self._chooses(note.call, path)):
             return site._replace(labels=others)
         new = Label("", mine[0].tag, self._depth, after).in_scope(note.scope)
-        new = new._replace(name=self._spelling.unique(*self._thing(mark)))
+        assert thing is not None
+        new = new._replace(name=self._spelling.unique(*thing))
         self.roots["/".join(filter(None, (note.scope, *root_of(path))))] = None
         return site._replace(labels=(new, *others))
 

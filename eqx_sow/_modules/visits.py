@@ -53,6 +53,8 @@ class Visit:
     path: Path | None = None
     # Which entries of stacks the module is in, from left to right in the path.
     indices: "tuple[StackIndex, ...]" = ()
+    # The path as it is written, with these.
+    keys: Path | None = None
 
 
 class StackIndex(NamedTuple):
