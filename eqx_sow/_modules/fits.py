@@ -89,7 +89,7 @@ class Fits:
             return is_along or all(k > cut.axis for k in own)
 
         known = it.takewhile(lambda cut: cut.axis is not None, cuts)
-        layers = it.takewhile(is_layer, sorted(known, key=lambda cut: cut.axis))
+        layers = it.takewhile(is_layer, sorted(known, key=lambda cut: cut.axis or 0))
         # Of another array of the module, it may be another axis.
         return tuple(cut._replace(axis=None) for cut in layers)
 
