@@ -192,7 +192,8 @@ def reachable(roots: Sequence[tuple[Path, Any]]) -> Iterator[tuple[Path, Any]]:
         for key in path or own_keys(x):
             name, _, n = key.partition("#")
             of_name[name][id(x)] = int(n or 0)
-    of_key: dict[Path, dict[int, int]] = defaultdict(dict)
+    # The same, of what is in one variable.
+    of_key: dict[tuple[int, Path], dict[int, int]] = defaultdict(dict)
     todo = [(path, id(x), x) for path, x in roots][::-1]
     while todo:
         path, variable, x = todo.pop()
@@ -214,7 +215,7 @@ def reachable(roots: Sequence[tuple[Path, Any]]) -> Iterator[tuple[Path, Any]]:
                     found.append(((Root(key),), id(y), y))
                 else:
                     # An object and its class may have different attributes of one name.
-                    alike = of_key[*path, key]
+                    alike = of_key[variable, (*path, key)]
                     n = alike.setdefault(id(y), len(alike))
                     found.append((numbered((*path, key), n), variable, y))
             todo += found[::-1]
