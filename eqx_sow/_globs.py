@@ -70,15 +70,15 @@ def is_index(text: str) -> bool:
 
 class Tree(NamedTuple):
     root: Node
-    # How many parts of a pattern may be the index of an iteration.
-    n_indices: int
+    # For each pattern, how many of its parts may be the index of an iteration.
+    n_indices: tuple[int, ...]
 
 
 @ft.lru_cache(maxsize=256)
 def compiled(patterns: tuple[str, ...]) -> Tree:
     """Many patterns as one tree, so that a name is matched with all of them at once.
     What these have in common is matched once."""
-    root, n_indices = Node(), 0
+    root, n_indices = Node(), []
     for i, pattern in enumerate(patterns):
         node = root
         parts = pattern.split("/")
@@ -86,8 +86,8 @@ def compiled(patterns: tuple[str, ...]) -> Tree:
             node = node.after(part)
         node.ends.append(i)
         may_be = [p != "**" and (is_glob(p) or is_index(head_of(p)[0])) for p in parts]
-        n_indices = max(n_indices, sum(may_be))
-    return Tree(root, n_indices)
+        n_indices.append(sum(may_be))
+    return Tree(root, tuple(n_indices))
 
 
 # --- names, as patterns see them ---

@@ -93,30 +93,30 @@ def _parts_with_indices(
 
 def _which_loops(
     places: Sequence[int | None], most: int, whole: bool
-) -> Iterator[tuple[bool, list[int]]]:
+) -> Iterator[tuple[bool, int, list[int]]]:
     """The names that a mark may be called by have indices of different loops: for `h`
     in two loops they are `h`, `h/0` and `h/0/0`. For each such name, these are the
-    loops whose index it has, and whether a list of layers would have the name, too.
-    Those that a list would have come first.
+    loops whose index it has; whether a list of layers would have the name, too; and how
+    many indices a pattern needs to have for that name, at most `most`, beside those
+    that stand for all iterations. Names that a list would have come first.
 
-    An index at the end needs those of all outer loops that have theirs there. `most`:
-    how many indices a pattern can have, beside those that stand for all iterations.
-    With `whole`, it has no others.
+    An index at the end needs those of all outer loops that have theirs there. With
+    `whole`, a pattern has no index but those that stand for all iterations.
     """
     inside = [k for k, place in enumerate(places) if place is not None]
     at_end = [k for k, place in enumerate(places) if place is None]
     at_end = [] if whole else at_end[:most]
     # `blocks/2` is a layer, also in a loop over batches: a list has that name.
     for m in range(len(at_end) + 1):
-        yield True, [*inside, *at_end[:m]]
+        yield True, m, [*inside, *at_end[:m]]
     if whole:
-        yield from [(False, [])] if inside else []
+        yield from [(False, 0, [])] if inside else []
         return
     for n in range(most + 1):
         for m in range(min(n, len(at_end)) + 1):
             for some in it.combinations(inside, n - m):
                 if len(some) < len(inside):
-                    yield False, [*some, *at_end[:m]]
+                    yield False, n, [*some, *at_end[:m]]
 
 
 def selected(
@@ -129,10 +129,12 @@ def selected(
     found: dict[int, tuple[bool, list[Selected]]] = {}
     parts = parts_of(named.name, lengths)
     places = [x.place for x in named.loops]
-    for in_list, loops in _which_loops(places, tree.n_indices, whole):
+    most = max(tree.n_indices, default=0)
+    for in_list, n, loops in _which_loops(places, most, whole):
         name = _parts_with_indices(named, parts, loops)
         for i, choices in fitting(tree.root, name, whole).items():
-            if i not in found:
+            # Others may have more indices, which is nothing to this pattern.
+            if i not in found and n <= tree.n_indices[i]:
                 each = [x for x in map(dict, choices) if _is_there(named, x)]
                 if each:
                     some = [_as_selected(named, x) for x in _without_parts(each)]

@@ -4,6 +4,7 @@ import itertools as it
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from ._errors import SowError
 from ._globs import compiled, is_glob, lengths_of_lists
 from ._names import in_loops, join, last_in_lists, Named, Selected, selected
 
@@ -73,7 +74,11 @@ class Selection:
 
     def _settle(self, paths: Mapping[int, str]) -> None:
         """Finds out what the patterns are for, by their numbers."""
-        self._exact = {p: i for i, p in paths.items() if p in self.names}
+        # With and without its root, a name is two patterns.
+        self._exact: dict[str, list[int]] = {}
+        for i, p in paths.items():
+            if p in self.names:
+                self._exact.setdefault(p, []).append(i)
         others = {i: p for i, p in paths.items() if p not in self.names}
         self._numbers, self._tree = list(others), compiled(tuple(others.values()))
         # Which of these fit names that a list would have.
@@ -146,8 +151,7 @@ class Selection:
 
     def _of(self, named: Named) -> Iterator[tuple[int, list[Selected]]]:
         whole = [Selected(named.name, (), tuple(x.place for x in named.loops))]
-        if named.name in self._exact:
-            yield self._exact[named.name], whole
+        yield from [(i, whole) for i in self._exact.get(named.name, ())]
         yield from [(i, whole) for i, p in self._predicates.items() if _says(p, named)]
         for n, (in_list, some) in self._fitting(named).items():
             if in_list or n not in self._in_list:
@@ -160,7 +164,29 @@ class Selection:
     def order(self, i: int) -> tuple[bool, bool, int]:
         """What is spelled out goes before globs, and these go in their order."""
         p = self.patterns[i]
-        return p not in self.names, is_glob(p) and p not in self.names, i
+        return p not in self.names, self._is_spread(i), i
+
+    def _is_spread(self, i: int) -> bool:
+        p = self.patterns[i]
+        return p not in self.names and is_glob(p)
+
+    def check_values(self, call: str, values: Mapping[str, Any]) -> None:
+        """Raises if several keys of a dict spell out the same, as `h/3` and `h/-1` do,
+        or a name with and without its root, but have different values. (Under `h/3` and
+        `h/-1` there may be one value that was captured under both.)"""
+        for named in self._every:
+            found: dict[tuple[int | None, ...], tuple[str, str]] = {}
+            for i, some in self.of(named).items():
+                key = self.patterns[i]
+                for x in () if self._is_spread(i) else some:
+                    name, first = found.setdefault(x.at, (x.name, key))
+                    both = values[first], values[key]
+                    captured = all(isinstance(v, Mapping) for v in both)
+                    if both[0] is not both[1] and not (captured and name != x.name):
+                        raise SowError(
+                            f"`{call}`: {first!r} and {key!r} both mean {x.name!r}, "
+                            "with different values. Leave one of them out."
+                        )
 
     def first(self, *names: Named) -> int | None:
         """The number of the pattern that goes before all others which fit one of these:

@@ -140,6 +140,7 @@ DOCUMENTED = {
         '"cannot tell which module"': [
             "test_errors.py::test_a_gradient_that_may_be_that_of_either_of_two_modules"
         ],
+        '"both mean"': ["test_patterns.py::test_two_keys_that_mean_one_mark"],
         '"has a leaf … where … is marked", "has the structure" (`plant`)': [
             "test_misuse.py::test_misuse",
             "test_plant.py::test_a_value_that_does_not_fit",

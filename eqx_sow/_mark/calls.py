@@ -37,6 +37,8 @@ class NotedCall:
     # Where some of the arrays are in the module: those that are the operands of its
     # edge.
     leaves: tuple[Path, ...] = ()
+    # The shapes that they have there.
+    shapes: tuple[tuple[Any, ...], ...] = ()
     # The module without its arrays, a `Form`.
     form: Any = None
     # What holds the module, and where it is in there: a module whose method is running,

@@ -29,12 +29,13 @@ At = tuple[int | None, ...]
 
 
 def marks_for(
-    patterns: Collection[str], program: Program
+    values: Mapping[str, Any], program: Program
 ) -> dict[str, list[tuple[str, At]]]:
-    """The names and iterations that each pattern fits: of `h/3`, `h` and `(3,)`. What
-    is spelled out goes before globs, and these go in their order."""
-    selection = program.select(patterns)
+    """The names and iterations that each key of these fits: of `h/3`, `h` and `(3,)`.
+    What is spelled out goes before globs, and these go in their order."""
+    selection = program.select(values)
     program.check_selected("plant(fn, values)", selection)
+    selection.check_values("plant(fn, values)", values)
     every = [(x.site.name, selection.of(named)) for x, named in program.named]
     return {
         selection.patterns[i]: [

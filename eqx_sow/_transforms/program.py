@@ -250,6 +250,7 @@ class Program:
             selection = self.select(value, also=also, whole=True)
             names = [one.name for one in also]
             self.check_selected(f"{call}(..., {option}=...)", selection, names)
+            selection.check_values(f"{call}(..., {option}=...)", value)
             found = {one.name: selection.first(one, whole) for whole, one in pairs}
             new[option] = {
                 name: value[selection.patterns[i]]
