@@ -142,7 +142,13 @@ def whole_along(x, axis: int):
 
 
 def one_along(x, axis: int):
-    """The first along an axis, which stays, for several that are all the same."""
+    """The first along an axis, which stays, for several that are all the same. Of none,
+    it is zeros."""
+    if x.shape[axis] == 0:
+        spec = spec_of(whole_along(x, axis))
+        return zeros_like(
+            shape_like(x, (*x.shape[:axis], 1, *x.shape[axis + 1 :]), spec)
+        )
     return jax.lax.index_in_dim(whole_along(x, axis), 0, axis)
 
 

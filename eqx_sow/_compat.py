@@ -11,7 +11,7 @@ import functools as ft
 import importlib
 import itertools as it
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import equinox as eqx
 import equinox.internal
@@ -28,6 +28,7 @@ from ._errors import SowError
 
 
 NEWEST_TESTED = "0.12.0.1"
+_T = TypeVar("_T")
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -39,6 +40,21 @@ def _numbers(version: str) -> tuple[int, ...]:
 def is_untested() -> bool:
     """Whether JAX is newer than all that were tested."""
     return _numbers(jax.__version__) > _numbers(NEWEST_TESTED)
+
+
+class cached_property(Generic[_T]):
+    """That of Python 3.12. In Python 3.11, that of `functools` holds a lock for all
+    objects while it computes, which may be to trace functions of the user's: if these
+    wait for another thread, that must not wait for the lock."""
+
+    def __init__(self, fn: Callable[[Any], _T]):
+        self._fn = fn
+
+    def __set_name__(self, owner: Any, name: str):
+        self._name = name
+
+    def __get__(self, instance: Any, owner: Any) -> _T:
+        return instance.__dict__.setdefault(self._name, self._fn(instance))
 
 
 # What was not found where it was. Importing never fails for it: `check_supported` does.
@@ -164,6 +180,16 @@ DebugEffect: Any = find(
 ordered_effect = find("the effect of ordered callbacks", lambda: _debug_effect(True))
 
 
+def _axis_effect() -> Any:
+    summed = lambda x: jax.lax.psum(x, "i")
+    (effect,) = jax.make_jaxpr(summed, axis_env=[("i", 1)])(0.0).effects
+    return type(effect)
+
+
+# What an equation has that uses the name of a vmapped axis. Nothing happens by it.
+AxisEffect: Any = find("the effect of the name of an axis", _axis_effect, ())
+
+
 # All of one class are equal.
 @dc.dataclass(frozen=True)
 class SowEffect(DebugEffect):
@@ -256,6 +282,23 @@ def has_lanes(xs: Sequence[Any]) -> bool:
     return any(isinstance(x, _BatchTracer) and x._trace is trace for x in xs)
 
 
+# What JAX calls the axis of a `jax.vmap` without an `axis_name`: an object that is in
+# no public module.
+_no_name = find(
+    "the name of an axis without a name",
+    lambda: _seen(
+        lambda _: current_trace().axis_data.name,
+        jax.ShapeDtypeStruct((1,), "float32"),
+        trace=jax.vmap,
+    ),
+)
+
+
+def name_of(axis_data: Any) -> Any:
+    """The `axis_name` of a `jax.vmap`, or `None`."""
+    return None if axis_data.name is _no_name else axis_data.name
+
+
 def as_array(x: Any) -> Any:
     """JAX keeps a literal as a number or a NumPy array, and returns that where it
     evaluates eagerly what only passes it on: `jax.checkpoint(lambda x: x)(1.0)`."""
@@ -344,7 +387,45 @@ def _on_mesh(fn: Callable) -> Callable:
 
 custom_vmap_p = _primitive("custom_vmap", jax.custom_batching.sequential_vmap)
 shard_map_p = _primitive("shard_map", _on_mesh)
+
+
+def _annotation(name: str, wrap: Callable[[Any, Callable], Callable]) -> Any:
+    """The primitive of a call that only says something about a function, which has no
+    public name either. `None`, if this JAX has none.
+
+    Some of them hide the effects of the jaxpr that they call. JAX would drop the
+    equation, and with it the marks, if nothing is done with what it returns."""
+    module, name = name.rsplit(".", 1)
+    try:
+        fn = getattr(importlib.import_module(module), name)
+        primitive: Any = equation(wrap(fn, lambda x: x)).primitive
+    except Exception:
+        return None
+    plain = primitive.abstract_eval
+
+    @primitive.def_effectful_abstract_eval
+    def _(*avals, **params):
+        outs, effects = plain(*avals, **params)
+        hidden = (e for x in params.values() if is_jaxpr(x) for e in x.effects)
+        return outs, {*effects, *(e for e in hidden if type(e) is SowEffect)}
+
+    return primitive
+
+
+composite_p = _annotation("jax.lax.composite", lambda call, f: call(f, "eqx_sow"))
+# It is that of `xla_metadata_call`, too.
+metadata_p = _annotation(
+    "jax.experimental.scheduling_groups.scheduling_group", lambda call, f: call("")(f)
+)
+program_order_p = _annotation(
+    "jax.experimental.overlap.program_order", lambda call, f: call(f, enforce=False)
+)
 noinline_p = _primitive("noinline", lambda f: eqx.internal.noinline(f))
+# A loop of Equinox that can be differentiated, and runs its body again for that.
+checkpointed_loop: Any = find(
+    "the `while_loop` of Equinox",
+    lambda: ft.partial(eqx.internal.while_loop, kind="checkpointed", checkpoints=1),
+)
 # What `eqx.filter_jit` and `jax.jit` make.
 Jitted: Any = type(eqx.filter_jit(lambda x: x)) | type(jax.jit(lambda x: x))
 

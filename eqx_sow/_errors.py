@@ -49,11 +49,12 @@ for _error in (SowError, *SowError.__subclasses__()):
 
 @contextlib.contextmanager
 def calling(
-    what: str, site: Any, hint: str = ""
+    what: str, site: Any, hint: str = "", no_name: str = ""
 ) -> Iterator[Callable[[Callable], Callable]]:
     """Errors of a user's function say for which mark it was called: that of a `Site`.
     They also say what with, if what it yields is applied to the function: `hint` goes
-    on with that sentence."""
+    on with that sentence. `no_name` says why the function does not know the names of
+    all vmaps around the mark."""
     seen = []
 
     def watched(fn):
@@ -66,6 +67,13 @@ def calling(
     try:
         yield watched
     except Exception as e:  # whatever it raises, which goes on its way
+        # JAX would say: "unbound axis name: batch. [...] call psum under `shard_map`".
+        names = [a.name for a in site.axes if f"axis name: {a.name}." in str(e)]
+        if no_name and names and isinstance(e, NameError):
+            raise SowError(
+                f"The {what}, for {site.said}, uses the axis name {names[0]!r}, which "
+                f"is not known there. {no_name}"
+            ) from e
         if site.where not in str(e):
             got = (
                 f" It was called with {eqx.tree_pformat(*seen)}{hint}." if seen else ""

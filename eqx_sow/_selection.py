@@ -4,6 +4,7 @@ import itertools as it
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from ._errors import SowError
 from ._globs import compiled, is_glob, lengths_of_lists
 from ._names import in_loops, join, last_in_lists, Named, Selected, selected, whole
 
@@ -75,13 +76,12 @@ class Selection:
 
     def _settle(self, paths: Mapping[int, str]) -> None:
         """Finds out what the patterns are for, by their numbers."""
+        # With and without its root, a name is two patterns.
         self._exact: dict[str, list[int]] = {}
-        others: dict[int, str] = {}
         for i, p in paths.items():
             if p in self._exact_names:
                 self._exact.setdefault(p, []).append(i)
-            else:
-                others[i] = p
+        others = {i: p for i, p in paths.items() if p not in self._exact_names}
         self._numbers, self._root = list(others), compiled(tuple(others.values()))
         self._kept: dict[Named, dict[int, list[Selected]]] = {}
         fit = {i for named in self._every for i in self.of(named)}
@@ -140,7 +140,29 @@ class Selection:
     def order(self, i: int) -> tuple[bool, bool, int]:
         """What is spelled out goes before globs, and these go in their order."""
         p = self.patterns[i]
-        return p not in self._exact_names, is_glob(p) and p not in self._exact_names, i
+        return p not in self._exact_names, self._is_spread(i), i
+
+    def _is_spread(self, i: int) -> bool:
+        p = self.patterns[i]
+        return p not in self._exact_names and is_glob(p)
+
+    def check_values(self, call: str, values: Mapping[str, Any]) -> None:
+        """Raises if several keys of a dict spell out the same, as `h/3` and `h/-1` do,
+        or a name with and without its root, but have different values. (Under `h/3` and
+        `h/-1` there may be one value that was captured under both.)"""
+        for named in self._every:
+            found: dict[tuple[int | None, ...], tuple[str, str]] = {}
+            for i, some in self.of(named).items():
+                key = self.patterns[i]
+                for x in () if self._is_spread(i) else some:
+                    name, first = found.setdefault(x.at, (x.name, key))
+                    both = values[first], values[key]
+                    captured = all(isinstance(v, Mapping) for v in both)
+                    if both[0] is not both[1] and not (captured and name != x.name):
+                        raise SowError(
+                            f"`{call}`: {first!r} and {key!r} both mean {x.name!r}, "
+                            "with different values. Leave one of them out."
+                        )
 
     def first(self, *names: Named) -> int | None:
         """The number of the pattern that goes before all others which fit one of these:

@@ -582,4 +582,5 @@ figure.savefig(folder / "attribution.png", dpi=150)
 # - One backward pass finds the same places as the sweep. It underestimates large
 #   effects, because a gradient describes small changes.
 # - Statistics, the alarm, the probe and the patches were put around the model and the
-#   training step, and use the same names: `blocks/*`, `blocks/*/attention`, `blocks/*/mlp`.
+#   training step, and use the same names: `blocks/*`, `blocks/*/attention`,
+#   `blocks/*/mlp`.

@@ -107,7 +107,8 @@ DOCUMENTED = {
             "test_cotangents.py::test_a_numpy_array_in_one_branch_is_an_error",
         ],
         '"in several places that vary over different axes"': [
-            "test_refusals.py::test_branches_with_different_vmaps_inside"
+            "test_refusals.py::test_branches_with_different_vmaps_inside",
+            "test_batched.py::test_batches_of_different_sizes_that_are_not_reduced",
         ],
         '"They cannot become one value"': [
             "test_cotangents.py::test_a_total_beside_values_of_each_lane_in_branches"
@@ -125,12 +126,21 @@ DOCUMENTED = {
         '"no value of all lanes" (`batched`)': [
             "test_batched.py::test_a_condition_that_they_do_not_share_is_an_error"
         ],
+        '"uses the axis name" (`transform`, `when`, `plant`, `Fold`)': [
+            "test_batched.py::test_names_of_axes_where_only_some_lanes_run",
+            "test_batched.py::test_batched_knows_no_names",
+            "test_batched.py::test_a_fold_knows_no_names",
+        ],
+        '"has one value for all lanes of a `jax.vmap`" (`plant`)': [
+            "test_batched.py::test_plant_of_what_differs_between_lanes_for_one_value"
+        ],
         '"cannot see the lanes of an outer `jax.vmap`" (`tap` with `batched`)': [
             "test_batched.py::test_a_vmap_around_a_compiled_tap_is_an_error"
         ],
         '"cannot tell which module"': [
             "test_errors.py::test_a_gradient_that_may_be_that_of_either_of_two_modules"
         ],
+        '"both mean"': ["test_patterns.py::test_two_keys_that_mean_one_mark"],
         '"has a leaf … where … is marked", "has the structure" (`plant`)': [
             "test_misuse.py::test_misuse",
             "test_plant.py::test_a_value_that_does_not_fit",
@@ -151,6 +161,10 @@ DOCUMENTED = {
         '"`index` was compared with" (`plant`)': [
             "test_plant_index.py::test_an_index_that_is_compared_as_if_it_were_a_number"
         ],
+        '"is the only layer of its list", "with different loops around the list of layers" (`plant`)': [
+            "test_plant_index.py::test_a_list_of_one_layer_in_a_loop",
+            "test_plant_index.py::test_a_list_in_different_loops",
+        ],
         '"cannot be checked in a `jax.shard_map`" (`plant`)': [
             "test_meshes.py::test_plant_of_one_value_for_all_lanes_on_a_device"
         ],
@@ -163,8 +177,8 @@ DOCUMENTED = {
         '"the value of … is a tracer" (`tabulate`, `compare`)': [
             "test_tabulate.py::test_tracers"
         ],
-        '"so the axis of the layers is no longer known", "these arrays are not those" (`unstack`, `axes`)': [
-            "test_intermediates.py::test_a_name_that_is_not_there"
+        '"so the axis of the layers is no longer known", "these arrays are not those" (`unstack`, `stack`, `axes`)': [
+            "test_results.py::test_an_axis_that_was_added_outside_is_known_or_an_error"
         ],
         '"cannot tell which lanes run" (`tap`)': [
             "test_tap.py::test_lanes_that_cannot_be_told_are_an_error"

@@ -125,6 +125,12 @@ close = compare(intermediates, {"model/first": h})
 assert close.first is None, close
 same["comparison"] = compare(intermediates, {"model/first": h + (h > 0)})
 assert same["comparison"].first == ("model/first", "primal")
+# No device has the digits of these, or the numbers.
+fine = h.astype(np.float64) * (1 + 1e-9)
+same["float64"] = compare(intermediates, {"model/first": fine})
+assert same["float64"].first is None, same["float64"]
+with_wide = {"model/first": np.where(h == h.max(), 1e300, fine)}
+assert compare(intermediates, with_wide).first == ("model/first", "primal")
 same["summaries compared"] = compare(summaries, summaries)
 
 # What is planted.

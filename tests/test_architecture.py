@@ -88,7 +88,7 @@ def _lines_of_code(source):
 @pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(ROOT)))
 def test_modules_are_short(file):
     """Ruff has the bound for functions, 12 branches."""
-    assert _lines_of_code(file.read_text()) <= 350
+    assert _lines_of_code(file.read_text()) <= 600
 
 
 def test_the_tables_of_rules_agree():

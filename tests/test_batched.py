@@ -477,3 +477,333 @@ def test_plant_lanes_that_differ():
     # A `vmap` around `plant` maps it.
     around = jax.vmap(plant(lambda x: sow(x, "h"), {"h": batched(_center)}))
     assert_close(around(XS), jax.vmap(_center)(XS))
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_model_that_is_mapped_over_all_lanes_needs_no_warning():
+    # Equinox warns of a field that JAX transformed.
+    layer = eqx.nn.Linear(3, 3, key=jr.key(0))
+    f = jax.vmap(lambda x: sow(jnp.sin(x), "h"))
+    want = jax.vmap(layer)(jnp.sin(XS))
+    assert_close(plant(f, {"h": batched(jax.vmap(layer))})(XS), want)
+    got = S(f, transform=batched(jax.vmap(layer)))(XS)[1]
+    assert_close(got["h"]["primal"], want)
+
+
+# --- reducers of what `batched` returns ---
+def _two_batches(layer, a, b):
+    return (
+        jax.vmap(layer)(a).sum() + jax.vmap(jax.vmap(layer))(b).sum() + layer(X).sum()
+    )
+
+
+LAYER = eqx.nn.Linear(3, 2, key=jr.key(1))
+BATCHES = XS, jnp.sin(jnp.arange(36.0)).reshape(2, 6, 3)
+LARGEST = batched(lambda h: jnp.abs(h).max())
+
+
+@pytest.mark.parametrize(
+    "derive", [lambda f: f, eqx.filter_grad], ids=["plain", "grad"]
+)
+@pytest.mark.parametrize(
+    "reducer, expected",
+    [
+        (Fold(0.0, jnp.maximum), max),
+        (Last(), lambda each: each[-1]),
+        (Buffer(4), lambda each: jnp.array([*each, 0.0])),
+    ],
+    ids=["fold", "last", "buffer"],
+)
+def test_reducers_combine_batches_of_all_sizes(derive, reducer, expected):
+    """A calibration: the same layer runs for 4 rows, for 2 times 6, and for one."""
+    f = derive(_two_batches)
+    _, got = S(f, capture=True, transform=LARGEST, reduce=reducer)(LAYER, *BATCHES)
+    a, b = BATCHES
+    each = [jnp.abs(jax.vmap(LAYER)(xs)).max() for xs in (a, b.reshape(12, 3), X[None])]
+    assert_close(got["layer"]["primal"], expected(each))
+    if "cotangent" in got["layer"]:
+        assert_close(got["layer"]["cotangent"], expected([jnp.float32(1)] * 3))
+
+
+@pytest.mark.parametrize("around", [jax.vmap, jax.jit], ids=["vmap", "jit"])
+def test_reducers_combine_batches_in_a_vmap_around(around):
+    saved = S(
+        _two_batches, capture=True, transform=LARGEST, reduce=Fold(0.0, jnp.maximum)
+    )
+    each = lambda *batches: saved(LAYER, *batches)[1]["layer"]["primal"]
+    a, b = BATCHES
+    if around is jax.jit:
+        assert_close(jax.jit(each)(a, b), each(a, b))
+        return
+    more = jnp.stack([a, 3 * a]), jnp.stack([b, b / 2])
+    want = jnp.stack([each(a, b), each(3 * a, b / 2)])
+    assert_close(jax.vmap(each)(*more), want)
+
+
+def test_branches_with_batches_of_different_sizes():
+    def f(p, a, b):
+        mark = jax.vmap(lambda x: sow(jnp.sin(x), "h"))
+        return lax.cond(p, lambda: mark(a).sum(), lambda: mark(b).sum())
+
+    a, b = XS, jnp.concatenate([XS, 3 * XS])
+    for p, xs in [(True, a), (False, b)]:
+        _, got = S(f, transform=LARGEST)(p, a, b)
+        assert_close(got["h"]["primal"], jnp.abs(jnp.sin(xs)).max())
+        assert got["h"]["count"] == 1
+
+
+def test_batches_of_different_sizes_that_are_not_reduced():
+    with pytest.raises(SowError, match=r"vary over different axes: sizes \[2, 6\] at"):
+        S(_two_batches, capture=True, reduce=Last())(LAYER, *BATCHES)
+
+
+# --- names of vmapped axes ---
+def _marked(name, mark):
+    """Programs with a mark, and what they are mapped over."""
+
+    def scanned(x):
+        return lax.scan(lambda c, y: (mark(jnp.tanh(c + y)), None), x, X)[0]
+
+    @jax.custom_vjp
+    def custom(x):
+        return mark(jnp.tanh(x))
+
+    custom.defvjp(lambda x: (mark(jnp.tanh(x)), x), lambda x, g: (2 * g,))
+    programs = {
+        "plain": lambda x: mark(jnp.tanh(x)),
+        "shared": lambda x: x * mark(jnp.tanh(X)),
+        "scan": scanned,
+        "while": lambda x: lax.while_loop(
+            lambda c: c[0] < 3, lambda c: (c[0] + 1, mark(jnp.sin(c[1]))), (0, x)
+        )[1],
+        "branch": lambda x: lax.cond(X[0] > 0, lambda x: mark(jnp.sin(x)), jnp.cos, x),
+        "checkpoint": jax.checkpoint(lambda x: mark(jnp.tanh(x))),
+        "custom": custom,
+    }
+    return programs[name]
+
+
+PROGRAMS = "plain", "shared", "scan", "while", "branch", "checkpoint", "custom"
+BY_NAME = {
+    "pmax": lambda h: lax.pmax(h.max(), "i"),
+    "centred": lambda h: h - lax.pmean(h, "i"),
+    "index": lambda h: lax.axis_index("i"),
+    "size": lambda h: lax.psum(1, "i"),
+    "ring": lambda h: lax.ppermute(h, "i", [(k, (k + 1) % 4) for k in range(4)]),
+}
+_inner = lambda f, name: lambda x: jax.vmap(lambda y: f(x + y), axis_name=name)(X)
+MAPPED = {
+    "vmap": lambda f: jax.vmap(f, axis_name="i"),
+    "jit": lambda f: jax.jit(jax.vmap(jax.jit(f), axis_name="i")),
+    "filter_vmap": lambda f: eqx.filter_vmap(f, axis_name="i"),
+    "spmd": lambda f: jax.vmap(f, axis_name="i", spmd_axis_name="devices"),
+    "outer": lambda f: jax.vmap(_inner(f, "j"), axis_name="i"),
+    "inner": lambda f: jax.vmap(
+        lambda x: jax.vmap(lambda y: f(x + y), axis_name="i")(XS), axis_name="j"
+    ),
+    "shadowed": lambda f: jax.vmap(
+        lambda x: jax.vmap(lambda y: f(x + y), axis_name="i")(XS), axis_name="i"
+    ),
+    "grad": lambda f: jax.grad(lambda xs: jax.vmap(f, axis_name="i")(xs).sum()),
+    "per example": lambda f: jax.vmap(jax.grad(lambda x: f(x).sum()), axis_name="i"),
+}
+
+
+def _skipped(program, mapped):
+    return program == "while" and mapped in ("grad", "per example")
+
+
+@pytest.mark.parametrize("mapped", MAPPED)
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("fn", BY_NAME.values(), ids=BY_NAME)
+@pytest.mark.sample(5)
+def test_names_of_axes_in_a_transform(fn, program, mapped):
+    """It is as if the code at the mark had marked the result."""
+    if _skipped(program, mapped):
+        return
+    over = MAPPED[mapped]
+    f = over(_marked(program, lambda h: sow(h, "h")))
+    # JAX has no derivative of `pmax`.
+    edit = lambda h: (sow(fn(lax.stop_gradient(h)), "h"), h)[1]
+    edited = over(_marked(program, edit))
+    _, got = S(f, transform=fn, modes="primal")(XS)
+    _, expected = S(edited, modes="primal")(XS)
+    assert_close(dict(got), dict(expected))
+    assert got.axes("h", "primal") == expected.axes("h", "primal")
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("fn", BY_NAME.values(), ids=BY_NAME)
+@pytest.mark.sample(5)
+def test_names_of_axes_in_a_vmap_around(fn, program):
+    f = _marked(program, lambda h: sow(h, "h"))
+    edited = _marked(program, lambda h: (sow(fn(h), "h"), h)[1])
+    got = jax.vmap(S(f, transform=fn), axis_name="i")(XS)
+    assert_close(got, jax.vmap(S(edited), axis_name="i")(XS))
+
+
+@pytest.mark.parametrize("mapped", list(MAPPED)[:-2])
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.sample(5)
+def test_names_of_axes_in_plant(program, mapped):
+    over, centred = MAPPED[mapped], BY_NAME["centred"]
+    f = over(_marked(program, lambda h: sow(h, "h")))
+    assert_close(plant(f, {"h": centred})(XS), over(_marked(program, centred))(XS))
+
+
+def test_names_of_axes_for_derivatives():
+    f = jax.vmap(lambda x, w: jnp.sum(sow(w * jnp.sin(x), "h") ** 2), axis_name="i")
+    ws = jnp.arange(12.0).reshape(4, 3)
+    h, d = ws * jnp.sin(XS), ws * jnp.cos(XS)
+    spread = lambda v: lax.pmax(v, "i") - lax.pmin(v, "i")
+    expected = lambda v: v.max(0) - v.min(0)
+    _, got = S(jax.grad(lambda xs, ws: f(xs, ws).sum()), transform=spread)(XS, ws)
+    assert_close(got["h"]["primal"], expected(h))
+    assert_close(got["h"]["cotangent"], expected(2 * h))
+    tangent = lambda xs: jax.jvp(lambda xs: f(xs, ws), [xs], [jnp.ones_like(xs)])
+    _, got = S(tangent, transform=spread)(XS)
+    assert_close(got["h"]["tangent"], expected(d))
+    # What is planted in place of a cotangent: that of all lanes, on average.
+    grad = jax.grad(lambda xs: f(xs, ws).sum())
+    mean = lambda g: lax.pmean(g, "i")
+    out = plant(grad, {"h": mean}, mode="cotangent")(XS)
+    assert_close(out, (2 * h).mean(0)[None] * d)
+
+
+def test_names_of_axes_in_a_total():
+    """`w` is shared: in the gradient its cotangent is the total of all lanes."""
+    f = lambda w: jax.vmap(lambda x: _product(sow((x, w), "p")), axis_name="i")(
+        XS
+    ).sum()
+    norms = lambda p: (lax.psum(jnp.sum(p[0]), "i"), jnp.sum(p[1]))
+    _, got = S(jax.grad(f), transform=norms)(X)
+    assert_close(got["p"]["cotangent"], (4 * X.sum(), XS.sum()))
+
+
+def _product(pair):
+    return jnp.sum(pair[0] * pair[1])
+
+
+def test_names_of_axes_with_a_reducer():
+    """Of different batches, as with `batched`."""
+
+    def f(a, b):
+        mark = jax.vmap(lambda x: sow(jnp.sin(x), "h"), axis_name="i")
+        return mark(a), mark(b)
+
+    largest = lambda h: lax.pmax(jnp.abs(h).max(), "i")
+    a, b = XS, 2 * XS[:3]
+    _, got = S(f, transform=largest, reduce=Fold(0.0, jnp.maximum))(a, b)
+    expected = jnp.maximum(jnp.abs(jnp.sin(a)).max(), jnp.abs(jnp.sin(b)).max())
+    assert_close(got["h"]["primal"], expected)
+
+
+def test_names_of_axes_of_no_lanes():
+    f = jax.vmap(lambda x: sow(jnp.sin(x), "h"), axis_name="i")
+    _, got = S(f, transform=lambda h: lax.psum(h, "i"))(XS[:0])
+    assert_close(got["h"]["primal"], jnp.zeros(3))
+
+
+def _some_lanes(x):
+    go_on = lambda c: c.sum() < 2
+    x = lax.while_loop(go_on, lambda c: sow(c + 1, "loop"), x)
+    return lax.cond(x[0] > 0, lambda x: sow(jnp.sin(x), "branch"), jnp.cos, x)
+
+
+@pytest.mark.parametrize("name", ["loop", "branch"])
+@pytest.mark.parametrize("option", ["transform", "plant", "when"])
+def test_names_of_axes_where_only_some_lanes_run(name, option):
+    f, fn = jax.vmap(_some_lanes, axis_name="i"), lambda h: lax.pmax(h, "i")
+    calls = {
+        "transform": S(f, names=name, transform=fn),
+        "plant": plant(f, {name: fn}),
+        "when": tap(f, lambda event: None, names=name, when=lambda h: fn(h).sum() > 0),
+    }
+    with pytest.raises(
+        SowError, match="axis name 'i', which is not known there. The m"
+    ):
+        calls[option](XS)
+
+
+def test_names_of_axes_where_all_lanes_run_one_branch():
+    """The predicate varies over the outer vmap alone."""
+
+    def f(x):
+        branch = lambda y: lax.cond(x[0] > 0, lambda y: sow(y * x, "h"), jnp.cos, y)
+        return jax.vmap(branch, axis_name="j")(XS)
+
+    _, got = S(jax.vmap(f, axis_name="i"), transform=lambda h: lax.pmax(h, "j"))(XS)
+    expected = jnp.where(XS[:, :1] > 0, (XS[:, None] * XS[None]).max(1), 0)
+    assert_close(got["h"]["primal"], expected)
+    with pytest.raises(SowError, match="axis name 'i', which is not known there"):
+        S(jax.vmap(f, axis_name="i"), transform=lambda h: lax.pmax(h, "i"))(XS)
+
+
+@pytest.mark.parametrize("call", [S, plant])
+def test_batched_knows_no_names(call):
+    """The lanes are a leading axis there."""
+    f = jax.vmap(lambda x: sow(jnp.sin(x), "h"), axis_name="i")
+    fn = batched(lambda h: lax.pmax(h, "i"))
+    run = S(f, transform=fn) if call is S else plant(f, {"h": fn})
+    with pytest.raises(SowError, match="sees all lanes of that `jax.vmap` at once"):
+        run(XS)
+
+
+def test_a_name_that_there_is_not():
+    f = jax.vmap(lambda x: sow(jnp.sin(x), "h"), axis_name="i")
+    with pytest.raises(NameError, match="unbound axis name: batch"):
+        S(f, transform=lambda h: lax.pmax(h, "batch"))(XS)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda p: (p[0] + p[1], p[1]),
+        lambda p: (p[0] + lax.axis_index("i"), p[1]),
+    ],
+    ids=["value", "index"],
+)
+def test_plant_of_what_differs_between_lanes_for_one_value(fn):
+    f = jax.vmap(lambda x: _product(sow((X, x), "p")), axis_name="i")
+    with pytest.raises(
+        SowError, match="has one value for all lanes of a `jax.vmap`, b"
+    ):
+        plant(f, {"p": fn})(XS)
+    reduced = lambda p: (lax.pmean(fn(p)[0], "i"), p[1])
+    expected = jax.vmap(lambda x: _product(reduced((X, x))), axis_name="i")(XS)
+    assert_close(plant(f, {"p": reduced})(XS), expected)
+
+
+def test_a_fold_knows_no_names():
+    f = jax.vmap(lambda x: sow(jnp.sin(x), "h"), axis_name="i")
+    largest = Fold(0.0, lambda acc, h: jnp.maximum(acc, lax.pmax(h.max(), "i")))
+    with pytest.raises(SowError, match="is not known there. A reducer sees one lane."):
+        S(f, reduce=largest)(XS)
+
+
+def test_names_of_axes_in_when():
+    """All lanes are one event, which some of them may ask for, or all together."""
+
+    def sent(when):
+        f = jax.vmap(lambda x: sow(jnp.sin(x), "h"), axis_name="i")
+        events = []
+        tap(f, events.append, when=when)(XS)
+        jax.effects_barrier()
+        return len(events)
+
+    total = jnp.sin(XS).sum()
+    for least in (total - 0.1, total + 0.1):
+        above = lambda h, least=least: lax.psum(h.sum(), "i") > least
+        assert sent(above) == int(total > least)
+
+
+def test_one_function_under_several_names():
+    """Nothing that is kept from one call counts in the next."""
+    f = jax.jit(lambda x: sow(jnp.sin(x), "h"))
+    h = jnp.sin(XS)
+    for _ in range(2):
+        for name in ("i", "j", None, "i"):
+            largest = lambda h, name=name: lax.pmax(h, name) if name else -h
+            mapped = jax.vmap(f, axis_name=name)
+            _, got = S(mapped, transform=largest)(XS)
+            assert_close(got["h"]["primal"], h.max(0) if name else -h)

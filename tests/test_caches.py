@@ -1,6 +1,7 @@
 """What JAX and Equinox keep from one call to the next is never out of date."""
 
 import gc
+import sys
 import weakref
 
 import equinox as eqx
@@ -22,6 +23,7 @@ from eqx_sow import (
     tap,
     UnknownSowError,
 )
+from eqx_sow._mark import static
 from jax import lax
 
 
@@ -349,6 +351,118 @@ def test_other_options_of_functions_that_jax_knows():
     for n in (2, 4):
         got = S(_module_level, reduce={"scan": Buffer(n)})(1.0)[1]["scan"]["primal"]
         assert got.shape == (n,)
+
+
+def _mean(x):
+    return x.mean()
+
+
+def _compared(f):
+    return lambda *args: compare(S(f)(*args)[1], S(f)(*args)[1]).first
+
+
+_LOOKED_UP = {
+    "save": S,
+    "capture": lambda f: S(f, capture=True, inputs=True),
+    "transform": lambda f: S(f, transform={"h": _mean}),
+    "reduce": lambda f: S(f, reduce={"h": Buffer(2)}),
+    "plant": lambda f: plant(f, {"h": XS}),
+    "plant functions": lambda f: plant(f, {"h": _negated}),
+    "tap": lambda f: tap(f, _ignored),
+    "compare": _compared,
+    "jitted transform": lambda f: S(f, transform=eqx.filter_jit(lambda x: x.mean())),
+}
+
+
+def _calls(fn, *args):
+    """How many functions are called to hash and to compare what is static."""
+    n = 0
+
+    def count(frame, event, _):
+        nonlocal n
+        n += event == "call" and frame.f_code.co_filename == static.__file__
+
+    for _ in range(2):
+        jax.block_until_ready(jax.tree.leaves(fn(*args)))
+    jax.effects_barrier()
+    gc.collect()
+    gc.disable()
+    sys.setprofile(count)
+    try:
+        fn(*args)
+    finally:
+        sys.setprofile(None)
+        gc.enable()
+    jax.effects_barrier()
+    return n
+
+
+@pytest.mark.parametrize("jit", [eqx.filter_jit, jax.jit, lambda f: f])
+@pytest.mark.parametrize("way", _LOOKED_UP)
+def test_a_look_up_costs_the_same_however_many_functions_there_are(way, jit):
+    layer = eqx.nn.Linear(3, 3, key=jax.random.key(0))
+
+    def make():
+        # One body, which eager loops share, and another function each time.
+        f = lambda layer, x: sow(layer(_scan_once(x)), "h")
+        return _LOOKED_UP[way](jit(f))
+
+    first = make()
+    before = _calls(first, layer, XS)
+    others = [make() for _ in range(3)]
+    for fn in others:
+        fn(layer, XS)
+    assert _calls(first, layer, XS) == _calls(others[-1], layer, XS) == before
+
+
+def _scan_once(x):
+    return lax.scan(lambda c, _: (sow(c + 1, "c"), None), x, length=1)[0]
+
+
+def test_many_functions_stay_compiled():
+    """More than are kept for one function with ever new options."""
+    compiled = []
+
+    def count(event, _, **kwargs):
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(kwargs.get("fun_name"))
+
+    every = [S(eqx.filter_jit(lambda x: sow(x, "h"))) for _ in range(70)]
+    for fn in every:
+        fn(XS)
+    jax.monitoring.register_event_duration_secs_listener(count)
+    try:
+        for fn in every:
+            fn(XS)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(count)
+    assert compiled == []
+
+
+def test_what_is_in_structures_is_hashed():
+    """Static fields and keys tell programs apart; equal ones are found again."""
+
+    class Static(eqx.Module):
+        field: object = eqx.field(static=True)
+
+    def trees():
+        fn, other = jnp.sin, jnp.cos
+        jitted = [eqx.filter_jit(f) for f in (fn, other)]
+        return [
+            *map(Static, (1, 2, "a", fn, other, (fn,), (other,), [3], {"k": 4})),
+            *({"a": 0}, {"b": 0}, {"a": 0, "b": 0}, [0], (0,), None, *jitted),
+            *(Static((1, fn)), Static((2, fn)), Static({1, 2})),
+        ]
+
+    def const(tree):
+        return static.Const(jax.tree.structure(tree))
+
+    every, again = ([const(tree) for tree in trees()] for _ in range(2))
+    assert len({hash(x) for x in every}) >= len(every) - 3
+    for i, x in enumerate(every):
+        for j, y in enumerate(again):
+            assert (x == y) == (i == j)
+            assert x != y or hash(x) == hash(y)
 
 
 _outlives = jax.jit(lambda x: sow(jnp.sin(x), "h"))

@@ -2318,5 +2318,63 @@ def _added(x, y):
 @pytest.mark.parametrize("capture", [_doubled, (_doubled, eqx.nn.Linear), _added])
 def test_a_function_that_was_not_compiled(capture):
     linear = eqx.nn.Linear(3, 3, key=jr.key(0))
-    with pytest.raises(TypeError, match=r"`jax\.jit` it, or `sow` there"):
+    with pytest.raises(TypeError, match="decorate it with `jax.jit` where it is"):
         S(lambda m, x: _doubled(m(x)), capture=capture)(linear, X)
+
+
+def _with_a_jvp():
+    @jax.custom_jvp
+    def scaled(x, y):
+        return jnp.sin(x) * y
+
+    # Three times the derivative, so that it is seen.
+    rule = lambda p, t: (scaled(*p), 3 * jnp.cos(p[0]) * p[1] * t[0])
+    scaled.defjvp(rule)
+    return scaled
+
+
+def _with_a_vjp():
+    @jax.custom_vjp
+    def scaled(x, y):
+        return jnp.sin(x) * y
+
+    backward = lambda xy, g: (3 * jnp.cos(xy[0]) * xy[1] * g, jnp.zeros_like(xy[1]))
+    scaled.defvjp(lambda x, y: (scaled(x, y), (x, y)), backward)
+    return scaled
+
+
+@pytest.mark.parametrize("make", [_with_a_jvp, _with_a_vjp])
+@pytest.mark.parametrize("several", [lambda f: f, lambda f: [f, eqx.nn.Linear]])
+def test_a_function_with_a_derivative_rule(call, make, several):
+    scaled, w = make(), jnp.array([2.0, -1.0, 0.5])
+    linear = eqx.nn.Linear(3, 3, key=jr.key(0))
+    loss = lambda m, x: jnp.sum(scaled(m(x), w) ** 2)
+    saved = S(eqx.filter_grad(loss), capture=several(scaled))
+    out, got = call(saved, linear, X)
+    h = linear(X)
+    assert_close(out, eqx.filter_grad(loss)(linear, X))
+    assert_close(got["scaled"]["primal"], jnp.sin(h) * w)
+    assert_close(got["scaled"]["cotangent"], 2 * jnp.sin(h) * w)
+    if "m" in got:
+        # Through the rule.
+        seen = 2 * jnp.sin(h) * w * 3 * jnp.cos(h) * w
+        assert_close(got["m"]["cotangent"], seen)
+    zeroed = plant(loss, {"scaled": jnp.zeros_like}, capture=several(scaled))
+    assert call(zeroed, linear, X) == 0
+
+
+@pytest.mark.parametrize("of", [list, set, frozenset])
+def test_capture_takes_several(call, of):
+    model = eqx.nn.Sequential(
+        [
+            eqx.nn.Linear(3, 3, key=jr.key(0)),
+            eqx.nn.LayerNorm(3),
+            eqx.nn.Lambda(jnp.sin),
+        ]
+    )
+    classes = eqx.nn.Linear, eqx.nn.LayerNorm
+    (_, got), (_, want) = [
+        call(S(model, capture=several), X) for several in (of(classes), classes)
+    ]
+    assert list(got) == ["layers/0", "layers/1"]
+    assert_close(got, want)

@@ -1,9 +1,17 @@
 """Rows of `docs/what-comes-back.md`: a primitive, and what becomes of a sow inside."""
 
+import contextlib
+import functools
+import gc
+import importlib
+import inspect
+import itertools as it
+import pathlib
 from collections.abc import Callable
 
 import equinox as eqx
 import jax
+import jax.extend.core as jexc
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -19,9 +27,22 @@ from eqx_sow import (
     UnknownSowError,
     UnsupportedPrimitiveError,
 )
+from eqx_sow._walk import interpreter
 from jax import lax
-from jax.experimental import checkify, hijax, io_callback, pallas as pl
+from jax.experimental import (
+    checkify,
+    hijax,
+    io_callback,
+    pallas as pl,
+    scheduling_groups,
+    xla_metadata,
+)
 from jax.experimental.custom_partitioning import custom_partitioning
+
+from .helpers import assert_close
+
+
+ROOT = pathlib.Path(__file__).parents[1]
 
 
 X = jnp.arange(4.0)
@@ -124,7 +145,8 @@ def test_a_hidden_call(inner, second):
     first = eqx.nn.Linear(4, 4, key=key)
     last = Sow() if second is Sow else eqx.nn.Linear(4, 4, key=key)
     model = Two(eqx.internal.noinline if inner == "noinline" else _in_hi, first, last)
-    hidden = f"`{second.__name__}.__call__` at .* is inside"
+    what = r"layer `Sow\(\)`" if second is Sow else "output of a `Linear`"
+    hidden = rf"^The {what} \(called at .*\) is inside"
     options = [dict(capture=c) for c in (True, eqx.nn.Linear, lambda *_: True)]
     for option in [{}] if second is Sow else options:
         for fn in (S(model, **option), S(S(model, tag="b", capture=Two), **option)):
@@ -390,3 +412,190 @@ def test_counts_of_a_buffer(apart):
     backward = got["cotangent"][: got["count"]][::-1]
     want = [0.0] * apart + [a * b, b, 1.0]
     np.testing.assert_allclose(backward, jnp.array(want), rtol=1e-6)
+
+
+# --- calls that only say something about a function ---
+
+
+def _annotations():
+    found = {
+        "composite": lambda fn: lax.composite(fn, "test.op"),
+        "scheduling_group": scheduling_groups.scheduling_group("test.op"),
+    }
+    if hasattr(xla_metadata, "xla_metadata_call"):
+        found["metadata"] = xla_metadata.xla_metadata_call(op="test.op")
+    with contextlib.suppress(ImportError):
+        overlap = importlib.import_module("jax.experimental.overlap")
+        found["order"] = overlap.program_order(enforce=True)
+        found["no order"] = overlap.program_order(enforce=False)
+    return found
+
+
+ANNOTATIONS = _annotations()
+
+
+def _marks(x):
+    sow(3 * x, "unused")
+    x, _ = lax.scan(lambda c, _: (sow(jnp.sin(c), "loop"), None), x, length=2)
+    x = lax.cond(x[0] > 9, lambda x: sow(2 * x, "cond"), lambda x: -x, x)
+    return sow(x, "h") * x
+
+
+def _loss(fn):
+    return lambda x: jnp.sum(fn(x))
+
+
+UNDER = {
+    "eager": lambda fn: fn,
+    "jit": jax.jit,
+    "scan": lambda fn: lambda x: lax.scan(lambda c, _: (fn(c), None), x, length=2)[0],
+    "vmap": lambda fn: lambda x: jax.vmap(fn)(jnp.stack([x, 2 * x])),
+    "grad": lambda fn: jax.grad(_loss(fn)),
+    "jit-grad-jit": lambda fn: jax.jit(jax.grad(_loss(jax.jit(fn)))),
+    "unused": lambda fn: jax.jit(jax.grad(_loss(lambda x: (fn(x), x * x)[1]))),
+    "grad-checkpoint": lambda fn: jax.grad(_loss(jax.checkpoint(fn))),
+    "grad-scan": lambda fn: jax.grad(_loss(UNDER["scan"](fn))),
+    "vmap-grad": lambda fn: UNDER["vmap"](jax.grad(_loss(fn))),
+    "jvp": lambda fn: lambda x: jax.jvp(fn, (x,), (x,)),
+}
+
+
+@pytest.mark.parametrize("under", UNDER)
+@pytest.mark.parametrize("name", ANNOTATIONS)
+def test_an_annotated_function_is_one_that_is_called(name, under):
+    # JAX has neither derivatives nor a batching rule for composites.
+    if name == "composite" and under not in ("eager", "jit", "scan"):
+        pytest.skip("JAX cannot do that")
+    if name in ("scheduling_group", "metadata") and under == "grad-checkpoint":
+        pytest.skip("JAX cannot do that if there is a loop inside")
+    wrapped = UNDER[under](ANNOTATIONS[name](_marks))
+    called = UNDER[under](jax.jit(_marks))
+    # Compiled as a whole, which is quicker.
+    run = (lambda fn: fn(X)) if under == "eager" else lambda fn: jax.jit(fn)(X)
+    assert_close(run(S(wrapped)), run(S(called)), rtol=1e-5)
+    if under in ("eager", "scan"):
+        options = dict(reduce=Fold(0.0, _total), names="loop")
+        got, want = (run(S(fn, **options)) for fn in (wrapped, called))
+        assert_close(got, want, rtol=1e-5)
+
+
+def _total(acc, x):
+    return acc + jnp.sum(x)
+
+
+def _called(layer, x):
+    return layer(x)
+
+
+@pytest.mark.parametrize("name", ANNOTATIONS)
+def test_an_annotated_layer(name):
+    """It does not stop the capture of the others, and can be planted and tapped."""
+    first, last = (eqx.nn.Linear(4, 4, key=jax.random.key(i)) for i in range(2))
+    wrapped = lambda model, x: model[1](ANNOTATIONS[name](_called)(model[0], x))
+    called = lambda model, x: model[1](jax.jit(_called)(model[0], x))
+    model = [first, last]
+    want = S(called, capture=True)(model, X)
+    assert list(want[1]) == ["model/0", "model/1"]
+    assert_close(S(wrapped, capture=True)(model, X), want, rtol=1e-5)
+    planted = plant(wrapped, {"0": jnp.ones(4)}, capture=True)
+    assert_close(planted(model, X), last(jnp.ones(4)), rtol=1e-5)
+    assert_close(S(planted, capture=True)(model, X)[1]["0"]["primal"], jnp.ones(4))
+    events = []
+    tap(wrapped, lambda e: events.append((e.name, jnp.asarray(e.value))), capture=True)(
+        model, X
+    )
+    jax.effects_barrier()
+    assert_close(dict(events), {k: v["primal"] for k, v in want[1].items()}, rtol=1e-5)
+    if name != "composite":
+        loss = lambda fn: eqx.filter_grad(lambda model, x: fn(model, x).sum())
+        got, want = (S(loss(f), capture=True)(model, X) for f in (wrapped, called))
+        assert_close(got, want, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ANNOTATIONS)
+def test_annotations_stay(name):
+    """All do where nothing inside is asked for, and those of the scheduler always."""
+    if name == "order":
+        pytest.skip("JAX replaces it before it lowers the program")
+    inside = ANNOTATIONS[name](lambda x: sow(jnp.sin(x), "inside") * 2)
+    text = lambda **options: str(
+        jax.make_jaxpr(S(lambda x: sow(inside(x), "out"), **options))(X)
+    )
+    said = "program_order" if name == "no order" else "test.op"
+    assert said in text(names="out")
+    if name in ("scheduling_group", "metadata"):
+        assert said in text()
+        lowered = jax.jit(S(inside)).lower(X).as_text()
+        assert said in lowered
+
+
+# What holds a function or a jaxpr, and has no rule: what `docs/limits.md` calls it.
+_NO_RULE = {
+    "a Pallas kernel": "pallas_call mpmd_map core_map run_scoped run_state fusible "
+    "custom_fusion jaxpr_call",
+    "`lax.custom_linear_solve`": "custom_linear_solve",
+    "`lax.linear_call`": "linear_call",
+    "`compute_on`": "compute_on",
+    "`fused`": "fused_call",
+    "`cudnn_fusion`": "cudnn_fusion",
+    "`custom_partitioning`": "custom_partitioning",
+    "`lax.reduce`": "reduce reduce_window select_and_scatter",
+    "`x.at[...].apply`": "scatter scatter-add scatter-max scatter-min scatter-mul "
+    "scatter-sub",
+    "`thunky`": "thunky.async_start thunky.call_jax thunky.call_thunky_nested "
+    "thunky.collective_group thunky.cond thunky.while",
+    "`jax.pure_callback`": "pure_callback io_callback debug_callback buffer_callback "
+    "inspect_sharding",
+    "forward rule of a `custom_vjp` with `optimize_remat=True`": "remat_opt",
+    # What JAX makes of functions that it has traced before.
+    "": "custom_lin call_hi_primitive_linearized call_hi_primitive eval_jaxpr",
+}
+
+
+def _holds(primitive):
+    """Whether a primitive is defined with a jaxpr or a function among its parameters,
+    as far as its rules tell."""
+
+    def functions(x, depth=0):
+        if isinstance(x, functools.partial):
+            x = x.func
+        x = inspect.unwrap(x) if callable(x) else x
+        if depth > 4 or not hasattr(x, "__code__"):
+            return
+        yield x
+        for cell in x.__closure__ or ():
+            with contextlib.suppress(ValueError):
+                yield from functions(cell.cell_contents, depth + 1)
+
+    words = "branches", "call", "fn", "callback", "_prim", "bwd"
+    for fn in it.chain(*map(functions, (primitive.abstract_eval, primitive.impl))):
+        code = fn.__code__
+        names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        only = code.co_varnames[code.co_argcount :][: code.co_kwonlyargcount]
+        if any("jaxpr" in n for n in names) or any(n in words for n in only):
+            return True
+    return False
+
+
+def test_every_primitive_of_jax_that_holds_a_function_has_a_rule_or_a_limit():
+    for name in ("fused", "compute_on", "overlap", "thunky", "sparse"):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(f"jax.experimental.{name}")
+    every = [
+        x
+        for x in gc.get_objects()
+        if isinstance(x, jexc.Primitive)
+        and (x in interpreter.rules or _is_of_jax(x.abstract_eval))
+    ]
+    holding = {x for x in every if _holds(x)}
+    known = {p for p in interpreter.rules if p is not None}
+    # It finds at least these of those that have rules.
+    assert {"jit", "scan", "while", "cond", "composite"} <= {p.name for p in holding}
+    limits = (ROOT / "docs" / "limits.md").read_text()
+    assert [said for said in _NO_RULE if said not in limits] == []
+    names = set(" ".join(_NO_RULE.values()).split())
+    assert {p.name for p in holding - known} <= names
+
+
+def _is_of_jax(fn):
+    return getattr(inspect.unwrap(fn), "__module__", "").startswith("jax")

@@ -210,8 +210,13 @@ USES: dict[str, Any] = {
     "grad": lambda f: S(jax.jit(_grad(f))),
     "grad of checkpoint": lambda f: jax.jit(S(_grad(jax.checkpoint(f)))),
 }
+_LARGEST = Fold(
+    lambda value: jax.tree.map(jnp.zeros_like, value),
+    lambda acc, x: jax.tree.map(jnp.maximum, acc, x),
+)
 REDUCERS = {
     "last": Last(),
+    "largest": _LARGEST,
     "fold": Fold(0.0, lambda acc, x: acc * 2 + _first(x).sum()),
     "buffer": Buffer(2),
     "first": Buffer(5, keep="first"),
@@ -237,7 +242,7 @@ OTHER_SHAPE = {"transform", "summarize of grad", "fold", "fold, eager", "fold of
 
 
 OFTEN = "eager", "grad of checkpoint"
-SOMETIMES = "last of grad", "planted back"
+SOMETIMES = "last of grad", "largest", "planted back"
 
 
 def _cases():
@@ -296,9 +301,9 @@ def test_program(mesh, program, use):
     captured = out[1]["a"] if saved else {}
     if use in OTHER_SHAPE or not mesh.told:
         return
-    if use.startswith(("last", "buffer", "first")):
+    if use.startswith(("last", "largest", "buffer", "first")):
         lead = [a for a in lead if a is not None]
-        lead += [] if use.startswith("last") else [None]
+        lead += [] if use.startswith(("last", "largest")) else [None]
     over = dict(zip("dm", mesh.spec))
     lead = [over.get(a) for a in lead]
     for mode in captured.keys() - {"count"}:
@@ -691,6 +696,7 @@ def _everything(fn, x, sow=eqx_sow.sow):
         batched=S(f, transform=eqx_sow.batched(jnp.max))(x)[1]["a"]["primal"],
         last=S(f, reduce=Last())(x)[1]["a"]["primal"],
         fold=S(f, reduce=total)(x)[1]["a"]["primal"],
+        largest=S(f, reduce=_LARGEST)(x)[1]["a"]["primal"],
         buffer=S(f, reduce=Buffer(2))(x)[1]["a"]["primal"],
         centered=plant(f, {"a": lambda a: a - a.mean()})(x),
         doubled=plant(f, {"a": saved["a"]["primal"] * 2})(x),
@@ -719,6 +725,7 @@ def test_mesh_within_a_mesh(program):
     if types == "E":
         n = reference["saved"].ndim
         assert spec_of(got["saved"])[n - 2] == "d"
+        assert spec_of(got["largest"]) == spec_of(got["last"])
         assert spec_of(eager["a"]["primal"])[n - 2] == "d"
 
 
@@ -1083,3 +1090,101 @@ def test_planting_on_devices_what_varies_where_the_mark_does_not(around):
     grad = lambda f: jax.grad(lambda x: (f(x) ** 2).sum())
     for one, other in (got, want), (grad(got), grad(want)):
         np.testing.assert_allclose(one(X[:2]), other(X[:2]), rtol=1e-5)
+
+
+# --- names of vmapped axes, and counts of layers ---
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("types", ["AA", "EE"])
+def test_names_of_vmapped_axes(call, types):
+    """On an explicit mesh, JAX itself has no collectives in a jitted vmap."""
+    if types == "EE" and call.__name__ == "_jit":
+        return
+    names, types = ("d", "m"), tuple(TYPES[t] for t in types)
+    mesh = jax.make_mesh((4, 2), names, axis_types=types)
+    f = lambda sow: jax.vmap(lambda x: jnp.cos(sow(jnp.sin(x))), axis_name="i")
+    marked = f(lambda h: eqx_sow.sow(h, "a"))
+    centred = lambda h: h - lax.pmean(h, "i")
+    largest = lambda h: lax.pmax(h, "i")
+    h = jnp.sin(X)
+    with jax.set_mesh(mesh):
+        x = jax.device_put(X, NamedSharding(mesh, P(*names)))
+        _, got = call(S(marked, transform=largest), x)
+        np.testing.assert_allclose(got["a"]["primal"], h.max(0))
+        _, got = call(S(marked, transform=centred), x)
+        np.testing.assert_allclose(got["a"]["primal"], h - h.mean(0)[None], atol=1e-6)
+        out = call(plant(marked, {"a": centred}), x)
+        np.testing.assert_allclose(out, jnp.cos(h - h.mean(0)[None]), atol=1e-6)
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_names_of_vmapped_axes_on_devices(check_vma):
+    """The names of the mesh are known, too. (With `check_vma`, JAX has no collectives
+    over other names.)"""
+    mesh = jax.make_mesh((4,), ("d",))
+
+    def on_device(x):
+        return jax.vmap(lambda x: eqx_sow.sow(jnp.sin(x), "a"), axis_name="i")(x)
+
+    over = P("d")
+    f = jax.shard_map(
+        on_device, mesh=mesh, in_specs=over, out_specs=over, check_vma=check_vma
+    )
+    h = jnp.sin(X)
+    transforms = {
+        "i": h.reshape(4, 2, 4).max(1),
+        "d": h.reshape(4, 2, 4).max(0),
+        ("i", "d"): h.max(0),
+    }
+    transforms = {k: v for k, v in transforms.items() if k == "d" or not check_vma}
+    with jax.set_mesh(mesh):
+        for names, expected in transforms.items():
+            x = jax.device_put(X, NamedSharding(mesh, over))
+            _, got = jax.jit(S(f, transform=lambda h: lax.pmax(h, names)))(x)
+            value = np.asarray(got["a"]["primal"])
+            np.testing.assert_allclose(value, np.broadcast_to(expected, value.shape))
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("on_devices", [False, True])
+@pytest.mark.parametrize("told", [False, True])
+def test_every_counts_for_each_layer(on_devices, told):
+    mesh = jax.make_mesh((4,), ("d",))
+    layers = [eqx.nn.Linear(4, 4, key=jax.random.key(i)) for i in range(3)]
+    stack = jax.tree.map(lambda *xs: jnp.stack(xs), *layers)
+
+    def run(model, x):
+        def step(x, _):
+            over = lambda x, layer: (jnp.sin(jax.vmap(layer)(x)), None)
+            return lax.scan(over, x, model["layers"])[0], None
+
+        return lax.scan(step, x, length=5)[0]
+
+    if on_devices:
+        run = jax.shard_map(run, mesh=mesh, in_specs=(P(), P("d")), out_specs=P("d"))
+    events = []
+    with jax.set_mesh(mesh) if told else contextlib.nullcontext():
+        x = jax.device_put(X, NamedSharding(mesh, P("d")))
+        model = jax.device_put(dict(layers=stack), NamedSharding(mesh, P()))
+        tapped = tap(run, events.append, capture=eqx.nn.Linear, every=3)
+        jax.block_until_ready(jax.jit(tapped)(model, x))
+        jax.effects_barrier()
+    expected = [(i, k) for i in (0, 3) for k in range(3)] * (4 if on_devices else 1)
+    assert sorted(e.iterations for e in events) == sorted(expected)
+
+
+@pytest.mark.sample(1)
+def test_spmd_axis_name_in_a_transform():
+    """A constraint there is one of all lanes, as at the mark."""
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
+    whole = lambda h: lax.with_sharding_constraint(h, P(None))
+    over = lambda mark: jax.vmap(lambda x: mark(jnp.sin(x)), spmd_axis_name="d")
+
+    def specs(fn):
+        eqns = jax.make_jaxpr(fn)(X).eqns
+        found = [e for e in eqns if e.primitive.name == "sharding_constraint"]
+        return [tuple(e.params["sharding"].spec) for e in found]
+
+    with jax.set_mesh(mesh):
+        saved = S(over(lambda h: eqx_sow.sow(h, "a")), transform=whole)
+        assert specs(saved) == specs(over(whole)) != []

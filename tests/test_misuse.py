@@ -604,6 +604,12 @@ MISUSES = {
         ("Fold(init, fn)` takes a function `(acc, value) -> acc`, not 3", "Write `"),
         "`Fold`",
     ),
+    "Fold of an init of two arguments": Misuse(
+        TypeError,
+        lambda: Fold(lambda acc, x: acc, lambda acc, x: acc),
+        ("`init` is a value, or a function", "Fold(jnp.zeros_like, fn)`"),
+        "`Fold`",
+    ),
     "Fold with its arguments in another order": Misuse(
         TypeError,
         lambda: Fold(lambda acc, x: acc, 0.0),  # pyright: ignore
@@ -1071,7 +1077,7 @@ MISUSES = {
         lambda: S(plant(MODEL, {"layers/0": jnp.sin}, capture=True), names="layers/1")(
             X
         ),
-        ("that a `plant` inside replaces. Did you mean `capture=True`",),
+        ("that are planted inside. Did you mean `capture=True`",),
         "selects no mark",
     ),
     # --- tap ---

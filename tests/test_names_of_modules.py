@@ -2,6 +2,7 @@
 
 import functools
 import random
+from collections import Counter
 from collections.abc import Callable
 
 import equinox as eqx
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 import pytest
-from eqx_sow import plant, save_intermediates as S
+from eqx_sow import plant, save_intermediates as S, sow
 from jax.sharding import AxisType, PartitionSpec as P
 
 from .helpers import assert_close, cotangents, primals, with_mode
@@ -554,3 +555,371 @@ def test_layers_without_arrays_of_models_that_are_alike(how, called):
         wrap = {"jit": eqx.filter_jit, "grad": eqx.filter_grad}.get(how, lambda f: f)
         fn, args = wrap(run), (first, second, jnp.ones(3))
     assert list(S(fn, capture=True)(*args)[1]) == _CALLED[called]
+
+
+# --- no two things share a name, whatever the keys are ---
+class Scale(eqx.Module):
+    """Its weight may be that of another one, too."""
+
+    weight: jax.Array
+    bias: jax.Array
+
+    def __call__(self, x):
+        return self.weight.sum() * x + self.bias.mean()
+
+    def enc(self, x):
+        return self.weight.sum() * x - self.bias.mean()
+
+
+def _functions_of_one_name():
+    def make(n):
+        @jax.jit
+        def forward(x):
+            return n * x
+
+        return forward
+
+    return make(5.0), make(7.0)
+
+
+_KEYS = ["a", "b", "a/b", "b/a", "a/b/a", "a.enc", "b.inputs", "a/b.enc", "0", "2"]
+_KEYS += ["a/2", "", "''", "a#1", "a.0", "a/forward", "forward", "Scale"]
+_TWO_FUNCTIONS = _functions_of_one_name()
+
+
+def _tree(rng, weights, depth=2):
+    """With layers at its leaves, some of them tied, or stacks of two."""
+    if depth and rng.random() < 0.8:
+        keys = rng.sample(_KEYS, rng.randint(2, 5))
+        return {key: _tree(rng, weights, depth - 1) for key in keys}
+    array = lambda: jnp.array([rng.gauss(0, 1) for _ in range(3)])
+    if rng.random() < 0.4:
+        return _stacked([Scale(array(), array()) for _ in range(2)])
+    weights.append(rng.choice([array(), *weights]))
+    return Scale(weights[-1], array())
+
+
+def _leaves(tree, path=()):
+    for key in sorted(tree):
+        x = tree[key]
+        yield from _leaves(x, (*path, key)) if type(x) is dict else [((*path, key), x)]
+
+
+def _calls(rng, tree):
+    """Where each call is, the layer, and how it is called."""
+    for path, x in _leaves(tree):
+        if x.weight.ndim == 1:
+            yield path, lambda x: x, "__call__"
+            yield path, lambda x: x, "enc"
+            continue
+        for i in range(2):
+            cut = lambda a, i=i: a[i]
+            yield path, lambda x, c=cut: jax.tree.map(c, x), f"/{i}"
+        rows = lambda a, i=rng.randrange(3): a[:, i]
+        yield path, lambda x, c=rows: jax.tree.map(c, x), "rows"
+    for i in range(2):
+        yield (), None, i
+
+
+def _run(calls, tree, mark=lambda i, y: y):
+    """Each call with an input of its own, and marked by hand."""
+    total = 0.0
+    for i, (path, take, how) in calls:
+        x = X + i / 10
+        if take is None:
+            y = _TWO_FUNCTIONS[how](x)
+        else:
+            layer = tree
+            for key in path:
+                layer = layer[key]
+            layer = take(layer)
+            y = layer.enc(x) if how == "enc" else layer(x)
+        total = total + jnp.sin(mark(i, y)).sum()
+    return total
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_no_two_things_share_a_name(seed):
+    rng = random.Random(seed)
+    tree, weights = {}, []
+    while not 3 < sum(1 for _ in _leaves(tree)) < 16:
+        tree = {key: _tree(rng, weights) for key in rng.sample(_KEYS, 3)}
+    calls = list(enumerate(_calls(rng, tree)))
+    rng.shuffle(calls)
+    options = dict(capture=(True, *_TWO_FUNCTIONS), methods=("__call__", "enc"))
+    options |= dict(inputs=seed % 2 == 0)
+    run = lambda tree, chosen=calls: _run(chosen, tree)
+    outs = {}
+    _run(calls, tree, lambda i, y: outs.setdefault(i, y))
+    wrap = (eqx.filter_jit, eqx.filter_checkpoint, lambda f: f)[seed % 3]
+    _, got = S(wrap(run), **options)(tree)
+
+    # There is a name for each call, and it has the value of that.
+    names, of_inputs = {}, {}
+    for name, value in with_mode(got, "primal").items():
+        if isinstance(value, tuple) and isinstance(value[1], dict):
+            of_inputs[round(10 * float(value[0][0][0] - X[0]))] = name
+        else:
+            (i,) = [i for i, y in outs.items() if jnp.allclose(y, value, atol=1e-6)]
+            names[i] = name
+    assert names.keys() == outs.keys()
+    assert of_inputs.keys() == (outs.keys() if options["inputs"] else set())
+    assert len(got) == len(names) + len(of_inputs)
+
+    # It does not depend on what else is called, or before.
+    is_layer = lambda call: str(call[1][2])[0] == "/"
+    some = [c for c in calls if is_layer(c) or rng.random() < 0.3]
+    _, fewer = S(lambda tree: run(tree, some), **options)(tree)
+    assert {names[i] for i, _ in some} == fewer.keys() - set(of_inputs.values())
+
+    # What is planted there changes that call alone.
+    factor = {i: 1 + 0.1 * i for i in names}
+    values = {name: (lambda y, i=i: factor[i] * y) for i, name in names.items()}
+    planted = plant(run, values, **options)(tree)
+    assert_close(planted, _run(calls, tree, lambda i, y: factor[i] * y), atol=1e-3)
+
+    # It is the path, unless something else reads like a part of that.
+    nodes = {path[:n] for path, _ in _leaves(tree) for n in range(len(path) + 1)}
+    reads = Counter("/".join(key or "''" for key in ("tree", *node)) for node in nodes)
+    for i, (path, _, how) in calls:
+        keys = ["tree", *(key or "''" for key in path)]
+        parts = ["/".join(keys[: n + 1]) for n in range(len(keys))]
+        if how == "__call__" and all(reads[part] == 1 for part in parts):
+            assert names[i] == parts[-1]
+
+
+# --- which entries are layers ---
+class Any(eqx.Module):
+    """Runs whatever shape it has."""
+
+    w: jax.Array
+
+    def __call__(self):
+        return jnp.sum(self.w)
+
+
+def _view(rng, ndim):
+    """A random way to look at an array, which NumPy has, too."""
+    kind = rng.choice(["entry", "entry", "move", "swap", "flat", "times", "cast"])
+    axis, other, i = rng.randrange(ndim), rng.randrange(ndim), rng.randrange(2)
+    if kind == "entry" and ndim > 1:
+        index = (*[slice(None)] * axis, i)
+        if rng.random() < 0.5:
+            return lambda np, a: a[index]
+        return lambda np, a: np.take(a, i, axis=axis)
+    if kind == "move":
+        return lambda np, a: np.moveaxis(a, axis, other)
+    if kind == "swap":
+        return lambda np, a: np.swapaxes(a, axis, other)
+    if kind == "flat":
+        return lambda np, a: a.reshape(-1).reshape(a.shape)
+    if kind == "cast":
+        return lambda np, a: a.astype("float16").astype("float32")
+    return lambda np, a: a * np.ones((), "float32")
+
+
+def _layer_of(views, shape):
+    """The indices along the first axes at which all entries are that are left."""
+    tags = np.stack(np.indices(shape), -1).reshape(-1, len(shape))
+    left = np.arange(len(tags), dtype="float32").reshape(shape)
+    for view in views:
+        left = view(np, left)
+    there = tags[left.astype(int).reshape(-1)]
+    same = [len(set(axis)) == 1 for axis in there.T]
+    return tuple(map(int, there[0][: [*same, False].index(False)]))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_layer_is_an_entry_along_the_first_axes(seed):
+    """Also of a cube, whose shape says nothing; and in a vmap, over any axis."""
+    rng = random.Random(seed)
+    for _ in range(6):
+        shape = rng.choice([(3, 3, 3), (2, 3, 2), (3, 2), (2, 2, 3, 3)])
+        views, ndim = [], len(shape)
+        for _ in range(rng.randint(1, 5)):
+            views.append(_view(rng, ndim))
+            ndim = views[-1](np, np.zeros((3,) * ndim)).ndim
+        lanes = rng.choice([None, None, *range(len(shape) + 1)])
+
+        def run(b, views=views):
+            w = b.w
+            for view in views:
+                w = view(jnp, w)
+            return eqx.tree_at(lambda b: b.w, b, w)()
+
+        way = (lambda f: f, jax.jit, jax.checkpoint, jax.grad)[rng.randrange(4)]
+        w = jr.normal(jr.key(seed), shape)
+        fn = way(run)
+        if lanes is not None:
+            fn, w = jax.vmap(fn, lanes), jnp.stack([w, w], lanes)
+        _, got = S(fn, capture=True)(Any(w))
+        expected = "/".join(map(str, ("b", *_layer_of(views, shape))))
+        assert list(got) == [expected], (shape, lanes)
+
+
+def _taken(cut):
+    def fn(b, x):
+        return jax.tree.map(lambda a: cut(a) if eqx.is_array(a) else a, b)(x)
+
+    return fn
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, eqx.filter_jit, eqx.filter_checkpoint])
+def test_a_stack_along_another_axis(wrap):
+    """Static fields say which axis it is, or else it is not known."""
+    make = lambda key: eqx.nn.Linear(3, 5, key=key)
+    keys = jr.split(jr.key(0), 4)
+    for axis in (0, 1, -1):
+        stack = eqx.filter_vmap(make, out_axes=axis)(keys)
+        fn = wrap(_taken(lambda a, axis=axis: jnp.take(a, 2, axis=axis)))
+        _, got = S(fn, capture=True)(stack, X)
+        assert list(got) == ["b/2"]
+        assert_close(got["b/2"]["primal"], make(keys[2])(X))
+        fn = wrap(_taken(lambda a, axis=axis: jnp.moveaxis(a, axis, 0)[2]))
+        assert list(S(fn, capture=True)(stack, X)[1]) == ["b/2"]
+    # Row 2 of each layer of a stack.
+    stack = eqx.filter_vmap(make)(keys)
+    for row in (lambda a: a[:, 2], lambda a: jnp.swapaxes(a, 0, 1)[2]):
+        assert list(S(wrap(_taken(row)), capture=True)(stack, X)[1]) == ["b"]
+    # Of as many layers as each has inputs and outputs.
+    square = lambda key: eqx.nn.Linear(3, 3, key=key)
+    for axis in (0, 1):
+        stack = eqx.filter_vmap(square, out_axes=axis)(keys[:3])
+        for cut, name in ((lambda a: a[2], "b/2"), (lambda a: a[:, 2], "b")):
+            assert list(S(wrap(_taken(cut)), capture=True)(stack, X)[1]) == [name]
+
+
+def test_a_block_of_a_matrix_is_no_layer():
+    """As of tensor parallelism: there are four blocks of rows, and four columns."""
+    linear = eqx.nn.Linear(4, 8, use_bias=False, key=jr.key(0))
+
+    def fn(m, x):
+        split = lambda a: a.reshape(4, 2, *a.shape[1:])[1]
+        return jax.tree.map(split, m)(x)
+
+    _, got = S(fn, capture=True)(linear, jnp.ones(4))
+    assert_close(dict(got), {"m": {"primal": linear(jnp.ones(4))[2:4]}})
+
+
+# --- what reads alike, in places that no tree has ---
+class Net(eqx.Module):
+    net: Scale
+
+    def __call__(self, net, x):
+        return self.net(net(x))
+
+
+class Holder:
+    net = Scale(jnp.ones(3), jnp.zeros(3))
+
+    def __init__(self):
+        self.net = Scale(2 * jnp.ones(3), jnp.zeros(3))
+
+
+class Inputs(eqx.Module):
+    scale: Scale
+
+    def inputs(self, x):
+        return self.scale(x)
+
+    def __call__(self, x):
+        return self.inputs(x)
+
+
+class Outer(eqx.Module):
+    Scale: Scale
+
+    def __call__(self, x):
+        return Scale(jnp.arange(3.0), jnp.ones(3))(self.Scale(x))
+
+
+def _scales(n=4):
+    return [Scale(jr.normal(jr.key(i), (3,)), jnp.ones(3)) for i in range(n)]
+
+
+_UNSORTED = dict(zip((1, "1"), _scales()))
+_HOLDER = Holder()
+_FORWARD, _OTHER = _TWO_FUNCTIONS
+READ_ALIKE = {
+    "keys of a variable": (
+        lambda x: _UNSORTED["1"](_UNSORTED[1](x)),
+        (X,),
+        {},
+        ["_UNSORTED/1", "_UNSORTED/1#1"],
+    ),
+    "arguments of a partial": (
+        lambda p, x: p(x),
+        (eqx.Partial(Net(_scales()[0]), _scales()[1]), X),
+        {},
+        ["p/net#1", "p/net", "p"],
+    ),
+    "an attribute of the class": (
+        lambda x: _HOLDER.net(type(_HOLDER).net(x)),
+        (X,),
+        {},
+        ["_HOLDER/net#1", "_HOLDER/net"],
+    ),
+    "a method, and what went in": (
+        Inputs(_scales()[0]),
+        (X,),
+        dict(methods=("__call__", "inputs"), inputs=True, names=".inputs*"),
+        [".inputs", ".inputs.inputs", ".inputs#1"],
+    ),
+    "a class, and a field": (
+        Outer(_scales()[0]),
+        (X,),
+        {},
+        ["Scale", "Scale#1", "."],
+    ),
+    "functions, the second first": (
+        lambda x: _FORWARD(_OTHER(x)),
+        (X,),
+        dict(capture=_TWO_FUNCTIONS),
+        ["forward#1", "forward"],
+    ),
+    "functions, the other way round": (
+        lambda x: _FORWARD(_OTHER(x)),
+        (X,),
+        dict(capture=_TWO_FUNCTIONS[::-1]),
+        ["forward", "forward#1"],
+    ),
+    "a function, and a module": (
+        lambda forward, x: _FORWARD(forward(x)),
+        (_scales()[0], X),
+        dict(capture=(Scale, _FORWARD)),
+        ["forward", "forward#1"],
+    ),
+}
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, eqx.filter_jit])
+@pytest.mark.parametrize("case", READ_ALIKE.values(), ids=READ_ALIKE)
+def test_what_reads_alike(case, wrap):
+    fn, args, options, expected = case
+    options = {"capture": True, **options}
+    assert list(S(wrap(fn), **options)(*args)[1]) == expected
+
+
+def test_what_is_in_a_place_that_reads_alike():
+    """Its name begins with that: as of layers of a stack, and of marks in modules."""
+    trees = {"a": {"b": _stacked(_scales(3))}, "a/b": _stacked(_scales(3)[::-1])}
+
+    def fn(m, x):
+        step = lambda x, layer: (layer(x), None)
+        x, _ = jax.lax.scan(step, x, m["a/b"])
+        return jax.lax.scan(step, x, m["a"]["b"])[0]
+
+    names = ["m/a/b#1/1", "m/a/b/1", "m/a/b#1"]
+    _, got = S(fn, capture=True, names=names)(trees, X)
+    assert set(got) == set(names)
+    x = _scales(3)[2](X)
+    assert_close(got["m/a/b#1/1"]["primal"], _scales(3)[1](x))
+    _, got = S(lambda m, x: m["a"]["b"](m["a/b"](x)), scope=True)(
+        {"a": {"b": Marked()}, "a/b": Marked()}, X
+    )
+    assert list(got) == ["m/a/b#1/h", "m/a/b/h"]
+
+
+class Marked(eqx.Module):
+    def __call__(self, x):
+        return sow(x + 1, "h")

@@ -156,6 +156,90 @@ def test_a_stack_goes_by_the_names_of_a_list():
     assert n_fit > 300
 
 
+def _random_mark(rng):
+    parts = [rng.choice(["m", "n"]), *(rng.choice("abh01") for _ in range(2))]
+    name = "/".join(parts[rng.randrange(3) :])
+    ends = [i for i, c in enumerate(f"{name}/") if c == "/"]
+    n_loops = rng.randrange(4)
+    places = [rng.choice([None, None, rng.choice(ends)]) for _ in range(n_loops)]
+    return in_loops(name, places, [rng.choice([2, 3, 12]) for _ in range(n_loops)])
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_what_a_pattern_selects_depends_on_that_alone(seed, whole):
+    """Whatever else is asked for, of marks in loops, and with roots left out."""
+    rng = random.Random(seed)
+    more = ["h", "m", "n", "-1", "1?", "**"]
+    n_fit = n_missing = 0
+    for _ in range(25):
+        marks = list(dict.fromkeys(_random_mark(rng) for _ in range(rng.randint(1, 5))))
+        patterns = [_random(rng, PARTS + GLOBS + more, 3) for _ in range(8)]
+        # A name, with and without its root.
+        name = rng.choice(marks).name
+        patterns = list(dict.fromkeys([*patterns, name, name.partition("/")[2] or "a"]))
+        rng.shuffle(patterns)
+        select = lambda ps: Selection(ps, marks, ["m", "n"], whole=whole)
+        together = select(patterns)
+        for i, p in enumerate(patterns):
+            alone = select([p])
+            if p in alone.ambiguous:
+                continue
+            assert (i in together.missing) == (0 in alone.missing), (p, patterns, marks)
+            for mark in marks:
+                got = together.of(mark).get(i), alone.of(mark).get(0)
+                assert got[0] == got[1], (p, patterns, mark)
+                n_fit += got[1] is not None
+            n_missing += bool(alone.missing)
+    assert n_fit > 40 and n_missing > 40
+
+
+def test_a_neighbour_with_more_indices():
+    def fn(x):
+        inner = lambda x: lax.fori_loop(0, 12, lambda i, x: sow(x + i, "h"), x)
+        return lax.fori_loop(0, 2, lambda i, x: inner(x), x)
+
+    for names in (["**/1?"], ["**/1?", "h/0/0"]):
+        with pytest.raises(UnknownSowError, match=r"'\*\*/1\?' selects no mark"):
+            S(fn, names=names)(X)
+    assert set(S(fn, names=["h/*/1?", "h/0/0"])(X)[1]) == {"h/0/0", "h/*/10", "h/*/11"}
+
+
+def test_a_name_with_and_without_its_root():
+    model, _ = _models()
+    fn = lambda model, x: model(x)
+    both = ["head", "model/head"]
+    for names in (both, both[::-1]):
+        got = S(fn, capture=True, names=names)(model, X)[1]
+        assert_close(dict(got), {"model/head": {"primal": model(X)}})
+        assert _events(fn, model, X, capture=True, names=names) == ["model/head"]
+        same = dict.fromkeys(names, _double)
+        assert_close(plant(fn, same, capture=True)(model, X), 2 * model(X))
+        _, got = S(fn, capture=True, transform=same)(model, X)
+        assert_close(got["head"]["primal"], 2 * model(X))
+    # What was captured under two names can be planted.
+    loop = lambda x: lax.fori_loop(0, 4, lambda i, x: sow(x + i, "h"), x)
+    _, got = S(loop, names=["h/3", "h/-1"])(X)
+    assert_close(plant(loop, got)(X), loop(X))
+
+
+@pytest.mark.parametrize("keys", [("head", "model/head"), ("blocks/2", "blocks/-1")])
+def test_two_keys_that_mean_one_mark(keys):
+    model, stacked = _models()
+    fn = lambda model, x: model(x)
+    values = dict(zip(keys, (jnp.sin, jnp.cos)))
+    said = f"{keys[0]!r} and {keys[1]!r} both mean 'model/.*', with different values"
+    listen = [plant(fn, values, capture=True), S(fn, capture=True, transform=values)]
+    for listening in listen:
+        with pytest.raises(SowError, match=said):
+            listening(model, X)
+    if keys[0] != "head":
+        with pytest.raises(SowError, match=said):
+            plant(fn, values, capture=True)(stacked, X)
+    # A glob beside a name is no doubt.
+    plant(fn, {"**": jnp.sin, keys[0]: jnp.cos}, capture=True)(model, X)
+
+
 # --- in all options ---
 class Block(eqx.Module):
     attn: eqx.nn.Linear

@@ -7,7 +7,7 @@ import jax.lax as lax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from eqx_sow import plant, save_intermediates as S, sow, SowError
+from eqx_sow import batched, plant, save_intermediates as S, sow, SowError
 from jax.sharding import PartitionSpec as P
 
 from .helpers import assert_close
@@ -206,3 +206,175 @@ def test_without_an_index_nothing_is_added():
     plain = str(jax.make_jaxpr(loop)(X)).count("iota")
     assert count(jnp.cos) == plain
     assert count(_scale, with_index=True) == plain + 1
+
+
+# --- lists of layers ---
+class Block(eqx.Module):
+    w: jax.Array
+
+    def __call__(self, x):
+        return jnp.sin(self.w * x)
+
+
+WEIGHTS = jnp.array([0.5, -1.5, 2.5])
+BLOCKS = [Block(w) for w in WEIGHTS]
+
+
+def _one_by_one(blocks, x):
+    for block in blocks:
+        x = block(x)
+    return x
+
+
+def _one_scan(blocks, x):
+    return lax.scan(lambda x, block: (block(x), None), x, blocks)[0]
+
+
+def _in_time(layers):
+    """With a loop around the layers."""
+    return lambda blocks, x: lax.scan(lambda x, _: (layers(blocks, x), 0), x, length=2)[
+        0
+    ]
+
+
+def _times(blocks, x):
+    """With a loop in each layer."""
+    for block in blocks:
+        x = lax.scan(lambda x, _, block=block: (block(x), None), x, length=2)[0]
+    return x
+
+
+def _times_in_a_scan(blocks, x):
+    step = lambda x, block: lax.scan(lambda x, _: (block(x), None), x, length=2)
+    return lax.scan(step, x, blocks)[0]
+
+
+STACK = Block(WEIGHTS)
+MODELS = {
+    "layers": (_one_by_one, _one_scan, 1),
+    "layers in time": (_in_time(_one_by_one), _in_time(_one_scan), 2),
+    "time in layers": (_times, _times_in_a_scan, 2),
+}
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.grad])
+@pytest.mark.parametrize("pattern", ["blocks/*", "*", "**", "blocks/[01]"])
+@pytest.mark.parametrize("model", MODELS)
+def test_a_list_has_the_index_of_a_stack(model, pattern, wrap):
+    in_list, in_stack, n = MODELS[model]
+    lengths = []
+
+    def patch(value, index):
+        lengths.append(len(index))
+        return _scale(value, index)
+
+    def run(fn, blocks):
+        planted = plant(fn, {pattern: patch}, capture=True, with_index=True)
+        return wrap(lambda x: planted(blocks, x).sum())(X.sum())
+
+    assert_close(run(in_list, BLOCKS), run(in_stack, STACK))
+    assert set(lengths) == {n}
+
+
+def test_lists_and_stacks_in_one_another():
+    stages = [Block(WEIGHTS), Block(-WEIGHTS)]
+    as_lists = [[Block(w) for w in stage.w] for stage in stages]
+    as_stacks = Block(jnp.stack([stage.w for stage in stages]))
+
+    def of_stacks(stages, x):
+        for stage in stages:
+            x = _one_scan(stage, x)
+        return x
+
+    def of_lists(stages, x):
+        for stage in stages:
+            x = _one_by_one(stage, x)
+        return x
+
+    def all_stacks(stages, x):
+        return lax.scan(lambda x, stage: (_one_scan(stage, x), None), x, stages)[0]
+
+    def run(fn, stages):
+        planted = {"stages/*/*": _scale}
+        return plant(fn, planted, capture=True, with_index=True)(stages, X)
+
+    want = run(all_stacks, as_stacks)
+    assert_close(run(of_lists, as_lists), want)
+    assert_close(run(of_stacks, stages), want)
+
+
+def test_several_runs_in_a_list():
+    def twice(blocks, x):
+        return _one_by_one(blocks, _one_by_one(blocks, x))
+
+    planted = {"blocks/*": _scale}
+    got = plant(twice, planted, capture=True, with_index=True)(BLOCKS, X)
+    in_stack = lambda blocks, x: _one_scan(blocks, _one_scan(blocks, x))
+    assert_close(got, plant(in_stack, planted, capture=True, with_index=True)(STACK, X))
+
+
+def test_all_lanes_of_a_layer_in_a_list():
+    lanes = lambda blocks, xs: jax.vmap(lambda x: _one_by_one(blocks, x))(xs)
+    center = lambda v, index: v - v.mean(0, keepdims=True) * jnp.float32(index[0])
+    by_hand = XS
+    for i, block in enumerate(BLOCKS):
+        by_hand = block(by_hand)
+        by_hand = by_hand - by_hand.mean(0, keepdims=True) * i
+    planted = {"blocks/*": batched(center)}
+    got = plant(lanes, planted, capture=True, with_index=True)(BLOCKS, XS)
+    assert_close(got, by_hand)
+
+
+def test_a_sweep_over_a_list_compiles_once():
+    traces = []
+
+    @jax.jit
+    def without(layer, x):
+        traces.append(None)
+        skip = lambda value, index: jnp.where(index[0] == layer, 0.1, value)
+        return plant(_one_by_one, {"blocks/*": skip}, capture=True, with_index=True)(
+            BLOCKS, x
+        )
+
+    for i in range(3):
+        by_hand = {f"blocks/{i}": lambda v: jnp.full_like(v, 0.1)}
+        assert_close(
+            without(i, X), plant(_one_by_one, by_hand, capture=True)(BLOCKS, X)
+        )
+    assert len(traces) == 1
+
+
+def test_a_name_that_is_spelled_out_has_no_index_of_the_list():
+    def patch(value, index):
+        assert index == ()
+        return 2 * value
+
+    got = plant(_one_by_one, {"blocks/1": patch}, capture=True, with_index=True)
+    want = plant(_one_by_one, {"blocks/1": lambda v: 2 * v}, capture=True)
+    assert_close(got(BLOCKS, X), want(BLOCKS, X))
+
+
+def test_a_list_of_one_layer_in_a_loop():
+    fn = _in_time(_one_by_one)
+    with pytest.raises(SowError, match="'blocks/0' is the only layer of its list"):
+        plant(fn, {"blocks/*": _scale}, capture=True, with_index=True)(BLOCKS[:1], X)
+
+
+def test_a_list_in_different_loops():
+    fn = lambda blocks, x: _in_time(_one_by_one)(blocks, _one_by_one(blocks, x))
+    with pytest.raises(SowError, match="different loops around the list of layers"):
+        plant(fn, {"blocks/*": _scale}, capture=True, with_index=True)(BLOCKS, X)
+    # What is one function for each name gets the loops alone.
+    each = {f"blocks/{i}": _scale for i in range(3)}
+    plant(fn, each, capture=True, with_index=True)(BLOCKS, X)
+
+
+def test_tuples_in_a_list():
+    # Of one for each run, and a value with a function in it.
+    twice = lambda blocks, x: _one_by_one(blocks, _one_by_one(blocks, x))
+    each = {"blocks/*": (_scale, None)}
+    got = plant(twice, each, capture=True, with_index=True)(BLOCKS, X)
+    first = plant(_one_by_one, {"blocks/*": _scale}, capture=True, with_index=True)
+    assert_close(got, _one_by_one(BLOCKS, first(BLOCKS, X)))
+    fn = lambda x: sow((x, jnp.tanh), "h/0")[0]
+    assert_close(plant(fn, {"h/*": (XS[1], jnp.tanh)}, with_index=True)(X), XS[1])

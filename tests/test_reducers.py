@@ -1,5 +1,7 @@
 """`Append`, `Last`, `Fold` and `Buffer`, everywhere that a sow can run."""
 
+import functools as ft
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -619,3 +621,171 @@ def test_one_iteration_has_the_derivatives_of_that_one(at, reduce):
     want = lambda x: sum(jnp.sqrt(x + {"h/-1": 2, "h/1": 1, "h/2": 2}[n]) for n in ats)
     for derive in (jax.grad, jax.jacfwd):
         close(derive(total)(0.0), derive(want)(0.0))
+
+
+@pytest.mark.parametrize("reduce", [Buffer(4), Fold(0.0, jnp.add)])
+def test_a_transform_gives_values_of_several_shapes_one(reduce):
+    """As of a prompt, and then of one token after another."""
+
+    def generate(xs):
+        h = sow(jnp.sin(xs), "h")[-1]
+        return lax.scan(lambda h, _: (sow(jnp.sin(h), "h"), None), h, None, length=3)[0]
+
+    xs = jnp.arange(8.0).reshape(4, 2)
+    with pytest.raises(SowError, match="pass a `transform` to one shape"):
+        S(generate, reduce=reduce)(xs)
+    _, got = S(generate, reduce=reduce, transform=jnp.mean)(xs)
+    hand = [jnp.sin(xs)]
+    for _ in range(3):
+        hand.append(jnp.sin(hand[-1] if hand[-1].ndim == 1 else hand[-1][-1]))
+    means = jnp.stack([h.mean() for h in hand])
+    want = means if isinstance(reduce, Buffer) else means.sum()
+    assert_close(got["h"]["primal"], want)
+
+
+# --- `init` ---
+LAYERS = [
+    eqx.nn.Linear(2, 3, key=jax.random.key(0)),
+    eqx.nn.Linear(3, 4, key=jax.random.key(1)),
+]
+LARGEST = Fold(jnp.zeros_like, jnp.maximum)
+
+
+def _layers(layers, xs):
+    first, second = layers
+    step = lambda total, x: (total + second(jnp.sin(first(x))).sum(), None)
+    return lax.scan(step, jnp.float32(0), xs)[0]
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_zeros_like_the_value_of_each_layer(grad):
+    """The largest output of each channel, for layers of all shapes."""
+    xs = jnp.stack([X, -X, 2 * X])
+    f = eqx.filter_grad(_layers) if grad else _layers
+    _, got = S(f, capture=eqx.nn.Linear, transform=jnp.abs, reduce=LARGEST)(LAYERS, xs)
+    _, every = S(f, capture=eqx.nn.Linear)(LAYERS, xs)
+    assert len(got) == 2
+    expected = jax.tree.map(lambda x: jnp.abs(x).max(0), dict(every))
+    assert_close(dict(got), expected)
+
+
+@pytest.mark.parametrize("run", [True, False])
+def test_zeros_like_the_value_of_what_may_not_run(run):
+    f = lambda x: lax.cond(run, lambda x: sow(x, "a"), jnp.cos, x)
+    _, got = S(jax.jit(f), reduce=Fold(lambda v: v - 1, jnp.maximum))(X)
+    assert_close(got["a"]["primal"], X if run else -jnp.ones(2))
+
+
+def test_zeros_like_the_value_of_a_lane():
+    shapes = []
+
+    def init(v):
+        shapes.append(v.shape)
+        return jnp.full_like(v, -jnp.inf)
+
+    _, got = S(jax.vmap(line), reduce=Fold(init, jnp.maximum))(jnp.stack([X, -X]))
+    assert set(shapes) == {(2,)}
+    _, every = S(jax.vmap(line), reduce=Append())(jnp.stack([X, -X]))
+    assert_close(got["a"]["primal"], jnp.stack(every["a"]["primal"]).max(0))
+
+
+def test_zeros_like_a_tree_after_the_transform():
+    f = lambda x: sow({"x": x, "name": "a"}, "a")
+    init = lambda v: jax.tree.map(jnp.zeros_like, v)
+    transform = lambda v: (v["x"].sum(), v["x"])
+    add = lambda acc, v: jax.tree.map(jnp.add, acc, v)
+    _, got = S(f, transform=transform, reduce=Fold(init, add))(X)
+    assert_close(got["a"]["primal"], (X.sum(), X))
+
+
+class _Start:
+    """Its signature is that of a builtin: there is none."""
+
+    __signature__ = "none"
+
+    def __call__(self, *args):
+        assert not args
+        return jnp.zeros(2)
+
+
+@pytest.mark.parametrize(
+    "init",
+    [
+        lambda: jnp.zeros(2),
+        lambda v=None: jnp.zeros(2),
+        lambda *vs: jnp.zeros(len(vs) + 2),
+        ft.partial(jnp.zeros, 2),
+        jnp.zeros_like,
+        ft.partial(jnp.full_like, fill_value=0),
+        lambda v, scale=2: v,
+        _Start(),
+        jnp.zeros(2),
+    ],
+)
+def test_inits_of_none_and_of_one(init):
+    add = Fold(init, jnp.add)
+    _, got = S(line, reduce=add)(X)
+    assert_close(got["a"]["primal"], X + (X + 1) + (X + 3))
+
+
+def test_an_init_of_two():
+    with pytest.raises(TypeError, match="or of one, which gets zeros like the value"):
+        Fold(lambda x, y: x, jnp.add)
+
+
+# --- no lanes ---
+NONE = jnp.zeros((0, 2))
+
+
+@pytest.mark.parametrize(
+    "reducer, expected",
+    [
+        (Last(), lambda c: c),
+        (Fold(jnp.zeros_like, jnp.add), lambda c: 2 * c),
+        (Fold(0.0, lambda acc, c: acc + c.sum()), lambda c: 2 * c.sum()),
+        (Buffer(3), lambda c: jnp.stack([c, c, 0 * c])),
+    ],
+    ids=["last", "fold", "sum", "buffer"],
+)
+def test_what_no_lanes_share(reducer, expected):
+    """It is what `vmap` returns with `out_axes=None`."""
+
+    def f(x):
+        for _ in range(2):
+            sow(jnp.cos(X), "a")
+        return x
+
+    for xs in (NONE, jnp.ones((3, 2))):
+        _, got = S(jax.vmap(f), reduce=reducer)(xs)
+        assert_close(got["a"]["primal"], expected(jnp.cos(X)))
+        _, got = S(jax.vmap(jax.vmap(f)), reduce=reducer)(xs[None])
+        assert_close(got["a"]["primal"], expected(jnp.cos(X)))
+
+
+@pytest.mark.parametrize(
+    "reducer",
+    [
+        Last(),
+        Fold(lambda v: jax.tree.map(jnp.zeros_like, v), lambda acc, v: v),
+        Buffer(3),
+    ],
+)
+@pytest.mark.parametrize("grad", [False, True])
+def test_what_no_lanes_share_beside_what_varies(reducer, grad):
+    """The entries have the shapes that they have for some lanes, but for the lanes."""
+
+    def f(c, xs):
+        lane = lambda x: sum(map(jnp.sum, sow((jnp.cos(c), x * c), "a")))
+        return jax.vmap(lane)(xs).sum()
+
+    f = jax.grad(f, (0, 1)) if grad else f
+    _, none = S(f, reduce=reducer)(X, NONE)
+    _, some = S(f, reduce=reducer)(X, jnp.ones((5, 2)))
+    shapes = lambda got, n: [
+        tuple(0 if k == n else k for k in x.shape) for x in jax.tree.leaves(dict(got))
+    ]
+    assert shapes(none, 0) == shapes(some, 5)
+    assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(dict(none)))
+    if grad and isinstance(reducer, Last):
+        # The total of no lanes.
+        assert_close(none["a"]["cotangent"][0], jnp.zeros(2))

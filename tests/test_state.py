@@ -210,6 +210,59 @@ def test_eight_threads_find_one_jaxpr():
                 assert got["h"]["primal"].shape == (3, *X.shape)
 
 
+def _loop(x):
+    return lax.scan(lambda c, _: (sow(jnp.sin(c), "h"), None), x, length=2)[0]
+
+
+def _waits(fn=lambda x: x):
+    """A function that waits for another thread, which captures from a jitted one."""
+
+    def wait(*args):
+        got = []
+
+        def capture():
+            saved = S(jax.jit(lambda x: _loop(x)), transform=lambda h: 2 * h)
+            got.append(np.asarray(saved(np.ones(3, np.float32))[0]))
+
+        thread = threading.Thread(target=capture, daemon=True)
+        thread.start()
+        thread.join(10)
+        np.testing.assert_allclose(got, [np.sin(np.sin(np.ones(3)))], rtol=1e-5)
+        return fn(*args)
+
+    return wait
+
+
+def _hashed_after_waiting(fn):
+    class Waits:
+        def __call__(self, event):
+            fn(event)
+
+        __hash__ = _waits(lambda self: 0)
+
+    return Waits()
+
+
+# Where functions of the user's are called while a program is traced.
+WAITING = {
+    "fn": lambda: S(lambda x: _loop(_waits()(x))),
+    "noinline": lambda: S(lambda x: _fn(eqx.internal.noinline(_waits())(x))),
+    "transform": lambda: S(_loop, transform=_waits()),
+    "reduce": lambda: S(_loop, reduce=Fold(0.0, _waits(lambda acc, x: acc + x.sum()))),
+    "names": lambda: S(_loop, names=_waits(lambda name: True)),
+    "capture": lambda: S(MODEL, tag=0, capture=_waits(lambda path, module: True)),
+    "plant": lambda: plant(_loop, {"h": _waits()}),
+    "when": lambda: tap(_loop, lambda event: None, when=_waits(lambda h: h[0] > 9)),
+    "hash": lambda: tap(jax.jit(_loop), _hashed_after_waiting(lambda event: None)),
+}
+
+
+@pytest.mark.parametrize("where", WAITING)
+def test_code_of_the_users_may_wait_for_another_thread(where):
+    """No lock is held while it runs."""
+    jax.block_until_ready(jax.tree.leaves(WAITING[where]()(X)))
+
+
 # --- exceptions ---
 
 

@@ -546,6 +546,152 @@ def test_every_in_a_backward_pass():
     assert seen(events) == want
 
 
+# --- `every` in stacks ---
+BLOCKS = [eqx.nn.Linear(3, 3, key=k) for k in jr.split(jr.key(0), 4)]
+STACK = jtu.tree_map(lambda *xs: jnp.stack(xs), *BLOCKS)
+N_STEPS = 7
+
+
+def _list_of(blocks, x, call):
+    for block in blocks:
+        x = call(block, x)
+    return x
+
+
+def _stack_of(blocks, x, call):
+    return lax.scan(lambda x, block: (call(block, x), None), x, blocks)[0]
+
+
+def _reversed_stack_of(blocks, x, call):
+    body = lambda x, block: (call(block, x), None)
+    return lax.scan(body, x, blocks, reverse=True)[0]
+
+
+def _steps(layers, model, x, call=lambda block, x: jnp.tanh(block(x))):
+    step = lambda x, _: (layers(model["blocks"], x, call), None)
+    return lax.scan(step, x, length=N_STEPS)[0].sum()
+
+
+def _sent(layers, blocks, f=_steps, call=None, **options):
+    """The paths of what is sent, and its value. In a list, only the step is an
+    iteration, and the layer is in the name."""
+    more = {} if call is None else dict(call=call)
+    run = lambda model, x: f(layers, model, x, **more)
+    wrap = options.pop("wrap", lambda f: f)
+    _, events = watch(wrap(run), dict(blocks=blocks), X, **options)
+    return {(e.path, e.mode): e.value for e in events}
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda f: f, jax.jit, eqx.filter_grad, eqx.filter_checkpoint]
+)
+@pytest.mark.parametrize("every", [2, 3])
+def test_every_counts_for_each_layer(wrap, every):
+    """A list of layers, and the same layers in a stack, send the same."""
+    options = dict(capture=eqx.nn.Linear, every=every, wrap=wrap)
+    of_list = _sent(_list_of, BLOCKS, **options)
+    of_stack = _sent(_stack_of, STACK, **options)
+    assert_close(of_stack, of_list)
+    steps = {int(path.split("/")[-1]) for path, mode in of_stack if mode == "primal"}
+    assert steps == set(range(0, N_STEPS, every))
+
+
+def test_every_counts_for_each_layer_with_other_options():
+    options = dict(capture=eqx.nn.Linear, every=3)
+    for more in (
+        dict(names="**/blocks/2"),
+        dict(names=["**/blocks/*", "**/blocks/-1"]),
+        dict(when=lambda x: x[0] > 0),
+        dict(wrap=lambda f: lambda m, x: jax.vmap(f, (None, 0))(m, jnp.stack([x, -x]))),
+    ):
+        of_list = _sent(_list_of, BLOCKS, **options, **more)
+        assert of_list
+        assert_close(_sent(_stack_of, STACK, **options, **more), of_list)
+
+
+def test_every_counts_for_each_layer_of_those_that_run():
+    """Some steps leave out a layer."""
+
+    def f(layers, model, x, call):
+        def step(x, i):
+            def sometimes(block, x):
+                skip = jnp.int32(10 * x.sum()) % 3 == 0
+                return lax.cond(skip, lambda x: x + 1, lambda x: call(block, x), x)
+
+            return layers(model["blocks"], x, sometimes), None
+
+        return lax.scan(step, x, jnp.arange(N_STEPS))[0].sum()
+
+    options = dict(f=f, call=lambda block, x: jnp.sin(3 * block(x)), every=2)
+    of_list = _sent(_list_of, BLOCKS, capture=eqx.nn.Linear, **options)
+    of_stack = _sent(_stack_of, STACK, capture=eqx.nn.Linear, **options)
+    assert_close(of_stack, of_list)
+    all_of = _sent(_list_of, BLOCKS, capture=eqx.nn.Linear, **options | dict(every=1))
+    assert len(of_list) < len(all_of) < 4 * N_STEPS
+
+
+def test_every_in_stacks_of_stacks():
+    """Both loops are over layers."""
+    stages = [[*BLOCKS[:2]], [*BLOCKS[2:]]]
+    stacked = jtu.tree_map(lambda x: x.reshape(2, 2, *x.shape[1:]), STACK)
+
+    def nested(layers):
+        return lambda stages, x, call: layers(
+            stages, x, lambda stage, x: layers(stage, x, call)
+        )
+
+    options = dict(capture=eqx.nn.Linear, every=3)
+    of_list = _sent(nested(_list_of), stages, **options)
+    assert len(of_list) == 4 * 3
+    assert_close(_sent(nested(_stack_of), stacked, **options), of_list)
+
+
+def test_every_in_a_reversed_stack_and_with_scope():
+    """A `sow` with the path of its layer counts for each, too."""
+
+    class Block(eqx.Module):
+        linear: eqx.nn.Linear
+
+        def __call__(self, x):
+            return sow(jnp.tanh(self.linear(x)), "h")
+
+    blocks = [Block(x) for x in BLOCKS]
+    stack = jtu.tree_map(lambda *xs: jnp.stack(xs), *blocks)
+    options = dict(scope=True, every=3, call=lambda block, x: block(x))
+    of_list = _sent(_list_of, blocks[::-1], **options)
+    of_stack = _sent(_reversed_stack_of, stack, **options)
+    back = {f"blocks/{i}/": f"blocks/{3 - i}/" for i in range(4)}
+
+    def renamed(path):
+        old = next(k for k in back if k in path)
+        return path.replace(old, back[old])
+
+    want = {(renamed(path), mode): x for (path, mode), x in of_list.items()}
+    assert len(want) == 4 * 3
+    assert_close(of_stack, want)
+
+
+def test_every_counts_a_plain_name_in_all_layers():
+    """`h` is one name, in a list as in a stack. So is a loop over steps alone."""
+    call = lambda block, x: sow(jnp.tanh(block(x)), "h")
+    in_order = lambda layers, blocks: [
+        e.count
+        for e in watch(
+            lambda m, x: _steps(layers, m, x, call), dict(blocks=blocks), X, every=3
+        )[1]
+    ]
+    assert in_order(_list_of, BLOCKS) == in_order(_stack_of, STACK)
+    assert in_order(_stack_of, STACK) == [*range(0, 4 * N_STEPS, 3)]
+
+
+def test_the_count_of_an_event_is_that_of_the_stack():
+    """By it, events are in the order of execution."""
+    run = lambda m, x: _steps(_stack_of, m, x)
+    _, events = watch(run, dict(blocks=STACK), X, capture=eqx.nn.Linear, every=5)
+    assert [e.count for e in events] == [0, 1, 2, 3, 20, 21, 22, 23]
+    assert [e.iterations for e in events[4:]] == [(5, i) for i in range(4)]
+
+
 def test_every_counts_lanes_once():
     _, all_events = watch(jax.vmap(while_of_value), XS, names="x")
     _, events = watch(jax.vmap(while_of_value), XS, names="x", every=3)

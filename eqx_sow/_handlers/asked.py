@@ -6,9 +6,10 @@ import dataclasses as dc
 import functools as ft
 import math
 import operator
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
@@ -64,6 +65,22 @@ jtu.register_pytree_node(
 )
 
 
+class InList(NamedTuple):
+    """A function of `(value, index)` for a mark in a list of layers. It gets the index
+    that it would get if the layers were a stack: `layers` has the number of each list
+    around, and how many of the loops are around that. It is a PyTree, as the function
+    may be."""
+
+    fn: Callable[[Any, Any], Any]
+    layers: tuple[tuple[int, int], ...]
+
+    def __call__(self, value: Any, index: tuple[Any, ...]) -> Any:
+        new = list(index)
+        for k, (n_loops, number) in enumerate(self.layers):
+            new.insert(n_loops + k, jnp.int32(number))
+        return self.fn(value, Indices(new))
+
+
 @dc.dataclass(frozen=True, kw_only=True)
 class Selector(Handler):
     """What `Collect` and `Tap` have in common: they look at the marks of one tag that
@@ -115,14 +132,14 @@ class Selector(Handler):
         """The same, without what `modes` leaves out."""
         raise NotImplementedError
 
-    def everywhere(self, found: Iterable[Found]) -> list[tuple[Site, tuple[Any, ...]]]:
-        """What is asked for of these marks, each with the equations that lead there, in
-        order of execution. That of iterations is not that of the marks: `h/0` and `k/1`
-        run before `h/2`."""
+    def everywhere(self, found: Iterable[Found]) -> list[tuple[Site, Found]]:
+        """What is asked for of these marks, each with the mark, in order of execution.
+        That of iterations is not that of the marks: `h/0` and `k/1` run before
+        `h/2`."""
         each = [(x, *one) for x in found for one in self.asked(x.site, x.loops)]
         if any(at for *_, at in each) and all(x.way for x, *_ in each):
             each.sort(key=lambda found: _when(found[0], found[2]))
-        return [(one, x.eqns) for x, one, _ in each]
+        return [(one, x) for x, one, _ in each]
 
 
 def _when(found: Found, at: Iterable[int | None]) -> list[float]:

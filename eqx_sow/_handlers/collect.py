@@ -189,7 +189,7 @@ class Collect(Selector):
             if reducer is not None and reducer.lead and values:
                 if self._has_mode(values[0].site):
                     _check_side_by_side(values, derivatives)
-        eqns = {one.name: eqns[-1] for one, eqns in self.everywhere(found)}
+        eqns = {one.name: x.eqns[-1] for one, x in self.everywhere(found)}
         states = {}
         for key, entries in by_key.items():
             reducer: Any = self.reducer(key[0])

@@ -16,19 +16,19 @@ from jax.sharding import PartitionSpec
 
 from .. import _compat
 from .._arrays import as_jax_does, leading, sharded_like, whole_along
-from .._errors import calling, SowError, takes_two
+from .._errors import SowError, takes_two
 from .._mark.primitive import edge_value, sow_p
 from .._mark.site import Site
 from .._mark.static import Const, NoTangent, numbers_in, OPERAND, SameParts
-from .._values.axes import aligned, as_operand, final_axes, for_each_lane, whole
+from .._values.axes import aligned, as_operand, final_axes, whole
 from .._values.entry import Entry, in_front, in_place, running
 from .._values.merge import own_axes
-from .._values.transform import Batched, check_all_lanes, of_one_lane
+from .._values.transform import Batched, calling_at, check_all_lanes, keeping_lanes
 from .._walk.frame import Frame
 from .._walk.handler import check_guarded, Handler
 from .._walk.rules import varying_alike
 from .._walk.sows import sites, sows
-from .asked import Indices, leave, reached
+from .asked import Indices, InList, leave, reached
 from .fixed import NotFixed, with_left
 
 
@@ -183,19 +183,19 @@ def _replaced(
         if not isinstance(planted.new, Site):
             fn = planted.new.value
             more = (Indices(iterations),) if planted.with_index else ()
-            index = (
-                ". With `with_index=True` it is called with `(value, index)`, and "
-                f"`index` has length {len(iterations)} here: one entry for each loop "
-                "around the mark, except for `while_loop`s"
-            )
             sees_all = isinstance(fn, Batched)
             apply, called = (_of_all_lanes, fn.fn) if sees_all else (_apply, fn)
-            hint = "" if sees_all else of_one_lane(site)
-            if more:
-                hint += index
-            elif takes_two(called):
-                hint += ". Pass `with_index=True` to call it with `(value, index)`"
-            with calling("function that you planted", site, hint) as watched:
+            n = len(called.layers) if isinstance(called, InList) else 0
+            index = (
+                ". With `with_index=True` it is called with `(value, index)`, and "
+                f"`index` has length {len(iterations) + n} here: one entry for each "
+                "loop around the mark, except for `while_loop`s, and one for each "
+                "list of layers, under a glob such as `blocks/*`"
+            )
+            hint = index if more else ""
+            if not more and takes_two(called):
+                hint = ". Pass `with_index=True` to call it with `(value, index)`"
+            with calling_at("function that you planted", site, fn, hint) as watched:
                 watched_fn = watched(called)
                 return apply(lambda value: watched_fn(value, *more), site, old)
         return _at_site(site, guards, arrays, planted.new, old)
@@ -313,7 +313,6 @@ def _one_along(x: Any, run: Any, axis: int, site: Site) -> Any:
 
 def _apply(fn: Callable, site: Site, values: Sequence[Any]) -> list[Any]:
     """`fn` of the value as the code at the mark sees it, for each lane."""
-    varies = site.varies[len(site.guards) :]
 
     def apply(*values):
         old = site.form.with_arrays(values)
@@ -322,7 +321,7 @@ def _apply(fn: Callable, site: Site, values: Sequence[Any]) -> list[Any]:
         NotFixed().add([site], value, values).check()
         return _only_zeros([site], value, new)
 
-    return for_each_lane(apply, site.axes, varies, varies)(*values)
+    return keeping_lanes(apply, site)(*values)
 
 
 def _of_all_lanes(fn: Callable, site: Site, old: list[Any]) -> list[Any]:

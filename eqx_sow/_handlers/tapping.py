@@ -6,7 +6,7 @@
 
 import dataclasses as dc
 import itertools as it
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -26,7 +26,7 @@ from .._values.entry import captured, Entry, in_front, running, value_of
 from .._values.transform import Batched, transformed, Value
 from .._walk.frame import Frame
 from .._walk.handler import check_guarded, Given
-from .._walk.sows import loop_of, variables
+from .._walk.sows import Found, loop_of, variables
 from .asked import leave, of_one, reached, Selector
 from .delivery import Delivery, print_event
 
@@ -220,19 +220,39 @@ def only_if(predicate: Any, fn: Callable[[], None]) -> None:
 
 
 # --- at a sow ---
-def first_count(site: Site, eqns: Sequence[Any]) -> tuple[Any, Any]:
-    """Of a sow, to which these equations lead: the key of its count, which has the mesh
-    axes of the `shard_map`s around, as each device counts for itself; and the count of
-    each before the first execution."""
-    spread = [(a, eqn.params["mesh"]) for eqn in eqns for a in _mesh_axes(eqn)]
-    zeros = np.zeros([mesh.shape[a] for a, mesh in spread], np.int32)
-    if spread:
-        # The mesh of the `shard_map` may have other types of axes than the one where
-        # the count begins, and comes back to after each part of the program.
-        around = jax.sharding.get_abstract_mesh()
-        mesh = spread[0][1] if around.empty else around
-        zeros = on_mesh(zeros, mesh, [a for a, _ in spread])
-    return (site.key, tuple(str(a) for a, _ in spread)), zeros
+# Of a count: the `Site.key`, the mesh axes around, and for that of the option `every`,
+# in a tuple, which parts of the name are the indices of layers.
+Slot = tuple[Any, tuple[str, ...], tuple[tuple[int, ...], ...]]
+
+
+def first_counts(places: Iterable[tuple[Site, Found]], every: int) -> dict[Slot, Any]:
+    """The counts before the first execution of sows: of each in all, and with `every`,
+    of each layer, since in a list each layer has a name of its own. They begin with the
+    mesh axes of the `shard_map`s around, as each device counts for itself."""
+    counts: dict[Slot, Any] = {}
+    around = jax.sharding.get_abstract_mesh()
+    for site, found in places:
+        spread = [(a, e.params["mesh"]) for e in found.eqns for a in _mesh_axes(e)]
+        devices = [mesh.shape[a] for a, mesh in spread]
+        slot = site.key, tuple(str(a) for a, _ in spread)
+        shapes: dict[Slot, list[int]] = {(*slot, ()): devices}
+        if every > 1:
+            pairs = zip(found.site.label.places, found.loops)
+            layers = [(k, n) for k, n in pairs if k is not None]
+            slot = *slot, (tuple(k for k, _ in layers),)
+            # A program with a symbolic length does not run.
+            shape = [*devices, *[n if isinstance(n, int) else 1 for _, n in layers]]
+            # Several places of one name may have stacks of different lengths.
+            before = np.shape(counts.get(slot, np.zeros(shape)))
+            shapes[slot] = list(map(max, shape, before))
+        for key, shape in shapes.items():
+            zeros = np.zeros(shape, np.int32)
+            # The mesh of the `shard_map` may have other types of axes than the one
+            # where the count begins, and comes back to after each part of the program.
+            mesh = spread[0][1] if spread and around.empty else around
+            axes = [a for a, _ in spread]
+            counts[key] = on_mesh(zeros, mesh, axes) if spread else zeros
+    return counts
 
 
 def _mesh_axes(eqn: Any) -> list[Hashable]:
@@ -245,9 +265,8 @@ def _mesh_axes(eqn: Any) -> list[Hashable]:
 
 @dc.dataclass(frozen=True, kw_only=True)
 class Tap(Selector):
-    """Sends the values of sows to the host. `Given.carry` has the counts: there is one
-    for each `Site.key` and the mesh axes around. `Given.values` are the arrays of the
-    option `extra`."""
+    """Sends the values of sows to the host. `Given.carry` has the counts, see
+    `first_counts`. `Given.values` are the arrays of the option `extra`."""
 
     options: Any
     when: SameParts
@@ -311,12 +330,12 @@ class Tap(Selector):
         given: Given,
     ) -> Given:
         """Sends one execution, if it is asked for, and is due, and counts it."""
-        slot = site.key, self.mesh
+        slot: Slot = site.key, self.mesh, ()
         count = given.carry[slot]
         extra = Value(self.extra, given.values, [()] * len(given.values))
         is_asked = reached(at, it.compress(given.iterations, self.known))
         # In which lanes, if a condition differs between these.
-        run, _ = running(site, operands)
+        run, run_varies = running(site, operands)
         executed = is_asked if run is None else any_lane(run) & is_asked
         options = self.options
 
@@ -333,17 +352,23 @@ class Tap(Selector):
                 return send_it()
             value = value_of(site, operands)
             holds = _single(predicate, site, self.extra.with_arrays(given.values))
-            value = transformed(holds, site, value, "when")
+            value = transformed(holds, site, value, run_varies, "when")
             (holds,) = value.arrays
             only_if(any_lane(holds if run is None else holds & run), send_it)
 
         # First `every`, then `when`, then the transform: what is not due costs nothing.
-        due = executed
+        due, one = executed, executed.astype(np.int32)
+        counts: dict[Slot, Any] = {slot: count + one}
         if (every := options.every) > 1:  # of any size, while the count is an int32
-            due = due & (count % np.int32(min(every, 2**31 - 1)) == 0)
+            pairs = zip(whole.places, given.iterations)
+            layers = [(k, i) for k, i in pairs if k is not None]
+            slot = site.key, self.mesh, (tuple(k for k, _ in layers),)
+            layer = tuple(i for _, i in layers)
+            of_each = jnp.asarray(given.carry[slot])
+            due = due & (of_each[layer] % np.int32(min(every, 2**31 - 1)) == 0)
+            counts[slot] = of_each.at[layer].add(one)
         only_if(due, send_when)
-        count = count + executed.astype(np.int32)
-        return given._replace(carry={**given.carry, slot: count})
+        return given._replace(carry={**given.carry, **counts})
 
 
 def _single(predicate: Callable, site: Site, extra: Any) -> Callable:

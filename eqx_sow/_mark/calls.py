@@ -39,6 +39,8 @@ class NotedCall:
     # Where some of the arrays are in the module: those that are the operands of its
     # edge.
     leaves: tuple[Path, ...] = ()
+    # The shapes that they have there.
+    shapes: tuple[tuple[Any, ...], ...] = ()
     # The module without its arrays, a `Form`.
     form: Any = None
     # What holds the module, and where it is in there: a module whose method is running,
@@ -55,10 +57,6 @@ class NotedCall:
     @property
     def is_function(self) -> bool:
         return not isinstance(self.cls, type)
-
-    @property
-    def name_of_function(self) -> str:
-        return self.value_name or self.cls.__name__
 
     def running(self) -> contextlib.AbstractContextManager[Any]:
         name = _Running(self.cls.__name__)
@@ -160,8 +158,9 @@ class Note(NamedTuple):
         article = "the function" if self.call.is_function else "a"
         article += "n" * (article == "a" and cls[0] in "AEIOU")
         callee, name = f"{article} `{cls}`", name.removesuffix(f".{what}")
-        if self.is_sow and name:
-            return f"the layer `Sow()` at `{name}` (called at {where})"
+        if self.is_sow:
+            at = f" at `{name}`" if name else ""
+            return f"the layer `Sow()`{at} (called at {where})"
         if not name:
             return f"the {what} of {callee} (called at {where})"
         return f"the {what} of `{name}` ({callee}, called at {where})"

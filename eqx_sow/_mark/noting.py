@@ -474,6 +474,7 @@ def _call(module: Any, method: str, outline: bool) -> tuple[NotedCall, Any]:
 
     def edge(operands):
         call.leaves = leaf_paths(module, operands)
+        call.shapes = tuple(x.shape for _, x in operands)
         return edge_p.bind(*(x for _, x in operands), call=call)
 
     try:

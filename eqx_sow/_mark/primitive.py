@@ -107,11 +107,20 @@ jet.jet_rules[edge_p] = lambda primals, series, **params: (
     out := edge_p.bind(*primals, **params),
     [jnp.zeros_like(out)] * len(series[0]),
 )
-# There is one edge for all lanes of a vmap.
-batching.primitive_batchers[edge_p] = lambda arrays, dims, **params: (
-    edge_p.bind(*arrays, **params),
-    None,
-)
+
+
+def _edge_batch(arrays, dims, *, lanes=(), **params):
+    """There is one edge for all lanes of a vmap. That of a call knows for each operand
+    which of its axes these are."""
+    if params:
+        each = zip(dims, lanes or [()] * len(dims))
+        params["lanes"] = tuple(
+            of if d is None else (d, *(k + (k >= d) for k in of)) for d, of in each
+        )
+    return edge_p.bind(*arrays, **params), None
+
+
+batching.primitive_batchers[edge_p] = _edge_batch
 
 
 # --- sows ---
@@ -312,6 +321,8 @@ def _sow_batch(axis_data, operands, dims, *, site):
         axis_data.size,
         n_loops,
         spec=axis_data.explicit_mesh_axis,
+        name=_compat.name_of(axis_data),
+        spmd_name=axis_data.spmd_name,
         flows_backward=site.flows_backward,
     )
     unguarded = any(c not in [g.cond for g in site.guards] for c in conds)

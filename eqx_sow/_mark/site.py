@@ -39,6 +39,10 @@ class Axis(NamedTuple):
     # without the axis is then the same in each lane. In `grad(vmap(f))` it is their
     # total; and in `grad(vmap(grad(f)))`, so is the cotangent of a cotangent.
     flows_backward: bool = False
+    # The `axis_name` and the `spmd_axis_name` of the vmap, for functions of the user's
+    # that are called at the mark.
+    name: Hashable = None
+    spmd_name: Hashable = None
 
     @property
     def kind(self) -> Hashable:

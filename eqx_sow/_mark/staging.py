@@ -11,9 +11,8 @@ import jax
 from .. import _compat
 
 
-# Another thread might find in JAX's cache what this one has just made, whose treedef is
-# not known yet.
-_making = threading.RLock()
+# The treedef of what was traced last, in this thread.
+_here = threading.local()
 
 
 def to_jaxpr(fn: Callable) -> Callable[..., tuple[Any, Any]]:
@@ -24,28 +23,33 @@ def to_jaxpr(fn: Callable) -> Callable[..., tuple[Any, Any]]:
     @ft.cache
     def flat(inputs):
         treedefs: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-        new = []
 
         def run(*leaves):
-            leaves, treedef = jax.tree.flatten(fn(*jax.tree.unflatten(inputs, leaves)))
-            new.append(treedef)
+            outs = fn(*jax.tree.unflatten(inputs, leaves))
+            leaves, _here.treedef = jax.tree.flatten(outs)
             return leaves
 
         # `jax.make_jaxpr` makes a jitted function in each call. JAX then takes thirty
         # times as long to find the jaxpr.
         jitted, make = jax.jit(run), jax.make_jaxpr(run)
 
+        # Nothing is locked in here: what is traced calls functions of the user's, such
+        # as a `transform`, which may wait for another thread.
         def call(leaves):
-            with _making:
-                closed = jitted.trace(*leaves).jaxpr
-                jaxpr, _ = _compat.open_jaxpr(closed)
-                if new:
-                    treedefs[jaxpr] = new[-1]
-                if len(closed.in_avals) > len(leaves):
-                    # Its constants are among the inputs. This is a new jaxpr each time.
-                    closed = make(*leaves)
-                new.clear()
-                return closed, treedefs[jaxpr]
+            _here.treedef = None
+            closed = jitted.trace(*leaves).jaxpr
+            jaxpr, _ = _compat.open_jaxpr(closed)
+            if _here.treedef is None and jaxpr not in treedefs:
+                # Another thread has just made it, and not come to the next line.
+                jax.make_jaxpr(lambda *leaves: run(*leaves))(*leaves)
+            if _here.treedef is not None:
+                treedefs[jaxpr] = _here.treedef
+            if len(closed.in_avals) > len(leaves):
+                # Its constants are among the inputs. This is a new jaxpr each time.
+                closed = make(*leaves)
+            # It holds what is static in the values.
+            _here.treedef = None
+            return closed, treedefs[jaxpr]
 
         return call
 

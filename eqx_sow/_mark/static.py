@@ -5,6 +5,7 @@ them."""
 import contextlib
 import contextvars
 import dataclasses as dc
+import inspect
 import sys
 import types
 import weakref
@@ -29,7 +30,8 @@ class Const:
 
     def __hash__(self):
         if not hasattr(self, "_hash"):
-            found = _hash(self.value)
+            is_structure = type(self.value) is _TreeDef
+            found = (_hash_structure if is_structure else _hash)(self.value)
             self._hash = id(self.value) if found is None else found
         return self._hash
 
@@ -98,9 +100,38 @@ def _same_structure(a: Any, b: Any) -> bool:
 
 def _hash(x: Any) -> Any:
     try:
-        return hash((type(x), x))
+        return hash((type(x), repr(x) if isinstance(x, float | complex) else x))
     except Exception:  # A user's `__hash__` may raise anything.
         return None
+
+
+def _hash_structure(treedef: Any) -> int:
+    """A hash of what a treedef holds as well. JAX's is that of the shape alone: to find
+    what was compiled for one function would be to compare it with all others."""
+    found: list[Any] = [hash(treedef)]
+
+    def node(_, held):
+        try:
+            found.append(hash(_with_hash(held)))
+        except Exception:
+            found.extend(map(_hash, held) if type(held) is tuple else [type(held)])
+
+    # It is given numbers in place of leaves.
+    treedef.walk(node, type, range(treedef.num_leaves))
+    return hash((*found,))
+
+
+def _with_hash(held: Any) -> Any:
+    """Without what Equinox says first of a function that it wraps, names and a dict of
+    annotations, and without the signature, whose hash takes as long as all the rest. It
+    is asked in each call: to try, and to catch what is raised, takes longer."""
+    if type(held) is list:  # the keys of a dict
+        return tuple(held)
+    if type(held) is tuple and held and type(held[0]) is tuple:
+        names, *rest = held
+        if names and type(names[-1]) is dict:
+            return tuple([x for x in rest if type(x) is not inspect.Signature])
+    return held
 
 
 def _is_library(cls: type) -> bool:

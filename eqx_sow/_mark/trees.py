@@ -2,6 +2,7 @@
 
 import functools as ft
 import inspect
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -18,6 +19,8 @@ class Root(str):
 
 # No `__wrapped__` tells what this is.
 _Jacobian: Any = type(eqx.filter_jacrev(lambda: None))
+# How the key `""` is written. Elsewhere, "" is no key.
+_EMPTY = "''"
 # Where something that was made of a function, or of a method, holds that.
 INNER = "__wrapped__", "__self__", "__func__", "fget", "fun"
 
@@ -73,9 +76,21 @@ def children(x: Any) -> list[tuple[str, Any]] | None:
     try:
         found = jtu.default_registry.flatten_one_level_with_keys(x)
     except ValueError:
-        # Of a variable: a dict whose keys cannot be sorted.
-        return [(str(key), y) for key, y in x.items()]
-    return found and [(keys((key,))[0], y) for key, y in found[0]]
+        # Of a variable: a dict whose keys cannot be sorted, such as 1 and "1".
+        return _apart([(str(key) or _EMPTY, y) for key, y in x.items()])
+    return found and _apart([(keys((key,))[0], y) for key, y in found[0]])
+
+
+def _apart(held: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    """The same, with numbers for further keys that are the same as strings."""
+    if len(held) == len({key for key, _ in held}):
+        return held
+    before: Counter[str] = Counter()
+    new = []
+    for key, y in held:
+        new.append((f"{key}#{before[key]}" if before[key] else key, y))
+        before[key] += 1
+    return new
 
 
 def leaf_paths(x: Any, leaves: Iterable[tuple[Any, Any]]) -> tuple[Path, ...]:
@@ -105,7 +120,9 @@ def _leads_into_wrapper(x: Any, path: Any) -> bool:
 def keys(path: Any) -> Path:
     """The keys of a path in a PyTree, as strings."""
     return tuple(
-        key.name if type(key) is jtu.GetAttrKey else jtu.keystr((key,), simple=True)
+        key.name
+        if type(key) is jtu.GetAttrKey
+        else jtu.keystr((key,), simple=True) or _EMPTY
         for key in path
     )
 
@@ -120,8 +137,28 @@ def inside(x: Any) -> list[tuple[str, Any]]:
     # The module that a method is bound to has no name.
     return [
         ("", x.func),
-        *(("" if name == "self" else Root(name), y) for name, y in named),
+        *(("", y) for name, y in named if name == "self"),
+        *beside(x.func, [(name, y) for name, y in named if name != "self"]),
     ]
+
+
+def beside(fn: Any, named: Iterable[tuple[str, Any]]) -> list[tuple[Root, Any]]:
+    """The arguments of a function, with their names. One that is called like what is in
+    the function has a number."""
+    own = own_keys(fn)
+    return [(Root(f"{name}#1" if name in own else name), x) for name, x in named]
+
+
+def own_keys(fn: Any) -> set[str]:
+    """The keys of what is in a function, if it is a module or one of its methods."""
+    found, todo = set(), [fn]
+    while todo:
+        for key, x in children(todo.pop()) or ():
+            if key:
+                found.add(key)
+            else:
+                todo.append(x)
+    return found
 
 
 def positional_names(fn: Any, n: int) -> list[str]:

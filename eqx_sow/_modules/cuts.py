@@ -9,6 +9,9 @@
 slice that keeps the axis, as `a[1:2]`, is a smaller stack, and no layer. It is not
 known which layers of the whole are in `a[::-1]`, `a[1:]` or `a[jnp.array([2, 0])]`.
 
+Nor is every entry a layer: `a[:, 1]` has a row of each of the layers. So each axis of
+an array knows which one of the source it is (`axes_after`).
+
 An index may be a number in the program, too: `jnp.take(a, 1, axis=0)` and
 `jax.lax.dynamic_index_in_dim` compute `1 if 1 >= 0 else 1 + 3` before they use it.
 """
@@ -26,17 +29,19 @@ from .._walk.sows import Way
 
 
 class Cut(NamedTuple):
-    """Entry `i` of the `n` along an axis. `way` leads to the equation. `is_open`:
-    whether the axis is still there, with a length of 1."""
+    """Entry `i` of the `n` along an axis, which is number `axis` of the source, or
+    `None` if that is not known. `way` leads to the equation. `is_open`: whether the
+    axis is still there, with a length of 1."""
 
     n: int
     i: int
+    axis: int | None = None
     way: Way = ()
     is_open: bool = False
 
     @property
-    def entry(self) -> tuple[int, int]:
-        return self[:2]
+    def entry(self) -> tuple[int, int, int | None]:
+        return self[:3]
 
 
 # What has some entries of an array, or all in another order: an entry of it is one of
@@ -74,19 +79,21 @@ def after(
         return {}, []
     along, _ = operands[0].parts or (None, ())
     shape, is_whole = eqn.invars[0].aval.shape, operands[0].is_whole
+    axis = lambda k: of[0] if len(of := operands[0].axes[k]) == 1 else None
     if name == "squeeze":
         # What JAX makes of entry 0 of 1.
-        return {}, [[Cut(1, 0, way)] * (len(p["dimensions"]) if is_whole else 0)]
+        gone = p["dimensions"] if is_whole else ()
+        return {}, [[Cut(1, 0, axis(k), way) for k in gone]]
     if name in ("unstack", "split"):
-        n = shape[p["axis"]]
-        is_entry = p["axis"] != along and n == n_outs and (n > 1 or is_whole)
-        every = [Cut(n, i, way, name == "split") for i in range(n_outs)]
-        others = [] if p["axis"] == along else [OTHER_ENTRIES]
+        k, n = p["axis"], shape[p["axis"]]
+        is_entry = k != along and n == n_outs and (n > 1 or is_whole)
+        every = [Cut(n, i, axis(k), way, name == "split") for i in range(n_outs)]
+        others = [] if k == along else [OTHER_ENTRIES]
         return {}, [[cut] if is_entry else others for cut in every]
     sizes, starts = sizes_of(eqn), _starts(eqn, operands)
     gone = p["dimension_numbers"].collapsed_slice_dims if name == "gather" else ()
     found = [
-        Cut(shape[k], start, way, k not in gone)
+        Cut(shape[k], start, axis(k), way, k not in gone)
         for k, start in sorted(starts.items())
         if sizes[k] == 1 and k != along and (shape[k] > 1 or is_whole and k in gone)
     ]
@@ -168,3 +175,74 @@ def number(eqn: Any, operands: Sequence[Any]) -> tuple[int, ...] | None:
     if compute is None or any(len(x) != size for x in numbers):
         return None
     return tuple(compute(*entries) for entries in zip(*numbers))
+
+
+# --- which axes of the source an array has ---
+# For each axis of an array, those that it was made of by reshaping: one, if it is an
+# axis of the source itself; none, if it is not known, or not from the source.
+Axes = tuple[tuple[int, ...], ...]
+
+
+def axes_of_source(x: Any) -> Axes:
+    return tuple((k,) for k in range(x.ndim))
+
+
+def same_axes(several: Sequence[Axes], ndim: int) -> Axes:
+    """The axes of what is computed of these entry by entry, the nearest one first."""
+    first = next(iter(several), ())
+    if len(first) == ndim and all(a is first for a in several):
+        return first
+    fit = [a for a in several if len(a) == ndim]
+    return tuple(next(filter(None, k), ()) for k in zip(*fit)) or ((),) * ndim
+
+
+def axes_after(eqn: Any, axes: Axes) -> Axes:
+    """The axes of what an equation makes of an operand, given those of that."""
+    p, name, shape = eqn.params, eqn.primitive.name, eqn.outvars[0].aval.shape
+    if name not in _MOVES_AXES:
+        return axes if len(axes) == len(shape) else ((),) * len(shape)
+    before = eqn.invars[0].aval.shape
+    if len(axes) != len(before):
+        return ((),) * len(shape)
+    if name == "transpose":
+        return tuple(axes[k] for k in p["permutation"])
+    if name == "reshape":
+        return _reshaped(axes, before, shape)
+    if name == "stack":
+        return (*axes[: p["axis"]], (), *axes[p["axis"] :])
+    if name == "broadcast_in_dim":
+        of = dict(zip(p["broadcast_dimensions"], zip(axes, before)))
+        there = (of.get(k, ((), -1)) for k in range(len(shape)))
+        return tuple(a if n == m else () for (a, n), m in zip(there, shape))
+    if name == "gather":
+        numbers = p["dimension_numbers"]
+        gone = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
+        left = iter([a for k, a in enumerate(axes) if k not in gone])
+        has = lambda k: k in numbers.offset_dims
+        return tuple(next(left) if has(k) else () for k in range(len(shape)))
+    gone = p["dimensions"] if name == "squeeze" else (p["axis"],)
+    return tuple(a for k, a in enumerate(axes) if k not in gone)
+
+
+_MOVES_AXES = frozenset(
+    "transpose reshape stack broadcast_in_dim gather squeeze unstack".split()
+)
+
+
+def _reshaped(axes: Axes, before: Sequence[Any], after: Sequence[Any]) -> Axes:
+    """Axes that become one are together in that; if it becomes as many again, they are
+    taken to be the same. Those of length 1 come and go."""
+    old = [(n, a) for n, a in zip(before, axes) if n != 1]
+    sizes = [n for n in after if n != 1]
+
+    def n_alike(step):
+        pairs = zip(old[::step], sizes[::step])
+        return sum(1 for _ in it.takewhile(lambda x: x[0][0] == x[1], pairs))
+
+    first = n_alike(1)
+    last = min(n_alike(-1), len(old) - first, len(sizes) - first)
+    i, j = len(old) - last, len(sizes) - last
+    of = tuple(k for _, a in old[first:i] for k in a)
+    inside = [(k,) for k in of] if len(of) == j - first else [of] * (j - first)
+    new = iter([*(a for _, a in old[:first]), *inside, *(a for _, a in old[i:])])
+    return tuple(() if n == 1 else next(new) for n in after)

@@ -5,13 +5,14 @@ input at `model/layers/0/weight`: without the path that it has in the `Linear`, 
 `model/layers/0`, which is a place that fits.
 """
 
+import itertools as it
 from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Sequence
 
 from .._mark.calls import NotedCall, Path
 from .cuts import closed, Cut, in_common
 from .places import Places, root_of
-from .sources import FAR
+from .sources import FAR, Origin
 from .visits import Visit
 
 
@@ -38,8 +39,9 @@ class Fits:
         If the `weight` of a `Linear` comes from `model/layers/0/weight`, that is
         `model/layers/0`. Of each array, the nearest sources count. The first come
         first."""
-        is_new = False
-        for leaf, array in zip(visit.call.leaves, visit.arrays):
+        is_new, is_along = False, self._is_along(visit)
+        arrays = zip(visit.call.leaves, visit.arrays, visit.lanes)
+        for leaf, array, lanes in arrays:
             found = [
                 (distance, path[:at], source)
                 for source, distance in array.distances.items()
@@ -55,7 +57,7 @@ class Fits:
                 distance, n = visit.fits.get(path, (nearest, 0))
                 visit.fits[path] = min(distance, nearest), n - 1
                 source = sources.get(path, -1)
-                cuts = self._places.slices(source, closed(array.cuts.get(source, ())))
+                cuts = self._layers(array, source, lanes, is_along)
                 visit.cuts[path] = in_common([cuts, visit.cuts.get(path, cuts)])
                 for i, cut in enumerate(cuts):
                     self._sliced[i, cut.n].add(sources[path])
@@ -64,6 +66,49 @@ class Fits:
         visit.is_made |= is_new and any(map(self._places.everywhere.get, visit.fits))
         for path, fit in visit.fits.items():
             self.best[path] = min(fit, self.best.get(path, fit))
+
+    def _layers(
+        self, array: Origin, source: int, lanes: Container[int], is_along: bool
+    ) -> tuple[Cut, ...]:
+        """The slices that are layers of a stack. The axes of that are in front of those
+        that the module has itself, if it was not stacked along another one
+        (`is_along`). In
+
+            one = jax.tree.map(lambda a: a[:, 2], blocks)
+
+        there is an axis of `blocks` in front of the one that the slice is along: that
+        is no layer. The axes of vmaps, `lanes`, do not count. What an array was
+        reshaped or repeated to has axes of other lengths."""
+        shape = self._places.array(source).shape
+        cuts = closed(array.cuts.get(source, ()))
+        own = [k for i, of in enumerate(array.axes) if i not in lanes for k in of]
+
+        def is_layer(cut):
+            if cut.axis is None or shape[cut.axis] != cut.n:
+                return False
+            return is_along or all(k > cut.axis for k in own)
+
+        known = it.takewhile(lambda cut: cut.axis is not None, cuts)
+        layers = it.takewhile(is_layer, sorted(known, key=lambda cut: cut.axis or 0))
+        # Of another array of the module, it may be another axis.
+        return tuple(cut._replace(axis=None) for cut in layers)
+
+    def _is_along(self, visit: Visit) -> bool:
+        """Whether what a module was taken out of is a stack along another axis than the
+        first, as `eqx.filter_vmap(make, out_axes=1)` makes it. If a static field of a
+        `Linear` says that it has 5 outputs, its `weight` of shape `(5, 3, 4)` is a
+        stack along the second axis."""
+        found = False
+        for shape, array in zip(visit.call.shapes, visit.arrays):
+            for source, cuts in array.cuts.items():
+                whole = self._places.array(source).shape
+                sizes = self._places.sizes(source)
+                if len(closed(cuts)) != 1 or len(whole) != len(shape) + 1:
+                    return False
+                if not sizes.issuperset(shape):
+                    return False
+                found |= not sizes.issuperset(whole[1:])
+        return found
 
     def _as_stacked(self, sources: dict[Path, int]) -> Iterable[Path]:
         """If some of these are the layers of a list, whose arrays were stacked: their

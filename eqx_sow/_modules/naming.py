@@ -17,6 +17,8 @@ An array may come from several places. `Naming._best_fit` says which of them is
 preferred, and `Naming._locate` what a module is called to which no array leads.
 """
 
+import functools as ft
+import itertools as it
 from collections import Counter, defaultdict
 from collections.abc import Container, Hashable
 from typing import Any
@@ -26,12 +28,13 @@ import equinox as eqx
 from .._errors import SowError
 from .._mark.calls import NotedCall, Path
 from .._mark.site import Label, Site
-from .._names import with_stars
+from .._names import join, with_stars
 from .._values.modes import without_order
 from .._walk.sows import Way
 from .fits import Fits
 from .places import is_internal, is_like, Places, root_of
 from .sources import FAR, TRANSPOSED
+from .spelling import numbered, Spelling, Thing
 from .visits import Mark, StackIndex, Visit, Visits
 
 
@@ -50,10 +53,15 @@ class Naming:
         self._places = places
         self._depth = depth
         self._marking = marking
-        self._classes, _ = marking.selected
+        self._classes = marking.selected[0]
         self._fits = Fits(places, seen.visits.values())
-        # By their places, the classes of modules, and functions that are captured.
-        self._class_at: dict[Path, Any] = {}
+        # By their paths, the place and the class of each module, or the function.
+        self._owner: dict[Path, tuple[Path, Any]] = {}
+        # By their names and their identities, the numbers of functions: those that are
+        # captured have theirs in the order of the option.
+        self._functions: dict[str, dict[int, int]] = defaultdict(dict)
+        for fn in marking.selected[1]:
+            self._function(fn)
         # The place of the last call of a module with arrays; and how often each place
         # was taken for one of several modules that are alike.
         self._previous: Path = ()
@@ -71,12 +79,25 @@ class Naming:
         self.roots: dict[str, None] = {}
         self.roots_of_sows: dict[str, None] = {}
 
+    @ft.cached_property
+    def _spelling(self) -> Spelling:
+        """Of the places, when all paths are known: variables have been looked at by
+        then, if something is there."""
+        return Spelling(it.chain(*self._places.everywhere.maps))
+
     def sites(self) -> dict[Way, Site]:
         """The sites that have new names."""
         marks = self._seen.marks
         for visit in self._seen.visits.values():
             self._path(visit)
-        named = {way: self._named(mark) for way, mark in marks.items()}
+        things = {
+            way: self._thing(mark)
+            for way, mark in marks.items()
+            if mark.visits and mark.site.note and self._mine(mark.site)
+        }
+        for name, thing in things.values():
+            self._spelling.add(name, thing)
+        named = {way: self._named(mark, things.get(way)) for way, mark in marks.items()}
         return {way: x for way, x in named.items() if x is not marks[way].site}
 
     # --- the places of modules ---
@@ -96,7 +117,7 @@ class Naming:
         call = visit.call
         outer = self._path(visit.running[-1]) if visit.running else None
         if call.is_function:
-            return (*(outer or ()), call.name_of_function)
+            return (*(outer or ()), call.value_name or self._function(call.cls))
         path = self._best_fit(visit, outer)
         if path is not None and self._is_sure(path, visit):
             return path
@@ -110,16 +131,26 @@ class Naming:
                 return alike
         return self._unknown(visit) if path is None else path
 
-    def _of_class(self, path: Path, call: NotedCall) -> Path:
+    def _of_class(self, place: Path, call: NotedCall) -> Path:
         """The place itself, if a module of this class is there. One of another class
         that is made of the arrays there has its class behind that. If nothing is there,
-        the first that is called has the place."""
-        while True:
+        the first that is called has the place. A function that is called like a module
+        has a number."""
+        for n in it.count():
+            more = (call.cls.__name__,) * n
+            path = numbered(place, n) if call.is_function else (*place, *more)
             there = self._places.everywhere.get(path)
-            of = call.cls if there is None else type(there)
-            if self._class_at.setdefault(path, of) is call.cls:
-                return path
-            path = (*path, call.cls.__name__)
+            is_free = there is None or not n and type(there) is call.cls
+            of = place, call.cls
+            if is_free and self._owner.setdefault(path, of) == of:
+                break
+        return path
+
+    def _function(self, fn: Any) -> str:
+        """What a function is called: `forward`, or `forward#1` for another one."""
+        alike = self._functions[fn.__name__]
+        n = alike.setdefault(id(fn), len(alike))
+        return f"{fn.__name__}#{n}" if n else fn.__name__
 
     def _indices(self, visit: Visit, path: Path) -> tuple[StackIndex, ...]:
         """Where the index stands of each slice of a stack that a module is: behind the
@@ -226,6 +257,8 @@ class Naming:
         """The class, with a number if another one of it was called before."""
         call, name = visit.call, visit.call.cls.__name__
         of_class = self._nowhere[name]
+        if not of_class and any(p[:1] == (name,) for p in self._places.everywhere):
+            of_class[None] = 0  # an argument, or a variable, is called like the class
         made = visit.arrays[0].made if visit.arrays else id(call.module)
         n = of_class.setdefault(made, len(of_class))
         name = f"{name}#{n}" if n else name
@@ -257,17 +290,38 @@ class Naming:
         return list(map(place, mark.scans))
 
     # --- the names of marks ---
-    def _name(self, visit: Visit) -> Path:
-        self._path(visit)
-        return visit.name
+    def _keys(self, visit: Visit) -> Path:
+        """The path of a module with the indices, as it is written: `blocks/2/attn` for
+        `blocks/attn`."""
+        if visit.keys is None:
+            keys = self._spelling.keys(self._path(visit))
+            for index in reversed(visit.indices):
+                keys = (*keys[: index.at], str(index.cut.i), *keys[index.at :])
+            visit.keys = keys
+        return visit.keys
 
-    def _named(self, mark: Mark) -> Site:
-        """The site of a mark, with its names."""
+    def _thing(self, mark: Mark) -> tuple[str, Thing]:
+        """What a mark of a call is of, and the name that it would have."""
+        visit, note = mark.visits[0], mark.site.note
+        assert note is not None
+        call, indices = note.call, tuple((x.at, x.cut.i) for x in visit.indices)
+        thing = Thing(self._path(visit), indices, call.method, note.what, note.scope)
+        method = () if call.method == "__call__" else (call.method,)
+        path, _ = with_stars(self._keys(visit), self._keys_to_stacks(mark))
+        name = ".".join(("/".join(path), *method, *note.what))
+        return join(note.scope, name or "."), thing
+
+    def _mine(self, site: Site) -> list[Label]:
+        """The labels that wait for a name."""
+        return [x for x in site.labels if x.name is None and x.depth == self._depth]
+
+    def _named(self, mark: Mark, thing: tuple[str, Thing] | None) -> Site:
+        """The site of a mark, with its names. `thing` is what one of a call is of."""
         site, note, modes = mark.site, mark.site.note, self._marking.modes
-        mine = [x for x in site.labels if x.name is None and x.depth == self._depth]
+        mine = self._mine(site)
         if not (mine if note else self._marking.scope and not site.scoped):
             return site
-        paths = list(dict.fromkeys(map(self._name, mark.visits)))
+        paths = list(dict.fromkeys(map(self._keys, mark.visits)))
         is_asked_for = modes is None or site.mode in map(without_order, modes)
         if is_asked_for and (len(paths) > 1 or note and not paths):
             calls = map(repr, map("/".join, paths) if paths else [note and note.call])
@@ -288,9 +342,9 @@ class Naming:
             return site._replace(labels=labels)
         if not (note.is_sow or self._chooses(note.call, path)):
             return site._replace(labels=others)
-        method = () if note.call.method == "__call__" else (note.call.method,)
-        name = ".".join(("/".join(path), *method, *note.what)) or "."
-        new = Label(name, mine[0].tag, self._depth, places).in_scope(note.scope)
+        new = Label("", mine[0].tag, self._depth, places).in_scope(note.scope)
+        assert thing is not None
+        new = new._replace(name=self._spelling.unique(*thing))
         self.roots["/".join(filter(None, (note.scope, *root_of(path))))] = None
         return site._replace(labels=(new, *others))
 

@@ -30,16 +30,18 @@ from .._frames import is_installed, is_library
 from .._mark.calls import NotedCall, Path
 from .._mark.static import OPERAND, take_apart
 from .._mark.trees import (
+    beside,
     children,
     INNER,
     inside,
     is_module,
     is_part,
+    own_keys,
     positional_names,
     Root,
     walk,
 )
-from .cuts import Cut
+from .spelling import numbered
 
 
 def root_of(path: Path) -> Path:
@@ -128,11 +130,15 @@ class Places:
         arrays = enumerate(self._arrays)
         return {i for i, x in arrays if i not in used and n in x.shape[:2]}
 
-    def slices(self, source: int, cuts: Sequence[Cut]) -> tuple[Cut, ...]:
-        """Those slices that may be of the source itself, and not of what it was
-        reshaped or repeated to: that has axes of other lengths."""
-        shape = self._arrays[source].shape if cuts else ()
-        return tuple(it.takewhile(lambda cut: cut.n in shape, cuts))
+    def array(self, source: int) -> Any:
+        return self._arrays[source]
+
+    def sizes(self, source: int) -> set[Any]:
+        """The numbers in static fields of the module that has an array, and 1."""
+        modules = (self.everywhere.get(path[:-1]) for path in self.paths(source))
+        fields = [x for m in modules if m is not None for x in vars(m).values()]
+        each = (x if type(x) is tuple else (x,) for x in fields)
+        return {1, *(n for n in it.chain(*each) if type(n) is int)}
 
     def alike(self, call: NotedCall) -> list[Path]:
         """The places of the modules that are like that of a call."""
@@ -167,21 +173,7 @@ def roots(fn: Any, args: tuple, kwargs: dict) -> list[tuple[Path, Any]]:
     is called like a field, as in `def distance(self, net, x): return self.net(x) -
     net(x)`, is at `net#1`."""
     named = [*zip(positional_names(fn, len(args)), args), *sorted(kwargs.items())]
-    own = _own_keys(fn)
-    root = lambda name: Root(f"{name}#1" if name in own else name)
-    return [((), fn), *(((root(name),), x) for name, x in named)]
-
-
-def _own_keys(fn: Any) -> set[str]:
-    """The keys of what is in a function, if it is a module or one of its methods."""
-    found, todo = set(), [fn]
-    while todo:
-        for key, x in children(todo.pop()) or ():
-            if key:
-                found.add(key)
-            else:
-                todo.append(x)
-    return found
+    return [((), fn), *(((name,), x) for name, x in beside(fn, named))]
 
 
 def reachable(roots: Sequence[tuple[Path, Any]]) -> Iterator[tuple[Path, Any]]:
@@ -197,9 +189,11 @@ def reachable(roots: Sequence[tuple[Path, Any]]) -> Iterator[tuple[Path, Any]]:
     # What has each name, by its `id`, in the order in which it was found.
     of_name: dict[str, dict[int, int]] = defaultdict(dict)
     for path, x in roots:
-        for key in path or _own_keys(x):
+        for key in path or own_keys(x):
             name, _, n = key.partition("#")
             of_name[name][id(x)] = int(n or 0)
+    # The same, of what is in one variable.
+    of_key: dict[tuple[int, Path], dict[int, int]] = defaultdict(dict)
     todo = [(path, id(x), x) for path, x in roots][::-1]
     while todo:
         path, variable, x = todo.pop()
@@ -213,11 +207,18 @@ def reachable(roots: Sequence[tuple[Path, Any]]) -> Iterator[tuple[Path, Any]]:
         if id(x) not in seen or is_module(x):
             seen[id(x)] = x
             is_variable = isinstance(x, types.FunctionType) or type(x) is ft.partial
-            for key, y in list(_held(x))[::-1]:
-                if key and is_variable:
-                    todo.append(((Root(key),), id(y), y))
+            found = []
+            for key, y in _held(x):
+                if not key:
+                    found.append((path, variable, y))
+                elif is_variable:
+                    found.append(((Root(key),), id(y), y))
                 else:
-                    todo.append(((*path, key) if key else path, variable, y))
+                    # An object and its class may have different attributes of one name.
+                    alike = of_key[variable, (*path, key)]
+                    n = alike.setdefault(id(y), len(alike))
+                    found.append((numbered((*path, key), n), variable, y))
+            todo += found[::-1]
 
 
 _PLAIN = frozenset((type(None), bool, int, float, complex, str, bytes))

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from .._walk.sows import Way
 from . import cuts as _cuts
-from .cuts import Cut, Cuts
+from .cuts import Axes, axes_after, Cut, Cuts, same_axes
 
 
 # What moves numbers and leaves them as they are, more or less. (Some edges come out of
@@ -50,7 +50,7 @@ class Origin(NamedTuple):
     each branch, with what made the index. `parts`: if it is a concatenation, the axis,
     and what it consists of. `cuts`: which entries it is of its sources. `number`: its
     entries, if it is an index that is a constant. `is_whole`: whether it is a source,
-    with all its axes.
+    with all its axes. `axes`: which axes of the source it has.
     """
 
     distances: Mapping[int, int] = {}
@@ -61,6 +61,7 @@ class Origin(NamedTuple):
     cuts: Cuts = {}
     number: tuple[int, ...] | None = None
     is_whole: bool = False
+    axes: Axes = ()
 
     def cut(self, more: Sequence[Cut]) -> "Origin":
         """The same after some slices."""
@@ -84,13 +85,14 @@ class Origin(NamedTuple):
     def along(self, more: int) -> "Origin":
         """The same with so many more axes in front. With one less, it is a slice, which
         is not of some of the parts if they are along that axis."""
+        axes = ((),) * more + self.axes[max(-more, 0) :]
         if self.parts is None:
-            return self
+            return self._replace(axes=axes)
         axis, parts = self.parts
         if axis + more < 0:
-            return self._replace(parts=None)
+            return self._replace(parts=None, axes=axes)
         return self._replace(
-            parts=(axis + more, [(n, x.along(more)) for n, x in parts])
+            parts=(axis + more, [(n, x.along(more)) for n, x in parts]), axes=axes
         )
 
 
@@ -110,8 +112,12 @@ def one_of(values: Sequence[Origin], step: int = 0, made: Hashable = None) -> Or
         nearest = sorted(distances.items(), key=lambda item: item[1])
         distances = dict(nearest[:_NEAREST])
     edges = dict.fromkeys(e for v in values for e in v.edges)
+    axes = values[0].axes if values else ()
+    if any(v.axes != axes for v in values):
+        near = sorted(values, key=lambda v: min(v.distances.values(), default=FAR))
+        axes = same_axes([v.axes for v in near], max(len(v.axes) for v in values))
     cuts = _cuts_of(values, distances, step) if any(v.cuts for v in values) else {}
-    return Origin(distances, made, tuple(edges), cuts=cuts)
+    return Origin(distances, made, tuple(edges), cuts=cuts, axes=axes)
 
 
 def _cuts_of(
@@ -154,7 +160,7 @@ def outputs_of(eqn: Any, operands: Sequence[Origin], way: Way) -> list[Origin]:
         operands = arrays or operands
     step = _STEPS.get(name, CHANGED)
     axis, outs = _in_pieces(eqn, operands, starts)
-    found = [_of_pieces(axis, pieces, step, way) for pieces in outs]
+    found = [_of_pieces(axis, pieces, step, way, eqn) for pieces in outs]
     if number is not None:
         return [x._replace(number=number) for x in found]
     if any(more):
@@ -168,13 +174,18 @@ def outputs_of(eqn: Any, operands: Sequence[Origin], way: Way) -> list[Origin]:
 _Pieces = Sequence[tuple[int, Sequence[Origin]]]
 
 
-def _of_pieces(axis: int, pieces: _Pieces, step: int = 0, way: Way = ()) -> Origin:
+def _of_pieces(
+    axis: int, pieces: _Pieces, step: int = 0, way: Way = (), eqn: Any = None
+) -> Origin:
     """The value that consists of these pieces along an axis, each of which one equation
     computes. Mostly there is one piece."""
     parts = [
         (n, one_of(xs, step, xs[0].made if xs and not step else way))
         for n, xs in pieces
     ]
+    if eqn is not None:
+        moved = lambda x: x._replace(axes=axes_after(eqn, x.axes))
+        parts = [(n, moved(x)) for n, x in parts]
     if len(parts) == 1:
         return parts[0][1]
     made = parts[0][1].made if parts else None

@@ -23,7 +23,7 @@ from .._mark.site import Site
 from .._walk.edges import primals_of
 from .._walk.flow import Domain, Here
 from .._walk.sows import Way
-from .cuts import Cut, number_of, OTHER_ENTRIES
+from .cuts import axes_of_source, Cut, number_of, OTHER_ENTRIES
 from .places import Places
 from .sources import in_order, Origin, outputs_of, undecided
 
@@ -37,6 +37,8 @@ class Visit:
     call: NotedCall
     # The operands of its edge.
     arrays: Sequence[Origin]
+    # For each of them, which axes are those of vmaps.
+    lanes: Sequence[tuple[int, ...]]
     # The modules whose methods are running, from outside in.
     running: "list[Visit]"
     # The rest is filled in by `naming.py`. For each place to which arrays lead, how
@@ -51,15 +53,8 @@ class Visit:
     path: Path | None = None
     # Which entries of stacks the module is in, from left to right in the path.
     indices: "tuple[StackIndex, ...]" = ()
-
-    @property
-    def name(self) -> Path:
-        """The path with the indices: `blocks/2/attn` of `blocks/attn`."""
-        assert self.path is not None
-        name = self.path
-        for index in reversed(self.indices):
-            name = (*name[: index.at], str(index.cut.i), *name[index.at :])
-        return name
+    # The path as it is written, with these.
+    keys: Path | None = None
 
 
 class StackIndex(NamedTuple):
@@ -106,7 +101,8 @@ class Visits(Domain):
         return [self._at_source(i) for i in range(self._places.n_inputs)]
 
     def _at_source(self, source: int) -> Origin:
-        return Origin({source: 0}, ("source", source), is_whole=True)
+        axes = axes_of_source(self._places.array(source))
+        return Origin({source: 0}, ("source", source), is_whole=True, axes=axes)
 
     def constant(self, x, aval):
         if not getattr(x, "shape", None) and not eqx.is_array(x):
@@ -147,7 +143,8 @@ class Visits(Domain):
             return [Origin(edges=(here.way,)), *operands[1:]]
         if primitive is edge_p and eqn.params:
             call = eqn.params["call"]
-            visit = Visit(call, operands, self._running(eqn, here))
+            lanes = eqn.params.get("lanes", [()] * len(operands))
+            visit = Visit(call, operands, lanes, self._running(eqn, here))
             self.visits[here.way] = self._latest[call] = visit
             return [Origin(edges=(here.way,))]
         return outputs_of(eqn, operands, here.way)

@@ -2,7 +2,8 @@
 
 import contextlib
 import dataclasses as dc
-from collections.abc import Iterator, Mapping, Sequence
+import itertools as it
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,11 +12,13 @@ import numpy as np
 
 from .._errors import SowError, UnknownSowError
 from .._frames import api_boundary
-from .difference import difference, is_key, Numbers, together, Tolerance
+from .difference import difference, Numbers, together, Tolerance
+from .flat import by_name, is_mode, places_of
 from .intermediates import Intermediates
-from .leaves import is_numeric, is_state, type_of
+from .leaves import is_key, is_numeric, type_of
 from .nodes import modes_in_order
-from .rows import check_no_tracers, Leaf, leaves_of, mark_first, Row
+from .pairs import as_compared, by_place, is_leaf, is_left_out, Leaves, pairs, Static
+from .rows import check_no_tracers, is_whole, leaves_of, mark_first, Row
 from .summarize import Summary
 from .table import Table
 
@@ -71,26 +74,34 @@ def compare(
     - `beyond`: how many entries differ by more than `atol + rtol * abs(reference)`, if
         any. Entries that are not finite in only one of the two are beyond, as are all
         entries if the shapes differ. Entries that are NaN in both, or the same
-        infinity, are not. Keys are equal or beyond.
+        infinity, are not. Integers, booleans and keys are beyond if they are not equal.
 
     An arrow marks the row with the first entry beyond the tolerance, in order of
     execution, as in [`eqx_sow.tabulate`][]: in a loop, of the earliest iteration; for
-    cotangents, from the bottom row upwards. Names that only one of the two has are
-    listed below.
+    cotangents, from the bottom row upwards. Names and modes that only one of the two
+    has are listed below, without an arrow. If both should have the same, also write
+    `assert a.flat().keys() == b.flat().keys()`.
 
-    Entries that are not finite are left out of `largest`, `norm` and `cosine`. Leaves
-    that are not arrays are ignored. A [`eqx_sow.Summary`][] is compared by its
-    statistics. The numbers are computed where the values are: values on a CPU are read
-    in place, others on their device. Values may be spread over several processes: then
-    all of them must call `compare`.
+    Entries that are not finite are left out of `largest`, `norm` and `cosine`. Python
+    numbers, and lists of them, are compared as arrays. Other leaves have a row if they
+    differ: strings that are not equal, functions and classes of different names,
+    objects of different classes. So has a leaf that only one of the two values has.
+    Whether it is in a tuple or in a list does not count. A [`eqx_sow.Summary`][] is
+    compared by its statistics.
+
+    The numbers are computed where the values are: values on a CPU are read in place,
+    others on their device. 64-bit NumPy arrays that would be rounded there are compared
+    on the host. Values may be spread over several processes: then all of them must call
+    `compare`.
 
     **Arguments:**
 
     - `intermediates`: what [`eqx_sow.save_intermediates`][] returned, or any
         `{name: array}`. If both are plain dicts, the order is that of the first.
     - `reference`: what another capture returned; or a mapping `{name: array}`, which
-        is compared with the primals. Keys may be those of `flat()`, as in a file:
-        `"layers/0/cotangent"`. Arrays may be NumPy's, or anything that
+        is compared with the primals. Keys may be those of `flat()`, as in a file
+        (`numpy.savez`, safetensors, JSON): `"layers/0/cotangent"`. Leaves that `flat()`
+        leaves out are not compared then. Arrays may be NumPy's, or anything that
         `numpy.asarray` takes, such as PyTorch's detached tensors. If one of the two
         has a stack of layers (`"blocks/*/attn"`) where the other has a list
         (`"blocks/0/attn"`), the stack is taken apart, by
@@ -134,8 +145,12 @@ def compare(
                 "second output of `save_intermediates`, or a mapping "
                 f"`{{name: array}}`, not {type(given).__name__}."
             )
+    # A file is read once.
+    first, second = _held(intermediates), _held(reference)
+    for given in (first, second):
         check_no_tracers("compare", given)
-    a, b = _alike(_by_mode(intermediates), _by_mode(reference))
+    x, y = _by_mode(first, second), _by_mode(second, first)
+    x.values, y.values = a, b = _alike(x.values, y.values)
     there = lambda x: {(name, mode) for name, modes in x.items() for mode in modes}
     both = there(a) & there(b)
     if not both and (a or b):
@@ -155,11 +170,18 @@ def compare(
     is_sorted = [not isinstance(x, Intermediates) for x in (intermediates, reference)]
     lead = b if is_sorted == [True, False] else a
     ordered = [(n, m) for n in lead for m in lead[n] if (n, m) in both]
-    rows = [row for key in ordered for row in _rows(a, b, *key, of_first=lead is a)]
+    lacking = {key: _lacking(x, y, *key) for key in ordered}
+    rows = [
+        row
+        for key in ordered
+        for row in _rows(x, y, *key, {*it.chain(*lacking[key])}, of_first=lead is a)
+    ]
     _fill(rows, (rtol, atol))
     mark_first(rows)
-    ways = ((a, b, "first"), (b, a, "second"))
-    below = [_only_in(x, other, both, of) for x, other, of in ways]
+    below = [
+        _only_in(of, values, both, {key: n[i] for key, n in lacking.items()})
+        for i, (of, values) in enumerate((("first", a), ("second", b)))
+    ]
     cells = [row.cells() for row in rows]
     table = Comparison.of(_COLUMNS, cells, "\n".join(filter(None, below)))
     table.first = next(((x.of, x.mode) for x in rows if x.is_first), None)
@@ -167,47 +189,83 @@ def compare(
 
 
 # --- what is compared ---
-def _by_mode(given: Mapping[str, Any]) -> Intermediates:
+@dc.dataclass
+class _Side:
+    """One of the two. `is_flat`: it has the arrays of a flat dict; `is_ours`: all that
+    was captured, else the values of another library."""
+
+    values: Intermediates
+    is_flat: bool = False
+    is_ours: bool = True
+
+    def leaves(self, name: Any, mode: str) -> Leaves:
+        if mode not in self.values.get(name, ()):
+            return {}
+        every = lambda x: True
+        found = leaves_of(self.values, name, mode, is_leaf, selected=every)
+        return by_place(found, self.is_flat)
+
+    def runs(self, name: Any, mode: str) -> set[str]:
+        """Those that have a value, of a name that runs several times."""
+        return {place.split("/")[0] for place in self.leaves(name, mode)}
+
+    def all_runs(self, name: Any, mode: str) -> set[str]:
+        value = self.values[name][mode]
+        if type(value) is tuple:
+            return {str(i) for i in range(len(value))}
+        return self.runs(name, "primal")
+
+    def lacks(self, x: Any) -> bool:
+        """Whether it has no such leaf, whatever ran."""
+        return not self.is_ours and is_left_out(x, self.is_flat)
+
+
+def _held(given: Mapping[str, Any]) -> dict[str, Any]:
+    if not isinstance(given, Intermediates):
+        return dict(given)
+    if all(isinstance(modes, Mapping) for modes in given.values()):
+        return given
+    return dict(given)
+
+
+def _by_mode(given: Mapping[str, Any], other: Mapping[str, Any]) -> _Side:
     """`{name: {mode: value}}`, also of a plain `{name: value}`."""
     if isinstance(given, Intermediates):
-        return given
-    is_modes = lambda x: isinstance(x, Mapping) and x and all(map(_is_mode, x))
-    # One by one: JAX sorts the keys of a dict.
-    arrays = [jtu.tree_map(_as_array, x, is_leaf=is_state) for x in given.values()]
-    flat = [key for k in given if (key := _taken_apart(k)) is not None]
-    if len(flat) < len(arrays):
-        each = (modes_in_order(x) if is_modes(x) else {"primal": x} for x in arrays)
-        return Intermediates(zip(given, each))
-    by_mode: dict[str, dict[str, Any]] = {}
-    for (name, mode, inside), x in zip(flat, arrays):
-        modes = by_mode.setdefault(name, {})
-        if inside:
-            modes.setdefault(mode, {})[inside] = x
-        else:
-            modes[mode] = x
-    return Intermediates(by_mode)
+        return _Side(given)
+    have_modes = {k for k, x in given.items() if _has_modes(x, other.get(k))}
+    places = None
+    if not have_modes:
+        places = places_of(given, other, are_flat=not _is_structured(other))
+    if places is not None:
+        # Not a plain dict, since JAX sorts its keys.
+        ordered = lambda parts: parts[""] if [*parts] == [""] else Intermediates(parts)
+        by_mode = {
+            name: {mode: ordered(parts) for mode, parts in modes.items()}
+            for name, modes in by_name(given, places)
+        }
+        return _Side(Intermediates(by_mode), is_flat=True, is_ours=False)
+    each = {
+        k: modes_in_order(x) if k in have_modes else {"primal": x}
+        for k, x in given.items()
+    }
+    return _Side(Intermediates(each), is_ours=bool(have_modes))
 
 
-def _taken_apart(key: Any) -> tuple[str, str, str] | None:
-    """Name, mode and path of a key of `Intermediates.flat()`, if it may be one:
-    `layers/0/cotangent/rms` is `rms` of the cotangent of `layers/0`."""
-    parts = key.split("/") if isinstance(key, str) else []
-    at = next((i for i, part in enumerate(parts) if i and _is_mode(part)), None)
-    if at is None:
-        return None
-    return "/".join(parts[:at]), parts[at], "/".join(parts[at + 1 :])
+def _is_structured(x: Mapping[str, Any]) -> bool:
+    return isinstance(x, Intermediates) or any(map(_are_modes, x.values()))
 
 
-def _is_mode(key: Any) -> bool:
-    modes = {"primal", "tangent", "cotangent"}
-    return key == "count" or isinstance(key, str) and modes >= {*key.split(".")}
+def _are_modes(x: Any) -> bool:
+    return isinstance(x, Mapping) and bool(x) and all(map(is_mode, x))
 
 
-def _as_array(x: Any) -> Any:
-    """Such as a tensor of PyTorch, which is a leaf to JAX."""
-    if hasattr(x, "dtype") and hasattr(x, "__array__") and not isinstance(x, jax.Array):
-        return np.asarray(x)
-    return x
+def _has_modes(x: Any, other: Any) -> bool:
+    """Whether a dict is that of the modes of a name. `{"count": 3}` may be a value."""
+    if not _are_modes(x):
+        return False
+    value = other.get("primal") if _are_modes(other) else None
+    is_value = isinstance(value, Mapping) and {*value} == {*x}
+    return not is_value or isinstance(x.get("primal"), Mapping)
 
 
 def _alike(a: Intermediates, b: Intermediates) -> tuple[Intermediates, Intermediates]:
@@ -224,24 +282,31 @@ def _alike(a: Intermediates, b: Intermediates) -> tuple[Intermediates, Intermedi
     return min(ways, key=lambda way: len(way[0].keys() ^ way[1].keys()))
 
 
+_Runs = Mapping[tuple[str, str], Collection[str]]
+
+
 def _only_in(
-    x: Intermediates, other: Intermediates, both: set[tuple[str, str]], which: str
+    which: str, x: Intermediates, both: set[tuple[str, str]], runs: _Runs
 ) -> str:
     more = {n: [m for m in modes if (n, m) not in both] for n, modes in x.items()}
-    for name, mode in [(n, m) for n in x for m in x[n] if (n, m) in both]:
-        for i in _runs_only_in(x[name][mode], other[name][mode], mode):
+    for (name, mode), some in runs.items():
+        for i in sorted(some, key=int):
             more.setdefault(f"{name}[{i}]", []).append(mode)
     names = [f"{n} ({', '.join(modes)})" for n, modes in more.items() if modes]
     return f"Only in the {which}: {', '.join(names)}" if names else ""
 
 
-def _runs_only_in(x: Any, other: Any, mode: str) -> list[int]:
-    """Of several runs of a name, those of which only `x` has a derivative. Whether
-    there is one depends on what else is in the loop, as for a name that runs once."""
-    if mode in ("primal", "count") or not type(x) is type(other) is tuple:
-        return []
-    pairs = enumerate(zip(x, other))
-    return [i for i, (mine, its) in pairs if mine is not None and its is None]
+def _lacking(x: _Side, y: _Side, name: str, mode: str) -> tuple[set[str], set[str]]:
+    """Of several runs of a name, those of which only `x`, and those of which only `y`
+    has a derivative. Whether there is one depends on what else is in the loop, as for a
+    name that runs once."""
+    known = (side.values._known.of(name, mode) for side in (x, y))
+    if mode in ("primal", "count") or not any(isinstance(k, list) for k in known):
+        return set(), set()
+    of_x, of_y = x.runs(name, mode), y.runs(name, mode)
+    return (of_x - of_y) & y.all_runs(name, mode), (of_y - of_x) & x.all_runs(
+        name, mode
+    )
 
 
 # --- rows ---
@@ -292,33 +357,27 @@ class _Row(Row):
 
 
 def _rows(
-    a: Intermediates, b: Intermediates, name: str, mode: str, of_first: bool
-) -> Iterator[_Row]:
-    """`of_first`: whether the order of execution is that of the first of the two."""
-    mine, others = leaves_of(a, name, mode), leaves_of(b, name, mode)
-    if len(mine) == len(others) == 1:
-        # `(x,)` is compared with `x`.
-        others = dict(zip(mine, others.values()))
-    ways = ((a, b), (b, a))
-    lacking = {
-        jtu.SequenceKey(i)
-        for x, y in ways
-        for i in _runs_only_in(x[name][mode], y[name][mode], mode)
-    }
-    every = {**mine, **others}
-    for path, leaf in every.items():
-        if is_state(leaf.x) or {*path[:1]} & lacking:
+    x: _Side, y: _Side, name: str, mode: str, without: set[str], of_first: bool
+) -> list[_Row]:
+    """`without` are runs that are left out. `of_first`: whether the order of execution
+    is that of the first of the two."""
+    rows = []
+    both = x.leaves(name, mode), y.leaves(name, mode)
+    for place, label, p, q in pairs(*both, are_ours=x.is_ours and y.is_ours):
+        if place.split("/")[0] in without:
             continue
-        x, y = (leaves.get(path, Leaf(None)) for leaves in (mine, others))
-        yield _Row(
-            mode,
-            f"{name}{jtu.keystr(path)}" if len(every) > 1 else str(name),
-            x.axes or y.axes or x.axes,
-            x.when if of_first else y.when,
-            of=name,
-            a=x.x,
-            b=y.x,
-        )
+        if p.x is None and x.lacks(q.x) or q.x is None and y.lacks(p.x):
+            continue
+        a, b = as_compared(p.x, q.x)
+        if isinstance(a, Static) and isinstance(b, Static) and a.key == b.key:
+            continue
+        when = p.when if of_first else q.when
+        # `None`: they are not known any more.
+        axes = p.axes or q.axes or p.axes
+        rows.append(_Row(mode, f"{name}{label}", axes, when, of=name, a=a, b=b))
+    if len(rows) == 1 and not without:
+        rows[0].name = str(name)
+    return rows
 
 
 def _fill(rows: Sequence[_Row], tolerance: Tolerance) -> None:
@@ -340,14 +399,22 @@ def _fill(rows: Sequence[_Row], tolerance: Tolerance) -> None:
 
 def _form(x: Any) -> Any:
     """What two must have in common to be compared."""
+    if isinstance(x, Static):
+        return Static, x.key
     if isinstance(x, Summary):
         return Summary, np.shape(x.size), x.edges
-    return is_numeric(x), np.shape(x), x.dtype if is_key(x) else None
+    if x is None or is_whole(x):
+        return type(x), None
+    return np.shape(x), x.dtype if is_key(x) else None
 
 
 def _said(x: Any) -> str:
+    if isinstance(x, Static):
+        return x.shown
     if isinstance(x, Summary):
         return f"summary{list(np.shape(x.size)) or ''}"
+    if is_whole(x):
+        return "state"
     return "nothing" if x is None else type_of(x)
 
 

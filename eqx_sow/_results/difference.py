@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .at_hand import any_along, can_be_read, pieces
+from .at_hand import any_along, can_be_read, is_at_hand, pieces
 from .blocks import in_blocks
-from .on_device import computed
+from .leaves import is_key
+from .on_device import computed, itself
 
 
 class Numbers(NamedTuple):
@@ -28,10 +29,12 @@ Tolerance = tuple[Any, Any]
 
 
 def together(parts: Sequence[Numbers]) -> Numbers:
-    scales = [float(p.scale) ** 2 for p in parts]
-    total = lambda k: sum(float(p.sums[k]) * s for p, s in zip(parts, scales))
+    # The norm of numbers near the largest ones is infinite: the table has none.
+    with np.errstate(over="ignore"):
+        scales = [np.float64(p.scale) ** 2 for p in parts]
+        total = lambda k: sum(float(p.sums[k]) * s for p, s in zip(parts, scales))
+        sums = total(0), total(1), total(2)
     largest = max(float(p.largest) for p in parts)
-    sums = total(0), total(1), total(2)
     return Numbers(largest, sums, sum(int(p.beyond) for p in parts))
 
 
@@ -45,32 +48,84 @@ def _beyond(x: Any, y: Any, tolerance: Tolerance, xp: Any) -> Any:
     return xp.where(both, xp.abs(x - y) > atol + rtol * xp.abs(y), ~same)
 
 
-def _of_entries(x: Any, y: Any, scale: Any, xp: Any) -> tuple[Any, tuple[Any, ...]]:
-    """Of each entry, the difference, and what is summed."""
+def _off(x: Any, y: Any, xp: Any) -> Any:
     both = xp.isfinite(x) & xp.isfinite(y)
-    x, y = xp.where(both, x, 0), xp.where(both, y, 0)
-    off = xp.abs(x - y)
-    x, y = x / scale, y / scale
-    return off, (xp.abs(x) ** 2, xp.abs(y) ** 2, (x * xp.conj(y)).real)
+    return xp.abs(xp.where(both, x, 0) - xp.where(both, y, 0))
+
+
+def _summed(x: Any, y: Any, scale: Any, xp: Any) -> tuple[Any, ...]:
+    both = xp.isfinite(x) & xp.isfinite(y)
+    x, y = xp.where(both, x, 0) / scale, xp.where(both, y, 0) / scale
+    return xp.abs(x) ** 2, xp.abs(y) ** 2, (x * xp.conj(y)).real
+
+
+def _are_integers(a: Any, b: Any) -> bool:
+    return all(z.dtype == bool or jnp.issubdtype(z.dtype, jnp.integer) for z in (a, b))
+
+
+def _of_integers(x: Any, y: Any, wide: Any, xp: Any) -> tuple[Any, Any]:
+    """The difference of each two, as far as a float can hold it, and whether there is
+    one. `wide` are the longest integers, signed and unsigned, and the longest float.
+
+    With its sign in front, an integer of any type fits into the unsigned one, modulo
+    2**32 or 2**64. There, two of the same sign are in the same order, and their
+    difference is what it is."""
+    signed, unsigned, real = wide
+    bits, below, size = [], [], []
+    for z in (x, y):
+        has_sign = jnp.issubdtype(z.dtype, jnp.signedinteger)
+        z = z.astype(signed) if has_sign else z.astype(unsigned)
+        below.append(z < 0 if has_sign else xp.zeros_like(z, bool))
+        bits.append(z.astype(unsigned))
+        size.append(xp.abs(z.astype(real)))
+    (u, v), apart = bits, below[0] != below[1]
+    off = xp.where(u > v, u - v, v - u).astype(real)
+    return xp.where(apart, size[0] + size[1], off), apart | (u != v)
 
 
 def _keys(x: Any, y: Any, xp: Any) -> tuple[Any, Any]:
-    """Keys that differ as numbers that do, whatever the tolerance is."""
+    """Which keys differ, and what they would be if they did not."""
     a, b = (xp.asarray(jax.random.key_data(k)) for k in (x, y))
     off = xp.any(a != b, tuple(range(x.ndim, a.ndim)))
-    return xp.where(off, np.float32(np.nan), 0), xp.zeros(x.shape, np.float32)
-
-
-def is_key(x: Any) -> bool:
-    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return off, xp.zeros_like(off)
 
 
 def difference(
     a: Any, b: Any, tolerance: Tolerance, time: tuple[int, ...]
 ) -> tuple[Numbers, Any]:
     """Starts to compute them; and where some entries are beyond, along these axes."""
-    of_pair = _read if can_be_read((a, b)) else _on_device
-    return of_pair(a, b, tolerance, time)
+    if can_be_read((a, b)):
+        return _read(a, b, tolerance, time)
+    if not is_key(a):
+        a, b = _narrowed(a), _narrowed(b)
+        if not _fit(a, b):
+            return _read(_fetched(a), _fetched(b), tolerance, time)
+    return _on_device(a, b, tolerance, time)
+
+
+def _narrowed(x: Any) -> Any:
+    """An array of the host, in 32 bits if those are all that JAX has, and nothing is
+    lost."""
+    dtype = jax.dtypes.canonicalize_dtype(x.dtype)
+    if isinstance(x, jax.Array) or x.dtype == dtype:
+        return x
+    with np.errstate(all="ignore"):
+        narrow = x.astype(dtype)
+        is_same = np.all((narrow == x) | ((narrow != narrow) & (x != x)))
+    return narrow if is_same else x
+
+
+def _fit(a: Any, b: Any) -> bool:
+    """Whether a device has numbers that hold all of these."""
+    known = all(jax.dtypes.canonicalize_dtype(x.dtype) == x.dtype for x in (a, b))
+    long = [_are_integers(x, x) and x.dtype.itemsize >= 4 for x in (a, b)]
+    return known and (_are_integers(a, b) or not any(long))
+
+
+def _fetched(x: Any) -> Any:
+    if not isinstance(x, jax.Array):
+        return x
+    return np.asarray(x) if is_at_hand(x) else np.asarray(computed(itself, x))
 
 
 # How many entries NumPy takes at once, so that they stay in the cache.
@@ -83,16 +138,21 @@ def _read(
     """Of arrays in the memory of the host, in float64."""
     a, b = _keys(a, b, np) if is_key(a) else (a, b)
     bad = np.zeros([np.shape(a)[k] for k in time], bool)
-    whole, parts = np.asarray(b), [Numbers()]
+    whole, parts, are_integers = np.asarray(b), [Numbers()], _are_integers(a, b)
     for index, mine in pieces(a):
         flat, other, beyond = mine.reshape(-1), whole[index].reshape(-1), []
         for start in range(0, flat.size, _AT_ONCE):
             here = slice(start, start + _AT_ONCE)
             x, y = _wide(flat[here]), _wide(other[here])
-            off, (xx, yy, xy) = _of_entries(x, y, 1.0, np)
-            beyond.append(_beyond(x, y, tolerance, np))
-            sums = np.sum(xx), np.sum(yy), np.sum(xy)
-            parts.append(Numbers(np.max(off), sums, np.sum(beyond[-1])))
+            with np.errstate(over="ignore"):
+                if are_integers:
+                    wide = np.int64, np.uint64, np.float64
+                    off, far = _of_integers(flat[here], other[here], wide, np)
+                else:
+                    off, far = _off(x, y, np), _beyond(x, y, tolerance, np)
+                xx, yy, xy = map(np.sum, _summed(x, y, 1.0, np))
+            beyond.append(far)
+            parts.append(Numbers(np.max(off), (xx, yy, xy), np.sum(far)))
         far = np.concatenate([np.zeros(0, bool), *beyond]).reshape(mine.shape)
         bad[tuple(index[k] for k in time)] |= any_along(far, time)
     return together(parts), bad
@@ -140,14 +200,18 @@ def _difference(time: tuple[int, ...]) -> Callable[..., tuple[Numbers, jax.Array
         # So that no square overflows.
         scale = jnp.max(jnp.maximum(size[0], size[1]), initial=0)
         scale = jnp.where(scale > 0, scale, 1)
-        far = _beyond(x, y, tolerance, jnp)
+        if _are_integers(a, b):
+            wide = *map(jax.dtypes.canonicalize_dtype, (np.int64, np.uint64)), dtype
+            off, far = _of_integers(a, b, wide, jnp)
+        else:
+            off, far = _off(x, y, jnp), _beyond(x, y, tolerance, jnp)
         bad = jnp.any(far, [k for k in range(far.ndim) if k not in time])
         (x, block), (y, _) = in_blocks(x), in_blocks(y)
-        off, (xx, yy, xy) = _of_entries(x, y, scale.astype(dtype), jnp)
-        total = lambda z: jnp.sum(jnp.sum(z, block))
-        sums = total(xx), total(yy), total(xy)
+        summed = _summed(x, y, scale.astype(dtype), jnp)
+        xx, yy, xy = (jnp.sum(jnp.sum(z, block)) for z in summed)
         beyond = jnp.sum(far, dtype=np.uint32)
-        return Numbers(jnp.max(off, initial=0), sums, beyond, scale), bad
+        largest = jnp.max(off, initial=0)
+        return Numbers(largest, (xx, yy, xy), beyond, scale), bad
 
     return fn
 

@@ -3,24 +3,22 @@
 import dataclasses as dc
 import re
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
 from .._errors import SowError
 from .._frames import api_boundary
 from .at_hand import is_at_hand
+from .flat import as_data, flattened
 from .layers import axes_of_runs, Known
-from .leaves import is_numeric, is_state, is_value
+from .leaves import is_numeric, is_state
 from .lookup import find, is_there, unknown_name
 from .nodes import Keys, modes_in_order, modes_of, of_mode, register
 from .stacks import unstacked
-from .summarize import Summary
 
 
 # For whoever takes the gradient of a function that `save_intermediates` returned.
@@ -197,17 +195,13 @@ class Intermediates(dict[str, dict[str, Any]]):
             ```
         """
         flat: dict[str, Any] = {}
-        for name, modes in self.items():
-            for mode, value in modes.items():
-                for path, x in _arrays_in(value):
-                    inside = jtu.keystr(path, simple=True, separator=sep)
-                    key = sep.join(filter(None, (name, mode, inside)))
-                    if key in flat:
-                        raise SowError(
-                            f"`Intermediates.flat(sep={sep!r})`: two arrays would have "
-                            f"the key {key!r}. Choose another `sep`."
-                        )
-                    flat[key] = x
+        for key, _, x in flattened(self, sep):
+            if key in flat:
+                raise SowError(
+                    f"`Intermediates.flat(sep={sep!r})`: two arrays would have the key "
+                    f"{key!r}. Choose another `sep`."
+                )
+            flat[key] = as_data(x)
         # All at once, since each would be waited for.
         scalars = jax.device_get({k: x for k, x in flat.items() if _is_number(x)})
         return flat | {k: np.asarray(x)[()] for k, x in scalars.items()}
@@ -313,23 +307,6 @@ class Intermediates(dict[str, dict[str, Any]]):
         # The names are others now.
         known = dc.replace(self._known, axes=axes, found=(), appended=frozenset())
         return with_known(values, known)
-
-
-def _arrays_in(value: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """What `flat` has of a value, with the path of each."""
-    is_leaf = lambda x: is_state(x) or isinstance(x, Summary)
-    for path, x in jtu.tree_leaves_with_path(value, is_leaf=is_leaf):
-        if isinstance(x, Summary):
-            yield from ((path + p, y) for p, y in jtu.tree_leaves_with_path(x))
-            if x.edges is not None:
-                yield (*path, jtu.GetAttrKey("edges")), np.asarray(x.edges)
-        elif is_value(x) and x.dtype != jax.dtypes.float0:
-            yield path, _as_data(x)
-
-
-def _as_data(x: Any) -> Any:
-    is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-    return jax.random.key_data(x) if is_key and isinstance(x, jax.Array) else x
 
 
 def _is_number(x: Any) -> bool:

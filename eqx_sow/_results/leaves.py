@@ -25,6 +25,10 @@ def is_numeric(x: Any) -> bool:
     return is_value(x) and (jnp.issubdtype(x.dtype, jnp.number) or x.dtype == bool)
 
 
+def is_key(x: Any) -> bool:
+    return is_value(x) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
 def long_as_float(x: Any) -> Any:
     """NumPy's integers as numbers of which JAX does not cut off the upper 32 bits."""
     if isinstance(x, np.ndarray | np.generic) and x.dtype in (np.int64, np.uint64):

@@ -3,7 +3,7 @@ first."""
 
 import dataclasses as dc
 import itertools as it
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import jax.core
@@ -18,20 +18,31 @@ from .table import FIRST
 
 
 class Leaf(NamedTuple):
-    """An array of a value, a `Summary` or an `eqx.nn.State`; its leading axes, `None`
-    if they are not known any more; and if that is known, where among all runs the one
-    was that it is of."""
+    """A leaf of a value, a `Summary` or an `eqx.nn.State`; its leading axes, `None` if
+    they are not known any more; and if that is known, where among all runs the one was
+    that it is of."""
 
     x: Any
     axes: NamedAxes | None = ()
     when: int | None = None
 
 
+def is_whole(x: Any) -> bool:
+    return isinstance(x, Summary) or is_state(x)
+
+
+def has_arrays(x: Any) -> bool:
+    return is_whole(x) or is_value(x)
+
+
 def leaves_of(
-    intermediates: Mapping[str, Any], name: Any, mode: str
+    intermediates: Mapping[str, Any],
+    name: Any,
+    mode: str,
+    is_leaf: Callable[[Any], bool] = is_whole,
+    selected: Callable[[Any], bool] = has_arrays,
 ) -> dict[Any, Leaf]:
     """Those of a value, by their paths."""
-    is_whole = lambda x: isinstance(x, Summary) or is_state(x)
     value = intermediates[name][mode]
     everything: Known = getattr(intermediates, "_known", Known())
     known: Any = everything.of(name, mode)
@@ -39,10 +50,10 @@ def leaves_of(
     known = it.chain(*known) if several else known
     axes = axes_of_each(known, value)
     leaves = {}
-    for path, x in jtu.tree_leaves_with_path(value, is_leaf=is_whole):
-        if is_whole(x) or is_value(x):
-            # Of a summary, those of its first array.
-            own = [*it.islice(axes, len(jtu.tree_leaves(x)))]
+    for path, x in jtu.tree_leaves_with_path(value, is_leaf=is_leaf):
+        # Of a summary, those of its first array.
+        own = [*it.islice(axes, sum(map(is_value, jtu.tree_leaves(x))))]
+        if selected(x):
             run = getattr(path[0], "idx", 0) if several and path else 0
             when = order[min(run, len(order) - 1)] if order else None
             leaves[path] = Leaf(x, own[0] if own else (), when)

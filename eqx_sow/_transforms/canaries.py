@@ -1,28 +1,33 @@
 """Small programs that show whether a JAX that was not tested behaves as eqx_sow needs.
 
-Names that moved are found by `_compat.py`. But JAX may also batch a branch on another
+Names that moved are found by `_compat.py`. But JAX may also batch a branch in another
 way, or move a value out of its loop: then what comes back would be wrong, without a
-word. So before the first capture under a JAX that is newer than all that were
-tested, these programs are traced, with types for values: nothing is compiled or run.
-What comes back must have the shapes that are written here.
+word. So before the first capture under a JAX that is newer than all that were tested,
+these programs are captured from. What comes back must have the names, in their order,
+and the types that are written here. One program is also compiled and run, for the
+numbers in it. All others are only traced.
 
-For each rule of JAX's that `_walk/jax_rules.py` wraps there is a program that would
-come out differently without it.
+For each rule of JAX's that `_walk/jax_rules.py` wraps, and for what else JAX may change
+so that nobody would notice (`tests/test_canaries.py` has a list), there is a program
+that would come out differently.
 """
 
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from .. import _compat
 from .._errors import SowError
-from .._mark.listening import listening, scope
+from .._mark.listening import scope
 from .._mark.sow import sow
+from .._results.leaves import type_of
 from .._values.transform import batched
 from .save import save_intermediates as S
 
@@ -90,11 +95,6 @@ def _mapped(x):
     return y + z
 
 
-def _pair(x):
-    x, y = sow((lax.sin(x), jnp.float32(2)), "pair")
-    return x * y
-
-
 def _counted(x):
     body = lambda c: (c[0] + 1, sow(2 * c[1], "while"))
     _, n = lax.while_loop(lambda c: c[0] < 3, body, (0, jnp.float32(1)))
@@ -112,9 +112,9 @@ def _checkpointed(x):
     )
     indices = [jax.checkpoint(fn)(x).astype("float32") for fn in indices]
     scan = _twice(lambda c, x: c * _sin(x, "scan"))
-    return jax.checkpoint(scan)(jax.checkpoint(_pair)(x)) * (
-        indices[0] * indices[1]
-    ) + jax.checkpoint(_counted)(x)
+    return jax.checkpoint(scan)(x) * (indices[0] * indices[1]) + jax.checkpoint(
+        _counted
+    )(x)
 
 
 def _one_device(fn: Callable) -> Callable:
@@ -162,9 +162,51 @@ def _differentiated(x):
     return _twice(step)(x) + in_lanes(x)
 
 
+def _pairs(x):
+    """In each holder a value, of which one leaf alone depends on `x`."""
+
+    def pair(name):
+        return lambda x: lax.mul(*sow((lax.sin(x), jnp.ones(3, "float32")), name))
+
+    for name in ("jit", "checkpoint", "scan", "cond"):
+        x = _HOLDERS[name](pair(name))(x)
+    return x
+
+
+def _rerun(x):
+    """A loop whose backward pass runs its body again."""
+    body = lambda x: sow(2 * x, "while")
+    return _compat.checkpointed_loop(lambda x: x[0] < 3, body, x)
+
+
+def _traced_before(x):
+    """A function that JAX knows, without marks."""
+    step = lambda c, _: (_sin(c, "scan"), None)
+    jitted, checkpointed = jax.jit(_named("jit")), jax.checkpoint(_named("checkpoint"))
+
+    def fn(x):
+        return lax.scan(step, checkpointed(jitted(x)), length=2)[0]
+
+    jax.eval_shape(fn, x)
+    return S(fn)(x)
+
+
+def _product(x: Any, name: str, **options: Any) -> Any:
+    step = lambda c, factor: (sow(c * factor, name), None)
+    return lax.scan(step, x[0], np.array([2, 3], "float32"), **options)[0]
+
+
+def _products(x):
+    grad = jax.grad(lambda x: _product(x, "forward"))(x)
+    return grad, _product(x, "reverse", reverse=True)
+
+
 def _layers(x):
     new = lambda: eqx.nn.Linear(3, 3, dtype=jnp.float32, key=jax.random.key(0))
     return S(eqx.nn.Sequential([new(), new()]), capture=eqx.nn.Linear)(x)
+
+
+_RAISED = {"error": "raised f32[3]"}
 
 
 def _refused(x):
@@ -172,7 +214,7 @@ def _refused(x):
     try:
         S(jax.vmap(_until), transform=batched(jnp.sum))(x)
     except SowError:
-        return x, {"error": {"there": x}}
+        return x, {"error": {"raised": x}}
     return x, {}
 
 
@@ -183,7 +225,7 @@ def _not_told(x):
     try:
         S(_grad(jax.vmap(branch)))(x)
     except SowError:
-        return x, {"error": {"there": x}}
+        return x, {"error": {"raised": x}}
     return x, {}
 
 
@@ -193,78 +235,132 @@ def _explained(x):
         jax.grad(lambda x: S(_until)(x)[0])(x[0])
     except ValueError as e:
         if any("eqx_sow" in note for note in getattr(e, "__notes__", ())):
-            return x, {"error": {"there": x}}
+            return x, {"error": {"raised": x}}
     return x, {}
 
 
-_ONE, _TWO = "float32[3]", "float32[2, 3]"
-_MODES = "primal", "cotangent"
-# What each is called in the message; a function of three numbers; and what comes back.
-CANARIES: list[tuple[str, Callable, dict[str, str]]] = [
+def _numbers(fn: Callable, x: Any) -> Any:
+    """What a function returns. A CPU takes the least time to compile for."""
+    try:
+        device, *_ = jax.local_devices(backend="cpu")
+    except RuntimeError:  # there is none
+        device = None
+    with jax.default_device(device), jax.transfer_guard("allow"):
+        with jax.disable_jit(False):
+            return jax.jit(fn)(x)
+
+
+# What each is called in the message; what to look at, types or numbers; a function of
+# three ones; and what comes back, in this order.
+_TYPES = jax.eval_shape
+CANARIES: list[tuple[str, Callable, Callable, dict[str, str]]] = [
     (
         "vmap of a cond and of loops",
+        _TYPES,
         S(jax.vmap(_mapped)),
         {
-            "cond primal": _ONE,
-            "cond count": "int32[3]",
-            "while primal": _ONE,
-            "while count": "int32[3]",
-            "scan primal": "float32[3, 2]",
+            "cond": "primal f32[3], count i32[3]",
+            "while": "primal f32[3], count i32[3]",
+            "scan": "primal f32[3,2]",
         },
     ),
-    ("vmap of a while_loop, transformed", _refused, {"error there": _ONE}),
-    ("gradient of a cond under a vmap", _not_told, {"error there": _ONE}),
+    ("vmap of a while_loop, transformed", _TYPES, _refused, _RAISED),
+    ("gradient of a cond under a vmap", _TYPES, _not_told, _RAISED),
     (
         "gradients of checkpoints",
+        _TYPES,
         S(_grad(_checkpointed)),
         {
-            **{f"{name} {m}": _ONE for name in ("argmax", "if") for m in _MODES},
-            "if count": "int32[]",
-            **{f"pair {m}": f"{_ONE}, float32[]" for m in _MODES},
-            **{f"scan {m}": _TWO for m in _MODES},
-            "while primal": "float32[]",
-            "while count": "int32[]",
+            "argmax": "primal f32[3], cotangent f32[3]",
+            "if": "primal f32[3], cotangent f32[3], count i32[]",
+            "scan": "primal f32[2,3], cotangent f32[2,3]",
+            "while": "primal f32[], count i32[]",
+        },
+    ),
+    (
+        "gradients of pairs",
+        _TYPES,
+        S(_grad(_pairs)),
+        {
+            "jit": "primal f32[3] f32[3], cotangent f32[3] f32[3]",
+            "checkpoint": "primal f32[3] f32[3], cotangent f32[3] f32[3]",
+            "scan": "primal f32[2,3] f32[2,3], cotangent f32[2,3] f32[2,3]",
+            "cond": "primal f32[3] f32[3], cotangent f32[3] f32[3], count i32[]",
         },
     ),
     (
         "gradient of loops",
+        _TYPES,
         S(_grad(_differentiated)),
-        {
-            **{f"{name} primal": _TWO for name in _HOLDERS},
-            "scan primal": "float32[2, 2, 3]",
-            "cond count": "int32[2]",
-            "while count": "int32[2]",
-            **{f"h {m}": _TWO for m in _MODES},
-            "s/jvp primal": "float32[3, 2, 2]",
-            "s/fwd primal": "float32[3, 2]",
-            "s/bwd primal": "float32[3, 2]",
+        {name: "primal f32[2,3]" for name in _HOLDERS}
+        | {
+            "cond": "primal f32[2,3], count i32[2]",
+            "scan": "primal f32[2,2,3]",
+            "while": "primal f32[2,3], count i32[2]",
+            "h": "primal f32[2,3], cotangent f32[2,3]",
+            "s/jvp": "primal f32[3,2,2]",
+            "s/fwd": "primal f32[3,2]",
+            "s/bwd": "primal f32[3,2]",
         },
     ),
-    ("captured layers", _layers, {f"layers/{i} primal": _ONE for i in (0, 1)}),
-    ("gradient of a captured while_loop", _explained, {"error there": _ONE}),
+    (
+        "gradient of a checkpointed while_loop of Equinox",
+        _TYPES,
+        S(_grad(_rerun)),
+        {"while": "primal f32[3], cotangent f32[3], count i32[]"},
+    ),
+    (
+        "function that was traced before",
+        _TYPES,
+        _traced_before,
+        {
+            "jit": "primal f32[3]",
+            "checkpoint": "primal f32[3]",
+            "scan": "primal f32[2,3]",
+        },
+    ),
+    (
+        "scans, and a gradient of one",
+        _numbers,
+        S(_products),
+        {
+            "forward": "primal [2.0, 6.0], cotangent [3.0, 1.0]",
+            "reverse": "primal [6.0, 3.0]",
+        },
+    ),
+    (
+        "captured layers",
+        _TYPES,
+        _layers,
+        {"layers/0": "primal f32[3]", "layers/1": "primal f32[3]"},
+    ),
+    ("gradient of a captured while_loop", _TYPES, _explained, _RAISED),
 ]
 
 
 # --- what comes back ---
-def found(fn: Callable) -> dict[str, str]:
-    """For each name and mode, the types of the arrays that come back."""
-    x = jax.ShapeDtypeStruct((3,), "float32")
-    with listening(None):
-        there = jax.eval_shape(lambda x: fn(x)[1], x)
+def _described(x: Any) -> str:
+    return type_of(x) if isinstance(x, jax.ShapeDtypeStruct) else str(x.tolist())
+
+
+def found(look: Callable, fn: Callable) -> dict[str, str]:
+    """For each name, the modes, with the types of the arrays that come back, or the
+    numbers in them."""
+    there = look(lambda x: fn(x)[1], np.ones(3, "float32"))
     return {
-        f"{name} {mode}": ", ".join(
-            f"{x.dtype}{list(x.shape)}" for x in jax.tree.leaves(value)
+        name: ", ".join(
+            " ".join([mode, *map(_described, jax.tree.leaves(value))])
+            for mode, value in modes.items()
         )
         for name, modes in there.items()
-        for mode, value in modes.items()
     }
 
 
 def differences() -> Iterator[str]:
     """What does not come back as it has to."""
-    for name, fn, want in CANARIES:
+    for name, look, fn, want in CANARIES:
         try:
-            got = found(fn)
+            got = found(look, fn)
         except Exception as e:  # whatever comes of another version of JAX
             yield f"{name}: {type(e).__name__}: {str(e)[:200]}"
             continue
@@ -272,19 +368,35 @@ def differences() -> Iterator[str]:
             is_there, must_be = (x.get(k, "missing") for x in (got, want))
             if is_there != must_be:
                 yield f"{name}: {k!r} is {is_there}, and must be {must_be}"
+        if got == want and list(got) != list(want):
+            yield f"{name}: the order is {list(got)}, and must be {list(want)}"
 
 
-_checking = threading.RLock()
-# What was found, once that is known. While it is not, the programs above are traced.
+class _Thread(threading.local):
+    is_checking = False
+
+
+_thread = _Thread()
+_checking = threading.Lock()
+# What was found, once that is known.
 _found: list[list[str]] = []
+
+
+def _differences() -> list[str]:
+    _thread.is_checking = True
+    return list(differences())
 
 
 def check() -> None:
     """Raises if this JAX does not behave as those that were tested."""
+    if _thread.is_checking:
+        return
     with _checking:
         if not _found:
-            _found.append([])
-            _found[0] = list(differences())
+            # In a thread of its own: JAX knows nothing there of the program that is
+            # being traced here, or of the mesh and other contexts around.
+            with ThreadPoolExecutor(1) as thread:
+                _found.append(thread.submit(_differences).result())
     if _found[0]:
         raise SowError(
             f"eqx_sow was tested up to JAX {_compat.NEWEST_TESTED}, and JAX "

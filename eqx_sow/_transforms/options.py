@@ -7,16 +7,16 @@ handler as one object. One that may hold arrays is in `Transformed._others` inst
 """
 
 import dataclasses as dc
-import functools as ft
 import inspect
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence, Set
 from typing import Any, TypedDict
 
 import equinox as eqx
 import jax.numpy as jnp
 
+from .. import _compat
 from .._arrays import as_integer
 from .._errors import check_arity
 from .._handlers.delivery import print_event
@@ -40,7 +40,7 @@ class Selecting(TypedDict, total=False):
     tag: Hashable
     names: str | Sequence[str] | Callable[[str], bool] | None
     modes: Mode | Sequence[Mode] | None
-    capture: bool | type | Sequence[Any] | Callable[..., Any] | None
+    capture: bool | type | Collection[type | Callable] | Callable | None
     methods: str | Sequence[str]
     inputs: bool
     calls: bool
@@ -81,11 +81,11 @@ class Options(Marking):
     with_index: bool = False
     callback: Const | None = None
 
-    @ft.cached_property
+    @_compat.cached_property
     def _parts(self) -> tuple[Const, ...]:
         return tuple(Const(getattr(self, field.name)) for field in dc.fields(self))
 
-    @ft.cached_property
+    @_compat.cached_property
     def _hash(self) -> int:
         return hash(self._parts)
 

@@ -2,7 +2,7 @@
 
 import dataclasses as dc
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any, ClassVar, ParamSpec, TypeVar
 
 import equinox as eqx
@@ -83,7 +83,7 @@ class _Plant(Transformed):
     def _planted(self, program: Program) -> Any:
         given = self._others["values"]
         places = marks_for(given, program)
-        chosen, together = by_iteration(given, places)
+        chosen, together = by_iteration(given, places, program)
         if _runs_matter(program, chosen):
             program = program.with_executions()
         of_key, of_name = entries_of(program, places)
@@ -157,7 +157,7 @@ def plant(
     *,
     mode: Mode = "primal",
     tag: Hashable = "intermediates",
-    capture: bool | type | Sequence[Any] | Callable[..., Any] | None = None,
+    capture: bool | type | Collection[type | Callable] | Callable | None = None,
     methods: str | Sequence[str] = ("__call__",),
     inputs: bool = False,
     calls: bool = False,
@@ -210,8 +210,10 @@ def plant(
     - `with_index`: call functions with `(value, index)`. `index` is a tuple of the
         iterations of the loops around the mark, outermost first, as traced int32s: in a
         scan over layers, `index[0]` is the layer. So the layer can be an argument of a
-        compiled program. A `while_loop`, or a `fori_loop` with traced bounds, has no
-        entry in it. In a reversed scan, iteration `i` has `xs[i]`.
+        compiled program. The layers of a list have the same index as a stack under a
+        glob such as `"blocks/*/attn"`, but not under `"blocks/2/attn"`. A `while_loop`,
+        or a `fori_loop` with traced bounds, has no entry in it. In a reversed scan,
+        iteration `i` has `xs[i]`.
 
     **Returns:**
 

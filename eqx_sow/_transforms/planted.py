@@ -8,14 +8,18 @@ from typing import Any, NamedTuple
 import jax.tree_util as jtu
 
 from .._errors import DuplicateSowError, SowError
+from .._globs import compiled, head_of, is_number
+from .._handlers.asked import InList
 from .._handlers.collect import Collect, EACH_PLACE
 from .._mark.site import Site
 from .._mark.static import Const, SameParts
+from .._names import Named, selected
 from .._unknown import check_known
 from .._values.assemble import by_run, runs_several_times
 from .._values.entry import Entry, grouped
 from .._values.modes import labels
-from .._walk.sows import Found
+from .._values.transform import Batched, batched
+from .._walk.sows import Found, lengths_of
 from .program import Program
 
 
@@ -24,12 +28,13 @@ At = tuple[int | None, ...]
 
 
 def marks_for(
-    patterns: Collection[str], program: Program
+    values: Mapping[str, Any], program: Program
 ) -> dict[str, list[tuple[str, At]]]:
-    """The names and iterations that each pattern fits: of `h/3`, `h` and `(3,)`. What
-    is spelled out goes before globs, and these go in their order."""
-    selection = program.select(patterns)
+    """The names and iterations that each key of these fits: of `h/3`, `h` and `(3,)`.
+    What is spelled out goes before globs, and these go in their order."""
+    selection = program.select(values)
     program.check_selected("plant(fn, values)", selection)
+    selection.check_values("plant(fn, values)", values)
     every = [(x.site.name, selection.of(named)) for x, named in program.named]
     return {
         selection.patterns[i]: [
@@ -40,18 +45,100 @@ def marks_for(
 
 
 def by_iteration(
-    given: Mapping[str, Any], marks: Mapping[str, Sequence[tuple[str, At]]]
+    given: Mapping[str, Any],
+    marks: Mapping[str, Sequence[tuple[str, At]]],
+    program: Program,
 ) -> tuple[dict[str, dict[At, Any]], dict[str, dict[str, list[At]]]]:
     """For each name, what is planted in which iterations: `{"h/3": v}` is
-    `{"h": {(3,): v}}`; and which of the iterations come from the same pattern."""
+    `{"h": {(3,): v}}`; and which of the iterations come from the same pattern. With
+    `with_index=True`, functions for a list of layers know which one it is."""
     chosen: dict[str, dict[At, Any]] = defaultdict(dict)
     together: dict[str, dict[str, list[At]]] = defaultdict(dict)
     for pattern, found in marks.items():
         for name, at in found:
             if at not in chosen[name]:
-                chosen[name][at] = given[pattern]
+                value = given[pattern]
+                if program.options.with_index:
+                    value = _in_lists(value, pattern, name, program)
+                chosen[name][at] = value
                 together[name].setdefault(pattern, []).append(at)
     return chosen, together
+
+
+# --- lists of layers ---
+def _in_lists(value: Any, pattern: str, name: str, program: Program) -> Any:
+    """What is planted under a name, with the numbers of layers that the globs in the
+    pattern stand for."""
+    mine = [pair for pair in program.named if pair[0].site.name == name]
+    if type(value) in (tuple, list):
+        # One for each run, or a value, in which functions are static leaves.
+        if len({x.way for x, _ in mine if not x.site.modes}) < 2:
+            return value
+        return type(value)(_in_lists(x, pattern, name, program) for x in value)
+    ways = {_layers(pattern, *pair, program) for pair in mine if callable(value)}
+    if len(ways) > 1:
+        raise SowError(
+            f"`plant`: {name!r} is in several places, with different loops around the "
+            "list of layers, so no index is right for all. Plant a function under each "
+            "name, without `with_index`."
+        )
+    layers = next(iter(ways), ())
+    if not layers:
+        return value
+    if isinstance(value, Batched):
+        return batched(InList(value.fn, layers))
+    return InList(value, layers)
+
+
+def _layers(
+    pattern: str, found: Found, named: Named, program: Program
+) -> tuple[tuple[int, int], ...]:
+    """The numbers of layers in a name that a pattern does not spell out, as it would
+    fit other numbers, too; each with how many loops are around the list."""
+    roots = [compiled((p,)) for p in (pattern, f"**/{pattern}")]
+    parts, layers = named.name.split("/"), []
+    for k, part in enumerate(parts):
+        head, rest = head_of(part)
+        if not is_number(head):
+            continue
+        others = (f"{head[:-1]}{i}{rest}" for i in range(10))
+        names = [
+            "/".join((*parts[:k], x, *parts[k + 1 :])) for x in others if x != part
+        ]
+        other = [named._replace(name=name) for name in names]
+        if any(selected(root, x, {}) for root in roots for x in other):
+            n = _n_loops_around(k, found, named, program)
+            layers.append((n, int(head)))
+    return tuple(layers)
+
+
+def _n_loops_around(k: int, found: Found, named: Named, program: Program) -> int:
+    """How many of the loops around a mark are around the list whose number is part `k`
+    of its name, too: those over stacks that stand before it in the name, and those that
+    other layers of the list are in as well."""
+    name, (_, *key) = named.name, found.site.key
+
+    def without_number(name):
+        parts = name.split("/")
+        head, rest = head_of(parts[k]) if k < len(parts) else ("", "")
+        return (*parts[:k], rest, *parts[k + 1 :]) if is_number(head) else None
+
+    others = [x for x in program.mine if x.site.key[1:] == (*key,)]
+    others = [x for x in others if x.site.name != name]
+    mine = without_number(name)
+    others = [x for x in others if without_number(x.site.name) == mine]
+    shared = {id(eqn) for x in others for eqn in x.eqns}
+    loops = [eqn for eqn in found.eqns if lengths_of([eqn])]
+    n = 0
+    for eqn, (place, _) in zip(loops, named.loops):
+        if place is None and not others:
+            raise SowError(
+                f"`plant`: {name!r} is the only layer of its list, so it is not known "
+                "whether the loop around it is in the list, or around it. Plant a "
+                f"function under {name!r}, whose `index` has no entry for the list."
+            )
+        n += id(eqn) in shared if place is None else place < k
+    return n
 
 
 def entries_of(

@@ -3,7 +3,6 @@ options select something, and that it can be captured."""
 
 import contextlib
 import dataclasses as dc
-import functools as ft
 import inspect
 import itertools as it
 from collections import Counter
@@ -150,17 +149,17 @@ class Program:
                     f"{remedy}"
                 )
 
-    @ft.cached_property
+    @_compat.cached_property
     def found(self) -> list[Found]:
         """The sows that there are."""
         return list(sows(self.closed))
 
-    @ft.cached_property
+    @_compat.cached_property
     def mine(self) -> list[Found]:
         """Those of the tag."""
         return [x for x in self.found if x.site.tag == self.options.tag]
 
-    @ft.cached_property
+    @_compat.cached_property
     def named(self) -> list[tuple[Found, Named]]:
         """The same, each with what it is to patterns."""
         return [
@@ -211,8 +210,10 @@ class Program:
             return _unknown.without_option(pattern, names)
         if close:
             return ""
-        scope = " (`scope=True` puts the path of the module before the name of a mark.)"
-        return _CAPTURE + scope
+        return (
+            f"{_CAPTURE} (`scope=True` puts the path of the module before the name of "
+            "a mark.)"
+        )
 
     def check_selected(
         self, call: str, selection: Selection, also: Iterable[str] = ()
@@ -249,6 +250,7 @@ class Program:
             selection = self.select(value, also=also, whole=True)
             names = [one.name for one in also]
             self.check_selected(f"{call}(..., {option}=...)", selection, names)
+            selection.check_values(f"{call}(..., {option}=...)", value)
             found = {one.name: selection.first(one, whole) for whole, one in pairs}
             new[option] = {
                 name: value[selection.patterns[i]]

@@ -4,7 +4,7 @@ import dataclasses as dc
 import functools as ft
 import inspect
 import types
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, overload, ParamSpec, Protocol, TypeVar, Unpack
 
 from .._frames import api_boundary
@@ -94,7 +94,7 @@ class _SaveIntermediates(Transformed):
             modes=options.modes,
         )
         intermediates = assemble(entries, when, reducer, mode_of, known)
-        annotated = [(site, eqns[-1]) for site, eqns in asked if site.spec]
+        annotated = [(site, x.eqns[-1]) for site, x in asked if site.spec]
         _spec.check(annotated, by_name["spec"], intermediates)
         return program.output(outs), intermediates
 
@@ -129,7 +129,7 @@ def save_intermediates(
     tag: Hashable = "intermediates",
     names: str | Sequence[str] | Callable[[str], bool] | None = None,
     modes: str | Sequence[str] | None = None,
-    capture: bool | type | Sequence[Any] | Callable[..., Any] | None = None,
+    capture: bool | type | Collection[type | Callable] | Callable | None = None,
     methods: str | Sequence[str] = ("__call__",),
     inputs: bool = False,
     calls: bool = False,

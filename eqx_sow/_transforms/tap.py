@@ -2,7 +2,7 @@
 
 import dataclasses as dc
 import functools as ft
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any, ClassVar, overload, ParamSpec, Protocol, TypeVar, Unpack
 
 import equinox as eqx
@@ -15,7 +15,7 @@ from jax.interpreters import batching
 from .. import _compat
 from .._frames import api_boundary
 from .._handlers.delivery import failures, TapEvent
-from .._handlers.tapping import first_count, Tap
+from .._handlers.tapping import first_counts, Tap
 from .._mark.listening import Listening, listening
 from .._mark.static import SameParts, take_apart
 from .._walk.handler import Given
@@ -109,7 +109,8 @@ def _walk(self: _Tapped, program: Program, extra: list[Any]) -> list[Any]:
     )
     places = handler.everywhere(program.mine)
     mode_of = program.wanted("tap", [site.key for site, _ in places])
-    counts = dict(first_count(s, eqns) for s, eqns in places if s.key in mode_of)
+    sent = [(site, found) for site, found in places if site.key in mode_of]
+    counts = first_counts(sent, self._options.every)
     handler = dc.replace(handler, mode_of=SameParts(mode_of))
     outs, _ = program.evaluate(handler, Given(counts, extra))
     return outs
@@ -148,7 +149,7 @@ def tap(
     tag: Hashable = "intermediates",
     names: str | Sequence[str] | Callable[[str], bool] | None = None,
     modes: str | Sequence[str] | None = None,
-    capture: bool | type | Sequence[Any] | Callable[..., Any] | None = None,
+    capture: bool | type | Collection[type | Callable] | Callable | None = None,
     methods: str | Sequence[str] = ("__call__",),
     inputs: bool = False,
     calls: bool = False,
@@ -186,9 +187,9 @@ def tap(
         it receives the value of one lane (one example), and the whole `extra`. If it is
         true for any lane, the values of all are sent.
     - `every`: send only every `every`-th execution of a name and mode, beginning with
-        the first. For the others, `when` is not evaluated either. Each call counts from
-        the start: for every tenth step of a loop written in Python, use `when` and
-        `extra`.
+        the first; of a stack of layers, every `every`-th of each layer, as in a list.
+        For the others, `when` is not evaluated either. Each call counts from the start:
+        for every tenth step of a loop written in Python, use `when` and `extra`.
     - `ordered`: events arrive in the order of the program, across all names, with the
         limits of JAX's ordered effects, such as programs on a single device. Otherwise
         events may arrive out of order, even those of one mark: sort them by `count`.

@@ -274,10 +274,10 @@ def _map_static(fn: Callable[[Any], Any], form: Form) -> Form:
     return form._replace(leaves=tuple(leaves))
 
 
-def _new_compiled() -> Callable[[Form, Any], Callable]:
+def _new_compiled(at_most: int) -> Callable[[Form, Any], Callable]:
     # A user may write the options anew in each call, and with a function that is made
     # anew each time, every program is another one. So there is a bound.
-    @ft.lru_cache(maxsize=64)
+    @ft.lru_cache(maxsize=at_most)
     def compiled(form, options):
         @ft.partial(jax.jit, compiler_options=dict(options) or None)
         def run(*arrays):
@@ -291,9 +291,10 @@ def _new_compiled() -> Callable[[Form, Any], Callable]:
 
 # For each function made by `jax.jit`, for as long as that is there. Nothing in here
 # holds on to it: then it is freed when its owner lets go, as are all the arrays that it
-# closes over. Equinox itself keeps what `eqx.filter_jit` is given.
+# closes over. Equinox itself keeps what `eqx.filter_jit` is given, so here is what was
+# compiled for all such functions.
 _compiled: weakref.WeakKeyDictionary[Any, Callable] = weakref.WeakKeyDictionary()
-_compiled_of_equinox = _new_compiled()
+_compiled_of_equinox = _new_compiled(512)
 
 
 def _compiled_of(jitted: Any, form: Form) -> Any:
@@ -302,7 +303,7 @@ def _compiled_of(jitted: Any, form: Form) -> Any:
         compiled = _compiled_of_equinox
     else:
         if jitted not in _compiled:
-            _compiled.setdefault(jitted, _new_compiled())
+            _compiled.setdefault(jitted, _new_compiled(64))
         compiled = _compiled[jitted]
     # The compiler options of `jit(f)`, which no program around it can have.
     options = tuple(_compat.compiler_options(jitted).items())

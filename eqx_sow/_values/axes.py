@@ -22,6 +22,7 @@ from typing import Any
 
 import jax
 
+from .. import _compat
 from .._arrays import broadcast_to
 from .._mark.site import Axis, Site
 
@@ -57,26 +58,65 @@ def broadcast(x: Any, varies: Varies, axes: Sequence[Axis]) -> Any:
     return broadcast_to(x, (*lead, *x.shape[n:]), specs)
 
 
+def with_known_names(axes: Sequence[Axis], run_varies: Varies) -> tuple[Axis, ...]:
+    """The axes, without the names of those along which only some lanes run a mark:
+    there is no value of all lanes for `lax.pmax` to see. An empty `run_varies` says
+    that all run."""
+    none = (False,) * len(axes)
+    pairs = zip(axes, run_varies or none)
+    return tuple(a._replace(name=None) if v else a for a, v in pairs)
+
+
 def for_each_lane(
     fn: Callable,
     axes: Sequence[Axis],
     varies: Sequence[Varies],
     out_varies: Sequence[Varies] | None = None,
+    within: Callable[[int, Callable], Callable] = lambda k, fn: fn,
 ) -> Callable:
     """A function of values as the code at the mark sees them, as a function of
-    operands. `out_varies` is for its results; without it they vary over all axes that
-    any operand varies over."""
-    for k in reversed(range(len(axes))):
-        if any(v[k] for v in varies):
+    operands. It may use the names of the vmaps, as the code at the mark may.
+
+    `out_varies` is for its results; without it they vary over all axes that are mapped:
+    those that any operand varies over, and those that have a name. `within` is called
+    with the function inside each of these."""
+    for k, axis in reversed([*enumerate(axes)]):
+        if axis.name is not None or any(v[k] for v in varies):
             fn = jax.vmap(
-                fn,
+                within(k, fn),
                 in_axes=tuple(0 if v[k] else None for v in varies),
                 out_axes=0
                 if out_varies is None
                 else [0 if v[k] else None for v in out_varies],
-                axis_size=axes[k].size,
+                axis_size=axis.size,
+                axis_name=axis.name,
+                spmd_axis_name=axis.spmd_name,
             )
     return fn
+
+
+def results_vary(
+    fn: Callable,
+    axes: Sequence[Axis],
+    varies: Sequence[Varies],
+    operands: Sequence[Any],
+) -> list[Varies]:
+    """The axes that each result of such a function varies over. For `x` in a vmap that
+    is called `"batch"`, `lax.pmax(x, "batch")` varies over none, and
+    `lax.axis_index("batch")` does, even if `x` does not."""
+    found: dict[int, list[bool]] = {}
+
+    def noting(k, fn):
+        def call(*xs):
+            outs = fn(*xs)
+            found[k] = [_compat.has_lanes([x]) for x in outs]
+            return outs
+
+        return call
+
+    of_lanes = for_each_lane(fn, axes, varies, within=noting)
+    none = [False] * len(jax.eval_shape(of_lanes, *operands))
+    return [*zip(*[found.get(k, none) for k in range(len(axes))])]
 
 
 def kept_axes(site: Site) -> tuple[bool, ...]:

@@ -181,7 +181,8 @@ def finished(entry: Entry, transform: Callable | None) -> Entry:
     if transform is not None:
         # It may have a gradient that is not finite where the mark does not run.
         value = _where_it_runs(run, run_varies, value)
-        value = transformed(transform, site, value)
+        varies = () if run is None else run_varies
+        value = transformed(transform, site, value, varies)
     if run is not None:
         varies = [either(v, run_varies) for v in value.varies]
         arrays = [broadcast(x, v, site.axes) for x, v in zip(value.arrays, varies)]

@@ -24,7 +24,8 @@ of a `while_loop`, and `state.py` asks for the form of a state.
 """
 
 import dataclasses as dc
-from collections.abc import Callable, Iterable, Sequence
+import itertools as it
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -35,7 +36,7 @@ from .._errors import DuplicateSowError, SowError
 from .._frames import parting
 from .._mark.site import Axis, Site
 from .._mark.staging import types_of
-from .axes import aligned, broadcast, either, total_over
+from .axes import aligned, as_operand, broadcast, either, total_over
 from .entry import Entry, FINISHED, finished, grouped, Guards, with_count
 from .transform import Batched
 
@@ -156,9 +157,31 @@ def own_axes(own: Sequence[Axis], axes: Sequence[Axis]) -> list[bool]:
     return found
 
 
+def without_lanes(entry: Entry, kept: Container[Any]) -> Entry:
+    """An entry with only those vmaps among its axes whose kind is kept. Its arrays are
+    of one place along the others."""
+    is_kept = [not a.lane or a.kind in kept for a in entry.site.axes]
+    if all(is_kept):
+        return entry
+    only = lambda x: tuple(it.compress(x, is_kept))
+    return entry.replace(
+        [as_operand(x, is_kept) for x in entry.arrays],
+        axes=only(entry.site.axes),
+        varies=list(map(only, entry.site.varies)),
+    )
+
+
+def kinds_that_vary(sites: Iterable[Site]) -> set[Any]:
+    """The kinds of those vmaps that an array of any of these varies over."""
+    each = [(s.axes, v) for s in sites for v in s.varies]
+    return {a.kind for axes, v in each for a in it.compress(axes, v) if a.lane}
+
+
 def with_axes(entry: Entry, axes: Sequence[Axis]) -> Entry:
     """An entry with all of these axes, some of which are its own: with its own `[vmap]`
-    and `axes` of `[loop, vmap]`, `f32[4,3]` becomes `f32[1,4,3]`."""
+    and `axes` of `[loop, vmap]`, `f32[4,3]` becomes `f32[1,4,3]`. Of a vmap that is not
+    among them, it does not vary over the lanes."""
+    entry = without_lanes(entry, {a.kind for a in axes})
     is_own = own_axes(entry.site.axes, axes)
     if all(is_own):
         return entry
@@ -174,31 +197,37 @@ def with_axes(entry: Entry, axes: Sequence[Axis]) -> Entry:
     )
 
 
-def _common_axes(sites: Sequence[Site]) -> list[Axis]:
+def _common_axes(each: Iterable[Sequence[Axis]]) -> list[Axis] | None:
     """The axes that entries of the same name have in all: of one with the axes
     `[loop, vmap]` and one with `[loop]`, which does not vary over the vmap,
     `[loop, vmap]`. Which of the longer one's axes a shorter one has must be clear: of
     `[vmap, vmap]` and `[vmap]` it is not, if both are of one kind."""
-    every = max((s.axes for s in sites), key=len)
-    for s in sites:
-        found = own_axes(s.axes, every)
-        from_inside = own_axes(s.axes[::-1], every[::-1])[::-1]
-        if found != from_inside or sum(found) != len(s.axes):
-            raise SowError(
-                f"`{s.name}` is marked in several places that vary over different "
-                f"axes: sizes {[a.size for a in every]} at {sites[0].where} and "
-                f"{[a.size for a in s.axes]} at {s.where}. Give them different names."
-            )
+    each = list(each)
+    every = max(each, key=len)
+    for axes in each:
+        found = own_axes(axes, every)
+        from_inside = own_axes(axes[::-1], every[::-1])[::-1]
+        if found != from_inside or sum(found) != len(axes):
+            return None
     return list(every)
 
 
 def unify(entries: Sequence[Entry]) -> Entry:
     """The form of all `entries`: with a count, as shapes, and with room for each."""
     sites = [e.site for e in entries]
-    axes = _common_axes(sites)
+    kinds = kinds_that_vary(sites)
+    lanes = lambda s: [a for a in s.axes if not a.lane or a.kind in kinds]
+    axes = _common_axes([s.axes for s in sites])
+    if axes is None:
+        axes = _common_axes(map(lanes, sites))
+    if axes is None:
+        raise _different_axes(sites)
+    in_form = [a.kind for a in axes]
     full = lambda e: with_axes(with_count(e), axes)
     entries = [
-        e if e.counted and len(e.site.axes) == len(axes) else types_of(full, e)
+        e
+        if e.counted and [a.kind for a in e.site.axes] == in_form
+        else types_of(full, e)
         for e in entries
     ]
     for e in entries[1:]:
@@ -333,6 +362,18 @@ def _places(a: Site, b: Site) -> tuple[str, str]:
     if first != second:
         return f"at {a.where}, which {first} and {second} call", names
     return again, names
+
+
+def _different_axes(sites: Sequence[Site]) -> SowError:
+    most, *others = sorted(sites, key=lambda s: -len(s.axes))
+    sizes = lambda s: [a.size for a in s.axes]
+    other = next((s for s in others if sizes(s) != sizes(most)), others[-1])
+    return SowError(
+        f"`{most.name}` is marked in several places that vary over different axes: "
+        f"sizes {sizes(most)} at {most.where} and {sizes(other)} at {other.where}. "
+        "Give them different names, or pass a `transform` that reduces these axes, "
+        "such as `batched(...)`."
+    )
 
 
 def _check_same(a: Entry, b: Entry) -> None:

@@ -1,6 +1,7 @@
 """Reducers: how several executions of one name become one value."""
 
 import functools as ft
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal
 
@@ -131,6 +132,33 @@ def _as_dtype_of(x: Any, y: Any) -> Any:
     return y if y.dtype == x.dtype else y.astype(x.dtype)
 
 
+def _is_function(init: Any) -> bool:
+    # A PyTree that can be called, such as a model, is a value all the same.
+    return callable(init) and jtu.all_leaves([init])
+
+
+def _takes_value(init: Callable) -> bool:
+    """Whether an `init` is called with zeros like the value: if it cannot be called
+    with nothing. `jnp.zeros_like` takes an array, and `Summary.empty` has a default for
+    all that it takes. What has no signature, such as some classes of C, is called with
+    nothing."""
+    try:
+        signature = inspect.signature(init)
+    except (TypeError, ValueError):
+        return False
+    for args in [(), (None,)]:
+        try:
+            signature.bind(*args)
+        except TypeError:
+            continue
+        return bool(args)
+    raise TypeError(
+        "`eqx_sow.Fold(init, fn)`: `init` is a value, or a function of no arguments, "
+        f"or of one, which gets zeros like the value. {init!r} takes {signature}. "
+        "Write `eqx_sow.Fold(jnp.zeros_like, fn)`."
+    )
+
+
 class Fold(Reducer):
     """Accumulates `acc = fn(acc, value)` over all executions in order, loops included,
     in memory that does not grow with the number of iterations.
@@ -165,33 +193,37 @@ class Fold(Reducer):
     def __init__(self, init: Any, fn: Callable[[Any, Any], Any]):
         """**Arguments:**
 
-        - `init`: the first `acc`, any PyTree of arrays; or a function of no arguments
-            that returns it.
+        - `init`: the first `acc`, any PyTree of arrays; or a function that returns it:
+            of no arguments, or of one, which gets zeros like the value. With
+            `Fold(jnp.zeros_like, jnp.maximum)`, the values of different names may have
+            different shapes.
         - `fn`: a function `(acc, value) -> acc` of the value as the code at the mark
             sees it. It must keep the structure and the shapes of `acc`. `init` is
             converted to the dtypes that `fn` returns.
 
         **Raises:**
 
-        `TypeError` if `fn` is not a function. [`eqx_sow.SowError`][], when it is used,
-        if `fn` changes a shape or the structure.
+        `TypeError` if `fn` is not a function, or `init` is one that needs more
+        arguments. [`eqx_sow.SowError`][], when it is used, if `fn` changes a shape or
+        the structure.
         """
         if not callable(fn):
             raise TypeError(
                 f"`eqx_sow.Fold(init, fn)` takes a function `(acc, value) -> acc`, not "
                 f"{fn!r}. Write `eqx_sow.Fold(0.0, lambda acc, x: acc + x.sum())`."
             )
+        if _is_function(init):
+            _takes_value(init)
         self.init = init
         self.fn = fn
 
     def start(self, site, values):
-        # A PyTree that can be called, such as a model, is a value all the same.
-        called = callable(self.init) and jtu.all_leaves([self.init])
+        init = self.init
+        if _is_function(init):
+            value = [site.form.with_arrays(values)] if _takes_value(init) else []
+            init = init(*value)
         mesh = jax.sharding.get_abstract_mesh()
-        first = jtu.tree_map(
-            lambda x: onto(jnp.asarray(x), mesh, ()),
-            self.init() if called else self.init,
-        )
+        first = jtu.tree_map(lambda x: onto(jnp.asarray(x), mesh, ()), init)
         leaves, structure = jtu.tree_flatten(first)
         returned: Any = None
 

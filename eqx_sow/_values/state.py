@@ -26,7 +26,7 @@ from .._mark.site import Axis, Site
 from .._mark.static import Const, Form, OPERAND
 from .axes import broadcast, kept_axes
 from .entry import Entry, with_count
-from .merge import unify, with_axes
+from .merge import kinds_that_vary, unify, with_axes
 from .reduce import Reducer
 
 
@@ -59,11 +59,18 @@ def started(reducer: Reducer, entries: Sequence[Entry], eqn: Any) -> ReducerStat
     """The state before the first execution. `entries` are the shapes of what would be
     captured of the name and mode without a reducer, in each place, and `eqn` is the
     equation of the first one."""
-    lanes_of = lambda e: [k for k, a in enumerate(e.site.axes) if a.lane]
+    # Not those of vmaps that no value varies over: `batched` has seen all of their
+    # lanes at once, and how many these are may differ from place to place.
+    kinds = kinds_that_vary([e.site for e in entries])
+    lanes_of = lambda e: [
+        k for k, a in enumerate(e.site.axes) if a.lane and a.kind in kinds
+    ]
     form = unify([e.with_only(lanes_of(e)) for e in entries])
     site, lanes = form.site, form.site.axes
     *values, count = map(zeros_like, form.with_only().arrays)
-    with calling("reducer that you passed as `reduce`", site):
+    named = site._replace(axes=entries[0].site.axes)
+    no_name = "A reducer sees one lane. Reduce over all in a `transform`, before it."
+    with calling("reducer that you passed as `reduce`", named, no_name=no_name):
         acc = _on_mesh_of(eqn, reducer, site, values)
         acc, structure = jtu.tree_flatten(acc)
     sizes, specs = tuple(a.size for a in lanes), [a.spec for a in lanes]
@@ -82,7 +89,9 @@ def _on_mesh_of(eqn: Any, reducer: Reducer, site: Site, values: list[Any]) -> An
         return reducer.start(site, values)
     with eqn.ctx.manager:
         acc = reducer.start(site, [onto(x, mesh, spec_of(x)) for x in values])
-    return jtu.tree_map(lambda x: onto(x, here, ()), acc)
+    # Inside, zeros like a value do not say how that is sharded here.
+    specs = {x.shape: spec_of(x) for x in values}
+    return jtu.tree_map(lambda x: onto(x, here, specs.get(x.shape, ())), acc)
 
 
 def stepped(

@@ -1,18 +1,14 @@
 """The option `transform`: applying a function of the user's to what is marked. And
 `batched`, which `plant` takes, too."""
 
-import itertools as it
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, cast, NamedTuple, TypeVar
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
-from jax.interpreters import partial_eval as pe
 
 from .. import _compat
-from .._arrays import shape_like, spec_of
 from .._errors import calling, SowError
 from .._frames import api_boundary
 from .._mark.listening import listening
@@ -23,9 +19,11 @@ from .axes import (
     as_operand,
     either,
     for_each_lane,
+    results_vary,
     total_over,
     Varies,
     whole,
+    with_known_names,
 )
 
 
@@ -77,6 +75,10 @@ def batched(fn: _Fn) -> _Fn:
     lanes, the planted entries must all be equal, which is checked while the program
     runs.
 
+    The lanes are axes of the value here, so `fn` does not know the `axis_name` of their
+    `vmap`. Reducers such as [`eqx_sow.Fold`][] combine its results, even if one batch
+    is larger than another.
+
     A batch that is sharded over a mesh is reduced over its devices; in a
     `jax.shard_map`, each device sees its own part.
 
@@ -88,7 +90,8 @@ def batched(fn: _Fn) -> _Fn:
     **Raises:**
 
     `TypeError` if `fn` is not a function. [`eqx_sow.SowError`][], when it is used, if
-    the mark is in a branch or a loop that only some lanes run, or if a `jax.vmap` is
+    the mark is in a branch or a loop that only some lanes run, if `fn` uses the name of
+    a vmapped axis, or if a `jax.vmap` is
     around a compiled `tap`, as in `jax.vmap(jax.jit(tap(f, ...)))`.
 
     !!! example
@@ -135,20 +138,51 @@ class Value(NamedTuple):
 
 
 def transformed(
-    fn: Callable, site: Site, value: Value, option: str = "transform"
+    fn: Callable,
+    site: Site,
+    value: Value,
+    run_varies: Varies = (),
+    option: str = "transform",
 ) -> Value:
     """What `fn` returns for a value as the code at the mark sees it, for each lane; or
-    if `fn` is `batched`, for the value of all lanes at once. No `sow` in `fn` marks."""
-    hint = of_one_lane(site) if option == "transform" else ""
+    if `fn` is `batched`, for the value of all lanes at once. No `sow` in `fn` marks.
+    `run_varies`: the axes along which only some lanes run the mark."""
     what = f"function that you passed as `{option}`"
     if isinstance(fn, Batched):
-        with calling(what, site) as watched, listening(None):
+        with calling_at(what, site, fn) as watched, listening(None):
             return _of_all_lanes(watched(fn.fn), site, value)
-    with calling(what, site, hint) as watched, listening(None):
-        return _of_each_lane(watched(fn), site, value)
+    # No `when` is `batched`.
+    is_transform = option == "transform"
+    at_mark = (
+        calling_at(what, site, fn)
+        if is_transform
+        else calling(what, site, "", _NOT_ALL_RUN)
+    )
+    with at_mark as watched, listening(None):
+        axes = with_known_names(site.axes, run_varies)
+        return _of_each_lane(watched(fn), site._replace(axes=axes), value)
 
 
-def of_one_lane(site: Site) -> str:
+# Why a function does not know the name of a vmap.
+_AT_ONCE = (
+    "The function sees all lanes of that `jax.vmap` at once, as a leading axis of the "
+    "value: reduce that axis, as in `x.max(axis=0)`. Or leave `batched` out: a "
+    "function that sees one lane knows the name."
+)
+_NOT_ALL_RUN = (
+    "The mark is in a branch or a loop that only some lanes of that `jax.vmap` run: "
+    "there is no value of all lanes. Mark a value outside of it."
+)
+
+
+def calling_at(what: str, site: Site, fn: Callable, hint: str = "") -> Any:
+    """`calling`, for a function that may be `batched`."""
+    if isinstance(fn, Batched):
+        return calling(what, site, hint, _AT_ONCE)
+    return calling(what, site, _of_one_lane(site) + hint, _NOT_ALL_RUN)
+
+
+def _of_one_lane(site: Site) -> str:
     """For `calling`: says that a function does not see the batch, where that is so."""
     if not any(
         v and a.lane for varies in site.varies for a, v in zip(site.axes, varies)
@@ -168,34 +202,42 @@ def _of_each_lane(fn: Callable, site: Site, value: Value) -> Value:
         new, form = take_apart(fn(value.form.with_arrays(arrays)))
         return list(map(jnp.asarray, new))
 
-    none = (False,) * len(site.axes)
-    every = either(none, *value.varies)
+    axes = site.axes
+    every = either((False,) * len(axes), *value.varies)
+    operands = list(map(as_operand, value.arrays, value.varies))
     varies = None
-    if any(total_over(site)) and any(v != every for v in value.varies):
-        varies = _of_inputs_read(apply, value, every)
-    of_lanes = for_each_lane(apply, site.axes, value.varies, varies)
-    arrays = of_lanes(*map(as_operand, value.arrays, value.varies))
+    # In `grad(vmap(f))`, the cotangent of `w` in a value `(x, w)` is the total of all
+    # lanes, if these share it. So its norm is one number, and not one for each lane.
+    totals = any(total_over(site)) and any(v != every for v in value.varies)
+    if totals or any(a.name is not None for a in axes):
+        varies = results_vary(apply, axes, value.varies, operands)
+    arrays = for_each_lane(apply, axes, value.varies, varies)(*operands)
     varies = varies or [every] * len(arrays)
     return Value(form, list(map(aligned, arrays, varies)), varies)
 
 
-def _of_inputs_read(fn: Callable, value: Value, every: Varies) -> list[Varies]:
-    """For each result of `fn`, the axes of those arrays that it depends on.
+def keeping_lanes(fn: Callable, site: Site) -> Callable:
+    """A function of the value as the code at the mark sees it, as a function of
+    operands. Its results must vary over the lanes that the operands vary over."""
+    n = len(site.guards)
+    guards, varies = site.varies[:n], site.varies[n:]
 
-    This is for cotangents of a value such as `(x, w)`, where `x` is of one lane and `w`
-    is shared by all: the cotangent of `w` is the total of all lanes. Its norm is one
-    number, and not one for each lane.
-    """
-    n = len(every)
-    shapes = [shape_like(x, x.shape[n:], spec_of(x)[n:]) for x in value.arrays]
-    jaxpr, _ = _compat.open_jaxpr(jax.make_jaxpr(fn)(*shapes))
-    results = range(len(jaxpr.outvars))
+    def checked(k, fn):
+        def call(*values):
+            new = fn(*values)
+            if any(not v[k] and _compat.has_lanes([x]) for x, v in zip(new, varies)):
+                raise SowError(
+                    f"`plant`: at {site.said} the program has one value for all lanes "
+                    "of a `jax.vmap`, but the function that you planted returned one "
+                    "for each. Return what is the same for all lanes: with `batched`, "
+                    "or an `axis_name`, the function can reduce over them."
+                )
+            return new
 
-    def of_result(i):
-        _, read = pe.dce_jaxpr(jaxpr, [k == i for k in results])
-        return either((False,) * n, *it.compress(value.varies, read))
+        return call
 
-    return list(map(of_result, results))
+    axes = with_known_names(site.axes, either(*guards) if guards else ())
+    return for_each_lane(fn, axes, varies, varies, checked)
 
 
 def _of_all_lanes(fn: Callable, site: Site, value: Value) -> Value:

@@ -45,7 +45,7 @@ from .handler import Given, refuse, Taken
 from .interpreter import Interpret, rule_for, with_operands
 from .meshes import adds_up, forgets
 from .rewrite import MARKS, PRINTS, without
-from .sows import expanded, sites, sows
+from .sows import expanded, jaxprs_in, sites, sows
 
 
 # --- calls ---
@@ -84,6 +84,24 @@ def _call(interpret, given, eqn, *args):
     return interpret(eqn.params["call_jaxpr"])(given, *args)
 
 
+# --- calls that only say something about a function ---
+@rule_for(_compat.metadata_p)
+def _metadata(interpret, given, eqn, *args):
+    closed, inputs, treedef = interpret.staged(eqn.params["jaxpr"], given, *args)
+    return jtu.tree_unflatten(treedef, rebind(eqn, inputs, jaxpr=closed))
+
+
+@rule_for(_compat.composite_p)
+@rule_for(_compat.program_order_p)
+def _annotated(interpret, given, eqn, *args):
+    handler = interpret.handler
+    if not handler.has_outer and not any(map(handler.wants, sites(eqn))):
+        return rebind(without(eqn, MARKS), args), Taken(given.carry, ())
+    # What it says is of as many operands and outputs as there are: a compiler may have
+    # a kernel with the name of a composite.
+    return interpret(*jaxprs_in(eqn.params))(given, *args)
+
+
 # --- functions with rules of their own ---
 def _inside(interpret, given, eqn, jaxpr, args, join):
     """Sees to the marks in `jaxpr`, a copy of the function in the equation, which has
@@ -97,7 +115,8 @@ def _inside(interpret, given, eqn, jaxpr, args, join):
     # Both run, and only the original prints.
     copy = without(jaxpr, PRINTS)
     # An effect that cannot be left out, such as an `io_callback` with a result.
-    if any(e != sow_effect for e in copy.effects):
+    effects = [e for e in copy.effects if not isinstance(e, _compat.AxisEffect)]
+    if any(e != sow_effect for e in effects):
         why = "an effect of the function, such as an `io_callback`, would happen twice"
         refuse(handler, eqn, sites(eqn), why, "Mark its result outside.")
         kept = eqn if handler.has_outer else without(eqn, MARKS)

@@ -253,6 +253,15 @@ def dispatch(table: Table, repeats: int):
         table.times(
             what, aim, lambda: fn(model, x), lambda: baseline(model, x), repeats
         )
+    for _ in range(200):
+        S(eqx.filter_jit(lambda model, x: _marked(model, x)))(Net(2), x[:, :2])
+    table.times(
+        "`S(filter_jit(f))`, 200 functions captured before, against `filter_jit`",
+        "1.3",
+        lambda: inner(model, x),
+        lambda: by_hand(model, x),
+        repeats,
+    )
 
     for what, transform in (
         ("`filter_jit(S(f))`", lambda f: eqx.filter_jit(S(f))),

@@ -152,6 +152,7 @@ save_intermediates(f, names=("h",), modes=("cotangent.tangent", "primal.cotangen
 save_intermediates(f, names=lambda name: name.startswith("h"), modes="tangent")
 save_intermediates(mlp, capture=linear, names=None, modes=None)
 save_intermediates(mlp, capture=(linear, eqx.nn.MLP), methods="encode")
+save_intermediates(mlp, capture=[linear, jax.nn.relu])
 save_intermediates(mlp, capture=True, methods=["__call__", "encode"], inputs=True)
 save_intermediates(mlp, capture=lambda path, module: isinstance(module, linear))
 save_intermediates(f, scope=True, capture=False, methods=("__call__",))
