@@ -345,7 +345,9 @@ def test_raveled_parameters_that_are_changed(way, more):
 
     with jax.numpy_rank_promotion("allow"):
         value = model["b"](X) + (X.sum() + 1) * more
-    _check(fn, (model, X), {"model/b": value})
+    # A loop over rows of parameters is one over a stack of models.
+    name = "model/*/b" if way is _one_after_the_other else "model/b"
+    _check(fn, (model, X), {name: value})
 
 
 def test_raveled_parameters_that_a_matrix_mixes():
@@ -1023,10 +1025,11 @@ def test_a_stack_in_another_loop_has_the_names_of_a_list(steps, derive):
         want, got = (
             S(run, capture=cls)(net, xs)[1][pattern] for net in (listed, stacked)
         )
-        # Of a stack, the axis of the other loop comes first.
+        # Of a stack, the axes of the vmap and of the other loop come first.
+        axis = 2 if steps is _STEPS["vmap"] else 1
         assert list(got) == list(want)
         for mode in want:
-            layers_first = jnp.moveaxis(got[mode], 1, 0)
+            layers_first = jnp.moveaxis(got[mode], axis, 0)
             assert_close(layers_first, want[mode], atol=1e-6)
 
 
