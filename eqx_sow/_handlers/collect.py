@@ -16,7 +16,7 @@ from .._values.modes import without_order
 from .._values.reduce import Append, IfSeveral, Reducer
 from .._walk.frame import Frame
 from .._walk.handler import check_guarded, Given, Handler
-from .._walk.sows import Found
+from .._walk.sows import Found, in_loop_of_backward_pass, is_of_unknown_length
 from .asked import is_some, leave, of_one, reached, Selector
 
 
@@ -53,6 +53,10 @@ class Collect(Selector):
     reduce: SameParts
     # The `Site.key`s of what is returned, which outer transformations do not see.
     returned: frozenset[Any] = frozenset()
+    # The names that have a derivative in a `while_loop`, or a primal in a loop of a
+    # backward pass. What a derivative belongs to does not depend on `modes`, so their
+    # primals are taken, too.
+    beside: frozenset[str] = frozenset()
 
     @property
     def cacheable(self):
@@ -73,9 +77,13 @@ class Collect(Selector):
         """Whether `modes` asks for the mode of a mark."""
         if self.modes is None or site.mode in map(without_order, self.modes):
             return True
+        if site.modes:
+            return False
         # `Append` needs the primals too: cotangents are put in their order.
         reducer = self.reducer(site.name)
-        return not site.modes and reducer is not None and not reducer.has_state
+        if reducer is None:
+            return site.name in self.beside
+        return not reducer.has_state
 
     def _left(self, site: Site) -> Site | None:
         """What is left of a mark for outer transformations. One of which only some
@@ -101,6 +109,27 @@ class Collect(Selector):
             if n > 1 and name not in by_user:
                 each.setdefault(name, _IF_SEVERAL)
         return dc.replace(self, reduce=SameParts(each)) if each else self
+
+    def with_primals(self, found: Iterable[Found]) -> "Collect":
+        """The same, knowing of which names it takes the primals beside the modes that
+        it is asked for."""
+        if self.modes is None:
+            return self
+        found = list(found)
+        wanted = frozenset(
+            one.name
+            for x in found
+            if x.site.modes
+            for one, _ in self.wanted(x.site, x.loops)
+        )
+        in_loops = frozenset(
+            one.name
+            for x in found
+            if (any(map(is_of_unknown_length, x.eqns)) and x.site.modes)
+            or (in_loop_of_backward_pass(x.eqns) and not x.site.modes)
+            for one, _ in self.asked(x.site, x.loops)
+        )
+        return dc.replace(self, beside=wanted & in_loops)
 
     def reducer(self, name: str) -> Reducer | None:
         reduce = self.reduce.value
@@ -173,6 +202,23 @@ class Collect(Selector):
             return _entry.unfinished(x.site, x.read(frame), x.at), x.transform
 
         return gather(map(pair, found), lambda name: self.reducer(name) is not None)
+
+    def check_iterations(self, asked: Iterable[tuple[Site, Any]]) -> None:
+        """Raises if a derivative that comes back would be that of another iteration
+        than the value."""
+        for site, _ in asked:
+            if not site.execution.apart or self.folds(site.name):
+                continue
+            if site.key in self.returned:
+                raise SowError(
+                    f"The {site.mode} of {site.said} is computed in a loop of the "
+                    "backward pass, and eqx_sow cannot tell which iteration of it "
+                    "belongs to the value that comes back. (The last value may be that "
+                    "of a branch that is not differentiated.) If several branches mark "
+                    f"it, give the marks different names. Or look at every {site.mode} "
+                    f"with `eqx_sow.tap` or `eqx_sow.Fold`, or leave the {site.mode} "
+                    "out, by `modes`."
+                )
 
     def started(
         self, found: Sequence[Found], survey: Callable[[Handler], Entries]

@@ -26,12 +26,8 @@ from .. import _hijax
 from .._mark.primitive import same_p, sow_p
 from .._mark.site import Site
 from .flow import Domain, Here
-from .repetitions import (
-    around_backward_pass,
-    is_of_unknown_length,
-    Sown,
-)
-from .sows import lengths_of, loop_of, Way
+from .repetitions import around_backward_pass, Sown
+from .sows import is_of_unknown_length, lengths_of, loop_of, Way
 
 
 class Numbered(NamedTuple):

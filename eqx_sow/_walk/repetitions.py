@@ -37,7 +37,14 @@ from .. import _compat, _hijax
 from .._frames import is_of_equinox
 from .._mark.site import Site
 from .flow import Here
-from .sows import jaxprs_of, kept_with_jaxpr, loop_of, Way
+from .sows import (
+    is_of_unknown_length,
+    jaxprs_of,
+    kept_with_jaxpr,
+    lengths_of,
+    loop_of,
+    Way,
+)
 
 
 class Sown(NamedTuple):
@@ -186,11 +193,6 @@ def around_backward_pass(here: Here) -> list[Any]:
     return [*it.takewhile(lambda e: not _compat.in_backward_pass(e), here.around)]
 
 
-def is_of_unknown_length(eqn: Any) -> bool:
-    loop = loop_of(eqn)
-    return loop is not None and loop.length is None
-
-
 # --- loops that a backward pass runs again ---
 def _rerun_loops(x: Sown) -> tuple[list[Any], list[Any]]:
     """The loops of unknown length around a mark that are in a backward pass, if they
@@ -210,9 +212,36 @@ def _rerun_loops(x: Sown) -> tuple[list[Any], list[Any]]:
         elif not loops and eqn.primitive in _CUSTOM_VJP:
             # Not differentiated, so nothing in there has run before.
             backward = False
-    bodies = [j for loop in loops[:1] if is_of_equinox(loop) for j in jaxprs_of(loop)]
-    rerun = _is_recomputed(x) or any(map(_has_backward_pass, bodies))
+    rerun = _is_recomputed(x) or _goes_backward(loops)
     return (loops, within) if rerun else ([], [])
+
+
+def _goes_backward(loops: list[Any]) -> bool:
+    """Whether the outermost of these loops is Equinox's, with a backward pass in it. It
+    takes the iterations of the forward pass from the last one, as the cotangent of each
+    is made of that of the next."""
+    bodies = [j for loop in loops[:1] if is_of_equinox(loop) for j in jaxprs_of(loop)]
+    return any(map(_has_backward_pass, bodies))
+
+
+def directions(
+    x: Sown, marks: Iterable[Sown], executions: Iterable[Way]
+) -> tuple[bool | None, ...]:
+    """`Execution.backward` of a derivative of these marks of primals, which are or
+    repeat these executions."""
+    reruns = [loops for y in marks for loops in [_rerun_loops(y)[0]]]
+    reversed_loops = [e for loops in reruns if _goes_backward(loops) for e in loops]
+
+    def direction(way: Way, loop: Any) -> bool | None:
+        if any(of[: len(way)] == way for of in executions):
+            return False
+        return any(loop is e for e in reversed_loops) or None
+
+    return tuple(
+        direction(x.here.way[: 2 * i + 1], eqn)
+        for i, eqn in enumerate(x.here.around)
+        if is_of_unknown_length(eqn)
+    )
 
 
 @kept_with_jaxpr
@@ -283,6 +312,47 @@ def _lengths_before(x: Sown) -> list[list[int | None]]:
     have been in `[None, 5]` or in `[3, None, 5]`."""
     lengths, n = _lengths(x.here.around), len(_lengths(around_backward_pass(x.here)))
     return [lengths[:i] + lengths[n:] for i in range(n + 1)]
+
+
+def lacks_iteration(
+    x: Sown, executions: Iterable[Sown], backward: Sequence[bool | None]
+) -> bool:
+    """Whether a derivative is computed in a loop of its own, of which it is not known
+    how it goes through the iterations of its value. A loop around the whole backward
+    pass has nothing to do with these: of
+
+        ys, pulls = lax.scan(lambda x, _: jax.vjp(step, x), x, None, length=3)
+        lax.while_loop(..., lambda c: pull_back(pulls, c[1]), ...)
+
+    the cotangents are stacked if `pull_back` is a scan, and are one after the other if
+    the `while_loop` is what takes `pulls` apart."""
+    if None not in backward:
+        return False
+
+    def apart(of: Sown) -> bool:
+        pairs = enumerate(zip(x.here.around, of.here.around))
+        same = it.takewhile(lambda p: _is_way_to(of, x, p[0]), pairs)
+        n = len(list(same))
+        mine, others = x.here.around[n:], of.here.around[n:]
+        if any(map(is_of_unknown_length, others)):
+            return True
+        return len(lengths_of(mine)) < len(lengths_of(others))
+
+    return any(map(apart, executions))
+
+
+def _is_way_to(x: Sown, y: Sown, i: int) -> bool:
+    """Whether the first equations around, up to `i`, are the same."""
+    n = 2 * i + 1
+    return x.here.way[:n] == y.here.way[:n]
+
+
+def are_in_two_branches(x: Sown, y: Sown) -> bool:
+    """Whether one of two marks of the forward pass runs, or the other one."""
+    mine, others = dict(x.cases), dict(y.cases)
+    for site, cases in ((x.site, mine), (y.site, others)):
+        cases.update((id(g.cond), g.branch) for g in site.guards if g.cond is not None)
+    return any(others.get(index, i) != i for index, i in mine.items())
 
 
 # --- checkpoints and derivative rules ---
