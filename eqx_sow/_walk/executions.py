@@ -52,6 +52,7 @@ from .repetitions import (
     directions,
     lacks_iteration,
     repetitions,
+    Same,
     Sown,
 )
 from .rewrite import with_sites
@@ -95,13 +96,13 @@ def with_executions(closed: Any, wants: Callable[[Site], bool]) -> Any:
     told = Numbering()
     run(told, closed, [told.unlike_any() for _ in closed.invars], Here())
     sows = [x for x in told.sows.values() if wants(x.site)]
-    return with_sites(closed, _sites(sows))
+    return with_sites(closed, _sites(sows, told.at_solution))
 
 
-def _sites(found: Sequence[Sown]) -> dict[Way, Site]:
+def _sites(found: Sequence[Sown], at_solution: Same) -> dict[Way, Site]:
     """The sites that have the answers, by the ways to their equations."""
     primals = [x for x in found if not x.site.modes]
-    repeated = repetitions(primals)
+    repeated = repetitions(primals, at_solution)
     ran = {x.site.key for x in primals if not x.in_backward_pass}
     by_way = {x.here.way: x for x in primals}
     origins = {way: x.site for way, x in by_way.items()}

@@ -26,6 +26,7 @@ that is taken for a repetition has no value at all. Most of what is asked below 
 because a mark that was computed at another point would else be missing.
 """
 
+import functools as ft
 import itertools as it
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -73,16 +74,23 @@ class Sown(NamedTuple):
 Repeated = Iterator[tuple[Way, frozenset[Way]]]
 
 
-def repetitions(primals: Sequence[Sown]) -> dict[Way, frozenset[Way]]:
+# Whether a mark has the value of another one.
+Same = Callable[[Sown, Sown], bool]
+
+
+def repetitions(
+    primals: Sequence[Sown], at_solution: Same
+) -> dict[Way, frozenset[Way]]:
     """Of the primals of a program, the repetitions, each with the executions that it
-    may repeat."""
+    may repeat. `at_solution` is that of `Numbering`."""
     repeated: dict[Way, frozenset[Way]] = {}
     by_value = defaultdict(list)
     for x in primals:
         by_value[x.value].append(x)
     for alike in by_value.values():
         repeated.update(_same_values(alike))
-    for kind in (_same_equations, _other_equations):
+    same_equations = ft.partial(_same_equations, at_solution=at_solution)
+    for kind in (same_equations, _other_equations):
         rest = [x for x in primals if x.here.way not in repeated]
         repeated.update(kind(rest))
     return repeated
@@ -140,7 +148,7 @@ _CUSTOM_VJP = jexc.primitives.custom_vjp_call_p, _hijax.hi_p
 _CUSTOM = *_CUSTOM_VJP, jexc.primitives.custom_jvp_call_p
 
 
-def _same_equations(primals: Sequence[Sown]) -> Repeated:
+def _same_equations(primals: Sequence[Sown], at_solution: Same) -> Repeated:
     """The repetitions in a loop that runs again, or in a derivative rule, each with the
     executions that it may repeat: they come from the same call of `sow`."""
     of_call = defaultdict(list)
@@ -153,12 +161,13 @@ def _same_equations(primals: Sequence[Sown]) -> Repeated:
             return False
         if _runs_anew(x, y):
             return True
-        # The rule may evaluate the function at another point, too. Of what a solver
-        # evaluates in a loop, the last point may be the one, and is not known. In a
-        # loop that runs anew, it is the rule of what is `y` there.
-        fewer = len(_lengths(x.here.around)) < len(_lengths(y.here.around))
-        return (fewer or x.value == y.value) and any(
-            _rule(x) in _rules(z) for z in of_call[mine] if z is y or _runs_anew(z, y)
+        # The rule may evaluate the function at another point, too. What a solver
+        # evaluates in a loop is evaluated once more at the solution. In a loop that
+        # runs anew, it is the rule of what is `y` there.
+        return any(
+            _rule(x) in _rules(z) and (x.value == z.value or at_solution(x, z))
+            for z in of_call[mine]
+            if z is y or _runs_anew(z, y)
         )
 
     return _matched(
