@@ -18,6 +18,7 @@ from .._walk.frame import Frame
 from .._walk.handler import check_guarded, Given, Handler
 from .._walk.sows import Found, in_loop_of_backward_pass, is_of_unknown_length
 from .asked import is_some, leave, of_one, reached, Selector
+from .rows import Row, values_open_rows
 
 
 # For a survey of the program: of each place that marks a name there is an entry.
@@ -57,6 +58,9 @@ class Collect(Selector):
     # backward pass. What a derivative belongs to does not depend on `modes`, so their
     # primals are taken, too.
     beside: frozenset[str] = frozenset()
+    # The `Site.key`s of derivatives whose rows in a `Buffer` the value opens: see
+    # `stepped`.
+    filled: frozenset[Any] = frozenset()
 
     @property
     def cacheable(self):
@@ -192,8 +196,13 @@ class Collect(Selector):
         reducer: Any = self.reducer(new.site.name)
         old = given.carry[key]
         entry = _entry.captured(new.site, new.read(frame), new.transform, new.at)
-        state = _state.stepped(reducer, old, entry, new.here)
-        return given._replace(carry={**given.carry, key: state})
+        how = "fills" if key in self.filled else "next"
+        states = {key: _state.stepped(reducer, old, entry, new.here, how)}
+        for other in () if new.site.modes else self.filled:
+            if other[0] == new.site.name:
+                old = given.carry[other]
+                states[other] = _state.stepped(reducer, old, entry, new.here, "opens")
+        return given._replace(carry={**given.carry, **states})
 
     def end_jaxpr(self, found, frame: Frame) -> Entries:
         def pair(x):
@@ -219,6 +228,32 @@ class Collect(Selector):
                     f"with `eqx_sow.tap` or `eqx_sow.Fold`, or leave the {site.mode} "
                     "out, by `modes`."
                 )
+
+    def with_rows(self, found: Iterable[Found], of: Iterable[Any]) -> "Collect":
+        """The same, knowing which rows of a `Buffer` a value opens. Raises if the rows
+        of a value and of its derivatives would not belong together."""
+        have_rows = any(r and r.lead for r in self._reducers)
+        if not have_rows:
+            return self
+        by_key: dict[Any, list[Row]] = {}
+        for x, executions in zip(found, of):
+            if not x.site.execution.again and x.way is not None:
+                for one, at in self.asked(x.site, x.loops):
+                    row = Row(x._replace(site=one), executions, at)
+                    by_key.setdefault(one.key, []).append(row)
+        filled = set()
+        for key, rows in by_key.items():
+            reducer = self.reducer(key[0])
+            values = by_key.get((key[0], "primal", ()), [])
+            is_derivative = bool(rows[0].found.site.modes)
+            if reducer is None or not reducer.lead or not (is_derivative and values):
+                continue
+            both = [self._has_mode(some[0].found.site) for some in (values, rows)]
+            # Of single iterations, rows are not many.
+            if all(both) and not any(x.at for x in (*values, *rows)):
+                if values_open_rows(values, rows):
+                    filled.add(key)
+        return dc.replace(self, filled=frozenset(filled))
 
     def started(
         self, found: Sequence[Found], survey: Callable[[Handler], Entries]

@@ -308,7 +308,9 @@ class Tap(Selector):
         """Of each loop around a mark, from outside in, whether its iteration is that of
         the value. Not so in a `while_loop` that is part of a backward pass alone."""
         whiles = iter(site.execution.backward)
-        return tuple(is_known or next(whiles, False) is False for is_known in self.known)
+        return tuple(
+            is_known or next(whiles, False) is False for is_known in self.known
+        )
 
     def _send(
         self,

@@ -132,6 +132,10 @@ class Execution(NamedTuple):
     # value.
     apart: bool = False
 
+    # For a derivative, the branches that it is in and its value is not: of which cond,
+    # and which branch.
+    only_if: frozenset[Hashable] = frozenset()
+
     def out_of_while(self) -> "Execution":
         """The same, as seen from outside the innermost `while_loop`."""
         return self._replace(backward=self.backward[:-1]) if self.backward else self

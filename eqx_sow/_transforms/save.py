@@ -72,7 +72,9 @@ class _SaveIntermediates(Transformed):
         asked = collect.everywhere(program.mine)
         collect = dc.replace(collect, returned=_returned(asked, options.modes))
         collect.check_iterations(asked)
+        executions = of or [x.site.execution.of for x in program.mine]
         carry = collect.started(program.mine, program.survey)
+        collect = collect.with_rows(program.mine, executions)
         outs, taken = program.evaluate(collect, Given(carry))
         # In the order of `carry`: JAX has sorted the keys of `taken.carry`.
         reducer: Any = collect.reducer

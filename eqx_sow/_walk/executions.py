@@ -39,7 +39,7 @@ which is the way to an equation: see `Way`.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 from .. import _compat
@@ -121,12 +121,15 @@ def _sites(found: Sequence[Sown], at_solution: Same) -> dict[Way, Site]:
             # what a checkpoint in a `while_loop` computes again, there is none.
             of = primals_of(x.site, x.edges, origins) or of_call[x.site.origin]
         executions = frozenset().union(*[repeated.get(p, {p}) for p in of])
-        apart = False
+        apart, only_if = False, frozenset[Hashable]()
         if x.site.modes:
             backward = directions(x, [by_way[p] for p in of], executions)
             ran_at = [by_way[p] for p in executions]
             apart = lacks_iteration(x, ran_at, backward)
             have[x.site.key] |= executions
+            # What Equinox's loops do in their backward pass, they do for each iteration.
+            if True not in backward:
+                only_if = x.branches.difference(*[by_way[p].branches for p in of])
         # In a branch of a cond that a vmap made a selection of, a value of the forward
         # pass has no longer the number that it had.
         again: bool | None = way in repeated
@@ -140,6 +143,7 @@ def _sites(found: Sequence[Sown], at_solution: Same) -> dict[Way, Site]:
             runs=x.runs,
             backward=backward,
             apart=apart,
+            only_if=only_if,
         )
         sites[way] = x.site._replace(execution=execution)
     return {way: _checked(site, by_way, have[site.key]) for way, site in sites.items()}

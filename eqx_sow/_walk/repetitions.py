@@ -69,6 +69,13 @@ class Sown(NamedTuple):
     def cases(self) -> frozenset[tuple[int, int]]:
         return frozenset((index.number, i) for index, i in self.here.cases)
 
+    @property
+    def branches(self) -> frozenset[tuple[Hashable, int]]:
+        """The branches that it is in, also of conds that a vmap made selections of. Two
+        marks are in branches of one run of a cond if the index is the same."""
+        guards = zip(self.runs, self.site.guards)
+        return self.cases | {(run, g.branch) for run, g in guards if g.cond is not None}
+
 
 # The repetitions, each with the executions that it may repeat.
 Repeated = Iterator[tuple[Way, frozenset[Way]]]
@@ -358,10 +365,8 @@ def _is_way_to(x: Sown, y: Sown, i: int) -> bool:
 
 def are_in_two_branches(x: Sown, y: Sown) -> bool:
     """Whether one of two marks of the forward pass runs, or the other one."""
-    mine, others = dict(x.cases), dict(y.cases)
-    for site, cases in ((x.site, mine), (y.site, others)):
-        cases.update((id(g.cond), g.branch) for g in site.guards if g.cond is not None)
-    return any(others.get(index, i) != i for index, i in mine.items())
+    others = dict(y.branches)
+    return any(others.get(index, i) != i for index, i in x.branches)
 
 
 # --- checkpoints and derivative rules ---
