@@ -29,8 +29,8 @@ from .._walk.sows import Found, lengths_of, loop_of, Way
 
 
 class Row(NamedTuple):
-    """A mark that has rows. `of`: the executions that it is or is a derivative of, as in
-    `Execution`. `at`: as in `Entry`."""
+    """A mark that has rows. `of`: as in `Execution`, the executions that it is, or is a
+    derivative of. `at`: as in `Entry`."""
 
     found: Found
     of: frozenset[Way]
@@ -168,9 +168,9 @@ def _exclusive(by_way: Mapping[Any, Row], a: _Id, b: _Id) -> bool:
 
 def _apart(site: Site) -> SowError:
     return SowError(
-        f"{site.said} is kept in a `Buffer`, but not each execution has one "
-        f"{site.mode} (a function from `jax.vjp` may be called in a branch, or twice, "
-        "or the value is computed once more without a derivative), so the rows of the "
-        "two would not be of the same executions. Give the marks different names, or "
-        f"leave the {site.mode} out, by `modes`."
+        f"{site.said} is kept in a `Buffer`, but there is not one {site.mode} for each "
+        "value, in the same or in the opposite order: a function from `jax.vjp` may be "
+        "called twice, for example, or the value may be computed once more without a "
+        "derivative. So the rows of the two would not be of the same executions. Give "
+        f"the marks different names, or leave the {site.mode} out, by `modes`."
     )

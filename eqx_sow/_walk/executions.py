@@ -127,7 +127,7 @@ def _sites(found: Sequence[Sown], at_solution: Same) -> dict[Way, Site]:
             ran_at = [by_way[p] for p in executions]
             apart = lacks_iteration(x, ran_at, backward)
             have[x.site.key] |= executions
-            # What Equinox's loops do in their backward pass, they do for each iteration.
+            # Equinox's loops go back through each iteration, in a branch of theirs.
             if True not in backward:
                 only_if = x.branches.difference(*[by_way[p].branches for p in of])
         # In a branch of a cond that a vmap made a selection of, a value of the forward
@@ -150,8 +150,8 @@ def _sites(found: Sequence[Sown], at_solution: Same) -> dict[Way, Site]:
 
 
 def _checked(site: Site, by_way: Mapping[Way, Sown], have: frozenset[Way]) -> Site:
-    """The site, which is `apart`, too, if the last value may be that of a branch without
-    such a derivative. `have` are the executions that have one."""
+    """The site, which is `apart`, too, if the last value may be that of a branch that
+    has no such derivative. `have` are the executions that have one."""
     execution = site.execution
     if True not in execution.backward or execution.apart:
         return site
