@@ -231,7 +231,7 @@ class Numbering(Domain):
                 if isinstance(loop, tuple) and isinstance(its, tuple):
                     if loop[:2] != its[:2] or len(loop) != len(its):
                         return None
-                    every = zip(loop[2:], its[2:])
+                    every: Any = zip(loop[2:], its[2:])
                     pairs += [p for x, y in every for p in zip(x, y)]
                 elif type(loop) is not type(its):
                     return None
