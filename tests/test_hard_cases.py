@@ -282,6 +282,30 @@ def test_lanes_of_different_lengths_in_a_loop_with_a_backward_pass(outside):
     close(got["a"]["cotangent"], cotangents[-1])
 
 
+def test_tangents_of_a_backward_pass_that_is_a_loop_of_its_own():
+    fn, _ = OWN_LOOPS["loop"]
+    along = lambda grad, x: jax.jvp(grad, (x,), (jnp.float32(2.0),))
+    mark = lambda value: sow(value, "a")
+    # With one checkpoint, the backward pass runs the first iteration three times.
+    loop = _eqx_loop(checkpoints=1)
+    grad = jax.grad(lambda x: fn(loop, _alternating, mark, x) ** 2)
+    _, got = jax.jit(S(lambda x: along(grad, x)))(jnp.float32(1.1))
+    got = got["a"]
+    eps = jnp.zeros(())
+
+    def last(eps, x):
+        x = _unrolled(2, lambda i, x: x**2 * 0.9, x)
+        return (x**2 * 0.9 + eps) ** 2, x**2 * 0.9
+
+    at_last = jax.grad(last, has_aux=True)
+    (ct, value), (dct, dvalue) = along(lambda x: at_last(eps, x), jnp.float32(1.1))
+    want = {"primal": value, "tangent": dvalue, "cotangent": ct}
+    want |= {"cotangent.tangent": dct, "count": 3}
+    assert got.keys() == want.keys()
+    for mode, x in want.items():
+        close(got[mode], x)
+
+
 @pytest.mark.slow
 def test_cotangent_of_a_solver_with_its_default_adjoint():
     def euler(loop, cond, mark, y):

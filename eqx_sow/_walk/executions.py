@@ -134,6 +134,10 @@ def _sites(found: Sequence[Sown], at_solution: Same) -> dict[Way, Site]:
         # pass has no longer the number that it had.
         again: bool | None = way in repeated
         in_branch = any(guard.cond is not None for guard in x.site.guards)
+        # The tangent of what a loop runs once more is a repetition, too. Equinox runs
+        # some iterations several times, and not in the opposite order.
+        if True in backward and "cotangent" not in x.site.modes:
+            again = again or all(p in repeated for p in of)
         if not again and x.in_backward_pass and in_branch and x.site.key in ran:
             again = None
         execution = Execution(

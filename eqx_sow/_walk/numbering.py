@@ -194,7 +194,9 @@ class Numbering(Domain):
 
         with a mark of `sin(z)` in `g`, this is so for the second one, not for the third
         one. At which point a solver evaluates `g` in the loop does not matter."""
-        (*mine, pairs), (*others, numbers) = x.value, y.value
+        of_x: Any = x.value
+        of_y: Any = y.value
+        (*mine, pairs), (*others, numbers) = of_x, of_y
         if mine != others:
             return False
         todo, seen = list(zip(pairs, numbers)), set()
@@ -232,7 +234,8 @@ class Numbering(Domain):
                     if loop[:2] != its[:2] or len(loop) != len(its):
                         return None
                     every: Any = zip(loop[2:], its[2:])
-                    pairs += [p for x, y in every for p in zip(x, y)]
+                    for x, y in every:
+                        pairs += zip(x, y)
                 elif type(loop) is not type(its):
                     return None
             case _ if how != other:
