@@ -118,7 +118,12 @@ DOCUMENTED = {
             "test_several_runs.py::test_what_cannot_be_planted",
         ],
         '"would not be of the same executions" (`Buffer`)': [
-            "test_reducers.py::test_rows_of_a_buffer_that_do_not_belong_together"
+            "test_reducers.py::test_rows_of_a_buffer_that_do_not_belong_together",
+            "test_reducers.py::test_rows_of_a_buffer_of_other_executions",
+        ],
+        '"which iteration of it belongs to the value"': [
+            "test_hard_cases.py::test_last_value_in_a_branch_that_is_not_differentiated",
+            "test_hard_cases.py::test_a_while_that_takes_the_pullbacks_of_a_scan_apart",
         ],
         '"so it is not known whether there is an iteration" (`jax.export`)': [
             "test_export.py::test_iteration_that_there_may_not_be"

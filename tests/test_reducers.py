@@ -162,6 +162,123 @@ def test_rows_of_a_buffer_with_a_derivative_in_each_branch():
     close(buffer["cotangent"][::-1], stack["cotangent"])
 
 
+def _in_while(step, n=3):
+    def run(x):
+        loop = lambda c: (c[0] + 1, step(*c))
+        return lax.while_loop(lambda c: c[0] < n, loop, (0, x))[1]
+
+    return run
+
+
+def _with_pullback(x):
+    return jax.vjp(lambda x: sow(x * x, "a"), x)
+
+
+def _on_even_steps(i, x):
+    y, pull = _with_pullback(x)
+    return x - 0.1 * lax.cond(i % 2 == 0, lambda: pull(y)[0], lambda: jnp.ones_like(x))
+
+
+def _while_large(i, x):
+    y, pull = _with_pullback(x)
+    return x - 0.1 * lax.cond(x > 0.95, lambda: pull(y)[0], lambda: jnp.ones_like(x))
+
+
+def _after_a_value(i, x):
+    # As in a line search, whose last evaluation has no gradient.
+    y, pull = _with_pullback(x)
+    x = x - 0.1 * pull(y)[0]
+    return x + 0 * sow(x * x, "a")
+
+
+def _rows(step, x, n=3):
+    """The values, and for each its cotangent, or zero."""
+    values, cotangents = [], []
+    for i in range(n):
+        values.append(x * x)
+        if step is _after_a_value or (x > 0.95 if step is _while_large else i % 2 == 0):
+            cotangents.append(x * x)
+            x = x - 0.1 * 2 * x * x * x
+        else:
+            cotangents.append(0)
+            x = x - 0.1
+        if step is _after_a_value:
+            values.append(x * x)
+            cotangents.append(0)
+    return np.stack(values), np.stack(cotangents)
+
+
+@pytest.mark.parametrize("step", [_on_even_steps, _while_large, _after_a_value])
+@pytest.mark.parametrize("buffer", [Buffer(7), Buffer(2), Buffer(2, "first")])
+def test_rows_of_executions_without_a_cotangent_are_zeros(step, buffer):
+    def kept(rows):
+        n, size = len(rows), buffer.size
+        rows = rows[:size] if buffer.keep == "first" else rows[-size:]
+        return [*rows, *[0] * (size - n)]
+
+    lanes = jax.jit(S(jax.vmap(_in_while(step)), reduce=buffer))
+    xs = np.array([1.0, 0.4], np.float32)
+    _, of_lanes = lanes(jnp.asarray(xs))
+    for k, x in enumerate(xs):
+        values, cotangents = _rows(step, x)
+        _, alone = S(_in_while(step), reduce=buffer)(jnp.asarray(x))
+        for got in (alone["a"], jax.tree.map(lambda x, k=k: x[k], of_lanes["a"])):
+            close(got["primal"], kept(values))
+            close(got["cotangent"], kept(cotangents))
+            assert got["count"] == len(values)
+
+
+def _scanned(x):
+    step = lambda x, _: (jnp.sin(sow(x * x, "a")), None)
+    return lax.scan(step, x, None, length=3)[0]
+
+
+def _twice(x):
+    y, pull = _with_pullback(x)
+    return pull(y)[0] + pull(2 * y)[0]
+
+
+def _two_in_an_iteration(i, x):
+    both = lambda x: sow(sow(x * x, "a") * x, "a")
+    return x - 0.1 * jax.grad(both)(x)
+
+
+def _solves_with_a_pullback(x):
+    y, pull = _with_pullback(x)
+    return _in_while(lambda i, ct: pull(ct)[0])(y)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: _scanned(x) + jax.grad(_scanned)(x),
+        _twice,
+        _in_while(_two_in_an_iteration),
+        _solves_with_a_pullback,
+    ],
+    ids=["a run without one", "twice", "two in an iteration", "in a loop"],
+)
+def test_rows_of_a_buffer_of_other_executions(fn, call):
+    x = jnp.array(0.7)
+    with pytest.raises(SowError, match="is kept in a `Buffer`, but there is not one"):
+        call(S(fn, reduce=Buffer(9)), x)
+    for modes in ("primal", "cotangent"):
+        assert modes in call(S(fn, reduce=Buffer(9), modes=modes), x)[1]["a"]
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_whole_backward_pass_in_a_branch(there, call):
+    def fn(x, there):
+        y, pull = jax.vjp(_scanned, x)
+        return lax.cond(there, lambda: pull(y)[0], lambda: y)
+
+    stack = S(jax.grad(_scanned))(jnp.array(0.7))[1]["a"]
+    _, got = call(S(fn, reduce=Buffer(3)), jnp.array(0.7), jnp.array(there))
+    y = _scanned(jnp.array(0.7))
+    close(got["a"]["primal"], stack["primal"])
+    close(got["a"]["cotangent"][::-1], np.float32(there) * y * stack["cotangent"])
+
+
 @wraps
 def test_append_has_one_entry_for_each_place(wrap):
     _, captured = wrap(line, reduce=Append())(X)

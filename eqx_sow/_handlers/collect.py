@@ -16,8 +16,9 @@ from .._values.modes import without_order
 from .._values.reduce import Append, IfSeveral, Reducer
 from .._walk.frame import Frame
 from .._walk.handler import check_guarded, Given, Handler
-from .._walk.sows import Found
+from .._walk.sows import Found, in_loop_of_backward_pass, is_of_unknown_length
 from .asked import is_some, leave, of_one, reached, Selector
+from .rows import Row, values_open_rows
 
 
 # For a survey of the program: of each place that marks a name there is an entry.
@@ -53,6 +54,13 @@ class Collect(Selector):
     reduce: SameParts
     # The `Site.key`s of what is returned, which outer transformations do not see.
     returned: frozenset[Any] = frozenset()
+    # The names that have a derivative in a `while_loop`, or a primal in a loop of a
+    # backward pass. What a derivative belongs to does not depend on `modes`, so their
+    # primals are taken, too.
+    beside: frozenset[str] = frozenset()
+    # The `Site.key`s of derivatives whose rows in a `Buffer` the value opens: see
+    # `stepped`.
+    filled: frozenset[Any] = frozenset()
 
     @property
     def cacheable(self):
@@ -73,9 +81,13 @@ class Collect(Selector):
         """Whether `modes` asks for the mode of a mark."""
         if self.modes is None or site.mode in map(without_order, self.modes):
             return True
+        if site.modes:
+            return False
         # `Append` needs the primals too: cotangents are put in their order.
         reducer = self.reducer(site.name)
-        return not site.modes and reducer is not None and not reducer.has_state
+        if reducer is None:
+            return site.name in self.beside
+        return not reducer.has_state
 
     def _left(self, site: Site) -> Site | None:
         """What is left of a mark for outer transformations. One of which only some
@@ -101,6 +113,27 @@ class Collect(Selector):
             if n > 1 and name not in by_user:
                 each.setdefault(name, _IF_SEVERAL)
         return dc.replace(self, reduce=SameParts(each)) if each else self
+
+    def with_primals(self, found: Iterable[Found]) -> "Collect":
+        """The same, knowing of which names it takes the primals beside the modes that
+        it is asked for."""
+        if self.modes is None:
+            return self
+        found = list(found)
+        wanted = frozenset(
+            one.name
+            for x in found
+            if x.site.modes
+            for one, _ in self.wanted(x.site, x.loops)
+        )
+        in_loops = frozenset(
+            one.name
+            for x in found
+            if (any(map(is_of_unknown_length, x.eqns)) and x.site.modes)
+            or (in_loop_of_backward_pass(x.eqns) and not x.site.modes)
+            for one, _ in self.asked(x.site, x.loops)
+        )
+        return dc.replace(self, beside=wanted & in_loops)
 
     def reducer(self, name: str) -> Reducer | None:
         reduce = self.reduce.value
@@ -163,8 +196,13 @@ class Collect(Selector):
         reducer: Any = self.reducer(new.site.name)
         old = given.carry[key]
         entry = _entry.captured(new.site, new.read(frame), new.transform, new.at)
-        state = _state.stepped(reducer, old, entry, new.here)
-        return given._replace(carry={**given.carry, key: state})
+        how = "fills" if key in self.filled else "next"
+        states = {key: _state.stepped(reducer, old, entry, new.here, how)}
+        for other in () if new.site.modes else self.filled:
+            if other[0] == new.site.name:
+                old = given.carry[other]
+                states[other] = _state.stepped(reducer, old, entry, new.here, "opens")
+        return given._replace(carry={**given.carry, **states})
 
     def end_jaxpr(self, found, frame: Frame) -> Entries:
         def pair(x):
@@ -173,6 +211,49 @@ class Collect(Selector):
             return _entry.unfinished(x.site, x.read(frame), x.at), x.transform
 
         return gather(map(pair, found), lambda name: self.reducer(name) is not None)
+
+    def check_iterations(self, asked: Iterable[tuple[Site, Any]]) -> None:
+        """Raises if a derivative that comes back would be that of another iteration
+        than the value."""
+        for site, _ in asked:
+            if not site.execution.apart or self.folds(site.name):
+                continue
+            if site.key in self.returned:
+                raise SowError(
+                    f"The {site.mode} of {site.said} is computed in a loop of the "
+                    "backward pass, and eqx_sow cannot tell which iteration of it "
+                    "belongs to the value that comes back. (The last value may be that "
+                    "of a branch that is not differentiated.) If several branches mark "
+                    f"it, give the marks different names. Or look at every {site.mode} "
+                    f"with `eqx_sow.tap` or `eqx_sow.Fold`, or leave the {site.mode} "
+                    "out, by `modes`."
+                )
+
+    def with_rows(self, found: Iterable[Found], of: Iterable[Any]) -> "Collect":
+        """The same, knowing which rows of a `Buffer` a value opens. Raises if the rows
+        of a value and of its derivatives would not belong together."""
+        have_rows = any(r and r.lead for r in self._reducers)
+        if not have_rows:
+            return self
+        by_key: dict[Any, list[Row]] = {}
+        for x, executions in zip(found, of):
+            if not x.site.execution.again and x.way is not None:
+                for one, at in self.asked(x.site, x.loops):
+                    row = Row(x._replace(site=one), executions, at)
+                    by_key.setdefault(one.key, []).append(row)
+        filled = set()
+        for key, rows in by_key.items():
+            reducer = self.reducer(key[0])
+            values = by_key.get((key[0], "primal", ()), [])
+            is_derivative = bool(rows[0].found.site.modes)
+            if reducer is None or not reducer.lead or not (is_derivative and values):
+                continue
+            both = [self._has_mode(some[0].found.site) for some in (values, rows)]
+            # Of single iterations, rows are not many.
+            if all(both) and not any(x.at for x in (*values, *rows)):
+                if values_open_rows(values, rows):
+                    filled.add(key)
+        return dc.replace(self, filled=frozenset(filled))
 
     def started(
         self, found: Sequence[Found], survey: Callable[[Handler], Entries]

@@ -47,11 +47,12 @@ class TapEvent(_Fields):
     Also available as attributes, but not when you unpack the tuple:
 
     - `iterations`: the iteration of each loop around the mark, outermost first, a tuple
-        of `int`s. In a reversed scan, iteration `i` has `xs[i]`. In a scan, a cotangent
-        has the iteration of its primal.
+        of `int`s. In a reversed scan, iteration `i` has `xs[i]`. A cotangent has the
+        iteration of its primal, or `None` if the backward pass computes it in a
+        `while_loop` of its own, as those of Equinox and diffrax do.
     - `path`: the name with the iterations in it, as if the loops were lists:
         `"blocks/3/attn"` in a scan over stacked blocks, `"h/17"` in any other loop.
-        Outside loops it is the name.
+        Outside loops, or if the iteration is not known, it is the name.
     - `device`: in a `jax.shard_map`, a dict from mesh axes to the index of the device
         along each. Elsewhere `None`.
     - `extra`: what was passed to `tap` as `extra`, its arrays as NumPy arrays.
@@ -73,7 +74,7 @@ class TapEvent(_Fields):
 
     device: dict[Hashable, int] | None = None
     extra: Any = None
-    iterations: tuple[int, ...] = ()
+    iterations: tuple[int, ...] | None = ()
     _path: str = ""
 
     @property
@@ -115,6 +116,8 @@ class Delivery:
     whole: Label
     # What messages say of the mark.
     said: str
+    # Of each loop, whether its iteration is that of the value.
+    of_value: tuple[bool, ...]
 
     def with_lane(self, size: int, varies: Sequence[bool]) -> "Delivery":
         """After one more vmap, over which these arrays of the value vary."""
@@ -133,8 +136,9 @@ class Delivery:
         event = TapEvent(self.site.name, self.mode, value, int(count), ran)
         event.device = device or None
         event.extra = self.extra.with_arrays(arrays[:m])
-        event.iterations = iterations
-        event._path = with_indices(name, zip(places, iterations))
+        event.iterations = iterations if all(self.of_value) else None
+        known = it.compress(zip(places, iterations), self.of_value)
+        event._path = with_indices(name, known)
         try:
             self.callback.value(event)
         # Whatever it raises ends the run. Of an interrupt, too, JAX reports only text.

@@ -36,14 +36,16 @@ def send(
     count: Any,
     whole: Label,
     iterations: Sequence[Any],
+    of_value: tuple[bool, ...],
     entry: Entry,
     extra: Value,
     mode: str,
     options: Any,
 ) -> None:
     """Sends an execution to the callback, which is the `count`-th, in these iterations
-    of the loops around. `whole` is what all iterations of the mark are called. `extra`
-    is the option of that name, and `options` are all options of `tap`."""
+    of the loops around. `of_value` says of each whether it is the one of the value, and
+    `whole` what all iterations of the mark are called. `extra` is the option of that
+    name, and `options` are all options of `tap`."""
     site, n = entry.site, len(entry.arrays) - entry.counted
     value = Value(site.form, entry.arrays[:n], site.varies[:n])
     value = _sendable(value, printed=options.callback.value is print_event)
@@ -63,6 +65,7 @@ def send(
         options.ordered,
         whole,
         site.said,
+        of_value,
     )
     indices = map(jax.lax.axis_index, devices)
     ran = map(as_operand, entry.arrays[n:], varies[n:])
@@ -320,6 +323,14 @@ class Tap(Selector):
             given = self._send(one, operands, transform, at, whole, given)
         return given
 
+    def _of_value(self, site: Site) -> tuple[bool, ...]:
+        """Of each loop around a mark, from outside in, whether its iteration is that of
+        the value. Not so in a `while_loop` that is part of a backward pass alone."""
+        whiles = iter(site.execution.backward)
+        return tuple(
+            is_known or next(whiles, False) is False for is_known in self.known
+        )
+
     def _send(
         self,
         site: Site,
@@ -344,7 +355,9 @@ class Tap(Selector):
             seen = all_lanes(site, operands) if sees_all else operands
             entry = captured(site, seen, transform)
             mode = self.mode_of.value[site.key]
-            send(count, whole, given.iterations, entry, extra, mode, options)
+            of_value = self._of_value(site)
+            now = given.iterations
+            send(count, whole, now, of_value, entry, extra, mode, options)
 
         def send_when():
             predicate = self.when.value

@@ -128,6 +128,21 @@ class Execution(NamedTuple):
     # For each guard, where the value of its operand is made. This tells the runs of a
     # cond apart that is in a function which is called twice.
     runs: tuple[Hashable, ...] = ()
+    # For a derivative, of each `while_loop` around it, from outside in: `False` if the
+    # loop is also around the value, so that both are of the same iteration; `True` if
+    # it goes through the iterations of the value from the last one; `None` otherwise.
+    backward: tuple[bool | None, ...] = ()
+    # Whether it cannot be told which of the iterations of such a loop is that of the
+    # value.
+    apart: bool = False
+
+    # For a derivative, the branches that it is in and its value is not: of which cond,
+    # and which branch.
+    only_if: frozenset[Hashable] = frozenset()
+
+    def out_of_while(self) -> "Execution":
+        """The same, as seen from outside the innermost `while_loop`."""
+        return self._replace(backward=self.backward[:-1]) if self.backward else self
 
 
 _UNKNOWN = Execution()

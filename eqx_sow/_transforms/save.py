@@ -63,6 +63,7 @@ class _SaveIntermediates(Transformed):
             transform=SameParts(by_name["transform"]),
             **program.listens(program.asks),
         ).with_reducers(program.mine)
+        collect = collect.with_primals(program.mine)
         of = program.executions(collect.reduces)
         if of is not None and not collect.keeps_order(program.mine):
             of = None
@@ -70,7 +71,10 @@ class _SaveIntermediates(Transformed):
             program = program.with_executions(collect.reduces)
         asked = collect.everywhere(program.mine)
         collect = dc.replace(collect, returned=_returned(asked, options.modes))
+        collect.check_iterations(asked)
+        executions = of or [x.site.execution.of for x in program.mine]
         carry = collect.started(program.mine, program.survey)
+        collect = collect.with_rows(program.mine, executions)
         outs, taken = program.evaluate(collect, Given(carry))
         # In the order of `carry`: JAX has sorted the keys of `taken.carry`.
         reducer: Any = collect.reducer

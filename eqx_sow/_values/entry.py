@@ -286,6 +286,13 @@ def left_loop(entry: Entry) -> Entry:
     return entry.replace(entry.arrays, axes=axes)
 
 
+def left_while(entry: Entry) -> Entry:
+    """The same for the body of a `while_loop`."""
+    left = left_loop(entry)
+    execution = left.site.execution.out_of_while()
+    return dc.replace(left, site=left.site._replace(execution=execution))
+
+
 def on_device(
     entry: Entry, axes: dict[Any, int], varying: Callable
 ) -> tuple[Entry, Entry]:

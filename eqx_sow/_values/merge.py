@@ -37,7 +37,15 @@ from .._frames import parting
 from .._mark.site import Axis, Site
 from .._mark.staging import types_of
 from .axes import aligned, as_operand, broadcast, either, total_over
-from .entry import Entry, FINISHED, finished, grouped, Guards, with_count
+from .entry import (
+    Entry,
+    FINISHED,
+    finished,
+    grouped,
+    Guards,
+    left_while,
+    with_count,
+)
 from .transform import Batched
 
 
@@ -273,6 +281,17 @@ def latest(old: Entry, new: Entry) -> Entry:
     ran = new_count.astype(bool)
     values = [select(ran, x, y) for x, y in zip(new_values, old_values)]
     return dc.replace(new, arrays=(*values, old_count + new_count))
+
+
+def after_iteration(old: Entry, entry: Entry) -> Entry:
+    """What is kept of a `while_loop` after one more iteration, given what it was before
+    and the entry of that iteration. It is the last one that ran. If the loop is a
+    backward pass, and goes through the iterations of the value from the last one, then
+    what belongs to the last value is the first one that ran."""
+    new = conform(left_while(entry), old)
+    is_backward = entry.site.execution.backward[-1:] == (True,)
+    # What ran before stays, in the lanes where any did.
+    return latest(new, old) if is_backward else latest(old, new)
 
 
 def with_values(entries: Entries) -> Entries:

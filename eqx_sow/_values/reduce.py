@@ -262,7 +262,9 @@ class Buffer(Reducer):
     axes for `vmap`s, and the dtype of the value. It comes with a `"count"`, an int32:
     how many executions there were. If there were fewer than `size`, the rest is zeros.
     The backward pass runs backward, so `cotangent[:count][::-1]` is in the order of the
-    primals.
+    primals. If each value is followed by its derivative, as in a `while_loop` that
+    takes a gradient in some of its iterations, the two are in one order, with zeros for
+    values that have none. In any other order they are an error.
 
     !!! example
 

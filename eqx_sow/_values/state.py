@@ -3,7 +3,7 @@
 import dataclasses as dc
 import functools as ft
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -95,9 +95,16 @@ def _on_mesh_of(eqn: Any, reducer: Reducer, site: Site, values: list[Any]) -> An
 
 
 def stepped(
-    reducer: Reducer, state: ReducerState, entry: Entry, here: Any = None
+    reducer: Reducer,
+    state: ReducerState,
+    entry: Entry,
+    here: Any = None,
+    how: Literal["next", "opens", "fills"] = "next",
 ) -> ReducerState:
-    """The state after one more execution, or if `here` is false, the same state."""
+    """The state after one more execution, or if `here` is false, the same state.
+
+    If not each execution of a value has a derivative, the value `opens` a row for each,
+    of zeros, in the state of the derivative, which then `fills` that row."""
     lanes = state.site.axes
     if here is not None:
         entry = with_count(entry)
@@ -107,9 +114,14 @@ def stepped(
     one = with_axes(with_count(entry.replace(entry.arrays, axes=own)), lanes)
     every = (True,) * len(lanes)
     *values, run = [broadcast(x, every, lanes) for x in one.arrays]
+    values = [] if how == "opens" else values
 
     def in_lane(acc, count, run, values):
         before = acc
+        if how == "opens":
+            values = [jnp.zeros_like(x[0]) for x in acc]
+        after = count if how == "fills" else count + run
+        count = count - 1 if how == "fills" else count
         if entry.counted:
             only_here = ft.partial(differentiable_where, run > 0)
             acc, values = jtu.tree_map(only_here, (acc, values))
@@ -119,7 +131,7 @@ def stepped(
         new = list(map(sharded_like, new, before))
         if entry.counted:
             new = [jnp.where(run > 0, x, y) for x, y in zip(new, before)]
-        return new, count + run
+        return new, after
 
     # On the mesh of the mark, other axes can be explicit than on the one around.
     specs = [a.spec for a in lanes]

@@ -26,12 +26,8 @@ from .. import _hijax
 from .._mark.primitive import same_p, sow_p
 from .._mark.site import Site
 from .flow import Domain, Here
-from .repetitions import (
-    around_backward_pass,
-    is_of_unknown_length,
-    Sown,
-)
-from .sows import lengths_of, loop_of, Way
+from .repetitions import around_backward_pass, Sown
+from .sows import is_of_unknown_length, lengths_of, loop_of, Way
 
 
 class Numbered(NamedTuple):
@@ -49,6 +45,14 @@ class Numbered(NamedTuple):
     filled: bool = False
 
 
+class _While:
+    """A loop of unknown length, each time that the pass comes by one. It is equal to no
+    other one. `way`: the way to its body."""
+
+    def __init__(self, way: Way):
+        self.way = way
+
+
 class Numbering(Domain):
     """Gives numbers to values: those that are computed alike have the same number.
 
@@ -62,8 +66,9 @@ class Numbering(Domain):
         # each, the parameters of such equations, and the number of the result. These
         # need not be hashable.
         self._known: dict[Hashable, list[tuple[Any, int]]] = {}
-        # By number, how that value is computed.
+        # By number, how that value is computed, and with which parameters.
         self._computed: dict[int, tuple[Hashable, tuple[int, ...]]] = {}
+        self._params: dict[int, Any] = {}
         # By number, of an edge, the executions that it comes from.
         self._edges: dict[int, frozenset[Way]] = {}
         self._next = it.count()
@@ -86,6 +91,7 @@ class Numbering(Domain):
         number = next(self._next)
         candidates.append((params, number))
         self._computed[number] = computed
+        self._params[number] = params
         edges = [self._edges[n] for n in operands if n in self._edges]
         if edges:
             self._edges[number] = frozenset().union(*edges)
@@ -175,9 +181,68 @@ class Numbering(Domain):
         if when == "at first":
             loop = depth
         elif is_of_unknown_length(eqn):
-            loop = object()
+            loop = _While(here.way)
         numbers = (self._number((when, loop, i), pair) for i, pair in enumerate(pairs))
         return [Numbered(n, (here.way, when, i)) for i, n in enumerate(numbers)]
+
+    def at_solution(self, x: Sown, y: Sown) -> bool:
+        """Whether `x` is computed as `y` is in a `while_loop`, but from what the loop
+        carries at the end. Of the three marks that come of
+
+            z = lax.while_loop(..., lambda z: z - g(z) / 2, x)
+            g(z), g(z + 1)
+
+        with a mark of `sin(z)` in `g`, this is so for the second one, not for the third
+        one. At which point a solver evaluates `g` in the loop does not matter."""
+        of_x: Any = x.value
+        of_y: Any = y.value
+        (*mine, pairs), (*others, numbers) = of_x, of_y
+        if mine != others:
+            return False
+        todo, seen = list(zip(pairs, numbers)), set()
+        while todo:
+            pair = todo.pop()
+            if pair[0] == pair[1] or pair in seen:
+                continue
+            seen.add(pair)
+            if self._ends_loop_around(y, pair[0]):
+                continue
+            operands = self._computed_alike(*pair)
+            if operands is None:
+                return False
+            todo += operands
+        return True
+
+    def _ends_loop_around(self, y: Sown, number: int) -> bool:
+        """Whether it is what a loop of unknown length around a mark carries at the
+        end."""
+        match self._computed[number][0]:
+            case ("at the end", _While(way=way), _):
+                return y.here.way[: len(way)] == way
+        return False
+
+    def _computed_alike(self, a: int, b: int) -> list[tuple[int, int]] | None:
+        """The operands of two values that are computed alike, in pairs."""
+        (how, of), (other, of_other) = self._computed[a], self._computed[b]
+        pairs = list(zip(of, of_other))
+        match how, other:
+            case (("cases", i), ("cases", j)):
+                pairs.append((i, j))
+            case ((when, loop, i), (then, its, j)) if (when, i) == (then, j):
+                # Of scans, what they carry, too.
+                if isinstance(loop, tuple) and isinstance(its, tuple):
+                    if loop[:2] != its[:2] or len(loop) != len(its):
+                        return None
+                    every: Any = zip(loop[2:], its[2:])
+                    for x, y in every:
+                        pairs += zip(x, y)
+                elif type(loop) is not type(its):
+                    return None
+            case _ if how != other:
+                return None
+        params = self._params[a], self._params[b]
+        alike = len(of) == len(of_other) and (params[0] is params[1] or _equal(*params))
+        return pairs if alike else None
 
     # --- what is put together, and taken apart again ---
     # The cases of a cond, the iterations that a scan stacks, the parts of an array on

@@ -26,6 +26,7 @@ that is taken for a repetition has no value at all. Most of what is asked below 
 because a mark that was computed at another point would else be missing.
 """
 
+import functools as ft
 import itertools as it
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -37,7 +38,14 @@ from .. import _compat, _hijax
 from .._frames import is_of_equinox
 from .._mark.site import Site
 from .flow import Here
-from .sows import jaxprs_of, kept_with_jaxpr, loop_of, Way
+from .sows import (
+    is_of_unknown_length,
+    jaxprs_of,
+    kept_with_jaxpr,
+    lengths_of,
+    loop_of,
+    Way,
+)
 
 
 class Sown(NamedTuple):
@@ -61,21 +69,35 @@ class Sown(NamedTuple):
     def cases(self) -> frozenset[tuple[int, int]]:
         return frozenset((index.number, i) for index, i in self.here.cases)
 
+    @property
+    def branches(self) -> frozenset[tuple[Hashable, int]]:
+        """The branches that it is in, also of conds that a vmap made selections of. Two
+        marks are in branches of one run of a cond if the index is the same."""
+        guards = zip(self.runs, self.site.guards)
+        return self.cases | {(run, g.branch) for run, g in guards if g.cond is not None}
+
 
 # The repetitions, each with the executions that it may repeat.
 Repeated = Iterator[tuple[Way, frozenset[Way]]]
 
 
-def repetitions(primals: Sequence[Sown]) -> dict[Way, frozenset[Way]]:
+# Whether a mark has the value of another one.
+Same = Callable[[Sown, Sown], bool]
+
+
+def repetitions(
+    primals: Sequence[Sown], at_solution: Same
+) -> dict[Way, frozenset[Way]]:
     """Of the primals of a program, the repetitions, each with the executions that it
-    may repeat."""
+    may repeat. `at_solution` is that of `Numbering`."""
     repeated: dict[Way, frozenset[Way]] = {}
     by_value = defaultdict(list)
     for x in primals:
         by_value[x.value].append(x)
     for alike in by_value.values():
         repeated.update(_same_values(alike))
-    for kind in (_same_equations, _other_equations):
+    same_equations = ft.partial(_same_equations, at_solution=at_solution)
+    for kind in (same_equations, _other_equations):
         rest = [x for x in primals if x.here.way not in repeated]
         repeated.update(kind(rest))
     return repeated
@@ -133,7 +155,7 @@ _CUSTOM_VJP = jexc.primitives.custom_vjp_call_p, _hijax.hi_p
 _CUSTOM = *_CUSTOM_VJP, jexc.primitives.custom_jvp_call_p
 
 
-def _same_equations(primals: Sequence[Sown]) -> Repeated:
+def _same_equations(primals: Sequence[Sown], at_solution: Same) -> Repeated:
     """The repetitions in a loop that runs again, or in a derivative rule, each with the
     executions that it may repeat: they come from the same call of `sow`."""
     of_call = defaultdict(list)
@@ -146,12 +168,13 @@ def _same_equations(primals: Sequence[Sown]) -> Repeated:
             return False
         if _runs_anew(x, y):
             return True
-        # The rule may evaluate the function at another point, too. Of what a solver
-        # evaluates in a loop, the last point may be the one, and is not known. In a
-        # loop that runs anew, it is the rule of what is `y` there.
-        fewer = len(_lengths(x.here.around)) < len(_lengths(y.here.around))
-        return (fewer or x.value == y.value) and any(
-            _rule(x) in _rules(z) for z in of_call[mine] if z is y or _runs_anew(z, y)
+        # The rule may evaluate the function at another point, too. What a solver
+        # evaluates in a loop is evaluated once more at the solution. In a loop that
+        # runs anew, it is the rule of what is `y` there.
+        return any(
+            _rule(x) in _rules(z) and (x.value == z.value or at_solution(x, z))
+            for z in of_call[mine]
+            if z is y or _runs_anew(z, y)
         )
 
     return _matched(
@@ -186,11 +209,6 @@ def around_backward_pass(here: Here) -> list[Any]:
     return [*it.takewhile(lambda e: not _compat.in_backward_pass(e), here.around)]
 
 
-def is_of_unknown_length(eqn: Any) -> bool:
-    loop = loop_of(eqn)
-    return loop is not None and loop.length is None
-
-
 # --- loops that a backward pass runs again ---
 def _rerun_loops(x: Sown) -> tuple[list[Any], list[Any]]:
     """The loops of unknown length around a mark that are in a backward pass, if they
@@ -210,9 +228,36 @@ def _rerun_loops(x: Sown) -> tuple[list[Any], list[Any]]:
         elif not loops and eqn.primitive in _CUSTOM_VJP:
             # Not differentiated, so nothing in there has run before.
             backward = False
-    bodies = [j for loop in loops[:1] if is_of_equinox(loop) for j in jaxprs_of(loop)]
-    rerun = _is_recomputed(x) or any(map(_has_backward_pass, bodies))
+    rerun = _is_recomputed(x) or _goes_backward(loops)
     return (loops, within) if rerun else ([], [])
+
+
+def _goes_backward(loops: list[Any]) -> bool:
+    """Whether the outermost of these loops is Equinox's, with a backward pass in it. It
+    takes the iterations of the forward pass from the last one, as the cotangent of each
+    is made of that of the next."""
+    bodies = [j for loop in loops[:1] if is_of_equinox(loop) for j in jaxprs_of(loop)]
+    return any(map(_has_backward_pass, bodies))
+
+
+def directions(
+    x: Sown, marks: Iterable[Sown], executions: Iterable[Way]
+) -> tuple[bool | None, ...]:
+    """`Execution.backward` of a derivative of these marks of primals, which are or
+    repeat these executions."""
+    reruns = [loops for y in marks for loops in [_rerun_loops(y)[0]]]
+    reversed_loops = [e for loops in reruns if _goes_backward(loops) for e in loops]
+
+    def direction(way: Way, loop: Any) -> bool | None:
+        if any(of[: len(way)] == way for of in executions):
+            return False
+        return any(loop is e for e in reversed_loops) or None
+
+    return tuple(
+        direction(x.here.way[: 2 * i + 1], eqn)
+        for i, eqn in enumerate(x.here.around)
+        if is_of_unknown_length(eqn)
+    )
 
 
 @kept_with_jaxpr
@@ -283,6 +328,45 @@ def _lengths_before(x: Sown) -> list[list[int | None]]:
     have been in `[None, 5]` or in `[3, None, 5]`."""
     lengths, n = _lengths(x.here.around), len(_lengths(around_backward_pass(x.here)))
     return [lengths[:i] + lengths[n:] for i in range(n + 1)]
+
+
+def lacks_iteration(
+    x: Sown, executions: Iterable[Sown], backward: Sequence[bool | None]
+) -> bool:
+    """Whether a derivative is computed in a loop of its own, of which it is not known
+    how it goes through the iterations of its value. A loop around the whole backward
+    pass has nothing to do with these: of
+
+        ys, pulls = lax.scan(lambda x, _: jax.vjp(step, x), x, None, length=3)
+        lax.while_loop(..., lambda c: pull_back(pulls, c[1]), ...)
+
+    the cotangents are stacked if `pull_back` is a scan, and are one after the other if
+    the `while_loop` is what takes `pulls` apart."""
+    if None not in backward:
+        return False
+
+    def apart(of: Sown) -> bool:
+        pairs = enumerate(zip(x.here.around, of.here.around))
+        same = it.takewhile(lambda p: _is_way_to(of, x, p[0]), pairs)
+        n = len(list(same))
+        mine, others = x.here.around[n:], of.here.around[n:]
+        if any(map(is_of_unknown_length, others)):
+            return True
+        return len(lengths_of(mine)) < len(lengths_of(others))
+
+    return any(map(apart, executions))
+
+
+def _is_way_to(x: Sown, y: Sown, i: int) -> bool:
+    """Whether the first equations around, up to `i`, are the same."""
+    n = 2 * i + 1
+    return x.here.way[:n] == y.here.way[:n]
+
+
+def are_in_two_branches(x: Sown, y: Sown) -> bool:
+    """Whether one of two marks of the forward pass runs, or the other one."""
+    others = dict(y.branches)
+    return any(others.get(index, i) != i for index, i in x.branches)
 
 
 # --- checkpoints and derivative rules ---

@@ -421,10 +421,7 @@ def _while(interpret, given, eqn, *args):
             outs = [select(mask, x, y) for x, y in zip(outs, carry)]
             for ref, x in zip(mutable, before):
                 ref[...] = select(mask, ref[...], x)
-        new = map(_entry.left_loop, taken.entries)
-        rest = tuple(
-            _merge.latest(old, _merge.conform(e, old)) for e, old in zip(new, rest)
-        )
+        rest = tuple(map(_merge.after_iteration, rest, taken.entries))
         return outs, taken.carry, rest, [i + 1 for i in index]
 
     # Its aval: evaluated once more, the predicate might print.
@@ -432,7 +429,7 @@ def _while(interpret, given, eqn, *args):
     _refuse_totals(handler, p["body_jaxpr"], pred)
     # How often the body runs is not known, so nothing can be stacked: `rest` has what
     # the last iteration sowed, and before the first one zeros.
-    empty = tuple(_merge.zeros(_merge.unify([_entry.left_loop(e)])) for e in types)
+    empty = tuple(_merge.zeros(_merge.unify([_entry.left_while(e)])) for e in types)
     first = init, given.carry, _varying_like(pred, empty), index
     step, start = varying_alike([body, lambda loop: loop], first)
     kept = cond_jaxpr if handler.has_outer else predicate

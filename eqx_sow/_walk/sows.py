@@ -5,6 +5,7 @@ at any depth, and in Python functions that equations hold.
 """
 
 import functools as ft
+import itertools as it
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -253,6 +254,19 @@ _loops: dict[jexc.Primitive, Callable[[dict[str, Any]], Loop]] = {
 def loop_of(eqn: Any) -> Loop | None:
     """What an equation is as a loop, if it is one."""
     return _loops[eqn.primitive](eqn.params) if eqn.primitive in _loops else None
+
+
+def is_of_unknown_length(eqn: Any) -> bool:
+    """Whether it is a loop such as a `while_loop`."""
+    loop = loop_of(eqn)
+    return loop is not None and loop.length is None
+
+
+def in_loop_of_backward_pass(eqns: Iterable[Any]) -> bool:
+    """Whether what these equations lead to is in a backward pass, and in a loop that is
+    part of it."""
+    within = it.dropwhile(lambda e: not _compat.in_backward_pass(e), eqns)
+    return any(loop_of(e) is not None for e in within)
 
 
 def lengths_of(eqns: Iterable[Any]) -> tuple[int, ...]:
