@@ -120,6 +120,9 @@ def _sites(found: Sequence[Sown], at_solution: Same) -> dict[Way, Site]:
             # no edge leads to a primal, it is of any from this call of `sow`: from
             # what a checkpoint in a `while_loop` computes again, there is none.
             of = primals_of(x.site, x.edges, origins) or of_call[x.site.origin]
+            # JAX may trace a `fwd` twice, so that the value is from another call.
+            named = [p for p in x.edges if p in origins]
+            of = of or [p for p in named if origins[p].name == x.site.name]
         executions = frozenset().union(*[repeated.get(p, {p}) for p in of])
         apart, only_if = False, frozenset[Hashable]()
         if x.site.modes:
