@@ -292,6 +292,7 @@ def _cases(n, every=1, wraps=WRAPS):
 
 
 # --- the laws ---
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("case", _cases(4))
 def test_look_ups(case):
     want, got = case.both(case.save)
@@ -317,6 +318,7 @@ def test_look_ups(case):
             _same(got.cotangents[pattern], got[pattern]["cotangent"])
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("case", _cases(3))
 def test_names(case):
     names = case.names(case.lists)
@@ -336,6 +338,7 @@ def _halved(value):
     return jax.tree.map(lambda a: a / 2, value)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("case", _cases(3))
 def test_functions_planted(case):
     """Inside of a gradient, and in place of cotangents around it."""
@@ -369,6 +372,7 @@ def test_values_planted(case):
     _same(again(case.net, case.x), case.fn(case.net, case.x), case)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("case", _cases(3))
 def test_transform_and_spec(case):
     saved = case.save(case.lists)
@@ -411,6 +415,7 @@ def test_reduce(case):
         _same(dict(got), dict(want), case)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("case", _cases(4))
 def test_events(case):
     def events_of(model, **options):
@@ -577,6 +582,7 @@ def test_esm2_is_looked_up_as_a_list():
         _same(entry, dict(want[pattern]), pattern)
 
 
+@pytest.mark.slow
 def test_esm2_is_planted_and_tapped_as_a_list():
     loss, got, want = _esm2()
     models = ESM2, ListOfLayers(ESM2)
