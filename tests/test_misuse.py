@@ -1071,7 +1071,7 @@ MISUSES = {
         lambda: S(plant(MODEL, {"layers/0": jnp.sin}, capture=True), names="layers/1")(
             X
         ),
-        ("that a `plant` inside replaces. Did you mean `capture=True`",),
+        ("that are planted inside. Did you mean `capture=True`",),
         "selects no mark",
     ),
     # --- tap ---
