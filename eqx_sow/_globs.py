@@ -63,6 +63,19 @@ def head_of(part: str) -> tuple[str, str]:
     return head, dot + rest
 
 
+def of_all_layers(name: str) -> str:
+    """What all layers are called, of which a name is one: of `blocks/2.encode` that is
+    `blocks/*.encode`."""
+    parts = map(head_of, name.split("/"))
+    return "/".join(("*" if is_index(head) else head) + rest for head, rest in parts)
+
+
+def is_of_all_layers(pattern: str, name: str) -> bool:
+    """Whether a pattern has a `*` for the index of a layer, and no others: `blocks/*`
+    is all layers of which `model/blocks/2` is one, and so is `model/blocks/*`."""
+    return f"/{of_all_layers(name)}".endswith(f"/{pattern}")
+
+
 def is_number(text: str) -> bool:
     return text.isascii() and text.isdecimal()
 

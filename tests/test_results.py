@@ -277,7 +277,7 @@ def test_patterns_of_a_stack_of_stacks():
 
     a, b = S(stages)(X)[1], S(in_lists)(X)[1]
     shapes = {"**": (2, 4), name: (2, 4), "stages/1/**": (4,), "**/3/mlp": (2,)}
-    shapes |= {"stages/-1/*/1/mlp": (), "stages/*/blocks/[02]/mlp": (2, 2)}
+    shapes |= {"stages/-1/*/1/mlp": (1,), "stages/*/blocks/[02]/mlp": (2, 2)}
     for pattern, shape in shapes.items():
         value = b[pattern]["primal"]
         assert value.shape == (*shape, 3)
