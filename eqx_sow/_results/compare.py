@@ -73,9 +73,10 @@ def compare(
     - `norm`: the relative difference of the norms: `-0.5` if the norm is half as large,
     - `cosine`: the cosine of the angle between the two values,
     - `beyond`: how many entries differ by more than `atol + rtol * abs(reference)`, if
-        any. Entries that are not finite in only one of the two are beyond, as are all
-        entries if the shapes differ. Entries that are NaN in both, or the same
-        infinity, are not. Integers, booleans and keys are beyond if they are not equal.
+        any. An entry that is finite on one side only counts as beyond; so do
+        all if the shapes differ. Entries that are NaN in both, or the same
+        infinity, are not. Integers, booleans and keys count as beyond unless they are
+        equal.
 
     Of a stack of layers that differs, the row has the name of the layer that differs
     first, such as `blocks/17/attn`, and is about that layer alone.
