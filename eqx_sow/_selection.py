@@ -1,11 +1,11 @@
 """What the patterns of an option select among the marks of a program."""
 
 import itertools as it
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from ._errors import SowError
-from ._globs import compiled, is_glob, is_of_all_layers, lengths_of_lists
+from ._globs import compiled, is_glob, lengths_of_lists
 from ._names import in_loops, join, last_in_lists, Named, Selected, selected, whole
 
 
@@ -137,14 +137,10 @@ class Selection:
             if some := [x for x in some if x.name not in others]:
                 yield self._numbers[n], some
 
-    def order(self, i: int, names: Sequence[str] = ()) -> tuple[int, int]:
-        """What is spelled out goes before globs, and these go in their order; but first
-        those that have a `*` for layers alone, as `blocks/*` for `blocks/2`, if that is
-        among the `names`."""
+    def order(self, i: int) -> tuple[bool, bool, int]:
+        """What is spelled out goes before globs, and these go in their order."""
         p = self.patterns[i]
-        if p in self._exact_names or not is_glob(p):
-            return int(p not in self._exact_names), i
-        return 2 if any(is_of_all_layers(p, name) for name in names) else 3, i
+        return p not in self._exact_names, self._is_spread(i), i
 
     def _is_spread(self, i: int) -> bool:
         p = self.patterns[i]
@@ -174,8 +170,7 @@ class Selection:
         fit = {i for named in names for i in self.of(named)}
         there = reversed(list(enumerate(names)))
         place = {x.name: k for k, x in there if x.name in self._exact_names}
-        each = [x.name for x in names]
-        order = lambda i: (place.get(self.patterns[i], len(each)), *self.order(i, each))
+        order = lambda i: (place.get(self.patterns[i], len(names)), *self.order(i))
         return min(fit, key=order, default=None)
 
     def __hash__(self):

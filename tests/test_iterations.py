@@ -177,11 +177,11 @@ def test_all_layers_in_options():
                 backward = mode == "cotangent"
                 want = {Last: x[0 if backward else -1], Fold: x.sum(0), Append: (x,)}
                 assert_close(got["blocks/*/attn"][mode], want[type(reducer)])
-    # Globs go in their order, but a `*` for the layers alone goes before others.
+    # Globs go in their order, and the name of a stack is one, as in a list.
     fold, last = Fold(jnp.full(2, jnp.nan), first), Last()
     x = S(_stack)(X)[1]["blocks/*/attn"]["primal"]
     for reduce, expected in (
-        ({"**/attn": last, every: fold}, x[0]),
+        ({"**/attn": last, every: fold}, x[-1]),
         ({every: fold, "**": last}, x[0]),
         ({"**": fold, "**/attn": last}, x[0]),
     ):

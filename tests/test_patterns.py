@@ -3,6 +3,7 @@
 import fnmatch
 import itertools as it
 import random
+import re
 
 import equinox as eqx
 import jax
@@ -38,7 +39,10 @@ def _obvious(pattern, name):
     first, *rest = pattern
     if first == "**":
         return _obvious(rest, name) or _obvious(pattern, name[1:])
-    return fnmatch.fnmatchcase(name[0], first) and _obvious(rest, name[1:])
+    # What is behind the number of a layer has to be asked for.
+    is_hidden = re.match(r"\d+\.[a-z]", name[0]) and "." not in first
+    fit = fnmatch.fnmatchcase(name[0], first) and not is_hidden
+    return fit and _obvious(rest, name[1:])
 
 
 PARTS = ["a", "b", "ab", "0", "1", "12", "0.call", "a.inputs", "-1"]

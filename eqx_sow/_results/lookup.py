@@ -10,7 +10,7 @@ import equinox as eqx
 import jax.tree_util as jtu
 
 from .._errors import shown, SowError, UnknownKeyError
-from .._globs import is_glob, is_of_all_layers
+from .._globs import is_glob
 from .._names import Iterations, Named, Selected
 from .._selection import Selection
 from .._unknown import (
@@ -50,10 +50,6 @@ def find(
     selection = Selection([name], found, known.roots)
     some = [(whole, one) for whole in found for one in selection.all_of(whole)]
     each = {one.name: one for _, one in some}
-    # `blocks/*` is the name of a value of a stack. It fits `blocks/0.inputs` of a list,
-    # too, but means the layers.
-    of_layers = {new: x for new, x in each.items() if is_of_all_layers(name, new)}
-    each = of_layers if is_glob(name) and of_layers else each
     pairs = [(one, _one(new, some, values, known, shapes)) for new, one in each.items()]
     there = [x for _, x in pairs if x is not None]
     if not there or not is_glob(name):

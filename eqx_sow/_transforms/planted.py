@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax.tree_util as jtu
 
 from .._errors import DuplicateSowError, SowError
-from .._globs import compiled, head_of, is_glob, is_number, is_of_all_layers
+from .._globs import compiled, head_of, is_number
 from .._handlers.asked import InList
 from .._handlers.collect import Collect, EACH_PLACE
 from .._mark.site import Site
@@ -54,16 +54,14 @@ def by_iteration(
     `with_index=True`, functions for a list of layers know which one it is."""
     chosen: dict[str, dict[At, Any]] = defaultdict(dict)
     together: dict[str, dict[str, list[At]]] = defaultdict(dict)
-    found = [(p, name, at) for p, found in marks.items() for name, at in found]
-    # The name of a stack goes before other globs: `blocks/*` fits `blocks/*.call`, too.
-    found.sort(key=lambda x: is_glob(x[0]) and not is_of_all_layers(x[0], x[1]))
-    for pattern, name, at in found:
-        if at not in chosen[name]:
-            value = given[pattern]
-            if program.options.with_index:
-                value = _in_lists(value, pattern, name, program)
-            chosen[name][at] = value
-            together[name].setdefault(pattern, []).append(at)
+    for pattern, found in marks.items():
+        for name, at in found:
+            if at not in chosen[name]:
+                value = given[pattern]
+                if program.options.with_index:
+                    value = _in_lists(value, pattern, name, program)
+                chosen[name][at] = value
+                together[name].setdefault(pattern, []).append(at)
     return chosen, together
 
 
