@@ -115,14 +115,14 @@ class Selector(Handler):
         """The same, without what `modes` leaves out."""
         raise NotImplementedError
 
-    def everywhere(self, found: Iterable[Found]) -> list[tuple[Site, tuple[Any, ...]]]:
-        """What is asked for of these marks, each with the equations that lead there, in
-        order of execution. That of iterations is not that of the marks: `h/0` and `k/1`
-        run before `h/2`."""
+    def everywhere(self, found: Iterable[Found]) -> list[tuple[Site, Found]]:
+        """What is asked for of these marks, each with the mark, in order of execution.
+        That of iterations is not that of the marks: `h/0` and `k/1` run before `h/2`.
+        """
         each = [(x, *one) for x in found for one in self.asked(x.site, x.loops)]
         if any(at for *_, at in each) and all(x.way for x, *_ in each):
             each.sort(key=lambda found: _when(found[0], found[2]))
-        return [(one, x.eqns) for x, one, _ in each]
+        return [(one, x) for x, one, _ in each]
 
 
 def _when(found: Found, at: Iterable[int | None]) -> list[float]:

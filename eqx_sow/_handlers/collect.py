@@ -7,16 +7,17 @@ from typing import Any, NamedTuple
 
 from .._arrays import differentiable_where
 from .._errors import SowError
-from .._mark.site import Execution, Site
+from .._mark.site import Site
 from .._mark.static import SameParts
 from .._values import entry as _entry, state as _state
-from .._values.entry import Entry, grouped
-from .._values.merge import Entries, gather
+from .._values.entry import Entry
+from .._values.merge import duplicate, Entries, gather
 from .._values.modes import without_order
 from .._values.reduce import Append, IfSeveral, Reducer
 from .._walk.frame import Frame
 from .._walk.handler import check_guarded, Given, Handler
-from .._walk.sows import Found
+from .._walk.plan import NOTHING, Slot, UNCLEAR
+from .._walk.sows import Found, Way
 from .asked import is_some, leave, of_one, reached, Selector
 
 
@@ -35,7 +36,8 @@ class _Marked(NamedTuple):
     # See `Entry.at`.
     at: tuple[int | None, ...]
     # Whether the walk is in that iteration, if not in all.
-    here: Any = None
+    here: Any
+    slot: int | None
 
     def read(self, frame: Frame) -> Sequence[Any]:
         operands = frame.read_arrays(self.operands)
@@ -110,27 +112,6 @@ class Collect(Selector):
         """Whether a reducer may say what becomes of several executions."""
         return any(self.reducer(one.name) for one, _ in self.asked(site))
 
-    def keeps_order(self, found: Iterable[Found]) -> bool:
-        """Whether the values of each name are taken in the order of its marks. Of a
-        single iteration, they leave a loop before those that are stacked."""
-        return not any(at for x in found for _, at in self.asked(x.site, x.loops))
-
-    def with_executions(
-        self, entries: Sequence[Entry], found: Iterable[Found], of: Iterable[Any]
-    ) -> list[Entry]:
-        """The entries with `Execution.of`, which is given for each of the marks that
-        are `found`. Each of these is an execution, so that it has an entry of its own.
-        """
-        by_key: dict[Any, list[Any]] = {}
-        for x, executions in zip(found, of):
-            for one, _ in self.asked(x.site, x.loops):
-                by_key.setdefault(one.key, []).append(executions)
-        return [
-            dc.replace(e, site=e.site._replace(execution=Execution(executions)))
-            for key, group in grouped(entries).items()
-            for e, executions in zip(group, by_key[key], strict=True)
-        ]
-
     def folds(self, name: str) -> bool:
         """Whether a reducer with a state says what becomes of the name. The state goes
         through loops as part of `Given.carry`."""
@@ -144,11 +125,11 @@ class Collect(Selector):
         atoms = leave(self, self._left(site), atoms, frame)
         wanted = self.wanted(site, self.loops)
         if wanted:
-            check_guarded(site)
-        for one, at in () if site.execution.again else wanted:
+            check_guarded(site, frame.slot == UNCLEAR)
+        for one, at in () if frame.slot == NOTHING else wanted:
             transform = of_one(self.transform.value, site, one)
             here = reached(at, given.iterations) if is_some(at) else None
-            new = _Marked(one, atoms, transform, at, here)
+            new = _Marked(one, atoms, transform, at, here, frame.slot)
             if self.folds(one.name):
                 given = self._fold(given, new, frame)
             else:
@@ -170,9 +151,28 @@ class Collect(Selector):
         def pair(x):
             if not isinstance(x, _Marked):
                 return x, _entry.FINISHED
-            return _entry.unfinished(x.site, x.read(frame), x.at), x.transform
+            read = x.read(frame)
+            return _entry.unfinished(x.site, read, x.at, x.slot), x.transform
 
         return gather(map(pair, found), lambda name: self.reducer(name) is not None)
+
+    def check_distinct(
+        self, found: Iterable[Found], slots: Mapping[Way | None, Slot | int]
+    ) -> None:
+        """Raises if a name has several values, and no reducer says what becomes of
+        them."""
+        first: dict[Any, tuple[Site, Any]] = {}
+        for x in found:
+            slot = slots.get(x.way)
+            for one, _ in self.wanted(x.site, x.loops):
+                if slot == UNCLEAR:
+                    check_guarded(one, True)
+                if not isinstance(slot, Slot) or self.reducer(one.name) is not None:
+                    continue
+                site, other = first.setdefault(one.key, (one, slot))
+                if other is not slot:
+                    late = slot.in_backward_pass and not other.in_backward_pass
+                    raise duplicate(site, one, late)
 
     def started(
         self, found: Sequence[Found], survey: Callable[[Handler], Entries]
@@ -189,7 +189,7 @@ class Collect(Selector):
             if reducer is not None and reducer.lead and values:
                 if self._has_mode(values[0].site):
                     _check_side_by_side(values, derivatives)
-        eqns = {one.name: eqns[-1] for one, eqns in self.everywhere(found)}
+        eqns = {one.name: x.eqns[-1] for one, x in self.everywhere(found)}
         states = {}
         for key, entries in by_key.items():
             reducer: Any = self.reducer(key[0])
@@ -201,10 +201,10 @@ class Collect(Selector):
 def _check_side_by_side(values: Sequence[Entry], derivatives: Sequence[Entry]) -> None:
     """Raises if a value that is marked in several branches has a derivative in some of
     them only: in a `Buffer`, that would be in the row of another value."""
-    have = frozenset().union(*[e.site.execution.of for e in derivatives])
+    have = frozenset().union(*[e.slot.of for e in derivatives if e.slot])
     derivative = derivatives[0].site
-    for site in [e.site for e in values]:
-        if not (site.execution.of <= have or site.execution.of.isdisjoint(have)):
+    for site, slot in [(e.site, e.slot) for e in values if e.slot]:
+        if not (slot.of <= have or slot.of.isdisjoint(have)):
             raise SowError(
                 f"`{site.name}` is kept in a `Buffer`. Several branches mark it, at "
                 f"{site.where}, but it has a {derivative.mode} only at "

@@ -26,6 +26,7 @@ from .._values.entry import captured, Entry, in_front, running, value_of
 from .._values.transform import Batched, transformed, Value
 from .._walk.frame import Frame
 from .._walk.handler import check_guarded, Given
+from .._walk.plan import NOTHING, UNCLEAR
 from .._walk.sows import loop_of, variables
 from .asked import leave, of_one, reached, Selector
 from .delivery import Delivery, print_event
@@ -287,9 +288,9 @@ class Tap(Selector):
     def sow(self, found, given, site: Site, atoms, frame: Frame):
         # An outer `plant` may replace the value.
         atoms = leave(self, site, atoms, frame)
-        if not self.wants(site) or site.execution.again:
+        if not self.wants(site) or frame.slot == NOTHING:
             return given
-        check_guarded(site)
+        check_guarded(site, frame.slot == UNCLEAR)
         site, operands = in_front(site, frame.read_arrays(atoms))
         frame.flush_effects()
         # Those of a `while_loop` stand at the end.

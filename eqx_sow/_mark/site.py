@@ -121,9 +121,11 @@ class Execution(NamedTuple):
     again: bool | None = False
     # Whether it is a primal in a backward pass.
     in_backward_pass: bool = False
-    # For each guard, where the value of its operand is made. This tells the runs of a
-    # cond apart that is in a function which is called twice.
-    runs: tuple[Hashable, ...] = ()
+    # Which run of its name it is, or is a derivative of. Marks of one key and one run
+    # are one value: at most one of them runs. `None` if that is not known, or not asked.
+    run: int | None = None
+    # The runs that a derivative may be of, if these are several.
+    may_be: tuple[int, ...] = ()
 
 
 _UNKNOWN = Execution()

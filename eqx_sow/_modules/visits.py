@@ -20,7 +20,7 @@ import equinox as eqx
 from .._mark.calls import calls_around, NotedCall, Path
 from .._mark.primitive import edge_p, same_p, sow_p
 from .._mark.site import Site
-from .._walk.edges import primals_of
+from .._walk.executions import primals_of
 from .._walk.flow import Domain, Here
 from .._walk.sows import Way
 from .cuts import Cut, number_of, OTHER_ENTRIES

@@ -151,7 +151,7 @@ def runs_to_plant(
         return [Run(None, mine[0], of_key, values)], None
     primals = [e for e in entries if not e.site.modes]
     runs = by_run(mine, entries)
-    ofs = [(e or primals[i]).site.execution.of for i, e in enumerate(runs)]
+    ofs = [_of(e or primals[i]) for i, e in enumerate(runs)]
     sows = [[x for x in of_key if not x.site.execution.of.isdisjoint(of)] for of in ofs]
     around = [
         xs or [x for x in found if not x.site.execution.of.isdisjoint(of)]
@@ -177,6 +177,10 @@ def runs_to_plant(
         for i, (e, xs, of_run) in enumerate(zip(runs, sows, given))
         if e is not None and of_run
     ], ofs
+
+
+def _of(entry: Entry) -> frozenset[Any]:
+    return frozenset() if entry.slot is None else entry.slot.of
 
 
 def _one_by_one(given: Any, site: Site, runs: Sequence[Site], mode: str) -> Any:

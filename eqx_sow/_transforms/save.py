@@ -19,6 +19,7 @@ from .._values.modes import labels
 from .._values.reduce import Reducer
 from .._values.state import result_of
 from .._walk.handler import Given
+from .._walk.plan import NOTHING
 from .options import Saving
 from .program import Program
 from .transformed import of_function, Transformed, wrap
@@ -63,26 +64,22 @@ class _SaveIntermediates(Transformed):
             transform=SameParts(by_name["transform"]),
             **program.listens(program.asks),
         ).with_reducers(program.mine)
-        of = program.executions(collect.reduces)
-        if of is not None and not collect.keeps_order(program.mine):
-            of = None
-        if of is None:
-            program = program.with_executions(collect.reduces)
+        program = program.with_plan(collect.reduces)
+        slots = program.planned.slots
         asked = collect.everywhere(program.mine)
         collect = dc.replace(collect, returned=_returned(asked, options.modes))
         carry = collect.started(program.mine, program.survey)
         outs, taken = program.evaluate(collect, Given(carry))
+        # Not before: what no rule can do is said first.
+        collect.check_distinct(program.mine, slots)
         # In the order of `carry`: JAX has sorted the keys of `taken.carry`.
         reducer: Any = collect.reducer
         reduced = [result_of(reducer(key[0]), taken.carry[key]) for key in carry]
-        entries = taken.entries
-        if of is not None:
-            entries = collect.with_executions(entries, program.mine, of)
-        entries = [*reduced, *entries]
+        entries = [*reduced, *taken.entries]
         when: dict[str, list[int]] = {}
-        for i, (site, _) in enumerate(asked):
+        for i, (site, x) in enumerate(asked):
             of_name = when.setdefault(site.name, [])
-            of_name += [] if site.modes or site.execution.again else [i]
+            of_name += [] if site.modes or slots.get(x.way) == NOTHING else [i]
         keys = [e.site.key for e in entries]
         modes = [site.mode for site, _ in asked]
         mode_of = program.wanted(self._call, keys, modes)
@@ -94,7 +91,7 @@ class _SaveIntermediates(Transformed):
             modes=options.modes,
         )
         intermediates = assemble(entries, when, reducer, mode_of, known)
-        annotated = [(site, eqns[-1]) for site, eqns in asked if site.spec]
+        annotated = [(site, x.eqns[-1]) for site, x in asked if site.spec]
         _spec.check(annotated, by_name["spec"], intermediates)
         return program.output(outs), intermediates
 

@@ -96,7 +96,7 @@ def _evaluate(self: _Tapped, program: Program, extra: list[Any]) -> list[Any]:
 
 
 def _walk(self: _Tapped, program: Program, extra: list[Any]) -> list[Any]:
-    program = program.with_executions(lambda name: False)
+    program = program.with_plan(lambda name: False)
     by_name = program.by_name("tap", transform=self._others["transform"])
     _, form = take_apart(self._others["extra"])
     handler = Tap(
@@ -108,7 +108,7 @@ def _walk(self: _Tapped, program: Program, extra: list[Any]) -> list[Any]:
     )
     places = handler.everywhere(program.mine)
     mode_of = program.wanted("tap", [site.key for site, _ in places])
-    counts = dict(first_count(s, eqns) for s, eqns in places if s.key in mode_of)
+    counts = dict(first_count(s, x.eqns) for s, x in places if s.key in mode_of)
     handler = dc.replace(handler, mode_of=SameParts(mode_of))
     outs, _ = program.evaluate(handler, Given(counts, extra))
     return outs

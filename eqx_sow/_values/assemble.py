@@ -18,7 +18,6 @@ from .._results.lookup import Known
 from .._results.nodes import modes_in_order
 from .axes import as_operand, broadcast, final_axes, kept_axes, whole
 from .entry import Entry, grouped, with_count
-from .merge import of_primal
 from .reduce import Reducers
 
 
@@ -146,22 +145,15 @@ def by_run(mine: Sequence[Entry], entries: Sequence[Entry]) -> list[Entry | None
     """The entries of one key, given all of its name. Derivatives are in the order of
     their primals: a backward pass goes first through what ran last, and not every run
     need have one. So are those of the backward pass of several of these."""
-    primals = [e for e in entries if not e.site.modes]
-    mode = mine[0].site.mode
     if not mine[0].site.modes:
         return list(mine)
-    if not primals:
-        # An inner `save_intermediates` has taken them.
-        return [*sorted(mine, key=of_primal)]
-    order: list[Entry | None] = [None] * len(primals)
-    others = []
-    for e in mine:
-        of = e.site.execution.of
-        pairs = enumerate(primals)
-        fits = [i for i, p in pairs if not p.site.execution.of.isdisjoint(of)]
-        if len(fits) != 1 and "cotangent" not in mode and len(mine) == len(primals):
-            return list(mine)
-        if len(fits) > 1:
+    mode = mine[0].site.mode
+    runs = [_run_of(e) for e in entries if not e.site.modes]
+    n, unclear = len(runs), [e for e in mine if _run_of(e) is None]
+    if unclear and "cotangent" not in mode and len(mine) == n:
+        return list(mine)
+    for e in unclear:
+        if e.slot is not None and e.slot.may_be:
             raise SowError(
                 f"`{e.site.name}` runs several times (one is at {e.site.where}), "
                 f"and eqx_sow cannot tell which {mode} belongs to which primal: one "
@@ -169,9 +161,17 @@ def by_run(mine: Sequence[Entry], entries: Sequence[Entry]) -> list[Entry | None
                 "values, or in a loop that a backward pass runs again. Give the values "
                 f"different names, or leave the {mode} out, by `modes`."
             )
-        # It may never have run forward, or a function from `jax.vjp` is called twice.
-        if not fits or order[fits[0]] is not None:
+    place = {run: i for i, run in enumerate(runs)}
+    order: list[Entry | None] = [None] * n
+    others = []
+    for e in sorted(mine, key=lambda e: -1 if _run_of(e) is None else _run_of(e)):
+        i = place.get(_run_of(e))
+        if i is None:
             others.append(e)
         else:
-            order[fits[0]] = e
+            order[i] = e
     return [*order, *others]
+
+
+def _run_of(entry: Entry) -> int | None:
+    return None if entry.slot is None else entry.slot.run

@@ -24,7 +24,7 @@ of a `while_loop`, and `state.py` asks for the form of a state.
 """
 
 import dataclasses as dc
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -36,7 +36,7 @@ from .._frames import parting
 from .._mark.site import Axis, Site
 from .._mark.staging import types_of
 from .axes import aligned, broadcast, either, total_over
-from .entry import Entry, FINISHED, finished, grouped, Guards, with_count
+from .entry import Entry, FINISHED, finished, grouped, with_count
 from .transform import Batched
 
 
@@ -49,20 +49,21 @@ WithTransform = tuple[Entry, Any]
 def gather(found: Iterable[WithTransform], keeps_all: Callable[[str], bool]) -> Entries:
     """What was found in a jaxpr, with one entry in the place of those that are in
     branches of one cond. `keeps_all` says of a name whether it may have several."""
-    gathered: list[WithTransform] = []
-    indices: dict[Any, list[int]] = {}
-    for new, transform in sorted(found, key=lambda pair: of_primal(pair[0])):
-        before = indices.setdefault(new.site.key, [])
-        for i in before if new.cases else ():
-            if _are_exclusive(gathered[i][0], new):
-                gathered[i] = _one_of(gathered[i], (new, transform))
-                break
-        else:
-            if before and not keeps_all(new.site.name):
-                raise duplicate(gathered[before[0]][0].site, new.site)
-            before.append(len(gathered))
-            gathered.append((new, transform))
-    return tuple(finished(e, transform) for e, transform in gathered)
+    gathered: dict[Any, WithTransform] = {}
+    first: dict[Any, Entry] = {}
+    for i, (new, transform) in enumerate(found):
+        site = new.site
+        slot = (*site.key, new.slot, i if new.slot is None else None)
+        if slot in gathered:
+            gathered[slot] = _one_of(gathered[slot], (new, transform))
+            continue
+        # Of two that are planned, the plan has been asked.
+        other = first.setdefault(site.key, new)
+        is_planned = None not in (other.slot, new.slot)
+        if not (other is new or is_planned or keeps_all(site.name)):
+            raise duplicate(other.site, site)
+        gathered[slot] = new, transform
+    return tuple(finished(e, transform) for e, transform in gathered.values())
 
 
 def _one_of(a: WithTransform, b: WithTransform) -> WithTransform:
@@ -94,28 +95,9 @@ def merged(old: Entry, new: Entry) -> Entry:
 
 
 def _of_all(sites: Sequence[Site]) -> Site:
-    """The first site, with the lines and the executions of all of them."""
+    """The first site, with the lines of all of them."""
     where = " or ".join(dict.fromkeys(s.where for s in sites))
-    of = frozenset().union(*[s.execution.of for s in sites])
-    execution = sites[0].execution._replace(of=of)
-    return sites[0]._replace(where=where, execution=execution)
-
-
-def of_primal(entry: Entry) -> Any:
-    """A key to sort derivatives by their primals: a backward pass runs backward, and
-    functions from `jax.linearize` run in any order."""
-    return min(entry.site.execution.of if entry.site.modes else (), default=())
-
-
-def _are_exclusive(a: Entry, b: Entry) -> bool:
-    """Whether the two are in different branches of one cond: each mark of the one and
-    each of the other."""
-
-    def apart(x: Guards, y: Guards) -> bool:
-        branches = {(g.cond, run): g.branch for g, run in x}
-        return any(branches.get((g.cond, run), g.branch) != g.branch for g, run in y)
-
-    return all(apart(x, y) for x in a.cases or [()] for y in b.cases or [()])
+    return sites[0]._replace(where=where)
 
 
 def to_one_form(branches: Sequence[Entries]) -> Callable[[Entries], Entries]:
@@ -136,12 +118,14 @@ def to_one_form(branches: Sequence[Entries]) -> Callable[[Entries], Entries]:
 
 
 def _slots(entries: Sequence[Entry]) -> dict[Any, Entry]:
-    """Entries by `Site.key`, and how many of the same key there were before."""
-    return {
-        (key, i): e
-        for key, of_key in grouped(entries).items()
-        for i, e in enumerate(of_key)
-    }
+    """Entries by `Site.key` and slot; and how many of the same there were before."""
+    found: dict[Any, Entry] = {}
+    for e in entries:
+        i = 0
+        while (e.site.key, e.slot, i) in found:
+            i += 1
+        found[e.site.key, e.slot, i] = e
+    return found
 
 
 # --- one form for several entries ---
@@ -246,31 +230,35 @@ def latest(old: Entry, new: Entry) -> Entry:
     return dc.replace(new, arrays=(*values, old_count + new_count))
 
 
-def with_values(entries: Entries) -> Entries:
+def with_values(entries: Entries, apart: Collection[tuple[int, int]]) -> Entries:
     """What is marked in an iteration of a `while_loop`, of which the last one that ran
     comes back. In
 
         lax.cond(i == 1, lambda x: sow(jnp.sin(x), "h"), lambda x: sow(y, "h"), x)
 
     there is no tangent of `y`, but iteration 2 returns its value. So that the tangent
-    is not that of iteration 1, it runs wherever the value does, and is zero there."""
+    is not that of iteration 1, it runs wherever the value does, and is zero there.
+    `apart` has the slots of derivatives with those of values that they are not of."""
     values = grouped([e for e in entries if not e.site.modes], lambda s: s.name)
 
     def with_value(e: Entry) -> Entry:
         if not (e.counted and e.site.modes):
             return e
-        of = [v for v in values.get(e.site.name, ()) if _may_be_of(e, v)]
+        of = [
+            v
+            for v in values.get(e.site.name, ())
+            if (e.slot, v.slot) not in apart and _may_be_of(e, v)
+        ]
         return _running_with(e, of[0]) if len(of) == 1 else e
 
     return tuple(map(with_value, entries))
 
 
 def _may_be_of(derivative: Entry, value: Entry) -> bool:
-    """Whether it may be of this value: by the executions, where these are known, and by
-    the axes. A derivative may have more of them, as in `jax.jacrev`."""
-    of, by = (e.site.execution.of for e in (value, derivative))
+    """Whether it may be of this value, by the axes. A derivative may have more of them,
+    as in `jax.jacrev`."""
     n = sum(own_axes(value.site.axes, derivative.site.axes))
-    return n == len(value.site.axes) and not (of and by and of.isdisjoint(by))
+    return n == len(value.site.axes)
 
 
 def _running_with(derivative: Entry, value: Entry) -> Entry:
@@ -284,9 +272,9 @@ def _running_with(derivative: Entry, value: Entry) -> Entry:
 
 
 # --- errors ---
-def duplicate(a: Site, b: Site) -> DuplicateSowError:
+def duplicate(a: Site, b: Site, in_backward_pass: bool = False) -> DuplicateSowError:
     places, names = _places(a, b)
-    if b.execution.in_backward_pass and not a.execution.in_backward_pass:
+    if in_backward_pass:
         places += " (also in a backward pass: in the `bwd` of a `jax.custom_vjp`)"
     if bool(a.note) != bool(b.note):
         names = (

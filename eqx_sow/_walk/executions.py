@@ -39,16 +39,17 @@ which is the way to an equation: see `Way`.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from .. import _compat
 from .._mark.site import Execution, Site
-from .edges import primals_of
 from .flow import Here, run
 from .numbering import Numbering
+from .plan import Inner, NOTHING, planned, Row, Slot, UNCLEAR
 from .repetitions import repetitions, Sown
 from .rewrite import with_sites
+from .runs import Run, runs as _runs
 from .sows import Found, Way
 
 
@@ -61,7 +62,7 @@ def needs_executions(found: Sequence[Found], several: Callable[[Site], bool]) ->
     n = Counter(x.site.key for x in found)
 
     def asks(site: Site) -> bool:
-        if n[site.key] > 1 and (site.modes or site.guards):
+        if n[site.key] > 1:
             return True
         return bool(site.modes) and (several(site) or n[site.name, "primal", ()] > 1)
 
@@ -72,16 +73,68 @@ def needs_executions(found: Sequence[Found], several: Callable[[Site], bool]) ->
     return any(map(_compat.in_backward_pass, around.values()))
 
 
-def with_executions(closed: Any, wants: Callable[[Site], bool]) -> Any:
-    """A program in which the sites that are wanted say which executions they are."""
+class Planned(NamedTuple):
+    """What is to be done at the marks of a program: its plan, with its slots. Also
+    those of each mark, by the ways to them."""
+
+    plan: Inner = Inner()
+    slots: Mapping[Way | None, Slot | int] = {}
+
+
+def primals_of(site: Site, edge: Iterable[Way], sites: Mapping[Way, Site]) -> list[Way]:
+    """The marks that a derivative may be of: those at the other end of its edge that
+    are of the same call of `sow`, of the ones that are given by the ways to them."""
+    return [way for way in edge if way in sites and sites[way].origin is site.origin]
+
+
+def with_executions(closed: Any, wants: Callable[[Site], bool]) -> tuple[Any, Planned]:
+    """A program in which the sites that are wanted say which executions they are. Also
+    its plan."""
+    found = _numbered(closed, wants)
+    executions = _executions(found)
+    new = {x.here.way: x.site._replace(execution=executions[x.here.way]) for x in found}
+    return with_sites(closed, new), _planned(found, executions)
+
+
+def with_plan(closed: Any, wants: Callable[[Site], bool]) -> Planned:
+    """Which of the marks that are wanted are which value."""
+    found = _numbered(closed, wants)
+    return _planned(found, _executions(found))
+
+
+def _planned(found: Sequence[Sown], executions: Mapping[Way, Execution]) -> Planned:
+    numbers: dict[Any, int] = {}
+    rows, members = [], defaultdict(list)
+    for x in found:
+        way, e = x.here.way, executions[x.here.way]
+        if e.again is False:
+            # Of what is not known, each is a value of its own.
+            one = *x.site.key, e.run, way if e.run is None else None
+            number = numbers.setdefault(one, len(numbers))
+            members[number].append(e)
+        else:
+            number = NOTHING if e.again else UNCLEAR
+        rows.append(Row(way, x.here.around, number))
+    table = []
+    for (*key, n_run, _), number in numbers.items():
+        first = members[number][0]
+        of = frozenset().union(*[e.of for e in members[number]])
+        slot = Slot(n_run, first.may_be, of, first.in_backward_pass)
+        table.append((tuple(key), slot))
+    plan, own = planned(rows, table)
+    slot_of = lambda number: number if number < 0 else table[number][1]
+    slots = {row.way: slot_of(row.slot) for row in rows}
+    return Planned(Inner(plan, tuple(map(slot_of, own))), slots)
+
+
+def _numbered(closed: Any, wants: Callable[[Site], bool]) -> list[Sown]:
     told = Numbering()
     run(told, closed, [told.unlike_any() for _ in closed.invars], Here())
-    sows = [x for x in told.sows.values() if wants(x.site)]
-    return with_sites(closed, _sites(sows))
+    return [x for x in told.sows.values() if wants(x.site)]
 
 
-def _sites(found: Sequence[Sown]) -> dict[Way, Site]:
-    """The sites that have the answers, by the ways to their equations."""
+def _executions(found: Sequence[Sown]) -> dict[Way, Execution]:
+    """The answers, by the ways to the equations."""
     primals = [x for x in found if not x.site.modes]
     repeated = repetitions(primals)
     ran = {x.site.key for x in primals if not x.in_backward_pass}
@@ -89,25 +142,31 @@ def _sites(found: Sequence[Sown]) -> dict[Way, Site]:
     of_call = defaultdict(list)
     for way, site in by_way.items():
         of_call[site.origin].append(way)
-    sites = {}
+    ofs: dict[Way, frozenset[Way]] = {}
     for x in found:
-        way, of = x.here.way, [x.here.way]
+        of = [x.here.way]
         if x.site.modes:
             # A derivative may be of one primal or another, if a branch decides. Where
             # no edge leads to a primal, it is of any from this call of `sow`: from
             # what a checkpoint in a `while_loop` computes again, there is none.
             of = primals_of(x.site, x.edges, by_way) or of_call[x.site.origin]
+        ofs[x.here.way] = frozenset().union(*[repeated.get(p, {p}) for p in of])
+    runs_of_names = _runs(found, ofs, repeated)
+    executions = {}
+    for x in found:
+        way = x.here.way
         # In a branch of a cond that a vmap made a selection of, a value of the forward
         # pass has no longer the number that it had.
         again: bool | None = way in repeated
         in_branch = any(guard.cond is not None for guard in x.site.guards)
         if not again and x.in_backward_pass and in_branch and x.site.key in ran:
             again = None
-        execution = Execution(
-            of=frozenset().union(*[repeated.get(p, {p}) for p in of]),
+        of_name = runs_of_names.get(way, Run(None))
+        executions[way] = Execution(
+            of=ofs[way],
             again=again,
             in_backward_pass=not x.site.modes and x.in_backward_pass,
-            runs=x.runs,
+            run=of_name.run,
+            may_be=of_name.may_be,
         )
-        sites[way] = x.site._replace(execution=execution)
-    return sites
+    return executions

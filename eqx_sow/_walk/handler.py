@@ -135,9 +135,9 @@ class Handler:
 
 
 # --- marks that a handler cannot see to ---
-def check_guarded(site: Site) -> None:
-    """Raises if it cannot be told whether a mark runs, or only runs again; or if what
-    it marks is not a PyTree."""
+def check_guarded(site: Site, unclear: bool = False) -> None:
+    """Raises if it cannot be told whether a mark runs, or if it is `unclear` whether it
+    only runs again; or if what it marks is not a PyTree."""
     for x in site.form.leaves:
         if isinstance(x, Const) and isinstance(x.value, Holder):
             what, leaf, where = x.value
@@ -154,7 +154,7 @@ def check_guarded(site: Site) -> None:
                 "arguments, `jax.tree_util.Partial`), or mark the arrays"
                 f"{or_leave_out if site.note else '.'}"
             )
-    if site.execution.again is None:
+    if unclear or site.execution.again is None:
         raise SowError(
             f"{site.said} is in the `bwd` of a `jax.custom_vjp` that only some lanes "
             "of a `jax.vmap` call, and the forward pass has a mark of that name. "

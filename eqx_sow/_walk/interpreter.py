@@ -22,6 +22,7 @@ from .._mark.staging import to_jaxpr
 from .frame import Frame, without_donating
 from .handler import Given, Handler, refuse_unknown, Taken
 from .meshes import carry_outside, entries_outside, given_inside
+from .plan import Inner, inner, Plan
 from .rewrite import MARKS, without
 from .sows import (
     jaxprs_in,
@@ -68,10 +69,10 @@ def _new_stages() -> Callable:
         del jaxpr
 
         @ft.lru_cache(maxsize=16)
-        def by(handler, fn, refs):
+        def by(handler, plan, fn, refs):
             def run(given, args):
                 held = jax.tree.map(_from_ref, refs)
-                return fn(Interpret(handler, of_jaxpr), given, held, *args)
+                return fn(Interpret(handler, of_jaxpr, plan), given, held, *args)
 
             return to_jaxpr(run)
 
@@ -87,7 +88,7 @@ def evaluate(
     interpret: "Interpret", given: Given, jaxpr: Any, *args
 ) -> tuple[list[Any], Taken]:
     """Evaluates a jaxpr, with each mark left to the handler."""
-    handler = interpret.handler
+    handler, plan = interpret.handler, interpret.plan
     jaxpr, consts = _compat.open_jaxpr(jaxpr)
     frame = Frame(jaxpr, [*consts, *args])
     found: list[Any] = []
@@ -97,6 +98,7 @@ def evaluate(
         begin = i + 1
         frame.now, frame.eqn = i, eqn
         if eqn.primitive is sow_p:
+            frame.slot = None if plan is None else plan.marks.get(i)
             given = _sow(handler, found, given, frame)
             continue
         frame.eqn = eqn = without_donating(eqn)
@@ -112,7 +114,8 @@ def evaluate(
         frame.flush_effects()
         mesh = mesh_inside(eqn)
         with eqn.ctx.manager, frame.in_scope(), in_mesh_of(values):
-            inside = Interpret(handler.for_inside(eqn), interpret.stages)
+            of_eqn = inner(plan, i)
+            inside = Interpret(handler.for_inside(eqn), interpret.stages, of_eqn.plan)
             passed = given if mesh is None else given_inside(given, mesh)
             outs, taken = rule(inside, passed, eqn, *values)
         if mesh is not None:
@@ -123,7 +126,7 @@ def evaluate(
         frame.set(eqn.outvars, outs)
         loop = loop_of(eqn)
         step = i, loop.reverse if loop else None
-        found += [e.within(step) for e in taken.entries]
+        found += [e.within(step) for e in seen(taken, of_eqn).entries]
         given = given._replace(carry=taken.carry)
     frame.defer(*jaxpr.eqns[begin:])
     frame.now = len(jaxpr.eqns)
@@ -158,36 +161,65 @@ def _outside(taken: Taken, given: Given, frame: Frame) -> Taken:
     )
 
 
-class Interpret:
-    """`interpret(jaxpr)(given, *args) -> (outs, taken)`."""
+def seen(taken: Taken, of: Inner) -> Taken:
+    """What is taken inside, with its slots as they are called here."""
+    if of.plan is None or of.is_same:
+        return taken
+    return taken._replace(entries=tuple(e.seen_as(of.slots) for e in taken.entries))
 
-    def __init__(self, handler: Handler, stages: Callable | None = None):
+
+class Interpret:
+    """`interpret(jaxpr, k)(given, *args) -> (outs, taken)`, where `k` is the number of
+    the jaxpr among those of the equation, or `None` if it is not one of them.
+
+    `plan` is that of the equation, or for `evaluate`, of the jaxpr."""
+
+    def __init__(
+        self,
+        handler: Handler,
+        stages: Callable | None = None,
+        plan: Plan | None = None,
+    ):
         self.handler = handler
+        self.plan = plan
         kept = handler.cacheable or _compat.is_eager()
         self.stages = stages or (_stages if kept else _new_stages())
 
-    def __call__(self, jaxpr: Any) -> Callable:
-        return ft.partial(self.apply, evaluate, jaxpr)
+    def __call__(self, jaxpr: Any, k: int | None = 0) -> Callable:
+        def run(given, *args):
+            closed, inputs, treedef = self.staged(jaxpr, k, given, *args)
+            return jtu.tree_unflatten(treedef, _compat.inline_or_call(closed, inputs))
+
+        return run
 
     def apply(self, fn: Callable, held: Any, given: Given, *args) -> Any:
         """`fn(interpret, given, held, *args)`, by way of a jaxpr: see `staged`."""
-        closed, inputs, treedef = self.staged(held, given, *args, fn=fn)
+        closed, inputs, treedef = self._staged(fn, held, self.plan, given, args)
         return jtu.tree_unflatten(treedef, _compat.inline_or_call(closed, inputs))
 
     def staged(
-        self, held: Any, given: Given, *args, fn: Callable = evaluate
+        self, jaxpr: Any, k: int | None, given: Given, *args
     ) -> tuple[Any, list[Any], Any]:
         """For rules that keep an equation and put another jaxpr into it: what the
         handler makes of a jaxpr, without constants; the inputs of that, the last of
         which are `args`; and the treedef of what `apply` would return.
 
-        A jaxpr that occurs many times is walked once by each handler, and what that
-        makes of it is the same jaxpr each time, which JAX compiles once. `held` is the
-        jaxpr, or for another `fn` whatever is hashable and has jaxprs inside.
+        A jaxpr that occurs many times is walked once by each handler and plan, and what
+        that makes of it is the same jaxpr each time, which JAX compiles once.
         """
+        of = inner(self.plan, k)
+        closed, inputs, treedef = self._staged(evaluate, jaxpr, of.plan, given, args)
+        if of.plan is not None and not of.is_same:
+            outs, taken = jtu.tree_unflatten(treedef, range(treedef.num_leaves))
+            treedef = jtu.tree_structure((outs, seen(taken, of)))
+        return closed, inputs, treedef
+
+    def _staged(self, fn, held, plan, given, args):
+        """The same, for another `fn`. `held` is the jaxpr, or whatever is hashable and
+        has jaxprs inside."""
         by = self.stages(next(jaxprs_in(held)))
         refs = jax.tree.map(_to_ref, held)
-        closed, treedef = by(self.handler, fn, refs)(given, args)
+        closed, treedef = by(self.handler, plan, fn, refs)(given, args)
         _, consts = _compat.open_jaxpr(closed)
         inputs = [*consts, *jtu.tree_leaves((given, args))]
         return consts_as_args(closed), inputs, treedef

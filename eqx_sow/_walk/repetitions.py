@@ -50,8 +50,7 @@ class Sown(NamedTuple):
     edges: frozenset[Way]
     # Equal for two marks of equal values.
     value: Hashable
-    # For each guard, where its operand was made: tells runs of one cond apart.
-    runs: tuple[Hashable, ...]
+    runs: tuple[Hashable, ...] = ()
 
     @property
     def in_backward_pass(self) -> bool:

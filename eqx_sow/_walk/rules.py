@@ -45,7 +45,7 @@ from .handler import Given, refuse, Taken
 from .interpreter import Interpret, rule_for, with_operands
 from .meshes import adds_up, forgets
 from .rewrite import MARKS, PRINTS, without
-from .sows import expanded, sites, sows
+from .sows import called_by, expanded, jaxprs_of, number, sites, sows
 
 
 # --- calls ---
@@ -56,7 +56,7 @@ def rebind(eqn, args, **params):
 
 @rule_for(jexc.primitives.jit_p)
 def _jit(interpret, given, eqn, *args):
-    closed, inputs, treedef = interpret.staged(eqn.params["jaxpr"], given, *args)
+    closed, inputs, treedef = interpret.staged(eqn.params["jaxpr"], 0, given, *args)
     n = len(inputs) - len(args)
     extra = treedef.num_leaves - len(eqn.outvars)
     new_in, new_out = _compat.unspecified()
@@ -73,7 +73,7 @@ def _jit(interpret, given, eqn, *args):
 
 @rule_for(jexc.primitives.remat_p)
 def _checkpoint(interpret, given, eqn, *args):
-    closed, inputs, treedef = interpret.staged(eqn.params["jaxpr"], given, *args)
+    closed, inputs, treedef = interpret.staged(eqn.params["jaxpr"], 0, given, *args)
     out = rebind(eqn, inputs, jaxpr=_compat.open_jaxpr(closed)[0])
     return jtu.tree_unflatten(treedef, out)
 
@@ -85,13 +85,13 @@ def _call(interpret, given, eqn, *args):
 
 
 # --- functions with rules of their own ---
-def _inside(interpret, given, eqn, jaxpr, args, join):
+def _inside(interpret, given, eqn, jaxpr, args, join, k=0):
     """Sees to the marks in `jaxpr`, a copy of the function in the equation, which has
     none of its rules. The equation is bound, too, without its marks, and `join` makes
-    one of the two."""
+    one of the two. `k` is the number of `jaxpr` in the equation."""
     handler = interpret.handler
     if any(map(handler.replaces, sites(eqn))):
-        return interpret(jaxpr)(given, *args)
+        return interpret(jaxpr, k)(given, *args)
     if not handler.has_outer and not any(map(handler.wants, sites(eqn))):
         return rebind(without(eqn, MARKS), args), Taken(given.carry, ())
     # Both run, and only the original prints.
@@ -103,10 +103,10 @@ def _inside(interpret, given, eqn, jaxpr, args, join):
         kept = eqn if handler.has_outer else without(eqn, MARKS)
         return rebind(kept, args), Taken(given.carry, ())
     original = rebind(without(eqn, MARKS), args)
-    return join(interpret, given, copy, args, original)
+    return join(interpret, given, copy, k, args, original)
 
 
-def _with_derivative_of(interpret, given, jaxpr, args, original):
+def _with_derivative_of(interpret, given, jaxpr, k, args, original):
     """What comes out of a walk over `jaxpr`. If it is differentiated, the outputs are
     the `original` ones, with their derivatives, and what was taken has its plain
     derivative. For `h` inside a `jax.custom_jvp` function `f`:
@@ -118,11 +118,12 @@ def _with_derivative_of(interpret, given, jaxpr, args, original):
     """
     handler = interpret.handler
     differentiable = handler.differentiable
-    walked, inputs, treedef = interpret.staged(jaxpr, given, *args)
+    walked, inputs, treedef = interpret.staged(jaxpr, k, given, *args)
     # If it is differentiated, outer transformations see the marks in the rule of the
     # original, and not those in here, in whatever equations these are.
-    alone = Interpret(dc.replace(handler, has_outer=False), interpret.stages)
-    quiet, same, _ = alone.staged(jaxpr, given, *args)
+    quietly = dc.replace(handler, has_outer=False)
+    alone = Interpret(quietly, interpret.stages, interpret.plan)
+    quiet, same, _ = alone.staged(jaxpr, k, given, *args)
     quiet = without(quiet, MARKS, in_rules=True)
     # Computed out here, where JAX takes the plain derivative of it. But what `tap`
     # sends, or a `transform` prints, must happen once, in `copy` or in its rule.
@@ -162,13 +163,15 @@ def _custom(interpret, given, eqn, *args):
 # `None`, which no primitive is, if there is none.
 @rule_for(_hijax.hi_p)
 def _custom_hi(interpret, given, eqn, *args):
-    return _inside(interpret, given, eqn, expanded(eqn), args, _with_derivative_of)
+    k = called_by(eqn)
+    jaxpr = expanded(eqn) if k is None else jaxprs_of(eqn)[k]
+    return _inside(interpret, given, eqn, jaxpr, args, _with_derivative_of, k)
 
 
 @rule_for(_compat.custom_vmap_p)
 def _custom_vmap(interpret, given, eqn, *args):
-    def join(interpret, given, jaxpr, args, original):
-        outs, taken = interpret(jaxpr)(given, *args)
+    def join(interpret, given, jaxpr, k, args, original):
+        outs, taken = interpret(jaxpr, k)(given, *args)
         # If there is an outer transformation, which may plant something in the copy,
         # the rule is given up.
         return outs if interpret.handler.has_outer else original, taken
@@ -274,7 +277,7 @@ def _scan(interpret, given, eqn, *args):
 def _cond(interpret, given, eqn, index, *args):
     # The branches mark different things, and have to return the same: each fills in
     # zeros for what only the others mark.
-    runs = [interpret(jaxpr) for jaxpr in eqn.params["branches"]]
+    runs = [interpret(jaxpr, k) for k, jaxpr in enumerate(eqn.params["branches"])]
     for jaxpr in eqn.params["branches"]:
         _refuse_totals(interpret.handler, jaxpr, index)
     types = [types_of(run, given, *args)[1].entries for run in runs]
@@ -370,11 +373,12 @@ def _while(interpret, given, eqn, *args):
     cond_consts, consts, init = _split(args, p["cond_nconsts"], p["body_nconsts"])
     cond_jaxpr = p["cond_jaxpr"]
     predicate = without(cond_jaxpr, MARKS)
-    run_body = interpret(p["body_jaxpr"])
+    run_body = interpret(p["body_jaxpr"], number(eqn, p["body_jaxpr"]))
+    apart = interpret.plan.apart if interpret.plan else frozenset()
 
     def run(given, *args):
         outs, taken = run_body(given, *args)
-        return outs, taken._replace(entries=_merge.with_values(taken.entries))
+        return outs, taken._replace(entries=_merge.with_values(taken.entries, apart))
 
     inside = sites(p["body_jaxpr"]) if handler.counts_whiles else ()
     index = [jnp.int32(0)] if any(map(handler.needs_iteration, inside)) else []

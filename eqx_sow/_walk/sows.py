@@ -94,6 +94,22 @@ def jaxprs_of(eqn: Any) -> list[Any]:
     return jaxprs
 
 
+def number(eqn: Any, jaxpr: Any) -> int:
+    """The number of a jaxpr among those in an equation."""
+    return next(k for k, j in enumerate(jaxprs_in(eqn.params)) if j is jaxpr)
+
+
+def called_by(eqn: Any, n_operands: int | None = None) -> int | None:
+    """The number of the jaxpr that an equation calls, if it holds one jaxpr of so many
+    operands: that of a jitted function, say."""
+    n = len(eqn.invars) if n_operands is None else n_operands
+    jaxprs = jaxprs_of(eqn)
+    inside = [k for k, j in enumerate(jaxprs) if len(j.invars) == n]
+    if len(inside) != 1 or len(jaxprs[inside[0]].outvars) != len(eqn.outvars):
+        return None
+    return inside[0]
+
+
 def variables(atoms: Iterable[Any]) -> list[Any]:
     return [v for v in atoms if not isinstance(v, jexc.Literal)]
 
