@@ -1,8 +1,8 @@
-"""The handler of `save_intermediates`."""
+"""The handler of `save_intermediates`, and what it is asked to take."""
 
 import dataclasses as dc
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from .._arrays import differentiable_where
@@ -15,15 +15,195 @@ from .._values.merge import duplicate, Entries, gather
 from .._values.modes import without_order
 from .._values.reduce import Append, IfSeveral, Reducer
 from .._walk.frame import Frame
-from .._walk.handler import check_guarded, Given, Handler
-from .._walk.plan import NOTHING, Slot, UNCLEAR
-from .._walk.sows import Found, Way
-from .asked import is_some, leave, of_one, reached, Selector
+from .._walk.handler import check_clear, check_guarded, Given, Handler
+from .._walk.plan import Ask, NOTHING, Placed, planned
+from .._walk.runs import Run
+from .._walk.sows import Mark, Way
+from .asked import Asked, is_some, leave, of_one, reached
 
 
-# For a survey of the program: of each place that marks a name there is an entry.
-EACH_PLACE = SameParts(Append())
-_IF_SEVERAL = IfSeveral()
+_APPEND, _IF_SEVERAL = Append(), IfSeveral()
+
+
+class Take(NamedTuple):
+    """What `Collect` does at a mark. `transform` and `reducer` are `SameParts`, the
+    second one only if it has a state. What is `returned` is not left to outer
+    transformations."""
+
+    transform: SameParts | None
+    reducer: SameParts | None
+    returned: bool
+
+
+class Planned(NamedTuple):
+    """What is to be taken from a program: its plan, and of each slot, the run."""
+
+    plan: Placed
+    runs: Sequence[Run]
+
+
+@dc.dataclass(frozen=True)
+class Taking:
+    """The options that say what is taken."""
+
+    # `None` asks for all.
+    modes: tuple[str, ...] | None
+    # A reducer for all names, or a dict of one for each.
+    reduce: Any = None
+    # The option of that name, or a dict of names to what it says of each.
+    transform: Any = None
+
+    @property
+    def for_each_place(self) -> "Taking":
+        """For a survey of the program: of each place that marks a name, its value."""
+        return dc.replace(self, reduce=_APPEND)
+
+    def with_reducers(self, asked: Iterable[Asked]) -> "Taking":
+        """The same, in which a captured name that several equations mark, and that no
+        reducer is given for, has `IfSeveral`. Captured names are not chosen by the
+        user, so that they need not differ."""
+        if isinstance(self.reduce, Reducer):
+            return self
+        asked = list(asked)
+        by_user = {x.site.name for x in asked if x.site.note is None}
+        each = dict(self.reduce or {})
+        for (name, *_), n in Counter(x.site.key for x in asked).items():
+            if n > 1 and name not in by_user:
+                each.setdefault(name, _IF_SEVERAL)
+        return dc.replace(self, reduce=each)
+
+    def reducer(self, name: str) -> Reducer | None:
+        reduce = self.reduce
+        return reduce.get(name) if isinstance(reduce, Mapping) else reduce
+
+    def folds(self, name: str) -> bool:
+        """Whether a reducer with a state says what becomes of the name. The state goes
+        through loops as part of `Given.carry`."""
+        reducer = self.reducer(name)
+        return reducer is not None and reducer.has_state
+
+    def has_mode(self, site: Site) -> bool:
+        """Whether `modes` asks for the mode of a mark."""
+        if self.modes is None or site.mode in map(without_order, self.modes):
+            return True
+        # `Append` needs the primals too: cotangents are put in their order.
+        reducer = self.reducer(site.name)
+        return not site.modes and reducer is not None and not reducer.has_state
+
+    def plan(
+        self,
+        asked: Iterable[Asked],
+        runs: Mapping[Way, Run],
+        returned: Collection[Any] = (),
+    ) -> Planned:
+        """What is taken, if `returned` are the `Site.key`s of what comes back."""
+        actions: dict[Any, Take] = {}
+        slots: dict[Any, int] = {}
+        rows: dict[Way, tuple[Mark, list[Ask]]] = {}
+        keys, of_slot = [], []
+        for mark, site, at in asked:
+            if not self.has_mode(site):
+                continue
+            run = runs[mark.way]
+            check_clear(site, run.again)
+            slot = NOTHING
+            if not run.again:
+                # Of what is not known, each mark is a value of its own.
+                alone = mark.way if run.run is None else None
+                value = mark.site.name, site.key, run.run, alone
+                slot = slots.setdefault(value, len(slots))
+                if slot == len(of_slot):
+                    keys.append(site.key)
+                    of_slot.append(run)
+                of = of_slot[slot].of | run.of
+                of_slot[slot] = of_slot[slot]._replace(of=of)
+            of_mark = mark.site.name, site.name, site.key in returned
+            if of_mark not in actions:
+                actions[of_mark] = self._action(*of_mark)
+            _, asks = rows.setdefault(mark.way, (mark, []))
+            asks.append(Ask(slot, site.label, at, actions[of_mark]))
+
+        def are_apart(derivative: int, value: int) -> bool:
+            (name, mode, _), (other, of_mode, _) = keys[derivative], keys[value]
+            of, by = of_slot[derivative].of, of_slot[value].of
+            is_pair = name == other and mode != of_mode == "primal"
+            return is_pair and bool(of) and of.isdisjoint(by)
+
+        return Planned(planned(rows.values(), are_apart), of_slot)
+
+    def _action(self, whole: str, name: str, returned: bool) -> Take:
+        transform = of_one(self.transform, whole, name)
+        reducer = self.reducer(name) if self.folds(name) else None
+        same = lambda x: None if x is None else SameParts(x)
+        return Take(same(transform), same(reducer), returned)
+
+    @property
+    def cacheable(self) -> bool:
+        reduce = self.reduce
+        reducers = reduce.values() if isinstance(reduce, Mapping) else (reduce,)
+        return self.transform is None and not any(r and r.has_state for r in reducers)
+
+    def check_distinct(self, asked: Iterable[Asked], runs: Mapping[Way, Run]) -> None:
+        """Raises if a name has several values, and no reducer says what becomes of
+        them."""
+        first: dict[Any, tuple[Asked, Any]] = {}
+        for x in asked:
+            run = runs[x.mark.way]
+            skip = run.again or self.reducer(x.site.name) is not None
+            if skip or not self.has_mode(x.site):
+                continue
+            value = x.mark.site.name, run.run
+            other, its_value = first.setdefault(x.site.key, (x, value))
+            if other is not x and (run.run is None or value != its_value):
+                a, b = other.mark.in_backward_pass, x.mark.in_backward_pass
+                raise duplicate(other.site, x.site, late=b and not a)
+
+    def started(
+        self,
+        asked: Sequence[Asked],
+        survey: Callable[[], tuple[Entries, Sequence[Run]]],
+    ) -> dict[Any, _state.ReducerState]:
+        """The states of all reducers before the first execution. `survey` looks at what
+        there is `for_each_place`."""
+        folded = [x for x in asked if self.folds(x.site.name)]
+        if not any(self.has_mode(x.site) for x in folded):
+            return {}
+        entries, runs = survey()
+        by_key = _entry.grouped(entries)
+        for (name, *_), derivatives in by_key.items():
+            reducer = self.reducer(name)
+            values = by_key.get((name, "primal", ()), [])
+            if reducer is not None and reducer.lead and values:
+                if self.has_mode(values[0].site):
+                    _check_side_by_side(values, derivatives, runs)
+        eqns = {x.site.name: x.mark.eqns[-1] for x in asked}
+        states = {}
+        for key, of_key in by_key.items():
+            reducer: Any = self.reducer(key[0])
+            if self.folds(key[0]) and self.has_mode(of_key[0].site):
+                states[key] = _state.started(reducer, of_key, eqns[key[0]])
+        return states
+
+
+def _check_side_by_side(
+    values: Sequence[Entry], derivatives: Sequence[Entry], runs: Sequence[Run]
+) -> None:
+    """Raises if a value that is marked in several branches has a derivative in some of
+    them only: in a `Buffer`, that would be in the row of another value."""
+    of = lambda e: runs[e.slot].of
+    have = frozenset().union(*map(of, derivatives))
+    derivative = derivatives[0].site
+    for e in values:
+        if not (of(e) <= have or of(e).isdisjoint(have)):
+            site = e.site
+            raise SowError(
+                f"`{site.name}` is kept in a `Buffer`. Several branches mark it, at "
+                f"{site.where}, but it has a {derivative.mode} only at "
+                f"{derivative.where}: elsewhere it does not depend on what is "
+                "differentiated. So the rows of the two would not be of the same "
+                "executions. Give the marks different names, or leave the "
+                f"{derivative.mode} out, by `modes`."
+            )
 
 
 class _Marked(NamedTuple):
@@ -32,12 +212,14 @@ class _Marked(NamedTuple):
 
     site: Site
     operands: Sequence[Any]
-    transform: Any
-    # See `Entry.at`.
-    at: tuple[int | None, ...]
-    # Whether the walk is in that iteration, if not in all.
+    ask: Ask
+    # Whether the walk is in the iteration that is asked for, if not in all.
     here: Any
-    slot: int | None
+
+    @property
+    def transform(self) -> Any:
+        option = self.ask.action.transform
+        return None if option is None else option.value
 
     def read(self, frame: Frame) -> Sequence[Any]:
         operands = frame.read_arrays(self.operands)
@@ -47,103 +229,52 @@ class _Marked(NamedTuple):
 
 
 @dc.dataclass(frozen=True, kw_only=True)
-class Collect(Selector):
-    """Takes the values of the marks that are asked for."""
+class Collect(Handler):
+    """Takes the values of marks. Its actions are `Take`."""
 
-    modes: tuple[str, ...] | None
-    # A reducer for all names, or a dict of one for each.
-    reduce: SameParts
-    # The `Site.key`s of what is returned, which outer transformations do not see.
-    returned: frozenset[Any] = frozenset()
+    tag: Any
+    has_outer: bool
+    cacheable: bool
+    # Whether the marks of all modes are taken: then none of their derivatives is left
+    # to outer transformations.
+    all_modes: bool
 
-    @property
-    def cacheable(self):
-        return super().cacheable and not any(r and r.has_state for r in self._reducers)
+    def needs_iteration(self, ask):
+        return bool(ask.at)
 
-    @property
-    def _reducers(self) -> Iterable[Reducer | None]:
-        reduce = self.reduce.value
-        return reduce.values() if isinstance(reduce, Mapping) else (reduce,)
+    def needs_order(self, ask):
+        return ask.action.reducer is not None
 
-    def needs_order(self, site):
-        return any(self.folds(one.name) for one, _ in self.wanted(site))
-
-    def wanted(self, site, loops=None):
-        return [x for x in self.asked(site, loops) if self._has_mode(x[0])]
-
-    def _has_mode(self, site: Site) -> bool:
-        """Whether `modes` asks for the mode of a mark."""
-        if self.modes is None or site.mode in map(without_order, self.modes):
-            return True
-        # `Append` needs the primals too: cotangents are put in their order.
-        reducer = self.reducer(site.name)
-        return not site.modes and reducer is not None and not reducer.has_state
-
-    def _left(self, site: Site) -> Site | None:
-        """What is left of a mark for outer transformations. One of which only some
-        iterations are returned is left as it is."""
-        here = [one for one, at in self.asked(site, self.loops) if not is_some(at)]
-        if all(one.key not in self.returned for one in here):
-            return site
-        if self.modes is None:
-            return site.without(self.tag)
-        return site.without_this_mode(self.tag)
-
-    def with_reducers(self, found: Iterable[Found]) -> "Collect":
-        """The same, in which a captured name that several equations mark, and that no
-        reducer is given for, has `IfSeveral`. Captured names are not chosen by the
-        user, so that they need not differ."""
-        reduce = self.reduce.value
-        if isinstance(reduce, Reducer):
-            return self
-        pairs = [(x.site, one) for x in found for one, _ in self.asked(x.site, x.loops)]
-        by_user = {one.name for site, one in pairs if site.note is None}
-        each = dict(reduce or {})
-        for (name, *_), n in Counter(one.key for _, one in pairs).items():
-            if n > 1 and name not in by_user:
-                each.setdefault(name, _IF_SEVERAL)
-        return dc.replace(self, reduce=SameParts(each)) if each else self
-
-    def reducer(self, name: str) -> Reducer | None:
-        reduce = self.reduce.value
-        return reduce.get(name) if isinstance(reduce, Mapping) else reduce
-
-    def reduces(self, site: Site) -> bool:
-        """Whether a reducer may say what becomes of several executions."""
-        return any(self.reducer(one.name) for one, _ in self.asked(site))
-
-    def folds(self, name: str) -> bool:
-        """Whether a reducer with a state says what becomes of the name. The state goes
-        through loops as part of `Given.carry`."""
-        reducer = self.reducer(name)
-        return reducer is not None and reducer.has_state
-
-    def sow(self, found, given, site: Site, atoms, frame: Frame):
-        if site.tag != self.tag:
-            leave(self, site, atoms, frame)
-            return given
-        atoms = leave(self, self._left(site), atoms, frame)
-        wanted = self.wanted(site, self.loops)
-        if wanted:
-            check_guarded(site, frame.slot == UNCLEAR)
-        for one, at in () if frame.slot == NOTHING else wanted:
-            transform = of_one(self.transform.value, site, one)
-            here = reached(at, given.iterations) if is_some(at) else None
-            new = _Marked(one, atoms, transform, at, here, frame.slot)
-            if self.folds(one.name):
+    def sow(self, found, given, site: Site, asks, atoms, frame: Frame):
+        atoms = leave(self, self._left(site, asks), atoms, frame)
+        for ask in asks:
+            check_guarded(site)
+            if ask.slot == NOTHING:
+                continue
+            here = reached(ask.at, given.iterations) if is_some(ask.at) else None
+            new = _Marked(ask.seen(site), atoms, ask, here)
+            if ask.action.reducer is not None:
                 given = self._fold(given, new, frame)
             else:
                 found.append(new)
                 frame.want(atoms)
         return given
 
+    def _left(self, site: Site, asks: Sequence[Ask]) -> Site | None:
+        """What is left of a mark for outer transformations. One of which only some
+        iterations are returned is left as it is."""
+        if not any(ask.action.returned and not is_some(ask.at) for ask in asks):
+            return site
+        if self.all_modes:
+            return site.without(self.tag)
+        return site.without_this_mode(self.tag)
+
     def _fold(self, given: Given, new: _Marked, frame: Frame) -> Given:
         """One more execution for a reducer, whose state goes through the loops
         around."""
-        key = new.site.key
-        reducer: Any = self.reducer(new.site.name)
+        key, reducer = new.site.key, new.ask.action.reducer.value
         old = given.carry[key]
-        entry = _entry.captured(new.site, new.read(frame), new.transform, new.at)
+        entry = _entry.captured(new.site, new.read(frame), new.transform, new.ask.at)
         state = _state.stepped(reducer, old, entry, new.here)
         return given._replace(carry={**given.carry, key: state})
 
@@ -151,65 +282,7 @@ class Collect(Selector):
         def pair(x):
             if not isinstance(x, _Marked):
                 return x, _entry.FINISHED
-            read = x.read(frame)
-            return _entry.unfinished(x.site, read, x.at, x.slot), x.transform
+            ask, operands = x.ask, x.read(frame)
+            return _entry.unfinished(x.site, operands, ask.at, ask.slot), x.transform
 
-        return gather(map(pair, found), lambda name: self.reducer(name) is not None)
-
-    def check_distinct(
-        self, found: Iterable[Found], slots: Mapping[Way | None, Slot | int]
-    ) -> None:
-        """Raises if a name has several values, and no reducer says what becomes of
-        them."""
-        first: dict[Any, tuple[Site, Any]] = {}
-        for x in found:
-            slot = slots.get(x.way)
-            for one, _ in self.wanted(x.site, x.loops):
-                if slot == UNCLEAR:
-                    check_guarded(one, True)
-                if not isinstance(slot, Slot) or self.reducer(one.name) is not None:
-                    continue
-                site, other = first.setdefault(one.key, (one, slot))
-                if other is not slot:
-                    late = slot.in_backward_pass and not other.in_backward_pass
-                    raise duplicate(site, one, late)
-
-    def started(
-        self, found: Sequence[Found], survey: Callable[[Handler], Entries]
-    ) -> dict[Any, _state.ReducerState]:
-        """The states of all reducers before the first execution of the marks that are
-        `found`. `survey` looks at what a handler finds in the program."""
-        have_state = any(r and r.has_state for r in self._reducers)
-        if not have_state or not any(self.needs_order(x.site) for x in found):
-            return {}
-        by_key = _entry.grouped(survey(dc.replace(self, reduce=EACH_PLACE)))
-        for (name, *_), derivatives in by_key.items():
-            reducer = self.reducer(name)
-            values = by_key.get((name, "primal", ()), [])
-            if reducer is not None and reducer.lead and values:
-                if self._has_mode(values[0].site):
-                    _check_side_by_side(values, derivatives)
-        eqns = {one.name: x.eqns[-1] for one, x in self.everywhere(found)}
-        states = {}
-        for key, entries in by_key.items():
-            reducer: Any = self.reducer(key[0])
-            if self.folds(key[0]) and self._has_mode(entries[0].site):
-                states[key] = _state.started(reducer, entries, eqns[key[0]])
-        return states
-
-
-def _check_side_by_side(values: Sequence[Entry], derivatives: Sequence[Entry]) -> None:
-    """Raises if a value that is marked in several branches has a derivative in some of
-    them only: in a `Buffer`, that would be in the row of another value."""
-    have = frozenset().union(*[e.slot.of for e in derivatives if e.slot])
-    derivative = derivatives[0].site
-    for site, slot in [(e.site, e.slot) for e in values if e.slot]:
-        if not (slot.of <= have or slot.of.isdisjoint(have)):
-            raise SowError(
-                f"`{site.name}` is kept in a `Buffer`. Several branches mark it, at "
-                f"{site.where}, but it has a {derivative.mode} only at "
-                f"{derivative.where}: elsewhere it does not depend on what is "
-                "differentiated. So the rows of the two would not be of the same "
-                "executions. Give the marks different names, or leave the "
-                f"{derivative.mode} out, by `modes`."
-            )
+        return gather(map(pair, found))

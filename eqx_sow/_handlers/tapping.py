@@ -6,8 +6,8 @@
 
 import dataclasses as dc
 import itertools as it
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.core
@@ -25,10 +25,11 @@ from .._values.axes import as_operand
 from .._values.entry import captured, Entry, in_front, running, value_of
 from .._values.transform import Batched, transformed, Value
 from .._walk.frame import Frame
-from .._walk.handler import check_guarded, Given
-from .._walk.plan import NOTHING, UNCLEAR
-from .._walk.sows import loop_of, variables
-from .asked import leave, of_one, reached, Selector
+from .._walk.handler import check_clear, check_guarded, Given, Handler
+from .._walk.plan import Ask, Placed, planned
+from .._walk.runs import Run
+from .._walk.sows import loop_of, Mark, variables, Way
+from .asked import Asked, leave, of_one, reached
 from .delivery import Delivery, print_event
 
 
@@ -221,19 +222,64 @@ def only_if(predicate: Any, fn: Callable[[], None]) -> None:
 
 
 # --- at a sow ---
-def first_count(site: Site, eqns: Sequence[Any]) -> tuple[Any, Any]:
-    """Of a sow, to which these equations lead: the key of its count, which has the mesh
-    axes of the `shard_map`s around, as each device counts for itself; and the count of
-    each before the first execution."""
-    spread = [(a, eqn.params["mesh"]) for eqn in eqns for a in _mesh_axes(eqn)]
+class Send(NamedTuple):
+    """What `Tap` does at a mark."""
+
+    # `SameParts` of the function.
+    transform: SameParts | None
+    mode: str
+    # The key of its count in `Given.carry`: the `Site.key`, and the mesh axes around.
+    count: tuple[Any, tuple[str, ...]]
+    # What all iterations of the mark are called. `after` has an entry for each loop.
+    whole: Label
+    # Of each loop around it, from outside in, whether its length is known.
+    known: tuple[bool, ...]
+
+
+def to_send(
+    asked: Iterable[Asked],
+    runs: Mapping[Way, Run],
+    mode_of: Mapping[Any, str],
+    transform: Any,
+) -> tuple[Placed, dict[Any, Any]]:
+    """What is sent: those `Site.key`s whose modes `mode_of` names. Also the counts
+    before the first execution. Nothing is sent at a repetition."""
+    rows: dict[Way, tuple[Mark, list[Ask]]] = {}
+    counts: dict[Any, Any] = {}
+    for mark, site, at in asked:
+        run = runs[mark.way]
+        if site.key not in mode_of or run.again:
+            continue
+        check_clear(site, run.again)
+        spread = [(a, e.params["mesh"]) for e in mark.eqns for a in _mesh_axes(e)]
+        count = site.key, tuple(str(a) for a, _ in spread)
+        if count not in counts:
+            counts[count] = _zeros(spread)
+        loops = [loop for loop in map(loop_of, mark.eqns) if loop is not None]
+        known = tuple(loop.length is not None for loop in loops)
+        # Those of a `while_loop` stand at the end.
+        places = it.chain(mark.site.label.after, it.repeat(None))
+        after = tuple(next(places) if k else None for k in known)
+        whole = mark.site.label._replace(after=after)
+        fn = of_one(transform, mark.site.name, site.name)
+        fn = None if fn is None else SameParts(fn)
+        send = Send(fn, mode_of[site.key], count, whole, known)
+        _, asks = rows.setdefault(mark.way, (mark, []))
+        asks.append(Ask(0, site.label, at, send))
+    return planned(rows.values()), counts
+
+
+def _zeros(spread: Sequence[tuple[Any, Any]]) -> Any:
+    """The count of each device before the first execution, given the axes over which
+    `shard_map`s spread a mark, and their meshes."""
     zeros = np.zeros([mesh.shape[a] for a, mesh in spread], np.int32)
-    if spread:
-        # The mesh of the `shard_map` may have other types of axes than the one where
-        # the count begins, and comes back to after each part of the program.
-        around = jax.sharding.get_abstract_mesh()
-        mesh = spread[0][1] if around.empty else around
-        zeros = on_mesh(zeros, mesh, [a for a, _ in spread])
-    return (site.key, tuple(str(a) for a, _ in spread)), zeros
+    if not spread:
+        return zeros
+    # The mesh of the `shard_map` may have other types of axes than the one where the
+    # count begins, and comes back to after each part of the program.
+    around = jax.sharding.get_abstract_mesh()
+    mesh = spread[0][1] if around.empty else around
+    return on_mesh(zeros, mesh, [a for a, _ in spread])
 
 
 def _mesh_axes(eqn: Any) -> list[Hashable]:
@@ -245,88 +291,58 @@ def _mesh_axes(eqn: Any) -> list[Hashable]:
 
 
 @dc.dataclass(frozen=True, kw_only=True)
-class Tap(Selector):
-    """Sends the values of sows to the host. `Given.carry` has the counts: there is one
-    for each `Site.key` and the mesh axes around. `Given.values` are the arrays of the
-    option `extra`."""
+class Tap(Handler):
+    """Sends the values of marks to the host. Its actions are `Send`. `Given.carry` has
+    the counts, and `Given.values` are the arrays of the option `extra`."""
 
     options: Any
     when: SameParts
     # That of the option `extra`.
     extra: Form
-    # The `Site.key`s of what is sent, and what their modes are called.
-    mode_of: SameParts = SameParts({})
-    # The mesh axes around what is walked over.
-    mesh: tuple[str, ...] = ()
-    # Of each loop around it, from outside in, whether its length is known.
-    known: tuple[bool, ...] = ()
+    has_outer: bool
+    cacheable: bool
 
     counts_whiles = True
     differentiable = False
 
-    @property
-    def cacheable(self):
-        return super().cacheable and self.when.value is None
+    def needs_iteration(self, ask):
+        return True
 
-    def wanted(self, site, loops=None):
-        return [x for x in self.asked(site, loops) if x[0].key in self.mode_of.value]
+    def carry_on_devices(self, carry, inside):
+        return {ask.action.count: carry[ask.action.count] for _, ask in inside}
 
-    def needs_iteration(self, site):
-        return self.wants(site)
-
-    def for_inside(self, eqn):
-        inside, loop = super().for_inside(eqn), loop_of(eqn)
-        mesh = (*self.mesh, *map(str, _mesh_axes(eqn)))
-        known = self.known if loop is None else (*self.known, loop.length is not None)
-        is_same = (mesh, known) == (self.mesh, self.known)
-        return inside if is_same else dc.replace(inside, mesh=mesh, known=known)
-
-    def carry_on_devices(self, carry):
-        n = len(self.mesh)
-        return {slot: x for slot, x in carry.items() if slot[1][:n] == self.mesh}
-
-    def sow(self, found, given, site: Site, atoms, frame: Frame):
+    def sow(self, found, given, site: Site, asks, atoms, frame: Frame):
         # An outer `plant` may replace the value.
         atoms = leave(self, site, atoms, frame)
-        if not self.wants(site) or frame.slot == NOTHING:
+        if not asks:
             return given
-        check_guarded(site, frame.slot == UNCLEAR)
+        check_guarded(site)
         site, operands = in_front(site, frame.read_arrays(atoms))
         frame.flush_effects()
-        # Those of a `while_loop` stand at the end.
-        places = it.chain(site.label.after, it.repeat(None))
-        after = tuple(next(places) if known else None for known in self.known)
-        whole = site.label._replace(after=after)
-        for one, at in self.wanted(site, self.loops):
-            transform = of_one(self.transform.value, site, one)
-            given = self._send(one, operands, transform, at, whole, given)
+        for ask in asks:
+            given = self._send(ask, ask.seen(site), operands, given)
         return given
 
     def _send(
-        self,
-        site: Site,
-        operands: Sequence[Any],
-        transform: Any,
-        at: tuple[int | None, ...],
-        whole: Label,
-        given: Given,
+        self, ask: Ask, site: Site, operands: Sequence[Any], given: Given
     ) -> Given:
         """Sends one execution, if it is asked for, and is due, and counts it."""
-        slot = site.key, self.mesh
-        count = given.carry[slot]
+        action: Any = ask.action
+        count = given.carry[action.count]
         extra = Value(self.extra, given.values, [()] * len(given.values))
-        is_asked = reached(at, it.compress(given.iterations, self.known))
+        is_asked = reached(ask.at, it.compress(given.iterations, action.known))
         # In which lanes, if a condition differs between these.
         run, _ = running(site, operands)
         executed = is_asked if run is None else any_lane(run) & is_asked
         options = self.options
+        transform = None if action.transform is None else action.transform.value
 
         def send_it():
             sees_all = isinstance(transform, Batched)
             seen = all_lanes(site, operands) if sees_all else operands
             entry = captured(site, seen, transform)
-            mode = self.mode_of.value[site.key]
-            send(count, whole, given.iterations, entry, extra, mode, options)
+            where = action.whole, given.iterations
+            send(count, *where, entry, extra, action.mode, options)
 
         def send_when():
             predicate = self.when.value
@@ -344,7 +360,7 @@ class Tap(Selector):
             due = due & (count % np.int32(min(every, 2**31 - 1)) == 0)
         only_if(due, send_when)
         count = count + executed.astype(np.int32)
-        return given._replace(carry={**given.carry, slot: count})
+        return given._replace(carry={**given.carry, action.count: count})
 
 
 def _single(predicate: Callable, site: Site, extra: Any) -> Callable:

@@ -108,29 +108,6 @@ class Fixed(NamedTuple):
     mark: tuple[Any, ...]
 
 
-class Execution(NamedTuple):
-    """Which execution a mark is. `_walk/executions.py` finds it out, for the
-    transformation at hand, if that needs it."""
-
-    # The executions that the mark is, or is a derivative of, by the ways to their
-    # equations. There are several if it is in several branches. Empty if it is not
-    # known.
-    of: frozenset[tuple[int, ...]] = frozenset()
-    # Whether it is a repetition of these, which is not an execution of its own. `None`
-    # if that cannot be told.
-    again: bool | None = False
-    # Whether it is a primal in a backward pass.
-    in_backward_pass: bool = False
-    # Which run of its name it is, or is a derivative of. Marks of one key and one run
-    # are one value: at most one of them runs. `None` if that is not known, or not asked.
-    run: int | None = None
-    # The runs that a derivative may be of, if these are several.
-    may_be: tuple[int, ...] = ()
-
-
-_UNKNOWN = Execution()
-
-
 class _Fields(NamedTuple):
     # --- what was marked, and for whom ---
     # What the mark is called, by each transformation around that wants it, from inside
@@ -171,10 +148,8 @@ class _Fields(NamedTuple):
     spec: Const | None = None
     where: str = ""
 
-    # --- which execution it is ---
     # The call of `sow`, which its derivatives share: a `SowCall`.
     origin: Any = None
-    execution: Execution = _UNKNOWN
 
     fixed: tuple[Fixed, ...] = ()
 
@@ -210,10 +185,7 @@ class Site(_Fields):
         return self.label.tag
 
     def seen_from(self, depth: int, tag: Hashable) -> "Site":
-        """The mark as a transformation sees it that has this depth and tag, before it
-        has asked which executions there are."""
-        if self.execution is not _UNKNOWN:
-            self = self._replace(execution=_UNKNOWN)
+        """The mark as a transformation sees it that has this depth and tag."""
         labels = [x for x in self.labels if x.depth <= depth]
         labels.sort(key=lambda x: (x.name is None, x.tag != tag))
         labels = tuple(labels)

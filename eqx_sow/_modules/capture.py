@@ -20,7 +20,7 @@ from .._unknown import check_known
 from .._walk.flow import Here, run
 from .._walk.handler import is_solver
 from .._walk.rewrite import with_sites
-from .._walk.sows import Found, sites
+from .._walk.sows import Mark, sites
 from .naming import Naming
 from .places import Places, reachable, roots
 from .visits import Visits
@@ -84,7 +84,7 @@ class Marking:
 
 
 def name(
-    closed: Any, found: list[Found], called: tuple, depth: int, marking: Marking
+    closed: Any, found: list[Mark], called: tuple, depth: int, marking: Marking
 ) -> tuple[Any, tuple[str, ...]]:
     """A program, `called` with `(fn, args, kwargs)`, in which the marks have names that
     are `found` in it; and with what those begin that are paths of modules, where the
@@ -93,13 +93,15 @@ def name(
     if is_off and all(x.site.note is None for x in found):
         return closed, ()
     label = Label(None, marking.tag, depth)
-    for site, (*_, eqn), way in found:
-        hidden = way is None and label in site.labels and not is_solver(eqn)
-        if hidden and site.note is not None:
+    for mark in found:
+        site, holder = mark.site, mark.holder
+        if holder is None or label not in site.labels or is_solver(holder):
+            continue
+        if site.note is not None:
             raise UnsupportedPrimitiveError(
                 f"`{site.note.call!r}` at {site.where} is inside the primitive "
-                f"`{eqn.primitive}`, where eqx_sow cannot tell which module is called. "
-                "Call it outside, or select other classes with `capture=`."
+                f"`{holder.primitive}`, where eqx_sow cannot tell which module is "
+                "called. Call it outside, or select other classes with `capture=`."
             )
     places = Places(*called)
     seen = Visits(places)

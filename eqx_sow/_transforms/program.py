@@ -6,7 +6,7 @@ import functools as ft
 import inspect
 import itertools as it
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,23 +15,22 @@ from .. import _compat, _unknown
 from .._errors import SowError, UnknownSowError
 from .._frames import warn
 from .._globs import fits
+from .._handlers.asked import Asked, asked_of
+from .._handlers.collect import Collect, Taking
 from .._mark.listening import listening
-from .._mark.site import Site
 from .._mark.staging import to_jaxpr, types_of
 from .._mark.static import Form
 from .._names import has_traced_number, in_loops, Named
 from .._selection import Selection
+from .._values.merge import Entries
 from .._values.modes import labels
-from .._walk.executions import (
-    needs_executions,
-    Planned,
-    with_executions,
-    with_plan,
-)
 from .._walk.handler import Given, Handler, is_solver, Taken
-from .._walk.interpreter import evaluate, Interpret, seen
+from .._walk.interpreter import evaluate, Interpret, renamed
+from .._walk.plan import Placed
 from .._walk.rewrite import seen_as
-from .._walk.sows import Found, recomputed, sows
+from .._walk.runs import Run
+from .._walk.sows import Mark, recomputed, sows, Way
+from .._walk.table import runs_of
 from .options import Options
 
 
@@ -59,18 +58,17 @@ class Program:
     compiled: bool = False
     # Of `plant`: see `Replace`.
     left: frozenset[Any] = frozenset()
-    # Of `save_intermediates`: which marks are which value, if that was asked.
-    planned: Planned = Planned()
 
-    def evaluate(self, handler: Handler, given: Given) -> tuple[list, Taken]:
+    def evaluate(
+        self, handler: Handler, plan: Placed, given: Given
+    ) -> tuple[list, Taken]:
         """The arrays of the output, and what the handler took from the sows."""
-
-        plan = self.planned.plan
 
         def run(given, inputs):
             interpret = Interpret(handler, plan=plan.plan)
+            given = interpret.given(given, plan)
             outs, taken = evaluate(interpret, given, self.closed, *inputs)
-            return outs, seen(taken, plan)
+            return outs, renamed(taken, plan)
 
         outer = listening.value
         if outer is None or not outer.scope:
@@ -82,49 +80,63 @@ class Program:
         leaves = _compat.inline_or_call(closed, jax.tree.leaves((given, self.inputs)))
         return jax.tree.unflatten(treedef, leaves)
 
-    def with_executions(
-        self, several: Callable[[Site], bool] | None = None
-    ) -> "Program":
-        """The same program, in which sows know which executions they are; only where it
-        matters, if `several` says of a sow whether its name may have more than one."""
-        if several is not None and not needs_executions(self.mine, several):
-            return self
-        closed, planned = with_executions(self.closed, self._is_mine)
-        return dc.replace(self, closed=closed, planned=planned)
-
-    def with_plan(self, several: Callable[[Site], bool]) -> "Program":
-        """The same program, with a plan of which sow is which value, if it matters."""
-        if not needs_executions(self.mine, several):
-            return self
-        return dc.replace(self, planned=with_plan(self.closed, self._is_mine))
-
-    def _is_mine(self, site: Site) -> bool:
-        """Whether it is of the tag, or was before an inner transformation took it: its
-        derivatives are."""
-        return self.options.tag in (site.tag, *site.taken)
-
-    def listens(self, names: Selection | None) -> dict[str, Any]:
-        """What `Collect` and `Tap` have in common, given what is asked for."""
-        # A linear solver evaluates its function over and over, so that no value can be
-        # had there.
-        elsewhere = frozenset(
-            x.site.name for x in self.mine if not any(map(is_solver, x.eqns))
-        )
-        return dict(
-            tag=self.options.tag,
-            names=names,
-            elsewhere=elsewhere,
-            has_outer=listening.value is not None,
-        )
-
-    def survey(self, handler: Handler, given: Given = Given()) -> Any:
+    def types_of(
+        self, handler: Handler, plan: Placed, given: Given = Given()
+    ) -> Entries:
         """What the handler would take, `Taken.entries`, with types for arrays."""
 
         def run(inputs, given):
             program = dc.replace(self, inputs=inputs)
-            return program.evaluate(handler, given)[1].entries
+            return program.evaluate(handler, plan, given)[1].entries
 
         return types_of(run, self.inputs, given)
+
+    def survey(
+        self, taking: Taking, asked: Sequence[Asked], runs: Mapping[Way, Run]
+    ) -> tuple[Entries, Sequence[Run]]:
+        """What would be taken, with types for arrays, and the run of each slot."""
+        plan, of_slot = taking.plan(filter(self.is_seen, asked), runs)
+        return self.types_of(self.collect(taking), plan), of_slot
+
+    def collect(self, taking: Taking) -> Collect:
+        return Collect(
+            tag=self.options.tag,
+            has_outer=listening.value is not None,
+            cacheable=taking.cacheable,
+            all_modes=taking.modes is None,
+        )
+
+    def runs(self, several: Collection[str] | None) -> Mapping[Way, Run]:
+        """Which run of its name each sow is. `several` are the names that may have more
+        than one; if it is `None`, it does not matter, and is not found out."""
+        if several is None:
+            return {x.way: Run(None, of=frozenset([x.way])) for x in self.found}
+        # Also those that an inner transformation took: their derivatives are there.
+        tag = self.options.tag
+        every = [x for x in self.found if tag in (x.site.tag, *x.site.taken)]
+        return runs_of(self.closed, every, several, tag)
+
+    def asked_by(self, names: Selection | None) -> list[Asked]:
+        """What is asked for of each sow."""
+        return asked_of(self.named, names)
+
+    @ft.cached_property
+    def asked(self) -> list[Asked]:
+        """What the option `names` asks for of each sow."""
+        return self.asked_by(self.asks)
+
+    def is_seen(self, asked: Asked) -> bool:
+        """Whether a value can be had of it. A linear solver evaluates its function over
+        and over; in one, a sow is left out whose name there is elsewhere, too."""
+        mark = asked.mark
+        in_solver = any(map(is_solver, mark.eqns))
+        return not in_solver or mark.site.name not in self._elsewhere
+
+    @ft.cached_property
+    def _elsewhere(self) -> frozenset[str]:
+        return frozenset(
+            x.site.name for x in self.mine if not any(map(is_solver, x.eqns))
+        )
 
     def output(self, outs: list[Any]) -> Any:
         """What the function returns, from the arrays in that."""
@@ -151,17 +163,17 @@ class Program:
                 )
 
     @ft.cached_property
-    def found(self) -> list[Found]:
+    def found(self) -> list[Mark]:
         """The sows that there are."""
         return list(sows(self.closed))
 
     @ft.cached_property
-    def mine(self) -> list[Found]:
+    def mine(self) -> list[Mark]:
         """Those of the tag."""
         return [x for x in self.found if x.site.tag == self.options.tag]
 
     @ft.cached_property
-    def named(self) -> list[tuple[Found, Named]]:
+    def named(self) -> list[tuple[Mark, Named]]:
         """The same, each with what it is to patterns."""
         return [
             (x, in_loops(x.site.name, x.site.label.after, x.loops)) for x in self.mine

@@ -1,6 +1,5 @@
 """`save_intermediates`."""
 
-import dataclasses as dc
 import functools as ft
 import inspect
 import types
@@ -8,9 +7,8 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, overload, ParamSpec, Protocol, TypeVar, Unpack
 
 from .._frames import api_boundary
-from .._handlers.collect import Collect
-from .._mark.site import Site
-from .._mark.static import SameParts
+from .._handlers.asked import Asked
+from .._handlers.collect import Taking
 from .._results.intermediates import Intermediates
 from .._results.lookup import Known
 from .._values import spec as _spec
@@ -19,7 +17,6 @@ from .._values.modes import labels
 from .._values.reduce import Reducer
 from .._values.state import result_of
 from .._walk.handler import Given
-from .._walk.plan import NOTHING
 from .options import Saving
 from .program import Program
 from .transformed import of_function, Transformed, wrap
@@ -32,11 +29,9 @@ def _pair(annotation: Any) -> Any:
     return tuple[annotation if known else Any, Intermediates]
 
 
-def _returned(
-    asked: Iterable[tuple[Site, Any]], modes: Sequence[str] | None
-) -> frozenset[Any]:
+def _returned(asked: Iterable[Asked], modes: Sequence[str] | None) -> frozenset[Any]:
     """The `Site.key`s of what comes back."""
-    mode_of = labels(site.key for site, _ in asked)
+    mode_of = labels(x.site.key for x in asked)
     return frozenset(k for k, m in mode_of.items() if modes is None or m in modes)
 
 
@@ -58,30 +53,30 @@ class _SaveIntermediates(Transformed):
             transform=self._others["transform"],
             spec=options.spec or {},
         )
-        collect = Collect(
-            modes=options.modes,
-            reduce=SameParts(by_name["reduce"]),
-            transform=SameParts(by_name["transform"]),
-            **program.listens(program.asks),
-        ).with_reducers(program.mine)
-        program = program.with_plan(collect.reduces)
-        slots = program.planned.slots
-        asked = collect.everywhere(program.mine)
-        collect = dc.replace(collect, returned=_returned(asked, options.modes))
-        carry = collect.started(program.mine, program.survey)
-        outs, taken = program.evaluate(collect, Given(carry))
+        asked = program.asked
+        reduce, transform = by_name["reduce"], by_name["transform"]
+        taking = Taking(options.modes, reduce, transform).with_reducers(asked)
+        several = {x.mark.site.name for x in asked if taking.reducer(x.site.name)}
+        runs = program.runs(several)
+        seen = list(filter(program.is_seen, asked))
+        returned = _returned(asked, options.modes)
+        plan, of_slot = taking.plan(seen, runs, returned)
+        carry = taking.started(
+            seen, lambda: program.survey(taking.for_each_place, seen, runs)
+        )
+        outs, taken = program.evaluate(program.collect(taking), plan, Given(carry))
         # Not before: what no rule can do is said first.
-        collect.check_distinct(program.mine, slots)
+        taking.check_distinct(seen, runs)
         # In the order of `carry`: JAX has sorted the keys of `taken.carry`.
-        reducer: Any = collect.reducer
+        reducer: Any = taking.reducer
         reduced = [result_of(reducer(key[0]), taken.carry[key]) for key in carry]
         entries = [*reduced, *taken.entries]
         when: dict[str, list[int]] = {}
-        for i, (site, x) in enumerate(asked):
-            of_name = when.setdefault(site.name, [])
-            of_name += [] if site.modes or slots.get(x.way) == NOTHING else [i]
+        for i, x in enumerate(asked):
+            of_name = when.setdefault(x.site.name, [])
+            of_name += [] if x.site.modes or runs[x.mark.way].again else [i]
         keys = [e.site.key for e in entries]
-        modes = [site.mode for site, _ in asked]
+        modes = [x.site.mode for x in asked]
         mode_of = program.wanted(self._call, keys, modes)
         program.warn_unmarked(self._call, self._fn)
         known = Known(
@@ -90,8 +85,9 @@ class _SaveIntermediates(Transformed):
             capture=options.capture,
             modes=options.modes,
         )
-        intermediates = assemble(entries, when, reducer, mode_of, known)
-        annotated = [(site, x.eqns[-1]) for site, x in asked if site.spec]
+        numbers = [run.run for run in of_slot]
+        intermediates = assemble(entries, when, reducer, mode_of, known, numbers)
+        annotated = [(x.site, x.mark.of_equation) for x in asked if x.site.spec]
         _spec.check(annotated, by_name["spec"], intermediates)
         return program.output(outs), intermediates
 

@@ -27,11 +27,12 @@ def assemble(
     reducers: Reducers,
     wanted: Mapping[Any, str],
     known: Known,
+    runs: Sequence[int | None],
 ) -> Intermediates:
     """`intermediates[name][mode]`. `when` has the names, in order of execution, and
     says where in that order the marks of each are. `wanted` says for each `Site.key`
     that comes back what its mode is called. `known` is all that is known beside the
-    axes."""
+    axes; `runs` says of each slot which run of its name it is."""
     by_name = grouped(found, lambda site: site.name)
     out: dict[str, dict[str, Any]] = {name: {} for name in when}
     counts: dict[str, _Returned] = {}
@@ -40,13 +41,15 @@ def assemble(
     for key, of_key in grouped(found).items():
         (name, *_), mode = key, wanted.get(key)
         reducer: Any = reducers(name)
-        # `gather` lets no other name have several.
+        # No other name has several: see `check_distinct`.
         several = reducer is not None and not reducer.has_state
         if reducer is not None and reducer.bare_if_one:
             several = runs_several_times(of_key, by_name[name])
         elif several:
             appended.add(name)
-        entries = by_run(of_key, by_name[name]) if several else of_key
+        entries: Sequence[Entry | None] = of_key
+        if several:
+            entries = [e for _, e in by_run(of_key, by_name[name], runs)]
         lead = () if reducer is None else reducer.lead
         if mode is not None:
             value = ft.partial(_value_of, buffers=lead)
@@ -141,37 +144,25 @@ def runs_several_times(mine: Sequence[Entry], entries: Sequence[Entry]) -> bool:
     return len(mine) > 1 or sum(not e.site.modes for e in entries) > 1
 
 
-def by_run(mine: Sequence[Entry], entries: Sequence[Entry]) -> list[Entry | None]:
-    """The entries of one key, given all of its name. Derivatives are in the order of
-    their primals: a backward pass goes first through what ran last, and not every run
-    need have one. So are those of the backward pass of several of these."""
-    if not mine[0].site.modes:
-        return list(mine)
-    mode = mine[0].site.mode
-    runs = [_run_of(e) for e in entries if not e.site.modes]
-    n, unclear = len(runs), [e for e in mine if _run_of(e) is None]
-    if unclear and "cotangent" not in mode and len(mine) == n:
-        return list(mine)
+def by_run(
+    mine: Sequence[Entry], entries: Sequence[Entry], runs: Sequence[int | None]
+) -> list[tuple[int | None, Entry | None]]:
+    """The entries of one key, given all of its name, each with the number of its run.
+    Derivatives are in the order of their primals: a backward pass goes first through
+    what ran last, and not every run need have one."""
+    run_of = lambda e: None if e.slot is None else runs[e.slot]
+    own: list[tuple[Any, Entry]] = [(run_of(e), e) for e in mine]
+    mode, primals = mine[0].site.mode, [e for e in entries if not e.site.modes]
+    unclear = [e for run, e in own if run is None]
+    if unclear and "cotangent" not in mode and len(mine) == len(primals):
+        return own
     for e in unclear:
-        if e.slot is not None and e.slot.may_be:
-            raise SowError(
-                f"`{e.site.name}` runs several times (one is at {e.site.where}), "
-                f"and eqx_sow cannot tell which {mode} belongs to which primal: one "
-                "may belong to several, as in branches that differentiate different "
-                "values, or in a loop that a backward pass runs again. Give the values "
-                f"different names, or leave the {mode} out, by `modes`."
-            )
-    place = {run: i for i, run in enumerate(runs)}
-    order: list[Entry | None] = [None] * n
-    others = []
-    for e in sorted(mine, key=lambda e: -1 if _run_of(e) is None else _run_of(e)):
-        i = place.get(_run_of(e))
-        if i is None:
-            others.append(e)
-        else:
-            order[i] = e
-    return [*order, *others]
-
-
-def _run_of(entry: Entry) -> int | None:
-    return None if entry.slot is None else entry.slot.run
+        raise SowError(
+            f"`{e.site.name}` runs several times (one is at {e.site.where}), and "
+            f"eqx_sow cannot tell which {mode} belongs to which primal: one may belong "
+            "to several, as in branches that differentiate different values, or in a "
+            "loop that a backward pass runs again. Give the values different names, or "
+            f"leave the {mode} out, by `modes`."
+        )
+    of_run = dict(own)
+    return [(run, of_run.get(run)) for run in sorted({*map(run_of, primals), *of_run})]

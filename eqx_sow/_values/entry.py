@@ -74,8 +74,9 @@ class Entry:
     # Of each scan that is still around it, from outside in, which iteration alone is
     # kept, or `None` for all. Empty if all are kept of all.
     at: tuple[int | None, ...] = dc.field(default=(), metadata=dict(static=True))
-    # Which of the values of its jaxpr it is; after the walk, a `Slot`.
-    slot: Any = dc.field(default=None, metadata=dict(static=True))
+    # Which slot it has in the plan of the jaxpr that it is captured in, or of what is
+    # around that: see `_walk/plan.py`. `None` for the result of a reducer.
+    slot: int | None = dc.field(default=None, metadata=dict(static=True))
 
     def shape(self, i: int, axes: Iterable[Axis], varies: Iterable[bool]) -> Any:
         """The type of array `i`, if it varied so over these axes instead of its own."""
@@ -91,9 +92,7 @@ class Entry:
         rest = self.counted, self.cases, route, self.at, self.slot
         return Entry(self.arrays, self.site, *rest)
 
-    def seen_as(self, slots: Sequence[Any]) -> "Entry":
-        """The same, called as one of these."""
-        slot = None if self.slot is None else slots[self.slot]
+    def with_slot(self, slot: int) -> "Entry":
         rest = self.counted, self.cases, self.route, self.at, slot
         return Entry(self.arrays, self.site, *rest)
 

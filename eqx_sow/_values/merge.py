@@ -46,23 +46,13 @@ Entries = tuple[Entry, ...]
 WithTransform = tuple[Entry, Any]
 
 
-def gather(found: Iterable[WithTransform], keeps_all: Callable[[str], bool]) -> Entries:
-    """What was found in a jaxpr, with one entry in the place of those that are in
-    branches of one cond. `keeps_all` says of a name whether it may have several."""
+def gather(found: Iterable[WithTransform]) -> Entries:
+    """What was found in a jaxpr, with one entry for each slot."""
     gathered: dict[Any, WithTransform] = {}
-    first: dict[Any, Entry] = {}
-    for i, (new, transform) in enumerate(found):
-        site = new.site
-        slot = (*site.key, new.slot, i if new.slot is None else None)
-        if slot in gathered:
-            gathered[slot] = _one_of(gathered[slot], (new, transform))
-            continue
-        # Of two that are planned, the plan has been asked.
-        other = first.setdefault(site.key, new)
-        is_planned = None not in (other.slot, new.slot)
-        if not (other is new or is_planned or keeps_all(site.name)):
-            raise duplicate(other.site, site)
-        gathered[slot] = new, transform
+    for new in found:
+        slot = new[0].slot
+        old = gathered.get(slot)
+        gathered[slot] = new if old is None else _one_of(old, new)
     return tuple(finished(e, transform) for e, transform in gathered.values())
 
 
@@ -102,30 +92,19 @@ def _of_all(sites: Sequence[Site]) -> Site:
 
 def to_one_form(branches: Sequence[Entries]) -> Callable[[Entries], Entries]:
     """For branches of which one runs, as shapes: a function that brings each to one
-    form."""
-    slots = list(map(_slots, branches))
-    keys = dict.fromkeys(k for s in slots for k in s)
-    forms = {k: unify([s[k] for s in slots if k in s]) for k in keys}
+    form, with an entry for each slot."""
+    slots = dict.fromkeys(e.slot for branch in branches for e in branch)
+    each = [{e.slot: e for e in branch} for branch in branches]
+    forms = {s: unify([own[s] for own in each if s in own]) for s in slots}
 
     def bring(branch: Entries) -> Entries:
-        own = _slots(branch)
+        own = {e.slot: e for e in branch}
         return tuple(
-            conform(own[k], form) if k in own else zeros(form)
-            for k, form in forms.items()
+            conform(own[s], form) if s in own else zeros(form)
+            for s, form in forms.items()
         )
 
     return bring
-
-
-def _slots(entries: Sequence[Entry]) -> dict[Any, Entry]:
-    """Entries by `Site.key` and slot; and how many of the same there were before."""
-    found: dict[Any, Entry] = {}
-    for e in entries:
-        i = 0
-        while (e.site.key, e.slot, i) in found:
-            i += 1
-        found[e.site.key, e.slot, i] = e
-    return found
 
 
 # --- one form for several entries ---
@@ -272,9 +251,9 @@ def _running_with(derivative: Entry, value: Entry) -> Entry:
 
 
 # --- errors ---
-def duplicate(a: Site, b: Site, in_backward_pass: bool = False) -> DuplicateSowError:
+def duplicate(a: Site, b: Site, late: bool) -> DuplicateSowError:
     places, names = _places(a, b)
-    if in_backward_pass:
+    if late:
         places += " (also in a backward pass: in the `bwd` of a `jax.custom_vjp`)"
     if bool(a.note) != bool(b.note):
         names = (

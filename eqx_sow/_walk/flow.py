@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 
 import jax.extend.core as jexc
 
-from .. import _compat, _hijax
+from .. import _compat
 from .._mark.calls import calls_around
 from .._mark.primitive import edge_p, sow_p
-from .sows import called_by, jaxprs_of, lengths_of, number, variables, Way, with_sow
+from .sows import called_by, lengths_of, number, variables, Way, with_sow
 
 
 class Here(NamedTuple):
@@ -161,13 +161,11 @@ def _leading_to_sows(
 def _other(domain: Domain, eqn: Any, operands: list[Any], here: Here) -> list[Any]:
     """An equation without a rule. If it holds one jaxpr of so many operands, it is
     taken for a call, such as that of a jitted function."""
-    if eqn.primitive is _hijax.hi_p and "solve_jaxpr" in eqn.params["_prim"].params:
-        # Behind the operands of a `custom_root` are those of its derivative.
-        operands = operands[: len(eqn.params["_prim"].solve_jaxpr.invars)]
-    k = called_by(eqn, len(operands))
-    if k is not None:
-        return run(domain, jaxprs_of(eqn)[k], operands, here.inside(eqn, k))
-    return domain.equation(eqn, operands, here)
+    called = called_by(eqn)
+    if called is None:
+        return domain.equation(eqn, operands, here)
+    k, jaxpr = called
+    return run(domain, jaxpr, operands[: len(jaxpr.invars)], here.inside(eqn, k))
 
 
 def _cond(domain: Domain, eqn: Any, operands: list[Any], here: Here) -> list[Any]:

@@ -30,7 +30,6 @@ class Frame:
     comes out which is read later.
 
     - `now` and `eqn`: the equation that the walk has come to, and its index.
-    - `slot`: which value it is, if it is a mark, by the plan.
     - `_pending`: the equations that wait, filled by `defer` and emptied by `_flush`.
     - `_last_read`: for each variable, by its `id`, the index of the last equation that
       reads it, or the number of equations if it is read at the end: an output, or what
@@ -50,7 +49,6 @@ class Frame:
         }
         self.now = 0
         self.eqn: Any = None
-        self.slot: int | None = None
         self.want(jaxpr.outvars)
 
     def want(self, atoms) -> None:

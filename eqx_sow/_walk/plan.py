@@ -1,83 +1,100 @@
 """What the walk does at each mark, decided before it.
 
-A `Slot` is one value that comes back: what is known of its marks, at most one of which
-runs. A `Plan` says of a jaxpr which of its marks is which slot. It is relative to that
-jaxpr: slots are numbered within it, in the order in which the walk comes to them, and
-for what an equation has inside there is the plan of that, with the numbers which its
-slots have here. So many calls of one function have one plan. In
+An `Ask` is what a transformation does at a mark, and a slot is one value that it takes
+from the program, or puts into it: several marks have one slot if at most one of them
+runs. A `Plan` has the asks of a jaxpr. It is relative to that jaxpr: slots are numbered
+within it, in the order in which the walk comes to them. For what an equation has inside
+there is the plan of that, with the numbers which its slots have here. So many calls of
+one function have one plan. In
 
-    y = jit[jaxpr={ sow[name=h] ... }] x     # the plan inside: `{0: 0}`, seen as (0,)
-    z = jit[jaxpr={ sow[name=h] ... }] y     # the same one, seen as (1,)
+    y = jit[jaxpr={ sow[name=h] ... }] x     # inside, the mark has slot 0; here, 0 is 0
+    z = jit[jaxpr={ sow[name=h] ... }] y     # the same plan; here, its 0 is 1
 
-Plans are interned, so that what is made of a jaxpr by way of one is found again.
+Plans are interned, so that what is made of a jaxpr by way of one is found again. They
+hold no way, site or jaxpr.
 """
 
 import dataclasses as dc
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax.extend.core as jexc
-
-from .sows import Way
-
-
-# In the place of the number of a slot: the mark repeats another one, or may do so.
-NOTHING, UNCLEAR = -1, -2
+from .._mark.site import Label, Site
+from .sows import loop_of, Mark, sows, Way
 
 
-class Slot(NamedTuple):
-    """A value that comes back: see `Execution`. `of` are the ways to the marks that it
-    is of, or a derivative of."""
-
-    run: int | None
-    may_be: tuple[int, ...] = ()
-    of: frozenset[Way] = frozenset()
-    in_backward_pass: bool = False
+# In the place of a slot: nothing is taken at the mark, or put there. It may be that it
+# repeats another one.
+NOTHING = -1
 
 
-class Inner(NamedTuple):
-    """What is inside: its plan, and which slots here those of the plan are."""
+class Ask(NamedTuple):
+    """What is done at a mark. `label` is what the mark is called, such as `h/3` for
+    iteration 3 of `h` alone, and `at` is that iteration: for each scan around the mark,
+    from outside in, its number, or `None` for all. `action` is up to the handler."""
 
-    plan: "Plan | None" = None
+    slot: int
+    label: Label
+    at: tuple[int | None, ...] = ()
+    action: Hashable = None
+
+    def seen(self, site: Site) -> Site:
+        """The site of the mark, called so."""
+        if site.label is self.label:
+            return site
+        return site._replace(labels=(self.label, *site.labels[1:]))
+
+
+class Placed(NamedTuple):
+    """A plan, in its place: `slots` are what the slots of the plan are around it."""
+
+    plan: "Plan"
     slots: tuple[int, ...] = ()
 
-    @property
-    def is_same(self) -> bool:
-        return self.slots == tuple(range(len(self.slots)))
+    def outside(self, ask: Ask) -> Ask:
+        """One that is inside, as it is seen from around."""
+        return ask if ask.slot < 0 else ask._replace(slot=self.slots[ask.slot])
 
 
 @dc.dataclass(frozen=True, eq=False)
 class Plan:
-    """Of a jaxpr: the slot of each mark, by its equation, and what is inside others. Of
-    an equation: what is inside each jaxpr, by its number; then there are no marks."""
+    """Of a jaxpr: what is asked at each mark, by the index of its equation, and what is
+    inside other equations. Of an equation: what is inside each jaxpr, by its number.
+    """
 
-    marks: Mapping[int, int]
-    inside: Mapping[int, Inner]
-    # Of a loop of unknown length: which derivatives are not of which values.
+    marks: Mapping[int, tuple[Ask, ...]]
+    inside: Mapping[int, Placed]
+    # Of a `while_loop`, the slots of derivatives with those of values that they are
+    # known not to be of.
     apart: frozenset[tuple[int, int]] = frozenset()
 
-
-_NONE = Inner()
-
-
-def inner(plan: Plan | None, i: int | None) -> Inner:
-    return _NONE if plan is None or i is None else plan.inside.get(i, _NONE)
-
-
-class Row(NamedTuple):
-    """A mark, to be planned. The last of `eqns` is its own."""
-
-    way: Way
-    eqns: Sequence[Any]
-    slot: int
+    def at(self, way: Way) -> tuple[Ask, ...]:
+        """What is asked at the mark to which a way leads."""
+        i, *rest = way
+        if not rest:
+            return self.marks.get(i, ())
+        placed = self.inside.get(i, EMPTY)
+        return tuple(map(placed.outside, placed.plan.at(tuple(rest))))
 
 
-# Of plans that are in use, by what they say.
+def asked(placed: Placed, x: Any) -> list[tuple[Mark, Ask]]:
+    """What is asked at the marks in a jaxpr, or within an equation, of which this is
+    the plan; not those where nothing is done."""
+    if not (placed.plan.marks or placed.plan.inside):
+        return []
+    pairs = ((mark, ask) for mark in sows(x) for ask in placed.plan.at(mark.way))
+    return [(mark, placed.outside(ask)) for mark, ask in pairs if ask.slot != NOTHING]
+
+
+# Plans that are in use, by what they say.
 _interned: weakref.WeakValueDictionary[Any, Plan] = weakref.WeakValueDictionary()
 
 
-def _plan(marks, inside, apart=frozenset()) -> Plan:
+def _plan(
+    marks: Mapping[int, tuple[Ask, ...]],
+    inside: Mapping[int, Placed],
+    apart: frozenset[tuple[int, int]] = frozenset(),
+) -> Plan:
     key = tuple(marks.items()), tuple(inside.items()), apart
     plan = _interned.get(key)
     if plan is None:
@@ -85,52 +102,55 @@ def _plan(marks, inside, apart=frozenset()) -> Plan:
     return plan
 
 
-class _Own(dict):
-    """The own number of each slot."""
+EMPTY = Placed(_plan({}, {}))
+
+
+class _Numbers(dict):
+    """The numbers that slots have inside."""
 
     def __call__(self, slot: int) -> int:
         return slot if slot < 0 else self.setdefault(slot, len(self))
 
 
-def planned(rows: Iterable[Row], table: Sequence[tuple[Any, Slot]]) -> Inner:
-    """The plan of a program, given all of its marks that have slots, which are numbers
-    in the table of the `Site.key` and the `Slot` of each."""
-    return _of_jaxpr(sorted(rows, key=lambda row: row.way), 0, table)
+# A mark, with all that is asked there. Slots are numbered for the whole program.
+Row = tuple[Mark, Sequence[Ask]]
+# Of two slots of the whole program: whether the one is of a derivative, and known not
+# to be of the value that the other one is of.
+AreApart = Callable[[int, int], bool]
 
 
-def _of_jaxpr(rows: Sequence[Row], depth: int, table) -> Inner:
-    own, marks, by_eqn = _Own(), {}, {}
-    for row in rows:
-        i = row.way[depth]
-        if len(row.way) == depth + 1:
-            marks[i] = own(row.slot)
+def planned(
+    rows: Iterable[Row], are_apart: AreApart = lambda derivative, value: False
+) -> Placed:
+    """The plan of a program."""
+    return _of_jaxpr(sorted(rows, key=lambda row: row[0].way), 0, are_apart)
+
+
+def _of_jaxpr(rows: Sequence[Row], depth: int, are_apart: AreApart) -> Placed:
+    own, marks, by_eqn = _Numbers(), {}, {}
+    for mark, asks in rows:
+        i = mark.way[depth]
+        if len(mark.way) == depth + 1:
+            marks[i] = tuple(ask._replace(slot=own(ask.slot)) for ask in asks)
         else:
-            by_eqn.setdefault(i, []).append(row)
+            by_eqn.setdefault(i, []).append((mark, asks))
     inside = {}
     for i, group in by_eqn.items():
-        plan, slots = _of_equation(group, depth, table)
-        inside[i] = Inner(plan, tuple(map(own, slots)))
-    return Inner(_plan(marks, inside), tuple(own))
+        plan, slots = _of_equation(group, depth, are_apart)
+        inside[i] = Placed(plan, tuple(map(own, slots)))
+    return Placed(_plan(marks, inside), tuple(own))
 
 
-def _of_equation(rows: Sequence[Row], depth: int, table) -> Inner:
-    own, by_jaxpr, inside = _Own(), {}, {}
+def _of_equation(rows: Sequence[Row], depth: int, are_apart: AreApart) -> Placed:
+    own, by_jaxpr, inside = _Numbers(), {}, {}
     for row in rows:
-        by_jaxpr.setdefault(row.way[depth + 1], []).append(row)
+        by_jaxpr.setdefault(row[0].way[depth + 1], []).append(row)
     for k, group in by_jaxpr.items():
-        plan, slots = _of_jaxpr(group, depth + 2, table)
-        inside[k] = Inner(plan, tuple(map(own, slots)))
-    is_while = rows[0].eqns[depth // 2].primitive is jexc.primitives.while_p
-    apart = _apart(own, table) if is_while else frozenset()
-    return Inner(_plan({}, inside, apart), tuple(own))
-
-
-def _apart(own: Mapping[int, int], table) -> frozenset[tuple[int, int]]:
-    found = set()
-    for d, i in own.items():
-        (name, mode, _), of_d = table[d]
-        for v, j in own.items() if mode != "primal" else ():
-            key, of_v = table[v]
-            if key[:2] == (name, "primal") and of_d.of and of_d.of.isdisjoint(of_v.of):
-                found.add((i, j))
-    return frozenset(found)
+        plan, slots = _of_jaxpr(group, depth + 2, are_apart)
+        inside[k] = Placed(plan, tuple(map(own, slots)))
+    first, _ = rows[0]
+    pairs: frozenset[tuple[int, int]] = frozenset()
+    loop = loop_of(first.eqns[depth // 2])
+    if loop is not None and loop.length is None:
+        pairs = frozenset((own[d], own[v]) for d in own for v in own if are_apart(d, v))
+    return Placed(_plan({}, inside, pairs), tuple(own))

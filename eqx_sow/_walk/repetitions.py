@@ -1,4 +1,4 @@
-"""What a backward pass computes once more, and is not an execution. `executions.py`
+"""What a backward pass computes once more, and is not an execution. `table.py`
 says why; here is how each of the three kinds is told.
 
 The same value, `_same_values`. The `bwd` runs the forward function again, at the same
@@ -50,7 +50,8 @@ class Sown(NamedTuple):
     edges: frozenset[Way]
     # Equal for two marks of equal values.
     value: Hashable
-    runs: tuple[Hashable, ...] = ()
+    # For each guard, where its operand was made: tells runs of one cond apart.
+    runs: tuple[Hashable, ...]
 
     @property
     def in_backward_pass(self) -> bool:

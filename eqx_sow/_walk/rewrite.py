@@ -11,13 +11,13 @@ from .._mark.listening import listening
 from .._mark.primitive import edge_aval, edge_p, same_p, sow_effect, sow_p
 from .._mark.site import Site
 from .sows import (
-    Found,
     has_sow,
     is_filtered,
     jaxprs_in,
     jaxprs_of,
     kept_with_jaxpr,
     map_jaxprs,
+    Mark,
     Way,
 )
 
@@ -53,13 +53,13 @@ def _eqn_with_sites(eqn: Any, sites: Mapping[Way, Site]) -> Any:
     )
 
 
-def seen_as(x: Any, found: Iterable[Found], see: Callable[[Site], Site]) -> Any:
+def seen_as(x: Any, found: Iterable[Mark], see: Callable[[Site], Site]) -> Any:
     """A jaxpr with each `Site` that is `found` in it as one sees it."""
     changed = {}
-    for site, _, way in found:
-        new = see(site)
-        if way and new is not site:
-            changed[way] = new
+    for mark in found:
+        new = see(mark.site)
+        if new is not mark.site and mark.holder is None:
+            changed[mark.way] = new
     return with_sites(x, changed)
 
 

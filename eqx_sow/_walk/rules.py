@@ -45,7 +45,7 @@ from .handler import Given, refuse, Taken
 from .interpreter import Interpret, rule_for, with_operands
 from .meshes import adds_up, forgets
 from .rewrite import MARKS, PRINTS, without
-from .sows import called_by, expanded, jaxprs_of, number, sites, sows
+from .sows import number, walked_in
 
 
 # --- calls ---
@@ -90,20 +90,22 @@ def _inside(interpret, given, eqn, jaxpr, args, join, k=0):
     none of its rules. The equation is bound, too, without its marks, and `join` makes
     one of the two. `k` is the number of `jaxpr` in the equation."""
     handler = interpret.handler
-    if any(map(handler.replaces, sites(eqn))):
-        return interpret(jaxpr, k)(given, *args)
-    if not handler.has_outer and not any(map(handler.wants, sites(eqn))):
+    inside = interpret.asked(jaxpr, k)
+    own = args[: len(_compat.open_jaxpr(jaxpr)[0].invars)]
+    if handler.replaces and inside:
+        return interpret(jaxpr, k)(given, *own)
+    if not handler.has_outer and not inside:
         return rebind(without(eqn, MARKS), args), Taken(given.carry, ())
     # Both run, and only the original prints.
     copy = without(jaxpr, PRINTS)
     # An effect that cannot be left out, such as an `io_callback` with a result.
     if any(e != sow_effect for e in copy.effects):
         why = "an effect of the function, such as an `io_callback`, would happen twice"
-        refuse(handler, eqn, sites(eqn), why, "Mark its result outside.")
+        refuse(eqn, inside, why, "Mark its result outside.")
         kept = eqn if handler.has_outer else without(eqn, MARKS)
         return rebind(kept, args), Taken(given.carry, ())
     original = rebind(without(eqn, MARKS), args)
-    return join(interpret, given, copy, k, args, original)
+    return join(interpret, given, copy, k, own, original)
 
 
 def _with_derivative_of(interpret, given, jaxpr, k, args, original):
@@ -163,8 +165,7 @@ def _custom(interpret, given, eqn, *args):
 # `None`, which no primitive is, if there is none.
 @rule_for(_hijax.hi_p)
 def _custom_hi(interpret, given, eqn, *args):
-    k = called_by(eqn)
-    jaxpr = expanded(eqn) if k is None else jaxprs_of(eqn)[k]
+    k, jaxpr = walked_in(eqn)
     return _inside(interpret, given, eqn, jaxpr, args, _with_derivative_of, k)
 
 
@@ -222,9 +223,10 @@ def _scan(interpret, given, eqn, *args):
     num_consts, num_carry = _compat.scan_arity(p)
     consts, init, xs = _split(args, num_consts, num_carry)
     run = interpret(p["jaxpr"])
-    is_sliced = handler.sliced_by_scan(given.values, p["jaxpr"])
+    inside = interpret.asked(p["jaxpr"])
+    is_sliced = handler.sliced_by_scan(given.values, inside)
     slices, same = eqx.partition(given.values, is_sliced)
-    asked = any(map(handler.needs_iteration, sites(p["jaxpr"])))
+    asked = any(handler.needs_iteration(ask) for _, ask in inside)
     iterations = [jnp.arange(p["length"], dtype=jnp.int32)] if asked else []
 
     operands = slices, iterations, xs
@@ -278,8 +280,8 @@ def _cond(interpret, given, eqn, index, *args):
     # The branches mark different things, and have to return the same: each fills in
     # zeros for what only the others mark.
     runs = [interpret(jaxpr, k) for k, jaxpr in enumerate(eqn.params["branches"])]
-    for jaxpr in eqn.params["branches"]:
-        _refuse_totals(interpret.handler, jaxpr, index)
+    for k, jaxpr in enumerate(eqn.params["branches"]):
+        _refuse_totals(interpret.asked(jaxpr, k), jaxpr, index)
     types = [types_of(run, given, *args)[1].entries for run in runs]
     bring = _merge.to_one_form(types)
 
@@ -309,7 +311,7 @@ def _varying_like(predicate, tree):
     return jax.tree.map(lambda x: _compat.vary(x, axes), tree) if axes else tree
 
 
-def _refuse_totals(handler, jaxpr, predicate):
+def _refuse_totals(inside, jaxpr, predicate):
     """Raises if what only some devices run has a total over all of them. In a gradient,
     in a `jax.shard_map`, of
 
@@ -322,11 +324,12 @@ def _refuse_totals(handler, jaxpr, predicate):
     axes = _compat.varying(predicate)
     if not axes or not adds_up(jaxpr, axes):
         return
-    for site, eqns, _ in sows(jaxpr):
-        if not site.flows_backward or not handler.wants(site):
+    for mark, _ in inside:
+        site = mark.site
+        if not site.flows_backward:
             continue
         dtype = lambda aval: getattr(aval, "dtype", bool)  # a HiPrim takes others
-        avals = [v.aval for v in eqns[-1].invars[1:]]
+        avals = [v.aval for v in mark.eqns[-1].invars[1:]]
         floats = [x for x in avals if jnp.issubdtype(dtype(x), jnp.inexact)]
         shared = sorted(frozenset().union(*[axes - _compat.varying(x) for x in floats]))
         if shared:
@@ -362,26 +365,26 @@ def varying_alike(fns, *args):
 def _while(interpret, given, eqn, *args):
     p = eqn.params
     handler = interpret.handler
+    cond_jaxpr, body_jaxpr = p["cond_jaxpr"], p["body_jaxpr"]
+    k, n_cond = number(eqn, body_jaxpr), number(eqn, cond_jaxpr)
     refuse(
-        handler,
         eqn,
-        sites(p["cond_jaxpr"]),
+        interpret.asked(cond_jaxpr, n_cond),
         "a mark in the condition of a `while_loop` runs before each iteration and once "
         "more, which fits no iteration",
         "Mark the value in the body.",
     )
     cond_consts, consts, init = _split(args, p["cond_nconsts"], p["body_nconsts"])
-    cond_jaxpr = p["cond_jaxpr"]
     predicate = without(cond_jaxpr, MARKS)
-    run_body = interpret(p["body_jaxpr"], number(eqn, p["body_jaxpr"]))
+    run_body, inside = interpret(body_jaxpr, k), interpret.asked(body_jaxpr, k)
     apart = interpret.plan.apart if interpret.plan else frozenset()
 
     def run(given, *args):
         outs, taken = run_body(given, *args)
         return outs, taken._replace(entries=_merge.with_values(taken.entries, apart))
 
-    inside = sites(p["body_jaxpr"]) if handler.counts_whiles else ()
-    index = [jnp.int32(0)] if any(map(handler.needs_iteration, inside)) else []
+    asked = any(handler.needs_iteration(ask) for _, ask in inside)
+    index = [jnp.int32(0)] if asked and handler.counts_whiles else []
     at = lambda index: given._replace(iterations=(*given.iterations, *index))
     types = types_of(run, at(index), *consts, *init)[1].entries
     # Under vmap: the lanes that have finished stay as they are. Whatever the handler
@@ -414,7 +417,7 @@ def _while(interpret, given, eqn, *args):
 
     # Its aval: evaluated once more, the predicate might print.
     (pred,) = jax.make_jaxpr(going)(init).out_avals
-    _refuse_totals(handler, p["body_jaxpr"], pred)
+    _refuse_totals(inside, body_jaxpr, pred)
     # How often the body runs is not known, so nothing can be stacked: `rest` has what
     # the last iteration sowed, and before the first one zeros.
     empty = tuple(_merge.zeros(_merge.unify([_entry.left_loop(e)])) for e in types)
@@ -433,10 +436,10 @@ def _shard_map(interpret, given, eqn, *args):
     # What is marked on each device gets an axis for the devices, sharded over the mesh.
     p = eqn.params
     handler = interpret.handler
+    inside = interpret.asked(p["jaxpr"])
     refuse(
-        handler,
         eqn,
-        filter(handler.needs_order, sites(eqn)),
+        [(mark, ask) for mark, ask in inside if handler.needs_order(ask)],
         "a reducer with a state, such as `Last`, needs to know which execution comes "
         "first, and there is no order of execution over devices",
         "Capture it without a reducer.",
@@ -445,8 +448,9 @@ def _shard_map(interpret, given, eqn, *args):
     manual = p["newly_manual_axes"]
     axes = {a: n for a, n in p["mesh"].shape.items() if a in manual}
     # What goes in: of a planted array, the part of each device; of a count, its own.
-    values, value_specs = handler.values_on_devices(given.values, p["jaxpr"], [*axes])
-    carry = handler.carry_on_devices(given.carry)
+    values = given.values
+    value_specs = handler.specs_on_devices(inside, [*axes])
+    carry = handler.carry_on_devices(given.carry, inside)
     on_device, everywhere = P(*axes), P()
 
     def for_values(fn, values):

@@ -1,4 +1,4 @@
-"""Which marks of a program are one value.
+"""Which marks of a program are one run of their name.
 
 Of the marks of a name, those that can never both run are one run of it: they are in
 different branches of a `lax.cond`, or of a cond that a vmap made a selection of. A
@@ -6,64 +6,95 @@ derivative is of the run that its primal is.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.extend.core as jexc
 
-from .repetitions import Sown
-from .sows import Way
+from .sows import Mark, Way
 
 
 class Run(NamedTuple):
+    """Which run of its name a mark is, or is a derivative of. Marks of one `Site.key`
+    and one run are one value: at most one of them runs."""
+
+    # `None` if it cannot be told. Of a repetition, it is that of what is repeated.
     run: int | None
+    # The runs that it may be, or be of, if these are several.
     may_be: tuple[int, ...] = ()
+    # The executions that the mark is, or is a derivative of, by the ways to their
+    # equations. There are several if it is in several branches. Empty if it is not
+    # known.
+    of: frozenset[Way] = frozenset()
+    # Whether it is a repetition of these, which is not an execution of its own. `None`
+    # if that cannot be told.
+    again: bool | None = False
 
 
-def runs(
-    found: Sequence[Sown], of: Mapping[Way, frozenset[Way]], again: Mapping[Way, Any]
-) -> dict[Way, Run]:
+# `Run.run` and `Run.may_be`.
+_Which = tuple[int | None, tuple[int, ...]]
+
+
+class Facts(NamedTuple):
+    """What is known of a mark before its run has a number."""
+
+    mark: Mark
+    of: frozenset[Way]
+    again: bool | None
+    # For each guard, where the value of its operand is made. This tells the runs of a
+    # cond apart that is in a function which is called twice.
+    made: Sequence[Hashable]
+
+
+def numbered(found: Sequence[Facts]) -> dict[Way, Run]:
     """The run of each mark, by the ways to them."""
-    planned: dict[Way, Run] = {}
-    for _, group in _grouped(found, lambda x: x.site.name).items():
-        primals = [x for x in group if not x.site.modes and not again.get(x.here.way)]
-        every = _alternatives(primals)
-        number = {x.here.way: i for i, run in enumerate(every) for x in run}
-        planned |= {way: Run(i) for way, i in number.items()}
-        derivatives = [x for x in group if x.site.modes]
-        for mine in _grouped(derivatives, lambda x: x.site.key).values():
-            planned |= _of_derivatives(mine, of, number, len(every))
-    return planned
+    runs = {x.mark.way: Run(None, (), x.of, x.again) for x in found}
+    for group in _grouped(found, lambda x: x.mark.site.name).values():
+        executions = [x for x in group if not (x.mark.site.modes or x.again)]
+        every = _alternatives(executions)
+        number = {x.mark.way: i for i, run in enumerate(every) for x in run}
+        new: dict[Way, _Which] = {way: (i, ()) for way, i in number.items()}
+        new |= {x.mark.way: _repeated(x, number) for x in group if x.again}
+        derivatives = [x for x in group if x.mark.site.modes]
+        for mine in _grouped(derivatives, lambda x: x.mark.site.key).values():
+            new |= _of_derivatives(mine, number, len(every))
+        for way, (i, may_be) in new.items():
+            runs[way] = runs[way]._replace(run=i, may_be=may_be)
+    return runs
+
+
+def _repeated(x: Facts, number: Mapping[Way, int]) -> _Which:
+    """Which run the executions are that a mark belongs to."""
+    may_be = sorted({number[p] for p in x.of if p in number})
+    return (may_be[0], ()) if len(may_be) == 1 else (None, tuple(may_be))
 
 
 def _of_derivatives(
-    mine: Sequence[Sown],
-    of: Mapping[Way, frozenset[Way]],
-    number: Mapping[Way, int],
-    n: int,
-) -> dict[Way, Run]:
-    planned: dict[Way, Run] = {}
-    taken: dict[int, list[Sown]] = defaultdict(list)
+    mine: Sequence[Facts], number: Mapping[Way, int], n: int
+) -> dict[Way, _Which]:
+    """The runs of the derivatives of one key. `number` says which of the `n` runs of
+    the name a primal is."""
+    runs: dict[Way, _Which] = {}
+    taken: dict[int, list[Facts]] = defaultdict(list)
     others = []
 
-    def apart(x, y):
-        of_x, of_y = of[x.here.way], of[y.here.way]
-        return are_exclusive(x, y) or (of_x and of_y and of_x.isdisjoint(of_y))
+    def are_apart(x: Facts, y: Facts) -> bool:
+        return _are_exclusive(x, y) or bool(x.of and y.of and x.of.isdisjoint(y.of))
 
     for x in mine:
-        may_be = sorted({number[p] for p in of[x.here.way] if p in number})
-        if len(may_be) > 1:
-            planned[x.here.way] = Run(None, tuple(may_be))
-        elif may_be and all(apart(x, y) for y in taken[may_be[0]]):
-            taken[may_be[0]].append(x)
-            planned[x.here.way] = Run(may_be[0])
-        else:
+        run, may_be = _repeated(x, number)
+        if run is not None and all(are_apart(x, y) for y in taken[run]):
+            taken[run].append(x)
+        elif not may_be:
             others.append(x)
-    # It may never have run forward, or a function from `jax.vjp` is called twice.
-    others.sort(key=lambda x: min(of[x.here.way] - number.keys(), default=()))
+            continue
+        runs[x.mark.way] = run, may_be
+    # Its value may never have run forward, or a function from `jax.vjp` is called
+    # twice. They are in the order of their primals, those of others, too.
+    others.sort(key=lambda x: min(x.of - number.keys(), default=()))
     for i, run in enumerate(_alternatives(others)):
-        planned |= {x.here.way: Run(n + i) for x in run}
-    return planned
+        runs |= {x.mark.way: (n + i, ()) for x in run}
+    return runs
 
 
 def _grouped(found, key):
@@ -73,15 +104,15 @@ def _grouped(found, key):
     return groups
 
 
-def _alternatives(found: Sequence[Sown]) -> list[list[Sown]]:
+def _alternatives(found: Sequence[Facts]) -> list[list[Facts]]:
     """The marks, of which those are together that can never both run: each goes to the
     first ones of which all are exclusive to it, and so have a cond in common."""
-    every: list[list[Sown]] = []
+    every: list[list[Facts]] = []
     by_cond: dict[Any, list[int]] = defaultdict(list)
     for x in found:
-        conds = branches(x)
+        conds = _branches(x)
         near = sorted({i for cond in conds for i in by_cond[cond]})
-        fits = (i for i in near if all(are_exclusive(x, y) for y in every[i]))
+        fits = (i for i in near if all(_are_exclusive(x, y) for y in every[i]))
         i = next(fits, len(every))
         if i == len(every):
             every.append([])
@@ -91,21 +122,21 @@ def _alternatives(found: Sequence[Sown]) -> list[list[Sown]]:
     return every
 
 
-def branches(x: Sown) -> dict[Any, int]:
+def _branches(x: Facts) -> dict[Any, int]:
     """In which branch a mark is, of each cond around it, and of each run of a cond that
     a vmap made a selection of."""
-    way, around = x.here.way, x.here.around
+    way = x.mark.way
     return {
         **{
             way[: 2 * i + 1]: way[2 * i + 1]
-            for i, eqn in enumerate(around)
+            for i, eqn in enumerate(x.mark.eqns)
             if eqn.primitive is jexc.primitives.cond_p
         },
-        **{(g.cond, run): g.branch for g, run in zip(x.site.guards, x.runs)},
+        **{(g.cond, made): g.branch for g, made in zip(x.mark.site.guards, x.made)},
     }
 
 
-def are_exclusive(x: Sown, y: Sown) -> bool:
+def _are_exclusive(x: Facts, y: Facts) -> bool:
     """Whether two marks are in different branches of one run of a cond."""
-    mine, others = branches(x), branches(y)
+    mine, others = _branches(x), _branches(y)
     return any(others.get(cond, i) != i for cond, i in mine.items())

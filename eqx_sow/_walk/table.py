@@ -1,0 +1,116 @@
+"""Which marks of a program are executions, and to which of them a derivative belongs.
+
+A mark in the forward pass is an execution. A derivative belongs to one: the edge that
+is its first operand comes out of the equation of its primal (`_mark/primitive.py`),
+through whatever calls, loops, branches and checkpoints there are between.
+
+What a backward pass computes once more is a repetition, not an execution. There are
+three kinds of it:
+
+- A value that is computed as in the forward pass, from the same inputs: a `bwd` that
+  calls `jax.vjp(forward, x)` with the `x` of the forward pass. To tell, every value of
+  the program has a number (`numbering.py`).
+- In a loop of Equinox that takes derivatives, the same equation, called from the same
+  lines: Equinox's checkpointed loops run their body anew, and differentiate it, in each
+  step of the backward pass.
+- In the derivative rule of a `jax.custom_jvp` function, the same equation as in that
+  function, if the rule calls the function: with the same inputs, or after a loop.
+  optimistix solves in a loop, and then evaluates the function that it solved once more,
+  at the solution. If such a function is called in a loop of Equinox, only the backward
+  pass runs the rule: see `_in_other_rules`.
+
+Whatever else a `bwd` marks is an execution of its own. So are the values that
+`diffrax.BacksolveAdjoint` visits: it solves another equation in its backward pass.
+
+A third question is about conds of which a `vmap` runs all branches. Of two marks in two
+branches only one runs, if they are of one run of the cond: if the index that both have
+as an operand was made in one place. In another call of the function it is made in
+another one.
+
+The answers are columns of a table, which has a `Run` for each mark. In
+
+    y = sow[name=h] x          # equation 0 of the program
+    z = jit[... sow[name=h] y] # equation 1, and equation 2 in there
+    ...
+    dy = sow[name=h, modes=(cotangent,)] e dz    # `e` comes out of equation 1
+
+the first mark is run 0 of `h`, with `of={(0,)}`. The second one and the cotangent are
+run 1, with `of={(1, 0, 2)}`, which is the way to an equation: see `Way`.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+from .. import _compat
+from .._mark.site import Site
+from .flow import Here, run
+from .numbering import Numbering
+from .repetitions import repetitions, Sown
+from .runs import Facts, numbered, Run
+from .sows import Mark, Way
+
+
+def _must_be_numbered(found: Sequence[Mark], several: Collection[str]) -> bool:
+    """Whether the values of a program must have numbers to tell which runs these marks
+    are. `several` are the names that may have more than one, as with `Append`.
+
+    They need not if there is no primal in a backward pass, and no name has derivatives,
+    or is in branches, and also has more than one mark."""
+    n = Counter(x.site.key for x in found)
+
+    def asks(site: Site) -> bool:
+        if n[site.key] > 1 and (site.modes or site.guards):
+            return True
+        primals = n[site.name, "primal", ()]
+        return bool(site.modes) and (site.name in several or primals > 1)
+
+    # In many calls of one function, the marks and the equations around are the same.
+    if any(map(asks, {id(x.site): x.site for x in found}.values())):
+        return True
+    around = {id(eqn): eqn for x in found if not x.site.modes for eqn in x.eqns}
+    return any(map(_compat.in_backward_pass, around.values()))
+
+
+def primals_of(site: Site, edge: Iterable[Way], sites: Mapping[Way, Site]) -> list[Way]:
+    """The marks that a derivative may be of: those at the other end of its edge that
+    are of the same call of `sow`, of the ones that are given by the ways to them."""
+    return [way for way in edge if way in sites and sites[way].origin is site.origin]
+
+
+def runs_of(
+    closed: Any, found: Sequence[Mark], several: Collection[str], tag: Any
+) -> dict[Way, Run]:
+    """Which run of its name each mark is, by the ways to them. All are of the tag, or
+    were before an inner transformation took them. `several` are the names that may have
+    more than one run."""
+    sown: dict[Way, Sown] = {}
+    if _must_be_numbered([x for x in found if x.site.tag == tag], several):
+        told = Numbering()
+        run(told, closed, [told.unlike_any() for _ in closed.invars], Here())
+        sown = told.sows
+    primals = {x.way: x.site for x in found if not x.site.modes}
+    repeated = repetitions([sown[way] for way in primals if way in sown])
+    of_call = defaultdict(list)
+    for way, site in primals.items():
+        of_call[site.origin].append(way)
+    ran = {x.site.key for x in found if not (x.site.modes or x.in_backward_pass)}
+
+    def facts(x: Mark) -> Facts:
+        of, told = [x.way], sown.get(x.way)
+        if x.site.modes:
+            # A derivative may be of one primal or another, if a branch decides. Where
+            # no edge leads to a primal, it is of any from this call of `sow`: from
+            # what a checkpoint in a `while_loop` computes again, there is none.
+            edge = told.edges if told else ()
+            of = primals_of(x.site, edge, primals) or of_call[x.site.origin]
+        again: bool | None = x.way in repeated
+        # In a branch of a cond that a vmap made a selection of, a value of the forward
+        # pass has no longer the number that it had.
+        in_branch = any(guard.cond is not None for guard in x.site.guards)
+        if not again and in_branch and x.in_backward_pass and x.site.key in ran:
+            again = None
+        executions = frozenset().union(*[repeated.get(p, {p}) for p in of])
+        return Facts(x, executions, again, told.runs if told else ())
+
+    return numbered(list(map(facts, found)))
