@@ -48,18 +48,17 @@ class Facts(NamedTuple):
 
 def numbered(found: Sequence[Facts]) -> dict[Way, Run]:
     """The run of each mark, by the ways to them."""
-    runs = {x.mark.way: Run(None, (), x.of, x.again) for x in found}
+    runs: dict[Way, Run] = {}
     for group in _grouped(found, lambda x: x.mark.site.name).values():
-        executions = [x for x in group if not (x.mark.site.modes or x.again)]
-        every = _alternatives(executions)
+        every = _alternatives([x for x in group if not (x.mark.site.modes or x.again)])
         number = {x.mark.way: i for i, run in enumerate(every) for x in run}
-        new: dict[Way, _Which] = {way: (i, ()) for way, i in number.items()}
-        new |= {x.mark.way: _repeated(x, number) for x in group if x.again}
+        which: dict[Way, _Which] = {way: (i, ()) for way, i in number.items()}
+        which |= {x.mark.way: _repeated(x, number) for x in group if x.again}
         derivatives = [x for x in group if x.mark.site.modes]
         for mine in _grouped(derivatives, lambda x: x.mark.site.key).values():
-            new |= _of_derivatives(mine, number, len(every))
-        for way, (i, may_be) in new.items():
-            runs[way] = runs[way]._replace(run=i, may_be=may_be)
+            which |= _of_derivatives(mine, number, len(every))
+        for x in group:
+            runs[x.mark.way] = Run(*which[x.mark.way], x.of, x.again)
     return runs
 
 
@@ -107,6 +106,8 @@ def _grouped(found, key):
 def _alternatives(found: Sequence[Facts]) -> list[list[Facts]]:
     """The marks, of which those are together that can never both run: each goes to the
     first ones of which all are exclusive to it, and so have a cond in common."""
+    if len(found) == 1:
+        return [[*found]]
     every: list[list[Facts]] = []
     by_cond: dict[Any, list[int]] = defaultdict(list)
     for x in found:

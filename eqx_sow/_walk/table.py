@@ -94,7 +94,11 @@ def runs_of(
     of_call = defaultdict(list)
     for way, site in primals.items():
         of_call[site.origin].append(way)
-    ran = {x.site.key for x in found if not (x.site.modes or x.in_backward_pass)}
+    ran = {
+        x.site.key
+        for x in (found if sown else ())
+        if not (x.site.modes or x.in_backward_pass)
+    }
 
     def facts(x: Mark) -> Facts:
         of, told = [x.way], sown.get(x.way)
@@ -110,7 +114,8 @@ def runs_of(
         in_branch = any(guard.cond is not None for guard in x.site.guards)
         if not again and in_branch and x.in_backward_pass and x.site.key in ran:
             again = None
-        executions = frozenset().union(*[repeated.get(p, {p}) for p in of])
-        return Facts(x, executions, again, told.runs if told else ())
+        executions = (repeated.get(p, frozenset([p])) for p in of)
+        of_run = frozenset().union(*executions)
+        return Facts(x, of_run, again, told.runs if told else ())
 
     return numbered(list(map(facts, found)))
