@@ -35,11 +35,18 @@ class Take(NamedTuple):
     returned: bool
 
 
+class Slot(NamedTuple):
+    """A value that is taken: its `Site.key`, and the run of that."""
+
+    key: Any
+    run: Run
+
+
 class Planned(NamedTuple):
-    """What is to be taken from a program: its plan, and of each slot, the run."""
+    """What is to be taken from a program: its plan, and the slots in there."""
 
     plan: Placed
-    runs: Sequence[Run]
+    slots: Sequence[Slot]
 
 
 @dc.dataclass(frozen=True)
@@ -97,12 +104,16 @@ class Taking:
         returned: Collection[Any] = (),
     ) -> Planned:
         """What is taken, if `returned` are the `Site.key`s of what comes back."""
-        actions: dict[Any, Take] = {}
-        slots: dict[Any, int] = {}
+        # In many calls of one function, the sites are the same.
+        takes: dict[int, Take | None] = {}
+        numbers: dict[Any, int] = {}
         rows: dict[Way, tuple[Mark, list[Ask]]] = {}
-        keys, of_slot = [], []
+        slots: list[Slot] = []
         for mark, site, at in asked:
-            if not self.has_mode(site):
+            if id(site) not in takes:
+                takes[id(site)] = self._take(mark.site, site, returned)
+            take = takes[id(site)]
+            if take is None:
                 continue
             run = runs[mark.way]
             check_clear(site, run.again)
@@ -111,41 +122,49 @@ class Taking:
                 # Of what is not known, each mark is a value of its own.
                 alone = mark.way if run.run is None else None
                 value = mark.site.name, site.key, run.run, alone
-                slot = slots.setdefault(value, len(slots))
-                if slot == len(of_slot):
-                    keys.append(site.key)
-                    of_slot.append(run)
-                of = of_slot[slot].of | run.of
-                of_slot[slot] = of_slot[slot]._replace(of=of)
-            of_mark = mark.site.name, site.name, site.key in returned
-            if of_mark not in actions:
-                actions[of_mark] = self._action(*of_mark)
+                slot = numbers.setdefault(value, len(numbers))
+                if slot == len(slots):
+                    slots.append(Slot(site.key, run))
+                else:
+                    of_all = run._replace(of=slots[slot].run.of | run.of)
+                    slots[slot] = Slot(site.key, of_all)
             _, asks = rows.setdefault(mark.way, (mark, []))
-            asks.append(Ask(slot, site.label, at, actions[of_mark]))
+            asks.append(Ask(slot, site.label, at, take))
 
         def are_apart(derivative: int, value: int) -> bool:
-            (name, mode, _), (other, of_mode, _) = keys[derivative], keys[value]
-            of, by = of_slot[derivative].of, of_slot[value].of
+            (name, mode, _), run = slots[derivative]
+            (other, of_mode, _), of_value = slots[value]
             is_pair = name == other and mode != of_mode == "primal"
-            return is_pair and bool(of) and of.isdisjoint(by)
+            return is_pair and bool(run.of) and run.of.isdisjoint(of_value.of)
 
-        return Planned(planned(rows.values(), are_apart), of_slot)
+        return Planned(planned(rows.values(), are_apart), slots)
 
-    def _action(self, whole: str, name: str, returned: bool) -> Take:
-        transform = of_one(self.transform, whole, name)
-        reducer = self.reducer(name) if self.folds(name) else None
+    def _take(self, whole: Site, site: Site, returned: Collection[Any]) -> Take | None:
+        """What is done at a mark, the `whole`, which is asked for as `site`."""
+        if not self.has_mode(site):
+            return None
+        transform = of_one(self.transform, whole.name, site.name)
+        reducer = self.reducer(site.name) if self.folds(site.name) else None
         same = lambda x: None if x is None else SameParts(x)
-        return Take(same(transform), same(reducer), returned)
+        return Take(same(transform), same(reducer), site.key in returned)
+
+    @property
+    def _has_state(self) -> bool:
+        reduce = self.reduce
+        reducers = reduce.values() if isinstance(reduce, Mapping) else (reduce,)
+        return any(r and r.has_state for r in reducers)
 
     @property
     def cacheable(self) -> bool:
-        reduce = self.reduce
-        reducers = reduce.values() if isinstance(reduce, Mapping) else (reduce,)
-        return self.transform is None and not any(r and r.has_state for r in reducers)
+        return self.transform is None and not self._has_state
 
-    def check_distinct(self, asked: Iterable[Asked], runs: Mapping[Way, Run]) -> None:
-        """Raises if a name has several values, and no reducer says what becomes of
+    def duplicate(
+        self, asked: Iterable[Asked], runs: Mapping[Way, Run]
+    ) -> SowError | None:
+        """The error, if a name has several values, and no reducer says what becomes of
         them."""
+        if isinstance(self.reduce, Reducer):
+            return None
         first: dict[Any, tuple[Asked, Any]] = {}
         for x in asked:
             run = runs[x.mark.way]
@@ -156,26 +175,27 @@ class Taking:
             other, its_value = first.setdefault(x.site.key, (x, value))
             if other is not x and (run.run is None or value != its_value):
                 a, b = other.mark.in_backward_pass, x.mark.in_backward_pass
-                raise duplicate(other.site, x.site, late=b and not a)
+                return duplicate(other.site, x.site, late=b and not a)
+        return None
 
     def started(
         self,
         asked: Sequence[Asked],
-        survey: Callable[[], tuple[Entries, Sequence[Run]]],
+        survey: Callable[[], tuple[Entries, Sequence[Slot]]],
     ) -> dict[Any, _state.ReducerState]:
         """The states of all reducers before the first execution. `survey` looks at what
         there is `for_each_place`."""
-        folded = [x for x in asked if self.folds(x.site.name)]
-        if not any(self.has_mode(x.site) for x in folded):
+        folded = (x for x in asked if self.folds(x.site.name))
+        if not self._has_state or not any(self.has_mode(x.site) for x in folded):
             return {}
-        entries, runs = survey()
+        entries, slots = survey()
         by_key = _entry.grouped(entries)
         for (name, *_), derivatives in by_key.items():
             reducer = self.reducer(name)
             values = by_key.get((name, "primal", ()), [])
             if reducer is not None and reducer.lead and values:
                 if self.has_mode(values[0].site):
-                    _check_side_by_side(values, derivatives, runs)
+                    _check_side_by_side(values, derivatives, slots)
         eqns = {x.site.name: x.mark.eqns[-1] for x in asked}
         states = {}
         for key, of_key in by_key.items():
@@ -186,11 +206,11 @@ class Taking:
 
 
 def _check_side_by_side(
-    values: Sequence[Entry], derivatives: Sequence[Entry], runs: Sequence[Run]
+    values: Sequence[Entry], derivatives: Sequence[Entry], slots: Sequence[Slot]
 ) -> None:
     """Raises if a value that is marked in several branches has a derivative in some of
     them only: in a `Buffer`, that would be in the row of another value."""
-    of = lambda e: runs[e.slot].of
+    of = lambda e: slots[e.slot].run.of
     have = frozenset().union(*map(of, derivatives))
     derivative = derivatives[0].site
     for e in values:

@@ -80,7 +80,7 @@ def surveyed(
     chosen = program.select(tuple(dict.fromkeys(names)))
     mode = program.options.mode
     taking = Taking((mode,)).for_each_place
-    found, of_slot = program.survey(taking, program.asked_by(chosen), runs)
+    found, slots = program.survey(taking, program.asked_by(chosen), runs)
     mode_of = labels({e.site.key for e in found})
     entries = grouped([e for e in found if mode_of[e.site.key] == mode])
     there = dict.fromkeys(name for name, *_ in entries)
@@ -99,7 +99,7 @@ def surveyed(
         kind=f"names with a {mode}",
     )
     by_name = grouped(found, lambda site: site.name)
-    return Surveyed(entries, by_name, [run.run for run in of_slot])
+    return Surveyed(entries, by_name, [slot.run.run for slot in slots])
 
 
 class Place(NamedTuple):

@@ -16,7 +16,7 @@ from .._errors import SowError, UnknownSowError
 from .._frames import warn
 from .._globs import fits
 from .._handlers.asked import Asked, asked_of
-from .._handlers.collect import Collect, Taking
+from .._handlers.collect import Collect, Slot, Taking
 from .._mark.listening import listening
 from .._mark.staging import to_jaxpr, types_of
 from .._mark.static import Form
@@ -93,10 +93,10 @@ class Program:
 
     def survey(
         self, taking: Taking, asked: Sequence[Asked], runs: Mapping[Way, Run]
-    ) -> tuple[Entries, Sequence[Run]]:
-        """What would be taken, with types for arrays, and the run of each slot."""
-        plan, of_slot = taking.plan(filter(self.is_seen, asked), runs)
-        return self.types_of(self.collect(taking), plan), of_slot
+    ) -> tuple[Entries, Sequence[Slot]]:
+        """What would be taken, with types for arrays, and the slots of it."""
+        plan, slots = taking.plan(filter(self.is_seen, asked), runs)
+        return self.types_of(self.collect(taking), plan), slots
 
     def collect(self, taking: Taking) -> Collect:
         return Collect(

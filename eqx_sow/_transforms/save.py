@@ -56,17 +56,23 @@ class _SaveIntermediates(Transformed):
         asked = program.asked
         reduce, transform = by_name["reduce"], by_name["transform"]
         taking = Taking(options.modes, reduce, transform).with_reducers(asked)
-        several = {x.mark.site.name for x in asked if taking.reducer(x.site.name)}
+        names = {(x.mark.site.name, x.site.name) for x in asked}
+        several = {whole for whole, one in names if taking.reducer(one)}
         runs = program.runs(several)
         seen = list(filter(program.is_seen, asked))
         returned = _returned(asked, options.modes)
-        plan, of_slot = taking.plan(seen, runs, returned)
+        plan, slots = taking.plan(seen, runs, returned)
         carry = taking.started(
             seen, lambda: program.survey(taking.for_each_place, seen, runs)
         )
-        outs, taken = program.evaluate(program.collect(taking), plan, Given(carry))
-        # Not before: what no rule can do is said first.
-        taking.check_distinct(seen, runs)
+        walk = program.collect(taking), plan, Given(carry)
+        if error := taking.duplicate(seen, runs):
+            # What no rule can do is said first.
+            program.types_of(*walk)
+            raise error
+        modes = [x.site.mode for x in asked]
+        mode_of = program.wanted(self._call, [x.key for x in slots], modes)
+        outs, taken = program.evaluate(*walk)
         # In the order of `carry`: JAX has sorted the keys of `taken.carry`.
         reducer: Any = taking.reducer
         reduced = [result_of(reducer(key[0]), taken.carry[key]) for key in carry]
@@ -75,9 +81,6 @@ class _SaveIntermediates(Transformed):
         for i, x in enumerate(asked):
             of_name = when.setdefault(x.site.name, [])
             of_name += [] if x.site.modes or runs[x.mark.way].again else [i]
-        keys = [e.site.key for e in entries]
-        modes = [x.site.mode for x in asked]
-        mode_of = program.wanted(self._call, keys, modes)
         program.warn_unmarked(self._call, self._fn)
         known = Known(
             found=tuple(dict.fromkeys(named for _, named in program.named)),
@@ -85,7 +88,7 @@ class _SaveIntermediates(Transformed):
             capture=options.capture,
             modes=options.modes,
         )
-        numbers = [run.run for run in of_slot]
+        numbers = [slot.run.run for slot in slots]
         intermediates = assemble(entries, when, reducer, mode_of, known, numbers)
         annotated = [(x.site, x.mark.of_equation) for x in asked if x.site.spec]
         _spec.check(annotated, by_name["spec"], intermediates)

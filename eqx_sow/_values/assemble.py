@@ -41,7 +41,7 @@ def assemble(
     for key, of_key in grouped(found).items():
         (name, *_), mode = key, wanted.get(key)
         reducer: Any = reducers(name)
-        # No other name has several: see `check_distinct`.
+        # No other name has several: see `Taking.duplicate`.
         several = reducer is not None and not reducer.has_state
         if reducer is not None and reducer.bare_if_one:
             several = runs_several_times(of_key, by_name[name])

@@ -85,11 +85,11 @@ class Entry:
         shape = (*[size for size, _ in lead], *x.shape[n:])
         return shape_like(x, shape, (*[spec for _, spec in lead], *spec_of(x)[n:]))
 
-    def within(self, step: tuple[int, bool | None]) -> "Entry":
-        """The same, seen from outside an equation. There are many, and `dc.replace`
-        takes three times as long."""
+    def within(self, step: tuple[int, bool | None], slot: int) -> "Entry":
+        """The same, seen from outside an equation, where the slot is another one. There
+        are many, and `dc.replace` takes three times as long."""
         route = (step, *self.route)
-        rest = self.counted, self.cases, route, self.at, self.slot
+        rest = self.counted, self.cases, route, self.at, slot
         return Entry(self.arrays, self.site, *rest)
 
     def with_slot(self, slot: int) -> "Entry":

@@ -124,7 +124,8 @@ def evaluate(
         frame.set(eqn.outvars, outs)
         loop = loop_of(eqn)
         step = i, loop.reverse if loop else None
-        found += [e.within(step) for e in renamed(taken, placed).entries]
+        slots = placed.slots
+        found += [e.within(step, slots[e.slot]) for e in taken.entries]
         given = given._replace(carry=taken.carry)
     frame.defer(*jaxpr.eqns[begin:])
     frame.now = len(jaxpr.eqns)

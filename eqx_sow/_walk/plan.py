@@ -131,7 +131,7 @@ def _of_jaxpr(rows: Sequence[Row], depth: int, are_apart: AreApart) -> Placed:
     for mark, asks in rows:
         i = mark.way[depth]
         if len(mark.way) == depth + 1:
-            marks[i] = tuple(ask._replace(slot=own(ask.slot)) for ask in asks)
+            marks[i] = tuple(Ask(own(slot), *rest) for slot, *rest in asks)
         else:
             by_eqn.setdefault(i, []).append((mark, asks))
     inside = {}

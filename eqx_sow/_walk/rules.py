@@ -45,7 +45,7 @@ from .handler import Given, refuse, Taken
 from .interpreter import Interpret, rule_for, with_operands
 from .meshes import adds_up, forgets
 from .rewrite import MARKS, PRINTS, without
-from .sows import number, walked_in
+from .sows import expanded, FUNCTION, jaxprs_to_run, number
 
 
 # --- calls ---
@@ -165,7 +165,7 @@ def _custom(interpret, given, eqn, *args):
 # `None`, which no primitive is, if there is none.
 @rule_for(_hijax.hi_p)
 def _custom_hi(interpret, given, eqn, *args):
-    k, jaxpr = walked_in(eqn)
+    ((k, jaxpr),) = jaxprs_to_run(eqn).items() or [(FUNCTION, expanded(eqn))]
     return _inside(interpret, given, eqn, jaxpr, args, _with_derivative_of, k)
 
 

@@ -111,6 +111,16 @@ def called_by(eqn: Any) -> tuple[int, Any] | None:
     return inside[0] if is_call else None
 
 
+def jaxprs_to_run(eqn: Any) -> dict[int, Any]:
+    """The jaxprs in an equation that the walk may run, by their numbers. For a `HiPrim`
+    it is the one that this calls, if that is known. Else the walk runs what it is
+    `expanded` to."""
+    if eqn.primitive is not _hijax.hi_p:
+        return dict(enumerate(jaxprs_of(eqn)))
+    called = None if _hijax.is_users(eqn.params["_prim"]) else called_by(eqn)
+    return dict([called]) if called else {}
+
+
 def variables(atoms: Iterable[Any]) -> list[Any]:
     return [v for v in atoms if not isinstance(v, jexc.Literal)]
 
@@ -207,9 +217,8 @@ def sows(x: Any, eqns: tuple[Any, ...] = (), way: Way = ()) -> Iterator[Mark]:
         return
     eqns = (*eqns, x)
     found: list[Mark] = []
-    for k, jaxpr in enumerate(jaxprs_of(x)):
-        if x.primitive is not _hijax.hi_p or k == _called_by_hi(x):
-            found += sows(jaxpr, eqns, (*way, k))
+    for k, jaxpr in jaxprs_to_run(x).items():
+        found += sows(jaxpr, eqns, (*way, k))
     found += [mark.within(eqns, (*way, FUNCTION)) for mark in _in_functions(x)]
     if shows_sow(x) and not found:
         primitive, params = _compat.unmapped(x)
@@ -236,8 +245,10 @@ def _in_functions(eqn: Any) -> list[Mark]:
     with a note of the calls that are noted now."""
     primitive, params = _compat.unmapped(eqn)
     noinline = primitive is _compat.noinline_p
-    is_hi = primitive is _hijax.hi_p and _called_by_hi(eqn) is None
-    if noinline or (is_hi and _may_have_sow(params["_prim"])):
+    is_hi = primitive is _hijax.hi_p and not jaxprs_to_run(eqn)
+    if is_hi and not _hijax.is_users(params["_prim"]):
+        is_hi = any(map(has_sow, jaxprs_of(eqn)))
+    if noinline or is_hi:
         here = listening.value or Listening()
         new = Listening(
             captures=here.captures, depth=here.depth, replaced=here.replaced
@@ -250,18 +261,6 @@ def _in_functions(eqn: Any) -> list[Mark]:
             avals = [v.aval for v in eqn.invars]
             eqn.primitive.abstract_eval(*avals, **eqn.params)
     return [Mark(site, (), (i,)) for i, site in enumerate(found)]
-
-
-def _called_by_hi(eqn: Any) -> int | None:
-    """The number of the jaxpr that a `HiPrim` runs. If there is none, or it may run
-    something else, too, then what it runs is `expanded`."""
-    called = None if _hijax.is_users(eqn.params["_prim"]) else called_by(eqn)
-    return None if called is None else called[0]
-
-
-def _may_have_sow(prim: Any) -> bool:
-    """Whether there may be a mark in a `HiPrim`, one of JAX's or of a user's."""
-    return _hijax.is_users(prim) or any(map(has_sow, jaxprs_in(prim)))
 
 
 def is_filtered(params: dict[str, Any]) -> bool:
@@ -278,12 +277,6 @@ def expanded(eqn: Any) -> Any:
 
     with listening(listening.value or Listening()):
         return jax.make_jaxpr(program)(*[v.aval for v in eqn.invars])
-
-
-def walked_in(eqn: Any) -> tuple[int, Any]:
-    """The jaxpr that the walk runs for a `HiPrim`, and its number."""
-    k = _called_by_hi(eqn)
-    return (FUNCTION, expanded(eqn)) if k is None else (k, jaxprs_of(eqn)[k])
 
 
 def recomputed(x: Any) -> Iterator[Site]:

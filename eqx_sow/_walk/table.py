@@ -43,33 +43,75 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from .. import _compat
+from .._mark.primitive import same_p, sow_p
 from .._mark.site import Site
-from .flow import Here, run
+from .flow import Domain, Here, run
 from .numbering import Numbering
 from .repetitions import repetitions, Sown
 from .runs import Facts, numbered, Run
 from .sows import Mark, Way
 
 
-def _must_be_numbered(found: Sequence[Mark], several: Collection[str]) -> bool:
-    """Whether the values of a program must have numbers to tell which runs these marks
-    are. `several` are the names that may have more than one, as with `Append`.
+class Edges(Domain):
+    """Follows the edges of marks: what goes from equation to equation are the ways to
+    the marks of primals that an edge comes from."""
 
-    They need not if there is no primal in a backward pass, and no name has derivatives,
-    or is in branches, and also has more than one mark."""
+    n_needed = 1
+
+    def __init__(self):
+        # By the ways to derivatives.
+        self.of: dict[Way, frozenset[Way]] = {}
+
+    def constant(self, x, aval):
+        return _NONE
+
+    def equation(self, eqn, operands, here):
+        if eqn.primitive not in (sow_p, same_p):
+            return [_NONE.union(*filter(None, operands))] * len(eqn.outvars)
+        edge = _NONE
+        if eqn.primitive is sow_p:
+            edge = operands[0] or _NONE
+            if eqn.params["site"].modes:
+                self.of[here.way] = edge
+            else:
+                edge = frozenset([here.way])
+        return [edge, *operands[1:]]
+
+    def chosen(self, index, cases):
+        return _NONE.union(*filter(None, cases))
+
+    def carried(self, when, init, after, here):
+        return [(x or _NONE) | (y or _NONE) for x, y in zip(init, after)]
+
+
+_NONE: frozenset[Way] = frozenset()
+
+
+def _are_told_apart(found: Sequence[Mark], several: Collection[str]) -> bool:
+    """Whether it must be found out which primals the derivatives are of. `several` are
+    the names that may have more than one value, as with `Append`."""
     n = Counter(x.site.key for x in found)
 
     def asks(site: Site) -> bool:
-        if n[site.key] > 1 and (site.modes or site.guards):
-            return True
         primals = n[site.name, "primal", ()]
-        return bool(site.modes) and (site.name in several or primals > 1)
+        return site.name in several or n[site.key] > 1 or primals > 1
 
-    # In many calls of one function, the marks and the equations around are the same.
-    if any(map(asks, {id(x.site): x.site for x in found}.values())):
+    # In many calls of one function, the marks are the same.
+    return any(map(asks, {id(x.site): x.site for x in found if x.site.modes}.values()))
+
+
+def _may_repeat(found: Sequence[Mark]) -> bool:
+    """Whether the values of a program must have numbers. They need not if no mark may
+    repeat another one, and no name is marked several times in branches of which a vmap
+    runs all."""
+    n = Counter(x.site.key for x in found)
+    if any(x.site.guards and n[x.site.key] > 1 for x in found):
         return True
     around = {id(eqn): eqn for x in found if not x.site.modes for eqn in x.eqns}
-    return any(map(_compat.in_backward_pass, around.values()))
+    return any(
+        _compat.in_backward_pass(eqn) or _compat.rules_around(eqn)
+        for eqn in around.values()
+    )
 
 
 def primals_of(site: Site, edge: Iterable[Way], sites: Mapping[Way, Site]) -> list[Way]:
@@ -85,10 +127,17 @@ def runs_of(
     were before an inner transformation took them. `several` are the names that may have
     more than one run."""
     sown: dict[Way, Sown] = {}
-    if _must_be_numbered([x for x in found if x.site.tag == tag], several):
+    edges: Mapping[Way, frozenset[Way]] = {}
+    mine = [x for x in found if x.site.tag == tag]
+    if _may_repeat(mine):
         told = Numbering()
         run(told, closed, [told.unlike_any() for _ in closed.invars], Here())
         sown = told.sows
+        edges = {way: x.edges for way, x in sown.items()}
+    elif _are_told_apart(mine, several):
+        follow = Edges()
+        run(follow, closed, [_NONE for _ in closed.invars], Here())
+        edges = follow.of
     primals = {x.way: x.site for x in found if not x.site.modes}
     repeated = repetitions([sown[way] for way in primals if way in sown])
     of_call = defaultdict(list)
@@ -106,7 +155,7 @@ def runs_of(
             # A derivative may be of one primal or another, if a branch decides. Where
             # no edge leads to a primal, it is of any from this call of `sow`: from
             # what a checkpoint in a `while_loop` computes again, there is none.
-            edge = told.edges if told else ()
+            edge = edges.get(x.way, ())
             of = primals_of(x.site, edge, primals) or of_call[x.site.origin]
         again: bool | None = x.way in repeated
         # In a branch of a cond that a vmap made a selection of, a value of the forward
