@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from eqx_sow import _compat, _hijax, save_intermediates as S, sow, SowError
 from eqx_sow._mark.primitive import sow_p
-from eqx_sow._transforms import canaries, program
+from eqx_sow._transforms import canaries, trace
 from eqx_sow._walk import interpreter, jax_rules
 from jax.interpreters import partial_eval as pe
 
@@ -68,7 +68,7 @@ def test_inside_of_other_transformations(untested):
 
 @pytest.mark.parametrize("again", [False, True])
 def test_the_message(untested, monkeypatch, again):
-    monkeypatch.setattr(program, "check_wrapped", lambda: None)
+    monkeypatch.setattr(trace, "check_wrapped", lambda: None)
     _break_a_table(monkeypatch, *jax_rules._wrapped[-1])
     for _ in range(1 + again):
         with pytest.raises(SowError) as caught:
@@ -99,14 +99,14 @@ def _binds():
 
 
 def _first_difference(monkeypatch, primitive=None):
-    monkeypatch.setattr(program, "check_wrapped", lambda: None)
+    monkeypatch.setattr(trace, "check_wrapped", lambda: None)
     jax.clear_caches()
     with next_release() if primitive is _NEXT else contextlib.nullcontext():
         return next(canaries.differences(), None)
 
 
 def _all_differences(monkeypatch):
-    monkeypatch.setattr(program, "check_wrapped", lambda: None)
+    monkeypatch.setattr(trace, "check_wrapped", lambda: None)
     jax.clear_caches()
     return list(canaries.differences())
 

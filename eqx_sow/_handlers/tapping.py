@@ -229,7 +229,7 @@ class Send(NamedTuple):
     transform: SameParts | None
     mode: str
     # The key of its count in `Given.carry`: the `Site.key`, and the mesh axes around.
-    count: tuple[Any, tuple[str, ...]]
+    counted_as: tuple[Any, tuple[str, ...]]
     # What all iterations of the mark are called. `after` has an entry for each loop.
     whole: Label
     # Of each loop around it, from outside in, whether its length is known.
@@ -309,7 +309,9 @@ class Tap(Handler):
         return True
 
     def carry_on_devices(self, carry, inside):
-        return {ask.action.count: carry[ask.action.count] for _, ask in inside}
+        return {
+            ask.action.counted_as: carry[ask.action.counted_as] for _, ask in inside
+        }
 
     def sow(self, found, given, site: Site, asks, atoms, frame: Frame):
         # An outer `plant` may replace the value.
@@ -327,8 +329,8 @@ class Tap(Handler):
         self, ask: Ask, site: Site, operands: Sequence[Any], given: Given
     ) -> Given:
         """Sends one execution, if it is asked for, and is due, and counts it."""
-        action: Any = ask.action
-        count = given.carry[action.count]
+        action = ask.action
+        count = given.carry[action.counted_as]
         extra = Value(self.extra, given.values, [()] * len(given.values))
         is_asked = reached(ask.at, it.compress(given.iterations, action.known))
         # In which lanes, if a condition differs between these.
@@ -360,7 +362,7 @@ class Tap(Handler):
             due = due & (count % np.int32(min(every, 2**31 - 1)) == 0)
         only_if(due, send_when)
         count = count + executed.astype(np.int32)
-        return given._replace(carry={**given.carry, action.count: count})
+        return given._replace(carry={**given.carry, action.counted_as: count})
 
 
 def _single(predicate: Callable, site: Site, extra: Any) -> Callable:

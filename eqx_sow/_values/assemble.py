@@ -150,8 +150,8 @@ def by_run(
     """The entries of one key, given all of its name, each with the number of its run.
     Derivatives are in the order of their primals: a backward pass goes first through
     what ran last, and not every run need have one."""
-    run_of = lambda e: None if e.slot is None else runs[e.slot]
-    own: list[tuple[Any, Entry]] = [(run_of(e), e) for e in mine]
+    run_of: Any = lambda e: None if e.slot is None else runs[e.slot]
+    own: list[tuple[Any, Any]] = [(run_of(e), e) for e in mine]
     mode, primals = mine[0].site.mode, [e for e in entries if not e.site.modes]
     unclear = [e for run, e in own if run is None]
     if unclear and "cotangent" not in mode and len(mine) == len(primals):

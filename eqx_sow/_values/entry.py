@@ -76,7 +76,7 @@ class Entry:
     at: tuple[int | None, ...] = dc.field(default=(), metadata=dict(static=True))
     # Which slot it has in the plan of the jaxpr that it is captured in, or of what is
     # around that: see `_walk/plan.py`. `None` for the result of a reducer.
-    slot: int | None = dc.field(default=None, metadata=dict(static=True))
+    slot: Any = dc.field(default=None, metadata=dict(static=True))
 
     def shape(self, i: int, axes: Iterable[Axis], varies: Iterable[bool]) -> Any:
         """The type of array `i`, if it varied so over these axes instead of its own."""

@@ -16,7 +16,7 @@ hold no way, site or jaxpr.
 
 import dataclasses as dc
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from .._mark.site import Label, Site
@@ -31,12 +31,13 @@ NOTHING = -1
 class Ask(NamedTuple):
     """What is done at a mark. `label` is what the mark is called, such as `h/3` for
     iteration 3 of `h` alone, and `at` is that iteration: for each scan around the mark,
-    from outside in, its number, or `None` for all. `action` is up to the handler."""
+    from outside in, its number, or `None` for all.
+    `action` is hashable, and up to the handler."""
 
     slot: int
     label: Label
     at: tuple[int | None, ...] = ()
-    action: Hashable = None
+    action: Any = None
 
     def seen(self, site: Site) -> Site:
         """The site of the mark, called so."""
@@ -131,7 +132,7 @@ def _of_jaxpr(rows: Sequence[Row], depth: int, are_apart: AreApart) -> Placed:
     for mark, asks in rows:
         i = mark.way[depth]
         if len(mark.way) == depth + 1:
-            marks[i] = tuple(Ask(own(slot), *rest) for slot, *rest in asks)
+            marks[i] = tuple(Ask(own(x.slot), *x[1:]) for x in asks)
         else:
             by_eqn.setdefault(i, []).append((mark, asks))
     inside = {}
