@@ -161,6 +161,7 @@ def places_of(
     ):
         return [Place(None, mine[0], every, values)]
     runs = by_run(mine, entries, survey.runs)
+    of_run = dict(runs)
     # If there is no derivative, the values are.
     around = {run: of_key(found[run]) or found[run] for run, _ in runs}
     given: dict[Any, dict[At, Any]] = {run: {} for run, _ in runs}
@@ -172,10 +173,9 @@ def places_of(
         for (run, here), x in zip(fits.items(), each):
             if x is None:
                 continue
-            i, (_, entry) = next(p for p in enumerate(runs) if p[1][0] == run)
-            if entry is None and not callable(x):
+            if of_run[run] is None and not callable(x):
                 raise SowError(
-                    f"`plant`: run {i} of {key[0]!r}, at {around[run][0].site.where}, "
+                    f"`plant`: run {list(of_run).index(run)} of {key[0]!r}, at {around[run][0].site.where}, "
                     f"has no {mode}. Leave None there, as it was captured."
                 )
             given[run] |= dict.fromkeys(here, x)
