@@ -175,8 +175,9 @@ def places_of(
                 continue
             if of_run[run] is None and not callable(x):
                 raise SowError(
-                    f"`plant`: run {list(of_run).index(run)} of {key[0]!r}, at {around[run][0].site.where}, "
-                    f"has no {mode}. Leave None there, as it was captured."
+                    f"`plant`: run {list(of_run).index(run)} of {key[0]!r}, at "
+                    f"{around[run][0].site.where}, has no {mode}. Leave None there, as "
+                    "it was captured."
                 )
             given[run] |= dict.fromkeys(here, x)
     return [
