@@ -7,7 +7,7 @@ from eqx_sow import Append, save_intermediates as S, sow
 from eqx_sow._handlers.collect import Collect
 from eqx_sow._mark.listening import Listening, listening
 from eqx_sow._mark.site import Label
-from eqx_sow._walk.plan import Ask, asked, NOTHING, Plan, planned
+from eqx_sow._walk.plan import Ask, asked, NOTHING, Plan, planned, Row
 from eqx_sow._walk.sows import sows
 from jax import lax
 
@@ -39,7 +39,7 @@ def program(n):
 
 def rows(closed, slot_of):
     label = Label("h", "tag")
-    return [(x, [Ask(slot_of(i, x), label)]) for i, x in enumerate(sows(closed))]
+    return [Row(x, [Ask(slot_of(i, x), label)]) for i, x in enumerate(sows(closed))]
 
 
 @pytest.mark.parametrize(
@@ -55,10 +55,10 @@ def test_each_mark_has_what_was_asked(slot_of):
     closed = program(3)
     given = rows(closed, slot_of)
     placed = planned(given)
-    for mark, asks in given:
+    for mark, asks, _ in given:
         got = [placed.outside(ask) for ask in placed.plan.at(mark.way)]
         assert got == asks
-    want = [(mark.way, ask) for mark, (ask,) in given if ask.slot != NOTHING]
+    want = [(mark.way, ask) for mark, (ask,), _ in given if ask.slot != NOTHING]
     assert [(mark.way, ask) for mark, ask in asked(placed, closed)] == want
 
 
@@ -112,8 +112,9 @@ def test_slots_of_a_while_loop_that_are_apart():
         return lax.while_loop(lambda c: c[0] < 5, body, x)
 
     given = rows(traced(fn, X), lambda i, x: i)
+    given[1] = given[1]._replace(backward=(True,))
     pairs = lambda derivative, value: (derivative, value) == (1, 0)
     plan, _ = planned(given, pairs)
     ((_, of_loop),) = plan.inside.items()
-    assert of_loop.plan.apart == {(1, 0)}
+    assert of_loop.plan.apart == {(1, 0)} and of_loop.plan.backward == {1}
     assert isinstance(of_loop.plan, Plan)

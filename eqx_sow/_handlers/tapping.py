@@ -277,8 +277,9 @@ def to_send(
             # A program with a symbolic length does not run.
             shape = [n if isinstance(n, int) else 1 for _, n in layers]
             # Several places of one name may have stacks of different lengths.
-            before = np.shape(counts.get(key, ()))[len(spread) :] or shape
-            counts[key] = _zeros(spread, list(map(max, shape, before)))
+            if key in counts:
+                shape = list(map(max, shape, counts[key].shape[len(spread) :]))
+            counts[key] = _zeros(spread, shape)
             counted_as.append(key)
         loops = [loop for loop in map(loop_of, mark.eqns) if loop is not None]
         known = tuple(loop.length is not None for loop in loops)

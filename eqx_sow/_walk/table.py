@@ -183,6 +183,9 @@ def runs_of(
             # what a checkpoint in a `while_loop` computes again, there is none.
             edge = edges.get(x.way, ())
             of = primals_of(x.site, edge, primals) or of_call[x.site.origin]
+            # JAX may trace a `fwd` twice, so that the value is from another call.
+            named = (p for p in edge if p in primals)
+            of = of or [p for p in named if primals[p].name == x.site.name]
         executions = frozenset().union(*[repeated.get(p, {p}) for p in of])
         known = Run(None, of=executions, again=x.way in repeated)
         if it is None:
