@@ -18,7 +18,7 @@ from .._walk.frame import Frame
 from .._walk.handler import check_clear, check_guarded, Given, Handler
 from .._walk.plan import Ask, NOTHING, Placed, planned, Row as PlanRow
 from .._walk.runs import Run
-from .._walk.sows import in_loop_of_backward_pass, is_of_unknown_length, Mark, Way
+from .._walk.sows import in_loop_of_backward_pass, is_of_unknown_length, Way
 from .asked import Asked, is_some, leave, of_one, reached
 from .rows import Row, values_open_rows
 
@@ -170,14 +170,15 @@ class Taking:
     ) -> Planned:
         """What is taken, if `returned` are the `Site.key`s of what comes back."""
         # In many calls of one function, the sites are the same.
-        takes: dict[int, Take | None] = {}
+        takes: dict[int, tuple[Take | None, str, Any]] = {}
         numbers: dict[Any, int] = {}
-        rows: dict[Way, tuple[Mark, list[Ask]]] = {}
+        rows: dict[Way, PlanRow] = {}
         slots: list[Slot] = []
         for mark, site, at in asked:
             if id(site) not in takes:
-                takes[id(site)] = self._take(mark.site, site, returned)
-            take = takes[id(site)]
+                take = self._take(mark.site, site, returned)
+                takes[id(site)] = take, mark.site.name, site.key
+            take, name, key = takes[id(site)]
             if take is None:
                 continue
             run = runs[mark.way]
@@ -186,15 +187,16 @@ class Taking:
             if not run.again:
                 # Of what is not known, each mark is a value of its own.
                 alone = mark.way if run.run is None else None
-                value = mark.site.name, site.key, run.run, alone
+                value = name, key, run.run, alone
                 slot = numbers.setdefault(value, len(numbers))
                 if slot == len(slots):
-                    slots.append(Slot(site.key, run))
+                    slots.append(Slot(key, run))
                 else:
                     of_all = run._replace(of=slots[slot].run.of | run.of)
-                    slots[slot] = Slot(site.key, of_all)
-            _, asks = rows.setdefault(mark.way, (mark, []))
-            asks.append(Ask(slot, site.label, at, take))
+                    slots[slot] = Slot(key, of_all)
+            if mark.way not in rows:
+                rows[mark.way] = PlanRow(mark, [], run.backward)
+            rows[mark.way].asks.append(Ask(slot, site.label, at, take))
 
         def are_apart(derivative: int, value: int) -> bool:
             (name, mode, _), run = slots[derivative]
@@ -202,8 +204,7 @@ class Taking:
             is_pair = name == other and mode != of_mode == "primal"
             return is_pair and bool(run.of) and run.of.isdisjoint(of_value.of)
 
-        every = (PlanRow(*x, runs[x[0].way].backward) for x in rows.values())
-        return Planned(planned(every, are_apart), slots)
+        return Planned(planned(rows.values(), are_apart), slots)
 
     def _take(self, whole: Site, site: Site, returned: Collection[Any]) -> Take | None:
         """What is done at a mark, the `whole`, which is asked for as `site`."""

@@ -178,9 +178,13 @@ class Program:
     @_compat.cached_property
     def named(self) -> list[tuple[Mark, Named]]:
         """The same, each with what it is to patterns."""
-        return [
-            (x, in_loops(x.site.name, x.site.label.places, x.loops)) for x in self.mine
-        ]
+        # In many calls of one function, the sites are the same.
+        kept: dict[Any, Named] = {}
+        for x in self.mine:
+            key = id(x.site), x.loops
+            if key not in kept:
+                kept[key] = in_loops(x.site.name, x.site.label.places, x.loops)
+        return [(x, kept[id(x.site), x.loops]) for x in self.mine]
 
     def select(self, patterns: Iterable[Any], **options: Any) -> Selection:
         found = dict.fromkeys(named for _, named in self.named)

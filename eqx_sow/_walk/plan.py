@@ -122,7 +122,7 @@ class Row(NamedTuple):
     `backward` is that of its `Run`."""
 
     mark: Mark
-    asks: Sequence[Ask]
+    asks: list[Ask]
     backward: tuple[bool | None, ...] = ()
 
 
@@ -144,7 +144,8 @@ def _of_jaxpr(rows: Sequence[Row], depth: int, are_apart: AreApart) -> Placed:
         way = row.mark.way
         i = way[depth]
         if len(way) == depth + 1:
-            marks[i] = tuple(Ask(own(x.slot), *x[1:]) for x in row.asks)
+            asks = [Ask(own(x.slot), x.label, x.at, x.action) for x in row.asks]
+            marks[i] = tuple(asks)
         else:
             by_eqn.setdefault(i, []).append(row)
     inside = {}

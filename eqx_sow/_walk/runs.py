@@ -70,7 +70,7 @@ def numbered(found: Sequence[Facts]) -> dict[Way, Run]:
             which |= _of_derivatives(mine, number, len(every))
         for x in group:
             run, may_be = which[x.mark.way]
-            runs[x.mark.way] = x.known._replace(run=run, may_be=may_be)
+            runs[x.mark.way] = Run(run, may_be, *x.known[2:])
     return runs
 
 
@@ -125,6 +125,9 @@ def _alternatives(found: Sequence[Facts]) -> list[list[Facts]]:
     by_cond: dict[Any, list[int]] = defaultdict(list)
     for x in found:
         conds = _branches(x)
+        if not conds:
+            every.append([x])
+            continue
         near = sorted({i for cond in conds for i in by_cond[cond]})
         fits = (i for i in near if all(_are_exclusive(x, y) for y in every[i]))
         i = next(fits, len(every))
@@ -139,15 +142,13 @@ def _alternatives(found: Sequence[Facts]) -> list[list[Facts]]:
 def _branches(x: Facts) -> dict[Any, int]:
     """In which branch a mark is, of each cond around it, and of each run of a cond that
     a vmap made a selection of."""
-    way = x.mark.way
-    return {
-        **{
-            way[: 2 * i + 1]: way[2 * i + 1]
-            for i, eqn in enumerate(x.mark.eqns)
-            if eqn.primitive is jexc.primitives.cond_p
-        },
-        **{(g.cond, made): g.branch for g, made in zip(x.mark.site.guards, x.made)},
-    }
+    way, found = x.mark.way, {}
+    for i, eqn in enumerate(x.mark.eqns):
+        if eqn.primitive is jexc.primitives.cond_p:
+            found[way[: 2 * i + 1]] = way[2 * i + 1]
+    for guard, made in zip(x.mark.site.guards, x.made):
+        found[guard.cond, made] = guard.branch
+    return found
 
 
 def _are_exclusive(x: Facts, y: Facts) -> bool:

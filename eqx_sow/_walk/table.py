@@ -27,6 +27,10 @@ branches only one runs, if they are of one run of the cond: if the index that bo
 as an operand was made in one place. In another call of the function it is made in
 another one.
 
+A fourth one is about loops that are part of a backward pass: of which iteration of its
+value a derivative is (`Run.backward`, `Run.apart`), and whether it runs in each
+(`Run.only_if`).
+
 The answers are columns of a table, which has a `Run` for each mark. In
 
     y = sow[name=h] x          # equation 0 of the program
@@ -177,6 +181,8 @@ def runs_of(
 
     def facts(x: Mark) -> Facts:
         of, it = [x.way], sown.get(x.way)
+        if not (sown or x.site.modes):
+            return Facts(x, Run(None, (), frozenset(of)))
         if x.site.modes:
             # A derivative may be of one primal or another, if a branch decides. Where
             # no edge leads to a primal, it is of any from this call of `sow`: from
