@@ -162,7 +162,8 @@ def runs_of(
     if with_rows or _may_repeat(mine):
         told = Numbering()
         run(told, closed, [told.unlike_any() for _ in closed.invars], Here())
-        sown = told.sows
+        # Not those of other tags.
+        sown = {x.way: told.sows[x.way] for x in found if x.way in told.sows}
         edges = {way: x.edges for way, x in sown.items()}
         each = [sown[way] for way in primals if way in sown]
         repeated = repetitions(each, told.at_solution)
@@ -205,8 +206,7 @@ def runs_of(
         # In a branch of a cond that a vmap made a selection of, a value of the forward
         # pass has no longer the number that it had.
         in_branch = any(guard.cond is not None for guard in x.site.guards)
-        late = any(map(_compat.in_backward_pass, x.eqns))
-        if not known.again and in_branch and late and x.site.key in ran:
+        if not known.again and in_branch and x.in_backward_pass and x.site.key in ran:
             known = known._replace(again=None)
         return Facts(x, known, it.runs)
 
