@@ -7,10 +7,11 @@ BOOSTS = {
     "api/": 2,
     "api/errors": 0.4,
     "guides/": 1.5,
-    "recipes": 1.5,
+    "recipes/": 1.5,
     "cheat-sheet": 1.5,
     "tour": 1.5,
     "examples/": 0.5,
+    "help/": 1,
     "limits": 0.4,
     "background/": 0.4,
 }

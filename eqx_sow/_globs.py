@@ -63,6 +63,20 @@ def head_of(part: str) -> tuple[str, str]:
     return head, dot + rest
 
 
+def is_of_layer(part: str) -> bool:
+    """Whether a part is the inputs, the call or a method of a layer: `2.inputs`. The
+    layers, `blocks/*`, are without these."""
+    head, rest = head_of(part)
+    return is_number(head) and rest[1:2].isidentifier()
+
+
+def of_all_layers(name: str) -> str:
+    """What all layers are called, of which a name is one: of `blocks/2.encode` that is
+    `blocks/*.encode`."""
+    parts = map(head_of, name.split("/"))
+    return "/".join(("*" if is_index(head) else head) + rest for head, rest in parts)
+
+
 def is_number(text: str) -> bool:
     return text.isascii() and text.isdecimal()
 
@@ -148,9 +162,10 @@ def _of_text(node: Node, part: Any, whole: bool) -> Iterator[tuple[Node, Choice]
         yield node.parts[part.text], ()
     if part.from_end in node.parts:
         yield node.parts[part.from_end], ((part, part.from_end),)
+    of_layer = node.globs and is_of_layer(part.text)
     for n in range(len(part.text) + 1 if node.globs else 0):
-        for fits, child in node.globs.get(part.text[:n], {}).values():
-            if fits(part.text):
+        for glob, (fits, child) in node.globs.get(part.text[:n], {}).items():
+            if fits(part.text) and ("." in glob or not of_layer):
                 yield child, ()
 
 
@@ -162,6 +177,8 @@ def _of_index(node: Node, index: Any, whole: bool) -> Iterator[tuple[Node, Choic
         yield node, every
     globs = it.chain.from_iterable(x.items() for x in node.globs.values())
     for glob, (fits, child) in globs:
+        if index.rest and "." not in glob:
+            continue
         if head_of(glob)[0] == "*":
             if fits(f"0{index.rest}"):
                 yield child, every

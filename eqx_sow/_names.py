@@ -59,11 +59,12 @@ def with_stars(
     part that is. For `("blocks", "attn")` in a loop over time, and one over the layers
     of a stack at `blocks`, `(None, 1)`, that is `("blocks", "*", "attn")`, and again
     `(None, 1)`."""
-    over_stacks = [(n, k) for k, n in enumerate(n_keys) if n is not None]
+    over_stacks = sorted((n, k) for k, n in enumerate(n_keys) if n is not None)
     new, places = list(path), list(n_keys)
-    for before, (n, k) in enumerate(sorted(over_stacks)):
-        places[k] = n + before
+    for before, (n, k) in enumerate(over_stacks):
         new.insert(n + before, "*")
+        # There may be slashes in a key.
+        places[k] = sum(key.count("/") + 1 for key in new[: n + before])
     return tuple(new), tuple(places)
 
 

@@ -15,7 +15,7 @@ from collections.abc import (
 from typing import Any
 
 from ._errors import shown, UnknownSowError
-from ._globs import compiled, fits, head_of, is_glob, is_index
+from ._globs import compiled, fits, head_of, is_glob, is_index, of_all_layers
 from ._names import join, Named, selected, with_indices
 
 
@@ -56,13 +56,6 @@ def _indices(name: str) -> list[int]:
     """The indices in a name."""
     heads = (head_of(part)[0] for part in name.split("/"))
     return [int(head) for head in heads if is_index(head)]
-
-
-def of_all_layers(name: str) -> str:
-    """What all layers are called, of which a name is one: of `blocks/2.encode` that is
-    `blocks/*.encode`."""
-    parts = map(head_of, name.split("/"))
-    return "/".join(("*" if is_index(head) else head) + rest for head, rest in parts)
 
 
 def _without_index_at_end(pattern: str) -> list[str]:

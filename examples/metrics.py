@@ -128,6 +128,7 @@ def first_argument(metric):
 def step(watch, model, tokens):
     metrics = {
         "blocks/*": rms,
+        "blocks/*.inputs": first_argument(rms),
         "blocks/*/attention": rms,
         "blocks/*/attention.inputs": first_argument(rms),
         "blocks/*/attention/softmax.inputs": first_argument(jnp.max),
@@ -168,6 +169,7 @@ def block_by_hand(self, x, watch):
     def see(name, metric, x):
         found[name] = when(watch, metric)(x)
 
+    see("blocks/*.inputs", rms, x)
     h = norm(x)
     see("blocks/*/attention.inputs", rms, h)
     h = attention_by_hand(self.attention, h, see)

@@ -230,13 +230,9 @@ DOCUMENTED = {
             "test_capture.py::test_jit_in_either_order",
             "test_capture.py::test_a_dict_of_layers",
         ],
-        "One name marks one place": ["test_errors.py::test_duplicate"],
         "Functions that were traced before": [
             "test_limits.py::test_linearized_before",
             "test_hard_cases.py::test_linearized_function_captured_later",
-        ],
-        "Only the last value of a `while_loop`": [
-            "test_control_flow.py::test_while_has_the_last_value_and_a_count"
         ],
         "The condition of a `while_loop`": [
             "test_limits.py::test_refused",

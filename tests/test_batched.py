@@ -759,7 +759,7 @@ def test_a_name_that_there_is_not():
     "fn",
     [
         lambda p: (p[0] + p[1], p[1]),
-        lambda p: (p[0] + lax.axis_index("i"), p[1]),
+        lambda p: (p[0] + lax.axis_index("i").astype(jnp.float32), p[1]),
     ],
     ids=["value", "index"],
 )

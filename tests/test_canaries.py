@@ -195,6 +195,8 @@ def test_a_canary_dies_if_a_cond_without_marks_tells_nothing(monkeypatch):
 def test_a_canary_dies_without_each_bind(monkeypatch, primitive, bind):
     if primitive.call_primitive:
         pytest.skip("Until JAX 0.10, which binds no call with a sow inside, is dropped")
+    if primitive.name in ("xla_metadata_call", "composite", "program_order"):
+        pytest.skip("Until there is a canary for calls that only say something")
     _break_bind(monkeypatch, primitive, bind)
     assert _first_difference(monkeypatch, primitive) is not None
 

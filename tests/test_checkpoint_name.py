@@ -170,6 +170,21 @@ def test_the_policies_differ():
     assert counts["everything"] != counts["nothing"] == counts["another"]
 
 
+class Edited(Block):
+    def __call__(self, x):
+        h = checkpoint_name(jnp.cos(jnp.sin(self.up(x))), "mlp_hidden")
+        return x + checkpoint_name(jnp.tanh(self.down(h)), name="mlp_out")
+
+
+@pytest.mark.parametrize("policy", ["hidden", "nothing"])
+def test_what_a_policy_saves_is_what_was_planted(policy):
+    edit = {"blocks/*/mlp_hidden": jnp.cos}
+    got = eqx.filter_grad(plant(_loss, edit, **CAPTURE))
+    by_hand = Model(eqx.filter_vmap(Edited)(KEYS), POLICIES[policy])
+    want = _counted(GRAD, by_hand)
+    assert _counted(got, MODELS["stack"](POLICIES[policy])) == want
+
+
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_values_and_cotangents(policy, kind):

@@ -231,8 +231,8 @@ def _by_hand(program, x):
         cond = lambda i, yes, no, x: yes(x) if i % 2 == 0 else no(x)
         return program(_unrolled, cond, mark, x), values
 
-    cotangents, values = jax.grad(run, has_aux=True)([0.0] * 9, x)
-    return np.stack(values), np.stack(cotangents[: len(values)])
+    cotangents, values = jax.grad(run, has_aux=True)([0.0] * 99, x)
+    return np.array(values), np.array(cotangents[: len(values)])
 
 
 def _alternating(i, yes, no, x):
@@ -255,6 +255,48 @@ def test_a_cotangent_is_of_the_iteration_that_the_value_is_of(program, loop):
     _, alone = S(jax.jit(grad), modes="cotangent")(1.1)
     close(alone["a"]["cotangent"], last(cotangents))
     close(alone["a"]["count"], got["a"]["count"])
+
+
+def _random_program(rng, depth=0, marked=True):
+    """A function of `loop`, `cond`, `mark` and `x`, with one mark, or none."""
+    c = float(rng.uniform(0.6, 1.2))
+    if not marked:
+        return lambda loop, cond, mark, x, i: jnp.sin(c * x)
+    kinds = ["loop", "cond", "mark"] if depth else ["loop"]
+    kind = "mark" if depth > 2 else rng.choice(kinds)
+    if kind == "mark":
+        return lambda loop, cond, mark, x, i: mark(jnp.cos(c * x)) * x
+    there = int(rng.integers(2))
+    parts = [_random_program(rng, depth + 1, k == there) for k in range(2)]
+    n = int(rng.integers(1, 4))
+
+    def both(loop, cond, mark, x, i):
+        if kind == "cond":
+            yes, no = (lambda x, p=p: p(loop, cond, mark, x, i) for p in parts)
+            return cond(i, yes, no, x)
+
+        def body(i, x):
+            for part in parts:
+                x = part(loop, cond, mark, x, i)
+            return x
+
+        return loop(n, body, x)
+
+    return both
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("loop", ["one checkpoint", "scan"])
+def test_cotangents_of_random_loops_with_a_backward_pass(seed, loop):
+    run = _random_program(np.random.default_rng(seed))
+    fn = lambda loop, cond, mark, x: run(loop, cond, mark, x, 0)
+    mark = lambda value: sow(value, "a")
+    _, got = jax.jit(S(jax.grad(lambda x: fn(LOOPS[loop], _alternating, mark, x))))(1.1)
+    values, cotangents = _by_hand(fn, 1.1)
+    assert got["a"]["count"] == len(values)
+    close(got["a"]["primal"], values[-1] if len(values) else 0)
+    close(got["a"]["cotangent"], cotangents[-1] if len(values) else 0)
 
 
 @pytest.mark.parametrize("outside", ["vmap", "grad"])

@@ -991,6 +991,9 @@ def test_the_index_behind_a_key_with_a_slash():
     _, got = S(fn, capture=True, names="units/a/b/1/lin")(units, X)
     value = _units()[1].lin(_units()[0](X))
     assert_close(with_mode(got, "primal"), {"units/a/b/1/lin": value})
+    _, every = S(fn, capture=True)(units, X)
+    assert_close(every["units/a/b/1/lin"]["primal"], value)
+    assert_close(every.unstack()["units/a/b/1/lin"]["primal"], value)
     name = "args/0/a/b/1/lin"
     _, got = S(lambda *args: fn(*args), capture=True, names=name)(units, X)
     assert_close(with_mode(got, "primal"), {name: value})

@@ -26,9 +26,12 @@ from eqx_sow import (
     Last,
     plant,
     save_intermediates as S,
+    sow,
     SowTypeError,
     tap,
 )
+from eqx_sow._mark.site import Label
+from eqx_sow._mark.sow import bind_sow
 from jax.sharding import AxisType, PartitionSpec as P
 from jaxtyping import Array, Float
 
@@ -50,14 +53,16 @@ def _same(got, want, *said):
 
 # --- models ---
 class Block(eqx.Module):
-    attn: eqx.nn.Linear
+    attn: eqx.nn.Linear | None
     layers: list[eqx.nn.Linear]
     act: eqx.nn.Lambda
     kind: str = eqx.field(static=True)
 
     def __init__(self, key, kind):
-        keys = jr.split(key, 3)
-        self.attn, *self.layers = (eqx.nn.Linear(2, 2, key=k) for k in keys)
+        linears = [eqx.nn.Linear(2, 2, key=k) for k in jr.split(key, 3)]
+        # Those that it calls. Of others, see the test below.
+        n = {"layers": 2, "two": 1, "unused": 1}.get(kind, 0)
+        self.attn, self.layers = linears[2] if kind != "layers" else None, linears[:n]
         self.act, self.kind = eqx.nn.Lambda(jnp.tanh), kind
 
     def __call__(self, x):
@@ -69,6 +74,8 @@ class Block(eqx.Module):
             case "time inside":
                 step = lambda x, _: (jnp.tanh(self.attn(x)), None)
                 return x + lax.scan(step, x, length=2)[0]
+            case "unused":
+                return x + self.act(self.attn(x))
             case _:
                 return x + self.layers[0](self.act(self.attn(x)))
 
@@ -285,6 +292,7 @@ def _cases(n, every=1, wraps=WRAPS):
 
 
 # --- the laws ---
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("case", _cases(4))
 def test_look_ups(case):
     want, got = case.both(case.save)
@@ -310,6 +318,7 @@ def test_look_ups(case):
             _same(got.cotangents[pattern], got[pattern]["cotangent"])
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("case", _cases(3))
 def test_names(case):
     names = case.names(case.lists)
@@ -329,6 +338,7 @@ def _halved(value):
     return jax.tree.map(lambda a: a / 2, value)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("case", _cases(3))
 def test_functions_planted(case):
     """Inside of a gradient, and in place of cotangents around it."""
@@ -362,6 +372,7 @@ def test_values_planted(case):
     _same(again(case.net, case.x), case.fn(case.net, case.x), case)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("case", _cases(3))
 def test_transform_and_spec(case):
     saved = case.save(case.lists)
@@ -404,6 +415,7 @@ def test_reduce(case):
         _same(dict(got), dict(want), case)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("case", _cases(4))
 def test_events(case):
     def events_of(model, **options):
@@ -421,6 +433,95 @@ def test_events(case):
         want, got = case.both(lambda m: events_of(m, **options))
         assert list(got) == list(want), (options, case)
         _same(got, want, options, case)
+
+
+@pytest.mark.parametrize("wrap", ["plain", "grad"])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_stack_with_arrays_that_are_not_used(form, wrap):
+    """In another loop. A gradient moves what the loops take apart to other places."""
+    plan = Plan((2,), "unused", time_around=True)
+    fn = WRAPS[wrap][0](plan)
+    save = eqx.filter_jit(lambda m: S(fn, capture=True)(m, X)[1])
+    want, got = save(plan.lists), save(plan.net(form))
+    assert list(got.unstack()) == list(want)
+    for name, modes in want.items():
+        _same(got[name], modes, name)
+
+
+# --- lists, which have the shape of stacks ---
+def _nested(x):
+    for i, j in it.product(range(2), range(4)):
+        x = sow(jnp.sin((4 * i + j + 1) * x), f"b/{i}/{j}")
+    return x
+
+
+def _nested_in_stacks(x):
+    mark = lambda x: bind_sow(
+        x, (Label("b/*/*", "intermediates", 0, (1, 2)),), spec=None
+    )
+    layer = lambda x, w: (mark(jnp.sin(w * x)), None)
+    step = lambda x, ws: lax.scan(layer, x, ws)
+    return lax.scan(step, x, jnp.arange(1.0, 9.0).reshape(2, 4))[0]
+
+
+PATTERNS = {
+    "b/*/*": (2, 4),
+    "b/1/*": (4,),
+    "b/-1/*": (4,),
+    "b/-1/[12]": (2,),
+    # The index of the first list is that of some layers of the second one.
+    "b/1/[12]": (2,),
+    "b/[1]/*": (1, 4),
+    "b/*/-1": (2,),
+    "b/*/1": (2,),
+    "b/-1/-1": (),
+    "b/?/[03]": (2, 2),
+    "**": (2, 4),
+    "**/-2": (2,),
+}
+
+
+@pytest.mark.parametrize("fn", [_nested, _nested_in_stacks], ids=["lists", "stacks"])
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_each_glob_is_an_axis_and_an_index_is_none(pattern, fn):
+    _, got = S(fn)(X)
+    values, x = [], X
+    for w in range(1, 9):
+        values.append(x := jnp.sin(w * x))
+    rows, columns = _chosen(pattern)
+    want = jnp.stack(values).reshape(2, 4, 2)[rows][:, columns]
+    want = want.reshape(*PATTERNS[pattern], 2)
+    assert pattern in got
+    _same(got[pattern]["primal"], want, pattern)
+    _same(got.primals[pattern], want, pattern)
+
+
+def _chosen(pattern):
+    """Which layers of the two lists these are."""
+    some = pattern.removeprefix("b/").split("/")
+    some = ["**"] * (2 - len(some)) + some
+    each = []
+    for part, n in zip(some, (2, 4)):
+        digits = part.strip("[]")
+        if part in ("*", "?", "**"):
+            each.append(list(range(n)))
+        elif part.startswith("["):
+            each.append([int(i) for i in digits])
+        else:
+            each.append([int(part) % n])
+    return [jnp.array(indices) for indices in each]
+
+
+@pytest.mark.parametrize("forms", [*it.product(["list", "scan"], repeat=2)])
+@pytest.mark.parametrize("sizes", [(1, 2), (2, 1), (1, 1)])
+def test_a_list_of_one_has_an_axis(sizes, forms):
+    plan = Plan(sizes, "two")
+    _, got = S(lambda m, x: m(x), capture=True)(plan.net(*forms), X)
+    want = S(lambda m, x: m(x), capture=True)(plan.lists, X)[1]
+    for pattern in ("stages/*/blocks/*/attn", "**/attn", "stages/[0]/**/attn"):
+        shape = (1 if "[0]" in pattern else sizes[0], sizes[1], 2)
+        assert got[pattern]["primal"].shape == shape
+        _same(got[pattern]["primal"], want[pattern]["primal"], pattern, forms)
 
 
 # --- an unedited model that scans its layers ---
@@ -481,6 +582,7 @@ def test_esm2_is_looked_up_as_a_list():
         _same(entry, dict(want[pattern]), pattern)
 
 
+@pytest.mark.slow
 def test_esm2_is_planted_and_tapped_as_a_list():
     loss, got, want = _esm2()
     models = ESM2, ListOfLayers(ESM2)

@@ -406,12 +406,16 @@ def test_counts_of_a_buffer(apart):
             sow(w * 2, "h")
         return y
 
-    got = S(jax.grad(f), reduce=Buffer(5))(0.5, jnp.float32(1))[1]["h"]
-    assert got["count"] == 3 + apart
+    saved = S(jax.grad(f), reduce=Buffer(5))
+    if apart:
+        with pytest.raises(SowError, match="there is not one cotangent for each value"):
+            saved(0.5, jnp.float32(1))
+        return
+    got = saved(0.5, jnp.float32(1))[1]["h"]
+    assert got["count"] == 3
     a, b, _ = jnp.cos(got["primal"][:3])
     backward = got["cotangent"][: got["count"]][::-1]
-    want = [0.0] * apart + [a * b, b, 1.0]
-    np.testing.assert_allclose(backward, jnp.array(want), rtol=1e-6)
+    np.testing.assert_allclose(backward, jnp.array([a * b, b, 1.0]), rtol=1e-6)
 
 
 # --- calls that only say something about a function ---
@@ -552,23 +556,28 @@ _NO_RULE = {
 }
 
 
+def _functions(x, depth=0):
+    """The Python functions that one consists of."""
+    if isinstance(x, functools.partial):
+        x = x.func
+    x = inspect.unwrap(x) if callable(x) else x
+    if depth > 4 or not hasattr(x, "__code__"):
+        return
+    yield x
+    for cell in x.__closure__ or ():
+        with contextlib.suppress(ValueError):
+            yield from _functions(cell.cell_contents, depth + 1)
+
+
+def _rules_of(primitive):
+    return [*it.chain(*map(_functions, (primitive.abstract_eval, primitive.impl)))]
+
+
 def _holds(primitive):
     """Whether a primitive is defined with a jaxpr or a function among its parameters,
     as far as its rules tell."""
-
-    def functions(x, depth=0):
-        if isinstance(x, functools.partial):
-            x = x.func
-        x = inspect.unwrap(x) if callable(x) else x
-        if depth > 4 or not hasattr(x, "__code__"):
-            return
-        yield x
-        for cell in x.__closure__ or ():
-            with contextlib.suppress(ValueError):
-                yield from functions(cell.cell_contents, depth + 1)
-
     words = "branches", "call", "fn", "callback", "_prim", "bwd"
-    for fn in it.chain(*map(functions, (primitive.abstract_eval, primitive.impl))):
+    for fn in _rules_of(primitive):
         code = fn.__code__
         names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
         only = code.co_varnames[code.co_argcount :][: code.co_kwonlyargcount]
@@ -582,10 +591,7 @@ def test_every_primitive_of_jax_that_holds_a_function_has_a_rule_or_a_limit():
         with contextlib.suppress(ImportError):
             importlib.import_module(f"jax.experimental.{name}")
     every = [
-        x
-        for x in gc.get_objects()
-        if isinstance(x, jexc.Primitive)
-        and (x in interpreter.rules or _is_of_jax(x.abstract_eval))
+        x for x in gc.get_objects() if isinstance(x, jexc.Primitive) and _is_of_jax(x)
     ]
     holding = {x for x in every if _holds(x)}
     known = {p for p in interpreter.rules if p is not None}
@@ -597,5 +603,8 @@ def test_every_primitive_of_jax_that_holds_a_function_has_a_rule_or_a_limit():
     assert {p.name for p in holding - known} <= names
 
 
-def _is_of_jax(fn):
-    return getattr(inspect.unwrap(fn), "__module__", "").startswith("jax")
+def _is_of_jax(primitive):
+    """Whether it is one of JAX's. Other tests make some, and other libraries have
+    some."""
+    roots = {str(fn.__module__).split(".")[0] for fn in _rules_of(primitive)}
+    return "jax" in roots and roots <= {"jax", "eqx_sow"}

@@ -909,7 +909,7 @@ def test_what_is_in_a_place_that_reads_alike():
         x, _ = jax.lax.scan(step, x, m["a/b"])
         return jax.lax.scan(step, x, m["a"]["b"])[0]
 
-    names = ["m/a/b#1/1", "m/a/b/1", "m/a/b#1"]
+    names = ["m/a/b#1/1", "m/a/b/1", "m/a/b#1/*"]
     _, got = S(fn, capture=True, names=names)(trees, X)
     assert set(got) == set(names)
     x = _scales(3)[2](X)

@@ -261,6 +261,15 @@ def test_a_pattern_is_the_same_for_a_list_and_for_a_stack(wrap, x, places, mode)
         assert_close(twice, jnp.moveaxis(both(expected[1::2]), 0, 1))
 
 
+def test_a_star_for_the_layers_means_these_alone():
+    names = ["b/0.inputs", "b/0", "b/0/b", "b/1.inputs", "b/1", "b/1/b"]
+    values = {name: {"primal": X + i} for i, name in enumerate(names)}
+    got = Intermediates(values)
+    assert_close(got["b/*"]["primal"], jnp.stack([X + 1, X + 4]))
+    assert_close(got["b/*.inputs"]["primal"], jnp.stack([X, X + 3]))
+    assert "b/*" in got and got.primals["b/*"].shape == (2, 3)
+
+
 def test_patterns_of_a_stack_of_stacks():
     name = "stages/*/blocks/*/mlp"
 
@@ -277,7 +286,7 @@ def test_patterns_of_a_stack_of_stacks():
 
     a, b = S(stages)(X)[1], S(in_lists)(X)[1]
     shapes = {"**": (2, 4), name: (2, 4), "stages/1/**": (4,), "**/3/mlp": (2,)}
-    shapes |= {"stages/-1/*/1/mlp": (), "stages/*/blocks/[02]/mlp": (2, 2)}
+    shapes |= {"stages/-1/*/1/mlp": (1,), "stages/*/blocks/[02]/mlp": (2, 2)}
     for pattern, shape in shapes.items():
         value = b[pattern]["primal"]
         assert value.shape == (*shape, 3)

@@ -165,7 +165,13 @@ class Fits:
         # is called, or the innermost.
         same = [n for n, x in zip(ends, within) if x == whole]
         of_calls = {n for _, n in called}
-        return next((n for n in same if n in of_calls), same[-1] if same else None)
+        highest = next((n for n in same if n in of_calls), same[-1] if same else None)
+        # A module that is called in the loop is an entry of the stack, also if some of
+        # its arrays are not used, so that JAX does not take these apart.
+        inside = [n for call, n in called if n >= begin and call not in outside]
+        entries = (n for n in inside if not apart.isdisjoint(within[n - begin]))
+        found = [n for n in (highest, next(entries, None)) if n is not None]
+        return min(found, default=None)
 
 
 def _last(part: Path, path: Path, begin: int) -> int | None:

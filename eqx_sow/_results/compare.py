@@ -12,6 +12,7 @@ import numpy as np
 
 from .._errors import SowError, UnknownSowError
 from .._frames import api_boundary
+from .._names import with_indices
 from .difference import difference, Numbers, together, Tolerance
 from .flat import by_name, is_mode, places_of
 from .intermediates import Intermediates
@@ -72,9 +73,13 @@ def compare(
     - `norm`: the relative difference of the norms: `-0.5` if the norm is half as large,
     - `cosine`: the cosine of the angle between the two values,
     - `beyond`: how many entries differ by more than `atol + rtol * abs(reference)`, if
-        any. Entries that are not finite in only one of the two are beyond, as are all
-        entries if the shapes differ. Entries that are NaN in both, or the same
-        infinity, are not. Integers, booleans and keys are beyond if they are not equal.
+        any. An entry that is finite on one side only counts as beyond; so do
+        all if the shapes differ. Entries that are NaN in both, or the same
+        infinity, are not. Integers, booleans and keys count as beyond unless they are
+        equal.
+
+    Of a stack of layers that differs, the row has the name of the layer that differs
+    first, such as `blocks/17/attn`, and is about that layer alone.
 
     An arrow marks the row with the first entry beyond the tolerance, in order of
     execution, as in [`eqx_sow.tabulate`][]: in a loop, of the earliest iteration; for
@@ -178,6 +183,7 @@ def compare(
     ]
     _fill(rows, (rtol, atol))
     mark_first(rows)
+    _fill([row.of_layer() for row in rows if row.is_of_layer], (rtol, atol))
     below = [
         _only_in(of, values, both, {key: n[i] for key, n in lacking.items()})
         for i, (of, values) in enumerate((("first", a), ("second", b)))
@@ -325,6 +331,29 @@ class _Row(Row):
     def differ(self) -> bool:
         """In more than their numbers."""
         return _form(self.a) != _form(self.b)
+
+    @property
+    def _layer(self) -> dict[int, int]:
+        """Of a stack that differs, the axes of the layers, each with the index of the
+        layer that differs first."""
+        found = {} if self.differ else self.at
+        return {i: n for i, n in found.items() if (self.axes or ())[i][1] is not None}
+
+    @property
+    def is_of_layer(self) -> bool:
+        return bool(self._layer)
+
+    def of_layer(self) -> "_Row":
+        """The row, of which only that layer is left. It has its name in a list."""
+        layer, axes = self._layer, self.axes or ()
+        label, places = self.name.removeprefix(self.of), [axes[i][1] for i in layer]
+        self.of = with_indices(self.of, zip(places, layer.values()))
+        self.name = self.of + label
+        index = tuple(layer.get(i, slice(None)) for i in range(max(layer) + 1))
+        self.a, self.b = (jtu.tree_map(lambda x: x[index], x) for x in (self.a, self.b))
+        self.axes = tuple(x for i, x in enumerate(axes) if i not in layer)
+        self.numbers = self.bad = None
+        return self
 
     @property
     def has_numbers(self) -> bool:

@@ -45,10 +45,12 @@ class Intermediates(dict[str, dict[str, Any]]):
     Look up what `names=` would select: one layer, `intermediates["blocks/2/attn"]`, of
     a list or a stack of layers; one iteration of another loop, `intermediates["h/3"]`
     or `["h/-1"]`. You can leave out where the model is. For a pattern, you get the
-    values of all names that it fits, stacked: `intermediates["blocks/*/attn"]` has a
-    first axis for the layers. (Nested lists give one axis for each list. Other names
-    are in order of execution. If the values cannot be stacked, it is a `SowError`.)
-    `in`, `.get` and `.primals[...]` agree with that. A name or a mode that is
+    values of all names that it fits, stacked: `intermediates["blocks/*/attn"]` has an
+    axis for the layers, of a list as of a stack. Nested lists give one axis for each
+    list. Other names are in order of execution. If the values cannot be stacked, it is
+    an [`eqx_sow.SowError`][]. For a list, the new axis comes first. A stack has it
+    where its loop is: with a `vmap` around the loop, behind the lanes. `in`, `.get` and
+    `.primals[...]` agree with `[...]`. A name or a mode that is
     not there is an [`eqx_sow.UnknownSowError`][], which is a `KeyError` as well, and
     says why.
 

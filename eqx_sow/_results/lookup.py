@@ -30,7 +30,7 @@ from .layers import (
     Values,
 )
 from .leaves import shape_of
-from .stacks import stacked, unstacked
+from .stacks import layers_in, stacked, unstacked
 
 
 def find(
@@ -50,10 +50,12 @@ def find(
     selection = Selection([name], found, known.roots)
     some = [(whole, one) for whole in found for one in selection.all_of(whole)]
     each = {one.name: one for _, one in some}
-    there = [x for new in each if (x := _one(new, some, values, known, shapes))]
+    pairs = [(one, _one(new, some, values, known, shapes)) for new, one in each.items()]
+    there = [x for _, x in pairs if x is not None]
     if not there or not is_glob(name):
         return there[0] if there else None
-    if len(there) == 1 and any(n is not None for n in each[there[0][0]].places):
+    (new, *_), places = there[0], [n for n in pairs[0][0].places if n is not None]
+    if len(there) == len(pairs) == 1 and places and not layers_in(new, name):
         return there[0]
     parts = {new: modes for new, modes, _ in there}
     axes = {(n, m): of.of(n, m) for n, modes, of in there for m in modes}

@@ -85,6 +85,8 @@ class Row:
     when: int | None
     bad: Any = dc.field(default=None, kw_only=True)
     is_first: bool = dc.field(default=False, kw_only=True)
+    # Of the first such entry, the index along each of these axes, if they are known.
+    at: Mapping[int, int] = dc.field(default_factory=dict, kw_only=True)
 
     @property
     def scans(self) -> dict[int, Scan | None]:
@@ -133,6 +135,10 @@ def mark_first(rows: Sequence[Row]) -> None:
         # that ran first.
         back = tuple(k for k, scan in enumerate(scans) if scan and scan[-1][1])
         at = np.argwhere(np.flip(bad, back))[0].tolist()
+        of_axes = (
+            (k, bad.shape[k] - 1 - n if k in back else n) for k, n in enumerate(at)
+        )
+        rows[i].at = {axis: n for axis, (_, n) in zip(rows[i].scans, of_axes)}
         place = [(began.setdefault(scan, order), n) for scan, n in zip(scans, at)]
         times.append(([*place, (order, 0)], i))
     if times:

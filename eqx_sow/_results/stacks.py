@@ -11,8 +11,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .._errors import SowError
-from .._globs import head_of, is_index
-from .._unknown import of_all_layers
+from .._globs import fits, head_of, is_glob, is_index, of_all_layers
 from .layers import (
     Known,
     layer_of,
@@ -125,15 +124,9 @@ def _grid(pattern: str, names: list[str]) -> tuple[list[str], list[int]]:
     each axis."""
     if len({of_all_layers(name) for name in names}) > 1:
         return names, [len(names)]
-    parts = [name.split("/") for name in names]
-    given = pattern.split("/")
-    axes = [
-        k
-        for k, part in enumerate(parts[0])
-        if is_index(head_of(part)[0]) and part not in given
-    ]
+    axes = layers_in(names[0], pattern)
     index = lambda split: [int(head_of(split[k])[0]) for k in axes]
-    found = sorted((index(split), name) for split, name in zip(parts, names))
+    found = sorted((index(name.split("/")), name) for name in names)
     sizes = [len({i[k] for i, _ in found}) for k in range(len(axes))]
     if math.prod(sizes) != len(names):
         raise SowError(
@@ -142,6 +135,23 @@ def _grid(pattern: str, names: list[str]) -> tuple[list[str], list[int]]:
             "by a pattern of its own."
         )
     return [name for _, name in found], sizes or [1]
+
+
+def layers_in(name: str, pattern: str) -> list[int]:
+    """The parts of a name that are the index of a layer, and that the pattern fits by a
+    glob: of `b/1/layers/0` and `b/1/**`, the last one."""
+    parts, given = name.split("/"), pattern.split("/")
+    # What is behind the last `**` is counted from the end, as a root may be left out;
+    # and what is in front of the first one from where it fits.
+    deep = [k for k, p in enumerate(given) if p == "**"]
+    front, back = given[: deep[0]] if deep else [], given[deep[-1] + 1 if deep else 0 :]
+    starts = range(len(parts) - len(back) - len(front) + 1)
+    fit = lambda k: fits("/".join(front), "/".join(parts[k : k + len(front)]))
+    start = next(filter(fit, starts), 0) if front else 0
+    said = {start + k: p for k, p in enumerate(front)}
+    said |= {len(parts) - len(back) + k: p for k, p in enumerate(back)}
+    is_open = lambda k: k >= start and is_glob(said.get(k, "**"))
+    return [k for k, p in enumerate(parts) if is_index(head_of(p)[0]) and is_open(k)]
 
 
 def _along_new_axes(

@@ -190,8 +190,9 @@ def plant(
             loop, of one example in one iteration. The function may receive fewer axes
             than the captured value has: `eqx.nn.MultiheadAttention` runs under a `vmap`
             over heads, so a function planted at its `softmax` receives one head, of
-            shape `(query, key)`. [`eqx_sow.batched`][] around the function passes all
-            heads or examples, as leading axes, and it returns them.
+            shape `(query, key)`. `intermediates.axes(name)` calls the axes that it does
+            not see `"vmap"`. [`eqx_sow.batched`][] around the function passes all heads
+            or examples, as leading axes, and it returns them.
 
         Names and globs are those of the option `names` of
         [`eqx_sow.save_intermediates`][]: `"blocks/*"` is the blocks, without what is in
