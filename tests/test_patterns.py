@@ -96,7 +96,7 @@ def test_many_patterns_at_once_are_each_by_itself():
         ("blocks/**", "blocks/0/attn", True),
         ("blocks/**/attn", "blocks/*/attn", True),
         ("**", ".", True),
-        ("layers/*", "layers/0.encode", True),
+        ("layers/*", "layers/0.encode", False),
         ("layers/*.inputs", "layers/0.inputs", True),
         ("layers/*", "layers/0/linear", False),
         ("*layers/0", "model/layers/0", False),
