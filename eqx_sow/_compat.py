@@ -399,7 +399,7 @@ def _annotation(name: str, wrap: Callable[[Any, Callable], Callable]) -> Any:
     try:
         fn = getattr(importlib.import_module(module), name)
         primitive: Any = equation(wrap(fn, lambda x: x)).primitive
-    except Exception:
+    except Exception:  # this version of JAX has none, or has it elsewhere
         return None
     plain = primitive.abstract_eval
 

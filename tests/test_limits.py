@@ -469,9 +469,9 @@ UNDER = {
 def test_an_annotated_function_is_one_that_is_called(name, under):
     # JAX has neither derivatives nor a batching rule for composites.
     if name == "composite" and under not in ("eager", "jit", "scan"):
-        pytest.skip("JAX cannot do that")
+        pytest.skip("Until JAX differentiates and batches composites")
     if name in ("scheduling_group", "metadata") and under == "grad-checkpoint":
-        pytest.skip("JAX cannot do that if there is a loop inside")
+        pytest.skip("Until JAX can do that if there is a loop inside")
     wrapped = UNDER[under](ANNOTATIONS[name](_marks))
     called = UNDER[under](jax.jit(_marks))
     # Compiled as a whole, which is quicker.
@@ -520,7 +520,7 @@ def test_an_annotated_layer(name):
 def test_annotations_stay(name):
     """All do where nothing inside is asked for, and those of the scheduler always."""
     if name == "order":
-        pytest.skip("JAX replaces it before it lowers the program")
+        pytest.skip("Until JAX leaves it in the lowered program")
     inside = ANNOTATIONS[name](lambda x: sow(jnp.sin(x), "inside") * 2)
     text = lambda **options: str(
         jax.make_jaxpr(S(lambda x: sow(inside(x), "out"), **options))(X)

@@ -113,7 +113,7 @@ def _hash_structure(treedef: Any) -> int:
     def node(_, held):
         try:
             found.append(hash(_with_hash(held)))
-        except Exception:
+        except Exception:  # A user's `__hash__` may raise anything.
             found.extend(map(_hash, held) if type(held) is tuple else [type(held)])
 
     # It is given numbers in place of leaves.
