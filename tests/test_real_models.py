@@ -373,7 +373,7 @@ def test_diffrax_planted():
 # --- flowjax: a coupling flow ---
 
 
-FLOW = "m/bijection/bijection/bijection/bijections/0/conditioner"
+FLOW = "m/bijection/bijection/bijection/*/bijections/0/conditioner"
 
 
 def _flow():

@@ -159,13 +159,20 @@ class Fits:
         for n in ends:
             if not apart.isdisjoint(self.stacks.get(path[:n], ())):
                 return n
-        within = [self._places.sources_in.get(path[:n], set()) for n in ends]
+        every = [self._places.sources_in.get(path[:n], set()) for n in ends]
+        within = [x & self._places.inexact for x in every]
         whole = next((x for x in within if x and x <= apart), None)
-        # If a model has nothing but `blocks`, both are such trees: it is the one that
-        # is called, or the innermost.
+        # If a model has nothing but `blocks`, both are such trees. It is the one that
+        # holds what else is taken apart, such as a permutation beside the layers; that
+        # is called; or the innermost, of modules if there are any inside.
         same = [n for n, x in zip(ends, within) if x == whole]
+        n_apart = {n: len(x & apart) for n, x in zip(ends, every)}
+        most = max(map(n_apart.get, same), default=0)
+        same = [n for n in same if n_apart[n] == most]
         of_calls = {n for _, n in called}
-        highest = next((n for n in same if n in of_calls), same[-1] if same else None)
+        modules = [n for n in same if n > root and path[:n] in self._places.modules]
+        innermost = (modules or same or [None])[-1]
+        highest = next((n for n in same if n in of_calls), innermost)
         # A module that is called in the loop is an entry of the stack, also if some of
         # its arrays are not used, so that JAX does not take these apart.
         inside = [n for call, n in called if n >= begin and call not in outside]

@@ -115,14 +115,19 @@ class Places:
 
     @ft.cached_property
     def sources_in(self) -> dict[Path, set[int]]:
-        """The sources in the tree at each place, as far as they are inexact numbers."""
+        """The sources in the tree at each place."""
         found = defaultdict(set)
         for source, places in self._paths.items():
-            if jnp.issubdtype(self._arrays[source].dtype, jnp.inexact):
-                for path in places:
-                    for n in range(len(path) + 1):
-                        found[path[:n]].add(source)
+            for path in places:
+                for n in range(len(path) + 1):
+                    found[path[:n]].add(source)
         return found
+
+    @ft.cached_property
+    def inexact(self) -> set[int]:
+        """The sources that are inexact numbers."""
+        arrays = enumerate(self._arrays)
+        return {i for i, x in arrays if jnp.issubdtype(x.dtype, jnp.inexact)}
 
     def of_length(self, n: int, used: Container[int]) -> set[int]:
         """The sources that are not `used`, and may be part of a stack of so many,
