@@ -1,7 +1,7 @@
 """The handler of `save_intermediates`, and what it is asked to take."""
 
 import dataclasses as dc
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -41,10 +41,28 @@ class Take(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """A value that is taken: its `Site.key`, and the run of that."""
+    """A value that is taken: its `Site.key`; the name that its marks have; and which
+    run of that name it is. With `names="blocks/-2"`, there may be slots of the one key
+    `blocks/-2` of marks that are `blocks/2` and `blocks/*`."""
 
     key: Any
+    name: str
     run: Run
+
+
+def numbers_of_runs(slots: Sequence[Slot]) -> list[int | None]:
+    """Of each slot, which run it is of the name that it comes back under, in order of
+    execution. Runs without a primal come last."""
+    numbers: dict[str, dict[Any, int]] = defaultdict(dict)
+    first = {s.name: i for i, s in reversed([*enumerate(slots)])}
+    known = [s for s in slots if s.run.run is not None]
+    values = [s for s in known if s.key[1] == "primal"]
+    others = [s for s in known if s.key[1] != "primal"]
+    others.sort(key=lambda s: (first[s.name], s.run.run))
+    for s in (*values, *others):
+        of_name = numbers[s.key[0]]
+        of_name.setdefault((s.name, s.run.run), len(of_name))
+    return [numbers[s.key[0]].get((s.name, s.run.run)) for s in slots]
 
 
 class Planned(NamedTuple):
@@ -190,17 +208,17 @@ class Taking:
                 value = name, key, run.run, alone
                 slot = numbers.setdefault(value, len(numbers))
                 if slot == len(slots):
-                    slots.append(Slot(key, run))
+                    slots.append(Slot(key, name, run))
                 else:
                     of_all = run._replace(of=slots[slot].run.of | run.of)
-                    slots[slot] = Slot(key, of_all)
+                    slots[slot] = Slot(key, name, of_all)
             if mark.way not in rows:
                 rows[mark.way] = PlanRow(mark, [], run.backward)
             rows[mark.way].asks.append(Ask(slot, site.label, at, take))
 
         def are_apart(derivative: int, value: int) -> bool:
-            (name, mode, _), run = slots[derivative]
-            (other, of_mode, _), of_value = slots[value]
+            (name, mode, _), _, run = slots[derivative]
+            (other, of_mode, _), _, of_value = slots[value]
             is_pair = name == other and mode != of_mode == "primal"
             return is_pair and bool(run.of) and run.of.isdisjoint(of_value.of)
 

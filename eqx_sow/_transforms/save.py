@@ -8,7 +8,7 @@ from typing import Any, ClassVar, overload, ParamSpec, Protocol, TypeVar, Unpack
 
 from .._frames import api_boundary
 from .._handlers.asked import Asked
-from .._handlers.collect import Taking
+from .._handlers.collect import numbers_of_runs, Taking
 from .._results.intermediates import Intermediates
 from .._results.layers import Known
 from .._values import spec as _spec
@@ -91,7 +91,7 @@ class _SaveIntermediates(Transformed):
             capture=options.capture,
             modes=options.modes,
         )
-        numbers = [slot.run.run for slot in slots]
+        numbers = numbers_of_runs(slots)
         intermediates = assemble(entries, when, reducer, mode_of, known, numbers)
         annotated = [(x.site, x.mark.of_equation) for x in asked if x.site.spec]
         _spec.check(annotated, by_name["spec"], intermediates)
