@@ -14,7 +14,7 @@ import pytest
 from eqx_sow import _compat, _hijax, Last, save_intermediates as S, scope, sow, SowError
 from eqx_sow._mark.listening import listening
 from eqx_sow._mark.primitive import sow_p
-from eqx_sow._transforms import canaries, program
+from eqx_sow._transforms import canaries, trace
 from eqx_sow._walk import interpreter, jax_rules
 from eqx_sow._walk.sows import variables
 from jax import lax
@@ -116,7 +116,7 @@ def test_two_threads_that_capture_first(untested):
 
 @pytest.mark.parametrize("again", [False, True])
 def test_the_message(untested, monkeypatch, again):
-    monkeypatch.setattr(program, "check_wrapped", lambda: None)
+    monkeypatch.setattr(trace, "check_wrapped", lambda: None)
     _break_a_table(monkeypatch, *jax_rules._wrapped[-1])
     for _ in range(1 + again):
         with pytest.raises(SowError) as caught:
@@ -147,14 +147,14 @@ def _binds():
 
 
 def _first_difference(monkeypatch, primitive=None):
-    monkeypatch.setattr(program, "check_wrapped", lambda: None)
+    monkeypatch.setattr(trace, "check_wrapped", lambda: None)
     jax.clear_caches()
     with next_release() if primitive is _NEXT else contextlib.nullcontext():
         return next(canaries.differences(), None)
 
 
 def _all_differences(monkeypatch):
-    monkeypatch.setattr(program, "check_wrapped", lambda: None)
+    monkeypatch.setattr(trace, "check_wrapped", lambda: None)
     jax.clear_caches()
     return list(canaries.differences())
 
@@ -511,7 +511,7 @@ CHANGES = {
 
 @pytest.fixture
 def changed(monkeypatch):
-    monkeypatch.setattr(program, "check_wrapped", lambda: None)
+    monkeypatch.setattr(trace, "check_wrapped", lambda: None)
     monkeypatch.setattr(canaries, "_found", [])
     yield monkeypatch
     monkeypatch.undo()

@@ -1263,7 +1263,7 @@ def test_lowering():
     "Transposition leaves an object on the name stack of an equation, whose type is "
     "not that of a scope; no other transformation does.",
     "_compat.py",
-    "_walk/executions.py",
+    "_walk/table.py",
     "_walk/repetitions.py",
 )
 def test_name_stacks():

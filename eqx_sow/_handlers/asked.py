@@ -2,7 +2,6 @@
 `names` asks for, and what becomes of other marks.
 """
 
-import dataclasses as dc
 import functools as ft
 import math
 import operator
@@ -15,16 +14,11 @@ import numpy as np
 
 from .._errors import SowError
 from .._mark.site import Site
-from .._mark.static import SameParts
-from .._names import in_loops
+from .._names import Named
 from .._selection import Selection
 from .._walk.frame import Frame
 from .._walk.handler import Handler
-from .._walk.sows import Found, lengths_of, loop_of
-
-
-# The site of what is asked for of a mark, with `Entry.at`.
-Asked = tuple[Site, tuple[int | None, ...]]
+from .._walk.sows import loop_of, Mark
 
 
 def reached(at: Iterable[int | None], iterations: Iterable[Any]) -> Any:
@@ -81,74 +75,42 @@ class InList(NamedTuple):
         return self.fn(value, Indices(new))
 
 
-@dc.dataclass(frozen=True, kw_only=True)
-class Selector(Handler):
-    """What `Collect` and `Tap` have in common: they look at the marks of one tag that
-    are asked for, and leave the program as it is."""
+class Asked(NamedTuple):
+    """What the option `names` asks for of a mark. With `names=("h", "h/3")` there are
+    two for `h` in a loop: all of it, and its iteration 3. `site` is then the same, but
+    called `h/3`, and `at` says which iteration: see `Ask`."""
 
-    tag: Any
-    # What that option selects. `None` asks for everything.
-    names: Selection | None
-    # The option of that name, or a dict of names to what it says of each.
-    transform: SameParts
-    # See `Handler`.
-    elsewhere: frozenset[str]
-    # Whether an outer transformation may want other marks: if so, these stay in the
-    # program.
-    has_outer: bool
-    # How many iterations the scans around what is walked over have, from outside in. It
-    # is kept only if `names` is not `None`.
-    loops: tuple[int, ...] = ()
-
-    @property
-    def cacheable(self):
-        return self.transform.value is None
-
-    def wants(self, site):
-        return site.tag == self.tag and bool(self.wanted(site))
-
-    def needs_iteration(self, site):
-        return site.tag == self.tag and any(at for _, at in self.wanted(site))
-
-    def for_inside(self, eqn):
-        lengths = () if self.names is None else lengths_of([eqn])
-        return dc.replace(self, loops=(*self.loops, *lengths)) if lengths else self
-
-    def asked(self, site: Site, loops: tuple[int, ...] | None = None) -> list[Asked]:
-        """What `names` asks for of a mark in these loops; or what it may ask for,
-        whatever loops are around it. With `names=("h", "h/3")` that is the whole `h`,
-        and its iteration 3: the same site, but called `h/3`."""
-        if self.names is None:
-            return [(site, ())]
-        label, others = site.label, site.labels[1:]
-        if loops is None:
-            each = self.names.in_any_loops(label.name, label.places)
-        else:
-            each = self.names.all_of(in_loops(label.name, label.places, loops))
-        new = [label._replace(name=x.name, places=x.places) for x in each]
-        return [(site._replace(labels=(n, *others)), x.at) for n, x in zip(new, each)]
-
-    def wanted(self, site: Site, loops: tuple[int, ...] | None = None) -> list[Asked]:
-        """The same, without what `modes` leaves out."""
-        raise NotImplementedError
-
-    def everywhere(self, found: Iterable[Found]) -> list[tuple[Site, Found]]:
-        """What is asked for of these marks, each with the mark, in order of execution.
-        That of iterations is not that of the marks: `h/0` and `k/1` run before
-        `h/2`."""
-        each = [(x, *one) for x in found for one in self.asked(x.site, x.loops)]
-        if any(at for *_, at in each) and all(x.way for x, *_ in each):
-            each.sort(key=lambda found: _when(found[0], found[2]))
-        return [(one, x) for x, one, _ in each]
+    mark: Mark
+    site: Site
+    at: tuple[int | None, ...] = ()
 
 
-def _when(found: Found, at: Iterable[int | None]) -> list[float]:
-    """Sorts iterations `at` of marks by when they run: the way to a mark, with the
-    iteration behind each equation. If all are asked for, the first one counts."""
-    way: Any = found.way
-    iterations = iter(at)
+def asked_of(
+    named: Iterable[tuple[Mark, Named]], names: Selection | None
+) -> list[Asked]:
+    """What is asked for of these marks, in order of execution. That of iterations is
+    not that of the marks: `h/0` and `k/1` run before `h/2`."""
+    if names is None:
+        return [Asked(mark, mark.site) for mark, _ in named]
+    each = []
+    for mark, of_mark in named:
+        label, *others = mark.site.labels
+        for one in names.all_of(of_mark):
+            new = label._replace(name=one.name, places=one.places)
+            site = mark.site._replace(labels=(new, *others))
+            each.append(Asked(mark, site, one.at))
+    if any(x.at for x in each):
+        each.sort(key=_when)
+    return each
+
+
+def _when(asked: Asked) -> list[float]:
+    """Sorts iterations of marks by when they run: the way to a mark, with the iteration
+    behind each equation. If all are asked for, the first one counts."""
+    way = asked.mark.way
+    iterations = iter(asked.at)
     key: list[float] = []
-    for k, eqn in enumerate(found.eqns[:-1]):
+    for k, eqn in enumerate(asked.mark.eqns[:-1]):
         loop, iteration = loop_of(eqn), None
         if loop is not None and loop.length is not None:
             iteration = next(iterations, None)
@@ -158,12 +120,12 @@ def _when(found: Found, at: Iterable[int | None]) -> list[float]:
     return [*key, way[-1]]
 
 
-def of_one(option: Any, whole: Site, one: Site) -> Any:
+def of_one(option: Any, whole: str, one: str) -> Any:
     """What an option that may be a dict of names says of a mark, or of `one` iteration
     of the `whole`, such as `h/3`."""
     if not isinstance(option, Mapping):
         return option
-    return option.get(one.name, option.get(whole.name))
+    return option.get(one, option.get(whole))
 
 
 def leave(

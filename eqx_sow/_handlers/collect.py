@@ -1,83 +1,174 @@
-"""The handler of `save_intermediates`."""
+"""The handler of `save_intermediates`, and what it is asked to take."""
 
 import dataclasses as dc
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from .._arrays import differentiable_where
 from .._errors import SowError
-from .._mark.site import Execution, Site
+from .._mark.site import Site
 from .._mark.static import SameParts
 from .._values import entry as _entry, state as _state
-from .._values.entry import Entry, grouped
-from .._values.merge import Entries, gather
+from .._values.entry import Entry
+from .._values.merge import duplicate, Entries, gather
 from .._values.modes import without_order
 from .._values.reduce import Append, IfSeveral, Reducer
 from .._walk.frame import Frame
-from .._walk.handler import check_guarded, Given, Handler
-from .._walk.sows import Found, in_loop_of_backward_pass, is_of_unknown_length
-from .asked import is_some, leave, of_one, reached, Selector
+from .._walk.handler import check_clear, check_guarded, Given, Handler
+from .._walk.plan import Ask, NOTHING, Placed, planned, Row as PlanRow
+from .._walk.runs import Run
+from .._walk.sows import in_loop_of_backward_pass, is_of_unknown_length, Way
+from .asked import Asked, is_some, leave, of_one, reached
 from .rows import Row, values_open_rows
 
 
-# For a survey of the program: of each place that marks a name there is an entry.
-EACH_PLACE = SameParts(Append())
-_IF_SEVERAL = IfSeveral()
+_APPEND, _IF_SEVERAL = Append(), IfSeveral()
 
 
-class _Marked(NamedTuple):
-    """A mark that `Collect` came by. Its operands are variables of the jaxpr, which are
-    read all at once when that has been walked."""
+class Take(NamedTuple):
+    """What `Collect` does at a mark. `transform` and `reducer` are `SameParts`, the
+    second one only if it has a state. What is `returned` is not left to outer
+    transformations."""
 
-    site: Site
-    operands: Sequence[Any]
-    transform: Any
-    # See `Entry.at`.
-    at: tuple[int | None, ...]
-    # Whether the walk is in that iteration, if not in all.
-    here: Any = None
-
-    def read(self, frame: Frame) -> Sequence[Any]:
-        operands = frame.read_arrays(self.operands)
-        if self.here is None or self.transform is None:
-            return operands
-        return [differentiable_where(self.here, x) for x in operands]
+    transform: SameParts | None
+    reducer: SameParts | None
+    returned: bool
+    # Of a value, the `Site.key`s of the derivatives for which it opens a row; of such a
+    # derivative, whether it fills that row: see `stepped`.
+    opens: frozenset[Any] = frozenset()
+    fills: bool = False
 
 
-@dc.dataclass(frozen=True, kw_only=True)
-class Collect(Selector):
-    """Takes the values of the marks that are asked for."""
+class Slot(NamedTuple):
+    """A value that is taken: its `Site.key`; the name that its marks have; and which
+    run of that name it is. With `names="blocks/-2"`, there may be slots of the one key
+    `blocks/-2` of marks that are `blocks/2` and `blocks/*`."""
 
+    key: Any
+    name: str
+    run: Run
+
+
+def numbers_of_runs(slots: Sequence[Slot]) -> list[int | None]:
+    """Of each slot, which run it is of the name that it comes back under, in order of
+    execution. Runs without a primal come last."""
+    numbers: dict[str, dict[Any, int]] = defaultdict(dict)
+    first = {s.name: i for i, s in reversed([*enumerate(slots)])}
+    known = [s for s in slots if s.run.run is not None]
+    values = [s for s in known if s.key[1] == "primal"]
+    others = [s for s in known if s.key[1] != "primal"]
+    others.sort(key=lambda s: (first[s.name], s.run.run))
+    for s in (*values, *others):
+        of_name = numbers[s.key[0]]
+        of_name.setdefault((s.name, s.run.run), len(of_name))
+    return [numbers[s.key[0]].get((s.name, s.run.run)) for s in slots]
+
+
+class Planned(NamedTuple):
+    """What is to be taken from a program: its plan, and the slots in there."""
+
+    plan: Placed
+    slots: Sequence[Slot]
+
+
+@dc.dataclass(frozen=True)
+class Taking:
+    """The options that say what is taken."""
+
+    # `None` asks for all.
     modes: tuple[str, ...] | None
     # A reducer for all names, or a dict of one for each.
-    reduce: SameParts
-    # The `Site.key`s of what is returned, which outer transformations do not see.
-    returned: frozenset[Any] = frozenset()
-    # The names that have a derivative in a `while_loop`, or a primal in a loop of a
-    # backward pass. What a derivative belongs to does not depend on `modes`, so their
-    # primals are taken, too.
+    reduce: Any = None
+    # The option of that name, or a dict of names to what it says of each.
+    transform: Any = None
+    # See `with_primals` and `with_rows`.
     beside: frozenset[str] = frozenset()
-    # The `Site.key`s of derivatives whose rows in a `Buffer` the value opens: see
-    # `stepped`.
     filled: frozenset[Any] = frozenset()
 
     @property
-    def cacheable(self):
-        return super().cacheable and not any(r and r.has_state for r in self._reducers)
+    def for_each_place(self) -> "Taking":
+        """For a survey of the program: of each place that marks a name, its value."""
+        return dc.replace(self, reduce=_APPEND)
+
+    def with_reducers(self, asked: Iterable[Asked]) -> "Taking":
+        """The same, in which a captured name that several equations mark, and that no
+        reducer is given for, has `IfSeveral`. Captured names are not chosen by the
+        user, so that they need not differ."""
+        if isinstance(self.reduce, Reducer):
+            return self
+        asked = list(asked)
+        by_user = {x.site.name for x in asked if x.site.note is None}
+        each = dict(self.reduce or {})
+        for (name, *_), n in Counter(x.site.key for x in asked).items():
+            if n > 1 and name not in by_user:
+                each.setdefault(name, _IF_SEVERAL)
+        return dc.replace(self, reduce=each)
+
+    def with_primals(self, asked: Iterable[Asked]) -> "Taking":
+        """The same, with the primals `beside` the modes that are asked for: those of
+        names that have a derivative in a `while_loop`, or a primal in a loop of a
+        backward pass. What a derivative belongs to does not depend on `modes`."""
+        if self.modes is None:
+            return self
+        derivatives, in_loops = set(), set()
+        for mark, site, _ in asked:
+            if site.modes and self.has_mode(site):
+                derivatives.add(site.name)
+            if (
+                any(map(is_of_unknown_length, mark.eqns))
+                if site.modes
+                else in_loop_of_backward_pass(mark.eqns)
+            ):
+                in_loops.add(site.name)
+        return dc.replace(self, beside=frozenset(derivatives & in_loops))
+
+    def with_rows(self, asked: Iterable[Asked], runs: Mapping[Way, Run]) -> "Taking":
+        """The same, knowing of which derivatives the value opens the rows in a
+        `Buffer`, which are then `filled`. Raises if the rows of a value and of its
+        derivatives would not belong together."""
+        if not self.has_rows:
+            return self
+        by_key: dict[Any, list[tuple[Row, Any]]] = {}
+        for mark, site, at in asked:
+            reducer = self.reducer(site.name)
+            if reducer is None or not reducer.lead:
+                continue
+            if not runs[mark.way].again and mark.holder is None:
+                row = Row(mark._replace(site=site), runs[mark.way])
+                by_key.setdefault(site.key, []).append((row, at))
+        filled = set()
+        for key, derivatives in by_key.items():
+            values = by_key.get((key[0], "primal", ()), [])
+            site = derivatives[0][0].mark.site
+            if not (site.modes and values):
+                continue
+            both = [
+                self.has_mode(some[0][0].mark.site) for some in (values, derivatives)
+            ]
+            # Of single iterations, rows are not many.
+            if all(both) and not any(at for _, at in (*values, *derivatives)):
+                only_rows = lambda pairs: [row for row, _ in pairs]
+                if values_open_rows(only_rows(values), only_rows(derivatives)):
+                    filled.add(key)
+        return dc.replace(self, filled=frozenset(filled))
 
     @property
-    def _reducers(self) -> Iterable[Reducer | None]:
-        reduce = self.reduce.value
-        return reduce.values() if isinstance(reduce, Mapping) else (reduce,)
+    def has_rows(self) -> bool:
+        """Whether anything is kept in a `Buffer`."""
+        return any(r and r.lead for r in self._reducers)
 
-    def needs_order(self, site):
-        return any(self.folds(one.name) for one, _ in self.wanted(site))
+    def reducer(self, name: str) -> Reducer | None:
+        reduce = self.reduce
+        return reduce.get(name) if isinstance(reduce, Mapping) else reduce
 
-    def wanted(self, site, loops=None):
-        return [x for x in self.asked(site, loops) if self._has_mode(x[0])]
+    def folds(self, name: str) -> bool:
+        """Whether a reducer with a state says what becomes of the name. The state goes
+        through loops as part of `Given.carry`."""
+        reducer = self.reducer(name)
+        return reducer is not None and reducer.has_state
 
-    def _has_mode(self, site: Site) -> bool:
+    def has_mode(self, site: Site) -> bool:
         """Whether `modes` asks for the mode of a mark."""
         if self.modes is None or site.mode in map(without_order, self.modes):
             return True
@@ -89,136 +180,88 @@ class Collect(Selector):
             return site.name in self.beside
         return not reducer.has_state
 
-    def _left(self, site: Site) -> Site | None:
-        """What is left of a mark for outer transformations. One of which only some
-        iterations are returned is left as it is."""
-        here = [one for one, at in self.asked(site, self.loops) if not is_some(at)]
-        if all(one.key not in self.returned for one in here):
-            return site
-        if self.modes is None:
-            return site.without(self.tag)
-        return site.without_this_mode(self.tag)
-
-    def with_reducers(self, found: Iterable[Found]) -> "Collect":
-        """The same, in which a captured name that several equations mark, and that no
-        reducer is given for, has `IfSeveral`. Captured names are not chosen by the
-        user, so that they need not differ."""
-        reduce = self.reduce.value
-        if isinstance(reduce, Reducer):
-            return self
-        pairs = [(x.site, one) for x in found for one, _ in self.asked(x.site, x.loops)]
-        by_user = {one.name for site, one in pairs if site.note is None}
-        each = dict(reduce or {})
-        for (name, *_), n in Counter(one.key for _, one in pairs).items():
-            if n > 1 and name not in by_user:
-                each.setdefault(name, _IF_SEVERAL)
-        return dc.replace(self, reduce=SameParts(each)) if each else self
-
-    def with_primals(self, found: Iterable[Found]) -> "Collect":
-        """The same, knowing of which names it takes the primals beside the modes that
-        it is asked for."""
-        if self.modes is None:
-            return self
-        found = list(found)
-        wanted = frozenset(
-            one.name
-            for x in found
-            if x.site.modes
-            for one, _ in self.wanted(x.site, x.loops)
-        )
-        in_loops = frozenset(
-            one.name
-            for x in found
-            if (any(map(is_of_unknown_length, x.eqns)) and x.site.modes)
-            or (in_loop_of_backward_pass(x.eqns) and not x.site.modes)
-            for one, _ in self.asked(x.site, x.loops)
-        )
-        return dc.replace(self, beside=wanted & in_loops)
-
-    def reducer(self, name: str) -> Reducer | None:
-        reduce = self.reduce.value
-        return reduce.get(name) if isinstance(reduce, Mapping) else reduce
-
-    def reduces(self, site: Site) -> bool:
-        """Whether a reducer may say what becomes of several executions."""
-        return any(self.reducer(one.name) for one, _ in self.asked(site))
-
-    def keeps_order(self, found: Iterable[Found]) -> bool:
-        """Whether the values of each name are taken in the order of its marks. Of a
-        single iteration, they leave a loop before those that are stacked."""
-        return not any(at for x in found for _, at in self.asked(x.site, x.loops))
-
-    def with_executions(
-        self, entries: Sequence[Entry], found: Iterable[Found], of: Iterable[Any]
-    ) -> list[Entry]:
-        """The entries with `Execution.of`, which is given for each of the marks that
-        are `found`. Each of these is an execution, so that it has an entry of its own.
-        """
-        by_key: dict[Any, list[Any]] = {}
-        for x, executions in zip(found, of):
-            for one, _ in self.asked(x.site, x.loops):
-                by_key.setdefault(one.key, []).append(executions)
-        return [
-            dc.replace(e, site=e.site._replace(execution=Execution(executions)))
-            for key, group in grouped(entries).items()
-            for e, executions in zip(group, by_key[key], strict=True)
-        ]
-
-    def folds(self, name: str) -> bool:
-        """Whether a reducer with a state says what becomes of the name. The state goes
-        through loops as part of `Given.carry`."""
-        reducer = self.reducer(name)
-        return reducer is not None and reducer.has_state
-
-    def sow(self, found, given, site: Site, atoms, frame: Frame):
-        if site.tag != self.tag:
-            leave(self, site, atoms, frame)
-            return given
-        atoms = leave(self, self._left(site), atoms, frame)
-        wanted = self.wanted(site, self.loops)
-        if wanted:
-            check_guarded(site)
-        for one, at in () if site.execution.again else wanted:
-            transform = of_one(self.transform.value, site, one)
-            here = reached(at, given.iterations) if is_some(at) else None
-            new = _Marked(one, atoms, transform, at, here)
-            if self.folds(one.name):
-                given = self._fold(given, new, frame)
-            else:
-                found.append(new)
-                frame.want(atoms)
-        return given
-
-    def _fold(self, given: Given, new: _Marked, frame: Frame) -> Given:
-        """One more execution for a reducer, whose state goes through the loops
-        around."""
-        key = new.site.key
-        reducer: Any = self.reducer(new.site.name)
-        old = given.carry[key]
-        entry = _entry.captured(new.site, new.read(frame), new.transform, new.at)
-        how = "fills" if key in self.filled else "next"
-        states = {key: _state.stepped(reducer, old, entry, new.here, how)}
-        for other in () if new.site.modes else self.filled:
-            if other[0] == new.site.name:
-                old = given.carry[other]
-                states[other] = _state.stepped(reducer, old, entry, new.here, "opens")
-        return given._replace(carry={**given.carry, **states})
-
-    def end_jaxpr(self, found, frame: Frame) -> Entries:
-        def pair(x):
-            if not isinstance(x, _Marked):
-                return x, _entry.FINISHED
-            return _entry.unfinished(x.site, x.read(frame), x.at), x.transform
-
-        return gather(map(pair, found), lambda name: self.reducer(name) is not None)
-
-    def check_iterations(self, asked: Iterable[tuple[Site, Any]]) -> None:
-        """Raises if a derivative that comes back would be that of another iteration
-        than the value."""
-        for site, _ in asked:
-            if not site.execution.apart or self.folds(site.name):
+    def plan(
+        self,
+        asked: Iterable[Asked],
+        runs: Mapping[Way, Run],
+        returned: Collection[Any] = (),
+    ) -> Planned:
+        """What is taken, if `returned` are the `Site.key`s of what comes back."""
+        # In many calls of one function, the sites are the same.
+        takes: dict[int, tuple[Take | None, str, Any]] = {}
+        numbers: dict[Any, int] = {}
+        rows: dict[Way, PlanRow] = {}
+        slots: list[Slot] = []
+        for mark, site, at in asked:
+            if id(site) not in takes:
+                take = self._take(mark.site, site, returned)
+                takes[id(site)] = take, mark.site.name, site.key
+            take, name, key = takes[id(site)]
+            if take is None:
                 continue
-            if site.key in self.returned:
+            run = runs[mark.way]
+            check_clear(site, run.again)
+            slot = NOTHING
+            if not run.again:
+                # Of what is not known, each mark is a value of its own.
+                alone = mark.way if run.run is None else None
+                value = name, key, run.run, alone
+                slot = numbers.setdefault(value, len(numbers))
+                if slot == len(slots):
+                    slots.append(Slot(key, name, run))
+                else:
+                    of_all = run._replace(of=slots[slot].run.of | run.of)
+                    slots[slot] = Slot(key, name, of_all)
+            if mark.way not in rows:
+                rows[mark.way] = PlanRow(mark, [], run.backward)
+            rows[mark.way].asks.append(Ask(slot, site.label, at, take))
+
+        def are_apart(derivative: int, value: int) -> bool:
+            (name, mode, _), _, run = slots[derivative]
+            (other, of_mode, _), _, of_value = slots[value]
+            is_pair = name == other and mode != of_mode == "primal"
+            return is_pair and bool(run.of) and run.of.isdisjoint(of_value.of)
+
+        return Planned(planned(rows.values(), are_apart), slots)
+
+    def _take(self, whole: Site, site: Site, returned: Collection[Any]) -> Take | None:
+        """What is done at a mark, the `whole`, which is asked for as `site`."""
+        if not self.has_mode(site):
+            return None
+        transform = of_one(self.transform, whole.name, site.name)
+        reducer = self.reducer(site.name) if self.folds(site.name) else None
+        same = lambda x: None if x is None else SameParts(x)
+        opens = [] if site.modes else [k for k in self.filled if k[0] == site.name]
+        return Take(
+            same(transform),
+            same(reducer),
+            site.key in returned,
+            frozenset(opens),
+            site.key in self.filled,
+        )
+
+    @property
+    def _reducers(self) -> Iterable[Reducer | None]:
+        reduce = self.reduce
+        return reduce.values() if isinstance(reduce, Mapping) else (reduce,)
+
+    @property
+    def _has_state(self) -> bool:
+        return any(r and r.has_state for r in self._reducers)
+
+    @property
+    def cacheable(self) -> bool:
+        return self.transform is None and not self._has_state
+
+    def check_iterations(
+        self, asked: Iterable[Asked], runs: Mapping[Way, Run], returned: Collection[Any]
+    ) -> None:
+        """Raises if a derivative that comes back would be that of another iteration
+        than the value. `returned` are the `Site.key`s of what comes back."""
+        for mark, site, _ in asked:
+            if not runs[mark.way].apart or self.folds(site.name):
+                continue
+            if site.key in returned:
                 raise SowError(
                     f"The {site.mode} of {site.said} is computed in a loop of the "
                     "backward pass, and eqx_sow cannot tell which iteration of it "
@@ -229,63 +272,64 @@ class Collect(Selector):
                     "out, by `modes`."
                 )
 
-    def with_rows(self, found: Iterable[Found], of: Iterable[Any]) -> "Collect":
-        """The same, knowing which rows of a `Buffer` a value opens. Raises if the rows
-        of a value and of its derivatives would not belong together."""
-        have_rows = any(r and r.lead for r in self._reducers)
-        if not have_rows:
-            return self
-        by_key: dict[Any, list[Row]] = {}
-        for x, executions in zip(found, of):
-            if not x.site.execution.again and x.way is not None:
-                for one, at in self.asked(x.site, x.loops):
-                    row = Row(x._replace(site=one), executions, at)
-                    by_key.setdefault(one.key, []).append(row)
-        filled = set()
-        for key, rows in by_key.items():
-            reducer = self.reducer(key[0])
-            values = by_key.get((key[0], "primal", ()), [])
-            is_derivative = bool(rows[0].found.site.modes)
-            if reducer is None or not reducer.lead or not (is_derivative and values):
+    def duplicate(
+        self, asked: Iterable[Asked], runs: Mapping[Way, Run]
+    ) -> SowError | None:
+        """The error, if a name has several values, and no reducer says what becomes of
+        them."""
+        if isinstance(self.reduce, Reducer):
+            return None
+        first: dict[Any, tuple[Asked, Any]] = {}
+        for x in asked:
+            run = runs[x.mark.way]
+            skip = run.again or self.reducer(x.site.name) is not None
+            if skip or not self.has_mode(x.site):
                 continue
-            both = [self._has_mode(some[0].found.site) for some in (values, rows)]
-            # Of single iterations, rows are not many.
-            if all(both) and not any(x.at for x in (*values, *rows)):
-                if values_open_rows(values, rows):
-                    filled.add(key)
-        return dc.replace(self, filled=frozenset(filled))
+            value = x.mark.site.name, run.run
+            other, its_value = first.setdefault(x.site.key, (x, value))
+            if other is not x and (run.run is None or value != its_value):
+                a, b = other.mark.in_backward_pass, x.mark.in_backward_pass
+                return duplicate(other.site, x.site, late=b and not a)
+        return None
 
     def started(
-        self, found: Sequence[Found], survey: Callable[[Handler], Entries]
+        self,
+        asked: Sequence[Asked],
+        survey: Callable[[], tuple[Entries, Sequence[Slot]]],
     ) -> dict[Any, _state.ReducerState]:
-        """The states of all reducers before the first execution of the marks that are
-        `found`. `survey` looks at what a handler finds in the program."""
-        have_state = any(r and r.has_state for r in self._reducers)
-        if not have_state or not any(self.needs_order(x.site) for x in found):
+        """The states of all reducers before the first execution. `survey` looks at what
+        there is `for_each_place`."""
+        folded = (x for x in asked if self.folds(x.site.name))
+        if not self._has_state or not any(self.has_mode(x.site) for x in folded):
             return {}
-        by_key = _entry.grouped(survey(dc.replace(self, reduce=EACH_PLACE)))
+        entries, slots = survey()
+        by_key = _entry.grouped(entries)
         for (name, *_), derivatives in by_key.items():
             reducer = self.reducer(name)
             values = by_key.get((name, "primal", ()), [])
             if reducer is not None and reducer.lead and values:
-                if self._has_mode(values[0].site):
-                    _check_side_by_side(values, derivatives)
-        eqns = {one.name: x.eqns[-1] for one, x in self.everywhere(found)}
+                if self.has_mode(values[0].site):
+                    _check_side_by_side(values, derivatives, slots)
+        eqns = {x.site.name: x.mark.eqns[-1] for x in asked}
         states = {}
-        for key, entries in by_key.items():
+        for key, of_key in by_key.items():
             reducer: Any = self.reducer(key[0])
-            if self.folds(key[0]) and self._has_mode(entries[0].site):
-                states[key] = _state.started(reducer, entries, eqns[key[0]])
+            if self.folds(key[0]) and self.has_mode(of_key[0].site):
+                states[key] = _state.started(reducer, of_key, eqns[key[0]])
         return states
 
 
-def _check_side_by_side(values: Sequence[Entry], derivatives: Sequence[Entry]) -> None:
+def _check_side_by_side(
+    values: Sequence[Entry], derivatives: Sequence[Entry], slots: Sequence[Slot]
+) -> None:
     """Raises if a value that is marked in several branches has a derivative in some of
     them only: in a `Buffer`, that would be in the row of another value."""
-    have = frozenset().union(*[e.site.execution.of for e in derivatives])
+    of = lambda e: slots[e.slot].run.of
+    have = frozenset().union(*map(of, derivatives))
     derivative = derivatives[0].site
-    for site in [e.site for e in values]:
-        if not (site.execution.of <= have or site.execution.of.isdisjoint(have)):
+    for e in values:
+        if not (of(e) <= have or of(e).isdisjoint(have)):
+            site = e.site
             raise SowError(
                 f"`{site.name}` is kept in a `Buffer`. Several branches mark it, at "
                 f"{site.where}, but it has a {derivative.mode} only at "
@@ -294,3 +338,89 @@ def _check_side_by_side(values: Sequence[Entry], derivatives: Sequence[Entry]) -
                 "executions. Give the marks different names, or leave the "
                 f"{derivative.mode} out, by `modes`."
             )
+
+
+class _Marked(NamedTuple):
+    """A mark that `Collect` came by. Its operands are variables of the jaxpr, which are
+    read all at once when that has been walked."""
+
+    site: Site
+    operands: Sequence[Any]
+    ask: Ask
+    # Whether the walk is in the iteration that is asked for, if not in all.
+    here: Any
+
+    @property
+    def transform(self) -> Any:
+        option = self.ask.action.transform
+        return None if option is None else option.value
+
+    def read(self, frame: Frame) -> Sequence[Any]:
+        operands = frame.read_arrays(self.operands)
+        if self.here is None or self.transform is None:
+            return operands
+        return [differentiable_where(self.here, x) for x in operands]
+
+
+@dc.dataclass(frozen=True, kw_only=True)
+class Collect(Handler):
+    """Takes the values of marks. Its actions are `Take`."""
+
+    tag: Any
+    has_outer: bool
+    cacheable: bool
+    # Whether the marks of all modes are taken: then none of their derivatives is left
+    # to outer transformations.
+    all_modes: bool
+
+    def needs_iteration(self, ask):
+        return bool(ask.at)
+
+    def needs_order(self, ask):
+        return ask.action.reducer is not None
+
+    def sow(self, found, given, site: Site, asks, atoms, frame: Frame):
+        atoms = leave(self, self._left(site, asks), atoms, frame)
+        for ask in asks:
+            check_guarded(site)
+            if ask.slot == NOTHING:
+                continue
+            here = reached(ask.at, given.iterations) if is_some(ask.at) else None
+            new = _Marked(ask.seen(site), atoms, ask, here)
+            if ask.action.reducer is not None:
+                given = self._fold(given, new, frame)
+            else:
+                found.append(new)
+                frame.want(atoms)
+        return given
+
+    def _left(self, site: Site, asks: Sequence[Ask]) -> Site | None:
+        """What is left of a mark for outer transformations. One of which only some
+        iterations are returned is left as it is."""
+        if not any(ask.action.returned and not is_some(ask.at) for ask in asks):
+            return site
+        if self.all_modes:
+            return site.without(self.tag)
+        return site.without_this_mode(self.tag)
+
+    def _fold(self, given: Given, new: _Marked, frame: Frame) -> Given:
+        """One more execution for a reducer, whose state goes through the loops
+        around."""
+        action, carry = new.ask.action, given.carry
+        entry = _entry.captured(new.site, new.read(frame), new.transform, new.ask.at)
+        step = lambda key, how: _state.stepped(
+            action.reducer.value, carry[key], entry, new.here, how
+        )
+        key = new.site.key
+        states = {key: step(key, "fills" if action.fills else "next")}
+        states |= {other: step(other, "opens") for other in action.opens}
+        return given._replace(carry={**carry, **states})
+
+    def end_jaxpr(self, found, frame: Frame) -> Entries:
+        def pair(x):
+            if not isinstance(x, _Marked):
+                return x, _entry.FINISHED
+            ask, operands = x.ask, x.read(frame)
+            return _entry.unfinished(x.site, operands, ask.at, ask.slot), x.transform
+
+        return gather(map(pair, found))

@@ -1,7 +1,6 @@
 """The handler of `plant`, and the arrays that it holds."""
 
 import dataclasses as dc
-import functools as ft
 import itertools as it
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -26,79 +25,41 @@ from .._values.merge import own_axes
 from .._values.transform import Batched, calling_at, check_all_lanes, keeping_lanes
 from .._walk.frame import Frame
 from .._walk.handler import check_guarded, Handler
+from .._walk.plan import NOTHING
 from .._walk.rules import varying_alike
-from .._walk.sows import sites, sows
 from .asked import Indices, InList, leave, reached
 from .fixed import NotFixed, with_left
 
 
-def slot_of(key: Any, run: int | None) -> Any:
-    """The key of what is planted at one run of a `Site.key`, or at all."""
-    return key if run is None else (*key, run)
-
-
 @dc.dataclass(frozen=True)
 class Replace(Handler):
-    """Replaces what is marked."""
+    """Replaces what is marked. Its actions are tuples of what is `Planted`. There may
+    be several, such as one for all iterations of a loop and one for iteration 3: the
+    last one counts. `Given.values` has their arrays, by the slots.
 
-    tag: Any
-    # A dict: for each `_slot`, what is `Planted` there. There may be several, such as
-    # one for all iterations of a loop and one for iteration 3: the last one counts.
-    # `Given.values` is a dict with their arrays.
-    planted: SameParts
-    # A dict: for each `Site.key` of which each run has a slot of its own, the
-    # `Execution.of` of these runs, in order.
-    runs: SameParts
+    Where nothing is to be done, another mode of the name is planted."""
+
     has_outer: bool
+    cacheable: bool
     # See `with_left`.
     left: frozenset[Any] = frozenset()
 
-    @property
-    def cacheable(self):
-        every = it.chain.from_iterable(self.planted.value.values())
-        return not any(isinstance(x.new, SameParts) for x in every)
+    replaces = True
 
-    def wants(self, site):
-        return site.tag == self.tag and self._slot(site) in self.planted.value
-
-    def _slot(self, site: Site) -> Any:
-        """The key of a mark in `planted`: that of the site, or of one of its runs."""
-        runs = self.runs.value.get(site.key)
-        if runs is None:
-            return site.key
-        mine = [i for i, of in enumerate(runs) if not of.isdisjoint(site.execution.of)]
-        if len(mine) == 1:
-            return slot_of(site.key, mine[0])
-        raise SowError(
-            f"`plant`: {site.name!r} runs {len(runs)} times, and eqx_sow cannot tell "
-            f"which of these runs a {site.mode} at {site.where} belongs to, as in a "
-            "backward pass that computes values again. Plant a function, which is "
-            "called at each."
-        )
-
-    @ft.cached_property
-    def _names(self) -> frozenset[str]:
-        return frozenset(name for name, *_ in self.planted.value)
-
-    def concerns(self, site):
-        # This or another mode of the name is planted.
-        return site.tag == self.tag and site.name in self._names
-
-    def sow(self, found, given, site: Site, atoms, frame: Frame):
+    def sow(self, found, given, site: Site, asks, atoms, frame: Frame):
         del found
         n_guards = len(site.guards)
         # A planted mark is still one for outer transformations, also if it is that of a
         # module that was made for this `plant` alone.
-        is_marked = site.label.depth > 0 and self.concerns(site)
-        still = site.for_all() if is_marked else site
-        if not self.wants(site):
+        still = site.for_all() if asks and site.label.depth > 0 else site
+        if not asks or asks[0].slot == NOTHING:
             leave(self, still, atoms, frame)
             return given
+        (ask,) = asks
         check_guarded(site)
         at_sow, operands = in_front(site, frame.read_arrays(atoms))
         guards, value = operands[:n_guards], operands[n_guards:]
-        slot = self._slot(site)
-        planted = [*zip(self.planted.value[slot], given.values[slot])]
+        planted = [*zip(ask.action, given.values[ask.slot])]
         value = _replaced(planted, at_sow, guards, value, given.iterations)
         given = with_left(self.left, given, at_sow, guards, value)
         edge_out, *_ = frame.eqn.outvars
@@ -112,28 +73,19 @@ class Replace(Handler):
         frame.set(frame.eqn.outvars, new)
         return given
 
-    def replaces(self, site):
-        return self.wants(site)
+    def values_inside(self, values, slots):
+        return {k: values[slot] for k, slot in enumerate(slots)}
 
-    def needs_iteration(self, site):
-        return self.wants(site) and any(
-            p.with_index or p.at for p in self.planted.value[self._slot(site)]
-        )
+    def needs_iteration(self, ask):
+        return any(p.with_index or p.at for p in ask.action)
 
-    def sliced_by_scan(self, values, jaxpr):
-        inside = [x for x in sows(jaxpr) if self.wants(x.site)]
-        n_within = {self._slot(x.site): len(x.loops) for x in inside}
+    def sliced_by_scan(self, values, inside):
         return {
-            k: [k in n_within and p.has_axis_of_scan(n_within[k]) for p in planted]
-            for k, planted in self.planted.value.items()
-            if k in values
+            ask.slot: [p.has_axis_of_scan(len(mark.loops)) for p in ask.action]
+            for mark, ask in inside
         }
 
-    def values_on_devices(self, values, jaxpr, devices):
-        # No others: what a `shard_map` closes over is not sharded inside.
-        keys = {self._slot(s) for s in sites(jaxpr) if self.wants(s)}
-        values = {k: values[k] for k in keys}
-
+    def specs_on_devices(self, inside, devices):
         def specs(new):
             if not isinstance(new, Site):
                 return []
@@ -143,14 +95,12 @@ class Replace(Handler):
                 for v in new.varies
             ]
 
-        return values, {
-            k: [specs(planted.new) for planted in self.planted.value[k]] for k in keys
-        }
+        return {ask.slot: [specs(p.new) for p in ask.action] for _, ask in inside}
 
 
 @dc.dataclass(frozen=True)
 class Planted:
-    """One of the option `values`, for one `Site.key`."""
+    """One of the option `values`, for one value of the program."""
 
     # The site that its arrays are for; or a function of the value. The first axes of
     # the arrays are those of the loops still around the walk.

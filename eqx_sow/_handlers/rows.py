@@ -25,22 +25,21 @@ import jax.extend.core as jexc
 
 from .._errors import SowError
 from .._mark.site import Site
-from .._walk.sows import Found, lengths_of, loop_of, Way
+from .._walk.runs import Run
+from .._walk.sows import lengths_of, loop_of, Mark, Way
 
 
 class Row(NamedTuple):
-    """A mark that has rows. `of`: as in `Execution`, the executions that it is, or is a
-    derivative of. `at`: as in `Entry`."""
+    """A mark that has rows, and the run that it is, or is a derivative of."""
 
-    found: Found
-    of: frozenset[Way]
-    at: tuple[int | None, ...]
+    mark: Mark
+    run: Run
 
     @property
     def loops(self) -> list[tuple[Way, Any]]:
         """The loops around it, with the ways to them, from outside in."""
-        way: Any = self.found.way
-        pairs = enumerate(self.found.eqns)
+        way: Any = self.mark.way
+        pairs = enumerate(self.mark.eqns)
         return [(way[: 2 * i + 1], e) for i, e in pairs if loop_of(e) is not None]
 
 
@@ -53,12 +52,12 @@ _When = tuple[Any, ...]
 def values_open_rows(values: Sequence[Row], derivatives: Sequence[Row]) -> bool:
     """Whether the rows of these derivatives are those that the values open, rather than
     one after the other. Raises if they do not belong together in either way."""
-    by_way: dict[Any, Row] = {x.found.way: x for x in values}
+    by_way: dict[Any, Row] = {x.mark.way: x for x in values}
     ran = sorted((when, id) for x in values for when, id in _executions(x, x))
     pairs = [
         (when, id, x)
         for x in derivatives
-        for way in x.of
+        for way in x.run.of
         if way in by_way
         for when, id in _executions(x, by_way[way])
     ]
@@ -68,7 +67,7 @@ def values_open_rows(values: Sequence[Row], derivatives: Sequence[Row]) -> bool:
     if _one_each(ran, pairs, together) and _in_one_order(ran, pairs, exclusive):
         return False
     if not _follow(ran, pairs, exclusive):
-        raise _apart(derivatives[0].found.site)
+        raise _apart(derivatives[0].mark.site)
     return True
 
 
@@ -82,22 +81,22 @@ def _executions(x: Row, value: Row) -> list[tuple[_When, _Id]]:
     more = max(len(loops) - len(of_value), 0)
     after = of_value[len(loops) - more :]
     if any(lengths_of([e]) for _, e in after):
-        raise _apart(x.found.site)
-    backward = iter(x.found.site.execution.backward)
+        raise _apart(x.mark.site)
+    backward = iter(x.run.backward)
     is_reversed = [not lengths_of([e]) and next(backward, None) for _, e in loops]
     found = []
     for iterations in it.product((0, 1), repeat=len(loops)):
         own = [1 - i if r else i for i, r in zip(iterations, is_reversed)]
         id = (*own[:n], *own[n + more :], *(1 for _ in after))
-        found.append((_when(x, iterations), (value.found.way, id)))
+        found.append((_when(x, iterations), (value.mark.way, id)))
     return found
 
 
 def _when(x: Row, iterations: Sequence[int]) -> _When:
-    way: Any = x.found.way
+    way: Any = x.mark.way
     left = iter(iterations)
     key: list[int] = []
-    for i, eqn in enumerate(x.found.eqns[:-1]):
+    for i, eqn in enumerate(x.mark.eqns[:-1]):
         loop = loop_of(eqn)
         step = 0 if loop is None else next(left)
         if loop is not None and loop.reverse:
@@ -115,7 +114,7 @@ def _one_each(ran: _Ran, pairs: _Pairs, together: bool) -> bool:
     """Whether each execution has one derivative; or, if a whole backward pass is in a
     branch, none has. `together`: whether there is a loop around both."""
     n = Counter(id for _, id, _ in pairs)
-    only_if = {x.found.site.execution.only_if for *_, x in pairs}
+    only_if = {x.run.only_if for *_, x in pairs}
     is_sure = len(only_if) == 1 and not (together and any(only_if))
     return is_sure and all(n[id] == 1 for _, id in ran)
 
@@ -155,14 +154,14 @@ def _follow(ran: _Ran, pairs: _Pairs, exclusive: _Exclusive) -> bool:
 def _exclusive(by_way: Mapping[Any, Row], a: _Id, b: _Id) -> bool:
     """Whether two executions are in two branches of one run of a cond."""
     (x, mine), (y, others) = (by_way[a[0]], a[1]), (by_way[b[0]], b[1])
-    guards = {id(g.cond): g.branch for g in x.found.site.guards if g.cond is not None}
-    if any(guards.get(id(g.cond), g.branch) != g.branch for g in y.found.site.guards):
+    guards = {id(g.cond): g.branch for g in x.mark.site.guards if g.cond is not None}
+    if any(guards.get(id(g.cond), g.branch) != g.branch for g in y.mark.site.guards):
         return mine == others
     way, other = a[0], b[0]
     k = next((k for k, (i, j) in enumerate(zip(way, other)) if i != j), 0)
-    if k % 2 == 0 or x.found.eqns[k // 2].primitive is not jexc.primitives.cond_p:
+    if k % 2 == 0 or x.mark.eqns[k // 2].primitive is not jexc.primitives.cond_p:
         return False
-    n = sum(loop_of(e) is not None for e in x.found.eqns[: k // 2])
+    n = sum(loop_of(e) is not None for e in x.mark.eqns[: k // 2])
     return mine[:n] == others[:n]
 
 

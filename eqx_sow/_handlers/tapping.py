@@ -6,8 +6,8 @@
 
 import dataclasses as dc
 import itertools as it
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.core
@@ -25,9 +25,11 @@ from .._values.axes import as_operand
 from .._values.entry import captured, Entry, in_front, running, value_of
 from .._values.transform import Batched, transformed, Value
 from .._walk.frame import Frame
-from .._walk.handler import check_guarded, Given
-from .._walk.sows import Found, loop_of, variables
-from .asked import leave, of_one, reached, Selector
+from .._walk.handler import check_clear, check_guarded, Given, Handler
+from .._walk.plan import Ask, Placed, planned, Row
+from .._walk.runs import Run
+from .._walk.sows import loop_of, variables, Way
+from .asked import Asked, leave, of_one, reached
 from .delivery import Delivery, print_event
 
 
@@ -223,39 +225,90 @@ def only_if(predicate: Any, fn: Callable[[], None]) -> None:
 
 
 # --- at a sow ---
-# Of a count: the `Site.key`, the mesh axes around, and for that of the option `every`,
-# in a tuple, which parts of the name are the indices of layers.
-Slot = tuple[Any, tuple[str, ...], tuple[tuple[int, ...], ...]]
+# Of a count: the `Site.key`, the mesh axes around, as each device counts for itself,
+# and for that of the option `every`, in a tuple, which parts of the name are the
+# indices of layers.
+CountKey = tuple[Any, tuple[str, ...], tuple[tuple[int, ...], ...]]
 
 
-def first_counts(places: Iterable[tuple[Site, Found]], every: int) -> dict[Slot, Any]:
-    """The counts before the first execution of sows: of each in all, and with `every`,
-    of each layer, since in a list each layer has a name of its own. They begin with the
-    mesh axes of the `shard_map`s around, as each device counts for itself."""
-    counts: dict[Slot, Any] = {}
-    around = jax.sharding.get_abstract_mesh()
-    for site, found in places:
-        spread = [(a, e.params["mesh"]) for e in found.eqns for a in _mesh_axes(e)]
-        devices = [mesh.shape[a] for a, mesh in spread]
-        slot = site.key, tuple(str(a) for a, _ in spread)
-        shapes: dict[Slot, list[int]] = {(*slot, ()): devices}
+class Send(NamedTuple):
+    """What `Tap` does at a mark."""
+
+    # `SameParts` of the function.
+    transform: SameParts | None
+    mode: str
+    # The key of its count in `Given.carry`; and with the option `every`, that of the
+    # counts of each layer.
+    counted_as: tuple[CountKey, ...]
+    # What all iterations of the mark are called. `places` has an entry for each loop.
+    whole: Label
+    # Of each loop around it, from outside in, whether its length is known.
+    known: tuple[bool, ...]
+    # The same, whether its iteration is that of the value. Not so in a `while_loop`
+    # that is part of a backward pass alone.
+    of_value: tuple[bool, ...]
+
+
+def to_send(
+    asked: Iterable[Asked],
+    runs: Mapping[Way, Run],
+    mode_of: Mapping[Any, str],
+    transform: Any,
+    every: int,
+) -> tuple[Placed, dict[CountKey, Any]]:
+    """What is sent: those `Site.key`s whose modes `mode_of` names. Also the counts
+    before the first execution: of each in all, and with `every`, of each layer, since
+    in a list each layer has a name of its own. Nothing is sent at a repetition."""
+    rows: dict[Way, Row] = {}
+    counts: dict[CountKey, Any] = {}
+    for mark, site, at in asked:
+        run = runs[mark.way]
+        if site.key not in mode_of or run.again:
+            continue
+        check_clear(site, run.again)
+        spread = [(a, e.params["mesh"]) for e in mark.eqns for a in _mesh_axes(e)]
+        axes = tuple(str(a) for a, _ in spread)
+        counted_as: list[CountKey] = [(site.key, axes, ())]
+        counts.setdefault(counted_as[0], _zeros(spread))
         if every > 1:
-            pairs = zip(found.site.label.places, found.loops)
+            pairs = zip(mark.site.label.places, mark.loops)
             layers = [(k, n) for k, n in pairs if k is not None]
-            slot = *slot, (tuple(k for k, _ in layers),)
+            key = site.key, axes, (tuple(k for k, _ in layers),)
             # A program with a symbolic length does not run.
-            shape = [*devices, *[n if isinstance(n, int) else 1 for _, n in layers]]
+            shape = [n if isinstance(n, int) else 1 for _, n in layers]
             # Several places of one name may have stacks of different lengths.
-            before = np.shape(counts.get(slot, np.zeros(shape)))
-            shapes[slot] = list(map(max, shape, before))
-        for key, shape in shapes.items():
-            zeros = np.zeros(shape, np.int32)
-            # The mesh of the `shard_map` may have other types of axes than the one
-            # where the count begins, and comes back to after each part of the program.
-            mesh = spread[0][1] if spread and around.empty else around
-            axes = [a for a, _ in spread]
-            counts[key] = on_mesh(zeros, mesh, axes) if spread else zeros
-    return counts
+            if key in counts:
+                shape = list(map(max, shape, counts[key].shape[len(spread) :]))
+            counts[key] = _zeros(spread, shape)
+            counted_as.append(key)
+        loops = [loop for loop in map(loop_of, mark.eqns) if loop is not None]
+        known = tuple(loop.length is not None for loop in loops)
+        # Those of a `while_loop` stand at the end.
+        of_scans = it.chain(mark.site.label.places, it.repeat(None))
+        places = tuple(next(of_scans) if k else None for k in known)
+        whole = mark.site.label._replace(places=places)
+        whiles = iter(run.backward)
+        of_value = tuple(k or next(whiles, False) is False for k in known)
+        fn = of_one(transform, mark.site.name, site.name)
+        fn = None if fn is None else SameParts(fn)
+        mode = mode_of[site.key]
+        send = Send(fn, mode, tuple(counted_as), whole, known, of_value)
+        row = rows.setdefault(mark.way, Row(mark, []))
+        row.asks.append(Ask(0, site.label, at, send))
+    return planned(rows.values()), counts
+
+
+def _zeros(spread: Sequence[tuple[Any, Any]], shape: Sequence[int] = ()) -> Any:
+    """Counts of each device before the first execution, given the axes over which
+    `shard_map`s spread a mark, and their meshes."""
+    zeros = np.zeros([*(mesh.shape[a] for a, mesh in spread), *shape], np.int32)
+    if not spread:
+        return zeros
+    # The mesh of the `shard_map` may have other types of axes than the one where the
+    # count begins, and comes back to after each part of the program.
+    around = jax.sharding.get_abstract_mesh()
+    mesh = spread[0][1] if around.empty else around
+    return on_mesh(zeros, mesh, [a for a, _ in spread])
 
 
 def _mesh_axes(eqn: Any) -> list[Hashable]:
@@ -267,97 +320,59 @@ def _mesh_axes(eqn: Any) -> list[Hashable]:
 
 
 @dc.dataclass(frozen=True, kw_only=True)
-class Tap(Selector):
-    """Sends the values of sows to the host. `Given.carry` has the counts, see
-    `first_counts`. `Given.values` are the arrays of the option `extra`."""
+class Tap(Handler):
+    """Sends the values of marks to the host. Its actions are `Send`. `Given.carry` has
+    the counts, and `Given.values` are the arrays of the option `extra`."""
 
     options: Any
     when: SameParts
     # That of the option `extra`.
     extra: Form
-    # The `Site.key`s of what is sent, and what their modes are called.
-    mode_of: SameParts = SameParts({})
-    # The mesh axes around what is walked over.
-    mesh: tuple[str, ...] = ()
-    # Of each loop around it, from outside in, whether its length is known.
-    known: tuple[bool, ...] = ()
+    has_outer: bool
+    cacheable: bool
 
     counts_whiles = True
     differentiable = False
 
-    @property
-    def cacheable(self):
-        return super().cacheable and self.when.value is None
+    def needs_iteration(self, ask):
+        return True
 
-    def wanted(self, site, loops=None):
-        return [x for x in self.asked(site, loops) if x[0].key in self.mode_of.value]
+    def carry_on_devices(self, carry, inside):
+        return {k: carry[k] for _, ask in inside for k in ask.action.counted_as}
 
-    def needs_iteration(self, site):
-        return self.wants(site)
-
-    def for_inside(self, eqn):
-        inside, loop = super().for_inside(eqn), loop_of(eqn)
-        mesh = (*self.mesh, *map(str, _mesh_axes(eqn)))
-        known = self.known if loop is None else (*self.known, loop.length is not None)
-        is_same = (mesh, known) == (self.mesh, self.known)
-        return inside if is_same else dc.replace(inside, mesh=mesh, known=known)
-
-    def carry_on_devices(self, carry):
-        n = len(self.mesh)
-        return {slot: x for slot, x in carry.items() if slot[1][:n] == self.mesh}
-
-    def sow(self, found, given, site: Site, atoms, frame: Frame):
+    def sow(self, found, given, site: Site, asks, atoms, frame: Frame):
         # An outer `plant` may replace the value.
         atoms = leave(self, site, atoms, frame)
-        if not self.wants(site) or site.execution.again:
+        if not asks:
             return given
         check_guarded(site)
         site, operands = in_front(site, frame.read_arrays(atoms))
         frame.flush_effects()
-        # Those of a `while_loop` stand at the end.
-        of_scans = it.chain(site.label.places, it.repeat(None))
-        places = tuple(next(of_scans) if known else None for known in self.known)
-        whole = site.label._replace(places=places)
-        for one, at in self.wanted(site, self.loops):
-            transform = of_one(self.transform.value, site, one)
-            given = self._send(one, operands, transform, at, whole, given)
+        for ask in asks:
+            given = self._send(ask, ask.seen(site), operands, given)
         return given
 
-    def _of_value(self, site: Site) -> tuple[bool, ...]:
-        """Of each loop around a mark, from outside in, whether its iteration is that of
-        the value. Not so in a `while_loop` that is part of a backward pass alone."""
-        whiles = iter(site.execution.backward)
-        return tuple(
-            is_known or next(whiles, False) is False for is_known in self.known
-        )
-
     def _send(
-        self,
-        site: Site,
-        operands: Sequence[Any],
-        transform: Any,
-        at: tuple[int | None, ...],
-        whole: Label,
-        given: Given,
+        self, ask: Ask, site: Site, operands: Sequence[Any], given: Given
     ) -> Given:
         """Sends one execution, if it is asked for, and is due, and counts it."""
-        slot: Slot = site.key, self.mesh, ()
-        count = given.carry[slot]
+        action = ask.action
+        total, *of_layers = action.counted_as
+        count = given.carry[total]
         extra = Value(self.extra, given.values, [()] * len(given.values))
-        is_asked = reached(at, it.compress(given.iterations, self.known))
+        is_asked = reached(ask.at, it.compress(given.iterations, action.known))
         # In which lanes, if a condition differs between these.
         run, run_varies = running(site, operands)
         executed = is_asked if run is None else any_lane(run) & is_asked
         options = self.options
+        transform = None if action.transform is None else action.transform.value
 
         def send_it():
             sees_all = isinstance(transform, Batched)
             seen = all_lanes(site, operands) if sees_all else operands
             entry = captured(site, seen, transform)
-            mode = self.mode_of.value[site.key]
-            of_value = self._of_value(site)
-            now = given.iterations
-            send(count, whole, now, of_value, entry, extra, mode, options)
+            where = action.whole, given.iterations, action.of_value
+            send(count, *where, entry, extra, action.mode, options)
 
         def send_when():
             predicate = self.when.value
@@ -371,15 +386,15 @@ class Tap(Selector):
 
         # First `every`, then `when`, then the transform: what is not due costs nothing.
         due, one = executed, executed.astype(np.int32)
-        counts: dict[Slot, Any] = {slot: count + one}
-        if (every := options.every) > 1:  # of any size, while the count is an int32
-            pairs = zip(whole.places, given.iterations)
-            layers = [(k, i) for k, i in pairs if k is not None]
-            slot = site.key, self.mesh, (tuple(k for k, _ in layers),)
-            layer = tuple(i for _, i in layers)
-            of_each = jnp.asarray(given.carry[slot])
-            due = due & (of_each[layer] % np.int32(min(every, 2**31 - 1)) == 0)
-            counts[slot] = of_each.at[layer].add(one)
+        counts: dict[CountKey, Any] = {total: count + one}
+        for key in of_layers:
+            pairs = zip(action.whole.places, given.iterations)
+            layer = tuple(i for k, i in pairs if k is not None)
+            of_each = jnp.asarray(given.carry[key])
+            # `every` is of any size, while a count is an int32.
+            every = np.int32(min(options.every, 2**31 - 1))
+            due = due & (of_each[layer] % every == 0)
+            counts[key] = of_each.at[layer].add(one)
         only_if(due, send_when)
         return given._replace(carry={**given.carry, **counts})
 

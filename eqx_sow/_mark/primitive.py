@@ -57,7 +57,7 @@ NO_EDGE = 0.0
 _EDGE = jax.ShapeDtypeStruct((0,), np.float32)
 
 
-def _edge_aval(*avals: Any) -> jax.core.ShapedArray:
+def edge_aval(*avals: Any) -> jax.core.ShapedArray:
     """The type of an edge. In a `jax.shard_map`, it varies over the mesh axes that its
     operands vary over. In
 
@@ -99,7 +99,7 @@ def _edge_linearize(is_vjp, nonzeros, *primals, **params):
 
 
 _runs_as(edge_p, lambda *arrays, **params: jnp.asarray(edge_value()))
-edge_p.def_abstract_eval(lambda *avals, **params: _edge_aval(*avals))
+edge_p.def_abstract_eval(lambda *avals, **params: edge_aval(*avals))
 ad.primitive_jvps[edge_p] = _edge_jvp
 _compat.primitive_linearizations[edge_p] = _edge_linearize
 # The series of an edge is one of zeros, and empty. That of a value stays as it is.
@@ -159,7 +159,7 @@ def _sow_impl(edge, *operands, site) -> Any:
 
 
 def _sow_abstract_eval(edge, *avals, site):
-    return [_edge_aval(edge, *avals), *avals], {sow_effect}
+    return [edge_aval(edge, *avals), *avals], {sow_effect}
 
 
 class _Widened(threading.local):
@@ -384,7 +384,7 @@ def _same_batch(operands, dims, *, site):
 
 
 _runs_as(same_p, lambda *operands, site: _sow_off(*operands))
-same_p.def_abstract_eval(lambda edge, *avals, site: [_edge_aval(edge, *avals), *avals])
+same_p.def_abstract_eval(lambda edge, *avals, site: [edge_aval(edge, *avals), *avals])
 ad.primitive_jvps[same_p] = _same_jvp
 batching.primitive_batchers[same_p] = _same_batch
 pe.partial_eval_jaxpr_custom_rules[sow_p] = _sow_checkpoint

@@ -112,42 +112,6 @@ class Fixed(NamedTuple):
     mark: tuple[Any, ...]
 
 
-class Execution(NamedTuple):
-    """Which execution a mark is. `_walk/executions.py` finds it out, for the
-    transformation at hand, if that needs it."""
-
-    # The executions that the mark is, or is a derivative of, by the ways to their
-    # equations. There are several if it is in several branches. Empty if it is not
-    # known.
-    of: frozenset[tuple[int, ...]] = frozenset()
-    # Whether it is a repetition of these, which is not an execution of its own. `None`
-    # if that cannot be told.
-    again: bool | None = False
-    # Whether it is a primal in a backward pass.
-    in_backward_pass: bool = False
-    # For each guard, where the value of its operand is made. This tells the runs of a
-    # cond apart that is in a function which is called twice.
-    runs: tuple[Hashable, ...] = ()
-    # For a derivative, of each `while_loop` around it, from outside in: `False` if the
-    # loop is also around the value, so that both are of the same iteration; `True` if
-    # it goes through the iterations of the value from the last one; `None` otherwise.
-    backward: tuple[bool | None, ...] = ()
-    # Whether it cannot be told which of the iterations of such a loop is that of the
-    # value.
-    apart: bool = False
-
-    # For a derivative, the branches that it is in and its value is not: of which cond,
-    # and which branch.
-    only_if: frozenset[Hashable] = frozenset()
-
-    def out_of_while(self) -> "Execution":
-        """The same, as seen from outside the innermost `while_loop`."""
-        return self._replace(backward=self.backward[:-1]) if self.backward else self
-
-
-_UNKNOWN = Execution()
-
-
 class _Fields(NamedTuple):
     # --- what was marked, and for whom ---
     # What the mark is called, by each transformation around that wants it, from inside
@@ -188,10 +152,8 @@ class _Fields(NamedTuple):
     spec: Const | None = None
     where: str = ""
 
-    # --- which execution it is ---
     # The call of `sow`, which its derivatives share: a `SowCall`.
     origin: Any = None
-    execution: Execution = _UNKNOWN
 
     fixed: tuple[Fixed, ...] = ()
 
@@ -227,10 +189,7 @@ class Site(_Fields):
         return self.label.tag
 
     def seen_from(self, depth: int, tag: Hashable) -> "Site":
-        """The mark as a transformation sees it that has this depth and tag, before it
-        has asked which executions there are."""
-        if self.execution is not _UNKNOWN:
-            self = self._replace(execution=_UNKNOWN)
+        """The mark as a transformation sees it that has this depth and tag."""
         labels = [x for x in self.labels if x.depth <= depth]
         labels.sort(key=lambda x: (x.name is None, x.tag != tag))
         labels = tuple(labels)

@@ -20,7 +20,7 @@ from .._unknown import check_known
 from .._walk.flow import Here, run
 from .._walk.handler import is_solver
 from .._walk.rewrite import with_sites
-from .._walk.sows import Found, sites
+from .._walk.sows import Mark, sites
 from .naming import Naming, TO_CAPTURE_CALLS
 from .places import Places, reachable, roots
 from .visits import Visits
@@ -87,7 +87,7 @@ class Marking:
 
 
 def name(
-    closed: Any, found: list[Found], called: tuple, depth: int, marking: Marking
+    closed: Any, found: list[Mark], called: tuple, depth: int, marking: Marking
 ) -> tuple[Any, tuple[str, ...]]:
     """A program, `called` with `(fn, args, kwargs)`, in which the marks have names that
     are `found` in it; and with what those begin that are paths of modules, where the
@@ -96,13 +96,15 @@ def name(
     if is_off and all(x.site.note is None for x in found):
         return closed, ()
     label = Label(None, marking.tag, depth)
-    for site, (*_, eqn), way in found:
-        hidden = way is None and label in site.labels and not is_solver(eqn)
-        if hidden and site.note is not None:
+    for mark in found:
+        site, holder = mark.site, mark.holder
+        if holder is None or label not in site.labels or is_solver(holder):
+            continue
+        if site.note is not None:
             raise UnsupportedPrimitiveError(
-                f"{site.said_first} is inside the primitive "
-                f"`{eqn.primitive}`, where eqx_sow cannot tell which module is called. "
-                "Call it outside, or select other classes with `capture=`."
+                f"{site.said_first} is inside the primitive `{holder.primitive}`, "
+                "where eqx_sow cannot tell which module is called. Call it outside, or "
+                "select other classes with `capture=`."
             )
     places = Places(*called)
     seen = Visits(places)

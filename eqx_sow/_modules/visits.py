@@ -20,9 +20,9 @@ import equinox as eqx
 from .._mark.calls import calls_around, NotedCall, Path
 from .._mark.primitive import edge_p, same_p, sow_p
 from .._mark.site import Site
-from .._walk.edges import primals_of
 from .._walk.flow import Domain, Here
 from .._walk.sows import Way
+from .._walk.table import primals_of
 from .cuts import axes_of_source, Cut, number_of, OTHER_ENTRIES
 from .places import Places
 from .sources import in_order, Origin, outputs_of, undecided

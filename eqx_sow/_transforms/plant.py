@@ -11,7 +11,7 @@ import numpy as np
 from .._errors import SowError
 from .._frames import api_boundary
 from .._handlers.fixed import NOT_PLANTED, NotFixed
-from .._handlers.planting import prepare, Replace, slot_of
+from .._handlers.planting import prepare, Replace
 from .._mark.listening import listening
 from .._mark.static import SameParts
 from .._values.modes import Mode
@@ -20,9 +20,10 @@ from .planted import (
     At,
     by_iteration,
     check_one_place,
-    entries_of,
     marks_for,
-    runs_to_plant,
+    places_of,
+    surveyed,
+    to_plant,
 )
 from .program import Program
 from .transformed import of_function, Transformed, wrap
@@ -84,56 +85,60 @@ class _Plant(Transformed):
         given = self._others["values"]
         places = marks_for(given, program)
         chosen, together = by_iteration(given, places, program)
-        if _runs_matter(program, chosen):
-            program = program.with_executions()
-        of_key, of_name = entries_of(program, places)
-        found = defaultdict(list)
+        runs = program.runs(() if _runs_matter(program, chosen) else None)
+        survey = surveyed(program, runs, places)
+        # The marks of each name, by their runs.
+        found = defaultdict(lambda: defaultdict(list))
         for x in program.mine:
-            found[x.site.name].append(x)
-        values, planted, runs, not_fixed = {}, {}, {}, NotFixed()
-        for key, entries in of_key.items():
+            found[x.site.name][runs[x.way].run].append(x)
+        values, planted, not_fixed = [], [], NotFixed()
+        # For each key, the slot of each run, or of all (`None`).
+        slots: dict[Any, dict[int | None, int]] = {}
+        for key in survey.of_key:
             name, *_ = key
-            each, ofs = runs_to_plant(
-                entries,
-                of_name[name],
+            slots[key] = {}
+            for place in places_of(
+                key,
+                survey,
                 found[name],
                 chosen[name],
                 together[name].values(),
                 program.options.mode,
-            )
-            if ofs is not None:
-                runs[key] = tuple(ofs)
-            for run in each:
-                if any(run.values) or not all(map(callable, run.values.values())):
-                    check_one_place(run.entry.site, {x.loops for x in run.found})
+            ):
+                is_value = not all(map(callable, place.values.values()))
+                if any(place.values) or is_value:
+                    check_one_place(place.entry.site, {x.loops for x in place.marks})
                 # What is for fewer iterations goes before what is for more, and so
                 # last.
-                ats = sorted(run.values, key=lambda at: len(at) - at.count(None))
-                sites, more = [x.site for x in run.found], (program.options, not_fixed)
-                plans = [
-                    prepare(run.entry, sites, at, run.values[at], *more) for at in ats
+                ats = sorted(place.values, key=lambda at: len(at) - at.count(None))
+                sites, options = [x.site for x in place.marks], program.options
+                each = [
+                    prepare(
+                        place.entry, sites, at, place.values[at], options, not_fixed
+                    )
+                    for at in ats
                 ]
-                slot = slot_of(key, run.run)
-                planted[slot] = tuple(new for new, _ in plans)
-                values[slot] = [arrays for _, arrays in plans]
+                slots[key][place.run] = len(planted)
+                planted.append(tuple(new for new, _ in each))
+                values.append([arrays for _, arrays in each])
         program.check_recomputed(
-            of_key,
+            survey.of_key,
             "Plant before you differentiate: `eqx.filter_grad(plant(fn, ...))`.",
             planted=True,
         )
         has_outer = listening.value is not None
         left = program.left
         not_fixed.check(left)
-        handler = Replace(
-            program.options.tag, SameParts(planted), SameParts(runs), has_outer, left
-        )
+        asks = to_plant(program.mine, runs, slots, planted)
+        functions = any(isinstance(x.new, SameParts) for each in planted for x in each)
+        handler = Replace(has_outer, not functions, left)
         carry = {NOT_PLANTED: np.False_} if left else {}
-        given = Given(carry, values)
-        if any(x.site.fixed for x in program.mine if x.site.key in of_key):
+        passed = Given(carry, dict(enumerate(values)))
+        if any(x.site.fixed for x in program.mine if x.site.key in survey.of_key):
             # A function may return another array. By now, no part of the program has
             # been evaluated, with marks and prints for outer transformations.
-            program.survey(handler, given)
-        outs, taken = program.evaluate(handler, given)
+            program.types_of(handler, asks, passed)
+        outs, taken = program.evaluate(handler, asks, passed)
         if left:
             outs = eqx.error_if(
                 outs,

@@ -1,7 +1,7 @@
 """Where the values of `plant` belong: the marks and iterations that a name or a pattern
 is for, and which run, where a name runs several times."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -10,16 +10,20 @@ import jax.tree_util as jtu
 from .._errors import DuplicateSowError, SowError
 from .._globs import compiled, head_of, is_number
 from .._handlers.asked import InList
-from .._handlers.collect import Collect, EACH_PLACE
+from .._handlers.collect import Taking
+from .._handlers.planting import Planted
 from .._mark.site import Site
-from .._mark.static import Const, SameParts
+from .._mark.static import Const
 from .._names import Named, selected
 from .._unknown import check_known
 from .._values.assemble import by_run, runs_several_times
 from .._values.entry import Entry, grouped
 from .._values.modes import labels
 from .._values.transform import Batched, batched
-from .._walk.sows import Found, lengths_of
+from .._walk.handler import check_clear
+from .._walk.plan import Ask, NOTHING, Placed, planned, Row
+from .._walk.runs import Run
+from .._walk.sows import lengths_of, Mark, Way
 from .program import Program
 
 
@@ -91,7 +95,7 @@ def _in_lists(value: Any, pattern: str, name: str, program: Program) -> Any:
 
 
 def _layers(
-    pattern: str, found: Found, named: Named, program: Program
+    pattern: str, found: Mark, named: Named, program: Program
 ) -> tuple[tuple[int, int], ...]:
     """The numbers of layers in a name that a pattern does not spell out, as it would
     fit other numbers, too; each with how many loops are around the list."""
@@ -112,7 +116,7 @@ def _layers(
     return tuple(layers)
 
 
-def _n_loops_around(k: int, found: Found, named: Named, program: Program) -> int:
+def _n_loops_around(k: int, found: Mark, named: Named, program: Program) -> int:
     """How many of the loops around a mark are around the list whose number is part `k`
     of its name, too: those over stacks that stand before it in the name, and those that
     other layers of the list are in as well."""
@@ -141,23 +145,29 @@ def _n_loops_around(k: int, found: Found, named: Named, program: Program) -> int
     return n
 
 
-def entries_of(
-    program: Program, places: Mapping[str, Sequence[tuple[str, At]]]
-) -> tuple[dict[Any, list[Entry]], dict[str, list[Entry]]]:
-    """What would be captured, as shapes, for each `Site.key` that is planted; and for
-    each name, with its primals. One of the names that a pattern fits has to have a
-    value of the mode."""
-    chosen = tuple(
-        dict.fromkeys(name for found in places.values() for name, _ in found)
-    )
+class Surveyed(NamedTuple):
+    """What would be captured, as shapes."""
+
+    # For each `Site.key` that is planted.
+    of_key: dict[Any, list[Entry]]
+    # For each name, with its primals.
+    of_name: dict[str, list[Entry]]
+    # Of each slot, which run of its name it is.
+    runs: Sequence[int | None]
+
+
+def surveyed(
+    program: Program,
+    runs: Mapping[Way, Run],
+    places: Mapping[str, Sequence[tuple[str, At]]],
+) -> Surveyed:
+    """What would be captured of the names that patterns fit. One of those that a
+    pattern fits has to have a value of the mode."""
+    names = (name for found in places.values() for name, _ in found)
+    chosen = program.select(tuple(dict.fromkeys(names)))
     mode = program.options.mode
-    survey = Collect(
-        **program.listens(program.select(chosen)),
-        modes=(mode,),
-        reduce=EACH_PLACE,
-        transform=SameParts(None),
-    )
-    found = program.survey(survey)
+    taking = Taking((mode,)).for_each_place
+    found, slots = program.survey(taking, program.asked_by(chosen), runs)
     mode_of = labels({e.site.key for e in found})
     entries = grouped([e for e in found if mode_of[e.site.key] == mode])
     there = dict.fromkeys(name for name, *_ in entries)
@@ -175,17 +185,18 @@ def entries_of(
         "`plant(eqx.filter_grad(fn), ...)`)",
         kind=f"names with a {mode}",
     )
-    return entries, grouped(found, lambda site: site.name)
+    by_name = grouped(found, lambda site: site.name)
+    return Surveyed(entries, by_name, [slot.run.run for slot in slots])
 
 
-class Run(NamedTuple):
-    """Where something is planted: at one run of a `Site.key`, number `run`, or at all
-    (`None`). `entry` is what would be captured there, `found` the sows, and `values`
-    what is planted in which iterations."""
+class Place(NamedTuple):
+    """Where something is planted: at one run of a `Site.key`, or at all (`None`).
+    `entry` is what would be captured there, `marks` are the marks, and `values` is what
+    is planted in which iterations."""
 
     run: int | None
     entry: Entry
-    found: list[Found]
+    marks: list[Mark]
     values: dict[At, Any]
 
 
@@ -209,61 +220,97 @@ def _has(loops: Sequence[int], at: At) -> bool:
     )
 
 
-def _that_has(run: Iterable[Found], ats: Iterable[At]) -> list[At]:
+def _that_has(run: Iterable[Mark], ats: Iterable[At]) -> list[At]:
     """Those of the iterations that a run has."""
     loops = {x.loops for x in run}
     return [at for at in ats if any(_has(x, at) for x in loops)]
 
 
-def runs_to_plant(
-    mine: list[Entry],
-    entries: list[Entry],
-    found: list[Found],
+def places_of(
+    key: Any,
+    survey: Surveyed,
+    found: Mapping[int | None, Sequence[Mark]],
     values: dict[At, Any],
     together: Iterable[Sequence[At]],
     mode: str,
-) -> tuple[list[Run], Sequence[frozenset] | None]:
-    """Where a `Site.key` is planted, given its entries, and those of its name, with all
-    sows of that name; and `Site.of` of each run, if they are planted one by one. Of
+) -> list[Place]:
+    """Where a `Site.key` is planted, given all marks of that name by their runs. Of
     each iteration, those runs are planted that have it. `together` are the iterations
     of one pattern: layer 2 is `(2,)` for a run in a loop over layers, and `(None, 2)`
     for another one, around which there is a loop over steps."""
-    key = mine[0].site.key
-    of_key = [x for x in found if x.site.key == key]
+    mine, entries = survey.of_key[key], survey.of_name[key[0]]
+    of_key = lambda marks: [x for x in marks if x.site.key == key]
+    every = [x for marks in found.values() for x in of_key(marks)]
     functions = all(map(callable, values.values()))
-    alike = len({x.loops for x in of_key}) == 1
+    alike = len({x.loops for x in every}) == 1
     if not runs_several_times(mine, entries) or (
         functions and (alike or not any(values))
     ):
-        return [Run(None, mine[0], of_key, values)], None
-    primals = [e for e in entries if not e.site.modes]
-    runs = by_run(mine, entries)
-    ofs = [(e or primals[i]).site.execution.of for i, e in enumerate(runs)]
-    sows = [[x for x in of_key if not x.site.execution.of.isdisjoint(of)] for of in ofs]
-    around = [
-        xs or [x for x in found if not x.site.execution.of.isdisjoint(of)]
-        for xs, of in zip(sows, ofs)
-    ]
-    given: list[dict[At, Any]] = [{} for _ in runs]
+        return [Place(None, mine[0], every, values)]
+    runs = by_run(mine, entries, survey.runs)
+    of_run = dict(runs)
+    # If there is no derivative, the values are.
+    around = {run: of_key(found[run]) or found[run] for run, _ in runs}
+    given: dict[Any, dict[At, Any]] = {run: {} for run, _ in runs}
     for ats in together:
-        fits = {i: _that_has(xs, ats) for i, xs in enumerate(around)}
-        fits = {i: here for i, here in fits.items() if here}
-        where = [around[i][0].site for i in fits]
+        fits = {run: _that_has(around[run], ats) for run, _ in runs}
+        fits = {run: here for run, here in fits.items() if here}
+        where = [around[run][0].site for run in fits]
         each = _one_by_one(values[ats[0]], mine[0].site, where, mode)
-        for (i, here), x in zip(fits.items(), each):
+        for (run, here), x in zip(fits.items(), each):
             if x is None:
                 continue
-            if runs[i] is None and not callable(x):
+            if of_run[run] is None and not callable(x):
                 raise SowError(
-                    f"`plant`: run {i} of {key[0]!r}, at {where[0].where}, has no "
-                    f"{mode}. Leave None there, as it was captured."
+                    f"`plant`: run {list(of_run).index(run)} of {key[0]!r}, at "
+                    f"{around[run][0].site.where}, has no {mode}. Leave None there, as "
+                    "it was captured."
                 )
-            given[i] |= dict.fromkeys(here, x)
+            given[run] |= dict.fromkeys(here, x)
     return [
-        Run(i, e, xs, of_run)
-        for i, (e, xs, of_run) in enumerate(zip(runs, sows, given))
-        if e is not None and of_run
-    ], ofs
+        Place(run, entry, of_key(found[run]), given[run])
+        for run, entry in runs
+        if entry is not None and given[run]
+    ]
+
+
+def to_plant(
+    marks: Sequence[Mark],
+    runs: Mapping[Way, Run],
+    slots: Mapping[Any, Mapping[int | None, int]],
+    planted: Sequence[tuple[Planted, ...]],
+) -> Placed:
+    """The plan. `slots` says where each run of a `Site.key` is among what is `planted`,
+    or all of them (`None`)."""
+    slots = {key: of_key for key, of_key in slots.items() if of_key}
+    names = {name for name, *_ in slots}
+    every = {(x.site.name, runs[x.way].run) for x in marks}
+    n_runs = Counter(name for name, _ in every)
+    rows: list[Row] = []
+    for mark in marks:
+        if mark.site.name not in names:
+            continue
+        of_key, run = slots.get(mark.site.key, {}), runs[mark.way]
+        slot = of_key.get(None, NOTHING)
+        if of_key and None not in of_key:
+            slot = of_key.get(_known(mark, run, n_runs[mark.site.name]), NOTHING)
+        if slot != NOTHING:
+            check_clear(mark.site, run.again)
+        what = () if slot == NOTHING else planted[slot]
+        rows.append(Row(mark, [Ask(slot, mark.site.label, (), what)]))
+    return planned(rows)
+
+
+def _known(mark: Mark, run: Run, n: int) -> int:
+    """The number of the run that a mark belongs to, of `n` runs of its name."""
+    if run.run is None:
+        raise SowError(
+            f"`plant`: {mark.site.name!r} runs {n} times, and eqx_sow cannot tell "
+            f"which of these runs a {mark.site.mode} at {mark.site.where} belongs to, "
+            "as in a backward pass that computes values again. Plant a function, which "
+            "is called at each."
+        )
+    return run.run
 
 
 def _one_by_one(given: Any, site: Site, runs: Sequence[Site], mode: str) -> Any:

@@ -1,40 +1,35 @@
 """A function, traced so that its sows can be seen; and what is checked then: that the
 options select something, and that it can be captured."""
 
-import contextlib
 import dataclasses as dc
 import inspect
 import itertools as it
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 
-from .. import _compat, _hijax, _unknown
+from .. import _compat, _unknown
 from .._errors import SowError, UnknownSowError
 from .._frames import warn
 from .._globs import fits
-from .._mark.listening import Listening, listening
-from .._mark.noting import listening_as, within
-from .._mark.primitive import widened
-from .._mark.site import Site
-from .._mark.sow import UnnamedSowError
+from .._handlers.asked import Asked, asked_of
+from .._handlers.collect import Collect, Slot, Taking
+from .._mark.listening import listening
 from .._mark.staging import to_jaxpr, types_of
-from .._mark.static import Form, numbers_known, take_apart
-from .._mark.trees import walk
-from .._modules import capture as _capture
-from .._modules.places import reachable, roots
+from .._mark.static import Form
 from .._names import has_traced_number, in_loops, Named
 from .._selection import Selection
+from .._values.merge import Entries
 from .._values.modes import labels
-from .._walk.edges import by_edges
-from .._walk.executions import needs_executions, with_executions
 from .._walk.handler import Given, Handler, is_solver, Taken
-from .._walk.interpreter import evaluate, Interpret
-from .._walk.jax_rules import check_wrapped
+from .._walk.interpreter import evaluate, Interpret, renamed
+from .._walk.plan import Placed
 from .._walk.rewrite import seen_as
-from .._walk.sows import Found, recomputed, sows
+from .._walk.runs import Run
+from .._walk.sows import Mark, recomputed, sows, Way
+from .._walk.table import runs_of
 from .options import Options
 
 
@@ -63,11 +58,16 @@ class Program:
     # Of `plant`: see `Replace`.
     left: frozenset[Any] = frozenset()
 
-    def evaluate(self, handler: Handler, given: Given) -> tuple[list, Taken]:
+    def evaluate(
+        self, handler: Handler, plan: Placed, given: Given
+    ) -> tuple[list, Taken]:
         """The arrays of the output, and what the handler took from the sows."""
 
         def run(given, inputs):
-            return evaluate(Interpret(handler), given, self.closed, *inputs)
+            interpret = Interpret(handler, plan=plan.plan)
+            given = interpret.given(given, plan)
+            outs, taken = evaluate(interpret, given, self.closed, *inputs)
+            return outs, renamed(taken, plan)
 
         outer = listening.value
         if outer is None or not outer.scope:
@@ -79,50 +79,66 @@ class Program:
         leaves = _compat.inline_or_call(closed, jax.tree.leaves((given, self.inputs)))
         return jax.tree.unflatten(treedef, leaves)
 
-    def with_executions(
-        self, several: Callable[[Site], bool] | None = None
-    ) -> "Program":
-        """The same program, in which sows know which executions they are; only where it
-        matters, if `several` says of a sow whether its name may have more than one."""
-        if several is not None and not needs_executions(self.mine, several):
-            return self
-        return dc.replace(self, closed=with_executions(self.closed, self._is_mine))
-
-    def executions(self, several: Callable[[Site], bool]) -> list[Any] | None:
-        """`Execution.of` for each of `mine`, if it matters, and can be told without
-        changing the program."""
-        if not needs_executions(self.mine, several):
-            return None
-        of = by_edges(self.closed, [x for x in self.found if self._is_mine(x.site)])
-        return None if of is None else [of[way] for *_, way in self.mine if way]
-
-    def _is_mine(self, site: Site) -> bool:
-        """Whether it is of the tag, or was before an inner transformation took it: its
-        derivatives are."""
-        return self.options.tag in (site.tag, *site.taken)
-
-    def listens(self, names: Selection | None) -> dict[str, Any]:
-        """What `Collect` and `Tap` have in common, given what is asked for."""
-        # A linear solver evaluates its function over and over, so that no value can be
-        # had there.
-        elsewhere = frozenset(
-            x.site.name for x in self.mine if not any(map(is_solver, x.eqns))
-        )
-        return dict(
-            tag=self.options.tag,
-            names=names,
-            elsewhere=elsewhere,
-            has_outer=listening.value is not None,
-        )
-
-    def survey(self, handler: Handler, given: Given = Given()) -> Any:
+    def types_of(
+        self, handler: Handler, plan: Placed, given: Given = Given()
+    ) -> Entries:
         """What the handler would take, `Taken.entries`, with types for arrays."""
 
         def run(inputs, given):
             program = dc.replace(self, inputs=inputs)
-            return program.evaluate(handler, given)[1].entries
+            return program.evaluate(handler, plan, given)[1].entries
 
         return types_of(run, self.inputs, given)
+
+    def survey(
+        self, taking: Taking, asked: Sequence[Asked], runs: Mapping[Way, Run]
+    ) -> tuple[Entries, Sequence[Slot]]:
+        """What would be taken, with types for arrays, and the slots of it."""
+        plan, slots = taking.plan(filter(self.is_seen, asked), runs)
+        return self.types_of(self.collect(taking), plan), slots
+
+    def collect(self, taking: Taking) -> Collect:
+        return Collect(
+            tag=self.options.tag,
+            has_outer=listening.value is not None,
+            cacheable=taking.cacheable,
+            all_modes=taking.modes is None,
+        )
+
+    def runs(
+        self, several: Collection[str] | None, with_rows: bool = False
+    ) -> Mapping[Way, Run]:
+        """Which run of its name each sow is. `several` are the names that may have more
+        than one; if it is `None`, it does not matter, and is not found out. For
+        `with_rows`, see `runs_of`."""
+        if several is None:
+            return {x.way: Run(None, of=frozenset([x.way])) for x in self.found}
+        # Also those that an inner transformation took: their derivatives are there.
+        tag = self.options.tag
+        every = [x for x in self.found if tag in (x.site.tag, *x.site.taken)]
+        return runs_of(self.closed, every, several, tag, with_rows)
+
+    def asked_by(self, names: Selection | None) -> list[Asked]:
+        """What is asked for of each sow."""
+        return asked_of(self.named, names)
+
+    @_compat.cached_property
+    def asked(self) -> list[Asked]:
+        """What the option `names` asks for of each sow."""
+        return self.asked_by(self.asks)
+
+    def is_seen(self, asked: Asked) -> bool:
+        """Whether a value can be had of it. A linear solver evaluates its function over
+        and over; in one, a sow is left out whose name there is elsewhere, too."""
+        mark = asked.mark
+        in_solver = any(map(is_solver, mark.eqns))
+        return not in_solver or mark.site.name not in self._elsewhere
+
+    @_compat.cached_property
+    def _elsewhere(self) -> frozenset[str]:
+        return frozenset(
+            x.site.name for x in self.mine if not any(map(is_solver, x.eqns))
+        )
 
     def output(self, outs: list[Any]) -> Any:
         """What the function returns, from the arrays in that."""
@@ -150,21 +166,25 @@ class Program:
                 )
 
     @_compat.cached_property
-    def found(self) -> list[Found]:
+    def found(self) -> list[Mark]:
         """The sows that there are."""
         return list(sows(self.closed))
 
     @_compat.cached_property
-    def mine(self) -> list[Found]:
+    def mine(self) -> list[Mark]:
         """Those of the tag."""
         return [x for x in self.found if x.site.tag == self.options.tag]
 
     @_compat.cached_property
-    def named(self) -> list[tuple[Found, Named]]:
+    def named(self) -> list[tuple[Mark, Named]]:
         """The same, each with what it is to patterns."""
-        return [
-            (x, in_loops(x.site.name, x.site.label.places, x.loops)) for x in self.mine
-        ]
+        # In many calls of one function, the sites are the same.
+        kept: dict[Any, Named] = {}
+        for x in self.mine:
+            key = id(x.site), x.loops
+            if key not in kept:
+                kept[key] = in_loops(x.site.name, x.site.label.places, x.loops)
+        return [(x, kept[id(x.site), x.loops]) for x in self.mine]
 
     def select(self, patterns: Iterable[Any], **options: Any) -> Selection:
         found = dict.fromkeys(named for _, named in self.named)
@@ -330,126 +350,3 @@ _DERIVATIVE = {
     "`eqx.filter_grad(loss)`, and the value depends on what is differentiated there.",
     "tangent": " A value has a tangent if `fn` calls `jax.jvp`.",
 }
-
-
-def trace(
-    fn: Callable,
-    args: tuple,
-    kwargs: dict,
-    options: Options,
-    replaced: frozenset[Any] = frozenset(),
-) -> Program:
-    """Traces `fn(*args, **kwargs)` while `sow` marks. Arrays are traced, all else is
-    static, as in `eqx.filter_jit`. `replaced`: see `Listening`."""
-    _compat.check_supported()
-    _hijax.check_supported()
-    check_wrapped()
-    try:
-        return _trace(fn, args, kwargs, options, replaced)
-    except UnnamedSowError:
-        if options.search:
-            raise
-        options = dc.replace(options, search=True)
-        return _trace(fn, args, kwargs, options, replaced)
-    except _NOT_CONCRETE as e:
-        if _TRACED not in getattr(e, "__notes__", ()):
-            e.add_note(_TRACED)
-        raise
-
-
-_NOT_CONCRETE = (
-    jax.errors.ConcretizationTypeError,
-    jax.errors.TracerArrayConversionError,
-    jax.errors.TracerIntegerConversionError,
-)
-# What JAX, Equinox, and most derivative rules raise for what cannot be differentiated.
-_NOT_DIFFERENTIABLE = ValueError, NotImplementedError, RuntimeError, TypeError
-_TRACED = (
-    "eqx_sow traces the function that it is given, as `jax.jit` does. Where the value "
-    "of an array decides, write `jnp.where` or `jax.lax.cond`."
-)
-
-
-_TOP_LEVEL = (
-    "eqx_sow traces the function that it is given, as `jax.jit` does. Give the options "
-    "to the outermost `jax.jit`, and that to eqx_sow: `save_intermediates(jax.jit(fn, "
-    "compiler_options=...))`."
-)
-
-
-def _or_leafwise(closed_jaxpr: Callable[[bool], Any], leafwise: bool) -> Any:
-    """If a leaf of a value is differentiated, so are all. Perhaps another one comes
-    from a `while_loop`, which cannot be, and would not be without the sow. Then there
-    is a second try. What is raised may be an error of JAX's, or of a derivative rule of
-    the user's. If there was no such leaf, it is raised in the first try: the program of
-    the user runs once."""
-    try:
-        return closed_jaxpr(leafwise)
-    except (SowError, RecursionError):
-        raise
-    except _NOT_DIFFERENTIABLE as e:
-        if "`compiler_options` can only" in str(e):
-            e.add_note(_TOP_LEVEL)
-        if widened.here:
-            with contextlib.suppress(Exception):
-                return closed_jaxpr(True)
-        raise
-
-
-def _trace(
-    fn: Callable,
-    args: tuple,
-    kwargs: dict,
-    options: Options,
-    replaced: frozenset[Any],
-) -> Program:
-    inputs, form = take_apart((fn, args, kwargs))
-    concrete = inputs
-    out: Any = None
-
-    def traced(inputs):
-        nonlocal out
-        fn, args, kwargs = called = form.with_arrays(inputs)
-        with (
-            numbers_known(inputs, concrete),
-            within(depth, lambda: reachable(roots(*called))),
-            within(depth, lambda: walk(roots(*called))),
-        ):
-            outs, out = take_apart(fn(*args, **kwargs))
-        return outs
-
-    # JAX names the traced function in its error messages.
-    called = inspect.unwrap(fn)
-    traced.__wrapped__ = called if inspect.isroutine(called) else type(called).__call__
-    traced.__signature__ = inspect.Signature()
-    outer = listening.value or Listening()
-    depth = outer.depth + 1
-
-    # Nothing must be executed in here: in this context, JAX would compile it once more.
-    def closed_jaxpr(leafwise):
-        new = Listening(
-            captures=outer.captures,
-            depth=depth,
-            leafwise=leafwise,
-            replaced=outer.replaced | replaced,
-        )
-        with listening_as(options.noted(new)):
-            closed = jax.make_jaxpr(traced)(inputs)
-            return closed, list(sows(closed))
-
-    with widened.apart():
-        closed, found = _or_leafwise(closed_jaxpr, outer.leafwise)
-    called = fn, args, kwargs
-    named, model_roots = _capture.name(closed, found, called, depth, options)
-    if named is not closed:
-        found = sows(named)
-    # What a transformation inside captured for itself is not for this one.
-    closed = seen_as(named, found, lambda s: s.seen_from(depth, options.tag))
-
-    def again(more):
-        return trace(fn, args, kwargs, options, replaced | more)
-
-    program = Program(closed, inputs, out, model_roots, options, again, replaced)
-    if options.names is None:
-        return program
-    return dc.replace(program, asks=program.select(options.names))

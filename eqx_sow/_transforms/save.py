@@ -1,6 +1,5 @@
 """`save_intermediates`."""
 
-import dataclasses as dc
 import functools as ft
 import inspect
 import types
@@ -8,9 +7,8 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, S
 from typing import Any, ClassVar, overload, ParamSpec, Protocol, TypeVar, Unpack
 
 from .._frames import api_boundary
-from .._handlers.collect import Collect
-from .._mark.site import Site
-from .._mark.static import SameParts
+from .._handlers.asked import Asked
+from .._handlers.collect import numbers_of_runs, Taking
 from .._results.intermediates import Intermediates
 from .._results.layers import Known
 from .._values import spec as _spec
@@ -31,11 +29,9 @@ def _pair(annotation: Any) -> Any:
     return tuple[annotation if known else Any, Intermediates]
 
 
-def _returned(
-    asked: Iterable[tuple[Site, Any]], modes: Sequence[str] | None
-) -> frozenset[Any]:
+def _returned(asked: Iterable[Asked], modes: Sequence[str] | None) -> frozenset[Any]:
     """The `Site.key`s of what comes back."""
-    mode_of = labels(site.key for site, _ in asked)
+    mode_of = labels(x.site.key for x in asked)
     return frozenset(k for k, m in mode_of.items() if modes is None or m in modes)
 
 
@@ -57,39 +53,37 @@ class _SaveIntermediates(Transformed):
             transform=self._others["transform"],
             spec=options.spec or {},
         )
-        collect = Collect(
-            modes=options.modes,
-            reduce=SameParts(by_name["reduce"]),
-            transform=SameParts(by_name["transform"]),
-            **program.listens(program.asks),
-        ).with_reducers(program.mine)
-        collect = collect.with_primals(program.mine)
-        of = program.executions(collect.reduces)
-        if of is not None and not collect.keeps_order(program.mine):
-            of = None
-        if of is None:
-            program = program.with_executions(collect.reduces)
-        asked = collect.everywhere(program.mine)
-        collect = dc.replace(collect, returned=_returned(asked, options.modes))
-        collect.check_iterations(asked)
-        executions = of or [x.site.execution.of for x in program.mine]
-        carry = collect.started(program.mine, program.survey)
-        collect = collect.with_rows(program.mine, executions)
-        outs, taken = program.evaluate(collect, Given(carry))
+        asked = program.asked
+        reduce, transform = by_name["reduce"], by_name["transform"]
+        taking = Taking(options.modes, reduce, transform).with_reducers(asked)
+        taking = taking.with_primals(asked)
+        names = {(x.mark.site.name, x.site.name) for x in asked}
+        several = {whole for whole, one in names if taking.reducer(one)}
+        runs = program.runs(several, taking.has_rows)
+        seen = list(filter(program.is_seen, asked))
+        returned = _returned(asked, options.modes)
+        taking.check_iterations(asked, runs, returned)
+        carry = taking.started(
+            seen, lambda: program.survey(taking.for_each_place, seen, runs)
+        )
+        taking = taking.with_rows(seen, runs)
+        plan, slots = taking.plan(seen, runs, returned)
+        walk = program.collect(taking), plan, Given(carry)
+        if error := taking.duplicate(seen, runs):
+            # What no rule can do is said first.
+            program.types_of(*walk)
+            raise error
+        modes = [x.site.mode for x in asked]
+        mode_of = program.wanted(self._call, [x.key for x in slots], modes)
+        outs, taken = program.evaluate(*walk)
         # In the order of `carry`: JAX has sorted the keys of `taken.carry`.
-        reducer: Any = collect.reducer
+        reducer: Any = taking.reducer
         reduced = [result_of(reducer(key[0]), taken.carry[key]) for key in carry]
-        entries = taken.entries
-        if of is not None:
-            entries = collect.with_executions(entries, program.mine, of)
-        entries = [*reduced, *entries]
+        entries = [*reduced, *taken.entries]
         when: dict[str, list[int]] = {}
-        for i, (site, _) in enumerate(asked):
-            of_name = when.setdefault(site.name, [])
-            of_name += [] if site.modes or site.execution.again else [i]
-        keys = [e.site.key for e in entries]
-        modes = [site.mode for site, _ in asked]
-        mode_of = program.wanted(self._call, keys, modes)
+        for i, x in enumerate(asked):
+            of_name = when.setdefault(x.site.name, [])
+            of_name += [] if x.site.modes or runs[x.mark.way].again else [i]
         program.warn_unmarked(self._call, self._fn)
         known = Known(
             found=tuple(dict.fromkeys(named for _, named in program.named)),
@@ -97,8 +91,9 @@ class _SaveIntermediates(Transformed):
             capture=options.capture,
             modes=options.modes,
         )
-        intermediates = assemble(entries, when, reducer, mode_of, known)
-        annotated = [(site, x.eqns[-1]) for site, x in asked if site.spec]
+        numbers = numbers_of_runs(slots)
+        intermediates = assemble(entries, when, reducer, mode_of, known, numbers)
+        annotated = [(x.site, x.mark.of_equation) for x in asked if x.site.spec]
         _spec.check(annotated, by_name["spec"], intermediates)
         return program.output(outs), intermediates
 

@@ -15,7 +15,7 @@ from jax.interpreters import batching
 from .. import _compat
 from .._frames import api_boundary
 from .._handlers.delivery import failures, TapEvent
-from .._handlers.tapping import first_counts, Tap
+from .._handlers.tapping import Tap, to_send
 from .._mark.listening import Listening, listening
 from .._mark.static import SameParts, take_apart
 from .._walk.handler import Given
@@ -97,22 +97,21 @@ def _evaluate(self: _Tapped, program: Program, extra: list[Any]) -> list[Any]:
 
 
 def _walk(self: _Tapped, program: Program, extra: list[Any]) -> list[Any]:
-    program = program.with_executions(lambda name: False)
     by_name = program.by_name("tap", transform=self._others["transform"])
     _, form = take_apart(self._others["extra"])
+    asked = list(filter(program.is_seen, program.asked))
+    mode_of = program.wanted("tap", [x.site.key for x in asked])
+    when, transform = self._others["when"], by_name["transform"]
+    runs, every = program.runs(()), self._options.every
+    plan, counts = to_send(asked, runs, mode_of, transform, every)
     handler = Tap(
-        **program.listens(program.asks),
         options=self._options,
-        transform=SameParts(by_name["transform"]),
-        when=SameParts(self._others["when"]),
+        when=SameParts(when),
         extra=form,
+        has_outer=listening.value is not None,
+        cacheable=when is None and transform is None,
     )
-    places = handler.everywhere(program.mine)
-    mode_of = program.wanted("tap", [site.key for site, _ in places])
-    sent = [(site, found) for site, found in places if site.key in mode_of]
-    counts = first_counts(sent, self._options.every)
-    handler = dc.replace(handler, mode_of=SameParts(mode_of))
-    outs, _ = program.evaluate(handler, Given(counts, extra))
+    outs, _ = program.evaluate(handler, plan, Given(counts, extra))
     return outs
 
 

@@ -20,7 +20,8 @@ from .._frames import api_boundary
 from .._handlers.fixed import NotFixed
 from .._mark.static import Const, Form, is_operand, take_apart
 from .options import checked, Options
-from .program import Program, trace
+from .program import Program
+from .trace import trace
 
 
 _F = TypeVar("_F", bound=Callable)

@@ -17,7 +17,6 @@ from .._results.layers import Known, Leading, NamedAxis, Scan
 from .._results.nodes import modes_in_order
 from .axes import as_operand, broadcast, final_axes, kept_axes, whole
 from .entry import Entry, grouped, with_count
-from .merge import of_primal
 from .reduce import Reducers
 
 
@@ -27,11 +26,12 @@ def assemble(
     reducers: Reducers,
     wanted: Mapping[Any, str],
     known: Known,
+    runs: Sequence[int | None],
 ) -> Intermediates:
     """`intermediates[name][mode]`. `when` has the names, in order of execution, and
     says where in that order the marks of each are. `wanted` says for each `Site.key`
     that comes back what its mode is called. `known` is all that is known beside the
-    axes."""
+    axes; `runs` says of each slot which run of its name it is."""
     by_name = grouped(found, lambda site: site.name)
     out: dict[str, dict[str, Any]] = {name: {} for name in when}
     counts: dict[str, _Returned] = {}
@@ -40,13 +40,15 @@ def assemble(
     for key, of_key in grouped(found).items():
         (name, *_), mode = key, wanted.get(key)
         reducer: Any = reducers(name)
-        # `gather` lets no other name have several.
+        # No other name has several: see `Taking.duplicate`.
         several = reducer is not None and not reducer.has_state
         if reducer is not None and reducer.bare_if_one:
             several = runs_several_times(of_key, by_name[name])
         elif several:
             appended.add(name)
-        entries = by_run(of_key, by_name[name]) if several else of_key
+        entries: Sequence[Entry | None] = of_key
+        if several:
+            entries = [e for _, e in by_run(of_key, by_name[name], runs)]
         lead = () if reducer is None else reducer.lead
         if mode is not None:
             value = ft.partial(_value_of, buffers=lead)
@@ -141,36 +143,25 @@ def runs_several_times(mine: Sequence[Entry], entries: Sequence[Entry]) -> bool:
     return len(mine) > 1 or sum(not e.site.modes for e in entries) > 1
 
 
-def by_run(mine: Sequence[Entry], entries: Sequence[Entry]) -> list[Entry | None]:
-    """The entries of one key, given all of its name. Derivatives are in the order of
-    their primals: a backward pass goes first through what ran last, and not every run
-    need have one. So are those of the backward pass of several of these."""
-    primals = [e for e in entries if not e.site.modes]
-    mode = mine[0].site.mode
-    if not mine[0].site.modes:
-        return list(mine)
-    if not primals:
-        # An inner `save_intermediates` has taken them.
-        return [*sorted(mine, key=of_primal)]
-    order: list[Entry | None] = [None] * len(primals)
-    others = []
-    for e in mine:
-        of = e.site.execution.of
-        pairs = enumerate(primals)
-        fits = [i for i, p in pairs if not p.site.execution.of.isdisjoint(of)]
-        if len(fits) != 1 and "cotangent" not in mode and len(mine) == len(primals):
-            return list(mine)
-        if len(fits) > 1:
-            raise SowError(
-                f"`{e.site.name}` runs several times (one is at {e.site.where}), "
-                f"and eqx_sow cannot tell which {mode} belongs to which primal: one "
-                "may belong to several, as in branches that differentiate different "
-                "values, or in a loop that a backward pass runs again. Give the values "
-                f"different names, or leave the {mode} out, by `modes`."
-            )
-        # It may never have run forward, or a function from `jax.vjp` is called twice.
-        if not fits or order[fits[0]] is not None:
-            others.append(e)
-        else:
-            order[fits[0]] = e
-    return [*order, *others]
+def by_run(
+    mine: Sequence[Entry], entries: Sequence[Entry], runs: Sequence[int | None]
+) -> list[tuple[int | None, Entry | None]]:
+    """The entries of one key, given all of its name, each with the number of its run.
+    Derivatives are in the order of their primals: a backward pass goes first through
+    what ran last, and not every run need have one."""
+    run_of: Any = lambda e: None if e.slot is None else runs[e.slot]
+    own: list[tuple[Any, Any]] = [(run_of(e), e) for e in mine]
+    mode, primals = mine[0].site.mode, [e for e in entries if not e.site.modes]
+    unclear = [e for run, e in own if run is None]
+    if unclear and "cotangent" not in mode and len(mine) == len(primals):
+        return own
+    for e in unclear:
+        raise SowError(
+            f"`{e.site.name}` runs several times (one is at {e.site.where}), and "
+            f"eqx_sow cannot tell which {mode} belongs to which primal: one may belong "
+            "to several, as in branches that differentiate different values, or in a "
+            "loop that a backward pass runs again. Give the values different names, or "
+            f"leave the {mode} out, by `modes`."
+        )
+    of_run = dict(own)
+    return [(run, of_run.get(run)) for run in sorted({*map(run_of, primals), *of_run})]

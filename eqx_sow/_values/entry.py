@@ -27,9 +27,8 @@ axes of size one: `[5, 3, 2]`.
 
 import dataclasses as dc
 import functools as ft
-import itertools as it
 import operator
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -45,8 +44,8 @@ from .axes import aligned, broadcast, either
 from .transform import transformed, Value
 
 
-# The guards of a mark, each with its run: see `Execution.runs`.
-Guards = tuple[tuple[Guard, Hashable], ...]
+# The guards of a mark.
+Guards = tuple[Guard, ...]
 
 
 @jtu.register_dataclass
@@ -75,6 +74,9 @@ class Entry:
     # Of each scan that is still around it, from outside in, which iteration alone is
     # kept, or `None` for all. Empty if all are kept of all.
     at: tuple[int | None, ...] = dc.field(default=(), metadata=dict(static=True))
+    # Which slot it has in the plan of the jaxpr that it is captured in, or of what is
+    # around that: see `_walk/plan.py`. `None` for the result of a reducer.
+    slot: Any = dc.field(default=None, metadata=dict(static=True))
 
     def shape(self, i: int, axes: Iterable[Axis], varies: Iterable[bool]) -> Any:
         """The type of array `i`, if it varied so over these axes instead of its own."""
@@ -83,11 +85,16 @@ class Entry:
         shape = (*[size for size, _ in lead], *x.shape[n:])
         return shape_like(x, shape, (*[spec for _, spec in lead], *spec_of(x)[n:]))
 
-    def within(self, step: tuple[int, bool | None]) -> "Entry":
-        """The same, seen from outside an equation. There are many, and `dc.replace`
-        takes three times as long."""
+    def within(self, step: tuple[int, bool | None], slot: int) -> "Entry":
+        """The same, seen from outside an equation, where the slot is another one. There
+        are many, and `dc.replace` takes three times as long."""
         route = (step, *self.route)
-        return Entry(self.arrays, self.site, self.counted, self.cases, route, self.at)
+        rest = self.counted, self.cases, route, self.at, slot
+        return Entry(self.arrays, self.site, *rest)
+
+    def with_slot(self, slot: int) -> "Entry":
+        rest = self.counted, self.cases, self.route, self.at, slot
+        return Entry(self.arrays, self.site, *rest)
 
     def replace(self, arrays: Sequence[Any], **of_site: Sequence[Any]) -> "Entry":
         site = self.site._replace(**{k: tuple(v) for k, v in of_site.items()})
@@ -139,13 +146,16 @@ def captured(
 
 
 def unfinished(
-    site: Site, operands: Sequence[Any], at: tuple[int | None, ...] = ()
+    site: Site,
+    operands: Sequence[Any],
+    at: tuple[int | None, ...] = (),
+    slot: Any = None,
 ) -> Entry:
     """The entry of one mark before it is `finished`. In the place of a count it has
     booleans that say in which lanes the mark runs. In others, the value is anything."""
     site, operands = in_front(site, operands)
-    case = tuple(it.zip_longest(site.guards, site.execution.runs))
-    entry = Entry((), site, cases=(case,) if case else (), at=at)
+    case = site.guards
+    entry = Entry((), site, cases=(case,) if case else (), at=at, slot=slot)
     return _of_value(entry, value_of(site, operands), *running(site, operands))
 
 
@@ -199,8 +209,8 @@ def _are_all_branches(cases: Sequence[Guards]) -> bool:
     if () in cases:
         return True
     by_cond: dict[Any, dict[int, list[Guards]]] = {}
-    for (guard, run), *inside in cases:
-        of_cond = guard.cond, run, guard.n_branches
+    for guard, *inside in cases:
+        of_cond = guard.cond, guard.n_branches
         by_branch = by_cond.setdefault(of_cond, {})
         by_branch.setdefault(guard.branch, []).append(tuple(inside))
     return any(
@@ -284,13 +294,6 @@ def left_loop(entry: Entry) -> Entry:
     """An entry of a loop body that keeps no axis for the loop."""
     _, axes = out_of_loop(entry.site.axes, None)
     return entry.replace(entry.arrays, axes=axes)
-
-
-def left_while(entry: Entry) -> Entry:
-    """The same for the body of a `while_loop`."""
-    left = left_loop(entry)
-    execution = left.site.execution.out_of_while()
-    return dc.replace(left, site=left.site._replace(execution=execution))
 
 
 def on_device(

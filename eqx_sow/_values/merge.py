@@ -25,7 +25,7 @@ of a `while_loop`, and `state.py` asks for the form of a state.
 
 import dataclasses as dc
 import itertools as it
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -37,15 +37,7 @@ from .._frames import parting
 from .._mark.site import Axis, Site
 from .._mark.staging import types_of
 from .axes import aligned, as_operand, broadcast, either, total_over
-from .entry import (
-    Entry,
-    FINISHED,
-    finished,
-    grouped,
-    Guards,
-    left_while,
-    with_count,
-)
+from .entry import Entry, FINISHED, finished, grouped, left_loop, with_count
 from .transform import Batched
 
 
@@ -55,23 +47,14 @@ Entries = tuple[Entry, ...]
 WithTransform = tuple[Entry, Any]
 
 
-def gather(found: Iterable[WithTransform], keeps_all: Callable[[str], bool]) -> Entries:
-    """What was found in a jaxpr, with one entry in the place of those that are in
-    branches of one cond. `keeps_all` says of a name whether it may have several."""
-    gathered: list[WithTransform] = []
-    indices: dict[Any, list[int]] = {}
-    for new, transform in sorted(found, key=lambda pair: of_primal(pair[0])):
-        before = indices.setdefault(new.site.key, [])
-        for i in before if new.cases else ():
-            if _are_exclusive(gathered[i][0], new):
-                gathered[i] = _one_of(gathered[i], (new, transform))
-                break
-        else:
-            if before and not keeps_all(new.site.name):
-                raise duplicate(gathered[before[0]][0].site, new.site)
-            before.append(len(gathered))
-            gathered.append((new, transform))
-    return tuple(finished(e, transform) for e, transform in gathered)
+def gather(found: Iterable[WithTransform]) -> Entries:
+    """What was found in a jaxpr, with one entry for each slot."""
+    gathered: dict[Any, WithTransform] = {}
+    for new in found:
+        slot = new[0].slot
+        old = gathered.get(slot)
+        gathered[slot] = new if old is None else _one_of(old, new)
+    return tuple(finished(e, transform) for e, transform in gathered.values())
 
 
 def _one_of(a: WithTransform, b: WithTransform) -> WithTransform:
@@ -103,54 +86,26 @@ def merged(old: Entry, new: Entry) -> Entry:
 
 
 def _of_all(sites: Sequence[Site]) -> Site:
-    """The first site, with the lines and the executions of all of them."""
+    """The first site, with the lines of all of them."""
     where = " or ".join(dict.fromkeys(s.where for s in sites))
-    of = frozenset().union(*[s.execution.of for s in sites])
-    execution = sites[0].execution._replace(of=of)
-    return sites[0]._replace(where=where, execution=execution)
-
-
-def of_primal(entry: Entry) -> Any:
-    """A key to sort derivatives by their primals: a backward pass runs backward, and
-    functions from `jax.linearize` run in any order."""
-    return min(entry.site.execution.of if entry.site.modes else (), default=())
-
-
-def _are_exclusive(a: Entry, b: Entry) -> bool:
-    """Whether the two are in different branches of one cond: each mark of the one and
-    each of the other."""
-
-    def apart(x: Guards, y: Guards) -> bool:
-        branches = {(g.cond, run): g.branch for g, run in x}
-        return any(branches.get((g.cond, run), g.branch) != g.branch for g, run in y)
-
-    return all(apart(x, y) for x in a.cases or [()] for y in b.cases or [()])
+    return sites[0]._replace(where=where)
 
 
 def to_one_form(branches: Sequence[Entries]) -> Callable[[Entries], Entries]:
     """For branches of which one runs, as shapes: a function that brings each to one
-    form."""
-    slots = list(map(_slots, branches))
-    keys = dict.fromkeys(k for s in slots for k in s)
-    forms = {k: unify([s[k] for s in slots if k in s]) for k in keys}
+    form, with an entry for each slot."""
+    slots = dict.fromkeys(e.slot for branch in branches for e in branch)
+    each = [{e.slot: e for e in branch} for branch in branches]
+    forms = {s: unify([own[s] for own in each if s in own]) for s in slots}
 
     def bring(branch: Entries) -> Entries:
-        own = _slots(branch)
+        own = {e.slot: e for e in branch}
         return tuple(
-            conform(own[k], form) if k in own else zeros(form)
-            for k, form in forms.items()
+            conform(own[s], form) if s in own else zeros(form)
+            for s, form in forms.items()
         )
 
     return bring
-
-
-def _slots(entries: Sequence[Entry]) -> dict[Any, Entry]:
-    """Entries by `Site.key`, and how many of the same key there were before."""
-    return {
-        (key, i): e
-        for key, of_key in grouped(entries).items()
-        for i, e in enumerate(of_key)
-    }
 
 
 # --- one form for several entries ---
@@ -283,42 +238,45 @@ def latest(old: Entry, new: Entry) -> Entry:
     return dc.replace(new, arrays=(*values, old_count + new_count))
 
 
-def after_iteration(old: Entry, entry: Entry) -> Entry:
+def after_iteration(old: Entry, entry: Entry, is_backward: bool) -> Entry:
     """What is kept of a `while_loop` after one more iteration, given what it was before
     and the entry of that iteration. It is the last one that ran. If the loop is a
     backward pass, and goes through the iterations of the value from the last one, then
     what belongs to the last value is the first one that ran."""
-    new = conform(left_while(entry), old)
-    is_backward = entry.site.execution.backward[-1:] == (True,)
+    new = conform(left_loop(entry), old)
     # What ran before stays, in the lanes where any did.
     return latest(new, old) if is_backward else latest(old, new)
 
 
-def with_values(entries: Entries) -> Entries:
+def with_values(entries: Entries, apart: Collection[tuple[int, int]]) -> Entries:
     """What is marked in an iteration of a `while_loop`, of which the last one that ran
     comes back. In
 
         lax.cond(i == 1, lambda x: sow(jnp.sin(x), "h"), lambda x: sow(y, "h"), x)
 
     there is no tangent of `y`, but iteration 2 returns its value. So that the tangent
-    is not that of iteration 1, it runs wherever the value does, and is zero there."""
+    is not that of iteration 1, it runs wherever the value does, and is zero there.
+    `apart` has the slots of derivatives with those of values that they are not of."""
     values = grouped([e for e in entries if not e.site.modes], lambda s: s.name)
 
     def with_value(e: Entry) -> Entry:
         if not (e.counted and e.site.modes):
             return e
-        of = [v for v in values.get(e.site.name, ()) if _may_be_of(e, v)]
+        of = [
+            v
+            for v in values.get(e.site.name, ())
+            if (e.slot, v.slot) not in apart and _may_be_of(e, v)
+        ]
         return _running_with(e, of[0]) if len(of) == 1 else e
 
     return tuple(map(with_value, entries))
 
 
 def _may_be_of(derivative: Entry, value: Entry) -> bool:
-    """Whether it may be of this value: by the executions, where these are known, and by
-    the axes. A derivative may have more of them, as in `jax.jacrev`."""
-    of, by = (e.site.execution.of for e in (value, derivative))
+    """Whether it may be of this value, by the axes. A derivative may have more of them,
+    as in `jax.jacrev`."""
     n = sum(own_axes(value.site.axes, derivative.site.axes))
-    return n == len(value.site.axes) and not (of and by and of.isdisjoint(by))
+    return n == len(value.site.axes)
 
 
 def _running_with(derivative: Entry, value: Entry) -> Entry:
@@ -332,9 +290,9 @@ def _running_with(derivative: Entry, value: Entry) -> Entry:
 
 
 # --- errors ---
-def duplicate(a: Site, b: Site) -> DuplicateSowError:
+def duplicate(a: Site, b: Site, late: bool) -> DuplicateSowError:
     places, names = _places(a, b)
-    if b.execution.in_backward_pass and not a.execution.in_backward_pass:
+    if late:
         places += " (also in a backward pass: in the `bwd` of a `jax.custom_vjp`)"
     if bool(a.note) != bool(b.note):
         names = (

@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 
 import jax.extend.core as jexc
 
-from .. import _compat, _hijax
+from .. import _compat
 from .._mark.calls import calls_around
 from .._mark.primitive import edge_p, sow_p
-from .sows import jaxprs_in, jaxprs_of, lengths_of, variables, Way, with_sow
+from .sows import called_by, lengths_of, number, variables, Way, with_sow
 
 
 class Here(NamedTuple):
@@ -52,11 +52,6 @@ class Here(NamedTuple):
     def running(self) -> list[Any]:
         """The calls of modules that are running."""
         return [call for eqn in self.around for call in calls_around(eqn)]
-
-
-def _number(eqn: Any, jaxpr: Any) -> int:
-    """The number of a jaxpr among those in an equation."""
-    return next(k for k, j in enumerate(jaxprs_in(eqn.params)) if j is jaxpr)
 
 
 class Domain:
@@ -166,14 +161,11 @@ def _leading_to_sows(
 def _other(domain: Domain, eqn: Any, operands: list[Any], here: Here) -> list[Any]:
     """An equation without a rule. If it holds one jaxpr of so many operands, it is
     taken for a call, such as that of a jitted function."""
-    if eqn.primitive is _hijax.hi_p and "solve_jaxpr" in eqn.params["_prim"].params:
-        # Behind the operands of a `custom_root` are those of its derivative.
-        operands = operands[: len(eqn.params["_prim"].solve_jaxpr.invars)]
-    inside = [j for j in jaxprs_of(eqn) if len(j.invars) == len(operands)]
-    if len(inside) == 1 and len(inside[0].outvars) == len(eqn.outvars):
-        k = _number(eqn, inside[0])
-        return run(domain, inside[0], operands, here.inside(eqn, k))
-    return domain.equation(eqn, operands, here)
+    called = called_by(eqn)
+    if called is None:
+        return domain.equation(eqn, operands, here)
+    k, jaxpr = called
+    return run(domain, jaxpr, operands[: len(jaxpr.invars)], here.inside(eqn, k))
 
 
 def _cond(domain: Domain, eqn: Any, operands: list[Any], here: Here) -> list[Any]:
@@ -201,7 +193,7 @@ def _scan(domain: Domain, eqn: Any, operands: list[Any], here: Here) -> list[Any
     jaxpr = eqn.params["jaxpr"]
     n, m = _compat.scan_arity(eqn.params)
     consts, init, xs = operands[:n], operands[n : n + m], operands[n + m :]
-    inside = here.inside(eqn, _number(eqn, jaxpr))
+    inside = here.inside(eqn, number(eqn, jaxpr))
     xs = [domain.entry(x, inside) for x in xs]
 
     def body(carry):
@@ -215,8 +207,8 @@ def _while(domain: Domain, eqn: Any, operands: list[Any], here: Here) -> list[An
     p = eqn.params
     n, m = p["cond_nconsts"], p["body_nconsts"]
     consts, init = operands[n : n + m], operands[n + m :]
-    inside = here.inside(eqn, _number(eqn, p["body_jaxpr"]))
-    condition = here.inside(eqn, _number(eqn, p["cond_jaxpr"]))
+    inside = here.inside(eqn, number(eqn, p["body_jaxpr"]))
+    condition = here.inside(eqn, number(eqn, p["cond_jaxpr"]))
 
     def body(carry):
         run(domain, p["cond_jaxpr"], [*operands[:n], *carry], condition)

@@ -5,19 +5,20 @@ each mark. `Given` is what a handler passes down to the marks, and `Taken` what 
 back from them. In `save_intermediates`, `Given.carry` has the states of reducers, and
 `Taken.entries` what was captured.
 
+What it is to do where is in a `Plan` (`plan.py`), which was made before. The walk gives
+it the asks at a mark, and at an equation, those at the marks inside.
+
 | called by | method | for |
 |---|---|---|
 | `evaluate` | `sow` | each mark, in order of execution |
-| | `concerns` | a mark inside an equation: may that stay as it is? |
-| | `for_inside` | an equation with a mark inside, before its rule |
 | | `end_jaxpr` | the end of a jaxpr: what was captured in there |
+| | `values_inside` | an equation or a jaxpr: what is passed down |
+| rules for loops | `needs_iteration` | does it matter in which iteration a mark is? |
 | rule for `scan` | `sliced_by_scan` | which values have an axis for the iterations |
-| | `needs_iteration` | a mark: does it matter in which iteration it is? |
-| rule for `shard_map` | `values_on_devices`, `carry_on_devices` | what goes inside |
-| | `needs_order` | a mark: does the order of its executions matter? |
-| rules for `custom_*` | `replaces` | a mark: is the derivative rule still right? |
+| rule for `shard_map` | `specs_on_devices`, `carry_on_devices` | what goes inside |
+| | `needs_order` | does the order of the executions of a mark matter? |
+| rules for `custom_*` | `replaces` | is the derivative rule still right? |
 | | `differentiable` | is what was taken ever differentiated? |
-| `refuse` | `wants` | a mark that cannot be had: is it an error? |
 """
 
 from collections.abc import Iterable, Sequence
@@ -32,7 +33,8 @@ from .._mark.site import Site
 from .._mark.static import Const
 from .._values.merge import Entries
 from .frame import Frame
-from .sows import sites
+from .plan import Ask
+from .sows import Mark
 
 
 class Given(NamedTuple):
@@ -60,16 +62,12 @@ class Handler:
     """What to do with marks. A handler is hashable and holds no state: whatever it
     finds out leaves the walk in `Taken`. So JAX may cache what it made of a jaxpr."""
 
-    # Whether another transformation around this one may want the marks that this
-    # handler does not want. Then they stay in the program.
+    # Whether another transformation around this one may want the marks at which this
+    # handler does nothing. Then they stay in the program.
     has_outer: bool = True
 
-    # The names that are also marked outside of linear solvers. Within one, a mark of
-    # such a name may be left out.
-    elsewhere: frozenset[str] = frozenset()
-
-    # Whether what the handler makes of a jaxpr may be kept for other calls. Not if it
-    # holds functions of a user's, which might hold tracers.
+    # Whether what the handler makes of a jaxpr may be kept for other calls. Not if its
+    # asks hold functions of a user's, which might hold tracers.
     cacheable: bool = True
 
     # Whether `Given.iterations` has an entry for each `while_loop`, too.
@@ -78,7 +76,19 @@ class Handler:
     # Whether what is taken at the marks may be differentiated further.
     differentiable: bool = True
 
-    def sow(self, found: list, given: Given, site: Site, atoms, frame: Frame) -> Given:
+    # Whether a function with an asked mark inside computes something else now, so that
+    # its derivative rule is no longer right.
+    replaces: bool = False
+
+    def sow(
+        self,
+        found: list,
+        given: Given,
+        site: Site,
+        asks: Sequence[Ask],
+        atoms: Sequence[Any],
+        frame: Frame,
+    ) -> Given:
         """Sees to the mark `frame.eqn`, with the operands `atoms` after its edge. Tells
         `frame` what its outputs are, and appends to `found` whatever `end_jaxpr` wants
         to know. Returns the `Given` of the next mark."""
@@ -89,46 +99,34 @@ class Handler:
         captured inside one of its equations."""
         return ()
 
-    def wants(self, site: Site) -> bool:
-        """Whether a mark must not be lost."""
+    def values_inside(self, values: Any, slots: Sequence[int]) -> Any:
+        """`Given.values` for a jaxpr or an equation, whose slots are called so here."""
+        return values
+
+    def needs_iteration(self, ask: Ask) -> bool:
+        """Whether `Given.iterations` is asked for."""
         return False
 
-    def concerns(self, site: Site) -> bool:
-        """Whether the handler has anything to do with a mark: if that is not left to
-        outer transformations as it is."""
-        return self.wants(site)
-
-    def for_inside(self, eqn: Any) -> "Handler":
-        """The handler for what is inside an equation."""
-        return self
-
-    def replaces(self, site: Site) -> bool:
-        """Whether a function with the mark inside computes something else now, so that
-        its derivative rule is no longer right."""
-        return False
-
-    def needs_order(self, site: Site) -> bool:
+    def needs_order(self, ask: Ask) -> bool:
         """Whether the order of the executions of a mark matters."""
         return False
 
-    def needs_iteration(self, site: Site) -> bool:
-        """Whether a mark asks for `Given.iterations`."""
-        return False
-
-    def sliced_by_scan(self, values: Any, jaxpr: Any) -> Any:
+    def sliced_by_scan(self, values: Any, inside: Iterable[tuple[Mark, Ask]]) -> Any:
         """For a scan: in the place of each of `Given.values`, or of several, whether it
         has a leading axis for the iterations. The others are the same in all."""
         return False
 
-    def values_on_devices(
-        self, values: Any, jaxpr: Any, devices: Sequence[Any]
-    ) -> tuple[Any, Any]:
-        """For a `shard_map`: those of `Given.values` that go inside, and their
-        `PartitionSpec`s, of which each is as long as there are leading axes that a
-        device has one entry of. `devices` are the mesh axes."""
-        return values, jax.sharding.PartitionSpec()
+    def specs_on_devices(
+        self, inside: Iterable[tuple[Mark, Ask]], devices: Sequence[Any]
+    ) -> Any:
+        """For a `shard_map`: the `PartitionSpec`s of `Given.values`, of which each is
+        as long as there are leading axes that a device has one entry of. `devices` are
+        the mesh axes."""
+        return jax.sharding.PartitionSpec()
 
-    def carry_on_devices(self, carry: dict[Any, Any]) -> dict[Any, Any]:
+    def carry_on_devices(
+        self, carry: dict[Any, Any], inside: Iterable[tuple[Mark, Ask]]
+    ) -> dict[Any, Any]:
         """For a `shard_map`: those of `Given.carry` that go inside, arrays with a
         leading axis for each mesh axis."""
         return {}
@@ -136,8 +134,8 @@ class Handler:
 
 # --- marks that a handler cannot see to ---
 def check_guarded(site: Site) -> None:
-    """Raises if it cannot be told whether a mark runs, or only runs again; or if what
-    it marks is not a PyTree."""
+    """Raises if it cannot be told whether a mark runs, or if what it marks is not a
+    PyTree."""
     for x in site.form.leaves:
         if isinstance(x, Const) and isinstance(x.value, Holder):
             what, leaf, where = x.value
@@ -155,14 +153,6 @@ def check_guarded(site: Site) -> None:
                 "arguments, `jax.tree_util.Partial`), or mark the arrays"
                 f"{or_leave_out if site.note else '.'}"
             )
-    if site.execution.again is None:
-        raise SowError(
-            f"{site.said_first} is in the `bwd` of a `jax.custom_vjp` that only some "
-            "lanes of a `jax.vmap` call, and the forward pass has a mark of that name. "
-            "eqx_sow cannot tell whether the `bwd` repeats that one. Give it another "
-            "name, with `eqx_sow.scope(...)`, or leave it out, by `names` or another "
-            "`tag`."
-        )
     if site.unguarded:
         raise SowError(
             f"{site.said_first} is in the derivative rule of a function "
@@ -173,6 +163,18 @@ def check_guarded(site: Site) -> None:
         )
 
 
+def check_clear(site: Site, again: bool | None) -> None:
+    """Raises if it cannot be told whether a mark only runs `again`."""
+    if again is None:
+        raise SowError(
+            f"{site.said_first} is in the `bwd` of a `jax.custom_vjp` that only some "
+            "lanes of a `jax.vmap` call, and the forward pass has a mark of that name. "
+            "eqx_sow cannot tell whether the `bwd` repeats that one. Give it another "
+            "name, with `eqx_sow.scope(...)`, or leave it out, by `names` or another "
+            "`tag`."
+        )
+
+
 def is_solver(eqn: Any) -> bool:
     """Whether it evaluates a linear function over and over, and leaves its effects
     out."""
@@ -180,31 +182,26 @@ def is_solver(eqn: Any) -> bool:
     return primitive.name in ("linear_solve", "custom_linear_solve")
 
 
-def refuse_unknown(handler: Handler, eqn: Any) -> None:
-    """Raises if the handler wants any of the marks in an equation without a rule. Who
-    calls a linear solver usually evaluates the same function elsewhere, too, where the
-    marks are seen."""
-    inside, remedy = sites(eqn), "Move the mark out of it."
+def refuse_unknown(eqn: Any, inside: Sequence[tuple[Mark, Ask]]) -> None:
+    """Raises if anything is asked inside an equation without a rule."""
+    remedy = "Move the mark out of it."
     if is_solver(eqn):
         why = "it evaluates its function over and over"
-        inside = [site for site in inside if site.name not in handler.elsewhere]
     else:
         why = "eqx_sow has no rule for it"
         remedy += (
             " If the primitive is yours, `@eqx_sow.register_rule(primitive)` teaches "
             "eqx_sow about it."
         )
-    refuse(handler, eqn, inside, why, remedy)
+    refuse(eqn, inside, why, remedy)
 
 
-def refuse(
-    handler: Handler, eqn: Any, inside: Iterable[Site], why: str, remedy: str
-) -> None:
-    """Raises if the handler wants any of the marks inside an equation."""
-    for site in filter(handler.wants, inside):
+def refuse(eqn: Any, inside: Iterable[tuple[Mark, Ask]], why: str, remedy: str) -> None:
+    """Raises if there is anything asked inside an equation."""
+    for mark, _ in inside:
         primitive, _ = _compat.unmapped(eqn)
         raise UnsupportedPrimitiveError(
-            f"{site.said_first} is inside the primitive `{primitive}`: {why}, so the "
-            f"value cannot be captured or planted. {remedy} Or leave it out, by "
+            f"{mark.site.said_first} is inside the primitive `{primitive}`: {why}, so "
+            f"the value cannot be captured or planted. {remedy} Or leave it out, by "
             "`names` or another `tag`."
         )

@@ -22,12 +22,13 @@ from .._mark.staging import to_jaxpr
 from .frame import Frame, without_donating
 from .handler import Given, Handler, refuse_unknown, Taken
 from .meshes import carry_outside, entries_outside, given_inside
+from .plan import Ask, asked, EMPTY, Placed, Plan
 from .rewrite import MARKS, without
 from .sows import (
     jaxprs_in,
     kept_with_jaxpr,
     loop_of,
-    sites,
+    Mark,
     with_sow,
 )
 
@@ -68,10 +69,10 @@ def _new_stages() -> Callable:
         del jaxpr
 
         @ft.lru_cache(maxsize=16)
-        def by(handler, fn, refs):
+        def by(handler, plan, fn, refs):
             def run(given, args):
                 held = jax.tree.map(_from_ref, refs)
-                return fn(Interpret(handler, of_jaxpr), given, held, *args)
+                return fn(Interpret(handler, of_jaxpr, plan), given, held, *args)
 
             return to_jaxpr(run)
 
@@ -87,7 +88,7 @@ def evaluate(
     interpret: "Interpret", given: Given, jaxpr: Any, *args
 ) -> tuple[list[Any], Taken]:
     """Evaluates a jaxpr, with each mark left to the handler."""
-    handler = interpret.handler
+    handler, plan = interpret.handler, interpret.plan
     jaxpr, consts = _compat.open_jaxpr(jaxpr)
     frame = Frame(jaxpr, [*consts, *args])
     found: list[Any] = []
@@ -97,23 +98,23 @@ def evaluate(
         begin = i + 1
         frame.now, frame.eqn = i, eqn
         if eqn.primitive is sow_p:
-            given = _sow(handler, found, given, frame)
+            asks = () if plan is None else plan.marks.get(i, ())
+            given = _sow(handler, found, given, asks, frame)
             continue
         frame.eqn = eqn = without_donating(eqn)
-        if handler.has_outer and not any(map(handler.concerns, sites(eqn))):
-            frame.defer(eqn)
-            continue
+        placed = EMPTY if plan is None else plan.inside.get(i)
         rule = rules.get(eqn.primitive)
-        if rule is None:
-            refuse_unknown(handler, eqn)
+        if placed is None or rule is None:
+            refuse_unknown(eqn, asked(placed or EMPTY, eqn))
             frame.defer(eqn if handler.has_outer else without(eqn, MARKS))
             continue
         values = frame.read(eqn.invars)
         frame.flush_effects()
         mesh = mesh_inside(eqn)
         with eqn.ctx.manager, frame.in_scope(), in_mesh_of(values):
-            inside = Interpret(handler.for_inside(eqn), interpret.stages)
-            passed = given if mesh is None else given_inside(given, mesh)
+            inside = Interpret(handler, interpret.stages, plan and placed.plan)
+            passed = inside.given(given, placed)
+            passed = passed if mesh is None else given_inside(passed, mesh)
             outs, taken = rule(inside, passed, eqn, *values)
         if mesh is not None:
             taken = _outside(taken, given, frame)
@@ -123,7 +124,8 @@ def evaluate(
         frame.set(eqn.outvars, outs)
         loop = loop_of(eqn)
         step = i, loop.reverse if loop else None
-        found += [e.within(step) for e in taken.entries]
+        slots = placed.slots
+        found += [e.within(step, slots[e.slot]) for e in taken.entries]
         given = given._replace(carry=taken.carry)
     frame.defer(*jaxpr.eqns[begin:])
     frame.now = len(jaxpr.eqns)
@@ -133,17 +135,24 @@ def evaluate(
     return outs, Taken(given.carry, entries)
 
 
-def _sow(handler: Handler, found: list[Any], given: Given, frame: Frame) -> Given:
+def _sow(
+    handler: Handler,
+    found: list[Any],
+    given: Given,
+    asks: tuple[Ask, ...],
+    frame: Frame,
+) -> Given:
     """Leaves the mark `frame.eqn` to the handler, on the mesh of the mark."""
     eqn = frame.eqn
     _, *atoms = eqn.invars
     site, mesh = eqn.params["site"], mesh_inside(eqn)
     if mesh is None:
-        return handler.sow(found, given, site, atoms, frame)
+        return handler.sow(found, given, site, asks, atoms, frame)
     frame.read(atoms)
     new: list[Any] = []
     with eqn.ctx.manager:
-        after = handler.sow(new, given_inside(given, mesh), site, atoms, frame)
+        on_mesh = given_inside(given, mesh)
+        after = handler.sow(new, on_mesh, site, asks, atoms, frame)
         taken = Taken(after.carry, handler.end_jaxpr(new, frame))
     taken = _outside(taken, given, frame)
     found += taken.entries
@@ -158,36 +167,80 @@ def _outside(taken: Taken, given: Given, frame: Frame) -> Taken:
     )
 
 
-class Interpret:
-    """`interpret(jaxpr)(given, *args) -> (outs, taken)`."""
+def renamed(taken: Taken, placed: Placed) -> Taken:
+    """What is taken inside, with its slots as they are called around."""
+    if not taken.entries or placed.slots == tuple(range(len(placed.slots))):
+        return taken
+    entries = tuple(e.with_slot(placed.slots[e.slot]) for e in taken.entries)
+    return taken._replace(entries=entries)
 
-    def __init__(self, handler: Handler, stages: Callable | None = None):
+
+class Interpret:
+    """`interpret(jaxpr, k)(given, *args) -> (outs, taken)`, where `k` is the number of
+    the jaxpr in the equation.
+
+    `plan` is that of the equation, or for `evaluate`, of the jaxpr. Without one, the
+    handler sees to every mark."""
+
+    def __init__(
+        self, handler: Handler, stages: Callable | None = None, plan: Plan | None = None
+    ):
         self.handler = handler
+        self.plan = plan
         kept = handler.cacheable or _compat.is_eager()
         self.stages = stages or (_stages if kept else _new_stages())
 
-    def __call__(self, jaxpr: Any) -> Callable:
-        return ft.partial(self.apply, evaluate, jaxpr)
+    def __call__(self, jaxpr: Any, k: int = 0) -> Callable:
+        def run(given, *args):
+            closed, inputs, treedef = self.staged(jaxpr, k, given, *args)
+            return jtu.tree_unflatten(treedef, _compat.inline_or_call(closed, inputs))
+
+        return run
+
+    def asked(self, jaxpr: Any, k: int = 0) -> list[tuple[Mark, Ask]]:
+        """What is asked at the marks in jaxpr `k` of the equation."""
+        return asked(self._placed(k), jaxpr)
+
+    def given(self, given: Given, placed: Placed) -> Given:
+        """What is passed down to what is inside, of which this is the plan."""
+        values = self.handler.values_inside(given.values, placed.slots)
+        return given._replace(values=values)
+
+    def _placed(self, k: int) -> Placed:
+        return EMPTY if self.plan is None else self.plan.inside.get(k, EMPTY)
 
     def apply(self, fn: Callable, held: Any, given: Given, *args) -> Any:
         """`fn(interpret, given, held, *args)`, by way of a jaxpr: see `staged`."""
-        closed, inputs, treedef = self.staged(held, given, *args, fn=fn)
+        closed, inputs, treedef = self._staged(fn, held, self.plan, given, args)
         return jtu.tree_unflatten(treedef, _compat.inline_or_call(closed, inputs))
 
     def staged(
-        self, held: Any, given: Given, *args, fn: Callable = evaluate
+        self, jaxpr: Any, k: int, given: Given, *args
     ) -> tuple[Any, list[Any], Any]:
         """For rules that keep an equation and put another jaxpr into it: what the
         handler makes of a jaxpr, without constants; the inputs of that, the last of
         which are `args`; and the treedef of what `apply` would return.
 
-        A jaxpr that occurs many times is walked once by each handler, and what that
-        makes of it is the same jaxpr each time, which JAX compiles once. `held` is the
-        jaxpr, or for another `fn` whatever is hashable and has jaxprs inside.
+        A jaxpr that occurs many times is walked once by each handler and plan, and what
+        that makes of it is the same jaxpr each time, which JAX compiles once.
         """
+        placed = self._placed(k)
+        plan, given = self.plan and placed.plan, self.given(given, placed)
+        closed, inputs, treedef = self._staged(evaluate, jaxpr, plan, given, args)
+        outs, taken = jtu.tree_unflatten(treedef, range(treedef.num_leaves))
+        seen = renamed(taken, placed)
+        if seen is not taken:
+            treedef = jtu.tree_structure((outs, seen))
+        return closed, inputs, treedef
+
+    def _staged(
+        self, fn: Callable, held: Any, plan: Plan | None, given: Given, args: Any
+    ) -> tuple[Any, list[Any], Any]:
+        """The same, for another `fn`. `held` is the jaxpr, or whatever is hashable and
+        has jaxprs inside."""
         by = self.stages(next(jaxprs_in(held)))
         refs = jax.tree.map(_to_ref, held)
-        closed, treedef = by(self.handler, fn, refs)(given, args)
+        closed, treedef = by(self.handler, plan, fn, refs)(given, args)
         _, consts = _compat.open_jaxpr(closed)
         inputs = [*consts, *jtu.tree_leaves((given, args))]
         return consts_as_args(closed), inputs, treedef

@@ -206,11 +206,8 @@ class AddGuard(Handler):
     guard: Guard
     has_outer: bool = True
 
-    def concerns(self, site):
-        return True
-
-    def sow(self, found, given, site, atoms, frame):
-        del found
+    def sow(self, found, given, site, asks, atoms, frame):
+        del found, asks
         n = len(site.guards)
         operands = frame.read(atoms)
         none = (False,) * len(site.axes)

@@ -9,7 +9,7 @@ as well, which is an entry of what the first scan stacked. If the `y` are marked
 second mark is known to repeat the first one (`repetitions.py`).
 
 On the way, the pass follows the edges of marks, and notes where each value was made,
-for `executions.py`.
+for `table.py`.
 """
 
 import itertools as it

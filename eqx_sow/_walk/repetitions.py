@@ -1,4 +1,4 @@
-"""What a backward pass computes once more, and is not an execution. `executions.py`
+"""What a backward pass computes once more, and is not an execution. `table.py`
 says why; here is how each of the three kinds is told.
 
 The same value, `_same_values`. The `bwd` runs the forward function again, at the same
@@ -243,7 +243,7 @@ def _goes_backward(loops: list[Any]) -> bool:
 def directions(
     x: Sown, marks: Iterable[Sown], executions: Iterable[Way]
 ) -> tuple[bool | None, ...]:
-    """`Execution.backward` of a derivative of these marks of primals, which are or
+    """`Run.backward` of a derivative of these marks of primals, which are or
     repeat these executions."""
     reruns = [loops for y in marks for loops in [_rerun_loops(y)[0]]]
     reversed_loops = [e for loops in reruns if _goes_backward(loops) for e in loops]

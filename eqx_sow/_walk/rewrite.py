@@ -8,16 +8,16 @@ import jax.extend.linear_util as lu
 
 from .. import _compat
 from .._mark.listening import listening
-from .._mark.primitive import edge_p, same_p, sow_effect, sow_p
+from .._mark.primitive import edge_aval, edge_p, same_p, sow_effect, sow_p
 from .._mark.site import Site
 from .sows import (
-    Found,
     has_sow,
     is_filtered,
     jaxprs_in,
     jaxprs_of,
     kept_with_jaxpr,
     map_jaxprs,
+    Mark,
     Way,
 )
 
@@ -53,13 +53,13 @@ def _eqn_with_sites(eqn: Any, sites: Mapping[Way, Site]) -> Any:
     )
 
 
-def seen_as(x: Any, found: Iterable[Found], see: Callable[[Site], Site]) -> Any:
+def seen_as(x: Any, found: Iterable[Mark], see: Callable[[Site], Site]) -> Any:
     """A jaxpr with each `Site` that is `found` in it as one sees it."""
     changed = {}
-    for site, _, way in found:
-        new = see(site)
-        if way and new is not site:
-            changed[way] = new
+    for mark in found:
+        new = see(mark.site)
+        if new is not mark.site and mark.holder is None:
+            changed[mark.way] = new
     return with_sites(x, changed)
 
 
@@ -133,14 +133,21 @@ def _jaxpr_without(jaxpr: Any, gone: Equations, in_rules: bool) -> Any:
         if not gone.fits(e):
             e = without(e, gone, in_rules)
             eqns.append(e.replace(invars=list(map(source, e.invars))))
-        elif e.primitive is sow_p:
+            continue
+        # The edge that comes out of a mark may be kept for a backward pass. In the
+        # place of what prints there is one, too: a plan knows equations by index.
+        outvars = [jexc.Var(_NO_EDGE)]
+        if e.primitive is sow_p:
             equal_to.update(zip(e.outvars[1:], map(source, e.invars[1:])))
-            # The edge that comes out of a mark may be kept for a backward pass.
-            edge = dict(primitive=edge_p, invars=[], outvars=e.outvars[:1], params={})
-            eqns.append(e.replace(effects=frozenset(), **edge))
+            outvars = e.outvars[:1]
+        edge = dict(primitive=edge_p, invars=[], outvars=outvars, params={})
+        eqns.append(e.replace(effects=frozenset(), **edge))
     outvars = list(map(source, jaxpr.outvars))
     effects = _effects(eqns)
     return _compat.with_changes(jaxpr, eqns=eqns, outvars=outvars, effects=effects)
+
+
+_NO_EDGE = edge_aval()
 
 
 def _effects(xs: Iterable[Any]) -> frozenset[Any]:

@@ -44,8 +44,9 @@ from .._values import entry as _entry, merge as _merge
 from .handler import Given, refuse, Taken
 from .interpreter import Interpret, rule_for, with_operands
 from .meshes import adds_up, forgets
+from .plan import EMPTY
 from .rewrite import MARKS, PRINTS, without
-from .sows import expanded, jaxprs_in, sites, sows
+from .sows import expanded, FUNCTION, jaxprs_in, jaxprs_to_run, number
 
 
 # --- calls ---
@@ -56,7 +57,7 @@ def rebind(eqn, args, **params):
 
 @rule_for(jexc.primitives.jit_p)
 def _jit(interpret, given, eqn, *args):
-    closed, inputs, treedef = interpret.staged(eqn.params["jaxpr"], given, *args)
+    closed, inputs, treedef = interpret.staged(eqn.params["jaxpr"], 0, given, *args)
     n = len(inputs) - len(args)
     extra = treedef.num_leaves - len(eqn.outvars)
     new_in, new_out = _compat.unspecified()
@@ -73,7 +74,7 @@ def _jit(interpret, given, eqn, *args):
 
 @rule_for(jexc.primitives.remat_p)
 def _checkpoint(interpret, given, eqn, *args):
-    closed, inputs, treedef = interpret.staged(eqn.params["jaxpr"], given, *args)
+    closed, inputs, treedef = interpret.staged(eqn.params["jaxpr"], 0, given, *args)
     out = rebind(eqn, inputs, jaxpr=_compat.open_jaxpr(closed)[0])
     return jtu.tree_unflatten(treedef, out)
 
@@ -87,30 +88,32 @@ def _call(interpret, given, eqn, *args):
 # --- calls that only say something about a function ---
 @rule_for(_compat.metadata_p)
 def _metadata(interpret, given, eqn, *args):
-    closed, inputs, treedef = interpret.staged(eqn.params["jaxpr"], given, *args)
+    closed, inputs, treedef = interpret.staged(eqn.params["jaxpr"], 0, given, *args)
     return jtu.tree_unflatten(treedef, rebind(eqn, inputs, jaxpr=closed))
 
 
 @rule_for(_compat.composite_p)
 @rule_for(_compat.program_order_p)
 def _annotated(interpret, given, eqn, *args):
-    handler = interpret.handler
-    if not handler.has_outer and not any(map(handler.wants, sites(eqn))):
+    (jaxpr,) = jaxprs_in(eqn.params)
+    if not interpret.handler.has_outer and not interpret.asked(jaxpr):
         return rebind(without(eqn, MARKS), args), Taken(given.carry, ())
     # What it says is of as many operands and outputs as there are: a compiler may have
     # a kernel with the name of a composite.
-    return interpret(*jaxprs_in(eqn.params))(given, *args)
+    return interpret(jaxpr)(given, *args)
 
 
 # --- functions with rules of their own ---
-def _inside(interpret, given, eqn, jaxpr, args, join):
+def _inside(interpret, given, eqn, jaxpr, args, join, k=0):
     """Sees to the marks in `jaxpr`, a copy of the function in the equation, which has
     none of its rules. The equation is bound, too, without its marks, and `join` makes
-    one of the two."""
+    one of the two. `k` is the number of `jaxpr` in the equation."""
     handler = interpret.handler
-    if any(map(handler.replaces, sites(eqn))):
-        return interpret(jaxpr)(given, *args)
-    if not handler.has_outer and not any(map(handler.wants, sites(eqn))):
+    inside = interpret.asked(jaxpr, k)
+    own = args[: len(_compat.open_jaxpr(jaxpr)[0].invars)]
+    if handler.replaces and inside:
+        return interpret(jaxpr, k)(given, *own)
+    if not handler.has_outer and not inside:
         return rebind(without(eqn, MARKS), args), Taken(given.carry, ())
     # Both run, and only the original prints.
     copy = without(jaxpr, PRINTS)
@@ -118,14 +121,14 @@ def _inside(interpret, given, eqn, jaxpr, args, join):
     effects = [e for e in copy.effects if not isinstance(e, _compat.AxisEffect)]
     if any(e != sow_effect for e in effects):
         why = "an effect of the function, such as an `io_callback`, would happen twice"
-        refuse(handler, eqn, sites(eqn), why, "Mark its result outside.")
+        refuse(eqn, inside, why, "Mark its result outside.")
         kept = eqn if handler.has_outer else without(eqn, MARKS)
         return rebind(kept, args), Taken(given.carry, ())
     original = rebind(without(eqn, MARKS), args)
-    return join(interpret, given, copy, args, original)
+    return join(interpret, given, copy, k, own, original)
 
 
-def _with_derivative_of(interpret, given, jaxpr, args, original):
+def _with_derivative_of(interpret, given, jaxpr, k, args, original):
     """What comes out of a walk over `jaxpr`. If it is differentiated, the outputs are
     the `original` ones, with their derivatives, and what was taken has its plain
     derivative. For `h` inside a `jax.custom_jvp` function `f`:
@@ -137,11 +140,12 @@ def _with_derivative_of(interpret, given, jaxpr, args, original):
     """
     handler = interpret.handler
     differentiable = handler.differentiable
-    walked, inputs, treedef = interpret.staged(jaxpr, given, *args)
+    walked, inputs, treedef = interpret.staged(jaxpr, k, given, *args)
     # If it is differentiated, outer transformations see the marks in the rule of the
     # original, and not those in here, in whatever equations these are.
-    alone = Interpret(dc.replace(handler, has_outer=False), interpret.stages)
-    quiet, same, _ = alone.staged(jaxpr, given, *args)
+    quietly = dc.replace(handler, has_outer=False)
+    alone = Interpret(quietly, interpret.stages, interpret.plan)
+    quiet, same, _ = alone.staged(jaxpr, k, given, *args)
     quiet = without(quiet, MARKS, in_rules=True)
     # Computed out here, where JAX takes the plain derivative of it. But what `tap`
     # sends, or a `transform` prints, must happen once, in `copy` or in its rule.
@@ -181,13 +185,14 @@ def _custom(interpret, given, eqn, *args):
 # `None`, which no primitive is, if there is none.
 @rule_for(_hijax.hi_p)
 def _custom_hi(interpret, given, eqn, *args):
-    return _inside(interpret, given, eqn, expanded(eqn), args, _with_derivative_of)
+    ((k, jaxpr),) = jaxprs_to_run(eqn).items() or [(FUNCTION, expanded(eqn))]
+    return _inside(interpret, given, eqn, jaxpr, args, _with_derivative_of, k)
 
 
 @rule_for(_compat.custom_vmap_p)
 def _custom_vmap(interpret, given, eqn, *args):
-    def join(interpret, given, jaxpr, args, original):
-        outs, taken = interpret(jaxpr)(given, *args)
+    def join(interpret, given, jaxpr, k, args, original):
+        outs, taken = interpret(jaxpr, k)(given, *args)
         # If there is an outer transformation, which may plant something in the copy,
         # the rule is given up.
         return outs if interpret.handler.has_outer else original, taken
@@ -238,9 +243,10 @@ def _scan(interpret, given, eqn, *args):
     num_consts, num_carry = _compat.scan_arity(p)
     consts, init, xs = _split(args, num_consts, num_carry)
     run = interpret(p["jaxpr"])
-    is_sliced = handler.sliced_by_scan(given.values, p["jaxpr"])
+    inside = interpret.asked(p["jaxpr"])
+    is_sliced = handler.sliced_by_scan(given.values, inside)
     slices, same = eqx.partition(given.values, is_sliced)
-    asked = any(map(handler.needs_iteration, sites(p["jaxpr"])))
+    asked = any(handler.needs_iteration(ask) for _, ask in inside)
     iterations = [jnp.arange(p["length"], dtype=jnp.int32)] if asked else []
 
     operands = slices, iterations, xs
@@ -293,9 +299,9 @@ def _scan(interpret, given, eqn, *args):
 def _cond(interpret, given, eqn, index, *args):
     # The branches mark different things, and have to return the same: each fills in
     # zeros for what only the others mark.
-    runs = [interpret(jaxpr) for jaxpr in eqn.params["branches"]]
-    for jaxpr in eqn.params["branches"]:
-        _refuse_totals(interpret.handler, jaxpr, index)
+    runs = [interpret(jaxpr, k) for k, jaxpr in enumerate(eqn.params["branches"])]
+    for k, jaxpr in enumerate(eqn.params["branches"]):
+        _refuse_totals(interpret.asked(jaxpr, k), jaxpr, index)
     types = [types_of(run, given, *args)[1].entries for run in runs]
     bring = _merge.to_one_form(types)
 
@@ -325,7 +331,7 @@ def _varying_like(predicate, tree):
     return jax.tree.map(lambda x: _compat.vary(x, axes), tree) if axes else tree
 
 
-def _refuse_totals(handler, jaxpr, predicate):
+def _refuse_totals(inside, jaxpr, predicate):
     """Raises if what only some devices run has a total over all of them. In a gradient,
     in a `jax.shard_map`, of
 
@@ -338,11 +344,12 @@ def _refuse_totals(handler, jaxpr, predicate):
     axes = _compat.varying(predicate)
     if not axes or not adds_up(jaxpr, axes):
         return
-    for site, eqns, _ in sows(jaxpr):
-        if not site.flows_backward or not handler.wants(site):
+    for mark, _ in inside:
+        site = mark.site
+        if not site.flows_backward:
             continue
         dtype = lambda aval: getattr(aval, "dtype", bool)  # a HiPrim takes others
-        avals = [v.aval for v in eqns[-1].invars[1:]]
+        avals = [v.aval for v in mark.eqns[-1].invars[1:]]
         floats = [x for x in avals if jnp.issubdtype(dtype(x), jnp.inexact)]
         shared = sorted(frozenset().union(*[axes - _compat.varying(x) for x in floats]))
         if shared:
@@ -378,25 +385,28 @@ def varying_alike(fns, *args):
 def _while(interpret, given, eqn, *args):
     p = eqn.params
     handler = interpret.handler
+    cond_jaxpr, body_jaxpr = p["cond_jaxpr"], p["body_jaxpr"]
+    k, n_cond = number(eqn, body_jaxpr), number(eqn, cond_jaxpr)
     refuse(
-        handler,
         eqn,
-        sites(p["cond_jaxpr"]),
+        interpret.asked(cond_jaxpr, n_cond),
         "a mark in the condition of a `while_loop` runs before each iteration and once "
         "more, which fits no iteration",
         "Mark the value in the body.",
     )
     cond_consts, consts, init = _split(args, p["cond_nconsts"], p["body_nconsts"])
-    cond_jaxpr = p["cond_jaxpr"]
     predicate = without(cond_jaxpr, MARKS)
-    run_body = interpret(p["body_jaxpr"])
+    run_body, inside = interpret(body_jaxpr, k), interpret.asked(body_jaxpr, k)
+    plan = interpret.plan or EMPTY.plan
 
     def run(given, *args):
         outs, taken = run_body(given, *args)
-        return outs, taken._replace(entries=_merge.with_values(taken.entries))
+        return outs, taken._replace(
+            entries=_merge.with_values(taken.entries, plan.apart)
+        )
 
-    inside = sites(p["body_jaxpr"]) if handler.counts_whiles else ()
-    index = [jnp.int32(0)] if any(map(handler.needs_iteration, inside)) else []
+    asked = any(handler.needs_iteration(ask) for _, ask in inside)
+    index = [jnp.int32(0)] if asked and handler.counts_whiles else []
     at = lambda index: given._replace(iterations=(*given.iterations, *index))
     types = types_of(run, at(index), *consts, *init)[1].entries
     # Under vmap: the lanes that have finished stay as they are. Whatever the handler
@@ -421,15 +431,18 @@ def _while(interpret, given, eqn, *args):
             outs = [select(mask, x, y) for x, y in zip(outs, carry)]
             for ref, x in zip(mutable, before):
                 ref[...] = select(mask, ref[...], x)
-        rest = tuple(map(_merge.after_iteration, rest, taken.entries))
+        rest = tuple(
+            _merge.after_iteration(old, e, e.slot in plan.backward)
+            for old, e in zip(rest, taken.entries)
+        )
         return outs, taken.carry, rest, [i + 1 for i in index]
 
     # Its aval: evaluated once more, the predicate might print.
     (pred,) = jax.make_jaxpr(going)(init).out_avals
-    _refuse_totals(handler, p["body_jaxpr"], pred)
+    _refuse_totals(inside, body_jaxpr, pred)
     # How often the body runs is not known, so nothing can be stacked: `rest` has what
     # the last iteration sowed, and before the first one zeros.
-    empty = tuple(_merge.zeros(_merge.unify([_entry.left_while(e)])) for e in types)
+    empty = tuple(_merge.zeros(_merge.unify([_entry.left_loop(e)])) for e in types)
     first = init, given.carry, _varying_like(pred, empty), index
     step, start = varying_alike([body, lambda loop: loop], first)
     kept = cond_jaxpr if handler.has_outer else predicate
@@ -445,10 +458,10 @@ def _shard_map(interpret, given, eqn, *args):
     # What is marked on each device gets an axis for the devices, sharded over the mesh.
     p = eqn.params
     handler = interpret.handler
+    inside = interpret.asked(p["jaxpr"])
     refuse(
-        handler,
         eqn,
-        filter(handler.needs_order, sites(eqn)),
+        [(mark, ask) for mark, ask in inside if handler.needs_order(ask)],
         "a reducer with a state, such as `Last`, needs to know which execution comes "
         "first, and there is no order of execution over devices",
         "Capture it without a reducer.",
@@ -457,8 +470,9 @@ def _shard_map(interpret, given, eqn, *args):
     manual = p["newly_manual_axes"]
     axes = {a: n for a, n in p["mesh"].shape.items() if a in manual}
     # What goes in: of a planted array, the part of each device; of a count, its own.
-    values, value_specs = handler.values_on_devices(given.values, p["jaxpr"], [*axes])
-    carry = handler.carry_on_devices(given.carry)
+    values = given.values
+    value_specs = handler.specs_on_devices(inside, [*axes])
+    carry = handler.carry_on_devices(given.carry, inside)
     on_device, everywhere = P(*axes), P()
 
     def for_values(fn, values):

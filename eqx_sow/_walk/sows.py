@@ -95,6 +95,33 @@ def jaxprs_of(eqn: Any) -> list[Any]:
     return jaxprs
 
 
+def number(eqn: Any, jaxpr: Any) -> int:
+    """The number of a jaxpr among those in an equation."""
+    return next(k for k, j in enumerate(jaxprs_in(eqn.params)) if j is jaxpr)
+
+
+def called_by(eqn: Any) -> tuple[int, Any] | None:
+    """The jaxpr that an equation calls, and its number, if it holds one with as many
+    operands and outputs as it has itself: that of a jitted function, say."""
+    n = len(eqn.invars)
+    if eqn.primitive is _hijax.hi_p and "solve_jaxpr" in eqn.params["_prim"].params:
+        # Behind the operands of a `custom_root` are those of its derivative.
+        n = len(eqn.params["_prim"].solve_jaxpr.invars)
+    inside = [(k, j) for k, j in enumerate(jaxprs_of(eqn)) if len(j.invars) == n]
+    is_call = len(inside) == 1 and len(inside[0][1].outvars) == len(eqn.outvars)
+    return inside[0] if is_call else None
+
+
+def jaxprs_to_run(eqn: Any) -> dict[int, Any]:
+    """The jaxprs in an equation that the walk may run, by their numbers. For a `HiPrim`
+    it is the one that this calls, if that is known. Else the walk runs what it is
+    `expanded` to."""
+    if eqn.primitive is not _hijax.hi_p:
+        return dict(enumerate(jaxprs_of(eqn)))
+    called = None if _hijax.is_users(eqn.params["_prim"]) else called_by(eqn)
+    return dict([called]) if called else {}
+
+
 def variables(atoms: Iterable[Any]) -> list[Any]:
     return [v for v in atoms if not isinstance(v, jexc.Literal)]
 
@@ -138,38 +165,62 @@ def _with_sow(jaxpr):
     return {i: e for i, e in enumerate(jaxpr.eqns) if has_sow(e)}
 
 
-class Found(NamedTuple):
+# In the place of the number of a jaxpr, for what a Python function is traced to.
+FUNCTION = -1
+
+
+class Mark(NamedTuple):
     """A mark in a program. `eqns`: the equations that lead to it, from outside in; the
     last one is that of the mark. `way`: the way to that one.
 
-    If the mark is in a Python function, the last equation is the one that holds the
-    function, and `way` is `None`.
+    A mark may be in a Python function that an equation holds. Then `FUNCTION` is in the
+    way, and what follows leads through what that function is traced to.
     """
 
     site: Site
     eqns: tuple[Any, ...]
-    way: Way | None
+    way: Way
 
     @property
     def loops(self) -> tuple[int, ...]:
         """How many iterations the scans around it have, from outside in."""
         return lengths_of(self.eqns)
 
+    @property
+    def holder(self) -> Any:
+        """The equation that holds the Python function that it is in, if any does."""
+        k = self.way.index(FUNCTION) if FUNCTION in self.way else None
+        return None if k is None else self.eqns[k // 2]
 
-def sows(x: Any, eqns: tuple[Any, ...] = (), way: Way = ()) -> Iterator[Found]:
+    @property
+    def of_equation(self) -> Any:
+        """Its equation, or the one that holds the function."""
+        return self.holder or self.eqns[-1]
+
+    @property
+    def in_backward_pass(self) -> bool:
+        """Whether it is in one, and is no derivative."""
+        return not self.site.modes and any(map(_compat.in_backward_pass, self.eqns))
+
+    def within(self, eqns: tuple[Any, ...], way: Way) -> "Mark":
+        """The same, if its jaxpr is one to which these lead."""
+        return Mark(self.site, (*eqns, *self.eqns), (*way, *self.way))
+
+
+def sows(x: Any, eqns: tuple[Any, ...] = (), way: Way = ()) -> Iterator[Mark]:
     """The marks in a jaxpr, or within an equation, to which `eqns` and `way` lead."""
     if not isinstance(x, jexc.JaxprEqn):
         for i, eqn in with_sow(x).items():
             if eqn.primitive is sow_p:
-                yield Found(eqn.params["site"], (*eqns, eqn), (*way, i))
+                yield Mark(eqn.params["site"], (*eqns, eqn), (*way, i))
             else:
                 yield from sows(eqn, eqns, (*way, i))
         return
     eqns = (*eqns, x)
-    found: list[Found] = []
-    for k, jaxpr in enumerate(jaxprs_of(x)):
+    found: list[Mark] = []
+    for k, jaxpr in jaxprs_to_run(x).items():
         found += sows(jaxpr, eqns, (*way, k))
-    found += [Found(site, eqns, None) for site in _in_functions(x)]
+    found += [mark.within(eqns, (*way, FUNCTION)) for mark in _in_functions(x)]
     if shows_sow(x) and not found:
         primitive, params = _compat.unmapped(x)
         # Of all that are a class, such as `CustomRoot`, the primitive is the same one.
@@ -187,27 +238,30 @@ def sows(x: Any, eqns: tuple[Any, ...] = (), way: Way = ()) -> Iterator[Found]:
 
 def sites(x: Any) -> list[Site]:
     """All sites in an equation or a jaxpr."""
-    return [found.site for found in sows(x)]
+    return [mark.site for mark in sows(x)]
 
 
-def _in_functions(eqn: Any) -> list[Site]:
-    """The sites of Python functions that an equation holds: they are traced once more,
+def _in_functions(eqn: Any) -> list[Mark]:
+    """The marks in Python functions that an equation holds: they are traced once more,
     with a note of the calls that are noted now."""
     primitive, params = _compat.unmapped(eqn)
     noinline = primitive is _compat.noinline_p
-    if noinline or (primitive is _hijax.hi_p and _hijax.is_users(params["_prim"])):
+    is_hi = primitive is _hijax.hi_p and not jaxprs_to_run(eqn)
+    if is_hi and not _hijax.is_users(params["_prim"]):
+        is_hi = any(map(has_sow, jaxprs_of(eqn)))
+    if noinline or is_hi:
         here = listening.value or Listening()
         new = Listening(
             captures=here.captures, depth=here.depth, replaced=here.replaced
         )
         with listening(new):
-            return sites((_compat.noinlined if noinline else expanded)(eqn))
+            return [*sows((_compat.noinlined if noinline else expanded)(eqn))]
     found: list[Site] = []
     if is_filtered(params):
         with listening(Listening(found=found.append)):
             avals = [v.aval for v in eqn.invars]
             eqn.primitive.abstract_eval(*avals, **eqn.params)
-    return found
+    return [Mark(site, (), (i,)) for i, site in enumerate(found)]
 
 
 def is_filtered(params: dict[str, Any]) -> bool:

@@ -1,0 +1,157 @@
+"""Which marks of a program are one run of their name.
+
+Of the marks of a name, those that can never both run are one run of it: they are in
+different branches of a `lax.cond`, or of a cond that a vmap made a selection of. A
+derivative is of the run that its primal is.
+"""
+
+from collections import defaultdict
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax.extend.core as jexc
+
+from .sows import Mark, Way
+
+
+class Run(NamedTuple):
+    """Which run of its name a mark is, or is a derivative of. Marks of one `Site.key`
+    and one run are one value: at most one of them runs."""
+
+    # `None` if it cannot be told. Of a repetition, it is that of what is repeated.
+    run: int | None
+    # The runs that it may be, or be of, if these are several.
+    may_be: tuple[int, ...] = ()
+    # The executions that the mark is, or is a derivative of, by the ways to their
+    # equations. There are several if it is in several branches. Empty if it is not
+    # known.
+    of: frozenset[Way] = frozenset()
+    # Whether it is a repetition of these, which is not an execution of its own. `None`
+    # if that cannot be told.
+    again: bool | None = False
+    # For a derivative, of each `while_loop` around it, from outside in: `False` if the
+    # loop is also around the value, so that both are of the same iteration; `True` if
+    # it goes through the iterations of the value from the last one; `None` otherwise.
+    backward: tuple[bool | None, ...] = ()
+    # Whether it cannot be told which of the iterations of such a loop is that of the
+    # value.
+    apart: bool = False
+    # For a derivative, the branches that it is in and its value is not: of which cond,
+    # and which branch.
+    only_if: frozenset[Hashable] = frozenset()
+
+
+# `Run.run` and `Run.may_be`.
+_Which = tuple[int | None, tuple[int, ...]]
+
+
+class Facts(NamedTuple):
+    """What is known of a mark before its run has a number."""
+
+    mark: Mark
+    known: Run
+    # For each guard, where the value of its operand is made. This tells the runs of a
+    # cond apart that is in a function which is called twice.
+    made: Sequence[Hashable] = ()
+
+
+def numbered(found: Sequence[Facts]) -> dict[Way, Run]:
+    """The run of each mark, by the ways to them."""
+    runs: dict[Way, Run] = {}
+    for group in _grouped(found, lambda x: x.mark.site.name).values():
+        every = _alternatives(
+            [x for x in group if not (x.mark.site.modes or x.known.again)]
+        )
+        number = {x.mark.way: i for i, run in enumerate(every) for x in run}
+        which: dict[Way, _Which] = {way: (i, ()) for way, i in number.items()}
+        which |= {x.mark.way: _repeated(x, number) for x in group if x.known.again}
+        derivatives = [x for x in group if x.mark.site.modes and not x.known.again]
+        for mine in _grouped(derivatives, lambda x: x.mark.site.key).values():
+            which |= _of_derivatives(mine, number, len(every))
+        for x in group:
+            run, may_be = which[x.mark.way]
+            runs[x.mark.way] = Run(run, may_be, *x.known[2:])
+    return runs
+
+
+def _repeated(x: Facts, number: Mapping[Way, int]) -> _Which:
+    """Which run the executions are that a mark belongs to."""
+    may_be = sorted({number[p] for p in x.known.of if p in number})
+    return (may_be[0], ()) if len(may_be) == 1 else (None, tuple(may_be))
+
+
+def _of_derivatives(
+    mine: Sequence[Facts], number: Mapping[Way, int], n: int
+) -> dict[Way, _Which]:
+    """The runs of the derivatives of one key. `number` says which of the `n` runs of
+    the name a primal is."""
+    runs: dict[Way, _Which] = {}
+    taken: dict[int, list[Facts]] = defaultdict(list)
+    others = []
+
+    def are_apart(x: Facts, y: Facts) -> bool:
+        of, other = x.known.of, y.known.of
+        return _are_exclusive(x, y) or bool(of and other and of.isdisjoint(other))
+
+    for x in mine:
+        run, may_be = _repeated(x, number)
+        if run is not None and all(are_apart(x, y) for y in taken[run]):
+            taken[run].append(x)
+        elif not may_be:
+            others.append(x)
+            continue
+        runs[x.mark.way] = run, may_be
+    # Its value may never have run forward, or a function from `jax.vjp` is called
+    # twice. They are in the order of their primals, those of others, too.
+    others.sort(key=lambda x: min(x.known.of - number.keys(), default=()))
+    for i, run in enumerate(_alternatives(others)):
+        runs |= {x.mark.way: (n + i, ()) for x in run}
+    return runs
+
+
+def _grouped(found, key):
+    groups = defaultdict(list)
+    for x in found:
+        groups[key(x)].append(x)
+    return groups
+
+
+def _alternatives(found: Sequence[Facts]) -> list[list[Facts]]:
+    """The marks, of which those are together that can never both run: each goes to the
+    first ones of which all are exclusive to it, and so have a cond in common."""
+    if len(found) == 1:
+        return [[*found]]
+    every: list[list[Facts]] = []
+    by_cond: dict[Any, list[int]] = defaultdict(list)
+    for x in found:
+        conds = _branches(x)
+        if not conds:
+            every.append([x])
+            continue
+        near = sorted({i for cond in conds for i in by_cond[cond]})
+        fits = (i for i in near if all(_are_exclusive(x, y) for y in every[i]))
+        i = next(fits, len(every))
+        if i == len(every):
+            every.append([])
+        every[i].append(x)
+        for cond in conds:
+            by_cond[cond].append(i)
+    return every
+
+
+def _branches(x: Facts) -> dict[Any, int]:
+    """In which branch a mark is, of each cond around it, and of each run of a cond that
+    a vmap made a selection of."""
+    way, found = x.mark.way, {}
+    for i, eqn in enumerate(x.mark.eqns):
+        if eqn.primitive is jexc.primitives.cond_p:
+            found[way[: 2 * i + 1]] = way[2 * i + 1]
+    for guard, made in zip(x.mark.site.guards, x.made):
+        found[guard.cond, made] = guard.branch
+    return found
+
+
+def _are_exclusive(x: Facts, y: Facts) -> bool:
+    """Whether two marks are in different branches of one run of a cond."""
+    mine, others = _branches(x), _branches(y)
+    return any(others.get(cond, i) != i for cond, i in mine.items())
