@@ -214,7 +214,7 @@ class Taking:
                     slots[slot] = Slot(key, name, of_all)
             if mark.way not in rows:
                 rows[mark.way] = PlanRow(mark, [], run.backward)
-            rows[mark.way].asks.append(Ask(slot, site.label, at, take))
+            rows[mark.way].asks.append(Ask(slot, site.labels, at, take))
 
         def are_apart(derivative: int, value: int) -> bool:
             (name, mode, _), _, run = slots[derivative]
@@ -382,11 +382,12 @@ class Collect(Handler):
     def sow(self, found, given, site: Site, asks, atoms, frame: Frame):
         atoms = leave(self, self._left(site, asks), atoms, frame)
         for ask in asks:
-            check_guarded(site)
+            seen = ask.seen(site)
+            check_guarded(seen)
             if ask.slot == NOTHING:
                 continue
             here = reached(ask.at, given.iterations) if is_some(ask.at) else None
-            new = _Marked(ask.seen(site), atoms, ask, here)
+            new = _Marked(seen, atoms, ask, here)
             if ask.action.reducer is not None:
                 given = self._fold(given, new, frame)
             else:

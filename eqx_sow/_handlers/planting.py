@@ -51,11 +51,13 @@ class Replace(Handler):
         n_guards = len(site.guards)
         # A planted mark is still one for outer transformations, also if it is that of a
         # module that was made for this `plant` alone.
-        still = site.for_all() if asks and site.label.depth > 0 else site
+        still, seen = site, asks[0].seen(site) if asks else site
+        if asks and seen.label.depth > 0:
+            still = site.for_all(seen.label)
         if not asks or asks[0].slot == NOTHING:
             leave(self, still, atoms, frame)
             return given
-        (ask,) = asks
+        (ask,), site = asks, seen
         check_guarded(site)
         at_sow, operands = in_front(site, frame.read_arrays(atoms))
         guards, value = operands[:n_guards], operands[n_guards:]

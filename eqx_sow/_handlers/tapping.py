@@ -294,7 +294,7 @@ def to_send(
         mode = mode_of[site.key]
         send = Send(fn, mode, tuple(counted_as), whole, known, of_value)
         row = rows.setdefault(mark.way, Row(mark, []))
-        row.asks.append(Ask(0, site.label, at, send))
+        row.asks.append(Ask(0, site.labels, at, send))
     return planned(rows.values()), counts
 
 
@@ -345,7 +345,7 @@ class Tap(Handler):
         atoms = leave(self, site, atoms, frame)
         if not asks:
             return given
-        check_guarded(site)
+        check_guarded(asks[0].seen(site))
         site, operands = in_front(site, frame.read_arrays(atoms))
         frame.flush_effects()
         for ask in asks:

@@ -188,12 +188,16 @@ class Site(_Fields):
     def tag(self) -> Hashable:
         return self.label.tag
 
+    def called(self, labels: tuple[Label, ...]) -> "Site":
+        """The mark with these labels."""
+        return self if labels == self.labels else self._replace(labels=labels)
+
     def seen_from(self, depth: int, tag: Hashable) -> "Site":
-        """The mark as a transformation sees it that has this depth and tag."""
+        """The mark as a transformation sees it that has this depth and tag: what one
+        inside captured for itself is not for this one."""
         labels = [x for x in self.labels if x.depth <= depth]
         labels.sort(key=lambda x: (x.name is None, x.tag != tag))
-        labels = tuple(labels)
-        return self if labels == self.labels else self._replace(labels=labels)
+        return self.called(tuple(labels))
 
     def without(self, tag: Hashable) -> "Site | None":
         """What is left to others by a transformation that takes this tag."""
@@ -204,9 +208,10 @@ class Site(_Fields):
         """The same, where only what comes of it by a derivative is left."""
         return self._replace(taken=(*self.taken, tag))
 
-    def for_all(self) -> "Site":
-        """The mark, also seen by outer transformations that have no label for it."""
-        return self._replace(labels=(*self.labels, Label(self.name, self.tag)))
+    def for_all(self, label: Label) -> "Site":
+        """The mark, also seen by outer transformations that have no label for it: under
+        the name that one inside has for it."""
+        return self.called((*self.labels, Label(label.name, label.tag)))
 
     def in_scope(self, scope: str) -> "Site":
         return self._replace(labels=tuple(x.in_scope(scope) for x in self.labels))

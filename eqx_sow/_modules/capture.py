@@ -19,8 +19,7 @@ from .._mark.trees import is_part
 from .._unknown import check_known
 from .._walk.flow import Here, run
 from .._walk.handler import is_solver
-from .._walk.rewrite import with_sites
-from .._walk.sows import Mark, sites
+from .._walk.sows import Mark
 from .naming import Naming, TO_CAPTURE_CALLS
 from .places import Places, reachable, roots
 from .visits import Visits
@@ -86,15 +85,15 @@ class Marking:
         return classes, tuple(inspect.unwrap(fn, stop=stop) for fn in functions)
 
 
-def name(
+def named(
     closed: Any, found: list[Mark], called: tuple, depth: int, marking: Marking
-) -> tuple[Any, tuple[str, ...]]:
-    """A program, `called` with `(fn, args, kwargs)`, in which the marks have names that
-    are `found` in it; and with what those begin that are paths of modules, where the
-    models are."""
+) -> tuple[list[Mark], tuple[str, ...]]:
+    """The marks that are `found` in a program, which was `called` with `(fn, args,
+    kwargs)`, each with its name; and with what those begin that are paths of modules,
+    where the models are."""
     is_off = marking.capture is None and not marking.scope
     if is_off and all(x.site.note is None for x in found):
-        return closed, ()
+        return found, ()
     label = Label(None, marking.tag, depth)
     for mark in found:
         site, holder = mark.site, mark.holder
@@ -110,15 +109,21 @@ def name(
     seen = Visits(places)
     run(seen, closed, seen.inputs(), Here())
     naming = Naming(seen, places, depth, marking)
-    named = naming.sites()
+    sites = naming.sites()
     if marking.capture is not None:
-        _check_found(closed, called, places, marking, naming)
+        _check_found(found, label, called, places, marking, naming)
     all_roots = dict.fromkeys((*naming.roots, *naming.roots_of_sows))
-    return with_sites(closed, named), tuple(all_roots)
+    marks = [x._replace(site=sites.get(x.way, x.site)) for x in found]
+    return marks, tuple(all_roots)
 
 
 def _check_found(
-    closed: Any, called: tuple, places: Places, marking: Marking, naming: Naming
+    found: list[Mark],
+    label: Label,
+    called: tuple,
+    places: Places,
+    marking: Marking,
+    naming: Naming,
 ) -> None:
     """Raises if the options select nothing, and says what there would have been."""
     option = f"capture={_shown(marking.capture)}"
@@ -145,8 +150,8 @@ def _check_found(
         )
     if naming.roots:
         return
-    waits = lambda site: any(x.name is None for x in site.labels)
-    hidden = next((s.note for s in sites(closed) if s.note and waits(s)), None)
+    waiting = (x.site.note for x in found if label in x.site.labels)
+    hidden = next(filter(None, waiting), None)
     if hidden is not None and not naming.seen:
         raise UnsupportedPrimitiveError(
             f"`{option}` selects calls such as {hidden.call!r}, but "

@@ -166,9 +166,8 @@ class Fits:
         # holds what else is taken apart, such as a permutation beside the layers; that
         # is called; or the innermost, of modules if there are any inside.
         same = [n for n, x in zip(ends, within) if x == whole]
-        n_apart = {n: len(x & apart) for n, x in zip(ends, every)}
-        most = max(map(n_apart.get, same), default=0)
-        same = [n for n in same if n_apart[n] == most]
+        n_apart = {n: len(x & apart) for n, x in zip(ends, every) if n in same}
+        same = [n for n in same if n_apart[n] == max(n_apart.values())]
         of_calls = {n for _, n in called}
         modules = [n for n in same if n > root and path[:n] in self._places.modules]
         innermost = (modules or same or [None])[-1]

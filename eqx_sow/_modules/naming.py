@@ -10,8 +10,8 @@ path of the first one in the `Linear` is `weight`, so what is left is the name:
 `model/layers/0`.
 
 `visits.py` goes over the program, and finds the calls and what their arrays come from.
-Here it is decided what each call is called. At the end, each mark is replaced by one
-with its names (`_walk/sows.py`); from there on they are like those of `sow`.
+Here it is decided what each call is called. The program stays as it is: the names are
+in the rows of its marks (`Program.marks`), where they are like those of `sow`.
 
 An array may come from several places. `Naming._best_fit` says which of them is
 preferred, and `Naming._locate` what a module is called to which no array leads.

@@ -297,7 +297,7 @@ def to_plant(
         if slot != NOTHING:
             check_clear(mark.site, run.again)
         what = () if slot == NOTHING else planted[slot]
-        rows.append(Row(mark, [Ask(slot, mark.site.label, (), what)]))
+        rows.append(Row(mark, [Ask(slot, mark.site.labels, (), what)]))
     return planned(rows)
 
 

@@ -26,7 +26,7 @@ from .._values.modes import labels
 from .._walk.handler import Given, Handler, is_solver, Taken
 from .._walk.interpreter import evaluate, Interpret, renamed
 from .._walk.plan import Placed
-from .._walk.rewrite import seen_as
+from .._walk.rewrite import with_names
 from .._walk.runs import Run
 from .._walk.sows import Mark, recomputed, sows, Way
 from .._walk.table import runs_of
@@ -37,13 +37,14 @@ from .options import Options
 class Program:
     """What `trace` made of one call of a function.
 
-    `closed` is the jaxpr, in which the sows have their names, and `inputs` are its
-    arrays. `out` is the output of the function without its arrays. `roots` is where the
-    models are whose paths are in names, such as `("model",)`. `asks` is what the option
-    `names` selects, if it was given.
+    `closed` is the jaxpr, `marks` are those in it, each as this transformation calls
+    it, and `inputs` are its arrays. `out` is the output of the function without its
+    arrays. `roots` is where the models are whose paths are in names, such as
+    `("model",)`. `asks` is what the option `names` selects, if it was given.
     """
 
     closed: Any
+    marks: list[Mark]
     inputs: list[Any]
     out: Form
     roots: tuple[str, ...]
@@ -75,7 +76,8 @@ class Program:
         # The sows that are left for an outer transformation are in the user's
         # `eqx_sow.scope` around this call.
         closed, treedef = to_jaxpr(run)(given, self.inputs)
-        closed = seen_as(closed, sows(closed), lambda s: s.in_scope(outer.scope))
+        in_scope = lambda x: x._replace(site=x.site.in_scope(outer.scope))
+        closed = with_names(closed, map(in_scope, sows(closed)))
         leaves = _compat.inline_or_call(closed, jax.tree.leaves((given, self.inputs)))
         return jax.tree.unflatten(treedef, leaves)
 
@@ -112,10 +114,10 @@ class Program:
         than one; if it is `None`, it does not matter, and is not found out. For
         `with_rows`, see `runs_of`."""
         if several is None:
-            return {x.way: Run(None, of=frozenset([x.way])) for x in self.found}
+            return {x.way: Run(None, of=frozenset([x.way])) for x in self.marks}
         # Also those that an inner transformation took: their derivatives are there.
         tag = self.options.tag
-        every = [x for x in self.found if tag in (x.site.tag, *x.site.taken)]
+        every = [x for x in self.marks if tag in (x.site.tag, *x.site.taken)]
         return runs_of(self.closed, every, several, tag, with_rows)
 
     def asked_by(self, names: Selection | None) -> list[Asked]:
@@ -166,14 +168,9 @@ class Program:
                 )
 
     @_compat.cached_property
-    def found(self) -> list[Mark]:
-        """The sows that there are."""
-        return list(sows(self.closed))
-
-    @_compat.cached_property
     def mine(self) -> list[Mark]:
-        """Those of the tag."""
-        return [x for x in self.found if x.site.tag == self.options.tag]
+        """The marks of the tag."""
+        return [x for x in self.marks if x.site.tag == self.options.tag]
 
     @_compat.cached_property
     def named(self) -> list[tuple[Mark, Named]]:
@@ -223,7 +220,7 @@ class Program:
             return f" The modules here are those that are planted inside.{_CAPTURE}"
         if iterations := _unknown.no_such_iteration(pattern, every, self.roots):
             return iterations
-        for site, *_ in self.found:
+        for site, *_ in self.marks:
             if site.label in site.labels and fits(pattern, site.name):
                 return f" {site.name!r} has the tag {site.tag!r}: pass it as `tag=`."
         if self.options.capture is not None:
@@ -323,7 +320,7 @@ class Program:
         fn = inspect.unwrap(fn)
         name = getattr(fn, "__name__", type(fn).__name__)
         # Calls that are only noted have no name, of whatever tag.
-        others = {repr(s.tag): None for s, *_ in self.found if s.label in s.labels}
+        others = {repr(s.tag): None for s, *_ in self.marks if s.label in s.labels}
         if others:
             warn(
                 f"`{call}` found no mark with the tag {options.tag!r} in `{name}`. The "

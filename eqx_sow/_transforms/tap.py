@@ -20,6 +20,8 @@ from .._mark.listening import Listening, listening
 from .._mark.static import SameParts, take_apart
 from .._walk.handler import Given
 from .._walk.interpreter import consts_as_args
+from .._walk.rewrite import with_names
+from .._walk.sows import sows
 from .options import Tapping
 from .program import Program
 from .transformed import of_function, Transformed, wrap
@@ -60,11 +62,11 @@ def _evaluate(self: _Tapped, program: Program, extra: list[Any]) -> list[Any]:
     Under a `jax.vmap` around the tap, the program is first batched, so that a mark in
     there sees all lanes, and then walked over, as for a `tap` around the `vmap`.
     """
-    jaxpr = consts_as_args(program.closed)
     _, consts = _compat.open_jaxpr(program.closed)
     inputs = [*consts, *program.inputs]
     if not _compat.has_lanes([*inputs, *extra]):
         return _walk(self, program, extra)
+    jaxpr = consts_as_args(with_names(program.closed, program.marks))
 
     def over_lanes(axis_data, operands, dims):
         n = len(inputs)
@@ -90,7 +92,8 @@ def _evaluate(self: _Tapped, program: Program, extra: list[Any]) -> list[Any]:
             jax.eval_shape(batched(), *operands[:n])
             over = batched(out_axes=list(dims_out))
             closed = jax.make_jaxpr(over)(*operands[:n])
-        inside = dc.replace(program, closed=closed, inputs=operands[:n])
+        marks = list(sows(closed))
+        inside = dc.replace(program, closed=closed, marks=marks, inputs=operands[:n])
         return _evaluate(self, inside, extra), dims_out
 
     return over_lanes_p.bind(*inputs, *extra, run=over_lanes)

@@ -1,5 +1,5 @@
-"""From a call of a function to a `Program`: its jaxpr, in which the sows have their
-names."""
+"""From a call of a function to a `Program`: its jaxpr, and the marks in there with
+their names."""
 
 import contextlib
 import dataclasses as dc
@@ -20,7 +20,6 @@ from .._mark.trees import walk
 from .._modules import capture as _capture
 from .._modules.places import reachable, roots
 from .._walk.jax_rules import check_wrapped
-from .._walk.rewrite import seen_as
 from .._walk.sows import sows
 from .options import Options
 from .program import Program
@@ -134,16 +133,13 @@ def _trace(
     with widened.apart():
         closed, found = _or_leafwise(closed_jaxpr, outer.leafwise)
     called = fn, args, kwargs
-    named, model_roots = _capture.name(closed, found, called, depth, options)
-    if named is not closed:
-        found = sows(named)
-    # What a transformation inside captured for itself is not for this one.
-    closed = seen_as(named, found, lambda s: s.seen_from(depth, options.tag))
+    named, model_roots = _capture.named(closed, found, called, depth, options)
+    marks = [x._replace(site=x.site.seen_from(depth, options.tag)) for x in named]
 
     def again(more):
         return trace(fn, args, kwargs, options, replaced | more)
 
-    program = Program(closed, inputs, out, model_roots, options, again, replaced)
+    program = Program(closed, marks, inputs, out, model_roots, options, again, replaced)
     if options.names is None:
         return program
     return dc.replace(program, asks=program.select(options.names))

@@ -13,7 +13,7 @@ for `table.py`.
 """
 
 import itertools as it
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -61,7 +61,9 @@ class Numbering(Domain):
     first. The same goes for the branches of one index, and for the devices of a mesh.
     """
 
-    def __init__(self):
+    def __init__(self, sites: Mapping[Way, Site]):
+        # What marks are called, by the ways to them.
+        self._sites = sites
         # How a value is computed: by what, and from the values with which numbers. For
         # each, the parameters of such equations, and the number of the result. These
         # need not be hashable.
@@ -137,7 +139,7 @@ class Numbering(Domain):
         return self._number(how, [x.number for x in operands], eqn.params)
 
     def _sow(self, eqn: Any, operands: Sequence[Numbered], here: Here) -> Numbered:
-        site: Site = eqn.params["site"]
+        site = self._sites.get(here.way, eqn.params["site"])
         edge, *operands = operands
         at = here._replace(around=(*here.around, eqn))
         edges = self._edges.get(edge.number, frozenset())

@@ -29,21 +29,19 @@ NOTHING = -1
 
 
 class Ask(NamedTuple):
-    """What is done at a mark. `label` is what the mark is called, such as `h/3` for
-    iteration 3 of `h` alone, and `at` is that iteration: for each scan around the mark,
-    from outside in, its number, or `None` for all.
+    """What is done at a mark. Its first label is what the mark is called, such as `h/3`
+    for iteration 3 of `h` alone, and `at` is that iteration: for each scan around the
+    mark, from outside in, its number, or `None` for all.
     `action` is hashable, and up to the handler."""
 
     slot: int
-    label: Label
+    labels: tuple[Label, ...]
     at: tuple[int | None, ...] = ()
     action: Any = None
 
     def seen(self, site: Site) -> Site:
-        """The site of the mark, called so."""
-        if site.label is self.label:
-            return site
-        return site._replace(labels=(self.label, *site.labels[1:]))
+        """The site that the program has at the mark, called so."""
+        return site.called(self.labels)
 
 
 class Placed(NamedTuple):
@@ -83,11 +81,15 @@ class Plan:
 
 def asked(placed: Placed, x: Any) -> list[tuple[Mark, Ask]]:
     """What is asked at the marks in a jaxpr, or within an equation, of which this is
-    the plan; not those where nothing is done."""
+    the plan, each with the mark as it is called; not those where nothing is done."""
     if not (placed.plan.marks or placed.plan.inside):
         return []
     pairs = ((mark, ask) for mark in sows(x) for ask in placed.plan.at(mark.way))
-    return [(mark, placed.outside(ask)) for mark, ask in pairs if ask.slot != NOTHING]
+    return [
+        (mark._replace(site=ask.seen(mark.site)), placed.outside(ask))
+        for mark, ask in pairs
+        if ask.slot != NOTHING
+    ]
 
 
 # Plans that are in use, by what they say.
@@ -144,7 +146,7 @@ def _of_jaxpr(rows: Sequence[Row], depth: int, are_apart: AreApart) -> Placed:
         way = row.mark.way
         i = way[depth]
         if len(way) == depth + 1:
-            asks = [Ask(own(x.slot), x.label, x.at, x.action) for x in row.asks]
+            asks = [Ask(own(x.slot), *x[1:]) for x in row.asks]
             marks[i] = tuple(asks)
         else:
             by_eqn.setdefault(i, []).append(row)

@@ -1,5 +1,6 @@
 """A program with other marks, or without them."""
 
+import itertools as it
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -8,8 +9,8 @@ import jax.extend.linear_util as lu
 
 from .. import _compat
 from .._mark.listening import listening
-from .._mark.primitive import edge_aval, edge_p, same_p, sow_effect, sow_p
-from .._mark.site import Site
+from .._mark.primitive import edge_aval, edge_p, sow_effect, sow_p
+from .plan import Ask, Placed, planned, Row
 from .sows import (
     has_sow,
     is_filtered,
@@ -18,49 +19,36 @@ from .sows import (
     kept_with_jaxpr,
     map_jaxprs,
     Mark,
-    Way,
 )
 
 
-# --- other sites ---
-def with_sites(x: Any, sites: Mapping[Way, Site]) -> Any:
-    """A jaxpr in which the marks that these ways lead to have other sites. The same
-    jaxpr each time for the same sites, so that what JAX has compiled for it is found.
-    """
-    return _with_sites(x, frozenset(sites.items())) if sites else x
+# --- other names ---
+def with_names(closed: Any, marks: Iterable[Mark]) -> Any:
+    """A program in which its marks are called as these are. The same jaxpr each time
+    for the same names, so that what JAX has compiled for it is found."""
+    rows = [Row(x, [Ask(0, x.site.labels)]) for x in marks if x.holder is None]
+    return _with_names(closed, planned(rows).plan) if rows else closed
 
 
 @kept_with_jaxpr
-def _with_sites(jaxpr, sites):
-    by_eqn: dict[int, dict[Way, Site]] = {}
-    for (i, *rest), site in sites:
-        by_eqn.setdefault(i, {})[tuple(rest)] = site
+def _with_names(jaxpr, plan):
     eqns = list(jaxpr.eqns)
-    for i, inside in by_eqn.items():
-        eqns[i] = _eqn_with_sites(eqns[i], inside)
+    for i, (ask,) in plan.marks.items():
+        site = ask.seen(eqns[i].params["site"])
+        eqns[i] = eqns[i].replace(params=dict(site=site))
+    for i, placed in plan.inside.items():
+        eqns[i] = _eqn_with_names(eqns[i], placed.plan.inside)
     return _compat.with_changes(jaxpr, eqns=eqns)
 
 
-def _eqn_with_sites(eqn: Any, sites: Mapping[Way, Site]) -> Any:
-    if eqn.primitive in (sow_p, same_p):
-        return eqn.replace(params=dict(site=sites[()]))
-    by_jaxpr: list[dict[Way, Site]] = [{} for _ in jaxprs_in(eqn.params)]
-    for (k, *rest), site in sites.items():
-        by_jaxpr[k][tuple(rest)] = site
-    inside = iter(by_jaxpr)
-    return eqn.replace(
-        params=map_jaxprs(eqn.params, lambda jaxpr: with_sites(jaxpr, next(inside)))
-    )
+def _eqn_with_names(eqn: Any, inside: Mapping[int, Placed]) -> Any:
+    numbers = it.count()
 
+    def named(jaxpr):
+        placed = inside.get(next(numbers))
+        return jaxpr if placed is None else _with_names(jaxpr, placed.plan)
 
-def seen_as(x: Any, found: Iterable[Mark], see: Callable[[Site], Site]) -> Any:
-    """A jaxpr with each `Site` that is `found` in it as one sees it."""
-    changed = {}
-    for mark in found:
-        new = see(mark.site)
-        if new is not mark.site and mark.holder is None:
-            changed[mark.way] = new
-    return with_sites(x, changed)
+    return eqn.replace(params=map_jaxprs(eqn.params, named))
 
 
 # --- equations that are gone ---

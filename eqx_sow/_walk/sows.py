@@ -236,11 +236,6 @@ def sows(x: Any, eqns: tuple[Any, ...] = (), way: Way = ()) -> Iterator[Mark]:
     yield from found
 
 
-def sites(x: Any) -> list[Site]:
-    """All sites in an equation or a jaxpr."""
-    return [mark.site for mark in sows(x)]
-
-
 def _in_functions(eqn: Any) -> list[Mark]:
     """The marks in Python functions that an equation holds: they are traced once more,
     with a note of the calls that are noted now."""

@@ -160,7 +160,7 @@ def runs_of(
     mine = [x for x in found if x.site.tag == tag]
     primals = {x.way: x.site for x in found if not x.site.modes}
     if with_rows or _may_repeat(mine):
-        told = Numbering()
+        told = Numbering({x.way: x.site for x in found})
         run(told, closed, [told.unlike_any() for _ in closed.invars], Here())
         # Not those of other tags.
         sown = {x.way: told.sows[x.way] for x in found if x.way in told.sows}
