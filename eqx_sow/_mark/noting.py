@@ -377,7 +377,7 @@ def _note(module: Any, method: str, plain: Callable, args: tuple, kwargs: dict) 
     call, edge = _call(module, method, any(c.classes is None for c in chosen))
     note = Note(call, scope=here.scope)
     if isinstance(module, Sow) and module.name is None:
-        labels = tuple(Label(None, module.tag, d) for d in range(here.depth, 0, -1))
+        labels = tuple(Label.unnamed(module.tag, d) for d in range(here.depth, 0, -1))
         spec = None if module.spec is None else Const(module.spec)
         note = note._replace(is_sow=True)
         return bind_sow(plain(*args, **kwargs), labels, edge, note=note, spec=spec)
@@ -438,7 +438,7 @@ class _Marks(NamedTuple):
 
 def _unnamed(captures: Iterable[Capture]) -> tuple[Label, ...]:
     """The labels for these transformations, which have yet to find the name."""
-    return tuple(Label(None, c.tag, c.depth) for c in captures)[::-1]
+    return tuple(Label.unnamed(c.tag, c.depth) for c in captures)[::-1]
 
 
 def _without_parts(out: Any, module: Any) -> tuple[Any, Any]:

@@ -313,7 +313,7 @@ class Naming:
 
     def _mine(self, site: Site) -> list[Label]:
         """The labels that wait for a name."""
-        return [x for x in site.labels if x.name is None and x.depth == self._depth]
+        return [x for x in site.labels if x.is_unnamed and x.depth == self._depth]
 
     def _named(self, mark: Mark, thing: tuple[str, Thing] | None) -> Site:
         """The site of a mark, with its names. `thing` is what one of a call is of."""

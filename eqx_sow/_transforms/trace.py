@@ -134,7 +134,7 @@ def _trace(
         closed, found = _or_leafwise(closed_jaxpr, outer.leafwise)
     called = fn, args, kwargs
     named, model_roots = _capture.named(closed, found, called, depth, options)
-    marks = [x._replace(site=x.site.seen_from(depth, options.tag)) for x in named]
+    marks = [x._replace(site=x.site.visible_to(depth, options.tag)) for x in named]
 
     def again(more):
         return trace(fn, args, kwargs, options, replaced | more)
