@@ -81,7 +81,7 @@ def found(site):
         ("capture", "guides/capture"),
         ("tap", "api/tap"),
         ("compare", "api/compare"),
-        ("tabulate", "api/tabulate"),
+        ("tabulate", "api/summarize"),
         ("primal", "tour"),
         ("GPU", "guides/sharding"),
         ("TPU", "guides/sharding"),
