@@ -175,6 +175,42 @@ def test_messages_are_those_of_the_code():
             assert any(map(pattern.search, strings)), message
 
 
+# The pages for people who change the source.
+ABOUT_SOURCE = [
+    "CONTRIBUTING.md",
+    "docs/background/executions-and-names.md",
+    "docs/background/how-it-works.md",
+]
+SOURCES = [
+    p for d in ("eqx_sow", "tests", "docs", "examples") for p in ROOT.glob(f"{d}/**/*")
+]
+
+
+def _identifiers():
+    yield from re.findall(r"\w+", (ROOT / "mkdocs.yml").read_text())
+    for file in (*SOURCES, ROOT / "noxfile.py"):
+        if file.suffix == ".py":
+            yield file.stem
+            for node in ast.walk(ast.parse(file.read_text())):
+                for field in ("id", "attr", "name", "arg"):
+                    yield getattr(node, field, None)
+
+
+@pytest.mark.parametrize("page", ABOUT_SOURCE)
+def test_the_source_has_what_pages_say_of_it(page):
+    text = FENCED.sub("", (ROOT / page).read_text())
+    named = set(re.findall(r"`@?(\w[\w./]*)(?:\([^`]*\))?`", text))
+    files = {x for x in named if x.endswith(".py") or re.match("_.*/", x)}
+    there = {f"/{p.relative_to(ROOT)}{'/' * p.is_dir()}" for p in SOURCES}
+    there |= {f"/{p.name}" for p in ROOT.glob("*.py")}
+    assert [x for x in files if not any(y.endswith(f"/{x}") for y in there)] == []
+    # Classes, and other names with an underscore.
+    parts = {part for x in named - files for part in x.split(".")}
+    pattern = "_*[A-Z]\\w*[a-z]\\w*|[a-z]*_[a-z_]+"
+    ours = {x for x in parts if re.fullmatch(pattern, x)}
+    assert files and ours and ours - set(_identifiers()) == set()
+
+
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 
 
