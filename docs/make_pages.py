@@ -182,7 +182,7 @@ def _file(name, page):
 
 def _notebook(name, page):
     """What it shows is below each cell: text, or a picture. The code that draws a
-    picture is in the notebook alone."""
+    picture, or is not about eqx_sow, is in the notebook alone."""
     parts, pictures = [], 0
     for cell in json.loads((ROOT / name).read_text())["cells"]:
         source = "".join(cell["source"])
@@ -190,7 +190,7 @@ def _notebook(name, page):
             # The page has the title.
             parts.append(re.sub(r"\A# .*\n*", "", source))
             continue
-        if "alt" not in cell["metadata"]:
+        if not cell["metadata"].keys() & {"alt", "aside"}:
             parts.append(f"```py\n{source}\n```")
         for output in cell["outputs"]:
             data = output.get("data", {})

@@ -41,7 +41,7 @@ plt.rcParams.update({"font.size": 9, "axes.titlesize": 10})
 # %% [markdown]
 # ## The text
 
-# %%
+# %% aside
 relation = re.compile(
     r"\b[A-Z]\w+,? the (son|sons|daughter|father|brother|wife|king) of [A-Z]"
 )
@@ -334,7 +334,7 @@ figure.savefig(folder / "alarm.png", dpi=150)
 # is? It gets "and Joshua the son of", and should continue with "Nun". It knows best
 # what it has read most often.
 
-# %%
+# %% aside
 facts = """Jeroboam Nebat, Joshua Nun, Benaiah Jehoiada, Gedaliah Ahikam,
 Caleb Jephunneh, Joab Zeruiah, Johanan Kareah, Abner Ner, Pekah Remaliah,
 Baruch Neriah, Balak Zippor, Balaam Beor, Sheba Bichri, Isaiah Amoz,

@@ -132,7 +132,7 @@ def largest_gradients(model, state, images, labels):
 # 1,797 handwritten digits, which come with scikit-learn.
 
 
-# %%
+# %% aside
 def load_data():
     digits = load_digits()
     images = (digits.data / 16).astype(np.float32)
@@ -148,6 +148,7 @@ def make_batches(images, labels):
     return images[at], labels[at]
 
 
+# %%
 def start(normalise: bool):
     model = Network(normalise, key=jax.random.key(0))
     return model, optimiser.init(eqx.filter(model, eqx.is_inexact_array))
@@ -212,11 +213,7 @@ def check(normalise: bool, images, labels, steps=5):
     assert np.allclose(folded, largest, rtol=1e-2, atol=0)
 
 
-# %% [markdown]
-# ## A table
-
-
-# %%
+# %% aside
 def print_table(history, largest):
     print(f"{'layer':>5} {'activation rms':>22} {'gradient rms':>21} {'largest':>9}")
     print(f"{'':5} {'first step':>11} {'last':>10} {'first step':>10} {'last':>10}")
@@ -253,7 +250,7 @@ for title, normalise in (("Without normalisation", False), ("With LayerNorm", Tr
     print(f"{title}: trained in {seconds:.0f} s, test accuracy {score:.0%}.\n")
     print_table(history, largest)
 
-# %%
+# %% aside
 (dead, dead_score), (alive, alive_score) = results.values()
 assert dead_score < 0.2 and alive_score > 0.85
 # Both signals lose eight orders of magnitude or more, in each step of training.

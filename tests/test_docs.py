@@ -226,8 +226,7 @@ def test_a_notebook_is_its_script_with_outputs(path):
     script = list(make_notebooks.cells(path.with_suffix(".py").read_text()))
     notebook = json.loads(path.read_text())
     cells = [
-        (c["cell_type"], "".join(c["source"]), c["metadata"].get("alt"))
-        for c in notebook["cells"]
+        (c["cell_type"], "".join(c["source"]), c["metadata"]) for c in notebook["cells"]
     ]
     assert cells == script, "Run `python docs/make_notebooks.py`."
     code = [c for c in notebook["cells"] if c["cell_type"] == "code"]
