@@ -175,7 +175,7 @@ def accuracy(model, images, labels) -> float:
 # add a zero after each, and differentiate with respect to the zeros.
 
 
-# %%
+# %% aside
 @eqx.filter_jit
 def by_hand(model, images, labels):
 

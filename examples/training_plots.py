@@ -162,7 +162,7 @@ tabulate(found)
 # zero after each, and differentiate with respect to the zeros.
 
 
-# %%
+# %% aside
 def perturbed(zeros):
     x, activations = images, []
     for i, zero in enumerate(zeros):
