@@ -171,8 +171,8 @@ def accuracy(model, images, labels) -> float:
 # %% [markdown]
 # ## Is it right?
 #
-# Compare a few steps with the same values computed by hand: run one layer at a time,
-# add a zero after each, and differentiate with respect to the zeros.
+# A few steps are compared with the same values by hand: run one layer at a time, add a
+# zero after each, and differentiate with respect to the zeros.
 
 
 # %% aside

@@ -66,7 +66,7 @@ class Append(Reducer):
 
     Cotangents are in the same order: the first entry belongs to the first place, and is
     `None` if that has no cotangent. Further cotangents of the same value come last, and
-    so do those of marks that never ran forward, as in `jax.linear_transpose`.
+    so do cotangents of marks that never ran forward, as in `jax.linear_transpose`.
 
     Each entry has the shape and dtype that it would have without a reducer. If an entry
     has a `"count"`, that is a tuple, too.
