@@ -111,6 +111,11 @@ def found(site):
         ("multiple GPUs", "guides/sharding"),
         ("optimistix", "guides/loops-and-branches"),
         ("haliax", "recipes/saving"),
+        ("exploding", "help/broken"),
+        ("dead", "help/broken"),
+        ("port", "recipes/testing"),
+        ("test", "recipes/testing"),
+        ("head", "recipes/interpretability"),
     ],
 )
 def test_search(found, query, page):
