@@ -102,7 +102,7 @@ def compare(
     **Arguments:**
 
     - `intermediates`: what [`eqx_sow.save_intermediates`][] returned, or any
-        `{name: array}`. If both are plain dicts, the rows are in the order of the first.
+        `{name: array}`. If both are plain dicts, rows are in the order of the first.
     - `reference`: what another capture returned; or a mapping `{name: array}`, which
         is compared with the primals. Keys may be those of `flat()`, as in a file
         (`numpy.savez`, safetensors, JSON): `"layers/0/cotangent"`. Leaves that `flat()`
