@@ -221,8 +221,8 @@ class Intermediates(dict[str, dict[str, Any]]):
 
         - `"vmap"`, `"loop"`, or for an axis of a mesh its name, as in `"device:data"`;
         - `"buffer"`, for the executions that [`eqx_sow.Buffer`][] keeps;
-        - `"outside"`, for what a transformation around `save_intermediates` has added,
-            as in `jax.vmap(save_intermediates(fn))`.
+        - `"outside"`, for an axis that a transformation around `save_intermediates` has
+            added, as in `jax.vmap(save_intermediates(fn))`.
 
         If the arrays of a value have different numbers of leading axes, the tuple
         describes those with the most. With [`eqx_sow.Append`][] you get a tuple of such

@@ -264,7 +264,7 @@ class Buffer(Reducer):
     The backward pass runs backward, so `cotangent[:count][::-1]` is in the order of the
     primals. If each value is followed by its derivative, as in a `while_loop` that
     takes a gradient in some of its iterations, the two are in one order, with zeros for
-    values that have none. In any other order they are an error.
+    values that have none. Any other order is an error.
 
     !!! example
 
