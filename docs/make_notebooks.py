@@ -6,7 +6,8 @@
 
 A notebook is made from the script of its name, whose cells begin with `# %%`, and
 `# %% [markdown]` if they are text. Its pictures are written to `docs/images/` as well,
-for the pages. `# %% alt="..."` describes the picture of a cell.
+for the pages. `# %% alt="..."` describes the picture of a cell. What is not about
+eqx_sow has `# %% aside`: the pages have what it shows, without the code.
 
 `--check` compares the outputs with those that are committed: the same text, but for
 numbers, which vary between machines, and pictures and tables in the same places.
@@ -26,7 +27,7 @@ EXAMPLES = DOCS.parent / "examples"
 
 
 def cells(script):
-    """The cells of a script: kind, source, and the description of its picture."""
+    """The cells of a script: kind, source and metadata."""
     _, *parts = re.split(r"^# %%", script, flags=re.MULTILINE)
     for part in parts:
         first, _, source = part.partition("\n")
@@ -34,7 +35,10 @@ def cells(script):
         if kind == "markdown":
             source = re.sub("^# ?", "", source, flags=re.MULTILINE)
         alt = re.search('alt="(.*)"', first)
-        yield kind, source.strip(), alt[1] if alt else None
+        metadata = {"alt": alt[1]} if alt else {}
+        if first == " aside":
+            metadata["aside"] = True
+        yield kind, source.strip(), metadata
 
 
 def made(name):
@@ -43,9 +47,8 @@ def made(name):
 
     each = []
     text = (EXAMPLES / f"{name}.py").read_text()
-    for i, (kind, source, alt) in enumerate(cells(text)):
+    for i, (kind, source, metadata) in enumerate(cells(text)):
         new = v4.new_markdown_cell if kind == "markdown" else v4.new_code_cell
-        metadata = {"alt": alt} if alt else {}
         each.append(new(source, id=f"cell-{i}", metadata=metadata))
     return v4.new_notebook(cells=each)
 

@@ -181,7 +181,8 @@ def _file(name, page):
 
 
 def _notebook(name, page):
-    """What it shows is below each cell: text, a table, or a picture."""
+    """What it shows is below each cell: text, or a picture. The code that draws a
+    picture, or is not about eqx_sow, is in the notebook alone."""
     parts, pictures = [], 0
     for cell in json.loads((ROOT / name).read_text())["cells"]:
         source = "".join(cell["source"])
@@ -189,7 +190,8 @@ def _notebook(name, page):
             # The page has the title.
             parts.append(re.sub(r"\A# .*\n*", "", source))
             continue
-        parts.append(f"```py\n{source}\n```")
+        if not cell["metadata"].keys() & {"alt", "aside"}:
+            parts.append(f"```py\n{source}\n```")
         for output in cell["outputs"]:
             data = output.get("data", {})
             if "image/png" in data:
@@ -197,10 +199,8 @@ def _notebook(name, page):
                 file = f"images/{pathlib.Path(name).stem}-{pictures}.png"
                 address = os.path.relpath(DOCS / file, page.parent)
                 parts.append(f"![{cell['metadata'].get('alt', '')}]({address})")
-            elif "text/html" in data:
-                parts.append("".join(data["text/html"]).strip())
-            elif text := "".join(output.get("text", "")).rstrip():
-                parts.append(f"```text\n{text}\n```")
+            elif text := "".join(output.get("text", data.get("text/plain", ""))):
+                parts.append(f"```text\n{text.rstrip()}\n```")
     return "\n\n".join(filter(None, parts))
 
 

@@ -40,8 +40,10 @@ plt.rcParams.update({"font.size": 9, "axes.titlesize": 10})
 
 # %% [markdown]
 # ## The text
+#
+# `cut` returns pieces of it, each with one word more than the model sees.
 
-# %%
+# %% aside
 relation = re.compile(
     r"\b[A-Z]\w+,? the (son|sons|daughter|father|brother|wife|king) of [A-Z]"
 )
@@ -332,9 +334,10 @@ figure.savefig(folder / "alarm.png", dpi=150)
 #
 # From here on we use the average of the weights. Does the model know whose son somebody
 # is? It gets "and Joshua the son of", and should continue with "Nun". It knows best
-# what it has read most often.
+# what it has read most often. `prompts` and `fathers` are the tokens, and `known` is
+# which facts it knows.
 
-# %%
+# %% aside
 facts = """Jeroboam Nebat, Joshua Nun, Benaiah Jehoiada, Gedaliah Ahikam,
 Caleb Jephunneh, Joab Zeruiah, Johanan Kareah, Abner Ner, Pekah Remaliah,
 Baruch Neriah, Balak Zippor, Balaam Beor, Sheba Bichri, Isaiah Amoz,
@@ -493,11 +496,11 @@ figure.colorbar(image, ax=axes, label="share of the way")
 figure.savefig(folder / "fact.png", dpi=150)
 
 # %% [markdown]
-# Is it right? Here is one of the pairs without eqx_sow: run the blocks one after the
+# Is it right? One of the pairs is checked without eqx_sow: run the blocks one after the
 # other, and replace the activation on the way.
 
 
-# %%
+# %% aside
 @eqx.filter_jit
 def by_hand(model, prompt, other, fathers, layer, word):
     def run(x, new=None):

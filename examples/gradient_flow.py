@@ -132,7 +132,7 @@ def largest_gradients(model, state, images, labels):
 # 1,797 handwritten digits, which come with scikit-learn.
 
 
-# %%
+# %% aside
 def load_data():
     digits = load_digits()
     images = (digits.data / 16).astype(np.float32)
@@ -148,6 +148,7 @@ def make_batches(images, labels):
     return images[at], labels[at]
 
 
+# %%
 def start(normalise: bool):
     model = Network(normalise, key=jax.random.key(0))
     return model, optimiser.init(eqx.filter(model, eqx.is_inexact_array))
@@ -170,11 +171,11 @@ def accuracy(model, images, labels) -> float:
 # %% [markdown]
 # ## Is it right?
 #
-# Compare a few steps with the same values computed by hand: run one layer at a time,
-# add a zero after each, and differentiate with respect to the zeros.
+# A few steps are compared with the same values by hand: run one layer at a time, add a
+# zero after each, and differentiate with respect to the zeros.
 
 
-# %%
+# %% aside
 @eqx.filter_jit
 def by_hand(model, images, labels):
 
@@ -212,11 +213,7 @@ def check(normalise: bool, images, labels, steps=5):
     assert np.allclose(folded, largest, rtol=1e-2, atol=0)
 
 
-# %% [markdown]
-# ## A table and a picture
-
-
-# %%
+# %% aside
 def print_table(history, largest):
     print(f"{'layer':>5} {'activation rms':>22} {'gradient rms':>21} {'largest':>9}")
     print(f"{'':5} {'first step':>11} {'last':>10} {'first step':>10} {'last':>10}")
@@ -231,6 +228,41 @@ def print_table(history, largest):
     print()
 
 
+# %% [markdown]
+# ## Train both
+
+# %%
+train_images, test_images, train_labels, test_labels = load_data()
+images, labels = make_batches(train_images, train_labels)
+
+results = {}
+for title, normalise in (("Without normalisation", False), ("With LayerNorm", True)):
+    check(normalise, images, labels)
+    begin = time.perf_counter()
+    model, history = train(normalise, images, labels)
+    seconds = time.perf_counter() - begin
+    score = accuracy(model, test_images, test_labels)
+    results[title] = history, score
+    before, after = (m.blocks[0].linear.weight for m in (start(normalise)[0], model))
+    moved = jnp.abs(after - before).max()
+    assert moved > 1e-2 if normalise else moved < 1e-3
+    _, largest = largest_gradients(*start(normalise), images, labels)
+    print(f"{title}: trained in {seconds:.0f} s, test accuracy {score:.0%}.\n")
+    print_table(history, largest)
+
+# %% aside
+(dead, dead_score), (alive, alive_score) = results.values()
+assert dead_score < 0.2 and alive_score > 0.85
+# Both signals lose eight orders of magnitude or more, in each step of training.
+assert (dead["primal"][:, -1] < 1e-8 * dead["primal"][:, 0]).all()
+assert (dead["cotangent"][:, 0] < 1e-8 * dead["cotangent"][:, -1]).all()
+# With LayerNorm, the layers stay close to each other, except for a few steps.
+for mode in ("primal", "cotangent"):
+    middle = np.median(alive[mode], axis=0)
+    assert middle.max() < 100 * middle.min()
+
+
+# %% alt="Heat maps by layer and step: without normalisation both signals fade"
 def plot(results):
     plt.rcParams.update({"font.size": 11, "axes.titlesize": 12})
     figure, axes = plt.subplots(
@@ -272,40 +304,6 @@ def plot(results):
     return figure
 
 
-# %% [markdown]
-# ## Train both
-
-# %%
-train_images, test_images, train_labels, test_labels = load_data()
-images, labels = make_batches(train_images, train_labels)
-
-results = {}
-for title, normalise in (("Without normalisation", False), ("With LayerNorm", True)):
-    check(normalise, images, labels)
-    begin = time.perf_counter()
-    model, history = train(normalise, images, labels)
-    seconds = time.perf_counter() - begin
-    score = accuracy(model, test_images, test_labels)
-    results[title] = history, score
-    before, after = (m.blocks[0].linear.weight for m in (start(normalise)[0], model))
-    moved = jnp.abs(after - before).max()
-    assert moved > 1e-2 if normalise else moved < 1e-3
-    _, largest = largest_gradients(*start(normalise), images, labels)
-    print(f"{title}: trained in {seconds:.0f} s, test accuracy {score:.0%}.\n")
-    print_table(history, largest)
-
-# %%
-(dead, dead_score), (alive, alive_score) = results.values()
-assert dead_score < 0.2 and alive_score > 0.85
-# Both signals lose eight orders of magnitude or more, in each step of training.
-assert (dead["primal"][:, -1] < 1e-8 * dead["primal"][:, 0]).all()
-assert (dead["cotangent"][:, 0] < 1e-8 * dead["cotangent"][:, -1]).all()
-# With LayerNorm, the layers stay close to each other, except for a few steps.
-for mode in ("primal", "cotangent"):
-    middle = np.median(alive[mode], axis=0)
-    assert middle.max() < 100 * middle.min()
-
-# %% alt="Heat maps by layer and step: without normalisation both signals fade"
 figure = plot(results)
 if sys.argv[1:] and sys.argv[1].endswith(".png"):
     figure.savefig(sys.argv[1], dpi=280)

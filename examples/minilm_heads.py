@@ -132,11 +132,11 @@ print("sum of the heads of each layer:", " ".join(f"{x:.0%}" for x in by_layer))
 # %% [markdown]
 # ## Is it right?
 #
-# Compute one head without eqx_sow: copy the code of the layer, and add a line that
-# replaces the output of the head.
+# Three heads are checked without eqx_sow: copy the code of the layer, and add a line
+# that replaces the output of the head.
 
 
-# %%
+# %% aside
 def by_hand(model, ours, theirs, at, head):
     mask = jnp.ones(len(ours), bool)
 

@@ -158,11 +158,11 @@ tabulate(found)
 # %% [markdown]
 # ## Is it right?
 #
-# Compute the last step once more, without eqx_sow: run one layer after the other, add a
-# zero after each, and differentiate with respect to the zeros.
+# The last step is compared with the same values by hand: run one layer after the other,
+# add a zero after each, and differentiate with respect to the zeros.
 
 
-# %%
+# %% aside
 def perturbed(zeros):
     x, activations = images, []
     for i, zero in enumerate(zeros):

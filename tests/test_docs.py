@@ -2,6 +2,7 @@
 what is shown below it."""
 
 import ast
+import functools as ft
 import inspect
 import json
 import pathlib
@@ -175,6 +176,48 @@ def test_messages_are_those_of_the_code():
             assert any(map(pattern.search, strings)), message
 
 
+# The pages for people who change the source.
+ABOUT_SOURCE = [
+    "CONTRIBUTING.md",
+    "docs/background/executions-and-names.md",
+    "docs/background/how-it-works.md",
+]
+SOURCES = [
+    p for d in ("eqx_sow", "tests", "docs", "examples") for p in ROOT.glob(f"{d}/**/*")
+]
+
+
+@ft.cache
+def _identifiers():
+    """Those in the code of the package, and what other files define."""
+    found = set()
+    for file in (*SOURCES, ROOT / "noxfile.py"):
+        if file.suffix != ".py":
+            continue
+        found.add(file.stem)
+        if not file.is_relative_to(ROOT / "eqx_sow"):
+            found.update(re.findall(r"(?:def |class |\.)(\w+)", file.read_text()))
+            continue
+        for node in ast.walk(ast.parse(file.read_text())):
+            found |= {getattr(node, x, None) for x in ("id", "attr", "name", "arg")}
+    return found
+
+
+@pytest.mark.parametrize("page", ABOUT_SOURCE)
+def test_the_source_has_what_pages_say_of_it(page):
+    text = FENCED.sub("", (ROOT / page).read_text())
+    named = set(re.findall(r"`@?(\w[\w./]*)(?:\([^`]*\))?`", text))
+    files = {x for x in named if x.endswith(".py") or re.match("_.*/", x)}
+    there = {f"/{p.relative_to(ROOT)}{'/' * p.is_dir()}" for p in SOURCES}
+    there |= {f"/{p.name}" for p in ROOT.glob("*.py")}
+    assert [x for x in files if not any(y.endswith(f"/{x}") for y in there)] == []
+    # Classes, and other names with an underscore.
+    parts = {part for x in named - files for part in x.split(".")}
+    pattern = "_*[A-Z]\\w*[a-z]\\w*|[a-z]*_[a-z_]+"
+    ours = {x for x in parts if re.fullmatch(pattern, x)}
+    assert files and ours and ours - _identifiers() == set()
+
+
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 
 
@@ -183,8 +226,7 @@ def test_a_notebook_is_its_script_with_outputs(path):
     script = list(make_notebooks.cells(path.with_suffix(".py").read_text()))
     notebook = json.loads(path.read_text())
     cells = [
-        (c["cell_type"], "".join(c["source"]), c["metadata"].get("alt"))
-        for c in notebook["cells"]
+        (c["cell_type"], "".join(c["source"]), c["metadata"]) for c in notebook["cells"]
     ]
     assert cells == script, "Run `python docs/make_notebooks.py`."
     code = [c for c in notebook["cells"] if c["cell_type"] == "code"]

@@ -81,7 +81,7 @@ def found(site):
         ("capture", "guides/capture"),
         ("tap", "api/tap"),
         ("compare", "api/compare"),
-        ("tabulate", "api/tabulate"),
+        ("tabulate", "api/summarize"),
         ("primal", "tour"),
         ("GPU", "guides/sharding"),
         ("TPU", "guides/sharding"),
@@ -111,6 +111,11 @@ def found(site):
         ("multiple GPUs", "guides/sharding"),
         ("optimistix", "guides/loops-and-branches"),
         ("haliax", "recipes/saving"),
+        ("exploding", "help/broken"),
+        ("dead", "help/broken"),
+        ("port", "recipes/testing"),
+        ("test", "recipes/testing"),
+        ("head", "recipes/interpretability"),
     ],
 )
 def test_search(found, query, page):

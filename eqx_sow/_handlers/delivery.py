@@ -49,7 +49,7 @@ class TapEvent(_Fields):
     - `iterations`: the iteration of each loop around the mark, outermost first, a tuple
         of `int`s. In a reversed scan, iteration `i` has `xs[i]`. A cotangent has the
         iteration of its primal, or `None` if the backward pass computes it in a
-        `while_loop` of its own, as those of Equinox and diffrax do.
+        `while_loop` of its own, as in loops of Equinox and diffrax.
     - `path`: the name with the iterations in it, as if the loops were lists:
         `"blocks/3/attn"` in a scan over stacked blocks, `"h/17"` in any other loop.
         Outside loops, or if the iteration is not known, it is the name.

@@ -90,8 +90,8 @@ def compare(
     Entries that are not finite are left out of `largest`, `norm` and `cosine`. Python
     numbers, and lists of them, are compared as arrays. Other leaves have a row if they
     differ: strings that are not equal, functions and classes of different names,
-    objects of different classes. So has a leaf that only one of the two values has.
-    Whether it is in a tuple or in a list does not count. A [`eqx_sow.Summary`][] is
+    objects of different classes. So does a leaf that only one of the two values has.
+    A tuple equals a list. A [`eqx_sow.Summary`][] is
     compared by its statistics.
 
     The numbers are computed where the values are: values on a CPU are read in place,
@@ -102,7 +102,7 @@ def compare(
     **Arguments:**
 
     - `intermediates`: what [`eqx_sow.save_intermediates`][] returned, or any
-        `{name: array}`. If both are plain dicts, the order is that of the first.
+        `{name: array}`. If both are plain dicts, rows are in the order of the first.
     - `reference`: what another capture returned; or a mapping `{name: array}`, which
         is compared with the primals. Keys may be those of `flat()`, as in a file
         (`numpy.savez`, safetensors, JSON): `"layers/0/cotangent"`. Leaves that `flat()`

@@ -42,17 +42,16 @@ class Intermediates(dict[str, dict[str, Any]]):
     types in place of the arrays, except for scalars. In a notebook it is displayed as
     the table of [`eqx_sow.tabulate`][].
 
-    Look up what `names=` would select: one layer, `intermediates["blocks/2/attn"]`, of
-    a list or a stack of layers; one iteration of another loop, `intermediates["h/3"]`
-    or `["h/-1"]`. You can leave out where the model is. For a pattern, you get the
-    values of all names that it fits, stacked: `intermediates["blocks/*/attn"]` has an
-    axis for the layers, of a list as of a stack. Nested lists give one axis for each
-    list. Other names are in order of execution. If the values cannot be stacked, it is
-    an [`eqx_sow.SowError`][]. For a list, the new axis comes first. A stack has it
-    where its loop is: with a `vmap` around the loop, behind the lanes. `in`, `.get` and
-    `.primals[...]` agree with `[...]`. A name or a mode that is
-    not there is an [`eqx_sow.UnknownSowError`][], which is a `KeyError` as well, and
-    says why.
+    Look up what `names=` would select, with or without the root: one layer of a list or
+    a stack, `intermediates["blocks/2/attn"]`; one iteration of another loop,
+    `intermediates["h/3"]` or `["h/-1"]`. A pattern gives the values of all names that
+    it fits, stacked in order of execution: `intermediates["blocks/*/attn"]` has an axis
+    for the layers, of a list as of a stack. For a list, this axis comes first, and
+    nested lists give one axis each. A stack has it where its loop is: with a `vmap`
+    around the loop, behind the lanes. If the values cannot be stacked, it is an
+    [`eqx_sow.SowError`][]. `in`, `.get` and `.primals[...]` agree with `[...]`. A name
+    or a mode that is not there is an [`eqx_sow.UnknownSowError`][], which is a
+    `KeyError` as well, and says why.
 
     To JAX it is a PyTree node of its own type. In `jax.tree.map(fn, a, b)`, and as
     results of the branches of a `jax.lax.cond`, two `Intermediates` need the same names
@@ -222,8 +221,8 @@ class Intermediates(dict[str, dict[str, Any]]):
 
         - `"vmap"`, `"loop"`, or for an axis of a mesh its name, as in `"device:data"`;
         - `"buffer"`, for the executions that [`eqx_sow.Buffer`][] keeps;
-        - `"outside"`, for what a transformation around `save_intermediates` has added,
-            as in `jax.vmap(save_intermediates(fn))`.
+        - `"outside"`, for an axis that a transformation around `save_intermediates` has
+            added, as in `jax.vmap(save_intermediates(fn))`.
 
         If the arrays of a value have different numbers of leading axes, the tuple
         describes those with the most. With [`eqx_sow.Append`][] you get a tuple of such

@@ -66,7 +66,7 @@ class Append(Reducer):
 
     Cotangents are in the same order: the first entry belongs to the first place, and is
     `None` if that has no cotangent. Further cotangents of the same value come last, and
-    so do those of marks that never ran forward, as in `jax.linear_transpose`.
+    so do cotangents of marks that never ran forward, as in `jax.linear_transpose`.
 
     Each entry has the shape and dtype that it would have without a reducer. If an entry
     has a `"count"`, that is a tuple, too.
@@ -264,7 +264,7 @@ class Buffer(Reducer):
     The backward pass runs backward, so `cotangent[:count][::-1]` is in the order of the
     primals. If each value is followed by its derivative, as in a `while_loop` that
     takes a gradient in some of its iterations, the two are in one order, with zeros for
-    values that have none. In any other order they are an error.
+    values that have none. Any other order is an error.
 
     !!! example
 
