@@ -542,6 +542,16 @@ def test_reducers_of_stacks_of_different_lengths():
     _same(S(fn, reduce=fold)(X)[1].primals["b/0"], values[0] + values[3])
 
 
+def test_a_mark_outside_of_a_loop_that_is_called_like_all_layers():
+    layer = lambda x, w: (
+        bind_sow(jnp.sin(w * x), (Label("b/*", "intermediates", 0, (1,)),), spec=None),
+        None,
+    )
+    fn = lambda x: sow(lax.scan(layer, x, jnp.arange(1.0, 4.0))[0], "b/*")
+    with pytest.raises(SowError, match=r"over different axes: sizes \[3\] at .* \[\]"):
+        S(fn, reduce=Last())(X)
+
+
 def test_rows_of_a_layer_that_is_differentiated_in_each_step():
     """In a list, a value is followed by its derivative before it is marked again. In a
     stack, other layers are in between."""
@@ -656,7 +666,7 @@ def _chosen(pattern):
     return [jnp.array(indices) for indices in each]
 
 
-@pytest.mark.parametrize("forms", [*it.product(["list", "scan"], repeat=2)])
+@pytest.mark.parametrize("forms", [*it.product(["list", "scan", "unrolled"], repeat=2)])
 @pytest.mark.parametrize("sizes", [(1, 2), (2, 1), (1, 1)])
 def test_a_list_of_one_has_an_axis(sizes, forms):
     plan = Plan(sizes, "two")

@@ -30,7 +30,7 @@ from .._mark.static import Const, Form, OPERAND
 from .._results.layers import Scan
 from .axes import broadcast, kept_axes
 from .entry import Entry, with_count
-from .merge import kinds_that_vary, unify, with_axes
+from .merge import different_axes, kinds_that_vary, unify, with_axes
 from .reduce import Reducer
 
 
@@ -112,8 +112,11 @@ def _of_one_length(entries: Sequence[Entry]) -> list[Entry]:
     """The entries with room for the layers of each: there may be several places of one
     name, with stacks of different lengths."""
     each = [[a.size for a in e.site.axes if not a.lane] for e in entries]
+    if len({*map(len, each)}) > 1:
+        # A `sow` may be called like all layers, `blocks/*`, and be in no loop.
+        raise different_axes([e.site for e in entries])
     # Two symbolic lengths cannot be compared, but equal ones are one.
-    sizes = [max({*of_all}) for of_all in it.zip_longest(*each, fillvalue=0)]
+    sizes = [max({*of_all}) for of_all in zip(*each)]
     new = []
     for e in entries:
         size = iter(sizes)
