@@ -8,7 +8,7 @@ an array over which mesh axes it is sharded, as in `("data", None)`.
 
 import contextlib
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -150,6 +150,22 @@ def one_along(x, axis: int):
             shape_like(x, (*x.shape[:axis], 1, *x.shape[axis + 1 :]), spec)
         )
     return jax.lax.index_in_dim(whole_along(x, axis), 0, axis)
+
+
+def at_index(x, index: Mapping[int, Any]):
+    """`x` at these places along some axes, which go."""
+    sizes = [1 if k in index else n for k, n in enumerate(x.shape)]
+    return jax.lax.dynamic_slice(x, _starts(x, index), sizes).squeeze(tuple(index))
+
+
+def with_index(x, index: Mapping[int, Any], new):
+    """`x`, in which `new` is at these places along some axes."""
+    new = jnp.expand_dims(new, tuple(index))
+    return jax.lax.dynamic_update_slice(x, new, _starts(x, index))
+
+
+def _starts(x, index: Mapping[int, Any]) -> list[Any]:
+    return [index.get(k, np.int32(0)) for k in range(x.ndim)]
 
 
 def in_mesh_of(arrays: Iterable[Any]) -> contextlib.AbstractContextManager[Any]:

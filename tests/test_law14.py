@@ -18,21 +18,25 @@ import jax
 import jax.lax as lax
 import jax.numpy as jnp
 import jax.random as jr
+import numpy as np
 import pytest
 from eqx_sow import (
     Append,
+    Buffer,
     compare,
     Fold,
     Last,
     plant,
     save_intermediates as S,
     sow,
+    SowError,
     SowTypeError,
     tap,
+    UnsupportedPrimitiveError,
 )
 from eqx_sow._mark.site import Label
 from eqx_sow._mark.sow import bind_sow
-from jax.sharding import AxisType, PartitionSpec as P
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from jaxtyping import Array, Float
 
 from .helpers import assert_close
@@ -272,11 +276,12 @@ class Case:
         some = ["*", f"[0{size - 1}]", "*", part, "?"]
         return "*" if k == n - 1 else self.rng.choice(some)
 
-    def with_layers_first(self, pattern, entry, names):
+    def with_layers_first(self, pattern, entry, names, n_gone=0):
         """An entry as lists have it. Of a whole stack it is the value as it is, with
         the axes that come from outside in front."""
         n_stars = names[0].count("*") if len(names) == 1 and "*" in pattern else 0
-        places = [self.n_in_front + i for i in range(n_stars)]
+        n = self.n_in_front - n_gone
+        places = [n + i for i in range(n_stars)]
         first = lambda a: jnp.moveaxis(a, places, range(n_stars))
         return {mode: jax.tree.map(first, x) for mode, x in entry.items()}
 
@@ -373,6 +378,67 @@ def test_values_planted(case):
 
 
 @pytest.mark.sample(6)
+@pytest.mark.parametrize("case", _cases(4))
+def test_values_planted_under_a_pattern(case):
+    """What is looked up by a pattern can be planted under it, as if it were planted
+    under the name of each layer."""
+    saved, of_net = case.both(case.save)
+    mode = "cotangent" if "cotangent" in next(iter(saved.values())) else "primal"
+    for pattern in case.strings(saved, 3):
+        if pattern not in saved or mode not in saved[pattern]:
+            continue
+        each = {
+            name: _halved(saved[name][mode])
+            for name in case.names(case.lists, names=pattern)
+        }
+        by_pattern = [{pattern: _halved(x[pattern][mode])} for x in (saved, of_net)]
+        planted = lambda m, values: of_form(
+            plant(case.fn, values, mode=mode, capture=True)(m, case.x)
+        )
+        run = lambda *ms: [*map(planted, ms, (each, *by_pattern))]
+        run = run if case.wrap == "plain" else eqx.filter_jit(run)
+        want, *both = run(case.lists, case.lists, case.net)
+        for got in both:
+            _same(got, want, pattern, case)
+
+
+@pytest.mark.parametrize("form", ["list", *FORMS])
+def test_an_array_for_all_layers(form):
+    plan = Plan((3,), "two")
+    m = plan.net(form)
+    name = "stages/*/attn"
+    value = jnp.arange(6.0).reshape(3, 2)
+    each = lambda value: {f"m/stages/{i}/attn": value[i] for i in range(3)}
+    want = plant(plan, each(value), capture=True)(plan.lists, X)
+    loss = lambda value: jnp.sum(plant(plan, {name: value}, capture=True)(m, X) ** 2)
+    # NumPy's, traced, as an entry, and with one layer that has a value of its own.
+    for values in ({name: value}, {name: np.asarray(value)}):
+        _same(plant(plan, values, capture=True)(m, X), want)
+    entry = {name: {"primal": value}}
+    _same(jax.jit(lambda x: plant(plan, entry, capture=True)(m, x))(X), want)
+    own = {name: value.at[1].set(jnp.nan), "stages/1/attn": value[1]}
+    _same(plant(plan, own, capture=True)(m, X), want)
+    by_hand = lambda value: jnp.sum(
+        plant(plan, each(value), capture=True)(plan.lists, X) ** 2
+    )
+    _same(jax.grad(loss)(value), jax.grad(by_hand)(value))
+    for wrong in (value[:2], jnp.zeros((3, 1)), jnp.zeros((2, 3, 2))):
+        with pytest.raises(SowError, match="has a leaf float32"):
+            plant(plan, {name: wrong}, capture=True)(m, X)
+
+
+def test_an_array_for_all_layers_is_said_to_be_of_another_shape():
+    plan = Plan((3,), "two")
+    said = (
+        r"the value for 'stages/\*/attn' has a leaf float32\[2, 2\], "
+        r"but float32\[3, 2\]"
+        ".* from 'm/stages/0/attn' to 'm/stages/2/attn'. Plant an array of that shape"
+    )
+    with pytest.raises(SowError, match=said):
+        plant(plan, {"stages/*/attn": jnp.ones((2, 2))}, capture=True)(plan.lists, X)
+
+
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("case", _cases(3))
 def test_transform_and_spec(case):
     saved = case.save(case.lists)
@@ -400,19 +466,107 @@ REDUCERS = [
     Last(),
     Append(),
     Fold(jnp.zeros(2), lambda acc, x: 2 * acc + x),
+    Fold(jnp.zeros_like, jnp.maximum),
+    Buffer(2),
+    Buffer(3, "first"),
 ]
 
 
-@pytest.mark.parametrize("case", _cases(4, wraps=["plain", "grad", "vmap"]))
+@pytest.mark.sample(6)
+@pytest.mark.parametrize("case", _cases(4, wraps=[w for w in WRAPS if w != "mesh"]))
 def test_reduce(case):
-    """Over the executions of each layer, that is asked for by itself."""
-    names = [*case.strings(case.names(case.lists), 1)]
-    if case.plan.kind == "twice":
-        names = [name for name in names if not name.endswith("attn")]
-    for name, reducer in it.product(names, REDUCERS):
-        options = dict(names=name, reduce={name: reducer})
+    """Over the executions of each layer: a loop over time is what is reduced."""
+    one, *_, pattern = case.strings(case.names(case.lists), 3)
+    reducer, other = case.rng.sample(REDUCERS, 2)
+    for options in (
+        dict(names=one, reduce={one: reducer}),
+        dict(names=pattern, reduce=reducer),
+        dict(reduce={pattern: reducer, "**": other}),
+    ):
         want, got = case.both(lambda m: case.save(m, **options))
-        _same(dict(got), dict(want), case)
+        assert compare(got, want).first is None
+        assert {*got.unstack()} == {*want}
+        for name, modes in want.items():
+            assert list(got[name]) == list(modes)
+            _same(got[name], modes, name, options, case)
+        if options.get("names") == pattern:
+            # No axis of the time is left in front of the layers.
+            n = case.plan.time_around * (not isinstance(reducer, Append))
+            entry = case.with_layers_first(pattern, got[pattern], [*got], n)
+            _same(entry, dict(want[pattern]), pattern, case)
+
+
+def test_reducers_of_layers_in_a_shard_map_are_an_error():
+    case = Case(0, "mesh")
+    for model in (case.lists, case.net):
+        with pytest.raises(UnsupportedPrimitiveError, match="no order of execution"):
+            case.save(model, reduce=Last())
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_reduce_on_a_mesh(axis_type):
+    plan = Plan((2, 3), "two", time_around=True)
+    mesh = jax.make_mesh((2,), ("d",), (axis_type,))
+    x = jax.device_put(XS, NamedSharding(mesh, P("d")))
+    for reducer in (Last(), Fold(jnp.zeros_like, jnp.maximum), Buffer(2)):
+
+        def save(m):
+            with jax.set_mesh(mesh):
+                return S(grad_of_vmap(plan), capture=True, reduce=reducer)(m, x)[1]
+
+        want, got = save(plan.lists), save(plan.net("scan", "checkpoint"))
+        assert [*got.unstack()] == [*want]
+        for name, modes in want.items():
+            _same(got[name], modes, name, reducer)
+            for a, b in zip(*map(jax.tree.leaves, (dict(got[name]), dict(modes)))):
+                assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
+
+
+def test_reducers_of_stacks_of_different_lengths():
+    """In two places of one name: layer 2 has run once, and the others twice."""
+    marks = lambda x: bind_sow(x, (Label("b/*", "intermediates", 0, (1,)),), spec=None)
+    layer = lambda x, w: (marks(jnp.sin(w * x)), None)
+    ws = jnp.arange(1.0, 4.0)
+    fn = lambda x: lax.scan(layer, lax.scan(layer, x, ws)[0], ws[:2])[0]
+    values, x = [], X
+    for w in (1, 2, 3, 1, 2):
+        values.append(x := jnp.sin(w * x))
+    last = jnp.stack([values[3], values[4], values[2]])
+    _, got = S(fn, reduce=Last())(X)
+    _same(got["b/*"]["primal"], last)
+    _, got = S(fn, reduce=Buffer(2))(X)
+    _same(got["b/*"]["count"], jnp.array([2, 2, 1]))
+    _same(got["b/2"]["primal"], jnp.stack([values[2], 0 * X]))
+    _same(got["b/1"]["primal"], jnp.stack([values[1], values[4]]))
+    fold = Fold(jnp.zeros(2), jnp.add)
+    _same(S(fn, reduce=fold)(X)[1].primals["b/0"], values[0] + values[3])
+
+
+def test_a_mark_outside_of_a_loop_that_is_called_like_all_layers():
+    layer = lambda x, w: (
+        bind_sow(jnp.sin(w * x), (Label("b/*", "intermediates", 0, (1,)),), spec=None),
+        None,
+    )
+    fn = lambda x: sow(lax.scan(layer, x, jnp.arange(1.0, 4.0))[0], "b/*")
+    with pytest.raises(SowError, match=r"over different axes: sizes \[3\] at .* \[\]"):
+        S(fn, reduce=Last())(X)
+
+
+def test_rows_of_a_layer_that_is_differentiated_in_each_step():
+    """In a list, a value is followed by its derivative before it is marked again. In a
+    stack, other layers are in between."""
+    plan = Plan((3,), "unused")
+    grad = eqx.filter_grad(lambda x, m: jnp.sum(m(x) ** 2))
+
+    def descend(m, x):
+        step = lambda carry: (carry[0] - 0.1 * grad(carry[0], m), carry[1] + 1)
+        return lax.while_loop(lambda carry: carry[1] < 3, step, (x, 0))
+
+    saved = S(descend, capture=True, reduce=Buffer(4))
+    want, got = (saved(m, 2 * X)[1] for m in (plan.lists, plan.net("scan")))
+    for name in (f"m/stages/{i}/attn" for i in range(3)):
+        assert want[name]["count"] == 3
+        _same(dict(got[name]), dict(want[name]), name)
 
 
 @pytest.mark.sample(6)
@@ -512,7 +666,7 @@ def _chosen(pattern):
     return [jnp.array(indices) for indices in each]
 
 
-@pytest.mark.parametrize("forms", [*it.product(["list", "scan"], repeat=2)])
+@pytest.mark.parametrize("forms", [*it.product(["list", "scan", "unrolled"], repeat=2)])
 @pytest.mark.parametrize("sizes", [(1, 2), (2, 1), (1, 1)])
 def test_a_list_of_one_has_an_axis(sizes, forms):
     plan = Plan(sizes, "two")

@@ -151,14 +151,14 @@ def _in_a_vmap(x):
         (_layers, X, {}, ("loop",)),
         (_in_a_vmap, XS, {}, ("vmap", "loop")),
         (_in_a_vmap, XS, dict(transform=summarize), ("vmap", "loop")),
-        (_in_a_vmap, XS, dict(reduce=Last()), ("vmap",)),
-        (_in_a_vmap, XS, dict(reduce=Buffer(3)), ("vmap", "buffer")),
+        (_in_a_vmap, XS, dict(reduce=Last()), ("vmap", "loop")),
+        (_in_a_vmap, XS, dict(reduce=Buffer(3)), ("vmap", "loop", "buffer")),
         (_in_a_vmap, XS, dict(reduce=Append()), (("vmap", "loop"),)),
         (
             _in_a_vmap,
             XS,
             dict(reduce=Fold(0.0, lambda acc, x: acc + x.sum())),
-            ("vmap",),
+            ("vmap", "loop"),
         ),
         (
             lambda x: lax.map(lambda x: jax.vmap(_layers)(x), x),

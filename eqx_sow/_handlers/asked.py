@@ -3,6 +3,7 @@
 """
 
 import functools as ft
+import itertools as it
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,6 +19,7 @@ from .._names import Named
 from .._selection import Selection
 from .._walk.frame import Frame
 from .._walk.handler import Handler
+from .._walk.plan import Ask
 from .._walk.sows import loop_of, Mark
 
 
@@ -33,6 +35,14 @@ def reached(at: Iterable[int | None], iterations: Iterable[Any]) -> Any:
 def is_some(at: Iterable[int | None]) -> bool:
     """Whether not all iterations are asked for."""
     return any(n is not None for n in at)
+
+
+def layer_in(ask: Ask, iterations: Iterable[Any]) -> tuple[Any, ...]:
+    """Which layer the walk is in, of each stack of which all layers are asked for."""
+    left = (
+        i for i, n in zip(iterations, it.chain(ask.at, it.repeat(None))) if n is None
+    )
+    return tuple(i for i, place in zip(left, ask.label.places) if place is not None)
 
 
 class Indices(tuple):

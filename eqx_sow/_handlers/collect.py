@@ -19,7 +19,7 @@ from .._walk.handler import check_clear, check_guarded, Given, Handler
 from .._walk.plan import Ask, NOTHING, Placed, planned, Row as PlanRow
 from .._walk.runs import Run
 from .._walk.sows import in_loop_of_backward_pass, is_of_unknown_length, Way
-from .asked import Asked, is_some, leave, of_one, reached
+from .asked import Asked, is_some, layer_in, leave, of_one, reached
 from .rows import Row, values_open_rows
 
 
@@ -374,7 +374,8 @@ class Collect(Handler):
     all_modes: bool
 
     def needs_iteration(self, ask):
-        return bool(ask.at)
+        # A reducer has a state for each layer.
+        return bool(ask.at) or (self.needs_order(ask) and is_some(ask.label.places))
 
     def needs_order(self, ask):
         return ask.action.reducer is not None
@@ -409,8 +410,9 @@ class Collect(Handler):
         around."""
         action, carry = new.ask.action, given.carry
         entry = _entry.captured(new.site, new.read(frame), new.transform, new.ask.at)
+        layer = layer_in(new.ask, given.iterations)
         step = lambda key, how: _state.stepped(
-            action.reducer.value, carry[key], entry, new.here, how
+            action.reducer.value, carry[key], entry, layer, new.here, how
         )
         key = new.site.key
         states = {key: step(key, "fills" if action.fills else "next")}

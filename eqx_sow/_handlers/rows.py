@@ -64,11 +64,26 @@ def values_open_rows(values: Sequence[Row], derivatives: Sequence[Row]) -> bool:
     pairs.sort(key=lambda pair: pair[0])
     exclusive = ft.partial(_exclusive, by_way)
     together = any(_n_common(x, by_way[id[0]]) for _, id, x in pairs)
-    if _one_each(ran, pairs, together) and _in_one_order(ran, pairs, exclusive):
-        return False
-    if not _follow(ran, pairs, exclusive):
-        raise _apart(derivatives[0].mark.site)
-    return True
+    # Each layer of a stack has rows of its own.
+    layer = lambda id: _layer(by_way[id[0]], id[1])
+    in_order = True
+    for one in {layer(id) for _, id in ran}:
+        of_layer = [x for x in ran if layer(x[1]) == one]
+        its_pairs = [x for x in pairs if layer(x[1]) == one]
+        one_each = _one_each(of_layer, its_pairs, together)
+        if one_each and _in_one_order(of_layer, its_pairs, exclusive):
+            continue
+        in_order = False
+        if not _follow(of_layer, its_pairs, exclusive):
+            raise _apart(derivatives[0].mark.site)
+    return not in_order
+
+
+def _layer(x: Row, iterations: Sequence[int]) -> tuple[int, ...]:
+    """The index among `iterations` in each stack of layers around."""
+    scans = [i for (_, e), i in zip(x.loops, iterations) if lengths_of([e])]
+    pairs = zip(scans, x.mark.site.label.places)
+    return tuple(i for i, place in pairs if place is not None)
 
 
 def _executions(x: Row, value: Row) -> list[tuple[_When, _Id]]:

@@ -81,8 +81,9 @@ def after(
     shape, is_whole = eqn.invars[0].aval.shape, operands[0].is_whole
     axis = lambda k: of[0] if len(of := operands[0].axes[k]) == 1 else None
     if name == "squeeze":
-        # What JAX makes of entry 0 of 1.
-        gone = p["dimensions"] if is_whole else ()
+        # What JAX makes of entry 0 of 1, unless it is the axis that a slice has left.
+        left = {c.axis for cuts in operands[0].cuts.values() for c in cuts if c.is_open}
+        gone = [k for k in p["dimensions"] if is_whole and axis(k) not in left]
         return {}, [[Cut(1, 0, axis(k), way) for k in gone]]
     if name in ("unstack", "split"):
         k, n = p["axis"], shape[p["axis"]]
@@ -100,6 +101,18 @@ def after(
     if _has_several(eqn, along):
         found.append(OTHER_ENTRIES)
     return starts, [found]
+
+
+def is_of_whole(eqn: Any, more: Sequence[Sequence[Cut]]) -> bool:
+    """Whether each output has all of the first operand along the axes that `more`, see
+    `after`, takes no entry of."""
+    name, shape = eqn.primitive.name, eqn.invars[0].aval.shape
+    if eqn.outvars[0].aval.shape == shape or name == "squeeze":
+        return True
+    if not more or any(OTHER_ENTRIES in cuts for cuts in more):
+        return False
+    n_less = sum(n < m for n, m in zip(sizes_of(eqn), shape))
+    return name in ("unstack", "split") or n_less == sum(c.n > 1 for c in more[0])
 
 
 _SLICES = "slice", "dynamic_slice", "gather", "unstack", "split", "squeeze"

@@ -50,7 +50,8 @@ class Origin(NamedTuple):
     each branch, with what made the index. `parts`: if it is a concatenation, the axis,
     and what it consists of. `cuts`: which entries it is of its sources. `number`: its
     entries, if it is an index that is a constant. `is_whole`: whether it is a source,
-    with all its axes. `axes`: which axes of the source it has.
+    with all entries along those axes that `cuts` takes no entry of. `axes`: which axes
+    of the source it has.
     """
 
     distances: Mapping[int, int] = {}
@@ -145,11 +146,10 @@ def in_order(cases: Sequence[Origin]) -> Sequence[Origin]:
 
 def outputs_of(eqn: Any, operands: Sequence[Origin], way: Way) -> list[Origin]:
     """What comes out of an equation that is neither a mark nor an edge."""
-    number = _cuts.number(eqn, operands)
-    name, shape = eqn.primitive.name, eqn.outvars[0].aval.shape
+    number, name = _cuts.number(eqn, operands), eqn.primitive.name
     is_moved = name in _MOVES and bool(operands) and operands[0].is_whole
-    is_whole = is_moved and shape == eqn.invars[0].aval.shape
     starts, more = _cuts.after(eqn, operands, way)
+    is_whole = is_moved and _cuts.is_of_whole(eqn, more)
     # An index, or a factor, is not what an array is made of.
     if name == "select_n":
         operands = in_order(operands[1:])

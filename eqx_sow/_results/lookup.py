@@ -3,6 +3,7 @@ under that name, or an error that says why there is nothing."""
 
 import dataclasses as dc
 import difflib
+import itertools as it
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -84,7 +85,9 @@ def _one(
     held = lambda name: jtu.tree_map(shape_of, values[name]) if shapes else values[name]
     if new in values:
         return new, held(new), known
-    at = {whole: one.at for whole, one in some if one.name == new}
+    pairs = [(whole, one.at) for whole, one in some if one.name == new]
+    # Where a reducer has combined the iterations of others, loops over layers are left.
+    at = dict([_of_layers(*pair) for pair in pairs] + pairs)
     wholes = {whole.name for whole in at}
     if len(wholes) > 1 or not wholes <= values.keys():
         return None
@@ -107,6 +110,15 @@ def _all_named(values: Values, known: Known) -> Iterator[Named]:
             for of_run, _ in runs_of(known.of(name, mode), value):
                 some |= dict.fromkeys(_with_loops(name, of_run))
         yield from some or [Named(name)]
+
+
+def _of_layers(whole: Named, at: Sequence[int | None]) -> tuple[Named, Any]:
+    """A mark without the loops that are not over layers, of all of whose iterations
+    something is asked for; and what is asked for, see `Selected.at`."""
+    each = it.zip_longest(whole.loops, at)
+    kept = [(x, i) for x, i in each if i is not None or x.place is not None]
+    loops = tuple(x for x, _ in kept)
+    return whole._replace(loops=loops), tuple(i for _, i in kept) if at else ()
 
 
 def _with_loops(name: str, leading: Sequence[Leading]) -> Iterator[Named]:

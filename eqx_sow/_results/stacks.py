@@ -114,12 +114,12 @@ def stacked(pattern: str, layers: Values) -> dict[str, Any]:
     whose arrays have new axes in front. Nested lists have one axis for each: those of
     `blocks/0/layers/0` to `blocks/1/layers/3` are `(2, 4)`. Other names are along one
     axis, in order of execution."""
-    names, sizes = _grid(pattern, list(layers))
+    names, sizes = grid(pattern, list(layers))
     modes = [m for m in layers[names[0]] if all(m in layers[name] for name in names)]
     return {m: _along_new_axes(pattern, m, layers, names, sizes) for m in modes}
 
 
-def _grid(pattern: str, names: list[str]) -> tuple[list[str], list[int]]:
+def grid(pattern: str, names: list[str]) -> tuple[list[str], list[int]]:
     """Names in the order of the layers of their lists, and how many there are along
     each axis."""
     if len({of_all_layers(name) for name in names}) > 1:

@@ -19,6 +19,7 @@ from .._walk.handler import Given
 from .planted import (
     At,
     by_iteration,
+    by_layer,
     check_one_place,
     marks_for,
     places_of,
@@ -87,6 +88,7 @@ class _Plant(Transformed):
         chosen, together = by_iteration(given, places, program)
         runs = program.runs(() if _runs_matter(program, chosen) else None)
         survey = surveyed(program, runs, places)
+        by_layer(chosen, together, given, places, survey, program)
         # The marks of each name, by their runs.
         found = defaultdict(lambda: defaultdict(list))
         for x in program.mine:

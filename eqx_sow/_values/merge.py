@@ -184,7 +184,7 @@ def unify(entries: Sequence[Entry]) -> Entry:
     if axes is None:
         axes = _common_axes(map(lanes, sites))
     if axes is None:
-        raise _different_axes(sites)
+        raise different_axes(sites)
     in_form = [a.kind for a in axes]
     full = lambda e: with_axes(with_count(e), axes)
     entries = [
@@ -341,7 +341,7 @@ def _places(a: Site, b: Site) -> tuple[str, str]:
     return again, names
 
 
-def _different_axes(sites: Sequence[Site]) -> SowError:
+def different_axes(sites: Sequence[Site]) -> SowError:
     most, *others = sorted(sites, key=lambda s: -len(s.axes))
     sizes = lambda s: [a.size for a in s.axes]
     other = next((s for s in others if sizes(s) != sizes(most)), others[-1])
