@@ -42,10 +42,10 @@ from .handler import Given, Handler
 from .interpreter import Interpret, rules
 from .rewrite import PRINTS, without
 from .sows import (
-    KEPT_IN_LOOP,
     has_sow,
     is_lanewise,
     jaxprs_in,
+    KEPT_IN_LOOP,
     kept_with_jaxpr,
     map_jaxprs,
     shows_sow,
