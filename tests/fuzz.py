@@ -210,6 +210,7 @@ def plan(seed: int) -> Plan:
     # `jax.linearize` runs them twice, and Equinox makes none in a `shard_map`.
     maker.allow_unknown = "linearize" not in words
     maker.allow_own = not any(w in thr.SHARDED for w in words)
+    maker.has_lanes = any(w in thr.MAPS for w in words)
     # Lanes of Equinox's loops end together, and one lane by itself does not.
     maker.allow_ends = feature not in ORDERED
     maker.budget = 5
@@ -435,6 +436,13 @@ def _by_run(got, ref):
                 if value is not None:
                     run = f"{name}{orc.RUN}{i}" if i else name
                     found.setdefault(run, {})[mode] = value
+    for name, entry in found.items():
+        # In a gradient, the tangent of a value is the outer one of two derivatives. In
+        # a tuple it is called so, as that of a run beside it is the only one.
+        if name.split(orc.RUN)[0] in ref.several:
+            for mode in [m for m in entry if m.startswith("primal.")]:
+                if (alone := mode.removeprefix("primal.")) not in entry:
+                    entry[alone] = entry.pop(mode)
     return found
 
 

@@ -1048,6 +1048,8 @@ class Generator:
         self.allow_derivatives = self.allow_runs = self.allow_ends = True
         # Of Equinox's loops, those that are no scans, and any.
         self.allow_unknown = self.allow_own = True
+        # Whether there are lanes, of which some may run a branch.
+        self.has_lanes = False
         # Whether the program itself runs what is drawn, and once.
         self.once = True
 
@@ -1059,6 +1061,15 @@ class Generator:
         self.allow_while = self.allow_while and REVERSE not in derivatives
         yield
         self.around, self.once, self.allow_while = before
+
+    def seq_in(self, depth, lanes=False, unknown=True):
+        """A body that may have `lanes`, and loops whose length is `unknown`."""
+        before = self.has_lanes, self.allow_unknown
+        self.has_lanes = lanes or self.has_lanes
+        self.allow_unknown = unknown and self.allow_unknown
+        node = self.seq(depth)
+        self.has_lanes, self.allow_unknown = before
+        return node
 
     def derivatives(self):
         """The kinds of nodes that go with the derivatives around."""
@@ -1170,7 +1181,8 @@ class Generator:
                 with self.inside(REVERSE):
                     return Beside(bool(first), bool(jit), self.seq(inner))
             case "vmap":
-                return Vmap(self.seq(inner), int(self.pick(1, 2)), int(self.pick(0, 1)))
+                body = self.seq_in(inner, lanes=bool(self.features))
+                return Vmap(body, int(self.pick(1, 2)), int(self.pick(0, 1)))
             case "while":
                 carry = bool(self.rng.random() < 0.5)
                 return While(self.seq(inner), int(self.pick(1, 2, 3)), carry)
@@ -1183,10 +1195,14 @@ class Generator:
         on = self.pick("length", "v", "carry")
         on = "length" if how == "scan" or not self.allow_ends else on
         n = max(n, 2) if how == "bounded" else n
-        return Own(how, on, self.seq(depth), n)
+        # A forward pass that is not differentiated has no tangents.
+        is_last = kind == "own checkpointed" and FORWARD in self.around
+        return Own(how, on, self.seq_in(depth, unknown=not is_last), n)
 
     def cond(self, depth, n):
-        branches = [self.seq(depth) for _ in range(n)]
+        # The checkpoints of Equinox's loops cannot differ between lanes.
+        unknown = not (self.has_lanes and self.around)
+        branches = [self.seq_in(depth, unknown=unknown) for _ in range(n)]
         if self.rng.random() < 0.5:
             shared = self.name()
             for i in range(int(self.pick(1, 2))):

@@ -95,8 +95,8 @@ def jaxprs_of(eqn: Any) -> list[Any]:
     return jaxprs
 
 
-# What `jax_rules.py` calls a jitted function that it puts around an equation, to keep it
-# in its loop.
+# What `jax_rules.py` calls a jitted function that it puts around an equation, to keep
+# that in its loop.
 KEPT_IN_LOOP = "eqx_sow_keeps_in_loop"
 
 
