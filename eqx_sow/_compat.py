@@ -389,6 +389,10 @@ custom_vmap_p = _primitive("custom_vmap", jax.custom_batching.sequential_vmap)
 shard_map_p = _primitive("shard_map", _on_mesh)
 
 
+# Those of the transformations below that this JAX has, each under its name.
+annotations: dict[str, Callable[[Callable], Callable]] = {}
+
+
 def _annotation(name: str, wrap: Callable[[Any, Callable], Callable]) -> Any:
     """The primitive of a call that only says something about a function, which has no
     public name either. `None`, if this JAX has none.
@@ -401,6 +405,7 @@ def _annotation(name: str, wrap: Callable[[Any, Callable], Callable]) -> Any:
         primitive: Any = equation(wrap(fn, lambda x: x)).primitive
     except Exception:  # this version of JAX has none, or has it elsewhere
         return None
+    annotations[name] = ft.partial(wrap, fn)
     plain = primitive.abstract_eval
 
     @primitive.def_effectful_abstract_eval
@@ -424,7 +429,9 @@ noinline_p = _primitive("noinline", lambda f: eqx.internal.noinline(f))
 # A loop of Equinox that can be differentiated, and runs its body again for that.
 checkpointed_loop: Any = find(
     "the `while_loop` of Equinox",
-    lambda: ft.partial(eqx.internal.while_loop, kind="checkpointed", checkpoints=1),
+    lambda: ft.partial(
+        eqx.internal.while_loop, kind="checkpointed", max_steps=2, checkpoints=2
+    ),
 )
 # What `eqx.filter_jit` and `jax.jit` make.
 Jitted: Any = type(eqx.filter_jit(lambda x: x)) | type(jax.jit(lambda x: x))

@@ -190,19 +190,29 @@ def _choose_words(rng, feature):
     return tuple(words), saved_after
 
 
+def _around(words):
+    """The derivatives that are taken, from the first one."""
+    kinds = dict.fromkeys(thr.FORWARD, orc.FORWARD)
+    kinds |= dict.fromkeys(thr.REVERSE, orc.REVERSE)
+    return tuple(kinds[w] for w in words if w in kinds)
+
+
 def plan(seed: int) -> Plan:
     rng = np.random.default_rng([seed, 7])
     feature = str(rng.choice(list(CHECKS)))
     words, saved_after = _choose_words(rng, feature)
     derivatives = [w for w in words if w in thr.FORWARD + thr.REVERSE]
     allow_while = not any(w in thr.REVERSE for w in derivatives)
-    rules = []
+    maker = orc.Generator([seed, 8], allow_while, features=True, around=_around(words))
     without = ("plant cotangent", "plant inside", *ORDERED)
-    if len(derivatives) < 2 and feature not in without:
-        rules = ["jvp"]
-        if not any(w in thr.FORWARD for w in derivatives):
-            rules += ["vjp"]
-    maker = orc.Generator([seed, 8], allow_while, features=True, rules=tuple(rules))
+    maker.allow_derivatives = feature not in without
+    maker.allow_runs = feature not in ("nested", *ORDERED)
+    # `jax.linearize` runs them twice, and Equinox makes none in a `shard_map`.
+    maker.allow_unknown = "linearize" not in words
+    maker.allow_own = not any(w in thr.SHARDED for w in words)
+    maker.has_lanes = any(w in thr.MAPS for w in words)
+    # Lanes of Equinox's loops end together, and one lane by itself does not.
+    maker.allow_ends = feature not in ORDERED
     maker.budget = 5
     program = maker.program()
     capture = maker.layers > 0 and bool(rng.random() < 0.6)
@@ -288,6 +298,15 @@ class Reference:
                     if key[0] == name and key[1] not in ("", "count"):
                         del self.taken[key]
 
+    @property
+    def several(self):
+        """The names that run several times, or have several cotangents."""
+        return {n.split(orc.RUN)[0] for n in self.sites if orc.RUN in n}
+
+    @property
+    def names(self):
+        return [n for n in self.sites if orc.RUN not in n]
+
     def is_constant(self, name, mode):
         """Whether it does not depend on the input, as the cotangent of an output."""
         here, there = self.taken[name, mode], self._nearby()[name, mode]
@@ -303,7 +322,8 @@ class Reference:
             name
             for name, site in self.sites.items()
             if orc.X in site.varies
-            and not site.in_rule
+            and not (site.in_rule or site.replayed or name in self.several)
+            and orc.RUN not in name
             and not site.kind.startswith(("outer", "const"))
             and all(site.kept)
             and (loops is None or loops(site))
@@ -401,18 +421,56 @@ def _any(tree):
     return any(np.any(x) for x in leaves if x.dtype != jax.dtypes.float0)
 
 
+def _by_run(got, ref):
+    """With a name for each run. What runs several times, or has two cotangents, comes
+    back in tuples, with `None` for a run that has no derivative."""
+    found = {}
+    for name, entry in got.items():
+        if name not in ref.several:
+            found[name] = entry
+            continue
+        for mode, values in entry.items():
+            if type(values) is not tuple:
+                raise Wrong(f"{name} {mode}: no tuple, but {values}")
+            for i, value in enumerate(values):
+                if value is not None:
+                    run = f"{name}{orc.RUN}{i}" if i else name
+                    found.setdefault(run, {})[mode] = value
+    for name, entry in found.items():
+        # In a gradient, the tangent of a value is the outer one of two derivatives. In
+        # a tuple it is called so, as that of a run beside it is the only one.
+        if name.split(orc.RUN)[0] in ref.several:
+            for mode in [m for m in entry if m.startswith("primal.")]:
+                if (alone := mode.removeprefix("primal.")) not in entry:
+                    entry[alone] = entry.pop(mode)
+    return found
+
+
 def check_saved(got, ref: Reference, names=None, strict=True, modes=None):
+    got = _by_run(got, ref)
+    if names is not None:
+        names = {n for n in ref.sites if n.split(orc.RUN)[0] in names}
     sites = {n: s for n, s in ref.sites.items() if names is None or n in names}
+    # What does not depend on the input has no second cotangent.
+    gone = [n for n, s in sites.items() if s.pulled and n not in got]
+    for name in gone:
+        if any(map(np.any, ref.taken[name, "cotangent"])):
+            raise Wrong(f"{name}: no second cotangent")
+        del sites[name]
     if set(got) != set(sites):
         raise Wrong(f"{sorted(got)} instead of {sorted(sites)}")
     for name, site in sites.items():
         entry = dict(got[name])
-        count, primal = ref.taken[name, "count"], ref.taken[name, ""]
-        if (count_got := entry.pop("count", None)) is not None or site.conditional:
+        of_value = name.split(orc.RUN)[0] if site.pulled else name
+        count, primal = ref.taken[name, "count"], ref.taken[of_value, ""]
+        if site.pulled:
+            entry.pop("count", None)
+        elif (count_got := entry.pop("count", None)) is not None or site.conditional:
             if count_got is None or not site.conditional:
                 raise Wrong(f"{name}: a count, or none")
             check_leaf(count_got, count, count, False, f"{name} count")
         want = {m: v for (n, m), v in ref.taken.items() if n == name and m != "count"}
+        want = {m: v for m, v in want.items() if m or not site.pulled}
         for mode, value in want.items():
             label = mode or "primal"
             if modes is not None and label not in modes:
@@ -499,7 +557,10 @@ def _tree(kind, leaves):
 
 
 def _check_planted(run, name, new, edits, extra=None, mode="primal"):
-    if run.plan.derivatives and _has_grad(run):
+    inside = any(
+        isinstance(n, orc.Grad | orc.Beside) for n in orc.walk(run.ref.program)
+    )
+    if (run.plan.derivatives or inside) and _has_grad(run):
         # What is planted then has two derivatives, one of each kind.
         return False
     planted = plant(
@@ -583,7 +644,8 @@ def plant_inside(run):
         return False
     capture = run.options.get("capture")
     planted = plant(run.f, {name: _each(_double)}, capture=capture)
-    got = run.run(run.outer(save_intermediates(run.stack(planted))))
+    reduce = run.options.get("reduce")
+    got = run.run(run.outer(save_intermediates(run.stack(planted), reduce=reduce)))
     ref = run.reference(edits=thr.Edits({name: _double}))
     check_out(got[0], ref.out, f"out with {name} planted inside")
     # Of the modules that the inner one marks, what it planted is for others too.
@@ -749,6 +811,7 @@ def transform(run):
     if not run.ref.sites:
         return False
     got = run.saved("out with a transform", transform=fn, modes="primal")
+    got = _by_run(got, run.ref)
     for name, want in _cores(run.ref).items():
         leaves = got[name]["primal"]
         for leaf, (x, core) in zip(leaves, want, strict=True):
@@ -760,6 +823,8 @@ def _cores(ref):
     """Of each name the leaves, and which of their axes are those of one value."""
     found = {}
     for name, site in ref.sites.items():
+        if site.pulled:
+            continue
         like = thr.arrays(orc._template(site.kind))
         leaves = [np.asarray(x) for x in ref.taken[name, ""]]
         core = [tuple(range(x.ndim - t.ndim, x.ndim)) for x, t in zip(leaves, like)]
@@ -771,6 +836,7 @@ def summarized(run):
     if not run.ref.sites:
         return False
     got = run.saved("out with summarize", transform=summarize, modes="primal")
+    got = _by_run(got, run.ref)
     is_summary = lambda x: hasattr(x, "rms")
     for name, want in _cores(run.ref).items():
         leaves = jtu.tree_leaves(got[name]["primal"], is_leaf=is_summary)
@@ -828,11 +894,31 @@ def _has_grad(run):
 
 
 def some_names(run):
-    names = list(run.ref.sites)[::2]
+    names = run.ref.names[::2]
     if not names:
         return False
     got = run.saved("out with names", names=names)
     check_saved(got, run.ref, names=set(names))
+    return True
+
+
+def some_modes(run):
+    """What comes back of a mode does not depend on what else is asked for."""
+    every = _by_run(run.saved(), run.ref)
+    check_saved(run.saved(), run.ref)
+    found = dict.fromkeys(m for entry in every.values() for m in entry if m != "count")
+    mode = run.pick([*found])
+    if mode is None:
+        return False
+    alone = _by_run(run.saved(modes=mode), run.ref)
+    want = {n: entry[mode] for n, entry in every.items() if mode in entry}
+    got = {n: entry[mode] for n, entry in alone.items() if mode in entry}
+    if got.keys() != want.keys():
+        raise Wrong(f"{mode} of {sorted(got)} instead of {sorted(want)}")
+    for name, value in want.items():
+        pairs = zip(thr.arrays(got[name]), thr.arrays(value), strict=True)
+        if not all(x.dtype == jax.dtypes.float0 or close(x, y) for x, y in pairs):
+            raise Wrong(f"{name} {mode} alone:\n{got[name]}\nis not\n{value}")
     return True
 
 
@@ -869,6 +955,7 @@ CHECKS = {
     "summarize": summarized,
     "nested": nested,
     "names": some_names,
+    "modes": some_modes,
     "spec": spec,
 }
 
@@ -895,7 +982,9 @@ def check(the_plan: Plan, mark: Callable = sow) -> str:
 
 def _check(the_plan, f, x, canonical):
     ref = Reference(the_plan, x)
-    options = {"capture": orc.Module} if the_plan.capture else {}
+    options: dict[str, Any] = {"capture": orc.Module} if the_plan.capture else {}
+    if several := dict.fromkeys(ref.several, Append()):
+        options["reduce"] = several
     run = Run(the_plan, f, x, canonical, ref, options)
     if the_plan.feature == "none" or not CHECKS[the_plan.feature](run):
         check_saved(run.saved(), ref)

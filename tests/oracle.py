@@ -6,11 +6,13 @@ writes down each execution of each sow. What `save_intermediates` must return fo
 from that record and from where the site sits in the tree.
 """
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import equinox as eqx
+import equinox.internal as eqxi
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
@@ -128,6 +130,48 @@ class Rule:
     c: float
 
 
+@dataclass(frozen=True)
+class Own:
+    """A loop of Equinox's. The backward pass of some is a loop of its own. Those of no
+    known length end by what `on` says: as they are made, on `v`, or on the carry."""
+
+    how: str
+    on: str
+    body: Any
+    length: int
+
+
+@dataclass(frozen=True)
+class Again:
+    """A function whose `bwd` differentiates each step once more in a `loop` of its own,
+    where it also marks the cotangent; or the function as a whole."""
+
+    name: str | None
+    loop: str
+    body: Any
+    length: int
+
+
+@dataclass(frozen=True)
+class Grad:
+    """The gradient of a function. With `twice`, what `jax.vjp` returned is called a
+    second time."""
+
+    twice: bool
+    body: Any
+
+
+@dataclass(frozen=True)
+class Beside:
+    """A function that runs without a backward pass, and with one. `expand` makes
+    `again`: what runs second, whose names are other ones."""
+
+    grad_first: bool
+    jit: bool
+    body: Any
+    again: Any = None
+
+
 # Arithmetic, shared by both executions. `xp` is numpy or jax.numpy.
 
 
@@ -211,6 +255,29 @@ def _trips(node, v):
 def _go_on(node, i, trips, c):
     going = i < node.bound
     return going & (c.sum() < np.float32(1.613)) if node.on_carry else i < trips
+
+
+def _as_while(node):
+    """Of an `Own`, what says when it ends."""
+    return While(node.body, node.length, node.on == "carry")
+
+
+def _own_trips(node, v):
+    as_made = np.int32(node.length)
+    return as_made if node.on == "length" else _trips(_as_while(node), v)
+
+
+def weights(shape):
+    n = int(np.prod(shape))
+    return np.cos(1.7 * np.arange(n, dtype=np.float32)).reshape(shape)
+
+
+def _of_gradients(first, second):
+    return jnp.tanh(first) + np.float32(0.3) * second
+
+
+def _of_runs(value, grad):
+    return value + np.float32(0.5) * jnp.tanh(grad)
 
 
 # As a JAX function.
@@ -304,6 +371,79 @@ def _with_rule(node, sow):
     return g
 
 
+def _gradients(f, v, n):
+    """For `n` cotangents of the result."""
+    y, pull = jax.vjp(f, v)
+    cts = (lax.stop_gradient(y) * 0 + weights(y.shape) for _ in range(n))
+    return [pull(ct * np.float32(1 + i))[0] for i, ct in enumerate(cts)]
+
+
+def _own_loop(node, step, v):
+    """`step` of Equinox's loops takes the carry and what a scan has beside."""
+    n = node.length
+    if node.how == "scan":
+
+        def body(c, x):
+            c = step(c + x)
+            return c, c.sum()
+
+        xs = np.float32(0.1) * _spread(jnp, v, n)
+        options: Any = dict(kind="checkpointed", checkpoints=1 + n // 2)
+        c, ys = eqxi.scan(body, v, xs, **options)
+        return c + (ys * _weights(n)).sum()
+    trips = jnp.asarray(_own_trips(node, v)).astype(jnp.int32)
+    options = {
+        "lax": {"kind": "lax"},
+        "bounded": {"kind": "bounded", "max_steps": n, "base": n},
+        "checkpointed": {"kind": "checkpointed", "max_steps": n},
+        "one checkpoint": {"kind": "checkpointed", "checkpoints": 1},
+    }[node.how]
+    going = lambda s: _go_on(_as_while(node), s[0], trips, s[1])
+    return eqxi.while_loop(going, lambda s: (s[0] + 1, step(s[1])), (0, v), **options)[
+        1
+    ]
+
+
+def _with_loop(node, step, unmarked_step, sow):
+    """The function of an `Again`."""
+    n = node.length
+    repeat = lambda step: (
+        lambda v: lax.scan(lambda c, _: (step(c), c), v, None, length=n)
+    )
+    marked, unmarked = repeat(step), repeat(unmarked_step)
+
+    def back(ct, x):
+        ct = sow(ct, f"{node.name}_ct")
+        return jax.vjp(step, x)[1](ct)[0]
+
+    def bwd(xs, ct):
+        match node.loop:
+            case "whole":
+                return jax.vjp(lambda v: marked(v)[0], xs)[1](ct)
+            case "scan":
+                one = lambda ct, x: (back(ct, x), None)
+                return (lax.scan(one, ct, xs, reverse=True)[0],)
+            case "fori":
+                one = lambda i, ct: back(ct, xs[n - 1 - i])
+                return (lax.fori_loop(0, n, one, ct),)
+            case "while":
+                one = lambda s: (s[0] - 1, back(s[1], xs[s[0]]))
+                return (lax.while_loop(lambda s: s[0] >= 0, one, (n - 1, ct))[1],)
+        raise AssertionError(node)
+
+    if node.loop == "whole":
+        f = jax.custom_vjp(lambda v: marked(v)[0])
+        f.defvjp(lambda v: (marked(v)[0], v), bwd)
+    else:
+        f = jax.custom_vjp(lambda v: unmarked(v)[0])
+        f.defvjp(unmarked, bwd)
+    return f
+
+
+def _unmarked(value, name, **options):
+    return value
+
+
 def _options(node):
     options = {} if node.tag == "intermediates" else {"tag": node.tag}
     if node.spec:
@@ -333,6 +473,22 @@ def to_jax(node, sow: Callable, layers=()) -> Callable:
                 return WAYS[node.way](layers[node.index], v)
             case Rule():
                 return _with_rule(node, sow)(v)
+            case Own():
+                return _own_loop(node, lambda c: run(node.body, c, v), v)
+            case Again():
+                step = lambda c: run(node.body, c, c)
+                unmarked = to_jax(node.body, _unmarked, layers)
+                return _with_loop(node, step, unmarked, sow)(v)
+            case Grad():
+                f = lambda v: run(node.body, v, v)
+                first, *second = _gradients(f, v, 1 + node.twice)
+                return _of_gradients(first, second[0]) if second else first
+            case Beside():
+                f = lambda v: run(node.body, v, v)
+                f = eqx.filter_jit(f) if node.jit else f
+                runs = [f, lambda v: _gradients(f, v, 1)[0]]
+                order = -1 if node.grad_first else 1
+                return _of_runs(*[run(v) for run in runs[::order]][::order])
             case Seq():
                 for child in node.nodes:
                     v = run(child, v, o)
@@ -390,6 +546,8 @@ def children(node) -> tuple:
         return node.nodes
     if isinstance(node, Cond):
         return node.branches
+    if isinstance(node, Beside):
+        return tuple(filter(None, (node.body, node.again)))
     return (node.body,) if hasattr(node, "body") else ()
 
 
@@ -400,6 +558,41 @@ def walk(node):
 
 
 CAPTURED = "layers"
+# `h@1` is the second run of `h`, or its second cotangent.
+RUN = "@"
+
+
+def _renamed(node, change):
+    """With other names for all marks."""
+    if isinstance(node, Sow | Again):
+        node = replace(node, name=node.name and change(node.name))
+    if isinstance(node, Seq):
+        return Seq(tuple(_renamed(n, change) for n in node.nodes))
+    if isinstance(node, Cond):
+        return replace(node, branches=tuple(_renamed(n, change) for n in node.branches))
+    return replace(node, body=_renamed(node.body, change)) if children(node) else node
+
+
+def names(node) -> set[str]:
+    """Of all that may be captured from it."""
+    found = {n.name for n in walk(node) if isinstance(n, Sow)}
+    ends = {Rule: ("", "_rule", "_ct"), Again: ("_ct",)}
+    for n in walk(node):
+        found |= {f"{n.name}{end}" for end in ends.get(type(n), ()) if n.name}
+        if isinstance(n, Grad) and n.twice:
+            found |= {f"{name}{RUN}1" for name in names(n.body)}
+    return found - {None}
+
+
+def without_marks(node):
+    return _renamed(node, lambda name: None)
+
+
+def as_scan(node):
+    """Of an `Again`, the body of a scan with the marks of its backward pass."""
+    if node.loop == "whole" or node.name is None:
+        return node.body
+    return Seq((node.body, Sow(f"{node.name}_ct", "v")))
 
 
 def expand(node, tag="intermediates", capture=False, prefix=""):
@@ -413,6 +606,14 @@ def expand(node, tag="intermediates", capture=False, prefix=""):
             # Of one tag, and known to the rule by its name.
             name = f"{prefix}{node.name}" if tag == "intermediates" else None
             return replace(node, name=name)
+        case Again():
+            name = f"{prefix}{node.name}" if tag == "intermediates" else None
+            return replace(node, name=name, body=go(node.body))
+        case Beside():
+            first = go(node.body)
+            return replace(
+                node, body=first, again=_renamed(first, lambda n: f"{n}{RUN}1")
+            )
         case Scope():
             return go(node.body, f"{prefix}{node.name}/")
         case Twice():
@@ -506,6 +707,15 @@ def execute(xp, node, v, run: Run, where=()):
                 while run.decide(lambda i=i, c=c: _go_on(node, i, trips, c)):
                     i, c = i + 1, go(node.body, c, v, where)
                 return c
+            case Own():
+                assert node.on == "length", "lanes end together: tests/threaded.py"
+                n, is_scan = node.length, node.how == "scan"
+                c, ys = v, []
+                for x in np.float32(0.1) * _spread(xp, v, n):
+                    c = go(node.body, c + x if is_scan else c, v, where)
+                    ys.append(c.sum())
+                weighted = sum(y * w for y, w in zip(ys, _weights(n), strict=True))
+                return c + weighted if is_scan else c
             case Cond():
                 return go(
                     node.branches[run.decide(lambda: _pred(node, v, o))], v, o, where
@@ -534,6 +744,10 @@ class Site:
     varies: frozenset
     conditional: bool
     in_rule: bool = False
+    # Whether a backward pass is what runs it.
+    replayed: bool = False
+    # Whether it is a second cotangent of one value.
+    pulled: bool = False
 
     @property
     def kept(self):
@@ -561,7 +775,7 @@ def find_sites(
                 return v
             v = out
 
-    def go(node, v, o, axes, lanes, conditional):
+    def go(node, v, o, axes, lanes, conditional, derivative=derivative):
         match node:
             case Op():
                 return v | o if node.kind in (1, 2) else v
@@ -589,36 +803,75 @@ def find_sites(
                 return v
             case Seq():
                 for child in node.nodes:
-                    v = go(child, v, o, axes, lanes, conditional)
+                    v = go(child, v, o, axes, lanes, conditional, derivative)
                 return v
             case Scan() | Fori():
                 inner = (*axes, axis(node, False, node.length))
                 return fixpoint(
-                    node.body, v, lambda b, c: go(b, c, v, inner, lanes, conditional)
+                    node.body,
+                    v,
+                    lambda b, c: go(b, c, v, inner, lanes, conditional, derivative),
                 )
             case Map():
                 inner = (*axes, axis(node, False, node.length))
-                return v | go(node.body, v, v, inner, lanes, conditional)
+                return v | go(node.body, v, v, inner, lanes, conditional, derivative)
             case Vmap():
                 ax = axis(node, True, node.size)
                 inner = (*axes, ax)
-                out = go(node.body, v | {ax.id}, v, inner, lanes, conditional)
+                out = go(
+                    node.body, v | {ax.id}, v, inner, lanes, conditional, derivative
+                )
                 return v | (out - {ax.id})
             case While():
 
                 def body(b, c):
                     over = ((c if node.on_carry else v) - {X}) | lanes
-                    return go(b, c, v, axes, over, True) | (over - lanes)
+                    return go(b, c, v, axes, over, True, derivative) | (over - lanes)
 
                 return fixpoint(node.body, v, body)
+            case Own():
+                if node.how == "bounded":
+                    axes = (*axes, axis(node, False, node.length))
+                differ = {"v": v, "carry": v, "length": frozenset()}[node.on] - {X}
+                return fixpoint(
+                    node.body,
+                    v,
+                    lambda b, c: go(b, c, v, axes, lanes, True, derivative) | differ,
+                )
+            case Again():
+                if derivative is None and node.loop != "whole":
+                    return go(without_marks(node.body), v, v, axes, lanes, conditional)
+                body = as_scan(node)
+                if node.loop == "while":
+                    conditional = True
+                else:
+                    axes = (*axes, axis(node, False, node.length))
+                out = go(body, v, v, axes, lanes, conditional, derivative)
+                for name in names(body):
+                    in_rule = body is not node.body and name == f"{node.name}_ct"
+                    new = {"replayed": True, "in_rule": in_rule}
+                    sites[name] = replace(sites[name], **new)
+                return out
+            case Grad():
+                out = go(node.body, v, v, axes, lanes, conditional, "vjp")
+                for name in names(node.body) & set(sites) if node.twice else ():
+                    new = replace(sites[name], pulled=True)
+                    sites[f"{name}{RUN}1"] = new
+                return out
+            case Beside():
+                for run in (node.body, node.again):
+                    is_grad = (run is node.body) == node.grad_first
+                    how = "vjp" if is_grad else derivative
+                    v = v | go(run, v, v, axes, lanes, conditional, how)
+                return v
             case Cond():
                 over = (v if node.on == "v" else o) - {X}
                 out = over
                 for b in node.branches:
-                    out = out | go(b, v, o, axes, lanes | over, True)
+                    out = out | go(b, v, o, axes, lanes | over, True, derivative)
                 return out
             case Call():
-                return go(node.body, v, o, axes, lanes, conditional)
+                return go(node.body, v, o, axes, lanes, conditional, derivative)
         raise AssertionError(node)
 
     if root_lanes is None:
@@ -766,20 +1019,76 @@ def _fill(tree, floats):
 
 
 def has_while(node) -> bool:
-    return any(isinstance(n, While) for n in walk(node))
+    """Whether there is a loop of unknown length, of which the last value comes back."""
+    return any(
+        isinstance(n, While)
+        or (isinstance(n, Own) and n.how != "bounded")
+        or (isinstance(n, Again) and n.loop == "while")
+        for n in walk(node)
+    )
+
+
+FORWARD, REVERSE = "jvp", "vjp"
 
 
 class Generator:
-    """`features`: also what `expand` takes away, and of rules those that are named."""
+    """With `features`, also what `expand` takes away. `around` are the derivatives that
+    are taken of the program, "jvp" or "vjp", from the first one; if it is `None`, no
+    derivatives are drawn."""
 
-    def __init__(self, seed, allow_while: bool = True, features=None, rules=()):
+    def __init__(self, seed, allow_while: bool = True, features=None, around=None):
         self.rng = np.random.default_rng(seed)
         self.names = 0
         self.layers = 0
         self.budget = 7
         self.allow_while = allow_while
         self.features = features
-        self.rules = rules
+        self.around = around
+        # What a feature of tests/fuzz.py does not go with.
+        self.allow_derivatives = self.allow_runs = self.allow_ends = True
+        # Of Equinox's loops, those that are no scans, and any.
+        self.allow_unknown = self.allow_own = True
+        # Whether there are lanes, of which some may run a branch.
+        self.has_lanes = False
+        # Whether the program itself runs what is drawn, and once.
+        self.once = True
+
+    @contextlib.contextmanager
+    def inside(self, *derivatives, once=False):
+        """Of what is drawn here, these are taken first."""
+        before = self.around, self.once, self.allow_while
+        self.around, self.once = (*derivatives, *(self.around or ())), once
+        self.allow_while = self.allow_while and REVERSE not in derivatives
+        yield
+        self.around, self.once, self.allow_while = before
+
+    def seq_in(self, depth, lanes=False, unknown=True):
+        """A body that may have `lanes`, and loops whose length is `unknown`."""
+        before = self.has_lanes, self.allow_unknown
+        self.has_lanes = lanes or self.has_lanes
+        self.allow_unknown = unknown and self.allow_unknown
+        node = self.seq(depth)
+        self.has_lanes, self.allow_unknown = before
+        return node
+
+    def derivatives(self):
+        """The kinds of nodes that go with the derivatives around."""
+        if self.around is None or not self.features:
+            return []
+        kinds = ["own", "own"] * self.allow_own
+        unknown = self.allow_own and self.allow_unknown
+        if (
+            unknown
+            and FORWARD not in self.around[:1]
+            and REVERSE not in self.around[1:]
+        ):
+            kinds += ["own checkpointed"] * 3
+        if self.once and self.allow_derivatives and len(self.around) < 2:
+            kinds += ["gradient", "gradient", "rule jvp"]
+            kinds += ["twice pulled", "beside"] * self.allow_runs
+            if FORWARD not in self.around:
+                kinds += ["rule vjp", "again", "again"]
+        return kinds
 
     def name(self):
         self.names += 1
@@ -795,7 +1104,9 @@ class Generator:
         if not self.features or name:
             return Sow(name or self.name(), self.pick(*kinds))
         kind = self.pick(*kinds, BESIDE, BESIDE, NUMPY)
-        tag = self.pick("intermediates", "intermediates", "intermediates", "other")
+        tag = self.pick(
+            *["intermediates"] * 3, "other" if self.once else "intermediates"
+        )
         return Sow(self.name(), kind, tag, bool(self.rng.random() < 0.2))
 
     def program(self):
@@ -818,8 +1129,9 @@ class Generator:
         if self.allow_while:
             kinds += ["while", "while"]
         if self.features:
-            kinds += ["scope", "twice", "layer", "layer", "policy"]
-            kinds += ["rule"] * len(self.rules)
+            kinds += ["scope", "twice", "policy"]
+            kinds += ["layer"] * 2 * self.once
+            kinds += self.derivatives()
         length = int(self.pick(0, 1, 2, 2, 3))
         match self.pick(*kinds):
             case "scan":
@@ -848,17 +1160,49 @@ class Generator:
             case "policy":
                 hows = "nothing", "everything", "dots", "filter_jit"
                 return Call(self.pick(*hows), self.seq(inner))
-            case "rule":
+            case "rule jvp" | "rule vjp" as kind:
                 c = float(self.rng.uniform(0.5, 1.2))
-                return Rule(self.pick(*self.rules), self.name(), c)
+                return Rule(kind.split()[1], self.name(), c)
+            case "own" | "own checkpointed" as kind:
+                return self.own(kind, inner)
+            case "again":
+                loop = self.pick("whole", "scan", "fori", "while")
+                name = self.name()
+                with self.inside():
+                    return Again(name, loop, self.seq(inner), max(length, 1))
+            case "gradient":
+                with self.inside(REVERSE, once=True):
+                    return Grad(False, self.seq(inner))
+            case "twice pulled":
+                with self.inside(REVERSE):
+                    return Grad(True, self.seq(inner))
+            case "beside":
+                first, jit = self.rng.random(2) < 0.5
+                with self.inside(REVERSE):
+                    return Beside(bool(first), bool(jit), self.seq(inner))
             case "vmap":
-                return Vmap(self.seq(inner), int(self.pick(1, 2)), int(self.pick(0, 1)))
+                body = self.seq_in(inner, lanes=bool(self.features))
+                return Vmap(body, int(self.pick(1, 2)), int(self.pick(0, 1)))
             case "while":
                 carry = bool(self.rng.random() < 0.5)
                 return While(self.seq(inner), int(self.pick(1, 2, 3)), carry)
 
+    def own(self, kind, depth):
+        hows = ["bounded", *["lax"] * (self.allow_while and self.allow_unknown)]
+        if kind == "own checkpointed":
+            hows = ["checkpointed", "one checkpoint", "scan"]
+        how, n = self.pick(*hows), int(self.pick(1, 2, 3, 3))
+        on = self.pick("length", "v", "carry")
+        on = "length" if how == "scan" or not self.allow_ends else on
+        n = max(n, 2) if how == "bounded" else n
+        # A forward pass that is not differentiated has no tangents.
+        is_last = kind == "own checkpointed" and FORWARD in self.around
+        return Own(how, on, self.seq_in(depth, unknown=not is_last), n)
+
     def cond(self, depth, n):
-        branches = [self.seq(depth) for _ in range(n)]
+        # The checkpoints of Equinox's loops cannot differ between lanes.
+        unknown = not (self.has_lanes and self.around)
+        branches = [self.seq_in(depth, unknown=unknown) for _ in range(n)]
         if self.rng.random() < 0.5:
             shared = self.name()
             for i in range(int(self.pick(1, 2))):

@@ -370,6 +370,7 @@ _LOOKED_UP = {
     "plant functions": lambda f: plant(f, {"h": _negated}),
     "tap": lambda f: tap(f, _ignored),
     "compare": _compared,
+    "save in a jit": lambda f: eqx.filter_jit(S(f)),
     "jitted transform": lambda f: S(f, transform=eqx.filter_jit(lambda x: x.mean())),
 }
 

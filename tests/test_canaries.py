@@ -195,10 +195,18 @@ def test_a_canary_dies_if_a_cond_without_marks_tells_nothing(monkeypatch):
 def test_a_canary_dies_without_each_bind(monkeypatch, primitive, bind):
     if primitive.call_primitive:
         pytest.skip("Until JAX 0.10, which binds no call with a sow inside, is dropped")
-    if primitive.name in ("xla_metadata_call", "composite", "program_order"):
-        pytest.skip("Until there is a canary for calls that only say something")
     _break_bind(monkeypatch, primitive, bind)
     assert _first_difference(monkeypatch, primitive) is not None
+
+
+def test_a_canary_dies_if_a_composite_hides_its_marks(monkeypatch):
+    # JAX's own rule says nothing of what happens inside.
+    composite_p = _compat.composite_p
+    plain = inspect.getclosurevars(composite_p.abstract_eval).nonlocals["plain"]
+    monkeypatch.setattr(composite_p, "abstract_eval", composite_p.abstract_eval)
+    composite_p.def_effectful_abstract_eval(lambda *a, **params: plain(*a, **params))
+    said = _first_difference(monkeypatch)
+    assert said is not None and "'composite' is" in said
 
 
 @pytest.mark.slow

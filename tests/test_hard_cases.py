@@ -257,46 +257,44 @@ def test_a_cotangent_is_of_the_iteration_that_the_value_is_of(program, loop):
     close(alone["a"]["count"], got["a"]["count"])
 
 
-def _random_program(rng, depth=0, marked=True):
-    """A function of `loop`, `cond`, `mark` and `x`, with one mark, or none."""
-    c = float(rng.uniform(0.6, 1.2))
-    if not marked:
-        return lambda loop, cond, mark, x, i: jnp.sin(c * x)
-    kinds = ["loop", "cond", "mark"] if depth else ["loop"]
-    kind = "mark" if depth > 2 else rng.choice(kinds)
-    if kind == "mark":
-        return lambda loop, cond, mark, x, i: mark(jnp.cos(c * x)) * x
-    there = int(rng.integers(2))
-    parts = [_random_program(rng, depth + 1, k == there) for k in range(2)]
-    n = int(rng.integers(1, 4))
+def _in_a_bounded_loop(step):
+    def run(x):
+        counted = lambda c: (c[0] + 1, step(c[1]))
+        options = dict(kind="bounded", max_steps=2, base=2)
+        return eqxi.while_loop(lambda c: c[0] < 2, counted, (0, x), **options)[1]
 
-    def both(loop, cond, mark, x, i):
-        if kind == "cond":
-            yes, no = (lambda x, p=p: p(loop, cond, mark, x, i) for p in parts)
-            return cond(i, yes, no, x)
-
-        def body(i, x):
-            for part in parts:
-                x = part(loop, cond, mark, x, i)
-            return x
-
-        return loop(n, body, x)
-
-    return both
+    return run
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("loop", ["one checkpoint", "scan"])
-def test_cotangents_of_random_loops_with_a_backward_pass(seed, loop):
-    run = _random_program(np.random.default_rng(seed))
-    fn = lambda loop, cond, mark, x: run(loop, cond, mark, x, 0)
-    mark = lambda value: sow(value, "a")
-    _, got = jax.jit(S(jax.grad(lambda x: fn(LOOPS[loop], _alternating, mark, x))))(1.1)
-    values, cotangents = _by_hand(fn, 1.1)
-    assert got["a"]["count"] == len(values)
-    close(got["a"]["primal"], values[-1] if len(values) else 0)
-    close(got["a"]["cotangent"], cotangents[-1] if len(values) else 0)
+def _in_a_scan_of_a_cond(step):
+    branch = lambda x: lax.cond(x > 0, step, lambda x: x, x)
+    return lambda x: lax.scan(lambda x, _: (branch(x), None), x, length=2)[0]
+
+
+@pytest.mark.parametrize("inner", [_in_a_bounded_loop, _in_a_scan_of_a_cond])
+@pytest.mark.parametrize("keep", [jax.checkpoint, jax.jit, lambda step: step])
+def test_a_branch_in_a_loop_that_a_backward_pass_runs_again(inner, keep):
+    step = inner(keep(lambda x: sow(jnp.sin(x), "a")))
+    loop = _eqx_loop(checkpoints=1)
+    _, got = jax.jit(S(jax.grad(lambda x: loop(3, lambda i, x: step(x), x))))(1.1)
+    sines = lambda eps, x: functools.reduce(lambda x, e: jnp.sin(x) + e, eps, x)
+    cotangents = jax.grad(sines)([0.0] * 6, 1.1)
+    close(got["a"]["primal"], [sines([0.0] * n, 1.1) for n in (5, 6)])
+    close(got["a"]["cotangent"], cotangents[-2:])
+    close(got["a"]["count"], [3, 3])
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_gradient_in_a_loop_that_a_backward_pass_runs_again(loop):
+    body = lambda i, x: jax.grad(lambda x: sow(jnp.sin(x), "a") * x)(x)
+    scan = lambda n, body, x: lax.scan(lambda x, i: (body(i, x), None), x, np.arange(n))
+    grad = lambda loop: jax.grad(lambda x: loop(3, body, x))
+    _, each = jax.jit(S(grad(lambda *args: scan(*args)[0])))(0.5)
+    _, got = jax.jit(S(grad(LOOPS[loop])))(0.5)
+    got = got["a"]
+    assert got.pop("count") == 3
+    assert len(got) == 4
+    assert_close(got, jax.tree.map(lambda x: x[-1], dict(each["a"])))
 
 
 @pytest.mark.parametrize("outside", ["vmap", "grad"])

@@ -18,6 +18,7 @@ import functools as ft
 from collections.abc import Callable
 from typing import NamedTuple
 
+import equinox.internal as eqxi
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
@@ -64,14 +65,8 @@ def _bar(fn):
     return identity
 
 
-def _names(node):
-    found = {n.name for n in orc.walk(node) if isinstance(n, orc.Sow)}
-    rules = {n.name for n in orc.walk(node) if isinstance(n, orc.Rule)} - {None}
-    return found | {f"{r}{end}" for r in rules for end in ("", "_rule", "_ct")}
-
-
 def _inside(extra, node):
-    names = _names(node)
+    names = orc.names(node)
     return {k: v for k, v in extra.items() if k[0] in names}
 
 
@@ -112,8 +107,11 @@ def _edit(value, name, kind, extra, edits):
     return jtu.tree_unflatten(treedef, leaves)
 
 
-def _where(count, new, old):
-    ran = count > 0
+def _counts(key):
+    return key[1] == "count"
+
+
+def _where(ran, new, old):
     pick = lambda n, o: jnp.where(
         ran.reshape(ran.shape + (1,) * (n.ndim - ran.ndim)), n, o
     )
@@ -170,11 +168,116 @@ def threaded(program, edits=Edits(), derivative=None):
                 return v + (ys * orc._weights(n)[:, None]).sum(0), taken
             case orc.While():
                 return loop(node, v, _inside(extra, node))
+            case orc.Own():
+                return own(node, v, _inside(extra, node))
+            case orc.Again():
+                return again(node, v, _inside(extra, node))
+            case orc.Grad():
+                grad = gradient(node.body, 1 + node.twice)
+                return grad(_inside(extra, node), v)
+            case orc.Beside():
+                plain = ft.partial(run, o=v)
+                first, second = node.body, node.again
+                value, grad = (second, first) if node.grad_first else (first, second)
+                y, taken = plain(value, v, extra=_inside(extra, value))
+                g, more = gradient(grad, 1)(_inside(extra, grad), v)
+                return orc._of_runs(y, g), _both(taken, more)
             case orc.Cond():
                 return choice(node, v, o, _inside(extra, node))
             case orc.Call():
                 return run(node.body, v, o, extra)
         raise AssertionError(node)
+
+    def gradient(body, n):
+        # What is planted there has the derivative of what it replaces.
+        fn = threaded(body, edits._replace(keeps_derivative=True), "vjp")
+        return _gradient_in(fn, n)
+
+    def own(node, v, extra):
+        n, is_scan = node.length, node.how == "scan"
+        xs = np.float32(0.1) * orc._spread(jnp, v, n)
+        trips = jnp.asarray(orc._own_trips(node, v)).astype(jnp.int32)
+
+        def step(i, c, extra):
+            goes_on = orc._go_on(orc._as_while(node), i, trips, c)
+            new, taken = run(node.body, c + xs[i] if is_scan else c, v, extra)
+            # Equinox steps all lanes to the end, and leaves those as they are that
+            # are done.
+            return jnp.where(goes_on, new, c), taken, eqxi.unvmap_any(goes_on)
+
+        if node.how == "bounded":
+            return each_step(step, v, n, extra)
+        c, taken, ys = last_step(step, v, range(n), extra)
+        return (c + (ys * orc._weights(n)).sum() if is_scan else c), taken
+
+    def again(node, v, extra):
+        n, body = node.length, orc.as_scan(node)
+        if derivative is None and node.loop != "whole":
+            body = orc.without_marks(body)
+
+        def step(i, c, extra):
+            c, taken = run(body, c, c, extra)
+            return c, taken, jnp.bool_(True)
+
+        if node.loop == "while":
+            # It comes to the first step last.
+            c, taken, _ = last_step(step, v, range(n), extra, backward=True)
+            return c, taken
+        return each_step(step, v, n, extra)
+
+    def each_step(step, v, n, extra):
+        """A loop of which the marks of each step are taken."""
+
+        def one(c, x):
+            i, extra = x
+            c, taken, ran = step(i, c, extra)
+            nothing = jtu.tree_map(jnp.zeros_like, taken)
+            return c, jtu.tree_map(lambda x, z: jnp.where(ran, x, z), taken, nothing)
+
+        return lax.scan(one, v, (jnp.arange(n), extra), length=n)
+
+    def last_step(step, v, steps, extra, backward=False):
+        """A loop of which, of each mark, the last step in which it runs is taken. Only
+        there are zeros added."""
+        eps = {k: x for k, x in extra.items() if k[1].startswith("eps")}
+        rest = {k: x for k, x in extra.items() if k not in eps}
+
+        def loop(v, extra_in):
+            start = nothing(lambda c: step(0, c, rest)[:2], v)
+            last = {k: jnp.full_like(x, -1) for k, x in start.items() if _counts(k)}
+
+            def one(state, i):
+                c, before, last = state
+                c, now, ran = step(i, c, extra_in(i))
+                now = {
+                    k: jnp.where(ran, x, 0) if _counts(k) else x for k, x in now.items()
+                }
+                is_new = {
+                    k[0]: (x > 0) & (last[k] < 0) if backward else x > 0
+                    for k, x in now.items()
+                    if _counts(k)
+                }
+                after = {
+                    k: x + before[k]
+                    if _counts(k)
+                    else _where(is_new[k[0]], x, before[k])
+                    for k, x in now.items()
+                }
+                last = {k: jnp.where(is_new[k[0]], i, x) for k, x in last.items()}
+                return (c, after, last), c.sum()
+
+            state = v, start, last
+            (c, taken, last), ys = lax.scan(one, state, jnp.array([*steps]))
+            return c, taken, ys, last
+
+        if not eps:
+            return loop(v, lambda i: rest)[:3]
+        last = loop(lax.stop_gradient(v), lambda i: rest)[3]
+        at_last = lambda name, i, xs: _where(
+            last[name, "count"] == i, xs, list(map(jnp.zeros_like, xs))
+        )
+        here = lambda i: {k: at_last(k[0], i, x) for k, x in eps.items()}
+        return loop(v, lambda i: {**rest, **here(i)})[:3]
 
     def rule(node, v, extra):
         y, name = orc._with_rule(node, unmarked)(v), node.name
@@ -210,7 +313,7 @@ def threaded(program, edits=Edits(), derivative=None):
             after = {
                 key: x + before[key]
                 if key[1] == "count"
-                else _where(now[key[0], "count"], x, before[key])
+                else _where(now[key[0], "count"] > 0, x, before[key])
                 for key, x in now.items()
             }
             return i + 1, c, after
@@ -246,13 +349,11 @@ def threaded(program, edits=Edits(), derivative=None):
 # of a threaded function in `THREADED`.
 
 
-def weights(shape):
-    n = int(np.prod(shape))
-    return np.cos(1.7 * np.arange(n, dtype=np.float32)).reshape(shape)
+weights = orc.weights
 
 
 def _is_derivative(key):
-    return key[1] != "count"
+    return not _counts(key)
 
 
 def _derived(key, mode):
@@ -311,18 +412,42 @@ def threaded_jvp(fn):
 
 
 def threaded_grad(fn):
+    """The gradient, and what is taken with the cotangents."""
+    return lambda extra, x: _gradients(fn, extra, x, 1)[0]
+
+
+def _gradient_in(fn, n):
+    """The same of a function in a program. What is taken of the second one has names
+    of its own."""
+
     def grad(extra, x):
-        mine = {k: v for k, v in extra.items() if k[1] != "eps cotangent"}
-        zeros = _zeros_for(fn, mine, x)
-        eps = {k: mine.get(k, z) for k, z in zeros.items()}
-        rest = {k: v for k, v in mine.items() if k not in eps}
+        (out, taken), *more = _gradients(fn, extra, x, n)
+        if not more:
+            return out, taken
+        ((second, again),) = more
+        again = {(f"{k[0]}{orc.RUN}1", k[1]): x for k, x in again.items() if k[1]}
+        return orc._of_gradients(out, second), {**taken, **again}
+
+    return grad
+
+
+def _gradients(fn, extra, x, n):
+    """For `n` cotangents of the result: the gradient, and what is taken."""
+    mine = {k: v for k, v in extra.items() if k[1] != "eps cotangent"}
+    mine = {k: v for k, v in mine.items() if orc.RUN not in k[0] or n == 1}
+    zeros = _zeros_for(fn, mine, x)
+    eps = {k: mine.get(k, z) for k, z in zeros.items()}
+    rest = {k: v for k, v in mine.items() if k not in eps}
+
+    def along(i):
+        at = lambda key: (f"{key[0]}{orc.RUN}{i}" if i else key[0], key[1])
 
         def loss(eps, x):
             out, taken = fn({**rest, **eps}, x)
-            total = (out * weights(out.shape)).sum()
+            total = (out * weights(out.shape) * np.float32(1 + i)).sum()
             for key, leaves in taken.items():
-                outer = extra.get(_eps(_derived(key, "cotangent")), ())
                 if _is_derivative(key):
+                    outer = extra.get(_eps(at(_derived(key, "cotangent"))), ())
                     for bar, leaf in zip(outer, floats(leaves)):
                         total = total + (bar * leaf).sum()
             return total, taken
@@ -331,7 +456,7 @@ def threaded_grad(fn):
         new = {k: bars[_eps(k)] for k in taken if _is_derivative(k)}
         return out, _with_derivatives(taken, new, "cotangent")
 
-    return grad
+    return [along(i) for i in range(n)]
 
 
 def _like(x):

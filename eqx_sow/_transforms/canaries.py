@@ -147,6 +147,7 @@ _HOLDERS: dict[str, Callable] = {
     "custom_vmap": jax.custom_batching.sequential_vmap,
     "shard_map": _one_device,
     "call": _compat.as_call,
+    **_compat.annotations,
 }
 
 

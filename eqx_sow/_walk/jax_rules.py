@@ -45,6 +45,7 @@ from .sows import (
     has_sow,
     is_lanewise,
     jaxprs_in,
+    KEPT_IN_LOOP,
     kept_with_jaxpr,
     map_jaxprs,
     shows_sow,
@@ -465,7 +466,12 @@ _wrap(pe.custom_partial_eval_rules, prims.scan_p)(_moves_to_here)
 
 def _as_jit(fn: Callable, avals: Sequence[Any]) -> Any:
     """A call of a function, as the equation of a jitted one."""
-    (eqn,) = jax.make_jaxpr(jax.jit(lambda *args: fn(*args)))(*avals).eqns
+
+    def call(*args):
+        return fn(*args)
+
+    call.__name__ = KEPT_IN_LOOP
+    (eqn,) = jax.make_jaxpr(jax.jit(call))(*avals).eqns
     return eqn
 
 

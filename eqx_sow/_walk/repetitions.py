@@ -39,6 +39,7 @@ from .._frames import is_of_equinox
 from .._mark.site import Site
 from .flow import Here
 from .sows import (
+    is_kept_in_loop,
     is_of_unknown_length,
     jaxprs_of,
     kept_with_jaxpr,
@@ -301,9 +302,10 @@ def _is_called_alike(y: Sown, within: list[Any]) -> bool:
 
 def _calls(eqns: Iterable[Any]) -> list[Any]:
     """Where in a user's code these equations were called. Not where a cond was: under a
-    vmap its branches become one."""
+    vmap its branches become one. And not where one was kept in its loop."""
     cond_p = jexc.primitives.cond_p
-    return [e.source_info.traceback for e in eqns if e.primitive is not cond_p]
+    calls = (e for e in eqns if e.primitive is not cond_p and not is_kept_in_loop(e))
+    return [e.source_info.traceback for e in calls]
 
 
 def _is_in_loop_like(loop: Any, y: Sown) -> bool:

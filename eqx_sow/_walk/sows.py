@@ -95,6 +95,16 @@ def jaxprs_of(eqn: Any) -> list[Any]:
     return jaxprs
 
 
+# What `jax_rules.py` calls a jitted function that it puts around an equation, to keep
+# that in its loop.
+KEPT_IN_LOOP = "eqx_sow_keeps_in_loop"
+
+
+def is_kept_in_loop(eqn: Any) -> bool:
+    is_jit = eqn.primitive is jexc.primitives.jit_p
+    return is_jit and eqn.params["name"] == KEPT_IN_LOOP
+
+
 def number(eqn: Any, jaxpr: Any) -> int:
     """The number of a jaxpr among those in an equation."""
     return next(k for k, j in enumerate(jaxprs_in(eqn.params)) if j is jaxpr)

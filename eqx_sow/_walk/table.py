@@ -211,7 +211,9 @@ def runs_of(
         return Facts(x, known, it.runs)
 
     every = list(map(facts, found))
-    return numbered(_checked(every, sown) if sown else every)
+    if sown:
+        every = _checked(_without_rerun_derivatives(every), sown)
+    return numbered(every)
 
 
 def _with_iterations(
@@ -230,6 +232,20 @@ def _with_iterations(
         apart=lacks_iteration(x, there(known.of), backward),
         only_if=only_if,
     )
+
+
+def _without_rerun_derivatives(every: Sequence[Facts]) -> list[Facts]:
+    """The same. If a loop that a backward pass runs anew takes a gradient in its body,
+    it took that in the forward pass, too, and what it computes now is a repetition."""
+    of = lambda x: (x.mark.site.key, x.known.of)
+    derivatives = [x for x in every if x.mark.site.modes and not x.known.again]
+    before = {of(x) for x in derivatives if True not in x.known.backward}
+
+    def known(x: Facts) -> Run:
+        repeats = True in x.known.backward and of(x) in before
+        return x.known._replace(again=True) if repeats else x.known
+
+    return [x._replace(known=known(x)) for x in every]
 
 
 def _checked(every: Sequence[Facts], sown: Mapping[Way, Sown]) -> list[Facts]:
