@@ -240,7 +240,15 @@ class Case:
         self.run = lambda m, x: self.plan(m, x)
         self.fn = self.make(self.run)
         self.n_in_front = n + self.plan.time_around
-        self.lists, self.net = self.plan.lists, self.plan.net(*forms)
+
+    # Made by the case that runs, not by all that are collected.
+    @functools.cached_property
+    def lists(self):
+        return self.plan.lists
+
+    @functools.cached_property
+    def net(self):
+        return self.plan.net(*self.forms)
 
     def both(self, run):
         """What `run` gives for the lists, and for the other form."""
@@ -292,7 +300,7 @@ def _cases(n, every=1, wraps=WRAPS):
 
 
 # --- the laws ---
-@pytest.mark.sample(6)
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("case", _cases(4))
 def test_look_ups(case):
     want, got = case.both(case.save)
@@ -318,7 +326,7 @@ def test_look_ups(case):
             _same(got.cotangents[pattern], got[pattern]["cotangent"])
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("case", _cases(3))
 def test_names(case):
     names = case.names(case.lists)
@@ -338,7 +346,7 @@ def _halved(value):
     return jax.tree.map(lambda a: a / 2, value)
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("case", _cases(3))
 def test_functions_planted(case):
     """Inside of a gradient, and in place of cotangents around it."""
@@ -372,7 +380,7 @@ def test_values_planted(case):
     _same(again(case.net, case.x), case.fn(case.net, case.x), case)
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("case", _cases(3))
 def test_transform_and_spec(case):
     saved = case.save(case.lists)
@@ -415,7 +423,7 @@ def test_reduce(case):
         _same(dict(got), dict(want), case)
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("case", _cases(4))
 def test_events(case):
     def events_of(model, **options):
@@ -564,6 +572,7 @@ def _esm2():
     return loss, *both(ESM2, ListOfLayers(ESM2))
 
 
+@pytest.mark.slow
 def test_esm2_is_looked_up_as_a_list():
     _, got, want = _esm2()
     assert compare(got, want).first is None and compare(want, got).first is None
