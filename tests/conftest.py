@@ -54,7 +54,7 @@ def pytest_collection_modifyitems(items):
     it is the next one in the next `n`. So both of `plain` and `jit` run, of one test or
     of another. With the oldest JAX it is another one than with later ones, with which
     that one has the mark `oldest`, too: a case that has run with the one need not run
-    with the other. A case that is chosen by its whole name is the only one, and runs."""
+    with the other. A case chosen by its whole name is the only one, and runs."""
     tests = defaultdict(list)
     for item in items:
         if not any(map(item.get_closest_marker, ("every", "fuzz", "types"))):
