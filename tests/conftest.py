@@ -39,29 +39,45 @@ def pytest_configure(config):
         jax.config.update("jax_compilation_cache_dir", str(directory))
 
 
-# What `-m` of the default run leaves out in any case.
-_APART = "every", "fuzz", "slow", "types"
+# By default, other cases run with the oldest JAX than with later ones.
+_DRAWN = 0 if jax.__version_info__ < (0, 11) else 1
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """By default, one in three of the cases of each test runs, and at least one. The
-    other two have the mark `rest`. With `pytest.mark.sample(n)`, at a test or for a
-    file, one in `n` runs, two are the `rest`, and the others have the mark `every`.
+    """By default, one in five of the cases of each test runs, and at least one. The
+    others have the mark `rest`. With `pytest.mark.sample(n)`, at a test or for a file,
+    one in `n` runs, two are the `rest`, and the others have the mark `every`. So do all
+    but two in `n` of its slow cases.
 
     Which it is of the first `n` cases depends on how long the name of the test is, and
     it is the next one in the next `n`. So both of `plain` and `jit` run, of one test or
-    of another. A case that is chosen by its whole name is the only one, and runs."""
+    of another. With the oldest JAX it is another one than with later ones, with which
+    that one has the mark `oldest`, too: a case that has run with the one need not run
+    with the other. A case chosen by its whole name is the only one, and runs."""
     tests = defaultdict(list)
     for item in items:
-        if not any(map(item.get_closest_marker, _APART)):
-            tests[item.function].append(item)
-    for test, cases in tests.items():
+        if not any(map(item.get_closest_marker, ("every", "fuzz", "types"))):
+            slow = item.get_closest_marker("slow") is not None
+            tests[item.function, slow].append(item)
+    for (test, slow), cases in tests.items():
         mark = cases[0].get_closest_marker("sample")
-        n = min(mark.args[0] if mark else 3, len(cases))
+        n = min(mark.args[0] if mark else 5, len(cases))
+        most = n if mark is None else 2 if slow else 3
         for i, case in enumerate(cases):
-            if place := (i + i // n + len(test.__name__)) % n:
-                case.add_marker("rest" if place < 3 else "every")
+            place = (i + i // n + len(test.__name__)) % n
+            if place >= most:
+                case.add_marker("every")
+            elif not slow and place != _DRAWN % n:
+                case.add_marker("rest")
+                if place == 0:
+                    case.add_marker("oldest")
+
+
+def pytest_collection_finish():
+    """What the modules have made stays, and no `gc.collect` of a test looks at it."""
+    gc.collect()
+    gc.freeze()
 
 
 def _same(x, y):

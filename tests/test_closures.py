@@ -351,6 +351,7 @@ def test_a_closure_made_anew_traces_nothing_again():
 
 @pytest.mark.filterwarnings("ignore:.*found no mark")
 @pytest.mark.slow
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("wrap", [w for w in WRAPS if w != "filter_jit model"])
 def test_uses_do_not_change_each_other(wrap):
     """Whatever was done before with the same functions."""

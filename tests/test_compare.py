@@ -682,6 +682,7 @@ def _captured(way):
     return S(WAYS[way](_of_many_kinds), reduce=several)(jnp.abs(X))[1]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("file", FILES.values(), ids=FILES)
 @pytest.mark.parametrize("way", WAYS)
 def test_each_entry_of_a_file_counts(way, file):

@@ -259,6 +259,7 @@ def models():
     return found
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("case", range(4))
 @pytest.mark.parametrize("name", MODELS)
 def test_models(models, name, case):

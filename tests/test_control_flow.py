@@ -819,7 +819,6 @@ _AROUND = {
 }
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("each", [False, True])
 @pytest.mark.parametrize("around", _AROUND)
 def test_derivatives_of_a_name_in_branches_within_a_branch(around, each):

@@ -1514,6 +1514,7 @@ def test_one_equation_at_another_point_is_no_repetition(f, n):
 
 
 @pytest.mark.filterwarnings("ignore:.*found no mark")
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     "inner",
     [

@@ -28,7 +28,7 @@ eqxi = eqx.internal
 
 # Some derivative rules have no sow.
 pytestmark = [
-    pytest.mark.sample(5),
+    pytest.mark.sample(10),
     pytest.mark.filterwarnings("ignore:.*found no mark"),
 ]
 

@@ -242,7 +242,7 @@ def compile_fast():
     jax.config.update("jax_disable_most_optimizations", before)
 
 
-_SLOW = [pytest.param(s, marks=pytest.mark.slow) for s in (0, *range(2, 16))]
+_SLOW = [pytest.param(s, marks=pytest.mark.slow) for s in (0, *range(2, 6))]
 
 
 @pytest.mark.parametrize("seed", [1, *_SLOW])

@@ -70,6 +70,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("transform, value, used", CASES)
 def test_values(transform, value, used):
     make, (wrap, axis) = VALUES[value], TRANSFORMS[transform]
