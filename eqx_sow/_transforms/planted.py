@@ -280,8 +280,8 @@ class _Part(NamedTuple):
                 if leaf is OPERAND:
                     places, shape = next(axes)
                     check(x, shape)
-                    x = x[index]
-                    move = jnp.moveaxis if isinstance(x, jax.Array) else np.moveaxis
+                    x, of_jax = x[index], isinstance(x, jax.Array)
+                    move: Any = jnp.moveaxis if of_jax else np.moveaxis
                     x = move(x, range(len(places)), places) if places else x
                 new.append(x)
             return jtu.tree_unflatten(treedef, new)

@@ -29,15 +29,20 @@ NOTHING = -1
 
 
 class Ask(NamedTuple):
-    """What is done at a mark. Its first label is what the mark is called, such as `h/3`
-    for iteration 3 of `h` alone, and `at` is that iteration: for each scan around the
-    mark, from outside in, its number, or `None` for all.
-    `action` is hashable, and up to the handler."""
+    """What is done at a mark. `labels` are what the mark has for the transformation,
+    with `h/3` as the first one for iteration 3 of `h` alone, and `at` is that
+    iteration: for each scan around the mark, from outside in, its number, or `None` for
+    all. `action` is hashable, and up to the handler."""
 
     slot: int
     labels: tuple[Label, ...]
     at: tuple[int | None, ...] = ()
     action: Any = None
+
+    @property
+    def label(self) -> Label:
+        """What the mark is called."""
+        return self.labels[0]
 
     def seen(self, site: Site) -> Site:
         """The site that the program has at the mark, called so."""
