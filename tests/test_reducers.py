@@ -910,3 +910,32 @@ def test_what_no_lanes_share_beside_what_varies(reducer, grad):
     if grad and isinstance(reducer, Last):
         # The total of no lanes.
         assert_close(none["a"]["cotangent"][0], jnp.zeros(2))
+
+
+class _LastOfTwo(Last):
+    """The last of every two iterations of the innermost scan."""
+
+    needs_iteration = True
+
+    def step(self, acc, x):
+        keep = x.iteration[-1] % 2 == 1
+        return [jnp.where(keep, v, a) for a, v in zip(acc, x.values)]
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda f: f, jax.jit, jax.vmap], ids=["", "jit", "vmap"]
+)
+def test_a_reducer_may_read_the_iteration(wrap):
+    def loss(x):
+        step = lambda c, i: (sow(jnp.sin(c) * i, "h"), None)
+        rows = lambda c, _: (jax.lax.scan(step, c, jnp.arange(1.0, 6.0))[0], None)
+        return jax.lax.scan(rows, x, None, length=3)[0].sum()
+
+    xs = jnp.ones((2, 3))
+    _, got = wrap(S(jax.grad(loss), reduce=_LastOfTwo()))(xs)
+    _, every = wrap(S(jax.grad(loss)))(xs)
+    axis = 1 if wrap is jax.vmap else 0
+    index = lambda *at: (slice(None),) * axis + at
+    assert_close(got["h"]["primal"], every["h"]["primal"][index(2, 3)])
+    # A backward pass runs from the end.
+    assert_close(got["h"]["cotangent"], every["h"]["cotangent"][index(0, 1)])

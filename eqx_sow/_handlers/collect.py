@@ -374,8 +374,10 @@ class Collect(Handler):
     all_modes: bool
 
     def needs_iteration(self, ask):
+        if ask.at or not self.needs_order(ask):
+            return bool(ask.at)
         # A reducer has a state for each layer.
-        return bool(ask.at) or (self.needs_order(ask) and is_some(ask.label.places))
+        return is_some(ask.label.places) or ask.action.reducer.value.needs_iteration
 
     def needs_order(self, ask):
         return ask.action.reducer is not None
@@ -410,9 +412,10 @@ class Collect(Handler):
         around."""
         action, carry = new.ask.action, given.carry
         entry = _entry.captured(new.site, new.read(frame), new.transform, new.ask.at)
-        layer = layer_in(new.ask, given.iterations)
+        iteration = given.iterations
+        place = layer_in(new.ask, iteration), iteration, new.here
         step = lambda key, how: _state.stepped(
-            action.reducer.value, carry[key], entry, layer, new.here, how
+            action.reducer.value, carry[key], entry, *place, how
         )
         key = new.site.key
         states = {key: step(key, "fills" if action.fills else "next")}

@@ -3,7 +3,7 @@
 import functools as ft
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import equinox as eqx
 import jax
@@ -17,14 +17,32 @@ from .._mark.site import Site
 from .._mark.static import same
 
 
+class Execution(NamedTuple):
+    """One execution of a mark, in one lane. `values` are the array leaves of the value
+    as the code at the mark sees it, of any dtype except float0, and maybe keys; `site`
+    says what the others are. `count` is how many executions there were before.
+    `iteration` says which one of each scan around this is, from outside in, for a
+    reducer that `needs_iteration`."""
+
+    site: Site
+    values: Sequence[Any]
+    count: Any
+    iteration: tuple[Any, ...] = ()
+
+
 class Reducer(eqx.Module):
     """For `save_intermediates(..., reduce=...)`.
 
-    A reducer says how a state, `acc`, goes through the executions of a mark. It sees
-    one lane at a time: `values` are the array leaves of a value as the code at the mark
-    sees it, of any dtype except float0, and maybe keys; `site` says what the others
-    are. `acc` is a PyTree of arrays whose shapes and dtypes stay as they are. `count`
-    is how many executions there were so far.
+    A reducer says how a state, `acc`, goes through the executions of a mark. `acc` is a
+    PyTree of arrays whose shapes and dtypes stay as they are. This one keeps the last
+    of every two iterations of the innermost scan:
+
+        class LastOfTwo(Last):
+            needs_iteration = True
+
+            def step(self, acc, x):
+                keep = x.iteration[-1] % 2 == 1
+                return [jnp.where(keep, v, a) for a, v in zip(acc, x.values)]
     """
 
     # Whether it has a state at all. If not, each place in straight-line code keeps an
@@ -37,6 +55,8 @@ class Reducer(eqx.Module):
     counts: ClassVar[bool] = False
     # Whether a name with one execution comes back as it would without a reducer.
     bare_if_one: ClassVar[bool] = False
+    # Whether `step` reads `Execution.iteration`.
+    needs_iteration: ClassVar[bool] = False
 
     @property
     def lead(self) -> tuple[int, ...]:
@@ -49,7 +69,7 @@ class Reducer(eqx.Module):
         lead = self.lead
         return [broadcast_to(x, (*lead, *x.shape), [None] * len(lead)) for x in values]
 
-    def step(self, site: Site, acc: Any, count: Any, values: Sequence[Any]) -> Any:
+    def step(self, acc: Any, x: Execution) -> Any:
         """`acc` after one more execution."""
         raise NotImplementedError
 
@@ -121,9 +141,9 @@ class Last(Reducer):
         ```
     """
 
-    def step(self, site, acc, count, values):
-        del site, acc, count
-        return values
+    def step(self, acc, x):
+        del acc
+        return x.values
 
 
 def _as_dtype_of(x: Any, y: Any) -> Any:
@@ -246,9 +266,8 @@ class Fold(Reducer):
             )
         return jtu.tree_unflatten(structure, map(_as_dtype_of, new, leaves))
 
-    def step(self, site, acc, count, values):
-        del count
-        new = self.fn(acc, site.form.with_arrays(values))
+    def step(self, acc, x):
+        new = self.fn(acc, x.site.form.with_arrays(x.values))
         leaves, structure = jtu.tree_flatten(acc)
         new = map(_as_dtype_of, leaves, jtu.tree_leaves(new))
         return jtu.tree_unflatten(structure, new)
@@ -319,13 +338,12 @@ class Buffer(Reducer):
     def lead(self):
         return (self.size,)
 
-    def step(self, site, acc, count, values):
-        del site
-        at = count % self.size if self.keep == "last" else count
+    def step(self, acc, x):
+        at = x.count % self.size if self.keep == "last" else x.count
         # An index past the end is dropped: that is `keep="first"`.
         return [
-            a.at[at].set(x, mode="drop", out_sharding=sharding_with(a, spec_of(a)))
-            for a, x in zip(acc, values)
+            a.at[at].set(v, mode="drop", out_sharding=sharding_with(a, spec_of(a)))
+            for a, v in zip(acc, x.values)
         ]
 
     def finish(self, acc, count):

@@ -31,7 +31,7 @@ from .._results.layers import Scan
 from .axes import broadcast, kept_axes
 from .entry import Entry, with_count
 from .merge import different_axes, kinds_that_vary, unify, with_axes
-from .reduce import Reducer
+from .reduce import Execution, Reducer
 
 
 @jtu.register_dataclass
@@ -143,11 +143,13 @@ def stepped(
     state: ReducerState,
     entry: Entry,
     layer: Sequence[Any] = (),
+    iteration: tuple[Any, ...] = (),
     here: Any = None,
     how: Literal["next", "opens", "fills"] = "next",
 ) -> ReducerState:
     """The state after one more execution, or if `here` is false, the same state.
-    `layer` is the index in each stack of layers around, from outside in.
+    `layer` is the index in each stack of layers around, from outside in, and
+    `iteration` that in each scan.
 
     If not each execution of a value has a derivative, the value `opens` a row for each,
     of zeros, in the state of the derivative, which then `fills` that row."""
@@ -175,7 +177,8 @@ def stepped(
             acc, values = jtu.tree_map(only_here, (acc, values))
         with listening(None):  # as in `transformed`
             tree = jtu.tree_unflatten(state.structure.value, acc)
-            new = jtu.tree_leaves(reducer.step(state.site, tree, count, values))
+            x = Execution(state.site, values, count, iteration)
+            new = jtu.tree_leaves(reducer.step(tree, x))
         new = list(map(sharded_like, new, before))
         if entry.counted:
             new = [jnp.where(run > 0, x, y) for x, y in zip(new, before)]
