@@ -240,10 +240,8 @@ logits = jax.vmap(model.unembed)(hidden)
 chances = np.asarray(jax.nn.softmax(logits).max(axis=-1))
 best = np.asarray(logits.argmax(axis=-1))
 
-shown = range(0, LAYERS, 2), range(1, LAYERS, 2)
 figure, axes = plt.subplots(1, 2, figsize=(9, 4.2), layout="constrained")
-for axis, layers in zip(axes, shown):
-    layers = np.array(layers)
+for axis, layers in zip(axes, np.split(np.arange(LAYERS), 2)):
     image = axis.imshow(chances[layers], cmap="Greens", vmax=1, aspect="auto")
     for (row, column), token in np.ndenumerate(best[layers]):
         colour = "white" if chances[layers[row], column] > 0.6 else "black"
@@ -309,9 +307,8 @@ def sweep(model, tokens, answers, name, new, edit, count):
 
     def one(layer, place):
         def put(value, index):
-            return jnp.where(
-                index[0] == layer, edit(value, new[index[0]], place), value
-            )
+            patched = edit(value, new[index[0]], place)
+            return jnp.where(index[0] == layer, patched, value)
 
         options = dict(capture=(Block, attention), with_index=True)
         return plant(difference, {name: put}, **options)(model, tokens, answers)
@@ -342,7 +339,7 @@ for prompt, other, pair in (
     low, high = (difference(model, tokens, pair) for tokens in (start, clean))
     sweeps.append((words(clean), (found - low) / (high - low)))
 
-# %% alt="Two heat maps by layer and token: the country until layer 22, then the last token"
+# %% alt="Two heat maps by layer and token: the name, then from layer 23 the last token"
 figure, axes = plt.subplots(1, 2, figsize=(9, 4), layout="constrained")
 for axis, (tokens, share) in zip(axes, sweeps):
     options = dict(cmap="RdBu_r", vmin=-1, vmax=1, origin="lower", aspect="auto")
@@ -578,7 +575,7 @@ losses = {
 }
 losses = {what: spliced(model, test, new) for what, new in losses.items()}
 for what, value in losses.items():
-    print(f"loss of {what}: {value:.2f}")
+    print(f"loss, {what}: {value:.2f}")
 assert losses["the model"] < losses["with the autoencoder"] < losses["with the mean"]
 
 # %% [markdown]
@@ -634,14 +631,15 @@ edited = eqx.tree_at(lambda m: m.blocks.attn.output.weight, model, weight)
 close(without(clean), run(edited, clean))
 
 # %% [markdown]
-# And the port is right: where PyTorch and transformers are installed, every block is
-# compared with theirs.
+# And the port is right: where transformers can read the file, every block is compared
+# with theirs.
 
 # %%
-if all(map(importlib.util.find_spec, ("torch", "transformers"))):
+if all(map(importlib.util.find_spec, ("torch", "transformers", "accelerate"))):
     import torch
     import transformers
 
+    transformers.utils.logging.disable_progress_bar()
     file = find_weights()
     load = transformers.AutoModelForCausalLM.from_pretrained
     theirs = load(file.parent, gguf_file=file.name, dtype=torch.float32)
