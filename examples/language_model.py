@@ -233,25 +233,39 @@ assert hidden.shape == (LAYERS, len(ids), WIDTH)
 # ## The logit lens
 #
 # What would the model say if it ended at this layer? Three lines: capture the blocks,
-# and give what each put out to the model's last norm and its embedding.
+# and give what each puts out to the model's last norm and its embedding. On the right:
+# how many words are more likely than the answer, for four prompts.
 
-# %% alt="A table of the most likely next word by layer and position"
+# %% alt="The next word by layer and token, and the rank of the answer by layer"
 logits = jax.vmap(model.unembed)(hidden)
 chances = np.asarray(jax.nn.softmax(logits).max(axis=-1))
 best = np.asarray(logits.argmax(axis=-1))
 
-figure, axes = plt.subplots(1, 2, figsize=(9, 4.2), layout="constrained")
-for axis, layers in zip(axes, np.split(np.arange(LAYERS), 2)):
-    image = axis.imshow(chances[layers], cmap="Greens", vmax=1, aspect="auto")
-    for (row, column), token in np.ndenumerate(best[layers]):
-        colour = "white" if chances[layers[row], column] > 0.6 else "black"
-        # The fonts of matplotlib lack some scripts.
-        word = decode([token]).strip()[:12].encode("ascii", "replace").decode()
-        axis.text(column, row, word, color=colour, fontsize=7, ha="center", va="center")
-    axis.set_xticks(range(len(ids)), words(ids))
-    axis.set_yticks(range(len(layers)), layers)
-axes[0].set_ylabel("layer")
-figure.colorbar(image, ax=axes, label="probability")
+figure, axes = plt.subplots(1, 2, figsize=(9, 4), layout="constrained")
+axes[0].imshow(chances, cmap="Greens", vmin=0, vmax=1, aspect="auto", origin="lower")
+axes[0].set_xticks(range(len(ids)), words(ids))
+axes[0].set(ylabel="layer", ylim=(14.5, LAYERS - 0.5))
+for (row, column), token in np.ndenumerate(best):
+    if row > 14:
+        colour = "white" if chances[row, column] > 0.6 else "black"
+        # Without scripts that the fonts of matplotlib lack.
+        word = ascii(decode([token]).strip(" "))[1:-1]
+        middle = dict(ha="center", va="center", fontsize=7, color=colour)
+        axes[0].text(column, row, word, **middle)
+
+
+@eqx.filter_jit
+def rank(model, tokens):
+    """How many words are more likely, by layer, than the one that the model says."""
+    out, found = save_intermediates(model, capture=Block)(tokens)
+    logits = model.unembed(found["blocks/*"]["primal"][:, -1])
+    return jnp.sum(logits > logits[:, out[-1].argmax()][:, None], axis=-1)
+
+
+for prompt in (capital, tower, "The opposite of hot is", "The plural of mouse is"):
+    axes[1].plot(1 + rank(model, encode(prompt)), label=prompt)
+axes[1].set(xlabel="layer", ylabel="rank of the answer", yscale="log")
+axes[1].legend(fontsize=8)
 
 # %% [markdown]
 # ## Attention patterns
@@ -579,24 +593,25 @@ for what, value in losses.items():
 assert losses["the model"] < losses["with the autoencoder"] < losses["with the mean"]
 
 # %% [markdown]
-# What do features stand for? These are the three that say most about the test data, on
-# a piece of it.
+# What do features stand for? Below are four that are often active, but not everywhere,
+# each with the places in the test data where it is most active.
 
-# %% alt="A text three times, with the tokens shaded on which a feature is active"
+# %% alt="Four features, each with six pieces of text that end where it is most active"
 x = activations(first, test)
 found = np.asarray(jax.vmap(sae.features)(x)).reshape(8, LENGTH - 1, FEATURES)
-# Active on some tokens, not on most.
-rare = (found > 0).mean(axis=(0, 1)) < 0.1
-strongest = np.argsort(-found.max(axis=(0, 1)) * rare)[:3]
-piece = found[..., strongest].max(axis=1).min(axis=-1).argmax()
-figure, axes = plt.subplots(3, 1, figsize=(9, 4), layout="constrained")
-for axis, feature in zip(axes, strongest):
-    strength = found[piece, :, feature] / found[..., feature].max()
-    for i, word in enumerate(words(test[piece, 1:])):
-        box = dict(facecolor=plt.get_cmap("Oranges")(strength[i]), lw=0, pad=1)
-        at = i % 11 / 11, 1 - i // 11 / 6
-        axis.text(*at, word.strip() or "\\n", fontsize=8, va="top", bbox=box)
-    axis.set_title(f"feature {feature}", loc="left")
+often = (found > 0).mean(axis=(0, 1))
+chosen = np.argsort(-found.sum(axis=(0, 1)) * (often < 0.05))[:4]
+figure, axes = plt.subplots(2, 2, figsize=(9, 3.4), layout="constrained")
+for axis, feature in zip(axes.flat, chosen):
+    strongest = np.argsort(-found[..., feature], axis=None)[:6]
+    for row, i in enumerate(strongest):
+        text, at = np.unravel_index(i, found.shape[:2])
+        # The feature at `at` is of the token after the first one.
+        before = decode(test[text, max(0, at - 4) : at + 1])
+        axis.text(0.62, -row, before.replace("\n", " "), ha="right", va="center")
+        token = decode([test[text, at + 1]]).replace("\n", "\\n")
+        axis.text(0.63, -row, token, va="center", color="C3", weight="bold")
+    axis.set(title=f"feature {feature}", ylim=(-5.7, 0.7))
     axis.axis("off")
 
 # %% [markdown]

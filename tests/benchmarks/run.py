@@ -774,15 +774,15 @@ def positions(table: Table, repeats: int):
             row(layer, every[1], *args) for layer in every[0]
         ],
     }
-    # Single precision, and 30 layers.
     hooks = peers.hooks(blocks, new, x)
     if hooks is None:
         table.say("PyTorch is not installed, so its hooks are left out.")
     else:
         ways["one by one, by PyTorch's hooks"] = hooks
-    want = planted(*every, *args)
+    want = np.asarray(planted(*every, *args))
     for what, way in ways.items():
-        assert_close(np.array(way()).reshape(want.shape), want, rtol=1e-3)
+        got = np.array(way(), np.float32).reshape(want.shape)
+        assert_close(got, want, rtol=1e-3)
         table.times(what, "1.05", lambda: planted(*every, *args), way, repeats)
 
 
