@@ -249,7 +249,7 @@ for (row, column), token in np.ndenumerate(best):
     if row > 14:
         colour = "white" if chances[row, column] > 0.6 else "black"
         # Without scripts that the fonts of matplotlib lack.
-        word = ascii(decode([token]).strip(" "))[1:-1]
+        word = ascii(decode([token]).strip(" ") or "space")[1:-1]
         middle = dict(ha="center", va="center", fontsize=7, color=colour)
         axes[0].text(column, row, word, **middle)
 
@@ -593,25 +593,29 @@ for what, value in losses.items():
 assert losses["the model"] < losses["with the autoencoder"] < losses["with the mean"]
 
 # %% [markdown]
-# What do features stand for? Below are four that are often active, but not everywhere,
+# What do features stand for? Below are six that are often active, but not everywhere,
 # each with the places in the test data where it is most active.
 
-# %% alt="Four features, each with six pieces of text that end where it is most active"
+# %% alt="Six features, each with five pieces of text that end where it is most active"
 x = activations(first, test)
 found = np.asarray(jax.vmap(sae.features)(x)).reshape(8, LENGTH - 1, FEATURES)
-often = (found > 0).mean(axis=(0, 1))
-chosen = np.argsort(-found.sum(axis=(0, 1)) * (often < 0.05))[:4]
-figure, axes = plt.subplots(2, 2, figsize=(9, 3.4), layout="constrained")
+rare = (found > 0).mean(axis=(0, 1)) < 0.05
+order = np.argsort(-found.sum(axis=(0, 1)) * rare)
+# One for each word at which a feature is most active.
+peaks = np.asarray(test[:, 1:]).ravel()[found.reshape(-1, FEATURES).argmax(axis=0)]
+_, one_each = np.unique(peaks[order], return_index=True)
+chosen = order[np.sort(one_each)[:6]]
+figure, axes = plt.subplots(2, 3, figsize=(9, 3.2), layout="constrained")
 for axis, feature in zip(axes.flat, chosen):
-    strongest = np.argsort(-found[..., feature], axis=None)[:6]
+    strongest = np.argsort(-found[..., feature], axis=None)[:5]
     for row, i in enumerate(strongest):
         text, at = np.unravel_index(i, found.shape[:2])
         # The feature at `at` is of the token after the first one.
         before = decode(test[text, max(0, at - 4) : at + 1])
-        axis.text(0.62, -row, before.replace("\n", " "), ha="right", va="center")
+        axis.text(0.6, -row, before.replace("\n", " "), ha="right", va="center")
         token = decode([test[text, at + 1]]).replace("\n", "\\n")
-        axis.text(0.63, -row, token, va="center", color="C3", weight="bold")
-    axis.set(title=f"feature {feature}", ylim=(-5.7, 0.7))
+        axis.text(0.6, -row, token, va="center", color="C3", weight="bold")
+    axis.set(title=f"feature {feature}", ylim=(-4.7, 0.7))
     axis.axis("off")
 
 # %% [markdown]
