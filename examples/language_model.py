@@ -169,12 +169,13 @@ def load_model() -> tuple[SmolLM, Tokenizer]:
         return jnp.asarray(x.reshape(leaf.shape))
 
     model = jax.tree_util.tree_map_with_path(fill, eqx.filter_eval_shape(SmolLM))
-    words, merges = (
+    vocabulary, merges = (
         reader.fields[f"tokenizer.ggml.{field}"].contents()
         for field in ("tokens", "merges")
     )
+    numbers = {token: i for i, token in enumerate(vocabulary)}
     pairs = [tuple(merge.split(" ")) for merge in merges]
-    tokenizer = Tokenizer(models.BPE({w: i for i, w in enumerate(words)}, pairs))
+    tokenizer = Tokenizer(models.BPE(numbers, pairs))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(False)]
     )
@@ -271,7 +272,8 @@ axes[1].legend(fontsize=8)
 # ## Attention patterns
 #
 # `jax.nn.dot_product_attention` calls `jax.nn.softmax`, so that is what we capture.
-# With grouped heads, query head `h` is at `[h % 3, 0, h // 3]`.
+# With grouped heads, query head `h` is at `[h % 3, 0, h // 3]`. To reshape that without
+# a `swapaxes` would mix up the heads, without an error.
 #
 # Induction heads look for what came after the last occurrence of the same token. To
 # find them, give the model a random sequence twice.
@@ -303,7 +305,7 @@ induction = np.unravel_index(score.argmax(), score.shape)
 # output of one block at one position from the first, and see how much more likely Paris
 # gets than Berlin. `with_index=True` tells a planted function in which layer it is, so
 # the layer and the position can be traced numbers. `jax.vmap` tries them all: one
-# compiled program, 150 forward passes.
+# compiled program, 150 forward passes. Then the same for two buildings.
 
 # %%
 ATTENTION = "blocks/*/attn/dot_product_attention"
@@ -401,7 +403,7 @@ correlation = np.corrcoef(heads.ravel(), estimated.ravel())[0, 1]
 print(f"correlation of estimates and sweep: {correlation:.3f}")
 assert correlation > 0.9
 
-# %% alt="The induction head attends to what came next before; head 23.4 to the name"
+# %% alt="The induction head attends to what came next last time, head 23.4 to the name"
 layer, head = (int(i) for i in np.unravel_index(heads.argmax(), heads.shape))
 assert (layer, head) == (23, 4)
 figure, axes = plt.subplots(1, 3, figsize=(9, 3.2), layout="constrained")
@@ -634,7 +636,7 @@ def by_hand(model, tokens, edit):
 
 
 each = []
-logits = by_hand(model, clean, lambda i, h: each.append(h) or h)
+by_hand(model, clean, lambda i, h: each.append(h) or h)
 close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-2)
 close(blocks["blocks/*"]["primal"], jnp.stack(each))
 
