@@ -4,6 +4,7 @@ import difflib
 import fnmatch
 import itertools as it
 import re
+from collections import Counter
 from collections.abc import (
     Callable,
     Collection,
@@ -168,13 +169,22 @@ def _close(pattern: str, there: Iterable[str], found: Iterable[Named]) -> list[s
     if is_glob(pattern) and (globs := _close_globs(pattern, there, found)):
         return globs
     if not indices:
-        return difflib.get_close_matches(pattern, there, n=3)
+        return difflib.get_close_matches(pattern, _lists_as_patterns(there), n=3)
     stacks = [x for x in found if x.loops and x.name in there]
     parts = it.chain(*[_with_indices(x, indices) for x in stacks])
     others = there.keys() - {x.name for x in stacks}
     alike = [x for x in (*there, *parts) if n_indices(x) >= len(indices)]
     first = difflib.get_close_matches(pattern, dict.fromkeys(alike), n=3)
     return first or difflib.get_close_matches(pattern, sorted(others), n=3)
+
+
+def _lists_as_patterns(names: Iterable[str]) -> Iterable[str]:
+    """The names, in which those of all layers of a list are one: `blocks/*/attn`, what
+    is close to `blocks/atn` of a list as of a stack."""
+    star = lambda part: "*" if is_index(part) else part
+    all_of = {name: "/".join(map(star, name.split("/"))) for name in names}
+    n_layers = Counter(all_of.values())
+    return dict.fromkeys(p if n_layers[p] > 1 else name for name, p in all_of.items())
 
 
 def _close_globs(

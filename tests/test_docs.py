@@ -246,4 +246,12 @@ def test_pages_have_the_pictures_of_the_notebooks(path):
 
 
 def test_there_are_notebooks():
-    assert len(NOTEBOOKS) == 5
+    assert len(NOTEBOOKS) == 6
+
+
+def test_the_code_of_the_page_is_that_of_the_notebook():
+    script = (ROOT / "examples/language_model.py").read_text()
+    page = (ROOT / "docs/examples/language_model.md").read_text()
+    blocks = re.findall("```py\n(.*?)```", page, re.DOTALL)
+    lines = [line for block in blocks for line in block.splitlines()]
+    assert len(lines) > 10 and set(lines) <= set(script.splitlines())

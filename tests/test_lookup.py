@@ -3,6 +3,7 @@ an error that says why there is nothing."""
 
 import copy
 import pickle
+import re
 
 import equinox as eqx
 import jax
@@ -348,6 +349,23 @@ def test_an_index_that_selects_no_layer_of_a_stack(name, says):
         with pytest.raises(UnknownSowError) as info:
             ask()
         assert str(info.value).endswith(says)
+
+
+@pytest.mark.parametrize("model", [STACK, LIST])
+@pytest.mark.parametrize(
+    "name, close",
+    [
+        ("blocks", "m/blocks/*"),
+        ("m/block", "m/blocks/*"),
+        ("blocks/mpl", "m/blocks/*/mlp"),
+    ],
+)
+def test_what_is_close_to_a_name_without_an_index_is_all_layers(model, name, close):
+    _, got = S(lambda m, x: m(x), capture=True)(model, X)
+    says = re.escape(f"Did you mean {close!r}")
+    with pytest.raises(KeyError, match=says) as info:
+        got[name]
+    assert not re.search(r"\d", str(info.value).split("Did you mean")[1])
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """One model and one task in several libraries: an MLP, the values of all its hidden
 layers, and the gradients there.
 
+`hooks` is another task, a sweep of patches in PyTorch.
+
 What is not installed is left out. None of these is needed elsewhere: `pip install flax
 penzai tesseract-core tesseract-jax` next to eqx_sow. (Released versions of penzai and
 tesseract-jax may need an older JAX, and then Python 3.11.)
@@ -14,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import jax.random as jr
+import numpy as np
 from eqx_sow import save_intermediates, sow
 
 from tests.helpers import thread
@@ -220,6 +223,49 @@ def penzai(ws, x):
 
     read = lambda out: [v.value for v in out[1]]
     return Way(forward, None, (model, variables, x), read, None)
+
+
+def hooks(blocks, new, x):
+    """A function that runs the blocks of `run.Heads` in PyTorch, once for each layer
+    and position at which a hook puts `new`; or `None` if PyTorch is not installed."""
+    try:
+        import torch
+    except ImportError:
+        return None
+    torch.set_num_threads(1)
+    there = lambda a: torch.tensor(np.asarray(a))
+    start, new = there(x), there(new)
+
+    class Block(torch.nn.Module):
+        def __init__(self, split, merge):
+            super().__init__()
+            self.split, self.merge = split, merge
+
+        def forward(self, x):
+            q, k, v = torch.einsum("nd,kdhf->khnf", x, self.split)
+            z = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+            return x + torch.tanh(torch.einsum("hnf,hfd->nd", z, self.merge))
+
+    weights = zip(there(blocks.split), there(blocks.merge))
+    model = torch.nn.Sequential(*(Block(*w) for w in weights))
+
+    def patched(layer, position):
+        def hook(module, args, out):
+            out = out.clone()
+            out[position] = new[layer, position]
+            return out
+
+        handle = model[layer].register_forward_hook(hook)
+        try:
+            return float((model(start) ** 2).mean())
+        finally:
+            handle.remove()
+
+    @torch.no_grad()
+    def all_of_them():
+        return [patched(*at) for at in np.ndindex(new.shape[:2])]
+
+    return all_of_them
 
 
 PEERS = {

@@ -721,6 +721,74 @@ def sweeps(table: Table, repeats: int):
     table.row("compilations for all of them, one by one", at_most="1", ratio=count)
 
 
+def _outputs(mark, blocks, x):
+    body = lambda x, block: (mark(block(x, unmarked), "block"), None)
+    return jnp.mean(lax.scan(body, x, blocks)[0] ** 2)
+
+
+def _moved(value, i, new, layer, position):
+    here = (i == layer) & (jnp.arange(len(value)) == position)
+    return jnp.where(here[:, None], new[i], value)
+
+
+def _planted_position(layer, position, blocks, new, x):
+    put = lambda value, index: _moved(value, *index, new, layer, position)
+    fn = ft.partial(_outputs, sow)
+    return plant(fn, {"block": put}, with_index=True)(blocks, x)
+
+
+def _edited_position(layer, position, blocks, new, x):
+    def body(x, at):
+        i, block = at
+        return _moved(block(x, unmarked), i, new, layer, position), None
+
+    layers = jnp.arange(len(new), dtype=jnp.int32)
+    return jnp.mean(lax.scan(body, x, (layers, blocks))[0] ** 2)
+
+
+def positions(table: Table, repeats: int):
+    layers, length, width, heads = 30, 13, 128, 4
+    table.section(
+        f"The outputs of {layers} layers replaced at {length} positions: "
+        "one program with `plant` against",
+        *TIMES,
+    )
+    keys = jr.split(jr.key(0), layers)
+    blocks = eqx.filter_vmap(lambda key: Heads(width, heads, key))(keys)
+    x, other = jr.normal(jr.key(1), (2, length, width))
+    new = S(ft.partial(_outputs, sow))(blocks, other)[1]["block"]["primal"]
+    args = blocks, new, x
+    every = [np.arange(n, dtype=np.int32) for n in (layers, length)]
+
+    over_positions = lambda fn: jax.vmap(fn, (None, 0, None, None, None))
+    over_layers = lambda fn: jax.vmap(fn, (0, None, None, None, None))
+    planted, edited = (
+        compiled(over_layers(over_positions(fn)), *every, *args)
+        for fn in (_planted_position, _edited_position)
+    )
+    one = compiled(_edited_position, np.int32(0), np.int32(0), *args)
+    row = compiled(over_positions(_edited_position), np.int32(0), every[1], *args)
+    ways = {
+        "one program, edited by hand": lambda: edited(*every, *args),
+        "one by one, edited by hand": lambda: [
+            one(*at, *args) for at in it.product(*every)
+        ],
+        "layer by layer, edited by hand, positions by `vmap`": lambda: [
+            row(layer, every[1], *args) for layer in every[0]
+        ],
+    }
+    if hooks := peers.hooks(blocks, new, x):
+        ways["one by one, by PyTorch's hooks"] = hooks
+    want = np.asarray(planted(*every, *args))
+    for what, way in ways.items():
+        got = np.array(way(), np.float32).reshape(want.shape)
+        assert_close(got, want, rtol=1e-3)
+        aim = "1.05" if what.startswith("one program") else ""
+        table.times(what, aim, lambda: planted(*every, *args), way, repeats)
+    if hooks is None:
+        table.say("Not installed, so left out: PyTorch's hooks.")
+
+
 # --- Whole batches --------------------------------------------------------------------
 
 
@@ -1049,6 +1117,7 @@ SECTIONS = {
     "memory": memory,
     "storing": storing,
     "sweeps": sweeps,
+    "positions": positions,
     "batches": batches,
     "tables": tables,
     "watching": watching,
