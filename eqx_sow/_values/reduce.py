@@ -122,8 +122,9 @@ class Last(Reducer):
     The backward pass of a scan runs from its end, so `Last` of a cotangent gives
     iteration 0.
 
-    The shape and dtype are as at the mark, with leading axes for `vmap`s and none for
-    loops. If the mark never ran, the value is zeros.
+    The shape and dtype are as at the mark, with leading axes for `vmap`s and for the
+    layers of a stack, and none for other loops. If the mark never ran, the value is
+    zeros.
 
     !!! example
 
@@ -183,8 +184,9 @@ class Fold(Reducer):
     """Accumulates `acc = fn(acc, value)` over all executions in order, loops included,
     in memory that does not grow with the number of iterations.
 
-    Under `vmap` each lane (each example) has its own result, along a leading axis. If
-    the mark never ran, the result is `init`. A `sow` inside `fn` is not captured.
+    Under `vmap` each lane (each example) has its own result, along a leading axis, and
+    so has each layer of a stack. If the mark never ran, the result is `init`. A `sow`
+    inside `fn` is not captured.
 
     !!! example
 
@@ -278,12 +280,13 @@ class Buffer(Reducer):
 
     Use it for a `while_loop`, whose number of iterations is not known. For a value of
     shape `shape` at the mark, the result has the shape `(size, *shape)`, after leading
-    axes for `vmap`s, and the dtype of the value. It comes with a `"count"`, an int32:
-    how many executions there were. If there were fewer than `size`, the rest is zeros.
-    The backward pass runs backward, so `cotangent[:count][::-1]` is in the order of the
-    primals. If each value is followed by its derivative, as in a `while_loop` that
-    takes a gradient in some of its iterations, the two are in one order, with zeros for
-    values that have none. Any other order is an error.
+    axes for `vmap`s and for the layers of a stack, and the dtype of the value. It comes
+    with a `"count"`, an int32: how many executions there were. If there were fewer than
+    `size`, the rest is zeros. The backward pass runs backward, so
+    `cotangent[:count][::-1]` is in the order of the primals. If each value is followed
+    by its derivative, as in a `while_loop` that takes a gradient in some of its
+    iterations, the two are in one order, with zeros for values that have none. In any
+    other order they are an error.
 
     !!! example
 
