@@ -207,8 +207,9 @@ def plan(seed: int) -> Plan:
     without = ("plant cotangent", "plant inside", *ORDERED)
     maker.allow_derivatives = feature not in without
     maker.allow_runs = feature not in ("nested", *ORDERED)
-    # `jax.linearize` runs them twice, and Equinox makes none in a `shard_map`.
-    maker.allow_unknown = "linearize" not in words
+    # `jax.linearize` runs them twice, what is planted in one has no gradient, and
+    # Equinox makes none in a `shard_map`.
+    maker.allow_unknown = "linearize" not in words and feature != "plant inside"
     maker.allow_own = not any(w in thr.SHARDED for w in words)
     maker.has_lanes = any(w in thr.MAPS for w in words)
     # Lanes of Equinox's loops end together, and one lane by itself does not.
