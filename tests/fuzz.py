@@ -75,8 +75,15 @@ DOCUMENTED = {
 
 
 def _may_run_twice(the_plan: "Plan") -> bool:
-    """`jax.linearize` runs a loop of unknown length twice."""
-    return orc.has_while(the_plan.program) and "linearize" in the_plan.words
+    """`jax.linearize` runs a loop of unknown length twice. And in a loop of Equinox's
+    in a checkpoint, it is not told what repeats a function with a rule."""
+    nodes = [*orc.walk(the_plan.program)]
+    loops = [n for n in nodes if isinstance(n, orc.Own)]
+    with_rule = any(isinstance(n, orc.Rule) for x in loops for n in orc.walk(x))
+    calls = [n.how for n in nodes if isinstance(n, orc.Call)]
+    kept = {"checkpoint", "checkpoint_dots", *orc.POLICIES} & {*the_plan.words, *calls}
+    twice = orc.has_while(the_plan.program) and "linearize" in the_plan.words
+    return twice or (with_rule and bool(kept))
 
 
 def documented(error: Exception, the_plan: "Plan") -> str | None:

@@ -226,7 +226,12 @@ def threaded(program, edits=Edits(), derivative=None):
             # It comes to the first step last.
             c, taken, _ = last_step(step, v, n, extra, orc.names(body))
             return c, taken
-        return each_step(step, v, n, extra)
+        if node.loop != "fori":
+            return each_step(step, v, n, extra)
+        # Its iteration 0 is of the last step.
+        turned = lambda tree: jtu.tree_map(lambda x: x[::-1], tree)
+        c, taken = each_step(step, v, n, turned(extra))
+        return c, turned(taken)
 
     def each_step(step, v, n, extra):
         """A loop of which the marks of each step are taken."""
