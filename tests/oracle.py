@@ -1040,6 +1040,11 @@ def has_while(node) -> bool:
     )
 
 
+def has_gradient(node) -> bool:
+    """Whether the program takes a gradient itself."""
+    return any(isinstance(n, Grad | Beside) for n in walk(node))
+
+
 FORWARD, REVERSE = "jvp", "vjp"
 
 

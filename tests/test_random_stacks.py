@@ -35,12 +35,8 @@ def _kinds(node):
         kind = n.loop if isinstance(n, orc.Again) else kind
         kind = "twice" if isinstance(n, orc.Grad) and n.twice else kind
         yield type(n).__name__, kind
-        if isinstance(n, orc.Cond) and any(map(_has_gradient, n.branches)):
+        if isinstance(n, orc.Cond) and any(map(orc.has_gradient, n.branches)):
             yield "Cond", "with a gradient"
-
-
-def _has_gradient(node):
-    return any(isinstance(n, orc.Grad | orc.Beside) for n in orc.walk(node))
 
 
 def test_what_is_drawn():
