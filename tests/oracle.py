@@ -584,6 +584,18 @@ def names(node) -> set[str]:
     return found - {None}
 
 
+def only_backward(node) -> set[str]:
+    """Of all that may be captured from a program that is differentiated, what its
+    backward pass alone runs."""
+    found = set()
+    for n in walk(node):
+        if isinstance(n, Again) and n.loop != "whole":
+            found |= names(as_scan(n))
+        elif isinstance(n, Rule):
+            found |= {f"{n.name}{end}" for end in ("_rule", "_ct")}
+    return found
+
+
 def without_marks(node):
     return _renamed(node, lambda name: None)
 
@@ -1028,6 +1040,11 @@ def has_while(node) -> bool:
     )
 
 
+def has_gradient(node) -> bool:
+    """Whether the program takes a gradient itself."""
+    return any(isinstance(n, Grad | Beside) for n in walk(node))
+
+
 FORWARD, REVERSE = "jvp", "vjp"
 
 
@@ -1168,8 +1185,10 @@ class Generator:
             case "again":
                 loop = self.pick("whole", "scan", "fori", "while")
                 name = self.name()
+                # A loop that is run anew as a whole is another one.
                 with self.inside():
-                    return Again(name, loop, self.seq(inner), max(length, 1))
+                    body = self.seq_in(inner, unknown=loop != "whole")
+                return Again(name, loop, body, max(length, 1))
             case "gradient":
                 with self.inside(REVERSE, once=True):
                     return Grad(False, self.seq(inner))

@@ -552,6 +552,25 @@ def test_a_function_from_vjp_that_is_called_twice():
     assert got["d"]["cotangent"] == (3.0, 5.0, 7.0)
 
 
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint])
+def test_gradients_of_a_function_from_vjp_that_is_called_twice(wrap):
+    """Those of each cotangent stand where it does."""
+
+    def f(x):
+        pull = jax.vjp(lambda x: sow(jnp.sin(x), "h") * x, x)[1]
+        return jnp.tanh(pull(1.0)[0]) + 0.3 * pull(2.0)[0] ** 2 + pull(3.0)[0]
+
+    def by_hand(eps, x):
+        cts = [(w * x + e, w) for w, e in zip((1.0, 2.0, 3.0), eps, strict=True)]
+        a, b, c = (ct * jnp.cos(x) + w * jnp.sin(x) for ct, w in cts)
+        return jnp.tanh(a) + 0.3 * b**2 + c, [ct for ct, _ in cts]
+
+    want, cotangents = jax.grad(by_hand, has_aux=True)((0.0,) * 3, 0.5)
+    got = S(jax.grad(wrap(f)), reduce=Append())(0.5)[1]["h"]
+    close(jnp.stack(got["cotangent"]), cotangents)
+    close(jnp.stack(got["cotangent.cotangent"]), want)
+
+
 @pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint, eqx.filter_jit])
 def test_layers_in_a_python_loop_that_share_a_jitted_function(wrap):
     d = wrap(_square)

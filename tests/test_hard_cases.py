@@ -1411,7 +1411,8 @@ def _solved(x):
 def test_rules_in_a_loop_that_a_backward_pass_runs_again(fn, call):
     loop = lambda x: _in_a_loop(lambda x: 2 * fn(x), x)
     grad = jax.grad(lambda x: loop(x).sum())
-    for f, x in ((grad, X), (jax.vmap(grad), X[None])):
+    kept = jax.grad(jax.checkpoint(lambda x: loop(x).sum()))
+    for f, x in ((grad, X), (jax.vmap(grad), X[None]), (kept, X)):
         _, got = call(S(f, reduce=Last()), x)
         close(jnp.reshape(got["a"]["primal"], X.shape), jnp.sin(2 * jnp.sin(X)))
         close(jnp.squeeze(got["a"]["count"]), 2)

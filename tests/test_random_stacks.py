@@ -1,12 +1,14 @@
 """Random programs with all features, under stacks of four transformations, against the
 same programs with their values threaded out by hand. See tests/fuzz.py."""
 
+import collections
 import os
 
 import jax
 import jax.tree_util as jtu
 import pytest
 from eqx_sow import sow
+from eqx_sow._walk import repetitions, table
 
 from tests import fuzz, oracle as orc
 
@@ -24,6 +26,67 @@ _SLOW = [pytest.param(s, marks=pytest.mark.slow) for s in (*range(2), *range(4, 
 @pytest.mark.parametrize("seed", [*_DEFAULT, *_SLOW])
 def test_random_stack(seed):
     _check(seed)
+
+
+def _kinds(node):
+    """What a program is made of, with the kinds of loops and of gradients."""
+    for n in orc.walk(node):
+        kind = getattr(n, "how", None) if isinstance(n, orc.Own) else None
+        kind = n.loop if isinstance(n, orc.Again) else kind
+        kind = "twice" if isinstance(n, orc.Grad) and n.twice else kind
+        yield type(n).__name__, kind
+        if isinstance(n, orc.Cond) and any(map(orc.has_gradient, n.branches)):
+            yield "Cond", "with a gradient"
+
+
+def test_what_is_drawn():
+    """Each of these in a few of two hundred programs."""
+    n = collections.Counter()
+    for seed in range(200):
+        n.update(set(_kinds(fuzz.plan(seed).program)))
+    loops = "bounded", "lax", "checkpointed", "one checkpoint", "scan"
+    for kind in (
+        *(("Own", how) for how in loops),
+        ("Grad", None),
+        ("Grad", "twice"),
+        ("Beside", None),
+        ("Cond", "with a gradient"),
+    ):
+        assert n[kind] >= 5, n
+    assert sum(n["Again", loop] for loop in ("whole", "scan", "fori", "while")) >= 10, n
+
+
+# A gradient of each of Equinox's loops with checkpoints, and of a function whose `bwd`
+# has a loop of its own.
+_MARKED = orc.Seq((orc.Op(0, 1.2), orc.Sow("h", "dict"), orc.Op(3, 0.7)))
+_LOOPS = {
+    **{
+        how: orc.Own(how, "length", _MARKED, 3)
+        for how in ("checkpointed", "one checkpoint", "scan")
+    },
+    **{
+        f"bwd {loop}": orc.Again("f", loop, _MARKED, 3)
+        for loop in ("whole", "scan", "while")
+    },
+}
+
+
+@pytest.mark.parametrize("loop", _LOOPS)
+def test_a_backward_pass_with_a_loop_of_its_own(loop):
+    program = orc.Seq((_LOOPS[loop], orc.Op(0, 0.9)))
+    assert fuzz.check(fuzz.Plan(2, program, ("grad",), 1, "none", False)) == "values"
+
+
+@pytest.mark.parametrize("how", ["one checkpoint", "scan"])
+def test_another_iteration_is_found(how, monkeypatch):
+    """As if the backward pass began with the first one."""
+    directions = repetitions.directions
+    forward = lambda *args: tuple(d and False for d in directions(*args))
+    monkeypatch.setattr(table, "directions", forward)
+    program = orc.Seq((_LOOPS[how], orc.Op(0, 0.9)))
+    a_plan = fuzz.Plan(2, program, ("grad",), 1, "none", False)
+    with pytest.raises(fuzz.Wrong, match="h cotangent"):
+        fuzz.check(a_plan)
 
 
 def _scaled(value, name, **options):

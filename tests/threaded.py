@@ -207,7 +207,10 @@ def threaded(program, edits=Edits(), derivative=None):
 
         if node.how == "bounded":
             return each_step(step, v, n, extra)
-        c, taken, ys = last_step(step, v, range(n), extra)
+        # Iterations of the backward pass begin with the last one.
+        is_back = derivative == "vjp" and node.how != "lax"
+        backward = orc.only_backward(node.body) if is_back else ()
+        c, taken, ys = last_step(step, v, n, extra, backward)
         return (c + (ys * orc._weights(n)).sum() if is_scan else c), taken
 
     def again(node, v, extra):
@@ -221,9 +224,14 @@ def threaded(program, edits=Edits(), derivative=None):
 
         if node.loop == "while":
             # It comes to the first step last.
-            c, taken, _ = last_step(step, v, range(n), extra, backward=True)
+            c, taken, _ = last_step(step, v, n, extra, orc.names(body))
             return c, taken
-        return each_step(step, v, n, extra)
+        if node.loop != "fori":
+            return each_step(step, v, n, extra)
+        # Its iteration 0 is of the last step.
+        turned = lambda tree: jtu.tree_map(lambda x: x[::-1], tree)
+        c, taken = each_step(step, v, n, turned(extra))
+        return c, turned(taken)
 
     def each_step(step, v, n, extra):
         """A loop of which the marks of each step are taken."""
@@ -236,9 +244,9 @@ def threaded(program, edits=Edits(), derivative=None):
 
         return lax.scan(one, v, (jnp.arange(n), extra), length=n)
 
-    def last_step(step, v, steps, extra, backward=False):
-        """A loop of which, of each mark, the last step in which it runs is taken. Only
-        there are zeros added."""
+    def last_step(step, v, n, extra, backward):
+        """A loop of which, of each mark, the last step in which it runs is taken, or,
+        of those that run `backward`, the first one. Only there are zeros added."""
         eps = {k: x for k, x in extra.items() if k[1].startswith("eps")}
         rest = {k: x for k, x in extra.items() if k not in eps}
 
@@ -253,7 +261,7 @@ def threaded(program, edits=Edits(), derivative=None):
                     k: jnp.where(ran, x, 0) if _counts(k) else x for k, x in now.items()
                 }
                 is_new = {
-                    k[0]: (x > 0) & (last[k] < 0) if backward else x > 0
+                    k[0]: (x > 0) & ((last[k] < 0) | (k[0] not in backward))
                     for k, x in now.items()
                     if _counts(k)
                 }
@@ -267,7 +275,7 @@ def threaded(program, edits=Edits(), derivative=None):
                 return (c, after, last), c.sum()
 
             state = v, start, last
-            (c, taken, last), ys = lax.scan(one, state, jnp.array([*steps]))
+            (c, taken, last), ys = lax.scan(one, state, jnp.arange(n))
             return c, taken, ys, last
 
         if not eps:

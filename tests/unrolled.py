@@ -4,6 +4,7 @@ anything else does, and two programs have most of their operations in common."""
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
@@ -99,6 +100,11 @@ def _compiled(eqn, *ins):
     return jax.jit(lambda *ins: [*_bind(eqn, *ins)])(*ins)
 
 
+def _of_equinox(eqn, *ins):
+    """Its primitives use the methods of JAX's arrays."""
+    return _bind(eqn, *map(jnp.asarray, ins))
+
+
 def _broadcast(eqn, x, *_):
     shape, dims = eqn.params["shape"], eqn.params["broadcast_dimensions"]
     x = np.asarray(x)
@@ -131,6 +137,7 @@ _RULES = {
     "broadcast_in_dim": _broadcast,
     "select_n": _select,
     "shard_map": _compiled,
+    **dict.fromkeys(("maybe_set", "select_if_vmap"), _of_equinox),
     "add": _numpy(lambda x, y, _: np.add(x, y)),
     "add_any": _numpy(lambda x, y, _: np.add(x, y)),
     "mul": _numpy(lambda x, y, _: np.multiply(x, y)),

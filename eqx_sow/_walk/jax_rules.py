@@ -378,8 +378,33 @@ def _linearize_checkpoint(rule, is_vjp, *args, **params):
 
 @_wrap(pe.partial_eval_jaxpr_custom_rules, prims.while_p)
 def _checkpoint_while(rule, *args):
-    with _listening_with(in_while=True):
+    with _listening_with(in_while=True), _nothing_saved():
         return rule(*args)
+
+
+@contextlib.contextmanager
+def _nothing_saved():
+    """JAX saves what an equation with an effect returns, if it has no rule for it, such
+    as for a call of a `jax.custom_jvp` function with a mark inside. A `while_loop` has
+    no room for that. So here they have a rule."""
+    table = pe.partial_eval_jaxpr_custom_rules
+    new = [p for p in rules if p is not None and p not in table]
+    table.update(dict.fromkeys(new, _computed_again))
+    try:
+        yield
+    finally:
+        for primitive in new:
+            table.pop(primitive, None)
+
+
+def _computed_again(saveable, unknown, instantiated, eqn):
+    del saveable
+    every = [True] * len(eqn.outvars)
+    pairs = zip(eqn.invars, instantiated)
+    missing = [x for x, i in pairs if not i and isinstance(x, jexc.Var)]
+    if any(unknown):
+        return None, eqn, every, every, missing
+    return eqn, eqn, [False] * len(every), every, missing
 
 
 @kept_with_jaxpr

@@ -93,7 +93,11 @@ def _of_derivatives(
         of, other = x.known.of, y.known.of
         return _are_exclusive(x, y) or bool(of and other and of.isdisjoint(other))
 
-    for x in mine:
+    # If the function is called twice, and a gradient is taken of both, what belongs to
+    # the second call comes first.
+    *inner, last = mine[0].mark.site.modes
+    turned = last == "cotangent" and any(mode != "primal" for mode in inner)
+    for x in reversed(mine) if turned else mine:
         run, may_be = _repeated(x, number)
         if run is not None and all(are_apart(x, y) for y in taken[run]):
             taken[run].append(x)
