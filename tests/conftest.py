@@ -96,6 +96,15 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+@pytest.fixture
+def all_objects():
+    """`gc.get_objects` has those of the modules as well."""
+    gc.unfreeze()
+    yield gc.get_objects
+    gc.collect()
+    gc.freeze()
+
+
 def _same(x, y):
     assert not is_literal(x) and not is_literal(y)
     if eqx.is_array(x) and not jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
