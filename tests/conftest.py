@@ -1,4 +1,5 @@
 import os
+import pathlib
 
 
 # Before jax is imported: eight devices for the sharded programs.
@@ -42,6 +43,10 @@ def pytest_configure(config):
 # By default, other cases run with the oldest JAX than with later ones.
 _DRAWN = 0 if jax.__version_info__ < (0, 11) else 1
 
+# A file of the cases that have passed, to which a run adds its own. The marks of a run
+# are those of the file before it.
+_PASSED = pathlib.Path(os.environ.get("EQX_SOW_PASSED", os.devnull))
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
@@ -52,9 +57,12 @@ def pytest_collection_modifyitems(items):
 
     Which it is of the first `n` cases depends on how long the name of the test is, and
     it is the next one in the next `n`. So both of `plain` and `jit` run, of one test or
-    of another. With the oldest JAX it is another one than with later ones, with which
-    that one has the mark `oldest`, too: a case that has run with the one need not run
-    with the other. A case chosen by its whole name is the only one, and runs."""
+    of another. With the oldest JAX it is another one than with later ones. A case that
+    is chosen by its whole name is the only one, and runs.
+
+    What is in the file `EQX_SOW_PASSED` has the mark `passed`, if it is of the `rest`:
+    what has run with the oldest JAX need not run with the newest as well."""
+    passed = set(_PASSED.read_text().splitlines()) if _PASSED.exists() else ()
     tests = defaultdict(list)
     for item in items:
         if not any(map(item.get_closest_marker, ("every", "fuzz", "types"))):
@@ -70,12 +78,29 @@ def pytest_collection_modifyitems(items):
                 case.add_marker("every")
             elif not slow and place != _DRAWN % n:
                 case.add_marker("rest")
-                if place == 0:
-                    case.add_marker("oldest")
+                if case.nodeid in passed:
+                    case.add_marker("passed")
+
+
+def pytest_runtest_logreport(report):
+    # The workers tell the main process.
+    if report.when == "call" and report.passed:
+        if "PYTEST_XDIST_WORKER" not in os.environ:
+            with _PASSED.open("a") as file:
+                print(report.nodeid, file=file)
 
 
 def pytest_collection_finish():
     """What the modules have made stays, and no `gc.collect` of a test looks at it."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture
+def all_objects():
+    """`gc.get_objects` has those of the modules as well."""
+    gc.unfreeze()
+    yield gc.get_objects
     gc.collect()
     gc.freeze()
 

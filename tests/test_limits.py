@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import gc
 import importlib
 import inspect
 import itertools as it
@@ -586,12 +585,14 @@ def _holds(primitive):
     return False
 
 
-def test_every_primitive_of_jax_that_holds_a_function_has_a_rule_or_a_limit():
+def test_every_primitive_of_jax_that_holds_a_function_has_a_rule_or_a_limit(
+    all_objects,
+):
     for name in ("fused", "compute_on", "overlap", "thunky", "sparse"):
         with contextlib.suppress(ImportError):
             importlib.import_module(f"jax.experimental.{name}")
     every = [
-        x for x in gc.get_objects() if isinstance(x, jexc.Primitive) and _is_of_jax(x)
+        x for x in all_objects() if isinstance(x, jexc.Primitive) and _is_of_jax(x)
     ]
     holding = {x for x in every if _holds(x)}
     known = {p for p in interpreter.rules if p is not None}
