@@ -162,11 +162,13 @@ class Plan:
 def of_form(value, depth=0):
     """The arrays of such a tree, stacked whatever its form."""
     if isinstance(value, Net):
-        return of_form(value.stages), jax.tree.leaves(value.head)
+        # Of a stack of stages, the lists within have their axis behind that.
+        depth = int(isinstance(value.stages, Stage))
+        return of_form(value.stages, depth), jax.tree.leaves(value.head)
     if isinstance(value, Stage):
         return of_form(value.blocks, depth)
     if isinstance(value, list) and value and isinstance(value[0], eqx.Module):
-        each = [of_form(x, depth) for x in value]
+        each = [of_form(x) for x in value]
         return jax.tree.map(lambda *xs: jnp.stack(xs, depth), *each)
     if isinstance(value, eqx.Module):
         if isinstance(value, Block | eqx.nn.Linear):
@@ -279,7 +281,9 @@ class Case:
     def with_layers_first(self, pattern, entry, names, n_gone=0):
         """An entry as lists have it. Of a whole stack it is the value as it is, with
         the axes that come from outside in front."""
-        n_stars = names[0].count("*") if len(names) == 1 and "*" in pattern else 0
+        n_digits = lambda name: sum(map(str.isdigit, name.split("/")))
+        is_whole = len(names) == 1 and n_digits(names[0]) == n_digits(pattern)
+        n_stars = names[0].count("*") if is_whole and "*" in pattern else 0
         n = self.n_in_front - n_gone
         places = [n + i for i in range(n_stars)]
         first = lambda a: jnp.moveaxis(a, places, range(n_stars))
