@@ -442,6 +442,21 @@ def test_an_array_for_all_layers_is_said_to_be_of_another_shape():
         plant(plan, {"stages/*/attn": jnp.ones((2, 2))}, capture=True)(plan.lists, X)
 
 
+@pytest.mark.parametrize("form", ["list", "scan"])
+def test_values_for_each_run_of_all_layers(form):
+    plan = Plan((3,), "twice")
+    name, m = "stages/*/attn", plan.net(form)
+    first, second = S(plan, capture=True)(m, X)[1][name]["primal"]
+    values = [{f"stages/{i}/attn": (None, 2 * second[i]) for i in range(3)}]
+    values += [{name: (None, 2 * second)}]
+    want, got = (plant(plan, x, capture=True)(m, X) for x in values)
+    _same(got, want)
+    # As many as there are runs.
+    for wrong in ((first,), (first, second, second)):
+        with pytest.raises(SowError, match="attn"):
+            plant(plan, {name: wrong}, capture=True)(m, X)
+
+
 @pytest.mark.sample(6)
 @pytest.mark.parametrize("case", _cases(3))
 def test_transform_and_spec(case):
