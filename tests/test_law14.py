@@ -162,11 +162,13 @@ class Plan:
 def of_form(value, depth=0):
     """The arrays of such a tree, stacked whatever its form."""
     if isinstance(value, Net):
-        return of_form(value.stages), jax.tree.leaves(value.head)
+        # Of a stack of stages, the lists within have their axis behind that.
+        depth = int(isinstance(value.stages, Stage))
+        return of_form(value.stages, depth), jax.tree.leaves(value.head)
     if isinstance(value, Stage):
         return of_form(value.blocks, depth)
     if isinstance(value, list) and value and isinstance(value[0], eqx.Module):
-        each = [of_form(x, depth) for x in value]
+        each = [of_form(x) for x in value]
         return jax.tree.map(lambda *xs: jnp.stack(xs, depth), *each)
     if isinstance(value, eqx.Module):
         if isinstance(value, Block | eqx.nn.Linear):
@@ -287,7 +289,9 @@ class Case:
     def with_layers_first(self, pattern, entry, names, n_gone=0):
         """An entry as lists have it. Of a whole stack it is the value as it is, with
         the axes that come from outside in front."""
-        n_stars = names[0].count("*") if len(names) == 1 and "*" in pattern else 0
+        n_digits = lambda name: sum(map(str.isdigit, name.split("/")))
+        is_whole = len(names) == 1 and n_digits(names[0]) == n_digits(pattern)
+        n_stars = names[0].count("*") if is_whole and "*" in pattern else 0
         n = self.n_in_front - n_gone
         places = [n + i for i in range(n_stars)]
         first = lambda a: jnp.moveaxis(a, places, range(n_stars))
@@ -444,6 +448,21 @@ def test_an_array_for_all_layers_is_said_to_be_of_another_shape():
     )
     with pytest.raises(SowError, match=said):
         plant(plan, {"stages/*/attn": jnp.ones((2, 2))}, capture=True)(plan.lists, X)
+
+
+@pytest.mark.parametrize("form", ["list", "scan"])
+def test_values_for_each_run_of_all_layers(form):
+    plan = Plan((3,), "twice")
+    name, m = "stages/*/attn", plan.net(form)
+    first, second = S(plan, capture=True)(m, X)[1][name]["primal"]
+    values = [{f"stages/{i}/attn": (None, 2 * second[i]) for i in range(3)}]
+    values += [{name: (None, 2 * second)}]
+    want, got = (plant(plan, x, capture=True)(m, X) for x in values)
+    _same(got, want)
+    # As many as there are runs.
+    for wrong in ((first,), (first, second, second)):
+        with pytest.raises(SowError, match="attn"):
+            plant(plan, {name: wrong}, capture=True)(m, X)
 
 
 @pytest.mark.sample(9)

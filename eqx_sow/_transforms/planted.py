@@ -6,7 +6,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
@@ -247,7 +246,11 @@ class _Part(NamedTuple):
 
     def has_axes(self, value: Any, n: int) -> bool:
         """Whether a value has so many axes for layers."""
-        for x, entry in self._runs(value):
+        runs = self._runs(value)
+        n_runs = sum(x is not None for x in value) if self._is_of_runs(value) else 1
+        if len(runs) != n_runs:
+            return False
+        for x, entry in runs:
             form = entry.site.form
             leaves, treedef = jtu.tree_flatten(x)
             if Const(treedef) != form.treedef:
@@ -280,9 +283,9 @@ class _Part(NamedTuple):
                 if leaf is OPERAND:
                     places, shape = next(axes)
                     check(x, shape)
-                    x, of_jax = x[index], isinstance(x, jax.Array)
-                    move: Any = jnp.moveaxis if of_jax else np.moveaxis
-                    x = move(x, range(len(places)), places) if places else x
+                    x = x[index]
+                    move: Any = np if isinstance(x, np.ndarray) else jnp
+                    x = move.moveaxis(x, range(len(places)), places) if places else x
                 new.append(x)
             return jtu.tree_unflatten(treedef, new)
 
