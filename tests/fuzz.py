@@ -567,9 +567,7 @@ def _tree(kind, leaves):
 
 
 def _check_planted(run, name, new, edits, extra=None, mode="primal"):
-    inside = any(
-        isinstance(n, orc.Grad | orc.Beside) for n in orc.walk(run.ref.program)
-    )
+    inside = orc.has_gradient(run.ref.program)
     if (run.plan.derivatives or inside) and _has_grad(run):
         # What is planted then has two derivatives, one of each kind.
         return False
