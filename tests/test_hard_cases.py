@@ -1754,7 +1754,8 @@ def test_a_rule_that_has_another_value_than_the_function():
     assert jax.jvp(lambda x: S(rounded)(x)[0], (0.7,), (1.0,)) == plain
 
 
-def test_nested_loops_that_a_backward_pass_runs_again():
+@pytest.mark.parametrize("keep", [jax.checkpoint, lambda f: f])
+def test_nested_loops_that_a_backward_pass_runs_again(keep):
     def loop(body, x):
         step = lambda c: (c[0] + 1, body(c[1]))
         return eqxi.while_loop(
@@ -1762,7 +1763,7 @@ def test_nested_loops_that_a_backward_pass_runs_again():
         )[1]
 
     inner = lambda x: loop(lambda x: sow(jnp.sin(x), "a"), x)
-    _, captured = S(jax.grad(lambda x: loop(inner, x)))(0.5)
+    _, captured = S(jax.grad(keep(lambda x: loop(inner, x))))(0.5)
     close(captured["a"]["primal"], np.sin(np.sin(np.sin(np.sin(0.5)))))
     close(captured["a"]["count"], 4)
 
