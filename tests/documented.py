@@ -146,8 +146,10 @@ DOCUMENTED = {
             "test_errors.py::test_a_gradient_that_may_be_that_of_either_of_two_modules"
         ],
         '"both mean"': ["test_patterns.py::test_two_keys_that_mean_one_mark"],
-        '"has a leaf … where … is marked", "has the structure" (`plant`)': [
+        '"has a leaf … where … is marked", "is what all layers have together", "has the '
+        'structure" (`plant`)': [
             "test_misuse.py::test_misuse",
+            "test_law14.py::test_an_array_for_all_layers_is_said_to_be_of_another_shape",
             "test_plant.py::test_a_value_that_does_not_fit",
             "test_plant.py::test_a_function_whose_result_does_not_fit",
         ],
