@@ -98,7 +98,8 @@ def no_such_iteration(
     said = f" There is no such iteration of {one.name!r}"
     if not loops:
         return (
-            f"{said}, which is not in a loop of known length. If it runs several times "
+            f"{said}, which is not in a loop of known length. For a `while_loop`, "
+            "`reduce=eqx_sow.Buffer(n)` keeps iterations. If it runs several times "
             "in straight-line code, its value is a tuple: write "
             f"`intermediates[{one.name!r}]['primal'][{indices[-1]}]`. To give each run "
             'a name of its own, write `with eqx_sow.scope(f"step{i}"):` around it.'

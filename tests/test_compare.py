@@ -106,6 +106,19 @@ def test_finds_the_layer_in_a_list_and_in_a_stack(transform):
         assert compare(stacks[1], right).first is None
 
 
+@pytest.mark.parametrize("with_input", [False, True])
+def test_a_stack_is_compared_with_some_layers_of_another_library(with_input):
+    """A port has the outputs of the blocks, and not of what is in these."""
+    run = lambda m, x: m(sow(x, "x"))
+    _, mine = S(run, capture=True)(Stack(WRONG), X)
+    _, right = S(run, capture=Block)(_in_list(BLOCKS), X)
+    port = {
+        n: np.asarray(x) for n, x in right.primals.items() if with_input or n != "x"
+    }
+    assert compare(mine, port).first == ("m/blocks/2", "primal")
+    assert compare(port, mine).first == ("m/blocks/2", "primal")
+
+
 def test_cotangents_go_backward():
     def f(scale, x):
         for i in range(4):

