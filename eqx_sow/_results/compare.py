@@ -107,10 +107,10 @@ def compare(
         is compared with the primals. Keys may be those of `flat()`, as in a file
         (`numpy.savez`, safetensors, JSON): `"layers/0/cotangent"`. Leaves that `flat()`
         leaves out are not compared then. Arrays may be NumPy's, or anything that
-        `numpy.asarray` takes, such as PyTorch's detached tensors. If one of the two
-        has a stack of layers (`"blocks/*/attn"`) where the other has a list
+        `numpy.asarray` takes, such as PyTorch's detached tensors. If a capture has a
+        stack of layers (`"blocks/*/attn"`) where the other has a list
         (`"blocks/0/attn"`), the stack is taken apart, by
-        [`eqx_sow.Intermediates`][]`.unstack()`.
+        [`eqx_sow.Intermediates`][]`.unstack()`. For a file, do that before `flat()`.
     - `rtol`, `atol`: the tolerance. For bfloat16, whose numbers are 0.4 % apart, a
         `rtol` of `2e-2` and an `atol` of 1 % of the largest value are a start.
 

@@ -199,10 +199,10 @@ def plant(
         Names and globs are those of the option `names` of
         [`eqx_sow.save_intermediates`][]: `"blocks/*"` is the blocks, without what is in
         them, and `"h/3"` is one iteration of a loop, whose value has no axis for that
-        loop. Under a pattern you can plant what `intermediates[pattern]` is: of an
-        array `[layers, ...]`, each layer of a list gets its own entry. If several keys
-        match a mark, a name takes precedence over globs, and an earlier glob over a
-        later one.
+        loop. Under a pattern you can plant what `intermediates[pattern]` is, of a model
+        of the same kind: of an array `[layers, ...]`, each layer of a list gets its own
+        entry. If several keys match a mark, a name takes precedence over globs, and an
+        earlier glob over a later one.
 
         You can plant what `save_intermediates(model)` captured into a function of
         `model`, although the names lack the prefix `model/`, as long as only one model
