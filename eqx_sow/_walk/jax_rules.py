@@ -283,34 +283,24 @@ def _batch_while(rule, axis_data, args, dims, **params):
 
 
 def _guarded(axis_data, args, dims, params):
-    """The same while loop, with the sows in its body told whether they run.
-
-    If each lane is sure to have a predicate of its own, the loop carries that in front
-    of all else. So it is evaluated once in each iteration; JAX does so twice under a
-    vmap, to know whether to go on, and in which lanes."""
+    """The same while loop, with the sows in its body told whether they run: what it
+    takes, where the axes of the lanes are, and its parameters."""
     cond, body = params["cond_jaxpr"], params["body_jaxpr"]
     n = params["cond_nconsts"]
     m = n + params["body_nconsts"]
     going = jexc.jaxpr_as_fun(without(cond, PRINTS))
     run = Interpret(AddGuard(Guard()))(body)
-    carried = not cond.effects and is_lanewise(cond)
-
-    def guarded(*args):
-        consts, carry = args[:m], args[m:]
-        mask, *carry = carry if carried else (*going(*consts[:n], *carry), *carry)
-        outs, _ = run(Given(values=mask), *consts[n:], *carry)
-        if not carried:
-            return outs
-        # As under JAX's rule, the predicate sees a lane that has finished as it was.
-        new = [jax.lax.select_n(mask, x, y) for x, y in zip(carry, outs)]
-        return [*going(*consts[:n], *new), *outs]
-
-    consts, carry = body.in_avals[: m - n], body.in_avals[m - n :]
-    if carried:
+    told = lambda mask, *args: run(Given(values=mask), *args)[0]
+    carries = not cond.effects and is_lanewise(cond)
+    make = _carrying_predicate if carries else _evaluating_twice
+    guarded, carry = make(going, told, n, m), body.in_avals[m - n :]
+    if carries:
         carry = [*cond.out_avals, *carry]
-    body = jax.make_jaxpr(guarded)(*cond.in_avals[:n], *consts, *carry)
+    avals = *cond.in_avals[:n], *body.in_avals[: m - n], *carry
+    body = jax.make_jaxpr(guarded)(*avals)
+    # In front of its own constants, the body takes those of the predicate.
     params = {**params, "body_jaxpr": body, "body_nconsts": m}
-    if not carried:
+    if not carries:
         return [*args[:n], *args], [*dims[:n], *dims], params
     over = [*dims[:n], *dims[m:]]
     mapped = any(d is not None for d in over)
@@ -327,6 +317,31 @@ def _guarded(axis_data, args, dims, params):
     params = {**params, "cond_jaxpr": cond, "cond_nconsts": 0}
     args = [*args[:m], mask, *args[m:]]
     return args, [*dims[:m], 0 if mapped else None, *dims[m:]], params
+
+
+def _evaluating_twice(going, told, n, m):
+    """A body that evaluates the predicate once more, for the sows in it."""
+
+    def guarded(*args):
+        (mask,) = going(*args[:n], *args[m:])
+        return told(mask, *args[n:])
+
+    return guarded
+
+
+def _carrying_predicate(going, told, n, m):
+    """A body that carries the predicate in front of all else, if each lane is sure to
+    have one of its own. So it is evaluated once in each iteration; JAX does so twice
+    under a vmap, to know whether to go on, and in which lanes."""
+
+    def guarded(*args):
+        mask, *carry = args[m:]
+        outs = told(mask, *args[n:m], *carry)
+        # As under JAX's rule, the predicate sees a lane that has finished as it was.
+        new = [jax.lax.select_n(mask, x, y) for x, y in zip(carry, outs)]
+        return [*going(*args[:n], *new), *outs]
+
+    return guarded
 
 
 @_wrap(batching.fancy_primitive_batchers, prims.cond_p)

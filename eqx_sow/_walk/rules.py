@@ -133,46 +133,70 @@ def _with_derivative_of(interpret, given, jaxpr, k, args, original):
     the `original` ones, with their derivatives, and what was taken has its plain
     derivative. For `h` inside a `jax.custom_jvp` function `f`:
 
-        S(f)        runs `walked` alone, for the outputs of `f` as well
-        grad(S(f))  runs `f` with its rule for the outputs, and `quiet` for `h`
+        S(f)        runs `all_of_it` alone, for the outputs of `f` as well
+        grad(S(f))  runs `f` with its rule for the outputs, and `values_only` for `h`
 
-    `copy` chooses between the two, as JAX calls its rule only if it is differentiated.
+    A `jax.custom_jvp` function chooses between the two, as JAX calls its rule only if
+    it is differentiated.
     """
     handler = interpret.handler
-    differentiable = handler.differentiable
-    walked, inputs, treedef = interpret.staged(jaxpr, k, given, *args)
+    all_of_it, inputs, treedef = interpret.staged(jaxpr, k, given, *args)
     # If it is differentiated, outer transformations see the marks in the rule of the
     # original, and not those in here, in whatever equations these are.
     quietly = dc.replace(handler, has_outer=False)
     alone = Interpret(quietly, interpret.stages, interpret.plan)
-    quiet, same, _ = alone.staged(jaxpr, k, given, *args)
-    quiet = without(quiet, MARKS, in_rules=True)
-    # Computed out here, where JAX takes the plain derivative of it. But what `tap`
-    # sends, or a `transform` prints, must happen once, in `copy` or in its rule.
-    pure = without(quiet, PRINTS)
-    again = _compat.inline_or_call(pure, same) if differentiable else []
-    once = not differentiable or pure is not quiet
+    values_only, same, _ = alone.staged(jaxpr, k, given, *args)
+    values_only = without(values_only, MARKS, in_rules=True)
+    join = _differentiated if handler.differentiable else _sent
+    outs = join(handler, all_of_it, inputs, values_only, same, original)
+    return jtu.tree_unflatten(treedef, outs)
+
+
+def _sent(handler, all_of_it, inputs, values_only, same, original):
+    """For `tap`: what it sends must be sent once, with a derivative or without one, and
+    has none itself."""
+    del handler
 
     @jax.custom_jvp
-    def copy(inputs, original, again, same):
+    def copy(inputs, original, same):
         del original, same
-        # Without an outer transformation, `walked` and `quiet` are the same program,
-        # and `again` is what `quiet` has computed.
-        is_same = not (once or handler.has_outer)
-        return again if is_same else _compat.inline_or_call(walked, inputs)
+        return _compat.inline_or_call(all_of_it, inputs)
 
     @ft.partial(copy.defjvp, symbolic_zeros=True)
     def _(primals, tangents):
-        (_, original, again, same), (_, of_original, of_again, _) = primals, tangents
-        sent = _compat.inline_or_call(quiet, same) if once else []
-        if not differentiable:
-            again = sent
-            of_again = [SymbolicZero(jax.typeof(x).to_tangent_aval()) for x in again]
-        n = len(original)
-        return [*original, *again[n:]], [*of_original, *of_again[n:]]
+        (_, original, same), (_, of_original, _) = primals, tangents
+        taken = _compat.inline_or_call(values_only, same)[len(original) :]
+        zeros = [SymbolicZero(jax.typeof(x).to_tangent_aval()) for x in taken]
+        return [*original, *taken], [*of_original, *zeros]
 
-    same = same if once else []
-    return jtu.tree_unflatten(treedef, copy(inputs, original, again, same))
+    return copy(inputs, original, same)
+
+
+def _differentiated(handler, all_of_it, inputs, values_only, same, original):
+    """For what is saved, whose plain derivative JAX takes: so the values are computed
+    out here. But what a `transform` prints must be printed once, in `copy` or in its
+    rule."""
+    without_prints = without(values_only, PRINTS)
+    values = _compat.inline_or_call(without_prints, same)
+    prints = without_prints is not values_only
+
+    @jax.custom_jvp
+    def copy(inputs, original, values, same):
+        del original, same
+        if prints or handler.has_outer:
+            return _compat.inline_or_call(all_of_it, inputs)
+        # `all_of_it` is the same program as `values_only`.
+        return values
+
+    @ft.partial(copy.defjvp, symbolic_zeros=True)
+    def _(primals, tangents):
+        (_, original, values, same), (_, of_original, of_values, _) = primals, tangents
+        if prints:
+            _compat.inline_or_call(values_only, same)
+        n = len(original)
+        return [*original, *values[n:]], [*of_original, *of_values[n:]]
+
+    return copy(inputs, original, values, same if prints else [])
 
 
 @rule_for(jexc.primitives.custom_jvp_call_p)
