@@ -2,8 +2,8 @@
 
 import dataclasses as dc
 import itertools as it
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -201,66 +201,78 @@ def _at_site(
     captured: Site,
     old: Sequence[Any],
 ) -> list[Any]:
-    """The arrays of the value at a mark, `old`, from planted ones.
-
-    These have all lanes of what is `captured` there. The mark itself may have fewer: in
-    a vmap of 8 over which it does not vary, a planted `f32[8,3]` becomes `f32[3]`.
-    """
-    own = own_axes(
-        [a._replace(n_loops=0) for a in site.axes], [a for a in captured.axes if a.lane]
-    )
-    run, _ = running(site, guards)
-    if run is None:
-        run = np.ones((1,) * len(site.axes), bool)
-    run = aligned(run, own)
-
-    def without_the_same(x, varies):
-        """Without the axes of lanes that an operand does not vary over."""
-        of_own = iter(varies)
-        in_form = [is_own and next(of_own) for is_own in own]
-        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) and not all(in_form):
-            data = without_the_same(jax.random.key_data(x), varies)
-            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-        here = run
-        for k in [k for k, v in enumerate(in_form) if not v]:
-            if x.shape[k] > 1:
-                x = _one_along(x, here, k, site)
-            here = here.any(k, keepdims=True)
-        return as_operand(x, in_form)
-
+    """The arrays of the value at a mark, `old`, from planted ones, which have all lanes
+    of what is `captured` there."""
+    lanes = _Lanes.of(site, guards, captured)
     # A tangent that is zero is captured like any other, but the mark has no operand
     # for it.
     leaves = zip(site.form.leaves, captured.form.leaves)
     is_operand = [own is OPERAND for own, leaf in leaves if leaf is OPERAND]
     return [
         # Of no lanes there is nothing to plant.
-        sharded_like(without_the_same(x, varies), other) if x.size else other
+        sharded_like(lanes.pick(x, varies), other) if x.size else other
         for x, varies, other in zip(
             it.compress(arrays, is_operand), site.varies[len(guards) :], old
         )
     ]
 
 
-def _one_along(x: Any, run: Any, axis: int, site: Site) -> Any:
-    """A planted array, one of those along an axis of lanes. They must be the same,
-    which is checked while the program runs. `run` says in which lanes the mark runs: in
-    others, what was captured is zero."""
-    x, run = whole_along(x, axis), leading(whole_along(run, axis), x.ndim)
-    one = jnp.take_along_axis(x, jnp.argmax(run, axis, keepdims=True), axis)
-    if _compat.varying(one):
-        # A device that fails alone would leave the others waiting.
-        raise SowError(
-            f"`plant`: {site.said} has one value for all entries of an axis. Whether a "
-            "planted value varies along it cannot be checked in a `jax.shard_map`. "
-            "Plant a function."
+class _Lanes(NamedTuple):
+    """The lanes at a mark, among those of what is captured there: `own` says which of
+    their axes the mark has, and `run` in which lanes it runs."""
+
+    site: Site
+    own: Sequence[bool]
+    run: Any
+
+    @staticmethod
+    def of(site: Site, guards: Sequence[Any], captured: Site) -> "_Lanes":
+        lanes = [a for a in captured.axes if a.lane]
+        own = own_axes([a._replace(n_loops=0) for a in site.axes], lanes)
+        run, _ = running(site, guards)
+        if run is None:
+            run = np.ones((1,) * len(site.axes), bool)
+        return _Lanes(site, own, aligned(run, own))
+
+    def pick(self, x: Any, varies: Iterable[bool]) -> Any:
+        """A planted array as an operand of the mark, which may vary over fewer lanes:
+        in a vmap of 8 over which it does not vary, `f32[8,3]` becomes `f32[3]`."""
+        of_own = iter(varies)
+        kept = [is_own and next(of_own) for is_own in self.own]
+        if all(kept) or not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return self._along(x, kept)
+        data = self._along(jax.random.key_data(x), kept)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+
+    def _along(self, x: Any, kept: Sequence[bool]) -> Any:
+        """One array of those along each axis that is not `kept`. They must be the same
+        in the lanes that run, which is checked while the program runs: in others, what
+        was captured is zero."""
+        run = self.run
+        for axis in [k for k, is_kept in enumerate(kept) if not is_kept]:
+            if x.shape[axis] > 1:
+                x = self._one_along(x, run, axis)
+            run = run.any(axis, keepdims=True)
+        return as_operand(x, kept)
+
+    def _one_along(self, x: Any, run: Any, axis: int) -> Any:
+        x, run = whole_along(x, axis), leading(whole_along(run, axis), x.ndim)
+        one = jnp.take_along_axis(x, jnp.argmax(run, axis, keepdims=True), axis)
+        said = self.site.said
+        if _compat.varying(one):
+            # A device that fails alone would leave the others waiting.
+            raise SowError(
+                f"`plant`: {said} has one value for all entries of an axis. Whether a "
+                "planted value varies along it cannot be checked in a `jax.shard_map`. "
+                "Plant a function."
+            )
+        is_other = (x != one) & ~((x != x) & (one != one))
+        return eqx.error_if(
+            one,
+            jnp.any(run & is_other),
+            f"`plant`: at {said} the program has one value for all entries of an "
+            "axis: the planted value must not vary along it.",
         )
-    is_other = (x != one) & ~((x != x) & (one != one))
-    return eqx.error_if(
-        one,
-        jnp.any(run & is_other),
-        f"`plant`: at {site.said} the program has one value for all entries of an "
-        "axis: the planted value must not vary along it.",
-    )
 
 
 def _apply(fn: Callable, site: Site, values: Sequence[Any]) -> list[Any]:
