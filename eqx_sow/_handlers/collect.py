@@ -16,11 +16,11 @@ from .._values.modes import without_order
 from .._values.reduce import Append, IfSeveral, Reducer
 from .._walk.frame import Frame
 from .._walk.handler import check_clear, check_guarded, Given, Handler
-from .._walk.plan import Ask, NOTHING, Placed, planned, Row as PlanRow
+from .._walk.plan import Ask, NOTHING, Placed, planned, Wanted
 from .._walk.runs import Run
 from .._walk.sows import in_loop_of_backward_pass, is_of_unknown_length, Way
 from .asked import Asked, is_some, layer_in, leave, of_one, reached
-from .rows import Row, values_open_rows
+from .buffers import Buffered, values_open_rows
 
 
 _APPEND, _IF_SEVERAL = Append(), IfSeveral()
@@ -129,13 +129,13 @@ class Taking:
         derivatives would not belong together."""
         if not self.has_rows:
             return self
-        by_key: dict[Any, list[tuple[Row, Any]]] = {}
+        by_key: dict[Any, list[tuple[Buffered, Any]]] = {}
         for mark, site, at in asked:
             reducer = self.reducer(site.name)
             if reducer is None or not reducer.lead:
                 continue
             if not runs[mark.way].again and mark.holder is None:
-                row = Row(mark._replace(site=site), runs[mark.way])
+                row = Buffered(mark._replace(site=site), runs[mark.way])
                 by_key.setdefault(site.key, []).append((row, at))
         filled = set()
         for key, derivatives in by_key.items():
@@ -190,7 +190,7 @@ class Taking:
         # In many calls of one function, the sites are the same.
         takes: dict[int, tuple[Take | None, str, Any]] = {}
         numbers: dict[Any, int] = {}
-        rows: dict[Way, PlanRow] = {}
+        rows: dict[Way, Wanted] = {}
         slots: list[Slot] = []
         for mark, site, at in asked:
             if id(site) not in takes:
@@ -213,7 +213,7 @@ class Taking:
                     of_all = run._replace(of=slots[slot].run.of | run.of)
                     slots[slot] = Slot(key, name, of_all)
             if mark.way not in rows:
-                rows[mark.way] = PlanRow(mark, [], run.backward)
+                rows[mark.way] = Wanted(mark, [], run.backward)
             rows[mark.way].asks.append(Ask(slot, site.labels, at, take))
 
         def are_apart(derivative: int, value: int) -> bool:

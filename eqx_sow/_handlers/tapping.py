@@ -26,7 +26,7 @@ from .._values.entry import captured, Entry, in_front, running, value_of
 from .._values.transform import Batched, transformed, Value
 from .._walk.frame import Frame
 from .._walk.handler import check_clear, check_guarded, Given, Handler
-from .._walk.plan import Ask, Placed, planned, Row
+from .._walk.plan import Ask, Placed, planned, Wanted
 from .._walk.runs import Run
 from .._walk.sows import loop_of, variables, Way
 from .asked import Asked, leave, of_one, reached
@@ -259,7 +259,7 @@ def to_send(
     """What is sent: those `Site.key`s whose modes `mode_of` names. Also the counts
     before the first execution: of each in all, and with `every`, of each layer, since
     in a list each layer has a name of its own. Nothing is sent at a repetition."""
-    rows: dict[Way, Row] = {}
+    rows: dict[Way, Wanted] = {}
     counts: dict[CountKey, Any] = {}
     for mark, site, at in asked:
         run = runs[mark.way]
@@ -293,7 +293,7 @@ def to_send(
         fn = None if fn is None else SameParts(fn)
         mode = mode_of[site.key]
         send = Send(fn, mode, tuple(counted_as), whole, known, of_value)
-        row = rows.setdefault(mark.way, Row(mark, []))
+        row = rows.setdefault(mark.way, Wanted(mark, []))
         row.asks.append(Ask(0, site.labels, at, send))
     return planned(rows.values()), counts
 

@@ -19,15 +19,14 @@ from .intermediates import Intermediates
 from .leaves import is_key, is_numeric, type_of
 from .nodes import modes_in_order
 from .pairs import as_compared, by_place, is_leaf, is_left_out, Leaves, pairs, Static
-from .rows import check_no_tracers, is_whole, leaves_of, mark_first, Row
+from .rows import check_no_tracers, is_whole, leaves_of, mark_first, Row, TextTable
 from .summarize import Summary
-from .table import Table
 
 
 _COLUMNS = ("name", "mode", "shape", "largest", "norm", "cosine", "beyond")
 
 
-class Comparison(Table):
+class Comparison(TextTable):
     """The table that [`eqx_sow.compare`][] returns: a `str`, which a notebook shows as
     an HTML table.
 

@@ -8,10 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .at_hand import any_along, can_be_read, is_at_hand, pieces
-from .blocks import in_blocks
 from .leaves import is_key
-from .on_device import computed, itself
+from .numbers import any_along, can_be_read, computed, is_at_hand, itself, pieces
+from .reductions import in_blocks
 
 
 class Numbers(NamedTuple):

@@ -12,12 +12,12 @@ import numpy as np
 
 from .._errors import SowError
 from .._frames import api_boundary
-from .at_hand import is_at_hand
 from .flat import as_data, flattened
 from .layers import axes_of_runs, Known
 from .leaves import is_numeric, is_state
 from .lookup import find, is_there, unknown_name
 from .nodes import Keys, modes_in_order, modes_of, of_mode, register
+from .numbers import is_at_hand
 from .stacks import unstacked
 
 

@@ -16,9 +16,16 @@ import numpy as np
 from .._arrays import as_integer
 from .._errors import SowError
 from .._frames import api_boundary
-from .blocks import by_block, counts_in_bins, in_blocks, one_by_one
 from .leaves import is_numeric, long_as_float
-from .merging import added, merged_jit, merged_summary
+from .reductions import (
+    added,
+    by_block,
+    counts_in_bins,
+    in_blocks,
+    merged_jit,
+    merged_summary,
+    one_by_one,
+)
 
 
 Edges = Sequence[float] | np.ndarray | jax.Array | None

@@ -16,16 +16,22 @@ import numpy as np
 
 from .._arrays import leading, select, sharded_like
 from .._frames import api_boundary
-from .at_hand import can_be_read, executed, is_at_hand, not_finite, summaries
 from .intermediates import Intermediates
 from .layers import NamedAxes
 from .leaves import is_numeric, is_state, is_value, type_of
-from .merging import merged_summary
 from .nodes import modes_in_order
-from .on_device import computed, on_host
-from .rows import check_no_tracers, Leaf, leaves_of, mark_first, Row
+from .numbers import (
+    can_be_read,
+    computed,
+    executed,
+    is_at_hand,
+    not_finite,
+    on_host,
+    summaries,
+)
+from .reductions import merged_summary
+from .rows import check_no_tracers, Leaf, leaves_of, mark_first, Row, TextTable
 from .summarize import Summary, summary_of, summary_on_host
-from .table import Table
 
 
 _STATISTICS = ("mean", "std", "min", "max", "norm", "zeros")
@@ -111,12 +117,12 @@ def html(intermediates: Any) -> str | None:
     return _table(jtu.tree_map(only_at_hand, intermediates)).html
 
 
-def _table(intermediates: Mapping[str, Any]) -> Table:
+def _table(intermediates: Mapping[str, Any]) -> TextTable:
     cells = [row.cells() for row in _rows(intermediates)]
     if not cells:
-        return Table.of_text(_EMPTY)
+        return TextTable.of_text(_EMPTY)
     columns = [c for c in _COLUMNS if c in _ALWAYS or any(x[c] for x in cells)]
-    return Table.of(columns, cells)
+    return TextTable.of(columns, cells)
 
 
 def _check(intermediates: Any) -> None:

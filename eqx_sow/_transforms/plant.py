@@ -27,8 +27,7 @@ from .planted import (
     to_plant,
 )
 from .program import Program
-from .transformed import of_function, Transformed, wrap
-from .typed import Function
+from .transformed import Function, of_function, Transformed, wrap
 
 
 def _traced_again(program: Program, found: NotFixed) -> Program:

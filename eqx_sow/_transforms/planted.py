@@ -26,7 +26,7 @@ from .._values.entry import Entry, grouped
 from .._values.modes import labels
 from .._values.transform import Batched, batched
 from .._walk.handler import check_clear
-from .._walk.plan import Ask, NOTHING, Placed, planned, Row
+from .._walk.plan import Ask, NOTHING, Placed, planned, Wanted
 from .._walk.runs import Run
 from .._walk.sows import lengths_of, Mark, Way
 from .program import Program
@@ -473,7 +473,7 @@ def to_plant(
     names = {name for name, *_ in slots}
     every = {(x.site.name, runs[x.way].run) for x in marks}
     n_runs = Counter(name for name, _ in every)
-    rows: list[Row] = []
+    rows: list[Wanted] = []
     for mark in marks:
         if mark.site.name not in names:
             continue
@@ -484,7 +484,7 @@ def to_plant(
         if slot != NOTHING:
             check_clear(mark.site, run.again)
         what = () if slot == NOTHING else planted[slot]
-        rows.append(Row(mark, [Ask(slot, mark.site.labels, (), what)]))
+        rows.append(Wanted(mark, [Ask(slot, mark.site.labels, (), what)]))
     return planned(rows)
 
 

@@ -19,8 +19,7 @@ from .._values.state import result_of
 from .._walk.handler import Given
 from .options import Saving
 from .program import Program
-from .transformed import of_function, Transformed, wrap
-from .typed import Function
+from .transformed import Function, of_function, Transformed, wrap
 
 
 def _pair(annotation: Any) -> Any:

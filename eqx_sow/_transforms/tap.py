@@ -24,8 +24,7 @@ from .._walk.rewrite import with_names
 from .._walk.sows import sows
 from .options import Tapping
 from .program import Program
-from .transformed import of_function, Transformed, wrap
-from .typed import Function
+from .transformed import Function, of_function, Transformed, wrap
 
 
 # Binds a tapped program that a vmap is around. It exists for its batching rule alone.

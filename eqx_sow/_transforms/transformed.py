@@ -9,7 +9,16 @@ import warnings
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, cast, ClassVar, TypeVar
+from typing import (
+    Any,
+    cast,
+    ClassVar,
+    Concatenate,
+    overload,
+    ParamSpec,
+    Protocol,
+    TypeVar,
+)
 
 import equinox as eqx
 import jax
@@ -25,6 +34,9 @@ from .trace import trace
 
 
 _F = TypeVar("_F", bound=Callable)
+_P = ParamSpec("_P")
+_Q = ParamSpec("_Q")
+_T_co = TypeVar("_T_co", covariant=True)
 
 
 class _partial:
@@ -171,6 +183,30 @@ class Stage:
             )
         arrays, form = self._stage(*arrays)
         return form.with_arrays(arrays)
+
+
+class Function(Protocol[_P, _T_co]):
+    """What type checkers know of a `Transformed`: it has the parameters of `fn`, which
+    can be a method."""
+
+    def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _T_co: ...
+
+    # What stands for an array has the type of one.
+    def eval_shape(self, *args: Any, **kwargs: Any) -> _T_co: ...
+
+    def lower(self, *args: Any, **kwargs: Any) -> Stage: ...
+
+    def trace(self, *args: Any, **kwargs: Any) -> Stage: ...
+
+    @overload
+    def __get__(self, instance: None, owner: Any) -> "Function[_P, _T_co]": ...
+
+    @overload
+    def __get__(
+        self: "Function[Concatenate[Any, _Q], _T_co]",
+        instance: object,
+        owner: Any,
+    ) -> "Function[_Q, _T_co]": ...
 
 
 def _run(self, args, kwargs, compiled=False):

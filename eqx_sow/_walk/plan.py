@@ -124,7 +124,7 @@ class _Numbers(dict):
         return slot if slot < 0 else self.setdefault(slot, len(self))
 
 
-class Row(NamedTuple):
+class Wanted(NamedTuple):
     """A mark, with all that is asked there. Slots are numbered for the whole program.
     `backward` is that of its `Run`."""
 
@@ -139,13 +139,13 @@ AreApart = Callable[[int, int], bool]
 
 
 def planned(
-    rows: Iterable[Row], are_apart: AreApart = lambda derivative, value: False
+    rows: Iterable[Wanted], are_apart: AreApart = lambda derivative, value: False
 ) -> Placed:
     """The plan of a program."""
     return _of_jaxpr(sorted(rows, key=lambda row: row.mark.way), 0, are_apart)
 
 
-def _of_jaxpr(rows: Sequence[Row], depth: int, are_apart: AreApart) -> Placed:
+def _of_jaxpr(rows: Sequence[Wanted], depth: int, are_apart: AreApart) -> Placed:
     own, marks, by_eqn = _Numbers(), {}, {}
     for row in rows:
         way = row.mark.way
@@ -162,7 +162,7 @@ def _of_jaxpr(rows: Sequence[Row], depth: int, are_apart: AreApart) -> Placed:
     return Placed(_plan(marks, inside), tuple(own))
 
 
-def _of_equation(rows: Sequence[Row], depth: int, are_apart: AreApart) -> Placed:
+def _of_equation(rows: Sequence[Wanted], depth: int, are_apart: AreApart) -> Placed:
     own, by_jaxpr, inside = _Numbers(), {}, {}
     for row in rows:
         by_jaxpr.setdefault(row.mark.way[depth + 1], []).append(row)

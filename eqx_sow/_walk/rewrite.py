@@ -10,7 +10,7 @@ import jax.extend.linear_util as lu
 from .. import _compat
 from .._mark.listening import listening
 from .._mark.primitive import edge_aval, edge_p, sow_effect, sow_p
-from .plan import Ask, Placed, planned, Row
+from .plan import Ask, Placed, planned, Wanted
 from .sows import (
     has_sow,
     is_filtered,
@@ -26,7 +26,7 @@ from .sows import (
 def with_names(closed: Any, marks: Iterable[Mark]) -> Any:
     """A program in which its marks are called as these are. The same jaxpr each time
     for the same names, so that what JAX has compiled for it is found."""
-    rows = [Row(x, [Ask(0, x.site.labels)]) for x in marks if x.holder is None]
+    rows = [Wanted(x, [Ask(0, x.site.labels)]) for x in marks if x.holder is None]
     return _with_names(closed, planned(rows).plan) if rows else closed
 
 

@@ -29,7 +29,7 @@ from .._walk.runs import Run
 from .._walk.sows import lengths_of, loop_of, Mark, Way
 
 
-class Row(NamedTuple):
+class Buffered(NamedTuple):
     """A mark that has rows, and the run that it is, or is a derivative of."""
 
     mark: Mark
@@ -49,10 +49,12 @@ _Id = tuple[Way, tuple[int, ...]]
 _When = tuple[Any, ...]
 
 
-def values_open_rows(values: Sequence[Row], derivatives: Sequence[Row]) -> bool:
+def values_open_rows(
+    values: Sequence[Buffered], derivatives: Sequence[Buffered]
+) -> bool:
     """Whether the rows of these derivatives are those that the values open, rather than
     one after the other. Raises if they do not belong together in either way."""
-    by_way: dict[Any, Row] = {x.mark.way: x for x in values}
+    by_way: dict[Any, Buffered] = {x.mark.way: x for x in values}
     ran = sorted((when, id) for x in values for when, id in _executions(x, x))
     pairs = [
         (when, id, x)
@@ -79,14 +81,14 @@ def values_open_rows(values: Sequence[Row], derivatives: Sequence[Row]) -> bool:
     return not in_order
 
 
-def _layer(x: Row, iterations: Sequence[int]) -> tuple[int, ...]:
+def _layer(x: Buffered, iterations: Sequence[int]) -> tuple[int, ...]:
     """The index among `iterations` in each stack of layers around."""
     scans = [i for (_, e), i in zip(x.loops, iterations) if lengths_of([e])]
     pairs = zip(scans, x.mark.site.label.places)
     return tuple(i for i, place in pairs if place is not None)
 
 
-def _executions(x: Row, value: Row) -> list[tuple[_When, _Id]]:
+def _executions(x: Buffered, value: Buffered) -> list[tuple[_When, _Id]]:
     """When a mark runs, each with the execution of its value that it is of, if each
     loop runs twice."""
     loops, of_value = x.loops, value.loops
@@ -107,7 +109,7 @@ def _executions(x: Row, value: Row) -> list[tuple[_When, _Id]]:
     return found
 
 
-def _when(x: Row, iterations: Sequence[int]) -> _When:
+def _when(x: Buffered, iterations: Sequence[int]) -> _When:
     way: Any = x.mark.way
     left = iter(iterations)
     key: list[int] = []
@@ -121,7 +123,7 @@ def _when(x: Row, iterations: Sequence[int]) -> _When:
 
 
 _Ran = Sequence[tuple[_When, _Id]]
-_Pairs = Sequence[tuple[_When, _Id, Row]]
+_Pairs = Sequence[tuple[_When, _Id, Buffered]]
 _Exclusive = Callable[[_Id, _Id], bool]
 
 
@@ -134,7 +136,7 @@ def _one_each(ran: _Ran, pairs: _Pairs, together: bool) -> bool:
     return is_sure and all(n[id] == 1 for _, id in ran)
 
 
-def _n_common(x: Row, y: Row) -> int:
+def _n_common(x: Buffered, y: Buffered) -> int:
     """How many loops are around both."""
     return sum(a[0] == b[0] for a, b in zip(x.loops, y.loops))
 
@@ -166,7 +168,7 @@ def _follow(ran: _Ran, pairs: _Pairs, exclusive: _Exclusive) -> bool:
     return True
 
 
-def _exclusive(by_way: Mapping[Any, Row], a: _Id, b: _Id) -> bool:
+def _exclusive(by_way: Mapping[Any, Buffered], a: _Id, b: _Id) -> bool:
     """Whether two executions are in two branches of one run of a cond."""
     (x, mine), (y, others) = (by_way[a[0]], a[1]), (by_way[b[0]], b[1])
     guards = {id(g.cond): g.branch for g in x.mark.site.guards if g.cond is not None}
