@@ -10,13 +10,13 @@ import numpy as np
 
 from .._errors import SowError
 from .._frames import api_boundary
-from .._handlers.fixed import NOT_PLANTED, NotFixed
-from .._handlers.planting import prepare, Replace
+from .._handlers.numpy_arrays import NOT_PLANTED, NotFixed
+from .._handlers.replace import prepare, Replace
 from .._mark.listening import listening
 from .._mark.static import SameParts
 from .._values.modes import Mode
 from .._walk.handler import Given
-from .planted import (
+from .placement import (
     At,
     by_iteration,
     by_layer,

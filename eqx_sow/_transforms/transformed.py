@@ -26,7 +26,7 @@ import jax
 from .. import _compat
 from .._arrays import in_mesh_of
 from .._frames import api_boundary
-from .._handlers.fixed import NotFixed
+from .._handlers.numpy_arrays import NotFixed
 from .._mark.static import Const, Form, is_operand, take_apart
 from .options import checked, Options
 from .program import Program

@@ -14,7 +14,7 @@ from .._errors import DuplicateSowError, SowError
 from .._globs import compiled, head_of, is_glob, is_number
 from .._handlers.asked import InList
 from .._handlers.collect import Taking
-from .._handlers.planting import Planted
+from .._handlers.replace import Planted
 from .._mark.site import Site
 from .._mark.static import Const, OPERAND
 from .._names import Named, selected, with_indices

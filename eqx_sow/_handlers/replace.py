@@ -28,7 +28,7 @@ from .._walk.handler import check_guarded, Handler
 from .._walk.plan import NOTHING
 from .._walk.rules import varying_alike
 from .asked import Indices, InList, leave, reached
-from .fixed import NotFixed, with_left
+from .numpy_arrays import NotFixed, with_left
 
 
 @dc.dataclass(frozen=True)
