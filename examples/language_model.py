@@ -344,25 +344,27 @@ def answers(*texts: str) -> Int[Array, "2"]:
 
 position = lambda h, new, place: h.at[place].set(new[place])
 sweeps = []
-for prompt, other, pair in (
-    (capital, other_capital, answers(" Paris", " Berlin")),
-    (tower, other_tower, answers(" Paris", " Rome")),
+for prompt, other, place in (
+    (capital, other_capital, "Berlin"),
+    (tower, other_tower, "Rome"),
 ):
     start, clean = encode(other), encode(prompt)
+    pair = answers(" Paris", f" {place}")
     assert len(start) == len(clean)
     new = values(model, clean)["blocks/*"]
     found = sweep(model, start, pair, "blocks/*", new, position, len(start))
     low, high = (difference(model, tokens, pair) for tokens in (start, clean))
-    sweeps.append((words(clean), (found - low) / (high - low)))
+    sweeps.append((place, words(clean), (found - low) / (high - low)))
 
 # %% alt="Two heat maps by layer and token: the name, then from layer 23 the last token"
 figure, axes = plt.subplots(1, 2, figsize=(9, 4), layout="constrained")
-for axis, (tokens, share) in zip(axes, sweeps):
+for axis, (place, tokens, share) in zip(axes, sweeps):
     options = dict(cmap="RdBu_r", vmin=-1, vmax=1, origin="lower", aspect="auto")
     image = axis.imshow(share, **options)
     axis.set_xticks(range(len(tokens)), tokens, rotation=45)
+    axis.set_title(f"Paris instead of {place}?")
 axes[0].set_ylabel("layer")
-figure.colorbar(image, ax=axes, label="share of the way to the other answer")
+figure.colorbar(image, ax=axes, label="share of the way from there to Paris")
 
 # %% [markdown]
 # In both, the answer is where the name is until layer 22. In layer 23 it moves to the
@@ -640,7 +642,7 @@ by_hand(model, clean, lambda i, h: each.append(h) or h)
 close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-2)
 close(blocks["blocks/*"]["primal"], jnp.stack(each))
 
-share = sweeps[0][1]
+share = sweeps[0][2]
 for i, place in ((9, 3), (22, 3), (23, 4)):
     edit = lambda j, h: h.at[place].set(each[i][place]) if i == j else h
     logits = by_hand(model, start, edit)[-1]
