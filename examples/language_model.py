@@ -344,27 +344,26 @@ def answers(*texts: str) -> Int[Array, "2"]:
 
 position = lambda h, new, place: h.at[place].set(new[place])
 sweeps = []
-for prompt, other, place in (
-    (capital, other_capital, "Berlin"),
-    (tower, other_tower, "Rome"),
+for prompt, other, pair in (
+    (capital, other_capital, answers(" Paris", " Berlin")),
+    (tower, other_tower, answers(" Paris", " Rome")),
 ):
     start, clean = encode(other), encode(prompt)
-    pair = answers(" Paris", f" {place}")
     assert len(start) == len(clean)
     new = values(model, clean)["blocks/*"]
     found = sweep(model, start, pair, "blocks/*", new, position, len(start))
     low, high = (difference(model, tokens, pair) for tokens in (start, clean))
-    sweeps.append((place, words(clean), (found - low) / (high - low)))
+    sweeps.append((other, words(clean), (found - low) / (high - low)))
 
 # %% alt="Two heat maps by layer and token: the name, then from layer 23 the last token"
 figure, axes = plt.subplots(1, 2, figsize=(9, 4), layout="constrained")
-for axis, (place, tokens, share) in zip(axes, sweeps):
+for axis, (prompt, tokens, share) in zip(axes, sweeps):
     options = dict(cmap="RdBu_r", vmin=-1, vmax=1, origin="lower", aspect="auto")
     image = axis.imshow(share, **options)
     axis.set_xticks(range(len(tokens)), tokens, rotation=45)
-    axis.set_title(f"Paris instead of {place}?")
+    axis.set_title(f"“{prompt} ...”")
 axes[0].set_ylabel("layer")
-figure.colorbar(image, ax=axes, label="share of the way from there to Paris")
+figure.colorbar(image, ax=axes, label="0: answer unchanged, 1: Paris")
 
 # %% [markdown]
 # In both, the answer is where the name is until layer 22. In layer 23 it moves to the

@@ -24,6 +24,10 @@ BLOCK = re.compile(
 )
 
 
+# What one line prints, beside it.
+SHOWN = re.compile(r"^(?:print|tap)\(.*\)  # (.*)$", re.MULTILINE)
+
+
 sys.path.insert(0, str(ROOT / "docs"))
 import make_notebooks
 import make_pages
@@ -41,6 +45,7 @@ def _blocks():
     # Here one program goes on through the page.
     for key in ("coming-from.md", "index.md"):
         _, parts, shown = zip(*BLOCK.findall(texts.pop(key)))
+        shown += (*(x + "\n" for code in parts for x in SHOWN.findall(code)),)
         yield pytest.param("\n".join(parts), "".join(shown), id=key)
     for name, text in texts.items():
         for i, (indent, *texts) in enumerate(BLOCK.findall(text)):
