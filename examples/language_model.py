@@ -361,7 +361,7 @@ for axis, (prompt, tokens, share) in zip(axes, sweeps):
     options = dict(cmap="RdBu_r", vmin=-1, vmax=1, origin="lower", aspect="auto")
     image = axis.imshow(share, **options)
     axis.set_xticks(range(len(tokens)), tokens, rotation=45)
-    axis.set_title(f"“{prompt} ...”")
+    axis.set_title(f"Run “{prompt}”,\npatched from the prompt below")
 axes[0].set_ylabel("layer")
 figure.colorbar(image, ax=axes, label="0: answer unchanged, 1: Paris")
 
