@@ -353,16 +353,17 @@ for prompt, other, pair in (
     new = values(model, clean)["blocks/*"]
     found = sweep(model, start, pair, "blocks/*", new, position, len(start))
     low, high = (difference(model, tokens, pair) for tokens in (start, clean))
-    sweeps.append((words(clean), (found - low) / (high - low)))
+    sweeps.append((other, words(clean), (found - low) / (high - low)))
 
 # %% alt="Two heat maps by layer and token: the name, then from layer 23 the last token"
 figure, axes = plt.subplots(1, 2, figsize=(9, 4), layout="constrained")
-for axis, (tokens, share) in zip(axes, sweeps):
+for axis, (prompt, tokens, share) in zip(axes, sweeps):
     options = dict(cmap="RdBu_r", vmin=-1, vmax=1, origin="lower", aspect="auto")
     image = axis.imshow(share, **options)
     axis.set_xticks(range(len(tokens)), tokens, rotation=45)
+    axis.set_title(f"Run “{prompt}”,\npatched from the prompt below")
 axes[0].set_ylabel("layer")
-figure.colorbar(image, ax=axes, label="share of the way to the other answer")
+figure.colorbar(image, ax=axes, label="0: answer unchanged, 1: Paris")
 
 # %% [markdown]
 # In both, the answer is where the name is until layer 22. In layer 23 it moves to the
@@ -640,7 +641,7 @@ by_hand(model, clean, lambda i, h: each.append(h) or h)
 close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-2)
 close(blocks["blocks/*"]["primal"], jnp.stack(each))
 
-share = sweeps[0][1]
+share = sweeps[0][2]
 for i, place in ((9, 3), (22, 3), (23, 4)):
     edit = lambda j, h: h.at[place].set(each[i][place]) if i == j else h
     logits = by_hand(model, start, edit)[-1]

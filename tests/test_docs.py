@@ -24,6 +24,10 @@ BLOCK = re.compile(
 )
 
 
+# What one line prints, beside it.
+SHOWN = re.compile(r"^(?:print|tap)\(.*\)  # (.*)$", re.MULTILINE)
+
+
 sys.path.insert(0, str(ROOT / "docs"))
 import make_notebooks
 import make_pages
@@ -39,9 +43,10 @@ def _blocks():
     }
     texts |= {"README": re.sub(make_pages.PART, "", (ROOT / "README.md").read_text())}
     # Here one program goes on through the page.
-    (key,) = [name for name in texts if name == "coming-from.md"]
-    parts = [code for _, code, _ in BLOCK.findall(texts.pop(key))]
-    yield pytest.param("\n".join(parts), "", id=key)
+    for key in ("coming-from.md", "index.md"):
+        _, parts, shown = zip(*BLOCK.findall(texts.pop(key)))
+        shown += (*(x + "\n" for code in parts for x in SHOWN.findall(code)),)
+        yield pytest.param("\n".join(parts), "".join(shown), id=key)
     for name, text in texts.items():
         for i, (indent, *texts) in enumerate(BLOCK.findall(text)):
             code, shown = (
