@@ -10,9 +10,8 @@ from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Sequence
 
 from .._mark.calls import NotedCall, Path
-from .cuts import closed, Cut, in_common
+from .origins import closed, Cut, FAR, in_common, Origin
 from .places import Places, root_of
-from .sources import FAR, Origin
 from .visits import Visit
 
 

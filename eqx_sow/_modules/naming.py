@@ -32,8 +32,8 @@ from .._names import join, with_stars
 from .._values.modes import without_order
 from .._walk.sows import Way
 from .fits import Fits
+from .origins import FAR, TRANSPOSED
 from .places import is_internal, is_like, Places, root_of
-from .sources import FAR, TRANSPOSED
 from .spelling import numbered, Spelling, Thing
 from .visits import Mark, StackIndex, Visit, Visits
 

@@ -23,9 +23,16 @@ from .._mark.site import Site
 from .._walk.flow import Domain, Here
 from .._walk.sows import Way
 from .._walk.table import primals_of
-from .cuts import axes_of_source, Cut, number_of, OTHER_ENTRIES
+from .origins import (
+    Cut,
+    in_order,
+    number_of,
+    Origin,
+    OTHER_ENTRIES,
+    outputs_of,
+    undecided,
+)
 from .places import Places
-from .sources import in_order, Origin, outputs_of, undecided
 
 
 @dc.dataclass(eq=False)
@@ -101,7 +108,7 @@ class Visits(Domain):
         return [self._at_source(i) for i in range(self._places.n_inputs)]
 
     def _at_source(self, source: int) -> Origin:
-        axes = axes_of_source(self._places.array(source))
+        axes = tuple((k,) for k in range(self._places.array(source).ndim))
         return Origin({source: 0}, ("source", source), is_whole=True, axes=axes)
 
     def constant(self, x, aval):
