@@ -94,7 +94,7 @@ def named(
     is_off = marking.capture is None and not marking.scope
     if is_off and all(x.site.note is None for x in found):
         return found, ()
-    label = Label.unnamed(marking.tag, depth)
+    label = Label(None, marking.tag, depth)
     for mark in found:
         site, holder = mark.site, mark.holder
         if holder is None or label not in site.labels or is_solver(holder):
