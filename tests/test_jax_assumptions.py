@@ -1394,7 +1394,7 @@ def test_objects_of_jax():
     "`_fun`, `fun`, `fn`, `func`, `__wrapped__` or `_fun_value_and_grad`; their types "
     "have a property `__wrapped__`, save those of `eqx.filter_jacrev` and `eqx."
     "Partial`.",
-    "_mark/noting.py",
+    "_mark/trees.py",
 )
 def test_wrappers_of_equinox():
     inside = {"__wrapped__", "_fn", "fn", "func", "_fun", "fun", "_fun_value_and_grad"}
@@ -1420,7 +1420,7 @@ def test_wrappers_of_equinox():
 
 @assumed(
     "A method of a module is a module with `__self__` and `__func__`.",
-    "_mark/noting.py",
+    "_mark/trees.py",
 )
 def test_methods_of_modules():
     class Model(eqx.Module):
