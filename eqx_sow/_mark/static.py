@@ -289,15 +289,15 @@ class Form(NamedTuple):
         """The PyTree with these arrays. Leaves that were not differentiated are zeros,
         with the axes `lead` before their own."""
         operand = iter(arrays)
-
-        def leaf(x):
-            if x is OPERAND:
-                return next(operand)
-            if not isinstance(x, NoTangent):
-                return x.value
-            return np.zeros((*lead, *x.shape), x.dtype)
-
-        return jtu.tree_unflatten(self.treedef.value, list(map(leaf, self.leaves)))
+        leaves = [
+            next(operand)
+            if x is OPERAND
+            else np.zeros((*lead, *x.shape), x.dtype)
+            if isinstance(x, NoTangent)
+            else x.value
+            for x in self.leaves
+        ]
+        return jtu.tree_unflatten(self.treedef.value, leaves)
 
 
 def take_apart(
@@ -306,7 +306,7 @@ def take_apart(
     """The arrays of a PyTree, and what else it is."""
     leaves, treedef = jtu.tree_flatten(tree)
     found = list(map(is_operand, leaves))
-    static = tuple(OPERAND if d else Const(x) for d, x in zip(found, leaves))
+    static = tuple([OPERAND if d else Const(x) for d, x in zip(found, leaves)])
     return [x for d, x in zip(found, leaves) if d], Form(Const(treedef), static)
 
 

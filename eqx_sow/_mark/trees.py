@@ -101,8 +101,8 @@ def _apart(held: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
 def leaf_paths(x: Any, leaves: Iterable[tuple[Any, Any]]) -> tuple[Path, ...]:
     """The paths that `walk` has for these leaves of a PyTree, given those of JAX."""
     leaves = list(leaves)
-    if not any(_leads_into_wrapper(x, path) for path, _ in leaves):
-        return tuple(keys(path) for path, _ in leaves)
+    if not any([_leads_into_wrapper(x, path) for path, _ in leaves]):
+        return tuple([keys(path) for path, _ in leaves])
     found = {id(y): path for path, y in walk([((), x)])}
     return tuple(found.get(id(y), keys(path)) for path, y in leaves)
 

@@ -118,7 +118,7 @@ class Locating:
                 for path in self._places.paths(source)
                 if (at := _last(leaf, path, len(root_of(path)))) is not None
             ]
-            nearest = min((distance for distance, *_ in leads), default=0)
+            nearest = min([distance for distance, *_ in leads], default=0)
             sources = {p: s for distance, p, s in leads if distance == nearest}
             is_made |= nearest >= FAR
             is_new |= not leads and max(array.distances.values(), default=0) >= FAR
@@ -151,6 +151,8 @@ class Locating:
         reshaped or repeated to has axes of other lengths."""
         shape = self._places.arrays[source].shape
         cuts = closed(array.cuts.get(source, ()))
+        if not cuts:
+            return ()
         own = [k for i, of in enumerate(array.axes) if i not in lanes for k in of]
 
         def is_layer(cut):
@@ -203,6 +205,8 @@ class Locating:
 
     # --- the place of a module ---
     def at(self, visit: Visit) -> Located:
+        """Where the module of a visit is: those of earlier calls take their places
+        first."""
         if visit not in self._located:
             path = self._locate(visit)
             indices = self._indices(visit, path)

@@ -66,14 +66,14 @@ Axes = tuple[tuple[int, ...], ...]
 
 class Cut(NamedTuple):
     """Entry `i` of the `n` along an axis, which is number `axis` of the source, or
-    `None` if that is not known. `way` leads to the equation. `is_open`: whether the
-    axis is still there, with a length of 1."""
+    `None` if that is not known. `is_open`: whether the axis is still there, with a
+    length of 1. `way` leads to the equation."""
 
     n: int
     i: int
     axis: int | None = None
-    way: Way = ()
     is_open: bool = False
+    way: Way = ()
 
 
 # What has some entries of an array, or all in another order: an entry of it is one of
@@ -84,7 +84,7 @@ OTHER_ENTRIES = Cut(0, 0)
 def closed(cuts: tuple[Cut, ...]) -> tuple[Cut, ...]:
     """The slices that have lost their axis, as far as it is known which they are."""
     known = it.takewhile(lambda c: c != OTHER_ENTRIES, cuts)
-    return tuple(c for c in known if not c.is_open)
+    return tuple([c for c in known if not c.is_open])
 
 
 def in_common(several: Sequence[tuple[Cut, ...]]) -> tuple[Cut, ...]:
@@ -124,10 +124,11 @@ class Origin(NamedTuple):
         """Which axis of the source axis `k` is, if it is one."""
         return self.axes[k][0] if len(self.axes[k]) == 1 else None
 
-    def cut(self, more: Sequence[Cut]) -> "Origin":
-        """What some slices leave of it."""
+    def cut(self, more: Sequence[Cut], way: Way = ()) -> "Origin":
+        """What some slices leave of it, which the equation at `way` makes."""
         if not more:
             return self
+        more = [c if c == OTHER_ENTRIES else c._replace(way=way) for c in more]
         cuts = {s: (*self.cuts.get(s, ()), *more) for s in self.distances}
         made = (self.made, *(cut[:3] for cut in more))
         return self._replace(cuts=cuts, made=made, is_whole=False)
@@ -270,7 +271,7 @@ def outputs_of(eqn: Any, operands: Sequence[Origin], way: Way) -> list[Origin]:
     """What comes out of an equation that is neither a mark nor an edge."""
     name, ins = eqn.primitive.name, [v.aval.shape for v in eqn.invars]
     make = _EFFECTS.get(name.partition("-")[0])  # there is a `scatter-add`
-    effect = make(eqn, operands, way) if make else _Effect()
+    effect = make(eqn, operands) if make else _Effect()
     of = effect.of
     if of is None:
         # An index, or a factor, is not what an array is made of.
@@ -289,7 +290,7 @@ def outputs_of(eqn: Any, operands: Sequence[Origin], way: Way) -> list[Origin]:
     if number is not None:
         return [x._replace(number=number) for x in found]
     if effect.cuts:
-        found = [x.cut(entries) for x, entries in zip(found, effect.cuts)]
+        found = [x.cut(more, way) for x, more in zip(found, effect.cuts)]
     if name in ("squeeze", "reshape"):
         found = [x.squeezed() for x in found]
     if step or not (operands and operands[0].is_whole):
@@ -341,19 +342,19 @@ def _pieces_in(parts: Any, spans: Iterable[tuple[int, int]]) -> list[_Pieces]:
     ]
 
 
-def _concatenate(eqn: Any, operands: Sequence[Origin], way: Way) -> _Effect:
+def _concatenate(eqn: Any, operands: Sequence[Origin]) -> _Effect:
     axis = eqn.params["dimension"]
     lengths = [v.aval.shape[axis] for v in eqn.invars]
     return _Effect(pieces=(axis, [[(n, [x]) for n, x in zip(lengths, operands)]]))
 
 
-def _stack(eqn: Any, operands: Sequence[Origin], way: Way) -> _Effect:
+def _stack(eqn: Any, operands: Sequence[Origin]) -> _Effect:
     axis, keys = eqn.params["axis"], list(range(eqn.invars[0].aval.ndim))
     axes = _picked([*keys[:axis], None, *keys[axis:]])
     return _Effect(axes=axes, pieces=(axis, [[(1, [x]) for x in operands]]))
 
 
-def _split(eqn: Any, operands: Sequence[Origin], way: Way) -> _Effect:
+def _split(eqn: Any, operands: Sequence[Origin]) -> _Effect:
     """What `split` does, and `unstack`, which takes the axis away."""
     whole, k, n_outs = operands[0], eqn.params["axis"], len(eqn.outvars)
     n, sizes = eqn.invars[0].aval.shape[k], eqn.params.get("sizes")
@@ -366,22 +367,22 @@ def _split(eqn: Any, operands: Sequence[Origin], way: Way) -> _Effect:
     if n != n_outs or n == 1 and not whole.is_whole:
         return _Effect(axes=axes, cuts=[[OTHER_ENTRIES]] * n_outs)
     is_open = sizes is not None
-    cuts = [[Cut(n, i, whole.axis(k), way, is_open)] for i in range(n)]
+    cuts = [[Cut(n, i, whole.axis(k), is_open)] for i in range(n)]
     return _Effect(axes=axes, cuts=cuts, is_whole=True)
 
 
-def _slice(eqn: Any, operands: Sequence[Origin], way: Way) -> _Effect:
+def _slice(eqn: Any, operands: Sequence[Origin]) -> _Effect:
     starts, stops = eqn.params["start_indices"], eqn.params["limit_indices"]
     sizes = [j - i for i, j in zip(starts, stops)]
-    return _slice_of(eqn, operands, way, sizes, enumerate(starts))
+    return _slice_of(eqn, operands, sizes, enumerate(starts))
 
 
-def _dynamic_slice(eqn: Any, operands: Sequence[Origin], way: Way) -> _Effect:
-    starts = enumerate(x.number and x.number[0] for x in operands[1:])
-    return _slice_of(eqn, operands, way, eqn.params["slice_sizes"], starts)
+def _dynamic_slice(eqn: Any, operands: Sequence[Origin]) -> _Effect:
+    starts = enumerate(x.number[0] if x.number else None for x in operands[1:])
+    return _slice_of(eqn, operands, eqn.params["slice_sizes"], starts)
 
 
-def _gather(eqn: Any, operands: Sequence[Origin], way: Way) -> _Effect:
+def _gather(eqn: Any, operands: Sequence[Origin]) -> _Effect:
     p, indices = eqn.params["dimension_numbers"], eqn.invars[1].aval
     numbers = indices.shape == (len(p.start_index_map),) and operands[1].number
     starts = zip(map(int, p.start_index_map), numbers or ())
@@ -390,14 +391,13 @@ def _gather(eqn: Any, operands: Sequence[Origin], way: Way) -> _Effect:
     ndim = eqn.outvars[0].aval.ndim
     axes = _picked(next(left) if k in p.offset_dims else None for k in range(ndim))
     sizes, gone = eqn.params["slice_sizes"], p.collapsed_slice_dims
-    effect = _slice_of(eqn, operands, way, sizes, starts, gone, indices.ndim > 1)
+    effect = _slice_of(eqn, operands, sizes, starts, gone, indices.ndim > 1)
     return effect._replace(of=operands[:1], axes=axes)
 
 
 def _slice_of(
     eqn: Any,
     operands: Sequence[Origin],
-    way: Way,
     sizes: Sequence[int],
     starts: Iterable[tuple[int, int | None]],
     gone: Sequence[int] = (),
@@ -411,7 +411,7 @@ def _slice_of(
         k: min(max(i, 0), shape[k] - sizes[k]) for k, i in starts if i is not None
     }
     cuts = [
-        Cut(shape[k], start, whole.axis(k), way, k not in gone)
+        Cut(shape[k], start, whole.axis(k), k not in gone)
         for k, start in sorted(begins.items())
         if sizes[k] == 1 and k != along
         if shape[k] > 1 or whole.is_whole and k in gone
@@ -429,21 +429,21 @@ def _slice_of(
     return _Effect(pieces=pieces, cuts=[cuts], is_whole=is_whole)
 
 
-def _squeeze(eqn: Any, operands: Sequence[Origin], way: Way) -> _Effect:
+def _squeeze(eqn: Any, operands: Sequence[Origin]) -> _Effect:
     whole, gone = operands[0], eqn.params["dimensions"]
     # What JAX makes of entry 0 of 1, unless it is the axis that a slice has left.
     left = {c.axis for cuts in whole.cuts.values() for c in cuts if c.is_open}
     entries = [k for k in gone if whole.is_whole and whole.axis(k) not in left]
-    cuts = [Cut(1, 0, whole.axis(k), way) for k in entries]
+    cuts = [Cut(1, 0, whole.axis(k)) for k in entries]
     return _Effect(axes=_without(eqn, gone), cuts=[cuts], is_whole=True)
 
 
-def _transpose(eqn: Any, operands: Sequence[Origin], way: Way) -> _Effect:
+def _transpose(eqn: Any, operands: Sequence[Origin]) -> _Effect:
     order = eqn.params["permutation"]
     return _Effect(axes=_picked(order), to=order.index)
 
 
-def _broadcast(eqn: Any, operands: Sequence[Origin], way: Way) -> _Effect:
+def _broadcast(eqn: Any, operands: Sequence[Origin]) -> _Effect:
     places = eqn.params["broadcast_dimensions"]
     before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     same = {i: k for k, i in enumerate(places) if before[k] == after[i]}
@@ -451,7 +451,7 @@ def _broadcast(eqn: Any, operands: Sequence[Origin], way: Way) -> _Effect:
     return _Effect(axes=axes, to=places.__getitem__)
 
 
-def _reshape(eqn: Any, operands: Sequence[Origin], way: Way) -> _Effect:
+def _reshape(eqn: Any, operands: Sequence[Origin]) -> _Effect:
     """Axes that become one are together in that; if it becomes as many again, they are
     taken to be the same. Those of length 1 come and go."""
     before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
@@ -475,7 +475,7 @@ def _reshape(eqn: Any, operands: Sequence[Origin], way: Way) -> _Effect:
     return _Effect(axes=axes)
 
 
-_EFFECTS: dict[str, Callable[[Any, Sequence[Origin], Way], _Effect]] = {
+_EFFECTS: dict[str, Callable[[Any, Sequence[Origin]], _Effect]] = {
     "concatenate": _concatenate,
     "stack": _stack,
     "split": _split,
@@ -487,17 +487,15 @@ _EFFECTS: dict[str, Callable[[Any, Sequence[Origin], Way], _Effect]] = {
     "transpose": _transpose,
     "broadcast_in_dim": _broadcast,
     "reshape": _reshape,
-    "select_n": lambda eqn, operands, way: _Effect(of=in_order(operands[1:])),
+    "select_n": lambda eqn, operands: _Effect(of=in_order(operands[1:])),
     **dict.fromkeys(
         ("rev", "pad", "sort"),
-        lambda eqn, *_: _Effect(cuts=[[OTHER_ENTRIES]] * len(eqn.outvars)),
+        lambda eqn, operands: _Effect(cuts=[[OTHER_ENTRIES]] * len(eqn.outvars)),
     ),
     # What has entries of another array is as that was before.
     **dict.fromkeys(
         ("scatter", "dynamic_update_slice"),
-        lambda eqn, operands, way: _Effect(
-            to=lambda k: k if operands[0].parts else None
-        ),
+        lambda eqn, operands: _Effect(to=lambda k: k if operands[0].parts else None),
     ),
 }
 
@@ -529,7 +527,7 @@ def number_of(x: Any, aval: Any) -> tuple[int, ...] | None:
 
 def _number(eqn: Any, operands: Sequence[Origin]) -> tuple[int, ...] | None:
     """The entries of what an equation computes of indices that are constants."""
-    numbers = [x.number for x in operands]
+    numbers: list[Any] = [x.number for x in operands]
     if not numbers or None in numbers:
         return None
     if eqn.primitive.name == "concatenate":

@@ -28,7 +28,7 @@ import numpy as np
 
 from .._frames import is_installed, is_library
 from .._mark.calls import NotedCall, Path
-from .._mark.static import OPERAND, take_apart
+from .._mark.static import OPERAND, state_of, take_apart
 from .._mark.trees import (
     beside,
     children,
@@ -90,11 +90,11 @@ class Places:
         """The places of an array. (The first time that it is none of the inputs, all
         variables are looked at, when all sources have their numbers.)"""
         if source >= self.n_inputs:
-            _ = self._outside
+            _ = self.outside
         return self._paths[source]
 
     @ft.cached_property
-    def _outside(self) -> dict[Path, Any]:
+    def outside(self) -> dict[Path, Any]:
         """The modules in variables."""
         found: dict[Path, Any] = {}
         self.everywhere.maps.append(found)
@@ -148,7 +148,7 @@ class Places:
         def among(modules):
             return [path for path, module in modules.items() if is_like(module, call)]
 
-        return among(self.modules) or among(self._outside)
+        return among(self.modules) or among(self.outside)
 
 
 def _identity(array: Any) -> Hashable:
@@ -244,15 +244,13 @@ def _held(x: Any) -> Iterable[tuple[str, Any]]:
 def _attributes(x: Any) -> Iterator[tuple[str, Any]]:
     """What an object that is not a PyTree was made of; and if it is of a class of the
     user's, all that it holds, and its class."""
-    module, own = type(x).__module__, getattr(x, "__dict__", {})
+    module, own = type(x).__module__, state_of(x)
     held: dict[str, str] = dict.fromkeys(INNER, "")
     if module.startswith("jax.") and callable(x):
         # Such as a `jax.custom_jvp`, which holds the function and its rules.
         held |= dict.fromkeys(own, "")
     elif type(x) is types.SimpleNamespace or not is_installed(module):
-        slots = [getattr(c, "__slots__", ()) for c in type(x).__mro__]
-        names = it.chain(own, *slots)
-        held |= {name: name for name in names if not name.startswith("__")}
+        held |= {name: name for name in own if not name.startswith("__")}
         held["__class__"] = ""
     for name, key in held.items():
         if hasattr(x, name):

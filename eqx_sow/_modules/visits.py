@@ -86,7 +86,7 @@ class Visits(Domain):
         return [self._at_source(i) for i in range(self._places.n_inputs)]
 
     def _at_source(self, source: int) -> Origin:
-        axes = tuple((k,) for k in range(self._places.arrays[source].ndim))
+        axes = tuple(zip(range(self._places.arrays[source].ndim)))
         return Origin({source: 0}, ("source", source), is_whole=True, axes=axes)
 
     def constant(self, x, aval):
