@@ -108,7 +108,7 @@ def leaf_paths(x: Any, leaves: Iterable[tuple[Any, Any]]) -> tuple[Path, ...]:
 
 
 def _leads_into_wrapper(x: Any, path: Any) -> bool:
-    for key in path:
+    for key in path[:-1]:
         if type(key) is jtu.GetAttrKey:
             x = getattr(x, key.name, None)
         elif type(key) is jtu.SequenceKey and isinstance(x, list | tuple):

@@ -389,11 +389,9 @@ class Locating:
             n = self._keys_to_stack(mark.visits[0], path, *scan)
             if n is not None:
                 # Of a stack of stacks, the index stands behind those that were there
-                # first.
-                n += sum(
-                    i.at < n or i.at == n and i.cut.way[: len(way)] != way
-                    for i in indices
-                )
+                # first: not behind those of slices in this scan.
+                in_scan = lambda i: i.cut.way[: len(way)] == way
+                n += sum(i.at < n or i.at == n and not in_scan(i) for i in indices)
             found.append(n)
         return found
 

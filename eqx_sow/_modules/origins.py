@@ -160,7 +160,7 @@ class Origin(NamedTuple):
 _Pieces = Sequence[tuple[int, Sequence[Origin]]]
 
 
-def one_of(values: Sequence[Origin], step: int = 0, made: Hashable = None) -> Origin:
+def _one_of(values: Sequence[Origin], step: int, made: Hashable) -> Origin:
     """The value of an equation with these operands, which adds `step` to the distances.
     With a step of 0, also what is one of several values, and it is not known which."""
     distances: dict[int, int] = {}
@@ -210,12 +210,12 @@ def _of_pieces(
     computes, whose axes are `moved`. Mostly there is one piece."""
     parts = []
     for n, xs in pieces:
-        x = one_of(xs, step, xs[0].made if xs and not step else way)
+        x = _one_of(xs, step, xs[0].made if xs and not step else way)
         parts.append((n, x._replace(axes=moved(x.axes))))
     if len(parts) == 1:
         return parts[0][1]
     made = parts[0][1].made if parts else None
-    whole = one_of(_equally_near([x for _, x in parts]), 0, made)
+    whole = _one_of(_equally_near([x for _, x in parts]), 0, made)
     return whole._replace(parts=(axis, parts))
 
 
