@@ -18,7 +18,7 @@ ROOT = Path(eqx_sow.__file__).parent
 LAYERS = [
     {"_errors"},
     {"_compat", "_frames", "_globs"},
-    {"_arrays", "_hijax", "_names"},
+    {"_arrays", "_hijax", "_names", "_staging"},
     {"_selection", "_unknown"},
     {"_mark", "_results"},
     {"_values"},

@@ -1060,7 +1060,7 @@ def test_what_is_moved_out_of_a_scan(monkeypatch):
     "`limit_indices`; a `dynamic_slice` has `slice_sizes`, and of its operands those "
     "after the first say where it begins, as literals if they are numbers; a `split` "
     "has `sizes` and an `axis`.",
-    "_modules/sources.py",
+    "_modules/origins.py",
 )
 def test_concatenations():
     x = jnp.ones(3)
@@ -1082,7 +1082,7 @@ def test_concatenations():
     "A `squeeze` has the `dimensions` that go. A `gather` has `slice_sizes`, and its "
     "`dimension_numbers` say along which axes it begins at its second operand, and "
     "which axes go.",
-    "_modules/cuts.py",
+    "_modules/origins.py",
 )
 def test_entries_of_an_array():
     x = jnp.ones((1, 3))
@@ -1097,7 +1097,7 @@ def test_entries_of_an_array():
 @assumed(
     "A `transpose` has its `permutation`, and a `broadcast_in_dim` its "
     "`broadcast_dimensions`.",
-    "_modules/sources.py",
+    "_modules/origins.py",
     "_walk/numbering.py",
 )
 def test_transpositions():
@@ -1394,7 +1394,7 @@ def test_objects_of_jax():
     "`_fun`, `fun`, `fn`, `func`, `__wrapped__` or `_fun_value_and_grad`; their types "
     "have a property `__wrapped__`, save those of `eqx.filter_jacrev` and `eqx."
     "Partial`.",
-    "_mark/noting.py",
+    "_mark/trees.py",
 )
 def test_wrappers_of_equinox():
     inside = {"__wrapped__", "_fn", "fn", "func", "_fun", "fun", "_fun_value_and_grad"}
@@ -1420,7 +1420,7 @@ def test_wrappers_of_equinox():
 
 @assumed(
     "A method of a module is a module with `__self__` and `__func__`.",
-    "_mark/noting.py",
+    "_mark/trees.py",
 )
 def test_methods_of_modules():
     class Model(eqx.Module):

@@ -74,7 +74,7 @@ def calls_around(eqn: Any) -> tuple[NotedCall, ...]:
     """The calls in which an equation was made, from outside in, as far as they began in
     the same jaxpr."""
     names = [getattr(x, "name", None) for x in eqn.source_info.name_stack.stack]
-    return tuple(x.call for x in names if isinstance(x, _Running))
+    return tuple([x.call for x in names if isinstance(x, _Running)])
 
 
 class Call(NamedTuple):

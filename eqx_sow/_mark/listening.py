@@ -1,5 +1,5 @@
-"""Whether `sow` marks now, and what is around the code that is being traced; and
-`scope`, with which a user says more of that."""
+"""The context in which a program is traced: whether `sow` marks, and what is around;
+and `scope`, with which a user says more of that."""
 
 import contextlib
 import inspect
@@ -40,8 +40,8 @@ class Listening(NamedTuple):
     n_loops: int = 0
     # The user's scopes, as `"outer/inner"`.
     scope: str = ""
-    # If it is not `None`, a mark does nothing but tell it of its `Site`.
-    found: Callable[[Any], None] | None = None
+    # If it is not `None`, a mark does nothing but report its `Site` to it.
+    report: Callable[[Any], None] | None = None
     # The calls of modules to take note of, for all the transformations.
     captures: tuple[Capture, ...] = ()
     # How many transformations there are, one within the other.

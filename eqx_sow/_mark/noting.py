@@ -37,22 +37,23 @@ from .trees import is_module, is_part, leaf_paths, walk
 
 def own_methods(cls: type) -> tuple[str, ...]:
     """The methods that a user gave to a class of modules."""
+    own = [c for c in cls.__mro__ if c not in eqx.Module.__mro__]
+    names = dict.fromkeys([name for c in own for name in vars(c)])
     fields = getattr(cls, "__dataclass_fields__", {})  # a mixin has none
-    names = dict.fromkeys(
-        n for c in cls.__mro__ if c not in eqx.Module.__mro__ for n in vars(c)
+    methods = types.FunctionType | _compat.Jitted
+    return tuple(
+        [
+            name
+            for name in names
+            if name == "__call__"
+            or not (name.startswith("__") or name in fields)
+            and isinstance(inspect.getattr_static(cls, name), methods)
+        ]
     )
-
-    def is_method(name):
-        if name.startswith("__") or name in fields:
-            return name == "__call__"
-        static = inspect.getattr_static(cls, name)
-        return isinstance(static, types.FunctionType | _compat.Jitted)
-
-    return tuple(filter(is_method, names))
 
 
 def why_not_noted(cls: type, name: str) -> str:
-    """What an attribute of a class is, if it is not a method whose calls are noted."""
+    """Says what an attribute of a class is, if its calls as a method are not noted."""
     static = inspect.getattr_static(cls, name, None)
     for kind, said in _NOT_NOTED.items():
         if isinstance(static, kind):
@@ -77,53 +78,50 @@ _SUSPENDED = {
 
 
 # --- methods that take note ---
-@contextlib.contextmanager
-def listening_as(here: Listening) -> Iterator[None]:
-    """What is traced as long as this lasts is listened to. If calls of modules are to
-    be noted, the methods of their classes do so."""
-    noted = _noted(here.captures) if here.captures else contextlib.nullcontext()
-    with listening(here), noted:
-        yield
-
-
-# What each trace that is under way, in whatever thread, does to a class of modules. All
+# What each trace that is under way, in whatever thread, does to classes of modules. All
 # is put back when the last of them is over. Nothing is locked while a trace lasts: the
 # traced function may wait for another thread, which traces as well.
-_noting: list[Callable[[type], None]] = []
+_under_way: list[Callable[[Iterable[type]], None]] = []
 _put_back = contextlib.ExitStack()
 _exchanging = threading.Lock()
 
 
 @contextlib.contextmanager
-def _noted(captures: tuple[Capture, ...]) -> Iterator[None]:
-    """As long as this lasts, the methods and functions take note of their calls that
-    these ask for. For `scope=True`, all methods of users' do: any may call `sow`."""
+def listening_as(here: Listening) -> Iterator[None]:
+    """Listens to what is traced as long as this lasts. If calls are to be noted, the
+    functions and the methods of modules do so. For `scope=True`, all methods of users'
+    do: any may call `sow`."""
+    captures = here.captures
+    if not captures:
+        with listening(here):
+            yield
+        return
     # Of two names of one method, the first counts.
     names = dict.fromkeys((*(m for c in captures for m in c.methods), "__call__"))
     scoped = any(c.scope for c in captures)
 
-    def note(cls):
-        for name in (*names, *own_methods(cls)) if scoped else names:
-            method = vars(cls).get(name)
-            # Somebody may have a bound method already.
-            is_jitted = isinstance(method, _compat.Jitted)
-            fn = inspect.unwrap(method) if is_jitted else method
-            if isinstance(fn, types.FunctionType):
-                _exchange_code(fn, ft.partial(_noting_method, name, method))
-            elif callable(method) and not isinstance(method, staticmethod):
-                # Any other object that can be called.
-                new = _noting_method(name, method, method)
-                _exchange(cls, name, ft.update_wrapper(new, method))
+    def exchange_methods(owners):
+        for cls in owners:
+            for name in (*names, *own_methods(cls)) if scoped else names:
+                method = vars(cls).get(name)
+                # Somebody may have a bound method already.
+                is_jitted = isinstance(method, _compat.Jitted)
+                fn = inspect.unwrap(method) if is_jitted else method
+                if isinstance(fn, types.FunctionType):
+                    _exchange_code(fn, ft.partial(_noting_method, name, method))
+                elif callable(method) and not isinstance(method, staticmethod):
+                    # Any other object that can be called.
+                    new = _noting_method(name, method, method)
+                    _exchange(cls, name, ft.update_wrapper(new, method))
 
     with _exchanging:
-        if not _noting:
-            _note_classes_to_come()
-        _noting.append(note)
+        if not _under_way:
+            _exchange(eqx.Module, "__init_subclass__", classmethod(_init_subclass))
+        _under_way.append(exchange_methods)
     try:
         with _exchanging:
-            for cls in classes():
-                note(cls)
-            for fn in (f for c in captures for f in c.functions):
+            exchange_methods(classes())
+            for fn in [f for c in captures for f in c.functions]:
                 if fn is checkpoint_name:
                     _exchange_code(fn, _noting_names)
                 elif isinstance(fn, types.FunctionType):
@@ -131,50 +129,51 @@ def _noted(captures: tuple[Capture, ...]) -> Iterator[None]:
                 else:  # `jax.nn.relu` is a `jax.custom_jvp`
                     call: Any = type(fn).__call__
                     _exchange_code(call, _noting_rules)
-        yield
+        with listening(here):
+            yield
     finally:
         with _exchanging:
-            _noting.remove(note)
-            if not _noting:
+            _under_way.remove(exchange_methods)
+            if not _under_way:
                 _put_back.close()
 
 
-def classes() -> Iterator[type]:
+def classes() -> Iterable[type]:
     """All classes with methods of modules that may be part of a model."""
     found, todo = {eqx.Module}, [eqx.Module]
     while todo:
         new = set(todo.pop().__subclasses__()) - found
         found |= new
         todo += new
-        models = (c for c in new if not c.__module__.startswith(_NO_MODELS))
-        yield from it.chain.from_iterable(map(_owners, models))
+    return _owners(found)
 
 
-def _owners(cls: type) -> Iterator[type]:
-    """A class of modules, and those of its bases that are none, such as a mixin that
-    has its `__call__`. Python's own are left alone: `typing.Generic`, `Mapping`."""
-    yield cls
-    for base in cls.__mro__:
-        own = base.__module__.split(".")[0] in sys.stdlib_module_names
-        if not own and eqx.Module not in base.__mro__:
-            yield base
+def _owners(classes: Iterable[type]) -> Iterable[type]:
+    """The classes among these that may be part of a model, and those bases of them that
+    are no modules, such as a mixin with their `__call__`. Python's own are left alone:
+    `typing.Generic`, `Mapping`."""
+    owners: dict[type, None] = {}
+    for cls in classes:
+        if cls.__module__.startswith(_NO_MODELS):
+            continue
+        owners[cls] = None
+        for base in cls.__mro__:
+            own = base.__module__.split(".")[0] in sys.stdlib_module_names
+            if not own and eqx.Module not in base.__mro__:
+                owners[base] = None
+    return owners
 
 
 _NO_MODELS = "equinox._", "equinox.internal", "eqx_sow._transforms"
 
 
-def _note_classes_to_come() -> None:
+def _init_subclass(cls, **kwargs):
     """Notes classes of modules as well that come to be while a program is traced: it
     imports them, or a function makes them."""
-
-    def init_subclass(cls, **kwargs):
-        super(eqx.Module, cls).__init_subclass__(**kwargs)
-        if not cls.__module__.startswith(_NO_MODELS):
-            with _exchanging:
-                for note, owner in it.product(_noting, _owners(cls)):
-                    note(owner)
-
-    _exchange(eqx.Module, "__init_subclass__", classmethod(init_subclass))
+    super(eqx.Module, cls).__init_subclass__(**kwargs)
+    with _exchanging:
+        for exchange_methods in _under_way:
+            exchange_methods(_owners([cls]))
 
 
 def _exchange(owner: Any, name: str, new: Any) -> None:
@@ -187,14 +186,14 @@ def _exchange(owner: Any, name: str, new: Any) -> None:
 
 
 def _exchange_code(
-    fn: types.FunctionType, noting: Callable[[types.FunctionType], Callable]
+    fn: types.FunctionType, instead: Callable[[types.FunctionType], Callable]
 ) -> None:
-    """Makes a function call `noting(plain)`, where `plain` does what the function did
+    """Makes a function call `instead(plain)`, where `plain` does what the function did
     before. It stays the same object, with other code: so a call is also noted where
     somebody has the function already, as `jax.jit(model.__call__)` does.
 
-    The other code is that of `_note_instead`. Code has no variables of its own to hold
-    `noting(plain)`, so that becomes one of the constants in it."""
+    The other code is that of `_call_instead`. Code has no variables of its own to hold
+    `instead(plain)`, so that becomes one of the constants in it."""
     code = fn.__code__
     # Python wants to forbid that a generator or a coroutine gets the code of a plain
     # function.
@@ -205,12 +204,10 @@ def _exchange_code(
     )
     plain.__kwdefaults__ = fn.__kwdefaults__
     plain.__annotations__ = fn.__annotations__
-    note = noting(plain)
+    consts = list(_CODE.co_consts)
+    consts[consts.index(_NOTE)] = instead(plain)
     # A function takes the code of one that closes over as many variables.
-    fn.__code__ = _CODE.replace(
-        co_consts=tuple(note if x == _NOTE else x for x in _CODE.co_consts),
-        co_freevars=code.co_freevars,
-    )
+    fn.__code__ = _CODE.replace(co_consts=tuple(consts), co_freevars=code.co_freevars)
     _put_back.callback(setattr, fn, "__code__", code)
     # Libraries, and users' functions, may look at the signature.
     if not (hasattr(fn, "__wrapped__") or hasattr(fn, "__signature__")):
@@ -225,18 +222,18 @@ _signatures: weakref.WeakKeyDictionary[types.FunctionType, inspect.Signature] = 
 )
 
 
-def _note_instead(*args, **kwargs):
+def _call_instead(*args, **kwargs):
     note: Any = "eqx_sow: what takes note of a call"
     return note(*args, **kwargs)
 
 
 # The code of that, and the constant in whose place comes what takes note.
-_CODE = _note_instead.__code__
+_CODE = _call_instead.__code__
 _NOTE = "eqx_sow: what takes note of a call"
 
 
 def _wanted() -> tuple[Capture, ...]:
-    """What wants a note of calls now, in this thread."""
+    """The transformations that want a note of calls now, in this thread."""
     return getattr(listening.value, "captures", ())
 
 
@@ -255,14 +252,12 @@ def _noting_function(
         # is marked is the operand of the edge, so that JAX does not move the edge out
         # of the loop or the branch that the call is in.
         def edge(value):
-            arrays = filter(eqx.is_array, jtu.tree_leaves(value))
-            return edge_p.bind(*arrays, call=call)
+            return edge_p.bind(*_arrays(value), call=call)
 
         marks = _Marks(Note(call, scope=listening.value.scope), chosen, edge)
         args, kwargs, went_in = marks.before(args, kwargs)
         out = plain(*args, **kwargs)
-        has_arrays = any(map(eqx.is_array, jtu.tree_leaves(out)))
-        return marks.after(went_in, out) if has_arrays else out
+        return marks.after(went_in, out) if _arrays(out) else out
 
     return function
 
@@ -339,7 +334,8 @@ _running = contextvars.ContextVar("running", default=())
 
 @contextlib.contextmanager
 def within(holder: NotedCall | int, held: Callable[[], Iterable[tuple[Path, Any]]]):
-    """What is called as long as this lasts may be held by this."""
+    """As long as this lasts, the modules that are called may be in this holder: `held`
+    lists what is in there, each with its path."""
     places = ft.cache(lambda: _places_of(held()))
     before = _running.set((*_running.get(), (holder, places)))
     try:
@@ -377,7 +373,7 @@ def _note(module: Any, method: str, plain: Callable, args: tuple, kwargs: dict) 
     call, edge = _call(module, method, any(c.classes is None for c in chosen))
     note = Note(call, scope=here.scope)
     if isinstance(module, Sow) and module.name is None:
-        labels = tuple(Label.unnamed(module.tag, d) for d in range(here.depth, 0, -1))
+        labels = tuple([Label(None, module.tag, d) for d in range(here.depth, 0, -1)])
         spec = None if module.spec is None else Const(module.spec)
         note = note._replace(is_sow=True)
         return bind_sow(plain(*args, **kwargs), labels, edge, note=note, spec=spec)
@@ -412,9 +408,11 @@ class _Marks(NamedTuple):
     edge: Callable[[Any], Any]
 
     def mark(self, value: Any, *kind: str) -> Any:
-        labels = _unnamed(c for c in self.chosen if c.kinds.issuperset(kind))
-        if not labels:
+        wanted = [c for c in self.chosen[::-1] if c.kinds.issuperset(kind)]
+        if not wanted:
             return value
+        # They have yet to find the name.
+        labels = tuple([Label(None, c.tag, c.depth) for c in wanted])
         note = self.note._replace(what=kind)
         return bind_sow(value, labels, self.edge(value), note=note)
 
@@ -436,18 +434,16 @@ class _Marks(NamedTuple):
         return self.mark(Call(args, kwargs, out), "call").out
 
 
-def _unnamed(captures: Iterable[Capture]) -> tuple[Label, ...]:
-    """The labels for these transformations, which have yet to find the name."""
-    return tuple(Label.unnamed(c.tag, c.depth) for c in captures)[::-1]
-
-
 def _without_parts(out: Any, module: Any) -> tuple[Any, Any]:
     """What a module returned, without modules that are parts of itself, which
     `eqx.nn.Shared` returns: they are not values. And these."""
-    arrays = lambda x: {id(y) for y in jtu.tree_leaves(x) if eqx.is_array(y)}
-    own = arrays(module)
-    is_value = lambda x: not (is_module(x) and arrays(x) <= own)
+    own = set(map(id, _arrays(module)))
+    is_value = lambda x: not (is_module(x) and own.issuperset(map(id, _arrays(x))))
     return eqx.partition(out, is_value, is_leaf=is_module)
+
+
+def _arrays(x: Any) -> list[Any]:
+    return list(filter(eqx.is_array, jtu.tree_leaves(x)))
 
 
 # So many of the arrays of a module are operands of its edge.
@@ -459,7 +455,7 @@ def _call(module: Any, method: str, outline: bool) -> tuple[NotedCall, Any]:
     leaves = jtu.tree_leaves_with_path(module)
     arrays = [(path, x) for path, x in leaves if eqx.is_array(x)]
     # Some from all over the module, and no scalars if there are others.
-    large = [(p, x) for p, x in arrays if x.ndim] or arrays
+    large = [(path, x) for path, x in arrays if x.ndim] or arrays
     n = min(len(large), _WITNESSES)
     picked = [large[i * len(large) // n] for i in range(n)]
     shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if eqx.is_array(x) else x
@@ -474,8 +470,8 @@ def _call(module: Any, method: str, outline: bool) -> tuple[NotedCall, Any]:
 
     def edge(operands):
         call.leaves = leaf_paths(module, operands)
-        call.shapes = tuple(x.shape for _, x in operands)
-        return edge_p.bind(*(x for _, x in operands), call=call)
+        call.shapes = tuple([x.shape for _, x in operands])
+        return edge_p.bind(*[x for _, x in operands], call=call)
 
     try:
         return call, edge(picked)

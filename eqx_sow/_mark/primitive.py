@@ -12,8 +12,8 @@ backward pass or to stack it in a loop. It says what belongs together: in
     e2, h = sow(e1, y)                # and this is what it returned
     _, dh = sow(e2, dy)               # the tangent of that, or after transposition ...
 
-the way from `weight` to `e1` says what the layer is called (`_modules/naming.py`), and
-that from `e2` to the last line says of which value `dh` is the derivative. Both ways go
+the way from `weight` to `e1` says where the layer is (`_modules/locating.py`), and that
+from `e2` to the last line says of which value `dh` is the derivative. Both ways go
 through calls, loops, branches and checkpoints, as those of any array do. A sow that is
 not a call of a module has the number 0.0 as its first operand.
 """
@@ -132,10 +132,10 @@ class _SowPrimitive(jexc.Primitive):
 
     def bind(self, edge, *operands, site):
         here = listening.value
-        if here is not None and here.found is None:
+        if here is not None and here.report is None:
             return super().bind(edge, *operands, site=site)
         if here is not None:
-            here.found(site)
+            here.report(site)
         return _sow_off(edge, *operands)
 
 

@@ -71,9 +71,9 @@ class Label(NamedTuple):
     Of a call of `sow`, there is one label for all of them. A captured module gets a
     label from each transformation that captures it, which has a number of its own, its
     `depth`: how many transformations there are around the program that it traces,
-    itself included. It is `unnamed`, with `None` as its `name`, until the whole program
-    is there that this transformation traces, and shows where the arrays of the module
-    come from. `Site.visible_to` says who sees which label.
+    itself included. Its `name` is `None` until the whole program is there that this
+    transformation traces, and shows where the arrays of the module come from.
+    `Site.visible_to` says who sees which label.
 
     `places` says, for each loop around the mark from outside in, which part of the name
     is the index of an iteration; or `None`, as for loops that `places` does not reach
@@ -87,16 +87,8 @@ class Label(NamedTuple):
     depth: int = 0
     places: tuple[int | None, ...] = ()
 
-    @classmethod
-    def unnamed(cls, tag: Hashable, depth: int) -> "Label":
-        return cls(None, tag, depth)
-
-    @property
-    def is_unnamed(self) -> bool:
-        return self.name is None
-
     def in_scope(self, scope: str) -> "Label":
-        if self.is_unnamed or not scope:
+        if self.name is None or not scope:
             return self
         n = scope.count("/") + 1
         places = tuple(None if k is None else n + k for k in self.places)
@@ -185,7 +177,7 @@ class Site(_Fields):
     def label(self) -> Label:
         """What it is called by the transformation at hand."""
         first = self.labels[0] if self.labels else _NOT_WANTED
-        there = not first.is_unnamed and first.tag not in self.taken
+        there = first.name is not None and first.tag not in self.taken
         return first if there else _NOT_WANTED
 
     @ft.cached_property
@@ -205,7 +197,7 @@ class Site(_Fields):
         labels of `sow`, of its own, and of those around, but not what one inside has
         captured for itself. First come those with a name, of its own tag."""
         labels = [x for x in self.labels if x.depth <= depth]
-        labels.sort(key=lambda x: (x.is_unnamed, x.tag != tag))
+        labels.sort(key=lambda x: (x.name is None, x.tag != tag))
         return self.called(tuple(labels))
 
     def without(self, tag: Hashable) -> "Site | None":

@@ -14,10 +14,9 @@ from .._errors import SowError, SowTypeError
 from .._frames import api_boundary, SowCall, user_line
 from .._names import has_traced_number, join
 from .listening import Listening, listening
-from .objects import holder
 from .primitive import NO_EDGE, sow_p
 from .site import Fixed, Label, Site
-from .static import Const, Form, OPERAND, take_apart
+from .static import Const, Form, holder_of_traced, OPERAND, take_apart
 
 
 _T = TypeVar("_T")
@@ -157,7 +156,7 @@ def _without_holders(value: Any, form: Form, labels: Sequence[Label]) -> Form:
                 f"{jax.typeof(x.value)}: only arrays can be captured. Mark the value "
                 "that it holds."
             )
-        if (found := holder(value, i, x.value)) is not None:
+        if (found := holder_of_traced(value, i, x.value)) is not None:
             changed[i] = Const(found)
     if not changed:
         return form

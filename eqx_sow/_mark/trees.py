@@ -17,6 +17,11 @@ class Root(str):
     """The name of an argument or a variable, at the beginning of a path."""
 
 
+def numbered(path: Path, n: int) -> Path:
+    """A path of which the last key has this number. 0 is none."""
+    return (*path[:-1], type(path[-1])(f"{path[-1]}#{n}")) if n else path
+
+
 # No `__wrapped__` tells what this is.
 _Jacobian: Any = type(eqx.filter_jacrev(lambda: None))
 # How the key `""` is written. Elsewhere, "" is no key.
@@ -28,8 +33,8 @@ INNER = "__wrapped__", "__self__", "__func__", "fget", "fun"
 def is_wrapper(x: Any) -> bool:
     """Whether it is a transformed function of Equinox's, a partial that is a PyTree, or
     a method of a module. Most are modules, too, but not part of a model."""
-    is_partial = isinstance(x, jtu.Partial)
-    return is_partial or (is_module(x) and _is_class_of_wrappers(type(x)))
+    of_module = is_module(x) and _is_class_of_wrappers(type(x))
+    return of_module or isinstance(x, jtu.Partial)
 
 
 @ft.cache
@@ -44,7 +49,7 @@ def _is_class_of_wrappers(cls: type) -> bool:
 
 def is_part(x: Any) -> bool:
     """Whether it is a module that is part of a model."""
-    return is_module(x) and not is_wrapper(x)
+    return is_module(x) and not _is_class_of_wrappers(type(x))
 
 
 def is_module(x: Any) -> bool:
@@ -82,7 +87,7 @@ def children(x: Any) -> list[tuple[str, Any]] | None:
 
 
 def _apart(held: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
-    """The same, with numbers for further keys that are the same as strings."""
+    """What a node holds, with numbers for further keys that are alike as strings."""
     if len(held) == len({key for key, _ in held}):
         return held
     before: Counter[str] = Counter()
@@ -96,14 +101,14 @@ def _apart(held: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
 def leaf_paths(x: Any, leaves: Iterable[tuple[Any, Any]]) -> tuple[Path, ...]:
     """The paths that `walk` has for these leaves of a PyTree, given those of JAX."""
     leaves = list(leaves)
-    if not any(_leads_into_wrapper(x, path) for path, _ in leaves):
-        return tuple(keys(path) for path, _ in leaves)
+    if not any([_leads_into_wrapper(x, path) for path, _ in leaves]):
+        return tuple([keys(path) for path, _ in leaves])
     found = {id(y): path for path, y in walk([((), x)])}
     return tuple(found.get(id(y), keys(path)) for path, y in leaves)
 
 
 def _leads_into_wrapper(x: Any, path: Any) -> bool:
-    for key in path:
+    for key in path[:-1]:
         if type(key) is jtu.GetAttrKey:
             x = getattr(x, key.name, None)
         elif type(key) is jtu.SequenceKey and isinstance(x, list | tuple):
@@ -120,10 +125,12 @@ def _leads_into_wrapper(x: Any, path: Any) -> bool:
 def keys(path: Any) -> Path:
     """The keys of a path in a PyTree, as strings."""
     return tuple(
-        key.name
-        if type(key) is jtu.GetAttrKey
-        else jtu.keystr((key,), simple=True) or _EMPTY
-        for key in path
+        [
+            key.name
+            if type(key) is jtu.GetAttrKey
+            else jtu.keystr((key,), simple=True) or _EMPTY
+            for key in path
+        ]
     )
 
 

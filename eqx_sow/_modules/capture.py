@@ -3,7 +3,7 @@ modules get into it, and `naming.py` for what they are called."""
 
 import dataclasses as dc
 import inspect
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
 import equinox as eqx
@@ -12,16 +12,16 @@ import jax
 from .. import _compat
 from .._errors import shown, UnknownSowError, UnsupportedPrimitiveError
 from .._frames import is_library
+from .._mark.calls import Note, Path
 from .._mark.listening import Capture, Listening
 from .._mark.noting import own_methods, why_not_noted
 from .._mark.site import Label
-from .._mark.trees import is_part
 from .._unknown import check_known
 from .._walk.flow import Here, run
 from .._walk.handler import is_solver
 from .._walk.sows import Mark
 from .naming import Naming, TO_CAPTURE_CALLS
-from .places import Places, reachable, roots
+from .places import Places
 from .visits import Visits
 
 
@@ -61,11 +61,8 @@ class Marking:
         if self.capture is None and not (self.scope or self.search):
             return here
         methods = () if self.capture is None else self.methods
-        kinds = frozenset(
-            kind
-            for kind, on in {"inputs": self.inputs, "call": self.calls}.items()
-            if on
-        )
+        asked = {"inputs": self.inputs, "call": self.calls}
+        kinds = frozenset([kind for kind, on in asked.items() if on])
         options = methods, *self.selected, kinds, self.scope
         capture = Capture(here.depth, self.tag, *options)
         return here._replace(captures=(*here.captures, capture))
@@ -92,14 +89,13 @@ def named(
     kwargs)`, each with its name; and with what those begin that are paths of modules,
     where the models are."""
     is_off = marking.capture is None and not marking.scope
-    if is_off and all(x.site.note is None for x in found):
+    if is_off and not any([x.site.note for x in found]):
         return found, ()
-    label = Label.unnamed(marking.tag, depth)
+    label = Label(None, marking.tag, depth)
     for mark in found:
         site, holder = mark.site, mark.holder
-        if holder is None or label not in site.labels or is_solver(holder):
-            continue
-        if site.note is not None:
+        is_mine = site.note is not None and label in site.labels
+        if is_mine and not (holder is None or is_solver(holder)):
             raise UnsupportedPrimitiveError(
                 f"{site.said_first} is inside the primitive `{holder.primitive}`, "
                 "where eqx_sow cannot tell which module is called. Call it outside, or "
@@ -111,23 +107,20 @@ def named(
     naming = Naming(seen, places, depth, marking)
     sites = naming.sites()
     if marking.capture is not None:
-        _check_found(found, label, called, places, marking, naming)
+        waiting = [x.site.note for x in found if label in x.site.labels]
+        _check_found(waiting, places, marking, naming)
     all_roots = dict.fromkeys((*naming.roots, *naming.roots_of_sows))
     marks = [x._replace(site=sites.get(x.way, x.site)) for x in found]
     return marks, tuple(all_roots)
 
 
 def _check_found(
-    found: list[Mark],
-    label: Label,
-    called: tuple,
-    places: Places,
-    marking: Marking,
-    naming: Naming,
+    notes: list[Note | None], places: Places, marking: Marking, naming: Naming
 ) -> None:
-    """Raises if the options select nothing, and says what there would have been."""
+    """Raises if the options select nothing, and says what there would have been.
+    `notes` are those of the marks that wait for a name."""
     option = f"capture={_shown(marking.capture)}"
-    in_sight = {"/".join(path) or ".": type(x) for path, x in places.modules.items()}
+    in_sight = _classes(places.modules)
     classes, functions = marking.selected
     is_predicate = classes is None
     classes = classes or (() if functions else (eqx.Module,))
@@ -150,8 +143,7 @@ def _check_found(
         )
     if naming.roots:
         return
-    waiting = (x.site.note for x in found if label in x.site.labels)
-    hidden = next(filter(None, waiting), None)
+    hidden = next(filter(None, notes), None)
     if hidden is not None and not naming.seen:
         raise UnsupportedPrimitiveError(
             f"`{option}` selects calls such as {hidden.call!r}, but "
@@ -160,12 +152,7 @@ def _check_found(
             "captured. Call the module once outside, too."
         )
     # In `jax.vmap(model)`, the model is in a variable.
-    in_variables = {
-        "/".join(path) or ".": type(x)
-        for path, x in reachable(roots(*called))
-        if is_part(x)
-    }
-    items = (naming.seen or in_variables | in_sight).items()
+    items = (naming.seen or _classes(places.outside) | in_sight).items()
     there = shown([f"{path} ({cls.__name__})" for path, cls in items], str)
     where = "that are called" if naming.seen else "in the arguments and variables"
     said = f" The modules {where} are: {there}." if classes else ""
@@ -190,6 +177,10 @@ def _check_found(
         "a `save_intermediates` inside has captured it, give one of the two another "
         "`tag`."
     )
+
+
+def _classes(modules: Mapping[Path, Any]) -> dict[str, type]:
+    return {"/".join(path) or ".": type(x) for path, x in modules.items()}
 
 
 def _check_are_methods(capture: str, methods: Iterable[str], fits: list[type]) -> None:

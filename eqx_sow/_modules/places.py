@@ -28,7 +28,7 @@ import numpy as np
 
 from .._frames import is_installed, is_library
 from .._mark.calls import NotedCall, Path
-from .._mark.static import OPERAND, take_apart
+from .._mark.static import OPERAND, state_of, take_apart
 from .._mark.trees import (
     beside,
     children,
@@ -36,12 +36,12 @@ from .._mark.trees import (
     inside,
     is_module,
     is_part,
+    numbered,
     own_keys,
     positional_names,
     Root,
     walk,
 )
-from .spelling import numbered
 
 
 def root_of(path: Path) -> Path:
@@ -70,10 +70,10 @@ class Places:
                 self.modules[path] = x
             elif eqx.is_array(x):
                 of_array[id(x)].append(path)
-        self._arrays, _ = take_apart((fn, args, kwargs))
-        self.n_inputs = len(self._arrays)
+        self.arrays, _ = take_apart((fn, args, kwargs))
+        self.n_inputs = len(self.arrays)
         self._paths: dict[int, list[Path]] = defaultdict(list)
-        for i, x in enumerate(self._arrays):
+        for i, x in enumerate(self.arrays):
             places = of_array[id(x)] or [("?",)]
             self._paths[i] = [places.pop(0) if len(places) > 1 else places[0]]
         self._sources: dict[Hashable, int] = {}
@@ -82,19 +82,19 @@ class Places:
         """The number of an array that the program holds."""
         key = _identity(array)
         if key not in self._sources:
-            self._sources[key] = len(self._arrays)
-            self._arrays.append(array)
+            self._sources[key] = len(self.arrays)
+            self.arrays.append(array)
         return self._sources[key]
 
     def paths(self, source: int) -> list[Path]:
         """The places of an array. (The first time that it is none of the inputs, all
         variables are looked at, when all sources have their numbers.)"""
         if source >= self.n_inputs:
-            _ = self._outside
+            _ = self.outside
         return self._paths[source]
 
     @ft.cached_property
-    def _outside(self) -> dict[Path, Any]:
+    def outside(self) -> dict[Path, Any]:
         """The modules in variables."""
         found: dict[Path, Any] = {}
         self.everywhere.maps.append(found)
@@ -126,17 +126,14 @@ class Places:
     @ft.cached_property
     def inexact(self) -> set[int]:
         """The sources that are inexact numbers."""
-        arrays = enumerate(self._arrays)
+        arrays = enumerate(self.arrays)
         return {i for i, x in arrays if jnp.issubdtype(x.dtype, jnp.inexact)}
 
     def of_length(self, n: int, used: Container[int]) -> set[int]:
         """The sources that are not `used`, and may be part of a stack of so many,
         perhaps behind the axis of a vmap."""
-        arrays = enumerate(self._arrays)
+        arrays = enumerate(self.arrays)
         return {i for i, x in arrays if i not in used and n in x.shape[:2]}
-
-    def array(self, source: int) -> Any:
-        return self._arrays[source]
 
     def sizes(self, source: int) -> set[Any]:
         """The numbers in static fields of the module that has an array, and 1."""
@@ -151,7 +148,7 @@ class Places:
         def among(modules):
             return [path for path, module in modules.items() if is_like(module, call)]
 
-        return among(self.modules) or among(self._outside)
+        return among(self.modules) or among(self.outside)
 
 
 def _identity(array: Any) -> Hashable:
@@ -207,7 +204,7 @@ def reachable(roots: Sequence[tuple[Path, Any]]) -> Iterator[tuple[Path, Any]]:
         if is_module(x) or eqx.is_array_like(x):
             root = "".join(root_of(path))
             n = of_name[root].setdefault(variable, len(of_name[root]))
-            yield (Root(f"{root}#{n}"), *path[1:]) if root and n else path, x
+            yield numbered(path[:1], n) + path[1:] if root else path, x
         # A module may be in two places, and both count.
         if id(x) not in seen or is_module(x):
             seen[id(x)] = x
@@ -245,17 +242,15 @@ def _held(x: Any) -> Iterable[tuple[str, Any]]:
 
 
 def _attributes(x: Any) -> Iterator[tuple[str, Any]]:
-    """Of an object that is not a PyTree: what it was made of, and if it is of a class
-    of the user's, all that it holds, and its class."""
-    module, own = type(x).__module__, getattr(x, "__dict__", {})
+    """What an object that is not a PyTree was made of; and if it is of a class of the
+    user's, all that it holds, and its class."""
+    module, own = type(x).__module__, state_of(x)
     held: dict[str, str] = dict.fromkeys(INNER, "")
     if module.startswith("jax.") and callable(x):
         # Such as a `jax.custom_jvp`, which holds the function and its rules.
         held |= dict.fromkeys(own, "")
     elif type(x) is types.SimpleNamespace or not is_installed(module):
-        slots = [getattr(c, "__slots__", ()) for c in type(x).__mro__]
-        names = it.chain(own, *slots)
-        held |= {name: name for name in names if not name.startswith("__")}
+        held |= {name: name for name in own if not name.startswith("__")}
         held["__class__"] = ""
     for name, key in held.items():
         if hasattr(x, name):

@@ -17,15 +17,21 @@ from typing import Any, NamedTuple
 
 import equinox as eqx
 
-from .._mark.calls import calls_around, NotedCall, Path
+from .._mark.calls import calls_around, NotedCall
 from .._mark.primitive import edge_p, same_p, sow_p
 from .._mark.site import Site
 from .._walk.flow import Domain, Here
 from .._walk.sows import Way
 from .._walk.table import primals_of
-from .cuts import axes_of_source, Cut, number_of, OTHER_ENTRIES
+from .origins import (
+    in_order,
+    number_of,
+    Origin,
+    OTHER_ENTRIES,
+    outputs_of,
+    undecided,
+)
 from .places import Places
-from .sources import in_order, Origin, outputs_of, undecided
 
 
 @dc.dataclass(eq=False)
@@ -41,30 +47,9 @@ class Visit:
     lanes: Sequence[tuple[int, ...]]
     # The modules whose methods are running, from outside in.
     running: "list[Visit]"
-    # The rest is filled in by `naming.py`. For each place to which arrays lead, how
-    # well it fits: (computations between, -arrays that lead there). Smaller is better.
-    fits: dict[Path, tuple[int, int]] = dc.field(default_factory=dict)
-    # Whether some of the arrays were made of others, rather than changed.
-    is_made: bool = False
-    # For each of these places, the constant indices that the module was taken out by.
-    cuts: dict[Path, tuple[Cut, ...]] = dc.field(default_factory=dict)
-    # Where the module is. If that is not known, the first key is the name of a class:
-    # `("MLP#1", "layers", "0")`.
-    path: Path | None = None
-    # Which entries of stacks the module is in, from left to right in the path.
-    indices: "tuple[StackIndex, ...]" = ()
-    # The path as it is written, with these.
-    keys: Path | None = None
 
 
-class StackIndex(NamedTuple):
-    """An entry of a stack: its index stands behind `at` keys of the path."""
-
-    at: int
-    cut: Cut
-
-
-class Mark(NamedTuple):
+class VisitedMark(NamedTuple):
     """A mark, and the visits that it is in, or is the output of. There may be several:
     if a branch decides of which call a derivative is. `scans`: the ways to the scans
     around it; for a derivative, around its primal, since a scan of the backward pass
@@ -92,7 +77,7 @@ class Visits(Domain):
     def __init__(self, places: Places):
         self._places = places
         self.visits: dict[Way, Visit] = {}
-        self.marks: dict[Way, Mark] = {}
+        self.marks: dict[Way, VisitedMark] = {}
         self.scans: dict[Way, ScanSources] = {}
         # Of each call, the visit that the pass is in, or was in last.
         self._latest: dict[NotedCall, Visit] = {}
@@ -101,14 +86,13 @@ class Visits(Domain):
         return [self._at_source(i) for i in range(self._places.n_inputs)]
 
     def _at_source(self, source: int) -> Origin:
-        axes = axes_of_source(self._places.array(source))
+        axes = tuple(zip(range(self._places.arrays[source].ndim)))
         return Origin({source: 0}, ("source", source), is_whole=True, axes=axes)
 
     def constant(self, x, aval):
-        if not getattr(x, "shape", None) and not eqx.is_array(x):
-            return Origin(number=number_of(x, aval))
-        source = self._at_source(self._places.source(x))
-        return source._replace(number=number_of(x, aval))
+        is_array = getattr(x, "shape", None) or eqx.is_array(x)
+        value = self._at_source(self._places.source(x)) if is_array else Origin()
+        return value._replace(number=number_of(x, aval))
 
     def chosen(self, index, cases):
         return undecided(in_order(cases))._replace(cases=(index.made, cases))
@@ -149,7 +133,7 @@ class Visits(Domain):
             return [Origin(edges=(here.way,))]
         return outputs_of(eqn, operands, here.way)
 
-    def _mark(self, eqn: Any, edge: Origin, here: Here) -> Mark:
+    def _mark(self, eqn: Any, edge: Origin, here: Here) -> VisitedMark:
         site: Site = eqn.params["site"]
         if site.modes:
             # Of a derivative, the edge comes out of the mark of its primal.
@@ -159,16 +143,17 @@ class Visits(Domain):
             of = primals_of(site, there, there) or of_line
             primals = [self.marks[way] for way in of]
             visits = [v for mark in primals for v in mark.visits]
-            return Mark(site, visits, primals[0].scans if primals else here.scans)
+            scans = primals[0].scans if primals else here.scans
+            return VisitedMark(site, visits, scans)
         running = self._running(eqn, here)
         if site.note is None:
-            return Mark(site, running[-1:], here.scans)
+            return VisitedMark(site, running[-1:], here.scans)
         visits = [self.visits[way] for way in edge.edges[:1]]
         # The edge of a module without arrays may have been moved out of a loop, to
         # where fewer calls are running, and to before the edges of these.
         for visit in visits:
             visit.running = max(running, visit.running, key=len)
-        return Mark(site, visits, here.scans)
+        return VisitedMark(site, visits, here.scans)
 
     def _running(self, eqn: Any, here: Here) -> list[Visit]:
         """The visits in which an equation runs, from outside in."""

@@ -17,10 +17,10 @@ from .._globs import fits
 from .._handlers.asked import Asked, asked_of
 from .._handlers.collect import Collect, Slot, Taking
 from .._mark.listening import listening
-from .._mark.staging import to_jaxpr, types_of
 from .._mark.static import Form
 from .._names import has_traced_number, in_loops, Named
 from .._selection import Selection
+from .._staging import to_jaxpr, types_of
 from .._values.merge import Entries
 from .._values.modes import labels
 from .._walk.handler import Given, Handler, is_solver, Taken

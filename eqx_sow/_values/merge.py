@@ -35,7 +35,7 @@ from .._arrays import select, sharded_like, spec_of, zeros_like
 from .._errors import DuplicateSowError, SowError
 from .._frames import parting
 from .._mark.site import Axis, Site
-from .._mark.staging import types_of
+from .._staging import types_of
 from .axes import aligned, as_operand, broadcast, either, total_over
 from .entry import Entry, FINISHED, finished, grouped, left_loop, with_count
 from .transform import Batched

@@ -28,9 +28,8 @@ import jax
 
 from .. import _compat
 from .._errors import SowError, SowTypeError, UnsupportedPrimitiveError
-from .._mark.objects import Holder
 from .._mark.site import Site
-from .._mark.static import Const
+from .._mark.static import Const, Holder
 from .._values.merge import Entries
 from .frame import Frame
 from .plan import Ask

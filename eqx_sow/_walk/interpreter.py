@@ -18,7 +18,7 @@ import jax.tree_util as jtu
 from .. import _compat
 from .._arrays import in_mesh_of, mesh_inside
 from .._mark.primitive import sow_p
-from .._mark.staging import to_jaxpr
+from .._staging import to_jaxpr
 from .frame import Frame, without_donating
 from .handler import Given, Handler, refuse_unknown, Taken
 from .meshes import carry_outside, entries_outside, given_inside

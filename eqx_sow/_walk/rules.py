@@ -39,7 +39,7 @@ from .. import _compat, _hijax
 from .._arrays import on_mesh, select, sharded_along, zeros_like
 from .._errors import UnsupportedPrimitiveError
 from .._mark.primitive import sow_effect
-from .._mark.staging import to_jaxpr, types_of
+from .._staging import to_jaxpr, types_of
 from .._values import entry as _entry, merge as _merge
 from .handler import Given, refuse, Taken
 from .interpreter import Interpret, rule_for, with_operands

@@ -263,7 +263,7 @@ def _in_functions(eqn: Any) -> list[Mark]:
             return [*sows((_compat.noinlined if noinline else expanded)(eqn))]
     found: list[Site] = []
     if is_filtered(params):
-        with listening(Listening(found=found.append)):
+        with listening(Listening(report=found.append)):
             avals = [v.aval for v in eqn.invars]
             eqn.primitive.abstract_eval(*avals, **eqn.params)
     return [Mark(site, (), (i,)) for i, site in enumerate(found)]

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from .. import _compat
+from . import _compat
 
 
 # The treedef of what was traced last, in this thread.
