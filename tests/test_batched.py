@@ -120,14 +120,14 @@ def test_each_iteration_by_itself(program, derive):
         assert got.axes("h", mode) == ("loop",) * len(loops)
 
 
-def test_reducers_over_batches():
+@under(of=IN_ORDER, argument="row")
+def test_reducers_over_batches(row):
     batches = jnp.stack([XS, 2 * XS, jnp.sin(XS)])
     f = lambda x: sow(jnp.sin(x), "h").sum()
     train = lambda xs: lax.map(jax.vmap(f), xs)
     each = jax.vmap(_moment)(jnp.sin(batches))
-    for row in IN_ORDER.values():
-        _, got = S(train, transform=batched(_moment), reduce=row.reducer)(batches)
-        assert_close(got["h"]["primal"], row.by_hand(list(each), 0 * each[0]))
+    _, got = S(train, transform=batched(_moment), reduce=row.reducer)(batches)
+    assert_close(got["h"]["primal"], row.by_hand(list(each), 0 * each[0]))
 
 
 def test_nested_vmaps():

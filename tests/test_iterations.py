@@ -160,17 +160,20 @@ def test_an_iteration_in_other_options():
             S(LOOPS["scan"][0], **{option: {"h/*": x}})(X)
 
 
-def test_all_layers_in_options():
+@under(of=REDUCERS, argument="row")
+def test_a_reducer_of_all_layers(row):
     every = "blocks/*/attn"
     for fn in (_stack, jax.grad(_loss(_stack))):
-        layers = S(fn)(X)[1]["blocks/*/attn"]
-        for row in REDUCERS.values():
-            _, got = S(fn, reduce={every: row.reducer})(X)
-            for mode, xs in layers.items():
-                # Each layer runs once.
-                each = [row.by_hand([x], 0 * x) for x in xs]
-                want = jax.tree.map(lambda *xs: np.stack(xs), *each)
-                assert_close(got["blocks/*/attn"][mode], want)
+        _, got = S(fn, reduce={every: row.reducer})(X)
+        for mode, xs in S(fn)(X)[1][every].items():
+            # Each layer runs once.
+            each = [row.by_hand([x], 0 * x) for x in xs]
+            want = jax.tree.map(lambda *xs: np.stack(xs), *each)
+            assert_close(got[every][mode], want)
+
+
+def test_all_layers_in_options():
+    every = "blocks/*/attn"
     # Globs go in their order, and the name of a stack is one, as in a list.
     fold, last = Fold(jnp.zeros(2), lambda acc, h: acc + 2 * h), Last()
     x = S(_stack)(X)[1]["blocks/*/attn"]["primal"]

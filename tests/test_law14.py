@@ -39,7 +39,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from jaxtyping import Array, Float
 
 from .helpers import assert_close
-from .tables import IN_ORDER, REDUCERS
+from .tables import IN_ORDER, REDUCERS, under
 
 
 X = jnp.array([0.3, -0.7])
@@ -522,22 +522,22 @@ def test_reducers_of_layers_in_a_shard_map_are_an_error():
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-def test_reduce_on_a_mesh(axis_type):
+@under(of=IN_ORDER, argument="row")
+def test_reduce_on_a_mesh(row, axis_type):
     plan = Plan((2, 3), "two", time_around=True)
     mesh = jax.make_mesh((2,), ("d",), (axis_type,))
     x = jax.device_put(XS, NamedSharding(mesh, P("d")))
-    for reducer in (row.reducer for row in IN_ORDER.values()):
 
-        def save(m):
-            with jax.set_mesh(mesh):
-                return S(grad_of_vmap(plan), capture=True, reduce=reducer)(m, x)[1]
+    def save(m):
+        with jax.set_mesh(mesh):
+            return S(grad_of_vmap(plan), capture=True, reduce=row.reducer)(m, x)[1]
 
-        want, got = save(plan.lists), save(plan.net("scan", "checkpoint"))
-        assert [*got.unstack()] == [*want]
-        for name, modes in want.items():
-            _same(got[name], modes, name, reducer)
-            for a, b in zip(*map(jax.tree.leaves, (dict(got[name]), dict(modes)))):
-                assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
+    want, got = save(plan.lists), save(plan.net("scan", "checkpoint"))
+    assert [*got.unstack()] == [*want]
+    for name, modes in want.items():
+        _same(got[name], modes, name)
+        for a, b in zip(*map(jax.tree.leaves, (dict(got[name]), dict(modes)))):
+            assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
 
 
 def test_reducers_of_stacks_of_different_lengths():
