@@ -155,7 +155,7 @@ def steps(xs):
 
 
 halves = [data / 2, data / 4, data / 8]
-check(eqx.filter_jit(S(steps))(xs)[1]["x"]["primal"], halves, P(None, "data"))
+check(eqx.filter_jit(S(steps))(xs)[1]["x"]["primal"], np.stack(halves), P(None, "data"))
 for name, row in IN_ORDER.items():
     fn = S(steps, reduce=row.reducer)
     spec = P(*[None] * len(row.lead), "data") if row.like_the_value else P()
