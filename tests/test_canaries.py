@@ -14,7 +14,7 @@ import pytest
 from eqx_sow import _compat, _hijax, Last, save_intermediates as S, scope, sow, SowError
 from eqx_sow._mark.listening import listening
 from eqx_sow._mark.primitive import sow_p
-from eqx_sow._tables import canaries, trace
+from eqx_sow._transforms import canaries, trace
 from eqx_sow._walk import interpreter, jax_rules
 from eqx_sow._walk.sows import variables
 from jax import lax

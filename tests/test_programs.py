@@ -13,7 +13,7 @@ from eqx_sow import save_intermediates as S, sow
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from tests.helpers import assert_close, modes_of, primitives, with_mode
-from tests.tables import under
+from tests.tables import SAVES, under
 
 
 X = jnp.array([0.3, -1.2, 0.7])
@@ -110,7 +110,7 @@ def test_sharding_constraint_inside(call, mesh):
     assert_close(got["a"]["primal"], 2 * jnp.arange(8.0))
 
 
-@pytest.mark.parametrize("wrap", [lambda f: S(jax.jit(f)), lambda f: jax.jit(S(f))])
+@under("jit inside", "jit outside", of=SAVES)
 def test_traced_once(wrap):
     traces = []
 
