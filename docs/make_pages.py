@@ -4,6 +4,7 @@
     <!-- file: examples/watch.py --> that file
     <!-- notebook: examples/gpt.ipynb --> its cells, with what they show
     <!-- readme -->                  what the README has between its own such marks
+    <!-- reducers -->                a table of them, each with its first sentence
 
 Each of these begins a part that this script writes, up to `<!-- end -->`. A reference
 to a public name without an address, as docstrings have them, becomes a link. So pages
@@ -23,7 +24,8 @@ import textwrap
 DOCS = pathlib.Path(__file__).parent
 ROOT = DOCS.parent
 PART = re.compile(
-    r"<!-- (api|file|notebook|readme)(?:: (\S+))? -->\n.*?<!-- end -->", re.DOTALL
+    r"<!-- (api|file|notebook|readme|reducers)(?:: (\S+))? -->\n.*?<!-- end -->",
+    re.DOTALL,
 )
 REFERENCE = re.compile(r"\[`eqx_sow\.(\w+)`\]\[\]")
 ADMONITION = re.compile(
@@ -214,7 +216,19 @@ def _readme(_, page):
     return re.sub(r"\]\((?!https?:|#)([^)#\s]+)", replaced, text)
 
 
-WRITE = dict(api=_api, file=_file, notebook=_notebook, readme=_readme)
+def _reducers(_, page):
+    rows = ["| reducer | what it does |", "|---|---|"]
+    # In the order of their file.
+    for name, tree in sorted(found().items(), key=lambda item: item[1].lineno):
+        if "Reducer" in map(ast.unparse, getattr(tree, "bases", ())):
+            said = " ".join(ast.get_docstring(tree).split())
+            rows.append(f"| [`eqx_sow.{name}`][] | {re.split(r'[.] ', said)[0]} |")
+    return "\n".join(rows)
+
+
+WRITE = dict(
+    api=_api, file=_file, notebook=_notebook, readme=_readme, reducers=_reducers
+)
 
 
 def made(page):

@@ -65,7 +65,7 @@ DOCUMENTED = {
             "test_hard_cases.py::test_custom_linear_solve",
             "test_law13_places.py::test_a_module_that_is_called_in_a_solver_only",
         ],
-        "`Last`, `Fold` or `Buffer` in a `shard_map`": [
+        "A reducer other than `Append` in a `shard_map`": [
             "test_misuse.py::test_misuse",
             "test_refusals.py::test_order_counts_only_inside_a_shard_map",
         ],

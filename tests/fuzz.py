@@ -32,10 +32,7 @@ import jax.tree_util as jtu
 import numpy as np
 from eqx_sow import (
     Append,
-    Buffer,
     DuplicateSowError,
-    Fold,
-    Last,
     plant,
     save_intermediates,
     sow,
@@ -47,6 +44,7 @@ from eqx_sow import (
 from jaxtyping import Array, Float
 
 from tests import oracle as orc, threaded as thr
+from tests.tables import REDUCERS
 from tests.unrolled import unrolled
 
 
@@ -109,9 +107,6 @@ def documented(error: Exception, the_plan: "Plan") -> str | None:
 
 
 # --- what a seed stands for ---
-
-# The reducers.
-ORDERED = ("Last", "Fold", "Buffer", "Append")
 
 
 class Plan(NamedTuple):
@@ -183,12 +178,12 @@ def _choose_words(rng, feature):
                 # Devices come before lanes.
                 choice = [w for w in choice if w not in thr.MAPS]
             elif not any(w in thr.MAPS for w in words):
-                if feature not in (*ALONE, *ORDERED):
+                if feature not in (*ALONE, *REDUCERS):
                     choice += thr.SHARDED
-            if n_derivatives < 1 + two and feature not in ORDERED:
+            if n_derivatives < 1 + two and feature not in REDUCERS:
                 choice += (*thr.FORWARD, *thr.REVERSE) * 2
         elif not any(w in thr.REVERSE for w in words):
-            if feature not in (*NO_OUTER_LANES, *ORDERED, "nested"):
+            if feature not in (*NO_OUTER_LANES, *REDUCERS, "nested"):
                 choice += ["grad"]
         words.append(str(choice[rng.integers(len(choice))]))
     if feature == "plant cotangent":
@@ -211,16 +206,16 @@ def plan(seed: int) -> Plan:
     derivatives = [w for w in words if w in thr.FORWARD + thr.REVERSE]
     allow_while = not any(w in thr.REVERSE for w in derivatives)
     maker = orc.Generator([seed, 8], allow_while, features=True, around=_around(words))
-    without = ("plant cotangent", "plant inside", *ORDERED)
+    without = ("plant cotangent", "plant inside", *REDUCERS)
     maker.allow_derivatives = feature not in without
-    maker.allow_runs = feature not in ("nested", *ORDERED)
+    maker.allow_runs = feature not in ("nested", *REDUCERS)
     # `jax.linearize` runs them twice, what is planted in one has no gradient, and
     # Equinox makes none in a `shard_map`.
     maker.allow_unknown = "linearize" not in words and feature != "plant inside"
     maker.allow_own = not any(w in thr.SHARDED for w in words)
     maker.has_lanes = any(w in thr.MAPS for w in words)
     # Lanes of Equinox's loops end together, and one lane by itself does not.
-    maker.allow_ends = feature not in ORDERED
+    maker.allow_ends = feature not in REDUCERS
     maker.budget = 5
     program = maker.program()
     capture = maker.layers > 0 and bool(rng.random() < 0.6)
@@ -734,30 +729,14 @@ def _distance(pair):
     return np.abs(np.asarray(got, np.float64) - want).sum()
 
 
-def _fold_step(acc, value):
-    return [
-        (a * 2 - v).astype(a.dtype) for a, v in zip(acc, thr.arrays(value), strict=True)
-    ]
-
-
-def _reduced(feature, program, x, names):
+def _reduced(row, program, x, names):
     """What a reducer makes of the executions of one lane, by name."""
     oracle = orc.Oracle(program, x)
     found = {}
     for name in names:
-        kind = oracle.sites[name].kind
-        values = [thr.arrays(v) for _, v in oracle.at(name)]
-        zero = [np.zeros_like(z) for z in thr.arrays(orc._template(kind))]
-        if feature == "Last":
-            found[name] = values[-1] if values else zero
-        elif feature == "Fold":
-            acc = zero
-            for v in values:
-                acc = _fold_step(acc, v)
-            found[name] = acc
-        else:
-            held = (values[-2:] + [zero] * 2)[:2]
-            found[name] = [np.stack(v) for v in zip(*held)]
+        values = [v for _, v in oracle.at(name)]
+        zero = orc._map_arrays(np.zeros_like, orc._template(oracle.sites[name].kind))
+        found[name] = thr.arrays(row.by_hand(values, zero))
     return found
 
 
@@ -775,18 +754,13 @@ def reduce_(run):
     ]
     if not names:
         return False
-    if feature == "Append":
+    row = REDUCERS[feature]
+    if not row.in_order:
         return _appended(run, names)
-    reducers: Any = {"Last": Last(), "Buffer": Buffer(2)}.get(feature)
-    if feature == "Fold":
-        zeros = {n: thr.arrays(orc._template(ref.sites[n].kind)) for n in names}
-        start = lambda z: [jnp.zeros(x.shape, x.dtype) for x in z]
-        reducers = {n: Fold(start(zeros[n]), _fold_step) for n in names}
-    got = run.saved("out with a reducer", names=names, reduce=reducers)
+    got = run.saved("out with a reducer", names=names, reduce=row.reducer)
     lanes = run.canonical.shape[:-1]
     each = [
-        _reduced(feature, ref.program, run.canonical[i], names)
-        for i in np.ndindex(*lanes)
+        _reduced(row, ref.program, run.canonical[i], names) for i in np.ndindex(*lanes)
     ]
     for name in names:
         leaves = thr.arrays(got[name]["primal"])
@@ -958,7 +932,7 @@ CHECKS = {
     "plant what was saved": plant_saved,
     "plant inside": plant_inside,
     "tap": watch,
-    **dict.fromkeys(ORDERED, reduce_),
+    **dict.fromkeys(REDUCERS, reduce_),
     "transform": transform,
     "summarize": summarized,
     "nested": nested,

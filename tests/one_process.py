@@ -15,10 +15,7 @@ import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
 from eqx_sow import (
-    Buffer,
     compare,
-    Fold,
-    Last,
     plant,
     save_intermediates as S,
     sow,
@@ -27,6 +24,7 @@ from eqx_sow import (
     tap,
 )
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from tables import IN_ORDER
 
 
 kinds = getattr(AxisType, axes)
@@ -156,17 +154,14 @@ def steps(xs):
     return jax.lax.fori_loop(0, 3, step, xs)
 
 
-halves = np.stack([data / 2, data / 4, data / 8])
-reducers = {
-    None: (halves, P(None, "data")),
-    Last(): (halves[-1], P("data")),
-    Buffer(2): (halves[1:], P(None, "data")),
-    Fold(lambda: jnp.zeros(()), lambda acc, x: acc + x.sum()): (halves.sum(), P()),
-}
-for reducer, (want, spec) in reducers.items():
-    fn = S(steps, reduce=reducer)
+halves = [data / 2, data / 4, data / 8]
+check(eqx.filter_jit(S(steps))(xs)[1]["x"]["primal"], np.stack(halves), P(None, "data"))
+for name, row in IN_ORDER.items():
+    fn = S(steps, reduce=row.reducer)
+    spec = P(*[None] * len(row.lead), "data") if row.like_the_value else P()
+    want = row.by_hand(halves, 0 * data)
     check(eqx.filter_jit(fn)(xs)[1]["x"]["primal"], want, spec)
-    same[type(reducer).__name__] = digest(fn, xs)
+    same[name] = digest(fn, xs)
 
 # Events: those of the whole program come to the first process, and in a `shard_map`
 # each process hears of its own devices.

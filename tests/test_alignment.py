@@ -10,6 +10,7 @@ from eqx_sow import Append, Fold, Last, plant, save_intermediates as S, sow, tap
 from jax import lax
 
 from .helpers import assert_close, primitives
+from .tables import IN_ORDER, under
 
 
 pytestmark = pytest.mark.sample(1)
@@ -48,10 +49,11 @@ def test_predicate_over_the_inner_value_over_the_outer():
     )
 
 
-@pytest.mark.parametrize("reducer", [Last(), Fold(0.0, lambda acc, x: acc + x)])
-def test_reduced(reducer):
-    _, got = S(_predicate_inside(), reduce=reducer)(P, X, jnp.array(7.0))
-    np.testing.assert_allclose(got["a"]["primal"], WANT)
+@under(of=IN_ORDER, argument="row")
+def test_reduced(row):
+    _, got = S(_predicate_inside(), reduce=row.reducer)(P, X, jnp.array(7.0))
+    want = [[row.by_hand([x], 0 * x) for x in xs] for xs in np.float32(WANT)]
+    np.testing.assert_allclose(got["a"]["primal"], want)
 
 
 def test_appended():
@@ -109,7 +111,7 @@ def test_checkpoint_in_a_scan():
         np.testing.assert_allclose(got["a"][mode], value, rtol=1e-6)
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+@under("eager", "jit")
 def test_effects_of_custom_rules_happen_once(wrap, capsys):
     def f(x):
         jax.debug.print("f")

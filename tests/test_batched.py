@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from eqx_sow import (
     batched,
-    Buffer,
     Fold,
     Last,
     plant,
@@ -24,6 +23,7 @@ from eqx_sow import (
 from jax.sharding import PartitionSpec as P
 
 from .helpers import assert_close
+from .tables import IN_ORDER, REDUCERS, under
 
 
 X = jnp.array([0.3, -1.2, 0.7])
@@ -48,14 +48,10 @@ def _of_what_comes_back(fn, batch, values):
     }
 
 
-RUNS = {
-    "plain": lambda f: f,
-    "jit": eqx.filter_jit,
-    "checkpoint": eqx.filter_checkpoint,
-}
+runs = under("eager", "filter_jit", "filter_checkpoint")
 
 
-@pytest.mark.parametrize("wrap", RUNS.values(), ids=RUNS)
+@runs
 @pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
 def test_activations_and_gradients_of_a_batch(wrap, inside):
     grad = eqx.filter_grad(_loss)
@@ -98,7 +94,7 @@ def _layers(x):
     return jnp.cos(lax.scan(step, x, jnp.arange(1.0, 4.0))[0]).sum()
 
 
-@pytest.mark.parametrize("derive", [lambda f: f, jax.grad], ids=["primal", "grad"])
+@under("eager", "grad", argument="derive")
 @pytest.mark.parametrize(
     "program",
     [
@@ -124,18 +120,14 @@ def test_each_iteration_by_itself(program, derive):
         assert got.axes("h", mode) == ("loop",) * len(loops)
 
 
-def test_reducers_over_batches():
+@under(of=IN_ORDER, argument="row")
+def test_reducers_over_batches(row):
     batches = jnp.stack([XS, 2 * XS, jnp.sin(XS)])
     f = lambda x: sow(jnp.sin(x), "h").sum()
     train = lambda xs: lax.map(jax.vmap(f), xs)
     each = jax.vmap(_moment)(jnp.sin(batches))
-    for reducer, expected in (
-        (Fold(jnp.zeros((3, 3)), jnp.add), each.sum(0)),
-        (Last(), each[-1]),
-        (Buffer(2), each[1:]),
-    ):
-        _, got = S(train, transform=batched(_moment), reduce=reducer)(batches)
-        assert_close(got["h"]["primal"], expected)
+    _, got = S(train, transform=batched(_moment), reduce=row.reducer)(batches)
+    assert_close(got["h"]["primal"], row.by_hand(list(each), 0 * each[0]))
 
 
 def test_nested_vmaps():
@@ -237,15 +229,19 @@ BATCHES = {
     "plant": plant(jax.vmap(jax.grad(_layers)), {"h": jnp.cos}, mode="cotangent"),
     "tap": tap(jax.vmap(_layers), lambda event: None),
 }
-REDUCERS = {"all": None, "fold": Fold(jnp.zeros(3), jnp.add), "buffer": Buffer(2)}
 
 
 @pytest.mark.sample(6)
 @pytest.mark.parametrize(
     "reduce",
     [
-        pytest.param(x, id=k, marks=pytest.mark.slow if k == "buffer" else ())
-        for k, x in REDUCERS.items()
+        None,
+        REDUCERS["fold"].reducer,
+        *(
+            pytest.param(row.reducer, id=name, marks=pytest.mark.slow)
+            for name, row in REDUCERS.items()
+            if name != "fold"
+        ),
     ],
 )
 @pytest.mark.parametrize("fn", BATCHES.values(), ids=BATCHES)
@@ -299,7 +295,7 @@ def test_tap(vmap_outside):
         assert_close(values, np.asarray(got["h"][mode]))
 
 
-@pytest.mark.parametrize("derive", [lambda f: f, jax.grad], ids=["primal", "grad"])
+@under("eager", "grad", argument="derive")
 def test_tap_sees_the_lanes_of_all_vmaps(derive):
     many = jnp.stack([XS, 2 * XS])
     f = derive(lambda x: sow(jnp.sin(x), "h").sum())
@@ -409,7 +405,7 @@ def _pair_in_a_loop(mark):
     return fn
 
 
-@pytest.mark.parametrize("wrap", RUNS.values(), ids=RUNS)
+@runs
 def test_plant_all_lanes(wrap):
     w = jnp.array([1.0, 2.0])
     fn = jax.vmap(_pair_in_a_loop(lambda v: sow(v, "h")), (0, None))
@@ -425,7 +421,7 @@ def test_plant_all_lanes(wrap):
     assert_close(planted(XS, w), whole(XS, w))
     loss = lambda f: lambda xs: jnp.sum(f(xs, w)[1] ** 2)
     assert_close(jax.grad(loss(planted))(XS), jax.grad(loss(whole))(XS))
-    if wrap is RUNS["jit"]:
+    if wrap is eqx.filter_jit:
         other = batched(lambda v: (v[0], v[1] * jnp.arange(4.0)[:, None]))
         with pytest.raises(Exception, match="must not vary along it"):
             eqx.filter_jit(plant(fn, {"h": other}))(XS, w)[1].block_until_ready()
@@ -502,30 +498,21 @@ BATCHES = XS, jnp.sin(jnp.arange(36.0)).reshape(2, 6, 3)
 LARGEST = batched(lambda h: jnp.abs(h).max())
 
 
-@pytest.mark.parametrize(
-    "derive", [lambda f: f, eqx.filter_grad], ids=["plain", "grad"]
-)
-@pytest.mark.parametrize(
-    "reducer, expected",
-    [
-        (Fold(0.0, jnp.maximum), max),
-        (Last(), lambda each: each[-1]),
-        (Buffer(4), lambda each: jnp.array([*each, 0.0])),
-    ],
-    ids=["fold", "last", "buffer"],
-)
-def test_reducers_combine_batches_of_all_sizes(derive, reducer, expected):
+@under("eager", "filter_grad", argument="derive")
+@under(of=IN_ORDER, argument="row")
+def test_reducers_combine_batches_of_all_sizes(derive, row):
     """A calibration: the same layer runs for 4 rows, for 2 times 6, and for one."""
     f = derive(_two_batches)
-    _, got = S(f, capture=True, transform=LARGEST, reduce=reducer)(LAYER, *BATCHES)
+    _, got = S(f, capture=True, transform=LARGEST, reduce=row.reducer)(LAYER, *BATCHES)
     a, b = BATCHES
     each = [jnp.abs(jax.vmap(LAYER)(xs)).max() for xs in (a, b.reshape(12, 3), X[None])]
-    assert_close(got["layer"]["primal"], expected(each))
+    zero = jnp.float32(0)
+    assert_close(got["layer"]["primal"], row.by_hand(each, zero))
     if "cotangent" in got["layer"]:
-        assert_close(got["layer"]["cotangent"], expected([jnp.float32(1)] * 3))
+        assert_close(got["layer"]["cotangent"], row.by_hand([zero + 1] * 3, zero))
 
 
-@pytest.mark.parametrize("around", [jax.vmap, jax.jit], ids=["vmap", "jit"])
+@under("vmap", "jit", argument="around")
 def test_reducers_combine_batches_in_a_vmap_around(around):
     saved = S(
         _two_batches, capture=True, transform=LARGEST, reduce=Fold(0.0, jnp.maximum)

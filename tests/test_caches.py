@@ -26,6 +26,8 @@ from eqx_sow import (
 from eqx_sow._mark import static
 from jax import lax
 
+from .tables import pick, SAVES, under
+
 
 XS = jnp.array([10.0, 20.0, 30.0])
 
@@ -38,15 +40,10 @@ def _scan(x):
     return lax.scan(_sum, x, XS)[0]
 
 
-WAYS = {
-    "eager": lambda fn, **options: S(fn, **options),
-    "inner": lambda fn, **options: S(jax.jit(fn), **options),
-    "outer": lambda fn, **options: eqx.filter_jit(S(fn, **options)),
-    "both": lambda fn, **options: eqx.filter_jit(S(eqx.filter_jit(fn), **options)),
-}
+ways = under(argument="way", of=SAVES)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@ways
 def test_reducers_that_hold_arrays(way):
     scaled = lambda scale, acc, x: acc + scale * x
     for k in (1.0, 5.0, 7.0):
@@ -56,11 +53,11 @@ def test_reducers_that_hold_arrays(way):
             Fold(jnp.array(k), eqx.Partial(scaled, jnp.array(1.0))),
         )
         for fold in folds:
-            _, got = WAYS[way](_scan, reduce=fold)(jnp.array(1.0))
+            _, got = way(_scan, reduce=fold)(jnp.array(1.0))
             np.testing.assert_allclose(got["h"]["primal"], k + 11 + 31 + 61)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@ways
 @pytest.mark.parametrize("shape", [(), (1,)])
 def test_numpy_arrays_that_change_between_calls(way, shape):
     by = np.ones(shape, np.float32)
@@ -68,11 +65,11 @@ def test_numpy_arrays_that_change_between_calls(way, shape):
     add = eqx.Partial(lambda by, acc, x: acc + jnp.sum(by) * x, by)
     steps = np.array([11, 31, 61])
     # One object, and one that is made anew.
-    of_all = WAYS[way](_scan, transform=scale), WAYS[way](_scan, reduce=Fold(0.0, add))
+    of_all = way(_scan, transform=scale), way(_scan, reduce=Fold(0.0, add))
     for k in (1, 5, 1):
         by[...] = k
         new = np.full(shape, k, np.float32)
-        again = WAYS[way](_scan, transform=eqx.Partial(scale.func, new))
+        again = way(_scan, transform=eqx.Partial(scale.func, new))
         for fn in (of_all[0], again):
             got = fn(jnp.array(1.0))[1]["h"]["primal"]
             np.testing.assert_allclose(got, k * steps)
@@ -80,16 +77,16 @@ def test_numpy_arrays_that_change_between_calls(way, shape):
         np.testing.assert_allclose(got, k * steps.sum())
 
 
-@pytest.mark.parametrize("way", WAYS)
+@ways
 def test_other_options_on_the_same_function(way):
     for k in (1.0, 2.0):
         transform = eqx.Partial(lambda k, x: k * x, jnp.array(k))
-        _, got = WAYS[way](_scan, transform=transform)(jnp.array(1.0))
+        _, got = way(_scan, transform=transform)(jnp.array(1.0))
         np.testing.assert_allclose(got["h"]["primal"], k * np.array([11, 31, 61]))
     for names in ("h", "*"):
-        assert set(WAYS[way](_scan, names=names)(jnp.array(1.0))[1]) == {"h"}
+        assert set(way(_scan, names=names)(jnp.array(1.0))[1]) == {"h"}
     with pytest.raises(UnknownSowError, match="'cotangent' is a mode that no"):
-        WAYS[way](_scan, modes="cotangent")(jnp.array(1.0))
+        way(_scan, modes="cotangent")(jnp.array(1.0))
 
 
 def test_traced_once():
@@ -163,7 +160,7 @@ def test_clear_caches():
     assert len(kept) == 2
 
 
-@pytest.mark.parametrize("transform", [jax.jit, lax.map, jax.checkpoint])
+@under("jit", "map", "checkpoint", argument="transform")
 def test_a_shared_function_is_walked_once(transform):
     walks = 0
 
@@ -188,7 +185,7 @@ def test_a_shared_function_is_walked_once(transform):
     assert walks == 1
 
 
-@pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint])
+@under("jit", "checkpoint")
 def test_walks_do_not_grow_with_depth(wrap):
     walks = 0
 
@@ -398,7 +395,7 @@ def _calls(fn, *args):
     return n
 
 
-@pytest.mark.parametrize("jit", [eqx.filter_jit, jax.jit, lambda f: f])
+@under("filter_jit", "jit", "eager", argument="jit")
 @pytest.mark.parametrize("way", _LOOKED_UP)
 def test_a_look_up_costs_the_same_however_many_functions_there_are(way, jit):
     layer = eqx.nn.Linear(3, 3, key=jax.random.key(0))
@@ -478,7 +475,7 @@ _outlives = jax.jit(lambda x: sow(jnp.sin(x), "h"))
         lambda y: plant(_outlives, {"h": y}),
     ],
 )
-@pytest.mark.parametrize("wrap", [jax.jit, jax.vmap])
+@under("jit", "vmap")
 def test_no_cache_keeps_a_tracer(way, wrap):
     with jax.checking_leaks():
         wrap(lambda x, y: way(y)(x))(XS, 2 * XS)
@@ -629,9 +626,7 @@ def _widening(inside):
 
 
 _KEEPERS = {
-    "jit": jax.jit,
-    "jit in jit": lambda fn: jax.jit(lambda *xs: jax.jit(fn)(*xs)),
-    "checkpoint": jax.checkpoint,
+    **pick("jit", "jit-jit", "checkpoint"),
     "scan": lambda fn: jax.jit(
         lambda *xs: lax.scan(lambda c, _: (fn(*c), None), xs, length=2)[0]
     ),

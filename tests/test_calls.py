@@ -10,16 +10,13 @@ import pytest
 from eqx_sow import Call, plant, save_intermediates as S, SowError, tap, UnknownSowError
 
 from .helpers import assert_close
+from .tables import under
 
 
 X = jnp.array([0.3, -1.2, 0.7])
 XS = jnp.stack([X, 2 * X])
-RUNS = {
-    "plain": lambda f: f,
-    "jit": eqx.filter_jit,
-    "checkpoint": eqx.filter_checkpoint,
-    "vmap": lambda f: jax.vmap(f, (None, 0)),
-}
+_lanes = lambda f: jax.vmap(f, (None, 0))
+runs = under("eager", "filter_jit", "filter_checkpoint", _lanes)
 
 
 class Stack(eqx.Module):
@@ -56,9 +53,9 @@ CAPTURE = dict(capture=(eqx.nn.Linear, jax.nn.softmax), calls=True, inputs=True)
 run = lambda model, x: model(x)
 
 
-@pytest.mark.parametrize("wrap", RUNS.values(), ids=RUNS)
+@runs
 def test_what_went_in_and_what_came_out(wrap):
-    x = XS if wrap is RUNS["vmap"] else X
+    x = XS if wrap is _lanes else X
     out, got = S(wrap(run), **CAPTURE)(MODEL, x)
     want, (ins, outs), last = wrap(by_hand)(MODEL, x)
     assert_close(out, want)
@@ -91,9 +88,9 @@ def test_cotangents_of_the_parts(checkpoint):
     assert_close(of_part, jax.grad(lambda x: (hand(x)[0] * hand(x)[1]).sum())(X))
 
 
-@pytest.mark.parametrize("wrap", RUNS.values(), ids=RUNS)
+@runs
 def test_a_layer_is_skipped(wrap):
-    x = XS if wrap is RUNS["vmap"] else X
+    x = XS if wrap is _lanes else X
     skip = {"model/blocks/2.call": lambda c: c._replace(out=c.args[0])}
     want, (ins, outs), _ = wrap(lambda m, x: by_hand(m, x, skip=2))(MODEL, x)
     skipped = plant(wrap(run), skip, **CAPTURE)

@@ -31,6 +31,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from jaxtyping import Array, Float, jaxtyped
 
 from .helpers import assert_close, Encoder, modes_of, with_mode
+from .tables import under
 
 
 X = jnp.array([0.3, -1.2, 0.7])
@@ -474,7 +475,7 @@ def test_a_model_that_is_hard_to_see(wrap):
     _captured(wrap(GLOBAL), GLOBAL, X)
 
 
-@pytest.mark.parametrize("jit", [jax.jit, eqx.filter_jit])
+@under("jit", "filter_jit", argument="jit")
 def test_a_method_that_was_jitted(jit):
     _, got = S(jit(GLOBAL.__call__), capture=eqx.nn.Linear)(X)
     assert_close(with_mode(got, "primal"), _by_hand(GLOBAL, X, "")[1])
@@ -792,7 +793,7 @@ def test_a_function_that_is_never_called():
     assert "The modules" not in str(e.value)
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, eqx.filter_jit, eqx.filter_grad])
+@under("eager", "filter_jit", "filter_grad")
 def test_selected_but_never_called(wrap):
     fn = wrap(lambda x, net: jnp.sum(x * 2))
     saved = S(fn, capture=eqx.nn.MLP)
@@ -2256,7 +2257,7 @@ _relu = lambda x: jnp.maximum(x, 0)
     ],
     ids=["relu", "round"],
 )
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint])
+@under("eager", "jit", "checkpoint")
 def test_derivatives_of_a_function_with_a_rule(fn, value, factor, wrap):
     def run(x, zero=0.0):
         step = lambda x, zero: (fn(2 * x) + zero, None)
@@ -2290,7 +2291,7 @@ def test_the_tangent_of_a_function_with_a_rule():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("jit", [jax.jit, eqx.filter_jit])
+@under("jit", "filter_jit", argument="jit")
 def test_a_function_that_jit_made(jit):
     scaled = jit(lambda x: 2 * x)
     fn = lambda x: jnp.sin(scaled(x))

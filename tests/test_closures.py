@@ -17,6 +17,7 @@ import pytest
 from eqx_sow import Append, plant, save_intermediates as S, Sow, sow
 
 from tests.helpers import assert_close, modes_of, with_mode
+from tests.tables import under
 
 
 X = jnp.array([0.3, -1.2, 0.7])
@@ -444,7 +445,7 @@ def test_a_rule_keeps_only_what_it_reads():
     assert alive() is None
 
 
-@pytest.mark.parametrize("wrap", [jax.jit, jax.vmap])
+@under("jit", "vmap")
 def test_no_tracer_is_kept(wrap):
     def fn(w):
         net = eqx.tree_at(lambda m: m.weight, ONE, w)
@@ -484,7 +485,7 @@ def test_threads():
 
 
 @pytest.mark.filterwarnings("ignore:.*found no mark")
-@pytest.mark.parametrize("jit", [jax.jit, eqx.filter_jit, lambda f: f])
+@under("jit", "filter_jit", "eager", argument="jit")
 def test_a_static_half_that_a_jitted_function_closes_over(jit, call):
     mlp = eqx.nn.MLP(3, 2, 4, 1, key=jr.key(0))
     params, static = eqx.partition(mlp, eqx.is_array)

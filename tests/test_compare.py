@@ -33,6 +33,8 @@ from eqx_sow import (
 from eqx_sow._results import difference as module
 from jax.sharding import NamedSharding, PartitionSpec as P
 
+from .tables import pick
+
 
 pytestmark = pytest.mark.sample(1)
 
@@ -682,9 +684,7 @@ def _of_many_kinds(x):
 
 
 WAYS = {
-    "primal": lambda f: f,
-    "grad": jax.grad,
-    "jvp": lambda f: lambda x: jax.jvp(f, (x,), (x,)),
+    **pick("eager", "grad", "jvp"),
     "second": lambda f: jax.grad(lambda x: jax.grad(f)(x).sum()),
 }
 

@@ -21,11 +21,12 @@ from eqx_sow import (
 from jax import lax
 
 from tests.helpers import assert_close, close, modes_of, unmarked
+from tests.tables import SAVES, under
 
 
 S = save_intermediates
 X = jnp.array([0.5, 1.5])
-ALL = (S, lambda f: S(jax.jit(f)), lambda f: eqx.filter_jit(S(f)))
+ALL = "eager", "jit inside", "jit outside"
 
 
 def scanned(length=3, **kwargs):
@@ -38,7 +39,7 @@ def scanned(length=3, **kwargs):
     return f
 
 
-@pytest.mark.parametrize("wrap", ALL)
+@under(*ALL, of=SAVES)
 @pytest.mark.parametrize("unroll", [1, 2, True])
 def test_scan_has_a_leading_axis(wrap, unroll):
     out, captured = wrap(scanned(unroll=unroll))(X)
@@ -71,7 +72,7 @@ def test_reversed_scan_goes_by_index_for_cotangents_too():
     close(captured["a"]["cotangent"], [2 * ones, 4 * ones, 7 * ones])
 
 
-@pytest.mark.parametrize("wrap", ALL)
+@under(*ALL, of=SAVES)
 def test_nested_loops_put_the_outer_one_first(wrap):
     def f(x):
         def outer(i, c):
@@ -86,7 +87,7 @@ def test_nested_loops_put_the_outer_one_first(wrap):
     close(captured["a"]["primal"], np.asarray(X) + np.arange(1.0, 7).reshape(2, 3, 1))
 
 
-@pytest.mark.parametrize("inner", [jax.jit, jax.checkpoint, eqx.filter_checkpoint])
+@under("jit", "checkpoint", "filter_checkpoint", argument="inner")
 def test_loop_invariant_value_has_the_loop_axis(inner):
     def f(x):
         def body(c, _):
@@ -201,7 +202,7 @@ def test_associative_scan_is_straight_line_code():
     close(captured["a"]["primal"][0], [1, 5])
 
 
-@pytest.mark.parametrize("wrap", ALL)
+@under(*ALL, of=SAVES)
 def test_branch_that_ran(wrap):
     def f(x):
         return lax.cond(
@@ -280,7 +281,7 @@ def doubled(limit=10.0):
     return f
 
 
-@pytest.mark.parametrize("wrap", ALL)
+@under(*ALL, of=SAVES)
 def test_while_has_the_last_value_and_a_count(wrap):
     out, captured = wrap(doubled())(X)
     close(captured["a"]["primal"], out)
@@ -766,7 +767,7 @@ def _in_jvp_rule(mark):
 
 
 @pytest.mark.parametrize("make", [_in_fwd, _in_jvp_rule])
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint])
+@under("eager", "jit", "checkpoint")
 def test_a_rule_runs_in_each_iteration(make, wrap, call):
     """Also if what it sows does not depend on the iteration."""
     f = make(sow)

@@ -29,6 +29,7 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
 from .helpers import assert_close, close
+from .tables import REDUCERS, under
 
 
 X = jnp.array([0.3, 0.7])
@@ -67,7 +68,7 @@ WANT = jax.grad(_perturbed)((jnp.zeros(2), jnp.zeros((3, 2))), W, XS)
 grad_batched = jax.grad(_batched)
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint])
+@under("eager", "jit", "checkpoint")
 def test_cotangent_of_a_leaf_that_is_the_same_for_all_lanes_is_the_total(wrap):
     _, got = S(jax.grad(wrap(_batched)))(W, XS)
     assert_close(got["v"]["cotangent"], WANT)
@@ -78,7 +79,7 @@ def test_cotangent_of_a_leaf_that_is_the_same_for_all_lanes_is_the_total(wrap):
 
 
 # The cotangent of the second leaf does not depend on `x`: it is the same in each lane.
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint])
+@under("eager", "jit", "checkpoint")
 @pytest.mark.parametrize(
     "options",
     [{}, dict(reduce=Last()), dict(transform=lambda v: (v[1], v[0]))],
@@ -272,23 +273,19 @@ def test_branches_of_which_each_lane_takes_one():
         close(plant(g, got, mode="cotangent")(P, X), out)
 
 
-@pytest.mark.parametrize("reduce", [Last(), Buffer(2), Append()])
-def test_places_that_differentiate_different_leaves(reduce):
+@under(of=REDUCERS, argument="row")
+def test_places_that_differentiate_different_leaves(row):
     def f(x):
         a, b = sow((2 * x, 3 * x), "v")
         c, d = sow((5 * x, 7 * Y), "v")
         return a * b + c * d
 
     x = jnp.array(2.0)
-    _, got = S(jax.grad(f), reduce=reduce)(x)
-    first, second = got["v"]["cotangent"]
-    if isinstance(reduce, Append):
-        close(first[0], 6.0), close(first[1], 4.0)
-        close(second[0], 21.0), close(second[1], 10.0)
-    elif isinstance(reduce, Buffer):
-        close(first, [21.0, 6.0]), close(second, [10.0, 4.0])
-    else:
-        close(first, 6.0), close(second, 4.0)
+    _, got = S(jax.grad(f), reduce=row.reducer)(x)
+    places = [(6 + 0 * x, 4 + 0 * x), (21 + 0 * x, 10 + 0 * x)]
+    # The backward pass has the last one first.
+    want = row.by_hand(places[::-1] if row.in_order else places, (0 * x, 0 * x))
+    assert_close(got["v"]["cotangent"], want)
 
 
 # --- leaves that nothing differentiates, beside others ---
@@ -322,10 +319,7 @@ def _scanned(eps, x, y, mark=lambda v, eps: jax.tree.map(jnp.add, v, eps)):
 
 
 NO_EPS = (jnp.zeros((3, 2)),) * 2
-_SAME = lambda f: f
-every_call = pytest.mark.parametrize(
-    "wrap", [_SAME, jax.jit, jax.checkpoint, _as_custom_jvp, _in_cond]
-)
+every_call = under("eager", "jit", "checkpoint", _as_custom_jvp, _in_cond)
 
 
 @every_call
@@ -395,7 +389,7 @@ def _in_scan(f):
 
 
 @pytest.mark.parametrize("f", [_beside_a_root, _beside_a_wall, _beside_a_refusal])
-@pytest.mark.parametrize("wrap", [_SAME, jax.jit, jax.checkpoint, _in_scan])
+@under("eager", "jit", "checkpoint", _in_scan)
 @pytest.mark.parametrize(
     "derivative",
     [
@@ -430,9 +424,7 @@ def _square(x):
     return sow(x * x, "d")
 
 
-wraps = pytest.mark.parametrize(
-    "wrap", [lambda f: f, jax.jit, eqx.filter_jit], ids=["plain", "jit", "filter_jit"]
-)
+wraps = under("eager", "jit", "filter_jit")
 
 
 @wraps
@@ -450,7 +442,7 @@ def test_functions_from_vjp_in_any_order(wrap, first):
     assert got["d"] == {"primal": (4.0, 16.0), "cotangent": (3.0, 5.0)}
 
 
-@pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint])
+@under("jit", "checkpoint")
 @pytest.mark.parametrize("backward", [False, True])
 def test_calls_of_one_function_in_any_order(wrap, backward):
     d = wrap(_square)
@@ -479,7 +471,7 @@ def test_pullbacks_of_unrelated_calls_that_need_each_other():
     assert got["d"] == {"primal": (4.0, 16.0), "cotangent": (3.0, 3.0 * 4.0)}
 
 
-@pytest.mark.parametrize("around", [lambda f: f, jax.jit, jax.vmap])
+@under("eager", "jit", "vmap", argument="around")
 @pytest.mark.parametrize("fn", [lambda x: x * x, jnp.exp])
 @pytest.mark.parametrize(
     "order", [(2, 1, 0), (0, 1, 2), (1, 0, 2), (2, 0, 1), (0, 1), (1,)]
@@ -511,7 +503,7 @@ def _three_times(f):
 
 
 @pytest.mark.parametrize("around", [jax.jit, jax.vmap, _three_times])
-@pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint, _as_custom_jvp])
+@under("jit", "checkpoint", _as_custom_jvp)
 @pytest.mark.parametrize("fn", [jnp.sin, lambda x: 2 * x])
 def test_pullbacks_in_any_order_in_calls_and_loops(fn, wrap, around):
     def pulled(d):
@@ -552,7 +544,7 @@ def test_a_function_from_vjp_that_is_called_twice():
     assert got["d"]["cotangent"] == (3.0, 5.0, 7.0)
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint])
+@under("eager", "jit", "checkpoint")
 def test_gradients_of_a_function_from_vjp_that_is_called_twice(wrap):
     """Those of each cotangent stand where it does."""
 
@@ -571,7 +563,7 @@ def test_gradients_of_a_function_from_vjp_that_is_called_twice(wrap):
     close(jnp.stack(got["cotangent.cotangent"]), want)
 
 
-@pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint, eqx.filter_jit])
+@under("jit", "checkpoint", "filter_jit")
 def test_layers_in_a_python_loop_that_share_a_jitted_function(wrap):
     d = wrap(_square)
 
@@ -611,7 +603,7 @@ def _sine(x):
     return sow(jnp.sin(x), "net")
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+@under("eager", "jit")
 def test_other_values_that_a_bwd_sows_are_executions(wrap):
     g = wrap(_with_rules(_sine, lambda x, ct: (ct * _sine(-5 * x),)))
     first, second = S(g, reduce=Append())(X)[1]["net"]["primal"]
@@ -629,7 +621,7 @@ def test_other_values_that_a_bwd_sows_are_executions(wrap):
     assert sorted(e.count for e in events) == [0, 1]
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+@under("eager", "jit")
 def test_a_loop_of_a_bwd_that_calls_the_forward_function(wrap):
     sine = wrap(_sine)
 
@@ -667,7 +659,7 @@ def _descent(c):
 
 
 @pytest.mark.sample(6)
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+@under("eager", "jit")
 @pytest.mark.parametrize("inner", [lambda f: f, lambda f: tap(f, lambda event: None)])
 @pytest.mark.parametrize("length", [1, 2])
 @pytest.mark.parametrize("jitted", [False, True])
@@ -702,7 +694,7 @@ def _momentum(c):
     return n + 1, x + v, v, b
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+@under("eager", "jit")
 def test_a_bwd_that_calls_the_same_solver_in_a_loop(wrap):
     solve = wrap(lambda b: lax.while_loop(_more, _momentum, (0, 0 * b, 0 * b, b))[1])
 
@@ -754,7 +746,7 @@ def test_a_loop_of_a_bwd_that_evaluates_at_other_points(n):
             S(g)(X)
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+@under("eager", "jit")
 @pytest.mark.parametrize("length", [None, 3])
 def test_a_loop_of_a_bwd_that_differentiates_at_other_points(wrap, length):
     """What it differentiates is in a checkpoint, which JAX traces once."""
@@ -783,7 +775,7 @@ def test_a_loop_of_a_bwd_that_differentiates_at_other_points(wrap, length):
         S(g)(X)
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+@under("eager", "jit")
 @pytest.mark.parametrize("policy", ["dots_saveable", "everything_saveable"])
 def test_a_bwd_that_computes_again_what_a_checkpoint_keeps(wrap, policy):
     policy = getattr(jax.checkpoint_policies, policy)
@@ -800,7 +792,7 @@ def test_a_bwd_that_computes_again_what_a_checkpoint_keeps(wrap, policy):
     assert len(S(g, reduce=Append())(X)[1]["net"]["primal"]) == 1
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+@under("eager", "jit")
 def test_what_is_computed_once_more_from_the_same_is_no_execution(wrap):
     pull = lambda x, ct: jax.vjp(_sine, x)[1](ct)
     g = wrap(_with_rules(_sine, pull))
@@ -1010,7 +1002,7 @@ def test_a_bwd_at_another_point_is_an_execution(around):
         close(cotangent, [3, 3])
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+@under("eager", "jit")
 @pytest.mark.parametrize("rule", RULES)
 def test_two_calls_of_a_recomputing_function(rule, wrap):
     f = wrap(RULES[rule]())
@@ -1032,7 +1024,7 @@ def test_two_calls_of_a_recomputing_function(rule, wrap):
             close(mine, want)
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+@under("eager", "jit")
 def test_a_recomputed_loop(wrap):
     def impl(x):
         return lax.scan(lambda c, k: (sow(jnp.sin(c) * k, "s"), None), x, KS)[0]
@@ -1043,7 +1035,7 @@ def test_a_recomputed_loop(wrap):
         assert_close(S(g, **options)(X), S(plain, **options)(X))
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+@under("eager", "jit")
 def test_a_recomputed_value_that_the_loop_does_not_change(wrap):
     def loss(f):
         return lambda w: lax.scan(lambda c, _: (c + f(w), None), X, length=3)[0].sum()
@@ -1054,7 +1046,7 @@ def test_a_recomputed_value_that_the_loop_does_not_change(wrap):
     assert S(g, reduce=Buffer(5))(X)[1]["net"]["count"] == 3
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+@under("eager", "jit")
 def test_a_branch_that_recomputes_beside_one_that_does_not(wrap):
     elsewhere = _recomputing(_tripled, bwd=lambda x: _tripled(5 * x))
     here = _recomputing(_tripled)
@@ -1065,7 +1057,7 @@ def test_a_branch_that_recomputes_beside_one_that_does_not(wrap):
         assert got["cotangent"] == 1
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+@under("eager", "jit")
 def test_a_loop_where_another_branch_has_a_value(wrap):
     """Both are the first of their branch."""
     recomputing = _recomputing(_tripled)
@@ -1079,7 +1071,7 @@ def test_a_loop_where_another_branch_has_a_value(wrap):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+@under("eager", "jit")
 def test_steps_of_a_checkpointed_loop_are_replayed(wrap):
     sine = wrap(_sine)
 
@@ -1111,7 +1103,7 @@ def _solve(wrap, adjoint):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("wrap", [lambda f: f, eqx.filter_jit])
+@under("eager", "filter_jit")
 def test_backsolve_adjoint_evaluates_at_other_states(wrap):
     steps = [X * 0.75**i for i in range(4)]
     back = [X * 0.75**4 * 1.25**i for i in range(4)]
@@ -1127,14 +1119,14 @@ def test_backsolve_adjoint_evaluates_at_other_states(wrap):
 
 @pytest.mark.slow
 @_needs_checkpointed_loop
-@pytest.mark.parametrize("wrap", [lambda f: f, eqx.filter_jit])
+@under("eager", "filter_jit")
 def test_recursive_checkpoint_adjoint_evaluates_at_the_same_states(wrap):
     replayed = jax.grad(_solve(wrap, diffrax.RecursiveCheckpointAdjoint()))
     _, got = S(replayed, reduce=Buffer(8))(X)
     assert got["y"]["count"] == 4
 
 
-@pytest.mark.parametrize("jit", [lambda f: f, jax.jit])
+@under("eager", "jit", argument="jit")
 def test_a_cotangent_that_does_not_depend_on_the_input_has_no_derivative(jit):
     f = jit(lambda x: sow(jnp.sin(x), "v"))
 
@@ -1209,7 +1201,7 @@ SAME_VALUE = {
 }
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@under("eager", "jit")
 @pytest.mark.parametrize("name", SAME_VALUE)
 def test_what_is_repeated_ran_before(name, wrap):
     f, want = SAME_VALUE[name]

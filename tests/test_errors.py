@@ -30,6 +30,7 @@ from eqx_sow import (
 from jax import lax
 
 from .helpers import Encoder
+from .tables import under
 
 
 pytestmark = pytest.mark.sample(1)
@@ -59,7 +60,7 @@ def test_hierarchy():
         assert error.__module__ == "eqx_sow" and error.__doc__
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint, jax.vmap])
+@under("eager", "jit", "checkpoint", "vmap")
 def test_duplicate(call, wrap):
     line = _twice.__code__.co_firstlineno
     with pytest.raises(DuplicateSowError, match="`name`") as info:

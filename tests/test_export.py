@@ -6,11 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from eqx_sow import (
-    Append,
     batched,
-    Buffer,
-    Fold,
-    Last,
     plant,
     save_intermediates as S,
     sow,
@@ -19,6 +15,8 @@ from eqx_sow import (
     tap,
 )
 from jax import lax
+
+from .tables import REDUCERS
 
 
 def _scan(xs):
@@ -61,10 +59,7 @@ def _everything(name, f, x):
         saved,
         summarize(saved),
         S(f, transform=summarize)(x),
-        S(f, reduce=Fold(0.0, lambda acc, a: acc + a.sum()))(x),
-        S(f, reduce=Buffer(2))(x),
-        S(f, reduce=Last())(x),
-        S(f, reduce=Append())(x),
+        *(S(f, reduce=row.reducer)(x) for row in REDUCERS.values()),
     ]
     if name not in NO_BATCHED:
         got.append(S(f, transform=batched(jnp.max))(x))

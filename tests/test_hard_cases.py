@@ -27,6 +27,7 @@ from jax.experimental import jet, sparse
 from jax.sharding import PartitionSpec as P
 
 from .helpers import assert_close, close, primitives, unmarked, with_mode
+from .tables import REDUCERS, under
 
 
 X = jnp.array([0.5, 1.5])
@@ -1027,7 +1028,7 @@ def test_custom_vjp_in_a_loop_forward():
     close(grads, [49, 49])
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint])
+@under("eager", "jit", "checkpoint")
 def test_a_literal_before_a_call(wrap, call):
     def fn(x):
         two = sow(np.float32(2.0), "two")
@@ -1055,7 +1056,7 @@ def test_plant_where_a_value_does_not_vary(p, both, call):
     np.testing.assert_array_equal(call(plant(jax.vmap(fn), got), *args), out)
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+@under("eager", "jit")
 @pytest.mark.parametrize("fourth", [True, False])
 def test_a_name_in_many_branches(wrap, fourth, call):
     """One branch with a `jit`, and maybe one that does not sow."""
@@ -1112,7 +1113,7 @@ def _twofold(p, x):
     return lax.cond(p, double, triple)
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint])
+@under("eager", "jit", "checkpoint")
 def test_one_cond_in_two_branches(wrap):
     inner = wrap(jax.vmap(_twofold))
 
@@ -1128,7 +1129,7 @@ def test_one_cond_in_two_branches(wrap):
     close(got["a"]["cotangent"], [[1.0], [1.0]])
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+@under("eager", "jit")
 def test_one_cond_that_runs_twice(wrap):
     @wrap
     def g(p, x, y):
@@ -1688,7 +1689,7 @@ def test_functions_with_rules_within_each_other_in_nested_captures():
 
 
 @pytest.mark.filterwarnings("ignore:.*found no mark")
-@pytest.mark.parametrize("wrap", [lambda fn: fn, jax.jit, jax.checkpoint])
+@under("eager", "jit", "checkpoint")
 @pytest.mark.parametrize("kind", ["custom_jvp", "custom_vjp"])
 def test_a_mark_in_a_rule_that_does_not_run(wrap, kind):
     if kind == "custom_jvp":
@@ -1754,7 +1755,7 @@ def test_a_rule_that_has_another_value_than_the_function():
     assert jax.jvp(lambda x: S(rounded)(x)[0], (0.7,), (1.0,)) == plain
 
 
-@pytest.mark.parametrize("keep", [jax.checkpoint, lambda f: f])
+@under("checkpoint", "eager", argument="keep")
 def test_nested_loops_that_a_backward_pass_runs_again(keep):
     def loop(body, x):
         step = lambda c: (c[0] + 1, body(c[1]))
@@ -1869,7 +1870,7 @@ def _mixed(mark, x, y):
     return a * doubled[1]
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint])
+@under("eager", "jit", "checkpoint")
 def test_leaves_that_are_not_differentiated_stay_so(wrap):
     """JAX refuses the reverse mode of a while loop: `b` must not become perturbed."""
     x, y = jnp.array(2.0), jnp.array(3.0)
@@ -1899,10 +1900,11 @@ _sows = jax.jit(lambda x: sow(x, "a") * 2)
         lambda x: _donates(sow(jnp.sin(2 * x), "b") + sow(2 * x, "a")),
     ],
 )
-@pytest.mark.parametrize("reduce", [None, Append(), Last()])
-def test_what_is_captured_is_not_donated(fn, reduce):
-    got = S(fn, reduce=reduce)(X)[1]["a"]["primal"]
-    assert_close(got[0] if isinstance(got, tuple) else got, 2 * X)
+@under(of=REDUCERS, argument="row")
+def test_what_is_captured_is_not_donated(fn, row):
+    assert_close(S(fn)(X)[1]["a"]["primal"], 2 * X)
+    got = S(fn, reduce={"a": row.reducer})(X)[1]["a"]["primal"]
+    assert_close(got, row.by_hand([2 * X], 0 * X))
 
 
 # --- effects ---
@@ -1920,7 +1922,7 @@ def _ordered(x):
     return x
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+@under("eager", "jit")
 @pytest.mark.parametrize(
     "way", [S, lambda f: plant(f, {"a": jnp.cos}), lambda f: S(f, reduce=Last())]
 )

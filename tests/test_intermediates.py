@@ -13,6 +13,7 @@ import pytest
 from eqx_sow import Append, Intermediates, plant, save_intermediates as S, sow
 
 from .helpers import assert_close
+from .tables import under
 
 
 pytestmark = pytest.mark.sample(1)
@@ -238,7 +239,7 @@ def test_in_a_notebook():
     assert Intermediates(h=1)._repr_html_() is None
 
 
-@pytest.mark.parametrize("transform", [jax.jit, jax.vmap, jax.grad])
+@under("jit", "vmap", "grad", argument="transform")
 def test_tracers_in_a_notebook(transform):
     def f(x):
         got = S(_chain)(x)[1]

@@ -10,7 +10,6 @@ import pytest
 from eqx_sow import (
     Append,
     batched,
-    Buffer,
     Fold,
     Last,
     plant,
@@ -27,28 +26,23 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from .helpers import assert_close
+from .tables import REDUCERS, under
 from .test_plant_iterations import _nested, _nested_unrolled, LOOPS
 from .test_results import sow_in_stack
 
 
 X = jnp.array([0.3, 0.5])
 XS = jnp.stack([X, 2 * X])
-WRAPS = {
-    "plain": (lambda f: f, X),
-    "jit": (eqx.filter_jit, X),
-    "grad": (jax.grad, X),
-    "grad-checkpoint": (lambda f: jax.grad(jax.checkpoint(f)), X),
-    "vmap-grad": (lambda f: jax.vmap(jax.grad(f)), XS),
-}
+wraps = under("eager", "filter_jit", "grad", "grad-checkpoint", "lanes-grad")
 
 
-@pytest.mark.parametrize("wrap, x", WRAPS.values(), ids=WRAPS)
+@wraps
 @pytest.mark.parametrize("loop, unrolled", LOOPS.values(), ids=LOOPS)
-@pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["eager", "jitted"])
-def test_as_if_the_loop_were_written_out(loop, unrolled, wrap, x, jit):
+@under("eager", "jit", argument="jit")
+def test_as_if_the_loop_were_written_out(loop, unrolled, wrap, jit):
     names = ["h/2", "h/1"]
-    out, got = jit(S(wrap(loop), names=names))(x)
-    expected_out, expected = S(wrap(unrolled), names=names)(x)
+    out, got = jit(S(wrap(loop), names=names))(X)
+    expected_out, expected = S(wrap(unrolled), names=names)(X)
     assert set(got) == set(names)
     assert_close(out, expected_out)
     for name in names:
@@ -69,7 +63,7 @@ def test_all_and_one_and_from_the_end():
     assert got.axes("h") == ("loop",) and got.axes("h/1") == ()
 
 
-@pytest.mark.parametrize("derive", [lambda f: f, jax.grad], ids=["primal", "grad"])
+@under("eager", "grad", argument="derive")
 def test_nested_loops(derive):
     loop = derive(lambda x: _nested(x, sow))
     unrolled = derive(lambda x: _nested_unrolled(x, sow))
@@ -100,23 +94,23 @@ def _loss(fn):
     return lambda x: jnp.cos(fn(x)).sum()
 
 
-@pytest.mark.parametrize("wrap, x", WRAPS.values(), ids=WRAPS)
-def test_a_stack_goes_by_the_names_of_a_list(wrap, x):
+@wraps
+def test_a_stack_goes_by_the_names_of_a_list(wrap):
     for pattern in (
         "blocks/2/attn",
         ["blocks/0/attn", "blocks/3/attn"],
         "*/1/*",
         "**/1/**",
     ):
-        _, got = S(wrap(_loss(_stack)), names=pattern)(x)
-        _, expected = S(wrap(_loss(_list)), names=pattern)(x)
+        _, got = S(wrap(_loss(_stack)), names=pattern)(X)
+        _, expected = S(wrap(_loss(_list)), names=pattern)(X)
         assert_close(dict(got), dict(expected))
-    _, got = S(wrap(_loss(_stack)), names="blocks/*/attn")(x)
+    _, got = S(wrap(_loss(_stack)), names="blocks/*/attn")(X)
     assert list(got) == ["blocks/*/attn"]
     # In a loop over batches all batches have that layer.
     steps = lambda fn: lambda xs: lax.map(wrap(_loss(fn)), xs)
     of_batch = lambda x: _stack(x, (None, 1))
-    xs = jnp.stack([x, 3 * x, jnp.cos(x)])
+    xs = jnp.stack([X, 3 * X, jnp.cos(X)])
     _, got = S(steps(of_batch), names="blocks/-2/attn")(xs)
     _, expected = S(steps(_list), names="blocks/2/attn")(xs)
     assert_close(got["blocks/-2/attn"], expected["blocks/2/attn"])
@@ -166,16 +160,20 @@ def test_an_iteration_in_other_options():
             S(LOOPS["scan"][0], **{option: {"h/*": x}})(X)
 
 
-def test_all_layers_in_options():
+@under(of=REDUCERS, argument="row")
+def test_a_reducer_of_all_layers(row):
     every = "blocks/*/attn"
     for fn in (_stack, jax.grad(_loss(_stack))):
-        layers = S(fn)(X)[1]["blocks/*/attn"]
-        for reducer in (Last(), Fold(jnp.zeros(2), jnp.add), Append()):
-            _, got = S(fn, reduce={every: reducer})(X)
-            for mode, x in layers.items():
-                # Each layer runs once.
-                want = {Last: x, Fold: x, Append: (x,)}
-                assert_close(got["blocks/*/attn"][mode], want[type(reducer)])
+        _, got = S(fn, reduce={every: row.reducer})(X)
+        for mode, xs in S(fn)(X)[1][every].items():
+            # Each layer runs once.
+            each = [row.by_hand([x], 0 * x) for x in xs]
+            want = jax.tree.map(lambda *xs: np.stack(xs), *each)
+            assert_close(got[every][mode], want)
+
+
+def test_all_layers_in_options():
+    every = "blocks/*/attn"
     # Globs go in their order, and the name of a stack is one, as in a list.
     fold, last = Fold(jnp.zeros(2), lambda acc, h: acc + 2 * h), Last()
     x = S(_stack)(X)[1]["blocks/*/attn"]["primal"]
@@ -219,13 +217,13 @@ def test_reducers_and_transforms():
     assert_close(got[name]["primal"], layer.sum())
 
 
-@pytest.mark.parametrize("wrap, x", WRAPS.values(), ids=WRAPS)
+@wraps
 @pytest.mark.parametrize("loop", [f for f, _ in LOOPS.values()], ids=LOOPS)
-def test_tap(loop, wrap, x):
+def test_tap(loop, wrap):
     events = []
     names = ["h/1", "h/-1"]
-    out = tap(wrap(loop), events.append, names=names)(x)
-    expected, got = S(wrap(loop), names=names)(x)
+    out = tap(wrap(loop), events.append, names=names)(X)
+    expected, got = S(wrap(loop), names=names)(X)
     jax.effects_barrier()
     assert_close(out, expected)
     seen = {(e.name, e.mode): e for e in events}
@@ -389,7 +387,7 @@ def test_what_a_pattern_selects(pattern, name, places, loops, expected):
     assert [x[:2] for x in found] == ([] if expected is None else [expected])
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.vmap, eqx.filter_jit])
+@under("eager", "vmap", "filter_jit")
 def test_one_iteration_of_an_inner_loop(wrap):
     """It is not called as one of the outer loop is."""
 
@@ -516,12 +514,9 @@ def test_methods_and_inputs_of_a_stack_have_the_names_of_a_list():
         save(of_stack, names="blocks/*.encode/1")(stack, X)
 
 
-REDUCERS = [Append(), Last(), Buffer(4), Fold(0.0, lambda acc, x: 2 * acc + x.sum())]
-
-
 @pytest.mark.parametrize("pattern", ["h/1", "h*", "h"])
-@pytest.mark.parametrize("reducer", REDUCERS, ids=lambda r: type(r).__name__)
-def test_a_reducer_by_the_name_of_all_or_of_one_iteration(reducer, pattern):
+@under(of=REDUCERS, argument="row")
+def test_a_reducer_by_the_name_of_all_or_of_one_iteration(row, pattern):
     def inner(x, i):
         step = lambda x, j: (sow(jnp.sin(x) + i + j, "h"), None)
         return lax.scan(step, x, jnp.arange(3.0), reverse=True)
@@ -536,13 +531,13 @@ def test_a_reducer_by_the_name_of_all_or_of_one_iteration(reducer, pattern):
         return x.sum()
 
     names = ["h/1", "h"] if pattern == "h" else "h/1"
-    _, got = S(jax.grad(loop), names=names, reduce={pattern: reducer})(X)
-    if isinstance(reducer, Append):  # the inner loop is one place
+    _, got = S(jax.grad(loop), names=names, reduce={pattern: row.reducer})(X)
+    if not row.in_order:  # the inner loop is one place
         _, each = S(jax.grad(unrolled), reduce=Append())(X)
         stack = lambda xs: (jnp.stack(xs[::-1]),)
         assert_close(got["h/1"], {mode: stack(xs) for mode, xs in each["h/1"].items()})
     else:
-        _, expected = S(jax.grad(unrolled), reduce=reducer)(X)
+        _, expected = S(jax.grad(unrolled), reduce=row.reducer)(X)
         assert_close(got["h/1"], expected["h/1"])
 
 

@@ -14,6 +14,8 @@ from eqx_sow import plant, save_intermediates as S, tap
 from tests.helpers import assert_close
 from tests.meeting import Act, Layer, make_net, mapped, Net, Run, X
 
+from .tables import pick
+
 
 pytestmark = pytest.mark.sample(5)
 
@@ -107,8 +109,7 @@ WATCHED = {
     "method": lambda seen: (Watched(make_net(0), seen).__call__, ()),
 }
 WRAPS = {
-    "plain": lambda fn: fn,
-    "jit": eqx.filter_jit,
+    **pick("eager", "filter_jit"),
     "grad": lambda fn: eqx.filter_grad(lambda *args: jnp.sum(fn(*args) ** 2)),
     "vmap": lambda fn: (
         lambda *args: eqx.filter_vmap(lambda x: fn(*args[:-1], x))(

@@ -17,6 +17,7 @@ from eqx_sow import (
 from jax.flatten_util import ravel_pytree
 
 from tests.helpers import assert_close, with_mode
+from tests.tables import under
 
 
 pytestmark = pytest.mark.sample(5)
@@ -495,7 +496,7 @@ def _calling(model):
     return lambda x: model(x)
 
 
-@pytest.mark.parametrize("wrap", [lambda fn: fn, jax.jit])
+@under("eager", "jit")
 def test_two_variables_of_one_name(wrap):
     student, teacher, other = map(_linear, range(3))
     of_teacher, again, of_other = map(_calling, (teacher, teacher, other))
@@ -797,7 +798,7 @@ class Film(eqx.Module):
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.5])
-@pytest.mark.parametrize("wrap", [lambda fn: fn, eqx.filter_jit])
+@under("eager", "filter_jit")
 def test_a_layer_of_another_form_that_is_made_by_others(factor, wrap):
     """The `bias` of the one that makes it is only added to what becomes its `bias`."""
 

@@ -25,6 +25,7 @@ from jax.flatten_util import ravel_pytree
 
 from tests.helpers import assert_close, with_mode
 from tests.meeting import at, Layer, make_net, Run, X
+from tests.tables import under
 
 
 pytestmark = pytest.mark.sample(5)
@@ -220,7 +221,7 @@ _SOLVED = {
 
 @pytest.mark.filterwarnings("default")
 @pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize("way", [lambda f: f, eqx.filter_grad, eqx.filter_jit])
+@under("eager", "filter_grad", "filter_jit", argument="way")
 @pytest.mark.parametrize(
     "solve",
     [pytest.param(x, marks=pytest.mark.slow if x == "stiff" else ()) for x in _SOLVED],
@@ -290,7 +291,7 @@ def test_a_module_that_is_called_in_a_solver_only():
         S(fn, capture=True)(linear, X[:2])
 
 
-@pytest.mark.parametrize("transform", [lambda f: f, jax.vmap, jax.checkpoint])
+@under("eager", "vmap", "checkpoint", argument="transform")
 def test_a_module_that_a_custom_root_calls(transform):
     linear = eqx.nn.Linear(2, 2, key=jax.random.key(0))
 

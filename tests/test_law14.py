@@ -21,7 +21,6 @@ import jax.random as jr
 import numpy as np
 import pytest
 from eqx_sow import (
-    Append,
     Buffer,
     compare,
     Fold,
@@ -40,6 +39,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from jaxtyping import Array, Float
 
 from .helpers import assert_close
+from .tables import IN_ORDER, REDUCERS, under
 
 
 X = jnp.array([0.3, -0.7])
@@ -489,22 +489,13 @@ def test_transform_and_spec(case):
                 case.save(model, names=pattern, spec=wrong)
 
 
-REDUCERS = [
-    Last(),
-    Append(),
-    Fold(jnp.zeros(2), lambda acc, x: 2 * acc + x),
-    Fold(jnp.zeros_like, jnp.maximum),
-    Buffer(2),
-    Buffer(3, "first"),
-]
-
-
 @pytest.mark.sample(6)
 @pytest.mark.parametrize("case", _cases(4, wraps=[w for w in WRAPS if w != "mesh"]))
 def test_reduce(case):
     """Over the executions of each layer: a loop over time is what is reduced."""
     one, *_, pattern = case.strings(case.names(case.lists), 3)
-    reducer, other = case.rng.sample(REDUCERS, 2)
+    row, *others = case.rng.sample(list(REDUCERS.values()), 2)
+    reducer, other = row.reducer, others[0].reducer
     for options in (
         dict(names=one, reduce={one: reducer}),
         dict(names=pattern, reduce=reducer),
@@ -518,7 +509,7 @@ def test_reduce(case):
             _same(got[name], modes, name, options, case)
         if options.get("names") == pattern:
             # No axis of the time is left in front of the layers.
-            n = case.plan.time_around * (not isinstance(reducer, Append))
+            n = case.plan.time_around * row.in_order
             entry = case.with_layers_first(pattern, got[pattern], [*got], n)
             _same(entry, dict(want[pattern]), pattern, case)
 
@@ -531,22 +522,22 @@ def test_reducers_of_layers_in_a_shard_map_are_an_error():
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-def test_reduce_on_a_mesh(axis_type):
+@under(of=IN_ORDER, argument="row")
+def test_reduce_on_a_mesh(row, axis_type):
     plan = Plan((2, 3), "two", time_around=True)
     mesh = jax.make_mesh((2,), ("d",), (axis_type,))
     x = jax.device_put(XS, NamedSharding(mesh, P("d")))
-    for reducer in (Last(), Fold(jnp.zeros_like, jnp.maximum), Buffer(2)):
 
-        def save(m):
-            with jax.set_mesh(mesh):
-                return S(grad_of_vmap(plan), capture=True, reduce=reducer)(m, x)[1]
+    def save(m):
+        with jax.set_mesh(mesh):
+            return S(grad_of_vmap(plan), capture=True, reduce=row.reducer)(m, x)[1]
 
-        want, got = save(plan.lists), save(plan.net("scan", "checkpoint"))
-        assert [*got.unstack()] == [*want]
-        for name, modes in want.items():
-            _same(got[name], modes, name, reducer)
-            for a, b in zip(*map(jax.tree.leaves, (dict(got[name]), dict(modes)))):
-                assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
+    want, got = save(plan.lists), save(plan.net("scan", "checkpoint"))
+    assert [*got.unstack()] == [*want]
+    for name, modes in want.items():
+        _same(got[name], modes, name)
+        for a, b in zip(*map(jax.tree.leaves, (dict(got[name]), dict(modes)))):
+            assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
 
 
 def test_reducers_of_stacks_of_different_lengths():

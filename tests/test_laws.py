@@ -27,6 +27,7 @@ from tests.helpers import (
     with_mode,
     zeros,
 )
+from tests.tables import named, pick, under
 
 
 pytestmark = pytest.mark.sample(5)
@@ -168,10 +169,6 @@ def _vjp(f):
     return fn
 
 
-def _jvp(f):
-    return lambda x, v: jax.jvp(f, (x,), (v,))
-
-
 def _linearize(f):
     def fn(x, v):
         out, push = jax.linearize(f, x)
@@ -191,61 +188,41 @@ def _hvp_reverse_forward(f):
 _GRAD = {"primal": _first, "cotangent": _cot}
 _JVP = {"primal": _first, "tangent": tangents}
 _PLAIN = {"primal": _first}
-_POLICIES = jax.checkpoint_policies
+_JACFWD = {"primal": _first, "tangent": _jac_tangents}
+_JACREV = {"primal": _first, "cotangent": _jac_cotangents}
+_GRAD_OF_ROWS = {"primal": _over(_first, 0), "cotangent": _over(_cot, 0)}
+
+
+def _cases(modes, *names, args=(X,)):
+    return {name: Case(named(name), args, modes) for name in names}
+
 
 TRANSFORMS = {
-    "eager": Case(lambda f: f, (X,), _PLAIN),
-    "jit": Case(jax.jit, (X,), _PLAIN),
-    "jit-jit": Case(lambda f: jax.jit(lambda x: jax.jit(f)(x)), (X,), _PLAIN),
-    "filter_jit": Case(eqx.filter_jit, (X,), _PLAIN),
-    "checkpoint": Case(jax.checkpoint, (X,), _PLAIN),
-    "filter_checkpoint": Case(eqx.filter_checkpoint, (X,), _PLAIN),
-    "grad": Case(jax.grad, (X,), _GRAD),
-    "jit-grad": Case(lambda f: jax.jit(jax.grad(f)), (X,), _GRAD),
-    "grad-jit": Case(lambda f: jax.grad(jax.jit(f)), (X,), _GRAD),
-    "filter_grad": Case(eqx.filter_grad, (X,), _GRAD),
-    "filter_value_and_grad": Case(eqx.filter_value_and_grad, (X,), _GRAD),
+    **_cases(_PLAIN, "eager", "jit", "jit-jit", "filter_jit"),
+    **_cases(_PLAIN, "checkpoint", "filter_checkpoint"),
+    **_cases(_GRAD, "grad", "jit-grad", "grad-jit"),
+    **_cases(_GRAD, "filter_grad", "filter_value_and_grad"),
     "value_and_grad-has_aux": Case(_grad_aux, (X,), _GRAD),
     "vjp": Case(_vjp, (X,), _GRAD),
     "filter_vjp": Case(
         lambda f: lambda x: eqx.filter_vjp(f, x)[1](jnp.ones(())), (X,), _GRAD
     ),
-    "grad-checkpoint": Case(lambda f: jax.grad(jax.checkpoint(f)), (X,), _GRAD),
-    "grad-checkpoint-save": Case(
-        lambda f: jax.grad(jax.checkpoint(f, policy=_POLICIES.everything_saveable)),
-        (X,),
-        _GRAD,
-    ),
-    "grad-checkpoint-dots": Case(
-        lambda f: jax.grad(jax.checkpoint(f, policy=_POLICIES.dots_saveable)),
-        (X,),
-        _GRAD,
-    ),
-    "grad-filter_checkpoint": Case(
-        lambda f: eqx.filter_grad(eqx.filter_checkpoint(f)), (X,), _GRAD
-    ),
-    "jvp": Case(_jvp, (X, V), _JVP),
-    "jvp-jit": Case(lambda f: _jvp(jax.jit(f)), (X, V), _JVP),
+    **_cases(_GRAD, "grad-checkpoint", "grad-checkpoint_everything"),
+    **_cases(_GRAD, "grad-checkpoint_dots", "filter_grad-filter_checkpoint"),
+    **_cases(_JVP, "jvp", "jvp-jit", args=(X, V)),
     "filter_jvp": Case(
         lambda f: lambda x, v: eqx.filter_jvp(f, (x,), (v,)), (X, V), _JVP
     ),
     "linearize": Case(_linearize, (X, V), _JVP),
-    "jacfwd": Case(jax.jacfwd, (X,), {"primal": _first, "tangent": _jac_tangents}),
-    "jacrev": Case(jax.jacrev, (X,), {"primal": _first, "cotangent": _jac_cotangents}),
-    "filter_jacfwd": Case(
-        eqx.filter_jacfwd, (X,), {"primal": _first, "tangent": _jac_tangents}
-    ),
-    "filter_jacrev": Case(
-        eqx.filter_jacrev, (X,), {"primal": _first, "cotangent": _jac_cotangents}
-    ),
-    "vmap": Case(jax.vmap, (XS,), {"primal": _over(_first, 0)}),
+    **_cases(_JACFWD, "jacfwd", "filter_jacfwd"),
+    **_cases(_JACREV, "jacrev", "filter_jacrev"),
+    **_cases({"primal": _over(_first, 0)}, "vmap", "filter_vmap", args=(XS,)),
     "vmap-1": Case(
         lambda f: jax.vmap(f, in_axes=1), (XS.T,), {"primal": _over(_first, 1)}
     ),
     "vmap-negative": Case(
         lambda f: jax.vmap(f, in_axes=-1), (XS.T,), {"primal": _over(_first, -1)}
     ),
-    "filter_vmap": Case(eqx.filter_vmap, (XS,), {"primal": _over(_first, 0)}),
     "vmap-vmap": Case(
         lambda f: jax.vmap(jax.vmap(f, in_axes=1)),
         (jnp.stack([XS.T, -XS.T, XS.T - 1]),),
@@ -254,20 +231,11 @@ TRANSFORMS = {
     "vmap-spmd": Case(
         lambda f: jax.vmap(f, spmd_axis_name="i"), (XS,), {"primal": _over(_first, 0)}
     ),
-    "vmap-grad": Case(
-        lambda f: jax.vmap(jax.grad(f)),
-        (XS,),
-        {"primal": _over(_first, 0), "cotangent": _over(_cot, 0)},
-    ),
-    "grad-vmap": Case(
-        lambda f: jax.grad(lambda xs: jnp.sum(jax.vmap(f)(xs))),
-        (XS,),
-        {"primal": _over(_first, 0), "cotangent": _over(_cot, 0)},
-    ),
-    "vmap-jvp": Case(
-        lambda f: jax.vmap(_jvp(f)),
-        (XS, VS),
+    **_cases(_GRAD_OF_ROWS, "vmap-grad", "grad-total-vmap", args=(XS,)),
+    **_cases(
         {"primal": _over(_first, 0), "tangent": _over(tangents, 0)},
+        "vmap-jvp",
+        args=(XS, VS),
     ),
     "hvp-forward-reverse": Case(
         _hvp_forward_reverse,
@@ -387,16 +355,13 @@ def test_law_1_gradient_through_it(call, program):
 
 
 @_programs
-@pytest.mark.parametrize(
+@under(
     "jit",
-    [
-        jax.jit,
-        eqx.filter_jit,
-        jax.checkpoint,
-        eqx.filter_checkpoint,
-        lambda f: jax.checkpoint(f, policy=_POLICIES.nothing_saveable),
-    ],
-    ids=["jit", "filter_jit", "checkpoint", "filter_checkpoint", "policy"],
+    "filter_jit",
+    "checkpoint",
+    "filter_checkpoint",
+    "checkpoint_nothing",
+    argument="jit",
 )
 @pytest.mark.parametrize("inner", ["eager", "grad", "vmap"])
 def test_law_2(program, jit, inner):
@@ -505,7 +470,9 @@ def test_reverse_over_reverse(call):
 
 def test_forward_over_forward(call):
     def along(x, v, u):
-        return jax.jvp(lambda x: _jvp(ft.partial(_mlp, sow))(x, v)[1], (x,), (u,))[1]
+        return jax.jvp(
+            lambda x: jax.jvp(ft.partial(_mlp, sow), (x,), (v,))[1], (x,), (u,)
+        )[1]
 
     u = jnp.array([0.1, 0.2, 0.3])
     out, got = call(S(along), X, V, u)
@@ -548,7 +515,8 @@ def test_law_7(program, how):
     if how == "grad":
         assert_close(jax.grad(got)(X), jax.grad(expected)(X), rtol=1e-4)
     elif how == "jvp":
-        assert_close(_jvp(got)(X, V), _jvp(expected)(X, V), rtol=1e-4, atol=1e-4)
+        along = named("jvp")
+        assert_close(along(got)(X, V), along(expected)(X, V), rtol=1e-4, atol=1e-4)
     else:
         got, expected = (jax.jit(jax.vmap(jax.jacrev(f)))(XS) for f in (got, expected))
         assert_close(got, expected, rtol=1e-4)
@@ -617,9 +585,7 @@ ARGUMENTS = {
     "key": jax.random.key(0),
 }
 CALLS = {
-    "jit": jax.jit,
-    "checkpoint": jax.checkpoint,
-    "policy": lambda f: jax.checkpoint(f, policy=_POLICIES.dots_saveable),
+    **pick("jit", "checkpoint", "checkpoint_dots"),
     "custom_jvp": _custom_jvp,
     "custom_vjp": _custom_vjp,
     "nested": lambda f: jax.checkpoint(_custom_jvp(jax.checkpoint(f))),
@@ -673,7 +639,7 @@ def _rule_of_jvp(mark):
 
 
 @pytest.mark.parametrize("make", [_rule_of_vjp, _rule_of_jvp])
-@pytest.mark.parametrize("wrap", [jax.grad, jax.value_and_grad])
+@under("grad", "value_and_grad")
 @pytest.mark.parametrize("kind", ["float", "numpy-float32", "weak"])
 def test_a_rule_that_is_called_with_a_literal(call, kind, wrap, make):
     x = ARGUMENTS[kind]
@@ -693,7 +659,9 @@ def _smooth(mark, x):
     return jnp.sum(mark(lax.cond(True, lambda y: y, lambda y: 0 * y, y), "z"))
 
 
-@pytest.mark.parametrize("wrap", ["checkpoint", "policy", "custom_jvp", "nested"])
+@pytest.mark.parametrize(
+    "wrap", ["checkpoint", "checkpoint_dots", "custom_jvp", "nested"]
+)
 @pytest.mark.parametrize("kind", ["float", "numpy-float32", "numpy-array", "weak"])
 def test_every_kind_of_argument_differentiated(call, kind, wrap):
     wrap, x = CALLS[wrap], ARGUMENTS[kind]

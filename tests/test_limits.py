@@ -39,6 +39,7 @@ from jax.experimental import (
 from jax.experimental.custom_partitioning import custom_partitioning
 
 from .helpers import assert_close
+from .tables import named, pick
 
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -444,22 +445,10 @@ def _marks(x):
     return sow(x, "h") * x
 
 
-def _loss(fn):
-    return lambda x: jnp.sum(fn(x))
-
-
 UNDER = {
-    "eager": lambda fn: fn,
-    "jit": jax.jit,
-    "scan": lambda fn: lambda x: lax.scan(lambda c, _: (fn(c), None), x, length=2)[0],
-    "vmap": lambda fn: lambda x: jax.vmap(fn)(jnp.stack([x, 2 * x])),
-    "grad": lambda fn: jax.grad(_loss(fn)),
-    "jit-grad-jit": lambda fn: jax.jit(jax.grad(_loss(jax.jit(fn)))),
-    "unused": lambda fn: jax.jit(jax.grad(_loss(lambda x: (fn(x), x * x)[1]))),
-    "grad-checkpoint": lambda fn: jax.grad(_loss(jax.checkpoint(fn))),
-    "grad-scan": lambda fn: jax.grad(_loss(UNDER["scan"](fn))),
-    "vmap-grad": lambda fn: UNDER["vmap"](jax.grad(_loss(fn))),
-    "jvp": lambda fn: lambda x: jax.jvp(fn, (x,), (x,)),
+    **pick("eager", "jit", "scan", "lanes", "grad-total", "jit-grad-total-jit"),
+    "unused": lambda fn: named("jit-grad-total")(lambda x: (fn(x), x * x)[1]),
+    **pick("grad-total-checkpoint", "grad-total-scan", "lanes-grad-total", "jvp"),
 }
 
 
@@ -469,7 +458,7 @@ def test_an_annotated_function_is_one_that_is_called(name, under):
     # JAX has neither derivatives nor a batching rule for composites.
     if name == "composite" and under not in ("eager", "jit", "scan"):
         pytest.skip("Until JAX differentiates and batches composites")
-    if name in ("scheduling_group", "metadata") and under == "grad-checkpoint":
+    if name in ("scheduling_group", "metadata") and under == "grad-total-checkpoint":
         pytest.skip("Until JAX can do that if there is a loop inside")
     wrapped = UNDER[under](ANNOTATIONS[name](_marks))
     called = UNDER[under](jax.jit(_marks))

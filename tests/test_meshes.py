@@ -13,9 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from eqx_sow import Append, Buffer, Fold, Last, plant, save_intermediates as S, tap
+from eqx_sow import Buffer, Fold, Last, plant, save_intermediates as S, tap
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+from .tables import REDUCERS, under
 
 
 pytestmark = pytest.mark.sample(5)
@@ -214,18 +216,12 @@ _LARGEST = Fold(
     lambda value: jax.tree.map(jnp.zeros_like, value),
     lambda acc, x: jax.tree.map(jnp.maximum, acc, x),
 )
-REDUCERS = {
-    "last": Last(),
-    "largest": _LARGEST,
-    "fold": Fold(0.0, lambda acc, x: acc * 2 + _first(x).sum()),
-    "buffer": Buffer(2),
-    "first": Buffer(5, keep="first"),
-    "append": Append(),
-}
-for name, reducer in REDUCERS.items():
-    USES[name] = lambda f, r=reducer: jax.jit(S(f, reduce=r))
-    USES[f"{name}, eager"] = lambda f, r=reducer: S(f, reduce=r)
-    USES[f"{name} of grad"] = lambda f, r=reducer: jax.jit(S(_grad(f), reduce=r))
+ROWS = {}  # of the uses that reduce
+for name, row in REDUCERS.items():
+    ROWS |= dict.fromkeys((name, f"{name}, eager", f"{name} of grad"), row)
+    USES[name] = lambda f, r=row.reducer: jax.jit(S(f, reduce=r))
+    USES[f"{name}, eager"] = lambda f, r=row.reducer: S(f, reduce=r)
+    USES[f"{name} of grad"] = lambda f, r=row.reducer: jax.jit(S(_grad(f), reduce=r))
 USES |= {
     "transform": lambda f: jax.jit(S(f, transform=lambda x: _first(x).mean())),
     "summarize of grad": lambda f: jax.jit(S(_grad(f), transform=eqx_sow.summarize)),
@@ -238,11 +234,12 @@ USES |= {
     "tap of grad": lambda f: _tapped(_grad(f)),
 }
 # What is captured there is not the value as it was sown.
-OTHER_SHAPE = {"transform", "summarize of grad", "fold", "fold, eager", "fold of grad"}
+OTHER_SHAPE = {"transform", "summarize of grad"}
+OTHER_SHAPE |= {use for use, row in ROWS.items() if not row.like_the_value}
 
 
 OFTEN = "eager", "grad of checkpoint"
-SOMETIMES = "last of grad", "largest", "planted back"
+SOMETIMES = "last of grad", "fold", "planted back"
 
 
 def _cases():
@@ -301,9 +298,8 @@ def test_program(mesh, program, use):
     captured = out[1]["a"] if saved else {}
     if use in OTHER_SHAPE or not mesh.told:
         return
-    if use.startswith(("last", "largest", "buffer", "first")):
-        lead = [a for a in lead if a is not None]
-        lead += [] if use.startswith(("last", "largest")) else [None]
+    if use in ROWS and ROWS[use].in_order:
+        lead = [a for a in lead if a is not None] + [None] * len(ROWS[use].lead)
     over = dict(zip("dm", mesh.spec))
     lead = [over.get(a) for a in lead]
     for mode in captured.keys() - {"count"}:
@@ -464,7 +460,7 @@ def test_plant_in_a_derivative_of_a_shard_map(call, checkpointed):
     np.testing.assert_allclose(call(again, X), want, rtol=1e-5)
 
 
-@pytest.mark.parametrize("around", [lambda f: f, jax.checkpoint])
+@under("eager", "checkpoint", argument="around")
 def test_vmap_of_the_derivative_of_a_branch_on_devices(call, around):
     """What a branch keeps for the derivative leaves the first `shard_map`."""
     mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
@@ -790,7 +786,7 @@ def test_mesh_within_a_shard_map_over_one_axis():
     np.testing.assert_allclose(doubled, jnp.tanh(2 * want), rtol=1e-5)
 
 
-@pytest.mark.parametrize("around", [jax.checkpoint, jax.jit, lambda fn: fn])
+@under("checkpoint", "jit", "eager", argument="around")
 def test_counts_after_a_branch_on_a_mesh_within_a_mesh(call, around):
     """An eager checkpoint leaves a count on the mesh inside, if nothing else does."""
     mark = eqx_sow.sow

@@ -42,6 +42,8 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array, Float
 
+from .tables import REDUCERS
+
 
 pytestmark = pytest.mark.sample(1)
 
@@ -229,7 +231,7 @@ OFF_BY_ONE = Fold(0.0, lambda acc, x: acc + x)
 
 _TAKES_FUNCTION = "takes a function or a model"
 _MODES = "Modes are 'primal', 'tangent' and 'cotangent'"
-_REDUCERS = "takes `eqx_sow.Append()`, `eqx_sow.Last()`, `eqx_sow.Fold(init, fn)`"
+_REDUCERS = [f"`eqx_sow.{type(row.reducer).__name__}(" for row in REDUCERS.values()]
 _PREDICATE = "Write `lambda path, module: ...`"
 _KEYS = "takes a dict whose keys are names or globs, and 0 is neither"
 _DUPLICATE = (
@@ -574,16 +576,16 @@ MISUSES = {
     "reduce: text": Misuse(
         TypeError,
         lambda: S(_fn, reduce="last"),
-        ("reduce=...)`", _REDUCERS),
+        ("reduce=...)`", *_REDUCERS),
         "`reduce`",
     ),
     "reduce: a class": Misuse(
-        TypeError, lambda: S(_fn, reduce=Last), ("reduce=...)`", _REDUCERS), "`reduce`"
+        TypeError, lambda: S(_fn, reduce=Last), ("reduce=...)`", *_REDUCERS), "`reduce`"
     ),
     "reduce: text for a name": Misuse(
         TypeError,
         lambda: S(_fn, reduce={"h": "last"}),
-        ("reduce=...)`", _REDUCERS, "not {'h': 'last'}"),
+        ("reduce=...)`", *_REDUCERS, "not {'h': 'last'}"),
         "`reduce`",
     ),
     "reduce: a key that is no name": Misuse(

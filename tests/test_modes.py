@@ -35,6 +35,7 @@ from jax.experimental import hijax
 from jaxtyping import Float
 
 from tests.helpers import assert_close, NEXT, next_release, primitives
+from tests.tables import under
 
 
 @contextlib.contextmanager
@@ -381,7 +382,7 @@ def test_a_nan_in_a_jitted_function(how):
             how(fn)(jnp.float32(-1))
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, eqx.filter_jit])
+@under("eager", "jit", "filter_jit")
 @pytest.mark.parametrize(
     "how",
     [

@@ -15,6 +15,7 @@ from eqx_sow import plant, save_intermediates as S, sow
 from jax.sharding import AxisType, PartitionSpec as P
 
 from .helpers import assert_close, cotangents, primals, with_mode
+from .tables import pick, under
 
 
 X = jnp.array([0.3, -1.2, 0.7])
@@ -222,9 +223,7 @@ class Model(eqx.Module):
 
 
 WAYS = [
-    lambda f: f,
-    eqx.filter_jit,
-    eqx.filter_checkpoint,
+    *pick("eager", "filter_jit", "filter_checkpoint").values(),
     lambda f: lambda m, x: jax.vmap(f, (None, 0))(m, x[None])[0],
 ]
 
@@ -493,7 +492,7 @@ class Distance(eqx.Module):
         return self(net, x)
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, eqx.filter_jit])
+@under("eager", "filter_jit")
 @pytest.mark.parametrize("method", [False, True])
 def test_an_argument_that_is_called_like_a_field(method, wrap):
     mine, other = (eqx.nn.Linear(3, 3, key=key) for key in jr.split(jr.key(0)))
@@ -764,7 +763,7 @@ def _taken(cut):
     return fn
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, eqx.filter_jit, eqx.filter_checkpoint])
+@under("eager", "filter_jit", "filter_checkpoint")
 def test_a_stack_along_another_axis(wrap):
     """Static fields say which axis it is, or else it is not known."""
     make = lambda key: eqx.nn.Linear(3, 5, key=key)
@@ -892,7 +891,7 @@ READ_ALIKE = {
 }
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, eqx.filter_jit])
+@under("eager", "filter_jit")
 @pytest.mark.parametrize("case", READ_ALIKE.values(), ids=READ_ALIKE)
 def test_what_reads_alike(case, wrap):
     fn, args, options, expected = case

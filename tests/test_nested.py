@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from eqx_sow import Append, Fold, plant, save_intermediates as S, sow, tap
+from eqx_sow import plant, save_intermediates as S, sow, tap
 from jax import lax
 
 from .helpers import assert_close, with_mode
+from .tables import REDUCERS, under
 
 
 X = jnp.array([0.3, -1.2])
@@ -75,7 +76,7 @@ def test_the_inner_one_takes_what_it_returns(program):
         assert_close(out, f(X))
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint])
+@under("eager", "jit", "checkpoint")
 def test_derivatives_of_what_is_left(wrap):
     f = wrap(_line)
     _, every = S(jax.grad(f))(X)
@@ -95,17 +96,14 @@ def test_the_advice_where_nothing_is_left():
         assert S(jax.grad(inner))(X)[1] == {}
 
 
-@pytest.mark.parametrize("reduce", [Append(), Fold(jnp.zeros(2), jnp.add)])
-def test_reducers(reduce):
+@under(of=REDUCERS, argument="row")
+def test_reducers(row):
     f = jax.grad(_line)
-    pair = S(S(f, names="b", modes="cotangent", reduce=reduce))
+    pair = S(S(f, names="b", modes="cotangent", reduce=row.reducer))
     (_, mine), rest = pair(X)
     _, want = S(f)(X)
     cotangent = want["b"]["cotangent"]
-    assert_close(
-        mine["b"]["cotangent"],
-        (cotangent,) if isinstance(reduce, Append) else cotangent,
-    )
+    assert_close(mine["b"]["cotangent"], row.by_hand([cotangent], 0 * cotangent))
     left = {
         n: {m: v for m, v in e.items() if (n, m) != ("b", "cotangent")}
         for n, e in want.items()
@@ -147,7 +145,7 @@ def _transforms():
 
 
 @pytest.mark.parametrize("order", list(it.permutations(["plant", "tap", "save"])))
-@pytest.mark.parametrize("derive", [lambda f: f, jax.grad], ids=["plain", "grad"])
+@under("eager", "grad", argument="derive")
 def test_orders(order, derive):
     """From inside out. Only who is around the capture does not see what it took."""
     events, shown, ways = _transforms()

@@ -26,6 +26,7 @@ from eqx_sow._selection import Selection
 from jaxtyping import Array, Float
 
 from .helpers import assert_close
+from .tables import under
 
 
 X = jnp.array([0.3, 0.5])
@@ -300,7 +301,7 @@ EDITS = {
 
 
 @pytest.mark.sample(6)
-@pytest.mark.parametrize("wrap", [lambda f: f, eqx.filter_jit, eqx.filter_grad])
+@under("eager", "filter_jit", "filter_grad")
 @pytest.mark.parametrize("pattern, edit", EDITS.items(), ids=EDITS)
 def test_plant_is_the_edited_model(pattern, edit, wrap):
     listed, stacked = _models()

@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from .helpers import assert_close, Encoder, modes_of, with_mode
+from .tables import pick, under
 
 
 X = jnp.array([0.3, -1.2, 0.7])
@@ -737,7 +738,7 @@ def _with_tangent(x):
 
 
 @pytest.mark.parametrize("leaf", [1, 2, 3])
-@pytest.mark.parametrize("lanes", [lambda f: f, jax.vmap], ids=["one", "vmap"])
+@under("eager", "vmap", argument="lanes")
 def test_only_zeros_fit_where_there_is_no_tangent(leaf, lanes, call):
     """A NumPy array, what does not depend on `x`, and integers."""
     fn, x = lanes(_with_tangent), XS if lanes is jax.vmap else X
@@ -1072,7 +1073,7 @@ def test_python_numbers_that_do_not_fit(value, sown):
         plant(lambda x: sow(x, "h"), {"h": value})(sown)
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+@under("eager", "jit")
 def test_one_value_for_all_lanes_cannot_be_planted_for_each(wrap):
     def f(w, xs):
         def lane(x):
@@ -1092,7 +1093,7 @@ def test_one_value_for_all_lanes_cannot_be_planted_for_each(wrap):
             jax.block_until_ready(plant(f, {"v": wrong})(w, xs))
 
 
-@pytest.mark.parametrize("lanes", [lambda f: f, jax.vmap])
+@under("eager", "vmap", argument="lanes")
 def test_tangent_beside_one_that_is_zero(call, lanes):
     """The zero comes first: it is captured, but the program has no such operand."""
 
@@ -1179,7 +1180,7 @@ def _with_numpy_in_a_loop(x):
 
 @pytest.mark.sample(6)
 @pytest.mark.parametrize("f", [_with_numpy, _with_numpy_in_a_loop])
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint, jax.vmap])
+@under("eager", "jit", "checkpoint", "vmap")
 def test_what_was_captured_beside_a_numpy_array_can_be_planted(call, f, wrap):
     """Law 6."""
     times = 2 if f is _with_numpy else 8
@@ -1205,12 +1206,7 @@ def _where_it_is_large(f):
 
 
 _AROUND = {
-    "jit": jax.jit,
-    "filter_jit": eqx.filter_jit,
-    "checkpoint": jax.checkpoint,
-    "grad": lambda f: jax.grad(lambda x: f(x).sum()),
-    "scan": lambda f: lambda xs: lax.map(f, xs),
-    "vmap of scan": lambda f: jax.vmap(lambda xs: lax.map(f, xs)),
+    **pick("jit", "filter_jit", "checkpoint", "grad-total", "map", "vmap-map"),
     "cond": _where_it_is_large,
     "vmap of cond": lambda f: jax.vmap(_where_it_is_large(f)),
     "while_loop": lambda f: (
@@ -1232,7 +1228,7 @@ def test_another_array_in_the_place_of_a_numpy_array_that_is_traced(name):
 
     f = around(lambda x: one(x, table))
     xs = jnp.arange(6.0).reshape(3, 2)
-    xs = xs[None] if name == "vmap of scan" else xs
+    xs = xs[None] if name == "vmap-map" else xs
     out, got = S(f)(xs)
     want = around(lambda x: one(x, 5 * table))(xs)
     five = plant(f, {"v": lambda v: {**v, "table": 5 * v["table"]}})
@@ -1280,12 +1276,12 @@ _MIXED = jnp.array([[1.0, 2.0, 3.0], [0.0, -1.0, 1.0]])
     "around, x",
     [
         (jax.jit, X),
-        (_AROUND["grad"], X),
-        (_AROUND["vmap of scan"], X[None, None]),
+        (_AROUND["grad-total"], X),
+        (_AROUND["vmap-map"], X[None, None]),
         (_AROUND["cond"], X),  # where it does not run
         (_AROUND["vmap of cond"], _MIXED),
-        (lambda f: _AROUND["scan"](jax.jit(_where_it_is_large(f))), _MIXED),
-        (lambda f: jax.vmap(_AROUND["grad"](_where_it_is_large(f))), _MIXED),
+        (lambda f: _AROUND["map"](jax.jit(_where_it_is_large(f))), _MIXED),
+        (lambda f: jax.vmap(_AROUND["grad-total"](_where_it_is_large(f))), _MIXED),
     ],
 )
 def test_what_was_captured_in_a_program_that_indexes_with_it(around, x):
@@ -1389,7 +1385,7 @@ def test_one_that_is_compiled_inside_another_program():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("wrap", [lambda f: f, eqx.filter_jit])
+@under("eager", "filter_jit")
 def test_a_function_that_replaces_a_numpy_array_evaluates_nothing_twice(wrap, capfd):
     """It is found out before the program around has any mark or print of this one."""
 

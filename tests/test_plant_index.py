@@ -11,6 +11,7 @@ from eqx_sow import batched, plant, save_intermediates as S, sow, SowError
 from jax.sharding import PartitionSpec as P
 
 from .helpers import assert_close
+from .tables import under
 from .test_plant_iterations import _nested, _nested_unrolled, LOOPS
 
 
@@ -61,20 +62,11 @@ def test_an_index_is_a_tuple():
     assert seen[0] == ((),)
 
 
-@pytest.mark.parametrize(
-    "wrap, x",
-    [
-        (lambda f: f, X),
-        (lambda f: jax.grad(jax.checkpoint(f)), X),
-        (lambda f: jax.jit(jax.vmap(jax.value_and_grad(f))), XS),
-        (lambda f: jax.jacfwd(eqx.filter_jit(f)), X),
-    ],
-    ids=["plain", "grad-checkpoint", "jit-vmap-grad", "jacfwd"],
-)
+@under("eager", "grad-checkpoint", "jit-lanes-value_and_grad", "jacfwd-jit")
 @pytest.mark.parametrize("loop, unrolled", LOOPS.values(), ids=LOOPS)
-def test_as_if_the_loop_were_written_out(loop, unrolled, wrap, x):
-    out = wrap(plant(loop, {"h": _scale}, with_index=True))(x)
-    assert_close(out, wrap(plant(unrolled, _written_out(NAMES)))(x))
+def test_as_if_the_loop_were_written_out(loop, unrolled, wrap):
+    out = wrap(plant(loop, {"h": _scale}, with_index=True))(X)
+    assert_close(out, wrap(plant(unrolled, _written_out(NAMES)))(X))
 
 
 @pytest.mark.parametrize(
@@ -82,7 +74,7 @@ def test_as_if_the_loop_were_written_out(loop, unrolled, wrap, x):
     [(n, "cotangent") for n in LOOPS]
     + [(n, "primal") for n in LOOPS if n != "checkpoint"],
 )
-@pytest.mark.parametrize("grad", [jax.grad, lambda f: jax.vmap(jax.grad(f))])
+@under("grad", "vmap-grad", argument="grad")
 def test_in_a_gradient_computation(name, mode, grad):
     loop, unrolled = LOOPS[name]
     x = X if grad is jax.grad else XS
@@ -90,7 +82,7 @@ def test_in_a_gradient_computation(name, mode, grad):
     assert_close(out, plant(grad(unrolled), _written_out(NAMES), mode=mode)(x))
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.value_and_grad])
+@under("eager", "jit", "value_and_grad")
 def test_nested_loops(wrap):
     got = wrap(plant(lambda x: _nested(x, sow), {"*": _scale}, with_index=True))(X)
     names = [f"h/{i}/{j}" for i in range(3) for j in range(2)]
@@ -257,7 +249,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.grad])
+@under("eager", "jit", "grad")
 @pytest.mark.parametrize("pattern", ["blocks/*", "*", "**", "blocks/[01]"])
 @pytest.mark.parametrize("model", MODELS)
 def test_a_list_has_the_index_of_a_stack(model, pattern, wrap):

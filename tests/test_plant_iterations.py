@@ -19,6 +19,7 @@ from eqx_sow import (
 from jax.sharding import PartitionSpec as P
 
 from .helpers import assert_close
+from .tables import under
 
 
 X = jnp.array([0.3, 0.5])
@@ -81,21 +82,13 @@ LOOPS = {
 ROOT = lambda x: jnp.sqrt(x - 2.5) * 3
 
 
-@pytest.mark.parametrize(
-    "wrap, x",
-    [
-        (lambda f: f, X),
-        (lambda f: jax.grad(jax.checkpoint(f)), X),
-        (lambda f: jax.jit(jax.vmap(jax.value_and_grad(f))), XS),
-    ],
-    ids=["plain", "grad-checkpoint", "jit-vmap-grad"],
-)
+@under("eager", "grad-checkpoint", "jit-lanes-value_and_grad")
 @pytest.mark.parametrize("loop, unrolled", LOOPS.values(), ids=LOOPS)
-def test_as_if_the_loop_were_written_out(loop, unrolled, wrap, x):
+def test_as_if_the_loop_were_written_out(loop, unrolled, wrap):
     fn = ROOT if unrolled is _unrolled else jnp.cos
-    out = wrap(plant(loop, {"h/2": fn}))(x)
+    out = wrap(plant(loop, {"h/2": fn}))(X)
     assert np.isfinite(jax.tree.leaves(out)[0]).all()
-    assert_close(out, wrap(plant(unrolled, {"h/2": fn}))(x))
+    assert_close(out, wrap(plant(unrolled, {"h/2": fn}))(X))
 
 
 # A primal in a checkpoint that was differentiated cannot be planted at all.

@@ -13,6 +13,7 @@ from eqx_sow import save_intermediates as S, sow
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from tests.helpers import assert_close, modes_of, primitives, with_mode
+from tests.tables import SAVES, under
 
 
 X = jnp.array([0.3, -1.2, 0.7])
@@ -109,7 +110,7 @@ def test_sharding_constraint_inside(call, mesh):
     assert_close(got["a"]["primal"], 2 * jnp.arange(8.0))
 
 
-@pytest.mark.parametrize("wrap", [lambda f: S(jax.jit(f)), lambda f: jax.jit(S(f))])
+@under("jit inside", "jit outside", of=SAVES)
 def test_traced_once(wrap):
     traces = []
 
@@ -157,7 +158,7 @@ def test_an_inner_jit_stays_one():
     ],
     ids=["none", "everything", "nothing", "dots", "no_batch", "only", "except"],
 )
-@pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@under("eager", "jit", argument="jit")
 def test_checkpoint_policies(call, policy, jit):
     from jax.ad_checkpoint import checkpoint_name
 
@@ -534,7 +535,7 @@ def test_nested_with_different_tags(call):
     assert_close(with_mode(theirs, "primal"), {"b": X * 2 + 1})
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint])
+@under("eager", "jit", "checkpoint")
 def test_nested_with_different_tags_under_grad(call, wrap):
     def f(x):
         a = sow(jnp.sin(x), "a", tag="inner")
@@ -620,7 +621,7 @@ def test_lowering_and_compiling_ahead_of_time():
     assert_close(compiled(X)[1], {"h": {"primal": jnp.sin(X)}})
 
 
-@pytest.mark.parametrize("of", [lambda f: f, jax.jit, jax.grad])
+@under("eager", "jit", "grad", argument="of")
 @pytest.mark.parametrize("around", [lambda f: f, jax.jit, S])
 @pytest.mark.filterwarnings("ignore:.*found no mark")
 def test_at_compile_time(of, around):

@@ -7,6 +7,9 @@ from pathlib import Path
 
 import eqx_sow
 import pytest
+from eqx_sow._values.reduce import Reducer
+
+from .tables import REDUCERS
 
 
 pytestmark = pytest.mark.sample(1)
@@ -61,6 +64,12 @@ def test_names():
         if not n.startswith("_") and not inspect.ismodule(v)
     }
     assert public == {*PUBLIC, *RESULTS, *ERRORS}
+
+
+def test_tests_go_through_all_reducers():
+    classes = filter(inspect.isclass, vars(eqx_sow).values())
+    public = {c for c in classes if issubclass(c, Reducer)}
+    assert public == {type(row.reducer) for row in REDUCERS.values()}
 
 
 @pytest.mark.parametrize("name", PUBLIC)

@@ -15,6 +15,8 @@ from jax import lax
 
 from tests.trees import within_a_budget
 
+from .tables import pick
+
 
 @dc.dataclass
 class Data:
@@ -73,18 +75,8 @@ def _made(kinds, held):
 
 # Around a function `f` that marks; `x` and what `f` returns are vectors.
 INSIDE = {
-    "jit": jax.jit,
-    "filter_jit": eqx.filter_jit,
-    "checkpoint": jax.checkpoint,
-    "scan": lambda f: (
-        lambda x: lax.scan(lambda c, _: (f(c), None), x, None, length=2)[0]
-    ),
+    **pick("jit", "filter_jit", "checkpoint", "scan", "while"),
     "cond": lambda f: lambda x: lax.cond(x[0] < 9, f, jnp.cos, x),
-    "while": lambda f: (
-        lambda x: lax.while_loop(
-            lambda s: s[0] < 2, lambda s: (s[0] + 1, f(s[1])), (0, x)
-        )[1]
-    ),
     "vmap": lambda f: lambda x: jax.vmap(f)(jnp.stack([x, 2 * x])).sum(0),
     "grad": lambda f: jax.grad(lambda x: (f(x) ** 2).sum()),
 }

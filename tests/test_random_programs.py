@@ -10,13 +10,14 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import jax.dtypes
-import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 import pytest
-from eqx_sow import Buffer, Fold, Last, save_intermediates, sow
+from eqx_sow import save_intermediates, sow
 
 from tests import oracle as orc
+
+from .tables import IN_ORDER
 
 
 LANES = 2
@@ -137,16 +138,6 @@ def cotangent_cases(f, program, xs):
     }
 
 
-def _arrays(tree):
-    return [x for x in jtu.tree_leaves(tree) if hasattr(x, "dtype")]
-
-
-def _fold_step(acc, value):
-    return [
-        (a * 2 - v).astype(a.dtype) for a, v in zip(acc, _arrays(value), strict=True)
-    ]
-
-
 def reducer_cases(f, program, xs):
     one = orc.Oracle(program, xs[0])
     # Where a vmap stands among the loops is a matter of axis order alone, which the
@@ -158,35 +149,22 @@ def reducer_cases(f, program, xs):
     }
     if not sites:
         return {}
-    last, fold, buffer, folds = {}, {}, {}, {}
-    for name, site in sites.items():
+
+    def returned(row, name, site):
         values = [v for _, v in one.at(name)]
         zero = orc._map_arrays(np.zeros_like, orc._template(site.kind))
-        cond = {"count": np.array(len(values), np.int32)} if site.conditional else {}
-        last[name] = {"primal": values[-1] if values else zero, **cond}
-        acc = _arrays(zero)
-        for v in values:
-            acc = _fold_step(acc, v)
-        fold[name] = {"primal": acc, **cond}
-        folds[name] = Fold([jnp.asarray(z) for z in _arrays(zero)], _fold_step)
-        shown = values[-2:] + [zero] * (2 - len(values[-2:]))
-        held = np.array(min(len(values), 2), np.int32)
-        buffer[name] = {"primal": _stack(shown), "count": held}
-
-    def buffered(x):
-        # Whether `count` is what ran or what is held is for the focused tests.
-        out, got = save_intermediates(f, names=sorted(sites), reduce=Buffer(2))(x)
-        for entry in got.values():
-            entry["count"] = jnp.minimum(entry["count"], 2)
-        return out, got
-
-    def reduced(reduce):
-        return save_intermediates(f, names=sorted(sites), reduce=reduce)
+        counted = row.counts or site.conditional
+        count = {"count": np.array(len(values), np.int32)} if counted else {}
+        return {"primal": row.by_hand(values, zero), **count}
 
     return {
-        "Last": Case(reduced(Last()), (xs[0],), one.out, last),
-        "Fold": Case(reduced(folds), (xs[0],), one.out, fold),
-        "Buffer": Case(buffered, (xs[0],), one.out, buffer),
+        what: Case(
+            save_intermediates(f, names=sorted(sites), reduce=row.reducer),
+            (xs[0],),
+            one.out,
+            {name: returned(row, name, site) for name, site in sites.items()},
+        )
+        for what, row in IN_ORDER.items()
     }
 
 
@@ -197,7 +175,7 @@ IN_TURN = (
     ("S(jvp(f))", "S(jvp(vmap(f)))"),
     ("S(grad(f))", "S(jit(grad(f)))", "S(grad(jit(f)))", "S(grad(checkpoint(f)))"),
     ("S(vmap(grad(f)))", "S(grad(vmap(f)))"),
-    ("Last", "Fold", "Buffer"),
+    tuple(IN_ORDER),
 )
 
 

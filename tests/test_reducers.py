@@ -1,4 +1,4 @@
-"""`Append`, `Last`, `Fold` and `Buffer`, everywhere that a sow can run."""
+"""All reducers, everywhere that a sow can run."""
 
 import functools as ft
 
@@ -21,21 +21,10 @@ from eqx_sow import (
 from jax import lax
 
 from .helpers import assert_close, close
+from .tables import buffer, IN_ORDER, REDUCERS, SAVES, under
 
 
 X = jnp.array([0.5, 1.5])
-
-
-def ordered():
-    """A fold that tells one order from another."""
-    return Fold(lambda: jnp.zeros(2), lambda acc, v: 2 * acc + v)
-
-
-def folded(values):
-    acc = np.zeros(2, np.float32)
-    for v in values:
-        acc = 2 * acc + v
-    return acc
 
 
 def line(x):
@@ -83,9 +72,9 @@ RUNS = {
 }
 CONDITIONAL = (mixed, looping, never)
 every = pytest.mark.parametrize("f", RUNS, ids=lambda f: f.__name__)
-wraps = pytest.mark.parametrize(
-    "wrap", [lambda f, **k: S(f, **k), lambda f, **k: S(jax.jit(f), **k)]
-)
+wraps = under("eager", "jit inside", of=SAVES)
+in_order = under(of=IN_ORDER, argument="row")
+BUFFERS = {"room for all": buffer(6), "first two": buffer(2, "first")}
 
 
 def test_two_executions_need_a_reducer():
@@ -95,32 +84,14 @@ def test_two_executions_need_a_reducer():
 
 @every
 @wraps
-def test_last(f, wrap):
-    _, captured = wrap(f, reduce=Last())(X)
-    close(captured["a"]["primal"], (RUNS[f] or [0 * X])[-1])
-    assert ("count" in captured["a"]) == (f in CONDITIONAL)
-    if f in CONDITIONAL:
+@under(of=IN_ORDER | BUFFERS, argument="row")
+def test_in_order_of_execution(f, wrap, row):
+    _, captured = wrap(f, reduce=row.reducer)(X)
+    close(captured["a"]["primal"], row.by_hand(RUNS[f], 0 * X))
+    assert ("count" in captured["a"]) == (row.counts or f in CONDITIONAL)
+    if "count" in captured["a"]:
+        assert captured["a"]["count"].dtype == jnp.int32
         assert captured["a"]["count"] == len(RUNS[f])
-
-
-@every
-@wraps
-def test_fold(f, wrap):
-    _, captured = wrap(f, reduce=ordered())(X)
-    close(captured["a"]["primal"], folded(RUNS[f]))
-
-
-@every
-@wraps
-@pytest.mark.parametrize("keep", ["first", "last"])
-@pytest.mark.parametrize("size", [2, 6])
-def test_buffer(f, wrap, keep, size):
-    _, captured = wrap(f, reduce=Buffer(size, keep=keep))(X)
-    values = RUNS[f][:size] if keep == "first" else RUNS[f][-size:]
-    values = values + [0 * X] * (size - len(values))
-    close(captured["a"]["primal"], np.stack(values))
-    assert captured["a"]["count"].dtype == jnp.int32
-    assert captured["a"]["count"] == len(RUNS[f])
 
 
 def constant_in_one_branch(x, runs):
@@ -131,7 +102,7 @@ def constant_in_one_branch(x, runs):
     return lax.scan(body, x, runs)[0]
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint])
+@under("eager", "jit", "checkpoint")
 def test_rows_of_a_buffer_that_do_not_belong_together(wrap):
     runs = jnp.array([1, 0, 1])
     f = wrap(lambda x: constant_in_one_branch(x, runs))
@@ -299,17 +270,19 @@ def test_append_of_a_loop_and_of_a_while():
     close(last, 8 * X)
 
 
+@pytest.mark.sample(9)
 @every
-@pytest.mark.parametrize("make", [Last, ordered, lambda: Buffer(2)])
-def test_lanes_are_reduced_apart(f, make):
+@under(of=REDUCERS, argument="row")
+def test_lanes_are_reduced_apart(f, row):
     xs = jnp.array([[0.5, 1.5], [-2.0, 7.0], [20.0, 1.0]])
-    _, got = S(jax.vmap(f), reduce=make())(xs)
-    _, want = eqx.filter_vmap(S(f, reduce=make()))(xs)
+    _, got = S(jax.vmap(f), reduce=row.reducer)(xs)
+    _, want = eqx.filter_vmap(S(f, reduce=row.reducer))(xs)
     assert jax.tree.structure(got) == jax.tree.structure(want)
     jax.tree.map(close, got, want)
 
 
-def test_lanes_inside_a_loop_keep_their_axis():
+@in_order
+def test_lanes_inside_a_loop_keep_their_axis(row):
     def f(xs):
         def body(c, _):
             return jax.vmap(lambda x: sow(x * 2, "a"))(c), None
@@ -317,13 +290,14 @@ def test_lanes_inside_a_loop_keep_their_axis():
         return lax.scan(body, xs, None, length=3)[0]
 
     xs = jnp.stack([X, 2 * X, 3 * X])
-    close(S(f, reduce=Last())(xs)[1]["a"]["primal"], 8 * xs)
-    want = jnp.stack([folded([2 * x, 4 * x, 8 * x]) for x in xs])
-    close(S(f, reduce=ordered())(xs)[1]["a"]["primal"], want)
+    want = np.stack([row.by_hand([2 * x, 4 * x, 8 * x], 0 * x) for x in xs])
+    close(S(f, reduce=row.reducer)(xs)[1]["a"]["primal"], want)
 
 
 @pytest.mark.slow
-def test_cotangents_run_backward():
+@in_order
+@under("grad", "jit-grad", "grad-checkpoint")
+def test_cotangents_run_backward(wrap, row):
     def f(x):
         def body(c, w):
             return sow(c, "a") * w, None
@@ -333,27 +307,24 @@ def test_cotangents_run_backward():
     # The cotangents by index, and in order of execution from the end.
     by_index = [30.0, 15.0, 5.0]
     ones = np.ones(2, np.float32)
-    for g in (jax.grad(f), jax.jit(jax.grad(f)), jax.grad(jax.checkpoint(f))):
-        close(S(g)(X)[1]["a"]["cotangent"], [c * ones for c in by_index])
-        captured = S(g, reduce=Last())(X)[1]["a"]
-        close(captured["cotangent"], 30 * ones)
-        close(captured["primal"], 6 * X)
-        captured = S(g, reduce=ordered())(X)[1]["a"]
-        close(captured["cotangent"], folded([5 * ones, 15 * ones, 30 * ones]))
-        close(captured["primal"], folded([X, 2 * X, 6 * X]))
-        captured = S(g, reduce=Buffer(2))(X)[1]["a"]
-        close(captured["cotangent"], [15 * ones, 30 * ones])
+    close(S(wrap(f))(X)[1]["a"]["cotangent"], [c * ones for c in by_index])
+    captured = S(wrap(f), reduce=row.reducer)(X)[1]["a"]
+    backward = [c * ones for c in by_index[::-1]]
+    close(captured["cotangent"], row.by_hand(backward, 0 * X))
+    close(captured["primal"], row.by_hand([X, 2 * X, 6 * X], 0 * X))
 
 
-def test_cotangents_of_straight_line_code_run_backward():
+@in_order
+def test_cotangents_of_straight_line_code_run_backward(row):
     def f(x):
         for w in (2.0, 3.0, 5.0):
             x = sow(x, "a") * w
         return x.sum()
 
-    captured = S(jax.grad(f), reduce=Last())(X)[1]["a"]
-    close(captured["cotangent"], np.full(2, 30.0))
-    close(captured["primal"], 6 * X)
+    captured = S(jax.grad(f), reduce=row.reducer)(X)[1]["a"]
+    backward = [np.full(2, c, np.float32) for c in (5, 15, 30)]
+    close(captured["cotangent"], row.by_hand(backward, 0 * X))
+    close(captured["primal"], row.by_hand([X, 2 * X, 6 * X], 0 * X))
 
 
 def test_fold_takes_values_of_any_structure():
@@ -392,7 +363,7 @@ def test_where_a_fold_begins():
     assert repr(Fold(0.0, jnp.add)).startswith("Fold(init=0.0, fn=")
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+@under("eager", "jit")
 def test_append_of_cotangents_alone_is_in_the_order_of_the_primals(wrap):
     def f(w, x):
         sow(x, "h")  # which does not depend on `w`
@@ -414,7 +385,8 @@ def test_fold_does_not_stack():
     def f(x):
         return lax.scan(lambda c, _: (sow(c + 1, "a"), None), x, None, length=1000)[0]
 
-    jaxpr = jax.make_jaxpr(lambda x: S(f, reduce=ordered())(x))(X)
+    fold = REDUCERS["fold"].reducer
+    jaxpr = jax.make_jaxpr(lambda x: S(f, reduce=fold)(x))(X)
     assert "1000,2]" not in str(jaxpr)
 
 
@@ -432,25 +404,25 @@ def test_reducers_by_name():
 
 def test_gradient_goes_through_a_reducer():
     def loss(x):
-        return S(loops, reduce=ordered())(x * x)[1]["a"]["primal"].sum()
+        fold = REDUCERS["fold"].reducer
+        return S(loops, reduce=fold)(x * x)[1]["a"]["primal"].sum()
 
     close(jax.grad(loss)(X), 15 * 2 * X)
 
 
-def test_last_in_a_loop_that_never_runs():
+@in_order
+def test_a_loop_that_never_runs(row):
     def f(x):
         return lax.scan(lambda c, _: (sow(c, "a"), None), x, None, length=0)[0]
 
-    close(S(f, reduce=Last())(X)[1]["a"]["primal"], 0 * X)
-    close(S(f, reduce=ordered())(X)[1]["a"]["primal"], 0 * X)
-    close(S(f, reduce=Buffer(2))(X)[1]["a"]["primal"], np.zeros((2, 2)))
+    close(S(f, reduce=row.reducer)(X)[1]["a"]["primal"], row.by_hand([], 0 * X))
 
 
 def _discriminate(w, x):
     return sow(w * x, "d")
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+@under("eager", "jit")
 def test_append_of_several_backward_passes(wrap):
     d = wrap(_discriminate)
 
@@ -496,7 +468,7 @@ def test_append_of_unlike_branches(p):
     jax.tree.map(close, captured["a"], jax.tree.map(lambda *xs: jnp.stack(xs), *each))
 
 
-@pytest.mark.parametrize("around", [lambda f: f, jax.jit])
+@under("eager", "jit", argument="around")
 def test_append_of_branches_that_differentiate_unlike_sows(around):
     @around
     def loss(p, x, c):
@@ -530,7 +502,7 @@ def _square(x):
     return sow(x * x, "d")
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint])
+@under("eager", "jit", "checkpoint")
 @pytest.mark.parametrize(
     "second, want",
     [
@@ -596,7 +568,8 @@ def test_append_of_branches_of_which_some_have_a_derivative(calls, want):
                 close(got, value)
 
 
-def test_a_gradient_inside_a_vmap_that_is_differentiated():
+@in_order
+def test_a_gradient_inside_a_vmap_that_is_differentiated(row):
     def f(w, x):
         step = lambda w: jnp.sin(sow(w * x, "a"))
         return step(w - jax.grad(step)(w))
@@ -604,14 +577,9 @@ def test_a_gradient_inside_a_vmap_that_is_differentiated():
     grad = jax.grad(lambda w: jax.vmap(f, (None, 0))(w, X).sum())
     first = jnp.cos(0.5 * X)
     second = jnp.cos((0.5 - X * first) * X)
-    both = jnp.stack([first, second, jnp.zeros(2)], 1)
-    for reduce, want in (
-        (Last(), second),
-        (Buffer(3), both),
-        (Fold(0.0, lambda acc, v: 2 * acc + v), 2 * first + second),
-    ):
-        _, captured = S(grad, modes="cotangent", reduce=reduce)(0.5)
-        close(captured["a"]["cotangent"], want)
+    want = [row.by_hand(list(lane), 0 * lane[0]) for lane in zip(first, second)]
+    _, captured = S(grad, modes="cotangent", reduce=row.reducer)(0.5)
+    close(captured["a"]["cotangent"], np.stack(want))
 
 
 def test_append_of_gradients_one_after_another_that_are_differentiated():
@@ -744,8 +712,8 @@ def test_one_iteration_has_the_derivatives_of_that_one(at, reduce):
         close(derive(total)(0.0), derive(want)(0.0))
 
 
-@pytest.mark.parametrize("reduce", [Buffer(4), Fold(0.0, jnp.add)])
-def test_a_transform_gives_values_of_several_shapes_one(reduce):
+@under("last", "total", "buffer", "first", of=REDUCERS, argument="row")
+def test_a_transform_gives_values_of_several_shapes_one(row):
     """As of a prompt, and then of one token after another."""
 
     def generate(xs):
@@ -754,14 +722,13 @@ def test_a_transform_gives_values_of_several_shapes_one(reduce):
 
     xs = jnp.arange(8.0).reshape(4, 2)
     with pytest.raises(SowError, match="pass a `transform` to one shape"):
-        S(generate, reduce=reduce)(xs)
-    _, got = S(generate, reduce=reduce, transform=jnp.mean)(xs)
+        S(generate, reduce=row.reducer)(xs)
+    _, got = S(generate, reduce=row.reducer, transform=jnp.mean)(xs)
     hand = [jnp.sin(xs)]
     for _ in range(3):
         hand.append(jnp.sin(hand[-1] if hand[-1].ndim == 1 else hand[-1][-1]))
-    means = jnp.stack([h.mean() for h in hand])
-    want = means if isinstance(reduce, Buffer) else means.sum()
-    assert_close(got["h"]["primal"], want)
+    means = [h.mean() for h in hand]
+    close(got["h"]["primal"], row.by_hand(means, 0 * means[0]))
 
 
 # --- `init` ---
@@ -858,17 +825,8 @@ def test_an_init_of_two():
 NONE = jnp.zeros((0, 2))
 
 
-@pytest.mark.parametrize(
-    "reducer, expected",
-    [
-        (Last(), lambda c: c),
-        (Fold(jnp.zeros_like, jnp.add), lambda c: 2 * c),
-        (Fold(0.0, lambda acc, c: acc + c.sum()), lambda c: 2 * c.sum()),
-        (Buffer(3), lambda c: jnp.stack([c, c, 0 * c])),
-    ],
-    ids=["last", "fold", "sum", "buffer"],
-)
-def test_what_no_lanes_share(reducer, expected):
+@under(of=REDUCERS, argument="row")
+def test_what_no_lanes_share(row):
     """It is what `vmap` returns with `out_axes=None`."""
 
     def f(x):
@@ -876,23 +834,17 @@ def test_what_no_lanes_share(reducer, expected):
             sow(jnp.cos(X), "a")
         return x
 
+    expected = row.by_hand([jnp.cos(X)] * 2, 0 * X)
     for xs in (NONE, jnp.ones((3, 2))):
-        _, got = S(jax.vmap(f), reduce=reducer)(xs)
-        assert_close(got["a"]["primal"], expected(jnp.cos(X)))
-        _, got = S(jax.vmap(jax.vmap(f)), reduce=reducer)(xs[None])
-        assert_close(got["a"]["primal"], expected(jnp.cos(X)))
+        _, got = S(jax.vmap(f), reduce=row.reducer)(xs)
+        assert_close(got["a"]["primal"], expected)
+        _, got = S(jax.vmap(jax.vmap(f)), reduce=row.reducer)(xs[None])
+        assert_close(got["a"]["primal"], expected)
 
 
-@pytest.mark.parametrize(
-    "reducer",
-    [
-        Last(),
-        Fold(lambda v: jax.tree.map(jnp.zeros_like, v), lambda acc, v: v),
-        Buffer(3),
-    ],
-)
+@in_order
 @pytest.mark.parametrize("grad", [False, True])
-def test_what_no_lanes_share_beside_what_varies(reducer, grad):
+def test_what_no_lanes_share_beside_what_varies(row, grad):
     """The entries have the shapes that they have for some lanes, but for the lanes."""
 
     def f(c, xs):
@@ -900,14 +852,14 @@ def test_what_no_lanes_share_beside_what_varies(reducer, grad):
         return jax.vmap(lane)(xs).sum()
 
     f = jax.grad(f, (0, 1)) if grad else f
-    _, none = S(f, reduce=reducer)(X, NONE)
-    _, some = S(f, reduce=reducer)(X, jnp.ones((5, 2)))
+    _, none = S(f, reduce=row.reducer)(X, NONE)
+    _, some = S(f, reduce=row.reducer)(X, jnp.ones((7, 2)))
     shapes = lambda got, n: [
         tuple(0 if k == n else k for k in x.shape) for x in jax.tree.leaves(dict(got))
     ]
-    assert shapes(none, 0) == shapes(some, 5)
+    assert shapes(none, 0) == shapes(some, 7)
     assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(dict(none)))
-    if grad and isinstance(reducer, Last):
+    if grad and row is REDUCERS["last"]:
         # The total of no lanes.
         assert_close(none["a"]["cotangent"][0], jnp.zeros(2))
 
@@ -922,9 +874,7 @@ class _LastOfTwo(Last):
         return [jnp.where(keep, v, a) for a, v in zip(acc, x.values)]
 
 
-@pytest.mark.parametrize(
-    "wrap", [lambda f: f, jax.jit, jax.vmap], ids=["", "jit", "vmap"]
-)
+@under("eager", "jit", "vmap")
 def test_a_reducer_may_read_the_iteration(wrap):
     def loss(x):
         step = lambda c, i: (sow(jnp.sin(c) * i, "h"), None)

@@ -22,6 +22,8 @@ from jax import lax
 from jax.extend.core import jaxpr_as_fun, Primitive
 from jax.sharding import PartitionSpec as P
 
+from .tables import pick
+
 
 X = jnp.arange(1.0, 4.0)
 
@@ -137,14 +139,7 @@ HIDE = [
     _hidden_beside_one_in_a_solver,
 ]
 WRAPS = {
-    "as it is": lambda f: f,
-    "vmap": lambda f: lambda x: jax.vmap(f)(x[None]),
-    "vmap of vmap": lambda f: lambda x: jax.vmap(jax.vmap(f))(x[None, None]),
-    "jit": jax.jit,
-    "jit in jit": lambda f: jax.jit(lambda x: jnp.sin(jax.jit(f)(x))),
-    "scan": lambda f: (
-        lambda x: lax.scan(lambda c, _: (f(c), None), x, None, length=2)[0]
-    ),
+    **pick("eager", "lanes", "lanes-lanes", "jit", "jit-jit", "scan"),
     "cond of lanes": lambda f: (
         lambda x: jax.vmap(
             lambda p: lax.cond(p, lambda: sow(f(x), "b"), lambda: x), axis_size=2

@@ -8,10 +8,6 @@ import jax.extend.core as jexc
 import jax.numpy as jnp
 import pytest
 from eqx_sow import (
-    Append,
-    Buffer,
-    Fold,
-    Last,
     plant,
     save_intermediates as S,
     sow,
@@ -22,6 +18,8 @@ from jax import lax
 from jax.interpreters import mlir
 
 from tests.helpers import assert_close, primitives
+
+from .tables import REDUCERS
 
 
 X = jnp.array([0.5, -1.0, 2.0])
@@ -120,12 +118,12 @@ USES = {
     "grad of vmap": lambda f: S(jax.grad(total(jax.vmap(f))))(XS),
     "grad of checkpoint": lambda f: S(jax.grad(total(jax.checkpoint(f))))(X),
     "scan": lambda f: S(lambda x: lax.scan(lambda c, x: (c, f(x)), 0, x))(XS),
-    "last": lambda f: S(f, reduce={"h": Last()})(X),
-    "append": lambda f: S(f, reduce=Append())(X),
-    "buffer": lambda f: S(jax.vmap(f), reduce={"h": Buffer(3)})(XS),
-    "fold": lambda f: S(
-        jax.grad(total(f)),
-        reduce={"h": Fold(jnp.zeros(()), lambda acc, x: acc + jnp.sum(x))},
+    **{
+        name: lambda f, r=row.reducer: S(jax.vmap(f), reduce={"h": r})(XS)
+        for name, row in REDUCERS.items()
+    },
+    "fold of grad": lambda f: S(
+        jax.grad(total(f)), reduce={"h": REDUCERS["fold"].reducer}
     )(X),
     "plant": lambda f: plant(f, {"h": jnp.cos})(X),
     "grad of plant": lambda f: jax.grad(total(plant(f, {"h": jnp.cos})))(X),

@@ -29,6 +29,7 @@ from eqx_sow._mark.sow import bind_sow
 from jax.sharding import PartitionSpec as P
 
 from .helpers import assert_close
+from .tables import named, under
 
 
 X = jnp.array([0.3, -1.2, 0.7])
@@ -168,7 +169,7 @@ def _in_a_vmap(x):
         ),
     ],
 )
-@pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@under("eager", "jit", argument="jit")
 def test_axes(fn, x, options, axes, jit):
     _, got = jit(S(fn, **options))(x)
     assert got.axes("blocks/*/mlp", "primal") == axes
@@ -222,29 +223,30 @@ def test_axes_are_not_known():
 
 
 # --- patterns ---
-WRAPS = {
-    "grad": (jax.grad, X, (1,)),
-    "jit": (lambda f: jax.jit(jax.grad(f)), X, (1,)),
-    "vmap": (lambda f: jax.vmap(jax.grad(f)), XS, (1,)),
-    "checkpoint": (lambda f: jax.grad(jax.checkpoint(f)), X, (1,)),
-    # A loop around that of the layers.
-    "map": (lambda f: lambda x: lax.map(jax.grad(f), x), XS, (None, 1)),
-}
+OTHER_AXIS_IN_FRONT = "vmap-grad", "map-grad"
+wraps = pytest.mark.parametrize(
+    "wrap", ["grad", "jit-grad", "grad-checkpoint", *OTHER_AXIS_IN_FRONT]
+)
 
 
-OTHER_AXIS_IN_FRONT = WRAPS["vmap"][0], WRAPS["map"][0]
+def _of_layers(wrap):
+    """The transformation, its argument, and the place of the loop over layers."""
+    x = XS if wrap in OTHER_AXIS_IN_FRONT else X
+    return named(wrap), x, (None, 1) if wrap == "map-grad" else (1,)
 
 
 @pytest.mark.parametrize("mode", ["primal", "cotangent"])
-@pytest.mark.parametrize("wrap, x, places", WRAPS.values(), ids=WRAPS)
-def test_a_pattern_is_the_same_for_a_list_and_for_a_stack(wrap, x, places, mode):
+@wraps
+def test_a_pattern_is_the_same_for_a_list_and_for_a_stack(wrap, mode):
+    axis_in_front = wrap in OTHER_AXIS_IN_FRONT
+    wrap, x, places = _of_layers(wrap)
     mark = lambda x, name: sow_in_stack(x, name, places)
     in_list = S(wrap(_list))(x)[1]
     in_stack = S(wrap(lambda x: _layers(x, mark)))(x)[1]
     expected = jnp.stack([in_list[f"blocks/{i}/mlp"][mode] for i in range(4)])
     # Of a whole stack it is the value as it is, with the lanes in front.
     stored = in_stack["blocks/*/mlp"][mode]
-    layer = 1 if wrap in OTHER_AXIS_IN_FRONT else 0
+    layer = 1 if axis_in_front else 0
     assert stored is dict(in_stack)["blocks/*/mlp"][mode]
     assert_close(jnp.moveaxis(stored, layer, 0), expected)
     for pattern in ("blocks/*/mlp", "*/*/mlp", "**/mlp", "blocks/**", "**"):
@@ -406,8 +408,9 @@ def _two_in_list(x, reverse=False):
 
 
 @pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("wrap, x, places", WRAPS.values(), ids=WRAPS)
-def test_unstacked_is_what_a_list_gives(wrap, x, places, reverse):
+@wraps
+def test_unstacked_is_what_a_list_gives(wrap, reverse):
+    wrap, x, places = _of_layers(wrap)
     in_list = S(wrap(lambda x: _two_in_list(x, reverse)))(x)[1]
     in_stack = S(wrap(lambda x: _two_in_stack(x, places, reverse)))(x)[1]
     got = in_stack.unstack()

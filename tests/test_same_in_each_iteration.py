@@ -10,6 +10,8 @@ from eqx_sow import Append, plant, save_intermediates as S, sow, tap
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from .tables import pick
+
 
 N = 3
 X, W = jnp.array([1.0, 2.0, 0.5]), jnp.array([0.3, 0.7, 1.1])
@@ -82,9 +84,7 @@ _PLACES = {
     "shard_map of nothing": lambda _: _on_devices(_of_nothing)(),
 }
 _RUNS = {
-    "grad": jax.grad,
-    "grad of jit": lambda f: jax.grad(jax.jit(f)),
-    "grad of checkpoint": lambda f: jax.grad(jax.checkpoint(f)),
+    **pick("grad", "grad-jit", "grad-checkpoint"),
     "linearize": lambda f: lambda x, w: jax.linearize(f, x, w)[1](x, 0 * w),
 }
 
@@ -102,7 +102,7 @@ def _loop(place, use):
 
 _CASES = [
     *((place, "grad", use) for place in _PLACES for use in (True, False)),
-    *((place, "grad of checkpoint", False) for place in _PLACES),
+    *((place, "grad-checkpoint", False) for place in _PLACES),
     *(
         (place, run, True)
         for place in ("plain", "jit", "cond", "scan")

@@ -21,6 +21,7 @@ from eqx_sow import (
 from jaxtyping import Array
 
 from .helpers import assert_close, with_mode
+from .tables import under
 
 
 X = jnp.array([0.3, -1.2, 0.7])
@@ -342,7 +343,7 @@ def test_a_module_that_makes_another(options):
     assert_close(out, 2 * X * X)
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.vmap, jax.jit, jax.checkpoint])
+@under("eager", "vmap", "jit", "checkpoint")
 @pytest.mark.parametrize("inner", ["plant", "capture", "both"])
 def test_what_listens_inside_without_scope_changes_no_name(inner, wrap):
     net, x = Net(), XS if wrap is jax.vmap else X

@@ -28,6 +28,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from .helpers import assert_close
+from .tables import under
 
 
 X = jnp.array([0.5, -1.5, 2.0])
@@ -147,7 +148,7 @@ def test_other_values_are_as_if_the_program_were_edited():
     assert_close(first(lambda v: 2 * v), 2 * NET(X))
 
 
-@pytest.mark.parametrize("jit", [lambda f: f, jax.jit])
+@under("eager", "jit", argument="jit")
 def test_a_run_without_a_derivative_has_none_in_its_place(jit):
     relu = jax.jit(lambda x: x**2)
     fn = jit(lambda x: jnp.sum(relu(X) * jnp.sin(relu(x))))
@@ -410,7 +411,7 @@ def _jaxprs(jaxpr):
                 yield from _jaxprs(inside)
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.grad])
+@under("eager", "grad")
 def test_many_calls_of_one_function_are_traced_once(wrap):
     block = jax.jit(lambda x: jnp.sin(sow(jnp.cos(x), "h")))
 
@@ -484,7 +485,7 @@ def _swapped_runs(net, x):
     return jnp.sum(jnp.tanh(net.shared(jnp.sin(net.shared(x)))) ** 2)
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, eqx.filter_jit])
+@under("eager", "filter_jit")
 def test_cotangents_of_values_that_an_inner_capture_takes(wrap):
     def inner(net, x):
         value, taken = S(_swapped_runs, modes="primal", capture=eqx.nn.Linear)(net, x)

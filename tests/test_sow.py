@@ -13,6 +13,7 @@ import pytest
 from eqx_sow import Append, Last, plant, save_intermediates as S, Sow, sow
 
 from tests.helpers import assert_close, modes_of
+from tests.tables import named, under
 
 
 X = jnp.array([0.5, -1.0, 2.0])
@@ -43,16 +44,7 @@ VALUES = {
     "empty": lambda x: {"a": (), "b": {}},
 }
 
-# Whether and where there is an axis for the two rows under vmap.
-TRANSFORMS = {
-    "jit": (jax.jit, None),
-    "grad": (jax.grad, None),
-    "jit-grad": (lambda f: jax.jit(jax.grad(jax.jit(f))), None),
-    "grad-checkpoint": (lambda f: jax.grad(jax.checkpoint(f)), None),
-    "jvp": (lambda f: lambda x: jax.jvp(f, (x,), (jnp.ones_like(x),)), None),
-    "vmap-grad": (lambda f: jax.vmap(jax.grad(f)), 0),
-    "vmap-jit": (lambda f: jax.vmap(jax.jit(f)), 0),
-}
+WRAPS = "jit", "grad", "jit-grad-jit", "grad-checkpoint", "jvp", "vmap-grad", "vmap-jit"
 
 
 CASES = [
@@ -61,9 +53,9 @@ CASES = [
         value,
         used,
         # What these consist of is run more often.
-        marks=pytest.mark.slow if transform in ("jit-grad", "vmap-jit") else (),
+        marks=pytest.mark.slow if transform in ("jit-grad-jit", "vmap-jit") else (),
     )
-    for transform in TRANSFORMS
+    for transform in WRAPS
     for value in VALUES
     for used in (True, False)
     if used or value in ("float", "int", "key", "mixed")
@@ -73,7 +65,7 @@ CASES = [
 @pytest.mark.sample(5)
 @pytest.mark.parametrize("transform, value, used", CASES)
 def test_values(transform, value, used):
-    make, (wrap, axis) = VALUES[value], TRANSFORMS[transform]
+    make, wrap = VALUES[value], named(transform)
 
     def f(x):
         sown = sow(make(x), "v")
@@ -88,10 +80,11 @@ def test_values(transform, value, used):
             return sum((jnp.sum(jnp.abs(v)).astype("float32") for v in leaves), x[0])
         return x[0] * 1
 
-    args = X if axis is None else jnp.stack([X, X + 1])
+    lanes = transform.startswith("vmap")
+    args = jnp.stack([X, X + 1]) if lanes else X
     out, got = S(wrap(f))(args)
     assert_close(out, wrap(plain)(args))
-    if axis is None:
+    if not lanes:
         expected = make(args)
     else:
         rows = [make(r) for r in args]
@@ -196,10 +189,10 @@ def test_off_returns_the_very_object(value):
     assert Sow()(value, key=jr.key(0)) is value
 
 
-@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("transform", WRAPS)
 def test_off_under_transforms(transform):
-    wrap, axis = TRANSFORMS[transform]
-    args = X if axis is None else jnp.stack([X, X + 1])
+    wrap = named(transform)
+    args = jnp.stack([X, X + 1]) if transform.startswith("vmap") else X
     out = wrap(lambda x: jnp.sum(sow(x, "a") ** 2))(args)
     assert_close(out, wrap(lambda x: jnp.sum(x**2))(args))
 
@@ -266,7 +259,7 @@ def test_layer_passes_anything(call):
     assert_close(got["a"]["primal"], {"x": X, "p": Point(1.0), "n": None})
 
 
-@pytest.mark.parametrize("jit", [lambda f: f, eqx.filter_jit], ids=["eager", "jit"])
+@under("eager", "filter_jit", argument="jit")
 def test_the_first_glob_that_matches_wins(jit):
     fn = lambda x: sow(x, "scan")
     for first, want in (("s*", -3), ("*", 9)):

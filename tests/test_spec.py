@@ -13,6 +13,7 @@ from eqx_sow import save_intermediates as S, Sow, sow, SowTypeError
 from jaxtyping import Array, Float, Int, Key, PyTree
 
 from tests.helpers import assert_close
+from tests.tables import under
 
 
 pytestmark = pytest.mark.sample(1)
@@ -101,7 +102,7 @@ def test_axis_names_are_not_shared_by_calls(call):
         call(f, jnp.ones(3), jnp.ones(4))
 
 
-@pytest.mark.parametrize("wrap", [jax.jit, jax.vmap, jax.checkpoint])
+@under("jit", "vmap", "checkpoint")
 def test_checked_as_the_code_there_sees_it(call, wrap):
     f = wrap(lambda x: sow(x, "x", spec=Float[Array, "*batch 3"]))
     call(S(f), XS)

@@ -10,6 +10,7 @@ import pytest
 from eqx_sow import plant, save_intermediates as S, sow, tabulate, tap
 
 from .helpers import assert_close
+from .tables import under
 
 
 X = jnp.array([0.3, -1.2, 0.7])
@@ -47,7 +48,7 @@ def _nothing_runs():
     assert not compiled and not EVENTS
 
 
-@pytest.mark.parametrize("jit", [lambda fn: fn, jax.jit, eqx.filter_jit])
+@under("eager", "jit", "filter_jit", argument="jit")
 @pytest.mark.parametrize("transformed", TRANSFORMED.values(), ids=TRANSFORMED)
 def test_eval_shape(transformed, jit):
     own = eqx.filter_eval_shape(lambda x: _fn(x, "two"), X)

@@ -36,6 +36,7 @@ from eqx_sow import (
 from jax import lax
 
 from .helpers import assert_close
+from .tables import under
 
 
 X = jnp.arange(1.0, 4.0)
@@ -137,7 +138,7 @@ USES = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("jitted", [jax.jit, eqx.filter_jit])
+@under("jit", "filter_jit", argument="jitted")
 def test_eight_threads_on_one_jitted_function(jitted):
     start = threading.Barrier(len(USES))
 
@@ -311,7 +312,7 @@ FAILURES = {
 }
 
 
-@pytest.mark.parametrize("wrap", [lambda fn: fn, eqx.filter_jit])
+@under("eager", "filter_jit")
 @pytest.mark.parametrize("name", FAILURES)
 def test_an_exception_leaves_nothing_behind(name, wrap):
     with pytest.raises(Exception) as info:

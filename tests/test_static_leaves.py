@@ -15,6 +15,7 @@ from eqx_sow import plant, save_intermediates as S, sow, SowError
 from eqx_sow._mark.static import Const
 
 from tests.helpers import assert_close
+from tests.tables import pick, under
 
 
 X = jnp.array([0.5, -1.0, 2.0])
@@ -77,14 +78,8 @@ LEAVES = {
 }
 
 TRANSFORMS = {
-    "eager": lambda f: f,
-    "jit": jax.jit,
-    "filter_jit": eqx.filter_jit,
-    "jit-grad": lambda f: jax.jit(jax.grad(f)),
-    "grad-jit": lambda f: jax.grad(jax.jit(f)),
-    "checkpoint-grad": lambda f: jax.grad(jax.checkpoint(f)),
-    "vmap": lambda f: lambda x: jax.vmap(f)(x[None]),
-    "jvp": lambda f: lambda x: jax.jvp(f, (x,), (x,)),
+    **pick("eager", "jit", "filter_jit", "jit-grad", "grad-jit", "grad-checkpoint"),
+    **pick("lanes", "jvp"),
     "scan": lambda f: lambda x: jax.lax.scan(lambda c, _: (c, f(x)), 0, None, length=2),
     "cond": lambda f: lambda x: jax.lax.cond(x[0] > 0, f, f, x),
 }
@@ -214,7 +209,7 @@ def test_jax_output_that_does_not_depend_on_the_input(call):
 # --- NumPy ---
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, eqx.filter_jit])
+@under("eager", "jit", "filter_jit")
 def test_numpy_arrays_stay_what_they_are(wrap):
     mask, names = np.array([True, False, True]), np.array(["a", "b"])
 

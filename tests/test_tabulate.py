@@ -22,7 +22,6 @@ from eqx_sow import (
     Append,
     Buffer,
     Intermediates,
-    Last,
     save_intermediates as S,
     sow,
     SowError,
@@ -32,6 +31,7 @@ from eqx_sow import (
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from .helpers import assert_close
+from .tables import REDUCERS, under
 
 
 X = jnp.array([0.0, -1.2, 0.7])
@@ -354,7 +354,7 @@ def test_shapes_of_a_condition():
     assert "[3]" in text
 
 
-@pytest.mark.parametrize("transform", [jax.jit, eqx.filter_jit, jax.vmap, jax.grad])
+@under("jit", "filter_jit", "vmap", "grad", argument="transform")
 def test_tracers(transform):
     def f(x):
         _, got = S(lambda x: sow(x, "h"))(x)
@@ -487,7 +487,7 @@ class Bad(eqx.Module):
         return x
 
 
-@pytest.mark.parametrize("jit", [lambda f: f, eqx.filter_jit])
+@under("eager", "filter_jit", argument="jit")
 def test_arrow_at_the_third_of_twelve_layers(jit):
     saved = jit(S(Bad(), capture=eqx.nn.Linear))
     got = saved(X)[1]
@@ -651,13 +651,14 @@ def test_arrow_in_a_loop_around_the_capture():
         assert _marked(tabulate(run(step, X, jnp.arange(4))[1])) == [("c", "primal")]
 
 
-def test_arrow_of_what_was_reduced_in_a_loop_around_the_capture():
+@under(of=REDUCERS, argument="row")
+def test_arrow_of_what_was_reduced_in_a_loop_around_the_capture(row):
     def f(x, bad):
         return sow(sow(x, "a") * bad[1], "b") * bad[0]
 
     # `b` in the second step, and so `a` only in the third.
     bads = jnp.ones((4, 2)).at[1, 1].set(jnp.inf)
-    for reduce in (None, Last(), Buffer(2)):
+    for reduce in (None, row.reducer):
         step = lambda x, bad, reduce=reduce: S(f, reduce=reduce)(x, bad)
         assert _marked(tabulate(lax.scan(step, X, bads)[1])) == [("b", "primal")]
 

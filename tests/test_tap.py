@@ -26,6 +26,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from tests import oracle as orc
 from tests.helpers import assert_close, primitives
+from tests.tables import under
 
 
 X = jnp.array([0.3, -0.7, 1.1])
@@ -582,9 +583,7 @@ def _sent(layers, blocks, f=_steps, call=None, **options):
     return {(e.path, e.mode): e.value for e in events}
 
 
-@pytest.mark.parametrize(
-    "wrap", [lambda f: f, jax.jit, eqx.filter_grad, eqx.filter_checkpoint]
-)
+@under("eager", "jit", "filter_grad", "filter_checkpoint")
 @pytest.mark.parametrize("every", [2, 3])
 def test_every_counts_for_each_layer(wrap, every):
     """A list of layers, and the same layers in a stack, send the same."""
@@ -1258,7 +1257,7 @@ def test_failing_callback(wrap, caplog):
         (Boom("no room\n  for it\n"), "raised Boom: no room for it, for"),
     ],
 )
-@pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["tap(jit)", "jit(tap)"])
+@under("eager", "jit", argument="jit")
 def test_whatever_a_callback_raises_is_reported_in_one_line(error, said, jit, caplog):
     def callback(event):
         if event.count == 1:

@@ -11,6 +11,7 @@ from eqx_sow import save_intermediates as S, sow, tap
 from jax.sharding import PartitionSpec as P
 
 from .helpers import assert_close
+from .tables import under
 
 
 X = jnp.array([0.3, -1.2, 0.7])
@@ -30,15 +31,11 @@ def _while(x):
     return lax.while_loop(lambda x: x.sum() < 6, grow, x).sum()
 
 
-RUNS = {
-    "eager": lambda f: f,
-    "jit": eqx.filter_jit,
-    "checkpoint": jax.checkpoint,
-}
+runs = under("eager", "filter_jit", "checkpoint")
 
 
 @pytest.mark.sample(6)
-@pytest.mark.parametrize("wrap", RUNS.values(), ids=RUNS)
+@runs
 @pytest.mark.parametrize(
     "fn, x",
     [
@@ -193,7 +190,7 @@ def _told(fn, *args, **options):
     return [(e.name, e.mode, e.iterations, e.path) for e in events]
 
 
-@pytest.mark.parametrize("wrap", RUNS.values(), ids=RUNS)
+@runs
 def test_iterations_of_layers(wrap):
     keys = jr.split(jr.key(0), 3)
     model = Stack(eqx.filter_vmap(lambda k: eqx.nn.Linear(3, 3, key=k))(keys))
@@ -220,7 +217,7 @@ def _moved(x):
     return lax.scan(body, 1.0, jnp.arange(1.0, 4.0), reverse=True)[0]
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@under("eager", "jit")
 def test_iterations_of_other_loops(wrap):
     each = [(i, j) for i in range(3) for j in range(2)]
     want = [("h", "primal", ij, "h/{}/{}".format(*ij)) for ij in each]

@@ -5,6 +5,7 @@ symbolic sizes in test_random_sizes.py."""
 
 import collections
 import dataclasses as dc
+import functools as ft
 import os
 import re
 import time
@@ -18,10 +19,7 @@ import jax.tree_util as jtu
 import numpy as np
 from eqx_sow import (
     batched,
-    Buffer,
     compare,
-    Fold,
-    Last,
     plant,
     save_intermediates as S,
     sow,
@@ -29,6 +27,8 @@ from eqx_sow import (
     summarize,
 )
 from jax import lax
+
+from .tables import IN_ORDER, pick
 
 
 class Here(NamedTuple):
@@ -164,12 +164,7 @@ class Cond(Node):
         return outs[which]
 
 
-CALLS = {
-    "jit": jax.jit,
-    "checkpoint": jax.checkpoint,
-    "filter_jit": eqx.filter_jit,
-    "dots": lambda f: jax.checkpoint(f, policy=jax.checkpoint_policies.dots_saveable),
-}
+CALLS = pick("jit", "checkpoint", "filter_jit", "checkpoint_dots")
 
 
 @dc.dataclass(frozen=True)
@@ -440,53 +435,25 @@ def _in_order(taken):
     return order
 
 
-def _reduced(run, reduce, of):
-    """`of` makes of the values of one lane what has to come back."""
+def _reduced(run, row):
     # There is no order of execution over devices.
     taken = [e for e in run.by_hand()[1] if not e.on_devices]
     if not taken:
         return NOTHING
     names = sorted({e.name for e in taken})
-    _, got = run.way(S(run.f, names=names, reduce=reduce))
+    _, got = run.way(S(run.f, names=names, reduce=row.reducer))
     zeros = {e.name: _map(jnp.zeros_like, e.value) for e in taken}
     order = _in_order(taken)
     made = [
-        Execution(name, Here(lanes), of(values, zeros[name]))
+        Execution(name, Here(lanes), row.by_hand(values, zeros[name]))
         for name, by_lane in order.items()
         for lanes, values in by_lane.items()
     ]
     want = gathered(made)
     assert set(got) == set(want)
     for name, (value, _) in want.items():
-        close(got[name]["primal"], value, f"{name}, {reduce}")
+        close(got[name]["primal"], value, f"{name}, {row.reducer}")
     return None
-
-
-def _last(run):
-    return _reduced(run, Last(), lambda values, zero: values[-1] if values else zero)
-
-
-def _step(acc, value):
-    return acc * np.float32(0.5) + sum(v.sum() for v in _arrays(value))
-
-
-def _fold(run):
-    def fold(values, zero):
-        acc = jnp.float32(1)
-        for value in values:
-            acc = _step(acc, value)
-        # Values that ran in no iteration are what it began with.
-        return acc
-
-    return _reduced(run, Fold(np.float32(1), _step), fold)
-
-
-def _buffer(run):
-    def kept(values, zero):
-        values = values[-2:] + [zero] * (2 - len(values[-2:]))
-        return _map(lambda *xs: jnp.stack(xs), *values)
-
-    return _reduced(run, Buffer(2), kept)
 
 
 def _double(value):
@@ -596,9 +563,7 @@ FEATURES = {
     "transform": _transform,
     "summaries": _summaries,
     "batched": _batched,
-    "last": _last,
-    "fold": _fold,
-    "buffer": _buffer,
+    **{name: ft.partial(_reduced, row=row) for name, row in IN_ORDER.items()},
     "plant a function": _plant_function,
     "plant values": _plant_values,
     "plant what was saved": _plant_saved,

@@ -177,9 +177,8 @@ def save_intermediates(
     - `calls`: also mark each captured call as a whole, after it has run, as an
         [`eqx_sow.Call`][] `(args, kwargs, out)` under `layers/0.call`.
     - `scope`: begin each name with the path of the module that contains the mark.
-    - `reduce`: how to combine several executions of a name: [`eqx_sow.Append`][],
-        [`eqx_sow.Last`][], [`eqx_sow.Fold`][] or [`eqx_sow.Buffer`][], for all names or
-        as a dict of names or globs.
+    - `reduce`: how to combine several executions of a name: a reducer, such as
+        [`eqx_sow.Last`][], for all names, or a dict from names or globs to reducers.
     - `transform`: a function of the value, or a dict of names or globs to functions,
         that is applied where the value is marked, so that a loop stacks only its
         results. Under `vmap` it receives the value of one example; around it,

@@ -117,7 +117,7 @@ class IfSeveral(Append):
 
 
 class Last(Reducer):
-    """Keeps the last execution, in order of execution.
+    """Keeps only the last execution.
 
     The backward pass of a scan runs from its end, so `Last` of a cotangent gives
     iteration 0.
@@ -276,7 +276,7 @@ class Fold(Reducer):
 
 
 class Buffer(Reducer):
-    """Keeps the first or the last executions, on a leading axis, oldest first.
+    """Keeps the first or the last `size` executions, on a leading axis, oldest first.
 
     Use it for a `while_loop`, whose number of iterations is not known. For a value of
     shape `shape` at the mark, the result has the shape `(size, *shape)`, after leading
