@@ -1,7 +1,7 @@
 """A jaxpr in evaluation."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax.extend.core as jexc
@@ -54,12 +54,13 @@ class Frame:
     def want(self, atoms) -> None:
         """These are read when the walk is over."""
         at_end = len(self.jaxpr.eqns)
-        self._last_read.update((id(self._source(v)), at_end) for v in atoms)
+        self._last_read |= {id(v): at_end for v in self._sources(atoms)}
 
-    def _source(self, v: Any) -> Any:
-        """The variable that this one stands for: itself, but for what a mark
+    def _sources(self, atoms: Iterable[Any]) -> list[Any]:
+        """The variables that these stand for: themselves, but for what a mark
         returns."""
-        return self._same.get(id(v), v)
+        same = self._same
+        return [same.get(id(v), v) for v in atoms]
 
     def alias_outputs(self, atoms) -> None:
         """The values that come out of the current mark are these."""
@@ -67,8 +68,8 @@ class Frame:
         last = self._last_read
         if id(edge) in last:
             self._env[edge] = edge_value(edge.aval)
-        for out, v in zip(outvars, atoms):
-            self._same[id(out)] = v = self._source(v)
+        for out, v in zip(outvars, self._sources(atoms)):
+            self._same[id(out)] = v
             last[id(v)] = max(last.get(id(v), -1), last.get(id(out), -1))
 
     def set(self, outvars, values) -> None:
@@ -95,10 +96,10 @@ class Frame:
         self._effects_wait = self._effects_wait or any(e.effects for e in eqns)
 
     def read(self, atoms) -> list[Any]:
-        atoms = [self._source(v) for v in atoms]
-        if any(v not in self._env for v in variables(atoms)):
+        atoms, env = self._sources(atoms), self._env
+        if [v for v in variables(atoms) if v not in env]:
             self._flush()
-        return [v.val if isinstance(v, jexc.Literal) else self._env[v] for v in atoms]
+        return [v.val if isinstance(v, jexc.Literal) else env[v] for v in atoms]
 
     def read_arrays(self, atoms) -> list[Any]:
         return list(map(_compat.as_array, self.read(atoms)))
@@ -139,7 +140,7 @@ class Frame:
         """The equation, without variables that a mark returns."""
         for v in eqn.invars:
             if id(v) in self._same:
-                return eqn.replace(invars=list(map(self._source, eqn.invars)))
+                return eqn.replace(invars=self._sources(eqn.invars))
         return eqn
 
 
