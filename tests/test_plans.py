@@ -7,7 +7,7 @@ from eqx_sow import Append, save_intermediates as S, sow
 from eqx_sow._handlers.collect import Collect
 from eqx_sow._mark.listening import Listening, listening
 from eqx_sow._mark.site import Label
-from eqx_sow._walk.plan import Ask, asked, NOTHING, Plan, planned, Row
+from eqx_sow._walk.plan import Ask, asked, NOTHING, Plan, planned, Wanted
 from eqx_sow._walk.sows import sows
 from jax import lax
 
@@ -39,7 +39,7 @@ def program(n):
 
 def rows(closed, slot_of):
     label = Label("h", "tag")
-    return [Row(x, [Ask(slot_of(i, x), label)]) for i, x in enumerate(sows(closed))]
+    return [Wanted(x, [Ask(slot_of(i, x), label)]) for i, x in enumerate(sows(closed))]
 
 
 @pytest.mark.parametrize(
