@@ -16,6 +16,7 @@ the derivatives of what is taken beside it, `taken[name, "cotangent"]`.
 
 import functools as ft
 from collections.abc import Callable
+from types import MappingProxyType
 from typing import NamedTuple
 
 import equinox.internal as eqxi
@@ -245,7 +246,7 @@ def threaded(program, edits=Edits(), derivative=None):
 
         return lax.scan(one, v, (jnp.arange(n), extra), length=n)
 
-    def last_step(step, v, n, extra, backward, again={}):
+    def last_step(step, v, n, extra, backward, again=MappingProxyType({})):
         """A loop of which, of each mark, the last step in which it runs is taken, or,
         of those that run `backward`, the first one. Only there are zeros added. Those
         in `again` run once more in the steps from this one on, after each later one."""
