@@ -10,6 +10,7 @@ ran, which exceptions there were how often, and the seeds that failed.
 
 import argparse
 import collections
+import functools as ft
 import itertools
 import re
 import sys
@@ -287,7 +288,10 @@ class Reference:
         f = lambda x: inner(extra, x)
         f = unrolled(apply(the_plan.outer, f, OUTER_REFERENCE))
         self.out, self.taken = f(x)
-        self._nearby = lambda: f(x + 1e-3)[1]
+        self._at_nearby = lambda: f(x + 1e-3)[1]
+        # Of what is planted, whether it depends on the input says the same program
+        # without it.
+        self.unedited = self
         self._cotangents_in_rules()
 
     def _cotangents_in_rules(self):
@@ -310,10 +314,54 @@ class Reference:
     def names(self):
         return [n for n in self.sites if orc.RUN not in n]
 
-    def is_constant(self, name, mode):
-        """Whether it does not depend on the input, as the cotangent of an output."""
-        here, there = self.taken[name, mode], self._nearby()[name, mode]
-        return all(np.array_equal(a, b) for a, b in zip(here, there, strict=True))
+    @ft.cached_property
+    def _nearby(self):
+        return self._at_nearby()
+
+    @property
+    def runs_loops_twice(self):
+        """`jax.linearize` runs a loop of unknown length for its values, and once more
+        with their tangents."""
+        return "linearize" in self.plan.inner and orc.has_while(self.program)
+
+    def constant(self, name, mode):
+        """The executions in which it does not depend on the input, as the cotangent of
+        an output, or a gradient of what is linear."""
+        count = np.asarray(self.taken[name, "count"])
+        same = np.ones(count.shape, bool)
+        leaves = self.taken[name, mode], self._nearby[name, mode]
+        for here, there in zip(*map(thr.arrays, leaves), strict=True):
+            core = tuple(range(count.ndim, here.ndim))
+            same &= np.all(np.asarray(here) == np.asarray(there), axis=core)
+        return same
+
+    def may_lack(self, name, mode):
+        """The executions in which it need not have this derivative."""
+        if _is_free(mode):
+            return np.True_
+        of = mode.rpartition(".")[0].removeprefix("primal").removeprefix(".")
+        if of:
+            return self.constant(name, of)
+        # Of the values themselves, only the gradients in a program.
+        if not orc.has_gradient(self.program) or not mode:
+            return np.False_
+        name = name.split(orc.RUN)[0] if self.sites[name].pulled else name
+        before = self.unedited
+        if before is self:
+            return self.constant(name, "")
+        return self.constant(name, "") & before.constant(name, "").all()
+
+    def without_rule(self, name):
+        """Whether it is a mark of a derivative rule, and what the function is called
+        with does not depend on the input. JAX then calls the function itself."""
+        of, end, _ = name.rpartition("_")
+        return (
+            self.sites[name].in_rule
+            and end == "_"
+            and of in self.sites
+            and orc.has_gradient(self.program)
+            and bool(self.constant(of, "").all())
+        )
 
     @property
     def n_inner_lanes(self):
@@ -381,13 +429,14 @@ def check_tree(got, kind, want, primal, mode, what):
     if jtu.tree_structure(got) != jtu.tree_structure(like):
         raise Wrong(f"{what}: {jtu.tree_structure(got)}")
     want, primal, ndims = iter(want), iter(primal), set()
+    constant = iter(thr.is_constant(kind))
     summed = mode.count("cotangent") % 2 == 1
     for leaf, template in zip(jtu.tree_leaves(got), jtu.tree_leaves(like)):
         if not hasattr(template, "dtype"):
             if leaf != template:
                 raise Wrong(f"{what}: {leaf!r} is not {template!r}")
             continue
-        primal_leaf = next(primal)
+        primal_leaf, is_constant = next(primal), next(constant)
         if mode != "" and not thr.is_float(template):
             if leaf.dtype != jax.dtypes.float0:
                 raise Wrong(f"{what}: {leaf.dtype} of an integer")
@@ -400,7 +449,10 @@ def check_tree(got, kind, want, primal, mode, what):
         if leaf.dtype != expected.dtype:
             raise Wrong(f"{what}: {leaf.dtype} is not {expected.dtype}")
         check_leaf(leaf, expected, primal_leaf, summed, what)
-        ndims.add(np.ndim(leaf) - template.ndim)
+        # In `grad(vmap(grad(f)))`, a constant has one cotangent for all lanes. So what
+        # belongs to that is a total, too.
+        if not (is_constant and mode.count("cotangent") > 1):
+            ndims.add(np.ndim(leaf) - template.ndim)
     # The total of all lanes has no axis for them.
     if len(ndims) > 1 and not summed:
         raise Wrong(f"{what}: leaves with different axes, {ndims}")
@@ -411,17 +463,42 @@ def check_out(got, want, what="out"):
         raise Wrong(f"{what}:\n{got}\nis not\n{want}")
 
 
-def _zero_where(got, want):
-    """`want`, but zero where what was captured is zero."""
+def _zero_where(got, want, executions):
+    """`want`, but in these executions zero where what was captured is zero."""
     leaves = [x for x in thr.arrays(got) if x.dtype != jax.dtypes.float0]
     if [np.shape(x) for x in leaves] != [np.shape(x) for x in want]:
         return want
-    return [np.where(np.asarray(x) == 0, 0, w) for x, w in zip(leaves, want)]
+    at = lambda x: np.expand_dims(executions, tuple(range(executions.ndim, x.ndim)))
+    zero = [(np.asarray(x) == 0) & at(np.asarray(x)) for x in leaves]
+    return [np.where(z, 0, w).astype(w.dtype) for z, w in zip(zero, want)]
 
 
 def _any(tree):
     leaves = [x for x in jtu.tree_leaves(tree) if hasattr(x, "dtype")]
     return any(np.any(x) for x in leaves if x.dtype != jax.dtypes.float0)
+
+
+def _of_last_loop(entry, n):
+    """Of a loop that `jax.linearize` runs twice, with `n` runs of a name in it, those
+    of the second one, which has all derivatives. Both have the same values."""
+    if len(entry.get("primal", ())) != 2 * n:
+        return entry
+    last = {}
+    for mode, values in entry.items():
+        # Second cotangents of a value come after all runs.
+        first, seconds = values[:n], values[2 * n :]
+        last[mode] = values[n : 2 * n] + seconds
+        if "tangent" in mode.split("."):
+            if any(x is not None for x in first):
+                raise Wrong(f"{mode}: {first} in a loop without tangents")
+            continue
+        half = len(seconds) // 2
+        first += seconds[:half]
+        last[mode] = values[n : 2 * n] + seconds[half:]
+        for a, b in zip(*map(thr.arrays, (first, last[mode])), strict=True):
+            if a.dtype != jax.dtypes.float0 and not close(a, b):
+                raise Wrong(f"{mode}: {a} and {b} in one loop")
+    return last
 
 
 def _by_run(got, ref):
@@ -432,6 +509,9 @@ def _by_run(got, ref):
         if name not in ref.several:
             found[name] = entry
             continue
+        if ref.runs_loops_twice:
+            runs = [n for n in ref.sites if n.split(orc.RUN)[0] == name]
+            entry = _of_last_loop(entry, sum(not ref.sites[n].pulled for n in runs))
         for mode, values in entry.items():
             if type(values) is not tuple:
                 raise Wrong(f"{name} {mode}: no tuple, but {values}")
@@ -460,6 +540,7 @@ def check_saved(got, ref: Reference, names=None, strict=True, modes=None):
         if any(map(np.any, ref.taken[name, "cotangent"])):
             raise Wrong(f"{name}: no second cotangent")
         del sites[name]
+    sites = {n: s for n, s in sites.items() if n in got or not ref.without_rule(n)}
     if set(got) != set(sites):
         raise Wrong(f"{sorted(got)} instead of {sorted(sites)}")
     for name, site in sites.items():
@@ -479,15 +560,14 @@ def check_saved(got, ref: Reference, names=None, strict=True, modes=None):
             if modes is not None and label not in modes:
                 continue
             there = label in entry
-            free = _is_free(mode) or (
-                mode.startswith("cotangent.") and ref.is_constant(name, "cotangent")
-            )
-            if there and free and site.conditional:
+            lacking = ref.may_lack(name, mode)
+            free = lacking.all()
+            if there and lacking.any() and site.conditional:
                 # It may not be so in another branch: this one then has zeros for it.
-                if not _any(entry[label]):
+                if free and not _any(entry[label]):
                     del entry[label]
                     continue
-                value = _zero_where(entry[label], value)
+                value = _zero_where(entry[label], value, lacking)
             if not there:
                 if mode == "" or (not free and any(map(np.any, value))):
                     raise Wrong(f"{name}: no {label}")
@@ -573,6 +653,7 @@ def _check_planted(run, name, new, edits, extra=None, mode="primal"):
     if run.plan.derivatives:
         edits = edits._replace(keeps_derivative=True)
     ref = run.reference(edits=edits, extra=extra)
+    ref.unedited = run.ref
     check_out(got[0], ref.out, f"out with {name} planted")
     check_saved(got[1], ref, strict=False)
     return True
@@ -886,13 +967,13 @@ def some_names(run):
 
 def some_modes(run):
     """What comes back of a mode does not depend on what else is asked for."""
-    every = _by_run(run.saved(), run.ref)
-    check_saved(run.saved(), run.ref)
+    every = run.saved()
+    check_saved(every, run.ref)
     found = dict.fromkeys(m for entry in every.values() for m in entry if m != "count")
     mode = run.pick([*found])
     if mode is None:
         return False
-    alone = _by_run(run.saved(modes=mode), run.ref)
+    alone = run.saved(modes=mode)
     want = {n: entry[mode] for n, entry in every.items() if mode in entry}
     got = {n: entry[mode] for n, entry in alone.items() if mode in entry}
     if got.keys() != want.keys():

@@ -596,6 +596,27 @@ def only_backward(node) -> set[str]:
     return found
 
 
+def run_again(node) -> dict[str, int]:
+    """Of an `Own` whose backward pass steps from checkpoints, the marks in the rules of
+    `jax.custom_jvp` functions, and the step of its last checkpoint. To come back to a
+    step, it runs those from there once more, each with its derivative, so that such a
+    rule runs again: with one checkpoint, that of step 0 three times for three steps."""
+
+    def found(node):
+        if isinstance(node, Rule) and node.how == "jvp" and node.name:
+            yield f"{node.name}_rule"
+        # The backward pass of a loop in the loop is in that of each step.
+        if not (isinstance(node, Own) and node.how not in ("lax", "bounded")):
+            for child in children(node):
+                yield from found(child)
+
+    # How many checkpoints Equinox makes, of up to three steps.
+    n = {"one checkpoint": 1, "scan": 1 + node.length // 2}.get(
+        node.how, 1 if node.length < 3 else 2
+    )
+    return {name: n - 1 for name in found(node.body)}
+
+
 def without_marks(node):
     return _renamed(node, lambda name: None)
 

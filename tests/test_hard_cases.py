@@ -1419,6 +1419,34 @@ def test_rules_in_a_loop_that_a_backward_pass_runs_again(fn, call):
         close(jnp.squeeze(got["a"]["count"]), 2)
 
 
+# Equinox comes back to a step from the last checkpoint before it, and differentiates
+# all steps on the way.
+@pytest.mark.parametrize(
+    "options, steps",
+    [
+        (dict(checkpoints=1), [0, 1, 2, 0, 1, 0]),
+        (dict(checkpoints=2), [1, 2, 1, 0]),
+        (dict(max_steps=3, checkpoints=3), [2, 1, 0]),
+    ],
+)
+def test_a_rule_that_a_backward_pass_runs_again(options, steps):
+    fn = jax.custom_jvp(lambda x: 2 * x)
+    ran = []
+
+    @fn.defjvp
+    def _(primals, tangents):
+        (x,), (t,) = primals, tangents
+        jax.debug.callback(lambda x: ran.append(x.item()), x)
+        return 2 * x, t * sow(2 * x, "a")
+
+    f = jax.grad(lambda x: _eqx_loop(**options)(3, lambda i, x: fn(x), x))
+    _, got = jax.jit(S(f, reduce=Buffer(len(steps))))(0.5)
+    close(got["a"]["primal"], [2.0**i for i in steps])
+    close(got["a"]["count"], len(steps))
+    jax.effects_barrier()
+    assert ran == [0.5 * 2.0**i for i in steps]
+
+
 def test_a_module_whose_pullback_a_loop_keeps(call):
     """Of what its `fwd` calls, Equinox's checkpointed loop has two traces."""
     linear = eqx.nn.Linear(2, 2, key=jax.random.key(0))

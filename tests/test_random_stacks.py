@@ -89,6 +89,92 @@ def test_another_iteration_is_found(how, monkeypatch):
         fuzz.check(a_plan)
 
 
+def _seq(*nodes):
+    return orc.Seq((orc.Op(0, 0.9), *nodes, orc.Op(0, 0.7)))
+
+
+_h = orc.Sow("h", "v")
+# Of what is linear, so that it is the same for each input, and of something else.
+_CONSTANT = orc.Grad(False, orc.Seq((orc.Op(4, 0.8),)))
+_VARYING = orc.Grad(False, orc.Seq((orc.Op(0, 0.8),)))
+_BRANCHES = (
+    orc.Seq((orc.Sow("h", "outer_unused"), orc.Op(2, 0.8))),
+    orc.Seq((_h, orc.Op(0, 0.8))),
+)
+_WHAT_JAX_DOES = {
+    # No rule of a function that is called with a constant, and no cotangent of one.
+    "jvp rule of a constant": (_seq(_CONSTANT, orc.Rule("jvp", "g", 0.9)), ("grad",)),
+    "vjp rule of a constant": (_seq(_CONSTANT, orc.Rule("vjp", "g", 0.9)), ("grad",)),
+    "cotangent of a constant": (_seq(_CONSTANT, _h), ("grad",)),
+    "cotangent of one in a branch": (
+        _seq(orc.Cond("v", (orc.Seq((_CONSTANT, _h)), orc.Seq((_h, orc.Op(0, 0.8)))))),
+        ("vmap", "grad"),
+    ),
+    # What is unused has a cotangent of zeros, which depends on nothing.
+    "second cotangent of one in a branch": (
+        _seq(orc.Cond("v", _BRANCHES)),
+        ("vmap", "vjp", "vjp"),
+    ),
+    # All lanes have one cotangent of the constant, and so one total.
+    "second cotangent of a constant beside lanes": (
+        _seq(orc.Grad(False, orc.Seq((orc.Sow("h", orc.BESIDE), orc.Op(3, 0.9))))),
+        ("vmap", "vjp"),
+    ),
+    # `jax.linearize` runs such a loop twice.
+    "a value and a gradient in a loop": (
+        _seq(orc.While(orc.Beside(True, True, _seq(_h)), 2, False)),
+        ("linearize",),
+    ),
+    "two gradients in a loop": (
+        _seq(orc.While(orc.Grad(True, _seq(_h)), 2, False)),
+        ("linearize",),
+    ),
+    # The backward pass runs the rule of some steps several times.
+    **{
+        f"a rule in {how} of {n}": (
+            _seq(orc.Own(how, "length", _seq(orc.Rule("jvp", "g", 0.9)), n)),
+            ("grad",),
+        )
+        for how in ("checkpointed", "one checkpoint", "scan")
+        for n in (1, 2, 3)
+    },
+}
+
+
+@pytest.mark.parametrize("case", _WHAT_JAX_DOES)
+def test_what_jax_does(case):
+    program, words = _WHAT_JAX_DOES[case]
+    a_plan = fuzz.Plan(1, program, words, len(words), "modes", False)
+    assert fuzz.check(a_plan) == "modes"
+
+
+def _without_rules(value, name, **options):
+    return sow(
+        value, name, tag="another" if name.endswith("_rule") else "intermediates"
+    )
+
+
+def _without_cotangents(value, name, **options):
+    sow(jax.lax.stop_gradient(value), name, **options)
+    return value
+
+
+@pytest.mark.parametrize(
+    "node, mark",
+    [
+        (orc.Rule("jvp", "g", 0.9), _without_rules),
+        (orc.Rule("vjp", "g", 0.9), _without_rules),
+        (_h, _without_cotangents),
+    ],
+)
+def test_what_jax_does_not_do_is_found(node, mark):
+    fuzz.check(fuzz.Plan(1, _seq(_CONSTANT, node), ("grad",), 1, "none", False), mark)
+    with pytest.raises(fuzz.Wrong):
+        fuzz.check(
+            fuzz.Plan(1, _seq(_VARYING, node), ("grad",), 1, "none", False), mark
+        )
+
+
 def _scaled(value, name, **options):
     scale = lambda x: x * 1.01 if hasattr(x, "dtype") and x.dtype == "float32" else x
     sow(jtu.tree_map(scale, value), name, **options)

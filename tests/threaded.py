@@ -16,6 +16,7 @@ the derivatives of what is taken beside it, `taken[name, "cotangent"]`.
 
 import functools as ft
 from collections.abc import Callable
+from types import MappingProxyType
 from typing import NamedTuple
 
 import equinox.internal as eqxi
@@ -210,7 +211,8 @@ def threaded(program, edits=Edits(), derivative=None):
         # Iterations of the backward pass begin with the last one.
         is_back = derivative == "vjp" and node.how != "lax"
         backward = orc.only_backward(node.body) if is_back else ()
-        c, taken, ys = last_step(step, v, n, extra, backward)
+        again = orc.run_again(node) if is_back else {}
+        c, taken, ys = last_step(step, v, n, extra, backward, again)
         return (c + (ys * orc._weights(n)).sum() if is_scan else c), taken
 
     def again(node, v, extra):
@@ -244,18 +246,20 @@ def threaded(program, edits=Edits(), derivative=None):
 
         return lax.scan(one, v, (jnp.arange(n), extra), length=n)
 
-    def last_step(step, v, n, extra, backward):
+    def last_step(step, v, n, extra, backward, again=MappingProxyType({})):
         """A loop of which, of each mark, the last step in which it runs is taken, or,
-        of those that run `backward`, the first one. Only there are zeros added."""
+        of those that run `backward`, the first one. Only there are zeros added. Those
+        in `again` run once more in the steps from this one on, after each later one."""
         eps = {k: x for k, x in extra.items() if k[1].startswith("eps")}
         rest = {k: x for k, x in extra.items() if k not in eps}
 
         def loop(v, extra_in):
             start = nothing(lambda c: step(0, c, rest)[:2], v)
             last = {k: jnp.full_like(x, -1) for k, x in start.items() if _counts(k)}
+            reruns = {k: start[k] for k in last if k[0] in again}
 
             def one(state, i):
-                c, before, last = state
+                c, before, last, reruns = state
                 c, now, ran = step(i, c, extra_in(i))
                 now = {
                     k: jnp.where(ran, x, 0) if _counts(k) else x for k, x in now.items()
@@ -272,10 +276,15 @@ def threaded(program, edits=Edits(), derivative=None):
                     for k, x in now.items()
                 }
                 last = {k: jnp.where(is_new[k[0]], i, x) for k, x in last.items()}
-                return (c, after, last), c.sum()
+                after |= {k: after[k] + jnp.where(ran, x, 0) for k, x in reruns.items()}
+                reruns = {
+                    k: x + jnp.where(i >= again[k[0]], now[k], 0)
+                    for k, x in reruns.items()
+                }
+                return (c, after, last, reruns), c.sum()
 
-            state = v, start, last
-            (c, taken, last), ys = lax.scan(one, state, jnp.arange(n))
+            state = v, start, last, reruns
+            (c, taken, last, _), ys = lax.scan(one, state, jnp.arange(n))
             return c, taken, ys, last
 
         if not eps:
