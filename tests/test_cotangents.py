@@ -1105,6 +1105,40 @@ def _checkpointed(step, x, n=3):
     return eqxi.while_loop(lambda c: c[0] < n, body, (0, x), **loop)[1]
 
 
+@_needs_checkpointed_loop
+@pytest.mark.parametrize("policy", [None, jax.checkpoint_policies.dots_saveable])
+@pytest.mark.parametrize("length", [2, 0])
+def test_a_scan_in_a_checkpointed_loop_in_a_checkpoint(policy, length):
+    """The checkpoint and the loop both compute the scan once more."""
+
+    def step(c, mark):
+        one = lambda c, _: (jnp.sin(mark(c)), None)
+        return 1.5 * lax.scan(one, c, length=length)[0]
+
+    def f(x):
+        return _checkpointed(lambda c: step(c, lambda v: sow(v, "h")), x)
+
+    f = jax.checkpoint(f, policy=policy)
+    out, got = S(jax.jit(jax.grad(lambda x: f(x).sum())))(X)
+
+    def by_hand(zeros, x):
+        values, n = [], 3 * length
+        for i in range(3):
+            for j in range(length):
+                values.append(x + zeros[j] if i == 2 else x)
+                x = jnp.sin(values[-1])
+            x = 1.5 * x
+        return x.sum(), values[n - length :]
+
+    zeros = jnp.zeros((length, 2))
+    grads = jax.jit(jax.grad(by_hand, (0, 1), has_aux=True))
+    (cts, grad), values = grads(zeros, X)
+    close(out, grad)
+    close(got["h"]["primal"], np.reshape(values, (length, 2)))
+    close(got["h"]["cotangent"], cts)
+    close(got["h"]["count"], 3 * np.ones(length))
+
+
 def _two_steps(step, unmarked, loop):
     """`step` twice, with a `bwd` that differentiates each step where it goes back."""
     if loop is None:
@@ -1160,7 +1194,7 @@ def test_a_bwd_that_differentiates_a_checkpointed_loop(loop, inside, around):
     f = (wraps | {"checkpoint": jax.checkpoint})[around](f)
     x = jnp.stack([X, -X]) if around == "vmap" else X
     reduce = Append() if loop is None else None
-    out, got = S(jax.grad(lambda x: f(x).sum()), reduce=reduce)(x)
+    out, got = S(jax.jit(jax.grad(lambda x: f(x).sum())), reduce=reduce)(x)
 
     # By hand: each step of the loops from the first one, and a zero added at the last
     # one of each of the two steps.
@@ -1175,8 +1209,9 @@ def test_a_bwd_that_differentiates_a_checkpointed_loop(loop, inside, around):
             values.append(value)
         return x.sum(), values
 
-    cts, values = jax.grad(by_hand, has_aux=True)(zeros, x)
-    close(out, jax.grad(lambda x: by_hand(zeros, x)[0])(x))
+    grads = jax.jit(jax.grad(by_hand, (0, 1), has_aux=True))
+    (cts, grad), values = grads(zeros, x)
+    close(out, grad)
     if loop is None:  # the backward pass begins with the second step
         close(got["h"]["primal"][0], values[1])
         close(got["h"]["primal"][1], values[0])
