@@ -1139,6 +1139,47 @@ def test_a_scan_in_a_checkpointed_loop_in_a_checkpoint(policy, length):
     close(got["h"]["count"], 3 * np.ones(length))
 
 
+@_needs_checkpointed_loop
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_name_in_branches_of_which_a_checkpointed_loop_takes_one(sign):
+    """The predicate is the same in the forward pass and in the replay."""
+
+    def run(x, *marks):
+        def step(c, mark):
+            one, two = lambda c: jnp.sin(mark(c + x)), lambda c: jnp.cos(mark(2 * c))
+            return lax.cond(sign * x[0] > 0, one, two, c)
+
+        if not marks:
+            return _checkpointed(lambda c: step(c, lambda v: sow(v, "h")), x).sum()
+        c = x
+        for mark in marks:
+            c = step(c, mark)
+        return c.sum()
+
+    out, got = S(jax.jit(jax.grad(run)))(X)
+    same = lambda v: v
+    by_hand = lambda zero, x: run(x, same, same, lambda v: v + zero)
+    cotangent, grad = jax.jit(jax.grad(by_hand, (0, 1)))(0 * X, X)
+    c = X
+    for _ in range(3):
+        value = c + X if sign > 0 else 2 * c
+        c = jnp.sin(value) if sign > 0 else jnp.cos(value)
+    close(out, grad)
+    close(got["h"]["primal"], value)
+    close(got["h"]["cotangent"], cotangent)
+
+
+@pytest.mark.slow
+@_needs_checkpointed_loop
+def test_the_tangent_of_a_checkpointed_loop_in_a_checkpoint():
+    """Law 2: the checkpoint computes the tangent once more, too."""
+    f = lambda x: _checkpointed(lambda c: jnp.sin(sow(c, "h")), x).sum()
+    second = lambda f: jax.jit(lambda x: jax.jvp(jax.grad(f), (x,), (2 * x,))[1])
+    plain, checkpointed = (S(second(g))(X) for g in (f, jax.checkpoint(f)))
+    assert {*plain[1]["h"]} >= {"primal", "tangent", "cotangent.tangent"}
+    assert_close(checkpointed, plain)
+
+
 def _two_steps(step, unmarked, loop):
     """`step` twice, with a `bwd` that differentiates each step where it goes back."""
     if loop is None:
@@ -1177,6 +1218,7 @@ def _in_another(loop, step):
         ("checkpoint", ""),
         ("checkpointed step", "vmap"),
         ("nested", "checkpoint"),
+        ("", "checkpoints"),
     ],
 )
 def test_a_bwd_that_differentiates_a_checkpointed_loop(loop, inside, around):
@@ -1191,7 +1233,8 @@ def test_a_bwd_that_differentiates_a_checkpointed_loop(loop, inside, around):
 
     f = _two_steps(make(lambda x: sow(x, "h")), make(lambda x: x), loop)
     wraps = {"": lambda f: f, "vmap": jax.vmap, "jit": jax.jit}
-    f = (wraps | {"checkpoint": jax.checkpoint})[around](f)
+    again = lambda f: jax.checkpoint(jax.jit(jax.checkpoint(f)))
+    f = (wraps | {"checkpoint": jax.checkpoint, "checkpoints": again})[around](f)
     x = jnp.stack([X, -X]) if around == "vmap" else X
     reduce = Append() if loop is None else None
     out, got = S(jax.jit(jax.grad(lambda x: f(x).sum())), reduce=reduce)(x)

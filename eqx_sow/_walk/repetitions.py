@@ -385,12 +385,13 @@ def are_in_two_branches(x: Sown, y: Sown) -> bool:
 def _is_recomputed(x: Sown) -> bool:
     """Whether it is in a checkpoint that was differentiated, which runs its loops once
     more as they are. The `bwd` of a function in there has not run before."""
-    return any(
-        e.primitive is jexc.primitives.remat_p
-        and e.params["differentiated"]
-        and (_compat.is_recomputed(inside) or not _compat.in_backward_pass(e))
-        for e, inside in it.pairwise(x.here.around)
-    )
+    backward = False
+    for eqn, inside in it.pairwise(x.here.around):
+        backward = backward or _compat.in_backward_pass(eqn)
+        if eqn.primitive is jexc.primitives.remat_p and eqn.params["differentiated"]:
+            if _compat.is_recomputed(inside) or not backward:
+                return True
+    return False
 
 
 def _checkpoints(x: Sown) -> list[Any]:
