@@ -1099,6 +1099,18 @@ def test_steps_of_a_checkpointed_loop_are_replayed(wrap):
     assert len(got["net"]["primal"]) == len(got["net"]["cotangent"]) == 1
 
 
+def test_a_bwd_that_repeats_a_counter_in_a_scan():
+    """JAX counts outside of both loops then, so that nothing is computed alike."""
+    count = lambda c: lax.fori_loop(0, 2, lambda i, c: _sine(c + i), c)
+    f = lambda x: lax.scan(lambda c, _: (count(c), None), x, length=2)[0]
+    g = _recomputing(f)
+    gradient = jax.grad(lambda x: g(x).sum())
+    with pytest.raises(DuplicateSowError, match="also in a backward pass"):
+        S(gradient)(X)
+    first, again = S(gradient, reduce=Append())(X)[1]["net"]["primal"]
+    close(first, again)
+
+
 def _checkpointed(step, x, n=3):
     body = lambda c: (c[0] + 1, step(c[1]))
     loop = dict(kind="checkpointed", max_steps=n)
