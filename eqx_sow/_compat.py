@@ -485,6 +485,13 @@ def in_backward_pass(eqn: Any) -> bool:
     return any(type(x) is type(_TRANSPOSED) and x == _TRANSPOSED for x in stack)
 
 
+def is_recomputed(eqn: Any) -> bool:
+    """Whether an equation in the backward pass of a checkpoint is of the forward pass,
+    rather than one of the transposed ones, which need have no name there."""
+    stack = eqn.source_info.name_stack.stack
+    return any(getattr(x, "name", None) == "rematted_computation" for x in stack)
+
+
 _RULE = "eqx_sow.rule."
 _rules = it.count()
 

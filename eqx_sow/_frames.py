@@ -153,8 +153,19 @@ def _user_frame() -> tuple[types.FrameType, int]:
     return frame, level
 
 
+_LOOPS_OF_EQUINOX = frozenset(f"checkpointed-{x}" for x in ("no-vjp", "fwd", "bwd"))
+
+
 def is_of_equinox(eqn: Any) -> bool:
-    """Whether it is Equinox that calls what an equation computes, as in its loops."""
+    """Whether an equation is Equinox's, as its loops are. In the `bwd` of a function,
+    every equation has the traceback of the call of that function, so only the name that
+    Equinox gives to a loop tells."""
+    names = (getattr(x, "name", None) for x in eqn.source_info.name_stack.stack)
+    return is_called_by_equinox(eqn) or not _LOOPS_OF_EQUINOX.isdisjoint(names)
+
+
+def is_called_by_equinox(eqn: Any) -> bool:
+    """Whether it is Equinox that calls what an equation computes, by its traceback."""
     traceback = eqn.source_info.traceback
     files = [frame.file_name for frame in traceback.frames] if traceback else []
     callers = [file for file in files if not file.startswith(_hidden)]

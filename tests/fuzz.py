@@ -70,19 +70,76 @@ DOCUMENTED = {
     "derivatives of some rows": r"would not be of the same executions",
     "which cotangent": r"which cotangent belongs to which primal",
     "one value planted for several runs": r"runs \d+ times: .* Plant a tuple",
+    "a branch without a derivative": r"cannot tell which iteration of it belongs",
 }
 
 
+# The loops of Equinox whose backward pass runs their body once more.
+REPLAYED = ("checkpointed", "one checkpoint", "scan")
+
+
+def _within(program, outer: Callable[[Any], bool], inner: Callable[[Any], bool]):
+    """Whether a node of one kind is somewhere inside one of another."""
+    found = (n for n in orc.walk(program) if outer(n))
+    return any(inner(n) for x in found for y in orc.children(x) for n in orc.walk(y))
+
+
+walk = orc.walk
+_is_rule = lambda n: isinstance(n, orc.Rule)
+_is_again = lambda n: isinstance(n, orc.Again)
+_is_whole = lambda n: _is_again(n) and n.loop == "whole"
+_is_own = lambda n: isinstance(n, orc.Own)
+_is_replayed = lambda n: _is_own(n) and n.how in REPLAYED
+# JAX counts the iterations of these outside of the loops around them, if it
+# differentiates these.
+_counts = lambda n: isinstance(n, orc.Fori) or (_is_own(n) and n.how == "bounded")
+
+
 def _may_run_twice(the_plan: "Plan") -> bool:
-    """`jax.linearize` runs a loop of unknown length twice. And in a loop of Equinox's
-    in a checkpoint, it is not told what repeats a function with a rule."""
-    nodes = [*orc.walk(the_plan.program)]
-    loops = [n for n in nodes if isinstance(n, orc.Own)]
-    with_rule = any(isinstance(n, orc.Rule) for x in loops for n in orc.walk(x))
-    calls = [n.how for n in nodes if isinstance(n, orc.Call)]
-    kept = {"checkpoint", "checkpoint_dots", *orc.POLICIES} & {*the_plan.words, *calls}
-    twice = orc.has_while(the_plan.program) and "linearize" in the_plan.words
-    return twice or (with_rule and bool(kept))
+    """What docs/limits.md and docs/api/errors.md say of marks that run twice."""
+    f, words = the_plan.program, the_plan.words
+    calls = [n.how for n in walk(f) if isinstance(n, orc.Call)]
+    kept = {"checkpoint", "checkpoint_dots", *orc.POLICIES} & {*words, *calls}
+    # `jax.linearize` runs a loop of unknown length twice.
+    if orc.has_while(f) and "linearize" in words:
+        return True
+    # In a loop of Equinox in a checkpoint or in a `bwd`, it is not told what repeats a
+    # function with a rule.
+    if _within(f, _is_own, _is_rule) and (kept or _within(f, _is_again, _is_own)):
+        return True
+    # Nor, in a loop of Equinox, what its `bwd` computes once more.
+    if _within(f, _is_replayed, _is_whole):
+        return True
+    if _within(
+        f, _is_replayed, lambda n: _is_again(n) and _within(n, _is_again, _is_own)
+    ):
+        return True
+    if _within(f, _is_whole, _counts):
+        return True
+    # Of two captures, the inner one makes another program of what is around its marks.
+    sharded = any(w in thr.SHARDED for w in words)
+    nested = the_plan.feature == "nested" and sharded and kept
+    return bool(nested) and any(map(_is_whole, walk(f)))
+
+
+def _has_branch_without_derivative(the_plan: "Plan") -> bool:
+    """Whether there is, in a loop of Equinox, a name in several branches, one of which
+    marks a constant: the last value may be that."""
+    found = collections.defaultdict(list)
+    for loop in filter(_is_replayed, walk(the_plan.program)):
+        for n in walk(loop):
+            if isinstance(n, orc.Sow):
+                found[id(loop), n.name].append(n.kind)
+    return any("const" in kinds and len(kinds) > 1 for kinds in found.values())
+
+
+CONDITIONS = {"a branch without a derivative": _has_branch_without_derivative}
+
+
+def _plants_in_a_loop_of_equinox(the_plan: "Plan") -> bool:
+    """What is planted there has no derivative in reverse mode."""
+    planted = the_plan.feature.startswith("plant") and "grad" in the_plan.outer
+    return planted and any(map(_is_replayed, walk(the_plan.program)))
 
 
 def documented(error: Exception, the_plan: "Plan") -> str | None:
@@ -91,8 +148,13 @@ def documented(error: Exception, the_plan: "Plan") -> str | None:
         return None
     if isinstance(error, SowError):
         for label, pattern in DOCUMENTED.items():
-            if re.search(pattern, text):
+            if re.search(pattern, text) and CONDITIONS.get(label, bool)(the_plan):
                 return f"{type(error).__name__}: {label}"
+    noted = any(
+        "there is a mark in this loop" in x for x in getattr(error, "__notes__", ())
+    )
+    if noted and _plants_in_a_loop_of_equinox(the_plan):
+        return "JAX's error: no reverse mode for what is planted in a loop of Equinox"
     old = jax.__version_info__ < (0, 11)
     sharded = any(w in thr.SHARDED for w in the_plan.words)
     pvary = "pvary is a invariant->variant" in text

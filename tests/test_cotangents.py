@@ -1091,6 +1091,214 @@ def test_steps_of_a_checkpointed_loop_are_replayed(wrap):
     assert len(got["net"]["primal"]) == len(got["net"]["cotangent"]) == 1
 
 
+def test_a_bwd_that_repeats_a_counter_in_a_scan():
+    """JAX counts outside of both loops then, so that nothing is computed alike."""
+    count = lambda c: lax.fori_loop(0, 2, lambda i, c: _sine(c + i), c)
+    f = lambda x: lax.scan(lambda c, _: (count(c), None), x, length=2)[0]
+    g = _recomputing(f)
+    gradient = jax.grad(lambda x: g(x).sum())
+    with pytest.raises(DuplicateSowError, match="also in a backward pass"):
+        S(gradient)(X)
+    first, again = S(gradient, reduce=Append())(X)[1]["net"]["primal"]
+    close(first, again)
+
+
+def _checkpointed(step, x, n=3):
+    body = lambda c: (c[0] + 1, step(c[1]))
+    loop = dict(kind="checkpointed", max_steps=n)
+    return eqxi.while_loop(lambda c: c[0] < n, body, (0, x), **loop)[1]
+
+
+@_needs_checkpointed_loop
+@pytest.mark.parametrize("policy", [None, jax.checkpoint_policies.dots_saveable])
+@pytest.mark.parametrize("length", [2, 0])
+def test_a_scan_in_a_checkpointed_loop_in_a_checkpoint(policy, length):
+    """The checkpoint and the loop both compute the scan once more."""
+
+    def step(c, mark):
+        one = lambda c, _: (jnp.sin(mark(c)), None)
+        return 1.5 * lax.scan(one, c, length=length)[0]
+
+    def f(x):
+        return _checkpointed(lambda c: step(c, lambda v: sow(v, "h")), x)
+
+    f = jax.checkpoint(f, policy=policy)
+    out, got = S(jax.jit(jax.grad(lambda x: f(x).sum())))(X)
+
+    def by_hand(zeros, x):
+        values, n = [], 3 * length
+        for i in range(3):
+            for j in range(length):
+                values.append(x + zeros[j] if i == 2 else x)
+                x = jnp.sin(values[-1])
+            x = 1.5 * x
+        return x.sum(), values[n - length :]
+
+    zeros = jnp.zeros((length, 2))
+    grads = jax.jit(jax.grad(by_hand, (0, 1), has_aux=True))
+    (cts, grad), values = grads(zeros, X)
+    close(out, grad)
+    close(got["h"]["primal"], np.reshape(values, (length, 2)))
+    close(got["h"]["cotangent"], cts)
+    close(got["h"]["count"], 3 * np.ones(length))
+
+
+@_needs_checkpointed_loop
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_name_in_branches_of_which_a_checkpointed_loop_takes_one(sign):
+    """The predicate is the same in the forward pass and in the replay."""
+
+    def run(x, *marks):
+        def step(c, mark):
+            one, two = lambda c: jnp.sin(mark(c + x)), lambda c: jnp.cos(mark(2 * c))
+            return lax.cond(sign * x[0] > 0, one, two, c)
+
+        if not marks:
+            return _checkpointed(lambda c: step(c, lambda v: sow(v, "h")), x).sum()
+        c = x
+        for mark in marks:
+            c = step(c, mark)
+        return c.sum()
+
+    out, got = S(jax.jit(jax.grad(run)))(X)
+    same = lambda v: v
+    by_hand = lambda zero, x: run(x, same, same, lambda v: v + zero)
+    cotangent, grad = jax.jit(jax.grad(by_hand, (0, 1)))(0 * X, X)
+    c = X
+    for _ in range(3):
+        value = c + X if sign > 0 else 2 * c
+        c = jnp.sin(value) if sign > 0 else jnp.cos(value)
+    close(out, grad)
+    close(got["h"]["primal"], value)
+    close(got["h"]["cotangent"], cotangent)
+
+
+@pytest.mark.slow
+@_needs_checkpointed_loop
+def test_the_tangent_of_a_checkpointed_loop_in_a_checkpoint():
+    """Law 2: the checkpoint computes the tangent once more, too."""
+    f = lambda x: _checkpointed(lambda c: jnp.sin(sow(c, "h")), x).sum()
+    second = lambda f: jax.jit(lambda x: jax.jvp(jax.grad(f), (x,), (2 * x,))[1])
+    plain, checkpointed = (S(second(g))(X) for g in (f, jax.checkpoint(f)))
+    assert {*plain[1]["h"]} >= {"primal", "tangent", "cotangent.tangent"}
+    assert_close(checkpointed, plain)
+
+
+def _two_steps(step, unmarked, loop):
+    """`step` twice, with a `bwd` that differentiates each step where it goes back."""
+    if loop is None:
+        f = jax.custom_vjp(unmarked)
+        bwd = lambda x, ct: jax.vjp(step, x)[1](ct)
+        f.defvjp(lambda x: (unmarked(x), x), bwd)
+        return lambda x: f(f(x))
+    run = lambda x: lax.scan(lambda c, _: (unmarked(c), c), x, length=2)
+    back = lambda ct, x: jax.vjp(step, x)[1](ct)[0]
+
+    def bwd(xs, ct):
+        if loop == "scan":
+            return (lax.scan(lambda c, x: (back(c, x), None), ct, xs, reverse=True)[0],)
+        one = lambda s: (s[0] - 1, back(s[1], xs[s[0]]))
+        return (lax.while_loop(lambda s: s[0] >= 0, one, (1, ct))[1],)
+
+    f = jax.custom_vjp(lambda x: run(x)[0])
+    f.defvjp(run, bwd)
+    return f
+
+
+def _in_another(loop, step):
+    around = lambda c: loop(step, c)
+    return lambda x: loop(around, x, 2)
+
+
+@pytest.mark.slow
+@_needs_checkpointed_loop
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("loop", [None, "scan", "while"])
+@pytest.mark.parametrize(
+    ("inside", "around"),
+    [
+        ("", "jit"),
+        ("", "checkpoint"),
+        ("checkpoint", ""),
+        ("checkpointed step", "vmap"),
+        ("nested", "checkpoint"),
+        ("", "checkpoints"),
+    ],
+)
+def test_a_bwd_that_differentiates_a_checkpointed_loop(loop, inside, around):
+    """Only the `bwd` marks what it differentiates: the replay in there is none."""
+
+    def make(mark):
+        one = lambda c: jnp.sin(mark(1.5 * c))
+        one = jax.checkpoint(one) if inside == "checkpointed step" else one
+        step = lambda x: _checkpointed(one, x)
+        step = _in_another(_checkpointed, one) if inside == "nested" else step
+        return jax.checkpoint(step) if inside == "checkpoint" else step
+
+    f = _two_steps(make(lambda x: sow(x, "h")), make(lambda x: x), loop)
+    wraps = {"": lambda f: f, "vmap": jax.vmap, "jit": jax.jit}
+    again = lambda f: jax.checkpoint(jax.jit(jax.checkpoint(f)))
+    f = (wraps | {"checkpoint": jax.checkpoint, "checkpoints": again})[around](f)
+    x = jnp.stack([X, -X]) if around == "vmap" else X
+    reduce = Append() if loop is None else None
+    out, got = S(jax.jit(jax.grad(lambda x: f(x).sum())), reduce=reduce)(x)
+
+    # By hand: each step of the loops from the first one, and a zero added at the last
+    # one of each of the two steps.
+    n, zeros = 3 if inside != "nested" else 6, [0 * x, 0 * x]
+
+    def by_hand(zeros, x):
+        values = []
+        for zero in zeros:
+            for i in range(n):
+                x = 1.5 * x + (zero if i == n - 1 else 0)
+                value, x = x, jnp.sin(x)
+            values.append(value)
+        return x.sum(), values
+
+    grads = jax.jit(jax.grad(by_hand, (0, 1), has_aux=True))
+    (cts, grad), values = grads(zeros, x)
+    close(out, grad)
+    if loop is None:  # the backward pass begins with the second step
+        close(got["h"]["primal"][0], values[1])
+        close(got["h"]["primal"][1], values[0])
+        close(got["h"]["cotangent"][0], cts[1])
+        close(got["h"]["cotangent"][1], cts[0])
+        return
+    axis = 1 if around == "vmap" else 0
+    values, cts = (np.stack(v, axis) for v in (values, cts))
+    count = n * np.ones(x.shape[:-1] + (2,), int)
+    if loop == "while":  # it ends with the first step
+        values, cts, count = values[..., 0, :], cts[..., 0, :], 2 * n
+    close(got["h"]["primal"], values)
+    close(got["h"]["cotangent"], cts)
+    assert np.all(np.asarray(got["h"]["count"]) == count)
+
+
+@_needs_checkpointed_loop
+@pytest.mark.parametrize("loop", [None, "scan", "while"])
+@pytest.mark.parametrize("rule", ["fwd", "bwd", "jvp"])
+def test_a_rule_at_another_point_in_such_a_loop(loop, rule):
+    """It is an execution, as what is in a `bwd` is called from one line."""
+
+    def make(mark):
+        g = jax.jit(lambda x: jnp.sin(mark(x)))
+        f = (jax.custom_jvp if rule == "jvp" else jax.custom_vjp)(lambda x: g(x))
+        if rule == "jvp":
+            f.defjvp(lambda x, t: (g(*x), t[0] * g(x[0] + 1)))
+        else:
+            at_fwd = lambda x: (g(x), g(x + 1) if rule == "fwd" else x)
+            f.defvjp(at_fwd, lambda r, ct: (ct * (r if rule == "fwd" else g(r + 1)),))
+        return lambda x: _checkpointed(f, x)
+
+    f = _two_steps(make(lambda x: sow(x, "h")), make(lambda x: x), loop)
+    with pytest.raises(DuplicateSowError):
+        S(jax.grad(lambda x: f(x).sum()))(X)
+    if loop:
+        with pytest.raises(DuplicateSowError, match="runs more than once"):
+            S(jax.grad(lambda x: f(x).sum()), modes="primal")(X)
+
+
 def _solve(wrap, adjoint):
     field = wrap(lambda t, y, args: -sow(y, "y"))
 

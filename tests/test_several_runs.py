@@ -326,6 +326,34 @@ def test_what_cannot_be_planted():
         S(net, capture=eqx.nn.Linear)(NET, X)
 
 
+@pytest.mark.parametrize(
+    ("mode", "names"),
+    [("primal", None), ("primal", "h/1"), ("primal", "**"), ("cotangent", None)],
+)
+def test_append_of_what_runs_once_can_be_planted(mode, names):
+    """A tuple of one is that run, also where the value is a tuple of one itself."""
+
+    def fn(x):
+        def step(c, _):
+            return jnp.sin(sow({"c": c, "text": "static"}, "h")["c"]), None
+
+        x = lax.scan(step, x, length=2)[0]
+        (x,) = lax.cond(x.sum() > 0, lambda x: sow((x,), "k"), lambda x: (-x,), x)
+        return jnp.sum(sow(x**2, "last"))
+
+    _, got = S(jax.grad(fn), reduce=Append(), names=names)(X)
+    assert all(type(entry[mode]) is tuple for entry in got.values())
+    other = jax.grad(fn) if mode == "cotangent" else fn
+    assert_close(plant(other, got, mode=mode)(X), other(X))
+    primals = {name: entry["primal"] for name, entry in got.items()}
+    if mode == "primal":
+        assert_close(plant(fn, primals)(X), fn(X))
+        assert_close(plant(fn, {"last": (X,)})(X), jnp.sum(X))
+    wrong = "has the structure PyTreeDef\\(\\(\\*, \\*\\)\\)"
+    with pytest.raises(SowError, match=wrong):
+        plant(fn, {"last": (X, X)})(X)
+
+
 class Encoder(eqx.Module):
     encoder: eqx.nn.MLP
 

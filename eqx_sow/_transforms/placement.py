@@ -433,7 +433,9 @@ def places_of(
     if not runs_several_times(mine, entries) or (
         functions and (alike or not any(values))
     ):
-        return [Place(None, mine[0], every, values)]
+        site = mine[0].site
+        only = {at: _one_by_one(x, site, [site], mode)[0] for at, x in values.items()}
+        return [Place(None, mine[0], every, only)]
     runs = by_run(mine, entries, survey.runs)
     of_run = dict(runs)
     # If there is no derivative, the values are.
@@ -509,9 +511,12 @@ def _one_by_one(given: Any, site: Site, runs: Sequence[Site], mode: str) -> Any:
         return [value] * len(runs)
     if isinstance(value, Mapping) and not has_form(value):
         value = value.get(mode, value)
+    is_tuple = type(value) in (tuple, list) and len(value) == len(runs)
     if len(runs) == 1:
-        return [value]
-    if type(value) in (tuple, list) and len(value) == len(runs):
+        # `Append` makes a tuple of a single run, too.
+        of_run = is_tuple and not has_form(value) and has_form(value[0])
+        return [*value] if of_run and not callable(value[0]) else [value]
+    if is_tuple:
         # The value of a single run may also be a tuple.
         single = has_form(value) and not any(x is None or has_form(x) for x in value)
         if not single:

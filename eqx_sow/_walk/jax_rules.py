@@ -517,7 +517,10 @@ def _as_jit(fn: Callable, avals: Sequence[Any]) -> Any:
 
 @_wrap(pe.partial_eval_jaxpr_custom_rules, prims.scan_p)
 def _checkpoint_scan(rule, *args):
-    with _listening_with(moving=True):
+    # The rule traces the known part anew, in a trace that does not know where the scan
+    # was called.
+    called = args[-1].source_info.traceback
+    with _listening_with(moving=True), source_info_util.user_context(called):
         known, *rest = rule(*args)
     if shows_sow(known):
         # The call of a jaxpr, in which JAX up to 0.10 would lose the effects.

@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 import jax.extend.core as jexc
 
 from .. import _compat, _hijax
-from .._frames import is_of_equinox
+from .._frames import is_called_by_equinox, is_of_equinox
 from .._mark.site import Site
 from .flow import Here
 from .sows import (
@@ -216,9 +216,10 @@ def _rerun_loops(x: Sown) -> tuple[list[Any], list[Any]]:
     run anew what ran before; and the equations from within the innermost one, up to
     that of the mark.
 
-    That is so if the outermost one is Equinox's, and there is a backward pass in it,
-    too; or if a checkpoint runs them. The loop of a solver that a `bwd` calls is also
-    in a backward pass, but there is none in it."""
+    That is so from the first one that is Equinox's and has a backward pass in it, too;
+    or of all, if a checkpoint runs them. The loop of a solver that a `bwd` calls is
+    also in a backward pass, but there is none in it. A `while_loop` of a `bwd` that
+    calls `jax.vjp` runs each of its steps once."""
     backward, loops, within = False, [], []
     for eqn in x.here.around:
         backward = backward or _compat.in_backward_pass(eqn)
@@ -229,16 +230,16 @@ def _rerun_loops(x: Sown) -> tuple[list[Any], list[Any]]:
         elif not loops and eqn.primitive in _CUSTOM_VJP:
             # Not differentiated, so nothing in there has run before.
             backward = False
-    rerun = _is_recomputed(x) or _goes_backward(loops)
-    return (loops, within) if rerun else ([], [])
+    if not _is_recomputed(x):
+        loops = [*it.dropwhile(lambda e: not _goes_backward(e), loops)]
+    return (loops, within) if loops else ([], [])
 
 
-def _goes_backward(loops: list[Any]) -> bool:
-    """Whether the outermost of these loops is Equinox's, with a backward pass in it. It
-    takes the iterations of the forward pass from the last one, as the cotangent of each
-    is made of that of the next."""
-    bodies = [j for loop in loops[:1] if is_of_equinox(loop) for j in jaxprs_of(loop)]
-    return any(map(_has_backward_pass, bodies))
+def _goes_backward(loop: Any) -> bool:
+    """Whether a loop is Equinox's, with a backward pass in it. It takes the iterations
+    of the forward pass from the last one, as the cotangent of each is made of that of
+    the next."""
+    return is_of_equinox(loop) and any(map(_has_backward_pass, jaxprs_of(loop)))
 
 
 def directions(
@@ -247,7 +248,8 @@ def directions(
     """`Run.backward` of a derivative of these marks of primals, which are or
     repeat these executions."""
     reruns = [loops for y in marks for loops in [_rerun_loops(y)[0]]]
-    reversed_loops = [e for loops in reruns if _goes_backward(loops) for e in loops]
+    goes_back = (loops for loops in reruns if any(map(_goes_backward, loops[:1])))
+    reversed_loops = [e for loops in goes_back for e in loops]
 
     def direction(way: Way, loop: Any) -> bool | None:
         if any(of[: len(way)] == way for of in executions):
@@ -275,6 +277,14 @@ def _runs_anew(x: Sown, y: Sown) -> bool:
     called from the same lines, with the same loops around."""
     loops, within = _rerun_loops(x)
     if not loops or not _is_called_alike(y, within):
+        return False
+    # In a `bwd`, lines do not tell what a rule of a function in the loop runs anew, and
+    # what it runs at another point. (Equinox's loops are such functions, too.)
+    inner = it.dropwhile(lambda e: not is_of_unknown_length(e), y.here.around)
+    if not is_called_by_equinox(loops[0]) and any(
+        e.primitive in _CUSTOM and not is_of_equinox(inside)
+        for e, inside in it.pairwise(inner)
+    ):
         return False
     # If a `bwd` calls the solver of the forward pass, which takes derivatives, once
     # more, then the two loops carry the same. That is not a repetition: it may have
@@ -374,8 +384,14 @@ def are_in_two_branches(x: Sown, y: Sown) -> bool:
 # --- checkpoints and derivative rules ---
 def _is_recomputed(x: Sown) -> bool:
     """Whether it is in a checkpoint that was differentiated, which runs its loops once
-    more as they are."""
-    return any(e.params["differentiated"] for e in _checkpoints(x))
+    more as they are. The `bwd` of a function in there has not run before."""
+    backward = False
+    for eqn, inside in it.pairwise(x.here.around):
+        backward = backward or _compat.in_backward_pass(eqn)
+        if eqn.primitive is jexc.primitives.remat_p and eqn.params["differentiated"]:
+            if _compat.is_recomputed(inside) or not backward:
+                return True
+    return False
 
 
 def _checkpoints(x: Sown) -> list[Any]:

@@ -199,10 +199,13 @@ def runs_of(
             return Facts(x, known)
         if x.site.modes:
             known = _with_iterations(known, it, of, sown)
-            # The tangent of what a loop runs once more is a repetition, too. Equinox
-            # runs some iterations several times, and not in the opposite order.
-            if True in known.backward and "cotangent" not in x.site.modes:
-                known = known._replace(again=all(p in repeated for p in of))
+            # The tangent of what a loop runs once more is a repetition, too, as in a
+            # checkpoint. Equinox runs some iterations several times, and not in the
+            # opposite order.
+            is_tangent = "cotangent" not in x.site.modes
+            if is_tangent and not set(known.backward) <= {False}:
+                again = all(p in repeated for p in of)
+                known = known._replace(again=again, apart=known.apart and not again)
         # In a branch of a cond that a vmap made a selection of, a value of the forward
         # pass has no longer the number that it had.
         in_branch = any(guard.cond is not None for guard in x.site.guards)
@@ -255,6 +258,7 @@ def _checked(every: Sequence[Facts], sown: Mapping[Way, Sown]) -> list[Facts]:
     for x in every:
         if x.mark.site.modes:
             have[x.mark.site.key] |= x.known.of
+    again = {x.mark.way for x in every if x.known.again}
 
     def apart(x: Facts) -> bool:
         if True not in x.known.backward:
@@ -263,7 +267,7 @@ def _checked(every: Sequence[Facts], sown: Mapping[Way, Sown]) -> list[Facts]:
         others = [
             y
             for way, y in sown.items()
-            if y.site.name == name and not y.site.modes and way not in mine
+            if y.site.name == name and not y.site.modes and way not in mine | again
         ]
         values = [sown[p] for p in x.known.of if p in sown]
         return x.known.apart or any(
