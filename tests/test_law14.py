@@ -9,6 +9,7 @@ is the reference; that this is right is what the other tests are about."""
 import dataclasses as dc
 import functools
 import itertools as it
+import math
 import random
 from typing import Any
 
@@ -403,15 +404,147 @@ def test_values_planted_under_a_pattern(case):
             name: _halved(saved[name][mode])
             for name in case.names(case.lists, names=pattern)
         }
-        by_pattern = [{pattern: _halved(x[pattern][mode])} for x in (saved, of_net)]
+        by_pattern = [{pattern: _halved(x[pattern])} for x in (saved, of_net)]
         planted = lambda m, values: of_form(
             plant(case.fn, values, mode=mode, capture=True)(m, case.x)
         )
-        run = lambda *ms: [*map(planted, ms, (each, *by_pattern))]
+        run = lambda *ms: [*map(planted, ms, (each, *by_pattern, *by_pattern))]
         run = run if case.wrap == "plain" else eqx.filter_jit(run)
-        want, *both = run(case.lists, case.lists, case.net)
-        for got in both:
+        # What is looked up in one form may be planted in the other.
+        models = case.lists, case.lists, case.net, case.net, case.lists
+        want, *others = run(*models)
+        for got in others:
             _same(got, want, pattern, case)
+
+
+# As many layers as lanes, and as steps, and as layers in each. A list has their axes
+# first, a stack where its loops are.
+def _layers(x, ws, forms, lanes, parts=("b",), places=()):
+    """What comes out of the last layer, and a sum of all, each times its weight."""
+    if ws.ndim == 0:
+        label = Label("/".join(parts), "intermediates", 0, places)
+        layer = lambda x: bind_sow(jnp.sin(ws * x) + 1, (label,), spec=None)
+        x = (jax.vmap(layer) if lanes else layer)(x)
+        return x, ws * x
+    if forms[0] == "list":
+        total = jnp.zeros_like(x)
+        for i, w in enumerate(ws):
+            new = (*parts, str(i)), places
+            x, of_layer = _layers(x, w, forms[1:], lanes, *new)
+            total += of_layer
+        return x, total
+    new = (*parts, "*"), (*places, len(parts))
+    step = lambda x, w: _layers(x, w, forms[1:], lanes, *new)
+    x, totals = lax.scan(step, x, ws)
+    return x, jnp.sum(totals, 0)
+
+
+_TIME = jnp.array([0.5, -1.0, 2.0, 0.7])
+AROUND = {
+    "plain": lambda f, x: f(x),
+    "vmap": lambda f, x: jax.vmap(f)(x),
+    "time": lambda f, x: lax.map(lambda t: f(t * x), _TIME[: len(x)]),
+    "vmap of time": lambda f, xs: jax.vmap(
+        lambda x: lax.map(lambda t: f(t * x), _TIME[: len(xs)])
+    )(xs),
+    "vmap in each": lambda f, x: f(x),
+}
+SIZES = {"4": (4,), "2x2": (2, 2)}
+
+
+def _equally_long(around, sizes):
+    """The program for each of the forms, a batch, and what a program without marks
+    gives if each value is halved."""
+    ws = jnp.linspace(0.5, 2, math.prod(sizes)).reshape(sizes)
+    x = XS[: sizes[0]]
+    x = X if around == "plain" else x
+    lanes, places = around == "vmap in each", (None,) if "time" in around else ()
+
+    def program(*forms):
+        fn = lambda x: _layers(x, ws, forms, lanes, places=places)[1]
+        return lambda x: AROUND[around](fn, x)
+
+    def by_hand(x):
+        total = 0
+        for w in ws.ravel():
+            x = jnp.sin(w * x) + 1
+            total += w * x / 2
+        return total
+
+    return program, x, AROUND[around](by_hand, x)
+
+
+_FORMS = {
+    sizes: [*it.product(["list", "scan"], repeat=len(n))] for sizes, n in SIZES.items()
+}
+
+
+@pytest.mark.sample(9)
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize(
+    "sizes, source, target",
+    [(s, *pair) for s, forms in _FORMS.items() for pair in it.product(forms, forms)],
+    ids=str,
+)
+def test_equally_long_axes_are_not_mixed_up(around, sizes, source, target):
+    pattern = "b/*" if sizes == "4" else "b/*/*"
+    program, x, want = _equally_long(around, SIZES[sizes])
+    out, saved = S(program(*source))(x)
+    into = program(*target)
+    fn = lambda values: plant(into, values)(x)
+    for one in (saved, saved.unstack()):
+        _same(fn({pattern: _halved(one[pattern])}), want)
+        _same(fn({"**": _halved(one["**"])}), want)
+        _same(jax.jit(lambda one: fn({pattern: _halved(one[pattern])}))(one), want)
+    _same(fn(_halved(saved.unstack())), want)
+    _same(fn(_halved(saved.unstack()).primals), want)
+    if source == target or "list" not in source:
+        _same(fn(_halved(saved)), want)
+        _same(fn(_halved(saved).primals), want)
+    # An array does not say which axis is which: it is as in the same program.
+    array = _halved(saved[pattern]["primal"])
+    in_place = "list" not in target and source == target
+    if in_place or around == "plain":
+        _same(fn({pattern: array}), want)
+    elif "list" in target:
+        for value in (array, np.asarray(array), {"primal": array}):
+            with pytest.raises(SowError, match="two of its axes are equally long"):
+                fn({pattern: value})
+
+
+@pytest.mark.parametrize("source, target", [*it.product(["list", "scan"], repeat=2)])
+def test_axes_from_outside_that_are_equally_long(source, target):
+    """Of `jax.vmap(save_intermediates(fn))` it cannot be told which axis is which."""
+    (inside, _, _), (around, xs, want) = (
+        _equally_long(name, (4,)) for name in ("plain", "vmap")
+    )
+    _, saved = jax.vmap(S(inside(source)))(xs)
+    fn = lambda values: plant(around(target), values)(xs)
+    if source == "list":
+        _same(fn({"b/*": _halved(saved["b/*"])}), want)
+    _, entry = jax.vmap(lambda x: (0, S(inside(source))(x)[1]["b/*"]))(xs)
+    with pytest.raises(SowError, match="two of its axes are equally long"):
+        fn({"b/*": entry})
+    if source == "scan":
+        with pytest.raises(SowError, match="two of its axes are equally long"):
+            fn(saved)
+    # Where they are not, it can.
+    _, entry = jax.vmap(lambda x: (0, S(inside(source))(x)[1]["b/*"]))(xs[:3])
+    _same(
+        plant(around(target), {"b/*": _halved(entry)})(xs[:3]),
+        jax.tree.map(lambda x: x[:3], want),
+    )
+
+
+def test_what_is_compiled_for_a_list_is_not_used_for_a_stack():
+    program, x, want = _equally_long("vmap", (4,))
+    entries = [_halved(S(program(form))(x)[1]["b/*"]) for form in ("list", "scan")]
+    for target in ("list", "scan"):
+        for order in (entries, entries[::-1]):
+            fn = lambda entry: plant(program(target), {"b/*": entry})(x)
+            compiled = jax.jit(fn)
+            for entry in order:
+                _same(compiled(entry), want)
 
 
 @pytest.mark.parametrize("form", ["list", *FORMS])

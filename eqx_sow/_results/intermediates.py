@@ -95,10 +95,11 @@ class Intermediates(dict[str, dict[str, Any]]):
 
     def __getitem__(self, name: str) -> dict[str, Any]:
         modes: Any = super().get(name, self)
+        known = self._known
         if modes is self:
-            name, modes, _ = self._found(name)
+            name, modes, known = self._found(name)
         # What is put in may be anything.
-        return modes_of(name, modes, self._known) if type(modes) is dict else modes
+        return modes_of(name, modes, known) if type(modes) is dict else modes
 
     def get(self, name: Any, default: Any = None) -> Any:
         return self[name] if name in self else default

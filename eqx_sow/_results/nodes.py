@@ -12,13 +12,14 @@ import jax.export
 import jax.tree_util as jtu
 
 from .._frames import api_boundary
-from .layers import Known, Values
+from .layers import Known, OfRuns, OfValue, Values
 from .lookup import find, is_there, no_array, unknown_mode, unknown_name
 
 
 class Keys(tuple[str, ...]):
-    """The static part of such a dict: its keys, and what is known of it. That does not
-    count for whether two are of one form: both a loop and a vmap stack values."""
+    """The static part of such a dict: its keys, then `Known.orders` of its values, if
+    there are any; and what is known of it. Nothing else of that counts for whether two
+    are of one form: both a loop and a vmap stack values."""
 
     known: Any
 
@@ -132,6 +133,19 @@ def of_mode(mode: str, values: Mapping[str, Any], known: Known) -> OfMode:
     return made
 
 
+def axes_given(given: Mapping[str, Any], name: str, mode: str) -> OfValue | OfRuns:
+    """What is known of the axes of a value that somebody passes on, in what came back
+    or in a dict: of the mode of an entry, or of one in `primals`."""
+    value = given[name]
+    if type(value) is Modes:
+        name, known = value._known
+    elif type(given) is OfMode:
+        mode, known = given._known
+    else:
+        return ()
+    return known.of(name, mode)
+
+
 # --- in order ---
 def _rank(mode: str) -> tuple[Any, ...]:
     order = {"primal": 0, "tangent": 1, "cotangent": 2}
@@ -155,6 +169,11 @@ def modes_in_order(modes: Mapping[str, Any]) -> dict[str, Any]:
 # has to.
 def _flatten(x: Any) -> tuple[tuple[Any, ...], Keys]:
     keys = Keys(x)
+    own, known = x._known if type(x._known) is tuple else (None, x._known)
+    if known.orders:
+        names = (own,) if type(x) is Modes else x
+        orders = tuple(map(known.orders.get, names))
+        keys = Keys((*x, orders)) if any(orders) else keys
     keys.known = x._known
     children = tuple(x.values())
     for modes in children:
@@ -180,7 +199,9 @@ def register(cls: Any, unflatten: Callable[[Keys, Any], Any]) -> None:
     jax.export.register_pytree_node_serialization(
         cls,
         serialized_name=f"eqx_sow.{cls.__name__}",
-        serialize_auxdata=lambda keys: json.dumps(keys).encode(),
+        serialize_auxdata=lambda keys: json.dumps(
+            [k for k in keys if type(k) is not tuple]
+        ).encode(),
         deserialize_auxdata=deserialized,
     )
 

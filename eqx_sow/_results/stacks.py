@@ -1,7 +1,7 @@
 """Stacks of layers: taken apart, as if each were a list, and layers put together."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -13,6 +13,7 @@ import numpy as np
 from .._errors import SowError
 from .._globs import fits, head_of, is_glob, is_index, of_all_layers
 from .layers import (
+    behind_layers,
     Known,
     layer_of,
     LoopAxis,
@@ -109,14 +110,22 @@ def _when(
 
 
 # --- put together ---
-def stacked(pattern: str, layers: Values) -> dict[str, Any]:
+def stacked(
+    pattern: str, layers: Values, axes: Mapping[tuple[str, str], OfValue | OfRuns]
+) -> tuple[dict[str, Any], dict[tuple[str, str], OfValue | OfRuns]]:
     """The modes that all of these layers have, which a pattern fits, as one value each,
     whose arrays have new axes in front. Nested lists have one axis for each: those of
     `blocks/0/layers/0` to `blocks/1/layers/3` are `(2, 4)`. Other names are along one
-    axis, in order of execution."""
+    axis, in order of execution. Also what all axes are, given those of the layers."""
     names, sizes = grid(pattern, list(layers))
-    modes = [m for m in layers[names[0]] if all(m in layers[name] for name in names)]
-    return {m: _along_new_axes(pattern, m, layers, names, sizes) for m in modes}
+    values, new = {}, {}
+    for mode, one in layers[names[0]].items():
+        if all(mode in layers[name] for name in names):
+            values[mode] = _along_new_axes(pattern, mode, layers, names, sizes)
+            known = axes[names[0], mode]
+            each = [behind_layers(*run, sizes) for run in runs_of(known, one)]
+            new[pattern, mode] = each if isinstance(known, list) else each[0]
+    return values, new
 
 
 def grid(pattern: str, names: list[str]) -> tuple[list[str], list[int]]:
