@@ -222,13 +222,13 @@ def at_iteration(
         kept = [i is None for i in index] + [True] * (len(shape) - len(axes))
         new.append((tuple(it.compress(axes, kept)), tuple(it.compress(shape, kept))))
         where = dict(zip(_places(own, x) or (), index))
-        return _indexed(x, [where.get(i) for i in range(np.ndim(x))])
+        return indexed(x, [where.get(i) for i in range(np.ndim(x))])
 
     value = jtu.tree_map(one, value)
     return tuple(new), value
 
 
-def _indexed(x: Any, index: Sequence[int | None]) -> Any:
+def indexed(x: Any, index: Sequence[int | None]) -> Any:
     """An array at an index for each of its first axes, `None` for all of it."""
     if all(i is None for i in index):
         return x

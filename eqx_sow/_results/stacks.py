@@ -1,7 +1,8 @@
 """Stacks of layers: taken apart, as if each were a list, and layers put together."""
 
+import itertools as it
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -11,7 +12,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .._errors import SowError
-from .._globs import fits, head_of, is_glob, is_index, of_all_layers
+from .._globs import fits, head_of, is_glob, is_index, is_number, of_all_layers
 from .layers import (
     behind_layers,
     Known,
@@ -107,6 +108,43 @@ def _when(
         key += [began.setdefault(x.scan or (position, depth), position)]
         key += [x.length - 1 - i if from_end and x.place is not None else i]
     return (*key, position)
+
+
+# --- taken apart by shapes, where no axes are known ---
+def layers_like(
+    pattern: str, names: Iterable[str]
+) -> tuple[list[str], list[int]] | None:
+    """All layers of a list that a stack of this name would have, in order, if these
+    names are there; and how many there are along each axis."""
+    heads = [[*map(head_of, name.split("/"))] for name in (pattern, *names)]
+    stack, *others = heads
+    stars = [k for k, (head, _) in enumerate(stack) if head == "*"]
+    found = {}
+    for parts, name in zip(others, names):
+        like = [("*" if k in stars else h, rest) for k, (h, rest) in enumerate(parts)]
+        if like == stack and all(is_number(parts[k][0]) for k in stars):
+            found[tuple(int(parts[k][0]) for k in stars)] = name
+    sizes = [max(i) + 1 for i in zip(*found)]
+    every = [*it.product(*map(range, sizes))]
+    if not sizes or {*every} != {*found}:
+        return None
+    return [found[i] for i in every], sizes
+
+
+def fits_along(
+    shape: Sequence[int], sizes: Sequence[int], of_layer: Sequence[int], n: int
+) -> set[tuple[int, ...]]:
+    """Where an array may have axes of so many layers, given the shape of one layer, of
+    which the first `n` axes are leading ones: of `[5, 4, 3]`, 4 layers of `[5, 3]` are
+    along axis 1."""
+    every = it.combinations(range(n + len(sizes)), len(sizes))
+    keep = lambda at: [k for k in range(len(shape)) if k not in at]
+    return {
+        at
+        for at in (every if len(shape) == len(sizes) + len(of_layer) else ())
+        if [shape[k] for k in at] == [*sizes]
+        and [shape[k] for k in keep(at)] == [*of_layer]
+    }
 
 
 # --- put together ---
