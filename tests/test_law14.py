@@ -26,6 +26,7 @@ from eqx_sow import (
     Buffer,
     compare,
     Fold,
+    Intermediates,
     Last,
     plant,
     save_intermediates as S,
@@ -541,10 +542,21 @@ def test_what_is_compiled_for_a_list_is_not_used_for_a_stack():
     entries = [_halved(S(program(form))(x)[1]["b/*"]) for form in ("list", "scan")]
     for target in ("list", "scan"):
         for order in (entries, entries[::-1]):
-            fn = lambda entry: plant(program(target), {"b/*": entry})(x)
-            compiled = jax.jit(fn)
+            one = jax.jit(lambda entry: plant(program(target), {"b/*": entry})(x))
+            several = jax.jit(lambda values: plant(program(target), values)(x))
             for entry in order:
-                _same(compiled(entry), want)
+                _same(one(entry), want)
+                _same(several(Intermediates({"b/*": entry})), want)
+    # Without lanes, both are of one form.
+    saved = [S(_equally_long("plain", (4,))[0](f))(X)[1] for f in ("list", "scan")]
+    zeros = jax.tree.map(jnp.subtract, *[x["b/*"] for x in saved])
+    _same(zeros["primal"], jnp.zeros((4, 2)))
+    # In one loop, another axis is the layers'.
+    programs = [_equally_long(name, (4,))[0] for name in ("vmap", "vmap in each")]
+    look_up = jax.jit(lambda saved: saved["b/1"]["primal"])
+    for program in (*programs, *programs[::-1]):
+        (_, saved), (_, in_list) = (S(program(f))(x) for f in ("scan", "list"))
+        _same(look_up(saved), in_list["b/1"]["primal"])
 
 
 @pytest.mark.parametrize("form", ["list", *FORMS])

@@ -3,6 +3,7 @@
 To JAX each is a PyTree node of its own type, since JAX sorts the keys of a plain dict.
 """
 
+import dataclasses as dc
 import functools as ft
 import json
 from collections.abc import Callable, Mapping
@@ -16,7 +17,7 @@ from .layers import Known, OfRuns, OfValue, Values
 from .lookup import find, is_there, no_array, unknown_mode, unknown_name
 
 
-class Keys(tuple[str, ...]):
+class Keys(tuple[Any, ...]):
     """The static part of such a dict: its keys, then `Known.orders` of its values, if
     there are any; and what is known of it. Nothing else of that counts for whether two
     are of one form: both a loop and a vmap stack values."""
@@ -168,19 +169,31 @@ def modes_in_order(modes: Mapping[str, Any]) -> dict[str, Any]:
 # function costs more than one that returns a plain dict. So neither does more than it
 # has to.
 def _flatten(x: Any) -> tuple[tuple[Any, ...], Keys]:
-    keys = Keys(x)
-    own, known = x._known if type(x._known) is tuple else (None, x._known)
-    if known.orders:
-        names = (own,) if type(x) is Modes else x
-        orders = tuple(map(known.orders.get, names))
-        keys = Keys((*x, orders)) if any(orders) else keys
-    keys.known = x._known
+    keys, held = Keys(x), x._known
     children = tuple(x.values())
     for modes in children:
         # An entry of an `Intermediates` that was put into this one.
         if type(modes) is Modes:
-            return tuple(dict(m) if type(m) is Modes else m for m in children), keys
+            held = _with_axes_of(x)
+            children = tuple(dict(m) if type(m) is Modes else m for m in children)
+            break
+    own, known = held if type(held) is tuple else (None, held)
+    if known.orders:
+        names = (own,) if type(x) is Modes else x
+        orders = tuple(map(known.orders.get, names))
+        keys = Keys((*x, orders)) if any(orders) else keys
+    keys.known = held
     return children, keys
+
+
+def _with_axes_of(x: Any) -> Known:
+    """What is known of an `Intermediates` and of the entries of others in it."""
+    axes = dict(x._known.axes)
+    for name, entry in x.items():
+        if type(entry) is Modes:
+            own, known = entry._known
+            axes |= {(name, mode): known.of(own, mode) for mode in entry}
+    return dc.replace(x._known, axes=axes)
 
 
 def _flatten_with_keys(x: Any) -> tuple[tuple[Any, ...], Keys]:

@@ -16,10 +16,10 @@ from .._mark.listening import listening
 from .._mark.static import SameParts
 from .._values.modes import Mode
 from .._walk.handler import Given
+from .layered import by_layer
 from .planted import (
     At,
     by_iteration,
-    by_layer,
     check_one_place,
     marks_for,
     places_of,
