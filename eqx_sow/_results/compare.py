@@ -113,7 +113,8 @@ def compare(
         `numpy.asarray` takes, such as PyTorch's detached tensors. If a capture has a
         stack of layers (`"blocks/*/attn"`) where the other has a list
         (`"blocks/0/attn"`), the stack is taken apart, by
-        [`eqx_sow.Intermediates`][]`.unstack()`. For a file, do that before `flat()`.
+        [`eqx_sow.Intermediates`][]`.unstack()`, in a file by its shape. If two axes are
+        equally long, do that before `flat()`.
     - `rtol`, `atol`: the tolerance. For bfloat16, whose numbers are 0.4 % apart, a
         `rtol` of `2e-2` and an `atol` of 1 % of the largest value are a start.
 

@@ -55,8 +55,9 @@ class Intermediates(dict[str, dict[str, Any]]):
 
     To JAX it is a PyTree node of its own type. In `jax.tree.map(fn, a, b)`, and as
     results of the branches of a `jax.lax.cond`, two `Intermediates` need the same names
-    in the same order. To combine one with a plain dict, write `dict(intermediates)` or
-    `Intermediates(plain)`. Its paths consist of `jax.tree_util.DictKey`s.
+    in the same order, and stacks the same order of axes. To combine one with a plain
+    dict, write `dict(intermediates)` or `Intermediates(plain)`. Its paths consist of
+    `jax.tree_util.DictKey`s.
 
     **Arguments:**
 
@@ -214,7 +215,7 @@ class Intermediates(dict[str, dict[str, Any]]):
 
         **Arguments:**
 
-        - `name`, `mode`: of the value.
+        - `name`, `mode`: of the value. Layers of a list are a `"loop"`, too.
 
         **Returns:**
 
