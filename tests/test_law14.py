@@ -509,7 +509,9 @@ def test_equally_long_axes_are_not_mixed_up(around, sizes, source, target):
         _same(fn({pattern: array}), want)
     elif "list" in target:
         for value in (array, np.asarray(array), {"primal": array}):
-            with pytest.raises(SowError, match="two of its axes are equally long"):
+            with pytest.raises(
+                SowError, match="equally long, so it is not known which"
+            ):
                 fn({pattern: value})
 
 
@@ -524,10 +526,10 @@ def test_axes_from_outside_that_are_equally_long(source, target):
     if source == "list":
         _same(fn({"b/*": _halved(saved["b/*"])}), want)
     _, entry = jax.vmap(lambda x: (0, S(inside(source))(x)[1]["b/*"]))(xs)
-    with pytest.raises(SowError, match="two of its axes are equally long"):
+    with pytest.raises(SowError, match="equally long, so it is not known which"):
         fn({"b/*": entry})
     if source == "scan":
-        with pytest.raises(SowError, match="two of its axes are equally long"):
+        with pytest.raises(SowError, match="equally long, so it is not known which"):
             fn(saved)
     # Where they are not, it can.
     _, entry = jax.vmap(lambda x: (0, S(inside(source))(x)[1]["b/*"]))(xs[:3])
@@ -535,6 +537,22 @@ def test_axes_from_outside_that_are_equally_long(source, target):
         plant(around(target), {"b/*": _halved(entry)})(xs[:3]),
         jax.tree.map(lambda x: x[:3], want),
     )
+
+
+@pytest.mark.parametrize("source, target", [*it.product(["list", "scan"], repeat=2)])
+def test_runs_in_different_loops_over_as_many_layers(source, target):
+    """The second one in a loop over as many steps as there are layers."""
+    plan = Plan((4,), "linear")
+
+    def fn(m, x):
+        steps = lax.map(lambda t: run_layers(m.stages, t * x, m.form), _TIME)
+        return run_layers(m.stages, x, m.form) + steps.sum(0)
+
+    _, in_list = S(fn, capture=True)(plan.lists, X)
+    want = plant(fn, _halved(in_list), capture=True)(plan.lists, X)
+    _, saved = S(fn, capture=True)(plan.net(source), X)
+    values = {"stages/*": _halved(saved["stages/*"])}
+    _same(plant(fn, values, capture=True)(plan.net(target), X), want)
 
 
 def test_what_is_compiled_for_a_list_is_not_used_for_a_stack():
