@@ -515,6 +515,20 @@ def test_equally_long_axes_are_not_mixed_up(around, sizes, source, target):
                 fn({pattern: value})
 
 
+@pytest.mark.parametrize("form", ["list", "scan"])
+def test_axes_of_what_a_pattern_gives(form):
+    names = {"vmap": "vmap", "time": "loop", "vmap in each": "vmap"}
+    for around, name in names.items():
+        program, x, _ = _equally_long(around, (4,))
+        _, saved = S(program(form))(x)
+        is_first = form == "list" or around == "vmap in each"
+        axes = ("loop", name) if is_first else (name, "loop")
+        assert saved.axes("b/*") == saved.axes("**") == axes
+    program, x, _ = _equally_long("vmap of time", (2, 2))
+    _, saved = S(program(form, "list"))(x)
+    assert saved.axes("b/*/*") == ("loop", "loop", "vmap", "loop")
+
+
 @pytest.mark.parametrize("source, target", [*it.product(["list", "scan"], repeat=2)])
 def test_axes_from_outside_that_are_equally_long(source, target):
     """Of `jax.vmap(save_intermediates(fn))` it cannot be told which axis is which."""
@@ -569,6 +583,13 @@ def test_what_is_compiled_for_a_list_is_not_used_for_a_stack():
     saved = [S(_equally_long("plain", (4,))[0](f))(X)[1] for f in ("list", "scan")]
     zeros = jax.tree.map(jnp.subtract, *[x["b/*"] for x in saved])
     _same(zeros["primal"], jnp.zeros((4, 2)))
+    # And a `vmap` may be inside or outside.
+    (one, _, _), (batch, xs, _) = (_equally_long(n, (4,)) for n in ("plain", "vmap"))
+    both = jax.vmap(S(one("scan")))(xs)[1], S(batch("scan"))(xs)[1]
+    zeros = jax.tree.map(jnp.subtract, *both)
+    _same(zeros["b/*"]["primal"], jnp.zeros((4, 4, 2)))
+    with pytest.raises(ValueError, match="layers 0, vmap"):
+        jax.tree.map(jnp.subtract, *entries)
     # In one loop, another axis is the layers'.
     programs = [_equally_long(name, (4,))[0] for name in ("vmap", "vmap in each")]
     look_up = jax.jit(lambda saved: saved["b/1"]["primal"])
