@@ -47,6 +47,13 @@ class Modes(dict[str, Any]):
     def __missing__(self, mode: Any) -> NoReturn:
         raise unknown_mode(mode, self, *self._known)
 
+    def copy(self) -> "Modes":
+        made = Modes(self)
+        made._known = self._known
+        return made
+
+    __copy__ = copy
+
     @api_boundary
     def __getattr__(self, attribute: str) -> NoReturn:
         raise AttributeError(no_array(self, self._known[0], attribute))
