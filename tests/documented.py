@@ -146,6 +146,10 @@ DOCUMENTED = {
             "test_errors.py::test_a_gradient_that_may_be_that_of_either_of_two_modules"
         ],
         '"both mean"': ["test_patterns.py::test_two_keys_that_mean_one_mark"],
+        '"not known which … is that of the layers" (`plant`, `compare`)': [
+            "test_law14.py::test_equally_long_axes_are_not_mixed_up",
+            "test_compare.py::test_the_axis_of_layers_is_found_by_lengths",
+        ],
         '"has a leaf … where … is marked", "is what all layers have together", "has the '
         'structure" (`plant`)': [
             "test_misuse.py::test_misuse",

@@ -7,6 +7,7 @@ import io
 import json
 import pickle
 import random
+import re
 
 import equinox as eqx
 import jax
@@ -82,8 +83,9 @@ def _in_list(blocks):
     return List([at(i) for i in range(4)])
 
 
-def _save(model, transform=None, **options):
-    saved = S(eqx.filter_grad(lambda m, x: m(x)), capture=eqx.nn.Linear, **options)
+def _save(model, transform=None, of=None, **options):
+    options = dict(capture=eqx.nn.Linear, transform=of, **options)
+    saved = S(eqx.filter_grad(lambda m, x: m(x)), **options)
     return (transform or (lambda f: f))(saved)(model, X)[1]
 
 
@@ -106,6 +108,63 @@ def test_finds_the_layer_in_a_list_and_in_a_stack(transform):
     assert row(of_stacks) == row(table)
     for right in (lists[1], stacks[1]):
         assert compare(stacks[1], right).first is None
+
+
+def _of_no_axes(stack, tmp_path):
+    """What a file, or a user's own dict, has of a stack."""
+    file = tmp_path / "stack.npz"
+    np.savez(file, **stack.flat())
+    text = json.loads(
+        json.dumps({k: np.asarray(x).tolist() for k, x in stack.flat().items()})
+    )
+    return [dict(stack), stack.flat(), np.load(file), text]
+
+
+@pytest.mark.parametrize(
+    "transform", [None, summarize, lambda h: {"h": h, "n": (h[0], 1)}]
+)
+def test_a_stack_of_no_known_axes_is_compared_with_a_list(transform, tmp_path):
+    layer = ("m/blocks/2/mlp", "primal")
+    right, wrong = (_save(_in_list(x), of=transform) for x in (BLOCKS, WRONG))
+    for given in _of_no_axes(_save(Stack(WRONG), of=transform), tmp_path):
+        assert (
+            compare(given, wrong).first is None and compare(wrong, given).first is None
+        )
+        assert compare(given, wrong.flat()).first is None
+        for table in (compare(given, right), compare(right, given)):
+            # The rows are those of the lists, one for each leaf.
+            assert table.first == layer and "Only in" not in table
+            assert "m/blocks/3/mlp" in table
+
+
+@pytest.mark.parametrize("n", [3, 4])
+def test_the_axis_of_layers_is_found_by_lengths(n, tmp_path):
+    """With a `vmap` around, it is behind the lanes."""
+    over = lambda model: S(jax.vmap(model), capture=eqx.nn.Linear)(jnp.ones((n, 3)))[1]
+    stack, layers = over(Stack(BLOCKS)), over(_in_list(BLOCKS))
+    for given in _of_no_axes(stack, tmp_path):
+        for pair in ((given, layers), (layers, given)):
+            if n != 4:
+                assert compare(*pair).first is None
+                continue
+            said = r"'blocks/\*/attn', .*\[4,4,3\], is compared with .* save `inter"
+            with pytest.raises(SowError, match=said):
+                compare(*pair)
+    for pair in ((stack.unstack().flat(), layers), (layers, stack.unstack().flat())):
+        assert compare(*pair).first is None
+
+
+def test_the_names_that_are_to_be_changed_are_of_the_same_layers():
+    layers = {"x": X, **{f"blocks/{i}/mlp": X for i in range(4)}}
+    stack = {"y": X, "m/blocks/*/mlp": jnp.stack([X] * 4)}
+    for pair, said in (
+        ((layers, stack), "'blocks/*/mlp': reference['m/blocks/*/mlp']"),
+        ((stack, layers), "'m/blocks/0/mlp': reference['blocks/0/mlp']"),
+    ):
+        with pytest.raises(UnknownSowError, match=re.escape(f"`{{{said}}}`")):
+            compare(*pair)
+    renamed = {"blocks/*/mlp": stack["m/blocks/*/mlp"]}
+    assert compare(layers, renamed).first is None
 
 
 @pytest.mark.parametrize("with_input", [False, True])

@@ -9,6 +9,7 @@ is the reference; that this is right is what the other tests are about."""
 import dataclasses as dc
 import functools
 import itertools as it
+import math
 import random
 from typing import Any
 
@@ -24,6 +25,7 @@ from eqx_sow import (
     Buffer,
     compare,
     Fold,
+    Intermediates,
     Last,
     plant,
     save_intermediates as S,
@@ -403,15 +405,197 @@ def test_values_planted_under_a_pattern(case):
             name: _halved(saved[name][mode])
             for name in case.names(case.lists, names=pattern)
         }
-        by_pattern = [{pattern: _halved(x[pattern][mode])} for x in (saved, of_net)]
+        by_pattern = [{pattern: _halved(x[pattern])} for x in (saved, of_net)]
         planted = lambda m, values: of_form(
             plant(case.fn, values, mode=mode, capture=True)(m, case.x)
         )
-        run = lambda *ms: [*map(planted, ms, (each, *by_pattern))]
+        run = lambda *ms: [*map(planted, ms, (each, *by_pattern, *by_pattern))]
         run = run if case.wrap == "plain" else eqx.filter_jit(run)
-        want, *both = run(case.lists, case.lists, case.net)
-        for got in both:
+        # What is looked up in one form may be planted in the other.
+        models = case.lists, case.lists, case.net, case.net, case.lists
+        want, *others = run(*models)
+        for got in others:
             _same(got, want, pattern, case)
+
+
+# As many layers as lanes, and as steps, and as layers in each. A list has their axes
+# first, a stack where its loops are.
+def _layers(x, ws, forms, lanes, parts=("b",), places=()):
+    """What comes out of the last layer, and a sum of all, each times its weight."""
+    if ws.ndim == 0:
+        label = Label("/".join(parts), "intermediates", 0, places)
+        layer = lambda x: bind_sow(jnp.sin(ws * x) + 1, (label,), spec=None)
+        x = (jax.vmap(layer) if lanes else layer)(x)
+        return x, ws * x
+    if forms[0] == "list":
+        total = jnp.zeros_like(x)
+        for i, w in enumerate(ws):
+            new = (*parts, str(i)), places
+            x, of_layer = _layers(x, w, forms[1:], lanes, *new)
+            total += of_layer
+        return x, total
+    new = (*parts, "*"), (*places, len(parts))
+    step = lambda x, w: _layers(x, w, forms[1:], lanes, *new)
+    x, totals = lax.scan(step, x, ws)
+    return x, jnp.sum(totals, 0)
+
+
+_TIME = jnp.array([0.5, -1.0, 2.0, 0.7])
+AROUND = {
+    "plain": lambda f, x: f(x),
+    "vmap": lambda f, x: jax.vmap(f)(x),
+    "time": lambda f, x: lax.map(lambda t: f(t * x), _TIME[: len(x)]),
+    "vmap of time": lambda f, xs: jax.vmap(
+        lambda x: lax.map(lambda t: f(t * x), _TIME[: len(xs)])
+    )(xs),
+    "vmap in each": lambda f, x: f(x),
+}
+SIZES = {"4": (4,), "2x2": (2, 2)}
+
+
+def _equally_long(around, sizes):
+    """The program for each of the forms, a batch, and what a program without marks
+    gives if each value is halved."""
+    ws = jnp.linspace(0.5, 2, math.prod(sizes)).reshape(sizes)
+    x = XS[: sizes[0]]
+    x = X if around == "plain" else x
+    lanes, places = around == "vmap in each", (None,) if "time" in around else ()
+
+    def program(*forms):
+        fn = lambda x: _layers(x, ws, forms, lanes, places=places)[1]
+        return lambda x: AROUND[around](fn, x)
+
+    def by_hand(x):
+        total = 0
+        for w in ws.ravel():
+            x = jnp.sin(w * x) + 1
+            total += w * x / 2
+        return total
+
+    return program, x, AROUND[around](by_hand, x)
+
+
+_FORMS = {
+    sizes: [*it.product(["list", "scan"], repeat=len(n))] for sizes, n in SIZES.items()
+}
+
+
+@pytest.mark.sample(9)
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize(
+    "sizes, source, target",
+    [(s, *pair) for s, forms in _FORMS.items() for pair in it.product(forms, forms)],
+    ids=str,
+)
+def test_equally_long_axes_are_not_mixed_up(around, sizes, source, target):
+    pattern = "b/*" if sizes == "4" else "b/*/*"
+    program, x, want = _equally_long(around, SIZES[sizes])
+    out, saved = S(program(*source))(x)
+    into = program(*target)
+    fn = lambda values: plant(into, values)(x)
+    for one in (saved, saved.unstack()):
+        _same(fn({pattern: _halved(one[pattern].copy())}), want)
+        _same(fn({"**": _halved(one["**"])}), want)
+        _same(jax.jit(lambda one: fn({pattern: _halved(one[pattern])}))(one), want)
+    _same(fn(_halved(saved.unstack())), want)
+    _same(fn(_halved(saved.unstack()).primals), want)
+    if source == target or "list" not in source:
+        _same(fn(_halved(saved)), want)
+        _same(fn(_halved(saved).primals), want)
+    # An array does not say which axis is which: it is as in the same program.
+    array = _halved(saved[pattern]["primal"])
+    in_place = "list" not in target and source == target
+    if in_place or around == "plain":
+        _same(fn({pattern: array}), want)
+    elif "list" in target:
+        for value in (array, np.asarray(array), {"primal": array}):
+            with pytest.raises(
+                SowError, match="equally long, so it is not known which"
+            ):
+                fn({pattern: value})
+
+
+@pytest.mark.parametrize("form", ["list", "scan"])
+def test_axes_of_what_a_pattern_gives(form):
+    names = {"vmap": "vmap", "time": "loop", "vmap in each": "vmap"}
+    for around, name in names.items():
+        program, x, _ = _equally_long(around, (4,))
+        _, saved = S(program(form))(x)
+        is_first = form == "list" or around == "vmap in each"
+        axes = ("loop", name) if is_first else (name, "loop")
+        assert saved.axes("b/*") == saved.axes("**") == axes
+    program, x, _ = _equally_long("vmap of time", (2, 2))
+    _, saved = S(program(form, "list"))(x)
+    assert saved.axes("b/*/*") == ("loop", "loop", "vmap", "loop")
+
+
+@pytest.mark.parametrize("source, target", [*it.product(["list", "scan"], repeat=2)])
+def test_axes_from_outside_that_are_equally_long(source, target):
+    """Of `jax.vmap(save_intermediates(fn))` it cannot be told which axis is which."""
+    (inside, _, _), (around, xs, want) = (
+        _equally_long(name, (4,)) for name in ("plain", "vmap")
+    )
+    _, saved = jax.vmap(S(inside(source)))(xs)
+    fn = lambda values: plant(around(target), values)(xs)
+    if source == "list":
+        _same(fn({"b/*": _halved(saved["b/*"])}), want)
+    _, entry = jax.vmap(lambda x: (0, S(inside(source))(x)[1]["b/*"]))(xs)
+    with pytest.raises(SowError, match="equally long, so it is not known which"):
+        fn({"b/*": entry})
+    if source == "scan":
+        with pytest.raises(SowError, match="equally long, so it is not known which"):
+            fn(saved)
+    # Where they are not, it can.
+    _, entry = jax.vmap(lambda x: (0, S(inside(source))(x)[1]["b/*"]))(xs[:3])
+    _same(
+        plant(around(target), {"b/*": _halved(entry)})(xs[:3]),
+        jax.tree.map(lambda x: x[:3], want),
+    )
+
+
+@pytest.mark.parametrize("source, target", [*it.product(["list", "scan"], repeat=2)])
+def test_runs_in_different_loops_over_as_many_layers(source, target):
+    """The second one in a loop over as many steps as there are layers."""
+    plan = Plan((4,), "linear")
+
+    def fn(m, x):
+        steps = lax.map(lambda t: run_layers(m.stages, t * x, m.form), _TIME)
+        return run_layers(m.stages, x, m.form) + steps.sum(0)
+
+    _, in_list = S(fn, capture=True)(plan.lists, X)
+    want = plant(fn, _halved(in_list), capture=True)(plan.lists, X)
+    _, saved = S(fn, capture=True)(plan.net(source), X)
+    values = {"stages/*": _halved(saved["stages/*"])}
+    _same(plant(fn, values, capture=True)(plan.net(target), X), want)
+
+
+def test_what_is_compiled_for_a_list_is_not_used_for_a_stack():
+    program, x, want = _equally_long("vmap", (4,))
+    entries = [_halved(S(program(form))(x)[1]["b/*"]) for form in ("list", "scan")]
+    for target in ("list", "scan"):
+        for order in (entries, entries[::-1]):
+            one = jax.jit(lambda entry: plant(program(target), {"b/*": entry})(x))
+            several = jax.jit(lambda values: plant(program(target), values)(x))
+            for entry in order:
+                _same(one(entry), want)
+                _same(several(Intermediates({"b/*": entry})), want)
+    # Without lanes, both are of one form.
+    saved = [S(_equally_long("plain", (4,))[0](f))(X)[1] for f in ("list", "scan")]
+    zeros = jax.tree.map(jnp.subtract, *[x["b/*"] for x in saved])
+    _same(zeros["primal"], jnp.zeros((4, 2)))
+    # And a `vmap` may be inside or outside.
+    (one, _, _), (batch, xs, _) = (_equally_long(n, (4,)) for n in ("plain", "vmap"))
+    both = jax.vmap(S(one("scan")))(xs)[1], S(batch("scan"))(xs)[1]
+    zeros = jax.tree.map(jnp.subtract, *both)
+    _same(zeros["b/*"]["primal"], jnp.zeros((4, 4, 2)))
+    with pytest.raises(ValueError, match="layers 0, vmap"):
+        jax.tree.map(jnp.subtract, *entries)
+    # In one loop, another axis is the layers'.
+    programs = [_equally_long(name, (4,))[0] for name in ("vmap", "vmap in each")]
+    look_up = jax.jit(lambda saved: saved["b/1"]["primal"])
+    for program in (*programs, *programs[::-1]):
+        (_, saved), (_, in_list) = (S(program(f))(x) for f in ("scan", "list"))
+        _same(look_up(saved), in_list["b/1"]["primal"])
 
 
 @pytest.mark.parametrize("form", ["list", *FORMS])

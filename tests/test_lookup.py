@@ -436,3 +436,17 @@ def test_entries_are_alike_whatever_made_them():
             assert_close(a, b)
         with pytest.raises(KeyError, match="'h' has no mode 'tangent'"):
             other["h"]["tangent"]
+
+
+def test_what_is_compiled_for_one_order_of_axes_is_not_used_for_another():
+    mark = lambda x, w: sow(jnp.sin(w * x), "h")
+    loop = lambda fn: (
+        lambda x: lax.scan(lambda x, w: (fn(x, w), None), x, jnp.arange(1.0, 5.0))
+    )
+    xs = jnp.arange(8.0).reshape(4, 2)
+    within = loop(jax.vmap(mark, (0, None)))
+    saved = [S(fn)(xs)[1] for fn in (jax.vmap(loop(mark)), within)]
+    assert [x.axes("h") for x in saved] == [("vmap", "loop"), ("loop", "vmap")]
+    look_up = jax.jit(lambda saved: saved["h/1"])
+    for one in (*saved, *saved[::-1]):
+        assert_close(look_up(one)["primal"], one["h/1"]["primal"])

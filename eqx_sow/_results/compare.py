@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses as dc
 import itertools as it
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,14 +12,17 @@ import numpy as np
 
 from .._errors import SowError, UnknownSowError
 from .._frames import api_boundary
+from .._globs import of_all_layers
 from .._names import with_indices
 from .difference import difference, Numbers, together, Tolerance
 from .flat import by_name, is_mode, places_of
 from .intermediates import Intermediates
-from .leaves import is_key, is_numeric, type_of
+from .layers import indexed
+from .leaves import is_key, is_numeric, is_value, type_of
 from .nodes import modes_in_order
 from .pairs import as_compared, by_place, is_leaf, is_left_out, Leaves, pairs, Static
 from .rows import check_no_tracers, is_whole, leaves_of, mark_first, Row, TextTable
+from .stacks import fits_along, layers_like
 from .summarize import Summary
 
 
@@ -109,7 +112,8 @@ def compare(
         `numpy.asarray` takes, such as PyTorch's detached tensors. If a capture has a
         stack of layers (`"blocks/*/attn"`) where the other has a list
         (`"blocks/0/attn"`), the stack is taken apart, by
-        [`eqx_sow.Intermediates`][]`.unstack()`. For a file, do that before `flat()`.
+        [`eqx_sow.Intermediates`][]`.unstack()`, in a file by its shape. If two axes are
+        equally long, do that before `flat()`.
     - `rtol`, `atol`: the tolerance. For bfloat16, whose numbers are 0.4 % apart, a
         `rtol` of `2e-2` and an `atol` of 1 % of the largest value are a start.
 
@@ -154,7 +158,9 @@ def compare(
     for given in (first, second):
         check_no_tracers("compare", given)
     x, y = _by_mode(first, second), _by_mode(second, first)
-    x.values, y.values = a, b = _alike(x.values, y.values)
+    by_shapes = [_by_shapes(x, y), _by_shapes(y, x)]
+    x.values, y.values = by_shapes
+    x.values, y.values = a, b = _alike(*by_shapes)
     there = lambda x: {(name, mode) for name, modes in x.items() for mode in modes}
     both = there(a) & there(b)
     if not both and (a or b):
@@ -163,7 +169,8 @@ def compare(
         if a.keys() & b.keys():
             instead = " Capture the same modes in both."
         elif a and b:
-            pair = f"{{{next(iter(a))!r}: reference[{next(iter(b))!r}]}}"
+            one, other = _alike_but_for_root(a, b)
+            pair = f"{{{one!r}: reference[{other!r}]}}"
             instead = f" Give one of the two the names of the other: `{pair}`."
         raise UnknownSowError(
             "`compare(intermediates, reference)`: there is nothing to compare, as no "
@@ -271,6 +278,80 @@ def _has_modes(x: Any, other: Any) -> bool:
     value = other.get("primal") if _are_modes(other) else None
     is_value = isinstance(value, Mapping) and {*value} == {*x}
     return not is_value or isinstance(x.get("primal"), Mapping)
+
+
+def _by_shapes(x: _Side, y: _Side) -> Intermediates:
+    """The values of one side, in which stacks of whose axes nothing is known, as those
+    in a file, are taken apart as `y` has them in a list."""
+    known, new = x.values._known, Intermediates()
+    axes = {}
+    for name, modes in x.values.items():
+        of_name = {(name, mode): known.of(name, mode) for mode in modes}
+        layers = layers_like(name, y.values) if isinstance(name, str) else None
+        is_known = any(of_name.values())
+        if layers is None or name in y.values.keys() or is_known:
+            new[name] = dict(modes)
+            axes |= of_name
+            continue
+        for mode in modes:
+            for layer, part in _layers(x, y, name, mode, *layers):
+                new.setdefault(layer, {})[mode] = part
+    if new.keys() == x.values.keys():
+        return x.values
+    new._known = dc.replace(known, axes=axes)
+    return new
+
+
+def _layers(
+    x: _Side, y: _Side, name: str, mode: str, names: Sequence[str], sizes: Sequence[int]
+) -> Iterator[tuple[str, Any]]:
+    """The value of each of these layers, from one of all of them."""
+    both = x.leaves(name, mode), y.leaves(names[0], mode)
+    parts: dict[str, tuple[Any, Sequence[int]]] = {}
+    for place, _, p, q in pairs(*both, are_ours=False):
+        array, one = as_compared(p.x, q.x)
+        at: Sequence[int] = ()
+        # The edges of a histogram are the same for all.
+        alike = isinstance(array, Summary) == isinstance(one, Summary)
+        every, first = (x.size if isinstance(x, Summary) else x for x in (array, one))
+        arrays = is_value(every) and is_value(first) and alike
+        if arrays and every.shape != first.shape:
+            n = first.ndim if q.axes is None or not y.is_ours else len(q.axes)
+            fits = fits_along(every.shape, sizes, first.shape, n)
+            if not fits and [*every.shape[: len(sizes)]] == sizes:
+                # A row says that the shapes differ.
+                fits = {(*range(len(sizes)),)}
+            if len(fits) != 1:
+                raise SowError(
+                    f"`compare(intermediates, reference)`: {name!r}, "
+                    f"{type_of(every)}, is compared with the layers {names[0]!r} to "
+                    f"{names[-1]!r}, {type_of(first)}, and it is not known which of "
+                    "its axes is that of the layers. For a file, save "
+                    "`intermediates.unstack().flat()`, which has the names of layers."
+                )
+            (at,) = fits
+        if p.x is not None:
+            parts[place] = array if at else p.x, at
+    for layer, index in zip(names, it.product(*map(range, sizes))):
+        of_layer = {}
+        for place, (array, at) in parts.items():
+            along = dict(zip(at, index))
+            where = [along.get(k) for k in range(max(at, default=-1) + 1)]
+            one = lambda x, where=where: indexed(x, where)
+            of_layer[place] = jtu.tree_map(one, array) if at else array
+        yield layer, of_layer[""] if [*of_layer] == [""] else Intermediates(of_layer)
+
+
+def _alike_but_for_root(a: Collection[str], b: Collection[str]) -> tuple[str, str]:
+    """A name of `a` that one of `b` may mean, with another root, or with a `*` for the
+    index of a layer; else the first of each. The first name gets the `*`."""
+    for one, other in it.product(map(str, a), map(str, b)):
+        p, q = of_all_layers(one), of_all_layers(other)
+        if p.endswith(f"/{q}"):
+            return p[: len(p) - len(q)] + other, other
+        if q.endswith(f"/{p}"):
+            return other[len(q) - len(p) :], other
+    return next(iter(a)), next(iter(b))
 
 
 def _alike(a: Intermediates, b: Intermediates) -> tuple[Intermediates, Intermediates]:

@@ -55,8 +55,9 @@ class Intermediates(dict[str, dict[str, Any]]):
 
     To JAX it is a PyTree node of its own type. In `jax.tree.map(fn, a, b)`, and as
     results of the branches of a `jax.lax.cond`, two `Intermediates` need the same names
-    in the same order. To combine one with a plain dict, write `dict(intermediates)` or
-    `Intermediates(plain)`. Its paths consist of `jax.tree_util.DictKey`s.
+    in the same order, and stacks the same order of axes. To combine one with a plain
+    dict, write `dict(intermediates)` or `Intermediates(plain)`. Its paths consist of
+    `jax.tree_util.DictKey`s.
 
     **Arguments:**
 
@@ -95,10 +96,11 @@ class Intermediates(dict[str, dict[str, Any]]):
 
     def __getitem__(self, name: str) -> dict[str, Any]:
         modes: Any = super().get(name, self)
+        known = self._known
         if modes is self:
-            name, modes, _ = self._found(name)
+            name, modes, known = self._found(name)
         # What is put in may be anything.
-        return modes_of(name, modes, self._known) if type(modes) is dict else modes
+        return modes_of(name, modes, known) if type(modes) is dict else modes
 
     def get(self, name: Any, default: Any = None) -> Any:
         return self[name] if name in self else default
@@ -213,7 +215,7 @@ class Intermediates(dict[str, dict[str, Any]]):
 
         **Arguments:**
 
-        - `name`, `mode`: of the value.
+        - `name`, `mode`: of the value. Layers of a list are a `"loop"`, too.
 
         **Returns:**
 

@@ -13,6 +13,7 @@ says where they are, unless there are two ways to add axes that give the same sh
 """
 
 import dataclasses as dc
+import functools as ft
 import itertools as it
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -33,6 +34,8 @@ Scan = tuple[tuple[int, bool | None], ...]
 # is `blocks/2/attn`. None for an axis whose index stands at the end, or nowhere.
 NamedAxis = tuple[str, int | None, Scan | None]
 NamedAxes = tuple[NamedAxis, ...]
+# In the place of other axes, of which it is not known what they are.
+UNKNOWN: NamedAxis = "unknown", None, None
 # The leading axes of an array as it came back, and its shape.
 Leading = tuple[NamedAxes, tuple[int, ...]]
 # For each array of a value.
@@ -68,6 +71,40 @@ class Known:
     def of(self, name: Any, mode: Any) -> OfValue | OfRuns:
         """The leading axes of the arrays of one value."""
         return self.axes.get((name, mode), ())
+
+    @ft.cached_property
+    def orders(self) -> dict[str, str]:
+        """Of each name for which the order of its axes matters, what that is, and how
+        long they are: to JAX, values of the same shape are then of two forms, and what
+        it has compiled for one is not used for the other. That is from the layers on,
+        or from a loop with lanes behind it: what is in front may as well have come from
+        outside, as in `vmap(save_intermediates(f))`."""
+        found: dict[str, str] = {}
+        for (name, _), of_runs in self.axes.items():
+            runs = of_runs if isinstance(of_runs, list) else [of_runs]
+            each = [*map(_order, it.chain(*runs))]
+            if name not in found and any(each):
+                found[name] = "; ".join(each)
+        return found
+
+
+def _order(leading: Leading) -> str:
+    axes, shape = leading
+    kinds = [kind for kind, *_ in axes]
+    places = [place for _, place, _ in axes]
+    layers = sorted(place for place in places if place is not None)
+    start = 0
+    if layers:
+        start = next(i for i, place in enumerate(places) if place is not None)
+    elif "loop" in kinds and "vmap" in kinds[kinds.index("loop") :]:
+        start = kinds.index("loop")
+    else:
+        return ""
+    said = [
+        kind if place is None else f"layers {layers.index(place)}"
+        for kind, place in zip(kinds, places)
+    ]
+    return ", ".join([*said[start:], str([*shape[start:]])])
 
 
 # --- axes ---
@@ -118,7 +155,7 @@ def axes_of_each(known: Iterable[Leading], value: Any) -> Iterator[NamedAxes | N
 def axes_of_value(known: Sequence[Leading], value: Any) -> NamedAxes | None:
     n = sum(map(is_value, jtu.tree_leaves(value)))
     there = [axes for axes in axes_of_each(known, value) if axes is not None]
-    if not len(there) == n == len(known):
+    if not len(there) == n == len(known) or any(UNKNOWN in axes for axes in there):
         return None
     return max(there, key=len, default=())
 
@@ -185,13 +222,13 @@ def at_iteration(
         kept = [i is None for i in index] + [True] * (len(shape) - len(axes))
         new.append((tuple(it.compress(axes, kept)), tuple(it.compress(shape, kept))))
         where = dict(zip(_places(own, x) or (), index))
-        return _indexed(x, [where.get(i) for i in range(np.ndim(x))])
+        return indexed(x, [where.get(i) for i in range(np.ndim(x))])
 
     value = jtu.tree_map(one, value)
     return tuple(new), value
 
 
-def _indexed(x: Any, index: Sequence[int | None]) -> Any:
+def indexed(x: Any, index: Sequence[int | None]) -> Any:
     """An array at an index for each of its first axes, `None` for all of it."""
     if all(i is None for i in index):
         return x
@@ -203,6 +240,33 @@ def _indexed(x: Any, index: Sequence[int | None]) -> Any:
 
 
 # --- layers ---
+def axes_of_layers(known: OfValue, leaves: Sequence[Any]) -> list[list[int] | None]:
+    """Of each leaf of the value of one run, which axes are those of layers, in the
+    order in which the name has these. `None` if that is not known."""
+    arrays = [x for x in leaves if is_value(x)]
+    each = iter(map(_axes_of, known, arrays) if len(arrays) == len(known) else ())
+    found: list[list[int] | None] = []
+    for x in leaves:
+        axes = next(each, None) if is_value(x) else None
+        places = [(place, i) for i, (_, place, _) in enumerate(axes or ())]
+        over = sorted((place, i) for place, i in places if place is not None)
+        found.append(None if axes is None else [i for _, i in over])
+    return found
+
+
+def behind_layers(known: OfValue, value: Any, sizes: Sequence[int]) -> OfValue:
+    """What is known of the axes of several such values of one run, once they are
+    stacked: those of the layers come first."""
+    layers = tuple(("loop", k, None) for k in range(len(sizes)))
+    arrays = [*filter(is_value, jtu.tree_leaves(value))]
+    own = [*axes_of_each(known, value)] if len(arrays) == len(known) else []
+    pairs = it.zip_longest(arrays, own)
+    return tuple(
+        ((*layers, *((UNKNOWN,) if axes is None else axes)), (*sizes, *np.shape(x)))
+        for x, axes in pairs
+    )
+
+
 def loops_over_layers(known: OfValue | OfRuns, value: Any) -> list[LoopAxis]:
     """The loops over layers that stacked a value: those whose index has a place in the
     name. None if they are not known, or several runs of the name had different ones."""

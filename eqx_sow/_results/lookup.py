@@ -61,8 +61,9 @@ def find(
     parts = {new: modes for new, modes, _ in there}
     axes = {(n, m): of.of(n, m) for n, modes, of in there for m in modes}
     call = f"intermediates[{name!r}]"
-    layers, _ = unstacked(parts, dc.replace(known, axes=axes), call)
-    return name, stacked(name, layers), known
+    layers, axes = unstacked(parts, dc.replace(known, axes=axes), call)
+    modes, axes = stacked(name, layers, axes)
+    return name, modes, dc.replace(known, axes={**known.axes, **axes})
 
 
 def is_there(name: Any, values: Values, known: Known) -> bool:

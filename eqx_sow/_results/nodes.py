@@ -3,6 +3,7 @@
 To JAX each is a PyTree node of its own type, since JAX sorts the keys of a plain dict.
 """
 
+import dataclasses as dc
 import functools as ft
 import json
 from collections.abc import Callable, Mapping
@@ -12,13 +13,14 @@ import jax.export
 import jax.tree_util as jtu
 
 from .._frames import api_boundary
-from .layers import Known, Values
+from .layers import Known, OfRuns, OfValue, Values
 from .lookup import find, is_there, no_array, unknown_mode, unknown_name
 
 
-class Keys(tuple[str, ...]):
-    """The static part of such a dict: its keys, and what is known of it. That does not
-    count for whether two are of one form: both a loop and a vmap stack values."""
+class Keys(tuple[Any, ...]):
+    """The static part of such a dict: its keys, then `Known.orders` of its values, if
+    there are any; and what is known of it. Nothing else of that counts for whether two
+    are of one form: both a loop and a vmap stack values."""
 
     known: Any
 
@@ -44,6 +46,13 @@ class Modes(dict[str, Any]):
 
     def __missing__(self, mode: Any) -> NoReturn:
         raise unknown_mode(mode, self, *self._known)
+
+    def copy(self) -> "Modes":
+        made = Modes(self)
+        made._known = self._known
+        return made
+
+    __copy__ = copy
 
     @api_boundary
     def __getattr__(self, attribute: str) -> NoReturn:
@@ -132,6 +141,19 @@ def of_mode(mode: str, values: Mapping[str, Any], known: Known) -> OfMode:
     return made
 
 
+def axes_given(given: Mapping[str, Any], name: str, mode: str) -> OfValue | OfRuns:
+    """What is known of the axes of a value that somebody passes on, in what came back
+    or in a dict: of the mode of an entry, or of one in `primals`."""
+    value = given[name]
+    if type(value) is Modes:
+        name, known = value._known
+    elif type(given) is OfMode:
+        mode, known = given._known
+    else:
+        return ()
+    return known.of(name, mode)
+
+
 # --- in order ---
 def _rank(mode: str) -> tuple[Any, ...]:
     order = {"primal": 0, "tangent": 1, "cotangent": 2}
@@ -154,14 +176,31 @@ def modes_in_order(modes: Mapping[str, Any]) -> dict[str, Any]:
 # function costs more than one that returns a plain dict. So neither does more than it
 # has to.
 def _flatten(x: Any) -> tuple[tuple[Any, ...], Keys]:
-    keys = Keys(x)
-    keys.known = x._known
+    keys, held = Keys(x), x._known
     children = tuple(x.values())
     for modes in children:
         # An entry of an `Intermediates` that was put into this one.
         if type(modes) is Modes:
-            return tuple(dict(m) if type(m) is Modes else m for m in children), keys
+            held = _with_axes_of(x)
+            children = tuple(dict(m) if type(m) is Modes else m for m in children)
+            break
+    own, known = held if type(held) is tuple else (None, held)
+    if known.orders:
+        names = (own,) if type(x) is Modes else x
+        orders = tuple(map(known.orders.get, names))
+        keys = Keys((*x, orders)) if any(orders) else keys
+    keys.known = held
     return children, keys
+
+
+def _with_axes_of(x: Any) -> Known:
+    """What is known of an `Intermediates` and of the entries of others in it."""
+    axes = dict(x._known.axes)
+    for name, entry in x.items():
+        if type(entry) is Modes:
+            own, known = entry._known
+            axes |= {(name, mode): known.of(own, mode) for mode in entry}
+    return dc.replace(x._known, axes=axes)
 
 
 def _flatten_with_keys(x: Any) -> tuple[tuple[Any, ...], Keys]:
@@ -180,7 +219,9 @@ def register(cls: Any, unflatten: Callable[[Keys, Any], Any]) -> None:
     jax.export.register_pytree_node_serialization(
         cls,
         serialized_name=f"eqx_sow.{cls.__name__}",
-        serialize_auxdata=lambda keys: json.dumps(keys).encode(),
+        serialize_auxdata=lambda keys: json.dumps(
+            [k for k in keys if type(k) is not tuple]
+        ).encode(),
         deserialize_auxdata=deserialized,
     )
 

@@ -1,7 +1,8 @@
 """Stacks of layers: taken apart, as if each were a list, and layers put together."""
 
+import itertools as it
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -11,8 +12,9 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .._errors import SowError
-from .._globs import fits, head_of, is_glob, is_index, of_all_layers
+from .._globs import fits, head_of, is_glob, is_index, is_number, of_all_layers
 from .layers import (
+    behind_layers,
     Known,
     layer_of,
     LoopAxis,
@@ -108,15 +110,60 @@ def _when(
     return (*key, position)
 
 
+# --- taken apart by shapes, where no axes are known ---
+def layers_like(
+    pattern: str, names: Iterable[str]
+) -> tuple[list[str], list[int]] | None:
+    """All layers of a list that a stack of this name would have, in order, if these
+    names are there; and how many there are along each axis."""
+    heads = [[*map(head_of, name.split("/"))] for name in (pattern, *names)]
+    stack, *others = heads
+    stars = [k for k, (head, _) in enumerate(stack) if head == "*"]
+    found = {}
+    for parts, name in zip(others, names):
+        like = [("*" if k in stars else h, rest) for k, (h, rest) in enumerate(parts)]
+        if like == stack and all(is_number(parts[k][0]) for k in stars):
+            found[tuple(int(parts[k][0]) for k in stars)] = name
+    sizes = [max(i) + 1 for i in zip(*found)]
+    every = [*it.product(*map(range, sizes))]
+    if not sizes or {*every} != {*found}:
+        return None
+    return [found[i] for i in every], sizes
+
+
+def fits_along(
+    shape: Sequence[int], sizes: Sequence[int], of_layer: Sequence[int], n: int
+) -> set[tuple[int, ...]]:
+    """Where an array may have axes of so many layers, given the shape of one layer, of
+    which the first `n` axes are leading ones: of `[5, 4, 3]`, 4 layers of `[5, 3]` are
+    along axis 1."""
+    every = it.combinations(range(n + len(sizes)), len(sizes))
+    keep = lambda at: [k for k in range(len(shape)) if k not in at]
+    return {
+        at
+        for at in (every if len(shape) == len(sizes) + len(of_layer) else ())
+        if [shape[k] for k in at] == [*sizes]
+        and [shape[k] for k in keep(at)] == [*of_layer]
+    }
+
+
 # --- put together ---
-def stacked(pattern: str, layers: Values) -> dict[str, Any]:
+def stacked(
+    pattern: str, layers: Values, axes: Mapping[tuple[str, str], OfValue | OfRuns]
+) -> tuple[dict[str, Any], dict[tuple[str, str], OfValue | OfRuns]]:
     """The modes that all of these layers have, which a pattern fits, as one value each,
     whose arrays have new axes in front. Nested lists have one axis for each: those of
     `blocks/0/layers/0` to `blocks/1/layers/3` are `(2, 4)`. Other names are along one
-    axis, in order of execution."""
+    axis, in order of execution. Also what all axes are, given those of the layers."""
     names, sizes = grid(pattern, list(layers))
-    modes = [m for m in layers[names[0]] if all(m in layers[name] for name in names)]
-    return {m: _along_new_axes(pattern, m, layers, names, sizes) for m in modes}
+    values, new = {}, {}
+    for mode, one in layers[names[0]].items():
+        if all(mode in layers[name] for name in names):
+            values[mode] = _along_new_axes(pattern, mode, layers, names, sizes)
+            known = axes[names[0], mode]
+            each = [behind_layers(*run, sizes) for run in runs_of(known, one)]
+            new[pattern, mode] = each if isinstance(known, list) else each[0]
+    return values, new
 
 
 def grid(pattern: str, names: list[str]) -> tuple[list[str], list[int]]:

@@ -29,6 +29,7 @@ from .._modules.capture import (
     WITH_RULES,
 )
 from .._modules.naming import TO_CAPTURE_CALLS
+from .._results.nodes import OfMode
 from .._values.modes import as_mode, as_modes, Mode
 from .._values.reduce import Reducer
 
@@ -191,7 +192,7 @@ def _checked(call: str, name: str, value: Any) -> Any:
                     f"{key!r} is neither."
                 )
         # As a PyTree, a `dict` would be sorted, and globs go in their order.
-        value = OrderedDict(value)
+        value = value if isinstance(value, OfMode) else OrderedDict(value)
     return _CHECKS[name](option, value) if name in _CHECKS else value
 
 

@@ -1,27 +1,22 @@
 """Where the values of `plant` belong: the marks and iterations that a name or a pattern
 is for, and which run, where a name runs several times."""
 
-import itertools as it
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 import jax.tree_util as jtu
-import numpy as np
 
 from .._errors import DuplicateSowError, SowError
-from .._globs import compiled, head_of, is_glob, is_number
+from .._globs import compiled, head_of, is_number
 from .._handlers.asked import InList
 from .._handlers.collect import Taking
 from .._handlers.replace import Planted
 from .._mark.site import Site
-from .._mark.static import Const, OPERAND
-from .._names import Named, selected, with_indices
-from .._results.stacks import grid, layers_in
+from .._mark.static import Const
+from .._names import Named, selected
 from .._unknown import check_known
 from .._values.assemble import by_run, runs_several_times
-from .._values.axes import final_axes
 from .._values.entry import Entry, grouped
 from .._values.modes import labels
 from .._values.transform import Batched, batched
@@ -192,188 +187,6 @@ def surveyed(
     )
     by_name = grouped(found, lambda site: site.name)
     return Surveyed(entries, by_name, [slot.run.run for slot in slots])
-
-
-# --- values for all layers of a list ---
-def by_layer(
-    chosen: dict[str, dict[At, Any]],
-    together: dict[str, dict[Any, list[At]]],
-    given: Mapping[str, Any],
-    marks: Mapping[str, Sequence[tuple[str, At]]],
-    survey: Surveyed,
-    program: Program,
-) -> None:
-    """Takes those values apart that are for all layers of a list, in what is `chosen`
-    and planted `together`."""
-    for pattern, found in marks.items():
-        value = given[pattern]
-        if callable(value) or not is_glob(pattern):
-            continue
-        parts = _in_layers(pattern, value, found, survey, program)
-        for name in dict.fromkeys(name for name, _ in parts):
-            for at in together[name].pop(pattern, ()):
-                together[name][pattern, at] = [at]
-                chosen[name][at] = parts[name, at]
-
-
-class _Part(NamedTuple):
-    """A name that a pattern fits, or some iterations of it."""
-
-    name: str
-    at: At
-    # Of the loops that are left, from outside in, how many layers each is over, or
-    # `None`. And what these layers would be called in lists.
-    loops: list[Any]
-    layers: list[str]
-    # What would be captured there, for each run.
-    entries: list[Entry]
-
-    def axes(self, entry: Entry) -> list[tuple[list[int], tuple[int, ...]]]:
-        """Where each array of a value has the axes of these layers, and its shape
-        without them."""
-        axes = entry.site.axes
-        loops = [k for k, a in enumerate(axes) if not a.lane and a.mesh is None]
-        gone = {k for k, i in zip(loops, self.at) if i is not None}
-        left = [k for k in loops if k not in gone]
-        over = {k for k, n in zip(left, self.loops) if n is not None}
-        found = []
-        for x, final in zip(entry.arrays, final_axes(entry.site)):
-            kept = [k for k, is_there in enumerate(final) if is_there and k not in gone]
-            shape = [axes[k].size for k in kept if k not in over]
-            places = [i for i, k in enumerate(kept) if k in over]
-            found.append((places, (*shape, *x.shape[len(axes) :])))
-        return found
-
-    def has_axes(self, value: Any, n: int) -> bool:
-        """Whether a value has so many axes for layers."""
-        runs = self._runs(value)
-        n_runs = sum(x is not None for x in value) if self._is_of_runs(value) else 1
-        if len(runs) != n_runs:
-            return False
-        for x, entry in runs:
-            form = entry.site.form
-            leaves, treedef = jtu.tree_flatten(x)
-            if Const(treedef) != form.treedef:
-                return False
-            given = [x for x, leaf in zip(leaves, form.leaves) if leaf is OPERAND]
-            for x, (_, shape) in zip(given, self.axes(entry)):
-                if getattr(x, "ndim", None) != n + len(shape):
-                    return False
-        return True
-
-    def _runs(self, value: Any) -> list[tuple[Any, Entry]]:
-        if not self._is_of_runs(value):
-            return [(value, self.entries[0])]
-        # A run without a derivative is None, and has no entry.
-        return [*zip((x for x in value if x is not None), self.entries)]
-
-    def _is_of_runs(self, value: Any) -> bool:
-        form = self.entries[0].site.form
-        is_one = Const(jtu.tree_structure(value)) == form.treedef
-        return type(value) in (tuple, list) and not is_one
-
-    def of(self, value: Any, index: Any, check: Callable[..., None]) -> Any:
-        """Its part of the value, given where the layers are in there."""
-
-        def of_run(x, entry):
-            leaves, treedef = jtu.tree_flatten(x)
-            axes = iter(self.axes(entry))
-            new = []
-            for leaf, x in zip(entry.site.form.leaves, leaves):
-                if leaf is OPERAND:
-                    places, shape = next(axes)
-                    check(x, shape)
-                    x = x[index]
-                    move: Any = np if isinstance(x, np.ndarray) else jnp
-                    x = move.moveaxis(x, range(len(places)), places) if places else x
-                new.append(x)
-            return jtu.tree_unflatten(treedef, new)
-
-        runs = iter([of_run(*pair) for pair in self._runs(value)])
-        if not self._is_of_runs(value):
-            return next(runs)
-        return tuple(None if x is None else next(runs) for x in value)
-
-
-def _in_layers(
-    pattern: str,
-    value: Any,
-    found: Sequence[tuple[str, At]],
-    survey: Surveyed,
-    program: Program,
-) -> dict[tuple[str, At], Any]:
-    """The parts of a value that has the axes of `intermediates[pattern]`, for each name
-    and iterations that the pattern fits: of `f32[3,8]` under `blocks/*/attn`, `f32[8]`
-    for each of three layers in a list. None if it is for each as it is."""
-    parts = _parts(found, survey, program)
-    stars = parts and [n for n in parts[0].loops if n is not None]
-    if not parts or (
-        len(parts) == 1 and stars and not layers_in(parts[0].name, pattern)
-    ):
-        # The value of a whole stack is as it was captured.
-        return {}
-    try:
-        names, sizes = grid(pattern, [layer for part in parts for layer in part.layers])
-    except SowError:  # it cannot be looked up, either
-        return {}
-    form, mode = parts[0].entries[0].site.form, program.options.mode
-    if isinstance(value, Mapping) and Const(jtu.tree_structure(value)) != form.treedef:
-        value = value.get(mode, value)
-    if not all(part.has_axes(value, len(sizes)) for part in parts):
-        return {}
-
-    def check(x, shape):
-        if x.shape[: len(sizes)] != (*sizes,):
-            raise SowError(
-                f"`plant`: the value for {pattern!r} has a leaf {x.dtype}"
-                f"{list(x.shape)}, but {x.dtype}{[*sizes, *shape]} is what all layers "
-                f"have together, from {names[0]!r} to {names[-1]!r}. Plant an array of "
-                "that shape, or a function."
-            )
-
-    where = dict(zip(names, it.product(*map(range, sizes))))
-    new = {}
-    for part in parts:
-        lengths = [n for n in part.loops if n is not None]
-        each = np.array([where[layer] for layer in part.layers])
-        index = each.reshape(*lengths, len(sizes))
-        index = tuple(np.moveaxis(index, -1, 0)) if lengths else tuple(each[0].tolist())
-        new[part.name, part.at] = part.of(value, index, check)
-    return new
-
-
-def _parts(
-    found: Iterable[tuple[str, At]], survey: Surveyed, program: Program
-) -> list[_Part]:
-    """What a pattern fits, of the mode that is planted. Nothing, if runs of one name
-    are in different loops, or there are loops over layers of symbolic lengths."""
-    entries: dict[str, list[Entry]] = defaultdict(list)
-    for (name, *_), of_key in survey.of_key.items():
-        entries[name] += of_key
-    each: dict[str, dict[Named, None]] = defaultdict(dict)
-    for x, named in program.named:
-        each[x.site.name][named] = None
-    parts = []
-    for name, at in dict.fromkeys(found):
-        if not entries[name]:
-            continue
-        (_, loops), *others = each[name]
-        pairs = [*it.zip_longest(loops, at)]
-        left = [None if x.place is None else x.length for x, i in pairs if i is None]
-        lengths = [n for n in left if n is not None]
-        if others or not all(isinstance(n, int) for n in lengths):
-            return []
-        layers = []
-        for layer in it.product(*map(range, lengths)):
-            number = iter(layer)
-            index = [
-                (x.place, next(number) if i is None else i)
-                for x, i in pairs
-                if i is not None or x.place is not None
-            ]
-            layers.append(with_indices(name, index))
-        parts.append(_Part(name, at, left, layers, entries[name]))
-    return parts
 
 
 class Place(NamedTuple):

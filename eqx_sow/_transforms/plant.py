@@ -16,10 +16,10 @@ from .._mark.listening import listening
 from .._mark.static import SameParts
 from .._values.modes import Mode
 from .._walk.handler import Given
+from .layered import by_layer
 from .placement import (
     At,
     by_iteration,
-    by_layer,
     check_one_place,
     marks_for,
     places_of,
@@ -198,9 +198,9 @@ def plant(
         Names and globs are those of the option `names` of
         [`eqx_sow.save_intermediates`][]: `"blocks/*"` is the blocks, without what is in
         them, and `"h/3"` is one iteration of a loop, whose value has no axis for that
-        loop. Under a pattern you can plant what `intermediates[pattern]` is, of a model
-        of the same kind: of an array `[layers, ...]`, each layer of a list gets its own
-        entry. If several keys match a mark, a name takes precedence over globs, and an
+        loop. Under a pattern you can plant `intermediates[pattern]`, of a list or a
+        stack: of an array `[layers, ...]`, each layer of a list gets its own entry. If
+        several keys match a mark, a name takes precedence over globs, and an
         earlier glob over a later one.
 
         You can plant what `save_intermediates(model)` captured into a function of

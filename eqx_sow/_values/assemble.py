@@ -95,7 +95,7 @@ def _value_of(entry: Entry, buffers: Sequence[int]) -> _Returned:
         x = entry.arrays[0]
         return site.form.with_arrays([x]), (((), x.shape),)
     value = whole(site, entry.arrays, *buffers)
-    names = _named_axes(site, entry.route) + [_BUFFER] * len(buffers)
+    names = named_axes(site, entry.route) + [_BUFFER] * len(buffers)
     kept, of_operand = kept_axes(site), iter(final_axes(site))
     axes = []
     for x, leaf in zip(jtu.tree_leaves(value), site.form.leaves):
@@ -113,14 +113,14 @@ def _count_of(entry: Entry) -> _Returned:
     entry = with_count(entry)
     site, kept = entry.site, kept_axes(entry.site)
     count = as_operand(broadcast(entry.arrays[-1], kept, site.axes), kept)
-    names = _named_axes(site, entry.route)
+    names = named_axes(site, entry.route)
     return count, ((tuple(it.compress(names, kept)), count.shape),)
 
 
 _BUFFER = "buffer", None, None
 
 
-def _named_axes(site: Site, route: Scan) -> list[NamedAxis]:
+def named_axes(site: Site, route: Scan) -> list[NamedAxis]:
     """What each axis is, in the words of `Intermediates.axes`, where in the name the
     index of a loop stands, see `Label`, and which of the scans on the `route` it is."""
     scan = (

@@ -1,0 +1,277 @@
+"""Values that `plant` takes apart: those for all layers of a list, and those that have
+their axes elsewhere than the program has them."""
+
+import itertools as it
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+
+from .._errors import SowError
+from .._globs import is_glob
+from .._mark.static import Const, OPERAND
+from .._names import Named, with_indices
+from .._results.layers import axes_of_layers, OfRuns, OfValue
+from .._results.nodes import axes_given
+from .._results.stacks import fits_along, grid, layers_in
+from .._values.assemble import named_axes
+from .._values.axes import final_axes
+from .._values.entry import Entry
+from .placement import At, Surveyed
+from .program import Program
+
+
+def by_layer(
+    chosen: dict[str, dict[At, Any]],
+    together: dict[str, dict[Any, list[At]]],
+    given: Mapping[str, Any],
+    marks: Mapping[str, Sequence[tuple[str, At]]],
+    survey: Surveyed,
+    program: Program,
+) -> None:
+    """Takes those values apart that are for all layers of a list, in what is `chosen`
+    and planted `together`."""
+    for pattern, found in marks.items():
+        value = given[pattern]
+        if callable(value) or not is_glob(pattern):
+            continue
+        known = axes_given(given, pattern, program.options.mode)
+        parts = _in_layers(pattern, value, known, found, survey, program)
+        for name in dict.fromkeys(name for name, _ in parts):
+            for at in together[name].pop(pattern, ()):
+                together[name][pattern, at] = [at]
+                chosen[name][at] = parts[name, at]
+
+
+class _Array(NamedTuple):
+    """An array that is planted, and what would be captured there."""
+
+    x: Any
+    # In what would be captured, which axes are those of the layers, in the order of
+    # their names; and the shape without them, of which so many axes are leading ones.
+    layers: list[int]
+    shape: tuple[Any, ...]
+    n_leading: int
+    # Which axes of the array are those of the layers, if that is known.
+    given: list[int] | None
+
+    def has_axes(self, n: int) -> bool:
+        """Whether it has so many axes for layers."""
+        return getattr(self.x, "ndim", None) == n + len(self.shape)
+
+    def is_ambiguous(self, sizes: Sequence[int]) -> bool:
+        """Whether its shape fits, wherever among the leading axes those of so many
+        layers are: of `[4, 4, 3]` with 4 lanes, in front or behind the lanes."""
+        fits = fits_along(self.x.shape, sizes, self.shape, self.n_leading)
+        return len(fits) > 1
+
+    def part(self, index: Any, given: Sequence[int]) -> Any:
+        """That of these layers, with their axes where they would be captured."""
+        move: Any = np if isinstance(self.x, np.ndarray) else jnp
+        x = move.moveaxis(self.x, given, range(len(given)))[index]
+        return move.moveaxis(x, range(len(self.layers)), self.layers)
+
+
+class _Part(NamedTuple):
+    """A name that a pattern fits, or some iterations of it."""
+
+    name: str
+    at: At
+    # Of the loops over layers that are left, in the order in which the name has them,
+    # how many layers each is over. And what these would be called in lists.
+    lengths: list[int]
+    layers: list[str]
+    # What would be captured there, for each run.
+    entries: list[Entry]
+
+    def arrays(self, value: Any, known: OfValue | OfRuns) -> list[_Array] | None:
+        """Those of a value, if it has the structure of what would be captured."""
+        runs, found = self._runs(value), []
+        if runs is None:
+            return None
+        each = known if isinstance(known, list) else [known]
+        if len(each) != len(runs):
+            each = [()] * len(runs)
+        for of_run, (x, entry) in zip(each, runs):
+            if entry is None:
+                continue
+            form = entry.site.form
+            leaves, treedef = jtu.tree_flatten(x)
+            if Const(treedef) != form.treedef:
+                return None
+            given = axes_of_layers(of_run, leaves)
+            marked = [leaf is OPERAND for leaf in form.leaves]
+            pairs = it.compress(zip(leaves, given), marked)
+            found += [
+                _Array(x, *own, g) for (x, g), own in zip(pairs, self._own(entry))
+            ]
+        return found
+
+    def _own(self, entry: Entry) -> Iterator[tuple[list[int], tuple[Any, ...], int]]:
+        """Of each array, what `_Array` says of that which would be captured."""
+        names, axes = named_axes(entry.site, entry.route), entry.site.axes
+        loops = [k for k, (kind, *_) in enumerate(names) if kind == "loop"]
+        gone = {k for k, i in zip(loops, self.at) if i is not None}
+        for x, final in zip(entry.arrays, final_axes(entry.site)):
+            kept = [k for k, is_there in enumerate(final) if is_there and k not in gone]
+            places = [names[k][1] for k in kept]
+            layers = sorted((p, i) for i, p in enumerate(places) if p is not None)
+            rest = [axes[k].size for k, p in zip(kept, places) if p is None]
+            shape = *rest, *x.shape[len(axes) :]
+            yield [i for _, i in layers], shape, len(rest)
+
+    def _runs(self, value: Any) -> list[tuple[Any, Entry | None]] | None:
+        """The value of each run, `(None, None)` for one that is left as it is."""
+        if not self._is_of_runs(value):
+            return [(value, self.entries[0])] if len(self.entries) == 1 else None
+        entries = iter(self.entries)
+        if len(value) == len(self.entries):
+            return [(x, None if x is None else e) for x, e in zip(value, entries)]
+        # A run without a derivative has no entry.
+        if sum(x is not None for x in value) != len(self.entries):
+            return None
+        return [(x, None if x is None else next(entries)) for x in value]
+
+    def _is_of_runs(self, value: Any) -> bool:
+        form = self.entries[0].site.form
+        is_one = Const(jtu.tree_structure(value)) == form.treedef
+        return type(value) in (tuple, list) and not is_one
+
+    def with_arrays(self, value: Any, arrays: Iterable[Any]) -> Any:
+        """The value with other arrays."""
+        new = iter(arrays)
+
+        def of_run(x, entry):
+            leaves, treedef = jtu.tree_flatten(x)
+            pairs = zip(entry.site.form.leaves, leaves)
+            leaves = [next(new) if leaf is OPERAND else x for leaf, x in pairs]
+            return jtu.tree_unflatten(treedef, leaves)
+
+        runs = [entry and of_run(x, entry) for x, entry in self._runs(value) or ()]
+        return (*runs,) if self._is_of_runs(value) else runs[0]
+
+
+def _in_layers(
+    pattern: str,
+    value: Any,
+    known: OfValue | OfRuns,
+    found: Sequence[tuple[str, At]],
+    survey: Surveyed,
+    program: Program,
+) -> dict[tuple[str, At], Any]:
+    """The parts of a value that has the axes of `intermediates[pattern]`, for each name
+    and iterations that the pattern fits: of `f32[3,8]` under `blocks/*/attn`, `f32[8]`
+    for each of three layers in a list. None if it is for each as it is.
+
+    Those of a list have the axes of the layers in front, and those of a stack have them
+    where the loops are. If it is not `known` which axes these are, they are where this
+    program has them."""
+    parts = _parts(found, survey, program)
+    is_whole = (
+        len(parts) == 1
+        and bool(parts[0].lengths)
+        and not layers_in(parts[0].name, pattern)
+    )
+    if not parts or (is_whole and not known):
+        return {}
+    try:
+        names, sizes = grid(pattern, [layer for part in parts for layer in part.layers])
+    except SowError:  # it cannot be looked up, either
+        return {}
+    form, mode = parts[0].entries[0].site.form, program.options.mode
+    if isinstance(value, Mapping) and Const(jtu.tree_structure(value)) != form.treedef:
+        value = value.get(mode, value)
+    n = len(sizes)
+    each = [part.arrays(value, known) for part in parts]
+    arrays = [x for of_part in each for x in of_part or ()]
+    if None in each or not all(x.has_axes(n) for x in arrays):
+        return {}
+    is_known = all(x.given is not None and len(x.given) == n for x in arrays)
+    for x in () if is_known else arrays:
+        if x.is_ambiguous(sizes):
+            raise _ambiguous(pattern, names, x)
+    if is_whole and (not is_known or all(x.given == x.layers for x in arrays)):
+        # It is as this program has it.
+        return {}
+    in_front = [*range(n)]
+    where = dict(zip(names, it.product(*map(range, sizes))))
+    new = {}
+    for part, of_part in zip(parts, each):
+        index = np.array([where[layer] for layer in part.layers])
+        index = (*np.moveaxis(index.reshape(*part.lengths, n), -1, 0),)
+        if part.lengths == sizes and part.layers == names:
+            index = ()
+        elif not part.lengths:
+            index = (*map(int, index),)
+        new_arrays = []
+        for x in of_part or ():
+            given = x.given if is_known and x.given else in_front
+            _check_sizes(pattern, names, sizes, x, given)
+            new_arrays.append(x.part(index, given))
+        new[part.name, part.at] = part.with_arrays(value, new_arrays)
+    return new
+
+
+def _check_sizes(
+    pattern: str, names: Sequence[str], sizes: Sequence[int], x: _Array, at: Any
+) -> None:
+    if [x.x.shape[i] for i in at] != sizes:
+        dtype, shape = x.x.dtype, [*sizes, *x.shape]
+        raise SowError(
+            f"`plant`: the value for {pattern!r} has a leaf {dtype}{list(x.x.shape)}, "
+            f"but {dtype}{shape} is what all layers have together, from {names[0]!r} "
+            f"to {names[-1]!r}. Plant an array of that shape, or a function."
+        )
+
+
+def _ambiguous(pattern: str, names: Sequence[str], x: _Array) -> SowError:
+    return SowError(
+        f"`plant`: the value for {pattern!r} has a leaf {x.x.dtype}{list(x.x.shape)}, "
+        "and two of its axes are equally long, so it is not known which one is that of "
+        "the layers: a list has it in front, and a stack behind those of `vmap`s and "
+        f"loops around. Plant `intermediates[{pattern!r}]` as you looked it up, which "
+        f"knows it, or a value for each layer, such as {names[0]!r}, or a function."
+    )
+
+
+def _parts(
+    found: Iterable[tuple[str, At]], survey: Surveyed, program: Program
+) -> list[_Part]:
+    """What a pattern fits, of the mode that is planted. Nothing, if runs of one name
+    are in different loops over layers, or in those of symbolic lengths."""
+    entries: dict[str, list[Entry]] = defaultdict(list)
+    for (name, *_), of_key in survey.of_key.items():
+        entries[name] += of_key
+    each: dict[str, dict[Named, None]] = defaultdict(dict)
+    for x, named in program.named:
+        each[x.site.name][named] = None
+    parts = []
+    for name, at in dict.fromkeys(found):
+        if not entries[name]:
+            continue
+        first, *others = each[name]
+        if any(at) and others:
+            return []
+        fixed, left = _over_layers(first, at)
+        lengths = [n for _, n in left]
+        is_other = any(_over_layers(x, at) != (fixed, left) for x in others)
+        if is_other or not all(isinstance(n, int) for n in lengths):
+            return []
+        layers = [
+            with_indices(name, [*zip((place for place, _ in left), layer), *fixed])
+            for layer in it.product(*map(range, lengths))
+        ]
+        parts.append(_Part(name, at, lengths, layers, entries[name]))
+    return parts
+
+
+def _over_layers(named: Named, at: At) -> tuple[list[Any], list[Any]]:
+    """The iterations `at`, with their places in the name; and the loops over layers
+    that are left, in the order in which the name has them."""
+    pairs = [*it.zip_longest(named.loops, at)]
+    fixed = [(x.place, i) for x, i in pairs if i is not None]
+    left = [(*x,) for x, i in pairs if i is None and x.place is not None]
+    return fixed, sorted(left)
