@@ -159,6 +159,10 @@ def documented(error: Exception, the_plan: "Plan") -> str | None:
     sharded = any(w in thr.SHARDED for w in the_plan.words)
     pvary = "pvary is a invariant->variant" in text
     pvary |= sharded and old and "requires varying manual axes to match" in text
+    # JAX fills in what other branches keep for the backward pass, along no mesh axis.
+    kept = "branches of cond produced mismatched varying manual axes" in text
+    if sharded and "grad" in the_plan.words and kept:
+        return "JAX's error: what the branches of a cond keep in a shard_map"
     lanes = sharded and "vmap" in the_plan.words
     of_type = lanes and type(error).__name__ == "_RepError"
     if (isinstance(error, ValueError) and pvary) or of_type:
