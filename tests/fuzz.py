@@ -63,6 +63,7 @@ DOCUMENTED = {
     "rule that only some lanes run": r"derivative rule of a function .* some lanes",
     "differentiated checkpoint": r"is in a `jax.checkpoint` that was differentiated",
     "lanes that cannot be told": r"cannot tell which lanes run",
+    "bwd that only some lanes call": r"cannot tell whether the `bwd` repeats",
     "different vmaps": r"in several places that vary over different axes",
     "total and single cotangents in branches": r"where its cotangent is the total",
     "plant in a shard_map": r"cannot be checked in a `jax.shard_map`",
@@ -118,19 +119,24 @@ def _may_run_twice(the_plan: "Plan") -> bool:
         return True
     # Of two captures, the inner one makes another program of what is around its marks.
     sharded = any(w in thr.SHARDED for w in words)
-    nested = the_plan.feature == "nested" and sharded and kept
-    return bool(nested) and any(map(_is_whole, walk(f)))
+    nested = the_plan.feature == "nested" and sharded
+    return nested and any(map(_is_whole, walk(f)))
 
 
 def _has_branch_without_derivative(the_plan: "Plan") -> bool:
     """Whether there is, in a loop of Equinox, a name in several branches, one of which
-    marks a constant: the last value may be that."""
+    marks a constant, or what a gradient around the loop leaves alone: the last value
+    may be that."""
     found = collections.defaultdict(list)
     for loop in filter(_is_replayed, walk(the_plan.program)):
         for n in walk(loop):
             if isinstance(n, orc.Sow):
                 found[id(loop), n.name].append(n.kind)
-    return any("const" in kinds and len(kinds) > 1 for kinds in found.values())
+    constant = ("const", "outer", "outer_unused")
+    return any(
+        len(kinds) > 1 and any(kind in constant for kind in kinds)
+        for kinds in found.values()
+    )
 
 
 CONDITIONS = {"a branch without a derivative": _has_branch_without_derivative}
