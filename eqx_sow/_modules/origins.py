@@ -104,7 +104,8 @@ class Origin(NamedTuple):
     equation computed it, moves aside. `edges`: if it is an edge, the ways to the
     equations that it comes out of. `cases`: if it comes out of a cond, what it is in
     each branch, with what made the index. `parts`: if it is a concatenation, the axis,
-    and the length of each part, with what it is. `cuts`: by the number of a source, the
+    and the length of each part, with what it is. `each`: if a scan stacked it, the way
+    to that, and what it is in one iteration. `cuts`: by the number of a source, the
     slices that it is of that, the first one first. `number`: its entries, if it is an
     index that is a constant. `is_whole`: whether it is a source, with all entries along
     those axes that `cuts` takes no entry of. `axes`: which axes of the source it has.
@@ -115,6 +116,7 @@ class Origin(NamedTuple):
     edges: tuple[Way, ...] = ()
     cases: "tuple[Hashable, Sequence[Origin]] | None" = None
     parts: "tuple[int, Sequence[tuple[int, Origin]]] | None" = None
+    each: "tuple[Way, Origin] | None" = None
     cuts: Mapping[int, tuple[Cut, ...]] = {}
     number: tuple[int, ...] | None = None
     is_whole: bool = False
@@ -131,7 +133,7 @@ class Origin(NamedTuple):
         more = [c if c == OTHER_ENTRIES else c._replace(way=way) for c in more]
         cuts = {s: (*self.cuts.get(s, ()), *more) for s in self.distances}
         made = (self.made, *(cut[:3] for cut in more))
-        return self._replace(cuts=cuts, made=made, is_whole=False)
+        return self._replace(cuts=cuts, made=made, is_whole=False, each=None)
 
     def squeezed(self) -> "Origin":
         """What is left without the axes of length 1 that slices have left."""
@@ -147,7 +149,8 @@ class Origin(NamedTuple):
     def along(self, more: int) -> "Origin":
         """An array with so many more axes in front. With one less, it is a slice, which
         is not of some of the parts if they are along that axis."""
-        new = self._replace(axes=((),) * more + self.axes[max(-more, 0) :], parts=None)
+        axes = ((),) * more + self.axes[max(-more, 0) :]
+        new = self._replace(axes=axes, parts=None, each=None)
         if self.parts is None or self.parts[0] + more < 0:
             return new
         axis, parts = self.parts

@@ -104,13 +104,22 @@ class Visits(Domain):
 
     def entry(self, value, here):
         nearest = min(value.distances.values(), default=0)
-        sources = (s for s, n in value.distances.items() if n == nearest)
+        sources = {s for s, n in value.distances.items() if n == nearest}
         scan = self.scans.setdefault(here.scans[-1], ScanSources(set(), here.running))
-        scan.sources.update(sources)
-        return value.along(-1).changing()
+        if value.each is None:
+            scan.sources.update(sources)
+            return value.along(-1).changing()
+        # It is again what it was in the scan that stacked it. Of the weights that each
+        # iteration keeps for the backward pass, those are the layers of a stack that
+        # came apart in the forward pass. The others are copies of the whole.
+        way, inside = value.each
+        there = self.scans.get(way)
+        scan.sources.update(sources & there.sources if there else ())
+        return inside
 
     def stacked(self, value, here):
-        return value.along(1).changing()
+        value = value.changing()
+        return value.along(1)._replace(each=(here.scans[-1], value))
 
     def carried(self, when, init, after, here):
         return [undecided(pair).changing() for pair in zip(init, after)]
