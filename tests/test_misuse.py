@@ -968,7 +968,7 @@ MISUSES = {
     ),
     "values: another structure": Misuse(
         SowError,
-        lambda: plant(_fn, {"h": (X,)})(X),
+        lambda: plant(_fn, {"h": (X, X)})(X),
         (_PLANTED, "has the structure", "Plant a value of that structure"),
         "has a leaf",
         _fn,

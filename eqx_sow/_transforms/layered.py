@@ -62,11 +62,15 @@ class _Array(NamedTuple):
         """Whether it has so many axes for layers."""
         return getattr(self.x, "ndim", None) == n + len(self.shape)
 
-    def is_ambiguous(self, sizes: Sequence[int]) -> bool:
-        """Whether its shape fits, wherever among the leading axes those of so many
-        layers are: of `[4, 4, 3]` with 4 lanes, in front or behind the lanes."""
+    def is_ambiguous(self, sizes: Sequence[int], is_whole: bool) -> bool:
+        """Whether its shape is right for a list as for a stack, but means another thing
+        there: `[4, 4, 3]` has 4 layers in front if it is of a list, and behind 4 lanes
+        if it is of a stack. `is_whole`: whether this program has a stack."""
         fits = fits_along(self.x.shape, sizes, self.shape, self.n_leading)
-        return len(fits) > 1
+        in_front = {(*range(len(sizes)),)}
+        if is_whole:
+            return bool(fits & in_front - {(*self.layers,)})
+        return bool(fits & in_front and fits - in_front)
 
     def part(self, index: Any, given: Sequence[int]) -> Any:
         """That of these layers, with their axes where they would be captured."""
@@ -175,7 +179,7 @@ def _in_layers(
         and bool(parts[0].lengths)
         and not layers_in(parts[0].name, pattern)
     )
-    if not parts or (is_whole and not known):
+    if not parts:
         return {}
     try:
         names, sizes = grid(pattern, [layer for part in parts for layer in part.layers])
@@ -191,7 +195,7 @@ def _in_layers(
         return {}
     is_known = all(x.given is not None and len(x.given) == n for x in arrays)
     for x in () if is_known else arrays:
-        if x.is_ambiguous(sizes):
+        if x.is_ambiguous(sizes, is_whole):
             raise _ambiguous(pattern, names, x)
     if is_whole and (not is_known or all(x.given == x.layers for x in arrays)):
         # It is as this program has it.
