@@ -845,16 +845,17 @@ def _if_positive(step):
     return lambda x: jax.lax.cond(x[0] > 0, step, lambda x: x, x)
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("kind", ["scan", "bounded"])
 @pytest.mark.parametrize("branch", [lambda step: step, _if_positive], ids=["", "cond"])
 @pytest.mark.parametrize("model", REPEATED)
 def test_copies_of_weights_for_a_backward_pass_are_no_stack(kind, branch, model):
     """The loop around keeps the weights for each of its iterations: they are a stack of
     layers only if they came apart in the forward pass."""
-    model, call, names = REPEATED[model]
+    m, call, names = REPEATED[model]
     layers = WAVES[1:] if names == ["m/1"] else WAVES[: 1 + (names != ["m"])]
 
-    def fn(x, m):
+    def fn(x):
         step = branch(lambda x: call(m, x))
         if kind == "bounded":
             return jnp.sum(_loop(step, x, 2, kind))
@@ -872,8 +873,8 @@ def test_copies_of_weights_for_a_backward_pass_are_no_stack(kind, branch, model)
         return dict(zip(names, each if len(names) == n else [jnp.stack(each, 1)]))
 
     x, n = jnp.array([0.3, 0.6, 0.9]), len(layers)
-    _, forward = S(fn, capture=Wave)(x, model)
-    _, got = S(jax.grad(fn), capture=Wave)(x, model)
+    _, forward = S(fn, capture=Wave)(x)
+    _, got = S(jax.grad(fn), capture=Wave)(x)
     assert list(forward) == list(got) == names
     # A bounded loop has more iterations than it needs.
     cut = lambda mode: {k: v[:2] for k, v in with_mode(got, mode).items()}
