@@ -817,25 +817,30 @@ def _loop(step, x, n, kind):
     return eqxi.while_loop(going_on, both, (x, 0), max_steps=n + 1, kind=kind)[0]
 
 
-def _each_in_a_loop(layers, x):
+def _each_in_a_loop(layers, x, changed):
     """Each of some layers three times, in a loop whose backward pass computes again."""
     for layer in layers:
-        x = _loop(layer, x, 3, "checkpointed")
+        x = _loop(changed(layer), x, 3, "checkpointed")
     return x
 
 
-def _over_layers(stack, x):
-    return jax.lax.scan(lambda x, y: (_each_in_a_loop([y], x), None), x, stack)[0]
+def _over_layers(stack, x, changed):
+    step = lambda x, layer: (_each_in_a_loop([layer], x, changed), None)
+    return jax.lax.scan(step, x, stack)[0]
+
+
+def _smaller(layer):
+    return jax.tree.map(lambda w: 0.9 * w, layer)
 
 
 # A model, how it is called, and the names of its layers.
 REPEATED = {
-    "a module": (WAVES[0], lambda m, x: _each_in_a_loop([m], x), ["m"]),
+    "a module": (WAVES[0], lambda m, *more: _each_in_a_loop([m], *more), ["m"]),
     "a list": (WAVES, _each_in_a_loop, ["m/0", "m/1"]),
     "a stack": (_stacked(WAVES), _over_layers, ["m/*"]),
     "one of a stack": (
         _stacked(WAVES),
-        lambda m, x: _each_in_a_loop([jax.tree.map(lambda a: a[1], m)], x),
+        lambda m, *more: _each_in_a_loop([jax.tree.map(lambda a: a[1], m)], *more),
         ["m/1"],
     ),
 }
@@ -848,15 +853,19 @@ def _if_positive(step):
 @pytest.mark.sample(8)
 @pytest.mark.parametrize("kind", ["scan", "bounded"])
 @pytest.mark.parametrize("branch", [lambda step: step, _if_positive], ids=["", "cond"])
+@pytest.mark.parametrize("changed", [lambda m: m, _smaller], ids=["", "changed"])
 @pytest.mark.parametrize("model", REPEATED)
-def test_copies_of_weights_for_a_backward_pass_are_no_stack(kind, branch, model):
+def test_copies_of_weights_for_a_backward_pass_are_no_stack(
+    kind, branch, changed, model
+):
     """The loop around keeps the weights for each of its iterations: they are a stack of
     layers only if they came apart in the forward pass."""
     m, call, names = REPEATED[model]
-    layers = WAVES[1:] if names == ["m/1"] else WAVES[: 1 + (names != ["m"])]
+    layers = list(map(changed, WAVES))
+    layers = layers[1:] if names == ["m/1"] else layers[: 1 + (names != ["m"])]
 
     def fn(x):
-        step = branch(lambda x: call(m, x))
+        step = branch(lambda x: call(m, x, changed))
         if kind == "bounded":
             return jnp.sum(_loop(step, x, 2, kind))
         return jnp.sum(jax.lax.scan(lambda x, _: (step(x), None), x, length=2)[0])
