@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 
 import equinox as eqx
+import equinox.internal as eqxi
 import jax
 import jax.numpy as jnp
 import jax.random as jr
@@ -798,6 +799,123 @@ def test_a_block_of_a_matrix_is_no_layer():
 
     _, got = S(fn, capture=True)(linear, jnp.ones(4))
     assert_close(dict(got), {"m": {"primal": linear(jnp.ones(4))[2:4]}})
+
+
+# --- what a scan has stacked, and another one takes apart ---
+class Wave(eqx.Module):
+    w: jax.Array
+
+    def __call__(self, x):
+        return jnp.sin(self.w * x)
+
+
+WAVES = [Wave(jnp.linspace(0.5, 1.2, 3) + 0.1 * i) for i in range(2)]
+
+
+def _loop(step, x, n, kind):
+    going_on, both = lambda c: c[1] < n, lambda c: (step(c[0]), c[1] + 1)
+    return eqxi.while_loop(going_on, both, (x, 0), max_steps=n + 1, kind=kind)[0]
+
+
+def _each_in_a_loop(layers, x, changed):
+    """Each of some layers three times, in a loop whose backward pass computes again."""
+    for layer in layers:
+        x = _loop(changed(layer), x, 3, "checkpointed")
+    return x
+
+
+def _over_layers(stack, x, changed):
+    step = lambda x, layer: (_each_in_a_loop([layer], x, changed), None)
+    return jax.lax.scan(step, x, stack)[0]
+
+
+def _smaller(layer):
+    return jax.tree.map(lambda w: 0.9 * w, layer)
+
+
+# A model, how it is called, and the names of its layers.
+REPEATED = {
+    "a module": (WAVES[0], lambda m, *more: _each_in_a_loop([m], *more), ["m"]),
+    "a list": (WAVES, _each_in_a_loop, ["m/0", "m/1"]),
+    "a stack": (_stacked(WAVES), _over_layers, ["m/*"]),
+    "one of a stack": (
+        _stacked(WAVES),
+        lambda m, *more: _each_in_a_loop([jax.tree.map(lambda a: a[1], m)], *more),
+        ["m/1"],
+    ),
+}
+
+
+def _if_positive(step):
+    return lambda x: jax.lax.cond(x[0] > 0, step, lambda x: x, x)
+
+
+@pytest.mark.sample(8)
+@pytest.mark.parametrize("kind", ["scan", "bounded"])
+@pytest.mark.parametrize("branch", [lambda step: step, _if_positive], ids=["", "cond"])
+@pytest.mark.parametrize("changed", [lambda m: m, _smaller], ids=["", "changed"])
+@pytest.mark.parametrize("model", REPEATED)
+def test_copies_of_weights_for_a_backward_pass_are_no_stack(
+    kind, branch, changed, model
+):
+    """The loop around keeps the weights for each of its iterations: they are a stack of
+    layers only if they came apart in the forward pass."""
+    m, call, names = REPEATED[model]
+    layers = list(map(changed, WAVES))
+    layers = layers[1:] if names == ["m/1"] else layers[: 1 + (names != ["m"])]
+
+    def fn(x):
+        step = branch(lambda x: call(m, x, changed))
+        if kind == "bounded":
+            return jnp.sum(_loop(step, x, 2, kind))
+        return jnp.sum(jax.lax.scan(lambda x, _: (step(x), None), x, length=2)[0])
+
+    def unrolled(mark, x):
+        for i in range(2):
+            for k, layer in enumerate(layers):
+                x = mark(layer(layer(layer(x))), f"{i}/{k}")
+        return jnp.sum(x)
+
+    def by_name(values):
+        # The last of the three calls, in each iteration of the loop around.
+        each = [jnp.stack([values[f"{i}/{k}"] for i in range(2)]) for k in (0, 1)[:n]]
+        return dict(zip(names, each if len(names) == n else [jnp.stack(each, 1)]))
+
+    x, n = jnp.array([0.3, 0.6, 0.9]), len(layers)
+    _, forward = S(fn, capture=Wave)(x)
+    _, got = S(jax.grad(fn), capture=Wave)(x)
+    assert list(forward) == list(got) == names
+    # A bounded loop has more iterations than it needs.
+    cut = lambda mode: {k: v[:2] for k, v in with_mode(got, mode).items()}
+    assert_close(cut("primal"), by_name(primals(unrolled, x)))
+    assert_close(cut("cotangent"), by_name(cotangents(unrolled, x)))
+
+
+@pytest.mark.parametrize(
+    "step, name",
+    [
+        (lambda m, _: (m, m), "m"),
+        (lambda m, _: (jax.tree.map(lambda w: 0.9 * w, m), m), "m"),
+        (lambda m, layer: (m, jax.tree.map(lambda w: 0.9 * w, layer)), "stack/*"),
+    ],
+    ids=["copies", "a carry", "layers"],
+)
+@pytest.mark.parametrize("derive", [False, True])
+def test_what_a_scan_has_stacked(step, name, derive):
+    """Modules that one scan stacks have the names in the next one that they have in
+    the first."""
+
+    def fn(x, m, stack):
+        _, every = jax.lax.scan(step, m, stack)
+        return jnp.sum(jax.lax.scan(lambda x, m: (m(x), None), x, every)[0])
+
+    model, stack = WAVES[0], _stacked(WAVES)
+    _, every = jax.lax.scan(step, model, stack)
+    x = jnp.array([0.3, 0.6, 0.9])
+    first = jnp.sin(every.w[0] * x)
+    want = [first, jnp.sin(every.w[1] * first)]
+    _, got = S(jax.grad(fn) if derive else fn, capture=Wave)(x, model, stack)
+    assert_close(with_mode(got, "primal"), {name: jnp.stack(want)})
 
 
 # --- what reads alike, in places that no tree has ---
