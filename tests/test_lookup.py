@@ -450,3 +450,35 @@ def test_what_is_compiled_for_one_order_of_axes_is_not_used_for_another():
     look_up = jax.jit(lambda saved: saved["h/1"])
     for one in (*saved, *saved[::-1]):
         assert_close(look_up(one)["primal"], one["h/1"]["primal"])
+
+
+# --- patterns of which some names lack a mode ---
+def _one_without_cotangent(x):
+    for i in range(3):
+        x = x * sow(X if i == 1 else jnp.sin(x), f"b/{i}/h")
+    return x.sum()
+
+
+@pytest.mark.parametrize("how", ["eager", "jit", "shapes", "tree.map"])
+def test_views_agree_where_not_all_have_a_mode(how):
+    saved = S(jax.grad(_one_without_cotangent))
+    if how == "shapes":
+        got = saved.eval_shape(X)[1]
+    else:
+        got = (jax.jit(saved) if how == "jit" else saved)(X)[1]
+    cotangents = got.cotangents
+    if how == "tree.map":
+        cotangents = jax.tree.map(lambda x: 2 * x, cotangents)
+    for name in ("b/*/h", "b/[02]/h", "b/0/h", "b/1/h", "b/-1/h", "**", "none"):
+        modes = got.get(name, {})
+        assert (name in got.primals) == ("primal" in modes)
+        assert (name in cotangents) == ("cotangent" in modes)
+        if "cotangent" in modes:
+            assert cotangents[name].shape == modes["cotangent"].shape
+        else:
+            said = "has no mode 'cotangent'. Its modes are: 'primal'"
+            with pytest.raises(UnknownSowError, match=said if modes else "not a name"):
+                cotangents[name]
+    # What is taken out is not selected either.
+    del got["b/1/h"]
+    assert got.cotangents["b/*/h"].shape == got["b/*/h"]["cotangent"].shape == (2, 3)

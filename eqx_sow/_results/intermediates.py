@@ -139,7 +139,11 @@ class Intermediates(dict[str, dict[str, Any]]):
 
     def _of_mode(self, mode: str) -> dict[str, Any]:
         values = {name: modes[mode] for name, modes in self.items() if mode in modes}
-        return of_mode(mode, values, self._known)
+        known, lacking = self._known, self.keys() - values.keys()
+        if lacking:
+            others = {name: tuple(self[name]) for name in self if name in lacking}
+            known = dc.replace(known, lacking=others)
+        return of_mode(mode, values, known)
 
     def __repr__(self) -> str:
         shown = dict(jtu.tree_map(_number, self, is_leaf=is_state))

@@ -58,6 +58,8 @@ class Known:
     `Program.roots`; `capture` and `modes` are the options; `appended` are the names
     that the user's `Append` has put into a tuple, also if there is one value alone.
     `order` says of the runs of each name where among those of all names they were.
+    In the view of one mode, `lacking` has the names without it, and what modes they
+    have: of a pattern that selects one of them, there is no value of that mode.
     """
 
     axes: Mapping[tuple[str, str], OfValue | OfRuns] = dc.field(default_factory=dict)
@@ -67,6 +69,7 @@ class Known:
     modes: tuple[str, ...] | None = None
     appended: frozenset[str] = frozenset()
     order: Mapping[str, Sequence[int]] = dc.field(default_factory=dict)
+    lacking: Mapping[str, Sequence[str]] = dc.field(default_factory=dict)
 
     def of(self, name: Any, mode: Any) -> OfValue | OfRuns:
         """The leading axes of the arrays of one value."""

@@ -59,6 +59,8 @@ def find(
     if len(there) == len(pairs) == 1 and places and not layers_in(new, name):
         return there[0]
     parts = {new: modes for new, modes, _ in there}
+    if not all(parts.values()):  # in a view of one mode
+        return name, {}, known
     axes = {(n, m): of.of(n, m) for n, modes, of in there for m in modes}
     call = f"intermediates[{name!r}]"
     layers, axes = unstacked(parts, dc.replace(known, axes=axes), call)
@@ -66,10 +68,12 @@ def find(
     return name, modes, dc.replace(known, axes={**known.axes, **axes})
 
 
-def is_there(name: Any, values: Values, known: Known) -> bool:
-    """Whether a name can be looked up. Nothing is computed for that."""
+def is_there(name: Any, values: Values, known: Known, mode: str | None = None) -> bool:
+    """Whether a name can be looked up, or one mode of it. Nothing is computed for
+    that."""
     try:
-        return find(name, values, known, shapes=True) is not None
+        there = find(name, values, known, shapes=True)
+        return there is not None and (mode is None or mode in there[1])
     except SowError:  # it cannot be stacked
         return False
 

@@ -112,14 +112,19 @@ class OfMode(dict[str, Any]):
 
     @property
     def _values(self) -> Values:
-        mode, _ = self._known
-        return {name: {mode: value} for name, value in self.items()}
+        mode, known = self._known
+        values = {name: {mode: value} for name, value in self.items()}
+        return {name: {} for name in known.lacking if name not in self.keys()} | values
 
     @api_boundary
     def __missing__(self, name: Any) -> Any:
         mode, known = self._known
         if (there := find(name, self._values, known)) is not None:
-            return there[1][mode]
+            if mode in there[1]:
+                return there[1][mode]
+            for lacks, others in known.lacking.items():
+                if find(name, {lacks: {}}, known) is not None:
+                    raise unknown_mode(mode, others, name, known)
         if others := [m for n, m in known.axes if n == name]:
             raise unknown_mode(mode, others, name, known)
         raise unknown_name(name, self, known)
@@ -128,8 +133,8 @@ class OfMode(dict[str, Any]):
         return self[name] if name in self else default
 
     def __contains__(self, name: Any) -> bool:
-        _, known = self._known
-        return super().__contains__(name) or is_there(name, self._values, known)
+        mode, known = self._known
+        return super().__contains__(name) or is_there(name, self._values, known, mode)
 
     def __reduce__(self):
         return dict, (dict(self),)
