@@ -1,17 +1,11 @@
 """What the patterns of an option select among the marks of a program."""
 
-import itertools as it
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from ._errors import SowError
 from ._globs import compiled, is_glob, lengths_of_lists
-from ._names import in_loops, join, last_in_lists, Named, Selected, selected, whole
-
-
-# Loops that have any iteration one may ask for, around a mark that a rule of a user's
-# makes.
-_ANY_LOOPS = (2**62,) * 8
+from ._names import join, last_in_lists, Named, Selected, selected, whole
 
 
 class Selection:
@@ -59,9 +53,6 @@ class Selection:
         self._exact_names = frozenset(
             x.name for x in self._every if all(n.place is None for n in x.loops)
         )
-        self._of_name: dict[str, list[Named]] = {}
-        for named in self._every:
-            self._of_name.setdefault(named.name, []).append(named)
         self._whole = whole
         # Those that fit behind several roots, and what they are behind each of them.
         self.ambiguous: dict[str, list[str]] = {}
@@ -112,17 +103,6 @@ class Selection:
     def all_of(self, named: Named) -> Iterable[Selected]:
         """What all patterns select of a mark."""
         return {x.name: x for some in self.of(named).values() for x in some}.values()
-
-    def in_any_loops(
-        self, name: str, places: tuple[int | None, ...]
-    ) -> Iterable[Selected]:
-        """What they may select of it, whatever loops it is in."""
-        known = self._of_name.get(name, ())
-        same = [
-            x for x in known if x == in_loops(name, places, [n for _, n in x.loops])
-        ]
-        each = map(self.all_of, same or [in_loops(name, places, _ANY_LOOPS)])
-        return dict.fromkeys(it.chain(*each))
 
     def _of(self, named: Named) -> Iterator[tuple[int, list[Selected]]]:
         said = (i for i, p in self._predicates.items() if _says(p, named))
