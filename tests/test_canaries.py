@@ -366,10 +366,17 @@ def _hide_vjp_in_scans(change):
     change.setitem(table, prims.scan_p, hidden)
 
 
-def _drop_tracebacks(change):
+def _drop_tracebacks_and_names(change):
+    # Either of them tells which loops are Equinox's.
     info = importlib.import_module(source_info_util.current.__module__)
     current = info.current
     change.setattr(info, "current", lambda: current().replace(traceback=None))
+
+    @contextlib.contextmanager
+    def unnamed(name):
+        yield
+
+    change.setattr(info, "extend_name_stack", unnamed)
 
 
 def _leave_no_trace_of_transposition(change):
@@ -457,7 +464,7 @@ CHANGES = {
         _take_away(_linearizations, prims.remat_p),
         _grad(jax.checkpoint(_pair)),
     ),
-    "no tracebacks": (_drop_tracebacks, *_OF_A_LOOP),
+    "no tracebacks, and no names": (_drop_tracebacks_and_names, *_OF_A_LOOP),
     "no transposition on name stacks": (
         _leave_no_trace_of_transposition,
         *_OF_A_LOOP,
