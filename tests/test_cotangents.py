@@ -33,10 +33,14 @@ from .tables import REDUCERS, under
 
 
 X = jnp.array([0.3, 0.7])
+_NEEDED = (getattr(jax.config, "jax_custom_vjp3", False),)
+_REASON = "Until Equinox's checkpointed loop runs with JAX_CUSTOM_VJP3"
 _needs_checkpointed_loop = pytest.mark.xfail(
-    getattr(jax.config, "jax_custom_vjp3", False),
-    reason="Until Equinox's checkpointed loop runs with JAX_CUSTOM_VJP3",
-    raises=AttributeError,
+    *_NEEDED, reason=_REASON, raises=AttributeError
+)
+# Some of these loops run, such as those in the `bwd` of a function.
+_may_need_checkpointed_loop = pytest.mark.xfail(
+    *_NEEDED, reason=_REASON, raises=AttributeError, strict=False
 )
 
 
@@ -1143,7 +1147,7 @@ def test_a_scan_in_a_checkpointed_loop_in_a_checkpoint(policy, length):
     close(got["h"]["count"], 3 * np.ones(length))
 
 
-@_needs_checkpointed_loop
+@_may_need_checkpointed_loop
 @pytest.mark.parametrize("sign", [1, -1])
 def test_a_name_in_branches_of_which_a_checkpointed_loop_takes_one(sign):
     """The predicate is the same in the forward pass and in the replay."""
@@ -1211,7 +1215,7 @@ def _in_another(loop, step):
 
 
 @pytest.mark.slow
-@_needs_checkpointed_loop
+@_may_need_checkpointed_loop
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("loop", [None, "scan", "while"])
 @pytest.mark.parametrize(
@@ -1275,7 +1279,6 @@ def test_a_bwd_that_differentiates_a_checkpointed_loop(loop, inside, around):
     assert np.all(np.asarray(got["h"]["count"]) == count)
 
 
-@_needs_checkpointed_loop
 @pytest.mark.parametrize("loop", [None, "scan", "while"])
 @pytest.mark.parametrize("rule", ["fwd", "bwd", "jvp"])
 def test_a_rule_at_another_point_in_such_a_loop(loop, rule):
