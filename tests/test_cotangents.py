@@ -33,15 +33,15 @@ from .tables import REDUCERS, under
 
 
 X = jnp.array([0.3, 0.7])
-_NEEDED = (getattr(jax.config, "jax_custom_vjp3", False),)
-_REASON = "Until Equinox's checkpointed loop runs with JAX_CUSTOM_VJP3"
-_needs_checkpointed_loop = pytest.mark.xfail(
-    *_NEEDED, reason=_REASON, raises=AttributeError
+_xfail = ft.partial(
+    pytest.mark.xfail,
+    getattr(jax.config, "jax_custom_vjp3", False),
+    reason="Until Equinox's checkpointed loop runs with JAX_CUSTOM_VJP3",
+    raises=AttributeError,
 )
+_needs_checkpointed_loop = _xfail()
 # Some of these loops run, such as those in the `bwd` of a function.
-_may_need_checkpointed_loop = pytest.mark.xfail(
-    *_NEEDED, reason=_REASON, raises=AttributeError, strict=False
-)
+_may_need_checkpointed_loop = _xfail(strict=False)
 
 
 # --- a leaf that is the same for all lanes ---
