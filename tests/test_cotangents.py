@@ -1188,6 +1188,27 @@ def test_the_tangent_of_a_checkpointed_loop_in_a_checkpoint():
     assert_close(checkpointed, plain)
 
 
+@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize("around", [lambda f: f, jax.checkpoint])
+def test_two_runs_of_one_value_in_a_checkpointed_loop(jitted, around):
+    """The loop computes both again, and in the same order."""
+    o = jnp.array([1.5, -0.5])
+
+    def gradient(v, w, value):
+        term = lambda v, o: (value(o) ** 2 * jnp.sin(v * w)).sum()
+        return jax.grad(jax.jit(term) if jitted else term, (0, 1))(v, o)
+
+    def step(v, values=(lambda o: sow(o, "h"),) * 2, plus=(0.0, 0.0)):
+        (a, b), (c, d) = (gradient(v, w, f) for w, f in zip((1.0, 2.0), values))
+        return a * (b + plus[0]) + c + jnp.cos(d + plus[1])
+
+    f = around(jax.grad(lambda x: _checkpointed(step, x, 1).sum()))
+    _, got = S(f, reduce=Append())(X)
+    by_hand = lambda plus: step(X, (lambda o: o,) * 2, plus).sum()
+    cotangents = jax.grad(by_hand)((jnp.zeros(2), jnp.zeros(2)))
+    assert_close(got["h"]["cotangent.cotangent"], cotangents)
+
+
 def _two_steps(step, unmarked, loop):
     """`step` twice, with a `bwd` that differentiates each step where it goes back."""
     if loop is None:

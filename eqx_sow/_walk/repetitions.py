@@ -108,12 +108,12 @@ def _matched(
     sows: Iterable[Sown],
     may_repeat: Callable[[Sown], bool],
     repeats: Callable[[Sown, Sown], bool],
-    choose: Callable[[list[Way], int, int], Iterable[Way]],
+    choose: Callable[[Sown, list[Sown], int, int], Iterable[Sown]],
 ) -> Repeated:
     """Goes over some marks in the order of the program, and matches those that
     `may_repeat` others with executions before them that they `repeat`.
 
-    `choose(executions, i, n)` picks, for the i-th of n repetitions in a row, which
+    `choose(x, executions, i, n)` picks, for the i-th of n repetitions in a row, which
     executions it may repeat. If the program takes the same gradient twice, each
     backward pass repeats its own forward pass: what was repeated before comes last.
     """
@@ -125,10 +125,11 @@ def _matched(
             continue
         row, found = list(some), {}
         for i, x in enumerate(row):
-            executions = [y.here.way for y in ran if repeats(x, y)]
-            executions = [p for p in executions if p not in repeated] or executions
-            if executions:
-                found[x.here.way] = frozenset(choose(executions, i, len(row)))
+            executions = [y for y in ran if repeats(x, y)]
+            first = [y for y in executions if y.here.way not in repeated]
+            if executions := first or executions:
+                chosen = choose(x, executions, i, len(row))
+                found[x.here.way] = frozenset(y.here.way for y in chosen)
         yield from found.items()
         repeated.update(*found.values())
 
@@ -140,14 +141,27 @@ def _same_values(alike: Sequence[Sown]) -> Repeated:
     A backward pass goes backward: if `f(x) + f(x) ** 2` runs the mark twice, and its
     gradient repeats both, then the first repetition is of the second execution. With 2
     executions and 4 repetitions, it is the first two that are of the second one.
+
+    A loop that runs again goes forward within each step. There it is the execution that
+    is called from the same lines.
     """
+
+    def choose(x, executions, i, n):
+        loops, within = _rerun_loops(x)
+        same = [
+            y
+            for y in executions
+            if loops and y.site.origin is x.site.origin and _is_called_alike(y, within)
+        ]
+        return same or [executions[-1 - i * len(executions) // n]]
+
     return _matched(
         alike,
         lambda x: x.in_backward_pass,
         # Only executions in the branches of cond around the repetition: elsewhere, one
         # may not have run when the repetition does.
         lambda x, y: y.cases <= x.cases,
-        lambda executions, i, n: [executions[-1 - i * len(executions) // n]],
+        choose,
     )
 
 
@@ -182,7 +196,7 @@ def _same_equations(primals: Sequence[Sown], at_solution: Same) -> Repeated:
         primals,
         lambda x: bool(_rerun_loops(x)[0]) or _rule(x) is not None,
         repeats,
-        lambda executions, i, n: executions,
+        lambda x, executions, i, n: executions,
     )
 
 
