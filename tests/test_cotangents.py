@@ -1028,6 +1028,53 @@ def test_two_calls_of_a_recomputing_function(rule, wrap):
             close(mine, want)
 
 
+@under("eager", "jit", "checkpoint", "vmap")
+@pytest.mark.parametrize("jitted", ["", "term", "forward"])
+@pytest.mark.parametrize("lines", [1, 2])
+def test_a_recomputing_bwd_of_a_function_that_marks_one_value_twice(
+    lines, jitted, wrap
+):
+    """What it computes again is in the order of the forward pass. What two calls of it
+    compute is not: the second call comes first."""
+
+    def forward(term, x):
+        if lines == 2:
+            return 2 * term(x, 1.0) + term(x, 3.0) ** 2
+        first, second = (term(x, w) for w in (1.0, 3.0))
+        return 2 * first + second**2
+
+    marked = lambda x, w: jnp.sin(w * sow(x, "h"))
+    fwd = ft.partial(forward, jax.jit(marked) if jitted == "term" else marked)
+    fwd = jax.jit(fwd) if jitted == "forward" else fwd
+    recomputing = jax.custom_vjp(fwd)
+    recomputing.defvjp(lambda x: (fwd(x), x), lambda x, ct: jax.vjp(fwd, x)[1](ct))
+
+    def call(f, n):
+        if n == 2:
+            return lambda x: f(x) + f(x) ** 2
+
+        def one_after_the_other(x):
+            y = 1.0
+            for _ in range(n):
+                y = y * f(x)
+            return y
+
+        return one_after_the_other
+
+    for n in (1, 2, 3):
+        f = wrap(call(recomputing, n))
+        xs = jnp.stack([X]) if wrap is jax.vmap else X
+        _, got = S(jax.grad(lambda x: f(x).sum()), reduce=Append())(xs)
+
+        def by_hand(eps):
+            each = iter(eps)
+            term = lambda x, w: jnp.sin(w * (x + next(each)))
+            return call(ft.partial(forward, term), n)(X).sum()
+
+        want = jax.grad(by_hand)(jnp.zeros((2 * n, 2)))
+        close(np.stack(got["h"]["cotangent"]).reshape(want.shape), want)
+
+
 @under("eager", "jit")
 def test_a_recomputed_loop(wrap):
     def impl(x):

@@ -104,18 +104,22 @@ def repetitions(
     return repeated
 
 
+# Marks that may be repetitions, each with executions that it may repeat.
+Row = Sequence[tuple[Sown, list[Sown]]]
+
+
 def _matched(
     sows: Iterable[Sown],
     may_repeat: Callable[[Sown], bool],
     repeats: Callable[[Sown, Sown], bool],
-    choose: Callable[[Sown, list[Sown], int, int], Iterable[Sown]],
+    choose: Callable[[Row], Iterable[tuple[Sown, list[Sown]]]] = lambda row: row,
 ) -> Repeated:
     """Goes over some marks in the order of the program, and matches those that
-    `may_repeat` others with executions before them that they `repeat`.
+    `may_repeat` others with executions before them that they `repeat`. `choose` picks
+    some of these executions, for the repetitions in a row.
 
-    `choose(x, executions, i, n)` picks, for the i-th of n repetitions in a row, which
-    executions it may repeat. If the program takes the same gradient twice, each
-    backward pass repeats its own forward pass: what was repeated before comes last.
+    If the program takes the same gradient twice, each backward pass repeats its own
+    forward pass: what was repeated before comes last.
     """
     ran: list[Sown] = []
     repeated: set[Way] = set()
@@ -123,13 +127,14 @@ def _matched(
         if not again:
             ran += some
             continue
-        row, found = list(some), {}
-        for i, x in enumerate(row):
+        row = []
+        for x in some:
             executions = [y for y in ran if repeats(x, y)]
             first = [y for y in executions if y.here.way not in repeated]
             if executions := first or executions:
-                chosen = choose(x, executions, i, len(row))
-                found[x.here.way] = frozenset(y.here.way for y in chosen)
+                row.append((x, executions))
+        ways = lambda chosen: frozenset(y.here.way for y in chosen)
+        found = {x.here.way: ways(chosen) for x, chosen in choose(row)}
         yield from found.items()
         repeated.update(*found.values())
 
@@ -138,22 +143,25 @@ def _matched(
 def _same_values(alike: Sequence[Sown]) -> Repeated:
     """Of marks of one value, the repetitions, each with the execution that it repeats.
 
-    A backward pass goes backward: if `f(x) + f(x) ** 2` runs the mark twice, and its
+    It is one that was called from the same lines, as far as that tells. Among these, a
+    backward pass goes backward: if `f(x) + f(x) ** 2` runs the mark twice, and its
     gradient repeats both, then the first repetition is of the second execution. With 2
-    executions and 4 repetitions, it is the first two that are of the second one.
-
-    A loop that runs again goes forward within each step. There it is the execution that
-    is called from the same lines.
+    executions and 4 repetitions, it is the first two that are of the second one. What
+    one `bwd` computes again is in the order of the forward pass, however.
     """
 
-    def choose(x, executions, i, n):
-        loops, within = _rerun_loops(x)
-        same = [
-            y
-            for y in executions
-            if loops and y.site.origin is x.site.origin and _is_called_alike(y, within)
-        ]
-        return same or [executions[-1 - i * len(executions) // n]]
+    def choose(row: Row) -> Iterator[tuple[Sown, list[Sown]]]:
+        groups = defaultdict(list)
+        for x, executions in row:
+            n_alike = [_n_alike(x, y) for y in executions]
+            best = max(n_alike)
+            near = [y for y, n in zip(executions, n_alike) if n == best]
+            groups[tuple(y.here.way for y in near)].append((x, near))
+        for group in groups.values():
+            calls = it.groupby(group, lambda pair: _call_of_bwd(pair[0]))
+            backward = [pair for _, call in calls for pair in reversed([*call])]
+            for i, (x, near) in enumerate(backward):
+                yield x, [near[-1 - i * len(near) // len(group)]]
 
     return _matched(
         alike,
@@ -163,6 +171,27 @@ def _same_values(alike: Sequence[Sown]) -> Repeated:
         lambda x, y: y.cases <= x.cases,
         choose,
     )
+
+
+def _n_alike(x: Sown, y: Sown) -> tuple[int, int]:
+    """How many calls led to both marks, from inside out: calls in the user's code, and
+    those that equations have. A jitted function is traced once for two calls, and what
+    a `bwd` computes in one has the traceback of the call in the forward pass."""
+    calls = zip(x.site.origin.calls, y.site.origin.calls)
+    traceback = lambda eqn: eqn.source_info.traceback
+    around = [map(traceback, reversed(z.here.around)) for z in (x, y)]
+    n_calls = len([*it.takewhile(lambda pair: pair[0] == pair[1], calls)])
+    n_equations = len([*it.takewhile(lambda pair: pair[0] is pair[1], zip(*around))])
+    return n_calls, n_equations
+
+
+def _call_of_bwd(x: Sown) -> Hashable:
+    """Equal for marks from one call of a `bwd`. JAX gives all of its equations the
+    traceback of the call of the function that it is the `bwd` of."""
+    i, eqn = [
+        (i, e) for i, e in enumerate(x.here.around) if _compat.in_backward_pass(e)
+    ][-1]
+    return x.here.way[: 2 * i], id(eqn.source_info.traceback)
 
 
 # --- equations that run again ---
@@ -196,7 +225,6 @@ def _same_equations(primals: Sequence[Sown], at_solution: Same) -> Repeated:
         primals,
         lambda x: bool(_rerun_loops(x)[0]) or _rule(x) is not None,
         repeats,
-        lambda x, executions, i, n: executions,
     )
 
 
