@@ -356,7 +356,7 @@ def _content(x: Any) -> Hashable:
         is_there = x.is_fully_addressable and not key
     if not is_there or getattr(x, "nbytes", 0) > 2**20:
         return id(x)
-    return np.asarray(jax.device_get(x)).tobytes()
+    return np.asarray(jax.device_get(x) if isinstance(x, jax.Array) else x).tobytes()
 
 
 def _is_users(eqn: Any) -> bool:
