@@ -51,21 +51,19 @@ class Facts(NamedTuple):
 
 def numbered(found: Sequence[Facts]) -> dict[Way, Run]:
     """The run of each mark, by the ways to them."""
-    runs: dict[Way, Run] = {}
+    which: dict[Way, int | None] = {}
     for group in _grouped(found, lambda x: x.mark.site.name).values():
         every = _alternatives(
             [x for x in group if not (x.mark.site.modes or x.known.again)]
         )
         number = {x.mark.way: i for i, run in enumerate(every) for x in run}
-        which: dict[Way, int | None] = {**number}
+        which |= number
         repeated = (x for x in group if x.known.again)
         which |= {x.mark.way: _only(_may_be(x, number)) for x in repeated}
         derivatives = [x for x in group if x.mark.site.modes and not x.known.again]
         for mine in _grouped(derivatives, lambda x: x.mark.site.key).values():
             which |= _of_derivatives(mine, number, len(every))
-        for x in group:
-            runs[x.mark.way] = x.known._replace(run=which[x.mark.way])
-    return runs
+    return {x.mark.way: x.known._replace(run=which[x.mark.way]) for x in found}
 
 
 def _may_be(x: Facts, number: Mapping[Way, int]) -> set[int]:
