@@ -119,8 +119,6 @@ def _grouped(found, key):
 def _alternatives(found: Sequence[Facts]) -> list[list[Facts]]:
     """The marks, of which those are together that can never both run: each goes to the
     first ones of which all are exclusive to it, and so have a cond in common."""
-    if len(found) == 1:
-        return [[*found]]
     every: list[list[Facts]] = []
     by_cond: dict[Any, list[int]] = defaultdict(list)
     for x in found:
