@@ -182,8 +182,6 @@ def runs_of(
 
     def facts(x: Mark) -> Facts:
         of, it = [x.way], sown.get(x.way)
-        if not (sown or x.site.modes):
-            return Facts(x, Run(None, of=frozenset(of)))
         if x.site.modes:
             # A derivative may be of one primal or another, if a branch decides. Where
             # no edge leads to a primal, it is of any from this call of `sow`: from
