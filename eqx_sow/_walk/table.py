@@ -123,9 +123,6 @@ def _may_repeat(found: Sequence[Mark]) -> bool:
         for eqn in around.values()
     ):
         return True
-    around |= {id(eqn): eqn for x in found for eqn in x.eqns}
-    if not any(map(is_of_unknown_length, around.values())):
-        return False
     whiles = {
         (x.way[: 2 * i + 1], id(x.site.origin), bool(x.site.modes))
         for x in found
