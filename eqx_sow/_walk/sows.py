@@ -330,5 +330,5 @@ def in_loop_of_backward_pass(eqns: Iterable[Any]) -> bool:
 
 def lengths_of(eqns: Iterable[Any]) -> tuple[int, ...]:
     """How many iterations the scans among some equations have."""
-    loops = [_loops[e.primitive](e.params) for e in eqns if e.primitive in _loops]
-    return tuple([x.length for x in loops if x.length is not None])
+    loops = filter(None, map(loop_of, eqns))
+    return tuple(x.length for x in loops if x.length is not None)
