@@ -203,11 +203,6 @@ class Mark(NamedTuple):
         return None if k is None else self.eqns[k // 2]
 
     @property
-    def of_equation(self) -> Any:
-        """Its equation, or the one that holds the function."""
-        return self.holder or self.eqns[-1]
-
-    @property
     def in_backward_pass(self) -> bool:
         """Whether it is in one, and is no derivative."""
         return not self.site.modes and any(map(_compat.in_backward_pass, self.eqns))
