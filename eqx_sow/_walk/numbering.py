@@ -223,27 +223,21 @@ class Numbering(Domain):
         (*mine, pairs), (*others, numbers) = of_x, of_y
         if mine != others:
             return False
-        todo, seen = list(zip(pairs, numbers)), set()
+        todo, seen, here = list(zip(pairs, numbers)), set(), y.here.way
         while todo:
             pair = todo.pop()
             if pair[0] == pair[1] or pair in seen:
                 continue
             seen.add(pair)
-            if self._ends_loop_around(y, pair[0]):
-                continue
+            match self._computed[pair[0]].how:
+                # What a loop of unknown length around `y` carries at the end.
+                case How(by="at the end", own=(way, _)) if here[: len(way)] == way:
+                    continue
             operands = self._computed_alike(*pair)
             if operands is None:
                 return False
             todo += operands
         return True
-
-    def _ends_loop_around(self, y: Sown, number: int) -> bool:
-        """Whether it is what a loop of unknown length around a mark carries at the
-        end."""
-        match self._computed[number].how:
-            case How(by="at the end", own=(way, _)):
-                return y.here.way[: len(way)] == way
-        return False
 
     def _computed_alike(self, a: int, b: int) -> list[tuple[int, int]] | None:
         """The operands of two values that are computed alike, in pairs."""
