@@ -123,9 +123,6 @@ def _alternatives(found: Sequence[Facts]) -> list[list[Facts]]:
     by_cond: dict[Any, list[int]] = defaultdict(list)
     for x in found:
         conds = _branches(x)
-        if not conds:
-            every.append([x])
-            continue
         near = sorted({i for cond in conds for i in by_cond[cond]})
         fits = (i for i in near if all(_are_exclusive(x, y) for y in every[i]))
         i = next(fits, len(every))
