@@ -198,6 +198,7 @@ class Numbering(Domain):
         eqn, depth = here.around[-1], len(here.scans)
         pairs = [(x.number, y.number) for x, y in zip(init, after)]
         loop, own = (loop_of(eqn), depth), None
+        # Each depends on all that the scan carries.
         given = tuple(number for pair in pairs for number in pair)
         if when == "at first":
             loop, given, own = None, (), depth
@@ -240,7 +241,8 @@ class Numbering(Domain):
         return True
 
     def _computed_alike(self, a: int, b: int) -> list[tuple[int, int]] | None:
-        """The operands of two values that are computed alike, in pairs."""
+        """The operands of two values that are computed alike, in pairs. Two loops of
+        unknown length may be, though what they carry is not equal."""
         (how, of), (other, of_other) = self._computed[a], self._computed[b]
         mine, others = (*how.given, *of), (*other.given, *of_other)
         alike = how[:2] == other[:2] and len(mine) == len(others)
