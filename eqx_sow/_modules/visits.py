@@ -105,7 +105,8 @@ class Visits(Domain):
     def entry(self, value, here):
         nearest = min(value.distances.values(), default=0)
         sources = {s for s, n in value.distances.items() if n == nearest}
-        scan = self.scans.setdefault(here.scans[-1], ScanSources(set(), here.running))
+        around = _calls(here.around)
+        scan = self.scans.setdefault(here.scans[-1], ScanSources(set(), around))
         if value.each is None:
             scan.sources.update(sources)
             return value.along(-1).changing()
@@ -166,5 +167,10 @@ class Visits(Domain):
 
     def _running(self, eqn: Any, here: Here) -> list[Visit]:
         """The visits in which an equation runs, from outside in."""
-        calls = [*here.running, *calls_around(eqn)]
+        calls = _calls((*here.around, eqn))
         return [self._latest[c] for c in calls if c in self._latest]
+
+
+def _calls(eqns: Sequence[Any]) -> list[NotedCall]:
+    """The calls of modules that are running around the last of some equations."""
+    return [call for eqn in eqns for call in calls_around(eqn)]

@@ -92,7 +92,8 @@ class _SaveIntermediates(Transformed):
         )
         numbers = numbers_of_runs(slots)
         intermediates = assemble(entries, when, reducer, mode_of, known, numbers)
-        annotated = [(x.site, x.mark.of_equation) for x in asked if x.site.spec]
+        marks = [(x.site, x.mark) for x in asked if x.site.spec]
+        annotated = [(site, mark.holder or mark.eqns[-1]) for site, mark in marks]
         _spec.check(annotated, by_name["spec"], intermediates)
         return program.output(outs), intermediates
 

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import jax.extend.core as jexc
 
 from .. import _compat
-from .._mark.calls import calls_around
 from .._mark.primitive import edge_p, sow_p
 from .sows import called_by, lengths_of, number, variables, Way, with_sow
 
@@ -48,16 +47,11 @@ class Here(NamedTuple):
         ends = (2 * i + 1 for i, e in enumerate(self.around) if lengths_of([e]))
         return [self.way[:n] for n in ends]
 
-    @property
-    def running(self) -> list[Any]:
-        """The calls of modules that are running."""
-        return [call for eqn in self.around for call in calls_around(eqn)]
-
 
 class Domain:
     """What goes through a program: the values that stand for arrays, and what each kind
-    of equation makes of them. There are two: `Visits` in `_modules/visits.py`, and
-    `Numbering` in `numbering.py`.
+    of equation makes of them. There are three: `Visits` in `_modules/visits.py`,
+    `Edges` in `table.py`, and `Numbering` in `numbering.py`.
 
     Only equations that have a mark inside, or lead to one, are looked at. The value of
     what no mark depends on is `None`.

@@ -12,7 +12,6 @@ On the way, the pass follows the edges of marks, and notes where each value was 
 for `table.py`.
 """
 
-import itertools as it
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -30,6 +29,34 @@ from .repetitions import around_backward_pass, Sown
 from .sows import is_of_unknown_length, lengths_of, loop_of, Way
 
 
+class How(NamedTuple):
+    """By what something is computed, or where it is made.
+
+    `by` is a primitive, or a word such as `"stack"`, and `which` tells apart what is
+    `by` the same: the outputs of an equation, scans at several depths. Or they are the
+    way to an equation, and the output of that.
+    """
+
+    by: Hashable
+    which: Hashable = None
+    # The numbers of other values on which this depends, as on the index of a cond.
+    given: tuple[int, ...] = ()
+    # Tells apart what is computed alike, as two loops of unknown length are.
+    own: Hashable = None
+
+
+class Made(NamedTuple):
+    """How a value is made, and of which ones. `of` are their numbers; or, if this says
+    where the value is made, how each of them is made."""
+
+    how: How
+    of: tuple[Any, ...] = ()
+
+    def part(self, how: How, i: int) -> Any:
+        """A part of what was put together so; `None` of anything else."""
+        return self.of[i] if self.how == how else None
+
+
 class Numbered(NamedTuple):
     """What goes through the program, in the place of an array.
 
@@ -41,16 +68,8 @@ class Numbered(NamedTuple):
     """
 
     number: int
-    made: Hashable
+    made: Made
     filled: bool = False
-
-
-class _While:
-    """A loop of unknown length, each time that the pass comes by one. It is equal to no
-    other one. `way`: the way to its body."""
-
-    def __init__(self, way: Way):
-        self.way = way
 
 
 class Numbering(Domain):
@@ -64,45 +83,42 @@ class Numbering(Domain):
     def __init__(self, sites: Mapping[Way, Site]):
         # What marks are called, by the ways to them.
         self._sites = sites
-        # How a value is computed: by what, and from the values with which numbers. For
-        # each, the parameters of such equations, and the number of the result. These
-        # need not be hashable.
-        self._known: dict[Hashable, list[tuple[Any, int]]] = {}
+        # For what is computed so: the parameters of such equations, which need not be
+        # hashable, each with the number of the result.
+        self._known: dict[Made, list[tuple[Any, int]]] = {}
         # By number, how that value is computed, and with which parameters.
-        self._computed: dict[int, tuple[Hashable, tuple[int, ...]]] = {}
-        self._params: dict[int, Any] = {}
+        self._computed: list[Made] = []
+        self._params: list[Any] = []
         # By number, of an edge, the executions that it comes from.
         self._edges: dict[int, frozenset[Way]] = {}
-        self._next = it.count()
         # The marks, by the ways to their equations.
         self.sows: dict[Way, Sown] = {}
 
     def unlike_any(self) -> Numbered:
         """A value that is equal to no other one."""
-        number = self._number(object())
-        return Numbered(number, number)
+        return self._input(How(object()))
 
-    def _number(
-        self, how: Hashable, operands: Sequence[int] = (), params: Any = None
-    ) -> int:
-        computed = how, tuple(operands)
+    def _input(self, how: How, filled: bool = False) -> Numbered:
+        return Numbered(self._number(how), Made(how), filled)
+
+    def _number(self, how: How, of: Sequence[int] = (), params: Any = None) -> int:
+        computed = Made(how, tuple(of))
         candidates = self._known.setdefault(computed, [])
         for x, number in candidates:
-            if x is params or _equal(x, params):
+            if _equal(x, params):
                 return number
-        number = next(self._next)
+        number = len(self._computed)
         candidates.append((params, number))
-        self._computed[number] = computed
-        self._params[number] = params
-        edges = [self._edges[n] for n in operands if n in self._edges]
+        self._computed.append(computed)
+        self._params.append(params)
+        edges = [self._edges[n] for n in of if n in self._edges]
         if edges:
             self._edges[number] = frozenset().union(*edges)
         return number
 
     def constant(self, x, aval):
         # Each trace of `x * jnp.array([1.0, 2.0])` makes an array of its own.
-        number = self._number(("const", aval, _content(x)))
-        return Numbered(number, number, filled=not aval.shape)
+        return self._input(How("constant", (aval, _content(x))), not aval.shape)
 
     # --- equations ---
     def equation(self, eqn, operands, here):
@@ -118,12 +134,14 @@ class Numbering(Domain):
         if primitive in _MOVES:
             return [operands[0]._replace(number=self._moved(eqn, operands))]
         # What has an effect may be something else each time.
-        how = object() if eqn.effects or _is_users(eqn) else primitive
-        n = self._number(how, [x.number for x in operands], eqn.params)
-        numbers = [self._number(("out", i), (n,)) for i in range(len(eqn.outvars))]
+        by = object() if eqn.effects or _is_users(eqn) else primitive
+        of, p = [x.number for x in operands], eqn.params
+        numbers = [self._number(How(by, i), of, p) for i in range(len(eqn.outvars))]
         filled = bool(operands) and all(x.filled for x in operands) and not eqn.effects
         filled |= primitive.name in _EMPTY
-        return [Numbered(n, (here.way, i), filled) for i, n in enumerate(numbers)]
+        return [
+            Numbered(n, Made(How(here.way, i)), filled) for i, n in enumerate(numbers)
+        ]
 
     def _moved(self, eqn: Any, operands: Sequence[Numbered]) -> int:
         if eqn.primitive is jax.lax.transpose_p:
@@ -131,11 +149,11 @@ class Numbering(Domain):
         # A scalar that leaves a mesh for its backward pass, such as the index of a
         # cond, gets an axis for the devices, and loses it again in there.
         if eqn.primitive is jax.lax.squeeze_p and not eqn.outvars[0].aval.shape:
-            how, of = self._computed.get(operands[0].number, (None, ()))
-            if how == "of a scalar":
-                return of[0]
+            scalar = self._computed[operands[0].number].part(_OF_A_SCALAR, 0)
+            if scalar is not None:
+                return scalar
         is_scalar = not eqn.invars[0].aval.shape
-        how = "of a scalar" if is_scalar else eqn.primitive
+        how = _OF_A_SCALAR if is_scalar else How(eqn.primitive)
         return self._number(how, [x.number for x in operands], eqn.params)
 
     def _sow(self, eqn: Any, operands: Sequence[Numbered], here: Here) -> Numbered:
@@ -164,13 +182,13 @@ class Numbering(Domain):
         # `vmap` moves the axis of its lanes to the front where a scan ends in another
         # one, and back where the backward pass takes apart what that has stacked.
         number = value.number
-        how, operands = self._computed.get(number, (None, ()))
-        if isinstance(how, tuple) and how[0] == "transposed":
-            (number,) = operands
-            permutation = [how[1][i] for i in permutation]
+        how, of = self._computed[number]
+        if how.by is jax.lax.transpose_p:
+            before: Any = how.which
+            (number,), permutation = of, [before[i] for i in permutation]
         if list(permutation) == list(range(len(permutation))):
             return number
-        return self._number(("transposed", tuple(permutation)), [number])
+        return self._number(How(jax.lax.transpose_p, tuple(permutation)), [number])
 
     # --- loops ---
     def carried(self, when, init, after, here):
@@ -179,13 +197,18 @@ class Numbering(Domain):
         # first with names in the place of what is carried.
         eqn, depth = here.around[-1], len(here.scans)
         pairs = [(x.number, y.number) for x, y in zip(init, after)]
-        loop: Hashable = loop_of(eqn), depth, *pairs
+        loop, own = (loop_of(eqn), depth), None
+        # Each depends on all that the scan carries.
+        given = tuple(number for pair in pairs for number in pair)
         if when == "at first":
-            loop = depth
+            loop, given, own = None, (), depth
         elif is_of_unknown_length(eqn):
-            loop = _While(here.way)
-        numbers = (self._number((when, loop, i), pair) for i, pair in enumerate(pairs))
-        return [Numbered(n, (here.way, when, i)) for i, n in enumerate(numbers)]
+            loop, given, own = None, (), (here.way, object())
+        hows = [How(when, (loop, i), given, own) for i in range(len(pairs))]
+        return [
+            Numbered(self._number(how, pair), Made(How(here.way, (when, i))))
+            for i, (how, pair) in enumerate(zip(hows, pairs))
+        ]
 
     def at_solution(self, x: Sown, y: Sown) -> bool:
         """Whether `x` is computed as `y` is in a `while_loop`, but from what the loop
@@ -201,50 +224,30 @@ class Numbering(Domain):
         (*mine, pairs), (*others, numbers) = of_x, of_y
         if mine != others:
             return False
-        todo, seen = list(zip(pairs, numbers)), set()
+        todo, seen, here = list(zip(pairs, numbers)), set(), y.here.way
         while todo:
             pair = todo.pop()
             if pair[0] == pair[1] or pair in seen:
                 continue
             seen.add(pair)
-            if self._ends_loop_around(y, pair[0]):
-                continue
+            match self._computed[pair[0]].how:
+                # What a loop of unknown length around `y` carries at the end.
+                case How(by="at the end", own=(way, _)) if here[: len(way)] == way:
+                    continue
             operands = self._computed_alike(*pair)
             if operands is None:
                 return False
             todo += operands
         return True
 
-    def _ends_loop_around(self, y: Sown, number: int) -> bool:
-        """Whether it is what a loop of unknown length around a mark carries at the
-        end."""
-        match self._computed[number][0]:
-            case ("at the end", _While(way=way), _):
-                return y.here.way[: len(way)] == way
-        return False
-
     def _computed_alike(self, a: int, b: int) -> list[tuple[int, int]] | None:
-        """The operands of two values that are computed alike, in pairs."""
+        """The operands of two values that are computed alike, in pairs. Two loops of
+        unknown length may be, though what they carry is not equal."""
         (how, of), (other, of_other) = self._computed[a], self._computed[b]
-        pairs = list(zip(of, of_other))
-        match how, other:
-            case (("cases", i), ("cases", j)):
-                pairs.append((i, j))
-            case ((when, loop, i), (then, its, j)) if (when, i) == (then, j):
-                # Of scans, what they carry, too.
-                if isinstance(loop, tuple) and isinstance(its, tuple):
-                    if loop[:2] != its[:2] or len(loop) != len(its):
-                        return None
-                    every: Any = zip(loop[2:], its[2:])
-                    for x, y in every:
-                        pairs += zip(x, y)
-                elif type(loop) is not type(its):
-                    return None
-            case _ if how != other:
-                return None
-        params = self._params[a], self._params[b]
-        alike = len(of) == len(of_other) and (params[0] is params[1] or _equal(*params))
-        return pairs if alike else None
+        mine, others = (*how.given, *of), (*other.given, *of_other)
+        alike = how[:2] == other[:2] and len(mine) == len(others)
+        alike = alike and _equal(self._params[a], self._params[b])
+        return [*zip(mine, others)] if alike else None
 
     # --- what is put together, and taken apart again ---
     # The cases of a cond, the iterations that a scan stacks, the parts of an array on
@@ -255,43 +258,42 @@ class Numbering(Domain):
     # in zeros of its own. Where they are made says nothing beside the value kept.
     def _together(
         self,
-        how: Hashable,
+        how: How,
         parts: Sequence[Numbered],
         params: Any = None,
         also: Hashable = None,
     ) -> Numbered:
         number = self._number(how, [x.number for x in parts], params)
         filled = all(x.filled for x in parts)
-        made = [x.made if filled or not x.filled else None for x in parts]
-        return Numbered(number, (how, *made, also), filled)
+        made = [x.made if filled or not x.filled else _FILLED for x in parts]
+        return Numbered(number, Made(how, (*made, also)), filled)
 
-    def _part(self, how: Hashable, whole: Numbered, i: int = 0) -> Numbered | None:
+    def _part(self, how: How, whole: Numbered, i: int = 0) -> Numbered | None:
         """A part of what was put together so; `None` for other values."""
-        its_how, parts = self._computed.get(whole.number, (None, ()))
-        if its_how != how:
+        number = self._computed[whole.number].part(how, i)
+        if number is None:
             return None
-        made = whole.made
-        if isinstance(made, tuple) and made[0] == how:
-            made = made[1 + i]
-        return whole._replace(number=parts[i], made=made)
+        made = whole.made.part(how, i) or whole.made
+        return whole._replace(number=number, made=made)
 
-    def _slice(self, how: Hashable, whole: Numbered) -> Numbered:
+    def _slice(self, how: How, whole: Numbered) -> Numbered:
         if (part := self._part(how, whole)) is not None:
             return part
-        number = self._number(("slice", how), (whole.number,))
-        return whole._replace(number=number, made=(how, whole.made))
+        number = self._number(How("slice", how), (whole.number,))
+        return whole._replace(number=number, made=Made(how, (whole.made,)))
 
     def chosen(self, index, cases):
         if len({x.number for x in cases}) == 1:
             return cases[0]
-        return self._together(("cases", index.number), cases, also=index.made)
+        how = How("cases", given=(index.number,))
+        return self._together(how, cases, also=index.made)
 
     def in_case(self, index, i, value):
-        return self._part(("cases", index.number), value, i) or value
+        return self._part(How("cases", given=(index.number,)), value, i) or value
 
     def stacked(self, value, here):
         loop = loop_of(here.around[-1])
-        return self._together(("stack", len(here.scans)), [value], loop)
+        return self._together(How("stack", len(here.scans)), [value], loop)
 
     def entry(self, value, here):
         # A forward pass with one scan stacks at depth 1. In `lax.map(pullback, basis)`
@@ -300,18 +302,20 @@ class Numbering(Domain):
         # are around the backward pass alone.
         depth = len(here.scans)
         least = depth - len(lengths_of(around_backward_pass(here)))
-        how, _ = self._computed.get(value.number, (None, ()))
-        if least and how in [("stack", d) for d in range(least, depth)]:
-            return self._slice(how, value)
-        return self._slice(("stack", depth), value)
+        how = self._computed[value.number].how
+        if how not in [How("stack", d) for d in range(least or depth, depth)]:
+            how = How("stack", depth)
+        return self._slice(how, value)
 
     def unshard(self, value, mesh, spec):
-        return self._together(("shards", mesh, spec), [value])
+        return self._together(How("shards", (mesh, spec)), [value])
 
     def shard(self, value, mesh, spec):
-        return self._slice(("shards", mesh, spec), value)
+        return self._slice(How("shards", (mesh, spec)), value)
 
 
+_FILLED = Made(How("filled"))
+_OF_A_SCALAR = How("of a scalar")
 _MOVES = (
     jax.lax.broadcast_in_dim_p,
     jax.lax.transpose_p,
@@ -334,7 +338,7 @@ def _is_identity(eqn: Any) -> bool:
 
 def _equal(x: Any, y: Any) -> bool:
     try:
-        return bool(x == y)
+        return x is y or bool(x == y)
     except ValueError:  # arrays
         return False
 
@@ -348,7 +352,7 @@ def _content(x: Any) -> Hashable:
         is_there = x.is_fully_addressable and not key
     if not is_there or getattr(x, "nbytes", 0) > 2**20:
         return id(x)
-    return np.asarray(jax.device_get(x)).tobytes()
+    return np.asarray(jax.device_get(x) if isinstance(x, jax.Array) else x).tobytes()
 
 
 def _is_users(eqn: Any) -> bool:

@@ -20,8 +20,6 @@ class Run(NamedTuple):
 
     # `None` if it cannot be told. Of a repetition, it is that of what is repeated.
     run: int | None
-    # The runs that it may be, or be of, if these are several.
-    may_be: tuple[int, ...] = ()
     # The executions that the mark is, or is a derivative of, by the ways to their
     # equations. There are several if it is in several branches. Empty if it is not
     # known.
@@ -41,10 +39,6 @@ class Run(NamedTuple):
     only_if: frozenset[Hashable] = frozenset()
 
 
-# `Run.run` and `Run.may_be`.
-_Which = tuple[int | None, tuple[int, ...]]
-
-
 class Facts(NamedTuple):
     """What is known of a mark before its run has a number."""
 
@@ -57,35 +51,36 @@ class Facts(NamedTuple):
 
 def numbered(found: Sequence[Facts]) -> dict[Way, Run]:
     """The run of each mark, by the ways to them."""
-    runs: dict[Way, Run] = {}
+    which: dict[Way, int | None] = {}
     for group in _grouped(found, lambda x: x.mark.site.name).values():
         every = _alternatives(
             [x for x in group if not (x.mark.site.modes or x.known.again)]
         )
         number = {x.mark.way: i for i, run in enumerate(every) for x in run}
-        which: dict[Way, _Which] = {way: (i, ()) for way, i in number.items()}
-        which |= {x.mark.way: _repeated(x, number) for x in group if x.known.again}
+        which |= number
+        repeated = (x for x in group if x.known.again)
+        which |= {x.mark.way: _only(_may_be(x, number)) for x in repeated}
         derivatives = [x for x in group if x.mark.site.modes and not x.known.again]
         for mine in _grouped(derivatives, lambda x: x.mark.site.key).values():
             which |= _of_derivatives(mine, number, len(every))
-        for x in group:
-            run, may_be = which[x.mark.way]
-            runs[x.mark.way] = Run(run, may_be, *x.known[2:])
-    return runs
+    return {x.mark.way: x.known._replace(run=which[x.mark.way]) for x in found}
 
 
-def _repeated(x: Facts, number: Mapping[Way, int]) -> _Which:
-    """Which run the executions are that a mark belongs to."""
-    may_be = sorted({number[p] for p in x.known.of if p in number})
-    return (may_be[0], ()) if len(may_be) == 1 else (None, tuple(may_be))
+def _may_be(x: Facts, number: Mapping[Way, int]) -> set[int]:
+    """The runs of the executions that a mark belongs to."""
+    return {number[p] for p in x.known.of if p in number}
+
+
+def _only(runs: set[int]) -> int | None:
+    return min(runs) if len(runs) == 1 else None
 
 
 def _of_derivatives(
     mine: Sequence[Facts], number: Mapping[Way, int], n: int
-) -> dict[Way, _Which]:
+) -> dict[Way, int | None]:
     """The runs of the derivatives of one key. `number` says which of the `n` runs of
     the name a primal is."""
-    runs: dict[Way, _Which] = {}
+    runs: dict[Way, int | None] = {}
     taken: dict[int, list[Facts]] = defaultdict(list)
     others = []
 
@@ -98,18 +93,19 @@ def _of_derivatives(
     *inner, last = mine[0].mark.site.modes
     turned = last == "cotangent" and any(mode != "primal" for mode in inner)
     for x in reversed(mine) if turned else mine:
-        run, may_be = _repeated(x, number)
+        may_be = _may_be(x, number)
+        run = _only(may_be)
         if run is not None and all(are_apart(x, y) for y in taken[run]):
             taken[run].append(x)
-        elif not may_be:
+        elif len(may_be) < 2:
             others.append(x)
             continue
-        runs[x.mark.way] = run, may_be
+        runs[x.mark.way] = run
     # Its value may never have run forward, or a function from `jax.vjp` is called
     # twice. They are in the order of their primals, those of others, too.
     others.sort(key=lambda x: min(x.known.of - number.keys(), default=()))
     for i, run in enumerate(_alternatives(others)):
-        runs |= {x.mark.way: (n + i, ()) for x in run}
+        runs |= {x.mark.way: n + i for x in run}
     return runs
 
 
@@ -123,15 +119,10 @@ def _grouped(found, key):
 def _alternatives(found: Sequence[Facts]) -> list[list[Facts]]:
     """The marks, of which those are together that can never both run: each goes to the
     first ones of which all are exclusive to it, and so have a cond in common."""
-    if len(found) == 1:
-        return [[*found]]
     every: list[list[Facts]] = []
     by_cond: dict[Any, list[int]] = defaultdict(list)
     for x in found:
         conds = _branches(x)
-        if not conds:
-            every.append([x])
-            continue
         near = sorted({i for cond in conds for i in by_cond[cond]})
         fits = (i for i in near if all(_are_exclusive(x, y) for y in every[i]))
         i = next(fits, len(every))

@@ -203,11 +203,6 @@ class Mark(NamedTuple):
         return None if k is None else self.eqns[k // 2]
 
     @property
-    def of_equation(self) -> Any:
-        """Its equation, or the one that holds the function."""
-        return self.holder or self.eqns[-1]
-
-    @property
     def in_backward_pass(self) -> bool:
         """Whether it is in one, and is no derivative."""
         return not self.site.modes and any(map(_compat.in_backward_pass, self.eqns))
@@ -330,5 +325,5 @@ def in_loop_of_backward_pass(eqns: Iterable[Any]) -> bool:
 
 def lengths_of(eqns: Iterable[Any]) -> tuple[int, ...]:
     """How many iterations the scans among some equations have."""
-    loops = [_loops[e.primitive](e.params) for e in eqns if e.primitive in _loops]
-    return tuple([x.length for x in loops if x.length is not None])
+    loops = filter(None, map(loop_of, eqns))
+    return tuple(x.length for x in loops if x.length is not None)

@@ -123,9 +123,6 @@ def _may_repeat(found: Sequence[Mark]) -> bool:
         for eqn in around.values()
     ):
         return True
-    around |= {id(eqn): eqn for x in found for eqn in x.eqns}
-    if not any(map(is_of_unknown_length, around.values())):
-        return False
     whiles = {
         (x.way[: 2 * i + 1], id(x.site.origin), bool(x.site.modes))
         for x in found
@@ -182,8 +179,6 @@ def runs_of(
 
     def facts(x: Mark) -> Facts:
         of, it = [x.way], sown.get(x.way)
-        if not (sown or x.site.modes):
-            return Facts(x, Run(None, (), frozenset(of)))
         if x.site.modes:
             # A derivative may be of one primal or another, if a branch decides. Where
             # no edge leads to a primal, it is of any from this call of `sow`: from
