@@ -309,7 +309,11 @@ class Numbering(Domain):
         return self._together(("shards", mesh, spec), [value])
 
     def shard(self, value, mesh, spec):
-        return self._slice(("shards", mesh, spec), value)
+        how = "shards", mesh, spec
+        # What is not sharded, such as a constant, is on each device as it was.
+        if spec == jax.sharding.PartitionSpec():
+            return self._part(how, value) or value
+        return self._slice(how, value)
 
 
 _MOVES = (
