@@ -11,8 +11,8 @@ three kinds of it:
   calls `jax.vjp(forward, x)` with the `x` of the forward pass. To tell, every value of
   the program has a number (`numbering.py`).
 - In a loop of Equinox that takes derivatives, the same equation, called from the same
-  lines: Equinox's checkpointed loops run their body again, and differentiate it, in each
-  step of the backward pass.
+  lines: Equinox's checkpointed loops run their body again, and differentiate it, in
+  each step of the backward pass.
 - In the derivative rule of a `jax.custom_jvp` function, the same equation as in that
   function, if the rule calls the function: with the same inputs, or after a loop.
   optimistix solves in a loop, and then evaluates the function that it solved once more,
