@@ -1547,6 +1547,34 @@ def test_a_backward_pass_that_repeats_a_scan():
     close(got["h"]["primal"], _fori(0.5, 3))
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_a_backward_pass_that_repeats_what_each_device_has(kind):
+    """A constant of a jitted function comes into the `shard_map` of the backward pass
+    from outside. That of another mark is not a repetition."""
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(kind,), devices=jax.devices()[:2])
+    over = PartitionSpec("d")
+
+    def forward(constant, x):
+        constant = np.array([constant], np.float32)
+        times = jax.jit(lambda c, x: (sow(jnp.asarray(constant), "h"), c * x)[1])
+        return lax.scan(lambda c, _: (times(c, x), None), x, length=3)[0]
+
+    def gradient(constant):
+        first, second = (ft.partial(forward, c) for c in (2.0, constant))
+        f = jax.custom_vjp(first)
+        f.defvjp(lambda x: (first(x), x), lambda x, ct: jax.vjp(second, x)[1](ct))
+        f = jax.shard_map(f, mesh=mesh, in_specs=over, out_specs=over)
+        return jax.grad(lambda x: f(x).sum())
+
+    with jax.set_mesh(mesh):
+        x = jax.device_put(X, jax.sharding.NamedSharding(mesh, over))
+        out, got = S(gradient(2.0))(x)
+        close(out, 4 * X**3)
+        close(got["h"]["primal"], [[2.0]] * 3)
+        with pytest.raises(DuplicateSowError, match="also in a backward pass"):
+            S(gradient(3.0))(x)
+
+
 @pytest.mark.parametrize("again", [True, False])
 def test_a_backward_pass_in_a_branch_of_some_lanes(again):
     """What it computes as in the forward pass is not one more execution. Of anything

@@ -311,7 +311,11 @@ class Numbering(Domain):
         return self._together(How("shards", (mesh, spec)), [value])
 
     def shard(self, value, mesh, spec):
-        return self._slice(How("shards", (mesh, spec)), value)
+        how = How("shards", (mesh, spec))
+        # What is not sharded, such as a constant, is on each device as it was.
+        if spec == jax.sharding.PartitionSpec():
+            return self._part(how, value) or value
+        return self._slice(how, value)
 
 
 _FILLED = Made(How("filled"))

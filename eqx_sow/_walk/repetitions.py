@@ -1,12 +1,12 @@
 """What a backward pass computes once more, and is not an execution. `table.py`
 says why; here is how each of the three kinds is told.
 
-The same value, `_same_values`. The `bwd` runs the forward function again, at the same
+The same value, `_same_value`. The `bwd` runs the forward function again, at the same
 point, so both marks have a value of the same number:
 
     f.defvjp(lambda x: (forward(x), x), lambda x, ct: jax.vjp(forward, x)[1](ct))
 
-The same equation, `_same_equations`. Of a loop of Equinox that takes derivatives, JAX
+The same equation, `_same_equation`. Of a loop of Equinox that takes derivatives, JAX
 makes
 
     y = while[body={ ... sow[name=h] ... }] x                     # the forward pass
@@ -26,7 +26,6 @@ that is taken for a repetition has no value at all. Most of what is asked below 
 because a mark that was computed at another point would else be missing.
 """
 
-import functools as ft
 import itertools as it
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -80,8 +79,10 @@ class Sown(NamedTuple):
 
 # The repetitions, each with the executions that it may repeat.
 Repeated = Iterator[tuple[Way, frozenset[Way]]]
-
-
+# Whether some mark repeats this execution, which is before it in the program.
+Repeats = Callable[[Sown], bool]
+# What tells the executions that a mark repeats. `None`: it is an execution itself.
+Matcher = Callable[[Sown], Repeats | None]
 # Whether a mark has the value of another one.
 Same = Callable[[Sown, Sown], bool]
 
@@ -90,159 +91,161 @@ def repetitions(
     primals: Sequence[Sown], at_solution: Same
 ) -> dict[Way, frozenset[Way]]:
     """Of the primals of a program, the repetitions, each with the executions that it
-    may repeat. `at_solution` is that of `Numbering`."""
+    may repeat. `at_solution` is that of `Numbering`.
+
+    The first of these that finds an execution decides: a mark in a backward pass
+    repeats one of its value; one in a loop that runs again, or in a derivative rule,
+    those of its equation; one in the rule of a function that such a loop calls, those
+    in the function."""
     repeated: dict[Way, frozenset[Way]] = {}
     by_value = defaultdict(list)
     for x in primals:
         by_value[x.value].append(x)
     for alike in by_value.values():
-        repeated.update(_same_values(alike))
-    same_equations = ft.partial(_same_equations, at_solution=at_solution)
-    for kind in (same_equations, _other_equations):
-        rest = [x for x in primals if x.here.way not in repeated]
-        repeated.update(kind(rest))
+        repeated.update(_matched(alike, _same_value, _one_each))
+    rest = [x for x in primals if x.here.way not in repeated]
+    repeated.update(_matched(rest, _same_equation(rest, at_solution)))
+    rest = [x for x in primals if x.here.way not in repeated]
+    repeated.update(_other_equations(rest))
     return repeated
 
 
 # Marks that may be repetitions, each with executions that it may repeat.
-Row = Sequence[tuple[Sown, list[Sown]]]
+Row = Iterable[tuple[Sown, list[Sown]]]
 
 
 def _matched(
-    sows: Iterable[Sown],
-    may_repeat: Callable[[Sown], bool],
-    repeats: Callable[[Sown, Sown], bool],
-    choose: Callable[[Row], Iterable[tuple[Sown, list[Sown]]]] = lambda row: row,
+    sows: Iterable[Sown], matcher: Matcher, choose: Callable[[Row], Row] = list
 ) -> Repeated:
-    """Goes over some marks in the order of the program, and matches those that
-    `may_repeat` others with executions before them that they `repeat`. `choose` picks
-    some of these executions, for the repetitions in a row.
+    """Goes over some marks in the order of the program, and matches repetitions with
+    executions before them. `choose` picks some of these, for the repetitions in a row.
 
     If the program takes the same gradient twice, each backward pass repeats its own
     forward pass: what was repeated before comes last.
     """
     ran: list[Sown] = []
     repeated: set[Way] = set()
-    for again, some in it.groupby(sows, may_repeat):
-        if not again:
-            ran += some
+    pairs = ((x, matcher(x)) for x in sows)
+    for is_execution, some in it.groupby(pairs, lambda pair: pair[1] is None):
+        if is_execution:
+            ran += [x for x, _ in some]
             continue
         row = []
-        for x in some:
-            executions = [y for y in ran if repeats(x, y)]
+        for x, repeats in some:
+            executions = [y for y in ran if repeats and repeats(y)]
             first = [y for y in executions if y.here.way not in repeated]
             if executions := first or executions:
                 row.append((x, executions))
-        ways = lambda chosen: frozenset(y.here.way for y in chosen)
-        found = {x.here.way: ways(chosen) for x, chosen in choose(row)}
+        found = {
+            x.here.way: frozenset(y.here.way for y in chosen)
+            for x, chosen in choose(row)
+        }
         yield from found.items()
         repeated.update(*found.values())
 
 
-# --- values that are computed twice ---
-def _same_values(alike: Sequence[Sown]) -> Repeated:
-    """Of marks of one value, the repetitions, each with the execution that it repeats.
+# --- the same value ---
+def _same_value(x: Sown) -> Repeats | None:
+    """What tells the executions that a mark in a backward pass repeats, of those of its
+    value."""
+    # Only executions in the branches of cond around it: others may not have run.
+    return (lambda y: y.cases <= x.cases) if x.in_backward_pass else None
 
-    It is one that was called from the same lines, as far as that tells. Among these, a
-    backward pass goes backward: if `f(x) + f(x) ** 2` runs the mark twice, and its
+
+def _one_each(row: Row) -> Row:
+    """For each repetition, one execution: of those that were called from the same
+    lines, as far as that tells.
+
+    A backward pass goes backward: if `f(x) + f(x) ** 2` runs the mark twice, and its
     gradient repeats both, then the first repetition is of the second execution. With 2
-    executions and 4 repetitions, it is the first two that are of the second one. What
-    one `bwd` computes again is in the order of the forward pass, however.
-    """
-
-    def choose(row: Row) -> Iterator[tuple[Sown, list[Sown]]]:
-        groups = defaultdict(list)
-        for x, executions in row:
-            n_alike = [_n_alike(x, y) for y in executions]
-            best = max(n_alike)
-            near = [y for y, n in zip(executions, n_alike) if n == best]
-            groups[tuple(y.here.way for y in near)].append((x, near))
-        for group in groups.values():
-            calls = it.groupby(group, lambda pair: _call_of_bwd(pair[0]))
-            backward = [pair for _, call in calls for pair in reversed([*call])]
-            for i, (x, near) in enumerate(backward):
-                yield x, [near[-1 - i * len(near) // len(group)]]
-
-    return _matched(
-        alike,
-        lambda x: x.in_backward_pass,
-        # Only executions in the branches of cond around the repetition: elsewhere, one
-        # may not have run when the repetition does.
-        lambda x, y: y.cases <= x.cases,
-        choose,
-    )
+    executions and 4 repetitions, it is the first two that are of the second one. But
+    what one `bwd` computes again is in the order of the forward pass."""
+    groups = defaultdict(list)
+    for x, executions in row:
+        n_alike = [_n_alike(x, y) for y in executions]
+        near = [y for y, n in zip(executions, n_alike) if n == max(n_alike)]
+        groups[tuple(y.here.way for y in near)].append((x, near))
+    for group in groups.values():
+        calls = it.groupby(group, lambda pair: _call_of_bwd(pair[0]))
+        backward = [pair for _, call in calls for pair in reversed([*call])]
+        for i, (x, near) in enumerate(backward):
+            yield x, [near[-1 - i * len(near) // len(group)]]
 
 
 def _n_alike(x: Sown, y: Sown) -> tuple[int, int]:
-    """How many calls led to both marks, from inside out: calls in the user's code, and
-    those that equations have. A jitted function is traced once for two calls, and what
-    a `bwd` computes in one has the traceback of the call in the forward pass."""
+    """How many calls in the user's code led to both marks, from inside out; and how
+    many tracebacks their equations share. A jitted function is traced once for two
+    calls, and what a `bwd` computes has the traceback of the call in the forward
+    pass."""
     calls = zip(x.site.origin.calls, y.site.origin.calls)
-    traceback = lambda eqn: eqn.source_info.traceback
-    around = [map(traceback, reversed(z.here.around)) for z in (x, y)]
     n_calls = len([*it.takewhile(lambda pair: pair[0] == pair[1], calls)])
-    n_equations = len([*it.takewhile(lambda pair: pair[0] is pair[1], zip(*around))])
-    return n_calls, n_equations
+    mine, others = (
+        {id(e.source_info.traceback) for e in z.here.around} for z in (x, y)
+    )
+    return n_calls, len(mine & others)
 
 
 def _call_of_bwd(x: Sown) -> Hashable:
     """Equal for marks from one call of a `bwd`. JAX gives all of its equations the
     traceback of the call of the function that it is the `bwd` of."""
-    i, eqn = [
-        (i, e) for i, e in enumerate(x.here.around) if _compat.in_backward_pass(e)
-    ][-1]
-    return x.here.way[: 2 * i], id(eqn.source_info.traceback)
+    backward = map(_compat.in_backward_pass, x.here.around)
+    i = max(i for i, is_backward in enumerate(backward) if is_backward)
+    return x.here.way[: 2 * i], id(x.here.around[i].source_info.traceback)
 
 
-# --- equations that run again ---
+# --- the same equation, and another one ---
 _CUSTOM_VJP = jexc.primitives.custom_vjp_call_p, _hijax.hi_p
 _CUSTOM = *_CUSTOM_VJP, jexc.primitives.custom_jvp_call_p
 
 
-def _same_equations(primals: Sequence[Sown], at_solution: Same) -> Repeated:
-    """The repetitions in a loop that runs again, or in a derivative rule, each with the
-    executions that it may repeat: they come from the same call of `sow`."""
+def _same_equation(primals: Sequence[Sown], at_solution: Same) -> Matcher:
+    """The matcher for loops that run again, and for derivative rules: of executions of
+    the same call of `sow`."""
+    call = lambda x: (x.site.key, x.site.origin)
     of_call = defaultdict(list)
     for x in primals:
-        of_call[x.site.key, x.site.origin].append(x)
+        of_call[call(x)].append(x)
+    in_loops = {x.here.way: _in_loop(x) for x in primals}
 
-    def repeats(x, y):
-        mine = x.site.key, x.site.origin
-        if mine != (y.site.key, y.site.origin):
-            return False
-        if _runs_anew(x, y):
-            return True
+    def in_loop(x, y):
+        repeats = in_loops[x.here.way]
+        return repeats is not None and repeats(y)
+
+    def in_rule(x, rule, y):
         # The rule may evaluate the function at another point, too. What a solver
         # evaluates in a loop is evaluated once more at the solution. In a loop that
-        # runs anew, it is the rule of what is `y` there.
+        # runs again, it is the rule of what is `y` there.
         return any(
-            _rule(x) in _rules(z) and (x.value == z.value or at_solution(x, z))
-            for z in of_call[mine]
-            if z is y or _runs_anew(z, y)
+            rule in _rules(z.here.around) and (x.value == z.value or at_solution(x, z))
+            for z in of_call[call(x)]
+            if z is y or in_loop(z, y)
         )
 
-    return _matched(
-        primals,
-        lambda x: bool(_rerun_loops(x)[0]) or _rule(x) is not None,
-        repeats,
-    )
+    def matcher(x):
+        rule = _rule(x)
+        if in_loops[x.here.way] is None and rule is None:
+            return None
+        of_either = lambda y: in_loop(x, y) or rule is not None and in_rule(x, rule, y)
+        return lambda y: call(x) == call(y) and of_either(y)
+
+    return matcher
 
 
 def _other_equations(primals: Sequence[Sown]) -> Repeated:
     """The repetitions in the derivative rules of functions that are called in a loop of
     Equinox. The forward pass runs the functions, and the backward pass their rules, in
     which each mark is another one. If there are as many of a name, they are these."""
-    ran, again = defaultdict(list), defaultdict(list)
+    ran, in_rules = defaultdict(list), defaultdict(list)
     for x in primals:
         loops = filter(is_of_unknown_length, x.here.around)
         has_rule = any(e.primitive in _CUSTOM for e in x.here.around)
-        rerun, within = _rerun_loops(x)
+        run_again, within = _loops_run_again(x)
         # Not in the `bwd` of a function that the loop calls.
-        if rerun and not any(map(_compat.in_backward_pass, within)):
-            again[x.site.key].append(x.here.way)
+        if run_again and not any(map(_compat.in_backward_pass, within)):
+            in_rules[x.site.key].append(x.here.way)
         elif has_rule and not x.in_backward_pass and any(map(is_of_equinox, loops)):
             ran[x.site.key].append(x.here.way)
-    for key, ways in again.items():
+    for key, ways in in_rules.items():
         if len(ways) == len(ran[key]):
             yield from ((way, frozenset(ran[key])) for way in ways)
 
@@ -253,9 +256,9 @@ def around_backward_pass(here: Here) -> list[Any]:
 
 
 # --- loops that a backward pass runs again ---
-def _rerun_loops(x: Sown) -> tuple[list[Any], list[Any]]:
+def _loops_run_again(x: Sown) -> tuple[list[Any], list[Any]]:
     """The loops of unknown length around a mark that are in a backward pass, if they
-    run anew what ran before; and the equations from within the innermost one, up to
+    run again what ran before; and the equations from within the innermost one, up to
     that of the mark.
 
     That is so from the first one that is Equinox's and has a backward pass in it, too;
@@ -289,8 +292,8 @@ def directions(
 ) -> tuple[bool | None, ...]:
     """`Run.backward` of a derivative of these marks of primals, which are or
     repeat these executions."""
-    reruns = [loops for y in marks for loops in [_rerun_loops(y)[0]]]
-    goes_back = (loops for loops in reruns if any(map(_goes_backward, loops[:1])))
+    run_again = [_loops_run_again(y)[0] for y in marks]
+    goes_back = (loops for loops in run_again if any(map(_goes_backward, loops[:1])))
     reversed_loops = [e for loops in goes_back for e in loops]
 
     def direction(way: Way, loop: Any) -> bool | None:
@@ -314,42 +317,52 @@ def _has_backward_pass(jaxpr: Any) -> bool:
     )
 
 
-def _runs_anew(x: Sown, y: Sown) -> bool:
-    """Whether `x` is what a backward pass makes of `y`, in a loop that it runs again:
-    called from the same lines, with the same loops around."""
-    loops, within = _rerun_loops(x)
-    if not loops or not _is_called_alike(y, within):
-        return False
-    # In a `bwd`, lines do not tell what a rule of a function in the loop runs anew, and
-    # what it runs at another point. (Equinox's loops are such functions, too.)
-    inner = it.dropwhile(lambda e: not is_of_unknown_length(e), y.here.around)
-    if not is_called_by_equinox(loops[0]) and any(
-        e.primitive in _CUSTOM and not is_of_equinox(inside)
-        for e, inside in it.pairwise(inner)
-    ):
-        return False
-    # If a `bwd` calls the solver of the forward pass, which takes derivatives, once
-    # more, then the two loops carry the same. That is not a repetition: it may have
-    # another input. A loop that does run a body anew carries cotangents beside.
-    is_new = _is_in_loop_like(loops[0], y) and not _is_recomputed(x)
-    return not is_new and _lengths(y.here.around) in _lengths_before(x)
+def _in_loop(x: Sown) -> Repeats | None:
+    """What tells the executions that a mark repeats in a loop that a backward pass runs
+    again: those called from the same lines, with the same loops around."""
+    loops, within = _loops_run_again(x)
+    if not loops:
+        return None
+    last, lengths = _calls(within[:-1]), _lengths_before(x)
+    in_bwd, is_as_it_was = not is_called_by_equinox(loops[0]), _is_recomputed(x)
+    like = lambda e: (e.primitive, [v.aval for v in e.outvars])
+
+    def repeats(y):
+        around = y.here.around
+        if not _are_called_alike(around, last):
+            return False
+        # In a `bwd`, lines do not tell what a rule of a function in there runs again,
+        # and what at another point. (Equinox's loops are such functions, too.)
+        inner = it.dropwhile(lambda e: not is_of_unknown_length(e), around)
+        if in_bwd and any(
+            e.primitive in _CUSTOM and not is_of_equinox(inside)
+            for e, inside in it.pairwise(inner)
+        ):
+            return False
+        # If a `bwd` calls the solver of the forward pass once more, which takes
+        # derivatives, then the two loops carry the same. That is not a repetition: it
+        # may have another input. A loop that runs again carries cotangents beside.
+        if not is_as_it_was and like(loops[0]) in map(like, around):
+            return False
+        return _lengths(around) in lengths
+
+    return repeats
 
 
-def _is_called_alike(y: Sown, within: list[Any]) -> bool:
-    """Whether the last calls that lead to a mark of the forward pass are those of these
-    equations. With
+def _are_called_alike(around: Sequence[Any], last: list[Any]) -> bool:
+    """Whether the last calls that lead to a mark of the forward pass are these. With
 
         f = jax.custom_vjp(lambda x: g(x))           # `g` is jitted, with a mark
         f.defvjp(lambda x: (g(x), g(x + 1)), bwd)
 
     a loop over `f` calls `g` once in each iteration, and in each step back twice, from
     another line, and at another point: these are not repetitions."""
-    calls, last = _calls(y.here.around[:-1]), _calls(within[:-1])
+    calls = _calls(around[:-1])
     # If a checkpoint is differentiated, its values are computed outside of it. A scan
     # in it is then called where the checkpoint was.
-    return calls[len(calls) - len(last) :] == last or (
-        bool(_checkpoints(y)) and set(last) <= set(calls)
-    )
+    in_checkpoint = any(e.primitive is jexc.primitives.remat_p for e in around)
+    are_last = calls[len(calls) - len(last) :] == last
+    return are_last or in_checkpoint and set(last) <= set(calls)
 
 
 def _calls(eqns: Iterable[Any]) -> list[Any]:
@@ -360,12 +373,6 @@ def _calls(eqns: Iterable[Any]) -> list[Any]:
     return [e.source_info.traceback for e in calls]
 
 
-def _is_in_loop_like(loop: Any, y: Sown) -> bool:
-    """Whether a mark is in a loop that carries arrays of the same types."""
-    like = lambda e: (e.primitive, [v.aval for v in e.outvars])
-    return like(loop) in map(like, y.here.around)
-
-
 def _lengths(around: Iterable[Any]) -> list[int | None]:
     """How many iterations the loops among these equations have."""
     return [loop.length for loop in map(loop_of, around) if loop is not None]
@@ -374,7 +381,7 @@ def _lengths(around: Iterable[Any]) -> list[int | None]:
 def _lengths_before(x: Sown) -> list[list[int | None]]:
     """The lengths of the loops that may be around what a mark repeats, from outside in.
 
-    A loop that runs a body anew stands in the place of the one that ran it first. So
+    A loop that runs a body again stands in the place of the one that ran it first. So
     with a scan of 5 steps in the body, it is `[None, 5]` in both passes. (If a `bwd`
     calls a solver in a loop of its own, there is one more, so that it repeats nothing.)
     Loops around a pullback need not be around the forward pass. If a `lax.map` over a
@@ -400,8 +407,8 @@ def lacks_iteration(
         return False
 
     def apart(of: Sown) -> bool:
-        pairs = enumerate(zip(x.here.around, of.here.around))
-        same = it.takewhile(lambda p: _is_way_to(of, x, p[0]), pairs)
+        ends = range(1, 2 * min(len(x.here.around), len(of.here.around)), 2)
+        same = it.takewhile(lambda n: x.here.way[:n] == of.here.way[:n], ends)
         n = len(list(same))
         mine, others = x.here.around[n:], of.here.around[n:]
         if any(map(is_of_unknown_length, others)):
@@ -409,12 +416,6 @@ def lacks_iteration(
         return len(lengths_of(mine)) < len(lengths_of(others))
 
     return any(map(apart, executions))
-
-
-def _is_way_to(x: Sown, y: Sown, i: int) -> bool:
-    """Whether the first equations around, up to `i`, are the same."""
-    n = 2 * i + 1
-    return x.here.way[:n] == y.here.way[:n]
 
 
 def are_in_two_branches(x: Sown, y: Sown) -> bool:
@@ -425,8 +426,8 @@ def are_in_two_branches(x: Sown, y: Sown) -> bool:
 
 # --- checkpoints and derivative rules ---
 def _is_recomputed(x: Sown) -> bool:
-    """Whether it is in a checkpoint that was differentiated, which runs its loops once
-    more as they are. The `bwd` of a function in there has not run before."""
+    """Whether it is in a checkpoint that was differentiated, which runs its loops again
+    as they are. The `bwd` of a function in there has not run before."""
     backward = False
     for eqn, inside in it.pairwise(x.here.around):
         backward = backward or _compat.in_backward_pass(eqn)
@@ -436,21 +437,14 @@ def _is_recomputed(x: Sown) -> bool:
     return False
 
 
-def _checkpoints(x: Sown) -> list[Any]:
-    return [e for e in x.here.around if e.primitive is jexc.primitives.remat_p]
-
-
-def _rules(x: Sown) -> list[str]:
-    """The derivative rules of `jax.custom_jvp` functions that a mark is in."""
-    return [rule for eqn in x.here.around for rule in _compat.rules_around(eqn)]
+def _rules(around: Iterable[Any]) -> list[str]:
+    """The derivative rules of `jax.custom_jvp` functions that are among these."""
+    return [rule for eqn in around for rule in _compat.rules_around(eqn)]
 
 
 def _rule(x: Sown) -> str | None:
     """The derivative rule that a mark is in, unless it is in a function with such a
     rule that this one calls."""
-    rule = None
-    for eqn in x.here.around:
-        rule = (rule, *_compat.rules_around(eqn))[-1]
-        if eqn.primitive is jexc.primitives.custom_jvp_call_p:
-            rule = None
-    return rule
+    is_rule_of = lambda e: e.primitive is not jexc.primitives.custom_jvp_call_p
+    within = [*it.takewhile(is_rule_of, x.here.around[::-1])]
+    return (None, *_rules(within[::-1]))[-1]

@@ -11,13 +11,13 @@ three kinds of it:
   calls `jax.vjp(forward, x)` with the `x` of the forward pass. To tell, every value of
   the program has a number (`numbering.py`).
 - In a loop of Equinox that takes derivatives, the same equation, called from the same
-  lines: Equinox's checkpointed loops run their body anew, and differentiate it, in each
-  step of the backward pass.
+  lines: Equinox's checkpointed loops run their body again, and differentiate it, in
+  each step of the backward pass.
 - In the derivative rule of a `jax.custom_jvp` function, the same equation as in that
   function, if the rule calls the function: with the same inputs, or after a loop.
   optimistix solves in a loop, and then evaluates the function that it solved once more,
   at the solution. If such a function is called in a loop of Equinox, only the backward
-  pass runs the rule: see `_in_other_rules`.
+  pass runs the rule: see `_other_equations`.
 
 Whatever else a `bwd` marks is an execution of its own. So are the values that
 `diffrax.BacksolveAdjoint` visits: it solves another equation in its backward pass.
@@ -210,7 +210,7 @@ def runs_of(
 
     every = list(map(facts, found))
     if sown:
-        every = _checked(_without_rerun_derivatives(every), sown)
+        every = _checked(_without_repeated_derivatives(every), sown)
     return numbered(every)
 
 
@@ -232,8 +232,8 @@ def _with_iterations(
     )
 
 
-def _without_rerun_derivatives(every: Sequence[Facts]) -> list[Facts]:
-    """The same. If a loop that a backward pass runs anew takes a gradient in its body,
+def _without_repeated_derivatives(every: Sequence[Facts]) -> list[Facts]:
+    """The same. If a loop that a backward pass runs again takes a gradient in its body,
     it took that in the forward pass, too, and what it computes now is a repetition."""
     of = lambda x: (x.mark.site.key, x.known.of)
     derivatives = [x for x in every if x.mark.site.modes and not x.known.again]
