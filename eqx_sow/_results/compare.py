@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses as dc
+import functools as ft
 import itertools as it
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -17,7 +18,7 @@ from .._names import with_indices
 from .difference import difference, Numbers, together, Tolerance
 from .flat import by_name, is_mode, places_of
 from .intermediates import Intermediates
-from .layers import indexed
+from .layers import indexed, of_layers
 from .leaves import is_key, is_numeric, is_value, type_of
 from .nodes import modes_in_order
 from .pairs import as_compared, by_place, is_leaf, is_left_out, Leaves, pairs, Static
@@ -158,9 +159,7 @@ def compare(
     for given in (first, second):
         check_no_tracers("compare", given)
     x, y = _by_mode(first, second), _by_mode(second, first)
-    by_shapes = [_by_shapes(x, y), _by_shapes(y, x)]
-    x.values, y.values = by_shapes
-    x.values, y.values = a, b = _alike(*by_shapes)
+    x.values, y.values = a, b = _alike(_by_shapes(x, y), _by_shapes(y, x))
     there = lambda x: {(name, mode) for name, modes in x.items() for mode in modes}
     both = there(a) & there(b)
     if not both and (a or b):
@@ -189,7 +188,7 @@ def compare(
     ]
     _fill(rows, (rtol, atol))
     mark_first(rows)
-    _fill([row.of_layer() for row in rows if row.is_of_layer], (rtol, atol))
+    _fill([row.of_layer() for row in rows if row.layer], (rtol, atol))
     below = [
         _only_in(of, values, both, {key: n[i] for key, n in lacking.items()})
         for i, (of, values) in enumerate((("first", a), ("second", b)))
@@ -233,11 +232,9 @@ class _Side:
 
 
 def _held(given: Mapping[str, Any]) -> dict[str, Any]:
-    if not isinstance(given, Intermediates):
-        return dict(given)
-    if all(isinstance(modes, Mapping) for modes in given.values()):
-        return given
-    return dict(given)
+    is_ours = isinstance(given, Intermediates)
+    by_mode = is_ours and all(isinstance(modes, Mapping) for modes in given.values())
+    return given if by_mode else dict(given)
 
 
 def _by_mode(given: Mapping[str, Any], other: Mapping[str, Any]) -> _Side:
@@ -333,12 +330,10 @@ def _layers(
         if p.x is not None:
             parts[place] = array if at else p.x, at
     for layer, index in zip(names, it.product(*map(range, sizes))):
-        of_layer = {}
-        for place, (array, at) in parts.items():
-            along = dict(zip(at, index))
-            where = [along.get(k) for k in range(max(at, default=-1) + 1)]
-            one = lambda x, where=where: indexed(x, where)
-            of_layer[place] = jtu.tree_map(one, array) if at else array
+        of_layer = {
+            place: jtu.tree_map(ft.partial(indexed, at=dict(zip(at, index))), array)
+            for place, (array, at) in parts.items()
+        }
         yield layer, of_layer[""] if [*of_layer] == [""] else Intermediates(of_layer)
 
 
@@ -419,24 +414,19 @@ class _Row(Row):
         return _form(self.a) != _form(self.b)
 
     @property
-    def _layer(self) -> dict[int, int]:
+    def layer(self) -> dict[int, int]:
         """Of a stack that differs, the axes of the layers, each with the index of the
         layer that differs first."""
         found = {} if self.differ else self.at
-        return {i: n for i, n in found.items() if (self.axes or ())[i][1] is not None}
-
-    @property
-    def is_of_layer(self) -> bool:
-        return bool(self._layer)
+        return {i: n for i, n in found.items() if i in of_layers(self.axes or ())}
 
     def of_layer(self) -> "_Row":
         """The row, of which only that layer is left. It has its name in a list."""
-        layer, axes = self._layer, self.axes or ()
+        layer, axes = self.layer, self.axes or ()
         label, places = self.name.removeprefix(self.of), [axes[i][1] for i in layer]
         self.of = with_indices(self.of, zip(places, layer.values()))
         self.name = self.of + label
-        index = tuple(layer.get(i, slice(None)) for i in range(max(layer) + 1))
-        self.a, self.b = (jtu.tree_map(lambda x: x[index], x) for x in (self.a, self.b))
+        self.a, self.b = jtu.tree_map(ft.partial(indexed, at=layer), (self.a, self.b))
         self.axes = tuple(x for i, x in enumerate(axes) if i not in layer)
         self.numbers = self.bad = None
         return self

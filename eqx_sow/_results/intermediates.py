@@ -13,7 +13,7 @@ import numpy as np
 from .._errors import SowError
 from .._frames import api_boundary
 from .flat import as_data, flattened
-from .layers import axes_of_runs, Known
+from .layers import axes_of_value, Known, runs_of
 from .leaves import is_numeric, is_state
 from .lookup import find, is_there, unknown_name
 from .nodes import Keys, modes_in_order, modes_of, of_mode, register
@@ -257,7 +257,8 @@ class Intermediates(dict[str, dict[str, Any]]):
             ```
         """
         name, modes, known = self._found(name)
-        runs = axes_of_runs(known.of(name, mode), modes_of(name, modes, known)[mode])
+        of_mode, value = known.of(name, mode), modes_of(name, modes, known)[mode]
+        runs = [axes_of_value(*run) for run in runs_of(of_mode, value)]
         if None in runs:
             raise SowError(
                 f"`Intermediates.axes({name!r}, {mode!r})`: these arrays are not those "
@@ -265,7 +266,7 @@ class Intermediates(dict[str, dict[str, Any]]):
                 "`axes` on what it returned."
             )
         kinds = [tuple(kind for kind, *_ in axes or ()) for axes in runs]
-        return tuple(kinds) if isinstance(known.of(name, mode), list) else kinds[0]
+        return tuple(kinds) if isinstance(of_mode, list) else kinds[0]
 
     @api_boundary
     def unstack(self) -> "Intermediates":

@@ -16,17 +16,15 @@ from .._globs import fits, head_of, is_glob, is_index, is_number, of_all_layers
 from .layers import (
     behind_layers,
     Known,
-    layer_of,
     LoopAxis,
     loops_of,
-    loops_over_layers,
-    names_of_layers,
     OfRuns,
     OfValue,
+    parts,
     runs_of,
     Values,
 )
-from .leaves import is_value
+from .leaves import arrays_in, is_value
 
 
 # --- taken apart ---
@@ -42,11 +40,12 @@ def unstacked(
     for position, (name, modes) in enumerate(values.items()):
         for mode, value in modes.items():
             axes = known.of(name, mode)
-            if _was_stacked(axes, value):
+            each = [loops_of(*run) for run in runs_of(axes, value)]
+            if any(x.place is not None and not x.is_known for x in it.chain(*each)):
                 raise _changed(call, name)
-            over = loops_over_layers(axes, value)
-            for layer, at in names_of_layers(name, over):
-                of_layer, part = layer_of(axes, value, at)
+            # Those around the first run of which they are known.
+            loops = next(filter(None, each), [])
+            for layer, at, (of_layer, part) in parts(name, axes, value):
                 if mode in out.setdefault(layer, {}):
                     raise SowError(
                         f"`{call}`: a layer of {name!r} would be "
@@ -55,22 +54,10 @@ def unstacked(
                     )
                 out[layer][mode], new[layer, mode] = part, of_layer
                 if layer not in when:
-                    loops = _around(axes, value)
                     backward = mode.count("cotangent") % 2 == 1
                     when[layer] = _when(position, loops, at, backward, began)
     order = sorted(out, key=lambda layer: when[layer])
     return {layer: out[layer] for layer in order}, new
-
-
-def _was_stacked(axes: OfValue | OfRuns, value: Any) -> bool:
-    """Whether a value had an axis of layers of which it is not known where it is."""
-    for of_run, x in runs_of(axes, value):
-        loops = loops_of(of_run, x)
-        if loops is None and any(p is not None for own, _ in of_run for _, p, _ in own):
-            return True
-        if any(x.place is not None and not x.is_known for x in loops or ()):
-            return True
-    return False
 
 
 def _changed(call: str, name: str) -> SowError:
@@ -82,12 +69,6 @@ def _changed(call: str, name: str) -> SowError:
         "as long as there are layers, put it inside: "
         "`save_intermediates(jax.vmap(fn))`."
     )
-
-
-def _around(axes: OfValue | OfRuns, value: Any) -> list[LoopAxis]:
-    """The loops around the first run of which they are known."""
-    each = (loops_of(of_run, x) for of_run, x in runs_of(axes, value) if of_run)
-    return next(filter(None, each), [])
 
 
 def _when(
@@ -120,10 +101,10 @@ def layers_like(
     stack, *others = heads
     stars = [k for k, (head, _) in enumerate(stack) if head == "*"]
     found = {}
-    for parts, name in zip(others, names):
-        like = [("*" if k in stars else h, rest) for k, (h, rest) in enumerate(parts)]
-        if like == stack and all(is_number(parts[k][0]) for k in stars):
-            found[tuple(int(parts[k][0]) for k in stars)] = name
+    for own, name in zip(others, names):
+        like = [("*" if k in stars else h, rest) for k, (h, rest) in enumerate(own)]
+        if like == stack and all(is_number(own[k][0]) for k in stars):
+            found[tuple(int(own[k][0]) for k in stars)] = name
     sizes = [max(i) + 1 for i in zip(*found)]
     every = [*it.product(*map(range, sizes))]
     if not sizes or {*every} != {*found}:
@@ -205,8 +186,8 @@ def _along_new_axes(
     pattern: str, mode: str, layers: Values, names: Sequence[str], sizes: Sequence[int]
 ) -> Any:
     def form(value):
-        arrays = filter(is_value, jtu.tree_leaves(value))
-        return jtu.tree_structure(value), [(x.shape, x.dtype) for x in arrays]
+        arrays = [(x.shape, x.dtype) for x in arrays_in(value)]
+        return jtu.tree_structure(value), arrays
 
     values = [layers[name][mode] for name in names]
     if any(form(value) != form(values[0]) for value in values):

@@ -14,7 +14,8 @@ from .._errors import SowError
 from .._globs import is_glob
 from .._mark.static import Const, OPERAND
 from .._names import Named, with_indices
-from .._results.layers import axes_of_layers, OfRuns, OfValue
+from .._results.layers import axes_of_each, of_layers, OfRuns, OfValue
+from .._results.leaves import is_value
 from .._results.nodes import axes_given
 from .._results.stacks import fits_along, grid, layers_in
 from .._values.assemble import named_axes
@@ -55,8 +56,8 @@ class _Array(NamedTuple):
     layers: list[int]
     shape: tuple[Any, ...]
     n_leading: int
-    # Which axes of the array are those of the layers, if that is known.
-    given: list[int] | None
+    # Which axes of the array are those of the layers, if that is known; else none.
+    given: list[int]
 
     def has_axes(self, n: int) -> bool:
         """Whether it has so many axes for layers."""
@@ -106,12 +107,11 @@ class _Part(NamedTuple):
             leaves, treedef = jtu.tree_flatten(x)
             if Const(treedef) != form.treedef:
                 return None
-            given = axes_of_layers(of_run, leaves)
-            marked = [leaf is OPERAND for leaf in form.leaves]
-            pairs = it.compress(zip(leaves, given), marked)
-            found += [
-                _Array(x, *own, g) for (x, g), own in zip(pairs, self._own(entry))
-            ]
+            axes, own = iter(axes_of_each(of_run, x)), self._own(entry)
+            for leaf, of_mark in zip(leaves, form.leaves):
+                given = of_layers(is_value(leaf) and next(axes) or ())
+                if of_mark is OPERAND:
+                    found.append(_Array(leaf, *next(own), given))
         return found
 
     def _own(self, entry: Entry) -> Iterator[tuple[list[int], tuple[Any, ...], int]]:
@@ -121,11 +121,9 @@ class _Part(NamedTuple):
         gone = {k for k, i in zip(loops, self.at) if i is not None}
         for x, final in zip(entry.arrays, final_axes(entry.site)):
             kept = [k for k, is_there in enumerate(final) if is_there and k not in gone]
-            places = [names[k][1] for k in kept]
-            layers = sorted((p, i) for i, p in enumerate(places) if p is not None)
-            rest = [axes[k].size for k, p in zip(kept, places) if p is None]
+            rest = [axes[k].size for k in kept if names[k][1] is None]
             shape = *rest, *x.shape[len(axes) :]
-            yield [i for _, i in layers], shape, len(rest)
+            yield of_layers([names[k] for k in kept]), shape, len(rest)
 
     def _runs(self, value: Any) -> list[tuple[Any, Entry | None]] | None:
         """The value of each run, `(None, None)` for one that is left as it is."""
@@ -193,7 +191,7 @@ def _in_layers(
     arrays = [x for of_part in each for x in of_part or ()]
     if None in each or not all(x.has_axes(n) for x in arrays):
         return {}
-    is_known = all(x.given is not None and len(x.given) == n for x in arrays)
+    is_known = all(len(x.given) == n for x in arrays)
     for x in () if is_known else arrays:
         if x.is_ambiguous(sizes, is_whole):
             raise _ambiguous(pattern, names, x)
@@ -212,7 +210,7 @@ def _in_layers(
             index = (*map(int, index),)
         new_arrays = []
         for x in of_part or ():
-            given = x.given if is_known and x.given else in_front
+            given = x.given if is_known else in_front
             _check_sizes(pattern, names, sizes, x, given)
             new_arrays.append(x.part(index, given))
         new[part.name, part.at] = part.with_arrays(value, new_arrays)
