@@ -16,7 +16,7 @@ from .flat import as_data, flattened
 from .layers import axes_of_value, Known, runs_of
 from .leaves import is_numeric, is_state
 from .lookup import find, is_there, unknown_name
-from .nodes import Keys, modes_in_order, modes_of, of_mode, register
+from .nodes import Keys, made, modes_in_order, modes_of, OfMode, register
 from .numbers import is_at_hand
 from .stacks import unstacked
 
@@ -83,7 +83,7 @@ class Intermediates(dict[str, dict[str, Any]]):
     _known: Known = Known()
 
     def copy(self) -> "Intermediates":
-        return with_known(self, self._known)
+        return made(Intermediates, self, self._known)
 
     __copy__ = copy
 
@@ -143,7 +143,7 @@ class Intermediates(dict[str, dict[str, Any]]):
         if lacking:
             others = {name: tuple(self[name]) for name in self if name in lacking}
             known = dc.replace(known, lacking=others)
-        return of_mode(mode, values, known)
+        return made(OfMode, values, (mode, known))
 
     def __repr__(self) -> str:
         shown = dict(jtu.tree_map(_number, self, is_leaf=is_state))
@@ -314,7 +314,7 @@ class Intermediates(dict[str, dict[str, Any]]):
         values, axes = unstacked(self, self._known)
         # The names are others now.
         known = dc.replace(self._known, axes=axes, found=(), appended=frozenset())
-        return with_known(values, known)
+        return made(Intermediates, values, known)
 
 
 def _is_number(x: Any) -> bool:
@@ -337,24 +337,16 @@ def _number(x: Any) -> Any:
     return _Number(str(np.asarray(x)[()])) if _is_number(x) else x
 
 
-def with_known(values: Any, known: Known) -> Intermediates:
-    """`Intermediates` of which this is known."""
-    made = Intermediates(values)
-    made._known = known
-    return made
-
-
 # Pickles are then independent of where this file is.
 Intermediates.__module__ = "eqx_sow"
 
 
 def _unflatten(names: Keys, children: Any) -> Intermediates:
-    made = Intermediates()
-    made._known = names.known
+    new = made(Intermediates, (), names.known)
     for name, x in zip(names, children):
         # JAX has sorted the modes. And it puts anything in the place of a child.
-        made[name] = modes_in_order(x) if type(x) is dict and len(x) > 1 else x
-    return made
+        new[name] = modes_in_order(x) if type(x) is dict and len(x) > 1 else x
+    return new
 
 
 register(Intermediates, _unflatten)
