@@ -13,6 +13,7 @@ import numpy as np
 
 from .._errors import SowError
 from .._globs import fits, head_of, is_glob, is_index, is_number, of_all_layers
+from .._names import with_indices
 from .layers import (
     behind_layers,
     Known,
@@ -42,7 +43,14 @@ def unstacked(
             axes = known.of(name, mode)
             each = [loops_of(*run) for run in runs_of(axes, value)]
             if any(x.place is not None and not x.is_known for x in it.chain(*each)):
-                raise _changed(call, name)
+                raise SowError(
+                    f"`{call}`: the values of {name!r} have other shapes than those "
+                    "that `save_intermediates` returned, so the axis of the layers is "
+                    f"no longer known. Write `{call}` before you compute with the "
+                    "values. If a `jax.vmap` around `save_intermediates` has added the "
+                    "axis of a batch that is as long as there are layers, put it "
+                    "inside: `save_intermediates(jax.vmap(fn))`."
+                )
             # Those around the first run of which they are known.
             loops = next(filter(None, each), [])
             for layer, at, (of_layer, part) in parts(name, axes, value):
@@ -58,17 +66,6 @@ def unstacked(
                     when[layer] = _when(position, loops, at, backward, began)
     order = sorted(out, key=lambda layer: when[layer])
     return {layer: out[layer] for layer in order}, new
-
-
-def _changed(call: str, name: str) -> SowError:
-    return SowError(
-        f"`{call}`: the values of {name!r} have other shapes than those that "
-        "`save_intermediates` returned, so the axis of the layers is no longer known. "
-        f"Write `{call}` before you compute with the values. If a "
-        "`jax.vmap` around `save_intermediates` has added the axis of a batch that is "
-        "as long as there are layers, put it inside: "
-        "`save_intermediates(jax.vmap(fn))`."
-    )
 
 
 def _when(
@@ -97,14 +94,12 @@ def layers_like(
 ) -> tuple[list[str], list[int]] | None:
     """All layers of a list that a stack of this name would have, in order, if these
     names are there; and how many there are along each axis."""
-    heads = [[*map(head_of, name.split("/"))] for name in (pattern, *names)]
-    stack, *others = heads
-    stars = [k for k, (head, _) in enumerate(stack) if head == "*"]
+    stars = [k for k, part in enumerate(pattern.split("/")) if head_of(part)[0] == "*"]
     found = {}
-    for own, name in zip(others, names):
-        like = [("*" if k in stars else h, rest) for k, (h, rest) in enumerate(own)]
-        if like == stack and all(is_number(own[k][0]) for k in stars):
-            found[tuple(int(own[k][0]) for k in stars)] = name
+    for name in names if stars else ():
+        at = [head_of(part)[0] for k, part in enumerate(name.split("/")) if k in stars]
+        if all(map(is_number, at)) and with_indices(pattern, zip(stars, at)) == name:
+            found[tuple(map(int, at))] = name
     sizes = [max(i) + 1 for i in zip(*found)]
     every = [*it.product(*map(range, sizes))]
     if not sizes or {*every} != {*found}:
