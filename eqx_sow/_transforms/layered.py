@@ -211,22 +211,17 @@ def _in_layers(
         new_arrays = []
         for x in of_part or ():
             given = x.given if is_known else in_front
-            _check_sizes(pattern, names, sizes, x, given)
+            if [x.x.shape[i] for i in given] != sizes:
+                dtype, shape = x.x.dtype, [*sizes, *x.shape]
+                raise SowError(
+                    f"`plant`: the value for {pattern!r} has a leaf "
+                    f"{dtype}{list(x.x.shape)}, but {dtype}{shape} is what all layers "
+                    f"have together, from {names[0]!r} to {names[-1]!r}. Plant an "
+                    "array of that shape, or a function."
+                )
             new_arrays.append(x.part(index, given))
         new[part.name, part.at] = part.with_arrays(value, new_arrays)
     return new
-
-
-def _check_sizes(
-    pattern: str, names: Sequence[str], sizes: Sequence[int], x: _Array, at: Any
-) -> None:
-    if [x.x.shape[i] for i in at] != sizes:
-        dtype, shape = x.x.dtype, [*sizes, *x.shape]
-        raise SowError(
-            f"`plant`: the value for {pattern!r} has a leaf {dtype}{list(x.x.shape)}, "
-            f"but {dtype}{shape} is what all layers have together, from {names[0]!r} "
-            f"to {names[-1]!r}. Plant an array of that shape, or a function."
-        )
 
 
 def _ambiguous(pattern: str, names: Sequence[str], x: _Array) -> SowError:

@@ -213,17 +213,11 @@ def check_one_place(site: Site, loops: Collection[tuple[int, ...]]) -> None:
         )
 
 
-def _has(loops: Sequence[int], at: At) -> bool:
-    """Whether what is in these loops has the iteration."""
-    return not at or (
-        len(at) == len(loops) and all(i is None or i < n for i, n in zip(at, loops))
-    )
-
-
 def _that_has(run: Iterable[Mark], ats: Iterable[At]) -> list[At]:
     """Those of the iterations that a run has."""
-    loops = {x.loops for x in run}
-    return [at for at in ats if any(_has(x, at) for x in loops)]
+    are_there = lambda at, loops: all(i is None or i < n for i, n in zip(at, loops))
+    has = lambda x, at: not at or len(at) == len(x.loops) and are_there(at, x.loops)
+    return [at for at in ats if any(has(x, at) for x in run)]
 
 
 def places_of(
