@@ -172,18 +172,17 @@ def _in_layers(
     where the loops are. If it is not `known` which axes these are, they are where this
     program has them."""
     parts = _parts(found, survey, program)
-    is_whole = (
-        len(parts) == 1
-        and bool(parts[0].lengths)
-        and not layers_in(parts[0].name, pattern)
-    )
     if not parts:
         return {}
+    one = parts[0]
+    is_whole = (
+        len(parts) == 1 and one.lengths != [] and not layers_in(one.name, pattern)
+    )
     try:
         names, sizes = grid(pattern, [layer for part in parts for layer in part.layers])
     except SowError:  # it cannot be looked up, either
         return {}
-    form, mode = parts[0].entries[0].site.form, program.options.mode
+    form, mode = one.entries[0].site.form, program.options.mode
     if isinstance(value, Mapping) and Const(jtu.tree_structure(value)) != form.treedef:
         value = value.get(mode, value)
     n = len(sizes)
@@ -194,7 +193,14 @@ def _in_layers(
     is_known = all(len(x.given) == n for x in arrays)
     for x in () if is_known else arrays:
         if x.is_ambiguous(sizes, is_whole):
-            raise _ambiguous(pattern, names, x)
+            raise SowError(
+                f"`plant`: the value for {pattern!r} has a leaf "
+                f"{x.x.dtype}{list(x.x.shape)}, and two of its axes are equally long, "
+                "so it is not known which one is that of the layers: a list has it in "
+                "front, and a stack behind those of `vmap`s and loops around. Plant "
+                f"`intermediates[{pattern!r}]` as you looked it up, which knows it, or "
+                f"a value for each layer, such as {names[0]!r}, or a function."
+            )
     if is_whole and (not is_known or all(x.given == x.layers for x in arrays)):
         # It is as this program has it.
         return {}
@@ -224,16 +230,6 @@ def _in_layers(
     return new
 
 
-def _ambiguous(pattern: str, names: Sequence[str], x: _Array) -> SowError:
-    return SowError(
-        f"`plant`: the value for {pattern!r} has a leaf {x.x.dtype}{list(x.x.shape)}, "
-        "and two of its axes are equally long, so it is not known which one is that of "
-        "the layers: a list has it in front, and a stack behind those of `vmap`s and "
-        f"loops around. Plant `intermediates[{pattern!r}]` as you looked it up, which "
-        f"knows it, or a value for each layer, such as {names[0]!r}, or a function."
-    )
-
-
 def _parts(
     found: Iterable[tuple[str, At]], survey: Surveyed, program: Program
 ) -> list[_Part]:
@@ -249,13 +245,10 @@ def _parts(
     for name, at in dict.fromkeys(found):
         if not entries[name]:
             continue
-        first, *others = each[name]
-        if any(at) and others:
-            return []
-        fixed, left = _over_layers(first, at)
+        (fixed, left), *others = dict.fromkeys(_over_layers(x, at) for x in each[name])
         lengths = [n for _, n in left]
-        is_other = any(_over_layers(x, at) != (fixed, left) for x in others)
-        if is_other or not all(isinstance(n, int) for n in lengths):
+        alike = not others and (len(each[name]) == 1 or not any(at))
+        if not alike or not all(isinstance(n, int) for n in lengths):
             return []
         layers = [
             with_indices(name, [*zip((place for place, _ in left), layer), *fixed])
@@ -265,10 +258,9 @@ def _parts(
     return parts
 
 
-def _over_layers(named: Named, at: At) -> tuple[list[Any], list[Any]]:
+def _over_layers(named: Named, at: At) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """The iterations `at`, with their places in the name; and the loops over layers
     that are left, in the order in which the name has them."""
     pairs = [*it.zip_longest(named.loops, at)]
-    fixed = [(x.place, i) for x, i in pairs if i is not None]
-    left = [(*x,) for x, i in pairs if i is None and x.place is not None]
-    return fixed, sorted(left)
+    left = [x for x, i in pairs if i is None and x.place is not None]
+    return tuple((x.place, i) for x, i in pairs if i is not None), (*sorted(left),)

@@ -105,10 +105,8 @@ def _layers(
         head, rest = head_of(part)
         if not is_number(head):
             continue
-        others = (f"{head[:-1]}{i}{rest}" for i in range(10))
-        names = [
-            "/".join((*parts[:k], x, *parts[k + 1 :])) for x in others if x != part
-        ]
+        others = {f"{head[:-1]}{i}{rest}" for i in range(10)} - {part}
+        names = ["/".join((*parts[:k], x, *parts[k + 1 :])) for x in others]
         other = [named._replace(name=name) for name in names]
         if any(selected(root, x, {}) for root in roots for x in other):
             n = _n_loops_around(k, found, named, program)
@@ -289,24 +287,20 @@ def to_plant(
         of_key, run = slots.get(mark.site.key, {}), runs[mark.way]
         slot = of_key.get(None, NOTHING)
         if of_key and None not in of_key:
-            slot = of_key.get(_known(mark, run, n_runs[mark.site.name]), NOTHING)
+            if run.run is None:
+                site, n = mark.site, n_runs[mark.site.name]
+                raise SowError(
+                    f"`plant`: {site.name!r} runs {n} times, and eqx_sow cannot tell "
+                    f"which of these runs a {site.mode} at {site.where} belongs to, as "
+                    "in a backward pass that computes values again. Plant a function, "
+                    "which is called at each."
+                )
+            slot = of_key.get(run.run, NOTHING)
         if slot != NOTHING:
             check_clear(mark.site, run.again)
         what = () if slot == NOTHING else planted[slot]
         rows.append(Wanted(mark, [Ask(slot, mark.site.labels, (), what)]))
     return planned(rows)
-
-
-def _known(mark: Mark, run: Run, n: int) -> int:
-    """The number of the run that a mark belongs to, of `n` runs of its name."""
-    if run.run is None:
-        raise SowError(
-            f"`plant`: {mark.site.name!r} runs {n} times, and eqx_sow cannot tell "
-            f"which of these runs a {mark.site.mode} at {mark.site.where} belongs to, "
-            "as in a backward pass that computes values again. Plant a function, which "
-            "is called at each."
-        )
-    return run.run
 
 
 def _one_by_one(given: Any, site: Site, runs: Sequence[Site], mode: str) -> Any:
