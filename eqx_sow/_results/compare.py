@@ -20,7 +20,7 @@ from .flat import by_name, is_mode, places_of
 from .intermediates import Intermediates
 from .layers import indexed, of_layers
 from .leaves import is_key, is_numeric, is_value, type_of
-from .nodes import modes_in_order
+from .nodes import made, modes_in_order
 from .pairs import as_compared, by_place, is_leaf, is_left_out, Leaves, pairs, Static
 from .rows import check_no_tracers, is_whole, leaves_of, mark_first, Row, TextTable
 from .stacks import fits_along, layers_like
@@ -280,22 +280,17 @@ def _has_modes(x: Any, other: Any) -> bool:
 def _by_shapes(x: _Side, y: _Side) -> Intermediates:
     """The values of one side, in which stacks of whose axes nothing is known, as those
     in a file, are taken apart as `y` has them in a list."""
-    known, new = x.values._known, Intermediates()
-    axes = {}
+    known = x.values._known
+    new = made(Intermediates, (), known)
     for name, modes in x.values.items():
-        of_name = {(name, mode): known.of(name, mode) for mode in modes}
         layers = layers_like(name, y.values) if isinstance(name, str) else None
-        is_known = any(of_name.values())
+        is_known = any(known.of(name, mode) for mode in modes)
         if layers is None or name in y.values.keys() or is_known:
             new[name] = dict(modes)
-            axes |= of_name
             continue
         for mode in modes:
             for layer, part in _layers(x, y, name, mode, *layers):
                 new.setdefault(layer, {})[mode] = part
-    if new.keys() == x.values.keys():
-        return x.values
-    new._known = dc.replace(known, axes=axes)
     return new
 
 

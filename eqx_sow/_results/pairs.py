@@ -225,16 +225,10 @@ def _of_no_numbers(x: Any) -> Static:
 def _static(x: Any) -> Static:
     """No method of a user's class decides whether two are the same. Of what is neither
     a string nor a number nor has a name, the class does."""
-    exact: Any = {
-        str: str.__str__,
-        bytes: bytes.__bytes__,
-        int: int.__int__,
-        float: float.__float__,
-        complex: complex.__complex__,
-    }
-    for base, value in exact.items():
+    for base in (str, bytes, int, float, complex):
         if isinstance(x, base):
-            return Static((base, value(x)), reprlib.repr(value(x)))
+            value = getattr(base, f"__{base.__name__}__")(x)
+            return Static((base, value), reprlib.repr(value))
     if isinstance(x, np.dtype):
         return Static((np.dtype, str(x)), str(x))
     if isinstance(x, enum.Enum):
