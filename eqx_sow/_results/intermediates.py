@@ -13,7 +13,7 @@ import numpy as np
 from .._errors import SowError
 from .._frames import api_boundary
 from .flat import as_data, flattened
-from .layers import axes_of_value, Known, runs_of
+from .layers import axes_of_each, Known, runs_of, UNKNOWN
 from .leaves import is_numeric, is_state
 from .lookup import find, is_there, unknown_name
 from .nodes import Keys, made, modes_in_order, modes_of, OfMode, register
@@ -258,14 +258,15 @@ class Intermediates(dict[str, dict[str, Any]]):
         """
         name, modes, known = self._found(name)
         of_mode, value = known.of(name, mode), modes_of(name, modes, known)[mode]
-        runs = [axes_of_value(*run) for run in runs_of(of_mode, value)]
-        if None in runs:
+        runs = [axes_of_each(*run) for run in runs_of(of_mode, value)]
+        if any(axes is None or UNKNOWN in axes for run in runs for axes in run):
             raise SowError(
                 f"`Intermediates.axes({name!r}, {mode!r})`: these arrays are not those "
                 "that `save_intermediates` returned, so their axes are not known. Call "
                 "`axes` on what it returned."
             )
-        kinds = [tuple(kind for kind, *_ in axes or ()) for axes in runs]
+        most = (max(filter(None, run), key=len, default=()) for run in runs)
+        kinds = [tuple(kind for kind, *_ in axes) for axes in most]
         return tuple(kinds) if isinstance(of_mode, list) else kinds[0]
 
     @api_boundary

@@ -161,13 +161,6 @@ def axes_of_each(known: OfValue, value: Any) -> list[NamedAxes | None]:
     return [*map(_axes_of, known, arrays)]
 
 
-def axes_of_value(known: OfValue, value: Any) -> NamedAxes | None:
-    each = axes_of_each(known, value)
-    if any(axes is None or UNKNOWN in axes for axes in each):
-        return None
-    return max(filter(None, each), key=len, default=())
-
-
 def runs_of(known: OfValue | OfRuns, value: Any) -> list[tuple[OfValue, Any]]:
     """The values of all runs of a name, each with what is known of its axes."""
     return [*zip(known, value)] if isinstance(known, list) else [(known, value)]
@@ -264,10 +257,10 @@ def behind_layers(known: OfValue, value: Any, sizes: Sequence[int]) -> OfValue:
 
 def parts(
     name: str, known: OfValue | OfRuns, value: Any
-) -> Iterator[tuple[str, tuple[int, ...], tuple[OfValue | OfRuns, Any]]]:
-    """The parts of a value in a list of layers: what each would be called, its index in
-    the loops over layers, which are those with a place in the name, and the part, with
-    what is known of it. For `blocks/*/attn` these are `blocks/0/attn` to
+) -> Iterator[tuple[str, dict[int | None, int], tuple[OfValue | OfRuns, Any]]]:
+    """The parts of a value in a list of layers: what each would be called, its index by
+    the place of each loop over layers in the name, and the part, with what is known of
+    it. For `blocks/*/attn` these are `blocks/0/attn` to
     `blocks/3/attn`. It is the value itself without any such loop, or if several runs of
     the name had different ones."""
     runs = [(*run, loops_of(*run)) for run in runs_of(known, value)]
@@ -278,7 +271,7 @@ def parts(
     }
     over = alike.pop() if len(alike) == 1 else ()
     if not over:
-        yield name, (), (known, value)
+        yield name, {}, (known, value)
         return
     places, lengths = zip(*over)
     for at in it.product(*map(range, lengths)):
@@ -287,4 +280,4 @@ def parts(
             at_iteration(of_run, x, [index.get(y.place) for y in loops])
             for of_run, x, loops in runs
         ]
-        yield with_indices(name, index.items()), at, together(known, each)
+        yield with_indices(name, index.items()), index, together(known, each)

@@ -111,7 +111,7 @@ def _all_named(values: Values, known: Known) -> Iterator[Named]:
     is in, wherever in the name their indices stand."""
     for name, modes in values.items():
         runs = [run for m, x in modes.items() for run in runs_of(known.of(name, m), x)]
-        some = [_named(name, loops_of(*run)) for run in runs if run[0]]
+        some = [_named(name, loops_of(run, None)) for run, _ in runs if run]
         yield from dict.fromkeys(some) or [Named(name)]
 
 

@@ -53,7 +53,7 @@ def unstacked(
                 )
             # Those around the first run of which they are known.
             loops = next(filter(None, each), [])
-            for layer, at, (of_layer, part) in parts(name, axes, value):
+            for layer, index, (of_layer, part) in parts(name, axes, value):
                 if mode in out.setdefault(layer, {}):
                     raise SowError(
                         f"`{call}`: a layer of {name!r} would be "
@@ -63,7 +63,7 @@ def unstacked(
                 out[layer][mode], new[layer, mode] = part, of_layer
                 if layer not in when:
                     backward = mode.count("cotangent") % 2 == 1
-                    when[layer] = _when(position, loops, at, backward, began)
+                    when[layer] = _when(position, loops, index, backward, began)
     order = sorted(out, key=lambda layer: when[layer])
     return {layer: out[layer] for layer in order}, new
 
@@ -71,20 +71,20 @@ def unstacked(
 def _when(
     position: int,
     loops: Sequence[LoopAxis],
-    at: Sequence[Any],
+    index: Mapping[int | None, int],
     backward: bool,
     began: dict[Any, int],
 ) -> tuple[int, ...]:
     """Sorts layers by when they ran, given the position of the whole value among all.
     For each loop around: where the first value in it stands, and which iteration this
     is. Of loops of which there are all iterations, the first counts."""
-    indices, key = iter(at), []
+    key = []
     for depth, x in enumerate(loops):
-        i = 0 if x.place is None else next(indices)
+        i = index.get(x.place, 0)
         # A backward pass goes through the iterations the other way round.
         from_end = x.scan is not None and bool(x.scan[-1][1]) != backward
         key += [began.setdefault(x.scan or (position, depth), position)]
-        key += [x.length - 1 - i if from_end and x.place is not None else i]
+        key += [x.length - 1 - i if from_end and x.place in index else i]
     return (*key, position)
 
 

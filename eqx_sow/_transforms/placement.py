@@ -1,6 +1,7 @@
 """Where the values of `plant` belong: the marks and iterations that a name or a pattern
 is for, and which run, where a name runs several times."""
 
+import itertools as it
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -161,20 +162,15 @@ def surveyed(
 ) -> Surveyed:
     """What would be captured of the names that patterns fit. One of those that a
     pattern fits has to have a value of the mode."""
-    names = (name for found in places.values() for name, _ in found)
-    chosen = program.select(tuple(dict.fromkeys(names)))
+    fitted = [[name for name, _ in found] for found in places.values()]
+    chosen = program.select(tuple(dict.fromkeys(it.chain(*fitted))))
     mode = program.options.mode
     taking = Taking((mode,)).for_each_place
     found, slots = program.survey(taking, program.asked_by(chosen), runs)
     mode_of = labels({e.site.key for e in found})
     entries = grouped([e for e in found if mode_of[e.site.key] == mode])
     there = dict.fromkeys(name for name, *_ in entries)
-    without = [
-        name
-        for found in places.values()
-        if there.keys().isdisjoint(name for name, _ in found)
-        for name, _ in found
-    ]
+    without = [x for names in fitted if there.keys().isdisjoint(names) for x in names]
     check_known(
         f"plant(fn, values, mode={mode!r})",
         without,
@@ -317,11 +313,10 @@ def _one_by_one(given: Any, site: Site, runs: Sequence[Site], mode: str) -> Any:
         # `Append` makes a tuple of a single run, too.
         of_run = is_tuple and not has_form(value) and has_form(value[0])
         return [*value] if of_run and not callable(value[0]) else [value]
-    if is_tuple:
-        # The value of a single run may also be a tuple.
-        single = has_form(value) and not any(x is None or has_form(x) for x in value)
-        if not single:
-            return value
+    # The value of a single run may also be a tuple.
+    has_form_of_run = lambda x: x is None or has_form(x)
+    if is_tuple and (not has_form(value) or any(map(has_form_of_run, value))):
+        return value
     n = len(runs)
     where = " and at ".join(dict.fromkeys(x.where for x in runs))
     raise DuplicateSowError(
