@@ -19,9 +19,9 @@ from .difference import difference, Numbers, together, Tolerance
 from .flat import by_name, is_mode, places_of
 from .intermediates import Intermediates
 from .layers import indexed, of_layers
-from .leaves import is_key, is_numeric, is_value, type_of
+from .leaves import is_key, is_numeric, is_state, is_value, type_of
 from .nodes import made, modes_in_order
-from .pairs import as_compared, by_place, is_leaf, is_left_out, Leaves, pairs, Static
+from .pairs import as_compared, by_place, is_leaf, Leaves, pairs, Static
 from .rows import check_no_tracers, is_whole, leaves_of, mark_first, Row, TextTable
 from .stacks import fits_along, layers_like
 from .summarize import Summary
@@ -228,10 +228,13 @@ class _Side:
 
     def lacks(self, x: Any) -> bool:
         """Whether it has no such leaf, whatever ran."""
-        return not self.is_ours and is_left_out(x, self.is_flat)
+        is_float0 = is_value(x) and x.dtype == jax.dtypes.float0
+        in_flat = is_value(x) or isinstance(x, Summary)
+        is_left_out = is_float0 or is_state(x) or (self.is_flat and not in_flat)
+        return not self.is_ours and is_left_out
 
 
-def _held(given: Mapping[str, Any]) -> dict[str, Any]:
+def _held(given: Mapping[str, Any]) -> Mapping[str, Any]:
     is_ours = isinstance(given, Intermediates)
     by_mode = is_ours and all(isinstance(modes, Mapping) for modes in given.values())
     return given if by_mode else dict(given)
@@ -242,9 +245,10 @@ def _by_mode(given: Mapping[str, Any], other: Mapping[str, Any]) -> _Side:
     if isinstance(given, Intermediates):
         return _Side(given)
     have_modes = {k for k, x in given.items() if _has_modes(x, other.get(k))}
-    places = None
-    if not have_modes:
-        places = places_of(given, other, are_flat=not _is_structured(other))
+    structured = isinstance(other, Intermediates) or any(
+        map(_are_modes, other.values())
+    )
+    places = None if have_modes else places_of(given, other, are_flat=not structured)
     if places is not None:
         # Not a plain dict, since JAX sorts its keys.
         ordered = lambda parts: parts[""] if [*parts] == [""] else Intermediates(parts)
@@ -258,10 +262,6 @@ def _by_mode(given: Mapping[str, Any], other: Mapping[str, Any]) -> _Side:
         for k, x in given.items()
     }
     return _Side(Intermediates(each), is_ours=bool(have_modes))
-
-
-def _is_structured(x: Mapping[str, Any]) -> bool:
-    return isinstance(x, Intermediates) or any(map(_are_modes, x.values()))
 
 
 def _are_modes(x: Any) -> bool:

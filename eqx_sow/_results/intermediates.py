@@ -139,10 +139,8 @@ class Intermediates(dict[str, dict[str, Any]]):
 
     def _of_mode(self, mode: str) -> dict[str, Any]:
         values = {name: modes[mode] for name, modes in self.items() if mode in modes}
-        known, lacking = self._known, self.keys() - values.keys()
-        if lacking:
-            others = {name: tuple(self[name]) for name in self if name in lacking}
-            known = dc.replace(known, lacking=others)
+        lacking = {name: tuple(self[name]) for name in self if name not in values}
+        known = dc.replace(self._known, lacking=lacking) if lacking else self._known
         return made(OfMode, values, (mode, known))
 
     def __repr__(self) -> str:

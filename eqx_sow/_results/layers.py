@@ -166,10 +166,10 @@ def runs_of(known: OfValue | OfRuns, value: Any) -> list[tuple[OfValue, Any]]:
     return [*zip(known, value)] if isinstance(known, list) else [(known, value)]
 
 
-def together(
+def joined(
     known: OfValue | OfRuns, runs: Sequence[tuple[OfValue, Any]]
 ) -> tuple[OfValue | OfRuns, Any]:
-    """Of one run, or of several as `known` is, as one value."""
+    """The reverse of `runs_of`: several runs are a list and a tuple, as in `known`."""
     of_runs, values = zip(*runs)
     return ([*of_runs], values) if isinstance(known, list) else runs[0]
 
@@ -280,4 +280,4 @@ def parts(
             at_iteration(of_run, x, [index.get(y.place) for y in loops])
             for of_run, x, loops in runs
         ]
-        yield with_indices(name, index.items()), index, together(known, each)
+        yield with_indices(name, index.items()), index, joined(known, each)

@@ -23,11 +23,11 @@ from .._unknown import (
 )
 from .layers import (
     at_iteration,
+    joined,
     Known,
     LoopAxis,
     loops_of,
     runs_of,
-    together,
     Values,
 )
 from .leaves import shape_of
@@ -154,7 +154,7 @@ def _iteration(
                 parts[k] = (), None
         having |= parts.keys()
         if parts:
-            axes[mode], modes[mode] = together(of_mode, [*parts.values()])
+            axes[mode], modes[mode] = joined(of_mode, [*parts.values()])
     if len(having) == 1 and name not in known.appended:
         # Of the runs, one alone is in such a loop.
         for mode in modes:

@@ -66,14 +66,6 @@ def by_place(leaves: Mapping[Any, Leaf], is_flat: bool) -> Leaves:
     return found
 
 
-def is_left_out(x: Any, is_flat: bool) -> bool:
-    """Whether there can be no such leaf in a flat dict, or in what is not ours."""
-    is_float0 = is_value(x) and x.dtype == jax.dtypes.float0
-    if is_float0 or is_state(x):
-        return True
-    return is_flat and not (is_value(x) or isinstance(x, Summary))
-
-
 def _bare(own: Leaves, other: Leaves) -> Leaves:
     """What is alone in tuples as `other` has it: the inputs `((x,), {})` as `x`."""
     mine, its = ([*filter(_is_number, leaves.items())] for leaves in (own, other))

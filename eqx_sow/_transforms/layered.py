@@ -3,7 +3,7 @@ their axes elsewhere than the program has them."""
 
 import itertools as it
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -59,10 +59,6 @@ class _Array(NamedTuple):
     # Which axes of the array are those of the layers, if that is known; else none.
     given: list[int]
 
-    def has_axes(self, n: int) -> bool:
-        """Whether it has so many axes for layers."""
-        return getattr(self.x, "ndim", None) == n + len(self.shape)
-
     def is_ambiguous(self, sizes: Sequence[int], is_whole: bool) -> bool:
         """Whether its shape is right for a list as for a stack, but means another thing
         there: `[4, 4, 3]` has 4 layers in front if it is of a list, and behind 4 lanes
@@ -92,9 +88,12 @@ class _Part(NamedTuple):
     # What would be captured there, for each run.
     entries: list[Entry]
 
-    def arrays(self, value: Any, known: OfValue | OfRuns) -> list[_Array] | None:
-        """Those of a value, if it has the structure of what would be captured."""
-        runs, found = self._runs(value), []
+    def mapped(
+        self, fn: Callable[[_Array], Any], value: Any, known: OfValue | OfRuns
+    ) -> Any:
+        """A value with what `fn` makes of each array; `None` if it does not have the
+        structure of what would be captured."""
+        runs, new = self._runs(value), []
         if runs is None:
             return None
         each = known if isinstance(known, list) else [known]
@@ -102,17 +101,19 @@ class _Part(NamedTuple):
             each = [()] * len(runs)
         for of_run, (x, entry) in zip(each, runs):
             if entry is None:
+                new.append(None)
                 continue
             form = entry.site.form
             leaves, treedef = jtu.tree_flatten(x)
             if Const(treedef) != form.treedef:
                 return None
             axes, own = iter(axes_of_each(of_run, x)), self._own(entry)
-            for leaf, of_mark in zip(leaves, form.leaves):
+            for i, (leaf, of_mark) in enumerate(zip(leaves, form.leaves)):
                 given = of_layers(is_value(leaf) and next(axes) or ())
                 if of_mark is OPERAND:
-                    found.append(_Array(leaf, *next(own), given))
-        return found
+                    leaves[i] = fn(_Array(leaf, *next(own), given))
+            new.append(jtu.tree_unflatten(treedef, leaves))
+        return (*new,) if self._is_of_runs(value) else new[0]
 
     def _own(self, entry: Entry) -> Iterator[tuple[list[int], tuple[Any, ...], int]]:
         """Of each array, what `_Array` says of that which would be captured."""
@@ -141,19 +142,6 @@ class _Part(NamedTuple):
         form = self.entries[0].site.form
         is_one = Const(jtu.tree_structure(value)) == form.treedef
         return type(value) in (tuple, list) and not is_one
-
-    def with_arrays(self, value: Any, arrays: Iterable[Any]) -> Any:
-        """The value with other arrays."""
-        new = iter(arrays)
-
-        def of_run(x, entry):
-            leaves, treedef = jtu.tree_flatten(x)
-            pairs = zip(entry.site.form.leaves, leaves)
-            leaves = [next(new) if leaf is OPERAND else x for leaf, x in pairs]
-            return jtu.tree_unflatten(treedef, leaves)
-
-        runs = [entry and of_run(x, entry) for x, entry in self._runs(value) or ()]
-        return (*runs,) if self._is_of_runs(value) else runs[0]
 
 
 def _in_layers(
@@ -186,9 +174,11 @@ def _in_layers(
     if isinstance(value, Mapping) and Const(jtu.tree_structure(value)) != form.treedef:
         value = value.get(mode, value)
     n = len(sizes)
-    each = [part.arrays(value, known) for part in parts]
-    arrays = [x for of_part in each for x in of_part or ()]
-    if None in each or not all(x.has_axes(n) for x in arrays):
+    arrays: list[_Array] = []
+    noted = lambda x: arrays.append(x) or x.x
+    each = [part.mapped(noted, value, known) for part in parts]
+    has_layers = lambda x: getattr(x.x, "ndim", None) == n + len(x.shape)
+    if any(x is None for x in each) or not all(map(has_layers, arrays)):
         return {}
     is_known = all(len(x.given) == n for x in arrays)
     for x in () if is_known else arrays:
@@ -207,15 +197,15 @@ def _in_layers(
     in_front = [*range(n)]
     where = dict(zip(names, it.product(*map(range, sizes))))
     new = {}
-    for part, of_part in zip(parts, each):
+    for part in parts:
         index = np.array([where[layer] for layer in part.layers])
         index = (*np.moveaxis(index.reshape(*part.lengths, n), -1, 0),)
         if part.lengths == sizes and part.layers == names:
             index = ()
         elif not part.lengths:
             index = (*map(int, index),)
-        new_arrays = []
-        for x in of_part or ():
+
+        def moved(x):
             given = x.given if is_known else in_front
             if [x.x.shape[i] for i in given] != sizes:
                 dtype, shape = x.x.dtype, [*sizes, *x.shape]
@@ -225,8 +215,9 @@ def _in_layers(
                     f"have together, from {names[0]!r} to {names[-1]!r}. Plant an "
                     "array of that shape, or a function."
                 )
-            new_arrays.append(x.part(index, given))
-        new[part.name, part.at] = part.with_arrays(value, new_arrays)
+            return x.part(index, given)
+
+        new[part.name, part.at] = part.mapped(moved, value, known)
     return new
 
 

@@ -2,7 +2,7 @@
 is for, and which run, where a name runs several times."""
 
 import itertools as it
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -274,8 +274,6 @@ def to_plant(
     or all of them (`None`)."""
     slots = {key: of_key for key, of_key in slots.items() if of_key}
     names = {name for name, *_ in slots}
-    every = {(x.site.name, runs[x.way].run) for x in marks}
-    n_runs = Counter(name for name, _ in every)
     rows: list[Wanted] = []
     for mark in marks:
         if mark.site.name not in names:
@@ -284,7 +282,8 @@ def to_plant(
         slot = of_key.get(None, NOTHING)
         if of_key and None not in of_key:
             if run.run is None:
-                site, n = mark.site, n_runs[mark.site.name]
+                site = mark.site
+                n = len({runs[x.way].run for x in marks if x.site.name == site.name})
                 raise SowError(
                     f"`plant`: {site.name!r} runs {n} times, and eqx_sow cannot tell "
                     f"which of these runs a {site.mode} at {site.where} belongs to, as "
