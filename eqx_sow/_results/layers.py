@@ -260,8 +260,8 @@ def parts(
 ) -> Iterator[tuple[str, dict[int | None, int], tuple[OfValue | OfRuns, Any]]]:
     """The parts of a value in a list of layers: what each would be called, its index by
     the place of each loop over layers in the name, and the part, with what is known of
-    it. For `blocks/*/attn` these are `blocks/0/attn` to `blocks/3/attn`. It is the value
-    itself without any such loop, or if several runs of the name had different ones."""
+    it. For `blocks/*/attn` these are `blocks/0/attn` to `blocks/3/attn`. Without any
+    such loop, or if several runs of the name had different ones, it is the value."""
     runs = [(*run, loops_of(*run)) for run in runs_of(known, value)]
     alike = {
         tuple(x[:2] for x in loops if x.place is not None)
