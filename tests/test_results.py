@@ -458,6 +458,20 @@ def test_unstack_of_several_runs_and_loops():
     assert_close(got.unstack()[names[4]]["primal"], got[name]["primal"][1, 1])
 
 
+def test_unstack_of_runs_in_loops_over_stacks_of_other_lengths():
+    """A list has one length, so their value stays as it is."""
+
+    def f(x):
+        for ws in (jnp.arange(4.0), jnp.arange(2.0)):
+            step = lambda x, w: (sow_in_stack(jnp.sin(w * x), "blocks/*/mlp"), None)
+            x = lax.scan(step, sow(x, f"x{len(ws)}"), ws)[0]
+        return x
+
+    got = S(f, reduce={"blocks/*/mlp": Append()})(X)[1]
+    assert list(got.unstack()) == list(got)
+    assert_close(got.unstack(), got)
+
+
 def test_unstack_of_what_has_changed():
     _, got = S(_layers)(X)
     norms = jax.tree.map(lambda h: jnp.linalg.norm(h, axis=-1), got)

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses as dc
+import functools as ft
 import itertools as it
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -17,10 +18,10 @@ from .._names import with_indices
 from .difference import difference, Numbers, together, Tolerance
 from .flat import by_name, is_mode, places_of
 from .intermediates import Intermediates
-from .layers import indexed
-from .leaves import is_key, is_numeric, is_value, type_of
-from .nodes import modes_in_order
-from .pairs import as_compared, by_place, is_leaf, is_left_out, Leaves, pairs, Static
+from .layers import indexed, of_layers
+from .leaves import is_key, is_numeric, is_state, is_value, type_of
+from .nodes import made, modes_in_order
+from .pairs import as_compared, by_place, is_leaf, Leaves, pairs, Static
 from .rows import check_no_tracers, is_whole, leaves_of, mark_first, Row, TextTable
 from .stacks import fits_along, layers_like
 from .summarize import Summary
@@ -158,9 +159,7 @@ def compare(
     for given in (first, second):
         check_no_tracers("compare", given)
     x, y = _by_mode(first, second), _by_mode(second, first)
-    by_shapes = [_by_shapes(x, y), _by_shapes(y, x)]
-    x.values, y.values = by_shapes
-    x.values, y.values = a, b = _alike(*by_shapes)
+    x.values, y.values = a, b = _alike(_by_shapes(x, y), _by_shapes(y, x))
     there = lambda x: {(name, mode) for name, modes in x.items() for mode in modes}
     both = there(a) & there(b)
     if not both and (a or b):
@@ -189,7 +188,7 @@ def compare(
     ]
     _fill(rows, (rtol, atol))
     mark_first(rows)
-    _fill([row.of_layer() for row in rows if row.is_of_layer], (rtol, atol))
+    _fill([row.of_layer() for row in rows if row.layer], (rtol, atol))
     below = [
         _only_in(of, values, both, {key: n[i] for key, n in lacking.items()})
         for i, (of, values) in enumerate((("first", a), ("second", b)))
@@ -229,15 +228,16 @@ class _Side:
 
     def lacks(self, x: Any) -> bool:
         """Whether it has no such leaf, whatever ran."""
-        return not self.is_ours and is_left_out(x, self.is_flat)
+        is_float0 = is_value(x) and x.dtype == jax.dtypes.float0
+        in_flat = is_value(x) or isinstance(x, Summary)
+        is_left_out = is_float0 or is_state(x) or (self.is_flat and not in_flat)
+        return not self.is_ours and is_left_out
 
 
-def _held(given: Mapping[str, Any]) -> dict[str, Any]:
-    if not isinstance(given, Intermediates):
-        return dict(given)
-    if all(isinstance(modes, Mapping) for modes in given.values()):
-        return given
-    return dict(given)
+def _held(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    is_ours = isinstance(given, Intermediates)
+    by_mode = is_ours and all(isinstance(modes, Mapping) for modes in given.values())
+    return given if by_mode else dict(given)
 
 
 def _by_mode(given: Mapping[str, Any], other: Mapping[str, Any]) -> _Side:
@@ -245,9 +245,10 @@ def _by_mode(given: Mapping[str, Any], other: Mapping[str, Any]) -> _Side:
     if isinstance(given, Intermediates):
         return _Side(given)
     have_modes = {k for k, x in given.items() if _has_modes(x, other.get(k))}
-    places = None
-    if not have_modes:
-        places = places_of(given, other, are_flat=not _is_structured(other))
+    structured = isinstance(other, Intermediates) or any(
+        map(_are_modes, other.values())
+    )
+    places = None if have_modes else places_of(given, other, are_flat=not structured)
     if places is not None:
         # Not a plain dict, since JAX sorts its keys.
         ordered = lambda parts: parts[""] if [*parts] == [""] else Intermediates(parts)
@@ -261,10 +262,6 @@ def _by_mode(given: Mapping[str, Any], other: Mapping[str, Any]) -> _Side:
         for k, x in given.items()
     }
     return _Side(Intermediates(each), is_ours=bool(have_modes))
-
-
-def _is_structured(x: Mapping[str, Any]) -> bool:
-    return isinstance(x, Intermediates) or any(map(_are_modes, x.values()))
 
 
 def _are_modes(x: Any) -> bool:
@@ -283,22 +280,17 @@ def _has_modes(x: Any, other: Any) -> bool:
 def _by_shapes(x: _Side, y: _Side) -> Intermediates:
     """The values of one side, in which stacks of whose axes nothing is known, as those
     in a file, are taken apart as `y` has them in a list."""
-    known, new = x.values._known, Intermediates()
-    axes = {}
+    known = x.values._known
+    new = made(Intermediates, (), known)
     for name, modes in x.values.items():
-        of_name = {(name, mode): known.of(name, mode) for mode in modes}
         layers = layers_like(name, y.values) if isinstance(name, str) else None
-        is_known = any(of_name.values())
+        is_known = any(known.of(name, mode) for mode in modes)
         if layers is None or name in y.values.keys() or is_known:
             new[name] = dict(modes)
-            axes |= of_name
             continue
         for mode in modes:
             for layer, part in _layers(x, y, name, mode, *layers):
                 new.setdefault(layer, {})[mode] = part
-    if new.keys() == x.values.keys():
-        return x.values
-    new._known = dc.replace(known, axes=axes)
     return new
 
 
@@ -333,12 +325,10 @@ def _layers(
         if p.x is not None:
             parts[place] = array if at else p.x, at
     for layer, index in zip(names, it.product(*map(range, sizes))):
-        of_layer = {}
-        for place, (array, at) in parts.items():
-            along = dict(zip(at, index))
-            where = [along.get(k) for k in range(max(at, default=-1) + 1)]
-            one = lambda x, where=where: indexed(x, where)
-            of_layer[place] = jtu.tree_map(one, array) if at else array
+        of_layer = {
+            place: jtu.tree_map(ft.partial(indexed, at=dict(zip(at, index))), array)
+            for place, (array, at) in parts.items()
+        }
         yield layer, of_layer[""] if [*of_layer] == [""] else Intermediates(of_layer)
 
 
@@ -419,24 +409,19 @@ class _Row(Row):
         return _form(self.a) != _form(self.b)
 
     @property
-    def _layer(self) -> dict[int, int]:
+    def layer(self) -> dict[int, int]:
         """Of a stack that differs, the axes of the layers, each with the index of the
         layer that differs first."""
         found = {} if self.differ else self.at
-        return {i: n for i, n in found.items() if (self.axes or ())[i][1] is not None}
-
-    @property
-    def is_of_layer(self) -> bool:
-        return bool(self._layer)
+        return {i: n for i, n in found.items() if i in of_layers(self.axes or ())}
 
     def of_layer(self) -> "_Row":
         """The row, of which only that layer is left. It has its name in a list."""
-        layer, axes = self._layer, self.axes or ()
+        layer, axes = self.layer, self.axes or ()
         label, places = self.name.removeprefix(self.of), [axes[i][1] for i in layer]
         self.of = with_indices(self.of, zip(places, layer.values()))
         self.name = self.of + label
-        index = tuple(layer.get(i, slice(None)) for i in range(max(layer) + 1))
-        self.a, self.b = (jtu.tree_map(lambda x: x[index], x) for x in (self.a, self.b))
+        self.a, self.b = jtu.tree_map(ft.partial(indexed, at=layer), (self.a, self.b))
         self.axes = tuple(x for i, x in enumerate(axes) if i not in layer)
         self.numbers = self.bad = None
         return self

@@ -13,10 +13,10 @@ import numpy as np
 from .._errors import SowError
 from .._frames import api_boundary
 from .flat import as_data, flattened
-from .layers import axes_of_runs, Known
+from .layers import axes_of_each, Known, runs_of, UNKNOWN
 from .leaves import is_numeric, is_state
 from .lookup import find, is_there, unknown_name
-from .nodes import Keys, modes_in_order, modes_of, of_mode, register
+from .nodes import Keys, made, modes_in_order, modes_of, OfMode, register
 from .numbers import is_at_hand
 from .stacks import unstacked
 
@@ -83,7 +83,7 @@ class Intermediates(dict[str, dict[str, Any]]):
     _known: Known = Known()
 
     def copy(self) -> "Intermediates":
-        return with_known(self, self._known)
+        return made(Intermediates, self, self._known)
 
     __copy__ = copy
 
@@ -139,11 +139,9 @@ class Intermediates(dict[str, dict[str, Any]]):
 
     def _of_mode(self, mode: str) -> dict[str, Any]:
         values = {name: modes[mode] for name, modes in self.items() if mode in modes}
-        known, lacking = self._known, self.keys() - values.keys()
-        if lacking:
-            others = {name: tuple(self[name]) for name in self if name in lacking}
-            known = dc.replace(known, lacking=others)
-        return of_mode(mode, values, known)
+        lacking = {name: tuple(self[name]) for name in self if name not in values}
+        known = dc.replace(self._known, lacking=lacking) if lacking else self._known
+        return made(OfMode, values, (mode, known))
 
     def __repr__(self) -> str:
         shown = dict(jtu.tree_map(_number, self, is_leaf=is_state))
@@ -257,15 +255,17 @@ class Intermediates(dict[str, dict[str, Any]]):
             ```
         """
         name, modes, known = self._found(name)
-        runs = axes_of_runs(known.of(name, mode), modes_of(name, modes, known)[mode])
-        if None in runs:
+        of_mode, value = known.of(name, mode), modes_of(name, modes, known)[mode]
+        runs = [axes_of_each(*run) for run in runs_of(of_mode, value)]
+        if any(axes is None or UNKNOWN in axes for run in runs for axes in run):
             raise SowError(
                 f"`Intermediates.axes({name!r}, {mode!r})`: these arrays are not those "
                 "that `save_intermediates` returned, so their axes are not known. Call "
                 "`axes` on what it returned."
             )
-        kinds = [tuple(kind for kind, *_ in axes or ()) for axes in runs]
-        return tuple(kinds) if isinstance(known.of(name, mode), list) else kinds[0]
+        most = (max(filter(None, run), key=len, default=()) for run in runs)
+        kinds = [tuple(kind for kind, *_ in axes) for axes in most]
+        return tuple(kinds) if isinstance(of_mode, list) else kinds[0]
 
     @api_boundary
     def unstack(self) -> "Intermediates":
@@ -313,7 +313,7 @@ class Intermediates(dict[str, dict[str, Any]]):
         values, axes = unstacked(self, self._known)
         # The names are others now.
         known = dc.replace(self._known, axes=axes, found=(), appended=frozenset())
-        return with_known(values, known)
+        return made(Intermediates, values, known)
 
 
 def _is_number(x: Any) -> bool:
@@ -336,24 +336,16 @@ def _number(x: Any) -> Any:
     return _Number(str(np.asarray(x)[()])) if _is_number(x) else x
 
 
-def with_known(values: Any, known: Known) -> Intermediates:
-    """`Intermediates` of which this is known."""
-    made = Intermediates(values)
-    made._known = known
-    return made
-
-
 # Pickles are then independent of where this file is.
 Intermediates.__module__ = "eqx_sow"
 
 
 def _unflatten(names: Keys, children: Any) -> Intermediates:
-    made = Intermediates()
-    made._known = names.known
+    new = made(Intermediates, (), names.known)
     for name, x in zip(names, children):
         # JAX has sorted the modes. And it puts anything in the place of a child.
-        made[name] = modes_in_order(x) if type(x) is dict and len(x) > 1 else x
-    return made
+        new[name] = modes_in_order(x) if type(x) is dict and len(x) > 1 else x
+    return new
 
 
 register(Intermediates, _unflatten)

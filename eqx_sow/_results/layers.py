@@ -15,7 +15,7 @@ says where they are, unless there are two ways to add axes that give the same sh
 import dataclasses as dc
 import functools as ft
 import itertools as it
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -23,7 +23,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .._names import Named, with_indices
-from .leaves import is_value
+from .leaves import arrays_in, is_value
 
 
 # A scan: of each equation around it and of its own, the index, and whether it runs from
@@ -93,21 +93,23 @@ class Known:
 
 def _order(leading: Leading) -> str:
     axes, shape = leading
-    kinds = [kind for kind, *_ in axes]
-    places = [place for _, place, _ in axes]
-    layers = sorted(place for place in places if place is not None)
-    start = 0
+    kinds, layers, start = [kind for kind, *_ in axes], of_layers(axes), 0
     if layers:
-        start = next(i for i, place in enumerate(places) if place is not None)
+        start = min(layers)
     elif "loop" in kinds and "vmap" in kinds[kinds.index("loop") :]:
         start = kinds.index("loop")
     else:
         return ""
-    said = [
-        kind if place is None else f"layers {layers.index(place)}"
-        for kind, place in zip(kinds, places)
-    ]
-    return ", ".join([*said[start:], str([*shape[start:]])])
+    for n, k in enumerate(layers):
+        kinds[k] = f"layers {n}"
+    return ", ".join([*kinds[start:], str([*shape[start:]])])
+
+
+def of_layers(axes: Sequence[NamedAxis]) -> list[int]:
+    """Which of some axes are those of layers, in the order in which the name has these
+    layers."""
+    found = [(place, k) for k, (_, place, _) in enumerate(axes) if place is not None]
+    return [k for _, k in sorted(found)]
 
 
 # --- axes ---
@@ -151,16 +153,12 @@ def _axes_of(known: Leading, x: Any) -> NamedAxes | None:
     return tuple(own.get(i, ("outside", None, None)) for i in range(end or 0))
 
 
-def axes_of_each(known: Iterable[Leading], value: Any) -> Iterator[NamedAxes | None]:
-    return map(_axes_of, known, filter(is_value, jtu.tree_leaves(value)))
-
-
-def axes_of_value(known: Sequence[Leading], value: Any) -> NamedAxes | None:
-    n = sum(map(is_value, jtu.tree_leaves(value)))
-    there = [axes for axes in axes_of_each(known, value) if axes is not None]
-    if not len(there) == n == len(known) or any(UNKNOWN in axes for axes in there):
-        return None
-    return max(there, key=len, default=())
+def axes_of_each(known: OfValue, value: Any) -> list[NamedAxes | None]:
+    """Those of each array of the value of one run."""
+    arrays = arrays_in(value)
+    if len(arrays) != len(known):
+        return [None] * max(len(arrays), len(known))
+    return [*map(_axes_of, known, arrays)]
 
 
 def runs_of(known: OfValue | OfRuns, value: Any) -> list[tuple[OfValue, Any]]:
@@ -168,8 +166,12 @@ def runs_of(known: OfValue | OfRuns, value: Any) -> list[tuple[OfValue, Any]]:
     return [*zip(known, value)] if isinstance(known, list) else [(known, value)]
 
 
-def axes_of_runs(known: OfValue | OfRuns, value: Any) -> list[NamedAxes | None]:
-    return [axes_of_value(of_run, x) for of_run, x in runs_of(known, value)]
+def joined(
+    known: OfValue | OfRuns, runs: Sequence[tuple[OfValue, Any]]
+) -> tuple[OfValue | OfRuns, Any]:
+    """The reverse of `runs_of`: several runs are a list and a tuple, as in `known`."""
+    of_runs, values = zip(*runs)
+    return ([*of_runs], values) if isinstance(known, list) else runs[0]
 
 
 # --- iterations ---
@@ -184,16 +186,15 @@ class LoopAxis(NamedTuple):
     is_known: bool
 
 
-def loops_of(known: OfValue, value: Any) -> list[LoopAxis] | None:
-    """The loops that stacked a value, from outside in, given the value of one run.
-    `None` if it is not what came back, so that its axes are not known."""
-    arrays = [*filter(is_value, jtu.tree_leaves(value))]
-    places = list(map(_places, known, arrays))
-    if len(arrays) != len(known) or None in places:
-        return None
+def loops_of(known: OfValue, value: Any) -> list[LoopAxis]:
+    """The loops that stacked a value, from outside in, given the value of one run. If
+    it is not what came back, it is not known where their axes are."""
+    arrays = arrays_in(value)
+    alike = len(arrays) == len(known)
+    places = map(_places, known, arrays) if alike else [None] * len(known)
     # Every array has the axes of all loops.
     each = [
-        [(x, n, i) for x, n, i in zip(*own, at or ()) if x[0] == "loop"]
+        [(x, n, i) for x, n, i in zip(*own, at or it.repeat(None)) if x[0] == "loop"]
         for own, at in zip(known, places)
     ]
     return [
@@ -219,96 +220,63 @@ def at_iteration(
     def one(x):
         if not is_value(x):
             return x
-        axes, shape = own = next(of_arrays)
+        axes, shape = own = next(of_arrays, ((), np.shape(x)))
         of_loops = iter(at)
         index = [next(of_loops) if kind == "loop" else None for kind, *_ in axes]
         kept = [i is None for i in index] + [True] * (len(shape) - len(axes))
         new.append((tuple(it.compress(axes, kept)), tuple(it.compress(shape, kept))))
-        where = dict(zip(_places(own, x) or (), index))
-        return indexed(x, [where.get(i) for i in range(np.ndim(x))])
+        pairs = zip(_places(own, x) or (), index)
+        return indexed(x, {k: i for k, i in pairs if i is not None})
 
     value = jtu.tree_map(one, value)
     return tuple(new), value
 
 
-def indexed(x: Any, index: Sequence[int | None]) -> Any:
-    """An array at an index for each of its first axes, `None` for all of it."""
-    if all(i is None for i in index):
+def indexed(x: Any, at: Mapping[Any, int]) -> Any:
+    """An array at an index for some of its axes."""
+    if not at:
         return x
     if isinstance(x, jax.ShapeDtypeStruct):
-        kept = [i is None for i in index] + [True] * (x.ndim - len(index))
-        return jax.ShapeDtypeStruct(tuple(it.compress(x.shape, kept)), x.dtype)
+        shape = tuple(n for k, n in enumerate(x.shape) if k not in at)
+        return jax.ShapeDtypeStruct(shape, x.dtype)
     # With the dots, what NumPy returns is an array, also if no axis is left.
-    return x[(*[slice(None) if i is None else i for i in index], ...)]
+    return x[(*[at.get(k, slice(None)) for k in range(max(at) + 1)], ...)]
 
 
 # --- layers ---
-def axes_of_layers(known: OfValue, leaves: Sequence[Any]) -> list[list[int] | None]:
-    """Of each leaf of the value of one run, which axes are those of layers, in the
-    order in which the name has these. `None` if that is not known."""
-    arrays = [x for x in leaves if is_value(x)]
-    each = iter(map(_axes_of, known, arrays) if len(arrays) == len(known) else ())
-    found: list[list[int] | None] = []
-    for x in leaves:
-        axes = next(each, None) if is_value(x) else None
-        places = [(place, i) for i, (_, place, _) in enumerate(axes or ())]
-        over = sorted((place, i) for place, i in places if place is not None)
-        found.append(None if axes is None else [i for _, i in over])
-    return found
-
-
 def behind_layers(known: OfValue, value: Any, sizes: Sequence[int]) -> OfValue:
     """What is known of the axes of several such values of one run, once they are
     stacked: those of the layers come first."""
     layers = tuple(("loop", k, None) for k in range(len(sizes)))
-    arrays = [*filter(is_value, jtu.tree_leaves(value))]
-    own = [*axes_of_each(known, value)] if len(arrays) == len(known) else []
-    pairs = it.zip_longest(arrays, own)
+    pairs = zip(arrays_in(value), axes_of_each(known, value))
     return tuple(
         ((*layers, *((UNKNOWN,) if axes is None else axes)), (*sizes, *np.shape(x)))
         for x, axes in pairs
     )
 
 
-def loops_over_layers(known: OfValue | OfRuns, value: Any) -> list[LoopAxis]:
-    """The loops over layers that stacked a value: those whose index has a place in the
-    name. None if they are not known, or several runs of the name had different ones."""
-    each = [loops_of(of_run, x) for of_run, x in runs_of(known, value) if of_run]
-    found = [[x for x in loops or () if x.place is not None] for loops in each]
-    if not all(x.is_known for loops in found for x in loops):
-        return []
-    alike = {tuple((x.place, x.length) for x in loops) for loops in found}
-    return found[0] if len(alike) == 1 else []
-
-
-def names_of_layers(
-    name: str, loops: Sequence[LoopAxis]
-) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """What the parts of a value would be called in a list of layers, and the index of
-    each in these loops over layers. For `blocks/*/attn` these are `blocks/0/attn` to
-    `blocks/3/attn`. Without any such loop, it is the value itself."""
-    places = [x.place for x in loops]
-    for at in it.product(*[range(x.length) for x in loops]):
-        yield with_indices(name, zip(places, at)), at
-
-
-def layer_of(
-    known: OfValue | OfRuns, value: Any, at: Sequence[int | None]
-) -> tuple[OfValue | OfRuns, Any]:
-    """Such a part, and what is known of it."""
-    if all(i is None for i in at):
-        return known, value
-    runs = [_layer(of_run, x, at) for of_run, x in runs_of(known, value)]
-    of_layer, layer = map(list, zip(*runs))
-    if isinstance(known, list):
-        return of_layer, tuple(layer)
-    return of_layer[0], layer[0]
-
-
-def _layer(known: OfValue, value: Any, at: Sequence[int | None]) -> tuple[OfValue, Any]:
-    if not known:
-        return known, value
-    indices = iter(at)
-    loops = loops_of(known, value) or ()
-    of_loops = [None if x.place is None else next(indices) for x in loops]
-    return at_iteration(known, value, of_loops)
+def parts(
+    name: str, known: OfValue | OfRuns, value: Any
+) -> Iterator[tuple[str, dict[int | None, int], tuple[OfValue | OfRuns, Any]]]:
+    """The parts of a value in a list of layers: what each would be called, its index by
+    the place of each loop over layers in the name, and the part, with what is known of
+    it. For `blocks/*/attn` these are `blocks/0/attn` to `blocks/3/attn`. Without any
+    such loop, or if several runs of the name had different ones, it is the value."""
+    runs = [(*run, loops_of(*run)) for run in runs_of(known, value)]
+    alike = {
+        tuple(x[:2] for x in loops if x.place is not None)
+        for of_run, _, loops in runs
+        if of_run
+    }
+    over = alike.pop() if len(alike) == 1 else ()
+    if not over:
+        yield name, {}, (known, value)
+        return
+    places, lengths = zip(*over)
+    for at in it.product(*map(range, lengths)):
+        index = dict(zip(places, at))
+        each = [
+            at_iteration(of_run, x, [index.get(y.place) for y in loops])
+            for of_run, x, loops in runs
+        ]
+        yield with_indices(name, index.items()), index, joined(known, each)

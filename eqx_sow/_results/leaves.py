@@ -6,12 +6,17 @@ import equinox as eqx
 import jax
 import jax.core
 import jax.numpy as jnp
+import jax.tree_util as jtu
 import numpy as np
 
 
 def is_value(x: Any) -> bool:
     """Whether a leaf is an array, or the shape of one."""
     return eqx.is_array(x) or isinstance(x, jax.ShapeDtypeStruct)
+
+
+def arrays_in(value: Any) -> list[Any]:
+    return [*filter(is_value, jtu.tree_leaves(value))]
 
 
 def shape_of(x: Any) -> Any:

@@ -23,8 +23,8 @@ from .._unknown import (
 )
 from .layers import (
     at_iteration,
+    joined,
     Known,
-    Leading,
     LoopAxis,
     loops_of,
     runs_of,
@@ -110,11 +110,13 @@ def _all_named(values: Values, known: Known) -> Iterator[Named]:
     """What the names are to patterns, as far as that is known: with the loops that each
     is in, wherever in the name their indices stand."""
     for name, modes in values.items():
-        some: dict[Named, None] = {}
-        for mode, value in modes.items():
-            for of_run, _ in runs_of(known.of(name, mode), value):
-                some |= dict.fromkeys(_with_loops(name, of_run))
-        yield from some or [Named(name)]
+        runs = [run for m, x in modes.items() for run in runs_of(known.of(name, m), x)]
+        some = [_named(name, loops_of(run, None)) for run, _ in runs if run]
+        yield from dict.fromkeys(some) or [Named(name)]
+
+
+def _named(name: str, loops: Sequence[LoopAxis]) -> Named:
+    return Named(name, tuple(Iterations(*x[:2]) for x in loops))
 
 
 def _of_layers(whole: Named, at: Sequence[int | None]) -> tuple[Named, Any]:
@@ -124,15 +126,6 @@ def _of_layers(whole: Named, at: Sequence[int | None]) -> tuple[Named, Any]:
     kept = [(x, i) for x, i in each if i is not None or x.place is not None]
     loops = tuple(x for x, _ in kept)
     return whole._replace(loops=loops), tuple(i for _, i in kept) if at else ()
-
-
-def _with_loops(name: str, leading: Sequence[Leading]) -> Iterator[Named]:
-    """What a name is to patterns, at one place. Every array there has the axes of all
-    loops."""
-    for axes, shape in leading[:1]:
-        pairs = zip(axes, shape)
-        loops = [Iterations(p, n) for (kind, p, _), n in pairs if kind == "loop"]
-        yield Named(name, tuple(loops))
 
 
 def _iteration(
@@ -150,10 +143,10 @@ def _iteration(
         several = isinstance(of_mode, list)
         parts = {}
         for k, (of_run, x) in enumerate(runs_of(of_mode, value)):
-            named = next(_with_loops(name, of_run), Named(name))
-            one = at.get(named)
             loops = loops_of(of_run, x)
-            if one and loops is not None and _are_known(loops, one):
+            one = at.get(_named(name, loops)) or ()
+            are_known = all(y.is_known for y, i in zip(loops, one) if i is not None)
+            if one and are_known:
                 parts[k] = at_iteration(of_run, x, one)
             elif one or not several:
                 return {}, {}
@@ -161,19 +154,13 @@ def _iteration(
                 parts[k] = (), None
         having |= parts.keys()
         if parts:
-            left, each = zip(*parts.values())
-            modes[mode] = each if several else each[0]
-            axes[mode] = [*left] if several else left[0]
+            axes[mode], modes[mode] = joined(of_mode, [*parts.values()])
     if len(having) == 1 and name not in known.appended:
         # Of the runs, one alone is in such a loop.
         for mode in modes:
             if isinstance(axes[mode], list):
                 modes[mode], axes[mode] = modes[mode][0], axes[mode][0]
     return modes, axes
-
-
-def _are_known(loops: Sequence[LoopAxis], at: Sequence[int | None]) -> bool:
-    return all(x.is_known for x, i in zip(loops, at) if i is not None)
 
 
 # --- why it is not there ---

@@ -25,6 +25,13 @@ class Keys(tuple[Any, ...]):
     known: Any
 
 
+def made(cls: Any, values: Any, known: Any) -> Any:
+    """Such a dict of these values, of which this is known."""
+    new = cls(values)
+    new._known = known
+    return new
+
+
 class Modes(dict[str, Any]):
     """The modes of one name, as `intermediates[name]` returns them: a dict that says
     what it means that a mode is not there.
@@ -48,9 +55,7 @@ class Modes(dict[str, Any]):
         raise unknown_mode(mode, self, *self._known)
 
     def copy(self) -> "Modes":
-        made = Modes(self)
-        made._known = self._known
-        return made
+        return made(Modes, self, self._known)
 
     __copy__ = copy
 
@@ -97,9 +102,9 @@ for _change in (
 
 
 def modes_of(name: str, held: dict[str, Any], known: Known) -> Modes:
-    made = Modes(held)
-    made._known, made._held = (name, known), held
-    return made
+    modes = made(Modes, held, (name, known))
+    modes._held = held
+    return modes
 
 
 # --- the values of one mode ---
@@ -138,12 +143,6 @@ class OfMode(dict[str, Any]):
 
     def __reduce__(self):
         return dict, (dict(self),)
-
-
-def of_mode(mode: str, values: Mapping[str, Any], known: Known) -> OfMode:
-    made = OfMode(values)
-    made._known = mode, known
-    return made
 
 
 def axes_given(given: Mapping[str, Any], name: str, mode: str) -> OfValue | OfRuns:
@@ -231,11 +230,5 @@ def register(cls: Any, unflatten: Callable[[Keys, Any], Any]) -> None:
     )
 
 
-def _unflatten(cls: Any, keys: Keys, children: Any) -> Any:
-    made = cls(zip(keys, children))
-    made._known = keys.known
-    return made
-
-
 for _cls in (Modes, OfMode):
-    register(_cls, ft.partial(_unflatten, _cls))
+    register(_cls, lambda k, xs, cls=_cls: made(cls, zip(k, xs), k.known))

@@ -66,14 +66,6 @@ def by_place(leaves: Mapping[Any, Leaf], is_flat: bool) -> Leaves:
     return found
 
 
-def is_left_out(x: Any, is_flat: bool) -> bool:
-    """Whether there can be no such leaf in a flat dict, or in what is not ours."""
-    is_float0 = is_value(x) and x.dtype == jax.dtypes.float0
-    if is_float0 or is_state(x):
-        return True
-    return is_flat and not (is_value(x) or isinstance(x, Summary))
-
-
 def _bare(own: Leaves, other: Leaves) -> Leaves:
     """What is alone in tuples as `other` has it: the inputs `((x,), {})` as `x`."""
     mine, its = ([*filter(_is_number, leaves.items())] for leaves in (own, other))
@@ -225,16 +217,10 @@ def _of_no_numbers(x: Any) -> Static:
 def _static(x: Any) -> Static:
     """No method of a user's class decides whether two are the same. Of what is neither
     a string nor a number nor has a name, the class does."""
-    exact: Any = {
-        str: str.__str__,
-        bytes: bytes.__bytes__,
-        int: int.__int__,
-        float: float.__float__,
-        complex: complex.__complex__,
-    }
-    for base, value in exact.items():
+    for base in (str, bytes, int, float, complex):
         if isinstance(x, base):
-            return Static((base, value(x)), reprlib.repr(value(x)))
+            value = getattr(base, f"__{base.__name__}__")(x)
+            return Static((base, value), reprlib.repr(value))
     if isinstance(x, np.dtype):
         return Static((np.dtype, str(x)), str(x))
     if isinstance(x, enum.Enum):

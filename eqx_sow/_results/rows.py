@@ -117,8 +117,8 @@ def leaves_of(
     everything: Known = getattr(intermediates, "_known", Known())
     known: Any = everything.of(name, mode)
     order, several = everything.order.get(name, ()), isinstance(known, list)
-    known = it.chain(*known) if several else known
-    axes = axes_of_each(known, value)
+    known = (*it.chain(*known),) if several else known
+    axes = iter(axes_of_each(known, value) if known else ())
     leaves = {}
     for path, x in jtu.tree_leaves_with_path(value, is_leaf=is_leaf):
         # Of a summary, those of its first array.

@@ -13,20 +13,19 @@ import numpy as np
 
 from .._errors import SowError
 from .._globs import fits, head_of, is_glob, is_index, is_number, of_all_layers
+from .._names import with_indices
 from .layers import (
     behind_layers,
     Known,
-    layer_of,
     LoopAxis,
     loops_of,
-    loops_over_layers,
-    names_of_layers,
     OfRuns,
     OfValue,
+    parts,
     runs_of,
     Values,
 )
-from .leaves import is_value
+from .leaves import arrays_in, is_value
 
 
 # --- taken apart ---
@@ -42,11 +41,19 @@ def unstacked(
     for position, (name, modes) in enumerate(values.items()):
         for mode, value in modes.items():
             axes = known.of(name, mode)
-            if _was_stacked(axes, value):
-                raise _changed(call, name)
-            over = loops_over_layers(axes, value)
-            for layer, at in names_of_layers(name, over):
-                of_layer, part = layer_of(axes, value, at)
+            each = [loops_of(*run) for run in runs_of(axes, value)]
+            if any(x.place is not None and not x.is_known for x in it.chain(*each)):
+                raise SowError(
+                    f"`{call}`: the values of {name!r} have other shapes than those "
+                    "that `save_intermediates` returned, so the axis of the layers is "
+                    f"no longer known. Write `{call}` before you compute with the "
+                    "values. If a `jax.vmap` around `save_intermediates` has added the "
+                    "axis of a batch that is as long as there are layers, put it "
+                    "inside: `save_intermediates(jax.vmap(fn))`."
+                )
+            # Those around the first run of which they are known.
+            loops = next(filter(None, each), [])
+            for layer, index, (of_layer, part) in parts(name, axes, value):
                 if mode in out.setdefault(layer, {}):
                     raise SowError(
                         f"`{call}`: a layer of {name!r} would be "
@@ -55,58 +62,29 @@ def unstacked(
                     )
                 out[layer][mode], new[layer, mode] = part, of_layer
                 if layer not in when:
-                    loops = _around(axes, value)
                     backward = mode.count("cotangent") % 2 == 1
-                    when[layer] = _when(position, loops, at, backward, began)
+                    when[layer] = _when(position, loops, index, backward, began)
     order = sorted(out, key=lambda layer: when[layer])
     return {layer: out[layer] for layer in order}, new
-
-
-def _was_stacked(axes: OfValue | OfRuns, value: Any) -> bool:
-    """Whether a value had an axis of layers of which it is not known where it is."""
-    for of_run, x in runs_of(axes, value):
-        loops = loops_of(of_run, x)
-        if loops is None and any(p is not None for own, _ in of_run for _, p, _ in own):
-            return True
-        if any(x.place is not None and not x.is_known for x in loops or ()):
-            return True
-    return False
-
-
-def _changed(call: str, name: str) -> SowError:
-    return SowError(
-        f"`{call}`: the values of {name!r} have other shapes than those that "
-        "`save_intermediates` returned, so the axis of the layers is no longer known. "
-        f"Write `{call}` before you compute with the values. If a "
-        "`jax.vmap` around `save_intermediates` has added the axis of a batch that is "
-        "as long as there are layers, put it inside: "
-        "`save_intermediates(jax.vmap(fn))`."
-    )
-
-
-def _around(axes: OfValue | OfRuns, value: Any) -> list[LoopAxis]:
-    """The loops around the first run of which they are known."""
-    each = (loops_of(of_run, x) for of_run, x in runs_of(axes, value) if of_run)
-    return next(filter(None, each), [])
 
 
 def _when(
     position: int,
     loops: Sequence[LoopAxis],
-    at: Sequence[Any],
+    index: Mapping[int | None, int],
     backward: bool,
     began: dict[Any, int],
 ) -> tuple[int, ...]:
     """Sorts layers by when they ran, given the position of the whole value among all.
     For each loop around: where the first value in it stands, and which iteration this
     is. Of loops of which there are all iterations, the first counts."""
-    indices, key = iter(at), []
+    key = []
     for depth, x in enumerate(loops):
-        i = 0 if x.place is None else next(indices)
+        i = index.get(x.place, 0)
         # A backward pass goes through the iterations the other way round.
         from_end = x.scan is not None and bool(x.scan[-1][1]) != backward
         key += [began.setdefault(x.scan or (position, depth), position)]
-        key += [x.length - 1 - i if from_end and x.place is not None else i]
+        key += [x.length - 1 - i if from_end and x.place in index else i]
     return (*key, position)
 
 
@@ -116,14 +94,12 @@ def layers_like(
 ) -> tuple[list[str], list[int]] | None:
     """All layers of a list that a stack of this name would have, in order, if these
     names are there; and how many there are along each axis."""
-    heads = [[*map(head_of, name.split("/"))] for name in (pattern, *names)]
-    stack, *others = heads
-    stars = [k for k, (head, _) in enumerate(stack) if head == "*"]
+    stars = [k for k, part in enumerate(pattern.split("/")) if head_of(part)[0] == "*"]
     found = {}
-    for parts, name in zip(others, names):
-        like = [("*" if k in stars else h, rest) for k, (h, rest) in enumerate(parts)]
-        if like == stack and all(is_number(parts[k][0]) for k in stars):
-            found[tuple(int(parts[k][0]) for k in stars)] = name
+    for name in names if stars else ():
+        at = [head_of(part)[0] for k, part in enumerate(name.split("/")) if k in stars]
+        if all(map(is_number, at)) and with_indices(pattern, zip(stars, at)) == name:
+            found[tuple(map(int, at))] = name
     sizes = [max(i) + 1 for i in zip(*found)]
     every = [*it.product(*map(range, sizes))]
     if not sizes or {*every} != {*found}:
@@ -205,8 +181,8 @@ def _along_new_axes(
     pattern: str, mode: str, layers: Values, names: Sequence[str], sizes: Sequence[int]
 ) -> Any:
     def form(value):
-        arrays = filter(is_value, jtu.tree_leaves(value))
-        return jtu.tree_structure(value), [(x.shape, x.dtype) for x in arrays]
+        arrays = [(x.shape, x.dtype) for x in arrays_in(value)]
+        return jtu.tree_structure(value), arrays
 
     values = [layers[name][mode] for name in names]
     if any(form(value) != form(values[0]) for value in values):

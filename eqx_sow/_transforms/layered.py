@@ -3,7 +3,7 @@ their axes elsewhere than the program has them."""
 
 import itertools as it
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -14,7 +14,8 @@ from .._errors import SowError
 from .._globs import is_glob
 from .._mark.static import Const, OPERAND
 from .._names import Named, with_indices
-from .._results.layers import axes_of_layers, OfRuns, OfValue
+from .._results.layers import axes_of_each, of_layers, OfRuns, OfValue
+from .._results.leaves import is_value
 from .._results.nodes import axes_given
 from .._results.stacks import fits_along, grid, layers_in
 from .._values.assemble import named_axes
@@ -55,12 +56,8 @@ class _Array(NamedTuple):
     layers: list[int]
     shape: tuple[Any, ...]
     n_leading: int
-    # Which axes of the array are those of the layers, if that is known.
-    given: list[int] | None
-
-    def has_axes(self, n: int) -> bool:
-        """Whether it has so many axes for layers."""
-        return getattr(self.x, "ndim", None) == n + len(self.shape)
+    # Which axes of the array are those of the layers, if that is known; else none.
+    given: list[int]
 
     def is_ambiguous(self, sizes: Sequence[int], is_whole: bool) -> bool:
         """Whether its shape is right for a list as for a stack, but means another thing
@@ -91,9 +88,12 @@ class _Part(NamedTuple):
     # What would be captured there, for each run.
     entries: list[Entry]
 
-    def arrays(self, value: Any, known: OfValue | OfRuns) -> list[_Array] | None:
-        """Those of a value, if it has the structure of what would be captured."""
-        runs, found = self._runs(value), []
+    def mapped(
+        self, fn: Callable[[_Array], Any], value: Any, known: OfValue | OfRuns
+    ) -> Any:
+        """A value with what `fn` makes of each array; `None` if it does not have the
+        structure of what would be captured."""
+        runs, new = self._runs(value), []
         if runs is None:
             return None
         each = known if isinstance(known, list) else [known]
@@ -101,18 +101,19 @@ class _Part(NamedTuple):
             each = [()] * len(runs)
         for of_run, (x, entry) in zip(each, runs):
             if entry is None:
+                new.append(None)
                 continue
             form = entry.site.form
             leaves, treedef = jtu.tree_flatten(x)
             if Const(treedef) != form.treedef:
                 return None
-            given = axes_of_layers(of_run, leaves)
-            marked = [leaf is OPERAND for leaf in form.leaves]
-            pairs = it.compress(zip(leaves, given), marked)
-            found += [
-                _Array(x, *own, g) for (x, g), own in zip(pairs, self._own(entry))
-            ]
-        return found
+            axes, own = iter(axes_of_each(of_run, x)), self._own(entry)
+            for i, (leaf, of_mark) in enumerate(zip(leaves, form.leaves)):
+                given = of_layers(is_value(leaf) and next(axes) or ())
+                if of_mark is OPERAND:
+                    leaves[i] = fn(_Array(leaf, *next(own), given))
+            new.append(jtu.tree_unflatten(treedef, leaves))
+        return (*new,) if self._is_of_runs(value) else new[0]
 
     def _own(self, entry: Entry) -> Iterator[tuple[list[int], tuple[Any, ...], int]]:
         """Of each array, what `_Array` says of that which would be captured."""
@@ -121,11 +122,9 @@ class _Part(NamedTuple):
         gone = {k for k, i in zip(loops, self.at) if i is not None}
         for x, final in zip(entry.arrays, final_axes(entry.site)):
             kept = [k for k, is_there in enumerate(final) if is_there and k not in gone]
-            places = [names[k][1] for k in kept]
-            layers = sorted((p, i) for i, p in enumerate(places) if p is not None)
-            rest = [axes[k].size for k, p in zip(kept, places) if p is None]
+            rest = [axes[k].size for k in kept if names[k][1] is None]
             shape = *rest, *x.shape[len(axes) :]
-            yield [i for _, i in layers], shape, len(rest)
+            yield of_layers([names[k] for k in kept]), shape, len(rest)
 
     def _runs(self, value: Any) -> list[tuple[Any, Entry | None]] | None:
         """The value of each run, `(None, None)` for one that is left as it is."""
@@ -144,19 +143,6 @@ class _Part(NamedTuple):
         is_one = Const(jtu.tree_structure(value)) == form.treedef
         return type(value) in (tuple, list) and not is_one
 
-    def with_arrays(self, value: Any, arrays: Iterable[Any]) -> Any:
-        """The value with other arrays."""
-        new = iter(arrays)
-
-        def of_run(x, entry):
-            leaves, treedef = jtu.tree_flatten(x)
-            pairs = zip(entry.site.form.leaves, leaves)
-            leaves = [next(new) if leaf is OPERAND else x for leaf, x in pairs]
-            return jtu.tree_unflatten(treedef, leaves)
-
-        runs = [entry and of_run(x, entry) for x, entry in self._runs(value) or ()]
-        return (*runs,) if self._is_of_runs(value) else runs[0]
-
 
 def _in_layers(
     pattern: str,
@@ -174,71 +160,65 @@ def _in_layers(
     where the loops are. If it is not `known` which axes these are, they are where this
     program has them."""
     parts = _parts(found, survey, program)
-    is_whole = (
-        len(parts) == 1
-        and bool(parts[0].lengths)
-        and not layers_in(parts[0].name, pattern)
-    )
     if not parts:
         return {}
+    one = parts[0]
+    is_whole = (
+        len(parts) == 1 and one.lengths != [] and not layers_in(one.name, pattern)
+    )
     try:
         names, sizes = grid(pattern, [layer for part in parts for layer in part.layers])
     except SowError:  # it cannot be looked up, either
         return {}
-    form, mode = parts[0].entries[0].site.form, program.options.mode
+    form, mode = one.entries[0].site.form, program.options.mode
     if isinstance(value, Mapping) and Const(jtu.tree_structure(value)) != form.treedef:
         value = value.get(mode, value)
     n = len(sizes)
-    each = [part.arrays(value, known) for part in parts]
-    arrays = [x for of_part in each for x in of_part or ()]
-    if None in each or not all(x.has_axes(n) for x in arrays):
+    arrays: list[_Array] = []
+    noted = lambda x: arrays.append(x) or x.x
+    each = [part.mapped(noted, value, known) for part in parts]
+    has_layers = lambda x: getattr(x.x, "ndim", None) == n + len(x.shape)
+    if any(x is None for x in each) or not all(map(has_layers, arrays)):
         return {}
-    is_known = all(x.given is not None and len(x.given) == n for x in arrays)
+    is_known = all(len(x.given) == n for x in arrays)
     for x in () if is_known else arrays:
         if x.is_ambiguous(sizes, is_whole):
-            raise _ambiguous(pattern, names, x)
+            raise SowError(
+                f"`plant`: the value for {pattern!r} has a leaf "
+                f"{x.x.dtype}{list(x.x.shape)}, and two of its axes are equally long, "
+                "so it is not known which one is that of the layers: a list has it in "
+                "front, and a stack behind those of `vmap`s and loops around. Plant "
+                f"`intermediates[{pattern!r}]` as you looked it up, which knows it, or "
+                f"a value for each layer, such as {names[0]!r}, or a function."
+            )
     if is_whole and (not is_known or all(x.given == x.layers for x in arrays)):
         # It is as this program has it.
         return {}
     in_front = [*range(n)]
     where = dict(zip(names, it.product(*map(range, sizes))))
     new = {}
-    for part, of_part in zip(parts, each):
+    for part in parts:
         index = np.array([where[layer] for layer in part.layers])
         index = (*np.moveaxis(index.reshape(*part.lengths, n), -1, 0),)
         if part.lengths == sizes and part.layers == names:
             index = ()
         elif not part.lengths:
             index = (*map(int, index),)
-        new_arrays = []
-        for x in of_part or ():
-            given = x.given if is_known and x.given else in_front
-            _check_sizes(pattern, names, sizes, x, given)
-            new_arrays.append(x.part(index, given))
-        new[part.name, part.at] = part.with_arrays(value, new_arrays)
+
+        def moved(x):
+            given = x.given if is_known else in_front
+            if [x.x.shape[i] for i in given] != sizes:
+                dtype, shape = x.x.dtype, [*sizes, *x.shape]
+                raise SowError(
+                    f"`plant`: the value for {pattern!r} has a leaf "
+                    f"{dtype}{list(x.x.shape)}, but {dtype}{shape} is what all layers "
+                    f"have together, from {names[0]!r} to {names[-1]!r}. Plant an "
+                    "array of that shape, or a function."
+                )
+            return x.part(index, given)
+
+        new[part.name, part.at] = part.mapped(moved, value, known)
     return new
-
-
-def _check_sizes(
-    pattern: str, names: Sequence[str], sizes: Sequence[int], x: _Array, at: Any
-) -> None:
-    if [x.x.shape[i] for i in at] != sizes:
-        dtype, shape = x.x.dtype, [*sizes, *x.shape]
-        raise SowError(
-            f"`plant`: the value for {pattern!r} has a leaf {dtype}{list(x.x.shape)}, "
-            f"but {dtype}{shape} is what all layers have together, from {names[0]!r} "
-            f"to {names[-1]!r}. Plant an array of that shape, or a function."
-        )
-
-
-def _ambiguous(pattern: str, names: Sequence[str], x: _Array) -> SowError:
-    return SowError(
-        f"`plant`: the value for {pattern!r} has a leaf {x.x.dtype}{list(x.x.shape)}, "
-        "and two of its axes are equally long, so it is not known which one is that of "
-        "the layers: a list has it in front, and a stack behind those of `vmap`s and "
-        f"loops around. Plant `intermediates[{pattern!r}]` as you looked it up, which "
-        f"knows it, or a value for each layer, such as {names[0]!r}, or a function."
-    )
 
 
 def _parts(
@@ -256,13 +236,10 @@ def _parts(
     for name, at in dict.fromkeys(found):
         if not entries[name]:
             continue
-        first, *others = each[name]
-        if any(at) and others:
-            return []
-        fixed, left = _over_layers(first, at)
+        (fixed, left), *others = dict.fromkeys(_over_layers(x, at) for x in each[name])
         lengths = [n for _, n in left]
-        is_other = any(_over_layers(x, at) != (fixed, left) for x in others)
-        if is_other or not all(isinstance(n, int) for n in lengths):
+        alike = not others and (len(each[name]) == 1 or not any(at))
+        if not alike or not all(isinstance(n, int) for n in lengths):
             return []
         layers = [
             with_indices(name, [*zip((place for place, _ in left), layer), *fixed])
@@ -272,10 +249,9 @@ def _parts(
     return parts
 
 
-def _over_layers(named: Named, at: At) -> tuple[list[Any], list[Any]]:
+def _over_layers(named: Named, at: At) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """The iterations `at`, with their places in the name; and the loops over layers
     that are left, in the order in which the name has them."""
     pairs = [*it.zip_longest(named.loops, at)]
-    fixed = [(x.place, i) for x, i in pairs if i is not None]
-    left = [(*x,) for x, i in pairs if i is None and x.place is not None]
-    return fixed, sorted(left)
+    left = [x for x, i in pairs if i is None and x.place is not None]
+    return tuple((x.place, i) for x, i in pairs if i is not None), (*sorted(left),)

@@ -1,7 +1,8 @@
 """Where the values of `plant` belong: the marks and iterations that a name or a pattern
 is for, and which run, where a name runs several times."""
 
-from collections import Counter, defaultdict
+import itertools as it
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -105,10 +106,8 @@ def _layers(
         head, rest = head_of(part)
         if not is_number(head):
             continue
-        others = (f"{head[:-1]}{i}{rest}" for i in range(10))
-        names = [
-            "/".join((*parts[:k], x, *parts[k + 1 :])) for x in others if x != part
-        ]
+        others = {f"{head[:-1]}{i}{rest}" for i in range(10)} - {part}
+        names = ["/".join((*parts[:k], x, *parts[k + 1 :])) for x in others]
         other = [named._replace(name=name) for name in names]
         if any(selected(root, x, {}) for root in roots for x in other):
             n = _n_loops_around(k, found, named, program)
@@ -163,20 +162,15 @@ def surveyed(
 ) -> Surveyed:
     """What would be captured of the names that patterns fit. One of those that a
     pattern fits has to have a value of the mode."""
-    names = (name for found in places.values() for name, _ in found)
-    chosen = program.select(tuple(dict.fromkeys(names)))
+    fitted = [[name for name, _ in found] for found in places.values()]
+    chosen = program.select(tuple(dict.fromkeys(it.chain(*fitted))))
     mode = program.options.mode
     taking = Taking((mode,)).for_each_place
     found, slots = program.survey(taking, program.asked_by(chosen), runs)
     mode_of = labels({e.site.key for e in found})
     entries = grouped([e for e in found if mode_of[e.site.key] == mode])
     there = dict.fromkeys(name for name, *_ in entries)
-    without = [
-        name
-        for found in places.values()
-        if there.keys().isdisjoint(name for name, _ in found)
-        for name, _ in found
-    ]
+    without = [x for names in fitted if there.keys().isdisjoint(names) for x in names]
     check_known(
         f"plant(fn, values, mode={mode!r})",
         without,
@@ -213,17 +207,11 @@ def check_one_place(site: Site, loops: Collection[tuple[int, ...]]) -> None:
         )
 
 
-def _has(loops: Sequence[int], at: At) -> bool:
-    """Whether what is in these loops has the iteration."""
-    return not at or (
-        len(at) == len(loops) and all(i is None or i < n for i, n in zip(at, loops))
-    )
-
-
 def _that_has(run: Iterable[Mark], ats: Iterable[At]) -> list[At]:
     """Those of the iterations that a run has."""
-    loops = {x.loops for x in run}
-    return [at for at in ats if any(_has(x, at) for x in loops)]
+    are_there = lambda at, loops: all(i is None or i < n for i, n in zip(at, loops))
+    has = lambda x, at: not at or len(at) == len(x.loops) and are_there(at, x.loops)
+    return [at for at in ats if any(has(x, at) for x in run)]
 
 
 def places_of(
@@ -286,8 +274,6 @@ def to_plant(
     or all of them (`None`)."""
     slots = {key: of_key for key, of_key in slots.items() if of_key}
     names = {name for name, *_ in slots}
-    every = {(x.site.name, runs[x.way].run) for x in marks}
-    n_runs = Counter(name for name, _ in every)
     rows: list[Wanted] = []
     for mark in marks:
         if mark.site.name not in names:
@@ -295,24 +281,21 @@ def to_plant(
         of_key, run = slots.get(mark.site.key, {}), runs[mark.way]
         slot = of_key.get(None, NOTHING)
         if of_key and None not in of_key:
-            slot = of_key.get(_known(mark, run, n_runs[mark.site.name]), NOTHING)
+            if run.run is None:
+                site = mark.site
+                n = len({runs[x.way].run for x in marks if x.site.name == site.name})
+                raise SowError(
+                    f"`plant`: {site.name!r} runs {n} times, and eqx_sow cannot tell "
+                    f"which of these runs a {site.mode} at {site.where} belongs to, as "
+                    "in a backward pass that computes values again. Plant a function, "
+                    "which is called at each."
+                )
+            slot = of_key.get(run.run, NOTHING)
         if slot != NOTHING:
             check_clear(mark.site, run.again)
         what = () if slot == NOTHING else planted[slot]
         rows.append(Wanted(mark, [Ask(slot, mark.site.labels, (), what)]))
     return planned(rows)
-
-
-def _known(mark: Mark, run: Run, n: int) -> int:
-    """The number of the run that a mark belongs to, of `n` runs of its name."""
-    if run.run is None:
-        raise SowError(
-            f"`plant`: {mark.site.name!r} runs {n} times, and eqx_sow cannot tell "
-            f"which of these runs a {mark.site.mode} at {mark.site.where} belongs to, "
-            "as in a backward pass that computes values again. Plant a function, which "
-            "is called at each."
-        )
-    return run.run
 
 
 def _one_by_one(given: Any, site: Site, runs: Sequence[Site], mode: str) -> Any:
@@ -329,11 +312,10 @@ def _one_by_one(given: Any, site: Site, runs: Sequence[Site], mode: str) -> Any:
         # `Append` makes a tuple of a single run, too.
         of_run = is_tuple and not has_form(value) and has_form(value[0])
         return [*value] if of_run and not callable(value[0]) else [value]
-    if is_tuple:
-        # The value of a single run may also be a tuple.
-        single = has_form(value) and not any(x is None or has_form(x) for x in value)
-        if not single:
-            return value
+    # The value of a single run may also be a tuple.
+    has_form_of_run = lambda x: x is None or has_form(x)
+    if is_tuple and (not has_form(value) or any(map(has_form_of_run, value))):
+        return value
     n = len(runs)
     where = " and at ".join(dict.fromkeys(x.where for x in runs))
     raise DuplicateSowError(

@@ -12,9 +12,9 @@ import jax.tree_util as jtu
 from .._errors import SowError
 from .._mark.site import Axis, Site
 from .._mark.static import NoTangent, OPERAND
-from .._results.intermediates import Intermediates, with_known
+from .._results.intermediates import Intermediates
 from .._results.layers import Known, Leading, NamedAxis, Scan
-from .._results.nodes import modes_in_order
+from .._results.nodes import made, modes_in_order
 from .axes import as_operand, broadcast, final_axes, kept_axes, whole
 from .entry import Entry, grouped, with_count
 from .reduce import Reducers
@@ -71,7 +71,7 @@ def assemble(
         for name, n in n_runs.items()
     }
     known = dc.replace(known, axes=axes, appended=frozenset(appended), order=order)
-    return with_known(there, known)
+    return made(Intermediates, there, known)
 
 
 # What comes back, and what the axes of its arrays are, see `Intermediates`.
