@@ -238,7 +238,7 @@ def _parts(
             continue
         (fixed, left), *others = dict.fromkeys(_over_layers(x, at) for x in each[name])
         lengths = [n for _, n in left]
-        alike = not others and (len(each[name]) == 1 or not any(at))
+        alike = not others and (len(each[name]) == 1 or set(at) <= {None})
         if not alike or not all(isinstance(n, int) for n in lengths):
             return []
         layers = [
