@@ -426,14 +426,18 @@ class Reference:
     def without_rule(self, name):
         """Whether it is a mark of a derivative rule, and what the function is called
         with does not depend on the input. JAX then calls the function itself."""
+        if not orc.has_gradient(self.program):
+            return False
+        is_constant = lambda name: bool(self.constant(name, "").all())
+        for n in orc.walk(self.program):
+            if isinstance(n, orc.Again) and n.loop != "whole":
+                marks = orc.names(orc.as_scan(n))
+                if name in marks:
+                    of = marks - {f"{n.name}_ct"} or marks
+                    return all(map(is_constant, of))
         of, end, _ = name.rpartition("_")
-        return (
-            self.sites[name].in_rule
-            and end == "_"
-            and of in self.sites
-            and orc.has_gradient(self.program)
-            and bool(self.constant(of, "").all())
-        )
+        is_rule = self.sites[name].in_rule and end and of in self.sites
+        return is_rule and is_constant(of)
 
     @property
     def n_inner_lanes(self):
@@ -1118,10 +1122,12 @@ def check(the_plan: Plan, mark: Callable = sow) -> str:
 def _check(the_plan, f, x, canonical):
     ref = Reference(the_plan, x)
     options: dict[str, Any] = {"capture": orc.Module} if the_plan.capture else {}
-    if several := dict.fromkeys(ref.several, Append()):
+    lacking = set(filter(ref.without_rule, ref.sites))
+    if several := dict.fromkeys(ref.several - lacking, Append()):
         options["reduce"] = several
     run = Run(the_plan, f, x, canonical, ref, options)
-    if the_plan.feature == "none" or not CHECKS[the_plan.feature](run):
+    # Features have to do with each name.
+    if lacking or the_plan.feature == "none" or not CHECKS[the_plan.feature](run):
         check_saved(run.saved(), ref)
         return "values"
     return the_plan.feature

@@ -105,7 +105,8 @@ class Scope:
 
 @dataclass(frozen=True)
 class Twice:
-    """One function, which may be jitted, in two scopes."""
+    """One function, which may be jitted, in two scopes. Without, its marks run twice.
+    `expand` gives those of the second run other names."""
 
     scopes: tuple
     jit: bool
@@ -467,7 +468,7 @@ def to_jax(node, sow: Callable, layers=()) -> Callable:
                 once = lambda v, o: run(node.body, v, o)
                 once = eqx.filter_jit(once) if node.jit else once
                 for name in node.scopes:
-                    v = scope(name)(once)(v, o)
+                    v = (scope(name)(once) if name else once)(v, o)
                 return v
             case Layer():
                 return WAYS[node.way](layers[node.index], v)
@@ -573,6 +574,10 @@ def _renamed(node, change):
     return replace(node, body=_renamed(node.body, change)) if children(node) else node
 
 
+def _second_run(node):
+    return _renamed(node, lambda name: f"{name}{RUN}1")
+
+
 def names(node) -> set[str]:
     """Of all that may be captured from it."""
     found = {n.name for n in walk(node) if isinstance(n, Sow)}
@@ -644,11 +649,12 @@ def expand(node, tag="intermediates", capture=False, prefix=""):
             return replace(node, name=name, body=go(node.body))
         case Beside():
             first = go(node.body)
-            return replace(
-                node, body=first, again=_renamed(first, lambda n: f"{n}{RUN}1")
-            )
+            return replace(node, body=first, again=_second_run(first))
         case Scope():
             return go(node.body, f"{prefix}{node.name}/")
+        case Twice((None, None)):
+            first = go(node.body)
+            return Seq((first, _second_run(first)))
         case Twice():
             return Seq(tuple(go(node.body, f"{prefix}{s}/") for s in node.scopes))
         case Layer():
@@ -1090,6 +1096,8 @@ class Generator:
         self.has_lanes = False
         # Whether the program itself runs what is drawn, and once.
         self.once = True
+        # Whether it is run twice, so that nothing in there is to be run four times.
+        self.is_twice = False
 
     @contextlib.contextmanager
     def inside(self, *derivatives, once=False):
@@ -1099,6 +1107,13 @@ class Generator:
         self.allow_while = self.allow_while and REVERSE not in derivatives
         yield
         self.around, self.once, self.allow_while = before
+
+    @contextlib.contextmanager
+    def twice(self):
+        before = self.once, self.is_twice
+        self.once, self.is_twice = False, True
+        yield
+        self.once, self.is_twice = before
 
     def seq_in(self, depth, lanes=False, unknown=True):
         """A body that may have `lanes`, and loops whose length is `unknown`."""
@@ -1188,8 +1203,11 @@ class Generator:
             case "scope":
                 return Scope(self.name(), self.seq(inner))
             case "twice":
-                scopes = self.name(), self.name()
-                return Twice(scopes, bool(self.pick(0, 1)), self.seq(inner))
+                jit = bool(self.pick(0, 1))
+                if self.allow_runs and not self.is_twice and self.rng.random() < 0.4:
+                    with self.twice():
+                        return Twice((None, None), jit, self.seq(inner))
+                return Twice((self.name(), self.name()), jit, self.seq(inner))
             case "layer":
                 self.layers += 1
                 c = float(self.rng.uniform(0.5, 1.2))
@@ -1214,11 +1232,11 @@ class Generator:
                 with self.inside(REVERSE, once=True):
                     return Grad(False, self.seq(inner))
             case "twice pulled":
-                with self.inside(REVERSE):
+                with self.inside(REVERSE), self.twice():
                     return Grad(True, self.seq(inner))
             case "beside":
                 first, jit = self.rng.random(2) < 0.5
-                with self.inside(REVERSE):
+                with self.inside(REVERSE), self.twice():
                     return Beside(bool(first), bool(jit), self.seq(inner))
             case "vmap":
                 body = self.seq_in(inner, lanes=bool(self.features))

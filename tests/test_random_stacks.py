@@ -34,6 +34,7 @@ def _kinds(node):
         kind = getattr(n, "how", None) if isinstance(n, orc.Own) else None
         kind = n.loop if isinstance(n, orc.Again) else kind
         kind = "twice" if isinstance(n, orc.Grad) and n.twice else kind
+        kind = n.scopes == (None, None) if isinstance(n, orc.Twice) else kind
         yield type(n).__name__, kind
         if isinstance(n, orc.Cond) and any(map(orc.has_gradient, n.branches)):
             yield "Cond", "with a gradient"
@@ -50,6 +51,8 @@ def test_what_is_drawn():
         ("Grad", None),
         ("Grad", "twice"),
         ("Beside", None),
+        # One name, which runs twice.
+        ("Twice", True),
         ("Cond", "with a gradient"),
     ):
         assert n[kind] >= 5, n
