@@ -29,7 +29,7 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
 from .helpers import assert_close, close
-from .tables import REDUCERS, under
+from .tables import named, REDUCERS, under
 
 
 X = jnp.array([0.3, 0.7])
@@ -1028,7 +1028,7 @@ def test_two_calls_of_a_recomputing_function(rule, wrap):
             close(mine, want)
 
 
-@under("eager", "jit", "checkpoint", "vmap")
+@under("eager", "jit", "checkpoint", "vmap", "map", "map-jit")
 @pytest.mark.parametrize("jitted", ["", "term", "forward"])
 @pytest.mark.parametrize("lines", [1, 2])
 def test_a_recomputing_bwd_of_a_function_that_marks_one_value_twice(
@@ -1061,9 +1061,9 @@ def test_a_recomputing_bwd_of_a_function_that_marks_one_value_twice(
 
         return one_after_the_other
 
+    xs = X if wrap in map(named, ("eager", "jit", "checkpoint")) else X[None]
     for n in (1, 2, 3):
         f = wrap(call(recomputing, n))
-        xs = jnp.stack([X]) if wrap is jax.vmap else X
         _, got = S(jax.grad(lambda x: f(x).sum()), reduce=Append())(xs)
 
         def by_hand(eps):

@@ -27,7 +27,7 @@ because a mark that was computed at another point would else be missing.
 """
 
 import itertools as it
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -180,9 +180,9 @@ def _n_alike(x: Sown, y: Sown) -> tuple[int, int]:
     calls = zip(x.site.origin.calls, y.site.origin.calls)
     n_calls = len([*it.takewhile(lambda pair: pair[0] == pair[1], calls)])
     mine, others = (
-        {id(e.source_info.traceback) for e in z.here.around} for z in (x, y)
+        Counter(id(e.source_info.traceback) for e in z.here.around) for z in (x, y)
     )
-    return n_calls, len(mine & others)
+    return n_calls, (mine & others).total()
 
 
 def _call_of_bwd(x: Sown) -> Hashable:
