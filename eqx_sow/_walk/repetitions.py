@@ -27,7 +27,7 @@ because a mark that was computed at another point would else be missing.
 """
 
 import itertools as it
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -102,7 +102,7 @@ def repetitions(
     for x in primals:
         by_value[x.value].append(x)
     for alike in by_value.values():
-        repeated.update(_matched(alike, _same_value, _one_each))
+        repeated.update(_matched(alike, _same_value, _in_order))
     rest = [x for x in primals if x.here.way not in repeated]
     repeated.update(_matched(rest, _same_equation(rest, at_solution)))
     rest = [x for x in primals if x.here.way not in repeated]
@@ -152,45 +152,77 @@ def _same_value(x: Sown) -> Repeats | None:
     return (lambda y: y.cases <= x.cases) if x.in_backward_pass else None
 
 
-def _one_each(row: Row) -> Row:
-    """For each repetition, one execution: of those that were called from the same
-    lines, as far as that tells.
+def _in_order(row: Row) -> Row:
+    """For each repetition, the execution from the same call and the same lines, as far
+    as these can be told. All that it may repeat, if the order does not tell either.
 
     A backward pass goes backward: if `f(x) + f(x) ** 2` runs the mark twice, and its
     gradient repeats both, then the first repetition is of the second execution. With 2
     executions and 4 repetitions, it is the first two that are of the second one. But
     what one `bwd` computes again is in the order of the forward pass."""
+    near = ((x, _of_alike_lines(x, _of_one_call(x, ys))) for x, ys in row)
+    for group in _grouped(near, lambda x, ys: tuple(y.here.way for y in ys)):
+        # A `bwd` may compute it more than once, on other lines each time.
+        by_lines = _grouped(group, lambda x, _: tuple(x.site.origin.calls))
+        for some in [group] if _is_told(group) else by_lines:
+            backward = [pair for call in _calls_of_bwd(some) for pair in reversed(call)]
+            for i, (x, ys) in enumerate(backward):
+                last = -1 - i * len(ys) // len(some)
+                yield x, [ys[last]] if _is_told(some) else ys
+
+
+def _grouped(row: Row, key: Callable[[Sown, list[Sown]], Hashable]) -> list[list[Any]]:
     groups = defaultdict(list)
-    for x, executions in row:
-        n_alike = [_n_alike(x, y) for y in executions]
-        near = [y for y, n in zip(executions, n_alike) if n == max(n_alike)]
-        groups[tuple(y.here.way for y in near)].append((x, near))
-    for group in groups.values():
-        calls = it.groupby(group, lambda pair: _call_of_bwd(pair[0]))
-        backward = [pair for _, call in calls for pair in reversed([*call])]
-        for i, (x, near) in enumerate(backward):
-            yield x, [near[-1 - i * len(near) // len(group)]]
+    for pair in row:
+        groups[key(*pair)].append(pair)
+    return [*groups.values()]
 
 
-def _n_alike(x: Sown, y: Sown) -> tuple[int, int]:
-    """How many calls in the user's code led to both marks, from inside out; and how
-    many tracebacks their equations share. A jitted function is traced once for two
-    calls, and what a `bwd` computes has the traceback of the call in the forward
-    pass."""
-    calls = zip(x.site.origin.calls, y.site.origin.calls)
-    n_calls = len([*it.takewhile(lambda pair: pair[0] == pair[1], calls)])
-    mine, others = (
-        Counter(id(e.source_info.traceback) for e in z.here.around) for z in (x, y)
-    )
-    return n_calls, (mine & others).total()
+def _is_told(group: Sequence[tuple[Sown, list[Sown]]]) -> bool:
+    """Whether the order tells which of the executions each of some marks repeats, which
+    all may repeat the same ones."""
+    n = len(group[0][1])
+    return n == len(group) or n <= len(_calls_of_bwd(group))
 
 
-def _call_of_bwd(x: Sown) -> Hashable:
-    """Equal for marks from one call of a `bwd`. JAX gives all of its equations the
-    traceback of the call of the function that it is the `bwd` of."""
-    backward = map(_compat.in_backward_pass, x.here.around)
-    i = max(i for i, is_backward in enumerate(backward) if is_backward)
-    return x.here.way[: 2 * i], id(x.here.around[i].source_info.traceback)
+def _calls_of_bwd(row: Row) -> list[list[tuple[Sown, list[Sown]]]]:
+    """The marks from each call of a `bwd`. JAX gives all of its equations the traceback
+    of the call of the function that it is the `bwd` of."""
+
+    def call(pair):
+        around = pair[0].here.around
+        i = max(i for i, eqn in enumerate(around) if _compat.in_backward_pass(eqn))
+        return pair[0].here.way[: 2 * i], id(around[i].source_info.traceback)
+
+    return [[*some] for _, some in it.groupby(row, call)]
+
+
+def _of_one_call(x: Sown, executions: list[Sown]) -> list[Sown]:
+    """Those from the call of a function in whose `bwd` a mark is, if that can be told.
+    JAX gives all equations of a `bwd` the traceback of that call, and in a jitted
+    function also those of the forward pass. Of other equations, such as what a jitted
+    function has inside, it is that of the first call, so the outermost ones count."""
+    n = 0
+    while len({y.here.way[: 2 * n + 1] for y in executions}) == 1 < len(executions):
+        n += 1
+    of_call = defaultdict(list)
+    for y in executions:
+        of_call[id(y.here.around[n].source_info.traceback)].append(y)
+    mine = (id(e.source_info.traceback) for e in x.here.around)
+    call = next(filter(of_call.__contains__, mine), None)
+    return executions if call is None else of_call[call]
+
+
+def _of_alike_lines(x: Sown, executions: list[Sown]) -> list[Sown]:
+    """Those that have the most calls in the user's code in common with a mark, from
+    inside out."""
+
+    def n_alike(y):
+        pairs = zip(x.site.origin.calls, y.site.origin.calls)
+        return len([*it.takewhile(lambda pair: pair[0] == pair[1], pairs)])
+
+    most = max(map(n_alike, executions))
+    return [y for y in executions if n_alike(y) == most]
 
 
 # --- the same equation, and another one ---
