@@ -1465,6 +1465,13 @@ SAME_VALUE = {
         lambda x: _plain(x) + jax.grad(_again)(x) + _plain(x),
         (None, 1.0, None),
     ),
+    "three before two": (
+        lambda x: (
+            sum(_plain(x) for _ in range(3))
+            + jax.grad(lambda x: _again(x) + 3 * _again(x))(x)
+        ),
+        (None, None, None, 1.0, 3.0),
+    ),
     "two gradients": (
         lambda x: jax.grad(_again)(x) + jax.grad(lambda x: 2 * _again(x))(x),
         (1.0, 2.0),

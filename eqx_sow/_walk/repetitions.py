@@ -158,8 +158,9 @@ def _in_order(row: Row) -> Row:
 
     A backward pass goes backward: if `f(x) + f(x) ** 2` runs the mark twice, and its
     gradient repeats both, then the first repetition is of the second execution. With 2
-    executions and 4 repetitions, it is the first two that are of the second one. But
-    what one `bwd` computes again is in the order of the forward pass."""
+    executions and 4 repetitions, it is the first two that are of the second one; with 4
+    executions and 2 repetitions, these are of the last two. But what one `bwd` computes
+    again is in the order of the forward pass."""
     near = ((x, _of_alike_lines(x, _of_one_call(x, ys))) for x, ys in row)
     for group in _grouped(near, lambda x, ys: tuple(y.here.way for y in ys)):
         # A `bwd` may compute it more than once, on other lines each time.
@@ -167,7 +168,7 @@ def _in_order(row: Row) -> Row:
         for some in [group] if _is_told(group) else by_lines:
             backward = [pair for call in _calls_of_bwd(some) for pair in reversed(call)]
             for i, (x, ys) in enumerate(backward):
-                last = -1 - i * len(ys) // len(some)
+                last = -1 - i * min(len(ys), len(some)) // len(some)
                 yield x, [ys[last]] if _is_told(some) else ys
 
 
@@ -182,7 +183,7 @@ def _is_told(group: Sequence[tuple[Sown, list[Sown]]]) -> bool:
     """Whether the order tells which of the executions each of some marks repeats, which
     all may repeat the same ones."""
     n = len(group[0][1])
-    return n == len(group) or n <= len(_calls_of_bwd(group))
+    return n >= len(group) or n <= len(_calls_of_bwd(group))
 
 
 def _calls_of_bwd(row: Row) -> list[list[tuple[Sown, list[Sown]]]]:
