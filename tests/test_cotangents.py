@@ -1075,6 +1075,30 @@ def test_a_recomputing_bwd_of_a_function_that_marks_one_value_twice(
         close(np.stack(got["h"]["cotangent"]).reshape(want.shape), want)
 
 
+@pytest.mark.parametrize("jitted", [False, True])
+def test_a_bwd_that_computes_a_function_on_two_lines(jitted):
+    """It marks one value twice, each time. A jitted function is traced once, so that
+    there nothing tells which of the four marks is of which run."""
+    term = lambda x, w: jnp.sin(w * sow(x, "h"))
+    term = jax.jit(term) if jitted else term
+    fwd = lambda x: sum(c * term(x, w) for c, w in ((2.0, 1.0), (5.0, 3.0)))
+
+    def bwd(x, ct):
+        again = fwd(x)
+        return (jax.vjp(fwd, x)[1](ct)[0] + 0 * again,)
+
+    f = jax.custom_vjp(fwd)
+    f.defvjp(lambda x: (fwd(x), x), bwd)
+    saved = S(jax.grad(lambda x: f(x).sum()), reduce=Append())
+    if jitted:
+        with pytest.raises(SowError, match="which cotangent belongs to which primal"):
+            saved(X)
+        return
+    close(
+        np.stack(saved(X)[1]["h"]["cotangent"]), [2 * jnp.cos(X), 15 * jnp.cos(3 * X)]
+    )
+
+
 @under("eager", "jit")
 def test_a_recomputed_loop(wrap):
     def impl(x):
