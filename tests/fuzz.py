@@ -1122,10 +1122,12 @@ def check(the_plan: Plan, mark: Callable = sow) -> str:
 def _check(the_plan, f, x, canonical):
     ref = Reference(the_plan, x)
     options: dict[str, Any] = {"capture": orc.Module} if the_plan.capture else {}
-    lacking = set(filter(ref.without_rule, ref.sites))
-    if several := dict.fromkeys(ref.several - lacking, Append()):
-        options["reduce"] = several
     run = Run(the_plan, f, x, canonical, ref, options)
+    several, lacking = ref.several, set(filter(ref.without_rule, ref.sites))
+    if several & lacking:
+        several &= {*run.saved(reduce=Append())}
+    if several:
+        options["reduce"] = dict.fromkeys(several, Append())
     # Features have to do with each name.
     if lacking or the_plan.feature == "none" or not CHECKS[the_plan.feature](run):
         check_saved(run.saved(), ref)
