@@ -1128,11 +1128,12 @@ def _check(the_plan, f, x, canonical):
         several &= {*run.saved(reduce=Append())}
     if several:
         options["reduce"] = dict.fromkeys(several, Append())
-    # Features have to do with each name.
-    if lacking or the_plan.feature == "none" or not CHECKS[the_plan.feature](run):
+    # What the others check has to do with each name.
+    feature = the_plan.feature if not lacking or the_plan.feature == "modes" else "none"
+    if feature == "none" or not CHECKS[feature](run):
         check_saved(run.saved(), ref)
         return "values"
-    return the_plan.feature
+    return feature
 
 
 # --- many ---
