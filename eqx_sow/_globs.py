@@ -197,6 +197,38 @@ def fits(pattern: str, name: str) -> bool:
     return pattern == name or bool(fitting(root, parts_of(name, {}), False))
 
 
+def layers_in(name: str, pattern: str) -> list[int]:
+    """The parts of a name that are the index of a layer, and that a pattern, which fits
+    the name, has a glob for: of `b/1/layers/0` and `b/1/**`, the last one. What is left
+    out in front is a root, which is no list."""
+    parts, given = name.split("/"), pattern.split("/")
+    by = _aligned(parts, given) or _aligned(parts, ["**", *given]) or []
+    of_layer = (is_index(head_of(part)[0]) for part in parts)
+    return [k for k, (is_, p) in enumerate(zip(of_layer, by)) if is_ and is_glob(p)]
+
+
+def _aligned(parts: Sequence[str], given: Sequence[str]) -> list[str] | None:
+    """For each part of a name, the part of a pattern that stands for it, where a `**`
+    stands for as few as possible. `None` if the pattern does not fit."""
+    if given[:1] == ["**"]:
+        for n in range(len(parts) + 1):
+            rest = _aligned(parts[n:], given[1:])
+            if rest is not None:
+                return ["**"] * n + rest
+    elif given and parts and _fits_part(given[0], parts[0]):
+        rest = _aligned(parts[1:], given[1:])
+        return None if rest is None else [given[0], *rest]
+    return None if given or parts else []
+
+
+def _fits_part(given: str, part: str) -> bool:
+    (index, of_given), (head, of_part) = head_of(given), head_of(part)
+    # A `*` is the index of a stack. How long a list is, is not known here.
+    if head == "*" or (index.startswith("-") and is_number(head)):
+        given, part = f"*{of_given}", f"0{of_part}"
+    return fits(given, part)
+
+
 def parts_of(name: str, lengths: Mapping[str, int]) -> list[Part]:
     """A name, taken apart. `lengths`: see `lengths_of_lists`."""
     parts, start = [], 0

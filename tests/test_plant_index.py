@@ -295,6 +295,51 @@ def test_lists_and_stacks_in_one_another():
     assert_close(run(of_stacks, stages), want)
 
 
+ALL = slice(None)
+# What NumPy would write for the layers `stages/0/layers/0` to `stages/1/layers/2`.
+OF_TWO_LISTS = {
+    "stages/*/layers/*": (ALL, ALL),
+    "stages/1/layers/*": (1, ALL),
+    "stages/[1]/layers/*": ([1], ALL),
+    "stages/-1/layers/*": (1, ALL),
+    "stages/*/layers/-1": (ALL, 2),
+    "stages/1/**": (1, ALL),
+    "stages/**/[2]": (ALL, [2]),
+    "model/*/*/*/2": (ALL, 2),
+    "model/**": (ALL, ALL),
+    "**": (ALL, ALL),
+    "**/layers/*": (ALL, ALL),
+    "**/layers/2": (ALL, 2),
+    "**/stages/1/**": (1, ALL),
+    "**/-1/layers/**": (1, ALL),
+}
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("pattern", OF_TWO_LISTS)
+def test_an_index_for_each_axis_of_what_is_looked_up(pattern):
+    class Model(eqx.Module):
+        stages: list
+
+        def __call__(self, x):
+            return [block(x) for stage in self.stages for block in stage["layers"]]
+
+    blocks = [Block(i + WEIGHTS[0]) for i in range(6)]
+    model = Model([{"layers": blocks[:3]}, {"layers": blocks[3:]}])
+    run = lambda model, x: model(x)
+    seen = []
+    noted = lambda value, index: seen.append(tuple(map(int, index))) or value
+    values = {pattern: noted}
+    outs = plant(run, values, capture=Block, with_index=True)(model, X)
+    of_layers = jnp.stack(outs).reshape(2, 3, 2)[OF_TWO_LISTS[pattern]]
+    _, intermediates = S(run, capture=Block)(model, X)
+    assert_close(intermediates[pattern]["primal"], of_layers)
+    # Which layer it is, along each of these axes.
+    at = np.stack(np.indices((2, 3)), -1)[OF_TWO_LISTS[pattern]]
+    varies = [k for k, i in enumerate(OF_TWO_LISTS[pattern]) if i not in (1, 2)]
+    assert seen == [tuple(x) for x in at[..., varies].reshape(-1, len(varies)).tolist()]
+
+
 def test_several_runs_in_a_list():
     def twice(blocks, x):
         return _one_by_one(blocks, _one_by_one(blocks, x))

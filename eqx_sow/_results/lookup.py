@@ -11,7 +11,7 @@ import equinox as eqx
 import jax.tree_util as jtu
 
 from .._errors import shown, SowError, UnknownKeyError
-from .._globs import is_glob
+from .._globs import is_glob, layers_in
 from .._names import Iterations, Named, Selected
 from .._selection import Selection
 from .._unknown import (
@@ -31,7 +31,7 @@ from .layers import (
     Values,
 )
 from .leaves import shape_of
-from .stacks import layers_in, stacked, unstacked
+from .stacks import stacked, unstacked
 
 
 def find(

@@ -12,7 +12,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .._errors import SowError
-from .._globs import fits, head_of, is_glob, is_index, is_number, of_all_layers
+from .._globs import head_of, is_number, layers_in, of_all_layers
 from .._names import with_indices
 from .layers import (
     behind_layers,
@@ -158,23 +158,6 @@ def grid(pattern: str, names: list[str]) -> tuple[list[str], list[int]]:
             "by a pattern of its own."
         )
     return [name for _, name in found], sizes or [1]
-
-
-def layers_in(name: str, pattern: str) -> list[int]:
-    """The parts of a name that are the index of a layer, and that the pattern fits by a
-    glob: of `b/1/layers/0` and `b/1/**`, the last one."""
-    parts, given = name.split("/"), pattern.split("/")
-    # What is behind the last `**` is counted from the end, as a root may be left out;
-    # and what is in front of the first one from where it fits.
-    deep = [k for k, p in enumerate(given) if p == "**"]
-    front, back = given[: deep[0]] if deep else [], given[deep[-1] + 1 if deep else 0 :]
-    starts = range(len(parts) - len(back) - len(front) + 1)
-    fit = lambda k: fits("/".join(front), "/".join(parts[k : k + len(front)]))
-    start = next(filter(fit, starts), 0) if front else 0
-    said = {start + k: p for k, p in enumerate(front)}
-    said |= {len(parts) - len(back) + k: p for k, p in enumerate(back)}
-    is_open = lambda k: k >= start and is_glob(said.get(k, "**"))
-    return [k for k, p in enumerate(parts) if is_index(head_of(p)[0]) and is_open(k)]
 
 
 def _along_new_axes(

@@ -11,13 +11,13 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .._errors import SowError
-from .._globs import is_glob
+from .._globs import is_glob, layers_in
 from .._mark.static import Const, OPERAND
 from .._names import Named, with_indices
 from .._results.layers import axes_of_each, of_layers, OfRuns, OfValue
 from .._results.leaves import is_value
 from .._results.nodes import axes_given
-from .._results.stacks import fits_along, grid, layers_in
+from .._results.stacks import fits_along, grid
 from .._values.assemble import named_axes
 from .._values.axes import final_axes
 from .._values.entry import Entry

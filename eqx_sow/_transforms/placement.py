@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 import jax.tree_util as jtu
 
 from .._errors import DuplicateSowError, SowError
-from .._globs import compiled, head_of, is_number
+from .._globs import head_of, is_number, layers_in
 from .._handlers.asked import InList
 from .._handlers.collect import Taking
 from .._handlers.replace import Planted
 from .._mark.site import Site
 from .._mark.static import Const
-from .._names import Named, selected
+from .._names import Named
 from .._unknown import check_known
 from .._values.assemble import by_run, runs_several_times
 from .._values.entry import Entry, grouped
@@ -98,21 +98,12 @@ def _in_lists(value: Any, pattern: str, name: str, program: Program) -> Any:
 def _layers(
     pattern: str, found: Mark, named: Named, program: Program
 ) -> tuple[tuple[int, int], ...]:
-    """The numbers of layers in a name that a pattern does not spell out, as it would
-    fit other numbers, too; each with how many loops are around the list."""
-    roots = [compiled((p,)) for p in (pattern, f"**/{pattern}")]
-    parts, layers = named.name.split("/"), []
-    for k, part in enumerate(parts):
-        head, rest = head_of(part)
-        if not is_number(head):
-            continue
-        others = {f"{head[:-1]}{i}{rest}" for i in range(10)} - {part}
-        names = ["/".join((*parts[:k], x, *parts[k + 1 :])) for x in others]
-        other = [named._replace(name=name) for name in names]
-        if any(selected(root, x, {}) for root in roots for x in other):
-            n = _n_loops_around(k, found, named, program)
-            layers.append((n, int(head)))
-    return tuple(layers)
+    """The numbers of layers in a name that a glob in the pattern stands for, each with
+    how many loops are around the list."""
+    parts = named.name.split("/")
+    numbers = ((k, head_of(parts[k])[0]) for k in layers_in(named.name, pattern))
+    n_around = lambda k: _n_loops_around(k, found, named, program)
+    return tuple((n_around(k), int(head)) for k, head in numbers)
 
 
 def _n_loops_around(k: int, found: Mark, named: Named, program: Program) -> int:
