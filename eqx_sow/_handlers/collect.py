@@ -12,10 +12,10 @@ from .._mark.static import SameParts
 from .._values import entry as _entry, state as _state
 from .._values.entry import Entry
 from .._values.merge import duplicate, Entries, gather
-from .._values.modes import without_order
+from .._values.modes import labels, without_order
 from .._values.reduce import Append, IfSeveral, Reducer
 from .._walk.frame import Frame
-from .._walk.handler import check_clear, check_guarded, Given, Handler
+from .._walk.handler import check_clear, check_guarded, Given, Handler, Taken
 from .._walk.plan import Ask, NOTHING, Placed, planned, Wanted
 from .._walk.runs import Run
 from .._walk.sows import in_loop_of_backward_pass, is_of_unknown_length, Way
@@ -82,22 +82,35 @@ class Taking:
     reduce: Any = None
     # The option of that name, or a dict of names to what it says of each.
     transform: Any = None
-    # See `with_primals` and `with_rows`.
+    # See `_with_primals`.
     beside: frozenset[str] = frozenset()
-    filled: frozenset[Any] = frozenset()
+    # The `Site.key`s of what comes back.
+    returned: frozenset[Any] = frozenset()
+
+    @staticmethod
+    def of(
+        asked: Sequence[Asked],
+        modes: tuple[str, ...] | None,
+        reduce: Any,
+        transform: Any,
+    ) -> "Taking":
+        """What options say, for a program in which this is asked for."""
+        mode_of = labels(x.site.key for x in asked)
+        returned = [k for k, m in mode_of.items() if modes is None or m in modes]
+        taking = Taking(modes, reduce, transform, returned=frozenset(returned))
+        return taking._with_reducers(asked)._with_primals(asked)
 
     @property
     def for_each_place(self) -> "Taking":
         """For a survey of the program: of each place that marks a name, its value."""
         return dc.replace(self, reduce=_APPEND)
 
-    def with_reducers(self, asked: Iterable[Asked]) -> "Taking":
+    def _with_reducers(self, asked: Sequence[Asked]) -> "Taking":
         """The same, in which a captured name that several equations mark, and that no
         reducer is given for, has `IfSeveral`. Captured names are not chosen by the
         user, so that they need not differ."""
         if isinstance(self.reduce, Reducer):
             return self
-        asked = list(asked)
         by_user = {x.site.name for x in asked if x.site.note is None}
         each = dict(self.reduce or {})
         for (name, *_), n in Counter(x.site.key for x in asked).items():
@@ -105,7 +118,7 @@ class Taking:
                 each.setdefault(name, _IF_SEVERAL)
         return dc.replace(self, reduce=each)
 
-    def with_primals(self, asked: Iterable[Asked]) -> "Taking":
+    def _with_primals(self, asked: Iterable[Asked]) -> "Taking":
         """The same, with the primals `beside` the modes that are asked for: those of
         names that have a derivative in a `while_loop`, or a primal in a loop of a
         backward pass. What a derivative belongs to does not depend on `modes`."""
@@ -123,12 +136,19 @@ class Taking:
                 in_loops.add(site.name)
         return dc.replace(self, beside=frozenset(derivatives & in_loops))
 
-    def with_rows(self, asked: Iterable[Asked], runs: Mapping[Way, Run]) -> "Taking":
-        """The same, knowing of which derivatives the value opens the rows in a
-        `Buffer`, which are then `filled`. Raises if the rows of a value and of its
-        derivatives would not belong together."""
+    def with_several_runs(self, asked: Iterable[Asked]) -> frozenset[str]:
+        """The names of marks of which there may be several runs."""
+        names = {(x.mark.site.name, x.site.name) for x in asked}
+        return frozenset(whole for whole, one in names if self.reducer(one))
+
+    def _filled(
+        self, asked: Iterable[Asked], runs: Mapping[Way, Run]
+    ) -> frozenset[Any]:
+        """The `Site.key`s of derivatives for which the value opens rows in a `Buffer`,
+        which they fill. Raises if the rows of a value and of its derivatives would not
+        belong together."""
         if not self.has_rows:
-            return self
+            return frozenset()
         by_key: dict[Any, list[tuple[Buffered, Any]]] = {}
         for mark, site, at in asked:
             reducer = self.reducer(site.name)
@@ -151,7 +171,7 @@ class Taking:
                 only_rows = lambda pairs: [row for row, _ in pairs]
                 if values_open_rows(only_rows(values), only_rows(derivatives)):
                     filled.add(key)
-        return dc.replace(self, filled=frozenset(filled))
+        return frozenset(filled)
 
     @property
     def has_rows(self) -> bool:
@@ -182,11 +202,11 @@ class Taking:
 
     def plan(
         self,
-        asked: Iterable[Asked],
+        asked: Sequence[Asked],
         runs: Mapping[Way, Run],
-        returned: Collection[Any] = (),
     ) -> Planned:
-        """What is taken, if `returned` are the `Site.key`s of what comes back."""
+        """What is taken of what is asked for."""
+        filled = self._filled(asked, runs)
         # In many calls of one function, the sites are the same.
         takes: dict[int, tuple[Take | None, str, Any]] = {}
         numbers: dict[Any, int] = {}
@@ -194,7 +214,7 @@ class Taking:
         slots: list[Slot] = []
         for mark, site, at in asked:
             if id(site) not in takes:
-                take = self._take(mark.site, site, returned)
+                take = self._take(mark.site, site, filled)
                 takes[id(site)] = take, mark.site.name, site.key
             take, name, key = takes[id(site)]
             if take is None:
@@ -224,20 +244,21 @@ class Taking:
 
         return Planned(planned(rows.values(), are_apart), slots)
 
-    def _take(self, whole: Site, site: Site, returned: Collection[Any]) -> Take | None:
-        """What is done at a mark, the `whole`, which is asked for as `site`."""
+    def _take(self, whole: Site, site: Site, filled: Collection[Any]) -> Take | None:
+        """What is done at a mark, the `whole`, which is asked for as `site`. `filled`:
+        see `_filled`."""
         if not self.has_mode(site):
             return None
         transform = of_one(self.transform, whole.name, site.name)
         reducer = self.reducer(site.name) if self.folds(site.name) else None
         same = lambda x: None if x is None else SameParts(x)
-        opens = [] if site.modes else [k for k in self.filled if k[0] == site.name]
+        opens = [] if site.modes else [k for k in filled if k[0] == site.name]
         return Take(
             same(transform),
             same(reducer),
-            site.key in returned,
+            site.key in self.returned,
             frozenset(opens),
-            site.key in self.filled,
+            site.key in filled,
         )
 
     @property
@@ -253,15 +274,13 @@ class Taking:
     def cacheable(self) -> bool:
         return self.transform is None and not self._has_state
 
-    def check_iterations(
-        self, asked: Iterable[Asked], runs: Mapping[Way, Run], returned: Collection[Any]
-    ) -> None:
+    def check_iterations(self, asked: Iterable[Asked], runs: Mapping[Way, Run]) -> None:
         """Raises if a derivative that comes back would be that of another iteration
-        than the value. `returned` are the `Site.key`s of what comes back."""
+        than the value."""
         for mark, site, _ in asked:
             if not runs[mark.way].apart or self.folds(site.name):
                 continue
-            if site.key in returned:
+            if site.key in self.returned:
                 raise SowError(
                     f"The {site.mode} of {site.said} is computed in a loop of the "
                     "backward pass, and eqx_sow cannot tell which iteration of it "
@@ -317,6 +336,26 @@ class Taking:
             if self.folds(key[0]) and self.has_mode(of_key[0].site):
                 states[key] = _state.started(reducer, of_key, eqns[key[0]])
         return states
+
+    def results(
+        self, carry: Mapping[Any, _state.ReducerState], taken: Taken
+    ) -> list[Entry]:
+        """What the reducers made of their states, in the order of the `carry` that they
+        began with: JAX has sorted the keys of what was `taken`."""
+        reducer: Any = self.reducer
+        return [_state.result_of(reducer(key[0]), taken.carry[key]) for key in carry]
+
+
+def in_order(
+    asked: Sequence[Asked], runs: Mapping[Way, Run]
+) -> Mapping[str, Sequence[int]]:
+    """All names, in order of execution, and where in that order the marks of each are:
+    of primals, without those that are repeated."""
+    when: dict[str, list[int]] = {}
+    for i, (mark, site, _) in enumerate(asked):
+        of_name = when.setdefault(site.name, [])
+        of_name += [] if site.modes or runs[mark.way].again else [i]
+    return when
 
 
 def _check_side_by_side(

@@ -19,6 +19,7 @@ from .._handlers.collect import Collect, Slot, Taking
 from .._mark.listening import listening
 from .._mark.static import Form
 from .._names import has_traced_number, in_loops, Named
+from .._results.layers import Known
 from .._selection import Selection
 from .._staging import to_jaxpr, types_of
 from .._values.merge import Entries
@@ -96,7 +97,7 @@ class Program:
         self, taking: Taking, asked: Sequence[Asked], runs: Mapping[Way, Run]
     ) -> tuple[Entries, Sequence[Slot]]:
         """What would be taken, with types for arrays, and the slots of it."""
-        plan, slots = taking.plan(filter(self.is_seen, asked), runs)
+        plan, slots = taking.plan(list(filter(self.is_seen, asked)), runs)
         return self.types_of(self.collect(taking), plan), slots
 
     def collect(self, taking: Taking) -> Collect:
@@ -140,6 +141,18 @@ class Program:
     def _elsewhere(self) -> frozenset[str]:
         return frozenset(
             x.site.name for x in self.mine if not any(map(is_solver, x.eqns))
+        )
+
+    @property
+    def known(self) -> Known:
+        """What an `Intermediates` knows of the program, beside the axes."""
+        options = self.options
+        found = tuple(dict.fromkeys(named for _, named in self.named))
+        return Known(
+            found=found,
+            roots=self.roots,
+            capture=options.capture,
+            modes=options.modes,
         )
 
     def output(self, outs: list[Any]) -> Any:

@@ -3,19 +3,15 @@
 import functools as ft
 import inspect
 import types
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any, ClassVar, overload, ParamSpec, Protocol, TypeVar, Unpack
 
 from .._frames import api_boundary
-from .._handlers.asked import Asked
-from .._handlers.collect import numbers_of_runs, Taking
+from .._handlers.collect import in_order, numbers_of_runs, Taking
 from .._results.intermediates import Intermediates
-from .._results.layers import Known
 from .._values import spec as _spec
 from .._values.assemble import assemble
-from .._values.modes import labels
 from .._values.reduce import Reducer
-from .._values.state import result_of
 from .._walk.handler import Given
 from .options import Saving
 from .program import Program
@@ -26,12 +22,6 @@ def _pair(annotation: Any) -> Any:
     """The annotation of what comes back, from that of what the function returns."""
     known = annotation is not inspect.Signature.empty
     return tuple[annotation if known else Any, Intermediates]
-
-
-def _returned(asked: Iterable[Asked], modes: Sequence[str] | None) -> frozenset[Any]:
-    """The `Site.key`s of what comes back."""
-    mode_of = labels(x.site.key for x in asked)
-    return frozenset(k for k, m in mode_of.items() if modes is None or m in modes)
 
 
 class _SaveIntermediates(Transformed):
@@ -45,28 +35,23 @@ class _SaveIntermediates(Transformed):
         return signature.replace(return_annotation=returns)
 
     def _result(self, program: Program) -> tuple[Any, Intermediates]:
-        options = program.options
+        options, asked = program.options, program.asked
         by_name = program.by_name(
             self._call,
             reduce=self._others["reduce"],
             transform=self._others["transform"],
             spec=options.spec or {},
         )
-        asked = program.asked
-        reduce, transform = by_name["reduce"], by_name["transform"]
-        taking = Taking(options.modes, reduce, transform).with_reducers(asked)
-        taking = taking.with_primals(asked)
-        names = {(x.mark.site.name, x.site.name) for x in asked}
-        several = {whole for whole, one in names if taking.reducer(one)}
-        runs = program.runs(several, taking.has_rows)
+        taking = Taking.of(
+            asked, options.modes, by_name["reduce"], by_name["transform"]
+        )
+        runs = program.runs(taking.with_several_runs(asked), taking.has_rows)
+        taking.check_iterations(asked, runs)
         seen = list(filter(program.is_seen, asked))
-        returned = _returned(asked, options.modes)
-        taking.check_iterations(asked, runs, returned)
         carry = taking.started(
             seen, lambda: program.survey(taking.for_each_place, seen, runs)
         )
-        taking = taking.with_rows(seen, runs)
-        plan, slots = taking.plan(seen, runs, returned)
+        plan, slots = taking.plan(seen, runs)
         walk = program.collect(taking), plan, Given(carry)
         if error := taking.duplicate(seen, runs):
             # What no rule can do is said first.
@@ -75,23 +60,15 @@ class _SaveIntermediates(Transformed):
         modes = [x.site.mode for x in asked]
         mode_of = program.wanted(self._call, [x.key for x in slots], modes)
         outs, taken = program.evaluate(*walk)
-        # In the order of `carry`: JAX has sorted the keys of `taken.carry`.
-        reducer: Any = taking.reducer
-        reduced = [result_of(reducer(key[0]), taken.carry[key]) for key in carry]
-        entries = [*reduced, *taken.entries]
-        when: dict[str, list[int]] = {}
-        for i, x in enumerate(asked):
-            of_name = when.setdefault(x.site.name, [])
-            of_name += [] if x.site.modes or runs[x.mark.way].again else [i]
         program.warn_unmarked(self._call, self._fn)
-        known = Known(
-            found=tuple(dict.fromkeys(named for _, named in program.named)),
-            roots=program.roots,
-            capture=options.capture,
-            modes=options.modes,
+        intermediates = assemble(
+            [*taking.results(carry, taken), *taken.entries],
+            in_order(asked, runs),
+            taking.reducer,
+            mode_of,
+            program.known,
+            numbers_of_runs(slots),
         )
-        numbers = numbers_of_runs(slots)
-        intermediates = assemble(entries, when, reducer, mode_of, known, numbers)
         marks = [(x.site, x.mark) for x in asked if x.site.spec]
         annotated = [(site, mark.holder or mark.eqns[-1]) for site, mark in marks]
         _spec.check(annotated, by_name["spec"], intermediates)
