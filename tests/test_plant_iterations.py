@@ -360,3 +360,60 @@ def test_a_name_in_several_places():
     assert_close(plant(fn, {"h/1": jnp.cos})(X), fn(X, by_hand))
     with pytest.raises(DuplicateSowError):
         plant(fn, {"h/1": jnp.ones(2)})(X)
+
+
+def _three_loops(x, mark):
+    """Of 3 and 5 iterations, and one of 3 in one of 2."""
+    for n in (3, 5):
+        x = lax.scan(lambda x, _: (mark(jnp.sin(x)), None), x, length=n)[0]
+    inner = lambda x, _: (mark(jnp.cos(x)), None)
+    outer = lambda x, _: (lax.scan(inner, x, length=3)[0], None)
+    return lax.scan(outer, x, length=2)[0]
+
+
+def _three_loops_unrolled(x, mark):
+    for loop, n in (("a", 3), ("b", 5)):
+        for i in range(n):
+            x = mark(jnp.sin(x), f"{loop}/{i}")
+    for i in range(2):
+        for j in range(3):
+            x = mark(jnp.cos(x), f"c/{i}/{j}")
+    return x
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    "values, expected",
+    [
+        ({"h/4": 5 * X}, {"b/4": 5 * X}),
+        ({"h/2": (X, 2 * X)}, {"a/2": X, "b/2": 2 * X}),
+        ({"h/2": (None, 2 * X)}, {"b/2": 2 * X}),
+        (
+            {"h/1": (X, None, jnp.stack([X, XS[1], 3 * X]))},
+            {"a/1": X, "c/1/0": X, "c/1/1": XS[1], "c/1/2": 3 * X},
+        ),
+        ({"h/1/2": X}, {"c/1/2": X}),
+        ({"h/1/2": jnp.exp, "h/4": X}, {"c/1/2": jnp.exp, "b/4": X}),
+        (
+            {"h/1": jnp.exp},
+            {name: jnp.exp for name in ("a/1", "b/1", "c/1/0", "c/1/1", "c/1/2")},
+        ),
+    ],
+)
+def test_iterations_that_not_every_run_has(values, expected):
+    def mark(x, name):
+        value = expected.get(name, x)
+        return value(x) if callable(value) else value
+
+    marked = lambda x: _three_loops(x, lambda x: sow(x, "h"))
+    run = lambda fn: jax.value_and_grad(lambda x: fn(x).sum())(X)
+    want = run(lambda x: _three_loops_unrolled(x, mark))
+    assert_close(run(plant(marked, values)), want)
+
+
+def test_a_value_for_an_iteration_that_two_runs_have():
+    marked = lambda x: _three_loops(x, lambda x: sow(x, "h"))
+    with pytest.raises(DuplicateSowError, match="'h' runs 2 times"):
+        plant(marked, {"h/2": X})(X)
+    with pytest.raises(UnknownSowError, match="no such iteration"):
+        plant(marked, {"h/5": X})(X)
