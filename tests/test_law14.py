@@ -635,6 +635,42 @@ def test_an_array_for_all_layers_is_said_to_be_of_another_shape():
         plant(plan, {"stages/*/attn": jnp.ones((2, 2))}, capture=True)(plan.lists, X)
 
 
+class Scale(eqx.Module):
+    w: jax.Array
+
+    def __call__(self):
+        return jnp.sin(self.w)
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("bare", [False, True], ids=["looked up", "array"])
+@pytest.mark.parametrize("form", ["list", "stack"])
+def test_values_that_are_the_same_in_all_lanes_are_planted(form, bare):
+    """There are as many lanes as layers, but no axis is theirs."""
+    ws = jnp.array([[1.0, 2.0], [0.5, -1.0], [0.2, 0.3]])
+    xs = jnp.stack([X, 2 * X, -X])
+
+    def run(scales, x):
+        step = lambda x, scale: (jnp.cos(x) * scale(), None)
+        if form == "stack":
+            return lax.scan(step, x, scales)[0]
+        for scale in scales:
+            x, _ = step(x, scale)
+        return x
+
+    scales = Scale(ws) if form == "stack" else list(map(Scale, ws))
+    fn = lambda scales, xs: jax.vmap(lambda x: run(scales, x))(xs)
+    _, intermediates = S(fn, capture=Scale)(scales, xs)
+    found = intermediates["scales/*"]
+    assert_close(found["primal"], jnp.sin(ws))
+    new = jax.tree.map(lambda x: 2 * x, found)
+    values = {"scales/*": new["primal"] if bare else new}
+    want = xs
+    for w in ws:
+        want = jnp.cos(want) * (2 * jnp.sin(w))[None]
+    assert_close(plant(fn, values, capture=Scale)(scales, xs), want)
+
+
 @pytest.mark.parametrize("form", ["list", "scan"])
 def test_values_for_each_run_of_all_layers(form):
     plan = Plan((3,), "twice")
