@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .leaves import is_key
-from .numbers import any_along, can_be_read, computed, is_at_hand, itself, pieces
+from .numbers import any_along, can_be_read, computed, on_host, pieces
 from .reductions import in_blocks
 
 
@@ -94,7 +94,8 @@ def difference(
     if not is_key(a):
         a, b = _narrowed(a), _narrowed(b)
         if not _fit(a, b):
-            return _read(_fetched(a), _fetched(b), tolerance, time)
+            a, b = np.asarray(on_host(a)), np.asarray(on_host(b))
+            return _read(a, b, tolerance, time)
     return _on_device(a, b, tolerance, time)
 
 
@@ -115,12 +116,6 @@ def _fit(a: Any, b: Any) -> bool:
     known = all(jax.dtypes.canonicalize_dtype(x.dtype) == x.dtype for x in (a, b))
     long = [_are_integers(x, x) and x.dtype.itemsize >= 4 for x in (a, b)]
     return known and (_are_integers(a, b) or not any(long))
-
-
-def _fetched(x: Any) -> Any:
-    if not isinstance(x, jax.Array):
-        return x
-    return np.asarray(x) if is_at_hand(x) else np.asarray(computed(itself, x))
 
 
 # How many entries NumPy takes at once, so that they stay in the cache.

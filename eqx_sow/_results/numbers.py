@@ -28,23 +28,22 @@ _ROW = 1024
 _MANY, _FEW = 1024, 64
 
 
-def is_at_hand(x: jax.Array) -> bool:
-    """Whether its numbers are in this process."""
+def is_at_hand(x: Any) -> bool:
+    """Whether the numbers of an array are in this process. A shape has none."""
+    if not isinstance(x, jax.Array):
+        return not isinstance(x, jax.ShapeDtypeStruct)
     is_tracer = isinstance(x, jax.core.Tracer)
     return not is_tracer and x.is_fully_addressable and not x.is_deleted()
 
 
 def can_be_read(value: Any) -> bool:
     """Whether all arrays are in the memory of the host, too."""
-    return all(
-        not isinstance(x, jax.ShapeDtypeStruct)
-        and (not isinstance(x, jax.Array) or is_at_hand(x) and _is_on_cpu(x))
-        for x in jtu.tree_leaves(value)
-    )
+    return all(is_at_hand(x) and _is_on_cpu(x) for x in jtu.tree_leaves(value))
 
 
-def _is_on_cpu(x: jax.Array) -> bool:
-    return all(d.platform == "cpu" for d in x.devices())
+def _is_on_cpu(x: Any) -> bool:
+    devices = x.devices() if isinstance(x, jax.Array) else ()
+    return all(d.platform == "cpu" for d in devices)
 
 
 def pieces(x: Any) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
@@ -72,8 +71,7 @@ def computed(fn: Callable, value: Any, *others: Any) -> Any:
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
         return None
     # Host arrays go to wherever the others are.
-    local = lambda x: not isinstance(x, jax.Array) or is_at_hand(x)
-    others = jtu.tree_map(lambda x: np.asarray(x) if local(x) else x, others)
+    others = jtu.tree_map(lambda x: np.asarray(x) if is_at_hand(x) else x, others)
     shardings = [x.sharding for x in leaves if isinstance(x, jax.Array)]
     meshes = [s.mesh for s in shardings if isinstance(s, NamedSharding)]
     everywhere = NamedSharding(meshes[0], PartitionSpec()) if meshes else None
@@ -85,10 +83,10 @@ def computed(fn: Callable, value: Any, *others: Any) -> Any:
 def on_host(x: Any) -> Any:
     """An array as NumPy's, from wherever it is, in each process. `None` if there are
     only shapes."""
-    return np.asarray(x) if can_be_read(x) else computed(itself, x)
+    return np.asarray(x) if is_at_hand(x) else computed(_itself, x)
 
 
-def itself(x: Any) -> Any:
+def _itself(x: Any) -> Any:
     return x
 
 
