@@ -16,7 +16,7 @@ from .._frames import api_boundary
 from .._globs import of_all_layers
 from .._names import with_indices
 from .difference import difference, Numbers, together, Tolerance
-from .flat import by_name, is_mode, places_of
+from .flat import is_mode, places_of
 from .intermediates import Intermediates
 from .layers import indexed, of_layers
 from .leaves import is_key, is_numeric, is_state, is_value, type_of
@@ -250,11 +250,13 @@ def _by_mode(given: Mapping[str, Any], other: Mapping[str, Any]) -> _Side:
     )
     places = None if have_modes else places_of(given, other, are_flat=not structured)
     if places is not None:
-        # Not a plain dict, since JAX sorts its keys.
-        ordered = lambda parts: parts[""] if [*parts] == [""] else Intermediates(parts)
+        found: dict[str, dict[str, dict[str, Any]]] = {}
+        for key, x in given.items():
+            name, mode, inside = places[key]
+            found.setdefault(name, {}).setdefault(mode, {})[inside] = x
         by_mode = {
-            name: {mode: ordered(parts) for mode, parts in modes.items()}
-            for name, modes in by_name(given, places)
+            name: {mode: _of_parts(parts) for mode, parts in modes.items()}
+            for name, modes in found.items()
         }
         return _Side(Intermediates(by_mode), is_flat=True, is_ours=False)
     each = {
@@ -262,6 +264,12 @@ def _by_mode(given: Mapping[str, Any], other: Mapping[str, Any]) -> _Side:
         for k, x in given.items()
     }
     return _Side(Intermediates(each), is_ours=bool(have_modes))
+
+
+def _of_parts(parts: dict[str, Any]) -> Any:
+    """The value that has these, by their paths in it. It is not a plain dict, since JAX
+    sorts the keys of that."""
+    return parts[""] if [*parts] == [""] else Intermediates(parts)
 
 
 def _are_modes(x: Any) -> bool:
@@ -329,7 +337,7 @@ def _layers(
             place: jtu.tree_map(ft.partial(indexed, at=dict(zip(at, index))), array)
             for place, (array, at) in parts.items()
         }
-        yield layer, of_layer[""] if [*of_layer] == [""] else Intermediates(of_layer)
+        yield layer, _of_parts(of_layer)
 
 
 def _alike_but_for_root(a: Collection[str], b: Collection[str]) -> tuple[str, str]:
@@ -386,9 +394,8 @@ def _lacking(x: _Side, y: _Side, name: str, mode: str) -> tuple[set[str], set[st
     if mode in ("primal", "count") or not any(isinstance(k, list) for k in known):
         return set(), set()
     of_x, of_y = x.runs(name, mode), y.runs(name, mode)
-    return (of_x - of_y) & y.all_runs(name, mode), (of_y - of_x) & x.all_runs(
-        name, mode
-    )
+    all_of_x, all_of_y = x.all_runs(name, mode), y.all_runs(name, mode)
+    return (of_x - of_y) & all_of_y, (of_y - of_x) & all_of_x
 
 
 # --- rows ---

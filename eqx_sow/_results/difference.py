@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .leaves import is_key
-from .numbers import any_along, can_be_read, computed, is_at_hand, itself, pieces
+from .numbers import any_along, can_be_read, computed, on_host, pieces
 from .reductions import in_blocks
 
 
@@ -37,19 +37,15 @@ def together(parts: Sequence[Numbers]) -> Numbers:
     return Numbers(largest, sums, sum(int(p.beyond) for p in parts))
 
 
-def _beyond(x: Any, y: Any, tolerance: Tolerance, xp: Any) -> Any:
-    """Which entries are. Those that are not finite in both are, unless they are the
-    same."""
+def _of_floats(x: Any, y: Any, tolerance: Tolerance, xp: Any) -> tuple[Any, Any]:
+    """The difference of each two, zero unless both are finite; and which are beyond.
+    Those that are not finite in both are, unless they are the same."""
     rtol, atol = tolerance
     both = xp.isfinite(x) & xp.isfinite(y)
     same = (x == y) | (xp.isnan(x) & xp.isnan(y))
     x, y = xp.where(both, x, 0), xp.where(both, y, 0)
-    return xp.where(both, xp.abs(x - y) > atol + rtol * xp.abs(y), ~same)
-
-
-def _off(x: Any, y: Any, xp: Any) -> Any:
-    both = xp.isfinite(x) & xp.isfinite(y)
-    return xp.abs(xp.where(both, x, 0) - xp.where(both, y, 0))
+    off = xp.abs(x - y)
+    return off, xp.where(both, off > atol + rtol * xp.abs(y), ~same)
 
 
 def _summed(x: Any, y: Any, scale: Any, xp: Any) -> tuple[Any, ...]:
@@ -98,7 +94,8 @@ def difference(
     if not is_key(a):
         a, b = _narrowed(a), _narrowed(b)
         if not _fit(a, b):
-            return _read(_fetched(a), _fetched(b), tolerance, time)
+            a, b = np.asarray(on_host(a)), np.asarray(on_host(b))
+            return _read(a, b, tolerance, time)
     return _on_device(a, b, tolerance, time)
 
 
@@ -121,12 +118,6 @@ def _fit(a: Any, b: Any) -> bool:
     return known and (_are_integers(a, b) or not any(long))
 
 
-def _fetched(x: Any) -> Any:
-    if not isinstance(x, jax.Array):
-        return x
-    return np.asarray(x) if is_at_hand(x) else np.asarray(computed(itself, x))
-
-
 # How many entries NumPy takes at once, so that they stay in the cache.
 _AT_ONCE = 2**16
 
@@ -139,7 +130,8 @@ def _read(
     bad = np.zeros([np.shape(a)[k] for k in time], bool)
     whole, parts, are_integers = np.asarray(b), [Numbers()], _are_integers(a, b)
     for index, mine in pieces(a):
-        flat, other, beyond = mine.reshape(-1), whole[index].reshape(-1), []
+        flat, other = mine.reshape(-1), whole[index].reshape(-1)
+        beyond = np.zeros(flat.shape, bool)
         for start in range(0, flat.size, _AT_ONCE):
             here = slice(start, start + _AT_ONCE)
             x, y = _wide(flat[here]), _wide(other[here])
@@ -148,12 +140,12 @@ def _read(
                     wide = np.int64, np.uint64, np.float64
                     off, far = _of_integers(flat[here], other[here], wide, np)
                 else:
-                    off, far = _off(x, y, np), _beyond(x, y, tolerance, np)
+                    off, far = _of_floats(x, y, tolerance, np)
                 xx, yy, xy = map(np.sum, _summed(x, y, 1.0, np))
-            beyond.append(far)
+            beyond[here] = far
             parts.append(Numbers(np.max(off), (xx, yy, xy), np.sum(far)))
-        far = np.concatenate([np.zeros(0, bool), *beyond]).reshape(mine.shape)
-        bad[tuple(index[k] for k in time)] |= any_along(far, time)
+        far = any_along(beyond.reshape(mine.shape), time)
+        bad[tuple(index[k] for k in time)] |= far
     return together(parts), bad
 
 
@@ -203,7 +195,7 @@ def _difference(time: tuple[int, ...]) -> Callable[..., tuple[Numbers, jax.Array
             wide = *map(jax.dtypes.canonicalize_dtype, (np.int64, np.uint64)), dtype
             off, far = _of_integers(a, b, wide, jnp)
         else:
-            off, far = _off(x, y, jnp), _beyond(x, y, tolerance, jnp)
+            off, far = _of_floats(x, y, tolerance, jnp)
         bad = jnp.any(far, [k for k in range(far.ndim) if k not in time])
         (x, block), (y, _) = in_blocks(x), in_blocks(y)
         summed = _summed(x, y, scale.astype(dtype), jnp)

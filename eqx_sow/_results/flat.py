@@ -1,6 +1,6 @@
 """Flat dicts of arrays, as files and loggers take them, and what their keys say."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -99,14 +99,3 @@ def _taken_apart(
 def is_mode(key: Any) -> bool:
     modes = {"primal", "tangent", "cotangent"}
     return key == "count" or isinstance(key, str) and modes >= {*key.split(".")}
-
-
-def by_name(
-    flat: Mapping[Any, Any], places: Mapping[Any, Place]
-) -> Iterable[tuple[str, dict[str, dict[str, Any]]]]:
-    """The arrays of a flat dict: by name, mode and path in the value."""
-    found: dict[str, dict[str, dict[str, Any]]] = {}
-    for key, x in flat.items():
-        name, mode, inside = places[key]
-        found.setdefault(name, {}).setdefault(mode, {})[inside] = x
-    return found.items()

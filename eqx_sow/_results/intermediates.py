@@ -318,9 +318,7 @@ class Intermediates(dict[str, dict[str, Any]]):
 
 def _is_number(x: Any) -> bool:
     """Whether it is a scalar that can be shown as a number."""
-    if not is_numeric(x) or x.shape or isinstance(x, jax.ShapeDtypeStruct):
-        return False
-    return not isinstance(x, jax.Array) or is_at_hand(x)
+    return is_numeric(x) and not x.shape and is_at_hand(x)
 
 
 class _Number:

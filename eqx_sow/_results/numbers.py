@@ -7,6 +7,7 @@ reduction for each shape takes a third of a second for each.
 
 import contextlib
 import dataclasses as dc
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -27,23 +28,22 @@ _ROW = 1024
 _MANY, _FEW = 1024, 64
 
 
-def is_at_hand(x: jax.Array) -> bool:
-    """Whether its numbers are in this process."""
+def is_at_hand(x: Any) -> bool:
+    """Whether the numbers of an array are in this process. A shape has none."""
+    if not isinstance(x, jax.Array):
+        return not isinstance(x, jax.ShapeDtypeStruct)
     is_tracer = isinstance(x, jax.core.Tracer)
     return not is_tracer and x.is_fully_addressable and not x.is_deleted()
 
 
 def can_be_read(value: Any) -> bool:
     """Whether all arrays are in the memory of the host, too."""
-    return all(
-        not isinstance(x, jax.ShapeDtypeStruct)
-        and (not isinstance(x, jax.Array) or is_at_hand(x) and _is_on_cpu(x))
-        for x in jtu.tree_leaves(value)
-    )
+    return all(is_at_hand(x) and _is_on_cpu(x) for x in jtu.tree_leaves(value))
 
 
-def _is_on_cpu(x: jax.Array) -> bool:
-    return all(d.platform == "cpu" for d in x.devices())
+def _is_on_cpu(x: Any) -> bool:
+    devices = x.devices() if isinstance(x, jax.Array) else ()
+    return all(d.platform == "cpu" for d in devices)
 
 
 def pieces(x: Any) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
@@ -71,8 +71,7 @@ def computed(fn: Callable, value: Any, *others: Any) -> Any:
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
         return None
     # Host arrays go to wherever the others are.
-    local = lambda x: not isinstance(x, jax.Array) or is_at_hand(x)
-    others = jtu.tree_map(lambda x: np.asarray(x) if local(x) else x, others)
+    others = jtu.tree_map(lambda x: np.asarray(x) if is_at_hand(x) else x, others)
     shardings = [x.sharding for x in leaves if isinstance(x, jax.Array)]
     meshes = [s.mesh for s in shardings if isinstance(s, NamedSharding)]
     everywhere = NamedSharding(meshes[0], PartitionSpec()) if meshes else None
@@ -84,10 +83,10 @@ def computed(fn: Callable, value: Any, *others: Any) -> Any:
 def on_host(x: Any) -> Any:
     """An array as NumPy's, from wherever it is, in each process. `None` if there are
     only shapes."""
-    return np.asarray(x) if can_be_read(x) else computed(itself, x)
+    return np.asarray(x) if is_at_hand(x) else computed(_itself, x)
 
 
-def itself(x: Any) -> Any:
+def _itself(x: Any) -> Any:
     return x
 
 
@@ -120,11 +119,9 @@ def summaries(values: Sequence[Any], ran: Sequence[np.ndarray | None]) -> list[S
     """What `summarize` says of all entries of each array or `Summary` that ran, see
     `executed`."""
     given = [*zip(values, ran)]
-    n_filled = [0] * len(given)
-    rows = _rows([(i, *x) for i, x in enumerate(given)], n_filled)
     started = [
         ([(i, len(x)) for i, x in some], _summaries_of_rows(some, size))
-        for some, size in _batches(rows)
+        for some, size in _batches(_rows(given))
     ]
     found: list[list[Summary]] = [[] for _ in given]
     for owners, results in jax.device_get(started):
@@ -133,10 +130,7 @@ def summaries(values: Sequence[Any], ran: Sequence[np.ndarray | None]) -> list[S
             found[i].append(_at(every, slice(start, start + n)))
             start += n
     merged = _merged_each([_concatenated(x or [_NOTHING]) for x in found])
-    return [
-        merged_on_host(_ran(x, mask)) if isinstance(x, Summary) else _without(s, n)
-        for (x, mask), s, n in zip(given, merged, n_filled)
-    ]
+    return [*map(_of_all, merged, values, ran)]
 
 
 def not_finite(x: Any, mask: np.ndarray | None, kept: Sequence[int]) -> np.ndarray:
@@ -168,13 +162,11 @@ def _ran(x: Summary, mask: np.ndarray | None) -> Summary:
 _Owned = tuple[int, np.ndarray]
 
 
-def _rows(
-    given: Iterable[tuple[int, Any, np.ndarray | None]], n_filled: list[int]
-) -> Iterator[_Owned]:
+def _rows(given: Iterable[tuple[Any, np.ndarray | None]]) -> Iterator[_Owned]:
     """Puts the entries of arrays that ran into rows, up to `_MANY` at once. Those that
-    fill up the last row are NaN, and counted."""
+    fill up the last row are NaN."""
     n = _MANY * _ROW
-    for i, x, mask in given:
+    for i, (x, mask) in enumerate(given):
         for index, data in () if isinstance(x, Summary) else pieces(x):
             some = data if mask is None else data[_part(mask, index, data)]
             flat = some.reshape(-1)
@@ -182,7 +174,6 @@ def _rows(
                 entries = _as_real(flat[start : start + n])
                 if fill := -entries.size % _ROW:
                     entries = np.pad(entries, (0, fill), constant_values=np.nan)
-                    n_filled[i] += fill
                 yield i, entries.reshape(-1, _ROW)
 
 
@@ -214,8 +205,13 @@ def _summaries_of_rows(some: Sequence[_Owned], size: int) -> list[Summary]:
     return results
 
 
-def _without(x: Summary, n_filled: int) -> Summary:
-    return dc.replace(x, size=x.size - n_filled, not_finite=x.not_finite - n_filled)
+def _of_all(s: Summary, x: Any, mask: np.ndarray | None) -> Summary:
+    """That of the rows of an array, without the entries that fill these up."""
+    if isinstance(x, Summary):
+        return merged_on_host(_ran(x, mask))
+    every = x.size if mask is None else np.sum(mask) * math.prod(x.shape[mask.ndim :])
+    n_filled = s.size - every
+    return dc.replace(s, size=s.size - n_filled, not_finite=s.not_finite - n_filled)
 
 
 # A summary of zeros is one of no entries.

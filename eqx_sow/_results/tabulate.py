@@ -18,7 +18,7 @@ from .._arrays import leading, select, sharded_like
 from .._frames import api_boundary
 from .intermediates import Intermediates
 from .layers import NamedAxes
-from .leaves import is_numeric, is_state, is_value, type_of
+from .leaves import is_numeric, is_state, is_value, shape_of, type_of
 from .nodes import modes_in_order
 from .numbers import (
     can_be_read,
@@ -109,11 +109,7 @@ def html(intermediates: Any) -> str | None:
     except TypeError:
         return None
 
-    def only_at_hand(x):
-        if not isinstance(x, jax.Array) or is_at_hand(x):
-            return x
-        return jax.ShapeDtypeStruct(x.shape, x.dtype)
-
+    only_at_hand = lambda x: x if is_at_hand(x) else shape_of(x)
     return _table(jtu.tree_map(only_at_hand, intermediates)).html
 
 

@@ -85,15 +85,11 @@ class Entry:
         shape = (*[size for size, _ in lead], *x.shape[n:])
         return shape_like(x, shape, (*[spec for _, spec in lead], *spec_of(x)[n:]))
 
-    def within(self, step: tuple[int, bool | None], slot: int) -> "Entry":
-        """The same, seen from outside an equation, where the slot is another one. There
-        are many, and `dc.replace` takes three times as long."""
-        route = (step, *self.route)
+    def with_slot(self, slot: int, *steps: tuple[int, bool | None]) -> "Entry":
+        """The same in another slot, seen from outside the equations of these steps, if
+        any. There are many, and `dc.replace` takes three times as long."""
+        route = (*steps, *self.route)
         rest = self.counted, self.cases, route, self.at, slot
-        return Entry(self.arrays, self.site, *rest)
-
-    def with_slot(self, slot: int) -> "Entry":
-        rest = self.counted, self.cases, self.route, self.at, slot
         return Entry(self.arrays, self.site, *rest)
 
     def replace(self, arrays: Sequence[Any], **of_site: Sequence[Any]) -> "Entry":

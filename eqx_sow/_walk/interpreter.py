@@ -125,7 +125,7 @@ def evaluate(
         loop = loop_of(eqn)
         step = i, loop.reverse if loop else None
         slots = placed.slots
-        found += [e.within(step, slots[e.slot]) for e in taken.entries]
+        found += [e.with_slot(slots[e.slot], step) for e in taken.entries]
         given = given._replace(carry=taken.carry)
     frame.defer(*jaxpr.eqns[begin:])
     frame.now = len(jaxpr.eqns)
