@@ -129,27 +129,22 @@ class Taking:
         derivatives would not belong together."""
         if not self.has_rows:
             return self
-        by_key: dict[Any, list[tuple[Buffered, Any]]] = {}
+        by_key: dict[Any, list[Buffered]] = defaultdict(list)
+        # Of single iterations, rows are not many.
+        single = set()
         for mark, site, at in asked:
-            reducer = self.reducer(site.name)
-            if reducer is None or not reducer.lead:
-                continue
-            if not runs[mark.way].again and mark.holder is None:
-                row = Buffered(mark._replace(site=site), runs[mark.way])
-                by_key.setdefault(site.key, []).append((row, at))
+            reducer, run = self.reducer(site.name), runs[mark.way]
+            has_rows = reducer is not None and reducer.lead and self.has_mode(site)
+            if has_rows and not run.again and mark.holder is None:
+                by_key[site.key].append(Buffered(mark._replace(site=site), run))
+                if at:
+                    single.add(site.key)
         filled = set()
-        for key, derivatives in by_key.items():
-            values = by_key.get((key[0], "primal", ()), [])
-            site = derivatives[0][0].mark.site
-            if not (site.modes and values):
-                continue
-            both = [
-                self.has_mode(some[0][0].mark.site) for some in (values, derivatives)
-            ]
-            # Of single iterations, rows are not many.
-            if all(both) and not any(at for _, at in (*values, *derivatives)):
-                only_rows = lambda pairs: [row for row, _ in pairs]
-                if values_open_rows(only_rows(values), only_rows(derivatives)):
+        for key in by_key:
+            of_value = key[0], "primal", ()
+            has_value = key != of_value and of_value in by_key
+            if has_value and single.isdisjoint((key, of_value)):
+                if values_open_rows(by_key[of_value], by_key[key]):
                     filled.add(key)
         return dc.replace(self, filled=frozenset(filled))
 
@@ -188,30 +183,29 @@ class Taking:
     ) -> Planned:
         """What is taken, if `returned` are the `Site.key`s of what comes back."""
         # In many calls of one function, the sites are the same.
-        takes: dict[int, tuple[Take | None, str, Any]] = {}
+        takes: dict[int, Take | None] = {}
         numbers: dict[Any, int] = {}
         rows: dict[Way, Wanted] = {}
         slots: list[Slot] = []
         for mark, site, at in asked:
             if id(site) not in takes:
-                take = self._take(mark.site, site, returned)
-                takes[id(site)] = take, mark.site.name, site.key
-            take, name, key = takes[id(site)]
+                takes[id(site)] = self._take(mark.site, site, returned)
+            take, run = takes[id(site)], runs[mark.way]
             if take is None:
                 continue
-            run = runs[mark.way]
             check_clear(site, run.again)
             slot = NOTHING
             if not run.again:
                 # Of what is not known, each mark is a value of its own.
                 alone = mark.way if run.run is None else None
-                value = name, key, run.run, alone
+                name = mark.site.name
+                value = name, site.key, run.run, alone
                 slot = numbers.setdefault(value, len(numbers))
                 if slot == len(slots):
-                    slots.append(Slot(key, name, run))
+                    slots.append(Slot(site.key, name, run))
                 else:
                     of_all = run._replace(of=slots[slot].run.of | run.of)
-                    slots[slot] = Slot(key, name, of_all)
+                    slots[slot] = Slot(site.key, name, of_all)
             if mark.way not in rows:
                 rows[mark.way] = Wanted(mark, [], run.backward)
             rows[mark.way].asks.append(Ask(slot, site.labels, at, take))
@@ -246,12 +240,9 @@ class Taking:
         return reduce.values() if isinstance(reduce, Mapping) else (reduce,)
 
     @property
-    def _has_state(self) -> bool:
-        return any(r and r.has_state for r in self._reducers)
-
-    @property
     def cacheable(self) -> bool:
-        return self.transform is None and not self._has_state
+        has_state = any(r and r.has_state for r in self._reducers)
+        return self.transform is None and not has_state
 
     def check_iterations(
         self, asked: Iterable[Asked], runs: Mapping[Way, Run], returned: Collection[Any]
@@ -299,8 +290,7 @@ class Taking:
     ) -> dict[Any, _state.ReducerState]:
         """The states of all reducers before the first execution. `survey` looks at what
         there is `for_each_place`."""
-        folded = (x for x in asked if self.folds(x.site.name))
-        if not self._has_state or not any(self.has_mode(x.site) for x in folded):
+        if not any(self.folds(x.site.name) and self.has_mode(x.site) for x in asked):
             return {}
         entries, slots = survey()
         by_key = _entry.grouped(entries)

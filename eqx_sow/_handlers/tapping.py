@@ -35,18 +35,15 @@ from .delivery import Delivery, print_event
 # --- from the device ---
 def send(
     count: Any,
-    whole: Label,
     iterations: Sequence[Any],
-    of_value: tuple[bool, ...],
     entry: Entry,
     extra: Value,
-    mode: str,
+    action: "Send",
     options: Any,
 ) -> None:
     """Sends an execution to the callback, which is the `count`-th, in these iterations
-    of the loops around. `of_value` says of each whether it is the one of the value, and
-    `whole` what all iterations of the mark are called. `extra` is the option of that
-    name, and `options` are all options of `tap`."""
+    of the loops around. `extra` is the option of that name, and `options` are all
+    options of `tap`."""
     site, n = entry.site, len(entry.arrays) - entry.counted
     value = Value(site.form, entry.arrays[:n], site.varies[:n])
     value = _sendable(value, printed=options.callback.value is print_event)
@@ -58,15 +55,15 @@ def send(
     devices = jax.sharding.get_abstract_mesh().manual_axes
     delivery = Delivery(
         options.callback,
-        mode,
+        action.mode,
         sent,
         entry.counted,
         extra.form,
         devices,
         options.ordered,
-        whole,
+        action.whole,
         site.said,
-        of_value,
+        action.of_value,
     )
     indices = map(jax.lax.axis_index, devices)
     ran = map(as_operand, entry.arrays[n:], varies[n:])
@@ -366,8 +363,7 @@ class Tap(Handler):
             sees_all = isinstance(transform, Batched)
             seen = all_lanes(site, operands) if sees_all else operands
             entry = captured(site, seen, transform)
-            where = action.whole, given.iterations, action.of_value
-            send(count, *where, entry, extra, action.mode, options)
+            send(count, given.iterations, entry, extra, action, options)
 
         def send_when():
             predicate = self.when.value
