@@ -27,11 +27,10 @@ _APPEND, _IF_SEVERAL = Append(), IfSeveral()
 
 
 class Take(NamedTuple):
-    """What `Collect` does at a mark. `transform` and `reducer` are `SameParts`, the
-    second one only if it has a state. What is `returned` is not left to outer
-    transformations."""
+    """What `Collect` does at a mark. There is a `reducer` only if it has a state. What
+    is `returned` is not left to outer transformations."""
 
-    transform: SameParts | None
+    transform: SameParts
     reducer: SameParts | None
     returned: bool
     # Of a value, the `Site.key`s of the derivatives for which it opens a row; of such a
@@ -63,13 +62,6 @@ def numbers_of_runs(slots: Sequence[Slot]) -> list[int | None]:
         of_name = numbers[s.key[0]]
         of_name.setdefault((s.name, s.run.run), len(of_name))
     return [numbers[s.key[0]].get((s.name, s.run.run)) for s in slots]
-
-
-class Planned(NamedTuple):
-    """What is to be taken from a program: its plan, and the slots in there."""
-
-    plan: Placed
-    slots: Sequence[Slot]
 
 
 @dc.dataclass(frozen=True)
@@ -180,8 +172,9 @@ class Taking:
         asked: Iterable[Asked],
         runs: Mapping[Way, Run],
         returned: Collection[Any] = (),
-    ) -> Planned:
-        """What is taken, if `returned` are the `Site.key`s of what comes back."""
+    ) -> tuple[Placed, Sequence[Slot]]:
+        """What is taken, if `returned` are the `Site.key`s of what comes back: the plan
+        of the program, and the slots in there."""
         # In many calls of one function, the sites are the same.
         takes: dict[int, Take | None] = {}
         numbers: dict[Any, int] = {}
@@ -216,19 +209,18 @@ class Taking:
             is_pair = name == other and mode != of_mode == "primal"
             return is_pair and bool(run.of) and run.of.isdisjoint(of_value.of)
 
-        return Planned(planned(rows.values(), are_apart), slots)
+        return planned(rows.values(), are_apart), slots
 
     def _take(self, whole: Site, site: Site, returned: Collection[Any]) -> Take | None:
         """What is done at a mark, the `whole`, which is asked for as `site`."""
         if not self.has_mode(site):
             return None
         transform = of_one(self.transform, whole.name, site.name)
-        reducer = self.reducer(site.name) if self.folds(site.name) else None
-        same = lambda x: None if x is None else SameParts(x)
+        folds = self.folds(site.name)
         opens = [] if site.modes else [k for k in self.filled if k[0] == site.name]
         return Take(
-            same(transform),
-            same(reducer),
+            SameParts(transform),
+            SameParts(self.reducer(site.name)) if folds else None,
             site.key in returned,
             frozenset(opens),
             site.key in self.filled,
@@ -342,8 +334,7 @@ class _Marked(NamedTuple):
 
     @property
     def transform(self) -> Any:
-        option = self.ask.action.transform
-        return None if option is None else option.value
+        return self.ask.action.transform.value
 
     def read(self, frame: Frame) -> Sequence[Any]:
         operands = frame.read_arrays(self.operands)

@@ -230,8 +230,8 @@ CountKey = tuple[Any, tuple[str, ...], tuple[tuple[int, ...], ...]]
 class Send(NamedTuple):
     """What `Tap` does at a mark."""
 
-    # `SameParts` of the function.
-    transform: SameParts | None
+    # Of the function, or of `None`.
+    transform: SameParts
     mode: str
     # The key of its count in `Given.carry`; and with the option `every`, that of the
     # counts of each layer.
@@ -280,8 +280,7 @@ def to_send(
         whole = mark.site.label._replace(places=places)
         whiles, lengths = iter(run.backward), for_each_loop(mark, mark.loops)
         of_value = tuple(n is not None or next(whiles, False) is False for n in lengths)
-        fn = of_one(transform, mark.site.name, site.name)
-        fn = None if fn is None else SameParts(fn)
+        fn = SameParts(of_one(transform, mark.site.name, site.name))
         mode = mode_of[site.key]
         send = Send(fn, mode, tuple(counted_as), whole, of_value)
         row = rows.setdefault(mark.way, Wanted(mark, []))
@@ -357,7 +356,7 @@ class Tap(Handler):
         run, run_varies = running(site, operands)
         executed = is_asked if run is None else any_lane(run) & is_asked
         options = self.options
-        transform = None if action.transform is None else action.transform.value
+        transform = action.transform.value
 
         def send_it():
             sees_all = isinstance(transform, Batched)
