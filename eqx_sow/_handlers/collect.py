@@ -199,9 +199,8 @@ class Taking:
                 else:
                     of_all = run._replace(of=slots[slot].run.of | run.of)
                     slots[slot] = Slot(site.key, name, of_all)
-            if mark.way not in rows:
-                rows[mark.way] = Wanted(mark, [], run.backward)
-            rows[mark.way].asks.append(Ask(slot, site.labels, at, take))
+            row = rows.setdefault(mark.way, Wanted(mark, [], run.backward))
+            row.asks.append(Ask(slot, site.labels, at, take))
 
         def are_apart(derivative: int, value: int) -> bool:
             (name, mode, _), _, run = slots[derivative]
