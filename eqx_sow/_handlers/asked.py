@@ -37,12 +37,39 @@ def is_some(at: Iterable[int | None]) -> bool:
     return any(n is not None for n in at)
 
 
+def layer(places: Iterable[int | None], iterations: Iterable[Any]) -> tuple[Any, ...]:
+    """The index in each stack of layers around, in these iterations of the loops that
+    `places` says of whether they are over one."""
+    return tuple(i for place, i in zip(places, iterations) if place is not None)
+
+
 def layer_in(ask: Ask, iterations: Iterable[Any]) -> tuple[Any, ...]:
     """Which layer the walk is in, of each stack of which all layers are asked for."""
-    left = (
-        i for i, n in zip(iterations, it.chain(ask.at, it.repeat(None))) if n is None
-    )
-    return tuple(i for i, place in zip(left, ask.label.places) if place is not None)
+    at = it.chain(ask.at, it.repeat(None))
+    return layer(ask.label.places, (i for i, n in zip(iterations, at) if n is None))
+
+
+def for_each_loop(mark: Mark, of_scans: Iterable[Any]) -> tuple[Any, ...]:
+    """What there is for each loop around a mark, from outside in, given what there is
+    for the scans among them: `None` for a `while_loop`, and for those scans that
+    `of_scans` does not reach to."""
+    left = it.chain(of_scans, it.repeat(None))
+    loops = filter(None, map(loop_of, mark.eqns))
+    return tuple(None if x.length is None else next(left) for x in loops)
+
+
+def when(mark: Mark, iterations: Iterable[int | None]) -> tuple[float, ...]:
+    """When a mark runs in these iterations of the loops around it, as a key to sort by:
+    the way to it, with the iteration behind each equation. If all iterations of a loop
+    are meant (`None`), the first one counts."""
+    left = iter(iterations)
+    key: list[float] = []
+    for k, eqn in enumerate(mark.eqns[:-1]):
+        loop = loop_of(eqn)
+        i = None if loop is None else next(left)
+        step = -math.inf if i is None else -i if loop and loop.reverse else i
+        key += [mark.way[2 * k], step, mark.way[2 * k + 1]]
+    return (*key, mark.way[-1])
 
 
 class Indices(tuple):
@@ -110,24 +137,8 @@ def asked_of(
             site = mark.site._replace(labels=(new, *others))
             each.append(Asked(mark, site, one.at))
     if any(x.at for x in each):
-        each.sort(key=_when)
+        each.sort(key=lambda x: when(x.mark, for_each_loop(x.mark, x.at)))
     return each
-
-
-def _when(asked: Asked) -> list[float]:
-    """Sorts iterations of marks by when they run: the way to a mark, with the iteration
-    behind each equation. If all are asked for, the first one counts."""
-    way = asked.mark.way
-    iterations = iter(asked.at)
-    key: list[float] = []
-    for k, eqn in enumerate(asked.mark.eqns[:-1]):
-        loop, iteration = loop_of(eqn), None
-        if loop is not None and loop.length is not None:
-            iteration = next(iterations, None)
-        backward = loop is not None and loop.reverse
-        step = -math.inf if iteration is None else iteration * (-1 if backward else 1)
-        key += [way[2 * k], step, way[2 * k + 1]]
-    return [*key, way[-1]]
 
 
 def of_one(option: Any, whole: str, one: str) -> Any:

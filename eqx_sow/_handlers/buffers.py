@@ -27,6 +27,7 @@ from .._errors import SowError
 from .._mark.site import Site
 from .._walk.runs import Run
 from .._walk.sows import lengths_of, loop_of, Mark, Way
+from .asked import for_each_loop, layer, when
 
 
 class Buffered(NamedTuple):
@@ -45,8 +46,8 @@ class Buffered(NamedTuple):
 
 # An execution: the way to the mark of the value, and the iteration of each loop around.
 _Id = tuple[Way, tuple[int, ...]]
-# When it is, as a key to sort by.
-_When = tuple[Any, ...]
+# When it is: see `when`.
+_When = tuple[float, ...]
 
 
 def values_open_rows(
@@ -67,11 +68,11 @@ def values_open_rows(
     exclusive = ft.partial(_exclusive, by_way)
     together = any(_n_common(x, by_way[id[0]]) for _, id, x in pairs)
     # Each layer of a stack has rows of its own.
-    layer = lambda id: _layer(by_way[id[0]], id[1])
+    layer_of = lambda id: _layer(by_way[id[0]], id[1])
     in_order = True
-    for one in {layer(id) for _, id in ran}:
-        of_layer = [x for x in ran if layer(x[1]) == one]
-        its_pairs = [x for x in pairs if layer(x[1]) == one]
+    for one in {layer_of(id) for _, id in ran}:
+        of_layer = [x for x in ran if layer_of(x[1]) == one]
+        its_pairs = [x for x in pairs if layer_of(x[1]) == one]
         one_each = _one_each(of_layer, its_pairs, together)
         if one_each and _in_one_order(of_layer, its_pairs, exclusive):
             continue
@@ -83,9 +84,7 @@ def values_open_rows(
 
 def _layer(x: Buffered, iterations: Sequence[int]) -> tuple[int, ...]:
     """The index among `iterations` in each stack of layers around."""
-    scans = [i for (_, e), i in zip(x.loops, iterations) if lengths_of([e])]
-    pairs = zip(scans, x.mark.site.label.places)
-    return tuple(i for i, place in pairs if place is not None)
+    return layer(for_each_loop(x.mark, x.mark.site.label.places), iterations)
 
 
 def _executions(x: Buffered, value: Buffered) -> list[tuple[_When, _Id]]:
@@ -105,21 +104,8 @@ def _executions(x: Buffered, value: Buffered) -> list[tuple[_When, _Id]]:
     for iterations in it.product((0, 1), repeat=len(loops)):
         own = [1 - i if r else i for i, r in zip(iterations, is_reversed)]
         id = (*own[:n], *own[n + more :], *(1 for _ in after))
-        found.append((_when(x, iterations), (value.mark.way, id)))
+        found.append((when(x.mark, iterations), (value.mark.way, id)))
     return found
-
-
-def _when(x: Buffered, iterations: Sequence[int]) -> _When:
-    way: Any = x.mark.way
-    left = iter(iterations)
-    key: list[int] = []
-    for i, eqn in enumerate(x.mark.eqns[:-1]):
-        loop = loop_of(eqn)
-        step = 0 if loop is None else next(left)
-        if loop is not None and loop.reverse:
-            step = -step
-        key += [way[2 * i], step, way[2 * i + 1]]
-    return (*key, way[-1])
 
 
 _Ran = Sequence[tuple[_When, _Id]]

@@ -27,11 +27,10 @@ _APPEND, _IF_SEVERAL = Append(), IfSeveral()
 
 
 class Take(NamedTuple):
-    """What `Collect` does at a mark. `transform` and `reducer` are `SameParts`, the
-    second one only if it has a state. What is `returned` is not left to outer
-    transformations."""
+    """What `Collect` does at a mark. There is a `reducer` only if it has a state. What
+    is `returned` is not left to outer transformations."""
 
-    transform: SameParts | None
+    transform: SameParts
     reducer: SameParts | None
     returned: bool
     # Of a value, the `Site.key`s of the derivatives for which it opens a row; of such a
@@ -63,13 +62,6 @@ def numbers_of_runs(slots: Sequence[Slot]) -> list[int | None]:
         of_name = numbers[s.key[0]]
         of_name.setdefault((s.name, s.run.run), len(of_name))
     return [numbers[s.key[0]].get((s.name, s.run.run)) for s in slots]
-
-
-class Planned(NamedTuple):
-    """What is to be taken from a program: its plan, and the slots in there."""
-
-    plan: Placed
-    slots: Sequence[Slot]
 
 
 @dc.dataclass(frozen=True)
@@ -149,27 +141,22 @@ class Taking:
         belong together."""
         if not self.has_rows:
             return frozenset()
-        by_key: dict[Any, list[tuple[Buffered, Any]]] = {}
+        by_key: dict[Any, list[Buffered]] = defaultdict(list)
+        # Of single iterations, rows are not many.
+        single = set()
         for mark, site, at in asked:
-            reducer = self.reducer(site.name)
-            if reducer is None or not reducer.lead:
-                continue
-            if not runs[mark.way].again and mark.holder is None:
-                row = Buffered(mark._replace(site=site), runs[mark.way])
-                by_key.setdefault(site.key, []).append((row, at))
+            reducer, run = self.reducer(site.name), runs[mark.way]
+            has_rows = reducer is not None and reducer.lead and self.has_mode(site)
+            if has_rows and not run.again and mark.holder is None:
+                by_key[site.key].append(Buffered(mark._replace(site=site), run))
+                if at:
+                    single.add(site.key)
         filled = set()
-        for key, derivatives in by_key.items():
-            values = by_key.get((key[0], "primal", ()), [])
-            site = derivatives[0][0].mark.site
-            if not (site.modes and values):
-                continue
-            both = [
-                self.has_mode(some[0][0].mark.site) for some in (values, derivatives)
-            ]
-            # Of single iterations, rows are not many.
-            if all(both) and not any(at for _, at in (*values, *derivatives)):
-                only_rows = lambda pairs: [row for row, _ in pairs]
-                if values_open_rows(only_rows(values), only_rows(derivatives)):
+        for key in by_key:
+            of_value = key[0], "primal", ()
+            has_value = key != of_value and of_value in by_key
+            if has_value and single.isdisjoint((key, of_value)):
+                if values_open_rows(by_key[of_value], by_key[key]):
                     filled.add(key)
         return frozenset(filled)
 
@@ -204,37 +191,36 @@ class Taking:
         self,
         asked: Sequence[Asked],
         runs: Mapping[Way, Run],
-    ) -> Planned:
-        """What is taken of what is asked for."""
+    ) -> tuple[Placed, Sequence[Slot]]:
+        """The plan of the program, by which what is asked for is taken, and the slots
+        in there."""
         filled = self._filled(asked, runs)
         # In many calls of one function, the sites are the same.
-        takes: dict[int, tuple[Take | None, str, Any]] = {}
+        takes: dict[int, Take | None] = {}
         numbers: dict[Any, int] = {}
         rows: dict[Way, Wanted] = {}
         slots: list[Slot] = []
         for mark, site, at in asked:
             if id(site) not in takes:
-                take = self._take(mark.site, site, filled)
-                takes[id(site)] = take, mark.site.name, site.key
-            take, name, key = takes[id(site)]
+                takes[id(site)] = self._take(mark.site, site, filled)
+            take, run = takes[id(site)], runs[mark.way]
             if take is None:
                 continue
-            run = runs[mark.way]
             check_clear(site, run.again)
             slot = NOTHING
             if not run.again:
                 # Of what is not known, each mark is a value of its own.
                 alone = mark.way if run.run is None else None
-                value = name, key, run.run, alone
+                name = mark.site.name
+                value = name, site.key, run.run, alone
                 slot = numbers.setdefault(value, len(numbers))
                 if slot == len(slots):
-                    slots.append(Slot(key, name, run))
+                    slots.append(Slot(site.key, name, run))
                 else:
                     of_all = run._replace(of=slots[slot].run.of | run.of)
-                    slots[slot] = Slot(key, name, of_all)
-            if mark.way not in rows:
-                rows[mark.way] = Wanted(mark, [], run.backward)
-            rows[mark.way].asks.append(Ask(slot, site.labels, at, take))
+                    slots[slot] = Slot(site.key, name, of_all)
+            row = rows.setdefault(mark.way, Wanted(mark, [], run.backward))
+            row.asks.append(Ask(slot, site.labels, at, take))
 
         def are_apart(derivative: int, value: int) -> bool:
             (name, mode, _), _, run = slots[derivative]
@@ -242,7 +228,7 @@ class Taking:
             is_pair = name == other and mode != of_mode == "primal"
             return is_pair and bool(run.of) and run.of.isdisjoint(of_value.of)
 
-        return Planned(planned(rows.values(), are_apart), slots)
+        return planned(rows.values(), are_apart), slots
 
     def _take(self, whole: Site, site: Site, filled: Collection[Any]) -> Take | None:
         """What is done at a mark, the `whole`, which is asked for as `site`. `filled`:
@@ -250,12 +236,11 @@ class Taking:
         if not self.has_mode(site):
             return None
         transform = of_one(self.transform, whole.name, site.name)
-        reducer = self.reducer(site.name) if self.folds(site.name) else None
-        same = lambda x: None if x is None else SameParts(x)
+        folds = self.folds(site.name)
         opens = [] if site.modes else [k for k in filled if k[0] == site.name]
         return Take(
-            same(transform),
-            same(reducer),
+            SameParts(transform),
+            SameParts(self.reducer(site.name)) if folds else None,
             site.key in self.returned,
             frozenset(opens),
             site.key in filled,
@@ -267,12 +252,9 @@ class Taking:
         return reduce.values() if isinstance(reduce, Mapping) else (reduce,)
 
     @property
-    def _has_state(self) -> bool:
-        return any(r and r.has_state for r in self._reducers)
-
-    @property
     def cacheable(self) -> bool:
-        return self.transform is None and not self._has_state
+        has_state = any(r and r.has_state for r in self._reducers)
+        return self.transform is None and not has_state
 
     def check_iterations(self, asked: Iterable[Asked], runs: Mapping[Way, Run]) -> None:
         """Raises if a derivative that comes back would be that of another iteration
@@ -318,8 +300,7 @@ class Taking:
     ) -> dict[Any, _state.ReducerState]:
         """The states of all reducers before the first execution. `survey` looks at what
         there is `for_each_place`."""
-        folded = (x for x in asked if self.folds(x.site.name))
-        if not self._has_state or not any(self.has_mode(x.site) for x in folded):
+        if not any(self.folds(x.site.name) and self.has_mode(x.site) for x in asked):
             return {}
         entries, slots = survey()
         by_key = _entry.grouped(entries)
@@ -391,8 +372,7 @@ class _Marked(NamedTuple):
 
     @property
     def transform(self) -> Any:
-        option = self.ask.action.transform
-        return None if option is None else option.value
+        return self.ask.action.transform.value
 
     def read(self, frame: Frame) -> Sequence[Any]:
         operands = frame.read_arrays(self.operands)

@@ -3,7 +3,7 @@
 import dataclasses as dc
 import itertools as it
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -203,76 +203,64 @@ def _at_site(
 ) -> list[Any]:
     """The arrays of the value at a mark, `old`, from planted ones, which have all lanes
     of what is `captured` there."""
-    lanes = _Lanes.of(site, guards, captured)
+    lanes = [a for a in captured.axes if a.lane]
+    # Which of these axes the mark has, and in which of the lanes it runs.
+    own = own_axes([a._replace(n_loops=0) for a in site.axes], lanes)
+    run, _ = running(site, guards)
+    if run is None:
+        run = np.ones((1,) * len(site.axes), bool)
+    run = aligned(run, own)
     # A tangent that is zero is captured like any other, but the mark has no operand
     # for it.
     leaves = zip(site.form.leaves, captured.form.leaves)
     is_operand = [own is OPERAND for own, leaf in leaves if leaf is OPERAND]
     return [
         # Of no lanes there is nothing to plant.
-        sharded_like(lanes.pick(x, varies), other) if x.size else other
+        sharded_like(_in_lanes(x, own, varies, run, site), other) if x.size else other
         for x, varies, other in zip(
             it.compress(arrays, is_operand), site.varies[len(guards) :], old
         )
     ]
 
 
-class _Lanes(NamedTuple):
-    """The lanes at a mark, among those of what is captured there: `own` says which of
-    their axes the mark has, and `run` in which lanes it runs."""
+def _in_lanes(
+    x: Any, own: Iterable[bool], varies: Iterable[bool], run: Any, site: Site
+) -> Any:
+    """A planted array as an operand of the mark, which may vary over fewer lanes: in a
+    vmap of 8 over which it does not vary, `f32[8,3]` becomes `f32[3]`. The arrays along
+    such an axis must be the same in the lanes that `run`, which is checked while the
+    program runs: in others, what was captured is zero."""
+    of_own = iter(varies)
+    kept = [is_own and next(of_own) for is_own in own]
+    is_key = not all(kept) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    data = jax.random.key_data(x) if is_key else x
+    for axis in [k for k, is_kept in enumerate(kept) if not is_kept]:
+        if data.shape[axis] > 1:
+            data = _one_along(data, run, axis, site)
+        run = run.any(axis, keepdims=True)
+    data = as_operand(data, kept)
+    if not is_key:
+        return data
+    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
 
-    site: Site
-    own: Sequence[bool]
-    run: Any
 
-    @staticmethod
-    def of(site: Site, guards: Sequence[Any], captured: Site) -> "_Lanes":
-        lanes = [a for a in captured.axes if a.lane]
-        own = own_axes([a._replace(n_loops=0) for a in site.axes], lanes)
-        run, _ = running(site, guards)
-        if run is None:
-            run = np.ones((1,) * len(site.axes), bool)
-        return _Lanes(site, own, aligned(run, own))
-
-    def pick(self, x: Any, varies: Iterable[bool]) -> Any:
-        """A planted array as an operand of the mark, which may vary over fewer lanes:
-        in a vmap of 8 over which it does not vary, `f32[8,3]` becomes `f32[3]`."""
-        of_own = iter(varies)
-        kept = [is_own and next(of_own) for is_own in self.own]
-        if all(kept) or not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            return self._along(x, kept)
-        data = self._along(jax.random.key_data(x), kept)
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-
-    def _along(self, x: Any, kept: Sequence[bool]) -> Any:
-        """One array of those along each axis that is not `kept`. They must be the same
-        in the lanes that run, which is checked while the program runs: in others, what
-        was captured is zero."""
-        run = self.run
-        for axis in [k for k, is_kept in enumerate(kept) if not is_kept]:
-            if x.shape[axis] > 1:
-                x = self._one_along(x, run, axis)
-            run = run.any(axis, keepdims=True)
-        return as_operand(x, kept)
-
-    def _one_along(self, x: Any, run: Any, axis: int) -> Any:
-        x, run = whole_along(x, axis), leading(whole_along(run, axis), x.ndim)
-        one = jnp.take_along_axis(x, jnp.argmax(run, axis, keepdims=True), axis)
-        said = self.site.said
-        if _compat.varying(one):
-            # A device that fails alone would leave the others waiting.
-            raise SowError(
-                f"`plant`: {said} has one value for all entries of an axis. Whether a "
-                "planted value varies along it cannot be checked in a `jax.shard_map`. "
-                "Plant a function."
-            )
-        is_other = (x != one) & ~((x != x) & (one != one))
-        return eqx.error_if(
-            one,
-            jnp.any(run & is_other),
-            f"`plant`: at {said} the program has one value for all entries of an "
-            "axis: the planted value must not vary along it.",
+def _one_along(x: Any, run: Any, axis: int, site: Site) -> Any:
+    x, run = whole_along(x, axis), leading(whole_along(run, axis), x.ndim)
+    one = jnp.take_along_axis(x, jnp.argmax(run, axis, keepdims=True), axis)
+    if _compat.varying(one):
+        # A device that fails alone would leave the others waiting.
+        raise SowError(
+            f"`plant`: {site.said} has one value for all entries of an axis. Whether a "
+            "planted value varies along it cannot be checked in a `jax.shard_map`. "
+            "Plant a function."
         )
+    is_other = (x != one) & ~((x != x) & (one != one))
+    return eqx.error_if(
+        one,
+        jnp.any(run & is_other),
+        f"`plant`: at {site.said} the program has one value for all entries of an "
+        "axis: the planted value must not vary along it.",
+    )
 
 
 def _apply(fn: Callable, site: Site, values: Sequence[Any]) -> list[Any]:

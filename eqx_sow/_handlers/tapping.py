@@ -5,7 +5,6 @@
 """
 
 import dataclasses as dc
-import itertools as it
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -28,26 +27,23 @@ from .._walk.frame import Frame
 from .._walk.handler import check_clear, check_guarded, Given, Handler
 from .._walk.plan import Ask, Placed, planned, Wanted
 from .._walk.runs import Run
-from .._walk.sows import loop_of, variables, Way
-from .asked import Asked, leave, of_one, reached
+from .._walk.sows import variables, Way
+from .asked import Asked, for_each_loop, layer, leave, of_one, reached
 from .delivery import Delivery, print_event
 
 
 # --- from the device ---
 def send(
     count: Any,
-    whole: Label,
     iterations: Sequence[Any],
-    of_value: tuple[bool, ...],
     entry: Entry,
     extra: Value,
-    mode: str,
+    action: "Send",
     options: Any,
 ) -> None:
     """Sends an execution to the callback, which is the `count`-th, in these iterations
-    of the loops around. `of_value` says of each whether it is the one of the value, and
-    `whole` what all iterations of the mark are called. `extra` is the option of that
-    name, and `options` are all options of `tap`."""
+    of the loops around. `extra` is the option of that name, and `options` are all
+    options of `tap`."""
     site, n = entry.site, len(entry.arrays) - entry.counted
     value = Value(site.form, entry.arrays[:n], site.varies[:n])
     value = _sendable(value, printed=options.callback.value is print_event)
@@ -59,15 +55,15 @@ def send(
     devices = jax.sharding.get_abstract_mesh().manual_axes
     delivery = Delivery(
         options.callback,
-        mode,
+        action.mode,
         sent,
         entry.counted,
         extra.form,
         devices,
         options.ordered,
-        whole,
+        action.whole,
         site.said,
-        of_value,
+        action.of_value,
     )
     indices = map(jax.lax.axis_index, devices)
     ran = map(as_operand, entry.arrays[n:], varies[n:])
@@ -234,18 +230,16 @@ CountKey = tuple[Any, tuple[str, ...], tuple[tuple[int, ...], ...]]
 class Send(NamedTuple):
     """What `Tap` does at a mark."""
 
-    # `SameParts` of the function.
-    transform: SameParts | None
+    # Of the function, or of `None`.
+    transform: SameParts
     mode: str
     # The key of its count in `Given.carry`; and with the option `every`, that of the
     # counts of each layer.
     counted_as: tuple[CountKey, ...]
     # What all iterations of the mark are called. `places` has an entry for each loop.
     whole: Label
-    # Of each loop around it, from outside in, whether its length is known.
-    known: tuple[bool, ...]
-    # The same, whether its iteration is that of the value. Not so in a `while_loop`
-    # that is part of a backward pass alone.
+    # Of each loop around it, from outside in, whether its iteration is that of the
+    # value. Not so in a `while_loop` that is part of a backward pass alone.
     of_value: tuple[bool, ...]
 
 
@@ -281,20 +275,16 @@ def to_send(
                 shape = list(map(max, shape, counts[key].shape[len(spread) :]))
             counts[key] = _zeros(spread, shape)
             counted_as.append(key)
-        loops = [loop for loop in map(loop_of, mark.eqns) if loop is not None]
-        known = tuple(loop.length is not None for loop in loops)
         # Those of a `while_loop` stand at the end.
-        of_scans = it.chain(mark.site.label.places, it.repeat(None))
-        places = tuple(next(of_scans) if k else None for k in known)
+        places = for_each_loop(mark, mark.site.label.places)
         whole = mark.site.label._replace(places=places)
-        whiles = iter(run.backward)
-        of_value = tuple(k or next(whiles, False) is False for k in known)
-        fn = of_one(transform, mark.site.name, site.name)
-        fn = None if fn is None else SameParts(fn)
+        whiles, lengths = iter(run.backward), for_each_loop(mark, mark.loops)
+        of_value = tuple(n is not None or next(whiles, False) is False for n in lengths)
+        fn = SameParts(of_one(transform, mark.site.name, site.name))
         mode = mode_of[site.key]
-        send = Send(fn, mode, tuple(counted_as), whole, known, of_value)
+        send = Send(fn, mode, tuple(counted_as), whole, of_value)
         row = rows.setdefault(mark.way, Wanted(mark, []))
-        row.asks.append(Ask(0, site.labels, at, send))
+        row.asks.append(Ask(0, site.labels, for_each_loop(mark, at), send))
     return planned(rows.values()), counts
 
 
@@ -321,8 +311,9 @@ def _mesh_axes(eqn: Any) -> list[Hashable]:
 
 @dc.dataclass(frozen=True, kw_only=True)
 class Tap(Handler):
-    """Sends the values of marks to the host. Its actions are `Send`. `Given.carry` has
-    the counts, and `Given.values` are the arrays of the option `extra`."""
+    """Sends the values of marks to the host. Its actions are `Send`, and `Ask.at` has
+    an entry for each `while_loop`, too. `Given.carry` has the counts, and
+    `Given.values` are the arrays of the option `extra`."""
 
     options: Any
     when: SameParts
@@ -360,19 +351,18 @@ class Tap(Handler):
         total, *of_layers = action.counted_as
         count = given.carry[total]
         extra = Value(self.extra, given.values, [()] * len(given.values))
-        is_asked = reached(ask.at, it.compress(given.iterations, action.known))
+        is_asked = reached(ask.at, given.iterations)
         # In which lanes, if a condition differs between these.
         run, run_varies = running(site, operands)
         executed = is_asked if run is None else any_lane(run) & is_asked
         options = self.options
-        transform = None if action.transform is None else action.transform.value
+        transform = action.transform.value
 
         def send_it():
             sees_all = isinstance(transform, Batched)
             seen = all_lanes(site, operands) if sees_all else operands
             entry = captured(site, seen, transform)
-            where = action.whole, given.iterations, action.of_value
-            send(count, *where, entry, extra, action.mode, options)
+            send(count, given.iterations, entry, extra, action, options)
 
         def send_when():
             predicate = self.when.value
@@ -388,13 +378,12 @@ class Tap(Handler):
         due, one = executed, executed.astype(np.int32)
         counts: dict[CountKey, Any] = {total: count + one}
         for key in of_layers:
-            pairs = zip(action.whole.places, given.iterations)
-            layer = tuple(i for k, i in pairs if k is not None)
+            i = layer(action.whole.places, given.iterations)
             of_each = jnp.asarray(given.carry[key])
             # `every` is of any size, while a count is an int32.
             every = np.int32(min(options.every, 2**31 - 1))
-            due = due & (of_each[layer] % every == 0)
-            counts[key] = of_each.at[layer].add(one)
+            due = due & (of_each[i] % every == 0)
+            counts[key] = of_each.at[i].add(one)
         only_if(due, send_when)
         return given._replace(carry={**given.carry, **counts})
 

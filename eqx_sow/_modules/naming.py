@@ -78,8 +78,6 @@ class Spelling:
 
     def keys(self, path: Path) -> Path:
         """The keys of a place, as they are written."""
-        if path in self._keys:
-            return self._keys[path]
         n = next(n for n in range(len(path), -1, -1) if path[:n] in self._keys)
         return (*self._keys[path[:n]], *path[n:])
 
@@ -90,7 +88,7 @@ class Spelling:
         """The name; with a number, if something else has it."""
         there = self._written.get(name)
         is_there = lambda x: x.path == there and x[1:] == Thing(())[1:]
-        if is_there(thing) or len(self._things[name]) == 1 and there is None:
+        if is_there(thing):
             return name
         others = sorted(x for x in self._things[name] if not is_there(x))
         n = others.index(thing) + (there in self._places)
