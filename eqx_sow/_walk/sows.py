@@ -7,7 +7,8 @@ at any depth, and in Python functions that equations hold.
 import functools as ft
 import itertools as it
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -132,6 +133,14 @@ def jaxprs_to_run(eqn: Any) -> dict[int, Any]:
     return dict([called]) if called else {}
 
 
+def grouped(xs: Iterable[Any], key: Callable[[Any], Any]) -> defaultdict[Any, list]:
+    """Those with equal keys together, in their order."""
+    groups = defaultdict(list)
+    for x in xs:
+        groups[key(x)].append(x)
+    return groups
+
+
 def variables(atoms: Iterable[Any]) -> list[Any]:
     return [v for v in atoms if not isinstance(v, jexc.Literal)]
 
@@ -190,6 +199,24 @@ class Mark(NamedTuple):
     site: Site
     eqns: tuple[Any, ...]
     way: Way
+
+    # --- what `Numbering` finds out of it ---
+    # The ways of the executions that its edge comes from.
+    edges: frozenset[Way] = frozenset()
+    # Equal for two marks of equal values.
+    value: Hashable = None
+    # For each `cond` around it, the number of the index, and that of the branch.
+    cases: frozenset[tuple[int, int]] = frozenset()
+    # For each guard, where its operand was made. This tells the runs of a cond apart
+    # that is in a function which is called twice.
+    made: tuple[Hashable, ...] = ()
+
+    @property
+    def branches(self) -> frozenset[tuple[Hashable, int]]:
+        """The branches that it is in, also of conds that a vmap made selections of. Two
+        marks are in branches of one run of a cond if the index is the same."""
+        guards = zip(self.made, self.site.guards)
+        return self.cases | {(run, g.branch) for run, g in guards if g.cond is not None}
 
     @property
     def loops(self) -> tuple[int, ...]:
@@ -314,6 +341,12 @@ def is_of_unknown_length(eqn: Any) -> bool:
     """Whether it is a loop such as a `while_loop`."""
     loop = loop_of(eqn)
     return loop is not None and loop.length is None
+
+
+def around_backward_pass(eqns: Iterable[Any]) -> list[Any]:
+    """Those of the equations around a place that are around the backward pass that it
+    is in."""
+    return [*it.takewhile(lambda e: not _compat.in_backward_pass(e), eqns)]
 
 
 def in_loop_of_backward_pass(eqns: Iterable[Any]) -> bool:
