@@ -234,10 +234,6 @@ class Mark(NamedTuple):
         """Whether it is in one, and is no derivative."""
         return not self.site.modes and any(map(_compat.in_backward_pass, self.eqns))
 
-    def within(self, eqns: tuple[Any, ...], way: Way) -> "Mark":
-        """The same, if its jaxpr is one to which these lead."""
-        return Mark(self.site, (*eqns, *self.eqns), (*way, *self.way))
-
 
 def sows(x: Any, eqns: tuple[Any, ...] = (), way: Way = ()) -> Iterator[Mark]:
     """The marks in a jaxpr, or within an equation, to which `eqns` and `way` lead."""
@@ -252,7 +248,7 @@ def sows(x: Any, eqns: tuple[Any, ...] = (), way: Way = ()) -> Iterator[Mark]:
     found: list[Mark] = []
     for k, jaxpr in jaxprs_to_run(x).items():
         found += sows(jaxpr, eqns, (*way, k))
-    found += [mark.within(eqns, (*way, FUNCTION)) for mark in _in_functions(x)]
+    found += _in_functions(x, eqns, (*way, FUNCTION))
     if shows_sow(x) and not found:
         primitive, params = _compat.unmapped(x)
         # Of all that are a class, such as `CustomRoot`, the primitive is the same one.
@@ -268,9 +264,9 @@ def sows(x: Any, eqns: tuple[Any, ...] = (), way: Way = ()) -> Iterator[Mark]:
     yield from found
 
 
-def _in_functions(eqn: Any) -> list[Mark]:
-    """The marks in Python functions that an equation holds: they are traced once more,
-    with a note of the calls that are noted now."""
+def _in_functions(eqn: Any, eqns: tuple[Any, ...] = (), way: Way = ()) -> list[Mark]:
+    """The marks in Python functions that an equation holds, to which `eqns` and `way`
+    lead: they are traced once more, with a note of the calls that are noted now."""
     primitive, params = _compat.unmapped(eqn)
     noinline = primitive is _compat.noinline_p
     is_hi = primitive is _hijax.hi_p and not jaxprs_to_run(eqn)
@@ -282,13 +278,14 @@ def _in_functions(eqn: Any) -> list[Mark]:
             captures=here.captures, depth=here.depth, replaced=here.replaced
         )
         with listening(new):
-            return [*sows((_compat.noinlined if noinline else expanded)(eqn))]
+            held = (_compat.noinlined if noinline else expanded)(eqn)
+            return [*sows(held, eqns, way)]
     found: list[Site] = []
     if is_filtered(params):
         with listening(Listening(report=found.append)):
             avals = [v.aval for v in eqn.invars]
             eqn.primitive.abstract_eval(*avals, **eqn.params)
-    return [Mark(site, (), (i,)) for i, site in enumerate(found)]
+    return [Mark(site, eqns, (*way, i)) for i, site in enumerate(found)]
 
 
 def is_filtered(params: dict[str, Any]) -> bool:
