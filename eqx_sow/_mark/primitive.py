@@ -348,29 +348,35 @@ same_p = jexc.Primitive("same")
 same_p.multiple_results = True
 
 
-def _sow_checkpoint(saveable, unknown, instantiated, eqn):
+def computed_again(saveable, unknown, instantiated, eqn):
+    """How `jax.checkpoint` splits an equation of which it saves nothing: what is known
+    before the backward pass, and what is computed in there; of the outputs, which are
+    unknown, and which come out there; and what else it needs there."""
     del saveable
-    missing = [
-        x
-        for x, i in zip(eqn.invars, instantiated)
-        if not i and not isinstance(x, jexc.Literal)
-    ]
     every = [True] * len(eqn.outvars)
+    pairs = zip(eqn.invars, instantiated)
+    missing = [x for x, i in pairs if not i and isinstance(x, jexc.Var)]
     if any(unknown):
         return None, eqn, every, every, missing
-    site = eqn.params["site"]
+    return eqn, eqn, [False] * len(every), every, missing
+
+
+def _sow_checkpoint(*args):
+    known, again, unknown, instantiated, missing = computed_again(*args)
+    if known is None:
+        return known, again, unknown, instantiated, missing
+    site = known.params["site"]
     site = site._replace(splits=(*site.splits, object()))
-    eqn = eqn.replace(params=dict(site=site))
-    again = eqn.replace(primitive=same_p, effects=frozenset())
-    edge, *outvars = eqn.outvars
+    known = known.replace(params=dict(site=site))
+    again = known.replace(primitive=same_p, effects=frozenset())
+    edge, *outvars = known.outvars
     here = listening.value
     if here is None or here.in_while or type(edge) is not jexc.Var:
-        return eqn, again, [False] * len(every), every, missing
+        return known, again, unknown, instantiated, missing
     # The edge is kept, which costs nothing. So what is computed again is needed for its
     # values only.
     again = again.replace(outvars=[jexc.Var(edge.aval), *outvars])
-    instantiated = [False, *every[1:]]
-    return eqn, again, [False] * len(every), instantiated, [*missing, edge]
+    return known, again, unknown, [False, *instantiated[1:]], [*missing, edge]
 
 
 def _same_jvp(primals, tangents, *, site):

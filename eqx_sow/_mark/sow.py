@@ -240,16 +240,15 @@ class Sow(eqx.Module):
         As [`eqx_sow.sow`][].
         """
         del key
+        here = listening.value
+        if here is None:
+            return x
         if self.name is None:
             # Where calls of modules are noted, the value is marked there. At a depth of
             # 0 no transformation traces this: `_walk/sows.py` looks once more into a
             # function that an equation holds.
-            here = listening.value
-            if here is not None and here.depth and not here.captures:
+            if here.depth and not here.captures:
                 raise UnnamedSowError
-            return x
-        here = listening.value
-        if here is None:
             return x
         return _sow(x, self.name, self.tag, self.spec, here, layer=self)
 

@@ -169,8 +169,6 @@ def _outside(taken: Taken, given: Given, frame: Frame) -> Taken:
 
 def renamed(taken: Taken, placed: Placed) -> Taken:
     """What is taken inside, with its slots as they are called around."""
-    if not taken.entries or placed.slots == tuple(range(len(placed.slots))):
-        return taken
     entries = tuple(e.with_slot(placed.slots[e.slot]) for e in taken.entries)
     return taken._replace(entries=entries)
 
@@ -228,10 +226,7 @@ class Interpret:
         plan, given = self.plan and placed.plan, self.given(given, placed)
         closed, inputs, treedef = self._staged(evaluate, jaxpr, plan, given, args)
         outs, taken = jtu.tree_unflatten(treedef, range(treedef.num_leaves))
-        seen = renamed(taken, placed)
-        if seen is not taken:
-            treedef = jtu.tree_structure((outs, seen))
-        return closed, inputs, treedef
+        return closed, inputs, jtu.tree_structure((outs, renamed(taken, placed)))
 
     def _staged(
         self, fn: Callable, held: Any, plan: Plan | None, given: Given, args: Any

@@ -35,7 +35,7 @@ from .. import _compat, _hijax
 from .._errors import SowError
 from .._mark.listening import around, listening
 from .._mark.noting import listening_as
-from .._mark.primitive import sow_p, widened
+from .._mark.primitive import computed_again, sow_p, widened
 from .._mark.site import Guard
 from . import rules as _rules
 from .handler import Given, Handler
@@ -99,12 +99,22 @@ def _listening_as_at_call(rule, at_call, scope, *args):
         return rule(*args)
 
 
+@dc.dataclass(frozen=True)
+class _InScope:
+    """Makes contexts in which names begin with this scope."""
+
+    scope: str
+
+    def __call__(self):
+        now = listening.value
+        if now is None:
+            return contextlib.nullcontext()
+        return listening(now._replace(scope=self.scope))
+
+
 @lu.transformation2
-def _named_as_at_call(bwd, at_call, *args):
-    now = listening.value
-    if now is None:
-        return bwd(*args)
-    with listening(now._replace(scope=at_call.scope)):
+def _in_context(bwd, context, *args):
+    with context():
         return bwd(*args)
 
 
@@ -125,7 +135,7 @@ def _keep_listening(primitive: jexc.Primitive, scope: Callable) -> None:
             here = at_call._replace(n_loops=0, moving=False)
             rule = _listening_as_at_call(rule, here, scope)
             if at_call.scope:
-                bwd = [_named_as_at_call(f, at_call) for f in bwd]
+                bwd = [_in_context(f, _InScope(at_call.scope)) for f in bwd]
             params = {**params, "subfuns": (fn, rule, *bwd)}
         return bind(*args, **params)
 
@@ -137,17 +147,6 @@ _keep_listening(prims.custom_vjp_call_p, contextlib.nullcontext)
 
 
 # --- JAX's next primitives ---
-@dc.dataclass(frozen=True)
-class _InScope:
-    scope: str
-
-    def __call__(self):
-        now = listening.value
-        if now is None:
-            return contextlib.nullcontext()
-        return listening(now._replace(scope=self.scope))
-
-
 if _hijax.hi_p is not None:
     _bind_hi = _hijax.hi_p.bind
 
@@ -404,22 +403,12 @@ def _nothing_saved():
     no room for that. So here they have a rule."""
     table = pe.partial_eval_jaxpr_custom_rules
     new = [p for p in rules if p is not None and p not in table]
-    table.update(dict.fromkeys(new, _computed_again))
+    table.update(dict.fromkeys(new, computed_again))
     try:
         yield
     finally:
         for primitive in new:
             table.pop(primitive, None)
-
-
-def _computed_again(saveable, unknown, instantiated, eqn):
-    del saveable
-    every = [True] * len(eqn.outvars)
-    pairs = zip(eqn.invars, instantiated)
-    missing = [x for x, i in pairs if not i and isinstance(x, jexc.Var)]
-    if any(unknown):
-        return None, eqn, every, every, missing
-    return eqn, eqn, [False] * len(every), every, missing
 
 
 @kept_with_jaxpr

@@ -25,7 +25,7 @@ from .. import _compat
 from .._arrays import onto, spec_of, with_spec
 from .._values.entry import Entry
 from .handler import Given
-from .sows import jaxprs_of, kept_with_jaxpr, loop_of
+from .sows import called_by, jaxprs_of, kept_with_jaxpr, loop_of
 
 
 Spec = tuple[Any, ...]
@@ -49,8 +49,8 @@ def entries_outside(
 ) -> tuple[Entry, ...]:
     """What was taken in an equation of a jaxpr, on the mesh around."""
     mesh = jax.sharding.get_abstract_mesh()
-    specs = _specs(jaxpr, mesh)
-    known = [(v.aval.shape, specs(v)) for v in eqn.invars if hasattr(v.aval, "shape")]
+    specs = _specs_on(jaxpr, mesh)
+    known = _known(eqn.invars, [_spec_of(specs, v) for v in eqn.invars])
 
     def divides(axes, n):
         names = axes if isinstance(axes, tuple) else (axes,)
@@ -91,42 +91,38 @@ def _spec_like(shape: Sequence[int], known: Iterable[KnownSpec]) -> Spec:
     return min(every, key=lambda spec: spec.count(None), default=nothing)
 
 
-def _specs(jaxpr: Any, mesh: Any):
-    made = _specs_on(jaxpr, mesh)
+def _known(atoms: Iterable[Any], specs: Iterable[Spec | None]) -> list[KnownSpec]:
+    return [(v.aval.shape, s) for v, s in zip(atoms, specs) if s]
 
-    def of(v):
-        none = (None,) * len(v.aval.shape)
-        return none if isinstance(v, jexc.Literal) else made.get(v, none)
 
-    return of
+def _spec_of(specs: dict[Any, Spec], v: Any) -> Spec | None:
+    return None if isinstance(v, jexc.Literal) else specs.get(v)
+
+
+def _spec_in_type(aval: Any) -> Spec | None:
+    return spec_of(aval) if isinstance(aval, jax.core.ShapedArray) else None
 
 
 @kept_with_jaxpr
 def _specs_on(jaxpr: Any, mesh: Any) -> dict[Any, Spec]:
     """How the variables of a jaxpr are sharded, were the types of all mesh axes those
     of this mesh."""
-    given = [
-        spec_of(v.aval) if isinstance(v.aval, jax.core.ShapedArray) else None
-        for v in (*jaxpr.constvars, *jaxpr.invars)
-    ]
+    given = [_spec_in_type(v.aval) for v in (*jaxpr.constvars, *jaxpr.invars)]
     return _propagated(jaxpr, mesh, given)
 
 
 def _propagated(jaxpr: Any, mesh: Any, given: Sequence[Any]) -> dict[Any, Spec]:
     specs = dict(zip((*jaxpr.constvars, *jaxpr.invars), given))
-
-    def spec(v):
-        return None if isinstance(v, jexc.Literal) else specs.get(v)
-
     for eqn in jaxpr.eqns:
-        out = _spec_of_outputs(eqn, mesh, list(map(spec, eqn.invars)))
+        of_operands = [_spec_of(specs, v) for v in eqn.invars]
+        out = _spec_of_outputs(eqn, mesh, of_operands)
         specs.update((v, s) for v, s in zip(eqn.outvars, out) if s is not None)
     return {v: s for v, s in specs.items() if s is not None}
 
 
 def _spec_of_outputs(eqn: Any, mesh: Any, given: Sequence[Any]) -> Sequence[Any]:
     avals = [v.aval for v in eqn.outvars]
-    own = [spec_of(x) if isinstance(x, jax.core.ShapedArray) else None for x in avals]
+    own = list(map(_spec_in_type, avals))
     if any(s and any(s) for s in own):
         return own
     if eqn.primitive.name in ("reshard", "sharding_constraint"):
@@ -138,7 +134,6 @@ def _spec_of_outputs(eqn: Any, mesh: Any, given: Sequence[Any]) -> Sequence[Any]
     of_body = _spec_of_body(eqn, mesh, given)
     if of_body is not None:
         return of_body
-    known = [(v.aval.shape, s) for v, s in zip(eqn.invars, given) if s]
     try:
         operands = [
             v.aval.update(sharding=with_spec(mesh, s or (None,) * len(v.aval.shape)))
@@ -146,21 +141,19 @@ def _spec_of_outputs(eqn: Any, mesh: Any, given: Sequence[Any]) -> Sequence[Any]
         ]
         new, _ = eqn.primitive.abstract_eval(*operands, **eqn.params)
     except Exception:  # whatever JAX or another library says of such types
+        known = _known(eqn.invars, given)
         return [s and _spec_like(x.shape, known) for x, s in zip(avals, own)]
     new = new if eqn.primitive.multiple_results else [new]
-    return [spec_of(x) if isinstance(x, jax.core.ShapedArray) else None for x in new]
+    return list(map(_spec_in_type, new))
 
 
 def _spec_of_body(eqn: Any, mesh: Any, given: Sequence[Any]) -> list[Any] | None:
     """The same, of a call or a scan."""
-    (body, *others) = (*jaxprs_of(eqn), None)
+    called = called_by(eqn)
     is_scan = eqn.primitive is jexc.primitives.scan_p
-    if others != [None] or (loop_of(eqn) and not is_scan):
+    if called is None or (loop_of(eqn) and not is_scan):
         return None
-    body, _ = _compat.open_jaxpr(body)
-    sizes = lambda x: (len(x.invars), len(x.outvars))
-    if sizes(body) != sizes(eqn):
-        return None
+    body, _ = _compat.open_jaxpr(called[1])
     n_same = n_carry = len(given)
     if is_scan:
         n_consts, n_carry = _compat.scan_arity(eqn.params)
@@ -168,7 +161,7 @@ def _spec_of_body(eqn: Any, mesh: Any, given: Sequence[Any]) -> list[Any] | None
     # Of a scan over a sharded axis, JAX has no slices.
     given = [*given[:n_same], *[s and s[1:] for s in given[n_same:]]]
     specs = _propagated(body, mesh, [*[None] * len(body.constvars), *given])
-    out = [None if isinstance(v, jexc.Literal) else specs.get(v) for v in body.outvars]
+    out = [_spec_of(specs, v) for v in body.outvars]
     return [*out[:n_carry], *[s if s is None else (None, *s) for s in out[n_carry:]]]
 
 

@@ -25,8 +25,14 @@ from .. import _hijax
 from .._mark.primitive import same_p, sow_p
 from .._mark.site import Site
 from .flow import Domain, Here
-from .repetitions import around_backward_pass, Sown
-from .sows import is_of_unknown_length, lengths_of, loop_of, Way
+from .sows import (
+    around_backward_pass,
+    is_of_unknown_length,
+    lengths_of,
+    loop_of,
+    Mark,
+    Way,
+)
 
 
 class How(NamedTuple):
@@ -92,7 +98,7 @@ class Numbering(Domain):
         # By number, of an edge, the executions that it comes from.
         self._edges: dict[int, frozenset[Way]] = {}
         # The marks, by the ways to their equations.
-        self.sows: dict[Way, Sown] = {}
+        self.marks: dict[Way, Mark] = {}
 
     def unlike_any(self) -> Numbered:
         """A value that is equal to no other one."""
@@ -159,11 +165,15 @@ class Numbering(Domain):
     def _sow(self, eqn: Any, operands: Sequence[Numbered], here: Here) -> Numbered:
         site = self._sites.get(here.way, eqn.params["site"])
         edge, *operands = operands
-        at = here._replace(around=(*here.around, eqn))
-        edges = self._edges.get(edge.number, frozenset())
-        runs = tuple(x.made for x in operands[: len(site.guards)])
-        value = self._value_at(site, operands)
-        self.sows[here.way] = Sown(site, at, edges, value, runs)
+        self.marks[here.way] = Mark(
+            site,
+            (*here.around, eqn),
+            here.way,
+            edges=self._edges.get(edge.number, frozenset()),
+            value=self._value_at(site, operands),
+            cases=frozenset((index.number, i) for index, i in here.cases),
+            made=tuple(x.made for x in operands[: len(site.guards)]),
+        )
         if site.modes:
             return edge
         edge = self.unlike_any()
@@ -210,7 +220,7 @@ class Numbering(Domain):
             for i, (how, pair) in enumerate(zip(hows, pairs))
         ]
 
-    def at_solution(self, x: Sown, y: Sown) -> bool:
+    def at_solution(self, x: Mark, y: Mark) -> bool:
         """Whether `x` is computed as `y` is in a `while_loop`, but from what the loop
         carries at the end. Of the three marks that come of
 
@@ -224,7 +234,7 @@ class Numbering(Domain):
         (*mine, pairs), (*others, numbers) = of_x, of_y
         if mine != others:
             return False
-        todo, seen, here = list(zip(pairs, numbers)), set(), y.here.way
+        todo, seen, here = list(zip(pairs, numbers)), set(), y.way
         while todo:
             pair = todo.pop()
             if pair[0] == pair[1] or pair in seen:
@@ -301,7 +311,7 @@ class Numbering(Domain):
         # 2. So what was stacked at a depth less is taken apart, too, as far as scans
         # are around the backward pass alone.
         depth = len(here.scans)
-        least = depth - len(lengths_of(around_backward_pass(here)))
+        least = depth - len(lengths_of(around_backward_pass(here.around)))
         how = self._computed[value.number].how
         if how not in [How("stack", d) for d in range(least or depth, depth)]:
             how = How("stack", depth)

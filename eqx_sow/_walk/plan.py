@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from .._mark.site import Label, Site
-from .sows import is_of_unknown_length, Mark, sows, Way
+from .sows import grouped, is_of_unknown_length, Mark, sows, Way
 
 
 # In the place of a slot: nothing is taken at the mark, or put there. It may be that it
@@ -142,36 +142,25 @@ def planned(
     rows: Iterable[Wanted], are_apart: AreApart = lambda derivative, value: False
 ) -> Placed:
     """The plan of a program."""
-    return _of_jaxpr(sorted(rows, key=lambda row: row.mark.way), 0, are_apart)
+    return _placed(sorted(rows, key=lambda row: row.mark.way), 0, are_apart)
 
 
-def _of_jaxpr(rows: Sequence[Wanted], depth: int, are_apart: AreApart) -> Placed:
-    own, marks, by_eqn = _Numbers(), {}, {}
+def _placed(rows: Sequence[Wanted], depth: int, are_apart: AreApart) -> Placed:
+    """The plan of what the first `depth` numbers of these ways lead to: a jaxpr if they
+    are even in number, else an equation."""
+    own, marks, further, inside = _Numbers(), {}, [], {}
     for row in rows:
-        way = row.mark.way
-        i = way[depth]
-        if len(way) == depth + 1:
-            asks = [Ask(own(x.slot), *x[1:]) for x in row.asks]
-            marks[i] = tuple(asks)
+        if len(row.mark.way) > depth + 1:
+            further.append(row)
         else:
-            by_eqn.setdefault(i, []).append(row)
-    inside = {}
-    for i, group in by_eqn.items():
-        plan, slots = _of_equation(group, depth, are_apart)
+            asks = [Ask(own(x.slot), *x[1:]) for x in row.asks]
+            marks[row.mark.way[depth]] = tuple(asks)
+    for i, group in grouped(further, lambda row: row.mark.way[depth]).items():
+        plan, slots = _placed(group, depth + 1, are_apart)
         inside[i] = Placed(plan, tuple(map(own, slots)))
-    return Placed(_plan(marks, inside), tuple(own))
-
-
-def _of_equation(rows: Sequence[Wanted], depth: int, are_apart: AreApart) -> Placed:
-    own, by_jaxpr, inside = _Numbers(), {}, {}
-    for row in rows:
-        by_jaxpr.setdefault(row.mark.way[depth + 1], []).append(row)
-    for k, group in by_jaxpr.items():
-        plan, slots = _of_jaxpr(group, depth + 2, are_apart)
-        inside[k] = Placed(plan, tuple(map(own, slots)))
-    around = rows[0].mark.eqns[: depth // 2 + 1]
-    if not is_of_unknown_length(around[-1]):
-        return Placed(_plan({}, inside), tuple(own))
+    around = rows[0].mark.eqns[: depth // 2 + 1] if depth % 2 else ()
+    if not (around and is_of_unknown_length(around[-1])):
+        return Placed(_plan(marks, inside), tuple(own))
     pairs = frozenset((own[d], own[v]) for d in own for v in own if are_apart(d, v))
     k = sum(map(is_of_unknown_length, around)) - 1
     backward = frozenset(
@@ -181,4 +170,4 @@ def _of_equation(rows: Sequence[Wanted], depth: int, are_apart: AreApart) -> Pla
         for x in row.asks
         if x.slot in own
     )
-    return Placed(_plan({}, inside, pairs, backward), tuple(own))
+    return Placed(_plan(marks, inside, pairs, backward), tuple(own))

@@ -28,67 +28,39 @@ because a mark that was computed at another point would else be missing.
 
 import itertools as it
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import jax.extend.core as jexc
 
 from .. import _compat, _hijax
 from .._frames import is_called_by_equinox, is_of_equinox
-from .._mark.site import Site
-from .flow import Here
 from .sows import (
+    around_backward_pass,
+    grouped,
     is_kept_in_loop,
     is_of_unknown_length,
     jaxprs_of,
     kept_with_jaxpr,
     lengths_of,
     loop_of,
+    Mark,
     Way,
 )
-
-
-class Sown(NamedTuple):
-    """A mark that the pass came by."""
-
-    site: Site
-    # Its place; the last of the equations around it is its own.
-    here: Here
-    # The ways of the executions that its edge comes from.
-    edges: frozenset[Way]
-    # Equal for two marks of equal values.
-    value: Hashable
-    # For each guard, where its operand was made: tells runs of one cond apart.
-    runs: tuple[Hashable, ...]
-
-    @property
-    def in_backward_pass(self) -> bool:
-        return any(map(_compat.in_backward_pass, self.here.around))
-
-    @property
-    def cases(self) -> frozenset[tuple[int, int]]:
-        return frozenset((index.number, i) for index, i in self.here.cases)
-
-    @property
-    def branches(self) -> frozenset[tuple[Hashable, int]]:
-        """The branches that it is in, also of conds that a vmap made selections of. Two
-        marks are in branches of one run of a cond if the index is the same."""
-        guards = zip(self.runs, self.site.guards)
-        return self.cases | {(run, g.branch) for run, g in guards if g.cond is not None}
 
 
 # The repetitions, each with the executions that it may repeat.
 Repeated = Iterator[tuple[Way, frozenset[Way]]]
 # Whether some mark repeats this execution, which is before it in the program.
-Repeats = Callable[[Sown], bool]
+Repeats = Callable[[Mark], bool]
 # What tells the executions that a mark repeats. `None`: it is an execution itself.
-Matcher = Callable[[Sown], Repeats | None]
+Matcher = Callable[[Mark], Repeats | None]
 # Whether a mark has the value of another one.
-Same = Callable[[Sown, Sown], bool]
+Same = Callable[[Mark, Mark], bool]
 
 
 def repetitions(
-    primals: Sequence[Sown], at_solution: Same
+    primals: Sequence[Mark], at_solution: Same
 ) -> dict[Way, frozenset[Way]]:
     """Of the primals of a program, the repetitions, each with the executions that it
     may repeat. `at_solution` is that of `Numbering`.
@@ -98,24 +70,21 @@ def repetitions(
     those of its equation; one in the rule of a function that such a loop calls, those
     in the function."""
     repeated: dict[Way, frozenset[Way]] = {}
-    by_value = defaultdict(list)
-    for x in primals:
-        by_value[x.value].append(x)
-    for alike in by_value.values():
+    for alike in grouped(primals, lambda x: x.value).values():
         repeated.update(_matched(alike, _same_value, _in_order))
-    rest = [x for x in primals if x.here.way not in repeated]
+    rest = [x for x in primals if x.way not in repeated]
     repeated.update(_matched(rest, _same_equation(rest, at_solution)))
-    rest = [x for x in primals if x.here.way not in repeated]
+    rest = [x for x in primals if x.way not in repeated]
     repeated.update(_other_equations(rest))
     return repeated
 
 
 # Marks that may be repetitions, each with executions that it may repeat.
-Row = Iterable[tuple[Sown, list[Sown]]]
+Row = Iterable[tuple[Mark, list[Mark]]]
 
 
 def _matched(
-    sows: Iterable[Sown], matcher: Matcher, choose: Callable[[Row], Row] = list
+    sows: Iterable[Mark], matcher: Matcher, choose: Callable[[Row], Row] = list
 ) -> Repeated:
     """Goes over some marks in the order of the program, and matches repetitions with
     executions before them. `choose` picks some of these, for the repetitions in a row.
@@ -123,7 +92,7 @@ def _matched(
     If the program takes the same gradient twice, each backward pass repeats its own
     forward pass: what was repeated before comes last.
     """
-    ran: list[Sown] = []
+    ran: list[Mark] = []
     repeated: set[Way] = set()
     pairs = ((x, matcher(x)) for x in sows)
     for is_execution, some in it.groupby(pairs, lambda pair: pair[1] is None):
@@ -133,19 +102,16 @@ def _matched(
         row = []
         for x, repeats in some:
             executions = [y for y in ran if repeats and repeats(y)]
-            first = [y for y in executions if y.here.way not in repeated]
+            first = [y for y in executions if y.way not in repeated]
             if executions := first or executions:
                 row.append((x, executions))
-        found = {
-            x.here.way: frozenset(y.here.way for y in chosen)
-            for x, chosen in choose(row)
-        }
+        found = {x.way: frozenset(y.way for y in chosen) for x, chosen in choose(row)}
         yield from found.items()
         repeated.update(*found.values())
 
 
 # --- the same value ---
-def _same_value(x: Sown) -> Repeats | None:
+def _same_value(x: Mark) -> Repeats | None:
     """What tells the executions that a mark in a backward pass repeats, of those of its
     value."""
     # Only executions in the branches of cond around it: others may not have run.
@@ -162,59 +128,50 @@ def _in_order(row: Row) -> Row:
     executions and 2 repetitions, these are of the last two. But what one `bwd` computes
     again is in the order of the forward pass."""
     near = ((x, _of_alike_lines(x, _of_one_call(x, ys))) for x, ys in row)
-    for group in _grouped(near, lambda x, ys: tuple(y.here.way for y in ys)):
+    for group in grouped(near, lambda pair: tuple(y.way for y in pair[1])).values():
         # A `bwd` may compute it more than once, on other lines each time.
-        by_lines = _grouped(group, lambda x, _: tuple(x.site.origin.calls))
-        for some in [group] if _is_told(group) else by_lines:
+        by_lines = grouped(group, lambda pair: tuple(pair[0].site.origin.calls))
+        for some in [group] if _is_told(group) else by_lines.values():
             backward = [pair for call in _calls_of_bwd(some) for pair in reversed(call)]
             for i, (x, ys) in enumerate(backward):
                 last = -1 - i * min(len(ys), len(some)) // len(some)
                 yield x, [ys[last]] if _is_told(some) else ys
 
 
-def _grouped(row: Row, key: Callable[[Sown, list[Sown]], Hashable]) -> list[list[Any]]:
-    groups = defaultdict(list)
-    for pair in row:
-        groups[key(*pair)].append(pair)
-    return [*groups.values()]
-
-
-def _is_told(group: Sequence[tuple[Sown, list[Sown]]]) -> bool:
+def _is_told(group: Sequence[tuple[Mark, list[Mark]]]) -> bool:
     """Whether the order tells which of the executions each of some marks repeats, which
     all may repeat the same ones."""
     n = len(group[0][1])
     return n >= len(group) or n <= len(_calls_of_bwd(group))
 
 
-def _calls_of_bwd(row: Row) -> list[list[tuple[Sown, list[Sown]]]]:
+def _calls_of_bwd(row: Row) -> list[list[tuple[Mark, list[Mark]]]]:
     """The marks from each call of a `bwd`. JAX gives all of its equations the traceback
     of the call of the function that it is the `bwd` of."""
 
     def call(pair):
-        around = pair[0].here.around
+        around = pair[0].eqns
         i = max(i for i, eqn in enumerate(around) if _compat.in_backward_pass(eqn))
-        return pair[0].here.way[: 2 * i], id(around[i].source_info.traceback)
+        return pair[0].way[: 2 * i], id(around[i].source_info.traceback)
 
     return [[*some] for _, some in it.groupby(row, call)]
 
 
-def _of_one_call(x: Sown, executions: list[Sown]) -> list[Sown]:
+def _of_one_call(x: Mark, executions: list[Mark]) -> list[Mark]:
     """Those from the call of a function in whose `bwd` a mark is, if that can be told.
     JAX gives all equations of a `bwd` the traceback of that call, and in a jitted
     function also those of the forward pass. Of other equations, such as what a jitted
     function has inside, it is that of the first call, so the outermost ones count."""
     n = 0
-    while len({y.here.way[: 2 * n + 1] for y in executions}) == 1 < len(executions):
+    while len({y.way[: 2 * n + 1] for y in executions}) == 1 < len(executions):
         n += 1
-    of_call = defaultdict(list)
-    for y in executions:
-        of_call[id(y.here.around[n].source_info.traceback)].append(y)
-    mine = (id(e.source_info.traceback) for e in x.here.around)
+    of_call = grouped(executions, lambda y: id(y.eqns[n].source_info.traceback))
+    mine = (id(e.source_info.traceback) for e in x.eqns)
     call = next(filter(of_call.__contains__, mine), None)
     return executions if call is None else of_call[call]
 
 
-def _of_alike_lines(x: Sown, executions: list[Sown]) -> list[Sown]:
+def _of_alike_lines(x: Mark, executions: list[Mark]) -> list[Mark]:
     """Those that have the most calls in the user's code in common with a mark, from
     inside out."""
 
@@ -231,17 +188,15 @@ _CUSTOM_VJP = jexc.primitives.custom_vjp_call_p, _hijax.hi_p
 _CUSTOM = *_CUSTOM_VJP, jexc.primitives.custom_jvp_call_p
 
 
-def _same_equation(primals: Sequence[Sown], at_solution: Same) -> Matcher:
+def _same_equation(primals: Sequence[Mark], at_solution: Same) -> Matcher:
     """The matcher for loops that run again, and for derivative rules: of executions of
     the same call of `sow`."""
     call = lambda x: (x.site.key, x.site.origin)
-    of_call = defaultdict(list)
-    for x in primals:
-        of_call[call(x)].append(x)
-    in_loops = {x.here.way: _in_loop(x) for x in primals}
+    of_call = grouped(primals, call)
+    in_loops = {x.way: _in_loop(x) for x in primals}
 
     def in_loop(x, y):
-        repeats = in_loops[x.here.way]
+        repeats = in_loops[x.way]
         return repeats is not None and repeats(y)
 
     def in_rule(x, rule, y):
@@ -249,14 +204,14 @@ def _same_equation(primals: Sequence[Sown], at_solution: Same) -> Matcher:
         # evaluates in a loop is evaluated once more at the solution. In a loop that
         # runs again, it is the rule of what is `y` there.
         return any(
-            rule in _rules(z.here.around) and (x.value == z.value or at_solution(x, z))
+            rule in _rules(z.eqns) and (x.value == z.value or at_solution(x, z))
             for z in of_call[call(x)]
             if z is y or in_loop(z, y)
         )
 
     def matcher(x):
         rule = _rule(x)
-        if in_loops[x.here.way] is None and rule is None:
+        if in_loops[x.way] is None and rule is None:
             return None
         of_either = lambda y: in_loop(x, y) or rule is not None and in_rule(x, rule, y)
         return lambda y: call(x) == call(y) and of_either(y)
@@ -264,32 +219,27 @@ def _same_equation(primals: Sequence[Sown], at_solution: Same) -> Matcher:
     return matcher
 
 
-def _other_equations(primals: Sequence[Sown]) -> Repeated:
+def _other_equations(primals: Sequence[Mark]) -> Repeated:
     """The repetitions in the derivative rules of functions that are called in a loop of
     Equinox. The forward pass runs the functions, and the backward pass their rules, in
     which each mark is another one. If there are as many of a name, they are these."""
     ran, in_rules = defaultdict(list), defaultdict(list)
     for x in primals:
-        loops = filter(is_of_unknown_length, x.here.around)
-        has_rule = any(e.primitive in _CUSTOM for e in x.here.around)
+        loops = filter(is_of_unknown_length, x.eqns)
+        has_rule = any(e.primitive in _CUSTOM for e in x.eqns)
         run_again, within = _loops_run_again(x)
         # Not in the `bwd` of a function that the loop calls.
         if run_again and not any(map(_compat.in_backward_pass, within)):
-            in_rules[x.site.key].append(x.here.way)
+            in_rules[x.site.key].append(x.way)
         elif has_rule and not x.in_backward_pass and any(map(is_of_equinox, loops)):
-            ran[x.site.key].append(x.here.way)
+            ran[x.site.key].append(x.way)
     for key, ways in in_rules.items():
         if len(ways) == len(ran[key]):
             yield from ((way, frozenset(ran[key])) for way in ways)
 
 
-def around_backward_pass(here: Here) -> list[Any]:
-    """The equations around a place that are around the backward pass that it is in."""
-    return [*it.takewhile(lambda e: not _compat.in_backward_pass(e), here.around)]
-
-
 # --- loops that a backward pass runs again ---
-def _loops_run_again(x: Sown) -> tuple[list[Any], list[Any]]:
+def _loops_run_again(x: Mark) -> tuple[list[Any], list[Any]]:
     """The loops of unknown length around a mark that are in a backward pass, if they
     run again what ran before; and the equations from within the innermost one, up to
     that of the mark.
@@ -299,7 +249,7 @@ def _loops_run_again(x: Sown) -> tuple[list[Any], list[Any]]:
     also in a backward pass, but there is none in it. A `while_loop` of a `bwd` that
     calls `jax.vjp` runs each of its steps once."""
     backward, loops, within = False, [], []
-    for eqn in x.here.around:
+    for eqn in x.eqns:
         backward = backward or _compat.in_backward_pass(eqn)
         within.append(eqn)
         if backward and is_of_unknown_length(eqn):
@@ -321,7 +271,7 @@ def _goes_backward(loop: Any) -> bool:
 
 
 def directions(
-    x: Sown, marks: Iterable[Sown], executions: Iterable[Way]
+    x: Mark, marks: Iterable[Mark], executions: Iterable[Way]
 ) -> tuple[bool | None, ...]:
     """`Run.backward` of a derivative of these marks of primals, which are or
     repeat these executions."""
@@ -335,8 +285,8 @@ def directions(
         return any(loop is e for e in reversed_loops) or None
 
     return tuple(
-        direction(x.here.way[: 2 * i + 1], eqn)
-        for i, eqn in enumerate(x.here.around)
+        direction(x.way[: 2 * i + 1], eqn)
+        for i, eqn in enumerate(x.eqns)
         if is_of_unknown_length(eqn)
     )
 
@@ -350,7 +300,7 @@ def _has_backward_pass(jaxpr: Any) -> bool:
     )
 
 
-def _in_loop(x: Sown) -> Repeats | None:
+def _in_loop(x: Mark) -> Repeats | None:
     """What tells the executions that a mark repeats in a loop that a backward pass runs
     again: those called from the same lines, with the same loops around."""
     loops, within = _loops_run_again(x)
@@ -361,7 +311,7 @@ def _in_loop(x: Sown) -> Repeats | None:
     like = lambda e: (e.primitive, [v.aval for v in e.outvars])
 
     def repeats(y):
-        around = y.here.around
+        around = y.eqns
         if not _are_called_alike(around, last):
             return False
         # In a `bwd`, lines do not tell what a rule of a function in there runs again,
@@ -411,7 +361,7 @@ def _lengths(around: Iterable[Any]) -> list[int | None]:
     return [loop.length for loop in map(loop_of, around) if loop is not None]
 
 
-def _lengths_before(x: Sown) -> list[list[int | None]]:
+def _lengths_before(x: Mark) -> list[list[int | None]]:
     """The lengths of the loops that may be around what a mark repeats, from outside in.
 
     A loop that runs a body again stands in the place of the one that ran it first. So
@@ -420,12 +370,12 @@ def _lengths_before(x: Sown) -> list[list[int | None]]:
     Loops around a pullback need not be around the forward pass. If a `lax.map` over a
     basis of 3 is around this one, it is `[3, None, 5]` here, and what ran before may
     have been in `[None, 5]` or in `[3, None, 5]`."""
-    lengths, n = _lengths(x.here.around), len(_lengths(around_backward_pass(x.here)))
+    lengths, n = _lengths(x.eqns), len(_lengths(around_backward_pass(x.eqns)))
     return [lengths[:i] + lengths[n:] for i in range(n + 1)]
 
 
 def lacks_iteration(
-    x: Sown, executions: Iterable[Sown], backward: Sequence[bool | None]
+    x: Mark, executions: Iterable[Mark], backward: Sequence[bool | None]
 ) -> bool:
     """Whether a derivative is computed in a loop of its own, of which it is not known
     how it goes through the iterations of its value. A loop around the whole backward
@@ -439,11 +389,11 @@ def lacks_iteration(
     if None not in backward:
         return False
 
-    def apart(of: Sown) -> bool:
-        ends = range(1, 2 * min(len(x.here.around), len(of.here.around)), 2)
-        same = it.takewhile(lambda n: x.here.way[:n] == of.here.way[:n], ends)
+    def apart(of: Mark) -> bool:
+        ends = range(1, 2 * min(len(x.eqns), len(of.eqns)), 2)
+        same = it.takewhile(lambda n: x.way[:n] == of.way[:n], ends)
         n = len(list(same))
-        mine, others = x.here.around[n:], of.here.around[n:]
+        mine, others = x.eqns[n:], of.eqns[n:]
         if any(map(is_of_unknown_length, others)):
             return True
         return len(lengths_of(mine)) < len(lengths_of(others))
@@ -451,18 +401,12 @@ def lacks_iteration(
     return any(map(apart, executions))
 
 
-def are_in_two_branches(x: Sown, y: Sown) -> bool:
-    """Whether one of two marks of the forward pass runs, or the other one."""
-    others = dict(y.branches)
-    return any(others.get(index, i) != i for index, i in x.branches)
-
-
 # --- checkpoints and derivative rules ---
-def _is_recomputed(x: Sown) -> bool:
+def _is_recomputed(x: Mark) -> bool:
     """Whether it is in a checkpoint that was differentiated, which runs its loops again
     as they are. The `bwd` of a function in there has not run before."""
     backward = False
-    for eqn, inside in it.pairwise(x.here.around):
+    for eqn, inside in it.pairwise(x.eqns):
         backward = backward or _compat.in_backward_pass(eqn)
         if eqn.primitive is jexc.primitives.remat_p and eqn.params["differentiated"]:
             if _compat.is_recomputed(inside) or not backward:
@@ -475,9 +419,9 @@ def _rules(around: Iterable[Any]) -> list[str]:
     return [rule for eqn in around for rule in _compat.rules_around(eqn)]
 
 
-def _rule(x: Sown) -> str | None:
+def _rule(x: Mark) -> str | None:
     """The derivative rule that a mark is in, unless it is in a function with such a
     rule that this one calls."""
     is_rule_of = lambda e: e.primitive is not jexc.primitives.custom_jvp_call_p
-    within = [*it.takewhile(is_rule_of, x.here.around[::-1])]
+    within = [*it.takewhile(is_rule_of, x.eqns[::-1])]
     return (None, *_rules(within[::-1]))[-1]

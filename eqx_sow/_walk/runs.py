@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jax.extend.core as jexc
 
-from .sows import Mark, Way
+from .sows import grouped, Mark, Way
 
 
 class Run(NamedTuple):
@@ -44,15 +44,12 @@ class Facts(NamedTuple):
 
     mark: Mark
     known: Run
-    # For each guard, where the value of its operand is made. This tells the runs of a
-    # cond apart that is in a function which is called twice.
-    made: Sequence[Hashable] = ()
 
 
 def numbered(found: Sequence[Facts]) -> dict[Way, Run]:
     """The run of each mark, by the ways to them."""
     which: dict[Way, int | None] = {}
-    for group in _grouped(found, lambda x: x.mark.site.name).values():
+    for group in grouped(found, lambda x: x.mark.site.name).values():
         every = _alternatives(
             [x for x in group if not (x.mark.site.modes or x.known.again)]
         )
@@ -61,7 +58,7 @@ def numbered(found: Sequence[Facts]) -> dict[Way, Run]:
         repeated = (x for x in group if x.known.again)
         which |= {x.mark.way: _only(_may_be(x, number)) for x in repeated}
         derivatives = [x for x in group if x.mark.site.modes and not x.known.again]
-        for mine in _grouped(derivatives, lambda x: x.mark.site.key).values():
+        for mine in grouped(derivatives, lambda x: x.mark.site.key).values():
             which |= _of_derivatives(mine, number, len(every))
     return {x.mark.way: x.known._replace(run=which[x.mark.way]) for x in found}
 
@@ -86,7 +83,8 @@ def _of_derivatives(
 
     def are_apart(x: Facts, y: Facts) -> bool:
         of, other = x.known.of, y.known.of
-        return _are_exclusive(x, y) or bool(of and other and of.isdisjoint(other))
+        told_apart = bool(of and other and of.isdisjoint(other))
+        return told_apart or are_exclusive(_branches(x), _branches(y))
 
     # If the function is called twice, and a gradient is taken of both, what belongs to
     # the second call comes first.
@@ -109,13 +107,6 @@ def _of_derivatives(
     return runs
 
 
-def _grouped(found, key):
-    groups = defaultdict(list)
-    for x in found:
-        groups[key(x)].append(x)
-    return groups
-
-
 def _alternatives(found: Sequence[Facts]) -> list[list[Facts]]:
     """The marks, of which those are together that can never both run: each goes to the
     first ones of which all are exclusive to it, and so have a cond in common."""
@@ -124,7 +115,9 @@ def _alternatives(found: Sequence[Facts]) -> list[list[Facts]]:
     for x in found:
         conds = _branches(x)
         near = sorted({i for cond in conds for i in by_cond[cond]})
-        fits = (i for i in near if all(_are_exclusive(x, y) for y in every[i]))
+        fits = (
+            i for i in near if all(are_exclusive(conds, _branches(y)) for y in every[i])
+        )
         i = next(fits, len(every))
         if i == len(every):
             every.append([])
@@ -141,12 +134,12 @@ def _branches(x: Facts) -> dict[Any, int]:
     for i, eqn in enumerate(x.mark.eqns):
         if eqn.primitive is jexc.primitives.cond_p:
             found[way[: 2 * i + 1]] = way[2 * i + 1]
-    for guard, made in zip(x.mark.site.guards, x.made):
+    for guard, made in zip(x.mark.site.guards, x.mark.made):
         found[guard.cond, made] = guard.branch
     return found
 
 
-def _are_exclusive(x: Facts, y: Facts) -> bool:
-    """Whether two marks are in different branches of one run of a cond."""
-    mine, others = _branches(x), _branches(y)
+def are_exclusive(mine: Mapping[Any, int], others: Mapping[Any, int]) -> bool:
+    """Whether two marks are in different branches of one run of a cond, given the
+    branches that each is in, by conds."""
     return any(others.get(cond, i) != i for cond, i in mine.items())

@@ -7,7 +7,8 @@ at any depth, and in Python functions that equations hold.
 import functools as ft
 import itertools as it
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -132,6 +133,14 @@ def jaxprs_to_run(eqn: Any) -> dict[int, Any]:
     return dict([called]) if called else {}
 
 
+def grouped(xs: Iterable[Any], key: Callable[[Any], Any]) -> defaultdict[Any, list]:
+    """Those with equal keys together, in their order."""
+    groups = defaultdict(list)
+    for x in xs:
+        groups[key(x)].append(x)
+    return groups
+
+
 def variables(atoms: Iterable[Any]) -> list[Any]:
     return [v for v in atoms if not isinstance(v, jexc.Literal)]
 
@@ -191,6 +200,24 @@ class Mark(NamedTuple):
     eqns: tuple[Any, ...]
     way: Way
 
+    # --- what `Numbering` finds out of it ---
+    # The ways of the executions that its edge comes from.
+    edges: frozenset[Way] = frozenset()
+    # Equal for two marks of equal values.
+    value: Hashable = None
+    # For each `cond` around it, the number of the index, and that of the branch.
+    cases: frozenset[tuple[int, int]] = frozenset()
+    # For each guard, where its operand was made. This tells the runs of a cond apart
+    # that is in a function which is called twice.
+    made: tuple[Hashable, ...] = ()
+
+    @property
+    def branches(self) -> frozenset[tuple[Hashable, int]]:
+        """The branches that it is in, also of conds that a vmap made selections of. Two
+        marks are in branches of one run of a cond if the index is the same."""
+        guards = zip(self.made, self.site.guards)
+        return self.cases | {(run, g.branch) for run, g in guards if g.cond is not None}
+
     @property
     def loops(self) -> tuple[int, ...]:
         """How many iterations the scans around it have, from outside in."""
@@ -207,10 +234,6 @@ class Mark(NamedTuple):
         """Whether it is in one, and is no derivative."""
         return not self.site.modes and any(map(_compat.in_backward_pass, self.eqns))
 
-    def within(self, eqns: tuple[Any, ...], way: Way) -> "Mark":
-        """The same, if its jaxpr is one to which these lead."""
-        return Mark(self.site, (*eqns, *self.eqns), (*way, *self.way))
-
 
 def sows(x: Any, eqns: tuple[Any, ...] = (), way: Way = ()) -> Iterator[Mark]:
     """The marks in a jaxpr, or within an equation, to which `eqns` and `way` lead."""
@@ -225,7 +248,7 @@ def sows(x: Any, eqns: tuple[Any, ...] = (), way: Way = ()) -> Iterator[Mark]:
     found: list[Mark] = []
     for k, jaxpr in jaxprs_to_run(x).items():
         found += sows(jaxpr, eqns, (*way, k))
-    found += [mark.within(eqns, (*way, FUNCTION)) for mark in _in_functions(x)]
+    found += _in_functions(x, eqns, (*way, FUNCTION))
     if shows_sow(x) and not found:
         primitive, params = _compat.unmapped(x)
         # Of all that are a class, such as `CustomRoot`, the primitive is the same one.
@@ -241,9 +264,9 @@ def sows(x: Any, eqns: tuple[Any, ...] = (), way: Way = ()) -> Iterator[Mark]:
     yield from found
 
 
-def _in_functions(eqn: Any) -> list[Mark]:
-    """The marks in Python functions that an equation holds: they are traced once more,
-    with a note of the calls that are noted now."""
+def _in_functions(eqn: Any, eqns: tuple[Any, ...] = (), way: Way = ()) -> list[Mark]:
+    """The marks in Python functions that an equation holds, to which `eqns` and `way`
+    lead: they are traced once more, with a note of the calls that are noted now."""
     primitive, params = _compat.unmapped(eqn)
     noinline = primitive is _compat.noinline_p
     is_hi = primitive is _hijax.hi_p and not jaxprs_to_run(eqn)
@@ -255,13 +278,14 @@ def _in_functions(eqn: Any) -> list[Mark]:
             captures=here.captures, depth=here.depth, replaced=here.replaced
         )
         with listening(new):
-            return [*sows((_compat.noinlined if noinline else expanded)(eqn))]
+            held = (_compat.noinlined if noinline else expanded)(eqn)
+            return [*sows(held, eqns, way)]
     found: list[Site] = []
     if is_filtered(params):
         with listening(Listening(report=found.append)):
             avals = [v.aval for v in eqn.invars]
             eqn.primitive.abstract_eval(*avals, **eqn.params)
-    return [Mark(site, (), (i,)) for i, site in enumerate(found)]
+    return [Mark(site, eqns, (*way, i)) for i, site in enumerate(found)]
 
 
 def is_filtered(params: dict[str, Any]) -> bool:
@@ -314,6 +338,12 @@ def is_of_unknown_length(eqn: Any) -> bool:
     """Whether it is a loop such as a `while_loop`."""
     loop = loop_of(eqn)
     return loop is not None and loop.length is None
+
+
+def around_backward_pass(eqns: Iterable[Any]) -> list[Any]:
+    """Those of the equations around a place that are around the backward pass that it
+    is in."""
+    return [*it.takewhile(lambda e: not _compat.in_backward_pass(e), eqns)]
 
 
 def in_loop_of_backward_pass(eqns: Iterable[Any]) -> bool:

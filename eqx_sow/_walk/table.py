@@ -51,15 +51,9 @@ from .._mark.primitive import same_p, sow_p
 from .._mark.site import Site
 from .flow import Domain, Here, run
 from .numbering import Numbering
-from .repetitions import (
-    are_in_two_branches,
-    directions,
-    lacks_iteration,
-    repetitions,
-    Sown,
-)
-from .runs import Facts, numbered, Run
-from .sows import is_of_unknown_length, Mark, Way
+from .repetitions import directions, lacks_iteration, repetitions
+from .runs import are_exclusive, Facts, numbered, Run
+from .sows import grouped, is_of_unknown_length, Mark, Way
 
 
 class Edges(Domain):
@@ -151,34 +145,32 @@ def runs_of(
     """Which run of its name each mark is, by the ways to them. All are of the tag, or
     were before an inner transformation took them. `several` are the names that may have
     more than one run. `with_rows`: whether `Run.only_if` matters, as in a `Buffer`."""
-    sown: dict[Way, Sown] = {}
+    told: Mapping[Way, Mark] = {}
     repeated: Mapping[Way, frozenset[Way]] = {}
     edges: Mapping[Way, frozenset[Way]] = {}
     mine = [x for x in found if x.site.tag == tag]
     primals = {x.way: x.site for x in found if not x.site.modes}
     if with_rows or _may_repeat(mine):
-        told = Numbering({x.way: x.site for x in found})
-        run(told, closed, [told.unlike_any() for _ in closed.invars], Here())
+        numbers = Numbering({x.way: x.site for x in found})
+        run(numbers, closed, [numbers.unlike_any() for _ in closed.invars], Here())
         # Not those of other tags.
-        sown = {x.way: told.sows[x.way] for x in found if x.way in told.sows}
-        edges = {way: x.edges for way, x in sown.items()}
-        each = [sown[way] for way in primals if way in sown]
-        repeated = repetitions(each, told.at_solution)
+        told = {x.way: numbers.marks[x.way] for x in found if x.way in numbers.marks}
+        edges = {way: x.edges for way, x in told.items()}
+        each = [told[way] for way in primals if way in told]
+        repeated = repetitions(each, numbers.at_solution)
     elif _are_told_apart(mine, several):
         follow = Edges()
         run(follow, closed, [_NONE for _ in closed.invars], Here())
         edges = follow.of
-    of_call = defaultdict(list)
-    for way, site in primals.items():
-        of_call[site.origin].append(way)
+    of_call = grouped(primals, lambda way: primals[way].origin)
     ran = {
         x.site.key
-        for x in (found if sown else ())
+        for x in (found if told else ())
         if not (x.site.modes or x.in_backward_pass)
     }
 
     def facts(x: Mark) -> Facts:
-        of, it = [x.way], sown.get(x.way)
+        of = [x.way]
         if x.site.modes:
             # A derivative may be of one primal or another, if a branch decides. Where
             # no edge leads to a primal, it is of any from this call of `sow`: from
@@ -190,10 +182,10 @@ def runs_of(
             of = of or [p for p in named if primals[p].name == x.site.name]
         executions = frozenset().union(*[repeated.get(p, {p}) for p in of])
         known = Run(None, of=executions, again=x.way in repeated)
-        if it is None:
+        if x.way not in told:
             return Facts(x, known)
         if x.site.modes:
-            known = _with_iterations(known, it, of, sown)
+            known = _with_iterations(known, told[x.way], of, told)
             # The tangent of what a loop runs once more is a repetition, too, as in a
             # checkpoint. Equinox runs some iterations several times, and not in the
             # opposite order.
@@ -206,20 +198,20 @@ def runs_of(
         in_branch = any(guard.cond is not None for guard in x.site.guards)
         if not known.again and in_branch and x.in_backward_pass and x.site.key in ran:
             known = known._replace(again=None)
-        return Facts(x, known, it.runs)
+        return Facts(told[x.way], known)
 
     every = list(map(facts, found))
-    if sown:
-        every = _checked(_without_repeated_derivatives(every), sown)
+    if told:
+        every = _checked(_without_repeated_derivatives(every), told)
     return numbered(every)
 
 
 def _with_iterations(
-    known: Run, x: Sown, of: Iterable[Way], sown: Mapping[Way, Sown]
+    known: Run, x: Mark, of: Iterable[Way], told: Mapping[Way, Mark]
 ) -> Run:
     """What is known of a derivative, with which iterations of loops it belongs to. `of`
     are the marks of its primals."""
-    there = lambda ways: [sown[way] for way in ways if way in sown]
+    there = lambda ways: [told[way] for way in ways if way in told]
     backward = directions(x, there(of), known.of)
     only_if: frozenset[Hashable] = frozenset()
     # Equinox's loops go back through each iteration, in a branch of theirs.
@@ -246,7 +238,7 @@ def _without_repeated_derivatives(every: Sequence[Facts]) -> list[Facts]:
     return [x._replace(known=known(x)) for x in every]
 
 
-def _checked(every: Sequence[Facts], sown: Mapping[Way, Sown]) -> list[Facts]:
+def _checked(every: Sequence[Facts], told: Mapping[Way, Mark]) -> list[Facts]:
     """The same. A derivative is `apart`, too, if the last value may be that of a branch
     that has no such derivative."""
     have: dict[Any, frozenset[Way]] = defaultdict(frozenset)
@@ -261,12 +253,14 @@ def _checked(every: Sequence[Facts], sown: Mapping[Way, Sown]) -> list[Facts]:
         name, mine = x.mark.site.name, have[x.mark.site.key]
         others = [
             y
-            for way, y in sown.items()
+            for way, y in told.items()
             if y.site.name == name and not y.site.modes and way not in mine | again
         ]
-        values = [sown[p] for p in x.known.of if p in sown]
+        values = [told[p] for p in x.known.of if p in told]
         return x.known.apart or any(
-            are_in_two_branches(v, y) for v in values for y in others
+            are_exclusive(dict(v.branches), dict(y.branches))
+            for v in values
+            for y in others
         )
 
     return [x._replace(known=x.known._replace(apart=apart(x))) for x in every]
