@@ -648,12 +648,12 @@ def test_a_value_that_was_widened_in_a_trace_that_jax_kept(inside):
 
 def test_a_value_that_was_widened_in_another_program():
     """An error of the user is raised in the first trace, whatever there was before."""
-    before, traces = _widening(jax.jit), []
+    before, other, traces = _widening(jax.jit), jax.jit(jnp.add), []
     S(jax.grad(before))(0.5, 1.0)
 
     def wrong(x, z):
         traces.append(x)
-        raise ValueError(f"of the user's: {before(x, 1.0) if z else x}")
+        raise ValueError(f"of the user's: {(before if z else other)(x, 1.0)}")
 
     # What it calls before the error may be why there is one.
     for z, n in ((0, 1), (1, 2)):
