@@ -682,3 +682,11 @@ def test_compiler_options_are_those_of_the_program_that_runs(options):
     with pytest.raises(ValueError, match="can only be passed to top-level") as caught:
         S(lambda x: jitted(x))(1.0)
     assert any("outermost `jax.jit`" in note for note in caught.value.__notes__)
+
+
+@pytest.mark.parametrize("transformed", [S, lambda f: plant(f, {"h": 1.0})])
+def test_a_transformed_function_is_equal_to_itself(transformed):
+    """Its arrays are not compared: while another program is traced, nothing can be."""
+    fn = transformed(eqx.nn.Linear(3, 3, key=jax.random.key(0)))
+    assert (fn == fn) is True
+    assert len(jax.make_jaxpr(lambda x: x if fn == fn else 2 * x)(1.0).eqns) == 0
