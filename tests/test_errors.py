@@ -732,3 +732,40 @@ def test_an_error_in_a_loop_is_all_that_is_said(around):
     with pytest.raises(DuplicateSowError) as error:
         S(lambda x: lax.scan(around(step), x, None, length=3))(1.0)
     assert error.value.__cause__ is None
+
+
+@pytest.mark.parametrize(
+    "fn, options, says",
+    [
+        (lambda x: sow((x, lambda: x), "h"), {}, "is the function `<lambda>`,"),
+        (lambda x: sow((x, {"f": print, "x": [_Holds(x)]}), "h"), {}, "`_Holds`,"),
+        (_twice, dict(capture=jax.ShapeDtypeStruct((2,), "float32")), "not f32[2]."),
+    ],
+    ids=["function", "object", "shape"],
+)
+def test_an_object_is_said_in_short(fn, options, says):
+    with pytest.raises(TypeError, match=re.escape(says).replace("<lambda>", ".*")):
+        S(fn, **options)(X)
+
+
+class _Holds:
+    def __init__(self, x):
+        self.x = x
+
+
+@pytest.mark.parametrize("capture", [eqx.nn.MLP, lambda path, module: False])
+def test_what_a_predicate_is_called_with(capture):
+    """That is said if there is one."""
+    linear = eqx.nn.Linear(3, 3, key=jax.random.key(0))
+    with pytest.raises(UnknownSowError) as caught:
+        S(linear, capture=capture)(X)
+    assert ("A predicate is called" in str(caught.value)) == (capture is not eqx.nn.MLP)
+
+
+def test_an_entry_of_a_name_that_runs_once():
+    """A cotangent is no second run."""
+    fn = jax.grad(lambda x: sow(jnp.sin(x), "h").sum())
+    for f in (fn, lambda x: _twice(x).sum()):
+        with pytest.raises(UnknownSowError) as caught:
+            plant(f, {"name[1]" if f is not fn else "h[1]": X})(X)
+        assert ("selects no mark" in str(caught.value)) == (f is fn)

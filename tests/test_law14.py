@@ -22,6 +22,7 @@ import jax.random as jr
 import numpy as np
 import pytest
 from eqx_sow import (
+    Append,
     Buffer,
     compare,
     Fold,
@@ -684,6 +685,33 @@ def test_values_for_each_run_of_all_layers(form):
     for wrong in ((first,), (first, second, second)):
         with pytest.raises(SowError, match="attn"):
             plant(plan, {name: wrong}, capture=True)(m, X)
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("without", [(0, 1), (1,), (2,), ()])
+def test_cotangents_for_each_run_of_all_layers(without):
+    """Some of three runs have none."""
+
+    def layers(x):
+        for i in range(3):
+            x = sow((i + 1) * jnp.sin(x), f"b/{i}")
+        return x
+
+    def fn(x):
+        for run in range(3):
+            # What is computed of a constant is not differentiated.
+            x = layers(jnp.float32(0.3)) + x if run in without else layers(x)
+        return x
+
+    x = jnp.float32(0.5)
+    _, got = S(jax.grad(fn), reduce=Append())(x)
+    each = got["b/*"]["cotangent"]
+    assert tuple(i for i in range(3) if each[i] is None) == without
+    new = jax.tree.map(lambda ct: ct + jnp.arange(1.0, 4), each)
+    out = plant(jax.grad(fn), {"b/*": new}, mode="cotangent")(x)
+    # It goes on from what is planted in the first layer of the first of those.
+    first = min({0, 1, 2} - {*without})
+    _same(out, new[first][0] * jnp.cos(x + first * layers(jnp.float32(0.3))))
 
 
 @pytest.mark.sample(9)

@@ -3,7 +3,7 @@
 import functools
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import equinox as eqx
 import equinox.internal as eqxi
@@ -438,6 +438,66 @@ def test_an_entry_of_a_part_of_a_stack_is_not_the_layer_with_that_index(permuted
     assert_close(list(got["stack"]["primal"]), out[1])
     planted = plant(fn, {"stack/1": jnp.zeros_like}, capture=True)(stack, X)
     assert_close(planted, (jnp.zeros(3), out[1]))
+
+
+@pytest.mark.parametrize("permuted", PERMUTED.values(), ids=PERMUTED)
+def test_a_part_of_each_layer_is_no_layer(permuted):
+    """As of some heads, or of all in another order."""
+    stack = Any(jnp.arange(64.0).reshape(4, 4, 4))
+    part = lambda b: eqx.tree_at(lambda b: b.w, b, jax.vmap(permuted)(b.w)[1])()
+    out, got = S(part, capture=True)(stack)
+    # Every other row, and what was reshaped, is not known to be a part.
+    assert list(got) == ["b/1" if permuted in _NO_PARTS else "b"]
+    assert_close(out, jnp.sum(permuted(stack.w[1])))
+
+
+_NO_PARTS = PERMUTED["every other"], PERMUTED["in two rows"]
+
+
+def test_entries_of_a_stack_that_is_in_no_place():
+    """Nothing but the entry says which one a module is, however it was taken out."""
+
+    def fn(x):
+        stack = jnp.sin(x) * jnp.ones((3, 2, 2))
+        for i in (1, 2, 1):
+            for take in SLICES.values():
+                x = Any(take(stack)[i])()
+        return x
+
+    _, got = S(fn, capture=Any)(jnp.float32(1))
+    n_runs = {name: len(value) for name, value in with_mode(got, "primal").items()}
+    assert n_runs == {"Any": 2 * len(SLICES), "Any#1": len(SLICES)}
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("held", [list, tuple, lambda x: dict(enumerate(x))])
+def test_layers_that_are_wrapped_in_a_container(held):
+    """Their arrays have the paths that they would have without."""
+    nets = [
+        [eqx.nn.Linear(3, 3, key=jr.key(2 * i + k)) for k in (0, 1)] for i in (0, 1)
+    ]
+
+    def fn(nets, x):
+        for net in nets[::-1]:
+            x = net(x)
+        return x
+
+    want = [Wrapped(held(net)) for net in nets]
+    _, want = S(fn, capture=True)(want, X)
+    wrapped = [Wrapped(held([eqx.filter_checkpoint(x) for x in net])) for net in nets]
+    _, got = S(fn, capture=True)(wrapped, X)
+    names = [
+        f"nets/{i}{more}" for i in (1, 0) for more in ("/layers/0", "/layers/1", "")
+    ]
+    assert list(got) == list(want) == names
+    assert_close(got, want)
+
+
+class Wrapped(eqx.Module):
+    layers: Sequence | dict
+
+    def __call__(self, x):
+        return self.layers[1](self.layers[0](x))
 
 
 def test_a_layer_from_the_end_of_a_stack_of_which_one_is_called_by_itself():

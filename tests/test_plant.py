@@ -1264,9 +1264,9 @@ def test_a_planted_numpy_array_has_derivatives(call):
 ORDER = np.array([2, 0, 1])
 
 
-def _indexing(x):
-    value = sow({"x": jnp.sin(x), "at": ORDER}, "v")
-    return value["x"][np.asarray(value["at"])]
+def _indexing(x, order=ORDER):
+    value = sow({"x": jnp.sin(x), "at": order}, "v")
+    return value["x"][np.nan_to_num(np.asarray(value["at"])).astype(int)]
 
 
 _MIXED = jnp.array([[1.0, 2.0, 3.0], [0.0, -1.0, 1.0]])
@@ -1290,6 +1290,14 @@ def test_what_was_captured_in_a_program_that_indexes_with_it(around, x):
     assert_close(plant(f, got)(x), out)
     assert_close(jax.jit(plant(f, got))(x), out)
     assert_close(S(plant(f, got))(x), (out, got))
+
+
+def test_nan_in_what_a_program_indexes_with():
+    """It is equal to itself."""
+    order = np.array([2, np.nan, 1], np.float32)
+    f = _AROUND["vmap of cond"](lambda x: _indexing(x, order))
+    out, got = S(f)(_MIXED)
+    assert_close(plant(f, got)(_MIXED), out)
 
 
 def test_an_index_where_it_did_not_run():

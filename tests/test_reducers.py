@@ -237,6 +237,51 @@ def test_rows_of_a_buffer_of_other_executions(fn, call):
         assert modes in call(S(fn, reduce=Buffer(9), modes=modes), x)[1]["a"]
 
 
+@pytest.mark.parametrize("reverse", [(False,), (True,), (False, True)])
+def test_rows_of_two_marks_in_one_iteration(reverse):
+    """In the backward pass of a loop, that of the second one comes first."""
+    factors = np.array([0.5, 2.0, 3.0], np.float32)
+
+    def loops(x, run):
+        step = lambda x, factor, mark: mark(factor * mark(jnp.sin(x)))
+        for from_end in reverse:
+            x = run(step, x, from_end)
+        return x
+
+    def scan(step, x, from_end):
+        mark = lambda x: sow(x, "a")
+        one = lambda x, factor: (step(x, factor, mark), None)
+        return lax.scan(one, x, jnp.asarray(factors), reverse=from_end)[0]
+
+    def by_hand(more, x, values):
+        def mark(x):
+            values.append(x + more[len(values)])
+            return values[-1]
+
+        def unrolled(step, x, from_end):
+            for factor in factors[:: -1 if from_end else 1]:
+                x = step(x, factor, mark)
+            return x
+
+        return loops(x, unrolled), values
+
+    x, n = jnp.float32(0.7), 6 * len(reverse)
+    fn = jax.grad(lambda x: loops(x, scan))
+    _, got = S(fn, reduce=Buffer(n + 1))(x)
+    cotangents, values = jax.grad(by_hand, has_aux=True)(jnp.zeros(n), x, [])
+    close(got["a"]["primal"], np.array([*values, 0]))
+    close(got["a"]["cotangent"], np.array([*cotangents[::-1], 0]))
+
+
+def test_a_buffer_of_what_has_no_value():
+    """A transposed function has cotangents alone."""
+    f = lambda x: lax.scan(lambda c, _: (sow(2 * c, "a"), None), x, length=2)[0]
+    fn = lambda ct: jax.linear_transpose(f, X)(ct)
+    _, got = S(fn, reduce=Buffer(3))(X)
+    assert "primal" not in got["a"]
+    close(got["a"]["cotangent"], np.stack([X, 2 * X, 0 * X]))
+
+
 @pytest.mark.parametrize("there", [True, False])
 def test_a_whole_backward_pass_in_a_branch(there, call):
     def fn(x, there):
@@ -796,6 +841,7 @@ class _Start:
         return jnp.zeros(2)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "init",
     [

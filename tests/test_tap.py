@@ -1401,6 +1401,19 @@ def test_event_of_a_device():
     assert TapEvent("x", "primal", value, 0, None).device is None
 
 
+def test_an_event_shows_what_there_is():
+    _, (event,) = watch(lambda x: sow(x, "h"), 1)
+    fields = "name='h', mode='primal', value=1, count=0, ran=None"
+    assert repr(event) == f"TapEvent({fields})"
+    loop = lambda x: lax.scan(lambda c, _: (sow(c, "h"), None), x, length=1)[0]
+    _, (event,) = watch(loop, jnp.int32(1), extra=7)
+    more = "extra=7, iterations=(0,), path='h/0'"
+    assert (
+        repr(event)
+        == f"TapEvent({fields.replace('1', 'array(1, dtype=int32)')}, {more})"
+    )
+
+
 @pytest.mark.slow
 def test_gradient_in_shard_map():
     mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
