@@ -549,6 +549,23 @@ def test_cotangents_of_values_that_an_inner_append_takes():
     assert not np.allclose(want[0], want[1])
 
 
+@pytest.mark.parametrize("transform", [jax.vjp, jax.linearize])
+def test_a_branch_chooses_what_a_derivative_is_computed_from(transform):
+    """So that it is of one run or of another one."""
+    marked = lambda x: sow(jnp.sin(x), "h")
+
+    def fn(first, x):
+        (_, one), (_, other) = transform(marked, x), transform(marked, 2 * x)
+        leaves, treedef = jax.tree.flatten(one)
+        others = jax.tree.leaves(other)
+        chosen = lax.cond(first, lambda: leaves, lambda: others)
+        return jax.tree.unflatten(treedef, chosen)(jnp.ones(()))
+
+    for first in (True, False):
+        with pytest.raises(SowError, match="cannot tell which"):
+            S(fn, reduce=Append())(first, jnp.ones(()))
+
+
 class Numbered(eqx.Module):
     fc: eqx.nn.Linear
     fc1: eqx.nn.Linear

@@ -375,9 +375,12 @@ def _split(eqn: Any, operands: Sequence[Origin]) -> _Effect:
 
 
 def _slice(eqn: Any, operands: Sequence[Origin]) -> _Effect:
-    starts, stops = eqn.params["start_indices"], eqn.params["limit_indices"]
-    sizes = [j - i for i, j in zip(starts, stops)]
-    return _slice_of(eqn, operands, sizes, enumerate(starts))
+    p = eqn.params
+    strides = p["strides"] or it.repeat(1)
+    along = [*map(range, p["start_indices"], p["limit_indices"], strides)]
+    # Every other entry is no part.
+    starts = (r.start if r.step == 1 or len(r) == 1 else None for r in along)
+    return _slice_of(eqn, operands, [*map(len, along)], enumerate(starts))
 
 
 def _dynamic_slice(eqn: Any, operands: Sequence[Origin]) -> _Effect:

@@ -22,7 +22,6 @@ from .._mark.primitive import edge_p, same_p, sow_p
 from .._mark.site import Site
 from .._walk.flow import Domain, Here
 from .._walk.sows import Way
-from .._walk.table import primals_of
 from .origins import (
     in_order,
     number_of,
@@ -150,7 +149,8 @@ class Visits(Domain):
             there = {w: self.marks[w].site for w in edge.edges if w in self.marks}
             # Equinox's loops may trace their body twice: then it is the same line.
             of_line = [w for w, x in there.items() if x.where == site.where]
-            of = primals_of(site, there, there) or of_line
+            of_call = [w for w, x in there.items() if x.origin is site.origin]
+            of = of_call or of_line
             primals = [self.marks[way] for way in of]
             visits = [v for mark in primals for v in mark.visits]
             scans = primals[0].scans if primals else here.scans

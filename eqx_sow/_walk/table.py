@@ -129,12 +129,6 @@ def _may_repeat(found: Sequence[Mark]) -> bool:
     )
 
 
-def primals_of(site: Site, edge: Iterable[Way], sites: Mapping[Way, Site]) -> list[Way]:
-    """The marks that a derivative may be of: those at the other end of its edge that
-    are of the same call of `sow`, of the ones that are given by the ways to them."""
-    return [way for way in edge if way in sites and sites[way].origin is site.origin]
-
-
 def runs_of(
     closed: Any,
     found: Sequence[Mark],
@@ -169,6 +163,9 @@ def runs_of(
         if not (x.site.modes or x.in_backward_pass)
     }
 
+    def is_alike(x: Site, y: Site) -> bool:
+        return x.origin is y.origin or x.name == y.name
+
     def facts(x: Mark) -> Facts:
         of = [x.way]
         if x.site.modes:
@@ -176,10 +173,10 @@ def runs_of(
             # no edge leads to a primal, it is of any from this call of `sow`: from
             # what a checkpoint in a `while_loop` computes again, there is none.
             edge = edges.get(x.way, ())
-            of = primals_of(x.site, edge, primals) or of_call[x.site.origin]
-            # JAX may trace a `fwd` twice, so that the value is from another call.
-            named = (p for p in edge if p in primals)
-            of = of or [p for p in named if primals[p].name == x.site.name]
+            # JAX may trace a `fwd` twice, or a branch choose residuals of other calls.
+            there = [p for p in edge if p in primals]
+            of = [p for p in there if is_alike(x.site, primals[p])]
+            of = of or of_call[x.site.origin]
         executions = frozenset().union(*[repeated.get(p, {p}) for p in of])
         known = Run(None, of=executions, again=x.way in repeated)
         if x.way not in told:
