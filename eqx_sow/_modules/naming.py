@@ -87,10 +87,10 @@ class Spelling:
     def unique(self, name: str, thing: Thing) -> str:
         """The name; with a number, if something else has it."""
         there = self._written.get(name)
-        is_there = lambda x: x.path == there and x[1:] == Thing(())[1:]
-        if is_there(thing):
+        own = None if there is None else Thing(there)
+        if thing == own:
             return name
-        others = sorted(x for x in self._things[name] if not is_there(x))
+        others = sorted(x for x in self._things[name] if x != own)
         n = others.index(thing) + (there in self._places)
         every = (f"{name}#{k}" for k in it.count(1))
         free = (x for x in every if x not in self._written and x not in self._things)
