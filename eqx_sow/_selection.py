@@ -27,8 +27,6 @@ class Selection:
     not depend on the others.
 
     With `whole`, a pattern selects no iterations, only all of them.
-
-    It is equal to another one that selects the same, whatever the mark.
     """
 
     def __init__(
@@ -78,8 +76,6 @@ class Selection:
         fit = {i for named in self._every for i in self.of(named)}
         # The numbers of those that select nothing.
         self.missing = [i for i in range(len(self.patterns)) if i not in fit]
-        self._key = (*self._predicates.items(), *paths.items(), self.names, self._whole)
-        self._hash = hash(self._key)
 
     def _behind_a_root(
         self, missing: Mapping[int, str], roots: Iterable[str]
@@ -152,12 +148,6 @@ class Selection:
         place = {x.name: k for k, x in there if x.name in self._exact_names}
         order = lambda i: (place.get(self.patterns[i], len(names)), *self.order(i))
         return min(fit, key=order, default=None)
-
-    def __hash__(self):
-        return self._hash
-
-    def __eq__(self, other):
-        return self is other or (type(other) is Selection and self._key == other._key)
 
 
 def _behind(root: str, pattern: str) -> str:
