@@ -38,8 +38,8 @@ def is_some(at: Iterable[int | None]) -> bool:
 
 
 def layer(places: Iterable[int | None], iterations: Iterable[Any]) -> tuple[Any, ...]:
-    """The index in each stack of layers around, in these iterations of the loops that
-    `places` says of whether they are over one."""
+    """The index in each stack of layers around, in these iterations of loops, given the
+    `places` of their indices in a name: those of other loops are `None`."""
     return tuple(i for place, i in zip(places, iterations) if place is not None)
 
 

@@ -32,7 +32,8 @@ class Ask(NamedTuple):
     """What is done at a mark. `labels` are what the mark has for the transformation,
     with `h/3` as the first one for iteration 3 of `h` alone, and `at` is that
     iteration: for each scan around the mark, from outside in, its number, or `None` for
-    all. `action` is hashable, and up to the handler."""
+    all. For `Tap`, there is an entry for each `while_loop`, too. `action` is hashable,
+    and up to the handler."""
 
     slot: int
     labels: tuple[Label, ...]
