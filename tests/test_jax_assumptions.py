@@ -1056,8 +1056,8 @@ def test_what_is_moved_out_of_a_scan(monkeypatch):
 
 
 @assumed(
-    "A `concatenate` has its axis as `dimension`; a `slice` has `start_indices` and "
-    "`limit_indices`; a `dynamic_slice` has `slice_sizes`, and of its operands those "
+    "A `concatenate` has its axis as `dimension`; a `slice` has `start_indices`, "
+    "`limit_indices` and `strides`, `None` for steps of 1; a `dynamic_slice` has `slice_sizes`, and of its operands those "
     "after the first say where it begins, as literals if they are numbers; a `split` "
     "has `sizes` and an `axis`.",
     "_modules/origins.py",
@@ -1069,7 +1069,9 @@ def test_concatenations():
     (part,) = jaxpr_of(lambda a: jax.lax.slice(a, (1,), (3,)), x).eqns
     assert part.primitive is jax.lax.slice_p
     assert part.params["start_indices"] == (1,)
-    assert part.params["limit_indices"] == (3,)
+    assert part.params["limit_indices"] == (3,) and part.params["strides"] is None
+    (part,) = jaxpr_of(lambda a: jax.lax.slice(a, (0,), (3,), (2,)), x).eqns
+    assert part.params["strides"] == (2,)
     *_, part = jaxpr_of(lambda a: jax.lax.dynamic_slice(a, (1,), (2,)), x).eqns
     assert part.primitive is jax.lax.dynamic_slice_p
     assert part.params["slice_sizes"] == (2,) and part.invars[1].val == 1

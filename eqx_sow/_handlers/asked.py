@@ -15,6 +15,7 @@ import numpy as np
 
 from .._errors import SowError
 from .._mark.site import Site
+from .._mark.static import SameParts
 from .._names import Named
 from .._selection import Selection
 from .._walk.frame import Frame
@@ -141,12 +142,15 @@ def asked_of(
     return each
 
 
-def of_one(option: Any, whole: str, one: str) -> Any:
-    """What an option that may be a dict of names says of a mark, or of `one` iteration
-    of the `whole`, such as `h/3`."""
-    if not isinstance(option, Mapping):
-        return option
-    return option.get(one, option.get(whole))
+_NO_FUNCTION = SameParts(None)
+
+
+def function_for(option: Any, whole: str, one: str) -> SameParts:
+    """The function, or `None`, that an option which may be a dict of names has for a
+    mark, or for `one` iteration of the `whole`, such as `h/3`."""
+    fn = option.get(one, option.get(whole)) if isinstance(option, Mapping) else option
+    # There may be thousands of marks, of which most have none.
+    return _NO_FUNCTION if fn is None else SameParts(fn)
 
 
 def leave(

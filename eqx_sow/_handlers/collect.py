@@ -19,7 +19,7 @@ from .._walk.handler import check_clear, check_guarded, Given, Handler, Taken
 from .._walk.plan import Ask, NOTHING, Placed, planned, Wanted
 from .._walk.runs import Run
 from .._walk.sows import in_loop_of_backward_pass, is_of_unknown_length, Way
-from .asked import Asked, is_some, layer_in, leave, of_one, reached
+from .asked import Asked, function_for, is_some, layer_in, leave, reached
 from .buffers import Buffered, values_open_rows
 
 
@@ -235,11 +235,11 @@ class Taking:
         see `_filled`."""
         if not self.has_mode(site):
             return None
-        transform = of_one(self.transform, whole.name, site.name)
+        transform = function_for(self.transform, whole.name, site.name)
         folds = self.folds(site.name)
         opens = [] if site.modes else [k for k in filled if k[0] == site.name]
         return Take(
-            SameParts(transform),
+            transform,
             SameParts(self.reducer(site.name)) if folds else None,
             site.key in self.returned,
             frozenset(opens),

@@ -28,7 +28,7 @@ from .._walk.handler import check_clear, check_guarded, Given, Handler
 from .._walk.plan import Ask, Placed, planned, Wanted
 from .._walk.runs import Run
 from .._walk.sows import variables, Way
-from .asked import Asked, for_each_loop, layer, leave, of_one, reached
+from .asked import Asked, for_each_loop, function_for, layer, leave, reached
 from .delivery import Delivery, print_event
 
 
@@ -280,7 +280,7 @@ def to_send(
         whole = mark.site.label._replace(places=places)
         whiles, lengths = iter(run.backward), for_each_loop(mark, mark.loops)
         of_value = tuple(n is not None or next(whiles, False) is False for n in lengths)
-        fn = SameParts(of_one(transform, mark.site.name, site.name))
+        fn = function_for(transform, mark.site.name, site.name)
         mode = mode_of[site.key]
         send = Send(fn, mode, tuple(counted_as), whole, of_value)
         row = rows.setdefault(mark.way, Wanted(mark, []))

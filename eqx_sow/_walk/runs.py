@@ -84,7 +84,7 @@ def _of_derivatives(
     def are_apart(x: Facts, y: Facts) -> bool:
         of, other = x.known.of, y.known.of
         told_apart = bool(of and other and of.isdisjoint(other))
-        return told_apart or are_exclusive(_branches(x), _branches(y))
+        return told_apart or are_exclusive(branches(x.mark), branches(y.mark))
 
     # If the function is called twice, and a gradient is taken of both, what belongs to
     # the second call comes first.
@@ -113,10 +113,12 @@ def _alternatives(found: Sequence[Facts]) -> list[list[Facts]]:
     every: list[list[Facts]] = []
     by_cond: dict[Any, list[int]] = defaultdict(list)
     for x in found:
-        conds = _branches(x)
+        conds = branches(x.mark)
         near = sorted({i for cond in conds for i in by_cond[cond]})
         fits = (
-            i for i in near if all(are_exclusive(conds, _branches(y)) for y in every[i])
+            i
+            for i in near
+            if all(are_exclusive(conds, branches(y.mark)) for y in every[i])
         )
         i = next(fits, len(every))
         if i == len(every):
@@ -127,14 +129,14 @@ def _alternatives(found: Sequence[Facts]) -> list[list[Facts]]:
     return every
 
 
-def _branches(x: Facts) -> dict[Any, int]:
+def branches(mark: Mark) -> dict[Any, int]:
     """In which branch a mark is, of each cond around it, and of each run of a cond that
     a vmap made a selection of."""
-    way, found = x.mark.way, {}
-    for i, eqn in enumerate(x.mark.eqns):
+    way, found = mark.way, {}
+    for i, eqn in enumerate(mark.eqns):
         if eqn.primitive is jexc.primitives.cond_p:
             found[way[: 2 * i + 1]] = way[2 * i + 1]
-    for guard, made in zip(x.mark.site.guards, x.mark.made):
+    for guard, made in zip(mark.site.guards, mark.made):
         found[guard.cond, made] = guard.branch
     return found
 

@@ -52,7 +52,7 @@ from .._mark.site import Site
 from .flow import Domain, Here, run
 from .numbering import Numbering
 from .repetitions import directions, lacks_iteration, repetitions
-from .runs import are_exclusive, Facts, numbered, Run
+from .runs import are_exclusive, branches, Facts, numbered, Run
 from .sows import grouped, is_of_unknown_length, Mark, Way
 
 
@@ -157,26 +157,38 @@ def runs_of(
         run(follow, closed, [_NONE for _ in closed.invars], Here())
         edges = follow.of
     of_call = grouped(primals, lambda way: primals[way].origin)
+    marks = {x.way: x for x in found} | {**told}
     ran = {
         x.site.key
         for x in (found if told else ())
         if not (x.site.modes or x.in_backward_pass)
     }
 
-    def is_alike(x: Site, y: Site) -> bool:
-        return x.origin is y.origin or x.name == y.name
+    def primals_of(x: Mark) -> list[Way]:
+        """The marks that a derivative may be of. At the other end of its edge, these
+        are of the same call of `sow`, or of another run of the name, if a branch
+        chooses residuals. In branches of one `cond`, residuals only share a place."""
+        named = {
+            way: marks[way]
+            for way in edges.get(x.way, ())
+            if way in primals and primals[way].name == x.site.name
+        }
+        of = [way for way in edges.get(x.way, ()) if way in of_call[x.site.origin]]
+        # From what a checkpoint in a `while_loop` computes again, there is no edge. And
+        # JAX may trace a `fwd` twice, so that the value is from another call.
+        if not of:
+            return of_call[x.site.origin] or [*named]
+        is_apart = lambda y: all(
+            are_exclusive(branches(y), branches(marks[way])) for way in of
+        )
+        return of + [
+            way for way, y in named.items() if way not in of and not is_apart(y)
+        ]
 
     def facts(x: Mark) -> Facts:
         of = [x.way]
         if x.site.modes:
-            # A derivative may be of one primal or another, if a branch decides. Where
-            # no edge leads to a primal, it is of any from this call of `sow`: from
-            # what a checkpoint in a `while_loop` computes again, there is none.
-            edge = edges.get(x.way, ())
-            # JAX may trace a `fwd` twice, or a branch choose residuals of other calls.
-            there = [p for p in edge if p in primals]
-            of = [p for p in there if is_alike(x.site, primals[p])]
-            of = of or of_call[x.site.origin]
+            of = primals_of(x)
         executions = frozenset().union(*[repeated.get(p, {p}) for p in of])
         known = Run(None, of=executions, again=x.way in repeated)
         if x.way not in told:
