@@ -1057,9 +1057,9 @@ def test_what_is_moved_out_of_a_scan(monkeypatch):
 
 @assumed(
     "A `concatenate` has its axis as `dimension`; a `slice` has `start_indices`, "
-    "`limit_indices` and `strides`, `None` for steps of 1; a `dynamic_slice` has `slice_sizes`, and of its operands those "
-    "after the first say where it begins, as literals if they are numbers; a `split` "
-    "has `sizes` and an `axis`.",
+    "`limit_indices` and `strides`, `None` for steps of 1; a `dynamic_slice` has "
+    "`slice_sizes`, and of its operands those after the first say where it begins, as "
+    "literals if they are numbers; a `split` has `sizes` and an `axis`.",
     "_modules/origins.py",
 )
 def test_concatenations():

@@ -157,7 +157,7 @@ def runs_of(
         run(follow, closed, [_NONE for _ in closed.invars], Here())
         edges = follow.of
     of_call = grouped(primals, lambda way: primals[way].origin)
-    marks = {x.way: x for x in found} | {**told}
+    marks = {x.way: told.get(x.way, x) for x in found}
     ran = {
         x.site.key
         for x in (found if told else ())
@@ -178,7 +178,7 @@ def runs_of(
         # JAX may trace a `fwd` twice, so that the value is from another call.
         if not of:
             return of_call[x.site.origin] or [*named]
-        is_apart = lambda y: all(
+        is_apart = lambda y: any(
             are_exclusive(branches(y), branches(marks[way])) for way in of
         )
         return of + [
