@@ -84,7 +84,9 @@ def _of_derivatives(
     def are_apart(x: Facts, y: Facts) -> bool:
         of, other = x.known.of, y.known.of
         told_apart = bool(of and other and of.isdisjoint(other))
-        return told_apart or are_exclusive(branches(x.mark), branches(y.mark))
+        return told_apart or are_exclusive(
+            branches_by_way(x.mark), branches_by_way(y.mark)
+        )
 
     # If the function is called twice, and a gradient is taken of both, what belongs to
     # the second call comes first.
@@ -113,12 +115,12 @@ def _alternatives(found: Sequence[Facts]) -> list[list[Facts]]:
     every: list[list[Facts]] = []
     by_cond: dict[Any, list[int]] = defaultdict(list)
     for x in found:
-        conds = branches(x.mark)
+        conds = branches_by_way(x.mark)
         near = sorted({i for cond in conds for i in by_cond[cond]})
         fits = (
             i
             for i in near
-            if all(are_exclusive(conds, branches(y.mark)) for y in every[i])
+            if all(are_exclusive(conds, branches_by_way(y.mark)) for y in every[i])
         )
         i = next(fits, len(every))
         if i == len(every):
@@ -129,7 +131,7 @@ def _alternatives(found: Sequence[Facts]) -> list[list[Facts]]:
     return every
 
 
-def branches(mark: Mark) -> dict[Any, int]:
+def branches_by_way(mark: Mark) -> dict[Any, int]:
     """In which branch a mark is, of each cond around it, and of each run of a cond that
     a vmap made a selection of."""
     way, found = mark.way, {}

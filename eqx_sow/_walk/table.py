@@ -42,6 +42,7 @@ the first mark is run 0 of `h`, with `of={(0,)}`. The second one and the cotange
 run 1, with `of={(1, 0, 2)}`, which is the way to an equation: see `Way`.
 """
 
+import itertools as it
 from collections import Counter, defaultdict
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any
@@ -52,7 +53,7 @@ from .._mark.site import Site
 from .flow import Domain, Here, run
 from .numbering import Numbering
 from .repetitions import directions, lacks_iteration, repetitions
-from .runs import are_exclusive, branches, Facts, numbered, Run
+from .runs import are_exclusive, branches_by_way, Facts, numbered, Run
 from .sows import grouped, is_of_unknown_length, Mark, Way
 
 
@@ -168,22 +169,18 @@ def runs_of(
         """The marks that a derivative may be of. At the other end of its edge, these
         are of the same call of `sow`, or of another run of the name, if a branch
         chooses residuals. In branches of one `cond`, residuals only share a place."""
-        named = {
-            way: marks[way]
-            for way in edges.get(x.way, ())
-            if way in primals and primals[way].name == x.site.name
-        }
-        of = [way for way in edges.get(x.way, ()) if way in of_call[x.site.origin]]
+        there = [marks[way] for way in edges.get(x.way, ()) if way in primals]
+        of = [y for y in there if y.site.origin is x.site.origin]
+        others = [y for y in there if y.site.origin is not x.site.origin]
+        others = [y for y in others if y.site.name == x.site.name]
         # From what a checkpoint in a `while_loop` computes again, there is no edge. And
         # JAX may trace a `fwd` twice, so that the value is from another call.
         if not of:
-            return of_call[x.site.origin] or [*named]
+            return of_call[x.site.origin] or [y.way for y in others]
         is_apart = lambda y: any(
-            are_exclusive(branches(y), branches(marks[way])) for way in of
+            are_exclusive(branches_by_way(y), branches_by_way(z)) for z in of
         )
-        return of + [
-            way for way, y in named.items() if way not in of and not is_apart(y)
-        ]
+        return [y.way for y in (*of, *it.filterfalse(is_apart, others))]
 
     def facts(x: Mark) -> Facts:
         of = [x.way]
