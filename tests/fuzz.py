@@ -69,7 +69,7 @@ DOCUMENTED = {
     "plant in a shard_map": r"cannot be checked in a `jax.shard_map`",
     "total in a branch of some devices": r"run this branch or iteration would wait",
     "derivatives of some rows": r"would not be of the same executions",
-    "which cotangent": r"which cotangent belongs to which primal",
+    "which cotangent": r"which \S+ belongs to which primal",
     "one value planted for several runs": r"runs \d+ times: .* Plant a tuple",
     "a branch without a derivative": r"cannot tell which iteration of it belongs",
 }
@@ -439,6 +439,26 @@ class Reference:
         is_rule = self.sites[name].in_rule and end and of in self.sites
         return is_rule and is_constant(of)
 
+    @ft.cached_property
+    def by_other_lanes(self):
+        """Marks in a bounded loop of Equinox, in a branch that some lanes take, in a
+        gradient. Equinox steps all lanes until the last one is done. JAX gives those in
+        another branch zeros for what theirs keeps, and so they may be the last ones: a
+        lane that is done is then stepped as often as nothing here knows."""
+        lanes = any(w in thr.MAPS for w in self.plan.words)
+        lanes |= any(isinstance(n, orc.Vmap) for n in orc.walk(self.program))
+        gradient = self.plan.derivatives or orc.has_gradient(self.program)
+        if not (lanes and gradient):
+            return set()
+        in_branches = [
+            loop
+            for branches in orc.walk(self.program)
+            if isinstance(branches, orc.Cond)
+            for loop in orc.walk(branches)
+        ]
+        loops = [n for n in in_branches if _is_own(n) and n.how == "bounded"]
+        return {name for n in loops if n.on != "length" for name in orc.names(n)}
+
     @property
     def n_inner_lanes(self):
         return sum(w in thr.MAPS for w in self.plan.inner)
@@ -539,14 +559,18 @@ def check_out(got, want, what="out"):
         raise Wrong(f"{what}:\n{got}\nis not\n{want}")
 
 
-def _zero_where(got, want, executions):
-    """`want`, but in these executions zero where what was captured is zero."""
+def _captured_where(got, want, executions, value=None):
+    """`want`, but in these executions what was captured, where that is `value`."""
     leaves = [x for x in thr.arrays(got) if x.dtype != jax.dtypes.float0]
-    if [np.shape(x) for x in leaves] != [np.shape(x) for x in want]:
+    leaves = list(map(np.asarray, leaves))
+    if [x.shape for x in leaves] != [np.shape(x) for x in want]:
         return want
     at = lambda x: np.expand_dims(executions, tuple(range(executions.ndim, x.ndim)))
-    zero = [(np.asarray(x) == 0) & at(np.asarray(x)) for x in leaves]
-    return [np.where(z, 0, w).astype(w.dtype) for z, w in zip(zero, want)]
+    here = [at(x) & (True if value is None else x == value) for x in leaves]
+    return [
+        np.where(h, x, w).astype(w.dtype)
+        for h, x, w in zip(here, leaves, want, strict=True)
+    ]
 
 
 def _any(tree):
@@ -623,11 +647,15 @@ def check_saved(got, ref: Reference, names=None, strict=True, modes=None):
         entry = dict(got[name])
         of_value = name.split(orc.RUN)[0] if site.pulled else name
         count, primal = ref.taken[name, "count"], ref.taken[of_value, ""]
+        unknown = None
         if site.pulled:
             entry.pop("count", None)
         elif (count_got := entry.pop("count", None)) is not None or site.conditional:
             if count_got is None or not site.conditional:
                 raise Wrong(f"{name}: a count, or none")
+            if name in ref.by_other_lanes and np.shape(count_got) == count.shape:
+                unknown = np.asarray(count_got) != np.asarray(count)
+                count = np.where(unknown, count_got, count)
             check_leaf(count_got, count, count, False, f"{name} count")
         want = {m: v for (n, m), v in ref.taken.items() if n == name and m != "count"}
         want = {m: v for m, v in want.items() if m or not site.pulled}
@@ -637,13 +665,15 @@ def check_saved(got, ref: Reference, names=None, strict=True, modes=None):
                 continue
             there = label in entry
             lacking = ref.may_lack(name, mode)
+            if there and unknown is not None:
+                value = _captured_where(entry[label], value, unknown)
             free = lacking.all()
             if there and lacking.any() and site.conditional:
                 # It may not be so in another branch: this one then has zeros for it.
                 if free and not _any(entry[label]):
                     del entry[label]
                     continue
-                value = _zero_where(entry[label], value, lacking)
+                value = _captured_where(entry[label], value, lacking, 0)
             if not there:
                 if mode == "" or (not free and any(map(np.any, value))):
                     raise Wrong(f"{name}: no {label}")
@@ -962,7 +992,7 @@ def _cores(ref):
     """Of each name the leaves, and which of their axes are those of one value."""
     found = {}
     for name, site in ref.sites.items():
-        if site.pulled:
+        if site.pulled or name in ref.by_other_lanes:
             continue
         like = thr.arrays(orc._template(site.kind))
         leaves = [np.asarray(x) for x in ref.taken[name, ""]]

@@ -566,6 +566,28 @@ def test_a_branch_chooses_what_a_derivative_is_computed_from(transform):
             S(fn, reduce=Append())(first, jnp.ones(()))
 
 
+@under("eager", "filter_jit", "vmap")
+@pytest.mark.parametrize("policy", ["dots_saveable", "everything_saveable"])
+def test_runs_in_a_branch_that_a_checkpoint_keeps_residuals_of(policy, wrap):
+    """In a place that the residuals of the other branch are in, too."""
+    policy = getattr(jax.checkpoint_policies, policy)
+
+    def fn(x, first, zeros):
+        one = lambda x, zero: jnp.sin(sow(x + zero, "h"))
+        both = lambda x: one(one(x, zeros[0]), zeros[1])
+        branches = lambda x: lax.cond(first, both, lambda x: sow(2 * x, "g"), x)
+        return jax.checkpoint(branches, policy=policy)(x).sum()
+
+    first, zeros = jnp.array([True, False]), (jnp.zeros((2, 3)),) * 2
+    xs = jnp.stack([X, X + 1])
+    want = jax.vmap(jax.grad(fn, 2))(xs, first, zeros)
+    for i in range(2):
+        grad = wrap(lambda x, i=i: jax.grad(fn)(x, first[i], (0.0, 0.0)))
+        got = S(grad, reduce=Append())(xs[i])[1]["h"]
+        assert all(np.all(n == 1 - i) for n in got["count"])
+        assert_close(got["cotangent"], tuple(x[i] for x in want))
+
+
 class Numbered(eqx.Module):
     fc: eqx.nn.Linear
     fc1: eqx.nn.Linear

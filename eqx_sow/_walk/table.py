@@ -130,6 +130,32 @@ def _may_repeat(found: Sequence[Mark]) -> bool:
     )
 
 
+def _come_from_several(
+    found: Iterable[Mark],
+    edges: Mapping[Way, frozenset[Way]],
+    primals: Mapping[Way, Site],
+) -> bool:
+    """Whether the edge of a derivative seems to come from several marks of its name.
+    With numbers, less does. In
+
+        y, e = cond(i, [sow "g"], [sow "h", then sow "h"], x)
+        ... cond(i, [...], [... sow[modes=(cotangent,)] e dy], e, dy)
+
+    `e` is an array of one branch or the other, and so is the other edge of `h`. If a
+    checkpoint keeps them, another `cond` may give them other places, and then each has
+    been in the place of each. Those of `i` have numbers, by which branch they are of.
+    """
+    return any(
+        sum(
+            primals[way].name == x.site.name
+            for way in edges.get(x.way, ())
+            if way in primals
+        )
+        > 1
+        for x in found
+    )
+
+
 def runs_of(
     closed: Any,
     found: Sequence[Mark],
@@ -145,7 +171,13 @@ def runs_of(
     edges: Mapping[Way, frozenset[Way]] = {}
     mine = [x for x in found if x.site.tag == tag]
     primals = {x.way: x.site for x in found if not x.site.modes}
-    if with_rows or _may_repeat(mine):
+    has_numbers = with_rows or _may_repeat(mine)
+    if not has_numbers and _are_told_apart(mine, several):
+        follow = Edges()
+        run(follow, closed, [_NONE for _ in closed.invars], Here())
+        edges = follow.of
+        has_numbers = _come_from_several(mine, edges, primals)
+    if has_numbers:
         numbers = Numbering({x.way: x.site for x in found})
         run(numbers, closed, [numbers.unlike_any() for _ in closed.invars], Here())
         # Not those of other tags.
@@ -153,10 +185,6 @@ def runs_of(
         edges = {way: x.edges for way, x in told.items()}
         each = [told[way] for way in primals if way in told]
         repeated = repetitions(each, numbers.at_solution)
-    elif _are_told_apart(mine, several):
-        follow = Edges()
-        run(follow, closed, [_NONE for _ in closed.invars], Here())
-        edges = follow.of
     of_call = grouped(primals, lambda way: primals[way].origin)
     marks = {x.way: told.get(x.way, x) for x in found}
     ran = {
