@@ -353,6 +353,7 @@ def _generator():
     yield
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("fn", [_coroutine, _generator, Layer, 3])
 def test_what_cannot_be_decorated(fn):
     with pytest.raises(TypeError, match="decorates a function"):

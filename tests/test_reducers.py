@@ -1,6 +1,7 @@
 """All reducers, everywhere that a sow can run."""
 
 import functools as ft
+import itertools as it
 
 import equinox as eqx
 import jax
@@ -78,8 +79,9 @@ BUFFERS = {"room for all": buffer(6), "first two": buffer(2, "first")}
 
 
 def test_two_executions_need_a_reducer():
-    with pytest.raises(DuplicateSowError):
+    with pytest.raises(DuplicateSowError) as error:
         S(line)(X)
+    assert "backward pass" not in str(error.value)
 
 
 @every
@@ -235,6 +237,44 @@ def test_rows_of_a_buffer_of_other_executions(fn, call):
         call(S(fn, reduce=Buffer(9)), x)
     for modes in ("primal", "cotangent"):
         assert modes in call(S(fn, reduce=Buffer(9), modes=modes), x)[1]["a"]
+
+
+def test_rows_of_a_buffer_whose_derivatives_are_in_any_order():
+    values = [1.0, 4.0, 9.0]
+
+    def fn(x, order):
+        one = lambda x: sow(x * x, "a")
+        pulls = [jax.vjp(one, k * x)[1] for k in (1.0, 2.0, 3.0)]
+        return sum(pulls[k](values[k] * x)[0] for k in order)
+
+    for order in it.permutations(range(3)):
+        saved = S(lambda x, order=order: fn(x, order), reduce=Buffer(3))
+        if order not in ((0, 1, 2), (2, 1, 0)):
+            with pytest.raises(SowError, match="there is not one cotangent"):
+                saved(jnp.ones(()))
+            continue
+        got = saved(jnp.ones(()))[1]["a"]
+        close(got["primal"], values)
+        close(got["cotangent"], [values[k] for k in order])
+
+
+def test_rows_of_a_buffer_with_branches_that_lanes_choose():
+    """Each lane runs all branches, backward in the order in which it runs them forward,
+    and goes back through the iterations."""
+
+    def f(x, runs):
+        def body(x, i):
+            branches = lambda x: sow(jnp.sin(x), "a") * x, lambda x: sow(x + 1, "a")
+            return lax.switch(i, branches, x), None
+
+        return lax.scan(body, x, runs)[0]
+
+    xs, runs = jnp.array([0.7, -0.4]), jnp.array([[1, 0, 1], [0, 0, 1]])
+    _, got = S(jax.vmap(jax.grad(f)), reduce=Buffer(3))(xs, runs)
+    for lane, (x, i) in enumerate(zip(xs, runs)):
+        stack = S(jax.grad(f))(x, i)[1]["a"]
+        close(got["a"]["primal"][lane], stack["primal"])
+        close(got["a"]["cotangent"][lane][::-1], stack["cotangent"])
 
 
 @pytest.mark.parametrize("reverse", [(False,), (True,), (False, True)])
