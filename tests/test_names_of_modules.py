@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 import pytest
-from eqx_sow import plant, save_intermediates as S, sow
+from eqx_sow import Append, plant, save_intermediates as S, sow
 from jax.sharding import AxisType, PartitionSpec as P
 
 from .helpers import assert_close, cotangents, primals, with_mode
@@ -833,8 +833,12 @@ def test_a_stack_along_another_axis(wrap):
         _, got = S(fn, capture=True)(stack, X)
         assert list(got) == ["b/2"]
         assert_close(got["b/2"]["primal"], make(keys[2])(X))
-        fn = wrap(_taken(lambda a, axis=axis: jnp.moveaxis(a, axis, 0)[2]))
-        assert list(S(fn, capture=True)(stack, X)[1]) == ["b/2"]
+        flat = lambda a: a.reshape(a.shape[0], -1).reshape(a.shape)
+        for cut in (
+            lambda a, axis=axis: jnp.moveaxis(a, axis, 0)[2],
+            lambda a, axis=axis: jnp.take(flat(a), 2, axis=axis),
+        ):
+            assert list(S(wrap(_taken(cut)), capture=True)(stack, X)[1]) == ["b/2"]
     # Row 2 of each layer of a stack.
     stack = eqx.filter_vmap(make)(keys)
     for row in (lambda a: a[:, 2], lambda a: jnp.swapaxes(a, 0, 1)[2]):
@@ -845,6 +849,73 @@ def test_a_stack_along_another_axis(wrap):
         stack = eqx.filter_vmap(square, out_axes=axis)(keys[:3])
         for cut, name in ((lambda a: a[2], "b/2"), (lambda a: a[:, 2], "b")):
             assert list(S(wrap(_taken(cut)), capture=True)(stack, X)[1]) == [name]
+
+
+def test_modules_that_are_made_of_what_is_computed():
+    """Those of one array are one module, also if it is in another shape."""
+
+    class Flat(eqx.Module):
+        w: jax.Array
+
+        def __call__(self, x):
+            return self.w.reshape(-1) * x
+
+    def runs(fn, x):
+        _, got = S(fn, capture=Flat, reduce=Append())(x)
+        return {name: len(entry["primal"]) for name, entry in got.items()}
+
+    def moved(x):
+        w = jnp.cos(x)
+        return Flat(w.reshape(2, 2))(Flat(w)(x))
+
+    def changed(x):
+        return Flat(jnp.sin(x))(Flat(jnp.cos(x))(x))
+
+    def concatenated(x):
+        sines = jnp.sin(x[2:])
+        w = jnp.concatenate([jnp.cos(x[:2]), sines])
+        other = jnp.concatenate([x[:2], sines])
+        return Flat(w.reshape(2, 2))(Flat(other)(Flat(w)(x)))
+
+    x = jnp.ones(4)
+    assert runs(moved, x) == {"Flat": 2}
+    assert runs(changed, x) == {"Flat": 1, "Flat#1": 1}
+    assert runs(concatenated, x) == {"Flat": 2, "Flat#1": 1}
+
+
+def test_a_layer_of_a_stack_of_stacks():
+    """Its numbers are in the order of the axes, whichever is taken first."""
+    make = eqx.filter_vmap(eqx.filter_vmap(lambda key: eqx.nn.Linear(3, 5, key=key)))
+    stacks = make(jr.split(jr.key(0), (2, 4)))
+    expected = jax.tree.map(lambda a: a[1, 2], stacks)(X)
+    for cut in (
+        lambda a: a[1, 2],
+        lambda a: a[1][2],
+        lambda a: a[:, 2][1],
+        lambda a: jnp.swapaxes(a, 0, 1)[2][1],
+        lambda a: jax.lax.index_in_dim(a, 2, 1, keepdims=False)[1],
+        lambda a: a.reshape(*a.shape[:2], -1).reshape(a.shape)[1, 2],
+        lambda a: a.reshape(2, -1).reshape(a.shape)[1][2],
+        lambda a: jnp.split(a, 4, 1)[2][1, 0],
+    ):
+        _, got = S(_taken(cut), capture=True)(stacks, X)
+        assert list(got) == ["b/1/2"]
+        assert_close(got["b/1/2"]["primal"], expected)
+
+
+def test_layers_of_a_list_that_are_transposed_in_a_loop():
+    layers = [eqx.nn.Linear(3, 3, use_bias=False, key=jr.key(i)) for i in range(2)]
+
+    def fn(layers, x):
+        step = lambda x, layer: (jax.tree.map(jnp.transpose, layer)(x), None)
+        joined = lambda *arrays: jnp.concatenate([a[None] for a in arrays])
+        return jax.lax.scan(step, x, jax.tree.map(joined, *layers))[0]
+
+    _, got = S(fn, capture=True)(layers, X)
+    first = layers[0].weight.T @ X
+    assert_close(
+        got["layers/*"]["primal"], jnp.stack([first, layers[1].weight.T @ first])
+    )
 
 
 def test_a_block_of_a_matrix_is_no_layer():

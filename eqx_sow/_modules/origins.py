@@ -366,7 +366,7 @@ def _split(eqn: Any, operands: Sequence[Origin]) -> _Effect:
     if k == along:
         stops = list(it.accumulate(sizes or [1] * n_outs))
         pieces = k, _pieces_in(parts, zip([0, *stops], stops))
-        return _Effect(axes=axes, pieces=pieces, is_whole=True)
+        return _Effect(axes=axes, pieces=pieces)
     if n != n_outs or n == 1 and not whole.is_whole:
         return _Effect(axes=axes, cuts=[[OTHER_ENTRIES]] * n_outs)
     is_open = sizes is not None
@@ -471,7 +471,7 @@ def _reshape(eqn: Any, operands: Sequence[Origin]) -> _Effect:
             return sum(1 for _ in it.takewhile(lambda x: x[0][0] == x[1], pairs))
 
         first = n_alike(1)
-        last = min(n_alike(-1), len(old) - first, len(sizes) - first)
+        last = min(n_alike(-1), len(sizes) - first)
         i, j = len(old) - last, len(sizes) - last
         of = tuple(k for _, a in old[first:i] for k in a)
         inside = [(k,) for k in of] if len(of) == j - first else [of] * (j - first)
