@@ -69,13 +69,11 @@ class Numbered(NamedTuple):
     `number`: equal for values that are computed alike from the same inputs. `made`:
     the place where the value was made, whatever transposed or reshaped it since. If a
     function is called twice with the same argument, what it computes has one number,
-    but is made in two places. `filled`: whether it is computed from numbers in the
-    source alone, such as an array of zeros.
+    but is made in two places.
     """
 
     number: int
     made: Made
-    filled: bool = False
 
 
 class Numbering(Domain):
@@ -104,8 +102,8 @@ class Numbering(Domain):
         """A value that is equal to no other one."""
         return self._input(How(object()))
 
-    def _input(self, how: How, filled: bool = False) -> Numbered:
-        return Numbered(self._number(how), Made(how), filled)
+    def _input(self, how: How) -> Numbered:
+        return Numbered(self._number(how), Made(how))
 
     def _number(self, how: How, of: Sequence[int] = (), params: Any = None) -> int:
         computed = Made(how, tuple(of))
@@ -124,7 +122,7 @@ class Numbering(Domain):
 
     def constant(self, x, aval):
         # Each trace of `x * jnp.array([1.0, 2.0])` makes an array of its own.
-        return self._input(How("constant", (aval, _content(x))), not aval.shape)
+        return self._input(How("constant", (aval, _content(x))))
 
     # --- equations ---
     def equation(self, eqn, operands, here):
@@ -143,11 +141,7 @@ class Numbering(Domain):
         by = object() if eqn.effects or _is_users(eqn) else primitive
         of, p = [x.number for x in operands], eqn.params
         numbers = [self._number(How(by, i), of, p) for i in range(len(eqn.outvars))]
-        filled = bool(operands) and all(x.filled for x in operands) and not eqn.effects
-        filled |= primitive.name in _EMPTY
-        return [
-            Numbered(n, Made(How(here.way, i)), filled) for i, n in enumerate(numbers)
-        ]
+        return [Numbered(n, Made(How(here.way, i))) for i, n in enumerate(numbers)]
 
     def _moved(self, eqn: Any, operands: Sequence[Numbered]) -> int:
         if eqn.primitive is jax.lax.transpose_p:
@@ -263,9 +257,6 @@ class Numbering(Domain):
     # The cases of a cond, the iterations that a scan stacks, the parts of an array on
     # the devices of a mesh. `how` is the same for both ways. A part is again the value
     # that it was, made where that was made. `also` tells two apart with the same parts.
-    #
-    # What one branch keeps for its backward pass, the others have as well: each fills
-    # in zeros of its own. Where they are made says nothing beside the value kept.
     def _together(
         self,
         how: How,
@@ -274,9 +265,7 @@ class Numbering(Domain):
         also: Hashable = None,
     ) -> Numbered:
         number = self._number(how, [x.number for x in parts], params)
-        filled = all(x.filled for x in parts)
-        made = [x.made if filled or not x.filled else _FILLED for x in parts]
-        return Numbered(number, Made(how, (*made, also)), filled)
+        return Numbered(number, Made(how, (*[x.made for x in parts], also)))
 
     def _part(self, how: How, whole: Numbered, i: int = 0) -> Numbered | None:
         """A part of what was put together so; `None` for other values."""
@@ -328,7 +317,6 @@ class Numbering(Domain):
         return self._slice(how, value)
 
 
-_FILLED = Made(How("filled"))
 _OF_A_SCALAR = How("of a scalar")
 _MOVES = (
     jax.lax.broadcast_in_dim_p,
@@ -336,8 +324,6 @@ _MOVES = (
     jax.lax.reshape_p,
     jax.lax.squeeze_p,
 )
-# What JAX fills in where any array will do.
-_EMPTY = "empty", "empty2"
 _IDENTITIES = jexc.primitives.name_p, jexc.primitives.stop_gradient_p
 
 
