@@ -135,16 +135,15 @@ def _come_from_several(
     edges: Mapping[Way, frozenset[Way]],
     primals: Mapping[Way, Site],
 ) -> bool:
-    """Whether the edge of a derivative seems to come from several marks of its name.
-    With numbers, less does. In
+    """Whether the edge of a derivative seems to come from several runs of its name. In
 
-        y, e = cond(i, [sow "g"], [sow "h", then sow "h"], x)
-        ... cond(i, [...], [... sow[modes=(cotangent,)] e dy], e, dy)
+        e, f = cond(i, [sow "g"; zeros], [sow "h"; sow "h"], x)
+        e, f = cond(i, [the same], [swapped], e, f)
 
-    `e` is an array of one branch or the other, and so is the other edge of `h`. If a
-    checkpoint keeps them, another `cond` may give them other places, and then each has
-    been in the place of each. Those of `i` have numbers, by which branch they are of.
-    """
+    each output of the first cond is an edge of one branch or of the other. JAX passes
+    them through a second one if a checkpoint keeps them, and if that swaps them in one
+    branch, each output may be any of the edges. `Numbering` knows that both conds have
+    the same index, so that each branch goes with the same branch."""
     return any(
         sum(
             primals[way].name == x.site.name
