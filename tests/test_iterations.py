@@ -217,6 +217,21 @@ def test_reducers_and_transforms():
     assert_close(got[name]["primal"], layer.sum())
 
 
+def test_one_layer_of_what_was_reduced_over_other_loops():
+    """The loop that is left is the one that has its index in the name."""
+    train = lambda xs: lax.map(lambda x: _stack(x, (None, 1)), xs)
+    twice = lambda xs: lax.map(
+        lambda x: lax.map(lambda x: _stack(x, (None,) * 2 + (1,)), x), xs
+    )
+    every = "blocks/*/attn"
+    for fn, xs in ((train, XS), (twice, XS[None])):
+        _, got = S(fn, reduce={every: Last()})(xs)
+        whole = S(_stack)(XS[-1])[1][every]["primal"]
+        assert list(got.unstack()) == [f"blocks/{i}/attn" for i in range(4)]
+        for i in range(4):
+            assert_close(got[f"blocks/{i}/attn"]["primal"], whole[i])
+
+
 @wraps
 @pytest.mark.parametrize("loop", [f for f, _ in LOOPS.values()], ids=LOOPS)
 def test_tap(loop, wrap):
