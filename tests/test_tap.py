@@ -505,6 +505,28 @@ def test_vmap_that_comes_later_is_one_event(how):
     assert_same_events(events, want)
 
 
+def test_a_vmap_that_comes_later_knows_what_no_lanes_share():
+    def fn(x, w):
+        def outer(x, i):
+            inner = lambda x, k: (sow((x * k, w, i), "h")[0], None)
+            return lax.scan(inner, x, jnp.arange(2.0))[0], None
+
+        return lax.scan(outer, x, jnp.arange(2.0))[0]
+
+    events = []
+    tapped = jax.jit(lambda x, w: tap(fn, events.append, extra=x)(x, w))
+    w = jnp.arange(4.0)
+    lanes = lambda f: jax.vmap(jax.vmap(f, (0, None)), (0, None))
+    jax.block_until_ready(lanes(tapped)(XS, w))
+    jax.effects_barrier()
+    _, want = watch(lanes(fn), XS, w)
+    assert len(want) == 4
+    assert_same_events(events, want)
+    for e in events:
+        assert [x.shape for x in e.value] == [(2, 3), (2, 3, 4), (2, 3)]
+        assert_close(e.value[1], np.broadcast_to(w, (2, 3, 4)))
+
+
 @_named([branches, while_of_value])
 def test_lanes_that_cannot_be_told_are_an_error(fn):
     with pytest.raises(eqx_sow.SowError, match=r"cannot tell which lanes run"):
