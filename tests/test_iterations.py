@@ -520,6 +520,19 @@ def test_rows_of_one_layer_and_of_one_step_belong_together():
             assert_close(kept, want)
             assert not jnp.any(rest)
 
+    def in_while(xs):
+        loss = _loss(_stack)  # no `while_loop` has an index in the name
+        step = lambda x: loss(2 * x) + jax.grad(loss)(x).sum()
+        one = lambda c: (c[0] + 1, c[1] + step(xs[c[0]]))
+        return lax.while_loop(lambda c: c[0] < 3, one, (0, 0.0))
+
+    _, in_steps = jax.jit(
+        S(in_while, names=[every, "blocks/1/attn"], reduce=Buffer(6))
+    )(xs)
+    for name, modes in in_steps.items():
+        for mode in pairs:
+            assert_close(modes[mode], got[name][mode])
+
 
 @pytest.mark.parametrize("pattern", ["*/0", "h/[01]"])
 def test_a_sow_with_the_name_of_an_iteration_goes_before_it(pattern):
