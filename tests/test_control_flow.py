@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from eqx_sow import (
     Append,
+    DuplicateSowError,
     Fold,
     save_intermediates,
     sow,
@@ -696,6 +697,23 @@ def test_names_modes_and_transform_act_inside_the_loop():
     assert "3,2,2]" not in str(jax.make_jaxpr(lambda x: S(f, names="a")(x))(X))
     _, captured = S(jax.grad(f), modes="cotangent")(X)
     assert modes_of(captured) == {"big": {"cotangent"}, "a": {"cotangent"}}
+
+
+def test_a_mode_that_is_left_out_may_have_several_values():
+    """In a `while_loop`, too, where a derivative that is asked for needs its primal."""
+
+    def run(x):
+        step = lambda c: (c[0] + 1, sow(sow(2 * c[1], "twice"), "twice"))
+        return sow(lax.while_loop(lambda c: c[0] < 3, step, (0, x))[1], "out")
+
+    derivative = lambda x: jax.jvp(run, (x,), (x,))[1]
+    one = lambda x: jax.grad(lambda x: sow(jnp.sin(x), "once").sum())(x)
+    for fn in (run, derivative):
+        _, got = S(lambda x, fn=fn: (fn(x), one(x)), modes="cotangent")(X)
+        assert_close(got, {"once": {"cotangent": jnp.ones_like(X)}})
+        for mode in ("primal", "tangent")[: 2 if fn is derivative else 1]:
+            with pytest.raises(DuplicateSowError):
+                S(fn, modes=mode)(X)
 
 
 def test_jitted_and_checkpointed_bodies():

@@ -10,11 +10,13 @@ import pytest
 from eqx_sow import (
     Append,
     batched,
+    Buffer,
     Fold,
     Last,
     plant,
     save_intermediates as S,
     sow,
+    SowError,
     SowTypeError,
     summarize,
     tap,
@@ -215,6 +217,21 @@ def test_reducers_and_transforms():
                 assert_close(got[name]["primal"], expected)
     _, got = S(jax.vmap(_stack), names=name, transform=batched(jnp.sum))(XS)
     assert_close(got[name]["primal"], layer.sum())
+
+
+def test_one_layer_of_what_was_reduced_over_other_loops():
+    """The loop that is left is the one that has its index in the name."""
+    train = lambda xs: lax.map(lambda x: _stack(x, (None, 1)), xs)
+    twice = lambda xs: lax.map(
+        lambda x: lax.map(lambda x: _stack(x, (None,) * 2 + (1,)), x), xs
+    )
+    every = "blocks/*/attn"
+    for fn, xs in ((train, XS), (twice, XS[None])):
+        _, got = S(fn, reduce={every: Last()})(xs)
+        whole = S(_stack)(XS[-1])[1][every]["primal"]
+        assert list(got.unstack()) == [f"blocks/{i}/attn" for i in range(4)]
+        for i in range(4):
+            assert_close(got[f"blocks/{i}/attn"]["primal"], whole[i])
 
 
 @wraps
@@ -439,6 +456,82 @@ def test_an_iteration_of_a_loop_around_a_stack():
         _, got = S(train, names=pattern)(xs)
         assert list(got) == [name]
         assert_close(got[name]["primal"], value)
+
+
+def test_rows_of_one_iteration_belong_together():
+    def value_first(mark, x):
+        y, pull = jax.vjp(lambda x: mark((x + 1) ** 2), x + 0 * mark(x))
+        return x - 0.1 * pull(y)[0]
+
+    def value_last(mark, x):
+        y, pull = jax.vjp(lambda x: mark((x + 1) ** 2), x)
+        return x - 0.1 * pull(y)[0] + 0 * mark(x)
+
+    def two(mark, x):
+        return x - 0.1 * jax.grad(lambda x: mark(mark(x * x) * x))(x)
+
+    def twice(mark, x):
+        y, pull = jax.vjp(lambda x: mark(x * x), x)
+        return pull(y)[0] + pull(2 * y)[0]
+
+    def in_scan(step):
+        one = lambda x, _: (step(lambda x: sow(x, "h"), x), None)
+        return lambda x: lax.scan(one, x, length=3)[0]
+
+    x = jnp.array(0.7)
+    y = lambda x: (x + 1) ** 2
+    for step, values, cotangents in (
+        (value_first, lambda x: [x, y(x)], lambda x: [0, y(x)]),
+        (value_last, lambda x: [y(x), x], lambda x: [y(x), 0]),
+        (two, lambda x: [x**2, x**3], lambda x: [1, x]),
+    ):
+        saved = S(in_scan(step), names="h/1", reduce=Buffer(3))
+        got, x1 = jax.jit(saved)(x)[1]["h/1"], step(lambda x: x, x)
+        np.testing.assert_allclose(got["primal"], [*values(x1), 0], rtol=1e-5)
+        np.testing.assert_allclose(got["cotangent"], [*cotangents(x1), 0], rtol=1e-5)
+    with pytest.raises(SowError, match="there is not one cotangent for each value"):
+        S(in_scan(twice), names="h/1", reduce=Buffer(3))(x)
+
+
+def test_rows_of_one_layer_and_of_one_step_belong_together():
+    """In each step, a gradient comes after a value that has none."""
+    loss = _loss(lambda x: _stack(x, (None, 1)))
+    step = lambda x: (loss(2 * x), jax.grad(loss)(x))
+    xs = jnp.stack([X, 2 * X, 3 * X])
+    every = "blocks/*/attn"
+    of = lambda fn, xs: jax.vmap(lambda x: S(fn)(x)[1][every])(xs)
+    alone, pair = of(_stack, 2 * xs)["primal"], of(jax.grad(_loss(_stack)), xs)
+    pairs = {
+        "primal": np.stack([alone, pair["primal"]], 1),
+        "cotangent": np.stack([0 * alone, pair["cotangent"]], 1),
+    }
+    asked = {
+        every: lambda x: np.moveaxis(x.reshape(6, 4, 2), 1, 0),
+        "blocks/1/attn": lambda x: x.reshape(6, 4, 2)[:, 1],
+        "blocks/*/attn/2": lambda x: np.moveaxis(x[2], 1, 0),
+        "blocks/1/attn/2": lambda x: x[2, :, 1],
+    }
+    saved = S(lambda xs: lax.map(step, xs), names=[*asked], reduce=Buffer(6))
+    _, got = jax.jit(saved)(xs)
+    for name, rows in asked.items():
+        for mode, x in pairs.items():
+            want = jnp.asarray(rows(x))
+            kept, rest = jnp.split(got[name][mode], [want.shape[-2]], axis=-2)
+            assert_close(kept, want)
+            assert not jnp.any(rest)
+
+    def in_while(xs):
+        loss = _loss(_stack)  # no `while_loop` has an index in the name
+        step = lambda x: loss(2 * x) + jax.grad(loss)(x).sum()
+        one = lambda c: (c[0] + 1, c[1] + step(xs[c[0]]))
+        return lax.while_loop(lambda c: c[0] < 3, one, (0, 0.0))
+
+    _, in_steps = jax.jit(
+        S(in_while, names=[every, "blocks/1/attn"], reduce=Buffer(6))
+    )(xs)
+    for name, modes in in_steps.items():
+        for mode in pairs:
+            assert_close(modes[mode], got[name][mode])
 
 
 @pytest.mark.parametrize("pattern", ["*/0", "h/[01]"])

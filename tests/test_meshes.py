@@ -515,6 +515,10 @@ def test_plant_of_one_value_for_all_lanes_on_a_device(call):
         eqx_sow.SowError, match="cannot be checked in a `jax.shard_map`"
     ):
         call(plant(f, captured), X[:2])
+    # Of a single lane, there is nothing to check.
+    f = _on_two_devices(lambda x: on_device(x[:, :1]))
+    double = jax.tree.map(lambda x: 2 * x, S(f)(X[:2])[1])
+    np.testing.assert_array_equal(call(plant(f, double), X[:2]), 2 * X[:2, 0])
 
 
 def test_cotangent_of_a_leaf_that_all_devices_share(call):

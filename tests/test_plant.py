@@ -1093,6 +1093,20 @@ def test_one_value_for_all_lanes_cannot_be_planted_for_each(wrap):
             jax.block_until_ready(plant(f, {"v": wrong})(w, xs))
 
 
+@under("eager", "jit")
+def test_a_nan_for_all_lanes_is_one_value(wrap):
+    def f(w, xs):
+        return jax.vmap(lambda x: (sow((w, x), "v")[0] * x).sum())(xs)
+
+    w, xs, f = jnp.array([2.0, 3.0]), jnp.ones((3, 2)), wrap(f)
+    nan = np.array([np.nan, 3.0], np.float32)
+    out = plant(f, {"v": (np.tile(nan, (3, 1)), xs)})(w, xs)
+    np.testing.assert_array_equal(out, np.full(3, np.nan))
+    for lanes in ([nan, w, w], [w, nan, w], [nan, nan, w]):
+        with pytest.raises(Exception, match="must not vary along it"):
+            jax.block_until_ready(plant(f, {"v": (np.stack(lanes), xs)})(w, xs))
+
+
 @under("eager", "vmap", argument="lanes")
 def test_tangent_beside_one_that_is_zero(call, lanes):
     """The zero comes first: it is captured, but the program has no such operand."""

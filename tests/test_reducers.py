@@ -239,6 +239,30 @@ def test_rows_of_a_buffer_of_other_executions(fn, call):
         assert modes in call(S(fn, reduce=Buffer(9), modes=modes), x)[1]["a"]
 
 
+def test_rows_of_a_gradient_after_the_loop():
+    """That of the last iteration: the loop passes on what the derivative needs."""
+    x = jnp.array(0.7)
+
+    def fn(x):
+        structure = None
+
+        def square(x):
+            nonlocal structure
+            y, pull = _with_pullback(x)
+            needs, structure = jax.tree.flatten(pull)
+            return y, needs
+
+        start = x, jax.tree.map(jnp.zeros_like, jax.eval_shape(square, x)[1])
+        y, needs = _in_while(lambda i, c: square(c[0]))(start)
+        return jax.tree.unflatten(structure, needs)(2 * y)[0]
+
+    values, cotangents = [x**2, x**4, x**8], [0, 0, 2 * x**8]
+    for size, kept in ((2, lambda rows: rows[1:]), (4, lambda rows: [*rows, 0])):
+        got = jax.jit(S(fn, reduce=Buffer(size)))(x)[1]["a"]
+        close(got["primal"], kept(values))
+        close(got["cotangent"], kept(cotangents))
+
+
 def test_rows_of_a_buffer_whose_derivatives_are_in_any_order():
     values = [1.0, 4.0, 9.0]
 

@@ -505,6 +505,28 @@ def test_vmap_that_comes_later_is_one_event(how):
     assert_same_events(events, want)
 
 
+def test_a_vmap_that_comes_later_knows_what_no_lanes_share():
+    def fn(x, w):
+        def outer(x, i):
+            inner = lambda x, k: (sow((x * k, w, i), "h")[0], None)
+            return lax.scan(inner, x, jnp.arange(2.0))[0], None
+
+        return lax.scan(outer, x, jnp.arange(2.0))[0]
+
+    events = []
+    tapped = jax.jit(lambda x, w: tap(fn, events.append, extra=x)(x, w))
+    w = jnp.arange(4.0)
+    lanes = lambda f: jax.vmap(jax.vmap(f, (0, None)), (0, None))
+    jax.block_until_ready(lanes(tapped)(XS, w))
+    jax.effects_barrier()
+    _, want = watch(lanes(fn), XS, w)
+    assert len(want) == 4
+    assert_same_events(events, want)
+    for e in events:
+        assert [x.shape for x in e.value] == [(2, 3), (2, 3, 4), (2, 3)]
+        assert_close(e.value[1], np.broadcast_to(w, (2, 3, 4)))
+
+
 @_named([branches, while_of_value])
 def test_lanes_that_cannot_be_told_are_an_error(fn):
     with pytest.raises(eqx_sow.SowError, match=r"cannot tell which lanes run"):
@@ -946,6 +968,27 @@ def test_integers_have_float0_cotangents():
     np.testing.assert_array_equal(value["x"], np.ones(3))
 
 
+def test_values_of_float0():
+    """As a jitted function gets them, which is given a cotangent of integers."""
+    zeros, xs = np.zeros((2, 3), jax.dtypes.float0), jnp.arange(2.0)
+    mark = lambda x, z: sow((x, z), "h")
+
+    def scan(xs, zs):
+        return lax.scan(lambda c, xz: (c, mark(*xz)), 0, (xs, zs))[1]
+
+    for fn in (jax.jit(mark), jax.vmap(mark), scan):
+        for transform in (None, lambda value: value):
+            _, events = watch(fn, xs, zeros, transform=transform)
+            _, got = save_intermediates(fn, transform=transform)(xs, zeros)
+            x, z = got["h"]["primal"]
+            n = len(events)
+            assert n == (2 if fn is scan else 1)
+            assert z.shape == (2, 3) and z.dtype == jax.dtypes.float0
+            for i, event in enumerate(events):
+                of_event = (x[i], z[i]) if fn is scan else (x, z)
+                assert_close(event.value, tuple(map(np.asarray, of_event)))
+
+
 def test_cotangent_of_what_all_lanes_share_is_the_total():
     def fn(w, xs):
         def one(x):
@@ -1172,6 +1215,20 @@ def test_lines_of_lanes(capsys):
     line = capsys.readouterr().out
     assert line.startswith("x primal [0]  f32[3]  mean 1 ")
     assert "ran in 2 of 3 lanes" in line
+
+
+def test_lines_of_devices(mesh, capsys):
+    local = lambda x: sow(x, "x")
+    spread = jax.shard_map(local, mesh=mesh, in_specs=P("d"), out_specs=P("d"))
+    tap(spread)(jnp.arange(16.0))
+    jax.effects_barrier()
+    lines = capsys.readouterr().out.splitlines()
+    assert sorted(x.split("  on device ")[1] for x in lines) == [
+        f"d={i}" for i in range(8)
+    ]
+    for line in lines:
+        i = int(line[-1])
+        assert line.startswith(f"x primal [0]  f32[2]  mean {2 * i + 0.5:.3g} ")
 
 
 @pytest.mark.parametrize("lanes", [(), (4,), (3, 4)])

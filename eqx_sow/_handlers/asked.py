@@ -14,13 +14,12 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .._errors import SowError
-from .._mark.site import Site
+from .._mark.site import Label, Site
 from .._mark.static import SameParts
 from .._names import Named
 from .._selection import Selection
 from .._walk.frame import Frame
 from .._walk.handler import Handler
-from .._walk.plan import Ask
 from .._walk.sows import loop_of, Mark
 
 
@@ -44,10 +43,13 @@ def layer(places: Iterable[int | None], iterations: Iterable[Any]) -> tuple[Any,
     return tuple(i for place, i in zip(places, iterations) if place is not None)
 
 
-def layer_in(ask: Ask, iterations: Iterable[Any]) -> tuple[Any, ...]:
-    """Which layer the walk is in, of each stack of which all layers are asked for."""
-    at = it.chain(ask.at, it.repeat(None))
-    return layer(ask.label.places, (i for i, n in zip(iterations, at) if n is None))
+def layer_in(
+    at: Iterable[int | None], label: Label, iterations: Iterable[Any]
+) -> tuple[Any, ...]:
+    """The index in each stack of layers around, of those of which all layers are asked
+    for: see `Ask`."""
+    each = it.chain(at, it.repeat(None))
+    return layer(label.places, (i for i, n in zip(iterations, each) if n is None))
 
 
 def for_each_loop(mark: Mark, of_scans: Iterable[Any]) -> tuple[Any, ...]:

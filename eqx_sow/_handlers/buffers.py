@@ -12,7 +12,7 @@ Or if each derivative is computed before the value is marked again, as in
 with a `Buffer(4)`: then there are zeros in the rows of the iterations that are not
 better. All else is an error.
 
-To tell, each loop is taken to run twice.
+To tell, each loop is taken to run twice, or once if one iteration is asked for.
 """
 
 import functools as ft
@@ -27,14 +27,16 @@ from .._errors import SowError
 from .._mark.site import Site
 from .._walk.runs import Run
 from .._walk.sows import lengths_of, loop_of, Mark, Way
-from .asked import for_each_loop, layer, when
+from .asked import for_each_loop, layer_in, when
 
 
 class Buffered(NamedTuple):
-    """A mark that has rows, and the run that it is, or is a derivative of."""
+    """A mark that has rows, and the run that it is, or is a derivative of. `at` says
+    which iterations are asked for: see `Ask`."""
 
     mark: Mark
     run: Run
+    at: tuple[int | None, ...] = ()
 
     @property
     def loops(self) -> list[tuple[Way, Any]]:
@@ -84,12 +86,12 @@ def values_open_rows(
 
 def _layer(x: Buffered, iterations: Sequence[int]) -> tuple[int, ...]:
     """The index among `iterations` in each stack of layers around."""
-    return layer(for_each_loop(x.mark, x.mark.site.label.places), iterations)
+    of_scans = [i for i, (_, e) in zip(iterations, x.loops) if lengths_of([e])]
+    return layer_in(x.at, x.mark.site.label, of_scans)
 
 
 def _executions(x: Buffered, value: Buffered) -> list[tuple[_When, _Id]]:
-    """When a mark runs, each with the execution of its value that it is of, if each
-    loop runs twice."""
+    """When a mark runs, each with the execution of its value that it is of."""
     loops, of_value = x.loops, value.loops
     n = _n_common(x, value)
     # Loops around a backward pass alone come first. What is computed after a
@@ -100,8 +102,9 @@ def _executions(x: Buffered, value: Buffered) -> list[tuple[_When, _Id]]:
         raise _apart(x.mark.site)
     backward = iter(x.run.backward)
     is_reversed = [not lengths_of([e]) and next(backward, None) for _, e in loops]
+    of_loops = [(0, 1) if i is None else (0,) for i in for_each_loop(x.mark, x.at)]
     found = []
-    for iterations in it.product((0, 1), repeat=len(loops)):
+    for iterations in it.product(*of_loops):
         own = [1 - i if r else i for i, r in zip(iterations, is_reversed)]
         id = (*own[:n], *own[n + more :], *(1 for _ in after))
         found.append((when(x.mark, iterations), (value.mark.way, id)))

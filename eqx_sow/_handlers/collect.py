@@ -142,22 +142,18 @@ class Taking:
         if not self.has_rows:
             return frozenset()
         by_key: dict[Any, list[Buffered]] = defaultdict(list)
-        # Of single iterations, rows are not many.
-        single = set()
         for mark, site, at in asked:
             reducer, run = self.reducer(site.name), runs[mark.way]
             has_rows = reducer is not None and reducer.lead and self.has_mode(site)
             if has_rows and not run.again and mark.holder is None:
-                by_key[site.key].append(Buffered(mark._replace(site=site), run))
-                if at:
-                    single.add(site.key)
+                buffered = Buffered(mark._replace(site=site), run, at)
+                by_key[site.key].append(buffered)
         filled = set()
         for key in by_key:
             of_value = key[0], "primal", ()
             has_value = key != of_value and of_value in by_key
-            if has_value and single.isdisjoint((key, of_value)):
-                if values_open_rows(by_key[of_value], by_key[key]):
-                    filled.add(key)
+            if has_value and values_open_rows(by_key[of_value], by_key[key]):
+                filled.add(key)
         return frozenset(filled)
 
     @property
@@ -432,7 +428,8 @@ class Collect(Handler):
         action, carry = new.ask.action, given.carry
         entry = _entry.captured(new.site, new.read(frame), new.transform, new.ask.at)
         iteration = given.iterations
-        place = layer_in(new.ask, iteration), iteration, new.here
+        layer = layer_in(new.ask.at, new.ask.label, iteration)
+        place = layer, iteration, new.here
         step = lambda key, how: _state.stepped(
             action.reducer.value, carry[key], entry, *place, how
         )
