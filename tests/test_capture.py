@@ -4,7 +4,7 @@ import abc
 import copy
 import dataclasses as dc
 import functools as ft
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import equinox as eqx
@@ -1273,6 +1273,52 @@ def test_methods_of_a_base_class_that_is_no_module(capture):
     assert Linearly.__call__.__code__ is code
 
 
+def test_a_node_with_the_keys_of_a_dict_that_is_none():
+    class Box:
+        def __init__(self, h):
+            self.h = h
+
+    jtu.register_pytree_with_keys(
+        Box, lambda box: (((jtu.DictKey("h"), box.h),), None), lambda _, h: Box(*h)
+    )
+
+    class Boxed(eqx.Module):
+        box: Box
+
+        def __call__(self, x):
+            return self.box.h["w"] * x
+
+    fn = lambda boxed, x: boxed(x)
+    _, got = S(fn, capture=True)(Boxed(Box({"w": 2 * X})), X)
+    assert_close(with_mode(got, "primal"), {"boxed": 2 * X**2})
+
+
+def test_the_classes_of_python_are_left_alone():
+    class Table(eqx.Module, Mapping):
+        arrays: dict[str, Array]
+
+        def __getitem__(self, key):
+            return self.arrays[key]
+
+        def __iter__(self):
+            return iter(self.arrays)
+
+        def __len__(self):
+            return len(self.arrays)
+
+        def __call__(self, x):
+            return self.get("a") * x
+
+    code = Mapping.get.__code__
+
+    def fn(table, x):
+        assert Mapping.get.__code__ is code
+        return table(x)
+
+    _, got = S(fn, capture=True, scope=True)(Table({"a": 2 * X}), X)
+    assert_close(with_mode(got, "primal"), {"table": 2 * X**2})
+
+
 def test_a_class_with_a_mixin_that_is_made_while_the_program_is_traced():
     def fn(x):
         class Doubles:
@@ -1773,6 +1819,22 @@ def test_different_tags_see_their_own():
     (out, inner), outer = both(X)
     assert list(inner) == [f"layers/{i}" for i in range(3)]
     assert_close(list(with_mode(outer, "primal").values()), [out])
+
+
+def test_what_one_does_not_select_is_left_to_others():
+    mlp, found = _mlp(), []
+    layers = [f"layers/{i}" for i in range(3)]
+
+    def fn(net, x):
+        out, got = S(net, capture=eqx.nn.MLP)(x)
+        found.extend(got)
+        return out
+
+    (_, inner), outer = S(S(mlp, capture=eqx.nn.Linear), capture=eqx.nn.MLP)(X)
+    assert (list(inner), list(outer)) == (layers, ["."])
+    _, outer = S(fn, capture=eqx.nn.Linear)(mlp, X)
+    assert (found, list(outer)) == (["."], [f"net/{name}" for name in layers])
+    assert_close(list(with_mode(outer, "primal").values())[-1], mlp(X))
 
 
 def _edited(h):

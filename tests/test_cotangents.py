@@ -596,6 +596,31 @@ def test_linear_transpose_of_what_never_ran_forward():
     close(first, 4 * X)
 
 
+def test_what_was_linearized_in_a_capture_is_called_after_it():
+    """There the marks of what JAX has kept are off."""
+    f = lambda x: sow(jnp.sin(x), "h") * 2
+    for wrap in (lambda f: f, jax.jit, jax.checkpoint):
+        (_, pull), got = S(lambda x, wrap=wrap: jax.vjp(wrap(f), x))(X)
+        close(got["h"]["primal"], np.sin(X))
+        close(pull(np.ones_like(X))[0], 2 * np.cos(X))
+        (_, push), _ = S(lambda x, wrap=wrap: jax.linearize(wrap(f), x))(X)
+        close(push(np.ones_like(X)), 2 * np.cos(X))
+
+
+def test_a_program_that_cannot_be_differentiated_runs_once():
+    """But for one in which a leaf has a derivative due to the mark alone."""
+    runs = []
+
+    def loss(x, mark):
+        runs.append(x)
+        x = mark(x)
+        return lax.while_loop(lambda x: x[0] < 3, lambda x: x + 1, x).sum()
+
+    with pytest.raises(ValueError, match="while_loop"):
+        S(jax.grad(lambda x: loss(x, lambda x: sow(x, "h"))))(X)
+    assert len(runs) == 1
+
+
 # --- what a backward pass runs once more ---
 def _with_rules(fwd, bwd):
     f = jax.custom_vjp(fwd)

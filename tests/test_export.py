@@ -113,6 +113,21 @@ def test_iteration_that_there_may_not_be(pattern):
         jax.export.export(jax.jit(S(_scan, names=pattern)))(shape)
 
 
+def test_iterations_that_there_are_at_least():
+    n, *_ = jax.export.symbolic_shape("n", constraints=["n >= 3"])
+    shape, xs = jax.ShapeDtypeStruct((n, 2), "float32"), np.ones((3, 2), "float32")
+    _, every = S(_scan)(xs)
+    for i in (0, 2, -1, -3):
+        fn = jax.jit(S(_scan, names=f"a/{i}"))
+        _, got = jax.export.export(fn)(shape).call(xs)
+        np.testing.assert_allclose(
+            got[f"a/{i}"]["primal"], every["a"]["primal"][i], rtol=1e-6
+        )
+    for i in (3, -4):
+        with pytest.raises(SowError, match="constraints="):
+            jax.export.export(jax.jit(S(_scan, names=f"a/{i}")))(shape)
+
+
 @pytest.mark.parametrize("symbolic", [False, True])
 @pytest.mark.parametrize("callback", [None, lambda event: None])
 def test_a_tap_cannot_be_exported(symbolic, callback):

@@ -533,9 +533,12 @@ def test_cotangent_of_a_leaf_that_all_devices_share(call):
     grad = jax.jit(jax.grad(lambda w: f(x, w).sum()))
     w = jax.device_put(X[:1], NamedSharding(mesh, P()))
     _, captured = call(S(grad), w)
+    product, shared = captured["a"]["primal"]
+    assert product.shape == shared.shape == (2, 1, 4)
     of_product, of_shared = captured["a"]["cotangent"]
     np.testing.assert_allclose(of_product, np.ones((2, 1, 4)))
     # The gradient with respect to a zero that is added to it: the total.
+    assert of_shared.shape == w.shape
     np.testing.assert_allclose(of_shared, np.full((1, 4), 2.0))
     again = call(plant(grad, captured, mode="cotangent"), w)
     np.testing.assert_allclose(again, grad(w), rtol=1e-6)

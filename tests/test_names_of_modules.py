@@ -552,18 +552,17 @@ class Distance(eqx.Module):
 
 
 @under("eager", "filter_jit")
-@pytest.mark.parametrize("method", [False, True])
-def test_an_argument_that_is_called_like_a_field(method, wrap):
+def test_an_argument_that_is_called_like_a_field(wrap):
     mine, other = (eqx.nn.Linear(3, 3, key=key) for key in jr.split(jr.key(0)))
     module, x = Distance(mine), jnp.arange(3.0)
-    fn = wrap(module.of_other if method else module)
-    _, got = S(fn, capture=eqx.nn.Linear)(other, x)
-    assert list(got) == ["net", "net#1"]
-    assert_close(got["net"]["primal"], mine(x))
-    assert_close(got["net#1"]["primal"], other(x))
-    zeroed = lambda name: plant(fn, {name: jnp.zeros_like}, capture=True)(other, x)
-    assert_close(zeroed("net"), -other(x))
-    assert_close(zeroed("net#1"), mine(x))
+    for fn in map(wrap, (module, module.of_other)):
+        _, got = S(fn, capture=eqx.nn.Linear)(other, x)
+        assert list(got) == ["net", "net#1"]
+        assert_close(got["net"]["primal"], mine(x))
+        assert_close(got["net#1"]["primal"], other(x))
+        zeroed = lambda name, fn=fn: plant(fn, {name: jnp.zeros_like}, capture=True)
+        assert_close(zeroed("net")(other, x), -other(x))
+        assert_close(zeroed("net#1")(other, x), mine(x))
     # A variable of that name is yet another one.
     net = eqx.nn.Linear(3, 3, key=jr.key(7))
     _, got = S(lambda x: module(other, x) + net(x), capture=eqx.nn.Linear)(x)
@@ -613,6 +612,69 @@ def test_layers_without_arrays_of_models_that_are_alike(how, called):
         wrap = {"jit": eqx.filter_jit, "grad": eqx.filter_grad}.get(how, lambda f: f)
         fn, args = wrap(run), (first, second, jnp.ones(3))
     assert list(S(fn, capture=True)(*args)[1]) == _CALLED[called]
+
+
+def test_layers_without_arrays_that_are_called_from_the_last():
+    """Each is the very module that is there, though all of them are alike."""
+    n = 3
+    drops = [eqx.nn.Dropout(inference=True) for _ in range(n)]
+
+    def fn(drops, x):
+        for drop in reversed(drops):
+            x = drop(x + 1)
+        return x
+
+    _, got = S(fn, capture=True)(drops, X)
+    expected = {f"drops/{n - i}": X + i for i in range(1, n + 1)}
+    assert list(got) == list(expected)
+    assert_close(with_mode(got, "primal"), expected)
+
+
+def test_a_layer_and_the_same_with_other_weights():
+    """Both are that layer, also beside one like it that nothing calls."""
+    pair = [eqx.nn.Linear(3, 3, key=key) for key in jr.split(jr.key(0))]
+
+    def fn(pair, x):
+        return jax.tree.map(lambda a: 2 * a, pair[0])(pair[0](x))
+
+    _, got = S(fn, capture=True)(pair, X)
+    first = pair[0](X)
+    twice = 2 * (pair[0].weight @ first + pair[0].bias)
+    assert list(got) == ["pair/0"]
+    assert_close(got["pair/0"]["primal"], (first, twice))
+
+
+def test_what_is_made_of_an_array_that_is_called_like_its_field():
+    """The array alone is no module: what is made of it is called by its class."""
+
+    class Weighted(eqx.Module):
+        weight: jax.Array
+
+        def __call__(self, x):
+            return self.weight * x
+
+    for fn, args in (
+        (lambda weight, x: Weighted(weight)(x), (X, X)),
+        ((lambda weight: lambda x: Weighted(weight)(x))(2 * X), (X,)),
+    ):
+        out, got = S(fn, capture=True)(*args)
+        assert list(got) == ["Weighted"]
+        assert_close(got["Weighted"]["primal"], out)
+
+
+def test_an_object_around_a_module_has_the_place_of_it():
+    """As a decorator does that is a class, with what it calls in `__wrapped__`."""
+
+    class Decorated:
+        def __init__(self, fn):
+            self.__wrapped__ = fn
+
+        def __call__(self, x):
+            return self.__wrapped__(x)
+
+    net = Decorated(eqx.nn.Linear(3, 3, key=jr.key(0)))
+    assert list(S(lambda x: net(x), capture=True)(X)[1]) == ["net"]
+    assert list(S(net, capture=True)(X)[1]) == ["."]
 
 
 # --- no two things share a name, whatever the keys are ---
@@ -896,11 +958,37 @@ def test_a_layer_of_a_stack_of_stacks():
         lambda a: jax.lax.index_in_dim(a, 2, 1, keepdims=False)[1],
         lambda a: a.reshape(*a.shape[:2], -1).reshape(a.shape)[1, 2],
         lambda a: a.reshape(2, -1).reshape(a.shape)[1][2],
+        lambda a: a.reshape(2, 4, -1)[1, 2].reshape(a.shape[2:]),
         lambda a: jnp.split(a, 4, 1)[2][1, 0],
     ):
-        _, got = S(_taken(cut), capture=True)(stacks, X)
-        assert list(got) == ["b/1/2"]
-        assert_close(got["b/1/2"]["primal"], expected)
+        saved = S(_taken(cut), capture=True)
+        assert list(saved.eval_shape(stacks, X)[1]) == ["b/1/2"]
+    assert_close(saved(stacks, X)[1]["b/1/2"]["primal"], expected)
+    # Of one stack with one layer.
+    one = make(jr.split(jr.key(0), (1, 1)))
+    for cut in (
+        lambda a: jnp.take(jnp.take(a, 0, axis=0), 0, axis=0),
+        lambda a: jnp.take(a, 0, axis=1)[0],
+    ):
+        _, got = S(_taken(cut), capture=True).eval_shape(one, X)
+        assert list(got) == ["b/0/0"]
+
+
+def test_a_layer_of_a_stack_of_stacks_by_one_array_of_indices():
+    """It is layer 1 of stack 1, and has both numbers or none, but not one of them."""
+    make = eqx.filter_vmap(eqx.filter_vmap(lambda key: eqx.nn.Linear(3, 5, key=key)))
+    stacks = make(jr.split(jr.key(0), (2, 4)))
+
+    def cut(a):
+        # What `a[1, 1]` makes, but for the indices, which are one number, broadcast.
+        behind = tuple(range(a.ndim - 2))
+        dims = jax.lax.GatherDimensionNumbers(behind, (0, 1), (0, 1))
+        sizes = 1, 1, *a.shape[2:]
+        return jax.lax.gather(a, jnp.full(2, 1), dims, sizes, mode="clip")
+
+    (name,), (entry,) = zip(*S(_taken(cut), capture=True)(stacks, X)[1].items())
+    assert name in ("b", "b/1/1")
+    assert_close(entry["primal"], jax.tree.map(lambda a: a[1, 1], stacks)(X))
 
 
 def test_layers_of_a_list_that_are_transposed_in_a_loop():

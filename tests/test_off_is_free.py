@@ -1,5 +1,6 @@
 """Law 9, and its counterpart: nothing of a sow is left in what has been captured."""
 
+import re
 import subprocess
 import sys
 
@@ -135,6 +136,17 @@ def test_no_sow_and_no_effect_is_left(fn, x):
     assert "sow" not in primitives(jaxpr)
     assert not jaxpr.effects
     assert "sow" not in str(jaxpr)
+
+
+def test_an_edge_is_an_array_of_no_numbers():
+    """Also where a scan stacks it for the backward pass."""
+
+    def f(x):
+        body = lambda x, _: (jnp.sin(sow(x, "h")), None)
+        return jax.lax.scan(body, x, None, length=4)[0].sum()
+
+    text = str(jax.make_jaxpr(S(jax.grad(f)))(jnp.ones(3)))
+    assert not re.search(r"f32\[(4,)?1\]", text)
 
 
 def test_what_is_not_selected_is_not_computed():

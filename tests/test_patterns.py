@@ -199,6 +199,17 @@ def test_what_a_pattern_selects_depends_on_that_alone(seed, whole):
     assert n_fit > 40 and n_missing > 40
 
 
+def test_a_name_that_reads_like_a_glob_means_that_mark():
+    def fn(x):
+        return sow(sow(sow(x, "w*") + 1, "w1") + 1, "w[0-9]")
+
+    selected = lambda names: list(S(fn, names=names)(X)[1])
+    assert selected("w*") == ["w*"]
+    assert selected("w[0-9]") == ["w[0-9]"]
+    assert selected("w?") == ["w*", "w1"]
+    assert_close(plant(fn, {"w*": jnp.zeros_like})(X), jnp.full_like(X, 2.0))
+
+
 def test_a_neighbour_with_more_indices():
     def fn(x):
         inner = lambda x: lax.fori_loop(0, 12, lambda i, x: sow(x + i, "h"), x)
@@ -372,6 +383,19 @@ def test_dicts_of_patterns():
     _, got = S(run, capture=True, transform={"blocks/-1": jnp.max})(listed, X)
     assert got["model/blocks/2"]["primal"].shape == ()
     assert got["model/blocks/1"]["primal"].shape == (2,)
+
+
+def test_no_dict_has_some_iterations_apart_that_come_back_together():
+    def fn(x):
+        return lax.scan(lambda c, _: (c + 1, sow(c, "h")), x, None, length=4)[0]
+
+    for options in (
+        {"reduce": {"h/*": Append()}},
+        {"transform": {"h/*": jnp.sin}},
+        {"spec": {"h/1": Float[Array, "2"]}},
+    ):
+        with pytest.raises(UnknownSowError, match=next(iter(options))):
+            S(fn, **options).eval_shape(X)
 
 
 def test_a_pattern_is_a_look_up():

@@ -533,6 +533,23 @@ def test_lanes_that_cannot_be_told_are_an_error(fn):
         jax.vmap(jax.jit(tap(fn, print)))(XS)
 
 
+def test_vmap_that_comes_later_of_a_gradient():
+    """A cotangent that does not vary is really the same in each lane, not their total:
+    the event has the axis on all leaves."""
+
+    def loss(w, x):
+        product, shared = sow((w * x, w), "h")
+        return jnp.sum(product**2) + jnp.sum(shared**2)
+
+    grad, args = jax.grad(loss), (jnp.array(0.5), X)
+    events = []
+    jax.vmap(jax.jit(tap(grad, events.append)), (None, 0))(*args)
+    jax.effects_barrier()
+    assert_same_events(events, watch(jax.vmap(grad, (None, 0)), *args)[1])
+    (cotangent,) = values(events, "h", "cotangent")
+    assert_close(cotangent, (np.asarray(X), np.ones_like(X)))
+
+
 def test_save_of_vmap_of_tap():
     events = []
     fn = jax.vmap(tap(branches, events.append))

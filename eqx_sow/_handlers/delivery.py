@@ -121,7 +121,8 @@ class Delivery:
 
     def with_lane(self, size: int, varies: Sequence[bool]) -> "Delivery":
         """After one more vmap, over which these arrays of the value vary."""
-        axes = Axis(size), *self.site.axes
+        axis = Axis(size, flows_backward=self.site.flows_backward)
+        axes = axis, *self.site.axes
         each = tuple((v, *own) for v, own in zip(varies, self.site.varies))
         return dc.replace(self, site=self.site._replace(axes=axes, varies=each))
 
