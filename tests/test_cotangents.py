@@ -821,6 +821,29 @@ def test_a_bwd_that_computes_again_what_a_checkpoint_keeps(wrap, policy):
     assert len(S(g, reduce=Append())(X)[1]["net"]["primal"]) == 1
 
 
+def test_a_bwd_that_computes_again_from_constants():
+    """Each trace makes an array of its own; of a key, the content is not compared."""
+    numbers, key = np.array([2.0, 3.0], np.float32), jax.random.key(0)
+
+    def of_its_own():
+        with jax.ensure_compile_time_eval():
+            return jnp.asarray(numbers) + 1
+
+    constants = {
+        "numpy": (numbers.copy, numbers),
+        "jax": (of_its_own, numbers + 1),
+        "key": (lambda: jax.random.normal(key, (2,)), jax.random.normal(key, (2,))),
+    }
+
+    def value(constant):
+        forward = lambda x: sow(jnp.sin(x) * constant(), "net")
+        g = _with_rules(forward, lambda x, ct: jax.vjp(forward, x)[1](ct))
+        return S(g)(X)[1]["net"]["primal"]
+
+    for constant, want in constants.values():
+        close(value(constant), np.sin(X) * want)
+
+
 @under("eager", "jit")
 def test_what_is_computed_once_more_from_the_same_is_no_execution(wrap):
     pull = lambda x, ct: jax.vjp(_sine, x)[1](ct)

@@ -685,6 +685,21 @@ def test_a_derivative_rule_that_differentiates_at_another_point(loop, where, cal
     close(got["a"]["cotangent"][1], 1.0)
 
 
+def test_a_derivative_rule_beside_a_branch_that_lanes_choose():
+    """The rule differentiates at another point, so this is an execution, too."""
+    g = jax.jit(lambda x: sow(jnp.sin(x), "a"))
+    step = lambda c: (c[0] + 1, lax.cond(c[1] > -1, g, lambda x: x, c[1]))
+    f = jax.custom_jvp(lambda x: lax.while_loop(lambda c: c[0] < 3, step, (0, x))[1])
+    f.defjvp(lambda x, t: (f(*x), t[0] * jax.value_and_grad(g)(x[0] + 100)[0]))
+    xs = jnp.array([0.5, 0.6])
+    with pytest.raises(DuplicateSowError, match="`a` marks more than one value"):
+        S(jax.vmap(jax.grad(f)))(xs)
+    _, got = S(jax.vmap(jax.grad(f)), reduce=Append())(xs)
+    in_loop, in_rule = got["a"]["primal"]
+    close(in_loop.reshape(-1, 2)[-1], np.sin(np.sin(np.sin(xs))))
+    close(in_rule, np.sin(xs + 100), 1e-4)
+
+
 def _in_lanes(f):
     return lambda c: jax.vmap(f)(jnp.stack([c, c + 0.1])).sum()
 

@@ -125,6 +125,8 @@ def test_leaves_are_those_of_the_model(model):
     bound = [x for x in jtu.tree_leaves(S(model.plain)) if eqx.is_array(x)]
     assert all(a is b for a, b in zip(bound, jtu.tree_leaves(model), strict=True))
     assert not [x for x in jtu.tree_leaves(S(model)) if isinstance(x, str)]
+    # So what JAX takes, it takes.
+    assert_close(jax.jit(lambda f, x: f(x))(S(model), X), S(model)(X))
 
 
 def test_gradient_with_respect_to_the_wrapped_model(call, model):

@@ -1394,6 +1394,16 @@ def test_a_glob_plants_what_has_a_cotangent():
         plant(jax.grad(fn), {"in*": jnp.sin, **double}, mode="cotangent")(X, X)
 
 
+def test_a_value_for_those_layers_that_have_a_cotangent():
+    def fn(w, x):
+        each = sow(w, "h/0"), sow(2 * w, "h/1"), sow(x, "h/2")
+        return sum(jnp.sum(jnp.sin(y)) for y in each)
+
+    cts = jnp.stack([X, X + 1])
+    got = plant(jax.grad(fn), {"h/*": cts}, mode="cotangent")(X, X)
+    assert_close(got, cts[0] + 2 * cts[1])
+
+
 def test_one_that_is_compiled_inside_another_program():
     # A cache of JAX compares the function with itself there.
     planted = jax.jit(plant(lambda x: sow(2 * x, "h") + x, {"h": 3 * X}))

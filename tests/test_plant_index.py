@@ -397,6 +397,30 @@ def test_a_list_of_one_layer_in_a_loop():
         plant(fn, {"blocks/*": _scale}, capture=True, with_index=True)(BLOCKS[:1], X)
 
 
+def test_a_loop_that_another_list_is_in_too():
+    """Each layer of `a` has a loop of its own, which `b` is in, too."""
+
+    def fn(mark, x, i, k):
+        return jnp.sin(mark(jnp.cos(mark(x, f"a/{i}", k)), f"b/{i}", k))
+
+    def looped(x):
+        for i in range(2):
+            mark = lambda x, name, _: sow(x, name)
+            step = lambda x, k, i=i, mark=mark: (fn(mark, x, i, k), None)
+            x, _ = lax.scan(step, x, jnp.arange(3))
+        return x
+
+    def by_hand(x):
+        for i, k in np.ndindex(2, 3):
+            of_a = lambda x, name, k: (
+                _scale(x, (int(name[2:]), k)) if "a" in name else x
+            )
+            x = fn(of_a, x, i, k)
+        return x
+
+    assert_close(plant(looped, {"a/*": _scale}, with_index=True)(X), by_hand(X))
+
+
 def test_a_list_in_different_loops():
     fn = lambda blocks, x: _in_time(_one_by_one)(blocks, _one_by_one(blocks, x))
     with pytest.raises(SowError, match="different loops around the list of layers"):

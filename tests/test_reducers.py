@@ -201,6 +201,15 @@ def test_rows_of_executions_without_a_cotangent_are_zeros(step, buffer):
             assert got["count"] == len(values)
 
 
+def test_rows_of_a_loop_that_begins_without_a_cotangent():
+    """It has a branch that is not there where the values are."""
+    on_odd_steps = lambda i, x: _on_even_steps(i + 1, x)
+    _, got = S(_in_while(on_odd_steps), reduce=Buffer(3))(jnp.array(1.0))
+    values = np.square([1.0, 0.9, 0.9 - 0.1 * 2 * 0.9**3])
+    close(got["a"]["primal"], values)
+    close(got["a"]["cotangent"], values * [0, 1, 0])
+
+
 def _scanned(x):
     step = lambda x, _: (jnp.sin(sow(x * x, "a")), None)
     return lax.scan(step, x, None, length=3)[0]

@@ -1,5 +1,6 @@
 """`scope=True`: names of sows inside a module begin with the module's path."""
 
+import contextlib
 import dataclasses as dc
 from collections.abc import Callable
 
@@ -365,3 +366,30 @@ def test_what_listens_inside_without_scope_changes_no_name(inner, wrap):
 
     expected = jax.vmap(by_hand)(x) if wrap is jax.vmap else by_hand(x)
     assert_close(with_mode(got, "primal"), expected)
+
+
+def test_modules_whose_calls_raise():
+    """They return nothing that could be marked, but have names."""
+
+    class Fails(eqx.Module):
+        w: jax.Array
+
+        def __call__(self, x):
+            sow(self.w * x, "before")
+            raise ValueError
+
+    class Model(eqx.Module):
+        layers: list
+
+        def __call__(self, x):
+            for layer in self.layers:
+                with contextlib.suppress(ValueError):
+                    layer(x)
+            return 2 * x
+
+    x = jnp.array([0.3, 0.5])
+    model = Model([Fails(x), Fails(x + 1)])
+    _, got = S(lambda m, x: m(x), scope=True, capture=True)(model, x)
+    assert list(got) == ["m/layers/0/before", "m/layers/1/before", "m"]
+    for i in range(2):
+        assert_close(got[f"m/layers/{i}/before"]["primal"], model.layers[i].w * x)

@@ -326,6 +326,20 @@ def test_what_cannot_be_planted():
         S(net, capture=eqx.nn.Linear)(NET, X)
 
 
+def test_values_that_a_backward_pass_computes_once_more_cannot_be_planted():
+    """It does so three times in one line: nothing tells which of the two these are."""
+    once = lambda x: sow(jnp.sin(x), "h")
+    bwd = lambda x, ct: (sum(jax.vjp(once, x)[1](ct)[0] for _ in range(3)),)
+    fn = jax.custom_vjp(lambda x: once(x) + once(x))
+    fn.defvjp(lambda x: (once(x) + once(x), x), bwd)
+    out = lambda y: sow(sow(sow(y, "out"), "out"), "out")
+    grad = jax.grad(lambda x: out(fn(x)).sum())
+    _, got = S(grad, reduce=Append(), modes="primal")(X)
+    assert_close(got["h"]["primal"], (jnp.sin(X), jnp.sin(X)))
+    with pytest.raises(SowError, match="'h' runs 2 times, .* cannot tell which"):
+        plant(grad, {"h": (X, X)})(X)
+
+
 @pytest.mark.parametrize(
     ("mode", "names"),
     [("primal", None), ("primal", "h/1"), ("primal", "**"), ("cotangent", None)],

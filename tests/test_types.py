@@ -79,6 +79,13 @@ def test_overloads_have_all_options(fn):
         assert typing.get_type_hints(declared).keys() == options.keys()
 
 
+def test_all_options_may_be_left_out():
+    for fn in (eqx_sow.save_intermediates, eqx_sow.tap):
+        for overload in typing.get_overloads(fn):
+            (declared,) = typing.get_args(typing.get_type_hints(overload)["options"])
+            assert not declared.__required_keys__
+
+
 def test_modes():
     for mode in typing.get_args(Mode):
         assert as_mode("modes", mode) == mode

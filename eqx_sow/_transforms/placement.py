@@ -274,7 +274,8 @@ def to_plant(
         if of_key and None not in of_key:
             if run.run is None:
                 site = mark.site
-                n = len({runs[x.way].run for x in marks if x.site.name == site.name})
+                alike = [x for x in marks if x.site.name == site.name]
+                n = len({runs[x.way].run for x in alike} - {None})
                 raise SowError(
                     f"`plant`: {site.name!r} runs {n} times, and eqx_sow cannot tell "
                     f"which of these runs a {site.mode} at {site.where} belongs to, as "
