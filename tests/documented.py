@@ -115,7 +115,8 @@ DOCUMENTED = {
         ],
         '"belongs to which primal", "cannot tell which of these runs"': [
             "test_reducers.py::test_append_of_branches_that_differentiate_unlike_sows",
-            "test_several_runs.py::test_what_cannot_be_planted",
+            "test_several_runs.py"
+            "::test_values_that_a_backward_pass_computes_once_more_cannot_be_planted",
         ],
         '"would not be of the same executions" (`Buffer`)': [
             "test_reducers.py::test_rows_of_a_buffer_that_do_not_belong_together",
