@@ -122,8 +122,8 @@ def parting(a: SowCall, b: SowCall) -> tuple[str, str, bool] | None:
 
 
 def line_of(eqn: Any) -> str:
-    """The same for where an equation was made, or an empty string if that is not
-    known."""
+    """The line in the user's code that made an equation, or an empty string if that is
+    not known."""
     traceback = eqn.source_info.traceback
     for frame in traceback.frames if traceback else ():
         if not is_library(frame.file_name):

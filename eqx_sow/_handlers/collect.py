@@ -98,8 +98,8 @@ class Taking:
         return dc.replace(self, reduce=_APPEND)
 
     def _with_reducers(self, asked: Sequence[Asked]) -> "Taking":
-        """The same, in which a captured name that several equations mark, and that no
-        reducer is given for, has `IfSeveral`. Captured names are not chosen by the
+        """These options, in which a captured name that several equations mark, and that
+        no reducer is given for, has `IfSeveral`. Captured names are not chosen by the
         user, so that they need not differ."""
         if isinstance(self.reduce, Reducer):
             return self
@@ -111,7 +111,7 @@ class Taking:
         return dc.replace(self, reduce=each)
 
     def _with_primals(self, asked: Iterable[Asked]) -> "Taking":
-        """The same, with the primals `beside` the modes that are asked for: those of
+        """These options, with the primals `beside` the modes that are asked for: of
         names that have a derivative in a `while_loop`, or a primal in a loop of a
         backward pass. What a derivative belongs to does not depend on `modes`."""
         if self.modes is None:

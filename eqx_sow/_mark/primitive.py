@@ -90,8 +90,8 @@ def _edge_jvp(primals, tangents, **params):
 
 
 def _edge_linearize(is_vjp, nonzeros, *primals, **params):
-    """The same, as JAX's linearization wants it. From the rule above, JAX would trace
-    a linear part, for each edge, to find that there is none."""
+    """What `_edge_jvp` returns, as JAX's linearization wants it. From that rule, JAX
+    would trace a linear part, for each edge, to find that there is none."""
     del is_vjp, nonzeros
     out = edge_p.bind(*primals, **params)
     zero = _edge_tangent(out)
@@ -233,8 +233,8 @@ def _sow_jvp(primals, tangents, *, site):
 
 
 def _sow_linearize(is_vjp, nonzeros, *primals, site):
-    """The same, as JAX's linearization wants it. This rule is told whether the tangents
-    will be transposed (`is_vjp`), on which depends what has one."""
+    """What `_sow_jvp` returns, as JAX's linearization wants it. This rule is told
+    whether the tangents will be transposed (`is_vjp`): what has one depends on that."""
     return _compat.linearization(*_sow_linearized(nonzeros, primals, site, is_vjp))
 
 

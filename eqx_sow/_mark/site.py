@@ -206,7 +206,8 @@ class Site(_Fields):
         return self._replace(labels=left) if left or self.note else None
 
     def without_this_mode(self, tag: Hashable) -> "Site":
-        """The same, where only what comes of it by a derivative is left."""
+        """The site of a mark that a transformation of this tag has taken: to others it
+        leaves what comes of it by a derivative."""
         return self._replace(taken=(*self.taken, tag))
 
     def for_all(self, label: Label) -> "Site":
@@ -248,7 +249,7 @@ class Site(_Fields):
 
     @property
     def said_first(self) -> str:
-        """The same, at the beginning of a sentence."""
+        """`said`, at the beginning of a sentence."""
         return self.said[0].upper() + self.said[1:]
 
     def shape(self, i: int, shape: tuple[int, ...]) -> tuple[int, ...]:

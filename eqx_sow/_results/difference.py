@@ -125,7 +125,8 @@ _AT_ONCE = 2**16
 def _read(
     a: Any, b: Any, tolerance: Tolerance, time: tuple[int, ...]
 ) -> tuple[Numbers, Any]:
-    """Of arrays in the memory of the host, in float64."""
+    """The numbers of two arrays in the memory of the host, in float64; and at which of
+    the indices along `time` any entry is beyond the tolerance."""
     a, b = _keys(a, b, np) if is_key(a) else (a, b)
     bad = np.zeros([np.shape(a)[k] for k in time], bool)
     whole, parts, are_integers = np.asarray(b), [Numbers()], _are_integers(a, b)
@@ -156,7 +157,8 @@ def _wide(x: np.ndarray) -> np.ndarray:
 def _on_device(
     a: Any, b: Any, tolerance: Tolerance, time: tuple[int, ...]
 ) -> tuple[Numbers, Any]:
-    """The same of arrays that are spread over processes, or on an accelerator."""
+    """What `_read` returns, for arrays that are spread over processes, or are on an
+    accelerator."""
     goes_to_b = isinstance(b, jax.Array) and can_be_read(a)
     a, b = (_beside(a, b), b) if goes_to_b else (a, _beside(b, a))
     rtol, atol = map(np.float32, tolerance)

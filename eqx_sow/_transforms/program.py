@@ -187,7 +187,7 @@ class Program:
 
     @_compat.cached_property
     def named(self) -> list[tuple[Mark, Named]]:
-        """The same, each with what it is to patterns."""
+        """The marks of the tag, each with what it is to patterns."""
         # In many calls of one function, the sites are the same.
         kept: dict[Any, Named] = {}
         for x in self.mine:

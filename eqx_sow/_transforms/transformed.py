@@ -102,7 +102,9 @@ class Transformed(eqx.Module):
     @_partial
     @api_boundary
     def trace(self, /, *args, **kwargs):
-        """The same, before it is lowered: `.jaxpr` is the program."""
+        """The traced program of a call, if the function is jitted, as from
+        `jax.jit(...).trace`: `.jaxpr` is the program. The arguments are as for
+        `eval_shape`."""
         jitted = _jitted_in(self._fn)
         if jitted is None:
             call = f"{self._call}(fn, ...)"

@@ -86,8 +86,8 @@ class Entry:
         return shape_like(x, shape, (*[spec for _, spec in lead], *spec_of(x)[n:]))
 
     def with_slot(self, slot: int, *steps: tuple[int, bool | None]) -> "Entry":
-        """The same in another slot, seen from outside the equations of these steps, if
-        any. There are many, and `dc.replace` takes three times as long."""
+        """This entry in another slot, seen from outside the equations of these steps,
+        if any. There are many, and `dc.replace` takes three times as long."""
         route = (*steps, *self.route)
         rest = self.counted, self.cases, route, self.at, slot
         return Entry(self.arrays, self.site, *rest)

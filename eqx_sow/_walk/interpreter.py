@@ -231,8 +231,8 @@ class Interpret:
     def _staged(
         self, fn: Callable, held: Any, plan: Plan | None, given: Given, args: Any
     ) -> tuple[Any, list[Any], Any]:
-        """The same, for another `fn`. `held` is the jaxpr, or whatever is hashable and
-        has jaxprs inside."""
+        """What `fn(interpret, given, held, *args)` computes, as a jaxpr: see `staged`.
+        `held` is a jaxpr, or whatever is hashable and has jaxprs inside."""
         by = self.stages(next(jaxprs_in(held)))
         refs = jax.tree.map(_to_ref, held)
         closed, treedef = by(self.handler, plan, fn, refs)(given, args)

@@ -148,7 +148,7 @@ def _spec_of_outputs(eqn: Any, mesh: Any, given: Sequence[Any]) -> Sequence[Any]
 
 
 def _spec_of_body(eqn: Any, mesh: Any, given: Sequence[Any]) -> list[Any] | None:
-    """The same, of a call or a scan."""
+    """How the outputs of a call or a scan are sharded. `None` for other equations."""
     called = called_by(eqn)
     is_scan = eqn.primitive is jexc.primitives.scan_p
     if called is None or (loop_of(eqn) and not is_scan):

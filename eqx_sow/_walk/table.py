@@ -235,7 +235,7 @@ def runs_of(
 
     every = list(map(facts, found))
     if told:
-        every = _checked(_without_repeated_derivatives(every), told)
+        every = _with_values_apart(_with_repeated_derivatives(every), told)
     return numbered(every)
 
 
@@ -257,9 +257,10 @@ def _with_iterations(
     )
 
 
-def _without_repeated_derivatives(every: Sequence[Facts]) -> list[Facts]:
-    """The same. If a loop that a backward pass runs again takes a gradient in its body,
-    it took that in the forward pass, too, and what it computes now is a repetition."""
+def _with_repeated_derivatives(every: Sequence[Facts]) -> list[Facts]:
+    """The facts, in which some derivatives are repetitions. If a loop that a backward
+    pass runs again takes a gradient in its body, it took that in the forward pass, too,
+    and what it computes now repeats that."""
     of = lambda x: (x.mark.site.key, x.known.of)
     derivatives = [x for x in every if x.mark.site.modes and not x.known.again]
     before = {of(x) for x in derivatives if True not in x.known.backward}
@@ -271,9 +272,9 @@ def _without_repeated_derivatives(every: Sequence[Facts]) -> list[Facts]:
     return [x._replace(known=known(x)) for x in every]
 
 
-def _checked(every: Sequence[Facts], told: Mapping[Way, Mark]) -> list[Facts]:
-    """The same. A derivative is `apart`, too, if the last value may be that of a branch
-    that has no such derivative."""
+def _with_values_apart(every: Sequence[Facts], told: Mapping[Way, Mark]) -> list[Facts]:
+    """The facts, in which a derivative is `apart`, too, if the last value may be that
+    of a branch that has no such derivative."""
     have: dict[Any, frozenset[Way]] = defaultdict(frozenset)
     for x in every:
         if x.mark.site.modes:
