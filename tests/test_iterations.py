@@ -493,6 +493,7 @@ def test_rows_of_one_iteration_belong_together():
         S(in_scan(twice), names="h/1", reduce=Buffer(3))(x)
 
 
+@pytest.mark.slow
 def test_rows_of_one_layer_and_of_one_step_belong_together():
     """In each step, a gradient comes after a value that has none."""
     loss = _loss(lambda x: _stack(x, (None, 1)))
